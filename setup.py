@@ -1,0 +1,27 @@
+"""Builds the compiled core, tilerank.kernels._C; everything else is in pyproject.toml."""
+
+from pathlib import Path
+
+from pybind11.setup_helpers import ParallelCompile, Pybind11Extension, build_ext, naive_recompile
+from setuptools import setup
+
+CSRC = Path("kernels/csrc")
+
+# No -march and no -ffast-math: instruction sets are chosen per function at run time (target regions), and linking with
+# fast-math would switch the whole process to flush-to-zero.
+FLAGS = ["-O3", "-fno-math-errno", "-Wall", "-Wextra", "-Werror"]
+
+ParallelCompile(default=0, needs_recompile=naive_recompile).install()
+setup(
+    ext_modules=[
+        Pybind11Extension(
+            "tilerank.kernels._C",
+            sorted(str(path) for path in CSRC.glob("*.cpp")),
+            depends=sorted(str(path) for path in CSRC.glob("*.h")),
+            include_dirs=[str(CSRC)],
+            extra_compile_args=FLAGS,
+            cxx_std=20,
+        )
+    ],
+    cmdclass={"build_ext": build_ext},
+)
