@@ -1,0 +1,44 @@
+"""Tiny random checkpoints in the layout of the public models, one per argument set and test session."""
+
+import argparse
+import importlib.util
+import sys
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+
+TOOL = Path(__file__).parent / "tools" / "make_tiny.py"
+_made: dict[tuple[str, int, tuple[tuple[str, object], ...]], Path] = {}
+
+
+@cache
+def _tool() -> ModuleType:
+    """tests/tools/make_tiny.py as a module; imported once, because transformers takes seconds to import."""
+    spec = importlib.util.spec_from_file_location("make_tiny", TOOL)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["make_tiny"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def make_checkpoint(family: str, tmp: Path, seed: int = 0, **dims: object) -> Path:
+    """Returns the directory of a checkpoint of `family`, made below `tmp` unless this session has it already.
+
+    `dims` are the tool's options with underscores: hidden, heads, kv_heads, head_dim, layers, inter, vocab, tied, shards...
+    The directory is shared: a test that changes files works on a copy (shutil.copytree).
+    """
+    key = (family, seed, tuple(sorted(dims.items())))
+    if key not in _made:
+        out = tmp / f"{family}-{seed}-{len(_made)}"
+        options = {
+            "tied": None,
+            "shards": 2,
+            "no_mtp": False,
+            "no_verify": True,
+            "fp8_block": (128, 128),
+            "fp8_pow2": False,
+        }
+        _tool().build(family, str(out), argparse.Namespace(**{**options, "seed": seed, **dims}))
+        _made[key] = out
+    return _made[key]
