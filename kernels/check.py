@@ -1,0 +1,41 @@
+"""Argument checks shared by the kernel faces."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .errors import KernelError
+
+ACTIVATIONS = (torch.float32, torch.bfloat16)
+
+
+def tensor(
+    kernel: str,
+    name: str,
+    value: Tensor,
+    shape: Sequence[int | None],
+    dtype: torch.dtype | tuple[torch.dtype, ...],
+) -> None:
+    """Raises KernelError, naming the argument, what was expected and what was found, unless `value` is a CPU tensor of
+    `dtype` and `shape` (None: any size) whose last dimension is contiguous.
+    """
+    dtypes = dtype if isinstance(dtype, tuple) else (dtype,)
+    if value.dtype not in dtypes:
+        raise KernelError(f"{kernel}: {name}: expected dtype {_dtypes(dtypes)}, found {_dtypes((value.dtype,))}")
+    if value.ndim != len(shape) or any(
+        want is not None and want != got for want, got in zip(shape, value.shape, strict=True)
+    ):
+        raise KernelError(f"{kernel}: {name}: expected shape {_shape(shape)}, found {_shape(value.shape)}")
+    if value.device.type != "cpu":
+        raise KernelError(f"{kernel}: {name}: expected a CPU tensor, found one on {value.device}")
+    if value.ndim and value.shape[-1] > 1 and value.stride(-1) != 1:
+        raise KernelError(f"{kernel}: {name}: expected a contiguous last dimension, found stride {value.stride(-1)}")
+
+
+def _dtypes(dtypes: tuple[torch.dtype, ...]) -> str:
+    return " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+
+
+def _shape(shape: Sequence[int | None]) -> str:
+    return "[" + ", ".join("any" if size is None else str(size) for size in shape) + "]"

@@ -1,0 +1,109 @@
+"""The row kernels: norms, rotation, activation, embedding and the choice of a token.
+
+Every argument may be strided as long as its last dimension is contiguous. Activations are float32 or bfloat16. A row's
+result depends on that row alone. A wrong argument raises KernelError naming it, what was expected and what was found.
+"""
+
+import torch
+from torch import Tensor
+
+from . import check, reference
+from .errors import KernelError
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, *, zero_centered: bool = False) -> Tensor:
+    """Root-mean-square norm over the last dim (Zhang and Sennrich, 2019): x / sqrt(mean(x^2) + eps), times a weight.
+
+    x: [..., d]; weight: [d] of the same dtype; returns [..., d], contiguous.
+    Plain (Llama, Qwen2, Qwen3): normalised in fp32, rounded to x.dtype, multiplied by weight in x.dtype.
+    zero_centered (Qwen3.5): normalised * (1 + weight) in fp32, rounded once.
+    """
+    check.tensor("rms_norm", "x", x, (*x.shape[:-1], None), check.ACTIVATIONS)
+    check.tensor("rms_norm", "weight", weight, (x.shape[-1],), x.dtype)
+    return reference.rms_norm(x, weight, eps, zero_centered=zero_centered)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, zero_centered: bool = False) -> Tensor:
+    """residual += x (in place, rounded to its dtype); returns rms_norm(residual).
+
+    x, residual: [m, d] of one dtype; weight: [d]; returns [m, d].
+    """
+    check.tensor("add_rms_norm", "x", x, (None, None), check.ACTIVATIONS)
+    check.tensor("add_rms_norm", "residual", residual, x.shape, x.dtype)
+    check.tensor("add_rms_norm", "weight", weight, (x.shape[-1],), x.dtype)
+    return reference.add_rms_norm(x, residual, weight, eps, zero_centered=zero_centered)
+
+
+def rotary_(q: Tensor, k: Tensor, positions: Tensor, cos: Tensor, sin: Tensor) -> None:
+    """Rotary position embedding (Su et al., 2021) of q and k, in place.
+
+    q: [t, hq, d]; k: [t, hk, d]; positions: [t] int64, each in [0, p); cos, sin: [p, r / 2] in the activation dtype, r
+    <= d. The first r dims are rotated in pairs (i, i + r / 2), the half-split form of Llama and Qwen; the rest stays.
+    Products and sum are fp32, rounded once.
+    """
+    check.tensor("rotary_", "positions", positions, (None,), torch.int64)
+    check.tensor("rotary_", "q", q, (positions.shape[0], None, None), check.ACTIVATIONS)
+    check.tensor("rotary_", "k", k, (positions.shape[0], None, q.shape[2]), q.dtype)
+    check.tensor("rotary_", "cos", cos, (None, None), q.dtype)
+    check.tensor("rotary_", "sin", sin, cos.shape, q.dtype)
+    if 2 * cos.shape[1] > q.shape[2]:
+        raise KernelError(f"rotary_: cos: expected at most {q.shape[2] // 2} columns, found {cos.shape[1]}")
+    reference.rotary_(q, k, positions, cos, sin)
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up of the gated MLP (Shazeer, 2020).
+
+    gate_up: [m, 2 * i], gate in the first i columns, up in the rest; returns [m, i]. silu is computed in fp32 and
+    rounded to the activation dtype, so is the product: the two roundings of transformers.
+    """
+    check.tensor("silu_mul", "gate_up", gate_up, (None, None), check.ACTIVATIONS)
+    if gate_up.shape[1] % 2:
+        raise KernelError(f"silu_mul: gate_up: expected an even number of columns, found {gate_up.shape[1]}")
+    return reference.silu_mul(gate_up)
+
+
+def embedding(ids: Tensor, weight: Tensor, first_row: int = 0) -> Tensor:
+    """Rows of an embedding table, or of the shard of it that starts at row `first_row`.
+
+    ids: [t] int64; weight: [v, d]; returns [t, d]. Ids outside [first_row, first_row + v) give zeros.
+    """
+    check.tensor("embedding", "ids", ids, (None,), torch.int64)
+    check.tensor("embedding", "weight", weight, (None, None), check.ACTIVATIONS)
+    return reference.embedding(ids, weight, first_row)
+
+
+def argmax(logits: Tensor) -> Tensor:
+    """The index of every row's largest logit, the first of equals. logits: [m, v] float32, v >= 1; returns [m] int64.
+
+    -inf is allowed (a row of nothing else gives 0); NaN raises KernelError naming the row.
+    """
+    check.tensor("argmax", "logits", logits, (None, None), torch.float32)
+    _check_vocabulary("argmax", logits)
+    return reference.argmax(logits)
+
+
+def sample(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, uniform: Tensor) -> Tensor:
+    """Draws one token a row, deterministically from the given uniform number.
+
+    logits: [m, v] float32, -inf = never; temperature: [m] float32 >= 0; top_k: [m] int32, 0 = off; top_p: [m] float32
+    in [0, 1], 1 = off; uniform: [m] float32 in [0, 1); returns [m] int64.
+    Temperature 0 is argmax. Otherwise, as the warpers of transformers do it: p = softmax(logits / temperature); top-k
+    keeps every token at least as probable as the k-th (ties with it stay); top-p then keeps, in descending order of
+    the renormalised p, the tokens before which less than top_p is accumulated (the first always). Equal logits are
+    ordered by id. The result is the first kept token whose cumulative probability exceeds uniform. Probabilities and
+    sums are float64. A row with NaN, +inf or nothing but -inf raises KernelError naming the row.
+    """
+    check.tensor("sample", "logits", logits, (None, None), torch.float32)
+    _check_vocabulary("sample", logits)
+    rows = (logits.shape[0],)
+    check.tensor("sample", "temperature", temperature, rows, torch.float32)
+    check.tensor("sample", "top_k", top_k, rows, torch.int32)
+    check.tensor("sample", "top_p", top_p, rows, torch.float32)
+    check.tensor("sample", "uniform", uniform, rows, torch.float32)
+    return reference.sample(logits, temperature, top_k, top_p, uniform)
+
+
+def _check_vocabulary(kernel: str, logits: Tensor) -> None:
+    if logits.shape[1] == 0:
+        raise KernelError(f"{kernel}: logits: expected at least one column, found shape {list(logits.shape)}")

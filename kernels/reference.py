@@ -1,0 +1,178 @@
+"""Every kernel in plain torch: the oracle of the tests, and the path of machines without the compiled core.
+
+Same names and arguments as the faces (`ops.py`, `attention.py`; `linear` takes the plain weight). A row is always
+computed by calls whose shapes depend on that row alone, never on its batch, so that here too equal rows give equal
+bits.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .errors import KernelError
+
+KV_BLOCK = 32  # tokens in a page of the KV cache
+
+if TYPE_CHECKING:
+    from .attention import KVLayer
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out_dtype: torch.dtype | None = None) -> Tensor:
+    """x[..., k] @ weight[n, k].T + bias[n], accumulated and biased in fp32, rounded once to `out_dtype` (default
+    x.dtype).
+    """
+    weight32 = weight.float()
+    rows = x.reshape(-1, x.shape[-1]).float()
+    out = torch.empty(rows.shape[0], weight.shape[0])
+    for row, result in zip(rows, out, strict=True):
+        # One product per row: a library GEMM picks its blocking, hence its order of summation, by the batch size.
+        torch.mv(weight32, row.clone(), out=result)
+    if bias is not None:
+        out += bias.float()
+    return out.to(out_dtype or x.dtype).reshape(*x.shape[:-1], weight.shape[0])
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, *, zero_centered: bool = False) -> Tensor:
+    """LlamaRMSNorm (plain) and Qwen3_5RMSNorm (zero-centred) of transformers, rounding included."""
+    x32 = x.float()
+    normed = x32 * torch.rsqrt(x32.pow(2).mean(-1, keepdim=True) + eps)
+    if zero_centered:
+        return (normed * (1.0 + weight.float())).to(x.dtype)
+    return weight * normed.to(x.dtype)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, zero_centered: bool = False) -> Tensor:
+    """residual += x in place, then rms_norm(residual)."""
+    residual += x
+    return rms_norm(residual, weight, eps, zero_centered=zero_centered)
+
+
+def rotary_(q: Tensor, k: Tensor, positions: Tensor, cos: Tensor, sin: Tensor) -> None:
+    """Half-split rotation of the first 2 * cos.shape[1] dims of q and k, in place, in fp32 with one rounding."""
+    half = cos.shape[1]
+    if positions.numel() and not 0 <= int(positions.min()) <= int(positions.max()) < cos.shape[0]:
+        bad = next(p for p in positions.tolist() if not 0 <= p < cos.shape[0])
+        raise KernelError(f"rotary_: positions: expected values in [0, {cos.shape[0]}), found {bad}")
+    c, s = cos[positions].float()[:, None], sin[positions].float()[:, None]
+    for heads in (q, k):
+        first, second = heads[..., :half].float(), heads[..., half : 2 * half].float()
+        heads[..., :half] = first * c - second * s
+        heads[..., half : 2 * half] = second * c + first * s
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """silu(gate) rounded to the activation dtype, times up (LlamaMLP of transformers)."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def embedding(ids: Tensor, weight: Tensor, first_row: int = 0) -> Tensor:
+    """weight[ids - first_row], zeros for ids outside the shard."""
+    rows = ids - first_row
+    held = (rows >= 0) & (rows < weight.shape[0])
+    out = torch.zeros(ids.shape[0], weight.shape[1], dtype=weight.dtype)
+    out[held] = weight[rows[held]]
+    return out
+
+
+def argmax(logits: Tensor) -> Tensor:
+    """Index of the first largest logit of every row."""
+    for row, values in enumerate(logits):
+        if values.isnan().any():
+            raise KernelError(f"argmax: logits: expected numbers, found NaN in row {row}")
+    # torch.argmax does not promise which of several equals it returns; the index of the first True is the largest of v
+    # - i.
+    order = torch.arange(logits.shape[1], 0, -1)
+    return torch.where(logits == logits.amax(dim=1, keepdim=True), order, 0).argmax(dim=1)
+
+
+def sample(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, uniform: Tensor) -> Tensor:
+    """One token a row; see ops.sample for the exact rule."""
+    chosen = torch.empty(logits.shape[0], dtype=torch.int64)
+    for row, values in enumerate(logits):
+        chosen[row] = _sample_row(
+            row, values, float(temperature[row]), int(top_k[row]), float(top_p[row]), float(uniform[row])
+        )
+    return chosen
+
+
+def _sample_row(row: int, logits: Tensor, temperature: float, top_k: int, top_p: float, uniform: float) -> int:
+    if not 0 <= temperature < float("inf"):
+        raise KernelError(f"sample: temperature: expected a finite number >= 0, found {temperature:g} in row {row}")
+    if top_k < 0:
+        raise KernelError(f"sample: top_k: expected >= 0, found {top_k} in row {row}")
+    if not 0 <= top_p <= 1:
+        raise KernelError(f"sample: top_p: expected a number in [0, 1], found {top_p:g} in row {row}")
+    if not 0 <= uniform < 1:
+        raise KernelError(f"sample: uniform: expected a number in [0, 1), found {uniform:g} in row {row}")
+    largest = float(logits.amax())  # NaN if any logit is NaN
+    if not abs(largest) < float("inf"):
+        raise KernelError(f"sample: logits: expected finite numbers or -inf, found maximum {largest:g} in row {row}")
+    ordered, index = logits.sort(descending=True, stable=True)  # equal logits: the smaller id first
+    if temperature == 0:
+        return int(index[0])
+    kept = logits.shape[0]
+    if 0 < top_k < kept:
+        kept = int((ordered >= ordered[top_k - 1]).sum())  # ties with the k-th stay, as in TopKLogitsWarper
+    weights = torch.exp((ordered[:kept].double() - largest) / temperature)
+    cumulative = weights.cumsum(0)
+    before = torch.cat([weights.new_zeros(1), cumulative[:-1]])
+    if top_p < 1:
+        # Probability mass before the token < top_p: what TopPLogitsWarper keeps, and always the first.
+        kept = max(1, int((before < top_p * cumulative[-1]).sum()))
+    possible = int((weights[:kept] > 0).sum())
+    target = uniform * float(cumulative[kept - 1])
+    return int(index[min(int((cumulative[:kept] <= target).sum()), possible - 1)])
+
+
+def store_kv(k: Tensor, v: Tensor, cache: KVLayer, slots: Tensor) -> None:
+    """Writes token i of k and v to slot slots[i] of the cache."""
+    size = cache.num_blocks * KV_BLOCK
+    if slots.numel() and not 0 <= int(slots.min()) <= int(slots.max()) < size:
+        bad = next(slot for slot in slots.tolist() if not 0 <= slot < size)
+        raise KernelError(f"store_kv: slots: expected values in [0, {size}), found {bad}")
+    block, offset = slots // KV_BLOCK, slots % KV_BLOCK
+    # Views whose first three dimensions address a token.
+    keys = cache.k.permute(0, 2, 4, 1, 3, 5)  # [block, token / 16, token % 16, head, dim / pair, pair]
+    values = cache.v.permute(0, 3, 5, 1, 2, 4)  # [block, token / pair, token % pair, head, dim / 16, 16]
+    pair = cache.v.shape[-1]
+    keys[block, offset // 16, offset % 16] = k.reshape(-1, *keys.shape[3:])
+    padded = F.pad(v, (0, -v.shape[-1] % 16))
+    values[block, offset // pair, offset % pair] = padded.reshape(-1, *values.shape[3:])
+
+
+def load_kv(cache: KVLayer, blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values [KV_BLOCK * blocks, kv_heads, head_dim] of the given pages, in order: the inverse of store_kv."""
+    shape = (blocks.shape[0] * KV_BLOCK, cache.kv_heads, -1)
+    keys = cache.k[blocks].permute(0, 2, 4, 1, 3, 5).reshape(shape)
+    values = cache.v[blocks].permute(0, 3, 5, 1, 2, 4).reshape(shape)[..., : cache.head_dim]
+    return keys, values
+
+
+def attention(
+    q: Tensor,
+    cache: KVLayer,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    query_starts: Tensor,
+    kv_map: Tensor,
+    scale: float,
+) -> Tensor:
+    """Causal attention of the last tokens of every sequence over its cached tokens, in fp32 with one rounding."""
+    out = torch.zeros_like(q, memory_format=torch.contiguous_format)
+    starts = query_starts.tolist()
+    for sequence, length in enumerate(seq_lens.tolist()):
+        start, stop = starts[sequence : sequence + 2]
+        keys, values = load_kv(cache, block_tables[sequence, : -(-length // KV_BLOCK)].long())
+        for head, (first, count) in enumerate(kv_map.tolist()):
+            head_keys, head_values = keys[:, head].float().contiguous(), values[:, head].float().contiguous()
+            for row in range(start, stop):
+                seen = length - (stop - row) + 1
+                # Exactly the visible keys, so that neither the batch nor later tokens touch the order of summation.
+                scores = q[row, first : first + count].float() @ head_keys[:seen].T * scale
+                out[row, first : first + count] = (torch.softmax(scores, dim=-1) @ head_values[:seen]).to(q.dtype)
+    return out
