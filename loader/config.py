@@ -1,10 +1,9 @@
 """config.json of a dense text model -> one typed, validated record.
 
-Absent keys are not replaced by guesses: what the model families disagree on must be in the file. Both dialects are read:
-`rope_theta` + `rope_scaling` + `torch_dtype` (transformers 4) and `rope_parameters` + `dtype` (transformers 5).
+Absent keys are not replaced by guesses: what the model families disagree on must be in the file. Both dialects are
+read: `rope_theta` + `rope_scaling` + `torch_dtype` (transformers 4), `rope_parameters` + `dtype` (transformers 5).
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,7 +23,8 @@ _MAX_POSITIONS = 1 << 30
 
 @dataclass(frozen=True)
 class Llama3Scaling:
-    """Llama 3's frequency scaling: wavelengths above original/low are stretched by factor, those below original/high kept."""
+    """Llama 3's frequency scaling: wavelengths above original/low are stretched by factor, those below original/high
+    are kept, those between blend."""
 
     factor: float
     low_freq_factor: float
@@ -92,9 +92,9 @@ class Fields:
     def number(self, key: str, above: float, to: float) -> float:
         value = self.values.get(key)
         # Integers of any length are JSON; comparing before converting keeps float() from overflowing.
-        if type(value) not in (int, float) or not above < value <= to:  # type: ignore[operator]
+        if not isinstance(value, int | float) or isinstance(value, bool) or not above < value <= to:
             raise self.fail(key, f"a number above {above:g}, at most {to:g}")
-        return float(value)  # type: ignore[arg-type]
+        return float(value)
 
     def text(self, key: str) -> str:
         value = self.values.get(key)
@@ -263,7 +263,7 @@ def _scaling(c: Fields, scaling: Fields, max_position_embeddings: int) -> Llama3
 
 
 def _special_ids(model_dir: Path, c: Fields, vocab_size: int) -> tuple[tuple[int, ...], int | None]:
-    """(end-of-sequence ids, beginning-of-sequence id): generation_config.json first, config.json where that is silent."""
+    """(end-of-sequence ids, beginning-of-sequence id): generation_config.json, config.json where that is silent."""
     sources = [c]
     path = model_dir / "generation_config.json"
     if path.exists():

@@ -1,4 +1,4 @@
-"""What the loader raises: one sentence naming the file and the field or tensor, what was expected and what was found."""
+"""What the loader raises: one sentence naming the file, the field or tensor, what was expected, what was found."""
 
 
 class ConfigError(ValueError):

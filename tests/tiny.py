@@ -25,7 +25,7 @@ def _tool() -> ModuleType:
 def make_checkpoint(family: str, tmp: Path, seed: int = 0, **dims: object) -> Path:
     """Returns the directory of a checkpoint of `family`, made below `tmp` unless this session has it already.
 
-    `dims` are the tool's options with underscores: hidden, heads, kv_heads, head_dim, layers, inter, vocab, tied, shards...
+    `dims` are the tool's options: hidden, heads, kv_heads, head_dim, layers, inter, vocab, tied, shards...
     The directory is shared: a test that changes files works on a copy (shutil.copytree).
     """
     key = (family, seed, tuple(sorted(dims.items())))
