@@ -1,0 +1,245 @@
+"""How one dimension of a model is cut over T ranks: pure arithmetic, no torch, no files.
+
+T is any number from 1 up. A dimension is cut in whole *units* (a head, a tile of 32 columns, a quantisation block).
+Where the units do not divide by T there are two ways: pad with zeros until they do, so that all ranks have equal
+shapes, or give some ranks more than others. Nothing is replicated because it does not divide; the one exception is a
+KV head whose query heads lie on two ranks, and there the cost rule of `cut_heads` weighs it.
+"""
+
+import heapq
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import pairwise
+from typing import Literal
+
+from .errors import ShardError
+
+Strategy = Literal["auto", "pad", "split"]
+
+TILE = 32
+"""Columns of a bf16 AMX tile row: the unit in which widths and vocabularies are dealt out."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """What one rank holds of a dimension: the real range [start, stop) and `size`, its length with zero padding."""
+
+    start: int
+    stop: int
+    size: int
+
+    @property
+    def real(self) -> int:
+        return self.stop - self.start
+
+    def scaled(self, factor: int) -> "Span":
+        """The same range counted in finer items: heads -> rows when `factor` is the head size."""
+        return Span(self.start * factor, self.stop * factor, self.size * factor)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A dimension of `total` items cut over `len(spans)` ranks on edges of `unit` items."""
+
+    total: int
+    unit: int
+    spans: tuple[Span, ...]
+
+    @property
+    def units(self) -> int:
+        return -(-self.total // self.unit)
+
+    @property
+    def waste(self) -> float:
+        """Slowest rank relative to a perfect split, minus one: 0.5 means that everybody waits for 50 % more work."""
+        return max(span.size for span in self.spans) * len(self.spans) / self.total - 1
+
+
+def cut_even_padded(total: int, tp: int, unit: int = 1) -> Cut:
+    """Equal sizes on all ranks: `total` is padded to a multiple of `tp * unit`; the padding lies at the end."""
+    _check(total, tp, unit)
+    size = -(-total // (tp * unit)) * unit
+    edges = [min(rank * size, total) for rank in range(tp + 1)]
+    return Cut(total, unit, tuple(Span(a, b, size) for a, b in pairwise(edges)))
+
+
+def cut_uneven(total: int, tp: int, unit: int = 1, weights: Sequence[float] | None = None) -> Cut:
+    """Whole units dealt out as evenly as possible, without padding; only the last unit may be partial.
+
+    `weights` are the relative speeds of the ranks (cores of their nodes): the slowest rank, units over weight, is as
+    fast as whole units allow. A rank gets an empty span only if there are fewer units than ranks.
+    """
+    _check(total, tp, unit)
+    units = -(-total // unit)
+    if weights is None:
+        share, extra = divmod(units, tp)
+        counts = [share + (rank < extra) for rank in range(tp)]
+    else:
+        counts = _deal(units, tp, weights)
+    edges = [0]
+    for count in counts:
+        edges.append(min(edges[-1] + count * unit, total))
+    return Cut(total, unit, tuple(Span(a, b, b - a) for a, b in pairwise(edges)))
+
+
+def _check(total: int, tp: int, unit: int) -> None:
+    if total < 1 or tp < 1 or unit < 1:
+        raise ShardError(f"cannot cut {total} items in units of {unit} over {tp} ranks: all three must be at least 1")
+
+
+def _deal(units: int, tp: int, weights: Sequence[float]) -> list[int]:
+    """Units per rank such that the largest units/weight is smallest: each next unit goes where it hurts least."""
+    if len(weights) != tp or not all(weight > 0 for weight in weights):
+        raise ShardError(f"{tp} ranks need {tp} weights above 0, found {list(weights)}")
+    first = 1 if units >= tp else 0
+    counts = [first] * tp
+    queue = [((first + 1) / weight, rank) for rank, weight in enumerate(weights)]
+    heapq.heapify(queue)
+    for _ in range(units - first * tp):
+        _, rank = queue[0]
+        counts[rank] += 1
+        heapq.heapreplace(queue, ((counts[rank] + 1) / weights[rank], rank))
+    return counts
+
+
+@dataclass(frozen=True)
+class HeadCut:
+    """How the heads of an attention layer are cut. Spans count heads; the padded ones follow the real ones.
+
+    `kv_map[rank]` has one pair per local KV head: its first local query head and how many it serves. `waste` is the
+    slowest rank relative to a perfect split minus one, by the cost rule of `cut_heads`; `other_waste` what the strategy
+    that was not taken would have cost, None where that strategy is impossible.
+    """
+
+    q: tuple[Span, ...]
+    kv: tuple[Span, ...]
+    kv_map: tuple[tuple[tuple[int, int], ...], ...]
+    head_dim: int
+    strategy: Literal["pad", "split"]
+    waste: float
+    other_waste: float | None
+
+
+@cache
+def cut_heads(
+    q_heads: int,
+    kv_heads: int,
+    head_dim: int,
+    hidden: int,
+    tp: int,
+    *,
+    strategy: Strategy = "auto",
+    cached_tokens: int = 0,
+    head_multiple: int | None = None,
+    bytes_per_weight: int = 2,
+    bytes_per_kv: int = 2,
+) -> HeadCut:
+    """Cut `q_heads` query and `kv_heads` KV heads over `tp` ranks, by the cheaper of two strategies.
+
+    pad: KV heads are padded with zero heads to a multiple of `tp` (or of `head_multiple`, a multiple of `tp`, where
+    quantisation blocks span heads); query heads follow group by group, so that the query-to-KV map stays true.
+    split: every rank gets a contiguous range of query heads and the KV heads which that range touches.
+
+    The cost of a rank is what it reads in one decode step, in bytes, with `cached_tokens` tokens cached in the whole
+    batch: weights of its query heads (q and o), weights of its KV heads (k and v), its part of the cache. The slowest
+    rank counts; a tie goes to padding. Raises ShardError where the forced strategy cannot cut so many ways.
+    """
+    _check(q_heads, tp, 1)
+    if kv_heads < 1 or q_heads % kv_heads:
+        raise ShardError(f"{q_heads} query heads cannot share {kv_heads} KV heads equally")
+    multiple = tp if head_multiple is None else head_multiple
+    if multiple < 1 or multiple % tp:
+        raise ShardError(f"heads are padded to a multiple of {multiple}, which is no multiple of {tp} ranks")
+
+    weight_bytes = 2 * head_dim * hidden * bytes_per_weight
+    cache_bytes = 2 * head_dim * cached_tokens * bytes_per_kv
+
+    def cost(q: int, kv: int) -> int:
+        return weight_bytes * (q + kv) + cache_bytes * kv
+
+    perfect = cost(q_heads, kv_heads) / tp
+    cuts = {"pad": _pad_heads(q_heads, kv_heads, multiple, tp)}
+    if tp <= q_heads and multiple == tp:
+        cuts["split"] = _split_heads(q_heads, kv_heads, tp, cost)
+    elif strategy == "split":
+        reason = (
+            f"every rank needs one of the {q_heads} query heads, so at most {q_heads} ranks"
+            if tp > q_heads
+            else f"quantisation blocks span heads, which must stay in multiples of {multiple // tp} a rank"
+        )
+        raise ShardError(f"the split strategy cannot cut {q_heads} query heads over {tp} ranks: {reason}")
+
+    slowest = {name: max(cost(a.size, b.size) for a, b in zip(q, kv, strict=True)) for name, (q, kv) in cuts.items()}
+    chosen: Literal["pad", "split"]
+    if strategy == "auto":
+        chosen = "split" if "split" in cuts and slowest["split"] < slowest["pad"] else "pad"
+    else:
+        chosen = strategy
+    other = "pad" if chosen == "split" else "split"
+    q, kv = cuts[chosen]
+    return HeadCut(
+        q=q,
+        kv=kv,
+        kv_map=tuple(_kv_map(a, b, q_heads // kv_heads) for a, b in zip(q, kv, strict=True)),
+        head_dim=head_dim,
+        strategy=chosen,
+        waste=slowest[chosen] / perfect - 1,
+        other_waste=slowest[other] / perfect - 1 if other in slowest else None,
+    )
+
+
+_Spans = tuple[tuple[Span, ...], tuple[Span, ...]]
+
+
+def _pad_heads(q_heads: int, kv_heads: int, multiple: int, tp: int) -> _Spans:
+    kv = cut_even_padded(kv_heads, tp, multiple // tp).spans
+    return tuple(span.scaled(q_heads // kv_heads) for span in kv), kv
+
+
+def _split_heads(q_heads: int, kv_heads: int, tp: int, cost: Callable[[int, int], int]) -> _Spans:
+    group = q_heads // kv_heads
+
+    def touched(start: int, stop: int) -> Span:
+        first, last = start // group, -(-stop // group)
+        return Span(first, last, last - first)
+
+    def range_cost(start: int, stop: int) -> int:
+        return cost(stop - start, touched(start, stop).size)
+
+    slowest, _ = _partition(q_heads, tp, range_cost, max)
+    # Among all cuts that are as fast, the one that reads least altogether, that is with the fewest doubled KV heads.
+    _, edges = _partition(q_heads, tp, range_cost, lambda sofar, new: sofar + new if new <= slowest else float("inf"))
+    ranges = list(pairwise(edges))
+    return tuple(Span(a, b, b - a) for a, b in ranges), tuple(touched(a, b) for a, b in ranges)
+
+
+def _partition(
+    items: int, parts: int, cost: Callable[[int, int], int], combine: Callable[[float, float], float]
+) -> tuple[float, list[int]]:
+    """Cut range(items) into `parts` contiguous non-empty ranges, minimising `combine` folded over their costs.
+
+    Returns the minimum and the edges [0, ..., items]. Dynamic programme over (parts used, items used).
+    """
+    best: list[dict[int, tuple[float, int]]] = [{0: (0, 0)}]
+    for part in range(1, parts + 1):
+        row: dict[int, tuple[float, int]] = {}
+        for stop in range(part, items - (parts - part) + 1):
+            row[stop] = min(
+                (combine(value, cost(start, stop)), start) for start, (value, _) in best[-1].items() if start < stop
+            )
+        best.append(row)
+    edges = [items]
+    for row in reversed(best[1:]):
+        edges.append(row[edges[-1]][1])
+    return best[-1][items][0], edges[::-1]
+
+
+def _kv_map(q: Span, kv: Span, group: int) -> tuple[tuple[int, int], ...]:
+    """Per local KV head (first local query head, count), for the query heads that this rank holds of its group."""
+    pairs = []
+    for local in range(kv.size):
+        first = max((kv.start + local) * group, q.start)
+        stop = min((kv.start + local + 1) * group, q.start + q.size)
+        pairs.append((first - q.start, stop - first))
+    return tuple(pairs)
