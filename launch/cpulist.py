@@ -1,0 +1,57 @@
+"""The kernel's list format ("0-3,8,10-11") and small sysfs reads, shared by the modules that look at the machine."""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+_MAX_ID = 1 << 16  # far above any kernel's NR_CPUS; keeps "0-99999999999" from filling memory
+
+
+def parse_cpulist(text: str) -> tuple[int, ...]:
+    """Parses "0-3,8" to (0, 1, 2, 3, 8), sorted and without doubles; "" is (). ValueError says what is malformed."""
+    found: set[int] = set()
+    for item in text.strip().split(","):
+        if not item.strip():
+            if text.strip():
+                raise ValueError(f"empty item in {text.strip()!r}")
+            continue
+        first, dash, last = (part.strip() for part in item.partition("-"))
+        if not (first.isascii() and first.isdigit() and (not dash or (last.isascii() and last.isdigit()))):
+            raise ValueError(f"{item.strip()!r} is neither a number nor a range like 0-39")
+        low, high = int(first), int(last or first)
+        if high < low:
+            raise ValueError(f"range {item.strip()!r} runs backwards")
+        if high >= _MAX_ID:
+            raise ValueError(f"{high} is larger than any id that Linux gives")
+        found.update(range(low, high + 1))
+    return tuple(sorted(found))
+
+
+def format_cpulist(ids: Iterable[int]) -> str:
+    """The inverse of `parse_cpulist`, in its shortest form; () is "none"."""
+    runs: list[list[int]] = []
+    for i in sorted(set(ids)):
+        if runs and runs[-1][1] == i - 1:
+            runs[-1][1] = i
+        else:
+            runs.append([i, i])
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs) or "none"
+
+
+def read_text(path: Path) -> str | None:
+    """The stripped content of a sysfs, proc or cgroup file; None where this kernel or container does not offer it."""
+    try:
+        return path.read_text(errors="replace").strip()
+    except OSError:  # absent, unreadable, or an attribute that fails on read (offline CPU)
+        return None
+
+
+def read_cpulist(path: Path) -> tuple[int, ...] | None:
+    """The list in a file; None when there is no such file or it is empty, which for a cpuset means "not set here"."""
+    text = read_text(path)
+    return parse_cpulist(text) if text else None
+
+
+def read_int(path: Path) -> int | None:
+    """The decimal number in a file; None when absent or not a number ("max")."""
+    text = read_text(path)
+    return int(text) if text and text.lstrip("-").isdigit() else None
