@@ -1,0 +1,225 @@
+"""How ranks add up: one face over shared memory, gloo and MPI.
+
+Whatever carries the bytes, a sum is taken in rank order with fp32 accumulation and rounded once, so that every rank
+holds the same bits and so that the transport cannot be told from the result.
+"""
+
+import contextlib
+import datetime
+import logging
+import weakref
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import ProcessGroupGloo, Store
+
+from .errors import GroupError
+from .watch import Reason, Watch
+
+logger = logging.getLogger(__name__)
+
+CHUNK = 4 << 20  # bytes a rank contributes to one exchange of a large sum, so that temporary memory stays bounded
+
+
+class Group(Protocol):
+    """The collectives of `size` ranks; all call the same ones in the same order with the same shapes and dtypes.
+
+    Every wait has a deadline and looks at the peers: GroupError names the lost rank, and the group stays broken.
+    """
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """Sum of fp32 or bf16 `x` over the ranks, same bits on all. A contiguous `x` is overwritten and returned."""
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """`[size, *x.shape]` with the `x` of every rank, any dtype."""
+
+    def broadcast(self, x: Tensor, root: int = 0) -> Tensor:
+        """The `x` of rank `root`, any dtype. A contiguous `x` is overwritten and returned."""
+
+    def barrier(self) -> None:
+        """Return once every rank has called."""
+
+    def close(self) -> None:
+        """Let go of the transport; no collective may follow."""
+
+
+class SingleGroup:
+    """A group of one."""
+
+    rank = 0
+    size = 1
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        return checked_sum_dtype(x)
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        return x.unsqueeze(0)
+
+    def broadcast(self, x: Tensor, root: int = 0) -> Tensor:
+        checked_root(root, self.size)
+        return x
+
+    def barrier(self) -> None:
+        return
+
+    def close(self) -> None:
+        return
+
+
+class GlooGroup:
+    """Every rank sends what it has to every other one through gloo, and each adds up for itself.
+
+    Not gloo's own all_reduce: that accumulates bf16 in bf16. Not its ring either: a receive from each peer by itself
+    tells which rank it is that does not answer.
+
+    `address` is the local address to bind and to be reached at. `names` are the ranks to speak of in errors where the
+    group is a part of a larger one (the leaders of the hosts).
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        size: int,
+        address: str,
+        timeout_s: float,
+        watch: Watch,
+        names: Sequence[int] | None = None,
+    ) -> None:
+        self.rank = rank
+        self.size = size
+        self._timeout = datetime.timedelta(seconds=timeout_s)
+        self._watch = watch
+        self._names = tuple(names or range(size))
+        gloo: Any = ProcessGroupGloo  # its stubs lack what is used here
+        options = gloo._Options()
+        options._timeout = self._timeout
+        options._threads = 1
+        # Given by address: left to itself gloo resolves the host's name, which is often a loopback address.
+        options._devices = [gloo.create_device(hostname=address)]
+        try:
+            backends = [ProcessGroupGloo(store, rank, size, options)]
+        except RuntimeError as error:
+            watch.check("connecting gloo")
+            raise GroupError(
+                f"rank {self._names[rank]}: gloo could not connect the ranks: {_first_line(error)}"
+            ) from error
+        self._backends: list[Any] = backends
+        # An interpreter that exits while gloo's threads run is aborted.
+        self._release = weakref.finalize(self, _release, backends)
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        checked_sum_dtype(x)
+        out = x.contiguous()
+        flat = out.reshape(-1)
+        step = CHUNK // x.element_size()
+        for start in range(0, flat.numel(), step):
+            part = flat[start : start + step]
+            parts = torch.empty((self.size, part.numel()), dtype=x.dtype)
+            self._exchange(part, parts, "all_reduce")
+            sum_in_rank_order(parts, part)
+        return out
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        out = torch.empty((self.size, *x.shape), dtype=x.dtype)
+        self._exchange(as_bytes(x), as_bytes(out).reshape(self.size, -1), "all_gather")
+        return out
+
+    def broadcast(self, x: Tensor, root: int = 0) -> Tensor:
+        checked_root(root, self.size)
+        out = x.contiguous()
+        flat = as_bytes(out)
+        if flat.numel() == 0:
+            return out
+        if self.rank == root:
+            self._wait({peer: [("send", flat)] for peer in range(self.size) if peer != root}, "broadcast")
+        else:
+            self._wait({root: [("receive", flat)]}, "broadcast")
+        return out
+
+    def barrier(self) -> None:
+        token = torch.zeros(1, dtype=torch.uint8)
+        self._exchange(token, torch.empty((self.size, 1), dtype=torch.uint8), "barrier")
+
+    def close(self) -> None:
+        self._release()
+
+    def _exchange(self, mine: Tensor, everyone: Tensor, doing: str) -> None:
+        """Fill row r of `everyone` with what rank r passed as `mine`."""
+        if mine.numel() == 0:
+            return
+        everyone[self.rank].copy_(mine)
+        # Starting with the next rank spreads the load: not all of them send to rank 0 first.
+        order = [(self.rank + distance) % self.size for distance in range(1, self.size)]
+        self._wait({peer: [("receive", everyone[peer]), ("send", mine)] for peer in order}, doing)
+
+    def _wait(self, transfers: dict[int, list[tuple[str, Tensor]]], doing: str) -> None:
+        self._watch.check(doing)
+        if not self._backends:
+            raise GroupError(f"{doing} in a group that was closed")
+        current, backend = self.rank, self._backends[0]
+        try:
+            works = []
+            for peer, steps in transfers.items():
+                current = peer
+                for kind, tensor in steps:
+                    start = backend.send if kind == "send" else backend.recv
+                    works.append((peer, start([tensor], peer, 0)))
+            for peer, work in works:
+                current = peer
+                work.wait(self._timeout)
+        except RuntimeError as error:
+            raise self._lost(current, doing, error) from error
+
+    def _lost(self, peer: int, doing: str, error: RuntimeError) -> GroupError:
+        """gloo tells a closed connection from a timeout only in its text; who was lost first is known to the watch."""
+        if "Timed out" in str(error):
+            self._watch.fail(self._names[peer], Reason.STUCK)
+        elif not self._watch.await_failure(1.0):
+            logger.debug("gloo: %s", _first_line(error))
+            self._watch.fail(self._names[peer], Reason.GONE)
+        return self._watch.error(doing)
+
+
+def sum_in_rank_order(parts: Tensor, out: Tensor) -> None:
+    """out[n] = parts[0] + parts[1] + ... of `parts[ranks, n]`, in fp32, rounded once: what every transport computes."""
+    total = parts[0].to(torch.float32, copy=True)
+    for part in parts[1:]:
+        total += part
+    out.copy_(total)
+
+
+def as_bytes(x: Tensor) -> Tensor:
+    """The bytes of `x`, flat; a view where `x` is contiguous."""
+    return x.contiguous().reshape(-1).view(torch.uint8)
+
+
+def checked_sum_dtype(x: Tensor) -> Tensor:
+    if x.dtype not in (torch.float32, torch.bfloat16):
+        raise GroupError(f"all_reduce sums float32 and bfloat16, the tensor is {x.dtype}")
+    return x
+
+
+def checked_root(root: int, size: int) -> None:
+    if not 0 <= root < size:
+        raise GroupError(f"broadcast from rank {root} in a group of {size}")
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]
+
+
+def _release(backends: list[Any]) -> None:
+    """Dropping the last reference joins gloo's threads."""
+    for backend in backends:
+        with contextlib.suppress(RuntimeError):  # already broken: there is nobody left to tell
+            backend.shutdown()
+    backends.clear()

@@ -1,0 +1,265 @@
+"""From "I am rank r of n, the store is there" to a connected team: control channel and collectives."""
+
+import datetime
+import hmac
+import json
+import logging
+import os
+import secrets
+import socket
+import struct
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+
+from .channel import Channel, Link, open_link
+from .errors import GroupError
+from .group import GlooGroup, Group, SingleGroup
+from .hosts import Seat, address_of, host_id, hosts_of, route_to
+from .watch import Watch
+
+logger = logging.getLogger(__name__)
+
+HELLO = struct.Struct("<II16s")  # rank, which of the link's two sockets, secret
+DATA, WATCH = 0, 1
+PEER = struct.Struct("iII")  # struct ucred: pid, uid, gid
+
+
+@dataclass(frozen=True)
+class Membership:
+    """Who this process is and where the ranks meet.
+
+    `store_host`, `store_port`: the TCPStore. Rank 0 hosts it on the listening socket `listen_fd` (bound by the launcher
+    to loopback, or to the address that other hosts use), which the store then owns; None on rank 0: somebody else hosts
+    it, as torchrun's agent does. `timeout_s` is the deadline of joining and of every wait in a collective. `attempt`
+    counts restarts of the group where the store outlives it.
+    """
+
+    rank: int
+    size: int
+    store_host: str
+    store_port: int
+    listen_fd: int | None = None
+    timeout_s: float = 60.0
+    attempt: int = 0
+
+
+@dataclass
+class Team:
+    """What a rank has of the others: collectives and control messages."""
+
+    group: Group
+    channel: Channel
+    hosts: tuple[tuple[int, ...], ...] = ((0,),)
+    _store: Store | None = field(default=None, repr=False)  # rank 0 serves it as long as the others may ask
+
+    def close(self) -> None:
+        self.group.close()
+        self.channel.close()
+        self._store = None
+
+
+def join(m: Membership, collectives: str = "auto") -> Team:
+    """Meet the other ranks. GroupError names the ranks that did not come, or what contradicts.
+
+    `collectives`: "auto" takes shared memory inside a host and gloo between hosts, "gloo" and "mpi" force these.
+    """
+    if collectives not in ("auto", "gloo", "mpi"):
+        raise GroupError(f"collectives {collectives!r} are unknown; there are auto, gloo and mpi")
+    if not 0 <= m.rank < m.size:
+        raise GroupError(f"rank {m.rank} of {m.size} cannot be: ranks are 0 to {m.size - 1}")
+    if m.size == 1:
+        return Team(SingleGroup(), Channel(0, None, {}, m.timeout_s))
+    deadline = time.monotonic() + m.timeout_s
+    meeting = _Meeting(m, deadline)
+    seats = meeting.roll_call()
+    hosts = hosts_of(seats)
+    channel = _connect(meeting, seats, hosts)
+    try:
+        group = _group(meeting, seats, hosts, channel, collectives)
+    except BaseException:
+        channel.close()
+        raise
+    return Team(group, channel, hosts, meeting.store)
+
+
+class _Meeting:
+    """The store, with one deadline over everything that is asked of it."""
+
+    def __init__(self, m: Membership, deadline: float) -> None:
+        self.m = m
+        self._deadline = deadline
+        timeout = datetime.timedelta(seconds=m.timeout_s)
+        hosted = m.rank == 0 and m.listen_fd is not None
+        try:
+            if hosted:
+                server = TCPStore(
+                    m.store_host,
+                    m.store_port,
+                    is_master=True,
+                    wait_for_workers=False,
+                    master_listen_fd=m.listen_fd,
+                    timeout=timeout,
+                )
+            else:
+                server = TCPStore(m.store_host, m.store_port, is_master=False, timeout=timeout)
+        except RuntimeError as error:
+            raise GroupError(
+                f"rank {m.rank} found no store at {m.store_host}:{m.store_port} within {m.timeout_s:g} s; "
+                "rank 0, or the launcher, hosts it"
+            ) from error
+        self.store: Store = PrefixStore(f"tilerank/{m.attempt}", server)
+
+    def remaining(self) -> float:
+        return max(self._deadline - time.monotonic(), 0.001)
+
+    def get(self, key: str, owner: int) -> str:
+        """The value that rank `owner` puts under `key`."""
+        try:
+            self.store.wait([key], datetime.timedelta(seconds=self.remaining()))
+            return self.store.get(key).decode()
+        except RuntimeError as error:
+            raise GroupError(f"rank {owner} did not come to the point `{key}` in time") from error
+
+    def roll_call(self) -> list[Seat]:
+        """Everyone's seat, in rank order."""
+        m = self.m
+        seat = Seat(m.rank, m.size, host_id(), route_to(m.store_host, m.store_port), 1)
+        if self.store.add(f"seats taken/{m.rank}", 1) > 1:
+            raise GroupError(f"two processes say that they are rank {m.rank} of {m.size}")
+        self.store.set(f"seat/{m.rank}", json.dumps(asdict(seat)))
+        seats = []
+        for rank in range(m.size):
+            try:
+                seats.append(Seat(**json.loads(self.get(f"seat/{rank}", rank))))
+            except GroupError as error:
+                missing = [r for r in range(rank, m.size) if not self._seated(r)] or [rank]
+                names = ", ".join(map(str, missing))
+                raise GroupError(
+                    f"rank{'s' * (len(missing) > 1)} {names} of {m.size} did not join within {m.timeout_s:g} s"
+                ) from error
+        for other in seats:
+            if other.size != m.size:
+                raise GroupError(f"rank {m.rank} was told of {m.size} ranks, rank {other.rank} of {other.size}")
+        return seats
+
+    def _seated(self, rank: int) -> bool:
+        try:
+            return bool(self.store.check([f"seat/{rank}"]))
+        except RuntimeError:  # the store itself is gone
+            return False
+
+
+def _connect(meeting: _Meeting, seats: Sequence[Seat], hosts: Sequence[Sequence[int]]) -> Channel:
+    """Build the tree: members to the leader of their host, leaders to rank 0."""
+    rank = meeting.m.rank
+    mine = next(ranks for ranks in hosts if rank in ranks)
+    leader, members = mine[0], mine[1:]
+    up: Link | None = None
+    down: dict[int, Link] = {}
+    secret = _secret(meeting)
+    if rank != leader:
+        name = meeting.get(f"unix/{leader}", leader)
+        up = _dial(meeting, leader, lambda: _local_socket(name), secret)
+    elif members:
+        with socket.socket(socket.AF_UNIX) as listener:
+            name = f"tilerank-{secrets.token_hex(16)}"
+            listener.bind("\0" + name)
+            listener.listen(2 * len(members))
+            meeting.store.set(f"unix/{rank}", name)
+            down |= _answer(meeting, listener, members, secret)
+    others = [ranks[0] for ranks in hosts[1:]]
+    if rank in others:
+        host, _, port = meeting.get("tcp", 0).rpartition(" ")
+        where = (host, int(port))
+        up = _dial(meeting, 0, lambda: socket.create_connection(where, meeting.remaining()), secret)
+    elif rank == 0 and others:
+        address = address_of(0, seats, hosts)
+        with socket.create_server((address, 0), family=_family(address), backlog=2 * len(others)) as listener:
+            meeting.store.set("tcp", f"{address} {listener.getsockname()[1]}")
+            down |= _answer(meeting, listener, others, secret)
+    return Channel(rank, up, down, meeting.m.timeout_s)
+
+
+def _secret(meeting: _Meeting) -> bytes:
+    """Known to whoever may read the store; keeps strangers from taking a rank's place."""
+    if meeting.m.rank == 0:
+        meeting.store.set("secret", secrets.token_hex(16))
+    return bytes.fromhex(meeting.get("secret", 0))
+
+
+def _local_socket(name: str) -> socket.socket:
+    connection = socket.socket(socket.AF_UNIX)
+    connection.connect("\0" + name)
+    return connection
+
+
+def _dial(meeting: _Meeting, peer: int, connect: Callable[[], socket.socket], secret: bytes) -> Link:
+    ends = []
+    try:
+        for kind in (DATA, WATCH):
+            connection = connect()
+            ends.append(connection)
+            _check_user(connection)
+            connection.sendall(HELLO.pack(meeting.m.rank, kind, secret))
+    except OSError as error:
+        for end in ends:
+            end.close()
+        raise GroupError(
+            f"rank {meeting.m.rank} could not connect to rank {peer}: {error.strerror or error}"
+        ) from error
+    return open_link(peer, *ends)
+
+
+def _answer(meeting: _Meeting, listener: socket.socket, peers: Iterable[int], secret: bytes) -> dict[int, Link]:
+    """Both sockets of each of `peers`."""
+    waiting = {(peer, kind) for peer in peers for kind in (DATA, WATCH)}
+    ends: dict[tuple[int, int], socket.socket] = {}
+    while waiting:
+        listener.settimeout(meeting.remaining())
+        try:
+            connection, _ = listener.accept()
+        except TimeoutError as error:
+            rank = min(waiting)[0]
+            raise GroupError(f"rank {rank} did not connect to rank {meeting.m.rank} in time") from error
+        try:
+            _check_user(connection)
+            connection.settimeout(meeting.remaining())
+            rank, kind, word = HELLO.unpack(connection.recv(HELLO.size, socket.MSG_WAITALL))
+            if not hmac.compare_digest(word, secret) or (rank, kind) not in waiting:
+                raise PermissionError("not one of the ranks")
+        except (OSError, struct.error) as error:
+            logger.warning("refused a connection to rank %d's channel: %s", meeting.m.rank, error)
+            connection.close()
+            continue
+        waiting.remove((rank, kind))
+        ends[rank, kind] = connection
+    return {peer: open_link(peer, ends[peer, DATA], ends[peer, WATCH]) for peer, kind in ends if kind == DATA}
+
+
+def _check_user(connection: socket.socket) -> None:
+    """An abstract name has no permissions, so ask the kernel who is at the other end."""
+    if connection.family == socket.AF_UNIX:
+        _, uid, _ = PEER.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, PEER.size))
+        if uid != os.geteuid():
+            raise PermissionError(f"the process at the other end belongs to user {uid}, not {os.geteuid()}")
+
+
+def _family(address: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in address else socket.AF_INET
+
+
+def _group(
+    meeting: _Meeting, seats: Sequence[Seat], hosts: Sequence[Sequence[int]], channel: Channel, collectives: str
+) -> Group:
+    m = meeting.m
+    if m.rank == 0:
+        logger.info("collectives: gloo over %s", address_of(0, seats, hosts))
+    return _gloo(meeting, m.rank, range(m.size), address_of(m.rank, seats, hosts), channel.watch)
+
+
+def _gloo(meeting: _Meeting, rank: int, ranks: Sequence[int], address: str, watch: Watch) -> GlooGroup:
+    store = PrefixStore("gloo", meeting.store)
+    return GlooGroup(store, rank, len(ranks), address, meeting.m.timeout_s, watch, ranks)

@@ -1,0 +1,143 @@
+"""Noticing at once that a rank is gone, wherever the others happen to be.
+
+Every link of the channel has a second socket on which nothing is said while all is well. One thread a rank sleeps on
+these: the end of such a socket is the end of its process (the kernel closes it, whatever killed the process), and the
+news is passed on over the other links, so that every rank blames the same one. What the main thread is blocked in is
+woken through `on_failure`.
+"""
+
+import contextlib
+import logging
+import os
+import select
+import socket
+import struct
+import threading
+from collections.abc import Callable, Mapping
+from enum import IntEnum
+
+from .errors import GroupError
+
+logger = logging.getLogger(__name__)
+
+NEWS = struct.Struct("<II")  # what happened, to which rank
+
+
+class Reason(IntEnum):
+    """Why a rank can no longer be counted on."""
+
+    GONE = 1
+    LEFT = 2
+    STUCK = 3
+
+
+class Watch:
+    """The links of one rank to its neighbours, keyed by the neighbour's rank, and the first failure heard of."""
+
+    def __init__(self, rank: int, links: Mapping[int, socket.socket], timeout_s: float) -> None:
+        self.rank = rank
+        self.timeout_s = timeout_s
+        self.failed: tuple[int, Reason] | None = None
+        self._links = dict(links)
+        self._callbacks: list[Callable[[int, Reason], None]] = []
+        self._lock = threading.Lock()
+        self._known = threading.Event()
+        self._alarm = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._stop = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        for link in self._links.values():
+            link.setblocking(False)
+        self._thread = threading.Thread(target=self._run, name="tilerank-watch", daemon=True)
+        self._thread.start()
+
+    def fileno(self) -> int:
+        """Readable from the moment that a failure is known: for the poll set of whoever waits for something else."""
+        return self._alarm
+
+    def on_failure(self, callback: Callable[[int, Reason], None]) -> None:
+        """Call `callback(rank, reason)` once, from the watching thread (or from here, if it already happened)."""
+        with self._lock:
+            if self.failed is None:
+                self._callbacks.append(callback)
+                return
+            failed = self.failed
+        callback(*failed)
+
+    def check(self, doing: str = "") -> None:
+        """Raise GroupError if a rank is known to be lost."""
+        if self.failed is not None:
+            raise self.error(doing)
+
+    def error(self, doing: str = "") -> GroupError:
+        """The sentence about the failure that is known."""
+        if self.failed is None:
+            raise AssertionError("no failure is known")
+        rank, reason = self.failed
+        during = f" during {doing}" if doing else ""
+        if reason is Reason.STUCK:
+            text = f"rank {rank} did not answer within {self.timeout_s:g} s{during}: stopped, stuck or far too slow"
+        elif reason is Reason.LEFT:
+            text = f"rank {rank} has left the group{during}"
+        else:
+            text = f"rank {rank} is gone{during}: its process has ended or its host cannot be reached"
+        return GroupError(text)
+
+    def await_failure(self, seconds: float) -> bool:
+        """Give the news this long to arrive; True once a failure is known."""
+        return self._known.wait(seconds)
+
+    def fail(self, rank: int, reason: Reason, source: int | None = None) -> None:
+        """Record that `rank` is lost, unless another was lost before, and pass it on to all but `source`."""
+        with self._lock:
+            if self.failed is not None:
+                return
+            self.failed = (rank, reason)
+            callbacks, self._callbacks = self._callbacks, []
+            for peer, link in self._links.items():
+                if peer not in (rank, source):
+                    with contextlib.suppress(OSError):  # that one is going too; it needs no news
+                        link.send(NEWS.pack(reason, rank))
+        if reason is not Reason.LEFT:
+            logger.debug("rank %d: lost rank %d (%s)", self.rank, rank, reason.name)
+        for callback in callbacks:
+            callback(rank, reason)
+        os.eventfd_write(self._alarm, 1)
+        self._known.set()
+
+    def close(self) -> None:
+        """Say goodbye and let go of the links."""
+        os.eventfd_write(self._stop, 1)
+        self._thread.join()
+        for link in self._links.values():
+            with contextlib.suppress(OSError):
+                link.send(NEWS.pack(Reason.LEFT, self.rank))
+            link.close()
+        os.close(self._stop)
+        os.close(self._alarm)
+
+    def _run(self) -> None:
+        poll = select.poll()
+        poll.register(self._stop, select.POLLIN)
+        peers = {link.fileno(): peer for peer, link in self._links.items()}
+        for number in peers:
+            poll.register(number, select.POLLIN)
+        while True:
+            for number, _ in poll.poll():
+                if number == self._stop:
+                    return
+                if not self._listen(peers[number]):
+                    poll.unregister(number)
+
+    def _listen(self, peer: int) -> bool:
+        """Take what a neighbour says; False once there is no more to come."""
+        try:
+            news = self._links[peer].recv(NEWS.size)
+        except BlockingIOError:
+            return True
+        except OSError:  # keep-alive gave up, connection reset: as good as the end
+            news = b""
+        if len(news) == NEWS.size:
+            reason, rank = NEWS.unpack(news)
+            self.fail(rank, Reason(reason), source=peer)
+            return True
+        self.fail(peer, Reason.GONE)
+        return False

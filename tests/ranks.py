@@ -1,0 +1,170 @@
+"""Starts the ranks of a multi-rank test.
+
+`run_ranks(3, "module:function", kwargs={...})` starts three processes which join a group over loopback and each call
+`function(team, **kwargs)`; what it returns (JSON) comes back per rank. Starting costs 1.5 s a rank: put many cases into
+one start.
+
+A test of faults takes `Ranks` itself, to kill and stop single ranks.
+"""
+
+import contextlib
+import importlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+
+class RankFailed(AssertionError):
+    """A rank ended otherwise than by returning its result."""
+
+
+class Ranks:
+    """Running rank processes. Use as a context manager: none of them outlives it."""
+
+    def __init__(
+        self,
+        size: int,
+        target: str,
+        *,
+        kwargs: dict[str, Any] | None = None,
+        env: dict[str, str] | None = None,
+        threads: int = 1,
+        collectives: str = "auto",
+        timeout_s: float = 30.0,
+    ) -> None:
+        module, _, function = target.partition(":")
+        environ = os.environ | {"GOMP_SPINCOUNT": "0", "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+        here = str(Path(__file__).parent)
+        environ["PYTHONPATH"] = os.pathsep.join(filter(None, [here, environ.get("PYTHONPATH", "")]))
+        environ |= env or {}
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            self.processes = []
+            self._output: list[list[bytes]] = []
+            for rank in range(size):
+                job = {
+                    "rank": rank,
+                    "size": size,
+                    "port": listener.getsockname()[1],
+                    "listen_fd": listener.fileno() if rank == 0 else None,
+                    "module": module,
+                    "function": function,
+                    "kwargs": kwargs or {},
+                    "threads": threads,
+                    "collectives": collectives,
+                    "timeout_s": timeout_s,
+                }
+                self._start(job, environ)
+
+    def _start(self, job: dict[str, Any], environ: dict[str, str]) -> None:
+        fds = () if job["listen_fd"] is None else (job["listen_fd"],)
+        process = subprocess.Popen(
+            [sys.executable, __file__, json.dumps(job)],
+            env=environ,
+            pass_fds=fds,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+        output: list[bytes] = []
+        assert process.stdout is not None
+        stream = process.stdout
+        threading.Thread(target=lambda: output.extend(stream), daemon=True).start()
+        self.processes.append(process)
+        self._output.append(output)
+
+    def __enter__(self) -> "Ranks":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self.processes:
+            if process.poll() is None:
+                with contextlib.suppress(ProcessLookupError):
+                    process.kill()
+            process.wait()
+
+    def signal(self, rank: int, number: signal.Signals) -> None:
+        self.processes[rank].send_signal(number)
+
+    def wait_for(self, rank: int, line: str, timeout: float = 60.0) -> None:
+        """Until the rank has printed `line`."""
+        deadline = time.monotonic() + timeout
+        while line.encode() + b"\n" not in self._output[rank]:
+            if self.processes[rank].poll() is not None or time.monotonic() > deadline:
+                raise RankFailed(f"rank {rank} did not print {line!r}:\n{self.output(rank)}")
+            time.sleep(0.01)
+
+    def wait(self, rank: int, timeout: float = 60.0) -> int:
+        """Exit status; negative signal number where it was killed."""
+        return self.processes[rank].wait(timeout)
+
+    def output(self, rank: int) -> str:
+        return b"".join(self._output[rank]).decode(errors="replace")
+
+    def results(self, timeout: float) -> list[Any]:
+        """What each rank returned. As soon as one fails the others are ended and its output is raised."""
+        deadline = time.monotonic() + timeout
+        while any(process.poll() is None for process in self.processes):
+            failed = any(process.poll() for process in self.processes)
+            if failed:
+                time.sleep(1.0)  # the others may have something to say about it
+            if failed or time.monotonic() > deadline:
+                break
+            time.sleep(0.005)
+        codes = [process.poll() for process in self.processes]
+        if any(code != 0 for code in codes):
+            self.__exit__()
+            said = "\n".join(f"--- rank {r}, exit {code}:\n{self.output(r)}" for r, code in enumerate(codes))
+            raise RankFailed(f"ranks ended with {codes} (None: still running after {timeout:g} s)\n{said}")
+        return [json.loads(self._result_line(rank)) for rank in range(len(self.processes))]
+
+    def _result_line(self, rank: int) -> str:
+        for _ in range(200):  # the reading thread may be a moment behind the exit
+            for line in reversed(self._output[rank]):
+                if line.startswith(b"result: "):
+                    return line.decode().removeprefix("result: ")
+            time.sleep(0.01)
+        raise RankFailed(f"rank {rank} returned nothing:\n{self.output(rank)}")
+
+
+def run_ranks(
+    size: int,
+    target: str,
+    *,
+    kwargs: dict[str, Any] | None = None,
+    env: dict[str, str] | None = None,
+    threads: int = 1,
+    timeout: float = 120.0,
+    collectives: str = "auto",
+) -> list[Any]:
+    """Call `target` ("module:function", importable from tests/) as `function(team, **kwargs)` on `size` ranks."""
+    with Ranks(size, target, kwargs=kwargs, env=env, threads=threads, collectives=collectives) as ranks:
+        return ranks.results(timeout)
+
+
+def _main(job: dict[str, Any]) -> None:
+    import torch
+
+    from tilerank.parallel.join import Membership, join
+
+    torch.set_num_threads(1)
+    member = Membership(
+        job["rank"], job["size"], "127.0.0.1", job["port"], job["listen_fd"], timeout_s=job["timeout_s"]
+    )
+    function = getattr(importlib.import_module(job["module"]), job["function"])
+    team = join(member, job["collectives"])
+    try:
+        result = function(team, **job["kwargs"])
+    finally:
+        team.close()
+    print(f"result: {json.dumps(result)}", flush=True)
+
+
+if __name__ == "__main__":
+    _main(json.loads(sys.argv[1]))
