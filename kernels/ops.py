@@ -7,8 +7,10 @@ result depends on that row alone. A wrong argument raises KernelError naming it,
 import torch
 from torch import Tensor
 
-from . import check, reference
+from . import check, core, reference
 from .errors import KernelError
+
+_SILU_MUL = core.kernel("silu_mul")
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, zero_centered: bool = False) -> Tensor:
@@ -60,7 +62,11 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     check.tensor("silu_mul", "gate_up", gate_up, (None, None), check.ACTIVATIONS)
     if gate_up.shape[1] % 2:
         raise KernelError(f"silu_mul: gate_up: expected an even number of columns, found {gate_up.shape[1]}")
-    return reference.silu_mul(gate_up)
+    if core.isa() == "reference":
+        return reference.silu_mul(gate_up)
+    out = core.empty((gate_up.shape[0], gate_up.shape[1] // 2), gate_up.dtype)
+    core.launch(_SILU_MUL, (gate_up, out))
+    return out
 
 
 def embedding(ids: Tensor, weight: Tensor, first_row: int = 0) -> Tensor:

@@ -1,0 +1,43 @@
+// Where tensors live: blocks for activations, and whole mappings for weights and caches.
+#pragma once
+#include <cstddef>
+#include <map>
+#include <mutex>
+#include <set>
+#include <utility>
+
+namespace tilerank {
+
+// Anonymous, zeroed, private memory; huge pages (madvise) where they waste little. Throws Error.
+void* map_pages(size_t bytes);
+void unmap_pages(void* data, size_t bytes);
+
+// Takes the whole pages inside [data, data + bytes), all of them in file mappings, out of resident memory. Throws
+// Error.
+void drop_file_pages(void* data, size_t bytes);
+
+// Blocks of 64-byte multiples out of huge-page mappings that grow as needed: best fit, neighbours merged when freed.
+// Thread-safe: the last view of a tensor may die on any thread.
+class Arena {
+ public:
+  static Arena& instance();
+  void* allocate(size_t bytes);
+  void free(void* data);
+  size_t mapped() const { return mapped_; }
+  size_t used() const { return used_; }
+
+ private:
+  Arena();
+  void add_chunk(size_t bytes);
+  void insert_free(char* start, size_t bytes);
+  void erase_free(std::map<char*, size_t>::iterator block);
+
+  std::mutex lock_;
+  std::map<char*, size_t> free_;  // by address
+  std::set<std::pair<size_t, char*>> free_by_size_;
+  std::map<char*, size_t> used_blocks_;
+  std::set<char*> chunk_starts_;  // blocks never merge across these
+  size_t mapped_ = 0, used_ = 0;
+};
+
+}  // namespace tilerank

@@ -1,0 +1,249 @@
+// The only file that knows Python.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "arena.h"
+#include "cpu.h"
+#include "dlpack.h"
+#include "pool.h"
+#include "registry.h"
+
+namespace py = pybind11;
+
+namespace tilerank {
+namespace {
+
+const dlpack::Exchange* exchange = nullptr;
+PyTypeObject* tensor_type = nullptr;
+PyObject* error_type = nullptr;
+Isa current = Isa::reference;
+
+struct DTypeName {
+  DType dtype;
+  uint8_t code, bits;  // of DLPack
+  const char* name;    // of torch
+};
+constexpr DTypeName kDTypes[] = {
+    {DType::f32, 2, 32, "float32"},
+    {DType::bf16, 4, 16, "bfloat16"},
+    {DType::f16, 2, 16, "float16"},
+    {DType::f64, 2, 64, "float64"},
+    {DType::i64, 0, 64, "int64"},
+    {DType::i32, 0, 32, "int32"},
+    {DType::i16, 0, 16, "int16"},
+    {DType::i8, 0, 8, "int8"},
+    {DType::u8, 1, 8, "uint8"},
+    {DType::boolean, 6, 8, "bool"},
+    {DType::f8_e4m3, 10, 8, "float8_e4m3fn"},
+    {DType::f8_e5m2, 12, 8, "float8_e5m2"},
+};
+
+const dlpack::Exchange* compatible(dlpack::Header* header) {
+  while (header && (header->version.major != dlpack::kMajor || header->version.minor < dlpack::kMinor)) {
+    header = header->version.major > dlpack::kMajor ? header->previous : nullptr;
+  }
+  return reinterpret_cast<const dlpack::Exchange*>(header);
+}
+
+// Tells this module the tensor type, whose instances it accepts and returns, and the exception type it raises.
+void attach(py::type tensor, py::type error) {
+  const py::object capsule = tensor.attr("__dlpack_c_exchange_api__");
+  auto* header = static_cast<dlpack::Header*>(PyCapsule_GetPointer(capsule.ptr(), "dlpack_exchange_api"));
+  if (!header) throw py::error_already_set();
+  exchange = compatible(header);
+  if (!exchange) {
+    const auto [major, minor] = header->version;
+    throw Error("attach: expected a tensor type with DLPack exchange version 1.3 or later 1.x, found " +
+                std::to_string(major) + "." + std::to_string(minor));
+  }
+  tensor_type = reinterpret_cast<PyTypeObject*>(tensor.release().ptr());
+  error_type = error.release().ptr();
+}
+
+dlpack::Tensor borrow(PyObject* object, const char* where) {
+  if (!exchange || !PyObject_TypeCheck(object, tensor_type)) {
+    throw Error(std::string(where) + ": expected a tensor, found " + Py_TYPE(object)->tp_name);
+  }
+  dlpack::Tensor raw;
+  if (exchange->borrow(object, &raw) != 0) throw py::error_already_set();
+  if (raw.device.type != dlpack::kCpu) throw Error(std::string(where) + ": expected a CPU tensor");
+  return raw;
+}
+
+Tensor read_tensor(PyObject* object, const char* where) {
+  Tensor tensor{};
+  if (object == Py_None) return tensor;
+  const dlpack::Tensor raw = borrow(object, where);
+  const DTypeName* known = nullptr;
+  for (const DTypeName& type : kDTypes) {
+    if (type.code == raw.dtype.code && type.bits == raw.dtype.bits && raw.dtype.lanes == 1) known = &type;
+  }
+  if (!known) throw Error(std::string(where) + ": a tensor has a dtype that no kernel knows");
+  if (raw.ndim > kMaxDims) {
+    throw Error(std::string(where) + ": expected at most " + std::to_string(kMaxDims) + " dimensions, found " +
+                std::to_string(raw.ndim));
+  }
+  tensor.data = static_cast<char*>(raw.data) + raw.byte_offset;
+  tensor.dtype = known->dtype;
+  tensor.ndim = raw.ndim;
+  for (int i = 0; i < raw.ndim; ++i) {
+    tensor.size[i] = raw.shape[i];
+    tensor.stride[i] = raw.strides[i];
+  }
+  return tensor;
+}
+
+void expect_at_most(int limit, Py_ssize_t found, const char* what) {
+  if (found > limit) {
+    throw Error("launch: expected at most " + std::to_string(limit) + " " + what + ", found " + std::to_string(found));
+  }
+}
+
+void launch(int id, const py::tuple& tensors, const py::tuple& ints, const py::tuple& floats) {
+  Call call;
+  call.kernel = find_kernel(id, current);
+  Args& args = call.args;
+  args.num_tensors = static_cast<int>(tensors.size());
+  args.num_ints = static_cast<int>(ints.size());
+  args.num_floats = static_cast<int>(floats.size());
+  expect_at_most(kMaxTensors, args.num_tensors, "tensors");
+  expect_at_most(kMaxNumbers, args.num_ints, "integers");
+  expect_at_most(kMaxNumbers, args.num_floats, "reals");
+  for (int i = 0; i < args.num_tensors; ++i) {
+    args.tensors[i] = read_tensor(PyTuple_GET_ITEM(tensors.ptr(), i), "launch");
+  }
+  for (int i = 0; i < args.num_ints; ++i) args.ints[i] = PyLong_AsLongLong(PyTuple_GET_ITEM(ints.ptr(), i));
+  for (int i = 0; i < args.num_floats; ++i) args.floats[i] = PyFloat_AsDouble(PyTuple_GET_ITEM(floats.ptr(), i));
+  if (PyErr_Occurred()) throw py::error_already_set();
+  py::gil_scoped_release unlocked;
+  Pool::instance().run(&call, 1);
+}
+
+// A tensor over memory of ours, given back when its last view dies, on whatever thread.
+struct Owner {
+  dlpack::Managed managed;
+  int64_t shape[kMaxDims], strides[kMaxDims];
+  size_t bytes;
+};
+
+py::object make_tensor(const std::vector<int64_t>& shape, const DTypeName& type, void* (*allocate)(size_t),
+                       void (*release)(dlpack::Managed*)) {
+  if (!exchange) throw Error("attach() must come first");
+  if (shape.size() > kMaxDims) {
+    throw Error("empty: expected at most " + std::to_string(kMaxDims) + " dimensions, found " +
+                std::to_string(shape.size()));
+  }
+  auto owner = std::make_unique<Owner>();
+  size_t elements = 1;
+  for (size_t i = shape.size(); i-- > 0;) {
+    if (shape[i] < 0) throw Error("empty: expected no negative size, found " + std::to_string(shape[i]));
+    owner->shape[i] = shape[i];
+    owner->strides[i] = static_cast<int64_t>(elements);
+    if (__builtin_mul_overflow(elements, static_cast<size_t>(shape[i]), &elements) || elements > (size_t{1} << 56)) {
+      throw Error("empty: expected a tensor that fits in memory");
+    }
+  }
+  owner->bytes = elements * type.bits / 8;
+  dlpack::Managed& managed = owner->managed;
+  managed.version = {dlpack::kMajor, dlpack::kMinor};
+  managed.context = owner.get();
+  managed.deleter = release;
+  managed.flags = 0;
+  managed.tensor = {allocate(owner->bytes),
+                    {dlpack::kCpu, 0},
+                    static_cast<int32_t>(shape.size()),
+                    {type.code, type.bits, 1},
+                    owner->shape,
+                    owner->strides,
+                    0};
+  void* object = nullptr;
+  if (exchange->import_managed(&owner.release()->managed, &object) != 0) throw py::error_already_set();
+  return py::reinterpret_steal<py::object>(static_cast<PyObject*>(object));
+}
+
+py::object empty(const std::vector<int64_t>& shape, int dtype) {
+  return make_tensor(
+      shape, kDTypes[dtype], [](size_t bytes) { return Arena::instance().allocate(bytes); },
+      [](dlpack::Managed* managed) {
+        Arena::instance().free(managed->tensor.data);
+        delete static_cast<Owner*>(managed->context);
+      });
+}
+
+py::object alloc(int64_t bytes) {
+  return make_tensor({bytes}, kDTypes[static_cast<int>(DType::u8)], map_pages, [](dlpack::Managed* managed) {
+    auto* owner = static_cast<Owner*>(managed->context);
+    unmap_pages(managed->tensor.data, owner->bytes);
+    delete owner;
+  });
+}
+
+void drop_pages(const py::object& tensor) {
+  const dlpack::Tensor raw = borrow(tensor.ptr(), "drop_pages");
+  int64_t first = 0, last = 0;  // in elements, over all strides
+  for (int i = 0; i < raw.ndim; ++i) {
+    if (raw.shape[i] == 0) return;
+    (raw.strides[i] < 0 ? first : last) += (raw.shape[i] - 1) * raw.strides[i];
+  }
+  const int64_t element = raw.dtype.bits / 8;
+  char* const start = static_cast<char*>(raw.data) + raw.byte_offset + first * element;
+  drop_file_pages(start, static_cast<size_t>((last - first + 1) * element));
+}
+
+}  // namespace
+}  // namespace tilerank
+
+PYBIND11_MODULE(_C, m) {
+  using namespace tilerank;
+  py::register_exception_translator([](std::exception_ptr failure) {
+    try {
+      if (failure) std::rethrow_exception(failure);
+    } catch (const Error& error) {
+      PyErr_SetString(error_type ? error_type : PyExc_ValueError, error.what());
+    }
+  });
+  m.def("attach", &attach);
+  m.def("obstacles", [] {
+    std::vector<std::pair<std::string, std::string>> all;
+    for (int i = kIsas - 1; i > 0; --i) all.emplace_back(isa_name(Isa{i}), isa_obstacle(Isa{i}));
+    return all;
+  });
+  m.def("set_isa", [](const std::string& name) {
+    for (int i = 0; i < kIsas; ++i) {
+      if (name == isa_name(Isa{i}) && isa_obstacle(Isa{i}).empty()) current = Isa{i};
+    }
+  });
+  m.def("kernel", &kernel_id);
+  m.def("kernels", [] {
+    py::dict all;
+    for (const auto& [name, rungs] : registered_kernels()) {
+      py::list names;
+      for (const Isa isa : rungs) names.append(isa_name(isa));
+      all[py::str(name)] = names;
+    }
+    return all;
+  });
+  m.def("launch", &launch);
+  m.def("start_pool", [](const std::vector<int>& cores, int threads, bool spin) {
+    py::gil_scoped_release unlocked;
+    Pool::instance().start(cores, threads, spin);
+  });
+  m.def("stop_pool", [] {
+    py::gil_scoped_release unlocked;
+    Pool::instance().stop();
+  });
+  m.def("num_threads", [] { return Pool::instance().threads(); });
+  m.def("dtypes", [] {
+    std::vector<std::string> names;
+    for (const DTypeName& type : kDTypes) names.emplace_back(type.name);
+    return names;
+  });
+  m.def("empty", &empty);
+  m.def("alloc", &alloc);
+  m.def("drop_pages", &drop_pages);
+  m.def("arena_bytes", [] { return std::pair(Arena::instance().used(), Arena::instance().mapped()); });
+}

@@ -1,0 +1,234 @@
+#include "pool.h"
+
+#include <immintrin.h>
+#include <linux/futex.h>
+#include <signal.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <climits>
+#include <cstring>
+#include <memory>
+#include <utility>
+
+namespace tilerank {
+namespace {
+
+// About 100 us: longer than any gap inside a step, short against the time slice of a thread that wants the core.
+constexpr int kSpinPauses = 4000;
+
+void futex(std::atomic<uint32_t>& word, int operation, uint32_t value) {
+  syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), operation, value, nullptr, nullptr, 0);
+}
+
+cpu_set_t only(int core) {
+  cpu_set_t set;
+  CPU_ZERO(&set);
+  if (core >= 0 && core < CPU_SETSIZE) CPU_SET(core, &set);
+  return set;
+}
+
+// What a new thread needs to know. `generation` is read before it exists: work published meanwhile is not missed.
+struct Start {
+  Pool* pool;
+  int index;
+  uint32_t generation;
+};
+
+struct Attributes {
+  pthread_attr_t value;
+  Attributes() { pthread_attr_init(&value); }
+  ~Attributes() { pthread_attr_destroy(&value); }
+};
+
+// New threads inherit the mask: signals are for the thread that runs Python.
+struct SignalsBlocked {
+  sigset_t before;
+  SignalsBlocked() {
+    sigset_t all;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+  }
+  ~SignalsBlocked() { pthread_sigmask(SIG_SETMASK, &before, nullptr); }
+};
+
+}  // namespace
+
+void Signal::wake() {
+  // Either the sleeper counted itself before this load, or it reads the new word after it and does not sleep.
+  if (sleepers_.load(std::memory_order_seq_cst) != 0) futex(word_, FUTEX_WAKE_PRIVATE, INT_MAX);
+}
+
+void Signal::wait_while(uint32_t old, int pauses) {
+  for (int i = 0; i < pauses; ++i) {
+    if (value() != old) return;
+    _mm_pause();
+  }
+  sleepers_.fetch_add(1, std::memory_order_seq_cst);
+  while (value() == old) futex(word_, FUTEX_WAIT_PRIVATE, old);
+  sleepers_.fetch_sub(1, std::memory_order_seq_cst);
+}
+
+void Signal::reset() {
+  word_ = 0;
+  sleepers_ = 0;
+}
+
+void Team::barrier() {
+  if (count > 1) pool_->barrier();
+}
+
+Pool& Pool::instance() {
+  static Pool* pool = new Pool;  // never destroyed: sleeping workers may outlive static destructors
+  return *pool;
+}
+
+Pool::Pool() {
+  // A child process has only the thread that forked: it must find the pool idle and start threads of its own.
+  pthread_atfork([] { instance().turn_.lock(); }, [] { instance().turn_.unlock(); }, [] { instance().after_fork(); });
+}
+
+void Pool::after_fork() {
+  forked_ = !workers_.empty();
+  workers_.clear();
+  for (Signal* signal : {&generation_, &running_, &arrived_, &phase_}) signal->reset();
+  turn_.unlock();
+}
+
+void Pool::start(const std::vector<int>& cores, int threads, bool spin) {
+  if (threads < 1) throw Error("start_pool: threads: expected at least 1, found " + std::to_string(threads));
+  if (!cores.empty() && cores.size() != static_cast<size_t>(threads)) {
+    throw Error("start_pool: cores: expected one core for each of " + std::to_string(threads) + " threads, found " +
+                std::to_string(cores.size()));
+  }
+  std::lock_guard lock(turn_);
+  join_threads();
+  cores_ = cores;
+  pauses_ = spin ? kSpinPauses : 0;
+  pin_caller();
+  count_ = threads;
+  start_threads();
+}
+
+void Pool::stop() {
+  std::lock_guard lock(turn_);
+  join_threads();
+  cores_.clear();
+  pin_caller();
+}
+
+void Pool::pin_caller() {
+  if (cores_.empty()) {
+    if (unpinned_) sched_setaffinity(0, sizeof(cpu_set_t), &*unpinned_);
+    unpinned_.reset();
+    return;
+  }
+  cpu_set_t before;
+  sched_getaffinity(0, sizeof(before), &before);
+  const cpu_set_t set = only(cores_[0]);
+  if (sched_setaffinity(0, sizeof(set), &set) != 0) {
+    throw Error("start_pool: cores: expected cores that this process may use, found core " + std::to_string(cores_[0]));
+  }
+  if (!unpinned_) unpinned_ = before;
+}
+
+void Pool::start_threads() {
+  stopping_ = false;
+  forked_ = false;
+  const SignalsBlocked blocked;
+  for (int index = 1; index < count_; ++index) {
+    Attributes attributes;
+    if (!cores_.empty()) {
+      const cpu_set_t set = only(cores_[index]);
+      pthread_attr_setaffinity_np(&attributes.value, sizeof(set), &set);
+    }
+    auto start = std::make_unique<Start>(Start{this, index, generation_.value()});
+    pthread_t thread;
+    const int error = pthread_create(&thread, &attributes.value, thread_main, start.get());
+    if (error != 0) {
+      join_threads();
+      throw Error("start_pool: expected to start thread " + std::to_string(index) +
+                  (cores_.empty() ? "" : " on core " + std::to_string(cores_[index])) + ", found " +
+                  std::strerror(error));
+    }
+    start.release();
+    workers_.push_back(thread);
+  }
+}
+
+void Pool::join_threads() {
+  stopping_ = true;
+  generation_.add(1);
+  generation_.wake();
+  for (pthread_t thread : workers_) pthread_join(thread, nullptr);
+  workers_.clear();
+  count_ = 1;
+  forked_ = false;
+}
+
+void* Pool::thread_main(void* context) {
+  const std::unique_ptr<Start> start(static_cast<Start*>(context));
+  Pool& pool = *start->pool;
+  pthread_setname_np(pthread_self(), ("tilerank-" + std::to_string(start->index)).c_str());
+  for (uint32_t seen = start->generation;;) {
+    pool.generation_.wait_while(seen, pool.pauses_);
+    seen = pool.generation_.value();
+    if (pool.stopping_) return nullptr;
+    pool.walk(start->index);
+    if (pool.running_.add(-1u) == 0) pool.running_.wake();
+  }
+}
+
+void Pool::run(const Call* calls, size_t n) {
+  std::lock_guard lock(turn_);
+  if (forked_) start_threads();
+  calls_ = calls;
+  num_calls_ = n;
+  failed_ = false;
+  failure_ = nullptr;
+  if (count_ > 1) {
+    arrived_.set(0);
+    running_.set(static_cast<uint32_t>(count_ - 1));
+    generation_.add(1);
+    generation_.wake();
+  }
+  walk(0);
+  while (const uint32_t running = running_.value()) running_.wait_while(running, pauses_);
+  if (failed_) std::rethrow_exception(std::exchange(failure_, nullptr));
+}
+
+void Pool::walk(int index) noexcept {
+  Team team(this, index, count_);
+  try {
+    for (size_t i = 0; i < num_calls_; ++i) {
+      if (i != 0) team.barrier();
+      calls_[i].kernel(calls_[i].args, team);
+    }
+  } catch (const Aborted&) {
+  } catch (...) {
+    {
+      std::lock_guard lock(failure_lock_);
+      if (!failure_) failure_ = std::current_exception();
+    }
+    failed_ = true;
+    phase_.add(1);
+    phase_.wake();
+  }
+}
+
+void Pool::barrier() {
+  // The phase is read before failed_: a failing thread sets them the other way round, so either its failure is seen
+  // here or the wait below ends at once.
+  const uint32_t phase = phase_.value();
+  if (failed_) throw Aborted{};
+  if (arrived_.add(1) == static_cast<uint32_t>(count_)) {
+    arrived_.set(0);
+    phase_.add(1);
+    phase_.wake();
+  } else {
+    phase_.wait_while(phase, pauses_);
+  }
+  if (failed_) throw Aborted{};
+}
+
+}  // namespace tilerank

@@ -1,0 +1,161 @@
+// A vector of kLanes floats for the rung that includes this file (foreach_isa.h does, once per rung: no include guard).
+//
+//   Vec v = load(p)        p is const float* or const bf16*, unaligned; load(p, n) reads only the first n (others 0)
+//   store(p, v)            rounds to nearest even into bf16*; store(p, v, n) writes only the first n
+//   round_to<T>(v)         what is left of v once stored as T (float, bf16)
+//   set(x) zero() + - * / fma(a, b, c) = a * b + c   max min sqrt exp(v) sum(v) max_of(v)
+//
+// n is 1..kLanes in the partial forms. Sums run in a fixed order, so that a row's result never depends on other rows.
+
+namespace tilerank::TR_RUNG {
+
+#ifdef TR_AVX512
+
+constexpr int kLanes = 16;
+struct Vec {
+  __m512 v;
+};
+static inline __mmask16 first_lanes(int64_t n) { return static_cast<__mmask16>((1u << n) - 1); }
+static inline Vec zero() { return {_mm512_setzero_ps()}; }
+static inline Vec set(float x) { return {_mm512_set1_ps(x)}; }
+static inline Vec load(const float* p) { return {_mm512_loadu_ps(p)}; }
+static inline Vec load(const float* p, int64_t n) { return {_mm512_maskz_loadu_ps(first_lanes(n), p)}; }
+static inline Vec widen(__m256i half) {
+  return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16))};
+}
+static inline Vec load(const bf16* p) { return widen(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
+static inline Vec load(const bf16* p, int64_t n) { return widen(_mm256_maskz_loadu_epi16(first_lanes(n), p)); }
+// vcvtneps2bf16 takes subnormal inputs for zero, as AMX and vdpbf16ps do.
+static inline __m256i narrow(Vec x) { return (__m256i)_mm512_cvtneps_pbh(x.v); }
+static inline void store(float* p, Vec x) { _mm512_storeu_ps(p, x.v); }
+static inline void store(float* p, Vec x, int64_t n) { _mm512_mask_storeu_ps(p, first_lanes(n), x.v); }
+static inline void store(bf16* p, Vec x) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), narrow(x)); }
+static inline void store(bf16* p, Vec x, int64_t n) { _mm256_mask_storeu_epi16(p, first_lanes(n), narrow(x)); }
+static inline Vec operator+(Vec a, Vec b) { return {_mm512_add_ps(a.v, b.v)}; }
+static inline Vec operator-(Vec a, Vec b) { return {_mm512_sub_ps(a.v, b.v)}; }
+static inline Vec operator*(Vec a, Vec b) { return {_mm512_mul_ps(a.v, b.v)}; }
+static inline Vec operator/(Vec a, Vec b) { return {_mm512_div_ps(a.v, b.v)}; }
+static inline Vec fma(Vec a, Vec b, Vec c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
+static inline Vec max(Vec a, Vec b) { return {_mm512_max_ps(a.v, b.v)}; }
+static inline Vec min(Vec a, Vec b) { return {_mm512_min_ps(a.v, b.v)}; }
+static inline Vec sqrt(Vec a) { return {_mm512_sqrt_ps(a.v)}; }
+static inline float sum(Vec a) { return _mm512_reduce_add_ps(a.v); }
+static inline float max_of(Vec a) { return _mm512_reduce_max_ps(a.v); }
+static inline Vec round_to_int(Vec a) {
+  return {_mm512_roundscale_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)};
+}
+// x * 2^n for integral n
+static inline Vec scale_by_power(Vec x, Vec n) { return {_mm512_scalef_ps(x.v, n.v)}; }
+
+#else
+
+constexpr int kLanes = 8;
+struct Vec {
+  __m256 v;
+};
+static inline __m256i first_lanes(int64_t n) {
+  return _mm256_cmpgt_epi32(_mm256_set1_epi32(static_cast<int>(n)), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+}
+static inline Vec zero() { return {_mm256_setzero_ps()}; }
+static inline Vec set(float x) { return {_mm256_set1_ps(x)}; }
+static inline Vec load(const float* p) { return {_mm256_loadu_ps(p)}; }
+static inline Vec load(const float* p, int64_t n) { return {_mm256_maskload_ps(p, first_lanes(n))}; }
+static inline Vec widen(__m128i half) {
+  return {_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(half), 16))};
+}
+static inline Vec load(const bf16* p) { return widen(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }
+static inline Vec load(const bf16* p, int64_t n) {
+  alignas(16) uint16_t part[8] = {};
+  std::memcpy(part, p, static_cast<size_t>(n) * 2);
+  return widen(_mm_load_si128(reinterpret_cast<const __m128i*>(part)));
+}
+// Round to nearest even: add half of the last kept bit, less one when that bit is even; a NaN keeps its top bits,
+// quiet.
+static inline __m128i narrow(Vec x) {
+  const __m256i bits = _mm256_castps_si256(x.v);
+  const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+  __m256i rounded = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
+  const __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(x.v, x.v, _CMP_UNORD_Q));
+  rounded = _mm256_blendv_epi8(rounded, _mm256_or_si256(bits, _mm256_set1_epi32(0x400000)), nan);
+  const __m256i high = _mm256_srli_epi32(rounded, 16);
+  return _mm_packus_epi32(_mm256_castsi256_si128(high), _mm256_extracti128_si256(high, 1));
+}
+static inline void store(float* p, Vec x) { _mm256_storeu_ps(p, x.v); }
+static inline void store(float* p, Vec x, int64_t n) { _mm256_maskstore_ps(p, first_lanes(n), x.v); }
+static inline void store(bf16* p, Vec x) { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), narrow(x)); }
+static inline void store(bf16* p, Vec x, int64_t n) {
+  alignas(16) uint16_t part[8];
+  _mm_store_si128(reinterpret_cast<__m128i*>(part), narrow(x));
+  std::memcpy(p, part, static_cast<size_t>(n) * 2);
+}
+static inline Vec operator+(Vec a, Vec b) { return {_mm256_add_ps(a.v, b.v)}; }
+static inline Vec operator-(Vec a, Vec b) { return {_mm256_sub_ps(a.v, b.v)}; }
+static inline Vec operator*(Vec a, Vec b) { return {_mm256_mul_ps(a.v, b.v)}; }
+static inline Vec operator/(Vec a, Vec b) { return {_mm256_div_ps(a.v, b.v)}; }
+static inline Vec fma(Vec a, Vec b, Vec c) { return {_mm256_fmadd_ps(a.v, b.v, c.v)}; }
+static inline Vec max(Vec a, Vec b) { return {_mm256_max_ps(a.v, b.v)}; }
+static inline Vec min(Vec a, Vec b) { return {_mm256_min_ps(a.v, b.v)}; }
+static inline Vec sqrt(Vec a) { return {_mm256_sqrt_ps(a.v)}; }
+static inline float sum(Vec a) {
+  __m128 s = _mm_add_ps(_mm256_castps256_ps128(a.v), _mm256_extractf128_ps(a.v, 1));
+  s = _mm_add_ps(s, _mm_movehl_ps(s, s));
+  return _mm_cvtss_f32(_mm_add_ss(s, _mm_movehdup_ps(s)));
+}
+static inline float max_of(Vec a) {
+  __m128 s = _mm_max_ps(_mm256_castps256_ps128(a.v), _mm256_extractf128_ps(a.v, 1));
+  s = _mm_max_ps(s, _mm_movehl_ps(s, s));
+  return _mm_cvtss_f32(_mm_max_ss(s, _mm_movehdup_ps(s)));
+}
+static inline Vec round_to_int(Vec a) { return {_mm256_round_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }
+// x * 2^n for integral n in [-252, 254], in two steps so that neither factor leaves the normal range
+static inline Vec scale_by_power(Vec x, Vec n) {
+  const __m256i whole = _mm256_cvtps_epi32(n.v);
+  const __m256i half = _mm256_srai_epi32(whole, 1);
+  const __m256i rest = _mm256_sub_epi32(whole, half);
+  const __m256i bias = _mm256_set1_epi32(127);
+  const __m256 a = _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(half, bias), 23));
+  const __m256 b = _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(rest, bias), 23));
+  return {_mm256_mul_ps(_mm256_mul_ps(x.v, a), b)};
+}
+
+#endif
+
+// e^x within 2 units in the last place; exp(-inf) = 0, above 88.73 infinity, NaN stays NaN.
+// Cephes: x = n ln 2 + r with |r| <= ln 2 / 2 in two-piece ln 2, then a polynomial in r.
+static inline Vec exp(Vec x) {
+  // The operand order matters: the instruction returns its second operand when either is NaN.
+  x = min(set(89.0f), max(set(-110.0f), x));
+  const Vec n = round_to_int(x * set(1.44269504088896341f));
+  Vec r = fma(n, set(-0.693359375f), x);
+  r = fma(n, set(2.12194440e-4f), r);
+  Vec p = set(1.9875691500e-4f);
+  p = fma(p, r, set(1.3981999507e-3f));
+  p = fma(p, r, set(8.3334519073e-3f));
+  p = fma(p, r, set(4.1665795894e-2f));
+  p = fma(p, r, set(1.6666665459e-1f));
+  p = fma(p, r, set(5.0000001201e-1f));
+  p = fma(p, r * r, r) + set(1.0f);
+  return scale_by_power(p, n);
+}
+
+// What is left of x once it was stored as T.
+template <class T>
+static inline Vec round_to(Vec x);
+template <>
+inline Vec round_to<float>(Vec x) {
+  return x;
+}
+template <>
+inline Vec round_to<bf16>(Vec x) {
+  return widen(narrow(x));
+}
+
+static inline float to_float(float x) { return x; }
+static inline float to_float(bf16 x) {
+  const uint32_t bits = static_cast<uint32_t>(x.bits) << 16;
+  float out;
+  std::memcpy(&out, &bits, 4);
+  return out;
+}
+
+}  // namespace tilerank::TR_RUNG
