@@ -242,7 +242,7 @@ def machines(draw: st.DrawFn) -> Machine:
     return machine
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(machines(), st.integers(1, 20))
 def test_every_rank_has_cores_of_its_own(machine: Machine, ranks: int) -> None:
     topology = topology_of(machine)
