@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from .errors import ConfigError
-from .jsonfile import read_json_object, show
+from .files import read_json_object, show
+from .padding import resolve_head_dim
 
 DTYPES = ("bfloat16", "float16", "float32")
 ROPE_TYPES = ("default", "llama3")
@@ -128,8 +129,7 @@ class Fields:
 
 def read_model_type(model_dir: Path) -> str:
     """Returns `model_type` alone, so that an unknown family is refused as such and not for the keys it lacks."""
-    path = model_dir / "config.json"
-    return Fields(path, _read(model_dir)).text("model_type")
+    return Fields(model_dir / "config.json", _read(model_dir)).text("model_type")
 
 
 def load_config(model_dir: Path) -> ModelConfig:
@@ -178,7 +178,7 @@ def _read(model_dir: Path) -> dict[str, Any]:
         raise ConfigError(
             f"{model_dir}: expected a model directory, found {'a file' if model_dir.exists() else 'nothing'}"
         )
-    return read_json_object(model_dir / "config.json", ConfigError)
+    return read_json_object(model_dir, "config.json", ConfigError)
 
 
 def _refuse_unsupported(c: Fields) -> None:
@@ -207,14 +207,13 @@ def _architectures(c: Fields) -> tuple[str, ...]:
 
 
 def _head_dim(c: Fields, hidden_size: int, num_heads: int) -> int:
-    if c.has("head_dim"):
-        head_dim = c.integer("head_dim", 1, 1 << 12)
-    elif hidden_size % num_heads:
+    """`head_dim` must be checked where it is given, and the division exact where it is not, before resolving."""
+    explicit = {key: c.integer(key, 1, 1 << 12) for key in ("qk_head_dim", "head_dim") if c.has(key)}
+    if not explicit and hidden_size % num_heads:
         raise c.fail("hidden_size", f"a multiple of num_attention_heads ({num_heads}), there being no head_dim")
-    else:
-        head_dim = hidden_size // num_heads
-    if head_dim % 2:
-        key = "head_dim" if c.has("head_dim") else "hidden_size"
+    head_dim = resolve_head_dim({**explicit, "hidden_size": hidden_size}, num_heads, is_text_config=True)
+    if head_dim is None or head_dim % 2:
+        key = next(iter(explicit), "hidden_size")
         raise c.fail(key, f"an even head size (rotary embedding turns pairs), not {head_dim}")
     return head_dim
 
@@ -267,7 +266,7 @@ def _special_ids(model_dir: Path, c: Fields, vocab_size: int) -> tuple[tuple[int
     sources = [c]
     path = model_dir / "generation_config.json"
     if path.exists():
-        sources.insert(0, Fields(path, read_json_object(path, ConfigError)))
+        sources.insert(0, Fields(path, read_json_object(model_dir, path.name, ConfigError)))
     eos = next((s.ids("eos_token_id", vocab_size) for s in sources if s.has("eos_token_id")), ())
     bos = next((s.integer("bos_token_id", 0, vocab_size - 1) for s in sources if s.has("bos_token_id")), None)
     return eos, bos

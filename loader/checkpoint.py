@@ -1,0 +1,154 @@
+"""The safetensors files of a model directory: which tensors they hold, checked before any of their data is read."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from .errors import CheckpointError
+from .files import model_file, read_json_object, show
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """Where a tensor lies and what it is; `dtype` is the format's own code, such as BF16."""
+
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class Checkpoint:
+    """model.safetensors, or the files that model.safetensors.index.json lists, each mapped once and read by slice.
+
+    Opening checks every header: that it describes the file to its last byte (the safetensors library does), that the
+    index and the files agree on every tensor, and that no file lies outside the directory. Raises CheckpointError.
+    """
+
+    def __init__(self, model_dir: Path) -> None:
+        self.model_dir = model_dir
+        self.tensors: dict[str, TensorInfo] = {}
+        """By name, in storage order: file by file, by offset."""
+        self._files: dict[Path, Any] = {}
+        listed = _listed_tensors(model_dir)
+        for name in sorted(listed):
+            self._open(model_file(model_dir, name, CheckpointError), listed[name])
+
+    def read(self, name: str, index: tuple[slice, ...]) -> torch.Tensor:
+        """Returns the rectangle `index` of a tensor as a view of the mapped file: nothing is read until it is used.
+
+        `index` has one slice of step 1 for each dimension, within the shape. The view may be dropped from memory
+        (kernels.core.drop_pages) but must not be written to.
+        """
+        info = self.info(name)
+        spans = zip(index, info.shape, strict=False)
+        if len(index) != len(info.shape) or any(
+            s.step not in (None, 1) or not 0 <= (s.start or 0) <= (size if s.stop is None else s.stop) <= size
+            for s, size in spans
+        ):
+            raise CheckpointError(f"{info.file}: tensor {name} of shape {list(info.shape)} has no rectangle {index}")
+        handle = self._files[info.file]
+        # A tensor without dimensions has nothing to slice.
+        view: torch.Tensor = handle.get_slice(name)[index] if index else handle.get_tensor(name)
+        return view
+
+    def info(self, name: str) -> TensorInfo:
+        """Returns what is known of a tensor; raises CheckpointError if the checkpoint does not have it."""
+        if name not in self.tensors:
+            raise CheckpointError(f"{self.model_dir}: tensor {name} is in none of the checkpoint's files")
+        return self.tensors[name]
+
+    def _open(self, path: Path, listed: set[str] | None) -> None:
+        handle = _map(path)
+        names = list(handle.offset_keys())
+        if listed is not None:
+            _agree(path, listed, set(names))
+        for name in names:
+            part = handle.get_slice(name)
+            self.tensors[name] = TensorInfo(path, part.get_dtype(), tuple(part.get_shape()))
+        self._files[path] = handle
+
+
+def _listed_tensors(model_dir: Path) -> dict[str, set[str] | None]:
+    """File name -> the tensors that the index puts there; None where there is no index."""
+    if (model_dir / SINGLE).exists():
+        return {SINGLE: None}
+    if not (model_dir / INDEX).exists():
+        others = sorted(
+            path.name for pattern in ("*.bin", "*.pt", "*.pth", "*.gguf") for path in model_dir.glob(pattern)
+        )
+        found = f"found {others[0]}, a format that is not read" if others else "found neither"
+        raise CheckpointError(f"{model_dir}: expected {SINGLE} or {INDEX}, {found}")
+    where = model_dir / INDEX
+    weight_map = read_json_object(model_dir, INDEX, CheckpointError).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(
+            f"{where}: weight_map: expected an object of tensor and file names, found {show(weight_map)}"
+        )
+    listed: dict[str, set[str] | None] = {}
+    for tensor, name in weight_map.items():
+        if not isinstance(name, str) or not name.endswith(".safetensors"):
+            raise CheckpointError(
+                f"{where}: weight_map: {show(tensor)}: expected a .safetensors file, found {show(name)}"
+            )
+        names = listed.setdefault(name, set())
+        assert names is not None
+        names.add(tensor)
+    return listed
+
+
+def _agree(path: Path, listed: set[str], held: set[str]) -> None:
+    for names, problem in (
+        (listed - held, f"{INDEX} puts it in this file, which does not hold it"),
+        (held - listed, f"this file holds it, but {INDEX} does not list it here"),
+    ):
+        if names:
+            raise CheckpointError(f"{path}: tensor {some(names)}: {problem}")
+
+
+def some(names: set[str]) -> str:
+    """The first of some names, and how many more there are."""
+    first = show(min(names))[1:-1]
+    return first if len(names) == 1 else f"{first} (and {len(names) - 1} more)"
+
+
+def _map(path: Path) -> Any:
+    """Maps a safetensors file; the library checks its header against its size."""
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+        if size < 8 or 8 + length > size:
+            header = f"a header of {length} bytes in a file of {size}" if size >= 8 else f"{size} bytes"
+            raise CheckpointError(
+                f"{path}: expected a safetensors file, found {header} (truncated, or of another format)"
+            )
+        return safe_open(path, framework="pt")
+    except OSError as failure:
+        raise CheckpointError(f"{path}: cannot be read: {failure.strerror}") from failure
+    except SafetensorError as failure:
+        raise CheckpointError(
+            f"{path}: not a valid safetensors file: {_damage(path, size, length)}{failure}"
+        ) from failure
+
+
+def _damage(path: Path, size: int, length: int) -> str:
+    """What the library does not say: the sizes, where the header is sound but the data after it is not complete."""
+    with path.open("rb") as file:
+        file.seek(8)
+        text = file.read(length)
+    try:
+        end = (
+            8
+            + length
+            + max(entry["data_offsets"][1] for name, entry in json.loads(text).items() if name != "__metadata__")
+        )
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        return ""
+    return f"expected {end} bytes, found {size}: " if end != size else ""
