@@ -1,0 +1,224 @@
+"""The sharded layers that models are made of.
+
+Each is built from *logical* shapes, those of the config and the checkpoint, and a `Sharding`; it declares which
+rectangles of which checkpoint tensors this rank holds (`pieces`) and computes its part. Names are opaque prefixes of
+checkpoint tensors. Weights have `sharding.dtype` whatever the checkpoint's. A rank may hold nothing of a layer; it
+takes part in the collectives all the same.
+
+The two patterns of tensor parallelism (Shoeybi et al., 2019): cut the rows of a weight and every rank computes some of
+the outputs (column parallel, after the paper's transposed notation); cut the columns and every rank computes a partial
+sum of all the outputs (row parallel). Column then row needs one sum over the ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from tilerank.kernels import ops
+from tilerank.kernels.linear import linear
+
+from .errors import ShardError
+from .layer import Layer as Layer
+from .layer import PackedParameter, PlainParameter
+from .layer import Piece as Piece
+from .layer import Sharding as Sharding
+from .shard import Cut, Span
+
+
+class _Linear(Layer):
+    """x @ weight.T + bias for this rank's rectangle of the weight."""
+
+    def __init__(self, n: int, k: int, dtype: torch.dtype, *, bias: bool) -> None:
+        self.weight = PackedParameter(n, k, dtype)
+        self.bias: PlainParameter | None = PlainParameter((n,), dtype) if bias else None
+
+    def _fill_rows(self, name: str, features: tuple[int, int], rows: Span, row: int = 0) -> None:
+        """Local rows from `row` on are those of `rows` of the weight (and bias) of a projection [out, in]."""
+        taken = slice(rows.start, rows.stop)
+        self.weight.fill(f"{name}.weight", features, taken, slice(0, features[1]), row=row)
+        if self.bias is not None:
+            self.bias.fill(f"{name}.bias", features[:1], taken, row=row)
+
+    def _project(self, x: Tensor, *, out_dtype: torch.dtype | None = None) -> Tensor:
+        bias = self.bias.data if self.bias is not None and self.bias.shape[0] else None
+        if self.weight.is_empty:
+            zeros = torch.zeros(*x.shape[:-1], self.weight.n, dtype=out_dtype or x.dtype)
+            return zeros if bias is None else zeros + bias
+        return linear(x, self.weight.packed, bias, out_dtype=out_dtype)
+
+
+class ColumnParallelLinear(_Linear):
+    """A projection [out, in] of which every rank computes some outputs: x[..., in] -> [..., span.size].
+
+    `cut` says how the outputs are cut, by default on tile edges.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        in_features: int,
+        out_features: int,
+        sharding: Sharding,
+        *,
+        cut: Cut | None = None,
+        bias: bool = False,
+    ) -> None:
+        self.cut = sharding.cut(out_features) if cut is None else cut
+        self.span = self.cut.spans[sharding.rank]
+        super().__init__(self.span.size, in_features, sharding.dtype, bias=bias)
+        self._fill_rows(name, (out_features, in_features), self.span)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._project(x)
+
+
+class RowParallelLinear(_Linear):
+    """A projection [out, in] of which every rank sees some inputs: x[..., span.size] -> [..., out] on every rank.
+
+    `span` is this rank's part of the inputs, as the layer before left it: `qkv.q_columns`, `gate_up.span`.
+    The bias is added once, on rank 0.
+    """
+
+    def __init__(
+        self, name: str, in_features: int, out_features: int, sharding: Sharding, *, span: Span, bias: bool = False
+    ) -> None:
+        self.span = span
+        super().__init__(out_features, span.size, sharding.dtype, bias=False)
+        columns = slice(span.start, span.stop)
+        self.weight.fill(f"{name}.weight", (out_features, in_features), slice(0, out_features), columns)
+        if bias:
+            held = out_features if sharding.rank == 0 else 0
+            self.bias = PlainParameter((held,), sharding.dtype)
+            self.bias.fill(f"{name}.bias", (out_features,), slice(0, held))
+        self._sharding = sharding
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._sharding.sum(self._project(x))
+
+
+class QKVParallelLinear(_Linear):
+    """The query, key and value projections of an attention layer, cut by heads and computed as one.
+
+    x[t, hidden] -> q[t, q_heads, head_dim], k and v [t, kv_heads, head_dim], views of one tensor, with the local head
+    counts `q_heads` and `kv_heads`. `kv_map` [kv_heads, 2] int32 tells the attention kernel which query heads each KV
+    head serves: the first, and how many. `q_columns` is this rank's span of the output projection's inputs.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        hidden: int,
+        q_heads: int,
+        kv_heads: int,
+        head_dim: int,
+        sharding: Sharding,
+        *,
+        bias: bool = False,
+        projections: Sequence[str] = ("q_proj", "k_proj", "v_proj"),
+    ) -> None:
+        self.heads = sharding.cut_heads(q_heads, kv_heads, head_dim, hidden)
+        q, kv = self.heads.q[sharding.rank], self.heads.kv[sharding.rank]
+        self.q_heads, self.kv_heads, self.head_dim = q.size, kv.size, head_dim
+        self.q_columns = q.scaled(head_dim)
+        self.kv_map = torch.tensor(self.heads.kv_map[sharding.rank], dtype=torch.int32)
+        super().__init__((q.size + 2 * kv.size) * head_dim, hidden, sharding.dtype, bias=bias)
+        row = 0
+        for projection, heads, span in zip(projections, (q_heads, kv_heads, kv_heads), (q, kv, kv), strict=True):
+            self._fill_rows(f"{name}.{projection}", (heads * head_dim, hidden), span.scaled(head_dim), row)
+            row += span.size * head_dim
+
+    def __call__(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        heads = self._project(x).view(*x.shape[:-1], -1, self.head_dim)
+        first_k, first_v = self.q_heads, self.q_heads + self.kv_heads
+        return heads[..., :first_k, :], heads[..., first_k:first_v, :], heads[..., first_v:, :]
+
+
+class GateUpParallelLinear(_Linear):
+    """The gate and up projections of a gated MLP, computed as one.
+
+    x[..., hidden] -> [..., 2 * span.size], gate first. `span` is this rank's part of the down projection's inputs.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        hidden: int,
+        width: int,
+        sharding: Sharding,
+        *,
+        bias: bool = False,
+        projections: Sequence[str] = ("gate_proj", "up_proj"),
+    ) -> None:
+        self.cut = sharding.cut(width)
+        if self.cut.units < sharding.size:
+            raise ShardError(
+                f"{name}: a width of {width} is {self.cut.units} units of {self.cut.unit} columns, "
+                f"so it can be cut over at most {self.cut.units} ranks, not {sharding.size}"
+            )
+        self.span = self.cut.spans[sharding.rank]
+        super().__init__(2 * self.span.size, hidden, sharding.dtype, bias=bias)
+        for part, projection in enumerate(projections):
+            self._fill_rows(f"{name}.{projection}", (width, hidden), self.span, part * self.span.size)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._project(x)
+
+
+class VocabParallelEmbedding(Layer):
+    """The embedding table, cut by rows: ids[t] int64 -> [t, hidden] on every rank."""
+
+    def __init__(self, name: str, vocab: int, hidden: int, sharding: Sharding) -> None:
+        self.cut = sharding.cut(vocab)
+        self.span = self.cut.spans[sharding.rank]
+        self.table = PlainParameter((self.span.size, hidden), sharding.dtype)
+        rows = slice(self.span.start, self.span.stop)
+        self.table.fill(f"{name}.weight", (vocab, hidden), rows, slice(0, hidden))
+        self._sharding = sharding
+
+    def __call__(self, ids: Tensor) -> Tensor:
+        # Exactly one rank has the row, the others add zeros: the sum is exact.
+        return self._sharding.sum(ops.embedding(ids, self.table.data, self.span.start))
+
+
+class ParallelLMHead(_Linear):
+    """The output head, cut by rows of the vocabulary: x[m, hidden] -> logits [m, vocab] in fp32 on every rank.
+
+    For tied embeddings `name` is that of the embedding. Padding never shows: what comes back ends at the vocabulary.
+    """
+
+    def __init__(self, name: str, hidden: int, vocab: int, sharding: Sharding, *, bias: bool = False) -> None:
+        self.cut = sharding.cut(vocab)
+        self.span = self.cut.spans[sharding.rank]
+        # Equal heights, at the price of one unit of zero rows, so that the parts can be gathered as they come.
+        height = max(span.size for span in self.cut.spans)
+        super().__init__(height, hidden, sharding.dtype, bias=bias)
+        self._fill_rows(name, (vocab, hidden), self.span)
+        self._sharding = sharding
+
+    def __call__(self, x: Tensor) -> Tensor:
+        parts = self._sharding.gather(self._project(x, out_dtype=torch.float32))
+        real = [part[..., : span.real] for part, span in zip(parts, self.cut.spans, strict=True)]
+        return real[0] if len(real) == 1 else torch.cat(real, dim=-1)
+
+
+class RMSNorm(Layer):
+    """Root-mean-square norm over the last dimension, whole on every rank: of the hidden state, or of each head.
+
+    `zero_centered`: the weight is stored minus one (Qwen3.5).
+    """
+
+    def __init__(self, name: str, dim: int, eps: float, sharding: Sharding, *, zero_centered: bool = False) -> None:
+        self.eps = eps
+        self.zero_centered = zero_centered
+        self.weight = PlainParameter((dim,), sharding.dtype)
+        self.weight.fill(f"{name}.weight", (dim,), slice(0, dim))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return ops.rms_norm(x, self.weight.data, self.eps, zero_centered=self.zero_centered)
+
+    def add(self, x: Tensor, residual: Tensor) -> Tensor:
+        """Adds x to `residual` in place and returns the norm of the sum. x, residual: [m, dim]."""
+        return ops.add_rms_norm(x, residual, self.weight.data, self.eps, zero_centered=self.zero_centered)
