@@ -1,0 +1,27 @@
+"""Logging of the command and of its ranks: short lines on stderr; what holds for all ranks is said once, by rank 0."""
+
+import logging
+
+_rank = 0
+
+
+def configure(rank: int, level: str, *, prefix: bool = False) -> None:
+    """Sends this process's log to stderr. `prefix` names the rank in every line, where no supervisor does it."""
+    global _rank
+    _rank = rank
+    handler = logging.StreamHandler()
+    head = f"[rank {rank}] " if prefix else ""
+    handler.setFormatter(logging.Formatter(f"{head}%(levelname)s %(name)s: %(message)s"))
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(level.upper())
+
+
+def log_info_on_rank0(logger: logging.Logger, message: str, *args: object) -> None:
+    if _rank == 0:
+        logger.info(message, *args)
+
+
+def log_debug_on_rank0(logger: logging.Logger, message: str, *args: object) -> None:
+    if _rank == 0:
+        logger.debug(message, *args)

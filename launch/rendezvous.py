@@ -1,0 +1,230 @@
+"""Who am I and where do we meet: what each launcher puts into the environment, as one `Identity` and one `Meeting`.
+
+Pure functions over an environment mapping; `bootstrap.py` turns a `Meeting` into an address. No torch in here.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from .errors import LaunchError
+
+Launcher = Literal["tilerank", "torchrun", "Open MPI", "MPICH", "Slurm", "environment", "none"]
+
+# Ports that srun's ranks meet at when nobody names one: below the range that Linux hands out to clients (32768 and up),
+# spread by job and step so that two steps on one host seldom collide.
+SLURM_PORTS = range(20000, 30000)
+
+
+@dataclass(frozen=True)
+class Identity:
+    """One process's place: its rank of `size`, and among the `local_size` ranks of its host."""
+
+    launcher: Launcher
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
+
+    @property
+    def one_host(self) -> bool:
+        return self.local_size == self.size
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """How the ranks find the store that introduces them to each other.
+
+    given: our supervisor already bound it (host, port; rank 0 inherits the socket)
+    agent: somebody else hosts it at host:port (torchrun); never bind there
+    address: rank 0 binds host:port, all others connect to it
+    launcher: rank 0 picks a port and tells the other children of the same launcher process
+    mpi: rank 0 picks a port and broadcasts its addresses over MPI
+    """
+
+    kind: Literal["given", "agent", "address", "launcher", "mpi"]
+    host: str = ""
+    port: int = 0
+    attempt: int = 0  # restarts of the ranks so far, where the store outlives them
+
+
+@dataclass(frozen=True)
+class _Convention:
+    """Where one launcher writes its numbers; it is in charge when all of `markers` are set."""
+
+    launcher: Launcher
+    markers: tuple[str, ...]
+    rank: str
+    size: str
+    local_rank: str
+    local_size: str
+
+
+_NUMBERS = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
+
+# In order of detection. Slurm must come before anything that looks at PMI_RANK alone: `srun --mpi=pmi2` sets it too.
+_CONVENTIONS = (
+    _Convention(
+        "tilerank", ("TILERANK_RANK",), *(f"TILERANK_{n}" for n in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
+    ),
+    _Convention("torchrun", ("TORCHELASTIC_RUN_ID",), "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    _Convention("Open MPI", ("OMPI_COMM_WORLD_RANK",), *(f"OMPI_COMM_WORLD_{name}" for name in _NUMBERS)),
+    _Convention("MPICH", ("PMI_RANK", "MPI_LOCALRANKID"), "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    _Convention(
+        "Slurm",
+        ("SLURM_PROCID", "SLURM_STEP_ID", "SLURM_LOCALID"),  # a batch script has no step: it is a single process
+        "SLURM_PROCID",
+        "SLURM_NTASKS",
+        "SLURM_LOCALID",
+        "SLURM_STEP_TASKS_PER_NODE",
+    ),
+    _Convention("environment", ("RANK", "WORLD_SIZE"), "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+)
+
+# What a supervisor takes out of its ranks' environment: it decides who they are.
+IDENTITY_VARIABLES = re.compile(
+    r"(RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|GROUP_RANK|MASTER_ADDR|MASTER_PORT|MPI_LOCALRANKID|MPI_LOCALNRANKS)$"
+    r"|(TILERANK_(RANK|SIZE|LOCAL_RANK|LOCAL_SIZE|STORE|FD|STATUS)|TORCHELASTIC_|OMPI_COMM_WORLD_|PMI_|PMIX_)"
+)
+
+
+def identify(env: Mapping[str, str]) -> Identity:
+    """This process's place according to the launcher that started it; `Identity("none")` when nobody did.
+
+    Raises LaunchError for numbers that make no sense and for two launchers that disagree.
+    """
+    found: list[tuple[_Convention, Identity]] = []
+    for convention in _CONVENTIONS:
+        covered = any(c.rank == convention.rank for c, _ in found)  # torchrun writes RANK and WORLD_SIZE itself
+        if not covered and all(name in env for name in convention.markers):
+            found.append((convention, _read(convention, env)))
+    if not found:
+        if "PMI_RANK" in env or "PMIX_RANK" in env:
+            name = "PMI_RANK" if "PMI_RANK" in env else "PMIX_RANK"
+            raise LaunchError(
+                f"{name}={env[name]} says that an MPI launcher started this process, but not how many ranks share this "
+                "host; set RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE and MASTER_ADDR, MASTER_PORT instead"
+            )
+        return Identity("none")
+    chosen, identity = found[0]
+    for other, said in found[1:]:
+        # torchrun and mpirun run under Slurm as one step with one task a host: that step numbers hosts, not ranks.
+        nested = other.launcher == "Slurm" and said.local_size == 1
+        if not nested and (said.rank, said.size) != (identity.rank, identity.size):
+            raise LaunchError(
+                f"{_spoken(chosen)} says rank {identity.rank} of {identity.size} ({chosen.rank}, {chosen.size}), but "
+                f"{_spoken(other)} says rank {said.rank} of {said.size} ({other.rank}, {other.size}); "
+                "start the ranks with one launcher or unset the other's variables"
+            )
+    return identity
+
+
+def check_tp(identity: Identity, tp: int | None) -> None:
+    """Refuses a --tp that differs from the number of processes that a foreign launcher started."""
+    if tp is not None and tp != identity.size:
+        raise LaunchError(
+            f"--tp {tp}, but {identity.launcher} started {identity.size} rank{'s' if identity.size != 1 else ''}; "
+            f"start {tp} processes or leave --tp away"
+        )
+
+
+def starts_ranks(identity: Identity) -> bool:
+    """Whether this process is a user's command, which starts the ranks itself, and not already one of them.
+
+    A Slurm step of one task is how everything runs inside an allocation, also an interactive shell.
+    """
+    return identity.launcher == "none" or (identity.launcher == "Slurm" and identity.size == 1)
+
+
+def meeting(identity: Identity, env: Mapping[str, str], address: str | None = None, port: int | None = None) -> Meeting:
+    """Where the ranks of `identity` meet; `address` and `port` are --master-addr and --master-port if given."""
+    if identity.launcher == "tilerank":
+        bound, _, number = env.get("TILERANK_STORE", "").rpartition(":")
+        return Meeting("given", bound, _number(env, "TILERANK_STORE", number))
+    if identity.launcher == "torchrun" and env.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        attempt = int(env.get("TORCHELASTIC_RESTART_COUNT", "0"))
+        return Meeting("agent", _text(env, "MASTER_ADDR"), _number(env, "MASTER_PORT"), attempt)
+    host = address or env.get("MASTER_ADDR")
+    if host:
+        if port is None and "MASTER_PORT" not in env and identity.launcher == "Slurm":
+            port = _slurm_port(env)
+        return Meeting("address", host, _number(env, "MASTER_PORT") if port is None else port)
+    if identity.launcher in ("torchrun", "environment"):
+        raise LaunchError(
+            f"rank {identity.rank} of {identity.size} has RANK and WORLD_SIZE but no MASTER_ADDR; "
+            "set MASTER_ADDR and MASTER_PORT to where rank 0 listens"
+        )
+    if identity.one_host:
+        return Meeting("launcher", port=port or 0)
+    if identity.launcher == "Slurm":
+        return Meeting("address", first_host(_text(env, "SLURM_STEP_NODELIST")), port or _slurm_port(env))
+    return Meeting("mpi", port=port or 0)
+
+
+def first_host(nodelist: str) -> str:
+    """First host of Slurm's compressed list: "n[01-04,07],gpu3" -> "n01"."""
+    bracketed = re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", nodelist)
+    return bracketed.split(",")[0]
+
+
+def tasks_on_host(tasks_per_node: str, node: int) -> int:
+    """Slurm's compressed counts: "2(x3),1" is 2, 2, 2, 1; the count of host number `node`."""
+    counts: list[int] = []
+    for group in tasks_per_node.split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", group.strip())
+        if match is None:
+            raise LaunchError(f'SLURM_STEP_TASKS_PER_NODE={tasks_per_node} is not of the form "2(x3),1"')
+        counts += [int(match[1])] * int(match[2] or 1)
+    if node >= len(counts):
+        raise LaunchError(
+            f"SLURM_NODEID={node}, but SLURM_STEP_TASKS_PER_NODE={tasks_per_node} lists {len(counts)} hosts"
+        )
+    return counts[node]
+
+
+def _read(convention: _Convention, env: Mapping[str, str]) -> Identity:
+    rank, size = _number(env, convention.rank), _number(env, convention.size)
+    if convention.launcher == "Slurm":
+        local_rank = _number(env, convention.local_rank)
+        local_size = tasks_on_host(_text(env, convention.local_size), int(env.get("SLURM_NODEID", "0")))
+    elif convention.launcher == "environment" and convention.local_rank not in env:
+        # Whoever writes only RANK and WORLD_SIZE runs everything on one machine, or one process a host (Kubernetes).
+        here = env.get("MASTER_ADDR", "localhost") in ("localhost", "127.0.0.1")
+        local_rank, local_size = (rank, size) if here else (0, 1)
+    else:
+        local_rank, local_size = _number(env, convention.local_rank), _number(env, convention.local_size)
+    for name, value, bound_name, bound in (
+        (convention.rank, rank, convention.size, size),
+        (convention.local_rank, local_rank, convention.local_size, local_size),
+    ):
+        if value >= bound:
+            raise LaunchError(f"{name}={value} is not below {bound_name}={bound}")
+    if local_size > size:
+        raise LaunchError(
+            f"{convention.local_size} says {local_size} ranks on this host, but {convention.size} says {size} in all"
+        )
+    return Identity(convention.launcher, rank, size, local_rank, local_size)
+
+
+def _text(env: Mapping[str, str], name: str) -> str:
+    if not env.get(name):
+        raise LaunchError(f"{name} is not set although its companions are; expected the launcher to set it")
+    return env[name]
+
+
+def _number(env: Mapping[str, str], name: str, text: str | None = None) -> int:
+    text = _text(env, name) if text is None else text
+    if not re.fullmatch(r"\d{1,9}", text):
+        raise LaunchError(f"{name}={env.get(name, '')} is not a whole number")
+    return int(text)
+
+
+def _slurm_port(env: Mapping[str, str]) -> int:
+    # Step ids restart in every job: both together are unique on a host for as long as either runs.
+    key = _number(env, "SLURM_JOB_ID") * 31 + _number(env, "SLURM_STEP_ID")
+    return SLURM_PORTS[key % len(SLURM_PORTS)]
+
+
+def _spoken(convention: _Convention) -> str:
+    return "the environment" if convention.launcher == "environment" else convention.launcher

@@ -1,0 +1,47 @@
+"""What a rank tells its supervisor: where it has come to, and the one sentence it failed with. One JSON line each."""
+
+import contextlib
+import os
+from typing import Literal
+
+import msgspec
+
+Phase = Literal["starting", "joining", "loading", "generating"]
+
+
+class Reached(msgspec.Struct, tag="reached", frozen=True):
+    phase: Phase
+
+
+class Failed(msgspec.Struct, tag="failed", frozen=True):
+    """`consequence`: the rank only noticed that another one is gone."""
+
+    sentence: str
+    consequence: bool
+
+
+Message = Reached | Failed
+_decoder: msgspec.json.Decoder[Message] = msgspec.json.Decoder(Message)
+
+
+def decode(line: bytes) -> Message:
+    return _decoder.decode(line)
+
+
+class StatusPipe:
+    """A rank's end of the pipe to its supervisor; without one (other launchers) it swallows everything."""
+
+    def __init__(self, fd: int | None) -> None:
+        self._fd = fd
+        if fd is not None:
+            os.set_inheritable(fd, False)
+
+    @property
+    def connected(self) -> bool:
+        return self._fd is not None
+
+    def send(self, message: Message) -> None:
+        if self._fd is not None:
+            # The supervisor may be gone: then the kernel is about to kill this process as well.
+            with contextlib.suppress(BrokenPipeError):
+                os.write(self._fd, msgspec.json.encode(message) + b"\n")

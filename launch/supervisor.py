@@ -1,0 +1,295 @@
+"""Runs the ranks of one host: starts them, passes signals on, ends all when one fails and says why in one sentence.
+
+One thread around one selector: the kernel ties a rank's parent-death signal to the thread that forked it. No torch.
+"""
+
+import contextlib
+import ctypes
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import msgspec
+
+from .errors import LaunchError
+from .status import Failed, Phase, Reached, decode
+
+SETTLE_S = 0.3  # after a first failure: others may know the same sentence
+SUSPECT_S = 1.5  # after "another rank is gone": that rank's own end says why
+TERMINATE_S = 2.0  # from SIGTERM to SIGKILL once a rank failed; with the above, all is over within 5 s
+STOP_S = 10.0  # the same when everything went well, or the user asked for the end
+
+_PR_SET_PDEATHSIG = 1
+_LINE_LIMIT = 1 << 16
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+@dataclass(frozen=True)
+class RankSpec:
+    """How to start one rank. `prepare` runs in the new process before the program: cores, memory policy."""
+
+    rank: int
+    command: Sequence[str]
+    env: Mapping[str, str]
+    pass_fds: tuple[int, ...] = ()
+    prepare: Callable[[], None] | None = None
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a rank ended. `consequence`: it only noticed that another one was gone."""
+
+    rank: int
+    sentence: str
+    status: int
+    consequence: bool = False
+    own_words: bool = False
+
+
+class _Pipe:
+    """The reading end of what a rank writes, line by line."""
+
+    def __init__(self, fd: int, take: Callable[[bytes], None]) -> None:
+        self.fd = fd
+        self._take = take
+        self._rest = b""
+        os.set_blocking(fd, False)
+
+    def read(self) -> bool:
+        """Hands on what is there; False at the end."""
+        try:
+            data = os.read(self.fd, _LINE_LIMIT)
+        except BlockingIOError:
+            return True
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        for line in lines:
+            self._take(line)
+        if len(self._rest) > _LINE_LIMIT:
+            self.flush()
+        return bool(data)
+
+    def flush(self) -> None:
+        if self._rest:
+            self._take(self._rest)
+        self._rest = b""
+
+
+@dataclass(eq=False)
+class _Rank:
+    rank: int
+    process: subprocess.Popen[bytes]
+    pidfd: int
+    phase: Phase = "starting"
+    sentence: Failed | None = None
+    running: bool = True
+    pipes: list[_Pipe] = field(default_factory=list)
+
+
+def supervise(specs: Sequence[RankSpec], oom_kills: Callable[[], int] = lambda: 0) -> int:
+    """Runs the ranks to their end and returns the exit status for the command.
+
+    `oom_kills` counts the processes of our cgroup that the kernel killed for lack of memory so far.
+    The sentence about the first failure goes to stderr. Raises LaunchError if a rank cannot be started.
+    """
+    supervisor = _Supervisor(oom_kills)
+    try:
+        for spec in specs:
+            supervisor.start(spec)
+        return supervisor.run()
+    finally:
+        supervisor.close()
+
+
+def cause(failures: Sequence[Failure]) -> tuple[str, int]:
+    """The sentence and exit status of what happened first: a rank's own end rather than what its peers saw of it."""
+    roots = [failure for failure in failures if not failure.consequence] or list(failures)
+    first = roots[0]
+    if not first.own_words:
+        return first.sentence, first.status
+    # What rank 0 or several ranks say alike is about the input, not about a rank.
+    shared = any(other.rank == 0 or other.rank != first.rank for other in roots if other.sentence == first.sentence)
+    return (first.sentence if shared else f"rank {first.rank}: {first.sentence}"), first.status
+
+
+class _Supervisor:
+    def __init__(self, oom_kills: Callable[[], int]) -> None:
+        self._oom_kills = oom_kills
+        self._oom_before = oom_kills()
+        self._pid = os.getpid()
+        self._ranks: list[_Rank] = []
+        self._failures: list[Failure] = []
+        self._decide_at: float | None = None
+        self._kill_at: float | None = None
+        self._outcome: int | None = None  # exit status once decided
+        self._interrupted = False
+        self._selector = selectors.DefaultSelector()
+        self._wake, self._signalled = socket.socketpair()
+        self._old_handlers = {
+            number: signal.signal(number, lambda *_: None) for number in (signal.SIGINT, signal.SIGTERM)
+        }
+        for end in (self._wake, self._signalled):
+            end.setblocking(False)
+        self._old_wakeup = signal.set_wakeup_fd(self._signalled.fileno(), warn_on_full_buffer=False)
+        self._selector.register(self._wake, selectors.EVENT_READ, self._on_signal)
+
+    def start(self, spec: RankSpec) -> None:
+        status_read, status_write = os.pipe()
+        # Rank 0 is the program: its output is ours. The others' lines get a prefix, and nothing else reaches stdout.
+        error_read, error_write = os.pipe()
+        try:
+            process = subprocess.Popen(
+                spec.command,
+                env={**spec.env, "TILERANK_STATUS": str(status_write)},
+                stdin=subprocess.DEVNULL,
+                stdout=None if spec.rank == 0 else error_write,
+                stderr=None if spec.rank == 0 else error_write,
+                pass_fds=(*spec.pass_fds, status_write),
+                process_group=0,
+                preexec_fn=partial(_before_exec, self._pid, spec.prepare),
+            )
+        except (OSError, subprocess.SubprocessError) as e:
+            raise LaunchError(f"rank {spec.rank} could not be started: {e}") from e
+        finally:
+            os.close(status_write)
+            os.close(error_write)
+        rank = _Rank(spec.rank, process, os.pidfd_open(process.pid))
+        self._ranks.append(rank)
+        self._selector.register(rank.pidfd, selectors.EVENT_READ, partial(self._on_exit, rank))
+        for fd, take in ((status_read, _take_status), (error_read, _print_line)):
+            pipe = _Pipe(fd, partial(take, rank))
+            rank.pipes.append(pipe)
+            self._selector.register(fd, selectors.EVENT_READ, partial(self._on_output, rank, pipe))
+
+    def run(self) -> int:
+        while any(rank.running for rank in self._ranks):
+            times = [at for at in (self._decide_at, self._kill_at) if at is not None]
+            for key, _ in self._selector.select(max(min(times) - time.monotonic(), 0) if times else None):
+                if key.fd in self._selector.get_map():  # not closed by an earlier one of this round
+                    key.data()
+            now = time.monotonic()
+            if self._decide_at is not None and now >= self._decide_at:
+                self._decide()
+            if self._kill_at is not None and now >= self._kill_at:
+                self._kill_at = None
+                self._signal_all(signal.SIGKILL)
+        if self._decide_at is not None:
+            self._decide()
+        return self._outcome or 0
+
+    def close(self) -> None:
+        self._signal_all(signal.SIGKILL)
+        for rank in self._ranks:
+            if rank.running:
+                rank.process.wait()
+                self._close_fd(rank.pidfd)
+            for pipe in list(rank.pipes):
+                self._close_pipe(rank, pipe)
+        self._selector.close()
+        signal.set_wakeup_fd(self._old_wakeup)
+        for number, handler in self._old_handlers.items():
+            signal.signal(number, handler)
+        self._wake.close()
+        self._signalled.close()
+
+    def _on_signal(self) -> None:
+        for number in self._wake.recv(64):
+            self._decide_at = None
+            self._kill_at = time.monotonic() + (0 if self._interrupted else STOP_S)
+            self._interrupted = True
+            self._outcome = self._outcome or 128 + number
+            self._signal_all(signal.Signals(number))
+
+    def _on_output(self, rank: _Rank, pipe: _Pipe) -> None:
+        if not pipe.read():
+            self._close_pipe(rank, pipe)
+
+    def _on_exit(self, rank: _Rank) -> None:
+        self._signal(rank, signal.SIGKILL)  # whatever it started itself; its pid is not free before wait()
+        code = rank.process.wait()
+        rank.running = False
+        self._close_fd(rank.pidfd)
+        for pipe in list(rank.pipes):  # what it wrote last explains its end
+            pipe.read()
+            self._close_pipe(rank, pipe)
+        if self._outcome is not None:
+            return
+        if code != 0:
+            self._fail(self._describe(rank, code))
+        elif rank.rank == 0 and self._decide_at is None:
+            self._outcome = 0
+            self._kill_at = time.monotonic() + STOP_S
+
+    def _describe(self, rank: _Rank, code: int) -> Failure:
+        status = 128 - code if code < 0 else code
+        if rank.sentence is not None:
+            return Failure(rank.rank, rank.sentence.sentence, status, rank.sentence.consequence, own_words=True)
+        name = f"rank {rank.rank} (process {rank.process.pid})"
+        if code >= 0:
+            return Failure(rank.rank, f"{name} exited with status {code} while {rank.phase}", status)
+        killed = f"{name} was killed by {signal.Signals(-code).name} while {rank.phase}"
+        if -code == signal.SIGKILL and self._oom_kills() > self._oom_before:
+            killed = f"{name} was killed while {rank.phase}, probably out of memory"
+        return Failure(rank.rank, killed, status)
+
+    def _fail(self, failure: Failure) -> None:
+        self._failures.append(failure)
+        at = time.monotonic() + (SUSPECT_S if failure.consequence else SETTLE_S)
+        self._decide_at = at if self._decide_at is None else min(at, self._decide_at)
+
+    def _decide(self) -> None:
+        sentence, self._outcome = cause(self._failures)
+        self._decide_at = None
+        self._kill_at = time.monotonic() + TERMINATE_S
+        self._signal_all(signal.SIGTERM)
+        print(f"tilerank: error: {sentence}", file=sys.stderr, flush=True)
+
+    def _signal_all(self, number: signal.Signals) -> None:
+        for rank in self._ranks:
+            if rank.running:
+                self._signal(rank, number)
+
+    def _signal(self, rank: _Rank, number: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(rank.process.pid, number)
+
+    def _close_pipe(self, rank: _Rank, pipe: _Pipe) -> None:
+        pipe.flush()
+        rank.pipes.remove(pipe)
+        self._close_fd(pipe.fd)
+
+    def _close_fd(self, fd: int) -> None:
+        self._selector.unregister(fd)
+        os.close(fd)
+
+
+def _before_exec(supervisor: int, prepare: Callable[[], None] | None) -> None:
+    """In the new process: it dies with the supervisor, may write to the terminal from the background, and is placed."""
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != supervisor:
+        os._exit(1)
+    signal.signal(signal.SIGTTOU, signal.SIG_IGN)
+    if prepare is not None:
+        prepare()
+
+
+def _take_status(rank: _Rank, line: bytes) -> None:
+    try:
+        message = decode(line)
+    except msgspec.DecodeError:
+        return  # cut short by the rank's death
+    if isinstance(message, Reached):
+        rank.phase = message.phase
+    else:
+        rank.sentence = message
+
+
+def _print_line(rank: _Rank, line: bytes) -> None:
+    sys.stderr.buffer.write(b"[rank %d] %s\n" % (rank.rank, line))
+    sys.stderr.buffer.flush()
