@@ -1,4 +1,4 @@
-"""The kernel's list format ("0-3,8,10-11") and small sysfs reads, shared by the modules that look at the machine."""
+"""The kernel's list format ("0-3,8,10-11"), small sysfs reads and counts in words, for the modules on the machine."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -55,3 +55,8 @@ def read_int(path: Path) -> int | None:
     """The decimal number in a file; None when absent or not a number ("max")."""
     text = read_text(path)
     return int(text) if text and text.lstrip("-").isdigit() else None
+
+
+def count(n: int, what: str) -> str:
+    """ "1 core", "2 cores"."""
+    return f"{n} {what}" if n == 1 else f"{n} {what}s"

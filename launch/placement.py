@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from .cpulist import format_cpulist, parse_cpulist
+from .cpulist import count, format_cpulist, parse_cpulist
 from .errors import LaunchError
 from .topology import Core, Topology
 
@@ -78,7 +78,7 @@ def _unbound(topology: Topology, ranks: int, own_mask: bool) -> Placement:
     available = sum(1 for core in topology.cores if mask & set(core.threads))
     sharers = 1 if own_mask else ranks
     threads = max(1, available // sharers)
-    reason = f"not bound: {_count(threads, 'thread')} on CPUs {format_cpulist(mask)}"
+    reason = f"not bound: {count(threads, 'thread')} on CPUs {format_cpulist(mask)}"
     one = RankPlacement(0, (), (), (), threads, pinned=False, reason=reason)
     return Placement(tuple(replace(one, rank=r) for r in range(ranks)), oversubscribed=sharers > available)
 
@@ -119,9 +119,9 @@ def _shared(topology: Topology, ranks: int, usable: Sequence[Core]) -> Placement
     for r in range(ranks):
         node = usable[r * len(usable) // ranks].node
         group = [core for core in usable if core.node == node]
-        reason = f"shares the {_count(len(group), 'core')} of node {node} with other ranks"
+        reason = f"shares the {count(len(group), 'core')} of node {node} with other ranks"
         placed.append(replace(_rank(topology, r, group, reason), threads=1, pinned=False))
-    note = f"{ranks} ranks share {_count(len(usable), 'core')}: waits sleep instead of spinning, and speed is lost"
+    note = f"{ranks} ranks share {count(len(usable), 'core')}: waits sleep instead of spinning, and speed is lost"
     return Placement(tuple(placed), oversubscribed=True, notes=(note,))
 
 
@@ -147,7 +147,7 @@ def _describe(by_node: dict[int, list[Core]], group: Sequence[Core]) -> str:
         here = sum(1 for core in group if core.node == node)
         if here:
             whole = here == len(cores)
-            parts.append(f"{_count(here, 'core')} of node {node}" + ("" if whole else f" (which has {len(cores)})"))
+            parts.append(f"{count(here, 'core')} of node {node}" + ("" if whole else f" (which has {len(cores)})"))
     return ", ".join(parts)
 
 
@@ -155,7 +155,7 @@ def _listed(topology: Topology, ranks: int, text: str) -> Placement:
     groups = [_parse_group(topology, i, part, text) for i, part in enumerate(text.split("|"))]
     if len(groups) != ranks:
         raise LaunchError(
-            f"--cores {text!r} has {_count(len(groups), 'group')} for {_count(ranks, 'rank')} on this host; "
+            f"--cores {text!r} has {count(len(groups), 'group')} for {count(ranks, 'rank')} on this host; "
             "one list per rank, separated by |, is needed"
         )
     owner: dict[int, int] = {}
@@ -166,7 +166,7 @@ def _listed(topology: Topology, ranks: int, text: str) -> Placement:
     placed, notes = [], []
     for i, cpus in enumerate(groups):
         group = [replace(core, threads=own) for core in topology.cores if (own := _intersect(core.threads, cpus))]
-        placed.append(_rank(topology, i, group, f"{_count(len(group), 'core')} listed by --cores"))
+        placed.append(_rank(topology, i, group, f"{count(len(group), 'core')} listed by --cores"))
     for core in topology.cores:
         sharers = sorted({owner[cpu] for cpu in core.threads if cpu in owner})
         if len(sharers) > 1:
@@ -212,11 +212,5 @@ def _within_quota(topology: Topology, placement: Placement) -> Placement:
         each = max(1, limit // len(ranks))
         ranks = tuple(replace(rank, threads=min(rank.threads, each), pinned=False) for rank in ranks)
     threads = sum(rank.threads for rank in ranks)
-    note = (
-        f"the CPU quota allows {quota:g} CPUs at a time: {_count(threads, 'thread')} on this host instead of {wanted}"
-    )
+    note = f"the CPU quota allows {quota:g} CPUs at a time: {count(threads, 'thread')} on this host instead of {wanted}"
     return Placement(ranks, placement.oversubscribed or threads > quota, (*placement.notes, note))
-
-
-def _count(n: int, what: str) -> str:
-    return f"{n} {what}" if n == 1 else f"{n} {what}s"
