@@ -7,9 +7,10 @@ from setuptools import setup
 
 CSRC = Path("kernels/csrc")
 
+# No contraction: code that GCC copies must round alike in every copy, or equal rows would differ; fma is written out.
 # No -march and no -ffast-math: instruction sets are chosen per function at run time (target regions), and linking with
 # fast-math would switch the whole process to flush-to-zero.
-FLAGS = ["-O3", "-fno-math-errno", "-Wall", "-Wextra", "-Werror"]
+FLAGS = ["-O3", "-fno-math-errno", "-ffp-contract=off", "-Wall", "-Wextra", "-Werror"]
 
 ParallelCompile(default=0, needs_recompile=naive_recompile).install()
 setup(

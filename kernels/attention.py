@@ -7,11 +7,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from . import check, reference
+from . import check, core, reference
 from .errors import KernelError
 from .reference import KV_BLOCK as KV_BLOCK
 
 MAX_HEAD_DIM = 256
+
+_STORE_KV = core.kernel("store_kv")
+_ATTENTION = core.kernel("attention")
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,10 @@ class KVLayer:
     def empty(num_blocks: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> KVLayer:
         """A zeroed layer. head_dim: any multiple of 8 up to 256; dtype: bfloat16 or float32."""
         k_shape, v_shape = _shapes(num_blocks, kv_heads, head_dim, dtype)
-        k, v = torch.zeros(k_shape, dtype=dtype), torch.zeros(v_shape, dtype=dtype)
+        k, v = (
+            core.alloc(torch.Size(shape).numel() * dtype.itemsize).view(dtype).view(shape)
+            for shape in (k_shape, v_shape)
+        )
         return KVLayer(k, v, num_blocks, kv_heads, head_dim, dtype)
 
 
@@ -52,11 +58,10 @@ def _shapes(
         raise KernelError(f"KVLayer: dtype: expected float32 or bfloat16, found {str(dtype).removeprefix('torch.')}")
     if head_dim % 8 or not 0 < head_dim <= MAX_HEAD_DIM:
         raise KernelError(f"KVLayer: head_dim: expected a multiple of 8 up to {MAX_HEAD_DIM}, found {head_dim}")
-    if num_blocks < 0 or kv_heads < 0:
-        raise KernelError(f"KVLayer: expected sizes >= 0, found num_blocks {num_blocks} and kv_heads {kv_heads}")
-    x = 4 // dtype.itemsize
-    k_shape = (num_blocks, kv_heads, KV_BLOCK // 16, head_dim // x, 16, x)
-    v_shape = (num_blocks, kv_heads, -(-head_dim // 16), KV_BLOCK // x, 16, x)
+    if num_blocks < 1 or kv_heads < 1:
+        raise KernelError(f"KVLayer: expected sizes >= 1, found num_blocks {num_blocks} and kv_heads {kv_heads}")
+    k_shape = (num_blocks, kv_heads, KV_BLOCK // 16, head_dim * 16)
+    v_shape = (num_blocks, kv_heads, -(-head_dim // 16), KV_BLOCK * 16)
     return k_shape, v_shape
 
 
@@ -70,7 +75,10 @@ def store_kv(k: Tensor, v: Tensor, cache: KVLayer, slots: Tensor) -> None:
     check.tensor("store_kv", "slots", slots, (None,), torch.int64)
     check.tensor("store_kv", "k", k, shape, cache.dtype)
     check.tensor("store_kv", "v", v, shape, cache.dtype)
-    reference.store_kv(k, v, cache, slots)
+    if core.isa() == "reference":
+        reference.store_kv(k, v, cache, slots)
+    else:
+        core.launch(_STORE_KV, (k, v, cache.k, cache.v, slots))
 
 
 def attention(
@@ -99,37 +107,8 @@ def attention(
     check.tensor("attention", "block_tables", block_tables, (seq_lens.shape[0], None), torch.int32)
     check.tensor("attention", "query_starts", query_starts, (seq_lens.shape[0] + 1,), torch.int32)
     check.tensor("attention", "kv_map", kv_map, (cache.kv_heads, 2), torch.int32)
-    _check_batch(q, cache, block_tables, seq_lens, query_starts, kv_map)
-    return reference.attention(q, cache, block_tables, seq_lens, query_starts, kv_map, scale)
-
-
-def _check_batch(
-    q: Tensor, cache: KVLayer, block_tables: Tensor, seq_lens: Tensor, query_starts: Tensor, kv_map: Tensor
-) -> None:
-    """The values behind the shapes: everything that would make a kernel read or write out of bounds."""
-    starts, lengths = query_starts.tolist(), seq_lens.tolist()
-    if starts[0] != 0 or starts[-1] != q.shape[0]:
-        raise KernelError(f"attention: query_starts: expected 0 to {q.shape[0]}, found {starts[0]} to {starts[-1]}")
-    for i, length in enumerate(lengths):
-        queries = starts[i + 1] - starts[i]
-        if not 0 <= queries <= length:
-            raise KernelError(
-                f"attention: query_starts: expected 0 to {length} queries of sequence {i}, found {queries}"
-            )
-        pages = -(-length // KV_BLOCK)
-        if pages > block_tables.shape[1]:
-            raise KernelError(
-                f"attention: block_tables: expected {pages} pages for sequence {i} of {length} tokens, "
-                f"found {block_tables.shape[1]}"
-            )
-        for page in block_tables[i, :pages].tolist():
-            if not 0 <= page < cache.num_blocks:
-                raise KernelError(
-                    f"attention: block_tables: expected pages in [0, {cache.num_blocks}) for sequence {i}, found {page}"
-                )
-    for head, (first, count) in enumerate(kv_map.tolist()):
-        if first < 0 or count < 0 or first + count > q.shape[1]:
-            raise KernelError(
-                f"attention: kv_map: expected query heads within [0, {q.shape[1]}) for KV head {head}, "
-                f"found {count} from {first}"
-            )
+    if core.isa() == "reference":
+        return reference.attention(q, cache, block_tables, seq_lens, query_starts, kv_map, scale)
+    out = core.empty(q.shape, q.dtype)
+    core.launch(_ATTENTION, (q, cache.k, cache.v, block_tables, seq_lens, query_starts, kv_map, out), floats=(scale,))
+    return out

@@ -10,7 +10,13 @@ from torch import Tensor
 from . import check, core, reference
 from .errors import KernelError
 
+_RMS_NORM = core.kernel("rms_norm")
+_ADD_RMS_NORM = core.kernel("add_rms_norm")
+_ROTARY = core.kernel("rotary")
 _SILU_MUL = core.kernel("silu_mul")
+_EMBEDDING = core.kernel("embedding")
+_ARGMAX = core.kernel("argmax")
+_SAMPLE = core.kernel("sample")
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, zero_centered: bool = False) -> Tensor:
@@ -22,7 +28,11 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, zero_centered: bool = Fal
     """
     check.tensor("rms_norm", "x", x, (*x.shape[:-1], None), check.ACTIVATIONS)
     check.tensor("rms_norm", "weight", weight, (x.shape[-1],), x.dtype)
-    return reference.rms_norm(x, weight, eps, zero_centered=zero_centered)
+    if core.isa() == "reference":
+        return reference.rms_norm(x, weight, eps, zero_centered=zero_centered)
+    out = core.empty(x.shape, x.dtype)
+    core.launch(_RMS_NORM, (x, weight, out), (zero_centered,), (eps,))
+    return out
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, zero_centered: bool = False) -> Tensor:
@@ -33,7 +43,11 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, zer
     check.tensor("add_rms_norm", "x", x, (None, None), check.ACTIVATIONS)
     check.tensor("add_rms_norm", "residual", residual, x.shape, x.dtype)
     check.tensor("add_rms_norm", "weight", weight, (x.shape[-1],), x.dtype)
-    return reference.add_rms_norm(x, residual, weight, eps, zero_centered=zero_centered)
+    if core.isa() == "reference":
+        return reference.add_rms_norm(x, residual, weight, eps, zero_centered=zero_centered)
+    out = core.empty(x.shape, x.dtype)
+    core.launch(_ADD_RMS_NORM, (x, residual, weight, out), (zero_centered,), (eps,))
+    return out
 
 
 def rotary_(q: Tensor, k: Tensor, positions: Tensor, cos: Tensor, sin: Tensor) -> None:
@@ -50,7 +64,10 @@ def rotary_(q: Tensor, k: Tensor, positions: Tensor, cos: Tensor, sin: Tensor) -
     check.tensor("rotary_", "sin", sin, cos.shape, q.dtype)
     if 2 * cos.shape[1] > q.shape[2]:
         raise KernelError(f"rotary_: cos: expected at most {q.shape[2] // 2} columns, found {cos.shape[1]}")
-    reference.rotary_(q, k, positions, cos, sin)
+    if core.isa() == "reference":
+        reference.rotary_(q, k, positions, cos, sin)
+    else:
+        core.launch(_ROTARY, (q, k, positions, cos, sin))
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
@@ -76,7 +93,11 @@ def embedding(ids: Tensor, weight: Tensor, first_row: int = 0) -> Tensor:
     """
     check.tensor("embedding", "ids", ids, (None,), torch.int64)
     check.tensor("embedding", "weight", weight, (None, None), check.ACTIVATIONS)
-    return reference.embedding(ids, weight, first_row)
+    if core.isa() == "reference":
+        return reference.embedding(ids, weight, first_row)
+    out = core.empty((ids.shape[0], weight.shape[1]), weight.dtype)
+    core.launch(_EMBEDDING, (ids, weight, out), (first_row,))
+    return out
 
 
 def argmax(logits: Tensor) -> Tensor:
@@ -86,7 +107,11 @@ def argmax(logits: Tensor) -> Tensor:
     """
     check.tensor("argmax", "logits", logits, (None, None), torch.float32)
     _check_vocabulary("argmax", logits)
-    return reference.argmax(logits)
+    if core.isa() == "reference":
+        return reference.argmax(logits)
+    out = core.empty(logits.shape[:1], torch.int64)
+    core.launch(_ARGMAX, (logits, out))
+    return out
 
 
 def sample(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, uniform: Tensor) -> Tensor:
@@ -107,7 +132,11 @@ def sample(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, un
     check.tensor("sample", "top_k", top_k, rows, torch.int32)
     check.tensor("sample", "top_p", top_p, rows, torch.float32)
     check.tensor("sample", "uniform", uniform, rows, torch.float32)
-    return reference.sample(logits, temperature, top_k, top_p, uniform)
+    if core.isa() == "reference":
+        return reference.sample(logits, temperature, top_k, top_p, uniform)
+    out = core.empty(logits.shape[:1], torch.int64)
+    core.launch(_SAMPLE, (logits, temperature, top_k, top_p, uniform, out))
+    return out
 
 
 def _check_vocabulary(kernel: str, logits: Tensor) -> None:

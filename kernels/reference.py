@@ -38,7 +38,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out_dtype: 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, zero_centered: bool = False) -> Tensor:
     """LlamaRMSNorm (plain) and Qwen3_5RMSNorm (zero-centred) of transformers, rounding included."""
-    x32 = x.float()
+    x32 = x.float().contiguous()
     normed = x32 * torch.rsqrt(x32.pow(2).mean(-1, keepdim=True) + eps)
     if zero_centered:
         return (normed * (1.0 + weight.float())).to(x.dtype)
@@ -60,8 +60,7 @@ def rotary_(q: Tensor, k: Tensor, positions: Tensor, cos: Tensor, sin: Tensor) -
     c, s = cos[positions].float()[:, None], sin[positions].float()[:, None]
     for heads in (q, k):
         first, second = heads[..., :half].float(), heads[..., half : 2 * half].float()
-        heads[..., :half] = first * c - second * s
-        heads[..., half : 2 * half] = second * c + first * s
+        heads[..., : 2 * half] = torch.cat([first * c - second * s, second * c + first * s], dim=-1)
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
@@ -111,7 +110,10 @@ def _sample_row(row: int, logits: Tensor, temperature: float, top_k: int, top_p:
         raise KernelError(f"sample: uniform: expected a number in [0, 1), found {uniform:g} in row {row}")
     largest = float(logits.amax())  # NaN if any logit is NaN
     if not abs(largest) < float("inf"):
-        raise KernelError(f"sample: logits: expected finite numbers or -inf, found maximum {largest:g} in row {row}")
+        raise KernelError(
+            "sample: logits: expected a finite maximum and otherwise finite numbers or -inf, "
+            f"found {largest:g} in row {row}"
+        )
     ordered, index = logits.sort(descending=True, stable=True)  # equal logits: the smaller id first
     if temperature == 0:
         return int(index[0])
@@ -136,21 +138,30 @@ def store_kv(k: Tensor, v: Tensor, cache: KVLayer, slots: Tensor) -> None:
         bad = next(slot for slot in slots.tolist() if not 0 <= slot < size)
         raise KernelError(f"store_kv: slots: expected values in [0, {size}), found {bad}")
     block, offset = slots // KV_BLOCK, slots % KV_BLOCK
+    keys, values = _pages(cache)
+    x = keys.shape[-1]
     # Views whose first three dimensions address a token.
-    keys = cache.k.permute(0, 2, 4, 1, 3, 5)  # [block, token / 16, token % 16, head, dim / pair, pair]
-    values = cache.v.permute(0, 3, 5, 1, 2, 4)  # [block, token / pair, token % pair, head, dim / 16, 16]
-    pair = cache.v.shape[-1]
-    keys[block, offset // 16, offset % 16] = k.reshape(-1, *keys.shape[3:])
+    by_lane = keys.permute(0, 2, 4, 1, 3, 5)  # [block, token / 16, token % 16, head, dim / x, x]
+    by_pair = values.permute(0, 3, 5, 1, 2, 4)  # [block, token / x, token % x, head, dim / 16, 16]
+    by_lane[block, offset // 16, offset % 16] = k.reshape(-1, *by_lane.shape[3:])
     padded = F.pad(v, (0, -v.shape[-1] % 16))
-    values[block, offset // pair, offset % pair] = padded.reshape(-1, *values.shape[3:])
+    by_pair[block, offset // x, offset % x] = padded.reshape(-1, *by_pair.shape[3:])
 
 
 def load_kv(cache: KVLayer, blocks: Tensor) -> tuple[Tensor, Tensor]:
     """Keys and values [KV_BLOCK * blocks, kv_heads, head_dim] of the given pages, in order: the inverse of store_kv."""
     shape = (blocks.shape[0] * KV_BLOCK, cache.kv_heads, -1)
-    keys = cache.k[blocks].permute(0, 2, 4, 1, 3, 5).reshape(shape)
-    values = cache.v[blocks].permute(0, 3, 5, 1, 2, 4).reshape(shape)[..., : cache.head_dim]
+    keys, values = (half[blocks] for half in _pages(cache))
+    keys = keys.permute(0, 2, 4, 1, 3, 5).reshape(shape)
+    values = values.permute(0, 3, 5, 1, 2, 4).reshape(shape)[..., : cache.head_dim]
     return keys, values
+
+
+def _pages(cache: KVLayer) -> tuple[Tensor, Tensor]:
+    """k as [block, head, token / 16, dim / x, token % 16, x], v as [block, head, dim / 16, token / x, dim % 16, x]."""
+    x = 4 // cache.dtype.itemsize
+    keys = cache.k.view(cache.num_blocks, cache.kv_heads, KV_BLOCK // 16, cache.head_dim // x, 16, x)
+    return keys, cache.v.view(cache.num_blocks, cache.kv_heads, -1, KV_BLOCK // x, 16, x)
 
 
 def attention(
@@ -163,6 +174,7 @@ def attention(
     scale: float,
 ) -> Tensor:
     """Causal attention of the last tokens of every sequence over its cached tokens, in fp32 with one rounding."""
+    _check_batch(q, cache, block_tables, seq_lens, query_starts, kv_map)
     out = torch.zeros_like(q, memory_format=torch.contiguous_format)
     starts = query_starts.tolist()
     for sequence, length in enumerate(seq_lens.tolist()):
@@ -176,3 +188,34 @@ def attention(
                 scores = q[row, first : first + count].float() @ head_keys[:seen].T * scale
                 out[row, first : first + count] = (torch.softmax(scores, dim=-1) @ head_values[:seen]).to(q.dtype)
     return out
+
+
+def _check_batch(
+    q: Tensor, cache: KVLayer, block_tables: Tensor, seq_lens: Tensor, query_starts: Tensor, kv_map: Tensor
+) -> None:
+    """The values behind the shapes: everything that would make a kernel read or write out of bounds."""
+    starts, lengths = query_starts.tolist(), seq_lens.tolist()
+    if starts[0] != 0 or starts[-1] != q.shape[0]:
+        raise KernelError(f"attention: query_starts: expected 0 to {q.shape[0]}, found {starts[0]} to {starts[-1]}")
+    for i, length in enumerate(lengths):
+        queries = starts[i + 1] - starts[i]
+        if not 0 <= queries <= length:
+            raise KernelError(
+                f"attention: query_starts: expected 0 to {length} queries of sequence {i}, found {queries}"
+            )
+        pages = -(-length // KV_BLOCK)
+        if pages > block_tables.shape[1]:
+            raise KernelError(
+                f"attention: block_tables: expected {pages} pages for sequence {i}, found {block_tables.shape[1]}"
+            )
+        for page in block_tables[i, :pages].tolist():
+            if not 0 <= page < cache.num_blocks:
+                raise KernelError(
+                    f"attention: block_tables: expected pages in [0, {cache.num_blocks}) for sequence {i}, found {page}"
+                )
+    for head, (first, count) in enumerate(kv_map.tolist()):
+        if first < 0 or count < 0 or first + count > q.shape[1]:
+            raise KernelError(
+                f"attention: kv_map: expected query heads in [0, {q.shape[1]}) for KV head {head}, "
+                f"found {count} from {first}"
+            )

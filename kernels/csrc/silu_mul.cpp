@@ -1,34 +1,36 @@
+// silu_mul: silu in fp32 rounded to the activation dtype, times up.
 #ifndef TR_RUNG
-#include "kernel.h"
-
+#include "rows.h"
 #define TR_SOURCE "silu_mul.cpp"
 #include "foreach_isa.h"
-
 #else
-
 namespace tilerank::TR_RUNG {
 
-// out[m, i] = round(silu(gate)) * up, with gate_up[m, 2 * i] = gate | up: the two roundings of the reference.
+static inline Vec silu(Vec x) { return x / (set(1.0f) + exp(zero() - x)); }
+
 template <class T>
-static void silu_mul_rows(const Tensor& gate_up, const Tensor& out, Range rows) {
-  const int64_t width = out.size[1];
-  for (int64_t row = rows.begin; row < rows.end; ++row) {
-    const T* gate = gate_up.row<const T>(row);
-    const T* up = gate + width;
-    T* result = out.row<T>(row);
-    for (int64_t i = 0; i < width; i += kLanes) {
-      const int64_t n = std::min<int64_t>(kLanes, width - i);
-      const Vec x = load(gate + i, n);
-      const Vec silu = round_to<T>(x / (set(1.0f) + exp(zero() - x)));
-      store(result + i, silu * load(up + i, n), n);
-    }
-  }
+static void silu_mul_row(const T* gate, const T* up, T* out, int64_t n) {
+  int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) store(out + i, round_to<T>(silu(load(gate + i))) * load(up + i));
+  if (i < n) store(out + i, round_to<T>(silu(load(gate + i, n - i))) * load(up + i, n - i), n - i);
 }
 
-// tensors: gate_up[m, 2 * i], out[m, i]
+// tensors: gate_up, out
 static void silu_mul(const Args& args, Team& team) {
   const Tensor &gate_up = args.tensor(0), &out = args.tensor(1);
-  for_float(out.dtype, [&](auto type) { silu_mul_rows<decltype(type)>(gate_up, out, team.share(out.size[0])); });
+  const int64_t width = out.size[1];
+  // Elements are independent, so a single row is dealt out too: in pieces of a few cache lines.
+  constexpr int64_t kPiece = 256;
+  const int64_t pieces = (width + kPiece - 1) / kPiece;
+  for_float(gate_up.dtype, [&](auto type) {
+    using T = decltype(type);
+    const auto [first, last] = team.share(gate_up.size[0] * pieces);
+    for (int64_t item = first; item < last; ++item) {
+      const int64_t row = item / pieces, column = item % pieces * kPiece;
+      const T* gate = gate_up.row<T>(row) + column;
+      silu_mul_row(gate, gate + width, out.as<T>() + row * width + column, std::min(kPiece, width - column));
+    }
+  });
 }
 TR_KERNEL(silu_mul)
 

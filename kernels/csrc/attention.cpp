@@ -1,0 +1,20 @@
+// attention with vector instructions.
+#ifndef TR_RUNG
+#include "attention_batch.h"
+#define TR_SOURCE "attention.cpp"
+#include "foreach_isa.h"
+#else
+#include "attention.h"
+
+namespace tilerank::TR_RUNG {
+
+static void attention(const Args& args, Team& team) {
+  for_float(args.tensor(0).dtype, [&](auto type) {
+    using T = decltype(type);
+    attention_over<T, VectorProducts<T> >(args, team);
+  });
+}
+TR_KERNEL(attention)
+
+}  // namespace tilerank::TR_RUNG
+#endif

@@ -1,0 +1,61 @@
+// What attention does besides arithmetic, once for all rungs.
+#pragma once
+#include <cstring>
+
+#include "kernel.h"
+
+namespace tilerank {
+
+[[noreturn]] inline void attention_error(const char* what, int64_t expected, const char* of, int64_t i, int64_t found) {
+  throw Error(std::string("attention: ") + what + std::to_string(expected) + of + std::to_string(i) + ", found " +
+              std::to_string(found));
+}
+
+// Everything but the page numbers, which are checked where they are used: what would make the kernel leave its
+// arguments.
+inline void check_batch(const Tensor& q, const Tensor& block_tables, const Tensor& seq_lens, const Tensor& query_starts,
+                        const Tensor& kv_map) {
+  const int32_t *lengths = seq_lens.as<int32_t>(), *starts = query_starts.as<int32_t>();
+  const int64_t sequences = seq_lens.size[0];
+  if (starts[0] != 0 || starts[sequences] != q.size[0]) {
+    throw Error("attention: query_starts: expected 0 to " + std::to_string(q.size[0]) + ", found " +
+                std::to_string(starts[0]) + " to " + std::to_string(starts[sequences]));
+  }
+  for (int64_t i = 0; i < sequences; ++i) {
+    const int64_t queries = int64_t{starts[i + 1]} - starts[i];
+    if (queries < 0 || queries > lengths[i]) {
+      attention_error("query_starts: expected 0 to ", lengths[i], " queries of sequence ", i, queries);
+    }
+    const int64_t pages = (int64_t{lengths[i]} + 31) / 32;
+    if (pages > block_tables.size[1]) {
+      attention_error("block_tables: expected ", pages, " pages for sequence ", i, block_tables.size[1]);
+    }
+  }
+  for (int64_t head = 0; head < kv_map.size[0]; ++head) {
+    const int32_t first = kv_map.row<int32_t>(head)[0], count = kv_map.row<int32_t>(head)[1];
+    if (first < 0 || count < 0 || int64_t{first} + count > q.size[1]) {
+      throw Error("attention: kv_map: expected query heads in [0, " + std::to_string(q.size[1]) + ") for KV head " +
+                  std::to_string(head) + ", found " + std::to_string(count) + " from " + std::to_string(first));
+    }
+  }
+}
+
+// Heads of padding, which no KV head serves.
+inline void zero_unserved_heads(const Tensor& out, const Tensor& kv_map, Team& team) {
+  const int64_t element = out.dtype == DType::f32 ? 4 : 2;
+  const auto [begin, end] = team.share(out.size[0]);
+  for (int64_t head = 0; head < out.size[1]; ++head) {
+    bool served = false;
+    for (int64_t i = 0; i < kv_map.size[0]; ++i) {
+      const int32_t* range = kv_map.row<int32_t>(i);
+      served = served || (range[0] <= head && head < range[0] + range[1]);
+    }
+    if (served) continue;
+    for (int64_t token = begin; token < end; ++token) {
+      std::memset(out.as<char>() + (token * out.stride[0] + head * out.stride[1]) * element, 0,
+                  static_cast<size_t>(out.size[2] * element));
+    }
+  }
+}
+
+}  // namespace tilerank

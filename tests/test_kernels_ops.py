@@ -1,0 +1,328 @@
+"""The row kernels on every rung, against float64 arithmetic and against the modules of transformers."""
+
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from rungs import RUNGS
+from torch import Tensor
+
+from tilerank.kernels import core, ops
+from tilerank.kernels.errors import KernelError
+
+DTYPES = [torch.float32, torch.bfloat16]
+EPS32 = torch.finfo(torch.float32).eps
+
+# The rung fixture holds for all examples of a test: what hypothesis warns of does not apply.
+on_rung = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+@pytest.fixture(params=RUNGS, autouse=True)
+def rung(request: pytest.FixtureRequest) -> Iterator[str]:
+    before = core.isa()
+    core.force_isa(request.param)
+    core.start_pool(None, 3, spin=False)
+    yield request.param
+    core.start_pool(None, 1, spin=False)
+    core.force_isa(before)
+
+
+def randn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def half_ulp(dtype: torch.dtype) -> float:
+    """Largest relative error of one rounding."""
+    return torch.finfo(dtype).eps / 2
+
+
+def assert_within(found: Tensor, expected: Tensor, bound: Tensor | float) -> None:
+    """|found - expected| <= bound, element by element, in float64; a NaN anywhere fails."""
+    excess = (found.double() - expected).abs() - bound
+    assert found.shape == expected.shape
+    assert not found.numel() or bool((excess <= 0).all()), f"exceeds the bound by up to {excess.max():g}"
+
+
+def assert_same_rounding(found: Tensor, expected: Tensor) -> None:
+    """Equal bits but for the few elements where another order of summation tips a rounding over, by one unit then."""
+    assert found.dtype == expected.dtype
+    assert_within(found, expected.double(), expected.double().abs() * torch.finfo(found.dtype).eps)
+    if found.dtype == torch.bfloat16:
+        assert float((found != expected).double().mean()) < 0.01
+
+
+def layouts(t: int, heads: int, d: int, dtype: torch.dtype) -> dict[str, Tensor]:
+    """[t, heads, d] as it occurs: dense, a slice of a fused projection, tokens and heads swapped."""
+    fused = randn(t, (heads + 3) * d, dtype=dtype, seed=1)
+    return {
+        "dense": randn(t, heads, d, dtype=dtype),
+        "slice": fused[:, d : (heads + 1) * d].view(t, heads, d),
+        "swapped": randn(heads, t, d, dtype=dtype, seed=2).transpose(0, 1),
+    }
+
+
+# --- norms ---------------------------------------------------------------------------------------------------------
+
+
+def exact_norm(x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> Tensor:
+    x64 = x.double()
+    return x64 / (x64.pow(2).mean(-1, keepdim=True) + eps).sqrt() * (weight.double() + (1 if zero_centered else 0))
+
+
+def norm_bound(x: Tensor, exact: Tensor, zero_centered: bool) -> Tensor:
+    # d squares summed in fp32 (relative error below d / 2 units, halved by the root), a handful of further fp32 steps,
+    # and one rounding to the result's dtype, two in the plain form.
+    fp32 = (x.shape[-1] / 4 + 6) * EPS32
+    return exact.abs() * (fp32 + (1 if zero_centered else 2) * 1.01 * half_ulp(x.dtype)) + 1e-38
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("zero_centered", [False, True], ids=["plain", "zero-centred"])
+@on_rung
+@given(d=st.integers(1, 300), rows=st.integers(0, 5), scale=st.sampled_from([1e-4, 1.0, 1e4]), seed=st.integers(0, 9))
+def test_rms_norm_is_exact_to_rounding(
+    dtype: torch.dtype, zero_centered: bool, d: int, rows: int, scale: float, seed: int
+) -> None:
+    x, weight = (randn(rows, d, seed=seed) * scale).to(dtype), randn(d, dtype=dtype, seed=seed + 10)
+    exact = exact_norm(x, weight, 1e-6, zero_centered)
+    assert_within(
+        ops.rms_norm(x, weight, 1e-6, zero_centered=zero_centered), exact, norm_bound(x, exact, zero_centered)
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("layout", ["dense", "slice", "swapped"])
+def test_rms_norm_takes_any_leading_strides(dtype: torch.dtype, layout: str) -> None:
+    x, weight = layouts(5, 3, 72, dtype)[layout], randn(72, dtype=dtype, seed=3)
+    found = ops.rms_norm(x, weight, 1e-5)
+    assert found.is_contiguous()
+    assert torch.equal(found, ops.rms_norm(x.contiguous().view(15, 72), weight, 1e-5).view(5, 3, 72))
+    assert torch.equal(found[2, 1], ops.rms_norm(x[2, 1], weight, 1e-5))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rms_norm_rounds_as_transformers_does(dtype: torch.dtype) -> None:
+    from transformers.models.llama.modeling_llama import LlamaRMSNorm
+    from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNorm
+
+    x, weight = randn(64, 896, dtype=dtype), randn(896, dtype=dtype, seed=1)
+    for module, zero_centered in ((LlamaRMSNorm(896, 1e-6), False), (Qwen3_5RMSNorm(896, 1e-6), True)):
+        module.weight.data = weight
+        expected = module(x).detach()
+        if dtype == torch.bfloat16:
+            assert_same_rounding(ops.rms_norm(x, weight, 1e-6, zero_centered=zero_centered), expected)
+        else:
+            bound = norm_bound(x, expected.double(), zero_centered)
+            assert_within(ops.rms_norm(x, weight, 1e-6, zero_centered=zero_centered), expected.double(), bound)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("zero_centered", [False, True], ids=["plain", "zero-centred"])
+@pytest.mark.parametrize("d", [1, 7, 64, 1001])
+def test_add_rms_norm_adds_in_place_then_norms(dtype: torch.dtype, zero_centered: bool, d: int) -> None:
+    x, weight = randn(5, d + 3, dtype=dtype)[:, :d], randn(d, dtype=dtype, seed=2)
+    residual = randn(5, d + 1, dtype=dtype, seed=1)[:, :d]
+    total = residual + x
+    found = ops.add_rms_norm(x, residual, weight, 1e-6, zero_centered=zero_centered)
+    assert torch.equal(residual, total)
+    assert torch.equal(found, ops.rms_norm(total, weight, 1e-6, zero_centered=zero_centered))
+
+
+# --- rotation ------------------------------------------------------------------------------------------------------
+
+
+def tables(positions: int, half: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    angle = torch.arange(positions)[:, None] * 10000.0 ** -(torch.arange(half) / half)
+    return angle.cos().to(dtype), angle.sin().to(dtype)
+
+
+def exact_rotation(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """x rotated in float64 as complex numbers, and the sum of the magnitudes that the two products have."""
+    half = cos.shape[1]
+    turn = torch.complex(cos[positions].double(), sin[positions].double())[:, None]
+    pairs = torch.complex(x[..., :half].double(), x[..., half : 2 * half].double()) * turn
+    size = torch.complex(x[..., :half].double().abs(), x[..., half : 2 * half].double().abs())
+    most = (size.real + size.imag).repeat(1, 1, 2)
+    return torch.cat([pairs.real, pairs.imag, x[..., 2 * half :].double()], -1), most
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("layout", ["dense", "slice", "swapped"])
+@pytest.mark.parametrize(("d", "half"), [(8, 4), (64, 32), (128, 64), (80, 40), (40, 10), (24, 1)])
+def test_rotary_rotates_pairs(dtype: torch.dtype, layout: str, d: int, half: int) -> None:
+    q, k = layouts(6, 5, d, dtype)[layout], layouts(6, 2, d, dtype)[layout]
+    positions = torch.tensor([0, 1, 17, 5, 5, 99])
+    cos, sin = tables(100, half, dtype)
+    expected = [exact_rotation(x.clone(), positions, cos, sin) for x in (q, k)]
+    rest = q[..., 2 * half :].clone()
+    ops.rotary_(q, k, positions, cos, sin)
+    for found, (exact, most) in zip((q, k), expected, strict=True):
+        rotated = exact[..., : 2 * half]
+        bound = rotated.abs() * half_ulp(dtype) * 1.01 + 2 * EPS32 * most
+        assert_within(found[..., : 2 * half], rotated, bound)
+    assert torch.equal(q[..., 2 * half :], rest)
+
+
+def test_rotary_is_that_of_transformers() -> None:
+    from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+    q, k, positions = randn(7, 4, 64), randn(7, 2, 64, seed=1), torch.arange(3, 10)
+    cos, sin = tables(10, 32, torch.float32)
+    wide_cos, wide_sin = cos[positions].repeat(1, 2), sin[positions].repeat(1, 2)
+    expected = apply_rotary_pos_emb(q, k, wide_cos, wide_sin, unsqueeze_dim=1)
+    ops.rotary_(q, k, positions, cos, sin)
+    for found, want in zip((q, k), expected, strict=True):
+        torch.testing.assert_close(found, want, rtol=0, atol=4 * EPS32 * float(want.abs().max()))
+
+
+# --- activation ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@on_rung
+@given(rows=st.integers(0, 4), width=st.integers(1, 600), scale=st.sampled_from([0.1, 3.0, 40.0]))
+def test_silu_mul_is_exact_to_rounding(dtype: torch.dtype, rows: int, width: int, scale: float) -> None:
+    gate_up = (randn(rows, 2 * width + 5) * scale).to(dtype)[:, : 2 * width]
+    gate, up = gate_up.double().chunk(2, -1)
+    exact = gate * torch.sigmoid(gate) * up
+    # exp is good to 2 units and 1 + exp, the division and the product add one rounding each; in bfloat16 the two
+    # roundings to it come on top. exp overflows fp32 below -88.7, where the exact result is below 1e-36 times up.
+    bound = exact.abs() * (6 * EPS32 + 2.02 * half_ulp(dtype)) + up.abs() * 1e-36
+    assert_within(ops.silu_mul(gate_up), exact, bound)
+
+
+def test_silu_mul_rounds_as_transformers_does() -> None:
+    gate_up = randn(16, 2 * 500, dtype=torch.bfloat16)
+    gate, up = gate_up.chunk(2, -1)
+    assert_same_rounding(ops.silu_mul(gate_up), torch.nn.functional.silu(gate) * up)
+
+
+# --- embedding -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_embedding_shards_add_up_to_the_table(dtype: torch.dtype) -> None:
+    table = randn(50, 33, dtype=dtype)
+    ids = torch.tensor([0, 49, 20, 19, 20, 7, 33])
+    assert torch.equal(ops.embedding(ids, table), table[ids])
+    cuts = [0, 20, 20, 33, 50]
+    parts = [ops.embedding(ids, table[a:b], first_row=a) for a, b in pairwise(cuts)]
+    for part, (a, b) in zip(parts, pairwise(cuts), strict=True):
+        held = (ids >= a) & (ids < b)
+        assert torch.equal(part[held], table[ids[held]])
+        assert not part[~held].any()
+    assert torch.equal(torch.stack(parts).sum(0), table[ids])
+
+
+def test_embedding_of_strided_rows_and_foreign_ids() -> None:
+    table = randn(10, 40)[:, 3:19]
+    ids = torch.tensor([-1, 3, 10, 2**40, -(2**63)])
+    expected = torch.zeros(5, 16)
+    expected[1] = table[3]
+    assert torch.equal(ops.embedding(ids, table), expected)
+
+
+# --- argmax --------------------------------------------------------------------------------------------------------
+
+
+def first_largest(row: list[float]) -> int:
+    return row.index(max(row))
+
+
+@on_rung
+@given(
+    st.lists(
+        st.lists(
+            st.sampled_from([-3.5, -0.0, 0.0, 1.0, 2.0, float("-inf"), float("inf"), 1e-45]), min_size=9, max_size=9
+        ),
+        min_size=1,
+        max_size=5,
+    )
+)
+def test_argmax_is_the_first_of_equals(rows: list[list[float]]) -> None:
+    assert ops.argmax(torch.tensor(rows)).tolist() == [first_largest(row) for row in rows]
+
+
+@pytest.mark.parametrize("at", [0, 4095, 4096, 12287, 12288, 13000])
+def test_argmax_of_a_large_vocabulary(at: int) -> None:
+    logits = randn(3, 13001).clamp_(max=4.0)
+    logits[1, at] = 5.0
+    logits[1, at + 1 :: 7] = 5.0
+    found = ops.argmax(logits)
+    assert found.dtype == torch.int64
+    assert found.tolist() == [first_largest(row) for row in logits.tolist()]
+    assert found[1] == at
+
+
+@pytest.mark.parametrize("nan", [float("nan"), -float("nan")])
+@pytest.mark.parametrize("at", [0, 4096, 4999])
+def test_argmax_names_the_row_that_holds_nan(nan: float, at: int) -> None:
+    logits = randn(4, 5000)
+    logits[2, at] = torch.tensor(nan).copysign(torch.tensor(nan))
+    with pytest.raises(KernelError, match=r"^argmax: logits: expected numbers, found NaN in row 2$"):
+        ops.argmax(logits)
+
+
+# --- rows are independent ------------------------------------------------------------------------------------------
+
+ROW_KERNELS: dict[str, Callable[[Tensor], Tensor]] = {
+    "rms_norm": lambda x: ops.rms_norm(x, randn(x.shape[1], dtype=x.dtype, seed=9), 1e-6),
+    "add_rms_norm": lambda x: ops.add_rms_norm(x, x * 2, randn(x.shape[1], dtype=x.dtype, seed=9), 1e-6),
+    "silu_mul": ops.silu_mul,
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", ROW_KERNELS)
+def test_a_row_has_the_same_bits_in_any_batch(dtype: torch.dtype, name: str) -> None:
+    x = randn(13, 518, dtype=dtype)
+    together = ROW_KERNELS[name](x)
+    assert torch.equal(ROW_KERNELS[name](x[4:11]), together[4:11])
+    assert torch.equal(torch.cat([ROW_KERNELS[name](row[None]) for row in x]), together)
+    core.start_pool(None, 1, spin=False)
+    assert torch.equal(ROW_KERNELS[name](x), together)
+
+
+# --- wrong arguments -----------------------------------------------------------------------------------------------
+
+X, W, IDS = torch.zeros(4, 6), torch.zeros(6), torch.zeros(4, dtype=torch.int64)
+Q, TABLE = torch.zeros(4, 2, 6), torch.zeros(5, 3)
+
+
+@pytest.mark.parametrize(
+    ("call", "sentence"),
+    [
+        (lambda: ops.rms_norm(X, W[:5], 1e-6), "rms_norm: weight: expected shape [6], found [5]"),
+        (lambda: ops.rms_norm(X, W.bfloat16(), 1e-6), "rms_norm: weight: expected dtype float32, found bfloat16"),
+        (lambda: ops.rms_norm(X.half(), W, 1e-6), "rms_norm: x: expected dtype float32 or bfloat16, found float16"),
+        (lambda: ops.rms_norm(X.T, W[:4], 1e-6), "rms_norm: x: expected a contiguous last dimension, found stride 6"),
+        (lambda: ops.add_rms_norm(X, X[:3], W, 1e-6), "add_rms_norm: residual: expected shape [4, 6], found [3, 6]"),
+        (lambda: ops.add_rms_norm(Q, Q, W, 1e-6), "add_rms_norm: x: expected shape [any, any], found [4, 2, 6]"),
+        (lambda: ops.rotary_(Q, Q, IDS[:3], TABLE, TABLE), "rotary_: q: expected shape [3, any, any], found [4, 2, 6]"),
+        (lambda: ops.rotary_(Q, Q, IDS.int(), TABLE, TABLE), "rotary_: positions: expected dtype int64, found int32"),
+        (lambda: ops.rotary_(Q, Q, IDS + 5, TABLE, TABLE), "rotary_: positions: expected values in [0, 5), found 5"),
+        (lambda: ops.rotary_(Q, Q, IDS - 1, TABLE, TABLE), "rotary_: positions: expected values in [0, 5), found -1"),
+        (lambda: ops.rotary_(Q, Q, IDS, X[:, :4], X[:, :4]), "rotary_: cos: expected at most 3 columns, found 4"),
+        (lambda: ops.rotary_(Q, Q, IDS, TABLE, TABLE[:4]), "rotary_: sin: expected shape [5, 3], found [4, 3]"),
+        (lambda: ops.silu_mul(X[:, :5]), "silu_mul: gate_up: expected an even number of columns, found 5"),
+        (lambda: ops.embedding(IDS, W), "embedding: weight: expected shape [any, any], found [6]"),
+        (lambda: ops.argmax(X.bfloat16()), "argmax: logits: expected dtype float32, found bfloat16"),
+        (lambda: ops.argmax(X[:, :0]), "argmax: logits: expected at least one column, found shape [4, 0]"),
+    ],
+)  # fmt: skip
+def test_a_wrong_argument_is_named(call: Callable[[], object], sentence: str) -> None:
+    with pytest.raises(KernelError) as error:
+        call()
+    assert str(error.value) == sentence
+
+
+def test_a_wrong_position_leaves_q_and_k_alone() -> None:
+    q, k = randn(40, 3, 8), randn(40, 3, 8, seed=1)
+    before = q.clone(), k.clone()
+    with pytest.raises(KernelError):
+        ops.rotary_(q, k, torch.tensor([0] * 39 + [5]), *tables(5, 4, torch.float32))
+    assert torch.equal(q, before[0])
+    assert torch.equal(k, before[1])
