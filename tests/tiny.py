@@ -22,6 +22,13 @@ def _tool() -> ModuleType:
     return module
 
 
+def make_tokenizer(style: str, out: Path, vocab: int = 2048) -> Path:
+    """Writes the tokenizer files alone of one `style`: qwen, omni, moss, llama, mllama or deepseek."""
+    out.mkdir(parents=True)
+    _tool().make_tokenizer(style, vocab, str(out))
+    return out
+
+
 def make_checkpoint(family: str, tmp: Path, seed: int = 0, **dims: object) -> Path:
     """Returns the directory of a checkpoint of `family`, made below `tmp` unless this session has it already.
 

@@ -1,0 +1,187 @@
+"""Chat templates: the Jinja program of a model directory that turns messages into the text the model was trained on.
+
+The program is somebody else's: it runs in Jinja's immutable sandbox, sees plain JSON values only and reads no files.
+The environment is that of transformers (utils/chat_template_utils.py), whose helpers published templates rely on.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jinja2
+import jinja2.ext
+from jinja2 import nodes
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from .errors import TokenizerError
+from .files import read_json_object, read_text, show
+
+# Whatever a template's own expressions can raise besides Jinja's errors, such as adding a list to a string.
+_FAILURES = (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError, RecursionError)
+
+
+class ChatTemplate:
+    """The chat template of a model directory: chat_template.jinja, chat_template.json or tokenizer_config.json.
+
+    `special_tokens` (bos_token, eos_token, ...) are variables of the template. Raises TokenizerError.
+    """
+
+    def __init__(self, model_dir: Path, special_tokens: Mapping[str, str]) -> None:
+        self._where, sources = _find(model_dir)
+        self._special_tokens = dict(special_tokens)
+        environment = _environment()
+        self._templates: dict[str, jinja2.Template] = {}
+        for name, source in sources.items():
+            try:
+                self._templates[name] = environment.from_string(source)
+            except _FAILURES as failure:
+                raise TokenizerError(f"{self._where}: chat template {name} does not compile: {failure}") from failure
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = False,
+        **variables: Any,
+    ) -> str:
+        """Returns the text of a conversation; `add_generation_prompt` ends it where the assistant's answer begins.
+
+        Of several templates `tool_use` serves requests with tools, as in transformers. Raises TokenizerError with the
+        template's own words where it refuses the messages.
+        """
+        name = "tool_use" if tools is not None and "tool_use" in self._templates else "default"
+        if name not in self._templates:
+            names = ", ".join(sorted(self._templates))
+            raise TokenizerError(f"{self._where}: expected a chat template named default, found {names or 'none'}")
+        values = _plain(
+            {
+                **self._special_tokens,
+                "documents": None,
+                **variables,
+                "messages": [_message(message) for message in messages],
+                "tools": tools,
+                "add_generation_prompt": add_generation_prompt,
+            }
+        )
+        try:
+            return self._templates[name].render(values)
+        except _FAILURES as failure:
+            raise TokenizerError(f"{self._where}: chat template {name} refused the messages: {failure}") from failure
+
+
+def _find(model_dir: Path) -> tuple[Path, dict[str, str]]:
+    """(the file that holds the templates, name -> source); the newest way of storing them wins."""
+    name = "chat_template.jinja"
+    if (model_dir / name).exists():
+        return model_dir / name, {"default": read_text(model_dir, name, TokenizerError)}
+    for name in ("chat_template.json", "tokenizer_config.json"):
+        if (model_dir / name).exists():
+            found = read_json_object(model_dir, name, TokenizerError).get("chat_template")
+            if found is not None:
+                return model_dir / name, _named(model_dir / name, found)
+    return model_dir, {}
+
+
+def _named(where: Path, found: Any) -> dict[str, str]:
+    """One template, or a list of {name, template}."""
+    entries = found if isinstance(found, list) else [{"name": "default", "template": found}]
+    templates: dict[str, str] = {}
+    for entry in entries:
+        name, source = (entry.get("name"), entry.get("template")) if isinstance(entry, dict) else (None, None)
+        if not isinstance(name, str) or not isinstance(source, str):
+            raise TokenizerError(f"{where}: chat_template: expected a string or named templates, found {show(found)}")
+        templates[name] = source
+    return templates
+
+
+def _message(message: Mapping[str, Any]) -> dict[str, Any]:
+    """The message, its reasoning under every name that published templates read."""
+    fields = ("reasoning_content", "thinking", "reasoning")
+    reasoning = next((message[key] for key in fields if message.get(key) is not None), None)
+    return dict(message) if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
+
+
+def _plain(value: Any) -> Any:
+    """A copy made of JSON types: an object with methods would be a way out of the sandbox."""
+    if value is None or type(value) in (str, int, float, bool):
+        return value
+    if isinstance(value, Mapping):
+        return {_plain(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    raise TokenizerError(f"chat messages: expected JSON values, found {type(value).__name__}")
+
+
+class _Generation(jinja2.ext.Extension):
+    """`{% generation %}` marks the assistant's words for training; here it is only its body."""
+
+    tags = {"generation"}  # noqa: RUF012 (Jinja's interface)
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True)).set_lineno(line)
+
+
+class _Namespace(jinja2.utils.Namespace):
+    """A namespace without underscore attributes, which reach into the interpreter."""
+
+    # No named parameters: `namespace(self=1)` is a valid call.
+    def __init__(*args: Any, **kwargs: Any) -> None:
+        attributes = dict(*args[1:], **kwargs)
+        for name in attributes:
+            _check_name(name)
+        jinja2.utils.Namespace.__init__(args[0], attributes)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _check_name(name)
+        super().__setitem__(name, value)
+
+
+def _check_name(name: object) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise jinja2.exceptions.SecurityError(f"a namespace attribute may not begin with an underscore: {show(name)}")
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    """No loader: `include`, `import` and `extends` have nowhere to read from."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals.update(
+        raise_exception=_raise_exception, strftime_now=_strftime_now, namespace=_Namespace, dict=_Dict()
+    )
+    return environment
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Jinja's own filter escapes HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.now().strftime(form)
+
+
+class _Dict:
+    """`dict` in a template; the type itself would expose its attributes."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        return dict(*args, **kwargs)
+
+    def fromkeys(self, *args: Any) -> dict[Any, Any]:
+        return dict.fromkeys(*args)

@@ -1,0 +1,360 @@
+"""Tokenizer and chat template: equal to transformers; a stream of tokens never shows half a character."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from tiny import make_checkpoint, make_tokenizer
+from tokenizers import decoders, models, pre_tokenizers
+
+from tilerank.loader.errors import TokenizerError
+from tilerank.loader.tokenizer import Tokenizer
+
+DEMO = Path(__file__).parents[1] / "assets" / "demo-lm"
+STYLES = ("qwen", "omni", "moss", "llama", "mllama", "deepseek")
+TEXTS = [
+    "",
+    "Hello, world! 12345 tokens\n\n\tand\u00a0spaces   ",
+    "naïve façade — 東京 🦙👩‍👩‍👧 e\u0301 \u200b\ufffd",
+    "<|im_end|> <|eot_id|><think>plain</think><|User|>",
+]
+
+
+@pytest.fixture(scope="session")
+def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    base = tmp_path_factory.mktemp("tokenizers")
+    return {"demo": DEMO, **{style: make_tokenizer(style, base / style) for style in STYLES}}
+
+
+def reference(model_dir: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(model_dir)
+
+
+# ---- text and ids
+
+
+@pytest.mark.parametrize("style", ["demo", *STYLES])
+def test_encode_and_decode_equal_transformers(directories: dict[str, Path], style: str) -> None:
+    ours, theirs = Tokenizer(directories[style]), reference(directories[style])
+    for text in TEXTS:
+        for special in (True, False):
+            ids = ours.encode(text, add_special_tokens=special)
+            assert ids == theirs.encode(text, add_special_tokens=special)
+            assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
+    assert ours.num_tokens == len(theirs)
+
+
+def test_begin_of_text_comes_from_the_post_processor(directories: dict[str, Path]) -> None:
+    llama, qwen = Tokenizer(directories["llama"]), Tokenizer(directories["qwen"])
+    bos = llama.encode("<|begin_of_text|>", add_special_tokens=False)
+    assert llama.encode("a") == bos + llama.encode("a", add_special_tokens=False)
+    assert qwen.encode("a") == qwen.encode("a", add_special_tokens=False)
+
+
+def test_truncation_and_padding_of_the_file_are_not_applied(directories: dict[str, Path], tmp_path: Path) -> None:
+    inner = tokenizers.Tokenizer.from_file(str(directories["qwen"] / "tokenizer.json"))
+    inner.enable_truncation(4)
+    inner.enable_padding(length=64)
+    inner.save(str(tmp_path / "tokenizer.json"))
+    text = "one two three four five six seven"
+    assert Tokenizer(tmp_path).encode(text) == Tokenizer(directories["qwen"]).encode(text)
+
+
+def test_end_of_sequence_ids(tmp_path_factory: pytest.TempPathFactory, tmp_path: Path) -> None:
+    original = make_checkpoint("llama3", tmp_path_factory.mktemp("checkpoints"))
+    copy = Path(shutil.copytree(original, tmp_path / "model"))
+    generation, config = (
+        json.loads((copy / "generation_config.json").read_text()),
+        json.loads((copy / "config.json").read_text()),
+    )
+    inner = tokenizers.Tokenizer.from_file(str(copy / "tokenizer.json"))
+    assert Tokenizer(copy).eos_token_ids == tuple(generation["eos_token_id"])
+    (copy / "generation_config.json").unlink()
+    assert Tokenizer(copy).eos_token_ids == tuple(config["eos_token_id"])
+    (copy / "config.json").write_text(json.dumps({**config, "eos_token_id": None}))
+    assert Tokenizer(copy).eos_token_ids == (inner.token_to_id("<|eot_id|>"),)
+
+
+# ---- streams
+
+
+def pieces(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
+    stream = tokenizer.stream()
+    return [*(stream.push(id) for id in ids), stream.flush()]
+
+
+@settings(max_examples=300, deadline=None)
+@given(ids=st.lists(st.integers(0, 4100), max_size=40))
+@example(ids=[])
+def test_streamed_random_ids_equal_decode(ids: list[int]) -> None:
+    tokenizer = Tokenizer(DEMO)
+    assert "".join(pieces(tokenizer, ids)) == tokenizer.decode(ids)
+
+
+@settings(max_examples=300, deadline=None)
+@given(text=st.text(max_size=40))
+@example(text="👩‍👩‍👧東京é\ufffd")
+def test_streamed_text_is_whole_characters(text: str) -> None:
+    """A text that has no U+FFFD never shows one on its way; every piece is a piece of the text."""
+    tokenizer = Tokenizer(DEMO)
+    ids = tokenizer.encode(text)
+    streamed = pieces(tokenizer, ids)
+    assert "".join(streamed) == tokenizer.decode(ids)
+    if "\ufffd" not in tokenizer.decode(ids):
+        assert not any("\ufffd" in piece for piece in streamed)
+    assert streamed[-1] == ""
+
+
+def test_a_character_split_over_tokens_is_held_until_it_is_whole() -> None:
+    tokenizer = Tokenizer(DEMO)
+    ids = tokenizer.encode("🦙")
+    assert len(ids) > 1
+    assert pieces(tokenizer, ids) == [""] * (len(ids) - 1) + ["🦙", ""]
+    assert pieces(tokenizer, ids[:-1]) == [""] * (len(ids) - 1) + ["\ufffd"]
+    assert pieces(tokenizer, [*ids[:-1], *tokenizer.encode("a")])[-2:] == ["\ufffda", ""]
+
+
+def test_special_and_unknown_tokens_are_skipped_inside_a_character() -> None:
+    tokenizer = Tokenizer(DEMO)
+    first, *rest = tokenizer.encode("🦙")
+    assert pieces(tokenizer, [first, 4095, 99_999, *rest])[-2:] == ["🦙", ""]
+
+
+def test_a_stream_starts_anew_after_flush() -> None:
+    tokenizer, stream = Tokenizer(DEMO), Tokenizer(DEMO).stream()
+    ids = tokenizer.encode("é🦙")
+    for cut in range(len(ids)):
+        assert "".join([*(stream.push(id) for id in ids[:cut]), stream.flush()]) == tokenizer.decode(ids[:cut])
+
+
+@pytest.fixture(scope="module")
+def sentencepiece(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """The decoder of Llama 2: a leading space is dropped, a run of byte tokens is a text or is not, as a whole."""
+    words = ["<s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "▁a", "a", "b", "▁▁", "é", "<0xZZ>x"]
+    inner = tokenizers.Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, [], byte_fallback=True))
+    inner.add_special_tokens(["<s>"])
+    inner.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    out = tmp_path_factory.mktemp("sentencepiece")
+    inner.save(str(out / "tokenizer.json"))
+    return Tokenizer(out)
+
+
+@settings(max_examples=500, deadline=None)
+@given(ids=st.lists(st.integers(0, 270) | st.integers(255, 263) | st.sampled_from([0xC3 + 1, 0xA9 + 1]), max_size=20))
+@example(ids=[258, 258, 259])
+@example(ids=[0, 0xC4, 0, 0xAA, 0, 258])
+def test_sentencepiece_stream_equals_decode(sentencepiece: Tokenizer, ids: list[int]) -> None:
+    assert "".join(pieces(sentencepiece, ids)) == sentencepiece.decode(ids)
+
+
+def test_sentencepiece_stream_holds_only_bytes(sentencepiece: Tokenizer) -> None:
+    assert pieces(sentencepiece, [258, 259, 258, 0xC4, 0xAA, 260]) == ["a", "a", " a", "", "", "éb", ""]
+
+
+# ---- chat templates
+
+CHAT = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": '  What is <b>"1 & 1"</b>?\n'},
+    {"role": "assistant", "content": "2"},
+    {"role": "user", "content": "東京 🦙"},
+]
+
+
+@pytest.mark.parametrize("style", ["demo", *STYLES])
+@pytest.mark.parametrize("prompt", [True, False])
+def test_chat_template_equals_transformers(directories: dict[str, Path], style: str, prompt: bool) -> None:
+    ours, theirs = Tokenizer(directories[style]), reference(directories[style])
+    text = ours.apply_chat_template(CHAT, add_generation_prompt=prompt)
+    assert text == theirs.apply_chat_template(CHAT, add_generation_prompt=prompt, tokenize=False)
+    ids = theirs.apply_chat_template(CHAT, add_generation_prompt=prompt, return_dict=True)["input_ids"]
+    assert ours.encode(text, add_special_tokens=False) == ids
+
+
+@pytest.mark.parametrize("style", ["qwen", "omni", "llama", "mllama"])
+def test_chat_template_with_parts_equals_transformers(directories: dict[str, Path], style: str) -> None:
+    chat = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What is this?"}]}]
+    ours, theirs = Tokenizer(directories[style]), reference(directories[style])
+    assert ours.apply_chat_template(chat) == theirs.apply_chat_template(chat, tokenize=False)
+
+
+# Each uses one thing that published templates rely on.
+TEMPLATES = {
+    "whitespace": "{% for m in messages %}\n    {% if true %}\n  {{ m.role }}:\n    {% endif %}\n{% endfor %}\n",
+    "loop control": "{% for m in messages %}{% if loop.first %}{% continue %}{% endif %}{{ m }}{% break %}{% endfor %}",
+    "tojson": "{{ messages | tojson }}{{ tools | tojson(indent=2) }}{{ {'b': 1, 'a': 'é&'} | tojson(sort_keys=true) }}",
+    "tojson separators": "{{ messages | tojson(ensure_ascii=true, separators=(',', ':')) }}",
+    "namespace": "{% set n = namespace(i=0) %}{% for m in messages %}{% set n.i = n.i + 1 %}{% endfor %}{{ n.i }}",
+    "dict": "{{ dict(a=1) }}{{ dict.fromkeys(['x', 'y'], 0) }}",
+    "special tokens": "{{ bos_token }}|{{ eos_token }}|{{ pad_token }}|{{ no_such_token }}|",
+    "defaults": "{{ documents is none }}{{ tools is none }}{{ add_generation_prompt }}{{ enable_thinking is defined }}",
+    "generation": "{% for m in messages %}{% generation %}{% set x = m.role %}{{ x }}{% endgeneration %}{% endfor %}",
+    "reasoning": "{% for m in messages %}{{ m.reasoning_content }}/{{ m.thinking }}/{{ m.reasoning }}{% endfor %}",
+    "strings": "{{ messages[0].content.split(' ')[0].strip().upper() }}{{ messages[0]['content'][::-1] }}{{ 'a' ~ 1 }}",
+    "macro": "{% macro show(m) -%} [{{ m.role }}] {%- endmacro %}{{ show(messages[0]) }}",
+    "date": "{{ strftime_now('%Y') | length }}",
+}
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("tools", [None, [{"type": "function", "function": {"name": "f", "parameters": {"<k>": "é"}}}]])
+def test_template_language_equals_transformers(
+    directories: dict[str, Path], tmp_path: Path, name: str, tools: list[dict[str, Any]] | None
+) -> None:
+    copy = Path(shutil.copytree(directories["llama"], tmp_path / "model"))
+    (copy / "chat_template.jinja").write_text(TEMPLATES[name])
+    chat = [*CHAT, {"role": "assistant", "content": "", "reasoning": "since"}]
+    ours = Tokenizer(copy).apply_chat_template(chat, tools=tools)
+    assert ours == reference(copy).apply_chat_template(chat, tools=tools, tokenize=False)
+
+
+def test_variables_reach_the_template(tmp_path: Path) -> None:
+    assert rendered(tmp_path, "{{ enable_thinking }}", enable_thinking=False) == "False"
+
+
+def rendered(model_dir: Path, template: str, **variables: Any) -> str:
+    shutil.copy(DEMO / "tokenizer.json", model_dir)
+    (model_dir / "chat_template.jinja").write_text(template)
+    return Tokenizer(model_dir).apply_chat_template(CHAT, **variables)
+
+
+def test_where_the_template_is_found(tmp_path: Path) -> None:
+    """chat_template.jinja before chat_template.json before tokenizer_config.json; lists are by name."""
+    shutil.copy(DEMO / "tokenizer.json", tmp_path)
+    named = [{"name": "default", "template": "config"}, {"name": "tool_use", "template": "config tools"}]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
+    assert Tokenizer(tmp_path).apply_chat_template(CHAT) == "config"
+    assert Tokenizer(tmp_path).apply_chat_template(CHAT, tools=[]) == "config tools"
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": "string"}))
+    assert Tokenizer(tmp_path).apply_chat_template(CHAT) == "string"
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": "json"}))
+    assert Tokenizer(tmp_path).apply_chat_template(CHAT) == "json"
+    (tmp_path / "chat_template.jinja").write_text("jinja")
+    assert Tokenizer(tmp_path).apply_chat_template(CHAT) == "jinja"
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ ''.__class__.__mro__ }}",
+        "{{ messages.append(1) }}",
+        "{{ messages[0].update(role='x') }}",
+        "{% set ns = namespace(__init__=1) %}",
+        "{% set ns = namespace() %}{% set ns.__class__ = 1 %}",
+        "{{ cycler.__init__.__globals__ }}",
+        "{{ strftime_now.__globals__.os }}",
+        "{{ dict.__init__.__globals__ }}",
+        "{{ (messages | tojson).__class__.__base__ }}",
+        "{% for i in range(1000000) %}{% endfor %}",
+    ],
+)
+def test_the_sandbox_holds(tmp_path: Path, template: str) -> None:
+    with pytest.raises(TokenizerError, match=r"chat_template\.jinja: chat template default refused the messages: "):
+        rendered(tmp_path, template)
+
+
+@pytest.mark.parametrize(
+    "statement", ["include 'x.jinja'", "import 'x.jinja' as x", "extends 'x.jinja'", "from 'x.jinja' import y"]
+)
+def test_templates_never_read_other_files(tmp_path: Path, statement: str) -> None:
+    (tmp_path / "x.jinja").write_text("secret")
+    with pytest.raises(TokenizerError, match="no loader for this environment"):
+        rendered(tmp_path, "{% " + statement + " %}")
+
+
+def test_an_object_with_methods_never_reaches_a_template(tmp_path: Path) -> None:
+    with pytest.raises(TokenizerError, match="expected JSON values, found PosixPath"):
+        rendered(tmp_path, "{{ tool.unlink() }}", tool=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("template", "sentence"),
+    [
+        ("{% for %}", "chat template default does not compile: "),
+        ("{{ raise_exception('roles must alternate') }}", "default refused the messages: roles must alternate"),
+        ("{{ nothing.content }}", "default refused the messages: 'nothing' is undefined"),
+        ("{{ 1 + 'a' }}", "default refused the messages: unsupported operand"),
+        ("{{ 1 // 0 }}", "default refused the messages: "),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "default refused the messages: "),
+    ],
+)
+def test_template_that_fails(tmp_path: Path, template: str, sentence: str) -> None:
+    with pytest.raises(TokenizerError) as caught:
+        rendered(tmp_path, template)
+    assert str(caught.value).startswith(f"{tmp_path / 'chat_template.jinja'}: chat template ")
+    assert sentence in str(caught.value)
+
+
+# ---- bad directories
+
+
+def test_no_tokenizer(tmp_path: Path) -> None:
+    with pytest.raises(TokenizerError) as caught:
+        Tokenizer(tmp_path)
+    assert str(caught.value) == f"{tmp_path}: expected a tokenizer.json, found no tokenizer that can be read"
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"{}", b"\xff\xfe", b"[" * 50_000, b'{"version": "1.0", "model": {"type": "X"}}']
+)
+def test_malformed_tokenizer(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "tokenizer.json").write_bytes(content)
+    with pytest.raises(TokenizerError) as caught:
+        Tokenizer(tmp_path)
+    assert str(caught.value).startswith(f"{tmp_path / 'tokenizer.json'}: not a valid tokenizer: ")
+
+
+def test_decoder_that_cannot_be_streamed(tmp_path: Path) -> None:
+    inner = tokenizers.Tokenizer(models.WordPiece({"[UNK]": 0}, unk_token="[UNK]"))
+    inner.pre_tokenizer = pre_tokenizers.Whitespace()
+    inner.decoder = decoders.WordPiece()
+    inner.save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(TokenizerError, match=r"decoder: expected ByteLevel or .*, found WordPiece"):
+        Tokenizer(tmp_path)
+
+
+def test_no_chat_template(tmp_path: Path) -> None:
+    shutil.copy(DEMO / "tokenizer.json", tmp_path)
+    with pytest.raises(TokenizerError, match="expected a chat template named default, found none"):
+        Tokenizer(tmp_path).apply_chat_template(CHAT)
+
+
+@pytest.mark.parametrize(
+    "template", [1, ["a"], [{"name": "default"}], [{"name": 1, "template": "a"}], {"default": "a"}]
+)
+def test_malformed_chat_template_entry(tmp_path: Path, template: object) -> None:
+    shutil.copy(DEMO / "tokenizer.json", tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    with pytest.raises(
+        TokenizerError, match=r"tokenizer_config\.json: chat_template: expected a string or named templates"
+    ):
+        Tokenizer(tmp_path).apply_chat_template(CHAT)
+
+
+def test_malformed_special_token(tmp_path: Path) -> None:
+    shutil.copy(DEMO / "tokenizer.json", tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text('{"chat_template": "x", "bos_token": {"content": 1}}')
+    with pytest.raises(
+        TokenizerError, match=r"tokenizer_config\.json: bos_token: expected a token, found {'content': 1}"
+    ):
+        Tokenizer(tmp_path).apply_chat_template(CHAT)
+
+
+def test_text_that_is_not_unicode() -> None:
+    with pytest.raises(TokenizerError, match="expected valid Unicode text"):
+        Tokenizer(DEMO).encode("a\ud800")
+
+
+@pytest.mark.parametrize("ids", [[-1], [1 << 32]])
+def test_ids_out_of_range(ids: list[int]) -> None:
+    with pytest.raises(TokenizerError, match="token ids: expected integers from 0"):
+        Tokenizer(DEMO).decode(ids)
