@@ -2,13 +2,9 @@
 
 import pytest
 import torch
+from rungs import RUNGS
 
 from tilerank.kernels import core, ops, reference
-
-RUNGS = [
-    pytest.param(r.name, marks=[] if r.usable else pytest.mark.skip(r.reason or "not usable"))
-    for r in core.isa_report()
-]
 
 
 @pytest.fixture(autouse=True)

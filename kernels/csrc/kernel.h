@@ -26,10 +26,10 @@
 //   3. the same name in kernels/reference.py, in plain torch: the definition of correctness.
 //   4. a parametrised test over core.isa_report() in tests/test_kernels_*.py.
 //
-// A kernel reads and writes only its arguments, allocates nothing that outlives the call, and splits work only by
-// team.share, so that one row's result never depends on the other rows. It may throw Error (std::exception): the first
-// one reaches the caller, and threads that wait in a barrier are released. All threads of the team run it at once; they
-// leave it without a barrier, the pool has one after every kernel.
+// A kernel reads and writes only its arguments and team.scratch, allocates nothing that outlives the call, and splits
+// work only by team.share, so that one row's result never depends on the other rows. It may throw Error
+// (std::exception): the first one reaches the caller, and threads that wait in a barrier are released. All threads of
+// the team run it at once; they leave it without a barrier, the pool has one after every kernel.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -107,6 +107,9 @@ class Team {
   }
   // Every thread of the team arrives, then all go on; what was written before is visible after.
   void barrier();
+  // This thread's own working memory (huge pages, 64-byte aligned), content undefined, valid until the kernel ends. It
+  // is kept for the next kernel, so that a step in its steady state allocates nothing.
+  void* scratch(size_t bytes);
 
   const int index;
   const int count;

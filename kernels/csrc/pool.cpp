@@ -11,6 +11,8 @@
 #include <memory>
 #include <utility>
 
+#include "arena.h"
+
 namespace tilerank {
 namespace {
 
@@ -78,6 +80,8 @@ void Team::barrier() {
   if (count > 1) pool_->barrier();
 }
 
+void* Team::scratch(size_t bytes) { return pool_->scratch(index, bytes); }
+
 Pool& Pool::instance() {
   static Pool* pool = new Pool;  // never destroyed: sleeping workers may outlive static destructors
   return *pool;
@@ -106,6 +110,11 @@ void Pool::start(const std::vector<int>& cores, int threads, bool spin) {
   cores_ = cores;
   pauses_ = spin ? kSpinPauses : 0;
   pin_caller();
+  // Given back: the next use touches it first from the thread that owns it, on that thread's node.
+  for (const Scratch& scratch : scratch_) {
+    if (scratch.data) unmap_pages(scratch.data, scratch.bytes);
+  }
+  scratch_.assign(threads, {});
   count_ = threads;
   start_threads();
 }
@@ -164,6 +173,16 @@ void Pool::join_threads() {
   workers_.clear();
   count_ = 1;
   forked_ = false;
+}
+
+void* Pool::scratch(int index, size_t bytes) {
+  Scratch& own = scratch_[index];
+  if (own.bytes < bytes) {
+    if (own.data) unmap_pages(own.data, own.bytes);
+    own = {};
+    own = {map_pages(bytes), bytes};
+  }
+  return own.data;
 }
 
 void* Pool::thread_main(void* context) {

@@ -60,10 +60,17 @@ class Pool {
   static void* thread_main(void* context);
   void walk(int index) noexcept;
   void barrier();
+  void* scratch(int index, size_t bytes);
   void after_fork();
 
   std::mutex turn_;
+  struct Scratch {
+    void* data = nullptr;
+    size_t bytes = 0;
+  };
+
   std::vector<pthread_t> workers_;
+  std::vector<Scratch> scratch_{1};  // one per thread of the team
   std::vector<int> cores_;
   std::optional<cpu_set_t> unpinned_;  // the caller's affinity before it was pinned
   std::atomic<int> count_ = 1;

@@ -1,0 +1,121 @@
+#ifndef TR_RUNG
+#include "kernel.h"
+#include "pack.h"
+
+#define TR_SOURCE "pack.cpp"
+#include "foreach_isa.h"
+
+#else
+
+namespace tilerank::TR_RUNG {
+
+static inline float load_one(const float* p) { return *p; }
+static inline float load_one(const double* p) { return static_cast<float>(*p); }
+static inline float load_one(const bf16* p) { return to_float(*p); }
+static inline float load_one(const f16* p) { return _cvtsh_ss(p->bits); }
+
+// to[i] = from[i * stride] for i < n
+template <class To, class From>
+static void convert(To* to, const From* from, int64_t stride, int64_t n) {
+  if constexpr (std::is_same_v<From, float> || std::is_same_v<From, bf16>) {
+    if (stride == 1) {
+      for (int64_t i = 0; i < n; i += kLanes) {
+        const int64_t part = std::min<int64_t>(kLanes, n - i);
+        store(to + i, load(from + i, part), part);
+      }
+      return;
+    }
+  }
+  for (int64_t i = 0; i < n; i += kLanes) {
+    const int64_t part = std::min<int64_t>(kLanes, n - i);
+    float values[kLanes] = {};
+    for (int64_t j = 0; j < part; ++j) values[j] = load_one(from + (i + j) * stride);
+    store(to + i, load(values), part);
+  }
+}
+
+// Where in the packed weight a rectangle lands: its first row and column, and the inputs of the whole weight.
+struct Corner {
+  int64_t row, col, k;
+};
+
+// One source row's columns [begin, end) into the bf16 layout.
+template <class From>
+static void pack_row(bf16* data, const From* from, int64_t stride, const Corner& at, int64_t row, Range columns) {
+  const int64_t n = at.row + row;
+  const int64_t k_blocks = blocks(at.k, kBlockK);
+  bf16* const outputs = data + n / kBlockN * k_blocks * 2 * kTile + n % kBlockN / 16 * kTile + n % 16 * 2;
+  for (int64_t column = columns.begin; column < columns.end;) {
+    const int64_t k = at.col + column, inside = k % kBlockK;
+    const int64_t count = std::min(kBlockK - inside, columns.end - column);
+    bf16* const tile = outputs + k / kBlockK * 2 * kTile;
+    bf16 values[kBlockK];
+    convert(values + inside, from + column * stride, stride, count);
+    if (count == kBlockK) {
+      for (int pair = 0; pair < kBlockK / 2; ++pair) std::memcpy(tile + pair * 32, values + pair * 2, 4);
+    } else {
+      for (int64_t i = inside; i < inside + count; ++i) tile[i / 2 * 32 + i % 2] = values[i];
+    }
+    column += count;
+  }
+}
+
+// The same into the f32 layout.
+template <class From>
+static void pack_row(float* data, const From* from, int64_t stride, const Corner& at, int64_t row, Range columns) {
+  const int64_t n = at.row + row;
+  float* const outputs = data + n / kBlockN * at.k * kBlockN + n % kBlockN;
+  constexpr int64_t kPart = 64;
+  for (int64_t column = columns.begin; column < columns.end; column += kPart) {
+    const int64_t count = std::min(kPart, columns.end - column);
+    float values[kPart];
+    convert(values, from + column * stride, stride, count);
+    for (int64_t i = 0; i < count; ++i) outputs[(at.col + column + i) * kBlockN] = values[i];
+  }
+}
+
+template <class To, class From>
+static void pack_rectangle(const Tensor& data, const Tensor& rows, const Corner& at, Team& team) {
+  // Tasks of 32 packed outputs x 1024 columns, whole blocks of the destination: threads write different lines.
+  constexpr int64_t kColumns = 1024;
+  const int64_t count = rows.size[0], width = rows.size[1];
+  const int64_t first_block = at.row / kBlockN, row_tasks = blocks(at.row + count, kBlockN) - first_block;
+  const int64_t column_tasks = blocks(width, kColumns);
+  const Range tasks = team.share(row_tasks * column_tasks);
+  for (int64_t task = tasks.begin; task < tasks.end; ++task) {
+    const int64_t block = (first_block + task / column_tasks) * kBlockN;
+    const int64_t column = task % column_tasks * kColumns;
+    const Range columns{column, std::min(column + kColumns, width)};
+    const int64_t begin = std::max<int64_t>(block - at.row, 0), end = std::min(block + kBlockN - at.row, count);
+    for (int64_t row = begin; row < end; ++row) {
+      pack_row(data.as<To>(), rows.row<const From>(row), rows.stride[1], at, row, columns);
+    }
+  }
+}
+
+template <class To>
+static void pack_from(const Tensor& data, const Tensor& rows, const Corner& at, Team& team) {
+  switch (rows.dtype) {
+    case DType::f32:
+      return pack_rectangle<To, float>(data, rows, at, team);
+    case DType::f64:
+      return pack_rectangle<To, double>(data, rows, at, team);
+    case DType::f16:
+      return pack_rectangle<To, f16>(data, rows, at, team);
+    case DType::bf16:
+      return pack_rectangle<To, bf16>(data, rows, at, team);
+    default:
+      throw Error("pack: expected rows of a floating-point dtype");
+  }
+}
+
+// tensors: data (the whole packed weight, flat), rows[r, c] with any strides; ints: row, col, k of the whole weight
+static void pack(const Args& args, Team& team) {
+  const Corner at{args.integer(0), args.integer(1), args.integer(2)};
+  for_float(args.tensor(0).dtype,
+            [&](auto type) { pack_from<decltype(type)>(args.tensor(0), args.tensor(1), at, team); });
+}
+TR_KERNEL(pack)
+
+}  // namespace tilerank::TR_RUNG
+#endif

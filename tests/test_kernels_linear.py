@@ -1,0 +1,178 @@
+"""The packed linear layer against plain torch in float64, on every rung."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from rungs import RUNGS
+from torch import Tensor
+
+from tilerank.kernels import core
+from tilerank.kernels.errors import KernelError
+from tilerank.kernels.linear import PackedWeight, linear
+
+BF16, F32 = torch.bfloat16, torch.float32
+
+
+@pytest.fixture(params=RUNGS)
+def rung(request: pytest.FixtureRequest) -> Iterator[str]:
+    before = core.isa()
+    core.force_isa(request.param)
+    yield request.param
+    core.force_isa(before)
+
+
+@pytest.fixture(autouse=True)
+def poisoned_arena() -> None:
+    """What the arena hands out next is NaN: a kernel that counts on zeros, or forgets an element, shows."""
+    core.empty((1 << 20,), F32).fill_(float("nan"))
+
+
+def randn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def inside_nan(plain: Tensor) -> Tensor:
+    """The same matrix as a view into a larger one of NaN: its rows are apart, nothing beyond it may count."""
+    around = torch.full((plain.shape[0] + 2, plain.shape[1] + 5), float("nan"), dtype=plain.dtype)
+    around[1:-1, 2:-3] = plain
+    return around[1:-1, 2:-3]
+
+
+def packed(plain: Tensor, dtype: torch.dtype) -> PackedWeight:
+    weight = PackedWeight.empty(*plain.shape, dtype)
+    weight.write(plain)
+    return weight
+
+
+def assert_close(result: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
+    """Within the bound of k rounded sums: (k + 1) u (|x| |w| + |b|), and half a unit of the result's own rounding.
+
+    Products of bf16 are exact in fp32; in fp32 they are fused with the sum.
+    """
+    x, weight = x.double(), weight.double()
+    bias = torch.zeros(weight.shape[0]).double() if bias is None else bias.double()
+    exact = x @ weight.T + bias
+    magnitude = x.abs() @ weight.abs().T + bias.abs()
+    bound = (x.shape[-1] + 1) * 2.0**-24 * magnitude
+    if result.dtype is BF16:
+        bound = bound * (1 + 2.0**-8) + exact.abs() * 2.0**-8
+    excess = (result.double() - exact).abs() - bound
+    assert excess.max() <= 0, f"{excess.max()} over the bound"
+
+
+@pytest.mark.parametrize("dtype", [BF16, F32], ids=["bf16", "f32"])
+@pytest.mark.parametrize("n, k", [(1, 1), (3, 17), (32, 32), (33, 130), (130, 33), (72, 1100), (520, 544)])
+@pytest.mark.parametrize("threads", [1, 3])
+def test_product(rung: str, dtype: torch.dtype, n: int, k: int, threads: int) -> None:
+    core.start_pool(None, threads, spin=False)
+    plain, bias = randn(n, k), randn(n, seed=1)
+    weight = packed(plain, dtype)
+    for m in (1, 3, 8, 9, 16, 17, 33, 130):
+        x = inside_nan(randn(m, k, seed=2).to(dtype))
+        assert_close(linear(x, weight, out_dtype=F32), x, plain.to(dtype))
+        assert_close(linear(x, weight, bias, out_dtype=F32), x, plain.to(dtype), bias)
+        assert_close(linear(x, weight, bias.to(BF16)), x, plain.to(dtype), bias.to(BF16))
+    core.start_pool(None, 1, spin=False)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 4])
+def test_product_larger_than_every_block(threads: int) -> None:
+    """More rows than a stripe (512), more outputs than a band (512), more inputs than two panels (1024)."""
+    core.start_pool(None, threads, spin=False)
+    x, plain = randn(1090, 1100).to(BF16), randn(600, 1100, seed=1).to(BF16)
+    result = linear(x, packed(plain, BF16), out_dtype=F32)
+    assert_close(result, x, plain)
+    core.start_pool(None, 1, spin=False)
+    assert torch.equal(result, linear(x, packed(plain, BF16), out_dtype=F32)), "depends on the number of threads"
+
+
+@pytest.mark.parametrize("dtype", [BF16, F32], ids=["bf16", "f32"])
+@pytest.mark.parametrize("n, k", [(40, 70), (72, 1088)])
+def test_a_row_has_the_same_bits_in_every_batch(rung: str, dtype: torch.dtype, n: int, k: int) -> None:
+    x, weight, bias = randn(300, k).to(dtype), packed(randn(n, k, seed=1), dtype), randn(n, seed=2)
+    alone = torch.cat([linear(row[None], weight, bias) for row in x])
+    for m in [*range(1, 301)] if rung != "reference" else [1, 2, 17, 300]:
+        assert torch.equal(linear(x[:m], weight, bias), alone[:m]), f"{m} rows"
+    assert torch.equal(linear(x[137:], weight, bias), alone[137:])
+
+
+def test_more_than_two_dims_and_none(rung: str) -> None:
+    x, plain = randn(2, 3, 5, 40), randn(24, 40, seed=1)
+    weight = packed(plain, F32)
+    result = linear(x, weight)
+    assert result.shape == (2, 3, 5, 24)
+    assert_close(result.view(-1, 24), x.view(-1, 40), plain)
+    assert linear(x[:, :0], weight).shape == (2, 0, 5, 24)
+    assert torch.equal(linear(x[0, 0, 0], weight), result[0, 0, 0])
+    assert torch.equal(linear(x.transpose(0, 2), weight), result.transpose(0, 2))
+
+
+@pytest.mark.parametrize("dtype", [BF16, F32], ids=["bf16", "f32"])
+@pytest.mark.parametrize("source", [F32, BF16, torch.float16, torch.float64, torch.float8_e4m3fn])
+def test_write_converts_as_torch_does(rung: str, dtype: torch.dtype, source: torch.dtype) -> None:
+    plain = randn(50, 71).to(source)
+    every_other = torch.zeros(100, 213, dtype=source)
+    every_other[::2, ::3] = plain
+    for rows in (plain, plain.T.contiguous().T, every_other[::2, ::3]):
+        assert torch.equal(packed(rows, dtype).unpack(), plain.to(dtype))
+
+
+@pytest.mark.parametrize("dtype", [BF16, F32], ids=["bf16", "f32"])
+@pytest.mark.parametrize("threads", [1, 3])
+def test_write_rectangles(rung: str, dtype: torch.dtype, threads: int) -> None:
+    """Uneven shards of several tensors side by side, as a fused projection is filled, in any order."""
+    core.start_pool(None, threads, spin=False)
+    plain = randn(117, 2100).to(dtype)
+    weight = PackedWeight.empty(117, 2100, dtype)
+    for top, bottom in ((40, 45), (0, 40), (45, 117)):
+        for left, right in ((1, 1500), (0, 1), (1500, 2001), (2001, 2100)):
+            weight.write(plain[top:bottom, left:right], top, left)
+    assert torch.equal(weight.unpack(), plain)
+    weight.write(torch.ones(3, 2), 30, 63)
+    plain[30:33, 63:65] = 1
+    assert torch.equal(weight.unpack(), plain)
+    core.start_pool(None, 1, spin=False)
+
+
+def test_what_is_not_written_is_zero(rung: str) -> None:
+    weight = PackedWeight.empty(40, 50, BF16)
+    weight.write(torch.ones(2, 3), 5, 7)
+    expected = torch.zeros(40, 50)
+    expected[5:7, 7:10] = 1
+    assert torch.equal(weight.unpack().float(), expected)
+    assert torch.equal(linear(torch.ones(1, 50, dtype=BF16), weight)[0].float(), expected.sum(1))
+
+
+def test_infinite_and_nan_inputs_stay_in_their_row(rung: str) -> None:
+    x = torch.ones(3, 64, dtype=BF16)
+    x[1, 5], x[2, 7] = float("inf"), float("nan")
+    result = linear(x, packed(torch.ones(33, 64), BF16))
+    assert result[0].eq(64).all() and result[1].eq(float("inf")).all() and result[2].isnan().all()
+
+
+def test_nbytes_is_what_is_allocated(rung: str) -> None:
+    for dtype in (BF16, F32):
+        weight = PackedWeight.empty(33, 65, dtype)
+        assert PackedWeight.nbytes(33, 65, dtype) == weight.data.nbytes >= 33 * 65 * dtype.itemsize
+    if rung != "reference":
+        assert PackedWeight.nbytes(33, 65, BF16) == 64 * 96 * 2
+
+
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        (lambda w: linear(torch.zeros(2, 9), w), r"linear: x: expected \[\.\.\., 8\] torch.float32"),
+        (lambda w: linear(torch.zeros(2, 8, dtype=BF16), w), "torch.bfloat16"),
+        (lambda w: linear(torch.zeros(2, 8), w, torch.zeros(3)), r"bias: expected contiguous \[4\]"),
+        (lambda w: linear(torch.zeros(2, 8), w, out_dtype=torch.float16), "out_dtype"),
+        (lambda w: w.write(torch.zeros(2, 8), 3), r"inside \[4, 8\], found \[2, 8\] at row 3"),
+        (lambda w: w.write(torch.zeros(2, 2), 0, -1), "column -1"),
+        (lambda w: w.write(torch.zeros(2, 2, dtype=torch.int32)), "matrix of floats"),
+        (lambda w: PackedWeight.empty(0, 8, F32), "positive sizes"),
+        (lambda w: PackedWeight.empty(4, 8, torch.float16), "float16"),
+    ],
+)
+def test_wrong_arguments(call, message: str) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(KernelError, match=message):
+        call(PackedWeight.empty(4, 8, F32))
