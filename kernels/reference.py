@@ -150,11 +150,11 @@ def store_kv(k: Tensor, v: Tensor, cache: KVLayer, slots: Tensor) -> None:
 
 def load_kv(cache: KVLayer, blocks: Tensor) -> tuple[Tensor, Tensor]:
     """Keys and values [KV_BLOCK * blocks, kv_heads, head_dim] of the given pages, in order: the inverse of store_kv."""
-    shape = (blocks.shape[0] * KV_BLOCK, cache.kv_heads, -1)
+    tokens, d = blocks.shape[0] * KV_BLOCK, cache.head_dim
     keys, values = (half[blocks] for half in _pages(cache))
-    keys = keys.permute(0, 2, 4, 1, 3, 5).reshape(shape)
-    values = values.permute(0, 3, 5, 1, 2, 4).reshape(shape)[..., : cache.head_dim]
-    return keys, values
+    keys = keys.permute(0, 2, 4, 1, 3, 5).reshape(tokens, cache.kv_heads, d)
+    values = values.permute(0, 3, 5, 1, 2, 4).reshape(tokens, cache.kv_heads, d + -d % 16)
+    return keys, values[..., :d]
 
 
 def _pages(cache: KVLayer) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,333 @@
+"""Paged attention on every rung, against float64; the bits of a row against the same row computed in any other way."""
+
+import math
+from collections.abc import Iterator
+from itertools import accumulate, pairwise
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from rungs import RUNGS
+from torch import Tensor
+
+from tilerank.kernels import core
+from tilerank.kernels.attention import KV_BLOCK, KVLayer, attention, store_kv
+from tilerank.kernels.errors import KernelError
+
+DTYPES = [torch.float32, torch.bfloat16]
+MHA = [(0, 1), (1, 1)]
+GQA = [(0, 3), (3, 3)]
+UNEVEN = [(1, 3), (4, 1), (6, 2)]  # heads 0 and 5 are padding
+
+
+@pytest.fixture(params=RUNGS, autouse=True)
+def rung(request: pytest.FixtureRequest) -> Iterator[str]:
+    before = core.isa()
+    core.force_isa(request.param)
+    core.start_pool(None, 2, spin=False)
+    yield request.param
+    core.start_pool(None, 1, spin=False)
+    core.force_isa(before)
+
+
+class Batch:
+    """Sequences with all their keys, values and queries, stored in pages of a poisoned cache in random order."""
+
+    def __init__(self, lengths: list[int], kv_map: list[tuple[int, int]], d: int, dtype: torch.dtype, seed: int = 0):
+        self.random = torch.Generator().manual_seed(seed)
+        self.lengths, self.d, self.dtype, self.scale = lengths, d, dtype, 0.7 / math.sqrt(d)
+        self.kv_map = torch.tensor(kv_map, dtype=torch.int32)
+        self.q_heads = max(first + count for first, count in kv_map) + 1
+        self.q, self.k, self.v = (
+            [torch.randn(n, heads, d, generator=self.random).to(dtype) for n in lengths]
+            for heads in (self.q_heads, len(kv_map), len(kv_map))
+        )
+        pages = [-(-n // KV_BLOCK) for n in lengths]
+        self.cache = KVLayer.empty(sum(pages) + 2, len(kv_map), d, dtype)
+        self.cache.k.fill_(math.nan)
+        self.cache.v.fill_(math.nan)
+        free = torch.randperm(sum(pages) + 2, generator=self.random).tolist()
+        # Entries past the end of a sequence are not read: out of range, to show it.
+        self.tables = torch.full((len(lengths), max(pages, default=0) + 1), 10**6, dtype=torch.int32)
+        for table, count in zip(self.tables, pages, strict=True):
+            for i in range(count):
+                table[i] = free.pop()
+
+    def store(self, i: int, start: int = 0, stop: int | None = None) -> None:
+        """Puts tokens start..stop of sequence i into the cache."""
+        position = torch.arange(self.lengths[i])[start:stop]
+        slots = self.tables[i].long()[position // KV_BLOCK] * KV_BLOCK + position % KV_BLOCK
+        store_kv(self.k[i][start:stop], self.v[i][start:stop], self.cache, slots)
+
+    def store_all(self) -> "Batch":
+        for i in range(len(self.lengths)):
+            self.store(i)
+        return self
+
+    def attend(self, parts: list[tuple[int, int, int]]) -> list[Tensor]:
+        """Rows start..stop of sequence i for every part (i, start, stop), in one call."""
+        rows = [self.q[i][start:stop] for i, start, stop in parts]
+        out = attention(
+            torch.cat(rows) if rows else torch.zeros(0, self.q_heads, self.d, dtype=self.dtype),
+            self.cache,
+            self.tables[[i for i, _, _ in parts]],
+            torch.tensor([stop for _, _, stop in parts], dtype=torch.int32),
+            torch.tensor([0, *accumulate(stop - start for _, start, stop in parts)], dtype=torch.int32),
+            self.kv_map,
+            self.scale,
+        )
+        assert out.dtype == self.dtype
+        return list(out.split([stop - start for _, start, stop in parts]))
+
+    def whole(self, i: int) -> Tensor:
+        return self.attend([(i, 0, self.lengths[i])])[0]
+
+    def exact(self, i: int) -> tuple[Tensor, Tensor]:
+        """Attention of all rows of sequence i in float64, and how far a rung may be off, element by element."""
+        n = self.lengths[i]
+        out, bound = torch.zeros(2, n, self.q_heads, self.d, dtype=torch.float64)
+        hidden = torch.ones(n, n, dtype=torch.bool).triu(1)
+        for kv_head, (first, count) in enumerate(self.kv_map.tolist()):
+            k, v = self.k[i][:, kv_head].double(), self.v[i][:, kv_head].double()
+            for head in range(first, first + count):
+                q = self.q[i][:, head].double()
+                p = (q @ k.T * self.scale).masked_fill(hidden, -math.inf).softmax(-1)
+                out[:, head] = p @ v
+                # fp32: a score is a sum of d products, whose roundings grow like sqrt(d) times its magnitudes; it is
+                # an exponent, so its error is relative to p. The weighted sum adds sqrt(n) more.
+                size = (q.abs() @ k.abs().T).amax(-1, keepdim=True) * abs(self.scale)
+                eps = torch.finfo(torch.float32).eps * (math.sqrt(self.d) * (1 + size) + math.sqrt(n) + 4)
+                half_ulp = torch.finfo(self.dtype).eps / 2
+                # bf16: every probability may be rounded once, the result is.
+                of_p = half_ulp if self.dtype == torch.bfloat16 else 0.0
+                bound[:, head] = (eps + of_p) * (p @ v.abs()) + half_ulp * out[:, head].abs()
+        return out, bound * 1.01
+
+
+def assert_exact(found: Tensor, batch: Batch, i: int) -> None:
+    exact, bound = batch.exact(i)
+    excess = (found.double() - exact).abs() - bound
+    assert bool((excess <= 0).all()), f"exceeds the bound by up to {excess.max():g}"
+
+
+# --- numbers -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("d", [8, 16, 24, 40, 64, 72, 128, 200, 256])
+def test_head_sizes(dtype: torch.dtype, d: int) -> None:
+    batch = Batch([45], GQA, d, dtype).store_all()
+    assert_exact(batch.whole(0), batch, 0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kv_map", [MHA, GQA, UNEVEN, [(0, 7)], [(0, 16)], [(2, 33)]], ids=str)
+def test_query_heads_follow_the_map(dtype: torch.dtype, kv_map: list[tuple[int, int]]) -> None:
+    batch = Batch([37], kv_map, 16, dtype).store_all()
+    found = batch.whole(0)
+    assert_exact(found, batch, 0)
+    served = {head for first, count in kv_map for head in range(first, first + count)}
+    padding = [head for head in range(batch.q_heads) if head not in served]
+    assert padding
+    assert not found[:, padding].any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("length", [1, 31, 32, 33, 127, 128, 129, 300])
+def test_lengths_around_pages_and_chunks(dtype: torch.dtype, length: int) -> None:
+    batch = Batch([length], MHA, 32, dtype).store_all()
+    assert_exact(batch.whole(0), batch, 0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_scores_far_apart_and_a_late_maximum(dtype: torch.dtype) -> None:
+    batch = Batch([200], MHA, 16, dtype)
+    batch.scale = 3.0
+    batch.k[0][150] *= 3  # the running maximum jumps late
+    batch.store_all()
+    assert_exact(batch.whole(0), batch, 0)
+
+
+def test_attention_is_that_of_torch() -> None:
+    batch = Batch([70], GQA, 64, torch.float32).store_all()
+    q, k, v = batch.q[0][:, :6].transpose(0, 1), batch.k[0].transpose(0, 1), batch.v[0].transpose(0, 1)
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        q[None], k[None], v[None], is_causal=True, scale=batch.scale, enable_gqa=True
+    )[0].transpose(0, 1)
+    torch.testing.assert_close(batch.whole(0)[:, :6], expected, rtol=1e-5, atol=1e-5)
+
+
+# --- bits ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    length=st.integers(1, 290),
+    cuts=st.lists(st.integers(1, 289), max_size=4),
+    d=st.sampled_from([8, 40, 64]),
+    kv_map=st.sampled_from([MHA, GQA, UNEVEN]),
+    seed=st.integers(0, 99),
+)
+def test_chunked_prefill_and_decode_equal_whole_prefill(
+    dtype: torch.dtype, length: int, cuts: list[int], d: int, kv_map: list[tuple[int, int]], seed: int
+) -> None:
+    whole = Batch([length], kv_map, d, dtype, seed).store_all().whole(0)
+    # Stored as a server does it: a chunk's keys are not there before its turn, the rest of the cache is poison.
+    batch = Batch([length], kv_map, d, dtype, seed)
+    edges = sorted({0, length, *(cut for cut in cuts if cut < length)})
+    for start, stop in pairwise(edges):
+        batch.store(0, start, stop)
+        [found] = batch.attend([(0, start, stop)])
+        assert torch.equal(found, whole[start:stop])
+    for position in {0, length // 2, length - 1}:
+        [found] = batch.attend([(0, position, position + 1)])
+        assert torch.equal(found[0], whole[position])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_batch_equals_its_sequences_one_by_one(dtype: torch.dtype) -> None:
+    batch = Batch([1, 150, 33, 64, 257, 5], UNEVEN, 24, dtype).store_all()
+    # decode, prefill with prefix, no queries, whole prefill, one sequence twice
+    parts = [(0, 0, 1), (1, 100, 150), (2, 33, 33), (3, 0, 64), (4, 256, 257), (5, 2, 5), (4, 17, 90)]
+    together = batch.attend(parts)
+    for part, found in zip(parts, together, strict=True):
+        assert torch.equal(found, batch.attend([part])[0])
+        assert torch.equal(found, batch.whole(part[0])[part[1] : part[2]])
+    core.start_pool(None, 1, spin=False)
+    assert all(torch.equal(a, b) for a, b in zip(batch.attend(parts), together, strict=True))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_what_the_rest_of_a_page_holds_does_not_matter(dtype: torch.dtype) -> None:
+    batch = Batch([75], GQA, 40, dtype).store_all()  # the constructor poisons with NaN
+    found = batch.whole(0)
+    clean = KVLayer.empty(batch.cache.num_blocks, 2, 40, dtype)
+    batch.cache, poisoned = clean, batch.cache
+    batch.store_all()
+    assert torch.equal(batch.whole(0), found)
+    assert not torch.equal(poisoned.k, clean.k)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_views_of_a_fused_projection(dtype: torch.dtype) -> None:
+    batch = Batch([50], GQA, 16, dtype).store_all()
+    expected = batch.whole(0)
+    fused = torch.cat([batch.q[0], batch.k[0], batch.v[0]], dim=1).flatten(1)
+    heads = [batch.q_heads, 2, 2]
+    batch.q[0], batch.k[0], batch.v[0] = (part.view(50, -1, 16) for part in fused.split([h * 16 for h in heads], dim=1))
+    batch.cache.k.fill_(math.nan)
+    batch.cache.v.fill_(math.nan)
+    batch.store_all()
+    starts, lengths = torch.tensor([0, 50], dtype=torch.int32), torch.tensor([50], dtype=torch.int32)
+    found = attention(batch.q[0], batch.cache, batch.tables, lengths, starts, batch.kv_map, batch.scale)
+    assert torch.equal(found, expected)
+
+
+def test_nothing_to_do() -> None:
+    batch = Batch([40], GQA, 16, torch.float32).store_all()
+    assert batch.attend([(0, 40, 40)])[0].shape == (0, 7, 16)
+    assert batch.attend([(0, 0, 0)])[0].shape == (0, 7, 16)
+    batch.store(0, 5, 5)
+
+
+# --- pages ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("d", [8, 24, 64])
+def test_pages_written_on_one_rung_serve_every_other(dtype: torch.dtype, d: int, rung: str) -> None:
+    batch = Batch([70, 3], GQA, d, dtype).store_all()
+    core.force_isa("reference")
+    other = Batch([70, 3], GQA, d, dtype).store_all()
+    assert torch.equal(batch.cache.k.nan_to_num(7.0), other.cache.k.nan_to_num(7.0))
+    # Lanes of padding are written with zeros, whoever writes them.
+    assert torch.equal(batch.cache.v.nan_to_num(7.0), other.cache.v.nan_to_num(7.0))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("d", [8, 64, 128])
+def test_a_layer_takes_the_bytes_it_says(dtype: torch.dtype, d: int) -> None:
+    layer = KVLayer.empty(5, 3, d, dtype)
+    size = KVLayer.nbytes(5, 3, d, dtype)
+    assert layer.k.nbytes + layer.v.nbytes == size
+    payload = 2 * 5 * 3 * KV_BLOCK * d * dtype.itemsize
+    assert size == (payload if d % 16 == 0 else payload * 3 // 2)  # 8 dims of V take 16 lanes
+    assert not layer.k.any()
+    assert not layer.v.any()
+
+
+# --- wrong arguments -----------------------------------------------------------------------------------------------
+
+
+def call(**changes: Tensor) -> Tensor:
+    """A valid call of two sequences (3 new of 40 tokens, 1 of 1), one argument exchanged."""
+    arguments = {
+        "q": torch.zeros(4, 6, 16),
+        "block_tables": torch.tensor([[0, 1], [2, 99]], dtype=torch.int32),
+        "seq_lens": torch.tensor([40, 1], dtype=torch.int32),
+        "query_starts": torch.tensor([0, 3, 4], dtype=torch.int32),
+        "kv_map": torch.tensor(GQA, dtype=torch.int32),
+    }
+    arguments.update(changes)
+    return attention(cache=KVLayer.empty(3, 2, 16, torch.float32), scale=1.0, **arguments)
+
+
+def ints(*values: int | list[int]) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"q": torch.zeros(4, 6, 24)}, "q: expected shape [any, any, 16], found [4, 6, 24]"),
+        ({"q": torch.zeros(4, 6, 16).bfloat16()}, "q: expected dtype float32, found bfloat16"),
+        ({"seq_lens": torch.tensor([40, 1])}, "seq_lens: expected dtype int32, found int64"),
+        ({"query_starts": ints(0, 4)}, "query_starts: expected shape [3], found [2]"),
+        ({"query_starts": ints(0, 3, 5)}, "query_starts: expected 0 to 4, found 0 to 5"),
+        ({"query_starts": ints(1, 3, 4)}, "query_starts: expected 0 to 4, found 1 to 4"),
+        ({"query_starts": ints(0, 2, 4)}, "query_starts: expected 0 to 1 queries of sequence 1, found 2"),
+        ({"query_starts": ints(0, 5, 4)}, "query_starts: expected 0 to 1 queries of sequence 1, found -1"),
+        ({"block_tables": ints([0, 1])}, "block_tables: expected shape [2, any], found [1, 2]"),
+        ({"block_tables": ints([0], [2])}, "block_tables: expected 2 pages for sequence 0, found 1"),
+        ({"block_tables": ints([0, 3], [2, 99])}, "block_tables: expected pages in [0, 3) for sequence 0, found 3"),
+        ({"block_tables": ints([0, -1], [2, 99])}, "block_tables: expected pages in [0, 3) for sequence 0, found -1"),
+        ({"kv_map": ints([0, 3])}, "kv_map: expected shape [2, 2], found [1, 2]"),
+        ({"kv_map": ints([0, 3], [4, 3])}, "kv_map: expected query heads in [0, 6) for KV head 1, found 3 from 4"),
+        ({"kv_map": ints([-1, 3], [3, 3])}, "kv_map: expected query heads in [0, 6) for KV head 0, found 3 from -1"),
+    ],
+)
+def test_a_wrong_argument_is_named(changes: dict[str, Tensor], sentence: str) -> None:
+    assert call().shape == (4, 6, 16)
+    with pytest.raises(KernelError) as error:
+        call(**changes)
+    assert str(error.value) == f"attention: {sentence}"
+
+
+@pytest.mark.parametrize("slot", [-1, 3 * KV_BLOCK, 2**40])
+def test_a_wrong_slot_is_named_and_nothing_is_written(slot: int) -> None:
+    layer = KVLayer.empty(3, 2, 16, torch.float32)
+    k = torch.ones(40, 2, 16)
+    slots = torch.arange(40)
+    slots[-1] = slot
+    with pytest.raises(KernelError, match=rf"^store_kv: slots: expected values in \[0, 96\), found {slot}$"):
+        store_kv(k, k, layer, slots)
+    assert not layer.k.any()
+    assert not layer.v.any()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ((1, 1, 12, torch.float32), "KVLayer: head_dim: expected a multiple of 8 up to 256, found 12"),
+        ((1, 1, 264, torch.float32), "KVLayer: head_dim: expected a multiple of 8 up to 256, found 264"),
+        ((1, 1, 16, torch.float16), "KVLayer: dtype: expected float32 or bfloat16, found float16"),
+        ((0, 1, 16, torch.float32), "KVLayer: expected sizes >= 1, found num_blocks 0 and kv_heads 1"),
+    ],
+)
+def test_a_wrong_layer_is_refused(arguments: tuple[int, int, int, torch.dtype], sentence: str) -> None:
+    for make in (KVLayer.empty, KVLayer.nbytes):
+        with pytest.raises(KernelError) as error:
+            make(*arguments)
+        assert str(error.value) == sentence
