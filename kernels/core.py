@@ -135,6 +135,11 @@ def empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     return torch.empty(*shape, dtype=dtype) if _isa == "reference" else _C.empty(shape, _DTYPES[dtype])
 
 
+def arena_bytes() -> tuple[int, int]:
+    """(bytes of living tensors, bytes mapped) of the activation arena."""
+    return _C.arena_bytes() if _C else (0, 0)
+
+
 def alloc(nbytes: int) -> Tensor:
     """Zeroed uint8 [nbytes], 64-byte aligned, in a mapping of its own (huge pages), unmapped when the last view dies.
 

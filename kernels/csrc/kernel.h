@@ -127,7 +127,7 @@ struct Registration {
 };
 #define TR_KERNEL(name) static const ::tilerank::Registration registration_##name(#name, TR_ISA, name);
 
-// Compares all dtypes the kernels convert from: f(T{}) with the C++ type of a floating-point dtype.
+// f(float{}) or f(bf16{}), as the dtype of an activation or a packed weight says.
 template <class F>
 void for_float(DType dtype, F&& f) {
   if (dtype == DType::f32) {
@@ -135,7 +135,7 @@ void for_float(DType dtype, F&& f) {
   } else if (dtype == DType::bf16) {
     f(bf16{});
   } else {
-    throw Error("a kernel expected a float32 or bfloat16 tensor, found dtype code " +
+    throw Error("launch: expected a float32 or bfloat16 tensor, found dtype code " +
                 std::to_string(static_cast<int>(dtype)));
   }
 }

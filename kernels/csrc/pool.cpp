@@ -155,9 +155,11 @@ void Pool::start_threads() {
     pthread_t thread;
     const int error = pthread_create(&thread, &attributes.value, thread_main, start.get());
     if (error != 0) {
+      const std::string core = cores_.empty() ? "" : " on core " + std::to_string(cores_[index]);
       join_threads();
-      throw Error("start_pool: expected to start thread " + std::to_string(index) +
-                  (cores_.empty() ? "" : " on core " + std::to_string(cores_[index])) + ", found " +
+      cores_.clear();
+      pin_caller();
+      throw Error("start_pool: expected to start thread " + std::to_string(index) + core + ", found " +
                   std::strerror(error));
     }
     start.release();
