@@ -51,6 +51,9 @@ def get_num_heads_padding_size(
     `weight_block_size` is [rows, columns] of a quantisation block, or None. Without blocks: `tp_size`. With blocks
     whose rows do not divide `head_dim`: `tp_size * lcm(head_dim, rows) / rows`. `head_dim` None (not a text config):
     twice `tp_size` for odd `tp_size` with blocks, else `tp_size`.
+
+    This is the multiple that is in use in the field. Rows of a rank that must start on a block edge need a multiple of
+    `tp_size * lcm(head_dim, rows) / head_dim` as well: 64-row heads and 128-row blocks, two heads a rank.
     """
     if weight_block_size is None:
         return tp_size
