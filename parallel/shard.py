@@ -7,9 +7,10 @@ KV head whose query heads lie on two ranks, and there the cost rule of `cut_head
 """
 
 import heapq
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from itertools import pairwise
 from typing import Literal
 
@@ -207,32 +208,54 @@ def _split_heads(q_heads: int, kv_heads: int, tp: int, cost: Callable[[int, int]
     def range_cost(start: int, stop: int) -> int:
         return cost(stop - start, touched(start, stop).size)
 
-    slowest, _ = _partition(q_heads, tp, range_cost, max)
-    # Among all cuts that are as fast, the one that reads least altogether, that is with the fewest doubled KV heads.
-    _, edges = _partition(q_heads, tp, range_cost, lambda sofar, new: sofar + new if new <= slowest else float("inf"))
+    slowest = _least_maximum(q_heads, tp, range_cost)
+    edges = _fewest_touched(q_heads, tp, group, lambda start, stop: range_cost(start, stop) <= slowest)
     ranges = list(pairwise(edges))
     return tuple(Span(a, b, b - a) for a, b in ranges), tuple(touched(a, b) for a, b in ranges)
 
 
-def _partition(
-    items: int, parts: int, cost: Callable[[int, int], int], combine: Callable[[float, float], float]
-) -> tuple[float, list[int]]:
-    """Cut range(items) into `parts` contiguous non-empty ranges, minimising `combine` folded over their costs.
+def _least_maximum(items: int, parts: int, cost: Callable[[int, int], int]) -> int:
+    """The least possible maximum of `cost(start, stop)` over `parts` consecutive ranges of `items`.
 
-    Returns the minimum and the edges [0, ..., items]. Dynamic programme over (parts used, items used).
+    Bisects the maximum: it is enough if `parts` ranges, each as long as it allows, reach the end. Needs no range to be
+    cheaper than one inside it.
     """
-    best: list[dict[int, tuple[float, int]]] = [{0: (0, 0)}]
-    for part in range(1, parts + 1):
-        row: dict[int, tuple[float, int]] = {}
-        for stop in range(part, items - (parts - part) + 1):
-            row[stop] = min(
-                (combine(value, cost(start, stop)), start) for start, (value, _) in best[-1].items() if start < stop
-            )
-        best.append(row)
+
+    def is_enough(limit: int) -> bool:
+        start = 0
+        for _ in range(parts):
+            stops = range(start + 1, items + 1)
+            start += bisect_right(stops, limit, key=partial(cost, start))
+        return start == items
+
+    low, high = 0, cost(0, items)
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if is_enough(middle) else (middle + 1, high)
+    return low
+
+
+def _fewest_touched(items: int, parts: int, group: int, fits: Callable[[int, int], bool]) -> list[int]:
+    """Edges of `parts` consecutive ranges that all fit and together touch the fewest groups of `group` items.
+
+    Dynamic programme over (ranges, items) used. A range that does not fit will not with a later stop either, so the
+    candidate starts wait in a heap and leave it for good.
+    """
+    rows: list[dict[int, tuple[int, int]]] = [{0: (0, 0)}]  # stop -> (groups touched so far, start of the last range)
+    for _ in range(parts):
+        before, row, starts = rows[-1], {}, list[tuple[int, int]]()
+        for stop in range(1, items + 1):
+            if stop - 1 in before:
+                heapq.heappush(starts, (before[stop - 1][0] - (stop - 1) // group, stop - 1))
+            while starts and not fits(starts[0][1], stop):
+                heapq.heappop(starts)
+            if starts:
+                row[stop] = (starts[0][0] + -(-stop // group), starts[0][1])
+        rows.append(row)
     edges = [items]
-    for row in reversed(best[1:]):
+    for row in reversed(rows[1:]):
         edges.append(row[edges[-1]][1])
-    return best[-1][items][0], edges[::-1]
+    return edges[::-1]
 
 
 def _kv_map(q: Span, kv: Span, group: int) -> tuple[tuple[int, int], ...]:

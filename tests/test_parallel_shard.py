@@ -94,6 +94,13 @@ def test_border_kv_head_lives_on_both_sides():
     assert cut.kv_map == (((0, 4), (4, 2)), ((0, 2), (2, 4)))
 
 
+def test_absurd_head_counts_take_no_time():
+    """A hostile config may name as many heads as it likes."""
+    cut = cut_heads(1 << 14, 1, 64, 1 << 16, 7, cached_tokens=10**15)
+    assert cut.waste == pytest.approx(6)  # one KV head and nothing but its cache: all ranks read it
+    assert max(span.real for span in cut_heads(1 << 14, 1, 64, 1 << 16, 7).q) == 2341
+
+
 def test_padding_to_a_larger_multiple():
     cut = cut_heads(32, 4, 64, 2048, 3, strategy="pad", head_multiple=6)
     assert [span.size for span in cut.kv] == [2, 2, 2]
@@ -158,7 +165,7 @@ def test_heads(heads, tp, strategy, tokens):
 
 @given(heads=st.tuples(st.integers(1, 4), st.integers(1, 4)), tp=st.integers(1, 5), tokens=st.integers(0, 5000))
 def test_split_is_optimal(heads, tp, tokens):
-    """Against every choice of boundaries there is."""
+    """Against every choice of boundaries there is: the slowest rank, then the sum of all."""
     kv_heads, group = heads
     q_heads = kv_heads * group
     if tp > q_heads:
@@ -169,13 +176,15 @@ def test_split_is_optimal(heads, tp, tokens):
         kv = len({head // group for head in range(start, stop)})
         return 2 * (stop - start + kv) * head_dim * hidden * 2 + 2 * kv * head_dim * tokens * 2
 
-    slowest = min(
-        max(cost(a, b) for a, b in itertools.pairwise((0, *inner, q_heads)))
+    slowest, least = min(
+        (max(cost(a, b) for a, b in ranges), sum(cost(a, b) for a, b in ranges))
         for inner in itertools.combinations(range(1, q_heads), tp - 1)
+        for ranges in [list(itertools.pairwise((0, *inner, q_heads)))]
     )
     cut = cut_heads(q_heads, kv_heads, head_dim, hidden, tp, strategy="split", cached_tokens=tokens)
     total = 2 * (q_heads + kv_heads) * head_dim * hidden * 2 + 2 * kv_heads * head_dim * tokens * 2
-    assert max(cost(span.start, span.stop) for span in cut.q) == slowest
+    costs = [cost(span.start, span.stop) for span in cut.q]
+    assert (max(costs), sum(costs)) == (slowest, least)
     assert cut.waste == pytest.approx(slowest * tp / total - 1)
 
 
