@@ -97,7 +97,7 @@ def test_border_kv_head_lives_on_both_sides():
 def test_absurd_head_counts_take_no_time():
     """A hostile config may name as many heads as it likes."""
     cut = cut_heads(1 << 14, 1, 64, 1 << 16, 7, cached_tokens=10**15)
-    assert cut.waste == pytest.approx(6)  # one KV head and nothing but its cache: all ranks read it
+    assert cut.waste == pytest.approx(6, abs=1e-4)  # one KV head and nothing but its cache: all ranks read it
     assert max(span.real for span in cut_heads(1 << 14, 1, 64, 1 << 16, 7).q) == 2341
 
 
