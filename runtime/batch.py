@@ -1,0 +1,58 @@
+"""One step as tensors: what the kernels want to know of a batch of sequences of different lengths."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tilerank.kernels.attention import KV_BLOCK
+
+from .step import Step
+
+
+@dataclass(frozen=True)
+class Batch:
+    """t tokens of s sequences, one sequence after the other.
+
+    token_ids, positions: [t] int64. slots: [t] int64, where keys and values go: page * KV_BLOCK + offset.
+    block_tables: [s, b] int32, the pages of every sequence in order. seq_lens: [s] int32, tokens of a sequence once
+    this step's are in. query_starts: [s + 1] int32, a sequence's first row. logit_rows: [m] int64, the rows to project
+    on the vocabulary.
+    """
+
+    token_ids: Tensor
+    positions: Tensor
+    slots: Tensor
+    block_tables: Tensor
+    seq_lens: Tensor
+    query_starts: Tensor
+    logit_rows: Tensor
+
+    @staticmethod
+    def of(step: Step, tables: Mapping[int, list[int]]) -> "Batch":
+        """`tables` are the pages of the sequences, by number."""
+        token_ids: list[int] = []
+        positions: list[int] = []
+        slots: list[int] = []
+        logit_rows: list[int] = []
+        starts = [0]
+        for chunk in step.chunks:
+            table = tables[chunk.sequence]
+            span = range(chunk.start, chunk.start + len(chunk.token_ids))
+            token_ids += chunk.token_ids
+            positions += span
+            slots += [table[position // KV_BLOCK] * KV_BLOCK + position % KV_BLOCK for position in span]
+            starts.append(len(token_ids))
+            logit_rows += range(starts[-1] - chunk.logits, starts[-1])
+        pages = [tables[chunk.sequence] for chunk in step.chunks]
+        width = max(map(len, pages))
+        return Batch(
+            token_ids=torch.tensor(token_ids),
+            positions=torch.tensor(positions),
+            slots=torch.tensor(slots),
+            block_tables=torch.tensor([row + [0] * (width - len(row)) for row in pages], dtype=torch.int32),
+            seq_lens=torch.tensor([c.start + len(c.token_ids) for c in step.chunks], dtype=torch.int32),
+            query_starts=torch.tensor(starts, dtype=torch.int32),
+            logit_rows=torch.tensor(logit_rows, dtype=torch.int64),
+        )

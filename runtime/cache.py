@@ -1,0 +1,115 @@
+"""What layers keep between steps: four kinds of cache as declarations, and the allocation of paged KV.
+
+A kind says how many bytes it takes, so that a plan can count them before anything is allocated.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from tilerank.kernels.attention import KV_BLOCK, KVLayer
+from tilerank.loader.config import ModelConfig
+
+from .errors import EngineError
+
+
+@dataclass(frozen=True)
+class PagedKV:
+    """Keys and values of every token, in pages of KV_BLOCK tokens. Counts are this rank's."""
+
+    kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+
+    def nbytes(self, tokens: int) -> int:
+        return KVLayer.nbytes(num_blocks(tokens), self.kv_heads, self.head_dim, self.dtype)
+
+
+@dataclass(frozen=True)
+class PagedLatent:
+    """Multi-head latent attention (DeepSeek-V3): one compressed vector a token and its rotated part, for all heads."""
+
+    latent_dim: int
+    rope_dim: int
+    dtype: torch.dtype
+
+    def nbytes(self, tokens: int) -> int:
+        return num_blocks(tokens) * KV_BLOCK * (self.latent_dim + self.rope_dim) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class EncoderKV:
+    """Keys and values of what an encoder saw, for cross-attention: written once a request, of any length, also none."""
+
+    kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+
+    def nbytes(self, tokens: int) -> int:
+        """For `tokens` encoder tokens of all requests."""
+        return KVLayer.nbytes(num_blocks(tokens), self.kv_heads, self.head_dim, self.dtype)
+
+
+@dataclass(frozen=True)
+class RecurrentState:
+    """A gated delta net (Qwen3.5): the last inputs of the convolution and one fp32 matrix a value head, per request."""
+
+    conv_channels: int
+    conv_width: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    dtype: torch.dtype
+
+    def nbytes(self, requests: int) -> int:
+        conv = (self.conv_width - 1) * self.conv_channels * self.dtype.itemsize
+        state = self.value_heads * self.key_dim * self.value_dim * torch.float32.itemsize
+        return requests * (conv + state)
+
+
+DEFAULT_TOTAL_TOKENS = 32768
+
+CacheSpec = PagedKV | PagedLatent | EncoderKV | RecurrentState
+
+
+def default_capacity(config: ModelConfig) -> int:
+    """Tokens that the KV cache has room for unless told otherwise: one full context, within reason."""
+    return min(DEFAULT_TOTAL_TOKENS, config.max_position_embeddings)
+
+
+def num_blocks(tokens: int) -> int:
+    """Pages that `tokens` tokens of one sequence take."""
+    return -(-tokens // KV_BLOCK)
+
+
+def allocate(specs: Sequence[CacheSpec], tokens: int) -> list[KVLayer]:
+    """The caches of all layers, with pages for `tokens` tokens. EngineError for a kind that has no allocator."""
+    for layer, spec in enumerate(specs):
+        if not isinstance(spec, PagedKV):
+            raise EngineError(f"layer {layer} declares a {type(spec).__name__} cache, which cannot be allocated yet")
+    blocks = num_blocks(tokens)
+    return [
+        KVLayer.empty(blocks, spec.kv_heads, spec.head_dim, spec.dtype) for spec in specs if isinstance(spec, PagedKV)
+    ]
+
+
+class BlockPool:
+    """The free pages. Kept on rank 0 only: the other ranks are told which page is whose."""
+
+    def __init__(self, blocks: int) -> None:
+        self.total = blocks
+        self._free = list(range(blocks - 1, -1, -1))  # handed out from the end: lowest first
+
+    @property
+    def free(self) -> int:
+        return len(self._free)
+
+    def take(self, count: int) -> list[int]:
+        """`count` pages. The caller has looked at `free`."""
+        if count > len(self._free):
+            raise EngineError(f"{count} pages were asked of a cache that has {len(self._free)} of {self.total} free")
+        return [self._free.pop() for _ in range(count)]
+
+    def give_back(self, blocks: Sequence[int]) -> None:
+        self._free.extend(reversed(blocks))

@@ -1,0 +1,117 @@
+"""Llama 3.x (arXiv 2407.21783), and the dense decoder that the families after it share.
+
+    x += attention(norm(x));  x += mlp(norm(x))        per layer, then a last norm and the head
+
+Attention is causal and grouped: several query heads share a KV head. Positions enter as rotations of queries and keys.
+"""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from tilerank.kernels import ops
+from tilerank.kernels.attention import KVLayer, attention, store_kv
+from tilerank.loader.config import ModelConfig
+from tilerank.parallel.layers import (
+    GateUpParallelLinear,
+    Layer,
+    ParallelLMHead,
+    QKVParallelLinear,
+    RMSNorm,
+    RowParallelLinear,
+    Sharding,
+    VocabParallelEmbedding,
+)
+
+from ..batch import Batch
+from ..cache import CacheSpec, PagedKV
+from ..model import Model
+from ..rope import RotaryTable
+
+
+class Attention(Layer):
+    """x[t, hidden] -> [t, hidden]."""
+
+    def __init__(self, name: str, config: ModelConfig, sharding: Sharding, *, qkv_bias: bool, out_bias: bool) -> None:
+        heads, dim = config.num_heads, config.head_dim
+        self.qkv = QKVParallelLinear(name, config.hidden_size, heads, config.num_kv_heads, dim, sharding, bias=qkv_bias)
+        self.out = RowParallelLinear(
+            f"{name}.o_proj", heads * dim, config.hidden_size, sharding, span=self.qkv.q_columns, bias=out_bias
+        )
+        self.scale = dim**-0.5
+        self.cache_spec = PagedKV(self.qkv.kv_heads, dim, sharding.dtype)
+
+    def normalize(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """What some families do to every head before the rotation."""
+        return q, k
+
+    def __call__(self, x: Tensor, rope: RotaryTable, batch: Batch, cache: KVLayer) -> Tensor:
+        q, k, v = self.qkv(x)
+        q, k = self.normalize(q, k)
+        ops.rotary_(q, k, batch.positions, rope.cos, rope.sin)
+        store_kv(k, v, cache, batch.slots)
+        heads = attention(q, cache, batch.block_tables, batch.seq_lens, batch.query_starts, self.qkv.kv_map, self.scale)
+        return self.out(heads.flatten(1))
+
+
+class MLP(Layer):
+    """down(silu(gate(x)) * up(x)); x[t, hidden] -> [t, hidden]."""
+
+    def __init__(self, name: str, config: ModelConfig, sharding: Sharding) -> None:
+        hidden, width, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+        self.gate_up = GateUpParallelLinear(name, hidden, width, sharding, bias=bias)
+        self.down = RowParallelLinear(f"{name}.down_proj", width, hidden, sharding, span=self.gate_up.span, bias=bias)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.down(ops.silu_mul(self.gate_up(x)))
+
+
+class DecoderLayer(Layer):
+    def __init__(self, name: str, config: ModelConfig, attention: Attention, sharding: Sharding) -> None:
+        self.input_norm = RMSNorm(f"{name}.input_layernorm", config.hidden_size, config.rms_norm_eps, sharding)
+        self.attention = attention
+        self.mlp_norm = RMSNorm(f"{name}.post_attention_layernorm", config.hidden_size, config.rms_norm_eps, sharding)
+        self.mlp = MLP(f"{name}.mlp", config, sharding)
+
+
+class Llama(Model):
+    """LlamaForCausalLM."""
+
+    def __init__(self, config: ModelConfig, sharding: Sharding) -> None:
+        hidden, vocab = config.hidden_size, config.vocab_size
+        self.tied = config.tie_word_embeddings
+        self.embed = VocabParallelEmbedding("model.embed_tokens", vocab, hidden, sharding)
+        self.rope = RotaryTable(config.rope, config.head_dim, config.max_position_embeddings, sharding.dtype)
+        self.layers = [
+            DecoderLayer(name, config, self.attention(f"{name}.self_attn", config, sharding), sharding)
+            for name in (f"model.layers.{i}" for i in range(config.num_layers))
+        ]
+        self.norm = RMSNorm("model.norm", hidden, config.rms_norm_eps, sharding)
+        self.head = ParallelLMHead("model.embed_tokens" if self.tied else "lm_head", hidden, vocab, sharding)
+
+    def attention(self, name: str, config: ModelConfig, sharding: Sharding) -> Attention:
+        bias = config.attention_bias
+        return Attention(name, config, sharding, qkv_bias=bias, out_bias=bias)
+
+    def cache_specs(self) -> list[CacheSpec]:
+        return [layer.attention.cache_spec for layer in self.layers]
+
+    def forward(self, batch: Batch, caches: Sequence[KVLayer]) -> Tensor:
+        """fp32 logits [len(batch.logit_rows), vocab]."""
+        residual = self.embed(batch.token_ids)
+        x = self.layers[0].input_norm(residual)
+        next_norms = [layer.input_norm for layer in self.layers[1:]] + [self.norm]
+        for layer, next_norm, cache in zip(self.layers, next_norms, caches, strict=True):
+            # Each sum into the residual stream is one kernel with the norm that follows it.
+            x = layer.attention(x, self.rope, batch, cache)
+            x = layer.mlp_norm.add(x, residual)
+            x = layer.mlp(x)
+            x = next_norm.add(x, residual)
+        # Only the rows that somebody asked for: the vocabulary is the widest projection of all.
+        return self.head(x.index_select(0, batch.logit_rows))
+
+    def ignore(self, name: str) -> bool:
+        return name.endswith(".rotary_emb.inv_freq") or (self.tied and name == "lm_head.weight")
+
+
+MODELS = {"llama": Llama}

@@ -1,0 +1,26 @@
+"""Which file of `models/` runs a checkpoint: each has a table MODELS of the `model_type`s that it knows."""
+
+import importlib
+import pkgutil
+from functools import cache
+
+from tilerank.loader.errors import ConfigError
+
+from . import models
+from .model import Model
+
+
+def model_class(model_type: str) -> type[Model]:
+    """The class for a `model_type` of config.json. Raises ConfigError listing the known ones."""
+    known = _known()
+    if model_type not in known:
+        raise ConfigError(f"model_type: expected one of {', '.join(sorted(known))}, found {model_type!r}")
+    return known[model_type]
+
+
+@cache
+def _known() -> dict[str, type[Model]]:
+    found: dict[str, type[Model]] = {}
+    for info in pkgutil.iter_modules(models.__path__):
+        found |= importlib.import_module(f"{models.__name__}.{info.name}").MODELS
+    return found
