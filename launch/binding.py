@@ -85,8 +85,9 @@ def _set_policy(nodes: tuple[int, ...], strict: bool, notes: list[str]) -> str:
         raise LaunchError(f"memory cannot be bound to node {name} as --membind strict asks: {os.strerror(error)}")
     if mode == _PREFERRED_MANY and error == errno.EINVAL:
         return "first touch"  # before Linux 5.15; each pinned worker touches its own part first, so it is local anyhow
+    why = os.strerror(error) + (", as in a container without CAP_SYS_NICE" if error == errno.EPERM else "")
     notes.append(
-        f"memory policy for node {name} is refused ({os.strerror(error)}, as in a container without CAP_SYS_NICE): "
+        f"memory policy for node {name} is refused ({why}): "
         "pages go to the node of the pinned thread that touches them first"
     )
     return "first touch"

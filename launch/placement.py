@@ -6,6 +6,7 @@ nodes: ranks work in lockstep, so the smallest one sets the pace, and pinned thr
 keep it local.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -87,13 +88,13 @@ def _auto(topology: Topology, ranks: int) -> Placement:
     usable = topology.usable_cores() or topology.usable_cores(isolated=True)
     if ranks > len(usable):
         return _shared(topology, ranks, usable)
-    by_node: dict[int, list[Core]] = {}
+    domains: dict[int, list[Core]] = {}  # by the node of the memory, so that a node without any joins its nearest one
     for core in usable:
-        by_node.setdefault(core.node, []).append(core)
-    groups = _whole_nodes(list(by_node.values()), ranks)
+        domains.setdefault(topology.nearest_memory(core.node), []).append(core)
+    groups = _whole_nodes(list(domains.values()), ranks)
     if groups is None or 2 * min(len(g) for g in groups) < len(usable) // ranks:
-        groups = _even(usable, ranks)
-    placed = [_rank(topology, r, group, _describe(by_node, group)) for r, group in enumerate(groups)]
+        groups = _even([core for domain in domains.values() for core in domain], ranks)
+    placed = [_rank(topology, r, group, _describe(usable, group)) for r, group in enumerate(groups)]
     return Placement(tuple(placed), oversubscribed=False)
 
 
@@ -141,13 +142,12 @@ def _rank(topology: Topology, rank: int, group: Sequence[Core], reason: str) -> 
     )
 
 
-def _describe(by_node: dict[int, list[Core]], group: Sequence[Core]) -> str:
-    parts = []
-    for node, cores in by_node.items():
-        here = sum(1 for core in group if core.node == node)
-        if here:
-            whole = here == len(cores)
-            parts.append(f"{count(here, 'core')} of node {node}" + ("" if whole else f" (which has {len(cores)})"))
+def _describe(usable: Sequence[Core], group: Sequence[Core]) -> str:
+    total, here = Counter(core.node for core in usable), Counter(core.node for core in group)
+    parts = [
+        f"{count(n, 'core')} of node {node}" + ("" if n == total[node] else f" (which has {total[node]})")
+        for node, n in sorted(here.items())
+    ]
     return ", ".join(parts)
 
 

@@ -50,11 +50,10 @@ class Machine:
         _put(root, f"{system}/node/online", format_cpulist(nodes))
         for node in nodes:
             self._write_node(root, f"{system}/node/node{node}", node)
-            for index, core in enumerate(self.cpus_of(node)):
+            for core in self.cpus_of(node):
                 present = [cpu for cpu in core if cpu not in self.offline]
                 for cpu in present:  # the kernel removes the topology directory of an offline CPU
                     _put(root, f"{system}/cpu/cpu{cpu}/topology/physical_package_id", str(self.cores[node][0]))
-                    _put(root, f"{system}/cpu/cpu{cpu}/topology/core_id", str(index))
                     _put(root, f"{system}/cpu/cpu{cpu}/topology/thread_siblings_list", format_cpulist(present))
         total = sum(self._memory(node) for node in nodes) // 1024
         _put(root, "proc/meminfo", f"MemTotal: {total} kB\nMemFree: {total // 2} kB\n")

@@ -8,9 +8,10 @@ from fake_sysfs import SNC3, Machine, sockets
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tilerank.launch.cgroup import Limits
 from tilerank.launch.errors import LaunchError
 from tilerank.launch.placement import Placement, auto_ranks, place
-from tilerank.launch.topology import Topology, read_topology
+from tilerank.launch.topology import Core, Node, Topology, read_topology
 
 UNDERSTOOD = "lists like 0-39|43-82, auto or none are understood"
 
@@ -96,6 +97,15 @@ def test_nodes_without_cores_or_memory() -> None:
     placement = place(topology, 2)
     assert mems(placement) == [(0,), (0,)]
     assert placement.ranks[1].reason == "8 cores of node 1; memory on node 0, the nearest that may be used"
+
+
+def test_memoryless_node_joins_the_nearest() -> None:
+    """A rank per memory: splitting the cores evenly would have one rank read from both."""
+    machine = Machine([(0, 4), (1, 4), (2, 4)], memory={2: 0}, remote={(0, 2): 31, (1, 2): 22})
+    placement = place(topology_of(machine), 2)
+    assert sizes(placement) == [4, 8]
+    assert mems(placement) == [(0,), (1,)]
+    assert placement.ranks[1].reason == "4 cores of node 1, 4 cores of node 2"
 
 
 def test_cpuset_mems_without_the_local_node() -> None:
@@ -225,27 +235,37 @@ def test_none_keeps_the_mask_of_a_foreign_launcher() -> None:
 
 
 @st.composite
-def machines(draw: st.DrawFn) -> Machine:
-    layout = draw(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 6)), min_size=1, max_size=8))
-    if not any(cores for _, cores in layout):
-        layout[0] = (0, 2)
-    machine = Machine(sorted(layout, key=lambda node: node[0]), threads=draw(st.integers(1, 2)))
-    machine.memory = dict.fromkeys(draw(st.sets(st.integers(0, len(layout) - 2))) if len(layout) > 1 else (), 0)
-    every = [cpu for node in range(len(layout)) for core in machine.cpus_of(node) for cpu in core]
-    machine.offline = frozenset(draw(st.sets(st.sampled_from(every), max_size=len(every) - 1)))
-    online = sorted(set(every) - machine.offline)
-    allowed = draw(st.sets(st.sampled_from(online), min_size=1))
-    machine.isolated = ",".join(map(str, draw(st.sets(st.sampled_from(online)))))
-    machine.cgroup = {"sys/fs/cgroup/cpuset.cpus.effective": ",".join(map(str, allowed))}
-    if draw(st.booleans()):
-        machine.cgroup = {**machine.cgroup, "sys/fs/cgroup/cpu.max": f"{draw(st.integers(1, 1000)) * 1000} 100000"}
-    return machine
+def topologies(draw: st.DrawFn) -> Topology:
+    """Any: nodes without cores or memory, cores with one or two threads, odd cpusets, isolated CPUs, quotas."""
+    cores: list[Core] = []
+    nodes = range(draw(st.integers(1, 8)))
+    for node in nodes:
+        for _ in range(draw(st.integers(0 if node else 1, 6))):
+            first = sum(len(core.threads) for core in cores)
+            cores.append(Core(tuple(range(first, first + draw(st.integers(1, 2)))), node, node // 3))
+    online = [cpu for core in cores for cpu in core.threads]
+    with_memory = draw(st.sets(st.sampled_from(nodes), min_size=1))
+    quota = draw(st.none() | st.floats(0.01, 60))
+    return Topology(
+        nodes=tuple(
+            Node(
+                n, n // 3, (), int(n in with_memory), 0, {m: 10 if m == n else draw(st.integers(11, 31)) for m in nodes}
+            )
+            for n in nodes
+        ),
+        cores=tuple(cores),
+        offline=(),
+        isolated=tuple(sorted(draw(st.sets(st.sampled_from(online))))),
+        allowed_cpus=tuple(sorted(draw(st.sets(st.sampled_from(online), min_size=1)))),
+        allowed_mems=tuple(sorted(with_memory)),
+        inherited_cpus=tuple(online),
+        limits=Limits(cpu_quota=quota),
+    )
 
 
-@settings(max_examples=80, deadline=None)
-@given(machines(), st.integers(1, 20))
-def test_every_rank_has_cores_of_its_own(machine: Machine, ranks: int) -> None:
-    topology = topology_of(machine)
+@settings(deadline=None)
+@given(topologies(), st.integers(1, 20))
+def test_every_rank_has_cores_of_its_own(topology: Topology, ranks: int) -> None:
     placement = place(topology, ranks)
     assert [rank.rank for rank in placement.ranks] == list(range(ranks))
     core_of = {cpu: core.threads[0] for core in topology.cores for cpu in core.threads}

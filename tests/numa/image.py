@@ -1,0 +1,137 @@
+"""Boots this Python and the launch room in a virtual machine whose NUMA nodes are qemu's, and returns what they saw.
+
+No distribution is installed in it: the initial RAM disk holds busybox, the Python that runs the tests at the same
+path as here, the libraries both need, and `checks.py`. The kernel comes out of Debian's package without being
+installed. Software emulation only (TCG): it works in any container, and nothing here measures time.
+"""
+
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+REPOSITORY = HERE.parent.parent
+CACHE = REPOSITORY / "build/numa"  # the kernel, 8 MB
+KERNEL_PACKAGE = "linux-image-cloud-amd64"
+PROGRAMS = {"qemu-system-x86_64": "qemu-system-x86", "cpio": "cpio", "busybox": "busybox-static"}
+# Parts of the standard library that are large or need large libraries, and that nothing here imports.
+LEFT_OUT = re.compile(
+    r"/(site-packages|dist-packages|tests?|idlelib|tkinter|ensurepip|lib2to3|config-[^/]*|pydoc_data)/"
+)
+LEFT_OUT_MODULES = re.compile(r"_(ssl|hashlib|sqlite3|tkinter|curses|dbm|gdbm|test|ctypes_test|xx)|readline|xx")
+
+
+def missing() -> str | None:
+    """The Debian packages that are not here, as a sentence; None if nothing is missing."""
+    packages = [package for program, package in PROGRAMS.items() if not shutil.which(program)]
+    if packages:
+        return f"not installed: {', '.join(packages)} (apt-get install them)"
+    if not _kernels() and not shutil.which("apt-get"):
+        return f"no kernel of the package {KERNEL_PACKAGE} in /boot or {CACHE}, and no apt-get to fetch it"
+    return None
+
+
+def boot(directory: Path, machine: Sequence[str], *, append: str = "", timeout: int = 300) -> dict[str, Any]:
+    """Boots with qemu's arguments `machine`; returns the object that `checks.py` printed.
+
+    RuntimeError with the end of the console if the checks did not finish.
+    """
+    initrd = build(directory)
+    command = [
+        *("qemu-system-x86_64", "-accel", "tcg,thread=multi", "-nodefaults", "-no-reboot"),
+        *("-display", "none", "-serial", "stdio", "-kernel", str(kernel()), "-initrd", str(initrd)),
+        *("-append", f"console=ttyS0 panic=-1 quiet {append}".strip()),
+        *machine,
+    ]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, stdin=subprocess.DEVNULL)
+    except subprocess.TimeoutExpired as error:
+        console = (error.stdout or b"").decode(errors="replace")
+        raise RuntimeError(f"the virtual machine did not end within {timeout} s:\n{console[-4000:]}") from None
+    answer = re.search(r"^ANSWER (.*)$", done.stdout, re.MULTILINE)
+    if not answer or not re.search(r"^RC=0\s*$", done.stdout, re.MULTILINE):
+        raise RuntimeError(f"the checks failed in the virtual machine:\n{done.stdout[-4000:]}{done.stderr[-2000:]}")
+    return dict(json.loads(answer[1]))
+
+
+def kernel() -> Path:
+    """The newest Debian cloud kernel: installed, fetched earlier, or fetched now."""
+    if not _kernels():
+        CACHE.mkdir(parents=True, exist_ok=True)
+        depends = _run(["apt-cache", "depends", KERNEL_PACKAGE])
+        package = re.search(r"Depends: (linux-image-\S+)", depends)
+        if not package:
+            raise RuntimeError(f"apt knows no package {KERNEL_PACKAGE}; run apt-get update")
+        _run(["apt-get", "download", package[1]], CACHE)
+        for archive in CACHE.glob("*.deb"):
+            _run(["dpkg-deb", "-x", archive.name, "unpacked"], CACHE)
+            archive.unlink()
+        for image in (CACHE / "unpacked/boot").glob("vmlinuz-*"):
+            image.rename(CACHE / image.name)
+        shutil.rmtree(CACHE / "unpacked")
+    return _kernels()[-1]
+
+
+def _kernels() -> list[Path]:
+    return sorted([*Path("/boot").glob("vmlinuz-*-cloud-amd64"), *CACHE.glob("vmlinuz-*-cloud-amd64")])
+
+
+def build(directory: Path) -> Path:
+    """Writes the initial RAM disk, about 60 MB, uncompressed since emulated code would unpack it."""
+    root = directory / "root"
+    python = Path(sys.executable).resolve()
+    library = Path(sysconfig.get_path("stdlib"))
+    modules = [path for path in library.rglob("*") if _wanted(path)]
+    busybox = Path(str(shutil.which("busybox")))
+    _copy(root, "/", [python, *modules])
+    _copy(root, "/", _libraries([python, busybox, *(path for path in modules if path.suffix == ".so")]))
+    _copy(root, "/bin", [busybox])
+    _copy(root, "/", [HERE / "checks.py", HERE / "init"], flat=True)
+    _copy(root, "/tilerank/launch", sorted((REPOSITORY / "launch").glob("*.py")), flat=True)
+    (root / "init").chmod(0o755)
+    environ = {"PYTHON": str(python), "PYTHONHOME": sys.base_prefix, "PYTHONPATH": "/"}
+    (root / "environment").write_text("".join(f"export {k}={shlex.quote(v)}\n" for k, v in environ.items()))
+    for name in ("proc", "sys", "dev", "tmp"):
+        (root / name).mkdir()
+    initrd = directory / "initrd"
+    with initrd.open("wb") as out:
+        names = "\n".join(str(path.relative_to(root)) for path in sorted(root.rglob("*")))
+        cpio = ["cpio", "-o", "-H", "newc", "-R", "0:0", "--quiet"]
+        subprocess.run(cpio, cwd=root, input=names.encode(), stdout=out, check=True)
+    shutil.rmtree(root)
+    return initrd
+
+
+def _wanted(path: Path) -> bool:
+    if path.suffix not in (".py", ".pyc", ".so") or LEFT_OUT.search(str(path)):
+        return False
+    return not (path.suffix == ".so" and LEFT_OUT_MODULES.match(path.name))
+
+
+def _libraries(binaries: Iterable[Path]) -> list[Path]:
+    """The shared libraries, loader included, that the binaries name."""
+    ldd = subprocess.run(["ldd", *map(str, binaries)], capture_output=True, text=True)
+    return [Path(name) for name in sorted(set(re.findall(r"(?:=> |^\s+)(/\S+) \(0x", ldd.stdout, re.MULTILINE)))]
+
+
+def _copy(root: Path, to: str, paths: Iterable[Path], *, flat: bool = False) -> None:
+    for path in paths:
+        target = root / to.lstrip("/") / (path.name if flat or to == "/bin" else str(path).lstrip("/"))
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if not target.exists():
+            shutil.copy2(path, target)
+
+
+def _run(command: list[str], directory: Path | None = None) -> str:
+    done = subprocess.run(command, cwd=directory, capture_output=True, text=True, env={**os.environ, "LC_ALL": "C"})
+    if done.returncode:
+        raise RuntimeError(f"{shlex.join(command)} failed: {done.stderr.strip()}")
+    return done.stdout
