@@ -1,0 +1,322 @@
+"""What would happen at a given TP size: how the model is cut, what each node must hold, where the ranks run.
+
+`plan_model` builds the model of every rank without allocating anything, so it knows whatever the model files know. The
+command prints the result; the launcher asks `Plan.refusal()` before it loads a byte.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .cpulist import count
+from .placement import Placement, RankPlacement, auto_ranks, place
+from .plan_text import render, size
+from .topology import Topology, read_topology
+
+if TYPE_CHECKING:
+    import torch
+
+    from tilerank.loader.config import ModelConfig
+    from tilerank.parallel.layer import Layer
+    from tilerank.parallel.shard import HeadCut, Span, Strategy
+    from tilerank.runtime.cache import CacheSpec
+
+RANK_OVERHEAD = 300 << 20
+"""Bytes of a rank beside weights and cache: interpreter, libraries, activations, the tensor that is being read."""
+
+_ORDER = ("query heads", "KV heads", "MLP width", "vocabulary")
+
+
+@dataclass(frozen=True)
+class Dimension:
+    """A dimension that is cut: `total` items in units of `unit`, the part of every rank, waste of the slowest."""
+
+    name: str
+    total: int
+    unit: int
+    spans: tuple[Span, ...]
+    waste: float
+
+    @property
+    def units(self) -> int:
+        return -(-self.total // self.unit)
+
+
+@dataclass(frozen=True)
+class Attention:
+    """The strategy by which heads are cut; what the slowest rank reads beyond a perfect cut, and would by the other."""
+
+    strategy: str
+    waste: float
+    other_waste: float | None
+
+
+@dataclass(frozen=True)
+class RankShare:
+    """What one rank holds, in bytes, and where it runs."""
+
+    placement: RankPlacement
+    weights: int
+    cache_per_token: int
+
+
+@dataclass(frozen=True)
+class NodeShare:
+    """What the ranks that run near a memory node put there, in bytes; `free` counts page cache that can be dropped."""
+
+    node: int
+    ranks: tuple[int, ...]
+    weights: int
+    cache_per_token: float
+    overhead: int
+    free: int
+
+    def need(self, tokens: int) -> float:
+        return self.weights + self.overhead + self.cache_per_token * tokens
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a model is cut over the `tp` ranks of this host. `cached_tokens` is the size of the KV cache in tokens."""
+
+    model: str
+    model_type: str
+    num_layers: int
+    parameters: int
+    dtype: str
+    tp: int
+    cached_tokens: int
+    dimensions: tuple[Dimension, ...]
+    attention: Attention | None
+    ranks: tuple[RankShare, ...]
+    nodes: tuple[NodeShare, ...]
+    group_available: int | None
+    """Bytes that the control group may still allocate, None where it sets no limit."""
+    notes: tuple[str, ...]
+
+    @property
+    def weights(self) -> int:
+        return sum(rank.weights for rank in self.ranks)
+
+    @property
+    def cache_per_token(self) -> int:
+        return sum(rank.cache_per_token for rank in self.ranks)
+
+    @property
+    def need(self) -> int:
+        """Bytes of all ranks of this host together."""
+        return self.weights + self.cache_per_token * self.cached_tokens + self.overhead
+
+    @property
+    def overhead(self) -> int:
+        return len(self.ranks) * RANK_OVERHEAD
+
+    @property
+    def free(self) -> int:
+        return sum(node.free for node in self.nodes)
+
+    @property
+    def available(self) -> int:
+        """Bytes that this host has for the ranks: its free memory, or what the control group still allows of it."""
+        return self.free if self.group_available is None else min(self.free, self.group_available)
+
+    @property
+    def token_room(self) -> int:
+        """Cached tokens that fit beside the weights before the fullest node, or the control group, is full."""
+        rooms = [
+            (node.free - node.weights - node.overhead) / node.cache_per_token
+            for node in self.nodes
+            if node.cache_per_token
+        ]
+        if self.group_available is not None and self.cache_per_token:
+            rooms.append((self.group_available - self.weights - self.overhead) / self.cache_per_token)
+        return max(0, int(min(rooms, default=0)))
+
+    def refusal(self) -> str | None:
+        """Why this cannot be loaded: one sentence with numbers. None if it can."""
+        if self.need <= self.available:
+            return None
+        cache = f"{size(self.cache_per_token * self.cached_tokens)} of KV cache for {self.cached_tokens:,} tokens, "
+        return (
+            f"{self.model}: not enough memory for {count(len(self.ranks), 'rank')}: {size(self.weights)} of weights, "
+            f"{cache if self.cached_tokens else ''}{size(self.overhead)} for the processes, "
+            f"{size(self.need)} together, but "
+            f"{'this host has' if self.available == self.free else 'the control group allows'} {size(self.available)}"
+        )
+
+
+def plan_model(
+    config: ModelConfig,
+    tp: int,
+    *,
+    model: str,
+    topology: Topology,
+    placement: Placement,
+    strategy: Strategy = "auto",
+    dtype: str = "auto",
+    cached_tokens: int | None = None,
+    here: range | None = None,
+) -> Plan:
+    """The plan for a model on this host. ShardError or ConfigError where it cannot be cut or is not known.
+
+    `model` is what messages call it; `dtype` "auto" is the checkpoint's; `cached_tokens` is the size of the KV cache,
+    by default the engine's. `here` are the ranks of this host, all unless there are more; `placement` is theirs.
+    """
+    from tilerank.parallel.layer import Sharding
+    from tilerank.runtime.cache import default_capacity
+    from tilerank.runtime.registry import model_class
+
+    if cached_tokens is None:
+        cached_tokens = default_capacity(config)
+    torch_dtype = resolve_dtype(config, dtype)
+    make = model_class(config.model_type)
+    models = [
+        make(config, Sharding(rank, tp, torch_dtype, None, strategy, cached_tokens)) for rank in here or range(tp)
+    ]
+    shapes = {piece.name: piece.shape for piece in models[0].pieces()}
+    heads = next(_head_cuts(models[0]), None)
+    ranks = tuple(
+        RankShare(where, part.nbytes(), _cache_per_token(part.cache_specs()))
+        for where, part in zip(placement.ranks, models, strict=True)
+    )
+    return Plan(
+        model=model,
+        model_type=config.model_type,
+        num_layers=config.num_layers,
+        parameters=sum(math.prod(shape) for shape in shapes.values()),
+        dtype=str(torch_dtype).removeprefix("torch."),
+        tp=tp,
+        cached_tokens=cached_tokens,
+        dimensions=tuple(sorted(dict.fromkeys(_dimensions(models[0])), key=lambda d: _ORDER.index(d.name))),
+        attention=Attention(heads.strategy, heads.waste, heads.other_waste) if heads else None,
+        ranks=ranks,
+        nodes=_node_shares(topology, ranks),
+        group_available=topology.limits.memory_available,
+        notes=placement.notes,
+    )
+
+
+def resolve_dtype(config: ModelConfig, dtype: str) -> torch.dtype:
+    """The dtype of weights, activations and cache: "auto" is the checkpoint's, as far as there are kernels for it."""
+    import torch
+
+    if dtype == "auto":
+        return torch.float32 if config.dtype == "float32" else torch.bfloat16
+    return {"bfloat16": torch.bfloat16, "float32": torch.float32}[dtype]
+
+
+def _cache_per_token(specs: Sequence[CacheSpec]) -> int:
+    """Bytes of the caches that grow with every token."""
+    from tilerank.kernels.attention import KV_BLOCK
+    from tilerank.runtime.cache import PagedKV, PagedLatent
+
+    return sum(spec.nbytes(KV_BLOCK) for spec in specs if isinstance(spec, PagedKV | PagedLatent)) // KV_BLOCK
+
+
+def _dimensions(model: Layer) -> Iterator[Dimension]:
+    """The same dimension of many layers comes many times."""
+    from tilerank.parallel.layers import GateUpParallelLinear, ParallelLMHead, QKVParallelLinear, VocabParallelEmbedding
+
+    for layer in model.walk():
+        if isinstance(layer, QKVParallelLinear):
+            for name, spans in (("query heads", layer.heads.q), ("KV heads", layer.heads.kv)):
+                total = max(span.stop for span in spans)
+                yield Dimension(name, total, 1, spans, max(span.size for span in spans) * len(spans) / total - 1)
+        elif isinstance(layer, GateUpParallelLinear):
+            yield Dimension("MLP width", layer.cut.total, layer.cut.unit, layer.cut.spans, layer.cut.waste)
+        elif isinstance(layer, VocabParallelEmbedding | ParallelLMHead):
+            yield Dimension("vocabulary", layer.cut.total, layer.cut.unit, layer.cut.spans, layer.cut.waste)
+
+
+def _head_cuts(model: Layer) -> Iterator[HeadCut]:
+    from tilerank.parallel.layers import QKVParallelLinear
+
+    return (layer.heads for layer in model.walk() if isinstance(layer, QKVParallelLinear))
+
+
+def _node_shares(topology: Topology, ranks: tuple[RankShare, ...]) -> tuple[NodeShare, ...]:
+    """Pinned threads touch their part first: a rank's bytes lie near its cores, or anywhere if it is bound to none."""
+    node_of = {cpu: core.node for core in topology.cores for cpu in core.threads}
+    homes = []
+    for rank in ranks:
+        near = Counter(topology.nearest_memory(node_of[cpu]) for cpu in rank.placement.cores)
+        homes.append(near or Counter(topology.allowed_mems))
+    shares = []
+    for node in topology.allowed_mems:
+        parts = [(rank, home[node] / home.total()) for rank, home in zip(ranks, homes, strict=True) if home[node]]
+        shares.append(
+            NodeShare(
+                node=node,
+                ranks=tuple(rank.placement.rank for rank, _ in parts),
+                weights=round(sum(rank.weights * part for rank, part in parts)),
+                cache_per_token=sum(rank.cache_per_token * part for rank, part in parts),
+                overhead=round(sum(RANK_OVERHEAD * part for _, part in parts)),
+                free=topology.node(node).memory_free,
+            )
+        )
+    return tuple(shares)
+
+
+def as_json(plan: Plan) -> dict[str, Any]:
+    """The plan and what follows from it, ready for JSON."""
+    follows = {name: getattr(plan, name) for name in ("weights", "cache_per_token", "need", "available", "token_room")}
+    return dataclasses.asdict(plan) | follows | {"refusal": plan.refusal()}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model_dir", metavar="MODEL_DIR", type=Path, help="a Hugging Face model directory")
+    parser.add_argument("--tp", type=_tp, metavar="auto|N", help="number of ranks (auto: one per NUMA node)")
+    parser.add_argument("--cores", default="auto", help='cores of each rank, "0-39|43-82"; auto or none')
+    parser.add_argument(
+        "--strategy",
+        default="auto",
+        choices=("auto", "pad", "split"),
+        help="how heads are cut: padded to equal shapes, split unevenly, or auto: whichever reads less",
+    )
+    parser.add_argument("--dtype", default="auto", choices=("auto", "bfloat16", "float32"), help="of the weights")
+    parser.add_argument(
+        "--cached-tokens",
+        "--max-total-tokens",
+        type=_whole,
+        metavar="N",
+        help="tokens in the KV cache, of all requests together (default: what generate would take)",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+
+
+def _whole(text: str, low: int = 0) -> int:
+    if not (text.isascii() and text.isdigit()) or len(text) > 18 or int(text) < low:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {low}")
+    return int(text)
+
+
+def _tp(text: str) -> int | None:
+    return None if text == "auto" else _whole(text, 1)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints the plan; 1 if the memory does not suffice, else 0."""
+    from tilerank.loader.config import load_config
+
+    topology = read_topology()
+    tp = args.tp or auto_ranks(topology)
+    plan = plan_model(
+        load_config(args.model_dir),
+        tp,
+        model=str(args.model_dir),
+        topology=topology,
+        placement=place(topology, tp, args.cores),
+        strategy=args.strategy,
+        dtype=args.dtype,
+        cached_tokens=args.cached_tokens,
+    )
+    print(json.dumps(as_json(plan)) if args.json else render(plan))
+    return 0 if plan.refusal() is None else 1

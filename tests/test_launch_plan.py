@@ -1,0 +1,285 @@
+"""The plan of known models on invented machines, against arithmetic by hand."""
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_sysfs import GIB, SNC3, Machine, sockets
+
+from tilerank.launch import plan as command
+from tilerank.launch.placement import place
+from tilerank.launch.plan import RANK_OVERHEAD, Plan, as_json, plan_model
+from tilerank.launch.plan_text import render, size
+from tilerank.launch.topology import read_topology
+from tilerank.loader.config import ModelConfig, load_config
+from tilerank.parallel.errors import ShardError
+
+DEMO = Path(__file__).parents[1] / "assets" / "demo-lm"
+HEADS_32_4 = {  # the attention of Qwen3-30B-A3B with a dense MLP
+    "model_type": "qwen3",
+    "hidden_size": 2048,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "intermediate_size": 6144,
+    "vocab_size": 151936,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 40960,
+    "rope_theta": 1e6,
+    "torch_dtype": "bfloat16",
+    "eos_token_id": 151645,
+}
+# Weights that every rank has whole: the norms, and the cosines and sines of 40960 positions.
+NORMS = 48 * (2 * 2048 + 2 * 128) + 2048
+ROPE = 40960 * 128
+LAYER = 2048 * 128 * (2 * 32 + 2 * 4) + 3 * 2048 * 6144 + 2 * 2048 + 2 * 128
+PARAMETERS = 48 * LAYER + 2 * 151936 * 2048 + 2048
+
+
+def config_of(tmp_path: Path, **changes: Any) -> ModelConfig:
+    (tmp_path / "config.json").write_text(json.dumps(HEADS_32_4 | changes))
+    return load_config(tmp_path)
+
+
+def plan_on(machine: Machine, root: Path, config: ModelConfig, tp: int, cores: str = "auto", **options: Any) -> Plan:
+    topology = read_topology(machine.write(root / "machine"))
+    placement = place(topology, tp, cores)
+    options.setdefault("cached_tokens", 0)
+    return plan_model(config, tp, model="models/it", topology=topology, placement=placement, **options)
+
+
+def by_name(plan: Plan) -> dict[str, Any]:
+    return {dimension.name: dimension for dimension in plan.dimensions}
+
+
+def test_one_rank_has_everything(tmp_path):
+    """bf16, all sizes multiples of a tile: two bytes a parameter, K and V of 4 heads a token and layer."""
+    plan = plan_on(sockets(1, 8), tmp_path, config_of(tmp_path), 1)
+    assert plan.parameters == PARAMETERS
+    assert plan.weights == 2 * (PARAMETERS + ROPE)
+    assert plan.cache_per_token == 48 * 2 * 4 * 128 * 2
+    assert all(dimension.waste == 0 for dimension in plan.dimensions)
+    assert (plan.dtype, plan.num_layers) == ("bfloat16", 48)
+
+
+def test_fp32_is_twice_as_much(tmp_path):
+    plan = plan_on(sockets(1, 8), tmp_path, config_of(tmp_path), 1, dtype="float32")
+    assert (plan.weights, plan.cache_per_token) == (4 * (PARAMETERS + ROPE), 48 * 2 * 4 * 128 * 4)
+
+
+def test_six_nodes(tmp_path):
+    """The published figures for 32 query and 4 KV heads over 6 ranks: 1.17 split, 1.50 padded."""
+    plan = plan_on(Machine(SNC3), tmp_path, config_of(tmp_path), 6)
+    assert plan.attention is not None
+    assert plan.attention.strategy == "split"
+    assert plan.attention.waste == pytest.approx(7 / 6 - 1)
+    assert plan.attention.other_waste == pytest.approx(0.5)
+    cuts = by_name(plan)
+    assert [span.size for span in cuts["query heads"].spans] == [5, 5, 6, 5, 5, 6]
+    assert cuts["query heads"].waste == pytest.approx(6 * 6 / 32 - 1)
+    assert [span.size for span in cuts["KV heads"].spans] == [1, 2, 1, 1, 2, 1]
+    assert [span.size for span in cuts["MLP width"].spans] == [1024] * 6
+    assert [span.size for span in cuts["vocabulary"].spans] == [25344, 25344, 25312, 25312, 25312, 25312]
+    assert [node.ranks for node in plan.nodes] == [(rank,) for rank in range(6)]
+    assert [node.weights for node in plan.nodes] == [rank.weights for rank in plan.ranks]
+    # Every KV head is held twice; norms are whole on every rank; the head is as high as its highest part.
+    doubled = 48 * 4 * (2 * 128 * 2048)
+    head = (25344 * 6 - 151936) * 2048
+    assert plan.weights == 2 * (PARAMETERS + doubled + 5 * NORMS + head + 6 * ROPE)
+
+
+def test_padding_when_asked(tmp_path):
+    plan = plan_on(Machine(SNC3), tmp_path, config_of(tmp_path), 6, strategy="pad")
+    assert plan.attention is not None
+    assert (plan.attention.strategy, plan.attention.waste) == ("pad", pytest.approx(0.5))
+    assert by_name(plan)["KV heads"].waste == pytest.approx(0.5)
+    assert len({rank.weights for rank in plan.ranks}) == 1
+
+
+def test_cached_tokens_change_the_choice(tmp_path):
+    """At 64 k cached tokens both strategies read 50 % too much, and ties go to padding."""
+    plan = plan_on(Machine(SNC3), tmp_path, config_of(tmp_path), 6, cached_tokens=64 * 1024)
+    assert plan.attention is not None
+    assert plan.attention.strategy == "pad"
+    assert plan.need == plan.weights + 64 * 1024 * plan.cache_per_token + 6 * RANK_OVERHEAD
+
+
+def test_the_cache_is_as_large_as_the_engine_makes_it(tmp_path):
+    assert plan_on(sockets(1, 8), tmp_path, load_config(DEMO), 1, cached_tokens=None).cached_tokens == 4096
+    assert plan_on(sockets(1, 8), tmp_path, config_of(tmp_path), 1, cached_tokens=None).cached_tokens == 32768
+
+
+@pytest.mark.parametrize(
+    ("published", "asked", "expected"),
+    [
+        ("bfloat16", "auto", "bfloat16"),
+        ("float16", "auto", "bfloat16"),
+        ("float32", "auto", "float32"),
+        ("float32", "bfloat16", "bfloat16"),
+        ("bfloat16", "float32", "float32"),
+    ],
+)
+def test_dtype(tmp_path, published, asked, expected):
+    assert (
+        plan_on(sockets(1, 8), tmp_path, config_of(tmp_path, torch_dtype=published), 1, dtype=asked).dtype == expected
+    )
+
+
+def test_ranks_over_several_nodes_share_their_memory(tmp_path):
+    """Two ranks on four equal nodes: half of each rank's bytes on each of its nodes."""
+    plan = plan_on(Machine([(0, 4), (0, 4), (1, 4), (1, 4)]), tmp_path, config_of(tmp_path), 2)
+    assert [node.ranks for node in plan.nodes] == [(0,), (0,), (1,), (1,)]
+    assert plan.nodes[0].weights == plan.ranks[0].weights // 2
+    assert plan.nodes[3].cache_per_token == plan.ranks[1].cache_per_token / 2
+
+
+def test_unbound_ranks_may_lie_anywhere(tmp_path):
+    plan = plan_on(sockets(2, 4), tmp_path, config_of(tmp_path), 2, cores="none")
+    assert [node.ranks for node in plan.nodes] == [(0, 1), (0, 1)]
+    assert "any node" in render(plan)
+
+
+def test_node_without_cores_takes_nothing(tmp_path):
+    plan = plan_on(Machine([(0, 4), (0, 0)]), tmp_path, config_of(tmp_path), 1)
+    assert (plan.nodes[1].ranks, plan.nodes[1].weights) == ((), 0)
+
+
+def test_too_little_memory_is_refused_with_numbers(tmp_path):
+    """Half of the invented memory is free: 2 x 3 GiB for 6.2 GiB of weights."""
+    machine = sockets(2, 4)
+    machine.memory = {0: 6 * GIB, 1: 6 * GIB}
+    config = config_of(tmp_path)
+    plan = plan_on(machine, tmp_path, config, 2)
+    assert plan.refusal() == (
+        "models/it: not enough memory for 2 ranks: 6.24 GiB of weights, 600 MiB for the processes, 6.83 GiB together, "
+        "but this host has 6.00 GiB"
+    )
+    assert "Does not fit: models/it: not enough memory" in render(plan)
+    with_cache = plan_on(machine, tmp_path, config, 2, cached_tokens=20000).refusal()
+    assert with_cache is not None
+    assert "1.83 GiB of KV cache for 20,000 tokens, " in with_cache
+
+
+def test_control_group_limit_counts(tmp_path):
+    machine = sockets(2, 4)
+    machine.cgroup = {
+        "sys/fs/cgroup/memory.max": str(5 * GIB),
+        "sys/fs/cgroup/memory.current": str(GIB),
+        "sys/fs/cgroup/memory.stat": "inactive_file 0",
+    }
+    plan = plan_on(machine, tmp_path, config_of(tmp_path), 2)
+    assert plan.available == 4 * GIB
+    refusal = plan.refusal()
+    assert refusal is not None
+    assert refusal.endswith("but the control group allows 4.00 GiB")
+
+
+def test_one_node_too_small_is_a_note(tmp_path):
+    """The policy is preferred, not strict: what a node cannot hold lies on another one."""
+    machine = sockets(2, 4)
+    machine.memory = {0: 4 * GIB}
+    plan = plan_on(machine, tmp_path, config_of(tmp_path), 2)
+    assert plan.refusal() is None
+    assert plan.token_room == 0
+    assert "Note: node 0 has too little: a part will lie on other nodes and be slower." in render(plan)
+
+
+def test_room_for_tokens(tmp_path):
+    plan = plan_on(sockets(2, 4), tmp_path, config_of(tmp_path), 2)
+    free = 32 * GIB - plan.ranks[0].weights - RANK_OVERHEAD
+    assert plan.token_room == free // plan.ranks[0].cache_per_token
+
+
+def test_one_of_several_hosts(tmp_path):
+    """Ranks 3 to 5 of 6 run here."""
+    topology = read_topology(sockets(1, 6).write(tmp_path / "machine"))
+    everything = plan_on(Machine(SNC3), tmp_path / "all", config_of(tmp_path), 6)
+    plan = plan_model(
+        config_of(tmp_path),
+        6,
+        model="it",
+        topology=topology,
+        placement=place(topology, 3),
+        cached_tokens=0,
+        here=range(3, 6),
+    )
+    assert [rank.weights for rank in plan.ranks] == [rank.weights for rank in everything.ranks[3:]]
+    assert plan.dimensions == everything.dimensions
+    assert plan.nodes[0].overhead == 3 * RANK_OVERHEAD
+
+
+def test_limit_is_named():
+    topology = read_topology()
+    with pytest.raises(ShardError, match=r"width of 704 is 22 units of 32 columns, .* at most 22 ranks, not 23"):
+        plan_model(load_config(DEMO), 23, model="it", topology=topology, placement=place(topology, 23))
+
+
+DEMO_PAGE = """\
+models/it: qwen3, 6 layers, 6.3 million parameters, bfloat16, 3 ranks
+
+         query heads   KV heads   MLP width   vocabulary
+total              8          2         704         4096
+units              8          2     22 x 32     128 x 32
+rank 0           0-2          0       0-255       0-1375
+rank 1           3-4        0-1     256-479    1376-2751
+rank 2           5-7          1     480-703    2752-4095
+waste         12.5 %    200.0 %       9.1 %        0.8 %
+
+Strategy split: query heads are dealt out unevenly, a KV head on a border is held by both neighbours.
+Slowest rank against a perfect cut, 0 tokens cached: +20.0 % with split, +50.0 % with pad.
+"""
+
+
+def test_page(tmp_path):
+    plan = plan_on(sockets(3, 4), tmp_path, load_config(DEMO), 3)
+    page = render(plan)
+    assert page.startswith(DEMO_PAGE)
+    assert "rank 1   5.32 MiB       3.00 KiB   node 1   4 cores of node 1: CPUs 4-7" in page.splitlines()
+    assert max(map(len, page.splitlines())) <= 120
+    assert "There is room for" in page
+
+
+def test_page_of_zeros(tmp_path):
+    page = render(plan_on(sockets(3, 4), tmp_path, load_config(DEMO), 3, strategy="pad", cached_tokens=1000))
+    assert "rank 2        4 zero     1 zero   512-703 + 64 zero   2752-4095 + 32 zero" in page
+    assert "Slowest rank against a perfect cut, 1,000 tokens cached: +50.0 % with pad, +50.0 % with split." in page
+
+
+def test_page_of_an_even_cut(tmp_path):
+    assert "Heads divide evenly over the ranks." in render(plan_on(sockets(2, 4), tmp_path, load_config(DEMO), 2))
+
+
+def test_json_says_the_same(tmp_path):
+    plan = plan_on(Machine(SNC3), tmp_path, config_of(tmp_path), 6)
+    read = json.loads(json.dumps(as_json(plan)))
+    assert read["parameters"] == PARAMETERS
+    assert read["dimensions"][1]["spans"][1] == {"start": 0, "stop": 2, "size": 2}
+    assert read["need"] == plan.need
+    assert read["refusal"] is None
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"),
+    [(0, "0 B"), (1023, "1023 B"), (1536, "1.50 KiB"), (300 << 20, "300 MiB"), (12.25 * GIB, "12.2 GiB")],
+)
+def test_size(nbytes, text):
+    assert size(nbytes) == text
+
+
+def test_command(capsys):
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    assert command.run(parser.parse_args([str(DEMO), "--tp", "3", "--json"])) == 0
+    assert json.loads(capsys.readouterr().out)["tp"] == 3
+    assert command.run(parser.parse_args([str(DEMO)])) == 0
+    assert "rank 0" in capsys.readouterr().out
+
+
+def test_arguments_are_read_without_torch():
+    code = "import sys, tilerank.launch.plan; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
