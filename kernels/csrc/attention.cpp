@@ -1,5 +1,7 @@
 // attention with vector instructions.
 #ifndef TR_RUNG
+#include <type_traits>
+
 #include "attention_batch.h"
 #define TR_SOURCE "attention.cpp"
 #include "foreach_isa.h"

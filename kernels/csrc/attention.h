@@ -25,7 +25,7 @@ struct Wide {  // 16 lanes
 
 // The left operands, q and the probabilities: as in the cache where the instruction wants bf16 pairs, else floats.
 #ifdef TR_AVX512
-constexpr int kRegisterRows = 8;
+constexpr int kRegisterRows = 8, kRegisterSums = 16;
 template <class T>
 using Left = T;
 struct RightPairs {
@@ -38,7 +38,7 @@ static inline void multiply_add(Wide& sum, const bf16* a, const RightPairs& b) {
   sum.part[0].v = _mm512_dpbf16_ps(sum.part[0].v, (__m512bh)_mm512_set1_epi32(pair), b.v);
 }
 #else
-constexpr int kRegisterRows = 4;
+constexpr int kRegisterRows = 4, kRegisterSums = 8;
 template <class T>
 using Left = float;
 struct RightPairs {
@@ -68,45 +68,66 @@ static inline void multiply_add(Wide& sum, const float* a, const Wide& b) {
   for (int i = 0; i < kParts; ++i) sum.part[i] = fma(set(a[0]), b.part[i], sum.part[i]);
 }
 
-// c[r][16 lanes] += sum over steps of a[r][step] * b[step][16 lanes], a step being one pair
-template <int R, class T>
-static inline void product_rows(const Left<T>* a, int64_t lda, const T* b, int64_t steps, float* c, int64_t ldc) {
-  Wide sum[R];
+// c[r][16 lanes] += sum over steps of a[r][step] * b[step][16 lanes], a step being one pair, for G groups of lanes
+template <int R, int G, class T>
+static inline void product_block(const Left<T>* a, int64_t lda, const T* b, int64_t b_group, int64_t steps, float* c,
+                                 int64_t ldc) {
+  Wide sum[R][G];
   for (int r = 0; r < R; ++r) {
-    for (int i = 0; i < kParts; ++i) sum[r].part[i] = load(c + r * ldc + i * kLanes);
+    for (int g = 0; g < G; ++g) {
+      for (int i = 0; i < kParts; ++i) sum[r][g].part[i] = load(c + r * ldc + g * 16 + i * kLanes);
+    }
   }
   for (int64_t step = 0; step < steps; ++step) {
-    const auto right = load_right(b + step * 16 * kPair<T>);
-    for (int r = 0; r < R; ++r) multiply_add(sum[r], a + r * lda + step * kPair<T>, right);
+    for (int g = 0; g < G; ++g) {
+      const auto right = load_right(b + g * b_group + step * 16 * kPair<T>);
+      for (int r = 0; r < R; ++r) multiply_add(sum[r][g], a + r * lda + step * kPair<T>, right);
+    }
   }
   for (int r = 0; r < R; ++r) {
-    for (int i = 0; i < kParts; ++i) store(c + r * ldc + i * kLanes, sum[r].part[i]);
+    for (int g = 0; g < G; ++g) {
+      for (int i = 0; i < kParts; ++i) store(c + r * ldc + g * 16 + i * kLanes, sum[r][g].part[i]);
+    }
   }
 }
 
-template <class T>
-static void product(const Left<T>* a, int64_t lda, int64_t rows, const T* b, int64_t steps, float* c, int64_t ldc) {
-  int64_t r = 0;
-  for (; r + kRegisterRows <= rows; r += kRegisterRows) {
-    product_rows<kRegisterRows, T>(a + r * lda, lda, b, steps, c + r * ldc, ldc);
+// Two groups at a time where the sums fit in registers: few rows alone would wait for each sum's own chain.
+template <int R, class T>
+static void product_rows(const Left<T>* a, int64_t lda, const T* b, int64_t b_group, int64_t groups, int64_t steps,
+                         float* c, int64_t ldc) {
+  int64_t g = 0;
+  if constexpr (2 * R * kParts <= kRegisterSums) {
+    for (; g + 2 <= groups; g += 2) {
+      product_block<R, 2, T>(a, lda, b + g * b_group, b_group, steps, c + g * 16, ldc);
+    }
   }
-  for (; r + 2 <= rows; r += 2) product_rows<2, T>(a + r * lda, lda, b, steps, c + r * ldc, ldc);
-  if (r < rows) product_rows<1, T>(a + r * lda, lda, b, steps, c + r * ldc, ldc);
+  for (; g < groups; ++g) product_block<R, 1, T>(a, lda, b + g * b_group, b_group, steps, c + g * 16, ldc);
+}
+
+template <class T>
+static void product(const Left<T>* a, int64_t lda, int64_t rows, const T* b, int64_t b_group, int64_t groups,
+                    int64_t steps, float* c, int64_t ldc) {
+  int64_t r = 0;
+  const auto blocks_of = [&](auto size) {
+    for (; r + size <= rows; r += size) {
+      product_rows<size, T>(a + r * lda, lda, b, b_group, groups, steps, c + r * ldc, ldc);
+    }
+  };
+  blocks_of(std::integral_constant<int, kRegisterRows>{});
+  blocks_of(std::integral_constant<int, 4>{});
+  blocks_of(std::integral_constant<int, 2>{});
+  blocks_of(std::integral_constant<int, 1>{});
 }
 
 // Vector instructions. s and o are zeroed or hold the sums so far; rows of q and p have kMaxDim and kChunk elements.
 template <class T>
 struct VectorProducts {
   static void scores(const Left<T>* q, int64_t rows, const T* k_page, int64_t d, float* s) {
-    for (int64_t group = 0; group < kBlock / 16; ++group) {
-      product<T>(q, kMaxDim, rows, k_page + group * 16 * d, d / kPair<T>, s + group * 16, kChunk);
-    }
+    product<T>(q, kMaxDim, rows, k_page, 16 * d, kBlock / 16, d / kPair<T>, s, kChunk);
   }
   static void values(const Left<T>* p, int64_t rows, const T* const* v_pages, int64_t pages, int64_t d, float* o) {
     for (int64_t page = 0; page < pages; ++page) {
-      for (int64_t i = 0; i < d; i += 16) {
-        product<T>(p + page * kBlock, kChunk, rows, v_pages[page] + i * kBlock, kBlock / kPair<T>, o + i, kMaxDim);
-      }
+      product<T>(p + page * kBlock, kChunk, rows, v_pages[page], 16 * kBlock, d / 16, kBlock / kPair<T>, o, kMaxDim);
     }
   }
 };
@@ -131,6 +152,7 @@ struct Task {
   int64_t kv_head, head, heads;  // first query head and their number
   int64_t row, rows;             // this task's part of the queries * heads rows
 
+  int64_t tile_rows() const { return (rows + 15) / 16 * 16; }
   int64_t token(int64_t r) const { return (row + r) / heads; }
   int64_t visible(int64_t r) const { return length - queries + token(r) + 1; }
   template <class T>
@@ -202,7 +224,7 @@ static const T* cut_page(const T* page, int64_t n, int64_t d, T* copy) {
 template <class T>
 static void load_queries(const Problem& problem, const Task& task, int64_t d, Left<T>* q) {
   // Zeros fill up the rows and the dims that tiles read beyond.
-  std::memset(static_cast<void*>(q), 0, sizeof(Left<T>) * kRows * kMaxDim);
+  std::memset(static_cast<void*>(q), 0, sizeof(Left<T>) * task.tile_rows() * kMaxDim);
   for (int64_t r = 0; r < task.rows; ++r) {
     const T* from = task.element<T>(problem.q, r);
     Left<T>* to = q + r * kMaxDim;
@@ -237,14 +259,14 @@ template <class T, class Products>
 static void attend(const Problem& problem, const Task& task, Scratch<T>& scratch) {
   const int64_t d = problem.q.size[2], padded = (d + 15) / 16 * 16;
   load_queries<T>(problem, task, d, scratch.q);
-  std::memset(scratch.o, 0, sizeof scratch.o);
+  std::memset(scratch.o, 0, sizeof(float) * task.tile_rows() * kMaxDim);
   std::memset(scratch.sum, 0, sizeof scratch.sum);
   std::fill_n(scratch.max, kRows, -std::numeric_limits<float>::infinity());
   const int64_t last = task.visible(task.rows - 1);
   for (int64_t begin = 0; begin < last; begin += kChunk) {
     const int64_t pages = std::min(kChunk, last - begin + kBlock - 1) / kBlock;
     const T* v_pages[kChunk / kBlock];
-    std::memset(scratch.s, 0, sizeof scratch.s);
+    std::memset(scratch.s, 0, sizeof(float) * task.tile_rows() * kChunk);
     for (int64_t i = 0; i < pages; ++i) {
       const int64_t first = begin + i * kBlock, page = problem.page(task.sequence, first / kBlock);
       const T* k_page = problem.k_pages.row<T>(page) + task.kv_head * problem.k_pages.stride[1];
