@@ -33,13 +33,17 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 @dataclass(frozen=True)
 class RankSpec:
-    """How to start one rank. `prepare` runs in the new process before the program: cores, memory policy."""
+    """How to start one rank.
+
+    `pass_fds` are handed over: closed here once the rank has them. `prepare` runs in the new process before the
+    program: cores, memory policy.
+    """
 
     rank: int
     command: Sequence[str]
     env: Mapping[str, str]
     pass_fds: tuple[int, ...] = ()
-    prepare: Callable[[], None] | None = None
+    prepare: Callable[[], object] | None = None
 
 
 @dataclass(frozen=True)
@@ -157,8 +161,8 @@ class _Supervisor:
         except (OSError, subprocess.SubprocessError) as e:
             raise LaunchError(f"rank {spec.rank} could not be started: {e}") from e
         finally:
-            os.close(status_write)
-            os.close(error_write)
+            for fd in (status_write, error_write, *spec.pass_fds):
+                os.close(fd)
         rank = _Rank(spec.rank, process, os.pidfd_open(process.pid))
         self._ranks.append(rank)
         self._selector.register(rank.pidfd, selectors.EVENT_READ, partial(self._on_exit, rank))
@@ -269,7 +273,7 @@ class _Supervisor:
         os.close(fd)
 
 
-def _before_exec(supervisor: int, prepare: Callable[[], None] | None) -> None:
+def _before_exec(supervisor: int, prepare: Callable[[], object] | None) -> None:
     """In the new process: it dies with the supervisor, may write to the terminal from the background, and is placed."""
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != supervisor:

@@ -6,11 +6,12 @@ here. `cfg` may be an object with attributes (a transformers config) or a mappin
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from .errors import CheckpointError, ConfigError
+
+if TYPE_CHECKING:  # the command reads configs before it starts ranks, and must not wait for torch
+    from torch import Tensor
 
 
 def resolve_head_dim(cfg: Any, num_heads: int, is_text_config: bool) -> int | None:
@@ -76,7 +77,7 @@ def get_head_dim_and_projection_size(embed_dim: int, num_heads: int, original_nu
     return head_dim, num_heads * head_dim
 
 
-def pad_loaded_weight(loaded_weight: Tensor, output_dim: int, output_sizes: Sequence[int]) -> Tensor:
+def pad_loaded_weight(loaded_weight: "Tensor", output_dim: int, output_sizes: Sequence[int]) -> "Tensor":
     """Zero-pad every part of a fused checkpoint tensor (q|k|v, gate|up, ...) at its own end.
 
     `output_sizes` are the padded sizes of the parts along `output_dim`; the tensor is split in their proportions.

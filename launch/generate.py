@@ -1,0 +1,277 @@
+"""`tilerank generate`: prompts in, text out, on ranks that this command starts or that another launcher started."""
+
+import argparse
+import os
+import secrets
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from tilerank.loader.config import load_config
+from tilerank.loader.tokenizer import Tokenizer, TokenStream
+
+from . import prompts, start
+from .errors import LaunchError
+from .placement import Placement
+from .rank import run_rank
+from .rendezvous import identify
+from .start import whole_number
+from .topology import read_topology
+
+if TYPE_CHECKING:
+    from tilerank.parallel.join import Team
+    from tilerank.runtime.engine import Engine, TokenEvent
+    from tilerank.runtime.sampling import SamplingParams
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", nargs="?", type=Path, metavar="MODEL_DIR", help="a Hugging Face model directory")
+    parser.add_argument("--model-path", type=Path, metavar="MODEL_DIR", help="the same as an option")
+    prompts.add_arguments(parser)
+    sampling = parser.add_argument_group("sampling")
+    sampling.add_argument("--max-new-tokens", type=whole_number(1), default=128, metavar="N")
+    sampling.add_argument(
+        "--temperature", type=_number(0.0, 1e6), default=0.0, metavar="T", help="0: most likely token"
+    )
+    sampling.add_argument("--top-k", type=whole_number(0), default=0, metavar="K", help="0: all tokens")
+    sampling.add_argument("--top-p", type=_number(0.0, 1.0), default=1.0, metavar="P")
+    sampling.add_argument("--seed", type=whole_number(0), metavar="N", help="for the same text again (default: random)")
+    sampling.add_argument("--ignore-eos", action="store_true", help="go on after the end of the text")
+    sampling.add_argument(
+        "--logprobs", type=whole_number(1, 100), metavar="N", help="with --json: the N most likely tokens at every step"
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON line for each prompt")
+    model = parser.add_argument_group("model")
+    model.add_argument(
+        "--dtype", choices=("auto", "bfloat16", "float32"), default="auto", help="auto: the checkpoint's"
+    )
+    model.add_argument(
+        "--strategy",
+        choices=("auto", "pad", "split"),
+        default="auto",
+        help="heads that do not divide: padded, split unevenly, or whichever reads fewer bytes",
+    )
+    model.add_argument(
+        "--context-length", "--max-model-len", type=whole_number(2), metavar="N", help="tokens of a request"
+    )
+    model.add_argument("--max-total-tokens", type=whole_number(1), metavar="N", help="tokens in the KV cache")
+    start.add_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    start.check_arguments(args)
+    if args.logprobs and not args.json:
+        raise LaunchError("--logprobs needs --json")
+    job = GenerateJob(args)
+    identity = identify(os.environ)
+    if start.ours_to_start(args, identity):
+        job.prepare()
+        return start.start_ranks(args, identity)
+    return run_rank(identity, args, job)
+
+
+class GenerateJob:
+    """What `generate` does on its ranks; `prepare` also runs in the command itself, before any rank is started."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self._args = args
+        self._model_dir = model_directory(args)
+
+    def prepare(self) -> None:
+        config = load_config(self._model_dir)
+        self._tokenizer = Tokenizer(self._model_dir)
+        self._prompt_ids = prompts.encode(prompts.read_prompts(self._args), self._args, self._tokenizer, config)
+
+    def memory_refusal(self, size: int, here: range, placement: Placement) -> str | None:
+        from .plan import plan_model
+
+        args, config = self._args, load_config(self._model_dir)
+        plan = plan_model(
+            replace(config, max_position_embeddings=prompts.context_length(args, config)),
+            size,
+            model=str(self._model_dir),
+            topology=read_topology(),
+            placement=placement,
+            strategy=args.strategy,
+            dtype=args.dtype,
+            cached_tokens=args.max_total_tokens,
+            here=here,
+        )
+        return plan.refusal()
+
+    def build(self, team: "Team") -> "Engine":
+        from tilerank.runtime.engine import Engine
+
+        from .plan import resolve_dtype
+
+        args = self._args
+        return Engine(
+            self._model_dir,
+            team,
+            dtype=resolve_dtype(load_config(self._model_dir), args.dtype),
+            strategy=args.strategy,
+            context_length=args.context_length,
+            max_total_tokens=args.max_total_tokens,
+        )
+
+    def lead(self, engine: "Engine", size: int, placement: Placement) -> None:
+        from tilerank.kernels import core
+        from tilerank.runtime.engine import Request
+
+        answers = [Answer(ids, self._tokenizer.stream()) for ids in self._prompt_ids]
+        output = JsonLines(answers, bool(self._args.logprobs)) if self._args.json else Text(answers)
+        for event in engine.generate([Request(ids, self._sampling()) for ids in self._prompt_ids]):
+            answers[event.request].take(event)
+            output.show()
+        print(summary(answers, size, placement, core.isa()), file=sys.stderr)
+
+    def _sampling(self) -> "SamplingParams":
+        from tilerank.runtime.sampling import SamplingParams
+
+        args = self._args
+        return SamplingParams(
+            max_new_tokens=args.max_new_tokens,
+            temperature=args.temperature,
+            top_k=args.top_k,
+            top_p=args.top_p,
+            seed=secrets.randbits(63) if args.seed is None else args.seed,
+            ignore_eos=args.ignore_eos,
+            logprobs=args.logprobs or 0,
+        )
+
+
+class Answer:
+    """What one prompt has got so far, and when."""
+
+    def __init__(self, prompt_ids: list[int], stream: TokenStream) -> None:
+        self.prompt_ids = prompt_ids
+        self.token_ids: list[int] = []
+        self.logprobs: list[tuple[tuple[int, float], ...]] = []
+        self.text = ""
+        self.finish_reason: str | None = None
+        self.times_s: list[float] = []  # of every token, since all prompts were handed to the engine
+        self._stream = stream
+
+    def take(self, event: "TokenEvent") -> None:
+        self.times_s.append(event.time_s)
+        self.token_ids.append(event.token_id)
+        self.text += self._stream.push(event.token_id)
+        if event.logprobs is not None:
+            self.logprobs.append(event.logprobs.top)
+        if event.finish_reason is not None:
+            self.finish_reason = event.finish_reason
+            self.text += self._stream.flush()
+
+    @property
+    def ttft_s(self) -> float:
+        return self.times_s[0]
+
+    @property
+    def decode_tokens_per_s(self) -> float | None:
+        """After the first token, which the prompt's own computation yields; None if there was no other."""
+        elapsed = self.times_s[-1] - self.times_s[0]
+        return (len(self.token_ids) - 1) / elapsed if elapsed > 0 else None
+
+
+class Text:
+    """Answers for a reader: one prompt's text as it comes, several prompts' as each is done, in order."""
+
+    def __init__(self, answers: list[Answer]) -> None:
+        self._answers = answers
+        self._shown = 0  # characters of the only answer, or answers
+
+    def show(self) -> None:
+        if len(self._answers) == 1:
+            answer = self._answers[0]
+            end = "" if answer.finish_reason is None else "\n"
+            _write(answer.text[self._shown :] + end)
+            self._shown = len(answer.text)
+            return
+        while self._shown < len(self._answers) and self._answers[self._shown].finish_reason is not None:
+            _write(f"[{self._shown + 1}] {self._answers[self._shown].text}\n")
+            self._shown += 1
+
+
+class JsonLines:
+    """Answers for a program: one line for each prompt, in order."""
+
+    def __init__(self, answers: list[Answer], logprobs: bool) -> None:
+        self._answers = answers
+        self._logprobs = logprobs
+        self._shown = 0
+
+    def show(self) -> None:
+        while self._shown < len(self._answers) and self._answers[self._shown].finish_reason is not None:
+            answer = self._answers[self._shown]
+            line: dict[str, Any] = {
+                "prompt_token_ids": answer.prompt_ids,
+                "token_ids": answer.token_ids,
+                "text": answer.text,
+                "finish_reason": answer.finish_reason,
+                "ttft_s": answer.ttft_s,
+                "decode_tokens_per_s": answer.decode_tokens_per_s,
+            }
+            if self._logprobs:
+                line["logprobs"] = answer.logprobs
+            _write(msgspec.json.encode(line).decode() + "\n")
+            self._shown += 1
+
+
+def summary(answers: list[Answer], size: int, placement: Placement, isa: str) -> str:
+    """How it went and on what: a few lines for stderr."""
+    tokens = sum(len(answer.token_ids) for answer in answers)
+    first = min(answer.ttft_s for answer in answers)
+    elapsed = max(answer.times_s[-1] for answer in answers) - first
+    later = tokens - len(answers)
+    speed = f", then {later / elapsed:.1f} tokens/s" if later > 0 and elapsed > 0 else ""
+    here = len(placement.ranks)
+    lines = [f"{_count(tokens, 'token')} from {_count(size, 'rank')} on {isa}: the first after {first:.3f} s{speed}"]
+    lines += [f"  rank {rank.rank}: {rank.reason}" for rank in placement.ranks]
+    if here < size:
+        lines.append(f"  {_count(size - here, 'rank')} on other hosts")
+    return "\n".join(lines)
+
+
+def model_directory(args: argparse.Namespace) -> Path:
+    """MODEL_DIR or --model-path. LaunchError unless it is one directory."""
+    given = [path for path in (args.model, args.model_path) if path is not None]
+    if not given:
+        raise LaunchError("no model given: tilerank generate MODEL_DIR --prompt TEXT")
+    if len(set(given)) > 1:
+        raise LaunchError(f"two models given: {given[0]} and --model-path {given[1]}")
+    if not given[0].is_dir():
+        raise LaunchError(
+            f"{given[0]} is not a directory; a model is a local Hugging Face directory with a config.json"
+        )
+    return Path(given[0])
+
+
+def _write(text: str) -> None:
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError as e:
+        raise LaunchError("whoever read the output is gone") from e
+
+
+def _count(n: int, what: str) -> str:
+    return f"{n} {what}" if n == 1 else f"{n} {what}s"
+
+
+def _number(low: float, high: float) -> Callable[[str], float]:
+    """An argparse type: a number from `low` to `high`."""
+
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = float("nan")
+        if not low <= value <= high:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a number from {low:g} to {high:g}")
+        return value
+
+    return parse

@@ -1,0 +1,166 @@
+"""What a rank process does: identity, cores and memory, meeting point, torch, team, engine, the command's work.
+
+The order is the point: memory that is allocated before the binding stays where it was, so torch comes late.
+"""
+
+import argparse
+import contextlib
+import logging
+import os
+import select
+import signal
+import sys
+import threading
+import traceback
+from dataclasses import replace
+from typing import TYPE_CHECKING, Protocol
+
+from tilerank.parallel.errors import GroupError
+
+from . import logs
+from .binding import bind, inherited_notes
+from .bootstrap import find_store, launcher_process
+from .errors import SPOKEN_ERRORS, LaunchError
+from .placement import Placement, RankPlacement
+from .rendezvous import Identity, check_tp, meeting
+from .start import RANK_ENVIRONMENT, foreign_placement, inherited_placement
+from .status import Failed, Phase, Reached, StatusPipe
+from .topology import read_topology
+
+if TYPE_CHECKING:
+    from tilerank.parallel.join import Team
+    from tilerank.runtime.engine import Engine
+
+log = logging.getLogger(__name__)
+
+
+class Job(Protocol):
+    """What a command does on its ranks."""
+
+    def prepare(self) -> None:
+        """Rank 0, before anything heavy: refuses bad input."""
+
+    def memory_refusal(self, size: int, here: range, placement: Placement) -> str | None:
+        """First rank of a host: why the ranks `here`, of `size`, do not fit in its memory, if so."""
+
+    def build(self, team: "Team") -> "Engine":
+        """Every rank: loads the model."""
+
+    def lead(self, engine: "Engine", size: int, placement: Placement) -> None:
+        """Rank 0, while the others follow."""
+
+
+def run_rank(identity: Identity, args: argparse.Namespace, job: Job) -> int:
+    """Lives as one rank and returns its exit status; a failed one ends the process at once, since teardown may hang."""
+    fd = os.environ.get("TILERANK_STATUS") if identity.launcher == "tilerank" else None
+    status = StatusPipe(None if fd is None else int(fd))
+    logs.configure(identity.rank, args.log_level, prefix=not status.connected)
+    # Ctrl-C ends a rank silently; the supervisor, or the foreign launcher, says what there is to say.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    code = 1
+    try:
+        _live(identity, args, job, status)
+        code = 0
+    except SPOKEN_ERRORS as e:
+        if status.connected:
+            status.send(Failed(str(e), consequence=isinstance(e, GroupError)))
+        else:
+            print(f"tilerank: error: rank {identity.rank}: {e}", file=sys.stderr)
+    finally:
+        if code != 0:
+            if sys.exception() is not None:
+                traceback.print_exc()
+            for stream in (sys.stdout, sys.stderr):
+                with contextlib.suppress(OSError):
+                    stream.flush()
+            os._exit(code)
+    return code
+
+
+def _live(identity: Identity, args: argparse.Namespace, job: Job, status: StatusPipe) -> None:
+    if identity.launcher != "tilerank":
+        check_tp(identity, args.tp)
+    if identity.launcher in ("torchrun", "Open MPI", "MPICH"):
+        _die_with_launcher()
+    placement, own = _settle(identity, args)
+    if identity.rank == 0:
+        job.prepare()
+    where = meeting(identity, os.environ, args.master_addr, args.master_port)
+    fd = os.environ.get("TILERANK_FD") if where.kind == "given" else None
+    store = find_store(identity, where, fd=None if fd is None else int(fd), finalize=args.collectives != "mpi")
+    _reach(status, "joining")
+
+    import torch
+
+    from tilerank.kernels import core
+    from tilerank.parallel.join import Membership, join
+
+    torch.set_num_threads(1)
+    if identity.local_rank == 0:
+        # Before anybody loads: all wait in join() for this rank. Launchers that deal ranks to hosts in turns are taken
+        # as if they had dealt them in blocks, which changes next to nothing.
+        here = range(min(identity.rank, identity.size - identity.local_size), identity.size)[: identity.local_size]
+        refusal = job.memory_refusal(identity.size, here, placement)
+        if refusal is not None:
+            raise LaunchError(refusal)
+    core.start_pool(own.pool_cores, own.threads, spin=not placement.oversubscribed)
+    team = join(
+        Membership(
+            identity.rank, identity.size, store.host, store.port, store.fd, args.dist_timeout, attempt=store.attempt
+        ),
+        args.collectives,
+    )
+    _reach(status, "loading")
+    engine = job.build(team)
+    _reach(status, "generating")
+    if identity.rank == 0:
+        job.lead(engine, identity.size, placement)
+        engine.stop()
+    else:
+        engine.follow()
+    team.close()
+
+
+def _reach(status: StatusPipe, phase: Phase) -> None:
+    log.debug("%s", phase)
+    status.send(Reached(phase))
+
+
+def _settle(identity: Identity, args: argparse.Namespace) -> tuple[Placement, RankPlacement]:
+    """Moves this process to its cores and memory, and says what becomes of what a foreign launcher had decided."""
+    topology = read_topology()
+    if identity.launcher == "tilerank":
+        placement = inherited_placement(os.environ)
+    else:
+        placement = foreign_placement(args, topology, identity)
+    own = replace(placement.ranks[identity.local_rank], rank=identity.rank)
+    notes = [] if identity.launcher == "tilerank" else inherited_notes(topology, own, os.environ)
+    os.environ.update(RANK_ENVIRONMENT)
+    for note in (*(placement.notes if identity.local_rank == 0 else ()), *notes):
+        log.info("%s", note)
+    binding = bind(own, strict=args.membind == "strict")
+    for note in binding.notes:
+        log.warning("%s", note)
+    log.debug("rank %d: %s; memory policy %s", own.rank, own.reason, binding.policy)
+    return placement, own
+
+
+def _die_with_launcher() -> None:
+    """Ends this process when the launcher is killed: all but MPICH leave orphans then.
+
+    Not the parent-death signal, which sees the direct parent only, and a wrapper script may be between.
+    """
+    launcher = launcher_process()
+    try:
+        pidfd = os.pidfd_open(launcher.pid)
+    except OSError as e:
+        raise LaunchError(f"the launcher (process {launcher.pid}) is gone") from e
+
+    def watch() -> None:
+        poll = select.poll()
+        poll.register(pidfd, select.POLLIN)
+        while not poll.poll():
+            pass
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, name="launcher watch", daemon=True).start()

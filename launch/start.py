@@ -1,0 +1,193 @@
+"""From options to running ranks: how many, where on this machine, where they meet. No torch in here."""
+
+import argparse
+import dataclasses
+import os
+import re
+import sys
+from collections.abc import Callable, Mapping
+from functools import partial
+
+import msgspec
+
+from . import bootstrap, cgroup
+from .binding import bind
+from .errors import LaunchError
+from .placement import Placement, auto_ranks, place
+from .rendezvous import IDENTITY_VARIABLES, Identity, starts_ranks
+from .supervisor import RankSpec, supervise
+from .topology import Topology, read_topology
+
+# Kernels run on our own pinned threads: torch's and OpenMP's would only take their cores away.
+RANK_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GOMP_SPINCOUNT": "0", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options about ranks; every command that starts some has them."""
+    ranks = parser.add_argument_group("ranks")
+    ranks.add_argument(
+        "--tp",
+        "--tensor-parallel-size",
+        type=_auto_or_count,
+        default=None,
+        metavar="auto|N",
+        help="number of ranks that a layer is cut over, in all (auto: one per NUMA node)",
+    )
+    ranks.add_argument("--cores", default="auto", help='cores of each rank, "0-39|43-82"; auto or none')
+    ranks.add_argument(
+        "--bind",
+        choices=("auto", "inherit", "none"),
+        default="auto",
+        help="auto: own cores and memory for every rank; inherit: stay where mpirun, srun or taskset put it; none",
+    )
+    ranks.add_argument(
+        "--membind",
+        choices=("preferred", "strict"),
+        default="preferred",
+        help="strict: never take memory of another node; the kernel kills a rank whose node is full",
+    )
+    ranks.add_argument("--dist-timeout", type=_seconds, default=60.0, metavar="S", help="longest wait for another rank")
+    ranks.add_argument("--collectives", choices=("auto", "gloo", "mpi"), default="auto", help="how ranks add up")
+    ranks.add_argument(
+        "--nnodes", type=whole_number(1), default=1, metavar="N", help="hosts; the command runs once on each"
+    )
+    ranks.add_argument(
+        "--node-rank", type=whole_number(0), default=None, metavar="I", help="which of the hosts this is, from 0"
+    )
+    ranks.add_argument("--master-addr", metavar="HOST", help="address of rank 0's host that all others reach")
+    ranks.add_argument("--master-port", type=whole_number(1, 65535), metavar="PORT", help="port that rank 0 listens on")
+    ranks.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="info")
+
+
+def host_ranks(args: argparse.Namespace, topology: Topology) -> tuple[int, range]:
+    """(number of ranks in all, the ones of this host) when we start them ourselves."""
+    if args.nnodes == 1:
+        if args.node_rank not in (None, 0):
+            raise LaunchError(f"--node-rank {args.node_rank} is not below --nnodes 1")
+        size = args.tp or auto_ranks(topology)
+        return size, range(size)
+    if args.node_rank is None or args.master_addr is None or not args.master_port or args.tp is None:
+        raise LaunchError(
+            f"--nnodes {args.nnodes} needs --node-rank, --master-addr, --master-port and --tp (ranks in all)"
+        )
+    if args.node_rank >= args.nnodes:
+        raise LaunchError(f"--node-rank {args.node_rank} is not below --nnodes {args.nnodes}")
+    if args.tp < args.nnodes:
+        raise LaunchError(f"--tp {args.tp} leaves some of the {args.nnodes} hosts without a rank")
+    begin, end = (args.tp * node // args.nnodes for node in (args.node_rank, args.node_rank + 1))
+    return args.tp, range(begin, end)
+
+
+def own_topology(args: argparse.Namespace, identity: Identity, topology: Topology) -> Topology:
+    """The machine as far as the one who typed the command may use it: taskset and numactl are kept, Slurm's default of
+    one core for a task is not, unless --bind inherit says so."""
+    if identity.launcher != "none" and args.bind != "inherit":
+        return topology
+    kept = set(topology.allowed_cpus) & set(topology.inherited_cpus)
+    return dataclasses.replace(topology, allowed_cpus=tuple(sorted(kept)) or topology.allowed_cpus)
+
+
+def own_placement(args: argparse.Namespace, topology: Topology, ranks: int) -> Placement:
+    """Placement of `ranks` ranks that we start ourselves on `own_topology`."""
+    return place(topology, ranks, "none" if args.bind == "none" else args.cores)
+
+
+def foreign_placement(args: argparse.Namespace, topology: Topology, identity: Identity) -> Placement:
+    """Placement of this host's ranks under torchrun, mpirun or srun, as every one of them computes it for itself."""
+    unbound = args.bind != "auto" or args.cores == "none"
+    narrowed = set(topology.inherited_cpus) < set(topology.allowed_cpus)
+    return place(topology, identity.local_size, "none" if unbound else args.cores, own_mask=narrowed)
+
+
+def check_arguments(args: argparse.Namespace) -> None:
+    if args.bind != "auto" and args.cores != "auto":
+        raise LaunchError(f"--cores {args.cores} and --bind {args.bind} contradict each other")
+
+
+def ours_to_start(args: argparse.Namespace, identity: Identity) -> bool:
+    """Whether this process is the command that starts the ranks; else it is one of them.
+
+    With --nnodes it is the one of its host, also where srun runs it there. LaunchError if mpirun or torchrun did.
+    """
+    if identity.launcher == "tilerank":
+        return False
+    if args.nnodes > 1 and identity.launcher not in ("none", "Slurm"):
+        raise LaunchError(
+            f"--nnodes {args.nnodes} is for starting the ranks ourselves, but {identity.launcher} did that"
+        )
+    return starts_ranks(identity) or args.nnodes > 1
+
+
+def start_ranks(args: argparse.Namespace, identity: Identity) -> int:
+    """Starts this host's ranks with the command line `args.argv` and returns the exit status of the whole.
+
+    Raises LaunchError for what cannot be placed, bound or started.
+    """
+    topology = own_topology(args, identity, read_topology())
+    size, here = host_ranks(args, topology)
+    placement = own_placement(args, topology, len(here))
+    several = args.nnodes > 1
+    host = args.master_addr if several else "127.0.0.1"
+    fd: int | None = None
+    port: int = args.master_port or 0
+    if 0 in here:
+        listener = bootstrap.listen(host, port, one_host=not several)
+        port, fd = listener.getsockname()[1], listener.detach()
+    environment = _environment(os.environ, placement) | {"TILERANK_SIZE": str(size), "TILERANK_STORE": f"{host}:{port}"}
+    specs = []
+    for local, rank in enumerate(here):
+        own: dict[str, int | None] = {
+            "TILERANK_RANK": rank,
+            "TILERANK_LOCAL_RANK": local,
+            "TILERANK_LOCAL_SIZE": len(here),
+        }
+        if rank == 0:
+            own["TILERANK_FD"] = fd
+        specs.append(
+            RankSpec(
+                rank,
+                # -P: the working directory may be a model's, whose files must not be importable.
+                [sys.executable, "-P", "-m", "tilerank", *args.argv],
+                environment | {name: str(value) for name, value in own.items()},
+                pass_fds=(fd,) if rank == 0 and fd is not None else (),
+                prepare=partial(bind, placement.ranks[local], strict=args.membind == "strict"),
+            )
+        )
+    return supervise(specs, cgroup.oom_kills)
+
+
+def inherited_placement(env: Mapping[str, str]) -> Placement:
+    """The placement that our supervisor decided on."""
+    return msgspec.json.decode(env["TILERANK_PLACEMENT"], type=Placement)
+
+
+def _environment(env: Mapping[str, str], placement: Placement) -> dict[str, str]:
+    kept = {name: value for name, value in env.items() if not IDENTITY_VARIABLES.match(name)}
+    return kept | RANK_ENVIRONMENT | {"TILERANK_PLACEMENT": msgspec.json.encode(placement).decode()}
+
+
+def _auto_or_count(text: str) -> int | None:
+    return None if text == "auto" else whole_number(1)(text)
+
+
+def whole_number(low: int, high: float = float("inf")) -> Callable[[str], int]:
+    """An argparse type: a whole number from `low` to `high`."""
+
+    def parse(text: str) -> int:
+        if not re.fullmatch(r"-?[0-9]{1,18}", text) or not low <= int(text) <= high:
+            raise argparse.ArgumentTypeError(
+                f"{text!r} is not a whole number from {low}{f' to {high}' * (high < 1e18)}"
+            )
+        return int(text)
+
+    return parse
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds")
+    return value

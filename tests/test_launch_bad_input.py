@@ -1,0 +1,301 @@
+"""Bad input to `tilerank generate`, end to end: one clear sentence, a status that is not 0, nothing left behind."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import struct
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from command import DEMO, Result, Run, await_true, demo_copy, run
+
+from tilerank.launch.bootstrap import listen
+
+
+def assert_refused(result: Result, sentence: str, status: int = 1) -> None:
+    """`sentence` is a pattern for the whole of it."""
+    assert result.status == status, result.err
+    assert len(result.errors) == 1, result.err
+    assert re.fullmatch(f"tilerank: error: {sentence}", result.errors[0]), result.errors[0]
+    assert "Traceback" not in result.err
+    assert result.out == ""
+
+
+def edit_config(model: Path, **changes: object) -> None:
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, **changes}))
+
+
+def unknown_type(model: Path) -> None:
+    edit_config(model, model_type="wavenet")
+
+
+def no_config(model: Path) -> None:
+    (model / "config.json").unlink()
+
+
+def no_tokenizer(model: Path) -> None:
+    (model / "tokenizer.json").unlink()
+
+
+def broken_tokenizer(model: Path) -> None:
+    (model / "tokenizer.json").write_text("{")
+
+
+def no_weights(model: Path) -> None:
+    (model / "model.safetensors").unlink()
+
+
+def garbage(model: Path) -> None:
+    (model / "model.safetensors").write_bytes(os.urandom(4096))
+
+
+def empty(model: Path) -> None:
+    (model / "model.safetensors").write_bytes(b"")
+
+
+def truncated(model: Path) -> None:
+    with open(model / "model.safetensors", "r+b") as file:
+        file.truncate(6_000_000)
+
+
+def header_beyond_the_end(model: Path) -> None:
+    with open(model / "model.safetensors", "r+b") as file:
+        file.write(struct.pack("<Q", 1 << 40))
+
+
+def other_shape(model: Path) -> None:
+    edit_config(model, intermediate_size=640)
+
+
+@pytest.mark.parametrize(
+    ("damage", "sentence"),
+    [
+        pytest.param(unknown_type, r".*wavenet.*llama.*qwen3.*", id="unknown-model-type"),
+        pytest.param(no_config, r".*config\.json.*", id="no-config"),
+        pytest.param(no_tokenizer, r".*tokenizer\.json.*", id="no-tokenizer"),
+        pytest.param(broken_tokenizer, r".*tokenizer\.json.*", id="broken-tokenizer"),
+        pytest.param(no_weights, r".*model\.safetensors.*", id="no-weights"),
+        pytest.param(garbage, r".*model\.safetensors.*", id="garbage"),
+        pytest.param(empty, r".*model\.safetensors.*", id="empty"),
+        pytest.param(truncated, r".*model\.safetensors.*6,?000,?000.*", id="truncated"),
+        pytest.param(header_beyond_the_end, r".*model\.safetensors.*header.*", id="header-beyond-the-end"),
+        pytest.param(other_shape, r".*(gate|up|down)_proj.*704.*", id="other-shape"),
+    ],
+)
+def test_damaged_model(tmp_path: Path, damage: Callable[[Path], None], sentence: str) -> None:
+    model = demo_copy(tmp_path / "model")
+    damage(model)
+    assert_refused(run("generate", model, "--tp", 2, "--prompt", "Once"), sentence)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        pytest.param(
+            ["--prompt", "word " * 5000], r"prompt 1 has \d+ tokens, .* context of 4096", id="longer-than-context"
+        ),
+        pytest.param(
+            ["--prompt", "a b c d", "--context-length", "3"],
+            r"prompt 1 has \d tokens.* context of 3",
+            id="short-context",
+        ),
+        pytest.param(
+            ["--prompt", "x", "--context-length", "5000"], r"--context-length 5000 .* 4096", id="context-beyond-model"
+        ),
+        pytest.param(["--prompt", "x", "--tp", "900"], r".*\b900\b.*", id="more-ranks-than-can-be-cut"),
+        pytest.param(["--prompt", "x", "--tp", "2", "--cores", "0|4000"], r".*4000.*", id="no-such-core"),
+        pytest.param(
+            ["--prompt", "x", "--tp", "3", "--cores", "0|1"], r".*2 groups for 3 ranks.*", id="groups-and-ranks"
+        ),
+        pytest.param(
+            ["--prompt", "x", "--cores", "0", "--bind", "none"],
+            r"--cores 0 and --bind none contradict.*",
+            id="cores-unbound",
+        ),
+        pytest.param([], r"nothing to generate from.*", id="no-prompt"),
+        pytest.param(["--prompt", ""], r"prompt 1 is empty.*", id="empty-prompt"),
+        pytest.param(["--prompt", "x", "--logprobs", "2"], r"--logprobs needs --json", id="logprobs-alone"),
+        pytest.param(
+            ["--prompt", "x", "--nnodes", "2"], r"--nnodes 2 needs --node-rank, --master-addr.*", id="half-of-two-hosts"
+        ),
+        pytest.param(["--prompt-file", "/no/such/file"], r"/no/such/file: .*No such file.*", id="no-prompt-file"),
+    ],
+)
+def test_bad_arguments(arguments: list[str], sentence: str) -> None:
+    assert_refused(run("generate", DEMO, *arguments), sentence)
+
+
+def test_no_model() -> None:
+    assert_refused(run("generate", "/no/such/model", "--prompt", "x"), "/no/such/model is not a directory.*")
+    assert_refused(run("generate", "--prompt", "x"), "no model given.*")
+    assert_refused(run("generate", DEMO, "--model-path", "/tmp", "--prompt", "x"), "two models given.*")
+
+
+@pytest.mark.parametrize(
+    ("line", "sentence"),
+    [
+        ('{"prompt": "a", "prompt_token_ids": [1]}', 'expected either "prompt" or "prompt_token_ids"'),
+        ("{}", 'expected either "prompt" or "prompt_token_ids"'),
+        ('{"prompt": 3}', r".*Expected `str.*\$\.prompt.*"),
+        ('{"prompt_token_ids": [1, "a"]}', r".*Expected `int`.*\$\.prompt_token_ids.*"),
+        ('{"prompt_token_ids": [1, 4096]}', "token id 4096 is not in the vocabulary of 4096"),
+        ('{"prompt_token_ids": [-1]}', "token id -1 is not in the vocabulary of 4096"),
+        ('{"prompt_token_ids": []}', "is empty.*"),
+        ('{"promt": "a"}', ".*unknown field `promt`.*"),
+        ('{"prompt": "a"', ".*truncated.*"),
+        ("once upon a time", ".*malformed.*"),
+    ],
+)
+def test_prompt_file_errors_name_the_line(tmp_path: Path, line: str, sentence: str) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": "fine"}\n\n' + line + "\n")
+    assert_refused(run("generate", DEMO, "--prompt-file", file), f"{re.escape(str(file))} line 3:? {sentence}")
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--tp", "0"], ["--temperature", "nan"], ["--top-p", "1.5"], ["--dtype", "int3"]]
+)
+def test_values_out_of_range_are_refused_by_name(arguments: list[str]) -> None:
+    result = run("generate", DEMO, "--prompt", "x", *arguments)
+    assert result.status == 2 and f"argument {arguments[0]}" in result.err
+
+
+def test_port_in_use() -> None:
+    with listen("127.0.0.1", 0) as taken:
+        port = taken.getsockname()[1]
+        result = run("generate", DEMO, "--prompt", "x", "--tp", 2, "--master-port", port)
+    assert_refused(result, f"rank 0 cannot listen on 127.0.0.1 port {port}: Address already in use.*")
+
+
+def test_not_enough_memory() -> None:
+    """A cache of 2^40 tokens: 6 layers, 2 KV heads of 64, keys and values of 2 bytes make 3,072 bytes each: 3 PiB."""
+    result = run("generate", DEMO, "--prompt", "x", "--tp", 2, "--max-total-tokens", 1 << 40)
+    assert_refused(result, r".*not enough memory: .*3\.0 PiB.*")
+    assert "loading" not in result.err
+
+
+def big_model(path: Path, layers: int) -> Path:
+    """The demo model with the MLP made wide and many layers: a sparse file, so that loading takes a while."""
+    path.mkdir()
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        shutil.copy(DEMO / name, path / name)
+    config = json.loads((DEMO / "config.json").read_text())
+    hidden, inter, head_dim = 1024, 8192, 64
+    config |= {"hidden_size": hidden, "intermediate_size": inter, "num_hidden_layers": layers}
+    config["layer_types"] = ["full_attention"] * layers
+    config["max_window_layers"] = layers
+    (path / "config.json").write_text(json.dumps(config))
+    shapes = {"model.embed_tokens.weight": [config["vocab_size"], hidden], "model.norm.weight": [hidden]}
+    for i in range(layers):
+        own = {
+            "input_layernorm": [hidden],
+            "post_attention_layernorm": [hidden],
+            "self_attn.q_proj": [8 * head_dim, hidden],
+            "self_attn.k_proj": [2 * head_dim, hidden],
+            "self_attn.v_proj": [2 * head_dim, hidden],
+            "self_attn.o_proj": [hidden, 8 * head_dim],
+            "self_attn.q_norm": [head_dim],
+            "self_attn.k_norm": [head_dim],
+            "mlp.gate_proj": [inter, hidden],
+            "mlp.up_proj": [inter, hidden],
+            "mlp.down_proj": [hidden, inter],
+        }
+        shapes |= {f"model.layers.{i}.{name}.weight": shape for name, shape in own.items()}
+    header, end = {}, 0
+    for name, shape in shapes.items():
+        size = 2 * shape[0] * (shape[1] if len(shape) == 2 else 1)
+        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [end, end + size]}
+        end += size
+    text = json.dumps(header).encode()
+    with open(path / "model.safetensors", "wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        file.truncate(8 + len(text) + end)
+    return path
+
+
+@pytest.fixture(scope="module")
+def slow_to_load(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return big_model(tmp_path_factory.mktemp("big") / "model", layers=24)
+
+
+def test_rank_killed_while_loading(slow_to_load: Path) -> None:
+    arguments = ["generate", slow_to_load, "--tp", 3, "--prompt", "x", "--log-level", "debug"]
+    with Run(*arguments) as running:
+        running.await_line("[rank 1] DEBUG tilerank.launch.rank: loading")
+        pid = running.rank_pid(1)
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        began = time.monotonic()
+        result = running.finish()
+        assert time.monotonic() - began < 5
+    assert_refused(result, rf"rank 1 \(process {pid}\) was killed by SIGKILL while loading", 137)
+
+
+LONG = ["generate", DEMO, "--tp", 3, "--prompt", "Once upon a time", "--ignore-eos", "--max-new-tokens", 4000]
+
+
+def generating(running: Run) -> str:
+    """The first bytes of text."""
+    assert running.process.stdout is not None
+    text = running.process.stdout.read(8)
+    assert len(text) == 8, running.finish().err
+    return text
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_rank_killed_while_generating(rank: int) -> None:
+    with Run(*LONG) as running:
+        generating(running)
+        pid = running.rank_pid(rank)
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        began = time.monotonic()
+        result = running.finish()
+        assert time.monotonic() - began < 5
+    assert result.status == 137
+    sentence = f"tilerank: error: rank {rank} (process {pid}) was killed by SIGKILL while generating"
+    assert result.errors == [sentence], result.err
+
+
+def test_rank_stopped_longer_than_the_deadline() -> None:
+    with Run(*LONG, "--dist-timeout", 6) as running:
+        generating(running)
+        pid = running.rank_pid(1)
+        assert pid is not None
+        os.kill(pid, signal.SIGSTOP)
+        began = time.monotonic()
+        result = running.finish()
+        assert 5 < time.monotonic() - began < 6 + 1 + 5
+    assert result.status == 1
+    assert len(result.errors) == 1 and re.search(r"\brank 1\b.*\b6 s\b", result.errors[0]), result.err
+
+
+def test_interrupted(tmp_path: Path) -> None:
+    with Run(*LONG) as running:
+        generating(running)
+        running.process.send_signal(signal.SIGINT)
+        result = running.finish()
+    assert result.status == 130 and not result.errors, result.err
+
+
+def test_ranks_end_with_a_killed_supervisor() -> None:
+    with Run(*LONG) as running:
+        generating(running)
+        assert len(running.pids()) == 4
+        running.process.kill()
+        await_true(lambda: not running.pids(), 5, "ranks outlive their supervisor")
+
+
+def test_reader_gone() -> None:
+    with Run(*LONG) as running:
+        generating(running)
+        assert running.process.stdout is not None
+        running.process.stdout.close()
+        running.process.stdout = None
+        result = running.finish()
+    assert result.errors == ["tilerank: error: whoever read the output is gone"], result.err
