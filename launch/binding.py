@@ -82,7 +82,7 @@ def _set_policy(nodes: tuple[int, ...], strict: bool, notes: list[str]) -> str:
     if not error:
         return "bind" if strict else "preferred"
     if strict:
-        raise LaunchError(f"memory cannot be bound to node {name} as --membind strict asks: {os.strerror(error)}")
+        raise LaunchError(f"memory cannot be bound strictly to node {name}: {os.strerror(error)}")
     if mode == _PREFERRED_MANY and error == errno.EINVAL:
         return "first touch"  # before Linux 5.15; each pinned worker touches its own part first, so it is local anyhow
     why = os.strerror(error) + (", as in a container without CAP_SYS_NICE" if error == errno.EPERM else "")

@@ -18,7 +18,7 @@ from .topology import Core, Topology
 
 @dataclass(frozen=True)
 class RankPlacement:
-    """Where one rank runs.
+    """Where one rank runs. `rank` counts the ranks of this host.
 
     `cores` has one logical CPU per physical core. `affinity` is the process's mask: the cores and their
     hyper-threads, which are for helper threads (sockets, watchers); empty means that the mask is left as it is.

@@ -133,7 +133,7 @@ def test_container_that_refuses_memory_policies() -> None:
         "memory policy for node 0 is refused (Operation not permitted, as in a container without CAP_SYS_NICE): "
         "pages go to the node of the pinned thread that touches them first"
     ]
-    assert found["strict"] == "memory cannot be bound to node 0 as --membind strict asks: Operation not permitted"
+    assert found["strict"] == "memory cannot be bound strictly to node 0: Operation not permitted"
 
 
 def test_sandbox_that_refuses_affinity() -> None:

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -20,8 +21,7 @@ def whats(machine: Machine, root: Path, refusal: str | None = None) -> list[str]
 
 
 def run_python(code: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    """Runs code in a new Python, with this one's search path."""
-    env = {"PATH": "/usr/bin:/bin", "PYTHONPATH": ":".join(path for path in sys.path if path), **environ}
+    env = {name: value for name, value in os.environ.items() if name != "TILERANK_ISA"} | environ
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=env)
 
 

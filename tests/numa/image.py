@@ -23,19 +23,19 @@ CACHE = REPOSITORY / "build/numa"  # the kernel, 8 MB
 KERNEL_PACKAGE = "linux-image-cloud-amd64"
 PROGRAMS = {"qemu-system-x86_64": "qemu-system-x86", "cpio": "cpio", "busybox": "busybox-static"}
 # Parts of the standard library that are large or need large libraries, and that nothing here imports.
-LEFT_OUT = re.compile(
-    r"/(site-packages|dist-packages|tests?|idlelib|tkinter|ensurepip|lib2to3|config-[^/]*|pydoc_data)/"
-)
+LEFT_OUT = re.compile(r"(site-packages|dist-packages|test|idlelib|tkinter|ensurepip|lib2to3|config-[^/]*|pydoc_data)/")
 LEFT_OUT_MODULES = re.compile(r"_(ssl|hashlib|sqlite3|tkinter|curses|dbm|gdbm|test|ctypes_test|xx)|readline|xx")
 
 
 def missing() -> str | None:
-    """The Debian packages that are not here, as a sentence; None if nothing is missing."""
+    """What is not here and cannot be fetched, with the names of the Debian packages; None if nothing is missing."""
     packages = [package for program, package in PROGRAMS.items() if not shutil.which(program)]
     if packages:
         return f"not installed: {', '.join(packages)} (apt-get install them)"
-    if not _kernels() and not shutil.which("apt-get"):
-        return f"no kernel of the package {KERNEL_PACKAGE} in /boot or {CACHE}, and no apt-get to fetch it"
+    try:
+        kernel()
+    except RuntimeError as error:
+        return str(error)
     return None
 
 
@@ -65,6 +65,10 @@ def boot(directory: Path, machine: Sequence[str], *, append: str = "", timeout: 
 def kernel() -> Path:
     """The newest Debian cloud kernel: installed, fetched earlier, or fetched now."""
     if not _kernels():
+        if not shutil.which("apt-get"):
+            raise RuntimeError(
+                f"no kernel of the package {KERNEL_PACKAGE} in /boot or {CACHE}, and no apt-get to fetch it"
+            )
         CACHE.mkdir(parents=True, exist_ok=True)
         depends = _run(["apt-cache", "depends", KERNEL_PACKAGE])
         package = re.search(r"Depends: (linux-image-\S+)", depends)
@@ -85,11 +89,11 @@ def _kernels() -> list[Path]:
 
 
 def build(directory: Path) -> Path:
-    """Writes the initial RAM disk, about 60 MB, uncompressed since emulated code would unpack it."""
+    """Writes the initial RAM disk, about 70 MB, uncompressed since emulated code would unpack it."""
     root = directory / "root"
     python = Path(sys.executable).resolve()
     library = Path(sysconfig.get_path("stdlib"))
-    modules = [path for path in library.rglob("*") if _wanted(path)]
+    modules = [path for path in library.rglob("*") if _wanted(path.relative_to(library))]
     busybox = Path(str(shutil.which("busybox")))
     _copy(root, "/", [python, *modules])
     _copy(root, "/", _libraries([python, busybox, *(path for path in modules if path.suffix == ".so")]))
@@ -111,7 +115,7 @@ def build(directory: Path) -> Path:
 
 
 def _wanted(path: Path) -> bool:
-    if path.suffix not in (".py", ".pyc", ".so") or LEFT_OUT.search(str(path)):
+    if path.suffix not in (".py", ".pyc", ".so") or ".opt-" in path.name or LEFT_OUT.match(str(path)):
         return False
     return not (path.suffix == ".so" and LEFT_OUT_MODULES.match(path.name))
 
