@@ -7,6 +7,7 @@ holds the same bits and so that the transport cannot be told from the result.
 import contextlib
 import datetime
 import logging
+import time
 import weakref
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -21,6 +22,9 @@ from .watch import Reason, Watch
 logger = logging.getLogger(__name__)
 
 CHUNK = 4 << 20  # bytes a rank contributes to one exchange of a large sum, so that temporary memory stays bounded
+
+
+Step = tuple[str, int, Tensor]  # "send" or "receive", the peer, its bytes
 
 
 class Group(Protocol):
@@ -74,115 +78,127 @@ class SingleGroup:
         return
 
 
-class GlooGroup:
-    """Every rank sends what it has to every other one through gloo, and each adds up for itself.
+class PairwiseGroup:
+    """Every rank sends what it has to every other one, and each adds up for itself; a subclass moves the bytes.
 
-    Not gloo's own all_reduce: that accumulates bf16 in bf16. Not its ring either: a receive from each peer by itself
-    tells which rank it is that does not answer.
+    Not the transport's own all_reduce: gloo's accumulates bf16 in bf16, and no two agree on the order. Not its ring
+    either: a receive from each peer by itself tells which rank it is that does not answer.
 
-    `address` is the local address to bind and to be reached at. `names` are the ranks to speak of in errors where the
-    group is a part of a larger one (the leaders of the hosts).
+    `names` are the ranks to speak of in errors where the group is a part of a larger one (the leaders of the hosts).
     """
 
-    def __init__(
-        self,
-        store: Store,
-        rank: int,
-        size: int,
-        address: str,
-        timeout_s: float,
-        watch: Watch,
-        names: Sequence[int] | None = None,
-    ) -> None:
+    def __init__(self, rank: int, size: int, timeout_s: float, watch: Watch, names: Sequence[int]) -> None:
         self.rank = rank
         self.size = size
-        self._timeout = datetime.timedelta(seconds=timeout_s)
+        self._timeout_s = timeout_s
         self._watch = watch
-        self._names = tuple(names or range(size))
-        gloo: Any = ProcessGroupGloo  # its stubs lack what is used here
-        options = gloo._Options()
-        options._timeout = self._timeout
-        options._threads = 1
-        # Given by address: left to itself gloo resolves the host's name, which is often a loopback address.
-        options._devices = [gloo.create_device(hostname=address)]
-        try:
-            backends = [ProcessGroupGloo(store, rank, size, options)]
-        except RuntimeError as error:
-            watch.check("connecting gloo")
-            raise GroupError(
-                f"rank {self._names[rank]}: gloo could not connect the ranks: {_first_line(error)}"
-            ) from error
-        self._backends: list[Any] = backends
-        # An interpreter that exits while gloo's threads run is aborted.
-        self._release = weakref.finalize(self, _release, backends)
+        self._names = tuple(names)
+        self._step = 0
 
     def all_reduce(self, x: Tensor) -> Tensor:
         checked_sum_dtype(x)
         out = x.contiguous()
-        flat = out.reshape(-1)
+        flat = out.view(-1)
         step = CHUNK // x.element_size()
         for start in range(0, flat.numel(), step):
             part = flat[start : start + step]
             parts = torch.empty((self.size, part.numel()), dtype=x.dtype)
-            self._exchange(part, parts, "all_reduce")
+            self._exchange(as_bytes(part), as_bytes(parts).view(self.size, -1), "all_reduce")
             sum_in_rank_order(parts, part)
         return out
 
     def all_gather(self, x: Tensor) -> Tensor:
         out = torch.empty((self.size, *x.shape), dtype=x.dtype)
-        self._exchange(as_bytes(x), as_bytes(out).reshape(self.size, -1), "all_gather")
+        if x.numel():
+            self._exchange(as_bytes(x), as_bytes(out).view(self.size, -1), "all_gather")
         return out
 
     def broadcast(self, x: Tensor, root: int = 0) -> Tensor:
         checked_root(root, self.size)
         out = x.contiguous()
         flat = as_bytes(out)
-        if flat.numel() == 0:
-            return out
-        if self.rank == root:
-            self._wait({peer: [("send", flat)] for peer in range(self.size) if peer != root}, "broadcast")
-        else:
-            self._wait({root: [("receive", flat)]}, "broadcast")
+        if flat.numel():
+            others = [peer for peer in range(self.size) if peer != root]
+            steps = [("send", peer, flat) for peer in others] if self.rank == root else [("receive", root, flat)]
+            self._begin("broadcast")
+            self._transfer(steps, "broadcast")
         return out
 
     def barrier(self) -> None:
         token = torch.zeros(1, dtype=torch.uint8)
         self._exchange(token, torch.empty((self.size, 1), dtype=torch.uint8), "barrier")
 
-    def close(self) -> None:
-        self._release()
-
     def _exchange(self, mine: Tensor, everyone: Tensor, doing: str) -> None:
         """Fill row r of `everyone` with what rank r passed as `mine`."""
-        if mine.numel() == 0:
-            return
+        self._begin(doing)
         everyone[self.rank].copy_(mine)
         # Starting with the next rank spreads the load: not all of them send to rank 0 first.
         order = [(self.rank + distance) % self.size for distance in range(1, self.size)]
-        self._wait({peer: [("receive", everyone[peer]), ("send", mine)] for peer in order}, doing)
+        steps = [("receive", peer, everyone[peer]) for peer in order] + [("send", peer, mine) for peer in order]
+        self._transfer(steps, doing)
 
-    def _wait(self, transfers: dict[int, list[tuple[str, Tensor]]], doing: str) -> None:
+    def _begin(self, doing: str) -> None:
         self._watch.check(doing)
+        self._step += 1
+
+    def _stuck(self, peer: int) -> None:
+        self._watch.fail(self._names[peer], Reason.STUCK, self._step)
+
+    def _transfer(self, steps: Sequence[Step], doing: str) -> None:
+        """Send to and receive from peers, all at once; return when everything is done. GroupError names the culprit."""
+        raise NotImplementedError
+
+
+class GlooGroup(PairwiseGroup):
+    """Over TCP, through gloo. `address` is the local address to bind and to be reached at."""
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        address: str,
+        timeout_s: float,
+        watch: Watch,
+        names: Sequence[int],
+    ) -> None:
+        super().__init__(rank, len(names), timeout_s, watch, names)
+        gloo: Any = ProcessGroupGloo  # its stubs lack what is used here
+        options = gloo._Options()
+        options._timeout = datetime.timedelta(seconds=timeout_s)
+        options._threads = 1
+        # Given by address: left to itself gloo resolves the host's name, which is often a loopback address.
+        options._devices = [gloo.create_device(hostname=address)]
+        try:
+            backends = [gloo(store, rank, self.size, options)]
+        except RuntimeError as error:
+            watch.check("connecting gloo")
+            raise GroupError(f"rank {names[rank]}: gloo could not connect the ranks: {_first_line(error)}") from error
+        self._backends: list[Any] = backends
+        # An interpreter that exits while gloo's threads run is aborted.
+        self._release = weakref.finalize(self, _release, backends)
+
+    def close(self) -> None:
+        self._release()
+
+    def _transfer(self, steps: Sequence[Step], doing: str) -> None:
         if not self._backends:
             raise GroupError(f"{doing} in a group that was closed")
-        current, backend = self.rank, self._backends[0]
+        backend, deadline = self._backends[0], time.monotonic() + self._timeout_s
+        current = self.rank
         try:
             works = []
-            for peer, steps in transfers.items():
-                current = peer
-                for kind, tensor in steps:
-                    start = backend.send if kind == "send" else backend.recv
-                    works.append((peer, start([tensor], peer, 0)))
-            for peer, work in works:
-                current = peer
-                work.wait(self._timeout)
+            for kind, current, buffer in steps:
+                start = backend.send if kind == "send" else backend.recv
+                works.append((current, start([buffer], current, 0)))
+            for current, work in works:  # noqa: B007
+                work.wait(datetime.timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
         except RuntimeError as error:
             raise self._lost(current, doing, error) from error
 
     def _lost(self, peer: int, doing: str, error: RuntimeError) -> GroupError:
         """gloo tells a closed connection from a timeout only in its text; who was lost first is known to the watch."""
         if "Timed out" in str(error):
-            self._watch.fail(self._names[peer], Reason.STUCK)
+            self._stuck(peer)
         elif not self._watch.await_failure(1.0):
             logger.debug("gloo: %s", _first_line(error))
             self._watch.fail(self._names[peer], Reason.GONE)

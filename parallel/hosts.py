@@ -1,11 +1,18 @@
-"""Which ranks share a host, and the address at which a rank is reached by the others."""
+"""Which ranks share a host, the address at which a rank is reached by the others, and collectives over hosts."""
 
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+from torch import Tensor
+
 from .errors import GroupError
+from .group import CHUNK, Group, SingleGroup, checked_root, checked_sum_dtype, sum_in_rank_order
+from .shm import ShmGroup
+
+Hosts = tuple[tuple[int, ...], ...]  # the ranks of each host, both in ascending order
 
 
 @dataclass(frozen=True)
@@ -16,7 +23,7 @@ class Seat:
     size: int
     host: str
     address: str
-    lanes: int
+    lanes: int  # threads of its kernels, 0 without the compiled core
 
 
 def host_id() -> str:
@@ -28,7 +35,7 @@ def host_id() -> str:
     return "/".join([boot, str(Path("/proc/self/ns/ipc").readlink()), str(Path("/proc/self/ns/net").readlink())])
 
 
-def hosts_of(seats: Sequence[Seat]) -> tuple[tuple[int, ...], ...]:
+def hosts_of(seats: Sequence[Seat]) -> Hosts:
     """Ranks by host; hosts in the order of their lowest rank. Launchers may deal ranks to hosts in any order."""
     hosts: dict[str, list[int]] = {}
     for seat in seats:
@@ -47,7 +54,7 @@ def route_to(host: str, port: int) -> str:
         raise GroupError(f"there is no route to {host}: {error.strerror or error}") from error
 
 
-def address_of(rank: int, seats: Sequence[Seat], hosts: Sequence[Sequence[int]]) -> str:
+def address_of(rank: int, seats: Sequence[Seat], hosts: Hosts) -> str:
     """The address of this rank that all other hosts can reach: loopback when there are none.
 
     The store's host (rank 0's, or torchrun's agent beside it) may know itself by a loopback name; seen from there the
@@ -58,3 +65,78 @@ def address_of(rank: int, seats: Sequence[Seat], hosts: Sequence[Sequence[int]])
     if rank in hosts[0]:
         return route_to(seats[hosts[1][0]].address, 9)
     return seats[rank].address
+
+
+class HostGroup:
+    """Ranks on several hosts: shared memory inside each, `between` the first ranks ("leaders") of the hosts.
+
+    A sum must not tell how the ranks are spread, so the leaders exchange what every rank contributed and add up in
+    rank order. That costs as many times the bytes between hosts as a host has ranks, against sums per host; in exchange
+    it takes one trip, where passing a running sum from host to host would take as many as there are hosts.
+
+    `between` is None on ranks that lead no host. `late_s`: the deadline of a rank that waits for its leader, longer
+    than what the leader itself allows the others.
+    """
+
+    def __init__(
+        self, rank: int, hosts: Hosts, inside: ShmGroup | SingleGroup, between: Group | None, late_s: float
+    ) -> None:
+        self.rank = rank
+        self.size = sum(map(len, hosts))
+        self._hosts = hosts
+        self._inside = inside
+        self._after: Group = inside.with_deadline(late_s) if isinstance(inside, ShmGroup) else inside
+        self._between = between
+        most = max(map(len, hosts))
+        rows = {rank: host * most + place for host, ranks in enumerate(hosts) for place, rank in enumerate(ranks)}
+        self._most = most
+        self._order = torch.tensor([rows[rank] for rank in range(self.size)])
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        checked_sum_dtype(x)
+        out = x.contiguous()
+        flat = out.view(-1)
+        step = CHUNK // x.element_size()
+        for start in range(0, flat.numel(), step):
+            part = flat[start : start + step]
+            everyone = self._collect(part)
+            if everyone is not None:
+                sum_in_rank_order(everyone, part)
+            self._after.broadcast(part)
+        return out
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        everyone = self._collect(x)
+        return self._after.broadcast(
+            torch.empty((self.size, *x.shape), dtype=x.dtype) if everyone is None else everyone
+        )
+
+    def broadcast(self, x: Tensor, root: int = 0) -> Tensor:
+        checked_root(root, self.size)
+        out = x.contiguous()
+        home = next(host for host, ranks in enumerate(self._hosts) if root in ranks)
+        if self.rank in self._hosts[home]:
+            self._inside.broadcast(out, self._hosts[home].index(root))
+        if self._between is not None:
+            self._between.broadcast(out, home)
+        if self.rank not in self._hosts[home]:
+            self._after.broadcast(out)
+        return out
+
+    def barrier(self) -> None:
+        self.all_gather(torch.zeros(1, dtype=torch.uint8))
+
+    def close(self) -> None:
+        self._inside.close()
+        self._after.close()
+        if self._between is not None:
+            self._between.close()
+
+    def _collect(self, x: Tensor) -> Tensor | None:
+        """`[size, *x.shape]` in rank order on the leaders, None on the others."""
+        here = self._inside.all_gather(x)
+        if self._between is None:
+            return None
+        padded = torch.zeros((self._most, *x.shape), dtype=x.dtype)
+        padded[: len(here)] = here
+        return self._between.all_gather(padded).flatten(0, 1)[self._order]

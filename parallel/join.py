@@ -14,16 +14,20 @@ from dataclasses import asdict, dataclass, field
 
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
+from tilerank.kernels import core
+
 from .channel import Channel, Link, open_link
 from .errors import GroupError
 from .group import GlooGroup, Group, SingleGroup
-from .hosts import Seat, address_of, host_id, hosts_of, route_to
-from .watch import Watch
+from .hosts import HostGroup, Hosts, Seat, address_of, host_id, hosts_of, route_to
+from .shm import ShmGroup, create_segment
 
 logger = logging.getLogger(__name__)
 
 HELLO = struct.Struct("<II16s")  # rank, which of the link's two sockets, secret
 DATA, WATCH = 0, 1
+MARGIN_S = 2.0
+LINGER_S = 2.0  # rank 0 keeps the store open for the others to see, too, who did not come
 PEER = struct.Struct("iII")  # struct ucred: pid, uid, gid
 
 
@@ -52,7 +56,7 @@ class Team:
 
     group: Group
     channel: Channel
-    hosts: tuple[tuple[int, ...], ...] = ((0,),)
+    hosts: Hosts = ((0,),)
     _store: Store | None = field(default=None, repr=False)  # rank 0 serves it as long as the others may ask
 
     def close(self) -> None:
@@ -61,10 +65,13 @@ class Team:
         self._store = None
 
 
-def join(m: Membership, collectives: str = "auto") -> Team:
+def join(m: Membership, collectives: str = "auto", *, spin: bool = False) -> Team:
     """Meet the other ranks. GroupError names the ranks that did not come, or what contradicts.
 
-    `collectives`: "auto" takes shared memory inside a host and gloo between hosts, "gloo" and "mpi" force these.
+    `collectives`: "auto" takes shared memory inside a host and gloo between hosts; "mpi" is MPI on one host, and takes
+    gloo's place between hosts; "gloo" is gloo throughout. `spin`: waits in shared memory spin about 100 us before they
+    sleep; right only where each thread of each rank has a core of its own. Start the thread pool before: the shared
+    memory is laid out for as many threads as the smallest rank has.
     """
     if collectives not in ("auto", "gloo", "mpi"):
         raise GroupError(f"collectives {collectives!r} are unknown; there are auto, gloo and mpi")
@@ -78,7 +85,7 @@ def join(m: Membership, collectives: str = "auto") -> Team:
     hosts = hosts_of(seats)
     channel = _connect(meeting, seats, hosts)
     try:
-        group = _group(meeting, seats, hosts, channel, collectives)
+        group = _group(meeting, seats, hosts, channel, collectives, spin)
     except BaseException:
         channel.close()
         raise
@@ -126,7 +133,8 @@ class _Meeting:
     def roll_call(self) -> list[Seat]:
         """Everyone's seat, in rank order."""
         m = self.m
-        seat = Seat(m.rank, m.size, host_id(), route_to(m.store_host, m.store_port), 1)
+        lanes = 0 if core.isa() == "reference" else core.num_threads()
+        seat = Seat(m.rank, m.size, host_id(), route_to(m.store_host, m.store_port), lanes)
         if self.store.add(f"seats taken/{m.rank}", 1) > 1:
             raise GroupError(f"two processes say that they are rank {m.rank} of {m.size}")
         self.store.set(f"seat/{m.rank}", json.dumps(asdict(seat)))
@@ -135,24 +143,25 @@ class _Meeting:
             try:
                 seats.append(Seat(**json.loads(self.get(f"seat/{rank}", rank))))
             except GroupError as error:
-                missing = [r for r in range(rank, m.size) if not self._seated(r)] or [rank]
-                names = ", ".join(map(str, missing))
-                raise GroupError(
-                    f"rank{'s' * (len(missing) > 1)} {names} of {m.size} did not join within {m.timeout_s:g} s"
-                ) from error
+                raise self._absent(rank) from error
         for other in seats:
             if other.size != m.size:
                 raise GroupError(f"rank {m.rank} was told of {m.size} ranks, rank {other.rank} of {other.size}")
         return seats
 
-    def _seated(self, rank: int) -> bool:
+    def _absent(self, first: int) -> GroupError:
+        m = self.m
         try:
-            return bool(self.store.check([f"seat/{rank}"]))
-        except RuntimeError:  # the store itself is gone
-            return False
+            missing = [rank for rank in range(first, m.size) if not self.store.check([f"seat/{rank}"])]
+        except RuntimeError:
+            return GroupError(f"rank 0 has closed the store before rank {first} of {m.size} joined")
+        if m.rank == 0:
+            time.sleep(LINGER_S)
+        names = ", ".join(map(str, missing or [first]))
+        return GroupError(f"rank{'s' * (len(missing) > 1)} {names} of {m.size} did not join within {m.timeout_s:g} s")
 
 
-def _connect(meeting: _Meeting, seats: Sequence[Seat], hosts: Sequence[Sequence[int]]) -> Channel:
+def _connect(meeting: _Meeting, seats: Sequence[Seat], hosts: Hosts) -> Channel:
     """Build the tree: members to the leader of their host, leaders to rank 0."""
     rank = meeting.m.rank
     mine = next(ranks for ranks in hosts if rank in ranks)
@@ -252,14 +261,56 @@ def _family(address: str) -> socket.AddressFamily:
 
 
 def _group(
-    meeting: _Meeting, seats: Sequence[Seat], hosts: Sequence[Sequence[int]], channel: Channel, collectives: str
+    meeting: _Meeting, seats: Sequence[Seat], hosts: Hosts, channel: Channel, collectives: str, spin: bool
 ) -> Group:
     m = meeting.m
+    everyone = tuple(range(m.size))
+    without = [seat.rank for seat in seats if not seat.lanes]
+    if collectives == "auto" and without:
+        _say(m, f"gloo between all ranks, since shared memory needs the compiled core, which rank {without[0]} lacks")
+        collectives = "gloo"
+    if collectives == "gloo" or (collectives == "mpi" and (without or len(hosts) == 1)):
+        _say(m, f"{collectives} between all ranks")
+        return _between(meeting, seats, hosts, everyone, collectives, channel)
+    outer = "mpi" if collectives == "mpi" else "gloo"
+    _say(m, "shared memory" if len(hosts) == 1 else f"shared memory inside {len(hosts)} hosts, {outer} between them")
+    mine = next(ranks for ranks in hosts if m.rank in ranks)
+    inside = _inside(m, mine, seats, channel, spin) if len(mine) > 1 else SingleGroup()
+    if len(hosts) == 1:
+        return inside
+    leaders = tuple(ranks[0] for ranks in hosts)
+    between = _between(meeting, seats, hosts, leaders, outer, channel) if m.rank in leaders else None
+    return HostGroup(m.rank, hosts, inside, between, m.timeout_s + 2 * MARGIN_S)
+
+
+def _say(m: Membership, text: str) -> None:
     if m.rank == 0:
-        logger.info("collectives: gloo over %s", address_of(0, seats, hosts))
-    return _gloo(meeting, m.rank, range(m.size), address_of(m.rank, seats, hosts), channel.watch)
+        logger.info("collectives of %d ranks: %s", m.size, text)
 
 
-def _gloo(meeting: _Meeting, rank: int, ranks: Sequence[int], address: str, watch: Watch) -> GlooGroup:
+def _inside(m: Membership, mine: tuple[int, ...], seats: Sequence[Seat], channel: Channel, spin: bool) -> ShmGroup:
+    lanes = min(seats[rank].lanes for rank in mine)
+    fd = channel.share_fd(create_segment(len(mine), lanes) if m.rank == mine[0] else None)
+    return ShmGroup(fd, mine.index(m.rank), mine, channel.watch, m.timeout_s, spin=spin)
+
+
+def _between(
+    meeting: _Meeting,
+    seats: Sequence[Seat],
+    hosts: Hosts,
+    ranks: tuple[int, ...],
+    transport: str,
+    channel: Channel,
+) -> Group:
+    """gloo or MPI among `ranks`, of which this is one."""
+    m = meeting.m
+    # Where only the leaders meet here, one that waits for a rank of its own host is late for that rank's sake.
+    timeout_s = m.timeout_s if len(ranks) == m.size else m.timeout_s + MARGIN_S
+    if transport == "mpi":
+        try:
+            from .mpi import MpiGroup
+        except ImportError as error:
+            raise GroupError(f"collectives over MPI need mpi4py, which cannot be imported: {error}") from error
+        return MpiGroup(m.rank, m.size, timeout_s, channel.watch, ranks)
     store = PrefixStore("gloo", meeting.store)
-    return GlooGroup(store, rank, len(ranks), address, meeting.m.timeout_s, watch, ranks)
+    return GlooGroup(store, ranks.index(m.rank), address_of(m.rank, seats, hosts), timeout_s, channel.watch, ranks)

@@ -13,6 +13,7 @@ import select
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable, Mapping
 from enum import IntEnum
 
@@ -20,7 +21,11 @@ from .errors import GroupError
 
 logger = logging.getLogger(__name__)
 
-NEWS = struct.Struct("<II")  # what happened, to which rank
+NEWS = struct.Struct("<IIQ")  # what happened, to which rank, at which of its collectives
+
+# When a rank stops, the others' deadlines pass one after the other, and one that waits for a rank that waits itself
+# blames the wrong one. They count the same collectives, so the blame of the one furthest behind is the right one.
+SETTLE_S = 0.3
 
 
 class Reason(IntEnum):
@@ -38,6 +43,8 @@ class Watch:
         self.rank = rank
         self.timeout_s = timeout_s
         self.failed: tuple[int, Reason] | None = None
+        self._failed_step = 0
+        self._settled = 0.0
         self._links = dict(links)
         self._callbacks: list[Callable[[int, Reason], None]] = []
         self._lock = threading.Lock()
@@ -71,6 +78,8 @@ class Watch:
         """The sentence about the failure that is known."""
         if self.failed is None:
             raise AssertionError("no failure is known")
+        if self.failed[1] is Reason.STUCK:
+            time.sleep(max(self._settled - time.monotonic(), 0))
         rank, reason = self.failed
         during = f" during {doing}" if doing else ""
         if reason is Reason.STUCK:
@@ -85,17 +94,22 @@ class Watch:
         """Give the news this long to arrive; True once a failure is known."""
         return self._known.wait(seconds)
 
-    def fail(self, rank: int, reason: Reason, source: int | None = None) -> None:
-        """Record that `rank` is lost, unless another was lost before, and pass it on to all but `source`."""
+    def fail(self, rank: int, reason: Reason, step: int = 0, source: int | None = None) -> None:
+        """Record that `rank` is lost, unless another was lost before, and pass it on to all but `source`.
+
+        `step`: which collective was waiting for a rank that is stuck.
+        """
         with self._lock:
-            if self.failed is not None:
+            if self.failed is None:
+                self._settled = time.monotonic() + SETTLE_S
+            elif not self._corrected(reason, step):
                 return
-            self.failed = (rank, reason)
+            self.failed, self._failed_step = (rank, reason), step
             callbacks, self._callbacks = self._callbacks, []
             for peer, link in self._links.items():
                 if peer not in (rank, source):
                     with contextlib.suppress(OSError):  # that one is going too; it needs no news
-                        link.send(NEWS.pack(reason, rank))
+                        link.send(NEWS.pack(reason, rank, step))
         if reason is not Reason.LEFT:
             logger.debug("rank %d: lost rank %d (%s)", self.rank, rank, reason.name)
         for callback in callbacks:
@@ -109,10 +123,15 @@ class Watch:
         self._thread.join()
         for link in self._links.values():
             with contextlib.suppress(OSError):
-                link.send(NEWS.pack(Reason.LEFT, self.rank))
+                link.send(NEWS.pack(Reason.LEFT, self.rank, 0))
             link.close()
         os.close(self._stop)
         os.close(self._alarm)
+
+    def _corrected(self, reason: Reason, step: int) -> bool:
+        if self.failed is None or reason is not Reason.STUCK or self.failed[1] is not Reason.STUCK:
+            return False
+        return step < self._failed_step and time.monotonic() < self._settled
 
     def _run(self) -> None:
         poll = select.poll()
@@ -136,8 +155,8 @@ class Watch:
         except OSError:  # keep-alive gave up, connection reset: as good as the end
             news = b""
         if len(news) == NEWS.size:
-            reason, rank = NEWS.unpack(news)
-            self.fail(rank, Reason(reason), source=peer)
+            reason, rank, step = NEWS.unpack(news)
+            self.fail(rank, Reason(reason), step, source=peer)
             return True
         self.fail(peer, Reason.GONE)
         return False

@@ -4,7 +4,7 @@
 `function(team, **kwargs)`; what it returns (JSON) comes back per rank. Starting costs 1.5 s a rank: put many cases into
 one start.
 
-A test of faults takes `Ranks` itself, to kill and stop single ranks.
+A test of faults takes `Ranks` itself, to kill and stop single ranks; `present` leaves ranks out.
 """
 
 import contextlib
@@ -17,6 +17,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ class Ranks:
         threads: int = 1,
         collectives: str = "auto",
         timeout_s: float = 30.0,
+        present: Sequence[int] | None = None,
     ) -> None:
         module, _, function = target.partition(":")
         environ = os.environ | {"GOMP_SPINCOUNT": "0", "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
@@ -45,9 +47,9 @@ class Ranks:
         environ["PYTHONPATH"] = os.pathsep.join(filter(None, [here, environ.get("PYTHONPATH", "")]))
         environ |= env or {}
         with socket.create_server(("127.0.0.1", 0)) as listener:
-            self.processes = []
+            self.processes: list[subprocess.Popen[bytes]] = []
             self._output: list[list[bytes]] = []
-            for rank in range(size):
+            for rank in range(size) if present is None else present:
                 job = {
                     "rank": rank,
                     "size": size,
@@ -124,6 +126,13 @@ class Ranks:
             raise RankFailed(f"ranks ended with {codes} (None: still running after {timeout:g} s)\n{said}")
         return [json.loads(self._result_line(rank)) for rank in range(len(self.processes))]
 
+    def result(self, rank: int, timeout: float = 60.0) -> Any:
+        """What one rank returned; the others may be dead or stopped."""
+        code = self.wait(rank, timeout)
+        if code != 0:
+            raise RankFailed(f"rank {rank} ended with {code}:\n{self.output(rank)}")
+        return json.loads(self._result_line(rank))
+
     def _result_line(self, rank: int) -> str:
         for _ in range(200):  # the reading thread may be a moment behind the exit
             for line in reversed(self._output[rank]):
@@ -151,9 +160,11 @@ def run_ranks(
 def _main(job: dict[str, Any]) -> None:
     import torch
 
+    from tilerank.kernels import core
     from tilerank.parallel.join import Membership, join
 
     torch.set_num_threads(1)
+    core.start_pool(None, job["threads"], spin=False)
     member = Membership(
         job["rank"], job["size"], "127.0.0.1", job["port"], job["listen_fd"], timeout_s=job["timeout_s"]
     )

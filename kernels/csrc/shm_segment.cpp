@@ -1,0 +1,153 @@
+#include "shm_segment.h"
+
+#include <immintrin.h>
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <climits>
+#include <string>
+
+namespace tilerank::shm {
+namespace {
+
+// A sleeper looks this often whether the group is still whole.
+constexpr int64_t kGlanceMs = 10;
+constexpr int64_t kBytesPerLane = 4096;
+
+// Shared between processes, so without FUTEX_PRIVATE_FLAG.
+void futex_wait(std::atomic<uint32_t>& word, uint32_t value, int64_t ms) {
+  const timespec limit{ms / 1000, ms % 1000 * 1'000'000};
+  syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAIT, value, &limit, nullptr, 0);
+}
+
+void futex_wake_all(std::atomic<uint32_t>& word) {
+  syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
+}
+
+int64_t now_ms() {
+  timespec time;
+  clock_gettime(CLOCK_MONOTONIC, &time);
+  return int64_t{time.tv_sec} * 1000 + time.tv_nsec / 1'000'000;
+}
+
+bool reached(const Line& line, uint32_t step) {
+  return static_cast<int32_t>(line.sequence.load(std::memory_order_seq_cst) - step) >= 0;
+}
+
+constexpr size_t round_up(size_t n, size_t unit) { return (n + unit - 1) / unit * unit; }
+
+Header* checked(const Tensor& segment) {
+  auto* header = segment.as<Header>();
+  if (segment.size[0] < static_cast<int64_t>(kPage) || header->magic != kMagic) {
+    throw Error("the shared memory of this host's ranks has no header");
+  }
+  const size_t control = header->ranks * round_up(header->lanes * sizeof(Line), kPage);
+  const size_t slots = header->ranks * 2 * header->lanes * header->slot_bytes;
+  if (header->ranks > kMaxRanks || static_cast<size_t>(segment.size[0]) != kPage + control + slots) {
+    throw Error("the shared memory of this host's ranks has " + std::to_string(segment.size[0]) +
+                " bytes, its header needs " + std::to_string(kPage + control + slots));
+  }
+  return header;
+}
+
+}  // namespace
+
+int active_lanes(const Tensor& segment, int64_t bytes) {
+  const int64_t lanes = segment.as<Header>()->lanes;
+  return static_cast<int>(std::clamp<int64_t>(bytes / kBytesPerLane, 1, lanes));
+}
+
+Lane::Lane(const Tensor& segment, int rank, int lane, int64_t pauses, int64_t timeout_ms)
+    : base_(segment.as<char>()),
+      header_(checked(segment)),
+      ranks_(static_cast<int>(header_->ranks)),
+      rank_(rank),
+      lane_(lane),
+      slot_bytes_(header_->slot_bytes),
+      control_bytes_(round_up(header_->lanes * sizeof(Line), kPage)),
+      pauses_(pauses),
+      timeout_ms_(timeout_ms) {}
+
+Line& Lane::line(int rank) const {
+  return reinterpret_cast<Line*>(base_ + kPage + static_cast<size_t>(rank) * control_bytes_)[lane_];
+}
+
+char* Lane::slot(int rank) const {
+  const size_t buffer = header_->lanes * slot_bytes_;
+  const size_t parity = line(rank_).count & 1;
+  return base_ + kPage + static_cast<size_t>(ranks_) * control_bytes_ +
+         (static_cast<size_t>(rank) * 2 + parity) * buffer + static_cast<size_t>(lane_) * slot_bytes_;
+}
+
+void Lane::enter() {
+  step_ = line(rank_).sequence.load(std::memory_order_relaxed);
+  first_ = step_ + 1;
+}
+
+void Lane::wait_until_free() {
+  for (int other = 0; other < ranks_; ++other) wait(other, line(rank_).last);
+}
+
+void Lane::publish() {
+  Line& mine = line(rank_);
+  // Either a sleeper counted itself before the load below, or it sees the new sequence and does not sleep.
+  mine.sequence.store(++step_, std::memory_order_seq_cst);
+  if (mine.sleepers.load(std::memory_order_seq_cst) != 0) futex_wake_all(mine.sequence);
+}
+
+void Lane::wait_for(int rank) { wait(rank, step_); }
+
+void Lane::wait_for_all() {
+  for (int distance = 1; distance < ranks_; ++distance) wait((rank_ + distance) % ranks_, step_);
+}
+
+void Lane::leave() {
+  Line& mine = line(rank_);
+  mine.last = first_;
+  ++mine.count;
+}
+
+void Lane::wait(int rank, uint32_t step) {
+  const Line& theirs = line(rank);
+  for (int64_t i = 0; i < pauses_; ++i) {
+    if (reached(theirs, step)) return;
+    _mm_pause();
+  }
+  if (!reached(theirs, step)) sleep(rank, step);
+}
+
+void Lane::sleep(int rank, uint32_t step) {
+  Line& theirs = line(rank);
+  const int64_t deadline = now_ms() + timeout_ms_;
+  theirs.sleepers.fetch_add(1, std::memory_order_seq_cst);
+  bool whole = true;
+  while (!reached(theirs, step)) {
+    // A rank that broke off afterwards has still done its part, so look again before giving up.
+    if (header_->broken.load(std::memory_order_acquire) != 0) {
+      whole = reached(theirs, step);
+      break;
+    }
+    if (now_ms() >= deadline) {
+      uint32_t expected = 0;
+      const uint32_t stuck = static_cast<uint32_t>(Reason::stuck) << 16 | static_cast<uint32_t>(rank + 1);
+      header_->broken.compare_exchange_strong(expected, stuck);
+      whole = false;
+      break;
+    }
+    const uint32_t seen = theirs.sequence.load(std::memory_order_seq_cst);
+    if (static_cast<int32_t>(seen - step) < 0) futex_wait(theirs.sequence, seen, std::min(kGlanceMs, timeout_ms_));
+  }
+  theirs.sleepers.fetch_sub(1, std::memory_order_seq_cst);
+  if (!whole) fail();
+}
+
+void Lane::fail() const {
+  const uint32_t broken = header_->broken.load(std::memory_order_acquire);
+  throw Error("a collective in shared memory was given up: rank " + std::to_string((broken & 0xffff) - 1) +
+              " of this host is lost");
+}
+
+}  // namespace tilerank::shm

@@ -1,0 +1,145 @@
+"""Collectives among the ranks of one host, in memory that they share.
+
+The memory is an anonymous memfd of the host's first rank, passed by descriptor: it has no name to clash or to be left
+behind, and it is not limited by the size of /dev/shm. What happens in it is compiled (kernels/csrc/shm_segment.h).
+"""
+
+import copy
+import fcntl
+import mmap
+import os
+import struct
+
+import torch
+from torch import Tensor
+
+from tilerank.kernels import core
+from tilerank.kernels.errors import KernelError
+
+from .errors import GroupError
+from .group import as_bytes, checked_root, checked_sum_dtype
+from .watch import Reason, Watch
+
+MAGIC = 0x314D48534B4E5254  # as in shm_segment.h
+HEADER = struct.Struct("<QIIQ")  # magic, ranks, lanes, bytes of a slot
+BROKEN = 64  # offset of the word that stops everybody
+LINE = 128
+PAGE = 4096
+SLOT = 256 << 10  # bytes per lane and buffer: small enough to stay in cache, larger tensors pass in pieces
+SPIN_PAUSES = 4000  # about 100 us
+
+
+def segment_size(ranks: int, lanes: int, slot: int = SLOT) -> int:
+    """Bytes of the memory that `ranks` ranks share. Touched, and so taken, where it is first used."""
+    return PAGE + ranks * _control_size(lanes) + ranks * 2 * lanes * slot
+
+
+def _control_size(lanes: int) -> int:
+    return -(-lanes * LINE // PAGE) * PAGE
+
+
+def create_segment(ranks: int, lanes: int, slot: int = SLOT) -> int:
+    """The descriptor of a new segment with its header written."""
+    fd = os.memfd_create("tilerank", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(fd, segment_size(ranks, lanes, slot))
+        # Nobody can cut it short under the others, which would be a bus error.
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+        os.pwrite(fd, HEADER.pack(MAGIC, ranks, lanes, slot), 0)
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
+
+
+class ShmGroup:
+    """The ranks of one host. Takes over the descriptor `fd` of their segment.
+
+    `rank`: of this process within the segment; `names`: what the ranks of the segment are called in errors.
+    `spin`: a wait spins about 100 us before it sleeps, which is right only where every thread has a core of its own.
+    """
+
+    def __init__(
+        self, fd: int, rank: int, names: tuple[int, ...], watch: Watch, timeout_s: float, *, spin: bool
+    ) -> None:
+        self.rank = rank
+        self.size = len(names)
+        self._names = names
+        self._watch = watch
+        with open(fd, "r+b", buffering=0) as file:
+            size = os.fstat(fd).st_size
+            if size < PAGE:
+                raise GroupError(f"the shared memory of this host's ranks has {size} bytes, expected at least {PAGE}")
+            self._map = mmap.mmap(file.fileno(), size)
+        magic, ranks, lanes, slot = HEADER.unpack_from(self._map)
+        if magic != MAGIC or ranks != self.size or size != segment_size(ranks, lanes, slot):
+            raise GroupError(f"the shared memory of this host's ranks is for {ranks} ranks, expected {self.size}")
+        self._broken = memoryview(self._map)[BROKEN : BROKEN + 4].cast("I")
+        self._segment: Tensor | None = torch.frombuffer(self._map, dtype=torch.uint8)
+        self._ints = (rank, SPIN_PAUSES if spin else 0, max(int(timeout_s * 1000), 1))
+        self._all_reduce, self._all_gather, self._broadcast = (
+            core.kernel(f"shm_{name}") for name in ("all_reduce", "all_gather", "broadcast")
+        )
+        # The first touch decides on which node a page lies: each rank takes its own.
+        for start, length in (
+            (PAGE + rank * _control_size(lanes), _control_size(lanes)),
+            (PAGE + ranks * _control_size(lanes) + rank * 2 * lanes * slot, 2 * lanes * slot),
+        ):
+            self._segment[start : start + length : PAGE] = 0
+        watch.on_failure(self._give_up)
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        checked_sum_dtype(x)
+        out = x.contiguous()
+        self._launch("all_reduce", self._all_reduce, (out.view(-1),))
+        return out
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        flat = as_bytes(x)
+        out = torch.empty((self.size, *x.shape), dtype=x.dtype)
+        self._launch("all_gather", self._all_gather, (flat, as_bytes(out).view(self.size, -1)))
+        return out
+
+    def broadcast(self, x: Tensor, root: int = 0) -> Tensor:
+        checked_root(root, self.size)
+        out = x.contiguous()
+        self._launch("broadcast", self._broadcast, (as_bytes(out),), root)
+        return out
+
+    def barrier(self) -> None:
+        none = torch.empty(0, dtype=torch.uint8)
+        self._launch("barrier", self._all_gather, (none, none.expand(self.size, 0)))
+
+    def with_deadline(self, timeout_s: float) -> "ShmGroup":
+        """The same group, waiting longer or shorter."""
+        other = copy.copy(self)
+        other._ints = (*self._ints[:2], max(int(timeout_s * 1000), 1))
+        return other
+
+    def close(self) -> None:
+        self._segment = None
+
+    def _launch(self, doing: str, kernel: int, tensors: tuple[Tensor, ...], *more: int) -> None:
+        if self._segment is None:
+            raise GroupError(f"{doing} in a group that was closed")
+        try:
+            core.launch(kernel, (*tensors, self._segment), (*self._ints, *more))
+        except KernelError as error:
+            if self._broken[0] == 0:
+                raise
+            raise self._lost(doing) from error
+
+    def _lost(self, doing: str) -> GroupError:
+        """The segment says that a rank is lost: the first one on this host to notice wrote down which."""
+        reason, local = divmod(self._broken[0], 1 << 16)
+        if local:
+            self._watch.fail(self._names[local - 1], Reason(reason))
+        else:
+            self._watch.await_failure(1.0)
+        return self._watch.error(doing)
+
+    def _give_up(self, rank: int, reason: Reason) -> None:
+        """Stop whoever waits in the segment, on all ranks of the host. A rank of another host has no number here."""
+        if self._broken[0] == 0:
+            local = self._names.index(rank) + 1 if rank in self._names else 0
+            self._broken[0] = reason << 16 | local

@@ -1,0 +1,157 @@
+"""Ranks that die, stop, leave or never come: the others get one sentence that names them, and nothing is left."""
+
+import select
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import Ranks
+
+from tilerank.kernels import core
+
+TRANSPORTS = ["gloo"] if core.isa() == "reference" else ["auto", "gloo"]
+
+
+def add_up_for_ever(team: Any, n: int = 1000) -> str:
+    from tilerank.parallel.errors import GroupError
+
+    try:
+        for step in range(10**9):
+            team.group.all_reduce(torch.ones(n, dtype=torch.bfloat16))
+            if step == 50:
+                print("adding", flush=True)
+    except GroupError as error:
+        with pytest.raises(GroupError):  # the group stays broken
+            team.group.barrier()
+        return str(error)
+    return "never failed"
+
+
+def wait_for_a_rank_that_does_not_come(team: Any, absent: int) -> str:
+    from tilerank.parallel.errors import GroupError
+
+    print("there", flush=True)
+    try:
+        if team.group.rank == absent:
+            time.sleep(1000)
+        team.group.all_reduce(torch.ones(10))
+    except GroupError as error:
+        return str(error)
+    return "never failed"
+
+
+def idle(team: Any) -> str:
+    from tilerank.parallel.errors import GroupError
+
+    team.group.barrier()
+    print("idle", flush=True)
+    used = time.process_time()
+    try:
+        if team.group.rank:
+            team.channel.receive()
+        else:
+            select.select([team.channel], [], [])
+            team.channel.check()
+    except GroupError as error:
+        assert time.process_time() - used < 0.5, "waiting took CPU time"
+        return str(error)
+    return "never failed"
+
+
+def leave(team: Any, leaver: int) -> str:
+    from tilerank.parallel.errors import GroupError
+
+    team.group.all_reduce(torch.ones(10))
+    if team.group.rank == leaver:
+        return "left"
+    try:
+        team.group.all_reduce(torch.ones(10))
+    except GroupError as error:
+        return str(error)
+    return "never failed"
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left() -> Any:
+    """No name in /dev/shm, and no process: `Ranks` has waited for each of its own."""
+    before = set(Path("/dev/shm").iterdir())
+    yield
+    assert set(Path("/dev/shm").iterdir()) == before
+
+
+def survivors(ranks: Ranks, size: int, victim: int) -> list[str]:
+    return [ranks.result(rank, 30) for rank in range(size) if rank != victim]
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("victim", [0, 2])
+def test_killed_inside_a_collective(transport: str, victim: int) -> None:
+    target = "test_parallel_faults:add_up_for_ever"
+    with Ranks(3, target, collectives=transport, timeout_s=300) as ranks:
+        for rank in range(3):
+            ranks.wait_for(rank, "adding")
+        ranks.signal(victim, signal.SIGKILL)
+        for said in survivors(ranks, 3, victim):  # long before the deadline
+            assert said.startswith(f"rank {victim} is gone during all_reduce"), said
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_stopped_inside_a_collective(transport: str) -> None:
+    with Ranks(3, "test_parallel_faults:add_up_for_ever", collectives=transport, timeout_s=5) as ranks:
+        for rank in range(3):
+            ranks.wait_for(rank, "adding")
+        ranks.signal(1, signal.SIGSTOP)
+        for said in survivors(ranks, 3, 1):
+            assert said.startswith("rank 1 did not answer within 5 s during all_reduce"), said
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_killed_before_it_came_to_the_collective(transport: str) -> None:
+    target = "test_parallel_faults:wait_for_a_rank_that_does_not_come"
+    with Ranks(2, target, kwargs={"absent": 1}, collectives=transport, timeout_s=300) as ranks:
+        for rank in range(2):
+            ranks.wait_for(rank, "there")
+        time.sleep(0.2)
+        ranks.signal(1, signal.SIGKILL)
+        assert ranks.result(0, 30).startswith("rank 1 is gone during all_reduce")
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_killed_while_all_are_idle(victim: int) -> None:
+    with Ranks(3, "test_parallel_faults:idle", timeout_s=300) as ranks:
+        for rank in range(3):
+            ranks.wait_for(rank, "idle")
+        time.sleep(0.2)
+        ranks.signal(victim, signal.SIGKILL)
+        for said in survivors(ranks, 3, victim):
+            assert said.startswith(f"rank {victim} is gone"), said
+
+
+def test_a_rank_that_left_is_missed_at_once() -> None:
+    with Ranks(3, "test_parallel_faults:leave", kwargs={"leaver": 1}, timeout_s=300) as ranks:
+        assert ranks.result(1, 30) == "left"
+        for said in survivors(ranks, 3, 1):
+            assert said.startswith("rank 1 has left the group"), said
+
+
+def test_ranks_that_never_come_are_named() -> None:
+    with Ranks(4, "test_parallel_faults:idle", timeout_s=6, present=[0, 2]) as ranks:
+        for index in range(2):
+            assert ranks.wait(index, 30) == 1
+            assert "GroupError: ranks 1, 3 of 4 did not join within 6 s" in ranks.output(index)
+
+
+def test_without_a_store_the_address_is_named() -> None:
+    with Ranks(2, "test_parallel_faults:idle", timeout_s=2, present=[1]) as ranks:
+        assert ranks.wait(0, 60) == 1
+        assert "GroupError: rank 1 found no store at 127.0.0.1:" in ranks.output(0)
+
+
+def test_two_processes_with_the_same_rank_are_refused() -> None:
+    with Ranks(3, "test_parallel_faults:idle", timeout_s=6, present=[0, 1, 1]) as ranks:
+        for index in range(3):
+            assert ranks.wait(index, 30) == 1
+        assert any("two processes say that they are rank 1 of 3" in ranks.output(index) for index in (1, 2))
