@@ -12,7 +12,13 @@ CSRC = Path("kernels/csrc")
 # fast-math would switch the whole process to flush-to-zero.
 FLAGS = ["-O3", "-fno-math-errno", "-ffp-contract=off", "-Wall", "-Wextra", "-Werror"]
 
-ParallelCompile(default=0, needs_recompile=naive_recompile).install()
+
+def needs_recompile(obj: str, src: str) -> bool:
+    """A header or this file changed, too: objects that disagree about a class would still link."""
+    return any(naive_recompile(obj, str(path)) for path in (src, *CSRC.glob("*.h"), Path(__file__)))
+
+
+ParallelCompile(default=0, needs_recompile=needs_recompile).install()
 setup(
     ext_modules=[
         Pybind11Extension(
