@@ -1,0 +1,178 @@
+#ifndef TR_RUNG
+#include "peaks.h"
+
+#include <pthread.h>
+#include <sched.h>
+
+#include <atomic>
+#include <barrier>
+#include <chrono>
+#include <functional>
+#include <memory>
+#include <string>
+
+#include "arena.h"
+#include "cpu.h"
+
+#define TR_SOURCE "peaks.cpp"
+#include "foreach_isa.h"
+
+namespace tilerank {
+namespace {
+
+constexpr int kRounds = 11;
+
+using Clock = std::chrono::steady_clock;
+double seconds_since(Clock::time_point start) { return std::chrono::duration<double>(Clock::now() - start).count(); }
+
+struct Worker {
+  std::function<void(int)> body;
+  int index;
+};
+
+// body(i) on a thread pinned to cores[i], for all of them.
+void run_pinned(const std::vector<int>& cores, const std::function<void(int)>& body) {
+  std::vector<pthread_t> threads;
+  std::vector<Worker> workers;
+  workers.reserve(cores.size());
+  int refused = -1;
+  std::atomic<bool> cancelled{false}, started{false};
+  for (const int core : cores) {
+    cpu_set_t set;
+    CPU_ZERO(&set);
+    if (core >= 0 && core < CPU_SETSIZE) CPU_SET(core, &set);
+    pthread_attr_t attributes;
+    pthread_attr_init(&attributes);
+    pthread_attr_setaffinity_np(&attributes, sizeof(set), &set);
+    const auto gated = [&](int index) {
+      started.wait(false);
+      if (!cancelled) body(index);
+    };
+    workers.push_back({gated, static_cast<int>(threads.size())});
+    pthread_t thread;
+    const int error = pthread_create(
+        &thread, &attributes,
+        [](void* context) -> void* {
+          const Worker& worker = *static_cast<Worker*>(context);
+          worker.body(worker.index);
+          return nullptr;
+        },
+        &workers.back());
+    pthread_attr_destroy(&attributes);
+    if (error != 0) {
+      refused = core;
+      break;
+    }
+    threads.push_back(thread);
+  }
+  cancelled = refused != -1 || threads.size() != cores.size();
+  started = true;
+  started.notify_all();
+  for (const pthread_t thread : threads) pthread_join(thread, nullptr);
+  if (cancelled) throw Error("peaks: expected a core this process may use, found " + std::to_string(refused));
+}
+
+// Rates of kRounds rounds in which all cores work at once; work(i) returns what core i did.
+std::vector<double> rates(const std::vector<int>& cores, const std::function<double(int)>& work) {
+  std::vector<double> done(cores.size()), rounds;
+  std::barrier<> together(static_cast<ptrdiff_t>(cores.size()));
+  run_pinned(cores, [&](int index) {
+    work(index);  // first touch, and the clock frequency that this work settles at
+    for (int round = 0; round < kRounds; ++round) {
+      together.arrive_and_wait();
+      const auto start = Clock::now();
+      done[index] = work(index);
+      together.arrive_and_wait();
+      if (index == 0) {
+        double total = 0;
+        for (const double part : done) total += part;
+        rounds.push_back(total / seconds_since(start));
+      }
+    }
+  });
+  return rounds;
+}
+
+}  // namespace
+
+std::vector<double> measure_read(const std::vector<int>& cores, int64_t bytes_per_core) {
+  if (!isa_obstacle(Isa::avx2).empty()) throw Error("stream read is not available: " + isa_obstacle(Isa::avx2));
+  const auto read_all = isa_obstacle(Isa::avx512).empty() ? avx512::read_all : avx2::read_all;
+  const size_t bytes = static_cast<size_t>(bytes_per_core);
+  std::vector<char*> data(cores.size());
+  const auto give_back = [&](void*) {
+    for (char* part : data) {
+      if (part) unmap_pages(part, bytes);
+    }
+  };
+  const std::unique_ptr<void, decltype(give_back)> owner(&data, give_back);
+  for (char*& part : data) part = static_cast<char*>(map_pages(bytes));
+  std::vector<char> touched(cores.size());
+  return rates(cores, [&](int index) {
+    if (!touched[index]) std::memset(data[index], touched[index] = 1, bytes);  // on the node of its reader
+    read_all(data[index], bytes_per_core);
+    return static_cast<double>(bytes_per_core);
+  });
+}
+
+std::vector<double> measure_amx(const std::vector<int>& cores, bool int8) {
+  if (!isa_obstacle(Isa::amx).empty()) throw Error("AMX is not available: " + isa_obstacle(Isa::amx));
+  constexpr int64_t kProducts = 6 << 20;  // about 35 ms
+  return rates(cores, [&](int) { return amx::multiply_tiles(kProducts, int8); });
+}
+
+std::vector<double> measure_core_to_core(int core_a, int core_b) {
+  constexpr uint32_t kRoundTrips = 200;  // of one figure
+  constexpr int kFigures = 101;
+  constexpr double kLimit = 2.0;  // seconds: cores that are busy elsewhere make a round trip last time slices
+  struct alignas(128) Line {
+    std::atomic<uint32_t> word{0};
+  } there, back;
+  constexpr uint32_t kStop = ~0u;
+  std::vector<double> figures;
+  run_pinned({core_a, core_b}, [&](int index) {
+    if (index == 1) {
+      for (uint32_t seen = 0;;) {
+        const uint32_t word = there.word.load(std::memory_order_acquire);
+        if (word == kStop) return;
+        if (word != seen) back.word.store(seen = word, std::memory_order_release);
+      }
+    }
+    uint32_t count = 0;
+    const auto begin = Clock::now();
+    while (figures.size() < kFigures && (figures.empty() || seconds_since(begin) < kLimit)) {
+      const auto start = Clock::now();
+      for (uint32_t i = 0; i < kRoundTrips; ++i) {
+        there.word.store(++count, std::memory_order_release);
+        while (back.word.load(std::memory_order_acquire) != count) {
+        }
+      }
+      figures.push_back(seconds_since(start) / kRoundTrips / 2);
+    }
+    there.word.store(kStop, std::memory_order_release);
+  });
+  return figures;
+}
+
+}  // namespace tilerank
+
+#else
+
+namespace tilerank::TR_RUNG {
+
+void read_all(const char* data, int64_t bytes) {
+  constexpr int64_t kAhead = 4096;
+  Vec sums[4] = {zero(), zero(), zero(), zero()};
+  for (int64_t i = 0; i + 256 <= bytes; i += 256) {
+    for (int64_t line = 0; line < 256; line += 64) {
+      _mm_prefetch(data + i + kAhead + line, _MM_HINT_T0);
+      // One load of a line brings it whole.
+      sums[line / 64] = max(sums[line / 64], load(reinterpret_cast<const float*>(data + i + line)));
+    }
+  }
+  volatile float used = max_of(max(max(sums[0], sums[1]), max(sums[2], sums[3])));
+  (void)used;
+}
+
+}  // namespace tilerank::TR_RUNG
+#endif

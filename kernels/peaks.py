@@ -1,0 +1,64 @@
+"""What this machine can do at best; every other figure is read as a share of these.
+
+Each function starts pinned threads of its own on the first of `cores` (default: the cores this process may use, in
+order) and returns the median of several rounds. Raises KernelError where the machine or the cores do not allow it.
+"""
+
+import os
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+from . import core
+from .errors import KernelError
+
+try:
+    from . import _C
+except ImportError:
+    _C = None  # type: ignore[assignment]
+
+
+def stream_read_gbs(threads: int, cores: Sequence[int] | None = None) -> float:
+    """GB/s (1e9 bytes) read from memory by `threads` cores at once, out of huge pages, each from its own node."""
+    _check_compiled()
+    chosen = _first(threads, cores)
+    # Beyond what the last-level cache holds.
+    each = min(max(2 * _last_level_cache_bytes() // threads, 64 << 20), 1 << 30)
+    return statistics.median(_C.measure_read(chosen, each)) / 1e9
+
+
+def amx_tflops(kind: Literal["bf16", "int8"], threads: int, cores: Sequence[int] | None = None) -> float:
+    """1e12 operations a second (a product and a sum are two) of AMX tile products on `threads` cores at once."""
+    _check_compiled()
+    if kind not in ("bf16", "int8"):
+        raise KernelError(f"amx_tflops: kind: expected bf16 or int8, found {kind!r}")
+    return statistics.median(_C.measure_amx(_first(threads, cores), kind == "int8")) / 1e12
+
+
+def core_to_core_ns(core_a: int, core_b: int) -> float:
+    """Nanoseconds that a write on one core takes to be seen on another: half of a round trip of one cache line."""
+    _check_compiled()
+    if core_a == core_b:
+        raise KernelError(f"core_to_core_ns: expected two different cores, found {core_a} twice")
+    return statistics.median(_C.measure_core_to_core(core_a, core_b)) * 1e9
+
+
+def _check_compiled() -> None:
+    if not _C:
+        raise KernelError(f"peaks are not available: {core.isa_report()[0].reason}")
+
+
+def _first(threads: int, cores: Sequence[int] | None) -> list[int]:
+    allowed = sorted(os.sched_getaffinity(0)) if cores is None else list(cores)
+    if not 1 <= threads <= len(allowed):
+        raise KernelError(f"peaks: threads: expected 1 to {len(allowed)}, one for each core, found {threads}")
+    return allowed[:threads]
+
+
+def _last_level_cache_bytes() -> int:
+    sizes = [
+        int(file.read_text().strip().rstrip("K")) * 1024
+        for file in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")
+    ]
+    return max(sizes, default=64 << 20)
