@@ -11,10 +11,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import dense
+import load_rank
 import pytest
 import torch
-from dense import Dense
 from safetensors.torch import load_file, save_file
 from tiny import make_checkpoint
 
@@ -24,6 +23,7 @@ from tilerank.loader.errors import CheckpointError
 from tilerank.loader.weights import LoadReport, Progress, load_weights, peak_rss
 from tilerank.parallel.layer import PackedParameter, PlainParameter
 from tilerank.parallel.layers import ColumnParallelLinear, Layer, Piece, RMSNorm, RowParallelLinear, Sharding
+from tilerank.runtime.models.llama import Llama
 
 SINGLE_RANK = Sharding(0, 1, torch.float32, None)
 
@@ -62,29 +62,29 @@ def test_every_rank_holds_its_rectangles(llama: Path, dtype: torch.dtype, size: 
     config, whole = load_config(llama), tensors(llama)
     seen = 0
     for rank in range(size):
-        model = Dense(config, Sharding(rank, size, dtype, None, strategy))
+        model = Llama(config, Sharding(rank, size, dtype, None, strategy))
         load(model, llama)
         vocabulary = (model.embed.span.start, model.embed.span.stop)
         hidden = (0, config.hidden_size)
         expect(model.embed.table.data, whole["model.embed_tokens.weight"], vocabulary, hidden)
         expect(model.head.weight.packed.unpack(), whole["lm_head.weight"], vocabulary, hidden)
         expect(model.norm.weight.data, whole["model.norm.weight"], hidden)
-        block, name = model.blocks[1], "model.layers.1"
-        width = (block.gate_up.span.start, block.gate_up.span.stop)
-        gate, up = block.gate_up.weight.packed.unpack().split(block.gate_up.span.size)
+        name, attention, mlp = "model.layers.1", model.layers[1].attention, model.layers[1].mlp
+        width = (mlp.gate_up.span.start, mlp.gate_up.span.stop)
+        gate, up = mlp.gate_up.weight.packed.unpack().split(mlp.gate_up.span.size)
         expect(gate, whole[f"{name}.mlp.gate_proj.weight"], width, hidden)
         expect(up, whole[f"{name}.mlp.up_proj.weight"], width, hidden)
-        expect(block.down.weight.packed.unpack(), whole[f"{name}.mlp.down_proj.weight"], hidden, width)
+        expect(mlp.down.weight.packed.unpack(), whole[f"{name}.mlp.down_proj.weight"], hidden, width)
         seen += width[1] - width[0]
-        rows = (block.qkv.q_columns.start, block.qkv.q_columns.stop)
+        rows = (attention.qkv.q_columns.start, attention.qkv.q_columns.stop)
         if rows[0] < rows[1]:
-            kv = block.qkv.heads.kv[rank].scaled(config.head_dim)
-            sizes = [block.qkv.q_heads * config.head_dim, kv.size, kv.size]
-            q, k, v = block.qkv.weight.packed.unpack().split(sizes)
+            kv = attention.qkv.heads.kv[rank].scaled(config.head_dim)
+            sizes = [attention.qkv.q_heads * config.head_dim, kv.size, kv.size]
+            q, k, v = attention.qkv.weight.packed.unpack().split(sizes)
             expect(q, whole[f"{name}.self_attn.q_proj.weight"], rows, hidden)
             expect(k, whole[f"{name}.self_attn.k_proj.weight"], (kv.start, kv.stop), hidden)
             expect(v, whole[f"{name}.self_attn.v_proj.weight"], (kv.start, kv.stop), hidden)
-            expect(block.o.weight.packed.unpack(), whole[f"{name}.self_attn.o_proj.weight"], hidden, rows)
+            expect(attention.out.weight.packed.unpack(), whole[f"{name}.self_attn.o_proj.weight"], hidden, rows)
     assert seen == config.intermediate_size
 
 
@@ -104,13 +104,19 @@ def test_any_float_dtype_is_converted(tmp_path: Path, dtype: torch.dtype) -> Non
 def test_report(llama: Path) -> None:
     config = load_config(llama)
     whole = tensors(llama)
-    one = load(Dense(config, SINGLE_RANK), llama)
+    one = load(Llama(config, SINGLE_RANK), llama)
     assert one.tensors == len(whole)
     assert one.bytes_read == sum(tensor.nbytes for tensor in whole.values())
-    assert one.peak_rss == peak_rss() > one.bytes_read
-    parts = [load(Dense(config, Sharding(rank, 2, torch.float32, None)), llama) for rank in range(2)]
+    assert one.peak_rss > 100e6  # torch alone
+    parts = [load(Llama(config, Sharding(rank, 2, torch.float32, None)), llama) for rank in range(2)]
     norms = (2 * config.num_layers + 1) * config.hidden_size * 2
     assert sum(part.bytes_read for part in parts) == one.bytes_read + norms
+
+
+def test_peak_memory_grows_with_what_is_touched() -> None:
+    before = peak_rss()
+    touched = torch.ones(before + (64 << 20), dtype=torch.uint8)
+    assert before + touched.numel() // 2 > peak_rss() - before > 32 << 20
 
 
 def test_slices_are_read_in_storage_order(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,7 +129,7 @@ def test_slices_are_read_in_storage_order(llama: Path, monkeypatch: pytest.Monke
         return view
 
     monkeypatch.setattr(Checkpoint, "read", recorded)
-    load(Dense(load_config(llama), Sharding(0, 2, torch.float32, None)), llama)
+    load(Llama(load_config(llama), Sharding(0, 2, torch.float32, None)), llama)
     assert len(read) > 20
     assert read == sorted(read)
 
@@ -132,7 +138,7 @@ def test_tied_head_is_the_embedding(tmp_path: Path) -> None:
     original = make_checkpoint("llama3", tmp_path, layers=1, tied=True)
     whole = tensors(original)
     assert "lm_head.weight" not in whole
-    model = Dense(load_config(original), SINGLE_RANK)
+    model = Llama(load_config(original), SINGLE_RANK)
     load(model, original)
     assert torch.equal(model.head.weight.packed.unpack(), whole["model.embed_tokens.weight"].float())
 
@@ -183,7 +189,7 @@ def refusal(model_dir: Path, monkeypatch: pytest.MonkeyPatch, ignore: Callable[[
         monkeypatch.setattr(parameter, "allocate", fail)
     monkeypatch.setattr(Checkpoint, "read", fail)
     with pytest.raises(CheckpointError) as caught:
-        load(Dense(load_config(model_dir), SINGLE_RANK), model_dir, ignore)
+        load(Llama(load_config(model_dir), SINGLE_RANK), model_dir, ignore)
     return str(caught.value)
 
 
@@ -216,7 +222,7 @@ def test_superfluous_tensor(model_dir: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_superfluous_tensor_that_the_model_ignores(model_dir: Path) -> None:
     rewrite(model_dir, "model.layers.9.extra", lambda old: old.to(torch.int8))
-    load(Dense(load_config(model_dir), SINGLE_RANK), model_dir, lambda name: name.startswith("model.layers.9."))
+    load(Llama(load_config(model_dir), SINGLE_RANK), model_dir, lambda name: name.startswith("model.layers.9."))
 
 
 def test_wrong_shape(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -306,7 +312,7 @@ def big(tmp_path_factory: pytest.TempPathFactory) -> Any:
     (out / "config.json").write_text(json.dumps(BIG))
     config = load_config(out)
     shapes: dict[str, dict[str, tuple[int, ...]]] = {}
-    for piece in Dense(config, Sharding(0, 1, torch.bfloat16, None)).pieces():
+    for piece in Llama(config, Sharding(0, 1, torch.bfloat16, None)).pieces():
         parts = piece.name.split(".")
         shapes.setdefault(parts[2] if parts[1] == "layers" else parts[-2], {})[piece.name] = piece.shape
     generator = torch.Generator().manual_seed(0)
@@ -327,7 +333,7 @@ def big(tmp_path_factory: pytest.TempPathFactory) -> Any:
 @pytest.mark.parametrize(("rank", "size"), [(0, 1), (1, 2), (0, 3), (2, 3)])
 def test_peak_memory_of_a_rank(big: Path, rank: int, size: int) -> None:
     """At most the packed shard, 10 % and 300 MB, of which torch itself is most."""
-    command = [sys.executable, dense.__file__, str(big), str(rank), str(size)]
+    command = [sys.executable, load_rank.__file__, str(big), str(rank), str(size)]
     done = subprocess.run(
         command, check=True, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
     )

@@ -1,0 +1,38 @@
+"""Loads one rank of a Llama checkpoint in a process of its own and reports what that took, as JSON."""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+
+from tilerank.kernels import core
+from tilerank.loader.checkpoint import Checkpoint
+from tilerank.loader.config import load_config
+from tilerank.loader.weights import load_weights
+from tilerank.parallel.layer import Sharding
+from tilerank.runtime.models.llama import Llama
+
+
+def main(model_dir: Path, rank: int, size: int) -> None:
+    torch.set_num_threads(1)
+    core.start_pool(None, 1, spin=False)
+    model = Llama(load_config(model_dir), Sharding(rank, size, torch.bfloat16, None))
+    report = load_weights(model, Checkpoint(model_dir), ignore=model.ignore, progress=False)
+    qkv = model.layers[-1].attention.qkv
+    print(
+        json.dumps(
+            {
+                "nbytes": model.nbytes(),
+                "bytes_read": report.bytes_read,
+                "peak": report.peak_rss,
+                "seconds": report.seconds,
+                "first_row": qkv.q_columns.start,
+                "row": qkv.weight.packed.unpack()[0].tolist(),
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
