@@ -304,12 +304,12 @@ def _tp(text: str) -> int | None:
 
 def run(args: argparse.Namespace) -> int:
     """Prints the plan; 1 if the memory does not suffice, else 0."""
-    from tilerank.loader.config import load_config
+    from tilerank.runtime.registry import read_config
 
     topology = read_topology()
     tp = args.tp or auto_ranks(topology)
     plan = plan_model(
-        load_config(args.model_dir),
+        read_config(args.model_dir),
         tp,
         model=str(args.model_dir),
         topology=topology,

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tilerank.loader.checkpoint import Checkpoint
-from tilerank.loader.config import ModelConfig, load_config
+from tilerank.loader.config import ModelConfig
 from tilerank.loader.weights import LoadReport, load_weights
 from tilerank.parallel.join import Team
 from tilerank.parallel.layer import Sharding
@@ -25,7 +25,7 @@ from . import sampling, step
 from .batch import Batch
 from .cache import BlockPool, allocate, default_capacity, num_blocks
 from .errors import EngineError, RequestError
-from .registry import model_class
+from .registry import model_class, read_config
 from .sampling import Logprobs, SamplingParams
 from .step import Chunk, Step, Stop
 
@@ -95,7 +95,7 @@ class Engine:
         context_length: int | None = None,
         max_total_tokens: int | None = None,
     ) -> None:
-        self.config = _with_context(load_config(model_dir), context_length)
+        self.config = _with_context(read_config(model_dir), context_length)
         self._team = team
         self._capacity = max_total_tokens or default_capacity(self.config)
         group = team.group

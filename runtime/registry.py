@@ -3,7 +3,9 @@
 import importlib
 import pkgutil
 from functools import cache
+from pathlib import Path
 
+from tilerank.loader.config import ModelConfig, load_config, read_model_type
 from tilerank.loader.errors import ConfigError
 
 from . import models
@@ -16,6 +18,12 @@ def model_class(model_type: str) -> type[Model]:
     if model_type not in known:
         raise ConfigError(f"model_type: expected one of {', '.join(sorted(known))}, found {model_type!r}")
     return known[model_type]
+
+
+def read_config(model_dir: Path) -> ModelConfig:
+    """The config of a checkpoint; an unknown family is refused as such, not for the keys that it spells otherwise."""
+    model_class(read_model_type(model_dir))
+    return load_config(model_dir)
 
 
 @cache

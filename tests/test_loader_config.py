@@ -13,6 +13,7 @@ from tiny import make_checkpoint
 
 from tilerank.loader.config import Llama3Scaling, ModelConfig, RopeConfig, load_config, read_model_type
 from tilerank.loader.errors import ConfigError
+from tilerank.runtime.registry import read_config
 
 DEMO = Path(__file__).parents[1] / "assets" / "demo-lm"
 LLAMA = {
@@ -295,9 +296,11 @@ def test_no_model_directory(tmp_path: Path) -> None:
         assert str(caught.value) == sentence
 
 
-def test_model_type_is_read_before_the_keys_of_the_family(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"model_type": "qwen3_vl", "text_config": {}}')
-    assert read_model_type(tmp_path) == "qwen3_vl"
+def test_unknown_family_is_refused_before_the_keys_that_it_spells_otherwise(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "wave_net", "text_config": {}}')
+    assert read_model_type(tmp_path) == "wave_net"
+    with pytest.raises(ConfigError, match="model_type: expected one of llama, .*qwen3, found 'wave_net'"):
+        read_config(tmp_path)
 
 
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
