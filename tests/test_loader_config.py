@@ -299,7 +299,7 @@ def test_no_model_directory(tmp_path: Path) -> None:
 def test_unknown_family_is_refused_before_the_keys_that_it_spells_otherwise(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "wave_net", "text_config": {}}')
     assert read_model_type(tmp_path) == "wave_net"
-    with pytest.raises(ConfigError, match="model_type: expected one of llama, .*qwen3, found 'wave_net'"):
+    with pytest.raises(ConfigError, match=r"model_type: expected one of llama, .*qwen3, found 'wave_net'"):
         read_config(tmp_path)
 
 
