@@ -77,7 +77,7 @@ def _strategy(plan: Plan) -> list[str]:
     other = "split" if taken.strategy == "pad" else "pad"
     costs = f"+{percent(taken.waste)} with {taken.strategy}"
     if taken.other_waste is None:
-        costs += f"; {other} is not possible, there being fewer query heads than ranks"
+        costs += f"; {other} is not possible"
     else:
         costs += f", +{percent(taken.other_waste)} with {other}"
     return [

@@ -140,7 +140,8 @@ def cut_heads(
 
     pad: KV heads are padded with zero heads to a multiple of `tp` (or of `head_multiple`, a multiple of `tp`, where
     quantisation blocks span heads); query heads follow group by group, so that the query-to-KV map stays true.
-    split: every rank gets a contiguous range of query heads and the KV heads which that range touches.
+    split: every rank gets a contiguous range of query heads and the KV heads which that range touches; if there are
+    more ranks than query heads, the last ranks get a zero head.
 
     The cost of a rank is what it reads in one decode step, in bytes, with `cached_tokens` tokens cached in the whole
     batch: weights of its query heads (q and o), weights of its KV heads (k and v), its part of the cache. The slowest
@@ -161,15 +162,13 @@ def cut_heads(
 
     perfect = cost(q_heads, kv_heads) / tp
     cuts = {"pad": _pad_heads(q_heads, kv_heads, multiple, tp)}
-    if tp <= q_heads and multiple == tp:
+    if multiple == tp:
         cuts["split"] = _split_heads(q_heads, kv_heads, tp, cost)
     elif strategy == "split":
-        reason = (
-            f"every rank needs one of the {q_heads} query heads, so at most {q_heads} ranks"
-            if tp > q_heads
-            else f"quantisation blocks span heads, which must stay in multiples of {multiple // tp} a rank"
+        raise ShardError(
+            f"{q_heads} query heads cannot be split over {tp} ranks: quantisation blocks span heads, "
+            f"which must stay in multiples of {multiple // tp} a rank"
         )
-        raise ShardError(f"the split strategy cannot cut {q_heads} query heads over {tp} ranks: {reason}")
 
     slowest = {name: max(cost(a.size, b.size) for a, b in zip(q, kv, strict=True)) for name, (q, kv) in cuts.items()}
     chosen: Literal["pad", "split"]
@@ -208,10 +207,12 @@ def _split_heads(q_heads: int, kv_heads: int, tp: int, cost: Callable[[int, int]
     def range_cost(start: int, stop: int) -> int:
         return cost(stop - start, touched(start, stop).size)
 
-    slowest = _least_maximum(q_heads, tp, range_cost)
-    edges = _fewest_touched(q_heads, tp, group, lambda start, stop: range_cost(start, stop) <= slowest)
-    ranges = list(pairwise(edges))
-    return tuple(Span(a, b, b - a) for a, b in ranges), tuple(touched(a, b) for a, b in ranges)
+    parts = min(tp, q_heads)
+    slowest = _least_maximum(q_heads, parts, range_cost)
+    edges = _fewest_touched(q_heads, parts, group, lambda start, stop: range_cost(start, stop) <= slowest)
+    q, kv = [Span(a, b, b - a) for a, b in pairwise(edges)], [touched(a, b) for a, b in pairwise(edges)]
+    idle = tp - parts
+    return (*q, *[Span(q_heads, q_heads, 1)] * idle), (*kv, *[Span(kv_heads, kv_heads, 1)] * idle)
 
 
 def _least_maximum(items: int, parts: int, cost: Callable[[int, int], int]) -> int:
