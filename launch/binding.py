@@ -97,7 +97,7 @@ def inherited_notes(topology: Topology, placement: RankPlacement, environ: Mappi
     """Sentences about what a foreign launcher had set and what is done about it. Call before `bind`."""
     notes = []
     mask, allowed = set(topology.inherited_cpus), set(topology.allowed_cpus)
-    if (allowed - set(topology.isolated)) - mask:
+    if (allowed - set(topology.isolated)) - mask and mask != set(placement.affinity):
         done = (
             f"it runs on {format_cpulist(placement.affinity)}" if placement.affinity else "that is kept (--cores none)"
         )

@@ -59,7 +59,7 @@ def place(topology: Topology, ranks: int, cores: str = "auto", *, own_mask: bool
     """Places `ranks` ranks on this host.
 
     `cores`: "auto"; "none", which binds nothing; or one list of logical CPUs per rank, "0-39|43-82". `own_mask` is only
-    for "none": the inherited mask belongs to this rank alone (mpirun, srun), so its cores are not shared out.
+    for "none": a narrowed mask belongs to this rank alone (mpirun, srun), so its cores are not shared out.
     LaunchError if a list names a core that does not exist or may not be used, or overlaps another, or if there are not
     as many lists as ranks.
     """
@@ -75,9 +75,10 @@ def place(topology: Topology, ranks: int, cores: str = "auto", *, own_mask: bool
 
 
 def _unbound(topology: Topology, ranks: int, own_mask: bool) -> Placement:
-    mask = set(topology.inherited_cpus) & set(topology.allowed_cpus) or set(topology.allowed_cpus)
+    allowed = set(topology.allowed_cpus)
+    mask = set(topology.inherited_cpus) & allowed or allowed
     available = sum(1 for core in topology.cores if mask & set(core.threads))
-    sharers = 1 if own_mask else ranks
+    sharers = 1 if own_mask and mask != allowed else ranks  # MPICH and torchrun leave the whole mask to every rank
     threads = max(1, available // sharers)
     reason = f"not bound: {count(threads, 'thread')} on CPUs {format_cpulist(mask)}"
     one = RankPlacement(0, (), (), (), threads, pinned=False, reason=reason)

@@ -217,6 +217,7 @@ def test_mpirun_mask_is_reported(tmp_path: Path) -> None:
     assert inherited_notes(topology, place(topology, 2).ranks[1], {}) == [
         "rank 1 was started bound to CPUs 2, 1 of the 8 allowed, as mpirun and srun do by default; it runs on 4-7"
     ]
+    assert inherited_notes(topology, place(topology, 8).ranks[2], {}) == []  # just where it goes anyhow
     kept = inherited_notes(topology, place(topology, 2, "none", own_mask=True).ranks[1], {})
     assert kept[0].endswith("that is kept (--cores none)")
 

@@ -232,6 +232,7 @@ def test_none_keeps_the_mask_of_a_foreign_launcher() -> None:
     topology = topology_of(machine)
     assert place(topology, 4, "none", own_mask=True).ranks[3].threads == 4
     assert place(topology, 2, "none").ranks[0].threads == 2  # taskset around the whole job
+    assert place(topology_of(sockets(2, 8)), 4, "none", own_mask=True).ranks[3].threads == 4  # nothing was narrowed
 
 
 @st.composite

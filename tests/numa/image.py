@@ -56,6 +56,8 @@ def boot(directory: Path, machine: Sequence[str], *, append: str = "", timeout: 
     except subprocess.TimeoutExpired as error:
         console = (error.stdout or b"").decode(errors="replace")
         raise RuntimeError(f"the virtual machine did not end within {timeout} s:\n{console[-4000:]}") from None
+    finally:
+        initrd.unlink()
     answer = re.search(r"^ANSWER (.*)$", done.stdout, re.MULTILINE)
     if not answer or not re.search(r"^RC=0\s*$", done.stdout, re.MULTILINE):
         raise RuntimeError(f"the checks failed in the virtual machine:\n{done.stdout[-4000:]}{done.stderr[-2000:]}")
