@@ -101,7 +101,15 @@ def build(directory: Path) -> Path:
     _copy(root, "/", _libraries([python, busybox, *(path for path in modules if path.suffix == ".so")]))
     _copy(root, "/bin", [busybox])
     _copy(root, "/", [HERE / "checks.py", HERE / "init"], flat=True)
-    _copy(root, "/tilerank/launch", sorted((REPOSITORY / "launch").glob("*.py")), flat=True)
+    for room in (
+        "launch",
+        "runtime",
+        "loader",
+        "parallel",
+        "kernels",
+    ):  # of the others launch.errors names the exceptions
+        modules = sorted((REPOSITORY / room).glob("*.py" if room == "launch" else "errors.py"))
+        _copy(root, f"/tilerank/{room}", modules, flat=True)
     (root / "init").chmod(0o755)
     environ = {"PYTHON": str(python), "PYTHONHOME": sys.base_prefix, "PYTHONPATH": "/"}
     (root / "environment").write_text("".join(f"export {k}={shlex.quote(v)}\n" for k, v in environ.items()))
