@@ -10,6 +10,7 @@ import argparse
 import dataclasses
 import json
 import math
+import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -17,8 +18,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .cpulist import count
-from .placement import Placement, RankPlacement, auto_ranks, place
+from .placement import Placement, RankPlacement, auto_ranks
 from .plan_text import render, size
+from .rendezvous import identify
+from .start import own_placement, own_topology, whole_number
 from .topology import Topology, read_topology
 
 if TYPE_CHECKING:
@@ -273,8 +276,15 @@ def as_json(plan: Plan) -> dict[str, Any]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model_dir", metavar="MODEL_DIR", type=Path, help="a Hugging Face model directory")
-    parser.add_argument("--tp", type=_tp, metavar="auto|N", help="number of ranks (auto: one per NUMA node)")
+    parser.add_argument(
+        "--tp",
+        "--tensor-parallel-size",
+        type=_tp,
+        metavar="auto|N",
+        help="number of ranks that a layer is cut over (auto: one per NUMA node)",
+    )
     parser.add_argument("--cores", default="auto", help='cores of each rank, "0-39|43-82"; auto or none')
+    parser.set_defaults(bind="auto")
     parser.add_argument(
         "--strategy",
         default="auto",
@@ -285,35 +295,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--cached-tokens",
         "--max-total-tokens",
-        type=_whole,
+        type=whole_number(0),
         metavar="N",
         help="tokens in the KV cache, of all requests together (default: what generate would take)",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
 
 
-def _whole(text: str, low: int = 0) -> int:
-    if not (text.isascii() and text.isdigit()) or len(text) > 18 or int(text) < low:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {low}")
-    return int(text)
-
-
 def _tp(text: str) -> int | None:
-    return None if text == "auto" else _whole(text, 1)
+    return None if text == "auto" else whole_number(1)(text)
 
 
 def run(args: argparse.Namespace) -> int:
     """Prints the plan; 1 if the memory does not suffice, else 0."""
     from tilerank.runtime.registry import read_config
 
-    topology = read_topology()
+    topology = own_topology(args, identify(os.environ), read_topology())
     tp = args.tp or auto_ranks(topology)
     plan = plan_model(
         read_config(args.model_dir),
         tp,
         model=str(args.model_dir),
         topology=topology,
-        placement=place(topology, tp, args.cores),
+        placement=own_placement(args, topology, tp),
         strategy=args.strategy,
         dtype=args.dtype,
         cached_tokens=args.cached_tokens,
