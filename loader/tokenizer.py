@@ -2,6 +2,7 @@
 
 import codecs
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -94,7 +95,7 @@ class Tokenizer:
         return None if id in self._special_ids else self._inner.id_to_token(id)
 
 
-class TokenStream:
+class TokenStream(ABC):
     """Decodes a text token by token: all that `push` and the closing `flush` return is `decode` of all the ids.
 
     Nothing that a later token could change is returned, so no half of a character ever is.
@@ -103,13 +104,13 @@ class TokenStream:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
 
+    @abstractmethod
     def push(self, id: int) -> str:
         """Returns the text that is certain now: often one token's, sometimes none."""
-        raise NotImplementedError
 
+    @abstractmethod
     def flush(self) -> str:
         """Returns what was held back, incomplete characters as U+FFFD; the stream starts anew."""
-        raise NotImplementedError
 
 
 class ByteStream(TokenStream):

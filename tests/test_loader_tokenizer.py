@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import tokenizers
-from hypothesis import example, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from mutate import json_mutations
 from tiny import make_checkpoint, make_tokenizer
 from tokenizers import decoders, models, pre_tokenizers
 
@@ -347,6 +348,18 @@ def test_malformed_special_token(tmp_path: Path) -> None:
         TokenizerError, match=r"tokenizer_config\.json: bos_token: expected a token, found {'content': 1}"
     ):
         Tokenizer(tmp_path).apply_chat_template(CHAT)
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_mutated_tokenizer_config_never_raises_anything_else(tmp_path: Path, data: st.DataObject) -> None:
+    shutil.copy(DEMO / "tokenizer.json", tmp_path)
+    values = {"bos_token": "<s>", "eos_token": {"content": "</s>"}, "chat_template": TEMPLATES["loop control"]}
+    (tmp_path / "tokenizer_config.json").write_bytes(data.draw(json_mutations(json.dumps(values))))
+    try:
+        Tokenizer(tmp_path).apply_chat_template(CHAT)
+    except TokenizerError as refused:
+        assert str(tmp_path) in str(refused)
 
 
 def test_text_that_is_not_unicode() -> None:
