@@ -93,14 +93,16 @@ def attention(
     """Causal attention of a variable-length batch: prefill, prefill with a cached prefix, and decode.
 
     q: [t, hq, head_dim] in the cache's dtype (last dim contiguous). Sequence i owns the rows query_starts[i] to
-    query_starts[i + 1]; they are the *last* of its seq_lens[i] tokens, all of which are in the cache already (store_kv
-    first). block_tables: [s, b] int32, the pages of every sequence in order; entries past ceil(seq_len / KV_BLOCK) are
-    not read. seq_lens: [s] int32; query_starts: [s + 1] int32, from 0 to t.
-    kv_map: [kv_heads, 2] int32: first query head and number of query heads of every KV head; a query head that no KV
-    head serves gives zeros. scale multiplies the scores.
-    Returns [t, hq, head_dim], contiguous. Scores, softmax and sums are fp32; bfloat16 rungs round the probabilities
-    before the product with V, as transformers does. Memory past seq_lens[i] in the last page may hold anything.
-    A row's bits depend on its own query and keys only: the same whole or in chunks, alone or in a batch.
+    query_starts[i + 1]; they are the *last* of its seq_lens[i] tokens, all of which are in the cache already: store_kv
+    comes first.
+    block_tables: [s, b] int32, the pages of every sequence in order; entries past ceil(seq_len / KV_BLOCK) are not read.
+    seq_lens: [s] int32; query_starts: [s + 1] int32, from 0 to t.
+    kv_map: [kv_heads, 2] int32, the first query head and the number of query heads of every KV head; a query head that
+    no KV head serves gives zeros. scale multiplies the scores.
+    Returns [t, hq, head_dim], contiguous. Scores, softmax and sums are fp32; on bfloat16 the rungs avx512 and amx round
+    the probabilities before the product with V, as transformers does.
+    Memory past seq_lens[i] in the last page may hold anything. A row's bits depend on its own query and its own tokens
+    only, whole or in chunks, alone or in a batch, provided that the sequence's values are finite: 0 * inf is NaN.
     """
     check.tensor("attention", "q", q, (None, None, cache.head_dim), cache.dtype)
     check.tensor("attention", "seq_lens", seq_lens, (None,), torch.int32)
