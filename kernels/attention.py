@@ -95,7 +95,7 @@ def attention(
     q: [t, hq, head_dim] in the cache's dtype (last dim contiguous). Sequence i owns the rows query_starts[i] to
     query_starts[i + 1]; they are the *last* of its seq_lens[i] tokens, all of which are in the cache already: store_kv
     comes first.
-    block_tables: [s, b] int32, the pages of every sequence in order; entries past ceil(seq_len / KV_BLOCK) are not read.
+    block_tables: [s, b] int32, its pages in order; entries past ceil(seq_len / KV_BLOCK) are not read.
     seq_lens: [s] int32; query_starts: [s + 1] int32, from 0 to t.
     kv_map: [kv_heads, 2] int32, the first query head and the number of query heads of every KV head; a query head that
     no KV head serves gives zeros. scale multiplies the scores.
