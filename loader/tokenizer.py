@@ -3,7 +3,8 @@
 import codecs
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -28,10 +29,8 @@ class Tokenizer:
         if not (model_dir / "tokenizer.json").exists():
             raise TokenizerError(f"{model_dir}: expected a tokenizer.json, found no tokenizer that can be read")
         raw = read_bytes(model_dir, "tokenizer.json", TokenizerError)
-        try:
+        with _refusing(f"{model_dir / 'tokenizer.json'}: not a valid tokenizer"):
             self._inner = tokenizers.Tokenizer.from_buffer(raw)
-        except ValueError as failure:
-            raise TokenizerError(f"{model_dir / 'tokenizer.json'}: not a valid tokenizer: {failure}") from failure
         # Some published files carry the truncation and padding of a training run.
         self._inner.no_truncation()
         self._inner.no_padding()
@@ -72,9 +71,12 @@ class Tokenizer:
         apply_chat_template has its own and is encoded without.
         """
         try:
+            text.encode()
+        except UnicodeEncodeError as failure:
+            # A command line that is not UTF-8 arrives with lone surrogates.
+            raise TokenizerError(f"text to encode: expected valid Unicode, found {show(text)}") from failure
+        with _refusing(f"{self.model_dir / 'tokenizer.json'}: cannot encode {show(text)}"):
             return list(self._inner.encode(text, add_special_tokens=add_special_tokens).ids)
-        except (UnicodeEncodeError, TypeError) as failure:
-            raise TokenizerError(f"text to encode: expected valid Unicode text, found {show(text)}") from failure
 
     def decode(self, ids: Sequence[int]) -> str:
         """Returns the text of `ids`, special and unknown ones left out; incomplete characters become U+FFFD."""
@@ -157,6 +159,18 @@ class PieceStream(TokenStream):
         if context is not None:
             self._context = [context]
         return text
+
+
+@contextmanager
+def _refusing(what: str) -> Iterator[None]:
+    """Turns whatever the library raises into a TokenizerError: plain Exception, and where a file breaks what its Rust
+    code takes for granted, a PanicException, which is not even an Exception and cannot be imported."""
+    try:
+        yield
+    except BaseException as failure:
+        if isinstance(failure, Exception) or type(failure).__name__ == "PanicException":
+            raise TokenizerError(f"{what}: {failure}") from failure
+        raise
 
 
 def _byte_alphabet() -> dict[str, int]:

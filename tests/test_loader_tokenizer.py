@@ -314,6 +314,14 @@ def test_malformed_tokenizer(tmp_path: Path, content: bytes) -> None:
     assert str(caught.value).startswith(f"{tmp_path / 'tokenizer.json'}: not a valid tokenizer: ")
 
 
+def test_tokenizer_that_the_library_did_not_expect(tmp_path: Path, directories: dict[str, Path]) -> None:
+    values = json.loads((directories["llama"] / "tokenizer.json").read_text())
+    values["post_processor"]["processors"][1]["special_tokens"] = {}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(values))
+    with pytest.raises(TokenizerError, match=r"tokenizer\.json: "):
+        Tokenizer(tmp_path).encode("a")
+
+
 def test_decoder_that_cannot_be_streamed(tmp_path: Path) -> None:
     inner = tokenizers.Tokenizer(models.WordPiece({"[UNK]": 0}, unk_token="[UNK]"))
     inner.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -363,7 +371,7 @@ def test_mutated_tokenizer_config_never_raises_anything_else(tmp_path: Path, dat
 
 
 def test_text_that_is_not_unicode() -> None:
-    with pytest.raises(TokenizerError, match="expected valid Unicode text"):
+    with pytest.raises(TokenizerError, match="text to encode: expected valid Unicode, found"):
         Tokenizer(DEMO).encode("a\ud800")
 
 
