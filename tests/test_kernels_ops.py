@@ -22,12 +22,14 @@ on_rung = settings(max_examples=25, deadline=None, suppress_health_check=[Health
 
 @pytest.fixture(params=RUNGS, autouse=True)
 def rung(request: pytest.FixtureRequest) -> Iterator[str]:
-    before = core.isa()
+    before, threads = core.isa(), torch.get_num_threads()
+    torch.set_num_threads(1)  # torch's own pool beside busy neighbours makes tiny products take milliseconds
     core.force_isa(request.param)
     core.start_pool(None, 3, spin=False)
     yield request.param
     core.start_pool(None, 1, spin=False)
     core.force_isa(before)
+    torch.set_num_threads(threads)
 
 
 def randn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:

@@ -19,12 +19,14 @@ JUST_BELOW_1 = 1 - 2.0**-24
 
 @pytest.fixture(params=RUNGS, autouse=True)
 def rung(request: pytest.FixtureRequest) -> Iterator[str]:
-    before = core.isa()
+    before, threads = core.isa(), torch.get_num_threads()
+    torch.set_num_threads(1)  # torch's own pool beside busy neighbours makes tiny products take milliseconds
     core.force_isa(request.param)
     core.start_pool(None, 2, spin=False)
     yield request.param
     core.start_pool(None, 1, spin=False)
     core.force_isa(before)
+    torch.set_num_threads(threads)
 
 
 def sample(
