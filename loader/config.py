@@ -189,6 +189,9 @@ def _read(model_dir: Path) -> dict[str, Any]:
 
 def _refuse_unsupported(c: Fields) -> None:
     """Features that would change the result if they were ignored."""
+    for key in ("text_config", "thinker_config"):
+        if c.has(key):
+            raise c.fail(key, "no such key (multimodal models are not supported yet)")
     if c.has("quantization_config"):
         raise c.fail("quantization_config", "no such key (quantised checkpoints are not supported yet)")
     if c.flag("use_sliding_window"):
