@@ -1,7 +1,8 @@
 """Which ranks share a host, the address at which a rank is reached by the others, and collectives over hosts."""
 
+import contextlib
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from torch import Tensor
 from .errors import GroupError
 from .group import CHUNK, Group, SingleGroup, checked_root, checked_sum_dtype, sum_in_rank_order
 from .shm import ShmGroup
+from .watch import Watch
 
 Hosts = tuple[tuple[int, ...], ...]  # the ranks of each host, both in ascending order
 
@@ -79,7 +81,13 @@ class HostGroup:
     """
 
     def __init__(
-        self, rank: int, hosts: Hosts, inside: ShmGroup | SingleGroup, between: Group | None, late_s: float
+        self,
+        rank: int,
+        hosts: Hosts,
+        inside: ShmGroup | SingleGroup,
+        between: Group | None,
+        watch: Watch,
+        late_s: float,
     ) -> None:
         self.rank = rank
         self.size = sum(map(len, hosts))
@@ -87,6 +95,7 @@ class HostGroup:
         self._inside = inside
         self._after: Group = inside.with_deadline(late_s) if isinstance(inside, ShmGroup) else inside
         self._between = between
+        self._watch = watch
         most = max(map(len, hosts))
         rows = {rank: host * most + place for host, ranks in enumerate(hosts) for place, rank in enumerate(ranks)}
         self._most = most
@@ -97,40 +106,56 @@ class HostGroup:
         out = x.contiguous()
         flat = out.view(-1)
         step = CHUNK // x.element_size()
-        for start in range(0, flat.numel(), step):
-            part = flat[start : start + step]
-            everyone = self._collect(part)
-            if everyone is not None:
-                sum_in_rank_order(everyone, part)
-            self._after.broadcast(part)
+        with self._doing("all_reduce"):
+            for start in range(0, flat.numel(), step):
+                part = flat[start : start + step]
+                everyone = self._collect(part)
+                if everyone is not None:
+                    sum_in_rank_order(everyone, part)
+                self._after.broadcast(part)
         return out
 
     def all_gather(self, x: Tensor) -> Tensor:
-        everyone = self._collect(x)
-        return self._after.broadcast(
-            torch.empty((self.size, *x.shape), dtype=x.dtype) if everyone is None else everyone
-        )
+        with self._doing("all_gather"):
+            everyone = self._collect(x)
+            if everyone is None:
+                everyone = torch.empty((self.size, *x.shape), dtype=x.dtype)
+            return self._after.broadcast(everyone)
 
     def broadcast(self, x: Tensor, root: int = 0) -> Tensor:
         checked_root(root, self.size)
         out = x.contiguous()
         home = next(host for host, ranks in enumerate(self._hosts) if root in ranks)
-        if self.rank in self._hosts[home]:
-            self._inside.broadcast(out, self._hosts[home].index(root))
-        if self._between is not None:
-            self._between.broadcast(out, home)
-        if self.rank not in self._hosts[home]:
-            self._after.broadcast(out)
+        with self._doing("broadcast"):
+            if self.rank in self._hosts[home]:
+                self._inside.broadcast(out, self._hosts[home].index(root))
+            if self._between is not None:
+                self._between.broadcast(out, home)
+            if self.rank not in self._hosts[home]:
+                self._after.broadcast(out)
         return out
 
     def barrier(self) -> None:
-        self.all_gather(torch.zeros(1, dtype=torch.uint8))
+        with self._doing("barrier"):
+            self._inside.barrier()
+            if self._between is not None:
+                self._between.barrier()
+            self._after.barrier()
 
     def close(self) -> None:
         self._inside.close()
         self._after.close()
         if self._between is not None:
             self._between.close()
+
+    @contextlib.contextmanager
+    def _doing(self, what: str) -> Iterator[None]:
+        """A lost rank is lost to what was asked for, not to one of the steps it takes."""
+        try:
+            yield
+        except GroupError:
+            self._watch.check(what)
+            raise
 
     def _collect(self, x: Tensor) -> Tensor | None:
         """`[size, *x.shape]` in rank order on the leaders, None on the others."""

@@ -280,7 +280,7 @@ def _group(
         return inside
     leaders = tuple(ranks[0] for ranks in hosts)
     between = _between(meeting, seats, hosts, leaders, outer, channel) if m.rank in leaders else None
-    return HostGroup(m.rank, hosts, inside, between, m.timeout_s + 2 * MARGIN_S)
+    return HostGroup(m.rank, hosts, inside, between, channel.watch, m.timeout_s + 2 * MARGIN_S)
 
 
 def _say(m: Membership, text: str) -> None:

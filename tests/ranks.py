@@ -1,25 +1,30 @@
 """Starts the ranks of a multi-rank test.
 
 `run_ranks(3, "module:function", kwargs={...})` starts three processes which join a group over loopback and each call
-`function(team, **kwargs)`; what it returns (JSON) comes back per rank. Starting costs 1.5 s a rank: put many cases into
-one start.
+`function(team, **kwargs)`; what it returns (JSON) comes back per rank. The ranks are forked from a process that has
+imported torch and nothing else: what the module imports at its top is imported by every rank anew.
 
-A test of faults takes `Ranks` itself, to kill and stop single ranks; `present` leaves ranks out.
+A test of faults takes `Ranks` itself, to kill and stop single ranks; `present` leaves ranks out, `namespaces` puts each
+rank in a network namespace, where `store` is the address on which rank 0 listens.
 """
 
 import contextlib
+import ctypes
 import importlib
 import json
 import os
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from fork_server import Forked, fork
+
+CLONE_NEWNET = 0x40000000
 
 
 class RankFailed(AssertionError):
@@ -40,6 +45,8 @@ class Ranks:
         collectives: str = "auto",
         timeout_s: float = 30.0,
         present: Sequence[int] | None = None,
+        namespaces: Sequence[str] | None = None,
+        store: tuple[str, int] | None = None,
     ) -> None:
         module, _, function = target.partition(":")
         environ = os.environ | {"GOMP_SPINCOUNT": "0", "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
@@ -47,14 +54,15 @@ class Ranks:
         environ["PYTHONPATH"] = os.pathsep.join(filter(None, [here, environ.get("PYTHONPATH", "")]))
         environ |= env or {}
         with socket.create_server(("127.0.0.1", 0)) as listener:
-            self.processes: list[subprocess.Popen[bytes]] = []
+            self.processes: list[Forked] = []
             self._output: list[list[bytes]] = []
             for rank in range(size) if present is None else present:
                 job = {
                     "rank": rank,
                     "size": size,
-                    "port": listener.getsockname()[1],
-                    "listen_fd": listener.fileno() if rank == 0 else None,
+                    "store": store or listener.getsockname(),
+                    "listen": rank == 0 and store is not None,
+                    "namespace": namespaces[rank] if namespaces else None,
                     "module": module,
                     "function": function,
                     "kwargs": kwargs or {},
@@ -62,22 +70,13 @@ class Ranks:
                     "collectives": collectives,
                     "timeout_s": timeout_s,
                 }
-                self._start(job, environ)
+                fds = (listener.fileno(),) if rank == 0 and store is None else ()
+                self._start(job, environ, fds)
 
-    def _start(self, job: dict[str, Any], environ: dict[str, str]) -> None:
-        fds = () if job["listen_fd"] is None else (job["listen_fd"],)
-        process = subprocess.Popen(
-            [sys.executable, __file__, json.dumps(job)],
-            env=environ,
-            pass_fds=fds,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-        )
+    def _start(self, job: dict[str, Any], environ: dict[str, str], fds: tuple[int, ...]) -> None:
+        process = fork(job, environ, fds)
         output: list[bytes] = []
-        assert process.stdout is not None
-        stream = process.stdout
-        threading.Thread(target=lambda: output.extend(stream), daemon=True).start()
+        threading.Thread(target=lambda: output.extend(process.stdout), daemon=True).start()
         self.processes.append(process)
         self._output.append(output)
 
@@ -157,7 +156,15 @@ def run_ranks(
         return ranks.results(timeout)
 
 
-def _main(job: dict[str, Any]) -> None:
+def enter(namespace: str) -> None:
+    """Move this thread, and those it starts, into a network namespace made by `ip netns add`."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    with open(f"/run/netns/{namespace}") as file:
+        if libc.setns(file.fileno(), CLONE_NEWNET) != 0:
+            raise OSError(ctypes.get_errno(), f"cannot enter network namespace {namespace}")
+
+
+def main(job: dict[str, Any]) -> None:
     import torch
 
     from tilerank.kernels import core
@@ -165,9 +172,11 @@ def _main(job: dict[str, Any]) -> None:
 
     torch.set_num_threads(1)
     core.start_pool(None, job["threads"], spin=False)
-    member = Membership(
-        job["rank"], job["size"], "127.0.0.1", job["port"], job["listen_fd"], timeout_s=job["timeout_s"]
-    )
+    if job["namespace"]:
+        enter(job["namespace"])
+    listen_fd = socket.create_server(tuple(job["store"])).detach() if job["listen"] else next(iter(job["fds"]), None)
+    rank = int(os.environ["PMI_RANK"]) if job["rank"] is None else job["rank"]
+    member = Membership(rank, job["size"], *job["store"], listen_fd, timeout_s=job["timeout_s"])
     function = getattr(importlib.import_module(job["module"]), job["function"])
     team = join(member, job["collectives"])
     try:
@@ -178,4 +187,4 @@ def _main(job: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    _main(json.loads(sys.argv[1]))
+    main(json.loads(sys.argv[1]))

@@ -1,0 +1,138 @@
+"""Starts ranks by forking one process that has imported torch, which costs more than most tests do.
+
+The process lives as long as the test run. It imports nothing of tilerank: a rank's own environment decides there.
+"""
+
+import atexit
+import json
+import os
+import select
+import signal
+import socket
+import struct
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+LENGTH = struct.Struct("<I")
+STATUS = struct.Struct("<i")
+
+_server: socket.socket | None = None
+
+
+class Forked:
+    """A rank, with the part of subprocess.Popen's face that is used here."""
+
+    def __init__(self, pid: int, stdout: int, status: int) -> None:
+        self.pid = pid
+        self.stdout = os.fdopen(stdout, "rb")
+        self.returncode: int | None = None
+        self._status = status
+
+    def poll(self) -> int | None:
+        return self._wait(0)
+
+    def wait(self, timeout: float | None = None) -> int:
+        code = self._wait(timeout)
+        if code is None:
+            raise subprocess.TimeoutExpired(f"rank process {self.pid}", timeout or 0)
+        return code
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def _wait(self, timeout: float | None) -> int | None:
+        if self.returncode is None and select.select([self._status], [], [], timeout)[0]:
+            (self.returncode,) = STATUS.unpack(os.read(self._status, STATUS.size))
+            os.close(self._status)
+        return self.returncode
+
+
+def fork(job: dict[str, Any], environ: dict[str, str], fds: tuple[int, ...]) -> Forked:
+    """Run `ranks.main(job)` in a process of its own. Of `fds` it gets copies; their numbers are job["fds"]."""
+    global _server
+    if _server is None:
+        _server = _start()
+    payload = json.dumps({"job": job, "environ": environ, "cwd": str(Path.cwd())}).encode()
+    out_read, out_write = os.pipe()
+    status_read, status_write = os.pipe()
+    socket.send_fds(_server, [LENGTH.pack(len(payload))], [out_write, status_write, *fds])
+    _server.sendall(payload)
+    os.close(out_write)
+    os.close(status_write)
+    (pid,) = LENGTH.unpack(_server.recv(LENGTH.size, socket.MSG_WAITALL))
+    return Forked(pid, out_read, status_read)
+
+
+def _start() -> socket.socket:
+    ours, theirs = socket.socketpair()
+    command = [sys.executable, __file__, str(theirs.fileno())]
+    environ = os.environ | {"GOMP_SPINCOUNT": "0", "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    process = subprocess.Popen(command, pass_fds=(theirs.fileno(),), env=environ, stdin=subprocess.DEVNULL)
+    theirs.close()
+
+    def stop() -> None:
+        ours.close()
+        process.wait()
+
+    atexit.register(stop)
+    return ours
+
+
+def _serve(control: socket.socket, run: Callable[[dict[str, Any]], None]) -> None:
+    children: dict[int, tuple[int, int]] = {}  # pidfd: pid, where its status goes
+    while True:
+        readable, _, _ = select.select([control, *children], [], [])
+        for pidfd in set(readable) & set(children):
+            pid, status = children.pop(pidfd)
+            os.write(status, STATUS.pack(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])))
+            os.close(status)
+            os.close(pidfd)
+        if control not in readable:
+            continue
+        header, fds, _, _ = socket.recv_fds(control, LENGTH.size, 16)
+        if not header:  # the test run is over
+            for pid, _ in children.values():
+                os.kill(pid, signal.SIGKILL)
+            return
+        request = json.loads(control.recv(LENGTH.unpack(header)[0], socket.MSG_WAITALL))
+        output, status, *passed = fds
+        pid = os.fork()
+        if pid == 0:
+            for fd in (control.detach(), status, *children, *(status for _, status in children.values())):
+                os.close(fd)
+            _become(request, output, passed, run)
+        children[os.pidfd_open(pid)] = (pid, status)
+        for fd in (output, *passed):
+            os.close(fd)
+        control.sendall(LENGTH.pack(pid))
+
+
+def _become(request: dict[str, Any], output: int, passed: list[int], run: Callable[[dict[str, Any]], None]) -> NoReturn:
+    """Be the rank, and end as the interpreter ends."""
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.close(output)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.chdir(request["cwd"])
+    os.environ.clear()
+    os.environ.update(request["environ"])
+    paths = request["environ"].get("PYTHONPATH", "").split(os.pathsep)
+    sys.path[1:1] = [path for path in paths if path and path not in sys.path]
+    run(request["job"] | {"fds": passed})
+    raise SystemExit(0)
+
+
+if __name__ == "__main__":
+    import torch
+    from ranks import main
+
+    torch.set_num_threads(1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the test run hears it and ends us
+    _serve(socket.socket(fileno=int(sys.argv[1])), main)
