@@ -5,10 +5,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from . import core, reference
+from . import check, core, reference
 from .errors import KernelError
 
 _PACK = core.kernel("pack")
+_EMBEDDING = core.kernel("embedding_packed")
 _LINEAR = {torch.bfloat16: core.kernel("linear_bf16"), torch.float32: core.kernel("linear_f32")}
 
 # The layout is defined in csrc/pack.h.
@@ -78,6 +79,18 @@ class PackedWeight:
         if rows.dtype not in _SOURCES:
             rows = rows.to(torch.float32)
         core.launch(_PACK, (self.data, rows.detach()), (row, col, self.k))
+
+    def embedding(self, ids: Tensor, first_row: int = 0) -> Tensor:
+        """`ops.embedding` for a table that is the output head's weight as well: rows of the weight, [t, k].
+
+        ids: [t] int64; those outside [first_row, first_row + n) give zeros.
+        """
+        check.tensor("PackedWeight.embedding", "ids", ids, (None,), torch.int64)
+        if core.isa() == "reference" or self._plain:
+            return reference.embedding(ids, self.data if self._plain else self.unpack(), first_row)
+        out = core.empty((ids.shape[0], self.k), self.dtype)
+        core.launch(_EMBEDDING, (ids, self.data, out), (first_row, self.n, self.k))
+        return out
 
     def unpack(self) -> Tensor:
         """The plain weight[n, k]."""

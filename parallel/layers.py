@@ -186,7 +186,7 @@ class VocabParallelEmbedding(Layer):
 class ParallelLMHead(_Linear):
     """The output head, cut by rows of the vocabulary: x[m, hidden] -> logits [m, vocab] in fp32 on every rank.
 
-    For tied embeddings `name` is that of the embedding. Padding never shows: what comes back ends at the vocabulary.
+    Padding never shows: what comes back ends at the vocabulary.
     """
 
     def __init__(self, name: str, hidden: int, vocab: int, sharding: Sharding, *, bias: bool = False) -> None:
@@ -202,6 +202,25 @@ class ParallelLMHead(_Linear):
         parts = self._sharding.gather(self._project(x, out_dtype=torch.float32))
         real = [part[..., : span.real] for part, span in zip(parts, self.cut.spans, strict=True)]
         return real[0] if len(real) == 1 else torch.cat(real, dim=-1)
+
+
+class TiedEmbedding(Layer):
+    """Embedding and output head of one weight, which is held once: ids[t] int64 -> [t, hidden] on every rank.
+
+    The weight is packed for the head (`logits`), which reads all of it in every step; a look-up picks its rows there.
+    """
+
+    def __init__(self, name: str, vocab: int, hidden: int, sharding: Sharding) -> None:
+        self._head = ParallelLMHead(name, hidden, vocab, sharding)
+        self._sharding = sharding
+
+    def __call__(self, ids: Tensor) -> Tensor:
+        # Exactly one rank has the row: ids outside of a weight give zeros, and so do rows that pad it.
+        return self._sharding.sum(self._head.weight.packed.embedding(ids, self._head.span.start))
+
+    def logits(self, x: Tensor) -> Tensor:
+        """x[m, hidden] -> [m, vocab] in fp32 on every rank."""
+        return self._head(x)
 
 
 class RMSNorm(Layer):

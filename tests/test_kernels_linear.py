@@ -176,3 +176,20 @@ def test_nbytes_is_what_is_allocated(rung: str) -> None:
 def test_wrong_arguments(call, message: str) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(KernelError, match=message):
         call(PackedWeight.empty(4, 8, F32))
+
+
+@pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
+@pytest.mark.parametrize(("n", "k"), [(1, 1), (33, 31), (64, 32), (70, 1100)])
+def test_embedding_from_the_packed_weight(rung: str, dtype: torch.dtype, n: int, k: int) -> None:
+    """Exactly the rows that were packed; zeros for what another shard holds."""
+    table = randn(n, k).to(dtype)
+    ids = torch.tensor([n - 1, 0, n // 2, -1, n, 2**40, -(2**63)])
+    found = packed(table, dtype).embedding(ids + 5, first_row=5)
+    assert torch.equal(found[:3], table[ids[:3]])
+    assert not found[3:].any()
+    assert packed(table, dtype).embedding(ids[:0]).shape == (0, k)
+
+
+def test_ids_of_another_dtype_are_refused() -> None:
+    with pytest.raises(KernelError, match=r"PackedWeight\.embedding: ids: expected"):
+        packed(randn(4, 4), F32).embedding(torch.tensor([1], dtype=torch.int32))

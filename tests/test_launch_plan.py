@@ -239,7 +239,7 @@ def test_page(tmp_path):
     plan = plan_on(sockets(3, 4), tmp_path, load_config(DEMO), 3)
     page = render(plan)
     assert page.startswith(DEMO_PAGE)
-    assert "rank 1   5.32 MiB       3.00 KiB   node 1   4 cores of node 1: CPUs 4-7" in page.splitlines()
+    assert "rank 1   4.65 MiB       3.00 KiB   node 1   4 cores of node 1: CPUs 4-7" in page.splitlines()
     assert max(map(len, page.splitlines())) <= 120
     assert "There is room for" in page
 

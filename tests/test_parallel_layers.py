@@ -22,6 +22,7 @@ from tilerank.parallel.layers import (
     RMSNorm,
     RowParallelLinear,
     Sharding,
+    TiedEmbedding,
     VocabParallelEmbedding,
 )
 from tilerank.parallel.shard import cut_uneven
@@ -247,24 +248,36 @@ def test_column_cut_by_weight():
 @sizes
 @strategies
 @pytest.mark.parametrize("vocab", [256, 250, 100])
-def test_tied_embedding_and_head(size, strategy, vocab):
-    checkpoint = random_checkpoint(vocab, embed__weight=(vocab, 24))
+@pytest.mark.parametrize("tied", [False, True])
+def test_embedding_and_head(size, strategy, vocab, tied):
+    checkpoint = random_checkpoint(vocab, embed__weight=(vocab, 24), head__weight=(vocab, 24))
+    if tied:
+        del checkpoint["head.weight"]
     ids = torch.tensor([0, vocab - 1, 17, 31, 32, 33, vocab // 2])
 
-    def embed(sharding: Sharding) -> Tensor:
-        embedding = VocabParallelEmbedding("embed", vocab, 24, sharding)
-        fill(embedding, checkpoint)
-        return embedding(ids)
+    class Vocabulary(Layer):
+        def __init__(self, sharding: Sharding) -> None:
+            self.embed = (TiedEmbedding if tied else VocabParallelEmbedding)("embed", vocab, 24, sharding)
+            if not tied:
+                self.head = ParallelLMHead("head", 24, vocab, sharding)
 
-    def score(sharding: Sharding) -> Tensor:
-        head = ParallelLMHead("embed", 24, vocab, sharding)
-        fill(head, checkpoint)
-        return head(checkpoint["embed.weight"][ids])
+    def body(sharding: Sharding) -> Tensor:
+        layer = Vocabulary(sharding)
+        fill(layer, checkpoint)
+        assert {piece.name for piece in layer.pieces()} == checkpoint.keys()
+        embedded = layer.embed(ids)
+        assert torch.equal(embedded, checkpoint["embed.weight"][ids])
+        return layer.embed.logits(embedded) if tied else layer.head(embedded)
 
-    table = checkpoint["embed.weight"]
-    for embedded in on_all_ranks(size, strategy, embed):
-        assert torch.equal(embedded, table[ids])
-    assert_all_equal_to(on_all_ranks(size, strategy, score), table[ids] @ table.T, depth=24)
+    head = checkpoint["embed.weight" if tied else "head.weight"]
+    assert_all_equal_to(on_all_ranks(size, strategy, body), checkpoint["embed.weight"][ids] @ head.T, depth=24)
+
+
+def test_a_tied_weight_is_held_once():
+    sharding = Sharding(1, 3, torch.bfloat16, None)
+    tied = TiedEmbedding("embed", 4096, 256, sharding)
+    assert tied.nbytes() == ParallelLMHead("embed", 256, 4096, sharding).nbytes()
+    assert tied.nbytes() == 1376 * 256 * 2  # 43 of 128 units
 
 
 @sizes

@@ -5,7 +5,7 @@
 Attention is causal and grouped: several query heads share a KV head. Positions enter as rotations of queries and keys.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
@@ -20,6 +20,7 @@ from tilerank.parallel.layers import (
     RMSNorm,
     RowParallelLinear,
     Sharding,
+    TiedEmbedding,
     VocabParallelEmbedding,
 )
 
@@ -80,14 +81,20 @@ class Llama(Model):
     def __init__(self, config: ModelConfig, sharding: Sharding) -> None:
         hidden, vocab = config.hidden_size, config.vocab_size
         self.tied = config.tie_word_embeddings
-        self.embed = VocabParallelEmbedding("model.embed_tokens", vocab, hidden, sharding)
+        self.embed: VocabParallelEmbedding | TiedEmbedding
+        self.head: Callable[[Tensor], Tensor]
+        if self.tied:
+            self.embed = TiedEmbedding("model.embed_tokens", vocab, hidden, sharding)
+            self.head = self.embed.logits
+        else:
+            self.embed = VocabParallelEmbedding("model.embed_tokens", vocab, hidden, sharding)
+            self.head = ParallelLMHead("lm_head", hidden, vocab, sharding)
         self.rope = RotaryTable(config.rope, config.head_dim, config.max_position_embeddings, sharding.dtype)
         self.layers = [
             DecoderLayer(name, config, self.attention(f"{name}.self_attn", config, sharding), sharding)
             for name in (f"model.layers.{i}" for i in range(config.num_layers))
         ]
         self.norm = RMSNorm("model.norm", hidden, config.rms_norm_eps, sharding)
-        self.head = ParallelLMHead("model.embed_tokens" if self.tied else "lm_head", hidden, vocab, sharding)
 
     def attention(self, name: str, config: ModelConfig, sharding: Sharding) -> Attention:
         bias = config.attention_bias
