@@ -138,9 +138,12 @@ def test_tied_head_is_the_embedding(tmp_path: Path) -> None:
     original = make_checkpoint("llama3", tmp_path, layers=1, tied=True)
     whole = tensors(original)
     assert "lm_head.weight" not in whole
-    model = Llama(load_config(original), SINGLE_RANK)
+    config = load_config(original)
+    model = Llama(config, SINGLE_RANK)
     load(model, original)
-    assert torch.equal(model.head.weight.packed.unpack(), whole["model.embed_tokens.weight"].float())
+    columns = model.head(torch.eye(config.hidden_size))
+    assert torch.equal(columns.T, whole["model.embed_tokens.weight"].float())
+    assert torch.equal(model.embed(torch.arange(config.vocab_size)), whole["model.embed_tokens.weight"].float())
 
 
 def test_a_bias_held_by_rank_0_only_is_not_superfluous_elsewhere(tmp_path: Path) -> None:
