@@ -13,6 +13,7 @@ import msgspec
 
 from tilerank.loader.config import load_config
 from tilerank.loader.tokenizer import Tokenizer, TokenStream
+from tilerank.parallel.shard import TILE, cut_uneven
 
 from . import prompts, start
 from .errors import LaunchError
@@ -70,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
     identity = identify(os.environ)
     if start.ours_to_start(args, identity):
         job.prepare()
-        return start.start_ranks(args, identity)
+        return start.start_ranks(args, identity, job.check_size)
     return run_rank(identity, args, job)
 
 
@@ -85,6 +86,16 @@ class GenerateJob:
         config = load_config(self._model_dir)
         self._tokenizer = Tokenizer(self._model_dir)
         self._prompt_ids = prompts.encode(prompts.read_prompts(self._args), self._args, self._tokenizer, config)
+
+    def check_size(self, size: int) -> None:
+        """Refuses more ranks than the MLP can be cut over, before they are started; layers have the last word."""
+        config = load_config(self._model_dir)
+        units = cut_uneven(config.intermediate_size, 1, TILE).units
+        if size > units:
+            raise LaunchError(
+                f"{self._model_dir} can be cut over at most {units} ranks, not {size}: its MLP of width "
+                f"{config.intermediate_size} is {units} units of {TILE} columns"
+            )
 
     def memory_refusal(self, size: int, here: range, placement: Placement) -> str | None:
         from .plan import plan_model

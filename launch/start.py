@@ -118,13 +118,15 @@ def ours_to_start(args: argparse.Namespace, identity: Identity) -> bool:
     return starts_ranks(identity) or args.nnodes > 1
 
 
-def start_ranks(args: argparse.Namespace, identity: Identity) -> int:
+def start_ranks(args: argparse.Namespace, identity: Identity, check_size: Callable[[int], None]) -> int:
     """Starts this host's ranks with the command line `args.argv` and returns the exit status of the whole.
 
+    `check_size` refuses a number of ranks that the command cannot use.
     Raises LaunchError for what cannot be placed, bound or started.
     """
     topology = own_topology(args, identity, read_topology())
     size, here = host_ranks(args, topology)
+    check_size(size)
     placement = own_placement(args, topology, len(here))
     several = args.nnodes > 1
     host = args.master_addr if several else "127.0.0.1"
