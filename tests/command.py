@@ -15,10 +15,9 @@ DEMO = Path(__file__).parent.parent / "assets" / "demo-lm"
 COMMAND = (sys.executable, "-m", "tilerank")
 MARK = "TILERANK_TEST_RUN"  # in the environment of every process of a run
 
-# Open MPI as root, with more ranks than cores. Version 4 reads OMPI_MCA_*, version 5 PRTE_MCA_*.
-OPEN_MPI_ENVIRONMENT = {
-    "OMPI_ALLOW_RUN_AS_ROOT": "1",
-    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+# Open MPI as root, and with more ranks than cores. Version 4 reads OMPI_MCA_*, version 5 PRTE_MCA_*.
+OPEN_MPI_AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+OPEN_MPI_ENVIRONMENT = OPEN_MPI_AS_ROOT | {
     "OMPI_MCA_rmaps_base_oversubscribe": "1",
     "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
 }
@@ -43,6 +42,7 @@ class Run:
         self,
         *arguments: object,
         launcher: Sequence[str] = (),
+        command: Sequence[str] = COMMAND,
         env: Mapping[str, str] | None = None,
         cwd: Path | None = None,
     ) -> None:
@@ -50,7 +50,7 @@ class Run:
         name, _, value = self.mark.partition("=")
         self._shm = _shared_memory()
         self.process = subprocess.Popen(
-            [*launcher, *COMMAND, *map(str, arguments)],
+            [*launcher, *command, *map(str, arguments)],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -177,7 +177,7 @@ def test_port_in_use() -> None:
 def test_not_enough_memory() -> None:
     """A cache of 2^40 tokens: 6 layers, 2 KV heads of 64, keys and values of 2 bytes make 3,072 bytes each: 3 PiB."""
     result = run("generate", DEMO, "--prompt", "x", "--tp", 2, "--max-total-tokens", 1 << 40)
-    assert_refused(result, r".*not enough memory: .*3145728 GiB of KV cache.*")
+    assert_refused(result, r".*not enough memory for 2 ranks: .*3145728 GiB of KV cache.*")
     assert "loading" not in result.err
 
 
