@@ -157,10 +157,13 @@ class Engine:
         """Other ranks: computes the steps that rank 0 announces, until it says stop. GroupError if a rank is lost."""
         while isinstance(message := step.decode(self._team.channel.receive()), Step):
             self._run(message)
+        self._team.group.barrier()
 
     def stop(self) -> None:
-        """Rank 0: sends the other ranks home."""
+        """Rank 0: sends the other ranks home. Nobody leaves before all have heard it: a rank that leaves early looks
+        like one that is lost to those that still listen."""
         self._team.channel.send(step.encode(Stop()))
+        self._team.group.barrier()
 
     def _admissible(self, index: int, request: Request, slack: int = 1) -> _Sequence:
         """A sequence for the request, or RequestError saying why it can never run. `slack`: new tokens at least."""
