@@ -70,8 +70,7 @@ class Channel:
         poll.register(self._up.data, select.POLLIN)
         poll.register(self.watch, select.POLLIN)
         if self._up.data.fileno() not in (number for number, _ in poll.poll()):
-            self.check()
-        # What rank 0 said before it went away still counts.
+            self.check()  # only if there is nothing to read: what rank 0 said before it went away still counts
         try:
             (length,) = LENGTH.unpack(self._read(self._up, LENGTH.size))
             if length > LONGEST:
@@ -136,7 +135,7 @@ class Channel:
         """The watch knows best who is to blame, but may hear of it a moment later than the data socket."""
         if isinstance(error, TimeoutError):
             self.watch.fail(link.rank, Reason.STUCK)
-        elif not self.watch.await_failure(1.0):
+        elif not self.watch.await_failure():
             self.watch.fail(link.rank, Reason.GONE)
         return self.watch.error("a control message")
 

@@ -199,7 +199,7 @@ class GlooGroup(PairwiseGroup):
         """gloo tells a closed connection from a timeout only in its text; who was lost first is known to the watch."""
         if "Timed out" in str(error):
             self._stuck(peer)
-        elif not self._watch.await_failure(1.0):
+        elif not self._watch.await_failure():
             logger.debug("gloo: %s", _first_line(error))
             self._watch.fail(self._names[peer], Reason.GONE)
         return self._watch.error(doing)

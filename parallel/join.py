@@ -11,6 +11,7 @@ import struct
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING
 
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
@@ -21,6 +22,9 @@ from .errors import GroupError
 from .group import GlooGroup, Group, SingleGroup
 from .hosts import HostGroup, Hosts, Seat, address_of, host_id, hosts_of, route_to
 from .shm import ShmGroup, create_segment
+
+if TYPE_CHECKING:
+    from .mpi import MpiJob
 
 logger = logging.getLogger(__name__)
 
@@ -58,9 +62,12 @@ class Team:
     channel: Channel
     hosts: Hosts = ((0,),)
     _store: Store | None = field(default=None, repr=False)  # rank 0 serves it as long as the others may ask
+    _mpi: "MpiJob | None" = field(default=None, repr=False)
 
     def close(self) -> None:
         self.group.close()
+        if self._mpi is not None and self.channel.watch.failed is None:
+            self._mpi.close()
         self.channel.close()
         self._store = None
 
@@ -85,11 +92,12 @@ def join(m: Membership, collectives: str = "auto", *, spin: bool = False) -> Tea
     hosts = hosts_of(seats)
     channel = _connect(meeting, seats, hosts)
     try:
-        group = _group(meeting, seats, hosts, channel, collectives, spin)
+        mpi = _mpi_job(m) if collectives == "mpi" else None
+        group = _Transports(meeting, seats, hosts, channel, mpi, spin).group(collectives)
     except BaseException:
         channel.close()
         raise
-    return Team(group, channel, hosts, meeting.store)
+    return Team(group, channel, hosts, meeting.store, mpi)
 
 
 class _Meeting:
@@ -260,57 +268,65 @@ def _family(address: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in address else socket.AF_INET
 
 
-def _group(
-    meeting: _Meeting, seats: Sequence[Seat], hosts: Hosts, channel: Channel, collectives: str, spin: bool
-) -> Group:
-    m = meeting.m
-    everyone = tuple(range(m.size))
-    without = [seat.rank for seat in seats if not seat.lanes]
-    if collectives == "auto" and without:
-        _say(m, f"gloo between all ranks, since shared memory needs the compiled core, which rank {without[0]} lacks")
-        collectives = "gloo"
-    if collectives == "gloo" or (collectives == "mpi" and (without or len(hosts) == 1)):
-        _say(m, f"{collectives} between all ranks")
-        return _between(meeting, seats, hosts, everyone, collectives, channel)
-    outer = "mpi" if collectives == "mpi" else "gloo"
-    _say(m, "shared memory" if len(hosts) == 1 else f"shared memory inside {len(hosts)} hosts, {outer} between them")
-    mine = next(ranks for ranks in hosts if m.rank in ranks)
-    inside = _inside(m, mine, seats, channel, spin) if len(mine) > 1 else SingleGroup()
-    if len(hosts) == 1:
-        return inside
-    leaders = tuple(ranks[0] for ranks in hosts)
-    between = _between(meeting, seats, hosts, leaders, outer, channel) if m.rank in leaders else None
-    return HostGroup(m.rank, hosts, inside, between, channel.watch, m.timeout_s + 2 * MARGIN_S)
+@dataclass
+class _Transports:
+    """Chooses what carries the collectives, and builds it; every rank comes to the same choice."""
 
+    meeting: _Meeting
+    seats: Sequence[Seat]
+    hosts: Hosts
+    channel: Channel
+    mpi: "MpiJob | None"
+    spin: bool
 
-def _say(m: Membership, text: str) -> None:
-    if m.rank == 0:
-        logger.info("collectives of %d ranks: %s", m.size, text)
+    def group(self, collectives: str) -> Group:
+        m, hosts = self.meeting.m, self.hosts
+        everyone = tuple(range(m.size))
+        without = [seat.rank for seat in self.seats if not seat.lanes]
+        if collectives == "gloo" or without or (collectives == "mpi" and len(hosts) == 1):
+            why = f", since shared memory needs the compiled core, which rank {without[0]} lacks" if without else ""
+            self._say(f"{'MPI' if self.mpi else 'gloo'} between all ranks{why}")
+            return self._between(everyone)
+        self._say("shared memory" + (f" inside {len(hosts)} hosts" if len(hosts) > 1 else ""))
+        mine = next(ranks for ranks in hosts if m.rank in ranks)
+        inside = self._inside(mine) if len(mine) > 1 else SingleGroup()
+        if len(hosts) == 1:
+            return inside
+        self._say(f"{'MPI' if self.mpi else 'gloo'} between the first ranks of the hosts")
+        leaders = tuple(ranks[0] for ranks in hosts)
+        between = self._between(leaders) if m.rank in leaders else None
+        return HostGroup(m.rank, hosts, inside, between, self.channel.watch, m.timeout_s + 2 * MARGIN_S)
 
+    def _say(self, text: str) -> None:
+        if self.meeting.m.rank == 0:
+            logger.info("collectives of %d ranks: %s", len(self.seats), text)
 
-def _inside(m: Membership, mine: tuple[int, ...], seats: Sequence[Seat], channel: Channel, spin: bool) -> ShmGroup:
-    lanes = min(seats[rank].lanes for rank in mine)
-    fd = channel.share_fd(create_segment(len(mine), lanes) if m.rank == mine[0] else None)
-    return ShmGroup(fd, mine.index(m.rank), mine, channel.watch, m.timeout_s, spin=spin)
+    def _inside(self, mine: tuple[int, ...]) -> ShmGroup:
+        """Shared memory among the ranks of this host."""
+        m = self.meeting.m
+        lanes = min(self.seats[rank].lanes for rank in mine)
+        fd = self.channel.share_fd(create_segment(len(mine), lanes) if m.rank == mine[0] else None)
+        return ShmGroup(fd, mine.index(m.rank), mine, self.channel.watch, m.timeout_s, spin=self.spin)
 
-
-def _between(
-    meeting: _Meeting,
-    seats: Sequence[Seat],
-    hosts: Hosts,
-    ranks: tuple[int, ...],
-    transport: str,
-    channel: Channel,
-) -> Group:
-    """gloo or MPI among `ranks`, of which this is one."""
-    m = meeting.m
-    # Where only the leaders meet here, one that waits for a rank of its own host is late for that rank's sake.
-    timeout_s = m.timeout_s if len(ranks) == m.size else m.timeout_s + MARGIN_S
-    if transport == "mpi":
-        try:
+    def _between(self, ranks: tuple[int, ...]) -> Group:
+        """gloo or MPI among `ranks`, of which this is one."""
+        m, watch = self.meeting.m, self.channel.watch
+        # Where only the leaders meet here, one that waits for a rank of its own host is late for that rank's sake.
+        timeout_s = m.timeout_s if len(ranks) == m.size else m.timeout_s + MARGIN_S
+        if self.mpi is not None:
             from .mpi import MpiGroup
-        except ImportError as error:
-            raise GroupError(f"collectives over MPI need mpi4py, which cannot be imported: {error}") from error
-        return MpiGroup(m.rank, m.size, timeout_s, channel.watch, ranks)
-    store = PrefixStore("gloo", meeting.store)
-    return GlooGroup(store, ranks.index(m.rank), address_of(m.rank, seats, hosts), timeout_s, channel.watch, ranks)
+
+            return MpiGroup(self.mpi, ranks.index(m.rank), timeout_s, watch, ranks)
+        store = PrefixStore("gloo", self.meeting.store)
+        return GlooGroup(
+            store, ranks.index(m.rank), address_of(m.rank, self.seats, self.hosts), timeout_s, watch, ranks
+        )
+
+
+def _mpi_job(m: Membership) -> "MpiJob":
+    """mpi4py is optional, so it is looked for only where it is asked for."""
+    try:
+        from .mpi import MpiJob
+    except ImportError as error:
+        raise GroupError(f"collectives over MPI need mpi4py, which cannot be imported: {error}") from error
+    return MpiJob(m.rank, m.size)

@@ -20,32 +20,39 @@ mpi4py.rc.finalize = False
 SHORT_S = 200e-6  # a wait polls without a pause this long
 
 
-class MpiGroup(PairwiseGroup):
-    """Over MPI, among `names`: ranks of a job of `size` as the launcher counts them, `rank` being one of them."""
+class MpiJob:
+    """This process's part in the MPI job. All ranks enter and leave it together, whichever of them then use it."""
 
-    def __init__(self, rank: int, size: int, timeout_s: float, watch: Watch, names: Sequence[int]) -> None:
-        super().__init__(names.index(rank), len(names), timeout_s, watch, names)
-        self._mpi = _library()
-        self._ours = not self._mpi.Is_initialized()
-        if self._mpi.Is_finalized():
+    def __init__(self, rank: int, size: int) -> None:
+        self.mpi = _library()
+        if self.mpi.Is_finalized():
             raise GroupError("MPI was finalised in this process before its collectives were asked for")
-        if self._ours:
-            self._mpi.Init()
-        world = self._mpi.COMM_WORLD
+        if not self.mpi.Is_initialized():
+            self.mpi.Init()
+        world = self.mpi.COMM_WORLD
         if (world.rank, world.size) != (rank, size):
             raise GroupError(
                 f"MPI believes that this is rank {world.rank} of {world.size}, the launcher says {rank} of {size}: "
                 "is mpirun of another MPI than the one that mpi4py loads?"
             )
+
+    def close(self) -> None:
+        """Only while no rank is lost: finalising waits for all. Otherwise the process ends without."""
+        if not self.mpi.Is_finalized():
+            self.mpi.Finalize()
+
+
+class MpiGroup(PairwiseGroup):
+    """Over MPI, among the ranks `names`, of which this one is number `rank`."""
+
+    def __init__(self, job: MpiJob, rank: int, timeout_s: float, watch: Watch, names: Sequence[int]) -> None:
+        super().__init__(rank, len(names), timeout_s, watch, names)
+        self._mpi = job.mpi
+        world = self._mpi.COMM_WORLD
         self._comm = world.Create_group(world.group.Incl(list(names)))
 
     def close(self) -> None:
-        """Leaves MPI, together with the others; if one is lost, without it, since finalising waits for all."""
-        if self._comm is None:
-            return
         self._comm = None
-        if self._ours and self._watch.failed is None:
-            self._mpi.Finalize()
 
     def _transfer(self, steps: Sequence[Step], doing: str) -> None:
         if self._comm is None:

@@ -135,7 +135,7 @@ class ShmGroup:
         if local:
             self._watch.fail(self._names[local - 1], Reason(reason))
         else:
-            self._watch.await_failure(1.0)
+            self._watch.await_failure()
         return self._watch.error(doing)
 
     def _give_up(self, rank: int, reason: Reason) -> None:

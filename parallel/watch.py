@@ -27,6 +27,10 @@ NEWS = struct.Struct("<IIQ")  # what happened, to which rank, at which of its co
 # blames the wrong one. They count the same collectives, so the blame of the one furthest behind is the right one.
 SETTLE_S = 0.3
 
+# At the end of a job ranks leave one after the other, some while others are still in the last collective or have not
+# read the last message. Only who misses a rank after this long misses it for good.
+LEAVE_S = 1.0
+
 
 class Reason(IntEnum):
     """Why a rank can no longer be counted on."""
@@ -47,6 +51,8 @@ class Watch:
         self._settled = 0.0
         self._links = dict(links)
         self._callbacks: list[Callable[[int, Reason], None]] = []
+        self._heard = dict.fromkeys(links, b"")
+        self._leaving: dict[int, float] = {}  # until when
         self._lock = threading.Lock()
         self._known = threading.Event()
         self._alarm = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -77,7 +83,7 @@ class Watch:
     def error(self, doing: str = "") -> GroupError:
         """The sentence about the failure that is known."""
         if self.failed is None:
-            raise AssertionError("no failure is known")
+            return GroupError(f"a rank of another host is lost{f' during {doing}' if doing else ''}")
         if self.failed[1] is Reason.STUCK:
             time.sleep(max(self._settled - time.monotonic(), 0))
         rank, reason = self.failed
@@ -90,9 +96,9 @@ class Watch:
             text = f"rank {rank} is gone{during}: its process has ended or its host cannot be reached"
         return GroupError(text)
 
-    def await_failure(self, seconds: float) -> bool:
-        """Give the news this long to arrive; True once a failure is known."""
-        return self._known.wait(seconds)
+    def await_failure(self) -> bool:
+        """Give the news a moment to arrive, more than a rank takes to leave; True once a failure is known."""
+        return self._known.wait(LEAVE_S + 0.5)
 
     def fail(self, rank: int, reason: Reason, step: int = 0, source: int | None = None) -> None:
         """Record that `rank` is lost, unless another was lost before, and pass it on to all but `source`.
@@ -140,23 +146,35 @@ class Watch:
         for number in peers:
             poll.register(number, select.POLLIN)
         while True:
-            for number, _ in poll.poll():
+            patience = min(self._leaving.values(), default=None)
+            wait_ms = None if patience is None else max((patience - time.monotonic()) * 1000, 0) + 1
+            for number, _ in poll.poll(wait_ms):
                 if number == self._stop:
                     return
                 if not self._listen(peers[number]):
                     poll.unregister(number)
+            for rank in [rank for rank, until in self._leaving.items() if until <= time.monotonic()]:
+                del self._leaving[rank]
+                self.fail(rank, Reason.LEFT)
 
     def _listen(self, peer: int) -> bool:
         """Take what a neighbour says; False once there is no more to come."""
         try:
-            news = self._links[peer].recv(NEWS.size)
+            said = self._links[peer].recv(1024)
         except BlockingIOError:
             return True
         except OSError:  # keep-alive gave up, connection reset: as good as the end
-            news = b""
-        if len(news) == NEWS.size:
-            reason, rank, step = NEWS.unpack(news)
-            self.fail(rank, Reason(reason), step, source=peer)
-            return True
-        self.fail(peer, Reason.GONE)
-        return False
+            said = b""
+        if not said:
+            if peer not in self._leaving:
+                self.fail(peer, Reason.GONE)
+            return False
+        heard = self._heard[peer] + said
+        whole = len(heard) // NEWS.size * NEWS.size
+        self._heard[peer] = heard[whole:]
+        for reason, rank, step in NEWS.iter_unpack(heard[:whole]):
+            if reason == Reason.LEFT:
+                self._leaving.setdefault(rank, time.monotonic() + LEAVE_S)
+            else:
+                self.fail(rank, Reason(reason), step, source=peer)
+        return True

@@ -5,7 +5,8 @@
 imported torch and nothing else: what the module imports at its top is imported by every rank anew.
 
 A test of faults takes `Ranks` itself, to kill and stop single ranks; `present` leaves ranks out, `namespaces` puts each
-rank in a network namespace, where `store` is the address on which rank 0 listens.
+rank in a network namespace, where `store` is the address on which rank 0 listens; `hosts` makes each rank believe that
+it is on the host of that name.
 """
 
 import contextlib
@@ -46,6 +47,7 @@ class Ranks:
         timeout_s: float = 30.0,
         present: Sequence[int] | None = None,
         namespaces: Sequence[str] | None = None,
+        hosts: Sequence[str] | None = None,
         store: tuple[str, int] | None = None,
     ) -> None:
         module, _, function = target.partition(":")
@@ -62,6 +64,7 @@ class Ranks:
                     "size": size,
                     "store": store or listener.getsockname(),
                     "listen": rank == 0 and store is not None,
+                    "hosts": hosts,
                     "namespace": namespaces[rank] if namespaces else None,
                     "module": module,
                     "function": function,
@@ -168,14 +171,17 @@ def main(job: dict[str, Any]) -> None:
     import torch
 
     from tilerank.kernels import core
+    from tilerank.parallel import join as at_join
     from tilerank.parallel.join import Membership, join
 
     torch.set_num_threads(1)
     core.start_pool(None, job["threads"], spin=False)
+    rank = int(os.environ["PMI_RANK"]) if job["rank"] is None else job["rank"]
     if job["namespace"]:
         enter(job["namespace"])
+    if job["hosts"]:
+        at_join.host_id = lambda: job["hosts"][rank]
     listen_fd = socket.create_server(tuple(job["store"])).detach() if job["listen"] else next(iter(job["fds"]), None)
-    rank = int(os.environ["PMI_RANK"]) if job["rank"] is None else job["rank"]
     member = Membership(rank, job["size"], *job["store"], listen_fd, timeout_s=job["timeout_s"])
     function = getattr(importlib.import_module(job["module"]), job["function"])
     team = join(member, job["collectives"])

@@ -138,7 +138,16 @@ def mpirun(size: int, target: str, **more: Any) -> list[Any]:
         address = listener.getsockname()
         store = TCPStore(*address, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
     module, _, function = target.partition(":")
-    job = {"rank": None, "size": size, "store": address, "fds": [], "listen": False, "namespace": None, "threads": 1}
+    job = {
+        "rank": None,
+        "size": size,
+        "store": address,
+        "fds": [],
+        "listen": False,
+        "namespace": None,
+        "hosts": None,
+        "threads": 1,
+    }
     job |= {"module": module, "function": function, "kwargs": {}, "collectives": "mpi", "timeout_s": 60} | more
     here = Path(__file__).parent
     path = os.pathsep.join(filter(None, [str(here), os.environ.get("PYTHONPATH", "")]))
@@ -155,6 +164,15 @@ def mpirun(size: int, target: str, **more: Any) -> list[Any]:
 def test_mpi_gives_the_bits_of_shared_memory() -> None:
     target = "test_parallel_group:sums_and_shuffled"
     digests = mpirun(3, target, kwargs={"transport": "MpiGroup", "steps": 10})
+    assert digests == run_ranks(3, target, kwargs={"transport": "ShmGroup", "steps": 1})
+
+
+@needs_core
+@needs_mpi
+def test_mpi_between_hosts_that_are_not_in_the_order_of_ranks() -> None:
+    """Rank 2 leads no host: it takes part in MPI's start and end all the same."""
+    target, hosts = "test_parallel_group:sums_and_shuffled", ["a", "b", "a"]
+    digests = mpirun(3, target, kwargs={"transport": "HostGroup", "steps": 10}, hosts=hosts)
     assert digests == run_ranks(3, target, kwargs={"transport": "ShmGroup", "steps": 1})
 
 
