@@ -109,6 +109,7 @@ def _live(identity: Identity, args: argparse.Namespace, job: Job, status: Status
             identity.rank, identity.size, store.host, store.port, store.fd, args.dist_timeout, attempt=store.attempt
         ),
         args.collectives,
+        spin=not placement.oversubscribed,
     )
     _reach(status, "loading")
     engine = job.build(team)
