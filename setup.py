@@ -1,5 +1,6 @@
 """Builds the compiled core, tilerank.kernels._C; everything else is in pyproject.toml."""
 
+import os
 from pathlib import Path
 
 from pybind11.setup_helpers import ParallelCompile, Pybind11Extension, build_ext, naive_recompile
@@ -17,6 +18,13 @@ def needs_recompile(obj: str, src: str) -> bool:
     """A header or this file changed, too: objects that disagree about a class would still link."""
     return any(naive_recompile(obj, str(path)) for path in (src, *CSRC.glob("*.h"), Path(__file__)))
 
+# TILERANK_SANITIZE=address,undefined: a core that checks itself; `make test-sanitize` builds it aside and runs the tests.
+SANITIZE = os.environ.get("TILERANK_SANITIZE")
+LINK = []
+if SANITIZE:
+    LINK = [f"-fsanitize={SANITIZE}"]
+    # -O1 loses track of what is initialised, hence no such warning.
+    FLAGS += [*LINK, "-fno-sanitize-recover=all", "-O1", "-g", "-Wno-maybe-uninitialized", "-Wno-uninitialized"]
 
 ParallelCompile(default=0, needs_recompile=needs_recompile).install()
 setup(
@@ -27,6 +35,7 @@ setup(
             depends=sorted(str(path) for path in CSRC.glob("*.h")),
             include_dirs=[str(CSRC)],
             extra_compile_args=FLAGS,
+            extra_link_args=LINK,
             cxx_std=20,
         )
     ],

@@ -132,7 +132,7 @@ def empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """
     if _isa is None:
         isa()
-    return torch.empty(*shape, dtype=dtype) if _isa == "reference" else _C.empty(shape, _DTYPES[dtype])
+    return torch.empty(tuple(shape), dtype=dtype) if _isa == "reference" else _C.empty(shape, _DTYPES[dtype])
 
 
 def arena_bytes() -> tuple[int, int]:

@@ -77,10 +77,11 @@ def test_product(rung: str, dtype: torch.dtype, n: int, k: int, threads: int) ->
 
 
 @pytest.mark.parametrize("threads", [1, 2, 4])
-def test_product_larger_than_every_block(threads: int) -> None:
-    """More rows than a stripe (512), more outputs than a band (512), more inputs than two panels (1024)."""
+@pytest.mark.parametrize("k", [1100, 1700])
+def test_product_larger_than_every_block(threads: int, k: int) -> None:
+    """More rows than two stripes and more outputs than a band (384), inputs whole (1100) and in panels (1700)."""
     core.start_pool(None, threads, spin=False)
-    x, plain = randn(1090, 1100).to(BF16), randn(600, 1100, seed=1).to(BF16)
+    x, plain = randn(850, k).to(BF16), randn(450, k, seed=1).to(BF16)
     result = linear(x, packed(plain, BF16), out_dtype=F32)
     assert_close(result, x, plain)
     core.start_pool(None, 1, spin=False)
@@ -88,7 +89,7 @@ def test_product_larger_than_every_block(threads: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=["bf16", "f32"])
-@pytest.mark.parametrize("n, k", [(40, 70), (72, 1088)])
+@pytest.mark.parametrize("n, k", [(40, 70), (72, 1088), (40, 1700)])
 def test_a_row_has_the_same_bits_in_every_batch(rung: str, dtype: torch.dtype, n: int, k: int) -> None:
     x, weight, bias = randn(300, k).to(dtype), packed(randn(n, k, seed=1), dtype), randn(n, seed=2)
     alone = torch.cat([linear(row[None], weight, bias) for row in x])

@@ -15,8 +15,23 @@
 
 #include "kernel.h"
 
+#ifdef __SANITIZE_ADDRESS__
+#include <sanitizer/asan_interface.h>
+#endif
+
 namespace tilerank {
 namespace {
+
+// Under the address sanitizer what is not inside a living block may not be touched, nor the gap left between blocks.
+#ifdef __SANITIZE_ADDRESS__
+constexpr size_t kGap = 64;
+void allow(void* data, size_t bytes) { ASAN_UNPOISON_MEMORY_REGION(data, bytes); }
+void forbid(void* data, size_t bytes) { ASAN_POISON_MEMORY_REGION(data, bytes); }
+#else
+constexpr size_t kGap = 0;
+void allow(void*, size_t) {}
+void forbid(void*, size_t) {}
+#endif
 
 constexpr size_t kHuge = size_t{2} << 20;
 constexpr size_t kFirstChunk = size_t{8} << 20;
@@ -86,7 +101,7 @@ Arena::Arena() {
 }
 
 void* Arena::allocate(size_t bytes) {
-  const size_t size = round_up(std::max<size_t>(bytes, 1), kAlign);
+  const size_t size = round_up(std::max<size_t>(bytes, 1), kAlign) + kGap;
   std::lock_guard lock(lock_);
   auto fit = free_by_size_.lower_bound({size, nullptr});
   if (fit == free_by_size_.end()) {
@@ -97,7 +112,8 @@ void* Arena::allocate(size_t bytes) {
   erase_free(free_.find(start));
   if (block_size > size) insert_free(start + size, block_size - size);
   used_blocks_[start] = size;
-  used_ += size;
+  used_ += size - kGap;
+  allow(start, bytes);
   return start;
 }
 
@@ -106,8 +122,9 @@ void Arena::free(void* data) {
   const auto block = used_blocks_.find(static_cast<char*>(data));
   char* start = block->first;
   size_t size = block->second;
-  used_ -= size;
+  used_ -= size - kGap;
   used_blocks_.erase(block);
+  forbid(start, size);
   const auto after = free_.find(start + size);
   if (after != free_.end() && !chunk_starts_.count(after->first)) {
     size += after->second;
@@ -131,6 +148,7 @@ void Arena::add_chunk(size_t bytes) {
   char* const start = static_cast<char*>(map_pages(size));
   chunk_starts_.insert(start);
   mapped_ += size;
+  forbid(start, size);
   insert_free(start, size);
 }
 

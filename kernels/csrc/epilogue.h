@@ -23,6 +23,14 @@ struct Epilogue {
       store(out.row<bf16>(row) + column, sums, count);
     }
   }
+
+  template <class F>
+  void prefetch(Range rows, int64_t column, F&& prefetch_write) const {
+    const int64_t element = out.dtype == DType::f32 ? 4 : 2;
+    for (int64_t row = rows.begin; row < rows.end; ++row) {
+      prefetch_write(out.as<const char>() + (row * out.stride[0] + column) * element);
+    }
+  }
 };
 
 }  // namespace tilerank::TR_RUNG

@@ -21,41 +21,56 @@ constexpr int64_t kBlockStep = 2 * kTileBytes;  // of a packed weight block, for
 
 // Up to this many rows the tiles are read from x itself: packing would cost a barrier.
 constexpr int64_t kDirectRows = 8;
-// Panels of many rows: a 32-output x kPanel piece of the weight (32 KiB) stays in the first-level cache while kStripe
-// rows of activations (512 x 512, 512 KiB) and their sums (512 x kBand fp32, 1 MiB) stay in the second.
-constexpr int64_t kPanel = 16;   // tiles of 32 inputs
-constexpr int64_t kStripe = 32;  // tiles of 16 rows
-constexpr int64_t kBand = 16;    // blocks of 32 outputs
+constexpr int64_t kStreamAhead = 16 << 10;  // bytes of a weight that is read in order
 
 static inline void prefetch_l2(const char* p) { _mm_prefetch(p, _MM_HINT_T1); }
+static inline void prefetch_write(const void* p) { asm volatile("prefetchw %0" ::"m"(*static_cast<const char*>(p))); }
+
+// How many rows are multiplied: a stripe of activations (row tiles) stays in the second-level cache while blocks of the
+// weight pass by. If whole rows of a tall enough stripe fit there, sums stay in tiles from the first to the last input.
+// Otherwise the inputs are cut in panels: the weight's panel of a block (16 KiB) stays in the first level, the stripe's
+// panel (192 KiB) and its sums over a band of blocks (576 KiB) in the second. The sizes were found by trying.
+struct Blocking {
+  int64_t panel;   // tiles of 32 inputs
+  int64_t stripe;  // tiles of 16 rows
+  int64_t band;    // blocks of 32 outputs
+
+  static Blocking of(int64_t row_tiles, int64_t k_tiles) {
+    constexpr int64_t kResident = 768, kTall = 16;  // tiles (1 KiB) of a stripe, row tiles
+    const int64_t whole = kResident / k_tiles / 2 * 2;
+    if (whole >= std::min(row_tiles, kTall)) return {k_tiles, whole, 1};
+    return {8, 24, 12};
+  }
+};
 
 // Activations in tiles, padded with zeros: [panels][row tiles][tiles of the panel][16 rows][32 inputs], so that what is
 // used together is one piece of memory.
 struct PackedRows {
   char* data;
-  int64_t row_tiles, k_tiles;
+  int64_t row_tiles, k_tiles, panel;
 
-  int64_t panel_tiles(int64_t panel) const { return std::min(kPanel, k_tiles - panel * kPanel); }
-  char* tiles(int64_t panel, int64_t row_tile) const {
-    return data + (panel * kPanel * row_tiles + row_tile * panel_tiles(panel)) * kTileBytes;
+  int64_t panel_tiles(int64_t p) const { return std::min(panel, k_tiles - p * panel); }
+  char* tiles(int64_t p, int64_t row_tile) const {
+    return data + (p * panel * row_tiles + row_tile * panel_tiles(p)) * kTileBytes;
   }
 };
 
 static void pack_rows(const Tensor& x, const PackedRows& to, Team& team) {
+  constexpr int64_t kPiece = 64;  // tiles: 4 KiB of a row
   const int64_t m = x.size[0], k = x.size[1];
-  const int64_t panels = blocks(to.k_tiles, kPanel);
-  const Range tasks = team.share(panels * to.row_tiles);
+  const int64_t pieces = blocks(to.k_tiles, kPiece);
+  const Range tasks = team.share(pieces * to.row_tiles);
   for (int64_t task = tasks.begin; task < tasks.end; ++task) {
-    const int64_t panel = task / to.row_tiles, row_tile = task % to.row_tiles;
-    char* const tiles = to.tiles(panel, row_tile);
+    const int64_t row_tile = task / pieces, first = task % pieces * kPiece;
+    const int64_t last = std::min(first + kPiece, to.k_tiles);
     for (int64_t r = 0; r < kTileRows; ++r) {
       const int64_t row = row_tile * kTileRows + r;
       const bf16* const from = x.row<const bf16>(std::min(row, m - 1));
-      for (int64_t t = 0; t < to.panel_tiles(panel); ++t) {
-        const int64_t column = (panel * kPanel + t) * kBlockK;
-        const int64_t count = row < m ? std::min(kBlockK, k - column) : 0;
+      for (int64_t t = first; t < last; ++t) {
+        const int64_t count = row < m ? std::min(kBlockK, k - t * kBlockK) : 0;
         const __mmask32 mask = static_cast<__mmask32>((uint64_t{1} << count) - 1);
-        _mm512_store_si512(tiles + t * kTileBytes + r * 64, _mm512_maskz_loadu_epi16(mask, from + column));
+        _mm512_store_si512(to.tiles(t / to.panel, row_tile) + t % to.panel * kTileBytes + r * 64,
+                           _mm512_maskz_loadu_epi16(mask, from + t * kBlockK));
       }
     }
   }
@@ -74,7 +89,6 @@ static void write_block(const float* sums, const Epilogue& epilogue, Range rows,
 static void linear_few_rows(const Tensor& x, const char* rows, int64_t row_stride, int64_t tile_stride,
                             const Tensor& weight, const Epilogue& epilogue, Team& team) {
   const int64_t m = x.size[0], k_tiles = blocks(x.size[1], kBlockK);
-  constexpr int64_t kAhead = 16 << 10;  // bytes of weights in flight
   TileConfig config;
   for (int tile = 0; tile < 3; ++tile) config.set(tile, static_cast<int>(m), 64);
   for (int tile = 3; tile < 5; ++tile) config.set(tile, kTileRows, 64);
@@ -86,7 +100,7 @@ static void linear_few_rows(const Tensor& x, const char* rows, int64_t row_strid
     tile_zero<0>();
     tile_zero<1>();
     for (int64_t t = 0; t < k_tiles; ++t, w += kBlockStep) {
-      for (int64_t line = 0; line < kBlockStep; line += 64) prefetch_l2(w + kAhead + line);
+      for (int64_t line = 0; line < kBlockStep; line += 64) prefetch_l2(w + kStreamAhead + line);
       tile_load<2>(rows + t * tile_stride, row_stride);
       tile_load_stream<3>(w, 64);
       tile_load_stream<4>(w + kTileBytes, 64);
@@ -99,11 +113,20 @@ static void linear_few_rows(const Tensor& x, const char* rows, int64_t row_strid
   }
 }
 
-// sums (+)= rows x weight over one panel: kRowTiles x 2 tiles of sums, 1 KiB each, one after the other. `ahead` is a
-// piece of memory needed soon, two lines of it for each step.
+// Memory that is needed soon: `lines` cache lines of it at every step.
+struct Ahead {
+  const char* data;
+  int64_t lines;
+
+  void fetch(int64_t step) const {
+    for (int64_t i = 0; i < lines; ++i) prefetch_l2(data + (step * lines + i) * 64);
+  }
+};
+
+// sums (+)= rows x weight over one panel: kRowTiles x 2 tiles of sums, 1 KiB each, one after the other.
 template <int kRowTiles>
 static inline void multiply_panel(const char* rows0, const char* rows1, const char* w, int64_t k_tiles, bool first,
-                                  float* sums, const char* ahead) {
+                                  float* sums, const Ahead& weights, const Ahead& rows) {
   if (first) {
     tile_zero<0>();
     tile_zero<1>();
@@ -116,8 +139,8 @@ static inline void multiply_panel(const char* rows0, const char* rows1, const ch
     if (kRowTiles == 2) tile_load<3>(sums + 768, 64);
   }
   for (int64_t t = 0; t < k_tiles; ++t) {
-    prefetch_l2(ahead + t * 128);
-    prefetch_l2(ahead + t * 128 + 64);
+    weights.fetch(t);
+    rows.fetch(t);
     tile_load<4>(rows0 + t * kTileBytes, 64);
     tile_load<6>(w + t * kBlockStep, 64);
     tile_dot_bf16<0, 4, 6>();
@@ -138,26 +161,40 @@ static inline void multiply_panel(const char* rows0, const char* rows1, const ch
 // The sums of a stripe of rows x a band of outputs, panel by panel.
 static void multiply_band(const PackedRows& rows, Range stripe, const char* weight, Range band, int64_t m,
                           const Epilogue& epilogue, float* sums) {
-  const int64_t pairs = blocks(stripe.end - stripe.begin, 2), panels = blocks(rows.k_tiles, kPanel);
+  const int64_t pairs = blocks(stripe.end - stripe.begin, 2), panels = blocks(rows.k_tiles, rows.panel);
+  const auto panel_of = [&](int64_t block, int64_t panel) {
+    return weight + (block * rows.k_tiles + panel * rows.panel) * kBlockStep;
+  };
   for (int64_t panel = 0; panel < panels; ++panel) {
     const int64_t k_tiles = rows.panel_tiles(panel);
     for (int64_t block = band.begin; block < band.end; ++block) {
-      const char* const w = weight + (block * rows.k_tiles + panel * kPanel) * kBlockStep;
-      const char* const next = block + 1 < band.end
-                                   ? w + rows.k_tiles * kBlockStep
-                                   : weight + (band.begin * rows.k_tiles + (panel + 1) * kPanel) * kBlockStep;
+      const char* const w = panel_of(block, panel);
+      const char* const next_w = block + 1 < band.end ? panel_of(block + 1, panel)
+                                 : panel + 1 < panels ? panel_of(band.begin, panel + 1)
+                                                      : panel_of(band.end, 0);
+      const char* const next_rows = rows.tiles(panel + 1 < panels ? panel + 1 : 0, stripe.begin);
+      const int64_t w_lines = blocks(kBlockStep / 64, pairs);
+      const int64_t row_lines = panels > 1 ? blocks(kBlockStep / 64, band.end - band.begin) : 0;
       for (int64_t pair = 0; pair < pairs; ++pair) {
         const int64_t tile = stripe.begin + pair * 2;
-        float* const block_sums = sums + ((block - band.begin) * pairs + pair) * 4 * kTileRows * kLanes;
+        float* const block_sums =
+            sums + ((block - band.begin) * pairs + pair) * (panels > 1 ? 4 * kTileRows * kLanes : 0);
         const char* const rows0 = rows.tiles(panel, tile);
-        const char* const ahead = next + pair * k_tiles * 128;
+        // Few rows: the first pair streams the weight from memory, the others find it in the cache. Many: the next
+        // block is fetched bit by bit while this one is used.
+        const Ahead ahead_w = pairs > 3   ? Ahead{next_w + pair * k_tiles * w_lines * 64, w_lines}
+                              : pair == 0 ? Ahead{w + kStreamAhead, kBlockStep / 64}
+                                          : Ahead{nullptr, 0};
+        const Ahead ahead_rows{next_rows + ((block - band.begin) * pairs + pair) * k_tiles * row_lines * 64, row_lines};
+        const Range range{tile * kTileRows, std::min({(tile + 2) * kTileRows, stripe.end * kTileRows, m})};
+        if (panel + 1 == panels) epilogue.prefetch(range, block * kBlockN, prefetch_write);
         if (tile + 1 < stripe.end) {
-          multiply_panel<2>(rows0, rows0 + k_tiles * kTileBytes, w, k_tiles, panel == 0, block_sums, ahead);
+          multiply_panel<2>(rows0, rows0 + k_tiles * kTileBytes, w, k_tiles, panel == 0, block_sums, ahead_w,
+                            ahead_rows);
         } else {
-          multiply_panel<1>(rows0, nullptr, w, k_tiles, panel == 0, block_sums, ahead);
+          multiply_panel<1>(rows0, nullptr, w, k_tiles, panel == 0, block_sums, ahead_w, ahead_rows);
         }
         if (panel + 1 == panels) {
-          const Range range{tile * kTileRows, std::min({(tile + 2) * kTileRows, stripe.end * kTileRows, m})};
           write_block(block_sums, epilogue, range, block * kBlockN);
         }
       }
@@ -165,22 +202,23 @@ static void multiply_band(const PackedRows& rows, Range stripe, const char* weig
   }
 }
 
-static void linear_many_rows(const Tensor& x, const PackedRows& rows, const Tensor& weight, const Epilogue& epilogue,
-                             Team& team) {
+static void linear_many_rows(const Tensor& x, const PackedRows& rows, const Blocking& blocking, const Tensor& weight,
+                             const Epilogue& epilogue, Team& team) {
   TileConfig config;
   for (int tile = 0; tile < 8; ++tile) config.set(tile, kTileRows, 64);
   const Tiles tiles(config);
-  float* const sums = static_cast<float*>(team.scratch(kStripe * kBand * 2 * kTileBytes));
+  const int64_t sum_tiles = rows.panel < rows.k_tiles ? blocking.stripe * blocking.band * 2 : 4;
+  float* const sums = static_cast<float*>(team.scratch(sum_tiles * kTileBytes));
   // Threads in a grid: over rows as far as each keeps enough of them to pay for reading the weight, then over outputs.
   int row_threads = 1;
-  while (team.count % (row_threads * 2) == 0 && rows.row_tiles >= row_threads * 2 * kStripe) row_threads *= 2;
+  while (team.count % (row_threads * 2) == 0 && rows.row_tiles >= row_threads * 2 * 32) row_threads *= 2;
   const Team row_team(nullptr, team.index % row_threads, row_threads);
   const Team column_team(nullptr, team.index / row_threads, team.count / row_threads);
   const Range own_rows = row_team.share(rows.row_tiles, 2), own_blocks = column_team.share(blocks(epilogue.n, kBlockN));
-  for (int64_t tile = own_rows.begin; tile < own_rows.end; tile += kStripe) {
-    const Range stripe{tile, std::min(tile + kStripe, own_rows.end)};
-    for (int64_t block = own_blocks.begin; block < own_blocks.end; block += kBand) {
-      const Range band{block, std::min(block + kBand, own_blocks.end)};
+  for (int64_t tile = own_rows.begin; tile < own_rows.end; tile += blocking.stripe) {
+    const Range stripe{tile, std::min(tile + blocking.stripe, own_rows.end)};
+    for (int64_t block = own_blocks.begin; block < own_blocks.end; block += blocking.band) {
+      const Range band{block, std::min(block + blocking.band, own_blocks.end)};
       multiply_band(rows, stripe, weight.as<const char>(), band, x.size[0], epilogue, sums);
     }
   }
@@ -194,11 +232,13 @@ static void linear_bf16(const Args& args, Team& team) {
   if (m <= kDirectRows && k % kBlockK == 0) {
     return linear_few_rows(x, x.as<const char>(), x.stride[0] * 2, 64, weight, epilogue, team);
   }
-  const PackedRows rows{args.tensor(4).as<char>(), blocks(m, kTileRows), blocks(k, kBlockK)};
+  const int64_t row_tiles = blocks(m, kTileRows), k_tiles = blocks(k, kBlockK);
+  const Blocking blocking = Blocking::of(row_tiles, k_tiles);
+  const PackedRows rows{args.tensor(4).as<char>(), row_tiles, k_tiles, blocking.panel};
   pack_rows(x, rows, team);
   team.barrier();
   if (m <= kTileRows) return linear_few_rows(x, rows.data, 64, kTileBytes, weight, epilogue, team);
-  linear_many_rows(x, rows, weight, epilogue, team);
+  linear_many_rows(x, rows, blocking, weight, epilogue, team);
 }
 TR_KERNEL(linear_bf16)
 
