@@ -18,7 +18,8 @@ def needs_recompile(obj: str, src: str) -> bool:
     """A header or this file changed, too: objects that disagree about a class would still link."""
     return any(naive_recompile(obj, str(path)) for path in (src, *CSRC.glob("*.h"), Path(__file__)))
 
-# TILERANK_SANITIZE=address,undefined: a core that checks itself; `make test-sanitize` builds it aside and runs the tests.
+
+# TILERANK_SANITIZE=address,undefined: a core that checks itself, for `make test-sanitize`.
 SANITIZE = os.environ.get("TILERANK_SANITIZE")
 LINK = []
 if SANITIZE:
