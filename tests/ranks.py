@@ -45,6 +45,7 @@ class Ranks:
         threads: int = 1,
         collectives: str = "auto",
         timeout_s: float = 30.0,
+        spin: bool = False,
         present: Sequence[int] | None = None,
         namespaces: Sequence[str] | None = None,
         hosts: Sequence[str] | None = None,
@@ -72,6 +73,7 @@ class Ranks:
                     "threads": threads,
                     "collectives": collectives,
                     "timeout_s": timeout_s,
+                    "spin": spin,
                 }
                 fds = (listener.fileno(),) if rank == 0 and store is None else ()
                 self._start(job, environ, fds)
@@ -153,9 +155,10 @@ def run_ranks(
     threads: int = 1,
     timeout: float = 120.0,
     collectives: str = "auto",
+    spin: bool = False,
 ) -> list[Any]:
     """Call `target` ("module:function", importable from tests/) as `function(team, **kwargs)` on `size` ranks."""
-    with Ranks(size, target, kwargs=kwargs, env=env, threads=threads, collectives=collectives) as ranks:
+    with Ranks(size, target, kwargs=kwargs, env=env, threads=threads, collectives=collectives, spin=spin) as ranks:
         return ranks.results(timeout)
 
 
@@ -184,7 +187,7 @@ def main(job: dict[str, Any]) -> None:
     listen_fd = socket.create_server(tuple(job["store"])).detach() if job["listen"] else next(iter(job["fds"]), None)
     member = Membership(rank, job["size"], *job["store"], listen_fd, timeout_s=job["timeout_s"])
     function = getattr(importlib.import_module(job["module"]), job["function"])
-    team = join(member, job["collectives"])
+    team = join(member, job["collectives"], spin=job["spin"])
     try:
         result = function(team, **job["kwargs"])
     finally:

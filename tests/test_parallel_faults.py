@@ -61,6 +61,23 @@ def idle(team: Any) -> str:
     return "never failed"
 
 
+def send_to_a_stopped_rank(team: Any) -> str:
+    from tilerank.parallel.errors import GroupError
+
+    team.group.barrier()
+    print("idle", flush=True)
+    try:
+        if team.group.rank:
+            while True:
+                team.channel.receive()
+        time.sleep(1.0)
+        for _ in range(100):
+            team.channel.send(bytes(1 << 20))
+    except GroupError as error:
+        return str(error)
+    return "never failed"
+
+
 def leave(team: Any, leaver: int) -> str:
     from tilerank.parallel.errors import GroupError
 
@@ -133,6 +150,14 @@ def test_killed_while_all_are_idle(victim: int) -> None:
         ranks.signal(victim, signal.SIGKILL)
         for said in survivors(ranks, 3, victim):
             assert said.startswith(f"rank {victim} is gone"), said
+
+
+def test_stopped_while_idle_is_named_by_whoever_talks_to_it() -> None:
+    with Ranks(3, "test_parallel_faults:send_to_a_stopped_rank", timeout_s=4) as ranks:
+        ranks.wait_for(2, "idle")
+        ranks.signal(2, signal.SIGSTOP)
+        for said in survivors(ranks, 3, 2):
+            assert said.startswith("rank 2 did not answer within 4 s"), said
 
 
 def test_a_rank_that_left_is_missed_at_once() -> None:

@@ -124,7 +124,8 @@ def sums_and_shuffled(team: Any, transport: str, steps: int = 60) -> dict[str, s
 
 
 def sums_of_a_million(team: Any) -> None:
-    """More than a buffer holds, in both dtypes, not a multiple of anything."""
+    """More than a buffer holds, in both dtypes, not a multiple of anything; with fewer or more threads than lanes."""
+    core.start_pool(None, 1 + team.group.rank, spin=False)
     n = 1_000_003
     for dtype in SUMS:
         total = team.group.all_reduce(contribution(team.group.rank, n, dtype))
@@ -136,10 +137,12 @@ def test_one_rank_is_its_own_sum() -> None:
 
 
 @needs_core
-@pytest.mark.parametrize(("size", "threads", "steps"), [(2, 2, 100), (6, 1, 20)])
-def test_shared_memory_sums_in_rank_order(size: int, threads: int, steps: int) -> None:
+@pytest.mark.parametrize(
+    ("size", "threads", "steps", "spin"), [(2, 1, 100, True), (2, 2, 100, False), (6, 1, 20, False)]
+)
+def test_shared_memory_sums_in_rank_order(size: int, threads: int, steps: int, spin: bool) -> None:
     target, kwargs = "test_parallel_group:sums_and_shuffled", {"transport": "ShmGroup", "steps": steps}
-    digests = run_ranks(size, target, kwargs=kwargs, threads=threads)
+    digests = run_ranks(size, target, kwargs=kwargs, threads=threads, spin=spin)
     assert all(d == digests[0] for d in digests)
 
 

@@ -147,6 +147,7 @@ def mpirun(size: int, target: str, **more: Any) -> list[Any]:
         "namespace": None,
         "hosts": None,
         "threads": 1,
+        "spin": False,
     }
     job |= {"module": module, "function": function, "kwargs": {}, "collectives": "mpi", "timeout_s": 60} | more
     here = Path(__file__).parent
