@@ -181,7 +181,7 @@ def test_without_a_store_the_address_is_named() -> None:
 
 
 def test_two_processes_with_the_same_rank_are_refused() -> None:
-    with Ranks(3, "test_parallel_faults:idle", timeout_s=6, present=[0, 1, 1]) as ranks:
+    with Ranks(3, "test_parallel_faults:idle", timeout_s=3, present=[0, 1, 1]) as ranks:
         for index in range(3):
             assert ranks.wait(index, 30) == 1
         assert any("two processes say that they are rank 1 of 3" in ranks.output(index) for index in (1, 2))
