@@ -23,7 +23,7 @@ class PagedKV:
     dtype: torch.dtype
 
     def nbytes(self, tokens: int) -> int:
-        return KVLayer.nbytes(num_blocks(tokens), self.kv_heads, self.head_dim, self.dtype)
+        return num_blocks(tokens) * KVLayer.nbytes(1, self.kv_heads, self.head_dim, self.dtype)
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class EncoderKV:
 
     def nbytes(self, tokens: int) -> int:
         """For `tokens` encoder tokens of all requests."""
-        return KVLayer.nbytes(num_blocks(tokens), self.kv_heads, self.head_dim, self.dtype)
+        return num_blocks(tokens) * KVLayer.nbytes(1, self.kv_heads, self.head_dim, self.dtype)
 
 
 @dataclass(frozen=True)
