@@ -7,53 +7,13 @@
 #include "foreach_isa.h"
 
 #else
-#include "amx.h"
 #include "epilogue.h"
+#include "gemm_amx.h"
 
 namespace tilerank::TR_RUNG {
 
-// Every sum runs over k in tiles of 32 in order, in one chain (through memory between panels, which is exact), whatever
-// the number of rows: a row's bits do not depend on its batch.
-
-constexpr int64_t kTileRows = 16;
-constexpr int64_t kTileBytes = 1024;
-constexpr int64_t kBlockStep = 2 * kTileBytes;  // of a packed weight block, for 32 inputs
-
 // Up to this many rows the tiles are read from x itself: packing would cost a barrier.
 constexpr int64_t kDirectRows = 8;
-constexpr int64_t kStreamAhead = 16 << 10;  // bytes of a weight that is read in order
-
-static inline void prefetch_l2(const char* p) { _mm_prefetch(p, _MM_HINT_T1); }
-static inline void prefetch_write(const void* p) { asm volatile("prefetchw %0" ::"m"(*static_cast<const char*>(p))); }
-
-// How many rows are multiplied: a stripe of activations (row tiles) stays in the second-level cache while blocks of the
-// weight pass by. If whole rows of a tall enough stripe fit there, sums stay in tiles from the first to the last input.
-// Otherwise the inputs are cut in panels: the weight's panel of a block (16 KiB) stays in the first level, the stripe's
-// panel (192 KiB) and its sums over a band of blocks (576 KiB) in the second. The sizes were found by trying.
-struct Blocking {
-  int64_t panel;   // tiles of 32 inputs
-  int64_t stripe;  // tiles of 16 rows
-  int64_t band;    // blocks of 32 outputs
-
-  static Blocking of(int64_t row_tiles, int64_t k_tiles) {
-    constexpr int64_t kResident = 768, kTall = 16;  // tiles (1 KiB) of a stripe, row tiles
-    const int64_t whole = kResident / k_tiles / 2 * 2;
-    if (whole >= std::min(row_tiles, kTall)) return {k_tiles, whole, 1};
-    return {8, 24, 12};
-  }
-};
-
-// Activations in tiles, padded with zeros: [panels][row tiles][tiles of the panel][16 rows][32 inputs], so that what is
-// used together is one piece of memory.
-struct PackedRows {
-  char* data;
-  int64_t row_tiles, k_tiles, panel;
-
-  int64_t panel_tiles(int64_t p) const { return std::min(panel, k_tiles - p * panel); }
-  char* tiles(int64_t p, int64_t row_tile) const {
-    return data + (p * panel * row_tiles + row_tile * panel_tiles(p)) * kTileBytes;
-  }
-};
 
 static void pack_rows(const Tensor& x, const PackedRows& to, Team& team) {
   constexpr int64_t kPiece = 64;  // tiles: 4 KiB of a row
@@ -63,27 +23,25 @@ static void pack_rows(const Tensor& x, const PackedRows& to, Team& team) {
   for (int64_t task = tasks.begin; task < tasks.end; ++task) {
     const int64_t row_tile = task / pieces, first = task % pieces * kPiece;
     const int64_t last = std::min(first + kPiece, to.k_tiles);
-    for (int64_t r = 0; r < kTileRows; ++r) {
-      const int64_t row = row_tile * kTileRows + r;
-      const bf16* const from = x.row<const bf16>(std::min(row, m - 1));
-      for (int64_t t = first; t < last; ++t) {
-        const int64_t count = row < m ? std::min(kBlockK, k - t * kBlockK) : 0;
-        const __mmask32 mask = static_cast<__mmask32>((uint64_t{1} << count) - 1);
-        _mm512_store_si512(to.tiles(t / to.panel, row_tile) + t % to.panel * kTileBytes + r * 64,
-                           _mm512_maskz_loadu_epi16(mask, from + t * kBlockK));
-      }
+    const int64_t count = std::min(kTileRows, m - row_tile * kTileRows);
+    for (int64_t r = 0; r < count; ++r) {
+      pack_row(x.row<const bf16>(row_tile * kTileRows + r), k, to, row_tile, r, {first, last});
     }
   }
 }
 
-// Sums of a block: two tiles side by side for each of its (one or two) row tiles.
-static void write_block(const float* sums, const Epilogue& epilogue, Range rows, int64_t column) {
-  for (int64_t row = rows.begin; row < rows.end; ++row, sums += kLanes) {
-    if ((row - rows.begin) == kTileRows) sums += kTileRows * kLanes;
-    epilogue.write(load(sums), row, column);
-    epilogue.write(load(sums + kTileRows * kLanes), row, column + kLanes);
+// Hands the sums of a block to the epilogue.
+struct LinearFinish {
+  const Epilogue& epilogue;
+
+  void prefetch(Range rows, int64_t block) const { epilogue.prefetch(rows, block * kBlockN, prefetch_write); }
+  void write(const float* const (&parts)[1], Range rows, int64_t block) const {
+    for_sums(rows, [&](int64_t row, int64_t i) {
+      epilogue.write(load(parts[0] + i), row, block * kBlockN);
+      epilogue.write(load(parts[0] + i + kTileRows * kLanes), row, block * kBlockN + kLanes);
+    });
   }
-}
+};
 
 // At most 16 rows: the weight is read once, in order, as fast as memory gives it.
 static void linear_few_rows(const Tensor& x, const char* rows, int64_t row_stride, int64_t tile_stride,
@@ -109,106 +67,14 @@ static void linear_few_rows(const Tensor& x, const char* rows, int64_t row_strid
     }
     tile_store<0>(sums, 64);
     tile_store<1>(sums + kTileRows * kLanes, 64);
-    write_block(sums, epilogue, {0, m}, block * kBlockN);
-  }
-}
-
-// Memory that is needed soon: `lines` cache lines of it at every step.
-struct Ahead {
-  const char* data;
-  int64_t lines;
-
-  void fetch(int64_t step) const {
-    for (int64_t i = 0; i < lines; ++i) prefetch_l2(data + (step * lines + i) * 64);
-  }
-};
-
-// sums (+)= rows x weight over one panel: kRowTiles x 2 tiles of sums, 1 KiB each, one after the other.
-template <int kRowTiles>
-static inline void multiply_panel(const char* rows0, const char* rows1, const char* w, int64_t k_tiles, bool first,
-                                  float* sums, const Ahead& weights, const Ahead& rows) {
-  if (first) {
-    tile_zero<0>();
-    tile_zero<1>();
-    if (kRowTiles == 2) tile_zero<2>();
-    if (kRowTiles == 2) tile_zero<3>();
-  } else {
-    tile_load<0>(sums, 64);
-    tile_load<1>(sums + 256, 64);
-    if (kRowTiles == 2) tile_load<2>(sums + 512, 64);
-    if (kRowTiles == 2) tile_load<3>(sums + 768, 64);
-  }
-  for (int64_t t = 0; t < k_tiles; ++t) {
-    weights.fetch(t);
-    rows.fetch(t);
-    tile_load<4>(rows0 + t * kTileBytes, 64);
-    tile_load<6>(w + t * kBlockStep, 64);
-    tile_dot_bf16<0, 4, 6>();
-    tile_load<7>(w + t * kBlockStep + kTileBytes, 64);
-    tile_dot_bf16<1, 4, 7>();
-    if (kRowTiles == 2) {
-      tile_load<5>(rows1 + t * kTileBytes, 64);
-      tile_dot_bf16<2, 5, 6>();
-      tile_dot_bf16<3, 5, 7>();
-    }
-  }
-  tile_store<0>(sums, 64);
-  tile_store<1>(sums + 256, 64);
-  if (kRowTiles == 2) tile_store<2>(sums + 512, 64);
-  if (kRowTiles == 2) tile_store<3>(sums + 768, 64);
-}
-
-// The sums of a stripe of rows x a band of outputs, panel by panel.
-static void multiply_band(const PackedRows& rows, Range stripe, const char* weight, Range band, int64_t m,
-                          const Epilogue& epilogue, float* sums) {
-  const int64_t pairs = blocks(stripe.end - stripe.begin, 2), panels = blocks(rows.k_tiles, rows.panel);
-  const auto panel_of = [&](int64_t block, int64_t panel) {
-    return weight + (block * rows.k_tiles + panel * rows.panel) * kBlockStep;
-  };
-  for (int64_t panel = 0; panel < panels; ++panel) {
-    const int64_t k_tiles = rows.panel_tiles(panel);
-    for (int64_t block = band.begin; block < band.end; ++block) {
-      const char* const w = panel_of(block, panel);
-      const char* const next_w = block + 1 < band.end ? panel_of(block + 1, panel)
-                                 : panel + 1 < panels ? panel_of(band.begin, panel + 1)
-                                                      : panel_of(band.end, 0);
-      const char* const next_rows = rows.tiles(panel + 1 < panels ? panel + 1 : 0, stripe.begin);
-      const int64_t w_lines = blocks(kBlockStep / 64, pairs);
-      const int64_t row_lines = panels > 1 ? blocks(kBlockStep / 64, band.end - band.begin) : 0;
-      for (int64_t pair = 0; pair < pairs; ++pair) {
-        const int64_t tile = stripe.begin + pair * 2;
-        float* const block_sums =
-            sums + ((block - band.begin) * pairs + pair) * (panels > 1 ? 4 * kTileRows * kLanes : 0);
-        const char* const rows0 = rows.tiles(panel, tile);
-        // Few rows: the first pair streams the weight from memory, the others find it in the cache. Many: the next
-        // block is fetched bit by bit while this one is used.
-        const Ahead ahead_w = pairs > 3   ? Ahead{next_w + pair * k_tiles * w_lines * 64, w_lines}
-                              : pair == 0 ? Ahead{w + kStreamAhead, kBlockStep / 64}
-                                          : Ahead{nullptr, 0};
-        const Ahead ahead_rows{next_rows + ((block - band.begin) * pairs + pair) * k_tiles * row_lines * 64, row_lines};
-        const Range range{tile * kTileRows, std::min({(tile + 2) * kTileRows, stripe.end * kTileRows, m})};
-        if (panel + 1 == panels) epilogue.prefetch(range, block * kBlockN, prefetch_write);
-        if (tile + 1 < stripe.end) {
-          multiply_panel<2>(rows0, rows0 + k_tiles * kTileBytes, w, k_tiles, panel == 0, block_sums, ahead_w,
-                            ahead_rows);
-        } else {
-          multiply_panel<1>(rows0, nullptr, w, k_tiles, panel == 0, block_sums, ahead_w, ahead_rows);
-        }
-        if (panel + 1 == panels) {
-          write_block(block_sums, epilogue, range, block * kBlockN);
-        }
-      }
-    }
+    LinearFinish{epilogue}.write({sums}, {0, m}, block);
   }
 }
 
 static void linear_many_rows(const Tensor& x, const PackedRows& rows, const Blocking& blocking, const Tensor& weight,
                              const Epilogue& epilogue, Team& team) {
-  TileConfig config;
-  for (int tile = 0; tile < 8; ++tile) config.set(tile, kTileRows, 64);
-  const Tiles tiles(config);
-  const int64_t sum_tiles = rows.panel < rows.k_tiles ? blocking.stripe * blocking.band * 2 : 4;
-  float* const sums = static_cast<float*>(team.scratch(sum_tiles * kTileBytes));
+  const Tiles tiles(panel_tiles(kTileRows));
+  float* const sums = static_cast<float*>(team.scratch(band_sums<1>(rows, blocking) * sizeof(float)));
   // Threads in a grid: over rows as far as each keeps enough of them to pay for reading the weight, then over outputs.
   int row_threads = 1;
   while (team.count % (row_threads * 2) == 0 && rows.row_tiles >= row_threads * 2 * 32) row_threads *= 2;
@@ -219,7 +85,7 @@ static void linear_many_rows(const Tensor& x, const PackedRows& rows, const Bloc
     const Range stripe{tile, std::min(tile + blocking.stripe, own_rows.end)};
     for (int64_t block = own_blocks.begin; block < own_blocks.end; block += blocking.band) {
       const Range band{block, std::min(block + blocking.band, own_blocks.end)};
-      multiply_band(rows, stripe, weight.as<const char>(), band, x.size[0], epilogue, sums);
+      multiply_band<1>(rows, stripe, weight.as<const char>(), band, x.size[0], sums, LinearFinish{epilogue});
     }
   }
 }
