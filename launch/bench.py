@@ -23,7 +23,10 @@ def run(args: argparse.Namespace) -> int:
     """Prints the figures, median of several rounds each."""
     if args.json and not os.access(args.json.parent, os.W_OK):
         raise LaunchError(f"--json: expected a file in a directory that can be written, found {args.json}")
+    load = os.getloadavg()[0]
     report = measure_peaks(read_topology())
+    if load > 0.5:
+        print(f"note: the load average was {load:.1f} before the start: what else runs here lowers the figures")
     print("\n".join(_text(report)))
     if args.json:
         args.json.write_text(json.dumps(report, indent=2) + "\n")

@@ -74,11 +74,13 @@ def test_bench_peaks_prints_and_writes_the_same(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "peaks.json"
+    monkeypatch.setattr("os.getloadavg", lambda: (7.25, 0, 0))
     run_on(USABLE, monkeypatch, "--json", str(file))
     report, printed = json.loads(file.read_text()), capsys.readouterr().out
     cores = len(report["cores"])
     assert report["stream_read_gbs"] == {"1": 12.34} | {str(cores): 12.34 * cores}
     assert report["amx_int8_tops"][str(cores)] == 6 * cores
+    assert "the load average was 7.2 before the start" in printed
     assert "12.34 GB/s" in printed and "3.00 TFLOP/s" in printed and "6.00 TOP/s" in printed
     if cores > 1:
         assert 140.4 in report["core_to_core_ns"].values() and "140 ns, one way" in printed

@@ -76,8 +76,8 @@ static void pack_row(float* data, const From* from, int64_t stride, const Corner
 
 template <class To, class From>
 static void pack_rectangle(const Tensor& data, const Tensor& rows, const Corner& at, Team& team) {
-  // Tasks of 32 packed outputs x 1024 columns, whole blocks of the destination: threads write different lines.
-  constexpr int64_t kColumns = 1024;
+  // Tasks of 32 packed outputs x 512 columns, whole blocks of the destination: threads write different lines.
+  constexpr int64_t kColumns = 512;
   const int64_t count = rows.size[0], width = rows.size[1];
   const int64_t first_block = at.row / kBlockN, row_tasks = blocks(at.row + count, kBlockN) - first_block;
   const int64_t column_tasks = blocks(width, kColumns);
