@@ -11,7 +11,8 @@ def configure(rank: int, level: str, *, prefix: bool = False) -> None:
     _rank = rank
     handler = logging.StreamHandler()
     head = f"[rank {rank}] " if prefix else ""
-    handler.setFormatter(logging.Formatter(f"{head}%(levelname)s %(name)s: %(message)s"))
+    where = " %(name)s" if level == "debug" else ""
+    handler.setFormatter(logging.Formatter(f"{head}%(levelname)s{where}: %(message)s"))
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level.upper())

@@ -124,6 +124,8 @@ def start_ranks(args: argparse.Namespace, identity: Identity, check_size: Callab
     `check_size` refuses a number of ranks that the command cannot use.
     Raises LaunchError for what cannot be placed, bound or started.
     """
+    if args.collectives == "mpi":
+        raise LaunchError("--collectives mpi needs ranks that mpirun or srun started")
     topology = own_topology(args, identity, read_topology())
     size, here = host_ranks(args, topology)
     check_size(size)

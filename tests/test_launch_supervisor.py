@@ -18,15 +18,20 @@ from tilerank.launch.supervisor import Failure, cause
 SUPERVISOR = """
     import os, sys
     from tilerank.launch.supervisor import RankSpec, supervise
+    from pathlib import Path
+    from tilerank.launch import cgroup
     from tilerank.launch.errors import LaunchError
 
+    if group := os.environ.get("GROUP"):
+        Path(group, "cgroup.procs").write_text(str(os.getpid()))
     program, size = sys.argv[1], int(sys.argv[2])
-    counts = iter([int(count) for count in os.environ.get("OOM_KILLS", "0,0").split(",")])
+    counts = iter(map(int, os.environ["OOM_KILLS"].split(","))) if "OOM_KILLS" in os.environ else None
+    oom_kills = cgroup.oom_kills if counts is None else lambda: next(counts)
     def prepare():
         os.nice(3)
     specs = [RankSpec(r, [sys.executable, "-c", program, str(r)], os.environ, prepare=prepare) for r in range(size)]
     try:
-        sys.exit(supervise(specs, oom_kills=lambda: next(counts)))
+        sys.exit(supervise(specs, oom_kills=oom_kills))
     except LaunchError as e:
         sys.exit(f"refused: {e}")
 """
@@ -203,6 +208,26 @@ def test_one_failure_ends_all_within_five_seconds(program: str, status: int, sen
 def test_killed_by_the_kernel_for_lack_of_memory() -> None:
     """The cgroup's counter stood at 4 at the start and at 5 when the rank was found killed."""
     code, _, err = run("if rank == 1: os.kill(os.getpid(), 9)\ntime.sleep(60)", 2, OOM_KILLS="4,5")
+    assert code == 137
+    assert re.search(r"error: rank 1 \(process \d+\) was killed while starting, probably out of memory", err)
+
+
+def test_killed_by_the_kernel_for_real() -> None:
+    """A control group of 200 MB, version 1 or 2, in which rank 1 asks for more."""
+    roots = {"memory.limit_in_bytes": Path("/sys/fs/cgroup/memory"), "memory.max": Path("/sys/fs/cgroup")}
+    limit, root = next(((n, r) for n, r in roots.items() if (r / "cgroup.procs").exists()), ("", None))
+    if root is None:
+        pytest.skip("no memory control groups on this machine")
+    group = root / f"tilerank-test-{os.getpid()}"
+    try:
+        group.mkdir()
+        (group / limit).write_text(str(200 << 20))
+    except OSError as error:
+        pytest.skip(f"cannot make a control group: {error.strerror}")
+    try:
+        code, _, err = run("if rank == 1: held = b'x' * (400 << 20)\ntime.sleep(60)", 2, GROUP=str(group))
+    finally:
+        group.rmdir()
     assert code == 137
     assert re.search(r"error: rank 1 \(process \d+\) was killed while starting, probably out of memory", err)
 
