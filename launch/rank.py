@@ -19,7 +19,7 @@ from tilerank.parallel.errors import GroupError
 
 from . import logs
 from .binding import bind, inherited_notes
-from .bootstrap import find_store, launcher_process
+from .bootstrap import RENDEZVOUS_S, find_store, launcher_process
 from .errors import SPOKEN_ERRORS, LaunchError
 from .placement import Placement, RankPlacement
 from .rendezvous import Identity, check_tp, meeting
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from tilerank.runtime.engine import Engine
 
 log = logging.getLogger(__name__)
+
+LOAD_S = 1800.0  # after rank 0 has loaded: ranks that share a cold disk may be far apart
 
 
 class Job(Protocol):
@@ -104,15 +106,20 @@ def _live(identity: Identity, args: argparse.Namespace, job: Job, status: Status
         if refusal is not None:
             raise LaunchError(refusal)
     core.start_pool(own.pool_cores, own.threads, spin=not placement.oversubscribed)
-    team = join(
-        Membership(
-            identity.rank, identity.size, store.host, store.port, store.fd, args.dist_timeout, attempt=store.attempt
-        ),
-        args.collectives,
-        spin=not placement.oversubscribed,
+    member = Membership(
+        identity.rank,
+        identity.size,
+        store.host,
+        store.port,
+        store.fd,
+        args.dist_timeout,
+        attempt=store.attempt,
+        join_timeout_s=max(RENDEZVOUS_S, args.dist_timeout),
     )
+    team = join(member, args.collectives, spin=not placement.oversubscribed)
     _reach(status, "loading")
     engine = job.build(team)
+    team.ready(LOAD_S)
     _reach(status, "generating")
     if identity.rank == 0:
         job.lead(engine, identity.size, placement)

@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 HELLO = struct.Struct("<II16s")  # rank, which of the link's two sockets, secret
 DATA, WATCH = 0, 1
 MARGIN_S = 2.0
+READY_POLL_S = 0.02
 LINGER_S = 2.0  # rank 0 keeps the store open for the others to see, too, who did not come
 PEER = struct.Struct("iII")  # struct ucred: pid, uid, gid
 
@@ -41,8 +42,8 @@ class Membership:
 
     `store_host`, `store_port`: the TCPStore. Rank 0 hosts it on the listening socket `listen_fd` (bound by the launcher
     to loopback, or to the address that other hosts use), which the store then owns; None on rank 0: somebody else hosts
-    it, as torchrun's agent does. `timeout_s` is the deadline of joining and of every wait in a collective. `attempt`
-    counts restarts of the group where the store outlives it.
+    it, as torchrun's agent does. `timeout_s` is the deadline of every wait in a collective, and of joining unless
+    `join_timeout_s` is given. `attempt` counts restarts of the group where the store outlives it.
     """
 
     rank: int
@@ -52,6 +53,12 @@ class Membership:
     listen_fd: int | None = None
     timeout_s: float = 60.0
     attempt: int = 0
+    join_timeout_s: float | None = None
+
+    @property
+    def patience_s(self) -> float:
+        """Deadline of joining."""
+        return self.timeout_s if self.join_timeout_s is None else self.join_timeout_s
 
 
 @dataclass
@@ -63,6 +70,25 @@ class Team:
     hosts: Hosts = ((0,),)
     _store: Store | None = field(default=None, repr=False)  # rank 0 serves it as long as the others may ask
     _mpi: "MpiJob | None" = field(default=None, repr=False)
+
+    def ready(self, timeout_s: float) -> None:
+        """Say that this rank is done with what takes ranks unequal times, such as loading; rank 0 waits for all.
+
+        To be called once. The other ranks wait for rank 0's next message. GroupError if a rank is lost, or not there
+        `timeout_s` after rank 0.
+        """
+        if self._store is None:
+            return
+        if self.group.rank != 0:
+            self._store.set(f"ready/{self.group.rank}", "")
+            return
+        deadline = time.monotonic() + timeout_s
+        for rank in range(1, self.group.size):
+            while not self._store.check([f"ready/{rank}"]):
+                self.channel.check()
+                if time.monotonic() > deadline:
+                    raise GroupError(f"rank {rank} was not ready {timeout_s:g} s after rank 0")
+                time.sleep(READY_POLL_S)
 
     def close(self) -> None:
         self.group.close()
@@ -86,7 +112,7 @@ def join(m: Membership, collectives: str = "auto", *, spin: bool = False) -> Tea
         raise GroupError(f"rank {m.rank} of {m.size} cannot be: ranks are 0 to {m.size - 1}")
     if m.size == 1:
         return Team(SingleGroup(), Channel(0, None, {}, m.timeout_s))
-    deadline = time.monotonic() + m.timeout_s
+    deadline = time.monotonic() + m.patience_s
     meeting = _Meeting(m, deadline)
     seats = meeting.roll_call()
     hosts = hosts_of(seats)
@@ -106,7 +132,7 @@ class _Meeting:
     def __init__(self, m: Membership, deadline: float) -> None:
         self.m = m
         self._deadline = deadline
-        timeout = datetime.timedelta(seconds=m.timeout_s)
+        timeout = datetime.timedelta(seconds=m.patience_s)
         hosted = m.rank == 0 and m.listen_fd is not None
         try:
             if hosted:
@@ -122,7 +148,7 @@ class _Meeting:
                 server = TCPStore(m.store_host, m.store_port, is_master=False, timeout=timeout)
         except RuntimeError as error:
             raise GroupError(
-                f"rank {m.rank} found no store at {m.store_host}:{m.store_port} within {m.timeout_s:g} s; "
+                f"rank {m.rank} found no store at {m.store_host}:{m.store_port} within {m.patience_s:g} s; "
                 "rank 0, or the launcher, hosts it"
             ) from error
         self.store: Store = PrefixStore(f"tilerank/{m.attempt}", server)
@@ -166,7 +192,7 @@ class _Meeting:
         if m.rank == 0:
             time.sleep(LINGER_S)
         names = ", ".join(map(str, missing or [first]))
-        return GroupError(f"rank{'s' * (len(missing) > 1)} {names} of {m.size} did not join within {m.timeout_s:g} s")
+        return GroupError(f"rank{'s' * (len(missing) > 1)} {names} of {m.size} did not join within {m.patience_s:g} s")
 
 
 def _connect(meeting: _Meeting, seats: Sequence[Seat], hosts: Hosts) -> Channel:

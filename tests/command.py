@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -82,10 +83,15 @@ class Run:
         """The next line of stderr with `text` in it."""
         assert self.process.stderr is not None
         seen = []
-        for line in self.process.stderr:
-            seen.append(line)
-            if text in line:
-                return line
+        watchdog = threading.Timer(60, self.process.kill)
+        watchdog.start()
+        try:
+            for line in self.process.stderr:
+                seen.append(line)
+                if text in line:
+                    return line
+        finally:
+            watchdog.cancel()
         raise AssertionError(f"no line with {text!r} came:\n" + "".join(seen))
 
     def finish(self, timeout_s: float = 90) -> Result:

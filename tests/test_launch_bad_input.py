@@ -238,6 +238,19 @@ def test_rank_killed_while_loading(slow_to_load: Path) -> None:
     assert_refused(result, rf"rank 1 \(process {pid}\) was killed by SIGKILL while loading", 137)
 
 
+def test_a_rank_may_load_longer_than_the_deadline_of_collectives(slow_to_load: Path) -> None:
+    options = ["--max-new-tokens", 2, "--dist-timeout", 2, "--log-level", "debug"]
+    with Run("generate", slow_to_load, "--tp", 2, "--prompt", "x", *options) as running:
+        running.await_line("[rank 1] DEBUG tilerank.launch.rank: loading")
+        pid = running.rank_pid(1)
+        assert pid is not None
+        os.kill(pid, signal.SIGSTOP)
+        running.await_line("DEBUG tilerank.loader.weights: loaded")
+        time.sleep(3)
+        os.kill(pid, signal.SIGCONT)
+        assert running.finish().status == 0
+
+
 LONG = ["generate", DEMO, "--tp", 3, "--prompt", "Once upon a time", "--ignore-eos", "--max-new-tokens", 4000]
 
 
