@@ -16,6 +16,8 @@ namespace {
 // A sleeper looks this often whether the group is still whole.
 constexpr int64_t kGlanceMs = 10;
 constexpr int64_t kBytesPerLane = 4096;
+constexpr int64_t kLongUs = 200;
+constexpr uint32_t kMostDoubt = 12, kManyCalm = 16;
 
 // Shared between processes, so without FUTEX_PRIVATE_FLAG.
 void futex_wait(std::atomic<uint32_t>& word, uint32_t value, int64_t ms) {
@@ -27,10 +29,10 @@ void futex_wake_all(std::atomic<uint32_t>& word) {
   syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
 }
 
-int64_t now_ms() {
+int64_t now_us() {
   timespec time;
   clock_gettime(CLOCK_MONOTONIC, &time);
-  return int64_t{time.tv_sec} * 1000 + time.tv_nsec / 1'000'000;
+  return int64_t{time.tv_sec} * 1'000'000 + time.tv_nsec / 1000;
 }
 
 bool reached(const Line& line, uint32_t step) {
@@ -112,7 +114,8 @@ void Lane::leave() {
 
 void Lane::wait(int rank, uint32_t step) {
   const Line& theirs = line(rank);
-  for (int64_t i = 0; i < pauses_; ++i) {
+  const int64_t pauses = pauses_ >> line(rank_).doubt;
+  for (int64_t i = 0; i < pauses; ++i) {
     if (reached(theirs, step)) return;
     _mm_pause();
   }
@@ -121,7 +124,7 @@ void Lane::wait(int rank, uint32_t step) {
 
 void Lane::sleep(int rank, uint32_t step) {
   Line& theirs = line(rank);
-  const int64_t deadline = now_ms() + timeout_ms_;
+  const int64_t begun = now_us();
   theirs.sleepers.fetch_add(1, std::memory_order_seq_cst);
   bool whole = true;
   while (!reached(theirs, step)) {
@@ -130,7 +133,7 @@ void Lane::sleep(int rank, uint32_t step) {
       whole = reached(theirs, step);
       break;
     }
-    if (now_ms() >= deadline) {
+    if (now_us() - begun >= timeout_ms_ * 1000) {
       uint32_t expected = 0;
       const uint32_t stuck = static_cast<uint32_t>(Reason::stuck) << 16 | static_cast<uint32_t>(rank + 1);
       header_->broken.compare_exchange_strong(expected, stuck);
@@ -142,6 +145,20 @@ void Lane::sleep(int rank, uint32_t step) {
   }
   theirs.sleepers.fetch_sub(1, std::memory_order_seq_cst);
   if (!whole) fail();
+  learn(now_us() - begun);
+}
+
+// A core that was promised to this thread alone may be shared after all. Then spinning keeps from the core whom it
+// waits for, and waits are long; where waits have been long, spin less, and more again once many in a row were short.
+void Lane::learn(int64_t slept_us) {
+  Line& mine = line(rank_);
+  if (slept_us > kLongUs) {
+    mine.doubt = std::min(mine.doubt + 2, kMostDoubt);
+    mine.calm = 0;
+  } else if (mine.doubt > 0 && ++mine.calm == kManyCalm) {
+    mine.doubt -= 1;
+    mine.calm = 0;
+  }
 }
 
 void Lane::fail() const {

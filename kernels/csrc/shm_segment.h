@@ -40,9 +40,10 @@ struct Line {
   // What others wait for, alone in its cache line.
   alignas(64) std::atomic<uint32_t> sequence;
   std::atomic<uint32_t> sleepers;
-  // The owner's notes: collectives so far, and the first step of the last one.
+  // The owner's notes: collectives so far, the first step of the last one, and how waiting has gone (Lane::learn).
   alignas(64) uint32_t count;
   uint32_t last;
+  uint32_t doubt, calm;
 };
 static_assert(sizeof(Line) == 128);
 
@@ -69,6 +70,7 @@ class Lane {
   Line& line(int rank) const;
   void wait(int rank, uint32_t step);
   void sleep(int rank, uint32_t step);
+  void learn(int64_t slept_us);
   [[noreturn]] void fail() const;
 
   char* base_;
