@@ -68,7 +68,7 @@ def test_product(rung: str, dtype: torch.dtype, n: int, k: int, threads: int) ->
     core.start_pool(None, threads, spin=False)
     plain, bias = randn(n, k), randn(n, seed=1)
     weight = packed(plain, dtype)
-    for m in (1, 3, 8, 9, 16, 17, 33, 130):
+    for m in (1, 3, 8, 9, 16, 17, 33, 130) if rung != "reference" else (1, 3):
         x = inside_nan(randn(m, k, seed=2).to(dtype))
         assert_close(linear(x, weight, out_dtype=F32), x, plain.to(dtype))
         assert_close(linear(x, weight, bias, out_dtype=F32), x, plain.to(dtype), bias)
@@ -91,11 +91,12 @@ def test_product_larger_than_every_block(threads: int, k: int) -> None:
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=["bf16", "f32"])
 @pytest.mark.parametrize("n, k", [(40, 70), (72, 1088), (40, 1700)])
 def test_a_row_has_the_same_bits_in_every_batch(rung: str, dtype: torch.dtype, n: int, k: int) -> None:
-    x, weight, bias = randn(300, k).to(dtype), packed(randn(n, k, seed=1), dtype), randn(n, seed=2)
+    count = 300 if rung != "reference" else 20
+    x, weight, bias = randn(count, k).to(dtype), packed(randn(n, k, seed=1), dtype), randn(n, seed=2)
     alone = torch.cat([linear(row[None], weight, bias) for row in x])
-    for m in [*range(1, 301)] if rung != "reference" else [1, 2, 17, 300]:
+    for m in range(1, count + 1):
         assert torch.equal(linear(x[:m], weight, bias), alone[:m]), f"{m} rows"
-    assert torch.equal(linear(x[137:], weight, bias), alone[137:])
+    assert torch.equal(linear(x[count // 2 :], weight, bias), alone[count // 2 :])
 
 
 def test_more_than_two_dims_and_none(rung: str) -> None:
