@@ -56,7 +56,7 @@ class PackedWeight:
 
     @property
     def _plain(self) -> bool:
-        return self.data.ndim == 2
+        return self.data.shape == (self.n, self.k)  # a block is longer than k
 
     def write(self, rows: Tensor, row: int = 0, col: int = 0) -> None:
         """Converts and packs rows[r, c] to where weight[row : row + r, col : col + c] is; the rest stays as it is.
@@ -78,7 +78,7 @@ class PackedWeight:
             return
         if rows.dtype not in _SOURCES:
             rows = rows.to(torch.float32)
-        core.launch(_PACK, (self.data, rows.detach()), (row, col, self.k))
+        core.launch(_PACK, (self.data.view(-(-self.n // _BLOCK_N), -1), rows.detach()), (row, col))
 
     def embedding(self, ids: Tensor, first_row: int = 0) -> Tensor:
         """`ops.embedding` for a table that is the output head's weight as well: rows of the weight, [t, k].

@@ -1,8 +1,8 @@
 """Every kernel in plain torch: the oracle of the tests, and the path of machines without the compiled core.
 
-Same names and arguments as the faces (`ops.py`, `attention.py`; `linear` takes the plain weight). A row is always
-computed by calls whose shapes depend on that row alone, never on its batch, so that here too equal rows give equal
-bits.
+Same names and arguments as the faces (`ops.py`, `moe.py`, `attention.py`; `linear` takes the plain weight). A row is
+always computed by calls whose shapes depend on that row alone, never on its batch, so that here too equal rows give
+equal bits.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ KV_BLOCK = 32  # tokens in a page of the KV cache
 
 if TYPE_CHECKING:
     from .attention import KVLayer
+    from .moe import PackedExperts
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out_dtype: torch.dtype | None = None) -> Tensor:
@@ -129,6 +130,52 @@ def _sample_row(row: int, logits: Tensor, temperature: float, top_k: int, top_p:
     possible = int((weights[:kept] > 0).sum())
     target = uniform * float(cumulative[kept - 1])
     return int(index[min(int((cumulative[:kept] <= target).sum()), possible - 1)])
+
+
+def softmax_top_k(logits: Tensor, top_k: int, *, renormalize: bool) -> tuple[Tensor, Tensor]:
+    """Qwen3MoeTopKRouter of transformers."""
+    probabilities = torch.softmax(logits.float(), dim=-1)
+    ids = _top_k(probabilities, top_k)
+    weights = probabilities.gather(1, ids)
+    if renormalize:
+        weights = weights / weights.sum(dim=-1, keepdim=True)
+    return ids.int(), weights.to(logits.dtype).float()
+
+
+def sigmoid_top_k(
+    logits: Tensor, bias: Tensor, top_k: int, *, groups: int, top_groups: int, renormalize: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    """DeepseekV3TopkRouter of transformers."""
+    scores = torch.sigmoid(logits)
+    for_choice = (scores + bias).view(logits.shape[0], groups, -1)
+    best = _top_k(for_choice.topk(2, dim=-1).values.sum(dim=-1), top_groups)
+    kept = torch.zeros(best.shape[0], groups, dtype=torch.bool).scatter(1, best, True)
+    ids = _top_k(for_choice.masked_fill(~kept[..., None], -torch.inf).flatten(1), top_k)
+    weights = scores.gather(1, ids)
+    if renormalize:
+        weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
+    return ids.int(), weights * scale
+
+
+def _top_k(values: Tensor, k: int) -> Tensor:
+    """Indices of the k largest of every row in descending order, the first of equals first."""
+    return values.sort(dim=-1, descending=True, stable=True).indices[:, :k]
+
+
+def moe(x: Tensor, gate_up: PackedExperts, down: PackedExperts, ids: Tensor, weights: Tensor) -> Tensor:
+    """The experts of transformers one by one, with the outputs of the experts in fp32."""
+    bad = ids[(ids < 0) | (ids >= gate_up.experts)]
+    if bad.numel():
+        raise KernelError(f"moe: ids: expected values in [0, {gate_up.experts}), found {int(bad[0])}")
+    outputs = torch.empty(*ids.shape, x.shape[1])
+    for expert in sorted(set(ids.flatten().tolist())):
+        tokens, choices = torch.where(ids == expert)
+        projected = linear(x[tokens], torch.cat([gate_up.unpack(expert, part) for part in (0, 1)]))
+        outputs[tokens, choices] = linear(silu_mul(projected), down.unpack(expert), out_dtype=torch.float32)
+    total = torch.zeros(x.shape)
+    for choice in range(ids.shape[1]):
+        total += weights[:, choice, None] * outputs[:, choice]
+    return total.to(x.dtype)
 
 
 def store_kv(k: Tensor, v: Tensor, cache: KVLayer, slots: Tensor) -> None:

@@ -34,17 +34,16 @@ static void convert(To* to, const From* from, int64_t stride, int64_t n) {
   }
 }
 
-// Where in the packed weight a rectangle lands: its first row and column, and the inputs of the whole weight.
+// Where in the packed weight a rectangle lands: its first row and column.
 struct Corner {
-  int64_t row, col, k;
+  int64_t row, col;
 };
 
 // One source row's columns [begin, end) into the bf16 layout.
 template <class From>
-static void pack_row(bf16* data, const From* from, int64_t stride, const Corner& at, int64_t row, Range columns) {
+static void pack_row(bf16* block, const From* from, int64_t stride, const Corner& at, int64_t row, Range columns) {
   const int64_t n = at.row + row;
-  const int64_t k_blocks = blocks(at.k, kBlockK);
-  bf16* const outputs = data + n / kBlockN * k_blocks * 2 * kTile + n % kBlockN / 16 * kTile + n % 16 * 2;
+  bf16* const outputs = block + n % kBlockN / 16 * kTile + n % 16 * 2;
   for (int64_t column = columns.begin; column < columns.end;) {
     const int64_t k = at.col + column, inside = k % kBlockK;
     const int64_t count = std::min(kBlockK - inside, columns.end - column);
@@ -62,9 +61,8 @@ static void pack_row(bf16* data, const From* from, int64_t stride, const Corner&
 
 // The same into the f32 layout.
 template <class From>
-static void pack_row(float* data, const From* from, int64_t stride, const Corner& at, int64_t row, Range columns) {
-  const int64_t n = at.row + row;
-  float* const outputs = data + n / kBlockN * at.k * kBlockN + n % kBlockN;
+static void pack_row(float* block, const From* from, int64_t stride, const Corner& at, int64_t row, Range columns) {
+  float* const outputs = block + (at.row + row) % kBlockN;
   constexpr int64_t kPart = 64;
   for (int64_t column = columns.begin; column < columns.end; column += kPart) {
     const int64_t count = std::min(kPart, columns.end - column);
@@ -88,7 +86,7 @@ static void pack_rectangle(const Tensor& data, const Tensor& rows, const Corner&
     const Range columns{column, std::min(column + kColumns, width)};
     const int64_t begin = std::max<int64_t>(block - at.row, 0), end = std::min(block + kBlockN - at.row, count);
     for (int64_t row = begin; row < end; ++row) {
-      pack_row(data.as<To>(), rows.row<const From>(row), rows.stride[1], at, row, columns);
+      pack_row(data.row<To>(block / kBlockN), rows.row<const From>(row), rows.stride[1], at, row, columns);
     }
   }
 }
@@ -109,9 +107,10 @@ static void pack_from(const Tensor& data, const Tensor& rows, const Corner& at, 
   }
 }
 
-// tensors: data (the whole packed weight, flat), rows[r, c] with any strides; ints: row, col, k of the whole weight
+// tensors: data[blocks of 32 outputs, elements of a block], which may lie apart, rows[r, c] with any strides; ints:
+// row, col
 static void pack(const Args& args, Team& team) {
-  const Corner at{args.integer(0), args.integer(1), args.integer(2)};
+  const Corner at{args.integer(0), args.integer(1)};
   for_float(args.tensor(0).dtype,
             [&](auto type) { pack_from<decltype(type)>(args.tensor(0), args.tensor(1), at, team); });
 }

@@ -6,8 +6,6 @@
 #else
 namespace tilerank::TR_RUNG {
 
-static inline Vec silu(Vec x) { return x / (set(1.0f) + exp(zero() - x)); }
-
 template <class T>
 static void silu_mul_row(const T* gate, const T* up, T* out, int64_t n) {
   int64_t i = 0;

@@ -3,7 +3,7 @@
 //   Vec v = load(p)        p is const float* or const bf16*, unaligned; load(p, n) reads only the first n (others 0)
 //   store(p, v)            rounds to nearest even into bf16*; store(p, v, n) writes only the first n
 //   round_to<T>(v)         what is left of v once stored as T (float, bf16)
-//   set(x) zero() + - * / fma(a, b, c) = a * b + c   max min sqrt exp(v) sum(v) max_of(v)
+//   set(x) zero() + - * / fma(a, b, c) = a * b + c   max min sqrt exp(v) silu(v) sum(v) max_of(v)
 //
 // n is 1..kLanes in the partial forms. Sums run in a fixed order, so that a row's result never depends on other rows.
 
@@ -137,6 +137,8 @@ static inline Vec exp(Vec x) {
   p = fma(p, r * r, r) + set(1.0f);
   return scale_by_power(p, n);
 }
+
+static inline Vec silu(Vec x) { return x / (set(1.0f) + exp(zero() - x)); }
 
 // What is left of x once it was stored as T.
 template <class T>
