@@ -16,6 +16,7 @@ from tilerank.loader.tokenizer import Tokenizer, TokenStream
 from tilerank.parallel.shard import TILE, cut_uneven
 
 from . import prompts, start
+from .cpulist import format_cpulist
 from .errors import LaunchError
 from .placement import Placement
 from .rank import run_rank
@@ -241,7 +242,9 @@ def summary(answers: list[Answer], size: int, placement: Placement, isa: str) ->
     speed = f", then {later / elapsed:.1f} tokens/s" if later > 0 and elapsed > 0 else ""
     here = len(placement.ranks)
     lines = [f"{_count(tokens, 'token')} from {_count(size, 'rank')} on {isa}: the first after {first:.3f} s{speed}"]
-    lines += [f"  rank {rank.rank}: {rank.reason}" for rank in placement.ranks]
+    for rank in placement.ranks:
+        where = f": CPUs {format_cpulist(rank.affinity)}" if rank.affinity else ""
+        lines.append(f"  rank {rank.rank}: {rank.reason}{where}")
     if here < size:
         lines.append(f"  {_count(size - here, 'rank')} on other hosts")
     return "\n".join(lines)

@@ -310,14 +310,15 @@ def run(args: argparse.Namespace) -> int:
     """Prints the plan; 1 if the memory does not suffice, else 0."""
     from tilerank.runtime.registry import read_config
 
-    topology = own_topology(args, identify(os.environ), read_topology())
+    machine, identity = read_topology(), identify(os.environ)
+    topology = own_topology(args, identity, machine)
     tp = args.tp or auto_ranks(topology)
     plan = plan_model(
         read_config(args.model_dir),
         tp,
         model=str(args.model_dir),
         topology=topology,
-        placement=own_placement(args, topology, tp),
+        placement=own_placement(args, identity, machine, tp),
         strategy=args.strategy,
         dtype=args.dtype,
         cached_tokens=args.cached_tokens,

@@ -12,6 +12,7 @@ import msgspec
 
 from . import bootstrap, cgroup
 from .binding import bind
+from .cpulist import format_cpulist
 from .errors import LaunchError
 from .placement import Placement, auto_ranks, place
 from .rendezvous import IDENTITY_VARIABLES, Identity, starts_ranks
@@ -78,18 +79,39 @@ def host_ranks(args: argparse.Namespace, topology: Topology) -> tuple[int, range
     return args.tp, range(begin, end)
 
 
-def own_topology(args: argparse.Namespace, identity: Identity, topology: Topology) -> Topology:
-    """The machine as far as the one who typed the command may use it: taskset and numactl are kept, Slurm's default of
-    one core for a task is not, unless --bind inherit says so."""
-    if identity.launcher != "none" and args.bind != "inherit":
-        return topology
-    kept = set(topology.allowed_cpus) & set(topology.inherited_cpus)
-    return dataclasses.replace(topology, allowed_cpus=tuple(sorted(kept)) or topology.allowed_cpus)
+def own_topology(args: argparse.Namespace, identity: Identity, machine: Topology) -> Topology:
+    """The machine as far as the one who typed the command may use it, for ranks that we start ourselves.
+
+    A mask that taskset or numactl set is kept. Slurm's, by default one core for a task, is not, unless --bind inherit
+    says so. A list of --cores is taken at its word.
+    """
+    mask = _own_mask(args, machine)
+    if not mask or (identity.launcher != "none" and args.bind != "inherit"):
+        return machine
+    return dataclasses.replace(machine, allowed_cpus=mask)
 
 
-def own_placement(args: argparse.Namespace, topology: Topology, ranks: int) -> Placement:
-    """Placement of `ranks` ranks that we start ourselves on `own_topology`."""
-    return place(topology, ranks, "none" if args.bind == "none" else args.cores)
+def own_placement(args: argparse.Namespace, identity: Identity, machine: Topology, ranks: int) -> Placement:
+    """Places `ranks` ranks that we start ourselves on this host, with a note if that is less than all of `machine`."""
+    topology = own_topology(args, identity, machine)
+    placement = place(topology, ranks, "none" if args.bind == "none" else args.cores)
+    mask = _own_mask(args, machine)
+    if not mask:
+        return placement
+    found = f"this command was started on CPUs {format_cpulist(mask)} of {format_cpulist(machine.allowed_cpus)}"
+    if topology is machine:
+        note = f"{found} by {identity.launcher}; its ranks use all (--bind inherit keeps them there)"
+    else:
+        note = f"{found}; its ranks stay there"
+    return dataclasses.replace(placement, notes=(note, *placement.notes))
+
+
+def _own_mask(args: argparse.Namespace, machine: Topology) -> tuple[int, ...]:
+    """The CPUs this command was started on, where they are fewer than usual and nothing else was asked for."""
+    usual = set(machine.allowed_cpus) - set(machine.isolated)
+    mask = usual & set(machine.inherited_cpus)
+    asked = args.cores != "auto" or args.bind == "none"
+    return () if asked or mask == usual else tuple(sorted(mask))
 
 
 def foreign_placement(args: argparse.Namespace, topology: Topology, identity: Identity) -> Placement:
@@ -126,10 +148,10 @@ def start_ranks(args: argparse.Namespace, identity: Identity, check_size: Callab
     """
     if args.collectives == "mpi":
         raise LaunchError("--collectives mpi needs ranks that mpirun or srun started")
-    topology = own_topology(args, identity, read_topology())
-    size, here = host_ranks(args, topology)
+    machine = read_topology()
+    size, here = host_ranks(args, own_topology(args, identity, machine))
     check_size(size)
-    placement = own_placement(args, topology, len(here))
+    placement = own_placement(args, identity, machine, len(here))
     several = args.nnodes > 1
     host = args.master_addr if several else "127.0.0.1"
     fd: int | None = None

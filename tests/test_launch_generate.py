@@ -10,6 +10,9 @@ from typing import Any
 import pytest
 from command import DEMO, Result, demo_copy, run
 
+from tilerank.launch.cpulist import format_cpulist
+from tilerank.launch.topology import read_topology
+
 PROMPT = "Once upon a time"
 NEW = 24
 KEYS = ["prompt_token_ids", "token_ids", "text", "finish_reason", "ttft_s", "decode_tokens_per_s"]
@@ -121,6 +124,22 @@ def test_several_prompts_are_shown_in_order() -> None:
     result = generate("--tp", 1, "--prompt", PROMPT, "--prompt", "The king of", "--max-new-tokens", 8, "--ignore-eos")
     texts = [tokenizer().decode(greedy(text, NEW)[:8], skip_special_tokens=True) for text in (PROMPT, "The king of")]
     assert result.out == f"[1] {texts[0]}\n[2] {texts[1]}\n"
+
+
+@pytest.mark.skipif(len(read_topology().usable_cores()) < 2, reason="one core leaves nothing to choose")
+def test_the_mask_of_taskset_is_kept_and_that_of_srun_is_not() -> None:
+    """Slurm binds a task to one core unless told otherwise; a step of one task is a shell as any other."""
+    cpus = [cpu for core in read_topology().usable_cores() for cpu in core.threads]
+    step = {"SLURM_JOB_ID": "1", "SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_LOCALID": "0"}
+    step |= {"SLURM_NODEID": "0", "SLURM_STEP_TASKS_PER_NODE": "1", "SLURM_STEP_NODELIST": "node01"}
+    arguments = ("generate", DEMO, "--tp", 1, "--prompt", "x", "--max-new-tokens", 1)
+    bound = ("taskset", "-c", str(cpus[-1]))
+    kept = run(*arguments, launcher=bound)
+    assert f"this command was started on CPUs {cpus[-1]} of " in kept.err and "its ranks stay there" in kept.err
+    assert kept.err.splitlines()[-1].endswith(f": CPUs {cpus[-1]}")
+    widened = run(*arguments, launcher=bound, env=step)
+    assert "its ranks use all" in widened.err
+    assert widened.err.splitlines()[-1].endswith(f": CPUs {format_cpulist(cpus)}")
 
 
 def test_a_model_directory_cannot_be_imported_from(tmp_path: Path) -> None:

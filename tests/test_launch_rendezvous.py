@@ -292,5 +292,19 @@ def test_missing_ranks_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
         find_store(Identity("MPICH", 2, 3, 2, 3), Meeting("launcher"))
 
 
+def test_two_first_ranks_of_one_launcher_are_refused() -> None:
+    launcher = launcher_process()
+    with socket.socket(socket.AF_UNIX) as taken:
+        taken.bind(f"\0tilerank-{os.getuid()}-{launcher.pid}-{launcher.started}")
+        with pytest.raises(LaunchError, match=f"another rank 0 was started by MPICH .process {launcher.pid}"):
+            find_store(Identity("MPICH", 0, 3, 0, 3), Meeting("launcher"))
+
+
+def test_several_hosts_under_mpirun_need_mpi4py(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "mpi4py", None)
+    with pytest.raises(LaunchError, match=r"several hosts .* mpi4py is not installed: pip install 'tilerank\[mpi\]'"):
+        find_store(Identity("MPICH", 0, 4, 0, 2), Meeting("mpi"))
+
+
 def test_the_launcher_is_the_parent_where_nobody_wrote_variables() -> None:
     assert launcher_process().pid == os.getppid()
