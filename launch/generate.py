@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from tilerank.loader.config import load_config
+from tilerank.loader.config import ModelConfig, load_config
+from tilerank.loader.errors import ConfigError
 from tilerank.loader.tokenizer import Tokenizer, TokenStream
 from tilerank.parallel.shard import TILE, cut_uneven
 
@@ -84,13 +85,13 @@ class GenerateJob:
         self._model_dir = model_directory(args)
 
     def prepare(self) -> None:
-        config = load_config(self._model_dir)
+        config = read_config(self._model_dir)
         self._tokenizer = Tokenizer(self._model_dir)
         self._prompt_ids = prompts.encode(prompts.read_prompts(self._args), self._args, self._tokenizer, config)
 
     def check_size(self, size: int) -> None:
         """Refuses more ranks than the MLP can be cut over, before they are started; layers have the last word."""
-        config = load_config(self._model_dir)
+        config = read_config(self._model_dir)
         units = cut_uneven(config.intermediate_size, 1, TILE).units
         if size > units:
             raise LaunchError(
@@ -101,7 +102,7 @@ class GenerateJob:
     def memory_refusal(self, size: int, here: range, placement: Placement) -> str | None:
         from .plan import plan_model
 
-        args, config = self._args, load_config(self._model_dir)
+        args, config = self._args, read_config(self._model_dir)
         plan = plan_model(
             replace(config, max_position_embeddings=prompts.context_length(args, config)),
             size,
@@ -124,7 +125,7 @@ class GenerateJob:
         return Engine(
             self._model_dir,
             team,
-            dtype=resolve_dtype(load_config(self._model_dir), args.dtype),
+            dtype=resolve_dtype(read_config(self._model_dir), args.dtype),
             strategy=args.strategy,
             context_length=args.context_length,
             max_total_tokens=args.max_total_tokens,
@@ -248,6 +249,17 @@ def summary(answers: list[Answer], size: int, placement: Placement, isa: str) ->
     if here < size:
         lines.append(f"  {_count(size - here, 'rank')} on other hosts")
     return "\n".join(lines)
+
+
+def read_config(model_dir: Path) -> ModelConfig:
+    """The model's config, without waiting for torch unless something is wrong with it."""
+    try:
+        return load_config(model_dir)
+    except ConfigError:
+        from tilerank.runtime import registry
+
+        registry.read_config(model_dir)  # an unknown family is refused as such, not for keys that it spells otherwise
+        raise
 
 
 def model_directory(args: argparse.Namespace) -> Path:

@@ -34,6 +34,10 @@ def unknown_type(model: Path) -> None:
     edit_config(model, model_type="wavenet")
 
 
+def other_family(model: Path) -> None:
+    (model / "config.json").write_text(json.dumps({"model_type": "gpt2", "n_embd": 64, "n_head": 4, "n_layer": 2}))
+
+
 def no_config(model: Path) -> None:
     (model / "config.json").unlink()
 
@@ -76,6 +80,7 @@ def other_shape(model: Path) -> None:
     ("damage", "sentence"),
     [
         pytest.param(unknown_type, r".*expected one of llama, .*qwen3.*, found .wavenet.*", id="unknown-model-type"),
+        pytest.param(other_family, r".*expected one of llama, .*qwen3.*, found .gpt2.*", id="other-family"),
         pytest.param(no_config, r".*config\.json.*", id="no-config"),
         pytest.param(no_tokenizer, r".*tokenizer\.json.*", id="no-tokenizer"),
         pytest.param(broken_tokenizer, r".*tokenizer\.json.*", id="broken-tokenizer"),
