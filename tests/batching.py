@@ -116,7 +116,7 @@ def fails(team: Team, *, culprit: int) -> None:
                 raise ValueError("the culprit's own error")
             return forward(*args)
 
-        engine._model.forward = broken  # type: ignore[method-assign]
+        engine._model.forward = broken  # type: ignore[method-assign, assignment]
     if team.group.rank == 0:
         for _ in engine.generate([Request([1, 2, 3], SamplingParams(max_new_tokens=20, ignore_eos=True))]):
             pass

@@ -14,6 +14,7 @@ from torch import Tensor
 from tilerank.kernels import core
 from tilerank.parallel.group import Group
 from tilerank.parallel.join import Team
+from tilerank.parallel.shard import Strategy
 from tilerank.runtime.engine import Engine, Request
 from tilerank.runtime.sampling import SamplingParams
 
@@ -55,7 +56,7 @@ class Witness:
 
 
 def engines(
-    team: Team, out: str, models: list[str], strategies: list[str], rungs: list[str], dtype: str
+    team: Team, out: str, models: list[str], strategies: list[Strategy], rungs: list[str], dtype: str
 ) -> Iterator[tuple[dict[str, Any], Engine, Witness]]:
     """Every model in every cut on every rung. `rungs` must share one layout of the weights, as the compiled ones do."""
     witness = Witness(team.group)
@@ -75,7 +76,7 @@ def engines(
 
 
 def run(
-    team: Team, *, out: str, models: list[str], strategies: list[str], rungs: list[str], new_tokens: int
+    team: Team, *, out: str, models: list[str], strategies: list[Strategy], rungs: list[str], new_tokens: int
 ) -> list[dict[str, Any]]:
     """All cases in both dtypes, against what reference_hf.py left in `out`."""
     results = []
