@@ -1,7 +1,6 @@
 """From logits to tokens, on rank 0: one row a sequence, each with its own settings."""
 
 import hashlib
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -12,13 +11,16 @@ from tilerank.kernels import ops
 
 from .errors import RequestError
 
+MAX_TEMPERATURE = 1e6  # all tokens are equally likely long before; far from what fp32 cannot hold
+
 
 @dataclass(frozen=True)
 class SamplingParams:
     """How a request's tokens are chosen and when it ends.
 
-    temperature 0 takes the most likely token. top_k 0 and top_p 1 are off. The same seed gives the same text, whatever
-    else is in the batch. logprobs: how many alternatives to report for each token. ignore_eos: go on after the end.
+    temperature 0 takes the most likely token. top_k 0 and top_p 1 are off; top_p 0 leaves one token. The same seed
+    gives the same text, whatever else is in the batch. logprobs: how many alternatives to report for each token.
+    ignore_eos: go on after the end.
     """
 
     max_new_tokens: int = 128
@@ -32,9 +34,9 @@ class SamplingParams:
     def __post_init__(self) -> None:
         for name, ok, expected in (
             ("max_new_tokens", self.max_new_tokens >= 1, "at least 1"),
-            ("temperature", 0 <= self.temperature < math.inf, "a finite number from 0 up"),
+            ("temperature", 0 <= self.temperature <= MAX_TEMPERATURE, f"a number from 0 to {MAX_TEMPERATURE:g}"),
             ("top_k", 0 <= self.top_k < 1 << 31, "0 (off) or more"),
-            ("top_p", 0 < self.top_p <= 1, "a number above 0, at most 1"),
+            ("top_p", 0 <= self.top_p <= 1, "a number from 0 to 1"),
             ("seed", 0 <= self.seed < 1 << 64, "an integer of 64 bits from 0 up"),
             ("logprobs", 0 <= self.logprobs <= 100, "0 to 100"),
         ):

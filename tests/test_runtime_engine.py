@@ -91,6 +91,14 @@ def test_seeds_give_texts(engine: Engine) -> None:
     assert texts[0] == texts[2] != texts[1]
 
 
+@pytest.mark.parametrize(
+    "params", [{"temperature": 1e-300}, {"temperature": 1.0, "top_p": 0.0}, {"temperature": 1e6, "top_k": 1}]
+)
+def test_extremes_that_leave_one_token(engine: Engine, params: dict[str, float]) -> None:
+    greedy = [event.token_id for event in run(engine, PROMPT, max_new_tokens=6, ignore_eos=True)]
+    assert [e.token_id for e in run(engine, PROMPT, max_new_tokens=6, seed=3, ignore_eos=True, **params)] == greedy
+
+
 def test_logprobs_are_those_of_the_raw_logits(engine: Engine) -> None:
     events = run(engine, PROMPT, max_new_tokens=8, temperature=1.5, top_k=5, seed=5, logprobs=4, ignore_eos=True)
     logits = engine.score([*PROMPT, *(event.token_id for event in events)])
@@ -176,11 +184,12 @@ def test_scores_a_prompt_of_the_whole_context(engine: Engine) -> None:
     ("params", "says"),
     [
         ({"max_new_tokens": 0}, "max_new_tokens: expected at least 1, found 0"),
-        ({"temperature": float("nan")}, "temperature: expected a finite number from 0 up, found nan"),
+        ({"temperature": float("nan")}, "temperature: expected a number from 0 to 1e\\+06, found nan"),
         ({"temperature": -0.5}, "temperature"),
         ({"temperature": float("inf")}, "temperature"),
+        ({"temperature": 1e39}, "temperature"),  # infinite as the kernel's float32
         ({"top_k": -1}, "top_k"),
-        ({"top_p": 0.0}, "top_p"),
+        ({"top_p": -0.1}, "top_p"),
         ({"top_p": 1.5}, "top_p"),
         ({"seed": -1}, "seed"),
         ({"seed": 1 << 64}, "seed"),

@@ -123,9 +123,11 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
 PLAIN = ["llama-10-5-tied", "llama-6-3-biases", "qwen2-7-1", "qwen3-10-5"]
 """The models that also run in plain torch, where a step takes milliseconds and gloo carries the sums."""
 
+COMPILED = [rung.name for rung in core.isa_report() if rung.usable and rung.name != "reference"]
+
 Case = tuple[str, str, str]  # dtype, strategy, rung
 Results = dict[Case, dict[str, list[dict[str, Any]]]]  # by model: what each rank found
-Run = Callable[[int, str], Results]
+Run = Callable[..., Results]
 
 
 @pytest.fixture(scope="session")
@@ -133,15 +135,14 @@ def run(reference: Path) -> Run:
     """All cases of so many ranks: those of the compiled rungs in one start, those of plain torch in another."""
 
     @cache
-    def run(tp: int, rungs: str) -> Results:
+    def run(tp: int, rungs: str, threads: int = 1) -> Results:
         job: dict[str, Any] = {"out": str(reference), "strategies": ["pad", "split"], "new_tokens": NEW_TOKENS}
         if rungs == "reference":
             job |= {"models": PLAIN, "rungs": ["reference"]}
         else:
-            compiled = [rung.name for rung in core.isa_report() if rung.usable and rung.name != "reference"]
-            job |= {"models": NAMES, "rungs": compiled}
+            job |= {"models": NAMES, "rungs": COMPILED}
         env = {"TILERANK_ISA": "reference"} if rungs == "reference" else {}
-        ranks = run_ranks(tp, "exactness:run", kwargs=job, env=env, timeout=400)
+        ranks = run_ranks(tp, "exactness:run", kwargs=job, env=env, threads=threads, timeout=400)
         results: Results = {}
         for found in zip(*ranks, strict=True):
             case = (found[0]["dtype"], found[0]["strategy"], found[0]["rung"])
@@ -187,9 +188,16 @@ def test_bf16_is_as_exact_as_transformers(run: Run, tp: int, strategy: str, rung
 @pytest.mark.parametrize("tp", TP[1:])
 def test_all_ranks_hold_the_same_bits(run: Run, tp: int, rungs: str) -> None:
     """Every sum over the ranks and every gathered logit, in both dtypes."""
-    if rungs == "compiled" and all(rung.name == "reference" for rung in core.isa_report() if rung.usable):
+    if rungs == "compiled" and not COMPILED:
         pytest.skip("no compiled rung runs on this machine")
     for case, models in run(tp, rungs).items():
         for model, ranks in models.items():
             assert ranks[0]["collectives"] > 0
             assert len({(rank["digest"], rank["collectives"]) for rank in ranks}) == 1, (case, model)
+
+
+@pytest.mark.skipif(not COMPILED, reason="no compiled rung runs on this machine")
+def test_two_threads_a_rank_give_the_bits_of_one(run: Run) -> None:
+    one, two = run(2, "compiled"), run(2, "compiled", threads=2)
+    for case, models in one.items():
+        assert two[case] == models, case
