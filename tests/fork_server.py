@@ -4,6 +4,7 @@ The process lives as long as the test run. It imports nothing of tilerank: a ran
 """
 
 import atexit
+import gc
 import json
 import os
 import select
@@ -12,6 +13,7 @@ import socket
 import struct
 import subprocess
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
@@ -115,7 +117,11 @@ def _serve(control: socket.socket, run: Callable[[dict[str, Any]], None]) -> Non
 
 
 def _become(request: dict[str, Any], output: int, passed: list[int], run: Callable[[dict[str, Any]], None]) -> NoReturn:
-    """Be the rank, and end as the interpreter ends."""
+    """Be the rank.
+
+    At the end what is registered for it runs, but taking down torch's modules is spared: it takes longer than most
+    tests. Ranks that are started by exec end in full (mpirun in test_parallel_hosts.py, all tests of the command).
+    """
     os.dup2(output, 1)
     os.dup2(output, 2)
     os.close(output)
@@ -125,8 +131,16 @@ def _become(request: dict[str, Any], output: int, passed: list[int], run: Callab
     os.environ.update(request["environ"])
     paths = request["environ"].get("PYTHONPATH", "").split(os.pathsep)
     sys.path[1:1] = [path for path in paths if path and path not in sys.path]
-    run(request["job"] | {"fds": passed})
-    raise SystemExit(0)
+    code = 1
+    try:
+        run(request["job"] | {"fds": passed})
+        code = 0
+    except Exception:  # noqa: BLE001 the rank ends here, with the status that the interpreter would give it
+        traceback.print_exc()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 if __name__ == "__main__":
@@ -134,5 +148,6 @@ if __name__ == "__main__":
     from ranks import main
 
     torch.set_num_threads(1)
+    gc.freeze()  # the ranks' collectors leave what is here alone, so that its pages stay shared
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the test run hears it and ends us
     _serve(socket.socket(fileno=int(sys.argv[1])), main)
