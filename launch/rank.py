@@ -13,7 +13,7 @@ import sys
 import threading
 import traceback
 from dataclasses import replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from tilerank.parallel.errors import GroupError
 
@@ -29,14 +29,26 @@ from .topology import read_topology
 
 if TYPE_CHECKING:
     from tilerank.parallel.join import Team
-    from tilerank.runtime.engine import Engine
 
 log = logging.getLogger(__name__)
 
 LOAD_S = 1800.0  # after rank 0 has loaded: ranks that share a cold disk may be far apart
 
 
-class Job(Protocol):
+class Worker(Protocol):
+    """What a rank has built: an engine, most of the time."""
+
+    def follow(self) -> None:
+        """Other ranks: does what rank 0 says until it says stop."""
+
+    def stop(self) -> None:
+        """Rank 0: sends the other ranks home."""
+
+
+W = TypeVar("W", bound=Worker)
+
+
+class Job(Protocol[W]):
     """What a command does on its ranks."""
 
     def prepare(self) -> None:
@@ -45,14 +57,14 @@ class Job(Protocol):
     def memory_refusal(self, size: int, here: range, placement: Placement) -> str | None:
         """First rank of a host: why the ranks `here`, of `size`, do not fit in its memory, if so."""
 
-    def build(self, team: "Team") -> "Engine":
+    def build(self, team: "Team") -> W:
         """Every rank: loads the model."""
 
-    def lead(self, engine: "Engine", size: int, placement: Placement) -> None:
+    def lead(self, worker: W, size: int, placement: Placement) -> None:
         """Rank 0, while the others follow."""
 
 
-def run_rank(identity: Identity, args: argparse.Namespace, job: Job) -> int:
+def run_rank(identity: Identity, args: argparse.Namespace, job: Job[W]) -> int:
     """Lives as one rank and returns its exit status; a failed one ends the process at once, since teardown may hang."""
     fd = os.environ.get("TILERANK_STATUS") if identity.launcher == "tilerank" else None
     status = StatusPipe(None if fd is None else int(fd))
@@ -79,7 +91,7 @@ def run_rank(identity: Identity, args: argparse.Namespace, job: Job) -> int:
     return code
 
 
-def _live(identity: Identity, args: argparse.Namespace, job: Job, status: StatusPipe) -> None:
+def _live(identity: Identity, args: argparse.Namespace, job: Job[W], status: StatusPipe) -> None:
     if identity.launcher != "tilerank":
         check_tp(identity, args.tp)
     if identity.launcher in ("torchrun", "Open MPI", "MPICH"):
@@ -118,14 +130,14 @@ def _live(identity: Identity, args: argparse.Namespace, job: Job, status: Status
     )
     team = join(member, args.collectives, spin=not placement.oversubscribed)
     _reach(status, "loading")
-    engine = job.build(team)
+    worker = job.build(team)
     team.ready(LOAD_S)
     _reach(status, "generating")
     if identity.rank == 0:
-        job.lead(engine, identity.size, placement)
-        engine.stop()
+        job.lead(worker, identity.size, placement)
+        worker.stop()
     else:
-        engine.follow()
+        worker.follow()
     team.close()
 
 

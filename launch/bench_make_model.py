@@ -1,0 +1,148 @@
+"""`tilerank bench make-model`: a checkpoint of random weights in the shape of a public model, to measure without it."""
+
+import argparse
+import json
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from .errors import LaunchError
+from .start import whole_number
+
+_QWEN3 = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "attention_bias": False,
+    "bos_token_id": 151643,
+    "dtype": "bfloat16",
+    "eos_token_id": 151645,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "max_position_embeddings": 40960,
+    "model_type": "qwen3",
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-6,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
+    "vocab_size": 151936,
+}
+
+# The config.json of the public models, as far as it says how to compute.
+LIKE: dict[str, dict[str, Any]] = {
+    "qwen3-0.6b": _QWEN3
+    | {
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_attention_heads": 16,
+        "num_hidden_layers": 28,
+        "tie_word_embeddings": True,
+    },
+    "qwen3-8b": _QWEN3
+    | {
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 36,
+        "tie_word_embeddings": False,
+    },
+    "llama-3.2-3b": {
+        "architectures": ["LlamaForCausalLM"],
+        "attention_bias": False,
+        "bos_token_id": 128000,
+        "dtype": "bfloat16",
+        "eos_token_id": 128001,
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "hidden_size": 3072,
+        "intermediate_size": 8192,
+        "max_position_embeddings": 131072,
+        "mlp_bias": False,
+        "model_type": "llama",
+        "num_attention_heads": 24,
+        "num_hidden_layers": 28,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "rope_theta": 500000.0,
+            "factor": 32.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+        "tie_word_embeddings": True,
+        "vocab_size": 128256,
+    },
+}
+
+# Of a checkout of the repository; an installed package brings no model, and the checkpoint then has no tokenizer.
+TOKENIZER = Path(__file__).resolve().parent.parent / "assets" / "demo-lm"
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("out", type=Path, metavar="OUT_DIR", help="a directory that does not exist yet")
+    parser.add_argument("--like", choices=sorted(LIKE), required=True, help="the public model whose shape it gets")
+    parser.add_argument("--layers", type=whole_number(1), metavar="N", help="fewer layers than the public model has")
+    parser.add_argument("--seed", type=whole_number(0), default=0, metavar="N", help="of the random weights")
+
+
+def run(args: argparse.Namespace) -> int:
+    out: Path = args.out
+    config = dict(LIKE[args.like])
+    if args.layers is not None:
+        most = config["num_hidden_layers"]
+        if args.layers > most:
+            raise LaunchError(f"--layers: expected at most the {most} layers of {args.like}, found {args.layers}")
+        config["num_hidden_layers"] = args.layers
+    if out.exists():
+        raise LaunchError(f"{out} exists; expected the name of a directory to be made")
+    if not out.absolute().parent.is_dir():
+        raise LaunchError(f"{out}: expected a name in a directory that exists, found no {out.absolute().parent}")
+    # Under another name until it is whole: whoever finds the directory can load it.
+    made = Path(tempfile.mkdtemp(dir=out.absolute().parent, prefix=f".{out.name}-"))
+    try:
+        notes = _make(made, config, args.seed)
+        made.chmod(0o755)
+        made.rename(out)
+    except BaseException:
+        shutil.rmtree(made, ignore_errors=True)
+        raise
+    print(f"{out}: random weights in the shape of {args.like}, {', '.join(notes)}")
+    return 0
+
+
+def _make(model_dir: Path, config: dict[str, Any], seed: int) -> list[str]:
+    """Fills the directory and says what is in it."""
+    from tilerank.loader.random_weights import write_random_weights
+
+    notes = [f"{config['num_hidden_layers']} layers"]
+    tokenizer = _copy_tokenizer(model_dir, config)
+    (model_dir / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    shapes = _shapes(model_dir)
+    total = write_random_weights(model_dir, shapes, seed)
+    return [*notes, f"{len(shapes)} tensors", f"{total / 1e9:.2f} GB", tokenizer]
+
+
+def _shapes(model_dir: Path) -> dict[str, tuple[int, ...]]:
+    """Every tensor that our model of this config asks for, by name."""
+    import torch
+
+    from tilerank.parallel.layer import Sharding
+    from tilerank.runtime.registry import model_class, read_config
+
+    config = read_config(model_dir)
+    model = model_class(config.model_type)(config, Sharding(0, 1, torch.bfloat16, None))
+    return {piece.name: piece.shape for piece in model.pieces()}
+
+
+def _copy_tokenizer(model_dir: Path, config: dict[str, Any]) -> str:
+    """Brings the demo model's tokenizer, if it is here and fits the vocabulary, and its end-of-sequence token."""
+    if not TOKENIZER.is_dir():
+        return "no tokenizer (assets/demo-lm is not here)"
+    theirs = json.loads((TOKENIZER / "config.json").read_text())
+    if theirs["vocab_size"] > config["vocab_size"]:
+        return "no tokenizer (the demo model's is larger than the vocabulary)"
+    for name in _TOKENIZER_FILES:
+        shutil.copyfile(TOKENIZER / name, model_dir / name)
+    config |= {name: theirs[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    return "the demo model's tokenizer"

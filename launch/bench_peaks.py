@@ -1,0 +1,188 @@
+"""`tilerank bench peaks`: what the machine can do at best, and the shares of it that every other figure is given as."""
+
+import argparse
+import itertools
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from .cpulist import format_cpulist, parse_cpulist
+from .errors import LaunchError
+from .topology import Topology, read_topology
+
+BUSY = 0.5  # load average from which figures are in doubt
+
+
+@dataclass(frozen=True)
+class Peaks:
+    """The machine at its best on the cores of a run: GB/s read by all of them, TFLOP/s of AMX bf16 (None without AMX),
+    ns one way between the two closest cores (None if there is one); the load average before, of whatever else runs."""
+
+    stream_read_gbs: float
+    amx_bf16_tflops: float | None
+    core_to_core_ns: float | None
+    load_average: float = 0.0
+
+    def stream_share(self, nbytes: float, seconds: float) -> float:
+        """What part of the read bandwidth moving `nbytes` in `seconds` takes."""
+        return nbytes / seconds / (self.stream_read_gbs * 1e9)
+
+    def amx_share(self, flops: float, seconds: float) -> float | None:
+        """What part of the AMX bf16 peak computing `flops` in `seconds` takes."""
+        return None if self.amx_bf16_tflops is None else flops / seconds / (self.amx_bf16_tflops * 1e12)
+
+    def least_seconds(self, nbytes: float, flops: float) -> float:
+        """How long work of `nbytes` to read and `flops` to compute takes at the limit: whichever takes longer."""
+        reading = nbytes / (self.stream_read_gbs * 1e9)
+        return reading if self.amx_bf16_tflops is None else max(reading, flops / (self.amx_bf16_tflops * 1e12))
+
+    def text(self) -> str:
+        amx = "no AMX" if self.amx_bf16_tflops is None else f"{self.amx_bf16_tflops:.2f} TFLOP/s AMX bf16"
+        latency = "" if self.core_to_core_ns is None else f", {self.core_to_core_ns:.0f} ns core to core"
+        busy = f"\n{load_note(self.load_average)}" if self.load_average > BUSY else ""
+        return f"peaks: {self.stream_read_gbs:.1f} GB/s read, {amx}{latency}{busy}"
+
+    def as_json(self) -> dict[str, float | None]:
+        return asdict(self)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--cores", type=_cores, metavar="LIST", help='only these, "0-39" (default: one hardware thread of each core)'
+    )
+    add_json_argument(parser)
+
+
+def add_json_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints the figures, median of several rounds each."""
+    check_json_argument(args)
+    topology = read_topology()
+    if args.cores is not None and (wrong := set(args.cores) - set(topology.allowed_cpus)):
+        raise LaunchError(
+            f"--cores: expected cores that may be used ({format_cpulist(topology.allowed_cpus)}), found {min(wrong)}"
+        )
+    load = os.getloadavg()[0]
+    report = measure_peaks(topology, args.cores)
+    if load > BUSY:
+        print(load_note(load))
+    print("\n".join(_text(report)))
+    write_json(args, report)
+    return 0
+
+
+def check_json_argument(args: argparse.Namespace) -> None:
+    """Before anything is measured, so that hours of figures are not lost."""
+    if args.json and not os.access(args.json.absolute().parent, os.W_OK):
+        raise LaunchError(f"--json: expected a file in a directory that can be written, found {args.json}")
+
+
+def write_json(args: argparse.Namespace, report: object) -> None:
+    if args.json:
+        args.json.write_text(json.dumps(report, indent=2) + "\n")
+
+
+def measure_peaks(topology: Topology, cores: Sequence[int] | None = None) -> dict[str, Any]:
+    """All peaks of `cores`, by default one hardware thread of each, for JSON: GB/s, TFLOP/s (TOP/s for int8), ns."""
+    # Here, not above: torch takes seconds to import, and `tilerank --help` builds every parser.
+    from tilerank.kernels import core, peaks
+
+    own = bench_cores(topology) if cores is None else list(cores)
+    counts = sorted({1, len(own)})
+    report: dict[str, Any] = {
+        "cores": own,
+        "stream_read_gbs": {str(count): peaks.stream_read_gbs(count, own) for count in counts},
+    }
+    amx = core.isa_report()[0]
+    if amx.usable:
+        report["amx_bf16_tflops"] = {str(count): peaks.amx_tflops("bf16", count, own) for count in counts}
+        report["amx_int8_tops"] = {str(count): peaks.amx_tflops("int8", count, own) for count in counts}
+    else:
+        report["amx"] = f"not available: {amx.reason}"
+    report["core_to_core_ns"] = {
+        f"{a}-{b}": peaks.core_to_core_ns(a, b) for a, b in itertools.combinations(_representatives(topology, own), 2)
+    }
+    return report
+
+
+def bench_cores(topology: Topology) -> list[int]:
+    """One hardware thread of each core that this process may use."""
+    allowed = set(topology.allowed_cpus)
+    return [next(cpu for cpu in one.threads if cpu in allowed) for one in topology.cores if allowed & set(one.threads)]
+
+
+def peaks_of(cores: Sequence[int]) -> Peaks:
+    """Measures in a process of its own, since this one is about to start ranks and stays small. LaunchError if not."""
+    with tempfile.TemporaryDirectory(prefix="tilerank-bench-") as scratch:
+        file = Path(scratch) / "peaks.json"
+        command = [sys.executable, "-P", "-m", "tilerank", "bench", "peaks", "--json", str(file)]
+        command += ["--cores", format_cpulist(cores)]
+        load = os.getloadavg()[0]
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+        if done.returncode != 0:
+            why = done.stderr.strip()
+            raise LaunchError(f"the peaks of cores {format_cpulist(cores)} could not be measured: {why}")
+        return peaks_from(json.loads(file.read_text()), load)
+
+
+def load_note(load: float) -> str:
+    return f"note: the load average was {load:.1f} before the start: what else runs here lowers the figures"
+
+
+def peaks_from(report: dict[str, Any], load_average: float) -> Peaks:
+    """What a report of `measure_peaks` says of all its cores together."""
+    everywhere = str(len(report["cores"]))
+    return Peaks(
+        stream_read_gbs=report["stream_read_gbs"][everywhere],
+        amx_bf16_tflops=report.get("amx_bf16_tflops", {}).get(everywhere),
+        core_to_core_ns=min(report["core_to_core_ns"].values(), default=None),
+        load_average=load_average,
+    )
+
+
+def _cores(text: str) -> tuple[int, ...]:
+    try:
+        cores = parse_cpulist(text)
+    except ValueError as e:
+        raise argparse.ArgumentTypeError(str(e)) from e
+    if not cores:
+        raise argparse.ArgumentTypeError("expected at least one core")
+    return cores
+
+
+def _representatives(topology: Topology, cores: Sequence[int]) -> list[int]:
+    """The hardware threads between which latency is worth knowing: of each node two cores."""
+    chosen: list[int] = []
+    for node in topology.nodes:
+        threads = {cpu for one in topology.cores if one.node == node.id for cpu in one.threads}
+        chosen += [cpu for cpu in cores if cpu in threads][:2]
+    return chosen
+
+
+def _text(report: dict[str, Any]) -> list[str]:
+    rows = [
+        ("stream read", "stream_read_gbs", "GB/s"),
+        ("AMX bf16", "amx_bf16_tflops", "TFLOP/s"),
+        ("AMX int8", "amx_int8_tops", "TOP/s"),
+    ]
+    lines = [
+        f"{title:<14}{'1 core' if count == '1' else count + ' cores':<10}{figure:10.2f} {unit}"
+        for title, key, unit in rows
+        for count, figure in report.get(key, {}).items()
+    ]
+    if "amx" in report:
+        lines.append(f"{'AMX':<14}{report['amx']}")
+    latencies = [
+        f"{'core to core':<14}{pair:<10}{figure:10.0f} ns, one way"
+        for pair, figure in report["core_to_core_ns"].items()
+    ]
+    return lines + latencies

@@ -1,0 +1,222 @@
+"""bench model and make-model: the arithmetic by hand, the figures from known times, and checkpoints others can read."""
+
+import argparse
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from command import DEMO, run
+from safetensors import safe_open
+
+from tilerank.launch import bench, bench_make_model, bench_model, cli
+from tilerank.launch.bench_model import Case, Timing
+from tilerank.launch.bench_peaks import Peaks
+from tilerank.launch.bench_work import ModelWork, Work, model_work
+from tilerank.launch.errors import LaunchError
+from tilerank.loader.checkpoint import Checkpoint
+from tilerank.loader.config import load_config
+from tilerank.loader.random_weights import write_random_weights
+from tilerank.parallel.channel import Channel
+from tilerank.parallel.group import SingleGroup
+from tilerank.parallel.join import Team
+from tilerank.runtime.engine import Engine, TokenEvent
+
+PEAKS = Peaks(stream_read_gbs=20.0, amx_bf16_tflops=4.0, core_to_core_ns=100.0)
+
+
+def parse(*words: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    bench.add_arguments(parser)
+    return parser.parse_args(words)
+
+
+def test_work_of_the_demo_model_by_hand() -> None:
+    """hidden 256, MLP 704, 8 query and 2 KV heads of 64, 6 layers, vocabulary 4096, tied."""
+    work = model_work(load_config(DEMO), torch.bfloat16)
+    layer = 256 * (8 + 2 + 2) * 64 + 8 * 64 * 256 + 3 * 256 * 704
+    assert work.matrix_elements == 6 * layer
+    assert work.head_elements == 4096 * 256
+    norms = 6 * (256 + 256 + 64 + 64) + 256
+    assert work.weight_bytes == 2 * (6 * layer + 4096 * 256 + norms)
+    assert work.kv_bytes == 6 * 2 * 2 * 64 * 2  # layers, K and V, heads, dims, bytes
+    assert work.pair_flops == 6 * 8 * 64 * 4  # layers, heads, dims, 2 for Q K^T and 2 for P V
+
+
+def test_float32_weights_are_twice_the_bytes() -> None:
+    config = load_config(DEMO)
+    half, whole = model_work(config, torch.bfloat16), model_work(config, torch.float32)
+    assert (whole.weight_bytes, whole.kv_bytes) == (2 * half.weight_bytes, 2 * half.kv_bytes)
+    assert (whole.matrix_elements, whole.pair_flops) == (half.matrix_elements, half.pair_flops)
+
+
+WORK = ModelWork(weight_bytes=1000, matrix_elements=300, head_elements=50, kv_bytes=8, pair_flops=16)
+
+
+def test_prefill_and_decode_by_hand() -> None:
+    # Three queries see 1 + 2 + 3 keys; the head computes for the last one only.
+    assert WORK.prefill(2, 3) == Work(1000 + 2 * 3 * 8, 2 * (2 * 3 * 300 + 2 * 50 + 6 * 16))
+    assert WORK.decode(4, 10) == Work(1000 + 4 * 10 * 8, 4 * (2 * 350 + 10 * 16))
+
+
+def test_rows_are_shares_of_the_peaks() -> None:
+    case = Case(batch=2, prompt_tokens=3, new_tokens=4)
+    prefill, decode = bench_model.phase_rows(case, Timing(0.5, 2.0, 0.25), WORK, PEAKS)
+    assert (prefill["phase"], decode["phase"]) == ("prefill", "decode")
+    assert prefill["tokens_per_s"] == 2 * 3 / 2.0 and prefill["ttft_s"] == 0.5
+    assert decode["tokens_per_s"] == 2 / 0.25 and decode["tpot_s"] == 0.25
+    assert prefill["amx_share"] == pytest.approx(2 * (6 * 300 + 100 + 96) / 2.0 / 4e12)
+    # Five tokens after the prompt's three, the last of which is not fed back: 4 steps hold 4, 5, 6, 7 tokens.
+    assert case.context == 5.5
+    assert decode["bytes"] == 1000 + 2 * 5.5 * 8
+    assert decode["stream_share"] == pytest.approx((1000 + 2 * 5.5 * 8) / 0.25 / 20e9)
+    # Reading binds here: 1088 bytes at 20 GB/s take longer than 1752 operations at 4 TFLOP/s.
+    assert decode["limit_share"] == decode["stream_share"]
+    assert decode["limit_tokens_per_s"] == pytest.approx(2 / (1088 / 20e9))
+    assert decode["peaks"] == {
+        "stream_read_gbs": 20.0,
+        "amx_bf16_tflops": 4.0,
+        "core_to_core_ns": 100.0,
+        "load_average": 0.0,
+    }
+
+
+def test_the_limit_is_the_peak_that_binds() -> None:
+    assert PEAKS.least_seconds(20e9, 1e12) == 1.0
+    assert PEAKS.least_seconds(20e9, 8e12) == 2.0
+    without = Peaks(20.0, None, None)
+    assert without.least_seconds(20e9, 8e12) == 1.0 and without.amx_share(1.0, 1.0) is None
+
+
+def events(*steps: tuple[float, list[int]]) -> list[TokenEvent]:
+    return [TokenEvent(request, 7, time_s) for time_s, requests in steps for request in requests]
+
+
+def test_timing_counts_steps_of_all_sequences() -> None:
+    # The second prompt came in the second step, when the first decoded already, and runs longer than it.
+    run_events = events((1.0, [0]), (3.0, [0, 1]), (3.5, [0, 1]), (4.5, [0, 1]), (9.0, [1]))
+    assert bench_model.timing_of(run_events, Case(2, 8, 3)) == Timing(first_token=2.0, prefill=3.0, step=0.75)
+
+
+def test_timing_needs_a_step_of_all_sequences() -> None:
+    with pytest.raises(LaunchError, match="no step decoded all 2 prompts of 8 tokens together"):
+        bench_model.timing_of(events((1.0, [0]), (3.0, [0, 1]), (4.0, [1])), Case(2, 8, 1))
+
+
+def test_prompts_are_the_same_for_everybody() -> None:
+    case = Case(3, 5, 1)
+    prompts = bench_model.prompt(case, 100, seed=0)
+    assert prompts == bench_model.prompt(case, 100, seed=0) != bench_model.prompt(case, 100, seed=1)
+    assert [len(ids) for ids in prompts] == [5, 5, 5] and all(0 <= id < 100 for ids in prompts for id in ids)
+
+
+def test_lists_of_numbers() -> None:
+    args = parse("model", "x", "--batch", "4,1,4", "--prompt-tokens", "16")
+    assert bench_model.cases(args) == [Case(4, 16, 32), Case(1, 16, 32)]
+    with pytest.raises(SystemExit):
+        parse("model", "x", "--batch", "1,0")
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (("model", "/nowhere"), "/nowhere is not a directory"),
+        (("model", str(DEMO), "--prompt-tokens", "4090"), "need 4123 positions, but max_position_embeddings is 4096"),
+        (("model", str(DEMO), "--json", "/nowhere/x"), "expected a file in a directory that can be written"),
+        (("model", str(DEMO), "--nnodes", "2"), "starts its ranks itself, on this machine; found --nnodes 2"),
+        (("peaks", "--cores", "0,60000"), "expected cores that may be used .*, found 60000"),
+        (("make-model", "/nowhere/x", "--like", "qwen3-8b"), "expected a name in a directory that exists"),
+        (("make-model", "x", "--like", "qwen3-8b", "--layers", "99"), "expected at most the 36 layers of qwen3-8b"),
+        (("make-model", str(DEMO), "--like", "qwen3-8b"), "exists; expected the name of a directory to be made"),
+    ],
+)
+def test_refusals_come_before_any_work(words: tuple[str, ...], sentence: str) -> None:
+    with pytest.raises(LaunchError, match=sentence):
+        bench.run(parse(*words))
+
+
+def test_other_launchers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(LaunchError, match="bench starts its ranks itself, on this machine; found rank 1 of 2 here"):
+        bench.run(parse("model", str(DEMO)))
+
+
+def test_bench_model_from_end_to_end(tmp_path: Path) -> None:
+    file = tmp_path / "rows.json"
+    options = ("--tp", 2, "--prompt-tokens", "8,40", "--batch", "1,2", "--new-tokens", 3, "--repeat", 1)
+    result = run("bench", "model", DEMO, *options, "--json", file)
+    assert (result.status, result.errors) == (0, []), result.err
+    rows = json.loads(file.read_text())
+    found = [(row["phase"], row["prompt_tokens"], row["batch"]) for row in rows]
+    assert found == [
+        (phase, tokens, batch) for tokens in (8, 40) for batch in (1, 2) for phase in ("prefill", "decode")
+    ]
+    for row in rows:
+        # What was reported is consistent: the share is bytes x steps/s over the peak.
+        seconds = row["batch"] * (row["prompt_tokens"] if row["phase"] == "prefill" else 1) / row["tokens_per_s"]
+        peak = row["peaks"]["stream_read_gbs"] * 1e9
+        assert math.isclose(row["stream_share"], row["bytes"] / seconds / peak)
+        assert row["tp"] == 2 and len(row["peak_rss"]) == 2 and min(row["peak_rss"]) > 50e6
+        assert 0 < row["load_s"] < row["ready_s"]
+    assert "demo-lm: bfloat16 on 2 ranks" in result.out and result.out.count("decode") == 4
+
+
+def test_shards_end_before_they_are_too_large(tmp_path: Path) -> None:
+    shapes = {"a.weight": (4, 8), "b.weight": (4, 8), "norm.weight": (8,), "c.weight": (40, 8), "c.bias": (40,)}
+    assert write_random_weights(tmp_path, shapes, shard_bytes=160) == 2 * sum(map(math.prod, shapes.values()))
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    files = [index["weight_map"][name].partition("-of-")[0] for name in shapes]
+    assert files == ["model-00001", "model-00001", "model-00001", "model-00002", "model-00003"]
+    assert {name: info.shape for name, info in Checkpoint(tmp_path).tensors.items()} == shapes
+    with safe_open(tmp_path / index["weight_map"]["a.weight"], "pt") as first:
+        assert not torch.equal(first.get_tensor("a.weight"), first.get_tensor("b.weight"))
+        assert torch.equal(first.get_tensor("norm.weight"), torch.ones(8, dtype=torch.bfloat16))
+
+
+def score(model_dir: Path, ids: list[int]) -> torch.Tensor:
+    team = Team(SingleGroup(), Channel(0, None, {}, 1.0))
+    return Engine(model_dir, team, dtype=torch.float32, max_total_tokens=64).score(ids)
+
+
+def transformers_score(model_dir: Path, ids: list[int]) -> torch.Tensor:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    with torch.inference_mode():
+        return model(torch.tensor([ids])).logits[0]
+
+
+SMALL: dict[str, Any] = {"hidden_size": 96, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 4200}
+
+
+@pytest.mark.parametrize("like", sorted(bench_make_model.LIKE))
+def test_made_model_is_read_by_transformers_and_by_us(
+    like: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(bench_make_model.LIKE, like, bench_make_model.LIKE[like] | SMALL)
+    out = tmp_path / "made"
+    assert cli.main(["bench", "make-model", str(out), "--like", like, "--layers", "1"]) == 0
+    assert "1 layers" in capsys.readouterr().out and list(tmp_path.iterdir()) == [out]
+    assert load_config(out).num_layers == 1 and load_config(out).eos_token_ids == load_config(DEMO).eos_token_ids
+    ids = [5, 4199, 0, 77]
+    assert torch.allclose(score(out, ids), transformers_score(out, ids), atol=1e-4)
+
+
+def test_a_tokenizer_that_is_too_large_stays_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tiny = bench_make_model.LIKE["qwen3-0.6b"] | SMALL | {"vocab_size": 4095, "bos_token_id": 1, "eos_token_id": 2}
+    monkeypatch.setitem(bench_make_model.LIKE, "qwen3-0.6b", tiny)
+    assert cli.main(["bench", "make-model", str(tmp_path / "made"), "--like", "qwen3-0.6b"]) == 0
+    assert "no tokenizer" in capsys.readouterr().out and not (tmp_path / "made" / "tokenizer.json").exists()
+
+
+def test_nothing_is_left_of_a_model_that_could_not_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(
+        bench_make_model.LIKE, "qwen3-0.6b", {"model_type": "unheard-of", "num_hidden_layers": 1, "vocab_size": 1}
+    )
+    assert cli.main(["bench", "make-model", str(tmp_path / "made"), "--like", "qwen3-0.6b"]) == 1
+    assert list(tmp_path.iterdir()) == []
