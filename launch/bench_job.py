@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from tilerank.loader.config import load_config
 
 from . import start
+from .bench_peaks import bench_cores
 from .errors import LaunchError
 from .placement import Placement, auto_ranks
 from .rank import Job, W, run_rank
@@ -56,12 +57,11 @@ def run_as_rank(args: argparse.Namespace, job: Job[W]) -> int:
 
 def placement_of(args: argparse.Namespace, ranks: int | None = None) -> tuple[Placement, list[int]]:
     """Where `ranks` ranks (by default --tp) will run, and the cores that they use together."""
-    topology = start.own_topology(args, identify(os.environ), read_topology())
-    placement = start.own_placement(args, topology, ranks or args.tp or auto_ranks(topology))
+    identity, machine = identify(os.environ), read_topology()
+    topology = start.own_topology(args, identity, machine)
+    placement = start.own_placement(args, identity, machine, ranks or args.tp or auto_ranks(topology))
     cores = {core for rank in placement.ranks for core in rank.cores[: rank.threads]}
-    allowed = set(topology.allowed_cpus)
-    everywhere = [min(set(one.threads) & allowed) for one in topology.cores if set(one.threads) & allowed]
-    return placement, sorted(cores) or everywhere
+    return placement, sorted(cores) or bench_cores(topology)
 
 
 def run_ranks(args: argparse.Namespace, argv: Sequence[str], ranks: int | None = None) -> Any:
