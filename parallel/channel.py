@@ -52,7 +52,9 @@ class Channel:
         return self.watch.fileno()
 
     def check(self) -> None:
-        """Raise GroupError if a rank is lost."""
+        """Raise GroupError if a rank is lost, or this one has left."""
+        if self._closed:
+            raise GroupError(f"rank {self.rank} has left the group itself")
         self.watch.check()
 
     def send(self, message: bytes) -> None:
@@ -66,6 +68,8 @@ class Channel:
         """Other ranks: the next message, waiting without limit and without CPU time. GroupError if a rank is lost."""
         if self._up is None:
             raise GroupError("rank 0 has nobody to receive control messages from")
+        if self._closed:
+            self.check()
         poll = select.poll()
         poll.register(self._up.data, select.POLLIN)
         poll.register(self.watch, select.POLLIN)

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 HELLO = struct.Struct("<II16s")  # rank, which of the link's two sockets, secret
+HELLO_S = 5.0  # a stranger who connects and says nothing keeps the others waiting no longer
 DATA, WATCH = 0, 1
 MARGIN_S = 2.0
 READY_POLL_S = 0.02
@@ -269,7 +270,7 @@ def _answer(meeting: _Meeting, listener: socket.socket, peers: Iterable[int], se
             raise GroupError(f"rank {rank} did not connect to rank {meeting.m.rank} in time") from error
         try:
             _check_user(connection)
-            connection.settimeout(meeting.remaining())
+            connection.settimeout(min(HELLO_S, meeting.remaining()))
             rank, kind, word = HELLO.unpack(connection.recv(HELLO.size, socket.MSG_WAITALL))
             if not hmac.compare_digest(word, secret) or (rank, kind) not in waiting:
                 raise PermissionError("not one of the ranks")
