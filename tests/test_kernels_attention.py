@@ -151,6 +151,20 @@ def test_scores_far_apart_and_a_late_maximum(dtype: torch.dtype) -> None:
     assert_exact(batch.whole(0), batch, 0)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_long_sequence(dtype: torch.dtype) -> None:
+    batch = Batch([1300], [(0, 4)], 24, dtype).store_all()
+    assert_exact(batch.whole(0), batch, 0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("scale", [-0.2, 0.0])
+def test_a_scale_that_is_not_positive(dtype: torch.dtype, scale: float) -> None:
+    batch = Batch([70], GQA, 40, dtype).store_all()
+    batch.scale = scale
+    assert_exact(batch.whole(0), batch, 0)
+
+
 def test_attention_is_that_of_torch() -> None:
     batch = Batch([70], GQA, 64, torch.float32).store_all()
     q, k, v = batch.q[0][:, :6].transpose(0, 1), batch.k[0].transpose(0, 1), batch.v[0].transpose(0, 1)
@@ -186,6 +200,23 @@ def test_chunked_prefill_and_decode_equal_whole_prefill(
     for position in {0, length // 2, length - 1}:
         [found] = batch.attend([(0, position, position + 1)])
         assert torch.equal(found[0], whole[position])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("scale", [0.1, 4.0, -4.0])
+def test_maxima_that_rise_again_and_again_leave_the_bits_alone(dtype: torch.dtype, scale: float) -> None:
+    batch = Batch([1100], [(0, 3)], 16, dtype)
+    batch.scale = scale
+    for position in (0, 31, 40, 255, 256, 300, 1023, 1024, 1090):
+        batch.k[0][position] *= 1 + position / 200
+    batch.store_all()
+    whole = batch.whole(0)
+    assert whole.isfinite().all()
+    for edges in ([0, 33, 64, 301, 1100], [0, 7, 1023, 1025, 1100]):
+        parts = batch.attend([(0, start, stop) for start, stop in pairwise(edges)])
+        assert torch.equal(torch.cat(parts), whole)
+    for position in (30, 41, 256, 301, 1024, 1099):
+        assert torch.equal(batch.attend([(0, position, position + 1)])[0][0], whole[position])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -11,10 +11,7 @@
 namespace tilerank::TR_RUNG {
 
 static void attention(const Args& args, Team& team) {
-  for_float(args.tensor(0).dtype, [&](auto type) {
-    using T = decltype(type);
-    attention_over<T, VectorProducts<T> >(args, team);
-  });
+  for_float(args.tensor(0).dtype, [&](auto type) { attention_by_vectors<decltype(type)>(args, team); });
 }
 TR_KERNEL(attention)
 

@@ -119,19 +119,6 @@ static void product(const Left<T>* a, int64_t lda, int64_t rows, const T* b, int
   blocks_of(std::integral_constant<int, 1>{});
 }
 
-// Vector instructions. s and o are zeroed or hold the sums so far; rows of q and p have kMaxDim and kChunk elements.
-template <class T>
-struct VectorProducts {
-  static void scores(const Left<T>* q, int64_t rows, const T* k_page, int64_t d, float* s) {
-    product<T>(q, kMaxDim, rows, k_page, 16 * d, kBlock / 16, d / kPair<T>, s, kChunk);
-  }
-  static void values(const Left<T>* p, int64_t rows, const T* const* v_pages, int64_t pages, int64_t d, float* o) {
-    for (int64_t page = 0; page < pages; ++page) {
-      product<T>(p + page * kBlock, kChunk, rows, v_pages[page], 16 * kBlock, d / 16, kBlock / kPair<T>, o, kMaxDim);
-    }
-  }
-};
-
 struct Problem {
   const Tensor &q, &k_pages, &v_pages, &block_tables, &out;
   float scale;
@@ -255,7 +242,7 @@ static void store_rows(const Problem& problem, const Task& task, int64_t d, cons
   }
 }
 
-template <class T, class Products>
+template <class T>
 static void attend(const Problem& problem, const Task& task, Scratch<T>& scratch) {
   const int64_t d = problem.q.size[2], padded = (d + 15) / 16 * 16;
   load_queries<T>(problem, task, d, scratch.q);
@@ -272,28 +259,25 @@ static void attend(const Problem& problem, const Task& task, Scratch<T>& scratch
       const T* k_page = problem.k_pages.row<T>(page) + task.kv_head * problem.k_pages.stride[1];
       v_pages[i] = problem.v_pages.row<T>(page) + task.kv_head * problem.v_pages.stride[1];
       if (const int64_t n = task.length - first; n < kBlock) v_pages[i] = cut_page(v_pages[i], n, padded, scratch.tail);
-      Products::scores(scratch.q, task.rows, k_page, d, scratch.s + i * kBlock);
+      product<T>(scratch.q, kMaxDim, task.rows, k_page, 16 * d, kBlock / 16, d / kPair<T>, scratch.s + i * kBlock,
+                 kChunk);
     }
     for (int64_t r = 0; r < task.rows; ++r) {
       softmax_row(scratch.s + r * kChunk, scratch.p + r * kChunk, task.visible(r) - begin, pages * kBlock,
                   set(problem.scale), scratch.max[r], scratch.sum + r * kLanes, scratch.o + r * kMaxDim, padded);
     }
-    Products::values(scratch.p, task.rows, v_pages, pages, padded, scratch.o);
+    for (int64_t i = 0; i < pages; ++i) {
+      product<T>(scratch.p + i * kBlock, kChunk, task.rows, v_pages[i], 16 * kBlock, padded / 16, kBlock / kPair<T>,
+                 scratch.o, kMaxDim);
+    }
   }
   store_rows<T>(problem, task, d, scratch);
 }
 
-// tensors: q, k pages, v pages, block_tables, seq_lens, query_starts, kv_map, out; floats: scale
-template <class T, class Products>
-static void attention_over(const Args& args, Team& team) {
-  const Tensor &q = args.tensor(0), &seq_lens = args.tensor(4), &query_starts = args.tensor(5),
-               &kv_map = args.tensor(6);
-  const Problem problem{q, args.tensor(1), args.tensor(2), args.tensor(3), args.tensor(7), args.real(0)};
-  check_batch(q, problem.block_tables, seq_lens, query_starts, kv_map);
-  zero_unserved_heads(problem.out, kv_map, team);
-  Scratch<T> scratch;
-  std::memset(static_cast<void*>(scratch.p), 0, sizeof scratch.p);
-  int64_t tasks = 0;
+// f(task) for every task of at most `max_rows` rows, in the order of the batch.
+template <class F>
+static void for_tasks(const Args& args, int64_t max_rows, F&& f) {
+  const Tensor &seq_lens = args.tensor(4), &query_starts = args.tensor(5), &kv_map = args.tensor(6);
   for (int64_t sequence = 0; sequence < seq_lens.size[0]; ++sequence) {
     const int32_t* start = query_starts.as<int32_t>() + sequence;
     for (int64_t kv_head = 0; kv_head < kv_map.size[0]; ++kv_head) {
@@ -301,14 +285,34 @@ static void attention_over(const Args& args, Team& team) {
       Task task{
           sequence, seq_lens.as<int32_t>()[sequence], start[0], start[1] - start[0], kv_head, heads[0], heads[1], 0, 0};
       const int64_t rows = task.queries * task.heads;
-      for (; task.row < rows; task.row += kRows) {
-        // Dealt one by one: later rows see more tokens, so neighbouring tasks cost about the same.
-        if (tasks++ % team.count != team.index) continue;
-        task.rows = std::min(kRows, rows - task.row);
-        attend<T, Products>(problem, task, scratch);
+      for (; task.row < rows; task.row += max_rows) {
+        task.rows = std::min(max_rows, rows - task.row);
+        f(task);
       }
     }
   }
+}
+
+// tensors: q, k pages, v pages, block_tables, seq_lens, query_starts, kv_map, out; floats: scale
+static Problem checked_problem(const Args& args, Team& team) {
+  const Tensor &q = args.tensor(0), &kv_map = args.tensor(6);
+  const Problem problem{q, args.tensor(1), args.tensor(2), args.tensor(3), args.tensor(7), args.real(0)};
+  check_batch(q, problem.block_tables, args.tensor(4), args.tensor(5), kv_map);
+  zero_unserved_heads(problem.out, kv_map, team);
+  return problem;
+}
+
+template <class T>
+static void attention_by_vectors(const Args& args, Team& team) {
+  const Problem problem = checked_problem(args, team);
+  Scratch<T> scratch;
+  std::memset(static_cast<void*>(scratch.p), 0, sizeof scratch.p);
+  const auto cost = [](const Task& task) { return (task.rows + 8) * task.visible(task.rows - 1); };
+  Deal deal;
+  for_tasks(args, kRows, [&](const Task& task) { deal.total += cost(task); });
+  for_tasks(args, kRows, [&](const Task& task) {
+    if (deal.next_owner(cost(task), team.count) == team.index) attend<T>(problem, task, scratch);
+  });
 }
 
 }  // namespace tilerank::TR_RUNG

@@ -40,6 +40,19 @@ inline void check_batch(const Tensor& q, const Tensor& block_tables, const Tenso
   }
 }
 
+// Work in the order of the batch, cut into one contiguous part of about equal cost for each thread: neighbours share
+// keys and values, so a thread keeps them in its cache.
+struct Deal {
+  int64_t total = 0;  // cost of everything
+  int64_t dealt = 0;  // cost of what was asked for so far
+
+  int next_owner(int64_t cost, int threads) {
+    const int64_t middle = 2 * dealt + cost;
+    dealt += cost;
+    return static_cast<int>(middle * threads / (2 * total));
+  }
+};
+
 // Heads of padding, which no KV head serves.
 inline void zero_unserved_heads(const Tensor& out, const Tensor& kv_map, Team& team) {
   const int64_t element = out.dtype == DType::f32 ? 4 : 2;
