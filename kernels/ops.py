@@ -1,4 +1,4 @@
-"""The row kernels: norms, rotation, activation, embedding and the choice of a token.
+"""The row kernels: norms, rotation, activation, embedding, copies of rows, and the choice of a token.
 
 Every argument may be strided as long as its last dimension is contiguous. Activations are float32 or bfloat16. A row's
 result depends on that row alone. A wrong argument raises KernelError naming it, what was expected and what was found.
@@ -15,6 +15,9 @@ _ADD_RMS_NORM = core.kernel("add_rms_norm")
 _ROTARY = core.kernel("rotary")
 _SILU_MUL = core.kernel("silu_mul")
 _EMBEDDING = core.kernel("embedding")
+_TAKE_ROWS = core.kernel("take_rows")
+_REPEAT_ROW = core.kernel("repeat_row")
+_JOIN_COLUMNS = core.kernel("join_columns")
 _ARGMAX = core.kernel("argmax")
 _SAMPLE = core.kernel("sample")
 
@@ -97,6 +100,44 @@ def embedding(ids: Tensor, weight: Tensor, first_row: int = 0) -> Tensor:
         return reference.embedding(ids, weight, first_row)
     out = core.empty((ids.shape[0], weight.shape[1]), weight.dtype)
     core.launch(_EMBEDDING, (ids, weight, out), (first_row,))
+    return out
+
+
+def take_rows(x: Tensor, rows: Tensor) -> Tensor:
+    """x[rows]. x: [t, d]; rows: [m] int64, each in [0, t); returns [m, d]."""
+    check.tensor("take_rows", "rows", rows, (None,), torch.int64)
+    check.tensor("take_rows", "x", x, (None, None), check.ACTIVATIONS)
+    if core.isa() == "reference":
+        return reference.take_rows(x, rows)
+    out = core.empty((rows.shape[0], x.shape[1]), x.dtype)
+    core.launch(_TAKE_ROWS, (rows, x, out))
+    return out
+
+
+def repeat_row(row: Tensor | None, m: int, n: int, dtype: torch.dtype) -> Tensor:
+    """[m, n] of which every row is `row` [n], contiguous and of the same dtype; zeros without one."""
+    if row is not None:
+        check.tensor("repeat_row", "row", row, (n,), dtype)
+    if core.isa() == "reference":
+        return reference.repeat_row(row, m, n, dtype)
+    out = core.empty((m, n), dtype)
+    if out.numel():
+        core.launch(_REPEAT_ROW, (row, out))
+    return out
+
+
+def join_columns(parts: Tensor, starts: Tensor, n: int) -> Tensor:
+    """The columns of several matrices side by side, without the padding that made them equally wide.
+
+    parts: [r, m, w]; starts: [r + 1] int64, from 0 to n: columns starts[i] to starts[i + 1] of the result are the first
+    ones of part i. Returns [m, n].
+    """
+    check.tensor("join_columns", "parts", parts, (None, None, None), check.ACTIVATIONS)
+    check.tensor("join_columns", "starts", starts, (parts.shape[0] + 1,), torch.int64)
+    if core.isa() == "reference":
+        return reference.join_columns(parts, starts, n)
+    out = core.empty((parts.shape[1], n), parts.dtype)
+    core.launch(_JOIN_COLUMNS, (parts, starts, out))
     return out
 
 

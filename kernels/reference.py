@@ -79,6 +79,32 @@ def embedding(ids: Tensor, weight: Tensor, first_row: int = 0) -> Tensor:
     return out
 
 
+def take_rows(x: Tensor, rows: Tensor) -> Tensor:
+    """x[rows]; no negative numbers."""
+    if rows.numel() and not 0 <= int(rows.min()) <= int(rows.max()) < x.shape[0]:
+        bad = next(row for row in rows.tolist() if not 0 <= row < x.shape[0])
+        raise KernelError(f"take_rows: rows: expected values in [0, {x.shape[0]}), found {bad}")
+    return x[rows]
+
+
+def repeat_row(row: Tensor | None, m: int, n: int, dtype: torch.dtype) -> Tensor:
+    """[m, n] of `row` or zeros."""
+    return torch.zeros(m, n, dtype=dtype) if row is None else row.repeat(m, 1)
+
+
+def join_columns(parts: Tensor, starts: Tensor, n: int) -> Tensor:
+    """The first starts[i + 1] - starts[i] columns of each part, side by side."""
+    edges = starts.tolist()
+    widths = [stop - start for start, stop in zip(edges, edges[1:], strict=False)]
+    for part, width in enumerate(widths):
+        if not 0 <= width <= parts.shape[2] or edges[0] != 0 or edges[-1] != n:
+            raise KernelError(
+                f"join_columns: starts: expected ascending columns from 0 to {n} at most {parts.shape[2]} apart, "
+                f"found {edges[part]} to {edges[part + 1]} of part {part}"
+            )
+    return torch.cat([part[:, :width] for part, width in zip(parts, widths, strict=True)], dim=1)
+
+
 def argmax(logits: Tensor) -> Tensor:
     """Index of the first largest logit of every row."""
     for row, values in enumerate(logits):

@@ -13,6 +13,7 @@ sum of all the outputs (row parallel). Column then row needs one sum over the ra
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -45,8 +46,8 @@ class _Linear(Layer):
     def _project(self, x: Tensor, *, out_dtype: torch.dtype | None = None) -> Tensor:
         bias = self.bias.data if self.bias is not None and self.bias.shape[0] else None
         if self.weight.is_empty:
-            zeros = torch.zeros(*x.shape[:-1], self.weight.n, dtype=out_dtype or x.dtype)
-            return zeros if bias is None else zeros + bias
+            rows, n = x.shape[:-1], self.weight.n
+            return ops.repeat_row(bias, rows.numel(), n, out_dtype or x.dtype).view(*rows, n)
         return linear(x, self.weight.packed, bias, out_dtype=out_dtype)
 
 
@@ -196,12 +197,13 @@ class ParallelLMHead(_Linear):
         height = max(span.size for span in self.cut.spans)
         super().__init__(height, hidden, sharding.dtype, bias=bias)
         self._fill_rows(name, (vocab, hidden), self.span)
+        self._vocab = vocab
+        self._starts = torch.tensor([0, *accumulate(span.real for span in self.cut.spans)])
         self._sharding = sharding
 
     def __call__(self, x: Tensor) -> Tensor:
         parts = self._sharding.gather(self._project(x, out_dtype=torch.float32))
-        real = [part[..., : span.real] for part, span in zip(parts, self.cut.spans, strict=True)]
-        return real[0] if len(real) == 1 else torch.cat(real, dim=-1)
+        return parts[0, :, : self._vocab] if len(parts) == 1 else ops.join_columns(parts, self._starts, self._vocab)
 
 
 class TiedEmbedding(Layer):

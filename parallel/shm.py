@@ -96,9 +96,9 @@ class ShmGroup:
 
     def all_gather(self, x: Tensor) -> Tensor:
         flat = as_bytes(x)
-        out = torch.empty((self.size, *x.shape), dtype=x.dtype)
-        self._launch("all_gather", self._all_gather, (flat, as_bytes(out).view(self.size, -1)))
-        return out
+        out = core.empty((self.size, flat.numel()), torch.uint8)
+        self._launch("all_gather", self._all_gather, (flat, out))
+        return out.view(x.dtype).view(self.size, *x.shape)
 
     def broadcast(self, x: Tensor, root: int = 0) -> Tensor:
         checked_root(root, self.size)

@@ -27,7 +27,10 @@ class Model(Layer):
 
     @abstractmethod
     def forward(self, batch: Batch, caches: Sequence[KVLayer]) -> Tensor:
-        """fp32 logits [m, vocab] of the m rows that the batch names, the same bits on every rank."""
+        """fp32 logits [m, vocab] of the m rows that the batch names, the same bits on every rank.
+
+        Kernels and views only, and no look at values: decode steps are recorded (kernels/graph.py).
+        """
 
     @abstractmethod
     def ignore(self, name: str) -> bool:

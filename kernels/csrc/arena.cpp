@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <cstdio>
 #include <cstring>
+#include <iterator>
 #include <memory>
 #include <string>
 
@@ -91,13 +92,25 @@ void drop_file_pages(void* data, size_t bytes) {
   madvise(reinterpret_cast<void*>(first), last - first, MADV_DONTNEED);
 }
 
-Arena& Arena::instance() {
-  static Arena* arena = new Arena;  // never destroyed: tensors may die after static destructors
+const std::shared_ptr<Arena>& Arena::instance() {
+  static const auto* arena = [] {  // never destroyed: tensors may die after static destructors
+    pthread_atfork([] { instance()->lock_.lock(); }, [] { instance()->lock_.unlock(); },
+                   [] { instance()->lock_.unlock(); });
+    return new std::shared_ptr<Arena>(std::make_shared<Arena>());
+  }();
   return *arena;
 }
 
-Arena::Arena() {
-  pthread_atfork([] { instance().lock_.lock(); }, [] { instance().lock_.unlock(); }, [] { instance().lock_.unlock(); });
+Arena::~Arena() {
+  for (const auto& [start, size] : chunks_) unmap_pages(start, size);
+}
+
+bool Arena::contains(const void* data) {
+  std::lock_guard lock(lock_);
+  const auto after = chunks_.upper_bound(static_cast<char*>(const_cast<void*>(data)));
+  if (after == chunks_.begin()) return false;
+  const auto& [start, size] = *std::prev(after);
+  return data < start + size;
 }
 
 void* Arena::allocate(size_t bytes) {
@@ -126,12 +139,12 @@ void Arena::free(void* data) {
   used_blocks_.erase(block);
   forbid(start, size);
   const auto after = free_.find(start + size);
-  if (after != free_.end() && !chunk_starts_.count(after->first)) {
+  if (after != free_.end() && !chunks_.count(after->first)) {
     size += after->second;
     erase_free(after);
   }
   auto before = free_.lower_bound(start);
-  if (before != free_.begin() && !chunk_starts_.count(start)) {
+  if (before != free_.begin() && !chunks_.count(start)) {
     --before;
     if (before->first + before->second == start) {
       start = before->first;
@@ -146,7 +159,7 @@ void Arena::add_chunk(size_t bytes) {
   // Doubling: few mappings however large the activations become.
   const size_t size = round_up(std::max({bytes, mapped_, kFirstChunk}), kHuge);
   char* const start = static_cast<char*>(map_pages(size));
-  chunk_starts_.insert(start);
+  chunks_[start] = size;
   mapped_ += size;
   forbid(start, size);
   insert_free(start, size);

@@ -2,6 +2,7 @@
 #pragma once
 #include <cstddef>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <set>
 #include <utility>
@@ -17,17 +18,21 @@ void unmap_pages(void* data, size_t bytes);
 void drop_file_pages(void* data, size_t bytes);
 
 // Blocks of 64-byte multiples out of huge-page mappings that grow as needed: best fit, neighbours merged when freed.
-// Thread-safe: the last view of a tensor may die on any thread.
+// Thread-safe: the last view of a tensor may die on any thread. Every tensor shares the ownership of its arena.
 class Arena {
  public:
-  static Arena& instance();
+  static const std::shared_ptr<Arena>& instance();  // the process's, for whatever runs eagerly; never ends
+  Arena() = default;
+  ~Arena();
+  Arena(const Arena&) = delete;
+  Arena& operator=(const Arena&) = delete;
   void* allocate(size_t bytes);
   void free(void* data);
+  bool contains(const void* data);
   size_t mapped() const { return mapped_; }
   size_t used() const { return used_; }
 
  private:
-  Arena();
   void add_chunk(size_t bytes);
   void insert_free(char* start, size_t bytes);
   void erase_free(std::map<char*, size_t>::iterator block);
@@ -36,7 +41,7 @@ class Arena {
   std::map<char*, size_t> free_;  // by address
   std::set<std::pair<size_t, char*>> free_by_size_;
   std::map<char*, size_t> used_blocks_;
-  std::set<char*> chunk_starts_;  // blocks never merge across these
+  std::map<char*, size_t> chunks_;  // by address; blocks never merge across their starts
   size_t mapped_ = 0, used_ = 0;
 };
 

@@ -2,6 +2,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <memory>
 #include <string>
 #include <vector>
@@ -9,6 +10,7 @@
 #include "arena.h"
 #include "cpu.h"
 #include "dlpack.h"
+#include "graph.h"
 #include "peaks.h"
 #include "pool.h"
 #include "registry.h"
@@ -22,6 +24,13 @@ const dlpack::Exchange* exchange = nullptr;
 PyTypeObject* tensor_type = nullptr;
 PyObject* error_type = nullptr;
 Isa current = Isa::reference;
+
+// A graph, and the tensors that it reads or writes outside its own arena.
+struct Recording {
+  Graph graph;
+  std::vector<py::object> kept;
+};
+thread_local Recording* recording = nullptr;  // where launches of this thread go instead of running
 
 struct DTypeName {
   DType dtype;
@@ -104,6 +113,14 @@ void expect_at_most(int limit, Py_ssize_t found, const char* what) {
   }
 }
 
+void record(int id, const Call& call, const py::tuple& tensors) {
+  recording->graph.add(id, call);
+  for (int i = 0; i < call.args.num_tensors; ++i) {
+    const void* const data = call.args.tensors[i].data;
+    if (data && !recording->graph.arena()->contains(data)) recording->kept.push_back(tensors[i]);
+  }
+}
+
 void launch(int id, const py::tuple& tensors, const py::tuple& ints, const py::tuple& floats) {
   Call call;
   call.kernel = find_kernel(id, current);
@@ -120,6 +137,10 @@ void launch(int id, const py::tuple& tensors, const py::tuple& ints, const py::t
   for (int i = 0; i < args.num_ints; ++i) args.ints[i] = PyLong_AsLongLong(PyTuple_GET_ITEM(ints.ptr(), i));
   for (int i = 0; i < args.num_floats; ++i) args.floats[i] = PyFloat_AsDouble(PyTuple_GET_ITEM(floats.ptr(), i));
   if (PyErr_Occurred()) throw py::error_already_set();
+  if (recording) {
+    record(id, call, tensors);
+    return;
+  }
   py::gil_scoped_release unlocked;
   Pool::instance().run(&call, 1);
 }
@@ -129,10 +150,24 @@ struct Owner {
   dlpack::Managed managed;
   int64_t shape[kMaxDims], strides[kMaxDims];
   size_t bytes;
+  std::shared_ptr<Arena> arena;  // none for memory of its own
 };
 
-py::object make_tensor(const std::vector<int64_t>& shape, const DTypeName& type, void* (*allocate)(size_t),
-                       void (*release)(dlpack::Managed*)) {
+py::object import_tensor(std::unique_ptr<Owner> owner, void* data, size_t ndim, dlpack::DataType type,
+                         void (*release)(dlpack::Managed*)) {
+  dlpack::Managed& managed = owner->managed;
+  managed.version = {dlpack::kMajor, dlpack::kMinor};
+  managed.context = owner.get();
+  managed.deleter = release;
+  managed.flags = 0;
+  managed.tensor = {data, {dlpack::kCpu, 0}, static_cast<int32_t>(ndim), type, owner->shape, owner->strides, 0};
+  void* object = nullptr;
+  if (exchange->import_managed(&owner.release()->managed, &object) != 0) throw py::error_already_set();
+  return py::reinterpret_steal<py::object>(static_cast<PyObject*>(object));
+}
+
+// Sizes and contiguous strides.
+std::unique_ptr<Owner> make_owner(const std::vector<int64_t>& shape, const DTypeName& type) {
   if (!exchange) throw Error("attach() must come first");
   if (shape.size() > kMaxDims) {
     throw Error("empty: expected at most " + std::to_string(kMaxDims) + " dimensions, found " +
@@ -149,34 +184,41 @@ py::object make_tensor(const std::vector<int64_t>& shape, const DTypeName& type,
     }
   }
   owner->bytes = elements * type.bits / 8;
-  dlpack::Managed& managed = owner->managed;
-  managed.version = {dlpack::kMajor, dlpack::kMinor};
-  managed.context = owner.get();
-  managed.deleter = release;
-  managed.flags = 0;
-  managed.tensor = {allocate(owner->bytes),
-                    {dlpack::kCpu, 0},
-                    static_cast<int32_t>(shape.size()),
-                    {type.code, type.bits, 1},
-                    owner->shape,
-                    owner->strides,
-                    0};
-  void* object = nullptr;
-  if (exchange->import_managed(&owner.release()->managed, &object) != 0) throw py::error_already_set();
-  return py::reinterpret_steal<py::object>(static_cast<PyObject*>(object));
+  return owner;
 }
 
 py::object empty(const std::vector<int64_t>& shape, int dtype) {
-  return make_tensor(
-      shape, kDTypes[dtype], [](size_t bytes) { return Arena::instance().allocate(bytes); },
-      [](dlpack::Managed* managed) {
-        Arena::instance().free(managed->tensor.data);
-        delete static_cast<Owner*>(managed->context);
-      });
+  const DTypeName& type = kDTypes[dtype];
+  auto owner = make_owner(shape, type);
+  owner->arena = recording ? recording->graph.arena() : Arena::instance();
+  void* const data = owner->arena->allocate(owner->bytes);
+  return import_tensor(std::move(owner), data, shape.size(), {type.code, type.bits, 1}, [](dlpack::Managed* managed) {
+    auto* owner = static_cast<Owner*>(managed->context);
+    owner->arena->free(managed->tensor.data);
+    delete owner;
+  });
+}
+
+// The same memory, without its block in the arena: that may be used again while this tensor lives.
+py::object output_of(const Recording& self, const py::object& result) {
+  const dlpack::Tensor raw = borrow(result.ptr(), "Graph");
+  char* const data = static_cast<char*>(raw.data) + raw.byte_offset;
+  if (raw.ndim > kMaxDims || !self.graph.arena()->contains(data)) {
+    throw Error("Graph: expected the recorded step to return what a kernel made, found another tensor");
+  }
+  auto owner = std::make_unique<Owner>();
+  std::copy_n(raw.shape, raw.ndim, owner->shape);
+  std::copy_n(raw.strides, raw.ndim, owner->strides);
+  owner->arena = self.graph.arena();
+  return import_tensor(std::move(owner), data, static_cast<size_t>(raw.ndim), raw.dtype,
+                       [](dlpack::Managed* managed) { delete static_cast<Owner*>(managed->context); });
 }
 
 py::object alloc(int64_t bytes) {
-  return make_tensor({bytes}, kDTypes[static_cast<int>(DType::u8)], map_pages, [](dlpack::Managed* managed) {
+  const DTypeName& type = kDTypes[static_cast<int>(DType::u8)];
+  auto owner = make_owner({bytes}, type);
+  void* const data = map_pages(owner->bytes);
+  return import_tensor(std::move(owner), data, 1, {type.code, type.bits, 1}, [](dlpack::Managed* managed) {
     auto* owner = static_cast<Owner*>(managed->context);
     unmap_pages(managed->tensor.data, owner->bytes);
     delete owner;
@@ -250,5 +292,31 @@ PYBIND11_MODULE(_C, m) {
   m.def("measure_read", &measure_read, no_gil);
   m.def("measure_amx", &measure_amx, no_gil);
   m.def("measure_core_to_core", &measure_core_to_core, no_gil);
-  m.def("arena_bytes", [] { return std::pair(Arena::instance().used(), Arena::instance().mapped()); });
+  m.def("arena_bytes", [] { return std::pair(Arena::instance()->used(), Arena::instance()->mapped()); });
+  py::class_<Recording>(m, "Graph")
+      .def(py::init([](const Recording* share) {
+             return Recording{Graph(share ? share->graph.arena() : std::make_shared<Arena>()), {}};
+           }),
+           py::arg("share"))
+      .def("begin",
+           [](Recording& self) {
+             if (recording) throw Error("Graph: expected one recording at a time, found another under way");
+             recording = &self;
+           })
+      .def("end", [](Recording&) { recording = nullptr; })
+      .def("output", &output_of)
+      .def(
+          "run", [](const Recording& self) { self.graph.run(); }, no_gil)
+      .def("profile",
+           [](const Recording& self) {
+             const Graph::Profile profile = [&] {
+               py::gil_scoped_release unlocked;
+               return self.graph.profile();
+             }();
+             std::vector<std::pair<std::string, double>> entries;
+             for (const auto& [kernel, seconds] : profile.entries) entries.emplace_back(kernel, seconds);
+             return std::pair(entries, profile.seconds);
+           })
+      .def("__len__", [](const Recording& self) { return self.graph.size(); })
+      .def("memory", [](const Recording& self) { return self.graph.arena()->mapped(); });
 }

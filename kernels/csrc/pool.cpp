@@ -6,6 +6,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <chrono>
 #include <climits>
 #include <cstring>
 #include <memory>
@@ -22,6 +23,8 @@ constexpr int kSpinPauses = 4000;
 void futex(std::atomic<uint32_t>& word, int operation, uint32_t value) {
   syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), operation, value, nullptr, nullptr, 0);
 }
+
+int64_t now_ns() { return std::chrono::nanoseconds(std::chrono::steady_clock::now().time_since_epoch()).count(); }
 
 cpu_set_t only(int core) {
   cpu_set_t set;
@@ -200,9 +203,11 @@ void* Pool::thread_main(void* context) {
   }
 }
 
-void Pool::run(const Call* calls, size_t n) {
+void Pool::run(const Call* calls, size_t n, std::vector<Times>* times) {
   std::lock_guard lock(turn_);
   if (forked_) start_threads();
+  if (times) times->assign(n * static_cast<size_t>(count_), {});
+  times_ = times ? times->data() : nullptr;
   calls_ = calls;
   num_calls_ = n;
   failed_ = false;
@@ -223,7 +228,9 @@ void Pool::walk(int index) noexcept {
   try {
     for (size_t i = 0; i < num_calls_; ++i) {
       if (i != 0) team.barrier();
+      if (times_) times_[i * team.count + index].begin = now_ns();
       calls_[i].kernel(calls_[i].args, team);
+      if (times_) times_[i * team.count + index].end = now_ns();
     }
   } catch (const Aborted&) {
   } catch (...) {

@@ -19,6 +19,11 @@ struct Call {
   Args args;
 };
 
+// When a thread was inside a call, in nanoseconds of the steady clock.
+struct Times {
+  int64_t begin, end;
+};
+
 // A word that threads wait on: spinning first, if they may, then in the kernel (futex).
 class Signal {
  public:
@@ -46,8 +51,9 @@ class Pool {
   int threads() const { return count_; }
 
   // Runs the calls in order on all threads, with a barrier after each. The first exception thrown by any thread is
-  // rethrown here. Callers on several threads take turns.
-  void run(const Call* calls, size_t n);
+  // rethrown here. Callers on several threads take turns. `times` gets a row for every call, with an entry for every
+  // thread.
+  void run(const Call* calls, size_t n, std::vector<Times>* times = nullptr);
 
  private:
   friend class Team;
@@ -79,6 +85,7 @@ class Pool {
 
   const Call* calls_ = nullptr;
   size_t num_calls_ = 0;
+  Times* times_ = nullptr;
   bool stopping_ = false;
   Signal generation_;  // changes when there is work
   Signal running_;     // workers that have not finished it

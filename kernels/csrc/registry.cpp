@@ -37,11 +37,17 @@ int kernel_id(const std::string& name) {
   return known->second;
 }
 
-Kernel find_kernel(int id, Isa isa) {
+static const Entry& entry_of(int id) {
   if (id < 0 || id >= static_cast<int>(entries().size())) {
     throw Error("launch: expected a kernel number from kernel(), found " + std::to_string(id));
   }
-  const Entry& entry = entries()[id];
+  return entries()[id];
+}
+
+const std::string& kernel_name(int id) { return entry_of(id).name; }
+
+Kernel find_kernel(int id, Isa isa) {
+  const Entry& entry = entry_of(id);
   for (int i = static_cast<int>(isa); i > 0; --i) {
     if (entry.versions[i]) return entry.versions[i];
   }

@@ -115,7 +115,7 @@ class Llama(Model):
             x = layer.mlp(x)
             x = next_norm.add(x, residual)
         # Only the rows that somebody asked for: the vocabulary is the widest projection of all.
-        return self.head(x.index_select(0, batch.logit_rows))
+        return self.head(ops.take_rows(x, batch.logit_rows))
 
     def ignore(self, name: str) -> bool:
         return name.endswith(".rotary_emb.inv_freq") or (self.tied and name == "lm_head.weight")
