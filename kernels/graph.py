@@ -90,6 +90,10 @@ class Graph:
 class _KernelsOnly(TorchDispatchMode):
     """Lets views pass and refuses every other torch operation."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # torch would import its compiler for that, which takes more than a second
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not _is_view(func):
             raise KernelError(

@@ -9,8 +9,8 @@ import datetime
 import logging
 import time
 import weakref
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -55,6 +55,14 @@ class Group(Protocol):
         """Let go of the transport; no collective may follow."""
 
 
+@runtime_checkable
+class RecordableGroup(Group, Protocol):
+    """A group whose collectives are kernels, so that they can be part of a recorded step (kernels/graph.py)."""
+
+    def replay(self, run: Callable[[], object]) -> None:
+        """Call `run`, which repeats what was recorded. Raises as the recorded collectives do: GroupError."""
+
+
 class SingleGroup:
     """A group of one."""
 
@@ -70,6 +78,9 @@ class SingleGroup:
     def broadcast(self, x: Tensor, root: int = 0) -> Tensor:
         checked_root(root, self.size)
         return x
+
+    def replay(self, run: Callable[[], object]) -> None:
+        run()
 
     def barrier(self) -> None:
         return

@@ -9,6 +9,7 @@ import fcntl
 import mmap
 import os
 import struct
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -106,6 +107,9 @@ class ShmGroup:
         self._launch("broadcast", self._broadcast, (as_bytes(out),), root)
         return out
 
+    def replay(self, run: Callable[[], object]) -> None:
+        self._guarded("a recorded step", run)
+
     def barrier(self) -> None:
         none = torch.empty(0, dtype=torch.uint8)
         self._launch("barrier", self._all_gather, (none, none.expand(self.size, 0)))
@@ -120,10 +124,14 @@ class ShmGroup:
         self._segment = None
 
     def _launch(self, doing: str, kernel: int, tensors: tuple[Tensor, ...], *more: int) -> None:
+        arguments = (*tensors, self._segment)
+        self._guarded(doing, lambda: core.launch(kernel, arguments, (*self._ints, *more)))
+
+    def _guarded(self, doing: str, run: Callable[[], object]) -> None:
         if self._segment is None:
             raise GroupError(f"{doing} in a group that was closed")
         try:
-            core.launch(kernel, (*tensors, self._segment), (*self._ints, *more))
+            run()
         except KernelError as error:
             if self._broken[0] == 0:
                 raise

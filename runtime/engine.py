@@ -14,9 +14,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from tilerank.kernels import core
 from tilerank.loader.checkpoint import Checkpoint
 from tilerank.loader.config import ModelConfig
 from tilerank.loader.weights import LoadReport, load_weights
+from tilerank.parallel.group import RecordableGroup
 from tilerank.parallel.join import Team
 from tilerank.parallel.layer import Sharding
 from tilerank.parallel.shard import Strategy
@@ -24,6 +26,7 @@ from tilerank.parallel.shard import Strategy
 from . import sampling, step
 from .batch import Batch
 from .cache import BlockPool, allocate, default_capacity, num_blocks
+from .decode import DecodeGraphs
 from .errors import EngineError, RequestError
 from .registry import model_class, read_config
 from .sampling import Logprobs, SamplingParams
@@ -82,7 +85,8 @@ class Engine:
 
     dtype: of weights, activations and cache: bfloat16 or float32. strategy: how heads are cut (parallel/shard.py).
     context_length: the longest sequence, prompt and new tokens together, by default the model's. max_total_tokens:
-    tokens in the KV cache, of all sequences that run.
+    tokens in the KV cache, of all sequences that run. eager: run the model's Python in every decode step, instead of
+    replaying a recording of it (decode.py).
     """
 
     def __init__(
@@ -94,6 +98,7 @@ class Engine:
         strategy: Strategy = "auto",
         context_length: int | None = None,
         max_total_tokens: int | None = None,
+        eager: bool = False,
     ) -> None:
         self.config = _with_context(read_config(model_dir), context_length)
         self._team = team
@@ -106,6 +111,7 @@ class Engine:
         )
         self._caches = allocate(self._model.cache_specs(), self._capacity)
         self._pool = BlockPool(num_blocks(self._capacity))
+        self._decode = None if eager else self._decode_graphs()
         self._tables: dict[int, list[int]] = {}
         self._finished: list[int] = []
         self._next_number = 0
@@ -128,6 +134,7 @@ class Engine:
                 ready = [sequence for sequence, chunk in scheduled if chunk.logits]
                 chosen = sampling.choose(logits, [(s.params, len(s.tokens)) for s in ready])
                 now = time.monotonic() - began
+                events = []
                 for row, (sequence, token_id) in enumerate(zip(ready, chosen, strict=True)):
                     sequence.tokens.append(token_id)
                     reason = self._finish_reason(sequence)
@@ -136,7 +143,9 @@ class Engine:
                         self._release(sequence)
                     count = sequence.params.logprobs
                     logprobs = sampling.logprobs(logits[row], token_id, count) if count else None
-                    yield TokenEvent(index_of[sequence.number], token_id, now, reason, logprobs)
+                    events.append(TokenEvent(index_of[sequence.number], token_id, now, reason, logprobs))
+                # Now that nobody looks at the logits any more: whoever takes the events may run another step.
+                yield from events
         finally:
             for sequence in running:
                 self._release(sequence)
@@ -164,6 +173,27 @@ class Engine:
         like one that is lost to those that still listen."""
         self._team.channel.send(step.encode(Stop()))
         self._team.group.barrier()
+
+    def _decode_graphs(self) -> DecodeGraphs | None:
+        """None where decode steps have to run eagerly; all ranks agree, and rank 0 says why."""
+        group = self._team.group
+        reason = None
+        if core.isa() == "reference":
+            reason = "kernels run in plain torch"
+        elif not isinstance(group, RecordableGroup):
+            reason = f"collectives of {type(group).__name__} cannot be recorded"
+        if reason is not None or not isinstance(group, RecordableGroup):
+            if group.rank == 0:
+                log.info("decode steps run eagerly: %s", reason)
+            return None
+        return DecodeGraphs(
+            self._model,
+            self._caches,
+            group,
+            max_rows=MAX_RUNNING,
+            max_pages=num_blocks(min(self._capacity, self.config.max_position_embeddings)),
+            spare_page=self._pool.total,
+        )
 
     def _admissible(self, index: int, request: Request, slack: int = 1) -> _Sequence:
         """A sequence for the request, or RequestError saying why it can never run. `slack`: new tokens at least."""
@@ -244,6 +274,8 @@ class Engine:
             self._tables.pop(number, None)
         for chunk in message.chunks:
             self._tables.setdefault(chunk.sequence, []).extend(chunk.new_blocks)
+        if self._decode is not None and self._decode.takes(message):
+            return self._decode.run(message, self._tables)
         return self._model.forward(Batch.of(message, self._tables), self._caches)
 
 

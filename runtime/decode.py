@@ -1,0 +1,145 @@
+"""Decode steps without Python: the model's forward recorded once per batch size, then replayed on new values.
+
+A step in which every sequence has one token and wants one row of logits has the same launches every time. They are
+recorded for some batch sizes (buckets), when first needed; a batch in between is filled up with rows of no sequence,
+which write to the cache's spare page. What changes from step to step is copied into tensors that all recorded steps
+read: token ids, positions, slots, lengths, and, when a sequence joins or leaves, the tables of pages.
+"""
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from tilerank.kernels.attention import KV_BLOCK, KVLayer
+from tilerank.kernels.graph import Graph, Profile
+from tilerank.parallel.group import RecordableGroup
+
+from .batch import Batch
+from .model import Model
+from .step import Step
+
+log = logging.getLogger(__name__)
+
+TILE_ROWS = 16
+"""From here on buckets are this far apart: rows that the matrix tiles compute anyway."""
+
+
+def bucket_of(rows: int) -> int:
+    """The batch size recorded for `rows` sequences: 1, 2, 4, 8, 16, then multiples of 16."""
+    return 1 << (rows - 1).bit_length() if rows <= TILE_ROWS else -(-rows // TILE_ROWS) * TILE_ROWS
+
+
+class DecodeGraphs:
+    """The recorded decode steps of a model over `caches`, for up to `max_rows` sequences of up to `max_pages` pages.
+
+    `spare_page`: a page of the caches that no sequence has.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        caches: Sequence[KVLayer],
+        group: RecordableGroup,
+        *,
+        max_rows: int,
+        max_pages: int,
+        spare_page: int,
+    ) -> None:
+        self._model = model
+        self._caches = caches
+        self._group = group
+        self._spare_page = spare_page
+        rows = bucket_of(max_rows)
+        self._max_rows = max_rows
+        self._inputs = Batch(
+            token_ids=torch.zeros(rows, dtype=torch.int64),
+            positions=torch.zeros(rows, dtype=torch.int64),
+            slots=torch.zeros(rows, dtype=torch.int64),
+            block_tables=torch.full((rows, max_pages), spare_page, dtype=torch.int32),
+            seq_lens=torch.ones(rows, dtype=torch.int32),
+            query_starts=torch.arange(rows + 1, dtype=torch.int32),
+            logit_rows=torch.arange(rows),
+        )
+        self._tabled: list[tuple[int, int] | None] = [None] * rows  # the sequence in a row of block_tables, its pages
+        self._graphs: dict[int, Graph] = {}
+
+    def takes(self, step: Step) -> bool:
+        """Is this a step that can be recorded?"""
+        return len(step.chunks) <= self._max_rows and all(
+            len(chunk.token_ids) == 1 and chunk.logits == 1 for chunk in step.chunks
+        )
+
+    def run(self, step: Step, tables: Mapping[int, list[int]]) -> Tensor:
+        """fp32 logits [sequences, vocab], valid until the next call. `tables`: the pages of the sequences, by number.
+
+        Raises what the step would raise eagerly.
+        """
+        graph = self._prepare(step, tables)
+        self._group.replay(graph.run)
+        return graph.output[: len(step.chunks)]
+
+    def profile(self, step: Step, tables: Mapping[int, list[int]]) -> Profile:
+        """Computes the step again and says where the time went."""
+        graph = self._prepare(step, tables)
+        profiles: list[Profile] = []
+        self._group.replay(lambda: profiles.append(graph.profile()))
+        return profiles[0]
+
+    def _prepare(self, step: Step, tables: Mapping[int, list[int]]) -> Graph:
+        rows = bucket_of(len(step.chunks))
+        self._fill(step, tables, rows)
+        if rows not in self._graphs:
+            self._graphs[rows] = self._record(rows)
+        return self._graphs[rows]
+
+    def _fill(self, step: Step, tables: Mapping[int, list[int]], rows: int) -> None:
+        token_ids, positions, slots, seq_lens = [], [], [], []
+        for row, chunk in enumerate(step.chunks):
+            table = tables[chunk.sequence]
+            if self._tabled[row] != (chunk.sequence, len(table)):
+                self._inputs.block_tables[row, : len(table)] = torch.tensor(table, dtype=torch.int32)
+                self._tabled[row] = (chunk.sequence, len(table))
+            token_ids.append(chunk.token_ids[0])
+            positions.append(chunk.start)
+            slots.append(table[chunk.start // KV_BLOCK] * KV_BLOCK + chunk.start % KV_BLOCK)
+            seq_lens.append(chunk.start + 1)
+        for row in range(len(step.chunks), rows):
+            # A sequence of one token in the spare page; each writes a place of its own there.
+            if self._tabled[row] is not None:
+                self._inputs.block_tables[row, 0] = self._spare_page
+                self._tabled[row] = None
+            token_ids.append(0)
+            positions.append(0)
+            slots.append(self._spare_page * KV_BLOCK + row % KV_BLOCK)
+            seq_lens.append(1)
+        self._inputs.token_ids[:rows] = torch.tensor(token_ids)
+        self._inputs.positions[:rows] = torch.tensor(positions)
+        self._inputs.slots[:rows] = torch.tensor(slots)
+        self._inputs.seq_lens[:rows] = torch.tensor(seq_lens, dtype=torch.int32)
+
+    def _record(self, rows: int) -> Graph:
+        whole = self._inputs
+        batch = Batch(
+            token_ids=whole.token_ids[:rows],
+            positions=whole.positions[:rows],
+            slots=whole.slots[:rows],
+            block_tables=whole.block_tables[:rows],
+            seq_lens=whole.seq_lens[:rows],
+            query_starts=whole.query_starts[: rows + 1],
+            logit_rows=whole.logit_rows[:rows],
+        )
+        began = time.perf_counter()
+        # All share one memory: a step's logits are used up before the next step.
+        share = next(iter(self._graphs.values()), None)
+        graph = Graph(lambda: self._model.forward(batch, self._caches), share=share)
+        log.debug(
+            "recorded a decode step of %d rows: %d launches in %.1f ms, %.1f MB of memory in all",
+            rows,
+            len(graph),
+            (time.perf_counter() - began) * 1e3,
+            graph.nbytes() / 1e6,
+        )
+        return graph
