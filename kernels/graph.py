@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -19,6 +19,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from . import core
 from .errors import KernelError
+
+if TYPE_CHECKING:
+    from . import _C
 
 
 @dataclass(frozen=True)
@@ -59,10 +62,10 @@ class Graph:
             raise KernelError("Graph: expected compiled kernels to record, found the rung reference")
         from . import _C
 
-        self._recorded = _C.Graph(share._recorded if share else None)
+        self._recorded: _C.Graph = _C.Graph(share._recorded if share else None)
         self._recorded.begin()
         try:
-            with _KernelsOnly():
+            with _KernelsOnly():  # type: ignore[no-untyped-call]
                 self.output: Tensor = self._recorded.output(step())
         finally:
             self._recorded.end()
@@ -87,7 +90,7 @@ class Graph:
         return len(self._recorded)
 
 
-class _KernelsOnly(TorchDispatchMode):
+class _KernelsOnly(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Lets views pass and refuses every other torch operation."""
 
     @classmethod

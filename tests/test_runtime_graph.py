@@ -1,0 +1,110 @@
+"""Decode steps replayed against the same steps run eagerly: the same bits, on any number of ranks."""
+
+import signal
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ranks import Ranks, run_ranks
+from tiny import make_checkpoint
+
+from tilerank.kernels import core
+from tilerank.runtime import registry
+from tilerank.runtime.decode import bucket_of
+
+DEMO = Path(__file__).parent.parent / "assets" / "demo-lm"
+
+pytestmark = pytest.mark.skipif(core.isa() == "reference", reason="plain torch cannot be recorded")
+
+# One of each family that there is, with heads, widths and vocabularies that three ranks cannot share evenly.
+TINY: dict[str, dict[str, Any]] = {
+    "llama": {"family": "llama3", "heads": 10, "kv_heads": 5, "head_dim": 24, "hidden": 160, "vocab": 777, "layers": 2},
+    "qwen2": {"family": "qwen2", "heads": 7, "kv_heads": 1, "hidden": 112, "inter": 208, "vocab": 777, "layers": 2},
+    "qwen3": {"family": "qwen3", "heads": 2, "kv_heads": 2, "head_dim": 40, "hidden": 130, "vocab": 801, "layers": 2},
+}
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp("graph")
+    return {model_type: str(make_checkpoint(tmp=folder, **options)) for model_type, options in TINY.items()}
+
+
+@cache
+def compared(tp: int, threads: int, models: tuple[str, ...]) -> list[list[dict[str, Any]]]:
+    return list(zip(*run_ranks(tp, "replay:compare", kwargs={"models": list(models)}, threads=threads), strict=True))
+
+
+def test_every_family_is_compared() -> None:
+    assert set(TINY) == set(registry._known())
+
+
+@pytest.mark.parametrize(("tp", "threads"), [(1, 1), (1, 2), (2, 1), (3, 2)])
+def test_replay_equals_eager_bit_for_bit(checkpoints: dict[str, str], tp: int, threads: int) -> None:
+    """Logits of every step of 44 requests, from 22 in a step down to one, on every rank."""
+    cases = compared(tp, threads, tuple(checkpoints.values()))
+    assert len(cases) == 2 * len(TINY)
+    for ranks in cases:
+        for found in ranks:
+            assert found["replayed"] == found["eager"] == ranks[0]["eager"], (found["model"], found["dtype"])
+            assert found["buckets"] == [1, 2, 4, 8, 16, 32]
+        steps = ranks[0]["eager"]
+        assert {int(step.split()[0]) for step in steps} == set(range(1, 23))
+        assert len(set(steps)) == len(steps)
+
+
+def test_buckets() -> None:
+    assert [bucket_of(rows) for rows in (1, 2, 3, 4, 5, 8, 9, 16, 17, 32, 33, 49, 256)] == [
+        *(1, 2, 4, 4, 8, 8, 16, 16, 32, 32, 48, 64, 256)
+    ]
+
+
+def test_collectives_are_recorded() -> None:
+    for found in run_ranks(3, "replay:record_collectives", threads=2):
+        assert found["equal"] == [True] * 10
+        assert found["closed"] == "a recorded step in a group that was closed"
+
+
+def test_other_groups_stay_eager_and_say_so_once() -> None:
+    said = run_ranks(2, "replay:stays_eager", kwargs={"model": str(DEMO)}, collectives="gloo")
+    assert said == [["decode steps run eagerly: collectives of GlooGroup cannot be recorded"], []]
+
+
+def test_collectives_that_are_no_kernels_cannot_slip_into_a_recording() -> None:
+    for said in run_ranks(2, "replay:gloo_is_refused", collectives="gloo"):
+        assert "expected kernels and views alone while a step is recorded" in said
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_rank_killed_during_replay_is_named_by_the_others(victim: int) -> None:
+    with Ranks(3, "replay:replay_in_lockstep_for_ever", threads=2, timeout_s=300) as ranks:
+        for rank in range(3):
+            ranks.wait_for(rank, "replaying")
+        ranks.signal(victim, signal.SIGKILL)
+        for rank in {0, 1, 2} - {victim}:  # long before the deadline
+            assert ranks.result(rank, 30).startswith(f"rank {victim} is gone during a recorded step")
+
+
+def test_a_stopped_rank_is_named_after_the_deadline() -> None:
+    with Ranks(3, "replay:replay_in_lockstep_for_ever", timeout_s=5) as ranks:
+        for rank in range(3):
+            ranks.wait_for(rank, "replaying")
+        ranks.signal(1, signal.SIGSTOP)
+        for rank in (0, 2):
+            assert ranks.result(rank, 30).startswith("rank 1 did not answer within 5 s during a recorded step")
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_an_engine_that_replays_ends_when_a_rank_is_killed(victim: int) -> None:
+    with Ranks(3, "replay:replay_for_ever", kwargs={"model": str(DEMO)}, timeout_s=300) as ranks:
+        ranks.wait_for(0, "replaying")
+        ranks.signal(victim, signal.SIGKILL)
+        for rank in {0, 1, 2} - {victim}:
+            assert ranks.result(rank, 30).startswith(f"[1] rank {victim} is gone")
+
+
+def test_plain_torch_stays_eager_and_says_so_once() -> None:
+    env = {"TILERANK_ISA": "reference"}
+    said = run_ranks(1, "replay:stays_eager", kwargs={"model": str(DEMO)}, env=env)
+    assert said == [["decode steps run eagerly: kernels run in plain torch"]]
