@@ -7,6 +7,7 @@ equal bits.
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import torch
@@ -95,7 +96,7 @@ def repeat_row(row: Tensor | None, m: int, n: int, dtype: torch.dtype) -> Tensor
 def join_columns(parts: Tensor, starts: Tensor, n: int) -> Tensor:
     """The first starts[i + 1] - starts[i] columns of each part, side by side."""
     edges = starts.tolist()
-    widths = [stop - start for start, stop in zip(edges, edges[1:], strict=False)]
+    widths = [stop - start for start, stop in pairwise(edges)]
     for part, width in enumerate(widths):
         if not 0 <= width <= parts.shape[2] or edges[0] != 0 or edges[-1] != n:
             raise KernelError(
