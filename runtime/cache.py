@@ -84,13 +84,11 @@ def num_blocks(tokens: int) -> int:
 
 
 def allocate(specs: Sequence[CacheSpec], tokens: int) -> list[KVLayer]:
-    """The caches of all layers, with pages for `tokens` tokens, and a last one that no sequence gets: what fills up a
-    batch writes there (decode.py). EngineError for a kind that has no allocator.
-    """
+    """The caches of all layers, with pages for `tokens` tokens. EngineError for a kind that has no allocator."""
     for layer, spec in enumerate(specs):
         if not isinstance(spec, PagedKV):
             raise EngineError(f"layer {layer} declares a {type(spec).__name__} cache, which cannot be allocated yet")
-    blocks = num_blocks(tokens) + 1
+    blocks = num_blocks(tokens)
     return [
         KVLayer.empty(blocks, spec.kv_heads, spec.head_dim, spec.dtype) for spec in specs if isinstance(spec, PagedKV)
     ]

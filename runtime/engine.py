@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from tilerank.kernels import core
+from tilerank.kernels.attention import KV_BLOCK
 from tilerank.loader.checkpoint import Checkpoint
 from tilerank.loader.config import ModelConfig
 from tilerank.loader.weights import LoadReport, load_weights
@@ -109,8 +110,9 @@ class Engine:
         self.load_report: LoadReport = load_weights(
             self._model, Checkpoint(model_dir), ignore=self._model.ignore, progress=group.rank == 0
         )
-        self._caches = allocate(self._model.cache_specs(), self._capacity)
         self._pool = BlockPool(num_blocks(self._capacity))
+        # A page more than the pool hands out: what fills up a recorded batch writes there.
+        self._caches = allocate(self._model.cache_specs(), (self._pool.total + 1) * KV_BLOCK)
         self._decode = None if eager else self._decode_graphs()
         self._tables: dict[int, list[int]] = {}
         self._finished: list[int] = []

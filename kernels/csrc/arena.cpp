@@ -102,7 +102,10 @@ const std::shared_ptr<Arena>& Arena::instance() {
 }
 
 Arena::~Arena() {
-  for (const auto& [start, size] : chunks_) unmap_pages(start, size);
+  for (const auto& [start, size] : chunks_) {
+    allow(start, size);
+    unmap_pages(start, size);
+  }
 }
 
 bool Arena::contains(const void* data) {
@@ -137,7 +140,7 @@ void Arena::free(void* data) {
   size_t size = block->second;
   used_ -= size - kGap;
   used_blocks_.erase(block);
-  forbid(start, size);
+  if (!replayed_) forbid(start, size);
   const auto after = free_.find(start + size);
   if (after != free_.end() && !chunks_.count(after->first)) {
     size += after->second;

@@ -22,7 +22,8 @@ void drop_file_pages(void* data, size_t bytes);
 class Arena {
  public:
   static const std::shared_ptr<Arena>& instance();  // the process's, for whatever runs eagerly; never ends
-  Arena() = default;
+  // `replayed`: a block that was given back is still written, by the runs of a graph.
+  explicit Arena(bool replayed = false) : replayed_(replayed) {}
   ~Arena();
   Arena(const Arena&) = delete;
   Arena& operator=(const Arena&) = delete;
@@ -37,6 +38,7 @@ class Arena {
   void insert_free(char* start, size_t bytes);
   void erase_free(std::map<char*, size_t>::iterator block);
 
+  const bool replayed_;
   std::mutex lock_;
   std::map<char*, size_t> free_;  // by address
   std::set<std::pair<size_t, char*>> free_by_size_;

@@ -295,7 +295,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("arena_bytes", [] { return std::pair(Arena::instance()->used(), Arena::instance()->mapped()); });
   py::class_<Recording>(m, "Graph")
       .def(py::init([](const Recording* share) {
-             return Recording{Graph(share ? share->graph.arena() : std::make_shared<Arena>()), {}};
+             return Recording{Graph(share ? share->graph.arena() : std::make_shared<Arena>(true)), {}};
            }),
            py::arg("share"))
       .def("begin",
