@@ -106,17 +106,17 @@ def same_score(engine: Engine, rows: int) -> bool:
 
 
 def fails(team: Team, *, culprit: int) -> None:
-    """One rank's model raises in the middle of a request."""
+    """One rank's step raises in the middle of a request."""
     engine = Engine(DEMO, team, dtype=torch.bfloat16)
     if team.group.rank == culprit:
-        forward, calls = engine._model.forward, iter(range(100))
+        run, calls = engine._run, iter(range(100))
 
         def broken(*args: Any) -> torch.Tensor:
             if next(calls) == 5:
                 raise ValueError("the culprit's own error")
-            return forward(*args)
+            return run(*args)
 
-        engine._model.forward = broken  # type: ignore[method-assign, assignment]
+        engine._run = broken  # type: ignore[method-assign, assignment]
     if team.group.rank == 0:
         for _ in engine.generate([Request([1, 2, 3], SamplingParams(max_new_tokens=20, ignore_eos=True))]):
             pass
