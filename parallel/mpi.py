@@ -31,8 +31,10 @@ class MpiJob:
             self.mpi.Init()
         world = self.mpi.COMM_WORLD
         if (world.rank, world.size) != (rank, size):
+            believed = f"rank {world.rank} of {world.size}"
+            self.mpi.Finalize()  # it would leave its shared memory behind
             raise GroupError(
-                f"MPI believes that this is rank {world.rank} of {world.size}, the launcher says {rank} of {size}: "
+                f"MPI believes that this is {believed}, the launcher says {rank} of {size}: "
                 "is mpirun of another MPI than the one that mpi4py loads?"
             )
 

@@ -184,3 +184,4 @@ def test_ranks_that_mpi_does_not_know_are_refused() -> None:
             assert ranks.wait(rank, 40) == 1
             expected = f"MPI believes that this is rank 0 of 1, the launcher says {rank} of 2"
             assert expected in ranks.output(rank), ranks.output(rank)
+            assert not list(Path("/dev/shm").glob(f"mpich_shm_{ranks.processes[rank].pid:x}_*"))
