@@ -11,7 +11,7 @@ help:
 
 # demo: three ranks continue a prompt with the model shipped in assets/
 demo: $(VENV)/.core
-	$(BIN)/tilerank generate assets/demo-lm --tp 3 --max-new-tokens 96 --prompt "The licence says that you may"
+	$(BIN)/tilerank generate assets/demo-lm --tp 3 --max-new-tokens 96 --prompt "In the beginning God"
 
 # test: the default suite
 test: $(VENV)/.test
