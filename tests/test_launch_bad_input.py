@@ -227,7 +227,7 @@ def big_model(path: Path, layers: int) -> Path:
 
 @pytest.fixture(scope="module")
 def slow_to_load(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return big_model(tmp_path_factory.mktemp("big") / "model", layers=24)
+    return big_model(tmp_path_factory.mktemp("big") / "model", layers=12)
 
 
 def test_rank_killed_while_loading(slow_to_load: Path) -> None:
