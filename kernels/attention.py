@@ -89,8 +89,11 @@ def attention(
     query_starts: Tensor,
     kv_map: Tensor,
     scale: float,
+    *,
+    causal: bool = True,
+    lse: Tensor | None = None,
 ) -> Tensor:
-    """Causal attention of a variable-length batch: prefill, prefill with a cached prefix, and decode.
+    """Attention of a variable-length batch: prefill, prefill with a cached prefix, and decode.
 
     q: [t, hq, head_dim] in the cache's dtype (last dim contiguous). Sequence i owns the rows query_starts[i] to
     query_starts[i + 1]; they are the *last* of its seq_lens[i] tokens, all of which are in the cache already: store_kv
@@ -99,6 +102,10 @@ def attention(
     seq_lens: [s] int32; query_starts: [s + 1] int32, from 0 to t.
     kv_map: [kv_heads, 2] int32, the first query head and the number of query heads of every KV head; a query head that
     no KV head serves gives zeros. scale multiplies the scores.
+    causal=False: every row of sequence i sees all of its seq_lens[i] tokens, and there may be any number of rows:
+    bidirectional attention, or attention over an encoder part in pages of its own. Over no tokens the result is zero.
+    lse: [t, hq] float32, receives log sum exp of every row's scaled scores (-inf where the row sees nothing), with
+    which results over parts of a sequence can be merged.
     Returns [t, hq, head_dim], contiguous. Scores, softmax and sums are fp32; on bfloat16 the rungs avx512 and amx round
     the probabilities before the product with V, as transformers does.
     Memory past seq_lens[i] in the last page may hold anything. A row's bits depend on its own query and its own tokens
@@ -109,8 +116,13 @@ def attention(
     check.tensor("attention", "block_tables", block_tables, (seq_lens.shape[0], None), torch.int32)
     check.tensor("attention", "query_starts", query_starts, (seq_lens.shape[0] + 1,), torch.int32)
     check.tensor("attention", "kv_map", kv_map, (cache.kv_heads, 2), torch.int32)
+    if lse is not None:
+        check.tensor("attention", "lse", lse, q.shape[:2], torch.float32)
     if core.isa() == "reference":
-        return reference.attention(q, cache, block_tables, seq_lens, query_starts, kv_map, scale)
+        return reference.attention(
+            q, cache, block_tables, seq_lens, query_starts, kv_map, scale, causal=causal, lse=lse
+        )
     out = core.empty(q.shape, q.dtype)
-    core.launch(_ATTENTION, (q, cache.k, cache.v, block_tables, seq_lens, query_starts, kv_map, out), floats=(scale,))
+    tensors = (q, cache.k, cache.v, block_tables, seq_lens, query_starts, kv_map, out, lse)
+    core.launch(_ATTENTION, tensors, (int(causal),), (scale,))
     return out

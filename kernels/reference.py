@@ -246,9 +246,14 @@ def attention(
     query_starts: Tensor,
     kv_map: Tensor,
     scale: float,
+    *,
+    causal: bool = True,
+    lse: Tensor | None = None,
 ) -> Tensor:
-    """Causal attention of the last tokens of every sequence over its cached tokens, in fp32 with one rounding."""
-    _check_batch(q, cache, block_tables, seq_lens, query_starts, kv_map)
+    """Attention of the last tokens of every sequence over its cached tokens, in fp32 with one rounding."""
+    _check_batch(q, cache, block_tables, seq_lens, query_starts, kv_map, causal)
+    if lse is not None:
+        lse.fill_(float("-inf"))
     out = torch.zeros_like(q, memory_format=torch.contiguous_format)
     starts = query_starts.tolist()
     for sequence, length in enumerate(seq_lens.tolist()):
@@ -257,15 +262,23 @@ def attention(
         for head, (first, count) in enumerate(kv_map.tolist()):
             head_keys, head_values = keys[:, head].float().contiguous(), values[:, head].float().contiguous()
             for row in range(start, stop):
-                seen = length - (stop - row) + 1
+                seen = length - (stop - row) + 1 if causal else length
                 # Exactly the visible keys, so that neither the batch nor later tokens touch the order of summation.
                 scores = q[row, first : first + count].float() @ head_keys[:seen].T * scale
+                if lse is not None:
+                    lse[row, first : first + count] = scores.logsumexp(dim=-1)
                 out[row, first : first + count] = (torch.softmax(scores, dim=-1) @ head_values[:seen]).to(q.dtype)
     return out
 
 
 def _check_batch(
-    q: Tensor, cache: KVLayer, block_tables: Tensor, seq_lens: Tensor, query_starts: Tensor, kv_map: Tensor
+    q: Tensor,
+    cache: KVLayer,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    query_starts: Tensor,
+    kv_map: Tensor,
+    causal: bool,
 ) -> None:
     """The values behind the shapes: everything that would make a kernel read or write out of bounds."""
     starts, lengths = query_starts.tolist(), seq_lens.tolist()
@@ -273,10 +286,11 @@ def _check_batch(
         raise KernelError(f"attention: query_starts: expected 0 to {q.shape[0]}, found {starts[0]} to {starts[-1]}")
     for i, length in enumerate(lengths):
         queries = starts[i + 1] - starts[i]
-        if not 0 <= queries <= length:
-            raise KernelError(
-                f"attention: query_starts: expected 0 to {length} queries of sequence {i}, found {queries}"
-            )
+        if length < 0:
+            raise KernelError(f"attention: seq_lens: expected at least 0 tokens of sequence {i}, found {length}")
+        most = length if causal else q.shape[0]
+        if not 0 <= queries <= most:
+            raise KernelError(f"attention: query_starts: expected 0 to {most} queries of sequence {i}, found {queries}")
         pages = -(-length // KV_BLOCK)
         if pages > block_tables.shape[1]:
             raise KernelError(

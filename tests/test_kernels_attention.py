@@ -174,6 +174,82 @@ def test_attention_is_that_of_torch() -> None:
     torch.testing.assert_close(batch.whole(0)[:, :6], expected, rtol=1e-5, atol=1e-5)
 
 
+# --- without a causal mask, and log sum exp --------------------------------------------------------------------------
+
+
+def attend_all(batch: Batch, q: list[Tensor], **options: Tensor) -> list[Tensor]:
+    """Rows q[i] over all tokens of sequence i, in one call."""
+    starts = torch.tensor([0, *accumulate(len(rows) for rows in q)], dtype=torch.int32)
+    lengths = torch.tensor(batch.lengths, dtype=torch.int32)
+    out = attention(
+        torch.cat(q), batch.cache, batch.tables, lengths, starts, batch.kv_map, batch.scale, causal=False, **options
+    )
+    return list(out.split([len(rows) for rows in q]))
+
+
+def full_attention(batch: Batch, i: int, q: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows q over all tokens of sequence i in float64, and the log sum exp of their scores."""
+    out = torch.zeros(q.shape, dtype=torch.float64)
+    lse = torch.full(q.shape[:2], -math.inf, dtype=torch.float64)
+    if batch.lengths[i]:
+        for kv_head, (first, count) in enumerate(batch.kv_map.tolist()):
+            for head in range(first, first + count):
+                scores = q[:, head].double() @ batch.k[i][:, kv_head].double().T * batch.scale
+                lse[:, head] = scores.logsumexp(-1)
+                out[:, head] = scores.softmax(-1) @ batch.v[i][:, kv_head].double()
+    return out, lse
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_request_sees_all_of_its_own_part_however_long(dtype: torch.dtype) -> None:
+    random = torch.Generator().manual_seed(5)
+    lengths = [0, 1, 31, 32, 33, 300, *torch.randint(0, 90, (122,), generator=random).tolist()]
+    batch = Batch(lengths, UNEVEN, 24, dtype).store_all()
+    counts = [3, 40, 1, 2, 35, 50, *torch.randint(0, 4, (122,), generator=random).tolist()]
+    q = [torch.randn(n, batch.q_heads, 24, generator=random).to(dtype) for n in counts]
+    lse = torch.full((sum(counts), batch.q_heads), math.nan)
+    found = attend_all(batch, q, lse=lse)
+    # Rounding of probabilities and of the result in bf16, a few roundings in fp32.
+    tolerance = 2e-2 if dtype == torch.bfloat16 else 2e-6
+    for i, (rows, of_rows) in enumerate(zip(found, lse.split(counts), strict=True)):
+        exact, exact_lse = full_attention(batch, i, q[i])
+        torch.testing.assert_close(rows.double(), exact, rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(of_rows.double(), exact_lse, rtol=1e-5, atol=1e-5)
+        assert torch.equal(rows == 0, exact == 0)  # nothing seen, or a head of padding: exact zeros
+    alone = Batch(lengths[5:6], UNEVEN, 24, dtype)
+    alone.k[0], alone.v[0] = batch.k[5], batch.v[5]
+    alone.store_all()
+    assert torch.equal(attend_all(alone, q[5:6])[0], found[5])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_parts_merge_by_their_log_sum_exp(dtype: torch.dtype) -> None:
+    whole, left, right = (Batch([n], GQA, 64, dtype) for n in (400, 150, 250))
+    for part, start, stop in ((left, 0, 150), (right, 150, 400)):
+        part.k[0], part.v[0] = whole.k[0][start:stop], whole.v[0][start:stop]
+    q, lse = whole.q[0][:20], torch.zeros(2, 20, whole.q_heads)
+    parts = [
+        attend_all(part.store_all(), [q], lse=of_part)[0] for part, of_part in zip((left, right), lse, strict=True)
+    ]
+    weights = lse[:, :, :6].softmax(0)[..., None]
+    merged = sum(weight * part[:, :6].float() for weight, part in zip(weights, parts, strict=True))
+    [expected] = attend_all(whole.store_all(), [q])
+    tolerance = 1e-2 if dtype == torch.bfloat16 else 1e-6
+    torch.testing.assert_close(merged, expected[:, :6].float(), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_log_sum_exp_of_causal_rows(dtype: torch.dtype) -> None:
+    batch = Batch([90], [(0, 1)], 32, dtype).store_all()
+    lse = torch.zeros(90, 2)
+    starts, lengths = ints(0, 90), ints(90)
+    attention(batch.q[0], batch.cache, batch.tables, lengths, starts, batch.kv_map, batch.scale, lse=lse)
+    scores = batch.q[0][:, 0].double() @ batch.k[0][:, 0].double().T * batch.scale
+    exact = scores.masked_fill(torch.ones(90, 90).triu(1) > 0, -math.inf).logsumexp(-1)
+    torch.testing.assert_close(lse[:, 0].double(), exact, rtol=1e-5, atol=1e-5)
+    assert bool((lse[:, 1] == -math.inf).all())  # a head of padding
+
+
 # --- bits ----------------------------------------------------------------------------------------------------------
 
 
@@ -321,6 +397,8 @@ def ints(*values: int | list[int]) -> Tensor:
         ({"query_starts": ints(0, 3, 5)}, "query_starts: expected 0 to 4, found 0 to 5"),
         ({"query_starts": ints(1, 3, 4)}, "query_starts: expected 0 to 4, found 1 to 4"),
         ({"query_starts": ints(0, 2, 4)}, "query_starts: expected 0 to 1 queries of sequence 1, found 2"),
+        ({"seq_lens": ints(40, -1)}, "seq_lens: expected at least 0 tokens of sequence 1, found -1"),
+        ({"lse": torch.zeros(4, 5)}, "lse: expected shape [4, 6], found [4, 5]"),
         ({"query_starts": ints(0, 5, 4)}, "query_starts: expected 0 to 1 queries of sequence 1, found -1"),
         ({"block_tables": ints([0, 1])}, "block_tables: expected shape [2, any], found [1, 2]"),
         ({"block_tables": ints([0], [2])}, "block_tables: expected 2 pages for sequence 0, found 1"),

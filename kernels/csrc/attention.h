@@ -120,7 +120,7 @@ static void product(const Left<T>* a, int64_t lda, int64_t rows, const T* b, int
 }
 
 struct Problem {
-  const Tensor &q, &k_pages, &v_pages, &block_tables, &out;
+  const Tensor &q, &k_pages, &v_pages, &block_tables, &out, &lse;
   float scale;
 
   int64_t page(int64_t sequence, int64_t index) const {
@@ -138,10 +138,11 @@ struct Task {
   int64_t query, queries;        // the sequence's rows of q
   int64_t kv_head, head, heads;  // first query head and their number
   int64_t row, rows;             // this task's part of the queries * heads rows
+  bool causal;                   // else every row sees all of the length
 
   int64_t tile_rows() const { return (rows + 15) / 16 * 16; }
   int64_t token(int64_t r) const { return (row + r) / heads; }
-  int64_t visible(int64_t r) const { return length - queries + token(r) + 1; }
+  int64_t visible(int64_t r) const { return causal ? length - queries + token(r) + 1 : length; }
   template <class T>
   T* element(const Tensor& t, int64_t r) const {
     return t.row<T>(query + token(r)) + (head + (row + r) % heads) * t.stride[1];
@@ -228,11 +229,13 @@ static void load_queries(const Problem& problem, const Task& task, int64_t d, Le
 template <class T>
 static void store_rows(const Problem& problem, const Task& task, int64_t d, const Scratch<T>& scratch) {
   for (int64_t r = 0; r < task.rows; ++r) {
-    const Vec sum_of_row = set(sum(load(scratch.sum + r * kLanes)));
+    const float total = sum(load(scratch.sum + r * kLanes));
+    if (problem.lse) *task.element<float>(problem.lse, r) = scratch.max[r] + std::log(total);
+    const Vec divisor = set(total == 0 ? 1.0f : total);  // a row that sees nothing is zero
     const float* o = scratch.o + r * kMaxDim;
     T* out = task.element<T>(problem.out, r);
     for (int64_t i = 0; i < d; i += kLanes) {
-      const Vec value = load(o + i) / sum_of_row + zero();  // + 0: no negative zero, whatever zeros were added before
+      const Vec value = load(o + i) / divisor + zero();  // + 0: no negative zero, whatever zeros were added before
       if (d - i < kLanes) {
         store(out + i, value, d - i);
       } else {
@@ -282,8 +285,11 @@ static void for_tasks(const Args& args, int64_t max_rows, F&& f) {
     const int32_t* start = query_starts.as<int32_t>() + sequence;
     for (int64_t kv_head = 0; kv_head < kv_map.size[0]; ++kv_head) {
       const int32_t* heads = kv_map.row<int32_t>(kv_head);
-      Task task{
-          sequence, seq_lens.as<int32_t>()[sequence], start[0], start[1] - start[0], kv_head, heads[0], heads[1], 0, 0};
+      Task task{sequence, seq_lens.as<int32_t>()[sequence],
+                start[0], start[1] - start[0],
+                kv_head,  heads[0],
+                heads[1], 0,
+                0,        args.integer(0) != 0};
       const int64_t rows = task.queries * task.heads;
       for (; task.row < rows; task.row += max_rows) {
         task.rows = std::min(max_rows, rows - task.row);
@@ -293,12 +299,14 @@ static void for_tasks(const Args& args, int64_t max_rows, F&& f) {
   }
 }
 
-// tensors: q, k pages, v pages, block_tables, seq_lens, query_starts, kv_map, out; floats: scale
+// tensors: q, k pages, v pages, block_tables, seq_lens, query_starts, kv_map, out, lse or none; ints: causal;
+// floats: scale
 static Problem checked_problem(const Args& args, Team& team) {
   const Tensor &q = args.tensor(0), &kv_map = args.tensor(6);
-  const Problem problem{q, args.tensor(1), args.tensor(2), args.tensor(3), args.tensor(7), args.real(0)};
-  check_batch(q, problem.block_tables, args.tensor(4), args.tensor(5), kv_map);
-  zero_unserved_heads(problem.out, kv_map, team);
+  const Problem problem{q,           args.tensor(1), args.tensor(2), args.tensor(3), args.tensor(7), args.tensor(8),
+                        args.real(0)};
+  check_batch(q, problem.block_tables, args.tensor(4), args.tensor(5), kv_map, args.integer(0) != 0);
+  clear_unserved_heads(problem.out, problem.lse, kv_map, team);
   return problem;
 }
 
@@ -307,7 +315,7 @@ static void attention_by_vectors(const Args& args, Team& team) {
   const Problem problem = checked_problem(args, team);
   Scratch<T> scratch;
   std::memset(static_cast<void*>(scratch.p), 0, sizeof scratch.p);
-  const auto cost = [](const Task& task) { return (task.rows + 8) * task.visible(task.rows - 1); };
+  const auto cost = [](const Task& task) { return (task.rows + 8) * (task.visible(task.rows - 1) + 1); };
   Deal deal;
   for_tasks(args, kRows, [&](const Task& task) { deal.total += cost(task); });
   for_tasks(args, kRows, [&](const Task& task) {

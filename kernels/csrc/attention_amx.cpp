@@ -21,149 +21,9 @@
 #else
 #include "amx.h"
 #include "attention.h"
+#include "attention_tiles.h"
 
 namespace tilerank::TR_RUNG {
-
-constexpr int64_t kGroup = 32;  // rows that go through the tiles together
-constexpr int64_t kTaskRows = 4 * kGroup;
-constexpr int64_t kChunkPages = 8;
-constexpr int64_t kTileChunk = kChunkPages * kBlock;  // tokens between two updates of the running maximum
-constexpr int64_t kSegment = 4 * kTileChunk;          // tokens that all groups meet before the next
-constexpr float kHeadroom = 16;                       // a probability may reach 2^kHeadroom before the shift follows
-constexpr int64_t kTile = 16 * 32;                    // bf16 elements of a tile
-constexpr int64_t kPageScores = kGroup * kBlock;      // of a group
-
-struct TileScratch {
-  alignas(64) float s[2][kPageScores];       // of two pages: [row][32 tokens]
-  alignas(64) bf16 p[kTileChunk * kGroup];   // [page][row][32 tokens]
-  alignas(64) bf16 q[kTaskRows * kMaxDim];   // [row / 16][dim / 32][row % 16][32]
-  alignas(64) float o[kTaskRows * kMaxDim];  // [row / 32][dim / 16][row % 32][16]
-  alignas(64) float sum[kTaskRows][16];      // lane by lane, added up at the end
-  alignas(64) float page_sum[kGroup][16];    // a page's part of it
-  alignas(64) bf16 tail[kMaxDim * kBlock];
-  float shift[kTaskRows];  // a whole number: a probability is 2^(score - shift)
-  int64_t visible[kTaskRows];
-};
-
-// A group of rows and the chunk of tokens it meets.
-struct Unit {
-  int64_t begin, group, pages;
-  const bf16 *k[kChunkPages], *v[kChunkPages];
-};
-
-// Memory to ask for soon, in pieces of two tiles: pages[i] + offset, or pages[0] + offset + i pieces.
-struct Ahead {
-  const bf16* const* pages = nullptr;
-  int64_t offset = 0, count = 0;
-  bool scattered = false;
-
-  void fetch(int64_t i) const {
-    if (i >= count) return;
-    const bf16* piece = offset + (scattered ? pages[i] : pages[0] + i * 2 * kTile);
-    for (int64_t at = 0; at < 2 * kTile; at += 32) _mm_prefetch(reinterpret_cast<const char*>(piece + at), _MM_HINT_T0);
-  }
-};
-
-// --- softmax -------------------------------------------------------------------------------------------------------
-
-// 2^x within 4e-6, far below the rounding of the result to bf16; 2^-inf = 0.
-static inline __m512 power_of_two(__m512 x) {
-  const __m512 r = _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);  // x - floor(x)
-  __m512 p = _mm512_fmadd_ps(r, _mm512_set1_ps(0.01355575f), _mm512_set1_ps(0.05203237f));
-  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(0.24137976f));
-  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(0.69303212f));
-  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.0f));
-  return _mm512_scalef_ps(p, x);  // p 2^floor(x)
-}
-
-// 16 scores, of which the first `n` are seen and the rest become -inf.
-static inline __m512 seen_scores(const float* s, int64_t n) {
-  const __m512 hidden = _mm512_set1_ps(-std::numeric_limits<float>::infinity());
-  return _mm512_mask_load_ps(hidden, first_lanes(std::clamp<int64_t>(n, 0, 16)), s);
-}
-
-// The scores of a page to probabilities and their sums, for `rows` rows; returns the largest exponent. Row r sees the
-// first visible[r] - begin of the page's tokens, the rest become zeros. Whole: all rows see all.
-template <bool Whole>
-static float page_probabilities(const float* s, bf16* p, int64_t rows, const int64_t* visible, int64_t begin,
-                                float scale, const float* shift, float (*sums)[16]) {
-  const __m512 factor = _mm512_set1_ps(scale);
-  __m512 largest = _mm512_set1_ps(-std::numeric_limits<float>::infinity());
-  for (int64_t r = 0; r < rows; ++r, s += kBlock, p += kBlock) {
-    __m512 x[2];
-    for (int i = 0; i < 2; ++i) {
-      const __m512 score = Whole ? _mm512_load_ps(s + 16 * i) : seen_scores(s + 16 * i, visible[r] - begin - 16 * i);
-      x[i] = _mm512_fmsub_ps(score, factor, _mm512_set1_ps(shift[r]));
-      largest = _mm512_max_ps(largest, x[i]);
-    }
-    const __m512 a = power_of_two(x[0]), b = power_of_two(x[1]);
-    _mm512_store_ps(sums[r], _mm512_add_ps(a, b));
-    _mm512_store_si512(p, (__m512i)_mm512_cvtne2ps_pbh(b, a));
-  }
-  return _mm512_reduce_max_ps(largest);
-}
-
-// --- products ------------------------------------------------------------------------------------------------------
-
-// Tiles 0..3: sums of two row tiles times two lane groups; 4, 5: the row tiles; 6, 7: the lane groups.
-template <int RowTiles, int Groups, class F>
-static inline void for_sums(F&& f) {
-  f(std::integral_constant<int, 0>{}, std::integral_constant<int, 0>{});
-  if constexpr (Groups > 1) f(std::integral_constant<int, 0>{}, std::integral_constant<int, 1>{});
-  if constexpr (RowTiles > 1) f(std::integral_constant<int, 1>{}, std::integral_constant<int, 0>{});
-  if constexpr (RowTiles > 1 && Groups > 1) f(std::integral_constant<int, 1>{}, std::integral_constant<int, 1>{});
-}
-
-// One step of 32 summands: a, a2 are the row tiles with rows lda bytes apart, b and b2 the groups' [16][16][2].
-template <int RowTiles, int Groups>
-static inline void step(const bf16* a, const bf16* a2, int64_t lda, const bf16* b, const bf16* b2) {
-  tile_load<6>(b, 64);
-  tile_load<4>(a, lda);
-  if constexpr (RowTiles > 1) tile_load<5>(a2, lda);
-  if constexpr (Groups > 1) tile_load<7>(b2, 64);
-  for_sums<RowTiles, Groups>([](auto row, auto group) { tile_dot_bf16<row * 2 + group, 4 + row, 6 + group>(); });
-}
-
-// s of one page = q k^T
-template <int RowTiles>
-static inline void page_scores(const bf16* q, const bf16* k, int64_t d, float* s, const Ahead& ahead) {
-  const int64_t steps = (d + 31) / 32, whole = d / 32;
-  const bf16* q2 = q + steps * kTile;
-  for_sums<RowTiles, 2>([](auto row, auto group) { tile_zero<row * 2 + group>(); });
-  for (int64_t i = 0; i < whole; ++i) {
-    ahead.fetch(i);
-    step<RowTiles, 2>(q + i * kTile, q2 + i * kTile, 64, k + i * kTile, k + d * 16 + i * kTile);
-  }
-  if (whole < steps) {
-    // A tile is 32 dims high: the rest comes from a copy padded with zeros (what follows in the page may be anything).
-    alignas(64) bf16 rest[2][kTile] = {};
-    for (int group = 0; group < 2; ++group) {
-      std::memcpy(rest[group], k + group * d * 16 + whole * kTile, static_cast<size_t>(d % 32 * 16 * 2));
-    }
-    ahead.fetch(whole);
-    step<RowTiles, 2>(q + whole * kTile, q2 + whole * kTile, 64, rest[0], rest[1]);
-  }
-  for_sums<RowTiles, 2>(
-      [&](auto row, auto group) { tile_store<row * 2 + group>(s + row * 16 * kBlock + group * 16, kBlock * 4); });
-}
-
-// o += p v for one or two lane groups, over the pages of a unit.
-template <int RowTiles, int Groups>
-static inline void lane_values(const bf16* p, const Unit& unit, int64_t lane_group, float* o, const Ahead& ahead) {
-  float* const sums = o + lane_group * kGroup * 16;
-  const auto at = [&](auto row, auto group) { return sums + group * kGroup * 16 + row * 256; };
-  if (unit.begin == 0) {
-    for_sums<RowTiles, Groups>([](auto row, auto group) { tile_zero<row * 2 + group>(); });
-  } else {
-    for_sums<RowTiles, Groups>([&](auto row, auto group) { tile_load<row * 2 + group>(at(row, group), 64); });
-  }
-  for (int64_t page = 0; page < unit.pages; ++page) {
-    ahead.fetch(page);
-    const bf16 *a = p + page * kPageScores, *v = unit.v[page] + lane_group * 16 * kBlock;
-    step<RowTiles, Groups>(a, a + kTile, 64, v, v + 16 * kBlock);
-  }
-  for_sums<RowTiles, Groups>([&](auto row, auto group) { tile_store<row * 2 + group>(at(row, group), 64); });
-}
 
 // --- a task --------------------------------------------------------------------------------------------------------
 
@@ -190,6 +50,10 @@ class TileTask {
         groups_((task.rows + kGroup - 1) / kGroup) {}
 
   void run() {
+    if (task_.visible(task_.rows - 1) == 0) {
+      clear_rows();
+      return;
+    }
     load_rows();
     Unit units[2];
     look_up(units[0], 0, 0);
@@ -350,9 +214,20 @@ class TileTask {
     std::memset(scratch_.sum, 0, sizeof(scratch_.sum[0]) * static_cast<size_t>(task_.rows));
   }
 
+  void clear_rows() const {
+    for (int64_t r = 0; r < task_.rows; ++r) {
+      std::memset(static_cast<void*>(task_.element<bf16>(problem_.out, r)), 0, sizeof(bf16) * static_cast<size_t>(d_));
+      if (problem_.lse) *task_.element<float>(problem_.lse, r) = -std::numeric_limits<float>::infinity();
+    }
+  }
+
   void store_rows() const {
     for (int64_t r = 0; r < task_.rows; ++r) {
-      const Vec factor = set(1.0f / sum(load(scratch_.sum[r])));
+      const float total = sum(load(scratch_.sum[r]));
+      if (problem_.lse) {
+        *task_.element<float>(problem_.lse, r) = (scratch_.shift[r] + std::log2(total)) * 0.693147180559945309f;
+      }
+      const Vec factor = set(1.0f / total);
       const float* o = scratch_.o + r / kGroup * kGroup * lane_groups_ * 16 + r % kGroup * 16;
       bf16* out = task_.element<bf16>(problem_.out, r);
       for (int64_t i = 0; i < d_; i += 16, o += kGroup * 16) {
@@ -385,7 +260,7 @@ static void attention(const Args& args, Team& team) {
   const Tiles tiles(config);
   // Few rows are bound by memory: reading a page costs about as much as four groups' arithmetic.
   const auto cost = [](const Task& task) {
-    return (task.rows + kGroup - 1 + 4 * kGroup) / kGroup * task.visible(task.rows - 1);
+    return (task.rows + kGroup - 1 + 4 * kGroup) / kGroup * (task.visible(task.rows - 1) + 1);
   };
   Deal deal;
   for_tasks(args, kTaskRows, [&](const Task& task) { deal.total += cost(task); });

@@ -1,6 +1,7 @@
 // What attention does besides arithmetic, once for all rungs.
 #pragma once
 #include <cstring>
+#include <limits>
 
 #include "kernel.h"
 
@@ -14,7 +15,7 @@ namespace tilerank {
 // Everything but the page numbers, which are checked where they are used: what would make the kernel leave its
 // arguments.
 inline void check_batch(const Tensor& q, const Tensor& block_tables, const Tensor& seq_lens, const Tensor& query_starts,
-                        const Tensor& kv_map) {
+                        const Tensor& kv_map, bool causal) {
   const int32_t *lengths = seq_lens.as<int32_t>(), *starts = query_starts.as<int32_t>();
   const int64_t sequences = seq_lens.size[0];
   if (starts[0] != 0 || starts[sequences] != q.size[0]) {
@@ -23,8 +24,10 @@ inline void check_batch(const Tensor& q, const Tensor& block_tables, const Tenso
   }
   for (int64_t i = 0; i < sequences; ++i) {
     const int64_t queries = int64_t{starts[i + 1]} - starts[i];
-    if (queries < 0 || queries > lengths[i]) {
-      attention_error("query_starts: expected 0 to ", lengths[i], " queries of sequence ", i, queries);
+    if (lengths[i] < 0) attention_error("seq_lens: expected at least ", 0, " tokens of sequence ", i, lengths[i]);
+    if (queries < 0 || (causal && queries > lengths[i])) {
+      const int64_t most = causal ? lengths[i] : q.size[0];
+      attention_error("query_starts: expected 0 to ", most, " queries of sequence ", i, queries);
     }
     const int64_t pages = (int64_t{lengths[i]} + 31) / 32;
     if (pages > block_tables.size[1]) {
@@ -53,8 +56,8 @@ struct Deal {
   }
 };
 
-// Heads of padding, which no KV head serves.
-inline void zero_unserved_heads(const Tensor& out, const Tensor& kv_map, Team& team) {
+// Heads of padding, which no KV head serves, attend over nothing.
+inline void clear_unserved_heads(const Tensor& out, const Tensor& lse, const Tensor& kv_map, Team& team) {
   const int64_t element = out.dtype == DType::f32 ? 4 : 2;
   const auto [begin, end] = team.share(out.size[0]);
   for (int64_t head = 0; head < out.size[1]; ++head) {
@@ -67,6 +70,7 @@ inline void zero_unserved_heads(const Tensor& out, const Tensor& kv_map, Team& t
     for (int64_t token = begin; token < end; ++token) {
       std::memset(out.as<char>() + (token * out.stride[0] + head * out.stride[1]) * element, 0,
                   static_cast<size_t>(out.size[2] * element));
+      if (lse) lse.row<float>(token)[head * lse.stride[1]] = -std::numeric_limits<float>::infinity();
     }
   }
 }
