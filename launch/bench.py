@@ -11,7 +11,9 @@ BENCHES = {
     "kernels": "every kernel as a share of reading memory or of the AMX peak, and against torch",
     "comm": "all-reduce and all-gather in shared memory and over gloo, from two ranks up",
     "model": "prefill and decode of a model, as shares of what the machine allows",
+    "compare": "a model against other systems with the same weights on the same cores, in turns",
     "make-model": "write a checkpoint of random weights in the shape of a public model",
+    "quality": "perplexity of a model on known text, for every dtype and number of ranks",
 }
 
 

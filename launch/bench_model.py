@@ -12,7 +12,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from . import bench_job
+from . import bench_chart, bench_job
 from .bench_job import EngineJob, model_config, whole_numbers
 from .bench_peaks import Peaks, add_json_argument, check_json_argument, peaks_of, write_json
 from .bench_work import ModelWork, Work
@@ -20,7 +20,7 @@ from .errors import LaunchError
 from .start import whole_number
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from tilerank.runtime.engine import Engine, TokenEvent
 
@@ -61,9 +61,8 @@ def add_case_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompt-tokens", type=whole_numbers(1), default=[512], metavar="N,N", help="default: 512")
     parser.add_argument("--batch", type=whole_numbers(1), default=[1, 4, 16], metavar="N,N", help="default: 1,4,16")
     parser.add_argument("--new-tokens", type=whole_number(1), default=32, metavar="N", help="decode steps of a run")
-    parser.add_argument(
-        "--repeat", type=whole_number(1), default=3, metavar="N", help="runs, of which the median counts"
-    )
+    parser.add_argument("--repeat", type=whole_number(1), default=3, metavar="N", help="runs; the median counts")
+    parser.add_argument("--first-seed", type=whole_number(0), default=0, help=argparse.SUPPRESS)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -71,13 +70,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_case_arguments(parser)
     bench_job.add_engine_arguments(parser)
     add_json_argument(parser)
+    bench_chart.add_chart_argument(parser)
     bench_job.add_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     if bench_job.is_rank(args):
-        return bench_job.run_as_rank(args, _job(args))
+        return bench_job.run_as_rank(args, job(args))
     check_json_argument(args)
+    bench_chart.check_chart_argument(args)
     check_cases(args)
     placement, cores = bench_job.placement_of(args)
     peaks = peaks_of(cores)
@@ -87,6 +88,7 @@ def run(args: argparse.Namespace) -> int:
     rows = report_rows(report, args, peaks)
     print("\n".join(text(rows, report, peaks, len(placement.ranks))))
     write_json(args, rows)
+    bench_chart.write_chart(args, rows)
     return 0
 
 
@@ -105,13 +107,13 @@ def check_cases(args: argparse.Namespace) -> None:
         )
 
 
-def prompt(case: Case, vocab: int, seed: int) -> list[list[int]]:
+def prompts(case: Case, vocab: int, seed: int) -> list[list[int]]:
     """The same random token ids for every system that is measured."""
     draw = random.Random(f"{case} {seed}")
     return [[draw.randrange(vocab) for _ in range(case.prompt_tokens)] for _ in range(case.batch)]
 
 
-def _job(args: argparse.Namespace) -> EngineJob:
+def job(args: argparse.Namespace) -> EngineJob:
     from tilerank.kernels.attention import KV_BLOCK
 
     # Each sequence takes whole pages.
@@ -131,7 +133,7 @@ def _measure(args: argparse.Namespace, engine: Engine, placement: Placement, pid
     todo = cases(args)
     for case in todo:
         _time(engine, Case(case.batch, min(case.prompt_tokens, WARM_UP_TOKENS), 2), seed=-1)
-    timings = [[_time(engine, case, seed) for seed in range(args.repeat)] for case in todo]
+    timings = [[_time(engine, case, args.first_seed + i) for i in range(args.repeat)] for case in todo]
     dtype = bench_job.engine_dtype(args)
     return {
         "ready_at": ready,
@@ -152,7 +154,7 @@ def _time(engine: Engine, case: Case, seed: int) -> Timing:
     from tilerank.runtime.sampling import SamplingParams
 
     params = SamplingParams(max_new_tokens=case.new_tokens + 1, ignore_eos=True)
-    requests = [Request(ids, params) for ids in prompt(case, engine.config.vocab_size, seed)]
+    requests = [Request(ids, params) for ids in prompts(case, engine.config.vocab_size, seed)]
     return timing_of(list(engine.generate(requests)), case)
 
 
@@ -183,11 +185,14 @@ def report_rows(report: dict[str, Any], args: argparse.Namespace, peaks: Peaks) 
     work = ModelWork(**report["work"])
     rows = []
     for case, runs in zip(cases(args), report["timings"], strict=True):
-        timing = Timing(*(statistics.median(run[name] for run in runs) for name in ("first_token", "prefill", "step")))
-        for row in phase_rows(case, timing, work, peaks):
+        for row in phase_rows(case, median_timing(runs), work, peaks):
             about = {name: report[name] for name in ("isa", "dtype", "tp", "load_s", "ready_s", "peak_rss")}
             rows.append({"system": "tilerank", "model": Path(args.model).name, **row, **about})
     return rows
+
+
+def median_timing(runs: Sequence[Mapping[str, float]]) -> Timing:
+    return Timing(*(statistics.median(run[name] for run in runs) for name in ("first_token", "prefill", "step")))
 
 
 def phase_rows(case: Case, timing: Timing, work: ModelWork, peaks: Peaks) -> list[dict[str, Any]]:

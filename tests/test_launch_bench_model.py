@@ -107,9 +107,9 @@ def test_timing_needs_a_step_of_all_sequences() -> None:
 
 def test_prompts_are_the_same_for_everybody() -> None:
     case = Case(3, 5, 1)
-    prompts = bench_model.prompt(case, 100, seed=0)
-    assert prompts == bench_model.prompt(case, 100, seed=0) != bench_model.prompt(case, 100, seed=1)
-    assert [len(ids) for ids in prompts] == [5, 5, 5] and all(0 <= id < 100 for ids in prompts for id in ids)
+    made = bench_model.prompts(case, 100, seed=0)
+    assert made == bench_model.prompts(case, 100, seed=0) != bench_model.prompts(case, 100, seed=1)
+    assert [len(ids) for ids in made] == [5, 5, 5] and all(0 <= id < 100 for ids in made for id in ids)
 
 
 def test_lists_of_numbers() -> None:

@@ -1,0 +1,144 @@
+"""`tilerank bench quality`: perplexity on known text, for every dtype and number of ranks."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from . import bench_job
+from .bench_job import EngineJob, model_config, whole_numbers
+from .bench_peaks import add_json_argument, check_json_argument, write_json
+from .errors import LaunchError
+from .start import whole_number
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from tilerank.runtime.engine import Engine
+
+    from .placement import Placement
+
+
+class EvalTokens(msgspec.Struct):
+    """A file of texts as token ids, with the perplexities that another implementation found."""
+
+    sequences: list[list[int]]
+    about: str = ""
+    fp32_perplexity: float | None = None
+    bf16_perplexity: float | None = None
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    bench_job.add_model_arguments(parser)
+    parser.add_argument(
+        "--tokens", type=Path, metavar="FILE", help='JSON with "sequences" (default: MODEL_DIR/eval_tokens.json)'
+    )
+    parser.add_argument("--limit", type=whole_number(1), metavar="N", help="only the first N sequences")
+    parser.add_argument("--dtypes", type=_dtypes, default=["bfloat16", "float32"], metavar="NAME,NAME")
+    parser.add_argument("--ranks", type=whole_numbers(1), default=[1, 2], metavar="N,N", help="numbers of ranks")
+    bench_job.add_engine_arguments(parser)
+    add_json_argument(parser)
+    bench_job.add_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    if bench_job.is_rank(args):
+        texts = read_tokens(args)
+        longest = max(map(len, texts.sequences))
+        return bench_job.run_as_rank(
+            args, EngineJob(args, total_tokens=longest + 32, measure=lambda *about: _measure(texts.sequences, *about))
+        )
+    check_json_argument(args)
+    if args.dtype != "auto" or args.tp is not None:
+        raise LaunchError("bench quality takes lists: --dtypes and --ranks instead of --dtype and --tp")
+    texts = read_tokens(args)
+    rows: list[dict[str, Any]] = []
+    print(f"{'dtype':<10}{'ranks':>6}{'perplexity':>13}{'of reference':>14}{'of first':>10}")
+    for dtype in args.dtypes:
+        for ranks in args.ranks:
+            argv = [*args.argv, "--dtype", dtype, "--log-level", "warning"]
+            found = bench_job.run_ranks(args, argv, ranks)
+            expected = texts.fp32_perplexity if dtype == "float32" else texts.bf16_perplexity
+            if args.limit is not None:
+                expected = None  # it is that of all sequences
+            rows.append(row_of(dtype, ranks, found, expected, rows[0]["perplexity"] if rows else None))
+            print(_text(rows[-1]), flush=True)
+    write_json(args, rows)
+    return 0
+
+
+def row_of(
+    dtype: str, ranks: int, found: dict[str, Any], expected: float | None, first: float | None
+) -> dict[str, Any]:
+    """A row for JSON. *_ratio: this perplexity over `expected`, the file's, and over `first`, the first row's."""
+    value = math.exp(found["loss"] / found["tokens"])
+    return {
+        "dtype": dtype,
+        "tp": ranks,
+        "isa": found["isa"],
+        "tokens": found["tokens"],
+        "perplexity": value,
+        "reference_perplexity": expected,
+        "reference_ratio": None if expected is None else value / expected,
+        "first_ratio": value / (value if first is None else first),
+    }
+
+
+def read_tokens(args: argparse.Namespace) -> EvalTokens:
+    """LaunchError unless the file has sequences that can be scored: two tokens or more, all in the vocabulary."""
+    config = model_config(args.model)
+    path: Path = args.tokens or args.model / "eval_tokens.json"
+    try:
+        texts = msgspec.json.decode(path.read_bytes(), type=EvalTokens)
+    except OSError as e:
+        raise LaunchError(f"{path}: cannot be read: {e.strerror}; expected a JSON file with token ids") from e
+    except msgspec.DecodeError as e:
+        raise LaunchError(f"{path}: {e}") from e
+    if args.limit is not None:
+        texts.sequences = texts.sequences[: args.limit]
+    if not texts.sequences:
+        raise LaunchError(f"{path}: sequences: expected at least one, found none")
+    for index, ids in enumerate(texts.sequences):
+        if not 2 <= len(ids) <= config.max_position_embeddings:
+            raise LaunchError(
+                f"{path}: sequence {index}: expected 2 to {config.max_position_embeddings} tokens, found {len(ids)}"
+            )
+        if wrong := [id for id in ids if not 0 <= id < config.vocab_size]:
+            raise LaunchError(
+                f"{path}: sequence {index}: token id {wrong[0]} is not in the vocabulary of {config.vocab_size}"
+            )
+    return texts
+
+
+def _measure(sequences: Sequence[list[int]], engine: Engine, placement: Placement, pids: list[int]) -> dict[str, Any]:
+    from tilerank.kernels import core
+
+    loss = sum(negative_log_likelihood(engine.score(ids), ids) for ids in sequences)
+    return {"loss": loss, "tokens": sum(len(ids) - 1 for ids in sequences), "isa": core.isa()}
+
+
+def negative_log_likelihood(logits: Tensor, ids: Sequence[int]) -> float:
+    """Of every token but the first, given those before it, added up in fp64. logits: [len(ids), vocab]."""
+    import torch
+
+    logs = torch.log_softmax(logits[:-1].double(), dim=-1)
+    return -float(logs.gather(1, torch.tensor(ids[1:]).unsqueeze(1)).sum())
+
+
+def _dtypes(text: str) -> list[str]:
+    known = bench_job.DTYPES[1:]
+    names = text.split(",")
+    if unknown := [name for name in names if name not in known]:
+        raise argparse.ArgumentTypeError(f"expected some of {', '.join(known)}, found {unknown[0]!r}")
+    return names
+
+
+def _text(row: dict[str, Any]) -> str:
+    reference = "-" if row["reference_ratio"] is None else f"{row['reference_ratio']:.5f}"
+    return f"{row['dtype']:<10}{row['tp']:>6}{row['perplexity']:>13.4f}{reference:>14}{row['first_ratio']:>10.5f}"

@@ -1,0 +1,153 @@
+"""bench compare, its chart, and bench quality: figures from known reports, and the commands on the demo model."""
+
+import argparse
+import json
+import math
+import sys
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from command import DEMO, run
+
+from tilerank.launch import bench, bench_chart, bench_compare, bench_quality
+from tilerank.launch.bench_compare import Peer
+from tilerank.launch.bench_model import Case
+from tilerank.launch.bench_peaks import Peaks
+from tilerank.launch.errors import LaunchError
+
+PEAKS = Peaks(stream_read_gbs=20.0, amx_bf16_tflops=4.0, core_to_core_ns=100.0)
+WORK = {"weight_bytes": 10**9, "matrix_elements": 10**9, "head_elements": 0, "kv_bytes": 0, "pair_flops": 0}
+
+
+def parse(*words: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    bench.add_arguments(parser)
+    return parser.parse_args(words)
+
+
+def report(prefill: float, step: float, **more: Any) -> dict[str, Any]:
+    timing = {"first_token": prefill, "prefill": prefill, "step": step}
+    return {"load_s": 1.0, "ready_s": 2.0, "timings": [timing], **more}
+
+
+def made_rows() -> list[dict[str, Any]]:
+    ours = [report(step, step / 10, dtype="bfloat16", tp=2, work=WORK) for step in (1.0, 9.0, 2.0)]
+    theirs = [report(step, step / 10, version="5.0") for step in (8.0, 4.0, 6.0)]
+    return bench_compare.rows_of({"tilerank": ours, "transformers": theirs}, [Case(4, 500, 8)], "tiny", PEAKS)
+
+
+def test_rows_are_medians_of_the_rounds() -> None:
+    rows = {(row["system"], row["phase"]): row for row in made_rows()}
+    ours, theirs = rows["tilerank", "prefill"], rows["transformers", "prefill"]
+    assert (ours["tokens_per_s"], theirs["tokens_per_s"]) == (4 * 500 / 2.0, pytest.approx(4 * 500 / 6.0))
+    assert theirs["ours_ratio"] == pytest.approx(3.0) and ours["ours_ratio"] == 1.0 and theirs["version"] == "5.0"
+    # 4 x 500 tokens x 2 x 1e9 at 4 TFLOP/s are 1 s; a step reads 1e9 bytes at 20 GB/s, 0.05 s.
+    assert ours["limit_share"] == pytest.approx(1.0 / 2.0) and theirs["limit_share"] == pytest.approx(1.0 / 6.0)
+    assert rows["tilerank", "decode"]["limit_share"] == pytest.approx(0.05 / 0.2)
+    printed = bench_compare.text(made_rows())
+    assert "transformers" in printed[2] and printed[2].endswith("3.00x")
+
+
+def test_chart_has_a_bar_for_every_row() -> None:
+    drawn = ElementTree.fromstring(bench_chart.draw(made_rows()))
+    name = "{http://www.w3.org/2000/svg}"
+    bars = [bar for bar in drawn.iter(f"{name}rect") if bar.get("height") == str(bench_chart.BAR)]
+    widths = [float(bar.attrib["width"]) for bar in bars]
+    # By phase, ours first; the widths are the shares, 0.5 : 1/6 : 0.25 : 1/12.
+    assert [width / widths[0] for width in widths] == pytest.approx([1, 1 / 3, 1 / 2, 1 / 6], abs=0.01)
+    full = bench_chart.WIDTH - bench_chart.LEFT - bench_chart.RIGHT
+    assert widths[0] == pytest.approx(full / 2, abs=0.1)
+    texts = [text.text for text in drawn.iter(f"{name}text")]
+    assert "prefill 500 x 4" in texts and "1,000 tokens/s · 0.50" in texts and texts.count("transformers") == 1
+
+
+def test_chart_names_are_escaped_and_shares_above_the_limit_fit() -> None:
+    rows = made_rows()
+    rows[0] |= {"model": "<&>", "limit_share": 2.0}
+    drawn = ElementTree.fromstring(bench_chart.draw(rows))
+    rects = list(drawn.iter("{http://www.w3.org/2000/svg}rect"))
+    right = max(float(rect.get("x", 0)) + float(rect.attrib["width"]) for rect in rects)
+    assert right <= bench_chart.WIDTH
+
+
+def test_peers_that_cannot_be_measured_say_why(tmp_path: Path) -> None:
+    assert Peer("transformers", sys.executable).obstacle() is None
+    assert Peer("transformers", str(tmp_path / "python")).obstacle() == (
+        f"{tmp_path / 'python'} cannot be run: No such file or directory"
+    )
+    without = tmp_path / "without"
+    without.write_text(f'#!/bin/sh\nexec {sys.executable} -S -I "$@"\n')
+    without.chmod(0o755)
+    assert Peer("transformers", str(without)).obstacle() == f"not installed: {without} has no module transformers"
+    assert Peer("vllm", sys.executable).obstacle() is not None
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (("compare", str(DEMO), "--chart", "x.png"), "--chart: expected a .svg file"),
+        (("model", str(DEMO), "--chart", "/nowhere/x.svg"), "--chart: expected a .svg file"),
+        (("compare", "/nowhere"), "/nowhere is not a directory"),
+        (("quality", str(DEMO), "--dtype", "float32"), "takes lists: --dtypes and --ranks"),
+        (("quality", str(DEMO), "--tp", "2"), "takes lists: --dtypes and --ranks"),
+        (("quality", str(DEMO), "--tokens", "/nowhere"), "/nowhere: cannot be read"),
+    ],
+)
+def test_refusals_come_before_any_work(words: tuple[str, ...], sentence: str) -> None:
+    with pytest.raises(LaunchError, match=sentence):
+        bench.run(parse(*words))
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        ("{}", "missing required field `sequences`"),
+        ("[", "tokens.json: "),
+        ('{"sequences": []}', "expected at least one"),
+        ('{"sequences": [[1, 2], [3]]}', "sequence 1: expected 2 to 4096 tokens, found 1"),
+        ('{"sequences": [[1, 4096]]}', "sequence 0: token id 4096 is not in the vocabulary of 4096"),
+    ],
+)
+def test_token_files_that_cannot_be_scored(content: str, sentence: str, tmp_path: Path) -> None:
+    file = tmp_path / "tokens.json"
+    file.write_text(content)
+    with pytest.raises(LaunchError, match=sentence):
+        bench.run(parse("quality", str(DEMO), "--tokens", str(file)))
+
+
+def test_likelihood_by_hand() -> None:
+    logits = torch.tensor([[math.log(3.0), 0.0], [0.0, 0.0], [9.0, 0.0]])
+    # 3/4 for token 0, then 1/2 for token 1; the last row predicts nothing that is known.
+    assert bench_quality.negative_log_likelihood(logits, [1, 0, 1]) == pytest.approx(-math.log(3 / 8), rel=1e-6)
+    row = bench_quality.row_of("float32", 2, {"loss": 2 * math.log(5.0), "tokens": 2, "isa": "amx"}, 4.0, 10.0)
+    assert row["perplexity"] == pytest.approx(5.0) and row["reference_ratio"] == pytest.approx(1.25)
+    assert row["first_ratio"] == pytest.approx(0.5)
+
+
+def test_bench_compare_from_end_to_end(tmp_path: Path) -> None:
+    file, chart = tmp_path / "rows.json", tmp_path / "chart.svg"
+    sizes = ("--prompt-tokens", 8, "--batch", 2, "--new-tokens", 2, "--repeat", 1, "--tp", 2)
+    result = run("bench", "compare", DEMO, "--with", "transformers,sglang", *sizes, "--json", file, "--chart", chart)
+    assert (result.status, result.errors) == (0, []), result.err
+    rows = json.loads(file.read_text())
+    assert [(row["system"], row["phase"]) for row in rows] == [
+        (system, phase) for system in ("tilerank", "transformers") for phase in ("prefill", "decode")
+    ]
+    assert all(row["tokens_per_s"] > 0 and row["load_s"] > 0 for row in rows)
+    assert "sglang: left out" in result.out and result.out.count("transformers") == 2
+    assert ElementTree.parse(chart).getroot().tag.endswith("svg")
+
+
+def test_bench_quality_finds_the_perplexity_of_transformers(tmp_path: Path) -> None:
+    file = tmp_path / "rows.json"
+    result = run("bench", "quality", DEMO, "--ranks", 2, "--dtypes", "float32,bfloat16", "--json", file)
+    assert (result.status, result.errors) == (0, []), result.err
+    known = json.loads((DEMO / "eval_tokens.json").read_text())
+    single, half = json.loads(file.read_text())
+    assert single["perplexity"] == pytest.approx(known["fp32_perplexity"], rel=1e-4)
+    assert half["perplexity"] == pytest.approx(known["bf16_perplexity"], rel=2e-3)
+    assert single["reference_ratio"] == pytest.approx(1, rel=1e-4) and half["first_ratio"] != 1.0
+    assert single["tokens"] == sum(len(ids) - 1 for ids in known["sequences"])
