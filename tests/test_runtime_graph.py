@@ -6,12 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from ranks import Ranks, run_ranks
 from tiny import make_checkpoint
 
 from tilerank.kernels import core
+from tilerank.parallel.join import Membership, join
 from tilerank.runtime import registry
 from tilerank.runtime.decode import bucket_of
+from tilerank.runtime.engine import Engine
+from tilerank.runtime.step import Chunk, Step
 
 DEMO = Path(__file__).parent.parent / "assets" / "demo-lm"
 
@@ -108,3 +112,17 @@ def test_plain_torch_stays_eager_and_says_so_once() -> None:
     env = {"TILERANK_ISA": "reference"}
     said = run_ranks(1, "replay:stays_eager", kwargs={"model": str(DEMO)}, env=env)
     assert said == [["decode steps run eagerly: kernels run in plain torch"]]
+
+
+def test_a_profile_counts_the_kernels_of_a_step() -> None:
+    engine = Engine(DEMO, join(Membership(0, 1, "", 0)), dtype=torch.float32, max_total_tokens=128)
+    assert engine._decode is not None
+    step = Step([Chunk(0, 40, [7], [], 1), Chunk(1, 0, [3], [], 1), Chunk(2, 31, [5], [], 1)], [])
+    tables = {0: [0, 1], 1: [2], 2: [3]}
+    logits = engine._decode.run(step, tables).clone()
+    runs = {kernel: count for kernel, (count, _) in engine._decode.profile(step, tables).by_kernel().items()}
+    layers = engine.config.num_layers
+    assert runs["attention"] == runs["store_kv"] == runs["rotary"] == runs["silu_mul"] == layers
+    assert runs["add_rms_norm"] == 2 * layers and runs["linear_f32"] == 4 * layers + 1
+    # It computed the same step again.
+    assert torch.equal(engine._decode.run(step, tables), logits)
