@@ -55,6 +55,11 @@ class TileTask {
       return;
     }
     load_rows();
+    TileConfig config;
+    // Few rows take few cycles.
+    const int rows = static_cast<int>(std::min<int64_t>(task_.rows, 16));
+    for (int tile = 0; tile < 8; ++tile) config.set(tile, tile < 6 ? rows : 16, 64);
+    const Tiles tiles(config);
     Unit units[2];
     look_up(units[0], 0, 0);
     bool more = true;
@@ -255,9 +260,6 @@ static void attention(const Args& args, Team& team) {
   }
   const Problem problem = checked_problem(args, team);
   auto& scratch = *static_cast<TileScratch*>(team.scratch(sizeof(TileScratch)));
-  TileConfig config;
-  for (int tile = 0; tile < 8; ++tile) config.set(tile, 16, 64);
-  const Tiles tiles(config);
   // Few rows are bound by memory: reading a page costs about as much as four groups' arithmetic.
   const auto cost = [](const Task& task) {
     return (task.rows + kGroup - 1 + 4 * kGroup) / kGroup * (task.visible(task.rows - 1) + 1);
