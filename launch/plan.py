@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 RANK_OVERHEAD = 300 << 20
 """Bytes of a rank beside weights and cache: interpreter, libraries, activations, the tensor that is being read."""
 
-_ORDER = ("query heads", "KV heads", "MLP width", "vocabulary")
+_ORDER = ("query heads", "KV heads", "MLP width", "expert width", "vocabulary")
 
 
 @dataclass(frozen=True)
@@ -226,6 +226,7 @@ def _cache_per_token(specs: Sequence[CacheSpec]) -> int:
 
 def _dimensions(model: Layer) -> Iterator[Dimension]:
     """The same dimension of many layers comes many times."""
+    from tilerank.parallel.experts import ParallelExperts
     from tilerank.parallel.layers import GateUpParallelLinear, ParallelLMHead, QKVParallelLinear, VocabParallelEmbedding
 
     for layer in model.walk():
@@ -235,6 +236,8 @@ def _dimensions(model: Layer) -> Iterator[Dimension]:
                 yield Dimension(name, total, 1, spans, max(span.size for span in spans) * len(spans) / total - 1)
         elif isinstance(layer, GateUpParallelLinear):
             yield Dimension("MLP width", layer.cut.total, layer.cut.unit, layer.cut.spans, layer.cut.waste)
+        elif isinstance(layer, ParallelExperts):
+            yield Dimension("expert width", layer.cut.total, layer.cut.unit, layer.cut.spans, layer.cut.waste)
         elif isinstance(layer, VocabParallelEmbedding | ParallelLMHead):
             yield Dimension("vocabulary", layer.cut.total, layer.cut.unit, layer.cut.spans, layer.cut.waste)
 

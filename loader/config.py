@@ -1,4 +1,4 @@
-"""config.json of a dense text model -> one typed, validated record.
+"""config.json of a text model -> one typed, validated record.
 
 Absent keys are not replaced by guesses: what the model families disagree on must be in the file. Both dialects are
 read: `rope_theta` + `rope_scaling` + `torch_dtype` (transformers 4), `rope_parameters` + `dtype` (transformers 5).
@@ -20,6 +20,7 @@ ROPE_TYPES = ("default", "llama3")
 _MAX_WIDTH = 1 << 20
 _MAX_VOCABULARY = 1 << 24
 _MAX_POSITIONS = 1 << 30
+_MAX_EXPERTS = 1 << 14
 
 
 @dataclass(frozen=True)
@@ -42,8 +43,21 @@ class RopeConfig:
 
 
 @dataclass(frozen=True)
+class ExpertsConfig:
+    """A mixture of experts in place of the dense MLP: `top_k` of `count` experts of `width` columns for every token."""
+
+    count: int
+    top_k: int
+    width: int
+    renormalize: bool
+    """Whether the weights of the chosen experts are made to add up to one."""
+    dense_layers: frozenset[int]
+    """Layers that keep a dense MLP, `intermediate_size` wide."""
+
+
+@dataclass(frozen=True)
 class ModelConfig:
-    """A dense text model's config.json; counts are the model's own, before any padding for tensor parallelism."""
+    """A text model's config.json; counts are the model's own, before any padding for tensor parallelism."""
 
     model_type: str
     architectures: tuple[str, ...]
@@ -66,6 +80,7 @@ class ModelConfig:
     bos_token_id: int | None
     raw: Mapping[str, Any] = field(repr=False, compare=False)
     """The whole of config.json, for what one family alone reads."""
+    experts: ExpertsConfig | None = None
 
 
 class Fields:
@@ -170,6 +185,7 @@ def load_config(model_dir: Path) -> ModelConfig:
         eos_token_ids=eos_token_ids,
         bos_token_id=bos_token_id,
         raw=values,
+        experts=_experts(c, num_layers) if model_type.endswith("_moe") else None,
     )
 
 
@@ -268,6 +284,25 @@ def _scaling(c: Fields, scaling: Fields, max_position_embeddings: int) -> Llama3
     holder = c if c.has("original_max_position_embeddings") else scaling
     original = holder.integer("original_max_position_embeddings", 1, _MAX_POSITIONS)
     return Llama3Scaling(scaling.number("factor", 0.0, 1e6), low, high, original)
+
+
+def _experts(c: Fields, num_layers: int) -> ExpertsConfig:
+    """The keys of Qwen's mixtures; a layer is sparse if its number, from 1, is a multiple of decoder_sparse_step."""
+    key = "num_experts" if c.has("num_experts") else "num_local_experts"  # what transformers 5 writes
+    count = c.integer(key, 1, _MAX_EXPERTS)
+    if c.has("num_local_experts") and c.integer("num_local_experts", 1, _MAX_EXPERTS) != count:
+        raise c.fail("num_local_experts", f"the {count} of num_experts")
+    step = c.integer("decoder_sparse_step", 1, 1 << 12) if c.has("decoder_sparse_step") else 1
+    listed = c.values["mlp_only_layers"] if c.has("mlp_only_layers") else []
+    if not isinstance(listed, list) or any(type(i) is not int or not 0 <= i < num_layers for i in listed):
+        raise c.fail("mlp_only_layers", f"a list of layers from 0 to {num_layers - 1}")
+    return ExpertsConfig(
+        count=count,
+        top_k=c.integer("num_experts_per_tok", 1, count),
+        width=c.integer("moe_intermediate_size", 1, _MAX_WIDTH),
+        renormalize=c.flag("norm_topk_prob"),
+        dense_layers=frozenset(i for i in range(num_layers) if i in listed or (i + 1) % step),
+    )
 
 
 def _special_ids(model_dir: Path, c: Fields, vocab_size: int) -> tuple[tuple[int, ...], int | None]:

@@ -13,6 +13,7 @@ from torch import Tensor
 from tilerank.kernels import core
 from tilerank.kernels.linear import PackedWeight
 
+from .errors import ShardError
 from .shard import TILE, Cut, HeadCut, Strategy, cut_even_padded, cut_heads, cut_uneven
 
 if TYPE_CHECKING:
@@ -43,6 +44,16 @@ class Sharding:
     def cut(self, total: int, unit: int = TILE) -> Cut:
         """A width or a vocabulary: uneven on tile edges, which no padding beats, unless padding was asked for."""
         return (cut_even_padded if self.strategy == "pad" else cut_uneven)(total, self.size, unit)
+
+    def cut_width(self, name: str, width: int) -> Cut:
+        """The width of the gated MLP (or experts) `name`, of which every rank must get a part, else ShardError."""
+        cut = self.cut(width)
+        if cut.units < self.size:
+            raise ShardError(
+                f"{name}: a width of {width} is {cut.units} units of {cut.unit} columns, "
+                f"so it can be cut over at most {cut.units} ranks, not {self.size}"
+            )
+        return cut
 
     def cut_heads(self, q_heads: int, kv_heads: int, head_dim: int, hidden: int) -> HeadCut:
         return cut_heads(

@@ -21,7 +21,6 @@ from torch import Tensor
 from tilerank.kernels import ops
 from tilerank.kernels.linear import linear
 
-from .errors import ShardError
 from .layer import Layer as Layer
 from .layer import PackedParameter, PlainParameter
 from .layer import Piece as Piece
@@ -49,6 +48,19 @@ class _Linear(Layer):
             rows, n = x.shape[:-1], self.weight.n
             return ops.repeat_row(bias, rows.numel(), n, out_dtype or x.dtype).view(*rows, n)
         return linear(x, self.weight.packed, bias, out_dtype=out_dtype)
+
+
+class ReplicatedLinear(_Linear):
+    """A projection [out, in] too small to be cut, whole on every rank: x[..., in] -> [..., out], the same bits
+    everywhere.
+    """
+
+    def __init__(self, name: str, in_features: int, out_features: int, sharding: Sharding) -> None:
+        super().__init__(out_features, in_features, sharding.dtype, bias=False)
+        self._fill_rows(name, (out_features, in_features), Span(0, out_features, out_features))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._project(x)
 
 
 class ColumnParallelLinear(_Linear):
@@ -153,12 +165,7 @@ class GateUpParallelLinear(_Linear):
         bias: bool = False,
         projections: Sequence[str] = ("gate_proj", "up_proj"),
     ) -> None:
-        self.cut = sharding.cut(width)
-        if self.cut.units < sharding.size:
-            raise ShardError(
-                f"{name}: a width of {width} is {self.cut.units} units of {self.cut.unit} columns, "
-                f"so it can be cut over at most {self.cut.units} ranks, not {sharding.size}"
-            )
+        self.cut = sharding.cut_width(name, width)
         self.span = self.cut.spans[sharding.rank]
         super().__init__(2 * self.span.size, hidden, sharding.dtype, bias=bias)
         for part, projection in enumerate(projections):

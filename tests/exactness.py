@@ -129,7 +129,8 @@ def errors(engine: Engine, wanted: dict[str, Tensor]) -> dict[str, float]:
         ours.append(row_errors(engine.score(wanted[f"{i}.token_ids"].tolist()), exact))
         theirs.append(row_errors(wanted[f"{i}.bfloat16"], exact))
     a, b = torch.cat(ours), torch.cat(theirs)
-    return {"mean": float(a.mean()), "max": float(a.max()), "hf_mean": float(b.mean()), "hf_max": float(b.max())}
+    statistics = {"mean": Tensor.mean, "median": Tensor.median, "max": Tensor.max}
+    return {f"{whose}{name}": float(f(x)) for whose, x in (("", a), ("hf_", b)) for name, f in statistics.items()}
 
 
 def prompts(wanted: dict[str, Tensor]) -> int:

@@ -17,11 +17,13 @@ from typing import Any
 import tiny
 import torch
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config, Qwen3MoeConfig
 
 
-def save_with_biases(family: str, out: Path, seed: int, dims: dict[str, Any]) -> None:
-    """What make_tiny.py has no option for: `attention_bias` and `mlp_bias`, and the config.json of transformers 5."""
+def save_special(family: str, out: Path, seed: int, dims: dict[str, Any]) -> None:
+    """What make_tiny.py has no option for: biases, mixtures with dense layers and weights that are not renormalised,
+    the config.json of transformers 5.
+    """
     shape = {
         "hidden_size": dims["hidden"],
         "intermediate_size": dims["inter"],
@@ -34,14 +36,24 @@ def save_with_biases(family: str, out: Path, seed: int, dims: dict[str, Any]) ->
     }
     if family == "llama_biases":
         config: Any = LlamaConfig(**shape, attention_bias=True, mlp_bias=True)
-    else:
+    elif family == "qwen3_biases":
         config = Qwen3Config(**shape, attention_bias=True)
+    else:
+        config = Qwen3MoeConfig(
+            **shape,
+            num_experts=dims["experts"],
+            num_experts_per_tok=dims["topk"],
+            moe_intermediate_size=dims["moe_inter"],
+            norm_topk_prob=False,
+            decoder_sparse_step=2,  # layers 1 and 3
+            mlp_only_layers=[3],
+        )
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for name, weight in model.named_parameters():
-            if weight.ndim == 2:
-                weight.normal_(0, 1.5 * weight.shape[1] ** -0.5)
+            if weight.ndim >= 2:
+                weight.normal_(0, 1.5 * weight.shape[-1] ** -0.5)
             elif name.endswith("bias"):
                 weight.normal_(0, 0.2)
             else:
@@ -50,8 +62,8 @@ def save_with_biases(family: str, out: Path, seed: int, dims: dict[str, Any]) ->
 
 
 def make(family: str, out: Path, seed: int, dims: dict[str, Any]) -> None:
-    if family.endswith("_biases"):
-        save_with_biases(family, out, seed, dims)
+    if family.endswith(("_biases", "_some_dense")):
+        save_special(family, out, seed, dims)
     else:
         shutil.move(tiny.make_checkpoint(family, out.parent, seed, **dims), out)
 

@@ -283,3 +283,27 @@ def test_command(capsys):
 def test_arguments_are_read_without_torch():
     code = "import sys, tilerank.launch.plan; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_experts_are_cut_by_their_width(tmp_path):
+    """Qwen3-30B-A3B: 24 units of 32 columns. Router and norms are whole on every rank, the experts cut."""
+    experts = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True}
+    config = config_of(tmp_path, model_type="qwen3_moe", **experts)
+    cuts = by_name(plan_on(Machine(SNC3), tmp_path, config, 5))
+    assert list(cuts) == ["query heads", "KV heads", "expert width", "vocabulary"]
+    assert [span.size for span in cuts["expert width"].spans] == [160, 160, 160, 160, 128]
+    assert cuts["expert width"].waste == pytest.approx(5 * 160 / 768 - 1)
+    plan = plan_on(sockets(1, 8), tmp_path, config, 1)
+    attention = 2048 * 128 * (2 * 32 + 2 * 4) + 2 * 2048 + 2 * 128
+    assert plan.parameters == 48 * (attention + 128 * (2048 + 3 * 2048 * 768)) + 2 * 151936 * 2048 + 2048
+    assert plan.weights == 2 * (plan.parameters + ROPE)
+    assert "expert width" in render(plan)
+    with pytest.raises(ShardError, match=r"mlp\.experts: a width of 768 is 24 units .* at most 24 ranks, not 25"):
+        plan_on(Machine(SNC3), tmp_path, config, 25, cores="none")
+
+
+def test_a_mixture_with_dense_layers_shows_both_widths(tmp_path):
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 96, "mlp_only_layers": [0, 47]}
+    cuts = by_name(plan_on(sockets(1, 8), tmp_path, config_of(tmp_path, model_type="qwen3_moe", **experts), 3))
+    assert [span.size for span in cuts["MLP width"].spans] == [2048] * 3
+    assert [span.size for span in cuts["expert width"].spans] == [32] * 3

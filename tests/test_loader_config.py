@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from mutate import json_mutations
 from tiny import make_checkpoint
 
-from tilerank.loader.config import Llama3Scaling, ModelConfig, RopeConfig, load_config, read_model_type
+from tilerank.loader.config import ExpertsConfig, Llama3Scaling, ModelConfig, RopeConfig, load_config, read_model_type
 from tilerank.loader.errors import ConfigError
 from tilerank.runtime.registry import read_config
 
@@ -300,7 +300,7 @@ def test_no_model_directory(tmp_path: Path) -> None:
 def test_unknown_family_is_refused_before_the_keys_that_it_spells_otherwise(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "wave_net", "text_config": {}}')
     assert read_model_type(tmp_path) == "wave_net"
-    with pytest.raises(ConfigError, match=r"model_type: expected one of llama, .*qwen3, found 'wave_net'"):
+    with pytest.raises(ConfigError, match=r"model_type: expected one of llama, .*qwen3_moe, found 'wave_net'"):
         read_config(tmp_path)
 
 
@@ -318,3 +318,74 @@ def test_mutated_config_never_raises_anything_else(tmp_path: Path, data: st.Data
     else:
         assert config.num_heads % config.num_kv_heads == 0
         assert config.head_dim % 2 == 0
+
+
+MIXTURE = LLAMA | {
+    "model_type": "qwen3_moe",
+    "num_hidden_layers": 6,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
+
+
+def test_mixture_of_experts(tmp_path: Path) -> None:
+    assert load_config(write(tmp_path, {}, MIXTURE)).experts == ExpertsConfig(128, 8, 768, True, frozenset())
+    assert load_config(write(tmp_path, {})).experts is None
+
+
+@pytest.mark.parametrize(
+    "changes, dense",
+    [
+        ({"decoder_sparse_step": ABSENT, "mlp_only_layers": None}, []),
+        ({"mlp_only_layers": [0, 5]}, [0, 5]),
+        ({"decoder_sparse_step": 2}, [0, 2, 4]),
+        ({"decoder_sparse_step": 3, "mlp_only_layers": [2]}, [0, 1, 2, 3, 4]),
+    ],
+)
+def test_dense_layers_of_a_mixture(tmp_path: Path, changes: dict[str, Any], dense: list[int]) -> None:
+    """By the numbers, and by what transformers builds."""
+    experts = load_config(write(tmp_path, changes, MIXTURE)).experts
+    assert experts is not None and experts.dense_layers == set(dense)
+    from transformers import Qwen3MoeConfig
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeDecoderLayer, Qwen3MoeMLP
+
+    values = {key: value for key, value in changes.items() if value is not ABSENT}
+    config = Qwen3MoeConfig(hidden_size=8, num_attention_heads=1, num_experts=2, num_hidden_layers=6, **values)
+    built = [isinstance(Qwen3MoeDecoderLayer(config, layer).mlp, Qwen3MoeMLP) for layer in range(6)]
+    assert [layer for layer in range(6) if built[layer]] == dense
+
+
+def test_experts_as_transformers_5_writes_them(tmp_path: Path) -> None:
+    from transformers import Qwen3MoeConfig
+
+    config = Qwen3MoeConfig(
+        num_experts=12, num_experts_per_tok=3, moe_intermediate_size=40, norm_topk_prob=True, num_hidden_layers=4
+    )
+    config.dtype = "bfloat16"
+    config.save_pretrained(tmp_path)
+    assert "num_experts" not in json.loads((tmp_path / "config.json").read_text())
+    assert load_config(tmp_path).experts == ExpertsConfig(12, 3, 40, True, frozenset())
+
+
+@pytest.mark.parametrize(
+    "changes, sentence",
+    [
+        ({"num_experts": ABSENT}, "num_local_experts: expected an integer from 1 to 16384, found no such key"),
+        ({"num_experts": 0}, "num_experts: expected an integer from 1 to 16384, found 0"),
+        ({"num_local_experts": 64}, "num_local_experts: expected the 128 of num_experts, found 64"),
+        ({"num_experts_per_tok": 129}, "num_experts_per_tok: expected an integer from 1 to 128, found 129"),
+        ({"num_experts_per_tok": ABSENT}, "num_experts_per_tok: expected an integer from 1 to 128, found no such key"),
+        ({"moe_intermediate_size": ABSENT}, "moe_intermediate_size: expected an integer from 1 to 1048576"),
+        ({"norm_topk_prob": 1}, "norm_topk_prob: expected true or false, found 1"),
+        ({"decoder_sparse_step": 0}, "decoder_sparse_step: expected an integer from 1 to 4096, found 0"),
+        ({"mlp_only_layers": [6]}, "mlp_only_layers: expected a list of layers from 0 to 5, found [6]"),
+        ({"mlp_only_layers": 3}, "mlp_only_layers: expected a list of layers from 0 to 5, found 3"),
+        ({"mlp_only_layers": [True]}, "mlp_only_layers: expected a list of layers from 0 to 5"),
+    ],
+)
+def test_defects_of_a_mixture(tmp_path: Path, changes: dict[str, Any], sentence: str) -> None:
+    assert refusal(tmp_path, MIXTURE | changes).startswith(sentence)

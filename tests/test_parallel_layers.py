@@ -13,12 +13,14 @@ from torch import Tensor
 from tilerank.kernels import ops
 from tilerank.parallel import layer as base
 from tilerank.parallel.errors import ShardError
+from tilerank.parallel.experts import ParallelExperts
 from tilerank.parallel.layers import (
     ColumnParallelLinear,
     GateUpParallelLinear,
     Layer,
     ParallelLMHead,
     QKVParallelLinear,
+    ReplicatedLinear,
     RMSNorm,
     RowParallelLinear,
     Sharding,
@@ -207,6 +209,44 @@ def test_gated_mlp(size, strategy, bias):
 
     expected = project("down", F.silu(project("gate", x)) * project("up", x))
     assert_all_equal_to(on_all_ranks(size, strategy, body), expected, depth=width)
+
+
+@sizes
+@strategies
+@pytest.mark.parametrize("width", [352, 250])
+def test_experts(size, strategy, width):
+    """A router that is whole on every rank, and experts of which every rank has some columns."""
+    hidden, count = 40, 5
+    shapes = {"gate__weight": (count, hidden)}
+    for e in range(count):
+        shapes |= {f"experts__{e}__{name}_proj__weight": (width, hidden) for name in ("gate", "up")}
+        shapes[f"experts__{e}__down_proj__weight"] = (hidden, width)
+    checkpoint = random_checkpoint(width, **shapes)
+    x = torch.randn(6, hidden)
+
+    def body(sharding: Sharding) -> Tensor:
+        router = ReplicatedLinear("gate", hidden, count, sharding)
+        experts = ParallelExperts("experts", hidden, width, count, sharding)
+        fill(router, checkpoint)
+        fill(experts, checkpoint)
+        assert experts.nbytes() == experts.gate_up.packed.data.nbytes + experts.down.packed.data.nbytes
+        weights, ids = router(x).softmax(-1).topk(2)
+        return experts(x, ids.int(), weights)
+
+    def expert(e: int, x: Tensor) -> Tensor:
+        gate, up, down = (checkpoint[f"experts.{e}.{name}_proj.weight"] for name in ("gate", "up", "down"))
+        return (F.silu(x @ gate.T) * (x @ up.T)) @ down.T
+
+    weights, ids = (x @ checkpoint["gate.weight"].T).softmax(-1).topk(2)
+    expected = torch.stack(
+        [sum(w * expert(int(e), row) for w, e in zip(weights[i], ids[i], strict=True)) for i, row in enumerate(x)]
+    )
+    assert_all_equal_to(on_all_ranks(size, strategy, body), expected, depth=width)
+
+
+def test_more_ranks_than_units_of_an_expert():
+    with pytest.raises(ShardError, match=r"mlp\.experts: a width of 80 is 3 units .* at most 3 ranks, not 4"):
+        ParallelExperts("mlp.experts", 64, 80, 2, Sharding(0, 4, torch.float32, None))
 
 
 @sizes

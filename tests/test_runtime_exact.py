@@ -87,6 +87,35 @@ MODELS: list[dict[str, Any]] = [
         "tied": False,
     },
     {
+        "name": "moe-16-4",
+        "family": "qwen3_moe",
+        "seed": 8,
+        "heads": 6,
+        "kv_heads": 3,
+        "head_dim": 24,
+        "hidden": 112,
+        "vocab": 600,
+        "layers": 2,
+        "experts": 16,
+        "topk": 4,
+        "moe_inter": 208,
+    },
+    {
+        "name": "moe-some-dense",
+        "family": "qwen3_moe_some_dense",
+        "seed": 9,
+        "heads": 8,
+        "kv_heads": 2,
+        "head_dim": 16,
+        "hidden": 96,
+        "inter": 200,
+        "vocab": 500,
+        "layers": 4,
+        "experts": 7,
+        "topk": 3,
+        "moe_inter": 200,
+    },
+    {
         "name": "qwen3-9-3-biases",
         "family": "qwen3_biases",
         "seed": 7,
@@ -100,6 +129,7 @@ MODELS: list[dict[str, Any]] = [
     },
 ]
 NAMES = [model["name"] for model in MODELS]
+MIXTURES = [model["name"] for model in MODELS if "experts" in model]
 PROMPT_LENGTHS = (1, 21, 70)  # one token; across a page while decoding; three pages, chunks of scoring apart
 """With the new tokens: 33, 53 and 102 positions, past Llama's original_max_position_embeddings of 64."""
 
@@ -120,7 +150,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-PLAIN = ["llama-10-5-tied", "llama-6-3-biases", "qwen2-7-1", "qwen3-10-5"]
+PLAIN = ["llama-10-5-tied", "llama-6-3-biases", "qwen2-7-1", "qwen3-10-5", "moe-16-4"]
 """The models that also run in plain torch, where a step takes milliseconds and gloo carries the sums."""
 
 COMPILED = [rung.name for rung in core.isa_report() if rung.usable and rung.name != "reference"]
@@ -177,8 +207,17 @@ def test_bf16_is_as_exact_as_transformers(run: Run, tp: int, strategy: str, rung
     The mean over all positions of a model may be 1.1 times that of transformers (0.95 to 1.05 were seen: the roundings
     are the same ones, plus one of each partial sum). The largest error of all models may be 1.5 times that of
     transformers (1.22 seen): it is one draw from the tail, which a different order of summation draws anew.
+
+    Where two experts are almost equally probable, bf16 chooses either, of the many positions here in one or two: ours
+    and those of transformers are different ones, and up to ten times as wrong as the rest. So mixtures are judged by
+    their median (0.95 to 1.05 were seen), and the mean (0.78 to 1.13 seen) may be 1.3 times that of transformers.
     """
-    first = [ranks[0] for ranks in run(tp, rungs_of(rung))["bfloat16", strategy, rung].values()]
+    results = [ranks[0] for ranks in run(tp, rungs_of(rung))["bfloat16", strategy, rung].values()]
+    for result in results:
+        if result["model"] in MIXTURES:
+            assert result["median"] <= 1.1 * result["hf_median"], result
+            assert result["mean"] <= 1.3 * result["hf_mean"], result
+    first = [result for result in results if result["model"] not in MIXTURES]
     for result in first:
         assert result["mean"] <= 1.1 * result["hf_mean"], result
     assert max(result["max"] for result in first) <= 1.5 * max(result["hf_max"] for result in first)

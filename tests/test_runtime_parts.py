@@ -180,7 +180,7 @@ def test_rotary_tables_are_those_of_transformers(rope: RopeConfig, dtype: torch.
 
 def test_families_are_found_and_unknown_ones_refused() -> None:
     assert [model_class(name).__name__ for name in ("llama", "qwen2", "qwen3")] == ["Llama", "Qwen2", "Qwen3"]
-    with pytest.raises(ConfigError, match=re.escape("expected one of llama, qwen2, qwen3, found 'gpt2'")):
+    with pytest.raises(ConfigError, match=re.escape("expected one of llama, qwen2, qwen3, qwen3_moe, found 'gpt2'")):
         model_class("gpt2")
 
 

@@ -5,6 +5,7 @@
 Attention is causal and grouped: several query heads share a KV head. Positions enter as rotations of queries and keys.
 """
 
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 
 from torch import Tensor
@@ -55,7 +56,14 @@ class Attention(Layer):
         return self.out(heads.flatten(1))
 
 
-class MLP(Layer):
+class FeedForward(Layer):
+    """What follows attention in a layer: x[t, hidden] -> [t, hidden]."""
+
+    @abstractmethod
+    def __call__(self, x: Tensor) -> Tensor: ...
+
+
+class MLP(FeedForward):
     """down(silu(gate(x)) * up(x)); x[t, hidden] -> [t, hidden]."""
 
     def __init__(self, name: str, config: ModelConfig, sharding: Sharding) -> None:
@@ -68,11 +76,13 @@ class MLP(Layer):
 
 
 class DecoderLayer(Layer):
-    def __init__(self, name: str, config: ModelConfig, attention: Attention, sharding: Sharding) -> None:
+    def __init__(
+        self, name: str, config: ModelConfig, attention: Attention, mlp: FeedForward, sharding: Sharding
+    ) -> None:
         self.input_norm = RMSNorm(f"{name}.input_layernorm", config.hidden_size, config.rms_norm_eps, sharding)
         self.attention = attention
         self.mlp_norm = RMSNorm(f"{name}.post_attention_layernorm", config.hidden_size, config.rms_norm_eps, sharding)
-        self.mlp = MLP(f"{name}.mlp", config, sharding)
+        self.mlp = mlp
 
 
 class Llama(Model):
@@ -91,14 +101,23 @@ class Llama(Model):
             self.head = ParallelLMHead("lm_head", hidden, vocab, sharding)
         self.rope = RotaryTable(config.rope, config.head_dim, config.max_position_embeddings, sharding.dtype)
         self.layers = [
-            DecoderLayer(name, config, self.attention(f"{name}.self_attn", config, sharding), sharding)
-            for name in (f"model.layers.{i}" for i in range(config.num_layers))
+            DecoderLayer(
+                name,
+                config,
+                self.attention(f"{name}.self_attn", config, sharding),
+                self.mlp(f"{name}.mlp", config, sharding, i),
+                sharding,
+            )
+            for i, name in enumerate(f"model.layers.{i}" for i in range(config.num_layers))
         ]
         self.norm = RMSNorm("model.norm", hidden, config.rms_norm_eps, sharding)
 
     def attention(self, name: str, config: ModelConfig, sharding: Sharding) -> Attention:
         bias = config.attention_bias
         return Attention(name, config, sharding, qkv_bias=bias, out_bias=bias)
+
+    def mlp(self, name: str, config: ModelConfig, sharding: Sharding, layer: int) -> FeedForward:
+        return MLP(name, config, sharding)
 
     def cache_specs(self) -> list[CacheSpec]:
         return [layer.attention.cache_spec for layer in self.layers]

@@ -1,0 +1,63 @@
+"""The experts of a mixture, cut by their width: every rank has a part of every expert.
+
+Whatever tokens ask for, all ranks have the same work, and one sum over the ranks makes a layer whole.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tilerank.kernels.moe import PackedExperts, moe
+
+from .layer import Layer, Parameter, Sharding
+
+
+class ExpertsParameter(Parameter):
+    """`parts` matrices [n, k] of every expert. Their rows are counted through: expert by expert, part by part.
+
+    `packed` exists after `allocate()`.
+    """
+
+    packed: PackedExperts
+
+    def __init__(self, experts: int, n: int, k: int, dtype: torch.dtype, *, parts: int = 1) -> None:
+        super().__init__((experts * parts * n, k), dtype)
+        self.experts, self.parts, self.n, self.k = experts, parts, n, k
+
+    def nbytes(self) -> int:
+        return PackedExperts.nbytes(self.experts, self.n, self.k, self.dtype, parts=self.parts)
+
+    def allocate(self) -> None:
+        self.packed = PackedExperts.empty(self.experts, self.n, self.k, self.dtype, parts=self.parts)
+
+    def write(self, rows: Tensor, row: int) -> None:
+        matrix, row = divmod(row, self.n)
+        expert, part = divmod(matrix, self.parts)
+        self.packed.write(rows, expert, part=part, row=row)
+
+
+class ParallelExperts(Layer):
+    """Gated MLPs [hidden -> width -> hidden], one checkpoint tensor a projection: `name.EXPERT.gate_proj.weight`, ...
+
+    x[t, hidden], ids and weights [t, k] of the router -> [t, hidden], the weighted sum over a token's experts, on every
+    rank. `span` is this rank's part of the width.
+    """
+
+    def __init__(self, name: str, hidden: int, width: int, experts: int, sharding: Sharding) -> None:
+        self.cut = sharding.cut_width(name, width)
+        self.span = span = self.cut.spans[sharding.rank]
+        self.gate_up = ExpertsParameter(experts, span.size, hidden, sharding.dtype, parts=2)
+        self.down = ExpertsParameter(experts, hidden, span.size, sharding.dtype)
+        self._sharding = sharding
+        held = slice(span.start, span.stop)
+        everything = slice(0, hidden)
+        for expert in range(experts):
+            for part, projection in enumerate(("gate_proj", "up_proj")):
+                row = (2 * expert + part) * span.size
+                self.gate_up.fill(f"{name}.{expert}.{projection}.weight", (width, hidden), held, everything, row=row)
+            row = expert * hidden
+            self.down.fill(f"{name}.{expert}.down_proj.weight", (hidden, width), everything, held, row=row)
+
+    def __call__(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        return self._sharding.sum(moe(x, self.gate_up.packed, self.down.packed, ids, weights))
