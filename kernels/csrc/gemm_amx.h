@@ -144,11 +144,9 @@ static void multiply_band(const PackedRows& rows, Range stripe, const char* weig
           return sums + (panels > 1 || kParts > 1 ? ((b - band.begin) * pairs + pair) * kPairSums : 0);
         };
         const char* const rows0 = rows.tiles(panel, tile);
-        // Few rows: the first pair streams the weight from memory, the others find it in the cache. Many: the next
-        // block is fetched bit by bit while this one is used.
-        const Ahead ahead_w = pairs > 3   ? Ahead{next_w + pair * k_tiles * w_lines * 64, w_lines}
-                              : pair == 0 ? Ahead{w + kStreamAhead, kBlockStep / 64}
-                                          : Ahead{nullptr, 0};
+        // Few rows: the weight streams from memory. More: the next block is fetched bit by bit while this one is used.
+        const Ahead ahead_w = pairs > 1 ? Ahead{next_w + pair * k_tiles * w_lines * 64, w_lines}
+                                        : Ahead{w + kStreamAhead, kBlockStep / 64};
         const Ahead ahead_rows{next_rows + ((block - band.begin) * pairs + pair) * k_tiles * row_lines * 64, row_lines};
         const Range range{tile * kTileRows, std::min({(tile + 2) * kTileRows, stripe.end * kTileRows, m})};
         if (last) finish.prefetch(range, block / kParts);
