@@ -4,11 +4,15 @@ A subcommand's module is imported only when it runs, and none imports torch to p
 """
 
 import argparse
+import errno
 import importlib
+import os
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 from .errors import SPOKEN_ERRORS
+from .logs import say
 
 COMMANDS = {
     "generate": "generate text from a Hugging Face directory",
@@ -18,10 +22,19 @@ COMMANDS = {
 }
 
 
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one sentence: the usage of a command with many options would bury it."""
+
+    def error(self, message: str) -> NoReturn:
+        say(f"tilerank: error: {message} ({self.prog} --help)")
+        raise SystemExit(2)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line `argv` (default: this process's) and returns its exit status."""
+    _occupy_standard_streams()
     argv = sys.argv[1:] if argv is None else list(argv)
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="tilerank", description="Tensor-parallel runtime for large language and multimodal models on CPU servers."
     )
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -33,9 +46,36 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     args.argv = argv  # for the ranks, which are started with the same command line
     try:
-        return int(command.run(args))
+        status = int(command.run(args))
+        if sys.stdout is not None:
+            sys.stdout.flush()  # while an error can still be told: at its end the interpreter has words of its own
+        return status
     except SPOKEN_ERRORS as e:
-        print(f"tilerank: error: {e}", file=sys.stderr)
+        say(f"tilerank: error: {e}")
+        return 1
+    except BrokenPipeError:
+        _discard_output()
+        say("tilerank: error: whoever read the output is gone")
+        return 1
+    except OSError as e:
+        if e.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO) or e.filename is not None:
+            raise
+        _discard_output()
+        say(f"tilerank: error: the output cannot be written: {e.strerror}")
         return 1
     except KeyboardInterrupt:
         return 130
+
+
+def _occupy_standard_streams() -> None:
+    """Where the shell closed one (`>&-`) it leads nowhere, so that no socket of ours takes its number."""
+    while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(fd, True)
+    os.close(fd)
+
+
+def _discard_output() -> None:
+    """What could not be written must not be tried again at the end."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, sys.stdout.fileno())
+    os.close(null)

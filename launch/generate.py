@@ -19,6 +19,7 @@ from tilerank.parallel.shard import TILE, cut_uneven
 from . import prompts, start
 from .cpulist import format_cpulist
 from .errors import LaunchError
+from .logs import say
 from .placement import Placement
 from .rank import run_rank
 from .rendezvous import identify
@@ -140,7 +141,7 @@ class GenerateJob:
         for event in engine.generate([Request(ids, self._sampling()) for ids in self._prompt_ids]):
             answers[event.request].take(event)
             output.show()
-        print(summary(answers, size, placement, core.isa()), file=sys.stderr)
+        say(summary(answers, size, placement, core.isa()))
 
     def _sampling(self) -> "SamplingParams":
         from tilerank.runtime.sampling import SamplingParams
@@ -201,11 +202,11 @@ class Text:
         if len(self._answers) == 1:
             answer = self._answers[0]
             end = "" if answer.finish_reason is None else "\n"
-            _write(answer.text[self._shown :] + end)
+            _write_text(answer.text[self._shown :] + end)
             self._shown = len(answer.text)
             return
         while self._shown < len(self._answers) and self._answers[self._shown].finish_reason is not None:
-            _write(f"[{self._shown + 1}] {self._answers[self._shown].text}\n")
+            _write_text(f"[{self._shown + 1}] {self._answers[self._shown].text}\n")
             self._shown += 1
 
 
@@ -230,7 +231,7 @@ class JsonLines:
             }
             if self._logprobs:
                 line["logprobs"] = answer.logprobs
-            _write(msgspec.json.encode(line).decode() + "\n")
+            _write(msgspec.json.encode(line) + b"\n")
             self._shown += 1
 
 
@@ -276,12 +277,21 @@ def model_directory(args: argparse.Namespace) -> Path:
     return Path(given[0])
 
 
-def _write(text: str) -> None:
+def _write_text(text: str) -> None:
+    """In the terminal's encoding; what that cannot show is escaped."""
+    _write(text.encode(sys.stdout.encoding if sys.stdout else "utf-8", "backslashreplace"))
+
+
+def _write(data: bytes) -> None:
+    if sys.stdout is None:  # closed from the start: nobody wants it
+        return
     try:
-        sys.stdout.write(text)
-        sys.stdout.flush()
+        sys.stdout.buffer.write(data)
+        sys.stdout.buffer.flush()
     except BrokenPipeError as e:
         raise LaunchError("whoever read the output is gone") from e
+    except OSError as e:
+        raise LaunchError(f"the output cannot be written: {e.strerror}") from e
 
 
 def _count(n: int, what: str) -> str:

@@ -1,6 +1,8 @@
 """Logging of the command and of its ranks: short lines on stderr; what holds for all ranks is said once, by rank 0."""
 
+import contextlib
 import logging
+import sys
 
 _rank = 0
 
@@ -16,6 +18,13 @@ def configure(rank: int, level: str, *, prefix: bool = False) -> None:
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level.upper())
+
+
+def say(text: str) -> None:
+    """Writes a line to stderr. A full disk or a terminal that is gone must not end in a traceback."""
+    with contextlib.suppress(OSError, AttributeError):  # AttributeError: stderr was closed from the start
+        sys.stderr.write(text + "\n")
+        sys.stderr.flush()
 
 
 def log_info_on_rank0(logger: logging.Logger, message: str, *args: object) -> None:

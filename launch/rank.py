@@ -79,13 +79,13 @@ def run_rank(identity: Identity, args: argparse.Namespace, job: Job[W]) -> int:
         if status.connected:
             status.send(Failed(str(e), consequence=isinstance(e, GroupError)))
         else:
-            print(f"tilerank: error: rank {identity.rank}: {e}", file=sys.stderr)
+            logs.say(f"tilerank: error: rank {identity.rank}: {e}")
     finally:
         if code != 0:
             if sys.exception() is not None:
                 traceback.print_exc()
             for stream in (sys.stdout, sys.stderr):
-                with contextlib.suppress(OSError):
+                with contextlib.suppress(OSError, AttributeError):  # None: closed from the start
                     stream.flush()
             os._exit(code)
     return code

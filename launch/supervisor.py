@@ -10,7 +10,6 @@ import selectors
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +18,7 @@ from functools import partial
 import msgspec
 
 from .errors import LaunchError
+from .logs import say
 from .status import Failed, Phase, Reached, decode
 
 SETTLE_S = 0.3  # after a first failure: others may know the same sentence
@@ -252,7 +252,7 @@ class _Supervisor:
         self._decide_at = None
         self._kill_at = time.monotonic() + TERMINATE_S
         self._signal_all(signal.SIGTERM)
-        print(f"tilerank: error: {sentence}", file=sys.stderr, flush=True)
+        say(f"tilerank: error: {sentence}")
 
     def _signal_all(self, number: signal.Signals) -> None:
         for rank in self._ranks:
@@ -295,5 +295,4 @@ def _take_status(rank: _Rank, line: bytes) -> None:
 
 
 def _print_line(rank: _Rank, line: bytes) -> None:
-    sys.stderr.buffer.write(b"[rank %d] %s\n" % (rank.rank, line))
-    sys.stderr.buffer.flush()
+    say(f"[rank {rank.rank}] {line.decode(errors='backslashreplace')}")

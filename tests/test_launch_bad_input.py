@@ -319,3 +319,48 @@ def test_reader_gone() -> None:
         running.process.stdout = None
         result = running.finish()
     assert result.errors == ["tilerank: error: whoever read the output is gone"], result.err
+
+
+def redirected(where: str) -> tuple[str, ...]:
+    """A launcher that starts the command with some of its streams elsewhere."""
+    return ("sh", "-c", f'exec "$@" {where}', "sh")
+
+
+@pytest.mark.parametrize("arguments", [["generate", DEMO, "--tp", 2, "--prompt", "x"], ["plan", DEMO, "--tp", 2]])
+def test_no_space_for_the_output(arguments: list[object]) -> None:
+    result = run(*arguments, launcher=redirected(">/dev/full"))
+    assert_refused(result, "the output cannot be written: No space left on device")
+
+
+@pytest.mark.parametrize("where", ["2>/dev/full", "2>&-"])
+def test_messages_that_cannot_be_written_do_not_stop_the_work(where: str) -> None:
+    arguments = ["generate", DEMO, "--tp", 2, "--prompt", "Once upon a time", "--max-new-tokens", 2]
+    expected = run(*arguments)
+    result = run(*arguments, "--log-level", "debug", launcher=redirected(where))
+    assert expected.status == 0 and expected.out.strip()
+    assert (result.status, result.out) == (0, expected.out)
+    assert run("generate", "/no/such/model", launcher=redirected(where)).status == 1
+
+
+def test_closed_output_takes_no_harm() -> None:
+    result = run("generate", DEMO, "--tp", 2, "--prompt", "x", "--max-new-tokens", 2, launcher=redirected(">&-"))
+    assert result.status == 0 and "2 tokens from 2 ranks" in result.err and "Traceback" not in result.err, result.err
+
+
+def test_text_that_the_terminal_cannot_show() -> None:
+    """Such heat and this seed bring letters that ASCII lacks."""
+    arguments = ["generate", DEMO, "--prompt", "x", "--seed", 4, "--temperature", 50, "--max-new-tokens", 40]
+    utf8 = run(*arguments, env={"PYTHONIOENCODING": "utf-8"})
+    ascii_only = run(*arguments, env={"PYTHONIOENCODING": "ascii"})
+    assert not utf8.out.isascii()
+    assert ascii_only.status == 0, ascii_only.err
+    assert ascii_only.out == utf8.out.encode("ascii", "backslashreplace").decode()
+    as_json = run(*arguments, "--json", env={"PYTHONIOENCODING": "ascii"})
+    assert json.loads(as_json.out)["text"] + "\n" == utf8.out
+
+
+def test_a_wrong_option_is_one_sentence() -> None:
+    result = run("generate", DEMO, "--prompt", "x", "--tp", "many")
+    reason = "argument --tp/--tensor-parallel-size: 'many' is not a whole number from 1"
+    expected = f"tilerank: error: {reason} (tilerank generate --help)\n"
+    assert (result.status, result.err) == (2, expected)
