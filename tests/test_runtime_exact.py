@@ -210,7 +210,7 @@ def test_bf16_is_as_exact_as_transformers(run: Run, tp: int, strategy: str, rung
 
     Where two experts are almost equally probable, bf16 chooses either, of the many positions here in one or two: ours
     and those of transformers are different ones, and up to ten times as wrong as the rest. So mixtures are judged by
-    their median (0.95 to 1.05 were seen), and the mean (0.78 to 1.13 seen) may be 1.3 times that of transformers.
+    their median, and the mean (0.78 to 1.13 seen) may be 1.3 times that of transformers.
     """
     results = [ranks[0] for ranks in run(tp, rungs_of(rung))["bfloat16", strategy, rung].values()]
     for result in results:
