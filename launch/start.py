@@ -179,7 +179,7 @@ def start_ranks(args: argparse.Namespace, identity: Identity, check_size: Callab
                 prepare=partial(bind, placement.ranks[local], strict=args.membind == "strict"),
             )
         )
-    return supervise(specs, cgroup.oom_kills, args.dist_timeout)
+    return supervise(specs, cgroup.oom_kills)
 
 
 def inherited_placement(env: Mapping[str, str]) -> Placement:

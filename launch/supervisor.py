@@ -25,7 +25,6 @@ SETTLE_S = 0.3  # after a first failure: others may know the same sentence
 SUSPECT_S = 1.5  # after "another rank is gone": that rank's own end says why
 TERMINATE_S = 2.0  # from SIGTERM to SIGKILL once a rank failed; with the above, all is over within 5 s
 STOP_S = 10.0  # the same when everything went well, or the user asked for the end
-PATIENCE_S = 2.0  # beyond the ranks' own deadline, which names what they were doing when one was stopped
 
 _PR_SET_PDEATHSIG = 1
 _LINE_LIMIT = 1 << 16
@@ -94,20 +93,16 @@ class _Rank:
     phase: Phase = "starting"
     sentence: Failed | None = None
     running: bool = True
-    stopped_at: float | None = None  # since when SIGSTOP holds it
     pipes: list[_Pipe] = field(default_factory=list)
 
 
-def supervise(
-    specs: Sequence[RankSpec], oom_kills: Callable[[], int] = lambda: 0, deadline_s: float | None = None
-) -> int:
+def supervise(specs: Sequence[RankSpec], oom_kills: Callable[[], int] = lambda: 0) -> int:
     """Runs the ranks to their end and returns the exit status for the command.
 
-    `oom_kills` counts the processes of our cgroup that the kernel killed for lack of memory so far. `deadline_s` is how
-    long a rank may be stopped, in any phase; None is for ever.
+    `oom_kills` counts the processes of our cgroup that the kernel killed for lack of memory so far.
     The sentence about the first failure goes to stderr. Raises LaunchError if a rank cannot be started.
     """
-    supervisor = _Supervisor(oom_kills, deadline_s)
+    supervisor = _Supervisor(oom_kills)
     try:
         for spec in specs:
             supervisor.start(spec)
@@ -128,9 +123,8 @@ def cause(failures: Sequence[Failure]) -> tuple[str, int]:
 
 
 class _Supervisor:
-    def __init__(self, oom_kills: Callable[[], int], deadline_s: float | None) -> None:
+    def __init__(self, oom_kills: Callable[[], int]) -> None:
         self._oom_kills = oom_kills
-        self._deadline_s = deadline_s
         self._oom_before = oom_kills()
         self._pid = os.getpid()
         self._ranks: list[_Rank] = []
@@ -142,7 +136,7 @@ class _Supervisor:
         self._selector = selectors.DefaultSelector()
         self._wake, self._signalled = socket.socketpair()
         self._old_handlers = {
-            number: signal.signal(number, lambda *_: None) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD)
+            number: signal.signal(number, lambda *_: None) for number in (signal.SIGINT, signal.SIGTERM)
         }
         for end in (self._wake, self._signalled):
             end.setblocking(False)
@@ -179,13 +173,11 @@ class _Supervisor:
 
     def run(self) -> int:
         while any(rank.running for rank in self._ranks):
-            times = [at for at in (self._decide_at, self._kill_at, self._tired_at()) if at is not None]
+            times = [at for at in (self._decide_at, self._kill_at) if at is not None]
             for key, _ in self._selector.select(max(min(times) - time.monotonic(), 0) if times else None):
                 if key.fd in self._selector.get_map():  # not closed by an earlier one of this round
                     key.data()
             now = time.monotonic()
-            if (tired_at := self._tired_at()) is not None and now >= tired_at:
-                self._fail_stopped()
             if self._decide_at is not None and now >= self._decide_at:
                 self._decide()
             if self._kill_at is not None and now >= self._kill_at:
@@ -212,35 +204,11 @@ class _Supervisor:
 
     def _on_signal(self) -> None:
         for number in self._wake.recv(64):
-            if number == signal.SIGCHLD:
-                self._note_stopped()
-                continue
             self._decide_at = None
             self._kill_at = time.monotonic() + (0 if self._interrupted else STOP_S)
             self._interrupted = True
             self._outcome = self._outcome or 128 + number
             self._signal_all(signal.Signals(number))
-
-    def _note_stopped(self) -> None:
-        """Which ranks SIGSTOP holds, and since when."""
-        for rank in self._ranks:
-            change = os.WSTOPPED | os.WCONTINUED | os.WNOHANG
-            with contextlib.suppress(ChildProcessError):  # it has ended, which its pidfd tells
-                while rank.running and (found := os.waitid(os.P_PID, rank.process.pid, change)) is not None:
-                    rank.stopped_at = time.monotonic() if found.si_code == os.CLD_STOPPED else None
-
-    def _tired_at(self) -> float | None:
-        """When the rank that has been stopped longest will have been so for too long."""
-        since = [rank.stopped_at for rank in self._ranks if rank.running and rank.stopped_at is not None]
-        if not since or self._deadline_s is None or self._outcome is not None or self._decide_at is not None:
-            return None
-        return min(since) + self._deadline_s + PATIENCE_S
-
-    def _fail_stopped(self) -> None:
-        held = [rank for rank in self._ranks if rank.running and rank.stopped_at is not None]
-        rank = min(held, key=lambda rank: rank.stopped_at or 0.0)
-        name = f"rank {rank.rank} (process {rank.process.pid})"
-        self._fail(Failure(rank.rank, f"{name} was stopped for {self._deadline_s:g} s while {rank.phase}", 1))
 
     def _on_output(self, rank: _Rank, pipe: _Pipe) -> None:
         if not pipe.read():

@@ -22,11 +22,7 @@ def model_class(model_type: str) -> type[Model]:
 
 def read_config(model_dir: Path) -> ModelConfig:
     """The config of a checkpoint; an unknown family is refused as such, not for the keys that it spells otherwise."""
-    model_type = read_model_type(model_dir)
-    try:
-        model_class(model_type)
-    except ConfigError as error:
-        raise ConfigError(f"{model_dir / 'config.json'}: {error}") from error
+    model_class(read_model_type(model_dir))
     return load_config(model_dir)
 
 
