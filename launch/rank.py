@@ -142,8 +142,8 @@ def _live(identity: Identity, args: argparse.Namespace, job: Job[W], status: Sta
 
 
 def _reach(status: StatusPipe, phase: Phase) -> None:
+    status.send(Reached(phase))  # first: who reads the log line may rely on the supervisor knowing
     log.debug("%s", phase)
-    status.send(Reached(phase))
 
 
 def _settle(identity: Identity, args: argparse.Namespace) -> tuple[Placement, RankPlacement]:
