@@ -207,13 +207,13 @@ def phase_rows(case: Case, timing: Timing, work: ModelWork, peaks: Peaks) -> lis
 
 
 def _shares(tokens: int, seconds: float, work: Work, peaks: Peaks) -> dict[str, Any]:
-    least = peaks.least_seconds(work.nbytes, work.flops)
+    least = peaks.least_seconds(work)
     return {
         "tokens_per_s": tokens / seconds,
         "bytes": work.nbytes,
         "flops": work.flops,
-        "stream_share": peaks.stream_share(work.nbytes, seconds),
-        "amx_share": peaks.amx_share(work.flops, seconds),
+        "stream_share": peaks.stream_share(work, seconds),
+        "amx_share": peaks.amx_share(work, seconds),
         "limit_tokens_per_s": tokens / least,
         "limit_share": least / seconds,
         "peaks": peaks.as_json(),

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from .bench_work import Work
 from .cpulist import format_cpulist, parse_cpulist
 from .errors import LaunchError
 from .topology import Topology, read_topology
@@ -21,29 +22,40 @@ BUSY = 0.5  # load average from which figures are in doubt
 
 @dataclass(frozen=True)
 class Peaks:
-    """The machine at its best on the cores of a run: GB/s read by all of them, TFLOP/s of AMX bf16 (None without AMX),
-    ns one way between the two closest cores (None if there is one); the load average before, of whatever else runs."""
+    """The machine at its best on the cores of a run: GB/s read by all of them, TFLOP/s of AMX bf16 and TOP/s of AMX
+    int8 (None without AMX), ns one way between the two closest cores (None if there is one); the load average before,
+    of whatever else runs."""
 
     stream_read_gbs: float
     amx_bf16_tflops: float | None
+    amx_int8_tops: float | None
     core_to_core_ns: float | None
     load_average: float = 0.0
 
-    def stream_share(self, nbytes: float, seconds: float) -> float:
-        """What part of the read bandwidth moving `nbytes` in `seconds` takes."""
-        return nbytes / seconds / (self.stream_read_gbs * 1e9)
+    def stream_share(self, work: Work, seconds: float) -> float:
+        """What part of the read bandwidth moving the bytes of `work` in `seconds` takes."""
+        return self._reading(work) / seconds
 
-    def amx_share(self, flops: float, seconds: float) -> float | None:
-        """What part of the AMX bf16 peak computing `flops` in `seconds` takes."""
-        return None if self.amx_bf16_tflops is None else flops / seconds / (self.amx_bf16_tflops * 1e12)
+    def amx_share(self, work: Work, seconds: float) -> float | None:
+        """What part of the AMX peaks computing `work` in `seconds` takes. None without AMX, or where it is not used."""
+        return self._tiles(work) / seconds or None
 
-    def least_seconds(self, nbytes: float, flops: float) -> float:
-        """How long work of `nbytes` to read and `flops` to compute takes at the limit: whichever takes longer."""
-        reading = nbytes / (self.stream_read_gbs * 1e9)
-        return reading if self.amx_bf16_tflops is None else max(reading, flops / (self.amx_bf16_tflops * 1e12))
+    def least_seconds(self, work: Work) -> float:
+        """How long `work` takes at the limit: reading or computing, whichever takes longer."""
+        return max(self._reading(work), self._tiles(work))
+
+    def _reading(self, work: Work) -> float:
+        return work.nbytes / (self.stream_read_gbs * 1e9)
+
+    def _tiles(self, work: Work) -> float:
+        if self.amx_bf16_tflops is None or self.amx_int8_tops is None:
+            return 0.0
+        return work.bf16 / (self.amx_bf16_tflops * 1e12) + work.int8 / (self.amx_int8_tops * 1e12)
 
     def text(self) -> str:
-        amx = "no AMX" if self.amx_bf16_tflops is None else f"{self.amx_bf16_tflops:.2f} TFLOP/s AMX bf16"
+        amx = "no AMX"
+        if self.amx_bf16_tflops is not None:
+            amx = f"{self.amx_bf16_tflops:.2f} TFLOP/s AMX bf16, {self.amx_int8_tops:.2f} TOP/s int8"
         latency = "" if self.core_to_core_ns is None else f", {self.core_to_core_ns:.0f} ns core to core"
         busy = f"\n{load_note(self.load_average)}" if self.load_average > BUSY else ""
         return f"peaks: {self.stream_read_gbs:.1f} GB/s read, {amx}{latency}{busy}"
@@ -144,6 +156,7 @@ def peaks_from(report: dict[str, Any], load_average: float) -> Peaks:
     return Peaks(
         stream_read_gbs=report["stream_read_gbs"][everywhere],
         amx_bf16_tflops=report.get("amx_bf16_tflops", {}).get(everywhere),
+        amx_int8_tops=report.get("amx_int8_tops", {}).get(everywhere),
         core_to_core_ns=min(report["core_to_core_ns"].values(), default=None),
         load_average=load_average,
     )

@@ -16,10 +16,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Work:
-    """Bytes to read from memory and floating-point operations (a product and a sum are two)."""
+    """Bytes to read from memory and operations (a product and a sum are two), by what multiplies: AMX tiles of bf16 or
+    int8, or fp32 lanes, for which there is no peak to compare with."""
 
     nbytes: float
-    flops: float
+    bf16: float = 0.0
+    int8: float = 0.0
+    fp32: float = 0.0
+
+    @property
+    def flops(self) -> float:
+        return self.bf16 + self.int8 + self.fp32
 
 
 @dataclass(frozen=True)
@@ -42,12 +49,12 @@ class ModelWork:
         """`batch` prompts of `tokens` tokens up to the logits of their last ones; the weights are read once."""
         pairs = tokens * (tokens + 1) // 2
         flops = batch * (2 * tokens * self.matrix_elements + 2 * self.head_elements + pairs * self.pair_flops)
-        return Work(self.weight_bytes + batch * tokens * self.kv_bytes, flops)
+        return Work(self.weight_bytes + batch * tokens * self.kv_bytes, bf16=flops)
 
     def decode(self, batch: int, context: float) -> Work:
         """One step of `batch` sequences that hold `context` tokens each, the one that is being computed included."""
         flops = batch * (2 * (self.matrix_elements + self.head_elements) + context * self.pair_flops)
-        return Work(self.weight_bytes + batch * context * self.kv_bytes, flops)
+        return Work(self.weight_bytes + batch * context * self.kv_bytes, bf16=flops)
 
 
 def model_work(config: ModelConfig, dtype: torch.dtype) -> ModelWork:

@@ -18,7 +18,7 @@ from tilerank.launch.bench_model import Case
 from tilerank.launch.bench_peaks import Peaks
 from tilerank.launch.errors import LaunchError
 
-PEAKS = Peaks(stream_read_gbs=20.0, amx_bf16_tflops=4.0, core_to_core_ns=100.0)
+PEAKS = Peaks(stream_read_gbs=20.0, amx_bf16_tflops=4.0, amx_int8_tops=8.0, core_to_core_ns=100.0)
 WORK = {"weight_bytes": 10**9, "matrix_elements": 10**9, "head_elements": 0, "kv_bytes": 0, "pair_flops": 0}
 
 

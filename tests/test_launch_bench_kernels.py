@@ -9,18 +9,26 @@ import pytest
 import torch
 from command import run
 
-from tilerank.launch import bench, bench_comm, bench_kernels
-from tilerank.launch.bench_kernels import Entry
+from tilerank.launch import (
+    bench,
+    bench_comm,
+    bench_entry,
+    bench_formats,
+    bench_kernels,
+    bench_kernels_experts,
+    bench_kernels_small,
+)
+from tilerank.launch.bench_entry import Entry
 from tilerank.launch.bench_peaks import Peaks
 from tilerank.launch.bench_work import Work
 from tilerank.launch.errors import LaunchError
 
-PEAKS = Peaks(stream_read_gbs=20.0, amx_bf16_tflops=4.0, core_to_core_ns=100.0)
+PEAKS = Peaks(stream_read_gbs=20.0, amx_bf16_tflops=4.0, amx_int8_tops=8.0, core_to_core_ns=100.0)
 
 
 @pytest.fixture(autouse=True)
 def few_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench_kernels, "MOST_COPIES", 2)
+    monkeypatch.setattr(bench_entry, "MOST_COPIES", 2)
 
 
 def parse(*words: str) -> argparse.Namespace:
@@ -30,13 +38,13 @@ def parse(*words: str) -> argparse.Namespace:
 
 
 def entries(*words: str) -> dict[str, Entry]:
-    return {f"{e.kernel} {e.shape} {e.dtype}": e for e in bench_kernels.entries(parse("kernels", *words))}
+    return {f"{e.kernel} {e.shape} {e.format}": e for e in bench_kernels.entries(parse("kernels", *words))}
 
 
 def test_linear_counts_weights_and_computes_what_torch_does() -> None:
     found = entries("--only", "linear", "--m", "3", "--shape", "64x96")
-    assert found["linear 3 x 64 x 96 bfloat16"].work == Work(64 * 96 * 2, 2 * 3 * 64 * 96)
-    assert found["linear 3 x 64 x 96 float32"].work == Work(64 * 96 * 4, 2 * 3 * 64 * 96)
+    assert found["linear 3 x 64 x 96 bfloat16"].work == Work(64 * 96 * 2, bf16=2 * 3 * 64 * 96)
+    assert found["linear 3 x 64 x 96 float32"].work == Work(64 * 96 * 4, fp32=2 * 3 * 64 * 96)
     for entry in found.values():
         assert entry.torch is not None
         for number in range(2):
@@ -50,23 +58,70 @@ def test_linear_counts_weights_and_computes_what_torch_does() -> None:
 def test_attention_counts_cached_bytes_and_visible_pairs() -> None:
     found = entries("--only", "attention", "--cached-tokens", "40", "--new-tokens", "5")
     token = 2 * 8 * 128 * 2  # K and V, heads, dims, bytes
-    assert found["decode attention 8 x 1 after 39 bfloat16"].work == Work(8 * 40 * token, 4 * 32 * 128 * 8 * 40)
+    assert found["decode attention 8 x 1 after 39 bfloat16"].work == Work(8 * 40 * token, bf16=4 * 32 * 128 * 8 * 40)
     pairs = 1 + 2 + 3 + 4 + 5
-    assert found["extend attention 1 x 5 after 0 bfloat16"].work == Work(5 * token, 4 * 32 * 128 * pairs)
-    assert found["extend attention 1 x 5 after 5 bfloat16"].work == Work(10 * token, 4 * 32 * 128 * (25 + pairs))
+    assert found["extend attention 1 x 5 after 0 bfloat16"].work == Work(5 * token, bf16=4 * 32 * 128 * pairs)
+    assert found["extend attention 1 x 5 after 5 bfloat16"].work == Work(10 * token, bf16=4 * 32 * 128 * (25 + pairs))
     for entry in found.values():
         out = entry.run(1)
         # A mean of normal values: neither zeros nor anything unwritten.
         assert isinstance(out, torch.Tensor) and out.isfinite().all() and 0.05 < out.float().std() < 0.8
 
 
+def test_experts_count_those_that_are_chosen_and_compute_what_torch_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"EXPERTS": 16, "TOP_K": 2, "HIDDEN": 64, "WIDTH": 32}.items():
+        monkeypatch.setattr(bench_kernels_experts, name, value)
+    found = entries("--only", "experts", "--tokens", "1,40", "--formats", "bfloat16,float32")
+    one, many = found["experts 1 x 2 of 16 bfloat16"], found["experts 40 x 2 of 16 bfloat16"]
+    expert = 3 * 64 * 32
+    assert len(found) == 2 and one.work == Work(2 * expert * 2, bf16=2 * 2 * expert)
+    # 40 tokens that go to two of 16 experts leave hardly any out: a chance of (7/8)^40 each.
+    assert 14 * expert * 2 <= many.work.nbytes <= 16 * expert * 2 and many.work.bf16 == 40 * one.work.bf16
+    for entry in found.values():
+        assert entry.torch is not None
+        for number in (0, 5):
+            ours, theirs = entry.run(number), entry.torch(number)
+            assert isinstance(ours, torch.Tensor) and isinstance(theirs, torch.Tensor)
+            assert (ours.float() - theirs.float()).norm() < 0.02 * theirs.float().norm()
+
+
+def test_small_kernels_do_what_torch_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"HIDDEN": 64, "WIDTH": 48, "VOCABULARY": 300, "EXPERTS": 32}.items():
+        monkeypatch.setattr(bench_kernels_small, name, value)
+    found = entries("--only", "small", "--rows", "3,65")
+    assert sum(" 3 x" in name for name in found) == len(bench_kernels_small.SMALL + bench_kernels_small.LOGITS)
+    assert sum(" 65 x" in name for name in found) == len(bench_kernels_small.SMALL)
+    assert found["argmax 3 x 300 float32"].work == Work(3 * 300 * 4)
+    assert found["silu_mul 3 x 48 bfloat16"].work == Work(3 * 3 * 48 * 2)
+    assert found["rotary_ 3 x 32+8 x 128 bfloat16"].work == Work(2 * 3 * 40 * 128 * 2)
+    compared = 0
+    for name, entry in found.items():
+        ours = entry.run(1)
+        if entry.torch is not None:
+            compared += 1
+            theirs = entry.torch(1)
+            if name.startswith("softmax_top_k"):  # of equal logits either may be chosen: only the weights are unique
+                ours, theirs = ours[1], theirs[1]  # type: ignore[index]
+            assert isinstance(ours, torch.Tensor) and isinstance(theirs, torch.Tensor)
+            assert torch.allclose(ours.float(), theirs.float(), rtol=0.02, atol=0.01), name
+    assert compared == 9
+
+
+def test_every_format_has_a_name_on_the_command_line() -> None:
+    assert tuple(bench_formats.FORMATS) == bench_kernels.FORMATS
+
+
 def test_rows_are_shares_of_the_peaks() -> None:
-    entry = Entry("linear", "1 x 2 x 3", "bfloat16", Work(40e6, 1e9), lambda _: None)
+    entry = Entry("linear", "1 x 2 x 3", "bfloat16", Work(40e6, bf16=1e9), lambda _: None)
     row = bench_kernels.row_of(entry, 0.004, 0.006, PEAKS, "amx")
     assert row["stream_share"] == pytest.approx(0.5) and row["amx_share"] == pytest.approx(1 / 16)
     assert row["limit_share"] == pytest.approx(0.5) and row["torch_ratio"] == pytest.approx(1.5)
+    # int8 has a peak of its own, 8 TOP/s: 16e9 operations take 2 ms of it.
+    whole = Entry("linear", "1 x 2 x 3", "int8", Work(20e6, int8=16e9), lambda _: None)
+    row = bench_kernels.row_of(whole, 0.004, None, PEAKS, "amx")
+    assert row["amx_share"] == row["limit_share"] == pytest.approx(0.5) and row["flops"] == 16e9
     # There are no fp32 tiles: only reading limits.
-    single = Entry("linear", "1 x 2 x 3", "float32", Work(40e6, 1e12), lambda _: None)
+    single = Entry("linear", "1 x 2 x 3", "float32", Work(40e6, fp32=1e12), lambda _: None)
     row = bench_kernels.row_of(single, 0.004, None, PEAKS, "amx")
     assert row["amx_share"] is None and row["limit_share"] == pytest.approx(0.5) and row["torch_ratio"] is None
 
@@ -88,7 +143,7 @@ def test_the_median_call_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("--shape", "4096"),
         ("--shape", "0x64"),
-        ("--dtype", "int3"),
+        ("--formats", "int3"),
         ("--only", "linear,conv"),
         ("--m", "0"),
         ("--seconds", "x"),
@@ -102,8 +157,8 @@ def test_options_that_cannot_be(words: tuple[str, str], capsys: pytest.CaptureFi
 
 def test_bench_kernels_from_end_to_end(tmp_path: Path) -> None:
     file = tmp_path / "rows.json"
-    sizes = ("--m", "1,4", "--shape", "64x64", "--cached-tokens", 32, "--new-tokens", 32, "--seconds", 0.001)
-    result = run("bench", "kernels", *sizes, "--json", file)
+    sizes = ("--m", "1,4", "--shape", "64x64", "--cached-tokens", 32, "--new-tokens", 32, "--rows", 2)
+    result = run("bench", "kernels", "--only", "linear,attention,small", *sizes, "--seconds", 0.001, "--json", file)
     assert result.status == 0, result.err
     rows = json.loads(file.read_text())
     assert {row["kernel"] for row in rows} == {
@@ -112,6 +167,12 @@ def test_bench_kernels_from_end_to_end(tmp_path: Path) -> None:
         "extend attention",
         "rms_norm",
         "add_rms_norm",
+        "rotary_",
+        "silu_mul",
+        "embedding",
+        "softmax_top_k",
+        "argmax",
+        "sample",
     }
     for row in rows:
         assert row["seconds"] > 0 and f"{row['kernel']:<18}{row['shape']}" in result.out

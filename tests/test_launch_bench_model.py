@@ -24,7 +24,7 @@ from tilerank.parallel.group import SingleGroup
 from tilerank.parallel.join import Team
 from tilerank.runtime.engine import Engine, TokenEvent
 
-PEAKS = Peaks(stream_read_gbs=20.0, amx_bf16_tflops=4.0, core_to_core_ns=100.0)
+PEAKS = Peaks(stream_read_gbs=20.0, amx_bf16_tflops=4.0, amx_int8_tops=8.0, core_to_core_ns=100.0)
 
 
 def parse(*words: str) -> argparse.Namespace:
@@ -57,8 +57,8 @@ WORK = ModelWork(weight_bytes=1000, matrix_elements=300, head_elements=50, kv_by
 
 def test_prefill_and_decode_by_hand() -> None:
     # Three queries see 1 + 2 + 3 keys; the head computes for the last one only.
-    assert WORK.prefill(2, 3) == Work(1000 + 2 * 3 * 8, 2 * (2 * 3 * 300 + 2 * 50 + 6 * 16))
-    assert WORK.decode(4, 10) == Work(1000 + 4 * 10 * 8, 4 * (2 * 350 + 10 * 16))
+    assert WORK.prefill(2, 3) == Work(1000 + 2 * 3 * 8, bf16=2 * (2 * 3 * 300 + 2 * 50 + 6 * 16))
+    assert WORK.decode(4, 10) == Work(1000 + 4 * 10 * 8, bf16=4 * (2 * 350 + 10 * 16))
 
 
 def test_rows_are_shares_of_the_peaks() -> None:
@@ -78,16 +78,19 @@ def test_rows_are_shares_of_the_peaks() -> None:
     assert decode["peaks"] == {
         "stream_read_gbs": 20.0,
         "amx_bf16_tflops": 4.0,
+        "amx_int8_tops": 8.0,
         "core_to_core_ns": 100.0,
         "load_average": 0.0,
     }
 
 
 def test_the_limit_is_the_peak_that_binds() -> None:
-    assert PEAKS.least_seconds(20e9, 1e12) == 1.0
-    assert PEAKS.least_seconds(20e9, 8e12) == 2.0
-    without = Peaks(20.0, None, None)
-    assert without.least_seconds(20e9, 8e12) == 1.0 and without.amx_share(1.0, 1.0) is None
+    assert PEAKS.least_seconds(Work(20e9, bf16=1e12)) == 1.0
+    assert PEAKS.least_seconds(Work(20e9, bf16=8e12)) == 2.0
+    assert PEAKS.least_seconds(Work(20e9, bf16=8e12, int8=8e12)) == 3.0
+    without = Peaks(20.0, None, None, None)
+    work = Work(20e9, bf16=8e12)
+    assert without.least_seconds(work) == 1.0 and without.amx_share(work, 1.0) is None
 
 
 def events(*steps: tuple[float, list[int]]) -> list[TokenEvent]:

@@ -1,0 +1,36 @@
+"""What `bench kernels` measures of a kernel: one call, the work that it cannot do without, and torch for comparison.
+
+A group of kernels is a module with `entries(args) -> Iterator[Entry]`, named in `bench_kernels.GROUPS`.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import ceil
+
+from .bench_work import Work
+
+COLD_BYTES, MOST_COPIES = 1 << 30, 64
+"""Weights and cached tokens take turns in copies that are this large together, which few last-level caches hold: in a
+model, too, they come from memory."""
+
+Call = Callable[[int], object]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One kernel on one shape. `run` and `torch`, which does the same if it can, get the number of the call.
+
+    format: of the weights or the cache, else the dtype of the activations.
+    """
+
+    kernel: str
+    shape: str
+    format: str
+    work: Work
+    run: Call
+    torch: Call | None = None
+
+
+def copies(nbytes: int) -> int:
+    """How many of something that large take turns."""
+    return min(ceil(COLD_BYTES / nbytes), MOST_COPIES)

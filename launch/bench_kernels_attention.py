@@ -1,0 +1,51 @@
+"""Entries of `bench kernels` for attention over a paged cache: decode, and extend after a prefix."""
+
+import argparse
+from collections.abc import Iterator
+from math import ceil
+
+import torch
+
+from tilerank.kernels.attention import KV_BLOCK, KVLayer, attention, store_kv
+
+from .bench_entry import Entry, copies
+from .bench_work import Work
+
+HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
+DECODE_BATCH = 8
+
+
+def entries(args: argparse.Namespace) -> Iterator[Entry]:
+    for cached in args.cached_tokens:
+        yield _attention("decode attention", DECODE_BATCH, cached - 1, 1)
+    for new in args.new_tokens:
+        for prefix in (0, new):
+            yield _attention("extend attention", 1, prefix, new)
+
+
+def _attention(kernel: str, batch: int, prefix: int, new: int) -> Entry:
+    """`new` tokens of each of `batch` sequences after `prefix` cached ones. Bytes are those of the cached tokens."""
+    tokens = prefix + new
+    pages = ceil(tokens / KV_BLOCK)
+    dtype = torch.bfloat16
+    nbytes = batch * tokens * 2 * KV_HEADS * HEAD_DIM * dtype.itemsize
+    count = copies(nbytes) if new == 1 else 1
+    caches = [KVLayer.empty(batch * pages, KV_HEADS, HEAD_DIM, dtype) for _ in range(count)]
+    slots = torch.arange(batch * pages * KV_BLOCK)
+    for cache in caches:
+        k, v = (torch.randn(len(slots), KV_HEADS, HEAD_DIM).to(dtype) for _ in range(2))
+        store_kv(k, v, cache, slots)
+    q = torch.randn(batch * new, HEADS, HEAD_DIM).to(dtype)
+    tables = torch.arange(batch * pages, dtype=torch.int32).view(batch, pages)
+    lengths = torch.full((batch,), tokens, dtype=torch.int32)
+    starts = torch.arange(batch + 1, dtype=torch.int32) * new
+    group = HEADS // KV_HEADS
+    kv_map = torch.tensor([[head * group, group] for head in range(KV_HEADS)], dtype=torch.int32)
+    pairs = new * prefix + new * (new + 1) // 2
+    return Entry(
+        kernel,
+        f"{batch} x {new} after {prefix}",
+        "bfloat16",
+        Work(nbytes, bf16=4 * batch * HEADS * HEAD_DIM * pairs),
+        lambda number: attention(q, caches[number % count], tables, lengths, starts, kv_map, HEAD_DIM**-0.5),
+    )
