@@ -23,19 +23,50 @@ if TYPE_CHECKING:
     from .moe import PackedExperts
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out_dtype: torch.dtype | None = None) -> Tensor:
-    """x[..., k] @ weight[n, k].T + bias[n], accumulated and biased in fp32, rounded once to `out_dtype` (default
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    residual: Tensor | None = None,
+    activation: str | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """activation(x[..., k] @ weight[n, k].T + bias) + residual, all in fp32, rounded once to `out_dtype` (default
     x.dtype).
     """
+    sums = product(x.reshape(-1, x.shape[-1]), weight)
+    if residual is not None:
+        residual = residual.reshape(-1, residual.shape[-1])
+    result = epilogue(sums, bias, residual, activation, out_dtype or x.dtype)
+    return result.reshape(*x.shape[:-1], result.shape[-1])
+
+
+def product(x: Tensor, weight: Tensor) -> Tensor:
+    """x[m, k] @ weight[n, k].T in fp32."""
     weight32 = weight.float()
-    rows = x.reshape(-1, x.shape[-1]).float()
+    rows = x.float()
     out = torch.empty(rows.shape[0], weight.shape[0])
     for row, result in zip(rows, out, strict=True):
         # One product per row: a library GEMM picks its blocking, hence its order of summation, by the batch size.
         torch.mv(weight32, row.clone(), out=result)
+    return out
+
+
+def epilogue(
+    sums: Tensor, bias: Tensor | None, residual: Tensor | None, activation: str | None, out_dtype: torch.dtype
+) -> Tensor:
+    """What follows a product in `linear`: sums [m, n] float32 -> [m, n], or [m, n / 2] after silu_mul."""
     if bias is not None:
-        out += bias.float()
-    return out.to(out_dtype or x.dtype).reshape(*x.shape[:-1], weight.shape[0])
+        sums = sums + bias.float()
+    if activation == "silu_mul":
+        gate, up = sums.view(sums.shape[0], -1, 2, 32).unbind(2)  # blocks of 32 outputs in turn
+        sums = (F.silu(gate) * up).flatten(1)
+    elif activation is not None:
+        sums = F.gelu(sums, approximate="tanh" if activation == "gelu_tanh" else "none")
+    if residual is not None:
+        sums = sums + residual.float()
+    return sums.to(out_dtype)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, zero_centered: bool = False) -> Tensor:

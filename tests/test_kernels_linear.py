@@ -1,15 +1,17 @@
 """The packed linear layer against plain torch in float64, on every rung."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+import torch.nn.functional as F
 from rungs import RUNGS
 from torch import Tensor
 
 from tilerank.kernels import core
 from tilerank.kernels.errors import KernelError
-from tilerank.kernels.linear import PackedWeight, linear
+from tilerank.kernels.formats import Float
+from tilerank.kernels.linear import Activation, PackedWeight, linear
 
 BF16, F32 = torch.bfloat16, torch.float32
 
@@ -99,6 +101,93 @@ def test_a_row_has_the_same_bits_in_every_batch(rung: str, dtype: torch.dtype, n
     assert torch.equal(linear(x[count // 2 :], weight, bias), alone[count // 2 :])
 
 
+def in_turn(gate: Tensor, up: Tensor) -> Tensor:
+    """32 rows of the one, 32 of the other, and so on."""
+    return torch.stack([gate.unflatten(0, (-1, 32)), up.unflatten(0, (-1, 32))], dim=1).flatten(0, 2)
+
+
+ACTIVATIONS: dict[Activation | None, Callable[[Tensor], Tensor]] = {
+    None: lambda x: x,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "silu_mul": lambda x: F.silu(x[:, : x.shape[1] // 2]) * x[:, x.shape[1] // 2 :],
+}
+
+
+@pytest.mark.parametrize("dtype", [BF16, F32], ids=["bf16", "f32"])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("threads", [1, 3])
+def test_what_follows_a_product(rung: str, dtype: torch.dtype, activation: Activation | None, threads: int) -> None:
+    """Bias, activation and residual in fp32, with one rounding at the end: against float64, for few and many rows."""
+    core.start_pool(None, threads, spin=False)
+    n, k = (192, 130) if activation == "silu_mul" else (117, 130)
+    plain, bias = randn(n, k) / 8, randn(n, seed=1)
+    gated = activation == "silu_mul"
+    width = n // 2 if gated else n
+    weight = packed(in_turn(*plain.chunk(2)) if gated else plain, dtype)
+    packed_bias = in_turn(*bias.chunk(2)) if gated else bias
+    for m in (1, 9, 16, 17, 50, 300) if rung != "reference" else (1, 3):
+        x, residual = randn(m, k, seed=2).to(dtype), inside_nan(randn(m, width, seed=3))
+        sums = x.double() @ plain.to(dtype).double().T + bias.double()
+        exact = ACTIVATIONS[activation](sums) + residual.double()
+        result = linear(x, weight, packed_bias, residual=residual, activation=activation, out_dtype=F32)
+        torch.testing.assert_close(result.double(), exact, rtol=2e-5, atol=2e-5)
+        rounded = linear(x, weight, packed_bias, residual=residual, activation=activation, out_dtype=BF16)
+        assert torch.equal(rounded, result.to(BF16)), "not rounded once"
+        halves = residual.to(BF16)
+        result = linear(x, weight, packed_bias.to(BF16), residual=halves, activation=activation, out_dtype=F32)
+        sums = x.double() @ plain.to(dtype).double().T + bias.to(BF16).double()
+        exact = ACTIVATIONS[activation](sums) + halves.double()
+        torch.testing.assert_close(result.double(), exact, rtol=2e-5, atol=2e-5)
+        without = ACTIVATIONS[activation](x.double() @ plain.to(dtype).double().T)
+        result = linear(x, weight, activation=activation, out_dtype=F32)
+        torch.testing.assert_close(result.double(), without, rtol=2e-5, atol=2e-5)
+    core.start_pool(None, 1, spin=False)
+
+
+@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "silu_mul"])
+def test_activations_everywhere(rung: str, activation: Activation) -> None:
+    """From the far negative through tiny to the far positive, infinities and NaN."""
+    values = torch.cat([torch.linspace(-30, 30, 20001), torch.logspace(-30, 30, 61), -torch.logspace(-30, 2, 33)])
+    values = torch.cat([values, torch.tensor([float("nan"), float("inf")])])[:, None]
+    gated = activation == "silu_mul"
+    weight = PackedWeight.empty(64 if gated else 1, 1, F32)
+    weight.write(torch.ones(1, 1))
+    if gated:
+        weight.write(torch.ones(1, 1), 32)
+    if rung == "reference":
+        values = values[::50]
+    result = linear(values, weight, activation=activation)[:, 0]
+    exact = ACTIVATIONS[activation](torch.cat([values, values], dim=1).double() if gated else values.double())[:, 0]
+    torch.testing.assert_close(result, exact.float(), rtol=1e-6, atol=1e-6, equal_nan=True)
+
+
+@pytest.mark.parametrize("activation", ["gelu", "silu_mul"])
+@pytest.mark.parametrize("k", [70, 1088])
+def test_an_activated_row_has_the_same_bits_in_every_batch(rung: str, activation: Activation, k: int) -> None:
+    count = 150 if rung != "reference" else 10
+    x, weight, bias = randn(count, k).to(BF16), packed(randn(128, k, seed=1), BF16), randn(128, seed=2)
+    residual = randn(count, 64 if activation == "silu_mul" else 128, seed=3).to(BF16)
+    whole = linear(x, weight, bias, residual=residual, activation=activation)
+    for m in range(1, count):
+        assert torch.equal(linear(x[:m], weight, bias, residual=residual[:m], activation=activation), whole[:m]), m
+
+
+def test_residual_in_more_than_two_dims(rung: str) -> None:
+    x, plain, residual = randn(2, 3, 40), randn(24, 40, seed=1), randn(3, 2, 24, seed=2).transpose(0, 1)
+    result = linear(x, packed(plain, F32), residual=residual)
+    torch.testing.assert_close(result, x @ plain.T + residual)
+    with pytest.raises(KernelError, match=r"residual: expected \[2, 3, 24\] float32 or bfloat16, found \[3, 2, 24\]"):
+        linear(x, packed(plain, F32), residual=residual.transpose(0, 1))
+
+
+def test_format(rung: str) -> None:
+    weight = Float(BF16).empty(33, 65)
+    assert weight.format == Float(BF16) and (weight.n, weight.k) == (33, 65)
+    assert weight.format.activations is BF16
+    assert Float(BF16).nbytes(33, 65) == weight.data.nbytes
+
+
 def test_more_than_two_dims_and_none(rung: str) -> None:
     x, plain = randn(2, 3, 5, 40), randn(24, 40, seed=1)
     weight = packed(plain, F32)
@@ -168,6 +257,9 @@ def test_nbytes_is_what_is_allocated(rung: str) -> None:
         (lambda w: linear(torch.zeros(2, 8, dtype=BF16), w), "torch.bfloat16"),
         (lambda w: linear(torch.zeros(2, 8), w, torch.zeros(3)), r"bias: expected contiguous \[4\]"),
         (lambda w: linear(torch.zeros(2, 8), w, out_dtype=torch.float16), "out_dtype"),
+        (lambda w: linear(torch.zeros(2, 8), w, residual=torch.zeros(2, 3)), r"residual: expected \[2, 4\]"),
+        (lambda w: linear(torch.zeros(2, 8), w, activation="silu_mul"), "blocks of 32 gate and 32 up rows, found 4"),
+        (lambda w: linear(torch.zeros(2, 8), w, activation="relu"), "found 'relu'"),
         (lambda w: w.write(torch.zeros(2, 8), 3), r"inside \[4, 8\], found \[2, 8\] at row 3"),
         (lambda w: w.write(torch.zeros(2, 2), 0, -1), "column -1"),
         (lambda w: w.write(torch.zeros(2, 2, dtype=torch.int32)), "matrix of floats"),

@@ -1,34 +1,98 @@
-// The end of a product for the rung that includes this file (no include guard): fp32 sums plus bias, rounded once.
+// What every linear kernel is called with, and the end of its product, for the rung that includes this file (no include
+// guard): fp32 sums plus bias, activation, plus residual, rounded once.
+//
+//   tensors: x[m, k], bias[n] or none, residual[m, width] or none, out[m, width], scratch or none, the weight's
+//   operands ints: the activation
+//
+// A result is 32 columns of `out`. It takes the sums of as many blocks of the weight as there are parts: with silu_mul
+// two, of the gate and of what it is for, else one.
 
 namespace tilerank::TR_RUNG {
 
+// The numbers are those of linear.py.
+enum class Activation : int64_t { none, silu_mul, gelu, gelu_tanh };
+
+// x (1 + erf(x / sqrt 2)) / 2. erf by the rational minimax approximation of Eigen and XLA, within a few units in the
+// last place of 1; beyond 4 it is 1.
+static inline Vec gelu(Vec x) {
+  const Vec y = min(set(4.0f), max(set(-4.0f), x * set(0.70710678118654752f)));
+  const Vec y2 = y * y;
+  Vec p = set(-2.72614225801306e-10f);
+  for (const float c : {2.77068142495902e-08f, -2.10102402082508e-06f, -5.69250639462346e-05f, -7.34990630326855e-04f,
+                        -2.95459980854025e-03f, -1.60960333262415e-02f}) {
+    p = fma(p, y2, set(c));
+  }
+  Vec q = set(-1.45660718464996e-05f);
+  for (const float c :
+       {-2.13374055278905e-04f, -1.68282697438203e-03f, -7.37332916720468e-03f, -1.42647390514189e-02f}) {
+    q = fma(q, y2, set(c));
+  }
+  return set(0.5f) * x * (set(1.0f) + y * p / q);
+}
+
+// x (1 + tanh u) / 2 = x / (1 + exp(-2u)) with u = sqrt(2 / pi) (x + 0.044715 x^3)
+static inline Vec gelu_tanh(Vec x) {
+  const Vec u2 = set(1.5957691216057308f) * x * fma(x * x, set(0.044715f), set(1.0f));
+  return x / (set(1.0f) + exp(zero() - u2));
+}
+
 struct Epilogue {
-  const Tensor& bias;  // [n] or none
-  const Tensor& out;   // [m, n]
-  const int64_t n;
+  const Tensor &bias, &residual, &out;
+  const Activation activation;
+  const int64_t parts, results;
 
-  Epilogue(const Tensor& bias, const Tensor& out) : bias(bias), out(out), n(out.size[1]) {}
+  explicit Epilogue(const Args& args)
+      : bias(args.tensor(1)),
+        residual(args.tensor(2)),
+        out(args.tensor(3)),
+        activation(static_cast<Activation>(args.integer(0))),
+        parts(activation == Activation::silu_mul ? 2 : 1),
+        results((out.size[1] + kBlockN - 1) / kBlockN) {}
 
-  // sums of row `row`, columns `column`... ; what lies beyond the last column is dropped
-  void write(Vec sums, int64_t row, int64_t column) const {
-    const int64_t count = std::min<int64_t>(kLanes, n - column);
-    if (count <= 0) return;
-    if (bias) {
-      sums = sums + (bias.dtype == DType::f32 ? load(bias.as<const float>() + column, count)
-                                              : load(bias.as<const bf16>() + column, count));
-    }
-    if (out.dtype == DType::f32) {
-      store(out.row<float>(row) + column, sums, count);
-    } else {
-      store(out.row<bf16>(row) + column, sums, count);
+  // The sums of one row with a block, kBlockN / kLanes vectors; with two parts of the gate, and `up` of the other. What
+  // lies beyond the last column is dropped.
+  void write(int64_t row, int64_t result, const Vec* sums, const Vec* up = nullptr) const {
+    for (int v = 0; v < kBlockN / kLanes; ++v) {
+      const int64_t column = result * kBlockN + v * kLanes;
+      const int64_t count = std::min<int64_t>(kLanes, out.size[1] - column);
+      if (count > 0) write(row, column, count, activated(sums[v], up ? up[v] : zero(), column));
     }
   }
 
   template <class F>
-  void prefetch(Range rows, int64_t column, F&& prefetch_write) const {
+  void prefetch(Range rows, int64_t result, F&& prefetch_write) const {
     const int64_t element = out.dtype == DType::f32 ? 4 : 2;
     for (int64_t row = rows.begin; row < rows.end; ++row) {
-      prefetch_write(out.as<const char>() + (row * out.stride[0] + column) * element);
+      prefetch_write(out.as<const char>() + (row * out.stride[0] + result * kBlockN) * element);
+    }
+  }
+
+ private:
+  static Vec load_some(const Tensor& from, int64_t i, int64_t count) {
+    return from.dtype == DType::f32 ? load(from.as<const float>() + i, count) : load(from.as<const bf16>() + i, count);
+  }
+
+  Vec activated(Vec sums, Vec up, int64_t column) const {
+    if (activation == Activation::silu_mul) {
+      if (bias) {
+        const int64_t gate = column / kBlockN * 2 * kBlockN + column % kBlockN;
+        sums = sums + load_some(bias, gate, kLanes);
+        up = up + load_some(bias, gate + kBlockN, kLanes);
+      }
+      return silu(sums) * up;
+    }
+    if (bias) sums = sums + load_some(bias, column, std::min<int64_t>(kLanes, bias.size[0] - column));
+    if (activation == Activation::gelu) return gelu(sums);
+    if (activation == Activation::gelu_tanh) return gelu_tanh(sums);
+    return sums;
+  }
+
+  void write(int64_t row, int64_t column, int64_t count, Vec value) const {
+    if (residual) value = value + load_some(residual, row * residual.stride[0] + column, count);
+    if (out.dtype == DType::f32) {
+      store(out.row<float>(row) + column, value, count);
+    } else {
+      store(out.row<bf16>(row) + column, value, count);
     }
   }
 };

@@ -1,0 +1,4 @@
+"""The weight formats: how a weight is held in memory, chosen before there is one."""
+
+from .linear import Float as Float
+from .linear import Format as Format
