@@ -92,24 +92,3 @@ def allocate(specs: Sequence[CacheSpec], tokens: int) -> list[KVLayer]:
     return [
         KVLayer.empty(blocks, spec.kv_heads, spec.head_dim, spec.dtype) for spec in specs if isinstance(spec, PagedKV)
     ]
-
-
-class BlockPool:
-    """The free pages. Kept on rank 0 only: the other ranks are told which page is whose."""
-
-    def __init__(self, blocks: int) -> None:
-        self.total = blocks
-        self._free = list(range(blocks - 1, -1, -1))  # handed out from the end: lowest first
-
-    @property
-    def free(self) -> int:
-        return len(self._free)
-
-    def take(self, count: int) -> list[int]:
-        """`count` pages. The caller has looked at `free`."""
-        if count > len(self._free):
-            raise EngineError(f"{count} pages were asked of a cache that has {len(self._free)} of {self.total} free")
-        return [self._free.pop() for _ in range(count)]
-
-    def give_back(self, blocks: Sequence[int]) -> None:
-        self._free.extend(reversed(blocks))

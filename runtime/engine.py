@@ -6,8 +6,7 @@ prompts of those that start. Rank 0 announces it in one message (`step.py`); all
 
 import logging
 import time
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -26,17 +25,20 @@ from tilerank.parallel.shard import Strategy
 
 from . import sampling, step
 from .batch import Batch
-from .cache import BlockPool, allocate, default_capacity, num_blocks
+from .cache import allocate, default_capacity, num_blocks
 from .decode import DecodeGraphs
 from .errors import EngineError, RequestError
+from .pages import PagePool, Table
 from .registry import model_class, read_config
 from .sampling import Logprobs, SamplingParams
+from .scheduler import Scheduler
+from .scheduler import Sequence as Running
 from .step import Chunk, Step, Stop
 
 log = logging.getLogger(__name__)
 
 PREFILL_CHUNK = 2048
-"""Rows of a step, unless more sequences than that decode: bounds activations and the wait of running sequences."""
+"""Prompt tokens of a step: bounds activations and the wait of running sequences."""
 MAX_RUNNING = 256
 SCORE_CHUNK = 128
 """Rows of a step that wants the logits of all of them, vocabulary-sized each."""
@@ -55,7 +57,7 @@ class TokenEvent:
     """A new token of request number `request`. The last one of a request says why: "stop" (an end-of-sequence token,
     which it is) or "length".
 
-    time_s: seconds since `generate` was called.
+    time_s: when its step was done, on the clock of `time.monotonic`.
     """
 
     request: int
@@ -63,22 +65,6 @@ class TokenEvent:
     time_s: float
     finish_reason: str | None = None
     logprobs: Logprobs | None = None
-
-
-@dataclass(eq=False)
-class _Sequence:
-    number: int
-    params: SamplingParams
-    tokens: list[int]
-    prompt_len: int
-    blocks: list[int] = field(default_factory=list)
-    announced: bool = False  # the other ranks know its pages
-    cached: int = 0
-
-    @property
-    def room(self) -> int:
-        """The most tokens whose keys and values it will ever keep: the last token is never fed back."""
-        return self.prompt_len + self.params.max_new_tokens - 1
 
 
 class Engine:
@@ -110,59 +96,77 @@ class Engine:
         self.load_report: LoadReport = load_weights(
             self._model, Checkpoint(model_dir), ignore=self._model.ignore, progress=group.rank == 0
         )
-        self._pool = BlockPool(num_blocks(self._capacity))
+        self._pool = PagePool(num_blocks(self._capacity))
+        self._scheduler = Scheduler(self._pool, max_running=MAX_RUNNING, chunk_rows=PREFILL_CHUNK)
         # A page more than the pool hands out: what fills up a recorded batch writes there.
         self._caches = allocate(self._model.cache_specs(), (self._pool.total + 1) * KV_BLOCK)
         self._decode = None if eager else self._decode_graphs()
         self._tables: dict[int, list[int]] = {}
-        self._finished: list[int] = []
-        self._next_number = 0
+        self._requests: dict[int, Running] = {}
+        self._next_request = 0
 
-    def generate(self, requests: Sequence[Request]) -> Iterator[TokenEvent]:
-        """Rank 0: runs all requests together and yields their tokens as they come.
+    def submit(self, request: Request) -> int:
+        """Rank 0: puts a request in line and returns its number. RequestError if it can never run."""
+        return self._add(self._admissible("the request", request))
+
+    def cancel(self, number: int) -> None:
+        """Rank 0: request `number` gets no more tokens, and its pages are free at once."""
+        self._scheduler.end(self._requests.pop(number))
+
+    def step(self) -> list[TokenEvent]:
+        """Rank 0: computes one step of the requests in line, and returns the tokens that came out."""
+        scheduled = self._scheduler.schedule()
+        logits = self._lead([chunk for _, chunk in scheduled])
+        self._scheduler.ran(scheduled)
+        # A row of logits for every sequence but those whose prompt is not complete yet.
+        ready = [sequence for sequence, chunk in scheduled if chunk.logits]
+        chosen = sampling.choose(logits, [(s.params, len(s.tokens)) for s in ready])
+        now = time.monotonic()
+        events = []
+        for row, (sequence, token_id) in enumerate(zip(ready, chosen, strict=True)):
+            sequence.tokens.append(token_id)
+            reason = self._finish_reason(sequence)
+            if reason is not None:
+                self.cancel(sequence.request)
+            count = sequence.params.logprobs
+            logprobs = sampling.logprobs(logits[row], token_id, count) if count else None
+            events.append(TokenEvent(sequence.request, token_id, now, reason, logprobs))
+        return events
+
+    def generate(self, requests: Sequence[Request]) -> Generator[TokenEvent]:
+        """Rank 0: runs all requests together and yields their tokens as they come, numbered as in `requests` and with
+        seconds since the call.
 
         Raises RequestError, before anything runs, for a request that cannot run.
         """
         began = time.monotonic()
-        sequences = [self._admissible(index, request) for index, request in enumerate(requests)]
-        index_of = {sequence.number: index for index, sequence in enumerate(sequences)}
-        waiting, running = deque(sequences), list[_Sequence]()
+        sequences = [self._admissible(f"request {index}", request) for index, request in enumerate(requests)]
+        index_of = {self._add(sequence): index for index, sequence in enumerate(sequences)}
         try:
-            while waiting or running:
-                self._admit(waiting, running)
-                scheduled = self._schedule(running)
-                logits = self._lead([chunk for _, chunk in scheduled])
-                # A row of logits for every sequence but those whose prompt is not complete yet.
-                ready = [sequence for sequence, chunk in scheduled if chunk.logits]
-                chosen = sampling.choose(logits, [(s.params, len(s.tokens)) for s in ready])
-                now = time.monotonic() - began
-                events = []
-                for row, (sequence, token_id) in enumerate(zip(ready, chosen, strict=True)):
-                    sequence.tokens.append(token_id)
-                    reason = self._finish_reason(sequence)
-                    if reason is not None:
-                        running.remove(sequence)
-                        self._release(sequence)
-                    count = sequence.params.logprobs
-                    logprobs = sampling.logprobs(logits[row], token_id, count) if count else None
-                    events.append(TokenEvent(index_of[sequence.number], token_id, now, reason, logprobs))
-                # Now that nobody looks at the logits any more: whoever takes the events may run another step.
-                yield from events
+            while self._requests:
+                for event in self.step():
+                    yield replace(event, request=index_of[event.request], time_s=event.time_s - began)
         finally:
-            for sequence in running:
-                self._release(sequence)
+            for number in index_of.keys() & self._requests.keys():
+                self.cancel(number)
 
     def score(self, token_ids: Sequence[int]) -> Tensor:
         """Rank 0: fp32 logits [len(token_ids), vocab], those of every position."""
-        sequence = self._admissible(0, Request(token_ids, SamplingParams(max_new_tokens=1)), slack=0)
-        sequence.blocks = self._pool.take(num_blocks(sequence.room))
+        request = Request(token_ids, SamplingParams(max_new_tokens=1))
+        tokens = self._admissible("the text", request, slack=0).tokens
+        # Not from shared pages: logits of every position want every position computed.
+        table, number = Table(), self._scheduler.next_number()
+        self._pool.extend(table, len(tokens))
+        new_blocks, parts = table.blocks, []
         try:
-            parts = []
-            while sequence.cached < len(token_ids):
-                parts.append(self._lead([self._chunk(sequence, SCORE_CHUNK, every_row=True)]))
+            for start in range(0, len(tokens), SCORE_CHUNK):
+                rows = tokens[start : start + SCORE_CHUNK]
+                parts.append(self._lead([Chunk(number, start, rows, new_blocks, len(rows))]))
+                new_blocks = []
             return torch.cat(parts)
         finally:
-            self._release(sequence)
+            self._pool.close(table)
+            self._scheduler.finished.append(number)
 
     def follow(self) -> None:
         """Other ranks: computes the steps that rank 0 announces, until it says stop. GroupError if a rank is lost."""
@@ -197,10 +201,14 @@ class Engine:
             spare_page=self._pool.total,
         )
 
-    def _admissible(self, index: int, request: Request, slack: int = 1) -> _Sequence:
+    def _add(self, sequence: Running) -> int:
+        self._requests[sequence.request] = sequence
+        self._scheduler.add(sequence)
+        return sequence.request
+
+    def _admissible(self, where: str, request: Request, slack: int = 1) -> Running:
         """A sequence for the request, or RequestError saying why it can never run. `slack`: new tokens at least."""
         tokens, limit = list(request.prompt_token_ids), self.config.max_position_embeddings
-        where = f"request {index}"
         if not tokens:
             raise RequestError(f"{where}: the prompt is empty; expected at least one token")
         vocab = self.config.vocab_size
@@ -213,61 +221,25 @@ class Engine:
                 "which the prompt and at least one new token must fit in"
             )
         new = min(request.params.max_new_tokens, max(limit - len(tokens), 1))
-        sequence = _Sequence(self._next_number, replace(request.params, max_new_tokens=new), tokens, len(tokens))
+        params = replace(request.params, max_new_tokens=new)
+        sequence = Running(self._next_request, params, tokens, len(tokens))
         if num_blocks(sequence.room) > self._pool.total:
             raise RequestError(
                 f"{where}: {len(tokens)} prompt tokens and {new} new ones need a KV cache of {sequence.room} tokens, "
                 f"found {self._capacity}; raise the total tokens of the cache or ask for fewer new tokens"
             )
-        self._next_number += 1
+        self._next_request += 1
         return sequence
 
-    def _admit(self, waiting: deque[_Sequence], running: list[_Sequence]) -> None:
-        """In order of arrival, while pages for all tokens that a sequence may ever have are free."""
-        while waiting and len(running) < MAX_RUNNING:
-            pages = num_blocks(waiting[0].room)
-            if pages > self._pool.free:
-                break
-            sequence = waiting.popleft()
-            sequence.blocks = self._pool.take(pages)
-            running.append(sequence)
-
-    def _schedule(self, running: Sequence[_Sequence]) -> list[tuple[_Sequence, Chunk]]:
-        """Everybody who decodes, then prompts in order of arrival up to the step's rows."""
-        prefilling = [sequence for sequence in running if sequence.cached < sequence.prompt_len]
-        scheduled = [(sequence, self._chunk(sequence, 1)) for sequence in running if sequence not in prefilling]
-        rows = PREFILL_CHUNK - len(scheduled)
-        for sequence in prefilling:
-            if rows <= 0:
-                break
-            scheduled.append((sequence, self._chunk(sequence, rows)))
-            rows -= len(scheduled[-1][1].token_ids)
-        return scheduled
-
-    def _chunk(self, sequence: _Sequence, rows: int, *, every_row: bool = False) -> Chunk:
-        """The next tokens of a sequence, at most `rows`, which then count as cached."""
-        start = sequence.cached
-        token_ids = sequence.tokens[start : start + rows]
-        sequence.cached += len(token_ids)
-        complete = sequence.cached == len(sequence.tokens)
-        new_blocks = [] if sequence.announced else sequence.blocks
-        sequence.announced = True
-        return Chunk(sequence.number, start, token_ids, new_blocks, len(token_ids) if every_row else int(complete))
-
-    def _finish_reason(self, sequence: _Sequence) -> str | None:
+    def _finish_reason(self, sequence: Running) -> str | None:
         if sequence.tokens[-1] in self.config.eos_token_ids and not sequence.params.ignore_eos:
             return "stop"
         return "length" if len(sequence.tokens) - sequence.prompt_len >= sequence.params.max_new_tokens else None
 
-    def _release(self, sequence: _Sequence) -> None:
-        self._pool.give_back(sequence.blocks)
-        sequence.blocks = []
-        self._finished.append(sequence.number)
-
     def _lead(self, chunks: list[Chunk]) -> Tensor:
         """Rank 0: announces a step and computes it."""
-        message = Step(chunks, self._finished)
-        self._finished = []
+        message = Step(chunks, list(self._scheduler.finished))
+        self._scheduler.finished.clear()
         self._team.channel.send(step.encode(message))
         return self._run(message)
 

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,10 @@ import torch
 from tilerank.kernels import core
 from tilerank.parallel.join import Team
 from tilerank.runtime import engine as module
-from tilerank.runtime.cache import BlockPool
 from tilerank.runtime.engine import Engine, Request
+from tilerank.runtime.pages import PagePool
 from tilerank.runtime.sampling import SamplingParams
+from tilerank.runtime.scheduler import Scheduler
 
 DEMO = Path(__file__).parent.parent / "assets" / "demo-lm"
 LENGTHS = (1, 5, 31, 32, 33, 70, 150)  # around pages of 32 tokens, and above the largest chunk below
@@ -53,16 +55,22 @@ def one_by_one(engine: Engine, all_of_them: list[Request]) -> Answers:
 
 
 def with_chunk(rows: int, ask: Ask) -> Ask:
-    """`ask` with steps of at most so many rows, unless more sequences than that decode."""
+    """`ask` with at most so many prompt tokens in a step."""
 
     def run(engine: Engine, some: list[Request]) -> Answers:
-        whole, module.PREFILL_CHUNK = module.PREFILL_CHUNK, rows
-        try:
-            return ask(engine, some)
-        finally:
-            module.PREFILL_CHUNK = whole
+        forget(engine, chunk_rows=rows)
+        return ask(engine, some)
 
     return run
+
+
+def forget(engine: Engine, *, pages: int | None = None, chunk_rows: int = module.PREFILL_CHUNK) -> None:
+    """No page of an earlier request is shared any more."""
+    before = engine._scheduler
+    engine._pool = PagePool(pages or engine._pool.total)
+    engine._scheduler = Scheduler(engine._pool, max_running=module.MAX_RUNNING, chunk_rows=chunk_rows)
+    # The ranks know sequences by their numbers, and must still hear which ones are over.
+    engine._scheduler._numbers, engine._scheduler.finished = before._numbers, before.finished
 
 
 WAYS: dict[str, Ask] = {
@@ -84,12 +92,22 @@ def same_answers(team: Team, *, cases: list[tuple[str, str]]) -> dict[str, Any]:
             continue
         wanted = answers(engine, requests())
         assert [len(answer) for answer in wanted] == [request.params.max_new_tokens for request in requests()]
-        differ = [name for name, way in WAYS.items() if way(engine, requests()) != wanted]
+        differ = [] if answers(engine, requests()) == wanted else ["from shared pages"]
+        for name, way in WAYS.items():
+            forget(engine)
+            differ += [] if way(engine, requests()) == wanted else [name]
         differ += [f"score in chunks of {rows}" for rows in (13, 256) if not same_score(engine, rows)]
         # Pages for the longest request and one or two others: the rest wait. The same cache, because its size has a say
         # in how heads are cut.
-        engine._pool = BlockPool(7)
+        forget(engine, pages=7)
         differ += [] if answers(engine, requests()) == wanted else ["waiting for pages"]
+        # Sequences that grow by two pages and more, where there are pages for two of them: the youngest gives way.
+        growing = [replace(request, params=replace(request.params, max_new_tokens=80)) for request in requests()[:4]]
+        forget(engine)
+        wanted = answers(engine, growing)
+        forget(engine, pages=7)
+        differ += [] if answers(engine, growing) == wanted else ["giving way"]
+        differ += [] if engine._scheduler.preemptions else ["nobody had to give way"]
         engine.stop()
         result[f"{rung} {dtype}"] = differ
     return result

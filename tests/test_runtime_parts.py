@@ -16,7 +16,6 @@ from tilerank.parallel.layer import Sharding
 from tilerank.runtime import step
 from tilerank.runtime.batch import Batch
 from tilerank.runtime.cache import (
-    BlockPool,
     CacheSpec,
     EncoderKV,
     PagedKV,
@@ -69,24 +68,6 @@ def test_refuses_caches_without_an_allocator(spec: CacheSpec) -> None:
     says = f"layer 1 declares a {type(spec).__name__} cache, which cannot be allocated yet"
     with pytest.raises(EngineError, match=f"^{says}$"):
         allocate([PagedKV(1, 8, BF16), spec], 32)
-
-
-@given(st.data())
-def test_a_page_belongs_to_one_sequence_at_a_time(data: st.DataObject) -> None:
-    pool, held = BlockPool(12), list[list[int]]()
-    for _ in range(20):
-        if held and data.draw(st.booleans()):
-            pool.give_back(held.pop(data.draw(st.integers(0, len(held) - 1))))
-        else:
-            count = data.draw(st.integers(0, 14))
-            if count > pool.free:
-                with pytest.raises(EngineError, match=f"{count} pages .* has {pool.free} of 12 free"):
-                    pool.take(count)
-            else:
-                held.append(pool.take(count))
-        taken = [page for pages in held for page in pages]
-        assert len(set(taken)) == len(taken) == 12 - pool.free
-        assert set(taken) <= set(range(12))
 
 
 def test_pages_of_tokens() -> None:
