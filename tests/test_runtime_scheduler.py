@@ -9,7 +9,8 @@ from tilerank.runtime.pages import Page, PagePool
 from tilerank.runtime.sampling import SamplingParams
 from tilerank.runtime.scheduler import Scheduler, Sequence
 
-BLOCKS, MAX_RUNNING, CHUNK = 12, 4, 40
+BLOCKS, MAX_RUNNING, CHUNK = 12, 4, 80
+COMMON = st.sampled_from((0, 20, KV_BLOCK, KV_BLOCK + 3, 2 * KV_BLOCK, 3 * KV_BLOCK))
 
 
 def new_sequence(prompt: list[int], new_tokens: int, request: int = 0) -> Sequence:
@@ -37,7 +38,7 @@ class Schedules(RuleBasedStateMachine):
         self.requests = 0
 
     # Few tokens and two common beginnings, so that prompts share pages.
-    @rule(begin=st.integers(0, 1), common=st.integers(0, 3 * KV_BLOCK), own=st.integers(1, 40), new=st.integers(1, 80))
+    @rule(begin=st.integers(0, 1), common=COMMON, own=st.integers(1, 4) | st.integers(1, 40), new=st.integers(1, 80))
     def add(self, begin: int, common: int, own: int, new: int) -> None:
         prompt = [begin] * common + [2 + self.requests % 3] * own
         sequence = new_sequence(prompt, new, self.requests)
