@@ -54,8 +54,8 @@ class Request:
 
 @dataclass(frozen=True)
 class TokenEvent:
-    """A new token of request number `request`. The last one of a request says why: "stop" (an end-of-sequence token,
-    which it is) or "length".
+    """A new token of request number `request`. The last one of a request says why: "stop" (an end-of-sequence or
+    stop token, which it is) or "length".
 
     time_s: when its step was done, on the clock of `time.monotonic`.
     """
@@ -120,7 +120,7 @@ class Engine:
         self._scheduler.ran(scheduled)
         # A row of logits for every sequence but those whose prompt is not complete yet.
         ready = [sequence for sequence, chunk in scheduled if chunk.logits]
-        chosen = sampling.choose(logits, [(s.params, len(s.tokens)) for s in ready])
+        chosen = sampling.choose(logits, [sampling.Row(s.params, s.tokens, s.prompt_len) for s in ready])
         now = time.monotonic()
         events = []
         for row, (sequence, token_id) in enumerate(zip(ready, chosen, strict=True)):
@@ -215,6 +215,9 @@ class Engine:
         bad = next((token for token in tokens if not 0 <= token < vocab), None)
         if bad is not None:
             raise RequestError(f"{where}: expected token ids from 0 to {vocab - 1}, found {bad}")
+        bad = next((token for token in request.params.logit_bias if not 0 <= token < vocab), None)
+        if bad is not None:
+            raise RequestError(f"{where}: logit_bias: expected token ids from 0 to {vocab - 1}, found {bad}")
         if len(tokens) + slack > limit:
             raise RequestError(
                 f"{where}: the prompt has {len(tokens)} tokens, but the context length is {limit}, "
@@ -232,7 +235,8 @@ class Engine:
         return sequence
 
     def _finish_reason(self, sequence: Running) -> str | None:
-        if sequence.tokens[-1] in self.config.eos_token_ids and not sequence.params.ignore_eos:
+        last, params = sequence.tokens[-1], sequence.params
+        if last in params.stop_token_ids or (last in self.config.eos_token_ids and not params.ignore_eos):
             return "stop"
         return "length" if len(sequence.tokens) - sequence.prompt_len >= sequence.params.max_new_tokens else None
 

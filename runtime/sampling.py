@@ -1,8 +1,10 @@
 """From logits to tokens, on rank 0: one row a sequence, each with its own settings."""
 
 import hashlib
+import math
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -18,17 +20,26 @@ MAX_TEMPERATURE = 1e6  # all tokens are equally likely long before; far from wha
 class SamplingParams:
     """How a request's tokens are chosen and when it ends.
 
-    temperature 0 takes the most likely token. top_k 0 and top_p 1 are off; top_p 0 leaves one token. The same seed
-    gives the same text, whatever else is in the batch. logprobs: how many alternatives to report for each token.
-    ignore_eos: go on after the end.
+    temperature 0 takes the most likely token. top_k 0, top_p 1 and min_p 0 are off; top_p 0 leaves one token, min_p
+    those that are at least so likely in proportion to the likeliest. The same seed gives the same text, whatever else
+    is in the batch. repetition_penalty (arXiv 1909.05858; 1 is off) counts prompt and text, presence_penalty and
+    frequency_penalty (OpenAI's; 0 is off) the text alone. logit_bias: added to the logits of token ids.
+    logprobs: how many alternatives to report for each token. stop_token_ids end a text as end-of-sequence tokens do,
+    also with ignore_eos, which goes on after the latter.
     """
 
     max_new_tokens: int = 128
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
+    min_p: float = 0.0
     seed: int = 0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] = field(default_factory=dict)
     ignore_eos: bool = False
+    stop_token_ids: tuple[int, ...] = ()
     logprobs: int = 0
 
     def __post_init__(self) -> None:
@@ -37,11 +48,22 @@ class SamplingParams:
             ("temperature", 0 <= self.temperature <= MAX_TEMPERATURE, f"a number from 0 to {MAX_TEMPERATURE:g}"),
             ("top_k", 0 <= self.top_k < 1 << 31, "0 (off) or more"),
             ("top_p", 0 <= self.top_p <= 1, "a number from 0 to 1"),
+            ("min_p", 0 <= self.min_p <= 1, "a number from 0 to 1"),
+            ("repetition_penalty", 0 < self.repetition_penalty <= 100, "a number above 0, up to 100"),
+            ("presence_penalty", abs(self.presence_penalty) <= 100, "a number from -100 to 100"),
+            ("frequency_penalty", abs(self.frequency_penalty) <= 100, "a number from -100 to 100"),
+            ("logit_bias", all(abs(bias) <= 100 for bias in self.logit_bias.values()), "numbers from -100 to 100"),
             ("seed", 0 <= self.seed < 1 << 64, "an integer of 64 bits from 0 up"),
             ("logprobs", 0 <= self.logprobs <= 100, "0 to 100"),
         ):
             if not ok:
                 raise RequestError(f"{name}: expected {expected}, found {getattr(self, name)}")
+
+    @property
+    def reshapes(self) -> bool:
+        """Are logits changed before the choice?"""
+        penalties = (self.repetition_penalty - 1, self.presence_penalty, self.frequency_penalty)
+        return any(penalties) or bool(self.logit_bias) or (self.min_p > 0 and self.temperature > 0)
 
 
 @dataclass(frozen=True)
@@ -58,9 +80,22 @@ def uniform(seed: int, position: int) -> float:
     return int.from_bytes(digest, "little") / (1 << 24)
 
 
-def choose(logits: Tensor, rows: Sequence[tuple[SamplingParams, int]]) -> list[int]:
-    """A token id for each row of logits [m, vocab]; `rows` has the settings and the position of the token to come."""
-    params = [p for p, _ in rows]
+@dataclass(frozen=True)
+class Row:
+    """One sequence whose next token is due: its settings, its tokens, and how many of them are the prompt."""
+
+    params: SamplingParams
+    tokens: Sequence[int]
+    prompt_len: int
+
+
+def choose(logits: Tensor, rows: Sequence[Row]) -> list[int]:
+    """A token id for each row of logits [m, vocab], which stay as they are."""
+    params = [row.params for row in rows]
+    if any(p.reshapes for p in params):
+        logits = logits.clone()
+        for values, row in zip(logits, rows, strict=True):
+            _reshape(values, row)
     if all(p.temperature == 0 for p in params):
         return ops.argmax(logits).tolist()
     return ops.sample(
@@ -68,8 +103,24 @@ def choose(logits: Tensor, rows: Sequence[tuple[SamplingParams, int]]) -> list[i
         torch.tensor([p.temperature for p in params], dtype=torch.float32),
         torch.tensor([p.top_k for p in params], dtype=torch.int32),
         torch.tensor([p.top_p for p in params], dtype=torch.float32),
-        torch.tensor([uniform(p.seed, position) for p, position in rows], dtype=torch.float32),
+        torch.tensor([uniform(row.params.seed, len(row.tokens)) for row in rows], dtype=torch.float32),
     ).tolist()
+
+
+def _reshape(values: Tensor, row: Row) -> None:
+    """Bias, penalties and min_p on logits [vocab], in place. The order is vLLM's: min_p before top_k and top_p."""
+    p = row.params
+    if p.logit_bias:
+        values[list(p.logit_bias)] += torch.tensor(list(p.logit_bias.values()))
+    if p.repetition_penalty != 1:
+        seen = torch.tensor(sorted(set(row.tokens)))
+        of_seen = values[seen]
+        values[seen] = torch.where(of_seen > 0, of_seen / p.repetition_penalty, of_seen * p.repetition_penalty)
+    if p.presence_penalty or p.frequency_penalty:
+        counts = Counter(row.tokens[row.prompt_len :])
+        values[list(counts)] -= torch.tensor([p.presence_penalty + p.frequency_penalty * n for n in counts.values()])
+    if p.min_p > 0 and p.temperature > 0:
+        values[values < values.max() + p.temperature * math.log(p.min_p)] = -math.inf
 
 
 def logprobs(logits: Tensor, token_id: int, count: int) -> Logprobs:

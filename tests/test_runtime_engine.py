@@ -140,6 +140,35 @@ def test_ends_at_any_end_of_sequence_token(engine: Engine, tmp_path: Path) -> No
     assert [event.token_id for event in run(other, PROMPT, max_new_tokens=12, ignore_eos=True)] == whole
 
 
+def test_stop_tokens_end_a_text_even_with_ignore_eos(engine: Engine) -> None:
+    whole = [event.token_id for event in run(engine, PROMPT, max_new_tokens=12, ignore_eos=True)]
+    events = run(engine, PROMPT, max_new_tokens=12, ignore_eos=True, stop_token_ids=(whole[3], 4095))
+    assert [event.token_id for event in events] == whole[: whole.index(whole[3]) + 1]
+    assert events[-1].finish_reason == "stop"
+
+
+def test_requests_come_and_go_between_steps(engine: Engine) -> None:
+    """Each gets the tokens that it gets alone, whoever joins, leaves or is cancelled meanwhile."""
+    wanted = [[e.token_id for e in run(engine, PROMPT[i:], max_new_tokens=20, ignore_eos=True)] for i in range(3)]
+    found: dict[int, list[int]] = {}
+    numbers = []
+
+    def steps(count: int) -> None:
+        for _ in range(count):
+            for event in engine.step():
+                found.setdefault(event.request, []).append(event.token_id)
+
+    for i in range(3):
+        numbers.append(engine.submit(Request(PROMPT[i:], SamplingParams(max_new_tokens=20, ignore_eos=True))))
+        steps(4)
+    engine.cancel(numbers[1])
+    steps(16)
+    assert [found[number] for number in numbers] == [wanted[0], wanted[1][:8], wanted[2]]
+    assert engine._pool.free == engine._pool.total
+    with pytest.raises(RequestError, match="the request: the prompt is empty"):
+        engine.submit(Request([]))
+
+
 @pytest.mark.parametrize(
     ("prompt", "new", "says"),
     [
