@@ -24,7 +24,7 @@ from .watch import Reason, Watch
 MAGIC = 0x314D48534B4E5254  # as in shm_segment.h
 HEADER = struct.Struct("<QIIQ")  # magic, ranks, lanes, bytes of a slot
 BROKEN = 64  # offset of the word that stops everybody
-LINE = 128
+LINE = 256
 PAGE = 4096
 SLOT = 256 << 10  # bytes per lane and buffer: small enough to stay in cache, larger tensors pass in pieces
 SPIN_PAUSES = 4000  # about 100 us

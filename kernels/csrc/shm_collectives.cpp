@@ -15,7 +15,7 @@
 
 namespace tilerank::TR_RUNG {
 
-// Above this a sum of three or more ranks is cut in parts, one a rank, so that no rank reads all of all slots.
+// From here on a sum is cut in parts, one a rank: each rank reads one part of all the others, not all of all.
 constexpr int64_t kScatterBytes = 32 << 10;
 
 // Round to nearest even by integer arithmetic, on every rung: vcvtneps2bf16 flushes subnormals, torch, and so the other
@@ -27,19 +27,6 @@ static inline uint32_t round_bf16(float x) {
   return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
 }
 
-#ifdef TR_AVX512
-static inline void store_exact(bf16* p, Vec x) {
-  const __m512i bits = _mm512_castps_si512(x.v);
-  const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
-  const __m512i sum = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
-  const __mmask16 nan = _mm512_cmp_ps_mask(x.v, x.v, _CMP_UNORD_Q);
-  const __m512i rounded = _mm512_mask_mov_epi32(_mm512_srli_epi32(sum, 16), nan, _mm512_set1_epi32(0x7fc0));
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(rounded));
-}
-#else
-static inline void store_exact(bf16* p, Vec x) { store(p, x); }  // rounds by integers
-#endif
-static inline void store_exact(float* p, Vec x) { store(p, x); }
 static inline void store_one(float* p, float x) { *p = x; }
 static inline void store_one(bf16* p, float x) { p->bits = static_cast<uint16_t>(round_bf16(x)); }
 static inline float load_one(const float* p) { return *p; }
@@ -50,23 +37,76 @@ static inline float load_one(const bf16* p) {
   return x;
 }
 
+// A group of values that is summed at once.
+template <class T>
+struct Lump {
+  static constexpr int kSize = kLanes;
+  Vec values;
+  static Lump load(const T* p) { return {TR_RUNG::load(p)}; }
+  void add(const Lump& other) { values = values + other.values; }
+  void store(T* p) const { TR_RUNG::store(p, values); }  // bf16 is rounded by integers below AVX-512
+};
+
+#ifdef TR_AVX512
+// 32 bf16, the even and the odd ones as fp32.
+template <>
+struct Lump<bf16> {
+  static constexpr int kSize = 32;
+  __m512 even, odd;
+
+  static Lump load(const bf16* p) {
+    const __m512i both = _mm512_loadu_si512(p);
+    return {_mm512_castsi512_ps(_mm512_slli_epi32(both, 16)),
+            _mm512_castsi512_ps(_mm512_and_si512(both, _mm512_set1_epi32(static_cast<int>(0xffff0000u))))};
+  }
+  void add(const Lump& other) {
+    even = _mm512_add_ps(even, other.even);
+    odd = _mm512_add_ps(odd, other.odd);
+  }
+  // The upper half of each.
+  static __m512i rounded(__m512 x) {
+    const __m512i bits = _mm512_castps_si512(x);
+    const __m512i last = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+    const __m512i sum = _mm512_add_epi32(bits, _mm512_add_epi32(last, _mm512_set1_epi32(0x7fff)));
+    return _mm512_mask_mov_epi32(sum, _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), _mm512_set1_epi32(0x7fc00000));
+  }
+  void store(bf16* p) const {
+    const __m512i low = _mm512_srli_epi32(rounded(even), 16);
+    _mm512_storeu_si512(p, _mm512_mask_blend_epi16(0xaaaaaaaau, low, rounded(odd)));
+  }
+};
+#endif
+
 // out[i] = parts[0][i] + parts[1][i] + ..., in fp32, in this order; `out` may be one of the parts.
 template <class T>
 static void sum_parts(const T* const* parts, int ranks, int64_t n, T* out) {
-  constexpr int kUnroll = 4;
+  constexpr int kUnroll = 2, kSize = Lump<T>::kSize;
   int64_t i = 0;
-  for (; i + kUnroll * kLanes <= n; i += kUnroll * kLanes) {
-    Vec total[kUnroll];
-    for (int u = 0; u < kUnroll; ++u) total[u] = load(parts[0] + i + u * kLanes);
+  for (; i + kUnroll * kSize <= n; i += kUnroll * kSize) {
+    Lump<T> total[kUnroll];
+    for (int u = 0; u < kUnroll; ++u) total[u] = Lump<T>::load(parts[0] + i + u * kSize);
     for (int r = 1; r < ranks; ++r) {
-      for (int u = 0; u < kUnroll; ++u) total[u] = total[u] + load(parts[r] + i + u * kLanes);
+      for (int u = 0; u < kUnroll; ++u) total[u].add(Lump<T>::load(parts[r] + i + u * kSize));
     }
-    for (int u = 0; u < kUnroll; ++u) store_exact(out + i + u * kLanes, total[u]);
+    for (int u = 0; u < kUnroll; ++u) total[u].store(out + i + u * kSize);
   }
   for (; i < n; ++i) {
     float total = load_one(parts[0] + i);
     for (int r = 1; r < ranks; ++r) total += load_one(parts[r] + i);
     store_one(out + i, total);
+  }
+}
+
+// Into a slot, whose lines others have read: a string move makes them its own without fetching what it overwrites,
+// which stores of vectors do fetch, from the other core.
+static inline void post(void* to, const void* from, size_t bytes) {
+  asm volatile("rep movsb" : "+D"(to), "+S"(from), "+c"(bytes) : : "memory");
+}
+
+// The start of what another rank posted: the processor finds out by itself how it goes on.
+static inline void fetch(const void* posted, int64_t bytes) {
+  for (int64_t i = 0; i < std::min<int64_t>(bytes, 16 << 10); i += 64) {
+    _mm_prefetch(static_cast<const char*>(posted) + i, _MM_HINT_T0);
   }
 }
 
@@ -78,30 +118,38 @@ static Range part_of(int64_t n, int index, int count, int64_t unit) {
 // Everyone posts all of it and sums for itself: one step.
 template <class T>
 static void sum_directly(shm::Lane& lane, T* x, int64_t n) {
-  const T* parts[shm::kMaxRanks];
-  for (int r = 0; r < lane.ranks(); ++r) parts[r] = reinterpret_cast<T*>(lane.slot(r));
+  post(lane.slot(lane.rank()), x, static_cast<size_t>(n) * sizeof(T));
   lane.publish();
   lane.wait_for_all();
+  const T* parts[shm::kMaxRanks];
+  for (int r = 0; r < lane.ranks(); ++r) {
+    parts[r] = r == lane.rank() ? x : lane.slot<T>(r);
+    if (r != lane.rank()) fetch(parts[r], n * static_cast<int64_t>(sizeof(T)));
+  }
   sum_parts(parts, lane.ranks(), n, x);
 }
 
-// Everyone sums its own part where it posted it, then all collect the parts: two steps.
+// Everyone sums one part and posts that, then all collect the parts: two steps.
 template <class T>
 static void sum_by_parts(shm::Lane& lane, T* x, int64_t n) {
-  const int64_t unit = 64 / static_cast<int64_t>(sizeof(T));
-  const T* parts[shm::kMaxRanks];
-  const Range mine = part_of(n, lane.rank(), lane.ranks(), unit);
-  for (int r = 0; r < lane.ranks(); ++r) parts[r] = reinterpret_cast<T*>(lane.slot(r)) + mine.begin;
+  const auto part = [&](int rank) { return part_of(n, rank, lane.ranks(), 64 / static_cast<int64_t>(sizeof(T))); };
+  const auto bytes = [](Range range) { return static_cast<size_t>(range.end - range.begin) * sizeof(T); };
+  const Range mine = part(lane.rank());
+  T* const posted = lane.slot<T>(lane.rank());
+  post(posted, x, bytes({0, mine.begin}));
+  post(posted + mine.end, x + mine.end, bytes({mine.end, n}));
   lane.publish();
   lane.wait_for_all();
-  sum_parts(parts, lane.ranks(), mine.end - mine.begin, reinterpret_cast<T*>(lane.slot(lane.rank())) + mine.begin);
+  const T* parts[shm::kMaxRanks];
+  for (int r = 0; r < lane.ranks(); ++r) parts[r] = (r == lane.rank() ? x : lane.slot<T>(r)) + mine.begin;
+  sum_parts(parts, lane.ranks(), mine.end - mine.begin, x + mine.begin);
+  post(posted + mine.begin, x + mine.begin, bytes(mine));
   lane.publish();
-  for (int distance = 0; distance < lane.ranks(); ++distance) {
+  for (int distance = 1; distance < lane.ranks(); ++distance) {
     const int r = (lane.rank() + distance) % lane.ranks();
-    const Range theirs = part_of(n, r, lane.ranks(), unit);
-    if (distance > 0) lane.wait_for(r);
-    std::memcpy(x + theirs.begin, reinterpret_cast<T*>(lane.slot(r)) + theirs.begin,
-                static_cast<size_t>(theirs.end - theirs.begin) * sizeof(T));
+    const Range theirs = part(r);
+    lane.wait_for(r);
+    std::memcpy(x + theirs.begin, lane.slot<T>(r) + theirs.begin, bytes(theirs));
   }
 }
 
@@ -110,11 +158,9 @@ static void sum_lane(shm::Lane& lane, T* x, int64_t n) {
   const int64_t most = static_cast<int64_t>(lane.slot_bytes() / sizeof(T));
   for (int64_t done = 0; done < n; done += most) {
     const int64_t count = std::min(most, n - done);
-    const size_t bytes = static_cast<size_t>(count) * sizeof(T);
     lane.enter();
     lane.wait_until_free();
-    std::memcpy(lane.slot(lane.rank()), x + done, bytes);
-    if (lane.ranks() > 2 && static_cast<int64_t>(bytes) >= kScatterBytes) {
+    if (count * static_cast<int64_t>(sizeof(T)) >= kScatterBytes) {
       sum_by_parts(lane, x + done, count);
     } else {
       sum_directly(lane, x + done, count);
@@ -154,7 +200,7 @@ static void shm_all_gather(const Args& args, Team& team) {
       const auto count = std::min(lane.slot_bytes(), static_cast<size_t>(part.end - done));
       lane.enter();
       lane.wait_until_free();
-      if (count > 0) std::memcpy(lane.slot(lane.rank()), x.as<char>() + done, count);
+      post(lane.slot(lane.rank()), x.as<char>() + done, count);
       lane.publish();
       for (int distance = 1; distance <= lane.ranks(); ++distance) {
         const int r = (lane.rank() + distance) % lane.ranks();
@@ -178,7 +224,7 @@ static void shm_broadcast(const Args& args, Team& team) {
       lane.enter();
       if (lane.rank() == root) {
         lane.wait_until_free();
-        std::memcpy(lane.slot(root), x.as<char>() + done, count);
+        post(lane.slot(root), x.as<char>() + done, count);
         lane.publish();
       } else {
         lane.publish();

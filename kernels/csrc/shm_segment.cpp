@@ -77,7 +77,7 @@ Line& Lane::line(int rank) const {
   return reinterpret_cast<Line*>(base_ + kPage + static_cast<size_t>(rank) * control_bytes_)[lane_];
 }
 
-char* Lane::slot(int rank) const {
+char* Lane::slot_of(int rank) const {
   const size_t buffer = header_->lanes * slot_bytes_;
   const size_t parity = line(rank_).count & 1;
   return base_ + kPage + static_cast<size_t>(ranks_) * control_bytes_ +
@@ -93,11 +93,19 @@ void Lane::wait_until_free() {
   for (int other = 0; other < ranks_; ++other) wait(other, line(rank_).last);
 }
 
+// Whoever spins sees it at once. Looking for sleepers needs the store to be out, which takes as long as a message to
+// another core; that is put off until there is nothing better to do.
 void Lane::publish() {
+  line(rank_).sequence.store(++step_, std::memory_order_release);
+  told_ = false;
+}
+
+void Lane::wake_sleepers() {
+  if (told_) return;
+  told_ = true;
   Line& mine = line(rank_);
-  // Either a sleeper counted itself before the load below, or it sees the new sequence and does not sleep.
-  mine.sequence.store(++step_, std::memory_order_seq_cst);
-  if (mine.sleepers.load(std::memory_order_seq_cst) != 0) futex_wake_all(mine.sequence);
+  // Either a sleeper counted itself before this, or it counts itself after it, sees the sequence and does not sleep.
+  if (mine.sleepers.fetch_add(0, std::memory_order_acq_rel) != 0) futex_wake_all(mine.sequence);
 }
 
 void Lane::wait_for(int rank) { wait(rank, step_); }
@@ -107,6 +115,7 @@ void Lane::wait_for_all() {
 }
 
 void Lane::leave() {
+  wake_sleepers();
   Line& mine = line(rank_);
   mine.last = first_;
   ++mine.count;
@@ -114,6 +123,8 @@ void Lane::leave() {
 
 void Lane::wait(int rank, uint32_t step) {
   const Line& theirs = line(rank);
+  if (reached(theirs, step)) return;
+  wake_sleepers();
   const int64_t pauses = pauses_ >> line(rank_).doubt;
   for (int64_t i = 0; i < pauses; ++i) {
     if (reached(theirs, step)) return;

@@ -3,7 +3,7 @@
 // Laid out by parallel/shm.py, which maps it and passes it to the kernels as a tensor:
 //
 //   header     4096 bytes (Header)
-//   control    for each rank, in pages of its own: one line of 128 bytes per lane (Line)
+//   control    for each rank, in pages of its own: 256 bytes per lane (Line)
 //   slots      for each rank, in pages of its own: two buffers of `lanes` times `slot_bytes`
 //
 // Lane t of a rank only ever talks to lane t of the others: a thread works one lane (or several, one after the other),
@@ -36,16 +36,18 @@ struct Header {
 
 enum class Reason : uint32_t { gone = 1, left = 2, stuck = 3 };
 
+// In pairs of cache lines, which processors fetch together.
 struct Line {
-  // What others wait for, alone in its cache line.
-  alignas(64) std::atomic<uint32_t> sequence;
-  std::atomic<uint32_t> sleepers;
+  // What others wait for. They look at nothing else here while they do not sleep.
+  alignas(128) std::atomic<uint32_t> sequence;
+  // How many others sleep until `sequence` changes.
+  alignas(128) std::atomic<uint32_t> sleepers;
   // The owner's notes: collectives so far, the first step of the last one, and how waiting has gone (Lane::learn).
-  alignas(64) uint32_t count;
+  uint32_t count;
   uint32_t last;
   uint32_t doubt, calm;
 };
-static_assert(sizeof(Line) == 128);
+static_assert(sizeof(Line) == 256);
 
 // One lane of one rank.
 class Lane {
@@ -56,7 +58,10 @@ class Lane {
   int ranks() const { return ranks_; }
   int rank() const { return rank_; }
   size_t slot_bytes() const { return slot_bytes_; }
-  char* slot(int rank) const;
+  template <class T = char>
+  T* slot(int rank) const {
+    return reinterpret_cast<T*>(slot_of(rank));
+  }
 
   // The calls of one collective: enter, then what it takes of the others, then leave.
   void enter();
@@ -68,6 +73,8 @@ class Lane {
 
  private:
   Line& line(int rank) const;
+  char* slot_of(int rank) const;
+  void wake_sleepers();
   void wait(int rank, uint32_t step);
   void sleep(int rank, uint32_t step);
   void learn(int64_t slept_us);
@@ -79,6 +86,7 @@ class Lane {
   size_t slot_bytes_, control_bytes_;
   int64_t pauses_, timeout_ms_;
   uint32_t step_ = 0, first_ = 0;
+  bool told_ = true;  // those who sleep until my last step have been woken
 };
 
 // How many lanes share `bytes`: a short message is not worth waking more than one. The same on all ranks.
