@@ -1,9 +1,10 @@
 """Decode steps without Python: the model's forward recorded once per batch size, then replayed on new values.
 
 A step in which every sequence has one token and wants one row of logits has the same launches every time. They are
-recorded for some batch sizes (buckets), when first needed; a batch in between is filled up with rows of no sequence,
-which write to the cache's spare page. What changes from step to step is copied into tensors that all recorded steps
-read: token ids, positions, slots, lengths, and, when a sequence joins or leaves, the tables of pages.
+recorded for some batch sizes (buckets), when first needed; a batch in between is filled up with rows that write to the
+cache's spare page: of no sequence, or, for a mixture, copies of a row there is, which ask for no other experts. What
+changes from step to step is copied into tensors that all recorded steps read: token ids, positions, slots, lengths,
+and, when a sequence joins or leaves, the tables of pages.
 """
 
 import logging
@@ -35,7 +36,7 @@ def bucket_of(rows: int) -> int:
 class DecodeGraphs:
     """The recorded decode steps of a model over `caches`, for up to `max_rows` sequences of up to `max_pages` pages.
 
-    `spare_page`: a page of the caches that no sequence has.
+    `spare_page`: a page of the caches that no sequence has. `mixture`: rows choose experts, whose weights are read.
     """
 
     def __init__(
@@ -47,11 +48,13 @@ class DecodeGraphs:
         max_rows: int,
         max_pages: int,
         spare_page: int,
+        mixture: bool,
     ) -> None:
         self._model = model
         self._caches = caches
         self._group = group
         self._spare_page = spare_page
+        self._mixture = mixture
         rows = bucket_of(max_rows)
         self._max_rows = max_rows
         self._inputs = Batch(
@@ -96,29 +99,34 @@ class DecodeGraphs:
         return self._graphs[rows]
 
     def _fill(self, step: Step, tables: Mapping[int, list[int]], rows: int) -> None:
-        token_ids, positions, slots, seq_lens = [], [], [], []
+        token_ids, positions, slots = [], [], []
         for row, chunk in enumerate(step.chunks):
             table = tables[chunk.sequence]
-            if self._tabled[row] != (chunk.sequence, len(table)):
-                self._inputs.block_tables[row, : len(table)] = torch.tensor(table, dtype=torch.int32)
-                self._tabled[row] = (chunk.sequence, len(table))
+            self._set_table(row, chunk.sequence, table)
             token_ids.append(chunk.token_ids[0])
             positions.append(chunk.start)
             slots.append(table[chunk.start // KV_BLOCK] * KV_BLOCK + chunk.start % KV_BLOCK)
-            seq_lens.append(chunk.start + 1)
+        # What fills up writes to a place of its own in the spare page. It is a sequence of one token there, or it reads
+        # what the shortest sequence does: its hidden state is the same then, bit for bit.
+        shortest = min(step.chunks, key=lambda chunk: chunk.start)
         for row in range(len(step.chunks), rows):
-            # A sequence of one token in the spare page; each writes a place of its own there.
-            if self._tabled[row] is not None:
+            if self._mixture:
+                self._set_table(row, shortest.sequence, tables[shortest.sequence])
+            elif self._tabled[row] is not None:
                 self._inputs.block_tables[row, 0] = self._spare_page
                 self._tabled[row] = None
-            token_ids.append(0)
-            positions.append(0)
+            token_ids.append(shortest.token_ids[0] if self._mixture else 0)
+            positions.append(shortest.start if self._mixture else 0)
             slots.append(self._spare_page * KV_BLOCK + row % KV_BLOCK)
-            seq_lens.append(1)
         self._inputs.token_ids[:rows] = torch.tensor(token_ids)
         self._inputs.positions[:rows] = torch.tensor(positions)
         self._inputs.slots[:rows] = torch.tensor(slots)
-        self._inputs.seq_lens[:rows] = torch.tensor(seq_lens, dtype=torch.int32)
+        self._inputs.seq_lens[:rows] = torch.tensor(positions, dtype=torch.int32) + 1
+
+    def _set_table(self, row: int, sequence: int, table: list[int]) -> None:
+        if self._tabled[row] != (sequence, len(table)):
+            self._inputs.block_tables[row, : len(table)] = torch.tensor(table, dtype=torch.int32)
+            self._tabled[row] = sequence, len(table)
 
     def _record(self, rows: int) -> Graph:
         whole = self._inputs

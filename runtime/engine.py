@@ -199,6 +199,7 @@ class Engine:
             max_rows=MAX_RUNNING,
             max_pages=num_blocks(min(self._capacity, self.config.max_position_embeddings)),
             spare_page=self._pool.total,
+            mixture=self.config.experts is not None,
         )
 
     def _add(self, sequence: Running) -> int:

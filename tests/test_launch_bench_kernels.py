@@ -183,11 +183,12 @@ def test_bench_kernels_from_end_to_end(tmp_path: Path) -> None:
 
 
 def test_comm_rows_are_ratios() -> None:
-    ours = [{"operation": "all_reduce", "bytes": 8192, "seconds": 2e-6}]
+    ours = [{"operation": "all_reduce", "bytes": 8192, "seconds": 2e-6, "eager_seconds": 5e-6}]
     gloo = [{"operation": "all_reduce", "bytes": 8192, "seconds": 80e-6}]
     (row,) = bench_comm.rows_of(ours, gloo, 2, False, PEAKS)
     assert row["gloo_ratio"] == pytest.approx(40) and row["latency_ratio"] == pytest.approx(20)
     assert (row["ranks"], row["bytes"], row["oversubscribed"]) == (2, 8192, False)
+    assert row["eager_seconds"] == 5e-6
 
 
 @pytest.mark.parametrize(

@@ -127,3 +127,21 @@ def test_a_profile_counts_the_kernels_of_a_step() -> None:
     assert runs["add_rms_norm"] == 2 * layers and runs["linear_f32"] == 4 * layers + 1
     # It computed the same step again.
     assert torch.equal(engine._decode.run(step, tables), logits)
+
+
+def test_rows_that_fill_up_a_mixtures_batch_ask_for_no_other_experts(checkpoints: dict[str, str]) -> None:
+    """They are the shortest sequence's row, bit for bit, in every layer: what the router sees is the same."""
+    folder = Path(checkpoints["qwen3_moe"])
+    engine = Engine(folder, join(Membership(0, 1, "", 0)), dtype=torch.float32, max_total_tokens=256)
+    assert engine._decode is not None
+    tables = {0: [0, 1], 1: [2], 2: [3]}
+    for position in range(40):
+        engine._decode.run(Step([Chunk(0, position, [position + 5], [], 1)], []), tables)
+    chunks = [Chunk(0, 40, [7], [], 1), Chunk(1, 0, [3], [], 1), Chunk(2, 0, [9], [], 1)]
+    logits = engine._decode.run(Step(chunks, []), tables).clone()
+    padding = engine._decode._graphs[4].output[3]
+    assert torch.equal(padding, logits[1]) and not torch.equal(padding, logits[2])
+    # Now the other one is the shortest.
+    chunks[1] = Chunk(1, 1, [4], [], 1)
+    logits = engine._decode.run(Step(chunks, []), tables)
+    assert torch.equal(padding, logits[2]) and not torch.equal(padding, logits[1])
