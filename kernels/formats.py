@@ -2,3 +2,4 @@
 
 from .linear import Float as Float
 from .linear import Format as Format
+from .linear_int8 import Int8 as Int8

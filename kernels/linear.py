@@ -22,6 +22,7 @@ _ACTIVATIONS: dict[str | None, int] = {None: 0, "silu_mul": 1, "gelu": 2, "gelu_
 _PACK = core.kernel("pack")
 _EMBEDDING = core.kernel("embedding_packed")
 _LINEAR = {torch.bfloat16: core.kernel("linear_bf16"), torch.float32: core.kernel("linear_f32")}
+_MOE = {torch.bfloat16: core.kernel("moe_bf16"), torch.float32: core.kernel("moe_f32")}
 
 # The layout is defined in csrc/pack.h.
 BLOCK_N = 32
@@ -77,6 +78,12 @@ class Weight(Protocol):
         """Rows of the weight [t, k] for ids[t] int64; ids outside [first_row, first_row + n) give zeros."""
         ...
 
+    def part(self, row: int, n: int, step: int = 1) -> "Weight":
+        """The weight[n, k] in every `step`-th block of 32 rows from `row` on, a multiple of 32: a view, to write and to
+        unpack; a plain one has no steps.
+        """
+        ...
+
     # What `linear` asks for:
 
     @property
@@ -91,8 +98,15 @@ class Weight(Protocol):
         """
         ...
 
+    @property
+    def moe_kernel(self) -> int:
+        """The same for experts (`moe.moe`), which gets x, ids, weights, middle, partial, out (csrc/experts.h) and the
+        operands of both weights, with the number of experts and their width.
+        """
+        ...
+
     def operands(self) -> tuple[Tensor, ...]:
-        """Tensors that the kernel reads the weight from."""
+        """Tensors that the kernels read the weight from."""
         ...
 
     def scratch(self, m: int) -> int:
@@ -170,6 +184,10 @@ class PackedWeight:
     def kernel(self) -> int:
         return _LINEAR[self.dtype]
 
+    @property
+    def moe_kernel(self) -> int:
+        return _MOE[self.dtype]
+
     def operands(self) -> tuple[Tensor, ...]:
         return (self.data,)
 
@@ -202,6 +220,13 @@ class PackedWeight:
         if rows.dtype not in _SOURCES:
             rows = rows.to(torch.float32)
         core.launch(_PACK, (self.data.view(-(-self.n // BLOCK_N), -1), rows.detach()), (row, col))
+
+    def part(self, row: int, n: int, step: int = 1) -> "PackedWeight":
+        if self.is_plain:
+            return PackedWeight(self.data[row : row + n], n, self.k, self.dtype)
+        blocks = self.data.view(-(-self.n // BLOCK_N), -1)
+        first, count = row // BLOCK_N, -(-n // BLOCK_N)
+        return PackedWeight(blocks[first : first + (count - 1) * step + 1 : step], n, self.k, self.dtype)
 
     def embedding(self, ids: Tensor, first_row: int = 0) -> Tensor:
         """`ops.embedding` for a table that is the output head's weight as well: rows of the weight, [t, k].

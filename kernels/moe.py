@@ -11,14 +11,12 @@ from torch import Tensor
 
 from . import check, core, reference
 from .errors import KernelError
-from .linear import PackedWeight
+from .linear import BLOCK_N, Format, Weight
 
 _SOFTMAX_TOP_K = core.kernel("softmax_top_k")
 _SIGMOID_TOP_K = core.kernel("sigmoid_top_k")
-_MOE = {torch.bfloat16: core.kernel("moe_bf16"), torch.float32: core.kernel("moe_f32")}
 
 _TILE_ROWS = 16
-_BLOCK_N = 32
 
 
 def softmax_top_k(logits: Tensor, top_k: int, *, renormalize: bool) -> tuple[Tensor, Tensor]:
@@ -79,89 +77,96 @@ def _choices(m: int, top_k: int) -> tuple[Tensor, Tensor]:
 class PackedExperts:
     """The weights of one kind of all experts, each [parts * n, k], as the kernels read them.
 
-    `parts`: projections of n outputs each that are used together, gate and up. data holds, for every expert, block by
-    block of 32 outputs the blocks of all parts (csrc/pack.h), so that an expert's weights are read in order; or is
-    [experts, parts, n, k] where kernels run in plain torch.
+    `parts`: projections of n outputs each that are used together, gate and up. All are one tall weight of any format:
+    expert by expert, block by block of 32 outputs the blocks of all parts, so that an expert's weights are read in
+    order; where kernels run in plain torch, part by part. Every part begins a new block.
     """
 
-    data: Tensor
+    weight: Weight
     experts: int
     parts: int
     n: int
-    k: int
-    dtype: torch.dtype
 
     @staticmethod
-    def nbytes(experts: int, n: int, k: int, dtype: torch.dtype, *, parts: int = 1) -> int:
+    def nbytes(experts: int, n: int, k: int, form: Format, *, parts: int = 1) -> int:
         """Bytes that the packed weights take, padding included."""
-        if experts < 1 or parts < 1:
-            raise KernelError(f"PackedExperts: experts, parts: expected positive numbers, found {experts}, {parts}")
-        return experts * parts * PackedWeight.nbytes(n, k, dtype)
+        return form.nbytes(_tall(experts, parts, n), k)
 
     @classmethod
-    def empty(cls, experts: int, n: int, k: int, dtype: torch.dtype, *, parts: int = 1) -> "PackedExperts":
+    def empty(cls, experts: int, n: int, k: int, form: Format, *, parts: int = 1) -> "PackedExperts":
         """All zeros, in memory of its own (`core.alloc`)."""
-        data = core.alloc(cls.nbytes(experts, n, k, dtype, parts=parts)).view(dtype)
-        return cls(data.view(experts, parts, n, k) if core.isa() == "reference" else data, experts, parts, n, k, dtype)
+        return cls(form.empty(_tall(experts, parts, n), k), experts, parts, n)
 
     @property
-    def is_plain(self) -> bool:
-        return self.data.ndim > 1
+    def k(self) -> int:
+        return self.weight.k
 
-    def write(self, rows: Tensor, expert: int, *, part: int = 0, row: int = 0, col: int = 0) -> None:
-        """Converts and packs rows[r, c] into [row : row + r, col : col + c] of a part, as `PackedWeight.write` does."""
-        self._part(expert, part).write(rows, row, col)
-
-    def unpack(self, expert: int, part: int = 0) -> Tensor:
-        """The plain weight[n, k] of a part."""
-        return self._part(expert, part).unpack()
-
-    def _part(self, expert: int, part: int) -> PackedWeight:
-        """A view whose blocks lie apart, which `linear` cannot read."""
+    def part(self, expert: int, part: int = 0) -> Weight:
+        """The weight[n, k] of one part of an expert: a view, to write and to unpack."""
         if not (0 <= expert < self.experts and 0 <= part < self.parts):
             raise KernelError(
                 f"PackedExperts: expected one of {self.experts} experts and {self.parts} parts, "
                 f"found expert {expert}, part {part}"
             )
-        if self.is_plain:
-            return PackedWeight(self.data[expert, part], self.n, self.k, self.dtype)
-        blocks = self.data.view(self.experts, -(-self.n // _BLOCK_N), self.parts, -1)
-        return PackedWeight(blocks[expert, :, part], self.n, self.k, self.dtype)
+        rows = _up_to_block(self.n)
+        if self.weight.is_plain:
+            return self.weight.part((expert * self.parts + part) * rows, self.n)
+        return self.weight.part(expert * self.parts * rows + part * BLOCK_N, self.n, self.parts)
+
+    def write(self, rows: Tensor, expert: int, *, part: int = 0, row: int = 0, col: int = 0) -> None:
+        """Converts and packs rows[r, c] into [row : row + r, col : col + c] of a part, as the weight's `write` does."""
+        self.part(expert, part).write(rows, row, col)
+
+    def unpack(self, expert: int, part: int = 0) -> Tensor:
+        """The plain weight[n, k] of a part."""
+        return self.part(expert, part).unpack()
+
+
+def _up_to_block(n: int) -> int:
+    return -(-n // BLOCK_N) * BLOCK_N
+
+
+def _tall(experts: int, parts: int, n: int) -> int:
+    """Rows of the tall weight."""
+    if experts < 1 or parts < 1:
+        raise KernelError(f"PackedExperts: experts, parts: expected positive numbers, found {experts}, {parts}")
+    return experts * parts * _up_to_block(n)
 
 
 def moe(x: Tensor, gate_up: PackedExperts, down: PackedExperts, ids: Tensor, weights: Tensor) -> Tensor:
     """The weighted sum of what each token's experts make of it: down(silu(gate(x)) * up(x)).
 
-    x: [m, hidden], bfloat16 or float32 as the weights; gate_up: two parts of [width, hidden]; down: [hidden, width];
-    ids: [m, k] int32, experts of each token; weights: [m, k] float32. Returns [m, hidden].
-    gate, up, silu and their product are rounded as by `linear` and `ops.silu_mul`; outputs of experts stay in fp32,
+    x: [m, hidden], of the dtype that the weights' format wants; gate_up: two parts of [width, hidden]; down: [hidden,
+    width] of the same format; ids: [m, k] int32, experts of each token; weights: [m, k] float32. Returns [m, hidden].
+    With plain weights gate, up, silu and their product are rounded as by `linear` and `ops.silu_mul`; with quantised
+    ones they stay in fp32 until the down projection rounds or quantises its inputs. Outputs of experts stay in fp32,
     their weighted sum over k, in the order of ids, is rounded once. Only weights of experts that ids names are read.
     """
     width = gate_up.n
-    check.tensor("moe", "x", x, (None, gate_up.k), gate_up.dtype)
+    check.tensor("moe", "x", x, (None, gate_up.k), gate_up.weight.format.activations)
     check.tensor("moe", "ids", ids, (x.shape[0], None), torch.int32)
     if ids.shape[1] == 0:
         raise KernelError("moe: ids: expected at least one expert a token, found none")
     check.tensor("moe", "weights", weights, ids.shape, torch.float32)
-    found = (down.experts, down.parts, down.n, down.k, down.dtype)
-    if gate_up.parts != 2 or found != (gate_up.experts, 1, gate_up.k, width, gate_up.dtype):
+    found = (down.experts, down.parts, down.n, down.k, down.weight.moe_kernel)
+    if gate_up.parts != 2 or found != (gate_up.experts, 1, gate_up.k, width, gate_up.weight.moe_kernel):
         raise KernelError(
-            f"moe: down: expected 1 part of {gate_up.experts} experts [{gate_up.k}, {width}] {gate_up.dtype} after 2 "
-            f"parts of gate_up, found {down.parts} of {down.experts} experts [{down.n}, {down.k}] {down.dtype} after "
-            f"{gate_up.parts}"
+            f"moe: down: expected 1 part of {gate_up.experts} experts [{gate_up.k}, {width}] {gate_up.weight.format} "
+            f"after 2 parts of gate_up, found {down.parts} of {down.experts} experts [{down.n}, {down.k}] "
+            f"{down.weight.format} after {gate_up.parts}"
         )
-    if core.isa() == "reference" or gate_up.is_plain or down.is_plain:
+    if core.isa() == "reference" or gate_up.weight.is_plain or down.weight.is_plain:
         return reference.moe(x, gate_up, down, ids, weights)
     m, hidden = x.shape
     out = core.empty((m, hidden), x.dtype)
     if m == 0:
         return out
     pairs = ids.numel()
-    columns = -(-width // _BLOCK_N) * _BLOCK_N
-    # In tiles, every expert's rows begin a new one.
+    # In tiles, every expert's rows begin a new one. Kernels that round to bfloat16 use half of it.
     rows = (pairs // _TILE_ROWS + min(pairs, gate_up.experts)) * _TILE_ROWS
-    middle = core.empty((rows, columns), x.dtype)
-    partial = core.empty((pairs, -(-hidden // _BLOCK_N) * _BLOCK_N), torch.float32)
-    arguments = (x, gate_up.data, down.data, ids, weights, middle, partial, out)
-    core.launch(_MOE[x.dtype], arguments, (gate_up.experts, width))
+    middle = core.empty((rows, _up_to_block(width)), torch.float32)
+    partial = core.empty((pairs, _up_to_block(hidden)), torch.float32)
+    operands = (*gate_up.weight.operands(), *down.weight.operands())
+    arguments = (x, ids, weights, middle, partial, out, *operands)
+    core.launch(gate_up.weight.moe_kernel, arguments, (gate_up.experts, width))
     return out

@@ -53,6 +53,25 @@ def product(x: Tensor, weight: Tensor) -> Tensor:
     return out
 
 
+def quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x[r, k] float32 as codes int8 and steps [r]: code * step is about x, |code| <= 127.
+
+    Rows smaller than 2^-100 fade to zeros; a row with an infinity or NaN has a step of NaN.
+    """
+    finite = x.isfinite().all(1)
+    largest = torch.where(finite, x.abs().amax(1), 0.0).clamp(min=2.0**-100)
+    inverse = torch.full_like(largest, 127.0) / largest  # 127 / tensor would round twice
+    codes = torch.round(x.double() * inverse.double()[:, None])  # the exact product, rounded once
+    return torch.where(finite[:, None], codes, 0.0).to(torch.int8), torch.where(finite, largest / 127, float("nan"))
+
+
+def product_int8(x: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
+    """quantised x[m, k] @ (codes[n, k] * scales[n]).T in fp32: exact sums, then one scaling."""
+    rows, steps = quantise_rows(x.float())
+    sums = rows.double() @ codes.double().T  # below 2^53, hence exact in any order
+    return sums.float() * (steps[:, None] * scales)
+
+
 def epilogue(
     sums: Tensor, bias: Tensor | None, residual: Tensor | None, activation: str | None, out_dtype: torch.dtype
 ) -> Tensor:
@@ -222,14 +241,18 @@ def _top_k(values: Tensor, k: int) -> Tensor:
 
 def moe(x: Tensor, gate_up: PackedExperts, down: PackedExperts, ids: Tensor, weights: Tensor) -> Tensor:
     """The experts of transformers one by one, with the outputs of the experts in fp32."""
+    from .linear import Float  # which imports this
+
+    rounded = isinstance(gate_up.weight.format, Float)
     bad = ids[(ids < 0) | (ids >= gate_up.experts)]
     if bad.numel():
         raise KernelError(f"moe: ids: expected values in [0, {gate_up.experts}), found {int(bad[0])}")
     outputs = torch.empty(*ids.shape, x.shape[1])
     for expert in sorted(set(ids.flatten().tolist())):
         tokens, choices = torch.where(ids == expert)
-        projected = linear(x[tokens], torch.cat([gate_up.unpack(expert, part) for part in (0, 1)]))
-        outputs[tokens, choices] = linear(silu_mul(projected), down.unpack(expert), out_dtype=torch.float32)
+        projected = torch.cat([gate_up.part(expert, part).product(x[tokens]) for part in (0, 1)], dim=-1)
+        middle = silu_mul(projected.to(x.dtype) if rounded else projected)
+        outputs[tokens, choices] = down.part(expert).product(middle)
     total = torch.zeros(x.shape)
     for choice in range(ids.shape[1]):
         total += weights[:, choice, None] * outputs[:, choice]

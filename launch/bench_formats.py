@@ -5,6 +5,7 @@ from typing import Literal
 
 import torch
 
+from tilerank.kernels.formats import Float
 from tilerank.kernels.linear import PackedWeight
 from tilerank.kernels.moe import PackedExperts
 
@@ -24,7 +25,7 @@ class BenchFormat:
         return PackedWeight.empty(n, k, self.activations)
 
     def experts(self, experts: int, n: int, k: int, *, parts: int = 1) -> PackedExperts:
-        return PackedExperts.empty(experts, n, k, self.activations, parts=parts)
+        return PackedExperts.empty(experts, n, k, Float(self.activations), parts=parts)
 
 
 FORMATS: dict[str, BenchFormat] = {

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tilerank.kernels.formats import Float
 from tilerank.kernels.moe import PackedExperts, moe
 
 from .layer import Layer, Parameter, Sharding
@@ -26,10 +27,10 @@ class ExpertsParameter(Parameter):
         self.experts, self.parts, self.n, self.k = experts, parts, n, k
 
     def nbytes(self) -> int:
-        return PackedExperts.nbytes(self.experts, self.n, self.k, self.dtype, parts=self.parts)
+        return PackedExperts.nbytes(self.experts, self.n, self.k, Float(self.dtype), parts=self.parts)
 
     def allocate(self) -> None:
-        self.packed = PackedExperts.empty(self.experts, self.n, self.k, self.dtype, parts=self.parts)
+        self.packed = PackedExperts.empty(self.experts, self.n, self.k, Float(self.dtype), parts=self.parts)
 
     def write(self, rows: Tensor, row: int) -> None:
         matrix, row = divmod(row, self.n)

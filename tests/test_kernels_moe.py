@@ -14,7 +14,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts, Qw
 
 from tilerank.kernels import core
 from tilerank.kernels.errors import KernelError
-from tilerank.kernels.linear import PackedWeight, linear
+from tilerank.kernels.linear import Float, PackedWeight, linear
 from tilerank.kernels.moe import PackedExperts, moe, sigmoid_top_k, softmax_top_k
 from tilerank.kernels.ops import silu_mul
 
@@ -39,6 +39,12 @@ def randn(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
+def packed(plain: Tensor) -> PackedWeight:
+    weight = PackedWeight.empty(*plain.shape, plain.dtype)
+    weight.write(plain)
+    return weight
+
+
 class Experts:
     """Random experts, plain and packed."""
 
@@ -46,8 +52,8 @@ class Experts:
         self.count, self.hidden, self.width = experts, hidden, width
         self.plain_gate_up = (randn(experts, 2 * width, hidden) * 1.5 * hidden**-0.5).to(dtype)
         self.plain_down = (randn(experts, hidden, width, seed=1) * 1.5 * width**-0.5).to(dtype)
-        self.gate_up = PackedExperts.empty(experts, width, hidden, dtype, parts=2)
-        self.down = PackedExperts.empty(experts, hidden, width, dtype)
+        self.gate_up = PackedExperts.empty(experts, width, hidden, Float(dtype), parts=2)
+        self.down = PackedExperts.empty(experts, hidden, width, Float(dtype))
         for expert in range(experts):
             for part in (0, 1):
                 rows = self.plain_gate_up[expert, part * width : (part + 1) * width]
@@ -64,12 +70,9 @@ class Experts:
         outputs = torch.full((*ids.shape, self.hidden), float("nan"))
         for expert in ids.unique().tolist():
             tokens, choices = torch.where(ids == expert)
-            gate_up, down = (
-                PackedWeight.empty(*plain[expert].shape, plain.dtype) for plain in (self.plain_gate_up, self.plain_down)
-            )
-            gate_up.write(self.plain_gate_up[expert])
-            down.write(self.plain_down[expert])
-            outputs[tokens, choices] = linear(silu_mul(linear(x[tokens], gate_up)), down, out_dtype=F32)
+            gate, up = (linear(x[tokens], packed(rows)) for rows in self.plain_gate_up[expert].chunk(2))
+            middle = silu_mul(torch.cat([gate, up], dim=-1))
+            outputs[tokens, choices] = linear(middle, packed(self.plain_down[expert]), out_dtype=F32)
         total = torch.zeros(x.shape)
         for choice in range(ids.shape[1]):
             total = total + weights[:, choice, None] * outputs[:, choice]
@@ -171,8 +174,8 @@ def test_weights_come_back_as_they_were_written(rung: str, dtype: torch.dtype) -
         gate, up = experts.gate_up.unpack(expert), experts.gate_up.unpack(expert, 1)
         assert torch.equal(torch.cat([gate, up]), experts.plain_gate_up[expert])
         assert torch.equal(experts.down.unpack(expert), experts.plain_down[expert])
-    assert PackedExperts.nbytes(4, 45, 70, dtype, parts=2) == experts.gate_up.data.nbytes
-    assert not PackedExperts.empty(2, 3, 5, dtype).unpack(1).any()
+    assert PackedExperts.nbytes(4, 45, 70, Float(dtype), parts=2) == experts.gate_up.weight.operands()[0].nbytes
+    assert not PackedExperts.empty(2, 3, 5, Float(dtype)).unpack(1).any()
 
 
 @DTYPES
@@ -276,7 +279,7 @@ def test_wrong_arguments_of_experts(rung: str, changes: dict[str, Any], message:
     } | changes
     for name in ("gate_up", "down"):
         experts, n, k, parts = arguments[name]
-        arguments[name] = PackedExperts.empty(experts, n, k, F32, parts=parts)
+        arguments[name] = PackedExperts.empty(experts, n, k, Float(F32), parts=parts)
     with pytest.raises(KernelError, match=message):
         moe(**arguments)
 
@@ -284,10 +287,10 @@ def test_wrong_arguments_of_experts(rung: str, changes: dict[str, Any], message:
 @pytest.mark.parametrize(
     "attempt, message",
     [
-        (lambda: PackedExperts.empty(0, 4, 4, F32), "positive numbers, found 0, 1"),
-        (lambda: PackedExperts.empty(2, 4, 4, F32).write(torch.ones(4, 4), 2), "one of 2 experts and 1 parts"),
-        (lambda: PackedExperts.empty(2, 4, 4, F32).unpack(0, 1), "found expert 0, part 1"),
-        (lambda: PackedExperts.empty(2, 4, 4, F32).write(torch.ones(4, 4), 0, row=1), "at row 1"),
+        (lambda: PackedExperts.empty(0, 4, 4, Float(F32)), "positive numbers, found 0, 1"),
+        (lambda: PackedExperts.empty(2, 4, 4, Float(F32)).write(torch.ones(4, 4), 2), "one of 2 experts and 1 parts"),
+        (lambda: PackedExperts.empty(2, 4, 4, Float(F32)).unpack(0, 1), "found expert 0, part 1"),
+        (lambda: PackedExperts.empty(2, 4, 4, Float(F32)).write(torch.ones(4, 4), 0, row=1), "at row 1"),
         (lambda: softmax_top_k(torch.zeros(2, 4), 5, renormalize=True), "top_k: expected 1 to 4 experts, found 5"),
         (
             lambda: sigmoid_top_k(

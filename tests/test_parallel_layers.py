@@ -229,7 +229,8 @@ def test_experts(size, strategy, width):
         experts = ParallelExperts("experts", hidden, width, count, sharding)
         fill(router, checkpoint)
         fill(experts, checkpoint)
-        assert experts.nbytes() == experts.gate_up.packed.data.nbytes + experts.down.packed.data.nbytes
+        packed = (experts.gate_up.packed.weight, experts.down.packed.weight)
+        assert experts.nbytes() == sum(operand.nbytes for weight in packed for operand in weight.operands())
         weights, ids = router(x).softmax(-1).topk(2)
         return experts(x, ids.int(), weights)
 

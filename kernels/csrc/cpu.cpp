@@ -66,6 +66,7 @@ std::string avx512_obstacle() {
                                    {"avx512dq", bit(seven.b, 17)},
                                    {"avx512bw", bit(seven.b, 30)},
                                    {"avx512vl", bit(seven.b, 31)},
+                                   {"avx512_vnni", bit(seven.c, 11)},
                                    {"avx512_bf16", bit(seven1.a, 5)}});
   if (!cpu.empty()) return cpu;
   if ((xcr0() & 0xe6) != 0xe6) return "the operating system does not save AVX-512 registers (XCR0)";

@@ -76,28 +76,32 @@ class Grouping {
   const int64_t pairs_;
 };
 
-// What the kernels of all rungs are called with: tensors x[m, hidden], the packed gate and up projections and the
-// packed down projections of all experts, ids[m, top] i32, weights[m, top] f32, middle and partial (working memory),
-// out[m, hidden]; ints experts, width.
+// What the kernels of all formats and rungs are called with: tensors x[m, hidden], ids[m, top] i32, weights[m, top]
+// f32, middle and partial (working memory), out[m, hidden], then the operands of the gate and up projections, and of
+// the down projections, of all experts: as many tensors as a weight of the format has. ints experts, width.
 struct ExpertsArgs {
   explicit ExpertsArgs(const Args& args)
       : x(args.tensor(0)),
-        gate_up(args.tensor(1)),
-        down(args.tensor(2)),
-        ids(args.tensor(3)),
-        weights(args.tensor(4)),
-        middle(args.tensor(5)),
-        partial(args.tensor(6)),
-        out(args.tensor(7)),
+        ids(args.tensor(1)),
+        weights(args.tensor(2)),
+        middle(args.tensor(3)),
+        partial(args.tensor(4)),
+        out(args.tensor(5)),
+        gate_up(&args.tensor(kOperands)),
+        down(gate_up + (args.num_tensors - kOperands) / 2),
         experts(args.integer(0)),
         width(args.integer(1)),
         hidden(x.size[1]),
         width_blocks(blocks(width, kBlockN)),
         hidden_blocks(blocks(hidden, kBlockN)) {}
 
-  const Tensor &x, &gate_up, &down, &ids, &weights;
-  const Tensor &middle, &partial;  // partial[m * top, hidden up to 32s]: every choice's output in fp32
+  static constexpr int kOperands = 6;
+
+  const Tensor &x, &ids, &weights;
+  const Tensor& middle;   // fp32 for every tile of rows of every expert x width up to 32s
+  const Tensor& partial;  // [m * top, hidden up to 32s]: every choice's output in fp32
   const Tensor& out;
+  const Tensor *gate_up, *down;  // operands
   const int64_t experts, width, hidden, width_blocks, hidden_blocks;
 };
 

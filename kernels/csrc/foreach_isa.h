@@ -30,7 +30,9 @@
 #endif
 
 #define TR_TARGET_AVX2 "avx2,fma,f16c,bmi,bmi2"
-#define TR_TARGET_AVX512 "avx2,fma,f16c,bmi,bmi2,avx512f,avx512bw,avx512vl,avx512dq,avx512bf16"
+#define TR_TARGET_AVX512 "avx2,fma,f16c,bmi,bmi2,avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx512vnni"
+#define TR_TARGET_AMX \
+  "avx2,fma,f16c,bmi,bmi2,avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx512vnni,amx-tile,amx-bf16,amx-int8"
 
 #ifndef TR_ONLY_AMX
 
@@ -62,7 +64,7 @@ TR_REGION_END
 #define TR_ISA ::tilerank::Isa::amx
 #define TR_AVX512 1
 #define TR_AMX 1
-TR_REGION_BEGIN("avx2,fma,f16c,bmi,bmi2,avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,amx-tile,amx-bf16,amx-int8")
+TR_REGION_BEGIN(TR_TARGET_AMX)
 #include "simd.h"
 #include TR_SOURCE
 TR_REGION_END

@@ -97,7 +97,7 @@ static void linear_many_rows(const Tensor& x, const PackedRows& rows, const Bloc
     const Range stripe{tile, std::min(tile + blocking.stripe, own_rows.end)};
     for (int64_t block = own.begin * kParts; block < end; block += step) {
       const Range band{block, std::min(block + step, end)};
-      multiply_band<kParts>(rows, stripe, weight.as<const char>(), band, x.size[0], sums,
+      multiply_band<Bf16Dot, kParts>(rows, stripe, weight.as<const char>(), band, x.size[0], sums,
                             LinearFinish<kParts>{epilogue});
     }
   }

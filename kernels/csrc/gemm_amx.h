@@ -16,6 +16,20 @@ constexpr int64_t kStreamAhead = 16 << 10;  // bytes of a weight that is read in
 static inline void prefetch_l2(const char* p) { _mm_prefetch(p, _MM_HINT_T1); }
 static inline void prefetch_write(const void* p) { asm volatile("prefetchw %0" ::"m"(*static_cast<const char*>(p))); }
 
+// Pairs of bf16 summed in fp32, or fours of bytes in int32: tiles of 64 bytes of a row's inputs, and as many sums.
+struct Bf16Dot {
+  template <int C, int A, int B>
+  static void run() {
+    tile_dot_bf16<C, A, B>();
+  }
+};
+struct Int8Dot {
+  template <int C, int A, int B>
+  static void run() {
+    tile_dot_int8<C, A, B>();
+  }
+};
+
 // How many rows are multiplied: a stripe of activations (row tiles) stays in the second-level cache while blocks of the
 // weight pass by. If whole rows of a tall enough stripe fit there, sums stay in tiles from the first to the last input.
 // Otherwise the inputs are cut in panels: the weight's panel of a block (16 KiB) stays in the first level, the stripe's
@@ -66,7 +80,7 @@ struct Ahead {
 };
 
 // sums (+)= rows x weight over one panel: kRowTiles x 2 tiles of sums, 1 KiB each, one after the other.
-template <int kRowTiles>
+template <class Dot, int kRowTiles>
 static inline void multiply_panel(const char* rows0, const char* rows1, const char* w, int64_t k_tiles, bool first,
                                   float* sums, const Ahead& weights, const Ahead& rows) {
   if (first) {
@@ -85,13 +99,13 @@ static inline void multiply_panel(const char* rows0, const char* rows1, const ch
     rows.fetch(t);
     tile_load<4>(rows0 + t * kTileBytes, 64);
     tile_load<6>(w + t * kBlockStep, 64);
-    tile_dot_bf16<0, 4, 6>();
+    Dot::template run<0, 4, 6>();
     tile_load<7>(w + t * kBlockStep + kTileBytes, 64);
-    tile_dot_bf16<1, 4, 7>();
+    Dot::template run<1, 4, 7>();
     if (kRowTiles == 2) {
       tile_load<5>(rows1 + t * kTileBytes, 64);
-      tile_dot_bf16<2, 5, 6>();
-      tile_dot_bf16<3, 5, 7>();
+      Dot::template run<2, 5, 6>();
+      Dot::template run<3, 5, 7>();
     }
   }
   tile_store<0>(sums, 64);
@@ -120,7 +134,7 @@ static int64_t band_sums(const PackedRows& rows, const Blocking& blocking) {
 // The sums of a stripe of rows x a band of blocks, panel by panel. A result takes kParts consecutive blocks (2: a gate
 // and what it is for), and the band whole results. finish.write(parts, rows, result) gets the sums of each part, in
 // tiles: two side by side for each of the one or two row tiles; finish.prefetch(rows, result) comes before.
-template <int kParts, class Finish>
+template <class Dot, int kParts, class Finish>
 static void multiply_band(const PackedRows& rows, Range stripe, const char* weight, Range band, int64_t m, float* sums,
                           const Finish& finish) {
   const int64_t pairs = blocks(stripe.end - stripe.begin, 2), panels = blocks(rows.k_tiles, rows.panel);
@@ -151,10 +165,10 @@ static void multiply_band(const PackedRows& rows, Range stripe, const char* weig
         const Range range{tile * kTileRows, std::min({(tile + 2) * kTileRows, stripe.end * kTileRows, m})};
         if (last) finish.prefetch(range, block / kParts);
         if (tile + 1 < stripe.end) {
-          multiply_panel<2>(rows0, rows0 + k_tiles * kTileBytes, w, k_tiles, panel == 0, sums_of(block), ahead_w,
-                            ahead_rows);
+          multiply_panel<Dot, 2>(rows0, rows0 + k_tiles * kTileBytes, w, k_tiles, panel == 0, sums_of(block), ahead_w,
+                                 ahead_rows);
         } else {
-          multiply_panel<1>(rows0, nullptr, w, k_tiles, panel == 0, sums_of(block), ahead_w, ahead_rows);
+          multiply_panel<Dot, 1>(rows0, nullptr, w, k_tiles, panel == 0, sums_of(block), ahead_w, ahead_rows);
         }
         if (last) {
           const float* parts[kParts];

@@ -21,7 +21,7 @@ static void moe(const Args& args, Team& team) {
   grouping.deal(a.width_blocks, kRows, team, [&](const Group& group, Range own) {
     constexpr int64_t kChunk = 20 * kRows;
     for (int64_t block = own.begin; block < own.end; ++block) {
-      const T* const gate = a.gate_up.as<const T>() + (group.expert * a.width_blocks + block) * 2 * in_block;
+      const T* const gate = a.gate_up->as<const T>() + (group.expert * a.width_blocks + block) * 2 * in_block;
       for (int64_t first = group.first; first < group.first + group.rows; first += kChunk) {
         const int64_t m = std::min(kChunk, group.first + group.rows - first);
         const auto rows = [&](int64_t i) { return a.x.row<const T>(grouping.order[first + i] / grouping.top); };
@@ -40,7 +40,7 @@ static void moe(const Args& args, Team& team) {
   grouping.deal(a.hidden_blocks, kRows, team, [&](const Group& group, Range own) {
     const auto rows = [&](int64_t i) { return a.middle.row<const T>(group.first + i); };
     for (int64_t block = own.begin; block < own.end; ++block) {
-      const T* const weight = a.down.as<const T>() + (group.expert * a.hidden_blocks + block) * middle_block;
+      const T* const weight = a.down->as<const T>() + (group.expert * a.hidden_blocks + block) * middle_block;
       multiply_block(rows, group.rows, weight, a.width, [&](int64_t i, const Vec* sums) {
         float* const out = a.partial.row<float>(grouping.order[group.first + i]) + block * kBlockN;
         for (int v = 0; v < kVecs; ++v) store(out + v * kLanes, sums[v]);

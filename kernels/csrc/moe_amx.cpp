@@ -58,7 +58,7 @@ static void multiply_blocks(const PackedRows& rows, Range stripe, int64_t m, con
                             const char* weight, Range results, float* sums, const Finish& finish) {
   const int64_t band = std::max<int64_t>(blocking.band, kParts), end = results.end * kParts;
   for (int64_t block = results.begin * kParts; block < end; block += band) {
-    multiply_band<kParts>(rows, stripe, weight, {block, std::min(block + band, end)}, m, sums, finish);
+    multiply_band<Bf16Dot, kParts>(rows, stripe, weight, {block, std::min(block + band, end)}, m, sums, finish);
   }
 }
 
@@ -94,7 +94,7 @@ static void moe_bf16(const Args& args, Team& team) {
   grouping.deal(a.width_blocks, kHiddenRows, team, [&](const Group& group, Range own) {
     const PackedRows middle = middle_of(group);
     const Blocking blocking = Blocking::of(middle.row_tiles, k_tiles);
-    const char* const weight = a.gate_up.as<const char>() + group.expert * a.width_blocks * 2 * k_tiles * kBlockStep;
+    const char* const weight = a.gate_up->as<const char>() + group.expert * a.width_blocks * 2 * k_tiles * kBlockStep;
     const Tiles tiles(panel_tiles(group.rows));
     for (int64_t tile = 0; tile < middle.row_tiles; tile += blocking.stripe) {
       const PackedRows rows{row_memory, std::min(blocking.stripe, middle.row_tiles - tile), k_tiles, blocking.panel};
@@ -111,7 +111,7 @@ static void moe_bf16(const Args& args, Team& team) {
   grouping.deal(a.hidden_blocks, kHiddenRows, team, [&](const Group& group, Range own) {
     const PackedRows middle = middle_of(group);
     const Blocking blocking = Blocking::of(middle.row_tiles, a.width_blocks);
-    const char* const weight = a.down.as<const char>() + group.expert * a.hidden_blocks * a.width_blocks * kBlockStep;
+    const char* const weight = a.down->as<const char>() + group.expert * a.hidden_blocks * a.width_blocks * kBlockStep;
     const Tiles tiles(panel_tiles(group.rows));
     for (int64_t tile = 0; tile < middle.row_tiles; tile += blocking.stripe) {
       const Range stripe{tile, std::min(tile + blocking.stripe, middle.row_tiles)};

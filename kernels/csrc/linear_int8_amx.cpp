@@ -1,0 +1,109 @@
+#ifndef TR_RUNG
+#include <array>
+
+#include "int8.h"
+#include "kernel.h"
+
+#define TR_ONLY_AMX
+#define TR_SOURCE "linear_int8_amx.cpp"
+#include "foreach_isa.h"
+
+#else
+#include "epilogue.h"
+#include "gemm_amx.h"
+#include "int8_rows.h"
+#include "gemm_int8_amx.h"
+
+namespace tilerank::TR_RUNG {
+
+// Hands sums in tiles to the epilogue.
+template <int kParts>
+struct Int8Finish {
+  const Epilogue& epilogue;
+  const float *steps, *scales;
+
+  void prefetch(Range rows, int64_t result) const { epilogue.prefetch(rows, result, prefetch_write); }
+  void write(const float* const (&parts)[kParts], Range rows, int64_t result) const {
+    for_sums(rows, [&](int64_t row, int64_t i) {
+      const auto sums = [&](int part) {
+        return scaled_tiles(parts[part] + i, steps[row], scales + (result * kParts + part) * kBlockN);
+      };
+      epilogue.write(row, result, sums(0).data(), kParts == 2 ? sums(kParts - 1).data() : nullptr);
+    });
+  }
+};
+
+// At most 16 rows: the weight is read once, in order, as fast as memory gives it. Every thread quantises all rows for
+// itself while the first part of its weight is on the way, which costs less than to wait for the others.
+template <int kParts>
+static void few_rows(const Args& args, const Epilogue& epilogue, Team& team) {
+  const Tensor& x = args.tensor(0);
+  const int64_t m = x.size[0], k_tiles = blocks(x.size[1], kBlockK8);
+  const PackedRows rows{static_cast<char*>(team.scratch(static_cast<size_t>(k_tiles * kTileBytes))), 1, k_tiles,
+                        k_tiles};
+  alignas(64) float sums[kParts][2 * kTileRows * kLanes], steps[kTileRows];
+  const Range share = team.share(epilogue.results);
+  const char* w = args.tensor(5).as<const char>() + share.begin * kParts * k_tiles * kBlockStep8;
+  Stream ahead{w, w + (share.end - share.begin) * kParts * k_tiles * kBlockStep8};
+  for (int64_t r = 0; r < m; ++r) {
+    steps[r] = quantise_into(x.row<const bf16>(r), x.size[1], rows, 0, r, ahead);
+  }
+  const Int8Finish<kParts> finish{epilogue, steps, args.tensor(6).as<const float>()};
+  const Tiles tiles(few_row_tiles(m));
+  for (int64_t result = share.begin; result < share.end; ++result) {
+    const float* parts[kParts];
+    for (int part = 0; part < kParts; ++part) {
+      w = multiply_few(rows.data, w, k_tiles, sums[part]);
+      parts[part] = sums[part];
+    }
+    finish.write(parts, {0, m}, result);
+  }
+}
+
+template <int kParts>
+static void many_rows(const Args& args, const Epilogue& epilogue, Team& team) {
+  const Tensor& x = args.tensor(0);
+  const int64_t m = x.size[0], row_tiles = blocks(m, kTileRows), k_tiles = blocks(x.size[1], kBlockK8);
+  const Blocking blocking = Blocking::of(row_tiles, k_tiles);
+  const PackedRows rows{args.tensor(4).as<char>(), row_tiles, k_tiles, blocking.panel};
+  float* const steps = reinterpret_cast<float*>(rows.data + row_tiles * k_tiles * kTileBytes);
+  const Range quantised = team.share(m);
+  Stream none{nullptr, nullptr};
+  for (int64_t row = quantised.begin; row < quantised.end; ++row) {
+    steps[row] = quantise_into(x.row<const bf16>(row), x.size[1], rows, row / kTileRows, row % kTileRows, none);
+  }
+  team.barrier();
+
+  const Tiles tiles(panel_tiles(kTileRows));
+  float* const sums = static_cast<float*>(team.scratch(band_sums<kParts>(rows, blocking) * sizeof(float)));
+  const Int8Finish<kParts> finish{epilogue, steps, args.tensor(6).as<const float>()};
+  // Threads in a grid: over rows as far as each keeps enough of them to pay for reading the weight, then over outputs.
+  int row_threads = 1;
+  while (team.count % (row_threads * 2) == 0 && row_tiles >= row_threads * 2 * 32) row_threads *= 2;
+  const Team row_team(nullptr, team.index % row_threads, row_threads);
+  const Team column_team(nullptr, team.index / row_threads, team.count / row_threads);
+  const Range own_rows = row_team.share(row_tiles, 2), own = column_team.share(epilogue.results);
+  const int64_t end = own.end * kParts, step = std::max<int64_t>(blocking.band, kParts);
+  for (int64_t tile = own_rows.begin; tile < own_rows.end; tile += blocking.stripe) {
+    const Range stripe{tile, std::min(tile + blocking.stripe, own_rows.end)};
+    for (int64_t block = own.begin * kParts; block < end; block += step) {
+      const Range band{block, std::min(block + step, end)};
+      multiply_band<Int8Dot, kParts>(rows, stripe, args.tensor(5).as<const char>(), band, m, sums, finish);
+    }
+  }
+}
+
+// operands: codes, scales; scratch: bytes [m up to 16s][k up to 64s] for codes of x, then [m] fp32 for steps
+static void linear_int8(const Args& args, Team& team) {
+  const Epilogue epilogue(args);
+  const bool few = args.tensor(0).size[0] <= kTileRows;
+  if (epilogue.parts == 2) {
+    few ? few_rows<2>(args, epilogue, team) : many_rows<2>(args, epilogue, team);
+  } else {
+    few ? few_rows<1>(args, epilogue, team) : many_rows<1>(args, epilogue, team);
+  }
+}
+TR_KERNEL(linear_int8)
+
+}  // namespace tilerank::TR_RUNG
+#endif

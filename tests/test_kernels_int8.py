@@ -1,0 +1,342 @@
+"""Int8 weights and experts on every rung: bit for bit against float64 arithmetic, and within the error of rounding."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from rungs import RUNGS
+from torch import Tensor
+from torch.nn import functional
+
+from tilerank.kernels import core
+from tilerank.kernels.errors import KernelError
+from tilerank.kernels.linear import linear
+from tilerank.kernels.linear_int8 import Int8, Int8Weight
+from tilerank.kernels.moe import PackedExperts, moe, softmax_top_k
+from tilerank.kernels.ops import silu_mul
+
+BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
+
+
+@pytest.fixture(params=RUNGS)
+def rung(request: pytest.FixtureRequest) -> Iterator[str]:
+    before = core.isa()
+    core.force_isa(request.param)
+    core.empty((1 << 20,), F32).fill_(float("nan"))  # what the arena hands out next: who counts on zeros shows
+    yield request.param
+    core.start_pool(None, 1, spin=False)
+    core.force_isa(before)
+
+
+def randn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def inside_nan(plain: Tensor) -> Tensor:
+    """The same matrix as a view into a larger one of NaN."""
+    around = torch.full((plain.shape[0] + 2, plain.shape[1] + 5), float("nan"), dtype=plain.dtype)
+    around[1:-1, 2:-3] = plain
+    return around[1:-1, 2:-3]
+
+
+def packed(plain: Tensor) -> Int8Weight:
+    weight = Int8Weight.empty(*plain.shape)
+    weight.write(plain)
+    return weight
+
+
+def quantised(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Integers and steps as float64: row by row, in the definition's own words."""
+    codes, steps = torch.empty(x.shape, dtype=F64), torch.empty(x.shape[0], 1, dtype=F64)
+    for row, values in enumerate(x.float()):
+        largest = values.abs().max().clamp(min=2.0**-100)
+        inverse = torch.tensor(127.0) / largest  # in float32, as the step
+        codes[row] = (values.double() * inverse.double()).round()  # ties to even
+        steps[row] = largest / torch.tensor(127.0)
+    return codes, steps
+
+
+def product(x: Tensor, weight: Tensor) -> Tensor:
+    """What `linear` must give in float32, exactly."""
+    (rows, row_steps), (outputs, output_steps) = quantised(x), quantised(weight)
+    sums = (rows @ outputs.T).float()  # integers below 2^53: exact before the one rounding
+    return sums * (row_steps.float() * output_steps.float().T)
+
+
+@pytest.mark.parametrize("n, k", [(1, 1), (3, 17), (32, 64), (33, 130), (130, 33), (72, 1100), (260, 320)])
+@pytest.mark.parametrize("threads", [1, 3])
+def test_product(rung: str, n: int, k: int, threads: int) -> None:
+    core.start_pool(None, threads, spin=False)
+    plain, x = randn(n, k), randn(130, k, seed=1).to(BF16)
+    weight, expected = packed(plain), product(x, plain)
+    for m in [*range(1, 41), 130]:
+        assert torch.equal(linear(inside_nan(x[:m]), weight, out_dtype=F32), expected[:m]), f"{m} rows"
+    assert torch.equal(linear(x, weight), expected.to(BF16))
+    bias = randn(n, seed=2)
+    assert torch.equal(linear(x, weight, bias, out_dtype=F32), expected + bias)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 4])
+@pytest.mark.parametrize("k", [1100, 4000])
+def test_product_larger_than_every_block(threads: int, k: int) -> None:
+    """More rows than two stripes and more outputs than a band, inputs whole (1100) and in panels (4000)."""
+    core.start_pool(None, threads, spin=False)
+    x, plain = randn(850, k).to(BF16), randn(450, k, seed=1).to(BF16)
+    assert torch.equal(linear(x, packed(plain), out_dtype=F32), product(x, plain))
+    core.start_pool(None, 1, spin=False)
+
+
+@given(
+    m=st.integers(1, 50),
+    n=st.integers(1, 100),
+    k=st.integers(1, 300),
+    exponent=st.integers(-120, 100),
+    seed=st.integers(0, 1 << 20),
+)
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_product_of_any_size_and_magnitude(rung: str, m: int, n: int, k: int, exponent: int, seed: int) -> None:
+    x = (randn(m, k, seed=seed) * 2.0 ** (torch.arange(m) % 7 * 3)[:, None] * 2.0**exponent).to(BF16)
+    plain = randn(n, k, seed=seed + 1)
+    assert torch.equal(linear(x, packed(plain), out_dtype=F32), product(x, plain))
+
+
+def test_error_is_that_of_rounding(rung: str) -> None:
+    """Every code is off by at most half: |x w - (x + dx)(w + dw)| <= |x| dw + dx |w| + dx dw."""
+    x, plain = randn(20, 300).to(BF16), randn(50, 300, seed=1)
+    step_x, step_w = (t.double().abs().amax(1, keepdim=True) / 127 for t in (x, plain))
+    half_x, half_w = step_x.expand(20, 300) / 2, step_w.expand(50, 300) / 2
+    bound = x.double().abs() @ half_w.T + half_x @ plain.double().abs().T + half_x @ half_w.T
+    error = (linear(x, packed(plain), out_dtype=F32).double() - x.double() @ plain.double().T).abs()
+    assert (error <= bound * (1 + 1e-5)).all()
+    assert error.max() > 0 and (packed(plain).unpack() - plain).abs().max() <= half_w.max() * (1 + 1e-5)
+
+
+def test_sums_reach_the_last_bit(rung: str) -> None:
+    """The most inputs, all at an end of their range: 2^17 * 127 * 128 is just below 2^31."""
+    k = 1 << 17
+    weight = Int8Weight.empty(2, k)
+    weight.write_codes(torch.tensor([[-128], [127]], dtype=torch.int8).expand(2, k), torch.ones(2))
+    x = torch.tensor([[127.0], [-127.0]]).expand(2, k).to(BF16)
+    found = linear(x, weight, out_dtype=F32)
+    assert found.tolist() == [[-(2.0**24) * 127, 2.0**17 * 127 * 127], [2.0**24 * 127, -(2.0**17) * 127 * 127]]
+    with pytest.raises(KernelError, match="at most 131072 inputs"):
+        Int8Weight.empty(1, k + 1)
+
+
+@pytest.mark.parametrize("m", [3, 16, 40])
+def test_epilogue(rung: str, m: int) -> None:
+    x, plain, bias = randn(m, 70).to(BF16), randn(192, 70, seed=1), randn(192, seed=2)
+    sums = product(x, plain) + bias
+    residual = randn(m, 192, seed=3).to(BF16)
+    found = linear(x, packed(plain), bias, residual=residual, activation="gelu", out_dtype=F32)
+    assert torch.allclose(found, functional.gelu(sums) + residual.float(), atol=1e-5, rtol=1e-5)
+    gate, up = sums.view(m, 3, 2, 32).unbind(2)
+    found = linear(x, packed(plain), bias, residual=residual[:, :96], activation="silu_mul", out_dtype=F32)
+    expected = (functional.silu(gate) * up).flatten(1) + residual[:, :96].float()
+    assert torch.allclose(found, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_zeros_and_values_that_are_no_numbers(rung: str) -> None:
+    """Zeros give zeros, also where all are; infinity and NaN in x make their row NaN, in a weight their output."""
+    plain = randn(40, 70)
+    plain[5] = 0
+    for m in (7, 40):
+        x = randn(m, 70, seed=1).to(BF16)
+        x[2] = 0
+        clean = linear(x, packed(plain))
+        assert not clean[2].any() and not clean[:, 5].any() and clean[0, :5].all()
+        x[3, 69], x[4, 0], x[6, 33] = float("nan"), float("inf"), float("-inf")
+        found = linear(x, packed(plain))
+        kept = [row for row in range(m) if row not in (3, 4, 6)]
+        assert torch.equal(found[kept], clean[kept]) and found[[3, 4, 6]].isnan().all()
+    plain[7, 1], plain[8, 2] = float("nan"), float("inf")
+    weight = packed(plain)
+    assert weight.unpack().isnan().any(1).nonzero().flatten().tolist() == [7, 8]
+    assert linear(x[:1], weight).isnan().nonzero()[:, 1].tolist() == [7, 8]
+
+
+def test_more_than_two_dims_and_none(rung: str) -> None:
+    x, weight = randn(2, 3, 5, 40).to(BF16), packed(randn(24, 40, seed=1))
+    result = linear(x, weight)
+    assert result.shape == (2, 3, 5, 24)
+    assert torch.equal(linear(x.transpose(0, 2), weight), result.transpose(0, 2))
+    assert linear(x[:, :0], weight).shape == (2, 0, 5, 24)
+
+
+@pytest.mark.parametrize("source", [F32, BF16, torch.float16, F64, torch.float8_e4m3fn])
+def test_write(rung: str, source: torch.dtype) -> None:
+    """Any dtype and strides, rows in any order."""
+    plain = randn(117, 71).to(source)
+    every_other = torch.zeros(234, 213, dtype=source)
+    every_other[::2, ::3] = plain
+    codes, steps = quantised(plain.float())
+    expected = codes.float() * steps.float()
+    for rows in (plain, plain.T.contiguous().T, every_other[::2, ::3]):
+        core.start_pool(None, 3, spin=False)
+        weight = Int8Weight.empty(117, 71)
+        for top, bottom in ((40, 45), (0, 40), (45, 117)):
+            weight.write(rows[top:bottom], top)
+        assert torch.equal(weight.unpack(), expected)
+
+
+def test_write_codes(rung: str) -> None:
+    """Exactly the integers and scales of a checkpoint, -128 included; what is not written is zero."""
+    codes = torch.randint(-128, 128, (50, 133), generator=torch.Generator().manual_seed(0)).to(torch.int8)
+    scales = randn(50, seed=1).abs()
+    weight = Int8Weight.empty(70, 133)
+    weight.write_codes(codes[30:], scales[30:], 30)
+    weight.write_codes(codes[:30].T.contiguous().T, scales[:30])
+    expected = functional.pad(codes.float() * scales[:, None], (0, 0, 0, 20))
+    assert torch.equal(weight.unpack(), expected)
+    x, _ = quantised(randn(3, 133, seed=2))
+    x[:, 0] = 127  # a row of such integers has a step of 1
+    exact = (x @ codes.double().T).float() * scales
+    assert torch.equal(linear(x.to(BF16), weight, out_dtype=F32), functional.pad(exact, (0, 20)))
+
+
+def test_a_quantised_weight_comes_back(rung: str) -> None:
+    """Quantising what was rounded before changes no integer."""
+    weight = packed(randn(40, 90))
+    again = packed(weight.unpack())
+    assert all(torch.equal(a, b) for a, b in zip(again.operands()[:1], weight.operands()[:1], strict=True))
+
+
+@pytest.mark.parametrize(("n", "k"), [(1, 1), (33, 31), (64, 64), (70, 1100)])
+def test_embedding(rung: str, n: int, k: int) -> None:
+    table = packed(randn(n, k))
+    ids = torch.tensor([n - 1, 0, n // 2, -1, n, 2**40, -(2**63)])
+    found = table.embedding(ids + 5, first_row=5)
+    assert torch.equal(found[:3], table.unpack().to(BF16)[ids[:3]])
+    assert not found[3:].any()
+    assert table.embedding(ids[:0]).shape == (0, k)
+
+
+def test_nbytes_is_what_is_allocated(rung: str) -> None:
+    weight = Int8().empty(33, 65)
+    assert Int8().nbytes(33, 65) == sum(operand.nbytes for operand in weight.operands())
+    assert Int8().nbytes(33, 65) == (33 * (65 + 4) if rung == "reference" else 64 * (128 + 4))
+
+
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        (lambda w: linear(torch.zeros(2, 8), w), r"linear: x: expected \[\.\.\., 8\] torch.bfloat16"),
+        (lambda w: w.write(torch.zeros(2, 8), 3), r"whole rows inside \[4, 8\], found \[2, 8\] at row 3"),
+        (lambda w: w.write(torch.zeros(2, 2), 0, 6), r"found \[2, 2\] at row 0, column 6"),
+        (lambda w: w.write(torch.zeros(2, 8, dtype=torch.int8)), "matrix of floats"),
+        (lambda w: w.write_codes(torch.zeros(2, 8), torch.zeros(2)), "matrix of int8"),
+        (lambda w: w.write_codes(torch.zeros(2, 8, dtype=torch.int8), torch.zeros(3)), r"scales: expected shape \[2\]"),
+        (lambda w: w.write_codes(torch.zeros(2, 7, dtype=torch.int8), torch.zeros(2)), r"found \[2, 7\]"),
+        (lambda w: w.embedding(torch.zeros(2, dtype=torch.int32)), "ids: expected dtype int64"),
+        (lambda w: Int8Weight.empty(0, 8), "positive sizes"),
+    ],
+)
+def test_wrong_arguments(rung: str, call, message: str) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(KernelError, match=message):
+        call(Int8Weight.empty(4, 8))
+
+
+class Experts:
+    """Random experts, plain and packed."""
+
+    def __init__(self, experts: int, hidden: int, width: int) -> None:
+        self.experts, self.hidden, self.width = experts, hidden, width
+        self.plain_gate_up = randn(experts, 2, width, hidden) * 1.5 * hidden**-0.5
+        self.plain_down = randn(experts, hidden, width, seed=1) * 1.5 * width**-0.5
+        self.gate_up = PackedExperts.empty(experts, width, hidden, Int8(), parts=2)
+        self.down = PackedExperts.empty(experts, hidden, width, Int8())
+        for expert in range(experts):
+            for part in (0, 1):
+                rows = self.plain_gate_up[expert, part]
+                self.gate_up.write(rows[: width // 2], expert, part=part)
+                self.gate_up.write(rows[width // 2 :], expert, part=part, row=width // 2)
+            self.down.write(self.plain_down[expert], expert)
+
+    def __call__(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        return moe(x, self.gate_up, self.down, ids, weights)
+
+    def expected(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """Of the rung in force it takes silu alone, whose last bit may decide where a value is rounded to."""
+        outputs = torch.full((*ids.shape, self.hidden), float("nan"))
+        for expert in ids.unique().tolist():
+            tokens, choices = torch.where(ids == expert)
+            gate, up = (product(x[tokens], self.plain_gate_up[expert, part]) for part in (0, 1))
+            outputs[tokens, choices] = product(silu_mul(torch.cat([gate, up], dim=-1)), self.plain_down[expert])
+        total = torch.zeros(x.shape)
+        for choice in range(ids.shape[1]):
+            total = total + weights[:, choice, None] * outputs[:, choice]
+        return total.to(BF16)
+
+    def routed(self, m: int, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
+        """x, ids and weights of m tokens; the first experts are asked more often."""
+        logits = randn(m, self.experts, seed=3) - torch.arange(self.experts) * (4 / self.experts)
+        return (randn(m, self.hidden, seed=2).to(BF16), *softmax_top_k(logits, top_k, renormalize=True))
+
+
+@pytest.mark.parametrize("hidden, width", [(1, 1), (40, 70), (130, 33), (96, 80), (544, 48)])
+@pytest.mark.parametrize("threads", [1, 3])
+def test_experts(rung: str, hidden: int, width: int, threads: int) -> None:
+    core.start_pool(None, threads, spin=False)
+    experts = Experts(7, hidden, width)
+    for m, top_k in ((1, 1), (1, 7), (3, 2), (17, 3), (70, 2)):
+        x, ids, weights = experts.routed(m, top_k)
+        assert torch.equal(experts(inside_nan(x), ids, weights), experts.expected(x, ids, weights)), (m, top_k)
+
+
+@pytest.mark.parametrize("hidden, width, m", [(2200, 100, 450), (64, 3200, 420)])
+def test_more_rows_of_an_expert_than_every_block(hidden: int, width: int, m: int) -> None:
+    """Stripes and panels of both projections, whole rows and cut ones."""
+    experts = Experts(3, hidden, width)
+    x = randn(m, hidden, seed=2).to(BF16)
+    ids = torch.stack([torch.zeros(m), torch.arange(m) % 7 == 3], dim=1).int()  # most of the second choices too
+    weights = randn(m, 2, seed=3)
+    found = experts(x, ids, weights)
+    assert torch.equal(found, experts.expected(x, ids, weights))
+    core.start_pool(None, 4, spin=False)
+    assert torch.equal(found, experts(x, ids, weights)), "depends on the number of threads"
+    core.start_pool(None, 1, spin=False)
+
+
+def test_a_token_has_the_same_bits_in_every_batch(rung: str) -> None:
+    experts = Experts(5, 70, 45)
+    x, ids, weights = experts.routed(150, 2)
+    alone = torch.cat([experts(x[i : i + 1], ids[i : i + 1], weights[i : i + 1]) for i in range(150)])
+    for m in (2, 16, 17, 33, 81, 150):
+        assert torch.equal(experts(x[:m], ids[:m], weights[:m]), alone[:m]), f"{m} rows"
+    assert torch.equal(experts(x[77:], ids[77:], weights[77:]), alone[77:])
+
+
+def test_wrong_values_stay_with_their_token(rung: str) -> None:
+    experts = Experts(3, 64, 32)
+    x, ids, weights = experts.routed(20, 2)
+    clean = experts(x, ids, weights)
+    x[3, 1], x[9, 5] = float("nan"), float("inf")
+    found = experts(x, ids, weights)
+    kept = [row for row in range(20) if row not in (3, 9)]
+    assert torch.equal(found[kept], clean[kept]) and found[[3, 9]].isnan().all()
+
+
+def test_experts_from_codes_come_back(rung: str) -> None:
+    experts = PackedExperts.empty(3, 45, 70, Int8(), parts=2)
+    codes = torch.randint(-128, 128, (3, 2, 45, 70), generator=torch.Generator().manual_seed(0)).to(torch.int8)
+    scales = randn(3, 2, 45, seed=1).abs()
+    for expert in range(3):
+        for part in (0, 1):
+            weight = experts.part(expert, part)
+            assert isinstance(weight, Int8Weight)
+            weight.write_codes(codes[expert, part], scales[expert, part])
+    for expert in range(3):
+        for part in (0, 1):
+            assert torch.equal(experts.unpack(expert, part), codes[expert, part] * scales[expert, part, :, None])
+
+
+def test_experts_of_two_formats_are_refused(rung: str) -> None:
+    from tilerank.kernels.linear import Float
+
+    x, ids = torch.zeros(2, 64, dtype=BF16), torch.zeros(2, 1, dtype=torch.int32)
+    gate_up = PackedExperts.empty(3, 32, 64, Int8(), parts=2)
+    down = PackedExperts.empty(3, 64, 32, Float(BF16))
+    with pytest.raises(KernelError, match=r"moe: down: expected .* Int8\(\) after 2 parts of gate_up, found"):
+        moe(x, gate_up, down, ids, torch.ones(2, 1))
