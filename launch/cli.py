@@ -16,6 +16,7 @@ from .logs import say
 
 COMMANDS = {
     "generate": "generate text from a Hugging Face directory",
+    "serve": "serve a model over the OpenAI API",
     "plan": "say how a model would be cut and placed, without loading it",
     "doctor": "say what this machine offers and what is wrong with it",
     "bench": "measure this machine and the model on it",

@@ -24,7 +24,17 @@ from .errors import LaunchError
 from .placement import auto_ranks, place
 from .topology import Topology, read_topology
 
-REQUIRED = ("torch", "safetensors", "tokenizers", "jinja2", "msgspec")
+REQUIRED = (
+    "torch",
+    "safetensors",
+    "tokenizers",
+    "jinja2",
+    "msgspec",
+    "starlette",
+    "uvicorn",
+    "pydantic",
+    "prometheus-client",
+)
 OPTIONAL = ("transformers", "mpi4py")
 
 
@@ -55,7 +65,7 @@ def examine(root: Path = Path("/")) -> tuple[dict[str, Any], list[Finding]]:
     """The whole report, ready for JSON, and what is wrong. `root` holds sys and proc."""
     report: dict[str, Any] = {
         "versions": {
-            "tilerank": _version("tilerank"),
+            "tilerank": own_version(),
             "python": platform.python_version(),
             "kernel": platform.release(),
         }
@@ -68,7 +78,7 @@ def examine(root: Path = Path("/")) -> tuple[dict[str, Any], list[Finding]]:
     else:
         report.update(_machine(topology, root))
         findings += machine_findings(topology, root, report["memory_policy_refusal"])
-    report["libraries"] = {name: _version(name) for name in (*REQUIRED, *OPTIONAL)}
+    report["libraries"] = {name: _version(name) for name in (*REQUIRED, *SERVING, *OPTIONAL)}
     findings += library_findings(report["libraries"])
     report["isa"], isa_findings = _isa() if report["libraries"]["torch"] else ([], [])  # the kernels need torch
     report["mpi"] = _mpi()
@@ -143,6 +153,11 @@ def machine_findings(topology: Topology, root: Path, policy_refusal: str | None)
     return [Finding("warning", what, advice) for what, advice in found]
 
 
+def own_version() -> str | None:
+    """None where the project runs from its folders, not installed."""
+    return _version("tilerank")
+
+
 def _version(distribution: str) -> str | None:
     try:
         return importlib.metadata.version(distribution)
@@ -151,7 +166,7 @@ def _version(distribution: str) -> str | None:
 
 
 def library_findings(versions: dict[str, str | None]) -> list[Finding]:
-    missing = [name for name in REQUIRED if versions[name] is None]
+    missing = [name for name in (*REQUIRED, *SERVING) if versions[name] is None]
     return [Finding("error", f"the library {name} is not installed", f"pip install {name}") for name in missing]
 
 

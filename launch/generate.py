@@ -33,8 +33,6 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", nargs="?", type=Path, metavar="MODEL_DIR", help="a Hugging Face model directory")
-    parser.add_argument("--model-path", type=Path, metavar="MODEL_DIR", help="the same as an option")
     prompts.add_arguments(parser)
     sampling = parser.add_argument_group("sampling")
     sampling.add_argument("--max-new-tokens", type=whole_number(1), default=128, metavar="N")
@@ -49,6 +47,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--logprobs", type=whole_number(1, 100), metavar="N", help="with --json: the N most likely tokens at every step"
     )
     parser.add_argument("--json", action="store_true", help="one JSON line for each prompt")
+    add_model_arguments(parser)
+
+
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """Which model, how it is held, and on which ranks."""
+    parser.add_argument("model", nargs="?", type=Path, metavar="MODEL_DIR", help="a Hugging Face model directory")
+    parser.add_argument("--model-path", type=Path, metavar="MODEL_DIR", help="the same as an option")
     model = parser.add_argument_group("model")
     model.add_argument(
         "--dtype", choices=("auto", "bfloat16", "float32"), default="auto", help="auto: the checkpoint's"

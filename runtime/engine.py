@@ -9,6 +9,7 @@ import time
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -104,10 +105,30 @@ class Engine:
         self._tables: dict[int, list[int]] = {}
         self._requests: dict[int, Running] = {}
         self._next_request = 0
+        self._prompt_tokens = self._generated_tokens = 0
 
     def submit(self, request: Request) -> int:
         """Rank 0: puts a request in line and returns its number. RequestError if it can never run."""
         return self._add(self._admissible("the request", request))
+
+    @property
+    def busy(self) -> bool:
+        """Rank 0: is there a request in line?"""
+        return bool(self._requests)
+
+    def state(self) -> dict[str, Any]:
+        """Rank 0: what a server tells of itself; the names are explained in server/messages.py."""
+        scheduler = self._scheduler
+        return {
+            "context_length": self.config.max_position_embeddings,
+            "cache_tokens": self._pool.total * KV_BLOCK,
+            "cache_used": 1 - self._pool.free / self._pool.total,
+            "running": len(scheduler.running),
+            "waiting": len(scheduler.waiting),
+            "preemptions": scheduler.preemptions,
+            "prompt_tokens": self._prompt_tokens,
+            "generated_tokens": self._generated_tokens,
+        }
 
     def cancel(self, number: int) -> None:
         """Rank 0: request `number` gets no more tokens, and its pages are free at once."""
@@ -118,10 +139,14 @@ class Engine:
         scheduled = self._scheduler.schedule()
         logits = self._lead([chunk for _, chunk in scheduled])
         self._scheduler.ran(scheduled)
+        self._prompt_tokens += sum(
+            len(chunk.token_ids) for sequence, chunk in scheduled if chunk.start < sequence.prompt_len
+        )
         # A row of logits for every sequence but those whose prompt is not complete yet.
         ready = [sequence for sequence, chunk in scheduled if chunk.logits]
         chosen = sampling.choose(logits, [sampling.Row(s.params, s.tokens, s.prompt_len) for s in ready])
         now = time.monotonic()
+        self._generated_tokens += len(chosen)
         events = []
         for row, (sequence, token_id) in enumerate(zip(ready, chosen, strict=True)):
             sequence.tokens.append(token_id)

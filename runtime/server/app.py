@@ -1,0 +1,331 @@
+"""The OpenAI API over HTTP: routes, what guards them, and how answers are worded. Knows the engine as a client only."""
+
+import hmac
+import json
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import prometheus_client
+import pydantic
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from tilerank.loader.errors import TokenizerError
+from tilerank.loader.tokenizer import Tokenizer
+
+from ..params import SamplingParams
+from .api import ChatCompletion, Completion, Detokenize, Message, Sampling, Tokenize
+from .client import EngineClient, EngineGoneError, RefusedError
+from .completions import Answering, Delta, chat_logprobs, text_logprobs
+from .errors import ApiError
+from .metrics import Metrics
+
+log = logging.getLogger(__name__)
+
+MAX_BODY = 32 << 20
+"""Bytes."""
+HEALTH_S = 60.0
+RETRY_AFTER_S = 5
+
+Body = TypeVar("Body", bound=pydantic.BaseModel)
+Handler = Callable[[Request], Awaitable[Response]]
+
+
+@dataclass(frozen=True)
+class About:
+    """What the server is: the name that clients call the model by, the project's version, the key they must show."""
+
+    model: str
+    version: str
+    api_key: str | None
+
+
+def make_app(client: EngineClient, tokenizer: Tokenizer, about: About) -> Starlette:
+    server = _Server(client, tokenizer, about)
+    guarded: dict[str, tuple[str, Handler]] = {
+        "/v1/chat/completions": ("POST", server.chat),
+        "/v1/completions": ("POST", server.complete),
+        "/v1/models": ("GET", server.models),
+        "/tokenize": ("POST", server.tokenize),
+        "/detokenize": ("POST", server.detokenize),
+        "/metrics": ("GET", server.metrics),
+    }
+    free: dict[str, tuple[str, Handler]] = {
+        "/health": ("GET", server.health),
+        "/health_generate": ("GET", server.health_generate),
+        "/version": ("GET", server.version),
+    }
+    routes = [Route(path, server.guarded(handler), methods=[method]) for path, (method, handler) in guarded.items()]
+    routes += [Route(path, handler, methods=[method]) for path, (method, handler) in free.items()]
+    return Starlette(
+        routes=routes,
+        exception_handlers={ApiError: _refuse, HTTPException: _refuse_http, Exception: _refuse_unexpected},
+    )
+
+
+async def _refuse(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    headers = {"Retry-After": str(RETRY_AFTER_S)} if error.status == 503 else {}
+    return JSONResponse(error.body(), error.status, headers)
+
+
+async def _refuse_http(request: Request, error: Exception) -> Response:
+    """Starlette's own: no such path, no such method."""
+    assert isinstance(error, HTTPException)
+    what = f"{request.method} {request.url.path}"
+    return await _refuse(request, ApiError(error.status_code, f"{what} is nothing that this server does"))
+
+
+async def _refuse_unexpected(request: Request, error: Exception) -> Response:
+    return await _refuse(request, ApiError(500, "the server failed; its log says why"))
+
+
+class _Server:
+    def __init__(self, client: EngineClient, tokenizer: Tokenizer, about: About) -> None:
+        self._client = client
+        self._tokenizer = tokenizer
+        self._about = about
+        self._started = int(time.time())
+        self._metrics = Metrics(client)
+
+    def guarded(self, handler: Handler) -> Handler:
+        async def checked(request: Request) -> Response:
+            key = self._about.api_key
+            if key is not None:
+                scheme, _, shown = request.headers.get("authorization", "").partition(" ")
+                if scheme.lower() != "bearer" or not hmac.compare_digest(shown.strip().encode(), key.encode()):
+                    raise ApiError(401, "expected this server's API key as a bearer token", code="invalid_api_key")
+            return await handler(request)
+
+        return checked
+
+    async def models(self, request: Request) -> Response:
+        state = self._client.state
+        model = {"id": self._about.model, "object": "model", "created": self._started, "owned_by": "tilerank"}
+        return JSONResponse(
+            {"object": "list", "data": [model | {"max_model_len": state.context_length if state else None}]}
+        )
+
+    async def version(self, request: Request) -> Response:
+        return JSONResponse({"version": self._about.version})
+
+    async def metrics(self, request: Request) -> Response:
+        return PlainTextResponse(self._metrics.text(), media_type=prometheus_client.CONTENT_TYPE_LATEST)
+
+    async def health(self, request: Request) -> Response:
+        if self._client.state is None:
+            raise ApiError(503, "the engine is not ready", code="engine_gone")
+        return Response()
+
+    async def health_generate(self, request: Request) -> Response:
+        """A real token, through every rank."""
+        try:
+            async with aclosing(self._client.generate([0], SamplingParams(max_new_tokens=1))) as tokens:
+                async for _ in tokens:
+                    pass
+        except EngineGoneError as e:
+            raise ApiError(503, str(e), code="engine_gone") from e
+        except RefusedError as e:
+            raise ApiError(500, str(e)) from e
+        return Response()
+
+    async def tokenize(self, request: Request) -> Response:
+        body = await self._body(request, Tokenize)
+        if body.messages is not None:
+            tokens = self._chat_prompt(body.messages, {})
+        else:
+            assert body.prompt is not None
+            tokens = self._encode(body.prompt, body.add_special_tokens)
+        state = self._client.state
+        limit = state.context_length if state else None
+        return JSONResponse({"tokens": tokens, "count": len(tokens), "max_model_len": limit})
+
+    async def detokenize(self, request: Request) -> Response:
+        body = await self._body(request, Detokenize)
+        known = self._tokenizer.num_tokens
+        if any(token >= known for token in body.tokens):
+            raise ApiError(400, f"expected token ids below {known}, found {max(body.tokens)}", param="tokens")
+        return JSONResponse({"prompt": self._tokenizer.decode(body.tokens)})
+
+    async def complete(self, request: Request) -> Response:
+        body = await self._body(request, Completion)
+        prompts = self._prompts(body.prompt)
+        count = body.logprobs
+        answering = Answering(self._client, self._tokenizer, prompts, body, 0 if count is None else max(count, 1))
+        offsets = [0] * (len(prompts) * body.n)
+
+        def choice(delta: Delta) -> dict[str, Any]:
+            logprobs = None
+            if count is not None:
+                logprobs = text_logprobs(delta.tokens, self._tokenizer, offsets[delta.index])
+                logprobs["top_logprobs"] = [dict(list(top.items())[:count]) for top in logprobs["top_logprobs"]]
+            offsets[delta.index] += len(delta.text)
+            return {
+                "index": delta.index,
+                "text": delta.text,
+                "logprobs": logprobs,
+                "finish_reason": delta.finish_reason,
+            }
+
+        def joined(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+            last = parts[-1]
+            return last | {
+                "text": "".join(part["text"] for part in parts),
+                "logprobs": last["logprobs"] and _join(part["logprobs"] for part in parts),
+            }
+
+        about = {"id": f"cmpl-{answering.id}", "object": "text_completion"}
+        return await self._respond(request, body, answering, about, about, choice, joined)
+
+    async def chat(self, request: Request) -> Response:
+        body = await self._body(request, ChatCompletion)
+        prompt = self._chat_prompt(body.messages, body.chat_template_kwargs)
+        top = body.top_logprobs or 0
+        answering = Answering(self._client, self._tokenizer, [prompt], body, max(top, 1) if body.logprobs else 0)
+        begun: set[int] = set()
+
+        def choice(delta: Delta) -> dict[str, Any]:
+            said: dict[str, Any] = {"content": delta.text}
+            if delta.index not in begun:
+                begun.add(delta.index)
+                said = {"role": "assistant"} | said
+            logprobs = chat_logprobs(delta.tokens, self._tokenizer, top) if body.logprobs else None
+            return {"index": delta.index, "delta": said, "logprobs": logprobs, "finish_reason": delta.finish_reason}
+
+        def joined(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+            text = "".join(part["delta"]["content"] for part in parts)
+            logprobs = parts[-1]["logprobs"] and _join(part["logprobs"] for part in parts)
+            return {
+                "index": parts[0]["index"],
+                "message": {"role": "assistant", "content": text, "refusal": None},
+                "logprobs": logprobs,
+                "finish_reason": parts[-1]["finish_reason"],
+            }
+
+        about = {"id": f"chatcmpl-{answering.id}"}
+        chunk, whole = about | {"object": "chat.completion.chunk"}, about | {"object": "chat.completion"}
+        return await self._respond(request, body, answering, chunk, whole, choice, joined)
+
+    async def _respond(
+        self,
+        request: Request,
+        body: Sampling,
+        answering: Answering,
+        chunk: dict[str, Any],
+        whole: dict[str, Any],
+        choice: Callable[[Delta], dict[str, Any]],
+        joined: Callable[[Sequence[dict[str, Any]]], dict[str, Any]],
+    ) -> Response:
+        """`choice` words one delta; `joined` makes one choice of all of its deltas."""
+        common = {"created": answering.created, "model": self._about.model}
+        deltas = self._metrics.watch(answering.deltas())
+        try:
+            # Before the status line goes out: a request that is refused gets a status that says so.
+            first = await anext(deltas)
+        except ApiError:
+            await deltas.aclose()
+            raise
+        if body.stream:
+            usage = body.stream_options is not None and body.stream_options.include_usage
+            events = _events(first, deltas, answering, chunk | common, choice, usage)
+            return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        parts: dict[int, list[dict[str, Any]]] = {first.index: [choice(first)]}
+        async with aclosing(deltas):
+            async for delta in deltas:
+                parts.setdefault(delta.index, []).append(choice(delta))
+                if await request.is_disconnected():
+                    raise ClientDisconnect
+        choices = [joined(parts[index]) for index in sorted(parts)]
+        return JSONResponse(whole | common | {"choices": choices, "usage": answering.usage})
+
+    async def _body(self, request: Request, kind: type[Body]) -> Body:
+        data = bytearray()
+        async for piece in request.stream():
+            data += piece
+            if len(data) > MAX_BODY:
+                raise ApiError(413, f"the body is longer than {MAX_BODY} bytes")
+        try:
+            body = kind.model_validate_json(bytes(data))
+        except pydantic.ValidationError as e:
+            first = e.errors(include_url=False, include_context=False, include_input=False)[0]
+            where = ".".join(map(str, first["loc"]))
+            raise ApiError(400, f"{where}: {first['msg']}" if where else first["msg"], param=where or None) from e
+        asked = getattr(body, "model", None)
+        if asked is not None and asked != self._about.model:
+            raise ApiError(
+                404,
+                f"there is no model {asked!r} here, but {self._about.model!r}",
+                param="model",
+                code="model_not_found",
+            )
+        return body
+
+    def _prompts(self, prompt: str | list[str] | list[int] | list[list[int]]) -> list[list[int]]:
+        if isinstance(prompt, str):
+            prompts = [self._encode(prompt, True)]
+        elif isinstance(prompt[0], int):
+            prompts = [[token for token in prompt if isinstance(token, int)]]
+        else:
+            prompts = [self._encode(one, True) if isinstance(one, str) else one for one in prompt]
+        if not all(prompts):
+            raise ApiError(400, "the prompt is empty; expected at least one token", param="prompt")
+        return prompts
+
+    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        try:
+            return self._tokenizer.encode(text, add_special_tokens)
+        except TokenizerError as e:
+            raise ApiError(400, str(e)) from e
+
+    def _chat_prompt(self, messages: Sequence[Message], variables: dict[str, Any]) -> list[int]:
+        own = {"messages", "tools", "add_generation_prompt"} & variables.keys()
+        if own:
+            raise ApiError(400, f"{min(own)} is not for chat_template_kwargs", param="chat_template_kwargs")
+        try:
+            told = [message.told() for message in messages]
+            text = self._tokenizer.apply_chat_template(told, add_generation_prompt=True, **variables)
+        except TokenizerError as e:
+            # Not all of the sentence: it names the file.
+            raise ApiError(400, f"the chat template refused the messages: {e.__cause__}", param="messages") from e
+        return self._encode(text, False)
+
+
+async def _events(
+    first: Delta,
+    deltas: AsyncIterator[Delta],
+    answering: Answering,
+    chunk: dict[str, Any],
+    choice: Callable[[Delta], dict[str, Any]],
+    usage: bool,
+) -> AsyncIterator[bytes]:
+    """The server-sent events of a streamed answer."""
+    extra: dict[str, Any] = {"usage": None} if usage else {}
+    try:
+        yield _event(chunk | {"choices": [choice(first)]} | extra)
+        async for delta in deltas:
+            yield _event(chunk | {"choices": [choice(delta)]} | extra)
+        if usage:
+            yield _event(chunk | {"choices": [], "usage": answering.usage})
+        yield b"data: [DONE]\n\n"
+    except ApiError as e:
+        yield _event(e.body())
+
+
+def _event(data: dict[str, Any]) -> bytes:
+    return b"data: " + json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+
+
+def _join(parts: Any) -> dict[str, Any]:
+    """Lists of the same names, one after the other."""
+    whole: dict[str, Any] = {}
+    for part in parts:
+        for name, values in part.items():
+            whole[name] = whole.get(name, []) + values if isinstance(values, list) else values
+    return whole

@@ -1,0 +1,184 @@
+"""Completions: one request of the API is one or more requests of the engine, whose tokens become choices."""
+
+import asyncio
+import secrets
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any
+
+from tilerank.loader.tokenizer import Tokenizer
+
+from ..errors import RequestError
+from ..params import Logprobs, SamplingParams
+from .api import ChatCompletion, Completion, Sampling
+from .client import EngineClient, EngineGoneError, RefusedError
+from .errors import ApiError
+from .messages import Token
+from .text import TextStream
+
+MAX_CHOICES = 128
+
+
+@dataclass(frozen=True)
+class Delta:
+    """What is new of choice `index`: text, the tokens that made it, and at the end why."""
+
+    index: int
+    text: str
+    tokens: tuple[Token, ...]
+    finish_reason: str | None
+
+
+class Answering:
+    """One request of the API while it runs. `prompts` have n choices each; `logprobs`: see SamplingParams."""
+
+    def __init__(
+        self,
+        client: EngineClient,
+        tokenizer: Tokenizer,
+        prompts: Sequence[Sequence[int]],
+        body: Sampling,
+        logprobs: int,
+    ) -> None:
+        self.id = secrets.token_hex(12)
+        self.created = int(time.time())
+        self.prompt_tokens = sum(map(len, prompts))
+        self.completion_tokens = 0
+        self._client = client
+        self._tokenizer = tokenizer
+        self._stop = body.stop_strings
+        self._choices = [
+            (prompt, self._params(body, prompt, logprobs, choice)) for prompt in prompts for choice in range(body.n)
+        ]
+        if len(self._choices) > MAX_CHOICES:
+            raise ApiError(400, f"expected at most {MAX_CHOICES} choices, found {len(self._choices)}", param="n")
+
+    @property
+    def usage(self) -> dict[str, int]:
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+        }
+
+    async def deltas(self) -> AsyncIterator[Delta]:
+        """Of all choices, as they come. ApiError if one of them cannot go on."""
+        merged: asyncio.Queue[Delta | ApiError] = asyncio.Queue()
+        tasks = [asyncio.create_task(self._pump(index, merged)) for index in range(len(self._choices))]
+        open_choices = len(tasks)
+        try:
+            while open_choices:
+                item = await merged.get()
+                if isinstance(item, ApiError):
+                    raise item
+                open_choices -= item.finish_reason is not None
+                yield item
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _pump(self, index: int, merged: "asyncio.Queue[Delta | ApiError]") -> None:
+        try:
+            async with aclosing(self._choice(index)) as deltas:
+                async for delta in deltas:
+                    merged.put_nowait(delta)
+        except RefusedError as e:
+            merged.put_nowait(ApiError(400, str(e)))
+        except EngineGoneError as e:
+            merged.put_nowait(ApiError(503, str(e), code="engine_gone"))
+
+    async def _choice(self, index: int) -> AsyncGenerator[Delta]:
+        prompt, params = self._choices[index]
+        stream = TextStream(self._tokenizer.stream(), self._stop)
+        held: list[Token] = []  # their text is not certain yet
+        async with aclosing(self._client.generate(prompt, params)) as tokens:
+            async for token in tokens:
+                self.completion_tokens += 1
+                reason = token.finish_reason
+                text = "" if reason == "stop" else stream.push(token.token_id)
+                held += [] if reason == "stop" else [token]
+                if reason is not None and not stream.stopped:
+                    text += stream.flush()
+                if stream.stopped:
+                    reason = "stop"
+                if text or reason is not None:
+                    yield Delta(index, text, tuple(held), reason)
+                    held = []
+                if reason is not None:
+                    return
+
+    def _params(self, body: Sampling, prompt: Sequence[int], logprobs: int, choice: int) -> SamplingParams:
+        state = self._client.state
+        if state is None:
+            raise ApiError(503, "the engine is not ready", code="engine_gone")
+        room = state.context_length - len(prompt)
+        if room < 1:
+            raise ApiError(
+                400,
+                f"the prompt has {len(prompt)} tokens, but the context length is {state.context_length}, "
+                "which the prompt and at least one new token must fit in",
+                param="messages" if isinstance(body, ChatCompletion) else "prompt",
+                code="context_length_exceeded",
+            )
+        try:
+            return SamplingParams(
+                max_new_tokens=min(_max_tokens(body) or room, room),
+                temperature=1.0 if body.temperature is None else body.temperature,
+                top_k=max(body.top_k, 0),
+                top_p=1.0 if body.top_p is None else body.top_p,
+                min_p=body.min_p,
+                seed=secrets.randbits(63) if body.seed is None else (body.seed + choice) % (1 << 64),
+                repetition_penalty=body.repetition_penalty,
+                presence_penalty=body.presence_penalty or 0.0,
+                frequency_penalty=body.frequency_penalty or 0.0,
+                logit_bias=body.logit_bias or {},
+                ignore_eos=body.ignore_eos,
+                stop_token_ids=tuple(body.stop_token_ids),
+                logprobs=logprobs,
+            )
+        except RequestError as e:
+            raise ApiError(400, str(e)) from e
+
+
+def _max_tokens(body: Sampling) -> int | None:
+    if isinstance(body, ChatCompletion):
+        return body.max_completion_tokens or body.max_tokens
+    assert isinstance(body, Completion)
+    return body.max_tokens
+
+
+def text_logprobs(tokens: Sequence[Token], tokenizer: Tokenizer, offset: int) -> dict[str, Any]:
+    """As /v1/completions tells them. `offset`: characters of the text before these tokens."""
+    told: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+    for token in tokens:
+        probabilities = _logprobs(token)
+        text = tokenizer.decode([token.token_id])
+        told["tokens"].append(text)
+        told["token_logprobs"].append(probabilities.chosen)
+        told["top_logprobs"].append({tokenizer.decode([id]): value for id, value in probabilities.top})
+        told["text_offset"].append(offset)
+        offset += len(text)
+    return told
+
+
+def chat_logprobs(tokens: Sequence[Token], tokenizer: Tokenizer, top: int) -> dict[str, Any]:
+    """As /v1/chat/completions tells them."""
+
+    def one(id: int, value: float) -> dict[str, Any]:
+        text = tokenizer.decode([id])
+        return {"token": text, "logprob": value, "bytes": list(text.encode())}
+
+    content = []
+    for token in tokens:
+        probabilities = _logprobs(token)
+        likeliest = [one(id, value) for id, value in probabilities.top[:top]]
+        content.append(one(token.token_id, probabilities.chosen) | {"top_logprobs": likeliest})
+    return {"content": content, "refusal": None}
+
+
+def _logprobs(token: Token) -> Logprobs:
+    assert token.logprobs is not None, "they were asked for"
+    return token.logprobs

@@ -1,0 +1,18 @@
+"""Refusals as the OpenAI API words them."""
+
+from typing import Any
+
+
+class ApiError(Exception):
+    """What a client is told: an HTTP status, a sentence, and the field that it is about."""
+
+    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.param = param
+        self.code = code
+
+    def body(self) -> dict[str, Any]:
+        kind = {401: "authentication_error", 404: "not_found_error"}.get(self.status)
+        kind = kind or ("invalid_request_error" if self.status < 500 else "server_error")
+        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}

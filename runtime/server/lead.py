@@ -1,0 +1,96 @@
+"""Rank 0 as a server's engine: takes requests from the HTTP process between steps, and sends the tokens back."""
+
+import select
+import socket
+import time
+
+from ..engine import Engine, Request
+from ..errors import RequestError
+from .messages import Cancel, FromEngine, Refused, State, Submit, ToEngine, Token, Tokens, encode, engine_inbox
+
+STATE_S = 0.25
+"""At most so often, while there is work."""
+
+
+def lead(engine: Engine, connection: socket.socket) -> None:
+    """Runs what comes over `connection` until the other end hangs up; then nothing is left running."""
+    connection.setblocking(False)
+    session = _Session(engine, connection)
+    try:
+        while session.exchange():
+            session.step()
+    finally:
+        session.end()
+
+
+class _Session:
+    def __init__(self, engine: Engine, connection: socket.socket) -> None:
+        self._engine = engine
+        self._connection = connection
+        self._inbox = engine_inbox()
+        self._outbox = bytearray()
+        self._theirs: dict[int, int] = {}  # the engine's number of a request -> the HTTP process's
+        self._ours: dict[int, int] = {}
+        self._told_at = 0.0
+        self._tell_state()
+
+    def exchange(self) -> bool:
+        """Sends and takes what can be; waits if there is nothing to compute. False: the other end is gone."""
+        poll = select.poll()
+        poll.register(self._connection, select.POLLIN | (select.POLLOUT if self._outbox else 0))
+        for _, event in poll.poll(0 if self._engine.busy else None):
+            try:
+                if event & select.POLLOUT:
+                    del self._outbox[: self._connection.send(self._outbox)]
+                if event & (select.POLLIN | select.POLLHUP):
+                    data = self._connection.recv(1 << 20)
+                    if not data:
+                        return False
+                    for message in self._inbox.feed(data):
+                        self._take(message)
+            except (BrokenPipeError, ConnectionResetError):
+                return False
+        return True
+
+    def step(self) -> None:
+        if not self._engine.busy:
+            return
+        tokens = []
+        for event in self._engine.step():
+            number = self._theirs[event.request]
+            tokens.append(Token(number, event.token_id, event.finish_reason, event.logprobs))
+            if event.finish_reason is not None:
+                self._forget(number)
+        if tokens:
+            self._send(Tokens(tokens))
+        if not self._engine.busy or time.monotonic() - self._told_at > STATE_S:
+            self._tell_state()
+
+    def end(self) -> None:
+        for number in self._theirs:
+            self._engine.cancel(number)
+
+    def _take(self, message: ToEngine) -> None:
+        match message:
+            case Submit(number, prompt_token_ids, params):
+                try:
+                    ours = self._engine.submit(Request(prompt_token_ids, params))
+                except RequestError as e:
+                    self._send(Refused(number, str(e)))
+                    return
+                self._theirs[ours], self._ours[number] = number, ours
+            case Cancel(number) if number in self._ours:  # else it came to its end meanwhile
+                self._engine.cancel(self._ours[number])
+                self._forget(number)
+                if not self._engine.busy:
+                    self._tell_state()
+
+    def _forget(self, number: int) -> None:
+        del self._theirs[self._ours.pop(number)]
+
+    def _send(self, message: FromEngine) -> None:
+        self._outbox += encode(message)
+
+    def _tell_state(self) -> None:
+        self._told_at = time.monotonic()
+        self._send(State(**self._engine.state()))
