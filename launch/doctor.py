@@ -78,7 +78,7 @@ def examine(root: Path = Path("/")) -> tuple[dict[str, Any], list[Finding]]:
     else:
         report.update(_machine(topology, root))
         findings += machine_findings(topology, root, report["memory_policy_refusal"])
-    report["libraries"] = {name: _version(name) for name in (*REQUIRED, *SERVING, *OPTIONAL)}
+    report["libraries"] = {name: _version(name) for name in (*REQUIRED, *OPTIONAL)}
     findings += library_findings(report["libraries"])
     report["isa"], isa_findings = _isa() if report["libraries"]["torch"] else ([], [])  # the kernels need torch
     report["mpi"] = _mpi()
@@ -166,7 +166,7 @@ def _version(distribution: str) -> str | None:
 
 
 def library_findings(versions: dict[str, str | None]) -> list[Finding]:
-    missing = [name for name in (*REQUIRED, *SERVING) if versions[name] is None]
+    missing = [name for name in REQUIRED if versions[name] is None]
     return [Finding("error", f"the library {name} is not installed", f"pip install {name}") for name in missing]
 
 
