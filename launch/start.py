@@ -179,7 +179,7 @@ def start_ranks(args: argparse.Namespace, identity: Identity, check_size: Callab
                 prepare=partial(bind, placement.ranks[local], strict=args.membind == "strict"),
             )
         )
-    return supervise(specs, cgroup.oom_kills)
+    return supervise(specs, cgroup.oom_kills, max(bootstrap.RENDEZVOUS_S, args.dist_timeout))
 
 
 def inherited_placement(env: Mapping[str, str]) -> Placement:

@@ -36,7 +36,7 @@ class RankSpec:
     """How to start one rank.
 
     `pass_fds` are handed over: closed here once the rank has them. `prepare` runs in the new process before the
-    program: cores, memory policy.
+    program: cores, memory policy; a LaunchError of it is the sentence that the rank could not be started for.
     """
 
     rank: int
@@ -93,16 +93,20 @@ class _Rank:
     phase: Phase = "starting"
     sentence: Failed | None = None
     running: bool = True
+    stopped_at: float | None = None  # since when SIGSTOP, or a debugger, holds it
     pipes: list[_Pipe] = field(default_factory=list)
 
 
-def supervise(specs: Sequence[RankSpec], oom_kills: Callable[[], int] = lambda: 0) -> int:
+def supervise(
+    specs: Sequence[RankSpec], oom_kills: Callable[[], int] = lambda: 0, longest_stop_s: float = float("inf")
+) -> int:
     """Runs the ranks to their end and returns the exit status for the command.
 
-    `oom_kills` counts the processes of our cgroup that the kernel killed for lack of memory so far.
+    `oom_kills` counts the processes of our cgroup that the kernel killed for lack of memory so far. A rank may work as
+    long as it likes, but one that is stopped (SIGSTOP) for `longest_stop_s` counts as failed, whatever it was doing.
     The sentence about the first failure goes to stderr. Raises LaunchError if a rank cannot be started.
     """
-    supervisor = _Supervisor(oom_kills)
+    supervisor = _Supervisor(oom_kills, longest_stop_s)
     try:
         for spec in specs:
             supervisor.start(spec)
@@ -123,8 +127,9 @@ def cause(failures: Sequence[Failure]) -> tuple[str, int]:
 
 
 class _Supervisor:
-    def __init__(self, oom_kills: Callable[[], int]) -> None:
+    def __init__(self, oom_kills: Callable[[], int], longest_stop_s: float) -> None:
         self._oom_kills = oom_kills
+        self._longest_stop_s = longest_stop_s
         self._oom_before = oom_kills()
         self._pid = os.getpid()
         self._ranks: list[_Rank] = []
@@ -136,7 +141,8 @@ class _Supervisor:
         self._selector = selectors.DefaultSelector()
         self._wake, self._signalled = socket.socketpair()
         self._old_handlers = {
-            number: signal.signal(number, lambda *_: None) for number in (signal.SIGINT, signal.SIGTERM)
+            number: signal.signal(number, lambda *_: None)
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGTSTP, signal.SIGCHLD)
         }
         for end in (self._wake, self._signalled):
             end.setblocking(False)
@@ -147,6 +153,7 @@ class _Supervisor:
         status_read, status_write = os.pipe()
         # Rank 0 is the program: its output is ours. The others' lines get a prefix, and nothing else reaches stdout.
         error_read, error_write = os.pipe()
+        refusal_read, refusal_write = os.pipe()
         try:
             process = subprocess.Popen(
                 spec.command,
@@ -156,12 +163,13 @@ class _Supervisor:
                 stderr=None if spec.rank == 0 else error_write,
                 pass_fds=(*spec.pass_fds, status_write),
                 process_group=0,
-                preexec_fn=partial(_before_exec, self._pid, spec.prepare),
+                preexec_fn=partial(_before_exec, self._pid, spec.prepare, refusal_write),
             )
         except (OSError, subprocess.SubprocessError) as e:
-            raise LaunchError(f"rank {spec.rank} could not be started: {e}") from e
+            why = _refusal(refusal_read) or str(e)
+            raise LaunchError(f"rank {spec.rank} could not be started: {why}") from e
         finally:
-            for fd in (status_write, error_write, *spec.pass_fds):
+            for fd in (status_write, error_write, refusal_read, refusal_write, *spec.pass_fds):
                 os.close(fd)
         rank = _Rank(spec.rank, process, os.pidfd_open(process.pid))
         self._ranks.append(rank)
@@ -173,11 +181,13 @@ class _Supervisor:
 
     def run(self) -> int:
         while any(rank.running for rank in self._ranks):
-            times = [at for at in (self._decide_at, self._kill_at) if at is not None]
+            times = [at for at in (self._decide_at, self._kill_at, self._patience_ends()) if at is not None]
             for key, _ in self._selector.select(max(min(times) - time.monotonic(), 0) if times else None):
                 if key.fd in self._selector.get_map():  # not closed by an earlier one of this round
                     key.data()
             now = time.monotonic()
+            if (ends := self._patience_ends()) is not None and now >= ends:
+                self._fail_stopped()
             if self._decide_at is not None and now >= self._decide_at:
                 self._decide()
             if self._kill_at is not None and now >= self._kill_at:
@@ -204,11 +214,54 @@ class _Supervisor:
 
     def _on_signal(self) -> None:
         for number in self._wake.recv(64):
-            self._decide_at = None
-            self._kill_at = time.monotonic() + (0 if self._interrupted else STOP_S)
-            self._interrupted = True
-            self._outcome = self._outcome or 128 + number
-            self._signal_all(signal.Signals(number))
+            if number == signal.SIGCHLD:
+                self._note_stopped()
+            elif number == signal.SIGTSTP:
+                self._pause()
+            else:
+                self._end(signal.Signals(number))
+
+    def _end(self, number: signal.Signals) -> None:
+        self._decide_at = None
+        self._kill_at = time.monotonic() + (0 if self._interrupted else STOP_S)
+        self._interrupted = True
+        self._outcome = self._outcome or 128 + number
+        self._signal_all(number)
+        self._signal_all(signal.SIGCONT)  # a stopped one hears it, too
+
+    def _pause(self) -> None:
+        """Ctrl-Z: the terminal stops only our own process group, and each rank has one of its own."""
+        self._signal_all(signal.SIGSTOP)
+        began = time.monotonic()
+        os.kill(self._pid, signal.SIGSTOP)  # returns when the shell's fg or bg, or somebody's SIGCONT, continues us
+        self._signal_all(signal.SIGCONT)
+        away = time.monotonic() - began
+        self._decide_at = None if self._decide_at is None else self._decide_at + away
+        self._kill_at = None if self._kill_at is None else self._kill_at + away
+        for rank in self._ranks:
+            rank.stopped_at = None
+
+    def _note_stopped(self) -> None:
+        """Which ranks are held, and since when. SIGCHLD tells of it; of their end the pidfd does."""
+        change = os.WSTOPPED | os.WCONTINUED | os.WNOHANG
+        for rank in self._ranks:
+            with contextlib.suppress(ChildProcessError):
+                while rank.running and (found := os.waitid(os.P_PID, rank.process.pid, change)) is not None:
+                    rank.stopped_at = time.monotonic() if found.si_code == os.CLD_STOPPED else None
+
+    def _patience_ends(self) -> float | None:
+        """When the rank that has been stopped longest will have been so for too long."""
+        since = [rank.stopped_at for rank in self._ranks if rank.running and rank.stopped_at is not None]
+        if not since or self._outcome is not None or self._decide_at is not None:
+            return None
+        ends = min(since) + self._longest_stop_s
+        return ends if ends < float("inf") else None
+
+    def _fail_stopped(self) -> None:
+        held = [(rank.stopped_at, rank) for rank in self._ranks if rank.running and rank.stopped_at is not None]
+        _, rank = min(held, key=lambda item: item[0])
+        name = f"rank {rank.rank} (process {rank.process.pid})"
+        self._fail(Failure(rank.rank, f"{name} was stopped for {self._longest_stop_s:g} s while {rank.phase}", 1))
 
     def _on_output(self, rank: _Rank, pipe: _Pipe) -> None:
         if not pipe.read():
@@ -248,7 +301,10 @@ class _Supervisor:
         self._decide_at = at if self._decide_at is None else min(at, self._decide_at)
 
     def _decide(self) -> None:
-        sentence, self._outcome = cause(self._failures)
+        # Also what ranks have said that are still on their way out.
+        said = [(rank.rank, rank.sentence) for rank in self._ranks if rank.running and rank.sentence is not None]
+        going = [Failure(rank, failed.sentence, 1, failed.consequence, own_words=True) for rank, failed in said]
+        sentence, self._outcome = cause([*self._failures, *going])
         self._decide_at = None
         self._kill_at = time.monotonic() + TERMINATE_S
         self._signal_all(signal.SIGTERM)
@@ -273,14 +329,30 @@ class _Supervisor:
         os.close(fd)
 
 
-def _before_exec(supervisor: int, prepare: Callable[[], object] | None) -> None:
-    """In the new process: it dies with the supervisor, may write to the terminal from the background, and is placed."""
+def _before_exec(supervisor: int, prepare: Callable[[], object] | None, refusal: int) -> None:
+    """In the new process: it dies with the supervisor, may write to the terminal from the background, and is placed.
+
+    Of an exception the parent learns only that there was one; the sentence goes through the pipe `refusal`.
+    """
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != supervisor:
         os._exit(1)
     signal.signal(signal.SIGTTOU, signal.SIG_IGN)
     if prepare is not None:
-        prepare()
+        try:
+            prepare()
+        except LaunchError as e:
+            os.write(refusal, str(e).encode()[:4096])
+            raise
+
+
+def _refusal(pipe: int) -> str:
+    """What `prepare` failed with, if it did."""
+    os.set_blocking(pipe, False)
+    try:
+        return os.read(pipe, 4096).decode(errors="replace")
+    except BlockingIOError:
+        return ""
 
 
 def _take_status(rank: _Rank, line: bytes) -> None:

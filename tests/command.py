@@ -1,10 +1,16 @@
-"""Runs the `tilerank` command for tests, by itself or under another launcher, and looks for what it left behind."""
+"""Runs the `tilerank` command for tests, by itself or under another launcher, and looks for what it left behind.
 
+Deadlines in here are for what hangs: a machine that is ten times too busy must not reach them.
+"""
+
+import contextlib
+import json
 import os
+import selectors
 import shutil
+import socket
 import subprocess
 import sys
-import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -14,6 +20,9 @@ from typing import Any
 
 DEMO = Path(__file__).parent.parent / "assets" / "demo-lm"
 COMMAND = (sys.executable, "-m", "tilerank")
+PATIENCE_S = 300.0
+SOON_S = 40.0  # five seconds by design, which a busy machine may exceed; whoever waits for a deadline takes 60 s
+ENDLESS = 1 << 18
 MARK = "TILERANK_TEST_RUN"  # in the environment of every process of a run
 
 # Open MPI as root, and with more ranks than cores. Version 4 reads OMPI_MCA_*, version 5 PRTE_MCA_*.
@@ -49,25 +58,36 @@ class Run:
     ) -> None:
         self.mark = f"{MARK}={uuid.uuid4().hex}"
         name, _, value = self.mark.partition("=")
-        self._shm = _shared_memory()
+        self._shm = shared_memory()
         self.process = subprocess.Popen(
             [*launcher, *command, *map(str, arguments)],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            text=True,
+            bufsize=0,
             cwd=cwd,
             env={**os.environ, **(env or {}), name: value},
         )
+        assert self.process.stdout is not None and self.process.stderr is not None
+        self._streams = {"out": self.process.stdout, "err": self.process.stderr}
+        self._said = {"out": b"", "err": b""}
+        self._heard = 0  # bytes of stderr up to the end of the last line that await_line returned
+        self._selector = selectors.DefaultSelector()
+        for which, stream in self._streams.items():
+            self._selector.register(stream, selectors.EVENT_READ, which)
 
     def __enter__(self) -> "Run":
         return self
 
     def __exit__(self, *_: object) -> None:
         for pid in self.pids():
-            os.kill(pid, 9)
+            with contextlib.suppress(ProcessLookupError):  # it has just ended
+                os.kill(pid, 9)
         self.process.kill()
-        self.process.communicate()
+        self.process.wait()
+        for which in list(self._streams):
+            self.close(which)
+        self._selector.close()
 
     def pids(self) -> list[int]:
         """Every living process of this run."""
@@ -81,25 +101,52 @@ class Run:
 
     def await_line(self, text: str) -> str:
         """The next line of stderr with `text` in it."""
-        assert self.process.stderr is not None
-        seen = []
-        watchdog = threading.Timer(60, self.process.kill)
-        watchdog.start()
-        try:
-            for line in self.process.stderr:
-                seen.append(line)
-                if text in line:
-                    return line
-        finally:
-            watchdog.cancel()
-        raise AssertionError(f"no line with {text!r} came:\n" + "".join(seen))
 
-    def finish(self, timeout_s: float = 90) -> Result:
+        def found() -> tuple[int, str] | None:
+            end = self._heard
+            for line in self._said["err"][end:].splitlines(keepends=True):
+                end += len(line)
+                if text.encode() in line and line.endswith(b"\n"):
+                    return end, line.decode(errors="replace")
+            return None
+
+        self._read_until(found, f"no line with {text!r} came")
+        hit = found()
+        assert hit is not None
+        self._heard = hit[0]
+        return hit[1]
+
+    def await_output(self, nbytes: int) -> None:
+        """Until that much stands on stdout."""
+        self._read_until(lambda: len(self._said["out"]) >= nbytes, f"no {nbytes} bytes came out")
+
+    def close(self, which: str) -> None:
+        """Whoever read this stream, "out" or "err", is gone."""
+        stream = self._streams.pop(which)
+        self._selector.unregister(stream)
+        stream.close()
+
+    def finish(self, timeout_s: float = PATIENCE_S) -> Result:
         """Waits for the end, and asserts that it left neither a process nor shared memory."""
-        out, err = self.process.communicate(timeout=timeout_s)
-        await_true(lambda: not self.pids(), 3, f"processes left behind: {self.pids()}\n{err}")
-        assert not _shared_memory() - self._shm
-        return Result(self.process.returncode, out, err)
+        self._read_until(lambda: not self._streams, "it does not end", timeout_s)
+        status = self.process.wait(timeout_s)
+        out, err = (said.decode(errors="replace") for said in self._said.values())
+        await_true(lambda: not self.pids(), 10, f"processes left behind: {self.pids()}\n{err}")
+        assert not shared_memory() - self._shm
+        return Result(status, out, err)
+
+    def _read_until(self, condition: Callable[[], object], otherwise: str, timeout_s: float = PATIENCE_S) -> None:
+        """Takes in what the command writes until `condition` holds. Nothing is lost, whoever waits for what."""
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            ready = self._selector.select(max(deadline - time.monotonic(), 0)) if self._streams else []
+            if not ready:
+                raise AssertionError(f"{otherwise}:\n{self._said['out']!r}\n{self._said['err'].decode()}")
+            for key, _ in ready:
+                data = os.read(key.fd, 1 << 16)
+                self._said[key.data] += data
+                if not data:
+                    self.close(key.data)
 
 
 def run(*arguments: object, **options: Any) -> Result:
@@ -112,6 +159,23 @@ def await_true(condition: Callable[[], object], seconds: float, otherwise: str) 
     while not condition():
         assert time.monotonic() < deadline, otherwise
         time.sleep(0.02)
+
+
+def free_port() -> int:
+    """A port of this machine that nobody has, below those that the kernel hands out to others meanwhile."""
+    for port in range(20000 + os.getpid() % 10000, 32000):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError("no port is free")
+
+
+def endless_copy(target: Path) -> Path:
+    """The demo model with a context that takes minutes to fill, however fast it becomes; for --ignore-eos."""
+    model = demo_copy(target)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "max_position_embeddings": ENDLESS}))
+    return model
 
 
 def demo_copy(target: Path) -> Path:
@@ -133,6 +197,6 @@ def _processes() -> list[tuple[int, set[str]]]:
     return found
 
 
-def _shared_memory() -> set[str]:
+def shared_memory() -> set[str]:
     """Names that we or torch may have put there; other programs on the machine come and go."""
     return {entry.name for entry in Path("/dev/shm").iterdir() if entry.name.startswith(("tilerank", "torch"))}

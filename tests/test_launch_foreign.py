@@ -15,17 +15,33 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from command import COMMAND, DEMO, OPEN_MPI_AS_ROOT, OPEN_MPI_ENVIRONMENT, Result, Run, await_true, run
-
-from tilerank.launch.bootstrap import listen
+from command import (
+    COMMAND,
+    DEMO,
+    ENDLESS,
+    OPEN_MPI_AS_ROOT,
+    OPEN_MPI_ENVIRONMENT,
+    SOON_S,
+    Result,
+    Run,
+    await_true,
+    endless_copy,
+    free_port,
+    run,
+)
 
 GENERATE = ("generate", DEMO, "--dtype", "float32", "--prompt", "Once upon a time", "--ignore-eos")
 SHORT = (*GENERATE, "--max-new-tokens", 12, "--json")
-LONG = (*GENERATE, "--max-new-tokens", 4000)
 BIN = Path(sys.executable).parent
 MPICH = BIN / "mpirun"
 TORCHRUN = (str(BIN / "torchrun"), "--nproc-per-node", "3")
 MODULE = ("-m", "tilerank")  # torchrun runs it with its own interpreter
+
+
+@pytest.fixture(scope="module")
+def endless(tmp_path_factory: pytest.TempPathFactory) -> tuple[object, ...]:
+    model = endless_copy(tmp_path_factory.mktemp("endless") / "model")
+    return ("generate", model, *GENERATE[2:], "--max-new-tokens", ENDLESS // 2)
 
 
 @pytest.fixture(scope="session")
@@ -115,9 +131,7 @@ def test_srun_variables(expected: list[int]) -> None:
 
 
 def test_plain_variables(expected: list[int]) -> None:
-    with listen("127.0.0.1", 0) as probe:
-        port = str(probe.getsockname()[1])
-    common = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    common = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     with ExitStack() as stack:
         ranks = [stack.enter_context(Run(*SHORT, env={**common, "RANK": str(rank)})) for rank in range(3)]
         results = [rank.finish() for rank in ranks]
@@ -137,24 +151,23 @@ def test_tp_and_mpirun_must_agree() -> None:
 
 
 def generating(running: Run) -> None:
-    assert running.process.stdout is not None
-    assert len(running.process.stdout.read(8)) == 8
+    running.await_output(8)
 
 
-def test_a_dead_rank_ends_torchrun() -> None:
-    with Run(*LONG, launcher=TORCHRUN, command=MODULE) as running:
+def test_a_dead_rank_ends_torchrun(endless: tuple[object, ...]) -> None:
+    with Run(*endless, launcher=TORCHRUN, command=MODULE) as running:
         generating(running)
         pid = running.rank_pid(1, "RANK")
         assert pid is not None
         os.kill(pid, signal.SIGKILL)
-        result = running.finish(timeout_s=30)
+        result = running.finish(SOON_S)
     assert result.status != 0
 
 
 def test_torchrun_starts_ranks_again(expected: list[int]) -> None:
     """The agent's store, with the keys of the first attempt, outlives the ranks."""
     launcher = (*TORCHRUN, "--max-restarts", "1")
-    with Run(*GENERATE, "--max-new-tokens", 200, "--json", launcher=launcher, command=MODULE) as running:
+    with Run(*GENERATE, "--max-new-tokens", 2000, "--json", launcher=launcher, command=MODULE) as running:
         running.await_line("collectives")
         pid = running.rank_pid(1, "RANK")
         assert pid is not None
@@ -165,12 +178,12 @@ def test_torchrun_starts_ranks_again(expected: list[int]) -> None:
 
 
 @pytest.mark.parametrize("launcher", [torchrun, mpich, open_mpi])
-def test_no_orphans_of_a_killed_launcher(launcher: Callable[[], tuple[str, ...]]) -> None:
+def test_no_orphans_of_a_killed_launcher(endless: tuple[object, ...], launcher: Callable[[], tuple[str, ...]]) -> None:
     command = MODULE if launcher is torchrun else COMMAND
-    with Run(*LONG, launcher=launcher(), command=command, env=OPEN_MPI_ENVIRONMENT) as running:
+    with Run(*endless, launcher=launcher(), command=command, env=OPEN_MPI_ENVIRONMENT) as running:
         generating(running)
         running.process.kill()
-        await_true(lambda: not running.pids(), 5, f"orphans: {running.pids()}")
+        await_true(lambda: not running.pids(), SOON_S, f"orphans: {running.pids()}")
 
 
 HOSTS = ("10.77.13.1", "10.77.13.2")
@@ -217,16 +230,16 @@ def test_two_hosts(expected: list[int], namespaces: list[str]) -> None:
     assert "2 ranks on other hosts" in results[0].err
 
 
-def test_a_host_that_fails_ends_the_other(namespaces: list[str]) -> None:
+def test_a_host_that_fails_ends_the_other(endless: tuple[object, ...], namespaces: list[str]) -> None:
     options = ("--tp", 4, "--nnodes", 2, "--master-addr", HOSTS[0], "--master-port", 29700)
     with ExitStack() as stack:
         hosts = [
-            stack.enter_context(Run(*LONG, *options, "--node-rank", i, launcher=("ip", "netns", "exec", name)))
+            stack.enter_context(Run(*endless, *options, "--node-rank", i, launcher=("ip", "netns", "exec", name)))
             for i, name in enumerate(namespaces)
         ]
         generating(hosts[0])
         hosts[1].process.kill()
-        result = hosts[0].finish(timeout_s=30)
+        result = hosts[0].finish(SOON_S)
     assert result.status != 0
     assert len(result.errors) == 1 and re.search(r"rank [23]\b", result.errors[0]), result.err
 
