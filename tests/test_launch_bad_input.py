@@ -219,8 +219,8 @@ def test_a_rank_may_load_longer_than_the_deadline_of_collectives(held: tuple[dic
 @pytest.fixture(scope="module")
 def endless(tmp_path_factory: pytest.TempPathFactory) -> list[object]:
     model = endless_copy(tmp_path_factory.mktemp("endless") / "model")
-    options = ["--tp", 3, "--prompt", "Once upon a time", "--ignore-eos", "--max-new-tokens", ENDLESS // 2]
-    return ["generate", model, *options]
+    length = ["--ignore-eos", "--max-new-tokens", ENDLESS // 2, "--max-total-tokens", ENDLESS]
+    return ["generate", model, "--tp", 3, "--prompt", "Once upon a time", *length]
 
 
 def generating(running: Run) -> None:

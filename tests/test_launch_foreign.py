@@ -41,7 +41,7 @@ MODULE = ("-m", "tilerank")  # torchrun runs it with its own interpreter
 @pytest.fixture(scope="module")
 def endless(tmp_path_factory: pytest.TempPathFactory) -> tuple[object, ...]:
     model = endless_copy(tmp_path_factory.mktemp("endless") / "model")
-    return ("generate", model, *GENERATE[2:], "--max-new-tokens", ENDLESS // 2)
+    return ("generate", model, *GENERATE[2:], "--max-new-tokens", ENDLESS // 2, "--max-total-tokens", ENDLESS)
 
 
 @pytest.fixture(scope="session")

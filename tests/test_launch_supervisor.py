@@ -28,7 +28,7 @@ SUPERVISOR = """
     counts = iter(map(int, os.environ["OOM_KILLS"].split(","))) if "OOM_KILLS" in os.environ else None
     oom_kills = cgroup.oom_kills if counts is None else lambda: next(counts)
     def prepare():
-        os.nice(3)
+        os.umask(0o135)
         if "REFUSAL" in os.environ:
             raise LaunchError(os.environ["REFUSAL"])
     longest_stop_s = float(os.environ.get("LONGEST_STOP_S", "inf"))
@@ -104,8 +104,8 @@ def test_output_of_rank_0_is_the_programs_and_the_others_get_a_prefix() -> None:
 
 
 def test_ranks_are_prepared_and_have_no_input() -> None:
-    status, out, _ = run("print(os.nice(0), repr(sys.stdin.read()), os.getpgid(0) == os.getpid())", 1)
-    assert (status, out) == (0, f"{os.nice(0) + 3} '' True\n")
+    status, out, _ = run("print(os.umask(0), repr(sys.stdin.read()), os.getpgid(0) == os.getpid())", 1)
+    assert (status, out) == (0, f"{0o135} '' True\n")
 
 
 @pytest.mark.parametrize(
