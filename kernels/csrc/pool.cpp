@@ -20,6 +20,12 @@ namespace {
 // About 100 us: longer than any gap inside a step, short against the time slice of a thread that wants the core.
 constexpr int kSpinPauses = 4000;
 
+// Up to this many threads each looks at all the others in a barrier; more wait for the first, which looks at all.
+constexpr int kAllLook = 4;
+
+// A phase beyond all others, of a thread that comes to no more barriers.
+constexpr uint32_t kNever = 1u << 30;
+
 void futex(std::atomic<uint32_t>& word, int operation, uint32_t value) {
   syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), operation, value, nullptr, nullptr, 0);
 }
@@ -79,8 +85,26 @@ void Signal::reset() {
   sleepers_ = 0;
 }
 
+void Flag::wake() {
+  // Either a sleeper counted itself before this, or it counts itself after it, sees the new word and does not sleep.
+  if (sleepers_.fetch_add(0, std::memory_order_acq_rel) != 0) futex(word_, FUTEX_WAKE_PRIVATE, INT_MAX);
+}
+
+void Flag::wait_for(uint32_t value, int pauses) {
+  for (int i = 0; i < pauses; ++i) {
+    if (reached(value)) return;
+    _mm_pause();
+  }
+  if (reached(value)) return;
+  sleepers_.fetch_add(1, std::memory_order_acq_rel);
+  for (uint32_t seen = word_.load(); static_cast<int32_t>(seen - value) < 0; seen = word_.load()) {
+    futex(word_, FUTEX_WAIT_PRIVATE, seen);
+  }
+  sleepers_.fetch_sub(1, std::memory_order_acq_rel);
+}
+
 void Team::barrier() {
-  if (count > 1) pool_->barrier();
+  if (count > 1) pool_->barrier(index);
 }
 
 void* Team::scratch(size_t bytes) { return pool_->scratch(index, bytes); }
@@ -98,7 +122,7 @@ Pool::Pool() {
 void Pool::after_fork() {
   forked_ = !workers_.empty();
   workers_.clear();
-  for (Signal* signal : {&generation_, &running_, &arrived_, &phase_}) signal->reset();
+  for (Signal* signal : {&generation_, &running_}) signal->reset();
   turn_.unlock();
 }
 
@@ -118,6 +142,7 @@ void Pool::start(const std::vector<int>& cores, int threads, bool spin) {
     if (scratch.data) unmap_pages(scratch.data, scratch.bytes);
   }
   scratch_.assign(threads, {});
+  places_ = std::vector<Place>(threads);
   count_ = threads;
   start_threads();
 }
@@ -210,17 +235,16 @@ void Pool::run(const Call* calls, size_t n, std::vector<Times>* times) {
   times_ = times ? times->data() : nullptr;
   calls_ = calls;
   num_calls_ = n;
-  failed_ = false;
   failure_ = nullptr;
+  if (failed_.exchange(false)) places_ = std::vector<Place>(static_cast<size_t>(count_));  // they differ in phase
   if (count_ > 1) {
-    arrived_.set(0);
     running_.set(static_cast<uint32_t>(count_ - 1));
     generation_.add(1);
     generation_.wake();
   }
   walk(0);
   while (const uint32_t running = running_.value()) running_.wait_while(running, pauses_);
-  if (failed_) std::rethrow_exception(std::exchange(failure_, nullptr));
+  if (failure_) std::rethrow_exception(std::exchange(failure_, nullptr));
 }
 
 void Pool::walk(int index) noexcept {
@@ -233,29 +257,34 @@ void Pool::walk(int index) noexcept {
       if (times_) times_[i * team.count + index].end = now_ns();
     }
   } catch (const Aborted&) {
+    arrive(index, kNever);
   } catch (...) {
     {
       std::lock_guard lock(failure_lock_);
       if (!failure_) failure_ = std::current_exception();
     }
     failed_ = true;
-    phase_.add(1);
-    phase_.wake();
+    arrive(index, kNever);
   }
 }
 
-void Pool::barrier() {
-  // The phase is read before failed_: a failing thread sets them the other way round, so either its failure is seen
-  // here or the wait below ends at once.
-  const uint32_t phase = phase_.value();
-  if (failed_) throw Aborted{};
-  if (arrived_.add(1) == static_cast<uint32_t>(count_)) {
-    arrived_.set(0);
-    phase_.add(1);
-    phase_.wake();
-  } else {
-    phase_.wait_while(phase, pauses_);
+void Pool::arrive(int index, uint32_t phase) {
+  Place& place = places_[index];
+  place.phase += phase;
+  place.flag.publish(place.phase);
+  place.flag.wake();
+}
+
+void Pool::barrier(int index) {
+  Place& own = places_[index];
+  const uint32_t phase = own.phase + 1;
+  const bool all_look = count_ <= kAllLook;
+  if (index != 0 || all_look) arrive(index, 1);
+  for (int other = 0; other < (all_look || index == 0 ? count_.load() : 1); ++other) {
+    if (other != index) places_[other].flag.wait_for(phase, pauses_);
   }
+  if (index == 0 && !all_look) arrive(index, 1);
+  // A thread that failed said so before it let the others pass.
   if (failed_) throw Aborted{};
 }
 

@@ -39,6 +39,24 @@ class Signal {
   std::atomic<uint32_t> sleepers_{0};
 };
 
+// How far one thread is, for others to wait for.
+class Flag {
+ public:
+  void publish(uint32_t value) { word_.store(value, std::memory_order_release); }
+  // Those who sleep. Apart from publish, since it takes as long as a message to another core.
+  void wake();
+  void wait_for(uint32_t value, int pauses);  // or a later one
+
+ private:
+  bool reached(uint32_t value) const {
+    return static_cast<int32_t>(word_.load(std::memory_order_acquire) - value) >= 0;
+  }
+
+  // In pairs of cache lines, which processors fetch together.
+  alignas(128) std::atomic<uint32_t> word_{0};
+  alignas(128) std::atomic<uint32_t> sleepers_{0};
+};
+
 class Pool {
  public:
   static Pool& instance();
@@ -65,7 +83,8 @@ class Pool {
   void pin_caller();
   static void* thread_main(void* context);
   void walk(int index) noexcept;
-  void barrier();
+  void barrier(int index);
+  void arrive(int index, uint32_t phase);
   void* scratch(int index, size_t bytes);
   void after_fork();
 
@@ -76,7 +95,13 @@ class Pool {
   };
 
   std::vector<pthread_t> workers_;
-  std::vector<Scratch> scratch_{1};  // one per thread of the team
+  // One per thread of the team.
+  std::vector<Scratch> scratch_{1};
+  struct Place {
+    Flag flag;
+    uint32_t phase = 0;  // barriers that the thread has come to, its own note
+  };
+  std::vector<Place> places_{1};
   std::vector<int> cores_;
   std::optional<cpu_set_t> unpinned_;  // the caller's affinity before it was pinned
   std::atomic<int> count_ = 1;
@@ -89,7 +114,6 @@ class Pool {
   bool stopping_ = false;
   Signal generation_;  // changes when there is work
   Signal running_;     // workers that have not finished it
-  Signal arrived_, phase_;
   std::atomic<bool> failed_{false};
   std::mutex failure_lock_;
   std::exception_ptr failure_;
