@@ -21,6 +21,8 @@ _JOIN_COLUMNS = core.kernel("join_columns")
 _ARGMAX = core.kernel("argmax")
 _SAMPLE = core.kernel("sample")
 
+_ARGMAX_PIECE = 4096  # as in argmax.cpp
+
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, zero_centered: bool = False) -> Tensor:
     """Root-mean-square norm over the last dim (Zhang and Sennrich, 2019): x / sqrt(mean(x^2) + eps), times a weight.
@@ -150,8 +152,9 @@ def argmax(logits: Tensor) -> Tensor:
     _check_vocabulary("argmax", logits)
     if core.isa() == "reference":
         return reference.argmax(logits)
-    out = core.empty(logits.shape[:1], torch.int64)
-    core.launch(_ARGMAX, (logits, out))
+    rows, columns = logits.shape
+    out = core.empty((rows,), torch.int64)
+    core.launch(_ARGMAX, (logits, out, core.empty((rows, -(-columns // _ARGMAX_PIECE)), torch.int32)))
     return out
 
 
