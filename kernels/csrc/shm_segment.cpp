@@ -16,8 +16,7 @@ namespace {
 // A sleeper looks this often whether the group is still whole.
 constexpr int64_t kGlanceMs = 10;
 constexpr int64_t kBytesPerLane = 4096;
-constexpr int64_t kLongUs = 200;
-constexpr uint32_t kMostDoubt = 12, kManyCalm = 16;
+constexpr uint32_t kMostDoubt = 12, kMany = 16;
 
 // Shared between processes, so without FUTEX_PRIVATE_FLAG.
 void futex_wait(std::atomic<uint32_t>& word, uint32_t value, int64_t ms) {
@@ -125,12 +124,24 @@ void Lane::wait(int rank, uint32_t step) {
   const Line& theirs = line(rank);
   if (reached(theirs, step)) return;
   wake_sleepers();
-  const int64_t pauses = pauses_ >> line(rank_).doubt;
+  if (pauses_ == 0 || !spin(theirs, step)) sleep(rank, step);
+}
+
+// A core that was promised to this thread alone may be shared after all, with the very thread it waits for: then no
+// spinning helps. Where it did not, spin half as long, and all of it once in a while, to find out that it helps again.
+bool Lane::spin(const Line& theirs, uint32_t step) {
+  Line& mine = line(rank_);
+  const bool fully = mine.doubt == 0 || ++mine.waits % kMany == 0;
+  const int64_t pauses = fully ? pauses_ : pauses_ >> mine.doubt;
   for (int64_t i = 0; i < pauses; ++i) {
-    if (reached(theirs, step)) return;
+    if (reached(theirs, step)) {
+      if (mine.doubt > 0) mine.doubt = fully ? 0 : mine.doubt - 1;
+      return true;
+    }
     _mm_pause();
   }
-  if (!reached(theirs, step)) sleep(rank, step);
+  mine.doubt = std::min(mine.doubt + 1, kMostDoubt);
+  return false;
 }
 
 void Lane::sleep(int rank, uint32_t step) {
@@ -156,20 +167,6 @@ void Lane::sleep(int rank, uint32_t step) {
   }
   theirs.sleepers.fetch_sub(1, std::memory_order_seq_cst);
   if (!whole) fail();
-  learn(now_us() - begun);
-}
-
-// A core that was promised to this thread alone may be shared after all. Then spinning keeps from the core whom it
-// waits for, and waits are long; where waits have been long, spin less, and more again once many in a row were short.
-void Lane::learn(int64_t slept_us) {
-  Line& mine = line(rank_);
-  if (slept_us > kLongUs) {
-    mine.doubt = std::min(mine.doubt + 2, kMostDoubt);
-    mine.calm = 0;
-  } else if (mine.doubt > 0 && ++mine.calm == kManyCalm) {
-    mine.doubt -= 1;
-    mine.calm = 0;
-  }
 }
 
 void Lane::fail() const {

@@ -42,10 +42,10 @@ struct Line {
   alignas(128) std::atomic<uint32_t> sequence;
   // How many others sleep until `sequence` changes.
   alignas(128) std::atomic<uint32_t> sleepers;
-  // The owner's notes: collectives so far, the first step of the last one, and how waiting has gone (Lane::learn).
+  // The owner's notes: collectives so far, the first step of the last one, and how waiting has gone (Lane::spin).
   uint32_t count;
   uint32_t last;
-  uint32_t doubt, calm;
+  uint32_t doubt, waits;
 };
 static_assert(sizeof(Line) == 256);
 
@@ -77,7 +77,7 @@ class Lane {
   void wake_sleepers();
   void wait(int rank, uint32_t step);
   void sleep(int rank, uint32_t step);
-  void learn(int64_t slept_us);
+  bool spin(const Line& theirs, uint32_t step);
   [[noreturn]] void fail() const;
 
   char* base_;
