@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import ProcessGroupGloo, Store
 
+from tilerank.kernels import ops
+
 from .errors import GroupError
 from .watch import Reason, Watch
 
@@ -44,6 +46,12 @@ class Group(Protocol):
 
     def all_gather(self, x: Tensor) -> Tensor:
         """`[size, *x.shape]` with the `x` of every rank, any dtype."""
+
+    def gather_columns(self, x: Tensor, starts: Tensor, n: int) -> Tensor:
+        """[m, n] of which columns starts[r] to starts[r + 1] are the first ones of the `x` [m, w] of rank r, fp32.
+
+        starts: [size + 1] int64 from 0 to n, steps of at most w. `w` is the same on all ranks.
+        """
 
     def broadcast(self, x: Tensor, root: int = 0) -> Tensor:
         """The `x` of rank `root`, any dtype. A contiguous `x` is overwritten and returned."""
@@ -74,6 +82,9 @@ class SingleGroup:
 
     def all_gather(self, x: Tensor) -> Tensor:
         return x.unsqueeze(0)
+
+    def gather_columns(self, x: Tensor, starts: Tensor, n: int) -> Tensor:
+        return checked_columns(x, starts, self.size)[:, :n]
 
     def broadcast(self, x: Tensor, root: int = 0) -> Tensor:
         checked_root(root, self.size)
@@ -123,6 +134,9 @@ class PairwiseGroup:
         if x.numel():
             self._exchange(as_bytes(x), as_bytes(out).view(self.size, -1), "all_gather")
         return out
+
+    def gather_columns(self, x: Tensor, starts: Tensor, n: int) -> Tensor:
+        return ops.join_columns(self.all_gather(checked_columns(x, starts, self.size)), starts, n)
 
     def broadcast(self, x: Tensor, root: int = 0) -> Tensor:
         checked_root(root, self.size)
@@ -232,6 +246,15 @@ def as_bytes(x: Tensor) -> Tensor:
 def checked_sum_dtype(x: Tensor) -> Tensor:
     if x.dtype not in (torch.float32, torch.bfloat16):
         raise GroupError(f"all_reduce sums float32 and bfloat16, the tensor is {x.dtype}")
+    return x
+
+
+def checked_columns(x: Tensor, starts: Tensor, size: int) -> Tensor:
+    if x.dtype != torch.float32 or x.ndim != 2 or starts.shape != (size + 1,):
+        raise GroupError(
+            f"gather_columns takes float32 rows and {size + 1} starts, found {x.dtype} of shape {list(x.shape)} "
+            f"and starts of shape {list(starts.shape)}"
+        )
     return x
 
 

@@ -9,8 +9,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from tilerank.kernels import ops
+
 from .errors import GroupError
-from .group import CHUNK, Group, SingleGroup, checked_root, checked_sum_dtype, sum_in_rank_order
+from .group import CHUNK, Group, SingleGroup, checked_columns, checked_root, checked_sum_dtype, sum_in_rank_order
 from .shm import ShmGroup
 from .watch import Watch
 
@@ -121,6 +123,9 @@ class HostGroup:
             if everyone is None:
                 everyone = torch.empty((self.size, *x.shape), dtype=x.dtype)
             return self._after.broadcast(everyone)
+
+    def gather_columns(self, x: Tensor, starts: Tensor, n: int) -> Tensor:
+        return ops.join_columns(self.all_gather(checked_columns(x, starts, self.size)), starts, n)
 
     def broadcast(self, x: Tensor, root: int = 0) -> Tensor:
         checked_root(root, self.size)

@@ -72,9 +72,9 @@ class Sharding:
         """`x` added up over the ranks; may overwrite it."""
         return x if self.size == 1 else self._group.all_reduce(x)
 
-    def gather(self, x: Tensor) -> Tensor:
-        """[size, *x.shape] with the `x` of every rank."""
-        return x.unsqueeze(0) if self.size == 1 else self._group.all_gather(x)
+    def gather_columns(self, x: Tensor, starts: Tensor, n: int) -> Tensor:
+        """[m, n] fp32: columns starts[r] to starts[r + 1] are the first ones of the `x` [m, w] of rank r."""
+        return x[:, :n] if self.size == 1 else self._group.gather_columns(x, starts, n)
 
     @property
     def _group(self) -> Group:

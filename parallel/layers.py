@@ -209,8 +209,7 @@ class ParallelLMHead(_Linear):
         self._sharding = sharding
 
     def __call__(self, x: Tensor) -> Tensor:
-        parts = self._sharding.gather(self._project(x, out_dtype=torch.float32))
-        return parts[0, :, : self._vocab] if len(parts) == 1 else ops.join_columns(parts, self._starts, self._vocab)
+        return self._sharding.gather_columns(self._project(x, out_dtype=torch.float32), self._starts, self._vocab)
 
 
 class TiedEmbedding(Layer):

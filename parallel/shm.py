@@ -18,7 +18,7 @@ from tilerank.kernels import core
 from tilerank.kernels.errors import KernelError
 
 from .errors import GroupError
-from .group import as_bytes, checked_root, checked_sum_dtype
+from .group import as_bytes, checked_columns, checked_root, checked_sum_dtype
 from .watch import Reason, Watch
 
 MAGIC = 0x314D48534B4E5254  # as in shm_segment.h
@@ -78,8 +78,8 @@ class ShmGroup:
         self._broken = memoryview(self._map)[BROKEN : BROKEN + 4].cast("I")
         self._segment: Tensor | None = torch.frombuffer(self._map, dtype=torch.uint8)
         self._ints = (rank, SPIN_PAUSES if spin else 0, max(int(timeout_s * 1000), 1))
-        self._all_reduce, self._all_gather, self._broadcast = (
-            core.kernel(f"shm_{name}") for name in ("all_reduce", "all_gather", "broadcast")
+        self._all_reduce, self._all_gather, self._gather_columns, self._broadcast = (
+            core.kernel(f"shm_{name}") for name in ("all_reduce", "all_gather", "gather_columns", "broadcast")
         )
         # The first touch decides on which node a page lies: each rank takes its own.
         for start, length in (
@@ -100,6 +100,11 @@ class ShmGroup:
         out = core.empty((self.size, flat.numel()), torch.uint8)
         self._launch("all_gather", self._all_gather, (flat, out))
         return out.view(x.dtype).view(self.size, *x.shape)
+
+    def gather_columns(self, x: Tensor, starts: Tensor, n: int) -> Tensor:
+        out = core.empty((x.shape[0], n), checked_columns(x, starts, self.size).dtype)
+        self._launch("gather_columns", self._gather_columns, (x.contiguous(), starts, out))
+        return out
 
     def broadcast(self, x: Tensor, root: int = 0) -> Tensor:
         checked_root(root, self.size)

@@ -45,6 +45,9 @@ class Witness:
     def all_gather(self, x: Tensor) -> Tensor:
         return self._seen(self._group.all_gather(x))
 
+    def gather_columns(self, x: Tensor, starts: Tensor, n: int) -> Tensor:
+        return self._seen(self._group.gather_columns(x, starts, n))
+
     def broadcast(self, x: Tensor, root: int = 0) -> Tensor:
         return self._seen(self._group.broadcast(x, root))
 

@@ -87,7 +87,19 @@ def moves(group: Any) -> None:
             assert torch.equal(group.all_gather(everyone[group.rank]), torch.stack(everyone)), (dtype, shape)
             for root in (0, group.size - 1):
                 assert torch.equal(group.broadcast(everyone[group.rank].clone(), root), everyone[root]), (dtype, shape)
+    gather_columns(group)
     group.barrier()
+
+
+def gather_columns(group: Any) -> None:
+    """Side by side without padding, also where a rank has nothing, in pieces where it is a lot."""
+    for rows, width in ((1, 5), (3, 7), (17, 20_011)):
+        held = [max(width - 3 * rank * rank, 0) for rank in range(group.size)]
+        parts = [torch.arange(rows * width).view(rows, width).float() + rank * 1_000_000 for rank in range(group.size)]
+        starts = torch.tensor([0, *held]).cumsum(0)
+        found = group.gather_columns(parts[group.rank], starts, sum(held))
+        expected = torch.cat([part[:, :n] for part, n in zip(parts, held, strict=True)], dim=1)
+        assert torch.equal(found, expected), (rows, width)
 
 
 def n_of(shape: tuple[int, ...]) -> int:

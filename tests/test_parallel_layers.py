@@ -67,6 +67,10 @@ class ThreadGroup:
     def all_gather(self, x: Tensor) -> Tensor:
         return self.exchange.swap(self.rank, x)
 
+    def gather_columns(self, x: Tensor, starts: Tensor, n: int) -> Tensor:
+        widths = starts.diff().tolist()
+        return torch.cat([part[:, :width] for part, width in zip(self.all_gather(x), widths, strict=True)], dim=1)
+
     def broadcast(self, x: Tensor, root: int = 0) -> Tensor:
         return self.exchange.swap(self.rank, x)[root]
 

@@ -202,7 +202,8 @@ static void shm_all_gather(const Args& args, Team& team) {
       lane.wait_until_free();
       post(lane.slot(lane.rank()), x.as<char>() + done, count);
       lane.publish();
-      for (int distance = 1; distance <= lane.ranks(); ++distance) {
+      if (count > 0) std::memcpy(out.row<char>(lane.rank()) + done, x.as<char>() + done, count);
+      for (int distance = 1; distance < lane.ranks(); ++distance) {
         const int r = (lane.rank() + distance) % lane.ranks();
         lane.wait_for(r);
         if (count > 0) std::memcpy(out.row<char>(r) + done, lane.slot(r), count);
@@ -213,6 +214,56 @@ static void shm_all_gather(const Args& args, Team& team) {
   });
 }
 TR_KERNEL(shm_all_gather)
+
+// The bytes [begin, begin + bytes) of rank r's x, from where they are, to its columns of `out`.
+static void place_columns(const Tensor& x, const Tensor& out, const int64_t* starts, int r, const char* from,
+                          int64_t begin, int64_t bytes) {
+  const int64_t row_bytes = x.size[1] * 4, held = (starts[r + 1] - starts[r]) * 4;
+  for (int64_t done = 0; done < bytes;) {
+    const int64_t row = (begin + done) / row_bytes, column = (begin + done) % row_bytes;
+    const int64_t count = std::min(row_bytes - column, bytes - done);
+    if (column < held) {
+      char* const to = reinterpret_cast<char*>(out.row<float>(row) + starts[r]) + column;
+      std::memcpy(to, from + done, static_cast<size_t>(std::min(count, held - column)));
+    }
+    done += count;
+  }
+}
+
+// x[m, w] f32 contiguous, starts[ranks + 1] i64, out[m, n] f32: columns starts[r] to starts[r + 1] of out are the first
+// ones of x of rank r.
+static void shm_gather_columns(const Args& args, Team& team) {
+  const Tensor &x = args.tensor(0), &out = args.tensor(2);
+  const int64_t* const starts = args.tensor(1).as<int64_t>();
+  const int64_t ranks = args.tensor(1).size[0] - 1;
+  for (int64_t r = 0; r < ranks; ++r) {
+    const int64_t width = starts[r + 1] - starts[r];
+    if (width < 0 || width > x.size[1] || starts[0] != 0 || starts[ranks] != out.size[1]) {
+      throw Error("gather_columns: starts: expected ascending columns from 0 to " + std::to_string(out.size[1]) +
+                  " at most " + std::to_string(x.size[1]) + " apart, found " + std::to_string(starts[r]) + " to " +
+                  std::to_string(starts[r + 1]) + " of rank " + std::to_string(r));
+    }
+  }
+  for_lanes(args, args.tensor(3), team, x.size[0] * x.size[1], 4, [&](shm::Lane& lane, Range part) {
+    const auto most = static_cast<int64_t>(lane.slot_bytes());
+    for (int64_t begin = part.begin * 4; begin < part.end * 4; begin += most) {
+      const int64_t count = std::min(most, part.end * 4 - begin);
+      const char* const own = x.as<char>() + begin;
+      lane.enter();
+      lane.wait_until_free();
+      post(lane.slot(lane.rank()), own, static_cast<size_t>(count));
+      lane.publish();
+      place_columns(x, out, starts, lane.rank(), own, begin, count);
+      for (int distance = 1; distance < lane.ranks(); ++distance) {
+        const int r = (lane.rank() + distance) % lane.ranks();
+        lane.wait_for(r);
+        place_columns(x, out, starts, r, lane.slot(r), begin, count);
+      }
+      lane.leave();
+    }
+  });
+}
+TR_KERNEL(shm_gather_columns)
 
 // x[n] u8, in place; a fourth integer is the rank it comes from. That rank runs ahead of the others by at most one.
 static void shm_broadcast(const Args& args, Team& team) {
