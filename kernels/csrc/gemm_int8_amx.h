@@ -3,13 +3,20 @@
 
 namespace tilerank::TR_RUNG {
 
-// Memory that will be read in order, fetched bit by bit while something else is computed.
-struct Stream {
-  const char *at, *end;
+// The first two blocks of a weight, fetched bit by bit while rows are quantised.
+struct FirstBlocks {
+  const char* at;
+  int64_t block_bytes, left;
+
+  FirstBlocks(const char* weight, Range blocks, int64_t block_bytes)
+      : at(weight + blocks.begin * block_bytes),
+        block_bytes(block_bytes),
+        left(blocks.begin + 1 < blocks.end ? block_bytes : 0) {}
 
   void fetch() {
-    for (int64_t line = 0; line < 2; ++line, at += 64) {
-      if (at < end) prefetch_l2(at);
+    for (int64_t line = 0; line < 2 && left > 0; ++line, at += 64, left -= 64) {
+      prefetch_l2(at);
+      prefetch_l2(at + block_bytes);
     }
   }
 };
@@ -17,7 +24,7 @@ struct Stream {
 // A row into tiles, while `ahead` is fetched. Returns the step.
 template <class T>
 static inline float quantise_into(const T* from, int64_t k, const PackedRows& to, int64_t row_tile, int64_t r,
-                                  Stream& ahead) {
+                                  FirstBlocks& ahead) {
   return quantise_row(from, k, [&](int64_t t) {
     ahead.fetch();
     return reinterpret_cast<int8_t*>(to.tiles(t / to.panel, row_tile) + t % to.panel * kTileBytes + r * 64);
@@ -29,29 +36,23 @@ static inline std::array<Vec, 2> scaled_tiles(const float* sums, float step, con
   return {scaled(load_ints(sums), step, scales), scaled(load_ints(sums + kTileRows * kLanes), step, scales + kLanes)};
 }
 
-// The tiles that multiply_few uses.
-static inline TileConfig few_row_tiles(int64_t m) {
-  TileConfig config;
-  for (int tile = 0; tile < 3; ++tile) config.set(tile, static_cast<int>(m), 64);
-  for (int tile = 3; tile < 5; ++tile) config.set(tile, kTileRows, 64);
-  return config;
-}
-
-// sums = a tile of rows x the block at w, which is read in order; returns where the next one is.
-static inline const char* multiply_few(const char* rows, const char* w, int64_t k_tiles, float* sums) {
-  tile_zero<0>();
-  tile_zero<1>();
-  for (int64_t t = 0; t < k_tiles; ++t, w += kBlockStep8) {
-    for (int64_t line = 0; line < kBlockStep8; line += 64) prefetch_l2(w + kStreamAhead + line);
-    tile_load<2>(rows + t * kTileBytes, 64);
-    tile_load_stream<3>(w, 64);
-    tile_load_stream<4>(w + kTileBytes, 64);
-    tile_dot_int8<0, 2, 3>();
-    tile_dot_int8<1, 2, 4>();
-  }
-  tile_store<0>(sums, 64);
-  tile_store<1>(sums + kTileRows * kLanes, 64);
-  return w;
+// Results of at most 16 rows, all in one panel: each takes kParts blocks of the weight, as in multiply_band.
+template <int kParts, class Finish>
+static void stream_results(const PackedRows& rows, int64_t m, const char* weight, Range results, const Finish& finish) {
+  const Tiles tiles(stream_tiles(m));
+  const auto prefetch = [&](int64_t block) {
+    for (int64_t part = 0; part < 2; part += kParts) finish.prefetch({0, m}, (block + part) / kParts);
+  };
+  const Range own{results.begin * kParts, results.end * kParts};
+  stream_blocks<Int8Dot>(rows.data, 64, kTileBytes, weight, own, rows.k_tiles, prefetch,
+                         [&](const auto& sums, int64_t block) {
+                           if constexpr (kParts == 2) {
+                             finish.write({sums[0], sums[1]}, {0, m}, block / 2);
+                           } else {
+                             finish.write({sums[0]}, {0, m}, block);
+                             if (block + 1 < own.end) finish.write({sums[1]}, {0, m}, block + 1);
+                           }
+                         });
 }
 
 }  // namespace tilerank::TR_RUNG

@@ -12,6 +12,7 @@
 #include "epilogue.h"
 #include "gemm_amx.h"
 #include "int8_rows.h"
+#include "stream_amx.h"
 #include "gemm_int8_amx.h"
 
 namespace tilerank::TR_RUNG {
@@ -33,31 +34,23 @@ struct Int8Finish {
   }
 };
 
-// At most 16 rows: the weight is read once, in order, as fast as memory gives it. Every thread quantises all rows for
-// itself while the first part of its weight is on the way, which costs less than to wait for the others.
+// At most 16 rows: every thread quantises all of them for itself while the first part of its weight is on the way,
+// which costs less than to wait for the others.
 template <int kParts>
 static void few_rows(const Args& args, const Epilogue& epilogue, Team& team) {
   const Tensor& x = args.tensor(0);
+  const char* const weight = args.tensor(5).as<const char>();
   const int64_t m = x.size[0], k_tiles = blocks(x.size[1], kBlockK8);
   const PackedRows rows{static_cast<char*>(team.scratch(static_cast<size_t>(k_tiles * kTileBytes))), 1, k_tiles,
                         k_tiles};
-  alignas(64) float sums[kParts][2 * kTileRows * kLanes], steps[kTileRows];
-  const Range share = team.share(epilogue.results);
-  const char* w = args.tensor(5).as<const char>() + share.begin * kParts * k_tiles * kBlockStep8;
-  Stream ahead{w, w + (share.end - share.begin) * kParts * k_tiles * kBlockStep8};
+  float steps[kTileRows];
+  const Range own = team.share(epilogue.results);
+  FirstBlocks ahead(weight, {own.begin * kParts, own.end * kParts}, k_tiles * kBlockStep8);
   for (int64_t r = 0; r < m; ++r) {
     steps[r] = quantise_into(x.row<const bf16>(r), x.size[1], rows, 0, r, ahead);
   }
   const Int8Finish<kParts> finish{epilogue, steps, args.tensor(6).as<const float>()};
-  const Tiles tiles(few_row_tiles(m));
-  for (int64_t result = share.begin; result < share.end; ++result) {
-    const float* parts[kParts];
-    for (int part = 0; part < kParts; ++part) {
-      w = multiply_few(rows.data, w, k_tiles, sums[part]);
-      parts[part] = sums[part];
-    }
-    finish.write(parts, {0, m}, result);
-  }
+  stream_results<kParts>(rows, m, weight, own, finish);
 }
 
 template <int kParts>
@@ -68,7 +61,7 @@ static void many_rows(const Args& args, const Epilogue& epilogue, Team& team) {
   const PackedRows rows{args.tensor(4).as<char>(), row_tiles, k_tiles, blocking.panel};
   float* const steps = reinterpret_cast<float*>(rows.data + row_tiles * k_tiles * kTileBytes);
   const Range quantised = team.share(m);
-  Stream none{nullptr, nullptr};
+  FirstBlocks none(nullptr, {0, 0}, 0);
   for (int64_t row = quantised.begin; row < quantised.end; ++row) {
     steps[row] = quantise_into(x.row<const bf16>(row), x.size[1], rows, row / kTileRows, row % kTileRows, none);
   }

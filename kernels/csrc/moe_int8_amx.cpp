@@ -11,6 +11,7 @@
 #include "experts_rows.h"
 #include "gemm_amx.h"
 #include "int8_rows.h"
+#include "stream_amx.h"
 #include "gemm_int8_amx.h"
 
 namespace tilerank::TR_RUNG {
@@ -78,16 +79,17 @@ class Projection {
   // rows(i): where row i of the expert is; finish(first row, steps): the Finish of a stripe that begins there.
   template <int kParts, class Rows, class Finish>
   void run(const char* weight, Range results, const Rows& rows, const Finish& finish) const {
-    const Tiles tiles(panel_tiles(m_));
     const int64_t band = std::max<int64_t>(blocking_.band, kParts), end = results.end * kParts;
-    const int64_t block_bytes = k_tiles_ * kBlockStep8;
     for (int64_t first = 0; first < m_; first += blocking_.stripe * kTileRows) {
       const int64_t m = std::min(blocking_.stripe * kTileRows, m_ - first);
-      const PackedRows packed{codes_, blocks(m, kTileRows), k_tiles_, blocking_.panel};
-      Stream ahead{weight + results.begin * kParts * block_bytes, weight + end * block_bytes};
+      const bool few = m_ <= kTileRows;
+      const PackedRows packed{codes_, blocks(m, kTileRows), k_tiles_, few ? k_tiles_ : blocking_.panel};
+      FirstBlocks ahead(weight, {results.begin * kParts, end}, k_tiles_ * kBlockStep8);
       for (int64_t i = 0; i < m; ++i) {
         steps_[i] = quantise_into(rows(first + i), k_, packed, i / kTileRows, i % kTileRows, ahead);
       }
+      if (few) return stream_results<kParts>(packed, m, weight, results, finish(0, steps_));
+      const Tiles tiles(panel_tiles(kTileRows));
       for (int64_t block = results.begin * kParts; block < end; block += band) {
         multiply_band<Int8Dot, kParts>(packed, {0, packed.row_tiles}, weight, {block, std::min(block + band, end)}, m,
                                        sums_, finish(first, steps_));
