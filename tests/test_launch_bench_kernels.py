@@ -183,7 +183,7 @@ def test_bench_kernels_from_end_to_end(tmp_path: Path) -> None:
         assert math.isclose(
             row["stream_share"], row["bytes"] / row["seconds"] / (row["peaks"]["stream_read_gbs"] * 1e9)
         )
-        assert row["kernel"] != "linear" or row["torch_ratio"] > 0
+        assert row["kernel"] != "linear" or row["format"] == "int8" or row["torch_ratio"] > 0
 
 
 def test_comm_rows_are_ratios() -> None:
