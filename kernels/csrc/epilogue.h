@@ -47,29 +47,39 @@ struct Epilogue {
         out(args.tensor(3)),
         activation(static_cast<Activation>(args.integer(0))),
         parts(activation == Activation::silu_mul ? 2 : 1),
-        results((out.size[1] + kBlockN - 1) / kBlockN) {}
+        results((out.size[1] + kBlockN - 1) / kBlockN),
+        streams_(kLanes == 16 && out.size[0] * row_bytes() >= kStreamBytes && row_bytes() % 64 == 0) {}
+#ifdef TR_AVX512
+  ~Epilogue() {
+    if (streams_) _mm_sfence();
+  }
+#endif
+  Epilogue(const Epilogue&) = delete;
+  Epilogue& operator=(const Epilogue&) = delete;
 
   // The sums of one row with a block, kBlockN / kLanes vectors; with two parts of the gate, and `up` of the other. What
   // lies beyond the last column is dropped.
   void write(int64_t row, int64_t result, const Vec* sums, const Vec* up = nullptr) const {
+#ifdef TR_AVX512
+    if (streams_ && (result + 1) * kBlockN <= out.size[1]) return stream(row, result, sums, up);
+#endif
     for (int v = 0; v < kBlockN / kLanes; ++v) {
       const int64_t column = result * kBlockN + v * kLanes;
       const int64_t count = std::min<int64_t>(kLanes, out.size[1] - column);
-      if (count > 0) write(row, column, count, activated(sums[v], up ? up[v] : zero(), column));
-    }
-  }
-
-  template <class F>
-  void prefetch(Range rows, int64_t result, F&& prefetch_write) const {
-    const int64_t element = out.dtype == DType::f32 ? 4 : 2;
-    for (int64_t row = rows.begin; row < rows.end; ++row) {
-      prefetch_write(out.as<const char>() + (row * out.stride[0] + result * kBlockN) * element);
+      if (count > 0) write(row, column, count, finished(row, column, count, sums[v], up ? up[v] : zero()));
     }
   }
 
  private:
   static Vec load_some(const Tensor& from, int64_t i, int64_t count) {
     return from.dtype == DType::f32 ? load(from.as<const float>() + i, count) : load(from.as<const bf16>() + i, count);
+  }
+
+  int64_t row_bytes() const { return out.size[1] * (out.dtype == DType::f32 ? 4 : 2); }
+
+  Vec finished(int64_t row, int64_t column, int64_t count, Vec sums, Vec up) const {
+    const Vec value = activated(sums, up, column);
+    return residual ? value + load_some(residual, row * residual.stride[0] + column, count) : value;
   }
 
   Vec activated(Vec sums, Vec up, int64_t column) const {
@@ -88,13 +98,32 @@ struct Epilogue {
   }
 
   void write(int64_t row, int64_t column, int64_t count, Vec value) const {
-    if (residual) value = value + load_some(residual, row * residual.stride[0] + column, count);
     if (out.dtype == DType::f32) {
       store(out.row<float>(row) + column, value, count);
     } else {
       store(out.row<bf16>(row) + column, value, count);
     }
   }
+
+#ifdef TR_AVX512
+  // Whole cache lines straight to memory: to write to them in cache they would have to be read first, and the rows of a
+  // result, often a power of two apart, would push each other out.
+  void stream(int64_t row, int64_t result, const Vec* sums, const Vec* up) const {
+    const int64_t column = result * kBlockN;
+    const Vec left = finished(row, column, kLanes, sums[0], up ? up[0] : zero());
+    const Vec right = finished(row, column + kLanes, kLanes, sums[1], up ? up[1] : zero());
+    if (out.dtype == DType::f32) {
+      _mm512_stream_ps(out.row<float>(row) + column, left.v);
+      _mm512_stream_ps(out.row<float>(row) + column + kLanes, right.v);
+    } else {
+      const __m512i both = _mm512_inserti64x4(_mm512_castsi256_si512(narrow(left)), narrow(right), 1);
+      _mm512_stream_si512(reinterpret_cast<__m512i*>(out.row<bf16>(row) + column), both);
+    }
+  }
+#endif
+
+  static constexpr int64_t kStreamBytes = 1 << 20;  // a result that is larger will leave the cache anyway
+  const bool streams_;
 };
 
 }  // namespace tilerank::TR_RUNG

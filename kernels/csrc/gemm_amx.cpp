@@ -37,7 +37,6 @@ template <int kParts>
 struct LinearFinish {
   const Epilogue& epilogue;
 
-  void prefetch(Range rows, int64_t result) const { epilogue.prefetch(rows, result, prefetch_write); }
   void write(const float* const (&parts)[kParts], Range rows, int64_t result) const {
     for_sums(rows, [&](int64_t row, int64_t i) {
       const auto sums = [&](int part) {
@@ -88,7 +87,7 @@ static void linear_many_rows(const Tensor& x, const PackedRows& rows, const Bloc
   float* const sums = static_cast<float*>(team.scratch(band_sums<kParts>(rows, blocking) * sizeof(float)));
   // Threads in a grid: over rows as far as each keeps enough of them to pay for reading the weight, then over outputs.
   int row_threads = 1;
-  while (team.count % (row_threads * 2) == 0 && rows.row_tiles >= row_threads * 2 * 32) row_threads *= 2;
+  while (team.count % (row_threads * 2) == 0 && rows.row_tiles >= row_threads * 2 * 64) row_threads *= 2;
   const Team row_team(nullptr, team.index % row_threads, row_threads);
   const Team column_team(nullptr, team.index / row_threads, team.count / row_threads);
   const Range own_rows = row_team.share(rows.row_tiles, 2), own = column_team.share(epilogue.results);
@@ -98,7 +97,7 @@ static void linear_many_rows(const Tensor& x, const PackedRows& rows, const Bloc
     for (int64_t block = own.begin * kParts; block < end; block += step) {
       const Range band{block, std::min(block + step, end)};
       multiply_band<Bf16Dot, kParts>(rows, stripe, weight.as<const char>(), band, x.size[0], sums,
-                            LinearFinish<kParts>{epilogue});
+                                     LinearFinish<kParts>{epilogue});
     }
   }
 }

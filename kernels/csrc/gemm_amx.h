@@ -31,19 +31,21 @@ struct Int8Dot {
 };
 
 // How many rows are multiplied: a stripe of activations (row tiles) stays in the second-level cache while blocks of the
-// weight pass by. If whole rows of a tall enough stripe fit there, sums stay in tiles from the first to the last input.
-// Otherwise the inputs are cut in panels: the weight's panel of a block (16 KiB) stays in the first level, the stripe's
-// panel (192 KiB) and its sums over a band of blocks (576 KiB) in the second. The sizes were found by trying.
+// weight pass by. The inputs are cut in panels, so that the weight's panel of a block (32 KiB) stays in the first level
+// while the stripe's rows pass by it, past that cache. Between panels sums wait in memory: those of one block if all
+// panels of the stripe fit in the second level; else those of a band of blocks, and the stripe comes panel by panel.
+// One pair of row tiles reads the weight in order, as it comes from memory. The sizes were found by trying.
 struct Blocking {
-  int64_t panel;   // tiles of 32 inputs
+  int64_t panel;   // tiles of 64 bytes of inputs
   int64_t stripe;  // tiles of 16 rows
   int64_t band;    // blocks of 32 outputs
 
   static Blocking of(int64_t row_tiles, int64_t k_tiles) {
-    constexpr int64_t kResident = 768, kTall = 16;  // tiles (1 KiB) of a stripe, row tiles
+    constexpr int64_t kPanel = 16, kResident = 1280, kTall = 24;  // k tiles, tiles (1 KiB) of a stripe, row tiles
+    if (row_tiles <= 2) return {k_tiles, 2, 1};
     const int64_t whole = kResident / k_tiles / 2 * 2;
-    if (whole >= std::min(row_tiles, kTall)) return {k_tiles, whole, 1};
-    return {8, 24, 12};
+    if (whole >= std::min(row_tiles, kTall)) return {kPanel, std::min<int64_t>(whole, 64), 1};
+    return {kPanel, 32, 8};
   }
 };
 
@@ -79,42 +81,7 @@ struct Ahead {
   }
 };
 
-// sums (+)= rows x weight over one panel: kRowTiles x 2 tiles of sums, 1 KiB each, one after the other.
-template <class Dot, int kRowTiles>
-static inline void multiply_panel(const char* rows0, const char* rows1, const char* w, int64_t k_tiles, bool first,
-                                  float* sums, const Ahead& weights, const Ahead& rows) {
-  if (first) {
-    tile_zero<0>();
-    tile_zero<1>();
-    if (kRowTiles == 2) tile_zero<2>();
-    if (kRowTiles == 2) tile_zero<3>();
-  } else {
-    tile_load<0>(sums, 64);
-    tile_load<1>(sums + 256, 64);
-    if (kRowTiles == 2) tile_load<2>(sums + 512, 64);
-    if (kRowTiles == 2) tile_load<3>(sums + 768, 64);
-  }
-  for (int64_t t = 0; t < k_tiles; ++t) {
-    weights.fetch(t);
-    rows.fetch(t);
-    tile_load<4>(rows0 + t * kTileBytes, 64);
-    tile_load<6>(w + t * kBlockStep, 64);
-    Dot::template run<0, 4, 6>();
-    tile_load<7>(w + t * kBlockStep + kTileBytes, 64);
-    Dot::template run<1, 4, 7>();
-    if (kRowTiles == 2) {
-      tile_load<5>(rows1 + t * kTileBytes, 64);
-      Dot::template run<2, 5, 6>();
-      Dot::template run<3, 5, 7>();
-    }
-  }
-  tile_store<0>(sums, 64);
-  tile_store<1>(sums + 256, 64);
-  if (kRowTiles == 2) tile_store<2>(sums + 512, 64);
-  if (kRowTiles == 2) tile_store<3>(sums + 768, 64);
-}
-
-// The tiles that multiply_panel uses, for row tiles of `rows` rows.
+// The tiles that a Pass uses, for row tiles of `rows` rows.
 static inline TileConfig panel_tiles(int64_t rows) {
   TileConfig config;
   for (int tile = 0; tile < 6; ++tile) config.set(tile, static_cast<int>(std::min(rows, kTileRows)), 64);
@@ -122,71 +89,167 @@ static inline TileConfig panel_tiles(int64_t rows) {
   return config;
 }
 
-constexpr int64_t kPairSums = 4 * kTileRows * kLanes;  // of two row tiles with a block
-
-// Floats that multiply_band wants for sums.
-template <int kParts>
-static int64_t band_sums(const PackedRows& rows, const Blocking& blocking) {
-  const bool kept = rows.panel < rows.k_tiles || kParts > 1;
-  return kPairSums * (kept ? blocks(blocking.stripe, 2) * std::max<int64_t>(blocking.band, kParts) : 1);
-}
-
-// The sums of a stripe of rows x a band of blocks, panel by panel. A result takes kParts consecutive blocks (2: a gate
-// and what it is for), and the band whole results. finish.write(parts, rows, result) gets the sums of each part, in
-// tiles: two side by side for each of the one or two row tiles; finish.prefetch(rows, result) comes before.
-template <class Dot, int kParts, class Finish>
-static void multiply_band(const PackedRows& rows, Range stripe, const char* weight, Range band, int64_t m, float* sums,
-                          const Finish& finish) {
-  const int64_t pairs = blocks(stripe.end - stripe.begin, 2), panels = blocks(rows.k_tiles, rows.panel);
-  const auto panel_of = [&](int64_t block, int64_t panel) {
-    return weight + (block * rows.k_tiles + panel * rows.panel) * kBlockStep;
-  };
-  for (int64_t panel = 0; panel < panels; ++panel) {
-    const int64_t k_tiles = rows.panel_tiles(panel);
-    for (int64_t block = band.begin; block < band.end; ++block) {
-      const char* const w = panel_of(block, panel);
-      const char* const next_w = block + 1 < band.end ? panel_of(block + 1, panel)
-                                 : panel + 1 < panels ? panel_of(band.begin, panel + 1)
-                                                      : panel_of(band.end, 0);
-      const char* const next_rows = rows.tiles(panel + 1 < panels ? panel + 1 : 0, stripe.begin);
-      const int64_t w_lines = blocks(kBlockStep / 64, pairs);
-      const int64_t row_lines = panels > 1 ? blocks(kBlockStep / 64, band.end - band.begin) : 0;
-      const bool last = panel + 1 == panels && block % kParts == kParts - 1;
-      for (int64_t pair = 0; pair < pairs; ++pair) {
-        const int64_t tile = stripe.begin + pair * 2;
-        const auto sums_of = [&](int64_t b) {
-          return sums + (panels > 1 || kParts > 1 ? ((b - band.begin) * pairs + pair) * kPairSums : 0);
-        };
-        const char* const rows0 = rows.tiles(panel, tile);
-        // Few rows: the weight streams from memory. More: the next block is fetched bit by bit while this one is used.
-        const Ahead ahead_w = pairs > 1 ? Ahead{next_w + pair * k_tiles * w_lines * 64, w_lines}
-                                        : Ahead{w + kStreamAhead, kBlockStep / 64};
-        const Ahead ahead_rows{next_rows + ((block - band.begin) * pairs + pair) * k_tiles * row_lines * 64, row_lines};
-        const Range range{tile * kTileRows, std::min({(tile + 2) * kTileRows, stripe.end * kTileRows, m})};
-        if (last) finish.prefetch(range, block / kParts);
-        if (tile + 1 < stripe.end) {
-          multiply_panel<Dot, 2>(rows0, rows0 + k_tiles * kTileBytes, w, k_tiles, panel == 0, sums_of(block), ahead_w,
-                                 ahead_rows);
-        } else {
-          multiply_panel<Dot, 1>(rows0, nullptr, w, k_tiles, panel == 0, sums_of(block), ahead_w, ahead_rows);
-        }
-        if (last) {
-          const float* parts[kParts];
-          for (int part = 0; part < kParts; ++part) parts[part] = sums_of(block - kParts + 1 + part);
-          finish.write(parts, range, block / kParts);
-        }
-      }
-    }
-  }
-}
-
-// f(row, i) for every row of `rows`: where among the sums of a pair its first 16 columns are; the rest is a tile on.
+// f(row, i) for every row of `rows`: where among sums that begin with the first of them its first 16 columns are; the
+// rest is a tile on.
 template <class F>
 static inline void for_sums(Range rows, const F& f) {
   for (int64_t row = rows.begin; row < rows.end; ++row) {
     const int64_t r = row - rows.begin;
     f(row, (r / kTileRows * 2 * kTileRows + r % kTileRows) * kLanes);
   }
+}
+
+constexpr int64_t kPairSums = 4 * kTileRows * kLanes;  // of two row tiles with a block: two tiles for each
+
+// Floats that multiply_band wants for sums.
+template <int kParts>
+static int64_t band_sums(const PackedRows&, const Blocking& blocking) {
+  return kPairSums * (blocks(blocking.stripe, 2) * std::max<int64_t>(blocking.band, kParts) + 2);
+}
+
+// A pair of row tiles, or one, times one panel of a block of the weight.
+struct Pass {
+  const char *rows, *weight;
+  int64_t k_tiles;
+  const float* from;  // the sums so far; null: none
+  float* to;
+  const float* next_from;
+  Ahead weights_ahead, rows_ahead;
+
+  // meanwhile() is called at every step: what it does costs little, because the tiles have their own work.
+  // kWeightStays: the weight's panel is used again by the next rows and stays in the first-level cache; so that it
+  // does, rows are loaded past it.
+  template <class Dot, int kRowTiles, bool kWeightStays, class F>
+  void run(const F& meanwhile) const {
+    if (from) {
+      tile_load<0>(from, 64);
+      tile_load<1>(from + 256, 64);
+      if (kRowTiles == 2) tile_load<2>(from + 512, 64);
+      if (kRowTiles == 2) tile_load<3>(from + 768, 64);
+    } else {
+      tile_zero<0>();
+      tile_zero<1>();
+      if (kRowTiles == 2) tile_zero<2>();
+      if (kRowTiles == 2) tile_zero<3>();
+    }
+    const char *rows0 = rows, *rows1 = rows + k_tiles * kTileBytes, *w = weight;
+    for (int64_t t = 0; t < k_tiles; ++t, rows0 += kTileBytes, rows1 += kTileBytes, w += kBlockStep) {
+      weights_ahead.fetch(t);
+      load<4, !kWeightStays>(rows0);
+      load<6, kWeightStays>(w);
+      load<7, kWeightStays>(w + kTileBytes);
+      if (kRowTiles == 2) load<5, !kWeightStays>(rows1);
+      Dot::template run<0, 4, 6>();
+      rows_ahead.fetch(t);
+      Dot::template run<1, 4, 7>();
+      if (from && t < 16) {
+        for (int64_t line = t * 4; line < t * 4 + 4; ++line) prefetch_write(next_from + line * 16);
+      }
+      meanwhile();
+      if (kRowTiles == 2) {
+        Dot::template run<2, 5, 6>();
+        Dot::template run<3, 5, 7>();
+      }
+    }
+    tile_store<0>(to, 64);
+    tile_store<1>(to + 256, 64);
+    if (kRowTiles == 2) tile_store<2>(to + 512, 64);
+    if (kRowTiles == 2) tile_store<3>(to + 768, 64);
+  }
+
+ private:
+  template <int T, bool kStays>
+  static void load(const char* p) {
+    if constexpr (kStays) {
+      tile_load<T>(p, 64);
+    } else {
+      tile_load_stream<T>(p, 64);
+    }
+  }
+};
+
+// Finished sums whose rows are handed to finish.write one by one, while the next products run.
+template <int kParts, class Finish>
+struct Unfinished {
+  const Finish& finish;
+  Range rows{0, 0};
+  int64_t result = 0;
+  const float* parts[kParts] = {};
+  int64_t done = 0;  // rows
+
+  void row() {
+    const int64_t i = (done / kTileRows * 2 * kTileRows + done % kTileRows) * kLanes;
+    const float* sums[kParts];
+    for (int part = 0; part < kParts; ++part) sums[part] = parts[part] + i;
+    finish.write(sums, {rows.begin + done, rows.begin + done + 1}, result);
+    ++done;
+  }
+  bool any() const { return rows.begin + done < rows.end; }
+  void all() {
+    while (any()) row();
+  }
+};
+
+// The sums of a stripe of rows x a band of blocks, panel by panel. A result takes kParts consecutive blocks (2: a gate
+// and what it is for), and the band whole results. finish.write(parts, rows, result) gets the sums of each part, in
+// tiles: two side by side for each of the row tiles that `rows` begins and ends in (`for_sums`).
+template <class Dot, int kParts, class Finish>
+static void multiply_band(const PackedRows& rows, Range stripe, const char* weight, Range band, int64_t m, float* sums,
+                          const Finish& finish) {
+  const int64_t pairs = blocks(stripe.end - stripe.begin, 2), panels = blocks(rows.k_tiles, rows.panel);
+  const int64_t width = band.end - band.begin;
+  float *const last = sums, *const kept = sums + 2 * kPairSums;  // finished sums, in two turns; of the band
+  const auto panel_of = [&](int64_t block, int64_t panel) {
+    return weight + (block * rows.k_tiles + panel * rows.panel) * kBlockStep;
+  };
+  const int64_t w_lines = blocks(kBlockStep / 64, pairs),
+                row_lines = width > kParts ? blocks(kBlockStep / 64, width) : 0;
+  Unfinished<kParts, Finish> unfinished{finish};
+  const auto meanwhile = [&] {
+    for (int i = 0; i < 2 && unfinished.any(); ++i) unfinished.row();
+  };
+  int turn = 0;
+  for (int64_t panel = 0; panel < panels; ++panel) {
+    const int64_t k_tiles = rows.panel_tiles(panel);
+    const char* const next_rows = rows.tiles(panel + 1 < panels ? panel + 1 : 0, stripe.begin);
+    for (int64_t block = band.begin; block < band.end; ++block) {
+      const char* const w = panel_of(block, panel);
+      const char* const next_w = block + 1 < band.end ? panel_of(block + 1, panel)
+                                 : panel + 1 < panels ? panel_of(band.begin, panel + 1)
+                                                      : panel_of(band.end, 0);
+      const bool finishes = panel + 1 == panels && block % kParts == kParts - 1;
+      for (int64_t pair = 0; pair < pairs; ++pair) {
+        const int64_t tile = stripe.begin + pair * 2, passed = (block - band.begin) * pairs + pair;
+        float* const own = kept + passed * kPairSums;
+        float* const to = finishes ? last + (turn ^= 1) * kPairSums : own;
+        // What is needed next comes to the second-level cache bit by bit: the next panel of the weight, and that of the
+        // rows in the course of a band. With few rows the weight streams from memory.
+        const Ahead ahead_w = pairs > 1 ? Ahead{next_w + pair * k_tiles * w_lines * 64, w_lines}
+                                        : Ahead{w + kStreamAhead, kBlockStep / 64};
+        const Pass pass{rows.tiles(panel, tile),
+                        w,
+                        k_tiles,
+                        panel ? own : nullptr,
+                        to,
+                        own + kPairSums,
+                        ahead_w,
+                        Ahead{next_rows + passed * k_tiles * row_lines * 64, row_lines}};
+        if (pairs == 1) {
+          tile + 1 < stripe.end ? pass.run<Dot, 2, false>(meanwhile) : pass.run<Dot, 1, false>(meanwhile);
+        } else {
+          tile + 1 < stripe.end ? pass.run<Dot, 2, true>(meanwhile) : pass.run<Dot, 1, true>(meanwhile);
+        }
+        if (!finishes) continue;
+        unfinished.all();
+        unfinished.rows = {tile * kTileRows, std::min({(tile + 2) * kTileRows, stripe.end * kTileRows, m})};
+        unfinished.result = block / kParts;
+        unfinished.done = 0;
+        if (kParts == 2) unfinished.parts[0] = own - pairs * kPairSums;
+        unfinished.parts[kParts - 1] = to;
+      }
+    }
+  }
+  unfinished.all();
 }
 
 }  // namespace tilerank::TR_RUNG

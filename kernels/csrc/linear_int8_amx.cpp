@@ -23,7 +23,6 @@ struct Int8Finish {
   const Epilogue& epilogue;
   const float *steps, *scales;
 
-  void prefetch(Range rows, int64_t result) const { epilogue.prefetch(rows, result, prefetch_write); }
   void write(const float* const (&parts)[kParts], Range rows, int64_t result) const {
     for_sums(rows, [&](int64_t row, int64_t i) {
       const auto sums = [&](int part) {
@@ -72,7 +71,7 @@ static void many_rows(const Args& args, const Epilogue& epilogue, Team& team) {
   const Int8Finish<kParts> finish{epilogue, steps, args.tensor(6).as<const float>()};
   // Threads in a grid: over rows as far as each keeps enough of them to pay for reading the weight, then over outputs.
   int row_threads = 1;
-  while (team.count % (row_threads * 2) == 0 && row_tiles >= row_threads * 2 * 32) row_threads *= 2;
+  while (team.count % (row_threads * 2) == 0 && row_tiles >= row_threads * 2 * 64) row_threads *= 2;
   const Team row_team(nullptr, team.index % row_threads, row_threads);
   const Team column_team(nullptr, team.index / row_threads, team.count / row_threads);
   const Range own_rows = row_team.share(row_tiles, 2), own = column_team.share(epilogue.results);

@@ -18,7 +18,6 @@ struct GatedFinish {
   const PackedRows& to;
   int64_t first_tile;  // of `to`
 
-  void prefetch(Range, int64_t) const {}
   void write(const float* const (&parts)[2], Range rows, int64_t block) const {
     char* const column = to.tiles(block / to.panel, 0) + block % to.panel * kTileBytes;
     const int64_t tile_stride = to.panel_tiles(block / to.panel) * kTileBytes;
@@ -38,12 +37,6 @@ struct ChoiceFinish {
   const int32_t* pairs;
 
   float* at(int64_t row, int64_t block) const { return partial.row<float>(pairs[row]) + block * kBlockN; }
-  void prefetch(Range rows, int64_t block) const {
-    for (int64_t row = rows.begin; row < rows.end; ++row) {
-      prefetch_write(at(row, block));
-      prefetch_write(at(row, block) + kLanes);
-    }
-  }
   void write(const float* const (&parts)[1], Range rows, int64_t block) const {
     for_sums(rows, [&](int64_t row, int64_t i) {
       store(at(row, block), load(parts[0] + i));
