@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from tilerank.loader.config import load_config
 
-from . import start
+from . import quantize, start
 from .bench_peaks import bench_cores
 from .errors import LaunchError
 from .placement import Placement, auto_ranks
+from .quantize import quantization_of, resolve_dtype
 from .rank import Job, W, run_rank
 from .rendezvous import identify
 from .topology import read_topology
@@ -109,6 +110,7 @@ class EngineJob:
             placement=placement,
             strategy=self._args.strategy,
             dtype=self._args.dtype,
+            quantization=quantization_of(self._args),
             cached_tokens=self._total_tokens,
             here=here,
         )
@@ -125,6 +127,7 @@ class EngineJob:
             self._args.model,
             team,
             dtype=engine_dtype(self._args),
+            quantization=quantization_of(self._args),
             strategy=self._args.strategy,
             max_total_tokens=self._total_tokens,
         )
@@ -139,6 +142,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=DTYPES, default="auto", help="auto: the checkpoint's")
+    quantize.add_arguments(parser)
     parser.add_argument(
         "--strategy", choices=("auto", "pad", "split"), default="auto", help="how heads that do not divide are cut"
     )
@@ -152,9 +156,7 @@ def model_config(model_dir: Path) -> "ModelConfig":
 
 
 def engine_dtype(args: argparse.Namespace) -> "torch.dtype":
-    from .plan import resolve_dtype
-
-    return resolve_dtype(model_config(args.model), args.dtype)
+    return resolve_dtype(model_config(args.model), args.dtype, quantization_of(args))
 
 
 def whole_numbers(low: int) -> Callable[[str], list[int]]:

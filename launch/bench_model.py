@@ -17,6 +17,7 @@ from .bench_job import EngineJob, model_config, whole_numbers
 from .bench_peaks import Peaks, add_json_argument, check_json_argument, peaks_of, write_json
 from .bench_work import ModelWork, Work
 from .errors import LaunchError
+from .quantize import quantization_of
 from .start import whole_number
 
 if TYPE_CHECKING:
@@ -134,7 +135,7 @@ def _measure(args: argparse.Namespace, engine: Engine, placement: Placement, pid
     for case in todo:
         _time(engine, Case(case.batch, min(case.prompt_tokens, WARM_UP_TOKENS), 2), seed=-1)
     timings = [[_time(engine, case, args.first_seed + i) for i in range(args.repeat)] for case in todo]
-    dtype = bench_job.engine_dtype(args)
+    dtype, quantization = bench_job.engine_dtype(args), quantization_of(args)
     return {
         "ready_at": ready,
         "isa": core.isa(),
@@ -144,7 +145,7 @@ def _measure(args: argparse.Namespace, engine: Engine, placement: Placement, pid
         "load_s": engine.load_report.seconds,
         "load_bytes": engine.load_report.bytes_read,
         "peak_rss": [peak_rss(pid) for pid in pids],
-        "work": asdict(model_work(engine.config, dtype)),
+        "work": asdict(model_work(engine.config, dtype, quantization)),
         "timings": [[asdict(timing) for timing in of_case] for of_case in timings],
     }
 

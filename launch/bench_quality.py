@@ -1,4 +1,4 @@
-"""`tilerank bench quality`: perplexity on known text, for every dtype and number of ranks."""
+"""`tilerank bench quality`: perplexity on known text, for every dtype, quantisation and number of ranks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from . import bench_job
+from tilerank.loader.quantization import INT4_GROUPS
+
+from . import bench_job, quantize
 from .bench_job import EngineJob, model_config, whole_numbers
 from .bench_peaks import add_json_argument, check_json_argument, write_json
 from .errors import LaunchError
@@ -23,6 +25,20 @@ if TYPE_CHECKING:
     from tilerank.runtime.engine import Engine
 
     from .placement import Placement
+
+
+FORMATS = {
+    "bfloat16": ["--dtype", "bfloat16"],
+    "float32": ["--dtype", "float32"],
+    **{codes: ["--dtype", "bfloat16", "--quantization", codes] for codes in quantize.CODES},
+    **{
+        f"int4-{group}": ["--dtype", "bfloat16", "--quantization", "int4", "--quantization-group", f"{group}"]
+        for group in INT4_GROUPS
+    },
+}
+"""By name: the options with which ranks hold weights so."""
+
+_DEFAULT = ["bfloat16", "float32", "int8"]
 
 
 class EvalTokens(msgspec.Struct):
@@ -40,7 +56,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--tokens", type=Path, metavar="FILE", help='JSON with "sequences" (default: MODEL_DIR/eval_tokens.json)'
     )
     parser.add_argument("--limit", type=whole_number(1), metavar="N", help="only the first N sequences")
-    parser.add_argument("--dtypes", type=_dtypes, default=["bfloat16", "float32"], metavar="NAME,NAME")
+    parser.add_argument(
+        "--dtypes", type=_dtypes, default=_DEFAULT, metavar="NAME,NAME", help=f"of {', '.join(FORMATS)}"
+    )
     parser.add_argument("--ranks", type=whole_numbers(1), default=[1, 2], metavar="N,N", help="numbers of ranks")
     bench_job.add_engine_arguments(parser)
     add_json_argument(parser)
@@ -55,14 +73,14 @@ def run(args: argparse.Namespace) -> int:
             args, EngineJob(args, total_tokens=longest + 32, measure=lambda *about: _measure(texts.sequences, *about))
         )
     check_json_argument(args)
-    if args.dtype != "auto" or args.tp is not None:
-        raise LaunchError("bench quality takes lists: --dtypes and --ranks instead of --dtype and --tp")
+    if args.dtype != "auto" or args.quantization is not None or args.tp is not None:
+        raise LaunchError("bench quality takes lists: --dtypes and --ranks instead of --dtype, --quantization and --tp")
     texts = read_tokens(args)
     rows: list[dict[str, Any]] = []
     print(f"{'dtype':<10}{'ranks':>6}{'perplexity':>13}{'of reference':>14}{'of first':>10}")
     for dtype in args.dtypes:
         for ranks in args.ranks:
-            argv = [*args.argv, "--dtype", dtype, "--log-level", "warning"]
+            argv = [*args.argv, *FORMATS[dtype], "--log-level", "warning"]
             found = bench_job.run_ranks(args, argv, ranks)
             expected = texts.fp32_perplexity if dtype == "float32" else texts.bf16_perplexity
             if args.limit is not None:
@@ -132,10 +150,9 @@ def negative_log_likelihood(logits: Tensor, ids: Sequence[int]) -> float:
 
 
 def _dtypes(text: str) -> list[str]:
-    known = bench_job.DTYPES[1:]
     names = text.split(",")
-    if unknown := [name for name in names if name not in known]:
-        raise argparse.ArgumentTypeError(f"expected some of {', '.join(known)}, found {unknown[0]!r}")
+    if unknown := [name for name in names if name not in FORMATS]:
+        raise argparse.ArgumentTypeError(f"expected some of {', '.join(FORMATS)}, found {unknown[0]!r}")
     return names
 
 

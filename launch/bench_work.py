@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     import torch
 
     from tilerank.loader.config import ModelConfig
+    from tilerank.loader.quantization import Quantization
     from tilerank.parallel.layer import Layer
 
 
@@ -57,17 +58,19 @@ class ModelWork:
         return Work(self.weight_bytes + batch * context * self.kv_bytes, bf16=flops)
 
 
-def model_work(config: ModelConfig, dtype: torch.dtype) -> ModelWork:
+def model_work(config: ModelConfig, dtype: torch.dtype, quantization: Quantization | None = None) -> ModelWork:
     """Counts the layers of our own model, unsharded; nothing is allocated.
 
     LaunchError for a layer that holds weights in a way that this does not know.
     """
+    from tilerank.loader.formats import weight_formats
     from tilerank.parallel.layer import PackedParameter, Parameter, PlainParameter, Sharding
     from tilerank.parallel.layers import ParallelLMHead, QKVParallelLinear, VocabParallelEmbedding
     from tilerank.runtime.cache import PagedKV
     from tilerank.runtime.registry import model_class
 
-    model = model_class(config.model_type)(config, Sharding(0, 1, dtype, None))
+    formats = weight_formats(config, dtype, quantization)
+    model = model_class(config.model_type)(config, Sharding(0, 1, dtype, None, formats=formats))
     weight_bytes = matrices = heads = pair_flops = 0
 
     def visit(layer: Layer, in_head: bool) -> None:

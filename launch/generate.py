@@ -16,11 +16,12 @@ from tilerank.loader.errors import ConfigError
 from tilerank.loader.tokenizer import Tokenizer, TokenStream
 from tilerank.parallel.shard import TILE, cut_uneven
 
-from . import prompts, start
+from . import prompts, quantize, start
 from .cpulist import format_cpulist
 from .errors import LaunchError
 from .logs import say
 from .placement import Placement
+from .quantize import quantization_of, resolve_dtype
 from .rank import run_rank
 from .rendezvous import identify
 from .start import whole_number
@@ -58,6 +59,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     model.add_argument(
         "--dtype", choices=("auto", "bfloat16", "float32"), default="auto", help="auto: the checkpoint's"
     )
+    quantize.add_arguments(model)
     model.add_argument(
         "--strategy",
         choices=("auto", "pad", "split"),
@@ -92,6 +94,7 @@ class GenerateJob:
 
     def prepare(self) -> None:
         config = read_config(self._model_dir)
+        quantize.check(self._args, config)
         self._tokenizer = Tokenizer(self._model_dir)
         self._prompt_ids = prompts.encode(prompts.read_prompts(self._args), self._args, self._tokenizer, config)
 
@@ -117,6 +120,7 @@ class GenerateJob:
             placement=placement,
             strategy=args.strategy,
             dtype=args.dtype,
+            quantization=quantization_of(args),
             cached_tokens=args.max_total_tokens,
             here=here,
         )
@@ -125,13 +129,12 @@ class GenerateJob:
     def build(self, team: "Team") -> "Engine":
         from tilerank.runtime.engine import Engine
 
-        from .plan import resolve_dtype
-
-        args = self._args
+        args, quantization = self._args, quantization_of(self._args)
         return Engine(
             self._model_dir,
             team,
-            dtype=resolve_dtype(read_config(self._model_dir), args.dtype),
+            dtype=resolve_dtype(read_config(self._model_dir), args.dtype, quantization),
+            quantization=quantization,
             strategy=args.strategy,
             context_length=args.context_length,
             max_total_tokens=args.max_total_tokens,

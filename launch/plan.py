@@ -17,17 +17,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from . import quantize
 from .cpulist import count
 from .placement import Placement, RankPlacement, auto_ranks
 from .plan_text import render, size
+from .quantize import quantization_of, resolve_dtype
 from .rendezvous import identify
 from .start import own_placement, own_topology, whole_number
 from .topology import Topology, read_topology
 
 if TYPE_CHECKING:
-    import torch
-
     from tilerank.loader.config import ModelConfig
+    from tilerank.loader.quantization import Quantization
     from tilerank.parallel.layer import Layer
     from tilerank.parallel.shard import HeadCut, Span, Strategy
     from tilerank.runtime.cache import CacheSpec
@@ -95,6 +96,8 @@ class Plan:
     num_layers: int
     parameters: int
     dtype: str
+    """Of activations, and of weights unless `quantization` says int8, int4 or fp8."""
+    quantization: str | None
     tp: int
     cached_tokens: int
     dimensions: tuple[Dimension, ...]
@@ -165,24 +168,29 @@ def plan_model(
     placement: Placement,
     strategy: Strategy = "auto",
     dtype: str = "auto",
+    quantization: Quantization | None = None,
     cached_tokens: int | None = None,
     here: range | None = None,
 ) -> Plan:
     """The plan for a model on this host. ShardError or ConfigError where it cannot be cut or is not known.
 
-    `model` is what messages call it; `dtype` "auto" is the checkpoint's; `cached_tokens` is the size of the KV cache,
+    `model` is what messages call it; `dtype` "auto" is the checkpoint's, `quantization` what is asked for beyond it;
+    `cached_tokens` is the size of the KV cache,
     by default the engine's. `here` are the ranks of this host, all unless there are more; `placement` is theirs.
     """
+    from tilerank.loader.formats import weight_formats
     from tilerank.parallel.layer import Sharding
     from tilerank.runtime.cache import default_capacity
     from tilerank.runtime.registry import model_class
 
     if cached_tokens is None:
         cached_tokens = default_capacity(config)
-    torch_dtype = resolve_dtype(config, dtype)
+    torch_dtype = resolve_dtype(config, dtype, quantization)
+    formats = weight_formats(config, torch_dtype, quantization)
     make = model_class(config.model_type)
     models = [
-        make(config, Sharding(rank, tp, torch_dtype, None, strategy, cached_tokens)) for rank in here or range(tp)
+        make(config, Sharding(rank, tp, torch_dtype, None, strategy, cached_tokens, formats))
+        for rank in here or range(tp)
     ]
     shapes = {piece.name: piece.shape for piece in models[0].pieces()}
     heads = next(_head_cuts(models[0]), None)
@@ -196,6 +204,7 @@ def plan_model(
         num_layers=config.num_layers,
         parameters=sum(math.prod(shape) for shape in shapes.values()),
         dtype=str(torch_dtype).removeprefix("torch."),
+        quantization=quantized.codes if (quantized := config.quantization or quantization) else None,
         tp=tp,
         cached_tokens=cached_tokens,
         dimensions=tuple(sorted(dict.fromkeys(_dimensions(models[0])), key=lambda d: _ORDER.index(d.name))),
@@ -205,15 +214,6 @@ def plan_model(
         group_available=topology.limits.memory_available,
         notes=placement.notes,
     )
-
-
-def resolve_dtype(config: ModelConfig, dtype: str) -> torch.dtype:
-    """The dtype of weights, activations and cache: "auto" is the checkpoint's, as far as there are kernels for it."""
-    import torch
-
-    if dtype == "auto":
-        return torch.float32 if config.dtype == "float32" else torch.bfloat16
-    return {"bfloat16": torch.bfloat16, "float32": torch.float32}[dtype]
 
 
 def _cache_per_token(specs: Sequence[CacheSpec]) -> int:
@@ -295,6 +295,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="how heads are cut: padded to equal shapes, split unevenly, or auto: whichever reads less",
     )
     parser.add_argument("--dtype", default="auto", choices=("auto", "bfloat16", "float32"), help="of the weights")
+    quantize.add_arguments(parser)
     parser.add_argument(
         "--cached-tokens",
         "--max-total-tokens",
@@ -324,6 +325,7 @@ def run(args: argparse.Namespace) -> int:
         placement=own_placement(args, identity, machine, tp),
         strategy=args.strategy,
         dtype=args.dtype,
+        quantization=quantization_of(args),
         cached_tokens=args.cached_tokens,
     )
     print(json.dumps(as_json(plan)) if args.json else render(plan))

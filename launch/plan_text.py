@@ -44,7 +44,7 @@ def _title(plan: Plan) -> str:
     parameters = f"{million / 1e3:.2f} billion" if million >= 1000 else f"{million:.1f} million"
     return (
         f"{plan.model}: {plan.model_type}, {count(plan.num_layers, 'layer')}, {parameters} parameters, "
-        f"{plan.dtype}, {count(plan.tp, 'rank')}"
+        f"{plan.quantization or plan.dtype}, {count(plan.tp, 'rank')}"
     )
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from .errors import ConfigError
 from .files import read_json_object, show
 from .padding import resolve_head_dim
+from .quantization import QuantizationConfig, read_quantization
 
 DTYPES = ("bfloat16", "float16", "float32")
 ROPE_TYPES = ("default", "llama3")
@@ -81,6 +82,8 @@ class ModelConfig:
     raw: Mapping[str, Any] = field(repr=False, compare=False)
     """The whole of config.json, for what one family alone reads."""
     experts: ExpertsConfig | None = None
+    quantization: QuantizationConfig | None = None
+    """How the checkpoint stores its projections; None: as floats."""
 
 
 class Fields:
@@ -186,6 +189,7 @@ def load_config(model_dir: Path) -> ModelConfig:
         bos_token_id=bos_token_id,
         raw=values,
         experts=_experts(c, num_layers) if model_type.endswith("_moe") else None,
+        quantization=read_quantization(c.object("quantization_config")) if c.has("quantization_config") else None,
     )
 
 
@@ -208,8 +212,6 @@ def _refuse_unsupported(c: Fields) -> None:
     for key in ("text_config", "thinker_config"):
         if c.has(key):
             raise c.fail(key, "no such key (multimodal models are not supported yet)")
-    if c.has("quantization_config"):
-        raise c.fail("quantization_config", "no such key (quantised checkpoints are not supported yet)")
     if c.flag("use_sliding_window"):
         raise c.fail("use_sliding_window", "false (sliding-window attention is not supported)")
     if c.has("hidden_act") and c.values["hidden_act"] != "silu":

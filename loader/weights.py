@@ -4,24 +4,22 @@ import logging
 import re
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from tilerank.kernels import core
-from tilerank.parallel.layers import Layer, Piece
+from tilerank.parallel.layers import Layer
 
-from .checkpoint import Checkpoint, TensorInfo, some
+from .checkpoint import Checkpoint, some
 from .errors import CheckpointError
+from .quantization import QuantizationConfig
+from .quantized import Encoding, encoding_of
+from .read import Read
 
 log = logging.getLogger(__name__)
-
-# The dtypes that a weight may be stored in; anything else is a quantised checkpoint or no weight.
-FLOAT_SIZES = {"BF16": 2, "F16": 2, "F32": 4}
-
-Placed = tuple[Piece, TensorInfo]
 
 
 @dataclass(frozen=True)
@@ -35,30 +33,41 @@ class LoadReport:
     peak_rss: int
 
 
-def load_weights(model: Layer, checkpoint: Checkpoint, *, ignore: Callable[[str], bool], progress: bool) -> LoadReport:
+def load_weights(
+    model: Layer,
+    checkpoint: Checkpoint,
+    *,
+    ignore: Callable[[str], bool],
+    progress: bool,
+    quantization: QuantizationConfig | None = None,
+) -> LoadReport:
     """Allocates `model` and fills it from `checkpoint`; nothing is allocated or read if the two do not agree.
 
     `ignore` says which tensors of the checkpoint the model leaves out on purpose. `progress` (one rank's) draws a bar
-    if stderr is a terminal, else logs every tenth. Slices are packed on the kernel pool.
+    if stderr is a terminal, else logs every tenth. `quantization`: how the checkpoint stores what the model holds in a
+    quantised format; None: as floats, which are quantised here. Slices are packed on the kernel pool.
 
     Memory: beside the model itself, one piece of a tensor (parallel.layer.PIECE_ELEMENTS). Raises CheckpointError for a
     tensor that is missing, superfluous, or of the wrong shape or dtype.
     """
     started = time.monotonic()
-    placed = _place(model, checkpoint, ignore)
+    encoding = None if quantization is None else encoding_of(quantization, checkpoint)
+    reads = _agreed(model, checkpoint, ignore, encoding)
     model.allocate()
-    total = sum(_nbytes(*item) for item in placed)
+    total = sum(read.nbytes(checkpoint) for read in reads)
     meter = Progress(total, progress)
     try:
-        for piece, info in placed:
-            view = checkpoint.read(piece.name, piece.index)
-            piece.store(view)
-            # All of the tensor: pages that the kernel mapped around the slice's edges go as well.
-            core.drop_pages(torch.empty(0, dtype=torch.uint8).set_(view.untyped_storage()))
-            meter.advance(_nbytes(piece, info))
+        for read in reads:
+            views = [checkpoint.read(source.name, source.index) for source in read.sources]
+            read.store(*views)
+            for view in views:
+                # All of the tensor: pages that the kernel mapped around the slice's edges go as well.
+                core.drop_pages(torch.empty(0, dtype=torch.uint8).set_(view.untyped_storage()))
+            meter.advance(read.nbytes(checkpoint))
     finally:
         meter.close()
-    report = LoadReport(len({piece.name for piece, _ in placed}), total, time.monotonic() - started, peak_rss())
+    tensors = {source.name for read in reads for source in read.sources}
+    report = LoadReport(len(tensors), total, time.monotonic() - started, peak_rss())
     log.debug(
         "loaded %d tensors, %.3f GB in %.1f s; peak resident memory %.3f GB",
         report.tensors,
@@ -76,36 +85,38 @@ def peak_rss() -> int:
     return int(found[1]) * 1024
 
 
-def _place(model: Layer, checkpoint: Checkpoint, ignore: Callable[[str], bool]) -> list[Placed]:
-    """This rank's pieces with the tensors they come from, in storage order; checks that model and checkpoint agree."""
-    pieces = list(model.pieces())
-    wanted = {piece.name for piece in pieces}
-    if missing := {piece.name for piece in pieces if not piece.optional} - checkpoint.tensors.keys():
+def _agreed(
+    model: Layer, checkpoint: Checkpoint, ignore: Callable[[str], bool], encoding: Encoding | None
+) -> list[Read]:
+    """What this rank has to read, in storage order; checks that model and checkpoint agree."""
+    reads = list(_reads(model, encoding))
+    sources = [source for read in reads for source in read.sources]
+    wanted = {source.name for source in sources}
+    if missing := {source.name for source in sources if not source.optional} - checkpoint.tensors.keys():
         raise CheckpointError(f"{checkpoint.model_dir}: the model needs tensor {some(missing)}, found in no file")
-    if extra := {name for name in checkpoint.tensors if name not in wanted and not ignore(name)}:
+    extra = {name for name in checkpoint.tensors if name not in wanted and not ignore(name)}
+    if extra := {name for name in extra if encoding is None or not encoding.leaves_out(name)}:
         file = checkpoint.info(min(extra)).file
         raise CheckpointError(f"{file}: the model has no place for tensor {some(extra)}")
-    placed = [(piece, checkpoint.info(piece.name)) for piece in pieces if piece.name in checkpoint.tensors]
-    for piece, info in placed:
-        _check(piece, info)
+    for source in sources:
+        if source.name in checkpoint.tensors:
+            source.check(checkpoint)
     order = {name: position for position, name in enumerate(checkpoint.tensors)}
-    placed = [(piece, info) for piece, info in placed if piece.elements]
-    return sorted(placed, key=lambda item: (order[item[0].name], [part.start for part in item[0].index]))
+
+    def place(read: Read) -> tuple[int, list[int]]:
+        first = read.sources[0]
+        return order[first.name], [part.start for part in first.index]
+
+    found = [read for read in reads if read.elements and all(source.name in order for source in read.sources)]
+    return sorted(found, key=place)
 
 
-def _check(piece: Piece, info: TensorInfo) -> None:
-    if info.shape != piece.shape:
-        raise CheckpointError(
-            f"{info.file}: tensor {piece.name}: expected shape {list(piece.shape)}, found {list(info.shape)}"
-        )
-    if info.dtype not in FLOAT_SIZES:
-        raise CheckpointError(
-            f"{info.file}: tensor {piece.name}: expected one of {', '.join(FLOAT_SIZES)}, found {info.dtype}"
-        )
-
-
-def _nbytes(piece: Piece, info: TensorInfo) -> int:
-    return piece.elements * FLOAT_SIZES[info.dtype]
+def _reads(model: Layer, encoding: Encoding | None) -> Iterator[Read]:
+    for piece in model.pieces():
+        if encoding is None or piece.place is None:
+            yield Read.of(piece)
+        else:
+            yield from encoding.reads(piece)
 
 
 class Progress:

@@ -5,16 +5,16 @@ Whatever tokens ask for, all ranks have the same work, and one sum over the rank
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from tilerank.kernels.formats import Float
+from tilerank.kernels.formats import Format
+from tilerank.kernels.linear import Weight
 from tilerank.kernels.moe import PackedExperts, moe
 
-from .layer import Layer, Parameter, Sharding
+from .layer import Layer, Sharding, WeightParameter
 
 
-class ExpertsParameter(Parameter):
+class ExpertsParameter(WeightParameter):
     """`parts` matrices [n, k] of every expert. Their rows are counted through: expert by expert, part by part.
 
     `packed` exists after `allocate()`.
@@ -22,20 +22,19 @@ class ExpertsParameter(Parameter):
 
     packed: PackedExperts
 
-    def __init__(self, experts: int, n: int, k: int, dtype: torch.dtype, *, parts: int = 1) -> None:
-        super().__init__((experts * parts * n, k), dtype)
+    def __init__(self, experts: int, n: int, k: int, format: Format, *, parts: int = 1) -> None:
+        super().__init__((experts * parts * n, k), format)
         self.experts, self.parts, self.n, self.k = experts, parts, n, k
 
     def nbytes(self) -> int:
-        return PackedExperts.nbytes(self.experts, self.n, self.k, Float(self.dtype), parts=self.parts)
+        return PackedExperts.nbytes(self.experts, self.n, self.k, self.format, parts=self.parts)
 
     def allocate(self) -> None:
-        self.packed = PackedExperts.empty(self.experts, self.n, self.k, Float(self.dtype), parts=self.parts)
+        self.packed = PackedExperts.empty(self.experts, self.n, self.k, self.format, parts=self.parts)
 
-    def write(self, rows: Tensor, row: int) -> None:
+    def place(self, row: int) -> tuple[Weight, int]:
         matrix, row = divmod(row, self.n)
-        expert, part = divmod(matrix, self.parts)
-        self.packed.write(rows, expert, part=part, row=row)
+        return self.packed.part(*divmod(matrix, self.parts)), row
 
 
 class ParallelExperts(Layer):
@@ -48,17 +47,20 @@ class ParallelExperts(Layer):
     def __init__(self, name: str, hidden: int, width: int, experts: int, sharding: Sharding) -> None:
         self.cut = sharding.cut_width(name, width)
         self.span = span = self.cut.spans[sharding.rank]
-        self.gate_up = ExpertsParameter(experts, span.size, hidden, sharding.dtype, parts=2)
-        self.down = ExpertsParameter(experts, hidden, span.size, sharding.dtype)
+        projections = ("gate_proj", "up_proj")
+        held = sharding.fused_format([f"{name}.0.{projection}" for projection in projections], [span.start] * 2)
+        self.gate_up = ExpertsParameter(experts, span.size, hidden, held, parts=2)
+        down_name = f"{name}.0.down_proj"
+        self.down = ExpertsParameter(experts, hidden, span.size, sharding.format_of(down_name, column=span.start))
         self._sharding = sharding
-        held = slice(span.start, span.stop)
+        taken = slice(span.start, span.stop)
         everything = slice(0, hidden)
         for expert in range(experts):
-            for part, projection in enumerate(("gate_proj", "up_proj")):
+            for part, projection in enumerate(projections):
                 row = (2 * expert + part) * span.size
-                self.gate_up.fill(f"{name}.{expert}.{projection}.weight", (width, hidden), held, everything, row=row)
+                self.gate_up.fill(f"{name}.{expert}.{projection}.weight", (width, hidden), taken, everything, row=row)
             row = expert * hidden
-            self.down.fill(f"{name}.{expert}.down_proj.weight", (hidden, width), everything, held, row=row)
+            self.down.fill(f"{name}.{expert}.down_proj.weight", (hidden, width), everything, taken, row=row)
 
     def __call__(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         return self._sharding.sum(moe(x, self.gate_up.packed, self.down.packed, ids, weights))

@@ -2,8 +2,8 @@
 
 Each is built from *logical* shapes, those of the config and the checkpoint, and a `Sharding`; it declares which
 rectangles of which checkpoint tensors this rank holds (`pieces`) and computes its part. Names are opaque prefixes of
-checkpoint tensors. Weights have `sharding.dtype` whatever the checkpoint's. A rank may hold nothing of a layer; it
-takes part in the collectives all the same.
+checkpoint tensors. Projections are held in the format that the sharding says, all else in `sharding.dtype`, whatever
+the checkpoint's. A rank may hold nothing of a layer; it takes part in the collectives all the same.
 
 The two patterns of tensor parallelism (Shoeybi et al., 2019): cut the rows of a weight and every rank computes some of
 the outputs (column parallel, after the paper's transposed notation); cut the columns and every rank computes a partial
@@ -19,21 +19,23 @@ import torch
 from torch import Tensor
 
 from tilerank.kernels import ops
+from tilerank.kernels.formats import Float, Format
 from tilerank.kernels.linear import linear
 
+from .layer import GatedBias, GatedParameter, PackedParameter, PlainParameter
 from .layer import Layer as Layer
-from .layer import PackedParameter, PlainParameter
 from .layer import Piece as Piece
 from .layer import Sharding as Sharding
+from .layer import WeightFormats as WeightFormats
 from .shard import Cut, Span
 
 
 class _Linear(Layer):
     """x @ weight.T + bias for this rank's rectangle of the weight."""
 
-    def __init__(self, n: int, k: int, dtype: torch.dtype, *, bias: bool) -> None:
-        self.weight = PackedParameter(n, k, dtype)
-        self.bias: PlainParameter | None = PlainParameter((n,), dtype) if bias else None
+    def __init__(self, n: int, k: int, format: Format, bias: torch.dtype | None) -> None:
+        self.weight = PackedParameter(n, k, format)
+        self.bias = None if bias is None else PlainParameter((n,), bias)
 
     def _fill_rows(self, name: str, features: tuple[int, int], rows: Span, row: int = 0) -> None:
         """Local rows from `row` on are those of `rows` of the weight (and bias) of a projection [out, in]."""
@@ -56,7 +58,7 @@ class ReplicatedLinear(_Linear):
     """
 
     def __init__(self, name: str, in_features: int, out_features: int, sharding: Sharding) -> None:
-        super().__init__(out_features, in_features, sharding.dtype, bias=False)
+        super().__init__(out_features, in_features, Float(sharding.dtype), None)
         self._fill_rows(name, (out_features, in_features), Span(0, out_features, out_features))
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -81,7 +83,8 @@ class ColumnParallelLinear(_Linear):
     ) -> None:
         self.cut = sharding.cut(out_features) if cut is None else cut
         self.span = self.cut.spans[sharding.rank]
-        super().__init__(self.span.size, in_features, sharding.dtype, bias=bias)
+        held = sharding.format_of(name, row=self.span.start)
+        super().__init__(self.span.size, in_features, held, sharding.dtype if bias else None)
         self._fill_rows(name, (out_features, in_features), self.span)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -99,7 +102,7 @@ class RowParallelLinear(_Linear):
         self, name: str, in_features: int, out_features: int, sharding: Sharding, *, span: Span, bias: bool = False
     ) -> None:
         self.span = span
-        super().__init__(out_features, span.size, sharding.dtype, bias=False)
+        super().__init__(out_features, span.size, sharding.format_of(name, column=span.start), None)
         columns = slice(span.start, span.stop)
         self.weight.fill(f"{name}.weight", (out_features, in_features), slice(0, out_features), columns)
         if bias:
@@ -137,22 +140,35 @@ class QKVParallelLinear(_Linear):
         self.q_heads, self.kv_heads, self.head_dim = q.size, kv.size, head_dim
         self.q_columns = q.scaled(head_dim)
         self.kv_map = torch.tensor(self.heads.kv_map[sharding.rank], dtype=torch.int32)
-        super().__init__((q.size + 2 * kv.size) * head_dim, hidden, sharding.dtype, bias=bias)
-        row = 0
-        for projection, heads, span in zip(projections, (q_heads, kv_heads, kv_heads), (q, kv, kv), strict=True):
-            self._fill_rows(f"{name}.{projection}", (heads * head_dim, hidden), span.scaled(head_dim), row)
-            row += span.size * head_dim
+        names = [f"{name}.{projection}" for projection in projections]
+        parts = [span.scaled(head_dim) for span in (q, kv, kv)]
+        held = sharding.fused_format(names, [part.start for part in parts])
+        # Parts begin with a block of the format; the rows between them are zero, and nobody looks at what they yield.
+        unit = 1
+        heights = [-(-part.size // unit) * unit for part in parts]
+        self._first_k, self._first_v = heights[0], heights[0] + heights[1]
+        super().__init__(self._first_v + parts[2].size, hidden, held, sharding.dtype if bias else None)
+        for projection, heads, part, row in zip(
+            names, (q_heads, kv_heads, kv_heads), parts, (0, self._first_k, self._first_v), strict=True
+        ):
+            self._fill_rows(projection, (heads * head_dim, hidden), part, row)
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        heads = self._project(x).view(*x.shape[:-1], -1, self.head_dim)
-        first_k, first_v = self.q_heads, self.q_heads + self.kv_heads
-        return heads[..., :first_k, :], heads[..., first_k:first_v, :], heads[..., first_v:, :]
+        rows = self._project(x)
+        return (
+            self._heads(rows, 0, self.q_heads),
+            self._heads(rows, self._first_k, self.kv_heads),
+            self._heads(rows, self._first_v, self.kv_heads),
+        )
+
+    def _heads(self, rows: Tensor, first: int, heads: int) -> Tensor:
+        return rows[..., first : first + heads * self.head_dim].view(*rows.shape[:-1], heads, self.head_dim)
 
 
-class GateUpParallelLinear(_Linear):
-    """The gate and up projections of a gated MLP, computed as one.
+class GateUpParallelLinear(Layer):
+    """The gate and up projections of a gated MLP, and what becomes of them: silu(gate(x)) * up(x), in one kernel.
 
-    x[..., hidden] -> [..., 2 * span.size], gate first. `span` is this rank's part of the down projection's inputs.
+    x[..., hidden] -> [..., span.size]. `span` is this rank's part of the down projection's inputs.
     """
 
     def __init__(
@@ -167,12 +183,23 @@ class GateUpParallelLinear(_Linear):
     ) -> None:
         self.cut = sharding.cut_width(name, width)
         self.span = self.cut.spans[sharding.rank]
-        super().__init__(2 * self.span.size, hidden, sharding.dtype, bias=bias)
-        for part, projection in enumerate(projections):
-            self._fill_rows(f"{name}.{projection}", (width, hidden), self.span, part * self.span.size)
+        names = [f"{name}.{projection}" for projection in projections]
+        held = sharding.fused_format(names, [self.span.start] * 2)
+        self.weight = GatedParameter(self.span.size, hidden, held)
+        self.bias = GatedBias(self.span.size, sharding.dtype) if bias else None
+        taken = slice(self.span.start, self.span.stop)
+        for part, projection in enumerate(names):
+            row = part * self.span.size
+            self.weight.fill(f"{projection}.weight", (width, hidden), taken, slice(0, hidden), row=row)
+            if self.bias is not None:
+                self.bias.fill(f"{projection}.bias", (width,), taken, row=row)
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self._project(x)
+        if self.weight.packed.is_plain:
+            parts = [linear(x, self.weight.part(i), None if self.bias is None else self.bias.part(i)) for i in (0, 1)]
+            return ops.silu_mul(torch.cat(parts, -1))
+        bias = None if self.bias is None else self.bias.data
+        return linear(x, self.weight.packed, bias, activation="silu_mul")[..., : self.span.size]
 
 
 class VocabParallelEmbedding(Layer):
@@ -202,7 +229,8 @@ class ParallelLMHead(_Linear):
         self.span = self.cut.spans[sharding.rank]
         # Equal heights, at the price of one unit of zero rows, so that the parts can be gathered as they come.
         height = max(span.size for span in self.cut.spans)
-        super().__init__(height, hidden, sharding.dtype, bias=bias)
+        held = sharding.head_format(name, row=self.span.start)
+        super().__init__(height, hidden, held, sharding.dtype if bias else None)
         self._fill_rows(name, (vocab, hidden), self.span)
         self._vocab = vocab
         self._starts = torch.tensor([0, *accumulate(span.real for span in self.cut.spans)])

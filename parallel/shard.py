@@ -10,6 +10,7 @@ import heapq
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import cache, partial
 from itertools import pairwise
 from typing import Literal
@@ -133,8 +134,8 @@ def cut_heads(
     strategy: Strategy = "auto",
     cached_tokens: int = 0,
     head_multiple: int | None = None,
-    bytes_per_weight: int = 2,
-    bytes_per_kv: int = 2,
+    bytes_per_weight: Fraction | int = 2,
+    bytes_per_kv: Fraction | int = 2,
 ) -> HeadCut:
     """Cut `q_heads` query and `kv_heads` KV heads over `tp` ranks, by the cheaper of two strategies.
 
@@ -154,8 +155,8 @@ def cut_heads(
     if multiple < 1 or multiple % tp:
         raise ShardError(f"heads are padded to a multiple of {multiple}, which is no multiple of {tp} ranks")
 
-    weight_bytes = 2 * head_dim * hidden * bytes_per_weight
-    cache_bytes = 2 * head_dim * cached_tokens * bytes_per_kv
+    weight_bytes = round(2 * head_dim * hidden * bytes_per_weight)
+    cache_bytes = round(2 * head_dim * cached_tokens * bytes_per_kv)
 
     def cost(q: int, kv: int) -> int:
         return weight_bytes * (q + kv) + cache_bytes * kv

@@ -18,6 +18,8 @@ from tilerank.kernels import core
 from tilerank.kernels.attention import KV_BLOCK
 from tilerank.loader.checkpoint import Checkpoint
 from tilerank.loader.config import ModelConfig
+from tilerank.loader.formats import weight_formats
+from tilerank.loader.quantization import Quantization
 from tilerank.loader.weights import LoadReport, load_weights
 from tilerank.parallel.group import RecordableGroup
 from tilerank.parallel.join import Team
@@ -71,7 +73,9 @@ class TokenEvent:
 class Engine:
     """The model of `model_dir` on this rank of `team`; loading happens here.
 
-    dtype: of weights, activations and cache: bfloat16 or float32. strategy: how heads are cut (parallel/shard.py).
+    dtype: of weights, activations and cache: bfloat16 or float32. quantization: codes in place of the projections'
+    floats, made while loading (a quantised checkpoint needs no asking), with dtype bfloat16.
+    strategy: how heads are cut (parallel/shard.py).
     context_length: the longest sequence, prompt and new tokens together, by default the model's. max_total_tokens:
     tokens in the KV cache, of all sequences that run. eager: run the model's Python in every decode step, instead of
     replaying a recording of it (decode.py).
@@ -83,6 +87,7 @@ class Engine:
         team: Team,
         *,
         dtype: torch.dtype,
+        quantization: Quantization | None = None,
         strategy: Strategy = "auto",
         context_length: int | None = None,
         max_total_tokens: int | None = None,
@@ -92,10 +97,15 @@ class Engine:
         self._team = team
         self._capacity = max_total_tokens or default_capacity(self.config)
         group = team.group
-        sharding = Sharding(group.rank, group.size, dtype, group, strategy, self._capacity)
+        formats = weight_formats(self.config, dtype, quantization)
+        sharding = Sharding(group.rank, group.size, dtype, group, strategy, self._capacity, formats)
         self._model = model_class(self.config.model_type)(self.config, sharding)
         self.load_report: LoadReport = load_weights(
-            self._model, Checkpoint(model_dir), ignore=self._model.ignore, progress=group.rank == 0
+            self._model,
+            Checkpoint(model_dir),
+            ignore=self._model.ignore,
+            progress=group.rank == 0,
+            quantization=self.config.quantization,
         )
         self._pool = PagePool(num_blocks(self._capacity))
         self._scheduler = Scheduler(self._pool, max_running=MAX_RUNNING, chunk_rows=PREFILL_CHUNK)

@@ -212,7 +212,8 @@ def test_a_needed_key_is_missing(tmp_path: Path, key: str) -> None:
         ),
         (
             {"quantization_config": {"quant_method": "fp8"}},
-            "quantization_config: expected no such key (quantised checkpoints are not supported yet), found {",
+            "quantization_config.weight_block_size: expected [rows, columns] of the blocks that share a scale, "
+            "multiples of 32, found no such key",
         ),
         (
             {"layer_types": ["full_attention"] * 31 + ["sliding_attention"]},

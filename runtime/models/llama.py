@@ -72,7 +72,7 @@ class MLP(FeedForward):
         self.down = RowParallelLinear(f"{name}.down_proj", width, hidden, sharding, span=self.gate_up.span, bias=bias)
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self.down(ops.silu_mul(self.gate_up(x)))
+        return self.down(self.gate_up(x))
 
 
 class DecoderLayer(Layer):

@@ -1,0 +1,191 @@
+"""Quantises a tiny checkpoint into the layouts of public ones, in plain torch and apart from the loader's own code.
+
+    encode(model_dir, out, "awq", group=32) -> directory of the same weights, dequantised, in F32
+    make("awq-32", tmp) -> both directories of one of CASES
+
+The packing follows what the tools that make such files do: AutoAWQ's "gemm" kernel, AutoGPTQ / GPTQModel, DeepSeek's
+block-wise fp8, vLLM's w8a8.
+"""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from tiny import make_checkpoint
+from torch import Tensor
+
+Encoded = tuple[dict[str, Tensor], Tensor]  # tensors by the end of their name; the weight that they stand for
+
+
+def encode(model_dir: Path, out: Path, layout: str, *, keep: tuple[str, ...] = (), **options: Any) -> Path:
+    """Writes `out` and `out`-plain, and returns the latter. keep: parts of names of modules that stay floats."""
+    tensors = {name: tensor for path in model_dir.glob("*.safetensors") for name, tensor in load_file(path).items()}
+    encoder, config = LAYOUTS[layout](keep=list(keep), **options)
+    coded: dict[str, Tensor] = {}
+    plain: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        module = name.removesuffix(".weight")
+        if tensor.ndim == 2 and name.endswith("_proj.weight") and not any(part in name for part in keep):
+            parts, plain[name] = encoder(tensor.float())
+            coded |= {f"{module}.{end}": part.contiguous() for end, part in parts.items()}
+        else:
+            coded[name], plain[name] = tensor, tensor.float()
+    files = Path(f"{out}-plain")
+    for where, held, extra in ((out, coded, {"quantization_config": config}), (files, plain, {"dtype": "float32"})):
+        shutil.copytree(model_dir, where, ignore=shutil.ignore_patterns("*.safetensors*"))
+        save_file(held, where / "model.safetensors", metadata={"format": "pt"})
+        raw = json.loads((model_dir / "config.json").read_text())
+        raw.pop("torch_dtype", None)
+        (where / "config.json").write_text(json.dumps({"dtype": "bfloat16"} | raw | extra))
+    return files
+
+
+def _groups(weight: Tensor, group: int, symmetric: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """codes [n, k], zeros [n, groups] and scales [n, groups] fp16 by rounding to nearest, and what they stand for."""
+    n, k = weight.shape
+    size = k if group == -1 else group
+    codes, dequantised = torch.empty(n, k, dtype=torch.int64), torch.empty(n, k)
+    zeros, scales = [], []
+    for start in range(0, k, size):
+        part = weight[:, start : start + size]
+        if symmetric:
+            scale = (part.abs().amax(1) / 7).half()
+            zero = torch.full((n,), 8)
+        else:
+            low, high = part.amin(1).clamp(max=0), part.amax(1).clamp(min=0)
+            scale = ((high - low) / 15).half()
+            zero = (-low / scale.float()).round().clamp(0, 15).long()
+        code = ((part / scale.float()[:, None]).round() + zero[:, None]).clamp(0, 15).long()
+        codes[:, start : start + size] = code
+        dequantised[:, start : start + size] = (code - zero[:, None]) * scale.float()[:, None]
+        zeros.append(zero)
+        scales.append(scale)
+    return codes, torch.stack(zeros, 1), torch.stack(scales, 1), dequantised
+
+
+def _int32(nibbles: list[Tensor]) -> Tensor:
+    """Eight tensors of codes in one of int32, the first in the lowest bits."""
+    total = sum(nibble.long() * 16**place for place, nibble in enumerate(nibbles))
+    assert isinstance(total, Tensor)
+    return torch.where(total < 2**31, total, total - 2**32).to(torch.int32)
+
+
+def awq(*, keep: list[str], group: int = 32) -> tuple[Callable[[Tensor], Encoded], dict[str, Any]]:
+    order = [0, 2, 4, 6, 1, 3, 5, 7]
+
+    def pack(columns: Tensor) -> Tensor:  # [rows, n] -> [rows, n / 8]
+        return _int32([columns[:, output::8] for output in order])
+
+    def encoder(weight: Tensor) -> Encoded:
+        codes, zeros, scales, dequantised = _groups(weight, group, symmetric=False)
+        return {"qweight": pack(codes.T), "qzeros": pack(zeros.T), "scales": scales.T}, dequantised
+
+    config: dict[str, Any] = {"quant_method": "awq", "bits": 4, "group_size": group, "zero_point": True}
+    return encoder, config | {"version": "gemm", "modules_to_not_convert": keep or None}
+
+
+def gptq(
+    *, keep: list[str], group: int = 32, sym: bool = False, form: str | None = None, stored_zero: int | None = None
+) -> tuple[Callable[[Tensor], Encoded], dict[str, Any]]:
+    """form: checkpoint_format. stored_zero: what a symmetric file stores for 8, if not what its format says."""
+
+    def encoder(weight: Tensor) -> Encoded:
+        codes, zeros, scales, dequantised = _groups(weight, group, sym)
+        k = weight.shape[1]
+        stored = zeros if form == "gptq_v2" else (zeros - 1) % 16
+        if stored_zero is not None:
+            stored = torch.full_like(zeros, stored_zero)
+        parts = {
+            "qweight": _int32([codes.T[row::8] for row in range(8)]),
+            "qzeros": _int32([stored.T[:, output::8] for output in range(8)]),
+            "scales": scales.T,
+            "g_idx": (torch.arange(k) // (k if group == -1 else group)).int(),
+        }
+        return parts, dequantised
+
+    config: dict[str, Any] = {"quant_method": "gptq", "bits": 4, "group_size": group, "sym": sym, "desc_act": False}
+    rules = {f"-:.*{part.replace('.', '[.]')}": {} for part in keep}
+    return encoder, config | ({"dynamic": rules} if keep else {}) | ({"checkpoint_format": form} if form else {})
+
+
+def fp8(*, keep: list[str], block: tuple[int, int] = (128, 128)) -> tuple[Callable[[Tensor], Encoded], dict[str, Any]]:
+    def encoder(weight: Tensor) -> Encoded:
+        n, k = weight.shape
+        codes, dequantised = torch.empty(n, k, dtype=torch.float8_e4m3fn), torch.empty(n, k)
+        scales = torch.empty(-(-n // block[0]), -(-k // block[1]))
+        for i in range(scales.shape[0]):
+            for j in range(scales.shape[1]):
+                rows, columns = (slice(x * b, (x + 1) * b) for x, b in zip((i, j), block, strict=True))
+                scales[i, j] = weight[rows, columns].abs().max() / 448
+                codes[rows, columns] = (weight[rows, columns] / scales[i, j]).to(torch.float8_e4m3fn)
+                dequantised[rows, columns] = codes[rows, columns].float() * scales[i, j]
+        return {"weight": codes, "weight_scale_inv": scales}, dequantised
+
+    config = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": list(block)}
+    return encoder, config | ({"modules_to_not_convert": keep} if keep else {})
+
+
+def _int8(weight: Tensor) -> Encoded:
+    scale = weight.abs().amax(1, keepdim=True) / 127
+    codes = (weight / scale).round().to(torch.int8)
+    return {"weight": codes, "weight_scale": scale}, codes * scale
+
+
+def w8a8_int8(*, keep: list[str]) -> tuple[Callable[[Tensor], Encoded], dict[str, Any]]:
+    return _int8, {"quant_method": "w8a8_int8"} | ({"modules_to_not_convert": keep} if keep else {})
+
+
+def compressed_tensors(*, keep: list[str]) -> tuple[Callable[[Tensor], Encoded], dict[str, Any]]:
+    def encoder(weight: Tensor) -> Encoded:
+        parts, _ = _int8(weight)
+        scale = parts["weight_scale"].bfloat16()
+        return {"weight": parts["weight"], "weight_scale": scale}, parts["weight"] * scale.float()
+
+    numbers = {"num_bits": 8, "type": "int", "symmetric": True, "group_size": None}
+    group = {
+        "targets": ["Linear"],
+        "weights": numbers | {"strategy": "channel", "dynamic": False},
+        "input_activations": numbers | {"strategy": "token", "dynamic": True},
+        "output_activations": None,
+    }
+    return encoder, {
+        "quant_method": "compressed-tensors",
+        "format": "int-quantized",
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head", *(f"re:.*{part.replace('.', '[.]')}" for part in keep)],
+        "kv_cache_scheme": None,
+    }
+
+
+LAYOUTS: dict[str, Callable[..., tuple[Callable[[Tensor], Encoded], dict[str, Any]]]] = {
+    "awq": awq,
+    "gptq": gptq,
+    "fp8": fp8,
+    "w8a8_int8": w8a8_int8,
+    "compressed-tensors": compressed_tensors,
+}
+
+
+# Widths of 7 tiles, and of 5 and 2.75 blocks of 128; heads that do not divide; groups of 128 columns, heads of 64.
+SMALL = {"hidden": 192, "heads": 6, "kv_heads": 3, "inter": 224, "layers": 2, "vocab": 500}
+WIDE = {"hidden": 384, "heads": 6, "kv_heads": 6, "head_dim": 64, "inter": 640, "layers": 2, "vocab": 500}
+PARTIAL = {"hidden": 192, "heads": 6, "kv_heads": 3, "head_dim": 64, "inter": 352, "layers": 2, "vocab": 500}
+
+CASES: dict[str, tuple[str, dict[str, Any], str, dict[str, Any]]] = {
+    "w8a8": ("qwen2", SMALL, "w8a8_int8", {}),
+    "compressed": ("llama3", PARTIAL, "compressed-tensors", {"keep": ("o_proj",)}),
+}
+
+
+def make(case: str, tmp: Path) -> tuple[Path, Path]:
+    """The quantised checkpoint and the plain one of the same weights, made below `tmp` unless they are there."""
+    family, dims, layout, options = CASES[case]
+    out = tmp / case
+    plain = Path(f"{out}-plain")
+    if not plain.exists():
+        encode(make_checkpoint(family, tmp, **dims), out, layout, **options)
+    return out, plain

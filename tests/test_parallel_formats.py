@@ -1,0 +1,87 @@
+"""Weight formats in the sharded layers: who gets which, how they are cut, and what they take."""
+
+from fractions import Fraction
+
+import pytest
+import torch
+
+from tilerank.kernels.formats import Float, Int8
+from tilerank.parallel.errors import ShardError
+from tilerank.parallel.layer import Sharding, WeightFormats
+from tilerank.parallel.layers import (
+    GateUpParallelLinear,
+    ParallelLMHead,
+    QKVParallelLinear,
+    ReplicatedLinear,
+    RMSNorm,
+    RowParallelLinear,
+    TiedEmbedding,
+)
+from tilerank.parallel.shard import cut_heads
+
+BF16 = Float(torch.bfloat16)
+
+
+def sharding(formats: WeightFormats | None, rank: int = 0, size: int = 1) -> Sharding:
+    return Sharding(rank, size, torch.bfloat16, None, formats=formats)
+
+
+def stored(projections: object, keeps: str = "none") -> WeightFormats:
+    """A checkpoint that has all modules but `keeps`, and the head, in the format."""
+    return WeightFormats(projections, projections, lambda name: keeps not in name and name != "lm_head")  # type: ignore[arg-type]
+
+
+def test_who_is_quantised_while_loading() -> None:
+    s = sharding(WeightFormats(Int8(), Int8()))
+    assert QKVParallelLinear("a", 64, 4, 2, 16, s).weight.format == Int8()
+    assert RowParallelLinear("a.o_proj", 64, 64, s, span=s.cut(64).spans[0]).weight.format == Int8()
+    assert GateUpParallelLinear("m", 64, 96, s).weight.format == Int8()
+    assert ParallelLMHead("lm_head", 64, 96, s).weight.format == Int8()
+    tied = TiedEmbedding("embed_tokens", 96, 64, s)
+    assert [layer.format for layer in tied.walk() if hasattr(layer, "format")] == [Int8()]
+    assert ReplicatedLinear("router", 64, 8, s).weight.format == BF16
+    assert RMSNorm("n", 64, 1e-6, s).weight.dtype is torch.bfloat16
+
+
+def test_who_is_quantised_in_the_checkpoint() -> None:
+    s = sharding(stored(Int8(), keeps="layers.1."))
+    assert QKVParallelLinear("layers.0.a", 64, 4, 2, 16, s).weight.format == Int8()
+    assert QKVParallelLinear("layers.1.a", 64, 4, 2, 16, s).weight.format == BF16
+    assert ParallelLMHead("lm_head", 64, 96, s).weight.format == BF16
+    with pytest.raises(ShardError, match=r"^a.k_proj is quantised and a.q_proj is not, expected the same of both"):
+        QKVParallelLinear("a", 64, 4, 2, 16, sharding(stored(Int8(), keeps="q_proj")))
+
+
+@pytest.mark.parametrize(
+    ("formats", "unit"),
+    [
+        (None, 32),
+        (WeightFormats(Int8(), Int8()), 64),
+        (stored(Int8()), 64),
+    ],
+)
+def test_widths_are_cut_in_whole_blocks(formats: WeightFormats | None, unit: int) -> None:
+    cut = sharding(formats, 0, 3).cut_width("m", 768)
+    assert cut.unit == unit
+    assert [span.start % unit for span in cut.spans] == [0, 0, 0]
+    with pytest.raises(ShardError, match=rf"^m: a width of 768 is {768 // unit} units of {unit} columns, .* not 25$"):
+        sharding(formats, 0, 25).cut_width("m", 768)
+
+
+def test_the_cost_rule_counts_bytes_of_the_format() -> None:
+    """32/4 heads over 3 ranks: with lighter weights the cache counts for more, and padding wins sooner."""
+
+    def waste(bytes_per_weight: Fraction | int) -> float:
+        return cut_heads(32, 4, 128, 2048, 3, cached_tokens=4096, bytes_per_weight=bytes_per_weight).waste
+
+    for form, per_weight in ((Int8(), 1 + Fraction(4, 4096)), (BF16, Fraction(2))):
+        s = Sharding(0, 3, torch.bfloat16, None, cached_tokens=4096, formats=WeightFormats(form, Int8()))
+        assert s.cut_heads(32, 4, 128, 2048).waste == waste(per_weight)
+    assert waste(1) > waste(2)
+
+
+def test_bytes_of_cached_numbers() -> None:
+    s = Sharding(0, 3, torch.bfloat16, None, cached_tokens=4096, kv_dtype=torch.int8)
+    assert (
+        s.cut_heads(32, 4, 128, 2048).waste == cut_heads(32, 4, 128, 2048, 3, cached_tokens=4096, bytes_per_kv=1).waste
+    )
