@@ -70,6 +70,14 @@ struct Epilogue {
     }
   }
 
+  template <class F>
+  void prefetch(Range rows, int64_t result, F&& prefetch_write) const {
+    const int64_t element = out.dtype == DType::f32 ? 4 : 2;
+    for (int64_t row = rows.begin; row < rows.end; ++row) {
+      prefetch_write(out.as<const char>() + (row * out.stride[0] + result * kBlockN) * element);
+    }
+  }
+
  private:
   static Vec load_some(const Tensor& from, int64_t i, int64_t count) {
     return from.dtype == DType::f32 ? load(from.as<const float>() + i, count) : load(from.as<const bf16>() + i, count);
