@@ -42,7 +42,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     sampling.add_argument("--top-k", type=whole_number(0), default=0, metavar="K", help="0: all tokens")
     sampling.add_argument("--top-p", type=_number(0.0, 1.0), default=1.0, metavar="P")
-    sampling.add_argument("--seed", type=whole_number(0), metavar="N", help="for the same text again (default: random)")
+    sampling.add_argument(
+        "--seed", type=whole_number(0, 2**64 - 1), metavar="N", help="for the same text again (default: random)"
+    )
     sampling.add_argument("--ignore-eos", action="store_true", help="go on after the end of the text")
     sampling.add_argument(
         "--logprobs", type=whole_number(1, 100), metavar="N", help="with --json: the N most likely tokens at every step"
@@ -109,9 +111,11 @@ class GenerateJob:
             )
 
     def memory_refusal(self, size: int, here: range, placement: Placement) -> str | None:
+        from tilerank.runtime import registry
+
         from .plan import plan_model
 
-        args, config = self._args, read_config(self._model_dir)
+        args, config = self._args, registry.read_config(self._model_dir)
         plan = plan_model(
             replace(config, max_position_embeddings=prompts.context_length(args, config)),
             size,

@@ -1,6 +1,8 @@
 """The prompts of the command line or of a file, checked and turned into token ids. No torch in here."""
 
 import argparse
+import codecs
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +12,7 @@ import msgspec
 from tilerank.loader.config import ModelConfig
 from tilerank.loader.tokenizer import Tokenizer
 
+from .cpulist import count
 from .errors import LaunchError
 
 
@@ -59,20 +62,39 @@ def read_prompts(args: argparse.Namespace) -> list[Prompt]:
 
 def _read_file(path: Path) -> Iterator[Prompt]:
     try:
-        lines = path.read_bytes().splitlines()
+        content = path.read_bytes()
     except OSError as e:
         raise LaunchError(f"{path}: cannot be read: {e.strerror}") from e
-    for number, raw in enumerate(lines, start=1):
+    if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        raise LaunchError(f"{path}: expected UTF-8, found the byte order mark of UTF-16")
+    # Editors of some systems put a mark before UTF-8, too, where it means nothing.
+    for number, raw in enumerate(content.removeprefix(codecs.BOM_UTF8).splitlines(), start=1):
         if not raw.strip():
             continue
         name = f"{path} line {number}"
         try:
             line = msgspec.json.decode(raw, type=_Line)
-        except (msgspec.DecodeError, UnicodeDecodeError) as e:
-            raise LaunchError(f"{name}: {e}") from e
+        except UnicodeDecodeError as e:
+            raise LaunchError(
+                f"{name}: expected UTF-8, found the byte 0x{e.object[e.start]:02x} where it cannot be"
+            ) from e
+        except msgspec.DecodeError as e:
+            half = _half_character(raw)
+            raise LaunchError(f"{name}: {f'{half} is half of a character, the other is missing' if half else e}") from e
         if (line.prompt is None) == (line.prompt_token_ids is None):
             raise LaunchError(f'{name}: expected either "prompt" or "prompt_token_ids"')
         yield Prompt(name, line.prompt, None if line.prompt_token_ids is None else tuple(line.prompt_token_ids))
+
+
+def _half_character(raw: bytes) -> str | None:
+    """The lone surrogate in a JSON text: JSON can spell it, no text can hold it."""
+    try:
+        json.dumps(json.loads(raw), ensure_ascii=False).encode()
+    except UnicodeEncodeError as e:
+        return f"\\u{ord(e.object[e.start]):04x}"
+    except (ValueError, RecursionError):
+        return None  # something else is wrong with it
+    return None
 
 
 def encode(
@@ -91,6 +113,14 @@ def encode(
             raise LaunchError(
                 f"{prompt.name} has {len(ids)} tokens, which leaves no room for an answer in the context of {context}"
             )
+        if args.max_total_tokens is not None:
+            new = min(args.max_new_tokens, context - len(ids))
+            # The last token is never fed back.
+            if (needed := len(ids) + new - 1) > args.max_total_tokens:
+                raise LaunchError(
+                    f"{prompt.name}: {count(len(ids), 'token')} and {new} new need a cache of {needed}, found "
+                    f"--max-total-tokens {args.max_total_tokens}; raise it or lower --max-new-tokens"
+                )
         encoded.append(ids)
     return encoded
 

@@ -143,7 +143,7 @@ def meeting(identity: Identity, env: Mapping[str, str], address: str | None = No
         bound, _, number = env.get("TILERANK_STORE", "").rpartition(":")
         return Meeting("given", bound, _number(env, "TILERANK_STORE", number))
     if identity.launcher == "torchrun" and env.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        attempt = int(env.get("TORCHELASTIC_RESTART_COUNT", "0"))
+        attempt = _number(env, "TORCHELASTIC_RESTART_COUNT", env.get("TORCHELASTIC_RESTART_COUNT", "0"))
         return Meeting("agent", _text(env, "MASTER_ADDR"), _number(env, "MASTER_PORT"), attempt)
     host = address or env.get("MASTER_ADDR")
     if host:
@@ -187,7 +187,8 @@ def _read(convention: _Convention, env: Mapping[str, str]) -> Identity:
     rank, size = _number(env, convention.rank), _number(env, convention.size)
     if convention.launcher == "Slurm":
         local_rank = _number(env, convention.local_rank)
-        local_size = tasks_on_host(_text(env, convention.local_size), int(env.get("SLURM_NODEID", "0")))
+        node = _number(env, "SLURM_NODEID", env.get("SLURM_NODEID", "0"))
+        local_size = tasks_on_host(_text(env, convention.local_size), node)
     elif convention.launcher == "environment" and convention.local_rank not in env:
         # Whoever writes only RANK and WORLD_SIZE runs everything on one machine, or one process a host (Kubernetes).
         here = env.get("MASTER_ADDR", "localhost") in ("localhost", "127.0.0.1")

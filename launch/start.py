@@ -199,11 +199,13 @@ def _auto_or_count(text: str) -> int | None:
 def whole_number(low: int, high: float = float("inf")) -> Callable[[str], int]:
     """An argparse type: a whole number from `low` to `high`."""
 
+    bounds = f"from {low}{f' to {high}' * (high < float('inf'))}"
+
     def parse(text: str) -> int:
-        if not re.fullmatch(r"-?[0-9]{1,18}", text) or not low <= int(text) <= high:
-            raise argparse.ArgumentTypeError(
-                f"{text!r} is not a whole number from {low}{f' to {high}' * (high < 1e18)}"
-            )
+        if re.fullmatch(r"-?[0-9]{19,}", text) and high == float("inf"):
+            raise argparse.ArgumentTypeError(f"{text} is too large; expected at most 18 digits")
+        if not re.fullmatch(r"-?[0-9]{1,4000}", text) or not low <= int(text) <= high:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number {bounds}")
         return int(text)
 
     return parse

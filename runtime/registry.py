@@ -22,7 +22,11 @@ def model_class(model_type: str) -> type[Model]:
 
 def read_config(model_dir: Path) -> ModelConfig:
     """The config of a checkpoint; an unknown family is refused as such, not for the keys that it spells otherwise."""
-    model_class(read_model_type(model_dir))
+    model_type = read_model_type(model_dir)
+    try:
+        model_class(model_type)
+    except ConfigError as e:
+        raise ConfigError(f"{model_dir / 'config.json'}: {e}") from e
     return load_config(model_dir)
 
 

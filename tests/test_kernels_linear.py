@@ -1,5 +1,6 @@
 """The packed linear layer against plain torch in float64, on every rung."""
 
+import itertools
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -223,6 +224,13 @@ def test_write_rectangles(rung: str, dtype: torch.dtype, threads: int) -> None:
     weight.write(torch.ones(3, 2), 30, 63)
     plain[30:33, 63:65] = 1
     assert torch.equal(weight.unpack(), plain)
+    # On tile edges in k, where whole tiles are moved, with upper, lower, both or no whole halves of a block of outputs.
+    for seed, rows in enumerate(((0, 16, 37, 64, 117), (0, 48, 50, 81, 117))):
+        plain = randn(117, 2100, seed=2 + seed).to(dtype)
+        for top, bottom in itertools.pairwise(rows):
+            for left, right in ((0, 64), (64, 2080), (2080, 2100)):
+                weight.write(plain[top:bottom, left:right], top, left)
+        assert torch.equal(weight.unpack(), plain)
     core.start_pool(None, 1, spin=False)
 
 

@@ -1,5 +1,6 @@
 """Bad input to `tilerank generate`, end to end: one clear sentence, a status that is not 0, nothing left behind."""
 
+import argparse
 import json
 import os
 import re
@@ -13,6 +14,7 @@ import pytest
 from command import DEMO, ENDLESS, SOON_S, Result, Run, await_true, demo_copy, endless_copy, run
 
 from tilerank.launch.bootstrap import listen
+from tilerank.launch.prompts import read_prompts
 
 
 def assert_refused(result: Result, sentence: str, status: int = 1) -> None:
@@ -78,8 +80,14 @@ def other_shape(model: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "sentence"),
     [
-        pytest.param(unknown_type, r".*expected one of llama, .*qwen3.*, found .wavenet.*", id="unknown-model-type"),
-        pytest.param(other_family, r".*expected one of llama, .*qwen3.*, found .gpt2.*", id="other-family"),
+        pytest.param(
+            unknown_type,
+            r".*/config\.json: .*expected one of llama, .*qwen3.*, found .wavenet.*",
+            id="unknown-model-type",
+        ),
+        pytest.param(
+            other_family, r".*/config\.json: .*expected one of llama, .*qwen3.*, found .gpt2.*", id="other-family"
+        ),
         pytest.param(no_config, r".*config\.json.*", id="no-config"),
         pytest.param(no_tokenizer, r".*tokenizer\.json.*", id="no-tokenizer"),
         pytest.param(broken_tokenizer, r".*tokenizer\.json.*", id="broken-tokenizer"),
@@ -123,6 +131,11 @@ def test_damaged_model(tmp_path: Path, damage: Callable[[Path], None], sentence:
             r"--cores 0 and --bind none contradict.*",
             id="cores-unbound",
         ),
+        pytest.param(
+            ["--prompt", "a b c d", "--max-total-tokens", "30", "--max-new-tokens", "40"],
+            r"prompt 1: \d tokens and 40 new need a cache of 4\d, found --max-total-tokens 30; raise it or lower .*",
+            id="small-cache",
+        ),
         pytest.param([], r"nothing to generate from.*", id="no-prompt"),
         pytest.param(["--prompt", ""], r"prompt 1 is empty.*", id="empty-prompt"),
         pytest.param(["--prompt", "x", "--logprobs", "2"], r"--logprobs needs --json", id="logprobs-alone"),
@@ -155,12 +168,29 @@ def test_no_model() -> None:
         ('{"promt": "a"}', ".*unknown field `promt`.*"),
         ('{"prompt": "a"', ".*truncated.*"),
         ("once upon a time", ".*malformed.*"),
+        (r'{"prompt": "a\ud83d b"}', r"\\ud83d is half of a character, the other is missing"),
     ],
 )
 def test_prompt_file_errors_name_the_line(tmp_path: Path, line: str, sentence: str) -> None:
     file = tmp_path / "prompts.jsonl"
     file.write_text('{"prompt": "fine"}\n\n' + line + "\n")
     assert_refused(run("generate", DEMO, "--prompt-file", file), f"{re.escape(str(file))} line 3:? {sentence}")
+
+
+def test_prompt_file_of_another_encoding(tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_bytes('{"prompt": "fine"}\n'.encode("utf-16"))
+    assert_refused(run("generate", DEMO, "--prompt-file", file), f"{file}: expected UTF-8, found the byte order mark.*")
+    file.write_bytes(b'{"prompt": "caf\xe9"}\n')
+    sentence = f"{file} line 1: expected UTF-8, found the byte 0xe9 where it cannot be"
+    assert_refused(run("generate", DEMO, "--prompt-file", file), sentence)
+
+
+def test_a_mark_before_utf8_means_nothing(tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_bytes(b'\xef\xbb\xbf{"prompt_token_ids": [1, 2]}\n')
+    (prompt,) = read_prompts(argparse.Namespace(prompt=[], prompt_file=file, chat=False))
+    assert (prompt.name, prompt.token_ids) == (f"{file} line 1", (1, 2))
 
 
 @pytest.mark.parametrize(
@@ -314,6 +344,18 @@ def test_text_that_the_terminal_cannot_show() -> None:
     assert ascii_only.out == utf8.out.encode("ascii", "backslashreplace").decode()
     as_json = run(*arguments, "--json", env={"PYTHONIOENCODING": "ascii"})
     assert json.loads(as_json.out)["text"] + "\n" == utf8.out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["--seed", "1" * 21], f"argument --seed: '{'1' * 21}' is not a whole number from 0 to {2**64 - 1}"),
+        (["--top-k", "1" * 21], f"argument --top-k: {'1' * 21} is too large; expected at most 18 digits"),
+    ],
+)
+def test_numbers_that_are_too_large(arguments: list[str], reason: str) -> None:
+    result = run("generate", DEMO, "--prompt", "x", *arguments)
+    assert (result.status, result.err) == (2, f"tilerank: error: {reason} (tilerank generate --help)\n")
 
 
 def test_a_wrong_option_is_one_sentence() -> None:

@@ -114,6 +114,7 @@ def test_identity(env: dict[str, str], expected: Identity) -> None:
         ),
         pytest.param({**MPICH, "PMI_RANK": "3"}, ["PMI_RANK=3 is not below PMI_SIZE=3"], id="rank-beyond"),
         pytest.param({**MPICH, "PMI_SIZE": "three"}, ["PMI_SIZE=three is not a whole number"], id="no-number"),
+        pytest.param({**SRUN, "SLURM_NODEID": "x3"}, ["SLURM_NODEID=x3 is not a whole number"], id="no-node"),
         pytest.param({**MPICH, "PMI_RANK": "-1"}, ["PMI_RANK=-1"], id="negative"),
         pytest.param({"OMPI_COMM_WORLD_RANK": "0"}, ["OMPI_COMM_WORLD_SIZE is not set"], id="half-a-set"),
         pytest.param(
@@ -131,6 +132,11 @@ def test_contradictions_are_refused(env: dict[str, str], words: list[str]) -> No
         identify(env)
     for word in words:
         assert word in str(refused.value)
+
+
+def test_a_restart_count_that_is_no_number_is_refused() -> None:
+    with pytest.raises(LaunchError, match="TORCHELASTIC_RESTART_COUNT=many is not a whole number"):
+        meeting(identify(TORCHRUN), {**TORCHRUN, "TORCHELASTIC_RESTART_COUNT": "many"})
 
 
 def test_tp_must_be_what_the_launcher_started() -> None:

@@ -17,6 +17,12 @@ static inline float load_one(const f16* p) { return _cvtsh_ss(p->bits); }
 // to[i] = from[i * stride] for i < n
 template <class To, class From>
 static void convert(To* to, const From* from, int64_t stride, int64_t n) {
+  if constexpr (std::is_same_v<To, From>) {
+    if (stride == 1) {
+      std::memcpy(to, from, static_cast<size_t>(n) * sizeof(To));
+      return;
+    }
+  }
   if constexpr (std::is_same_v<From, float> || std::is_same_v<From, bf16>) {
     if (stride == 1) {
       for (int64_t i = 0; i < n; i += kLanes) {
@@ -72,10 +78,64 @@ static void pack_row(float* block, const From* from, int64_t stride, const Corne
   }
 }
 
+// 16 source rows of 32 columns, `stride` elements apart, into one bf16 tile: a transposition of pairs.
+static inline void pack_tile(bf16* tile, const bf16* from, int64_t stride) {
+#ifdef TR_AVX512
+  __m512i a[16], b[16];
+  for (int i = 0; i < 16; ++i) {
+    a[i] = _mm512_loadu_si512(from + i * stride);
+    _mm_prefetch(reinterpret_cast<const char*>(from + i * stride + 8 * kBlockK), _MM_HINT_T0);
+  }
+  for (int i = 0; i < 16; i += 2) {
+    b[i] = _mm512_unpacklo_epi32(a[i], a[i + 1]);
+    b[i + 1] = _mm512_unpackhi_epi32(a[i], a[i + 1]);
+  }
+  for (int i = 0; i < 16; i += 4) {
+    a[i] = _mm512_unpacklo_epi64(b[i], b[i + 2]);
+    a[i + 1] = _mm512_unpackhi_epi64(b[i], b[i + 2]);
+    a[i + 2] = _mm512_unpacklo_epi64(b[i + 1], b[i + 3]);
+    a[i + 3] = _mm512_unpackhi_epi64(b[i + 1], b[i + 3]);
+  }
+  // Quarter q of a[4 g + j] holds pair 4 q + j of rows 4 g ... 4 g + 3.
+  for (int j = 0; j < 4; ++j) {
+    const __m512i even0 = _mm512_shuffle_i32x4(a[j], a[4 + j], 0x88), odd0 = _mm512_shuffle_i32x4(a[j], a[4 + j], 0xdd);
+    const __m512i even1 = _mm512_shuffle_i32x4(a[8 + j], a[12 + j], 0x88);
+    const __m512i odd1 = _mm512_shuffle_i32x4(a[8 + j], a[12 + j], 0xdd);
+    // Past the caches: nobody reads the weight before all of it is there.
+    _mm512_stream_si512(reinterpret_cast<__m512i*>(tile + 32 * j), _mm512_shuffle_i32x4(even0, even1, 0x88));
+    _mm512_stream_si512(reinterpret_cast<__m512i*>(tile + 32 * (4 + j)), _mm512_shuffle_i32x4(odd0, odd1, 0x88));
+    _mm512_stream_si512(reinterpret_cast<__m512i*>(tile + 32 * (8 + j)), _mm512_shuffle_i32x4(even0, even1, 0xdd));
+    _mm512_stream_si512(reinterpret_cast<__m512i*>(tile + 32 * (12 + j)), _mm512_shuffle_i32x4(odd0, odd1, 0xdd));
+  }
+#else
+  for (int output = 0; output < 16; ++output) {
+    for (int pair = 0; pair < 16; ++pair) {
+      std::memcpy(tile + pair * 32 + output * 2, from + output * stride + pair * 2, 4);
+    }
+  }
+#endif
+}
+
+// The tiles that lie whole inside the rectangle, of one block of outputs; returns how many columns they cover.
+static int64_t pack_tiles(bf16* block, const Tensor& rows, int64_t first_row, Range columns, int64_t col, bool upper,
+                          bool lower) {
+  if (rows.stride[1] != 1 || (col + columns.begin) % kBlockK != 0) return 0;
+  if (reinterpret_cast<uintptr_t>(block) % 64 != 0) return 0;
+  const int64_t whole = (columns.end - columns.begin) / kBlockK * kBlockK, stride = rows.stride[0];
+  const bf16* const from = rows.as<const bf16>() + first_row * stride + columns.begin;
+  bf16* const to = block + (col + columns.begin) / kBlockK * 2 * kTile;
+  for (int64_t k = 0; k < whole; k += kBlockK) {
+    bf16* const tiles = to + k / kBlockK * 2 * kTile;
+    if (upper) pack_tile(tiles, from + k, stride);
+    if (lower) pack_tile(tiles + kTile, from + 16 * stride + k, stride);
+  }
+  return whole;
+}
+
 template <class To, class From>
 static void pack_rectangle(const Tensor& data, const Tensor& rows, const Corner& at, Team& team) {
-  // Tasks of 32 packed outputs x 512 columns, whole blocks of the destination: threads write different lines.
-  constexpr int64_t kColumns = 512;
+  // Tasks of 32 packed outputs x 2048 columns, whole blocks of the destination: threads write different lines.
+  constexpr int64_t kColumns = 2048;
   const int64_t count = rows.size[0], width = rows.size[1];
   const int64_t first_block = at.row / kBlockN, row_tasks = blocks(at.row + count, kBlockN) - first_block;
   const int64_t column_tasks = blocks(width, kColumns);
@@ -85,10 +145,22 @@ static void pack_rectangle(const Tensor& data, const Tensor& rows, const Corner&
     const int64_t column = task % column_tasks * kColumns;
     const Range columns{column, std::min(column + kColumns, width)};
     const int64_t begin = std::max<int64_t>(block - at.row, 0), end = std::min(block + kBlockN - at.row, count);
+    To* const to = data.row<To>(block / kBlockN);
+    const bool upper = begin + at.row == block && end - begin >= 16,
+               lower = end + at.row == block + kBlockN && end - begin >= 16;
+    int64_t tiled = 0;
+    if constexpr (std::is_same_v<To, bf16> && std::is_same_v<From, bf16>) {
+      tiled = pack_tiles(to, rows, block - at.row, columns, at.col, upper, lower);
+    }
     for (int64_t row = begin; row < end; ++row) {
-      pack_row(data.row<To>(block / kBlockN), rows.row<const From>(row), rows.stride[1], at, row, columns);
+      const bool in_tile = (row + at.row) % kBlockN < 16 ? upper : lower;
+      const Range rest{columns.begin + (in_tile ? tiled : 0), columns.end};
+      pack_row(to, rows.row<const From>(row), rows.stride[1], at, row, rest);
     }
   }
+#ifdef TR_AVX512
+  _mm_sfence();
+#endif
 }
 
 template <class To>
