@@ -3,11 +3,14 @@
 The rules are those of CUDA graphs. A step is recorded for fixed shapes; what changes from run to run is *values* in
 tensors that exist outside it, which are copied in before a run. Whatever runs between its launches is not part of it,
 so a recorded step may consist of kernels and views alone: a torch operation that computes or copies is an error while
-recording, and Python may not look at values, which do not exist yet.
+recording, and Python may not look at values, which do not exist yet. What has to be Python in every run (a message to
+another host) cuts the graph: see `between_launches`.
 """
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -63,23 +66,40 @@ class Graph:
         from . import _C
 
         self._recorded: _C.Graph = _C.Graph(share._recorded if share else None)
+        self._cuts: list[tuple[int, Callable[[], object]]] = []  # what runs before the launch of that number
         self._recorded.begin()
+        _recording.graph = self
         try:
             with _KernelsOnly():  # type: ignore[no-untyped-call]
-                self.output: Tensor = self._recorded.output(step())
+                self.output: Tensor = self._recorded.alias(step())
         finally:
+            _recording.graph = None
             self._recorded.end()
 
     def run(self) -> Tensor:
         """One call into the compiled core, without the interpreter's lock: the pool's threads walk the launches with a
         barrier after each. Returns `output`. What a kernel raises ends the run and comes out as if launched alone.
         """
-        self._recorded.run()
+        begin = 0
+        for end, act in self._cuts:
+            self._recorded.run(begin, end)
+            act()
+            begin = end
+        self._recorded.run(begin, len(self))
         return self.output
 
     def profile(self) -> Profile:
         """Runs once and measures."""
-        return Profile(*self._recorded.profile())
+        entries: list[tuple[str, float]] = []
+        began, begin = time.perf_counter(), 0
+        for end, act in self._cuts:
+            entries += self._recorded.profile(begin, end)[0]
+            cut = time.perf_counter()
+            act()
+            entries.append(("python", time.perf_counter() - cut))
+            begin = end
+        last, seconds = self._recorded.profile(begin, len(self))
+        return Profile(entries + last, time.perf_counter() - began if self._cuts else seconds)
 
     def nbytes(self) -> int:
         """Memory mapped for what is allocated inside, with that of the graphs that share it."""
@@ -88,6 +108,27 @@ class Graph:
     def __len__(self) -> int:
         """Launches."""
         return len(self._recorded)
+
+
+class _Recording(threading.local):
+    graph: Graph | None = None  # that this thread records
+
+
+_recording = _Recording()
+
+
+def between_launches(act: Callable[..., object], *tensors: Tensor) -> None:
+    """Calls `act(*tensors)`: now, or, while a step is recorded, in every run of it at this place.
+
+    `act` computes with torch as it likes and writes its results to some of the tensors. In a recording it gets views of
+    them that keep no memory from being used again further on, so it must not hold on to them.
+    """
+    graph = _recording.graph
+    if graph is None:
+        act(*tensors)
+        return
+    views = [graph._recorded.alias(tensor) for tensor in tensors]
+    graph._cuts.append((len(graph), lambda: act(*views)))
 
 
 class _KernelsOnly(TorchDispatchMode):  # type: ignore[no-untyped-call]

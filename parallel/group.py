@@ -65,7 +65,8 @@ class Group(Protocol):
 
 @runtime_checkable
 class RecordableGroup(Group, Protocol):
-    """A group whose collectives are kernels, so that they can be part of a recorded step (kernels/graph.py)."""
+    """A group whose collectives are kernels, or cuts between them, so that they can be part of a recorded step
+    (kernels/graph.py)."""
 
     def replay(self, run: Callable[[], object]) -> None:
         """Call `run`, which repeats what was recorded. Raises as the recorded collectives do: GroupError."""

@@ -2,14 +2,15 @@
 
 import contextlib
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from tilerank.kernels import ops
+from tilerank.kernels import core, ops
+from tilerank.kernels.graph import between_launches
 
 from .errors import GroupError
 from .group import CHUNK, Group, SingleGroup, checked_columns, checked_root, checked_sum_dtype, sum_in_rank_order
@@ -111,17 +112,15 @@ class HostGroup:
         with self._doing("all_reduce"):
             for start in range(0, flat.numel(), step):
                 part = flat[start : start + step]
-                everyone = self._collect(part)
-                if everyone is not None:
-                    sum_in_rank_order(everyone, part)
+                self._lead(self._sum, self._inside.all_gather(part), part)
                 self._after.broadcast(part)
         return out
 
     def all_gather(self, x: Tensor) -> Tensor:
         with self._doing("all_gather"):
-            everyone = self._collect(x)
-            if everyone is None:
-                everyone = torch.empty((self.size, *x.shape), dtype=x.dtype)
+            here = self._inside.all_gather(x)
+            everyone = core.empty((self.size, *x.shape), x.dtype)
+            self._lead(self._gather, here, everyone)
             return self._after.broadcast(everyone)
 
     def gather_columns(self, x: Tensor, starts: Tensor, n: int) -> Tensor:
@@ -134,8 +133,7 @@ class HostGroup:
         with self._doing("broadcast"):
             if self.rank in self._hosts[home]:
                 self._inside.broadcast(out, self._hosts[home].index(root))
-            if self._between is not None:
-                self._between.broadcast(out, home)
+            self._lead(lambda between, out: between.broadcast(out, home), out)
             if self.rank not in self._hosts[home]:
                 self._after.broadcast(out)
         return out
@@ -146,6 +144,10 @@ class HostGroup:
             if self._between is not None:
                 self._between.barrier()
             self._after.barrier()
+
+    def replay(self, run: Callable[[], object]) -> None:
+        with self._doing("a recorded step"):
+            self._inside.replay(run)
 
     def close(self) -> None:
         self._inside.close()
@@ -162,11 +164,20 @@ class HostGroup:
             self._watch.check(what)
             raise
 
-    def _collect(self, x: Tensor) -> Tensor | None:
-        """`[size, *x.shape]` in rank order on the leaders, None on the others."""
-        here = self._inside.all_gather(x)
-        if self._between is None:
-            return None
-        padded = torch.zeros((self._most, *x.shape), dtype=x.dtype)
+    def _lead(self, act: Callable[..., object], *tensors: Tensor) -> None:
+        """What the leaders do among themselves: `act(between, *tensors)`. In a recorded step it is a cut, while what
+        happens inside a host, and all that ranks do which lead none, is kernels."""
+        if (between := self._between) is not None:
+            between_launches(lambda *now: act(between, *now), *tensors)
+
+    def _sum(self, between: Group, here: Tensor, out: Tensor) -> None:
+        sum_in_rank_order(self._exchange(between, here), out)
+
+    def _gather(self, between: Group, here: Tensor, everyone: Tensor) -> None:
+        everyone.copy_(self._exchange(between, here))
+
+    def _exchange(self, between: Group, here: Tensor) -> Tensor:
+        """`[size, *x.shape]` in rank order, from the `x` of this host's ranks."""
+        padded = torch.zeros((self._most, *here.shape[1:]), dtype=here.dtype)
         padded[: len(here)] = here
-        return self._between.all_gather(padded).flatten(0, 1)[self._order]
+        return between.all_gather(padded).flatten(0, 1)[self._order]

@@ -12,7 +12,7 @@ from torch import Tensor
 from tilerank.kernels import core, ops
 from tilerank.kernels.attention import KV_BLOCK, KVLayer, attention, store_kv
 from tilerank.kernels.errors import KernelError
-from tilerank.kernels.graph import Graph
+from tilerank.kernels.graph import Graph, between_launches
 from tilerank.kernels.linear import PackedWeight, linear
 
 COMPILED = RUNGS[:-1]
@@ -246,6 +246,59 @@ def test_a_kernels_error_comes_out_of_a_run_as_it_does_eagerly(threads: int) -> 
     assert str(replayed.value) == str(eager.value) == "take_rows: rows: expected values in [0, 4), found 9"
     rows[1] = 3
     assert torch.equal(graph.run(), ops.silu_mul(x[[0, 3]]))
+
+
+@needs_compiled
+def test_python_between_launches_runs_at_its_place_in_every_run() -> None:
+    x, weight, calls = torch.randn(2, 64), torch.ones(32), []
+
+    def double(seen: Tensor, out: Tensor) -> None:
+        calls.append(seen.clone())
+        out.copy_(2 * seen)
+
+    def step() -> Tensor:
+        y = ops.silu_mul(x)
+        doubled = core.empty((2, 32), torch.float32)
+        between_launches(double, y, doubled)
+        del y
+        return ops.rms_norm(ops.rms_norm(doubled, weight, 1e-5), weight, 1e-5)
+
+    graph = Graph(step)
+    assert len(graph) == 3 and not calls
+    for number in range(1, 4):
+        x.normal_()
+        found = graph.run().clone()
+        assert len(calls) == number and torch.equal(calls[-1], ops.silu_mul(x))
+        doubled = 2 * calls[-1]
+        assert torch.equal(found, ops.rms_norm(ops.rms_norm(doubled, weight, 1e-5), weight, 1e-5))
+    assert torch.equal(found, step())  # outside of a recording it is called at once
+    profile = graph.profile()
+    assert [name for name, _ in profile.entries] == ["silu_mul", "python", "rms_norm", "rms_norm"]
+    assert profile.seconds > sum(seconds for _, seconds in profile.entries)
+
+
+@needs_compiled
+def test_a_failure_between_launches_ends_the_run() -> None:
+    x, good = torch.randn(2, 64), [True]
+
+    def act(y: Tensor) -> None:
+        if not good[0]:
+            raise ConnectionError("nobody there")
+
+    def step() -> Tensor:
+        y = ops.silu_mul(x)
+        between_launches(act, y)
+        return ops.silu_mul(y)
+
+    graph = Graph(step)
+    before = graph.run().clone()
+    x.normal_()
+    good[0] = False
+    with pytest.raises(ConnectionError, match="nobody there"):
+        graph.run()
+    assert torch.equal(graph.output, before)
+    good[0] = True
+    assert torch.equal(graph.run(), ops.silu_mul(ops.silu_mul(x)))
 
 
 @needs_compiled

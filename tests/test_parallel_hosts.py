@@ -67,6 +67,12 @@ def test_two_hosts_give_the_bits_of_one(two_hosts: list[str]) -> None:
     assert over_hosts == run_ranks(4, target, kwargs={"transport": "ShmGroup", "steps": 1})
 
 
+@needs_core
+def test_collectives_of_two_hosts_are_recorded(two_hosts: list[str]) -> None:
+    with start(two_hosts, "replay:record_collectives") as ranks:
+        assert [found["equal"] for found in ranks.results(60)] == [[True] * 10] * 4
+
+
 def test_control_messages_reach_the_other_host(two_hosts: list[str]) -> None:
     with start(two_hosts, "test_parallel_group:talk", collectives="gloo") as ranks:
         assert ranks.results(60) == [[], *[[5, 0, 2_560_000]] * 3]

@@ -71,6 +71,36 @@ def test_collectives_are_recorded() -> None:
         assert found["closed"] == "a recorded step in a group that was closed"
 
 
+# Ranks 0 and 2 share a host. A rank that leads a host has cuts in its graph, the one that does not has none.
+HOSTS = ["a", "b", "a"]
+
+
+def test_replay_over_hosts_equals_eager_and_one_host(checkpoints: dict[str, str]) -> None:
+    models = (checkpoints["llama"], checkpoints["qwen3_moe"])
+    names = [Path(model).name for model in models]
+    with Ranks(3, "replay:compare", kwargs={"models": list(models)}, hosts=HOSTS) as ranks:
+        over_hosts = ranks.results(120)
+    one_host = [ranks[0] for ranks in compared(3, 2, tuple(checkpoints.values())) if ranks[0]["model"] in names]
+    for here, *found in zip(one_host, *over_hosts, strict=True):
+        for rank in found:
+            assert rank["replayed"] == rank["eager"] == here["eager"], (rank["model"], rank["dtype"])
+
+
+def test_collectives_over_hosts_are_recorded() -> None:
+    with Ranks(3, "replay:record_collectives", threads=2, hosts=HOSTS) as ranks:
+        assert [found["equal"] for found in ranks.results(60)] == [[True] * 10] * 3
+
+
+@pytest.mark.parametrize("victim", [0, 1, 2])
+def test_a_rank_of_either_host_killed_during_replay_is_named_by_the_others(victim: int) -> None:
+    with Ranks(3, "replay:replay_in_lockstep_for_ever", timeout_s=300, hosts=HOSTS) as ranks:
+        for rank in range(3):
+            ranks.wait_for(rank, "replaying")
+        ranks.signal(victim, signal.SIGKILL)
+        for rank in {0, 1, 2} - {victim}:
+            assert ranks.result(rank, 30).startswith(f"rank {victim} is gone during a recorded step")
+
+
 def test_other_groups_stay_eager_and_say_so_once() -> None:
     said = run_ranks(2, "replay:stays_eager", kwargs={"model": str(DEMO)}, collectives="gloo")
     assert said == [["decode steps run eagerly: collectives of GlooGroup cannot be recorded"], []]

@@ -200,7 +200,7 @@ py::object empty(const std::vector<int64_t>& shape, int dtype) {
 }
 
 // The same memory, without its block in the arena: that may be used again while this tensor lives.
-py::object output_of(const Recording& self, const py::object& result) {
+py::object alias_of(const Recording& self, const py::object& result) {
   const dlpack::Tensor raw = borrow(result.ptr(), "Graph");
   char* const data = static_cast<char*>(raw.data) + raw.byte_offset;
   if (raw.ndim > kMaxDims || !self.graph.arena()->contains(data)) {
@@ -304,14 +304,14 @@ PYBIND11_MODULE(_C, m) {
              recording = &self;
            })
       .def("end", [](Recording&) { recording = nullptr; })
-      .def("output", &output_of)
+      .def("alias", &alias_of)
       .def(
-          "run", [](const Recording& self) { self.graph.run(); }, no_gil)
+          "run", [](const Recording& self, size_t begin, size_t end) { self.graph.run(begin, end); }, no_gil)
       .def("profile",
-           [](const Recording& self) {
+           [](const Recording& self, size_t begin, size_t end) {
              const Graph::Profile profile = [&] {
                py::gil_scoped_release unlocked;
-               return self.graph.profile();
+               return self.graph.profile(begin, end);
              }();
              std::vector<std::pair<std::string, double>> entries;
              for (const auto& [kernel, seconds] : profile.entries) entries.emplace_back(kernel, seconds);

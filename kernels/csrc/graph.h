@@ -19,8 +19,8 @@ class Graph {
   void add(int kernel, const Call& call);
   size_t size() const { return calls_.size(); }
 
-  // All calls in order on the pool's threads; what a kernel throws ends it and comes out.
-  void run() const { Pool::instance().run(calls_.data(), calls_.size()); }
+  // Calls [begin, end) in order on the pool's threads; what a kernel throws ends it and comes out.
+  void run(size_t begin, size_t end) const { Pool::instance().run(calls_.data() + begin, end - begin); }
 
   struct Entry {
     std::string kernel;
@@ -31,7 +31,7 @@ class Graph {
     double seconds;  // of the whole run
   };
   // The same, watched.
-  Profile profile() const;
+  Profile profile(size_t begin, size_t end) const;
 
  private:
   std::shared_ptr<Arena> arena_;
