@@ -25,15 +25,18 @@ test-long: $(VENV)/.test
 test-numa: $(VENV)/.test
 	TILERANK_REQUIRE_NUMA=1 $(BIN)/pytest -m numa
 
-# test-sanitize: the kernel tests on a core built aside with the address and undefined behaviour sanitizers; the pool's
-# own tests bring the thread sanitizer, which does not bear another beside it
+THREAD_TESTS := tests/test_kernels_pool.py tests/test_kernels_shm.py
+
+# test-sanitize: the kernel tests on a core built aside with the address and undefined behaviour sanitizers, but those
+# of threads and ranks (pool, shm), which bring the thread sanitizer: it does not bear another beside it
 test-sanitize: $(VENV)/.test
 	rm -rf build/sanitized build/temp.* build/lib.*
 	TILERANK_SANITIZE=address,undefined $(BIN)/pip install --quiet --disable-pip-version-check --no-deps --target build/sanitized .
 	rm -rf build/temp.* build/lib.*
 	LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" \
 	    ASAN_OPTIONS=detect_leaks=0 PYTHONMALLOC=malloc PYTHONPATH=build/sanitized \
-	    $(BIN)/pytest $(filter-out tests/test_kernels_pool.py,$(wildcard tests/test_kernels_*.py))
+	    $(BIN)/pytest $(filter-out $(THREAD_TESTS),$(wildcard tests/test_kernels_*.py))
+	$(BIN)/pytest $(THREAD_TESTS)
 
 # lint: ruff and clang-format
 lint: $(VENV)/.test
