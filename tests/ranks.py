@@ -98,7 +98,7 @@ class Ranks:
     def signal(self, rank: int, number: signal.Signals) -> None:
         self.processes[rank].send_signal(number)
 
-    def wait_for(self, rank: int, line: str, timeout: float = 60.0) -> None:
+    def wait_for(self, rank: int, line: str, timeout: float = 300.0) -> None:
         """Until the rank has printed `line`."""
         deadline = time.monotonic() + timeout
         while line.encode() + b"\n" not in self._output[rank]:
@@ -106,7 +106,7 @@ class Ranks:
                 raise RankFailed(f"rank {rank} did not print {line!r}:\n{self.output(rank)}")
             time.sleep(0.01)
 
-    def wait(self, rank: int, timeout: float = 60.0) -> int:
+    def wait(self, rank: int, timeout: float = 300.0) -> int:
         """Exit status; negative signal number where it was killed."""
         return self.processes[rank].wait(timeout)
 
@@ -130,7 +130,7 @@ class Ranks:
             raise RankFailed(f"ranks ended with {codes} (None: still running after {timeout:g} s)\n{said}")
         return [json.loads(self._result_line(rank)) for rank in range(len(self.processes))]
 
-    def result(self, rank: int, timeout: float = 60.0) -> Any:
+    def result(self, rank: int, timeout: float = 300.0) -> Any:
         """What one rank returned; the others may be dead or stopped."""
         code = self.wait(rank, timeout)
         if code != 0:
@@ -153,7 +153,7 @@ def run_ranks(
     kwargs: dict[str, Any] | None = None,
     env: dict[str, str] | None = None,
     threads: int = 1,
-    timeout: float = 120.0,
+    timeout: float = 400.0,
     collectives: str = "auto",
     spin: bool = False,
 ) -> list[Any]:

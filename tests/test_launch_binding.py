@@ -54,7 +54,7 @@ def child(code: str, group: Path | None = None) -> Any:
     """Runs code in a new process, inside a version 1 control group if given; returns what it answered."""
     join = f"Path({str(group)!r}, 'cgroup.procs').write_text(str(os.getpid()))\n" if group else ""
     script = PRELUDE + join + textwrap.dedent(code)
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 

@@ -22,7 +22,7 @@ def whats(machine: Machine, root: Path, refusal: str | None = None) -> list[str]
 
 def run_python(code: str, **environ: str) -> subprocess.CompletedProcess[str]:
     env = {name: value for name, value in os.environ.items() if name != "TILERANK_ISA"} | environ
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=env)
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, env=env)
 
 
 DOCTOR = """

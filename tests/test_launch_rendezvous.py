@@ -284,7 +284,7 @@ def start_rank(rank: int, *, wrapped: bool) -> "subprocess.Popen[str]":
 def test_children_of_one_launcher_find_rank_0() -> None:
     """Three processes with this one as their launcher, one of them behind a wrapper script; rank 0 comes last."""
     ranks = [start_rank(rank, wrapped=rank == 1) for rank in (1, 2, 0)]
-    lines = sorted(process.communicate(timeout=30)[0].split() for process in ranks)
+    lines = sorted(process.communicate(timeout=110)[0].split() for process in ranks)
     assert [process.returncode for process in ranks] == [0, 0, 0]
     assert [line[0] for line in lines] == ["0", "1", "2"]
     assert len({tuple(line[1:]) for line in lines}) == 1 and lines[0][1] == "127.0.0.1"

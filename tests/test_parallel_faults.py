@@ -1,5 +1,6 @@
 """Ranks that die, stop, leave or never come: the others get one sentence that names them, and nothing is left."""
 
+import os
 import select
 import signal
 import time
@@ -12,6 +13,9 @@ from ranks import Ranks
 
 from tilerank.kernels import core
 
+LONG_S = (
+    120.0  # for what takes a moment where nothing else runs, and less than the deadline that must not be waited for
+)
 TRANSPORTS = ["gloo"] if core.isa() == "reference" else ["auto", "gloo"]
 
 
@@ -67,10 +71,11 @@ def send_to_a_stopped_rank(team: Any) -> str:
     team.group.barrier()
     print("idle", flush=True)
     try:
+        if team.group.rank == 2:
+            os.kill(os.getpid(), signal.SIGSTOP)
         if team.group.rank:
             while True:
                 team.channel.receive()
-        time.sleep(1.0)
         for _ in range(100):
             team.channel.send(bytes(1 << 20))
     except GroupError as error:
@@ -100,12 +105,12 @@ def nothing_is_left() -> Any:
 
 
 def shared_names() -> set[str]:
-    """All but those of an MPI job that others may run on this machine meanwhile."""
-    return {path.name for path in Path("/dev/shm").iterdir() if not path.name.startswith(("mpich", "vader", "psm"))}
+    """Those of ours and of torch: what else runs on this machine may come and go."""
+    return {path.name for path in Path("/dev/shm").iterdir() if path.name.startswith(("tilerank", "torch"))}
 
 
 def survivors(ranks: Ranks, size: int, victim: int) -> list[str]:
-    return [ranks.result(rank, 30) for rank in range(size) if rank != victim]
+    return [ranks.result(rank, LONG_S) for rank in range(size) if rank != victim]
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -138,7 +143,7 @@ def test_killed_before_it_came_to_the_collective(transport: str) -> None:
             ranks.wait_for(rank, "there")
         time.sleep(0.2)
         ranks.signal(1, signal.SIGKILL)
-        assert ranks.result(0, 30).startswith("rank 1 is gone during all_reduce")
+        assert ranks.result(0, LONG_S).startswith("rank 1 is gone during all_reduce")
 
 
 @pytest.mark.parametrize("victim", [0, 2])
@@ -154,34 +159,32 @@ def test_killed_while_all_are_idle(victim: int) -> None:
 
 def test_stopped_while_idle_is_named_by_whoever_talks_to_it() -> None:
     with Ranks(3, "test_parallel_faults:send_to_a_stopped_rank", timeout_s=4) as ranks:
-        ranks.wait_for(2, "idle")
-        ranks.signal(2, signal.SIGSTOP)
         for said in survivors(ranks, 3, 2):
             assert said.startswith("rank 2 did not answer within 4 s"), said
 
 
 def test_a_rank_that_left_is_missed_at_once() -> None:
     with Ranks(3, "test_parallel_faults:leave", kwargs={"leaver": 1}, timeout_s=300) as ranks:
-        assert ranks.result(1, 30) == "left"
+        assert ranks.result(1, LONG_S) == "left"
         for said in survivors(ranks, 3, 1):
             assert said.startswith("rank 1 has left the group"), said
 
 
 def test_ranks_that_never_come_are_named() -> None:
-    with Ranks(4, "test_parallel_faults:idle", timeout_s=6, present=[0, 2]) as ranks:
+    with Ranks(4, "test_parallel_faults:idle", timeout_s=8, present=[0, 2]) as ranks:
         for index in range(2):
-            assert ranks.wait(index, 30) == 1
-            assert "GroupError: ranks 1, 3 of 4 did not join within 6 s" in ranks.output(index)
+            assert ranks.wait(index, LONG_S) == 1
+            assert "GroupError: ranks 1, 3 of 4 did not join within 8 s" in ranks.output(index)
 
 
 def test_without_a_store_the_address_is_named() -> None:
     with Ranks(2, "test_parallel_faults:idle", timeout_s=2, present=[1]) as ranks:
-        assert ranks.wait(0, 60) == 1
+        assert ranks.wait(0, LONG_S) == 1
         assert "GroupError: rank 1 found no store at 127.0.0.1:" in ranks.output(0)
 
 
 def test_two_processes_with_the_same_rank_are_refused() -> None:
-    with Ranks(3, "test_parallel_faults:idle", timeout_s=3, present=[0, 1, 1]) as ranks:
+    with Ranks(3, "test_parallel_faults:idle", timeout_s=8, present=[0, 1, 1]) as ranks:
         for index in range(3):
-            assert ranks.wait(index, 30) == 1
+            assert ranks.wait(index, LONG_S) == 1
         assert any("two processes say that they are rank 1 of 3" in ranks.output(index) for index in (1, 2))

@@ -36,7 +36,7 @@ class Exchange:
 
     def __init__(self, size: int) -> None:
         self.turn = threading.Lock()
-        self.barrier = threading.Barrier(size, timeout=60)
+        self.barrier = threading.Barrier(size, timeout=300)
         self.given: list[Tensor] = [torch.empty(0)] * size
 
     def swap(self, rank: int, x: Tensor) -> Tensor:

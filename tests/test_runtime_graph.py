@@ -118,7 +118,7 @@ def test_a_rank_killed_during_replay_is_named_by_the_others(victim: int) -> None
             ranks.wait_for(rank, "replaying")
         ranks.signal(victim, signal.SIGKILL)
         for rank in {0, 1, 2} - {victim}:  # long before the deadline
-            assert ranks.result(rank, 30).startswith(f"rank {victim} is gone during a recorded step")
+            assert ranks.result(rank, 120).startswith(f"rank {victim} is gone during a recorded step")
 
 
 def test_a_stopped_rank_is_named_after_the_deadline() -> None:
@@ -127,7 +127,7 @@ def test_a_stopped_rank_is_named_after_the_deadline() -> None:
             ranks.wait_for(rank, "replaying")
         ranks.signal(1, signal.SIGSTOP)
         for rank in (0, 2):
-            assert ranks.result(rank, 30).startswith("rank 1 did not answer within 5 s during a recorded step")
+            assert ranks.result(rank, 120).startswith("rank 1 did not answer within 5 s during a recorded step")
 
 
 @pytest.mark.parametrize("victim", [0, 2])
@@ -136,7 +136,7 @@ def test_an_engine_that_replays_ends_when_a_rank_is_killed(victim: int) -> None:
         ranks.wait_for(0, "replaying")
         ranks.signal(victim, signal.SIGKILL)
         for rank in {0, 1, 2} - {victim}:
-            assert ranks.result(rank, 30).startswith(f"[1] rank {victim} is gone")
+            assert ranks.result(rank, 120).startswith(f"[1] rank {victim} is gone")
 
 
 def test_plain_torch_stays_eager_and_says_so_once() -> None:
