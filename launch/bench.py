@@ -6,6 +6,8 @@ Each kind of measurement is a module of its own, which is imported when it runs 
 import argparse
 import importlib
 
+from .bench_json import with_json
+
 BENCHES = {
     "peaks": "memory bandwidth, AMX peak and core-to-core latency of the cores this process may use",
     "kernels": "every kernel as a share of reading memory or of the AMX peak, and against torch",
@@ -27,4 +29,4 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    return int(args.run_bench(args))
+    return with_json(args.run_bench, args)

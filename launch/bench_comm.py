@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from . import bench_job
 from .bench_job import whole_numbers
-from .bench_peaks import Peaks, add_json_argument, check_json_argument, peaks_of, write_json
+from .bench_json import add_json_argument, check_json_argument, write_json
+from .bench_peaks import Peaks, peaks_of
 from .errors import LaunchError
 from .placement import auto_ranks
 from .start import whole_number

@@ -5,7 +5,7 @@ import json
 import os
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -80,6 +80,14 @@ def run_ranks(args: argparse.Namespace, argv: Sequence[str], ranks: int | None =
         return json.loads(result.read_text())
 
 
+@dataclass(frozen=True)
+class RankMemory:
+    """A rank's process, all of this host, and the bytes of its weights."""
+
+    pid: int
+    weight_bytes: int
+
+
 class EngineJob:
     """Builds the engine as `generate` does, with a cache for `total_tokens` tokens; `measure` runs on rank 0."""
 
@@ -88,11 +96,12 @@ class EngineJob:
         args: argparse.Namespace,
         *,
         total_tokens: int,
-        measure: Callable[["Engine", Placement, list[int]], Any],
+        measure: Callable[["Engine", Placement, list[RankMemory]], Any],
     ) -> None:
         self._args = args
         self._total_tokens = total_tokens
         self._measure = measure
+        self._weight_bytes: list[int] = []
         self._pids: list[int] = []
 
     def prepare(self) -> None:
@@ -114,6 +123,7 @@ class EngineJob:
             cached_tokens=self._total_tokens,
             here=here,
         )
+        self._weight_bytes = [rank.weights for rank in plan.ranks]
         return plan.refusal()
 
     def build(self, team: "Team") -> "Engine":
@@ -122,7 +132,7 @@ class EngineJob:
         from tilerank.runtime.engine import Engine
 
         # Before loading, which takes ranks that share a disk unlike long.
-        self._pids = [int(pid) for pid in team.group.all_gather(torch.tensor([os.getpid()]))]
+        self._pids = team.group.all_gather(torch.tensor([os.getpid()])).flatten().tolist()
         return Engine(
             self._args.model,
             team,
@@ -133,7 +143,8 @@ class EngineJob:
         )
 
     def lead(self, engine: "Engine", size: int, placement: Placement) -> None:
-        self._args.result.write_text(json.dumps(self._measure(engine, placement, self._pids)))
+        ranks = [RankMemory(pid, nbytes) for pid, nbytes in zip(self._pids, self._weight_bytes, strict=True)]
+        self._args.result.write_text(json.dumps(self._measure(engine, placement, ranks)))
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:

@@ -10,7 +10,8 @@ from typing import Any
 
 from .bench_entry import Call, Entry
 from .bench_job import whole_numbers
-from .bench_peaks import Peaks, add_json_argument, bench_cores, check_json_argument, peaks_of, write_json
+from .bench_json import add_json_argument, check_json_argument, write_json
+from .bench_peaks import Peaks, bench_cores, peaks_of
 from .topology import read_topology
 
 GROUPS = ("linear", "experts", "attention", "small")

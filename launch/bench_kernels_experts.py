@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from tilerank.kernels.moe import moe
+from tilerank.kernels.moe import PackedExperts, moe
 
 from .bench_entry import Entry
 from .bench_formats import FORMATS
-from .bench_work import Work
+from .bench_work import Work, operations
 
 EXPERTS, TOP_K, HIDDEN, WIDTH = 128, 8, 2048, 768
 CHOICES = 16  # of experts, that take turns
@@ -28,7 +28,8 @@ def _experts(name: str, tokens: list[int]) -> Iterator[Entry]:
     form = FORMATS[name]
     plain_gate_up = torch.empty(EXPERTS, 2 * WIDTH, HIDDEN, dtype=torch.bfloat16).normal_(0, 0.02)
     plain_down = torch.empty(EXPERTS, HIDDEN, WIDTH, dtype=torch.bfloat16).normal_(0, 0.02)
-    gate_up, down = form.experts(EXPERTS, WIDTH, HIDDEN, parts=2), form.experts(EXPERTS, HIDDEN, WIDTH)
+    gate_up = PackedExperts.empty(EXPERTS, WIDTH, HIDDEN, form, parts=2)
+    down = PackedExperts.empty(EXPERTS, HIDDEN, WIDTH, form)
     for expert in range(EXPERTS):
         for part in range(2):
             gate_up.write(plain_gate_up[expert, part * WIDTH : (part + 1) * WIDTH], expert, part=part)
@@ -40,12 +41,14 @@ def _experts(name: str, tokens: list[int]) -> Iterator[Entry]:
         # The same pattern on other experts: all choices have the same work.
         choices = [((first + turn * (EXPERTS // CHOICES)) % EXPERTS).to(torch.int32) for turn in range(CHOICES)]
         weights = torch.full((m, TOP_K), 1 / TOP_K)
-        operations = 2 * m * TOP_K * 3 * WIDTH * HIDDEN
         yield Entry(
             "experts",
             f"{m} x {TOP_K} of {EXPERTS}",
             name,
-            Work(len(set(first.flatten().tolist())) * expert_bytes, **{form.operations: operations}),
+            Work(
+                len(set(first.flatten().tolist())) * expert_bytes,
+                **{operations(form): 2 * m * TOP_K * 3 * WIDTH * HIDDEN},
+            ),
             lambda number, x=x, choices=choices, weights=weights: moe(  # type: ignore[misc]
                 x, gate_up, down, choices[number % CHOICES], weights
             ),

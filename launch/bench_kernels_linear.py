@@ -10,7 +10,7 @@ from tilerank.kernels.linear import linear
 
 from .bench_entry import Entry, copies
 from .bench_formats import FORMATS
-from .bench_work import Work
+from .bench_work import Work, operations
 
 
 def entries(args: argparse.Namespace) -> Iterator[Entry]:
@@ -38,7 +38,7 @@ def _linear(name: str, n: int, k: int, ms: Sequence[int]) -> Iterator[Entry]:
             "linear",
             f"{m} x {n} x {k}",
             name,
-            Work(form.nbytes(n, k), **{form.operations: 2 * m * n * k}),
+            Work(form.nbytes(n, k), **{operations(form): 2 * m * n * k}),
             lambda number, x=x: linear(x, packed[number % count]),  # type: ignore[misc]
             (lambda number, x=x: functional.linear(x, plain[number % count])) if comparable else None,  # type: ignore[misc]
         )

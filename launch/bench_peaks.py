@@ -6,12 +6,11 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
+from .bench_json import add_json_argument, check_json_argument, write_json
 from .bench_work import Work
 from .cpulist import format_cpulist, parse_cpulist
 from .errors import LaunchError
@@ -71,10 +70,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_json_argument(parser)
 
 
-def add_json_argument(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
-
-
 def run(args: argparse.Namespace) -> int:
     """Prints the figures, median of several rounds each."""
     check_json_argument(args)
@@ -90,17 +85,6 @@ def run(args: argparse.Namespace) -> int:
     print("\n".join(_text(report)))
     write_json(args, report)
     return 0
-
-
-def check_json_argument(args: argparse.Namespace) -> None:
-    """Before anything is measured, so that hours of figures are not lost."""
-    if args.json and not os.access(args.json.absolute().parent, os.W_OK):
-        raise LaunchError(f"--json: expected a file in a directory that can be written, found {args.json}")
-
-
-def write_json(args: argparse.Namespace, report: object) -> None:
-    if args.json:
-        args.json.write_text(json.dumps(report, indent=2) + "\n")
 
 
 def measure_peaks(topology: Topology, cores: Sequence[int] | None = None) -> dict[str, Any]:
@@ -134,16 +118,12 @@ def bench_cores(topology: Topology) -> list[int]:
 
 def peaks_of(cores: Sequence[int]) -> Peaks:
     """Measures in a process of its own, since this one is about to start ranks and stays small. LaunchError if not."""
-    with tempfile.TemporaryDirectory(prefix="tilerank-bench-") as scratch:
-        file = Path(scratch) / "peaks.json"
-        command = [sys.executable, "-P", "-m", "tilerank", "bench", "peaks", "--json", str(file)]
-        command += ["--cores", format_cpulist(cores)]
-        load = os.getloadavg()[0]
-        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
-        if done.returncode != 0:
-            why = done.stderr.strip()
-            raise LaunchError(f"the peaks of cores {format_cpulist(cores)} could not be measured: {why}")
-        return peaks_from(json.loads(file.read_text()), load)
+    command = [sys.executable, "-P", "-m", "tilerank", "bench", "peaks", "--json", "--cores", format_cpulist(cores)]
+    load = os.getloadavg()[0]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise LaunchError(f"the peaks of cores {format_cpulist(cores)} could not be measured: {done.stderr.strip()}")
+    return peaks_from(json.loads(done.stdout), load)
 
 
 def load_note(load: float) -> str:

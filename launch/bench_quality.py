@@ -13,7 +13,7 @@ from tilerank.loader.quantization import INT4_GROUPS
 
 from . import bench_job, quantize
 from .bench_job import EngineJob, model_config, whole_numbers
-from .bench_peaks import add_json_argument, check_json_argument, write_json
+from .bench_json import add_json_argument, check_json_argument, write_json
 from .errors import LaunchError
 from .start import whole_number
 
@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from tilerank.runtime.engine import Engine
-
-    from .placement import Placement
 
 
 FORMATS = {
@@ -134,7 +132,7 @@ def read_tokens(args: argparse.Namespace) -> EvalTokens:
     return texts
 
 
-def _measure(sequences: Sequence[list[int]], engine: Engine, placement: Placement, pids: list[int]) -> dict[str, Any]:
+def _measure(sequences: Sequence[list[int]], engine: Engine, *_: object) -> dict[str, Any]:
     from tilerank.kernels import core
 
     loss = sum(negative_log_likelihood(engine.score(ids), ids) for ids in sequences)

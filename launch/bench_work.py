@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from .errors import LaunchError
 
 if TYPE_CHECKING:
     import torch
 
+    from tilerank.kernels.formats import Format
     from tilerank.loader.config import ModelConfig
     from tilerank.loader.quantization import Quantization
-    from tilerank.parallel.layer import Layer
+    from tilerank.parallel.layer import Layer, WeightParameter
+
+Operations = Literal["bf16", "int8", "fp32"]
 
 
 @dataclass(frozen=True)
@@ -20,7 +23,7 @@ class Work:
     """Bytes to read from memory and operations (a product and a sum are two), by what multiplies: AMX tiles of bf16 or
     int8, or fp32 lanes, for which there is no peak to compare with."""
 
-    nbytes: float
+    nbytes: float = 0.0
     bf16: float = 0.0
     int8: float = 0.0
     fp32: float = 0.0
@@ -29,41 +32,60 @@ class Work:
     def flops(self) -> float:
         return self.bf16 + self.int8 + self.fp32
 
+    def __add__(self, other: Work) -> Work:
+        return Work(self.nbytes + other.nbytes, self.bf16 + other.bf16, self.int8 + other.int8, self.fp32 + other.fp32)
+
+    def __mul__(self, times: float) -> Work:
+        return Work(self.nbytes * times, self.bf16 * times, self.int8 * times, self.fp32 * times)
+
 
 @dataclass(frozen=True)
 class ModelWork:
     """A model as arithmetic, whole, without padding for ranks.
 
-    weight_bytes: what a step reads of the weights whatever it computes: all but the embedding table, of which it reads
-    a row a token (the output head counts, also if it is the same tensor). matrix_elements: of the projections that
-    every token passes. head_elements: of the output head, which only the last token of a prompt passes.
-    kv_bytes: keys and values of a token in all layers. pair_flops: of attention, for a query and a key in all layers.
+    step: read whatever is computed: all weights but the embedding table, of which a step reads a row a token (the
+    output head counts, also if it is the same tensor), and but the experts. experts: reading all of them.
+    expert_share: the part of them that a token goes to. token: computed for every token. head: computed for the last
+    token of a prompt and every one after it. cached: reading the keys and values of a token in all layers. pair: what
+    attention computes for a query and a key in all layers.
     """
 
-    weight_bytes: int
-    matrix_elements: int
-    head_elements: int
-    kv_bytes: int
-    pair_flops: int
+    step: Work
+    experts: Work
+    expert_share: float
+    token: Work
+    head: Work
+    cached: Work
+    pair: Work
 
     def prefill(self, batch: int, tokens: int) -> Work:
         """`batch` prompts of `tokens` tokens up to the logits of their last ones; the weights are read once."""
         pairs = tokens * (tokens + 1) // 2
-        flops = batch * (2 * tokens * self.matrix_elements + 2 * self.head_elements + pairs * self.pair_flops)
-        return Work(self.weight_bytes + batch * tokens * self.kv_bytes, bf16=flops)
+        return (
+            self._weights(batch * tokens)
+            + (self.token + self.cached) * (batch * tokens)
+            + self.head * batch
+            + self.pair * (batch * pairs)
+        )
 
     def decode(self, batch: int, context: float) -> Work:
         """One step of `batch` sequences that hold `context` tokens each, the one that is being computed included."""
-        flops = batch * (2 * (self.matrix_elements + self.head_elements) + context * self.pair_flops)
-        return Work(self.weight_bytes + batch * context * self.kv_bytes, bf16=flops)
+        return self._weights(batch) + (self.token + self.head) * batch + (self.cached + self.pair) * (batch * context)
+
+    def _weights(self, tokens: int) -> Work:
+        """Of experts those that are expected to be chosen by some of `tokens` tokens that choose evenly, each for
+        itself."""
+        return self.step + self.experts * (1 - (1 - self.expert_share) ** tokens)
 
 
 def model_work(config: ModelConfig, dtype: torch.dtype, quantization: Quantization | None = None) -> ModelWork:
     """Counts the layers of our own model, unsharded; nothing is allocated.
 
-    LaunchError for a layer that holds weights in a way that this does not know.
+    LaunchError for a layer or a cache that holds what this does not know.
     """
+    from tilerank.kernels.attention import KV_BLOCK
     from tilerank.loader.formats import weight_formats
+    from tilerank.parallel.experts import ExpertsParameter
     from tilerank.parallel.layer import PackedParameter, Parameter, PlainParameter, Sharding
     from tilerank.parallel.layers import ParallelLMHead, QKVParallelLinear, VocabParallelEmbedding
     from tilerank.runtime.cache import PagedKV
@@ -71,20 +93,27 @@ def model_work(config: ModelConfig, dtype: torch.dtype, quantization: Quantizati
 
     formats = weight_formats(config, dtype, quantization)
     model = model_class(config.model_type)(config, Sharding(0, 1, dtype, None, formats=formats))
-    weight_bytes = matrices = heads = pair_flops = 0
+    lanes: Operations = "fp32" if dtype.itemsize == 4 else "bf16"
+    step = experts = token = head = cached = pair = Work()
+    expert_share = 0.0 if config.experts is None else config.experts.top_k / config.experts.count
 
     def visit(layer: Layer, in_head: bool) -> None:
-        nonlocal weight_bytes, matrices, heads, pair_flops
+        nonlocal step, experts, token, head, pair
         if isinstance(layer, VocabParallelEmbedding):
             return
         if isinstance(layer, QKVParallelLinear):
-            pair_flops += 4 * layer.q_heads * layer.head_dim
-        if isinstance(layer, PackedParameter | PlainParameter):
-            weight_bytes += layer.nbytes()
-            elements = sum(piece.elements for piece in layer.pieces())
-            if isinstance(layer, PackedParameter):
-                heads += elements if in_head else 0
-                matrices += 0 if in_head else elements
+            pair += Work(**{lanes: 2 * 2 * layer.q_heads * layer.head_dim})  # Q K^T and P V
+        if isinstance(layer, ExpertsParameter):
+            experts += Work(layer.nbytes())
+            token += _products(layer) * expert_share
+        elif isinstance(layer, PackedParameter):
+            step += Work(layer.nbytes())
+            if in_head:
+                head += _products(layer)
+            else:
+                token += _products(layer)
+        elif isinstance(layer, PlainParameter):
+            step += Work(layer.nbytes())
         elif isinstance(layer, Parameter):
             raise LaunchError(
                 f"the model has a {type(layer).__name__}, of which this does not know how much a token needs"
@@ -93,10 +122,24 @@ def model_work(config: ModelConfig, dtype: torch.dtype, quantization: Quantizati
             visit(child, in_head or isinstance(layer, ParallelLMHead))
 
     visit(model, False)
-    specs = model.cache_specs()
-    if not all(isinstance(spec, PagedKV) for spec in specs):
-        raise LaunchError("the model has a cache of which this does not know how much a token needs")
-    kv_bytes = sum(
-        2 * spec.kv_heads * spec.head_dim * spec.dtype.itemsize for spec in specs if isinstance(spec, PagedKV)
-    )
-    return ModelWork(weight_bytes, matrices, heads, kv_bytes, pair_flops)
+    for spec in model.cache_specs():
+        if not isinstance(spec, PagedKV):
+            raise LaunchError(
+                f"the model has a {type(spec).__name__} cache, of which this does not know how much a token needs"
+            )
+        cached += Work(spec.nbytes(KV_BLOCK) / KV_BLOCK)
+    return ModelWork(step, experts, expert_share, token, head, cached, pair)
+
+
+def operations(format: Format) -> Operations:
+    """What multiplies weights held so: what is neither int8 nor fp32 is multiplied as bf16."""
+    from tilerank.kernels.formats import Int8
+
+    if isinstance(format, Int8):
+        return "int8"
+    return "fp32" if format.activations.itemsize == 4 else "bf16"
+
+
+def _products(matrix: WeightParameter) -> Work:
+    """Of a row of x with all of the matrix."""
+    return Work(**{operations(matrix.format): 2 * sum(piece.elements for piece in matrix.pieces())})

@@ -1,7 +1,7 @@
 """The transformers library as a peer of `tilerank bench compare`: `python peer_transformers.py JOB RESULT`.
 
-Stands alone, so that any Python which has the peer can run it. JOB names the model directory, dtype, cores and prompts;
-RESULT gets the seconds of each case. A step is one eager forward pass with a cache, without the rest of `generate`.
+Stands alone, so that any Python which has the peer can run it. What JOB and RESULT hold is said in
+bench_compare.py. A step is one eager forward pass with a cache, without the rest of `generate`.
 """
 
 import json
@@ -22,24 +22,25 @@ def main(job: dict[str, Any]) -> dict[str, Any]:
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(job["model"], dtype=getattr(torch, job["dtype"]))
     load_s = time.monotonic() - began
 
-    def run(prompts: list[list[int]], new_tokens: int) -> dict[str, float]:
+    def run(prompts: list[list[int]], new_tokens: int) -> list[tuple[int, float]]:
         began = time.monotonic()
         ids = torch.tensor(prompts)
         cache = None
-        for step in range(new_tokens + 1):
+        events = []
+        for _ in range(new_tokens + 1):
             out = model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
             cache = out.past_key_values
             ids = out.logits[:, -1:].argmax(-1)
-            if step == 0:
-                first = time.monotonic() - began
-        return {"first_token": first, "prefill": first, "step": (time.monotonic() - began - first) / new_tokens}
+            seconds = time.monotonic() - began
+            events += [(prompt, seconds) for prompt in range(len(prompts))]
+        return events
 
     with torch.inference_mode():
         for case in job["cases"]:
             run([prompt[:64] for prompt in case["prompts"]], 2)
         ready_at = time.monotonic()
-        timings = [run(case["prompts"], case["new_tokens"]) for case in job["cases"]]
-    return {"version": transformers.__version__, "load_s": load_s, "ready_at": ready_at, "timings": timings}
+        events = [run(case["prompts"], case["new_tokens"]) for case in job["cases"]]
+    return {"version": transformers.__version__, "load_s": load_s, "ready_at": ready_at, "events": events}
 
 
 if __name__ == "__main__":

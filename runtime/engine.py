@@ -16,6 +16,7 @@ from torch import Tensor
 
 from tilerank.kernels import core
 from tilerank.kernels.attention import KV_BLOCK
+from tilerank.kernels.graph import Profile
 from tilerank.loader.checkpoint import Checkpoint
 from tilerank.loader.config import ModelConfig
 from tilerank.loader.formats import weight_formats
@@ -113,6 +114,7 @@ class Engine:
         self._caches = allocate(self._model.cache_specs(), (self._pool.total + 1) * KV_BLOCK)
         self._decode = None if eager else self._decode_graphs()
         self._tables: dict[int, list[int]] = {}
+        self._last: Step | None = None
         self._requests: dict[int, Running] = {}
         self._next_request = 0
         self._prompt_tokens = self._generated_tokens = 0
@@ -203,10 +205,19 @@ class Engine:
             self._pool.close(table)
             self._scheduler.finished.append(number)
 
+    def profile(self) -> Profile | None:
+        """Rank 0: computes the last step again, which changes nothing, and says where its time goes; None if it was not
+        a recorded decode step."""
+        self._team.channel.send(step.encode(step.Profile()))
+        return self._profile()
+
     def follow(self) -> None:
         """Other ranks: computes the steps that rank 0 announces, until it says stop. GroupError if a rank is lost."""
-        while isinstance(message := step.decode(self._team.channel.receive()), Step):
-            self._run(message)
+        while not isinstance(message := step.decode(self._team.channel.receive()), Stop):
+            if isinstance(message, Step):
+                self._run(message)
+            else:
+                self._profile()
         self._team.group.barrier()
 
     def stop(self) -> None:
@@ -283,7 +294,13 @@ class Engine:
         self._team.channel.send(step.encode(message))
         return self._run(message)
 
+    def _profile(self) -> Profile | None:
+        if self._decode is None or self._last is None or not self._decode.takes(self._last):
+            return None
+        return self._decode.profile(self._last, self._tables)
+
     def _run(self, message: Step) -> Tensor:
+        self._last = message
         for number in message.finished:
             self._tables.pop(number, None)
         for chunk in message.chunks:

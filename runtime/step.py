@@ -27,16 +27,20 @@ class Step(msgspec.Struct, frozen=True, array_like=True, tag=True):
     finished: list[int]
 
 
+class Profile(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The last step once more, to see where its time goes."""
+
+
 class Stop(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """No step will follow."""
 
 
-_decoder: msgspec.msgpack.Decoder[Step | Stop] = msgspec.msgpack.Decoder(Step | Stop)
+_decoder: msgspec.msgpack.Decoder[Step | Profile | Stop] = msgspec.msgpack.Decoder(Step | Profile | Stop)
 
 
-def encode(message: Step | Stop) -> bytes:
+def encode(message: Step | Profile | Stop) -> bytes:
     return msgspec.msgpack.encode(message)
 
 
-def decode(data: bytes) -> Step | Stop:
+def decode(data: bytes) -> Step | Profile | Stop:
     return _decoder.decode(data)

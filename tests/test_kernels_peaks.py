@@ -87,6 +87,13 @@ def test_bench_peaks_prints_and_writes_the_same(
 
 
 @pytest.mark.usefixtures("known_figures")
+def test_bench_peaks_as_json_alone(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    run_on(USABLE, monkeypatch, "--json")
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)["stream_read_gbs"]["1"] == 12.34 and "12.34 GB/s" in printed.err
+
+
+@pytest.mark.usefixtures("known_figures")
 def test_bench_peaks_without_amx(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     run_on([core.Rung("amx", False, "the CPU has no amx_tile"), *USABLE[1:]], monkeypatch)
     printed = capsys.readouterr().out

@@ -5,6 +5,7 @@ import json
 import math
 import sys
 import xml.etree.ElementTree as ElementTree
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +13,15 @@ import pytest
 import torch
 from command import DEMO, run
 
-from tilerank.launch import bench, bench_chart, bench_compare, bench_quality
+from tilerank.launch import bench, bench_chart, bench_quality, bench_report
+from tilerank.launch.bench_cases import Case
 from tilerank.launch.bench_compare import Peer
-from tilerank.launch.bench_model import Case
 from tilerank.launch.bench_peaks import Peaks
+from tilerank.launch.bench_work import ModelWork, Work
 from tilerank.launch.errors import LaunchError
 
 PEAKS = Peaks(stream_read_gbs=20.0, amx_bf16_tflops=4.0, amx_int8_tops=8.0, core_to_core_ns=100.0)
-WORK = {"weight_bytes": 10**9, "matrix_elements": 10**9, "head_elements": 0, "kv_bytes": 0, "pair_flops": 0}
+WORK = asdict(ModelWork(Work(1e9), Work(), 0.0, Work(bf16=2e9), Work(), Work(), Work()))
 
 
 def parse(*words: str) -> argparse.Namespace:
@@ -30,13 +32,14 @@ def parse(*words: str) -> argparse.Namespace:
 
 def report(prefill: float, step: float, **more: Any) -> dict[str, Any]:
     timing = {"first_token": prefill, "prefill": prefill, "step": step}
-    return {"load_s": 1.0, "ready_s": 2.0, "timings": [timing], **more}
+    return {"load_s": 1.0, "ready_s": 2.0, "timings": [[timing]], **more}
 
 
 def made_rows() -> list[dict[str, Any]]:
     ours = [report(step, step / 10, dtype="bfloat16", tp=2, work=WORK) for step in (1.0, 9.0, 2.0)]
     theirs = [report(step, step / 10, version="5.0") for step in (8.0, 4.0, 6.0)]
-    return bench_compare.rows_of({"tilerank": ours, "transformers": theirs}, [Case(4, 500, 8)], "tiny", PEAKS)
+    reports = {"tilerank": bench_report.merged(ours), "transformers": bench_report.merged(theirs)}
+    return bench_report.rows_of(reports, [Case(4, 500, 8)], "tiny", PEAKS)
 
 
 def test_rows_are_medians_of_the_rounds() -> None:
@@ -47,7 +50,7 @@ def test_rows_are_medians_of_the_rounds() -> None:
     # 4 x 500 tokens x 2 x 1e9 at 4 TFLOP/s are 1 s; a step reads 1e9 bytes at 20 GB/s, 0.05 s.
     assert ours["limit_share"] == pytest.approx(1.0 / 2.0) and theirs["limit_share"] == pytest.approx(1.0 / 6.0)
     assert rows["tilerank", "decode"]["limit_share"] == pytest.approx(0.05 / 0.2)
-    printed = bench_compare.text(made_rows())
+    printed = bench_report.table(made_rows())
     assert "transformers" in printed[2] and printed[2].endswith("3.00x")
 
 

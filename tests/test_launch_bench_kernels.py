@@ -161,23 +161,11 @@ def test_options_that_cannot_be(words: tuple[str, str], capsys: pytest.CaptureFi
 
 def test_bench_kernels_from_end_to_end(tmp_path: Path) -> None:
     file = tmp_path / "rows.json"
-    sizes = ("--m", "1,4", "--shape", "64x64", "--cached-tokens", 32, "--new-tokens", 32, "--rows", 2)
-    result = run("bench", "kernels", "--only", "linear,attention,small", *sizes, "--seconds", 0.001, "--json", file)
+    sizes = ("--only", "linear,attention", "--m", "1,4", "--shape", "64x64", "--cached-tokens", 32, "--new-tokens", 32)
+    result = run("bench", "kernels", *sizes, "--seconds", 0.001, "--json", file)
     assert result.status == 0, result.err
     rows = json.loads(file.read_text())
-    assert {row["kernel"] for row in rows} == {
-        "linear",
-        "decode attention",
-        "extend attention",
-        "rms_norm",
-        "add_rms_norm",
-        "rotary_",
-        "silu_mul",
-        "embedding",
-        "softmax_top_k",
-        "argmax",
-        "sample",
-    }
+    assert [row["kernel"] for row in rows] == 6 * ["linear"] + ["decode attention"] + 2 * ["extend attention"]
     for row in rows:
         assert row["seconds"] > 0 and f"{row['kernel']:<18}{row['shape']}" in result.out
         assert math.isclose(

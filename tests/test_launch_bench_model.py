@@ -3,6 +3,7 @@
 import argparse
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,18 +12,19 @@ import torch
 from command import DEMO, run
 from safetensors import safe_open
 
-from tilerank.launch import bench, bench_make_model, bench_model, cli
-from tilerank.launch.bench_model import Case, Timing
+from tilerank.launch import bench, bench_cases, bench_make_model, bench_report, cli
+from tilerank.launch.bench_cases import Case, Timing
 from tilerank.launch.bench_peaks import Peaks
 from tilerank.launch.bench_work import ModelWork, Work, model_work
 from tilerank.launch.errors import LaunchError
 from tilerank.loader.checkpoint import Checkpoint
 from tilerank.loader.config import load_config
+from tilerank.loader.quantization import Quantization
 from tilerank.loader.random_weights import write_random_weights
 from tilerank.parallel.channel import Channel
 from tilerank.parallel.group import SingleGroup
 from tilerank.parallel.join import Team
-from tilerank.runtime.engine import Engine, TokenEvent
+from tilerank.runtime.engine import Engine
 
 PEAKS = Peaks(stream_read_gbs=20.0, amx_bf16_tflops=4.0, amx_int8_tops=8.0, core_to_core_ns=100.0)
 
@@ -37,42 +39,84 @@ def test_work_of_the_demo_model_by_hand() -> None:
     """hidden 256, MLP 704, 8 query and 2 KV heads of 64, 6 layers, vocabulary 4096, tied."""
     work = model_work(load_config(DEMO), torch.bfloat16)
     layer = 256 * (8 + 2 + 2) * 64 + 8 * 64 * 256 + 3 * 256 * 704
-    assert work.matrix_elements == 6 * layer
-    assert work.head_elements == 4096 * 256
+    assert work.token == Work(bf16=2 * 6 * layer)
+    assert work.head == Work(bf16=2 * 4096 * 256)
     norms = 6 * (256 + 256 + 64 + 64) + 256
-    assert work.weight_bytes == 2 * (6 * layer + 4096 * 256 + norms)
-    assert work.kv_bytes == 6 * 2 * 2 * 64 * 2  # layers, K and V, heads, dims, bytes
-    assert work.pair_flops == 6 * 8 * 64 * 4  # layers, heads, dims, 2 for Q K^T and 2 for P V
+    assert work.step == Work(2 * (6 * layer + 4096 * 256 + norms))
+    assert work.cached == Work(6 * 2 * 2 * 64 * 2)  # layers, K and V, heads, dims, bytes
+    assert work.pair == Work(bf16=6 * 8 * 64 * 4)  # layers, heads, dims, 2 for Q K^T and 2 for P V
+    assert (work.experts, work.expert_share) == (Work(), 0.0)
 
 
-def test_float32_weights_are_twice_the_bytes() -> None:
+def test_float32_weights_are_twice_the_bytes_and_use_no_tiles() -> None:
     config = load_config(DEMO)
     half, whole = model_work(config, torch.bfloat16), model_work(config, torch.float32)
-    assert (whole.weight_bytes, whole.kv_bytes) == (2 * half.weight_bytes, 2 * half.kv_bytes)
-    assert (whole.matrix_elements, whole.pair_flops) == (half.matrix_elements, half.pair_flops)
+    assert (whole.step, whole.cached) == (half.step * 2, half.cached * 2)
+    assert (whole.token, whole.pair) == (Work(fp32=half.token.bf16), Work(fp32=half.pair.bf16))
 
 
-WORK = ModelWork(weight_bytes=1000, matrix_elements=300, head_elements=50, kv_bytes=8, pair_flops=16)
+def test_work_of_int8_weights() -> None:
+    config = load_config(DEMO)
+    half, quantised = model_work(config, torch.bfloat16), model_work(config, torch.bfloat16, Quantization("int8"))
+    assert quantised.token == Work(int8=half.token.bf16) and quantised.head == Work(int8=half.head.bf16)
+    # Half the bytes, and a scale for each row of a matrix; attention stays as it is.
+    assert 0.5 < quantised.step.nbytes / half.step.nbytes < 0.53
+    assert (quantised.pair, quantised.cached) == (half.pair, half.cached)
+
+
+def test_work_of_a_mixture_by_hand(tmp_path: Path) -> None:
+    """Qwen3-30B-A3B of one layer: hidden 2048, 32 and 4 heads of 128, 8 of 128 experts of width 768."""
+    config = bench_make_model.LIKE["qwen3-30b-a3b"] | {"num_hidden_layers": 1}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    work = model_work(load_config(tmp_path), torch.bfloat16)
+    attention, router, expert = 2048 * (32 + 4 + 4) * 128 + 32 * 128 * 2048, 2048 * 128, 3 * 2048 * 768
+    norms = 3 * 2048 + 2 * 128
+    assert work.step == Work(2 * (attention + router + 151936 * 2048 + norms))
+    assert work.experts == Work(2 * 128 * expert) and work.expert_share == 8 / 128
+    assert work.token == Work(bf16=2 * (attention + router + 8 * expert))
+    # One token reads its eight experts; two read fifteen and a half on average, since half of one is the same.
+    one, two = work.decode(1, 0), work.decode(2, 0)
+    assert one.nbytes == pytest.approx(work.step.nbytes + 2 * 8 * expert)
+    assert two.nbytes == pytest.approx(work.step.nbytes + 2 * (8 + 8 * 120 / 128) * expert)
+    assert work.prefill(1, 4000).nbytes == pytest.approx(
+        work.step.nbytes + work.experts.nbytes + 4000 * work.cached.nbytes
+    )
+
+
+WORK = ModelWork(
+    step=Work(1000),
+    experts=Work(640),
+    expert_share=0.25,
+    token=Work(bf16=600, int8=10),
+    head=Work(bf16=100),
+    cached=Work(8),
+    pair=Work(bf16=16),
+)
 
 
 def test_prefill_and_decode_by_hand() -> None:
-    # Three queries see 1 + 2 + 3 keys; the head computes for the last one only.
-    assert WORK.prefill(2, 3) == Work(1000 + 2 * 3 * 8, bf16=2 * (2 * 3 * 300 + 2 * 50 + 6 * 16))
-    assert WORK.decode(4, 10) == Work(1000 + 4 * 10 * 8, bf16=4 * (2 * 350 + 10 * 16))
+    # Three queries see 1 + 2 + 3 keys; the head computes for the last one only. Of the experts 3/4 stay idle with one
+    # token, (3/4)^4 with four.
+    prefill = Work(1000 + 640 * (1 - 0.75**6) + 2 * 3 * 8, bf16=2 * (3 * 600 + 100 + 6 * 16), int8=2 * 3 * 10)
+    assert WORK.prefill(2, 3) == prefill
+    decode = Work(1000 + 640 * (1 - 0.75**4) + 4 * 10 * 8, bf16=4 * (600 + 100 + 10 * 16), int8=4 * 10)
+    assert WORK.decode(4, 10) == decode
 
 
 def test_rows_are_shares_of_the_peaks() -> None:
     case = Case(batch=2, prompt_tokens=3, new_tokens=4)
-    prefill, decode = bench_model.phase_rows(case, Timing(0.5, 2.0, 0.25), WORK, PEAKS)
+    plain = replace(WORK, experts=Work(), token=Work(bf16=600))
+    prefill, decode = bench_report.phase_rows(case, Timing(0.5, 2.0, 0.25), plain, PEAKS, kernel_s=0.2)
     assert (prefill["phase"], decode["phase"]) == ("prefill", "decode")
     assert prefill["tokens_per_s"] == 2 * 3 / 2.0 and prefill["ttft_s"] == 0.5
     assert decode["tokens_per_s"] == 2 / 0.25 and decode["tpot_s"] == 0.25
-    assert prefill["amx_share"] == pytest.approx(2 * (6 * 300 + 100 + 96) / 2.0 / 4e12)
+    assert decode["overhead_share"] == pytest.approx(0.2)  # 50 of 250 ms are not in kernels
+    assert prefill["amx_share"] == pytest.approx(2 * (3 * 600 + 100 + 96) / 2.0 / 4e12)
     # Five tokens after the prompt's three, the last of which is not fed back: 4 steps hold 4, 5, 6, 7 tokens.
     assert case.context == 5.5
     assert decode["bytes"] == 1000 + 2 * 5.5 * 8
     assert decode["stream_share"] == pytest.approx((1000 + 2 * 5.5 * 8) / 0.25 / 20e9)
-    # Reading binds here: 1088 bytes at 20 GB/s take longer than 1752 operations at 4 TFLOP/s.
+    # Reading binds here: 1088 bytes at 20 GB/s take longer than 1576 operations at 4 TFLOP/s.
     assert decode["limit_share"] == decode["stream_share"]
     assert decode["limit_tokens_per_s"] == pytest.approx(2 / (1088 / 20e9))
     assert decode["peaks"] == {
@@ -93,31 +137,56 @@ def test_the_limit_is_the_peak_that_binds() -> None:
     assert without.least_seconds(work) == 1.0 and without.amx_share(work, 1.0) is None
 
 
-def events(*steps: tuple[float, list[int]]) -> list[TokenEvent]:
-    return [TokenEvent(request, 7, time_s) for time_s, requests in steps for request in requests]
+def events(*steps: tuple[float, list[int]]) -> list[tuple[int, float]]:
+    return [(prompt, seconds) for seconds, prompts in steps for prompt in prompts]
 
 
 def test_timing_counts_steps_of_all_sequences() -> None:
     # The second prompt came in the second step, when the first decoded already, and runs longer than it.
     run_events = events((1.0, [0]), (3.0, [0, 1]), (3.5, [0, 1]), (4.5, [0, 1]), (9.0, [1]))
-    assert bench_model.timing_of(run_events, Case(2, 8, 3)) == Timing(first_token=2.0, prefill=3.0, step=0.75)
+    assert bench_cases.timing_of(run_events, Case(2, 8, 3)) == Timing(first_token=2.0, prefill=3.0, step=0.75)
+
+
+def test_a_step_that_leaves_a_sequence_out_does_not_count() -> None:
+    run_events = events((1.0, [0, 1]), (2.0, [0, 1]), (5.0, [0]), (7.0, [0, 1]))
+    assert bench_cases.timing_of(run_events, Case(2, 8, 3)).step == 1.5
 
 
 def test_timing_needs_a_step_of_all_sequences() -> None:
     with pytest.raises(LaunchError, match="no step decoded all 2 prompts of 8 tokens together"):
-        bench_model.timing_of(events((1.0, [0]), (3.0, [0, 1]), (4.0, [1])), Case(2, 8, 1))
+        bench_cases.timing_of(events((1.0, [0]), (3.0, [0, 1]), (4.0, [1])), Case(2, 8, 1))
+
+
+@pytest.mark.parametrize(("batch", "tokens", "rows"), [(1, 8, 100), (1, 250, 100), (3, 50, 100), (16, 512, 2048)])
+def test_all_decode_together_for_as_long_as_was_asked(batch: int, tokens: int, rows: int) -> None:
+    """Steps of at most `rows` rows, those that decode first, then prompts in order, as the engine schedules."""
+    case = Case(batch, tokens, 2)
+    total = case.new_tokens + case.prefill_steps(rows)
+    left, made, together = [tokens] * batch, [0] * batch, 0
+    while min(made) < total:
+        decoding = [i for i in range(batch) if left[i] == 0 and made[i] < total]
+        together += len(decoding) == batch
+        room = rows - len(decoding)
+        for i in decoding:
+            made[i] += 1
+        for i in range(batch):
+            if left[i] and room:
+                taken = min(room, left[i])
+                left[i], room = left[i] - taken, room - taken
+                made[i] += left[i] == 0
+    assert together >= case.new_tokens
 
 
 def test_prompts_are_the_same_for_everybody() -> None:
     case = Case(3, 5, 1)
-    made = bench_model.prompts(case, 100, seed=0)
-    assert made == bench_model.prompts(case, 100, seed=0) != bench_model.prompts(case, 100, seed=1)
+    made = bench_cases.prompts(case, 100, seed=0)
+    assert made == bench_cases.prompts(case, 100, seed=0) != bench_cases.prompts(case, 100, seed=1)
     assert [len(ids) for ids in made] == [5, 5, 5] and all(0 <= id < 100 for ids in made for id in ids)
 
 
 def test_lists_of_numbers() -> None:
     args = parse("model", "x", "--batch", "4,1,4", "--prompt-tokens", "16")
-    assert bench_model.cases(args) == [Case(4, 16, 32), Case(1, 16, 32)]
+    assert bench_cases.cases_of(args) == [Case(4, 16, 32), Case(1, 16, 32)]
     with pytest.raises(SystemExit):
         parse("model", "x", "--batch", "1,0")
 
@@ -162,7 +231,10 @@ def test_bench_model_from_end_to_end(tmp_path: Path) -> None:
         seconds = row["batch"] * (row["prompt_tokens"] if row["phase"] == "prefill" else 1) / row["tokens_per_s"]
         peak = row["peaks"]["stream_read_gbs"] * 1e9
         assert math.isclose(row["stream_share"], row["bytes"] / seconds / peak)
-        assert row["tp"] == 2 and len(row["peak_rss"]) == 2 and min(row["peak_rss"]) > 50e6
+        assert row["tp"] == 2 and len(row["peak_rss"]) == 2 and min(row["loaded_rss"]) > 50e6
+        assert all(peak >= loaded for peak, loaded in zip(row["peak_rss"], row["loaded_rss"], strict=True))
+        # Cut in two, the bf16 weights of 6.4 million parameters and what pads them, and norms twice.
+        assert 12e6 < sum(row["weight_bytes"]) < 16e6
         assert 0 < row["load_s"] < row["ready_s"]
     assert "demo-lm: bfloat16 on 2 ranks" in result.out and result.out.count("decode") == 4
 
@@ -192,7 +264,14 @@ def transformers_score(model_dir: Path, ids: list[int]) -> torch.Tensor:
         return model(torch.tensor([ids])).logits[0]
 
 
-SMALL: dict[str, Any] = {"hidden_size": 96, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 4200}
+SMALL: dict[str, Any] = {
+    "hidden_size": 96,
+    "intermediate_size": 128,
+    "moe_intermediate_size": 64,
+    "num_experts": 12,
+    "num_hidden_layers": 2,
+    "vocab_size": 4200,
+}
 
 
 @pytest.mark.parametrize("like", sorted(bench_make_model.LIKE))

@@ -1,0 +1,75 @@
+"""OpenVINO GenAI as a peer of `tilerank bench compare`: `python peer_openvino.py JOB RESULT`.
+
+Stands alone, so that any Python which has the peer (openvino-genai, and optimum-intel to convert the model) can run it.
+What JOB and RESULT hold is said in bench_compare.py. A step is one of its continuous batching, all prompts at once.
+"""
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+
+def convert(model: str, target: Path) -> None:
+    """Writes the model as OpenVINO wants it, weights as they are, unless an earlier run did."""
+    if not target.exists():
+        from optimum.intel import OVModelForCausalLM
+
+        made = target.with_suffix(".part")
+        OVModelForCausalLM.from_pretrained(model, export=True, compile=False, load_in_8bit=False).save_pretrained(made)
+        made.rename(target)
+
+
+def main(job: dict[str, Any]) -> dict[str, Any]:
+    os.sched_setaffinity(0, job["cores"])  # before threads start, which inherit it
+    began = time.monotonic()
+    files = Path(job["scratch"]) / "ir"
+    convert(job["model"], files)
+    converted_s = time.monotonic() - began
+    import numpy
+    import openvino
+    import openvino_genai as genai
+
+    properties = {
+        "INFERENCE_PRECISION_HINT": {"bfloat16": "bf16", "float32": "f32"}[job["dtype"]],
+        "INFERENCE_NUM_THREADS": len(job["cores"]),
+        "PERFORMANCE_HINT": "LATENCY",
+        "CACHE_DIR": str(Path(job["scratch"]) / "compiled"),
+    }
+    scheduler = genai.SchedulerConfig()
+    scheduler.max_num_batched_tokens = 8192  # prompts whole
+    began = time.monotonic()
+    pipeline = genai.ContinuousBatchingPipeline(str(files), scheduler, "CPU", properties)
+    load_s = time.monotonic() - began
+
+    def run(prompts: list[list[int]], new_tokens: int) -> list[tuple[int, float]]:
+        settings = genai.GenerationConfig()
+        settings.max_new_tokens = settings.min_new_tokens = new_tokens + 1
+        settings.ignore_eos = True
+        began = time.monotonic()
+        handles = [
+            pipeline.add_request(number, openvino.Tensor(numpy.array([prompt])), settings)
+            for number, prompt in enumerate(prompts)
+        ]
+        events = []
+        while pipeline.has_non_finished_requests():
+            pipeline.step()
+            seconds = time.monotonic() - began
+            for number, handle in enumerate(handles):
+                if handle.can_read():
+                    made = [token for one in handle.read().values() for token in one.generated_ids]
+                    events += [(number, seconds)] * len(made)
+        return events
+
+    for case in job["cases"]:
+        run([prompt[:64] for prompt in case["prompts"]], 2)
+    ready_at = time.monotonic()
+    events = [run(case["prompts"], case["new_tokens"]) for case in job["cases"]]
+    return {"version": genai.__version__, "load_s": load_s, "ready_at": ready_at - converted_s, "events": events}
+
+
+if __name__ == "__main__":
+    job_file, result_file = map(Path, sys.argv[1:])
+    result_file.write_text(json.dumps(main(json.loads(job_file.read_text()))))
