@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import subprocess
@@ -66,6 +67,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME[=PYTHON],...",
         help=f"of {', '.join(PEERS)}, each with the Python that has it (default: transformers, this one)",
     )
+    parser.add_argument(
+        "--scratch",
+        type=Path,
+        metavar="DIR",
+        help="keep what peers convert of this model in DIR, for the next time (default: nothing is kept)",
+    )
     add_case_arguments(parser)
     bench_job.add_engine_arguments(parser)
     add_json_argument(parser)
@@ -90,7 +97,8 @@ def run(args: argparse.Namespace) -> int:
     peaks = peaks_of(cores)
     print(peaks.text(), flush=True)
     rounds: dict[str, list[Report]] = {name: [] for name in (OURS, *(peer.name for peer in peers))}
-    with tempfile.TemporaryDirectory(prefix="tilerank-bench-") as scratch:
+    with contextlib.ExitStack() as stack:
+        scratch = args.scratch or stack.enter_context(tempfile.TemporaryDirectory(prefix="tilerank-bench-"))
         for number in range(args.repeat):
             # In turns, each alone on the machine: a slow minute then hits all of them.
             rounds[OURS].append(_ours(args, number))
@@ -113,8 +121,8 @@ def _ours(args: argparse.Namespace, number: int) -> Report:
 
 def _theirs(args: argparse.Namespace, peer: Peer, cores: list[int], dtype: str, number: int, scratch: Path) -> Report:
     vocab, cases = bench_job.model_config(args.model).vocab_size, cases_of(args)
-    own = scratch / peer.name
-    own.mkdir(exist_ok=True)
+    own = scratch.absolute() / peer.name
+    own.mkdir(parents=True, exist_ok=True)
     job = {
         "model": str(args.model.absolute()),
         "dtype": dtype,

@@ -133,7 +133,8 @@ def test_likelihood_by_hand() -> None:
 def test_bench_compare_from_end_to_end(tmp_path: Path) -> None:
     file, chart = tmp_path / "rows.json", tmp_path / "chart.svg"
     sizes = ("--prompt-tokens", 8, "--batch", 2, "--new-tokens", 2, "--repeat", 1, "--tp", 2)
-    result = run("bench", "compare", DEMO, "--with", "transformers,sglang", *sizes, "--json", file, "--chart", chart)
+    outputs = ("--json", file, "--chart", chart, "--scratch", tmp_path / "scratch")
+    result = run("bench", "compare", DEMO, "--with", "transformers,sglang", *sizes, *outputs)
     assert (result.status, result.errors) == (0, []), result.err
     rows = json.loads(file.read_text())
     assert [(row["system"], row["phase"]) for row in rows] == [
@@ -142,6 +143,7 @@ def test_bench_compare_from_end_to_end(tmp_path: Path) -> None:
     assert all(row["tokens_per_s"] > 0 and row["load_s"] > 0 for row in rows)
     assert "sglang: left out" in result.out and result.out.count("transformers") == 2
     assert ElementTree.parse(chart).getroot().tag.endswith("svg")
+    assert (tmp_path / "scratch" / "transformers" / "result.json").exists()
 
 
 def test_bench_quality_finds_the_perplexity_of_transformers(tmp_path: Path) -> None:
