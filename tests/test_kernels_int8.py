@@ -71,14 +71,15 @@ def test_product(rung: str, n: int, k: int, threads: int) -> None:
     core.start_pool(None, threads, spin=False)
     plain, x = randn(n, k), randn(130, k, seed=1).to(BF16)
     weight, expected = packed(plain), product(x, plain)
-    for m in [*range(1, 41), 130]:
+    every = k in (130, 1100) and rung != "reference"
+    for m in range(1, 41) if every else (1, 3, 16, 17, 40):
         assert torch.equal(linear(inside_nan(x[:m]), weight, out_dtype=F32), expected[:m]), f"{m} rows"
-    assert torch.equal(linear(x, weight), expected.to(BF16))
+    assert torch.equal(linear(inside_nan(x), weight), expected.to(BF16))
     bias = randn(n, seed=2)
     assert torch.equal(linear(x, weight, bias, out_dtype=F32), expected + bias)
 
 
-@pytest.mark.parametrize("threads", [1, 2, 4])
+@pytest.mark.parametrize("threads", [1, 4])
 @pytest.mark.parametrize("k", [1100, 4000])
 def test_product_larger_than_every_block(threads: int, k: int) -> None:
     """More rows than two stripes and more outputs than a band, inputs whole (1100) and in panels (4000)."""
@@ -95,7 +96,7 @@ def test_product_larger_than_every_block(threads: int, k: int) -> None:
     exponent=st.integers(-120, 100),
     seed=st.integers(0, 1 << 20),
 )
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_product_of_any_size_and_magnitude(rung: str, m: int, n: int, k: int, exponent: int, seed: int) -> None:
     x = (randn(m, k, seed=seed) * 2.0 ** (torch.arange(m) % 7 * 3)[:, None] * 2.0**exponent).to(BF16)
     plain = randn(n, k, seed=seed + 1)
