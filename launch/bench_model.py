@@ -6,7 +6,6 @@ import argparse
 import re
 import statistics
 import time
-from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
     from .placement import Placement
 
 WARM_UP_TOKENS = 64
-PROFILES = 5
+PROFILES = 8
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -113,7 +112,7 @@ def _measure(args: argparse.Namespace, engine: Engine, placement: Placement, ran
         "peak_rss": [peak_rss(rank.pid) for rank in ranks],
         "work": asdict(model_work(engine.config, dtype, quantization)),
         "timings": [[asdict(timing) for timing in of_case] for of_case in timings],
-        "kernel_s": [_kernel_seconds(engine, case) for case in todo],
+        "overhead_share": [_overhead_share(engine, case) for case in todo],
     }
 
 
@@ -121,19 +120,26 @@ def _time(engine: Engine, case: Case, seed: int) -> Timing:
     return timing_of([(event.request, event.time_s) for event in _generate(engine, case, seed)], case)
 
 
-def _kernel_seconds(engine: Engine, case: Case) -> float | None:
-    """Of a decode step in the middle of the case: the time in which kernels ran. None where steps are not recorded."""
-    found: list[float] = []
-    made = Counter[int]()
+def _overhead_share(engine: Engine, case: Case) -> float | None:
+    """What part of a decode step of the case is not spent in kernels, the median of some steps, each of which is
+    computed again to see its kernels. None where steps are not recorded."""
+    shares: list[float] = []
+    step_s, at, made = 0.0, -1.0, 0
     events = _generate(engine, case, seed=-2)
+    began = time.monotonic()
     for event in events:
-        made[event.request] += 1
-        if len(made) == case.batch and min(made.values()) > (case.new_tokens + 1) // 2:
-            profiles = [engine.profile() for _ in range(PROFILES)]
-            found = [sum(seconds for _, seconds in one.entries) for one in profiles if one is not None]
+        if event.time_s != at:  # the first token of a step: the others were computed with it
+            step_s, at, made = time.monotonic() - began, event.time_s, 0
+        made += 1
+        if made == case.batch:
+            profile = engine.profile()
+            if profile is not None:
+                shares.append(1 - sum(seconds for _, seconds in profile.entries) / step_s)
+        if len(shares) == PROFILES:
             break
+        began = time.monotonic()
     events.close()
-    return statistics.median(found) if found else None
+    return statistics.median(shares) if shares else None
 
 
 def _generate(engine: Engine, case: Case, seed: int) -> Generator[TokenEvent]:

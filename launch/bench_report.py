@@ -16,8 +16,8 @@ OURS = "tilerank"
 
 Report = dict[str, Any]
 """Of a system: `timings` (for every case its runs, a Timing each as a dict), load_s, ready_s, and what it knows of isa,
-dtype, quantization, tp, version, load_bytes, weight_bytes, loaded_rss and peak_rss (bytes of every rank), and kernel_s
-(of a decode step of every case); ours has `work`, a ModelWork."""
+dtype, quantization, tp, version, load_bytes, weight_bytes, loaded_rss and peak_rss (bytes of every rank), and
+overhead_share (of every case); ours has `work`, a ModelWork."""
 
 Row = dict[str, Any]
 
@@ -42,8 +42,8 @@ def rows_of(reports: Mapping[str, Report], cases: Sequence[Case], model: str, pe
         about = {name: report.get(name, reports[OURS].get(name)) for name in ("dtype", "quantization", "tp")}
         about = {name: report.get(name) for name in (*_ABOUT, *_MEMORY)} | about
         for index, case in enumerate(cases):
-            kernels = report["kernel_s"][index] if report.get("kernel_s") else None
-            for row in phase_rows(case, median_timing(report["timings"][index]), work, peaks, kernels):
+            overhead = report["overhead_share"][index] if report.get("overhead_share") else None
+            for row in phase_rows(case, median_timing(report["timings"][index]), work, peaks, overhead):
                 rows.append({"system": system, "model": model, **row, **about})
     ours = {_place(row): row["tokens_per_s"] for row in rows if row["system"] == OURS}
     for row in rows:
@@ -51,12 +51,11 @@ def rows_of(reports: Mapping[str, Report], cases: Sequence[Case], model: str, pe
     return rows
 
 
-def phase_rows(case: Case, timing: Timing, work: ModelWork, peaks: Peaks, kernel_s: float | None = None) -> list[Row]:
+def phase_rows(case: Case, timing: Timing, work: ModelWork, peaks: Peaks, overhead: float | None = None) -> list[Row]:
     """The figures of one case, whoever computed it. *_share: of the peaks; limit_share: of the peak that binds;
     overhead_share: of a decode step, what is not spent in kernels."""
     prefill, decode = work.prefill(case.batch, case.prompt_tokens), work.decode(case.batch, case.context)
     common = {"batch": case.batch, "prompt_tokens": case.prompt_tokens, "new_tokens": case.new_tokens}
-    overhead = None if kernel_s is None else 1 - kernel_s / timing.step
     return [
         {"phase": "prefill", **common, "ttft_s": timing.first_token}
         | _shares(case.batch * case.prompt_tokens, timing.prefill, prefill, peaks),

@@ -106,11 +106,11 @@ def test_prefill_and_decode_by_hand() -> None:
 def test_rows_are_shares_of_the_peaks() -> None:
     case = Case(batch=2, prompt_tokens=3, new_tokens=4)
     plain = replace(WORK, experts=Work(), token=Work(bf16=600))
-    prefill, decode = bench_report.phase_rows(case, Timing(0.5, 2.0, 0.25), plain, PEAKS, kernel_s=0.2)
+    prefill, decode = bench_report.phase_rows(case, Timing(0.5, 2.0, 0.25), plain, PEAKS, overhead=0.2)
     assert (prefill["phase"], decode["phase"]) == ("prefill", "decode")
     assert prefill["tokens_per_s"] == 2 * 3 / 2.0 and prefill["ttft_s"] == 0.5
     assert decode["tokens_per_s"] == 2 / 0.25 and decode["tpot_s"] == 0.25
-    assert decode["overhead_share"] == pytest.approx(0.2)  # 50 of 250 ms are not in kernels
+    assert decode["overhead_share"] == 0.2 and "overhead_share" not in prefill
     assert prefill["amx_share"] == pytest.approx(2 * (3 * 600 + 100 + 96) / 2.0 / 4e12)
     # Five tokens after the prompt's three, the last of which is not fed back: 4 steps hold 4, 5, 6, 7 tokens.
     assert case.context == 5.5
@@ -236,6 +236,7 @@ def test_bench_model_from_end_to_end(tmp_path: Path) -> None:
         # Cut in two, the bf16 weights of 6.4 million parameters and what pads them, and norms twice.
         assert 12e6 < sum(row["weight_bytes"]) < 16e6
         assert 0 < row["load_s"] < row["ready_s"]
+        assert row["phase"] == "prefill" or row["overhead_share"] < 1  # kernels took some time
     assert "demo-lm: bfloat16 on 2 ranks" in result.out and result.out.count("decode") == 4
 
 
