@@ -192,7 +192,7 @@ class PackedWeight:
         return (self.data,)
 
     def scratch(self, m: int) -> int:
-        if self.dtype is torch.float32 or core.isa() != "amx":
+        if self.dtype is torch.float32 or core.isa() != "amx" or m <= _TILE_ROWS:
             return 0
         return -(-m // _TILE_ROWS) * _TILE_ROWS * _padded(self.n, self.k, self.dtype)[1] * 2  # packed rows of x
 

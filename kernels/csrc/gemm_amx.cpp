@@ -11,24 +11,30 @@
 #else
 #include "epilogue.h"
 #include "gemm_amx.h"
+#include "stream_amx.h"
 
 namespace tilerank::TR_RUNG {
 
-// Up to this many rows the tiles are read from x itself: packing would cost a barrier.
+// Up to this many rows the tiles are read from x itself.
 constexpr int64_t kDirectRows = 8;
 
+// Tiles `tiles` of row tile `row_tile`.
+static void pack_row_tile(const Tensor& x, const PackedRows& to, int64_t row_tile, Range tiles) {
+  const int64_t k = x.size[1], count = std::min(kTileRows, x.size[0] - row_tile * kTileRows);
+  for (int64_t t = tiles.begin; t < tiles.end; ++t) {
+    for (int64_t r = 0; r < count; ++r) {
+      pack_row(x.row<const bf16>(row_tile * kTileRows + r), k, to, row_tile, r, {t, t + 1});
+    }
+  }
+}
+
 static void pack_rows(const Tensor& x, const PackedRows& to, Team& team) {
-  constexpr int64_t kPiece = 64;  // tiles: 4 KiB of a row
-  const int64_t m = x.size[0], k = x.size[1];
+  constexpr int64_t kPiece = 16;  // tiles
   const int64_t pieces = blocks(to.k_tiles, kPiece);
   const Range tasks = team.share(pieces * to.row_tiles);
   for (int64_t task = tasks.begin; task < tasks.end; ++task) {
-    const int64_t row_tile = task / pieces, first = task % pieces * kPiece;
-    const int64_t last = std::min(first + kPiece, to.k_tiles);
-    const int64_t count = std::min(kTileRows, m - row_tile * kTileRows);
-    for (int64_t r = 0; r < count; ++r) {
-      pack_row(x.row<const bf16>(row_tile * kTileRows + r), k, to, row_tile, r, {first, last});
-    }
+    const int64_t first = task % pieces * kPiece;
+    pack_row_tile(x, to, task / pieces, {first, std::min(first + kPiece, to.k_tiles)});
   }
 }
 
@@ -47,37 +53,37 @@ struct LinearFinish {
   }
 };
 
-// At most 16 rows: the weight is read once, in order, as fast as memory gives it.
+// At most 16 rows. Where they are packed every thread does it for itself, which costs less than to wait for the others.
 template <int kParts>
-static void linear_few_rows(const Tensor& x, const char* rows, int64_t row_stride, int64_t tile_stride,
-                            const Tensor& weight, const Epilogue& epilogue, Team& team) {
-  const int64_t m = x.size[0], k_tiles = blocks(x.size[1], kBlockK);
-  TileConfig config;
-  for (int tile = 0; tile < 3; ++tile) config.set(tile, static_cast<int>(m), 64);
-  for (int tile = 3; tile < 5; ++tile) config.set(tile, kTileRows, 64);
-  const Tiles tiles(config);
-  alignas(64) float sums[kParts][2 * kTileRows * kLanes];
-  const Range share = team.share(epilogue.results);
-  const char* w = weight.as<const char>() + share.begin * kParts * k_tiles * kBlockStep;
-  for (int64_t result = share.begin; result < share.end; ++result) {
-    const float* parts[kParts];
-    for (int part = 0; part < kParts; ++part) {
-      tile_zero<0>();
-      tile_zero<1>();
-      for (int64_t t = 0; t < k_tiles; ++t, w += kBlockStep) {
-        for (int64_t line = 0; line < kBlockStep; line += 64) prefetch_l2(w + kStreamAhead + line);
-        tile_load<2>(rows + t * tile_stride, row_stride);
-        tile_load_stream<3>(w, 64);
-        tile_load_stream<4>(w + kTileBytes, 64);
-        tile_dot_bf16<0, 2, 3>();
-        tile_dot_bf16<1, 2, 4>();
-      }
-      tile_store<0>(sums[part], 64);
-      tile_store<1>(sums[part] + kTileRows * kLanes, 64);
-      parts[part] = sums[part];
-    }
-    LinearFinish<kParts>{epilogue}.write(parts, {0, m}, result);
+static void linear_few_rows(const Tensor& x, const Tensor& weight, const Epilogue& epilogue, Team& team) {
+  const int64_t m = x.size[0], k = x.size[1], k_tiles = blocks(k, kBlockK);
+  const char* rows = x.as<const char>();
+  int64_t row_stride = x.stride[0] * 2, tile_stride = 64;
+  if (m > kDirectRows || k % kBlockK) {
+    const PackedRows packed{static_cast<char*>(team.scratch(static_cast<size_t>(k_tiles * kTileBytes))), 1, k_tiles,
+                            k_tiles};
+    pack_row_tile(x, packed, 0, {0, k_tiles});
+    rows = packed.data;
+    row_stride = 64;
+    tile_stride = kTileBytes;
   }
+  const LinearFinish<kParts> finish{epilogue};
+  const Tiles tiles(stream_tiles(m));
+  const Range share = team.share(epilogue.results), own{share.begin * kParts, share.end * kParts};
+  const auto prefetch = [&](int64_t block) {
+    for (int64_t part = 0; part < 2; part += kParts) {
+      epilogue.prefetch({0, m}, (block + part) / kParts, prefetch_write);
+    }
+  };
+  stream_blocks<Bf16Dot>(rows, row_stride, tile_stride, weight.as<const char>(), own, k_tiles, prefetch,
+                         [&](const auto& sums, int64_t block) {
+                           if constexpr (kParts == 2) {
+                             finish.write({sums[0], sums[1]}, {0, m}, block / 2);
+                           } else {
+                             finish.write({sums[0]}, {0, m}, block);
+                             if (block + 1 < own.end) finish.write({sums[1]}, {0, m}, block + 1);
+                           }
+                         });
 }
 
 template <int kParts>
@@ -105,20 +111,16 @@ static void linear_many_rows(const Tensor& x, const PackedRows& rows, const Bloc
 template <int kParts>
 static void linear(const Args& args, const Epilogue& epilogue, Team& team) {
   const Tensor &x = args.tensor(0), &weight = args.tensor(5);
-  const int64_t m = x.size[0], k = x.size[1];
-  if (m <= kDirectRows && k % kBlockK == 0) {
-    return linear_few_rows<kParts>(x, x.as<const char>(), x.stride[0] * 2, 64, weight, epilogue, team);
-  }
-  const int64_t row_tiles = blocks(m, kTileRows), k_tiles = blocks(k, kBlockK);
+  if (x.size[0] <= kTileRows) return linear_few_rows<kParts>(x, weight, epilogue, team);
+  const int64_t row_tiles = blocks(x.size[0], kTileRows), k_tiles = blocks(x.size[1], kBlockK);
   const Blocking blocking = Blocking::of(row_tiles, k_tiles);
   const PackedRows rows{args.tensor(4).as<char>(), row_tiles, k_tiles, blocking.panel};
   pack_rows(x, rows, team);
   team.barrier();
-  if (m <= kTileRows) return linear_few_rows<kParts>(x, rows.data, 64, kTileBytes, weight, epilogue, team);
   linear_many_rows<kParts>(x, rows, blocking, weight, epilogue, team);
 }
 
-// operands: the packed weight; scratch: bytes [m up to 16s][k up to 32s][2] for packed rows
+// operands: the packed weight; scratch: bytes [m up to 16s][k up to 32s][2] for packed rows, if m > 16
 static void linear_bf16(const Args& args, Team& team) {
   const Epilogue epilogue(args);
   epilogue.parts == 2 ? linear<2>(args, epilogue, team) : linear<1>(args, epilogue, team);
