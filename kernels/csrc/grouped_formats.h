@@ -1,0 +1,152 @@
+// The weight formats of grouped.h for the rung that includes this file (no include guard). A format says where tiles
+// are, expands them to bf16 in the layout of pack.h, and knows the scale, the negative of the zero and what is ahead.
+
+namespace tilerank::TR_RUNG {
+
+constexpr int64_t kHalfVecs = kHalfN / kLanes;
+
+struct GroupedWeight {
+  const char* const values;
+  const int64_t groups, group_tiles, tile_bytes;
+
+  explicit GroupedWeight(const Tensor& values)
+      : values(values.as<const char>()),
+        groups(values.size[2]),
+        group_tiles(values.size[3]),
+        tile_bytes(values.size[4]) {}
+
+  const char* tile(int64_t half, int64_t tile) const {
+    return values + (half * groups * group_tiles + tile) * tile_bytes;
+  }
+};
+
+struct Int4 : GroupedWeight {
+  static constexpr int64_t kPackedTile = 256;
+  const f16* const scales;
+  const int8_t* const zeros;
+
+  // operands: values, scales, zeros or none
+  explicit Int4(const Tensor* operands)
+      : GroupedWeight(operands[0]), scales(operands[1].as<const f16>()), zeros(operands[2].as<const int8_t>()) {}
+
+  // of outputs v * kLanes ... of a half
+  Vec scale(int64_t half, int64_t group, int64_t v = 0) const {
+    const f16* const at = scales + (half * groups + group) * kHalfN + v * kLanes;
+#ifdef TR_AVX512
+    const Vec stored{_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(at)))};
+#else
+    const Vec stored{_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(at)))};
+#endif
+    return stored * set(kInt4ScaleUnit);
+  }
+
+  bool has_zeros() const { return zeros != nullptr; }
+  Vec negative_zero(int64_t half, int64_t group, int64_t v = 0) const {
+    const int8_t* const at = zeros + (half * groups + group) * kHalfN + v * kLanes;
+#ifdef TR_AVX512
+    const Vec stored{
+        _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(at))))};
+#else
+    const Vec stored{
+        _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(at))))};
+#endif
+    return zero() - stored;
+  }
+
+  static inline void expand(const char* from, bf16* to) {
+#ifdef TR_AVX512
+    // Only the low five bits of an index count: twice the table, and the nibble above needs no masking.
+    const __m512i table =
+        _mm512_broadcast_i64x4(_mm256_load_si256(reinterpret_cast<const __m256i*>(kCodeValues)));
+#pragma GCC unroll 4
+    for (int line = 0; line < 4; ++line, to += 4 * 32) {
+      const __m512i codes = _mm512_loadu_si512(from + line * 64);
+      _mm512_store_si512(to, _mm512_permutexvar_epi16(codes, table));
+      _mm512_store_si512(to + 32, _mm512_permutexvar_epi16(_mm512_srli_epi16(codes, 4), table));
+      _mm512_store_si512(to + 64, _mm512_permutexvar_epi16(_mm512_srli_epi16(codes, 8), table));
+      _mm512_store_si512(to + 96, _mm512_permutexvar_epi16(_mm512_srli_epi16(codes, 12), table));
+    }
+#else
+    const __m256i table = _mm256_load_si256(reinterpret_cast<const __m256i*>(kCodeValues));
+    const __m256i split = _mm256_shuffle_epi8(
+        table, _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15)));
+    // Low and high bytes of the 16 values, in both lanes.
+    const __m256i low = _mm256_permute4x64_epi64(split, 0x88), high = _mm256_permute4x64_epi64(split, 0xdd);
+    const __m256i nibbles = _mm256_set1_epi16(0x0f0f), even = _mm256_set1_epi16(0x00ff);
+    for (int part = 0; part < 8; ++part) {
+      const __m256i codes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + part * 32));
+      bf16* const out = to + part / 2 * 4 * 32 + part % 2 * 16;
+      for (int shift = 0; shift < 2; ++shift) {
+        // Even bytes are nibble `shift` of their words, odd bytes nibble `shift` + 2.
+        const __m256i index = _mm256_and_si256(shift ? _mm256_srli_epi16(codes, 4) : codes, nibbles);
+        const __m256i l = _mm256_shuffle_epi8(low, index), h = _mm256_shuffle_epi8(high, index);
+        const __m256i first = _mm256_or_si256(_mm256_and_si256(l, even), _mm256_slli_epi16(h, 8));
+        const __m256i third = _mm256_or_si256(_mm256_srli_epi16(l, 8), _mm256_andnot_si256(even, h));
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + shift * 32), first);
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + (shift + 2) * 32), third);
+      }
+    }
+#endif
+  }
+
+  // What nibbles stand for, as the bits of bf16: 0 to 7, -8 to -1.
+  alignas(32) static constexpr uint16_t kCodeValues[16] = {0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0,
+                                                           0x40c0, 0x40e0, 0xc100, 0xc0e0, 0xc0c0, 0xc0a0,
+                                                           0xc080, 0xc040, 0xc000, 0xbf80};
+};
+
+struct Fp8 : GroupedWeight {
+  static constexpr int64_t kPackedTile = 512;
+  const float* const scales;
+
+  // operands: values, scales
+  explicit Fp8(const Tensor* operands) : GroupedWeight(operands[0]), scales(operands[1].as<const float>()) {}
+
+  Vec scale(int64_t half, int64_t group, int64_t = 0) const { return set(scales[half / 2 * groups + group]); }
+  bool has_zeros() const { return false; }
+  Vec negative_zero(int64_t, int64_t, int64_t = 0) const { return zero(); }
+
+#ifdef TR_AMX
+  static inline void expand(const char* from, bf16* to) {
+    // The bytes of the bf16 for every code without its sign: two tables of 128.
+    const __m512i low0 = _mm512_load_si512(kFp8Bytes.low), low1 = _mm512_load_si512(kFp8Bytes.low + 64);
+    const __m512i high0 = _mm512_load_si512(kFp8Bytes.high), high1 = _mm512_load_si512(kFp8Bytes.high + 64);
+    const __m512i sign = _mm512_set1_epi8(static_cast<char>(0x80));
+#pragma GCC unroll 8
+    for (int line = 0; line < 8; ++line, to += 2 * 32) {
+      const __m512i codes = _mm512_loadu_si512(from + line * 64);
+      const __m512i low = _mm512_permutex2var_epi8(low0, codes, low1);
+      const __m512i high = _mm512_permutex2var_epi8(high0, codes, high1);
+      const __m512i with_sign = _mm512_ternarylogic_epi64(high, codes, sign, 0xf8);  // high | (codes & sign)
+      _mm512_store_si512(to, _mm512_unpacklo_epi8(low, with_sign));
+      _mm512_store_si512(to + 32, _mm512_unpackhi_epi8(low, with_sign));
+    }
+  }
+
+#else
+  // The bf16 of eight f16, in the low halves.
+  static inline __m256i widen_f16(__m128i eight) {
+    const __m256 values = _mm256_mul_ps(_mm256_cvtph_ps(eight), _mm256_set1_ps(256.0f));
+    return _mm256_srli_epi32(_mm256_castps_si256(values), 16);
+  }
+
+  static inline void expand(const char* from, bf16* to) {
+    const __m256i magnitude = _mm256_set1_epi16(0x7f);
+    for (int part = 0; part < 32; ++part) {
+      const __m256i codes = _mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from + part * 16)));
+      // As f16 a code's bits mean 2^-8 of its value, subnormals too; only NaN needs care.
+      const __m256i bits = _mm256_and_si256(codes, magnitude);
+      const __m256i nan = _mm256_and_si256(_mm256_cmpeq_epi16(bits, magnitude), _mm256_set1_epi16(0x7e00));
+      const __m256i sign = _mm256_slli_epi16(_mm256_andnot_si256(magnitude, codes), 8);
+      const __m256i half = _mm256_or_si256(_mm256_or_si256(_mm256_slli_epi16(bits, 7), sign), nan);
+      const __m256i first = widen_f16(_mm256_castsi256_si128(half)), second = widen_f16(_mm256_extracti128_si256(half, 1));
+      const __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(first, second), 0xd8);
+      bf16* const out = to + part / 4 * 2 * 32 + part % 4 * 8;
+      _mm_storeu_si128(reinterpret_cast<__m128i*>(out), _mm256_castsi256_si128(packed));
+      _mm_storeu_si128(reinterpret_cast<__m128i*>(out + 32), _mm256_extracti128_si256(packed, 1));
+    }
+  }
+#endif
+};
+
+}  // namespace tilerank::TR_RUNG

@@ -1,0 +1,127 @@
+// Products with int4 and fp8 weights in AMX tiles.
+#ifndef TR_RUNG
+#include <array>
+
+#include "grouped.h"
+#define TR_ONLY_AMX
+#define TR_SOURCE "linear_grouped_amx.cpp"
+#include "foreach_isa.h"
+#else
+#include "epilogue.h"
+#include "grouped_amx.h"
+
+namespace tilerank::TR_RUNG {
+
+// Hands sums in tiles to the epilogue.
+template <int kParts>
+struct LinearFinish {
+  const Epilogue& epilogue;
+
+  void prefetch(Range rows, int64_t result) const { epilogue.prefetch(rows, result, prefetch_write); }
+  void write(const float* const (&parts)[kParts], Range rows, int64_t result) const {
+    for_sums(rows, [&](int64_t row, int64_t i) {
+      const auto sums = [&](int part) {
+        return std::array{load(parts[part] + i), load(parts[part] + i + kTileRows * kLanes)};
+      };
+      epilogue.write(row, result, sums(0).data(), kParts == 2 ? sums(kParts - 1).data() : nullptr);
+    });
+  }
+};
+
+static void pack_rows(const Tensor& x, const PackedRows& to, Team& team) {
+  constexpr int64_t kPiece = 64;  // tiles: 4 KiB of a row
+  const int64_t m = x.size[0], k = x.size[1];
+  const int64_t pieces = blocks(to.k_tiles, kPiece);
+  const Range tasks = team.share(pieces * to.row_tiles);
+  for (int64_t task = tasks.begin; task < tasks.end; ++task) {
+    const int64_t row_tile = task / pieces, first = task % pieces * kPiece;
+    const int64_t last = std::min(first + kPiece, to.k_tiles);
+    const int64_t count = std::min(kTileRows, m - row_tile * kTileRows);
+    for (int64_t r = 0; r < count; ++r) {
+      pack_row(x.row<const bf16>(row_tile * kTileRows + r), k, to, row_tile, r, {first, last});
+    }
+  }
+}
+
+// At most 16 rows. Every thread packs them for itself: that is little beside the weight, and spares a barrier.
+template <int kParts, class Format>
+static void linear_few_rows(const Tensor& x, const Format& weight, const Epilogue& epilogue, Team& team) {
+  constexpr int64_t kDirectRows = 8, kBand = 128;  // blocks whose sums are kept
+  const int64_t m = x.size[0], k = x.size[1], k_tiles = blocks(k, kBlockK);
+  const bool direct = m <= kDirectRows && k % kBlockK == 0;
+  const int64_t packed = direct ? 0 : k_tiles * kTileBytes;
+  char* const memory = static_cast<char*>(
+      team.scratch(packed + (kBand * 2 * kTileRows * kLanes + weight.groups * kTileRows) * sizeof(float)));
+  float* const sums = reinterpret_cast<float*>(memory + packed);
+  FewRows rows{x.as<const char>(), x.stride[0] * 2, 64, m, k_tiles, sums + kBand * 2 * kTileRows * kLanes};
+  if (!direct) {
+    const PackedRows to{memory, 1, k_tiles, k_tiles};
+    for (int64_t r = 0; r < m; ++r) pack_row(x.row<const bf16>(r), k, to, 0, r, {0, k_tiles});
+    rows.data = memory;
+    rows.row_stride = 64;
+    rows.tile_stride = kTileBytes;
+  }
+  if (weight.has_zeros()) rows.add_up(weight);
+  const Tiles tiles(few_tiles(m));
+  const Range own = team.share(epilogue.results);
+  for (int64_t first = own.begin; first < own.end; first += kBand / kParts) {
+    const int64_t last = std::min(first + kBand / kParts, own.end);
+    multiply_few_rows(rows, weight, {first * kParts, last * kParts}, sums);
+    for (int64_t result = first; result < last; ++result) {
+      const float* parts[kParts];
+      for (int part = 0; part < kParts; ++part) {
+        parts[part] = sums + ((result - first) * kParts + part) * 2 * kTileRows * kLanes;
+      }
+      LinearFinish<kParts>{epilogue}.write(parts, {0, m}, result);
+    }
+  }
+}
+
+template <int kParts, class Format>
+static void linear_many_rows(const Args& args, const Format& weight, const Epilogue& epilogue, Team& team) {
+  const Tensor& x = args.tensor(0);
+  const int64_t m = x.size[0], panel = GroupedBlocking::panel(weight);
+  const PackedRows rows{args.tensor(4).as<char>(), blocks(m, kTileRows), blocks(x.size[1], kBlockK), panel};
+  pack_rows(x, rows, team);
+  team.barrier();
+  const Tiles tiles(panel_tiles(kTileRows));
+  const GroupedMemory memory(team.scratch(GroupedMemory::bytes(panel)), panel);
+  // Threads in a grid: over rows as far as each keeps enough of them to pay for reading the weight, then over outputs.
+  int row_threads = 1;
+  while (team.count % (row_threads * 2) == 0 && rows.row_tiles >= row_threads * 2 * 32) row_threads *= 2;
+  const Team row_team(nullptr, team.index % row_threads, row_threads);
+  const Team column_team(nullptr, team.index / row_threads, team.count / row_threads);
+  const Range own_rows = row_team.share(rows.row_tiles, 2), own = column_team.share(epilogue.results);
+  for (int64_t tile = own_rows.begin; tile < own_rows.end; tile += GroupedBlocking::kStripe) {
+    const Range stripe{tile, std::min(tile + GroupedBlocking::kStripe, own_rows.end)};
+    for (int64_t block = own.begin * kParts; block < own.end * kParts; block += GroupedBlocking::kBand) {
+      const Range band{block, std::min(block + GroupedBlocking::kBand, own.end * kParts)};
+      multiply_grouped_band<kParts>(rows, stripe, weight, band, m, memory, LinearFinish<kParts>{epilogue});
+    }
+  }
+}
+
+template <int kParts, class Format>
+static void linear(const Args& args, const Format& weight, const Epilogue& epilogue, Team& team) {
+  if (args.tensor(0).size[0] <= kTileRows) {
+    return linear_few_rows<kParts>(args.tensor(0), weight, epilogue, team);
+  }
+  linear_many_rows<kParts>(args, weight, epilogue, team);
+}
+
+template <class Format>
+static void linear(const Args& args, Team& team) {
+  const Epilogue epilogue(args);
+  const Format weight(args.tensors + 5);
+  epilogue.parts == 2 ? linear<2>(args, weight, epilogue, team) : linear<1>(args, weight, epilogue, team);
+}
+
+// operands: grouped.h; scratch: bytes [m up to 16s][k up to 32s][2] for packed rows, unless there are few
+static void linear_int4(const Args& args, Team& team) { linear<Int4>(args, team); }
+TR_KERNEL(linear_int4)
+
+static void linear_fp8(const Args& args, Team& team) { linear<Fp8>(args, team); }
+TR_KERNEL(linear_fp8)
+
+}  // namespace tilerank::TR_RUNG
+#endif
