@@ -72,6 +72,49 @@ def product_int8(x: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
     return sums.float() * (steps[:, None] * scales)
 
 
+def quantise_int4(x: Tensor, group: int, zero_points: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """x[r, k] float32 in groups of inputs, (code - zero) * scale is about x: codes [r, k up to groups] uint8, scales
+    [r, groups] that are float16 times 256, zeros [r, groups] uint8.
+
+    Of nine scales (and zeros) about the one that just holds the extreme values, each the best for its codes, the one
+    with the least squared error.
+    """
+    x = F.pad(x, (0, -x.shape[1] % group)).unflatten(1, (-1, group))
+    least, most = x.amin(-1).clamp(max=0.0), x.amax(-1).clamp(min=0.0)
+    gain = torch.zeros(x.shape[:2])
+    scales, zeros = torch.zeros(x.shape[:2]), torch.full(x.shape[:2], 8.0)
+    for step in range(-3, 6):
+        if zero_points:
+            inverse = (15 + 0.4 * step) / (most - least)
+            zero = (-least * inverse - 0.2 * step).round().clamp(0, 15)
+        else:
+            inverse = -(8 + 0.3 * step) / torch.where(-least > most, least, most)
+            zero = torch.full_like(least, 8.0)
+        levels = torch.clamp((x * inverse[..., None]).round(), -zero[..., None], 15 - zero[..., None])
+        products, squares = (x * levels).sum(-1), (levels * levels).sum(-1)
+        better = (squares > 0) & (products * products > gain * squares)
+        gain = torch.where(better, products * products / squares, gain)
+        scales, zeros = torch.where(better, products / squares, scales), torch.where(better, zero, zeros)
+    scales = (scales.clamp(-65504 / 256, 65504 / 256) * 256).to(torch.float16).float() / 256
+    levels = torch.where(scales[..., None] == 0, 0.0, x / scales[..., None]).round()
+    codes = torch.clamp(levels + zeros[..., None], 0, 15)
+    finite = x.isfinite().all(-1)
+    codes = torch.where(finite[..., None], codes, 8.0)
+    return codes.flatten(1).to(torch.uint8), torch.where(finite, scales, float("nan")), zeros.to(torch.uint8)
+
+
+def quantise_fp8(x: Tensor, block_n: int, block_k: int) -> tuple[Tensor, Tensor]:
+    """x[r, k] float32 as codes [r, k] float8_e4m3fn and scales [row blocks, column blocks]: code * scale is about x."""
+    r, k = x.shape
+    padded = F.pad(x, (0, -k % block_k, 0, -r % block_n)).unflatten(1, (-1, block_k)).unflatten(0, (-1, block_n))
+    largest = padded.abs().amax((1, 3))
+    finite = largest.isfinite()
+    inverse = torch.where(finite & (largest > 1e-35), 448 / largest, 0.0)
+    codes = torch.where(finite[:, None, :, None], padded * inverse[:, None, :, None], 0.0).clamp(-448, 448)
+    plain = codes.to(torch.float8_e4m3fn).flatten(0, 1).flatten(1)[:r, :k]
+    return plain, torch.where(finite, largest / 448, float("nan"))
+
+
 def epilogue(
     sums: Tensor, bias: Tensor | None, residual: Tensor | None, activation: str | None, out_dtype: torch.dtype
 ) -> Tensor:

@@ -58,8 +58,10 @@ static int64_t few_rows_panel(const Format& weight, int64_t m) {
 template <class Format>
 class Expansion {
  public:
-  Expansion(const Format& weight, Range blocks, int64_t k_tiles, int64_t panel)
+  // `after`: what will be read next, fetched as well, or null.
+  Expansion(const Format& weight, Range blocks, int64_t k_tiles, int64_t panel, const char* after)
       : weight_(weight),
+        after_(after),
         first_(blocks.begin * 2),
         halves_((blocks.end - blocks.begin) * 2),
         panel_(panel * weight.group_tiles),
@@ -83,7 +85,9 @@ class Expansion {
 
   void start() {
     from_ = piece(piece_);
-    fetched_ = piece(std::min(piece_ + ahead_, pieces_ - 1));
+    const int64_t fetched = piece_ + ahead_;
+    fetched_ = fetched < pieces_ || !after_ ? piece(std::min(fetched, pieces_ - 1))
+                                            : after_ + (fetched - pieces_) * panel_ * Format::kPackedTile;
     left_ = std::min(panel_, k_tiles_ - piece_ / halves_ * panel_);
   }
 
@@ -101,6 +105,7 @@ class Expansion {
 
   alignas(64) bf16 ring_[kRing][kTile];
   const Format& weight_;
+  const char* const after_;
   const int64_t first_, halves_, panel_, k_tiles_, pieces_, ahead_;
   int64_t piece_ = 0, left_ = 0;
   uint32_t expanded_ = 0, wanted_ = 0;
@@ -162,9 +167,10 @@ static inline void multiply_half(const FewRows& rows, const Format& weight, int6
 
 // The sums of at most 16 rows with blocks, from `sums` on, two tiles each.
 template <class Format, int R, bool kZeros>
-static void multiply_few_rows(const FewRows& rows, const Format& weight, Range blocks, float* sums) {
+static void multiply_few_rows(const FewRows& rows, const Format& weight, Range blocks, float* sums,
+                              const char* after) {
   const int64_t panel = few_rows_panel(weight, rows.m);
-  Expansion<Format> expansion(weight, blocks, rows.k_tiles, panel);
+  Expansion<Format> expansion(weight, blocks, rows.k_tiles, panel, after);
   for (int64_t first = 0; first < weight.groups; first += panel) {
     const Range groups{first, std::min(first + panel, weight.groups)};
     for (int64_t half = blocks.begin * 2; half < blocks.end * 2; ++half) {
@@ -175,18 +181,22 @@ static void multiply_few_rows(const FewRows& rows, const Format& weight, Range b
 }
 
 template <class Format, bool kZeros>
-static void multiply_few_rows(const FewRows& rows, const Format& weight, Range blocks, float* sums) {
-  if (rows.m > 8) return multiply_few_rows<Format, 16, kZeros>(rows, weight, blocks, sums);
-  if (rows.m > 4) return multiply_few_rows<Format, 8, kZeros>(rows, weight, blocks, sums);
-  if (rows.m > 2) return multiply_few_rows<Format, 4, kZeros>(rows, weight, blocks, sums);
-  if (rows.m > 1) return multiply_few_rows<Format, 2, kZeros>(rows, weight, blocks, sums);
-  multiply_few_rows<Format, 1, kZeros>(rows, weight, blocks, sums);
+static void multiply_few_rows(const FewRows& rows, const Format& weight, Range blocks, float* sums,
+                              const char* after) {
+  if (rows.m > 8) return multiply_few_rows<Format, 16, kZeros>(rows, weight, blocks, sums, after);
+  if (rows.m > 4) return multiply_few_rows<Format, 8, kZeros>(rows, weight, blocks, sums, after);
+  if (rows.m > 2) return multiply_few_rows<Format, 4, kZeros>(rows, weight, blocks, sums, after);
+  if (rows.m > 1) return multiply_few_rows<Format, 2, kZeros>(rows, weight, blocks, sums, after);
+  multiply_few_rows<Format, 1, kZeros>(rows, weight, blocks, sums, after);
 }
 
 template <class Format>
-static void multiply_few_rows(const FewRows& rows, const Format& weight, Range blocks, float* sums) {
-  if (weight.has_zeros()) return multiply_few_rows<Format, true>(rows, weight, blocks, sums);
-  multiply_few_rows<Format, false>(rows, weight, blocks, sums);
+static void multiply_few_rows(const FewRows& rows, const Format& weight, Range blocks, float* sums,
+                              const char* after) {
+  if constexpr (Format::kMayHaveZeros) {
+    if (weight.has_zeros()) return multiply_few_rows<Format, true>(rows, weight, blocks, sums, after);
+  }
+  multiply_few_rows<Format, false>(rows, weight, blocks, sums, after);
 }
 
 // Many rows: the inputs are cut in panels of whole groups, a block's panel of the weight is expanded once into the first
@@ -364,7 +374,9 @@ static void multiply_grouped_band(const PackedRows& rows, Range stripe, const Fo
 template <int kParts, class Format, class Finish>
 static void multiply_grouped_band(const PackedRows& rows, Range stripe, const Format& weight, Range band, int64_t m,
                                   const GroupedMemory& memory, const Finish& finish) {
-  if (weight.has_zeros()) return multiply_grouped_band<kParts, true>(rows, stripe, weight, band, m, memory, finish);
+  if constexpr (Format::kMayHaveZeros) {
+    if (weight.has_zeros()) return multiply_grouped_band<kParts, true>(rows, stripe, weight, band, m, memory, finish);
+  }
   multiply_grouped_band<kParts, false>(rows, stripe, weight, band, m, memory, finish);
 }
 

@@ -22,6 +22,7 @@ struct GroupedWeight {
 
 struct Int4 : GroupedWeight {
   static constexpr int64_t kPackedTile = 256;
+  static constexpr bool kMayHaveZeros = true;
   const f16* const scales;
   const int8_t* const zeros;
 
@@ -97,6 +98,7 @@ struct Int4 : GroupedWeight {
 
 struct Fp8 : GroupedWeight {
   static constexpr int64_t kPackedTile = 512;
+  static constexpr bool kMayHaveZeros = false;
   const float* const scales;
 
   // operands: values, scales

@@ -66,7 +66,8 @@ static void linear_few_rows(const Tensor& x, const Format& weight, const Epilogu
   const Range own = team.share(epilogue.results);
   for (int64_t first = own.begin; first < own.end; first += kBand / kParts) {
     const int64_t last = std::min(first + kBand / kParts, own.end);
-    multiply_few_rows(rows, weight, {first * kParts, last * kParts}, sums);
+    multiply_few_rows(rows, weight, {first * kParts, last * kParts}, sums,
+                      last < own.end ? weight.tile(last * kParts * 2, 0) : nullptr);
     for (int64_t result = first; result < last; ++result) {
       const float* parts[kParts];
       for (int part = 0; part < kParts; ++part) {

@@ -122,14 +122,14 @@ static Int4Group choose_int4(const float* values, int64_t count, bool zeros) {
   Int4Search search(values, count);
   // Beyond what f16 holds nothing is left to choose; below, the group is zero.
   if (most - least < 1e-30f) return search.best;
-  constexpr int kSteps = 4;
-  for (int step = -kSteps; step <= kSteps; ++step) {
+  for (int step = -3; step <= 5; ++step) {
     if (zeros) {
-      const float inverse = (15 + 0.4f * static_cast<float>(step)) / (most - least);
-      search.attempt(inverse, std::clamp(static_cast<int>(std::lrint(-least * inverse)), 0, 15));
+      const float levels = 15 + 0.4f * static_cast<float>(step), inverse = levels / (most - least);
+      const float zero = -least * inverse - (levels - 15) / 2;  // what is cut off, at both ends
+      search.attempt(inverse, std::clamp(static_cast<int>(std::lrint(zero)), 0, 15));
     } else {
       const float extreme = -least > most ? least : most;  // becomes -8
-      search.attempt(-(8 + 0.2f * static_cast<float>(step)) / extreme, 8);
+      search.attempt(-(8 + 0.3f * static_cast<float>(step)) / extreme, 8);
     }
   }
   return search.best;

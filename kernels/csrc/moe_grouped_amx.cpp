@@ -1,0 +1,184 @@
+// Fused experts with int4 and fp8 weights in AMX tiles. silu(gate) * up is rounded once, to bf16.
+#ifndef TR_RUNG
+#include <array>
+
+#include "experts.h"
+#include "grouped.h"
+#define TR_ONLY_AMX
+#define TR_SOURCE "moe_grouped_amx.cpp"
+#include "foreach_isa.h"
+#else
+#include "experts_rows.h"
+#include "grouped_amx.h"
+
+namespace tilerank::TR_RUNG {
+
+// The products of this many rows take as long as reading the weight from memory.
+constexpr int64_t kHiddenRows = 64;
+
+constexpr int64_t kFewBand = 128;  // blocks whose sums are kept for few rows
+
+// silu(gate) * up, into the tiles that the down projection reads.
+struct GatedFinish {
+  const PackedRows& to;
+  int64_t first_tile;  // of `to`
+  int64_t first;       // result: block of the width
+
+  void prefetch(Range, int64_t) const {}
+  void write(const float* const (&parts)[2], Range rows, int64_t result) const {
+    const int64_t block = result - first;
+    char* const column = to.tiles(block / to.panel, 0) + block % to.panel * kTileBytes;
+    const int64_t tile_stride = to.panel_tiles(block / to.panel) * kTileBytes;
+    for_sums(rows, [&](int64_t row, int64_t i) {
+      bf16* const out =
+          reinterpret_cast<bf16*>(column + (first_tile + row / kTileRows) * tile_stride) + row % kTileRows * kBlockK;
+      for (const int64_t half : {0, 1}) {
+        const int64_t at = i + half * kTileRows * kLanes;
+        store(out + half * kLanes, silu(load(parts[0] + at)) * load(parts[1] + at));
+      }
+    });
+  }
+};
+
+// A choice's output, where its token will look for it.
+struct ChoiceFinish {
+  const Tensor& partial;
+  const int32_t* pairs;
+  int64_t first;  // result: block of the hidden size
+
+  float* at(int64_t row, int64_t result) const { return partial.row<float>(pairs[row]) + (result - first) * kBlockN; }
+  void prefetch(Range rows, int64_t result) const {
+    for (int64_t row = rows.begin; row < rows.end; ++row) {
+      prefetch_write(at(row, result));
+      prefetch_write(at(row, result) + kLanes);
+    }
+  }
+  void write(const float* const (&parts)[1], Range rows, int64_t result) const {
+    for_sums(rows, [&](int64_t row, int64_t i) {
+      store(at(row, result), load(parts[0] + i));
+      store(at(row, result) + kLanes, load(parts[0] + i + kTileRows * kLanes));
+    });
+  }
+};
+
+// One of the projections of all experts, and a thread's memory for it.
+template <int kParts, class Format>
+struct Projection {
+  const Format& weight;
+  const int64_t results, k;  // of an expert, in blocks
+  void* const memory;
+
+  int64_t k_tiles() const { return blocks(k, kBlockK); }
+  size_t bytes() const {
+    const size_t few = (kFewBand * 2 * kTileRows * kLanes + weight.groups * kTileRows) * sizeof(float);
+    return std::max(few, GroupedMemory::bytes(GroupedBlocking::panel(weight)));
+  }
+  // How a group's rows are packed.
+  PackedRows packed(char* data, int64_t row_tiles) const {
+    return {data, row_tiles, k_tiles(), row_tiles == 1 ? k_tiles() : GroupedBlocking::panel(weight)};
+  }
+
+  // One tile of rows, at most 16, with results of expert `expert`; `after`: what will be read next, or null.
+  template <class Finish>
+  void few(const PackedRows& packed, int64_t m, int64_t expert, Range own, const char* after,
+           const Finish& finish) const {
+    float* const sums = static_cast<float*>(memory);
+    const FewRows rows{packed.data, 64, kTileBytes, m, packed.k_tiles, sums + kFewBand * 2 * kTileRows * kLanes};
+    if (weight.has_zeros()) rows.add_up(weight);
+    const Tiles tiles(few_tiles(m));
+    const int64_t end = expert * results + own.end;
+    for (int64_t first = expert * results + own.begin; first < end; first += kFewBand / kParts) {
+      const int64_t last = std::min(first + kFewBand / kParts, end);
+      multiply_few_rows(rows, weight, {first * kParts, last * kParts}, sums,
+                        last < end ? weight.tile(last * kParts * 2, 0) : after);
+      for (int64_t result = first; result < last; ++result) {
+        const float* parts[kParts];
+        for (int part = 0; part < kParts; ++part) {
+          parts[part] = sums + ((result - first) * kParts + part) * 2 * kTileRows * kLanes;
+        }
+        finish.write(parts, {0, m}, result);
+      }
+    }
+  }
+
+  template <class Finish>
+  void many(const PackedRows& packed, Range stripe, int64_t m, int64_t expert, Range own, const Finish& finish) const {
+    const Tiles tiles(panel_tiles(kTileRows));
+    const GroupedMemory working(memory, packed.panel);
+    const int64_t end = (expert * results + own.end) * kParts;
+    for (int64_t block = (expert * results + own.begin) * kParts; block < end; block += GroupedBlocking::kBand) {
+      const Range band{block, std::min(block + GroupedBlocking::kBand, end)};
+      multiply_grouped_band<kParts>(packed, stripe, weight, band, m, working, finish);
+    }
+  }
+
+  // What a thread that goes on after `group` reads next.
+  const char* after(const Grouping& grouping, const Group& group, Range own) const {
+    const Group* const next = &group + 1;
+    if (own.end < results || next == grouping.groups + grouping.count) return nullptr;
+    return weight.tile(next->expert * results * kParts * 2, 0);
+  }
+};
+
+// middle: every expert's rows as PackedRows over the width, one after the other
+template <class Format>
+static void moe(const Args& args, Team& team) {
+  constexpr int64_t kStripe = GroupedBlocking::kStripe;
+  const ExpertsArgs a(args);
+  const Format gate_up(a.gate_up), down(a.down);
+  const size_t grouping_bytes = Grouping::bytes(a.ids, a.experts);
+  const size_t row_bytes = static_cast<size_t>(kStripe * blocks(a.hidden, kBlockK) * kTileBytes);
+  const size_t working = std::max(Projection<2, Format>{gate_up, a.width_blocks, a.hidden, nullptr}.bytes(),
+                                  Projection<1, Format>{down, a.hidden_blocks, a.width, nullptr}.bytes());
+  char* const memory = static_cast<char*>(team.scratch(grouping_bytes + row_bytes + working));
+  const Grouping grouping(a.ids, a.experts, memory);
+  char* const row_memory = memory + grouping_bytes;
+  const Projection<2, Format> in{gate_up, a.width_blocks, a.hidden, row_memory + row_bytes};
+  const Projection<1, Format> out{down, a.hidden_blocks, a.width, row_memory + row_bytes};
+  const auto middle_of = [&](const Group& group) {
+    return out.packed(a.middle.as<char>() + group.row_tile * a.width_blocks * kTileBytes,
+                      blocks(group.rows, kTileRows));
+  };
+
+  grouping.deal(a.width_blocks, kHiddenRows, team, [&](const Group& group, Range own) {
+    const PackedRows middle = middle_of(group);
+    for (int64_t tile = 0; tile < middle.row_tiles; tile += kStripe) {
+      PackedRows rows = in.packed(row_memory, std::min(kStripe, middle.row_tiles - tile));
+      if (middle.row_tiles > 1) rows.panel = GroupedBlocking::panel(gate_up);
+      const int32_t* const pairs = grouping.order + group.first + tile * kTileRows;
+      const int64_t m = std::min(rows.row_tiles * kTileRows, group.rows - tile * kTileRows);
+      for (int64_t i = 0; i < m; ++i) {
+        const bf16* const from = a.x.row<const bf16>(pairs[i] / grouping.top);
+        pack_row(from, a.hidden, rows, i / kTileRows, i % kTileRows, {0, rows.k_tiles});
+      }
+      const GatedFinish finish{middle, tile, group.expert * a.width_blocks};
+      if (middle.row_tiles == 1) {
+        in.few(rows, m, group.expert, own, in.after(grouping, group, own), finish);
+      } else {
+        in.many(rows, {0, rows.row_tiles}, m, group.expert, own, finish);
+      }
+    }
+  });
+  team.barrier();
+  grouping.deal(a.hidden_blocks, kHiddenRows, team, [&](const Group& group, Range own) {
+    const PackedRows middle = middle_of(group);
+    const ChoiceFinish finish{a.partial, grouping.order + group.first, group.expert * a.hidden_blocks};
+    if (middle.row_tiles == 1) {
+      return out.few(middle, group.rows, group.expert, own, out.after(grouping, group, own), finish);
+    }
+    for (int64_t tile = 0; tile < middle.row_tiles; tile += kStripe) {
+      out.many(middle, {tile, std::min(tile + kStripe, middle.row_tiles)}, group.rows, group.expert, own, finish);
+    }
+  });
+  team.barrier();
+  sum_choices<bf16>(a, team);
+}
+
+static void moe_int4(const Args& args, Team& team) { moe<Int4>(args, team); }
+TR_KERNEL(moe_int4)
+
+static void moe_fp8(const Args& args, Team& team) { moe<Fp8>(args, team); }
+TR_KERNEL(moe_fp8)
+
+}  // namespace tilerank::TR_RUNG
+#endif

@@ -1,0 +1,151 @@
+"""Fp8 weights (e4m3fn) with a scale for every block: half the bytes of bfloat16, which x stays.
+
+The format of DeepSeek-V3 checkpoints (arXiv 2412.19437): value = code * scale_inv of its block of 128 x 128. Codes are
+exact in bfloat16, subnormals and NaN included: sums of their products with x are taken block by block in fp32 and
+scaled there, so that nothing but sums is rounded.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from . import core, grouped, reference
+from .errors import KernelError
+from .grouped import BLOCK_K, HALF_N
+from .linear import BLOCK_N
+
+_QUANTISE = core.kernel("quantise_fp8")
+_PACK = core.kernel("pack_fp8")
+_LINEAR = core.kernel("linear_fp8")
+_MOE = core.kernel("moe_fp8")
+
+_TILE_BYTES = HALF_N * BLOCK_K
+
+
+@dataclass(frozen=True)
+class Fp8:
+    """A scale for every block of block_n outputs x block_k inputs, multiples of 32."""
+
+    block_n: int = 128
+    block_k: int = 128
+
+    @property
+    def activations(self) -> torch.dtype:
+        return torch.bfloat16
+
+    @property
+    def k_unit(self) -> int:
+        return self.block_k
+
+    def nbytes(self, n: int, k: int) -> int:
+        return grouped.nbytes(self._arrays(n, k))
+
+    def empty(self, n: int, k: int) -> Fp8Weight:
+        values, scales = grouped.allocate(self._arrays(n, k))
+        return Fp8Weight(values, scales, n, k, self)
+
+    def _arrays(self, n: int, k: int) -> grouped.Arrays:
+        grouped.check_sizes("Fp8Weight", n, k)
+        grouped.check_unit("Fp8", "block_n", self.block_n)
+        grouped.check_unit("Fp8", "block_k", self.block_k)
+        blocks, groups = grouped.blocks(n), -(-k // self.block_k)
+        values = (blocks, 2, groups, self.block_k // BLOCK_K, _TILE_BYTES), torch.uint8
+        if core.isa() == "reference":
+            values = (n, k), torch.uint8
+        return [values, ((blocks, groups), torch.float32)]
+
+
+@dataclass(frozen=True)
+class Fp8Weight:
+    """A weight[n, k] as codes and scales, in the layout of csrc/grouped.h.
+
+    Where kernels run in plain torch, values are [n, k], the codes' bits.
+    """
+
+    values: Tensor
+    scales: Tensor
+    n: int
+    k: int
+    format: Fp8
+
+    @property
+    def is_plain(self) -> bool:
+        return self.values.ndim == 2
+
+    @property
+    def kernel(self) -> int:
+        return _LINEAR
+
+    @property
+    def moe_kernel(self) -> int:
+        return _MOE
+
+    def operands(self) -> tuple[Tensor, ...]:
+        return self.values, self.scales
+
+    def scratch(self, m: int) -> int:
+        return grouped.scratch(m, self.k)
+
+    def product(self, x: Tensor) -> Tensor:
+        return reference.product(x.to(torch.bfloat16), self.unpack())
+
+    def write(self, rows: Tensor, row: int = 0, col: int = 0) -> None:
+        """Quantises rows[r, c] to where weight[row : row + r, col : col + c] is, block by block; both begin a block.
+
+        rows: any floating-point dtype and strides. Runs on all threads. A block's scale is its largest magnitude / 448;
+        one with an infinity or NaN becomes NaN.
+        """
+        rows = grouped.floats("Fp8Weight.write: rows", rows)
+        block = self.format.block_n, self.format.block_k
+        grouped.check_rectangle("Fp8Weight.write: rows", rows, (self.n, self.k), (row, col), block)
+        if not self.is_plain:
+            core.launch(_QUANTISE, (self.values, self.scales, rows), (row, col, self.format.block_n))
+            return
+        codes, scales = reference.quantise_fp8(rows.float(), *block)
+        self.write_codes(codes, row, col)
+        self.write_scales(scales, row // block[0], col // block[1])
+
+    def write_codes(self, codes: Tensor, row: int = 0, col: int = 0) -> None:
+        """Packs codes[r, c] float8_e4m3fn of weight[row : row + r, col : col + c]."""
+        if codes.dtype is not torch.float8_e4m3fn:
+            raise KernelError(f"Fp8Weight.write_codes: codes: expected float8_e4m3fn, found {codes.dtype}")
+        grouped.check_rectangle("Fp8Weight.write_codes: codes", codes, (self.n, self.k), (row, col))
+        bits = codes.view(torch.uint8)
+        if self.is_plain:
+            self.values[row : row + codes.shape[0], col : col + codes.shape[1]] = bits
+            return
+        core.launch(_PACK, (self.values, bits), (row, col))
+
+    def write_scales(self, scale_inv: Tensor, row_block: int = 0, col_block: int = 0) -> None:
+        """What codes are multiplied with, scale_inv[row blocks, column blocks] floats, from these blocks on."""
+        size = -(-self.n // self.format.block_n), self.scales.shape[1]
+        grouped.check_rectangle("Fp8Weight.write_scales: scale_inv", scale_inv, size, (row_block, col_block))
+        repeats = self.format.block_n // BLOCK_N
+        place = self.scales[row_block * repeats :, col_block : col_block + scale_inv.shape[1]]
+        values = scale_inv.float().repeat_interleave(repeats, 0)[: place.shape[0]]
+        place[: values.shape[0]] = values
+
+    def part(self, row: int, n: int, step: int = 1) -> Fp8Weight:
+        chosen = grouped.chosen_blocks(row, n, step)
+        values = self.values[row : row + n] if self.is_plain else self.values[chosen]
+        return Fp8Weight(values, self.scales[chosen], n, self.k, self.format)
+
+    def unpack(self) -> Tensor:
+        """What the weight[n, k] was rounded to, float32."""
+        scales = self.scales.repeat_interleave(BLOCK_N, 0)[: self.n]
+        return self._codes().float() * scales.repeat_interleave(self.format.block_k, 1)[:, : self.k]
+
+    def _codes(self) -> Tensor:
+        """[n, k] float8_e4m3fn."""
+        if self.is_plain:
+            return self.values.view(torch.float8_e4m3fn)
+        # blocks, halves, tiles, lines, fours of outputs, pairs, outputs, parities of the input
+        data = self.values.reshape(self.values.shape[0], 2, -1, 8, 4, 2, 4, 2)
+        plain = data.permute(0, 1, 4, 6, 2, 3, 5, 7).reshape(data.shape[0] * BLOCK_N, -1)
+        return plain[: self.n, : self.k].contiguous().view(torch.float8_e4m3fn)
+
+    def embedding(self, ids: Tensor, first_row: int = 0) -> Tensor:
+        raise KernelError("Fp8Weight.embedding: expected a bfloat16 or int8 table, fp8 ones are not looked up")

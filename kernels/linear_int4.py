@@ -1,0 +1,186 @@
+"""Int4 weights with a scale for every group of inputs: a quarter of the bytes of bfloat16, which x stays.
+
+value = (code - zero) * scale with codes 0 to 15; zero is 8, or one for every group. Codes are exact in bfloat16: sums
+of their products with x are taken group by group in fp32 and scaled there, so that nothing but sums is rounded. Scales
+are kept in float16, times 256: those of checkpoints, float16 or bfloat16, stay as they are from 2^-22 to 255.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from . import core, grouped, reference
+from .errors import KernelError
+from .grouped import BLOCK_K, HALF_N
+from .linear import BLOCK_N
+
+_QUANTISE = core.kernel("quantise_int4")
+_PACK = core.kernel("pack_int4")
+_LINEAR = core.kernel("linear_int4")
+_MOE = core.kernel("moe_int4")
+
+_SCALE_UNIT = 1 / 256
+_LARGEST_SCALE = 65504 * _SCALE_UNIT
+_TILE_BYTES = HALF_N * BLOCK_K // 2
+
+
+@dataclass(frozen=True)
+class Int4:
+    """A scale for every `group` inputs of an output, a multiple of 32; zero points likewise, or none."""
+
+    group: int
+    zero_points: bool = False
+
+    @property
+    def activations(self) -> torch.dtype:
+        return torch.bfloat16
+
+    @property
+    def k_unit(self) -> int:
+        return self.group
+
+    def nbytes(self, n: int, k: int) -> int:
+        return grouped.nbytes(self._arrays(n, k))
+
+    def empty(self, n: int, k: int) -> Int4Weight:
+        values, scales, *zeros = grouped.allocate(self._arrays(n, k))
+        return Int4Weight(values, scales, zeros[0] if zeros else None, n, k, self)
+
+    def _arrays(self, n: int, k: int) -> grouped.Arrays:
+        grouped.check_sizes("Int4Weight", n, k)
+        grouped.check_unit("Int4", "group", self.group)
+        blocks, groups = grouped.blocks(n), -(-k // self.group)
+        values = (blocks, 2, groups, self.group // BLOCK_K, _TILE_BYTES), torch.uint8
+        if core.isa() == "reference":
+            values = (n, k), torch.int8
+        by_group = blocks, 2, groups, HALF_N
+        zeros = [(by_group, torch.int8)] if self.zero_points else []
+        return [values, (by_group, torch.float16), *zeros]
+
+
+@dataclass(frozen=True)
+class Int4Weight:
+    """A weight[n, k] as codes, scales and zeros, in the layout of csrc/grouped.h.
+
+    Where kernels run in plain torch, values are [n, k] int8: codes less 8.
+    """
+
+    values: Tensor
+    scales: Tensor
+    zeros: Tensor | None
+    n: int
+    k: int
+    format: Int4
+
+    @property
+    def is_plain(self) -> bool:
+        return self.values.ndim == 2
+
+    @property
+    def kernel(self) -> int:
+        return _LINEAR
+
+    @property
+    def moe_kernel(self) -> int:
+        return _MOE
+
+    def operands(self) -> tuple[Tensor, ...]:
+        # An empty tensor has no data, which is what kernels take for none.
+        return self.values, self.scales, torch.empty(0) if self.zeros is None else self.zeros
+
+    def scratch(self, m: int) -> int:
+        return grouped.scratch(m, self.k)
+
+    def product(self, x: Tensor) -> Tensor:
+        return reference.product(x.to(torch.bfloat16), self.unpack())
+
+    def write(self, rows: Tensor, row: int = 0, col: int = 0) -> None:
+        """Quantises rows[r, c] to where weight[row : row + r, col : col + c] is, group by group; col begins a group.
+
+        rows: any floating-point dtype and strides. Runs on all threads. Of some scales (and zeros) about the one that
+        just holds a group's extreme values the one with the least squared error is taken. A group with an infinity or
+        NaN becomes NaN; what is left of the last group becomes 0.
+        """
+        rows = grouped.floats("Int4Weight.write: rows", rows)
+        size, group = (self.n, self.k), self.format.group
+        grouped.check_rectangle("Int4Weight.write: rows", rows, size, (row, col), (1, group))
+        if not self.is_plain:
+            core.launch(_QUANTISE, (self.values, self.scales, self.zeros, rows), (row, col))
+            return
+        codes, scales, zeros = reference.quantise_int4(rows.float(), group, self.format.zero_points)
+        self.write_codes(codes[:, : rows.shape[1]], row, col)
+        self.write_scales(scales, row, col // group)
+        if self.format.zero_points:
+            self.write_zeros(zeros, row, col // group)
+
+    def write_codes(self, codes: Tensor, row: int = 0, col: int = 0) -> None:
+        """Packs codes[r, c] uint8, 0 to 15, of weight[row : row + r, col : col + c]."""
+        if codes.dtype is not torch.uint8:
+            raise KernelError(f"Int4Weight.write_codes: codes: expected uint8, found {codes.dtype}")
+        grouped.check_rectangle("Int4Weight.write_codes: codes", codes, (self.n, self.k), (row, col))
+        if self.is_plain:
+            self.values[row : row + codes.shape[0], col : col + codes.shape[1]] = codes.to(torch.int8) - 8
+            return
+        core.launch(_PACK, (self.values, codes), (row, col))
+
+    def write_scales(self, scales: Tensor, row: int = 0, group: int = 0) -> None:
+        """Scales[r, groups], floats of magnitude up to 255, of rows from `row` and groups from `group` on."""
+        self._check_groups("write_scales: scales", scales, row, group)
+        most = scales.abs().amax().item() if scales.numel() else 0
+        if most > _LARGEST_SCALE:
+            raise KernelError(
+                f"Int4Weight.write_scales: scales: expected magnitudes up to {_LARGEST_SCALE}, found {most}"
+            )
+        self._put(self.scales, (scales.float() / _SCALE_UNIT).to(torch.float16), row, group)
+
+    def write_zeros(self, zeros: Tensor, row: int = 0, group: int = 0) -> None:
+        """The codes [r, groups] uint8 that stand for 0, of rows from `row` and groups from `group` on."""
+        if self.zeros is None or zeros.dtype is not torch.uint8:
+            raise KernelError(
+                f"Int4Weight.write_zeros: zeros: expected uint8 for a weight with zero points, found {zeros.dtype} for "
+                f"one with{'out' if self.zeros is None else ''}"
+            )
+        self._check_groups("write_zeros: zeros", zeros, row, group)
+        self._put(self.zeros, zeros.to(torch.int8) - 8, row, group)
+
+    def _check_groups(self, name: str, values: Tensor, row: int, group: int) -> None:
+        grouped.check_rectangle(f"Int4Weight.{name}", values, (self.n, self.scales.shape[2]), (row, group))
+
+    @staticmethod
+    def _put(array: Tensor, values: Tensor, row: int, group: int) -> None:
+        """array[blocks, halves, groups, 16] = values[rows, groups]"""
+        rows = torch.arange(row, row + values.shape[0])
+        block, half, output = rows // BLOCK_N, rows // HALF_N % 2, rows % HALF_N
+        array[block, half, group : group + values.shape[1], output] = values
+
+    def part(self, row: int, n: int, step: int = 1) -> Int4Weight:
+        chosen = grouped.chosen_blocks(row, n, step)
+        values = self.values[row : row + n] if self.is_plain else self.values[chosen]
+        zeros = None if self.zeros is None else self.zeros[chosen]
+        return Int4Weight(values, self.scales[chosen], zeros, n, self.k, self.format)
+
+    def unpack(self) -> Tensor:
+        """What the weight[n, k] was rounded to, float32."""
+        values = self._codes().float()
+        scales = self._by_input(self.scales).float() * _SCALE_UNIT
+        return values * scales if self.zeros is None else (values - self._by_input(self.zeros)) * scales
+
+    def _codes(self) -> Tensor:
+        """Codes less 8, [n, k] int8."""
+        if self.is_plain:
+            return self.values
+        data = self.values.reshape(self.values.shape[0], 2, -1, 4, 16, 2, 2)  # blocks, halves, tiles, lines, outputs
+        nibbles = torch.stack([data & 15, data >> 4], -1)  # ..., parities of the input, bytes, nibbles
+        codes = nibbles.permute(0, 1, 4, 2, 3, 6, 7, 5).reshape(data.shape[0] * BLOCK_N, -1)[: self.n, : self.k]
+        return (codes ^ 8).to(torch.int8) - 8
+
+    def _by_input(self, array: Tensor) -> Tensor:
+        """[n, k] of array[blocks, halves, groups, 16]."""
+        plain = array.transpose(2, 3).flatten(0, 2)[: self.n]
+        return plain.repeat_interleave(self.format.group, 1)[:, : self.k]
+
+    def embedding(self, ids: Tensor, first_row: int = 0) -> Tensor:
+        raise KernelError("Int4Weight.embedding: expected a bfloat16 or int8 table, int4 ones are not looked up")
