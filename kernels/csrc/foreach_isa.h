@@ -31,8 +31,9 @@
 
 #define TR_TARGET_AVX2 "avx2,fma,f16c,bmi,bmi2"
 #define TR_TARGET_AVX512 "avx2,fma,f16c,bmi,bmi2,avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx512vnni"
-#define TR_TARGET_AMX \
-  "avx2,fma,f16c,bmi,bmi2,avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx512vnni,avx512vbmi,amx-tile,amx-bf16,amx-int8"
+#define TR_TARGET_AMX                                                                                                 \
+  "avx2,fma,f16c,bmi,bmi2,avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx512vnni,avx512vbmi,amx-tile,amx-bf16,amx-" \
+  "int8"
 
 #ifndef TR_ONLY_AMX
 

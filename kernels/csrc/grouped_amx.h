@@ -53,8 +53,8 @@ static int64_t few_rows_panel(const Format& weight, int64_t m) {
   return std::max<int64_t>(1, kRowBytes / (m * 64) / weight.group_tiles);
 }
 
-// The values of some blocks, expanded tile by tile in the order in which few rows are multiplied: panel by panel, half by
-// half. A tile is expanded some steps before it is wanted, when its stores have reached the cache.
+// The values of some blocks, expanded tile by tile in the order in which few rows are multiplied: panel by panel, half
+// by half. A tile is expanded some steps before it is wanted, when its stores have reached the cache.
 template <class Format>
 class Expansion {
  public:
@@ -167,8 +167,7 @@ static inline void multiply_half(const FewRows& rows, const Format& weight, int6
 
 // The sums of at most 16 rows with blocks, from `sums` on, two tiles each.
 template <class Format, int R, bool kZeros>
-static void multiply_few_rows(const FewRows& rows, const Format& weight, Range blocks, float* sums,
-                              const char* after) {
+static void multiply_few_rows(const FewRows& rows, const Format& weight, Range blocks, float* sums, const char* after) {
   const int64_t panel = few_rows_panel(weight, rows.m);
   Expansion<Format> expansion(weight, blocks, rows.k_tiles, panel, after);
   for (int64_t first = 0; first < weight.groups; first += panel) {
@@ -181,8 +180,7 @@ static void multiply_few_rows(const FewRows& rows, const Format& weight, Range b
 }
 
 template <class Format, bool kZeros>
-static void multiply_few_rows(const FewRows& rows, const Format& weight, Range blocks, float* sums,
-                              const char* after) {
+static void multiply_few_rows(const FewRows& rows, const Format& weight, Range blocks, float* sums, const char* after) {
   if (rows.m > 8) return multiply_few_rows<Format, 16, kZeros>(rows, weight, blocks, sums, after);
   if (rows.m > 4) return multiply_few_rows<Format, 8, kZeros>(rows, weight, blocks, sums, after);
   if (rows.m > 2) return multiply_few_rows<Format, 4, kZeros>(rows, weight, blocks, sums, after);
@@ -191,16 +189,15 @@ static void multiply_few_rows(const FewRows& rows, const Format& weight, Range b
 }
 
 template <class Format>
-static void multiply_few_rows(const FewRows& rows, const Format& weight, Range blocks, float* sums,
-                              const char* after) {
+static void multiply_few_rows(const FewRows& rows, const Format& weight, Range blocks, float* sums, const char* after) {
   if constexpr (Format::kMayHaveZeros) {
     if (weight.has_zeros()) return multiply_few_rows<Format, true>(rows, weight, blocks, sums, after);
   }
   multiply_few_rows<Format, false>(rows, weight, blocks, sums, after);
 }
 
-// Many rows: the inputs are cut in panels of whole groups, a block's panel of the weight is expanded once into the first
-// level cache and used by all rows of a stripe, whose panel and sums over a band of blocks stay in the second.
+// Many rows: the inputs are cut in panels of whole groups, a block's panel of the weight is expanded once into the
+// first level cache and used by all rows of a stripe, whose panel and sums over a band of blocks stay in the second.
 struct GroupedBlocking {
   static constexpr int64_t kStripe = 24, kBand = 12;  // row tiles, blocks
 
@@ -349,16 +346,15 @@ static void multiply_grouped_band(const PackedRows& rows, Range stripe, const Fo
         const char* const rows0 = rows.tiles(panel, tile);
         const float* const inputs0 = memory.group_sums + pair * 2 * groups * kTileRows;
         const Range range{tile * kTileRows, std::min({(tile + 2) * kTileRows, stripe.end * kTileRows, m})};
-        if (last) finish.prefetch(range, block / kParts);
         if (tile + 1 < stripe.end) {
-          PairPanel<Format, 2, kZeros>{rows0,       rows0 + k_tiles * kTileBytes, memory.expanded, weight,
-                                       block,       first_group,                  groups,          k_tiles,
-                                       inputs0,     inputs0 + groups * kTileRows, sums_of(block, pair)}
+          PairPanel<Format, 2, kZeros>{
+              rows0,   rows0 + k_tiles * kTileBytes, memory.expanded,     weight, block, first_group, groups, k_tiles,
+              inputs0, inputs0 + groups * kTileRows, sums_of(block, pair)}
               .run();
         } else {
-          PairPanel<Format, 1, kZeros>{rows0,       nullptr, memory.expanded, weight,  block,
-                                       first_group, groups,  k_tiles,         inputs0, nullptr,
-                                       sums_of(block, pair)}
+          PairPanel<Format, 1, kZeros>{
+              rows0,   nullptr, memory.expanded,     weight, block, first_group, groups, k_tiles,
+              inputs0, nullptr, sums_of(block, pair)}
               .run();
         }
         if (last) {

@@ -45,11 +45,9 @@ struct Int4 : GroupedWeight {
   Vec negative_zero(int64_t half, int64_t group, int64_t v = 0) const {
     const int8_t* const at = zeros + (half * groups + group) * kHalfN + v * kLanes;
 #ifdef TR_AVX512
-    const Vec stored{
-        _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(at))))};
+    const Vec stored{_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(at))))};
 #else
-    const Vec stored{
-        _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(at))))};
+    const Vec stored{_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(at))))};
 #endif
     return zero() - stored;
   }
@@ -57,8 +55,7 @@ struct Int4 : GroupedWeight {
   static inline void expand(const char* from, bf16* to) {
 #ifdef TR_AVX512
     // Only the low five bits of an index count: twice the table, and the nibble above needs no masking.
-    const __m512i table =
-        _mm512_broadcast_i64x4(_mm256_load_si256(reinterpret_cast<const __m256i*>(kCodeValues)));
+    const __m512i table = _mm512_broadcast_i64x4(_mm256_load_si256(reinterpret_cast<const __m256i*>(kCodeValues)));
 #pragma GCC unroll 4
     for (int line = 0; line < 4; ++line, to += 4 * 32) {
       const __m512i codes = _mm512_loadu_si512(from + line * 64);
@@ -141,7 +138,8 @@ struct Fp8 : GroupedWeight {
       const __m256i nan = _mm256_and_si256(_mm256_cmpeq_epi16(bits, magnitude), _mm256_set1_epi16(0x7e00));
       const __m256i sign = _mm256_slli_epi16(_mm256_andnot_si256(magnitude, codes), 8);
       const __m256i half = _mm256_or_si256(_mm256_or_si256(_mm256_slli_epi16(bits, 7), sign), nan);
-      const __m256i first = widen_f16(_mm256_castsi256_si128(half)), second = widen_f16(_mm256_extracti128_si256(half, 1));
+      const __m256i first = widen_f16(_mm256_castsi256_si128(half)),
+                    second = widen_f16(_mm256_extracti128_si256(half, 1));
       const __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(first, second), 0xd8);
       bf16* const out = to + part / 4 * 2 * 32 + part % 4 * 8;
       _mm_storeu_si128(reinterpret_cast<__m128i*>(out), _mm256_castsi256_si128(packed));

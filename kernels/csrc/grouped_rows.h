@@ -31,7 +31,8 @@ static void multiply_grouped(const Rows& rows, int64_t m, const Format& weight, 
     Vec scales[kVecs], less[kVecs];
     for (int64_t half = 0; half < 2; ++half) {
       for (int64_t t = 0; t < blocks(inputs, kBlockK); ++t) {
-        Format::expand(weight.tile(block * 2 + half, group * weight.group_tiles + t), expanded + (t * 2 + half) * kTile);
+        Format::expand(weight.tile(block * 2 + half, group * weight.group_tiles + t),
+                       expanded + (t * 2 + half) * kTile);
       }
       for (int64_t v = 0; v < kHalfVecs; ++v) {
         scales[half * kHalfVecs + v] = weight.scale(block * 2 + half, group, v);

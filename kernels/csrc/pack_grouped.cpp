@@ -21,8 +21,8 @@ static void for_source(DType dtype, const F& f) {
   throw Error("quantise: expected rows of a floating-point dtype");
 }
 
-// A rectangle of a weight, its first row and column, and pieces of it: 32 packed outputs, or more, x some columns, whole
-// tiles of the destination, so that threads write different bytes.
+// A rectangle of a weight, its first row and column, and pieces of it: 32 packed outputs, or more, x some columns,
+// whole tiles of the destination, so that threads write different bytes.
 struct Rectangle {
   int64_t row, col, rows, columns;
 
@@ -135,8 +135,8 @@ static Int4Group choose_int4(const float* values, int64_t count, bool zeros) {
   return search.best;
 }
 
-// tensors: values, scales, zeros or none (grouped.h), rows[r, c] with any strides; ints: row, col, which begins a group.
-// What is beyond the last column of its group becomes 0.
+// tensors: values, scales, zeros or none (grouped.h), rows[r, c] with any strides; ints: row, col, which begins a
+// group. What is beyond the last column of its group becomes 0.
 static void quantise_int4(const Args& args, Team& team) {
   const Tensor &values = args.tensor(0), &scales = args.tensor(1), &zeros = args.tensor(2), &source = args.tensor(3);
   const Rectangle rectangle(args, source);
