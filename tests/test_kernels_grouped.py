@@ -208,7 +208,8 @@ def test_quantise(rung: str, form: Int4 | Fp8, source: torch.dtype) -> None:
     else:
         step = groups.abs().amax(-1) / 7
     plainest = step.square().mean().sqrt() / 12**0.5  # rounding to evenly spaced values
-    assert error.square().mean().sqrt() < 0.97 * plainest
+    # Zeros are whole codes, which costs about as much as cutting off the extremes gains.
+    assert error.square().mean().sqrt() < (1.0 if form.zero_points else 0.9) * plainest
     assert (error.abs() <= by_input(step, form.group, k) * 2).all()
 
 
