@@ -16,7 +16,7 @@ from .topology import read_topology
 
 GROUPS = ("linear", "experts", "attention", "small")
 """Of kernels: the entries of each are in a module of its own, bench_kernels_NAME."""
-FORMATS = ("bfloat16", "float32", "int8")
+FORMATS = ("bfloat16", "float32", "int8", "int4", "int4-g32", "fp8")
 """Names of bench_formats.FORMATS, which is not imported before something runs: it needs torch."""
 
 
