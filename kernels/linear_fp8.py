@@ -52,6 +52,7 @@ class Fp8:
         grouped.check_unit("Fp8", "block_n", self.block_n)
         grouped.check_unit("Fp8", "block_k", self.block_k)
         blocks, groups = grouped.blocks(n), -(-k // self.block_k)
+        values: tuple[tuple[int, ...], torch.dtype]
         values = (blocks, 2, groups, self.block_k // BLOCK_K, _TILE_BYTES), torch.uint8
         if core.isa() == "reference":
             values = (n, k), torch.uint8

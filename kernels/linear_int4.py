@@ -53,6 +53,7 @@ class Int4:
         grouped.check_sizes("Int4Weight", n, k)
         grouped.check_unit("Int4", "group", self.group)
         blocks, groups = grouped.blocks(n), -(-k // self.group)
+        values: tuple[tuple[int, ...], torch.dtype]
         values = (blocks, 2, groups, self.group // BLOCK_K, _TILE_BYTES), torch.uint8
         if core.isa() == "reference":
             values = (n, k), torch.int8
@@ -111,7 +112,7 @@ class Int4Weight:
             core.launch(_QUANTISE, (self.values, self.scales, self.zeros, rows), (row, col))
             return
         codes, scales, zeros = reference.quantise_int4(rows.float(), group, self.format.zero_points)
-        self.write_codes(codes[:, : rows.shape[1]], row, col)
+        self.write_codes(codes[:, : self.k - col], row, col)
         self.write_scales(scales, row, col // group)
         if self.format.zero_points:
             self.write_zeros(zeros, row, col // group)
