@@ -46,10 +46,15 @@ def test_linear_counts_weights_and_computes_what_torch_does() -> None:
     assert found["linear 3 x 64 x 96 bfloat16"].work == Work(64 * 96 * 2, bf16=2 * 3 * 64 * 96)
     assert found["linear 3 x 64 x 96 float32"].work == Work(64 * 96 * 4, fp32=2 * 3 * 64 * 96)
     assert found["linear 3 x 64 x 96 int8"].work == Work(64 * (128 + 4), int8=2 * 3 * 64 * 96)
+    products = 2 * 3 * 64 * 96
+    # Inputs up to groups, and a scale of two bytes for every group of an output, or of four for every block.
+    assert found["linear 3 x 64 x 96 int4"].work == Work(64 * (128 // 2 + 2), bf16=products)
+    assert found["linear 3 x 64 x 96 int4-g32"].work == Work(64 * (96 // 2 + 3 * 2), bf16=products)
+    assert found["linear 3 x 64 x 96 fp8"].work == Work(64 * 128 + 64, bf16=products)
     for entry in found.values():
         assert entry.run(0).shape == (3, 64)  # type: ignore[attr-defined]
         if entry.torch is None:
-            assert entry.format == "int8"
+            assert entry.format in ("int8", "int4", "int4-g32", "fp8")
             continue
         for number in range(2):
             ours, theirs = entry.run(number), entry.torch(number)
