@@ -309,6 +309,9 @@ def store_kv(k: Tensor, v: Tensor, cache: KVLayer, slots: Tensor) -> None:
         bad = next(slot for slot in slots.tolist() if not 0 <= slot < size)
         raise KernelError(f"store_kv: slots: expected values in [0, {size}), found {bad}")
     block, offset = slots // KV_BLOCK, slots % KV_BLOCK
+    if cache.scales is not None:
+        k, cache.scales[block, :, 0, offset] = _codes(k)
+        v, cache.scales[block, :, 1, offset] = _codes(v)
     keys, values = _pages(cache)
     x = keys.shape[-1]
     # Views whose first three dimensions address a token.
@@ -319,18 +322,28 @@ def store_kv(k: Tensor, v: Tensor, cache: KVLayer, slots: Tensor) -> None:
     by_pair[block, offset // x, offset % x] = padded.reshape(-1, *by_pair.shape[3:])
 
 
+def _codes(x: Tensor) -> tuple[Tensor, Tensor]:
+    """int8 codes and fp32 scales of every token and head, symmetric; zeros have the scale 0."""
+    scales = x.float().abs().amax(-1) / 127
+    inverse = torch.where(scales > 0, 1 / scales, 0.0)
+    return (x.float() * inverse[..., None]).round().clamp(-127, 127).to(torch.int8), scales
+
+
 def load_kv(cache: KVLayer, blocks: Tensor) -> tuple[Tensor, Tensor]:
     """Keys and values [KV_BLOCK * blocks, kv_heads, head_dim] of the given pages, in order: the inverse of store_kv."""
     tokens, d = blocks.shape[0] * KV_BLOCK, cache.head_dim
     keys, values = (half[blocks] for half in _pages(cache))
     keys = keys.permute(0, 2, 4, 1, 3, 5).reshape(tokens, cache.kv_heads, d)
     values = values.permute(0, 3, 5, 1, 2, 4).reshape(tokens, cache.kv_heads, d + -d % 16)
+    if cache.scales is not None:
+        scales = cache.scales[blocks].permute(2, 0, 3, 1).reshape(2, tokens, cache.kv_heads, 1)
+        keys, values = keys * scales[0], values * scales[1]
     return keys, values[..., :d]
 
 
 def _pages(cache: KVLayer) -> tuple[Tensor, Tensor]:
     """k as [block, head, token / 16, dim / x, token % 16, x], v as [block, head, dim / 16, token / x, dim % 16, x]."""
-    x = 4 // cache.dtype.itemsize
+    x = 1 if cache.dtype == torch.float32 else 2
     keys = cache.k.view(cache.num_blocks, cache.kv_heads, KV_BLOCK // 16, cache.head_dim // x, 16, x)
     return keys, cache.v.view(cache.num_blocks, cache.kv_heads, -1, KV_BLOCK // x, 16, x)
 
@@ -346,16 +359,21 @@ def attention(
     *,
     causal: bool = True,
     lse: Tensor | None = None,
+    kv_starts: Tensor | None = None,
 ) -> Tensor:
     """Attention of the last tokens of every sequence over its cached tokens, in fp32 with one rounding."""
-    _check_batch(q, cache, block_tables, seq_lens, query_starts, kv_map, causal)
+    firsts = [0] * seq_lens.shape[0] if kv_starts is None else kv_starts.tolist()
+    _check_batch(q, cache, block_tables, seq_lens, query_starts, kv_map, causal, firsts)
     if lse is not None:
         lse.fill_(float("-inf"))
     out = torch.zeros_like(q, memory_format=torch.contiguous_format)
     starts = query_starts.tolist()
     for sequence, length in enumerate(seq_lens.tolist()):
         start, stop = starts[sequence : sequence + 2]
-        keys, values = load_kv(cache, block_tables[sequence, : -(-length // KV_BLOCK)].long())
+        first_token = firsts[sequence]
+        pages = block_tables[sequence, first_token // KV_BLOCK : -(-(first_token + length) // KV_BLOCK)]
+        own = slice(first_token % KV_BLOCK, None)
+        keys, values = (half[own] for half in load_kv(cache, pages[: length and len(pages)].long()))
         for head, (first, count) in enumerate(kv_map.tolist()):
             head_keys, head_values = keys[:, head].float().contiguous(), values[:, head].float().contiguous()
             for row in range(start, stop):
@@ -376,6 +394,7 @@ def _check_batch(
     query_starts: Tensor,
     kv_map: Tensor,
     causal: bool,
+    firsts: list[int],
 ) -> None:
     """The values behind the shapes: everything that would make a kernel read or write out of bounds."""
     starts, lengths = query_starts.tolist(), seq_lens.tolist()
@@ -388,12 +407,16 @@ def _check_batch(
         most = length if causal else q.shape[0]
         if not 0 <= queries <= most:
             raise KernelError(f"attention: query_starts: expected 0 to {most} queries of sequence {i}, found {queries}")
-        pages = -(-length // KV_BLOCK)
+        if firsts[i] < 0:
+            raise KernelError(
+                f"attention: kv_starts: expected at least 0 tokens before sequence {i}, found {firsts[i]}"
+            )
+        pages = -(-(firsts[i] + length) // KV_BLOCK) if length else 0
         if pages > block_tables.shape[1]:
             raise KernelError(
                 f"attention: block_tables: expected {pages} pages for sequence {i}, found {block_tables.shape[1]}"
             )
-        for page in block_tables[i, :pages].tolist():
+        for page in block_tables[i, firsts[i] // KV_BLOCK : pages].tolist():
             if not 0 <= page < cache.num_blocks:
                 raise KernelError(
                     f"attention: block_tables: expected pages in [0, {cache.num_blocks}) for sequence {i}, found {page}"

@@ -433,7 +433,7 @@ def test_a_wrong_slot_is_named_and_nothing_is_written(slot: int) -> None:
     [
         ((1, 1, 12, torch.float32), "KVLayer: head_dim: expected a multiple of 8 up to 256, found 12"),
         ((1, 1, 264, torch.float32), "KVLayer: head_dim: expected a multiple of 8 up to 256, found 264"),
-        ((1, 1, 16, torch.float16), "KVLayer: dtype: expected float32 or bfloat16, found float16"),
+        ((1, 1, 16, torch.float16), "KVLayer: dtype: expected float32, bfloat16 or int8, found float16"),
         ((0, 1, 16, torch.float32), "KVLayer: expected sizes >= 1, found num_blocks 0 and kv_heads 1"),
     ],
 )

@@ -6,6 +6,7 @@
 #define TR_SOURCE "attention.cpp"
 #include "foreach_isa.h"
 #else
+#include "attention_task.h"
 #include "attention.h"
 
 namespace tilerank::TR_RUNG {

@@ -1,18 +1,14 @@
-// The body of attention, for the rung that includes this file (no include guard, no own region).
+// The body of attention with vector instructions, for the rung that includes this file after attention_task.h (no
+// include guard, no own region).
 //
-// A task is up to kRows rows of one sequence and one KV head; a row is a query head of a query token. It walks the
-// cached tokens in chunks of kChunk, counted from the start of the sequence, with the usual online softmax:
+// The cached tokens are walked in chunks of kChunk, with the usual online softmax:
 //   s = q K^T scale;  m' = max(m, max s);  o = o e^(m - m') + e^(s - m') V;  l = l e^(m - m') + sum e^(s - m')
-// A row's bits depend on nothing but the row and its keys: chunks are absolute, the sums of a row always run in the
-// same order, and what a row must not see (later tokens of its task, the rest of a page) enters as an exact zero.
-// Splitting one long sequence over threads would cut it at chunk edges and merge (m, l, o).
+// What a row must not see (later tokens of its task, the rest of a page) enters as an exact zero.
 
 namespace tilerank::TR_RUNG {
 
-constexpr int64_t kBlock = 32;          // tokens in a page
 constexpr int64_t kChunk = 4 * kBlock;  // tokens between two updates of the running maximum
 constexpr int64_t kRows = 32;           // rows of a task
-constexpr int64_t kMaxDim = 256;
 constexpr int kParts = 16 / kLanes;
 
 // Values that lie side by side in a page and are summed together: two bf16 or one float.
@@ -119,75 +115,40 @@ static void product(const Left<T>* a, int64_t lda, int64_t rows, const T* b, int
   blocks_of(std::integral_constant<int, 1>{});
 }
 
-struct Problem {
-  const Tensor &q, &k_pages, &v_pages, &block_tables, &out, &lse;
-  float scale;
-
-  int64_t page(int64_t sequence, int64_t index) const {
-    const int32_t page = block_tables.row<int32_t>(sequence)[index];
-    if (page < 0 || page >= k_pages.size[0]) {
-      throw Error("attention: block_tables: expected pages in [0, " + std::to_string(k_pages.size[0]) +
-                  ") for sequence " + std::to_string(sequence) + ", found " + std::to_string(page));
-    }
-    return page;
-  }
-};
-
-struct Task {
-  int64_t sequence, length;      // length: cached tokens
-  int64_t query, queries;        // the sequence's rows of q
-  int64_t kv_head, head, heads;  // first query head and their number
-  int64_t row, rows;             // this task's part of the queries * heads rows
-  bool causal;                   // else every row sees all of the length
-
-  int64_t tile_rows() const { return (rows + 15) / 16 * 16; }
-  int64_t token(int64_t r) const { return (row + r) / heads; }
-  int64_t visible(int64_t r) const { return causal ? length - queries + token(r) + 1 : length; }
-  template <class T>
-  T* element(const Tensor& t, int64_t r) const {
-    return t.row<T>(query + token(r)) + (head + (row + r) % heads) * t.stride[1];
-  }
-};
-
 template <class T>
 struct Scratch {
   alignas(64) Left<T> q[kRows * kMaxDim];
   alignas(64) float s[kRows * kChunk];
   alignas(64) Left<T> p[kRows * kChunk];
+  alignas(64) T keys[kMaxDim * kBlock], values[kChunk / kBlock][kMaxDim * kBlock];  // pages that need a change
+  alignas(64) float key_factor[kChunk], value_factor[kChunk];
   alignas(64) float o[kRows * kMaxDim];
-  alignas(64) T tail[kMaxDim * kBlock];
   alignas(64) float sum[kRows * kLanes];  // lane by lane, added up at the end
   float max[kRows];
 };
 
-// One row's scores of a chunk of `width` tokens, of which it sees the first `visible`, to probabilities.
+// One row's scores of a chunk of `width` tokens, of which it sees `hidden` to `visible`, to probabilities times
+// value_factor.
 template <class L>
-static void softmax_row(float* s, L* p, int64_t visible, int64_t width, Vec scale, float& max_so_far, float* sum,
-                        float* o, int64_t d) {
+static void softmax_row(float* s, L* p, int64_t hidden, int64_t visible, int64_t width, const float* key_factor,
+                        const float* value_factor, float& max_so_far, float* sum, float* o, int64_t d) {
   if (visible <= 0) {
     for (int64_t i = 0; i < width; i += kLanes) store(p + i, zero());
     return;
   }
-  const Vec hidden = set(-std::numeric_limits<float>::infinity());
-  Vec largest = hidden;
-  for (int64_t i = 0; i < width; i += kLanes) {
-    const int64_t n = visible - i;
-    if (n >= kLanes) {
-      store(s + i, load(s + i) * scale);
-    } else {
-      const Vec seen = n > 0 ? load(s + i, n) * scale : hidden;
-      store(s + i, hidden);
-      if (n > 0) store(s + i, seen, n);
-    }
-    largest = max(largest, load(s + i));
-  }
+  for (int64_t i = 0; i < width; i += kLanes) store(s + i, load(s + i) * load(key_factor + i));
+  const float nothing = -std::numeric_limits<float>::infinity();
+  std::fill(s, s + std::max<int64_t>(hidden, 0), nothing);
+  std::fill(s + std::min(visible, width), s + width, nothing);
+  Vec largest = set(nothing);
+  for (int64_t i = 0; i < width; i += kLanes) largest = max(largest, load(s + i));
   const float new_max = std::max(max_so_far, max_of(largest));
   const Vec decay = exp(set(max_so_far - new_max));
   Vec total = load(sum) * decay;
   for (int64_t i = 0; i < width; i += kLanes) {
     const Vec e = exp(load(s + i) - set(new_max));
     total = total + e;
-    store(p + i, e);
+    store(p + i, e * load(value_factor + i));
   }
   store(sum, total);
   if (new_max != max_so_far) {  // else the factor is exactly 1
@@ -196,131 +157,158 @@ static void softmax_row(float* s, L* p, int64_t visible, int64_t width, Vec scal
   max_so_far = new_max;
 }
 
-// The first `n` tokens of a page of values, the rest zero: memory past the sequence may hold NaN, and 0 * NaN is NaN.
+// The tokens hidden to n of a page of values, the others zero: memory beyond the sequence may hold NaN, and 0 * NaN is
+// NaN.
 template <class T>
-static const T* cut_page(const T* page, int64_t n, int64_t d, T* copy) {
+static void cut_page(const T* page, int64_t hidden, int64_t n, int64_t d, T* copy) {
   constexpr int64_t x = kPair<T>;
   for (int64_t i = 0; i < d; i += 16) {
     for (int64_t token = 0; token < kBlock; ++token) {
       const int64_t at = i * kBlock + token / x * 16 * x + token % x;
-      for (int64_t lane = 0; lane < 16; ++lane) copy[at + lane * x] = token < n ? page[at + lane * x] : T{};
-    }
-  }
-  return copy;
-}
-
-template <class T>
-static void load_queries(const Problem& problem, const Task& task, int64_t d, Left<T>* q) {
-  // Zeros fill up the rows and the dims that tiles read beyond.
-  std::memset(static_cast<void*>(q), 0, sizeof(Left<T>) * task.tile_rows() * kMaxDim);
-  for (int64_t r = 0; r < task.rows; ++r) {
-    const T* from = task.element<T>(problem.q, r);
-    Left<T>* to = q + r * kMaxDim;
-    for (int64_t i = 0; i < d; i += kLanes) {
-      if (d - i < kLanes) {
-        store(to + i, load(from + i, d - i), d - i);
-      } else {
-        store(to + i, load(from + i));
-      }
+      const bool kept = hidden <= token && token < n;
+      for (int64_t lane = 0; lane < 16; ++lane) copy[at + lane * x] = kept ? page[at + lane * x] : T{};
     }
   }
 }
 
-template <class T>
-static void store_rows(const Problem& problem, const Task& task, int64_t d, const Scratch<T>& scratch) {
-  for (int64_t r = 0; r < task.rows; ++r) {
-    const float total = sum(load(scratch.sum + r * kLanes));
-    if (problem.lse) *task.element<float>(problem.lse, r) = scratch.max[r] + std::log(total);
-    const Vec divisor = set(total == 0 ? 1.0f : total);  // a row that sees nothing is zero
-    const float* o = scratch.o + r * kMaxDim;
-    T* out = task.element<T>(problem.out, r);
-    for (int64_t i = 0; i < d; i += kLanes) {
-      const Vec value = load(o + i) / divisor + zero();  // + 0: no negative zero, whatever zeros were added before
-      if (d - i < kLanes) {
-        store(out + i, value, d - i);
-      } else {
-        store(out + i, value);
-      }
+// The codes of a page, which lie in the order of bf16 pages, as the numbers that they are.
+static inline void widen_codes(const int8_t* codes, int64_t n, bf16* to) {
+  for (int64_t i = 0; i < n; ++i) {
+    const float code = codes[i];
+    uint32_t bits;
+    std::memcpy(&bits, &code, 4);
+    to[i].bits = static_cast<uint16_t>(bits >> 16);
+  }
+}
+static inline void widen_codes(const int8_t* codes, int64_t n, float* to) {
+  for (int64_t i = 0; i < n; i += 32) {
+    for (int64_t lane = 0; lane < 16; ++lane) {
+      to[i + lane] = codes[i + 2 * lane];
+      to[i + 16 + lane] = codes[i + 2 * lane + 1];
     }
   }
 }
 
 template <class T>
-static void attend(const Problem& problem, const Task& task, Scratch<T>& scratch) {
-  const int64_t d = problem.q.size[2], padded = (d + 15) / 16 * 16;
-  load_queries<T>(problem, task, d, scratch.q);
-  std::memset(scratch.o, 0, sizeof(float) * task.tile_rows() * kMaxDim);
-  std::memset(scratch.sum, 0, sizeof scratch.sum);
-  std::fill_n(scratch.max, kRows, -std::numeric_limits<float>::infinity());
-  const int64_t last = task.visible(task.rows - 1);
-  for (int64_t begin = 0; begin < last; begin += kChunk) {
-    const int64_t pages = std::min(kChunk, last - begin + kBlock - 1) / kBlock;
-    const T* v_pages[kChunk / kBlock];
-    std::memset(scratch.s, 0, sizeof(float) * task.tile_rows() * kChunk);
-    for (int64_t i = 0; i < pages; ++i) {
-      const int64_t first = begin + i * kBlock, page = problem.page(task.sequence, first / kBlock);
-      const T* k_page = problem.k_pages.row<T>(page) + task.kv_head * problem.k_pages.stride[1];
-      v_pages[i] = problem.v_pages.row<T>(page) + task.kv_head * problem.v_pages.stride[1];
-      if (const int64_t n = task.length - first; n < kBlock) v_pages[i] = cut_page(v_pages[i], n, padded, scratch.tail);
-      product<T>(scratch.q, kMaxDim, task.rows, k_page, 16 * d, kBlock / 16, d / kPair<T>, scratch.s + i * kBlock,
-                 kChunk);
-    }
-    for (int64_t r = 0; r < task.rows; ++r) {
-      softmax_row(scratch.s + r * kChunk, scratch.p + r * kChunk, task.visible(r) - begin, pages * kBlock,
-                  set(problem.scale), scratch.max[r], scratch.sum + r * kLanes, scratch.o + r * kMaxDim, padded);
-    }
-    for (int64_t i = 0; i < pages; ++i) {
-      product<T>(scratch.p + i * kBlock, kChunk, task.rows, v_pages[i], 16 * kBlock, padded / 16, kBlock / kPair<T>,
-                 scratch.o, kMaxDim);
-    }
-  }
-  store_rows<T>(problem, task, d, scratch);
-}
+class VectorTasks {
+ public:
+  VectorTasks(const Problem& problem, Scratch<T>& scratch)
+      : problem_(problem), scratch_(scratch), d_(problem.dims()), padded_(problem.padded_dims()) {}
 
-// f(task) for every task of at most `max_rows` rows, in the order of the batch.
-template <class F>
-static void for_tasks(const Args& args, int64_t max_rows, F&& f) {
-  const Tensor &seq_lens = args.tensor(4), &query_starts = args.tensor(5), &kv_map = args.tensor(6);
-  for (int64_t sequence = 0; sequence < seq_lens.size[0]; ++sequence) {
-    const int32_t* start = query_starts.as<int32_t>() + sequence;
-    for (int64_t kv_head = 0; kv_head < kv_map.size[0]; ++kv_head) {
-      const int32_t* heads = kv_map.row<int32_t>(kv_head);
-      Task task{sequence, seq_lens.as<int32_t>()[sequence],
-                start[0], start[1] - start[0],
-                kv_head,  heads[0],
-                heads[1], 0,
-                0,        args.integer(0) != 0};
-      const int64_t rows = task.queries * task.heads;
-      for (; task.row < rows; task.row += max_rows) {
-        task.rows = std::min(max_rows, rows - task.row);
-        f(task);
+  void run(const Task& task) {
+    if (task.length == 0) {
+      clear_rows<T>(problem_, task);
+      return;
+    }
+    task_ = task;
+    load_queries();
+    attend();
+    finish();
+  }
+
+ private:
+  void finish() {
+    for (int64_t r = 0; r < task_.rows; ++r) {
+      const float of_row = sum(load(scratch_.sum + r * kLanes));
+      if (problem_.lse) *task_.element<float>(problem_.lse, r) = scratch_.max[r] + std::log(of_row);
+      const float* o = scratch_.o + r * kMaxDim;
+      T* out = task_.element<T>(problem_.out, r);
+      for (int64_t i = 0; i < d_; i += kLanes) {
+        const Vec value =
+            load(o + i) / set(of_row) + zero();  // + 0: no negative zero, whatever zeros were added before
+        if (d_ - i < kLanes) {
+          store(out + i, value, d_ - i);
+        } else {
+          store(out + i, value);
+        }
       }
     }
   }
-}
 
-// tensors: q, k pages, v pages, block_tables, seq_lens, query_starts, kv_map, out, lse or none; ints: causal;
-// floats: scale
-static Problem checked_problem(const Args& args, Team& team) {
-  const Tensor &q = args.tensor(0), &kv_map = args.tensor(6);
-  const Problem problem{q,           args.tensor(1), args.tensor(2), args.tensor(3), args.tensor(7), args.tensor(8),
-                        args.real(0)};
-  check_batch(q, problem.block_tables, args.tensor(4), args.tensor(5), kv_map, args.integer(0) != 0);
-  clear_unserved_heads(problem.out, problem.lse, kv_map, team);
-  return problem;
-}
+  void load_queries() {
+    // Zeros where keys are padded.
+    std::memset(static_cast<void*>(scratch_.q), 0, sizeof(Left<T>) * static_cast<size_t>(task_.rows * kMaxDim));
+    for (int64_t r = 0; r < task_.rows; ++r) {
+      const T* from = task_.element<T>(problem_.q, r);
+      Left<T>* to = scratch_.q + r * kMaxDim;
+      for (int64_t i = 0; i < d_; i += kLanes) {
+        if (d_ - i < kLanes) {
+          store(to + i, load(from + i, d_ - i), d_ - i);
+        } else {
+          store(to + i, load(from + i));
+        }
+      }
+    }
+  }
+
+  void attend() {
+    const int64_t last = task_.visible(task_.rows - 1);
+    std::fill_n(scratch_.o, task_.rows * kMaxDim, 0.0f);
+    std::fill_n(scratch_.sum, task_.rows * kLanes, 0.0f);
+    std::fill_n(scratch_.max, task_.rows, -std::numeric_limits<float>::infinity());
+    for (int64_t begin = 0; begin < last; begin += kChunk) {
+      const int64_t pages = std::min(kChunk, last - begin + kBlock - 1) / kBlock, hidden = task_.hidden - begin;
+      std::memset(scratch_.s, 0, sizeof(float) * static_cast<size_t>(task_.rows * kChunk));
+      const T* values[kChunk / kBlock];
+      for (int64_t i = 0; i < pages; ++i) {
+        const T* const keys = look_up(begin, i, values);
+        product<T>(scratch_.q, kMaxDim, task_.rows, keys, 16 * problem_.key_dims(), kBlock / 16,
+                   problem_.key_dims() / kPair<T>, scratch_.s + i * kBlock, kChunk);
+      }
+      for (int64_t r = 0; r < task_.rows; ++r) {
+        softmax_row(scratch_.s + r * kChunk, scratch_.p + r * kChunk, hidden, task_.visible(r) - begin, pages * kBlock,
+                    scratch_.key_factor, scratch_.value_factor, scratch_.max[r], scratch_.sum + r * kLanes,
+                    scratch_.o + r * kMaxDim, padded_);
+      }
+      for (int64_t i = 0; i < pages; ++i) {
+        product<T>(scratch_.p + i * kBlock, kChunk, task_.rows, values[i], 16 * kBlock, padded_ / 16, kBlock / kPair<T>,
+                   scratch_.o, kMaxDim);
+      }
+    }
+  }
+
+  // Keys, values and factors of page i of the chunk.
+  const T* look_up(int64_t begin, int64_t i, const T** values) {
+    const int64_t first = begin + i * kBlock, head = task_.kv_head;
+    const int64_t page = problem_.page(task_.sequence, task_.first_page + first / kBlock);
+    const int64_t hidden = std::max<int64_t>(task_.hidden - first, 0), seen = std::min(task_.length - first, kBlock);
+    float* const key_factor = scratch_.key_factor + i * kBlock;
+    float* const value_factor = scratch_.value_factor + i * kBlock;
+    if (problem_.quantized()) {
+      widen_codes(problem_.keys<int8_t>(page, head), problem_.key_dims() * kBlock, scratch_.keys);
+      widen_codes(problem_.values<int8_t>(page, head), padded_ * kBlock, scratch_.values[i]);
+      values[i] = scratch_.values[i];
+      std::fill_n(value_factor, kBlock, 0.0f);
+      std::copy(problem_.value_scales(page, head) + hidden, problem_.value_scales(page, head) + seen,
+                value_factor + hidden);
+      for (int64_t token = 0; token < kBlock; ++token) {
+        key_factor[token] = problem_.key_scales(page, head)[token] * problem_.scale;
+      }
+      return scratch_.keys;
+    }
+    std::fill_n(key_factor, kBlock, problem_.scale);
+    std::fill_n(value_factor, kBlock, 1.0f);
+    values[i] = problem_.values<T>(page, head);
+    if (hidden > 0 || seen < kBlock) {
+      cut_page(values[i], hidden, seen, padded_, scratch_.values[i]);
+      values[i] = scratch_.values[i];
+    }
+    return problem_.keys<T>(page, head);
+  }
+
+  const Problem& problem_;
+  Scratch<T>& scratch_;
+  const int64_t d_, padded_;
+  Task task_{};
+};
 
 template <class T>
 static void attention_by_vectors(const Args& args, Team& team) {
   const Problem problem = checked_problem(args, team);
-  Scratch<T> scratch;
-  std::memset(static_cast<void*>(scratch.p), 0, sizeof scratch.p);
+  auto& scratch = *static_cast<Scratch<T>*>(team.scratch(sizeof(Scratch<T>)));
+  VectorTasks<T> runner(problem, scratch);
   const auto cost = [](const Task& task) { return (task.rows + 8) * (task.visible(task.rows - 1) + 1); };
-  Deal deal;
-  for_tasks(args, kRows, [&](const Task& task) { deal.total += cost(task); });
-  for_tasks(args, kRows, [&](const Task& task) {
-    if (deal.next_owner(cost(task), team.count) == team.index) attend<T>(problem, task, scratch);
-  });
+  deal_tasks(args, kRows, cost, team, [&](const Task& task) { runner.run(task); });
 }
 
 }  // namespace tilerank::TR_RUNG

@@ -20,6 +20,7 @@
 #include "foreach_isa.h"
 #else
 #include "amx.h"
+#include "attention_task.h"
 #include "attention.h"
 #include "attention_tiles.h"
 
@@ -27,14 +28,25 @@ namespace tilerank::TR_RUNG {
 
 // --- a task --------------------------------------------------------------------------------------------------------
 
-// The first `n` tokens of a page of values, the rest zero: memory past the sequence may hold NaN, and 0 * NaN is NaN.
-static void cut_values(const bf16* page, int64_t n, int64_t lane_groups, bf16* copy) {
+// The tokens hidden to n of a page of values, the others zero: memory beyond the sequence may hold NaN, and 0 * NaN is
+// NaN.
+static void cut_values(const bf16* page, int64_t hidden, int64_t n, int64_t lane_groups, bf16* copy) {
+  const auto keep = [&](int64_t token) { return hidden <= token && token < n; };
   for (int64_t group = 0; group < lane_groups; ++group) {
     for (int64_t pair = 0; pair < kBlock / 2; ++pair, page += 32, copy += 32) {
-      const int64_t tokens = std::clamp<int64_t>(n - 2 * pair, 0, 2);
-      const __mmask32 kept = tokens == 2 ? ~0u : tokens == 1 ? 0x55555555u : 0u;
+      const __mmask32 kept = (keep(2 * pair) ? 0x55555555u : 0u) | (keep(2 * pair + 1) ? 0xaaaaaaaau : 0u);
       _mm512_store_si512(copy, _mm512_maskz_loadu_epi16(kept, page));
     }
+  }
+}
+
+// Codes as the numbers that they are; bf16 holds them exactly.
+static inline __m512 widen_codes(const int8_t* codes) {
+  return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(codes))));
+}
+static void widen_page(const int8_t* codes, int64_t n, bf16* to) {
+  for (int64_t i = 0; i < n; i += 32) {
+    _mm512_store_si512(to + i, (__m512i)_mm512_cvtne2ps_pbh(widen_codes(codes + i + 16), widen_codes(codes + i)));
   }
 }
 
@@ -44,14 +56,15 @@ class TileTask {
       : problem_(problem),
         task_(task),
         scratch_(scratch),
-        d_(problem.q.size[2]),
-        steps_((d_ + 31) / 32),
+        d_(problem.dims()),
+        key_dims_(problem.key_dims()),
+        steps_((key_dims_ + 31) / 32),
         lane_groups_((d_ + 15) / 16),
         groups_((task.rows + kGroup - 1) / kGroup) {}
 
   void run() {
-    if (task_.visible(task_.rows - 1) == 0) {
-      clear_rows();
+    if (task_.length == 0) {
+      clear_rows<bf16>(problem_, task_);
       return;
     }
     load_rows();
@@ -61,6 +74,7 @@ class TileTask {
     for (int tile = 0; tile < 8; ++tile) config.set(tile, tile < 6 ? rows : 16, 64);
     const Tiles tiles(config);
     Unit units[2];
+    units[1].buffer = 1;
     look_up(units[0], 0, 0);
     bool more = true;
     for (int64_t i = 0; more; ++i) {
@@ -85,15 +99,34 @@ class TileTask {
     unit.group = group;
     unit.pages = std::min(kTileChunk, last_visible(group) - begin + kBlock - 1) / kBlock;
     for (int64_t i = 0; i < unit.pages; ++i) {
-      const int64_t first = begin + i * kBlock, page = problem_.page(task_.sequence, first / kBlock);
-      unit.k[i] = problem_.k_pages.row<bf16>(page) + task_.kv_head * problem_.k_pages.stride[1];
-      unit.v[i] = problem_.v_pages.row<bf16>(page) + task_.kv_head * problem_.v_pages.stride[1];
-      if (const int64_t n = task_.length - first; n < kBlock) {
-        if (!tail_cut_) cut_values(unit.v[i], n, lane_groups_, scratch_.tail);
-        tail_cut_ = true;
-        unit.v[i] = scratch_.tail;
+      const int64_t first = begin + i * kBlock;
+      const int64_t page = problem_.page(task_.sequence, task_.first_page + first / kBlock);
+      unit.key_scales[i] = unit.value_scales[i] = nullptr;
+      if (problem_.quantized()) {
+        widen(unit, i, page);
+        continue;
+      }
+      unit.k[i] = problem_.keys<bf16>(page, task_.kv_head);
+      unit.v[i] = problem_.values<bf16>(page, task_.kv_head);
+      const int64_t hidden = task_.hidden - first, n = task_.length - first;
+      if (hidden > 0 || n < kBlock) {
+        const int copy = hidden > 0 ? 0 : 1;
+        if (!cut_[copy]) cut_values(unit.v[i], hidden, n, lane_groups_, scratch_.cut[copy]);
+        cut_[copy] = true;
+        unit.v[i] = scratch_.cut[copy];
       }
     }
+  }
+
+  void widen(Unit& unit, int64_t i, int64_t page) {
+    bf16* const k = scratch_.wide[unit.buffer][i];
+    bf16* const v = k + kMaxDim * kBlock;
+    widen_page(problem_.keys<int8_t>(page, task_.kv_head), key_dims_ * kBlock, k);
+    widen_page(problem_.values<int8_t>(page, task_.kv_head), lane_groups_ * 16 * kBlock, v);
+    unit.k[i] = k;
+    unit.v[i] = v;
+    unit.key_scales[i] = problem_.key_scales(page, task_.kv_head);
+    unit.value_scales[i] = problem_.value_scales(page, task_.kv_head);
   }
 
   // All chunks of a segment for one group after the other, then the next segment.
@@ -137,21 +170,25 @@ class TileTask {
     const bf16* q = scratch_.q + unit.group * 2 * steps_ * kTile;
     const Ahead ahead = page + 1 < unit.pages ? Ahead{unit.k + page + 1, 0, steps_, false} : Ahead{};
     float* s = scratch_.s[page % 2];
-    wide(unit) ? page_scores<2>(q, unit.k[page], d_, s, ahead) : page_scores<1>(q, unit.k[page], d_, s, ahead);
+    wide(unit) ? page_scores<2>(q, unit.k[page], key_dims_, s, ahead)
+               : page_scores<1>(q, unit.k[page], key_dims_, s, ahead);
   }
 
   void softmax(const Unit& unit, int64_t page) {
     const int64_t first = unit.group * kGroup, rows = std::min(kGroup, task_.rows - first);
-    const int64_t begin = unit.begin + page * kBlock, *visible = scratch_.visible + first;
-    if (begin == 0) set_shifts(unit, page, -std::numeric_limits<float>::infinity());
-    const bool whole = visible[0] >= begin + kBlock;
-    auto* const compute = whole ? page_probabilities<true> : page_probabilities<false>;
+    const int64_t begin = unit.begin + page * kBlock;
+    const PageRows of_page = rows_of(unit, page);
+    if (begin == 0) set_shifts(unit, page, of_page, -std::numeric_limits<float>::infinity());
+    const bool whole = of_page.hidden <= 0 && of_page.visible[0] >= begin + kBlock;
+    auto* const compute = problem_.quantized()
+                              ? (whole ? page_probabilities<true, true> : page_probabilities<false, true>)
+                              : (whole ? page_probabilities<true, false> : page_probabilities<false, false>);
     const auto run = [&] {
-      return compute(scratch_.s[page % 2], scratch_.p + page * kPageScores, rows, visible, begin, scale(),
-                     scratch_.shift + first, scratch_.page_sum);
+      return compute(scratch_.s[page % 2], scratch_.p + page * kPageScores, rows, of_page, scratch_.shift + first,
+                     scratch_.page_sum);
     };
     if (run() > kHeadroom) {
-      set_shifts(unit, page, kHeadroom);
+      set_shifts(unit, page, of_page, kHeadroom);
       run();
     }
     for (int64_t r = 0; r < rows; ++r) {
@@ -160,19 +197,34 @@ class TileTask {
     }
   }
 
+  PageRows rows_of(const Unit& unit, int64_t page) const {
+    const int64_t begin = unit.begin + page * kBlock;
+    PageRows of_page{scratch_.visible + unit.group * kGroup, begin, task_.hidden - begin, {}, {}};
+    for (int half = 0; half < 2; ++half) {
+      of_page.key_factor[half] = _mm512_set1_ps(scale());
+      if (!problem_.quantized()) continue;
+      // Beyond the sequence a scale may be anything.
+      const __mmask16 ours = lanes(of_page.hidden - 16 * half, task_.length - begin - 16 * half);
+      const __m512 keys = _mm512_maskz_loadu_ps(ours, unit.key_scales[page] + 16 * half);
+      of_page.key_factor[half] = _mm512_mul_ps(of_page.key_factor[half], keys);
+      of_page.value_factor[half] = _mm512_maskz_loadu_ps(ours, unit.value_scales[page] + 16 * half);
+    }
+    return of_page;
+  }
+
   // Moves the shift of every row of which a score exceeds it by more than `headroom` to that score.
-  void set_shifts(const Unit& unit, int64_t page, float headroom) {
+  void set_shifts(const Unit& unit, int64_t page, const PageRows& of_page, float headroom) {
     const int64_t first = unit.group * kGroup, rows = std::min(kGroup, task_.rows - first);
     for (int64_t r = 0; r < rows; ++r) {
       const float* s = scratch_.s[page % 2] + r * kBlock;
-      const int64_t visible = scratch_.visible[first + r] - unit.begin - page * kBlock;
-      const float largest =
-          _mm512_reduce_max_ps(_mm512_max_ps(seen_scores(s, visible), seen_scores(s + 16, visible - 16)));
       float& shift = scratch_.shift[first + r];
-      // The exponent as page_probabilities rounds it: whether the shift moves must depend on the row alone.
-      if (!(std::fma(largest, scale(), -shift) > headroom)) continue;
+      // The exponents as page_probabilities rounds them: whether the shift moves must depend on the row alone.
+      const float origin = unit.begin == 0 && page == 0 ? 0.0f : shift;
+      const float largest = _mm512_reduce_max_ps(
+          _mm512_max_ps(of_page.exponents<false>(s, r, 0, origin), of_page.exponents<false>(s, r, 1, origin)));
+      if (!(largest > headroom)) continue;
       const float old = shift;
-      shift = std::ceil(largest * scale());
+      shift = origin + std::ceil(largest);
       if (page == 0 && unit.begin == 0) continue;  // nothing summed yet
       const __m512 factor = power_of_two(_mm512_set1_ps(old - shift));
       float* sum = scratch_.sum[first + r];
@@ -209,7 +261,7 @@ class TileTask {
       bf16* to = scratch_.q + r / 16 * steps_ * kTile + r % 16 * 32;
       const bf16* from = task_.element<bf16>(problem_.q, r);
       for (int64_t i = 0; i < steps_; ++i) {
-        const int64_t n = std::min<int64_t>(32, d_ - 32 * i);
+        const int64_t n = std::clamp<int64_t>(d_ - 32 * i, 0, 32);
         const __m512i row = _mm512_maskz_loadu_epi16(static_cast<__mmask32>((uint64_t{1} << n) - 1), from + 32 * i);
         _mm512_store_si512(to + i * kTile, _mm512_xor_si512(row, sign));
       }
@@ -217,13 +269,6 @@ class TileTask {
     for (int64_t r = 0; r < task_.rows; ++r) scratch_.visible[r] = task_.visible(r);
     std::fill_n(scratch_.shift, task_.rows, -std::numeric_limits<float>::infinity());
     std::memset(scratch_.sum, 0, sizeof(scratch_.sum[0]) * static_cast<size_t>(task_.rows));
-  }
-
-  void clear_rows() const {
-    for (int64_t r = 0; r < task_.rows; ++r) {
-      std::memset(static_cast<void*>(task_.element<bf16>(problem_.out, r)), 0, sizeof(bf16) * static_cast<size_t>(d_));
-      if (problem_.lse) *task_.element<float>(problem_.lse, r) = -std::numeric_limits<float>::infinity();
-    }
   }
 
   void store_rows() const {
@@ -249,8 +294,8 @@ class TileTask {
   const Problem& problem_;
   const Task& task_;
   TileScratch& scratch_;
-  const int64_t d_, steps_, lane_groups_, groups_;
-  bool tail_cut_ = false;
+  const int64_t d_, key_dims_, steps_, lane_groups_, groups_;
+  bool cut_[2] = {};
 };
 
 static void attention(const Args& args, Team& team) {
@@ -264,11 +309,7 @@ static void attention(const Args& args, Team& team) {
   const auto cost = [](const Task& task) {
     return (task.rows + kGroup - 1 + 4 * kGroup) / kGroup * (task.visible(task.rows - 1) + 1);
   };
-  Deal deal;
-  for_tasks(args, kTaskRows, [&](const Task& task) { deal.total += cost(task); });
-  for_tasks(args, kTaskRows, [&](const Task& task) {
-    if (deal.next_owner(cost(task), team.count) == team.index) TileTask(problem, task, scratch).run();
-  });
+  deal_tasks(args, kTaskRows, cost, team, [&](const Task& task) { TileTask(problem, task, scratch).run(); });
 }
 TR_KERNEL(attention)
 

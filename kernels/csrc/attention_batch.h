@@ -7,6 +7,8 @@
 
 namespace tilerank {
 
+constexpr int64_t kBlock = 32;  // tokens in a page
+
 [[noreturn]] inline void attention_error(const char* what, int64_t expected, const char* of, int64_t i, int64_t found) {
   throw Error(std::string("attention: ") + what + std::to_string(expected) + of + std::to_string(i) + ", found " +
               std::to_string(found));
@@ -15,7 +17,7 @@ namespace tilerank {
 // Everything but the page numbers, which are checked where they are used: what would make the kernel leave its
 // arguments.
 inline void check_batch(const Tensor& q, const Tensor& block_tables, const Tensor& seq_lens, const Tensor& query_starts,
-                        const Tensor& kv_map, bool causal) {
+                        const Tensor& kv_map, const Tensor& kv_starts, bool causal) {
   const int32_t *lengths = seq_lens.as<int32_t>(), *starts = query_starts.as<int32_t>();
   const int64_t sequences = seq_lens.size[0];
   if (starts[0] != 0 || starts[sequences] != q.size[0]) {
@@ -29,7 +31,9 @@ inline void check_batch(const Tensor& q, const Tensor& block_tables, const Tenso
       const int64_t most = causal ? lengths[i] : q.size[0];
       attention_error("query_starts: expected 0 to ", most, " queries of sequence ", i, queries);
     }
-    const int64_t pages = (int64_t{lengths[i]} + 31) / 32;
+    const int64_t first = kv_starts ? kv_starts.as<int32_t>()[i] : 0;
+    if (first < 0) attention_error("kv_starts: expected at least ", 0, " tokens before sequence ", i, first);
+    const int64_t pages = lengths[i] > 0 ? (first + lengths[i] + kBlock - 1) / kBlock : 0;
     if (pages > block_tables.size[1]) {
       attention_error("block_tables: expected ", pages, " pages for sequence ", i, block_tables.size[1]);
     }

@@ -13,14 +13,15 @@ constexpr int64_t kTile = 16 * 32;                    // bf16 elements of a tile
 constexpr int64_t kPageScores = kGroup * kBlock;      // of a group
 
 struct TileScratch {
-  alignas(64) float s[2][kPageScores];       // of two pages: [row][32 tokens]
-  alignas(64) bf16 p[kTileChunk * kGroup];   // [page][row][32 tokens]
-  alignas(64) bf16 q[kTaskRows * kMaxDim];   // [row / 16][dim / 32][row % 16][32]
-  alignas(64) float o[kTaskRows * kMaxDim];  // [row / 32][dim / 16][row % 32][16]
-  alignas(64) float sum[kTaskRows][16];      // lane by lane, added up at the end
-  alignas(64) float page_sum[kGroup][16];    // a page's part of it
-  alignas(64) bf16 tail[kMaxDim * kBlock];
-  float shift[kTaskRows];  // a whole number: a probability is 2^(score - shift)
+  alignas(64) float s[2][kPageScores];                          // of two pages: [row][32 tokens]
+  alignas(64) bf16 p[kTileChunk * kGroup];                      // [page][row][32 tokens]
+  alignas(64) bf16 q[kTaskRows * kMaxDim];                      // [row / 16][dim / 32][row % 16][32]
+  alignas(64) float o[kTaskRows * kMaxDim];                     // [row / 32][dim / 16][row % 32][16]
+  alignas(64) float sum[kTaskRows][16];                         // lane by lane, added up at the end
+  alignas(64) float page_sum[kGroup][16];                       // a page's part of it
+  alignas(64) bf16 cut[2][kMaxDim * kBlock];                    // the values of the first and the last page
+  alignas(64) bf16 wide[2][kChunkPages][2 * kMaxDim * kBlock];  // keys and values of two units, out of codes
+  float shift[kTaskRows];                                       // a whole number: a probability is 2^(score - shift)
   int64_t visible[kTaskRows];
 };
 
@@ -28,6 +29,8 @@ struct TileScratch {
 struct Unit {
   int64_t begin, group, pages;
   const bf16 *k[kChunkPages], *v[kChunkPages];
+  const float *key_scales[kChunkPages], *value_scales[kChunkPages];  // of codes
+  int buffer = 0;                                                    // which of two its widened codes are in
 };
 
 // Memory to ask for soon, in pieces of two tiles: pages[i] + offset, or pages[0] + offset + i pieces.
@@ -55,28 +58,45 @@ static inline __m512 power_of_two(__m512 x) {
   return _mm512_scalef_ps(p, x);  // p 2^floor(x)
 }
 
-// 16 scores, of which the first `n` are seen and the rest become -inf.
-static inline __m512 seen_scores(const float* s, int64_t n) {
-  const __m512 hidden = _mm512_set1_ps(-std::numeric_limits<float>::infinity());
-  return _mm512_mask_load_ps(hidden, first_lanes(std::clamp<int64_t>(n, 0, 16)), s);
+// Lanes begin to end of 16, wherever those lie.
+static inline __mmask16 lanes(int64_t begin, int64_t end) {
+  return static_cast<__mmask16>(first_lanes(std::clamp<int64_t>(end, 0, 16)) &
+                                ~first_lanes(std::clamp<int64_t>(begin, 0, 16)));
 }
 
-// The scores of a page to probabilities and their sums, for `rows` rows; returns the largest exponent. Row r sees the
-// first visible[r] - begin of the page's tokens, the rest become zeros. Whole: all rows see all.
-template <bool Whole>
-static float page_probabilities(const float* s, bf16* p, int64_t rows, const int64_t* visible, int64_t begin,
-                                float scale, const float* shift, float (*sums)[16]) {
-  const __m512 factor = _mm512_set1_ps(scale);
+// What a page means to the rows of a group: row r sees its tokens from `hidden` up to visible[r] - begin.
+struct PageRows {
+  const int64_t* visible;
+  int64_t begin, hidden;
+  __m512 key_factor[2], value_factor[2];  // of the tokens; of keys positive, so that -inf stays what it is
+
+  // Of 16 tokens; -inf for those that the row does not see. Whole: it sees all.
+  template <bool Whole>
+  __m512 exponents(const float* s, int64_t row, int half, float shift) const {
+    __m512 scores = _mm512_load_ps(s + 16 * half);
+    if constexpr (Whole) return _mm512_fmsub_ps(scores, key_factor[half], _mm512_set1_ps(shift));
+    const __mmask16 seen = lanes(hidden - 16 * half, visible[row] - begin - 16 * half);
+    scores = _mm512_fmsub_ps(scores, key_factor[half], _mm512_set1_ps(shift));
+    return _mm512_mask_mov_ps(_mm512_set1_ps(-std::numeric_limits<float>::infinity()), seen, scores);
+  }
+};
+
+// The scores of a page to probabilities and their sums, for `rows` rows; returns the largest exponent. What a row does
+// not see becomes zero. Whole: all rows see all. Quantized: probabilities are multiplied with the values' scales.
+template <bool Whole, bool Quantized>
+static float page_probabilities(const float* s, bf16* p, int64_t rows, const PageRows& of_page, const float* shift,
+                                float (*sums)[16]) {
+  const PageRows page = of_page;
   __m512 largest = _mm512_set1_ps(-std::numeric_limits<float>::infinity());
   for (int64_t r = 0; r < rows; ++r, s += kBlock, p += kBlock) {
-    __m512 x[2];
-    for (int i = 0; i < 2; ++i) {
-      const __m512 score = Whole ? _mm512_load_ps(s + 16 * i) : seen_scores(s + 16 * i, visible[r] - begin - 16 * i);
-      x[i] = _mm512_fmsub_ps(score, factor, _mm512_set1_ps(shift[r]));
-      largest = _mm512_max_ps(largest, x[i]);
-    }
-    const __m512 a = power_of_two(x[0]), b = power_of_two(x[1]);
+    const __m512 x = page.exponents<Whole>(s, r, 0, shift[r]), y = page.exponents<Whole>(s, r, 1, shift[r]);
+    largest = _mm512_max_ps(largest, _mm512_max_ps(x, y));
+    __m512 a = power_of_two(x), b = power_of_two(y);
     _mm512_store_ps(sums[r], _mm512_add_ps(a, b));
+    if constexpr (Quantized) {
+      a = _mm512_mul_ps(a, page.value_factor[0]);
+      b = _mm512_mul_ps(b, page.value_factor[1]);
+    }
     _mm512_store_si512(p, (__m512i)_mm512_cvtne2ps_pbh(b, a));
   }
   return _mm512_reduce_max_ps(largest);

@@ -1,0 +1,126 @@
+// What attention works on, for the rung that includes this file (after attention_batch.h; no include guard, no own
+// region).
+//
+// A task is up to some number of rows of one sequence and KV head; a row is a query head of a query token. A row's bits
+// depend on nothing but the row and its keys: chunks are counted from the first page of the sequence, the sums of a row
+// always run in the same order, and what a row must not see (later tokens of its task, the rest of a page) enters as an
+// exact zero.
+
+namespace tilerank::TR_RUNG {
+
+constexpr int64_t kMaxDim = 256;
+struct Problem {
+  const Tensor &q, &k_pages, &v_pages, &block_tables, &out, &lse, &scales;
+  float scale;
+
+  bool quantized() const { return k_pages.dtype == DType::i8; }
+  int64_t dims() const { return q.size[2]; }
+  int64_t padded_dims() const { return (q.size[2] + 15) / 16 * 16; }
+  int64_t key_dims() const { return k_pages.size[3] / 16; }
+
+  // Index of a page of a sequence in the cache, checked.
+  int64_t page(int64_t sequence, int64_t index) const {
+    const int32_t page = block_tables.row<int32_t>(sequence)[index];
+    if (page < 0 || page >= k_pages.size[0]) {
+      throw Error("attention: block_tables: expected pages in [0, " + std::to_string(k_pages.size[0]) +
+                  ") for sequence " + std::to_string(sequence) + ", found " + std::to_string(page));
+    }
+    return page;
+  }
+  template <class T>
+  const T* keys(int64_t page, int64_t head) const {
+    return k_pages.row<T>(page) + head * k_pages.stride[1];
+  }
+  template <class T>
+  const T* values(int64_t page, int64_t head) const {
+    return v_pages.row<T>(page) + head * v_pages.stride[1];
+  }
+  // What the codes of each token of a page are to be multiplied with.
+  const float* key_scales(int64_t page, int64_t head) const {
+    return scales.row<float>(page) + head * scales.stride[1];
+  }
+  const float* value_scales(int64_t page, int64_t head) const { return key_scales(page, head) + kBlock; }
+};
+
+struct Task {
+  int64_t sequence;
+  int64_t first_page;            // of the table: the one with the first token
+  int64_t hidden, length;        // tokens of these pages: the first ones, which nobody sees, and all
+  int64_t query, queries;        // the sequence's rows of q
+  int64_t kv_head, head, heads;  // first query head and their number
+  int64_t row, rows;             // this task's part of the queries * heads rows
+  bool causal;                   // else every row sees all of the length
+
+  int64_t token(int64_t r) const { return (row + r) / heads; }
+  // Tokens up to which row r sees, counted like the length. Does not fall with r.
+  int64_t visible(int64_t r) const { return causal ? length - queries + token(r) + 1 : length; }
+  template <class T>
+  T* element(const Tensor& t, int64_t r) const {
+    return t.row<T>(query + token(r)) + (head + (row + r) % heads) * t.stride[1];
+  }
+};
+
+// f(task) for every task of at most `max_rows` rows, in the order of the batch.
+template <class F>
+static void for_tasks(const Args& args, int64_t max_rows, F&& f) {
+  const Tensor &seq_lens = args.tensor(4), &query_starts = args.tensor(5), &kv_map = args.tensor(6),
+               &kv_starts = args.tensor(9);
+  for (int64_t sequence = 0; sequence < seq_lens.size[0]; ++sequence) {
+    const int64_t length = seq_lens.as<int32_t>()[sequence];
+    const int64_t first = kv_starts && length > 0 ? kv_starts.as<int32_t>()[sequence] : 0;
+    const int32_t* start = query_starts.as<int32_t>() + sequence;
+    for (int64_t kv_head = 0; kv_head < kv_map.size[0]; ++kv_head) {
+      const int32_t* heads = kv_map.row<int32_t>(kv_head);
+      Task task{sequence,
+                first / kBlock,
+                first % kBlock,
+                first % kBlock + length,
+                start[0],
+                start[1] - start[0],
+                kv_head,
+                heads[0],
+                heads[1],
+                0,
+                0,
+                args.integer(0) != 0};
+      const int64_t rows = task.queries * task.heads;
+      for (; task.row < rows; task.row += max_rows) {
+        task.rows = std::min(max_rows, rows - task.row);
+        f(task);
+      }
+    }
+  }
+}
+
+// A row that sees nothing.
+template <class T>
+static void clear_rows(const Problem& problem, const Task& task) {
+  for (int64_t r = 0; r < task.rows; ++r) {
+    std::memset(static_cast<void*>(task.element<T>(problem.out, r)), 0,
+                sizeof(T) * static_cast<size_t>(problem.dims()));
+    if (problem.lse) *task.element<float>(problem.lse, r) = -std::numeric_limits<float>::infinity();
+  }
+}
+
+// run(task) for the tasks of this thread; cost(task) > 0.
+template <class Cost, class Run>
+static void deal_tasks(const Args& args, int64_t max_rows, Cost&& cost, Team& team, Run&& run) {
+  Deal deal;
+  for_tasks(args, max_rows, [&](const Task& task) { deal.total += cost(task); });
+  for_tasks(args, max_rows, [&](const Task& task) {
+    if (deal.next_owner(cost(task), team.count) == team.index) run(task);
+  });
+}
+
+// tensors: q, k pages, v pages, block_tables, seq_lens, query_starts, kv_map, out, lse or none, kv_starts or none,
+// scales of int8 pages or none; ints: causal; floats: scale
+static Problem checked_problem(const Args& args, Team& team) {
+  const Tensor &q = args.tensor(0), &kv_map = args.tensor(6);
+  const Problem problem{
+      q, args.tensor(1), args.tensor(2), args.tensor(3), args.tensor(7), args.tensor(8), args.tensor(10), args.real(0)};
+  check_batch(q, problem.block_tables, args.tensor(4), args.tensor(5), kv_map, args.tensor(9), args.integer(0) != 0);
+  clear_unserved_heads(problem.out, problem.lse, kv_map, team);
+  return problem;
+}
+
+}  // namespace tilerank::TR_RUNG
