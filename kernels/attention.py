@@ -168,6 +168,8 @@ def attention_varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale:
     edges = cu_seqlens.tolist()
     if edges != sorted(edges) or edges[:1] != [0] or edges[-1] != tokens:
         raise KernelError(f"attention_varlen: cu_seqlens: expected rising edges from 0 to {tokens}, found {edges}")
+    if core.isa() == "reference":
+        return reference.attention_varlen(q, k, v, edges, scale)
     lengths = cu_seqlens.diff()
     pages = -(-lengths // KV_BLOCK)
     ends = pages.cumsum(0, dtype=torch.int32)

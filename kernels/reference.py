@@ -386,6 +386,18 @@ def attention(
     return out
 
 
+def attention_varlen(q: Tensor, k: Tensor, v: Tensor, edges: list[int], scale: float) -> Tensor:
+    """Attention inside each packed sequence edges[i] to edges[i + 1], in fp32 with one rounding."""
+    out = torch.empty(q.shape, dtype=q.dtype)
+    group = q.shape[1] // k.shape[1]
+    for start, stop in pairwise(edges):
+        for head in range(q.shape[1]):
+            keys, values = (x[start:stop, head // group].float().contiguous() for x in (k, v))
+            for row in range(start, stop):
+                out[row, head] = torch.softmax(keys @ q[row, head].float() * scale, dim=-1) @ values
+    return out
+
+
 def _check_batch(
     q: Tensor,
     cache: KVLayer,
