@@ -18,8 +18,6 @@ log = logging.getLogger(__name__)
 MAX_HEADER = 64 << 10
 """Bytes of a request's line and headers."""
 MAX_CONNECTIONS = 4096
-DRAIN_S = 600
-"""Longest wait for answers that are under way, once the server is told to stop."""
 
 
 @dataclass(frozen=True)
@@ -31,9 +29,10 @@ class Http:
     about: About
 
 
-def run(http: Http, control: socket.socket) -> None:
-    """Serves until SIGTERM or SIGINT, which end it when what runs is answered, a second one at once, or until the other
-    end of `control` is closed: whoever starts engines sends a socket to each over it."""
+def run(http: Http, control: socket.socket, drain_s: float) -> None:
+    """Serves until SIGTERM or SIGINT, or until the other end of `control` is closed: whoever starts engines sends a
+    socket to each over it. What runs is answered before, if that takes at most `drain_s` seconds and no second signal
+    comes."""
     client = EngineClient()
     config = uvicorn.Config(
         make_app(client, Tokenizer(http.model_dir), http.about),
@@ -42,7 +41,7 @@ def run(http: Http, control: socket.socket) -> None:
         lifespan="off",
         h11_max_incomplete_event_size=MAX_HEADER,
         limit_concurrency=MAX_CONNECTIONS,
-        timeout_graceful_shutdown=DRAIN_S,
+        timeout_graceful_shutdown=round(drain_s),
         server_header=False,
         http="h11",
         ws="none",

@@ -13,6 +13,8 @@ import subprocess
 import sys
 from typing import TYPE_CHECKING
 
+from tilerank.loader.config import read_model_type
+
 from . import logs, start
 from .doctor import own_version
 from .errors import LaunchError
@@ -32,6 +34,8 @@ if TYPE_CHECKING:
 HTTP_FDS = "TILERANK_HTTP_FDS"
 """In the environment of the HTTP process: its listening socket and the control socket."""
 API_KEY = "TILERANK_API_KEY"
+DRAIN_S = 600.0
+"""Longest wait for answers that are under way, once the server is told to stop; told again, it ends at once."""
 END_S = 5.0
 
 
@@ -61,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
     if start.ours_to_start(args, identity):
         job.prepare()
         job.listener.close()  # rank 0 opens it again
-        return start.start_ranks(args, identity, job.check_size)
+        return start.start_ranks(args, identity, job.check_size, end_s=DRAIN_S + END_S)
     return run_rank(identity, args, job)
 
 
@@ -147,6 +151,7 @@ def _end(http: subprocess.Popen[bytes]) -> None:
 
 def _be_http(args: argparse.Namespace) -> int:
     from tilerank.runtime.server.app import About
+    from tilerank.runtime.server.tools import tool_parser
 
     from .http import Http, run
 
@@ -157,8 +162,9 @@ def _be_http(args: argparse.Namespace) -> int:
         args.served_model_name or model_dir.resolve().name,
         own_version() or "unknown",
         args.api_key or os.environ.get(API_KEY) or None,
+        tool_parser(read_model_type(model_dir)),
     )
-    run(Http(listener, model_dir, about), control)
+    run(Http(listener, model_dir, about), control, DRAIN_S)
     return 0
 
 

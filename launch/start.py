@@ -16,7 +16,7 @@ from .cpulist import format_cpulist
 from .errors import LaunchError
 from .placement import Placement, auto_ranks, place
 from .rendezvous import IDENTITY_VARIABLES, Identity, starts_ranks
-from .supervisor import RankSpec, supervise
+from .supervisor import END_S, RankSpec, supervise
 from .topology import Topology, read_topology
 
 # Kernels run on our own pinned threads: torch's and OpenMP's would only take their cores away.
@@ -140,10 +140,12 @@ def ours_to_start(args: argparse.Namespace, identity: Identity) -> bool:
     return starts_ranks(identity) or args.nnodes > 1
 
 
-def start_ranks(args: argparse.Namespace, identity: Identity, check_size: Callable[[int], None]) -> int:
+def start_ranks(
+    args: argparse.Namespace, identity: Identity, check_size: Callable[[int], None], *, end_s: float = END_S
+) -> int:
     """Starts this host's ranks with the command line `args.argv` and returns the exit status of the whole.
 
-    `check_size` refuses a number of ranks that the command cannot use.
+    `check_size` refuses a number of ranks that the command cannot use. `end_s`: see supervise.
     Raises LaunchError for what cannot be placed, bound or started.
     """
     if args.collectives == "mpi":
@@ -179,7 +181,8 @@ def start_ranks(args: argparse.Namespace, identity: Identity, check_size: Callab
                 prepare=partial(bind, placement.ranks[local], strict=args.membind == "strict"),
             )
         )
-    return supervise(specs, cgroup.oom_kills, max(bootstrap.RENDEZVOUS_S, args.dist_timeout))
+    longest_stop_s = max(bootstrap.RENDEZVOUS_S, args.dist_timeout)
+    return supervise(specs, cgroup.oom_kills, longest_stop_s=longest_stop_s, end_s=end_s)
 
 
 def inherited_placement(env: Mapping[str, str]) -> Placement:

@@ -24,7 +24,7 @@ from .status import Failed, Phase, Reached, decode
 SETTLE_S = 0.3  # after a first failure: others may know the same sentence
 SUSPECT_S = 1.5  # after "another rank is gone": that rank's own end says why
 TERMINATE_S = 2.0  # from SIGTERM to SIGKILL once a rank failed; with the above, all is over within 5 s
-STOP_S = 10.0  # the same when everything went well, or the user asked for the end
+END_S = 10.0  # the same when everything went well, or the user asked for the end
 
 _PR_SET_PDEATHSIG = 1
 _LINE_LIMIT = 1 << 16
@@ -98,15 +98,20 @@ class _Rank:
 
 
 def supervise(
-    specs: Sequence[RankSpec], oom_kills: Callable[[], int] = lambda: 0, longest_stop_s: float = float("inf")
+    specs: Sequence[RankSpec],
+    oom_kills: Callable[[], int] = lambda: 0,
+    *,
+    longest_stop_s: float = float("inf"),
+    end_s: float = END_S,
 ) -> int:
     """Runs the ranks to their end and returns the exit status for the command.
 
     `oom_kills` counts the processes of our cgroup that the kernel killed for lack of memory so far. A rank may work as
     long as it likes, but one that is stopped (SIGSTOP) for `longest_stop_s` counts as failed, whatever it was doing.
+    `end_s`: seconds that ranks get to end in when the user wants the end.
     The sentence about the first failure goes to stderr. Raises LaunchError if a rank cannot be started.
     """
-    supervisor = _Supervisor(oom_kills, longest_stop_s)
+    supervisor = _Supervisor(oom_kills, longest_stop_s, end_s)
     try:
         for spec in specs:
             supervisor.start(spec)
@@ -127,9 +132,10 @@ def cause(failures: Sequence[Failure]) -> tuple[str, int]:
 
 
 class _Supervisor:
-    def __init__(self, oom_kills: Callable[[], int], longest_stop_s: float) -> None:
+    def __init__(self, oom_kills: Callable[[], int], longest_stop_s: float, end_s: float) -> None:
         self._oom_kills = oom_kills
         self._longest_stop_s = longest_stop_s
+        self._end_s = end_s
         self._oom_before = oom_kills()
         self._pid = os.getpid()
         self._ranks: list[_Rank] = []
@@ -223,7 +229,7 @@ class _Supervisor:
 
     def _end(self, number: signal.Signals) -> None:
         self._decide_at = None
-        self._kill_at = time.monotonic() + (0 if self._interrupted else STOP_S)
+        self._kill_at = time.monotonic() + (0 if self._interrupted else self._end_s)
         self._interrupted = True
         self._outcome = self._outcome or 128 + number
         self._signal_all(number)
@@ -281,7 +287,7 @@ class _Supervisor:
             self._fail(self._describe(rank, code))
         elif rank.rank == 0 and self._decide_at is None:
             self._outcome = 0
-            self._kill_at = time.monotonic() + STOP_S
+            self._kill_at = time.monotonic() + END_S
 
     def _describe(self, rank: _Rank, code: int) -> Failure:
         status = 128 - code if code < 0 else code

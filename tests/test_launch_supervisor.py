@@ -34,7 +34,7 @@ SUPERVISOR = """
     longest_stop_s = float(os.environ.get("LONGEST_STOP_S", "inf"))
     specs = [RankSpec(r, [sys.executable, "-c", program, str(r)], os.environ, prepare=prepare) for r in range(size)]
     try:
-        sys.exit(supervise(specs, oom_kills, longest_stop_s))
+        sys.exit(supervise(specs, oom_kills, longest_stop_s=longest_stop_s))
     except LaunchError as e:
         sys.exit(f"refused: {e}")
 """

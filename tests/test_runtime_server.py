@@ -1,4 +1,6 @@
-"""The server's parts by hand: text with stop strings, messages in pieces."""
+"""The server's parts by hand: text with stop strings, messages in pieces, tool calls."""
+
+import itertools
 
 import pytest
 from command import DEMO
@@ -7,8 +9,12 @@ from hypothesis import strategies as st
 
 from tilerank.loader.tokenizer import Tokenizer
 from tilerank.runtime.params import SamplingParams
+from tilerank.runtime.server.api import Message
+from tilerank.runtime.server.completions import Delta
 from tilerank.runtime.server.messages import Cancel, Submit, encode, engine_inbox
 from tilerank.runtime.server.text import TextStream
+from tilerank.runtime.server.tools import LlamaTools, QwenTools, ToolCall, ToolParser
+from tilerank.runtime.server.wording import ChatWording
 
 TOKENIZER = Tokenizer(DEMO)
 
@@ -50,3 +56,76 @@ def test_messages_come_out_of_pieces_of_any_size(size: int) -> None:
     data = b"".join(map(encode, sent))
     inbox = engine_inbox()
     assert [message for at in range(0, len(data), size) for message in inbox.feed(data[at : at + size])] == sent
+
+
+def parsed(parser: ToolParser, text: str, sizes: list[int]) -> tuple[str, list[tuple[str, str]]]:
+    """The text and the calls of `text`, which comes in pieces of these sizes, over and over."""
+    pieces, at = [], 0
+    for size in itertools.cycle(sizes):
+        pieces += parser.push(text[at : at + size])
+        at += size
+        if at >= len(text):
+            break
+    pieces += parser.flush()
+    said = "".join(piece for piece in pieces if isinstance(piece, str))
+    return said, [(piece.name, piece.arguments) for piece in pieces if isinstance(piece, ToolCall)]
+
+
+SIZES = st.lists(st.integers(1, 9), min_size=1, max_size=5)
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Köln", "days": [1, 2]}}\n</tool_call>'
+WEATHER = ("weather", '{"city": "Köln", "days": [1, 2]}')
+
+
+@given(SIZES)
+def test_tool_calls_of_qwen(sizes: list[int]) -> None:
+    assert parsed(QwenTools(), f"I look.\n{CALL}\n{CALL}", sizes) == ("I look.", [WEATHER, WEATHER])
+    assert parsed(QwenTools(), "1 < 2 and <tool", sizes) == ("1 < 2 and <tool", [])
+    for broken in (
+        "<tool_call>not json</tool_call> so",
+        '<tool_call>{"name": 3}</tool_call>',
+        '<tool_call>{"name": "f", "arguments": "x"}</tool_call>',
+        '<tool_call>\n{"name": "cut off',
+        f"<tool_call>{'[' * 3000}</tool_call>",
+    ):
+        assert parsed(QwenTools(), broken, sizes) == (broken, [])
+
+
+@given(SIZES)
+def test_tool_calls_of_llama(sizes: list[int]) -> None:
+    call = '{"name": "f", "parameters": {"x": 1}}'
+    assert parsed(LlamaTools(), f"\n{call}", sizes) == ("", [("f", '{"x": 1}')])
+    assert parsed(LlamaTools(), f"{call}; {call}", sizes) == ("", [("f", '{"x": 1}')] * 2)
+    for plain in ("Hello {x}", '{"name": "f"', f"{call} and more", '{"x": 1}', "{" * 300):
+        assert parsed(LlamaTools(), plain, sizes) == (plain, [])
+
+
+def test_a_chat_with_tool_calls_as_a_stream_and_whole() -> None:
+    """The words of the API, by hand: content first, then calls with their numbers, then the reason."""
+    wording = ChatWording(TOKENIZER, None, QwenTools)
+    texts = ["Look", "ing. <tool", CALL[5:], CALL, ""]
+    deltas = [Delta(0, text, (), None) for text in texts[:-1]] + [Delta(0, "", (), "stop")]
+    pieces = [piece for piece in map(wording.piece, deltas) if piece is not None]
+    assert [piece["delta"].get("content") for piece in pieces[:2]] == ["Look", "ing. "]
+    assert pieces[0]["delta"]["role"] == "assistant"
+    calls = [call for piece in pieces for call in piece["delta"].get("tool_calls", [])]
+    assert [(call["index"], call["type"], call["function"]["name"]) for call in calls] == [
+        (0, "function", "weather"),
+        (1, "function", "weather"),
+    ]
+    assert [piece["finish_reason"] for piece in pieces][-1] == "tool_calls"
+    whole = wording.whole(pieces)
+    assert whole["message"]["content"] == "Looking. "
+    assert [call["function"]["arguments"] for call in whole["message"]["tool_calls"]] == [WEATHER[1]] * 2
+    assert len({call["id"] for call in calls}) == 2
+
+
+def test_earlier_calls_reach_the_template_as_objects() -> None:
+    message = Message.model_validate(
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [{"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}],
+        }
+    )
+    told = message.told()
+    assert told["tool_calls"][0]["function"] == {"name": "f", "arguments": {"x": 1}}

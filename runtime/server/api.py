@@ -1,5 +1,6 @@
 """Bodies of requests, as the OpenAI API has them, with the sampling options that local servers add. All bounded."""
 
+import json
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -72,19 +73,59 @@ class TextPart(_Body):
     text: str
 
 
+class CalledFunction(_Body):
+    name: str
+    arguments: str | dict[str, Any] = "{}"
+
+
+class MadeCall(_Body):
+    """A tool call of an earlier turn."""
+
+    id: str = ""
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
 class Message(_Body):
     """Of a conversation. Further fields reach the template."""
 
     model_config = ConfigDict(extra="allow", allow_inf_nan=False)
     role: str = Field(min_length=1, max_length=64)
     content: str | list[TextPart] | None = None
+    tool_calls: list[MadeCall] | None = Field(None, max_length=128)
 
     def told(self) -> dict[str, Any]:
         """As a template wants it: few know of parts, so text in parts becomes one text."""
         message = self.model_dump(exclude_none=True)
         if isinstance(self.content, list):
             message["content"] = "\n".join(part.text for part in self.content)
+        for call in self.tool_calls or []:
+            call.function.arguments = _object(call.function.arguments)
+        if self.tool_calls:
+            message["tool_calls"] = [call.model_dump() for call in self.tool_calls]
         return message
+
+
+def _object(arguments: str | dict[str, Any]) -> str | dict[str, Any]:
+    """Arguments as templates want them; what is no JSON object stays a string."""
+    try:
+        value = json.loads(arguments) if isinstance(arguments, str) else arguments
+    except (ValueError, RecursionError):
+        return arguments
+    return value if isinstance(value, dict) else arguments
+
+
+class Function(_Body):
+    name: str = Field(pattern="^[a-zA-Z0-9_.-]{1,128}$")
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class Tool(_Body):
+    """What the model may call."""
+
+    type: Literal["function"]
+    function: Function
 
 
 class ResponseFormat(_Body):
@@ -99,7 +140,8 @@ class ChatCompletion(Sampling):
     max_completion_tokens: int | None = Field(None, ge=1, le=MAX_TOKENS)
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=20)
-    tools: Annotated[list[Any], Field(max_length=0)] | None = None
+    tools: Annotated[list[Tool], Field(max_length=128)] | None = None
+    tool_choice: Literal["none", "auto"] = "auto"
     response_format: ResponseFormat | None = None
     chat_template_kwargs: dict[str, str | int | float | bool | None] = Field({}, max_length=64)
 
@@ -108,6 +150,12 @@ class ChatCompletion(Sampling):
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError("top_logprobs is for logprobs: true")
         return self
+
+    def told_tools(self) -> list[dict[str, Any]] | None:
+        """As a template wants them; None if the model is to call none."""
+        if not self.tools or self.tool_choice == "none":
+            return None
+        return [tool.model_dump(exclude_unset=True) for tool in self.tools]
 
 
 class Tokenize(_Body):

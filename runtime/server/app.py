@@ -23,9 +23,11 @@ from tilerank.loader.tokenizer import Tokenizer
 from ..params import SamplingParams
 from .api import ChatCompletion, Completion, Detokenize, Message, Sampling, Tokenize
 from .client import EngineClient, EngineGoneError, RefusedError
-from .completions import Answering, Delta, chat_logprobs, text_logprobs
+from .completions import Answering, Delta
 from .errors import ApiError
 from .metrics import Metrics
+from .tools import ToolParser
+from .wording import ChatWording, TextWording, Wording, Words
 
 log = logging.getLogger(__name__)
 
@@ -40,11 +42,13 @@ Handler = Callable[[Request], Awaitable[Response]]
 
 @dataclass(frozen=True)
 class About:
-    """What the server is: the name that clients call the model by, the project's version, the key they must show."""
+    """What the server is: the name that clients call the model by, the project's version, the key they must show, and
+    how the model's family writes tool calls, if that is known."""
 
     model: str
     version: str
     api_key: str | None
+    tools: type[ToolParser] | None
 
 
 def make_app(client: EngineClient, tokenizer: Tokenizer, about: About) -> Starlette:
@@ -156,75 +160,28 @@ class _Server:
 
     async def complete(self, request: Request) -> Response:
         body = await self._body(request, Completion)
-        prompts = self._prompts(body.prompt)
-        count = body.logprobs
-        answering = Answering(self._client, self._tokenizer, prompts, body, 0 if count is None else max(count, 1))
-        offsets = [0] * (len(prompts) * body.n)
-
-        def choice(delta: Delta) -> dict[str, Any]:
-            logprobs = None
-            if count is not None:
-                logprobs = text_logprobs(delta.tokens, self._tokenizer, offsets[delta.index])
-                logprobs["top_logprobs"] = [dict(list(top.items())[:count]) for top in logprobs["top_logprobs"]]
-            offsets[delta.index] += len(delta.text)
-            return {
-                "index": delta.index,
-                "text": delta.text,
-                "logprobs": logprobs,
-                "finish_reason": delta.finish_reason,
-            }
-
-        def joined(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
-            last = parts[-1]
-            return last | {
-                "text": "".join(part["text"] for part in parts),
-                "logprobs": last["logprobs"] and _join(part["logprobs"] for part in parts),
-            }
-
-        about = {"id": f"cmpl-{answering.id}", "object": "text_completion"}
-        return await self._respond(request, body, answering, about, about, choice, joined)
+        wording = TextWording(self._tokenizer, body.logprobs)
+        return await self._answer(request, body, self._prompts(body.prompt), body.logprobs, wording)
 
     async def chat(self, request: Request) -> Response:
         body = await self._body(request, ChatCompletion)
-        prompt = self._chat_prompt(body.messages, body.chat_template_kwargs)
-        top = body.top_logprobs or 0
-        answering = Answering(self._client, self._tokenizer, [prompt], body, max(top, 1) if body.logprobs else 0)
-        begun: set[int] = set()
+        tools = body.told_tools()
+        if tools and self._about.tools is None:
+            raise ApiError(400, f"how {self._about.model} calls tools is not known", param="tools")
+        prompt = self._chat_prompt(body.messages, body.chat_template_kwargs, tools)
+        top = body.top_logprobs or 0 if body.logprobs else None
+        wording = ChatWording(self._tokenizer, top, self._about.tools if tools else None)
+        return await self._answer(request, body, [prompt], top, wording)
 
-        def choice(delta: Delta) -> dict[str, Any]:
-            said: dict[str, Any] = {"content": delta.text}
-            if delta.index not in begun:
-                begun.add(delta.index)
-                said = {"role": "assistant"} | said
-            logprobs = chat_logprobs(delta.tokens, self._tokenizer, top) if body.logprobs else None
-            return {"index": delta.index, "delta": said, "logprobs": logprobs, "finish_reason": delta.finish_reason}
-
-        def joined(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
-            text = "".join(part["delta"]["content"] for part in parts)
-            logprobs = parts[-1]["logprobs"] and _join(part["logprobs"] for part in parts)
-            return {
-                "index": parts[0]["index"],
-                "message": {"role": "assistant", "content": text, "refusal": None},
-                "logprobs": logprobs,
-                "finish_reason": parts[-1]["finish_reason"],
-            }
-
-        about = {"id": f"chatcmpl-{answering.id}"}
-        chunk, whole = about | {"object": "chat.completion.chunk"}, about | {"object": "chat.completion"}
-        return await self._respond(request, body, answering, chunk, whole, choice, joined)
-
-    async def _respond(
-        self,
-        request: Request,
-        body: Sampling,
-        answering: Answering,
-        chunk: dict[str, Any],
-        whole: dict[str, Any],
-        choice: Callable[[Delta], dict[str, Any]],
-        joined: Callable[[Sequence[dict[str, Any]]], dict[str, Any]],
+    async def _answer(
+        self, request: Request, body: Sampling, prompts: Sequence[Sequence[int]], top: int | None, wording: Wording
     ) -> Response:
-        """`choice` words one delta; `joined` makes one choice of all of its deltas."""
-        common = {"created": answering.created, "model": self._about.model}
+        answering = Answering(self._client, self._tokenizer, prompts, body, 0 if top is None else max(top, 1))
+        about = {
+            "id": f"{wording.prefix}-{answering.id}",
+            "created": answering.created,
+            "model": self._about.model,
+        }
         deltas = self._metrics.watch(answering.deltas())
         try:
             # Before the status line goes out: a request that is refused gets a status that says so.
@@ -234,16 +191,18 @@ class _Server:
             raise
         if body.stream:
             usage = body.stream_options is not None and body.stream_options.include_usage
-            events = _events(first, deltas, answering, chunk | common, choice, usage)
+            events = _events(first, deltas, answering, about, wording, usage)
             return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
-        parts: dict[int, list[dict[str, Any]]] = {first.index: [choice(first)]}
+        pieces: dict[int, list[Words]] = {}
         async with aclosing(deltas):
-            async for delta in deltas:
-                parts.setdefault(delta.index, []).append(choice(delta))
+            async for delta in _after(first, deltas):
+                piece = wording.piece(delta)
+                if piece is not None:
+                    pieces.setdefault(delta.index, []).append(piece)
                 if await request.is_disconnected():
                     raise ClientDisconnect
-        choices = [joined(parts[index]) for index in sorted(parts)]
-        return JSONResponse(whole | common | {"choices": choices, "usage": answering.usage})
+        choices = [wording.whole(pieces[index]) for index in sorted(pieces)]
+        return JSONResponse(about | {"object": wording.objects[1], "choices": choices, "usage": answering.usage})
 
     async def _body(self, request: Request, kind: type[Body]) -> Body:
         data = bytearray()
@@ -284,35 +243,40 @@ class _Server:
         except TokenizerError as e:
             raise ApiError(400, str(e)) from e
 
-    def _chat_prompt(self, messages: Sequence[Message], variables: dict[str, Any]) -> list[int]:
+    def _chat_prompt(
+        self, messages: Sequence[Message], variables: dict[str, Any], tools: list[dict[str, Any]] | None = None
+    ) -> list[int]:
         own = {"messages", "tools", "add_generation_prompt"} & variables.keys()
         if own:
             raise ApiError(400, f"{min(own)} is not for chat_template_kwargs", param="chat_template_kwargs")
         try:
             told = [message.told() for message in messages]
-            text = self._tokenizer.apply_chat_template(told, add_generation_prompt=True, **variables)
+            text = self._tokenizer.apply_chat_template(told, tools=tools, add_generation_prompt=True, **variables)
         except TokenizerError as e:
             # Not all of the sentence: it names the file.
             raise ApiError(400, f"the chat template refused the messages: {e.__cause__}", param="messages") from e
         return self._encode(text, False)
 
 
+async def _after(first: Delta, rest: AsyncIterator[Delta]) -> AsyncIterator[Delta]:
+    yield first
+    async for delta in rest:
+        yield delta
+
+
 async def _events(
-    first: Delta,
-    deltas: AsyncIterator[Delta],
-    answering: Answering,
-    chunk: dict[str, Any],
-    choice: Callable[[Delta], dict[str, Any]],
-    usage: bool,
+    first: Delta, rest: AsyncIterator[Delta], answering: Answering, about: Words, wording: Wording, usage: bool
 ) -> AsyncIterator[bytes]:
     """The server-sent events of a streamed answer."""
-    extra: dict[str, Any] = {"usage": None} if usage else {}
+    about = about | {"object": wording.objects[0]}
+    extra: Words = {"usage": None} if usage else {}
     try:
-        yield _event(chunk | {"choices": [choice(first)]} | extra)
-        async for delta in deltas:
-            yield _event(chunk | {"choices": [choice(delta)]} | extra)
+        async for delta in _after(first, rest):
+            piece = wording.piece(delta)
+            if piece is not None:
+                yield _event(about | {"choices": [piece]} | extra)
         if usage:
-            yield _event(chunk | {"choices": [], "usage": answering.usage})
+            yield _event(about | {"choices": [], "usage": answering.usage})
         yield b"data: [DONE]\n\n"
     except ApiError as e:
         yield _event(e.body())
@@ -320,12 +284,3 @@ async def _events(
 
 def _event(data: dict[str, Any]) -> bytes:
     return b"data: " + json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
-
-
-def _join(parts: Any) -> dict[str, Any]:
-    """Lists of the same names, one after the other."""
-    whole: dict[str, Any] = {}
-    for part in parts:
-        for name, values in part.items():
-            whole[name] = whole.get(name, []) + values if isinstance(values, list) else values
-    return whole

@@ -6,12 +6,11 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any
 
 from tilerank.loader.tokenizer import Tokenizer
 
 from ..errors import RequestError
-from ..params import Logprobs, SamplingParams
+from ..params import SamplingParams
 from .api import ChatCompletion, Completion, Sampling
 from .client import EngineClient, EngineGoneError, RefusedError
 from .errors import ApiError
@@ -148,37 +147,3 @@ def _max_tokens(body: Sampling) -> int | None:
         return body.max_completion_tokens or body.max_tokens
     assert isinstance(body, Completion)
     return body.max_tokens
-
-
-def text_logprobs(tokens: Sequence[Token], tokenizer: Tokenizer, offset: int) -> dict[str, Any]:
-    """As /v1/completions tells them. `offset`: characters of the text before these tokens."""
-    told: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-    for token in tokens:
-        probabilities = _logprobs(token)
-        text = tokenizer.decode([token.token_id])
-        told["tokens"].append(text)
-        told["token_logprobs"].append(probabilities.chosen)
-        told["top_logprobs"].append({tokenizer.decode([id]): value for id, value in probabilities.top})
-        told["text_offset"].append(offset)
-        offset += len(text)
-    return told
-
-
-def chat_logprobs(tokens: Sequence[Token], tokenizer: Tokenizer, top: int) -> dict[str, Any]:
-    """As /v1/chat/completions tells them."""
-
-    def one(id: int, value: float) -> dict[str, Any]:
-        text = tokenizer.decode([id])
-        return {"token": text, "logprob": value, "bytes": list(text.encode())}
-
-    content = []
-    for token in tokens:
-        probabilities = _logprobs(token)
-        likeliest = [one(id, value) for id, value in probabilities.top[:top]]
-        content.append(one(token.token_id, probabilities.chosen) | {"top_logprobs": likeliest})
-    return {"content": content, "refusal": None}
-
-
-def _logprobs(token: Token) -> Logprobs:
-    assert token.logprobs is not None, "they were asked for"
-    return token.logprobs

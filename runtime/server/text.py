@@ -28,11 +28,11 @@ class TextStream:
         if found:
             self.stopped = True
             return held[: min(found)[1]]  # of the one that is complete first
-        keep = max((_overlap(held, stop) for stop in self._stop), default=0)
+        keep = max((overlap(held, stop) for stop in self._stop), default=0)
         self._held = held[len(held) - keep :]
         return held[: len(held) - keep]
 
 
-def _overlap(text: str, stop: str) -> int:
+def overlap(text: str, stop: str) -> int:
     """The longest end of `text` that `stop` begins with."""
     return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)
