@@ -284,6 +284,19 @@ def test_rank_stopped_longer_than_the_deadline(endless: list[object]) -> None:
     assert len(result.errors) == 1 and re.search(r"\brank 1\b.*\b6 s\b", result.errors[0]), result.err
 
 
+def test_ctrl_z_may_last_longer_than_any_deadline(endless: list[object]) -> None:
+    """The ranks are stopped, too, and none of them takes the others' rest for its own waiting."""
+    with Run(*endless, "--dist-timeout", 3) as running:
+        generating(running)
+        running.process.send_signal(signal.SIGTSTP)
+        time.sleep(5)
+        running.process.send_signal(signal.SIGCONT)
+        running.await_output(20_000)  # more than it had written before
+        running.process.send_signal(signal.SIGINT)
+        result = running.finish()
+    assert result.status == 130 and not result.errors, result.err
+
+
 def test_interrupted(endless: list[object]) -> None:
     with Run(*endless) as running:
         generating(running)

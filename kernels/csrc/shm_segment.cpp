@@ -9,12 +9,15 @@
 #include <algorithm>
 #include <climits>
 #include <string>
+#include <utility>
 
 namespace tilerank::shm {
 namespace {
 
 // A sleeper looks this often whether the group is still whole.
 constexpr int64_t kGlanceMs = 10;
+// Who looks up later than this was stopped itself (Ctrl-Z), and the others with it: that time is nobody's fault.
+constexpr int64_t kLongestGlanceUs = 1'000'000;
 constexpr int64_t kBytesPerLane = 4096;
 constexpr uint32_t kMostDoubt = 12, kMany = 16;
 
@@ -146,7 +149,7 @@ bool Lane::spin(const Line& theirs, uint32_t step) {
 
 void Lane::sleep(int rank, uint32_t step) {
   Line& theirs = line(rank);
-  const int64_t begun = now_us();
+  int64_t last = now_us(), waited = 0;
   theirs.sleepers.fetch_add(1, std::memory_order_seq_cst);
   bool whole = true;
   while (!reached(theirs, step)) {
@@ -155,7 +158,9 @@ void Lane::sleep(int rank, uint32_t step) {
       whole = reached(theirs, step);
       break;
     }
-    if (now_us() - begun >= timeout_ms_ * 1000) {
+    const int64_t now = now_us();
+    waited += std::min(now - std::exchange(last, now), kLongestGlanceUs);
+    if (waited >= timeout_ms_ * 1000) {
       uint32_t expected = 0;
       const uint32_t stuck = static_cast<uint32_t>(Reason::stuck) << 16 | static_cast<uint32_t>(rank + 1);
       header_->broken.compare_exchange_strong(expected, stuck);
