@@ -22,6 +22,9 @@ _PACK = core.kernel("pack_int4")
 _LINEAR = core.kernel("linear_int4")
 _MOE = core.kernel("moe_int4")
 
+_NONE = torch.empty(0)
+"""An empty tensor has no data, which is what kernels take for none. Made once: a recording makes no tensors."""
+
 _SCALE_UNIT = 1 / 256
 _LARGEST_SCALE = 65504 * _SCALE_UNIT
 _TILE_BYTES = HALF_N * BLOCK_K // 2
@@ -89,8 +92,7 @@ class Int4Weight:
         return _MOE
 
     def operands(self) -> tuple[Tensor, ...]:
-        # An empty tensor has no data, which is what kernels take for none.
-        return self.values, self.scales, torch.empty(0) if self.zeros is None else self.zeros
+        return self.values, self.scales, _NONE if self.zeros is None else self.zeros
 
     def scratch(self, m: int) -> int:
         return grouped.scratch(m, self.k)

@@ -36,7 +36,7 @@ FORMATS = {
 }
 """By name: the options with which ranks hold weights so."""
 
-_DEFAULT = ["bfloat16", "float32", "int8"]
+_DEFAULT = ["bfloat16", "float32", "int8", "fp8", *(f"int4-{group}" for group in INT4_GROUPS)]
 
 
 class EvalTokens(msgspec.Struct):

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from tilerank.kernels.formats import Format, Int8
+from tilerank.kernels.formats import Format, Fp8, Int4, Int8
 from tilerank.parallel.layer import WeightFormats
 
 from .config import ModelConfig
-from .errors import ConfigError
-from .quantization import Quantization, QuantizationConfig, check_agreement
+from .quantization import DEFAULT_INT4_GROUP, INT4_GROUPS, Quantization, QuantizationConfig, check_agreement
+
+_FP8_BLOCK = (32, 128)  # as fine as the kernels keep scales
 
 
 def weight_formats(config: ModelConfig, dtype: torch.dtype, quantization: Quantization | None) -> WeightFormats | None:
@@ -30,10 +31,19 @@ def weight_formats(config: ModelConfig, dtype: torch.dtype, quantization: Quanti
 
 def stored_format(config: QuantizationConfig) -> Format:
     """The format of the weights of such a checkpoint, before any cut."""
-    return _asked_format(Quantization(config.codes))
+    if config.layout == "fp8":
+        return Fp8(*config.block)
+    if config.layout == "int8":
+        return Int8()
+    # A scale that serves more columns is repeated.
+    group = max(size for size in INT4_GROUPS if config.group % size == 0)
+    return Int4(group, zero_points=not config.symmetric)
 
 
 def _asked_format(quantization: Quantization) -> Format:
     if quantization.codes == "int8":
         return Int8()
-    raise ConfigError(f"quantization: expected int8, found {quantization.codes}, which is not supported yet")
+    if quantization.codes == "fp8":
+        return Fp8(*_FP8_BLOCK)
+    # Scales are chosen for the least squared error, after which zero points of groups gain little and cost bytes.
+    return Int4(quantization.group or DEFAULT_INT4_GROUP, zero_points=False)

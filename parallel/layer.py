@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import gcd, lcm, prod
 from typing import TYPE_CHECKING
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tilerank.kernels import core
-from tilerank.kernels.formats import Float, Format
+from tilerank.kernels.formats import Float, Format, Fp8, Int4
 from tilerank.kernels.linear import Weight
 
 from .errors import ShardError
@@ -36,7 +36,7 @@ def whole_tiles(n: int) -> int:
 
 def row_unit(format: Format) -> int:
     """Rows that are written together, if not all: a tile, or what shares a scale."""
-    return TILE
+    return lcm(TILE, format.block_n) if isinstance(format, Fp8) else TILE
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,21 @@ class Sharding:
 
     def _fitted(self, name: str, row: int, column: int) -> Format:
         assert self.formats is not None
-        return self.formats.projections
+        stored = self.formats.projections
+        if isinstance(stored, Int4):
+            blocks = [gcd(stored.group, column)]
+            fitted: Format = replace(stored, group=blocks[0])
+        elif isinstance(stored, Fp8):
+            blocks = [gcd(stored.block_n, row), gcd(stored.block_k, column)]
+            fitted = replace(stored, block_n=blocks[0], block_k=blocks[1])
+        else:
+            return stored
+        if any(block % TILE for block in blocks):
+            raise ShardError(
+                f"{name}: cannot be cut over {self.size} ranks: one's part begins at row {row}, column {column}, "
+                f"which is no multiple of {TILE} in blocks of {stored}"
+            )
+        return fitted
 
     @property
     def _projections(self) -> Format:

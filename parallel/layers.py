@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from tilerank.kernels import ops
-from tilerank.kernels.formats import Float, Format
+from tilerank.kernels.formats import Float, Format, Fp8
 from tilerank.kernels.linear import linear
 
-from .layer import GatedBias, GatedParameter, PackedParameter, PlainParameter
+from .layer import GatedBias, GatedParameter, PackedParameter, PlainParameter, row_unit
 from .layer import Layer as Layer
 from .layer import Piece as Piece
 from .layer import Sharding as Sharding
@@ -144,7 +144,7 @@ class QKVParallelLinear(_Linear):
         parts = [span.scaled(head_dim) for span in (q, kv, kv)]
         held = sharding.fused_format(names, [part.start for part in parts])
         # Parts begin with a block of the format; the rows between them are zero, and nobody looks at what they yield.
-        unit = 1
+        unit = row_unit(held) if isinstance(held, Fp8) else 1
         heights = [-(-part.size // unit) * unit for part in parts]
         self._first_k, self._first_v = heights[0], heights[0] + heights[1]
         super().__init__(self._first_v + parts[2].size, hidden, held, sharding.dtype if bias else None)

@@ -173,10 +173,23 @@ LAYOUTS: dict[str, Callable[..., tuple[Callable[[Tensor], Encoded], dict[str, An
 # Widths of 7 tiles, and of 5 and 2.75 blocks of 128; heads that do not divide; groups of 128 columns, heads of 64.
 SMALL = {"hidden": 192, "heads": 6, "kv_heads": 3, "inter": 224, "layers": 2, "vocab": 500}
 WIDE = {"hidden": 384, "heads": 6, "kv_heads": 6, "head_dim": 64, "inter": 640, "layers": 2, "vocab": 500}
+MIXTURE = SMALL | {"head_dim": 32, "experts": 4, "topk": 2}
 PARTIAL = {"hidden": 192, "heads": 6, "kv_heads": 3, "head_dim": 64, "inter": 352, "layers": 2, "vocab": 500}
 
 CASES: dict[str, tuple[str, dict[str, Any], str, dict[str, Any]]] = {
+    "awq-32": ("qwen2", SMALL, "awq", {"group": 32}),
+    "awq-128": ("llama3", WIDE | {"tied": True}, "awq", {"group": 128}),
+    "awq-keeps-attention": ("llama3", WIDE, "awq", {"group": 64, "keep": ("layers.1.self_attn",)}),
+    "gptq-32": ("qwen2", SMALL, "gptq", {"group": 32}),
+    "gptq-v2-64": ("qwen3", WIDE, "gptq", {"group": 64, "form": "gptq_v2"}),
+    "gptq-all-columns": ("llama3", WIDE, "gptq", {"group": -1, "sym": True, "form": "gptq"}),
+    "gptq-v1-that-is-v2": ("llama3", WIDE, "gptq", {"group": 128, "sym": True, "form": "gptq", "stored_zero": 8}),
+    "fp8": ("llama3", PARTIAL, "fp8", {}),
+    "fp8-keeps-mlp": ("qwen3", PARTIAL, "fp8", {"keep": ("layers.0.mlp",)}),
     "w8a8": ("qwen2", SMALL, "w8a8_int8", {}),
+    "moe-awq": ("qwen3_moe", MIXTURE | {"moe_inter": 96}, "awq", {"group": 32}),
+    "moe-fp8": ("qwen3_moe", MIXTURE | {"moe_inter": 288}, "fp8", {}),
+    "moe-w8a8": ("qwen3_moe", MIXTURE | {"moe_inter": 208}, "w8a8_int8", {}),
     "compressed": ("llama3", PARTIAL, "compressed-tensors", {"keep": ("o_proj",)}),
 }
 

@@ -3,21 +3,26 @@
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from tilerank.kernels import core
 from tilerank.loader.checkpoint import Checkpoint
 from tilerank.loader.config import load_config
+from tilerank.loader.formats import weight_formats
+from tilerank.loader.quantization import Quantization
 from tilerank.loader.weights import load_weights
 from tilerank.parallel.layer import Sharding
 from tilerank.runtime.models.llama import Llama
 
 
-def main(model_dir: Path, rank: int, size: int) -> None:
+def main(model_dir: Path, rank: int, size: int, quantization: Quantization | None) -> None:
     torch.set_num_threads(1)
     core.start_pool(None, 1, spin=False)
-    model = Llama(load_config(model_dir), Sharding(rank, size, torch.bfloat16, None))
+    config = load_config(model_dir)
+    formats = weight_formats(config, torch.bfloat16, quantization)
+    model = Llama(config, Sharding(rank, size, torch.bfloat16, None, formats=formats))
     report = load_weights(model, Checkpoint(model_dir), ignore=model.ignore, progress=False)
     qkv = model.layers[-1].attention.qkv
     print(
@@ -35,4 +40,5 @@ def main(model_dir: Path, rank: int, size: int) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
+    asked: Any = sys.argv[4:]
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), Quantization(*asked) if asked else None)

@@ -11,11 +11,13 @@ import pytest
 from fake_sysfs import GIB, SNC3, Machine, sockets
 
 from tilerank.launch import plan as command
+from tilerank.launch.errors import LaunchError
 from tilerank.launch.placement import place
 from tilerank.launch.plan import RANK_OVERHEAD, Plan, as_json, plan_model
 from tilerank.launch.plan_text import render, size
 from tilerank.launch.topology import read_topology
 from tilerank.loader.config import ModelConfig, load_config
+from tilerank.loader.errors import ConfigError
 from tilerank.loader.quantization import Quantization
 from tilerank.parallel.errors import ShardError
 
@@ -319,3 +321,60 @@ def test_int8_is_a_byte_a_weight_and_a_scale_a_row(tmp_path):
     assert plan.weights == (PARAMETERS - NORMS - table) + 4 * rows + 2 * (NORMS + table + ROPE)
     assert (plan.dtype, plan.quantization) == ("bfloat16", "int8")
     assert "3.34 billion parameters, int8, 1 rank" in render(plan)
+
+
+def test_a_quantised_checkpoint_is_planned_as_it_is(tmp_path):
+    """Groups of 128 columns: an MLP of 6144 is 48 units; heads of 128 are whole groups."""
+    awq = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
+    plan = plan_on(Machine(SNC3), tmp_path, config_of(tmp_path, quantization_config=awq), 6)
+    assert (plan.dtype, plan.quantization) == ("bfloat16", "int4")
+    cuts = by_name(plan)
+    assert (cuts["MLP width"].unit, cuts["MLP width"].units) == (128, 48)
+    with pytest.raises(ShardError, match=r"width of 6144 is 48 units of 128 columns, .* at most 48 ranks, not 49"):
+        plan_on(Machine(SNC3), tmp_path, config_of(tmp_path, quantization_config=awq), 49, cores="none")
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (
+            {"dtype": "float32", "quantization": Quantization("int8")},
+            "dtype: expected bfloat16 with quantised weights, ",
+        ),
+        ({"stored": True, "dtype": "float32"}, "dtype: expected bfloat16 with quantised weights, found float32"),
+        (
+            {"stored": True, "quantization": Quantization("int8")},
+            r"quantization: expected none, or int4 \(awq\) as the checkpoint is quantised already, found int8",
+        ),
+        (
+            {"stored": True, "quantization": Quantization("int4", 32)},
+            r"quantization: expected none, or int4 \(awq\) .*, found int4 in groups of 32",
+        ),
+    ],
+)
+def test_contradictions_are_refused(tmp_path, options, sentence):
+    awq = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
+    config = config_of(tmp_path, **({"quantization_config": awq} if options.pop("stored", False) else {}))
+    with pytest.raises(ConfigError, match=f"^{sentence}"):
+        plan_on(sockets(1, 8), tmp_path, config, 1, **options)
+
+
+def test_the_same_quantisation_may_be_asked_for(tmp_path):
+    awq = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
+    config = config_of(tmp_path, quantization_config=awq)
+    asked = (None, Quantization("int4"), Quantization("int4", 128))
+    plans = [plan_on(sockets(1, 8), tmp_path / f"{i}", config, 1, quantization=one) for i, one in enumerate(asked)]
+    assert len({plan.weights for plan in plans}) == 1
+
+
+def test_options_of_quantisation(capsys):
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    words = [str(DEMO), "--tp", "2", "--json", "--quantization"]
+    weights = {}
+    for asked in (["int8"], ["int4", "--quantization-group", "32"], ["int4", "--quantization-group", "128"]):
+        assert command.run(parser.parse_args([*words, *asked])) == 0
+        weights[asked[-1]] = json.loads(capsys.readouterr().out)["weights"]
+    assert weights["int8"] > weights["32"] > weights["128"]
+    with pytest.raises(LaunchError, match=r"^--quantization-group needs --quantization int4$"):
+        command.run(parser.parse_args([*words, "int8", "--quantization-group", "32"]))

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from tilerank.loader.checkpoint import Checkpoint
 from tilerank.loader.config import load_config
 from tilerank.loader.formats import weight_formats
+from tilerank.loader.quantization import Quantization
 from tilerank.loader.weights import load_weights
 from tilerank.parallel.layer import Sharding
 from tilerank.runtime.registry import model_class
@@ -43,3 +44,45 @@ def test_every_rank_holds_its_rectangles(base: Path, case: str, strategy: Any) -
                 rows, columns = wanted.shape
                 found = weight.unpack()[row : row + rows, :columns].float()
                 torch.testing.assert_close(found, wanted, rtol=1e-6 if found.dtype is torch.float32 else 1e-2, atol=0)
+
+
+QUANTISED = [Quantization("int8"), Quantization("fp8"), Quantization("int4", 32), Quantization("int4", 128)]
+
+
+@pytest.mark.parametrize("asked", QUANTISED, ids=str)
+@pytest.mark.parametrize("case", ["awq-128", "moe-fp8"])
+def test_every_rank_quantises_its_rectangles(base: Path, case: str, asked: Quantization) -> None:
+    """From the plain checkpoint: no weight is further from its own than half a step of its format, in its block."""
+    model_dir = make(case, base)[1]
+    plain = load_file(model_dir / "model.safetensors")
+    config = load_config(model_dir)
+    formats = weight_formats(config, torch.bfloat16, asked)
+    for rank, size in ((0, 1), (1, 2), (2, 3)):
+        model = model_class(config.model_type)(
+            config, Sharding(rank, size, torch.bfloat16, None, "pad", formats=formats)
+        )
+        load_weights(model, Checkpoint(model_dir), ignore=model.ignore, progress=False)
+        for piece in model.pieces():
+            if piece.place is not None and piece.elements:
+                weight, row = piece.place()
+                wanted = plain[piece.name][piece.index]
+                found = weight.unpack()[row : row + len(wanted), : wanted.shape[1]].float()
+                is_head = piece.name in ("lm_head.weight", "model.embed_tokens.weight")
+                assert within_half_a_step(found, wanted, INT8 if is_head else asked), piece.name
+
+
+INT8 = Quantization("int8")
+
+
+def within_half_a_step(found: torch.Tensor, wanted: torch.Tensor, asked: Quantization) -> bool:
+    """For every element, of int4 in the mean square of a group, which may trade range for smaller steps."""
+    error = (found - wanted).abs()
+    if asked.codes == "int8":
+        return bool((error <= wanted.abs().amax(1, keepdim=True) * 1.01 / 254).all())
+    if asked.codes == "fp8":  # 3 bits of mantissa, and subnormals of 2^-9 of a scale that is the block's largest / 448
+        return bool((error <= wanted.abs() * 1.01 / 16 + wanted.abs().max() / 448 * 2**-9).all())
+    assert asked.group is not None
+    tail = -wanted.shape[1] % asked.group
+    groups, errors = (torch.nn.functional.pad(x, (0, tail)).unflatten(1, (-1, asked.group)) for x in (wanted, error))
+    step = (groups.amax(2).clamp(min=0) - groups.amin(2).clamp(max=0)) / 15
+    return bool((errors.square().mean(2).sqrt() <= step * 1.02 / 2).all())

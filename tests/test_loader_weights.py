@@ -350,3 +350,21 @@ def test_peak_memory_of_a_rank(big: Path, rank: int, size: int) -> None:
     last = "model.layers.21.self_attn.q_proj.weight"
     [file] = [path for path in big.glob("*.safetensors") if path.name == "model-21.safetensors"]
     assert answer["row"] == load_file(file)[last][answer["first_row"]].tolist()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("codes", ["int8", "int4", "fp8"])
+@pytest.mark.parametrize(("rank", "size"), [(0, 1), (1, 2)])
+def test_peak_memory_of_a_rank_that_quantises(big: Path, rank: int, size: int, codes: str) -> None:
+    """The same bound, of a shard that takes a half or less; embedding and head are an eighth of the model."""
+    command = [sys.executable, load_rank.__file__, str(big), str(rank), str(size), codes]
+    done = subprocess.run(
+        command, check=True, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+    answer = json.loads(done.stdout)
+    print(
+        f"{codes}, TP {size} rank {rank}: {answer['nbytes'] / 1e6:.0f} MB packed, peak {answer['peak'] / 1e6:.0f} MB, "
+        f"{answer['bytes_read'] / 1e6:.0f} MB read in {answer['seconds']:.1f} s"
+    )
+    assert answer["peak"] <= 1.1 * answer["nbytes"] + 300e6
+    assert answer["nbytes"] < (0.4 if codes == "int4" else 0.6) * 2.2e9 / size

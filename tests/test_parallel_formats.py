@@ -5,7 +5,7 @@ from fractions import Fraction
 import pytest
 import torch
 
-from tilerank.kernels.formats import Float, Int8
+from tilerank.kernels.formats import Float, Fp8, Int4, Int8
 from tilerank.parallel.errors import ShardError
 from tilerank.parallel.layer import Sharding, WeightFormats
 from tilerank.parallel.layers import (
@@ -32,10 +32,10 @@ def stored(projections: object, keeps: str = "none") -> WeightFormats:
 
 
 def test_who_is_quantised_while_loading() -> None:
-    s = sharding(WeightFormats(Int8(), Int8()))
-    assert QKVParallelLinear("a", 64, 4, 2, 16, s).weight.format == Int8()
-    assert RowParallelLinear("a.o_proj", 64, 64, s, span=s.cut(64).spans[0]).weight.format == Int8()
-    assert GateUpParallelLinear("m", 64, 96, s).weight.format == Int8()
+    s = sharding(WeightFormats(Int4(32, zero_points=True), Int8()))
+    assert QKVParallelLinear("a", 64, 4, 2, 16, s).weight.format == Int4(32, zero_points=True)
+    assert RowParallelLinear("a.o_proj", 64, 64, s, span=s.cut(64).spans[0]).weight.format == Int4(32, zero_points=True)
+    assert GateUpParallelLinear("m", 64, 96, s).weight.format == Int4(32, zero_points=True)
     assert ParallelLMHead("lm_head", 64, 96, s).weight.format == Int8()
     tied = TiedEmbedding("embed_tokens", 96, 64, s)
     assert [layer.format for layer in tied.walk() if hasattr(layer, "format")] == [Int8()]
@@ -52,12 +52,38 @@ def test_who_is_quantised_in_the_checkpoint() -> None:
         QKVParallelLinear("a", 64, 4, 2, 16, sharding(stored(Int8(), keeps="q_proj")))
 
 
+def test_scales_of_a_checkpoint_become_finer_where_a_cut_needs_it() -> None:
+    """Heads of 64 columns, groups of 128: a rank that begins in the middle of a group has groups of 64."""
+    for rank, group in ((0, 128), (1, 64)):
+        s = sharding(stored(Int4(128, zero_points=False)), rank, 2)
+        qkv = QKVParallelLinear("a", 384, 6, 6, 64, s)
+        assert (qkv.q_columns.start, qkv.weight.format) == (192 * rank, Int4(128, zero_points=False))
+        out = RowParallelLinear("a.o_proj", 384, 384, s, span=qkv.q_columns)
+        assert out.weight.format == Int4(group, zero_points=False)
+    for rank, block in ((0, Fp8(128, 128)), (1, Fp8(64, 128))):
+        s = sharding(stored(Fp8(128, 128)), rank, 2)
+        assert QKVParallelLinear("a", 384, 6, 6, 64, s).weight.format == block
+    # Quantised while loading there is nothing to fit.
+    s = sharding(WeightFormats(Int4(128, zero_points=False), Int8()), 1, 2)
+    span = QKVParallelLinear("a", 384, 6, 6, 64, s).q_columns
+    assert RowParallelLinear("a.o_proj", 384, 384, s, span=span).weight.format == Int4(128, zero_points=False)
+
+
+def test_heads_too_fine_for_the_kernels_are_refused() -> None:
+    s = sharding(stored(Int4(128, zero_points=False)), 1, 2)
+    span = QKVParallelLinear("a", 160, 2, 2, 80, s).q_columns
+    with pytest.raises(ShardError, match=r"^a.o_proj: cannot be cut over 2 ranks: .* row 0, column 80, .* of 32"):
+        RowParallelLinear("a.o_proj", 160, 160, s, span=span)
+
+
 @pytest.mark.parametrize(
     ("formats", "unit"),
     [
         (None, 32),
         (WeightFormats(Int8(), Int8()), 64),
-        (stored(Int8()), 64),
+        (WeightFormats(Int4(32, zero_points=True), Int8()), 32),
+        (stored(Int4(128, zero_points=True)), 128),
+        (stored(Fp8(128, 128)), 128),
     ],
 )
 def test_widths_are_cut_in_whole_blocks(formats: WeightFormats | None, unit: int) -> None:

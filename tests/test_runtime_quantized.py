@@ -18,8 +18,8 @@ TP = [1, 2, 3]
 VOCAB = 500
 IDS = random.Random(1).choices(range(VOCAB), k=40)
 
-INT8 = ["w8a8", "compressed"]
-CASES = INT8
+INT8 = ["w8a8", "compressed", "moe-w8a8"]
+CASES = ["awq-32", "awq-128", "awq-keeps-attention", "gptq-32", "gptq-all-columns", "fp8", "moe-awq", "moe-fp8", *INT8]
 """Of those that every rank loads exactly (test_loader_quantized.py)."""
 
 
