@@ -37,7 +37,7 @@ def main(job: dict[str, Any]) -> dict[str, Any]:
 
     with torch.inference_mode():
         for case in job["cases"]:
-            run([prompt[:64] for prompt in case["prompts"]], 2)
+            run(case["prompts"], 2)  # of the same shapes, for which some prepare kernels
         ready_at = time.monotonic()
         events = [run(case["prompts"], case["new_tokens"]) for case in job["cases"]]
     return {"version": transformers.__version__, "load_s": load_s, "ready_at": ready_at, "events": events}
