@@ -131,3 +131,14 @@ def test_every_kernel_face_has_a_reference() -> None:
 
 def functions(path: Path) -> set[str]:
     return {node.name for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)}
+
+
+def test_types_of_compiled_files_have_names_of_their_own() -> None:
+    """All kernels of a rung share a namespace: with the same name in two files the linker takes one's functions for
+    both (the one definition rule), and no compiler says so."""
+    owners: dict[str, set[str]] = {}
+    for path in sorted((ROOT / "kernels" / "csrc").glob("*.cpp")):
+        for name in re.findall(r"^(?:struct|class) (\w+)\b[^;]*$", path.read_text(), re.M):
+            owners.setdefault(name, set()).add(path.name)
+    assert len(owners) > 20
+    assert {name: files for name, files in owners.items() if len(files) > 1} == {}

@@ -14,7 +14,7 @@ namespace tilerank::TR_RUNG {
 
 // Hands sums in tiles to the epilogue.
 template <int kParts>
-struct LinearFinish {
+struct GroupedFinish {
   const Epilogue& epilogue;
 
   void write(const float* const (&parts)[kParts], Range rows, int64_t result) const {
@@ -72,7 +72,7 @@ static void linear_few_rows(const Tensor& x, const Format& weight, const Epilogu
       for (int part = 0; part < kParts; ++part) {
         parts[part] = sums + ((result - first) * kParts + part) * 2 * kTileRows * kLanes;
       }
-      LinearFinish<kParts>{epilogue}.write(parts, {0, m}, result);
+      GroupedFinish<kParts>{epilogue}.write(parts, {0, m}, result);
     }
   }
 }
@@ -96,7 +96,7 @@ static void linear_many_rows(const Args& args, const Format& weight, const Epilo
     const Range stripe{tile, std::min(tile + GroupedBlocking::kStripe, own_rows.end)};
     for (int64_t block = own.begin * kParts; block < own.end * kParts; block += GroupedBlocking::kBand) {
       const Range band{block, std::min(block + GroupedBlocking::kBand, own.end * kParts)};
-      multiply_grouped_band<kParts>(rows, stripe, weight, band, m, memory, LinearFinish<kParts>{epilogue});
+      multiply_grouped_band<kParts>(rows, stripe, weight, band, m, memory, GroupedFinish<kParts>{epilogue});
     }
   }
 }

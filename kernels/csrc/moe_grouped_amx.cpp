@@ -19,7 +19,7 @@ constexpr int64_t kHiddenRows = 64;
 constexpr int64_t kFewBand = 128;  // blocks whose sums are kept for few rows
 
 // silu(gate) * up, into the tiles that the down projection reads.
-struct GatedFinish {
+struct GroupedGatedFinish {
   const PackedRows& to;
   int64_t first_tile;  // of `to`
   int64_t first;       // result: block of the width
@@ -40,7 +40,7 @@ struct GatedFinish {
 };
 
 // A choice's output, where its token will look for it.
-struct ChoiceFinish {
+struct GroupedChoiceFinish {
   const Tensor& partial;
   const int32_t* pairs;
   int64_t first;  // result: block of the hidden size
@@ -56,7 +56,7 @@ struct ChoiceFinish {
 
 // One of the projections of all experts, and a thread's memory for it.
 template <int kParts, class Format>
-struct Projection {
+struct GroupedProjection {
   const Format& weight;
   const int64_t results, k;  // of an expert, in blocks
   void* const memory;
@@ -121,13 +121,13 @@ static void moe(const Args& args, Team& team) {
   const Format gate_up(a.gate_up), down(a.down);
   const size_t grouping_bytes = Grouping::bytes(a.ids, a.experts);
   const size_t row_bytes = static_cast<size_t>(kStripe * blocks(a.hidden, kBlockK) * kTileBytes);
-  const size_t working = std::max(Projection<2, Format>{gate_up, a.width_blocks, a.hidden, nullptr}.bytes(),
-                                  Projection<1, Format>{down, a.hidden_blocks, a.width, nullptr}.bytes());
+  const size_t working = std::max(GroupedProjection<2, Format>{gate_up, a.width_blocks, a.hidden, nullptr}.bytes(),
+                                  GroupedProjection<1, Format>{down, a.hidden_blocks, a.width, nullptr}.bytes());
   char* const memory = static_cast<char*>(team.scratch(grouping_bytes + row_bytes + working));
   const Grouping grouping(a.ids, a.experts, memory);
   char* const row_memory = memory + grouping_bytes;
-  const Projection<2, Format> in{gate_up, a.width_blocks, a.hidden, row_memory + row_bytes};
-  const Projection<1, Format> out{down, a.hidden_blocks, a.width, row_memory + row_bytes};
+  const GroupedProjection<2, Format> in{gate_up, a.width_blocks, a.hidden, row_memory + row_bytes};
+  const GroupedProjection<1, Format> out{down, a.hidden_blocks, a.width, row_memory + row_bytes};
   const auto middle_of = [&](const Group& group) {
     return out.packed(a.middle.as<char>() + group.row_tile * a.width_blocks * kTileBytes,
                       blocks(group.rows, kTileRows));
@@ -144,7 +144,7 @@ static void moe(const Args& args, Team& team) {
         const bf16* const from = a.x.row<const bf16>(pairs[i] / grouping.top);
         pack_row(from, a.hidden, rows, i / kTileRows, i % kTileRows, {0, rows.k_tiles});
       }
-      const GatedFinish finish{middle, tile, group.expert * a.width_blocks};
+      const GroupedGatedFinish finish{middle, tile, group.expert * a.width_blocks};
       if (middle.row_tiles == 1) {
         in.few(rows, m, group.expert, own, in.after(grouping, group, own), finish);
       } else {
@@ -155,7 +155,7 @@ static void moe(const Args& args, Team& team) {
   team.barrier();
   grouping.deal(a.hidden_blocks, kHiddenRows, team, [&](const Group& group, Range own) {
     const PackedRows middle = middle_of(group);
-    const ChoiceFinish finish{a.partial, grouping.order + group.first, group.expert * a.hidden_blocks};
+    const GroupedChoiceFinish finish{a.partial, grouping.order + group.first, group.expert * a.hidden_blocks};
     if (middle.row_tiles == 1) {
       return out.few(middle, group.rows, group.expert, own, out.after(grouping, group, own), finish);
     }

@@ -20,7 +20,7 @@ namespace tilerank::TR_RUNG {
 constexpr int64_t kHiddenRows = 192;
 
 // silu(gate) * up in fp32, to be quantised when rows are whole.
-struct GatedFinish {
+struct Int8GatedFinish {
   const Tensor& middle;
   int64_t first;
   const float *steps, *scales;
@@ -37,7 +37,7 @@ struct GatedFinish {
 };
 
 // A choice's output, where its token will look for it.
-struct ChoiceFinish {
+struct Int8ChoiceFinish {
   const Tensor& partial;
   const int32_t* pairs;
   const float *steps, *scales;
@@ -58,7 +58,7 @@ struct ChoiceFinish {
 };
 
 // A thread's working memory, and the products of one projection of an expert with it.
-class Projection {
+class Int8Projection {
  public:
   static size_t bytes(int64_t k_tiles) {
     const Blocking tall = Blocking::of(int64_t{1} << 30, k_tiles), flat = Blocking::of(1, k_tiles);
@@ -67,7 +67,7 @@ class Projection {
     return static_cast<size_t>(stripe * kTileRows * 4 + sums * 4 + stripe * k_tiles * kTileBytes);
   }
 
-  Projection(char* memory, int64_t k, int64_t row_count)
+  Int8Projection(char* memory, int64_t k, int64_t row_count)
       : k_(k),
         m_(row_count),
         k_tiles_(blocks(k, kBlockK8)),
@@ -114,7 +114,7 @@ static void moe_int8(const Args& args, Team& team) {
   const ExpertsArgs a(args);
   const int64_t in_tiles = blocks(a.hidden, kBlockK8), middle_tiles = blocks(a.width, kBlockK8);
   const size_t grouping_bytes = Grouping::bytes(a.ids, a.experts);
-  const size_t work = std::max(Projection::bytes(in_tiles), Projection::bytes(middle_tiles));
+  const size_t work = std::max(Int8Projection::bytes(in_tiles), Int8Projection::bytes(middle_tiles));
   char* const memory = static_cast<char*>(team.scratch(grouping_bytes + work));
   const Grouping grouping(a.ids, a.experts, memory);
 
@@ -122,10 +122,10 @@ static void moe_int8(const Args& args, Team& team) {
     const int64_t first_block = group.expert * a.width_blocks * 2;
     const float* const scales = a.gate_up[1].as<const float>() + first_block * kBlockN;
     const auto row = [&](int64_t i) { return a.x.row<const bf16>(grouping.order[group.first + i] / grouping.top); };
-    Projection(memory + grouping_bytes, a.hidden, group.rows)
+    Int8Projection(memory + grouping_bytes, a.hidden, group.rows)
         .run<2>(a.gate_up[0].as<const char>() + first_block * in_tiles * kBlockStep8, own, row,
                 [&](int64_t first, const float* steps) {
-                  return GatedFinish{a.middle, group.first + first, steps, scales};
+                  return Int8GatedFinish{a.middle, group.first + first, steps, scales};
                 });
   });
   team.barrier();
@@ -133,10 +133,10 @@ static void moe_int8(const Args& args, Team& team) {
     const int64_t first_block = group.expert * a.hidden_blocks;
     const float* const scales = a.down[1].as<const float>() + first_block * kBlockN;
     const auto row = [&](int64_t i) { return a.middle.row<const float>(group.first + i); };
-    Projection(memory + grouping_bytes, a.width, group.rows)
+    Int8Projection(memory + grouping_bytes, a.width, group.rows)
         .run<1>(a.down[0].as<const char>() + first_block * middle_tiles * kBlockStep8, own, row,
                 [&](int64_t first, const float* steps) {
-                  return ChoiceFinish{a.partial, grouping.order + group.first + first, steps, scales};
+                  return Int8ChoiceFinish{a.partial, grouping.order + group.first + first, steps, scales};
                 });
   });
   team.barrier();
