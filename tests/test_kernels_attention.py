@@ -1,36 +1,24 @@
 """Paged attention on every rung, against float64; the bits of a row against the same row computed in any other way."""
 
 import math
-from collections.abc import Iterator
 from itertools import accumulate, pairwise
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from rungs import RUNGS
 from torch import Tensor
 
 from tilerank.kernels import core
 from tilerank.kernels.attention import KV_BLOCK, KVLayer, attention, store_kv
 from tilerank.kernels.errors import KernelError
 
+pytestmark = pytest.mark.usefixtures("rung")
+
 DTYPES = [torch.float32, torch.bfloat16]
 MHA = [(0, 1), (1, 1)]
 GQA = [(0, 3), (3, 3)]
 UNEVEN = [(1, 3), (4, 1), (6, 2)]  # heads 0 and 5 are padding
-
-
-@pytest.fixture(params=RUNGS, autouse=True)
-def rung(request: pytest.FixtureRequest) -> Iterator[str]:
-    before, threads = core.isa(), torch.get_num_threads()
-    torch.set_num_threads(1)  # torch's own pool beside busy neighbours makes tiny products take milliseconds
-    core.force_isa(request.param)
-    core.start_pool(None, 2, spin=False)
-    yield request.param
-    core.start_pool(None, 1, spin=False)
-    core.force_isa(before)
-    torch.set_num_threads(threads)
 
 
 class Batch:

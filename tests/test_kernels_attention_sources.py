@@ -1,33 +1,21 @@
 """What queries see, as data: sources with a start and a length of their own, int8 caches, packed sequences."""
 
 import math
-from collections.abc import Iterator
 from itertools import accumulate
 
 import pytest
 import torch
-from rungs import RUNGS
 from torch import Tensor
 
 from tilerank.kernels import core, reference
 from tilerank.kernels.attention import KV_BLOCK, KVLayer, attention, attention_varlen, store_kv
 from tilerank.kernels.errors import KernelError
 
+pytestmark = pytest.mark.usefixtures("rung")
+
 DTYPES = [torch.float32, torch.bfloat16]
 UNEVEN = [(1, 3), (4, 1), (6, 2)]  # heads 0 and 5 are padding
 HEADS = 8
-
-
-@pytest.fixture(params=RUNGS, autouse=True)
-def rung(request: pytest.FixtureRequest) -> Iterator[str]:
-    before, threads = core.isa(), torch.get_num_threads()
-    torch.set_num_threads(1)
-    core.force_isa(request.param)
-    core.start_pool(None, 2, spin=False)
-    yield request.param
-    core.start_pool(None, 1, spin=False)
-    core.force_isa(before)
-    torch.set_num_threads(threads)
 
 
 def ints(values: list[int]) -> Tensor:

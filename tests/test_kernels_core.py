@@ -5,7 +5,6 @@ import random
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,15 +15,8 @@ from torch import Tensor
 from tilerank.kernels import core, ops, reference
 from tilerank.kernels.errors import KernelError
 
+pytestmark = pytest.mark.usefixtures("restored")
 needs_compiled = pytest.mark.skipif(not core.isa_report()[2].usable, reason=core.isa_report()[2].reason)
-
-
-@pytest.fixture(autouse=True)
-def restored() -> Iterator[None]:
-    before = core.isa()
-    yield
-    core.force_isa(before)
-    core.start_pool(None, 1, spin=False)
 
 
 @pytest.fixture

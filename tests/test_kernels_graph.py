@@ -2,7 +2,7 @@
 
 import gc
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -15,16 +15,10 @@ from tilerank.kernels.errors import KernelError
 from tilerank.kernels.graph import Graph, between_launches
 from tilerank.kernels.linear import PackedWeight, linear
 
+pytestmark = pytest.mark.usefixtures("restored")
+
 COMPILED = RUNGS[:-1]
 needs_compiled = pytest.mark.skipif(not core.isa_report()[2].usable, reason=core.isa_report()[2].reason)
-
-
-@pytest.fixture(autouse=True)
-def restored() -> Iterator[None]:
-    before = core.isa()
-    yield
-    core.force_isa(before)
-    core.start_pool(None, 1, spin=False)
 
 
 class Block:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
-from rungs import RUNGS
+from matrices import inside_nan, randn
 from torch import Tensor
 from torch.nn import functional
 
@@ -21,27 +19,6 @@ BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
 
 FORMATS = [Int4(32), Int4(64, True), Int4(128), Int4(128, True), Fp8(32, 32), Fp8(64, 96), Fp8(128, 128)]
 Weight = Int4Weight | Fp8Weight
-
-
-@pytest.fixture(params=RUNGS)
-def rung(request: pytest.FixtureRequest) -> Iterator[str]:
-    before = core.isa()
-    core.force_isa(request.param)
-    core.empty((1 << 20,), F32).fill_(float("nan"))  # what the arena hands out next: who counts on zeros shows
-    yield request.param
-    core.start_pool(None, 1, spin=False)
-    core.force_isa(before)
-
-
-def randn(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-def inside_nan(plain: Tensor) -> Tensor:
-    """The same matrix as a view into a larger one of NaN."""
-    around = torch.full((plain.shape[0] + 2, plain.shape[1] + 5), float("nan"), dtype=plain.dtype)
-    around[1:-1, 2:-3] = plain
-    return around[1:-1, 2:-3]
 
 
 def filled(form: Int4 | Fp8, n: int, k: int, seed: int = 0) -> tuple[Weight, Tensor]:

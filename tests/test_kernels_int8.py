@@ -1,12 +1,10 @@
 """Int8 weights and experts on every rung: bit for bit against float64 arithmetic, and within the error of rounding."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from rungs import RUNGS
+from matrices import inside_nan, randn
 from torch import Tensor
 from torch.nn import functional
 
@@ -18,27 +16,6 @@ from tilerank.kernels.moe import PackedExperts, moe, softmax_top_k
 from tilerank.kernels.ops import silu_mul
 
 BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
-
-
-@pytest.fixture(params=RUNGS)
-def rung(request: pytest.FixtureRequest) -> Iterator[str]:
-    before = core.isa()
-    core.force_isa(request.param)
-    core.empty((1 << 20,), F32).fill_(float("nan"))  # what the arena hands out next: who counts on zeros shows
-    yield request.param
-    core.start_pool(None, 1, spin=False)
-    core.force_isa(before)
-
-
-def randn(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-def inside_nan(plain: Tensor) -> Tensor:
-    """The same matrix as a view into a larger one of NaN."""
-    around = torch.full((plain.shape[0] + 2, plain.shape[1] + 5), float("nan"), dtype=plain.dtype)
-    around[1:-1, 2:-3] = plain
-    return around[1:-1, 2:-3]
 
 
 def packed(plain: Tensor) -> Int8Weight:

@@ -1,12 +1,12 @@
 """The packed linear layer against plain torch in float64, on every rung."""
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
 import torch.nn.functional as F
-from rungs import RUNGS
+from matrices import inside_nan, randn
 from torch import Tensor
 
 from tilerank.kernels import core
@@ -15,31 +15,6 @@ from tilerank.kernels.formats import Float
 from tilerank.kernels.linear import Activation, PackedWeight, linear
 
 BF16, F32 = torch.bfloat16, torch.float32
-
-
-@pytest.fixture(params=RUNGS)
-def rung(request: pytest.FixtureRequest) -> Iterator[str]:
-    before = core.isa()
-    core.force_isa(request.param)
-    yield request.param
-    core.force_isa(before)
-
-
-@pytest.fixture(autouse=True)
-def poisoned_arena() -> None:
-    """What the arena hands out next is NaN: a kernel that counts on zeros, or forgets an element, shows."""
-    core.empty((1 << 20,), F32).fill_(float("nan"))
-
-
-def randn(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-def inside_nan(plain: Tensor) -> Tensor:
-    """The same matrix as a view into a larger one of NaN: its rows are apart, nothing beyond it may count."""
-    around = torch.full((plain.shape[0] + 2, plain.shape[1] + 5), float("nan"), dtype=plain.dtype)
-    around[1:-1, 2:-3] = plain
-    return around[1:-1, 2:-3]
 
 
 def packed(plain: Tensor, dtype: torch.dtype) -> PackedWeight:

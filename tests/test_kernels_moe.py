@@ -1,12 +1,11 @@
 """Routing and fused experts on every rung: against transformers, and bit for bit against the kernels that they fuse."""
 
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from rungs import RUNGS
+from matrices import randn
 from torch import Tensor
 from transformers import DeepseekV3Config, Qwen3MoeConfig
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
@@ -20,23 +19,6 @@ from tilerank.kernels.ops import silu_mul
 
 BF16, F32 = torch.bfloat16, torch.float32
 DTYPES = pytest.mark.parametrize("dtype", [BF16, F32], ids=["bf16", "f32"])
-
-
-@pytest.fixture(params=RUNGS)
-def rung(request: pytest.FixtureRequest) -> Iterator[str]:
-    before, threads = core.isa(), torch.get_num_threads()
-    torch.set_num_threads(1)
-    core.force_isa(request.param)
-    core.start_pool(None, 3, spin=False)
-    core.empty((1 << 20,), F32).fill_(float("nan"))  # what the arena hands out next: who counts on zeros shows
-    yield request.param
-    core.start_pool(None, 1, spin=False)
-    core.force_isa(before)
-    torch.set_num_threads(threads)
-
-
-def randn(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def packed(plain: Tensor) -> PackedWeight:

@@ -1,39 +1,25 @@
 """The row kernels on every rung, against float64 arithmetic and against the modules of transformers."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import pairwise
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from rungs import RUNGS
+from matrices import randn
 from torch import Tensor
 
 from tilerank.kernels import core, ops
 from tilerank.kernels.errors import KernelError
+
+pytestmark = pytest.mark.usefixtures("rung")
 
 DTYPES = [torch.float32, torch.bfloat16]
 EPS32 = torch.finfo(torch.float32).eps
 
 # The rung fixture holds for all examples of a test: what hypothesis warns of does not apply.
 on_rung = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-
-
-@pytest.fixture(params=RUNGS, autouse=True)
-def rung(request: pytest.FixtureRequest) -> Iterator[str]:
-    before, threads = core.isa(), torch.get_num_threads()
-    torch.set_num_threads(1)  # torch's own pool beside busy neighbours makes tiny products take milliseconds
-    core.force_isa(request.param)
-    core.start_pool(None, 3, spin=False)
-    yield request.param
-    core.start_pool(None, 1, spin=False)
-    core.force_isa(before)
-    torch.set_num_threads(threads)
-
-
-def randn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def half_ulp(dtype: torch.dtype) -> float:

@@ -1,25 +1,14 @@
 """take_rows, repeat_row and join_columns on every rung against indexing, repeating and concatenating in torch."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
-from rungs import RUNGS
 
-from tilerank.kernels import core, ops
+from tilerank.kernels import ops
 from tilerank.kernels.errors import KernelError
 
+pytestmark = pytest.mark.usefixtures("rung")
+
 DTYPES = [torch.float32, torch.bfloat16]
-
-
-@pytest.fixture(autouse=True, params=RUNGS)
-def rung(request: pytest.FixtureRequest) -> Iterator[str]:
-    before = core.isa()
-    core.force_isa(request.param)
-    core.start_pool(None, 2, spin=False)
-    yield request.param
-    core.force_isa(before)
-    core.start_pool(None, 1, spin=False)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -1,32 +1,20 @@
 """Sampling on every rung, against the warpers of transformers and against the rule written out in plain Python."""
 
 import math
-from collections.abc import Iterator
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from rungs import RUNGS
 from torch import Tensor
 
-from tilerank.kernels import core, ops
+from tilerank.kernels import ops
 from tilerank.kernels.errors import KernelError
+
+pytestmark = pytest.mark.usefixtures("rung")
 
 INF = float("inf")
 JUST_BELOW_1 = 1 - 2.0**-24
-
-
-@pytest.fixture(params=RUNGS, autouse=True)
-def rung(request: pytest.FixtureRequest) -> Iterator[str]:
-    before, threads = core.isa(), torch.get_num_threads()
-    torch.set_num_threads(1)  # torch's own pool beside busy neighbours makes tiny products take milliseconds
-    core.force_isa(request.param)
-    core.start_pool(None, 2, spin=False)
-    yield request.param
-    core.start_pool(None, 1, spin=False)
-    core.force_isa(before)
-    torch.set_num_threads(threads)
 
 
 def sample(

@@ -1,0 +1,30 @@
+"""Fixtures of the kernel tests."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from rungs import RUNGS
+
+from tilerank.kernels import core
+
+
+@pytest.fixture
+def restored() -> Iterator[None]:
+    """Afterwards the rung and the pool are what they were. Meanwhile torch's own pool is out of the way: beside busy
+    neighbours it makes tiny products take milliseconds."""
+    before, threads = core.isa(), torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    core.start_pool(None, 1, spin=False)
+    core.force_isa(before)
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(params=RUNGS)
+def rung(request: pytest.FixtureRequest, restored: None) -> str:
+    """A rung of the ISA ladder, on three threads. What the arena hands out next is NaN: who counts on zeros shows."""
+    core.force_isa(request.param)
+    core.start_pool(None, 3, spin=False)
+    core.empty((1 << 20,), torch.float32).fill_(float("nan"))
+    return str(request.param)
