@@ -1,6 +1,7 @@
 """`tilerank generate`: prompts in, text out, on ranks that this command starts or that another launcher started."""
 
 import argparse
+import logging
 import os
 import secrets
 import sys
@@ -16,11 +17,12 @@ from tilerank.loader.errors import ConfigError
 from tilerank.loader.tokenizer import Tokenizer, TokenStream
 from tilerank.parallel.shard import TILE, cut_uneven
 
-from . import prompts, quantize, start
+from . import cache_size, prompts, quantize, start
 from .cpulist import format_cpulist
 from .errors import LaunchError
 from .logs import say
 from .placement import Placement
+from .plan_text import cache_text
 from .quantize import quantization_of, resolve_dtype
 from .rank import run_rank
 from .rendezvous import identify
@@ -31,6 +33,10 @@ if TYPE_CHECKING:
     from tilerank.parallel.join import Team
     from tilerank.runtime.engine import Engine, TokenEvent
     from tilerank.runtime.sampling import SamplingParams
+
+    from .plan import Plan
+
+log = logging.getLogger(__name__)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -71,7 +77,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     model.add_argument(
         "--context-length", "--max-model-len", type=whole_number(2), metavar="N", help="tokens of a request"
     )
-    model.add_argument("--max-total-tokens", type=whole_number(1), metavar="N", help="tokens in the KV cache")
+    cache_size.add_arguments(model)
     start.add_arguments(parser)
 
 
@@ -93,6 +99,7 @@ class GenerateJob:
     def __init__(self, args: argparse.Namespace) -> None:
         self._args = args
         self._model_dir = model_directory(args)
+        self._plan: Plan | None = None  # on the first rank of each host
 
     def prepare(self) -> None:
         config = read_config(self._model_dir)
@@ -115,9 +122,9 @@ class GenerateJob:
 
         from .plan import plan_model
 
-        args, config = self._args, registry.read_config(self._model_dir)
-        plan = plan_model(
-            replace(config, max_position_embeddings=prompts.context_length(args, config)),
+        args = self._args
+        self._plan = plan_model(
+            self._config(registry.read_config(self._model_dir)),
             size,
             model=str(self._model_dir),
             topology=read_topology(),
@@ -126,23 +133,35 @@ class GenerateJob:
             dtype=args.dtype,
             quantization=quantization_of(args),
             cached_tokens=args.max_total_tokens,
+            mem_fraction=args.mem_fraction_static,
             here=here,
         )
-        return plan.refusal()
+        return self._plan.refusal()
 
     def build(self, team: "Team") -> "Engine":
+        from tilerank.runtime.cache import expected_tokens
         from tilerank.runtime.engine import Engine
 
         args, quantization = self._args, quantization_of(self._args)
+        config = read_config(self._model_dir)
+        tokens = cache_size.agreed(team.group, self._plan.cached_tokens if self._plan else None)
+        if team.group.rank == 0 and self._plan:
+            log.info("%s", cache_text(self._plan))
+            if tokens < self._plan.cached_tokens:
+                log.info("another host has room for %s tokens only: that holds for all", f"{tokens:,}")
         return Engine(
             self._model_dir,
             team,
-            dtype=resolve_dtype(read_config(self._model_dir), args.dtype, quantization),
+            dtype=resolve_dtype(config, args.dtype, quantization),
             quantization=quantization,
             strategy=args.strategy,
             context_length=args.context_length,
-            max_total_tokens=args.max_total_tokens,
+            max_total_tokens=tokens,
+            cached_tokens=args.max_total_tokens or expected_tokens(self._config(config)),
         )
+
+    def _config(self, config: ModelConfig) -> ModelConfig:
+        return replace(config, max_position_embeddings=prompts.context_length(self._args, config))
 
     def lead(self, engine: "Engine", size: int, placement: Placement) -> None:
         from tilerank.kernels import core

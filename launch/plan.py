@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from . import quantize
+from . import cache_size, quantize
+from .cache_size import Demand
 from .cpulist import count
 from .placement import Placement, RankPlacement, auto_ranks
 from .plan_text import render, size
@@ -74,13 +75,15 @@ class RankShare:
 
 @dataclass(frozen=True)
 class NodeShare:
-    """What the ranks that run near a memory node put there, in bytes; `free` counts page cache that can be dropped."""
+    """What the ranks that run near a memory node put there, in bytes. `total` is all that the node has; `free` counts
+    page cache that can be dropped."""
 
     node: int
     ranks: tuple[int, ...]
     weights: int
     cache_per_token: float
     overhead: int
+    total: int
     free: int
 
     def need(self, tokens: int) -> float:
@@ -89,7 +92,8 @@ class NodeShare:
 
 @dataclass(frozen=True)
 class Plan:
-    """How a model is cut over the `tp` ranks of this host. `cached_tokens` is the size of the KV cache in tokens."""
+    """How a model is cut over the `tp` ranks of this host, for steps that read `expected_tokens` from the KV cache.
+    `cached_tokens` is its size, and `cache_reason` where that comes from: None if it was asked for."""
 
     model: str
     model_type: str
@@ -99,7 +103,9 @@ class Plan:
     """Of activations, and of weights unless `quantization` says int8, int4 or fp8."""
     quantization: str | None
     tp: int
+    expected_tokens: int
     cached_tokens: int
+    cache_reason: str | None
     dimensions: tuple[Dimension, ...]
     attention: Attention | None
     ranks: tuple[RankShare, ...]
@@ -107,6 +113,11 @@ class Plan:
     group_available: int | None
     """Bytes that the control group may still allocate, None where it sets no limit."""
     notes: tuple[str, ...]
+
+    @property
+    def form(self) -> str:
+        """What weights are held as."""
+        return self.quantization or self.dtype
 
     @property
     def weights(self) -> int:
@@ -149,10 +160,16 @@ class Plan:
     def refusal(self) -> str | None:
         """Why this cannot be loaded: one sentence with numbers. None if it can."""
         if self.need <= self.available:
-            return None
+            if self.cache_reason is None or self.cached_tokens:
+                return None
+            return (
+                f"{self.model}: no room for a KV cache: {self.cache_reason}; a size given by --max-total-tokens is "
+                "held against the host's memory as a whole"
+            )
         cache = f"{size(self.cache_per_token * self.cached_tokens)} of KV cache for {self.cached_tokens:,} tokens, "
         return (
-            f"{self.model}: not enough memory for {count(len(self.ranks), 'rank')}: {size(self.weights)} of weights, "
+            f"{self.model}: not enough memory for {count(len(self.ranks), 'rank')}: "
+            f"{size(self.weights)} of {self.form} weights, "
             f"{cache if self.cached_tokens else ''}{size(self.overhead)} for the processes, "
             f"{size(self.need)} together, but "
             f"{'this host has' if self.available == self.free else 'the control group allows'} {size(self.available)}"
@@ -170,27 +187,27 @@ def plan_model(
     dtype: str = "auto",
     quantization: Quantization | None = None,
     cached_tokens: int | None = None,
+    mem_fraction: float = cache_size.DEFAULT_FRACTION,
     here: range | None = None,
 ) -> Plan:
     """The plan for a model on this host. ShardError or ConfigError where it cannot be cut or is not known.
 
     `model` is what messages call it; `dtype` "auto" is the checkpoint's, `quantization` what is asked for beyond it;
-    `cached_tokens` is the size of the KV cache,
-    by default the engine's. `here` are the ranks of this host, all unless there are more; `placement` is theirs.
+    `cached_tokens` is the size of the KV cache, by default what `mem_fraction` of the memory leaves room for. `here`
+    are the ranks of this host, all unless there are more; `placement` is theirs.
     """
     from tilerank.loader.formats import weight_formats
     from tilerank.parallel.layer import Sharding
-    from tilerank.runtime.cache import default_capacity
+    from tilerank.runtime.cache import expected_tokens
+    from tilerank.runtime.engine import MAX_RUNNING
     from tilerank.runtime.registry import model_class
 
-    if cached_tokens is None:
-        cached_tokens = default_capacity(config)
+    expected = expected_tokens(config) if cached_tokens is None else cached_tokens
     torch_dtype = resolve_dtype(config, dtype, quantization)
     formats = weight_formats(config, torch_dtype, quantization)
     make = model_class(config.model_type)
     models = [
-        make(config, Sharding(rank, tp, torch_dtype, None, strategy, cached_tokens, formats))
-        for rank in here or range(tp)
+        make(config, Sharding(rank, tp, torch_dtype, None, strategy, expected, formats)) for rank in here or range(tp)
     ]
     shapes = {piece.name: piece.shape for piece in models[0].pieces()}
     heads = next(_head_cuts(models[0]), None)
@@ -198,7 +215,7 @@ def plan_model(
         RankShare(where, part.nbytes(), _cache_per_token(part.cache_specs()))
         for where, part in zip(placement.ranks, models, strict=True)
     )
-    return Plan(
+    plan = Plan(
         model=model,
         model_type=config.model_type,
         num_layers=config.num_layers,
@@ -206,7 +223,9 @@ def plan_model(
         dtype=str(torch_dtype).removeprefix("torch."),
         quantization=quantized.codes if (quantized := config.quantization or quantization) else None,
         tp=tp,
-        cached_tokens=cached_tokens,
+        expected_tokens=expected,
+        cached_tokens=cached_tokens or 0,
+        cache_reason=None,
         dimensions=tuple(sorted(dict.fromkeys(_dimensions(models[0])), key=lambda d: _ORDER.index(d.name))),
         attention=Attention(heads.strategy, heads.waste, heads.other_waste) if heads else None,
         ranks=ranks,
@@ -214,6 +233,17 @@ def plan_model(
         group_available=topology.limits.memory_available,
         notes=placement.notes,
     )
+    if cached_tokens is not None:
+        return plan
+    cache = cache_size.largest(
+        Demand(plan.form, plan.weights, plan.cache_per_token, plan.overhead),
+        plan.nodes,
+        topology.limits,
+        mem_fraction,
+        requests=MAX_RUNNING,
+        context=config.max_position_embeddings,
+    )
+    return dataclasses.replace(plan, cached_tokens=cache.tokens, cache_reason=cache.reason)
 
 
 def _cache_per_token(specs: Sequence[CacheSpec]) -> int:
@@ -265,6 +295,7 @@ def _node_shares(topology: Topology, ranks: tuple[RankShare, ...]) -> tuple[Node
                 weights=round(sum(rank.weights * part for rank, part in parts)),
                 cache_per_token=sum(rank.cache_per_token * part for rank, part in parts),
                 overhead=round(sum(RANK_OVERHEAD * part for _, part in parts)),
+                total=topology.node(node).memory_total,
                 free=topology.node(node).memory_free,
             )
         )
@@ -296,13 +327,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--dtype", default="auto", choices=("auto", "bfloat16", "float32"), help="of the weights")
     quantize.add_arguments(parser)
-    parser.add_argument(
-        "--cached-tokens",
-        "--max-total-tokens",
-        type=whole_number(0),
-        metavar="N",
-        help="tokens in the KV cache, of all requests together (default: what generate would take)",
-    )
+    cache_size.add_arguments(parser, "--cached-tokens", low=0)
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
 
 
@@ -326,7 +351,8 @@ def run(args: argparse.Namespace) -> int:
         strategy=args.strategy,
         dtype=args.dtype,
         quantization=quantization_of(args),
-        cached_tokens=args.cached_tokens,
+        cached_tokens=args.max_total_tokens,
+        mem_fraction=args.mem_fraction_static,
     )
     print(json.dumps(as_json(plan)) if args.json else render(plan))
     return 0 if plan.refusal() is None else 1

@@ -44,7 +44,7 @@ def _title(plan: Plan) -> str:
     parameters = f"{million / 1e3:.2f} billion" if million >= 1000 else f"{million:.1f} million"
     return (
         f"{plan.model}: {plan.model_type}, {count(plan.num_layers, 'layer')}, {parameters} parameters, "
-        f"{plan.quantization or plan.dtype}, {count(plan.tp, 'rank')}"
+        f"{plan.form}, {count(plan.tp, 'rank')}"
     )
 
 
@@ -83,7 +83,7 @@ def _strategy(plan: Plan) -> list[str]:
     return [
         "",
         f"Strategy {taken.strategy}: {_STRATEGIES[taken.strategy]}.",
-        f"Slowest rank against a perfect cut, {_tokens(plan.cached_tokens)} cached: {costs}.",
+        f"Slowest rank against a perfect cut, {_tokens(plan.expected_tokens)} cached: {costs}.",
     ]
 
 
@@ -135,7 +135,15 @@ def _verdict(plan: Plan) -> list[str]:
             fits,
             f"Note: node {format_cpulist(full)} has too little: a part will lie on other nodes and be slower.",
         ]
-    return [fits, f"There is room for {plan.token_room:,} cached tokens."]
+    return [fits, f"{cache_text(plan)}."]
+
+
+def cache_text(plan: Plan) -> str:
+    """How large the cache is on this host, and where that comes from."""
+    taken = f"KV cache of {_tokens(plan.cached_tokens)}, {size(plan.cache_per_token * plan.cached_tokens)}"
+    if plan.cache_reason is None:
+        return f"{taken}, as asked; there is room for {plan.token_room:,}"
+    return f"{taken}: {plan.cache_reason}"
 
 
 def _if(condition: object, *cells: str) -> tuple[str, ...]:

@@ -68,14 +68,14 @@ class RecurrentState:
         return requests * (conv + state)
 
 
-DEFAULT_TOTAL_TOKENS = 32768
+EXPECTED_TOKENS = 32768
 
 CacheSpec = PagedKV | PagedLatent | EncoderKV | RecurrentState
 
 
-def default_capacity(config: ModelConfig) -> int:
-    """Tokens that the KV cache has room for unless told otherwise: one full context, within reason."""
-    return min(DEFAULT_TOTAL_TOKENS, config.max_position_embeddings)
+def expected_tokens(config: ModelConfig) -> int:
+    """Tokens that a step is expected to read unless told otherwise: one full context, within reason."""
+    return min(EXPECTED_TOKENS, config.max_position_embeddings)
 
 
 def num_blocks(tokens: int) -> int:

@@ -29,7 +29,7 @@ from tilerank.parallel.shard import Strategy
 
 from . import sampling, step
 from .batch import Batch
-from .cache import allocate, default_capacity, num_blocks
+from .cache import allocate, expected_tokens, num_blocks
 from .decode import DecodeGraphs
 from .errors import EngineError, RequestError
 from .pages import PagePool, Table
@@ -78,8 +78,9 @@ class Engine:
     floats, made while loading (a quantised checkpoint needs no asking), with dtype bfloat16.
     strategy: how heads are cut (parallel/shard.py).
     context_length: the longest sequence, prompt and new tokens together, by default the model's. max_total_tokens:
-    tokens in the KV cache, of all sequences that run. eager: run the model's Python in every decode step, instead of
-    replaying a recording of it (decode.py).
+    tokens in the KV cache, of all sequences that run (default: one context). cached_tokens: how many of them a step is
+    expected to read (parallel/layer.py: Sharding; default: all). eager: run the model's Python in every decode step,
+    instead of replaying a recording of it (decode.py).
     """
 
     def __init__(
@@ -92,14 +93,15 @@ class Engine:
         strategy: Strategy = "auto",
         context_length: int | None = None,
         max_total_tokens: int | None = None,
+        cached_tokens: int | None = None,
         eager: bool = False,
     ) -> None:
         self.config = _with_context(read_config(model_dir), context_length)
         self._team = team
-        self._capacity = max_total_tokens or default_capacity(self.config)
+        self._capacity = max_total_tokens or expected_tokens(self.config)
         group = team.group
         formats = weight_formats(self.config, dtype, quantization)
-        sharding = Sharding(group.rank, group.size, dtype, group, strategy, self._capacity, formats)
+        sharding = Sharding(group.rank, group.size, dtype, group, strategy, cached_tokens or self._capacity, formats)
         self._model = model_class(self.config.model_type)(self.config, sharding)
         self.load_report: LoadReport = load_weights(
             self._model,
