@@ -83,38 +83,34 @@ def model_work(config: ModelConfig, dtype: torch.dtype, quantization: Quantizati
 
     LaunchError for a layer or a cache that holds what this does not know.
     """
-    from tilerank.kernels.attention import KV_BLOCK
     from tilerank.loader.formats import weight_formats
     from tilerank.parallel.experts import ExpertsParameter
     from tilerank.parallel.layer import PackedParameter, Parameter, PlainParameter, Sharding
     from tilerank.parallel.layers import ParallelLMHead, QKVParallelLinear, VocabParallelEmbedding
     from tilerank.runtime.cache import PagedKV
     from tilerank.runtime.registry import model_class
+    from tilerank.runtime.traffic import traffic_of
 
     formats = weight_formats(config, dtype, quantization)
     model = model_class(config.model_type)(config, Sharding(0, 1, dtype, None, formats=formats))
     lanes: Operations = "fp32" if dtype.itemsize == 4 else "bf16"
-    step = experts = token = head = cached = pair = Work()
+    token = head = pair = Work()
     expert_share = 0.0 if config.experts is None else config.experts.top_k / config.experts.count
 
     def visit(layer: Layer, in_head: bool) -> None:
-        nonlocal step, experts, token, head, pair
+        nonlocal token, head, pair
         if isinstance(layer, VocabParallelEmbedding):
             return
         if isinstance(layer, QKVParallelLinear):
             pair += Work(**{lanes: 2 * 2 * layer.q_heads * layer.head_dim})  # Q K^T and P V
         if isinstance(layer, ExpertsParameter):
-            experts += Work(layer.nbytes())
             token += _products(layer) * expert_share
         elif isinstance(layer, PackedParameter):
-            step += Work(layer.nbytes())
             if in_head:
                 head += _products(layer)
             else:
                 token += _products(layer)
-        elif isinstance(layer, PlainParameter):
-            step += Work(layer.nbytes())
-        elif isinstance(layer, Parameter):
+        elif isinstance(layer, Parameter) and not isinstance(layer, PlainParameter):
             raise LaunchError(
                 f"the model has a {type(layer).__name__}, of which this does not know how much a token needs"
             )
@@ -127,8 +123,8 @@ def model_work(config: ModelConfig, dtype: torch.dtype, quantization: Quantizati
             raise LaunchError(
                 f"the model has a {type(spec).__name__} cache, of which this does not know how much a token needs"
             )
-        cached += Work(spec.nbytes(KV_BLOCK) / KV_BLOCK)
-    return ModelWork(step, experts, expert_share, token, head, cached, pair)
+    read = traffic_of(model, expert_share)
+    return ModelWork(Work(read.weights), Work(read.experts), expert_share, token, head, Work(read.cached), pair)
 
 
 def operations(format: Format) -> Operations:

@@ -12,7 +12,7 @@ import json
 import math
 import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from tilerank.loader.quantization import Quantization
     from tilerank.parallel.layer import Layer
     from tilerank.parallel.shard import HeadCut, Span, Strategy
-    from tilerank.runtime.cache import CacheSpec
 
 RANK_OVERHEAD = 300 << 20
 """Bytes of a rank beside weights and cache: interpreter, libraries, activations, the tensor that is being read."""
@@ -198,7 +197,7 @@ def plan_model(
     """
     from tilerank.loader.formats import weight_formats
     from tilerank.parallel.layer import Sharding
-    from tilerank.runtime.cache import expected_tokens
+    from tilerank.runtime.cache import bytes_per_token, expected_tokens
     from tilerank.runtime.engine import MAX_RUNNING
     from tilerank.runtime.registry import model_class
 
@@ -212,7 +211,7 @@ def plan_model(
     shapes = {piece.name: piece.shape for piece in models[0].pieces()}
     heads = next(_head_cuts(models[0]), None)
     ranks = tuple(
-        RankShare(where, part.nbytes(), _cache_per_token(part.cache_specs()))
+        RankShare(where, part.nbytes(), bytes_per_token(part.cache_specs()))
         for where, part in zip(placement.ranks, models, strict=True)
     )
     plan = Plan(
@@ -244,14 +243,6 @@ def plan_model(
         context=config.max_position_embeddings,
     )
     return dataclasses.replace(plan, cached_tokens=cache.tokens, cache_reason=cache.reason)
-
-
-def _cache_per_token(specs: Sequence[CacheSpec]) -> int:
-    """Bytes of the caches that grow with every token."""
-    from tilerank.kernels.attention import KV_BLOCK
-    from tilerank.runtime.cache import PagedKV, PagedLatent
-
-    return sum(spec.nbytes(KV_BLOCK) for spec in specs if isinstance(spec, PagedKV | PagedLatent)) // KV_BLOCK
 
 
 def _dimensions(model: Layer) -> Iterator[Dimension]:

@@ -41,6 +41,11 @@ class Group(Protocol):
     @property
     def size(self) -> int: ...
 
+    @property
+    def waited_s(self) -> float:
+        """Seconds that this rank has waited for others in collectives so far; with what their bytes took on the way,
+        where the transport does not tell that apart."""
+
     def all_reduce(self, x: Tensor) -> Tensor:
         """Sum of fp32 or bf16 `x` over the ranks, same bits on all. A contiguous `x` is overwritten and returned."""
 
@@ -77,6 +82,7 @@ class SingleGroup:
 
     rank = 0
     size = 1
+    waited_s = 0.0
 
     def all_reduce(self, x: Tensor) -> Tensor:
         return checked_sum_dtype(x)
@@ -115,6 +121,7 @@ class PairwiseGroup:
         self.size = size
         self._timeout_s = timeout_s
         self._watch = watch
+        self.waited_s = 0.0
         self._names = tuple(names)
         self._step = 0
 
@@ -146,8 +153,7 @@ class PairwiseGroup:
         if flat.numel():
             others = [peer for peer in range(self.size) if peer != root]
             steps = [("send", peer, flat) for peer in others] if self.rank == root else [("receive", root, flat)]
-            self._begin("broadcast")
-            self._transfer(steps, "broadcast")
+            self._move(steps, "broadcast")
         return out
 
     def barrier(self) -> None:
@@ -156,16 +162,18 @@ class PairwiseGroup:
 
     def _exchange(self, mine: Tensor, everyone: Tensor, doing: str) -> None:
         """Fill row r of `everyone` with what rank r passed as `mine`."""
-        self._begin(doing)
         everyone[self.rank].copy_(mine)
         # Starting with the next rank spreads the load: not all of them send to rank 0 first.
         order = [(self.rank + distance) % self.size for distance in range(1, self.size)]
         steps = [("receive", peer, everyone[peer]) for peer in order] + [("send", peer, mine) for peer in order]
-        self._transfer(steps, doing)
+        self._move(steps, doing)
 
-    def _begin(self, doing: str) -> None:
+    def _move(self, steps: Sequence[Step], doing: str) -> None:
         self._watch.check(doing)
         self._step += 1
+        began = time.monotonic()
+        self._transfer(steps, doing)
+        self.waited_s += time.monotonic() - began
 
     def _stuck(self, peer: int) -> None:
         self._watch.fail(self._names[peer], Reason.STUCK, self._step)

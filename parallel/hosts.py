@@ -104,6 +104,10 @@ class HostGroup:
         self._most = most
         self._order = torch.tensor([rows[rank] for rank in range(self.size)])
 
+    @property
+    def waited_s(self) -> float:
+        return self._inside.waited_s + (self._between.waited_s if self._between else 0.0)
+
     def all_reduce(self, x: Tensor) -> Tensor:
         checked_sum_dtype(x)
         out = x.contiguous()

@@ -25,6 +25,7 @@ MAGIC = 0x314D48534B4E5254  # as in shm_segment.h
 HEADER = struct.Struct("<QIIQ")  # magic, ranks, lanes, bytes of a slot
 BROKEN = 64  # offset of the word that stops everybody
 LINE = 256
+WAITED = 152  # offset in a line: nanoseconds that its lane has waited
 PAGE = 4096
 SLOT = 256 << 10  # bytes per lane and buffer: small enough to stay in cache, larger tensors pass in pieces
 SPIN_PAUSES = 4000  # about 100 us
@@ -76,6 +77,8 @@ class ShmGroup:
         if magic != MAGIC or ranks != self.size or size != segment_size(ranks, lanes, slot):
             raise GroupError(f"the shared memory of this host's ranks is for {ranks} ranks, expected {self.size}")
         self._broken = memoryview(self._map)[BROKEN : BROKEN + 4].cast("I")
+        line = PAGE + rank * _control_size(lanes)  # of the first lane, which takes part in every collective
+        self._waited_ns = memoryview(self._map)[line + WAITED : line + WAITED + 8].cast("Q")
         self._segment: Tensor | None = torch.frombuffer(self._map, dtype=torch.uint8)
         self._ints = (rank, SPIN_PAUSES if spin else 0, max(int(timeout_s * 1000), 1))
         self._all_reduce, self._all_gather, self._gather_columns, self._broadcast = (
@@ -88,6 +91,10 @@ class ShmGroup:
         ):
             self._segment[start : start + length : PAGE] = 0
         watch.on_failure(self._give_up)
+
+    @property
+    def waited_s(self) -> float:
+        return self._waited_ns[0] / 1e9
 
     def all_reduce(self, x: Tensor) -> Tensor:
         checked_sum_dtype(x)

@@ -78,6 +78,11 @@ def expected_tokens(config: ModelConfig) -> int:
     return min(EXPECTED_TOKENS, config.max_position_embeddings)
 
 
+def bytes_per_token(specs: Sequence[CacheSpec]) -> int:
+    """Of the caches that grow with every token."""
+    return sum(spec.nbytes(KV_BLOCK) for spec in specs if isinstance(spec, PagedKV | PagedLatent)) // KV_BLOCK
+
+
 def num_blocks(tokens: int) -> int:
     """Pages that `tokens` tokens of one sequence take."""
     return -(-tokens // KV_BLOCK)

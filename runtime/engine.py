@@ -30,6 +30,7 @@ from tilerank.parallel.shard import Strategy
 from . import sampling, step
 from .batch import Batch
 from .cache import allocate, expected_tokens, num_blocks
+from .counters import RankCounters, StepCounter
 from .decode import DecodeGraphs
 from .errors import EngineError, RequestError
 from .pages import PagePool, Table
@@ -38,6 +39,7 @@ from .sampling import Logprobs, SamplingParams
 from .scheduler import Scheduler
 from .scheduler import Sequence as Running
 from .step import Chunk, Step, Stop
+from .traffic import traffic_of
 
 log = logging.getLogger(__name__)
 
@@ -115,6 +117,8 @@ class Engine:
         # A page more than the pool hands out: what fills up a recorded batch writes there.
         self._caches = allocate(self._model.cache_specs(), (self._pool.total + 1) * KV_BLOCK)
         self._decode = None if eager else self._decode_graphs()
+        experts = self.config.experts
+        self._counter = StepCounter(group, traffic_of(self._model, experts.top_k / experts.count if experts else 0.0))
         self._tables: dict[int, list[int]] = {}
         self._last: Step | None = None
         self._requests: dict[int, Running] = {}
@@ -213,13 +217,21 @@ class Engine:
         self._team.channel.send(step.encode(step.Profile()))
         return self._profile()
 
+    def counters(self) -> list[RankCounters]:
+        """Rank 0: what the steps of every rank have taken so far. Takes a message and a small collective."""
+        self._team.channel.send(step.encode(step.Count()))
+        return self._counter.gather()
+
     def follow(self) -> None:
         """Other ranks: computes the steps that rank 0 announces, until it says stop. GroupError if a rank is lost."""
         while not isinstance(message := step.decode(self._team.channel.receive()), Stop):
-            if isinstance(message, Step):
-                self._run(message)
-            else:
-                self._profile()
+            match message:
+                case Step():
+                    self._run(message)
+                case step.Profile():
+                    self._profile()
+                case step.Count():
+                    self._counter.gather()
         self._team.group.barrier()
 
     def stop(self) -> None:
@@ -307,9 +319,13 @@ class Engine:
             self._tables.pop(number, None)
         for chunk in message.chunks:
             self._tables.setdefault(chunk.sequence, []).extend(chunk.new_blocks)
+        began = time.perf_counter()
         if self._decode is not None and self._decode.takes(message):
-            return self._decode.run(message, self._tables)
-        return self._model.forward(Batch.of(message, self._tables), self._caches)
+            logits = self._decode.run(message, self._tables)
+        else:
+            logits = self._model.forward(Batch.of(message, self._tables), self._caches)
+        self._counter.count(message, time.perf_counter() - began)
+        return logits
 
 
 def _with_context(config: ModelConfig, context_length: int | None) -> ModelConfig:

@@ -31,16 +31,21 @@ class Profile(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """The last step once more, to see where its time goes."""
 
 
+class Count(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Every rank tells what its steps have taken so far."""
+
+
 class Stop(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """No step will follow."""
 
 
-_decoder: msgspec.msgpack.Decoder[Step | Profile | Stop] = msgspec.msgpack.Decoder(Step | Profile | Stop)
+Message = Step | Profile | Count | Stop
+_decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 
 
-def encode(message: Step | Profile | Stop) -> bytes:
+def encode(message: Message) -> bytes:
     return msgspec.msgpack.encode(message)
 
 
-def decode(data: bytes) -> Step | Profile | Stop:
+def decode(data: bytes) -> Message:
     return _decoder.decode(data)

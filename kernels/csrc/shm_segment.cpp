@@ -31,11 +31,13 @@ void futex_wake_all(std::atomic<uint32_t>& word) {
   syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
 }
 
-int64_t now_us() {
+int64_t now_ns() {
   timespec time;
   clock_gettime(CLOCK_MONOTONIC, &time);
-  return int64_t{time.tv_sec} * 1'000'000 + time.tv_nsec / 1000;
+  return int64_t{time.tv_sec} * 1'000'000'000 + time.tv_nsec;
 }
+
+int64_t now_us() { return now_ns() / 1000; }
 
 bool reached(const Line& line, uint32_t step) {
   return static_cast<int32_t>(line.sequence.load(std::memory_order_seq_cst) - step) >= 0;
@@ -126,8 +128,10 @@ void Lane::leave() {
 void Lane::wait(int rank, uint32_t step) {
   const Line& theirs = line(rank);
   if (reached(theirs, step)) return;
+  const int64_t began = now_ns();
   wake_sleepers();
   if (pauses_ == 0 || !spin(theirs, step)) sleep(rank, step);
+  line(rank_).waited_ns += static_cast<uint64_t>(now_ns() - began);
 }
 
 // A core that was promised to this thread alone may be shared after all, with the very thread it waits for: then no

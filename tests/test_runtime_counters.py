@@ -1,0 +1,116 @@
+"""What ranks count of their steps, against arithmetic by hand."""
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from command import DEMO
+from ranks import run_ranks
+from test_parallel_group import needs_core
+
+from tilerank.loader.config import load_config
+from tilerank.parallel.group import SingleGroup
+from tilerank.parallel.layer import Sharding
+from tilerank.runtime.counters import RankCounters, StepCounter
+from tilerank.runtime.engine import Engine, Request
+from tilerank.runtime.registry import model_class
+from tilerank.runtime.sampling import SamplingParams
+from tilerank.runtime.step import Chunk, Step
+from tilerank.runtime.traffic import Traffic, traffic_of
+
+LAYERS, HIDDEN, VOCAB, HEADS, KV_HEADS, DIM, WIDTH = 6, 256, 4096, 8, 2, 64, 704  # the demo model, whose head is tied
+LAYER = HIDDEN * DIM * (2 * HEADS + 2 * KV_HEADS) + 3 * HIDDEN * WIDTH + 2 * HIDDEN + 2 * DIM
+WHOLE = 2 * (LAYERS * LAYER + VOCAB * HIDDEN + HIDDEN)  # bf16
+CACHED = LAYERS * 2 * KV_HEADS * DIM * 2
+
+
+def traffic(rank: int, size: int, model_dir: Path = DEMO, **options: Any) -> Traffic:
+    config = load_config(model_dir)
+    return traffic_of(model_class(config.model_type)(config, Sharding(rank, size, torch.bfloat16, None)), **options)
+
+
+def test_a_decode_step_reads_all_weights_and_what_is_cached() -> None:
+    assert traffic(0, 1) == Traffic(WHOLE, 0, 0.0, CACHED)
+    assert traffic(0, 1).decode(3, 1000) == WHOLE + 1000 * CACHED
+
+
+def test_ranks_read_their_parts() -> None:
+    """Two ranks halve everything but the norms, which both have whole."""
+    norms = 2 * (LAYERS * (2 * HIDDEN + 2 * DIM) + HIDDEN)
+    assert [traffic(rank, 2).weights for rank in range(2)] == [(WHOLE + norms) // 2] * 2
+    assert traffic(1, 2).cached == CACHED // 2
+
+
+def test_an_embedding_of_its_own_is_looked_up_not_read(tmp_path: Path) -> None:
+    config = json.loads((DEMO / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))
+    assert traffic(0, 1, tmp_path).weights == WHOLE
+
+
+def test_experts_are_read_as_far_as_they_are_chosen(tmp_path: Path) -> None:
+    config = json.loads((DEMO / "config.json").read_text())
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 96, "norm_topk_prob": True}
+    (tmp_path / "config.json").write_text(json.dumps(config | experts | {"model_type": "qwen3_moe"}))
+    found = traffic(0, 1, tmp_path, expert_share=2 / 8)
+    assert found.experts == LAYERS * 8 * 3 * HIDDEN * 96 * 2
+    assert found.decode(1, 0) == found.weights + found.experts / 4
+    assert found.decode(3, 0) == pytest.approx(found.weights + found.experts * (1 - 0.75**3))
+
+
+def test_steps_with_a_piece_of_a_prompt_are_prefill() -> None:
+    counter = StepCounter(SingleGroup(), Traffic(1000, 0, 0.0, 10))
+    decoding = [Chunk(0, 4, [7], [], 1), Chunk(1, 9, [7], [], 1)]
+    counter.count(Step([*decoding, Chunk(2, 0, [1, 2], [], 1)], []), 0.5)
+    counter.count(Step(decoding, []), 0.25)
+    counter.count(Step(decoding[:1], []), 0.125)
+    assert counter.gather() == [RankCounters(0.5, 0.375, 1000 + 15 * 10 + 1000 + 5 * 10, 0.0)]
+
+
+def run_engine(team: Any) -> list[list[float]]:
+    engine = Engine(DEMO, team, dtype=torch.bfloat16, max_total_tokens=512)
+    if team.group.rank != 0:
+        engine.follow()
+        return []
+    before = engine.counters()
+    requests = [Request(list(range(20)), SamplingParams(max_new_tokens=6, ignore_eos=True)) for _ in range(2)]
+    began = time.perf_counter()
+    assert len(list(engine.generate(requests))) == 12
+    took = time.perf_counter() - began
+    after = engine.counters()
+    for rank in after:
+        assert 0 < rank.prefill_s < took and 0 < rank.decode_s < took and rank.prefill_s + rank.decode_s < took
+        assert rank.waited_s >= 0
+    engine.stop()
+    return [[rank.prefill_s + rank.decode_s + rank.decode_bytes for rank in before], [r.decode_bytes for r in after]]
+
+
+@needs_core
+def test_every_rank_counts_and_rank_0_hears_of_it() -> None:
+    """20 prompt tokens, the first new one with them, then five steps of two sequences."""
+    before, after = run_ranks(2, "test_runtime_counters:run_engine")[0]
+    assert before == [0, 0]
+    cached = sum(2 * (20 + step) for step in range(1, 6))
+    assert after == [5 * traffic(rank, 2).weights + cached * CACHED // 2 for rank in range(2)]
+
+
+def dawdle(team: Any) -> tuple[float, float]:
+    """Rank 1 is late to every sum, until rank 0 has counted a tenth of a second of waiting."""
+    began = time.monotonic()
+    for _ in range(2000):
+        if team.group.rank == 1:
+            time.sleep(5e-3)
+        late = team.group.all_reduce(torch.tensor([float(team.group.rank == 0 and team.group.waited_s > 0.1)]))
+        if late.item():
+            break
+    return team.group.waited_s, time.monotonic() - began
+
+
+@needs_core
+@pytest.mark.parametrize("transport", ["auto", "gloo"])
+def test_who_comes_first_waits(transport: str) -> None:
+    """In seconds: never more than have passed, and in time a tenth of one."""
+    (waited, took), _ = run_ranks(2, "test_runtime_counters:dawdle", collectives=transport)
+    assert 0.1 < waited < took
