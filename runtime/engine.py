@@ -33,9 +33,10 @@ from .cache import allocate, expected_tokens, num_blocks
 from .counters import RankCounters, StepCounter
 from .decode import DecodeGraphs
 from .errors import EngineError, RequestError
+from .guide import Guides, settle
 from .pages import PagePool, Table
 from .registry import model_class, read_config
-from .sampling import Logprobs, SamplingParams
+from .sampling import Choice, Logprobs, SamplingParams
 from .scheduler import Scheduler
 from .scheduler import Sequence as Running
 from .step import Chunk, Step, Stop
@@ -61,7 +62,7 @@ class Request:
 @dataclass(frozen=True)
 class TokenEvent:
     """A new token of request number `request`. The last one of a request says why: "stop" (an end-of-sequence or
-    stop token, which it is) or "length".
+    stop token, which it is; it stands for the end of a grammar, too) or "length".
 
     time_s: when its step was done, on the clock of `time.monotonic`.
     """
@@ -71,6 +72,14 @@ class TokenEvent:
     time_s: float
     finish_reason: str | None = None
     logprobs: Logprobs | None = None
+
+
+@dataclass(frozen=True)
+class Failed:
+    """Request number `request` gets no more tokens, because it cannot go on."""
+
+    request: int
+    sentence: str
 
 
 class Engine:
@@ -121,6 +130,7 @@ class Engine:
         self._counter = StepCounter(group, traffic_of(self._model, experts.top_k / experts.count if experts else 0.0))
         self._tables: dict[int, list[int]] = {}
         self._last: Step | None = None
+        self._guides = Guides(model_dir, self.config.vocab_size)
         self._requests: dict[int, Running] = {}
         self._next_request = 0
         self._prompt_tokens = self._generated_tokens = 0
@@ -152,9 +162,12 @@ class Engine:
         """Rank 0: request `number` gets no more tokens, and its pages are free at once."""
         self._scheduler.end(self._requests.pop(number))
 
-    def step(self) -> list[TokenEvent]:
-        """Rank 0: computes one step of the requests in line, and returns the tokens that came out."""
+    def step(self) -> list[TokenEvent | Failed]:
+        """Rank 0: computes one step of the requests in line, and returns what came out."""
+        ended = self._settle_guides()
         scheduled = self._scheduler.schedule()
+        if not scheduled:  # all wait for their guides
+            return ended
         logits = self._lead([chunk for _, chunk in scheduled])
         self._scheduler.ran(scheduled)
         self._prompt_tokens += sum(
@@ -162,25 +175,16 @@ class Engine:
         )
         # A row of logits for every sequence but those whose prompt is not complete yet.
         ready = [sequence for sequence, chunk in scheduled if chunk.logits]
-        chosen = sampling.choose(logits, [sampling.Row(s.params, s.tokens, s.prompt_len) for s in ready])
+        chosen = sampling.choose(logits, [sampling.Row(s.params, s.tokens, s.prompt_len, s.forbidden) for s in ready])
         now = time.monotonic()
         self._generated_tokens += len(chosen)
-        events = []
-        for row, (sequence, token_id) in enumerate(zip(ready, chosen, strict=True)):
-            sequence.tokens.append(token_id)
-            reason = self._finish_reason(sequence)
-            if reason is not None:
-                self.cancel(sequence.request)
-            count = sequence.params.logprobs
-            logprobs = sampling.logprobs(logits[row], token_id, count) if count else None
-            events.append(TokenEvent(sequence.request, token_id, now, reason, logprobs))
-        return events
+        return ended + [self._take(sequence, choice, now) for sequence, choice in zip(ready, chosen, strict=True)]
 
     def generate(self, requests: Sequence[Request]) -> Generator[TokenEvent]:
         """Rank 0: runs all requests together and yields their tokens as they come, numbered as in `requests` and with
         seconds since the call.
 
-        Raises RequestError, before anything runs, for a request that cannot run.
+        Raises RequestError for a request that cannot run: before anything runs, or where its grammar fails.
         """
         began = time.monotonic()
         sequences = [self._admissible(f"request {index}", request) for index, request in enumerate(requests)]
@@ -188,6 +192,8 @@ class Engine:
         try:
             while self._requests:
                 for event in self.step():
+                    if isinstance(event, Failed):
+                        raise RequestError(f"request {index_of[event.request]}: {event.sentence}")
                     yield replace(event, request=index_of[event.request], time_s=event.time_s - began)
         finally:
             for number in index_of.keys() & self._requests.keys():
@@ -263,6 +269,8 @@ class Engine:
         )
 
     def _add(self, sequence: Running) -> int:
+        if sequence.params.grammar is not None:
+            sequence.guide = self._guides.open(sequence.params.grammar)
         self._requests[sequence.request] = sequence
         self._scheduler.add(sequence)
         return sequence.request
@@ -294,6 +302,32 @@ class Engine:
             )
         self._next_request += 1
         return sequence
+
+    def _settle_guides(self) -> list[TokenEvent | Failed]:
+        """Hears what guides have found out, and ends the sequences that can get no further token."""
+        waiting = [(s, s.guide) for s in self._requests.values() if s.guide is not None and not s.guide.ready]
+        settle([guide for _, guide in waiting], [guide for s, guide in waiting if s.runs and s.due == 1])
+        events: list[TokenEvent | Failed] = []
+        for sequence, guide in waiting:
+            if not guide.ready:
+                continue
+            if guide.error is not None:
+                self.cancel(sequence.request)
+                events.append(Failed(sequence.request, guide.error))
+            elif guide.complete:
+                self.cancel(sequence.request)
+                end = next(iter(self.config.eos_token_ids), 0)  # all that the model would be left to say
+                events.append(TokenEvent(sequence.request, end, time.monotonic(), "stop"))
+        return events
+
+    def _take(self, sequence: Running, choice: Choice, now: float) -> TokenEvent:
+        sequence.tokens.append(choice.token_id)
+        reason = self._finish_reason(sequence)
+        if reason is not None:
+            self.cancel(sequence.request)
+        elif sequence.guide is not None:
+            sequence.guide.take(choice.token_id)
+        return TokenEvent(sequence.request, choice.token_id, now, reason, choice.logprobs)
 
     def _finish_reason(self, sequence: Running) -> str | None:
         last, params = sequence.tokens[-1], sequence.params

@@ -16,7 +16,8 @@ class SamplingParams:
     is in the batch. repetition_penalty (arXiv 1909.05858; 1 is off) counts prompt and text, presence_penalty and
     frequency_penalty (OpenAI's; 0 is off) the text alone. logit_bias: added to the logits of token ids.
     logprobs: how many alternatives to report for each token. stop_token_ids end a text as end-of-sequence tokens do,
-    also with ignore_eos, which goes on after the latter.
+    also with ignore_eos, which goes on after the latter. grammar: what the text must follow (grammar.py), until it ends
+    with an end-of-sequence token, or because nothing can follow.
     """
 
     max_new_tokens: int = 128
@@ -32,6 +33,7 @@ class SamplingParams:
     ignore_eos: bool = False
     stop_token_ids: tuple[int, ...] = ()
     logprobs: int = 0
+    grammar: str | None = None
 
     def __post_init__(self) -> None:
         for name, ok, expected in (

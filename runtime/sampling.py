@@ -23,20 +23,45 @@ def uniform(seed: int, position: int) -> float:
 
 @dataclass(frozen=True)
 class Row:
-    """One sequence whose next token is due: its settings, its tokens, and how many of them are the prompt."""
+    """One sequence whose next token is due: its settings, its tokens, and how many of them are the prompt.
+
+    forbidden: bool [vocab], the tokens that its grammar does not let follow.
+    """
 
     params: SamplingParams
     tokens: Sequence[int]
     prompt_len: int
+    forbidden: Tensor | None = None
+
+    @property
+    def reshapes(self) -> bool:
+        """Are logits changed before the choice?"""
+        return self.params.reshapes or self.forbidden is not None
 
 
-def choose(logits: Tensor, rows: Sequence[Row]) -> list[int]:
-    """A token id for each row of logits [m, vocab], which stay as they are."""
+@dataclass(frozen=True)
+class Choice:
+    token_id: int
+    logprobs: Logprobs | None  # if they are asked for
+
+
+def choose(logits: Tensor, rows: Sequence[Row]) -> list[Choice]:
+    """The next token of each row of logits [m, vocab], which are changed in place: a copy of them would take longer
+    than all the rest."""
+    raw = list(logits)
+    for i, row in enumerate(rows):
+        if row.reshapes:
+            if row.params.logprobs:
+                raw[i] = logits[i].clone()
+            _reshape(logits[i], row)
+    return [
+        Choice(token_id, _logprobs(values, token_id, row.params.logprobs) if row.params.logprobs else None)
+        for values, token_id, row in zip(raw, _sampled(logits, rows), rows, strict=True)
+    ]
+
+
+def _sampled(logits: Tensor, rows: Sequence[Row]) -> list[int]:
     params = [row.params for row in rows]
-    if any(p.reshapes for p in params):
-        logits = logits.clone()
-        for values, row in zip(logits, rows, strict=True):
-            _reshape(values, row)
     if all(p.temperature == 0 for p in params):
         return ops.argmax(logits).tolist()
     return ops.sample(
@@ -49,8 +74,11 @@ def choose(logits: Tensor, rows: Sequence[Row]) -> list[int]:
 
 
 def _reshape(values: Tensor, row: Row) -> None:
-    """Bias, penalties and min_p on logits [vocab], in place. The order is vLLM's: min_p before top_k and top_p."""
+    """Grammar, bias, penalties and min_p on logits [vocab], in place. The order is vLLM's: min_p before top_k and
+    top_p."""
     p = row.params
+    if row.forbidden is not None:
+        values.masked_fill_(row.forbidden, -math.inf)
     if p.logit_bias:
         values[list(p.logit_bias)] += torch.tensor(list(p.logit_bias.values()))
     if p.repetition_penalty != 1:
@@ -64,7 +92,7 @@ def _reshape(values: Tensor, row: Row) -> None:
         values[values < values.max() + p.temperature * math.log(p.min_p)] = -math.inf
 
 
-def logprobs(logits: Tensor, token_id: int, count: int) -> Logprobs:
+def _logprobs(logits: Tensor, token_id: int, count: int) -> Logprobs:
     """Of one row of logits [vocab]."""
     values = torch.log_softmax(logits, dim=-1)
     top = values.topk(min(count, values.shape[0]))

@@ -9,8 +9,11 @@ from collections import deque
 from dataclasses import dataclass, field
 from itertools import count
 
+from torch import Tensor
+
 from tilerank.kernels.attention import KV_BLOCK
 
+from .guide import Guide
 from .pages import PagePool, Table
 from .sampling import SamplingParams
 from .step import Chunk
@@ -25,6 +28,7 @@ class Sequence:
     tokens: list[int]
     prompt_len: int
     number: int = -1  # what the ranks call it; another one each time that it is admitted
+    guide: Guide | None = None
     table: Table = field(default_factory=Table)
     announced: int = 0  # pages that the other ranks know of
     cached: int = 0
@@ -32,6 +36,16 @@ class Sequence:
     @property
     def runs(self) -> bool:
         return self.number >= 0
+
+    @property
+    def ready(self) -> bool:
+        """Can its next token be chosen, once its logits are there?"""
+        return self.guide is None or self.guide.ready
+
+    @property
+    def forbidden(self) -> Tensor | None:
+        """bool [vocab]: tokens that may not come next."""
+        return None if self.guide is None else self.guide.forbidden
 
     @property
     def due(self) -> int:
@@ -78,18 +92,19 @@ class Scheduler:
         return next(self._numbers)
 
     def schedule(self) -> Scheduled:
-        """The next step: everybody who decodes, then prompts in order of arrival. Empty only if nothing is left."""
+        """The next step: everybody who decodes, then prompts in order of arrival. Empty only if nothing is left, or if
+        all that is left waits for its guides."""
         scheduled = self._decoding()
         rows = self._chunk_rows
         for sequence in self.running:
-            if sequence.due > 1 and rows:
-                scheduled.append((sequence, self._chunk(sequence, rows)))
-                rows -= len(scheduled[-1][1].token_ids)
-        while rows and self.waiting and len(self.running) < self._max_running and self._admit(self.waiting[0]):
+            if sequence.due > 1:
+                rows -= self._prompt(sequence, rows, scheduled)
+        while rows and self.waiting and len(self.running) < self._max_running:
+            if self._about_to_share(self.waiting[0]) or not self._admit(self.waiting[0]):
+                break
             sequence = self.waiting.popleft()
             self.running.append(sequence)
-            scheduled.append((sequence, self._chunk(sequence, rows)))
-            rows -= len(scheduled[-1][1].token_ids)
+            rows -= self._prompt(sequence, rows, scheduled)
         return scheduled
 
     def ran(self, scheduled: Scheduled) -> None:
@@ -101,7 +116,7 @@ class Scheduler:
 
     def _decoding(self) -> Scheduled:
         scheduled: Scheduled = []
-        for sequence in [sequence for sequence in self.running if sequence.due == 1]:
+        for sequence in [sequence for sequence in self.running if sequence.due == 1 and sequence.ready]:
             while sequence.runs and len(sequence.table) * KV_BLOCK <= sequence.cached and not self._pool.free:
                 self._preempt()
             if sequence.runs:  # it was not the youngest itself
@@ -109,12 +124,29 @@ class Scheduler:
                 scheduled.append((sequence, self._chunk(sequence, 1)))
         return scheduled
 
+    def _prompt(self, sequence: Sequence, rows: int, scheduled: Scheduled) -> int:
+        """Up to `rows` tokens of a prompt, and how many they are. The last one waits until its logits can be used."""
+        rows = min(rows, sequence.due - (not sequence.ready))
+        if rows:
+            scheduled.append((sequence, self._chunk(sequence, rows)))
+        return rows
+
     def _preempt(self) -> None:
         """The youngest one stops, and is the first that is admitted again."""
         sequence = self.running.pop()
         self._release(sequence)
         self.waiting.appendleft(sequence)
         self.preemptions += 1
+
+    def _about_to_share(self, sequence: Sequence) -> bool:
+        """Is one that runs about to fill a page that this one could use? Choices of one prompt come together, and so do
+        requests with one system prompt: the first one computes it for all."""
+        for other in self.running:
+            table, usable = other.table, (min(len(other.tokens), len(sequence.tokens)) - 1) // KV_BLOCK
+            end = (len(table.shared) + 1) * KV_BLOCK
+            if len(table.shared) < usable and not table.private and other.tokens[:end] == sequence.tokens[:end]:
+                return True
+        return False
 
     def _admit(self, sequence: Sequence) -> bool:
         """Pages for all tokens that it has; false if they are not there, with one more for each that runs."""

@@ -48,21 +48,29 @@ def test_presence_and_frequency_count_the_text_alone(logits: torch.Tensor) -> No
     expected[30] -= 0.75
     torch.testing.assert_close(found, expected)
     fresh = choose(logits[None], [Row(SamplingParams(presence_penalty=1.0), TOKENS, len(TOKENS))])
-    assert fresh == [int(logits.argmax())]  # no text yet
+    assert [choice.token_id for choice in fresh] == [int(logits.argmax())]  # no text yet
 
 
-def test_bias_and_penalties_decide_together(logits: torch.Tensor) -> None:
-    best = int(logits.argmax())
-    rows = torch.stack([logits] * 3)
-    before = rows.clone()
+def test_bias_penalties_and_grammars_decide_together(logits: torch.Tensor) -> None:
+    best, second = logits.topk(2).indices.tolist()
     params = [
         SamplingParams(),
-        SamplingParams(logit_bias={best: -100.0}),
+        SamplingParams(logit_bias={best: -100.0}, logprobs=3),
         SamplingParams(logit_bias={7: 100.0}, temperature=1.0, min_p=1.0),
+        SamplingParams(logit_bias={best: 100.0}, repetition_penalty=50.0, temperature=2.0, logprobs=1),
     ]
-    chosen = choose(rows, [Row(p, TOKENS, 3) for p in params])
-    assert chosen == [best, int(logits.topk(2).indices[1]), 7]
-    assert torch.equal(rows, before)  # log-probabilities are taken of the raw ones
+    but_three = torch.ones(VOCAB, dtype=torch.bool)
+    but_three[3] = False
+    rows = [Row(p, TOKENS, 3, forbidden) for p, forbidden in zip(params, (None, None, None, but_three), strict=True)]
+    chosen = choose(torch.stack([logits] * 4), rows)
+    assert [choice.token_id for choice in chosen] == [best, second, 7, 3]
+    # Log-probabilities are those of the raw logits.
+    expected = torch.log_softmax(logits, -1)
+    for row, id, count in ((1, second, 3), (3, 3, 1)):
+        told = chosen[row].logprobs
+        assert told is not None and told.chosen == pytest.approx(float(expected[id]))
+        assert [id for id, _ in told.top] == expected.topk(count).indices.tolist()
+    assert chosen[0].logprobs is chosen[2].logprobs is None
 
 
 @pytest.mark.parametrize(

@@ -157,6 +157,36 @@ def test_a_second_prompt_computes_only_what_is_new() -> None:
     assert finish(scheduler, third) == 32
 
 
+def test_a_prompt_that_several_have_is_computed_once() -> None:
+    """Choices of one prompt, and prompts that begin alike, come at the same time."""
+    prompt = list(range(100))
+    for prompts in ([prompt] * 4, [[*prompt[:96], *([i] * 50)] for i in range(4)]):
+        scheduler = Scheduler(PagePool(40), max_running=8, chunk_rows=40)
+        alone = new_sequence(list(prompts[0]), 1)
+        rest = [new_sequence(list(prompt), 1, i + 1) for i, prompt in enumerate(prompts[1:])]
+        stranger = new_sequence([7] * 30, 1, 9)
+        for sequence in (alone, *rest, stranger):
+            scheduler.add(sequence)
+        rows = finish_all(scheduler, [alone, *rest, stranger])
+        assert rows == len(prompts[0]) + sum(len(prompt) - 96 for prompt in prompts[1:]) + 30
+
+
+def finish_all(scheduler: Scheduler, sequences: list[Sequence]) -> int:
+    """Runs them all, and returns the rows computed."""
+    rows = 0
+    while sequences:
+        scheduled = scheduler.schedule()
+        rows += sum(len(chunk.token_ids) for _, chunk in scheduled)
+        scheduler.ran(scheduled)
+        for one, chunk in scheduled:
+            if chunk.logits:
+                one.tokens.append(7)
+                if len(one.tokens) - one.prompt_len == one.params.max_new_tokens:
+                    scheduler.end(one)
+                    sequences.remove(one)
+    return rows
+
+
 def test_the_least_recently_used_page_goes_first() -> None:
     pool = PagePool(4)
     scheduler = Scheduler(pool, max_running=1, chunk_rows=512)

@@ -4,7 +4,7 @@ import select
 import socket
 import time
 
-from ..engine import Engine, Request
+from ..engine import Engine, Failed, Request
 from ..errors import RequestError
 from .messages import Cancel, FromEngine, Refused, State, Submit, ToEngine, Token, Tokens, encode, engine_inbox
 
@@ -58,6 +58,10 @@ class _Session:
         tokens = []
         for event in self._engine.step():
             number = self._theirs[event.request]
+            if isinstance(event, Failed):
+                self._send(Refused(number, event.sentence))
+                self._forget(number)
+                continue
             tokens.append(Token(number, event.token_id, event.finish_reason, event.logprobs))
             if event.finish_reason is not None:
                 self._forget(number)

@@ -38,7 +38,7 @@ class Tokens(msgspec.Struct, frozen=True, array_like=True, tag=2):
 
 
 class Refused(msgspec.Struct, frozen=True, array_like=True, tag=3):
-    """Request `number` cannot run."""
+    """Request `number` cannot run, or cannot go on."""
 
     number: int
     sentence: str
