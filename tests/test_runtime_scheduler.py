@@ -25,6 +25,12 @@ def tree(pool: PagePool) -> list[Page]:
     return pages[1:]
 
 
+class FakeGuide:
+    """Knows how to go on when it is told to."""
+
+    ready = False
+
+
 class Schedules(RuleBasedStateMachine):
     """Sequences come, run, are cancelled and end, in any order; `memory` is what a real cache would hold."""
 
@@ -38,11 +44,19 @@ class Schedules(RuleBasedStateMachine):
         self.requests = 0
 
     # Few tokens and two common beginnings, so that prompts share pages.
-    @rule(begin=st.integers(0, 1), common=COMMON, own=st.integers(1, 4) | st.integers(1, 40), new=st.integers(1, 80))
-    def add(self, begin: int, common: int, own: int, new: int) -> None:
+    @rule(
+        begin=st.integers(0, 1),
+        common=COMMON,
+        own=st.integers(1, 4) | st.integers(1, 40),
+        new=st.integers(1, 80),
+        guided=st.booleans(),
+    )
+    def add(self, begin: int, common: int, own: int, new: int, guided: bool) -> None:
         prompt = [begin] * common + [2 + self.requests % 3] * own
         sequence = new_sequence(prompt, new, self.requests)
         self.requests += 1
+        if guided:
+            sequence.guide = FakeGuide()  # type: ignore[assignment]
         if -(-sequence.room // KV_BLOCK) <= BLOCKS:
             self.alive.append(sequence)
             self.scheduler.add(sequence)
@@ -55,6 +69,13 @@ class Schedules(RuleBasedStateMachine):
         self.scheduler.end(sequence)
 
     @precondition(lambda self: self.alive)
+    @rule(data=st.data(), ready=st.booleans())
+    def guide(self, data: st.DataObject, ready: bool) -> None:
+        sequence = data.draw(st.sampled_from(self.alive))
+        if sequence.guide is not None:
+            sequence.guide.ready = ready
+
+    @precondition(lambda self: self.alive)
     @rule(token=st.integers(0, 4), steps=st.integers(1, 40))
     def run(self, token: int, steps: int) -> None:
         for _ in range(steps if self.alive else 0):
@@ -64,9 +85,9 @@ class Schedules(RuleBasedStateMachine):
 
     def step(self, token: int) -> None:
         scheduled = self.scheduler.schedule()
-        assert scheduled, "somebody waits, and nothing runs"
+        assert scheduled or not all(sequence.ready for sequence in self.alive), "somebody waits, and nothing runs"
         for number in self.scheduler.finished:
-            del self.tables[number]
+            self.tables.pop(number, None)  # over before its first step, which waited for its guide
         self.scheduler.finished.clear()
         assert sum(len(chunk.token_ids) for s, chunk in scheduled if len(chunk.token_ids) > 1) <= CHUNK
         written: set[int] = set()
@@ -76,7 +97,7 @@ class Schedules(RuleBasedStateMachine):
             self.write(sequence, chunk.start, chunk.token_ids, table, written)
         self.scheduler.ran(scheduled)
         for sequence, chunk in scheduled:
-            assert chunk.logits == (sequence.cached == len(sequence.tokens))
+            assert chunk.logits == (sequence.cached == len(sequence.tokens)) <= sequence.ready
             if chunk.logits:
                 sequence.tokens.append(token)
                 if len(sequence.tokens) - sequence.prompt_len >= sequence.params.max_new_tokens:
@@ -117,6 +138,8 @@ class Schedules(RuleBasedStateMachine):
         assert len(self.scheduler.running) <= MAX_RUNNING
 
     def teardown(self) -> None:
+        for sequence in self.alive:
+            sequence.guide = None
         while self.alive:
             self.step(0)
         assert self.pool.free == BLOCKS
