@@ -15,7 +15,7 @@ from . import quantize, start
 from .bench_peaks import bench_cores
 from .errors import LaunchError
 from .placement import Placement, auto_ranks
-from .quantize import quantization_of, resolve_dtype
+from .quantize import quantization_of, resolve_dtype, resolve_kv_dtype
 from .rank import Job, W, run_rank
 from .rendezvous import identify
 from .topology import read_topology
@@ -120,6 +120,7 @@ class EngineJob:
             strategy=self._args.strategy,
             dtype=self._args.dtype,
             quantization=quantization_of(self._args),
+            kv_cache_dtype=self._args.kv_cache_dtype,
             cached_tokens=self._total_tokens,
             here=here,
         )
@@ -138,6 +139,7 @@ class EngineJob:
             team,
             dtype=engine_dtype(self._args),
             quantization=quantization_of(self._args),
+            kv_dtype=kv_dtype(self._args),
             strategy=self._args.strategy,
             max_total_tokens=self._total_tokens,
         )
@@ -168,6 +170,10 @@ def model_config(model_dir: Path) -> "ModelConfig":
 
 def engine_dtype(args: argparse.Namespace) -> "torch.dtype":
     return resolve_dtype(model_config(args.model), args.dtype, quantization_of(args))
+
+
+def kv_dtype(args: argparse.Namespace) -> "torch.dtype":
+    return resolve_kv_dtype(args.kv_cache_dtype, engine_dtype(args))
 
 
 def whole_numbers(low: int) -> Callable[[str], list[int]]:

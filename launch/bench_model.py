@@ -52,7 +52,8 @@ def run(args: argparse.Namespace) -> int:
     rows = rows_of({OURS: report}, cases_of(args), args.model.name, peaks)
     ranks = len(placement.ranks)
     form = report["quantization"] or report["dtype"]
-    print(f"{args.model.name}: {form} on {ranks} rank{'s' * (ranks > 1)}, {report['isa']}; {peaks.text()}")
+    cache = " with an int8 KV cache" if report["kv_cache_dtype"] == "int8" else ""
+    print(f"{args.model.name}: {form}{cache} on {ranks} rank{'s' * (ranks > 1)}, {report['isa']}; {peaks.text()}")
     for rank, reason in enumerate(report["placement"]):
         print(f"  rank {rank}: {reason}")
     print("\n".join([loading_text(report), "", *table(rows)]))
@@ -97,12 +98,14 @@ def _measure(args: argparse.Namespace, engine: Engine, placement: Placement, ran
         _time(engine, Case(case.batch, min(case.prompt_tokens, WARM_UP_TOKENS), 2), seed=-1)
     timings = [[_time(engine, case, args.first_seed + i) for i in range(args.repeat)] for case in todo]
     dtype, quantization = bench_job.engine_dtype(args), quantization_of(args)
+    kv_dtype = bench_job.kv_dtype(args)
     held = engine.config.quantization or quantization
     return {
         "ready_at": ready,
         "isa": core.isa(),
         "dtype": str(dtype).removeprefix("torch."),
         "quantization": None if held is None else held.codes,
+        "kv_cache_dtype": str(kv_dtype).removeprefix("torch."),
         "tp": len(placement.ranks),
         "placement": [rank.reason for rank in placement.ranks],
         "load_s": engine.load_report.seconds,
@@ -110,7 +113,7 @@ def _measure(args: argparse.Namespace, engine: Engine, placement: Placement, ran
         "weight_bytes": [rank.weight_bytes for rank in ranks],
         "loaded_rss": loaded_rss,
         "peak_rss": [peak_rss(rank.pid) for rank in ranks],
-        "work": asdict(model_work(engine.config, dtype, quantization)),
+        "work": asdict(model_work(engine.config, dtype, quantization, kv_dtype)),
         "timings": [[asdict(timing) for timing in of_case] for of_case in timings],
         "overhead_share": [_overhead_share(engine, case) for case in todo],
     }

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from tilerank.runtime.engine import Engine
 
 
+INT8_CACHE = "+int8-kv"
+
 FORMATS = {
     "bfloat16": ["--dtype", "bfloat16"],
     "float32": ["--dtype", "float32"],
@@ -34,9 +36,11 @@ FORMATS = {
         for group in INT4_GROUPS
     },
 }
-"""By name: the options with which ranks hold weights so."""
+FORMATS |= {name + INT8_CACHE: [*options, "--kv-cache-dtype", "int8"] for name, options in FORMATS.items()}
+"""By name: the options with which ranks hold weights and cache so."""
 
-_DEFAULT = ["bfloat16", "float32", "int8", "fp8", *(f"int4-{group}" for group in INT4_GROUPS)]
+_INT4 = [f"int4-{group}" for group in INT4_GROUPS]
+_DEFAULT = ["bfloat16", f"bfloat16{INT8_CACHE}", "float32", "int8", f"int8{INT8_CACHE}", "fp8", *_INT4]
 
 
 class EvalTokens(msgspec.Struct):
@@ -55,7 +59,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--limit", type=whole_number(1), metavar="N", help="only the first N sequences")
     parser.add_argument(
-        "--dtypes", type=_dtypes, default=_DEFAULT, metavar="NAME,NAME", help=f"of {', '.join(FORMATS)}"
+        "--dtypes",
+        type=_dtypes,
+        default=_DEFAULT,
+        metavar="NAME,NAME",
+        help=f"of {', '.join(FORMATS)} (default: {','.join(_DEFAULT)})",
     )
     parser.add_argument("--ranks", type=whole_numbers(1), default=[1, 2], metavar="N,N", help="numbers of ranks")
     bench_job.add_engine_arguments(parser)
@@ -73,9 +81,11 @@ def run(args: argparse.Namespace) -> int:
     check_json_argument(args)
     if args.dtype != "auto" or args.quantization is not None or args.tp is not None:
         raise LaunchError("bench quality takes lists: --dtypes and --ranks instead of --dtype, --quantization and --tp")
+    if args.kv_cache_dtype != "auto":
+        raise LaunchError(f"bench quality takes lists: --dtypes bfloat16{INT8_CACHE} instead of --kv-cache-dtype")
     texts = read_tokens(args)
     rows: list[dict[str, Any]] = []
-    print(f"{'dtype':<10}{'ranks':>6}{'perplexity':>13}{'of reference':>14}{'of first':>10}")
+    print(f"{'dtype':<16}{'ranks':>6}{'perplexity':>13}{'of reference':>14}{'of first':>10}")
     for dtype in args.dtypes:
         for ranks in args.ranks:
             argv = [*args.argv, *FORMATS[dtype], "--log-level", "warning"]
@@ -156,4 +166,4 @@ def _dtypes(text: str) -> list[str]:
 
 def _text(row: dict[str, Any]) -> str:
     reference = "-" if row["reference_ratio"] is None else f"{row['reference_ratio']:.5f}"
-    return f"{row['dtype']:<10}{row['tp']:>6}{row['perplexity']:>13.4f}{reference:>14}{row['first_ratio']:>10.5f}"
+    return f"{row['dtype']:<16}{row['tp']:>6}{row['perplexity']:>13.4f}{reference:>14}{row['first_ratio']:>10.5f}"

@@ -16,13 +16,13 @@ OURS = "tilerank"
 
 Report = dict[str, Any]
 """Of a system: `timings` (for every case its runs, a Timing each as a dict), load_s, ready_s, and what it knows of isa,
-dtype, quantization, tp, version, load_bytes, weight_bytes, loaded_rss and peak_rss (bytes of every rank), and
-overhead_share (of every case); ours has `work`, a ModelWork."""
+dtype, quantization, kv_cache_dtype, tp, version, load_bytes, weight_bytes, loaded_rss and peak_rss (bytes of every
+rank), and overhead_share (of every case); ours has `work`, a ModelWork."""
 
 Row = dict[str, Any]
 
-_ABOUT = ("version", "isa", "dtype", "quantization", "tp", "load_s", "ready_s", "load_bytes", "weight_bytes")
-_MEMORY = ("loaded_rss", "peak_rss")
+_ABOUT = ("version", "isa", "dtype", "quantization", "kv_cache_dtype", "tp", "load_s", "ready_s", "load_bytes")
+_MEMORY = ("weight_bytes", "loaded_rss", "peak_rss")
 
 
 def merged(rounds: Sequence[Report]) -> Report:

@@ -78,7 +78,12 @@ class ModelWork:
         return self.step + self.experts * (1 - (1 - self.expert_share) ** tokens)
 
 
-def model_work(config: ModelConfig, dtype: torch.dtype, quantization: Quantization | None = None) -> ModelWork:
+def model_work(
+    config: ModelConfig,
+    dtype: torch.dtype,
+    quantization: Quantization | None = None,
+    kv_dtype: torch.dtype | None = None,
+) -> ModelWork:
     """Counts the layers of our own model, unsharded; nothing is allocated.
 
     LaunchError for a layer or a cache that holds what this does not know.
@@ -92,7 +97,7 @@ def model_work(config: ModelConfig, dtype: torch.dtype, quantization: Quantizati
     from tilerank.runtime.traffic import traffic_of
 
     formats = weight_formats(config, dtype, quantization)
-    model = model_class(config.model_type)(config, Sharding(0, 1, dtype, None, formats=formats))
+    model = model_class(config.model_type)(config, Sharding(0, 1, dtype, None, formats=formats, kv_dtype=kv_dtype))
     lanes: Operations = "fp32" if dtype.itemsize == 4 else "bf16"
     token = head = pair = Work()
     expert_share = 0.0 if config.experts is None else config.experts.top_k / config.experts.count

@@ -23,7 +23,7 @@ from .errors import LaunchError
 from .logs import say
 from .placement import Placement
 from .plan_text import cache_text
-from .quantize import quantization_of, resolve_dtype
+from .quantize import quantization_of, resolve_dtype, resolve_kv_dtype
 from .rank import run_rank
 from .rendezvous import identify
 from .start import whole_number
@@ -132,6 +132,7 @@ class GenerateJob:
             strategy=args.strategy,
             dtype=args.dtype,
             quantization=quantization_of(args),
+            kv_cache_dtype=args.kv_cache_dtype,
             cached_tokens=args.max_total_tokens,
             mem_fraction=args.mem_fraction_static,
             here=here,
@@ -144,6 +145,7 @@ class GenerateJob:
 
         args, quantization = self._args, quantization_of(self._args)
         config = read_config(self._model_dir)
+        dtype = resolve_dtype(config, args.dtype, quantization)
         tokens = cache_size.agreed(team.group, self._plan.cached_tokens if self._plan else None)
         if team.group.rank == 0 and self._plan:
             log.info("%s", cache_text(self._plan))
@@ -152,8 +154,9 @@ class GenerateJob:
         return Engine(
             self._model_dir,
             team,
-            dtype=resolve_dtype(config, args.dtype, quantization),
+            dtype=dtype,
             quantization=quantization,
+            kv_dtype=resolve_kv_dtype(args.kv_cache_dtype, dtype),
             strategy=args.strategy,
             context_length=args.context_length,
             max_total_tokens=tokens,

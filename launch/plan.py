@@ -22,7 +22,7 @@ from .cache_size import Demand
 from .cpulist import count
 from .placement import Placement, RankPlacement, auto_ranks
 from .plan_text import render, size
-from .quantize import quantization_of, resolve_dtype
+from .quantize import quantization_of, resolve_dtype, resolve_kv_dtype
 from .rendezvous import identify
 from .start import own_placement, own_topology, whole_number
 from .topology import Topology, read_topology
@@ -101,6 +101,7 @@ class Plan:
     dtype: str
     """Of activations, and of weights unless `quantization` says int8, int4 or fp8."""
     quantization: str | None
+    kv_cache_dtype: str
     tp: int
     expected_tokens: int
     cached_tokens: int
@@ -185,13 +186,15 @@ def plan_model(
     strategy: Strategy = "auto",
     dtype: str = "auto",
     quantization: Quantization | None = None,
+    kv_cache_dtype: str = "auto",
     cached_tokens: int | None = None,
     mem_fraction: float = cache_size.DEFAULT_FRACTION,
     here: range | None = None,
 ) -> Plan:
     """The plan for a model on this host. ShardError or ConfigError where it cannot be cut or is not known.
 
-    `model` is what messages call it; `dtype` "auto" is the checkpoint's, `quantization` what is asked for beyond it;
+    `model` is what messages call it; `dtype` "auto" is the checkpoint's, `quantization` what is asked for beyond it,
+    `kv_cache_dtype` as on the command line;
     `cached_tokens` is the size of the KV cache, by default what `mem_fraction` of the memory leaves room for. `here`
     are the ranks of this host, all unless there are more; `placement` is theirs.
     """
@@ -203,10 +206,12 @@ def plan_model(
 
     expected = expected_tokens(config) if cached_tokens is None else cached_tokens
     torch_dtype = resolve_dtype(config, dtype, quantization)
+    kv_dtype = resolve_kv_dtype(kv_cache_dtype, torch_dtype)
     formats = weight_formats(config, torch_dtype, quantization)
     make = model_class(config.model_type)
     models = [
-        make(config, Sharding(rank, tp, torch_dtype, None, strategy, expected, formats)) for rank in here or range(tp)
+        make(config, Sharding(rank, tp, torch_dtype, None, strategy, expected, formats, kv_dtype))
+        for rank in here or range(tp)
     ]
     shapes = {piece.name: piece.shape for piece in models[0].pieces()}
     heads = next(_head_cuts(models[0]), None)
@@ -221,6 +226,7 @@ def plan_model(
         parameters=sum(math.prod(shape) for shape in shapes.values()),
         dtype=str(torch_dtype).removeprefix("torch."),
         quantization=quantized.codes if (quantized := config.quantization or quantization) else None,
+        kv_cache_dtype=str(kv_dtype).removeprefix("torch."),
         tp=tp,
         expected_tokens=expected,
         cached_tokens=cached_tokens or 0,
@@ -342,6 +348,7 @@ def run(args: argparse.Namespace) -> int:
         strategy=args.strategy,
         dtype=args.dtype,
         quantization=quantization_of(args),
+        kv_cache_dtype=args.kv_cache_dtype,
         cached_tokens=args.max_total_tokens,
         mem_fraction=args.mem_fraction_static,
     )

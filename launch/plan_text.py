@@ -44,8 +44,12 @@ def _title(plan: Plan) -> str:
     parameters = f"{million / 1e3:.2f} billion" if million >= 1000 else f"{million:.1f} million"
     return (
         f"{plan.model}: {plan.model_type}, {count(plan.num_layers, 'layer')}, {parameters} parameters, "
-        f"{plan.form}, {count(plan.tp, 'rank')}"
+        f"{plan.form}, {_codes_in_cache(plan)}{count(plan.tp, 'rank')}"
     )
+
+
+def _codes_in_cache(plan: Plan) -> str:
+    return f"{plan.kv_cache_dtype} KV cache, " if plan.kv_cache_dtype == "int8" else ""
 
 
 def _cuts(plan: Plan) -> list[str]:

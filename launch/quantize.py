@@ -1,4 +1,4 @@
-"""`--quantization`: what the command line says about the format of weights."""
+"""`--quantization` and `--kv-cache-dtype`: what the command line says about the formats of weights and cache."""
 
 import argparse
 from typing import TYPE_CHECKING
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from tilerank.loader.config import ModelConfig
 
 CODES = ("int8", "int4", "fp8")
+KV_DTYPES = ("auto", "bfloat16", "bf16", "int8")
 
 
 def add_arguments(parser: argparse._ActionsContainer) -> None:
@@ -28,6 +29,12 @@ def add_arguments(parser: argparse._ActionsContainer) -> None:
         metavar="N",
         help=f"of int4: columns that share a scale, {', '.join(map(str, INT4_GROUPS))} (default: {DEFAULT_INT4_GROUP})",
     )
+    parser.add_argument(
+        "--kv-cache-dtype",
+        choices=KV_DTYPES,
+        default="auto",
+        help="of keys and values; int8: codes, one scale per token and head (auto: as the activations)",
+    )
 
 
 def quantization_of(args: argparse.Namespace) -> Quantization | None:
@@ -40,10 +47,12 @@ def quantization_of(args: argparse.Namespace) -> Quantization | None:
 def check(args: argparse.Namespace, config: "ModelConfig") -> None:
     """Refuses what ranks would refuse, before there are any."""
     check_agreement(config.quantization, quantization_of(args), args.dtype)
+    if args.kv_cache_dtype not in ("auto", "int8"):  # else anything goes, and nobody waits for torch
+        resolve_kv_dtype(args.kv_cache_dtype, resolve_dtype(config, args.dtype, quantization_of(args)))
 
 
 def resolve_dtype(config: "ModelConfig", dtype: str, quantization: Quantization | None) -> "torch.dtype":
-    """The dtype of activations, cache and unquantised weights: "auto" is the checkpoint's, as far as there are kernels.
+    """The dtype of activations and unquantised weights: "auto" is the checkpoint's, as far as there are kernels.
 
     Quantised weights are multiplied with bfloat16.
     """
@@ -53,3 +62,17 @@ def resolve_dtype(config: "ModelConfig", dtype: str, quantization: Quantization 
         floats = quantization is None and config.quantization is None
         return torch.float32 if floats and config.dtype == "float32" else torch.bfloat16
     return {"bfloat16": torch.bfloat16, "float32": torch.float32}[dtype]
+
+
+def resolve_kv_dtype(name: str, dtype: "torch.dtype") -> "torch.dtype":
+    """The dtype of the KV cache where activations have `dtype`. LaunchError where the kernels do not have the pair."""
+    import torch
+
+    if name == "int8":
+        return torch.int8
+    if name != "auto" and dtype != torch.bfloat16:
+        raise LaunchError(
+            f"--kv-cache-dtype {name} needs --dtype bfloat16, found {str(dtype).removeprefix('torch.')}; "
+            "a cache has the dtype of the activations, or int8"
+        )
+    return dtype

@@ -72,6 +72,10 @@ class Sharding:
     formats: WeightFormats | None = None
     kv_dtype: torch.dtype | None = None
 
+    @property
+    def cache_dtype(self) -> torch.dtype:
+        return self.kv_dtype or self.dtype
+
     def format_of(self, name: str, *, row: int = 0, column: int = 0) -> Format:
         """The format of a projection of which this rank holds what begins at `row` and `column` of the checkpoint's.
 
@@ -149,7 +153,7 @@ class Sharding:
             strategy=self.strategy,
             cached_tokens=self.cached_tokens,
             bytes_per_weight=Fraction(self._projections.nbytes(_SAMPLE, _SAMPLE), _SAMPLE * _SAMPLE),
-            bytes_per_kv=(self.kv_dtype or self.dtype).itemsize,
+            bytes_per_kv=self.cache_dtype.itemsize,
         )
 
     def sum(self, x: Tensor) -> Tensor:

@@ -86,7 +86,8 @@ class Engine:
     """The model of `model_dir` on this rank of `team`; loading happens here.
 
     dtype: of weights, activations and cache: bfloat16 or float32. quantization: codes in place of the projections'
-    floats, made while loading (a quantised checkpoint needs no asking), with dtype bfloat16.
+    floats, made while loading (a quantised checkpoint needs no asking), with dtype bfloat16. kv_dtype: int8 for a cache
+    of codes (kernels/attention.py: KVLayer).
     strategy: how heads are cut (parallel/shard.py).
     context_length: the longest sequence, prompt and new tokens together, by default the model's. max_total_tokens:
     tokens in the KV cache, of all sequences that run (default: one context). cached_tokens: how many of them a step is
@@ -101,6 +102,7 @@ class Engine:
         *,
         dtype: torch.dtype,
         quantization: Quantization | None = None,
+        kv_dtype: torch.dtype | None = None,
         strategy: Strategy = "auto",
         context_length: int | None = None,
         max_total_tokens: int | None = None,
@@ -112,7 +114,8 @@ class Engine:
         self._capacity = max_total_tokens or expected_tokens(self.config)
         group = team.group
         formats = weight_formats(self.config, dtype, quantization)
-        sharding = Sharding(group.rank, group.size, dtype, group, strategy, cached_tokens or self._capacity, formats)
+        tokens = cached_tokens or self._capacity
+        sharding = Sharding(group.rank, group.size, dtype, group, strategy, tokens, formats, kv_dtype)
         self._model = model_class(self.config.model_type)(self.config, sharding)
         self.load_report: LoadReport = load_weights(
             self._model,

@@ -81,12 +81,19 @@ WAYS: dict[str, Ask] = {
 }
 
 
-def same_answers(team: Team, *, cases: list[tuple[str, str]]) -> dict[str, Any]:
+def same_answers(team: Team, *, cases: list[tuple[str, str]], kv_dtype: str | None = None) -> dict[str, Any]:
     """By rung and dtype: the ways to run the requests whose bits differ from those of one batch; on rank 0."""
     result = {}
     for dtype, rung in cases:
         core.force_isa(rung)
-        engine = Engine(DEMO, team, dtype=getattr(torch, dtype), strategy="split", max_total_tokens=2048)
+        engine = Engine(
+            DEMO,
+            team,
+            dtype=getattr(torch, dtype),
+            kv_dtype=getattr(torch, kv_dtype) if kv_dtype else None,
+            strategy="split",
+            max_total_tokens=2048,
+        )
         if team.group.rank != 0:
             engine.follow()
             continue

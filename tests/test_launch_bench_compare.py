@@ -96,6 +96,7 @@ def test_peers_that_cannot_be_measured_say_why(tmp_path: Path) -> None:
         (("compare", "/nowhere"), "/nowhere is not a directory"),
         (("quality", str(DEMO), "--dtype", "float32"), "takes lists: --dtypes and --ranks"),
         (("quality", str(DEMO), "--tp", "2"), "takes lists: --dtypes and --ranks"),
+        (("quality", str(DEMO), "--kv-cache-dtype", "int8"), "takes lists: --dtypes bfloat16\\+int8-kv"),
         (("quality", str(DEMO), "--tokens", "/nowhere"), "/nowhere: cannot be read"),
     ],
 )
@@ -156,3 +157,13 @@ def test_bench_quality_finds_the_perplexity_of_transformers(tmp_path: Path) -> N
     assert half["perplexity"] == pytest.approx(known["bf16_perplexity"], rel=2e-3)
     assert single["reference_ratio"] == pytest.approx(1, rel=1e-4) and half["first_ratio"] != 1.0
     assert single["tokens"] == sum(len(ids) - 1 for ids in known["sequences"])
+
+
+def test_bench_quality_of_an_int8_cache_is_next_to_that_of_floats(tmp_path: Path) -> None:
+    file = tmp_path / "rows.json"
+    options = ("--ranks", 1, "--limit", 4, "--dtypes", "bfloat16,bfloat16+int8-kv", "--json", file)
+    result = run("bench", "quality", DEMO, *options)
+    assert (result.status, result.errors) == (0, []), result.err
+    floats, codes = json.loads(file.read_text())
+    assert (floats["dtype"], codes["dtype"]) == ("bfloat16", "bfloat16+int8-kv")
+    assert 0 < abs(codes["perplexity"] / floats["perplexity"] - 1) < 2e-3

@@ -80,6 +80,14 @@ def test_json_lines_of_a_prompt_file(tmp_path: Path) -> None:
         assert all(0 >= top[0][1] >= top[1][1] >= top[2][1] for top in line["logprobs"])
 
 
+def test_an_int8_kv_cache_leaves_the_text_and_moves_its_probabilities() -> None:
+    options = ("--prompt", PROMPT, "--max-new-tokens", 8, "--ignore-eos", "--json", "--logprobs", 1)
+    [floats], [codes] = (lines(generate(*options, *kv)) for kv in ((), ("--kv-cache-dtype", "int8")))
+    assert codes["token_ids"] == floats["token_ids"] == greedy(PROMPT, 8)
+    moved = [abs(a[0][1] - b[0][1]) for a, b in zip(codes["logprobs"], floats["logprobs"], strict=True)]
+    assert 1e-4 < max(moved) < 0.05
+
+
 def test_the_end_of_a_text_stops_it(tmp_path: Path) -> None:
     """A copy of the model in which the sixth token of the continuation ends a text."""
     tokens = greedy(PROMPT, NEW)

@@ -318,6 +318,19 @@ def test_int8_is_a_byte_a_weight_and_a_scale_a_row(tmp_path):
     assert "3.34 billion parameters, int8, 1 rank" in render(plan)
 
 
+def test_an_int8_cache_is_a_byte_a_value_and_a_scale_a_token(tmp_path):
+    """4 heads of 128: a rank of two has 2; scales are float32, one for keys and one for values."""
+    plans = [
+        plan_on(sockets(1, 8), tmp_path, config_of(tmp_path), 2, kv_cache_dtype=name, cached_tokens=1000)
+        for name in ("auto", "int8")
+    ]
+    assert [plan.ranks[0].cache_per_token for plan in plans] == [48 * 2 * 2 * 128 * 2, 48 * 2 * 2 * (128 + 4)]
+    assert plans[0].need - plans[1].need == 1000 * 2 * 48 * 2 * 2 * (256 - 132)
+    assert "int8 KV cache" in render(plans[1]) and "KV cache, " not in render(plans[0])
+    with pytest.raises(LaunchError, match="--kv-cache-dtype bf16 needs --dtype bfloat16, found float32"):
+        plan_on(sockets(1, 8), tmp_path, config_of(tmp_path), 1, kv_cache_dtype="bf16", dtype="float32")
+
+
 def test_a_quantised_checkpoint_is_planned_as_it_is(tmp_path):
     """Groups of 128 columns: an MLP of 6144 is 48 units; heads of 128 are whole groups."""
     awq = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}

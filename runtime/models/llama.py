@@ -41,7 +41,7 @@ class Attention(Layer):
             f"{name}.o_proj", heads * dim, config.hidden_size, sharding, span=self.qkv.q_columns, bias=out_bias
         )
         self.scale = dim**-0.5
-        self.cache_spec = PagedKV(self.qkv.kv_heads, dim, sharding.dtype)
+        self.cache_spec = PagedKV(self.qkv.kv_heads, dim, sharding.cache_dtype)
 
     def normalize(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """What some families do to every head before the rotation."""
