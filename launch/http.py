@@ -1,23 +1,25 @@
 """The HTTP process: a loop of its own, outside of the ranks. Engines come and go over a control socket."""
 
 import asyncio
-import logging
-import signal
 import socket
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 
 import uvicorn
 
 from tilerank.loader.tokenizer import Tokenizer
 from tilerank.runtime.server.app import About, make_app
 from tilerank.runtime.server.client import EngineClient
-
-log = logging.getLogger(__name__)
+from tilerank.runtime.server.gate import Gate
+from tilerank.runtime.server.handover import take
 
 MAX_HEADER = 64 << 10
 """Bytes of a request's line and headers."""
 MAX_CONNECTIONS = 4096
+LAST_WORDS_S = 5
+"""For clients that are slow to read the end of their answers."""
 
 
 @dataclass(frozen=True)
@@ -29,45 +31,66 @@ class Http:
     about: About
 
 
-def run(http: Http, control: socket.socket, drain_s: float) -> None:
-    """Serves until SIGTERM or SIGINT, or until the other end of `control` is closed: whoever starts engines sends a
-    socket to each over it. What runs is answered before, if that takes at most `drain_s` seconds and no second signal
-    comes."""
-    client = EngineClient()
-    config = uvicorn.Config(
-        make_app(client, Tokenizer(http.model_dir), http.about),
-        log_config=None,
-        access_log=False,
-        lifespan="off",
-        h11_max_incomplete_event_size=MAX_HEADER,
-        limit_concurrency=MAX_CONNECTIONS,
-        timeout_graceful_shutdown=round(drain_s),
-        server_header=False,
-        http="h11",
-        ws="none",
-    )
-    asyncio.run(_serve(uvicorn.Server(config), http.listener, client, control))
+def run(http: Http, control: socket.socket, drain_s: float, on_ready: Callable[[], None]) -> None:
+    """Serves the engines to which connections come over `control`, until SIGTERM or SIGINT, or until the other end of
+    `control` is closed. Then new requests are turned away; those under way are answered if that takes at most `drain_s`
+    seconds, and fail after that."""
+    asyncio.run(_serve(http, control, drain_s, on_ready))
 
 
-async def _serve(server: uvicorn.Server, listener: socket.socket, client: EngineClient, control: socket.socket) -> None:
-    control.setblocking(False)
+async def _serve(http: Http, control: socket.socket, drain_s: float, on_ready: Callable[[], None]) -> None:
     loop = asyncio.get_running_loop()
+    client = EngineClient()
+    gate = Gate(make_app(client, Tokenizer(http.model_dir), http.about))
+    told_to_stop = asyncio.Event()
+    server = _Server(
+        uvicorn.Config(
+            gate,
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            h11_max_incomplete_event_size=MAX_HEADER,
+            limit_concurrency=MAX_CONNECTIONS,
+            timeout_graceful_shutdown=LAST_WORDS_S,
+            server_header=False,
+            http="h11",
+            ws="none",
+        ),
+        lambda: loop.call_soon_threadsafe(told_to_stop.set),
+    )
     engines: set[asyncio.Task[None]] = set()
 
     def on_control() -> None:
-        data, fds, _, _ = socket.recv_fds(control, 16, 1)
-        if not data:
+        connection = take(control)
+        if connection is None:
             loop.remove_reader(control)
-            server.should_exit = True
-            return
-        for fd in fds:
-            engines.add(asyncio.create_task(client.attach(socket.socket(fileno=fd))))
+            told_to_stop.set()
+        else:
+            engines.add(asyncio.create_task(client.attach(connection)))
 
-    for number in (signal.SIGTERM, signal.SIGINT):
-        # uvicorn raises what ended it once more at its end, for a shell to see; to be told to stop is no failure.
-        signal.signal(number, lambda *_: None)
+    async def stop_when_told() -> None:
+        await told_to_stop.wait()
+        try:
+            await asyncio.wait_for(gate.drain(), drain_s)
+        except TimeoutError:
+            client.abandon("the server had to stop before the answer was complete")
+        server.should_exit = True
+
     loop.add_reader(control, on_control)
-    await server.serve(sockets=[listener])
-    for task in engines:
+    stopping = asyncio.create_task(stop_when_told())
+    on_ready()
+    await server.serve(sockets=[http.listener])
+    for task in (stopping, *engines):
         task.cancel()
-    await asyncio.gather(*engines, return_exceptions=True)
+    await asyncio.gather(stopping, *engines, return_exceptions=True)
+
+
+class _Server(uvicorn.Server):
+    """One that does not close its door when a signal comes: who knocks meanwhile gets an answer that says so."""
+
+    def __init__(self, config: uvicorn.Config, on_signal: Callable[[], object]) -> None:
+        super().__init__(config)
+        self._on_signal = on_signal
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self._on_signal()

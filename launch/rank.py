@@ -66,8 +66,7 @@ class Job(Protocol[W]):
 
 def run_rank(identity: Identity, args: argparse.Namespace, job: Job[W]) -> int:
     """Lives as one rank and returns its exit status; a failed one ends the process at once, since teardown may hang."""
-    fd = os.environ.get("TILERANK_STATUS") if identity.launcher == "tilerank" else None
-    status = StatusPipe(None if fd is None else int(fd))
+    status = StatusPipe.inherited() if identity.launcher == "tilerank" else StatusPipe(None)
     logs.configure(identity.rank, args.log_level, prefix=not status.connected)
     # Ctrl-C ends a rank silently; the supervisor, or the foreign launcher, says what there is to say.
     signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -1,28 +1,36 @@
 """`tilerank serve`: the OpenAI API in front of a model, on ranks that this command starts or another launcher started.
 
-Rank 0 starts the HTTP process and talks to it over a pair of sockets; both end when the other does.
+Ranks and the HTTP process are children of this command and outlive each other (serving.py). Under another launcher
+rank 0 starts the HTTP process; then both end when the other does.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from tilerank.loader.config import read_model_type
+from tilerank.runtime.server.handover import connect, connections
 
-from . import logs, start
+from . import cgroup, logs, start
 from .doctor import own_version
 from .errors import LaunchError
 from .generate import GenerateJob, add_model_arguments, model_directory
 from .logs import say
+from .process import ProcessSpec
 from .rank import run_rank
 from .rendezvous import identify
-from .start import whole_number
+from .serving import supervise_server
+from .start import HostRanks, whole_number
+from .status import Reached, StatusPipe
+from .supervisor import END_S, Watch, supervise
 from .topology import read_topology
 
 if TYPE_CHECKING:
@@ -33,10 +41,12 @@ if TYPE_CHECKING:
 
 HTTP_FDS = "TILERANK_HTTP_FDS"
 """In the environment of the HTTP process: its listening socket and the control socket."""
+CONTROL = "TILERANK_CONTROL"
+"""In the environment of rank 0: the socket over which connections to HTTP processes come, if it does not start one."""
 API_KEY = "TILERANK_API_KEY"
 DRAIN_S = 600.0
 """Longest wait for answers that are under way, once the server is told to stop; told again, it ends at once."""
-END_S = 5.0
+MAX_RESTARTS = 3
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -53,6 +63,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     http.add_argument(
         "--api-key", metavar="KEY", help=f"that clients must show (better in {API_KEY}: others see options)"
     )
+    http.add_argument(
+        "--max-restarts",
+        type=whole_number(0),
+        metavar="N",
+        help="how often within an hour ranks that failed are started again, and so is the HTTP process "
+        f"(default: {MAX_RESTARTS}); whoever starts ranks on several hosts, or mpirun or torchrun, does that instead",
+    )
     add_model_arguments(parser)
 
 
@@ -62,11 +79,34 @@ def run(args: argparse.Namespace) -> int:
     start.check_arguments(args)
     job = ServeJob(args)
     identity = identify(os.environ)
-    if start.ours_to_start(args, identity):
-        job.prepare()
-        job.listener.close()  # rank 0 opens it again
-        return start.start_ranks(args, identity, job.check_size, end_s=DRAIN_S + END_S)
-    return run_rank(identity, args, job)
+    ours = start.ours_to_start(args, identity)
+    if args.max_restarts and (not ours or args.nnodes > 1) and identity.launcher != "tilerank":
+        raise LaunchError(f"--max-restarts {args.max_restarts} is for ranks of one host that this command starts")
+    if not ours:
+        return run_rank(identity, args, job)
+    ranks = HostRanks(args, identity, job.check_size)
+    if 0 not in ranks.here:
+        return supervise(ranks.specs(), _watch(args), end_s=DRAIN_S + END_S)
+    job.prepare()
+    return _supervise(args, job, ranks)
+
+
+def _watch(args: argparse.Namespace) -> Watch:
+    # Clients of a rank that is stopped wait no longer than other ranks do, which need not be waiting for it.
+    return Watch(cgroup.oom_kills, args.dist_timeout)
+
+
+def _supervise(args: argparse.Namespace, job: ServeJob, ranks: HostRanks) -> int:
+    """The server, as the parent of its processes. It keeps the listening socket open for them."""
+    with job.listener as listener:
+        return supervise_server(
+            lambda control: [_http_process(args.argv, os.dup(listener.fileno()), control, ranks.placement)],
+            lambda control: ranks.specs({CONTROL: control}),
+            _watch(args),
+            max_restarts=(MAX_RESTARTS if args.max_restarts is None else args.max_restarts) if args.nnodes == 1 else 0,
+            drain_s=DRAIN_S,
+            on_ready=job.say_ready,
+        )
 
 
 class ServeJob(GenerateJob):
@@ -76,7 +116,10 @@ class ServeJob(GenerateJob):
         from tilerank.loader.tokenizer import Tokenizer
 
         Tokenizer(self._model_dir)
-        self.listener = _listen(self._args.host, self._args.port)
+        if CONTROL not in os.environ:
+            self.listener = _listen(self._args.host, self._args.port)
+            host, port = self.listener.getsockname()[:2]
+            self._url = f"http://{_url_host(host)}:{port}/v1"
 
     def build(self, team: Team) -> Engine:
         engine = super().build(team)
@@ -87,20 +130,16 @@ class ServeJob(GenerateJob):
     def lead(self, engine: Engine, size: int, placement: Placement) -> None:
         from tilerank.runtime.server.lead import lead
 
-        host, port = self.listener.getsockname()[:2]
-        ours, theirs = socket.socketpair()
-        control, http_control = socket.socketpair()
-        with ours, control:
-            http = _start_http(self._args.argv, self.listener, http_control, placement)
-            socket.send_fds(control, [b"e"], [theirs.fileno()])
-            for handed_over in (self.listener, http_control, theirs):
-                handed_over.close()
-            try:
-                say(f"tilerank: {self._model_dir} is served at http://{_url_host(host)}:{port}/v1")
-                lead(engine, ours)
-            finally:
-                control.close()
-                _end(http)
+        if CONTROL in os.environ:
+            with socket.socket(fileno=int(os.environ[CONTROL])) as control:
+                lead(engine, connections(control))
+        else:
+            with _own_http(self._args.argv, self.listener, placement) as control:
+                self.say_ready()
+                lead(engine, connections(control))
+
+    def say_ready(self) -> None:
+        say(f"tilerank: {self._model_dir} is served at {self._url}")
 
 
 def _listen(host: str, port: int) -> socket.socket:
@@ -119,10 +158,32 @@ def _listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-def _start_http(
-    argv: list[str], listener: socket.socket, control: socket.socket, placement: Placement
-) -> subprocess.Popen[bytes]:
-    fds = (listener.fileno(), control.fileno())
+@contextlib.contextmanager
+def _own_http(argv: list[str], listener: socket.socket, placement: Placement) -> Iterator[socket.socket]:
+    """An HTTP process of this rank, which ends when it is left; gives the socket over which its connection comes."""
+    to_http, http_control = socket.socketpair()
+    to_engine, control = socket.socketpair()
+    spec = _http_process(argv, listener.detach(), http_control.detach(), placement)
+    http = subprocess.Popen(
+        spec.command, env=spec.env, stdin=subprocess.DEVNULL, pass_fds=spec.pass_fds, preexec_fn=spec.prepare
+    )
+    for fd in spec.pass_fds:
+        os.close(fd)
+    connect(to_http, to_engine)
+    to_engine.close()
+    try:
+        with control:
+            yield control
+    finally:
+        to_http.close()
+        try:
+            http.wait(END_S)
+        except subprocess.TimeoutExpired:
+            http.kill()
+            http.wait()
+
+
+def _http_process(argv: Sequence[str], listener: int, control: int, placement: Placement) -> ProcessSpec:
     allowed = set(read_topology().allowed_cpus)
     taken = {core for rank in placement.ranks for core in rank.affinity}
 
@@ -131,22 +192,13 @@ def _start_http(
         os.sched_setaffinity(0, allowed - taken or allowed)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
-    return subprocess.Popen(
+    return ProcessSpec(
+        "the HTTP process",
         [sys.executable, "-P", "-m", "tilerank", *argv],
-        env=os.environ | {HTTP_FDS: "{},{}".format(*fds)},
-        stdin=subprocess.DEVNULL,
-        pass_fds=fds,
-        preexec_fn=settle,
+        os.environ | {HTTP_FDS: f"{listener},{control}"},
+        pass_fds=(listener, control),
+        prepare=settle,
     )
-
-
-def _end(http: subprocess.Popen[bytes]) -> None:
-    """It has seen that its engine is gone, and that no other will come."""
-    try:
-        http.wait(END_S)
-    except subprocess.TimeoutExpired:
-        http.kill()
-        http.wait()
 
 
 def _be_http(args: argparse.Namespace) -> int:
@@ -164,7 +216,8 @@ def _be_http(args: argparse.Namespace) -> int:
         args.api_key or os.environ.get(API_KEY) or None,
         tool_parser(read_model_type(model_dir)),
     )
-    run(Http(listener, model_dir, about), control, DRAIN_S)
+    status = StatusPipe.inherited()
+    run(Http(listener, model_dir, about), control, DRAIN_S, lambda: status.send(Reached("serving")))
     return 0
 
 

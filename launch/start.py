@@ -15,8 +15,9 @@ from .binding import bind
 from .cpulist import format_cpulist
 from .errors import LaunchError
 from .placement import Placement, auto_ranks, place
+from .process import ProcessSpec
 from .rendezvous import IDENTITY_VARIABLES, Identity, starts_ranks
-from .supervisor import END_S, RankSpec, supervise
+from .supervisor import Watch, supervise
 from .topology import Topology, read_topology
 
 # Kernels run on our own pinned threads: torch's and OpenMP's would only take their cores away.
@@ -140,49 +141,62 @@ def ours_to_start(args: argparse.Namespace, identity: Identity) -> bool:
     return starts_ranks(identity) or args.nnodes > 1
 
 
-def start_ranks(
-    args: argparse.Namespace, identity: Identity, check_size: Callable[[int], None], *, end_s: float = END_S
-) -> int:
+def start_ranks(args: argparse.Namespace, identity: Identity, check_size: Callable[[int], None]) -> int:
     """Starts this host's ranks with the command line `args.argv` and returns the exit status of the whole.
 
-    `check_size` refuses a number of ranks that the command cannot use. `end_s`: see supervise.
+    `check_size` refuses a number of ranks that the command cannot use.
     Raises LaunchError for what cannot be placed, bound or started.
     """
-    if args.collectives == "mpi":
-        raise LaunchError("--collectives mpi needs ranks that mpirun or srun started")
-    machine = read_topology()
-    size, here = host_ranks(args, own_topology(args, identity, machine))
-    check_size(size)
-    placement = own_placement(args, identity, machine, len(here))
-    several = args.nnodes > 1
-    host = args.master_addr if several else "127.0.0.1"
-    fd: int | None = None
-    port: int = args.master_port or 0
-    if 0 in here:
-        listener = bootstrap.listen(host, port, one_host=not several)
-        port, fd = listener.getsockname()[1], listener.detach()
-    environment = _environment(os.environ, placement) | {"TILERANK_SIZE": str(size), "TILERANK_STORE": f"{host}:{port}"}
-    specs = []
-    for local, rank in enumerate(here):
-        own: dict[str, int | None] = {
-            "TILERANK_RANK": rank,
-            "TILERANK_LOCAL_RANK": local,
-            "TILERANK_LOCAL_SIZE": len(here),
+    watch = Watch(cgroup.oom_kills, max(bootstrap.RENDEZVOUS_S, args.dist_timeout))
+    return supervise(HostRanks(args, identity, check_size).specs(), watch)
+
+
+class HostRanks:
+    """The ranks of this host that we start ourselves, as often as they have to be started.
+
+    `check_size`: see start_ranks. Raises LaunchError for what cannot be placed.
+    """
+
+    def __init__(self, args: argparse.Namespace, identity: Identity, check_size: Callable[[int], None]) -> None:
+        if args.collectives == "mpi":
+            raise LaunchError("--collectives mpi needs ranks that mpirun or srun started")
+        machine = read_topology()
+        self._args = args
+        self.size, self.here = host_ranks(args, own_topology(args, identity, machine))
+        check_size(self.size)
+        self.placement = own_placement(args, identity, machine, len(self.here))
+
+    def specs(self, hand_over: Mapping[str, int] | None = None) -> list[ProcessSpec]:
+        """To start them once. `hand_over`: descriptors for rank 0, by the variable that tells it their number."""
+        several = self._args.nnodes > 1
+        host = self._args.master_addr if several else "127.0.0.1"
+        port: int = self._args.master_port or 0
+        for_rank_0 = dict(hand_over or {})
+        if 0 in self.here:
+            listener = bootstrap.listen(host, port, one_host=not several)
+            port, for_rank_0["TILERANK_FD"] = listener.getsockname()[1], listener.detach()
+        environment = _environment(os.environ, self.placement) | {
+            "TILERANK_SIZE": str(self.size),
+            "TILERANK_LOCAL_SIZE": str(len(self.here)),
+            "TILERANK_STORE": f"{host}:{port}",
         }
-        if rank == 0:
-            own["TILERANK_FD"] = fd
-        specs.append(
-            RankSpec(
-                rank,
-                # -P: the working directory may be a model's, whose files must not be importable.
-                [sys.executable, "-P", "-m", "tilerank", *args.argv],
-                environment | {name: str(value) for name, value in own.items()},
-                pass_fds=(fd,) if rank == 0 and fd is not None else (),
-                prepare=partial(bind, placement.ranks[local], strict=args.membind == "strict"),
-            )
+        return [
+            self._spec(local, rank, environment, for_rank_0 if rank == 0 else {})
+            for local, rank in enumerate(self.here)
+        ]
+
+    def _spec(self, local: int, rank: int, environment: Mapping[str, str], fds: Mapping[str, int]) -> ProcessSpec:
+        own = {"TILERANK_RANK": rank, "TILERANK_LOCAL_RANK": local, **fds}
+        return ProcessSpec(
+            f"rank {rank}",
+            # -P: the working directory may be a model's, whose files must not be importable.
+            [sys.executable, "-P", "-m", "tilerank", *self._args.argv],
+            {**environment, **{name: str(value) for name, value in own.items()}},
+            leads=rank == 0,
+            label=None if rank == 0 else f"rank {rank}",
+            pass_fds=tuple(fds.values()),
+            prepare=partial(bind, self.placement.ranks[local], strict=self._args.membind == "strict"),
         )
-    longest_stop_s = max(bootstrap.RENDEZVOUS_S, args.dist_timeout)
-    return supervise(specs, cgroup.oom_kills, longest_stop_s=longest_stop_s, end_s=end_s)
 
 
 def inherited_placement(env: Mapping[str, str]) -> Placement:

@@ -1,4 +1,4 @@
-"""What a rank tells its supervisor: where it has come to, and the one sentence it failed with. One JSON line each."""
+"""What a process tells its supervisor: where it has come to, and the one sentence it failed with, in lines of JSON."""
 
 import contextlib
 import os
@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-Phase = Literal["starting", "joining", "loading", "generating"]
+Phase = Literal["starting", "joining", "loading", "generating", "serving"]
 
 
 class Reached(msgspec.Struct, tag="reached", frozen=True):
@@ -29,12 +29,18 @@ def decode(line: bytes) -> Message:
 
 
 class StatusPipe:
-    """A rank's end of the pipe to its supervisor; without one (other launchers) it swallows everything."""
+    """A process's end of the pipe to its supervisor; without one (other launchers) it swallows everything."""
 
     def __init__(self, fd: int | None) -> None:
         self._fd = fd
         if fd is not None:
             os.set_inheritable(fd, False)
+
+    @classmethod
+    def inherited(cls) -> "StatusPipe":
+        """The one that the supervisor, if there is one, left in the environment."""
+        fd = os.environ.get("TILERANK_STATUS")
+        return cls(None if fd is None else int(fd))
 
     @property
     def connected(self) -> bool:

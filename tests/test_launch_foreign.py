@@ -29,6 +29,7 @@ from command import (
     free_port,
     run,
 )
+from serving import Server, greedy, serving
 
 GENERATE = ("generate", DEMO, "--dtype", "float32", "--prompt", "Once upon a time", "--ignore-eos")
 SHORT = (*GENERATE, "--max-new-tokens", 12, "--json")
@@ -184,6 +185,32 @@ def test_no_orphans_of_a_killed_launcher(endless: tuple[object, ...], launcher: 
         generating(running)
         running.process.kill()
         await_true(lambda: not running.pids(), SOON_S, f"orphans: {running.pids()}")
+
+
+@pytest.mark.parametrize("launcher", [torchrun, mpich, open_mpi])
+def test_a_server(launcher: Callable[[], tuple[str, ...]]) -> None:
+    command = MODULE if launcher is torchrun else COMMAND
+    with serving(launcher=launcher(), command=command, env=OPEN_MPI_ENVIRONMENT) as server:
+        answer = server.post("/v1/completions", {"prompt": "Once upon a time", "max_tokens": 12, "temperature": 0})
+        assert answer.json()["choices"][0]["text"] == greedy("Once upon a time", 12)
+        server.running.process.send_signal(signal.SIGTERM)
+        server.running.finish()
+
+
+def test_torchrun_starts_a_server_again() -> None:
+    """With the port that the HTTP process of the first attempt had."""
+    with serving("--port", free_port(), launcher=(*TORCHRUN, "--max-restarts", "1"), command=MODULE) as server:
+        pid = server.running.rank_pid(1, "RANK")
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        again = Server(server.running)
+        assert again.port == server.port
+        answer = again.post("/v1/completions", {"prompt": "Once upon a time", "max_tokens": 12, "temperature": 0})
+        assert answer.json()["choices"][0]["text"] == greedy("Once upon a time", 12)
+        pid = server.running.rank_pid(1, "RANK")
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        assert server.running.finish().status != 0
 
 
 HOSTS = ("10.77.13.1", "10.77.13.2")

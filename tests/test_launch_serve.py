@@ -1,84 +1,22 @@
 """`tilerank serve` with the official client, concurrent, interrupted and hostile; transformers is the judge of text."""
 
 import asyncio
-import contextlib
 import http.client
 import json
 import re
-import signal
 from collections.abc import Iterator
-from functools import cache
 from typing import Any
 
-import httpx
 import openai
 import pytest
-from command import DEMO, Run, await_true, run
-
-PROMPTS = [f"{begin} {end}" for begin in ("In the beginning", "Once upon a time") for end in ("God", "there", "the")]
-
-
-class Server:
-    """A server on a free port, with two ranks in fp32."""
-
-    def __init__(self, running: Run) -> None:
-        line = running.await_line("is served at")
-        found = re.search(r"http://127\.0\.0\.1:(\d+)/v1", line)
-        assert found is not None, line
-        self.running = running
-        self.port = int(found[1])
-        self.url = f"http://127.0.0.1:{self.port}"
-        await_true(lambda: self.get("/health").status_code == 200, 120, "it does not get ready")
-
-    def get(self, path: str, **options: Any) -> httpx.Response:
-        try:
-            return httpx.get(self.url + path, timeout=120, **options)
-        except httpx.ConnectError:
-            return httpx.Response(503)
-
-    def post(self, path: str, body: Any, **options: Any) -> httpx.Response:
-        content = body if isinstance(body, bytes) else json.dumps(body).encode()
-        return httpx.post(self.url + path, content=content, timeout=300, **options)
-
-    def gauge(self, name: str) -> float:
-        found = re.search(rf"^tilerank_{name} (\S+)$", self.get("/metrics").text, re.M)
-        assert found is not None
-        return float(found[1])
-
-    def client(self) -> openai.OpenAI:
-        return openai.OpenAI(base_url=self.url + "/v1", api_key="any", timeout=300, max_retries=0)
-
-
-@contextlib.contextmanager
-def serving(*arguments: object, **options: Any) -> Iterator[Server]:
-    with Run("serve", DEMO, "--dtype", "float32", "--port", 0, *arguments, **options) as running:
-        yield Server(running)
+from command import DEMO, await_true, run
+from serving import PROMPTS, Server, greedy, serving, tokenizer
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
     with serving("--tp", 2) as running:
         yield running
-
-
-@cache
-def tokenizer() -> Any:
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(DEMO)
-
-
-@cache
-def greedy(text: str, count: int) -> str:
-    """transformers' greedy continuation in fp32."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    torch.set_num_threads(1)
-    model = AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32)
-    ids = torch.tensor([tokenizer().encode(text)])
-    out = model.generate(ids, max_new_tokens=count, do_sample=False)
-    return str(tokenizer().decode(out[0, ids.shape[1] :], skip_special_tokens=True))
 
 
 def test_a_completion(server: Server) -> None:
@@ -302,18 +240,6 @@ def test_a_key_is_asked_for() -> None:
         told = server.get("/v1/models", headers={"Authorization": "Bearer secret"}).json()
         assert [model["id"] for model in told["data"]] == ["tiny"]
         assert server.get("/health").status_code == 200
-
-
-def test_sigterm_lets_answers_finish() -> None:
-    with serving("--tp", 2) as server, httpx.Client(timeout=300) as client:
-        body = {"prompt": PROMPTS[0], "max_tokens": 300, "ignore_eos": True, "stream": True}
-        with client.stream("POST", server.url + "/v1/completions", json=body) as answer:
-            lines = answer.iter_lines()
-            assert next(lines).startswith("data: ")
-            server.running.process.send_signal(signal.SIGTERM)
-            rest = [line for line in lines if line]
-        assert rest[-1] == "data: [DONE]"
-        server.running.finish()
 
 
 def test_a_port_that_is_taken(server: Server) -> None:

@@ -12,12 +12,13 @@ from pathlib import Path
 import pytest
 from command import SOON_S, Run, await_true
 
-from tilerank.launch.supervisor import SETTLE_S, SUSPECT_S, TERMINATE_S, Failure, cause
+from tilerank.launch.supervisor import SETTLE_S, SUSPECT_S, TERMINATE_S, Failure, Outcome, cause
 
 # The supervising process. Its ranks run the program in argv[1] with their rank as argv[1].
 SUPERVISOR = """
     import os, sys
-    from tilerank.launch.supervisor import RankSpec, supervise
+    from tilerank.launch.process import ProcessSpec
+    from tilerank.launch.supervisor import Watch, supervise
     from pathlib import Path
     from tilerank.launch import cgroup
     from tilerank.launch.errors import LaunchError
@@ -32,9 +33,19 @@ SUPERVISOR = """
         if "REFUSAL" in os.environ:
             raise LaunchError(os.environ["REFUSAL"])
     longest_stop_s = float(os.environ.get("LONGEST_STOP_S", "inf"))
-    specs = [RankSpec(r, [sys.executable, "-c", program, str(r)], os.environ, prepare=prepare) for r in range(size)]
+    specs = [
+        ProcessSpec(
+            f"rank {r}",
+            [sys.executable, "-c", program, str(r)],
+            os.environ,
+            leads=r == 0,
+            label=f"rank {r}" if r else None,
+            prepare=prepare,
+        )
+        for r in range(size)
+    ]
     try:
-        sys.exit(supervise(specs, oom_kills, longest_stop_s=longest_stop_s))
+        sys.exit(supervise(specs, Watch(oom_kills, longest_stop_s)))
     except LaunchError as e:
         sys.exit(f"refused: {e}")
 """
@@ -304,10 +315,11 @@ def test_a_rank_that_cannot_be_started_is_named() -> None:
     code = """
         import os, sys
         from tilerank.launch.errors import LaunchError
-        from tilerank.launch.supervisor import RankSpec, supervise
-        sleeper = RankSpec(0, ["sleep", "60"], os.environ)
+        from tilerank.launch.process import ProcessSpec
+        from tilerank.launch.supervisor import Watch, supervise
+        specs = [ProcessSpec("rank 0", ["sleep", "60"], os.environ), ProcessSpec("rank 1", ["/no/such/program"], {})]
         try:
-            supervise([sleeper, RankSpec(1, ["/no/such/program"], os.environ)])
+            supervise(specs, Watch())
         except LaunchError as e:
             print(e)
     """
@@ -316,10 +328,10 @@ def test_a_rank_that_cannot_be_started_is_named() -> None:
 
 
 def test_the_cause_is_not_what_peers_saw_of_it() -> None:
-    saw = Failure(0, "rank 2 is gone", 1, consequence=True, own_words=True)
-    died = Failure(2, "rank 2 (process 7) was killed by SIGKILL while loading", 137)
-    assert cause([saw, died]) == (died.sentence, 137)
-    assert cause([saw]) == ("rank 2 is gone", 1)
-    alone = Failure(1, "model-2.safetensors is cut short", 1, own_words=True)
-    assert cause([alone]) == ("rank 1: model-2.safetensors is cut short", 1)
-    assert cause([alone, Failure(2, alone.sentence, 1, own_words=True)]) == (alone.sentence, 1)
+    saw = Failure("rank 0", "rank 2 is gone", 1, consequence=True, own_words=True, leads=True)
+    died = Failure("rank 2", "rank 2 (process 7) was killed by SIGKILL while loading", 137)
+    assert cause([saw, died]) == Outcome(137, died.sentence)
+    assert cause([saw]) == Outcome(1, "rank 2 is gone")
+    alone = Failure("rank 1", "model-2.safetensors is cut short", 1, own_words=True)
+    assert cause([alone]) == Outcome(1, "rank 1: model-2.safetensors is cut short")
+    assert cause([alone, Failure("rank 2", alone.sentence, 1, own_words=True)]) == Outcome(1, alone.sentence)

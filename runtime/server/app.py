@@ -24,7 +24,7 @@ from ..params import SamplingParams
 from .api import ChatCompletion, Completion, Detokenize, Message, Sampling, Tokenize
 from .client import EngineClient, EngineGoneError, RefusedError
 from .completions import Answering, Delta
-from .errors import ApiError
+from .errors import ApiError, refusal
 from .metrics import Metrics
 from .tools import ToolParser
 from .wording import ChatWording, TextWording, Wording, Words
@@ -34,7 +34,6 @@ log = logging.getLogger(__name__)
 MAX_BODY = 32 << 20
 """Bytes."""
 HEALTH_S = 60.0
-RETRY_AFTER_S = 5
 
 Body = TypeVar("Body", bound=pydantic.BaseModel)
 Handler = Callable[[Request], Awaitable[Response]]
@@ -76,8 +75,7 @@ def make_app(client: EngineClient, tokenizer: Tokenizer, about: About) -> Starle
 
 async def _refuse(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
-    headers = {"Retry-After": str(RETRY_AFTER_S)} if error.status == 503 else {}
-    return JSONResponse(error.body(), error.status, headers)
+    return refusal(error)
 
 
 async def _refuse_http(request: Request, error: Exception) -> Response:

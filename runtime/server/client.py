@@ -1,10 +1,11 @@
-"""The engine as the HTTP process sees it: behind a socket that comes with each group of ranks, and goes with it."""
+"""Engines as the HTTP process sees them: behind sockets that come with each group of ranks, and go with it."""
 
 import asyncio
 import itertools
 import logging
 import socket
 from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 
 from ..params import SamplingParams
 from .messages import Cancel, FromEngine, Refused, State, Submit, ToEngine, Token, Tokens, client_inbox, encode
@@ -23,22 +24,16 @@ class RefusedError(Exception):
 _Item = Token | EngineGoneError | RefusedError
 
 
-class EngineClient:
-    """`state` is None while there is no engine that could take a request."""
+class Engine:
+    """One engine, from its start to its end. `state` is None until it is ready."""
 
     def __init__(self) -> None:
         self.state: State | None = None
-        self.restarts = -1  # engines that came after the first
         self._writer: asyncio.StreamWriter | None = None
         self._streams: dict[int, asyncio.Queue[_Item]] = {}
         self._numbers = itertools.count()
 
-    @property
-    def unfinished(self) -> int:
-        """Requests that wait for tokens."""
-        return len(self._streams)
-
-    async def attach(self, connection: socket.socket) -> None:
+    async def talk(self, connection: socket.socket) -> None:
         """Talks to the engine behind `connection` until it goes; fails what it leaves unfinished."""
         reader, self._writer = await asyncio.open_unix_connection(sock=connection)
         inbox = client_inbox()
@@ -51,17 +46,15 @@ class EngineClient:
         finally:
             self.state = None
             self._writer.close()
-            self._writer = None
-            for queue in self._streams.values():
-                queue.put_nowait(EngineGoneError("the engine stopped before the answer was complete"))
+            self.abandon("the engine stopped before the answer was complete")
+
+    def abandon(self, why: str) -> None:
+        """Fails all requests that wait for tokens."""
+        for queue in self._streams.values():
+            queue.put_nowait(EngineGoneError(why))
 
     async def generate(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> AsyncGenerator[Token]:
-        """The tokens of one request as they come. Whoever stops listening cancels it.
-
-        Raises EngineGoneError or RefusedError.
-        """
-        if self.state is None:
-            raise EngineGoneError("there is no engine to answer now")
+        """See EngineClient.generate."""
         number = next(self._numbers)
         queue = self._streams[number] = asyncio.Queue()
         running = True
@@ -87,8 +80,6 @@ class EngineClient:
             case Refused(number, sentence):
                 self._put(number, RefusedError(sentence))
             case State():
-                if self.state is None:
-                    self.restarts += 1
                 self.state = message
 
     def _put(self, number: int, item: _Item) -> None:
@@ -98,3 +89,37 @@ class EngineClient:
     def _send(self, message: ToEngine) -> None:
         if self._writer is not None and not self._writer.is_closing():
             self._writer.write(encode(message))
+
+
+class EngineClient:
+    """Hands requests to the engine that there is."""
+
+    def __init__(self) -> None:
+        self.restarts = -1  # engines that came after the first
+        self._engine = Engine()
+
+    @property
+    def state(self) -> State | None:
+        """None while there is no engine that could take a request."""
+        return self._engine.state
+
+    async def attach(self, connection: socket.socket) -> None:
+        """Talks to the engine behind `connection`, the newest one, until it goes."""
+        self.restarts += 1
+        self._engine = engine = Engine()
+        await engine.talk(connection)
+
+    def abandon(self, why: str) -> None:
+        """Fails all requests that wait for tokens."""
+        self._engine.abandon(why)
+
+    async def generate(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> AsyncGenerator[Token]:
+        """The tokens of one request as they come. Whoever stops listening cancels it.
+
+        Raises EngineGoneError or RefusedError.
+        """
+        if self.state is None:
+            raise EngineGoneError("there is no engine to answer now")
+        async with aclosing(self._engine.generate(prompt_token_ids, params)) as tokens:
+            async for token in tokens:
+                yield token

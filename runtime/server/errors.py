@@ -2,6 +2,10 @@
 
 from typing import Any
 
+from starlette.responses import JSONResponse, Response
+
+RETRY_AFTER_S = 5
+
 
 class ApiError(Exception):
     """What a client is told: an HTTP status, a sentence, and the field that it is about."""
@@ -16,3 +20,9 @@ class ApiError(Exception):
         kind = {401: "authentication_error", 404: "not_found_error"}.get(self.status)
         kind = kind or ("invalid_request_error" if self.status < 500 else "server_error")
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+
+
+def refusal(error: ApiError) -> Response:
+    """What the client gets."""
+    headers = {"Retry-After": str(RETRY_AFTER_S)} if error.status == 503 else {}
+    return JSONResponse(error.body(), error.status, headers)

@@ -3,6 +3,7 @@
 import select
 import socket
 import time
+from collections.abc import Iterable
 
 from ..engine import Engine, Failed, Request
 from ..errors import RequestError
@@ -12,15 +13,17 @@ STATE_S = 0.25
 """At most so often, while there is work."""
 
 
-def lead(engine: Engine, connection: socket.socket) -> None:
-    """Runs what comes over `connection` until the other end hangs up; then nothing is left running."""
-    connection.setblocking(False)
-    session = _Session(engine, connection)
-    try:
-        while session.exchange():
-            session.step()
-    finally:
-        session.end()
+def lead(engine: Engine, connections: Iterable[socket.socket]) -> None:
+    """Runs what comes over each of `connections` until its other end hangs up; then nothing is left running."""
+    for connection in connections:
+        with connection:
+            connection.setblocking(False)
+            session = _Session(engine, connection)
+            try:
+                while session.exchange():
+                    session.step()
+            finally:
+                session.end()
 
 
 class _Session:
