@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from tilerank.parallel.group import Group
     from tilerank.parallel.join import Team
 
-    from .placement import Placement
+    from .placement import Placement, RankPlacement
 
 OPERATIONS = ("all_reduce", "all_gather")
 WARM_UP = 10
@@ -109,7 +109,7 @@ class CommJob:
     def memory_refusal(self, size: int, here: range, placement: Placement) -> str | None:
         return None
 
-    def build(self, team: Team) -> Calls:
+    def build(self, team: Team, own: RankPlacement) -> Calls:
         return Calls(team.group, self._args.bytes, self._args.repeat)
 
     def lead(self, calls: Calls, size: int, placement: Placement) -> None:

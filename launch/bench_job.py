@@ -14,7 +14,7 @@ from tilerank.loader.config import load_config
 from . import quantize, start
 from .bench_peaks import bench_cores
 from .errors import LaunchError
-from .placement import Placement, auto_ranks
+from .placement import Placement, RankPlacement, auto_ranks
 from .quantize import quantization_of, resolve_dtype, resolve_kv_dtype
 from .rank import Job, W, run_rank
 from .rendezvous import identify
@@ -127,7 +127,7 @@ class EngineJob:
         self._weight_bytes = [rank.weights for rank in plan.ranks]
         return plan.refusal()
 
-    def build(self, team: "Team") -> "Engine":
+    def build(self, team: "Team", own: RankPlacement) -> "Engine":
         import torch
 
         from tilerank.runtime.engine import Engine

@@ -11,6 +11,7 @@ import ctypes
 import errno
 import os
 import platform
+import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -150,6 +151,18 @@ def local_share(address: int, length: int, nodes: tuple[int, ...], *, samples: i
         return None
     resident = sum(n for node, n in where.items() if node is not None)
     return sum(where[node] for node in nodes) / resident if resident else None
+
+
+def local_memory(nodes: tuple[int, ...], root: Path = Path("/")) -> float | None:
+    """The share of this process's anonymous memory, all that it has allocated and touched, that is on `nodes`, 0..1.
+    None if there are no nodes to be on, or the kernel does not say."""
+    on: Counter[int] = Counter()
+    for mapping in (read_text(root / "proc/self/numa_maps") or "").splitlines():
+        words = dict(word.split("=", 1) for word in mapping.split() if "=" in word)
+        if "file" not in words:
+            page_kib = int(words.get("kernelpagesize_kB", 4))
+            on.update({int(word[1:]): int(n) * page_kib for word, n in words.items() if re.fullmatch("N[0-9]+", word)})
+    return sum(on[node] for node in nodes) / on.total() if nodes and on else None
 
 
 def huge_pages(root: Path = Path("/")) -> HugePages:

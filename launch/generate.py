@@ -21,7 +21,7 @@ from . import cache_size, prompts, quantize, start
 from .cpulist import format_cpulist
 from .errors import LaunchError
 from .logs import say
-from .placement import Placement
+from .placement import Placement, RankPlacement
 from .plan_text import cache_text
 from .quantize import quantization_of, resolve_dtype, resolve_kv_dtype
 from .rank import run_rank
@@ -139,7 +139,7 @@ class GenerateJob:
         )
         return self._plan.refusal()
 
-    def build(self, team: "Team") -> "Engine":
+    def build(self, team: "Team", own: RankPlacement) -> "Engine":
         from tilerank.runtime.cache import expected_tokens
         from tilerank.runtime.engine import Engine
 

@@ -59,7 +59,7 @@ def _cuts(plan: Plan) -> list[str]:
     for rank in range(plan.tp):
         rows.append([f"rank {rank}", *(_range(dimension.spans[rank]) for dimension in plan.dimensions)])
     rows.append(["waste", *(percent(dimension.waste) for dimension in plan.dimensions)])
-    return [*_table(rows), *_strategy(plan)]
+    return [*table(rows), *_strategy(plan)]
 
 
 def _units(dimension: Dimension) -> str:
@@ -109,7 +109,7 @@ def _places(plan: Plan) -> list[str]:
                 f"{where.reason}: CPUs {format_cpulist(where.cores)}" if where.cores else where.reason,
             ]
         )
-    return [*_table(rows, left=2), *(f"Note: {note}." for note in plan.notes)]
+    return [*table(rows, left=2), *(f"Note: {note}." for note in plan.notes)]
 
 
 def _memory(plan: Plan) -> list[str]:
@@ -125,7 +125,7 @@ def _memory(plan: Plan) -> list[str]:
                 percent(node.need(plan.cached_tokens) / node.free) if node.free else "full",
             ]
         )
-    return _table(rows)
+    return table(rows)
 
 
 def _verdict(plan: Plan) -> list[str]:
@@ -154,7 +154,7 @@ def _if(condition: object, *cells: str) -> tuple[str, ...]:
     return cells if condition else ()
 
 
-def _table(rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
+def table(rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
     """Columns are right-aligned but for the first, and the last `left - 1`."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     last = len(widths) - (left - 1)

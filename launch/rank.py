@@ -57,8 +57,8 @@ class Job(Protocol[W]):
     def memory_refusal(self, size: int, here: range, placement: Placement) -> str | None:
         """First rank of a host: why the ranks `here`, of `size`, do not fit in its memory, if so."""
 
-    def build(self, team: "Team") -> W:
-        """Every rank: loads the model."""
+    def build(self, team: "Team", own: RankPlacement) -> W:
+        """Every rank: loads the model. `own` is where this rank runs."""
 
     def lead(self, worker: W, size: int, placement: Placement) -> None:
         """Rank 0, while the others follow."""
@@ -129,7 +129,7 @@ def _live(identity: Identity, args: argparse.Namespace, job: Job[W], status: Sta
     )
     team = join(member, args.collectives, spin=not placement.oversubscribed)
     _reach(status, "loading")
-    worker = job.build(team)
+    worker = job.build(team, own)
     team.ready(LOAD_S)
     _reach(status, "generating")
     if identity.rank == 0:

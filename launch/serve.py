@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from tilerank.loader.config import read_model_type
 from tilerank.runtime.server.handover import connect, connections
 
-from . import cgroup, logs, start
+from . import cgroup, logs, ranks_table, start
 from .doctor import own_version
 from .errors import LaunchError
 from .generate import GenerateJob, add_model_arguments, model_directory
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from tilerank.parallel.join import Team
     from tilerank.runtime.engine import Engine
 
-    from .placement import Placement
+    from .placement import Placement, RankPlacement
 
 HTTP_FDS = "TILERANK_HTTP_FDS"
 """In the environment of the HTTP process: its listening socket and the control socket."""
@@ -121,8 +121,11 @@ class ServeJob(GenerateJob):
             host, port = self.listener.getsockname()[:2]
             self._url = f"http://{_url_host(host)}:{port}/v1"
 
-    def build(self, team: Team) -> Engine:
-        engine = super().build(team)
+    def build(self, team: Team, own: RankPlacement) -> Engine:
+        engine = super().build(team, own)
+        self._ranks = ranks_table.gather(team.group, own, engine)
+        if own.rank == 0:
+            say(ranks_table.render(self._ranks, engine.cache_tokens))
         # The HTTP process hears it as well, answers what is under way and hangs up; that ends the ranks.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         return engine
@@ -132,11 +135,11 @@ class ServeJob(GenerateJob):
 
         if CONTROL in os.environ:
             with socket.socket(fileno=int(os.environ[CONTROL])) as control:
-                lead(engine, connections(control))
+                lead(engine, connections(control), self._ranks)
         else:
             with _own_http(self._args.argv, self.listener, placement) as control:
                 self.say_ready()
-                lead(engine, connections(control))
+                lead(engine, connections(control), self._ranks)
 
     def say_ready(self) -> None:
         say(f"tilerank: {self._model_dir} is served at {self._url}")

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -29,7 +30,7 @@ from tilerank.parallel.shard import Strategy
 
 from . import sampling, step
 from .batch import Batch
-from .cache import allocate, expected_tokens, num_blocks
+from .cache import allocate, bytes_per_token, expected_tokens, num_blocks
 from .counters import RankCounters, StepCounter
 from .decode import DecodeGraphs
 from .errors import EngineError, RequestError
@@ -130,7 +131,7 @@ class Engine:
         self._caches = allocate(self._model.cache_specs(), (self._pool.total + 1) * KV_BLOCK)
         self._decode = None if eager else self._decode_graphs()
         experts = self.config.experts
-        self._counter = StepCounter(group, traffic_of(self._model, experts.top_k / experts.count if experts else 0.0))
+        self._counter = StepCounter(traffic_of(self._model, experts.top_k / experts.count if experts else 0.0))
         self._tables: dict[int, list[int]] = {}
         self._last: Step | None = None
         self._guides = Guides(model_dir, self.config.vocab_size)
@@ -147,12 +148,26 @@ class Engine:
         """Rank 0: is there a request in line?"""
         return bool(self._requests)
 
+    @property
+    def weight_bytes(self) -> int:
+        """Of this rank."""
+        return self._model.nbytes()
+
+    @property
+    def cache_tokens(self) -> int:
+        return self._pool.total * KV_BLOCK
+
+    @property
+    def cache_bytes(self) -> int:
+        """Of this rank, where every page is in use."""
+        return bytes_per_token(self._model.cache_specs()) * self.cache_tokens
+
     def state(self) -> dict[str, Any]:
         """Rank 0: what a server tells of itself; the names are explained in server/messages.py."""
         scheduler = self._scheduler
         return {
             "context_length": self.config.max_position_embeddings,
-            "cache_tokens": self._pool.total * KV_BLOCK,
+            "cache_tokens": self.cache_tokens,
             "cache_used": 1 - self._pool.free / self._pool.total,
             "running": len(scheduler.running),
             "waiting": len(scheduler.waiting),
@@ -229,7 +244,7 @@ class Engine:
     def counters(self) -> list[RankCounters]:
         """Rank 0: what the steps of every rank have taken so far. Takes a message and a small collective."""
         self._team.channel.send(step.encode(step.Count()))
-        return self._counter.gather()
+        return self._gather_counters()
 
     def follow(self) -> None:
         """Other ranks: computes the steps that rank 0 announces, until it says stop. GroupError if a rank is lost."""
@@ -240,7 +255,7 @@ class Engine:
                 case step.Profile():
                     self._profile()
                 case step.Count():
-                    self._counter.gather()
+                    self._gather_counters()
         self._team.group.barrier()
 
     def stop(self) -> None:
@@ -345,6 +360,11 @@ class Engine:
         self._team.channel.send(step.encode(message))
         return self._run(message)
 
+    def _gather_counters(self) -> list[RankCounters]:
+        mine = msgspec.structs.astuple(self._counter.counters)
+        rows = self._team.group.all_gather(torch.tensor(mine, dtype=torch.float64))
+        return [RankCounters(*row) for row in rows.tolist()]
+
     def _profile(self) -> Profile | None:
         if self._decode is None or self._last is None or not self._decode.takes(self._last):
             return None
@@ -356,12 +376,13 @@ class Engine:
             self._tables.pop(number, None)
         for chunk in message.chunks:
             self._tables.setdefault(chunk.sequence, []).extend(chunk.new_blocks)
-        began = time.perf_counter()
+        group = self._team.group
+        began, waited = time.perf_counter(), group.waited_s
         if self._decode is not None and self._decode.takes(message):
             logits = self._decode.run(message, self._tables)
         else:
             logits = self._model.forward(Batch.of(message, self._tables), self._caches)
-        self._counter.count(message, time.perf_counter() - began)
+        self._counter.count(message, time.perf_counter() - began, group.waited_s - waited)
         return logits
 
 

@@ -21,10 +21,12 @@ from tilerank.loader.errors import TokenizerError
 from tilerank.loader.tokenizer import Tokenizer
 
 from ..params import SamplingParams
+from . import status
 from .api import ChatCompletion, Completion, Detokenize, Message, Sampling, Tokenize
 from .client import EngineClient, EngineGoneError, RefusedError
 from .completions import Answering, Delta
 from .errors import ApiError, refusal
+from .latest import Latest
 from .metrics import Metrics
 from .tools import ToolParser
 from .wording import ChatWording, TextWording, Wording, Words
@@ -59,8 +61,10 @@ def make_app(client: EngineClient, tokenizer: Tokenizer, about: About) -> Starle
         "/tokenize": ("POST", server.tokenize),
         "/detokenize": ("POST", server.detokenize),
         "/metrics": ("GET", server.metrics),
+        "/status": ("GET", server.status),
     }
     free: dict[str, tuple[str, Handler]] = {
+        "/": ("GET", server.page),
         "/health": ("GET", server.health),
         "/health_generate": ("GET", server.health_generate),
         "/version": ("GET", server.version),
@@ -96,6 +100,7 @@ class _Server:
         self._about = about
         self._started = int(time.time())
         self._metrics = Metrics(client)
+        self._latest = Latest()
 
     def guarded(self, handler: Handler) -> Handler:
         async def checked(request: Request) -> Response:
@@ -120,6 +125,13 @@ class _Server:
 
     async def metrics(self, request: Request) -> Response:
         return PlainTextResponse(self._metrics.text(), media_type=prometheus_client.CONTENT_TYPE_LATEST)
+
+    async def page(self, request: Request) -> Response:
+        return status.page()
+
+    async def status(self, request: Request) -> Response:
+        about = {"model": self._about.model, "version": self._about.version}
+        return JSONResponse(status.told(self._client, self._latest, about))
 
     async def health(self, request: Request) -> Response:
         if self._client.state is None:
@@ -175,12 +187,12 @@ class _Server:
         self, request: Request, body: Sampling, prompts: Sequence[Sequence[int]], top: int | None, wording: Wording
     ) -> Response:
         answering = Answering(self._client, self._tokenizer, prompts, body, 0 if top is None else max(top, 1))
-        about = {
+        about: Words = {
             "id": f"{wording.prefix}-{answering.id}",
             "created": answering.created,
             "model": self._about.model,
         }
-        deltas = self._metrics.watch(answering.deltas())
+        deltas = self._latest.watch(about["id"], answering, self._metrics.watch(answering.deltas()))
         try:
             # Before the status line goes out: a request that is refused gets a status that says so.
             first = await anext(deltas)

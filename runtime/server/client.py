@@ -8,7 +8,21 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
 from ..params import SamplingParams
-from .messages import Cancel, FromEngine, Refused, State, Submit, ToEngine, Token, Tokens, client_inbox, encode
+from .figures import Figures
+from .messages import (
+    Cancel,
+    Counted,
+    FromEngine,
+    Ranks,
+    Refused,
+    State,
+    Submit,
+    ToEngine,
+    Token,
+    Tokens,
+    client_inbox,
+    encode,
+)
 
 log = logging.getLogger(__name__)
 
@@ -29,6 +43,7 @@ class Engine:
 
     def __init__(self) -> None:
         self.state: State | None = None
+        self.figures = Figures()
         self._writer: asyncio.StreamWriter | None = None
         self._streams: dict[int, asyncio.Queue[_Item]] = {}
         self._numbers = itertools.count()
@@ -79,6 +94,8 @@ class Engine:
                     self._put(token.number, token)
             case Refused(number, sentence):
                 self._put(number, RefusedError(sentence))
+            case Ranks() | Counted():
+                self.figures.take(message)
             case State():
                 self.state = message
 
@@ -102,6 +119,11 @@ class EngineClient:
     def state(self) -> State | None:
         """None while there is no engine that could take a request."""
         return self._engine.state
+
+    @property
+    def figures(self) -> Figures:
+        """Of the newest engine."""
+        return self._engine.figures
 
     async def attach(self, connection: socket.socket) -> None:
         """Talks to the engine behind `connection`, the newest one, until it goes."""

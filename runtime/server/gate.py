@@ -6,7 +6,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from .errors import ApiError, refusal
 
-OPEN = ("/metrics", "/version")
+OPEN = ("/", "/status", "/metrics", "/version")
 """Paths that are answered to the end: whoever watches the server wants to see it stop."""
 
 

@@ -3,22 +3,41 @@
 import select
 import socket
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from ..engine import Engine, Failed, Request
 from ..errors import RequestError
-from .messages import Cancel, FromEngine, Refused, State, Submit, ToEngine, Token, Tokens, encode, engine_inbox
+from .messages import (
+    Cancel,
+    Counted,
+    FromEngine,
+    RankInfo,
+    Ranks,
+    Refused,
+    State,
+    Submit,
+    ToEngine,
+    Token,
+    Tokens,
+    encode,
+    engine_inbox,
+)
 
 STATE_S = 0.25
 """At most so often, while there is work."""
+COUNT_S = 2.0
+"""The same for what steps of all ranks have taken, for which these meet between two steps."""
 
 
-def lead(engine: Engine, connections: Iterable[socket.socket]) -> None:
-    """Runs what comes over each of `connections` until its other end hangs up; then nothing is left running."""
+def lead(engine: Engine, connections: Iterable[socket.socket], ranks: Sequence[RankInfo]) -> None:
+    """Runs what comes over each of `connections` until its other end hangs up; then nothing is left running.
+
+    `ranks`: what clients are told of them.
+    """
     for connection in connections:
         with connection:
             connection.setblocking(False)
-            session = _Session(engine, connection)
+            session = _Session(engine, connection, ranks)
             try:
                 while session.exchange():
                     session.step()
@@ -27,7 +46,7 @@ def lead(engine: Engine, connections: Iterable[socket.socket]) -> None:
 
 
 class _Session:
-    def __init__(self, engine: Engine, connection: socket.socket) -> None:
+    def __init__(self, engine: Engine, connection: socket.socket, ranks: Sequence[RankInfo]) -> None:
         self._engine = engine
         self._connection = connection
         self._inbox = engine_inbox()
@@ -35,13 +54,16 @@ class _Session:
         self._theirs: dict[int, int] = {}  # the engine's number of a request -> the HTTP process's
         self._ours: dict[int, int] = {}
         self._told_at = 0.0
+        self._counted_at = time.monotonic()
+        self._uncounted = False  # there were steps since
+        self._send(Ranks(list(ranks)))
         self._tell_state()
 
     def exchange(self) -> bool:
         """Sends and takes what can be; waits if there is nothing to compute. False: the other end is gone."""
         poll = select.poll()
         poll.register(self._connection, select.POLLIN | (select.POLLOUT if self._outbox else 0))
-        for _, event in poll.poll(0 if self._engine.busy else None):
+        for _, event in poll.poll(self._patience_ms()):
             try:
                 if event & select.POLLOUT:
                     del self._outbox[: self._connection.send(self._outbox)]
@@ -56,8 +78,24 @@ class _Session:
         return True
 
     def step(self) -> None:
-        if not self._engine.busy:
-            return
+        if self._engine.busy:
+            self._compute()
+        if self._uncounted and time.monotonic() - self._counted_at >= COUNT_S:
+            self._send(Counted(self._engine.counters()))
+            self._counted_at, self._uncounted = time.monotonic(), False
+
+    def end(self) -> None:
+        for number in self._theirs:
+            self._engine.cancel(number)
+
+    def _patience_ms(self) -> float | None:
+        """How long to wait for messages."""
+        if self._engine.busy:
+            return 0
+        return max(self._counted_at + COUNT_S - time.monotonic(), 0) * 1000 if self._uncounted else None
+
+    def _compute(self) -> None:
+        self._uncounted = True
         tokens = []
         for event in self._engine.step():
             number = self._theirs[event.request]
@@ -72,10 +110,6 @@ class _Session:
             self._send(Tokens(tokens))
         if not self._engine.busy or time.monotonic() - self._told_at > STATE_S:
             self._tell_state()
-
-    def end(self) -> None:
-        for number in self._theirs:
-            self._engine.cancel(number)
 
     def _take(self, message: ToEngine) -> None:
         match message:

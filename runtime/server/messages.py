@@ -5,6 +5,7 @@ from typing import Generic, TypeVar
 
 import msgspec
 
+from ..counters import RankCounters
 from ..params import Logprobs, SamplingParams
 
 
@@ -57,8 +58,34 @@ class State(msgspec.Struct, frozen=True, array_like=True, tag=4):
     generated_tokens: int  # so far
 
 
+class RankInfo(msgspec.Struct, frozen=True, array_like=True):
+    """What a rank is, once it is loaded. Lists of nodes and cores as the kernel writes them, "any" if it is not bound;
+    memory in bytes. local_memory: the share of what it holds that is on the nodes of its cores, None if not known."""
+
+    rank: int
+    host: str
+    nodes: str
+    cores: str
+    isa: str
+    weight_bytes: int
+    cache_bytes: int
+    local_memory: float | None
+
+
+class Ranks(msgspec.Struct, frozen=True, array_like=True, tag=5):
+    """The ranks of the engine, before its first State."""
+
+    ranks: list[RankInfo]
+
+
+class Counted(msgspec.Struct, frozen=True, array_like=True, tag=6):
+    """What the steps of every rank have taken so far."""
+
+    ranks: list[RankCounters]
+
+
 ToEngine = Submit | Cancel
-FromEngine = Tokens | Refused | State
+FromEngine = Tokens | Refused | State | Ranks | Counted
 
 _LENGTH_BYTES = 4
 M = TypeVar("M")
