@@ -15,7 +15,14 @@ from typing import Any
 import pytest
 from fake_sysfs import Machine, sockets
 
-from tilerank.launch.binding import huge_pages, inherited_notes, local_share, memory_policy_refusal, page_nodes
+from tilerank.launch.binding import (
+    huge_pages,
+    inherited_notes,
+    local_memory,
+    local_share,
+    memory_policy_refusal,
+    page_nodes,
+)
 from tilerank.launch.placement import place
 from tilerank.launch.topology import read_topology
 
@@ -247,3 +254,27 @@ def test_huge_pages(tmp_path: Path) -> None:
     found = huge_pages(tmp_path)
     assert (found.transparent, found.reserved, found.reserved_free) == ("madvise", 12, 5)
     assert huge_pages(tmp_path / "nothing").transparent is None
+
+
+NUMA_MAPS = """\
+55a1fe16a000 default file=/usr/bin/python3 mapped=2 N0=2 kernelpagesize_kB=4
+55a20fbe3000 prefer:1 heap anon=6 dirty=6 active=0 N0=2 N1=4 kernelpagesize_kB=4
+7f0000000000 prefer:1 anon=3 dirty=3 N1=2 N2=1 kernelpagesize_kB=2048
+7f1000000000 default
+7ffc3d9e4000 default stack:1 anon=4 dirty=4 N0=4 kernelpagesize_kB=4
+"""
+
+
+def test_share_of_memory_near_the_cores(tmp_path: Path) -> None:
+    """In KiB: 24 on node 0, 16 and two huge pages on node 1, one huge page on node 2; files are not counted."""
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/numa_maps").write_text(NUMA_MAPS)
+    total = 24 + 16 + 3 * 2048
+    assert local_memory((1,), tmp_path) == (16 + 2 * 2048) / total
+    assert local_memory((0, 2), tmp_path) == (24 + 2048) / total
+    assert local_memory((3,), tmp_path) == 0
+    assert local_memory((), tmp_path) is None
+
+
+def test_memory_of_which_the_kernel_says_nothing(tmp_path: Path) -> None:
+    assert local_memory((0,), tmp_path) is None
