@@ -102,4 +102,3 @@ def test_the_status_page_is_told_the_same() -> None:
     assert [(rank["host"], rank["cores"]) for rank in answer["ranks"]] == [("one", "0-42"), ("two", "any")]
     gone = told(EngineClient(), Latest(), {"model": "it"})
     assert gone == {"model": "it", "ready": False, "restarts": 0, "latest": []}
-
