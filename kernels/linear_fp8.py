@@ -53,7 +53,7 @@ class Fp8:
         grouped.check_unit("Fp8", "block_k", self.block_k)
         blocks, groups = grouped.blocks(n), -(-k // self.block_k)
         values: tuple[tuple[int, ...], torch.dtype]
-        values = (blocks, 2, groups, self.block_k // BLOCK_K, _TILE_BYTES), torch.uint8
+        values = (blocks, groups, self.block_k // BLOCK_K, 2, _TILE_BYTES), torch.uint8
         if core.isa() == "reference":
             values = (n, k), torch.uint8
         return [values, ((blocks, groups), torch.float32)]
@@ -143,9 +143,9 @@ class Fp8Weight:
         """[n, k] float8_e4m3fn."""
         if self.is_plain:
             return self.values.view(torch.float8_e4m3fn)
-        # blocks, halves, tiles, lines, fours of outputs, pairs, outputs, parities of the input
-        data = self.values.reshape(self.values.shape[0], 2, -1, 8, 4, 2, 4, 2)
-        plain = data.permute(0, 1, 4, 6, 2, 3, 5, 7).reshape(data.shape[0] * BLOCK_N, -1)
+        # blocks, tiles, halves, lines, fours of outputs, pairs, outputs, parities of the input
+        data = self.values.reshape(self.values.shape[0], -1, 2, 8, 4, 2, 4, 2)
+        plain = data.permute(0, 2, 4, 6, 1, 3, 5, 7).reshape(data.shape[0] * BLOCK_N, -1)
         return plain[: self.n, : self.k].contiguous().view(torch.float8_e4m3fn)
 
     def embedding(self, ids: Tensor, first_row: int = 0) -> Tensor:

@@ -57,10 +57,10 @@ class Int4:
         grouped.check_unit("Int4", "group", self.group)
         blocks, groups = grouped.blocks(n), -(-k // self.group)
         values: tuple[tuple[int, ...], torch.dtype]
-        values = (blocks, 2, groups, self.group // BLOCK_K, _TILE_BYTES), torch.uint8
+        values = (blocks, groups, self.group // BLOCK_K, 2, _TILE_BYTES), torch.uint8
         if core.isa() == "reference":
             values = (n, k), torch.int8
-        by_group = blocks, 2, groups, HALF_N
+        by_group = blocks, groups, BLOCK_N
         zeros = [(by_group, torch.int8)] if self.zero_points else []
         return [values, (by_group, torch.float16), *zeros]
 
@@ -150,14 +150,13 @@ class Int4Weight:
         self._put(self.zeros, zeros.to(torch.int8) - 8, row, group)
 
     def _check_groups(self, name: str, values: Tensor, row: int, group: int) -> None:
-        grouped.check_rectangle(f"Int4Weight.{name}", values, (self.n, self.scales.shape[2]), (row, group))
+        grouped.check_rectangle(f"Int4Weight.{name}", values, (self.n, self.scales.shape[1]), (row, group))
 
     @staticmethod
     def _put(array: Tensor, values: Tensor, row: int, group: int) -> None:
-        """array[blocks, halves, groups, 16] = values[rows, groups]"""
+        """array[blocks, groups, 32] = values[rows, groups]"""
         rows = torch.arange(row, row + values.shape[0])
-        block, half, output = rows // BLOCK_N, rows // HALF_N % 2, rows % HALF_N
-        array[block, half, group : group + values.shape[1], output] = values
+        array[rows // BLOCK_N, group : group + values.shape[1], rows % BLOCK_N] = values
 
     def part(self, row: int, n: int, step: int = 1) -> Int4Weight:
         chosen = grouped.chosen_blocks(row, n, step)
@@ -175,14 +174,14 @@ class Int4Weight:
         """Codes less 8, [n, k] int8."""
         if self.is_plain:
             return self.values
-        data = self.values.reshape(self.values.shape[0], 2, -1, 4, 16, 2, 2)  # blocks, halves, tiles, lines, outputs
+        data = self.values.reshape(self.values.shape[0], -1, 2, 4, 16, 2, 2)  # blocks, tiles, halves, lines, outputs
         nibbles = torch.stack([data & 15, data >> 4], -1)  # ..., parities of the input, bytes, nibbles
-        codes = nibbles.permute(0, 1, 4, 2, 3, 6, 7, 5).reshape(data.shape[0] * BLOCK_N, -1)[: self.n, : self.k]
+        codes = nibbles.permute(0, 2, 4, 1, 3, 6, 7, 5).reshape(data.shape[0] * BLOCK_N, -1)[: self.n, : self.k]
         return (codes ^ 8).to(torch.int8) - 8
 
     def _by_input(self, array: Tensor) -> Tensor:
-        """[n, k] of array[blocks, halves, groups, 16]."""
-        plain = array.transpose(2, 3).flatten(0, 2)[: self.n]
+        """[n, k] of array[blocks, groups, 32]."""
+        plain = array.transpose(1, 2).flatten(0, 1)[: self.n]
         return plain.repeat_interleave(self.format.group, 1)[:, : self.k]
 
     def embedding(self, ids: Tensor, first_row: int = 0) -> Tensor:

@@ -1,16 +1,16 @@
 // Weights of a few bits with a scale for every group of inputs, the same for every compiled rung. As other weights
-// (pack.h) they lie in blocks of 32 outputs, each of two streams of 16 outputs over k, so that a product with few rows
-// reads memory in order; values and scales apart:
+// (pack.h) they lie in blocks of 32 outputs, each one sequential stream over k of tiles of 32 inputs in two halves of
+// 16 outputs, so that a product with few rows reads memory in order; values and scales apart:
 //
-//   values u8 [n / 32][2][groups][tiles of 32 inputs of a group][bytes of a tile of 16 outputs]
+//   values u8 [n / 32][groups][tiles of 32 inputs of a group][2][bytes of a tile of 16 outputs]
 //     int4: [4 lines][32 words][4 nibbles]     nibble j of word w of line l: output w / 2, input 8 l + 2 j + w % 2; the
 //                                              code less 8 as a signed number, so that memory of zeros stands for 0
 //     fp8:  [8 lines][4][2 pairs][8 bytes]     byte b of pair p of part q of line l: output 4 q + b / 2, input
 //                                              4 l + 2 p + b % 2, in the order that interleaving two registers wants
 //   scales
-//     int4: f16 [n / 32][2][groups][16 outputs], times 2^8: what checkpoints bring as f16 or bf16 stays exact
+//     int4: f16 [n / 32][groups][32 outputs], times 2^8: what checkpoints bring as f16 or bf16 stays exact
 //     fp8:  f32 [n / 32][groups]
-//   zeros, int4 only, or none: i8 [n / 32][2][groups][16 outputs], the code that stands for 0, less 8; without, 8 is it
+//   zeros, int4 only, or none: i8 [n / 32][groups][32 outputs], the code that stands for 0, less 8; without, 8 is it
 //
 // An output is the sum over groups of scale * (products of x with the values, minus the zero times the sum of x).
 // Values are exact in bf16, so only the sums are rounded, in fp32.
@@ -20,7 +20,7 @@
 
 namespace tilerank {
 
-constexpr int64_t kHalfN = 16;  // outputs of a stream
+constexpr int64_t kHalfN = 16;  // outputs of a tile
 constexpr float kInt4ScaleUnit = 1.0f / 256;
 
 // The low and the high byte of the bf16 that an fp8 code without its sign stands for.

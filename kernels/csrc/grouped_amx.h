@@ -20,182 +20,6 @@ static inline float sum_of_inputs(const char* row, int64_t tile_stride, int64_t 
   return sum(even + odd);
 }
 
-// At most 16 rows in tiles of 32 inputs, padded with zeros.
-struct FewRows {
-  const char* data;
-  int64_t row_stride, tile_stride;  // bytes
-  int64_t m, k_tiles;
-  float* group_sums;  // [groups][16], where the weight has zeros
-
-  template <class Format>
-  void add_up(const Format& weight) const {
-    for (int64_t group = 0; group < weight.groups; ++group) {
-      const int64_t first = group * weight.group_tiles, tiles = std::min(weight.group_tiles, k_tiles - first);
-      for (int64_t r = 0; r < m; ++r) {
-        group_sums[group * kTileRows + r] =
-            sum_of_inputs(data + r * row_stride + first * tile_stride, tile_stride, tiles);
-      }
-    }
-  }
-};
-
-static inline TileConfig few_tiles(int64_t rows) {
-  TileConfig config;
-  for (int tile = 0; tile < 5; ++tile) config.set(tile, static_cast<int>(rows), 64);
-  config.set(5, kTileRows, 64);
-  return config;
-}
-
-// Groups that are multiplied before the next outputs' turn, so that rows stay in the first-level cache.
-template <class Format>
-static int64_t few_rows_panel(const Format& weight, int64_t m) {
-  constexpr int64_t kRowBytes = 16 << 10;
-  return std::max<int64_t>(1, kRowBytes / (m * 64) / weight.group_tiles);
-}
-
-// The values of some blocks, expanded tile by tile in the order in which few rows are multiplied: panel by panel, half
-// by half. A tile is expanded some steps before it is wanted, when its stores have reached the cache.
-template <class Format>
-class Expansion {
- public:
-  // `after`: what will be read next, fetched as well, or null.
-  Expansion(const Format& weight, Range blocks, int64_t k_tiles, int64_t panel, const char* after)
-      : weight_(weight),
-        after_(after),
-        first_(blocks.begin * 2),
-        halves_((blocks.end - blocks.begin) * 2),
-        panel_(panel * weight.group_tiles),
-        k_tiles_(k_tiles),
-        pieces_(tilerank::blocks(k_tiles, panel_) * halves_),
-        // Pieces that are fetched from memory before they are wanted: at least 16 KiB.
-        ahead_(tilerank::blocks(16 << 10, panel_ * Format::kPackedTile)) {
-    start();
-    for (uint32_t i = 0; i < kAhead; ++i) expand();
-  }
-
-  const bf16* next() {
-    expand();
-    return ring_[wanted_++ % kRing];
-  }
-
- private:
-  static constexpr uint32_t kAhead = 4, kRing = 8;  // tiles
-
-  const char* piece(int64_t i) const { return weight_.tile(first_ + i % halves_, i / halves_ * panel_); }
-
-  void start() {
-    from_ = piece(piece_);
-    const int64_t fetched = piece_ + ahead_;
-    fetched_ = fetched < pieces_ || !after_ ? piece(std::min(fetched, pieces_ - 1))
-                                            : after_ + (fetched - pieces_) * panel_ * Format::kPackedTile;
-    left_ = std::min(panel_, k_tiles_ - piece_ / halves_ * panel_);
-  }
-
-  void expand() {
-    if (left_ == 0) {
-      piece_ = std::min(piece_ + 1, pieces_ - 1);
-      start();
-    }
-    for (int64_t line = 0; line < Format::kPackedTile; line += 64) prefetch_l2(fetched_ + line);
-    Format::expand(from_, ring_[expanded_++ % kRing]);
-    from_ += Format::kPackedTile;
-    fetched_ += Format::kPackedTile;
-    --left_;
-  }
-
-  alignas(64) bf16 ring_[kRing][kTile];
-  const Format& weight_;
-  const char* const after_;
-  const int64_t first_, halves_, panel_, k_tiles_, pieces_, ahead_;
-  int64_t piece_ = 0, left_ = 0;
-  uint32_t expanded_ = 0, wanted_ = 0;
-  const char *from_ = nullptr, *fetched_ = nullptr;
-};
-
-constexpr int64_t kSumTiles = 4, kLag = 2;  // groups on their way, and of them those whose sums are not waited for
-
-// sums[R][16] (+)= rows x 16 outputs over some groups.
-template <int R, bool kZeros, class Format>
-static inline void multiply_half(const FewRows& rows, const Format& weight, int64_t half, Range groups, float* sums,
-                                 Expansion<Format>& expansion) {
-  alignas(64) float fresh[kSumTiles][R * kLanes];
-  Vec total[R];
-#pragma GCC unroll 16
-  for (int r = 0; r < R; ++r) total[r] = groups.begin == 0 ? zero() : load(sums + r * kLanes);
-
-  const auto add = [&](int64_t group) {
-    const float* const from = fresh[(group - groups.begin) % kSumTiles];
-    const Vec scale = weight.scale(half, group);
-    if constexpr (kZeros) {
-      const Vec less = weight.negative_zero(half, group);
-#pragma GCC unroll 16
-      for (int r = 0; r < R; ++r) {
-        const Vec inputs = set(rows.group_sums[group * kTileRows + r]);
-        total[r] = fma(fma(less, inputs, load(from + r * kLanes)), scale, total[r]);
-      }
-    } else {
-#pragma GCC unroll 16
-      for (int r = 0; r < R; ++r) total[r] = fma(load(from + r * kLanes), scale, total[r]);
-    }
-  };
-  // The products of a group; those of an earlier one are added meanwhile.
-  int64_t group = groups.begin, added = groups.begin;
-  const auto step = [&]<int kSum>() {
-    if (group >= groups.end) return;
-    const int64_t end = std::min((group + 1) * weight.group_tiles, rows.k_tiles);
-    tile_zero<kSum>();
-    for (int64_t tile = group * weight.group_tiles; tile < end; ++tile) {
-      const bf16* const values = expansion.next();
-      tile_load<4>(rows.data + tile * rows.tile_stride, rows.row_stride);
-      tile_load<5>(values, 64);
-      tile_dot_bf16<kSum, 4, 5>();
-    }
-    if (group - added >= kLag) add(added++);
-    tile_store<kSum>(fresh[kSum], 64);
-    ++group;
-  };
-  while (group < groups.end) {
-    step.template operator()<0>();
-    step.template operator()<1>();
-    step.template operator()<2>();
-    step.template operator()<3>();
-  }
-  while (added < groups.end) add(added++);
-#pragma GCC unroll 16
-  for (int r = 0; r < R; ++r) store(sums + r * kLanes, total[r]);
-}
-
-// The sums of at most 16 rows with blocks, from `sums` on, two tiles each.
-template <class Format, int R, bool kZeros>
-static void multiply_few_rows(const FewRows& rows, const Format& weight, Range blocks, float* sums, const char* after) {
-  const int64_t panel = few_rows_panel(weight, rows.m);
-  Expansion<Format> expansion(weight, blocks, rows.k_tiles, panel, after);
-  for (int64_t first = 0; first < weight.groups; first += panel) {
-    const Range groups{first, std::min(first + panel, weight.groups)};
-    for (int64_t half = blocks.begin * 2; half < blocks.end * 2; ++half) {
-      multiply_half<R, kZeros>(rows, weight, half, groups, sums + (half - blocks.begin * 2) * kTileRows * kLanes,
-                               expansion);
-    }
-  }
-}
-
-template <class Format, bool kZeros>
-static void multiply_few_rows(const FewRows& rows, const Format& weight, Range blocks, float* sums, const char* after) {
-  if (rows.m > 8) return multiply_few_rows<Format, 16, kZeros>(rows, weight, blocks, sums, after);
-  if (rows.m > 4) return multiply_few_rows<Format, 8, kZeros>(rows, weight, blocks, sums, after);
-  if (rows.m > 2) return multiply_few_rows<Format, 4, kZeros>(rows, weight, blocks, sums, after);
-  if (rows.m > 1) return multiply_few_rows<Format, 2, kZeros>(rows, weight, blocks, sums, after);
-  multiply_few_rows<Format, 1, kZeros>(rows, weight, blocks, sums, after);
-}
-
-template <class Format>
-static void multiply_few_rows(const FewRows& rows, const Format& weight, Range blocks, float* sums, const char* after) {
-  if constexpr (Format::kMayHaveZeros) {
-    if (weight.has_zeros()) return multiply_few_rows<Format, true>(rows, weight, blocks, sums, after);
-  }
-  multiply_few_rows<Format, false>(rows, weight, blocks, sums, after);
-}
-
 // Many rows: the inputs are cut in panels of whole groups, a block's panel of the weight is expanded once into the
 // first level cache and used by all rows of a stripe, whose panel and sums over a band of blocks stay in the second.
 struct GroupedBlocking {
@@ -271,8 +95,8 @@ struct PairPanel {
     for (int t = 0; t < kRowTiles * 2; ++t) {
       Vec scale[kCount], less[kCount];
       for (int g = 0; g < kCount; ++g) {
-        scale[g] = weight.scale(block * 2 + t % 2, first_group + group + g);
-        if constexpr (kZeros) less[g] = weight.negative_zero(block * 2 + t % 2, first_group + group + g);
+        scale[g] = weight.scale(block, first_group + group + g, t % 2);
+        if constexpr (kZeros) less[g] = weight.negative_zero(block, first_group + group + g, t % 2);
       }
       const float* const inputs = (t / 2 ? inputs1 : inputs0) + group * kTileRows;
 #pragma GCC unroll 16
@@ -329,13 +153,10 @@ static void multiply_grouped_band(const PackedRows& rows, Range stripe, const Fo
     for (int64_t block = band.begin; block < band.end; ++block) {
       const int64_t next = block + 1 < band.end ? block + 1 : panel + 1 < panels ? band.begin : band.end - 1;
       const int64_t next_tile = block + 1 < band.end || panel + 1 == panels ? first_tile : first_tile + rows.panel;
-      for (int64_t half = 0; half < 2; ++half) {
-        const char* const from = weight.tile(block * 2 + half, first_tile);
-        const char* const ahead = weight.tile(next * 2 + half, next_tile);
-        for (int64_t t = 0; t < k_tiles; ++t) {
-          for (int64_t i = 0; i < Format::kPackedTile; i += 64) prefetch_l2(ahead + t * Format::kPackedTile + i);
-          Format::expand(from + t * Format::kPackedTile, memory.expanded + (t * 2 + half) * kTile);
-        }
+      const char *const from = weight.tile(block, first_tile), *const ahead = weight.tile(next, next_tile);
+      for (int64_t half = 0; half < k_tiles * 2; ++half) {
+        for (int64_t i = 0; i < Format::kPackedTile; i += 64) prefetch_l2(ahead + half * Format::kPackedTile + i);
+        Format::expand(from + half * Format::kPackedTile, memory.expanded + half * kTile);
       }
       const auto sums_of = [&](int64_t b, int64_t pair) {
         return memory.sums + ((b - band.begin) * pairs + pair) * kPairSums;

@@ -3,20 +3,19 @@
 
 namespace tilerank::TR_RUNG {
 
-constexpr int64_t kHalfVecs = kHalfN / kLanes;
-
 struct GroupedWeight {
   const char* const values;
   const int64_t groups, group_tiles, tile_bytes;
 
   explicit GroupedWeight(const Tensor& values)
       : values(values.as<const char>()),
-        groups(values.size[2]),
-        group_tiles(values.size[3]),
+        groups(values.size[1]),
+        group_tiles(values.size[2]),
         tile_bytes(values.size[4]) {}
 
-  const char* tile(int64_t half, int64_t tile) const {
-    return values + (half * groups * group_tiles + tile) * tile_bytes;
+  // The first half of a tile; the second follows.
+  const char* tile(int64_t block, int64_t tile) const {
+    return values + (block * groups * group_tiles + tile) * 2 * tile_bytes;
   }
 };
 
@@ -30,9 +29,9 @@ struct Int4 : GroupedWeight {
   explicit Int4(const Tensor* operands)
       : GroupedWeight(operands[0]), scales(operands[1].as<const f16>()), zeros(operands[2].as<const int8_t>()) {}
 
-  // of outputs v * kLanes ... of a half
-  Vec scale(int64_t half, int64_t group, int64_t v = 0) const {
-    const f16* const at = scales + (half * groups + group) * kHalfN + v * kLanes;
+  // of outputs v * kLanes ... of a block
+  Vec scale(int64_t block, int64_t group, int64_t v) const {
+    const f16* const at = scales + (block * groups + group) * kBlockN + v * kLanes;
 #ifdef TR_AVX512
     const Vec stored{_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(at)))};
 #else
@@ -42,14 +41,20 @@ struct Int4 : GroupedWeight {
   }
 
   bool has_zeros() const { return zeros != nullptr; }
-  Vec negative_zero(int64_t half, int64_t group, int64_t v = 0) const {
-    const int8_t* const at = zeros + (half * groups + group) * kHalfN + v * kLanes;
+  Vec negative_zero(int64_t block, int64_t group, int64_t v) const {
+    const int8_t* const at = zeros + (block * groups + group) * kBlockN + v * kLanes;
 #ifdef TR_AVX512
     const Vec stored{_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(at))))};
 #else
     const Vec stored{_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(at))))};
 #endif
     return zero() - stored;
+  }
+
+  // What `scale` and `negative_zero` read.
+  void fetch_scales(int64_t block, int64_t group) const {
+    _mm_prefetch(reinterpret_cast<const char*>(scales + (block * groups + group) * kBlockN), _MM_HINT_T1);
+    if (zeros) _mm_prefetch(reinterpret_cast<const char*>(zeros + (block * groups + group) * kBlockN), _MM_HINT_T1);
   }
 
   static inline void expand(const char* from, bf16* to) {
@@ -101,9 +106,10 @@ struct Fp8 : GroupedWeight {
   // operands: values, scales
   explicit Fp8(const Tensor* operands) : GroupedWeight(operands[0]), scales(operands[1].as<const float>()) {}
 
-  Vec scale(int64_t half, int64_t group, int64_t = 0) const { return set(scales[half / 2 * groups + group]); }
+  Vec scale(int64_t block, int64_t group, int64_t) const { return set(scales[block * groups + group]); }
   bool has_zeros() const { return false; }
-  Vec negative_zero(int64_t, int64_t, int64_t = 0) const { return zero(); }
+  Vec negative_zero(int64_t, int64_t, int64_t) const { return zero(); }
+  void fetch_scales(int64_t, int64_t) const {}  // few enough to come by themselves
 
 #ifdef TR_AMX
   static inline void expand(const char* from, bf16* to) {

@@ -29,15 +29,13 @@ static void multiply_grouped(const Rows& rows, int64_t m, const Format& weight, 
   for (int64_t group = 0; group < weight.groups; ++group) {
     const int64_t first = group * group_inputs, inputs = std::min(group_inputs, k - first);
     Vec scales[kVecs], less[kVecs];
-    for (int64_t half = 0; half < 2; ++half) {
-      for (int64_t t = 0; t < blocks(inputs, kBlockK); ++t) {
-        Format::expand(weight.tile(block * 2 + half, group * weight.group_tiles + t),
-                       expanded + (t * 2 + half) * kTile);
-      }
-      for (int64_t v = 0; v < kHalfVecs; ++v) {
-        scales[half * kHalfVecs + v] = weight.scale(block * 2 + half, group, v);
-        if (weight.has_zeros()) less[half * kHalfVecs + v] = weight.negative_zero(block * 2 + half, group, v);
-      }
+    const char* const values = weight.tile(block, group * weight.group_tiles);
+    for (int64_t tile = 0; tile < blocks(inputs, kBlockK) * 2; ++tile) {
+      Format::expand(values + tile * Format::kPackedTile, expanded + tile * kTile);
+    }
+    for (int v = 0; v < kVecs; ++v) {
+      scales[v] = weight.scale(block, group, v);
+      if (weight.has_zeros()) less[v] = weight.negative_zero(block, group, v);
     }
     multiply_block([&](int64_t row) { return rows(row) + first; }, m, expanded, inputs,
                    [&](int64_t row, const Vec* products) {

@@ -9,6 +9,7 @@
 #else
 #include "epilogue.h"
 #include "grouped_amx.h"
+#include "grouped_stream_amx.h"
 
 namespace tilerank::TR_RUNG {
 
@@ -42,39 +43,24 @@ static void pack_rows(const Tensor& x, const PackedRows& to, Team& team) {
   }
 }
 
-// At most 16 rows. Every thread packs them for itself: that is little beside the weight, and spares a barrier.
+// At most 16 rows. Where they are packed every thread does it for itself, while the first of its weight is on the way:
+// that costs less than to wait for the others.
 template <int kParts, class Format>
 static void linear_few_rows(const Tensor& x, const Format& weight, const Epilogue& epilogue, Team& team) {
-  constexpr int64_t kDirectRows = 8, kBand = 128;  // blocks whose sums are kept
   const int64_t m = x.size[0], k = x.size[1], k_tiles = blocks(k, kBlockK);
-  const bool direct = m <= kDirectRows && k % kBlockK == 0;
-  const int64_t packed = direct ? 0 : k_tiles * kTileBytes;
-  char* const memory = static_cast<char*>(
-      team.scratch(packed + (kBand * 2 * kTileRows * kLanes + weight.groups * kTileRows) * sizeof(float)));
-  float* const sums = reinterpret_cast<float*>(memory + packed);
-  FewRows rows{x.as<const char>(), x.stride[0] * 2, 64, m, k_tiles, sums + kBand * 2 * kTileRows * kLanes};
-  if (!direct) {
-    const PackedRows to{memory, 1, k_tiles, k_tiles};
-    for (int64_t r = 0; r < m; ++r) pack_row(x.row<const bf16>(r), k, to, 0, r, {0, k_tiles});
-    rows.data = memory;
-    rows.row_stride = 64;
-    rows.tile_stride = kTileBytes;
-  }
-  if (weight.has_zeros()) rows.add_up(weight);
-  const Tiles tiles(few_tiles(m));
-  const Range own = team.share(epilogue.results);
-  for (int64_t first = own.begin; first < own.end; first += kBand / kParts) {
-    const int64_t last = std::min(first + kBand / kParts, own.end);
-    multiply_few_rows(rows, weight, {first * kParts, last * kParts}, sums,
-                      last < own.end ? weight.tile(last * kParts * 2, 0) : nullptr);
-    for (int64_t result = first; result < last; ++result) {
-      const float* parts[kParts];
-      for (int part = 0; part < kParts; ++part) {
-        parts[part] = sums + ((result - first) * kParts + part) * 2 * kTileRows * kLanes;
-      }
-      GroupedFinish<kParts>{epilogue}.write(parts, {0, m}, result);
-    }
-  }
+  const Range share = team.share(epilogue.results), own{share.begin * kParts, share.end * kParts};
+  if (own.begin == own.end) return;
+  ExpandedPairs<Format> expanded(weight, own, k_tiles);
+  const bool packed = m > 1 || k % kBlockK;
+  const size_t bytes = packed ? FewRows::bytes(m, k) : 0;
+  char* const memory =
+      static_cast<char*>(team.scratch(bytes + static_cast<size_t>(weight.groups * kTileRows) * sizeof(float)));
+  float* const group_sums = reinterpret_cast<float*>(memory + bytes);
+  const auto row = [&](int64_t r) { return x.row<const bf16>(r); };
+  const FewRows rows = packed ? FewRows::pack(row, m, k, memory, group_sums)
+                              : FewRows{x.as<const char>(), 64, 64, m, k_tiles, group_sums};
+  const Tiles tiles(grouped_stream_tiles(m));
+  stream_grouped<kParts>(rows, weight, own, expanded, GroupedFinish<kParts>{epilogue});
 }
 
 template <int kParts, class Format>

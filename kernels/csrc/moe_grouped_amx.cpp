@@ -10,13 +10,12 @@
 #else
 #include "experts_rows.h"
 #include "grouped_amx.h"
+#include "grouped_stream_amx.h"
 
 namespace tilerank::TR_RUNG {
 
 // The products of this many rows take as long as reading the weight from memory.
 constexpr int64_t kHiddenRows = 64;
-
-constexpr int64_t kFewBand = 128;  // blocks whose sums are kept for few rows
 
 // silu(gate) * up, into the tiles that the down projection reads.
 struct GroupedGatedFinish {
@@ -63,35 +62,23 @@ struct GroupedProjection {
 
   int64_t k_tiles() const { return blocks(k, kBlockK); }
   size_t bytes() const {
-    const size_t few = (kFewBand * 2 * kTileRows * kLanes + weight.groups * kTileRows) * sizeof(float);
-    return std::max(few, GroupedMemory::bytes(GroupedBlocking::panel(weight)));
+    const size_t group_sums = static_cast<size_t>(weight.groups * kTileRows) * sizeof(float);
+    return std::max(group_sums, GroupedMemory::bytes(GroupedBlocking::panel(weight)));
   }
   // How a group's rows are packed.
   PackedRows packed(char* data, int64_t row_tiles) const {
     return {data, row_tiles, k_tiles(), row_tiles == 1 ? k_tiles() : GroupedBlocking::panel(weight)};
   }
 
-  // One tile of rows, at most 16, with results of expert `expert`; `after`: what will be read next, or null.
-  template <class Finish>
-  void few(const PackedRows& packed, int64_t m, int64_t expert, Range own, const char* after,
-           const Finish& finish) const {
-    float* const sums = static_cast<float*>(memory);
-    const FewRows rows{packed.data, 64, kTileBytes, m, packed.k_tiles, sums + kFewBand * 2 * kTileRows * kLanes};
-    if (weight.has_zeros()) rows.add_up(weight);
-    const Tiles tiles(few_tiles(m));
-    const int64_t end = expert * results + own.end;
-    for (int64_t first = expert * results + own.begin; first < end; first += kFewBand / kParts) {
-      const int64_t last = std::min(first + kFewBand / kParts, end);
-      multiply_few_rows(rows, weight, {first * kParts, last * kParts}, sums,
-                        last < end ? weight.tile(last * kParts * 2, 0) : after);
-      for (int64_t result = first; result < last; ++result) {
-        const float* parts[kParts];
-        for (int part = 0; part < kParts; ++part) {
-          parts[part] = sums + ((result - first) * kParts + part) * 2 * kTileRows * kLanes;
-        }
-        finish.write(parts, {0, m}, result);
-      }
-    }
+  // At most 16 rows, which rows_in(memory for sums of groups) gives as FewRows, with results of expert `expert`.
+  template <class Rows, class Finish>
+  void few(const Rows& rows_in, int64_t expert, Range own, int64_t after, const Finish& finish) const {
+    const int64_t first = expert * results;
+    const Range own_blocks{(first + own.begin) * kParts, (first + own.end) * kParts};
+    ExpandedPairs<Format> expanded(weight, own_blocks, k_tiles(), after);
+    const FewRows rows = rows_in(static_cast<float*>(memory));
+    const Tiles tiles(grouped_stream_tiles(rows.m));
+    stream_grouped<kParts>(rows, weight, own_blocks, expanded, finish);
   }
 
   template <class Finish>
@@ -105,11 +92,10 @@ struct GroupedProjection {
     }
   }
 
-  // What a thread that goes on after `group` reads next.
-  const char* after(const Grouping& grouping, const Group& group, Range own) const {
+  // The block that a thread that goes on after `group` reads next, or none.
+  int64_t after(const Grouping& grouping, const Group& group, Range own) const {
     const Group* const next = &group + 1;
-    if (own.end < results || next == grouping.groups + grouping.count) return nullptr;
-    return weight.tile(next->expert * results * kParts * 2, 0);
+    return own.end < results || next == grouping.groups + grouping.count ? -1 : next->expert * results * kParts;
   }
 };
 
@@ -136,20 +122,21 @@ static void moe(const Args& args, Team& team) {
   grouping.deal(a.width_blocks, kHiddenRows, team, [&](const Group& group, Range own) {
     const PackedRows middle = middle_of(group);
     for (int64_t tile = 0; tile < middle.row_tiles; tile += kStripe) {
-      PackedRows rows = in.packed(row_memory, std::min(kStripe, middle.row_tiles - tile));
-      if (middle.row_tiles > 1) rows.panel = GroupedBlocking::panel(gate_up);
       const int32_t* const pairs = grouping.order + group.first + tile * kTileRows;
-      const int64_t m = std::min(rows.row_tiles * kTileRows, group.rows - tile * kTileRows);
-      for (int64_t i = 0; i < m; ++i) {
-        const bf16* const from = a.x.row<const bf16>(pairs[i] / grouping.top);
-        pack_row(from, a.hidden, rows, i / kTileRows, i % kTileRows, {0, rows.k_tiles});
-      }
+      const auto row = [&](int64_t i) { return a.x.row<const bf16>(pairs[i] / grouping.top); };
       const GroupedGatedFinish finish{middle, tile, group.expert * a.width_blocks};
       if (middle.row_tiles == 1) {
-        in.few(rows, m, group.expert, own, in.after(grouping, group, own), finish);
-      } else {
-        in.many(rows, {0, rows.row_tiles}, m, group.expert, own, finish);
+        const auto few = [&](float* sums) { return FewRows::pack(row, group.rows, a.hidden, row_memory, sums); };
+        in.few(few, group.expert, own, in.after(grouping, group, own), finish);
+        continue;
       }
+      PackedRows rows = in.packed(row_memory, std::min(kStripe, middle.row_tiles - tile));
+      rows.panel = GroupedBlocking::panel(gate_up);
+      const int64_t m = std::min(rows.row_tiles * kTileRows, group.rows - tile * kTileRows);
+      for (int64_t i = 0; i < m; ++i) {
+        pack_row(row(i), a.hidden, rows, i / kTileRows, i % kTileRows, {0, rows.k_tiles});
+      }
+      in.many(rows, {0, rows.row_tiles}, m, group.expert, own, finish);
     }
   });
   team.barrier();
@@ -157,7 +144,10 @@ static void moe(const Args& args, Team& team) {
     const PackedRows middle = middle_of(group);
     const GroupedChoiceFinish finish{a.partial, grouping.order + group.first, group.expert * a.hidden_blocks};
     if (middle.row_tiles == 1) {
-      return out.few(middle, group.rows, group.expert, own, out.after(grouping, group, own), finish);
+      const auto few = [&](float* sums) {
+        return FewRows{middle.data, 64, kTileBytes, group.rows, middle.k_tiles, sums};
+      };
+      return out.few(few, group.expert, own, out.after(grouping, group, own), finish);
     }
     for (int64_t tile = 0; tile < middle.row_tiles; tile += kStripe) {
       out.many(middle, {tile, std::min(tile + kStripe, middle.row_tiles)}, group.rows, group.expert, own, finish);

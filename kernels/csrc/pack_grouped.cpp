@@ -43,17 +43,16 @@ struct Rectangle {
   }
 };
 
-// Where the values of output n begin.
-static inline uint8_t* stream_of(const Tensor& values, int64_t n) {
-  return values.row<uint8_t>(n / kBlockN) + n % kBlockN / kHalfN * values.stride[1];
+// Where in its tile the values of output n for inputs from k on are.
+static inline uint8_t* tile_of(const Tensor& values, int64_t n, int64_t k) {
+  return values.row<uint8_t>(n / kBlockN) + (k / kBlockK * 2 + n % kBlockN / kHalfN) * values.size[4];
 }
 
 // Codes (less 8) of output n's inputs from k on.
 static void put_int4(const Tensor& values, int64_t n, int64_t k, const int8_t* codes, int64_t count) {
-  uint8_t* const stream = stream_of(values, n) + n % kHalfN * 4;
   while (count > 0) {
     const int64_t first = k % 8, some = std::min(8 - first, count);
-    uint8_t* const at = stream + k / 8 * 64;
+    uint8_t* const at = tile_of(values, n, k) + k % kBlockK / 8 * 64 + n % kHalfN * 4;
     uint32_t word = 0, mask = 0;
     for (int64_t i = 0; i < some; ++i) {
       const int64_t shift = (first + i) % 2 * 16 + (first + i) / 2 * 4;
@@ -71,8 +70,10 @@ static void put_int4(const Tensor& values, int64_t n, int64_t k, const int8_t* c
 }
 
 static void put_fp8(const Tensor& values, int64_t n, int64_t k, const uint8_t* codes, int64_t count) {
-  uint8_t* const stream = stream_of(values, n) + n % kHalfN / 4 * 16 + n % 4 * 2;
-  for (int64_t i = 0; i < count; ++i, ++k) stream[k / 4 * 64 + k % 4 / 2 * 8 + k % 2] = codes[i];
+  const int64_t output = n % kHalfN / 4 * 16 + n % 4 * 2;
+  for (int64_t i = 0; i < count; ++i, ++k) {
+    tile_of(values, n, k)[k % kBlockK / 4 * 64 + output + k % 4 / 2 * 8 + k % 2] = codes[i];
+  }
 }
 
 // How a group of values is held: value = (code - zero) * scale.
@@ -140,7 +141,7 @@ static Int4Group choose_int4(const float* values, int64_t count, bool zeros) {
 static void quantise_int4(const Args& args, Team& team) {
   const Tensor &values = args.tensor(0), &scales = args.tensor(1), &zeros = args.tensor(2), &source = args.tensor(3);
   const Rectangle rectangle(args, source);
-  const int64_t group_inputs = values.size[3] * kBlockK, padded = blocks(group_inputs, kLanes) * kLanes;
+  const int64_t group_inputs = values.size[2] * kBlockK, padded = blocks(group_inputs, kLanes) * kLanes;
   char* const memory = static_cast<char*>(team.scratch(static_cast<size_t>(padded) * (sizeof(float) + 1)));
   float* const x = reinterpret_cast<float*>(memory);
   int8_t* const codes = reinterpret_cast<int8_t*>(x + padded);
@@ -166,7 +167,7 @@ static void quantise_int4(const Args& args, Team& team) {
         }
         const int64_t n = rectangle.row + row;
         put_int4(values, n, group * group_inputs, codes, group_inputs);
-        const int64_t at = n % kBlockN / kHalfN * scales.stride[1] + group * kHalfN + n % kHalfN;
+        const int64_t at = group * kBlockN + n % kBlockN;
         scales.row<f16>(n / kBlockN)[at] = f16{stored};
         if (zeros) zeros.row<int8_t>(n / kBlockN)[at] = static_cast<int8_t>(chosen.zero - 8);
       }
@@ -217,7 +218,7 @@ static inline uint8_t to_fp8(float x) {
 static void quantise_fp8(const Args& args, Team& team) {
   const Tensor &values = args.tensor(0), &scales = args.tensor(1), &source = args.tensor(2);
   const Rectangle rectangle(args, source);
-  const int64_t block_n = args.integer(2), group_inputs = values.size[3] * kBlockK;
+  const int64_t block_n = args.integer(2), group_inputs = values.size[2] * kBlockK;
   const size_t size = static_cast<size_t>(block_n * group_inputs);
   float* const x = static_cast<float*>(team.scratch(size * sizeof(float) + static_cast<size_t>(group_inputs)));
   uint8_t* const codes = reinterpret_cast<uint8_t*>(x + size);

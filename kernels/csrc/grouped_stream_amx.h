@@ -1,0 +1,216 @@
+// Products of at most 16 rows with the weights of grouped.h in AMX tiles, which are read once, as fast as memory gives
+// them (include after grouped_amx.h).
+//
+// Two blocks at a time: a tile of rows serves their four tiles, whose sums do not wait for each other. A tile of both
+// is expanded into the first-level cache while the one before is multiplied; what is packed comes there from memory 2
+// KiB before. Measured, that reads int4 and fp8 at the memory's whole bandwidth for 1 row; a tile expanded 2 steps
+// before, or one block at a time, at 0.85 of it.
+#pragma once
+
+namespace tilerank::TR_RUNG {
+
+// At most 16 rows in tiles of 32 inputs, padded with zeros.
+struct FewRows {
+  const char* data;
+  int64_t row_stride, tile_stride;  // bytes
+  int64_t m, k_tiles;
+  float* group_sums;  // [groups][16], where the weight has zeros
+
+  // Bytes that pack() wants.
+  static size_t bytes(int64_t m, int64_t k) { return static_cast<size_t>(blocks(k, kBlockK) * m * 64); }
+
+  // row(r): where the k inputs of row r are. Packed tile by tile, so that few rows stay in the first-level cache.
+  template <class Row>
+  static FewRows pack(const Row& row, int64_t m, int64_t k, char* memory, float* group_sums) {
+    const FewRows to{memory, 64, m * 64, m, blocks(k, kBlockK), group_sums};
+    for (int64_t r = 0; r < m; ++r) {
+      const bf16* const from = row(r);
+      for (int64_t t = 0; t < to.k_tiles; ++t) {
+        const __mmask32 mask = static_cast<__mmask32>((uint64_t{1} << std::min(kBlockK, k - t * kBlockK)) - 1);
+        _mm512_store_si512(memory + t * to.tile_stride + r * 64, _mm512_maskz_loadu_epi16(mask, from + t * kBlockK));
+      }
+    }
+    return to;
+  }
+
+  template <class Format>
+  void add_up(const Format& weight) const {
+    for (int64_t group = 0; group < weight.groups; ++group) {
+      const int64_t first = group * weight.group_tiles, tiles = std::min(weight.group_tiles, k_tiles - first);
+      for (int64_t r = 0; r < m; ++r) {
+        group_sums[group * kTileRows + r] =
+            sum_of_inputs(data + r * row_stride + first * tile_stride, tile_stride, tiles);
+      }
+    }
+  }
+};
+
+// The tiles that stream_grouped uses, for m rows.
+static inline TileConfig grouped_stream_tiles(int64_t m) {
+  TileConfig config;
+  for (int tile = 0; tile < 5; ++tile) config.set(tile, static_cast<int>(m), 64);
+  for (int tile = 5; tile < 7; ++tile) config.set(tile, kTileRows, 64);
+  return config;
+}
+
+// Blocks of a weight, two by two, of an odd number the last twice, expanded tile by tile. A value that is copied, so
+// that it stays in registers.
+template <class Format>
+class ExpandedPairs {
+ public:
+  // Fetches the first of them. after: the block whose turn comes when all are read, to be fetched as well, or none.
+  ExpandedPairs(const Format& weight, Range blocks, int64_t k_tiles, int64_t after = -1)
+      : at_(weight.tile(blocks.begin, 0)),
+        after_(after < 0 ? nullptr : weight.tile(after, 0)),
+        block_bytes_(weight.tile(1, 0) - weight.tile(0, 0)),
+        k_tiles_(k_tiles),
+        blocks_left_(blocks.end - blocks.begin) {
+    begin();
+    for (int64_t line = 0; line < kAhead * kStep; line += 64) {
+      _mm_prefetch(at_ + line, _MM_HINT_T0);
+      _mm_prefetch(at_ + second_ + line, _MM_HINT_T0);
+    }
+  }
+
+  // The next tile of both blocks, into four: the halves of each.
+  [[gnu::always_inline]] void expand(bf16* to) {
+    for (const int64_t block : {int64_t{0}, second_}) {
+      for (int half = 0; half < 2; ++half, to += kTile) {
+        const char* const from = at_ + block + half * Format::kPackedTile;
+        for (int64_t line = 0; line < Format::kPackedTile; line += 64) _mm_prefetch(from + ahead_ + line, _MM_HINT_T0);
+        Format::expand(from, to);
+      }
+    }
+    advance();
+  }
+
+ private:
+  static constexpr int64_t kStep = 2 * Format::kPackedTile, kAhead = 2048 / kStep;  // bytes; tiles
+
+  [[gnu::always_inline]] void begin() {
+    second_ = blocks_left_ > 1 ? block_bytes_ : 0;
+    ahead_ = kAhead * kStep;
+    left_ = k_tiles_;
+  }
+
+  [[gnu::always_inline]] void advance() {
+    at_ += kStep;
+    --left_;
+    if (left_ == kAhead) {
+      if (blocks_left_ > 2) {
+        ahead_ = 2 * block_bytes_ - (k_tiles_ - kAhead) * kStep;
+      } else if (after_) {
+        ahead_ = after_ - at_;
+      }
+    } else if (left_ == 0) {
+      at_ -= k_tiles_ * kStep;
+      if (blocks_left_ > 2) {  // else one tile too many is expanded: of the same once more
+        at_ += 2 * block_bytes_;
+        blocks_left_ -= 2;
+      }
+      begin();
+    }
+  }
+
+  const char *at_, *after_;
+  int64_t block_bytes_, k_tiles_, blocks_left_;
+  int64_t second_, ahead_, left_;  // bytes from the first block to the second; to what is fetched; tiles
+};
+
+// write(sums, i) gets the sums of blocks i and i + 1, two tiles of 16 rows each; of the last of an odd number twice. R:
+// rows, or more.
+template <int R, bool kZeros, class Format, class Write>
+static inline void stream_rows(const FewRows& rows, const Format& weight, Range blocks, ExpandedPairs<Format> expanded,
+                               const Write& write) {
+  alignas(64) bf16 ring[2][5 * kTile];             // one is expanded while the other is multiplied; not 4 KiB apart
+  alignas(64) float fresh[2][4][R * kLanes] = {};  // of this group and the last, in tiles
+  alignas(64) float sums[2][2 * kTileRows * kLanes];
+  int turn = 0;
+  expanded.expand(ring[turn]);
+  for (int64_t block = blocks.begin; block < blocks.end; block += 2) {
+    const int64_t both[2] = {block, std::min(block + 1, blocks.end - 1)};
+    Vec total[4][R];
+#pragma GCC unroll 4
+    for (int t = 0; t < 4; ++t) std::fill_n(total[t], R, zero());
+    const auto add = [&](int64_t group) {
+#pragma GCC unroll 4
+      for (int t = 0; t < 4; ++t) {
+        const Vec scale = weight.scale(both[t / 2], group, t % 2);
+        const Vec less = kZeros ? weight.negative_zero(both[t / 2], group, t % 2) : zero();
+#pragma GCC unroll 16
+        for (int r = 0; r < R; ++r) {
+          Vec products = load(fresh[group % 2][t] + r * kLanes);
+          if constexpr (kZeros) products = fma(less, set(rows.group_sums[group * kTileRows + r]), products);
+          total[t][r] = fma(products, scale, total[t][r]);
+        }
+      }
+    };
+    int64_t tile = 0;
+    const char* inputs = rows.data;
+    for (int64_t group = 0; group < weight.groups; ++group) {
+      const int64_t end = std::min(tile + weight.group_tiles, rows.k_tiles);
+      tile_zero<0>();
+      tile_zero<1>();
+      tile_zero<2>();
+      tile_zero<3>();
+      for (; tile < end; ++tile, inputs += rows.tile_stride) {
+        const bf16* const values = ring[turn];
+        expanded.expand(ring[turn ^= 1]);
+        tile_load<4>(inputs, rows.row_stride);
+        tile_load<5>(values, 64);
+        tile_dot_bf16<0, 4, 5>();
+        tile_load<6>(values + kTile, 64);
+        tile_dot_bf16<1, 4, 6>();
+        tile_load<5>(values + 2 * kTile, 64);
+        tile_dot_bf16<2, 4, 5>();
+        tile_load<6>(values + 3 * kTile, 64);
+        tile_dot_bf16<3, 4, 6>();
+      }
+      for (int64_t next = block + 2; next < std::min(block + 4, blocks.end); ++next) weight.fetch_scales(next, group);
+      if (group > 0) add(group - 1);
+      float (&to)[4][R * kLanes] = fresh[group % 2];
+      tile_store<0>(to[0], 64);
+      tile_store<1>(to[1], 64);
+      tile_store<2>(to[2], 64);
+      tile_store<3>(to[3], 64);
+    }
+    add(weight.groups - 1);
+    for (int t = 0; t < 4; ++t) {
+      for (int r = 0; r < R; ++r) store(sums[t / 2] + (t % 2 * kTileRows + r) * kLanes, total[t][r]);
+    }
+    write(sums, block);
+  }
+}
+
+template <bool kZeros, class Format, class Write>
+static void stream_rows(const FewRows& rows, const Format& weight, Range blocks, ExpandedPairs<Format> expanded,
+                        const Write& write) {
+  if (rows.m > 8) return stream_rows<16, kZeros>(rows, weight, blocks, expanded, write);
+  if (rows.m > 4) return stream_rows<8, kZeros>(rows, weight, blocks, expanded, write);
+  if (rows.m > 2) return stream_rows<4, kZeros>(rows, weight, blocks, expanded, write);
+  if (rows.m > 1) return stream_rows<2, kZeros>(rows, weight, blocks, expanded, write);
+  stream_rows<1, kZeros>(rows, weight, blocks, expanded, write);
+}
+
+// Results of some blocks, each of which takes kParts, to finish.write(parts, rows, result).
+template <int kParts, class Format, class Finish>
+static void stream_grouped(const FewRows& rows, const Format& weight, Range blocks, ExpandedPairs<Format> expanded,
+                           const Finish& finish) {
+  const auto write = [&](const auto& sums, int64_t block) {
+    if constexpr (kParts == 2) {
+      finish.write({sums[0], sums[1]}, {0, rows.m}, block / 2);
+    } else {
+      finish.write({sums[0]}, {0, rows.m}, block);
+      if (block + 1 < blocks.end) finish.write({sums[1]}, {0, rows.m}, block + 1);
+    }
+  };
+  if constexpr (Format::kMayHaveZeros) {
+    if (weight.has_zeros()) {
+      rows.add_up(weight);
+      return stream_rows<true>(rows, weight, blocks, expanded, write);
+    }
+  }
+  stream_rows<false>(rows, weight, blocks, expanded, write);
+}
+
+}  // namespace tilerank::TR_RUNG
