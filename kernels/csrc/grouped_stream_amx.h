@@ -117,17 +117,18 @@ class ExpandedPairs {
   int64_t second_, ahead_, left_;  // bytes from the first block to the second; to what is fetched; tiles
 };
 
-// write(sums, i) gets the sums of blocks i and i + 1, two tiles of 16 rows each; of the last of an odd number twice. R:
-// rows, or more.
-template <int R, bool kZeros, class Format, class Write>
+// write(sums, i) gets the sums of blocks i and i + 1, two tiles of 16 rows each; of the last of an odd number twice.
+// prefetch(i) comes before. R: rows, or more.
+template <int R, bool kZeros, class Format, class Prefetch, class Write>
 static inline void stream_rows(const FewRows& rows, const Format& weight, Range blocks, ExpandedPairs<Format> expanded,
-                               const Write& write) {
+                               const Prefetch& prefetch, const Write& write) {
   alignas(64) bf16 ring[2][5 * kTile];             // one is expanded while the other is multiplied; not 4 KiB apart
   alignas(64) float fresh[2][4][R * kLanes] = {};  // of this group and the last, in tiles
   alignas(64) float sums[2][2 * kTileRows * kLanes];
   int turn = 0;
   expanded.expand(ring[turn]);
   for (int64_t block = blocks.begin; block < blocks.end; block += 2) {
+    prefetch(block);
     const int64_t both[2] = {block, std::min(block + 1, blocks.end - 1)};
     Vec total[4][R];
 #pragma GCC unroll 4
@@ -182,20 +183,23 @@ static inline void stream_rows(const FewRows& rows, const Format& weight, Range 
   }
 }
 
-template <bool kZeros, class Format, class Write>
+template <bool kZeros, class Format, class Prefetch, class Write>
 static void stream_rows(const FewRows& rows, const Format& weight, Range blocks, ExpandedPairs<Format> expanded,
-                        const Write& write) {
-  if (rows.m > 8) return stream_rows<16, kZeros>(rows, weight, blocks, expanded, write);
-  if (rows.m > 4) return stream_rows<8, kZeros>(rows, weight, blocks, expanded, write);
-  if (rows.m > 2) return stream_rows<4, kZeros>(rows, weight, blocks, expanded, write);
-  if (rows.m > 1) return stream_rows<2, kZeros>(rows, weight, blocks, expanded, write);
-  stream_rows<1, kZeros>(rows, weight, blocks, expanded, write);
+                        const Prefetch& prefetch, const Write& write) {
+  if (rows.m > 8) return stream_rows<16, kZeros>(rows, weight, blocks, expanded, prefetch, write);
+  if (rows.m > 4) return stream_rows<8, kZeros>(rows, weight, blocks, expanded, prefetch, write);
+  if (rows.m > 2) return stream_rows<4, kZeros>(rows, weight, blocks, expanded, prefetch, write);
+  if (rows.m > 1) return stream_rows<2, kZeros>(rows, weight, blocks, expanded, prefetch, write);
+  stream_rows<1, kZeros>(rows, weight, blocks, expanded, prefetch, write);
 }
 
 // Results of some blocks, each of which takes kParts, to finish.write(parts, rows, result).
 template <int kParts, class Format, class Finish>
 static void stream_grouped(const FewRows& rows, const Format& weight, Range blocks, ExpandedPairs<Format> expanded,
                            const Finish& finish) {
+  const auto prefetch = [&](int64_t block) {
+    for (int64_t part = 0; part < 2; part += kParts) finish.prefetch({0, rows.m}, (block + part) / kParts);
+  };
   const auto write = [&](const auto& sums, int64_t block) {
     if constexpr (kParts == 2) {
       finish.write({sums[0], sums[1]}, {0, rows.m}, block / 2);
@@ -207,10 +211,10 @@ static void stream_grouped(const FewRows& rows, const Format& weight, Range bloc
   if constexpr (Format::kMayHaveZeros) {
     if (weight.has_zeros()) {
       rows.add_up(weight);
-      return stream_rows<true>(rows, weight, blocks, expanded, write);
+      return stream_rows<true>(rows, weight, blocks, expanded, prefetch, write);
     }
   }
-  stream_rows<false>(rows, weight, blocks, expanded, write);
+  stream_rows<false>(rows, weight, blocks, expanded, prefetch, write);
 }
 
 }  // namespace tilerank::TR_RUNG

@@ -18,6 +18,7 @@ template <int kParts>
 struct GroupedFinish {
   const Epilogue& epilogue;
 
+  void prefetch(Range rows, int64_t result) const { epilogue.prefetch(rows, result, prefetch_write); }
   void write(const float* const (&parts)[kParts], Range rows, int64_t result) const {
     for_sums(rows, [&](int64_t row, int64_t i) {
       const auto sums = [&](int part) {

@@ -23,6 +23,7 @@ struct GroupedGatedFinish {
   int64_t first_tile;  // of `to`
   int64_t first;       // result: block of the width
 
+  void prefetch(Range, int64_t) const {}
   void write(const float* const (&parts)[2], Range rows, int64_t result) const {
     const int64_t block = result - first;
     char* const column = to.tiles(block / to.panel, 0) + block % to.panel * kTileBytes;
@@ -45,6 +46,7 @@ struct GroupedChoiceFinish {
   int64_t first;  // result: block of the hidden size
 
   float* at(int64_t row, int64_t result) const { return partial.row<float>(pairs[row]) + (result - first) * kBlockN; }
+  void prefetch(Range, int64_t) const {}
   void write(const float* const (&parts)[1], Range rows, int64_t result) const {
     for_sums(rows, [&](int64_t row, int64_t i) {
       store(at(row, result), load(parts[0] + i));
