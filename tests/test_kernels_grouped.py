@@ -80,7 +80,7 @@ def test_product(rung: str, form: Int4 | Fp8, n: int, k: int) -> None:
 
 @pytest.mark.parametrize("form", [Int4(32), Int4(128, True), Fp8()], ids=str)
 def test_product_larger_than_every_block(form: Int4 | Fp8) -> None:
-    """More rows than two stripes (384) and more outputs than a band (384); more outputs than few rows keep (4096)."""
+    """More rows than two stripes (384) and more outputs than a band (384); then few rows, a large weight."""
     magnitude = 40.0 if isinstance(form, Int4) and form.zero_points else 1.0
     weight, values = filled(form, 450, 600)
     x = randn(850, 600).to(BF16)
@@ -91,7 +91,7 @@ def test_product_larger_than_every_block(form: Int4 | Fp8) -> None:
     assert_close(results[0], x, values, None, magnitude)
     assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2]), "depends on the threads"
     core.start_pool(None, 1, spin=False)
-    weight, values = filled(form, 4300, 2100)  # the rows of 16 in several panels
+    weight, values = filled(form, 4300, 2100)
     for m in (1, 16):
         assert_close(linear(x[:m].repeat(1, 4)[:, :2100], weight, out_dtype=F32), x[:m].repeat(1, 4)[:, :2100], values,
                      None, magnitude)  # fmt: skip

@@ -3,8 +3,8 @@
 //
 // Two blocks at a time: a tile of rows serves their four tiles, whose sums do not wait for each other. A tile of both
 // is expanded into the first-level cache while the one before is multiplied; what is packed comes there from memory 2
-// KiB before. Measured, that reads int4 and fp8 at the memory's whole bandwidth for 1 row; a tile expanded 2 steps
-// before, or one block at a time, at 0.85 of it.
+// KiB before. Measured with 1 row, that reads int4 and fp8 as fast as memory gives them; expanded 2 tiles before, or
+// one block at a time, at 0.8 of it.
 #pragma once
 
 namespace tilerank::TR_RUNG {
