@@ -14,6 +14,7 @@ BENCHES = {
     "comm": "all-reduce and all-gather in shared memory and over gloo, from two ranks up",
     "model": "prefill and decode of a model, as shares of what the machine allows",
     "compare": "a model against other systems with the same weights on the same cores, in turns",
+    "serve": "a server under load over HTTP, against its engine without one",
     "make-model": "write a checkpoint of random weights in the shape of a public model",
     "quality": "perplexity of a model on known text, for every dtype and number of ranks",
 }
