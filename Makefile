@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 CORE   := pyproject.toml setup.py $(wildcard kernels/csrc/*)
 
-.PHONY: help demo test test-long test-numa test-sanitize lint types format clean
+.PHONY: help demo test test-long soak test-numa test-sanitize lint types format clean
 
 help:
 	@grep -E '^# [a-z-]+:' $(MAKEFILE_LIST) | sed 's/^# //'
@@ -20,6 +20,11 @@ test: $(VENV)/.test
 # test-long: tests that take minutes or gigabytes
 test-long: $(VENV)/.test
 	$(BIN)/pytest -m long
+
+# soak: half an hour of mixed load on a server, with cancels, kills and bad requests; MINUTES=N for another time
+MINUTES ?= 30
+soak: $(VENV)/.test
+	$(BIN)/python tests/soak.py $(MINUTES)
 
 # test-numa: binding and page placement on six NUMA nodes, in a virtual machine under qemu's software emulation
 test-numa: $(VENV)/.test

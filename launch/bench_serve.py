@@ -179,7 +179,7 @@ def cache_tokens(args: argparse.Namespace) -> int:
     cost more than anything that is measured here."""
     page = 32  # kernels/attention.py: KV_BLOCK, which would bring torch along
     sequences = (args.streams, args.prompt_tokens + args.new_tokens), (2, args.prefix_tokens + TAIL_TOKENS)
-    return max(count * (tokens + 2 * page) for count, tokens in sequences)
+    return int(max(count * (tokens + 2 * page) for count, tokens in sequences))
 
 
 def _job(args: argparse.Namespace) -> EngineJob:

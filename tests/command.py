@@ -116,6 +116,12 @@ class Run:
         self._heard = hit[0]
         return hit[1]
 
+    def heard(self) -> str:
+        """All that stands on stderr by now."""
+        while self._take_in(0):
+            pass
+        return self._said["err"].decode(errors="replace")
+
     def await_output(self, nbytes: int) -> None:
         """Until that much stands on stdout."""
         self._read_until(lambda: len(self._said["out"]) >= nbytes, f"no {nbytes} bytes came out")
@@ -139,14 +145,18 @@ class Run:
         """Takes in what the command writes until `condition` holds. Nothing is lost, whoever waits for what."""
         deadline = time.monotonic() + timeout_s
         while not condition():
-            ready = self._selector.select(max(deadline - time.monotonic(), 0)) if self._streams else []
-            if not ready:
+            if not self._take_in(max(deadline - time.monotonic(), 0)):
                 raise AssertionError(f"{otherwise}:\n{self._said['out']!r}\n{self._said['err'].decode()}")
-            for key, _ in ready:
-                data = os.read(key.fd, 1 << 16)
-                self._said[key.data] += data
-                if not data:
-                    self.close(key.data)
+
+    def _take_in(self, timeout_s: float) -> bool:
+        """False: nothing came in time."""
+        ready = self._selector.select(timeout_s) if self._streams else []
+        for key, _ in ready:
+            data = os.read(key.fd, 1 << 16)
+            self._said[key.data] += data
+            if not data:
+                self.close(key.data)
+        return bool(ready)
 
 
 def run(*arguments: object, **options: Any) -> Result:

@@ -73,7 +73,12 @@ def make_app(client: EngineClient, tokenizer: Tokenizer, about: About) -> Starle
     routes += [Route(path, handler, methods=[method]) for path, (method, handler) in free.items()]
     return Starlette(
         routes=routes,
-        exception_handlers={ApiError: _refuse, HTTPException: _refuse_http, Exception: _refuse_unexpected},
+        exception_handlers={
+            ApiError: _refuse,
+            HTTPException: _refuse_http,
+            ClientDisconnect: _give_up,
+            Exception: _refuse_unexpected,
+        },
     )
 
 
@@ -87,6 +92,11 @@ async def _refuse_http(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     what = f"{request.method} {request.url.path}"
     return await _refuse(request, ApiError(error.status_code, f"{what} is nothing that this server does"))
+
+
+async def _give_up(request: Request, error: Exception) -> Response:
+    """Nobody hears it."""
+    return Response(status_code=400)
 
 
 async def _refuse_unexpected(request: Request, error: Exception) -> Response:
