@@ -5,6 +5,7 @@ import itertools
 import json
 import os
 import shutil
+import signal
 import subprocess
 import tempfile
 import time
@@ -26,7 +27,7 @@ class Page:
     def __init__(self, *, width: int = 1100, height: int = 900, dark: bool = False) -> None:
         command = find()
         assert command is not None, f"none of {', '.join(NAMES)} is installed"
-        self._profile = tempfile.TemporaryDirectory(prefix="tilerank-browser-")
+        self._profile = tempfile.TemporaryDirectory(prefix="tilerank-browser-", ignore_cleanup_errors=True)
         theirs_in, self._out = os.pipe()
         self._in, theirs_out = os.pipe()
 
@@ -53,6 +54,7 @@ class Page:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             close_fds=False,
+            process_group=0,
             preexec_fn=take_pipes,
         )
         os.close(theirs_in)
@@ -72,7 +74,8 @@ class Page:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._process.kill()
+        # With its helpers, which write to the profile; the last of them may do so while it is removed.
+        os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
         os.close(self._in)
         os.close(self._out)
