@@ -208,6 +208,7 @@ def _be_http(args: argparse.Namespace) -> int:
     from tilerank.runtime.server.app import About
     from tilerank.runtime.server.tools import tool_parser
 
+    from .grammar_trial import GrammarTrial
     from .http import Http, run
 
     logs.configure(0, args.log_level, prefix=False)
@@ -218,6 +219,7 @@ def _be_http(args: argparse.Namespace) -> int:
         own_version() or "unknown",
         args.api_key or os.environ.get(API_KEY) or None,
         tool_parser(read_model_type(model_dir)),
+        GrammarTrial(model_dir).check,
     )
     status = StatusPipe.inherited()
     run(Http(listener, model_dir, about), control, DRAIN_S, lambda: status.send(Reached("serving")))

@@ -1,9 +1,11 @@
 """Bodies of requests, as the OpenAI API has them, with the sampling options that local servers add. All bounded."""
 
 import json
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from .errors import ApiError
 
 MAX_TOKENS = 1 << 20
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
@@ -20,40 +22,81 @@ class StreamOptions(_Body):
     include_usage: bool = False
 
 
+class JsonSchema(_Body):
+    """`of`: the schema; always followed to the letter, asked to be `strict` or not."""
+
+    name: str = Field(pattern="^[a-zA-Z0-9_-]{1,64}$")
+    of: dict[str, Any] = Field(alias="schema")
+
+
+class ResponseFormat(_Body):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _schema_where_it_belongs(self) -> "ResponseFormat":
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError("expected json_schema if the type is json_schema, and only then")
+        return self
+
+
 class Sampling(_Body):
     """What chat and plain completions have in common."""
+
+    # Fields of OpenAI's and of other servers that ask for another answer than is given here.
+    unsupported: ClassVar[frozenset[str]] = frozenset(
+        {"guided_json", "guided_choice", "guided_grammar", "structured_outputs", "use_beam_search"}
+    )
 
     model: str | None = Field(None, max_length=1024)
     n: int = Field(1, ge=1, le=16)
     stream: bool = False
     stream_options: StreamOptions | None = None
-    temperature: float | None = Field(1.0, ge=0, le=2)
-    top_p: float | None = Field(1.0, ge=0, le=1)
-    presence_penalty: float | None = Field(0.0, ge=-2, le=2)
-    frequency_penalty: float | None = Field(0.0, ge=-2, le=2)
-    logit_bias: dict[TokenId, Annotated[float, Field(ge=-100, le=100)]] | None = Field(None, max_length=300)
+    temperature: float = Field(1.0, ge=0, le=2)
+    top_p: float = Field(1.0, ge=0, le=1)
+    presence_penalty: float = Field(0.0, ge=-2, le=2)
+    frequency_penalty: float = Field(0.0, ge=-2, le=2)
+    logit_bias: dict[TokenId, Annotated[float, Field(ge=-100, le=100)]] = Field({}, max_length=300)
     seed: int | None = Field(None, ge=-(1 << 63), lt=1 << 63)
-    stop: StopString | Annotated[list[StopString], Field(max_length=16)] | None = None
+    stop: StopString | Annotated[list[StopString], Field(max_length=16)] = Field([])
+    response_format: ResponseFormat | None = None
     # Not OpenAI's:
     top_k: int = Field(0, ge=-1, lt=1 << 31)
     min_p: float = Field(0.0, ge=0, le=1)
     repetition_penalty: float = Field(1.0, gt=0, le=100)
     stop_token_ids: list[TokenId] = Field([], max_length=64)
     ignore_eos: bool = False
+    guided_regex: str | None = Field(None, min_length=1, max_length=8192)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known(cls, data: Any) -> Any:
+        """Null stands for what a field is by default."""
+        if not isinstance(data, dict):
+            return data
+        for name in sorted(cls.unsupported & data.keys()):
+            if data[name]:
+                message = f"Unsupported parameter: '{name}' is not supported with this model."
+                raise ApiError(400, message, param=name, code="unsupported_parameter")
+        return {name: value for name, value in data.items() if value is not None}
 
     @model_validator(mode="after")
-    def _usage_belongs_to_streams(self) -> "Sampling":
+    def _fields_go_together(self) -> "Sampling":
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options is for stream: true")
+        if self.guided_regex is not None and self.response_format is not None:
+            raise ValueError("expected response_format or guided_regex, found both")
         return self
 
     @property
     def stop_strings(self) -> list[str]:
-        return [self.stop] if isinstance(self.stop, str) else self.stop or []
+        return [self.stop] if isinstance(self.stop, str) else self.stop
 
 
 class Completion(Sampling):
     """POST /v1/completions."""
+
+    unsupported = Sampling.unsupported | {"echo", "suffix"}
 
     prompt: (
         _Ids
@@ -61,11 +104,15 @@ class Completion(Sampling):
         | str
         | Annotated[list[str], Field(min_length=1, max_length=64)]
     )
-    max_tokens: int | None = Field(16, ge=1, le=MAX_TOKENS)
+    max_tokens: int = Field(16, ge=1, le=MAX_TOKENS)
     logprobs: int | None = Field(None, ge=0, le=20)
-    echo: Literal[False] = False
-    suffix: Literal[None] = None
-    best_of: Literal[1] | None = None
+    best_of: int | None = None
+
+    @model_validator(mode="after")
+    def _best_of_all(self) -> "Completion":
+        if self.best_of not in (None, self.n):
+            raise ValueError(f"best_of: expected n, which is {self.n}, found {self.best_of}")
+        return self
 
 
 class TextPart(_Body):
@@ -93,6 +140,16 @@ class Message(_Body):
     role: str = Field(min_length=1, max_length=64)
     content: str | list[TextPart] | None = None
     tool_calls: list[MadeCall] | None = Field(None, max_length=128)
+
+    @field_validator("content", mode="before")
+    @classmethod
+    def _text_alone(cls, content: Any) -> Any:
+        """What a part points to is never fetched."""
+        for part in content if isinstance(content, list) else ():
+            kind = part.get("type") if isinstance(part, dict) else None
+            if kind != "text":
+                raise ValueError(f"expected text or parts of type 'text', found {kind!r:.40}; other media are not read")
+        return content
 
     def told(self) -> dict[str, Any]:
         """As a template wants it: few know of parts, so text in parts becomes one text."""
@@ -128,32 +185,61 @@ class Tool(_Body):
     function: Function
 
 
-class ResponseFormat(_Body):
-    type: Literal["text"]
+class ChosenFunction(_Body):
+    name: str
+
+
+class NamedTool(_Body):
+    """The one that has to be called."""
+
+    type: Literal["function"]
+    function: ChosenFunction
 
 
 class ChatCompletion(Sampling):
     """POST /v1/chat/completions."""
+
+    unsupported = Sampling.unsupported | {"chat_template", "functions", "function_call", "audio", "web_search_options"}
 
     messages: list[Message] = Field(min_length=1, max_length=4096)
     max_tokens: int | None = Field(None, ge=1, le=MAX_TOKENS)
     max_completion_tokens: int | None = Field(None, ge=1, le=MAX_TOKENS)
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=20)
-    tools: Annotated[list[Tool], Field(max_length=128)] | None = None
-    tool_choice: Literal["none", "auto"] = "auto"
-    response_format: ResponseFormat | None = None
+    tools: list[Tool] = Field([], max_length=128)
+    tool_choice: Literal["none", "auto", "required"] | NamedTool = "auto"
+    parallel_tool_calls: bool = True
     chat_template_kwargs: dict[str, str | int | float | bool | None] = Field({}, max_length=64)
 
     @model_validator(mode="after")
-    def _logprobs_are_asked_for(self) -> "ChatCompletion":
+    def _chat_fields_go_together(self) -> "ChatCompletion":
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError("top_logprobs is for logprobs: true")
+        if self.must_call and not self.tools:
+            raise ValueError("'tool_choice' is only allowed when 'tools' are specified.")
+        if self.must_call and not self.callable_tools:
+            raise ValueError("tool_choice: the tools have no function of this name")
         return self
+
+    @property
+    def must_call(self) -> bool:
+        return self.tool_choice not in ("none", "auto")
+
+    @property
+    def may_call_more(self) -> bool:
+        """Than one."""
+        return self.parallel_tool_calls and not isinstance(self.tool_choice, NamedTool)
+
+    @property
+    def callable_tools(self) -> list[Tool]:
+        choice = self.tool_choice
+        if isinstance(choice, NamedTool):
+            return [tool for tool in self.tools if tool.function.name == choice.function.name]
+        return [] if choice == "none" else self.tools
 
     def told_tools(self) -> list[dict[str, Any]] | None:
         """As a template wants them; None if the model is to call none."""
-        if not self.tools or self.tool_choice == "none":
+        if not self.callable_tools:
             return None
         return [tool.model_dump(exclude_unset=True) for tool in self.tools]
 

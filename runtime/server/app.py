@@ -1,5 +1,6 @@
 """The OpenAI API over HTTP: routes, what guards them, and how answers are worded. Knows the engine as a client only."""
 
+import asyncio
 import hmac
 import json
 import logging
@@ -20,12 +21,14 @@ from starlette.routing import Route
 from tilerank.loader.errors import TokenizerError
 from tilerank.loader.tokenizer import Tokenizer
 
+from ..errors import RequestError
 from ..params import SamplingParams
 from . import status
 from .api import ChatCompletion, Completion, Detokenize, Message, Sampling, Tokenize
 from .client import EngineClient, EngineGoneError, RefusedError
 from .completions import Answering, Delta
 from .errors import ApiError, refusal
+from .grammars import grammar_of
 from .latest import Latest
 from .metrics import Metrics
 from .tools import ToolParser
@@ -44,12 +47,14 @@ Handler = Callable[[Request], Awaitable[Response]]
 @dataclass(frozen=True)
 class About:
     """What the server is: the name that clients call the model by, the project's version, the key they must show, and
-    how the model's family writes tool calls, if that is known."""
+    how the model's family writes tool calls, if that is known. `check_grammar` takes its time, so it gets a thread, and
+    raises RequestError for what the engine should not see."""
 
     model: str
     version: str
     api_key: str | None
     tools: type[ToolParser] | None
+    check_grammar: Callable[[str], None]
 
 
 def make_app(client: EngineClient, tokenizer: Tokenizer, about: About) -> Starlette:
@@ -181,7 +186,8 @@ class _Server:
     async def complete(self, request: Request) -> Response:
         body = await self._body(request, Completion)
         wording = TextWording(self._tokenizer, body.logprobs)
-        return await self._answer(request, body, self._prompts(body.prompt), body.logprobs, wording)
+        grammar = await self._grammar(body, None)
+        return await self._answer(request, body, self._prompts(body.prompt), body.logprobs, grammar, wording)
 
     async def chat(self, request: Request) -> Response:
         body = await self._body(request, ChatCompletion)
@@ -190,13 +196,31 @@ class _Server:
             raise ApiError(400, f"how {self._about.model} calls tools is not known", param="tools")
         prompt = self._chat_prompt(body.messages, body.chat_template_kwargs, tools)
         top = body.top_logprobs or 0 if body.logprobs else None
-        wording = ChatWording(self._tokenizer, top, self._about.tools if tools else None)
-        return await self._answer(request, body, [prompt], top, wording)
+        family = self._about.tools if tools else None
+        grammar = await self._grammar(body, family)
+        wording = ChatWording(self._tokenizer, top, family)
+        return await self._answer(request, body, [prompt], top, grammar, wording)
+
+    async def _grammar(self, body: Sampling, family: type[ToolParser] | None) -> str | None:
+        grammar = grammar_of(body, family)
+        if grammar is not None:
+            try:
+                await asyncio.to_thread(self._about.check_grammar, grammar)
+            except RequestError as e:
+                raise ApiError(400, str(e), code="invalid_grammar") from e
+        return grammar
 
     async def _answer(
-        self, request: Request, body: Sampling, prompts: Sequence[Sequence[int]], top: int | None, wording: Wording
+        self,
+        request: Request,
+        body: Sampling,
+        prompts: Sequence[Sequence[int]],
+        top: int | None,
+        grammar: str | None,
+        wording: Wording,
     ) -> Response:
-        answering = Answering(self._client, self._tokenizer, prompts, body, 0 if top is None else max(top, 1))
+        logprobs = 0 if top is None else max(top, 1)
+        answering = Answering(self._client, self._tokenizer, prompts, body, logprobs, grammar)
         about: Words = {
             "id": f"{wording.prefix}-{answering.id}",
             "created": answering.created,
@@ -235,7 +259,8 @@ class _Server:
         except pydantic.ValidationError as e:
             first = e.errors(include_url=False, include_context=False, include_input=False)[0]
             where = ".".join(map(str, first["loc"]))
-            raise ApiError(400, f"{where}: {first['msg']}" if where else first["msg"], param=where or None) from e
+            says = first["msg"].removeprefix("Value error, ")  # that of a validator of ours
+            raise ApiError(400, f"{where}: {says}" if where else says, param=where or None) from e
         asked = getattr(body, "model", None)
         if asked is not None and asked != self._about.model:
             raise ApiError(

@@ -31,7 +31,7 @@ class Delta:
 
 
 class Answering:
-    """One request of the API while it runs. `prompts` have n choices each; `logprobs`: see SamplingParams."""
+    """One request of the API while it runs. `prompts` have n choices each. logprobs, grammar: see SamplingParams."""
 
     def __init__(
         self,
@@ -40,6 +40,7 @@ class Answering:
         prompts: Sequence[Sequence[int]],
         body: Sampling,
         logprobs: int,
+        grammar: str | None,
     ) -> None:
         self.id = secrets.token_hex(12)
         self.created = int(time.time())
@@ -49,7 +50,9 @@ class Answering:
         self._tokenizer = tokenizer
         self._stop = body.stop_strings
         self._choices = [
-            (prompt, self._params(body, prompt, logprobs, choice)) for prompt in prompts for choice in range(body.n)
+            (prompt, self._params(body, prompt, logprobs, grammar, choice))
+            for prompt in prompts
+            for choice in range(body.n)
         ]
         if len(self._choices) > MAX_CHOICES:
             raise ApiError(400, f"expected at most {MAX_CHOICES} choices, found {len(self._choices)}", param="n")
@@ -109,7 +112,9 @@ class Answering:
                 if reason is not None:
                     return
 
-    def _params(self, body: Sampling, prompt: Sequence[int], logprobs: int, choice: int) -> SamplingParams:
+    def _params(
+        self, body: Sampling, prompt: Sequence[int], logprobs: int, grammar: str | None, choice: int
+    ) -> SamplingParams:
         state = self._client.state
         if state is None:
             raise ApiError(503, "the engine is not ready", code="engine_gone")
@@ -125,18 +130,19 @@ class Answering:
         try:
             return SamplingParams(
                 max_new_tokens=min(_max_tokens(body) or room, room),
-                temperature=1.0 if body.temperature is None else body.temperature,
+                temperature=body.temperature,
                 top_k=max(body.top_k, 0),
-                top_p=1.0 if body.top_p is None else body.top_p,
+                top_p=body.top_p,
                 min_p=body.min_p,
                 seed=secrets.randbits(63) if body.seed is None else (body.seed + choice) % (1 << 64),
                 repetition_penalty=body.repetition_penalty,
-                presence_penalty=body.presence_penalty or 0.0,
-                frequency_penalty=body.frequency_penalty or 0.0,
-                logit_bias=body.logit_bias or {},
+                presence_penalty=body.presence_penalty,
+                frequency_penalty=body.frequency_penalty,
+                logit_bias=body.logit_bias,
                 ignore_eos=body.ignore_eos,
                 stop_token_ids=tuple(body.stop_token_ids),
                 logprobs=logprobs,
+                grammar=grammar,
             )
         except RequestError as e:
             raise ApiError(400, str(e)) from e

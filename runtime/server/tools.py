@@ -6,6 +6,7 @@ Llama 3.x: the whole text is {"name": ..., "parameters": {...}}, or several of t
 
 import json
 import secrets
+import sys
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import Any
@@ -34,7 +35,14 @@ Piece = str | ToolCall
 
 
 class ToolParser(ABC):
-    """Cuts the text of one choice, as it comes, into text and calls. What only looked like a call stays text."""
+    """Cuts the text of one choice, as it comes, into text and calls. What only looked like a call stays text.
+
+    BEGIN_CALL, of the tool's name, and END_CALL stand around the arguments; BETWEEN between calls.
+    """
+
+    BEGIN_CALL: str
+    END_CALL: str
+    BETWEEN: str
 
     @abstractmethod
     def push(self, text: str) -> list[Piece]: ...
@@ -46,6 +54,8 @@ class ToolParser(ABC):
 
 class QwenTools(ToolParser):
     BEGIN, END = "<tool_call>", "</tool_call>"
+    BEGIN_CALL, END_CALL = BEGIN + '\n{"name": "%s", "arguments": ', "}\n" + END
+    BETWEEN = "\n"
 
     def __init__(self) -> None:
         self._held = ""
@@ -75,6 +85,9 @@ class QwenTools(ToolParser):
 
 
 class LlamaTools(ToolParser):
+    BEGIN_CALL, END_CALL = '{"name": "%s", "parameters": ', "}"
+    BETWEEN = "; "
+
     def __init__(self) -> None:
         self._held = ""
         self._plain = False
@@ -103,20 +116,32 @@ def tool_parser(model_type: str) -> type[ToolParser] | None:
     return LlamaTools if model_type in ("llama", "mllama") else None
 
 
+def _finite(text: str) -> float:
+    """JSON has no infinity: what is too large for a float becomes the largest."""
+    return max(min(float(text), sys.float_info.max), -sys.float_info.max)
+
+
+def _no_constant(text: str) -> None:
+    raise ValueError(f"{text} is no JSON")
+
+
+_DECODER = json.JSONDecoder(parse_float=_finite, parse_constant=_no_constant)
+
+
 def _parsed(text: str) -> Any:
     try:
-        return json.loads(text)
+        return _DECODER.decode(text)
     except (ValueError, RecursionError):
         return None
 
 
 def _objects(text: str) -> list[Any]:
     """JSON values with semicolons between; [None] if that is not what the text is."""
-    decoder, found, at = json.JSONDecoder(), [], 0
+    found, at = [], 0
     text = text.strip()
     while at < len(text):
         try:
-            value, at = decoder.raw_decode(text, at)
+            value, at = _DECODER.raw_decode(text, at)
         except (ValueError, RecursionError):
             return [None]
         found.append(value)

@@ -1,0 +1,62 @@
+"""Grammars are tried out where they can do no harm."""
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+
+import pytest
+from command import DEMO
+
+from tilerank.launch.grammar_trial import GrammarTrial
+from tilerank.runtime.errors import RequestError
+
+
+# Without the limit on a grammar's work these take minutes, or more memory than there is.
+def ways(n: int) -> list[object]:
+    return [{"anyOf": [{"properties": {str(i): {}}}, {"type": "array"}]} for i in range(n)]
+
+
+BOMBS = [
+    f"start: %json {json.dumps({'properties': {str(i): {'multipleOf': 99991 + i} for i in range(30)}})}",
+    f"start: %json {json.dumps({'allOf': ways(60)})}",
+    "start: /" + "(" * 3000 + "a" + ")" * 3000 + "/",
+    "start: " + "(" * 50_000 + '"a"' + ")" * 50_000,
+    "start: %json " + '{"properties": {"a": ' * 120 + "{}" + "}}" * 120,
+]
+
+
+@pytest.fixture(scope="module")
+def trial() -> Iterator[GrammarTrial]:
+    trial = GrammarTrial(DEMO)
+    yield trial
+    if trial._process is not None:
+        assert trial._process.stdin is not None and trial._process.stdout is not None
+        trial._process.stdin.close()
+        trial._process.stdout.close()
+        assert trial._process.wait(110) == 0  # nobody asks any more
+
+
+def test_says_what_is_wrong(trial: GrammarTrial) -> None:
+    trial.check('start: %json {"type": "object"}')
+    with pytest.raises(RequestError, match="unclosed group"):
+        trial.check("start: /(/")
+    with pytest.raises(RequestError, match="Unimplemented keys"):
+        trial.check('start: %json {"not": {"type": "string"}}')
+    trial.check("start: /[äöü]+/")
+
+
+@pytest.mark.parametrize("bomb", BOMBS, ids=lambda bomb: bomb[:40])
+def test_bombs_are_refused_and_the_next_grammar_is_judged(trial: GrammarTrial, bomb: str) -> None:
+    with pytest.raises(RequestError, match="the grammar: "):
+        trial.check(bomb)
+    trial.check(f"start: /{len(bomb)}/")
+
+
+def test_a_process_that_is_gone_is_replaced(trial: GrammarTrial) -> None:
+    trial.check("start: /gone/")
+    assert trial._process is not None
+    os.kill(trial._process.pid, signal.SIGKILL)
+    with pytest.raises(RequestError, match="compiling it takes more than 1 s or 4 GiB"):
+        trial.check("start: /who was there/")
+    trial.check("start: /the next/")
