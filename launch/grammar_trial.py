@@ -5,12 +5,13 @@ process that tries, without harm to any other, and the request is refused. The e
 more, beside its steps (runtime/guide.py): compiled grammars cannot be handed from process to process.
 """
 
+import asyncio
 import resource
 import signal
 import subprocess
 import sys
-import threading
-from functools import lru_cache
+from collections import OrderedDict
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import IO
 
@@ -27,31 +28,37 @@ _LENGTH_BYTES = 4
 
 
 class GrammarTrial:
-    """Asked by the threads of the HTTP process. The other process is started when there is a grammar to try."""
+    """The HTTP process's end. The other process is started when there is a grammar to try."""
 
     def __init__(self, model_dir: Path) -> None:
-        self.check = lru_cache(KEPT)(self._check)
         self._model_dir = model_dir
+        self._good: OrderedDict[str, None] = OrderedDict()
+        self._thread = ThreadPoolExecutor(1)  # waits for the process, which tries one at a time
         self._process: subprocess.Popen[bytes] | None = None
-        self._one_at_a_time = threading.Lock()
 
-    def _check(self, grammar: str) -> None:
+    async def check(self, grammar: str) -> None:
         """RequestError if the grammar is wrong, or takes too much to compile."""
-        with self._one_at_a_time:
-            if self._process is None:
-                self._process = self._start()
-            assert self._process.stdin is not None and self._process.stdout is not None
-            try:
-                _write(self._process.stdin, grammar)
-                refusal = _read(self._process.stdout)
-            except BrokenPipeError:
-                refusal = None
-            if refusal is None:
-                self._process.wait()
-                self._process = None
-                raise RequestError(f"the grammar: compiling it takes more than {CPU_S} s or {MEMORY >> 30} GiB")
-            if refusal:
-                raise RequestError(refusal)
+        if grammar not in self._good:
+            await asyncio.get_running_loop().run_in_executor(self._thread, self._try, grammar)
+            self._good[grammar] = None
+            if len(self._good) > KEPT:
+                self._good.popitem(last=False)
+
+    def _try(self, grammar: str) -> None:
+        if self._process is None:
+            self._process = self._start()
+        assert self._process.stdin is not None and self._process.stdout is not None
+        try:
+            _write(self._process.stdin, grammar)
+            refusal = _read(self._process.stdout)
+        except BrokenPipeError:
+            refusal = None
+        if refusal is None:
+            self._process.wait()
+            self._process = None
+            raise RequestError(f"the grammar: compiling it takes more than {CPU_S} s or {MEMORY >> 30} GiB")
+        if refusal:
+            raise RequestError(refusal)
 
     def _start(self) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-P", "-m", __name__, str(self._model_dir)]

@@ -1,6 +1,7 @@
 """The HTTP process: a loop of its own, outside of the ranks. Engines come and go over a control socket."""
 
 import asyncio
+import resource
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,9 +16,13 @@ from tilerank.runtime.server.client import EngineClient
 from tilerank.runtime.server.gate import Gate
 from tilerank.runtime.server.handover import take
 
+from .patience import PatientProtocol
+
 MAX_HEADER = 64 << 10
 """Bytes of a request's line and headers."""
 MAX_CONNECTIONS = 4096
+OTHER_FILES = 1024
+"""Open ones beside the connections, and connections that are turned away."""
 LAST_WORDS_S = 5
 """For clients that are slow to read the end of their answers."""
 
@@ -39,6 +44,7 @@ def run(http: Http, control: socket.socket, drain_s: float, on_ready: Callable[[
 
 
 async def _serve(http: Http, control: socket.socket, drain_s: float, on_ready: Callable[[], None]) -> None:
+    _allow_files(MAX_CONNECTIONS + OTHER_FILES)
     loop = asyncio.get_running_loop()
     client = EngineClient()
     gate = Gate(make_app(client, Tokenizer(http.model_dir), http.about))
@@ -53,7 +59,7 @@ async def _serve(http: Http, control: socket.socket, drain_s: float, on_ready: C
             limit_concurrency=MAX_CONNECTIONS,
             timeout_graceful_shutdown=LAST_WORDS_S,
             server_header=False,
-            http="h11",
+            http=PatientProtocol,
             ws="none",
         ),
         lambda: loop.call_soon_threadsafe(told_to_stop.set),
@@ -83,6 +89,12 @@ async def _serve(http: Http, control: socket.socket, drain_s: float, on_ready: C
     for task in (stopping, *engines):
         task.cancel()
     await asyncio.gather(stopping, *engines, return_exceptions=True)
+
+
+def _allow_files(count: int) -> None:
+    """A shell's limit of 1024 is for programs that poll with select."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(count, hard)), hard))
 
 
 class _Server(uvicorn.Server):

@@ -25,6 +25,7 @@ from ..errors import RequestError
 from ..params import SamplingParams
 from . import status
 from .api import ChatCompletion, Completion, Detokenize, Message, Sampling, Tokenize
+from .bodies import Bodies
 from .client import EngineClient, EngineGoneError, RefusedError
 from .completions import Answering, Delta
 from .errors import ApiError, refusal
@@ -36,8 +37,8 @@ from .wording import ChatWording, TextWording, Wording, Words
 
 log = logging.getLogger(__name__)
 
-MAX_BODY = 32 << 20
-"""Bytes."""
+LONG_TEXT = 4096
+"""Characters: from here on a text is tokenised in a thread, while others are served."""
 HEALTH_S = 60.0
 
 Body = TypeVar("Body", bound=pydantic.BaseModel)
@@ -47,14 +48,14 @@ Handler = Callable[[Request], Awaitable[Response]]
 @dataclass(frozen=True)
 class About:
     """What the server is: the name that clients call the model by, the project's version, the key they must show, and
-    how the model's family writes tool calls, if that is known. `check_grammar` takes its time, so it gets a thread, and
-    raises RequestError for what the engine should not see."""
+    how the model's family writes tool calls, if that is known. `check_grammar` raises RequestError for what the engine
+    should not see."""
 
     model: str
     version: str
     api_key: str | None
     tools: type[ToolParser] | None
-    check_grammar: Callable[[str], None]
+    check_grammar: Callable[[str], Awaitable[None]]
 
 
 def make_app(client: EngineClient, tokenizer: Tokenizer, about: About) -> Starlette:
@@ -116,6 +117,7 @@ class _Server:
         self._started = int(time.time())
         self._metrics = Metrics(client)
         self._latest = Latest()
+        self._bodies = Bodies()
 
     def guarded(self, handler: Handler) -> Handler:
         async def checked(request: Request) -> Response:
@@ -168,10 +170,10 @@ class _Server:
     async def tokenize(self, request: Request) -> Response:
         body = await self._body(request, Tokenize)
         if body.messages is not None:
-            tokens = self._chat_prompt(body.messages, {})
+            tokens = await self._chat_prompt(body.messages, {})
         else:
             assert body.prompt is not None
-            tokens = self._encode(body.prompt, body.add_special_tokens)
+            tokens = await self._encode(body.prompt, body.add_special_tokens)
         state = self._client.state
         limit = state.context_length if state else None
         return JSONResponse({"tokens": tokens, "count": len(tokens), "max_model_len": limit})
@@ -187,14 +189,14 @@ class _Server:
         body = await self._body(request, Completion)
         wording = TextWording(self._tokenizer, body.logprobs)
         grammar = await self._grammar(body, None)
-        return await self._answer(request, body, self._prompts(body.prompt), body.logprobs, grammar, wording)
+        return await self._answer(request, body, await self._prompts(body.prompt), body.logprobs, grammar, wording)
 
     async def chat(self, request: Request) -> Response:
         body = await self._body(request, ChatCompletion)
         tools = body.told_tools()
         if tools and self._about.tools is None:
             raise ApiError(400, f"how {self._about.model} calls tools is not known", param="tools")
-        prompt = self._chat_prompt(body.messages, body.chat_template_kwargs, tools)
+        prompt = await self._chat_prompt(body.messages, body.chat_template_kwargs, tools)
         top = body.top_logprobs or 0 if body.logprobs else None
         family = self._about.tools if tools else None
         grammar = await self._grammar(body, family)
@@ -205,7 +207,7 @@ class _Server:
         grammar = grammar_of(body, family)
         if grammar is not None:
             try:
-                await asyncio.to_thread(self._about.check_grammar, grammar)
+                await self._about.check_grammar(grammar)
             except RequestError as e:
                 raise ApiError(400, str(e), code="invalid_grammar") from e
         return grammar
@@ -249,13 +251,9 @@ class _Server:
         return JSONResponse(about | {"object": wording.objects[1], "choices": choices, "usage": answering.usage})
 
     async def _body(self, request: Request, kind: type[Body]) -> Body:
-        data = bytearray()
-        async for piece in request.stream():
-            data += piece
-            if len(data) > MAX_BODY:
-                raise ApiError(413, f"the body is longer than {MAX_BODY} bytes")
+        data = await self._bodies.read(request)
         try:
-            body = kind.model_validate_json(bytes(data))
+            body = kind.model_validate_json(data)
         except pydantic.ValidationError as e:
             first = e.errors(include_url=False, include_context=False, include_input=False)[0]
             where = ".".join(map(str, first["loc"]))
@@ -271,27 +269,29 @@ class _Server:
             )
         return body
 
-    def _prompts(self, prompt: str | list[str] | list[int] | list[list[int]]) -> list[list[int]]:
+    async def _prompts(self, prompt: str | list[str] | list[int] | list[list[int]]) -> list[list[int]]:
         if isinstance(prompt, str):
-            prompts = [self._encode(prompt, True)]
+            prompts = [await self._encode(prompt, True)]
         elif isinstance(prompt[0], int):
             prompts = [[token for token in prompt if isinstance(token, int)]]
         else:
-            prompts = [self._encode(one, True) if isinstance(one, str) else one for one in prompt]
+            prompts = [await self._encode(one, True) if isinstance(one, str) else one for one in prompt]
         if not all(prompts):
             raise ApiError(400, "the prompt is empty; expected at least one token", param="prompt")
         return prompts
 
-    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+    async def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         try:
-            return self._tokenizer.encode(text, add_special_tokens)
+            if len(text) < LONG_TEXT:
+                return self._tokenizer.encode(text, add_special_tokens)
+            return await asyncio.to_thread(self._tokenizer.encode, text, add_special_tokens)
         except TokenizerError as e:
             raise ApiError(400, str(e)) from e
 
-    def _chat_prompt(
+    async def _chat_prompt(
         self, messages: Sequence[Message], variables: dict[str, Any], tools: list[dict[str, Any]] | None = None
     ) -> list[int]:
-        own = {"messages", "tools", "add_generation_prompt"} & variables.keys()
+        own = {"self", "messages", "tools", "add_generation_prompt"} & variables.keys()
         if own:
             raise ApiError(400, f"{min(own)} is not for chat_template_kwargs", param="chat_template_kwargs")
         try:
@@ -300,7 +300,7 @@ class _Server:
         except TokenizerError as e:
             # Not all of the sentence: it names the file.
             raise ApiError(400, f"the chat template refused the messages: {e.__cause__}", param="messages") from e
-        return self._encode(text, False)
+        return await self._encode(text, False)
 
 
 async def _after(first: Delta, rest: AsyncIterator[Delta]) -> AsyncIterator[Delta]:

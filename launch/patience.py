@@ -1,0 +1,58 @@
+"""HTTP connections that end when the client is too slow: to send a request, or to take an answer.
+
+Each holds one of a bounded number of connections (slow loris), and an answer that nobody takes is held in memory.
+"""
+
+import asyncio
+
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+REQUEST_S = 60.0
+"""From a connection, or an answer, to the end of the next request."""
+TAKE_S = 60.0
+"""For as much of an answer as fills the buffers between."""
+
+
+class PatientProtocol(H11Protocol):
+    """uvicorn's, with deadlines."""
+
+    _sending: asyncio.TimerHandle | None = None  # the client has to send us something
+    _taking: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._await_request()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self._sending is not None and self._has_request():
+            self._sending.cancel()
+            self._sending = None
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self._sending is None and not self._has_request():
+            self._await_request()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._taking = self.loop.call_later(TAKE_S, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._taking is not None:
+            self._taking.cancel()
+            self._taking = None
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        for timer in (self._sending, self._taking):
+            if timer is not None:
+                timer.cancel()
+
+    def _await_request(self) -> None:
+        self._sending = self.loop.call_later(REQUEST_S, self.transport.abort)
+
+    def _has_request(self) -> bool:
+        """All of one that is not answered yet."""
+        return self.cycle is not None and not self.cycle.response_complete and not self.cycle.more_body
