@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 from command import DEMO
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tilerank.loader.tokenizer import Tokenizer
@@ -29,6 +29,7 @@ def texts(ids: list[int], stop: list[str]) -> tuple[list[str], bool]:
     return [*pieces, stream.flush()], stream.stopped
 
 
+@settings(deadline=None)
 @given(st.text("abé🙂 \n", max_size=30), st.lists(st.text("abé🙂 ", min_size=1, max_size=4), max_size=3))
 def test_a_text_ends_at_its_first_stop_string(text: str, stop: list[str]) -> None:
     ids = TOKENIZER.encode(text, add_special_tokens=False)
@@ -76,6 +77,7 @@ CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Köln", "days": 
 WEATHER = ("weather", '{"city": "Köln", "days": [1, 2]}')
 
 
+@settings(deadline=None)
 @given(SIZES)
 def test_tool_calls_of_qwen(sizes: list[int]) -> None:
     assert parsed(QwenTools(), f"I look.\n{CALL}\n{CALL}", sizes) == ("I look.", [WEATHER, WEATHER])
@@ -90,12 +92,24 @@ def test_tool_calls_of_qwen(sizes: list[int]) -> None:
         assert parsed(QwenTools(), broken, sizes) == (broken, [])
 
 
+HUGE = '{"x": -1.7976931348623157e+308}'  # JSON has no infinity
+
+
+@settings(deadline=None)
 @given(SIZES)
 def test_tool_calls_of_llama(sizes: list[int]) -> None:
     call = '{"name": "f", "parameters": {"x": 1}}'
     assert parsed(LlamaTools(), f"\n{call}", sizes) == ("", [("f", '{"x": 1}')])
     assert parsed(LlamaTools(), f"{call}; {call}", sizes) == ("", [("f", '{"x": 1}')] * 2)
-    for plain in ("Hello {x}", '{"name": "f"', f"{call} and more", '{"x": 1}', "{" * 300):
+    assert parsed(LlamaTools(), '{"name": "f", "parameters": {"x": -1e999}}', sizes)[1] == [("f", HUGE)]
+    for plain in (
+        "Hello {x}",
+        '{"name": "f", "parameters": {"x": NaN}}',
+        '{"name": "f"',
+        f"{call} and more",
+        '{"x": 1}',
+        "{" * 300,
+    ):
         assert parsed(LlamaTools(), plain, sizes) == (plain, [])
 
 
