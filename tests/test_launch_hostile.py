@@ -151,9 +151,6 @@ def test_nothing_is_fetched(server: Server, kind: str) -> None:
 @pytest.mark.parametrize(
     ("data", "status"),
     [
-        (b"GET /health HTTP/1.1\r\nHost: a\r\nX: " + b"a" * 200_000 + b"\r\n\r\n", 400),
-        (b"GET /health HTTP/1.1\r\nHost: a\r\n" + b"X: a\r\n" * 20_000 + b"\r\n", 400),
-        (b"GET /" + b"a" * 200_000 + b" HTTP/1.1\r\nHost: a\r\n\r\n", 400),
         (b"GET /\xff\xfe HTTP/1.1\r\nHost: a\r\n\r\n", 400),
         (b"GET /health HTTP/1.1\r\n\r\n", 400),  # no host
         (b"POST /tokenize HTTP/1.1\r\nHost: a\r\nContent-Length: -5\r\n\r\n", 400),
@@ -172,6 +169,16 @@ def test_nothing_is_fetched(server: Server, kind: str) -> None:
 )
 def test_bytes_that_are_hardly_http(server: Server, data: bytes, status: int) -> None:
     assert raw(server, data).startswith(b"HTTP/1.1 %d " % status)
+
+
+@pytest.mark.parametrize("begin", [b"GET /", b"GET /health HTTP/1.1\r\nX: ", b"GET /health HTTP/1.1\r\n"])
+def test_heads_without_end(server: Server, begin: bytes) -> None:
+    """The server hangs up; its last word may get lost, as what was sent meanwhile is."""
+    lines = b"X: a\r\n" if begin.endswith(b"\n") else b"a"
+    found = b""
+    with contextlib.suppress(ConnectionResetError, BrokenPipeError):
+        found = raw(server, begin + lines * (4 << 20))
+    assert found == b"" or found.startswith(b"HTTP/1.1 400 ")
 
 
 def test_listens_on_loopback_alone_by_default(server: Server) -> None:
