@@ -268,8 +268,9 @@ def test_chunked_prefill_and_decode_equal_whole_prefill(
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("scale", [0.1, 4.0, -4.0])
-def test_maxima_that_rise_again_and_again_leave_the_bits_alone(dtype: torch.dtype, scale: float) -> None:
-    batch = Batch([1100], [(0, 3)], 16, dtype)
+@pytest.mark.parametrize("d", [16, 64])
+def test_maxima_that_rise_again_and_again_leave_the_bits_alone(dtype: torch.dtype, scale: float, d: int) -> None:
+    batch = Batch([1100], [(0, 3)], d, dtype)
     batch.scale = scale
     for position in (0, 31, 40, 255, 256, 300, 1023, 1024, 1090):
         batch.k[0][position] *= 1 + position / 200

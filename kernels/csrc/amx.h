@@ -46,6 +46,24 @@ template <int T>
 static inline void tile_store(void* p, int64_t row_stride_bytes) {
   asm volatile("tilestored %%tmm%c0, (%1,%2,1)" ::"i"(T), "r"(p), "r"(row_stride_bytes) : "memory");
 }
+// Tiles of 16 rows of 64 bytes that lie one after the other. These say what memory they touch, so that the compiler
+// keeps what it knows in registers: for loops that mix tiles with vectors.
+template <int T>
+static inline void tile_load_block(const void* p) {
+  asm volatile("tileloadd (%1,%2,1), %%tmm%c0" ::"i"(T), "r"(p), "r"(int64_t{64}),
+               "m"(*static_cast<const char (*)[1024]>(p)));
+}
+template <int T>
+static inline void tile_load_block_stream(const void* p) {
+  asm volatile("tileloaddt1 (%1,%2,1), %%tmm%c0" ::"i"(T), "r"(p), "r"(int64_t{64}),
+               "m"(*static_cast<const char (*)[1024]>(p)));
+}
+template <int T>
+static inline void tile_store_block(void* p) {
+  asm volatile("tilestored %%tmm%c1, (%2,%3,1)"
+               : "=m"(*static_cast<char (*)[1024]>(p))
+               : "i"(T), "r"(p), "r"(int64_t{64}));
+}
 // C[m][n] += sum over pairs of A[m][2k..] * B[k][2n..], bf16 products summed in fp32
 template <int C, int A, int B>
 static inline void tile_dot_bf16() {

@@ -5,8 +5,8 @@
 // tokens page by page: scores, then probabilities. What the first-level cache has to hold stays small: the scores of
 // two pages and the probabilities of a chunk. Then the chunk's values are added up. All groups walk one segment of
 // tokens before the next, so that its keys and values come from memory once and stay in the second-level cache. Few
-// rows (decode) stream keys and values once; pages lie scattered, so what comes next is always asked for early. Tiles
-// and vectors share an execution port, so that mixing their instructions gains next to nothing.
+// rows (decode) stream keys and values once; pages lie scattered, so what comes next is always asked for early. Many
+// rows have their softmax between the products (attention_woven.h).
 //
 // The softmax does without the running maximum. Any shift of the exponents serves as long as nothing overflows, so a
 // row keeps the one of its first page until a score exceeds it by kHeadroom. Shifts are whole powers of two: to change
@@ -52,10 +52,11 @@ static void widen_page(const int8_t* codes, int64_t n, bf16* to) {
 
 class TileTask {
  public:
-  TileTask(const Problem& problem, const Task& task, TileScratch& scratch)
+  TileTask(const Problem& problem, const Task& task, TileScratch& scratch, int64_t unit_pages = kChunkPages)
       : problem_(problem),
         task_(task),
         scratch_(scratch),
+        unit_pages_(unit_pages),
         d_(problem.dims()),
         key_dims_(problem.key_dims()),
         steps_((key_dims_ + 31) / 32),
@@ -68,11 +69,7 @@ class TileTask {
       return;
     }
     load_rows();
-    TileConfig config;
-    // Few rows take few cycles.
-    const int rows = static_cast<int>(std::min<int64_t>(task_.rows, 16));
-    for (int tile = 0; tile < 8; ++tile) config.set(tile, tile < 6 ? rows : 16, 64);
-    const Tiles tiles(config);
+    const Tiles tiles(tile_rows());
     Unit units[2];
     units[1].buffer = 1;
     look_up(units[0], 0, 0);
@@ -87,7 +84,15 @@ class TileTask {
     store_rows();
   }
 
- private:
+ protected:
+  // Few rows take few cycles.
+  TileConfig tile_rows() const {
+    TileConfig config;
+    const int rows = static_cast<int>(std::min<int64_t>(task_.rows, 16));
+    for (int tile = 0; tile < 8; ++tile) config.set(tile, tile < 6 ? rows : 16, 64);
+    return config;
+  }
+
   // Positive, so that -inf stays what it is; the sign went to q.
   float scale() const {
     return std::max(std::fabs(problem_.scale) * 1.44269504088896341f, std::numeric_limits<float>::min());
@@ -97,7 +102,7 @@ class TileTask {
   void look_up(Unit& unit, int64_t begin, int64_t group) {
     unit.begin = begin;
     unit.group = group;
-    unit.pages = std::min(kTileChunk, last_visible(group) - begin + kBlock - 1) / kBlock;
+    unit.pages = std::min(unit_pages_ * kBlock, last_visible(group) - begin + kBlock - 1) / kBlock;
     for (int64_t i = 0; i < unit.pages; ++i) {
       const int64_t first = begin + i * kBlock;
       const int64_t page = problem_.page(task_.sequence, task_.first_page + first / kBlock);
@@ -119,7 +124,7 @@ class TileTask {
   }
 
   void widen(Unit& unit, int64_t i, int64_t page) {
-    bf16* const k = scratch_.wide[unit.buffer][i];
+    bf16* const k = scratch_.wide[unit.buffer * unit_pages_ + i];
     bf16* const v = k + kMaxDim * kBlock;
     widen_page(problem_.keys<int8_t>(page, task_.kv_head), key_dims_ * kBlock, k);
     widen_page(problem_.values<int8_t>(page, task_.kv_head), lane_groups_ * 16 * kBlock, v);
@@ -131,7 +136,7 @@ class TileTask {
 
   // All chunks of a segment for one group after the other, then the next segment.
   bool advance(const Unit& unit, Unit& next) {
-    int64_t begin = unit.begin + kTileChunk, group = unit.group;
+    int64_t begin = unit.begin + unit_pages_ * kBlock, group = unit.group;
     const auto skip_blind_groups = [&] {
       while (group < groups_ && last_visible(group) <= begin) ++group;
     };
@@ -175,26 +180,47 @@ class TileTask {
   }
 
   void softmax(const Unit& unit, int64_t page) {
-    const int64_t first = unit.group * kGroup, rows = std::min(kGroup, task_.rows - first);
-    const int64_t begin = unit.begin + page * kBlock;
+    softmax(unit, page, scratch_.s[page % 2], scratch_.p, [](auto&) {}, [] {});
+  }
+
+  // All rows of a page. `weave(rows)` may do some of them between its own instructions; `settle` makes sure that `o`
+  // has all that earlier units add to it.
+  template <class Weave, class Settle>
+  void softmax(const Unit& unit, int64_t page, const float* s, bf16* p, Weave&& weave, Settle&& settle) {
     const PageRows of_page = rows_of(unit, page);
-    if (begin == 0) set_shifts(unit, page, of_page, -std::numeric_limits<float>::infinity());
+    const int64_t begin = unit.begin + page * kBlock;
+    if (begin == 0) set_shifts(unit, page, of_page, s, p, -std::numeric_limits<float>::infinity());
     const bool whole = of_page.hidden <= 0 && of_page.visible[0] >= begin + kBlock;
-    auto* const compute = problem_.quantized()
-                              ? (whole ? page_probabilities<true, true> : page_probabilities<false, true>)
-                              : (whole ? page_probabilities<true, false> : page_probabilities<false, false>);
-    const auto run = [&] {
-      return compute(scratch_.s[page % 2], scratch_.p + page * kPageScores, rows, of_page, scratch_.shift + first,
-                     scratch_.page_sum);
+    const auto compute = [&](auto is_whole, auto is_quantized) {
+      using Rows = RowWork<is_whole, is_quantized>;
+      const int64_t first = unit.group * kGroup;
+      const auto rows_of_page = [&] {
+        const __m512 nothing = _mm512_set1_ps(-std::numeric_limits<float>::infinity());
+        return Rows{of_page,
+                    0,
+                    std::min(kGroup, task_.rows - first),
+                    s,
+                    scratch_.shift + first,
+                    sums_[unit.group],
+                    spare_sums_,
+                    p + page * kPageScores,
+                    nothing};
+      };
+      Rows rows = rows_of_page();
+      weave(rows);
+      rows.finish();
+      if (_mm512_reduce_max_ps(rows.largest) > kHeadroom) {
+        settle();
+        set_shifts(unit, page, of_page, s, p, kHeadroom);
+        rows = rows_of_page();
+        rows.finish();
+      }
     };
-    if (run() > kHeadroom) {
-      set_shifts(unit, page, of_page, kHeadroom);
-      run();
-    }
-    for (int64_t r = 0; r < rows; ++r) {
-      float* sum = scratch_.sum[first + r];
-      _mm512_store_ps(sum, _mm512_add_ps(_mm512_load_ps(sum), _mm512_load_ps(scratch_.page_sum[r])));
-    }
+    const auto with = [&](auto is_whole) {
+      problem_.quantized() ? compute(is_whole, std::true_type{}) : compute(is_whole, std::false_type{});
+    };
+    whole ? with(std::true_type{}) : with(std::false_type{});
+    std::swap(sums_[unit.group], spare_sums_);
   }
 
   PageRows rows_of(const Unit& unit, int64_t page) const {
@@ -213,10 +239,11 @@ class TileTask {
   }
 
   // Moves the shift of every row of which a score exceeds it by more than `headroom` to that score.
-  void set_shifts(const Unit& unit, int64_t page, const PageRows& of_page, float headroom) {
+  void set_shifts(const Unit& unit, int64_t page, const PageRows& of_page, const float* scores, bf16* probabilities,
+                  float headroom) {
     const int64_t first = unit.group * kGroup, rows = std::min(kGroup, task_.rows - first);
     for (int64_t r = 0; r < rows; ++r) {
-      const float* s = scratch_.s[page % 2] + r * kBlock;
+      const float* s = scores + r * 16;
       float& shift = scratch_.shift[first + r];
       // The exponents as page_probabilities rounds them: whether the shift moves must depend on the row alone.
       const float origin = unit.begin == 0 && page == 0 ? 0.0f : shift;
@@ -227,14 +254,14 @@ class TileTask {
       shift = origin + std::ceil(largest);
       if (page == 0 && unit.begin == 0) continue;  // nothing summed yet
       const __m512 factor = power_of_two(_mm512_set1_ps(old - shift));
-      float* sum = scratch_.sum[first + r];
+      float* sum = sums_[unit.group] + r * 16;
       _mm512_store_ps(sum, _mm512_mul_ps(_mm512_load_ps(sum), factor));
       for (int64_t i = 0; i < lane_groups_ && unit.begin > 0; ++i) {
         float* o = output(unit) + (i * kGroup + r) * 16;
         _mm512_store_ps(o, _mm512_mul_ps(_mm512_load_ps(o), factor));
       }
       for (int64_t before = 0; before < page; ++before) {
-        bf16* p = scratch_.p + before * kPageScores + r * kBlock;
+        bf16* p = probabilities + before * kPageScores + r * kBlock;
         for (int64_t i = 0; i < kBlock; i += 16) store(p + i, load(p + i) * Vec{factor});
       }
     }
@@ -268,12 +295,14 @@ class TileTask {
     }
     for (int64_t r = 0; r < task_.rows; ++r) scratch_.visible[r] = task_.visible(r);
     std::fill_n(scratch_.shift, task_.rows, -std::numeric_limits<float>::infinity());
-    std::memset(scratch_.sum, 0, sizeof(scratch_.sum[0]) * static_cast<size_t>(task_.rows));
+    for (int64_t group = 0; group < groups_; ++group) sums_[group] = scratch_.sum[group][0];
+    spare_sums_ = scratch_.sum[groups_][0];
+    std::memset(scratch_.sum, 0, sizeof(scratch_.sum[0]) * static_cast<size_t>(groups_));
   }
 
   void store_rows() const {
     for (int64_t r = 0; r < task_.rows; ++r) {
-      const float total = sum(load(scratch_.sum[r]));
+      const float total = sum(load(sums_[r / kGroup] + r % kGroup * 16));
       if (problem_.lse) {
         *task_.element<float>(problem_.lse, r) = (scratch_.shift[r] + std::log2(total)) * 0.693147180559945309f;
       }
@@ -294,9 +323,13 @@ class TileTask {
   const Problem& problem_;
   const Task& task_;
   TileScratch& scratch_;
+  const int64_t unit_pages_;
+  float *sums_[kTaskRows / kGroup], *spare_sums_;  // of a group's rows, 16 lanes each
   const int64_t d_, key_dims_, steps_, lane_groups_, groups_;
   bool cut_[2] = {};
 };
+
+#include "attention_woven.h"
 
 static void attention(const Args& args, Team& team) {
   if (args.tensor(0).dtype == DType::f32) {
@@ -309,7 +342,9 @@ static void attention(const Args& args, Team& team) {
   const auto cost = [](const Task& task) {
     return (task.rows + kGroup - 1 + 4 * kGroup) / kGroup * (task.visible(task.rows - 1) + 1);
   };
-  deal_tasks(args, kTaskRows, cost, team, [&](const Task& task) { TileTask(problem, task, scratch).run(); });
+  deal_tasks(args, kTaskRows, cost, team, [&](const Task& task) {
+    task.rows > kGroup ? WovenTask(problem, task, scratch).run() : TileTask(problem, task, scratch).run();
+  });
 }
 TR_KERNEL(attention)
 

@@ -7,21 +7,22 @@ constexpr int64_t kGroup = 32;  // rows that go through the tiles together
 constexpr int64_t kTaskRows = 4 * kGroup;
 constexpr int64_t kChunkPages = 8;
 constexpr int64_t kTileChunk = kChunkPages * kBlock;  // tokens between two updates of the running maximum
-constexpr int64_t kSegment = 4 * kTileChunk;          // tokens that all groups meet before the next
-constexpr float kHeadroom = 16;                       // a probability may reach 2^kHeadroom before the shift follows
-constexpr int64_t kTile = 16 * 32;                    // bf16 elements of a tile
-constexpr int64_t kPageScores = kGroup * kBlock;      // of a group
+// Tokens that all groups meet before the next. The pages of a head lie a power of two apart, and so reach a part of the
+// second-level cache only: an eighth of its sets with 8 heads of 128.
+constexpr int64_t kSegment = kTileChunk;
+constexpr float kHeadroom = 16;                   // a probability may reach 2^kHeadroom before the shift follows
+constexpr int64_t kTile = 16 * 32;                // bf16 elements of a tile
+constexpr int64_t kPageScores = kGroup * kBlock;  // of a group
 
 struct TileScratch {
-  alignas(64) float s[2][kPageScores];                          // of two pages: [row][32 tokens]
-  alignas(64) bf16 p[kTileChunk * kGroup];                      // [page][row][32 tokens]
-  alignas(64) bf16 q[kTaskRows * kMaxDim];                      // [row / 16][dim / 32][row % 16][32]
-  alignas(64) float o[kTaskRows * kMaxDim];                     // [row / 32][dim / 16][row % 32][16]
-  alignas(64) float sum[kTaskRows][16];                         // lane by lane, added up at the end
-  alignas(64) float page_sum[kGroup][16];                       // a page's part of it
-  alignas(64) bf16 cut[2][kMaxDim * kBlock];                    // the values of the first and the last page
-  alignas(64) bf16 wide[2][kChunkPages][2 * kMaxDim * kBlock];  // keys and values of two units, out of codes
-  float shift[kTaskRows];                                       // a whole number: a probability is 2^(score - shift)
+  alignas(64) float s[2][kPageScores];                           // of two pages: [token / 16][row][token % 16]
+  alignas(64) bf16 p[kTileChunk * kGroup];                       // [page][row][32 tokens]
+  alignas(64) bf16 q[kTaskRows * kMaxDim];                       // [row / 16][dim / 32][row % 16][32]
+  alignas(64) float o[kTaskRows * kMaxDim];                      // [row / 32][dim / 16][row % 32][16]
+  alignas(64) float sum[kTaskRows / kGroup + 1][kGroup][16];     // lane by lane, added up at the end; one is spare
+  alignas(64) bf16 cut[2][kMaxDim * kBlock];                     // the values of the first and the last page
+  alignas(64) bf16 wide[2 * kChunkPages][2 * kMaxDim * kBlock];  // keys and values of units, out of codes
+  float shift[kTaskRows];                                        // a whole number: a probability is 2^(score - shift)
   int64_t visible[kTaskRows];
 };
 
@@ -30,7 +31,7 @@ struct Unit {
   int64_t begin, group, pages;
   const bf16 *k[kChunkPages], *v[kChunkPages];
   const float *key_scales[kChunkPages], *value_scales[kChunkPages];  // of codes
-  int buffer = 0;                                                    // which of two its widened codes are in
+  int buffer = 0;                                                    // which of `wide` its widened codes are in
 };
 
 // Memory to ask for soon, in pieces of two tiles: pages[i] + offset, or pages[0] + offset + i pieces.
@@ -73,7 +74,7 @@ struct PageRows {
   // Of 16 tokens; -inf for those that the row does not see. Whole: it sees all.
   template <bool Whole>
   __m512 exponents(const float* s, int64_t row, int half, float shift) const {
-    __m512 scores = _mm512_load_ps(s + 16 * half);
+    __m512 scores = _mm512_load_ps(s + half * kGroup * 16);
     if constexpr (Whole) return _mm512_fmsub_ps(scores, key_factor[half], _mm512_set1_ps(shift));
     const __mmask16 seen = lanes(hidden - 16 * half, visible[row] - begin - 16 * half);
     scores = _mm512_fmsub_ps(scores, key_factor[half], _mm512_set1_ps(shift));
@@ -81,27 +82,42 @@ struct PageRows {
   }
 };
 
-// The scores of a page to probabilities and their sums, for `rows` rows; returns the largest exponent. What a row does
-// not see becomes zero. Whole: all rows see all. Quantized: probabilities are multiplied with the values' scales.
+// The scores of a page to probabilities, and their sums added to what there is, row after row. What a row does not see
+// becomes zero. Whole: all rows see all. Quantized: probabilities are multiplied with the values' scales.
 template <bool Whole, bool Quantized>
-static float page_probabilities(const float* s, bf16* p, int64_t rows, const PageRows& of_page, const float* shift,
-                                float (*sums)[16]) {
-  const PageRows page = of_page;
-  __m512 largest = _mm512_set1_ps(-std::numeric_limits<float>::infinity());
-  for (int64_t r = 0; r < rows; ++r, s += kBlock, p += kBlock) {
-    const __m512 x = page.exponents<Whole>(s, r, 0, shift[r]), y = page.exponents<Whole>(s, r, 1, shift[r]);
+struct RowWork {
+  PageRows page;
+  int64_t row, rows;
+  const float *s, *shift, *sum;
+  float* new_sum;
+  bf16* p;
+  __m512 largest;  // exponents so far
+
+  // The next N rows, if there are as many.
+  template <int N>
+  [[gnu::always_inline]] inline void run() {
+    if (rows - row < N) return;
+#pragma GCC unroll 4
+    for (int i = 0; i < N; ++i) next();
+  }
+
+  [[gnu::always_inline]] inline void finish() {
+    while (row < rows) next();
+  }
+
+  [[gnu::always_inline]] inline void next() {
+    const __m512 x = page.exponents<Whole>(s, row, 0, *shift), y = page.exponents<Whole>(s, row, 1, *shift);
     largest = _mm512_max_ps(largest, _mm512_max_ps(x, y));
     __m512 a = power_of_two(x), b = power_of_two(y);
-    _mm512_store_ps(sums[r], _mm512_add_ps(a, b));
+    _mm512_store_ps(new_sum, _mm512_add_ps(_mm512_load_ps(sum), _mm512_add_ps(a, b)));
     if constexpr (Quantized) {
       a = _mm512_mul_ps(a, page.value_factor[0]);
       b = _mm512_mul_ps(b, page.value_factor[1]);
     }
     _mm512_store_si512(p, (__m512i)_mm512_cvtne2ps_pbh(b, a));
+    ++row, ++shift, s += 16, sum += 16, new_sum += 16, p += kBlock;
   }
-  return _mm512_reduce_max_ps(largest);
-}
-
+};
 // --- products ------------------------------------------------------------------------------------------------------
 
 // Tiles 0..3: sums of two row tiles times two lane groups; 4, 5: the row tiles; 6, 7: the lane groups.
@@ -142,8 +158,7 @@ static inline void page_scores(const bf16* q, const bf16* k, int64_t d, float* s
     ahead.fetch(whole);
     step<RowTiles, 2>(q + whole * kTile, q2 + whole * kTile, 64, rest[0], rest[1]);
   }
-  for_sums<RowTiles, 2>(
-      [&](auto row, auto group) { tile_store<row * 2 + group>(s + row * 16 * kBlock + group * 16, kBlock * 4); });
+  for_sums<RowTiles, 2>([&](auto row, auto group) { tile_store<row * 2 + group>(s + (group * 2 + row) * 256, 64); });
 }
 
 // o += p v for one or two lane groups, over the pages of a unit.

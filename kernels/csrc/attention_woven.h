@@ -1,0 +1,161 @@
+// Tasks of many rows: what limits them is arithmetic (attention_amx.cpp is the only includer, after TileTask; no
+// include guard, no own region).
+//
+// Tile products run beside vector instructions, as long as the one finds the other within some hundred instructions. So
+// the rows of a page's softmax lie between the products of the next page's scores and of the last unit's values: a row
+// or a few for every product. Keys and values are loaded with a hint that keeps them out of the first-level cache,
+// where they would push out what is used again: scores, probabilities, queries and sums.
+
+// One step of 32 summands for two row tiles and two lane groups, with N rows after every load.
+template <int N, class Rows>
+[[gnu::always_inline]] static inline void woven_step(Rows& rows, const bf16* a, const bf16* a2, const bf16* b,
+                                                     const bf16* b2) {
+  tile_load_block_stream<6>(b);
+  tile_load_block<4>(a);
+  rows.template run<N>();
+  tile_dot_bf16<0, 4, 6>();
+  tile_load_block<5>(a2);
+  rows.template run<N>();
+  tile_dot_bf16<2, 5, 6>();
+  tile_load_block_stream<7>(b2);
+  rows.template run<N>();
+  tile_dot_bf16<1, 4, 7>();
+  rows.template run<N>();
+  tile_dot_bf16<3, 5, 7>();
+}
+
+// The scores of a page of whole steps: s = q k^T.
+template <int N, class Rows>
+[[gnu::always_inline]] static inline void woven_scores(Rows& rows, const bf16* q, const bf16* k, int64_t d, float* s) {
+  const int64_t steps = d / 32;
+  for_sums<2, 2>([](auto row, auto group) { tile_zero<row * 2 + group>(); });
+  for (int64_t i = 0; i < steps; ++i) {
+    woven_step<N>(rows, q + i * kTile, q + (steps + i) * kTile, k + i * kTile, k + d * 16 + i * kTile);
+  }
+  for_sums<2, 2>([&](auto row, auto group) { tile_store_block<row * 2 + group>(s + (group * 2 + row) * 256); });
+}
+
+// o += p v for two lane groups over the pages of a unit.
+template <int N, class Rows>
+[[gnu::always_inline]] static inline void woven_values(Rows& rows, const bf16* p, const Unit& unit, int64_t lane_group,
+                                                       float* o) {
+  float* const sums = o + lane_group * kGroup * 16;
+  if (unit.begin == 0) {
+    for_sums<2, 2>([](auto row, auto group) { tile_zero<row * 2 + group>(); });
+  } else {
+    for_sums<2, 2>([&](auto row, auto group) { tile_load_block<row * 2 + group>(sums + (group * 2 + row) * 256); });
+  }
+  for (int64_t page = 0; page < unit.pages; ++page) {
+    const bf16 *a = p + page * kPageScores, *v = unit.v[page] + lane_group * 16 * kBlock;
+    woven_step<N>(rows, a, a + kTile, v, v + 16 * kBlock);
+  }
+  for_sums<2, 2>([&](auto row, auto group) { tile_store_block<row * 2 + group>(sums + (group * 2 + row) * 256); });
+}
+
+class WovenTask : TileTask {
+ public:
+  WovenTask(const Problem& problem, const Task& task, TileScratch& scratch)
+      : TileTask(problem, task, scratch, kWovenPages), lane_pairs_((lane_groups_ + 1) / 2) {}
+
+  void run() {
+    if (task_.length == 0) {
+      clear_rows<bf16>(problem_, task_);
+      return;
+    }
+    load_rows();
+    const Tiles tiles(tile_rows());
+    Unit units[3];
+    for (int i = 0; i < 3; ++i) units[i].buffer = i;
+    look_up(units[0], 0, 0);
+    scores_of(units[0], 0, scratch_.s[0]);
+    const Unit *last = nullptr, *unit = &units[0];
+    for (int64_t i = 0; unit != nullptr; ++i) {
+      Unit* const next = &units[(i + 1) % 3];
+      const bool more = advance(*unit, *next);
+      pending_ = last;
+      pending_pairs_ = last == nullptr ? lane_pairs_ : 0;
+      pending_p_ = half(i + 1);
+      for (int64_t page = 0; page < unit->pages; ++page) {
+        const bool ends = page + 1 == unit->pages;
+        step(*unit, page, half(i), ends ? (more ? next : nullptr) : unit, ends ? 0 : page + 1,
+             lane_pairs_ * (page + 1) / unit->pages);
+      }
+      last = unit;
+      unit = more ? next : nullptr;
+      if (unit == nullptr) {
+        pending_ = last;
+        pending_pairs_ = 0;
+        pending_p_ = half(i);
+        values_up_to(lane_pairs_);
+      }
+    }
+    store_rows();
+  }
+
+ private:
+  static constexpr int64_t kWovenPages = kChunkPages / 2;
+
+  bf16* half(int64_t unit) { return scratch_.p + unit % 2 * kWovenPages * kPageScores; }
+  float* scores_at(int64_t number) { return scratch_.s[number % 2]; }
+
+  // The softmax of a page, the scores of the next one, and values of the last unit up to some pair of lane groups.
+  void step(const Unit& unit, int64_t page, bf16* p, const Unit* next, int64_t next_page, int64_t pairs) {
+    const float* const s = scores_at(number_);
+    float* const next_s = scores_at(++number_);
+    const auto settle = [&] { values_up_to(lane_pairs_); };
+    const auto weave = [&](auto& rows) {
+      const int64_t products =
+          4 * ((next ? steps_ : 0) + (pairs > pending_pairs_ ? (pairs - pending_pairs_) * pending_->pages : 0));
+      if (products * 1 >= kGroup - 4) {
+        weave_in<1>(rows, next, next_page, next_s, pairs);
+      } else if (products * 2 >= kGroup - 4) {
+        weave_in<2>(rows, next, next_page, next_s, pairs);
+      } else {
+        weave_in<4>(rows, next, next_page, next_s, pairs);
+      }
+    };
+    softmax(unit, page, s, p, weave, settle);
+  }
+
+  template <int N, class Rows>
+  void weave_in(Rows& all, const Unit* next, int64_t next_page, float* next_s, int64_t pairs) {
+    Rows rows = all;  // in registers
+    if (next != nullptr) {
+      if (key_dims_ % 32 == 0) {
+        woven_scores<N>(rows, queries(*next), next->k[next_page], key_dims_, next_s);
+      } else {
+        scores_of(*next, next_page, next_s);
+      }
+    }
+    for (; pending_pairs_ < pairs; ++pending_pairs_) {
+      if (2 * pending_pairs_ + 2 > lane_groups_) {
+        lane_values<2, 1>(pending_p_, *pending_, 2 * pending_pairs_, output(*pending_), Ahead{});
+      } else {
+        woven_values<N>(rows, pending_p_, *pending_, 2 * pending_pairs_, output(*pending_));
+      }
+    }
+    all = rows;
+  }
+
+  void values_up_to(int64_t pairs) {
+    for (; pending_pairs_ < pairs; ++pending_pairs_) {
+      const int64_t lane_group = 2 * pending_pairs_;
+      if (lane_group + 2 > lane_groups_) {
+        lane_values<2, 1>(pending_p_, *pending_, lane_group, output(*pending_), Ahead{});
+      } else {
+        lane_values<2, 2>(pending_p_, *pending_, lane_group, output(*pending_), Ahead{});
+      }
+    }
+  }
+
+  const bf16* queries(const Unit& unit) const { return scratch_.q + unit.group * 2 * steps_ * kTile; }
+  void scores_of(const Unit& unit, int64_t page, float* s) {
+    page_scores<2>(queries(unit), unit.k[page], key_dims_, s, Ahead{});
+  }
+
+  const int64_t lane_pairs_;
+  int64_t number_ = 0;             // of the page, among all that the task meets
+  const Unit* pending_ = nullptr;  // the unit before, whose values are being added up
+  int64_t pending_pairs_ = 0;      // pairs of lane groups that are done
+  const bf16* pending_p_ = nullptr;
+};
