@@ -1,6 +1,7 @@
 """Collectives: values by rank-order arithmetic written out here, the same bits on all ranks and from all transports."""
 
 import hashlib
+import os
 import random
 import time
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 from ranks import run_ranks
 
 from tilerank.kernels import core
+from tilerank.parallel.shm import PAGE
 
 SUMS = (torch.float32, torch.bfloat16)
 LENGTHS = {torch.float32: [1, 3, 33, 1000, 9_001, 70_003], torch.bfloat16: [1, 3, 33, 1000, 20_001, 150_003]}
@@ -207,6 +209,22 @@ def refuse(team: Any) -> list[str]:
         said.append(str(error.value))
     group.barrier()
     return said
+
+
+def doubts(team: Any, core: int) -> int:
+    os.sched_setaffinity(0, {core})
+    mine = torch.ones(8)
+    for _ in range(300):
+        assert team.group.all_reduce(mine.clone()).tolist() == [2.0] * 8
+    line = PAGE + team.group.rank * 4096 + 128  # shm_segment.h: Line, from `sleepers` on
+    return int(team.group._segment[line : line + 24].view(torch.int32)[5])  # `waits` that did not trust in spinning
+
+
+@needs_core
+def test_ranks_that_share_a_core_do_not_trust_in_spinning() -> None:
+    """Who spins there keeps the other one from coming."""
+    core = min(os.sched_getaffinity(0))
+    assert min(run_ranks(2, "test_parallel_group:doubts", kwargs={"core": core}, spin=True)) > 0
 
 
 def test_what_cannot_be_done_is_refused_on_every_rank() -> None:

@@ -2,6 +2,8 @@
 
 #include <immintrin.h>
 #include <linux/futex.h>
+#include <sched.h>
+#include <sys/resource.h>
 #include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
@@ -20,6 +22,8 @@ constexpr int64_t kGlanceMs = 10;
 constexpr int64_t kLongestGlanceUs = 1'000'000;
 constexpr int64_t kBytesPerLane = 4096;
 constexpr uint32_t kMostDoubt = 12, kMany = 16;
+// Of so many pauses as a wait is given, on a core that nobody else wants: some milliseconds in all.
+constexpr int kStretches = 24;
 
 // Shared between processes, so without FUTEX_PRIVATE_FLAG.
 void futex_wait(std::atomic<uint32_t>& word, uint32_t value, int64_t ms) {
@@ -89,7 +93,9 @@ char* Lane::slot_of(int rank) const {
 }
 
 void Lane::enter() {
-  step_ = line(rank_).sequence.load(std::memory_order_relaxed);
+  Line& mine = line(rank_);
+  mine.core.store(sched_getcpu(), std::memory_order_relaxed);
+  step_ = mine.sequence.load(std::memory_order_relaxed);
   first_ = step_ + 1;
 }
 
@@ -134,21 +140,37 @@ void Lane::wait(int rank, uint32_t step) {
   line(rank_).waited_ns += static_cast<uint64_t>(now_ns() - began);
 }
 
-// A core that was promised to this thread alone may be shared after all, with the very thread it waits for: then no
-// spinning helps. Where it did not, spin half as long, and all of it once in a while, to find out that it helps again.
+// A core that was promised to this thread alone may be shared after all, maybe with the very thread it waits for: then
+// no spinning helps. Where it was found to be, spin half as long, and all of it once in a while, to find out that it
+// helps again. A core that nobody else wants may spin much longer: ranks do not come to a sum of a long prompt at the
+// same time, and who sleeps then keeps the others waiting until it is awake.
 bool Lane::spin(const Line& theirs, uint32_t step) {
   Line& mine = line(rank_);
   const bool fully = mine.doubt == 0 || ++mine.waits % kMany == 0;
-  const int64_t pauses = fully ? pauses_ : pauses_ >> mine.doubt;
-  for (int64_t i = 0; i < pauses; ++i) {
-    if (reached(theirs, step)) {
-      if (mine.doubt > 0) mine.doubt = fully ? 0 : mine.doubt - 1;
-      return true;
+  for (int stretch = 0; stretch < kStretches; ++stretch) {
+    const int64_t pauses = fully ? pauses_ : pauses_ >> mine.doubt;
+    for (int64_t i = 0; i < pauses; ++i) {
+      if (reached(theirs, step)) {
+        if (mine.doubt > 0) mine.doubt = fully ? 0 : mine.doubt - 1;
+        return true;
+      }
+      _mm_pause();
     }
-    _mm_pause();
+    if (crowded(theirs)) {
+      mine.doubt = std::min(mine.doubt + 1, kMostDoubt);
+      return false;
+    }
   }
-  mine.doubt = std::min(mine.doubt + 1, kMostDoubt);
   return false;
+}
+
+// Is the awaited thread on this core, or has another one taken it from this thread since it last asked?
+bool Lane::crowded(const Line& theirs) {
+  Line& mine = line(rank_);
+  rusage usage;
+  getrusage(RUSAGE_THREAD, &usage);
+  const auto before = std::exchange(mine.preemptions, static_cast<uint32_t>(usage.ru_nivcsw));
+  return mine.preemptions != before || theirs.core.load(std::memory_order_relaxed) == sched_getcpu();
 }
 
 void Lane::sleep(int rank, uint32_t step) {

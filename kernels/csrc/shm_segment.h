@@ -42,18 +42,21 @@ struct Line {
   alignas(128) std::atomic<uint32_t> sequence;
   // How many others sleep until `sequence` changes.
   alignas(128) std::atomic<uint32_t> sleepers;
+  // The core that the owner was on when it entered the last collective.
+  std::atomic<int32_t> core;
   // The owner's notes: collectives so far, the first step of the last one, and how waiting has gone (Lane::spin).
   uint32_t count;
   uint32_t last;
-  uint32_t doubt, waits;
+  uint32_t doubt, waits, preemptions;
   uint64_t waited_ns;  // for others, in all; parallel/shm.py reads it
 };
-static_assert(sizeof(Line) == 256 && offsetof(Line, waited_ns) == 152);
+static_assert(sizeof(Line) == 256 && offsetof(Line, waited_ns) == 160);
 
 // One lane of one rank.
 class Lane {
  public:
-  // `pauses`: how often a wait looks before it sleeps in the kernel. Throws Error if the segment is not what it should.
+  // `pauses`: how often a wait looks before it asks whether its core is shared, and sleeps in the kernel if so. Throws
+  // Error if the segment is not what it should.
   Lane(const Tensor& segment, int rank, int lane, int64_t pauses, int64_t timeout_ms);
 
   int ranks() const { return ranks_; }
@@ -79,6 +82,7 @@ class Lane {
   void wait(int rank, uint32_t step);
   void sleep(int rank, uint32_t step);
   bool spin(const Line& theirs, uint32_t step);
+  bool crowded(const Line& theirs);
   [[noreturn]] void fail() const;
 
   char* base_;
