@@ -73,12 +73,14 @@ def largest(
     limits: Limits,
     fraction: float,
     *,
+    replicas: int,
     requests: int,
     context: int,
 ) -> CacheSize:
     """The most tokens that fit everywhere, in whole pages; 0 where there is no room for one.
 
-    `fraction` is of all memory of a node, and of the limit of the control group; neither is taken beyond what is free.
+    `fraction` is of all memory of a node, and of the part of the control group's limit for each of the host's
+    `replicas`; neither is taken beyond what is free.
     No more than `requests` requests of `context` tokens run at a time.
     """
     from tilerank.kernels.attention import KV_BLOCK
@@ -90,7 +92,7 @@ def largest(
             found += _limits(f"node {node.node}", held, node.total, node.free, fraction)
     group, available = limits.memory_limit, limits.memory_available
     if group is not None and available is not None and demand.cache_per_token:
-        found += _limits("the control group", demand, group, available, fraction)
+        found += _limits("the control group", demand, group // replicas, available, fraction)
     tightest = min(found, key=lambda limit: limit.tokens)
     return CacheSize(max(0, tightest.tokens // KV_BLOCK * KV_BLOCK), tightest.reason)
 

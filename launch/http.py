@@ -67,12 +67,12 @@ async def _serve(http: Http, control: socket.socket, drain_s: float, on_ready: C
     engines: set[asyncio.Task[None]] = set()
 
     def on_control() -> None:
-        connection = take(control)
-        if connection is None:
+        taken = take(control)
+        if taken is None:
             loop.remove_reader(control)
             told_to_stop.set()
         else:
-            engines.add(asyncio.create_task(client.attach(connection)))
+            engines.add(asyncio.create_task(client.attach(*taken)))
 
     async def stop_when_told() -> None:
         await told_to_stop.wait()

@@ -42,11 +42,14 @@ class RankPlacement:
 
 @dataclass(frozen=True)
 class Placement:
-    """All ranks of this host. `oversubscribed`: more workers than CPU time, so that a wait must sleep, not spin."""
+    """All ranks of a model on this host. `oversubscribed`: more workers than CPU time, so that a wait must sleep, not
+    spin. The host has `replicas` of the model, of which at most `sharers` have ranks near the same memory."""
 
     ranks: tuple[RankPlacement, ...]
     oversubscribed: bool
     notes: tuple[str, ...] = ()  # sentences for the log and `plan`
+    replicas: int = 1
+    sharers: int = 1
 
 
 def auto_ranks(topology: Topology) -> int:
@@ -72,6 +75,27 @@ def place(topology: Topology, ranks: int, cores: str = "auto", *, own_mask: bool
     else:
         placement = _listed(topology, ranks, cores)
     return _within_quota(topology, placement)
+
+
+def divide_placement(placement: Placement, replicas: int) -> list[Placement]:
+    """The ranks of one host as those of `replicas` equal parts, neighbours together; each part counts its own from 0.
+
+    The notes, which are about the host, stay with the first.
+    """
+    each = len(placement.ranks) // replicas
+    parts = [placement.ranks[i * each : (i + 1) * each] for i in range(replicas)]
+    homes = Counter(node for part in parts for node in {node for rank in part for node in rank.mem_nodes})
+    sharers = max(homes.values(), default=replicas)
+    return [
+        Placement(
+            tuple(replace(rank, rank=number) for number, rank in enumerate(part)),
+            placement.oversubscribed,
+            () if i else placement.notes,
+            replicas,
+            sharers,
+        )
+        for i, part in enumerate(parts)
+    ]
 
 
 def _unbound(topology: Topology, ranks: int, own_mask: bool) -> Placement:

@@ -234,7 +234,7 @@ def plan_model(
         dimensions=tuple(sorted(dict.fromkeys(_dimensions(models[0])), key=lambda d: _ORDER.index(d.name))),
         attention=Attention(heads.strategy, heads.waste, heads.other_waste) if heads else None,
         ranks=ranks,
-        nodes=_node_shares(topology, ranks),
+        nodes=_node_shares(topology, ranks, placement.sharers),
         group_available=topology.limits.memory_available,
         notes=placement.notes,
     )
@@ -245,6 +245,7 @@ def plan_model(
         plan.nodes,
         topology.limits,
         mem_fraction,
+        replicas=placement.replicas,
         requests=MAX_RUNNING,
         context=config.max_position_embeddings,
     )
@@ -275,8 +276,11 @@ def _head_cuts(model: Layer) -> Iterator[HeadCut]:
     return (layer.heads for layer in model.walk() if isinstance(layer, QKVParallelLinear))
 
 
-def _node_shares(topology: Topology, ranks: tuple[RankShare, ...]) -> tuple[NodeShare, ...]:
-    """Pinned threads touch their part first: a rank's bytes lie near its cores, or anywhere if it is bound to none."""
+def _node_shares(topology: Topology, ranks: tuple[RankShare, ...], sharers: int) -> tuple[NodeShare, ...]:
+    """Pinned threads touch their part first: a rank's bytes lie near its cores, or anywhere if it is bound to none.
+
+    `sharers`: see Placement.
+    """
     node_of = {cpu: core.node for core in topology.cores for cpu in core.threads}
     homes = []
     for rank in ranks:
@@ -292,7 +296,7 @@ def _node_shares(topology: Topology, ranks: tuple[RankShare, ...]) -> tuple[Node
                 weights=round(sum(rank.weights * part for rank, part in parts)),
                 cache_per_token=sum(rank.cache_per_token * part for rank, part in parts),
                 overhead=round(sum(RANK_OVERHEAD * part for _, part in parts)),
-                total=topology.node(node).memory_total,
+                total=topology.node(node).memory_total // sharers,
                 free=topology.node(node).memory_free,
             )
         )

@@ -14,6 +14,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from tilerank.loader.config import read_model_type
@@ -24,9 +25,12 @@ from .doctor import own_version
 from .errors import LaunchError
 from .generate import GenerateJob, add_model_arguments, model_directory
 from .logs import say
+from .placement import divide_placement
 from .process import ProcessSpec
+from .quantize import quantization_of, resolve_dtype
 from .rank import run_rank
-from .rendezvous import identify
+from .rendezvous import Identity, identify
+from .replicas import Appetite, divide
 from .serving import supervise_server
 from .start import HostRanks, whole_number
 from .status import Reached, StatusPipe
@@ -47,6 +51,7 @@ API_KEY = "TILERANK_API_KEY"
 DRAIN_S = 600.0
 """Longest wait for answers that are under way, once the server is told to stop; told again, it ends at once."""
 MAX_RESTARTS = 3
+MAX_REPLICAS = 256
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -63,14 +68,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     http.add_argument(
         "--api-key", metavar="KEY", help=f"that clients must show (better in {API_KEY}: others see options)"
     )
-    http.add_argument(
+    add_model_arguments(parser)
+    group = parser.add_argument_group("replicas")
+    group.add_argument(
+        "--dp",
+        "--data-parallel-size",
+        type=_auto_or_replicas,
+        default=1,
+        metavar="auto|N",
+        help="replicas of the model, each on --tp ranks of its own (default: 1; auto: as many as the NUMA nodes give "
+        "with --tp, or with --tp auto as the size of the model suggests)",
+    )
+    group.add_argument(
         "--max-restarts",
         type=whole_number(0),
         metavar="N",
-        help="how often within an hour ranks that failed are started again, and so is the HTTP process "
-        f"(default: {MAX_RESTARTS}); whoever starts ranks on several hosts, or mpirun or torchrun, does that instead",
+        help="how often within an hour the ranks of a replica are started again when one failed, and so is the HTTP "
+        f"process (default: {MAX_RESTARTS}); not for ranks on several hosts or under mpirun or torchrun",
     )
-    add_model_arguments(parser)
+
+
+def _auto_or_replicas(text: str) -> int | None:
+    return None if text == "auto" else whole_number(1, MAX_REPLICAS)(text)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -80,15 +99,42 @@ def run(args: argparse.Namespace) -> int:
     job = ServeJob(args)
     identity = identify(os.environ)
     ours = start.ours_to_start(args, identity)
-    if args.max_restarts and (not ours or args.nnodes > 1) and identity.launcher != "tilerank":
-        raise LaunchError(f"--max-restarts {args.max_restarts} is for ranks of one host that this command starts")
+    if not ours or args.nnodes > 1:
+        _refuse_for_others(args, identity)
     if not ours:
         return run_rank(identity, args, job)
-    ranks = HostRanks(args, identity, job.check_size)
-    if 0 not in ranks.here:
-        return supervise(ranks.specs(), _watch(args), end_s=DRAIN_S + END_S)
+    replicas = _replicas(args, identity, job)
+    if 0 not in replicas[0].here:
+        return supervise(replicas[0].specs(), _watch(args), end_s=DRAIN_S + END_S)
     job.prepare()
-    return _supervise(args, job, ranks)
+    return _supervise(args, job, replicas)
+
+
+def _refuse_for_others(args: argparse.Namespace, identity: Identity) -> None:
+    """What only a command can do that starts all ranks itself."""
+    given = {"--dp": None if args.dp == 1 else args.dp or "auto", "--max-restarts": args.max_restarts or None}
+    for option, value in given.items():
+        if value is not None and identity.launcher != "tilerank":
+            raise LaunchError(f"{option} {value} is for ranks of one host that this command starts")
+
+
+def _replicas(args: argparse.Namespace, identity: Identity, job: ServeJob) -> list[HostRanks]:
+    """The groups of ranks that this command starts."""
+    machine = read_topology()
+    topology = start.own_topology(args, identity, machine)
+    if args.dp == 1:
+        size, here = start.host_ranks(args, topology)
+        job.check_size(size)
+        return [HostRanks(args, size, here, start.own_placement(args, identity, machine, len(here)))]
+    division = divide(topology, args.tp, args.dp, job.appetite)
+    job.check_size(division.tp)
+    if division.reason is not None:
+        say(f"tilerank: --tp {division.tp} --dp {division.dp}: {division.reason}")
+    whole = start.own_placement(args, identity, machine, division.tp * division.dp)
+    return [
+        HostRanks(args, division.tp, range(division.tp), placement, replica if division.dp > 1 else None)
+        for replica, placement in enumerate(divide_placement(whole, division.dp))
+    ]
 
 
 def _watch(args: argparse.Namespace) -> Watch:
@@ -96,17 +142,23 @@ def _watch(args: argparse.Namespace) -> Watch:
     return Watch(cgroup.oom_kills, args.dist_timeout)
 
 
-def _supervise(args: argparse.Namespace, job: ServeJob, ranks: HostRanks) -> int:
+def _supervise(args: argparse.Namespace, job: ServeJob, replicas: Sequence[HostRanks]) -> int:
     """The server, as the parent of its processes. It keeps the listening socket open for them."""
+    max_restarts = MAX_RESTARTS if args.max_restarts is None else args.max_restarts
+    placed = [rank for ranks in replicas for rank in ranks.placement.ranks]
     with job.listener as listener:
         return supervise_server(
-            lambda control: [_http_process(args.argv, os.dup(listener.fileno()), control, ranks.placement)],
-            lambda control: ranks.specs({CONTROL: control}),
+            lambda control: [_http_process(args.argv, os.dup(listener.fileno()), control, placed)],
+            [partial(_leading, ranks) for ranks in replicas],
             _watch(args),
-            max_restarts=(MAX_RESTARTS if args.max_restarts is None else args.max_restarts) if args.nnodes == 1 else 0,
+            max_restarts=max_restarts if args.nnodes == 1 else 0,
             drain_s=DRAIN_S,
             on_ready=job.say_ready,
         )
+
+
+def _leading(ranks: HostRanks, control: int) -> list[ProcessSpec]:
+    return ranks.specs({CONTROL: control})
 
 
 class ServeJob(GenerateJob):
@@ -120,6 +172,20 @@ class ServeJob(GenerateJob):
             self.listener = _listen(self._args.host, self._args.port)
             host, port = self.listener.getsockname()[:2]
             self._url = f"http://{_url_host(host)}:{port}/v1"
+
+    def appetite(self) -> Appetite:
+        """What the model takes on one rank."""
+        from tilerank.loader.formats import weight_formats
+        from tilerank.parallel.layer import Sharding
+        from tilerank.runtime.registry import model_class, read_config
+        from tilerank.runtime.traffic import traffic_of
+
+        config, quantization = read_config(self._model_dir), quantization_of(self._args)
+        dtype = resolve_dtype(config, self._args.dtype, quantization)
+        formats = weight_formats(config, dtype, quantization)
+        model = model_class(config.model_type)(config, Sharding(0, 1, dtype, None, formats=formats))
+        share = config.experts.top_k / config.experts.count if config.experts else 0.0
+        return Appetite(model.nbytes(), round(traffic_of(model, share).decode(1, 0)))
 
     def build(self, team: Team, own: RankPlacement) -> Engine:
         engine = super().build(team, own)
@@ -166,13 +232,13 @@ def _own_http(argv: list[str], listener: socket.socket, placement: Placement) ->
     """An HTTP process of this rank, which ends when it is left; gives the socket over which its connection comes."""
     to_http, http_control = socket.socketpair()
     to_engine, control = socket.socketpair()
-    spec = _http_process(argv, listener.detach(), http_control.detach(), placement)
+    spec = _http_process(argv, listener.detach(), http_control.detach(), placement.ranks)
     http = subprocess.Popen(
         spec.command, env=spec.env, stdin=subprocess.DEVNULL, pass_fds=spec.pass_fds, preexec_fn=spec.prepare
     )
     for fd in spec.pass_fds:
         os.close(fd)
-    connect(to_http, to_engine)
+    connect(to_http, to_engine, 0)
     to_engine.close()
     try:
         with control:
@@ -186,9 +252,9 @@ def _own_http(argv: list[str], listener: socket.socket, placement: Placement) ->
             http.wait()
 
 
-def _http_process(argv: Sequence[str], listener: int, control: int, placement: Placement) -> ProcessSpec:
+def _http_process(argv: Sequence[str], listener: int, control: int, ranks: Sequence[RankPlacement]) -> ProcessSpec:
     allowed = set(read_topology().allowed_cpus)
-    taken = {core for rank in placement.ranks for core in rank.affinity}
+    taken = {core for rank in ranks for core in rank.affinity}
 
     def settle() -> None:
         # Beside the ranks where there is room: a core that ranks spin on is late to answer.

@@ -25,15 +25,21 @@ Specs = Callable[[int], Sequence[ProcessSpec]]
 
 
 def supervise_server(
-    http: Specs, ranks: Specs, watch: Watch, *, max_restarts: int, drain_s: float, on_ready: Callable[[], None]
+    http: Specs,
+    replicas: Sequence[Specs],
+    watch: Watch,
+    *,
+    max_restarts: int,
+    drain_s: float,
+    on_ready: Callable[[], None],
 ) -> int:
     """Runs a server until the user ends it, and returns the exit status for the command: 0 if all was answered.
 
-    `max_restarts`: how often a part is started again within an hour; one that never was ready is not. `drain_s`: what
-    the HTTP process takes at most to end in. `on_ready` is called once, when all parts are ready.
-    Raises LaunchError if a process cannot be started.
+    `replicas`: groups of ranks. `max_restarts`: how often a part is started again within an hour; one that never was
+    ready is not. `drain_s`: what the HTTP process takes at most to end in. `on_ready` is called once, when all are
+    ready. Raises LaunchError if a process cannot be started.
     """
-    server = _Server(http, ranks, watch, max_restarts, drain_s, on_ready)
+    server = _Server(http, replicas, watch, max_restarts, drain_s, on_ready)
     try:
         return server.run()
     finally:
@@ -69,17 +75,25 @@ class _Part:
 
 class _Server:
     def __init__(
-        self, http: Specs, ranks: Specs, watch: Watch, max_restarts: int, drain_s: float, on_ready: Callable[[], None]
+        self,
+        http: Specs,
+        replicas: Sequence[Specs],
+        watch: Watch,
+        max_restarts: int,
+        drain_s: float,
+        on_ready: Callable[[], None],
     ) -> None:
         self._watch = watch
         self._max_restarts = max_restarts
         self._drain_s = drain_s
         self._on_ready = on_ready
+        self._announced = False
         self._ending = False
         self._status = 0
         self._http = _Part("the HTTP process", http)
-        self._ranks = _Part("the group of ranks", ranks)
-        self._parts = (self._http, self._ranks)
+        names = [f"replica {i}" for i in range(len(replicas))] if len(replicas) > 1 else ["the group of ranks"]
+        self._replicas = [_Part(name, specs) for name, specs in zip(names, replicas, strict=True)]
+        self._parts = (self._http, *self._replicas)
         self._loop = Loop(self._on_signal)
 
     def run(self) -> int:
@@ -102,8 +116,9 @@ class _Server:
             self._loop, self._watch, on_phase=partial(self._on_phase, part), on_end=partial(self._on_end, part)
         )
         part.group.start(part.specs(theirs.detach()))
-        if self._http.control is not None and self._ranks.control is not None:
-            connect(self._http.control, self._ranks.control)
+        for number, replica in enumerate(self._replicas):
+            if part in (self._http, replica) and self._http.control is not None and replica.control is not None:
+                connect(self._http.control, replica.control, number)
 
     def _on_phase(self, part: _Part, phase: Phase) -> None:
         if phase not in ("generating", "serving"):
@@ -112,7 +127,8 @@ class _Server:
         if part.was_ready:
             say(f"tilerank: {part.name} is ready again")
         part.was_ready = True
-        if all(part.ready for part in self._parts) and not any(part.restarts for part in self._parts):
+        if not self._announced and all(part.ready for part in self._parts):
+            self._announced = True
             self._on_ready()
 
     def _on_signal(self, number: signal.Signals) -> None:
@@ -123,9 +139,10 @@ class _Server:
             return
         self._ending = True
         self._http.end(signal.SIGTERM, self._drain_s + END_S)
-        if not self._ranks.ready:
-            self._ranks.end(signal.SIGTERM, TERMINATE_S)
-        elif not self._http.running:
+        for replica in self._replicas:
+            if not replica.ready:
+                replica.end(signal.SIGTERM, TERMINATE_S)
+        if not self._http.running:
             self._send_home()
 
     def _on_end(self, part: _Part) -> None:
@@ -161,5 +178,6 @@ class _Server:
     def _send_home(self) -> None:
         """Ranks that serve do not end by a signal, which the whole control group may have got, but when nobody can ask
         them any more."""
-        self._ranks.hang_up()
-        self._loop.after(END_S, partial(self._ranks.end, signal.SIGKILL, 0))
+        for replica in self._replicas:
+            replica.hang_up()
+            self._loop.after(END_S, partial(replica.end, signal.SIGKILL, 0))

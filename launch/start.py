@@ -147,24 +147,30 @@ def start_ranks(args: argparse.Namespace, identity: Identity, check_size: Callab
     `check_size` refuses a number of ranks that the command cannot use.
     Raises LaunchError for what cannot be placed, bound or started.
     """
+    machine = read_topology()
+    size, here = host_ranks(args, own_topology(args, identity, machine))
+    check_size(size)
+    ranks = HostRanks(args, size, here, own_placement(args, identity, machine, len(here)))
     watch = Watch(cgroup.oom_kills, max(bootstrap.RENDEZVOUS_S, args.dist_timeout))
-    return supervise(HostRanks(args, identity, check_size).specs(), watch)
+    return supervise(ranks.specs(), watch)
 
 
 class HostRanks:
-    """The ranks of this host that we start ourselves, as often as they have to be started.
+    """The ranks `here`, of `size`, that we start on this host ourselves, as often as they have to be started.
 
-    `check_size`: see start_ranks. Raises LaunchError for what cannot be placed.
+    `replica`: which of several groups of ranks on this host they are.
     """
 
-    def __init__(self, args: argparse.Namespace, identity: Identity, check_size: Callable[[int], None]) -> None:
+    def __init__(
+        self, args: argparse.Namespace, size: int, here: range, placement: Placement, replica: int | None = None
+    ) -> None:
         if args.collectives == "mpi":
             raise LaunchError("--collectives mpi needs ranks that mpirun or srun started")
-        machine = read_topology()
+        self.here = here
+        self.placement = placement
         self._args = args
-        self.size, self.here = host_ranks(args, own_topology(args, identity, machine))
-        check_size(self.size)
-        self.placement = own_placement(args, identity, machine, len(self.here))
+        self._size = size
+        self._replica = replica
 
     def specs(self, hand_over: Mapping[str, int] | None = None) -> list[ProcessSpec]:
         """To start them once. `hand_over`: descriptors for rank 0, by the variable that tells it their number."""
@@ -176,24 +182,24 @@ class HostRanks:
             listener = bootstrap.listen(host, port, one_host=not several)
             port, for_rank_0["TILERANK_FD"] = listener.getsockname()[1], listener.detach()
         environment = _environment(os.environ, self.placement) | {
-            "TILERANK_SIZE": str(self.size),
+            "TILERANK_SIZE": str(self._size),
             "TILERANK_LOCAL_SIZE": str(len(self.here)),
             "TILERANK_STORE": f"{host}:{port}",
         }
         return [
-            self._spec(local, rank, environment, for_rank_0 if rank == 0 else {})
-            for local, rank in enumerate(self.here)
+            self._spec(local, rank, environment, {} if rank else for_rank_0) for local, rank in enumerate(self.here)
         ]
 
     def _spec(self, local: int, rank: int, environment: Mapping[str, str], fds: Mapping[str, int]) -> ProcessSpec:
         own = {"TILERANK_RANK": rank, "TILERANK_LOCAL_RANK": local, **fds}
+        name = f"rank {rank}" if self._replica is None else f"rank {rank} of replica {self._replica}"
         return ProcessSpec(
-            f"rank {rank}",
+            name,
             # -P: the working directory may be a model's, whose files must not be importable.
             [sys.executable, "-P", "-m", "tilerank", *self._args.argv],
-            {**environment, **{name: str(value) for name, value in own.items()}},
+            {**environment, **{variable: str(value) for variable, value in own.items()}},
             leads=rank == 0,
-            label=None if rank == 0 else f"rank {rank}",
+            label=None if rank == 0 and self._replica is None else name,
             pass_fds=tuple(fds.values()),
             prepare=partial(bind, self.placement.ranks[local], strict=self._args.membind == "strict"),
         )

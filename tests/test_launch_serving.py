@@ -143,6 +143,38 @@ def test_a_lost_http_process_comes_back_and_the_ranks_stay(endless: Options) -> 
         assert server.running.finish().status == 0
 
 
+def test_a_lost_replica_leaves_the_others_alone(endless: Options) -> None:
+    with serving("--tp", 1, "--dp", 2, *endless) as server:
+        answers: list[list[str]] = [[], []]
+
+        def read(answer: list[str]) -> None:
+            with contextlib.suppress(httpx.RemoteProtocolError), streaming(server) as events:
+                answer.extend(events)
+
+        readers = [threading.Thread(target=read, args=(answer,)) for answer in answers]
+        with Watcher(server) as watcher:
+            for reader in readers:
+                reader.start()
+            await_true(lambda: server.gauge("num_requests_running") == 2, 120, "they do not run")
+            os.kill(pid_of(server, "TILERANK_RANK", "0"), signal.SIGKILL)
+            await_true(lambda: not all(reader.is_alive() for reader in readers), 120, "nobody is lost")
+            server.running.await_line("is ready again")
+        assert [reader.is_alive() for reader in readers].count(True) == 1
+        (lost,) = (answer for answer, reader in zip(answers, readers, strict=True) if not reader.is_alive())
+        assert json.loads(lost[-1])["error"]["code"] == "engine_gone"
+        assert set(watcher.seen) == {(200, None)}
+        assert server.gauge("engine_restarts_total") == 1
+        answer = server.post("/v1/completions", {"prompt": PROMPTS[0], "max_tokens": 8, "temperature": 0})
+        assert answer.json()["choices"][0]["text"] == greedy(PROMPTS[0], 8)
+        server.running.process.send_signal(signal.SIGTERM)
+        await_true(lambda: server.get("/health").status_code == 503, 120, "it does not drain")
+        server.running.process.send_signal(signal.SIGTERM)
+        result = server.running.finish()
+        for reader in readers:
+            reader.join()
+    assert re.search(r"warning: rank 0 of replica [01] \(process \d+\) was killed by SIGKILL", result.err)
+
+
 def test_restarts_are_used_up() -> None:
     with serving("--tp", 2, "--max-restarts", 1) as server:
         os.kill(pid_of(server, "TILERANK_RANK", "1"), signal.SIGKILL)
@@ -164,9 +196,18 @@ def test_ranks_that_never_came_up_are_not_started_again(tmp_path: Path) -> None:
     assert result.status == 1 and len(result.errors) == 1 and "started again" not in result.err
 
 
-def test_max_restarts_is_for_who_starts_the_ranks() -> None:
-    result = run("serve", DEMO, "--max-restarts", 2, env={"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"})
-    expected = "--max-restarts 2 is for ranks of one host that this command starts"
+@pytest.mark.parametrize(
+    ("option", "value", "others"),
+    [
+        ("--max-restarts", 2, {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}),
+        ("--dp", 2, {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}),
+        ("--dp", "auto", {}),
+    ],
+)
+def test_what_is_only_for_who_starts_all_ranks(option: str, value: object, others: dict[str, str]) -> None:
+    hosts = () if others else ("--nnodes", 2, "--node-rank", 0, "--tp", 2, "--master-addr", "h", "--master-port", 1)
+    result = run("serve", DEMO, option, value, *hosts, env=others)
+    expected = f"{option} {value} is for ranks of one host that this command starts"
     assert (result.status, result.errors) == (1, [f"tilerank: error: {expected}"])
 
 
@@ -213,10 +254,12 @@ def test_who_is_still_unanswered_when_time_is_up_is_told() -> None:
         await_true(found, 120, f"/health is not {status}")
 
     def use() -> None:
-        connect(control, to_engine)
-        engine = take(engine_control)
-        assert engine is not None
-        with engine:
+        connect(control, to_engine, 0)
+        taken = take(engine_control)
+        assert taken is not None
+        replica, engine = taken
+        assert replica == 0
+        with control, engine:
             engine.sendall(encode(State(64, 64, 0.0, 0, 0, 0, 0, 0)))
             await_health(200)
             asking = threading.Thread(
@@ -228,7 +271,11 @@ def test_who_is_still_unanswered_when_time_is_up_is_told() -> None:
             asking.join()
 
     user = threading.Thread(target=use)
-    about = About("silent", "0", None, None)
+
+    async def check_grammar(grammar: str) -> None:
+        raise AssertionError("nobody asked for a grammar")
+
+    about = About("silent", "0", None, None, check_grammar)
     run_http(Http(listener, DEMO, about), http_control, 0.2, user.start)
     user.join()
     assert answers[0].status_code == 503

@@ -26,14 +26,14 @@ def client_that_heard(*messages: FromEngine) -> EngineClient:
         client = EngineClient()
         ours, theirs = socket.socketpair()
         with theirs:
-            talking = asyncio.create_task(client.attach(ours))
+            talking = asyncio.create_task(client.attach(0, ours))
             theirs.sendall(b"".join(map(encode, messages)))
             for _ in range(10_000):
                 await asyncio.sleep(0)
                 if client.state == messages[-1]:
                     break
             told_last = client.state == messages[-1]
-            heard = client._engine  # its state goes when the socket closes
+            heard = client._engines[0]  # its state goes when the socket closes
             state = client.state
         await talking
         assert told_last

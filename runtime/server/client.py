@@ -6,9 +6,10 @@ import logging
 import socket
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from functools import reduce
 
 from ..params import SamplingParams
-from .figures import Figures
+from .figures import Figures, joined
 from .messages import (
     Cancel,
     Counted,
@@ -22,7 +23,9 @@ from .messages import (
     Tokens,
     client_inbox,
     encode,
+    together,
 )
+from .routing import Seen, choose, hashes
 
 log = logging.getLogger(__name__)
 
@@ -44,9 +47,15 @@ class Engine:
     def __init__(self) -> None:
         self.state: State | None = None
         self.figures = Figures()
+        self.prompts = Seen()
         self._writer: asyncio.StreamWriter | None = None
         self._streams: dict[int, asyncio.Queue[_Item]] = {}
         self._numbers = itertools.count()
+
+    @property
+    def load(self) -> int:
+        """Requests that wait for tokens."""
+        return len(self._streams)
 
     async def talk(self, connection: socket.socket) -> None:
         """Talks to the engine behind `connection` until it goes; fails what it leaves unfinished."""
@@ -109,39 +118,46 @@ class Engine:
 
 
 class EngineClient:
-    """Hands requests to the engine that there is."""
+    """Hands each request to one of the engines that are ready: see `choose`."""
 
     def __init__(self) -> None:
-        self.restarts = -1  # engines that came after the first
-        self._engine = Engine()
+        self.restarts = 0  # engines that came after the first of their replica
+        self._engines: dict[int, Engine] = {}
 
     @property
     def state(self) -> State | None:
-        """None while there is no engine that could take a request."""
-        return self._engine.state
+        """Of all engines together; None while there is none that could take a request."""
+        states = [engine.state for engine in self._engines.values() if engine.state is not None]
+        return reduce(together, states) if states else None
 
     @property
     def figures(self) -> Figures:
-        """Of the newest engine."""
-        return self._engine.figures
+        """Of the engines that are ready."""
+        return joined({i: engine.figures for i, engine in self._engines.items() if engine.state is not None})
 
-    async def attach(self, connection: socket.socket) -> None:
-        """Talks to the engine behind `connection`, the newest one, until it goes."""
-        self.restarts += 1
-        self._engine = engine = Engine()
+    async def attach(self, replica: int, connection: socket.socket) -> None:
+        """Talks to the engine behind `connection`, the newest of its replica, until it goes."""
+        self.restarts += replica in self._engines
+        self._engines[replica] = engine = Engine()
         await engine.talk(connection)
 
     def abandon(self, why: str) -> None:
         """Fails all requests that wait for tokens."""
-        self._engine.abandon(why)
+        for engine in self._engines.values():
+            engine.abandon(why)
 
     async def generate(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> AsyncGenerator[Token]:
         """The tokens of one request as they come. Whoever stops listening cancels it.
 
         Raises EngineGoneError or RefusedError.
         """
-        if self.state is None:
+        ready = [engine for engine in self._engines.values() if engine.state is not None]
+        if not ready:
             raise EngineGoneError("there is no engine to answer now")
-        async with aclosing(self._engine.generate(prompt_token_ids, params)) as tokens:
+        beginnings = hashes(prompt_token_ids)
+        known = [engine.prompts.known(beginnings) for engine in ready]
+        engine = ready[choose([engine.load for engine in ready], known, len(beginnings))]
+        engine.prompts.add(beginnings)
+        async with aclosing(engine.generate(prompt_token_ids, params)) as tokens:
             async for token in tokens:
                 yield token

@@ -1,6 +1,9 @@
 """What an engine has told of its ranks, and what follows from it."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import chain
+
+from msgspec.structs import replace
 
 from ..counters import RankCounters
 from .messages import Counted, RankInfo, Ranks
@@ -35,3 +38,19 @@ class Figures:
     def wait_shares(self) -> list[float]:
         """The part of its steps that each rank waited for others, of late."""
         return [rank.waited_s / steps if (steps := rank.prefill_s + rank.decode_s) else 0.0 for rank in self.recent]
+
+
+def joined(replicas: Mapping[int, Figures]) -> Figures:
+    """Figures of several engines as those of one, whose ranks are numbered through, replica after replica."""
+    whole = Figures()
+    tp = max((len(part.ranks) for part in replicas.values()), default=0)
+    parts = [replicas[replica] for replica in sorted(replicas)]
+    whole.ranks = [
+        replace(rank, rank=replica * tp + rank.rank) for replica in sorted(replicas) for rank in replicas[replica].ranks
+    ]
+    whole.counters = list(chain.from_iterable(part.counters for part in parts))
+    whole.decoded = list(chain.from_iterable(part.decoded for part in parts))
+    if any(part.recent for part in parts):
+        idle = [part.recent or [RankCounters()] * len(part.ranks) for part in parts]
+        whole.recent = list(chain.from_iterable(idle))
+    return whole

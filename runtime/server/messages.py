@@ -84,6 +84,22 @@ class Counted(msgspec.Struct, frozen=True, array_like=True, tag=6):
     ranks: list[RankCounters]
 
 
+def together(one: State, other: State) -> State:
+    """The state of both engines as that of one."""
+    tokens = one.cache_tokens + other.cache_tokens
+    used = one.cache_used * one.cache_tokens + other.cache_used * other.cache_tokens
+    return State(
+        min(one.context_length, other.context_length),
+        tokens,
+        used / tokens if tokens else 0.0,
+        one.running + other.running,
+        one.waiting + other.waiting,
+        one.preemptions + other.preemptions,
+        one.prompt_tokens + other.prompt_tokens,
+        one.generated_tokens + other.generated_tokens,
+    )
+
+
 ToEngine = Submit | Cancel
 FromEngine = Tokens | Refused | State | Ranks | Counted
 
