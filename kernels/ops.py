@@ -13,6 +13,7 @@ from .errors import KernelError
 _RMS_NORM = core.kernel("rms_norm")
 _ADD_RMS_NORM = core.kernel("add_rms_norm")
 _ROTARY = core.kernel("rotary")
+_NORM_ROTARY = core.kernel("norm_rotary")
 _SILU_MUL = core.kernel("silu_mul")
 _EMBEDDING = core.kernel("embedding")
 _TAKE_ROWS = core.kernel("take_rows")
@@ -62,17 +63,48 @@ def rotary_(q: Tensor, k: Tensor, positions: Tensor, cos: Tensor, sin: Tensor) -
     <= d. The first r dims are rotated in pairs (i, i + r / 2), the half-split form of Llama and Qwen; the rest stays.
     Products and sum are fp32, rounded once.
     """
-    check.tensor("rotary_", "positions", positions, (None,), torch.int64)
-    check.tensor("rotary_", "q", q, (positions.shape[0], None, None), check.ACTIVATIONS)
-    check.tensor("rotary_", "k", k, (positions.shape[0], None, q.shape[2]), q.dtype)
-    check.tensor("rotary_", "cos", cos, (None, None), q.dtype)
-    check.tensor("rotary_", "sin", sin, cos.shape, q.dtype)
-    if 2 * cos.shape[1] > q.shape[2]:
-        raise KernelError(f"rotary_: cos: expected at most {q.shape[2] // 2} columns, found {cos.shape[1]}")
+    _check_rotary("rotary_", q, k, positions, cos, sin)
     if core.isa() == "reference":
         reference.rotary_(q, k, positions, cos, sin)
     else:
         core.launch(_ROTARY, (q, k, positions, cos, sin))
+
+
+def norm_rotary_(
+    q: Tensor,
+    k: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    eps: float,
+    positions: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    zero_centered: bool = False,
+) -> None:
+    """`rms_norm` of every head of q and k, then `rotary_`, in place and with the roundings of both.
+
+    q_weight, k_weight: [d], of the dtype of q and k; the rest is as in those.
+    """
+    _check_rotary("norm_rotary_", q, k, positions, cos, sin)
+    check.tensor("norm_rotary_", "q_weight", q_weight, (q.shape[2],), q.dtype)
+    check.tensor("norm_rotary_", "k_weight", k_weight, (q.shape[2],), q.dtype)
+    if core.isa() == "reference":
+        for heads, weight in ((q, q_weight), (k, k_weight)):
+            heads.copy_(reference.rms_norm(heads, weight, eps, zero_centered=zero_centered))
+        reference.rotary_(q, k, positions, cos, sin)
+    else:
+        core.launch(_NORM_ROTARY, (q, k, positions, cos, sin, q_weight, k_weight), (zero_centered,), (eps,))
+
+
+def _check_rotary(name: str, q: Tensor, k: Tensor, positions: Tensor, cos: Tensor, sin: Tensor) -> None:
+    check.tensor(name, "positions", positions, (None,), torch.int64)
+    check.tensor(name, "q", q, (positions.shape[0], None, None), check.ACTIVATIONS)
+    check.tensor(name, "k", k, (positions.shape[0], None, q.shape[2]), q.dtype)
+    check.tensor(name, "cos", cos, (None, None), q.dtype)
+    check.tensor(name, "sin", sin, cos.shape, q.dtype)
+    if 2 * cos.shape[1] > q.shape[2]:
+        raise KernelError(f"{name}: cos: expected at most {q.shape[2] // 2} columns, found {cos.shape[1]}")
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:

@@ -166,6 +166,25 @@ def test_rotary_is_that_of_transformers() -> None:
         torch.testing.assert_close(found, want, rtol=0, atol=4 * EPS32 * float(want.abs().max()))
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("layout", ["dense", "slice", "swapped"])
+@pytest.mark.parametrize("zero_centered", [False, True])
+@pytest.mark.parametrize(("d", "half"), [(128, 64), (40, 10), (24, 12)])
+def test_norm_rotary_is_a_norm_and_a_rotation(
+    dtype: torch.dtype, layout: str, zero_centered: bool, d: int, half: int
+) -> None:
+    q, k = layouts(6, 5, d, dtype)[layout], layouts(6, 2, d, dtype)[layout]
+    weights = [randn(d, dtype=dtype, seed=seed) for seed in (3, 4)]
+    positions, turns = torch.tensor([0, 1, 17, 5, 5, 99]), tables(100, half, dtype)
+    expected = [
+        ops.rms_norm(x, weight, 1e-5, zero_centered=zero_centered) for x, weight in zip((q, k), weights, strict=True)
+    ]
+    ops.rotary_(*expected, positions, *turns)
+    ops.norm_rotary_(q, k, *weights, 1e-5, positions, *turns, zero_centered=zero_centered)
+    assert torch.equal(q, expected[0])
+    assert torch.equal(k, expected[1])
+
+
 # --- activation ----------------------------------------------------------------------------------------------------
 
 
@@ -294,6 +313,10 @@ Q, TABLE = torch.zeros(4, 2, 6), torch.zeros(5, 3)
         (lambda: ops.rotary_(Q, Q, IDS + 5, TABLE, TABLE), "rotary_: positions: expected values in [0, 5), found 5"),
         (lambda: ops.rotary_(Q, Q, IDS - 1, TABLE, TABLE), "rotary_: positions: expected values in [0, 5), found -1"),
         (lambda: ops.rotary_(Q, Q, IDS, X[:, :4], X[:, :4]), "rotary_: cos: expected at most 3 columns, found 4"),
+        (
+            lambda: ops.norm_rotary_(Q, Q, W, W[:5], 1e-6, IDS, TABLE, TABLE),
+            "norm_rotary_: k_weight: expected shape [6], found [5]",
+        ),
         (lambda: ops.rotary_(Q, Q, IDS, TABLE, TABLE[:4]), "rotary_: sin: expected shape [5, 3], found [4, 3]"),
         (lambda: ops.silu_mul(X[:, :5]), "silu_mul: gate_up: expected an even number of columns, found 5"),
         (lambda: ops.embedding(IDS, W), "embedding: weight: expected shape [any, any], found [6]"),

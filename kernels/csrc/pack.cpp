@@ -6,6 +6,7 @@
 #include "foreach_isa.h"
 
 #else
+#include "transpose.h"
 
 namespace tilerank::TR_RUNG {
 
@@ -81,32 +82,14 @@ static void pack_row(float* block, const From* from, int64_t stride, const Corne
 // 16 source rows of 32 columns, `stride` elements apart, into one bf16 tile: a transposition of pairs.
 static inline void pack_tile(bf16* tile, const bf16* from, int64_t stride) {
 #ifdef TR_AVX512
-  __m512i a[16], b[16];
+  __m512i rows[16], pairs[16];
   for (int i = 0; i < 16; ++i) {
-    a[i] = _mm512_loadu_si512(from + i * stride);
+    rows[i] = _mm512_loadu_si512(from + i * stride);
     _mm_prefetch(reinterpret_cast<const char*>(from + i * stride + 8 * kBlockK), _MM_HINT_T0);
   }
-  for (int i = 0; i < 16; i += 2) {
-    b[i] = _mm512_unpacklo_epi32(a[i], a[i + 1]);
-    b[i + 1] = _mm512_unpackhi_epi32(a[i], a[i + 1]);
-  }
-  for (int i = 0; i < 16; i += 4) {
-    a[i] = _mm512_unpacklo_epi64(b[i], b[i + 2]);
-    a[i + 1] = _mm512_unpackhi_epi64(b[i], b[i + 2]);
-    a[i + 2] = _mm512_unpacklo_epi64(b[i + 1], b[i + 3]);
-    a[i + 3] = _mm512_unpackhi_epi64(b[i + 1], b[i + 3]);
-  }
-  // Quarter q of a[4 g + j] holds pair 4 q + j of rows 4 g ... 4 g + 3.
-  for (int j = 0; j < 4; ++j) {
-    const __m512i even0 = _mm512_shuffle_i32x4(a[j], a[4 + j], 0x88), odd0 = _mm512_shuffle_i32x4(a[j], a[4 + j], 0xdd);
-    const __m512i even1 = _mm512_shuffle_i32x4(a[8 + j], a[12 + j], 0x88);
-    const __m512i odd1 = _mm512_shuffle_i32x4(a[8 + j], a[12 + j], 0xdd);
-    // Past the caches: nobody reads the weight before all of it is there.
-    _mm512_stream_si512(reinterpret_cast<__m512i*>(tile + 32 * j), _mm512_shuffle_i32x4(even0, even1, 0x88));
-    _mm512_stream_si512(reinterpret_cast<__m512i*>(tile + 32 * (4 + j)), _mm512_shuffle_i32x4(odd0, odd1, 0x88));
-    _mm512_stream_si512(reinterpret_cast<__m512i*>(tile + 32 * (8 + j)), _mm512_shuffle_i32x4(even0, even1, 0xdd));
-    _mm512_stream_si512(reinterpret_cast<__m512i*>(tile + 32 * (12 + j)), _mm512_shuffle_i32x4(odd0, odd1, 0xdd));
-  }
+  transpose(rows, pairs);
+  // Past the caches: nobody reads the weight before all of it is there.
+  for (int i = 0; i < 16; ++i) _mm512_stream_si512(reinterpret_cast<__m512i*>(tile + 32 * i), pairs[i]);
 #else
   for (int output = 0; output < 16; ++output) {
     for (int pair = 0; pair < 16; ++pair) {

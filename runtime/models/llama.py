@@ -43,14 +43,13 @@ class Attention(Layer):
         self.scale = dim**-0.5
         self.cache_spec = PagedKV(self.qkv.kv_heads, dim, sharding.cache_dtype)
 
-    def normalize(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """What some families do to every head before the rotation."""
-        return q, k
+    def rotate(self, q: Tensor, k: Tensor, positions: Tensor, rope: RotaryTable) -> None:
+        """In place. Some families normalise every head before."""
+        ops.rotary_(q, k, positions, rope.cos, rope.sin)
 
     def __call__(self, x: Tensor, rope: RotaryTable, batch: Batch, cache: KVLayer) -> Tensor:
         q, k, v = self.qkv(x)
-        q, k = self.normalize(q, k)
-        ops.rotary_(q, k, batch.positions, rope.cos, rope.sin)
+        self.rotate(q, k, batch.positions, rope)
         store_kv(k, v, cache, batch.slots)
         heads = attention(q, cache, batch.block_tables, batch.seq_lens, batch.query_starts, self.qkv.kv_map, self.scale)
         return self.out(heads.flatten(1))

@@ -6,9 +6,11 @@ normalises every query and key head before the rotation.
 
 from torch import Tensor
 
+from tilerank.kernels import ops
 from tilerank.loader.config import ModelConfig
 from tilerank.parallel.layers import RMSNorm, Sharding
 
+from ..rope import RotaryTable
 from .llama import Attention, Llama
 
 
@@ -26,8 +28,9 @@ class Qwen3Attention(Attention):
         self.q_norm = RMSNorm(f"{name}.q_norm", config.head_dim, config.rms_norm_eps, sharding)
         self.k_norm = RMSNorm(f"{name}.k_norm", config.head_dim, config.rms_norm_eps, sharding)
 
-    def normalize(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        return self.q_norm(q), self.k_norm(k)
+    def rotate(self, q: Tensor, k: Tensor, positions: Tensor, rope: RotaryTable) -> None:
+        weights = self.q_norm.weight.data, self.k_norm.weight.data
+        ops.norm_rotary_(q, k, *weights, self.q_norm.eps, positions, rope.cos, rope.sin)
 
 
 class Qwen3(Llama):
