@@ -92,8 +92,10 @@ static void linear_many_rows(const Tensor& x, const PackedRows& rows, const Bloc
   const Tiles tiles(panel_tiles(kTileRows));
   float* const sums = static_cast<float*>(team.scratch(band_sums<kParts>(rows, blocking) * sizeof(float)));
   // Threads in a grid: over rows as far as each keeps enough of them to pay for reading the weight, then over outputs.
+  // With two threads each reads the rows that it packed itself.
+  constexpr int64_t kOwnTiles = 16;
   int row_threads = 1;
-  while (team.count % (row_threads * 2) == 0 && rows.row_tiles >= row_threads * 2 * 64) row_threads *= 2;
+  while (team.count % (row_threads * 2) == 0 && rows.row_tiles >= row_threads * 2 * kOwnTiles) row_threads *= 2;
   const Team row_team(nullptr, team.index % row_threads, row_threads);
   const Team column_team(nullptr, team.index / row_threads, team.count / row_threads);
   const Range own_rows = row_team.share(rows.row_tiles, 2), own = column_team.share(epilogue.results);
