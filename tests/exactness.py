@@ -31,6 +31,10 @@ class Witness:
         self._hash = hashlib.sha256()
         self.count = 0
 
+    @property
+    def waited_s(self) -> float:
+        return self._group.waited_s
+
     def digest(self) -> str:
         return self._hash.hexdigest()
 
