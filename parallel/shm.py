@@ -58,7 +58,7 @@ class ShmGroup:
     """The ranks of one host. Takes over the descriptor `fd` of their segment.
 
     `rank`: of this process within the segment; `names`: what the ranks of the segment are called in errors.
-    `spin`: a wait spins about 100 us before it sleeps, which is right only where every thread has a core of its own.
+    `spin`: a wait spins before it sleeps, which is right only where every thread has a core of its own.
     """
 
     def __init__(

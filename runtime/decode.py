@@ -1,10 +1,13 @@
-"""Decode steps without Python: the model's forward recorded once per batch size, then replayed on new values.
+"""Steps without Python between their kernels; decode steps without any: recorded once per batch size, then replayed.
 
 A step in which every sequence has one token and wants one row of logits has the same launches every time. They are
 recorded for some batch sizes (buckets), when first needed; a batch in between is filled up with rows that write to the
 cache's spare page: of no sequence, or, for a mixture, copies of a row there is, which ask for no other experts. What
 changes from step to step is copied into tensors that all recorded steps read: token ids, positions, slots, lengths,
 and, when a sequence joins or leaves, the tables of pages.
+
+Any other step, of prompts, is recorded to be run once. Python between launches finds the caches full of what the last
+kernel left there, which takes it twice as long, and the other ranks wait for the slowest.
 """
 
 import logging
@@ -35,7 +38,8 @@ def bucket_of(rows: int) -> int:
 
 
 class DecodeGraphs:
-    """The recorded decode steps of a model over `caches`, for up to `max_rows` sequences of up to `max_pages` pages.
+    """The recorded steps of a model over `caches`; those for replay of up to `max_rows` sequences of up to `max_pages`
+    pages.
 
     `spare_page`: a page of the caches that no sequence has. `mixture`: rows choose experts, whose weights are read.
     """
@@ -72,18 +76,24 @@ class DecodeGraphs:
         )
         self._tabled: list[tuple[int, int] | None] = [None] * rows  # the sequence in a row of block_tables, its pages
         self._graphs: dict[int, Graph] = {}
+        self._newest: Graph | None = None
 
     def takes(self, step: Step) -> bool:
-        """Is this a step that can be recorded?"""
+        """Is this a step that can be replayed?"""
         return len(step.chunks) <= self._max_rows and all(
             len(chunk.token_ids) == 1 and chunk.logits == 1 for chunk in step.chunks
         )
 
     def run(self, step: Step, tables: Mapping[int, list[int]]) -> Tensor:
-        """fp32 logits [sequences, vocab], valid until the next call. `tables`: the pages of the sequences, by number.
+        """fp32 logits [m, vocab] of the m tokens that want them, valid until the next call. `tables`: the pages of the
+        sequences, by number.
 
         Raises what the step would raise eagerly.
         """
+        if not self.takes(step):
+            graph = self._record(Batch.of(step, tables))
+            self._group.replay(graph.run)
+            return graph.output
         graph = self._prepare(step, tables)
         self._group.replay(graph.run)
         return graph.output[: len(step.chunks)]
@@ -99,7 +109,7 @@ class DecodeGraphs:
         rows = bucket_of(len(step.chunks))
         self._fill(step, tables, rows)
         if rows not in self._graphs:
-            self._graphs[rows] = self._record(rows)
+            self._graphs[rows] = self._record(self._inputs_of(rows))
         return self._graphs[rows]
 
     def _fill(self, step: Step, tables: Mapping[int, list[int]], rows: int) -> None:
@@ -132,9 +142,9 @@ class DecodeGraphs:
             self._inputs.block_tables[row, : len(table)] = torch.tensor(table, dtype=torch.int32)
             self._tabled[row] = sequence, len(table)
 
-    def _record(self, rows: int) -> Graph:
+    def _inputs_of(self, rows: int) -> Batch:
         whole = self._inputs
-        batch = Batch(
+        return Batch(
             token_ids=whole.token_ids[:rows],
             positions=whole.positions[:rows],
             slots=whole.slots[:rows],
@@ -143,13 +153,15 @@ class DecodeGraphs:
             query_starts=whole.query_starts[: rows + 1],
             logit_rows=whole.logit_rows[:rows],
         )
+
+    def _record(self, batch: Batch) -> Graph:
         began = time.perf_counter()
         # All share one memory: a step's logits are used up before the next step.
-        share = next(iter(self._graphs.values()), None)
-        graph = Graph(lambda: self._model.forward(batch, self._caches), share=share)
+        graph = Graph(lambda: self._model.forward(batch, self._caches), share=self._newest)
+        self._newest = graph
         log.debug(
-            "recorded a decode step of %d rows: %d launches in %.1f ms, %.1f MB of memory in all",
-            rows,
+            "recorded a step of %d rows: %d launches in %.1f ms, %.1f MB of memory in all",
+            len(batch.token_ids),
             len(graph),
             (time.perf_counter() - began) * 1e3,
             graph.nbytes() / 1e6,

@@ -92,8 +92,8 @@ class Engine:
     strategy: how heads are cut (parallel/shard.py).
     context_length: the longest sequence, prompt and new tokens together, by default the model's. max_total_tokens:
     tokens in the KV cache, of all sequences that run (default: one context). cached_tokens: how many of them a step is
-    expected to read (parallel/layer.py: Sharding; default: all). eager: run the model's Python in every decode step,
-    instead of replaying a recording of it (decode.py).
+    expected to read (parallel/layer.py: Sharding; default: all). eager: compute steps while the model's Python runs,
+    instead of recording them first (decode.py).
     """
 
     def __init__(
@@ -224,13 +224,13 @@ class Engine:
         # Not from shared pages: logits of every position want every position computed.
         table, number = Table(), self._scheduler.next_number()
         self._pool.extend(table, len(tokens))
-        new_blocks, parts = table.blocks, []
+        new_blocks, logits = table.blocks, torch.empty(len(tokens), self.config.vocab_size)
         try:
             for start in range(0, len(tokens), SCORE_CHUNK):
                 rows = tokens[start : start + SCORE_CHUNK]
-                parts.append(self._lead([Chunk(number, start, rows, new_blocks, len(rows))]))
+                logits[start : start + len(rows)] = self._lead([Chunk(number, start, rows, new_blocks, len(rows))])
                 new_blocks = []
-            return torch.cat(parts)
+            return logits
         finally:
             self._pool.close(table)
             self._scheduler.finished.append(number)
@@ -265,7 +265,7 @@ class Engine:
         self._team.group.barrier()
 
     def _decode_graphs(self) -> DecodeGraphs | None:
-        """None where decode steps have to run eagerly; all ranks agree, and rank 0 says why."""
+        """None where steps have to run eagerly; all ranks agree, and rank 0 says why."""
         group = self._team.group
         reason = None
         if core.isa() == "reference":
@@ -274,7 +274,7 @@ class Engine:
             reason = f"collectives of {type(group).__name__} cannot be recorded"
         if reason is not None or not isinstance(group, RecordableGroup):
             if group.rank == 0:
-                log.info("decode steps run eagerly: %s", reason)
+                log.info("steps run eagerly: %s", reason)
             return None
         return DecodeGraphs(
             self._model,
@@ -378,7 +378,7 @@ class Engine:
             self._tables.setdefault(chunk.sequence, []).extend(chunk.new_blocks)
         group = self._team.group
         began, waited = time.perf_counter(), group.waited_s
-        if self._decode is not None and self._decode.takes(message):
+        if self._decode is not None:
             logits = self._decode.run(message, self._tables)
         else:
             logits = self._model.forward(Batch.of(message, self._tables), self._caches)

@@ -1,4 +1,4 @@
-"""Decode steps replayed and run eagerly, as rank processes see it."""
+"""Steps recorded and run eagerly, as rank processes see it."""
 
 import hashlib
 import logging
@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 from tilerank.kernels.graph import Graph
 from tilerank.parallel.errors import GroupError
 from tilerank.parallel.join import Team
+from tilerank.runtime.batch import Batch
 from tilerank.runtime.engine import Engine, Request
 from tilerank.runtime.sampling import SamplingParams
 
@@ -30,9 +31,9 @@ def run_blindfolded(engine: Engine) -> None:
     assert engine._decode is not None
     record = engine._decode._record
 
-    def blindfolded(rows: int) -> Graph:
+    def blindfolded(batch: Batch) -> Graph:
         with Blindfold():
-            return record(rows)
+            return record(batch)
 
     engine._decode._record = blindfolded  # type: ignore[method-assign]
 

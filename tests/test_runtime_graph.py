@@ -103,7 +103,7 @@ def test_a_rank_of_either_host_killed_during_replay_is_named_by_the_others(victi
 
 def test_other_groups_stay_eager_and_say_so_once() -> None:
     said = run_ranks(2, "replay:stays_eager", kwargs={"model": str(DEMO)}, collectives="gloo")
-    assert said == [["decode steps run eagerly: collectives of GlooGroup cannot be recorded"], []]
+    assert said == [["steps run eagerly: collectives of GlooGroup cannot be recorded"], []]
 
 
 def test_collectives_that_are_no_kernels_cannot_slip_into_a_recording() -> None:
@@ -142,7 +142,7 @@ def test_an_engine_that_replays_ends_when_a_rank_is_killed(victim: int) -> None:
 def test_plain_torch_stays_eager_and_says_so_once() -> None:
     env = {"TILERANK_ISA": "reference"}
     said = run_ranks(1, "replay:stays_eager", kwargs={"model": str(DEMO)}, env=env)
-    assert said == [["decode steps run eagerly: kernels run in plain torch"]]
+    assert said == [["steps run eagerly: kernels run in plain torch"]]
 
 
 def test_a_profile_counts_the_kernels_of_a_step() -> None:
