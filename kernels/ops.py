@@ -46,14 +46,19 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, zer
 
     x, residual: [m, d] of one dtype; weight: [d]; returns [m, d].
     """
-    check.tensor("add_rms_norm", "x", x, (None, None), check.ACTIVATIONS)
-    check.tensor("add_rms_norm", "residual", residual, x.shape, x.dtype)
-    check.tensor("add_rms_norm", "weight", weight, (x.shape[-1],), x.dtype)
+    check_add_rms_norm(x, residual, weight)
     if core.isa() == "reference":
         return reference.add_rms_norm(x, residual, weight, eps, zero_centered=zero_centered)
     out = core.empty(x.shape, x.dtype)
     core.launch(_ADD_RMS_NORM, (x, residual, weight, out), (zero_centered,), (eps,))
     return out
+
+
+def check_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor) -> None:
+    """KernelError unless they are what `add_rms_norm` takes."""
+    check.tensor("add_rms_norm", "x", x, (None, None), check.ACTIVATIONS)
+    check.tensor("add_rms_norm", "residual", residual, x.shape, x.dtype)
+    check.tensor("add_rms_norm", "weight", weight, (x.shape[-1],), x.dtype)
 
 
 def rotary_(q: Tensor, k: Tensor, positions: Tensor, cos: Tensor, sin: Tensor) -> None:

@@ -40,8 +40,8 @@ class ExpertsParameter(WeightParameter):
 class ParallelExperts(Layer):
     """Gated MLPs [hidden -> width -> hidden], one checkpoint tensor a projection: `name.EXPERT.gate_proj.weight`, ...
 
-    x[t, hidden], ids and weights [t, k] of the router -> [t, hidden], the weighted sum over a token's experts, on every
-    rank. `span` is this rank's part of the width.
+    x[t, hidden], ids and weights [t, k] of the router -> [t, hidden], what this rank adds to the weighted sum over a
+    token's experts. `span` is this rank's part of the width.
     """
 
     def __init__(self, name: str, hidden: int, width: int, experts: int, sharding: Sharding) -> None:
@@ -52,7 +52,6 @@ class ParallelExperts(Layer):
         self.gate_up = ExpertsParameter(experts, span.size, hidden, held, parts=2)
         down_name = f"{name}.0.down_proj"
         self.down = ExpertsParameter(experts, hidden, span.size, sharding.format_of(down_name, column=span.start))
-        self._sharding = sharding
         taken = slice(span.start, span.stop)
         everything = slice(0, hidden)
         for expert in range(experts):
@@ -63,4 +62,4 @@ class ParallelExperts(Layer):
             self.down.fill(f"{name}.{expert}.down_proj.weight", (hidden, width), everything, taken, row=row)
 
     def __call__(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        return self._sharding.sum(moe(x, self.gate_up.packed, self.down.packed, ids, weights))
+        return moe(x, self.gate_up.packed, self.down.packed, ids, weights)

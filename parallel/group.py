@@ -49,6 +49,15 @@ class Group(Protocol):
     def all_reduce(self, x: Tensor) -> Tensor:
         """Sum of fp32 or bf16 `x` over the ranks, same bits on all. A contiguous `x` is overwritten and returned."""
 
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, zero_centered: bool = False
+    ) -> Tensor:
+        """ops.add_rms_norm of the sum of `x` over the ranks, same bits on all; `x` may be overwritten.
+
+        Of `residual`, each rank keeps up the rows that it needs for its part in this call; the others become stale. The
+        next call with these shapes needs the same rows.
+        """
+
     def all_gather(self, x: Tensor) -> Tensor:
         """`[size, *x.shape]` with the `x` of every rank, any dtype."""
 
@@ -86,6 +95,11 @@ class SingleGroup:
 
     def all_reduce(self, x: Tensor) -> Tensor:
         return checked_sum_dtype(x)
+
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, zero_centered: bool = False
+    ) -> Tensor:
+        return ops.add_rms_norm(self.all_reduce(x), residual, weight, eps, zero_centered=zero_centered)
 
     def all_gather(self, x: Tensor) -> Tensor:
         return x.unsqueeze(0)
@@ -136,6 +150,11 @@ class PairwiseGroup:
             self._exchange(as_bytes(part), as_bytes(parts).view(self.size, -1), "all_reduce")
             sum_in_rank_order(parts, part)
         return out
+
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, zero_centered: bool = False
+    ) -> Tensor:
+        return ops.add_rms_norm(self.all_reduce(x), residual, weight, eps, zero_centered=zero_centered)
 
     def all_gather(self, x: Tensor) -> Tensor:
         out = torch.empty((self.size, *x.shape), dtype=x.dtype)

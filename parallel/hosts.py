@@ -120,6 +120,11 @@ class HostGroup:
                 self._after.broadcast(part)
         return out
 
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, zero_centered: bool = False
+    ) -> Tensor:
+        return ops.add_rms_norm(self.all_reduce(x), residual, weight, eps, zero_centered=zero_centered)
+
     def all_gather(self, x: Tensor) -> Tensor:
         with self._doing("all_gather"):
             here = self._inside.all_gather(x)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from tilerank.kernels import core
+from tilerank.kernels import core, ops
 from tilerank.kernels.formats import Float, Format, Fp8, Int4
 from tilerank.kernels.linear import Weight
 
@@ -159,6 +159,13 @@ class Sharding:
     def sum(self, x: Tensor) -> Tensor:
         """`x` added up over the ranks; may overwrite it."""
         return x if self.size == 1 else self._group.all_reduce(x)
+
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, zero_centered: bool = False
+    ) -> Tensor:
+        """ops.add_rms_norm of the sum of `x` over the ranks (parallel/group.py: what becomes of `residual`)."""
+        add = ops.add_rms_norm if self.size == 1 else self._group.add_rms_norm
+        return add(x, residual, weight, eps, zero_centered=zero_centered)
 
     def gather_columns(self, x: Tensor, starts: Tensor, n: int) -> Tensor:
         """[m, n] fp32: columns starts[r] to starts[r + 1] are the first ones of the `x` [m, w] of rank r."""

@@ -92,7 +92,8 @@ class ColumnParallelLinear(_Linear):
 
 
 class RowParallelLinear(_Linear):
-    """A projection [out, in] of which every rank sees some inputs: x[..., span.size] -> [..., out] on every rank.
+    """A projection [out, in] of which every rank sees some inputs: x[..., span.size] -> [..., out], what this rank
+    adds to the sum over the ranks.
 
     `span` is this rank's part of the inputs, as the layer before left it: `qkv.q_columns`, `gate_up.span`.
     The bias is added once, on rank 0.
@@ -109,10 +110,9 @@ class RowParallelLinear(_Linear):
             held = out_features if sharding.rank == 0 else 0
             self.bias = PlainParameter((held,), sharding.dtype)
             self.bias.fill(f"{name}.bias", (out_features,), slice(0, held))
-        self._sharding = sharding
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self._sharding.sum(self._project(x))
+        return self._project(x)
 
 
 class QKVParallelLinear(_Linear):
@@ -270,10 +270,15 @@ class RMSNorm(Layer):
         self.zero_centered = zero_centered
         self.weight = PlainParameter((dim,), sharding.dtype)
         self.weight.fill(f"{name}.weight", (dim,), slice(0, dim))
+        self._sharding = sharding
 
     def __call__(self, x: Tensor) -> Tensor:
         return ops.rms_norm(x, self.weight.data, self.eps, zero_centered=self.zero_centered)
 
-    def add(self, x: Tensor, residual: Tensor) -> Tensor:
-        """Adds x to `residual` in place and returns the norm of the sum. x, residual: [m, dim]."""
-        return ops.add_rms_norm(x, residual, self.weight.data, self.eps, zero_centered=self.zero_centered)
+    def add(self, part: Tensor, residual: Tensor) -> Tensor:
+        """Adds the sum of every rank's `part` to `residual` and returns the norm of what that gives, on every rank.
+
+        part, residual: [m, dim]. One residual goes with one rank's calls: it is kept up in place, as far as this rank
+        needs it there (parallel/group.py: add_rms_norm).
+        """
+        return self._sharding.add_rms_norm(part, residual, self.weight.data, self.eps, zero_centered=self.zero_centered)

@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from tilerank.kernels import core
+from tilerank.kernels import core, ops
 from tilerank.kernels.errors import KernelError
 
 from .errors import GroupError
@@ -81,8 +81,10 @@ class ShmGroup:
         self._waited_ns = memoryview(self._map)[line + WAITED : line + WAITED + 8].cast("Q")
         self._segment: Tensor | None = torch.frombuffer(self._map, dtype=torch.uint8)
         self._ints = (rank, SPIN_PAUSES if spin else 0, max(int(timeout_s * 1000), 1))
-        self._all_reduce, self._all_gather, self._gather_columns, self._broadcast = (
-            core.kernel(f"shm_{name}") for name in ("all_reduce", "all_gather", "gather_columns", "broadcast")
+        self._slot = slot
+        kernels = ("all_reduce", "add_rms_norm", "all_gather", "gather_columns", "broadcast")
+        self._all_reduce, self._add_rms_norm, self._all_gather, self._gather_columns, self._broadcast = (
+            core.kernel(f"shm_{name}") for name in kernels
         )
         # The first touch decides on which node a page lies: each rank takes its own.
         for start, length in (
@@ -100,6 +102,17 @@ class ShmGroup:
         checked_sum_dtype(x)
         out = x.contiguous()
         self._launch("all_reduce", self._all_reduce, (out.view(-1),))
+        return out
+
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, zero_centered: bool = False
+    ) -> Tensor:
+        ops.check_add_rms_norm(x, residual, weight)
+        if not (x.is_contiguous() and residual.is_contiguous() and x.shape[1] * x.element_size() <= self._slot):
+            return ops.add_rms_norm(self.all_reduce(x), residual, weight, eps, zero_centered=zero_centered)
+        out = core.empty(x.shape, x.dtype)
+        tensors = (x, residual, weight, out)
+        self._launch("all_reduce", self._add_rms_norm, tensors, int(zero_centered), floats=(eps,))
         return out
 
     def all_gather(self, x: Tensor) -> Tensor:
@@ -135,9 +148,11 @@ class ShmGroup:
     def close(self) -> None:
         self._segment = None
 
-    def _launch(self, doing: str, kernel: int, tensors: tuple[Tensor, ...], *more: int) -> None:
+    def _launch(
+        self, doing: str, kernel: int, tensors: tuple[Tensor, ...], *more: int, floats: tuple[float, ...] = ()
+    ) -> None:
         arguments = (*tensors, self._segment)
-        self._guarded(doing, lambda: core.launch(kernel, arguments, (*self._ints, *more)))
+        self._guarded(doing, lambda: core.launch(kernel, arguments, (*self._ints, *more), floats))
 
     def _guarded(self, doing: str, run: Callable[[], object]) -> None:
         if self._segment is None:

@@ -46,6 +46,9 @@ class Witness:
     def all_reduce(self, x: Tensor) -> Tensor:
         return self._seen(self._group.all_reduce(x))
 
+    def add_rms_norm(self, x: Tensor, residual: Tensor, *norm: Any, **options: Any) -> Tensor:
+        return self._seen(self._group.add_rms_norm(x, residual, *norm, **options))
+
     def all_gather(self, x: Tensor) -> Tensor:
         return self._seen(self._group.all_gather(x))
 

@@ -3,6 +3,7 @@
 #include <sys/mman.h>
 
 #include <atomic>
+#include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -24,7 +25,7 @@ using namespace tilerank;
 
 namespace {
 
-constexpr size_t kSlot = 4096;  // small, so that most tensors pass in pieces
+constexpr size_t kSlot = 36 << 10;  // small, so that tensors pass in pieces, some of them cut over the ranks
 constexpr int64_t kSizes[] = {1, 33, 1000, 5003, 40'009};
 
 struct Segment {
@@ -64,12 +65,13 @@ struct Rank {
   int64_t pauses, timeout_ms;
 
   // On all of the rank's threads at once, as the pool would.
-  void call(const char* kernel, std::vector<Tensor> tensors, std::vector<int64_t> more = {}) const {
+  void call(const char* kernel, std::vector<Tensor> tensors, std::vector<int64_t> more = {}, double real = 0) const {
     Args args;
     tensors.push_back(segment.tensor());
     for (const Tensor& tensor : tensors) args.tensors[args.num_tensors++] = tensor;
     for (int64_t i : {int64_t{rank}, pauses, timeout_ms}) args.ints[args.num_ints++] = i;
     for (int64_t i : more) args.ints[args.num_ints++] = i;
+    args.floats[args.num_floats++] = real;
     const Kernel run = find_kernel(kernel_id(kernel), Isa::avx512);
     std::vector<std::thread> others;
     for (int index = 1; index < segment.lanes; ++index) {
@@ -118,6 +120,28 @@ void sums(const Rank& self, int round) {
   }
 }
 
+// The second time on what the first one left of the residual.
+void norms(const Rank& self, int round) {
+  const int64_t rows = 45, width = 500, n = rows * width;
+  std::vector<float> residual(n), weight(width, 2.0f), x(n), out(n), total(n);
+  for (int time = 0; time < 2; ++time) {
+    for (int64_t i = 0; i < n; ++i) {
+      x[i] = value(self.rank, i, round + 5 * time);
+      for (int rank = 0; rank < self.segment.ranks; ++rank) total[i] += value(rank, i, round + 5 * time);
+    }
+    self.call("shm_add_rms_norm",
+              {matrix_of(x, rows, width), matrix_of(residual, rows, width), vector_of(weight, DType::f32),
+               matrix_of(out, rows, width)},
+              {0}, 1e-5);
+    for (int64_t row = 0; row < rows; ++row) {
+      double squares = 0;
+      for (int64_t i = row * width; i < (row + 1) * width; ++i) squares += double{total[i]} * total[i];
+      const double scale = 2 / std::sqrt(squares / width + 1e-5);
+      for (int64_t i = row * width; i < (row + 1) * width; ++i) EXPECT(std::abs(out[i] - total[i] * scale) < 1e-4);
+    }
+  }
+}
+
 void moves(const Rank& self, int round) {
   const int ranks = self.segment.ranks;
   for (const int64_t n : kSizes) {
@@ -156,6 +180,7 @@ void collectives(int ranks, int lanes, int64_t pauses) {
       // Ranks get out of step: nobody may overwrite what another has not read.
       if ((round + self.rank) % 3 == 0) std::this_thread::sleep_for(std::chrono::milliseconds(2));
       sums(self, round);
+      norms(self, round);
       moves(self, round);
     }
   });

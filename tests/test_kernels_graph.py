@@ -124,6 +124,14 @@ def test_recording_computes_nothing() -> None:
     assert torch.equal(residual, before + x)
 
 
+@needs_compiled
+def test_a_step_may_return_nothing() -> None:
+    """As that of a piece of a prompt, of whose tokens none is sampled."""
+    x, none = torch.randn(3, 8), torch.empty(0, dtype=torch.int64)
+    graph = Graph(lambda: ops.take_rows(x, none))
+    assert graph.run().shape == (0, 8)
+
+
 ROWS = torch.tensor([1, 0])
 ESCAPES: list[tuple[str, Callable[[Tensor], object]]] = [
     ("aten.add", lambda x: x + 1),

@@ -10,7 +10,7 @@ import pytest
 import torch
 from ranks import run_ranks
 
-from tilerank.kernels import core
+from tilerank.kernels import core, ops, reference
 from tilerank.parallel.shm import PAGE
 
 SUMS = (torch.float32, torch.bfloat16)
@@ -54,6 +54,7 @@ def sums(team: Any) -> dict[str, str]:
             digests[f"{dtype} {n}"] = digest(total)
     digests |= awkward_sums(group)
     moves(group)
+    norms(group)
     return digests
 
 
@@ -102,6 +103,23 @@ def gather_columns(group: Any) -> None:
         found = group.gather_columns(parts[group.rank], starts, sum(held))
         expected = torch.cat([part[:, :n] for part, n in zip(parts, held, strict=True)], dim=1)
         assert torch.equal(found, expected), (rows, width)
+
+
+def norms(group: Any) -> None:
+    """Of one row and of many, in pieces and larger than a buffer; twice, since ranks share out what they keep up."""
+    for dtype in SUMS:
+        for rows, width in ((1, 64), (5, 1000), (37, 520), (301, 1024), (2, 140_000)):
+            weight = contribution(7, width, dtype)
+            residual = contribution(8, rows * width, dtype).view(rows, width)
+            whole, plain = residual.clone(), residual.clone()
+            for seed, zero_centered in enumerate((False, True)):
+                n, options = rows * width, {"zero_centered": zero_centered}
+                mine = contribution(group.rank, n, dtype, seed).view(rows, width)
+                found = group.add_rms_norm(mine, residual, weight, 1e-5, **options)
+                total = in_rank_order(group.size, n, dtype, seed).view(rows, width)
+                assert torch.equal(found, ops.add_rms_norm(total, whole, weight, 1e-5, **options)), (dtype, rows)
+                expected = reference.add_rms_norm(total, plain, weight, 1e-5, **options)
+                torch.testing.assert_close(found, expected, rtol=0.02 if dtype == torch.bfloat16 else 1e-5, atol=1e-5)
 
 
 def n_of(shape: tuple[int, ...]) -> int:

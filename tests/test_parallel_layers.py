@@ -4,12 +4,14 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tilerank.kernels import ops
 from tilerank.parallel import layer as base
 from tilerank.parallel.errors import ShardError
 from tilerank.parallel.experts import ParallelExperts
@@ -62,6 +64,9 @@ class ThreadGroup:
 
     def all_reduce(self, x: Tensor) -> Tensor:
         return self.exchange.swap(self.rank, x).float().sum(0).to(x.dtype)
+
+    def add_rms_norm(self, x: Tensor, *norm: Any, **options: Any) -> Tensor:
+        return ops.add_rms_norm(self.all_reduce(x), *norm, **options)
 
     def all_gather(self, x: Tensor) -> Tensor:
         return self.exchange.swap(self.rank, x)
@@ -159,6 +164,7 @@ def test_attention(size, strategy, q_heads, kv_heads, bias):
 
     class Attention(Layer):
         def __init__(self, sharding: Sharding) -> None:
+            self.sharding = sharding
             self.qkv = QKVParallelLinear("a", hidden, q_heads, kv_heads, head_dim, sharding, bias=bias)
             self.o = RowParallelLinear("a.o_proj", q_rows, hidden, sharding, span=self.qkv.q_columns, bias=bias)
 
@@ -169,7 +175,7 @@ def test_attention(size, strategy, q_heads, kv_heads, bias):
             served: list[int | None] = [None] * self.qkv.q_heads
             for kv, (first, count) in enumerate(self.qkv.kv_map.tolist()):
                 served[first : first + count] = [kv] * count
-            return self.o(plain_attention(q, k, v, served).flatten(1))
+            return self.sharding.sum(self.o(plain_attention(q, k, v, served).flatten(1)))
 
     def body(sharding: Sharding) -> Tensor:
         attention = Attention(sharding)
@@ -205,7 +211,7 @@ def test_gated_mlp(size, strategy, bias):
     def body(sharding: Sharding) -> Tensor:
         mlp = MLP(sharding)
         fill(mlp, checkpoint)
-        return mlp.down(mlp.gate_up(x))
+        return sharding.sum(mlp.down(mlp.gate_up(x)))
 
     def project(name: str, x: Tensor) -> Tensor:
         return F.linear(x, checkpoint[f"m.{name}_proj.weight"], checkpoint[f"m.{name}_proj.bias"] if bias else None)
@@ -235,7 +241,7 @@ def test_experts(size, strategy, width):
         packed = (experts.gate_up.packed.weight, experts.down.packed.weight)
         assert experts.nbytes() == sum(operand.nbytes for weight in packed for operand in weight.operands())
         weights, ids = router(x).softmax(-1).topk(2)
-        return experts(x, ids.int(), weights)
+        return sharding.sum(experts(x, ids.int(), weights))
 
     def expert(e: int, x: Tensor) -> Tensor:
         gate, up, down = (checkpoint[f"experts.{e}.{name}_proj.weight"] for name in ("gate", "up", "down"))
@@ -267,7 +273,7 @@ def test_column_then_row_with_ranks_that_hold_nothing(size, strategy, width):
         down = RowParallelLinear("down", width, 24, sharding, span=up.span, bias=True)
         fill(up, checkpoint)
         fill(down, checkpoint)
-        return down(up(x).relu())
+        return sharding.sum(down(up(x).relu()))
 
     up = F.linear(x, checkpoint["up.weight"], checkpoint["up.bias"]).relu()
     expected = F.linear(up, checkpoint["down.weight"], checkpoint["down.bias"])
@@ -343,18 +349,19 @@ def test_head_with_bias_and_logits_in_fp32(size):
 @pytest.mark.parametrize("zero_centered", [False, True])
 def test_norm_is_whole_on_every_rank(zero_centered):
     checkpoint = random_checkpoint(2, norm__weight=(24,))
-    x, residual = torch.randn(3, 24), torch.randn(3, 24)
+    x, residual, parts = torch.randn(3, 24), torch.randn(3, 24), torch.randn(3, 3, 24)
 
     def body(sharding: Sharding) -> Tensor:
         norm = RMSNorm("norm", 24, 1e-5, sharding, zero_centered=zero_centered)
         fill(norm, checkpoint)
         mine = residual.clone()
-        added = norm.add(x, mine)
-        assert torch.equal(mine, residual + x)
+        added = norm.add(parts[sharding.rank], mine)
+        assert torch.equal(mine, residual + parts.sum(0))
         return torch.cat([norm(x), added])
 
     weight = checkpoint["norm.weight"] + (1 if zero_centered else 0)
-    expected = torch.cat([y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + 1e-5) * weight for y in (x, x + residual)])
+    both = torch.cat([x, parts.sum(0) + residual])
+    expected = both * torch.rsqrt(both.pow(2).mean(-1, keepdim=True) + 1e-5) * weight
     assert_all_equal_to(on_all_ranks(3, "auto", body), expected, depth=24)
 
 

@@ -1,4 +1,4 @@
-// The root-mean-square norm of one row, for the rung that includes this file (no include guard).
+// The root-mean-square norm of one row, and what is added to it before, for the rung that includes this file (no include guard).
 
 namespace tilerank::TR_RUNG {
 
@@ -28,6 +28,13 @@ static inline void norm_row(const T* x, const T* weight, T* out, int64_t d, floa
   int64_t i = 0;
   for (; i + kLanes <= d; i += kLanes) store(out + i, normed(load(x + i), load(weight + i)));
   if (i < d) store(out + i, normed(load(x + i, d - i), load(weight + i, d - i)), d - i);
+}
+
+template <class T>
+static inline void add_row(const T* x, T* residual, int64_t d) {
+  int64_t i = 0;
+  for (; i + kLanes <= d; i += kLanes) store(residual + i, load(residual + i) + load(x + i));
+  if (i < d) store(residual + i, load(residual + i, d - i) + load(x + i, d - i), d - i);
 }
 
 }  // namespace tilerank::TR_RUNG

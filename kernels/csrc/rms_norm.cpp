@@ -8,13 +8,6 @@
 
 namespace tilerank::TR_RUNG {
 
-template <class T>
-static void add_row(const T* x, T* residual, int64_t d) {
-  int64_t i = 0;
-  for (; i + kLanes <= d; i += kLanes) store(residual + i, load(residual + i) + load(x + i));
-  if (i < d) store(residual + i, load(residual + i, d - i) + load(x + i, d - i), d - i);
-}
-
 // tensors: x, weight, out; ints: zero_centered; floats: eps
 static void rms_norm(const Args& args, Team& team) {
   const Tensor &x = args.tensor(0), &weight = args.tensor(1), &out = args.tensor(2);

@@ -12,6 +12,7 @@
 #include "foreach_isa.h"
 
 #else
+#include "norm.h"
 
 namespace tilerank::TR_RUNG {
 
@@ -180,7 +181,7 @@ static void for_lanes(const Args& args, const Tensor& segment, Team& team, int64
   const int active = shm::active_lanes(segment, n * item);
   for (int i = team.index; i < active; i += team.count) {
     shm::Lane lane(segment, static_cast<int>(args.integer(0)), i, args.integer(1), args.integer(2));
-    f(lane, part_of(n, i, active, 64 / item));
+    f(lane, part_of(n, i, active, std::max<int64_t>(64 / item, 1)));
   }
 }
 
@@ -194,6 +195,82 @@ static void shm_all_reduce(const Args& args, Team& team) {
   });
 }
 TR_KERNEL(shm_all_reduce)
+
+template <class T>
+struct AddNorm {
+  T *x, *residual, *out;
+  const T* weight;
+  int64_t d;
+  float eps;
+  bool zero_centered;
+
+  // residual += the sum of `parts`, a row each; out = the norm of it.
+  void row(const T* const* parts, int ranks, int64_t row) const {
+    T *const to = out + row * d, *const sum = residual + row * d;
+    sum_parts(parts, ranks, d, to);
+    add_row(to, sum, d);
+    norm_row(sum, weight, to, d, eps, zero_centered);
+  }
+};
+
+// Everyone sums and norms some rows and posts what comes out, then all collect it; of a few bytes everyone does all.
+template <class T>
+static void add_norm_lane(shm::Lane& lane, const AddNorm<T>& op, Range chunk) {
+  const int64_t count = chunk.end - chunk.begin, d = op.d;
+  const auto bytes = [d](int64_t rows) { return static_cast<size_t>(rows * d) * sizeof(T); };
+  const bool scattered = static_cast<int64_t>(bytes(count)) >= kScatterBytes;
+  const auto part = [&](int rank) { return scattered ? part_of(count, rank, lane.ranks(), 1) : Range{0, count}; };
+  T* const x = op.x + chunk.begin * d;
+  T* const out = op.out + chunk.begin * d;
+  const Range mine = part(lane.rank());
+  lane.enter();
+  lane.wait_until_free();
+  T* const posted = lane.slot<T>(lane.rank());
+  if (scattered) {
+    post(posted, x, bytes(mine.begin));
+    post(posted + mine.end * d, x + mine.end * d, bytes(count - mine.end));
+  } else {
+    post(posted, x, bytes(count));
+  }
+  lane.publish();
+  lane.wait_for_all();
+  for (int64_t row = mine.begin; row < mine.end; ++row) {
+    const T* parts[shm::kMaxRanks];
+    for (int r = 0; r < lane.ranks(); ++r) parts[r] = (r == lane.rank() ? x : lane.slot<T>(r)) + row * d;
+    op.row(parts, lane.ranks(), chunk.begin + row);
+    if (scattered) post(posted + row * d, out + row * d, bytes(1));
+  }
+  if (scattered) {
+    lane.publish();
+    for (int distance = 1; distance < lane.ranks(); ++distance) {
+      const int r = (lane.rank() + distance) % lane.ranks();
+      const Range theirs = part(r);
+      lane.wait_for(r);
+      std::memcpy(out + theirs.begin * d, lane.slot<T>(r) + theirs.begin * d, bytes(theirs.end - theirs.begin));
+    }
+  }
+  lane.leave();
+}
+
+// x[m, d], residual[m, d], weight[d], out[m, d], contiguous, a row at most a slot; a fourth integer is zero_centered, a
+// real eps. x is added up over the ranks, the sum to residual, and out is the norm of that: the bits of shm_all_reduce
+// and add_rms_norm. Which rows of residual a rank keeps up depends on the shapes alone; the others become stale.
+static void shm_add_rms_norm(const Args& args, Team& team) {
+  const Tensor &x = args.tensor(0), &segment = args.tensor(4);
+  for_float(x.dtype, [&](auto kind) {
+    using T = decltype(kind);
+    const AddNorm<T> op{x.as<T>(), args.tensor(1).as<T>(), args.tensor(3).as<T>(), args.tensor(2).as<T>(),
+                        x.size[1], args.real(0),           args.integer(3) != 0};
+    const auto row_bytes = static_cast<int64_t>(sizeof(T)) * op.d;
+    for_lanes(args, segment, team, x.size[0], row_bytes, [&](shm::Lane& lane, Range rows) {
+      const int64_t most = static_cast<int64_t>(lane.slot_bytes()) / row_bytes;
+      for (int64_t row = rows.begin; row < rows.end; row += most) {
+        add_norm_lane(lane, op, {row, std::min(row + most, rows.end)});
+      }
+    });
+  });
+}
+TR_KERNEL(shm_add_rms_norm)
 
 // x[n] u8, out[ranks, n] u8. Without bytes it is a barrier: one step all the same.
 static void shm_all_gather(const Args& args, Team& team) {

@@ -32,7 +32,7 @@ from ..rope import RotaryTable
 
 
 class Attention(Layer):
-    """x[t, hidden] -> [t, hidden]."""
+    """x[t, hidden] -> this rank's part of [t, hidden], a sum over the ranks."""
 
     def __init__(self, name: str, config: ModelConfig, sharding: Sharding, *, qkv_bias: bool, out_bias: bool) -> None:
         heads, dim = config.num_heads, config.head_dim
@@ -56,14 +56,14 @@ class Attention(Layer):
 
 
 class FeedForward(Layer):
-    """What follows attention in a layer: x[t, hidden] -> [t, hidden]."""
+    """What follows attention in a layer: x[t, hidden] -> this rank's part of [t, hidden], a sum over the ranks."""
 
     @abstractmethod
     def __call__(self, x: Tensor) -> Tensor: ...
 
 
 class MLP(FeedForward):
-    """down(silu(gate(x)) * up(x)); x[t, hidden] -> [t, hidden]."""
+    """down(silu(gate(x)) * up(x))"""
 
     def __init__(self, name: str, config: ModelConfig, sharding: Sharding) -> None:
         hidden, width, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
@@ -127,7 +127,7 @@ class Llama(Model):
         x = self.layers[0].input_norm(residual)
         next_norms = [layer.input_norm for layer in self.layers[1:]] + [self.norm]
         for layer, next_norm, cache in zip(self.layers, next_norms, caches, strict=True):
-            # Each sum into the residual stream is one kernel with the norm that follows it.
+            # Each sum, over the ranks and into the residual stream, is one kernel with the norm that follows it.
             x = layer.attention(x, self.rope, batch, cache)
             x = layer.mlp_norm.add(x, residual)
             x = layer.mlp(x)
