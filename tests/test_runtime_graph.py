@@ -154,6 +154,7 @@ def test_a_profile_counts_the_kernels_of_a_step() -> None:
     runs = {kernel: count for kernel, (count, _) in engine._decode.profile(step, tables).by_kernel().items()}
     layers = engine.config.num_layers
     assert runs["attention"] == runs["store_kv"] == runs["norm_rotary"] == layers
+    assert runs["argmax"] == 1
     assert "silu_mul" not in runs and runs["rms_norm"] == 1  # parts of the product before, and of the rotation
     assert runs["add_rms_norm"] == 2 * layers and runs["linear_f32"] == 4 * layers + 1
     # It computed the same step again.

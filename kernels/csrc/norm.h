@@ -1,4 +1,4 @@
-// The root-mean-square norm of one row, and what is added to it before, for the rung that includes this file (no include guard).
+// The root-mean-square norm of one row, and the sum before it, for the rung that includes this file (no include guard).
 
 namespace tilerank::TR_RUNG {
 
