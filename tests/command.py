@@ -210,3 +210,12 @@ def _processes() -> list[tuple[int, set[str]]]:
 def shared_memory() -> set[str]:
     """Names that we or torch may have put there; other programs on the machine come and go."""
     return {entry.name for entry in Path("/dev/shm").iterdir() if entry.name.startswith(("tilerank", "torch"))}
+
+
+def hold(rank: int, directory: Path) -> tuple[dict[str, str], Path]:
+    """The environment in which this rank waits before it loads, each time that it starts, and the FIFO in `directory`
+    that lets it go on when something is written to it."""
+    fifo = directory / "go"
+    os.mkfifo(fifo)
+    path = os.pathsep.join(filter(None, [str(Path(__file__).parent / "hold"), os.environ.get("PYTHONPATH", "")]))
+    return {"PYTHONPATH": path, "TILERANK_TEST_HOLD": f"{rank}:{fifo}"}, fifo

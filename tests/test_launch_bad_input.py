@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from command import DEMO, ENDLESS, SOON_S, Result, Run, await_true, demo_copy, endless_copy, run
+from command import DEMO, ENDLESS, SOON_S, Result, Run, await_true, demo_copy, endless_copy, hold, run
 
 from tilerank.launch.bootstrap import listen
 from tilerank.launch.prompts import read_prompts
@@ -218,10 +218,7 @@ def test_not_enough_memory() -> None:
 @pytest.fixture
 def held(tmp_path: Path) -> tuple[dict[str, str], Path]:
     """The environment in which rank 1 waits before it loads, and the FIFO that lets it go on."""
-    fifo = tmp_path / "go"
-    os.mkfifo(fifo)
-    path = os.pathsep.join(filter(None, [str(Path(__file__).parent / "hold"), os.environ.get("PYTHONPATH", "")]))
-    return {"PYTHONPATH": path, "TILERANK_TEST_HOLD": f"1:{fifo}"}, fifo
+    return hold(1, tmp_path)
 
 
 def test_rank_killed_while_loading(held: tuple[dict[str, str], Path]) -> None:

@@ -9,22 +9,25 @@ from pathlib import Path
 import browser
 import pytest
 from browser import Page
-from command import DEMO, Run, await_true
+from command import DEMO, Run, await_true, hold
 from serving import Server
 
 KEY = {"Authorization": "Bearer secret"}
 
 
 @pytest.fixture(scope="module")
-def start() -> Iterator[tuple[list[str], Server]]:
-    """A server with two ranks and a key, and the lines of its table."""
-    with Run("serve", DEMO, "--tp", 2, "--port", 0, env={"TILERANK_API_KEY": "secret"}) as running:
-        table = [running.await_line(text) for text in ("KV cache of", "ISA", "rank 0", "rank 1")]
-        yield table, Server(running)
+def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[list[str], Server, Path]]:
+    """A server with two ranks and a key, the lines of its table, and the FIFO that lets rank 1 load after a restart."""
+    environment, fifo = hold(1, tmp_path_factory.mktemp("hold"))
+    with Run("serve", DEMO, "--tp", 2, "--port", 0, env=environment | {"TILERANK_API_KEY": "secret"}) as running:
+        table = [running.await_line("KV cache of")]
+        fifo.write_text("go")
+        table += [running.await_line(text) for text in ("ISA", "rank 0", "rank 1")]
+        yield table, Server(running), fifo
 
 
 @pytest.fixture
-def server(start: tuple[list[str], Server]) -> Server:
+def server(start: tuple[list[str], Server, Path]) -> Server:
     return start[1]
 
 
@@ -39,8 +42,8 @@ def samples(server: Server) -> dict[str, float]:
     return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines if line[0] != "#")}
 
 
-def test_the_start_says_what_the_ranks_are(start: tuple[list[str], Server]) -> None:
-    (cache, header, *ranks), server = start
+def test_the_start_says_what_the_ranks_are(start: tuple[list[str], Server, Path]) -> None:
+    (cache, header, *ranks), server, _ = start
     assert header.split() == ["ISA", "weights", "KV", "cache", "tokens", "local", "node", "cores"]
     tokens = re.search(r"KV cache of ([0-9,]+) tokens", cache)
     assert tokens is not None
@@ -190,13 +193,15 @@ def test_the_page_fits_a_phone_in_light_and_dark(page: Page) -> None:
 
 
 @needs_browser
-def test_the_page_survives_its_server(server: Server, page: Page) -> None:
+def test_the_page_survives_its_server(start: tuple[list[str], Server, Path], page: Page) -> None:
     """Last: ranks are killed, and start again."""
+    _, server, fifo = start
     victim = server.running.rank_pid(1)
     assert victim is not None
     os.kill(victim, signal.SIGKILL)
     page.await_true("document.querySelector('#state').className === 'wait'", "the page does not notice")
     assert "not ready" in page.text("#state") and page.text("#running") == "–"
+    fifo.write_text("go")
     page.await_true("document.querySelector('#state').textContent === 'ready, restarted once'", "it does not come back")
     assert page.text("#running") == "0"
     assert status(server)["restarts"] == 1
