@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from . import check, core, reference
+from . import check, core, reference_attention
 from .errors import KernelError
-from .reference import KV_BLOCK as KV_BLOCK
+from .reference_attention import KV_BLOCK as KV_BLOCK
 
 MAX_HEAD_DIM = 256
 DTYPES = (*check.ACTIVATIONS, torch.int8)
@@ -89,7 +89,7 @@ def store_kv(k: Tensor, v: Tensor, cache: KVLayer, slots: Tensor) -> None:
     check.tensor("store_kv", "k", k, shape, _activations(cache))
     check.tensor("store_kv", "v", v, shape, k.dtype)
     if core.isa() == "reference":
-        reference.store_kv(k, v, cache, slots)
+        reference_attention.store_kv(k, v, cache, slots)
     else:
         core.launch(_STORE_KV, (k, v, cache.k, cache.v, slots, cache.scales))
 
@@ -141,7 +141,7 @@ def attention(
     if kv_starts is not None:
         check.tensor("attention", "kv_starts", kv_starts, (seq_lens.shape[0],), torch.int32)
     if core.isa() == "reference":
-        return reference.attention(
+        return reference_attention.attention(
             q, cache, block_tables, seq_lens, query_starts, kv_map, scale, causal=causal, lse=lse, kv_starts=kv_starts
         )
     out = core.empty(q.shape, q.dtype)
@@ -169,7 +169,7 @@ def attention_varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale:
     if edges != sorted(edges) or edges[:1] != [0] or edges[-1] != tokens:
         raise KernelError(f"attention_varlen: cu_seqlens: expected rising edges from 0 to {tokens}, found {edges}")
     if core.isa() == "reference":
-        return reference.attention_varlen(q, k, v, edges, scale)
+        return reference_attention.attention_varlen(q, k, v, edges, scale)
     lengths = cu_seqlens.diff()
     pages = -(-lengths // KV_BLOCK)
     ends = pages.cumsum(0, dtype=torch.int32)

@@ -38,6 +38,13 @@ def tensor(
         raise KernelError(f"{kernel}: {name}: expected a contiguous last dimension, found stride {value.stride(-1)}")
 
 
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor) -> None:
+    """The arguments of `ops.add_rms_norm` and of those that do the same over ranks."""
+    tensor("add_rms_norm", "x", x, (None, None), ACTIVATIONS)
+    tensor("add_rms_norm", "residual", residual, x.shape, x.dtype)
+    tensor("add_rms_norm", "weight", weight, (x.shape[-1],), x.dtype)
+
+
 def _dtypes(dtypes: tuple[torch.dtype, ...]) -> str:
     return " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
 

@@ -46,19 +46,12 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, zer
 
     x, residual: [m, d] of one dtype; weight: [d]; returns [m, d].
     """
-    check_add_rms_norm(x, residual, weight)
+    check.add_rms_norm(x, residual, weight)
     if core.isa() == "reference":
         return reference.add_rms_norm(x, residual, weight, eps, zero_centered=zero_centered)
     out = core.empty(x.shape, x.dtype)
     core.launch(_ADD_RMS_NORM, (x, residual, weight, out), (zero_centered,), (eps,))
     return out
-
-
-def check_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor) -> None:
-    """KernelError unless they are what `add_rms_norm` takes."""
-    check.tensor("add_rms_norm", "x", x, (None, None), check.ACTIVATIONS)
-    check.tensor("add_rms_norm", "residual", residual, x.shape, x.dtype)
-    check.tensor("add_rms_norm", "weight", weight, (x.shape[-1],), x.dtype)
 
 
 def rotary_(q: Tensor, k: Tensor, positions: Tensor, cos: Tensor, sin: Tensor) -> None:
@@ -95,9 +88,7 @@ def norm_rotary_(
     check.tensor("norm_rotary_", "q_weight", q_weight, (q.shape[2],), q.dtype)
     check.tensor("norm_rotary_", "k_weight", k_weight, (q.shape[2],), q.dtype)
     if core.isa() == "reference":
-        for heads, weight in ((q, q_weight), (k, k_weight)):
-            heads.copy_(reference.rms_norm(heads, weight, eps, zero_centered=zero_centered))
-        reference.rotary_(q, k, positions, cos, sin)
+        reference.norm_rotary_(q, k, q_weight, k_weight, eps, positions, cos, sin, zero_centered=zero_centered)
     else:
         core.launch(_NORM_ROTARY, (q, k, positions, cos, sin, q_weight, k_weight), (zero_centered,), (eps,))
 

@@ -1,8 +1,8 @@
 """Every kernel in plain torch: the oracle of the tests, and the path of machines without the compiled core.
 
-Same names and arguments as the faces (`ops.py`, `moe.py`, `attention.py`; `linear` takes the plain weight). A row is
-always computed by calls whose shapes depend on that row alone, never on its batch, so that here too equal rows give
-equal bits.
+Same names and arguments as the faces (`ops.py`, `moe.py`; `linear` takes the plain weight; what `attention.py` has is
+in `reference_attention.py`). A row is always computed by calls whose shapes depend on that row alone, never on its
+batch, so that here too equal rows give equal bits.
 """
 
 from __future__ import annotations
@@ -16,10 +16,7 @@ from torch import Tensor
 
 from .errors import KernelError
 
-KV_BLOCK = 32  # tokens in a page of the KV cache
-
 if TYPE_CHECKING:
-    from .attention import KVLayer
     from .moe import PackedExperts
 
 
@@ -156,6 +153,24 @@ def rotary_(q: Tensor, k: Tensor, positions: Tensor, cos: Tensor, sin: Tensor) -
     for heads in (q, k):
         first, second = heads[..., :half].float(), heads[..., half : 2 * half].float()
         heads[..., : 2 * half] = torch.cat([first * c - second * s, second * c + first * s], dim=-1)
+
+
+def norm_rotary_(
+    q: Tensor,
+    k: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    eps: float,
+    positions: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    zero_centered: bool = False,
+) -> None:
+    """rms_norm of every head, then rotary_, in place."""
+    for heads, weight in ((q, q_weight), (k, k_weight)):
+        heads.copy_(rms_norm(heads, weight, eps, zero_centered=zero_centered))
+    rotary_(q, k, positions, cos, sin)
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
@@ -300,142 +315,3 @@ def moe(x: Tensor, gate_up: PackedExperts, down: PackedExperts, ids: Tensor, wei
     for choice in range(ids.shape[1]):
         total += weights[:, choice, None] * outputs[:, choice]
     return total.to(x.dtype)
-
-
-def store_kv(k: Tensor, v: Tensor, cache: KVLayer, slots: Tensor) -> None:
-    """Writes token i of k and v to slot slots[i] of the cache."""
-    size = cache.num_blocks * KV_BLOCK
-    if slots.numel() and not 0 <= int(slots.min()) <= int(slots.max()) < size:
-        bad = next(slot for slot in slots.tolist() if not 0 <= slot < size)
-        raise KernelError(f"store_kv: slots: expected values in [0, {size}), found {bad}")
-    block, offset = slots // KV_BLOCK, slots % KV_BLOCK
-    if cache.scales is not None:
-        k, cache.scales[block, :, 0, offset] = _codes(k)
-        v, cache.scales[block, :, 1, offset] = _codes(v)
-    keys, values = _pages(cache)
-    x = keys.shape[-1]
-    # Views whose first three dimensions address a token.
-    by_lane = keys.permute(0, 2, 4, 1, 3, 5)  # [block, token / 16, token % 16, head, dim / x, x]
-    by_pair = values.permute(0, 3, 5, 1, 2, 4)  # [block, token / x, token % x, head, dim / 16, 16]
-    by_lane[block, offset // 16, offset % 16] = k.reshape(-1, *by_lane.shape[3:])
-    padded = F.pad(v, (0, -v.shape[-1] % 16))
-    by_pair[block, offset // x, offset % x] = padded.reshape(-1, *by_pair.shape[3:])
-
-
-def _codes(x: Tensor) -> tuple[Tensor, Tensor]:
-    """int8 codes and fp32 scales of every token and head, symmetric; zeros have the scale 0."""
-    scales = x.float().abs().amax(-1) / 127
-    inverse = torch.where(scales > 0, 1 / scales, 0.0)
-    return (x.float() * inverse[..., None]).round().clamp(-127, 127).to(torch.int8), scales
-
-
-def load_kv(cache: KVLayer, blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values [KV_BLOCK * blocks, kv_heads, head_dim] of the given pages, in order: the inverse of store_kv."""
-    tokens, d = blocks.shape[0] * KV_BLOCK, cache.head_dim
-    keys, values = (half[blocks] for half in _pages(cache))
-    keys = keys.permute(0, 2, 4, 1, 3, 5).reshape(tokens, cache.kv_heads, d)
-    values = values.permute(0, 3, 5, 1, 2, 4).reshape(tokens, cache.kv_heads, d + -d % 16)
-    if cache.scales is not None:
-        scales = cache.scales[blocks].permute(2, 0, 3, 1).reshape(2, tokens, cache.kv_heads, 1)
-        keys, values = keys * scales[0], values * scales[1]
-    return keys, values[..., :d]
-
-
-def _pages(cache: KVLayer) -> tuple[Tensor, Tensor]:
-    """k as [block, head, token / 16, dim / x, token % 16, x], v as [block, head, dim / 16, token / x, dim % 16, x]."""
-    x = 1 if cache.dtype == torch.float32 else 2
-    keys = cache.k.view(cache.num_blocks, cache.kv_heads, KV_BLOCK // 16, cache.head_dim // x, 16, x)
-    return keys, cache.v.view(cache.num_blocks, cache.kv_heads, -1, KV_BLOCK // x, 16, x)
-
-
-def attention(
-    q: Tensor,
-    cache: KVLayer,
-    block_tables: Tensor,
-    seq_lens: Tensor,
-    query_starts: Tensor,
-    kv_map: Tensor,
-    scale: float,
-    *,
-    causal: bool = True,
-    lse: Tensor | None = None,
-    kv_starts: Tensor | None = None,
-) -> Tensor:
-    """Attention of the last tokens of every sequence over its cached tokens, in fp32 with one rounding."""
-    firsts = [0] * seq_lens.shape[0] if kv_starts is None else kv_starts.tolist()
-    _check_batch(q, cache, block_tables, seq_lens, query_starts, kv_map, causal, firsts)
-    if lse is not None:
-        lse.fill_(float("-inf"))
-    out = torch.zeros_like(q, memory_format=torch.contiguous_format)
-    starts = query_starts.tolist()
-    for sequence, length in enumerate(seq_lens.tolist()):
-        start, stop = starts[sequence : sequence + 2]
-        first_token = firsts[sequence]
-        pages = block_tables[sequence, first_token // KV_BLOCK : -(-(first_token + length) // KV_BLOCK)]
-        own = slice(first_token % KV_BLOCK, None)
-        keys, values = (half[own] for half in load_kv(cache, pages[: length and len(pages)].long()))
-        for head, (first, count) in enumerate(kv_map.tolist()):
-            head_keys, head_values = keys[:, head].float().contiguous(), values[:, head].float().contiguous()
-            for row in range(start, stop):
-                seen = length - (stop - row) + 1 if causal else length
-                # Exactly the visible keys, so that neither the batch nor later tokens touch the order of summation.
-                scores = q[row, first : first + count].float() @ head_keys[:seen].T * scale
-                if lse is not None:
-                    lse[row, first : first + count] = scores.logsumexp(dim=-1)
-                out[row, first : first + count] = (torch.softmax(scores, dim=-1) @ head_values[:seen]).to(q.dtype)
-    return out
-
-
-def attention_varlen(q: Tensor, k: Tensor, v: Tensor, edges: list[int], scale: float) -> Tensor:
-    """Attention inside each packed sequence edges[i] to edges[i + 1], in fp32 with one rounding."""
-    out = torch.empty(q.shape, dtype=q.dtype)
-    group = q.shape[1] // k.shape[1]
-    for start, stop in pairwise(edges):
-        for head in range(q.shape[1]):
-            keys, values = (x[start:stop, head // group].float().contiguous() for x in (k, v))
-            for row in range(start, stop):
-                out[row, head] = torch.softmax(keys @ q[row, head].float() * scale, dim=-1) @ values
-    return out
-
-
-def _check_batch(
-    q: Tensor,
-    cache: KVLayer,
-    block_tables: Tensor,
-    seq_lens: Tensor,
-    query_starts: Tensor,
-    kv_map: Tensor,
-    causal: bool,
-    firsts: list[int],
-) -> None:
-    """The values behind the shapes: everything that would make a kernel read or write out of bounds."""
-    starts, lengths = query_starts.tolist(), seq_lens.tolist()
-    if starts[0] != 0 or starts[-1] != q.shape[0]:
-        raise KernelError(f"attention: query_starts: expected 0 to {q.shape[0]}, found {starts[0]} to {starts[-1]}")
-    for i, length in enumerate(lengths):
-        queries = starts[i + 1] - starts[i]
-        if length < 0:
-            raise KernelError(f"attention: seq_lens: expected at least 0 tokens of sequence {i}, found {length}")
-        most = length if causal else q.shape[0]
-        if not 0 <= queries <= most:
-            raise KernelError(f"attention: query_starts: expected 0 to {most} queries of sequence {i}, found {queries}")
-        if firsts[i] < 0:
-            raise KernelError(
-                f"attention: kv_starts: expected at least 0 tokens before sequence {i}, found {firsts[i]}"
-            )
-        pages = -(-(firsts[i] + length) // KV_BLOCK) if length else 0
-        if pages > block_tables.shape[1]:
-            raise KernelError(
-                f"attention: block_tables: expected {pages} pages for sequence {i}, found {block_tables.shape[1]}"
-            )
-        for page in block_tables[i, firsts[i] // KV_BLOCK : pages].tolist():
-            if not 0 <= page < cache.num_blocks:
-                raise KernelError(
-                    f"attention: block_tables: expected pages in [0, {cache.num_blocks}) for sequence {i}, found {page}"
-                )
-    for head, (first, count) in enumerate(kv_map.tolist()):
-        if first < 0 or count < 0 or first + count > q.shape[1]:
-            raise KernelError(
-                f"attention: kv_map: expected query heads in [0, {q.shape[1]}) for KV head {head}, "
-                f"found {count} from {first}"
-            )

@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from tilerank.kernels import core, ops
+from tilerank.kernels import check, core, ops
 from tilerank.kernels.errors import KernelError
 
 from .errors import GroupError
@@ -107,7 +107,7 @@ class ShmGroup:
     def add_rms_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, zero_centered: bool = False
     ) -> Tensor:
-        ops.check_add_rms_norm(x, residual, weight)
+        check.add_rms_norm(x, residual, weight)
         if not (x.is_contiguous() and residual.is_contiguous() and x.shape[1] * x.element_size() <= self._slot):
             return ops.add_rms_norm(self.all_reduce(x), residual, weight, eps, zero_centered=zero_centered)
         out = core.empty(x.shape, x.dtype)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tilerank.kernels import core, reference
+from tilerank.kernels import core, reference_attention
 from tilerank.kernels.attention import KV_BLOCK, KVLayer, attention, attention_varlen, store_kv
 from tilerank.kernels.errors import KernelError
 
@@ -132,7 +132,7 @@ def stored_tokens(sources: Sources, i: int, length: int) -> tuple[Tensor, Tensor
     """What the cache holds of the first tokens: as given, or as its codes say."""
     if sources.cache.dtype != torch.int8:
         return sources.k[i][:length], sources.v[i][:length]
-    k, v = reference.load_kv(sources.cache, sources.tables[i, : -(-length // KV_BLOCK)].long())
+    k, v = reference_attention.load_kv(sources.cache, sources.tables[i, : -(-length // KV_BLOCK)].long())
     return k[:length], v[:length]
 
 

@@ -144,11 +144,12 @@ def test_one_tool_has_to_be_called(server: Server, name: str) -> None:
 def test_no_tool_is_called_where_none_may_be(server: Server) -> None:
     """Not even if the model writes what looks like a call."""
     text = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
-    body = {"messages": USER, "tools": TOOLS, "guided_regex": re.escape(text), "max_tokens": 99}
+    # The one tool there is: a call that the grammar brings about has its name, too.
+    body = {"messages": USER, "tools": TOOLS[2:], "guided_regex": re.escape(text), "max_tokens": 99, "temperature": 0}
     silent = server.post("/v1/chat/completions", {**body, "tool_choice": "none"}).json()["choices"][0]
     assert silent["message"]["content"] == text and "tool_calls" not in silent["message"]
     spoken = server.post("/v1/chat/completions", {**body, "tool_choice": "auto"}).json()["choices"][0]
-    assert spoken["message"]["tool_calls"][0]["function"] == {"name": "now", "arguments": "{}"}
+    assert spoken["message"]["tool_calls"][0]["function"]["name"] == "now"
 
 
 def test_a_form_or_a_call(server: Server) -> None:
