@@ -149,19 +149,20 @@ TestSchedules = Schedules.TestCase
 TestSchedules.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
 
 
-def finish(scheduler: Scheduler, sequence: Sequence, token: int = 7) -> int:
-    """Runs what there is until `sequence` is complete, and returns the rows computed."""
-    rows = 0
-    while True:
+def finish(scheduler: Scheduler, *sequences: Sequence) -> int:
+    """Runs what there is until these are complete, and returns the rows computed."""
+    rows, left = 0, set(sequences)
+    while left:
         scheduled = scheduler.schedule()
         rows += sum(len(chunk.token_ids) for _, chunk in scheduled)
         scheduler.ran(scheduled)
         for one, chunk in scheduled:
             if chunk.logits:
-                one.tokens.append(token)
-        if len(sequence.tokens) - sequence.prompt_len == sequence.params.max_new_tokens:
-            scheduler.end(sequence)
-            return rows
+                one.tokens.append(7)
+                if len(one.tokens) - one.prompt_len == one.params.max_new_tokens:
+                    scheduler.end(one)
+                    left.discard(one)
+    return rows
 
 
 def test_a_second_prompt_computes_only_what_is_new() -> None:
@@ -190,24 +191,8 @@ def test_a_prompt_that_several_have_is_computed_once() -> None:
         stranger = new_sequence([7] * 30, 1, 9)
         for sequence in (alone, *rest, stranger):
             scheduler.add(sequence)
-        rows = finish_all(scheduler, [alone, *rest, stranger])
+        rows = finish(scheduler, alone, *rest, stranger)
         assert rows == len(prompts[0]) + sum(len(prompt) - 96 for prompt in prompts[1:]) + 30
-
-
-def finish_all(scheduler: Scheduler, sequences: list[Sequence]) -> int:
-    """Runs them all, and returns the rows computed."""
-    rows = 0
-    while sequences:
-        scheduled = scheduler.schedule()
-        rows += sum(len(chunk.token_ids) for _, chunk in scheduled)
-        scheduler.ran(scheduled)
-        for one, chunk in scheduled:
-            if chunk.logits:
-                one.tokens.append(7)
-                if len(one.tokens) - one.prompt_len == one.params.max_new_tokens:
-                    scheduler.end(one)
-                    sequences.remove(one)
-    return rows
 
 
 def test_the_least_recently_used_page_goes_first() -> None:
