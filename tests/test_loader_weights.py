@@ -332,19 +332,25 @@ def big(tmp_path_factory: pytest.TempPathFactory) -> Any:
     shutil.rmtree(out)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(("rank", "size"), [(0, 1), (1, 2), (0, 3), (2, 3)])
-def test_peak_memory_of_a_rank(big: Path, rank: int, size: int) -> None:
-    """At most the packed shard, 10 % and 300 MB, of which torch itself is most."""
-    command = [sys.executable, load_rank.__file__, str(big), str(rank), str(size)]
+def load_in_a_process(big: Path, *arguments: object) -> Any:
+    """What load_rank.py says of itself."""
+    command = [sys.executable, load_rank.__file__, str(big), *map(str, arguments)]
     done = subprocess.run(
         command, check=True, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
     )
     answer = json.loads(done.stdout)
     print(
-        f"TP {size} rank {rank}: {answer['nbytes'] / 1e6:.0f} MB packed, peak {answer['peak'] / 1e6:.0f} MB, "
+        f"{arguments}: {answer['nbytes'] / 1e6:.0f} MB packed, peak {answer['peak'] / 1e6:.0f} MB, "
         f"{answer['bytes_read'] / 1e6:.0f} MB read in {answer['seconds']:.1f} s"
     )
+    return answer
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("rank", "size"), [(0, 1), (1, 2), (0, 3), (2, 3)])
+def test_peak_memory_of_a_rank(big: Path, rank: int, size: int) -> None:
+    """At most the packed shard, 10 % and 300 MB, of which torch itself is most."""
+    answer = load_in_a_process(big, rank, size)
     assert answer["peak"] <= 1.1 * answer["nbytes"] + 300e6
     assert answer["nbytes"] < 1.25 * 2.2e9 / size
     last = "model.layers.21.self_attn.q_proj.weight"
@@ -357,14 +363,6 @@ def test_peak_memory_of_a_rank(big: Path, rank: int, size: int) -> None:
 @pytest.mark.parametrize(("rank", "size"), [(0, 1), (1, 2)])
 def test_peak_memory_of_a_rank_that_quantises(big: Path, rank: int, size: int, codes: str) -> None:
     """The same bound, of a shard that takes a half or less; embedding and head are an eighth of the model."""
-    command = [sys.executable, load_rank.__file__, str(big), str(rank), str(size), codes]
-    done = subprocess.run(
-        command, check=True, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
-    )
-    answer = json.loads(done.stdout)
-    print(
-        f"{codes}, TP {size} rank {rank}: {answer['nbytes'] / 1e6:.0f} MB packed, peak {answer['peak'] / 1e6:.0f} MB, "
-        f"{answer['bytes_read'] / 1e6:.0f} MB read in {answer['seconds']:.1f} s"
-    )
+    answer = load_in_a_process(big, rank, size, codes)
     assert answer["peak"] <= 1.1 * answer["nbytes"] + 300e6
     assert answer["nbytes"] < (0.4 if codes == "int4" else 0.6) * 2.2e9 / size
