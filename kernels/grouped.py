@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from . import core
+from . import core, reference
 from .errors import KernelError
 from .linear import BLOCK_N
 
@@ -49,11 +50,27 @@ def _nbytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
     return up_to(torch.Size(shape).numel() * dtype.itemsize, 64)
 
 
-def scratch(m: int, k: int) -> int:
-    """Bytes for packed rows of x; few rows every thread packs for itself."""
-    if core.isa() != "amx" or m <= _TILE_ROWS:
-        return 0
-    return up_to(m, _TILE_ROWS) * up_to(k, BLOCK_K) * 2
+class GroupedWeight(ABC):
+    """A weight of codes that kernels expand to bfloat16. `values` are [n, k] where kernels run in plain torch."""
+
+    values: Tensor
+    k: int
+
+    @property
+    def is_plain(self) -> bool:
+        return self.values.ndim == 2
+
+    def scratch(self, m: int) -> int:
+        """Bytes for packed rows of x; few rows every thread packs for itself."""
+        if core.isa() != "amx" or m <= _TILE_ROWS:
+            return 0
+        return up_to(m, _TILE_ROWS) * up_to(self.k, BLOCK_K) * 2
+
+    def product(self, x: Tensor) -> Tensor:
+        return reference.product(x.to(torch.bfloat16), self.unpack())
+
+    @abstractmethod
+    def unpack(self) -> Tensor: ...
 
 
 def check_sizes(where: str, n: int, k: int) -> None:

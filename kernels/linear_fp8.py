@@ -60,7 +60,7 @@ class Fp8:
 
 
 @dataclass(frozen=True)
-class Fp8Weight:
+class Fp8Weight(grouped.GroupedWeight):
     """A weight[n, k] as codes and scales, in the layout of csrc/grouped.h.
 
     Where kernels run in plain torch, values are [n, k], the codes' bits.
@@ -73,10 +73,6 @@ class Fp8Weight:
     format: Fp8
 
     @property
-    def is_plain(self) -> bool:
-        return self.values.ndim == 2
-
-    @property
     def kernel(self) -> int:
         return _LINEAR
 
@@ -86,12 +82,6 @@ class Fp8Weight:
 
     def operands(self) -> tuple[Tensor, ...]:
         return self.values, self.scales
-
-    def scratch(self, m: int) -> int:
-        return grouped.scratch(m, self.k)
-
-    def product(self, x: Tensor) -> Tensor:
-        return reference.product(x.to(torch.bfloat16), self.unpack())
 
     def write(self, rows: Tensor, row: int = 0, col: int = 0) -> None:
         """Quantises rows[r, c] to where weight[row : row + r, col : col + c] is, block by block; both begin a block.

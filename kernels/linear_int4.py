@@ -66,7 +66,7 @@ class Int4:
 
 
 @dataclass(frozen=True)
-class Int4Weight:
+class Int4Weight(grouped.GroupedWeight):
     """A weight[n, k] as codes, scales and zeros, in the layout of csrc/grouped.h.
 
     Where kernels run in plain torch, values are [n, k] int8: codes less 8.
@@ -80,10 +80,6 @@ class Int4Weight:
     format: Int4
 
     @property
-    def is_plain(self) -> bool:
-        return self.values.ndim == 2
-
-    @property
     def kernel(self) -> int:
         return _LINEAR
 
@@ -93,12 +89,6 @@ class Int4Weight:
 
     def operands(self) -> tuple[Tensor, ...]:
         return self.values, self.scales, _NONE if self.zeros is None else self.zeros
-
-    def scratch(self, m: int) -> int:
-        return grouped.scratch(m, self.k)
-
-    def product(self, x: Tensor) -> Tensor:
-        return reference.product(x.to(torch.bfloat16), self.unpack())
 
     def write(self, rows: Tensor, row: int = 0, col: int = 0) -> None:
         """Quantises rows[r, c] to where weight[row : row + r, col : col + c] is, group by group; col begins a group.
