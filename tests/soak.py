@@ -34,6 +34,7 @@ HANGS_S = 400.0
 BACK_S = 10.0  # the last refusals that a fault caused may come so much later than the first answer
 SAMPLE_S = 2.0
 FLAT = 0.02
+NAMES = ("Moses", "Aaron", "Miriam", "Jethro", "Zipporah", "Joshua", "Caleb", "Bezalel")
 Texts = dict[int, str]
 
 BAD: Sequence[tuple[str, bytes, int]] = (
@@ -44,6 +45,7 @@ BAD: Sequence[tuple[str, bytes, int]] = (
     ("/v1/completions", b'{"prompt": "x", "model": "other"}', 404),
     ("/v1/completions", b'{"prompt": "x", "max_tokens": 4096, "logit_bias": {"99999": 1}}', 400),
     ("/v1/chat/completions", b'{"messages": []}', 400),
+    ("/v1/completions", b'{"prompt": "x", "guided_regex": "("}', 400),
     ("/v1/chat/completions", b"[" * 50000, 400),
     ("/nothing", b"{}", 404),
 )
@@ -101,7 +103,8 @@ class Soak:
             await asyncio.gather(watching, return_exceptions=True)
 
     async def _client(self, client: httpx.AsyncClient, draw: random.Random) -> None:
-        kinds = {_greedy: 8, _several: 2, _seeded: 4, _hang_up: 3, _read_slowly: 1, _nonsense: 3, _half_a_request: 1}
+        kinds = {_greedy: 8, _several: 2, _seeded: 4, _formed: 2, _hang_up: 3, _read_slowly: 1, _nonsense: 3}
+        kinds[_half_a_request] = 1
         while not self.over:
             [kind] = draw.choices([*kinds], [*kinds.values()])
             name, began = kind.__name__.strip("_"), time.monotonic()
@@ -195,6 +198,19 @@ async def _seeded(soak: Soak, client: httpx.AsyncClient, draw: random.Random) ->
     body = one.body | {"max_tokens": 24, "temperature": 0.9, "top_p": 0.95, "seed": seed, "frequency_penalty": 0.1}
     found = await ask(client, one.path, body, draw.random() < 0.6)
     assert soak.sampled.setdefault((which, seed), found) == found, body
+
+
+async def _formed(soak: Soak, client: httpx.AsyncClient, draw: random.Random) -> None:
+    """An answer of a form that hardly any request had before: grammars must not pile up."""
+    names, most = draw.sample(NAMES, 3), draw.randint(1, 10**6)
+    properties = {"who": {"enum": names}, "days": {"type": "integer", "minimum": 0, "maximum": most}}
+    schema = {"type": "object", "properties": properties, "required": ["who", "days"], "additionalProperties": False}
+    form = {"type": "json_schema", "json_schema": {"name": "visit", "schema": schema}}
+    messages = [{"role": "user", "content": "Who came?"}]
+    body = {"messages": messages, "response_format": form, "max_tokens": 200, "temperature": 0}
+    texts = await ask(client, "/v1/chat/completions", body, draw.random() < 0.6)
+    found = json.loads(texts[0])
+    assert found.keys() == properties.keys() and found["who"] in names and 0 <= found["days"] <= most, (body, texts)
 
 
 async def _hang_up(soak: Soak, client: httpx.AsyncClient, draw: random.Random) -> None:
