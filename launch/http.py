@@ -39,7 +39,7 @@ class Http:
 def run(http: Http, control: socket.socket, drain_s: float, on_ready: Callable[[], None]) -> None:
     """Serves the engines to which connections come over `control`, until SIGTERM or SIGINT, or until the other end of
     `control` is closed. Then new requests are turned away; those under way are answered if that takes at most `drain_s`
-    seconds, and fail after that."""
+    seconds, and fail after that. `on_ready` is called when the first engine can take requests."""
     asyncio.run(_serve(http, control, drain_s, on_ready))
 
 
@@ -82,13 +82,16 @@ async def _serve(http: Http, control: socket.socket, drain_s: float, on_ready: C
             client.abandon("the server had to stop before the answer was complete")
         server.should_exit = True
 
+    async def tell_when_ready() -> None:
+        await client.ready.wait()
+        on_ready()
+
     loop.add_reader(control, on_control)
-    stopping = asyncio.create_task(stop_when_told())
-    on_ready()
+    others = [asyncio.create_task(task()) for task in (stop_when_told, tell_when_ready)]
     await server.serve(sockets=[http.listener])
-    for task in (stopping, *engines):
+    for task in (*others, *engines):
         task.cancel()
-    await asyncio.gather(stopping, *engines, return_exceptions=True)
+    await asyncio.gather(*others, *engines, return_exceptions=True)
 
 
 def _allow_files(count: int) -> None:

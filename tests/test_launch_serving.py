@@ -8,6 +8,7 @@ import signal
 import socket
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -246,6 +247,7 @@ def test_who_is_still_unanswered_when_time_is_up_is_told() -> None:
     control, http_control = socket.socketpair()
     to_engine, engine_control = socket.socketpair()
     answers: list[httpx.Response] = []
+    ready = threading.Event()
 
     def await_health(status: int) -> None:
         def found() -> bool:
@@ -260,8 +262,11 @@ def test_who_is_still_unanswered_when_time_is_up_is_told() -> None:
         replica, engine = taken
         assert replica == 0
         with control, engine:
+            await_health(503)
+            assert not ready.is_set(), "it is said to be ready without an engine that is"
             engine.sendall(encode(State(64, 64, 0.0, 0, 0, 0, 0, 0)))
             await_health(200)
+            assert ready.wait(120)
             asking = threading.Thread(
                 target=lambda: answers.append(httpx.post(url + "/v1/completions", json=LONG, timeout=300))
             )
@@ -270,13 +275,13 @@ def test_who_is_still_unanswered_when_time_is_up_is_told() -> None:
             control.close()
             asking.join()
 
-    user = threading.Thread(target=use)
-
     async def check_grammar(grammar: str) -> None:
         raise AssertionError("nobody asked for a grammar")
 
     about = About("silent", "0", None, None, check_grammar)
-    run_http(Http(listener, DEMO, about), http_control, 0.2, user.start)
-    user.join()
+    with ThreadPoolExecutor(1) as pool:
+        using = pool.submit(use)
+        run_http(Http(listener, DEMO, about), http_control, 0.2, ready.set)
+        using.result()
     assert answers[0].status_code == 503
     assert answers[0].json()["error"]["message"] == "the server had to stop before the answer was complete"

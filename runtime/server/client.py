@@ -4,7 +4,7 @@ import asyncio
 import itertools
 import logging
 import socket
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from functools import reduce
 
@@ -42,12 +42,13 @@ _Item = Token | EngineGoneError | RefusedError
 
 
 class Engine:
-    """One engine, from its start to its end. `state` is None until it is ready."""
+    """One engine, from its start to its end. `state` is None until it is ready, which `on_ready` hears."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_ready: Callable[[], None]) -> None:
         self.state: State | None = None
         self.figures = Figures()
         self.prompts = Seen()
+        self._on_ready = on_ready
         self._writer: asyncio.StreamWriter | None = None
         self._streams: dict[int, asyncio.Queue[_Item]] = {}
         self._numbers = itertools.count()
@@ -107,6 +108,7 @@ class Engine:
                 self.figures.take(message)
             case State():
                 self.state = message
+                self._on_ready()
 
     def _put(self, number: int, item: _Item) -> None:
         if number in self._streams:  # else cancelled, and the engine has not heard of it yet
@@ -122,6 +124,7 @@ class EngineClient:
 
     def __init__(self) -> None:
         self.restarts = 0  # engines that came after the first of their replica
+        self.ready = asyncio.Event()  # set once a first engine can take requests
         self._engines: dict[int, Engine] = {}
 
     @property
@@ -138,7 +141,7 @@ class EngineClient:
     async def attach(self, replica: int, connection: socket.socket) -> None:
         """Talks to the engine behind `connection`, the newest of its replica, until it goes."""
         self.restarts += replica in self._engines
-        self._engines[replica] = engine = Engine()
+        self._engines[replica] = engine = Engine(self.ready.set)
         await engine.talk(connection)
 
     def abandon(self, why: str) -> None:
