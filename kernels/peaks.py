@@ -1,7 +1,8 @@
 """What this machine can do at best; every other figure is read as a share of these.
 
 Each function starts pinned threads of its own on the first of `cores` (default: the cores this process may use, in
-order) and returns the median of several rounds. Raises KernelError where the machine or the cores do not allow it.
+order) and returns the median of several rounds, unless it says otherwise. Raises KernelError where the machine or the
+cores do not allow it.
 """
 
 import os
@@ -26,6 +27,13 @@ def stream_read_gbs(threads: int, cores: Sequence[int] | None = None) -> float:
     # Beyond what the last-level cache holds.
     each = min(max(2 * _last_level_cache_bytes() // threads, 64 << 20), 1 << 30)
     return statistics.median(_C.measure_read(chosen, each)) / 1e9
+
+
+def first_touch_gbs(threads: int, cores: Sequence[int] | None = None) -> float:
+    """GB/s at which `threads` cores at once make the system hand out memory, in huge pages: what loading can reach. Of
+    one round: the second time it is no longer fresh, which a virtual machine's host makes slow."""
+    _check_compiled()
+    return float(_C.measure_first_touch(_first(threads, cores), min(256 << 20, (8 << 30) // threads))) / 1e9
 
 
 def amx_tflops(kind: Literal["bf16", "int8"], threads: int, cores: Sequence[int] | None = None) -> float:

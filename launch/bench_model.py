@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
     print(f"{args.model.name}: {form}{cache} on {ranks} rank{'s' * (ranks > 1)}, {report['isa']}; {peaks.text()}")
     for rank, reason in enumerate(report["placement"]):
         print(f"  rank {rank}: {reason}")
-    print("\n".join([loading_text(report), "", *table(rows)]))
+    print("\n".join([loading_text(report, peaks), "", *table(rows)]))
     write_json(args, rows)
     bench_chart.write_chart(args, rows)
     return 0

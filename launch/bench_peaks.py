@@ -22,13 +22,14 @@ BUSY = 0.5  # load average from which figures are in doubt
 @dataclass(frozen=True)
 class Peaks:
     """The machine at its best on the cores of a run: GB/s read by all of them, TFLOP/s of AMX bf16 and TOP/s of AMX
-    int8 (None without AMX), ns one way between the two closest cores (None if there is one); the load average before,
-    of whatever else runs."""
+    int8 (None without AMX), ns one way between the two closest cores (None if there is one), GB/s of memory that nobody
+    had before; the load average before, of whatever else runs."""
 
     stream_read_gbs: float
     amx_bf16_tflops: float | None
     amx_int8_tops: float | None
     core_to_core_ns: float | None
+    first_touch_gbs: float
     load_average: float = 0.0
 
     def stream_share(self, work: Work, seconds: float) -> float:
@@ -96,6 +97,8 @@ def measure_peaks(topology: Topology, cores: Sequence[int] | None = None) -> dic
     counts = sorted({1, len(own)})
     report: dict[str, Any] = {
         "cores": own,
+        # First of all: what others give back is not fresh.
+        "first_touch_gbs": {str(len(own)): peaks.first_touch_gbs(len(own), own)},
         "stream_read_gbs": {str(count): peaks.stream_read_gbs(count, own) for count in counts},
     }
     amx = core.isa_report()[0]
@@ -138,6 +141,7 @@ def peaks_from(report: dict[str, Any], load_average: float) -> Peaks:
         amx_bf16_tflops=report.get("amx_bf16_tflops", {}).get(everywhere),
         amx_int8_tops=report.get("amx_int8_tops", {}).get(everywhere),
         core_to_core_ns=min(report["core_to_core_ns"].values(), default=None),
+        first_touch_gbs=report["first_touch_gbs"][everywhere],
         load_average=load_average,
     )
 
@@ -164,6 +168,7 @@ def _representatives(topology: Topology, cores: Sequence[int]) -> list[int]:
 def _text(report: dict[str, Any]) -> list[str]:
     rows = [
         ("stream read", "stream_read_gbs", "GB/s"),
+        ("first touch", "first_touch_gbs", "GB/s"),
         ("AMX bf16", "amx_bf16_tflops", "TFLOP/s"),
         ("AMX int8", "amx_int8_tops", "TOP/s"),
     ]

@@ -78,11 +78,12 @@ def _shares(tokens: int, seconds: float, work: Work, peaks: Peaks) -> Row:
     }
 
 
-def loading_text(report: Report) -> str:
+def loading_text(report: Report, peaks: Peaks) -> str:
     """How long it took to be ready, and in how much memory."""
     text = f"ready after {report['ready_s']:.1f} s, of which loading {report['load_s']:.1f} s"
     if report.get("load_bytes"):
-        text += f" ({report['load_bytes'] / 1e9 / max(report['load_s'], 1e-9):.2f} GB/s)"
+        rate = report["load_bytes"] / 1e9 / max(report["load_s"], 1e-9)
+        text += f" ({rate:.2f} GB/s; the system hands out memory at {peaks.first_touch_gbs:.2f})"
     if report.get("peak_rss"):
         text += f"; resident at most {_gigabytes(report['peak_rss'])}"
     if report.get("loaded_rss"):

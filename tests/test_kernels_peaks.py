@@ -25,6 +25,7 @@ def small_cache(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_figures_are_possible() -> None:
     # No machine reads 1e4 GB/s from one core, none is slower than a disk.
     assert 0.01 < peaks.stream_read_gbs(1) < 1e4
+    assert 1e-4 < peaks.first_touch_gbs(1) < 1e4
     if len(CORES) > 1:
         assert 1 < peaks.core_to_core_ns(CORES[0], CORES[1]) < 1e9
     if core.isa_report()[0].usable:
@@ -57,6 +58,7 @@ def arguments(*words: str) -> argparse.Namespace:
 @pytest.fixture
 def known_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peaks, "stream_read_gbs", lambda count, cores: 12.34 * count)
+    monkeypatch.setattr(peaks, "first_touch_gbs", lambda count, cores: 4.56 * count)
     monkeypatch.setattr(peaks, "amx_tflops", lambda kind, count, cores: (3 if kind == "bf16" else 6) * count)
     monkeypatch.setattr(peaks, "core_to_core_ns", lambda a, b: 140.4)
 
@@ -79,6 +81,7 @@ def test_bench_peaks_prints_and_writes_the_same(
     report, printed = json.loads(file.read_text()), capsys.readouterr().out
     cores = len(report["cores"])
     assert report["stream_read_gbs"] == {"1": 12.34} | {str(cores): 12.34 * cores}
+    assert report["first_touch_gbs"] == {str(cores): 4.56 * cores} and f"{4.56 * cores:.2f} GB/s" in printed
     assert report["amx_int8_tops"][str(cores)] == 6 * cores
     assert "the load average was 7.2 before the start" in printed
     assert "12.34 GB/s" in printed and "3.00 TFLOP/s" in printed and "6.00 TOP/s" in printed

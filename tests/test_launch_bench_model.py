@@ -3,6 +3,7 @@
 import argparse
 import json
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from tilerank.parallel.group import SingleGroup
 from tilerank.parallel.join import Team
 from tilerank.runtime.engine import Engine
 
-PEAKS = Peaks(stream_read_gbs=20.0, amx_bf16_tflops=4.0, amx_int8_tops=8.0, core_to_core_ns=100.0)
+PEAKS = Peaks(stream_read_gbs=20.0, amx_bf16_tflops=4.0, amx_int8_tops=8.0, core_to_core_ns=100.0, first_touch_gbs=5.0)
 
 
 def parse(*words: str) -> argparse.Namespace:
@@ -124,6 +125,7 @@ def test_rows_are_shares_of_the_peaks() -> None:
         "amx_bf16_tflops": 4.0,
         "amx_int8_tops": 8.0,
         "core_to_core_ns": 100.0,
+        "first_touch_gbs": 5.0,
         "load_average": 0.0,
     }
 
@@ -132,7 +134,7 @@ def test_the_limit_is_the_peak_that_binds() -> None:
     assert PEAKS.least_seconds(Work(20e9, bf16=1e12)) == 1.0
     assert PEAKS.least_seconds(Work(20e9, bf16=8e12)) == 2.0
     assert PEAKS.least_seconds(Work(20e9, bf16=8e12, int8=8e12)) == 3.0
-    without = Peaks(20.0, None, None, None)
+    without = Peaks(20.0, None, None, None, 5.0)
     work = Work(20e9, bf16=8e12)
     assert without.least_seconds(work) == 1.0 and without.amx_share(work, 1.0) is None
 
@@ -237,6 +239,8 @@ def test_bench_model_from_end_to_end(tmp_path: Path) -> None:
         assert 12e6 < sum(row["weight_bytes"]) < 16e6
         assert 0 < row["load_s"] < row["ready_s"]
         assert row["phase"] == "prefill" or row["overhead_share"] < 1  # kernels took some time
+    fresh = rows[0]["peaks"]["first_touch_gbs"]
+    assert re.search(rf"loading [\d.]+ s \([\d.]+ GB/s; the system hands out memory at {fresh:.2f}\)", result.out)
     assert "demo-lm: bfloat16 on 2 ranks" in result.out and result.out.count("decode") == 4
 
 

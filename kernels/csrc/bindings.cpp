@@ -291,6 +291,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("drop_pages", &drop_pages);
   const auto no_gil = py::call_guard<py::gil_scoped_release>();
   m.def("measure_read", &measure_read, no_gil);
+  m.def("measure_first_touch", &measure_first_touch, no_gil);
   m.def("measure_amx", &measure_amx, no_gil);
   m.def("measure_core_to_core", &measure_core_to_core, no_gil);
   m.def("arena_bytes", [] { return std::pair(Arena::instance()->used(), Arena::instance()->mapped()); });

@@ -115,6 +115,15 @@ std::vector<double> measure_read(const std::vector<int>& cores, int64_t bytes_pe
   });
 }
 
+double measure_first_touch(const std::vector<int>& cores, int64_t bytes_per_core) {
+  const size_t bytes = static_cast<size_t>(bytes_per_core), total = bytes * cores.size();
+  const auto give_back = [total](char* data) { unmap_pages(data, total); };
+  const std::unique_ptr<char, decltype(give_back)> data(static_cast<char*>(map_pages(total)), give_back);
+  const auto start = Clock::now();
+  run_pinned(cores, [&](int index) { std::memset(data.get() + static_cast<size_t>(index) * bytes, 1, bytes); });
+  return static_cast<double>(total) / seconds_since(start);
+}
+
 std::vector<double> measure_amx(const std::vector<int>& cores, bool int8) {
   if (!isa_obstacle(Isa::amx).empty()) throw Error("AMX is not available: " + isa_obstacle(Isa::amx));
   constexpr int64_t kProducts = 6 << 20;  // about 35 ms
