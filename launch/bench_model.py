@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from .placement import Placement
 
 WARM_UP_TOKENS = 64
-PROFILES = 8
+PROFILES = 16
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -124,9 +124,10 @@ def _time(engine: Engine, case: Case, seed: int) -> Timing:
 
 
 def _overhead_share(engine: Engine, case: Case) -> float | None:
-    """What part of a decode step of the case is not spent in kernels, the median of some steps, each of which is
-    computed again to see its kernels. None where steps are not recorded."""
+    """What part of a decode step of the case is not spent in kernels, the median of some steps whose kernels are
+    watched. None where steps are not recorded."""
     shares: list[float] = []
+    engine.watch()
     step_s, at, made = 0.0, -1.0, 0
     events = _generate(engine, case, seed=-2)
     began = time.monotonic()

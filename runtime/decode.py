@@ -78,6 +78,8 @@ class DecodeGraphs:
         self._tabled: list[tuple[int, int] | None] = [None] * rows  # the sequence in a row of block_tables, its pages
         self._graphs: dict[int, Graph] = {}
         self._newest: Graph | None = None
+        self._watched = False
+        self._seen: tuple[Profile, Tensor] | None = None  # of the last step, and its logits
 
     def takes(self, step: Step) -> bool:
         """Is this a step that can be replayed?"""
@@ -91,21 +93,34 @@ class DecodeGraphs:
 
         Raises what the step would raise eagerly.
         """
+        self._seen = None
         if not self.takes(step):
             graph = self._record(Batch.of(step, tables))
             self._group.replay(graph.run)
             return graph.output
         graph = self._prepare(step, tables)
-        self._group.replay(graph.run)
-        return graph.output[: len(step.chunks)]
+        logits = graph.output[: len(step.chunks)]
 
-    def profile(self, step: Step, tables: Mapping[int, list[int]]) -> Profile:
-        """Computes the step again, chooses the likeliest tokens, as rank 0 does, and says where the time went."""
-        graph = self._prepare(step, tables)
-        profiles: list[Profile] = []
-        self._group.replay(lambda: profiles.append(graph.profile()))
-        choice = Graph(lambda: ops.argmax(graph.output)).profile()
-        return Profile(profiles[0].entries + choice.entries, profiles[0].seconds + choice.seconds)
+        def watched() -> None:
+            self._seen = graph.profile(), logits
+
+        self._group.replay(watched if self._watched else graph.run)
+        return logits
+
+    def watch(self) -> None:
+        """From now on replayed steps note when their kernels run."""
+        self._watched = True
+
+    def profile(self) -> Profile | None:
+        """Where the time of the last step went, with that of choosing its likeliest tokens, which is done again for it;
+        None if nobody watched it."""
+        if self._seen is None:
+            return None
+        step, logits = self._seen
+        choice = Graph(lambda: ops.argmax(logits))
+        choice.run()  # touches memory for the first time
+        chosen = choice.profile()
+        return Profile(step.entries + chosen.entries, step.seconds + chosen.seconds)
 
     def _prepare(self, step: Step, tables: Mapping[int, list[int]]) -> Graph:
         rows = bucket_of(len(step.chunks))

@@ -133,7 +133,6 @@ class Engine:
         experts = self.config.experts
         self._counter = StepCounter(traffic_of(self._model, experts.top_k / experts.count if experts else 0.0))
         self._tables: dict[int, list[int]] = {}
-        self._last: Step | None = None
         self._guides = Guides(model_dir, self.config.vocab_size)
         self._requests: dict[int, Running] = {}
         self._next_request = 0
@@ -235,11 +234,14 @@ class Engine:
             self._pool.close(table)
             self._scheduler.finished.append(number)
 
+    def watch(self) -> None:
+        """Rank 0: from now on recorded decode steps note when their kernels run, for `profile`."""
+        if self._decode is not None:
+            self._decode.watch()
+
     def profile(self) -> Profile | None:
-        """Rank 0: computes the last step again, which changes nothing, and says where its time goes; None if it was not
-        a recorded decode step."""
-        self._team.channel.send(step.encode(step.Profile()))
-        return self._profile()
+        """Rank 0: where the time of the last step went; None if it was not a recorded decode step that was watched."""
+        return self._decode.profile() if self._decode is not None else None
 
     def counters(self) -> list[RankCounters]:
         """Rank 0: what the steps of every rank have taken so far. Takes a message and a small collective."""
@@ -252,8 +254,6 @@ class Engine:
             match message:
                 case Step():
                     self._run(message)
-                case step.Profile():
-                    self._profile()
                 case step.Count():
                     self._gather_counters()
         self._team.group.barrier()
@@ -365,13 +365,7 @@ class Engine:
         rows = self._team.group.all_gather(torch.tensor(mine, dtype=torch.float64))
         return [RankCounters(*row) for row in rows.tolist()]
 
-    def _profile(self) -> Profile | None:
-        if self._decode is None or self._last is None or not self._decode.takes(self._last):
-            return None
-        return self._decode.profile(self._last, self._tables)
-
     def _run(self, message: Step) -> Tensor:
-        self._last = message
         for number in message.finished:
             self._tables.pop(number, None)
         for chunk in message.chunks:

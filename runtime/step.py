@@ -27,10 +27,6 @@ class Step(msgspec.Struct, frozen=True, array_like=True, tag=True):
     finished: list[int]
 
 
-class Profile(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The last step once more, to see where its time goes."""
-
-
 class Count(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Every rank tells what its steps have taken so far."""
 
@@ -39,7 +35,7 @@ class Stop(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """No step will follow."""
 
 
-Message = Step | Profile | Count | Stop
+Message = Step | Count | Stop
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 
 

@@ -50,13 +50,15 @@ def test_a_batch_gives_the_bits_of_single_requests(tp: int) -> None:
 @pytest.mark.skipif(not COMPILED, reason="nothing is recorded in plain torch")
 def test_a_profile_changes_nothing(engine: Engine) -> None:
     expected = [event.token_id for event in run(engine, PROMPT, max_new_tokens=5)]
+    assert engine.profile() is None  # nobody watched
+    engine.watch()
     found, profiles = [], []
     for event in engine.generate([Request(PROMPT, SamplingParams(max_new_tokens=5))]):
         found.append(event.token_id)
-        profiles += [engine.profile(), engine.profile()]
+        profiles.append(engine.profile())
     assert found == expected
-    assert profiles[:2] == [None, None]  # of a prompt's step, which is not recorded
-    for profile in profiles[2:]:
+    assert profiles[0] is None  # of a prompt's step, which is recorded to be run once
+    for profile in profiles[1:]:
         assert profile is not None and 0 < sum(seconds for _, seconds in profile.entries) <= profile.seconds
         assert {"attention", "linear_f32"} <= {kernel for kernel, _ in profile.entries}
 

@@ -151,14 +151,17 @@ def test_a_profile_counts_the_kernels_of_a_step() -> None:
     step = Step([Chunk(0, 40, [7], [], 1), Chunk(1, 0, [3], [], 1), Chunk(2, 31, [5], [], 1)], [])
     tables = {0: [0, 1], 1: [2], 2: [3]}
     logits = engine._decode.run(step, tables).clone()
-    runs = {kernel: count for kernel, (count, _) in engine._decode.profile(step, tables).by_kernel().items()}
+    assert engine._decode.profile() is None
+    engine._decode.watch()
+    assert torch.equal(engine._decode.run(step, tables), logits)
+    profile = engine._decode.profile()
+    assert profile is not None
+    runs = {kernel: count for kernel, (count, _) in profile.by_kernel().items()}
     layers = engine.config.num_layers
     assert runs["attention"] == runs["store_kv"] == runs["norm_rotary"] == layers
     assert runs["argmax"] == 1
     assert "silu_mul" not in runs and runs["rms_norm"] == 1  # parts of the product before, and of the rotation
     assert runs["add_rms_norm"] == 2 * layers and runs["linear_f32"] == 4 * layers + 1
-    # It computed the same step again.
-    assert torch.equal(engine._decode.run(step, tables), logits)
 
 
 def test_rows_that_fill_up_a_mixtures_batch_ask_for_no_other_experts(checkpoints: dict[str, str]) -> None:

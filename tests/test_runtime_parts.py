@@ -27,7 +27,7 @@ from tilerank.runtime.cache import (
 from tilerank.runtime.errors import EngineError
 from tilerank.runtime.registry import model_class
 from tilerank.runtime.rope import RotaryTable, inverse_frequencies
-from tilerank.runtime.step import Chunk, Profile, Step, Stop
+from tilerank.runtime.step import Chunk, Count, Step, Stop
 
 DEMO = Path(__file__).parent.parent / "assets" / "demo-lm"
 BF16 = torch.bfloat16
@@ -76,7 +76,7 @@ def test_pages_of_tokens() -> None:
 
 MESSAGES = st.one_of(
     st.just(Stop()),
-    st.just(Profile()),
+    st.just(Count()),
     st.builds(
         Step,
         st.lists(
@@ -95,7 +95,7 @@ MESSAGES = st.one_of(
 
 
 @given(MESSAGES)
-def test_messages_arrive_as_they_were_sent(message: Step | Profile | Stop) -> None:
+def test_messages_arrive_as_they_were_sent(message: Step | Count | Stop) -> None:
     assert step.decode(step.encode(message)) == message
 
 
