@@ -162,15 +162,22 @@ def test_rows_have_their_own_parameters() -> None:
         assert token == expected
 
 
-@pytest.mark.parametrize("spread", [0.01, 8.0], ids=["flat", "peaked"])
-def test_a_large_vocabulary(spread: float) -> None:
-    logits = torch.randn(151_936, generator=torch.Generator().manual_seed(5)) * spread
-    probability = (logits.double()).softmax(0)
-    order = logits.sort(descending=True, stable=True).indices
-    cumulative = probability[order].cumsum(0)
-    numbers = [0.0, 0.1, 0.9, 0.999]
-    expected = [int(order[int((cumulative <= float(torch.tensor(u))).sum())]) for u in numbers]
-    assert sample(logits, uniform=numbers) == expected
+@pytest.mark.parametrize("vocabulary", [151_936, 1000, 513])
+@pytest.mark.parametrize(("top_k", "top_p"), [(0, 1.0), (20, 0.95), (0, 0.9), (400, 1.0), (7000, 0.99)])
+@pytest.mark.parametrize("spread", [0.0, 0.01, 1.0, 8.0], ids=["equal", "flat", "even", "peaked"])
+def test_a_large_vocabulary(spread: float, top_k: int, top_p: float, vocabulary: int) -> None:
+    """Sorted whole in float64, half of it masked."""
+    generator = torch.Generator().manual_seed(5)
+    logits = torch.randn(vocabulary, generator=generator) * spread
+    logits[torch.rand(vocabulary, generator=generator) < 0.5] = -INF
+    ordered, order = logits.double().sort(descending=True, stable=True)
+    if 0 < top_k < vocabulary:
+        ordered = ordered[ordered >= ordered[top_k - 1]]
+    mass = ordered.softmax(0).cumsum(0)
+    kept = 1 + int((mass < float(torch.tensor(top_p))).sum()) if top_p < 1 else int((ordered > -INF).sum())
+    numbers = [0.0, 0.1, 0.9, 0.999, JUST_BELOW_1]
+    expected = [int((mass[:kept] <= float(torch.tensor(u)) * mass[kept - 1]).sum()) for u in numbers]
+    assert sample(logits, top_k=top_k, top_p=top_p, uniform=numbers) == order[expected].tolist()
 
 
 @pytest.mark.parametrize(

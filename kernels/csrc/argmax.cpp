@@ -1,31 +1,22 @@
 // argmax: the first of the largest.
 #ifndef TR_RUNG
+#include "ordered.h"
 #include "rows.h"
 #define TR_SOURCE "argmax.cpp"
 #include "foreach_isa.h"
 #else
 namespace tilerank::TR_RUNG {
 
-// Floats as integers of the same order (both zeros alike): integer maxima are associative, so the compiler can
-// vectorise them. Every NaN of positive sign comes out above +inf, every other one below -inf.
-static inline int32_t ordered(float x) {
-  int32_t bits;
-  x += 0.0f;
-  std::memcpy(&bits, &x, 4);
-  return bits ^ ((bits >> 31) & 0x7fffffff);
-}
-
 constexpr int64_t kPiece = 4096;
 
 // The largest of a piece, as ordered() has it.
 static int32_t largest_of(const float* x, int64_t n, int64_t row) {
-  constexpr int32_t kInfinity = 0x7f800000, kMinusInfinity = kInfinity ^ -1;
   int32_t largest = std::numeric_limits<int32_t>::min(), smallest = std::numeric_limits<int32_t>::max();
   for (int64_t i = 0; i < n; ++i) {
     largest = std::max(largest, ordered(x[i]));
     smallest = std::min(smallest, ordered(x[i]));
   }
-  if (largest > kInfinity || smallest < kMinusInfinity) {
+  if (largest > ordered_infinity || smallest < ~ordered_infinity) {
     throw Error("argmax: logits: expected numbers, found NaN in row " + std::to_string(row));
   }
   return largest;
