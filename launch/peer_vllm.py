@@ -32,6 +32,7 @@ def main(job: dict[str, Any]) -> dict[str, Any]:
         max_model_len=longest + 64,
         max_num_seqs=max(len(case["prompts"]) for case in job["cases"]),
         enable_prefix_caching=False,
+        enforce_eager=True,  # else it compiles for longer than all cases take
     ).llm_engine
     load_s = time.monotonic() - began
 
