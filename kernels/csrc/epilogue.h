@@ -70,6 +70,12 @@ struct Epilogue {
     }
   }
 
+  // Are bare sums, or silu_mul of them, written in bf16, in whole blocks and past the cache?
+  bool streams_plain() const {
+    return streams_ && !bias && !residual && out.dtype == DType::bf16 && out.size[1] % kBlockN == 0 &&
+           (activation == Activation::none || activation == Activation::silu_mul);
+  }
+
   template <class F>
   void prefetch(Range rows, int64_t result, F&& prefetch_write) const {
     const int64_t element = out.dtype == DType::f32 ? 4 : 2;

@@ -53,6 +53,26 @@ struct LinearFinish {
   }
 };
 
+// The same where Epilogue::streams_plain(): in few instructions, since with many the processor does not see far enough
+// ahead to have the next tiles' loads under way.
+template <int kParts>
+struct StreamFinish {
+  bf16* out;
+  int64_t stride;
+
+  void write(const float* const (&parts)[kParts], Range rows, int64_t result) const {
+    for_sums(rows, [&](int64_t row, int64_t i) {
+      const auto value = [&](int64_t at) {
+        const Vec sum = load(parts[0] + at);
+        return kParts == 2 ? silu(sum) * load(parts[kParts - 1] + at) : sum;
+      };
+      const Vec left = value(i), right = value(i + kTileRows * kLanes);
+      _mm512_stream_si512(reinterpret_cast<__m512i*>(out + row * stride + result * kBlockN),
+                          (__m512i)_mm512_cvtne2ps_pbh(right.v, left.v));
+    });
+  }
+};
+
 // At most 16 rows. Where they are packed every thread does it for itself, which costs less than to wait for the others.
 template <int kParts>
 static void linear_few_rows(const Tensor& x, const Tensor& weight, const Epilogue& epilogue, Team& team) {
@@ -86,26 +106,24 @@ static void linear_few_rows(const Tensor& x, const Tensor& weight, const Epilogu
                          });
 }
 
-template <int kParts>
-static void linear_many_rows(const Tensor& x, const PackedRows& rows, const Blocking& blocking, const Tensor& weight,
-                             const Epilogue& epilogue, Team& team) {
+template <int kParts, class Finish>
+static void linear_many_rows(int64_t m, const PackedRows& rows, const Blocking& blocking, const char* weight,
+                             int64_t results, const Finish& finish, Team& team) {
   const Tiles tiles(panel_tiles(kTileRows));
   float* const sums = static_cast<float*>(team.scratch(band_sums<kParts>(rows, blocking) * sizeof(float)));
   // Threads in a grid: over rows as far as each keeps enough of them to pay for reading the weight, then over outputs.
-  // With two threads each reads the rows that it packed itself.
-  constexpr int64_t kOwnTiles = 16;
+  constexpr int64_t kOwnTiles = 64;
   int row_threads = 1;
   while (team.count % (row_threads * 2) == 0 && rows.row_tiles >= row_threads * 2 * kOwnTiles) row_threads *= 2;
   const Team row_team(nullptr, team.index % row_threads, row_threads);
   const Team column_team(nullptr, team.index / row_threads, team.count / row_threads);
-  const Range own_rows = row_team.share(rows.row_tiles, 2), own = column_team.share(epilogue.results);
+  const Range own_rows = row_team.share(rows.row_tiles, 2), own = column_team.share(results);
   const int64_t end = own.end * kParts, step = std::max<int64_t>(blocking.band, kParts);
   for (int64_t tile = own_rows.begin; tile < own_rows.end; tile += blocking.stripe) {
     const Range stripe{tile, std::min(tile + blocking.stripe, own_rows.end)};
     for (int64_t block = own.begin * kParts; block < end; block += step) {
       const Range band{block, std::min(block + step, end)};
-      multiply_band<Bf16Dot, kParts>(rows, stripe, weight.as<const char>(), band, x.size[0], sums,
-                                     LinearFinish<kParts>{epilogue});
+      multiply_band<Bf16Dot, kParts>(rows, stripe, weight, band, m, sums, finish);
     }
   }
 }
@@ -119,7 +137,14 @@ static void linear(const Args& args, const Epilogue& epilogue, Team& team) {
   const PackedRows rows{args.tensor(4).as<char>(), row_tiles, k_tiles, blocking.panel};
   pack_rows(x, rows, team);
   team.barrier();
-  linear_many_rows<kParts>(x, rows, blocking, weight, epilogue, team);
+  const auto multiply = [&](const auto& finish) {
+    linear_many_rows<kParts>(x.size[0], rows, blocking, weight.as<const char>(), epilogue.results, finish, team);
+  };
+  if (epilogue.streams_plain()) {
+    multiply(StreamFinish<kParts>{epilogue.out.as<bf16>(), epilogue.out.stride[0]});
+  } else {
+    multiply(LinearFinish<kParts>{epilogue});
+  }
 }
 
 // operands: the packed weight; scratch: bytes [m up to 16s][k up to 32s][2] for packed rows, if m > 16
