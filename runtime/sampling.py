@@ -48,16 +48,17 @@ class Choice:
 def choose(logits: Tensor, rows: Sequence[Row]) -> list[Choice]:
     """The next token of each row of logits [m, vocab], which are changed in place: a copy of them would take longer
     than all the rest."""
-    raw = list(logits)
+    raw: dict[int, Tensor] = {}
     for i, row in enumerate(rows):
         if row.reshapes:
             if row.params.logprobs:
                 raw[i] = logits[i].clone()
             _reshape(logits[i], row)
-    return [
-        Choice(token_id, _logprobs(values, token_id, row.params.logprobs) if row.params.logprobs else None)
-        for values, token_id, row in zip(raw, _sampled(logits, rows), rows, strict=True)
-    ]
+    chosen = []
+    for i, (token_id, row) in enumerate(zip(_sampled(logits, rows), rows, strict=True)):
+        count = row.params.logprobs
+        chosen.append(Choice(token_id, _logprobs(raw.get(i, logits[i]), token_id, count) if count else None))
+    return chosen
 
 
 def _sampled(logits: Tensor, rows: Sequence[Row]) -> list[int]:
