@@ -20,6 +20,9 @@ namespace {
 // About 100 us: longer than any gap inside a step, short against the time slice of a thread that wants the core.
 constexpr int kSpinPauses = 4000;
 
+// Of these, between runs: about a millisecond, since another step follows when its tokens are chosen.
+constexpr int kSpinsBetweenRuns = 10;
+
 // Up to this many threads each looks at all the others in a barrier; more wait for the first, which looks at all.
 constexpr int kAllLook = 4;
 
@@ -220,7 +223,7 @@ void* Pool::thread_main(void* context) {
   Pool& pool = *start->pool;
   pthread_setname_np(pthread_self(), ("tilerank-" + std::to_string(start->index)).c_str());
   for (uint32_t seen = start->generation;;) {
-    pool.generation_.wait_while(seen, pool.pauses_);
+    pool.generation_.wait_while(seen, pool.pauses_ * kSpinsBetweenRuns);
     seen = pool.generation_.value();
     if (pool.stopping_) return nullptr;
     pool.walk(start->index);

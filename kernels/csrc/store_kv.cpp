@@ -24,6 +24,18 @@ static void store_token(const T* k, const T* v, T* k_page, T* v_page, int64_t d,
   for (int64_t i = 0; i < padded; ++i) value[i / 16 * 16 * kBlock + i % 16 * x] = i < d ? v[i] : T{};
 }
 
+// The cache lines of pages that a token's keys and values go to, for tokens whose pages lie in memory: each fills a part
+// of many lines, and stores alone have few of them on the way at a time.
+template <class T>
+static void fetch_token(const T* k_page, const T* v_page, int64_t d, int64_t offset) {
+  constexpr int64_t x = 4 / sizeof(T), line = 16 * x;
+  const T* const keys = k_page + offset / 16 * 16 * d;
+  for (int64_t i = 0; i < d; i += x) _mm_prefetch(reinterpret_cast<const char*>(keys + i * 16), _MM_HINT_T1);
+  for (int64_t i = 0; i < d; i += 16) {
+    _mm_prefetch(reinterpret_cast<const char*>(v_page + i * kBlock + offset / x * line), _MM_HINT_T1);
+  }
+}
+
 #ifdef TR_AVX512
 static void store_neighbours(const bf16* k, int64_t k_stride, const bf16* v, int64_t v_stride, int64_t count,
                              bf16* k_page, bf16* v_page, int64_t d, int64_t offset) {
@@ -116,6 +128,15 @@ static void store_kv(const Args& args, Team& team) {
     // Rows stay with the thread that computed them; of a few tokens every thread takes some heads.
     constexpr int64_t kTokens = 64;
     const auto [first, last] = team.share(blocks(tokens, kTokens) * heads);
+    if (tokens <= kTokens && !scales) {
+      for (int64_t head = first; head < last; ++head) {
+        for (int64_t token = 0; token < tokens; ++token) {
+          const int64_t page = slot_of(token) / kBlock;
+          fetch_token(k_pages.row<T>(page) + head * k_pages.stride[1], v_pages.row<T>(page) + head * v_pages.stride[1],
+                      d, slot_of(token) % kBlock);
+        }
+      }
+    }
     for (int64_t item = first; item < last; ++item) {
       const int64_t head = item % heads, end = std::min((item / heads + 1) * kTokens, tokens);
       int64_t count = 0;
