@@ -24,8 +24,8 @@ static void store_token(const T* k, const T* v, T* k_page, T* v_page, int64_t d,
   for (int64_t i = 0; i < padded; ++i) value[i / 16 * 16 * kBlock + i % 16 * x] = i < d ? v[i] : T{};
 }
 
-// The cache lines of pages that a token's keys and values go to, for tokens whose pages lie in memory: each fills a part
-// of many lines, and stores alone have few of them on the way at a time.
+// The cache lines of pages that a token's keys and values go to, for tokens whose pages lie in memory: each fills a
+// part of many lines, and stores alone have few of them on the way at a time.
 template <class T>
 static void fetch_token(const T* k_page, const T* v_page, int64_t d, int64_t offset) {
   constexpr int64_t x = 4 / sizeof(T), line = 16 * x;
