@@ -23,6 +23,24 @@ namespace tilerank {
 constexpr int64_t kHalfN = 16;  // outputs of a tile
 constexpr float kInt4ScaleUnit = 1.0f / 256;
 
+// What int4 nibbles stand for, as the bits of bf16: 0 to 7, -8 to -1.
+alignas(32) inline constexpr uint16_t kInt4Values[16] = {0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0,
+                                                         0x40c0, 0x40e0, 0xc100, 0xc0e0, 0xc0c0, 0xc0a0,
+                                                         0xc080, 0xc040, 0xc000, 0xbf80};
+
+// Their low and their high bytes, four times.
+struct Int4Bytes {
+  alignas(64) uint8_t low[64], high[64];
+
+  constexpr Int4Bytes() : low(), high() {
+    for (int i = 0; i < 64; ++i) {
+      low[i] = static_cast<uint8_t>(kInt4Values[i % 16]);
+      high[i] = static_cast<uint8_t>(kInt4Values[i % 16] >> 8);
+    }
+  }
+};
+inline constexpr Int4Bytes kInt4Bytes;
+
 // The low and the high byte of the bf16 that an fp8 code without its sign stands for.
 struct Fp8Bytes {
   alignas(64) uint8_t low[128], high[128];

@@ -58,9 +58,29 @@ struct Int4 : GroupedWeight {
   }
 
   static inline void expand(const char* from, bf16* to) {
-#ifdef TR_AVX512
+#ifdef TR_AMX
+    // The two bytes of the values apart, from tables of bytes: a look-up of words takes both of the ports that work on
+    // such vectors, one of bytes takes one and serves twice as many codes. Only the low six bits of an index count:
+    // four times the table, and what is above a nibble needs no masking.
+    const __m512i low_bytes = _mm512_load_si512(kInt4Bytes.low), high_bytes = _mm512_load_si512(kInt4Bytes.high);
+    const __m512i even = _mm512_set1_epi16(0x00ff);
+    constexpr int kEvenElseOdd = 0xca;  // bits of the second where the first is set, else of the third
+#pragma GCC unroll 4
+    for (int line = 0; line < 4; ++line, to += 4 * 32) {
+      const __m512i codes = _mm512_loadu_si512(from + line * 64);
+      for (int nibble = 0; nibble < 2; ++nibble) {  // of every byte: 0 and 2 of a word, 1 and 3
+        const __m512i index = nibble ? _mm512_srli_epi16(codes, 4) : codes;
+        const __m512i low = _mm512_permutexvar_epi8(index, low_bytes);
+        const __m512i high = _mm512_permutexvar_epi8(index, high_bytes);
+        const __m512i first = _mm512_ternarylogic_epi64(even, low, _mm512_slli_epi16(high, 8), kEvenElseOdd);
+        const __m512i second = _mm512_ternarylogic_epi64(even, _mm512_srli_epi16(low, 8), high, kEvenElseOdd);
+        _mm512_store_si512(to + nibble * 32, first);
+        _mm512_store_si512(to + (nibble + 2) * 32, second);
+      }
+    }
+#elif defined(TR_AVX512)
     // Only the low five bits of an index count: twice the table, and the nibble above needs no masking.
-    const __m512i table = _mm512_broadcast_i64x4(_mm256_load_si256(reinterpret_cast<const __m256i*>(kCodeValues)));
+    const __m512i table = _mm512_broadcast_i64x4(_mm256_load_si256(reinterpret_cast<const __m256i*>(kInt4Values)));
 #pragma GCC unroll 4
     for (int line = 0; line < 4; ++line, to += 4 * 32) {
       const __m512i codes = _mm512_loadu_si512(from + line * 64);
@@ -70,7 +90,7 @@ struct Int4 : GroupedWeight {
       _mm512_store_si512(to + 96, _mm512_permutexvar_epi16(_mm512_srli_epi16(codes, 12), table));
     }
 #else
-    const __m256i table = _mm256_load_si256(reinterpret_cast<const __m256i*>(kCodeValues));
+    const __m256i table = _mm256_load_si256(reinterpret_cast<const __m256i*>(kInt4Values));
     const __m256i split = _mm256_shuffle_epi8(
         table, _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15)));
     // Low and high bytes of the 16 values, in both lanes.
@@ -91,11 +111,6 @@ struct Int4 : GroupedWeight {
     }
 #endif
   }
-
-  // What nibbles stand for, as the bits of bf16: 0 to 7, -8 to -1.
-  alignas(32) static constexpr uint16_t kCodeValues[16] = {0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0,
-                                                           0x40c0, 0x40e0, 0xc100, 0xc0e0, 0xc0c0, 0xc0a0,
-                                                           0xc080, 0xc040, 0xc000, 0xbf80};
 };
 
 struct Fp8 : GroupedWeight {

@@ -2,8 +2,8 @@
 // grouped_amx.h).
 //
 // Two blocks at a time: a tile of rows serves their four tiles, whose sums do not wait for each other. A tile of both
-// is expanded into the first-level cache while the one before is multiplied; what is packed comes there from memory 2
-// KiB before. Expanded 2 tiles before, or one block at a time, it took a fifth longer.
+// is expanded into the first-level cache while the one before is multiplied, quarter by quarter; what is packed comes
+// there from memory 2 KiB before. Expanded 2 tiles before, or one block at a time, it took a fifth longer.
 #pragma once
 
 namespace tilerank::TR_RUNG {
@@ -71,16 +71,13 @@ class ExpandedPairs {
     }
   }
 
-  // The next tile of both blocks, into four: the halves of each.
+  // A quarter of the next tile of both blocks, into one of four tiles: the halves of each. All four take turns.
+  template <int kQuarter>
   [[gnu::always_inline]] void expand(bf16* to) {
-    for (const int64_t block : {int64_t{0}, second_}) {
-      for (int half = 0; half < 2; ++half, to += kTile) {
-        const char* const from = at_ + block + half * Format::kPackedTile;
-        for (int64_t line = 0; line < Format::kPackedTile; line += 64) _mm_prefetch(from + ahead_ + line, _MM_HINT_T0);
-        Format::expand(from, to);
-      }
-    }
-    advance();
+    const char* const from = at_ + (kQuarter / 2 ? second_ : 0) + kQuarter % 2 * Format::kPackedTile;
+    for (int64_t line = 0; line < Format::kPackedTile; line += 64) _mm_prefetch(from + ahead_ + line, _MM_HINT_T0);
+    Format::expand(from, to + kQuarter * kTile);
+    if constexpr (kQuarter == 3) advance();
   }
 
  private:
@@ -125,7 +122,10 @@ static inline void stream_rows(const FewRows& rows, const Format& weight, Range 
   alignas(64) float fresh[2][4][R * kLanes] = {};  // of this group and the last, in tiles
   alignas(64) float sums[2][2 * kTileRows * kLanes];
   int turn = 0;
-  expanded.expand(ring[turn]);
+  expanded.template expand<0>(ring[turn]);
+  expanded.template expand<1>(ring[turn]);
+  expanded.template expand<2>(ring[turn]);
+  expanded.template expand<3>(ring[turn]);
   for (int64_t block = blocks.begin; block < blocks.end; block += 2) {
     prefetch(block);
     const int64_t both[2] = {block, std::min(block + 1, blocks.end - 1)};
@@ -155,14 +155,18 @@ static inline void stream_rows(const FewRows& rows, const Format& weight, Range 
       tile_zero<3>();
       for (; tile < end; ++tile, inputs += rows.tile_stride) {
         const bf16* const values = ring[turn];
-        expanded.expand(ring[turn ^= 1]);
+        bf16* const next = ring[turn ^= 1];
+        expanded.template expand<0>(next);
         tile_load<4>(inputs, rows.row_stride);
         tile_load<5>(values, 64);
         tile_dot_bf16<0, 4, 5>();
+        expanded.template expand<1>(next);
         tile_load<6>(values + kTile, 64);
         tile_dot_bf16<1, 4, 6>();
+        expanded.template expand<2>(next);
         tile_load<5>(values + 2 * kTile, 64);
         tile_dot_bf16<2, 4, 5>();
+        expanded.template expand<3>(next);
         tile_load<6>(values + 3 * kTile, 64);
         tile_dot_bf16<3, 4, 6>();
       }
