@@ -80,6 +80,7 @@ class DecodeGraphs:
         self._newest: Graph | None = None
         self._watched = False
         self._seen: tuple[Profile, Tensor] | None = None  # of the last step, and its logits
+        self._choices: dict[int, Profile] = {}  # of tokens, by rows
 
     def takes(self, step: Step) -> bool:
         """Is this a step that can be replayed?"""
@@ -112,14 +113,16 @@ class DecodeGraphs:
         self._watched = True
 
     def profile(self) -> Profile | None:
-        """Where the time of the last step went, with that of choosing its likeliest tokens, which is done again for it;
-        None if nobody watched it."""
+        """Where the time of the last step went, with that of choosing the likeliest tokens of so many rows, which is
+        done once more for it; None if nobody watched the step."""
         if self._seen is None:
             return None
         step, logits = self._seen
-        choice = Graph(lambda: ops.argmax(logits))
-        choice.run()  # touches memory for the first time
-        chosen = choice.profile()
+        if len(logits) not in self._choices:
+            choice = Graph(lambda: ops.argmax(logits))
+            choice.run()  # touches memory for the first time
+            self._choices[len(logits)] = choice.profile()
+        chosen = self._choices[len(logits)]
         return Profile(step.entries + chosen.entries, step.seconds + chosen.seconds)
 
     def _prepare(self, step: Step, tables: Mapping[int, list[int]]) -> Graph:
