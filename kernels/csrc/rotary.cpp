@@ -38,11 +38,14 @@ static void for_heads(const Args& args, Team& team, const F& f) {
     for (int64_t item = first; item < last; ++item) {
       const int64_t token = item / heads, head = item % heads;
       const int64_t position = positions.as<int64_t>()[token * positions.stride[0]];
-      if (head < q_heads) {
-        f(q.row<T>(token) + head * q.stride[1], false, position);
-      } else {
-        f(k.row<T>(token) + (head - q_heads) * k.stride[1], true, position);
+      const bool of_k = head >= q_heads;
+      const Tensor& from = of_k ? k : q;
+      T* const x = from.row<T>(token) + (head - (of_k ? q_heads : 0)) * from.stride[1];
+      // The projection's results come from memory; asked for a token ahead.
+      for (int64_t i = 0; i < from.size[2]; i += 64 / static_cast<int64_t>(sizeof(T))) {
+        _mm_prefetch(reinterpret_cast<const char*>(x + from.stride[0] + i), _MM_HINT_T0);
       }
+      f(x, of_k, position);
     }
   });
 }
