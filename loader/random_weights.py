@@ -13,6 +13,7 @@ from .checkpoint import INDEX
 
 SHARD_BYTES = 1 << 30
 STD = 0.02  # what most models are initialised with: activations neither vanish nor overflow
+EMBEDDING_STD = 1.0  # attention adds less than that: tokens remain unlike each other, and choose experts of their own
 
 _DTYPE = torch.bfloat16
 
@@ -24,8 +25,8 @@ def write_random_weights(
 ) -> int:
     """Writes bfloat16 tensors of `shapes` (by name) and their index into `model_dir`; returns their bytes.
 
-    Norm weights are ones, biases zeros, the rest is normal with deviation STD. Files have at most `shard_bytes`, or one
-    tensor, which is also the most memory taken.
+    Norm weights are ones, biases zeros, the rest is normal with deviation STD, the embedding with EMBEDDING_STD. Files
+    have at most `shard_bytes`, or one tensor, which is also the most memory taken.
     """
     generator = torch.Generator().manual_seed(seed)
     shards = list(_shards(shapes, shard_bytes))
@@ -59,4 +60,5 @@ def _shards(shapes: Mapping[str, Shape], limit: int) -> Iterator[Sequence[str]]:
 def _random(name: str, shape: Shape, generator: torch.Generator) -> Tensor:
     if len(shape) == 1:
         return torch.zeros(shape, dtype=_DTYPE) if name.endswith("bias") else torch.ones(shape, dtype=_DTYPE)
-    return torch.empty(shape, dtype=_DTYPE).normal_(0.0, STD, generator=generator)
+    std = EMBEDDING_STD if name.endswith("embed_tokens.weight") else STD
+    return torch.empty(shape, dtype=_DTYPE).normal_(0.0, std, generator=generator)

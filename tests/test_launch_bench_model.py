@@ -26,6 +26,7 @@ from tilerank.parallel.channel import Channel
 from tilerank.parallel.group import SingleGroup
 from tilerank.parallel.join import Team
 from tilerank.runtime.engine import Engine
+from tilerank.runtime.models import qwen_moe
 
 PEAKS = Peaks(stream_read_gbs=20.0, amx_bf16_tflops=4.0, amx_int8_tops=8.0, core_to_core_ns=100.0, first_touch_gbs=5.0)
 
@@ -254,6 +255,29 @@ def test_shards_end_before_they_are_too_large(tmp_path: Path) -> None:
     with safe_open(tmp_path / index["weight_map"]["a.weight"], "pt") as first:
         assert not torch.equal(first.get_tensor("a.weight"), first.get_tensor("b.weight"))
         assert torch.equal(first.get_tensor("norm.weight"), torch.ones(8, dtype=torch.bfloat16))
+
+
+def test_tokens_of_a_made_mixture_choose_experts_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In every layer about as many of 64 experts are chosen by 24 tokens as by chance; where attention outweighs the
+    tokens, they would agree."""
+    like = "qwen3-30b-a3b"
+    sizes = {"hidden_size": 512, "moe_intermediate_size": 32, "num_experts": 64, "num_experts_per_tok": 2}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2}
+    monkeypatch.setitem(bench_make_model.LIKE, like, bench_make_model.LIKE[like] | {"vocab_size": 4200} | sizes)
+    out = tmp_path / "made"
+    assert cli.main(["bench", "make-model", str(out), "--like", like, "--layers", "3"]) == 0
+    chosen = []
+
+    def spy(logits: torch.Tensor, top_k: int, *, renormalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        weights, ids = logits.float().softmax(-1).topk(top_k)
+        chosen.append(len(ids.unique()))
+        return ids.int(), weights / weights.sum(-1, keepdim=True)
+
+    monkeypatch.setattr(qwen_moe, "softmax_top_k", spy)
+    team = Team(SingleGroup(), Channel(0, None, {}, 1.0))
+    ids = torch.randperm(4200, generator=torch.Generator().manual_seed(0))[:24].tolist()
+    Engine(out, team, dtype=torch.float32, max_total_tokens=64, eager=True).score(ids)
+    assert len(chosen) == 3 and min(chosen) >= 26  # expected are 64 (1 - (62/64)^24) = 34
 
 
 def score(model_dir: Path, ids: list[int]) -> torch.Tensor:
