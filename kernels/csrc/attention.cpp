@@ -1,6 +1,8 @@
 // attention with vector instructions.
 #ifndef TR_RUNG
+#include <optional>
 #include <type_traits>
+#include <vector>
 
 #include "attention_batch.h"
 #define TR_SOURCE "attention.cpp"

@@ -116,15 +116,16 @@ static void product(const Left<T>* a, int64_t lda, int64_t rows, const T* b, int
 }
 
 template <class T>
-struct Scratch {
+struct VectorScratch {
   alignas(64) Left<T> q[kRows * kMaxDim];
   alignas(64) float s[kRows * kChunk];
   alignas(64) Left<T> p[kRows * kChunk];
   alignas(64) T keys[kMaxDim * kBlock], values[kChunk / kBlock][kMaxDim * kBlock];  // pages that need a change
   alignas(64) float key_factor[kChunk], value_factor[kChunk];
-  alignas(64) float o[kRows * kMaxDim];
-  alignas(64) float sum[kRows * kLanes];  // lane by lane, added up at the end
-  float max[kRows];
+  // Of one part, and of all before and with it.
+  alignas(64) float o[kRows * kMaxDim], all_o[kRows * kMaxDim];
+  alignas(64) float sum[kRows * kLanes], all_sum[kRows * kLanes];  // lane by lane, added up at the end
+  float max[kRows], all_max[kRows];
 };
 
 // One row's scores of a chunk of `width` tokens, of which it sees `hidden` to `visible`, to probabilities times
@@ -190,28 +191,57 @@ static inline void widen_codes(const int8_t* codes, int64_t n, float* to) {
 }
 
 template <class T>
-class VectorTasks {
+class VectorTask {
  public:
-  VectorTasks(const Problem& problem, Scratch<T>& scratch)
-      : problem_(problem), scratch_(scratch), d_(problem.dims()), padded_(problem.padded_dims()) {}
+  using Scratch = VectorScratch<T>;
 
-  void run(const Task& task) {
-    if (task.length == 0) {
-      clear_rows<T>(problem_, task);
+  // parts: where the sums go if the span does not begin its task.
+  VectorTask(const Problem& problem, const Span& span, Scratch& scratch, float* parts)
+      : problem_(problem),
+        scratch_(scratch),
+        d_(problem.dims()),
+        padded_(problem.padded_dims()),
+        task_(span.task),
+        span_(span),
+        parts_(parts) {}
+
+  void run() {
+    if (task_.length == 0) {
+      clear_rows<T>(problem_, task_);
       return;
     }
-    task_ = task;
     load_queries();
-    attend();
-    finish();
+    for (int64_t part = span_.begin; part < span_.end; ++part) {
+      if (span_.begin > 0) {
+        attend(part, sums_of_part(parts_, part - span_.begin, task_.rows, padded_));
+      } else if (part == 0) {
+        attend(part, all());
+      } else {
+        const Sums sums{scratch_.o, scratch_.sum, scratch_.max};
+        attend(part, sums);
+        merge(part, sums);
+      }
+    }
+    if (span_.whole()) store_rows();
   }
 
- private:
-  void finish() {
+  // Adds the sums over a part to those over all before it.
+  void merge(int64_t, const Sums& sums) {
     for (int64_t r = 0; r < task_.rows; ++r) {
-      const float of_row = sum(load(scratch_.sum + r * kLanes));
-      if (problem_.lse) *task_.element<float>(problem_.lse, r) = scratch_.max[r] + std::log(of_row);
-      const float* o = scratch_.o + r * kMaxDim;
+      const float max = std::max(scratch_.all_max[r], sums.max[r]);
+      const Vec of_all = exp(set(scratch_.all_max[r] - max)), of_part = exp(set(sums.max[r] - max));
+      const auto add = [&](float* to, const float* from) { store(to, fma(load(from), of_part, load(to) * of_all)); };
+      add(scratch_.all_sum + r * kLanes, sums.weights + r * kLanes);
+      for (int64_t i = r * padded_; i < (r + 1) * padded_; i += kLanes) add(scratch_.all_o + i, sums.values + i);
+      scratch_.all_max[r] = max;
+    }
+  }
+
+  void store_rows() {
+    for (int64_t r = 0; r < task_.rows; ++r) {
+      const float of_row = sum(load(scratch_.all_sum + r * kLanes));
+      if (problem_.lse) *task_.element<float>(problem_.lse, r) = scratch_.all_max[r] + std::log(of_row);
+      const float* o = scratch_.all_o + r * padded_;
       T* out = task_.element<T>(problem_.out, r);
       for (int64_t i = 0; i < d_; i += kLanes) {
         const Vec value =
@@ -224,6 +254,9 @@ class VectorTasks {
       }
     }
   }
+
+ private:
+  Sums all() { return {scratch_.all_o, scratch_.all_sum, scratch_.all_max}; }
 
   void load_queries() {
     // Zeros where keys are padded.
@@ -241,12 +274,12 @@ class VectorTasks {
     }
   }
 
-  void attend() {
-    const int64_t last = task_.visible(task_.rows - 1);
-    std::fill_n(scratch_.o, task_.rows * kMaxDim, 0.0f);
-    std::fill_n(scratch_.sum, task_.rows * kLanes, 0.0f);
-    std::fill_n(scratch_.max, task_.rows, -std::numeric_limits<float>::infinity());
-    for (int64_t begin = 0; begin < last; begin += kChunk) {
+  void attend(int64_t part, const Sums& sums) {
+    const int64_t last = std::min(task_.seen(), (part + 1) * kPart);
+    std::fill_n(sums.values, task_.rows * padded_, 0.0f);
+    std::fill_n(sums.weights, task_.rows * kLanes, 0.0f);
+    std::fill_n(sums.max, task_.rows, -std::numeric_limits<float>::infinity());
+    for (int64_t begin = part * kPart; begin < last; begin += kChunk) {
       const int64_t pages = std::min(kChunk, last - begin + kBlock - 1) / kBlock, hidden = task_.hidden - begin;
       std::memset(scratch_.s, 0, sizeof(float) * static_cast<size_t>(task_.rows * kChunk));
       const T* values[kChunk / kBlock];
@@ -257,12 +290,12 @@ class VectorTasks {
       }
       for (int64_t r = 0; r < task_.rows; ++r) {
         softmax_row(scratch_.s + r * kChunk, scratch_.p + r * kChunk, hidden, task_.visible(r) - begin, pages * kBlock,
-                    scratch_.key_factor, scratch_.value_factor, scratch_.max[r], scratch_.sum + r * kLanes,
-                    scratch_.o + r * kMaxDim, padded_);
+                    scratch_.key_factor, scratch_.value_factor, sums.max[r], sums.weights + r * kLanes,
+                    sums.values + r * padded_, padded_);
       }
       for (int64_t i = 0; i < pages; ++i) {
         product<T>(scratch_.p + i * kBlock, kChunk, task_.rows, values[i], 16 * kBlock, padded_ / 16, kBlock / kPair<T>,
-                   scratch_.o, kMaxDim);
+                   sums.values, padded_);
       }
     }
   }
@@ -297,18 +330,17 @@ class VectorTasks {
   }
 
   const Problem& problem_;
-  Scratch<T>& scratch_;
+  Scratch& scratch_;
   const int64_t d_, padded_;
-  Task task_{};
+  const Task& task_;
+  const Span& span_;
+  float* const parts_;
 };
 
 template <class T>
 static void attention_by_vectors(const Args& args, Team& team) {
   const Problem problem = checked_problem(args, team);
-  auto& scratch = *static_cast<Scratch<T>*>(team.scratch(sizeof(Scratch<T>)));
-  VectorTasks<T> runner(problem, scratch);
-  const auto cost = [](const Task& task) { return (task.rows + 8) * (task.visible(task.rows - 1) + 1); };
-  deal_tasks(args, kRows, cost, team, [&](const Task& task) { runner.run(task); });
+  run_spans<VectorTask<T>>(args, problem, kRows, [](const Task& task) { return task.rows + 8; }, team);
 }
 
 }  // namespace tilerank::TR_RUNG

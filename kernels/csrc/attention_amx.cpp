@@ -12,7 +12,9 @@
 // row keeps the one of its first page until a score exceeds it by kHeadroom. Shifts are whole powers of two: to change
 // one is exact, and no row's bits depend on when it happens.
 #ifndef TR_RUNG
+#include <optional>
 #include <type_traits>
+#include <vector>
 
 #include "attention_batch.h"
 #define TR_ONLY_AMX
@@ -23,6 +25,7 @@
 #include "attention_task.h"
 #include "attention.h"
 #include "attention_tiles.h"
+#include "attention_sums.h"
 
 namespace tilerank::TR_RUNG {
 
@@ -50,18 +53,16 @@ static void widen_page(const int8_t* codes, int64_t n, bf16* to) {
   }
 }
 
-class TileTask {
+class TileTask : public TileSums {
  public:
-  TileTask(const Problem& problem, const Task& task, TileScratch& scratch, int64_t unit_pages = kChunkPages)
-      : problem_(problem),
-        task_(task),
-        scratch_(scratch),
+  using Scratch = TileScratch;
+
+  TileTask(const Problem& problem, const Span& span, TileScratch& scratch, float* parts,
+           int64_t unit_pages = kChunkPages)
+      : TileSums(problem, span, scratch, parts),
         unit_pages_(unit_pages),
-        d_(problem.dims()),
         key_dims_(problem.key_dims()),
-        steps_((key_dims_ + 31) / 32),
-        lane_groups_((d_ + 15) / 16),
-        groups_((task.rows + kGroup - 1) / kGroup) {}
+        steps_((key_dims_ + 31) / 32) {}
 
   void run() {
     if (task_.length == 0) {
@@ -72,16 +73,18 @@ class TileTask {
     const Tiles tiles(tile_rows());
     Unit units[2];
     units[1].buffer = 1;
-    look_up(units[0], 0, 0);
+    look_up_first(units[0]);
     bool more = true;
     for (int64_t i = 0; more; ++i) {
       const Unit& unit = units[i % 2];
       Unit& next = units[(i + 1) % 2];
       more = advance(unit, next);
       probabilities(unit);
+      close_weights(unit);
       values(unit, more ? Ahead{next.k, 0, steps_, false} : Ahead{});
+      if (merges(unit)) merge_values(unit.group, output(unit), 0, lane_groups_);
     }
-    store_rows();
+    if (span_.whole()) store_rows();
   }
 
  protected:
@@ -97,12 +100,10 @@ class TileTask {
   float scale() const {
     return std::max(std::fabs(problem_.scale) * 1.44269504088896341f, std::numeric_limits<float>::min());
   }
-  int64_t last_visible(int64_t group) const { return scratch_.visible[std::min((group + 1) * kGroup, task_.rows) - 1]; }
-
   void look_up(Unit& unit, int64_t begin, int64_t group) {
     unit.begin = begin;
     unit.group = group;
-    unit.pages = std::min(unit_pages_ * kBlock, last_visible(group) - begin + kBlock - 1) / kBlock;
+    unit.pages = std::min(unit_pages_ * kBlock, end_of(group) - begin + kBlock - 1) / kBlock;
     for (int64_t i = 0; i < unit.pages; ++i) {
       const int64_t first = begin + i * kBlock;
       const int64_t page = problem_.page(task_.sequence, task_.first_page + first / kBlock);
@@ -134,13 +135,19 @@ class TileTask {
     unit.value_scales[i] = problem_.value_scales(page, task_.kv_head);
   }
 
+  void look_up_first(Unit& unit) {
+    int64_t group = 0;
+    while (end_of(group) <= span_.begin * kPart) ++group;
+    look_up(unit, span_.begin * kPart, group);
+  }
+
   // All chunks of a segment for one group after the other, then the next segment.
   bool advance(const Unit& unit, Unit& next) {
     int64_t begin = unit.begin + unit_pages_ * kBlock, group = unit.group;
     const auto skip_blind_groups = [&] {
-      while (group < groups_ && last_visible(group) <= begin) ++group;
+      while (group < groups_ && end_of(group) <= begin) ++group;
     };
-    if (begin % kSegment == 0 || begin >= last_visible(group)) {
+    if (begin % kSegment == 0 || begin >= end_of(group)) {
       begin = unit.begin / kSegment * kSegment;
       ++group;
       skip_blind_groups();
@@ -156,7 +163,6 @@ class TileTask {
   }
 
   bool wide(const Unit& unit) const { return task_.rows - unit.group * kGroup > 16; }
-  float* output(const Unit& unit) { return scratch_.o + unit.group * kGroup * lane_groups_ * 16; }
 
   void probabilities(const Unit& unit) {
     scores(unit, 0);
@@ -189,8 +195,10 @@ class TileTask {
   void softmax(const Unit& unit, int64_t page, const float* s, bf16* p, Weave&& weave, Settle&& settle) {
     const PageRows of_page = rows_of(unit, page);
     const int64_t begin = unit.begin + page * kBlock;
-    if (begin == 0) set_shifts(unit, page, of_page, s, p, -std::numeric_limits<float>::infinity());
     const bool whole = of_page.hidden <= 0 && of_page.visible[0] >= begin + kBlock;
+    if (begin % kPart == 0) {
+      whole ? set_shifts<true>(unit, of_page, s) : set_shifts<false>(unit, of_page, s);
+    }
     const auto compute = [&](auto is_whole, auto is_quantized) {
       using Rows = RowWork<is_whole, is_quantized>;
       const int64_t first = unit.group * kGroup;
@@ -211,7 +219,7 @@ class TileTask {
       rows.finish();
       if (_mm512_reduce_max_ps(rows.largest) > kHeadroom) {
         settle();
-        set_shifts(unit, page, of_page, s, p, kHeadroom);
+        move_shifts(unit, page, of_page, s, p);
         rows = rows_of_page();
         rows.finish();
       }
@@ -238,25 +246,29 @@ class TileTask {
     return of_page;
   }
 
-  // Moves the shift of every row of which a score exceeds it by more than `headroom` to that score.
-  void set_shifts(const Unit& unit, int64_t page, const PageRows& of_page, const float* scores, bf16* probabilities,
-                  float headroom) {
-    const int64_t first = unit.group * kGroup, rows = std::min(kGroup, task_.rows - first);
+  // Sets the shift of every row to its largest score of the part's first page, if it sees something of it.
+  template <bool Whole>
+  void set_shifts(const Unit& unit, const PageRows& of_page, const float* scores) {
+    const int64_t first = unit.group * kGroup, rows = rows_in(unit.group);
+    for (int64_t r = 0; r < rows; ++r) {
+      scratch_.shift[first + r] = std::ceil(of_page.largest<Whole>(scores + r * 16, r, 0.0f));
+    }
+  }
+
+  // Moves the shift of every row of which a score exceeds it by more than kHeadroom to that score.
+  void move_shifts(const Unit& unit, int64_t page, const PageRows& of_page, const float* scores, bf16* probabilities) {
+    const int64_t first = unit.group * kGroup, rows = rows_in(unit.group);
     for (int64_t r = 0; r < rows; ++r) {
       const float* s = scores + r * 16;
       float& shift = scratch_.shift[first + r];
-      // The exponents as page_probabilities rounds them: whether the shift moves must depend on the row alone.
-      const float origin = unit.begin == 0 && page == 0 ? 0.0f : shift;
-      const float largest = _mm512_reduce_max_ps(
-          _mm512_max_ps(of_page.exponents<false>(s, r, 0, origin), of_page.exponents<false>(s, r, 1, origin)));
-      if (!(largest > headroom)) continue;
+      const float largest = of_page.largest<false>(s, r, shift);
+      if (!(largest > kHeadroom)) continue;
       const float old = shift;
-      shift = origin + std::ceil(largest);
-      if (page == 0 && unit.begin == 0) continue;  // nothing summed yet
+      shift += std::ceil(largest);
       const __m512 factor = power_of_two(_mm512_set1_ps(old - shift));
       float* sum = sums_[unit.group] + r * 16;
       _mm512_store_ps(sum, _mm512_mul_ps(_mm512_load_ps(sum), factor));
-      for (int64_t i = 0; i < lane_groups_ && unit.begin > 0; ++i) {
+      for (int64_t i = 0; i < lane_groups_ && !begins_part(unit); ++i) {
         float* o = output(unit) + (i * kGroup + r) * 16;
         _mm512_store_ps(o, _mm512_mul_ps(_mm512_load_ps(o), factor));
       }
@@ -300,51 +312,26 @@ class TileTask {
     std::memset(scratch_.sum, 0, sizeof(scratch_.sum[0]) * static_cast<size_t>(groups_));
   }
 
-  void store_rows() const {
-    for (int64_t r = 0; r < task_.rows; ++r) {
-      const float total = sum(load(sums_[r / kGroup] + r % kGroup * 16));
-      if (problem_.lse) {
-        *task_.element<float>(problem_.lse, r) = (scratch_.shift[r] + std::log2(total)) * 0.693147180559945309f;
-      }
-      const Vec factor = set(1.0f / total);
-      const float* o = scratch_.o + r / kGroup * kGroup * lane_groups_ * 16 + r % kGroup * 16;
-      bf16* out = task_.element<bf16>(problem_.out, r);
-      for (int64_t i = 0; i < d_; i += 16, o += kGroup * 16) {
-        const Vec value = load(o) * factor + zero();  // + 0: no negative zero, whatever zeros were added before
-        if (d_ - i < 16) {
-          store(out + i, value, d_ - i);
-        } else {
-          store(out + i, value);
-        }
-      }
-    }
-  }
-
-  const Problem& problem_;
-  const Task& task_;
-  TileScratch& scratch_;
-  const int64_t unit_pages_;
-  float *sums_[kTaskRows / kGroup], *spare_sums_;  // of a group's rows, 16 lanes each
-  const int64_t d_, key_dims_, steps_, lane_groups_, groups_;
+  const int64_t unit_pages_, key_dims_, steps_;
   bool cut_[2] = {};
 };
 
 #include "attention_woven.h"
+
+class AnyTask : public WovenTask {
+ public:
+  using WovenTask::WovenTask;
+  void run() { task_.rows > kGroup ? WovenTask::run() : TileTask::run(); }
+};
 
 static void attention(const Args& args, Team& team) {
   if (args.tensor(0).dtype == DType::f32) {
     attention_by_vectors<float>(args, team);
     return;
   }
-  const Problem problem = checked_problem(args, team);
-  auto& scratch = *static_cast<TileScratch*>(team.scratch(sizeof(TileScratch)));
   // Few rows are bound by memory: reading a page costs about as much as four groups' arithmetic.
-  const auto cost = [](const Task& task) {
-    return (task.rows + kGroup - 1 + 4 * kGroup) / kGroup * (task.visible(task.rows - 1) + 1);
-  };
-  deal_tasks(args, kTaskRows, cost, team, [&](const Task& task) {
-    task.rows > kGroup ? WovenTask(problem, task, scratch).run() : TileTask(problem, task, scratch).run();
-  });
+  const auto weight = [](const Task& task) { return (task.rows + kGroup - 1 + 4 * kGroup) / kGroup; };
+  run_spans<AnyTask>(args, checked_problem(args, team), kTaskRows, weight, team);
 }
 TR_KERNEL(attention)
 

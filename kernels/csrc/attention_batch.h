@@ -50,13 +50,13 @@ inline void check_batch(const Tensor& q, const Tensor& block_tables, const Tenso
 // Work in the order of the batch, cut into one contiguous part of about equal cost for each thread: neighbours share
 // keys and values, so a thread keeps them in its cache.
 struct Deal {
-  int64_t total = 0;  // cost of everything
-  int64_t dealt = 0;  // cost of what was asked for so far
+  int64_t total;  // cost of everything
+  int threads;
+  int64_t dealt = 0;  // cost of what was dealt so far
 
-  int next_owner(int64_t cost, int threads) {
-    const int64_t middle = 2 * dealt + cost;
-    dealt += cost;
-    return static_cast<int>(middle * threads / (2 * total));
+  // Who gets something of that cost, `offset` after what was dealt.
+  int owner(int64_t offset, int64_t cost) const {
+    return static_cast<int>((2 * (dealt + offset) + cost) * threads / (2 * total));
   }
 };
 

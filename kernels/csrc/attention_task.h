@@ -3,12 +3,16 @@
 //
 // A task is up to some number of rows of one sequence and KV head; a row is a query head of a query token. A row's bits
 // depend on nothing but the row and its keys: chunks are counted from the first page of the sequence, the sums of a row
-// always run in the same order, and what a row must not see (later tokens of its task, the rest of a page) enters as an
-// exact zero.
+// always run in the same order, part by part, and what a row must not see (later tokens of its task, the rest of a
+// page) enters as an exact zero.
 
 namespace tilerank::TR_RUNG {
 
 constexpr int64_t kMaxDim = 256;
+// Tokens of a part: what is summed up over one is merged with the parts before, by the largest score of each
+// (flash-decoding, with its log sum exp as maximum and sum). Threads may share a task by these parts.
+constexpr int64_t kPart = 2048;
+
 struct Problem {
   const Tensor &q, &k_pages, &v_pages, &block_tables, &out, &lse, &scales;
   float scale;
@@ -51,9 +55,14 @@ struct Task {
   int64_t row, rows;             // this task's part of the queries * heads rows
   bool causal;                   // else every row sees all of the length
 
+  bool same(const Task& other) const {
+    return sequence == other.sequence && kv_head == other.kv_head && row == other.row;
+  }
   int64_t token(int64_t r) const { return (row + r) / heads; }
   // Tokens up to which row r sees, counted like the length. Does not fall with r.
   int64_t visible(int64_t r) const { return causal ? length - queries + token(r) + 1 : length; }
+  int64_t seen() const { return visible(rows - 1); }
+  int64_t parts() const { return std::max<int64_t>((seen() + kPart - 1) / kPart, 1); }
   template <class T>
   T* element(const Tensor& t, int64_t r) const {
     return t.row<T>(query + token(r)) + (head + (row + r) % heads) * t.stride[1];
@@ -102,14 +111,90 @@ static void clear_rows(const Problem& problem, const Task& task) {
   }
 }
 
-// run(task) for the tasks of this thread; cost(task) > 0.
-template <class Cost, class Run>
-static void deal_tasks(const Args& args, int64_t max_rows, Cost&& cost, Team& team, Run&& run) {
-  Deal deal;
+// Parts begin to end of a task.
+struct Span {
+  Task task;
+  int64_t begin, end;
+
+  bool whole() const { return begin == 0 && end == task.parts(); }
+};
+
+// Sums of a task's rows over a part: weighted values, weights lane by lane, and what the scores were reduced by.
+struct Sums {
+  float *values, *weights, *max;
+};
+
+// Memory for the sums of parts, one after the other. dims: what there is room for in a row.
+static inline int64_t floats_of_part(int64_t rows, int64_t dims) { return (rows + 31) / 32 * 32 * (dims + 16 + 16); }
+static inline Sums sums_of_part(float* parts, int64_t number, int64_t rows, int64_t dims) {
+  float* const at = parts + number * floats_of_part(rows, dims);
+  rows = (rows + 31) / 32 * 32;
+  return {at, at + rows * dims, at + rows * (dims + 16)};
+}
+
+// f(owner, span) for all spans of all threads, in the order of the batch; weight(task): the cost of a token of it.
+template <class Weight, class F>
+static void for_spans(const Args& args, int64_t max_rows, Weight&& weight, int threads, F&& f) {
+  Deal deal{0, threads};
+  const auto cost = [&](const Task& task) { return weight(task) * (task.seen() + 1); };
   for_tasks(args, max_rows, [&](const Task& task) { deal.total += cost(task); });
   for_tasks(args, max_rows, [&](const Task& task) {
-    if (deal.next_owner(cost(task), team.count) == team.index) run(task);
+    const int64_t parts = task.parts(), of_part = weight(task) * kPart, all = cost(task);
+    const auto owner = [&](int64_t part) {
+      return deal.owner(part * of_part, std::min(of_part, all - part * of_part));
+    };
+    for (int64_t begin = 0, end; begin < parts; begin = end) {
+      const int thread = owner(begin);
+      end = owner(parts - 1) == thread ? parts : begin + 1;
+      while (end < parts && owner(end) == thread) ++end;
+      f(thread, Span{task, begin, end});
+    }
+    deal.dealt += all;
   });
+}
+
+// Runs the spans of this thread, in their order, with a `Runner` each: run(), and for a task that several threads share
+// merge(part, sums) of all parts that the first of them did not have, in their order, and store_rows().
+template <class Runner, class Weight>
+static void run_spans(const Args& args, const Problem& problem, int64_t max_rows, Weight&& weight, Team& team) {
+  using Scratch = typename Runner::Scratch;
+  struct Rest {
+    int owner;
+    int64_t begin, end;
+  };
+  std::optional<Span> last;
+  std::vector<Rest> rests;  // of the last one's task, by other threads
+  bool shared = false;
+  const auto scratch = [&](int64_t parts, int64_t rows) -> Scratch& {
+    const int64_t floats = parts * floats_of_part(rows, problem.padded_dims());
+    return *static_cast<Scratch*>(team.scratch(sizeof(Scratch) + sizeof(float) * static_cast<size_t>(floats)));
+  };
+  const auto parts_in = [](const void* of) {
+    return reinterpret_cast<float*>(const_cast<char*>(static_cast<const char*>(of)) + sizeof(Scratch));
+  };
+  for_spans(args, max_rows, weight, team.count, [&](int owner, const Span& span) {
+    shared = shared || !span.whole();
+    if (owner == team.index) {
+      // Only the first span of a thread may begin inside of a task, so that what it leaves is safe.
+      Scratch& own = scratch(span.begin > 0 ? span.end - span.begin : 0, span.task.rows);
+      Runner(problem, span, own, parts_in(&own)).run();
+      last = span;
+    } else if (last && last->begin == 0 && last->task.same(span.task)) {
+      rests.push_back({owner, span.begin, span.end});
+    }
+  });
+  if (!shared) return;
+  team.barrier();
+  if (rests.empty()) return;
+  const Task& task = last->task;
+  Runner runner(problem, *last, scratch(0, 0), nullptr);
+  for (const Rest& rest : rests) {
+    float* const parts = parts_in(team.scratch_of(rest.owner));
+    for (int64_t part = rest.begin; part < rest.end; ++part) {
+      runner.merge(part, sums_of_part(parts, part - rest.begin, task.rows, problem.padded_dims()));
+    }
+  }
+  runner.store_rows();
 }
 
 // tensors: q, k pages, v pages, block_tables, seq_lens, query_starts, kv_map, out, lse or none, kv_starts or none,

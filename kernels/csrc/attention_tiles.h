@@ -18,12 +18,15 @@ struct TileScratch {
   alignas(64) float s[2][kPageScores];                           // of two pages: [token / 16][row][token % 16]
   alignas(64) bf16 p[kTileChunk * kGroup];                       // [page][row][32 tokens]
   alignas(64) bf16 q[kTaskRows * kMaxDim];                       // [row / 16][dim / 32][row % 16][32]
-  alignas(64) float o[kTaskRows * kMaxDim];                      // [row / 32][dim / 16][row % 32][16]
+  alignas(64) float o[kTaskRows * kMaxDim];                      // of one part: [row / 32][dim / 16][row % 32][16]
+  alignas(64) float all_o[kTaskRows * kMaxDim];                  // of the first part and all that are merged with it
   alignas(64) float sum[kTaskRows / kGroup + 1][kGroup][16];     // lane by lane, added up at the end; one is spare
   alignas(64) bf16 cut[2][kMaxDim * kBlock];                     // the values of the first and the last page
   alignas(64) bf16 wide[2 * kChunkPages][2 * kMaxDim * kBlock];  // keys and values of units, out of codes
   float shift[kTaskRows];                                        // a whole number: a probability is 2^(score - shift)
   int64_t visible[kTaskRows];
+  alignas(64) float all_sum[kTaskRows * 16], all_shift[kTaskRows];
+  float of_all[kTaskRows], of_part[kTaskRows];  // factors of the last merge
 };
 
 // A group of rows and the chunk of tokens it meets.
@@ -79,6 +82,12 @@ struct PageRows {
     const __mmask16 seen = lanes(hidden - 16 * half, visible[row] - begin - 16 * half);
     scores = _mm512_fmsub_ps(scores, key_factor[half], _mm512_set1_ps(shift));
     return _mm512_mask_mov_ps(_mm512_set1_ps(-std::numeric_limits<float>::infinity()), seen, scores);
+  }
+
+  // As RowWork rounds them: whether a shift moves must depend on the row alone.
+  template <bool Whole>
+  float largest(const float* s, int64_t row, float shift) const {
+    return _mm512_reduce_max_ps(_mm512_max_ps(exponents<Whole>(s, row, 0, shift), exponents<Whole>(s, row, 1, shift)));
   }
 };
 
@@ -166,7 +175,7 @@ template <int RowTiles, int Groups>
 static inline void lane_values(const bf16* p, const Unit& unit, int64_t lane_group, float* o, const Ahead& ahead) {
   float* const sums = o + lane_group * kGroup * 16;
   const auto at = [&](auto row, auto group) { return sums + group * kGroup * 16 + row * 256; };
-  if (unit.begin == 0) {
+  if (unit.begin % kPart == 0) {
     for_sums<RowTiles, Groups>([](auto row, auto group) { tile_zero<row * 2 + group>(); });
   } else {
     for_sums<RowTiles, Groups>([&](auto row, auto group) { tile_load<row * 2 + group>(at(row, group), 64); });

@@ -40,7 +40,7 @@ template <int N, class Rows>
 [[gnu::always_inline]] static inline void woven_values(Rows& rows, const bf16* p, const Unit& unit, int64_t lane_group,
                                                        float* o) {
   float* const sums = o + lane_group * kGroup * 16;
-  if (unit.begin == 0) {
+  if (unit.begin % kPart == 0) {
     for_sums<2, 2>([](auto row, auto group) { tile_zero<row * 2 + group>(); });
   } else {
     for_sums<2, 2>([&](auto row, auto group) { tile_load_block<row * 2 + group>(sums + (group * 2 + row) * 256); });
@@ -52,10 +52,11 @@ template <int N, class Rows>
   for_sums<2, 2>([&](auto row, auto group) { tile_store_block<row * 2 + group>(sums + (group * 2 + row) * 256); });
 }
 
-class WovenTask : TileTask {
+class WovenTask : public TileTask {
  public:
-  WovenTask(const Problem& problem, const Task& task, TileScratch& scratch)
-      : TileTask(problem, task, scratch, kWovenPages), lane_pairs_((lane_groups_ + 1) / 2) {}
+  WovenTask(const Problem& problem, const Span& span, TileScratch& scratch, float* parts)
+      : TileTask(problem, span, scratch, parts, span.task.rows > kGroup ? kWovenPages : kChunkPages),
+        lane_pairs_((lane_groups_ + 1) / 2) {}
 
   void run() {
     if (task_.length == 0) {
@@ -66,15 +67,13 @@ class WovenTask : TileTask {
     const Tiles tiles(tile_rows());
     Unit units[3];
     for (int i = 0; i < 3; ++i) units[i].buffer = i;
-    look_up(units[0], 0, 0);
+    look_up_first(units[0]);
     scores_of(units[0], 0, scratch_.s[0]);
     const Unit *last = nullptr, *unit = &units[0];
     for (int64_t i = 0; unit != nullptr; ++i) {
       Unit* const next = &units[(i + 1) % 3];
       const bool more = advance(*unit, *next);
-      pending_ = last;
-      pending_pairs_ = last == nullptr ? lane_pairs_ : 0;
-      pending_p_ = half(i + 1);
+      set_pending(last, half(i + 1));
       for (int64_t page = 0; page < unit->pages; ++page) {
         const bool ends = page + 1 == unit->pages;
         step(*unit, page, half(i), ends ? (more ? next : nullptr) : unit, ends ? 0 : page + 1,
@@ -83,13 +82,12 @@ class WovenTask : TileTask {
       last = unit;
       unit = more ? next : nullptr;
       if (unit == nullptr) {
-        pending_ = last;
-        pending_pairs_ = 0;
-        pending_p_ = half(i);
+        set_pending(last, half(i));
         values_up_to(lane_pairs_);
+        close_pairs(0);
       }
     }
-    store_rows();
+    if (span_.whole()) store_rows();
   }
 
  private:
@@ -114,7 +112,11 @@ class WovenTask : TileTask {
         weave_in<4>(rows, next, next_page, next_s, pairs);
       }
     };
+    const int64_t done = pending_pairs_;
+    if (pending_closes_) fetch_sums(done, pairs);
     softmax(unit, page, s, p, weave, settle);
+    close_pairs(done);
+    if (page + 1 == unit.pages) close_weights(unit);
   }
 
   template <int N, class Rows>
@@ -129,21 +131,45 @@ class WovenTask : TileTask {
     }
     for (; pending_pairs_ < pairs; ++pending_pairs_) {
       if (2 * pending_pairs_ + 2 > lane_groups_) {
-        lane_values<2, 1>(pending_p_, *pending_, 2 * pending_pairs_, output(*pending_), Ahead{});
+        lane_values<2, 1>(pending_p_, *pending_, 2 * pending_pairs_, pending_o_, Ahead{});
       } else {
-        woven_values<N>(rows, pending_p_, *pending_, 2 * pending_pairs_, output(*pending_));
+        woven_values<N>(rows, pending_p_, *pending_, 2 * pending_pairs_, pending_o_);
       }
     }
     all = rows;
+  }
+
+  void set_pending(const Unit* unit, const bf16* p) {
+    pending_ = unit;
+    pending_pairs_ = unit == nullptr ? lane_pairs_ : 0;
+    pending_p_ = p;
+    pending_o_ = unit == nullptr ? nullptr : output(*unit);
+    pending_closes_ = unit != nullptr && merges(*unit);
+  }
+
+  // What close_pairs is going to change: nothing has touched it since the part before.
+  void fetch_sums(int64_t first, int64_t end) const {
+    const float* const sums = all_values(pending_->group);
+    for (int64_t at = 2 * first * kGroup * 16; at < std::min(2 * end, lane_groups_) * kGroup * 16; at += 16) {
+      _mm_prefetch(reinterpret_cast<const char*>(sums + at), _MM_HINT_T0);
+    }
+  }
+
+  // What the last unit's pairs from `first` on add to the rows' sums over all parts.
+  void close_pairs(int64_t first) {
+    if (pending_closes_ && pending_pairs_ > first) {
+      const int64_t lane_group = 2 * first;
+      merge_values(pending_->group, pending_o_, lane_group, std::min(2 * pending_pairs_, lane_groups_) - lane_group);
+    }
   }
 
   void values_up_to(int64_t pairs) {
     for (; pending_pairs_ < pairs; ++pending_pairs_) {
       const int64_t lane_group = 2 * pending_pairs_;
       if (lane_group + 2 > lane_groups_) {
-        lane_values<2, 1>(pending_p_, *pending_, lane_group, output(*pending_), Ahead{});
+        lane_values<2, 1>(pending_p_, *pending_, lane_group, pending_o_, Ahead{});
       } else {
-        lane_values<2, 2>(pending_p_, *pending_, lane_group, output(*pending_), Ahead{});
+        lane_values<2, 2>(pending_p_, *pending_, lane_group, pending_o_, Ahead{});
       }
     }
   }
@@ -158,4 +184,6 @@ class WovenTask : TileTask {
   const Unit* pending_ = nullptr;  // the unit before, whose values are being added up
   int64_t pending_pairs_ = 0;      // pairs of lane groups that are done
   const bf16* pending_p_ = nullptr;
+  float* pending_o_ = nullptr;
+  bool pending_closes_ = false;  // its part, and merges it
 };

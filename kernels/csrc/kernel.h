@@ -110,6 +110,8 @@ class Team {
   // This thread's own working memory (huge pages, 64-byte aligned), content undefined, valid until the kernel ends. It
   // is kept for the next kernel, so that a step in its steady state allocates nothing.
   void* scratch(size_t bytes);
+  // What thread `index` of the team got last, to read after a barrier.
+  const void* scratch_of(int index) const;
 
   const int index;
   const int count;

@@ -111,6 +111,7 @@ void Team::barrier() {
 }
 
 void* Team::scratch(size_t bytes) { return pool_->scratch(index, bytes); }
+const void* Team::scratch_of(int index) const { return pool_->scratch_[index].data; }
 
 Pool& Pool::instance() {
   static Pool* pool = new Pool;  // never destroyed: sleeping workers may outlive static destructors
