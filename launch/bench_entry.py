@@ -3,11 +3,17 @@
 A group of kernels is a module with `entries(args) -> Iterator[Entry]`, named in `bench_kernels.GROUPS`.
 """
 
-from collections.abc import Callable
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import ceil
+from typing import TYPE_CHECKING
 
 from .bench_work import Work
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 COLD_BYTES, MOST_COPIES = 1 << 30, 64
 """Weights and cached tokens take turns in copies that are this large together, which few last-level caches hold: in a
@@ -29,6 +35,19 @@ class Entry:
     work: Work
     run: Call
     torch: Call | None = None
+
+
+def replayed(calls: Sequence[Callable[[], Tensor]]) -> Call:
+    """`calls` in turns, recorded, as the runtime has them: without Python between a kernel and the data that it left in
+    the caches. A result stands until the next one. The rung "reference" records nothing and calls."""
+    from tilerank.kernels import core
+    from tilerank.kernels.graph import Graph
+
+    if core.isa() == "reference":
+        return lambda number: calls[number % len(calls)]()
+    graphs = [Graph(calls[0])]
+    graphs += [Graph(call, share=graphs[0]) for call in calls[1:]]
+    return lambda number: graphs[number % len(graphs)].run()
 
 
 def copies(nbytes: int) -> int:

@@ -2,13 +2,14 @@
 
 import argparse
 from collections.abc import Iterator
+from functools import partial
 from math import ceil
 
 import torch
 
 from tilerank.kernels.attention import KV_BLOCK, KVLayer, attention, store_kv
 
-from .bench_entry import Entry, copies
+from .bench_entry import Entry, copies, replayed
 from .bench_work import Work
 
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
@@ -47,5 +48,5 @@ def _attention(kernel: str, batch: int, prefix: int, new: int) -> Entry:
         f"{batch} x {new} after {prefix}",
         "bfloat16",
         Work(nbytes, bf16=4 * batch * HEADS * HEAD_DIM * pairs),
-        lambda number: attention(q, caches[number % count], tables, lengths, starts, kv_map, HEAD_DIM**-0.5),
+        replayed([partial(attention, q, cache, tables, lengths, starts, kv_map, HEAD_DIM**-0.5) for cache in caches]),
     )

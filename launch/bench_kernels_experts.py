@@ -2,6 +2,7 @@
 
 import argparse
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -9,7 +10,7 @@ from torch.nn import functional
 
 from tilerank.kernels.moe import PackedExperts, moe
 
-from .bench_entry import Entry
+from .bench_entry import Entry, replayed
 from .bench_formats import FORMATS
 from .bench_work import Work, operations
 
@@ -49,9 +50,7 @@ def _experts(name: str, tokens: list[int]) -> Iterator[Entry]:
                 len(set(first.flatten().tolist())) * expert_bytes,
                 **{operations(form): 2 * m * TOP_K * 3 * WIDTH * HIDDEN},
             ),
-            lambda number, x=x, choices=choices, weights=weights: moe(  # type: ignore[misc]
-                x, gate_up, down, choices[number % CHOICES], weights
-            ),
+            replayed([partial(moe, x, gate_up, down, chosen, weights) for chosen in choices]),
             (
                 lambda number, x=x, choices=choices, weights=weights: loop_of_linears(  # type: ignore[misc]
                     x, plain_gate_up, plain_down, choices[number % CHOICES], weights

@@ -2,13 +2,14 @@
 
 import argparse
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 import torch
 from torch.nn import functional
 
 from tilerank.kernels.linear import linear
 
-from .bench_entry import Entry, copies
+from .bench_entry import Entry, copies, replayed
 from .bench_formats import FORMATS
 from .bench_work import Work, operations
 
@@ -39,6 +40,6 @@ def _linear(name: str, n: int, k: int, ms: Sequence[int]) -> Iterator[Entry]:
             f"{m} x {n} x {k}",
             name,
             Work(form.nbytes(n, k), **{operations(form): 2 * m * n * k}),
-            lambda number, x=x: linear(x, packed[number % count]),  # type: ignore[misc]
+            replayed([partial(linear, x, weight) for weight in packed]),
             (lambda number, x=x: functional.linear(x, plain[number % count])) if comparable else None,  # type: ignore[misc]
         )
