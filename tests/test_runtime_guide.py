@@ -1,6 +1,7 @@
 """Texts that follow grammars: what may come next against a language written out, and what that does to others."""
 
 import json
+import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ from command import DEMO, demo_copy
 
 from tilerank.loader.tokenizer import Tokenizer
 from tilerank.parallel.channel import Channel
+from tilerank.parallel.errors import GroupError
 from tilerank.parallel.group import SingleGroup
 from tilerank.parallel.join import Team
 from tilerank.runtime import guide as guide_module
@@ -19,6 +21,9 @@ from tilerank.runtime.engine import Engine, Failed, Request, TokenEvent
 from tilerank.runtime.errors import RequestError
 from tilerank.runtime.grammar import Vocabulary
 from tilerank.runtime.sampling import SamplingParams
+from tilerank.runtime.server.lead import lead
+from tilerank.runtime.server.messages import Submit, encode
+from tilerank.runtime.step import Chunk
 
 TOKENIZER = Tokenizer(DEMO)
 PROMPT = TOKENIZER.encode("In the beginning God created the heaven and")
@@ -155,6 +160,25 @@ def test_nobody_else_waits_for_a_grammar(engine: Engine, monkeypatch: pytest.Mon
                 found += engine.step()
         words = [event for event in found if event.request == guided and isinstance(event, TokenEvent)]
         assert text(words) in LANGUAGE and words[-1].finish_reason == "stop"
+
+
+def test_a_rank_lost_as_a_guided_answer_ends_is_what_is_said(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The answer's end, which came before the step that failed, is not told any more."""
+    compute = engine._lead
+
+    def lost_with_the_first_answer(chunks: list[Chunk]) -> torch.Tensor:
+        if set(engine._requests) == {1}:
+            raise GroupError("rank 1 is gone")
+        return compute(chunks)
+
+    monkeypatch.setattr(engine, "_lead", lost_with_the_first_answer)
+    guided = Submit(7, PROMPT, SamplingParams(grammar=CHOICE))
+    free = Submit(8, PROMPT, SamplingParams(max_new_tokens=200, ignore_eos=True))
+    ours, theirs = socket.socketpair()
+    with theirs:
+        theirs.sendall(encode(guided) + encode(free))
+        with pytest.raises(GroupError, match="rank 1 is gone"):
+            lead(engine, [ours], [])
 
 
 def end_of(engine: Engine, grammar: str) -> list[TokenEvent | Failed]:

@@ -38,11 +38,10 @@ def lead(engine: Engine, connections: Iterable[socket.socket], ranks: Sequence[R
         with connection:
             connection.setblocking(False)
             session = _Session(engine, connection, ranks)
-            try:
-                while session.exchange():
-                    session.step()
-            finally:
-                session.end()
+            # Errors end the engine: nothing is left to be taken back.
+            while session.exchange():
+                session.step()
+            session.end()
 
 
 class _Session:
