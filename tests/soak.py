@@ -103,8 +103,8 @@ class Soak:
             await asyncio.gather(watching, return_exceptions=True)
 
     async def _client(self, client: httpx.AsyncClient, draw: random.Random) -> None:
-        kinds = {_greedy: 8, _several: 2, _seeded: 4, _formed: 2, _hang_up: 3, _read_slowly: 1, _nonsense: 3}
-        kinds[_half_a_request] = 1
+        answered = {_greedy: 8, _several: 2, _seeded: 4, _formed: 2}
+        kinds = answered | {_hang_up: 3, _read_slowly: 1, _nonsense: 3, _half_a_request: 1}
         while not self.over:
             [kind] = draw.choices([*kinds], [*kinds.values()])
             name, began = kind.__name__.strip("_"), time.monotonic()

@@ -163,6 +163,7 @@ static void run_spans(const Args& args, const Problem& problem, int64_t max_rows
     int64_t begin, end;
   };
   std::optional<Span> last;
+  Scratch* sums_of_last = nullptr;
   std::vector<Rest> rests;  // of the last one's task, by other threads
   bool shared = false;
   const auto scratch = [&](int64_t parts, int64_t rows) -> Scratch& {
@@ -179,6 +180,7 @@ static void run_spans(const Args& args, const Problem& problem, int64_t max_rows
       Scratch& own = scratch(span.begin > 0 ? span.end - span.begin : 0, span.task.rows);
       Runner(problem, span, own, parts_in(&own)).run();
       last = span;
+      sums_of_last = &own;
     } else if (last && last->begin == 0 && last->task.same(span.task)) {
       rests.push_back({owner, span.begin, span.end});
     }
@@ -187,7 +189,7 @@ static void run_spans(const Args& args, const Problem& problem, int64_t max_rows
   team.barrier();
   if (rests.empty()) return;
   const Task& task = last->task;
-  Runner runner(problem, *last, scratch(0, 0), nullptr);
+  Runner runner(problem, *last, *sums_of_last, nullptr);
   for (const Rest& rest : rests) {
     float* const parts = parts_in(team.scratch_of(rest.owner));
     for (int64_t part = rest.begin; part < rest.end; ++part) {
