@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tilerank.loader.quantization import held_codes
+
 from . import cache_size, quantize
 from .cache_size import Demand
 from .cpulist import count
@@ -225,7 +227,7 @@ def plan_model(
         num_layers=config.num_layers,
         parameters=sum(math.prod(shape) for shape in shapes.values()),
         dtype=str(torch_dtype).removeprefix("torch."),
-        quantization=quantized.codes if (quantized := config.quantization or quantization) else None,
+        quantization=held_codes(config.quantization, quantization),
         kv_cache_dtype=str(kv_dtype).removeprefix("torch."),
         tp=tp,
         expected_tokens=expected,

@@ -16,11 +16,16 @@ _FP8_BLOCK = (32, 128)  # as fine as the kernels keep scales
 def weight_formats(config: ModelConfig, dtype: torch.dtype, quantization: Quantization | None) -> WeightFormats | None:
     """None: floats of `dtype`. `quantization` is what was asked for; a checkpoint that is quantised needs no asking.
 
+    One whose columns share scales across the matrix (act_order) is held as floats: kernels take groups of neighbours,
+    and a rank's columns have parts of all groups.
+
     ConfigError as of `check_agreement`.
     """
     stored = config.quantization
     check_agreement(stored, quantization, str(dtype).removeprefix("torch."))
     if stored is not None:
+        if stored.act_order:
+            return None
         held = stored_format(stored)
         return WeightFormats(held, held, stored.converts)
     if quantization is None:

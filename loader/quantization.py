@@ -57,6 +57,8 @@ class QuantizationConfig:
     """gptq: every zero point is 8."""
     zeros_minus_one: bool = False
     """gptq: zero points are stored less one (its first format, which files without checkpoint_format have)."""
+    act_order: bool = False
+    """gptq: columns that share a scale lie anywhere (desc_act); X.g_idx says where."""
     block: tuple[int, int] = (0, 0)
     """fp8: rows and columns that share a scale."""
     kept: tuple[str, ...] = ()
@@ -90,6 +92,13 @@ def check_agreement(stored: QuantizationConfig | None, asked: Quantization | Non
         )
     if (stored or asked) is not None and dtype == "float32":
         raise ConfigError("dtype: expected bfloat16 with quantised weights, found float32")
+
+
+def held_codes(stored: QuantizationConfig | None, asked: Quantization | None) -> Codes | None:
+    """As what a model holds its weights; None: floats."""
+    if stored is not None:
+        return None if stored.act_order else stored.codes
+    return None if asked is None else asked.codes
 
 
 def _same(stored: QuantizationConfig, asked: Quantization) -> bool:
@@ -130,9 +139,13 @@ def _gptq(c: Fields) -> QuantizationConfig:
         if not rule.startswith("-:"):
             raise c.fail("dynamic", "rules that leave modules out (-:PATTERN) only")
     blocks = c.values["modules_in_block_to_quantize"] if c.has("modules_in_block_to_quantize") else None
+    group = _group(c, "group_size")
+    about = c.object("meta") if c.has("meta") else c  # newer writers have it there
+    in_place = about.has("static_groups") and about.flag("static_groups")
     return QuantizationConfig(
         "gptq",
-        group=_group(c, "group_size"),
+        group=group,
+        act_order=c.has("desc_act") and c.flag("desc_act") and not in_place and group > 0,
         symmetric=c.flag("sym"),
         zeros_minus_one=form == "gptq",
         kept=(*(() if c.flag("lm_head") else _ALL_BUT_HEAD), *_names(c, "modules_to_not_convert")),

@@ -1,7 +1,8 @@
 """Quantised checkpoints: where the codes, scales and zero points of a weight are stored, and how they are packed.
 
 A model asks for a rectangle of X.weight; here that becomes rectangles of the tensors which the checkpoint has in its
-place (loader/quantization.py). Codes are written as they are: nothing is dequantised.
+place (loader/quantization.py). Codes are written as they are: nothing is dequantised, but what GPTQ has put in an order
+of its own.
 """
 
 from __future__ import annotations
@@ -42,6 +43,10 @@ class Encoding(ABC):
     @abstractmethod
     def reads(self, piece: Piece) -> Iterator[Read]:
         """What to read in place of a piece that has a `place`. Rectangles are empty where the piece is."""
+
+    def floats(self, piece: Piece) -> Iterator[Read]:
+        """What to read for a piece that is held as floats."""
+        yield Read.of(piece)
 
     def leaves_out(self, name: str) -> bool:
         """Is this tensor, which nobody asked for, without effect?"""
@@ -154,7 +159,7 @@ class AWQ(PackedInt4):
 class GPTQ(PackedInt4):
     """GPTQ (arXiv 2210.17323) as AutoGPTQ and GPTQModel write it: qweight [k / 8, n], g_idx [k]: the group of a column.
 
-    Files whose columns are grouped in another order (desc_act) are refused.
+    Where g_idx is in another order than the columns', they are dequantised, once config.json says so (desc_act).
     """
 
     order = (0, 1, 2, 3, 4, 5, 6, 7)
@@ -167,28 +172,58 @@ class GPTQ(PackedInt4):
         def check(groups: Tensor) -> None:
             if not torch.equal(groups, torch.arange(columns.start, columns.stop) // (self.config.group or k)):
                 raise self.refusal(
-                    name, "columns in groups as they come, found them in another order (desc_act), which is unsupported"
+                    name, "columns in groups as they come, found another order, without desc_act in config.json"
                 )
 
         yield Read((Source(name, (k,), ("I32",), _unless_empty(piece, columns), optional=True),), check)
 
     def codes(self, piece: Piece, name: str) -> Read:
-        (n, k), (rows, columns) = piece.shape, piece.index
-
         def store(packed: Tensor) -> None:
             weight, row = _place(piece)
-            codes = _nibbles(packed.T, self.order).T[:, _trim(columns)]
+            codes = _nibbles(packed.T, self.order).T[:, _trim(piece.index[1])]
             cast(Int4Weight, weight).write_codes(codes.contiguous(), row, 0)
 
-        index = _unless_empty(piece, _whole(columns, _NIBBLES), rows)
-        return Read((Source(name, (k // _NIBBLES, n), ("I32",), index),), store)
+        return Read((self._packed(piece, name),), store)
+
+    def _packed(self, piece: Piece, name: str) -> Source:
+        (n, k), (rows, columns) = piece.shape, piece.index
+        return Source(name, (k // _NIBBLES, n), ("I32",), _unless_empty(piece, _whole(columns, _NIBBLES), rows))
+
+    def floats(self, piece: Piece) -> Iterator[Read]:
+        module = piece.name.removesuffix(".weight")
+        if not self.config.act_order or f"{module}.qweight" not in self._checkpoint.tensors:
+            yield Read.of(piece)
+            return
+        (n, k), (rows, columns) = piece.shape, piece.index
+        count = -(-k // self.config.group)
+
+        def store(packed: Tensor, packed_zeros: Tensor, scales: Tensor, groups: Tensor) -> None:
+            if not ((groups >= 0) & (groups < count)).all():
+                raise self.refusal(f"{module}.g_idx", f"groups from 0 to {count - 1}, found others")
+            codes = _nibbles(packed.T, self.order).T[:, _trim(columns)].float()
+            zeros = self.zeros(f"{module}.qzeros", _nibbles(packed_zeros, self.order)[_trim(rows)]).float()
+            piece.store((codes - zeros[:, groups]) * scales.T.float()[:, groups])
+
+        every = slice(0, count)
+        sources = (
+            self._packed(piece, f"{module}.qweight"),
+            Source(
+                f"{module}.qzeros",
+                (count, n // _NIBBLES),
+                ("I32",),
+                _unless_empty(piece, every, _whole(rows, _NIBBLES)),
+            ),
+            Source(f"{module}.scales", (count, n), FLOATS, _unless_empty(piece, every, rows)),
+            Source(f"{module}.g_idx", (k,), ("I32",), _unless_empty(piece, columns)),
+        )
+        yield Read(sources, store)
 
     def zeros(self, name: str, stored: Tensor) -> Tensor:
         """A symmetric file's zero points are known: some writers say that they store them less one, and do not."""
         if self.config.symmetric:
             if not (torch.all(stored == 7) or torch.all(stored == 8)):
                 raise self.refusal(name, "zero points 8 (stored as 8, or less one as 7) of a symmetric quantisation")
-            return stored
+            return torch.full_like(stored, 8)
         return (stored + int(self.config.zeros_minus_one)) & 15
 
     def leaves_out(self, name: str) -> bool:

@@ -53,6 +53,12 @@ def load_weights(
     started = time.monotonic()
     encoding = None if quantization is None else encoding_of(quantization, checkpoint)
     reads = _agreed(model, checkpoint, ignore, encoding)
+    if progress and quantization is not None and quantization.act_order:
+        log.warning(
+            "%s: weights are held as floats, not in %s: columns that share a scale lie apart (desc_act)",
+            checkpoint.model_dir,
+            quantization,
+        )
     model.allocate()
     total = sum(read.nbytes(checkpoint) for read in reads)
     meter = Progress(total, progress)
@@ -113,10 +119,10 @@ def _agreed(
 
 def _reads(model: Layer, encoding: Encoding | None) -> Iterator[Read]:
     for piece in model.pieces():
-        if encoding is None or piece.place is None:
+        if encoding is None:
             yield Read.of(piece)
         else:
-            yield from encoding.reads(piece)
+            yield from encoding.floats(piece) if piece.place is None else encoding.reads(piece)
 
 
 class Progress:

@@ -89,13 +89,23 @@ def awq(*, keep: list[str], group: int = 32) -> tuple[Callable[[Tensor], Encoded
 
 
 def gptq(
-    *, keep: list[str], group: int = 32, sym: bool = False, form: str | None = None, stored_zero: int | None = None
+    *,
+    keep: list[str],
+    group: int = 32,
+    sym: bool = False,
+    form: str | None = None,
+    stored_zero: int | None = None,
+    act_order: bool = False,
 ) -> tuple[Callable[[Tensor], Encoded], dict[str, Any]]:
-    """form: checkpoint_format. stored_zero: what a symmetric file stores for 8, if not what its format says."""
+    """form: checkpoint_format. stored_zero: what a symmetric file stores for 8, if not what its format says. act_order:
+    the columns of a group are not neighbours."""
 
     def encoder(weight: Tensor) -> Encoded:
-        codes, zeros, scales, dequantised = _groups(weight, group, sym)
         k = weight.shape[1]
+        columns = torch.randperm(k, generator=torch.Generator().manual_seed(k)) if act_order else torch.arange(k)
+        codes, zeros, scales, dequantised = _groups(weight[:, columns], group, sym)
+        place = columns.argsort()
+        codes, dequantised = codes[:, place], dequantised[:, place]
         stored = zeros if form == "gptq_v2" else (zeros - 1) % 16
         if stored_zero is not None:
             stored = torch.full_like(zeros, stored_zero)
@@ -103,11 +113,12 @@ def gptq(
             "qweight": _int32([codes.T[row::8] for row in range(8)]),
             "qzeros": _int32([stored.T[:, output::8] for output in range(8)]),
             "scales": scales.T,
-            "g_idx": (torch.arange(k) // (k if group == -1 else group)).int(),
+            "g_idx": (place // (k if group == -1 else group)).int(),
         }
         return parts, dequantised
 
-    config: dict[str, Any] = {"quant_method": "gptq", "bits": 4, "group_size": group, "sym": sym, "desc_act": False}
+    config: dict[str, Any] = {"quant_method": "gptq", "bits": 4, "group_size": group, "sym": sym}
+    config["desc_act"] = act_order
     rules = {f"-:.*{part.replace('.', '[.]')}": {} for part in keep}
     return encoder, config | ({"dynamic": rules} if keep else {}) | ({"checkpoint_format": form} if form else {})
 
@@ -184,6 +195,8 @@ CASES: dict[str, tuple[str, dict[str, Any], str, dict[str, Any]]] = {
     "gptq-v2-64": ("qwen3", WIDE, "gptq", {"group": 64, "form": "gptq_v2"}),
     "gptq-all-columns": ("llama3", WIDE, "gptq", {"group": -1, "sym": True, "form": "gptq"}),
     "gptq-v1-that-is-v2": ("llama3", WIDE, "gptq", {"group": 128, "sym": True, "form": "gptq", "stored_zero": 8}),
+    "gptq-act-order": ("qwen2", SMALL, "gptq", {"group": 32, "act_order": True}),
+    "gptq-act-order-symmetric": ("llama3", WIDE, "gptq", {"group": 128, "sym": True, "act_order": True}),
     "fp8": ("llama3", PARTIAL, "fp8", {}),
     "fp8-keeps-mlp": ("qwen3", PARTIAL, "fp8", {"keep": ("layers.0.mlp",)}),
     "w8a8": ("qwen2", SMALL, "w8a8_int8", {}),

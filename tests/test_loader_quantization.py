@@ -80,6 +80,11 @@ def test_gptq(tmp_path: Path) -> None:
     assert read(tmp_path, {key: GPTQ[key] for key in ("quant_method", "bits", "group_size", "sym")}).zeros_minus_one
     assert read(tmp_path, GPTQ | {"group_size": -1}).group == 0
     assert read(tmp_path, GPTQ | {"lm_head": True}).converts("lm_head")
+    assert not found.act_order and read(tmp_path, GPTQ | {"desc_act": True}).act_order
+    assert not read(tmp_path, GPTQ | {"desc_act": True, "meta": {"static_groups": True}}).act_order
+    old = {key: value for key, value in GPTQ.items() if key != "meta"} | {"desc_act": True}
+    assert read(tmp_path, old).act_order and not read(tmp_path, old | {"static_groups": True}).act_order
+    assert not read(tmp_path, old | {"group_size": -1}).act_order, "one group has no order"
     left = read(tmp_path, GPTQ | {"dynamic": {r"-:.*\.self_attn\..*": {}}})
     assert left.converts(UP) and not left.converts("model.layers.0.self_attn.q_proj")
     only = read(tmp_path, GPTQ | {"modules_in_block_to_quantize": [["self_attn.q_proj"], ["mlp.down_proj"]]})

@@ -23,7 +23,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("strategy", ["pad", "split"])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [case for case in CASES if "act-order" not in case])
 def test_every_rank_holds_its_rectangles(base: Path, case: str, strategy: Any) -> None:
     model_dir, plain_dir = make(case, base)
     plain = load_file(plain_dir / "model.safetensors")

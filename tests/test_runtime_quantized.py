@@ -19,8 +19,10 @@ VOCAB = 500
 IDS = random.Random(1).choices(range(VOCAB), k=40)
 
 INT8 = ["w8a8", "compressed", "moe-w8a8"]
-CASES = ["awq-32", "awq-128", "awq-keeps-attention", "gptq-32", "gptq-all-columns", "fp8", "moe-awq", "moe-fp8", *INT8]
+ACT_ORDER = ["gptq-act-order", "gptq-act-order-symmetric"]
+CODED = ["awq-32", "awq-128", "awq-keeps-attention", "gptq-32", "gptq-all-columns", "fp8", "moe-awq", "moe-fp8", *INT8]
 """Of those that every rank loads exactly (test_loader_quantized.py)."""
+CASES = [*CODED, *ACT_ORDER]
 
 
 @pytest.fixture(scope="module")
@@ -88,3 +90,10 @@ def test_greedy_tokens(base: Path, run: Run, tp: int) -> None:
         wanted = reference(make(case, base)[1], IDS[:5] + tokens)[4:-1]
         lost = wanted.amax(-1) - wanted.gather(1, torch.tensor(tokens)[:, None])[:, 0]
         assert (lost / wanted.abs().amax(-1)).max() < 0.04, case
+
+
+@pytest.mark.parametrize("tp", TP)
+@pytest.mark.parametrize("case", ACT_ORDER)
+def test_act_order_is_held_as_floats(run: Run, tp: int, case: str) -> None:
+    """Bit for bit what the dequantised weights give."""
+    assert torch.equal(run(tp)[case]["logits"], run(tp)[f"{case}-plain"]["logits"])
