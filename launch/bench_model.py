@@ -9,6 +9,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tilerank.loader.quantization import held_codes
+
 from . import bench_chart, bench_job
 from .bench_cases import Case, add_case_arguments, cases_of, check_cases, prompts, timing_of
 from .bench_job import EngineJob
@@ -85,7 +87,8 @@ def new_tokens_of(case: Case) -> int:
 
 
 def _measure(args: argparse.Namespace, engine: Engine, placement: Placement, ranks: list[RankMemory]) -> dict[str, Any]:
-    """On rank 0: every case `--repeat` times, after a short one that touches all code and memory."""
+    """On rank 0: every case `--repeat` times, after short ones that touch all code, and the largest, which touches the
+    memory of the cache: where the system hands out fresh memory slowly, a first prompt would measure that."""
     from dataclasses import asdict
 
     from tilerank.kernels import core
@@ -96,15 +99,15 @@ def _measure(args: argparse.Namespace, engine: Engine, placement: Placement, ran
     todo = cases_of(args)
     for case in todo:
         _time(engine, Case(case.batch, min(case.prompt_tokens, WARM_UP_TOKENS), 2), seed=-1)
+    _time(engine, max(todo, key=lambda case: case.batch * (case.prompt_tokens + case.new_tokens)), seed=-1)
     timings = [[_time(engine, case, args.first_seed + i) for i in range(args.repeat)] for case in todo]
     dtype, quantization = bench_job.engine_dtype(args), quantization_of(args)
     kv_dtype = bench_job.kv_dtype(args)
-    held = engine.config.quantization or quantization
     return {
         "ready_at": ready,
         "isa": core.isa(),
         "dtype": str(dtype).removeprefix("torch."),
-        "quantization": None if held is None else held.codes,
+        "quantization": held_codes(engine.config.quantization, quantization),
         "kv_cache_dtype": str(kv_dtype).removeprefix("torch."),
         "tp": len(placement.ranks),
         "placement": [rank.reason for rank in placement.ranks],
