@@ -306,10 +306,10 @@ def linear(
         scratch = w.scratch(m)
         working = core.empty((scratch,), torch.uint8) if scratch else None
         core.launch(w.kernel, (rows, bias, residual, out, working, *w.operands()), (_ACTIVATIONS[activation],))
-    return out.view(shape)
+    return out if x.ndim == 2 else out.view(shape)
 
 
 def _rows(x: Tensor) -> Tensor:
     """As a matrix whose rows are contiguous."""
-    rows = x.reshape(-1, x.shape[-1])
+    rows = x if x.ndim == 2 else x.reshape(-1, x.shape[-1])  # a view costs as much as the launch
     return rows if rows.stride(1) == 1 else rows.contiguous()
