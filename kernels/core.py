@@ -140,12 +140,21 @@ def arena_bytes() -> tuple[int, int]:
     return _C.arena_bytes() if _C else (0, 0)
 
 
-def alloc(nbytes: int) -> Tensor:
+_TOUCH = kernel("touch")
+
+
+def alloc(nbytes: int, *, resident: bool = False) -> Tensor:
     """Zeroed uint8 [nbytes], 64-byte aligned, in a mapping of its own (huge pages), unmapped when the last view dies.
 
-    Nothing is resident before it is written.
+    Nothing is resident before it is written, or else all of it: for what will be written at once, because a virtual
+    machine may hand out memory at less than a GB/s, and only here all threads wait for as much of it.
     """
-    return _C.alloc(nbytes) if _C else torch.zeros(nbytes, dtype=torch.uint8)
+    if not _C:
+        return torch.zeros(nbytes, dtype=torch.uint8)
+    data: Tensor = _C.alloc(nbytes)
+    if resident and isa() != "reference":
+        launch(_TOUCH, (data,))
+    return data
 
 
 def drop_pages(tensor: Tensor) -> None:

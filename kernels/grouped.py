@@ -37,7 +37,7 @@ def nbytes(arrays: Arrays) -> int:
 
 def allocate(arrays: Arrays) -> list[Tensor]:
     """Zeros, in one piece of memory (`core.alloc`)."""
-    memory = core.alloc(nbytes(arrays))
+    memory = core.alloc(nbytes(arrays), resident=True)
     tensors = []
     for shape, dtype in arrays:
         size = _nbytes(shape, dtype)

@@ -169,7 +169,7 @@ class PackedWeight:
     @classmethod
     def empty(cls, n: int, k: int, dtype: torch.dtype) -> "PackedWeight":
         """All zeros, in memory of its own (`core.alloc`)."""
-        data = core.alloc(cls.nbytes(n, k, dtype)).view(dtype)
+        data = core.alloc(cls.nbytes(n, k, dtype), resident=True).view(dtype)
         return cls(data.view(n, k) if core.isa() == "reference" else data, n, k, dtype)
 
     @property

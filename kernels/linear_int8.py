@@ -86,7 +86,7 @@ class Int8Weight:
         if core.isa() == "reference":
             return cls(torch.zeros(n, k, dtype=torch.int8), torch.zeros(n), n, k)
         blocks = _up_to(n, BLOCK_N) // BLOCK_N
-        data = core.alloc(nbytes)
+        data = core.alloc(nbytes, resident=True)
         scales = data[nbytes - blocks * BLOCK_N * 4 :].view(torch.float32)
         codes = data[: nbytes - scales.nbytes].view(torch.int8)
         return cls(codes.view(blocks, -1), scales.view(blocks, BLOCK_N), n, k)

@@ -370,7 +370,7 @@ class PlainParameter(Parameter):
         if self.nbytes() < HUGE_PAGE:
             self.data = torch.zeros(self.shape, dtype=self.dtype)
         else:
-            self.data = core.alloc(self.nbytes()).view(self.dtype).view(self.shape)
+            self.data = core.alloc(self.nbytes(), resident=True).view(self.dtype).view(self.shape)
 
     def write(self, rows: Tensor, row: int) -> None:
         self.data[row : row + len(rows)] = rows

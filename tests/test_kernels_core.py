@@ -303,6 +303,16 @@ def test_alloc_takes_no_memory_before_it_is_written() -> None:
 
 
 @needs_compiled
+@pytest.mark.parametrize("threads", [1, 2])
+def test_alloc_takes_memory_at_once_if_asked(threads: int) -> None:
+    core.start_pool(None, threads, spin=False)
+    before = resident_bytes()
+    tensor = core.alloc((256 << 20) + 5000, resident=True)
+    assert resident_bytes() - before > 250 << 20
+    assert not tensor.any()
+
+
+@needs_compiled
 def test_drop_pages_gives_back_a_file_mapping_and_nothing_else(tmp_path: Path) -> None:
     file = tmp_path / "weights"
     file.write_bytes(bytes(range(256)) * (1 << 18))
