@@ -52,65 +52,92 @@ static inline TileConfig grouped_stream_tiles(int64_t m) {
   return config;
 }
 
-// Blocks of a weight, two by two, of an odd number the last twice, expanded tile by tile. A value that is copied, so
-// that it stays in registers.
+// A tile in blocks of a weight, which are passed two by two, of an odd number the last twice.
+template <class Format>
+struct PairCursor {
+  static constexpr int64_t kStep = 2 * Format::kPackedTile;  // bytes
+
+  const char *at, *after;
+  int64_t block_bytes, k_tiles, blocks_left;
+  int64_t second, left;  // bytes from the first block to the second; tiles
+
+  // after: what comes when all are passed; if none, the last two again.
+  PairCursor(const Format& weight, Range blocks, int64_t k_tiles, const char* after)
+      : at(weight.tile(blocks.begin, 0)),
+        after(after),
+        block_bytes(weight.tile(1, 0) - weight.tile(0, 0)),
+        k_tiles(k_tiles),
+        blocks_left(blocks.end - blocks.begin) {
+    begin();
+  }
+
+  [[gnu::always_inline]] const char* block(int i) const { return at + (i ? second : 0); }
+
+  [[gnu::always_inline]] void advance() {
+    at += kStep;
+    if (--left == 0) {
+      at -= k_tiles * kStep;
+      if (blocks_left > 2) {
+        at += 2 * block_bytes;
+        blocks_left -= 2;
+      } else if (after) {
+        at = after;
+      }
+      begin();
+    }
+  }
+
+ private:
+  [[gnu::always_inline]] void begin() {
+    second = blocks_left > 1 ? block_bytes : 0;
+    left = k_tiles;
+  }
+};
+
+// Pairs of blocks of a weight, expanded tile by tile. A value that is copied, so that it stays in registers.
 template <class Format>
 class ExpandedPairs {
  public:
   // Fetches the first of them. after: the block whose turn comes when all are read, to be fetched as well, or none.
   ExpandedPairs(const Format& weight, Range blocks, int64_t k_tiles, int64_t after = -1)
-      : at_(weight.tile(blocks.begin, 0)),
-        after_(after < 0 ? nullptr : weight.tile(after, 0)),
-        block_bytes_(weight.tile(1, 0) - weight.tile(0, 0)),
-        k_tiles_(k_tiles),
-        blocks_left_(blocks.end - blocks.begin) {
-    begin();
-    for (int64_t line = 0; line < kAhead * kStep; line += 64) {
-      _mm_prefetch(at_ + line, _MM_HINT_T0);
-      _mm_prefetch(at_ + second_ + line, _MM_HINT_T0);
+      : now_(weight, blocks, k_tiles, nullptr),
+        ahead_(weight, blocks, k_tiles, after < 0 ? nullptr : weight.tile(after, 0)) {
+    for (int64_t tile = 0; tile < kAhead; ++tile, ahead_.advance()) {
+      for (int block = 0; block < 2; ++block) fetch(ahead_.block(block), 2 * Format::kPackedTile);
     }
   }
 
   // A quarter of the next tile of both blocks, into one of four tiles: the halves of each. All four take turns.
   template <int kQuarter>
   [[gnu::always_inline]] void expand(bf16* to) {
-    const char* const from = at_ + (kQuarter / 2 ? second_ : 0) + kQuarter % 2 * Format::kPackedTile;
-    for (int64_t line = 0; line < Format::kPackedTile; line += 64) _mm_prefetch(from + ahead_ + line, _MM_HINT_T0);
-    Format::expand(from, to + kQuarter * kTile);
-    if constexpr (kQuarter == 3) advance();
-  }
-
- private:
-  static constexpr int64_t kStep = 2 * Format::kPackedTile, kAhead = 2048 / kStep;  // bytes; tiles
-
-  [[gnu::always_inline]] void begin() {
-    second_ = blocks_left_ > 1 ? block_bytes_ : 0;
-    ahead_ = kAhead * kStep;
-    left_ = k_tiles_;
-  }
-
-  [[gnu::always_inline]] void advance() {
-    at_ += kStep;
-    --left_;
-    if (left_ == kAhead) {
-      if (blocks_left_ > 2) {
-        ahead_ = 2 * block_bytes_ - (k_tiles_ - kAhead) * kStep;
-      } else if (after_) {
-        ahead_ = after_ - at_;
+    constexpr int64_t kHalf = kQuarter % 2 * Format::kPackedTile;
+    const char* const ahead = ahead_.block(kQuarter / 2);
+    fetch(ahead + kHalf, Format::kPackedTile);
+    if constexpr (kHalf == 0) {
+      if ((reinterpret_cast<uintptr_t>(ahead) & (kPage - 1)) == kPage / 2) {
+        _mm_prefetch(ahead + kPage / 2, _MM_HINT_T1);
+        _mm_prefetch(ahead + kPage / 2 + 64, _MM_HINT_T1);
       }
-    } else if (left_ == 0) {
-      at_ -= k_tiles_ * kStep;
-      if (blocks_left_ > 2) {  // else one tile too many is expanded: of the same once more
-        at_ += 2 * block_bytes_;
-        blocks_left_ -= 2;
-      }
-      begin();
+    }
+    Format::expand(now_.block(kQuarter / 2) + kHalf, to + kQuarter * kTile);
+    if constexpr (kQuarter == 3) {
+      now_.advance();
+      ahead_.advance();
     }
   }
 
-  const char *at_, *after_;
-  int64_t block_bytes_, k_tiles_, blocks_left_;
-  int64_t second_, ahead_, left_;  // bytes from the first block to the second; to what is fetched; tiles
+ private:
+  using Cursor = PairCursor<Format>;
+  static constexpr int64_t kAhead = 2048 / Cursor::kStep;  // tiles
+  // The processor reads ahead inside a page, once two lines of it were asked for: those of the next page half a page
+  // early.
+  static constexpr int64_t kPage = 4096;
+
+  [[gnu::always_inline]] static void fetch(const char* from, int64_t bytes) {
+    for (int64_t line = 0; line < bytes; line += 64) _mm_prefetch(from + line, _MM_HINT_T0);
+  }
+
+  Cursor now_, ahead_;
 };
 
 // write(sums, i) gets the sums of blocks i and i + 1, two tiles of 16 rows each; of the last of an odd number twice.
@@ -119,7 +146,7 @@ template <int R, bool kZeros, class Format, class Prefetch, class Write>
 static inline void stream_rows(const FewRows& rows, const Format& weight, Range blocks, ExpandedPairs<Format> expanded,
                                const Prefetch& prefetch, const Write& write) {
   alignas(64) bf16 ring[2][5 * kTile];             // one is expanded while the other is multiplied; not 4 KiB apart
-  alignas(64) float fresh[2][4][R * kLanes] = {};  // of this group and the last, in tiles
+  alignas(64) float fresh[2][4][R * kLanes] = {};  // of the last even group and of the last odd one, in tiles
   alignas(64) float sums[2][2 * kTileRows * kLanes];
   int turn = 0;
   expanded.template expand<0>(ring[turn]);
@@ -132,16 +159,22 @@ static inline void stream_rows(const FewRows& rows, const Format& weight, Range 
     Vec total[4][R];
 #pragma GCC unroll 4
     for (int t = 0; t < 4; ++t) std::fill_n(total[t], R, zero());
-    const auto add = [&](int64_t group) {
+    // Two groups at a time: many rows' totals do not fit the registers.
+    const auto add = [&]<int kCount>(std::integral_constant<int, kCount>, int64_t group) {
 #pragma GCC unroll 4
       for (int t = 0; t < 4; ++t) {
-        const Vec scale = weight.scale(both[t / 2], group, t % 2);
-        const Vec less = kZeros ? weight.negative_zero(both[t / 2], group, t % 2) : zero();
+        Vec scale[kCount], less[kCount];
+        for (int g = 0; g < kCount; ++g) {
+          scale[g] = weight.scale(both[t / 2], group + g, t % 2);
+          if constexpr (kZeros) less[g] = weight.negative_zero(both[t / 2], group + g, t % 2);
+        }
 #pragma GCC unroll 16
         for (int r = 0; r < R; ++r) {
-          Vec products = load(fresh[group % 2][t] + r * kLanes);
-          if constexpr (kZeros) products = fma(less, set(rows.group_sums[group * kTileRows + r]), products);
-          total[t][r] = fma(products, scale, total[t][r]);
+          for (int g = 0; g < kCount; ++g) {
+            Vec products = load(fresh[g][t] + r * kLanes);
+            if constexpr (kZeros) products = fma(less[g], set(rows.group_sums[(group + g) * kTileRows + r]), products);
+            total[t][r] = fma(products, scale[g], total[t][r]);
+          }
         }
       }
     };
@@ -157,7 +190,11 @@ static inline void stream_rows(const FewRows& rows, const Format& weight, Range 
         const bf16* const values = ring[turn];
         bf16* const next = ring[turn ^= 1];
         expanded.template expand<0>(next);
-        tile_load<4>(inputs, rows.row_stride);
+        if constexpr (R > 8) {  // as many as that would push out of the first level what is used again
+          tile_load_stream<4>(inputs, rows.row_stride);
+        } else {
+          tile_load<4>(inputs, rows.row_stride);
+        }
         tile_load<5>(values, 64);
         tile_dot_bf16<0, 4, 5>();
         expanded.template expand<1>(next);
@@ -171,14 +208,18 @@ static inline void stream_rows(const FewRows& rows, const Format& weight, Range 
         tile_dot_bf16<3, 4, 6>();
       }
       for (int64_t next = block + 2; next < std::min(block + 4, blocks.end); ++next) weight.fetch_scales(next, group);
-      if (group > 0) add(group - 1);
+      if (group > 0 && group % 2 == 0) add(std::integral_constant<int, 2>(), group - 2);
       float (&to)[4][R * kLanes] = fresh[group % 2];
       tile_store<0>(to[0], 64);
       tile_store<1>(to[1], 64);
       tile_store<2>(to[2], 64);
       tile_store<3>(to[3], 64);
     }
-    add(weight.groups - 1);
+    if (weight.groups % 2) {
+      add(std::integral_constant<int, 1>(), weight.groups - 1);
+    } else {
+      add(std::integral_constant<int, 2>(), weight.groups - 2);
+    }
     for (int t = 0; t < 4; ++t) {
       for (int r = 0; r < R; ++r) store(sums[t / 2] + (t % 2 * kTileRows + r) * kLanes, total[t][r]);
     }
