@@ -18,13 +18,21 @@ static inline float sum_of_squares(const T* x, int64_t d) {
   return sum(even + odd);
 }
 
+// Of sums of squares of rows of d elements.
+static inline Vec norm_scale(Vec squares, int64_t d, float eps) {
+  return set(1.0f) / sqrt(squares / set(static_cast<float>(d)) + set(eps));
+}
+
+template <class T>
+static inline Vec norm_value(Vec value, Vec scale, Vec weight, bool zero_centered) {
+  return zero_centered ? value * scale * (set(1.0f) + weight) : round_to<T>(value * scale) * weight;
+}
+
 // `out` may be x itself.
 template <class T>
 static inline void norm_row(const T* x, const T* weight, T* out, int64_t d, float eps, bool zero_centered) {
-  const Vec scale = set(1.0f / std::sqrt(sum_of_squares(x, d) / static_cast<float>(d) + eps));
-  const auto normed = [&](Vec value, Vec w) {
-    return zero_centered ? value * scale * (set(1.0f) + w) : round_to<T>(value * scale) * w;
-  };
+  const Vec scale = norm_scale(set(sum_of_squares(x, d)), d, eps);
+  const auto normed = [&](Vec value, Vec w) { return norm_value<T>(value, scale, w, zero_centered); };
   int64_t i = 0;
   for (; i + kLanes <= d; i += kLanes) store(out + i, normed(load(x + i), load(weight + i)));
   if (i < d) store(out + i, normed(load(x + i, d - i), load(weight + i, d - i)), d - i);

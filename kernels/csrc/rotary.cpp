@@ -1,7 +1,5 @@
 // rotary: pairs (i, i + half) of every head, in fp32, rounded once; norm_rotary: of its root-mean-square norm.
 #ifndef TR_RUNG
-#include <type_traits>
-
 #include "rows.h"
 #define TR_SOURCE "rotary.cpp"
 #include "foreach_isa.h"
@@ -10,23 +8,62 @@
 
 namespace tilerank::TR_RUNG {
 
-template <class T>
-static void rotate(T* head, const T* cos, const T* sin, int64_t half) {
-  for (int64_t i = 0; i < half; i += kLanes) {
-    T *first = head + i, *second = head + half + i;
-    if (const int64_t n = half - i; n < kLanes) {
-      const Vec a = load(first, n), b = load(second, n), c = load(cos + i, n), s = load(sin + i, n);
-      store(first, a * c - b * s, n);
-      store(second, b * c + a * s, n);
-    } else {
-      const Vec a = load(first), b = load(second), c = load(cos + i), s = load(sin + i);
-      store(first, a * c - b * s);
-      store(second, b * c + a * s);
-    }
+// f(i, lanes) for every vector of n elements: lanes.load and lanes.store touch those that there are.
+struct AllLanes {
+  template <class T>
+  Vec load(const T* p) const {
+    return TR_RUNG::load(p);
   }
+  template <class T>
+  void store(T* p, Vec x) const {
+    TR_RUNG::store(p, x);
+  }
+};
+struct FirstLanes {
+  int64_t n;
+
+  template <class T>
+  Vec load(const T* p) const {
+    return TR_RUNG::load(p, n);
+  }
+  template <class T>
+  void store(T* p, Vec x) const {
+    TR_RUNG::store(p, x, n);
+  }
+};
+template <class F>
+static void for_lanes(int64_t n, const F& f) {
+  int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) f(i, AllLanes{});
+  if (i < n) f(i, FirstLanes{n - i});
 }
 
-// f(the head, is it one of k?, row of the table) for this thread's heads of q and k.
+// value(lanes, i): what the vector of the head that begins at i is before the rotation.
+template <class T, class F>
+static void rotate(T* head, const T* cos, const T* sin, int64_t half, const F& value) {
+  for_lanes(half, [&](int64_t i, auto lanes) {
+    const Vec a = value(lanes, i), b = value(lanes, half + i), c = lanes.load(cos + i), s = lanes.load(sin + i);
+    lanes.store(head + i, a * c - b * s);
+    lanes.store(head + half + i, b * c + a * s);
+  });
+}
+
+template <class T>
+struct Head {
+  T* x;
+  int64_t to_next;  // the same head of the next token
+  bool of_k;
+  int64_t position;
+
+  // The projection's results come from memory; asked for a token ahead, between the work on this one.
+  void fetch_next(int64_t d) const {
+    for (int64_t i = 0; i < d; i += 64 / static_cast<int64_t>(sizeof(T))) {
+      _mm_prefetch(reinterpret_cast<const char*>(x + to_next + i), _MM_HINT_T0);
+    }
+  }
+};
+
+// f(heads, how many) for this thread's heads of q and k, some at a time.
 template <class F>
 static void for_heads(const Args& args, Team& team, const F& f) {
   const Tensor &q = args.tensor(0), &k = args.tensor(1), &positions = args.tensor(2), &cos = args.tensor(3);
@@ -34,18 +71,16 @@ static void for_heads(const Args& args, Team& team, const F& f) {
   const int64_t q_heads = q.size[1], heads = q_heads + k.size[1];
   for_float(q.dtype, [&](auto type) {
     using T = decltype(type);
+    Head<T> some[kLanes];
     const auto [first, last] = team.share(q.size[0] * heads);
     for (int64_t item = first; item < last; ++item) {
       const int64_t token = item / heads, head = item % heads;
-      const int64_t position = positions.as<int64_t>()[token * positions.stride[0]];
       const bool of_k = head >= q_heads;
       const Tensor& from = of_k ? k : q;
       T* const x = from.row<T>(token) + (head - (of_k ? q_heads : 0)) * from.stride[1];
-      // The projection's results come from memory; asked for a token ahead.
-      for (int64_t i = 0; i < from.size[2]; i += 64 / static_cast<int64_t>(sizeof(T))) {
-        _mm_prefetch(reinterpret_cast<const char*>(x + from.stride[0] + i), _MM_HINT_T0);
-      }
-      f(x, of_k, position);
+      const int64_t n = (item - first) % kLanes;
+      some[n] = {x, from.stride[0], of_k, positions.as<int64_t>()[token * positions.stride[0]]};
+      if (n == kLanes - 1 || item == last - 1) f(some, n + 1);
     }
   });
 }
@@ -53,9 +88,13 @@ static void for_heads(const Args& args, Team& team, const F& f) {
 // tensors: q, k, positions, cos, sin
 static void rotary(const Args& args, Team& team) {
   const Tensor &cos = args.tensor(3), &sin = args.tensor(4);
-  for_heads(args, team, [&](auto* x, bool, int64_t position) {
-    using T = std::remove_pointer_t<decltype(x)>;
-    rotate(x, cos.row<T>(position), sin.row<T>(position), cos.size[1]);
+  const int64_t d = args.tensor(0).size[2];
+  for_heads(args, team, [&]<class T>(const Head<T>* heads, int64_t n) {
+    for (const auto* head = heads; head < heads + n; ++head) {
+      head->fetch_next(d);
+      rotate(head->x, cos.row<T>(head->position), sin.row<T>(head->position), cos.size[1],
+             [&](auto lanes, int64_t i) { return lanes.load(head->x + i); });
+    }
   });
 }
 TR_KERNEL(rotary)
@@ -63,11 +102,25 @@ TR_KERNEL(rotary)
 // tensors: q, k, positions, cos, sin, weights of q and k; ints: zero_centered; floats: eps
 static void norm_rotary(const Args& args, Team& team) {
   const Tensor &cos = args.tensor(3), &sin = args.tensor(4);
-  for_heads(args, team, [&](auto* x, bool of_k, int64_t position) {
-    using T = std::remove_pointer_t<decltype(x)>;
-    const Tensor& weight = args.tensor(of_k ? 6 : 5);
-    norm_row(x, weight.as<T>(), x, weight.size[0], args.real(0), args.integer(0) != 0);
-    rotate(x, cos.row<T>(position), sin.row<T>(position), cos.size[1]);
+  const int64_t d = args.tensor(0).size[2], half = cos.size[1];
+  const bool zero_centered = args.integer(0) != 0;
+  for_heads(args, team, [&]<class T>(const Head<T>* heads, int64_t n) {
+    // Together: the roots of one head after the other take longer than all the rest.
+    float scales[kLanes] = {};
+    for (int64_t i = 0; i < n; ++i) scales[i] = sum_of_squares(heads[i].x, d);
+    store(scales, norm_scale(load(scales), d, args.real(0)));
+    for (int64_t i = 0; i < n; ++i) {
+      const Head<T>& head = heads[i];
+      head.fetch_next(d);
+      const T* const weight = args.tensor(head.of_k ? 6 : 5).template as<T>();
+      const Vec scale = set(scales[i]);
+      const auto normed = [&](auto lanes, int64_t at) {
+        return round_to<T>(norm_value<T>(lanes.load(head.x + at), scale, lanes.load(weight + at), zero_centered));
+      };
+      rotate(head.x, cos.row<T>(head.position), sin.row<T>(head.position), half, normed);
+      for_lanes(d - 2 * half,
+                [&](int64_t at, auto lanes) { lanes.store(head.x + 2 * half + at, normed(lanes, 2 * half + at)); });
+    }
   });
 }
 TR_KERNEL(norm_rotary)
