@@ -48,15 +48,15 @@ static inline uint8_t* tile_of(const Tensor& values, int64_t n, int64_t k) {
   return values.row<uint8_t>(n / kBlockN) + (k / kBlockK * 2 + n % kBlockN / kHalfN) * values.size[4];
 }
 
-// Codes (less 8) of output n's inputs from k on.
-static void put_int4(const Tensor& values, int64_t n, int64_t k, const int8_t* codes, int64_t count) {
+// Codes of output n's inputs from k on; of int4 codes less 8 the low four bits count.
+static void put_int4(const Tensor& values, int64_t n, int64_t k, const uint8_t* codes, int64_t count) {
   while (count > 0) {
     const int64_t first = k % 8, some = std::min(8 - first, count);
     uint8_t* const at = tile_of(values, n, k) + k % kBlockK / 8 * 64 + n % kHalfN * 4;
     uint32_t word = 0, mask = 0;
     for (int64_t i = 0; i < some; ++i) {
       const int64_t shift = (first + i) % 2 * 16 + (first + i) / 2 * 4;
-      word |= (static_cast<uint32_t>(codes[i]) & 15u) << shift;
+      word |= (codes[i] & 15u) << shift;
       mask |= 15u << shift;
     }
     uint32_t old;
@@ -144,7 +144,7 @@ static void quantise_int4(const Args& args, Team& team) {
   const int64_t group_inputs = values.size[2] * kBlockK, padded = blocks(group_inputs, kLanes) * kLanes;
   char* const memory = static_cast<char*>(team.scratch(static_cast<size_t>(padded) * (sizeof(float) + 1)));
   float* const x = reinterpret_cast<float*>(memory);
-  int8_t* const codes = reinterpret_cast<int8_t*>(x + padded);
+  uint8_t* const codes = reinterpret_cast<uint8_t*>(x + padded);
   for_source(source.dtype, [&](auto type) {
     using T = decltype(type);
     rectangle.for_pieces(kBlockN, group_inputs, team, [&](Range rows, Range columns) {
@@ -163,7 +163,7 @@ static void quantise_int4(const Args& args, Team& team) {
         for (int64_t i = 0; i < padded; ++i) {
           // not nearbyint of NaN: min and max of it are the bounds
           const float l = std::min(std::max(std::nearbyintf(x[i] * inverse), low), high);
-          codes[i] = static_cast<int8_t>(static_cast<int>(l) + chosen.zero - 8);
+          codes[i] = static_cast<uint8_t>(static_cast<int>(l) + chosen.zero - 8);
         }
         const int64_t n = rectangle.row + row;
         put_int4(values, n, group * group_inputs, codes, group_inputs);
@@ -175,25 +175,6 @@ static void quantise_int4(const Args& args, Team& team) {
   });
 }
 TR_KERNEL(quantise_int4)
-
-// tensors: values, codes[r, c] u8 of 0 to 15 with any strides; ints: row, col
-static void pack_int4(const Args& args, Team& team) {
-  const Tensor &values = args.tensor(0), &source = args.tensor(1);
-  const Rectangle rectangle(args, source);
-  constexpr int64_t kColumns = 512;
-  rectangle.for_pieces(kBlockN, kColumns, team, [&](Range rows, Range columns) {
-    int8_t codes[kColumns];
-    for (int64_t row = rows.begin; row < rows.end; ++row) {
-      const uint8_t* const from = source.row<const uint8_t>(row);
-      const int64_t count = columns.end - columns.begin;
-      for (int64_t i = 0; i < count; ++i) {
-        codes[i] = static_cast<int8_t>(from[(columns.begin + i) * source.stride[1]] - 8);
-      }
-      put_int4(values, rectangle.row + row, rectangle.col + columns.begin, codes, count);
-    }
-  });
-}
-TR_KERNEL(pack_int4)
 
 // Nearest fp8 e4m3fn, ties to even; what is larger than 448 becomes 448, NaN stays NaN.
 static inline uint8_t to_fp8(float x) {
@@ -255,21 +236,28 @@ static void quantise_fp8(const Args& args, Team& team) {
 }
 TR_KERNEL(quantise_fp8)
 
-// tensors: values, codes[r, c] as u8 with any strides; ints: row, col
-static void pack_fp8(const Args& args, Team& team) {
+// tensors: values, codes[r, c] u8 with any strides; ints: row, col. put(values, output, input, codes, count) gets them
+// less `zero`.
+template <class Put>
+static void pack_codes(const Args& args, Team& team, uint8_t zero, const Put& put) {
   const Tensor &values = args.tensor(0), &source = args.tensor(1);
   const Rectangle rectangle(args, source);
   constexpr int64_t kColumns = 512;
   rectangle.for_pieces(kBlockN, kColumns, team, [&](Range rows, Range columns) {
     uint8_t codes[kColumns];
+    const int64_t count = columns.end - columns.begin;
     for (int64_t row = rows.begin; row < rows.end; ++row) {
-      const uint8_t* const from = source.row<const uint8_t>(row);
-      const int64_t count = columns.end - columns.begin;
-      for (int64_t i = 0; i < count; ++i) codes[i] = from[(columns.begin + i) * source.stride[1]];
-      put_fp8(values, rectangle.row + row, rectangle.col + columns.begin, codes, count);
+      const uint8_t* const from = source.row<const uint8_t>(row) + columns.begin * source.stride[1];
+      for (int64_t i = 0; i < count; ++i) codes[i] = static_cast<uint8_t>(from[i * source.stride[1]] - zero);
+      put(values, rectangle.row + row, rectangle.col + columns.begin, codes, count);
     }
   });
 }
+
+static void pack_int4(const Args& args, Team& team) { pack_codes(args, team, 8, put_int4); }
+TR_KERNEL(pack_int4)
+
+static void pack_fp8(const Args& args, Team& team) { pack_codes(args, team, 0, put_fp8); }
 TR_KERNEL(pack_fp8)
 
 }  // namespace tilerank::TR_RUNG
