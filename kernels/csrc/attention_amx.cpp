@@ -296,16 +296,17 @@ class TileTask : public TileSums {
   void load_rows() {
     // Rows that only fill up a tile hold anything: no row of a product depends on another.
     const __m512i sign = _mm512_set1_epi16(problem_.scale < 0 ? -0x8000 : 0);
-    for (int64_t r = 0; r < task_.rows; ++r) {
+    RowWalk walk(task_);
+    for (int64_t r = 0; r < task_.rows; ++r, walk.next()) {
+      scratch_.visible[r] = walk.visible();
       bf16* to = scratch_.q + r / 16 * steps_ * kTile + r % 16 * 32;
-      const bf16* from = task_.element<bf16>(problem_.q, r);
+      const bf16* from = walk.element<bf16>(problem_.q);
       for (int64_t i = 0; i < steps_; ++i) {
         const int64_t n = std::clamp<int64_t>(d_ - 32 * i, 0, 32);
         const __m512i row = _mm512_maskz_loadu_epi16(static_cast<__mmask32>((uint64_t{1} << n) - 1), from + 32 * i);
         _mm512_store_si512(to + i * kTile, _mm512_xor_si512(row, sign));
       }
     }
-    for (int64_t r = 0; r < task_.rows; ++r) scratch_.visible[r] = task_.visible(r);
     std::fill_n(scratch_.shift, task_.rows, -std::numeric_limits<float>::infinity());
     for (int64_t group = 0; group < groups_; ++group) sums_[group] = scratch_.sum[group][0];
     spare_sums_ = scratch_.sum[groups_][0];

@@ -27,14 +27,15 @@ class TileSums {
   }
 
   void store_rows() const {
-    for (int64_t r = 0; r < task_.rows; ++r) {
+    RowWalk walk(task_);
+    for (int64_t r = 0; r < task_.rows; ++r, walk.next()) {
       const float total = sum(load(scratch_.all_sum + r * 16));
       if (problem_.lse) {
-        *task_.element<float>(problem_.lse, r) = (scratch_.all_shift[r] + std::log2(total)) * 0.693147180559945309f;
+        *walk.element<float>(problem_.lse) = (scratch_.all_shift[r] + std::log2(total)) * 0.693147180559945309f;
       }
       const Vec factor = set(1.0f / total);
       const float* o = scratch_.all_o + r / kGroup * kGroup * lane_groups_ * 16 + r % kGroup * 16;
-      bf16* out = task_.element<bf16>(problem_.out, r);
+      bf16* out = walk.element<bf16>(problem_.out);
       for (int64_t i = 0; i < d_; i += 16, o += kGroup * 16) {
         const Vec value = load(o) * factor + zero();  // + 0: no negative zero, whatever zeros were added before
         if (d_ - i < 16) {

@@ -69,6 +69,27 @@ struct Task {
   }
 };
 
+// The rows of a task in their order, one after the other: without the divisions that a row's number takes.
+class RowWalk {
+ public:
+  explicit RowWalk(const Task& task) : task_(&task), token_(task.token(0)), head_(task.row % task.heads) {}
+
+  template <class T>
+  T* element(const Tensor& t) const {
+    return t.row<T>(task_->query + token_) + (task_->head + head_) * t.stride[1];
+  }
+  int64_t visible() const { return task_->causal ? task_->length - task_->queries + token_ + 1 : task_->length; }
+  void next() {
+    if (++head_ < task_->heads) return;
+    head_ = 0;
+    ++token_;
+  }
+
+ private:
+  const Task* task_;
+  int64_t token_, head_;
+};
+
 // f(task) for every task of at most `max_rows` rows, in the order of the batch.
 template <class F>
 static void for_tasks(const Args& args, int64_t max_rows, F&& f) {

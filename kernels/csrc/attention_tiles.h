@@ -7,9 +7,9 @@ constexpr int64_t kGroup = 32;  // rows that go through the tiles together
 constexpr int64_t kTaskRows = 4 * kGroup;
 constexpr int64_t kChunkPages = 8;
 constexpr int64_t kTileChunk = kChunkPages * kBlock;  // tokens between two updates of the running maximum
-// Tokens that all groups meet before the next. The pages of a head lie a power of two apart, and so reach a part of the
-// second-level cache only: an eighth of its sets with 8 heads of 128.
-constexpr int64_t kSegment = kTileChunk;
+// Tokens that all groups meet before the next. Few switches between groups leave a group's sums and queries in the
+// first-level cache; keys and values of a segment should still be in the second-level one for the next group.
+constexpr int64_t kSegment = 4 * kTileChunk;
 constexpr float kHeadroom = 16;                   // a probability may reach 2^kHeadroom before the shift follows
 constexpr int64_t kTile = 16 * 32;                // bf16 elements of a tile
 constexpr int64_t kPageScores = kGroup * kBlock;  // of a group
@@ -23,6 +23,7 @@ struct TileScratch {
   alignas(64) float sum[kTaskRows / kGroup + 1][kGroup][16];     // lane by lane, added up at the end; one is spare
   alignas(64) bf16 cut[2][kMaxDim * kBlock];                     // the values of the first and the last page
   alignas(64) bf16 wide[2 * kChunkPages][2 * kMaxDim * kBlock];  // keys and values of units, out of codes
+  alignas(64) float nothing[2 * kGroup * 16];                    // where sums go that nobody wants
   float shift[kTaskRows];                                        // a whole number: a probability is 2^(score - shift)
   int64_t visible[kTaskRows];
   alignas(64) float all_sum[kTaskRows * 16], all_shift[kTaskRows];

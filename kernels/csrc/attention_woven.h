@@ -5,58 +5,91 @@
 // the rows of a page's softmax lie between the products of the next page's scores and of the last unit's values: a row
 // or a few for every product. Keys and values are loaded with a hint that keeps them out of the first-level cache,
 // where they would push out what is used again: scores, probabilities, queries and sums.
+//
+// The sums of a block stay in the tiles until the next block begins, and leave one by one between its first products:
+// at the end of a block all of them would wait for its last product, and the next block for them.
 
-// One step of 32 summands for two row tiles and two lane groups, with N rows after every load.
-template <int N, class Rows>
+// One step of 32 summands for two row tiles and two lane groups, with N rows before every product. begin(tile) comes
+// before the product that adds to the tile.
+template <int N, class Rows, class Begin>
 [[gnu::always_inline]] static inline void woven_step(Rows& rows, const bf16* a, const bf16* a2, const bf16* b,
-                                                     const bf16* b2) {
+                                                     const bf16* b2, const Begin& begin) {
   tile_load_block_stream<6>(b);
   tile_load_block<4>(a);
+  begin(std::integral_constant<int, 0>{});
   rows.template run<N>();
   tile_dot_bf16<0, 4, 6>();
   tile_load_block<5>(a2);
+  begin(std::integral_constant<int, 2>{});
   rows.template run<N>();
   tile_dot_bf16<2, 5, 6>();
   tile_load_block_stream<7>(b2);
+  begin(std::integral_constant<int, 1>{});
   rows.template run<N>();
   tile_dot_bf16<1, 4, 7>();
+  begin(std::integral_constant<int, 3>{});
   rows.template run<N>();
   tile_dot_bf16<3, 5, 7>();
 }
+constexpr auto go_on = [](auto) {};
 
-// The scores of a page of whole steps: s = q k^T.
-template <int N, class Rows>
-[[gnu::always_inline]] static inline void woven_scores(Rows& rows, const bf16* q, const bf16* k, int64_t d, float* s) {
-  const int64_t steps = d / 32;
-  for_sums<2, 2>([](auto row, auto group) { tile_zero<row * 2 + group>(); });
-  for (int64_t i = 0; i < steps; ++i) {
-    woven_step<N>(rows, q + i * kTile, q + (steps + i) * kTile, k + i * kTile, k + d * 16 + i * kTile);
-  }
-  for_sums<2, 2>([&](auto row, auto group) { tile_store_block<row * 2 + group>(s + (group * 2 + row) * 256); });
+// Where the sums of a tile of a block are.
+template <int Tile>
+[[gnu::always_inline]] static inline float* sums_at(float* block) {
+  return block + (Tile % 2 * 2 + Tile / 2) * 256;
 }
 
-// o += p v for two lane groups over the pages of a unit.
+// The scores of a page of whole steps: q k^T. What is in the tiles goes to `last`.
+template <int N, class Rows>
+[[gnu::always_inline]] static inline void woven_scores(Rows& rows, const bf16* q, const bf16* k, int64_t d,
+                                                       float* last) {
+  const int64_t steps = d / 32;
+  woven_step<N>(rows, q, q + steps * kTile, k, k + d * 16, [&](auto tile) __attribute__((always_inline)) {
+    tile_store_block<tile>(sums_at<tile>(last));
+    tile_zero<tile>();
+  });
+  for (int64_t i = 1; i < steps; ++i) {
+    woven_step<N>(rows, q + i * kTile, q + (steps + i) * kTile, k + i * kTile, k + d * 16 + i * kTile, go_on);
+  }
+}
+
+// o + p v for two lane groups over the pages of a unit. What is in the tiles goes to `last`.
 template <int N, class Rows>
 [[gnu::always_inline]] static inline void woven_values(Rows& rows, const bf16* p, const Unit& unit, int64_t lane_group,
-                                                       float* o) {
-  float* const sums = o + lane_group * kGroup * 16;
+                                                       float* o, float* last) {
+  const int64_t at = lane_group * 16 * kBlock;
+  const bf16* v = unit.v[0] + at;
   if (unit.begin % kPart == 0) {
-    for_sums<2, 2>([](auto row, auto group) { tile_zero<row * 2 + group>(); });
+    woven_step<N>(rows, p, p + kTile, v, v + 16 * kBlock, [&](auto tile) __attribute__((always_inline)) {
+      tile_store_block<tile>(sums_at<tile>(last));
+      tile_zero<tile>();
+    });
   } else {
-    for_sums<2, 2>([&](auto row, auto group) { tile_load_block<row * 2 + group>(sums + (group * 2 + row) * 256); });
+    woven_step<N>(rows, p, p + kTile, v, v + 16 * kBlock, [&](auto tile) __attribute__((always_inline)) {
+      tile_store_block<tile>(sums_at<tile>(last));
+      tile_load_block<tile>(sums_at<tile>(o));
+    });
   }
-  for (int64_t page = 0; page < unit.pages; ++page) {
-    const bf16 *a = p + page * kPageScores, *v = unit.v[page] + lane_group * 16 * kBlock;
-    woven_step<N>(rows, a, a + kTile, v, v + 16 * kBlock);
+  for (int64_t page = 1; page < unit.pages; ++page) {
+    const bf16* const a = p + page * kPageScores;
+    v = unit.v[page] + at;
+    woven_step<N>(rows, a, a + kTile, v, v + 16 * kBlock, go_on);
   }
-  for_sums<2, 2>([&](auto row, auto group) { tile_store_block<row * 2 + group>(sums + (group * 2 + row) * 256); });
 }
 
 class WovenTask : public TileTask {
  public:
   WovenTask(const Problem& problem, const Span& span, TileScratch& scratch, float* parts)
       : TileTask(problem, span, scratch, parts, span.task.rows > kGroup ? kWovenPages : kChunkPages),
-        lane_pairs_((lane_groups_ + 1) / 2) {}
+        lane_pairs_((lane_groups_ + 1) / 2),
+        in_tiles_(scratch.nothing),
+        next_task_(span.task),
+        own_(task_),
+        next_(next_task_) {
+    next_task_.row += task_.rows;
+    next_task_.rows = std::clamp<int64_t>(task_.queries * task_.heads - next_task_.row, 0, task_.rows);
+    next_ = RowWalk(next_task_);
+  }
 
   void run() {
     if (task_.length == 0) {
@@ -68,6 +101,9 @@ class WovenTask : public TileTask {
     Unit units[3];
     for (int i = 0; i < 3; ++i) units[i].buffer = i;
     look_up_first(units[0]);
+    int64_t steps = 0;
+    for (int64_t group = 0; group < groups_; ++group) steps += (end_of(group) + kBlock - 1) / kBlock;
+    rows_a_step_ = task_.rows / steps + 1;
     scores_of(units[0], 0, scratch_.s[0]);
     const Unit *last = nullptr, *unit = &units[0];
     for (int64_t i = 0; unit != nullptr; ++i) {
@@ -113,6 +149,7 @@ class WovenTask : public TileTask {
       }
     };
     const int64_t done = pending_pairs_;
+    fetch_rows();
     if (pending_closes_) fetch_sums(done, pairs);
     softmax(unit, page, s, p, weave, settle);
     close_pairs(done);
@@ -124,19 +161,34 @@ class WovenTask : public TileTask {
     Rows rows = all;  // in registers
     if (next != nullptr) {
       if (key_dims_ % 32 == 0) {
-        woven_scores<N>(rows, queries(*next), next->k[next_page], key_dims_, next_s);
+        woven_scores<N>(rows, queries(*next), next->k[next_page], key_dims_, in_tiles_);
+        in_tiles_ = next_s;
       } else {
         scores_of(*next, next_page, next_s);
       }
     }
     for (; pending_pairs_ < pairs; ++pending_pairs_) {
       if (2 * pending_pairs_ + 2 > lane_groups_) {
+        store_tiles();
         lane_values<2, 1>(pending_p_, *pending_, 2 * pending_pairs_, pending_o_, Ahead{});
       } else {
-        woven_values<N>(rows, pending_p_, *pending_, 2 * pending_pairs_, pending_o_);
+        float* const o = pending_o_ + pending_pairs_ * 2 * kGroup * 16;
+        woven_values<N>(rows, pending_p_, *pending_, 2 * pending_pairs_, o, in_tiles_);
+        in_tiles_ = o;
       }
     }
+    if (in_tiles_ == next_s) store_tiles();
     all = rows;
+  }
+
+  // What is in the tiles, before anything reads it from memory or has tiles of its own.
+  void store_tiles() {
+    if (in_tiles_ == scratch_.nothing) return;
+    for_sums<2, 2>([&](auto row, auto group) {
+      constexpr int tile = row * 2 + group;
+      tile_store_block<tile>(sums_at<tile>(in_tiles_));
+    });
+    in_tiles_ = scratch_.nothing;
   }
 
   void set_pending(const Unit* unit, const bf16* p) {
@@ -145,6 +197,20 @@ class WovenTask : public TileTask {
     pending_p_ = p;
     pending_o_ = unit == nullptr ? nullptr : output(*unit);
     pending_closes_ = unit != nullptr && merges(*unit);
+  }
+
+  // Asks for some of the queries of the next task, and of the output's lines that this one is going to fill: rows lie
+  // too far from each other for the processor to foresee them.
+  void fetch_rows() {
+    const auto lines = [&](const bf16* row, auto&& fetch) {
+      for (int64_t i = 0; i < d_; i += 32) fetch(reinterpret_cast<const char*>(row + i));
+    };
+    for (int64_t i = 0; i < rows_a_step_ && fetched_ < task_.rows; ++i, ++fetched_, own_.next(), next_.next()) {
+      lines(own_.element<bf16>(problem_.out), [](const char* p) { asm volatile("prefetchw %0" ::"m"(*p)); });
+      if (fetched_ < next_task_.rows) {
+        lines(next_.element<bf16>(problem_.q), [](const char* p) { _mm_prefetch(p, _MM_HINT_T1); });
+      }
+    }
   }
 
   // What close_pairs is going to change: nothing has touched it since the part before.
@@ -158,12 +224,14 @@ class WovenTask : public TileTask {
   // What the last unit's pairs from `first` on add to the rows' sums over all parts.
   void close_pairs(int64_t first) {
     if (pending_closes_ && pending_pairs_ > first) {
+      store_tiles();
       const int64_t lane_group = 2 * first;
       merge_values(pending_->group, pending_o_, lane_group, std::min(2 * pending_pairs_, lane_groups_) - lane_group);
     }
   }
 
   void values_up_to(int64_t pairs) {
+    store_tiles();
     for (; pending_pairs_ < pairs; ++pending_pairs_) {
       const int64_t lane_group = 2 * pending_pairs_;
       if (lane_group + 2 > lane_groups_) {
@@ -176,14 +244,19 @@ class WovenTask : public TileTask {
 
   const bf16* queries(const Unit& unit) const { return scratch_.q + unit.group * 2 * steps_ * kTile; }
   void scores_of(const Unit& unit, int64_t page, float* s) {
+    store_tiles();
     page_scores<2>(queries(unit), unit.k[page], key_dims_, s, Ahead{});
   }
 
   const int64_t lane_pairs_;
+  float* in_tiles_;                // where the sums in the tiles belong
   int64_t number_ = 0;             // of the page, among all that the task meets
   const Unit* pending_ = nullptr;  // the unit before, whose values are being added up
   int64_t pending_pairs_ = 0;      // pairs of lane groups that are done
   const bf16* pending_p_ = nullptr;
   float* pending_o_ = nullptr;
   bool pending_closes_ = false;  // its part, and merges it
+  Task next_task_;               // of the same head
+  RowWalk own_, next_;           // rows to be fetched
+  int64_t fetched_ = 0, rows_a_step_ = 0;
 };
