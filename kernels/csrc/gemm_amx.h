@@ -13,7 +13,8 @@ constexpr int64_t kBlockStep = 2 * kTileBytes;  // of a packed weight block, for
 
 constexpr int64_t kStreamAhead = 16 << 10;  // bytes of a weight that is read in order
 
-static inline void prefetch_l2(const char* p) { _mm_prefetch(p, _MM_HINT_T1); }
+// Not _mm_prefetch: GCC takes a function that does nothing else for one without effect, and drops its calls.
+static inline void prefetch_l2(const char* p) { asm volatile("prefetcht1 %0" ::"m"(*p)); }
 static inline void prefetch_write(const void* p) { asm volatile("prefetchw %0" ::"m"(*static_cast<const char*>(p))); }
 
 // Pairs of bf16 summed in fp32, or fours of bytes in int32: tiles of 64 bytes of a row's inputs, and as many sums.
@@ -104,60 +105,91 @@ constexpr int64_t kPairSums = 4 * kTileRows * kLanes;  // of two row tiles with 
 // Floats that multiply_band wants for sums.
 template <int kParts>
 static int64_t band_sums(const PackedRows&, const Blocking& blocking) {
-  return kPairSums * (blocks(blocking.stripe, 2) * std::max<int64_t>(blocking.band, kParts) + 2);
+  return kPairSums * (blocks(blocking.stripe, 2) * std::max<int64_t>(blocking.band, kParts) + 1);
 }
 
-// A pair of row tiles, or one, times one panel of a block of the weight.
+// The sums of a pass that are still in the tiles.
+struct InTiles {
+  float* to;
+  int row_tiles;  // 0: none
+
+  template <int T>
+  void store() const {
+    if (T / 2 < row_tiles) tile_store<T>(to + T * kTileRows * kLanes, 64);
+  }
+};
+
+// A pair of row tiles, or one, times one panel of a block of the weight. The sums stay in the tiles: the next pass
+// stores each just before it needs the tile, when its own operands are on the way, so that products hardly pause.
 struct Pass {
   const char *rows, *weight;
   int64_t k_tiles;
   const float* from;  // the sums so far; null: none
-  float* to;
   const float* next_from;
   Ahead weights_ahead, rows_ahead;
 
-  // meanwhile() is called at every step: what it does costs little, because the tiles have their own work.
-  // kWeightStays: the weight's panel is used again by the next rows and stays in the first-level cache; so that it
-  // does, rows are loaded past it.
+  // meanwhile() is called at every step but the first: what it does costs little, because the tiles have their own
+  // work. kWeightStays: the weight's panel is used again by the next rows and stays in the first-level cache; so that
+  // it does, rows are loaded past it.
   template <class Dot, int kRowTiles, bool kWeightStays, class F>
-  void run(const F& meanwhile) const {
-    if (from) {
-      tile_load<0>(from, 64);
-      tile_load<1>(from + 256, 64);
-      if (kRowTiles == 2) tile_load<2>(from + 512, 64);
-      if (kRowTiles == 2) tile_load<3>(from + 768, 64);
-    } else {
-      tile_zero<0>();
-      tile_zero<1>();
-      if (kRowTiles == 2) tile_zero<2>();
-      if (kRowTiles == 2) tile_zero<3>();
-    }
+  void run(const InTiles& before, const F& meanwhile) const {
     const char *rows0 = rows, *rows1 = rows + k_tiles * kTileBytes, *w = weight;
-    for (int64_t t = 0; t < k_tiles; ++t, rows0 += kTileBytes, rows1 += kTileBytes, w += kBlockStep) {
-      weights_ahead.fetch(t);
+    const auto load_operands = [&] {
       load<4, !kWeightStays>(rows0);
       load<6, kWeightStays>(w);
       load<7, kWeightStays>(w + kTileBytes);
       if (kRowTiles == 2) load<5, !kWeightStays>(rows1);
+      rows0 += kTileBytes;
+      rows1 += kTileBytes;
+      w += kBlockStep;
+    };
+    fetch_ahead(0);
+    load_operands();
+    begin<0>(before);
+    Dot::template run<0, 4, 6>();
+    begin<1>(before);
+    Dot::template run<1, 4, 7>();
+    if constexpr (kRowTiles == 2) {
+      begin<2>(before);
+      Dot::template run<2, 5, 6>();
+      begin<3>(before);
+      Dot::template run<3, 5, 7>();
+    } else {
+      before.store<2>();
+      before.store<3>();
+    }
+    for (int64_t t = 1; t < k_tiles; ++t) {
+      fetch_ahead(t);
+      load_operands();
       Dot::template run<0, 4, 6>();
-      rows_ahead.fetch(t);
       Dot::template run<1, 4, 7>();
-      if (from && t < 16) {
-        for (int64_t line = t * 4; line < t * 4 + 4; ++line) prefetch_write(next_from + line * 16);
+      if (from && t <= 16) {
+        for (int64_t line = t * 4 - 4; line < t * 4; ++line) prefetch_write(next_from + line * 16);
       }
       meanwhile();
-      if (kRowTiles == 2) {
+      if constexpr (kRowTiles == 2) {
         Dot::template run<2, 5, 6>();
         Dot::template run<3, 5, 7>();
       }
     }
-    tile_store<0>(to, 64);
-    tile_store<1>(to + 256, 64);
-    if (kRowTiles == 2) tile_store<2>(to + 512, 64);
-    if (kRowTiles == 2) tile_store<3>(to + 768, 64);
   }
 
  private:
+  void fetch_ahead(int64_t t) const {
+    weights_ahead.fetch(t);
+    rows_ahead.fetch(t);
+  }
+
+  template <int T>
+  void begin(const InTiles& before) const {
+    before.store<T>();
+    if (from) {
+      tile_load<T>(from + T * kTileRows * kLanes, 64);
+    } else {
+      tile_zero<T>();
+    }
+  }
+
   template <int T, bool kStays>
   static void load(const char* p) {
     if constexpr (kStays) {
@@ -198,7 +230,7 @@ static void multiply_band(const PackedRows& rows, Range stripe, const char* weig
                           const Finish& finish) {
   const int64_t pairs = blocks(stripe.end - stripe.begin, 2), panels = blocks(rows.k_tiles, rows.panel);
   const int64_t width = band.end - band.begin;
-  float *const last = sums, *const kept = sums + 2 * kPairSums;  // finished sums, in two turns; of the band
+  float *const last = sums, *const kept = sums + kPairSums;  // finished sums; those of the band
   const auto panel_of = [&](int64_t block, int64_t panel) {
     return weight + (block * rows.k_tiles + panel * rows.panel) * kBlockStep;
   };
@@ -208,7 +240,7 @@ static void multiply_band(const PackedRows& rows, Range stripe, const char* weig
   const auto meanwhile = [&] {
     for (int i = 0; i < 2 && unfinished.any(); ++i) unfinished.row();
   };
-  int turn = 0;
+  InTiles before{nullptr, 0};
   for (int64_t panel = 0; panel < panels; ++panel) {
     const int64_t k_tiles = rows.panel_tiles(panel);
     const char* const next_rows = rows.tiles(panel + 1 < panels ? panel + 1 : 0, stripe.begin);
@@ -221,7 +253,6 @@ static void multiply_band(const PackedRows& rows, Range stripe, const char* weig
       for (int64_t pair = 0; pair < pairs; ++pair) {
         const int64_t tile = stripe.begin + pair * 2, passed = (block - band.begin) * pairs + pair;
         float* const own = kept + passed * kPairSums;
-        float* const to = finishes ? last + (turn ^= 1) * kPairSums : own;
         // What is needed next comes to the second-level cache bit by bit: the next panel of the weight, and that of the
         // rows in the course of a band. With few rows the weight streams from memory.
         const Ahead ahead_w = pairs > 1 ? Ahead{next_w + pair * k_tiles * w_lines * 64, w_lines}
@@ -230,25 +261,30 @@ static void multiply_band(const PackedRows& rows, Range stripe, const char* weig
                         w,
                         k_tiles,
                         panel ? own : nullptr,
-                        to,
                         own + kPairSums,
                         ahead_w,
                         Ahead{next_rows + passed * k_tiles * row_lines * 64, row_lines}};
         if (pairs == 1) {
-          tile + 1 < stripe.end ? pass.run<Dot, 2, false>(meanwhile) : pass.run<Dot, 1, false>(meanwhile);
+          tile + 1 < stripe.end ? pass.run<Dot, 2, false>(before, meanwhile)
+                                : pass.run<Dot, 1, false>(before, meanwhile);
         } else {
-          tile + 1 < stripe.end ? pass.run<Dot, 2, true>(meanwhile) : pass.run<Dot, 1, true>(meanwhile);
+          tile + 1 < stripe.end ? pass.run<Dot, 2, true>(before, meanwhile) : pass.run<Dot, 1, true>(before, meanwhile);
         }
-        if (!finishes) continue;
+        before = {finishes ? last : own, tile + 1 < stripe.end ? 2 : 1};
         unfinished.all();
+        if (!finishes) continue;
         unfinished.rows = {tile * kTileRows, std::min({(tile + 2) * kTileRows, stripe.end * kTileRows, m})};
         unfinished.result = block / kParts;
         unfinished.done = 0;
         if (kParts == 2) unfinished.parts[0] = own - pairs * kPairSums;
-        unfinished.parts[kParts - 1] = to;
+        unfinished.parts[kParts - 1] = last;
       }
     }
   }
+  before.store<0>();
+  before.store<1>();
+  before.store<2>();
+  before.store<3>();
   unfinished.all();
 }
 
