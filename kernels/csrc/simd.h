@@ -138,7 +138,28 @@ static inline Vec exp(Vec x) {
   return scale_by_power(p, n);
 }
 
+// x / (1 + e^-x)
+#ifdef TR_AVX512
+// As exp, for 1 more than e^-x: a shorter polynomial (within 8e-8), and in place of the division, which would take as
+// long as all the rest, a reciprocal of 14 bits and a step of Newton's.
+static inline Vec silu(Vec x) {
+  const Vec z = min(set(88.0f), max(set(-88.0f), x));
+  const Vec n = round_to_int(z * set(-1.44269504088896341f));
+  Vec r = fma(n, set(0.693359375f), z);
+  r = fma(n, set(-2.12194440e-4f), r);
+  Vec p = set(-0.008297619471f);
+  p = fma(p, r, set(0.04191562925f));
+  p = fma(p, r, set(-0.1666757654f));
+  p = fma(p, r, set(0.4999889266f));
+  p = fma(p, r, set(-0.9999996911f));
+  p = fma(p, r, set(1.000000072f));
+  const Vec d = set(1.0f) + scale_by_power(p, n);
+  const Vec y = {_mm512_rcp14_ps(d.v)};
+  return x * fma(y, Vec{_mm512_fnmadd_ps(d.v, y.v, set(1.0f).v)}, y);
+}
+#else
 static inline Vec silu(Vec x) { return x / (set(1.0f) + exp(zero() - x)); }
+#endif
 
 // What is left of x once it was stored as T.
 template <class T>
