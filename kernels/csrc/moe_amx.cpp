@@ -123,11 +123,22 @@ class Bf16Experts {
             few(group) ? a_.width_blocks : Blocking::of(row_tiles, a_.width_blocks).panel};
   }
 
-  // Rows `from` of a group.
+  // Rows `from` of a group, some side by side: they come faster from memory than one after the other.
   void pack(const PackedRows& rows, const Group& group, Range from) const {
-    for (int64_t i = from.begin; i < from.end; ++i) {
-      const int64_t row = i - from.begin, token = grouping_.order[group.first + i] / grouping_.top;
-      pack_row(a_.x.row<const bf16>(token), a_.hidden, rows, row / kTileRows, row % kTileRows, {0, k_tiles_});
+    constexpr int64_t kRowsAtOnce = 8, kTilesAtOnce = 2;
+    for (int64_t first = from.begin; first < from.end; first += kRowsAtOnce) {
+      const int64_t end = std::min(first + kRowsAtOnce, from.end);
+      const bf16* inputs[kRowsAtOnce];
+      for (int64_t i = first; i < end; ++i) {
+        inputs[i - first] = a_.x.row<const bf16>(grouping_.order[group.first + i] / grouping_.top);
+      }
+      for (int64_t tile = 0; tile < k_tiles_; tile += kTilesAtOnce) {
+        for (int64_t i = first; i < end; ++i) {
+          const int64_t row = i - from.begin;
+          pack_row(inputs[i - first], a_.hidden, rows, row / kTileRows, row % kTileRows,
+                   {tile, std::min(tile + kTilesAtOnce, k_tiles_)});
+        }
+      }
     }
   }
 
