@@ -48,87 +48,141 @@ struct GroupedMemory {
   }
 };
 
-// One or two row tiles with a block, over a panel.
-template <class Format, int kRowTiles, bool kZeros>
-struct PairPanel {
-  const char *rows0, *rows1;
-  const bf16* expanded;
-  const Format& weight;
-  int64_t block, first_group, groups, tiles;
-  const float* inputs0;  // sums of a row tile's inputs, by group
-  const float* inputs1;
-  float* sums;
+// The products of row tiles with a panel of a block of the weight, one after the other. Those of a group stay in the
+// tiles: the next group stores each just before it needs the tile. Groups are scaled and added two by two, a tile at a
+// time, while the next are multiplied.
+template <int kParts, bool kZeros, class Format, class Finish>
+class GroupedProducts {
+ public:
+  // One or two row tiles with a panel of a block.
+  struct Run {
+    const char *rows0, *rows1;
+    int64_t block, first_group, groups, tiles;
+    const float *inputs0, *inputs1;  // sums of a row tile's inputs, by group
+    float* sums;
+    Range rows;
+    const float* gate;  // the sums before these, if the two of them are one result
+    bool finishes;
+  };
 
-  // The products of a group, summed in tiles 0 to 3.
-  void multiply(int64_t group) const {
-    tile_zero<0>();
-    tile_zero<1>();
-    if (kRowTiles == 2) tile_zero<2>();
-    if (kRowTiles == 2) tile_zero<3>();
-    const int64_t end = std::min((group + 1) * weight.group_tiles, tiles);
-    for (int64_t t = group * weight.group_tiles; t < end; ++t) {
-      tile_load<4>(rows0 + t * kTileBytes, 64);
-      tile_load<6>(expanded + t * 2 * kTile, 64);
-      tile_dot_bf16<0, 4, 6>();
-      tile_load<7>(expanded + t * 2 * kTile + kTile, 64);
-      tile_dot_bf16<1, 4, 7>();
-      if (kRowTiles == 2) {
-        tile_load<5>(rows1 + t * kTileBytes, 64);
-        tile_dot_bf16<2, 5, 6>();
-        tile_dot_bf16<3, 5, 7>();
-      }
-    }
-  }
+  GroupedProducts(const Format& weight, const Finish& finish) : weight_(weight), finish_(finish) {}
 
-  static void store_tiles(float* to) {
-    tile_store<0>(to, 64);
-    tile_store<1>(to + 256, 64);
-    if (kRowTiles == 2) tile_store<2>(to + 512, 64);
-    if (kRowTiles == 2) tile_store<3>(to + 768, 64);
-  }
-
-  // Adds kCount groups' scaled sums.
-  template <int kCount>
-  void add(int64_t group, const float* fresh) const {
-    const bool first = first_group + group == 0;
-#pragma GCC unroll 4
-    for (int t = 0; t < kRowTiles * 2; ++t) {
-      Vec scale[kCount], less[kCount];
-      for (int g = 0; g < kCount; ++g) {
-        scale[g] = weight.scale(block, first_group + group + g, t % 2);
-        if constexpr (kZeros) less[g] = weight.negative_zero(block, first_group + group + g, t % 2);
-      }
-      const float* const inputs = (t / 2 ? inputs1 : inputs0) + group * kTileRows;
-#pragma GCC unroll 16
-      for (int r = 0; r < kTileRows; ++r) {
-        float* const to = sums + (t * kTileRows + r) * kLanes;
-        Vec total = first ? zero() : load(to);
-        for (int g = 0; g < kCount; ++g) {
-          Vec products = load(fresh + g * kPairSums + (t * kTileRows + r) * kLanes);
-          if constexpr (kZeros) products = fma(less[g], set(inputs[g * kTileRows + r]), products);
-          total = fma(products, scale[g], total);
+  template <int kRowTiles>
+  void multiply(const Run& run, const bf16* expanded) {
+    for (int64_t group = 0; group < run.groups; ++group) {
+      const int64_t begin = group * weight_.group_tiles, end = std::min(begin + weight_.group_tiles, run.tiles);
+      for (int64_t t = begin; t < end; ++t) {
+        const bool first = t == begin;
+        tile_load_stream<4>(run.rows0 + t * kTileBytes, 64);
+        tile_load<6>(expanded + t * 2 * kTile, 64);
+        if (first) start<0>();
+        tile_dot_bf16<0, 4, 6>();
+        tile_load<7>(expanded + t * 2 * kTile + kTile, 64);
+        if (first) start<1>();
+        tile_dot_bf16<1, 4, 7>();
+        if constexpr (kRowTiles == 2) {
+          tile_load_stream<5>(run.rows1 + t * kTileBytes, 64);
+          if (first) start<2>();
+          tile_dot_bf16<2, 5, 6>();
+          if (first) start<3>();
+          tile_dot_bf16<3, 5, 7>();
+        } else if (first) {
+          store_tile<2>();
+          store_tile<3>();
         }
-        store(to, total);
+        for (int64_t i = 0; i < (weight_.group_tiles == 1 ? 2 : 1) && added_ < adding_.tiles; ++i) add_tile();
+        if (first) stored();
       }
+      const int64_t pair = group / 2 * 2, count = std::min<int64_t>(2, run.groups - pair);
+      in_tiles_ = {run, pair, count, kRowTiles * 2, fresh_[turn_][0]};
+      to_ = fresh_[turn_][group - pair];
+      full_ = group - pair + 1 == count;
+      if (full_) turn_ ^= 1;
     }
   }
 
-  // Groups two by two; they are added while the next two are multiplied.
-  void run() const {
-    alignas(64) float fresh[2][2][kPairSums];
-    const auto slot = [&](int64_t group) { return fresh[group / 2 % 2][0]; };
-    for (int64_t group = 0; group < groups; group += 2) {
-      multiply(group);
-      if (group > 0) add<2>(group - 2, slot(group - 2));
-      store_tiles(slot(group));
-      if (group + 1 < groups) {
-        multiply(group + 1);
-        store_tiles(slot(group) + kPairSums);
-      }
-    }
-    const int64_t last = (groups - 1) / 2 * 2;
-    groups % 2 ? add<1>(last, slot(last)) : add<2>(last, slot(last));
+  // Everything that is still in the tiles or not added.
+  void complete() {
+    store_tile<0>();
+    store_tile<1>();
+    store_tile<2>();
+    store_tile<3>();
+    stored();
+    while (added_ < adding_.tiles) add_tile();
   }
+
+ private:
+  // Two groups of a run, or one.
+  struct Groups {
+    Run run;
+    int64_t first, count;
+    int tiles = 0;  // of sums
+    const float* products;
+  };
+
+  template <int T>
+  void store_tile() const {
+    if (T < in_tiles_.tiles) tile_store<T>(to_ + T * kTileRows * kLanes, 64);
+  }
+  template <int T>
+  void start() const {
+    store_tile<T>();
+    tile_zero<T>();
+  }
+
+  void stored() {
+    if (full_) {
+      while (added_ < adding_.tiles) add_tile();
+      adding_ = in_tiles_;
+      added_ = 0;
+    }
+    in_tiles_.tiles = 0;
+    full_ = false;
+  }
+
+  void add_tile() {
+    adding_.count == 2 ? add_tile<2>(added_) : add_tile<1>(added_);
+    if (++added_ < adding_.tiles) return;
+    const Run& run = adding_.run;
+    if (!run.finishes || adding_.first + adding_.count < run.groups) return;
+    const float* parts[kParts];
+    parts[0] = run.gate;
+    parts[kParts - 1] = run.sums;
+    finish_.write(parts, run.rows, run.block / kParts);
+  }
+
+  template <int kCount>
+  void add_tile(int t) const {
+    const Run& run = adding_.run;
+    const int64_t group = run.first_group + adding_.first;
+    Vec scale[kCount], less[kCount];
+    for (int g = 0; g < kCount; ++g) {
+      scale[g] = weight_.scale(run.block, group + g, t % 2);
+      if constexpr (kZeros) less[g] = weight_.negative_zero(run.block, group + g, t % 2);
+    }
+    const float* const inputs = (t / 2 ? run.inputs1 : run.inputs0) + adding_.first * kTileRows;
+    const float* const products = adding_.products + t * kTileRows * kLanes;
+    float* const sums = run.sums + t * kTileRows * kLanes;
+#pragma GCC unroll 16
+    for (int r = 0; r < kTileRows; ++r) {
+      Vec total = group == 0 ? zero() : load(sums + r * kLanes);
+      for (int g = 0; g < kCount; ++g) {
+        Vec fresh = load(products + g * kPairSums + r * kLanes);
+        if constexpr (kZeros) fresh = fma(less[g], set(inputs[g * kTileRows + r]), fresh);
+        total = fma(fresh, scale[g], total);
+      }
+      store(sums + r * kLanes, total);
+    }
+  }
+
+  const Format& weight_;
+  const Finish& finish_;
+  alignas(64) float fresh_[2][2][kPairSums];
+  int turn_ = 0;
+  Groups in_tiles_{}, adding_{};
+  float* to_ = nullptr;
+  bool full_ = false;  // what is in the tiles is the last of its groups
+  int added_ = 0;      // tiles
 };
 
 // As multiply_band of gemm_amx.h; `rows` in panels of GroupedBlocking.
@@ -136,6 +190,7 @@ template <int kParts, bool kZeros, class Format, class Finish>
 static void multiply_grouped_band(const PackedRows& rows, Range stripe, const Format& weight, Range band, int64_t m,
                                   const GroupedMemory& memory, const Finish& finish) {
   const int64_t pairs = blocks(stripe.end - stripe.begin, 2), panels = blocks(rows.k_tiles, rows.panel);
+  GroupedProducts<kParts, kZeros, Format, Finish> products(weight, finish);
   for (int64_t panel = 0; panel < panels; ++panel) {
     const int64_t k_tiles = rows.panel_tiles(panel), groups = blocks(k_tiles, weight.group_tiles);
     const int64_t first_tile = panel * rows.panel, first_group = first_tile / weight.group_tiles;
@@ -167,25 +222,29 @@ static void multiply_grouped_band(const PackedRows& rows, Range stripe, const Fo
         const char* const rows0 = rows.tiles(panel, tile);
         const float* const inputs0 = memory.group_sums + pair * 2 * groups * kTileRows;
         const Range range{tile * kTileRows, std::min({(tile + 2) * kTileRows, stripe.end * kTileRows, m})};
+        const typename GroupedProducts<kParts, kZeros, Format, Finish>::Run run{
+            rows0,
+            rows0 + k_tiles * kTileBytes,
+            block,
+            first_group,
+            groups,
+            k_tiles,
+            inputs0,
+            inputs0 + groups * kTileRows,
+            sums_of(block, pair),
+            range,
+            kParts == 2 && last ? sums_of(block - 1, pair) : nullptr,
+            last};
         if (tile + 1 < stripe.end) {
-          PairPanel<Format, 2, kZeros>{
-              rows0,   rows0 + k_tiles * kTileBytes, memory.expanded,     weight, block, first_group, groups, k_tiles,
-              inputs0, inputs0 + groups * kTileRows, sums_of(block, pair)}
-              .run();
+          products.template multiply<2>(run, memory.expanded);
         } else {
-          PairPanel<Format, 1, kZeros>{
-              rows0,   nullptr, memory.expanded,     weight, block, first_group, groups, k_tiles,
-              inputs0, nullptr, sums_of(block, pair)}
-              .run();
-        }
-        if (last) {
-          const float* parts[kParts];
-          for (int part = 0; part < kParts; ++part) parts[part] = sums_of(block - kParts + 1 + part, pair);
-          finish.write(parts, range, block / kParts);
+          products.template multiply<1>(run, memory.expanded);
         }
       }
     }
+    if (kZeros) products.complete();  // before the sums of its inputs make room for the next panel's
   }
+  products.complete();
 }
 
 template <int kParts, class Format, class Finish>
