@@ -139,13 +139,15 @@ static inline void for_sums(F&& f) {
   if constexpr (RowTiles > 1 && Groups > 1) f(std::integral_constant<int, 1>{}, std::integral_constant<int, 1>{});
 }
 
-// One step of 32 summands: a, a2 are the row tiles with rows lda bytes apart, b and b2 the groups' [16][16][2].
+// One step of 32 summands: a, a2 are the row tiles with rows lda bytes apart, b and b2 the groups' [16][16][2]. Keys
+// and values pass by once: loads that keep them in the first-level cache would push out what was fetched ahead, since
+// pieces of several pages meet in the same sets.
 template <int RowTiles, int Groups>
 static inline void step(const bf16* a, const bf16* a2, int64_t lda, const bf16* b, const bf16* b2) {
-  tile_load<6>(b, 64);
+  tile_load_stream<6>(b, 64);
   tile_load<4>(a, lda);
   if constexpr (RowTiles > 1) tile_load<5>(a2, lda);
-  if constexpr (Groups > 1) tile_load<7>(b2, 64);
+  if constexpr (Groups > 1) tile_load_stream<7>(b2, 64);
   for_sums<RowTiles, Groups>([](auto row, auto group) { tile_dot_bf16<row * 2 + group, 4 + row, 6 + group>(); });
 }
 
