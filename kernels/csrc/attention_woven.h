@@ -3,8 +3,8 @@
 //
 // Tile products run beside vector instructions, as long as the one finds the other within some hundred instructions. So
 // the rows of a page's softmax lie between the products of the next page's scores and of the last unit's values: a row
-// or a few for every product. Keys and values are loaded with a hint that keeps them out of the first-level cache,
-// where they would push out what is used again: scores, probabilities, queries and sums.
+// or a few for every product. Operands are loaded with a hint that does not bring them into the first-level cache: it
+// is too small for all that a page needs, and what is written there (scores, probabilities, sums) would have to leave.
 //
 // The sums of a block stay in the tiles until the next block begins, and leave one by one between its first products:
 // at the end of a block all of them would wait for its last product, and the next block for them.
@@ -15,11 +15,11 @@ template <int N, class Rows, class Begin>
 [[gnu::always_inline]] static inline void woven_step(Rows& rows, const bf16* a, const bf16* a2, const bf16* b,
                                                      const bf16* b2, const Begin& begin) {
   tile_load_block_stream<6>(b);
-  tile_load_block<4>(a);
+  tile_load_block_stream<4>(a);
   begin(std::integral_constant<int, 0>{});
   rows.template run<N>();
   tile_dot_bf16<0, 4, 6>();
-  tile_load_block<5>(a2);
+  tile_load_block_stream<5>(a2);
   begin(std::integral_constant<int, 2>{});
   rows.template run<N>();
   tile_dot_bf16<2, 5, 6>();
