@@ -12,6 +12,7 @@
 #include "epilogue.h"
 #include "gemm_amx.h"
 #include "stream_amx.h"
+#include "stream_rows_amx.h"
 
 namespace tilerank::TR_RUNG {
 
@@ -133,11 +134,17 @@ static void linear(const Args& args, const Epilogue& epilogue, Team& team) {
   const Tensor &x = args.tensor(0), &weight = args.tensor(5);
   if (x.size[0] <= kTileRows) return linear_few_rows<kParts>(x, weight, epilogue, team);
   const int64_t row_tiles = blocks(x.size[0], kTileRows), k_tiles = blocks(x.size[1], kBlockK);
+  const bool streamed = row_tiles <= kStreamedTiles;
   const Blocking blocking = Blocking::of(row_tiles, k_tiles);
-  const PackedRows rows{args.tensor(4).as<char>(), row_tiles, k_tiles, blocking.panel};
+  const PackedRows rows{args.tensor(4).as<char>(), row_tiles, k_tiles, streamed ? k_tiles : blocking.panel};
   pack_rows(x, rows, team);
   team.barrier();
   const auto multiply = [&](const auto& finish) {
+    if (streamed) {
+      float* const sums = static_cast<float*>(team.scratch(streamed_sums<kParts>() * sizeof(float)));
+      return multiply_streamed<Bf16Dot, kParts>(rows, x.size[0], weight.as<const char>(), team.share(epilogue.results),
+                                                sums, finish);
+    }
     linear_many_rows<kParts>(x.size[0], rows, blocking, weight.as<const char>(), epilogue.results, finish, team);
   };
   if (epilogue.streams_plain()) {
