@@ -84,7 +84,6 @@ class WovenTask : public TileTask {
         lane_pairs_((lane_groups_ + 1) / 2),
         in_tiles_(scratch.nothing),
         next_task_(span.task),
-        own_(task_),
         next_(next_task_) {
     next_task_.row += task_.rows;
     next_task_.rows = std::clamp<int64_t>(task_.queries * task_.heads - next_task_.row, 0, task_.rows);
@@ -149,7 +148,7 @@ class WovenTask : public TileTask {
       }
     };
     const int64_t done = pending_pairs_;
-    fetch_rows();
+    fetch_queries();
     if (pending_closes_) fetch_sums(done, pairs);
     softmax(unit, page, s, p, weave, settle);
     close_pairs(done);
@@ -199,17 +198,11 @@ class WovenTask : public TileTask {
     pending_closes_ = unit != nullptr && merges(*unit);
   }
 
-  // Asks for some of the queries of the next task, and of the output's lines that this one is going to fill: rows lie
-  // too far from each other for the processor to foresee them.
-  void fetch_rows() {
-    const auto lines = [&](const bf16* row, auto&& fetch) {
-      for (int64_t i = 0; i < d_; i += 32) fetch(reinterpret_cast<const char*>(row + i));
-    };
-    for (int64_t i = 0; i < rows_a_step_ && fetched_ < task_.rows; ++i, ++fetched_, own_.next(), next_.next()) {
-      lines(own_.element<bf16>(problem_.out), [](const char* p) { asm volatile("prefetchw %0" ::"m"(*p)); });
-      if (fetched_ < next_task_.rows) {
-        lines(next_.element<bf16>(problem_.q), [](const char* p) { _mm_prefetch(p, _MM_HINT_T1); });
-      }
+  // Asks for some of the queries of the next task: rows lie too far from each other for the processor to foresee them.
+  void fetch_queries() {
+    for (int64_t i = 0; i < rows_a_step_ && fetched_ < next_task_.rows; ++i, ++fetched_, next_.next()) {
+      const bf16* const row = next_.element<bf16>(problem_.q);
+      for (int64_t at = 0; at < d_; at += 32) _mm_prefetch(reinterpret_cast<const char*>(row + at), _MM_HINT_T1);
     }
   }
 
@@ -257,6 +250,6 @@ class WovenTask : public TileTask {
   float* pending_o_ = nullptr;
   bool pending_closes_ = false;  // its part, and merges it
   Task next_task_;               // of the same head
-  RowWalk own_, next_;           // rows to be fetched
+  RowWalk next_;                 // its row to be fetched
   int64_t fetched_ = 0, rows_a_step_ = 0;
 };
