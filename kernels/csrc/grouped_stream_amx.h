@@ -113,7 +113,7 @@ class ExpandedPairs {
     constexpr int64_t kHalf = kQuarter % 2 * Format::kPackedTile;
     const char* const ahead = ahead_.block(kQuarter / 2);
     fetch(ahead + kHalf, Format::kPackedTile);
-    if constexpr (kHalf == 0) {
+    if constexpr (kHalf == 0 && Cursor::kStep <= kPage / 8) {
       if ((reinterpret_cast<uintptr_t>(ahead) & (kPage - 1)) == kPage / 2) {
         _mm_prefetch(ahead + kPage / 2, _MM_HINT_T1);
         _mm_prefetch(ahead + kPage / 2 + 64, _MM_HINT_T1);
@@ -130,7 +130,7 @@ class ExpandedPairs {
   using Cursor = PairCursor<Format>;
   static constexpr int64_t kAhead = 2048 / Cursor::kStep;  // tiles
   // The processor reads ahead inside a page, once two lines of it were asked for: those of the next page half a page
-  // early.
+  // early. Not for fp8, whose pages are passed too fast for that to help.
   static constexpr int64_t kPage = 4096;
 
   [[gnu::always_inline]] static void fetch(const char* from, int64_t bytes) {
@@ -159,7 +159,8 @@ static inline void stream_rows(const FewRows& rows, const Format& weight, Range 
     Vec total[4][R];
 #pragma GCC unroll 4
     for (int t = 0; t < 4; ++t) std::fill_n(total[t], R, zero());
-    // Two groups at a time: many rows' totals do not fit the registers.
+    // Two groups at a time where the rows' totals do not fit the registers.
+    constexpr int kTogether = (R > 4) ? 2 : 1;
     const auto add = [&]<int kCount>(std::integral_constant<int, kCount>, int64_t group) {
 #pragma GCC unroll 4
       for (int t = 0; t < 4; ++t) {
@@ -171,7 +172,7 @@ static inline void stream_rows(const FewRows& rows, const Format& weight, Range 
 #pragma GCC unroll 16
         for (int r = 0; r < R; ++r) {
           for (int g = 0; g < kCount; ++g) {
-            Vec products = load(fresh[g][t] + r * kLanes);
+            Vec products = load(fresh[(group + g) % 2][t] + r * kLanes);
             if constexpr (kZeros) products = fma(less[g], set(rows.group_sums[(group + g) * kTileRows + r]), products);
             total[t][r] = fma(products, scale[g], total[t][r]);
           }
@@ -208,17 +209,17 @@ static inline void stream_rows(const FewRows& rows, const Format& weight, Range 
         tile_dot_bf16<3, 4, 6>();
       }
       for (int64_t next = block + 2; next < std::min(block + 4, blocks.end); ++next) weight.fetch_scales(next, group);
-      if (group > 0 && group % 2 == 0) add(std::integral_constant<int, 2>(), group - 2);
+      if (group > 0 && group % kTogether == 0) add(std::integral_constant<int, kTogether>(), group - kTogether);
       float (&to)[4][R * kLanes] = fresh[group % 2];
       tile_store<0>(to[0], 64);
       tile_store<1>(to[1], 64);
       tile_store<2>(to[2], 64);
       tile_store<3>(to[3], 64);
     }
-    if (weight.groups % 2) {
+    if (kTogether == 1 || weight.groups % kTogether) {
       add(std::integral_constant<int, 1>(), weight.groups - 1);
     } else {
-      add(std::integral_constant<int, 2>(), weight.groups - 2);
+      add(std::integral_constant<int, kTogether>(), weight.groups - kTogether);
     }
     for (int t = 0; t < 4; ++t) {
       for (int r = 0; r < R; ++r) store(sums[t / 2] + (t % 2 * kTileRows + r) * kLanes, total[t][r]);
