@@ -126,8 +126,8 @@ def attention(
     queries see is a source of its own start and length, such as the text after an encoder's part, or that part.
     lse: [t, hq] float32, receives log sum exp of every row's scaled scores (-inf where the row sees nothing), with
     which results over parts of a sequence can be merged.
-    Returns [t, hq, head_dim], contiguous. Scores, softmax and sums are fp32; on bfloat16 the rungs avx512 and amx round
-    the probabilities before the product with V, as transformers does.
+    Returns [t, hq, head_dim], each row contiguous (`core.empty_rows`). Scores, softmax and sums are fp32; on bfloat16
+    the rungs avx512 and amx round the probabilities before the product with V, as transformers does.
     Memory past seq_lens[i] in the last page may hold anything. A row's bits depend on its own query and its own tokens
     only, whole or in chunks, alone or in a batch, provided that the sequence's values are finite: 0 * inf is NaN.
     """
@@ -144,7 +144,7 @@ def attention(
         return reference_attention.attention(
             q, cache, block_tables, seq_lens, query_starts, kv_map, scale, causal=causal, lse=lse, kv_starts=kv_starts
         )
-    out = core.empty(q.shape, q.dtype)
+    out = core.empty_rows(q.shape[0], q.shape[1] * q.shape[2], q.dtype).view(q.shape)
     tensors = (q, cache.k, cache.v, block_tables, seq_lens, query_starts, kv_map, out, lse, kv_starts, cache.scales)
     core.launch(_ATTENTION, tensors, (int(causal),), (scale,))
     return out

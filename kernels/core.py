@@ -135,6 +135,16 @@ def empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     return torch.empty(tuple(shape), dtype=dtype) if _isa == "reference" else _C.empty(shape, _DTYPES[dtype])
 
 
+def empty_rows(m: int, width: int, dtype: torch.dtype) -> Tensor:
+    """The same for rows [m, width] that a product of many rows will read: an odd number of cache lines apart, so that
+    it need not pack them (csrc/gemm_amx.h).
+    """
+    line = 64 // dtype.itemsize
+    if m <= 16 or width % (2 * line):
+        return empty((m, width), dtype)
+    return empty((m, width + line), dtype)[:, :width]
+
+
 def arena_bytes() -> tuple[int, int]:
     """(bytes of living tensors, bytes mapped) of the activation arena."""
     return _C.arena_bytes() if _C else (0, 0)

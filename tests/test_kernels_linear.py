@@ -66,6 +66,21 @@ def test_product_larger_than_every_block(threads: int, k: int) -> None:
     assert torch.equal(result, linear(x, packed(plain, BF16), out_dtype=F32)), "depends on the number of threads"
 
 
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("m", [384, 400, 401, 369, 850])
+def test_rows_are_read_where_they_are(threads: int, m: int) -> None:
+    """Rows an odd number of cache lines apart, whose tiles need no packing: whole tiles, and some rows more."""
+    core.start_pool(None, threads, spin=False)
+    x, plain = randn(m, 2080).to(BF16), randn(200, 2080, seed=1).to(BF16)
+    weight = packed(plain, BF16)
+    apart = core.empty((m, 2080), BF16).copy_(x)
+    result = linear(apart, weight, out_dtype=F32)
+    assert_close(result, x, plain)
+    together = core.empty((m, 2080 + 32), BF16)[:, :2080].copy_(x)
+    assert torch.equal(result, linear(together, weight, out_dtype=F32)), "depends on where rows are"
+    core.start_pool(None, 1, spin=False)
+
+
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=["bf16", "f32"])
 @pytest.mark.parametrize("n, k", [(40, 70), (72, 1088), (40, 1700)])
 def test_a_row_has_the_same_bits_in_every_batch(rung: str, dtype: torch.dtype, n: int, k: int) -> None:

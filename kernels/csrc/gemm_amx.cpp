@@ -108,17 +108,18 @@ static void linear_few_rows(const Tensor& x, const Tensor& weight, const Epilogu
 }
 
 template <int kParts, class Finish>
-static void linear_many_rows(int64_t m, const PackedRows& rows, const Blocking& blocking, const char* weight,
+static void linear_many_rows(int64_t m, const RowTiles& rows, const Blocking& blocking, const char* weight,
                              int64_t results, const Finish& finish, Team& team) {
   const Tiles tiles(panel_tiles(kTileRows));
-  float* const sums = static_cast<float*>(team.scratch(band_sums<kParts>(rows, blocking) * sizeof(float)));
+  float* const sums = static_cast<float*>(team.scratch(band_sums<kParts>(rows.packed, blocking) * sizeof(float)));
   // Threads in a grid: over rows as far as each keeps enough of them to pay for reading the weight, then over outputs.
   constexpr int64_t kOwnTiles = 64;
+  const int64_t row_tiles = blocks(m, kTileRows);
   int row_threads = 1;
-  while (team.count % (row_threads * 2) == 0 && rows.row_tiles >= row_threads * 2 * kOwnTiles) row_threads *= 2;
+  while (team.count % (row_threads * 2) == 0 && row_tiles >= row_threads * 2 * kOwnTiles) row_threads *= 2;
   const Team row_team(nullptr, team.index % row_threads, row_threads);
   const Team column_team(nullptr, team.index / row_threads, team.count / row_threads);
-  const Range own_rows = row_team.share(rows.row_tiles, 2), own = column_team.share(results);
+  const Range own_rows = row_team.share(row_tiles, 2), own = column_team.share(results);
   const int64_t end = own.end * kParts, step = std::max<int64_t>(blocking.band, kParts);
   for (int64_t tile = own_rows.begin; tile < own_rows.end; tile += blocking.stripe) {
     const Range stripe{tile, std::min(tile + blocking.stripe, own_rows.end)};
@@ -136,14 +137,28 @@ static void linear(const Args& args, const Epilogue& epilogue, Team& team) {
   const int64_t row_tiles = blocks(x.size[0], kTileRows), k_tiles = blocks(x.size[1], kBlockK);
   const bool streamed = row_tiles <= kStreamedTiles;
   const Blocking blocking = Blocking::of(row_tiles, k_tiles);
-  const PackedRows rows{args.tensor(4).as<char>(), row_tiles, k_tiles, streamed ? k_tiles : blocking.panel};
-  pack_rows(x, rows, team);
-  team.barrier();
+  const int64_t stride = x.stride[0] * 2;
+  // Where the stripe comes panel by panel; a whole one, which is read again and again, pays for packing.
+  const bool plain = !streamed && blocking.band > 1 && stride % 128 == 64 && x.size[1] % kBlockK == 0 &&
+                     reinterpret_cast<uintptr_t>(x.data) % 64 == 0;
+  const int64_t full = x.size[0] / kTileRows, plain_tiles = !plain ? 0 : full == row_tiles ? full : full / 2 * 2;
+  const RowTiles rows{
+      {args.tensor(4).as<char>(), row_tiles - plain_tiles, k_tiles, streamed ? k_tiles : blocking.panel},
+      x.as<const char>(),
+      stride,
+      plain_tiles};
+  if (plain_tiles < row_tiles) {
+    Tensor rest = x;
+    rest.data = x.row<char>(plain_tiles * kTileRows * 2);
+    rest.size[0] -= plain_tiles * kTileRows;
+    pack_rows(rest, rows.packed, team);
+    team.barrier();
+  }
   const auto multiply = [&](const auto& finish) {
     if (streamed) {
       float* const sums = static_cast<float*>(team.scratch(streamed_sums<kParts>() * sizeof(float)));
-      return multiply_streamed<Bf16Dot, kParts>(rows, x.size[0], weight.as<const char>(), team.share(epilogue.results),
-                                                sums, finish);
+      return multiply_streamed<Bf16Dot, kParts>(rows.packed, x.size[0], weight.as<const char>(),
+                                                team.share(epilogue.results), sums, finish);
     }
     linear_many_rows<kParts>(x.size[0], rows, blocking, weight.as<const char>(), epilogue.results, finish, team);
   };

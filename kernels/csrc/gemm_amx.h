@@ -46,7 +46,7 @@ struct Blocking {
     if (row_tiles <= 2) return {k_tiles, 2, 1};
     const int64_t whole = kResident / k_tiles / 2 * 2;
     if (whole >= std::min(row_tiles, kTall)) return {kPanel, std::min<int64_t>(whole, 64), 1};
-    return {kPanel, 32, 8};
+    return {kPanel, 32, 16};
   }
 };
 
@@ -72,13 +72,46 @@ static inline void pack_row(const bf16* from, int64_t k, const PackedRows& to, i
   }
 }
 
-// Memory that is needed soon: `lines` cache lines of it at every step.
+// Where the row tiles of a product are: packed, but for the first ones, if these can be read from x itself. They can
+// where the distance of its rows is an odd number of cache lines: else the rows of a tile meet in the same few sets of
+// the caches.
+struct RowTiles {
+  struct Place {
+    const char* data;
+    int64_t row_stride, tile_step, second;  // bytes between rows, tiles of k, and to the next row tile
+  };
+
+  PackedRows packed;  // of the row tiles from plain_tiles on
+  const char* x = nullptr;
+  int64_t x_stride = 0, plain_tiles = 0;  // bytes
+
+  RowTiles(const PackedRows& packed) : packed(packed) {}
+  RowTiles(const PackedRows& packed, const char* x, int64_t x_stride, int64_t plain_tiles)
+      : packed(packed), x(x), x_stride(x_stride), plain_tiles(plain_tiles) {}
+
+  bool plain(int64_t row_tile) const { return row_tile < plain_tiles; }
+  Place at(int64_t panel, int64_t row_tile) const {
+    const char* const row = x + row_tile * kTileRows * x_stride;
+    if (plain(row_tile)) return {row + panel * packed.panel * 64, x_stride, 64, kTileRows * x_stride};
+    return {packed.tiles(panel, row_tile - plain_tiles), 64, kTileBytes, packed.panel_tiles(panel) * kTileBytes};
+  }
+};
+
+// Memory that is needed soon: `lines` cache lines of it at every step, in one piece, or in rows of kRowLines.
 struct Ahead {
+  static constexpr int64_t kRowLines = 16;
   const char* data;
-  int64_t lines;
+  int64_t lines, row_stride = kRowLines * 64;
+
+  // From the line number `first` on.
+  static Ahead from(const char* data, int64_t first, int64_t lines, int64_t row_stride = kRowLines * 64) {
+    return {data + first / kRowLines * row_stride + first % kRowLines * 64, lines, row_stride};
+  }
 
   void fetch(int64_t step) const {
-    for (int64_t i = 0; i < lines; ++i) prefetch_l2(data + (step * lines + i) * 64);
+    for (int64_t i = step * lines; i < (step + 1) * lines; ++i) {
+      prefetch_l2(data + i / kRowLines * row_stride + i % kRowLines * 64);
+    }
   }
 };
 
@@ -122,7 +155,8 @@ struct InTiles {
 // A pair of row tiles, or one, times one panel of a block of the weight. The sums stay in the tiles: the next pass
 // stores each just before it needs the tile, when its own operands are on the way, so that products hardly pause.
 struct Pass {
-  const char *rows, *weight;
+  RowTiles::Place rows;
+  const char* weight;
   int64_t k_tiles;
   const float* from;  // the sums so far; null: none
   const float* next_from;
@@ -133,14 +167,14 @@ struct Pass {
   // it does, rows are loaded past it.
   template <class Dot, int kRowTiles, bool kWeightStays, class F>
   void run(const InTiles& before, const F& meanwhile) const {
-    const char *rows0 = rows, *rows1 = rows + k_tiles * kTileBytes, *w = weight;
+    const char *rows0 = rows.data, *rows1 = rows.data + rows.second, *w = weight;
     const auto load_operands = [&] {
-      load<4, !kWeightStays>(rows0);
-      load<6, kWeightStays>(w);
-      load<7, kWeightStays>(w + kTileBytes);
-      if (kRowTiles == 2) load<5, !kWeightStays>(rows1);
-      rows0 += kTileBytes;
-      rows1 += kTileBytes;
+      load<4, !kWeightStays>(rows0, rows.row_stride);
+      load<6, kWeightStays>(w, 64);
+      load<7, kWeightStays>(w + kTileBytes, 64);
+      if (kRowTiles == 2) load<5, !kWeightStays>(rows1, rows.row_stride);
+      rows0 += rows.tile_step;
+      rows1 += rows.tile_step;
       w += kBlockStep;
     };
     fetch_ahead(0);
@@ -191,11 +225,11 @@ struct Pass {
   }
 
   template <int T, bool kStays>
-  static void load(const char* p) {
+  static void load(const char* p, int64_t row_stride) {
     if constexpr (kStays) {
-      tile_load<T>(p, 64);
+      tile_load<T>(p, row_stride);
     } else {
-      tile_load_stream<T>(p, 64);
+      tile_load_stream<T>(p, row_stride);
     }
   }
 };
@@ -226,8 +260,9 @@ struct Unfinished {
 // and what it is for), and the band whole results. finish.write(parts, rows, result) gets the sums of each part, in
 // tiles: two side by side for each of the row tiles that `rows` begins and ends in (`for_sums`).
 template <class Dot, int kParts, class Finish>
-static void multiply_band(const PackedRows& rows, Range stripe, const char* weight, Range band, int64_t m, float* sums,
-                          const Finish& finish) {
+static void multiply_band(const RowTiles& row_tiles, Range stripe, const char* weight, Range band, int64_t m,
+                          float* sums, const Finish& finish) {
+  const PackedRows& rows = row_tiles.packed;
   const int64_t pairs = blocks(stripe.end - stripe.begin, 2), panels = blocks(rows.k_tiles, rows.panel);
   const int64_t width = band.end - band.begin;
   float *const last = sums, *const kept = sums + kPairSums;  // finished sums; those of the band
@@ -243,7 +278,8 @@ static void multiply_band(const PackedRows& rows, Range stripe, const char* weig
   InTiles before{nullptr, 0};
   for (int64_t panel = 0; panel < panels; ++panel) {
     const int64_t k_tiles = rows.panel_tiles(panel);
-    const char* const next_rows = rows.tiles(panel + 1 < panels ? panel + 1 : 0, stripe.begin);
+    const RowTiles::Place next_rows = row_tiles.at(panel + 1 < panels ? panel + 1 : 0, stripe.begin);
+    const int64_t next_stride = row_tiles.plain(stripe.begin) ? next_rows.row_stride : Ahead::kRowLines * 64;
     for (int64_t block = band.begin; block < band.end; ++block) {
       const char* const w = panel_of(block, panel);
       const char* const next_w = block + 1 < band.end ? panel_of(block + 1, panel)
@@ -257,13 +293,13 @@ static void multiply_band(const PackedRows& rows, Range stripe, const char* weig
         // rows in the course of a band. With few rows the weight streams from memory.
         const Ahead ahead_w = pairs > 1 ? Ahead{next_w + pair * k_tiles * w_lines * 64, w_lines}
                                         : Ahead{w + kStreamAhead, kBlockStep / 64};
-        const Pass pass{rows.tiles(panel, tile),
+        const Pass pass{row_tiles.at(panel, tile),
                         w,
                         k_tiles,
                         panel ? own : nullptr,
                         own + kPairSums,
                         ahead_w,
-                        Ahead{next_rows + passed * k_tiles * row_lines * 64, row_lines}};
+                        Ahead::from(next_rows.data, passed * k_tiles * row_lines, row_lines, next_stride)};
         if (pairs == 1) {
           tile + 1 < stripe.end ? pass.run<Dot, 2, false>(before, meanwhile)
                                 : pass.run<Dot, 1, false>(before, meanwhile);
