@@ -141,11 +141,10 @@ def _gptq(c: Fields) -> QuantizationConfig:
     blocks = c.values["modules_in_block_to_quantize"] if c.has("modules_in_block_to_quantize") else None
     group = _group(c, "group_size")
     about = c.object("meta") if c.has("meta") else c  # newer writers have it there
-    in_place = about.has("static_groups") and about.flag("static_groups")
     return QuantizationConfig(
         "gptq",
         group=group,
-        act_order=c.has("desc_act") and c.flag("desc_act") and not in_place and group > 0,
+        act_order=c.flag("desc_act") and not about.flag("static_groups") and group > 0,
         symmetric=c.flag("sym"),
         zeros_minus_one=form == "gptq",
         kept=(*(() if c.flag("lm_head") else _ALL_BUT_HEAD), *_names(c, "modules_to_not_convert")),

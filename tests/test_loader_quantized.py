@@ -1,15 +1,18 @@
 """Quantised checkpoints: every rank holds exactly the weights that its rectangles stand for, whatever the cut."""
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from encode import CASES, make
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from tilerank.loader.checkpoint import Checkpoint
 from tilerank.loader.config import load_config
+from tilerank.loader.errors import CheckpointError
 from tilerank.loader.formats import weight_formats
 from tilerank.loader.quantization import Quantization
 from tilerank.loader.weights import load_weights
@@ -44,6 +47,37 @@ def test_every_rank_holds_its_rectangles(base: Path, case: str, strategy: Any) -
                 rows, columns = wanted.shape
                 found = weight.unpack()[row : row + rows, :columns].float()
                 torch.testing.assert_close(found, wanted, rtol=1e-6 if found.dtype is torch.float32 else 1e-2, atol=0)
+
+
+def load(model_dir: Path) -> None:
+    config = load_config(model_dir)
+    sharding = Sharding(0, 1, torch.bfloat16, None, formats=weight_formats(config, torch.bfloat16, None))
+    model = model_class(config.model_type)(config, sharding)
+    load_weights(model, Checkpoint(model_dir), ignore=model.ignore, progress=True, quantization=config.quantization)
+
+
+def test_act_order_is_said_and_needs_to_be_announced(
+    base: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model_dir = make("gptq-act-order", base)[0]
+    load(model_dir)
+    assert "held as floats, not in int4 (gptq): columns that share a scale lie apart (desc_act)" in caplog.text
+    raw = json.loads((model_dir / "config.json").read_text())
+    silent = shutil.copytree(model_dir, tmp_path / "silent")
+    raw["quantization_config"]["desc_act"] = False
+    (silent / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(CheckpointError, match="found another order, without desc_act"):
+        load(silent)
+
+
+def test_a_group_that_does_not_exist_is_refused(base: Path, tmp_path: Path) -> None:
+    model_dir = shutil.copytree(make("gptq-act-order", base)[0], tmp_path / "wrong")
+    tensors = load_file(model_dir / "model.safetensors")
+    name = next(name for name in tensors if name.endswith("q_proj.g_idx"))
+    tensors[name][5] = 6  # of 192 columns in groups of 32
+    save_file(tensors, model_dir / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=f"{name}: expected groups from 0 to 5, found others"):
+        load(model_dir)
 
 
 QUANTISED = [Quantization("int8"), Quantization("fp8"), Quantization("int4", 32), Quantization("int4", 128)]

@@ -33,16 +33,12 @@ template <class T>
 static inline void norm_row(const T* x, const T* weight, T* out, int64_t d, float eps, bool zero_centered) {
   const Vec scale = norm_scale(set(sum_of_squares(x, d)), d, eps);
   const auto normed = [&](Vec value, Vec w) { return norm_value<T>(value, scale, w, zero_centered); };
-  int64_t i = 0;
-  for (; i + kLanes <= d; i += kLanes) store(out + i, normed(load(x + i), load(weight + i)));
-  if (i < d) store(out + i, normed(load(x + i, d - i), load(weight + i, d - i)), d - i);
+  for_lanes(d, [&](int64_t i, auto lanes) { lanes.store(out + i, normed(lanes.load(x + i), lanes.load(weight + i))); });
 }
 
 template <class T>
 static inline void add_row(const T* x, T* residual, int64_t d) {
-  int64_t i = 0;
-  for (; i + kLanes <= d; i += kLanes) store(residual + i, load(residual + i) + load(x + i));
-  if (i < d) store(residual + i, load(residual + i, d - i) + load(x + i, d - i), d - i);
+  for_lanes(d, [&](int64_t i, auto lanes) { lanes.store(residual + i, lanes.load(residual + i) + lanes.load(x + i)); });
 }
 
 }  // namespace tilerank::TR_RUNG

@@ -8,36 +8,6 @@
 
 namespace tilerank::TR_RUNG {
 
-// f(i, lanes) for every vector of n elements: lanes.load and lanes.store touch those that there are.
-struct AllLanes {
-  template <class T>
-  Vec load(const T* p) const {
-    return TR_RUNG::load(p);
-  }
-  template <class T>
-  void store(T* p, Vec x) const {
-    TR_RUNG::store(p, x);
-  }
-};
-struct FirstLanes {
-  int64_t n;
-
-  template <class T>
-  Vec load(const T* p) const {
-    return TR_RUNG::load(p, n);
-  }
-  template <class T>
-  void store(T* p, Vec x) const {
-    TR_RUNG::store(p, x, n);
-  }
-};
-template <class F>
-static void for_lanes(int64_t n, const F& f) {
-  int64_t i = 0;
-  for (; i + kLanes <= n; i += kLanes) f(i, AllLanes{});
-  if (i < n) f(i, FirstLanes{n - i});
-}
-
 // value(lanes, i): what the vector of the head that begins at i is before the rotation.
 template <class T, class F>
 static void rotate(T* head, const T* cos, const T* sin, int64_t half, const F& value) {

@@ -3,7 +3,8 @@
 //   Vec v = load(p)        p is const float* or const bf16*, unaligned; load(p, n) reads only the first n (others 0)
 //   store(p, v)            rounds to nearest even into bf16*; store(p, v, n) writes only the first n
 //   round_to<T>(v)         what is left of v once stored as T (float, bf16)
-//   set(x) zero() + - * / fma(a, b, c) = a * b + c   max min sqrt exp(v) silu(v) sum(v) max_of(v)
+//   for_lanes(n, f)        f(i, lanes) for every vector of n elements, the last partial; lanes.load(p), lanes.store(p,
+//   v) set(x) zero() + - * / fma(a, b, c) = a * b + c   max min sqrt exp(v) silu(v) sum(v) max_of(v)
 //
 // n is 1..kLanes in the partial forms. Sums run in a fixed order, so that a row's result never depends on other rows.
 
@@ -160,6 +161,36 @@ static inline Vec silu(Vec x) {
 #else
 static inline Vec silu(Vec x) { return x / (set(1.0f) + exp(zero() - x)); }
 #endif
+
+// f(i, lanes) for every vector of n elements: lanes.load and lanes.store touch those that there are.
+struct AllLanes {
+  template <class T>
+  Vec load(const T* p) const {
+    return TR_RUNG::load(p);
+  }
+  template <class T>
+  void store(T* p, Vec x) const {
+    TR_RUNG::store(p, x);
+  }
+};
+struct FirstLanes {
+  int64_t n;
+
+  template <class T>
+  Vec load(const T* p) const {
+    return TR_RUNG::load(p, n);
+  }
+  template <class T>
+  void store(T* p, Vec x) const {
+    TR_RUNG::store(p, x, n);
+  }
+};
+template <class F>
+static inline void for_lanes(int64_t n, const F& f) {
+  int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) f(i, AllLanes{});
+  if (i < n) f(i, FirstLanes{n - i});
+}
 
 // What is left of x once it was stored as T.
 template <class T>
