@@ -131,6 +131,15 @@ def test_lengths_around_pages_and_chunks(dtype: torch.dtype, length: int) -> Non
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_results_of_more_than_a_mebibyte(dtype: torch.dtype) -> None:
+    batch = Batch([530], [(0, 4), (4, 5)], 128, dtype).store_all()
+    found = batch.whole(0)
+    assert found.nbytes > 1 << 20  # then they are written past the caches
+    assert_exact(found, batch, 0)
+    assert torch.equal(found[:90], batch.attend([(0, 0, 90)])[0])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_scores_far_apart_and_a_late_maximum(dtype: torch.dtype) -> None:
     batch = Batch([200], MHA, 16, dtype)
     batch.scale = 3.0

@@ -333,6 +333,7 @@ static void attention(const Args& args, Team& team) {
   // Few rows are bound by memory: reading a page costs about as much as four groups' arithmetic.
   const auto weight = [](const Task& task) { return (task.rows + kGroup - 1 + 4 * kGroup) / kGroup; };
   run_spans<AnyTask>(args, checked_problem(args, team), kTaskRows, weight, team);
+  _mm_sfence();  // rows may have been stored past the caches
 }
 TR_KERNEL(attention)
 

@@ -15,7 +15,9 @@ class TileSums {
         parts_(parts),
         d_(problem.dims()),
         lane_groups_((d_ + 15) / 16),
-        groups_((task_.rows + kGroup - 1) / kGroup) {}
+        groups_((task_.rows + kGroup - 1) / kGroup),
+        streams_(task_.rows > kGroup && streams(problem.out)),
+        to_store_(task_) {}
 
   // Adds the sums over a part to those over all before it.
   void merge(int64_t part, const Sums& sums) {
@@ -26,18 +28,30 @@ class TileSums {
     }
   }
 
-  void store_rows() const {
-    RowWalk walk(task_);
-    for (int64_t r = 0; r < task_.rows; ++r, walk.next()) {
+  void store_rows() { store_rows(task_.rows); }
+
+ protected:
+  // Those before `end` that are not stored yet.
+  void store_rows(int64_t end) {
+    for (; stored_ < end; ++stored_, to_store_.next()) {
+      const int64_t r = stored_;
       const float total = sum(load(scratch_.all_sum + r * 16));
       if (problem_.lse) {
-        *walk.element<float>(problem_.lse) = (scratch_.all_shift[r] + std::log2(total)) * 0.693147180559945309f;
+        *to_store_.element<float>(problem_.lse) = (scratch_.all_shift[r] + std::log2(total)) * 0.693147180559945309f;
       }
       const Vec factor = set(1.0f / total);
       const float* o = scratch_.all_o + r / kGroup * kGroup * lane_groups_ * 16 + r % kGroup * 16;
-      bf16* out = walk.element<bf16>(problem_.out);
+      bf16* out = to_store_.element<bf16>(problem_.out);
+      // + 0: no negative zero, whatever zeros were added before
+      if (streams_) {
+        for (int64_t i = 0; i < d_; i += 32, o += 2 * kGroup * 16) {
+          const Vec left = load(o) * factor + zero(), right = load(o + kGroup * 16) * factor + zero();
+          _mm512_stream_si512(reinterpret_cast<__m512i*>(out + i), (__m512i)_mm512_cvtne2ps_pbh(right.v, left.v));
+        }
+        continue;
+      }
       for (int64_t i = 0; i < d_; i += 16, o += kGroup * 16) {
-        const Vec value = load(o) * factor + zero();  // + 0: no negative zero, whatever zeros were added before
+        const Vec value = load(o) * factor + zero();
         if (d_ - i < 16) {
           store(out + i, value, d_ - i);
         } else {
@@ -47,7 +61,6 @@ class TileSums {
     }
   }
 
- protected:
   int64_t last_visible(int64_t group) const { return scratch_.visible[std::min((group + 1) * kGroup, task_.rows) - 1]; }
   // Where the span's tokens end for a group.
   int64_t end_of(int64_t group) const { return std::min(last_visible(group), span_.end * kPart); }
@@ -58,6 +71,7 @@ class TileSums {
     const int64_t end = unit.begin + unit.pages * kBlock;
     return end % kPart == 0 || end >= last_visible(unit.group);
   }
+  bool last_of_group(const Unit& unit) const { return unit.begin + unit.pages * kBlock >= end_of(unit.group); }
   Sums left(int64_t part) const { return sums_of_part(parts_, part - span_.begin, task_.rows, lane_groups_ * 16); }
 
   float* output(const Unit& unit) const {
@@ -115,12 +129,23 @@ class TileSums {
     }
   }
 
+  // Whether results would leave the caches anyway, and consist of whole lines.
+  static bool streams(const Tensor& out) {
+    constexpr int64_t kStreamBytes = 1 << 20, kLine = 32;
+    return out.size[0] * out.size[1] * out.size[2] * 2 >= kStreamBytes && out.size[2] % kLine == 0 &&
+           out.stride[0] % kLine == 0 && out.stride[1] % kLine == 0 &&
+           reinterpret_cast<uintptr_t>(out.as<bf16>()) % 64 == 0;
+  }
+
   const Problem& problem_;
   const Span& span_;
   const Task& task_;
   TileScratch& scratch_;
   float* const parts_;
   const int64_t d_, lane_groups_, groups_;
+  const bool streams_;  // whether rows are stored past the caches
+  int64_t stored_ = 0;  // rows
+  RowWalk to_store_;
   float *sums_[kTaskRows / kGroup], *spare_sums_;  // of a group's rows over a part, 16 lanes each
 };
 

@@ -8,6 +8,9 @@
 //
 // The sums of a block stay in the tiles until the next block begins, and leave one by one between its first products:
 // at the end of a block all of them would wait for its last product, and the next block for them.
+//
+// A group's rows are stored a few at a time, while the next group's products go on, and past the caches: lines that are
+// not there would have to be read before they are written.
 
 // One step of 32 summands for two row tiles and two lane groups, with N rows before every product. begin(tile) comes
 // before the product that adds to the tile.
@@ -153,6 +156,8 @@ class WovenTask : public TileTask {
     softmax(unit, page, s, p, weave, settle);
     close_pairs(done);
     if (page + 1 == unit.pages) close_weights(unit);
+    // The products so far have pushed out of the tiles what was in them before.
+    if (next != nullptr) store_rows(std::min(stored_ + rows_a_step_, finished_));
   }
 
   template <int N, class Rows>
@@ -191,6 +196,10 @@ class WovenTask : public TileTask {
   }
 
   void set_pending(const Unit* unit, const bf16* p) {
+    finished_ = finished_with_pending_;
+    if (unit != nullptr && span_.whole() && last_of_group(*unit)) {
+      finished_with_pending_ = std::min((unit->group + 1) * kGroup, task_.rows);
+    }
     pending_ = unit;
     pending_pairs_ = unit == nullptr ? lane_pairs_ : 0;
     pending_p_ = p;
@@ -252,4 +261,5 @@ class WovenTask : public TileTask {
   Task next_task_;               // of the same head
   RowWalk next_;                 // its row to be fetched
   int64_t fetched_ = 0, rows_a_step_ = 0;
+  int64_t finished_ = 0, finished_with_pending_ = 0;  // rows whose sums are complete
 };
