@@ -78,33 +78,24 @@ struct StreamFinish {
 template <int kParts>
 static void linear_few_rows(const Tensor& x, const Tensor& weight, const Epilogue& epilogue, Team& team) {
   const int64_t m = x.size[0], k = x.size[1], k_tiles = blocks(k, kBlockK);
-  const char* rows = x.as<const char>();
-  int64_t row_stride = x.stride[0] * 2, tile_stride = 64;
+  StreamedRows rows{x.as<const char>(), x.stride[0] * 2, 64};
   if (m > kDirectRows || k % kBlockK) {
     const PackedRows packed{static_cast<char*>(team.scratch(static_cast<size_t>(k_tiles * kTileBytes))), 1, k_tiles,
                             k_tiles};
     pack_row_tile(x, packed, 0, {0, k_tiles});
-    rows = packed.data;
-    row_stride = 64;
-    tile_stride = kTileBytes;
+    rows = {packed.data, 64, kTileBytes};
   }
   const LinearFinish<kParts> finish{epilogue};
   const Tiles tiles(stream_tiles(m));
   const Range share = team.share(epilogue.results), own{share.begin * kParts, share.end * kParts};
-  const auto prefetch = [&](int64_t block) {
-    for (int64_t part = 0; part < 2; part += kParts) {
-      epilogue.prefetch({0, m}, (block + part) / kParts, prefetch_write);
+  stream_blocks<Bf16Dot>(rows, weight.as<const char>(), own, k_tiles, [&](const auto& sums, int64_t block) {
+    if constexpr (kParts == 2) {
+      finish.write({sums[0], sums[1]}, {0, m}, block / 2);
+    } else {
+      finish.write({sums[0]}, {0, m}, block);
+      if (block + 1 < own.end) finish.write({sums[1]}, {0, m}, block + 1);
     }
-  };
-  stream_blocks<Bf16Dot>(rows, row_stride, tile_stride, weight.as<const char>(), own, k_tiles, prefetch,
-                         [&](const auto& sums, int64_t block) {
-                           if constexpr (kParts == 2) {
-                             finish.write({sums[0], sums[1]}, {0, m}, block / 2);
-                           } else {
-                             finish.write({sums[0]}, {0, m}, block);
-                             if (block + 1 < own.end) finish.write({sums[1]}, {0, m}, block + 1);
-                           }
-                         });
+  });
 }
 
 template <int kParts, class Finish>

@@ -40,19 +40,15 @@ static inline std::array<Vec, 2> scaled_tiles(const float* sums, float step, con
 template <int kParts, class Finish>
 static void stream_results(const PackedRows& rows, int64_t m, const char* weight, Range results, const Finish& finish) {
   const Tiles tiles(stream_tiles(m));
-  const auto prefetch = [&](int64_t block) {
-    for (int64_t part = 0; part < 2; part += kParts) finish.prefetch({0, m}, (block + part) / kParts);
-  };
   const Range own{results.begin * kParts, results.end * kParts};
-  stream_blocks<Int8Dot>(rows.data, 64, kTileBytes, weight, own, rows.k_tiles, prefetch,
-                         [&](const auto& sums, int64_t block) {
-                           if constexpr (kParts == 2) {
-                             finish.write({sums[0], sums[1]}, {0, m}, block / 2);
-                           } else {
-                             finish.write({sums[0]}, {0, m}, block);
-                             if (block + 1 < own.end) finish.write({sums[1]}, {0, m}, block + 1);
-                           }
-                         });
+  stream_blocks<Int8Dot>({rows.data, 64, kTileBytes}, weight, own, rows.k_tiles, [&](const auto& sums, int64_t block) {
+    if constexpr (kParts == 2) {
+      finish.write({sums[0], sums[1]}, {0, m}, block / 2);
+    } else {
+      finish.write({sums[0]}, {0, m}, block);
+      if (block + 1 < own.end) finish.write({sums[1]}, {0, m}, block + 1);
+    }
+  });
 }
 
 }  // namespace tilerank::TR_RUNG

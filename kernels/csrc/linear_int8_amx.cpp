@@ -23,7 +23,6 @@ struct Int8Finish {
   const Epilogue& epilogue;
   const float *steps, *scales;
 
-  void prefetch(Range rows, int64_t result) const { epilogue.prefetch(rows, result, prefetch_write); }
   void write(const float* const (&parts)[kParts], Range rows, int64_t result) const {
     for_sums(rows, [&](int64_t row, int64_t i) {
       const auto sums = [&](int part) {

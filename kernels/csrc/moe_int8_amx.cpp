@@ -25,7 +25,6 @@ struct Int8GatedFinish {
   int64_t first;
   const float *steps, *scales;
 
-  void prefetch(Range, int64_t) const {}
   void write(const float* const (&parts)[2], Range rows, int64_t block) const {
     for_sums(rows, [&](int64_t row, int64_t i) {
       const auto gate = scaled_tiles(parts[0] + i, steps[row], scales + block * 2 * kBlockN);
@@ -43,12 +42,6 @@ struct Int8ChoiceFinish {
   const float *steps, *scales;
 
   float* at(int64_t row, int64_t block) const { return partial.row<float>(pairs[row]) + block * kBlockN; }
-  void prefetch(Range rows, int64_t block) const {
-    for (int64_t row = rows.begin; row < rows.end; ++row) {
-      prefetch_write(at(row, block));
-      prefetch_write(at(row, block) + kLanes);
-    }
-  }
   void write(const float* const (&parts)[1], Range rows, int64_t block) const {
     for_sums(rows, [&](int64_t row, int64_t i) {
       const auto values = scaled_tiles(parts[0] + i, steps[row], scales + block * kBlockN);
