@@ -78,6 +78,7 @@ struct Epilogue {
 
   template <class F>
   void prefetch(Range rows, int64_t result, F&& prefetch_write) const {
+    if (streams_) return;
     const int64_t element = out.dtype == DType::f32 ? 4 : 2;
     for (int64_t row = rows.begin; row < rows.end; ++row) {
       prefetch_write(out.as<const char>() + (row * out.stride[0] + result * kBlockN) * element);
@@ -120,8 +121,8 @@ struct Epilogue {
   }
 
 #ifdef TR_AVX512
-  // Whole cache lines straight to memory: to write to them in cache they would have to be read first, and the rows of a
-  // result, often a power of two apart, would push each other out.
+  // Whole cache lines straight to memory: to write to them in cache they would have to be read first, which breaks into
+  // the stream of a weight, and the rows of a result, often a power of two apart, would push each other out.
   void stream(int64_t row, int64_t result, const Vec* sums, const Vec* up) const {
     const int64_t column = result * kBlockN;
     const Vec left = finished(row, column, kLanes, sums[0], up ? up[0] : zero());
@@ -136,7 +137,7 @@ struct Epilogue {
   }
 #endif
 
-  static constexpr int64_t kStreamBytes = 1 << 20;  // a result that is larger will leave the cache anyway
+  static constexpr int64_t kStreamBytes = 16 << 10;  // of a result; less matters little and may stay in the cache
   const bool streams_;
 };
 
