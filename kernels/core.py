@@ -135,10 +135,12 @@ def empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     return torch.empty(tuple(shape), dtype=dtype) if _isa == "reference" else _C.empty(shape, _DTYPES[dtype])
 
 
-def empty_rows(m: int, width: int, dtype: torch.dtype) -> Tensor:
-    """The same for rows [m, width] that a product of many rows will read: an odd number of cache lines apart, so that
-    it need not pack them (csrc/gemm_amx.h).
+def empty_rows(shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+    """The same for rows [m, width] that a product of many rows writes or will read: an odd number of cache lines apart,
+    so that the columns of a block of it do not meet in the same few sets of caches or channels of memory, and it need
+    not pack them (csrc/gemm_amx.h).
     """
+    m, width = shape
     line = 64 // dtype.itemsize
     if m <= 16 or width % (2 * line):
         return empty((m, width), dtype)

@@ -44,12 +44,12 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, zero_centered: bool = Fal
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, zero_centered: bool = False) -> Tensor:
     """residual += x (in place, rounded to its dtype); returns rms_norm(residual).
 
-    x, residual: [m, d] of one dtype; weight: [d]; returns [m, d].
+    x, residual: [m, d] of one dtype; weight: [d]; returns [m, d], each row contiguous (`core.empty_rows`).
     """
     check.add_rms_norm(x, residual, weight)
     if core.isa() == "reference":
         return reference.add_rms_norm(x, residual, weight, eps, zero_centered=zero_centered)
-    out = core.empty(x.shape, x.dtype)
+    out = core.empty_rows((x.shape[0], x.shape[1]), x.dtype)
     core.launch(_ADD_RMS_NORM, (x, residual, weight, out), (zero_centered,), (eps,))
     return out
 

@@ -108,9 +108,9 @@ class ShmGroup:
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, zero_centered: bool = False
     ) -> Tensor:
         check.add_rms_norm(x, residual, weight)
-        if not (x.is_contiguous() and residual.is_contiguous() and x.shape[1] * x.element_size() <= self._slot):
+        if not (x.stride(1) == 1 and residual.is_contiguous() and x.shape[1] * x.element_size() <= self._slot):
             return ops.add_rms_norm(self.all_reduce(x), residual, weight, eps, zero_centered=zero_centered)
-        out = core.empty(x.shape, x.dtype)
+        out = core.empty_rows((x.shape[0], x.shape[1]), x.dtype)
         tensors = (x, residual, weight, out)
         self._launch("all_reduce", self._add_rms_norm, tensors, int(zero_centered), floats=(eps,))
         return out

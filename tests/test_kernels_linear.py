@@ -67,16 +67,16 @@ def test_product_larger_than_every_block(threads: int, k: int) -> None:
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("m", [384, 400, 401, 369, 850])
-def test_rows_are_read_where_they_are(threads: int, m: int) -> None:
+@pytest.mark.parametrize(("m", "k"), [(m, 2080) for m in (384, 400, 401, 369, 850)] + [(96, 416), (401, 416)])
+def test_rows_are_read_where_they_are(threads: int, m: int, k: int) -> None:
     """Rows an odd number of cache lines apart, whose tiles need no packing: whole tiles, and some rows more."""
     core.start_pool(None, threads, spin=False)
-    x, plain = randn(m, 2080).to(BF16), randn(200, 2080, seed=1).to(BF16)
+    x, plain = randn(m, k).to(BF16), randn(200, k, seed=1).to(BF16)
     weight = packed(plain, BF16)
-    apart = core.empty((m, 2080), BF16).copy_(x)
+    apart = core.empty((m, k), BF16).copy_(x)
     result = linear(apart, weight, out_dtype=F32)
     assert_close(result, x, plain)
-    together = core.empty((m, 2080 + 32), BF16)[:, :2080].copy_(x)
+    together = core.empty((m, k + 32), BF16)[:, :k].copy_(x)
     assert torch.equal(result, linear(together, weight, out_dtype=F32)), "depends on where rows are"
     core.start_pool(None, 1, spin=False)
 

@@ -129,9 +129,8 @@ static void linear(const Args& args, const Epilogue& epilogue, Team& team) {
   const bool streamed = row_tiles <= kStreamedTiles;
   const Blocking blocking = Blocking::of(row_tiles, k_tiles);
   const int64_t stride = x.stride[0] * 2;
-  // Where the stripe comes panel by panel; a whole one, which is read again and again, pays for packing.
-  const bool plain = !streamed && blocking.band > 1 && stride % 128 == 64 && x.size[1] % kBlockK == 0 &&
-                     reinterpret_cast<uintptr_t>(x.data) % 64 == 0;
+  const bool plain =
+      !streamed && stride % 128 == 64 && x.size[1] % kBlockK == 0 && reinterpret_cast<uintptr_t>(x.data) % 64 == 0;
   const int64_t full = x.size[0] / kTileRows, plain_tiles = !plain ? 0 : full == row_tiles ? full : full / 2 * 2;
   const RowTiles rows{
       {args.tensor(4).as<char>(), row_tiles - plain_tiles, k_tiles, streamed ? k_tiles : blocking.panel},

@@ -159,7 +159,7 @@ struct Pass {
   const char* weight;
   int64_t k_tiles;
   const float* from;  // the sums so far; null: none
-  const float* next_from;
+  const float* next;  // null, or where the sums of the next pass are, or will be
   Ahead weights_ahead, rows_ahead;
 
   // meanwhile() is called at every step but the first: what it does costs little, because the tiles have their own
@@ -197,8 +197,8 @@ struct Pass {
       load_operands();
       Dot::template run<0, 4, 6>();
       Dot::template run<1, 4, 7>();
-      if (from && t <= 16) {
-        for (int64_t line = t * 4 - 4; line < t * 4; ++line) prefetch_write(next_from + line * 16);
+      if (next && t <= 16) {
+        for (int64_t line = t * 4 - 4; line < t * 4; ++line) prefetch_write(next + line * 16);
       }
       meanwhile();
       if constexpr (kRowTiles == 2) {
@@ -297,7 +297,7 @@ static void multiply_band(const RowTiles& row_tiles, Range stripe, const char* w
                         w,
                         k_tiles,
                         panel ? own : nullptr,
-                        own + kPairSums,
+                        panel || width > kParts ? own + kPairSums : nullptr,
                         ahead_w,
                         Ahead::from(next_rows.data, passed * k_tiles * row_lines, row_lines, next_stride)};
         if (pairs == 1) {

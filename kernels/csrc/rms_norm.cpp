@@ -32,7 +32,7 @@ static void add_rms_norm(const Args& args, Team& team) {
     const auto [first, last] = team.share(x.size[0]);
     for (int64_t row = first; row < last; ++row) {
       add_row(x.row<T>(row), residual.row<T>(row), d);
-      norm_row(residual.row<T>(row), weight.as<T>(), out.as<T>() + row * d, d, args.real(0), args.integer(0) != 0);
+      norm_row(residual.row<T>(row), weight.as<T>(), out.row<T>(row), d, args.real(0), args.integer(0) != 0);
     }
   });
 }

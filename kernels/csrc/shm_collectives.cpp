@@ -200,13 +200,13 @@ template <class T>
 struct AddNorm {
   T *x, *residual, *out;
   const T* weight;
-  int64_t d;
+  int64_t d, x_stride, out_stride;
   float eps;
   bool zero_centered;
 
   // residual += the sum of `parts`, a row each; out = the norm of it.
   void row(const T* const* parts, int ranks, int64_t row) const {
-    T *const to = out + row * d, *const sum = residual + row * d;
+    T *const to = out + row * out_stride, *const sum = residual + row * d;
     sum_parts(parts, ranks, d, to);
     add_row(to, sum, d);
     norm_row(sum, weight, to, d, eps, zero_centered);
@@ -220,25 +220,31 @@ static void add_norm_lane(shm::Lane& lane, const AddNorm<T>& op, Range chunk) {
   const auto bytes = [d](int64_t rows) { return static_cast<size_t>(rows * d) * sizeof(T); };
   const bool scattered = static_cast<int64_t>(bytes(count)) >= kScatterBytes;
   const auto part = [&](int rank) { return scattered ? part_of(count, rank, lane.ranks(), 1) : Range{0, count}; };
-  T* const x = op.x + chunk.begin * d;
-  T* const out = op.out + chunk.begin * d;
+  T* const x = op.x + chunk.begin * op.x_stride;
+  T* const out = op.out + chunk.begin * op.out_stride;
   const Range mine = part(lane.rank());
   lane.enter();
   lane.wait_until_free();
   T* const posted = lane.slot<T>(lane.rank());
+  const auto post_rows = [&](int64_t first, int64_t end) {
+    if (op.x_stride == d) return post(posted + first * d, x + first * d, bytes(end - first));
+    for (int64_t row = first; row < end; ++row) post(posted + row * d, x + row * op.x_stride, bytes(1));
+  };
   if (scattered) {
-    post(posted, x, bytes(mine.begin));
-    post(posted + mine.end * d, x + mine.end * d, bytes(count - mine.end));
+    post_rows(0, mine.begin);
+    post_rows(mine.end, count);
   } else {
-    post(posted, x, bytes(count));
+    post_rows(0, count);
   }
   lane.publish();
   lane.wait_for_all();
   for (int64_t row = mine.begin; row < mine.end; ++row) {
     const T* parts[shm::kMaxRanks];
-    for (int r = 0; r < lane.ranks(); ++r) parts[r] = (r == lane.rank() ? x : lane.slot<T>(r)) + row * d;
+    for (int r = 0; r < lane.ranks(); ++r) {
+      parts[r] = r == lane.rank() ? x + row * op.x_stride : lane.slot<T>(r) + row * d;
+    }
     op.row(parts, lane.ranks(), chunk.begin + row);
-    if (scattered) post(posted + row * d, out + row * d, bytes(1));
+    if (scattered) post(posted + row * d, out + row * op.out_stride, bytes(1));
   }
   if (scattered) {
     lane.publish();
@@ -246,21 +252,25 @@ static void add_norm_lane(shm::Lane& lane, const AddNorm<T>& op, Range chunk) {
       const int r = (lane.rank() + distance) % lane.ranks();
       const Range theirs = part(r);
       lane.wait_for(r);
-      std::memcpy(out + theirs.begin * d, lane.slot<T>(r) + theirs.begin * d, bytes(theirs.end - theirs.begin));
+      for (int64_t row = theirs.begin; row < theirs.end; ++row) {
+        std::memcpy(out + row * op.out_stride, lane.slot<T>(r) + row * d, bytes(1));
+      }
     }
   }
   lane.leave();
 }
 
-// x[m, d], residual[m, d], weight[d], out[m, d], contiguous, a row at most a slot; a fourth integer is zero_centered, a
-// real eps. x is added up over the ranks, the sum to residual, and out is the norm of that: the bits of shm_all_reduce
-// and add_rms_norm. Which rows of residual a rank keeps up depends on the shapes alone; the others become stale.
+// x[m, d], residual[m, d], weight[d], out[m, d], contiguous but for the rows of x and out, a row at most a slot; a
+// fourth integer is zero_centered, a real eps. x is added up over the ranks, the sum to residual, and out is the norm
+// of that: the bits of shm_all_reduce and add_rms_norm. Which rows of residual a rank keeps up depends on the shapes
+// alone; the others become stale.
 static void shm_add_rms_norm(const Args& args, Team& team) {
   const Tensor &x = args.tensor(0), &segment = args.tensor(4);
   for_float(x.dtype, [&](auto kind) {
     using T = decltype(kind);
-    const AddNorm<T> op{x.as<T>(), args.tensor(1).as<T>(), args.tensor(3).as<T>(), args.tensor(2).as<T>(),
-                        x.size[1], args.real(0),           args.integer(3) != 0};
+    const Tensor& out = args.tensor(3);
+    const AddNorm<T> op{x.as<T>(),   args.tensor(1).as<T>(), out.as<T>(),  args.tensor(2).as<T>(), x.size[1],
+                        x.stride[0], out.stride[0],          args.real(0), args.integer(3) != 0};
     const auto row_bytes = static_cast<int64_t>(sizeof(T)) * op.d;
     for_lanes(args, segment, team, x.size[0], row_bytes, [&](shm::Lane& lane, Range rows) {
       const int64_t most = static_cast<int64_t>(lane.slot_bytes()) / row_bytes;
