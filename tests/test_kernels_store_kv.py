@@ -6,7 +6,7 @@ import torch
 from tilerank.kernels import core
 from tilerank.kernels.attention import KV_BLOCK, KVLayer, store_kv
 
-HEADS, PAGES = 3, 6
+HEADS, PAGES = 3, 24
 
 RUNS = {
     "whole pages": [*range(64, 128)],
@@ -16,6 +16,7 @@ RUNS = {
     "backwards": [*range(80, 40, -1)],
     "every other": [*range(0, 190, 2)],
     "one": [77],
+    "more than a mebibyte of 128 dims": [*range(37, 37 + 700)],
 }
 
 

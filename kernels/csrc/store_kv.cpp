@@ -11,7 +11,8 @@
 
 namespace tilerank::TR_RUNG {
 
-constexpr int64_t kBlock = 32;  // tokens in a page
+constexpr int64_t kBlock = 32;                              // tokens in a page
+[[maybe_unused]] constexpr int64_t kStreamBytes = 1 << 20;  // keys and values that are more leave the caches anyway
 
 // x values that the tiles sum together lie side by side: two bf16 or one float, so one 32-bit word for keys.
 template <class T>
@@ -37,6 +38,9 @@ static void fetch_token(const T* k_page, const T* v_page, int64_t d, int64_t off
 }
 
 #ifdef TR_AVX512
+// streams: whole lines go past the caches, where they would leave these anyway. Otherwise each is read from memory
+// before it is written.
+template <bool Streams>
 static void store_neighbours(const bf16* k, int64_t k_stride, const bf16* v, int64_t v_stride, int64_t count,
                              bf16* k_page, bf16* v_page, int64_t d, int64_t offset) {
   const int64_t lane = offset % 16;
@@ -53,7 +57,13 @@ static void store_neighbours(const bf16* k, int64_t k_stride, const bf16* v, int
     }
     transpose(rows, pairs);
     for (int64_t pair = 0; pair < 16; ++pair) {
-      if (2 * pair < dims) _mm512_mask_storeu_epi32(keys + (i + 2 * pair) * 16, own, pairs[pair]);
+      if (2 * pair >= dims) break;
+      bf16* const to = keys + (i + 2 * pair) * 16;
+      if (Streams && count == 16) {
+        _mm512_stream_si512(reinterpret_cast<__m512i*>(to), pairs[pair]);
+      } else {
+        _mm512_mask_storeu_epi32(to, own, pairs[pair]);
+      }
     }
   }
   // Values: pairs of tokens of 16 dims side by side.
@@ -67,7 +77,12 @@ static void store_neighbours(const bf16* k, int64_t k_stride, const bf16* v, int
       __m512i pair = even ? words(t) : _mm512_setzero_si512();
       if (odd) pair = _mm512_or_si512(pair, _mm512_slli_epi32(words(t + 1), 16));
       const __mmask32 halves = (even ? 0x55555555u : 0) | (odd ? 0xaaaaaaaau : 0);
-      _mm512_mask_storeu_epi16(v_page + i * kBlock + (offset + t) / 2 * 32, halves, pair);
+      bf16* const to = v_page + i * kBlock + (offset + t) / 2 * 32;
+      if (Streams && even && odd) {
+        _mm512_stream_si512(reinterpret_cast<__m512i*>(to), pair);
+      } else {
+        _mm512_mask_storeu_epi16(to, halves, pair);
+      }
     }
   }
 }
@@ -99,11 +114,14 @@ static void store_codes(const int8_t* k, const int8_t* v, int8_t* k_page, int8_t
 // `count` tokens, `stride` elements apart, that are neighbours among 16 of a page, from `offset` on.
 template <class T>
 static void store_tokens(const T* k, int64_t k_stride, const T* v, int64_t v_stride, int64_t count, T* k_page,
-                         T* v_page, int64_t d, int64_t offset) {
+                         T* v_page, int64_t d, int64_t offset, [[maybe_unused]] bool streams) {
 #ifdef TR_AVX512
   if constexpr (std::is_same_v<T, bf16>) {
     constexpr int64_t kWorth = 4;  // tokens: each costs as much as 16 of them do together, or less
-    if (count >= kWorth) return store_neighbours(k, k_stride, v, v_stride, count, k_page, v_page, d, offset);
+    if (count >= kWorth) {
+      const auto store = streams ? store_neighbours<true> : store_neighbours<false>;
+      return store(k, k_stride, v, v_stride, count, k_page, v_page, d, offset);
+    }
   }
 #endif
   for (int64_t i = 0; i < count; ++i) store_token(k + i * k_stride, v + i * v_stride, k_page, v_page, d, offset + i);
@@ -115,6 +133,9 @@ static void store_kv(const Args& args, Team& team) {
                &slots = args.tensor(4), &scales = args.tensor(5);
   check_indices("store_kv: slots", slots, k_pages.size[0] * kBlock);
   const int64_t tokens = k.size[0], heads = k.size[1], d = k.size[2];
+  // Pages consist of whole lines if they begin with one.
+  const auto in_lines = [](const Tensor& pages) { return reinterpret_cast<uintptr_t>(pages.as<char>()) % 64 == 0; };
+  const bool streams = 2 * tokens * heads * d * 2 >= kStreamBytes && in_lines(k_pages) && in_lines(v_pages);
   const auto slot_of = [&](int64_t token) { return slots.as<int64_t>()[token * slots.stride[0]]; };
   // How many tokens from this one on are neighbours among 16 of a page.
   const auto neighbours = [&](int64_t token, int64_t end) {
@@ -154,10 +175,13 @@ static void store_kv(const Args& args, Team& team) {
           continue;
         }
         store_tokens(key, k.stride[0], value, v.stride[0], count, k_pages.row<T>(page) + head * k_pages.stride[1],
-                     v_pages.row<T>(page) + head * v_pages.stride[1], d, offset);
+                     v_pages.row<T>(page) + head * v_pages.stride[1], d, offset, streams);
       }
     }
   });
+#ifdef TR_AVX512
+  if (streams) _mm_sfence();
+#endif
 }
 TR_KERNEL(store_kv)
 
