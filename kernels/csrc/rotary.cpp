@@ -9,8 +9,8 @@
 namespace tilerank::TR_RUNG {
 
 // value(lanes, i): what the vector of the head that begins at i is before the rotation.
-template <class T, class F>
-static void rotate(T* head, const T* cos, const T* sin, int64_t half, const F& value) {
+template <class T, class C, class F>
+static void rotate(T* head, const C* cos, const C* sin, int64_t half, const F& value) {
   for_lanes(half, [&](int64_t i, auto lanes) {
     const Vec a = value(lanes, i), b = value(lanes, half + i), c = lanes.load(cos + i), s = lanes.load(sin + i);
     lanes.store(head + i, a * c - b * s);
@@ -74,6 +74,16 @@ static void norm_rotary(const Args& args, Team& team) {
   const Tensor &cos = args.tensor(3), &sin = args.tensor(4);
   const int64_t d = args.tensor(0).size[2], half = cos.size[1];
   const bool zero_centered = args.integer(0) != 0;
+  // As floats, once for all heads: the weights, and the turns of the token at hand.
+  float* const wide = static_cast<float*>(team.scratch(sizeof(float) * static_cast<size_t>(2 * d + 2 * half)));
+  float* const turns = wide + 2 * d;
+  const auto widen_row = [](const auto* from, int64_t count, float* to) {
+    for_lanes(count, [&](int64_t at, auto lanes) { lanes.store(to + at, lanes.load(from + at)); });
+  };
+  for_float(cos.dtype, [&](auto type) {
+    for (int i = 0; i < 2; ++i) widen_row(args.tensor(5 + i).template as<decltype(type)>(), d, wide + i * d);
+  });
+  int64_t position = -1;
   for_heads(args, team, [&]<class T>(const Head<T>* heads, int64_t n) {
     // Together: the roots of one head after the other take longer than all the rest.
     float scales[kLanes] = {};
@@ -82,12 +92,17 @@ static void norm_rotary(const Args& args, Team& team) {
     for (int64_t i = 0; i < n; ++i) {
       const Head<T>& head = heads[i];
       head.fetch_next(d);
-      const T* const weight = args.tensor(head.of_k ? 6 : 5).template as<T>();
+      if (head.position != position) {
+        position = head.position;
+        widen_row(cos.row<T>(position), half, turns);
+        widen_row(sin.row<T>(position), half, turns + half);
+      }
+      const float* const weight = wide + (head.of_k ? d : 0);
       const Vec scale = set(scales[i]);
       const auto normed = [&](auto lanes, int64_t at) {
         return round_to<T>(norm_value<T>(lanes.load(head.x + at), scale, lanes.load(weight + at), zero_centered));
       };
-      rotate(head.x, cos.row<T>(head.position), sin.row<T>(head.position), half, normed);
+      rotate(head.x, turns, turns + half, half, normed);
       for_lanes(d - 2 * half,
                 [&](int64_t at, auto lanes) { lanes.store(head.x + 2 * half + at, normed(lanes, 2 * half + at)); });
     }
