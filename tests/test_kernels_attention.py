@@ -294,6 +294,29 @@ def test_maxima_that_rise_again_and_again_leave_the_bits_alone(dtype: torch.dtyp
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "kv_map",
+    [
+        [(head, 1) for head in range(40)],
+        [(5 * head, 5) for head in range(27)],
+        [(16 * head, 16) for head in range(9)],
+        [(33 * head, 33) for head in range(3)],
+        [(0, 2), (2, 2), (5, 2), (7, 3), (10, 3), (13, 0), (13, 3)],
+    ],
+    ids=lambda kv_map: f"{len(kv_map)} heads",
+)
+def test_heads_that_a_thread_reads_together_have_the_bits_of_a_prompt(
+    dtype: torch.dtype, kv_map: list[tuple[int, int]]
+) -> None:
+    batch = Batch([70, 1, 96, 33], kv_map, 40, dtype).store_all()
+    last = [batch.whole(i)[-1:] for i in range(4)]
+    for threads in (1, 2, 3, 7):
+        core.start_pool(None, threads, spin=False)
+        found = batch.attend([(i, n - 1, n) for i, n in enumerate(batch.lengths)])
+        assert all(torch.equal(a, b) for a, b in zip(found, last, strict=True))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_batch_equals_its_sequences_one_by_one(dtype: torch.dtype) -> None:
     batch = Batch([1, 150, 33, 64, 257, 5], UNEVEN, 24, dtype).store_all()
     # decode, prefill with prefix, no queries, whole prefill, one sequence twice

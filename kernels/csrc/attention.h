@@ -205,6 +205,8 @@ class VectorTask {
         span_(span),
         parts_(parts) {}
 
+  static bool joins(const Span&, const Span&) { return false; }
+
   void run() {
     if (task_.length == 0) {
       clear_rows<T>(problem_, task_);

@@ -4,9 +4,9 @@
 // A task is up to kTaskRows rows of one sequence and KV head. A group of 32 rows (two by two tiles) takes a chunk of
 // tokens page by page: scores, then probabilities. What the first-level cache has to hold stays small: the scores of
 // two pages and the probabilities of a chunk. Then the chunk's values are added up. All groups walk one segment of
-// tokens before the next, so that its keys and values come from memory once and stay in the second-level cache. Few
-// rows (decode) stream keys and values once; pages lie scattered, so what comes next is always asked for early. Many
-// rows have their softmax between the products (attention_woven.h).
+// tokens before the next, so that its keys and values come from memory once and stay in the second-level cache. The
+// softmax lies between the products (attention_woven.h). Few rows (decode) read keys and values once, as a stream
+// (attention_stream.h).
 //
 // The softmax does without the running maximum. Any shift of the exponents serves as long as nothing overflows, so a
 // row keeps the one of its first page until a score exceeds it by kHeadroom. Shifts are whole powers of two: to change
@@ -63,29 +63,6 @@ class TileTask : public TileSums {
         unit_pages_(unit_pages),
         key_dims_(problem.key_dims()),
         steps_((key_dims_ + 31) / 32) {}
-
-  void run() {
-    if (task_.length == 0) {
-      clear_rows<bf16>(problem_, task_);
-      return;
-    }
-    load_rows();
-    const Tiles tiles(tile_rows());
-    Unit units[2];
-    units[1].buffer = 1;
-    look_up_first(units[0]);
-    bool more = true;
-    for (int64_t i = 0; more; ++i) {
-      const Unit& unit = units[i % 2];
-      Unit& next = units[(i + 1) % 2];
-      more = advance(unit, next);
-      probabilities(unit);
-      close_weights(unit);
-      values(unit, more ? Ahead{next.k, 0, steps_, false} : Ahead{});
-      if (merges(unit)) merge_values(unit.group, output(unit), 0, lane_groups_);
-    }
-    if (span_.whole()) store_rows();
-  }
 
  protected:
   // Few rows take few cycles.
@@ -162,33 +139,6 @@ class TileTask : public TileSums {
     return true;
   }
 
-  bool wide(const Unit& unit) const { return task_.rows - unit.group * kGroup > 16; }
-
-  void probabilities(const Unit& unit) {
-    scores(unit, 0);
-    for (int64_t page = 0; page < unit.pages; ++page) {
-      if (page + 1 < unit.pages) {
-        scores(unit, page + 1);
-      } else {
-        const Ahead first_values{unit.v, 0, unit.pages, true};
-        for (int64_t i = 0; i < unit.pages; ++i) first_values.fetch(i);
-      }
-      softmax(unit, page);
-    }
-  }
-
-  void scores(const Unit& unit, int64_t page) {
-    const bf16* q = scratch_.q + unit.group * 2 * steps_ * kTile;
-    const Ahead ahead = page + 1 < unit.pages ? Ahead{unit.k + page + 1, 0, steps_, false} : Ahead{};
-    float* s = scratch_.s[page % 2];
-    wide(unit) ? page_scores<2>(q, unit.k[page], key_dims_, s, ahead)
-               : page_scores<1>(q, unit.k[page], key_dims_, s, ahead);
-  }
-
-  void softmax(const Unit& unit, int64_t page) {
-    softmax(unit, page, scratch_.s[page % 2], scratch_.p, [](auto&) {}, [] {});
-  }
-
   // All rows of a page. `weave(rows)` may do some of them between its own instructions; `settle` makes sure that `o`
   // has all that earlier units add to it.
   template <class Weave, class Settle>
@@ -201,18 +151,11 @@ class TileTask : public TileSums {
     }
     const auto compute = [&](auto is_whole, auto is_quantized) {
       using Rows = RowWork<is_whole, is_quantized>;
-      const int64_t first = unit.group * kGroup;
+      const int64_t first = unit.group * group_rows_;
       const auto rows_of_page = [&] {
         const __m512 nothing = _mm512_set1_ps(-std::numeric_limits<float>::infinity());
-        return Rows{of_page,
-                    0,
-                    std::min(kGroup, task_.rows - first),
-                    s,
-                    scratch_.shift + first,
-                    sums_[unit.group],
-                    spare_sums_,
-                    p + page * kPageScores,
-                    nothing};
+        return Rows{of_page,           0,           rows_in(unit.group),    s,      scratch_.shift + first,
+                    sums_[unit.group], spare_sums_, p + page * kPageScores, nothing};
       };
       Rows rows = rows_of_page();
       weave(rows);
@@ -233,7 +176,7 @@ class TileTask : public TileSums {
 
   PageRows rows_of(const Unit& unit, int64_t page) const {
     const int64_t begin = unit.begin + page * kBlock;
-    PageRows of_page{scratch_.visible + unit.group * kGroup, begin, task_.hidden - begin, {}, {}};
+    PageRows of_page{scratch_.visible + unit.group * group_rows_, begin, task_.hidden - begin, {}, {}};
     for (int half = 0; half < 2; ++half) {
       of_page.key_factor[half] = _mm512_set1_ps(scale());
       if (!problem_.quantized()) continue;
@@ -249,7 +192,7 @@ class TileTask : public TileSums {
   // Sets the shift of every row to its largest score of the part's first page, if it sees something of it.
   template <bool Whole>
   void set_shifts(const Unit& unit, const PageRows& of_page, const float* scores) {
-    const int64_t first = unit.group * kGroup, rows = rows_in(unit.group);
+    const int64_t first = unit.group * group_rows_, rows = rows_in(unit.group);
     for (int64_t r = 0; r < rows; ++r) {
       scratch_.shift[first + r] = std::ceil(of_page.largest<Whole>(scores + r * 16, r, 0.0f));
     }
@@ -257,7 +200,7 @@ class TileTask : public TileSums {
 
   // Moves the shift of every row of which a score exceeds it by more than kHeadroom to that score.
   void move_shifts(const Unit& unit, int64_t page, const PageRows& of_page, const float* scores, bf16* probabilities) {
-    const int64_t first = unit.group * kGroup, rows = rows_in(unit.group);
+    const int64_t first = unit.group * group_rows_, rows = rows_in(unit.group);
     for (int64_t r = 0; r < rows; ++r) {
       const float* s = scores + r * 16;
       float& shift = scratch_.shift[first + r];
@@ -269,7 +212,7 @@ class TileTask : public TileSums {
       float* sum = sums_[unit.group] + r * 16;
       _mm512_store_ps(sum, _mm512_mul_ps(_mm512_load_ps(sum), factor));
       for (int64_t i = 0; i < lane_groups_ && !begins_part(unit); ++i) {
-        float* o = output(unit) + (i * kGroup + r) * 16;
+        float* o = output(unit) + (i * group_rows_ + r) * 16;
         _mm512_store_ps(o, _mm512_mul_ps(_mm512_load_ps(o), factor));
       }
       for (int64_t before = 0; before < page; ++before) {
@@ -279,38 +222,25 @@ class TileTask : public TileSums {
     }
   }
 
-  void values(const Unit& unit, const Ahead& then) {
-    float* o = output(unit);
-    for (int64_t i = 0; i < lane_groups_; i += 2) {
-      const Ahead ahead = i + 2 < lane_groups_ ? Ahead{unit.v, (i + 2) * 16 * kBlock, unit.pages, true} : then;
-      if (i + 1 < lane_groups_) {
-        wide(unit) ? lane_values<2, 2>(scratch_.p, unit, i, o, ahead)
-                   : lane_values<1, 2>(scratch_.p, unit, i, o, ahead);
-      } else {
-        wide(unit) ? lane_values<2, 1>(scratch_.p, unit, i, o, ahead)
-                   : lane_values<1, 1>(scratch_.p, unit, i, o, ahead);
-      }
-    }
-  }
-
   void load_rows() {
     // Rows that only fill up a tile hold anything: no row of a product depends on another.
     const __m512i sign = _mm512_set1_epi16(problem_.scale < 0 ? -0x8000 : 0);
-    RowWalk walk(task_);
-    for (int64_t r = 0; r < task_.rows; ++r, walk.next()) {
+    const int64_t tile_rows = std::min<int64_t>(group_rows_, 16);
+    RowWalk walk(all_);
+    for (int64_t r = 0; r < rows_; ++r, walk.next()) {
       scratch_.visible[r] = walk.visible();
-      bf16* to = scratch_.q + r / 16 * steps_ * kTile + r % 16 * 32;
+      bf16* to = scratch_.q + (r / tile_rows * steps_ * tile_rows + r % tile_rows) * 32;
       const bf16* from = walk.element<bf16>(problem_.q);
-      for (int64_t i = 0; i < steps_; ++i) {
+      for (int64_t i = 0; i < steps_; ++i, to += tile_rows * 32) {
         const int64_t n = std::clamp<int64_t>(d_ - 32 * i, 0, 32);
         const __m512i row = _mm512_maskz_loadu_epi16(static_cast<__mmask32>((uint64_t{1} << n) - 1), from + 32 * i);
-        _mm512_store_si512(to + i * kTile, _mm512_xor_si512(row, sign));
+        _mm512_store_si512(to, _mm512_xor_si512(row, sign));
       }
     }
-    std::fill_n(scratch_.shift, task_.rows, -std::numeric_limits<float>::infinity());
-    for (int64_t group = 0; group < groups_; ++group) sums_[group] = scratch_.sum[group][0];
-    spare_sums_ = scratch_.sum[groups_][0];
-    std::memset(scratch_.sum, 0, sizeof(scratch_.sum[0]) * static_cast<size_t>(groups_));
+    std::fill_n(scratch_.shift, rows_, -std::numeric_limits<float>::infinity());
+    for (int64_t group = 0; group < groups_; ++group) sums_[group] = scratch_.sum + group * group_rows_ * 16;
+    spare_sums_ = scratch_.sum + kTaskRows * 16;
+    std::memset(scratch_.sum, 0, sizeof(float) * static_cast<size_t>(groups_ * group_rows_ * 16));
   }
 
   const int64_t unit_pages_, key_dims_, steps_;
@@ -318,11 +248,22 @@ class TileTask : public TileSums {
 };
 
 #include "attention_woven.h"
+#include "attention_stream.h"
 
 class AnyTask : public WovenTask {
  public:
-  using WovenTask::WovenTask;
-  void run() { task_.rows > kGroup ? WovenTask::run() : TileTask::run(); }
+  AnyTask(const Problem& problem, const Span& span, TileScratch& scratch, float* parts)
+      : WovenTask(problem, span, scratch, parts), stream_(problem, span, scratch, parts) {}
+  void run() { task_.rows > kGroup ? WovenTask::run() : stream_.run(); }
+
+  // Heads that are read in one walk.
+  static bool joins(const Span& span, const Span& next) {
+    return span.task.rows <= 16 && span.heads < kMostGroups &&
+           span.heads < kTaskRows / kGroup * (kGroup / span.task.rows) && span.is_followed_by(next);
+  }
+
+ private:
+  StreamTask stream_;
 };
 
 static void attention(const Args& args, Team& team) {

@@ -15,20 +15,23 @@ class TileSums {
         parts_(parts),
         d_(problem.dims()),
         lane_groups_((d_ + 15) / 16),
-        groups_((task_.rows + kGroup - 1) / kGroup),
+        group_rows_(task_.rows > 16 ? kGroup : task_.rows),
+        rows_(task_.rows * span.heads),
+        groups_((rows_ + group_rows_ - 1) / group_rows_),
         streams_(task_.rows > kGroup && streams(problem.out)),
-        to_store_(task_) {}
+        all_(span.all()),
+        to_store_(all_) {}
 
   // Adds the sums over a part to those over all before it.
   void merge(int64_t part, const Sums& sums) {
     for (int64_t group = 0; group < groups_; ++group) {
       if (last_visible(group) <= part * kPart) continue;
-      merge_weights(group, sums.weights + group * kGroup * 16, sums.max + group * kGroup);
-      merge_values(group, sums.values + group * kGroup * lane_groups_ * 16, 0, lane_groups_);
+      merge_weights(group, sums.weights + group * group_rows_ * 16, sums.max + group * group_rows_);
+      merge_values(group, sums.values + group * group_rows_ * lane_groups_ * 16, 0, lane_groups_);
     }
   }
 
-  void store_rows() { store_rows(task_.rows); }
+  void store_rows() { store_rows(rows_); }
 
  protected:
   // Those before `end` that are not stored yet.
@@ -40,17 +43,17 @@ class TileSums {
         *to_store_.element<float>(problem_.lse) = (scratch_.all_shift[r] + std::log2(total)) * 0.693147180559945309f;
       }
       const Vec factor = set(1.0f / total);
-      const float* o = scratch_.all_o + r / kGroup * kGroup * lane_groups_ * 16 + r % kGroup * 16;
+      const float* o = scratch_.all_o + r / group_rows_ * group_rows_ * lane_groups_ * 16 + r % group_rows_ * 16;
       bf16* out = to_store_.element<bf16>(problem_.out);
       // + 0: no negative zero, whatever zeros were added before
       if (streams_) {
-        for (int64_t i = 0; i < d_; i += 32, o += 2 * kGroup * 16) {
-          const Vec left = load(o) * factor + zero(), right = load(o + kGroup * 16) * factor + zero();
+        for (int64_t i = 0; i < d_; i += 32, o += 2 * group_rows_ * 16) {
+          const Vec left = load(o) * factor + zero(), right = load(o + group_rows_ * 16) * factor + zero();
           _mm512_stream_si512(reinterpret_cast<__m512i*>(out + i), (__m512i)_mm512_cvtne2ps_pbh(right.v, left.v));
         }
         continue;
       }
-      for (int64_t i = 0; i < d_; i += 16, o += kGroup * 16) {
+      for (int64_t i = 0; i < d_; i += 16, o += group_rows_ * 16) {
         const Vec value = load(o) * factor + zero();
         if (d_ - i < 16) {
           store(out + i, value, d_ - i);
@@ -61,10 +64,10 @@ class TileSums {
     }
   }
 
-  int64_t last_visible(int64_t group) const { return scratch_.visible[std::min((group + 1) * kGroup, task_.rows) - 1]; }
+  int64_t last_visible(int64_t group) const { return scratch_.visible[std::min((group + 1) * group_rows_, rows_) - 1]; }
   // Where the span's tokens end for a group.
   int64_t end_of(int64_t group) const { return std::min(last_visible(group), span_.end * kPart); }
-  int64_t rows_in(int64_t group) const { return std::min(kGroup, task_.rows - group * kGroup); }
+  int64_t rows_in(int64_t group) const { return std::min(group_rows_, rows_ - group * group_rows_); }
 
   bool begins_part(const Unit& unit) const { return unit.begin % kPart == 0; }
   bool ends_part(const Unit& unit) const {
@@ -77,13 +80,13 @@ class TileSums {
   float* output(const Unit& unit) const {
     const int64_t part = unit.begin / kPart;
     float* const o = span_.begin > 0 ? left(part).values : part > 0 ? scratch_.o : scratch_.all_o;
-    return o + unit.group * kGroup * lane_groups_ * 16;
+    return o + unit.group * group_rows_ * lane_groups_ * 16;
   }
 
   // When all weights of a part were added up.
   void close_weights(const Unit& unit) {
     if (!ends_part(unit)) return;
-    const int64_t group = unit.group, first = group * kGroup, part = unit.begin / kPart;
+    const int64_t group = unit.group, first = group * group_rows_, part = unit.begin / kPart;
     float *const sum = sums_[group], *const shift = scratch_.shift + first;
     if (span_.begin == 0 && part > 0) {
       merge_weights(group, sum, shift);
@@ -100,7 +103,7 @@ class TileSums {
   bool merges(const Unit& unit) const { return span_.begin == 0 && unit.begin >= kPart && ends_part(unit); }
 
   void merge_weights(int64_t group, const float* sum, const float* shift) {
-    const int64_t first = group * kGroup;
+    const int64_t first = group * group_rows_;
     for (int64_t r = 0; r < rows_in(group); ++r) {
       float& all_shift = scratch_.all_shift[first + r];
       const float new_shift = std::max(all_shift, shift[r]);
@@ -115,14 +118,15 @@ class TileSums {
     }
   }
 
-  float* all_values(int64_t group) const { return scratch_.all_o + group * kGroup * lane_groups_ * 16; }
+  float* all_values(int64_t group) const { return scratch_.all_o + group * group_rows_ * lane_groups_ * 16; }
 
   void merge_values(int64_t group, const float* from, int64_t first, int64_t count) {
     float* const to = all_values(group);
-    const float *const of_all = scratch_.of_all + group * kGroup, *const of_part = scratch_.of_part + group * kGroup;
+    const float* const of_all = scratch_.of_all + group * group_rows_;
+    const float* const of_part = scratch_.of_part + group * group_rows_;
     for (int64_t i = first; i < first + count; ++i) {
       for (int64_t r = 0; r < rows_in(group); ++r) {
-        const int64_t at = (i * kGroup + r) * 16;
+        const int64_t at = (i * group_rows_ + r) * 16;
         const __m512 old = _mm512_mul_ps(_mm512_load_ps(to + at), _mm512_set1_ps(of_all[r]));
         _mm512_store_ps(to + at, _mm512_fmadd_ps(_mm512_load_ps(from + at), _mm512_set1_ps(of_part[r]), old));
       }
@@ -142,11 +146,13 @@ class TileSums {
   const Task& task_;
   TileScratch& scratch_;
   float* const parts_;
-  const int64_t d_, lane_groups_, groups_;
-  const bool streams_;  // whether rows are stored past the caches
+  const int64_t d_, lane_groups_;
+  const int64_t group_rows_, rows_, groups_;  // a group of rows: up to kGroup of a task, or one of several heads' tasks
+  const bool streams_;                        // whether rows are stored past the caches
+  const Task all_;
   int64_t stored_ = 0;  // rows
   RowWalk to_store_;
-  float *sums_[kTaskRows / kGroup], *spare_sums_;  // of a group's rows over a part, 16 lanes each
+  float *sums_[kMostGroups], *spare_sums_;  // of a group's rows over a part, 16 lanes each
 };
 
 }  // namespace tilerank::TR_RUNG

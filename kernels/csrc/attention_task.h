@@ -132,12 +132,25 @@ static void clear_rows(const Problem& problem, const Task& task) {
   }
 }
 
-// Parts begin to end of a task.
+// Parts begin to end of a task; or all of as many tasks as there are heads, of one row of q: those of neighbouring KV
+// heads whose query heads are neighbours as well.
 struct Span {
-  Task task;
-  int64_t begin, end;
+  Task task;  // the first one
+  int64_t begin, end, heads = 1;
 
   bool whole() const { return begin == 0 && end == task.parts(); }
+  bool is_followed_by(const Span& next) const {
+    return task.queries == 1 && whole() && next.whole() && task.sequence == next.task.sequence &&
+           task.kv_head + heads == next.task.kv_head && task.head + heads * task.heads == next.task.head &&
+           task.rows == next.task.rows && task.rows == task.heads;
+  }
+  // The rows of all tasks, as if they were of one.
+  Task all() const {
+    Task all = task;
+    all.heads *= heads;
+    all.rows *= heads;
+    return all;
+  }
 };
 
 // Sums of a task's rows over a part: weighted values, weights lane by lane, and what the scores were reduced by.
@@ -174,8 +187,9 @@ static void for_spans(const Args& args, int64_t max_rows, Weight&& weight, int t
   });
 }
 
-// Runs the spans of this thread, in their order, with a `Runner` each: run(), and for a task that several threads share
-// merge(part, sums) of all parts that the first of them did not have, in their order, and store_rows().
+// Runs the spans of this thread, in their order, with a `Runner` each, or one for all that Runner::joins: run(), and
+// for a task that several threads share merge(part, sums) of all parts that the first of them did not have, in their
+// order, and store_rows().
 template <class Runner, class Weight>
 static void run_spans(const Args& args, const Problem& problem, int64_t max_rows, Weight&& weight, Team& team) {
   using Scratch = typename Runner::Scratch;
@@ -183,7 +197,7 @@ static void run_spans(const Args& args, const Problem& problem, int64_t max_rows
     int owner;
     int64_t begin, end;
   };
-  std::optional<Span> last;
+  std::optional<Span> last;  // or first of those that are joined
   Scratch* sums_of_last = nullptr;
   std::vector<Rest> rests;  // of the last one's task, by other threads
   bool shared = false;
@@ -194,18 +208,27 @@ static void run_spans(const Args& args, const Problem& problem, int64_t max_rows
   const auto parts_in = [](const void* of) {
     return reinterpret_cast<float*>(const_cast<char*>(static_cast<const char*>(of)) + sizeof(Scratch));
   };
+  const auto run_last = [&] {
+    if (!last) return;
+    // Only the first span of a thread may begin inside of a task, so that what it leaves is safe.
+    Scratch& own = scratch(last->begin > 0 ? last->end - last->begin : 0, last->task.rows);
+    Runner(problem, *last, own, parts_in(&own)).run();
+    sums_of_last = &own;
+  };
   for_spans(args, max_rows, weight, team.count, [&](int owner, const Span& span) {
     shared = shared || !span.whole();
     if (owner == team.index) {
-      // Only the first span of a thread may begin inside of a task, so that what it leaves is safe.
-      Scratch& own = scratch(span.begin > 0 ? span.end - span.begin : 0, span.task.rows);
-      Runner(problem, span, own, parts_in(&own)).run();
+      if (last && Runner::joins(*last, span)) {
+        ++last->heads;
+        return;
+      }
+      run_last();
       last = span;
-      sums_of_last = &own;
     } else if (last && last->begin == 0 && last->task.same(span.task)) {
       rests.push_back({owner, span.begin, span.end});
     }
   });
+  run_last();
   if (!shared) return;
   team.barrier();
   if (rests.empty()) return;

@@ -5,6 +5,7 @@ namespace tilerank::TR_RUNG {
 
 constexpr int64_t kGroup = 32;  // rows that go through the tiles together
 constexpr int64_t kTaskRows = 4 * kGroup;
+constexpr int64_t kMostGroups = 32;
 constexpr int64_t kChunkPages = 8;
 constexpr int64_t kTileChunk = kChunkPages * kBlock;  // tokens between two updates of the running maximum
 // Tokens that all groups meet before the next. Few switches between groups leave a group's sums and queries in the
@@ -15,13 +16,15 @@ constexpr int64_t kTile = 16 * 32;                // bf16 elements of a tile
 constexpr int64_t kPageScores = kGroup * kBlock;  // of a group
 
 struct TileScratch {
-  alignas(64) float s[2][kPageScores];                           // of two pages: [token / 16][row][token % 16]
-  alignas(64) bf16 p[kTileChunk * kGroup];                       // [page][row][32 tokens]
-  alignas(64) bf16 q[kTaskRows * kMaxDim];                       // [row / 16][dim / 32][row % 16][32]
-  alignas(64) float o[kTaskRows * kMaxDim];                      // of one part: [row / 32][dim / 16][row % 32][16]
-  alignas(64) float all_o[kTaskRows * kMaxDim];                  // of the first part and all that are merged with it
-  alignas(64) float sum[kTaskRows / kGroup + 1][kGroup][16];     // lane by lane, added up at the end; one is spare
-  alignas(64) bf16 cut[2][kMaxDim * kBlock];                     // the values of the first and the last page
+  // Of two pages, or of all rows of heads that are walked together: [token / 16][row][token % 16].
+  alignas(64) float s[kTaskRows / kGroup][kPageScores];
+  alignas(64) bf16 p[kTileChunk * kGroup];           // [page][row][32 tokens]
+  alignas(64) bf16 q[kTaskRows * kMaxDim];           // [row / 16][dim / 32][row % 16][32]
+  alignas(64) float o[kTaskRows * kMaxDim];          // of one part: [row / 32][dim / 16][row % 32][16]
+  alignas(64) float all_o[kTaskRows * kMaxDim];      // of the first part and all that are merged with it
+  alignas(64) float sum[(kTaskRows + kGroup) * 16];  // lane by lane, added up at the end; one group is spare
+  alignas(64) bf16 tile[2][kTile];                   // of keys or values that need a change
+  alignas(64) bf16 cut[2][kMaxDim * kBlock];         // the values of the first and the last page
   alignas(64) bf16 wide[2 * kChunkPages][2 * kMaxDim * kBlock];  // keys and values of units, out of codes
   alignas(64) float nothing[2 * kGroup * 16];                    // where sums go that nobody wants
   float shift[kTaskRows];                                        // a whole number: a probability is 2^(score - shift)
@@ -36,19 +39,6 @@ struct Unit {
   const bf16 *k[kChunkPages], *v[kChunkPages];
   const float *key_scales[kChunkPages], *value_scales[kChunkPages];  // of codes
   int buffer = 0;                                                    // which of `wide` its widened codes are in
-};
-
-// Memory to ask for soon, in pieces of two tiles: pages[i] + offset, or pages[0] + offset + i pieces.
-struct Ahead {
-  const bf16* const* pages = nullptr;
-  int64_t offset = 0, count = 0;
-  bool scattered = false;
-
-  void fetch(int64_t i) const {
-    if (i >= count) return;
-    const bf16* piece = offset + (scattered ? pages[i] : pages[0] + i * 2 * kTile);
-    for (int64_t at = 0; at < 2 * kTile; at += 32) _mm_prefetch(reinterpret_cast<const char*>(piece + at), _MM_HINT_T0);
-  }
 };
 
 // --- softmax -------------------------------------------------------------------------------------------------------
@@ -153,12 +143,11 @@ static inline void step(const bf16* a, const bf16* a2, int64_t lda, const bf16* 
 
 // s of one page = q k^T
 template <int RowTiles>
-static inline void page_scores(const bf16* q, const bf16* k, int64_t d, float* s, const Ahead& ahead) {
+static inline void page_scores(const bf16* q, const bf16* k, int64_t d, float* s) {
   const int64_t steps = (d + 31) / 32, whole = d / 32;
   const bf16* q2 = q + steps * kTile;
   for_sums<RowTiles, 2>([](auto row, auto group) { tile_zero<row * 2 + group>(); });
   for (int64_t i = 0; i < whole; ++i) {
-    ahead.fetch(i);
     step<RowTiles, 2>(q + i * kTile, q2 + i * kTile, 64, k + i * kTile, k + d * 16 + i * kTile);
   }
   if (whole < steps) {
@@ -167,7 +156,6 @@ static inline void page_scores(const bf16* q, const bf16* k, int64_t d, float* s
     for (int group = 0; group < 2; ++group) {
       std::memcpy(rest[group], k + group * d * 16 + whole * kTile, static_cast<size_t>(d % 32 * 16 * 2));
     }
-    ahead.fetch(whole);
     step<RowTiles, 2>(q + whole * kTile, q2 + whole * kTile, 64, rest[0], rest[1]);
   }
   for_sums<RowTiles, 2>([&](auto row, auto group) { tile_store<row * 2 + group>(s + (group * 2 + row) * 256, 64); });
@@ -175,7 +163,7 @@ static inline void page_scores(const bf16* q, const bf16* k, int64_t d, float* s
 
 // o += p v for one or two lane groups, over the pages of a unit.
 template <int RowTiles, int Groups>
-static inline void lane_values(const bf16* p, const Unit& unit, int64_t lane_group, float* o, const Ahead& ahead) {
+static inline void lane_values(const bf16* p, const Unit& unit, int64_t lane_group, float* o) {
   float* const sums = o + lane_group * kGroup * 16;
   const auto at = [&](auto row, auto group) { return sums + group * kGroup * 16 + row * 256; };
   if (unit.begin % kPart == 0) {
@@ -184,7 +172,6 @@ static inline void lane_values(const bf16* p, const Unit& unit, int64_t lane_gro
     for_sums<RowTiles, Groups>([&](auto row, auto group) { tile_load<row * 2 + group>(at(row, group), 64); });
   }
   for (int64_t page = 0; page < unit.pages; ++page) {
-    ahead.fetch(page);
     const bf16 *a = p + page * kPageScores, *v = unit.v[page] + lane_group * 16 * kBlock;
     step<RowTiles, Groups>(a, a + kTile, 64, v, v + 16 * kBlock);
   }

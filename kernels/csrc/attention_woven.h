@@ -174,7 +174,7 @@ class WovenTask : public TileTask {
     for (; pending_pairs_ < pairs; ++pending_pairs_) {
       if (2 * pending_pairs_ + 2 > lane_groups_) {
         store_tiles();
-        lane_values<2, 1>(pending_p_, *pending_, 2 * pending_pairs_, pending_o_, Ahead{});
+        lane_values<2, 1>(pending_p_, *pending_, 2 * pending_pairs_, pending_o_);
       } else {
         float* const o = pending_o_ + pending_pairs_ * 2 * kGroup * 16;
         woven_values<N>(rows, pending_p_, *pending_, 2 * pending_pairs_, o, in_tiles_);
@@ -237,9 +237,9 @@ class WovenTask : public TileTask {
     for (; pending_pairs_ < pairs; ++pending_pairs_) {
       const int64_t lane_group = 2 * pending_pairs_;
       if (lane_group + 2 > lane_groups_) {
-        lane_values<2, 1>(pending_p_, *pending_, lane_group, pending_o_, Ahead{});
+        lane_values<2, 1>(pending_p_, *pending_, lane_group, pending_o_);
       } else {
-        lane_values<2, 2>(pending_p_, *pending_, lane_group, pending_o_, Ahead{});
+        lane_values<2, 2>(pending_p_, *pending_, lane_group, pending_o_);
       }
     }
   }
@@ -247,7 +247,7 @@ class WovenTask : public TileTask {
   const bf16* queries(const Unit& unit) const { return scratch_.q + unit.group * 2 * steps_ * kTile; }
   void scores_of(const Unit& unit, int64_t page, float* s) {
     store_tiles();
-    page_scores<2>(queries(unit), unit.k[page], key_dims_, s, Ahead{});
+    page_scores<2>(queries(unit), unit.k[page], key_dims_, s);
   }
 
   const int64_t lane_pairs_;

@@ -1,0 +1,218 @@
+// Tasks of few rows: what limits them is reading keys and values (attention_amx.cpp is the only includer, after
+// TileTask; no include guard, no own region).
+//
+// A page holds the keys of all heads and then their values, so heads that a thread has of the same sequence are taken
+// together, page by page: one walk through memory, tile by tile in the order in which they lie. That matters: in runs
+// of 8 KiB, which the pages of one head are, memory gives half of what it gives in one run (64 KiB are no better, 256
+// KiB nearly as good). The softmax of a head runs beside the products of another one's values. As in stream_amx.h, a
+// few lines are asked for between any two instructions on tiles, 2 KiB before they are used. To ask for what comes 8
+// KiB later as well, into the second level, helps where runs are short but costs a seventh in one long run.
+
+// Memory that is read tile by tile, and what follows it in the walk.
+template <class T>
+class TileWalk {
+ public:
+  // Both as long, or as far as is asked for ahead.
+  TileWalk(const T* at, int64_t size, const T* next)
+      : at_(bytes(at)), end_(bytes(at + size)), next_(bytes(next)), distance_(std::min(kAhead, end_ - at_)) {}
+
+  const T* at() const { return reinterpret_cast<const T*>(at_); }
+  void advance(int64_t size) {
+    at_ += size * static_cast<int64_t>(sizeof(T));
+    ahead_ = ahead();
+  }
+  // One of four parts of the requests for a tile.
+  [[gnu::always_inline]] inline void fetch(int64_t quarter) const {
+    constexpr int64_t kQuarter = kTile * static_cast<int64_t>(sizeof(T)) / 4;
+    for (int64_t line = 0; line < kQuarter; line += 64) _mm_prefetch(ahead_ + quarter * kQuarter + line, _MM_HINT_T0);
+  }
+
+ private:
+  static constexpr int64_t kAhead = 2048;
+
+  static const char* bytes(const T* at) { return reinterpret_cast<const char*>(at); }
+  const char* ahead() const {
+    const int64_t left = end_ - at_;
+    return distance_ < left ? at_ + distance_ : next_ + (distance_ - left);
+  }
+
+  const char *at_, *end_, *next_;
+  int64_t distance_;
+  const char* ahead_ = ahead();
+};
+
+class StreamTask : public TileTask {
+ public:
+  StreamTask(const Problem& problem, const Span& span, TileScratch& scratch, float* parts)
+      : TileTask(problem, span, scratch, parts, 1) {}
+
+  void run() {
+    if (task_.length == 0) {
+      clear_rows<bf16>(problem_, all_);
+      return;
+    }
+    load_rows();
+    const Tiles tiles(tile_rows());
+    const auto walk_rows = [&](auto row_tiles) {
+      problem_.quantized() ? walk<row_tiles, int8_t>() : walk<row_tiles, bf16>();
+    };
+    if (task_.rows > 16) {
+      walk_rows(std::integral_constant<int, 2>{});
+    } else {
+      walk_rows(std::integral_constant<int, 1>{});
+    }
+    if (span_.whole()) store_rows();
+  }
+
+ private:
+  template <int RowTiles, class T>
+  void walk() {
+    const int64_t end = end_of(0);
+    Unit unit;
+    unit.pages = 1;
+    for (unit.begin = span_.begin * kPart; unit.begin < end; unit.begin += kBlock) {
+      const int64_t page = page_of(unit.begin);
+      const T* const keys = problem_.keys<T>(page, task_.kv_head);
+      const T* const values = problem_.values<T>(page, task_.kv_head);
+      TileWalk<T> walk(keys, span_.heads * key_dims_ * kBlock, values);
+      for (unit.group = 0; unit.group < span_.heads; ++unit.group) {
+        scores<RowTiles>(walk, unit.group, scores_of(unit.group));
+      }
+      const bool last = unit.begin + kBlock >= end;
+      const T* const next =
+          last ? keys_of_next_task<T>() : problem_.keys<T>(page_of(unit.begin + kBlock), task_.kv_head);
+      walk = TileWalk<T>(values, span_.heads * lane_groups_ * kTile, next);
+      unit.group = 0;
+      softmax(unit, page);
+      for (int64_t head = 0; head < span_.heads; ++head) {
+        if (head + 1 < span_.heads) {
+          unit.group = head + 1;
+          softmax(unit, page);
+        }
+        unit.group = head;
+        add_values<RowTiles>(unit, walk);
+        if (merges(unit)) merge_values(head, output(unit), 0, lane_groups_);
+      }
+    }
+  }
+
+  int64_t page_of(int64_t token) const { return problem_.page(task_.sequence, task_.first_page + token / kBlock); }
+  // What this thread probably reads next.
+  template <class T>
+  const T* keys_of_next_task() const {
+    const int64_t head = task_.kv_head + span_.heads;
+    const bool same = head < problem_.k_pages.size[1];
+    const int64_t sequence = task_.sequence + (same ? 0 : 1);
+    if (sequence == problem_.block_tables.size[0]) return problem_.keys<T>(0, 0);
+    const int64_t page = problem_.block_tables.row<int32_t>(sequence)[same ? task_.first_page : 0];
+    return problem_.keys<T>(std::clamp<int64_t>(page, 0, problem_.k_pages.size[0] - 1), same ? head : 0);
+  }
+
+  float* scores_of(int64_t head) {
+    const int64_t at_once = kGroup / task_.rows;
+    return scratch_.s[head / at_once] + head % at_once * task_.rows * 16;
+  }
+  bf16* probabilities_of(int64_t head) { return scratch_.p + head * group_rows_ * kBlock; }
+
+  void softmax(Unit& unit, int64_t page) {
+    if (problem_.quantized()) {
+      unit.key_scales[0] = problem_.key_scales(page, task_.kv_head + unit.group);
+      unit.value_scales[0] = problem_.value_scales(page, task_.kv_head + unit.group);
+    }
+    TileTask::softmax(unit, 0, scores_of(unit.group), probabilities_of(unit.group), [](auto&) {}, [] {});
+    close_weights(unit);
+  }
+
+  // A tile as the products take it, of `rows` lines.
+  const bf16* prepared(const bf16* tile, int64_t rows, int slot) {
+    if (rows == 16) return tile;
+    std::memset(static_cast<void*>(scratch_.tile[slot]), 0, sizeof(scratch_.tile[slot]));
+    std::memcpy(static_cast<void*>(scratch_.tile[slot]), tile, static_cast<size_t>(rows * 64));
+    return scratch_.tile[slot];
+  }
+  const bf16* prepared(const int8_t* tile, int64_t rows, int slot) {
+    if (rows < 16) std::memset(static_cast<void*>(scratch_.tile[slot]), 0, sizeof(scratch_.tile[slot]));
+    widen_page(tile, rows * 32, scratch_.tile[slot]);
+    return scratch_.tile[slot];
+  }
+
+  // s of one head and page = q k^T
+  template <int RowTiles, class T>
+  void scores(TileWalk<T>& walk, int64_t head, float* s) {
+    const int64_t q_rows = RowTiles == 1 ? task_.rows : 16;
+    const bf16* const rows_of_head = scratch_.q + head * steps_ * q_rows * 32;
+    const auto lane_group = [&](auto group) {
+      const auto step = [&](auto odd, int64_t i, int64_t rows) {
+        const bf16* const q = rows_of_head + i * q_rows * 32;
+        walk.fetch(0);
+        tile_load_stream<6 + odd>(prepared(walk.at(), rows, odd), 64);
+        walk.fetch(1);
+        tile_load<4>(q, 64);
+        if constexpr (RowTiles > 1) tile_load<5>(q + steps_ * kTile, 64);
+        walk.fetch(2);
+        tile_dot_bf16<group, 4, 6 + odd>();
+        if constexpr (RowTiles > 1) tile_dot_bf16<2 + group, 5, 6 + odd>();
+        walk.fetch(3);
+        walk.advance(rows * 32);
+      };
+      tile_zero<group>();
+      if constexpr (RowTiles > 1) tile_zero<2 + group>();
+      int64_t i = 0;
+      for (; 32 * i + 64 <= key_dims_; i += 2) {
+        step(std::integral_constant<int, 0>{}, i, 16);
+        step(std::integral_constant<int, 1>{}, i + 1, 16);
+      }
+      for (; i < steps_; ++i) step(std::integral_constant<int, 0>{}, i, std::min<int64_t>(16, key_dims_ / 2 - 16 * i));
+      tile_store<group>(s + group * 512, 64);
+      if constexpr (RowTiles > 1) tile_store<2 + group>(s + group * 512 + 256, 64);
+    };
+    lane_group(std::integral_constant<int, 0>{});
+    lane_group(std::integral_constant<int, 1>{});
+  }
+
+  // o += p v of one head and page
+  template <int RowTiles, class T>
+  void add_values(const Unit& unit, TileWalk<T>& walk) {
+    const int64_t hidden = task_.hidden - unit.begin, n = task_.length - unit.begin;
+    const bool cut = std::is_same_v<T, bf16> && (hidden > 0 || n < kBlock), begins = begins_part(unit);
+    const bf16* const p = probabilities_of(unit.group);
+    float* const o = output(unit);
+    tile_load<4>(p, 64);
+    if constexpr (RowTiles > 1) tile_load<5>(p + kTile, 64);
+    const auto step = [&](auto odd, int64_t i) {
+      float* const sums = o + i * group_rows_ * 16;
+      walk.fetch(0);
+      if constexpr (std::is_same_v<T, bf16>) {
+        if (cut) {
+          cut_values(walk.at(), hidden, n, 1, scratch_.tile[odd]);
+          tile_load_stream<6 + odd>(scratch_.tile[odd], 64);
+        } else {
+          tile_load_stream<6 + odd>(walk.at(), 64);
+        }
+      } else {
+        tile_load_stream<6 + odd>(prepared(walk.at(), 16, odd), 64);
+      }
+      walk.fetch(1);
+      if (begins) {
+        tile_zero<odd>();
+        if constexpr (RowTiles > 1) tile_zero<2 + odd>();
+      } else {
+        tile_load<odd>(sums, 64);
+        if constexpr (RowTiles > 1) tile_load<2 + odd>(sums + 256, 64);
+      }
+      walk.fetch(2);
+      tile_dot_bf16<odd, 4, 6 + odd>();
+      if constexpr (RowTiles > 1) tile_dot_bf16<2 + odd, 5, 6 + odd>();
+      walk.fetch(3);
+      tile_store<odd>(sums, 64);
+      if constexpr (RowTiles > 1) tile_store<2 + odd>(sums + 256, 64);
+      walk.advance(kTile);
+    };
+    int64_t i = 0;
+    for (; i + 2 <= lane_groups_; i += 2) {
+      step(std::integral_constant<int, 0>{}, i);
+      step(std::integral_constant<int, 1>{}, i + 1);
+    }
+    if (i < lane_groups_) step(std::integral_constant<int, 0>{}, i);
+  }
+};
