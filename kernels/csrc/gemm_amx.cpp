@@ -16,8 +16,9 @@
 
 namespace tilerank::TR_RUNG {
 
-// Up to this many rows the tiles are read from x itself.
-constexpr int64_t kDirectRows = 8;
+// Up to this many rows, or inputs, the tiles are read from x itself: more rows, in more memory, meet in the same sets
+// of the first-level cache, and take longer for all blocks than packing takes.
+constexpr int64_t kDirectRows = 8, kDirectInputs = 2048;
 
 // Tiles `tiles` of row tile `row_tile`.
 static void pack_row_tile(const Tensor& x, const PackedRows& to, int64_t row_tile, Range tiles) {
@@ -79,7 +80,7 @@ template <int kParts>
 static void linear_few_rows(const Tensor& x, const Tensor& weight, const Epilogue& epilogue, Team& team) {
   const int64_t m = x.size[0], k = x.size[1], k_tiles = blocks(k, kBlockK);
   StreamedRows rows{x.as<const char>(), x.stride[0] * 2, 64};
-  if (m > kDirectRows || k % kBlockK) {
+  if ((m > kDirectRows && k > kDirectInputs) || k % kBlockK) {
     const PackedRows packed{static_cast<char*>(team.scratch(static_cast<size_t>(k_tiles * kTileBytes))), 1, k_tiles,
                             k_tiles};
     pack_row_tile(x, packed, 0, {0, k_tiles});
@@ -88,14 +89,7 @@ static void linear_few_rows(const Tensor& x, const Tensor& weight, const Epilogu
   const LinearFinish<kParts> finish{epilogue};
   const Tiles tiles(stream_tiles(m));
   const Range share = team.share(epilogue.results), own{share.begin * kParts, share.end * kParts};
-  stream_blocks<Bf16Dot>(rows, weight.as<const char>(), own, k_tiles, [&](const auto& sums, int64_t block) {
-    if constexpr (kParts == 2) {
-      finish.write({sums[0], sums[1]}, {0, m}, block / 2);
-    } else {
-      finish.write({sums[0]}, {0, m}, block);
-      if (block + 1 < own.end) finish.write({sums[1]}, {0, m}, block + 1);
-    }
-  });
+  stream_blocks<Bf16Dot>(rows, m, weight.as<const char>(), own, k_tiles, stream_finish<kParts>(finish, own));
 }
 
 template <int kParts, class Finish>

@@ -41,14 +41,7 @@ template <int kParts, class Finish>
 static void stream_results(const PackedRows& rows, int64_t m, const char* weight, Range results, const Finish& finish) {
   const Tiles tiles(stream_tiles(m));
   const Range own{results.begin * kParts, results.end * kParts};
-  stream_blocks<Int8Dot>({rows.data, 64, kTileBytes}, weight, own, rows.k_tiles, [&](const auto& sums, int64_t block) {
-    if constexpr (kParts == 2) {
-      finish.write({sums[0], sums[1]}, {0, m}, block / 2);
-    } else {
-      finish.write({sums[0]}, {0, m}, block);
-      if (block + 1 < own.end) finish.write({sums[1]}, {0, m}, block + 1);
-    }
-  });
+  stream_blocks<Int8Dot>({rows.data, 64, kTileBytes}, m, weight, own, rows.k_tiles, stream_finish<kParts>(finish, own));
 }
 
 }  // namespace tilerank::TR_RUNG
