@@ -44,10 +44,12 @@ size_t page_size() {
   return bytes;
 }
 
-// A last huge page that is mostly beyond the end would cost resident memory: keep small pages there.
+// A last huge page that is mostly beyond the end would cost resident memory: keep small pages there. They cost time,
+// too: with scales of int4 weights there (kernels/grouped.py puts them last) products with few rows took a thirtieth
+// longer.
 size_t mapping_size(size_t bytes) {
   const size_t huge = round_up(bytes, kHuge);
-  return huge - bytes <= bytes / 8 ? huge : round_up(std::max<size_t>(bytes, 1), page_size());
+  return huge - bytes <= bytes / 3 ? huge : round_up(std::max<size_t>(bytes, 1), page_size());
 }
 
 }  // namespace

@@ -103,7 +103,11 @@ class ExpandedPairs {
       : now_(weight, blocks, k_tiles, nullptr),
         ahead_(weight, blocks, k_tiles, after < 0 ? nullptr : weight.tile(after, 0)) {
     for (int64_t tile = 0; tile < kAhead; ++tile, ahead_.advance()) {
-      for (int block = 0; block < 2; ++block) fetch(ahead_.block(block), 2 * Format::kPackedTile);
+      for (int block = 0; block < 2; ++block) {
+        for (int64_t line = 0; line < 2 * Format::kPackedTile; line += 64) {
+          _mm_prefetch(ahead_.block(block) + line, _MM_HINT_T0);
+        }
+      }
     }
   }
 
@@ -112,14 +116,13 @@ class ExpandedPairs {
   [[gnu::always_inline]] void expand(bf16* to) {
     constexpr int64_t kHalf = kQuarter % 2 * Format::kPackedTile;
     const char* const ahead = ahead_.block(kQuarter / 2);
-    fetch(ahead + kHalf, Format::kPackedTile);
     if constexpr (kHalf == 0 && Cursor::kStep <= kPage / 8) {
       if ((reinterpret_cast<uintptr_t>(ahead) & (kPage - 1)) == kPage / 2) {
         _mm_prefetch(ahead + kPage / 2, _MM_HINT_T1);
         _mm_prefetch(ahead + kPage / 2 + 64, _MM_HINT_T1);
       }
     }
-    Format::expand(now_.block(kQuarter / 2) + kHalf, to + kQuarter * kTile);
+    Format::expand(now_.block(kQuarter / 2) + kHalf, to + kQuarter * kTile, ahead + kHalf);
     if constexpr (kQuarter == 3) {
       now_.advance();
       ahead_.advance();
@@ -132,10 +135,6 @@ class ExpandedPairs {
   // The processor reads ahead inside a page, once two lines of it were asked for: those of the next page half a page
   // early. Not for fp8, whose pages are passed too fast for that to help.
   static constexpr int64_t kPage = 4096;
-
-  [[gnu::always_inline]] static void fetch(const char* from, int64_t bytes) {
-    for (int64_t line = 0; line < bytes; line += 64) _mm_prefetch(from + line, _MM_HINT_T0);
-  }
 
   Cursor now_, ahead_;
 };
