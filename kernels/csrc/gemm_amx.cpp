@@ -110,7 +110,8 @@ static void linear_many_rows(int64_t m, const RowTiles& rows, const Blocking& bl
     const Range stripe{tile, std::min(tile + blocking.stripe, own_rows.end)};
     for (int64_t block = own.begin * kParts; block < end; block += step) {
       const Range band{block, std::min(block + step, end)};
-      multiply_band<Bf16Dot, kParts>(rows, stripe, weight, band, m, sums, finish);
+      const bool last = band.end == end && stripe.end == own_rows.end;
+      multiply_band<Bf16Dot, kParts>(rows, stripe, weight, band, m, sums, finish, last);
     }
   }
 }

@@ -97,21 +97,16 @@ struct RowTiles {
   }
 };
 
-// Memory that is needed soon: `lines` cache lines of it at every step, in one piece, or in rows of kRowLines.
+// Memory that is needed soon: `bytes` of it at every step, in one piece, or in rows of kRow bytes, of which `bytes` are
+// a whole part.
 struct Ahead {
-  static constexpr int64_t kRowLines = 16;
+  static constexpr int64_t kRow = 1024;
   const char* data;
-  int64_t lines, row_stride = kRowLines * 64;
+  int64_t bytes, done = 0, gap = 0;  // done: of the row; gap: between rows
 
-  // From the line number `first` on.
-  static Ahead from(const char* data, int64_t first, int64_t lines, int64_t row_stride = kRowLines * 64) {
-    return {data + first / kRowLines * row_stride + first % kRowLines * 64, lines, row_stride};
-  }
-
-  void fetch(int64_t step) const {
-    for (int64_t i = step * lines; i < (step + 1) * lines; ++i) {
-      prefetch_l2(data + i / kRowLines * row_stride + i % kRowLines * 64);
-    }
+  // From the byte number `first` on.
+  static Ahead from(const char* data, int64_t first, int64_t bytes, int64_t row_stride) {
+    return {data + first / kRow * row_stride + first % kRow, bytes, first % kRow, row_stride - kRow};
   }
 };
 
@@ -160,7 +155,7 @@ struct Pass {
   int64_t k_tiles;
   const float* from;  // the sums so far; null: none
   const float* next;  // null, or where the sums of the next pass are, or will be
-  Ahead weights_ahead, rows_ahead;
+  const Ahead weights_ahead, rows_ahead;
 
   // meanwhile() is called at every step but the first: what it does costs little, because the tiles have their own
   // work. kWeightStays: the weight's panel is used again by the next rows and stays in the first-level cache; so that
@@ -168,6 +163,17 @@ struct Pass {
   template <class Dot, int kRowTiles, bool kWeightStays, class F>
   void run(const InTiles& before, const F& meanwhile) const {
     const char *rows0 = rows.data, *rows1 = rows.data + rows.second, *w = weight;
+    // In few instructions: what they displace is the processor's view of the loads to come.
+    const char *w_ahead = weights_ahead.data, *rows_next = rows_ahead.data;
+    int64_t row_done = rows_ahead.done;
+    const auto fetch_ahead = [&] {
+      for (const char* const end = w_ahead + weights_ahead.bytes; w_ahead != end; w_ahead += 64) prefetch_l2(w_ahead);
+      for (const char* const end = rows_next + rows_ahead.bytes; rows_next != end; rows_next += 64) {
+        prefetch_l2(rows_next);
+      }
+      row_done += rows_ahead.bytes;
+      if (row_done % Ahead::kRow == 0) rows_next += rows_ahead.gap;
+    };
     const auto load_operands = [&] {
       load<4, !kWeightStays>(rows0, rows.row_stride);
       load<6, kWeightStays>(w, 64);
@@ -177,7 +183,7 @@ struct Pass {
       rows1 += rows.tile_step;
       w += kBlockStep;
     };
-    fetch_ahead(0);
+    fetch_ahead();
     load_operands();
     begin<0>(before);
     Dot::template run<0, 4, 6>();
@@ -193,7 +199,7 @@ struct Pass {
       before.store<3>();
     }
     for (int64_t t = 1; t < k_tiles; ++t) {
-      fetch_ahead(t);
+      fetch_ahead();
       load_operands();
       Dot::template run<0, 4, 6>();
       Dot::template run<1, 4, 7>();
@@ -209,11 +215,6 @@ struct Pass {
   }
 
  private:
-  void fetch_ahead(int64_t t) const {
-    weights_ahead.fetch(t);
-    rows_ahead.fetch(t);
-  }
-
   template <int T>
   void begin(const InTiles& before) const {
     before.store<T>();
@@ -244,7 +245,7 @@ struct Unfinished {
   int64_t done = 0;  // rows
 
   void row() {
-    const int64_t i = (done / kTileRows * 2 * kTileRows + done % kTileRows) * kLanes;
+    const int64_t i = (done + (done & -kTileRows)) * kLanes;  // two tiles for 16 rows
     const float* sums[kParts];
     for (int part = 0; part < kParts; ++part) sums[part] = parts[part] + i;
     finish.write(sums, {rows.begin + done, rows.begin + done + 1}, result);
@@ -258,10 +259,11 @@ struct Unfinished {
 
 // The sums of a stripe of rows x a band of blocks, panel by panel. A result takes kParts consecutive blocks (2: a gate
 // and what it is for), and the band whole results. finish.write(parts, rows, result) gets the sums of each part, in
-// tiles: two side by side for each of the row tiles that `rows` begins and ends in (`for_sums`).
+// tiles: two side by side for each of the row tiles that `rows` begins and ends in (`for_sums`). Nothing comes after
+// the last band.
 template <class Dot, int kParts, class Finish>
 static void multiply_band(const RowTiles& row_tiles, Range stripe, const char* weight, Range band, int64_t m,
-                          float* sums, const Finish& finish) {
+                          float* sums, const Finish& finish, bool last_band = false) {
   const PackedRows& rows = row_tiles.packed;
   const int64_t pairs = blocks(stripe.end - stripe.begin, 2), panels = blocks(rows.k_tiles, rows.panel);
   const int64_t width = band.end - band.begin;
@@ -269,8 +271,9 @@ static void multiply_band(const RowTiles& row_tiles, Range stripe, const char* w
   const auto panel_of = [&](int64_t block, int64_t panel) {
     return weight + (block * rows.k_tiles + panel * rows.panel) * kBlockStep;
   };
-  const int64_t w_lines = blocks(kBlockStep / 64, pairs),
-                row_lines = width > kParts ? blocks(kBlockStep / 64, width) : 0;
+  const int64_t w_bytes = blocks(kBlockStep / 64, pairs) * 64;
+  int64_t step_bytes = 64;  // of the rows
+  while (step_bytes * width < kBlockStep) step_bytes *= 2;
   Unfinished<kParts, Finish> unfinished{finish};
   const auto meanwhile = [&] {
     for (int i = 0; i < 2 && unfinished.any(); ++i) unfinished.row();
@@ -279,7 +282,8 @@ static void multiply_band(const RowTiles& row_tiles, Range stripe, const char* w
   for (int64_t panel = 0; panel < panels; ++panel) {
     const int64_t k_tiles = rows.panel_tiles(panel);
     const RowTiles::Place next_rows = row_tiles.at(panel + 1 < panels ? panel + 1 : 0, stripe.begin);
-    const int64_t next_stride = row_tiles.plain(stripe.begin) ? next_rows.row_stride : Ahead::kRowLines * 64;
+    const int64_t next_stride = row_tiles.plain(stripe.begin) ? next_rows.row_stride : Ahead::kRow;
+    const int64_t row_bytes = width == kParts || (last_band && panel + 1 == panels) ? 0 : step_bytes;
     for (int64_t block = band.begin; block < band.end; ++block) {
       const char* const w = panel_of(block, panel);
       const char* const next_w = block + 1 < band.end ? panel_of(block + 1, panel)
@@ -291,15 +295,15 @@ static void multiply_band(const RowTiles& row_tiles, Range stripe, const char* w
         float* const own = kept + passed * kPairSums;
         // What is needed next comes to the second-level cache bit by bit: the next panel of the weight, and that of the
         // rows in the course of a band. With few rows the weight streams from memory.
-        const Ahead ahead_w = pairs > 1 ? Ahead{next_w + pair * k_tiles * w_lines * 64, w_lines}
-                                        : Ahead{w + kStreamAhead, kBlockStep / 64};
+        const Ahead ahead_w =
+            pairs > 1 ? Ahead{next_w + pair * k_tiles * w_bytes, w_bytes} : Ahead{w + kStreamAhead, kBlockStep};
         const Pass pass{row_tiles.at(panel, tile),
                         w,
                         k_tiles,
                         panel ? own : nullptr,
                         panel || width > kParts ? own + kPairSums : nullptr,
                         ahead_w,
-                        Ahead::from(next_rows.data, passed * k_tiles * row_lines, row_lines, next_stride)};
+                        Ahead::from(next_rows.data, passed * k_tiles * row_bytes, row_bytes, next_stride)};
         if (pairs == 1) {
           tile + 1 < stripe.end ? pass.run<Dot, 2, false>(before, meanwhile)
                                 : pass.run<Dot, 1, false>(before, meanwhile);

@@ -80,7 +80,8 @@ static void many_rows(const Args& args, const Epilogue& epilogue, Team& team) {
     const Range stripe{tile, std::min(tile + blocking.stripe, own_rows.end)};
     for (int64_t block = own.begin * kParts; block < end; block += step) {
       const Range band{block, std::min(block + step, end)};
-      multiply_band<Int8Dot, kParts>(rows, stripe, args.tensor(5).as<const char>(), band, m, sums, finish);
+      const bool last = band.end == end && stripe.end == own_rows.end;
+      multiply_band<Int8Dot, kParts>(rows, stripe, args.tensor(5).as<const char>(), band, m, sums, finish, last);
     }
   }
 }
