@@ -5,40 +5,54 @@
 // together, page by page: one walk through memory, tile by tile in the order in which they lie. That matters: in runs
 // of 8 KiB, which the pages of one head are, memory gives half of what it gives in one run (64 KiB are no better, 256
 // KiB nearly as good). The softmax of a head runs beside the products of another one's values. As in stream_amx.h, a
-// few lines are asked for between any two instructions on tiles, 2 KiB before they are used. To ask for what comes 8
-// KiB later as well, into the second level, helps where runs are short but costs a seventh in one long run.
+// few lines are asked for between any two instructions on tiles, 2 KiB before they are used. Where a thread has only
+// some of the heads, and so short runs, what comes 8 KiB later is asked for as well, into the second level, and a line
+// of each 4 KiB still earlier: that gains a tenth there, and costs a seventh in long runs.
 
-// Memory that is read tile by tile, and what follows it in the walk.
-template <class T>
+// Memory that is read tile by tile, and what follows it in the walk. Short: this is a short run among others.
+template <class T, bool Short>
 class TileWalk {
  public:
   // Both as long, or as far as is asked for ahead.
   TileWalk(const T* at, int64_t size, const T* next)
-      : at_(bytes(at)), end_(bytes(at + size)), next_(bytes(next)), distance_(std::min(kAhead, end_ - at_)) {}
+      : at_(bytes(at)),
+        end_(bytes(at + size)),
+        next_(bytes(next)),
+        size_(end_ - at_),
+        near_at_(ahead(kNear)),
+        far_at_(ahead(kFar)) {}
 
   const T* at() const { return reinterpret_cast<const T*>(at_); }
   void advance(int64_t size) {
     at_ += size * static_cast<int64_t>(sizeof(T));
-    ahead_ = ahead();
+    near_at_ = ahead(kNear);
+    if constexpr (Short) {
+      far_at_ = ahead(kFar);
+      if (reinterpret_cast<uintptr_t>(at_) % 4096 == 0) _mm_prefetch(ahead(kTouch), _MM_HINT_T1);
+    }
   }
   // One of four parts of the requests for a tile.
   [[gnu::always_inline]] inline void fetch(int64_t quarter) const {
     constexpr int64_t kQuarter = kTile * static_cast<int64_t>(sizeof(T)) / 4;
-    for (int64_t line = 0; line < kQuarter; line += 64) _mm_prefetch(ahead_ + quarter * kQuarter + line, _MM_HINT_T0);
+    for (int64_t line = quarter * kQuarter; line < (quarter + 1) * kQuarter; line += 64) {
+      _mm_prefetch(near_at_ + line, _MM_HINT_T0);
+      if constexpr (Short) _mm_prefetch(far_at_ + line, _MM_HINT_T1);
+    }
   }
 
  private:
-  static constexpr int64_t kAhead = 2048;
+  static constexpr int64_t kNear = 2048, kFar = 8192, kTouch = 32768;
 
   static const char* bytes(const T* at) { return reinterpret_cast<const char*>(at); }
-  const char* ahead() const {
+  const char* ahead(int64_t distance) const {
     const int64_t left = end_ - at_;
-    return distance_ < left ? at_ + distance_ : next_ + (distance_ - left);
+    distance = std::min(distance, size_);
+    return distance < left ? at_ + distance : next_ + (distance - left);
   }
 
   const char *at_, *end_, *next_;
-  int64_t distance_;
-  const char* ahead_ = ahead();
+  int64_t size_;
+  const char *near_at_, *far_at_;
 };
 
 class StreamTask : public TileTask {
@@ -53,8 +67,15 @@ class StreamTask : public TileTask {
     }
     load_rows();
     const Tiles tiles(tile_rows());
+    const auto walk_runs = [&](auto row_tiles, auto is_short) {
+      problem_.quantized() ? walk<row_tiles, int8_t, is_short>() : walk<row_tiles, bf16, is_short>();
+    };
     const auto walk_rows = [&](auto row_tiles) {
-      problem_.quantized() ? walk<row_tiles, int8_t>() : walk<row_tiles, bf16>();
+      if (span_.heads < problem_.k_pages.size[1]) {
+        walk_runs(row_tiles, std::true_type{});
+      } else {
+        walk_runs(row_tiles, std::false_type{});
+      }
     };
     if (task_.rows > 16) {
       walk_rows(std::integral_constant<int, 2>{});
@@ -65,7 +86,7 @@ class StreamTask : public TileTask {
   }
 
  private:
-  template <int RowTiles, class T>
+  template <int RowTiles, class T, bool Short>
   void walk() {
     const int64_t end = end_of(0);
     Unit unit;
@@ -74,14 +95,14 @@ class StreamTask : public TileTask {
       const int64_t page = page_of(unit.begin);
       const T* const keys = problem_.keys<T>(page, task_.kv_head);
       const T* const values = problem_.values<T>(page, task_.kv_head);
-      TileWalk<T> walk(keys, span_.heads * key_dims_ * kBlock, values);
+      TileWalk<T, Short> walk(keys, span_.heads * key_dims_ * kBlock, values);
       for (unit.group = 0; unit.group < span_.heads; ++unit.group) {
         scores<RowTiles>(walk, unit.group, scores_of(unit.group));
       }
       const bool last = unit.begin + kBlock >= end;
-      const T* const next =
-          last ? keys_of_next_task<T>() : problem_.keys<T>(page_of(unit.begin + kBlock), task_.kv_head);
-      walk = TileWalk<T>(values, span_.heads * lane_groups_ * kTile, next);
+      const int64_t next_page = last ? page : page_of(unit.begin + kBlock);
+      const T* const next = last ? keys_of_next_task<T>() : problem_.keys<T>(next_page, task_.kv_head);
+      walk = TileWalk<T, Short>(values, span_.heads * lane_groups_ * kTile, next);
       unit.group = 0;
       softmax(unit, page);
       for (int64_t head = 0; head < span_.heads; ++head) {
@@ -90,6 +111,7 @@ class StreamTask : public TileTask {
           softmax(unit, page);
         }
         unit.group = head;
+        if (problem_.quantized()) fetch_scales(next_page, head);
         add_values<RowTiles>(unit, walk);
         if (merges(unit)) merge_values(head, output(unit), 0, lane_groups_);
       }
@@ -108,6 +130,10 @@ class StreamTask : public TileTask {
     return problem_.keys<T>(std::clamp<int64_t>(page, 0, problem_.k_pages.size[0] - 1), same ? head : 0);
   }
 
+  void fetch_scales(int64_t page, int64_t head) const {
+    const float* const scales = problem_.key_scales(page, task_.kv_head + head);
+    for (int64_t i = 0; i < 2 * kBlock; i += 16) _mm_prefetch(reinterpret_cast<const char*>(scales + i), _MM_HINT_T0);
+  }
   float* scores_of(int64_t head) {
     const int64_t at_once = kGroup / task_.rows;
     return scratch_.s[head / at_once] + head % at_once * task_.rows * 16;
@@ -137,8 +163,8 @@ class StreamTask : public TileTask {
   }
 
   // s of one head and page = q k^T
-  template <int RowTiles, class T>
-  void scores(TileWalk<T>& walk, int64_t head, float* s) {
+  template <int RowTiles, class T, bool Short>
+  void scores(TileWalk<T, Short>& walk, int64_t head, float* s) {
     const int64_t q_rows = RowTiles == 1 ? task_.rows : 16;
     const bf16* const rows_of_head = scratch_.q + head * steps_ * q_rows * 32;
     const auto lane_group = [&](auto group) {
@@ -171,8 +197,8 @@ class StreamTask : public TileTask {
   }
 
   // o += p v of one head and page
-  template <int RowTiles, class T>
-  void add_values(const Unit& unit, TileWalk<T>& walk) {
+  template <int RowTiles, class T, bool Short>
+  void add_values(const Unit& unit, TileWalk<T, Short>& walk) {
     const int64_t hidden = task_.hidden - unit.begin, n = task_.length - unit.begin;
     const bool cut = std::is_same_v<T, bf16> && (hidden > 0 || n < kBlock), begins = begins_part(unit);
     const bf16* const p = probabilities_of(unit.group);
