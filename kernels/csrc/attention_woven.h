@@ -91,6 +91,9 @@ class WovenTask : public TileTask {
     next_task_.row += task_.rows;
     next_task_.rows = std::clamp<int64_t>(task_.queries * task_.heads - next_task_.row, 0, task_.rows);
     next_ = RowWalk(next_task_);
+    if (next_task_.rows == 0 || problem.quantized()) return;
+    fetched_pages_ = (task_.seen() + kBlock - 1) / kBlock;
+    seen_pages_ = (next_task_.seen() + kBlock - 1) / kBlock;
   }
 
   void run() {
@@ -106,6 +109,7 @@ class WovenTask : public TileTask {
     int64_t steps = 0;
     for (int64_t group = 0; group < groups_; ++group) steps += (end_of(group) + kBlock - 1) / kBlock;
     rows_a_step_ = task_.rows / steps + 1;
+    lines_a_step_ = (seen_pages_ - fetched_pages_) * lines_of_page() / steps + 1;
     scores_of(units[0], 0, scratch_.s[0]);
     const Unit *last = nullptr, *unit = &units[0];
     for (int64_t i = 0; unit != nullptr; ++i) {
@@ -152,6 +156,7 @@ class WovenTask : public TileTask {
     };
     const int64_t done = pending_pairs_;
     fetch_queries();
+    fetch_pages();
     if (pending_closes_) fetch_sums(done, pairs);
     softmax(unit, page, s, p, weave, settle);
     close_pairs(done);
@@ -215,6 +220,25 @@ class WovenTask : public TileTask {
     }
   }
 
+  // And of the pages that it is the first to see.
+  void fetch_pages() {
+    for (int64_t left = lines_a_step_; left > 0 && fetched_pages_ < seen_pages_;) {
+      const int64_t page = problem_.page(task_.sequence, task_.first_page + fetched_pages_);
+      const bool of_keys = fetched_lines_ < key_dims_;
+      const bf16* const from = of_keys ? problem_.keys<bf16>(page, task_.kv_head)
+                                       : problem_.values<bf16>(page, task_.kv_head) - key_dims_ * 32;
+      const int64_t end = std::min(of_keys ? key_dims_ : lines_of_page(), fetched_lines_ + left);
+      left -= end - fetched_lines_;
+      for (; fetched_lines_ < end; ++fetched_lines_) {
+        _mm_prefetch(reinterpret_cast<const char*>(from + fetched_lines_ * 32), _MM_HINT_T1);
+      }
+      if (fetched_lines_ < lines_of_page()) continue;
+      fetched_lines_ = 0;
+      ++fetched_pages_;
+    }
+  }
+  int64_t lines_of_page() const { return key_dims_ + lane_groups_ * 16; }  // of keys and values
+
   // What close_pairs is going to change: nothing has touched it since the part before.
   void fetch_sums(int64_t first, int64_t end) const {
     const float* const sums = all_values(pending_->group);
@@ -261,5 +285,7 @@ class WovenTask : public TileTask {
   Task next_task_;               // of the same head
   RowWalk next_;                 // its row to be fetched
   int64_t fetched_ = 0, rows_a_step_ = 0;
+  int64_t fetched_pages_ = 0, seen_pages_ = 0;  // of the next task
+  int64_t fetched_lines_ = 0, lines_a_step_ = 0;
   int64_t finished_ = 0, finished_with_pending_ = 0;  // rows whose sums are complete
 };
