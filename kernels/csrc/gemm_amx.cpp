@@ -121,7 +121,7 @@ static void linear(const Args& args, const Epilogue& epilogue, Team& team) {
   const Tensor &x = args.tensor(0), &weight = args.tensor(5);
   if (x.size[0] <= kTileRows) return linear_few_rows<kParts>(x, weight, epilogue, team);
   const int64_t row_tiles = blocks(x.size[0], kTileRows), k_tiles = blocks(x.size[1], kBlockK);
-  const bool streamed = row_tiles <= kStreamedTiles;
+  const bool streamed = streams_rows(row_tiles, k_tiles);
   const Blocking blocking = Blocking::of(row_tiles, k_tiles);
   const int64_t stride = x.stride[0] * 2;
   const bool plain =

@@ -67,7 +67,7 @@ struct MoeScratch {
     const Blocking in = Blocking::of(kMany, k_tiles), middle = Blocking::of(kMany, a.width_blocks);
     sums = std::max<size_t>(sums, 4 * band_sums<2>({nullptr, 0, k_tiles, in.panel}, in));
     sums = std::max<size_t>(sums, 4 * band_sums<1>({nullptr, 0, a.width_blocks, middle.panel}, middle));
-    rows = std::max(in.stripe, kStreamedTiles) * k_tiles * kTileBytes;
+    rows = std::max(in.stripe, kTilesAtOnce) * k_tiles * kTileBytes;
   }
 };
 
@@ -115,7 +115,7 @@ class Bf16Experts {
   }
 
  private:
-  static bool few(const Group& group) { return group.rows <= kStreamedTiles * kTileRows; }
+  static bool few(const Group& group) { return group.rows <= kTilesAtOnce * kTileRows; }
 
   PackedRows middle_of(const Group& group) const {
     const int64_t row_tiles = blocks(group.rows, kTileRows);

@@ -1,11 +1,18 @@
-// Products of at most 48 rows with a packed weight in AMX tiles, which is read once, as fast as memory gives it
+// Products of at most 64 rows with a packed weight in AMX tiles, which is read once, as fast as memory gives it
 // (include after gemm_amx.h). As in stream_amx.h the weight comes in one stream, 2 KiB ahead, a few lines between any
-// two products; all tiles of rows are multiplied with each of its tiles.
+// two products; up to three tiles of rows are multiplied with each of its tiles. Of four the second two are multiplied
+// with a block when the first are, which left it in the second-level cache.
 #pragma once
 
 namespace tilerank::TR_RUNG {
 
-constexpr int64_t kStreamedTiles = 3;
+constexpr int64_t kStreamedTiles = 4, kTilesAtOnce = 3;
+
+// Are so many tiles of rows multiplied in this way? Four of them have to stay in the second-level cache, and a block.
+static inline bool streams_rows(int64_t row_tiles, int64_t k_tiles) {
+  constexpr int64_t kMost = 192;
+  return row_tiles <= kTilesAtOnce || (row_tiles == kStreamedTiles && k_tiles <= kMost);
+}
 
 constexpr int64_t kStreamedSums = 2 * kTileRows * kLanes;  // of a tile of rows with a block: two tiles side by side
 
@@ -103,6 +110,7 @@ static void multiply_streamed(const PackedRows& rows, int64_t m, const char* wei
                               const Finish& finish) {
   constexpr int64_t kPart = kRowTiles * kStreamedSums;
   const int64_t rows_a_step = blocks(m, kParts * rows.k_tiles);
+  [[maybe_unused]] const PackedRows last_two{rows.data + 2 * rows.k_tiles * kTileBytes, 2, rows.k_tiles, rows.k_tiles};
   Unfinished<kParts, Finish> unfinished{finish};
   const auto meanwhile = [&] {
     for (int64_t i = 0; i < rows_a_step && unfinished.any(); ++i) unfinished.row();
@@ -110,8 +118,14 @@ static void multiply_streamed(const PackedRows& rows, int64_t m, const char* wei
   for (int64_t result = results.begin; result < results.end; ++result) {
     float* const own = sums + (result & 1) * kParts * kPart;
     for (int part = 0; part < kParts; ++part) {
-      const int64_t block = result * kParts + part;
-      stream_rows<Dot, kRowTiles>(rows, weight + block * rows.k_tiles * kBlockStep, own + part * kPart, meanwhile);
+      const char* const block = weight + (result * kParts + part) * rows.k_tiles * kBlockStep;
+      float* const to = own + part * kPart;
+      if constexpr (kRowTiles < 4) {
+        stream_rows<Dot, kRowTiles>(rows, block, to, meanwhile);
+      } else {
+        stream_rows<Dot, 2>(rows, block, to, meanwhile);
+        stream_rows<Dot, 2>(last_two, block, to + 2 * kStreamedSums, meanwhile);
+      }
     }
     for (int part = 0; part < kParts; ++part) unfinished.parts[part] = own + part * kPart;
     unfinished.rows = {0, m};
@@ -129,8 +143,10 @@ static void multiply_streamed(const PackedRows& rows, int64_t m, const char* wei
     multiply_streamed<Dot, kParts, 1>(rows, m, weight, results, sums, finish);
   } else if (rows.row_tiles == 2) {
     multiply_streamed<Dot, kParts, 2>(rows, m, weight, results, sums, finish);
-  } else {
+  } else if (rows.row_tiles == 3) {
     multiply_streamed<Dot, kParts, 3>(rows, m, weight, results, sums, finish);
+  } else {
+    multiply_streamed<Dot, kParts, 4>(rows, m, weight, results, sums, finish);
   }
 }
 
