@@ -18,7 +18,9 @@ static inline void unpack_row(bf16* to, const bf16* data, int64_t n, int64_t k, 
   for (int64_t column = columns.begin; column < columns.end; column += kBlockK) {
     const bf16* const tile = outputs + column / kBlockK * 2 * kTile;
     const int64_t count = std::min(kBlockK, columns.end - column);
-    for (int64_t i = 0; i < count; ++i) to[column + i] = tile[i / 2 * 32 + i % 2];
+    int64_t i = 0;
+    for (; i + 2 <= count; i += 2) std::memcpy(to + column + i, tile + i * 16, 4);
+    if (i < count) to[column + i] = tile[i * 16];
   }
 }
 
