@@ -199,10 +199,10 @@ struct Pass {
       before.store<3>();
     }
     for (int64_t t = 1; t < k_tiles; ++t) {
-      fetch_ahead();
       load_operands();
       Dot::template run<0, 4, 6>();
       Dot::template run<1, 4, 7>();
+      fetch_ahead();
       if (next && t <= 16) {
         for (int64_t line = t * 4 - 4; line < t * 4; ++line) prefetch_write(next + line * 16);
       }
