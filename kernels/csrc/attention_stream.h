@@ -18,26 +18,25 @@ class TileWalk {
       : at_(bytes(at)),
         end_(bytes(at + size)),
         next_(bytes(next)),
-        size_(end_ - at_),
-        near_at_(ahead(kNear)),
-        far_at_(ahead(kFar)) {}
+        near_(std::min(kNear, end_ - at_)),
+        far_(std::min(kFar, end_ - at_)),
+        touch_(std::min(kTouch, end_ - at_)) {}
 
   const T* at() const { return reinterpret_cast<const T*>(at_); }
   void advance(int64_t size) {
     at_ += size * static_cast<int64_t>(sizeof(T));
-    near_at_ = ahead(kNear);
+    near_at_ = ahead(near_);
     if constexpr (Short) {
-      far_at_ = ahead(kFar);
-      if (reinterpret_cast<uintptr_t>(at_) % 4096 == 0) _mm_prefetch(ahead(kTouch), _MM_HINT_T1);
+      far_at_ = ahead(far_);
+      if (reinterpret_cast<uintptr_t>(at_) % 4096 == 0) _mm_prefetch(ahead(touch_), _MM_HINT_T1);
     }
   }
   // One of four parts of the requests for a tile.
   [[gnu::always_inline]] inline void fetch(int64_t quarter) const {
     constexpr int64_t kQuarter = kTile * static_cast<int64_t>(sizeof(T)) / 4;
-    for (int64_t line = quarter * kQuarter; line < (quarter + 1) * kQuarter; line += 64) {
-      _mm_prefetch(near_at_ + line, _MM_HINT_T0);
-      if constexpr (Short) _mm_prefetch(far_at_ + line, _MM_HINT_T1);
-    }
+    for (int64_t line = 0; line < kQuarter; line += 64) _mm_prefetch(near_at_ + quarter * kQuarter + line, _MM_HINT_T0);
+    if constexpr (!Short) return;
+    for (int64_t line = 0; line < kQuarter; line += 64) _mm_prefetch(far_at_ + quarter * kQuarter + line, _MM_HINT_T1);
   }
 
  private:
@@ -46,13 +45,12 @@ class TileWalk {
   static const char* bytes(const T* at) { return reinterpret_cast<const char*>(at); }
   const char* ahead(int64_t distance) const {
     const int64_t left = end_ - at_;
-    distance = std::min(distance, size_);
     return distance < left ? at_ + distance : next_ + (distance - left);
   }
 
   const char *at_, *end_, *next_;
-  int64_t size_;
-  const char *near_at_, *far_at_;
+  int64_t near_, far_, touch_;
+  const char *near_at_ = ahead(near_), *far_at_ = ahead(far_);
 };
 
 class StreamTask : public TileTask {
