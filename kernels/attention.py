@@ -52,9 +52,10 @@ class KVLayer:
         """A zeroed layer. head_dim: any multiple of 8 up to 256; dtype: bfloat16, float32 or int8."""
         k_shape, v_shape = _shapes(num_blocks, kv_heads, head_dim, dtype)
         # The values of a block follow its keys: what a sequence reads is in few long runs.
-        sizes = [torch.Size(shape[1:]).numel() for shape in (k_shape, v_shape)]
-        blocks = core.alloc(num_blocks * sum(sizes) * dtype.itemsize).view(dtype).view(num_blocks, -1)
-        k, v = (part.view(shape) for part, shape in zip(blocks.split(sizes, 1), (k_shape, v_shape), strict=True))
+        k_size, v_size = (torch.Size(shape[1:]).numel() for shape in (k_shape, v_shape))
+        size = k_size + v_size
+        blocks = core.alloc(num_blocks * size * dtype.itemsize).view(dtype).view(num_blocks, size)
+        k, v = blocks[:, :k_size].view(k_shape), blocks[:, k_size:].view(v_shape)
         scales = None
         if dtype == torch.int8:
             scales = core.alloc(num_blocks * kv_heads * 2 * KV_BLOCK * 4).view(torch.float32)
