@@ -192,7 +192,9 @@ def main(job: dict[str, Any]) -> None:
         result = function(team, **job["kwargs"])
     finally:
         team.close()
-    print(f"result: {json.dumps(result)}", flush=True)
+    sys.stdout.flush()
+    with open(1, "wb", closefd=False) as out:  # buffered also where PYTHONUNBUFFERED is set: a long line stays whole
+        out.write(f"result: {json.dumps(result)}\n".encode())
 
 
 if __name__ == "__main__":
