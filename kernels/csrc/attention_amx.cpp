@@ -57,12 +57,8 @@ class TileTask : public TileSums {
  public:
   using Scratch = TileScratch;
 
-  TileTask(const Problem& problem, const Span& span, TileScratch& scratch, float* parts,
-           int64_t unit_pages = kChunkPages)
-      : TileSums(problem, span, scratch, parts),
-        unit_pages_(unit_pages),
-        key_dims_(problem.key_dims()),
-        steps_((key_dims_ + 31) / 32) {}
+  TileTask(const Problem& problem, const Span& span, TileScratch& scratch, float* parts)
+      : TileSums(problem, span, scratch, parts), key_dims_(problem.key_dims()), steps_((key_dims_ + 31) / 32) {}
 
  protected:
   // Few rows take few cycles.
@@ -80,7 +76,7 @@ class TileTask : public TileSums {
   void look_up(Unit& unit, int64_t begin, int64_t group) {
     unit.begin = begin;
     unit.group = group;
-    unit.pages = std::min(unit_pages_ * kBlock, end_of(group) - begin + kBlock - 1) / kBlock;
+    unit.pages = std::min(kUnitPages * kBlock, end_of(group) - begin + kBlock - 1) / kBlock;
     for (int64_t i = 0; i < unit.pages; ++i) {
       const int64_t first = begin + i * kBlock;
       const int64_t page = problem_.page(task_.sequence, task_.first_page + first / kBlock);
@@ -102,7 +98,7 @@ class TileTask : public TileSums {
   }
 
   void widen(Unit& unit, int64_t i, int64_t page) {
-    bf16* const k = scratch_.wide[unit.buffer * unit_pages_ + i];
+    bf16* const k = scratch_.wide[unit.buffer * kUnitPages + i];
     bf16* const v = k + kMaxDim * kBlock;
     widen_page(problem_.keys<int8_t>(page, task_.kv_head), key_dims_ * kBlock, k);
     widen_page(problem_.values<int8_t>(page, task_.kv_head), lane_groups_ * 16 * kBlock, v);
@@ -120,7 +116,7 @@ class TileTask : public TileSums {
 
   // All chunks of a segment for one group after the other, then the next segment.
   bool advance(const Unit& unit, Unit& next) {
-    int64_t begin = unit.begin + unit_pages_ * kBlock, group = unit.group;
+    int64_t begin = unit.begin + kUnitPages * kBlock, group = unit.group;
     const auto skip_blind_groups = [&] {
       while (group < groups_ && end_of(group) <= begin) ++group;
     };
@@ -243,7 +239,7 @@ class TileTask : public TileSums {
     std::memset(scratch_.sum, 0, sizeof(float) * static_cast<size_t>(groups_ * group_rows_ * 16));
   }
 
-  const int64_t unit_pages_, key_dims_, steps_;
+  const int64_t key_dims_, steps_;
   bool cut_[2] = {};
 };
 

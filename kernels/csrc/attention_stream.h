@@ -56,7 +56,7 @@ class TileWalk {
 class StreamTask : public TileTask {
  public:
   StreamTask(const Problem& problem, const Span& span, TileScratch& scratch, float* parts)
-      : TileTask(problem, span, scratch, parts, 1) {}
+      : TileTask(problem, span, scratch, parts) {}
 
   void run() {
     if (task_.length == 0) {

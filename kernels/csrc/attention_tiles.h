@@ -6,11 +6,11 @@ namespace tilerank::TR_RUNG {
 constexpr int64_t kGroup = 32;  // rows that go through the tiles together
 constexpr int64_t kTaskRows = 4 * kGroup;
 constexpr int64_t kMostGroups = 32;
-constexpr int64_t kChunkPages = 8;
-constexpr int64_t kTileChunk = kChunkPages * kBlock;  // tokens between two updates of the running maximum
+constexpr int64_t kUnits = 3;      // at a time: whose values, whose scores are next, and the one at hand
+constexpr int64_t kUnitPages = 4;  // whose probabilities are kept until their values are added up, of two units
 // Tokens that all groups meet before the next. Few switches between groups leave a group's sums and queries in the
 // first-level cache; keys and values of a segment should still be in the second-level one for the next group.
-constexpr int64_t kSegment = 4 * kTileChunk;
+constexpr int64_t kSegment = 8 * kUnitPages * kBlock;
 constexpr float kHeadroom = 16;                   // a probability may reach 2^kHeadroom before the shift follows
 constexpr int64_t kTile = 16 * 32;                // bf16 elements of a tile
 constexpr int64_t kPageScores = kGroup * kBlock;  // of a group
@@ -18,16 +18,16 @@ constexpr int64_t kPageScores = kGroup * kBlock;  // of a group
 struct TileScratch {
   // Of two pages, or of all rows of heads that are walked together: [token / 16][row][token % 16].
   alignas(64) float s[kTaskRows / kGroup][kPageScores];
-  alignas(64) bf16 p[kTileChunk * kGroup];           // [page][row][32 tokens]
+  alignas(64) bf16 p[2 * kUnitPages * kPageScores];  // [page][row][32 tokens]
   alignas(64) bf16 q[kTaskRows * kMaxDim];           // [row / 16][dim / 32][row % 16][32]
   alignas(64) float o[kTaskRows * kMaxDim];          // of one part: [row / 32][dim / 16][row % 32][16]
   alignas(64) float all_o[kTaskRows * kMaxDim];      // of the first part and all that are merged with it
   alignas(64) float sum[(kTaskRows + kGroup) * 16];  // lane by lane, added up at the end; one group is spare
   alignas(64) bf16 tile[2][kTile];                   // of keys or values that need a change
   alignas(64) bf16 cut[2][kMaxDim * kBlock];         // the values of the first and the last page
-  alignas(64) bf16 wide[2 * kChunkPages][2 * kMaxDim * kBlock];  // keys and values of units, out of codes
-  alignas(64) float nothing[2 * kGroup * 16];                    // where sums go that nobody wants
-  float shift[kTaskRows];                                        // a whole number: a probability is 2^(score - shift)
+  alignas(64) bf16 wide[kUnits * kUnitPages][2 * kMaxDim * kBlock];  // keys and values of units, out of codes
+  alignas(64) float nothing[2 * kGroup * 16];                        // where sums go that nobody wants
+  float shift[kTaskRows];  // a whole number: a probability is 2^(score - shift)
   int64_t visible[kTaskRows];
   alignas(64) float all_sum[kTaskRows * 16], all_shift[kTaskRows];
   float of_all[kTaskRows], of_part[kTaskRows];  // factors of the last merge
@@ -36,9 +36,9 @@ struct TileScratch {
 // A group of rows and the chunk of tokens it meets.
 struct Unit {
   int64_t begin, group, pages;
-  const bf16 *k[kChunkPages], *v[kChunkPages];
-  const float *key_scales[kChunkPages], *value_scales[kChunkPages];  // of codes
-  int buffer = 0;                                                    // which of `wide` its widened codes are in
+  const bf16 *k[kUnitPages], *v[kUnitPages];
+  const float *key_scales[kUnitPages], *value_scales[kUnitPages];  // of codes
+  int buffer = 0;                                                  // which of `wide` its widened codes are in
 };
 
 // --- softmax -------------------------------------------------------------------------------------------------------
@@ -121,34 +121,33 @@ struct RowWork {
 // --- products ------------------------------------------------------------------------------------------------------
 
 // Tiles 0..3: sums of two row tiles times two lane groups; 4, 5: the row tiles; 6, 7: the lane groups.
-template <int RowTiles, int Groups, class F>
+template <int Groups, class F>
 static inline void for_sums(F&& f) {
   f(std::integral_constant<int, 0>{}, std::integral_constant<int, 0>{});
   if constexpr (Groups > 1) f(std::integral_constant<int, 0>{}, std::integral_constant<int, 1>{});
-  if constexpr (RowTiles > 1) f(std::integral_constant<int, 1>{}, std::integral_constant<int, 0>{});
-  if constexpr (RowTiles > 1 && Groups > 1) f(std::integral_constant<int, 1>{}, std::integral_constant<int, 1>{});
+  f(std::integral_constant<int, 1>{}, std::integral_constant<int, 0>{});
+  if constexpr (Groups > 1) f(std::integral_constant<int, 1>{}, std::integral_constant<int, 1>{});
 }
 
-// One step of 32 summands: a, a2 are the row tiles with rows lda bytes apart, b and b2 the groups' [16][16][2]. Keys
-// and values pass by once: loads that keep them in the first-level cache would push out what was fetched ahead, since
-// pieces of several pages meet in the same sets.
-template <int RowTiles, int Groups>
-static inline void step(const bf16* a, const bf16* a2, int64_t lda, const bf16* b, const bf16* b2) {
+// One step of 32 summands: a, a2 are the row tiles, b and b2 the groups' [16][16][2]. Keys and values pass by
+// once: loads that keep them in the first-level cache would push out what was fetched ahead, since pieces of several
+// pages meet in the same sets.
+template <int Groups>
+static inline void step(const bf16* a, const bf16* a2, const bf16* b, const bf16* b2) {
   tile_load_stream<6>(b, 64);
-  tile_load<4>(a, lda);
-  if constexpr (RowTiles > 1) tile_load<5>(a2, lda);
+  tile_load<4>(a, 64);
+  tile_load<5>(a2, 64);
   if constexpr (Groups > 1) tile_load_stream<7>(b2, 64);
-  for_sums<RowTiles, Groups>([](auto row, auto group) { tile_dot_bf16<row * 2 + group, 4 + row, 6 + group>(); });
+  for_sums<Groups>([](auto row, auto group) { tile_dot_bf16<row * 2 + group, 4 + row, 6 + group>(); });
 }
 
 // s of one page = q k^T
-template <int RowTiles>
 static inline void page_scores(const bf16* q, const bf16* k, int64_t d, float* s) {
   const int64_t steps = (d + 31) / 32, whole = d / 32;
   const bf16* q2 = q + steps * kTile;
-  for_sums<RowTiles, 2>([](auto row, auto group) { tile_zero<row * 2 + group>(); });
+  for_sums<2>([](auto row, auto group) { tile_zero<row * 2 + group>(); });
   for (int64_t i = 0; i < whole; ++i) {
-    step<RowTiles, 2>(q + i * kTile, q2 + i * kTile, 64, k + i * kTile, k + d * 16 + i * kTile);
+    step<2>(q + i * kTile, q2 + i * kTile, k + i * kTile, k + d * 16 + i * kTile);
   }
   if (whole < steps) {
     // A tile is 32 dims high: the rest comes from a copy padded with zeros (what follows in the page may be anything).
@@ -156,26 +155,26 @@ static inline void page_scores(const bf16* q, const bf16* k, int64_t d, float* s
     for (int group = 0; group < 2; ++group) {
       std::memcpy(rest[group], k + group * d * 16 + whole * kTile, static_cast<size_t>(d % 32 * 16 * 2));
     }
-    step<RowTiles, 2>(q + whole * kTile, q2 + whole * kTile, 64, rest[0], rest[1]);
+    step<2>(q + whole * kTile, q2 + whole * kTile, rest[0], rest[1]);
   }
-  for_sums<RowTiles, 2>([&](auto row, auto group) { tile_store<row * 2 + group>(s + (group * 2 + row) * 256, 64); });
+  for_sums<2>([&](auto row, auto group) { tile_store<row * 2 + group>(s + (group * 2 + row) * 256, 64); });
 }
 
 // o += p v for one or two lane groups, over the pages of a unit.
-template <int RowTiles, int Groups>
+template <int Groups>
 static inline void lane_values(const bf16* p, const Unit& unit, int64_t lane_group, float* o) {
   float* const sums = o + lane_group * kGroup * 16;
   const auto at = [&](auto row, auto group) { return sums + group * kGroup * 16 + row * 256; };
   if (unit.begin % kPart == 0) {
-    for_sums<RowTiles, Groups>([](auto row, auto group) { tile_zero<row * 2 + group>(); });
+    for_sums<Groups>([](auto row, auto group) { tile_zero<row * 2 + group>(); });
   } else {
-    for_sums<RowTiles, Groups>([&](auto row, auto group) { tile_load<row * 2 + group>(at(row, group), 64); });
+    for_sums<Groups>([&](auto row, auto group) { tile_load<row * 2 + group>(at(row, group), 64); });
   }
   for (int64_t page = 0; page < unit.pages; ++page) {
     const bf16 *a = p + page * kPageScores, *v = unit.v[page] + lane_group * 16 * kBlock;
-    step<RowTiles, Groups>(a, a + kTile, 64, v, v + 16 * kBlock);
+    step<Groups>(a, a + kTile, v, v + 16 * kBlock);
   }
-  for_sums<RowTiles, Groups>([&](auto row, auto group) { tile_store<row * 2 + group>(at(row, group), 64); });
+  for_sums<Groups>([&](auto row, auto group) { tile_store<row * 2 + group>(at(row, group), 64); });
 }
 
 }  // namespace tilerank::TR_RUNG

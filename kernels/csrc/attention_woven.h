@@ -83,7 +83,7 @@ template <int N, class Rows>
 class WovenTask : public TileTask {
  public:
   WovenTask(const Problem& problem, const Span& span, TileScratch& scratch, float* parts)
-      : TileTask(problem, span, scratch, parts, span.task.rows > kGroup ? kWovenPages : kChunkPages),
+      : TileTask(problem, span, scratch, parts),
         lane_pairs_((lane_groups_ + 1) / 2),
         in_tiles_(scratch.nothing),
         next_task_(span.task),
@@ -103,8 +103,8 @@ class WovenTask : public TileTask {
     }
     load_rows();
     const Tiles tiles(tile_rows());
-    Unit units[3];
-    for (int i = 0; i < 3; ++i) units[i].buffer = i;
+    Unit units[kUnits];
+    for (int i = 0; i < kUnits; ++i) units[i].buffer = i;
     look_up_first(units[0]);
     int64_t steps = 0;
     for (int64_t group = 0; group < groups_; ++group) steps += (end_of(group) + kBlock - 1) / kBlock;
@@ -113,7 +113,7 @@ class WovenTask : public TileTask {
     scores_of(units[0], 0, scratch_.s[0]);
     const Unit *last = nullptr, *unit = &units[0];
     for (int64_t i = 0; unit != nullptr; ++i) {
-      Unit* const next = &units[(i + 1) % 3];
+      Unit* const next = &units[(i + 1) % kUnits];
       const bool more = advance(*unit, *next);
       set_pending(last, half(i + 1));
       for (int64_t page = 0; page < unit->pages; ++page) {
@@ -133,9 +133,7 @@ class WovenTask : public TileTask {
   }
 
  private:
-  static constexpr int64_t kWovenPages = kChunkPages / 2;
-
-  bf16* half(int64_t unit) { return scratch_.p + unit % 2 * kWovenPages * kPageScores; }
+  bf16* half(int64_t unit) { return scratch_.p + unit % 2 * kUnitPages * kPageScores; }
   float* scores_at(int64_t number) { return scratch_.s[number % 2]; }
 
   // The softmax of a page, the scores of the next one, and values of the last unit up to some pair of lane groups.
@@ -179,7 +177,7 @@ class WovenTask : public TileTask {
     for (; pending_pairs_ < pairs; ++pending_pairs_) {
       if (2 * pending_pairs_ + 2 > lane_groups_) {
         store_tiles();
-        lane_values<2, 1>(pending_p_, *pending_, 2 * pending_pairs_, pending_o_);
+        lane_values<1>(pending_p_, *pending_, 2 * pending_pairs_, pending_o_);
       } else {
         float* const o = pending_o_ + pending_pairs_ * 2 * kGroup * 16;
         woven_values<N>(rows, pending_p_, *pending_, 2 * pending_pairs_, o, in_tiles_);
@@ -193,7 +191,7 @@ class WovenTask : public TileTask {
   // What is in the tiles, before anything reads it from memory or has tiles of its own.
   void store_tiles() {
     if (in_tiles_ == scratch_.nothing) return;
-    for_sums<2, 2>([&](auto row, auto group) {
+    for_sums<2>([&](auto row, auto group) {
       constexpr int tile = row * 2 + group;
       tile_store_block<tile>(sums_at<tile>(in_tiles_));
     });
@@ -261,9 +259,9 @@ class WovenTask : public TileTask {
     for (; pending_pairs_ < pairs; ++pending_pairs_) {
       const int64_t lane_group = 2 * pending_pairs_;
       if (lane_group + 2 > lane_groups_) {
-        lane_values<2, 1>(pending_p_, *pending_, lane_group, pending_o_);
+        lane_values<1>(pending_p_, *pending_, lane_group, pending_o_);
       } else {
-        lane_values<2, 2>(pending_p_, *pending_, lane_group, pending_o_);
+        lane_values<2>(pending_p_, *pending_, lane_group, pending_o_);
       }
     }
   }
@@ -271,7 +269,7 @@ class WovenTask : public TileTask {
   const bf16* queries(const Unit& unit) const { return scratch_.q + unit.group * 2 * steps_ * kTile; }
   void scores_of(const Unit& unit, int64_t page, float* s) {
     store_tiles();
-    page_scores<2>(queries(unit), unit.k[page], key_dims_, s);
+    page_scores(queries(unit), unit.k[page], key_dims_, s);
   }
 
   const int64_t lane_pairs_;
