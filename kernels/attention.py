@@ -145,7 +145,7 @@ def attention(
         return reference_attention.attention(
             q, cache, block_tables, seq_lens, query_starts, kv_map, scale, causal=causal, lse=lse, kv_starts=kv_starts
         )
-    out = core.empty_rows((q.shape[0], q.shape[1] * q.shape[2]), q.dtype).view(q.shape)
+    out = core.empty_rows(q.shape, q.dtype)
     tensors = (q, cache.k, cache.v, block_tables, seq_lens, query_starts, kv_map, out, lse, kv_starts, cache.scales)
     core.launch(_ATTENTION, tensors, (int(causal),), (scale,))
     return out

@@ -130,21 +130,21 @@ def empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 
     Its block returns to the arena when the last view of it dies. At most 5 dims.
     """
+    return _empty(shape, dtype, apart=False)
+
+
+def empty_rows(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """The same for rows [m, ...] that a product of many rows writes or will read: an odd number of cache lines apart,
+    so that the columns of a block of it do not meet in the same few sets of caches or channels of memory, and it need
+    not pack them (csrc/gemm_amx.h). Each row is contiguous.
+    """
+    return _empty(shape, dtype, apart=True)
+
+
+def _empty(shape: Sequence[int], dtype: torch.dtype, apart: bool) -> Tensor:
     if _isa is None:
         isa()
-    return torch.empty(tuple(shape), dtype=dtype) if _isa == "reference" else _C.empty(shape, _DTYPES[dtype])
-
-
-def empty_rows(shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-    """The same for rows [m, width] that a product of many rows writes or will read: an odd number of cache lines apart,
-    so that the columns of a block of it do not meet in the same few sets of caches or channels of memory, and it need
-    not pack them (csrc/gemm_amx.h).
-    """
-    m, width = shape
-    line = 64 // dtype.itemsize
-    if m <= 16 or width % (2 * line):
-        return empty((m, width), dtype)
-    return empty((m, width + line), dtype)[:, :width]
+    return torch.empty(tuple(shape), dtype=dtype) if _isa == "reference" else _C.empty(shape, _DTYPES[dtype], apart)
 
 
 def arena_bytes() -> tuple[int, int]:

@@ -49,7 +49,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, zer
     check.add_rms_norm(x, residual, weight)
     if core.isa() == "reference":
         return reference.add_rms_norm(x, residual, weight, eps, zero_centered=zero_centered)
-    out = core.empty_rows((x.shape[0], x.shape[1]), x.dtype)
+    out = core.empty_rows(x.shape, x.dtype)
     core.launch(_ADD_RMS_NORM, (x, residual, weight, out), (zero_centered,), (eps,))
     return out
 

@@ -162,7 +162,9 @@ class QKVParallelLinear(_Linear):
         )
 
     def _heads(self, rows: Tensor, first: int, heads: int) -> Tensor:
-        return rows[..., first : first + heads * self.head_dim].view(*rows.shape[:-1], heads, self.head_dim)
+        # A slice and a view of it, in one: a torch operation costs a recording as much as a kernel.
+        shape, strides = (*rows.shape[:-1], heads, self.head_dim), (*rows.stride()[:-1], self.head_dim, 1)
+        return rows.as_strided(shape, strides, rows.storage_offset() + first)
 
 
 class GateUpParallelLinear(Layer):
@@ -199,7 +201,8 @@ class GateUpParallelLinear(Layer):
             parts = [linear(x, self.weight.part(i), None if self.bias is None else self.bias.part(i)) for i in (0, 1)]
             return ops.silu_mul(torch.cat(parts, -1))
         bias = None if self.bias is None else self.bias.data
-        return linear(x, self.weight.packed, bias, activation="silu_mul")[..., : self.span.size]
+        gated = linear(x, self.weight.packed, bias, activation="silu_mul")
+        return gated if gated.shape[-1] == self.span.size else gated[..., : self.span.size]
 
 
 class VocabParallelEmbedding(Layer):

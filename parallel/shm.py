@@ -110,7 +110,7 @@ class ShmGroup:
         check.add_rms_norm(x, residual, weight)
         if not (x.stride(1) == 1 and residual.is_contiguous() and x.shape[1] * x.element_size() <= self._slot):
             return ops.add_rms_norm(self.all_reduce(x), residual, weight, eps, zero_centered=zero_centered)
-        out = core.empty_rows((x.shape[0], x.shape[1]), x.dtype)
+        out = core.empty_rows(x.shape, x.dtype)
         tensors = (x, residual, weight, out)
         self._launch("all_reduce", self._add_rms_norm, tensors, int(zero_centered), floats=(eps,))
         return out

@@ -266,6 +266,26 @@ def test_empty_shapes() -> None:
         core.empty((1 << 40, 1 << 40), torch.float32)
 
 
+@needs_compiled
+def test_rows_lie_an_odd_number_of_cache_lines_apart() -> None:
+    core.isa()
+    for shape, dtype, lines in (
+        ((17, 1024), torch.bfloat16, 33),
+        ((40, 16, 128), torch.bfloat16, 65),
+        ((40, 1024), torch.float32, 65),
+        ((20, 96), torch.bfloat16, 3),
+        ((20, 5, 32, 2), torch.float32, 21),
+    ):
+        before = core.arena_bytes()[0]
+        rows = core.empty_rows(shape, dtype)
+        assert rows.shape == shape and rows.dtype is dtype and rows[0].is_contiguous()
+        assert rows.stride(0) * dtype.itemsize == 64 * lines
+        assert core.arena_bytes()[0] - before == shape[0] * 64 * lines, "every row has room"
+        del rows
+    for shape in ((16, 1024), (17, 1000), (17, 0, 4), (17,)):  # few, not whole lines apart, empty, no rows
+        assert core.empty_rows(shape, torch.bfloat16).is_contiguous()
+
+
 def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
 

@@ -166,8 +166,16 @@ py::object import_tensor(std::unique_ptr<Owner> owner, void* data, size_t ndim, 
   return py::reinterpret_steal<py::object>(static_cast<PyObject*>(object));
 }
 
-// Sizes and contiguous strides.
-std::unique_ptr<Owner> make_owner(const std::vector<int64_t>& shape, const DTypeName& type) {
+// From one of m rows of so many elements to the next, if whole lines apart then an odd number of them. Few rows are
+// read in another way (csrc/gemm_amx.h).
+size_t row_distance(int64_t m, size_t elements, const DTypeName& type) {
+  constexpr int64_t kFewRows = 16;
+  const size_t line = size_t{64} * 8 / type.bits;
+  return m > kFewRows && elements != 0 && elements % (2 * line) == 0 ? elements + line : elements;
+}
+
+// Sizes and strides: contiguous, but for the first stride where rows are to lie apart.
+std::unique_ptr<Owner> make_owner(const std::vector<int64_t>& shape, const DTypeName& type, bool apart = false) {
   if (!exchange) throw Error("attach() must come first");
   if (shape.size() > kMaxDims) {
     throw Error("empty: expected at most " + std::to_string(kMaxDims) + " dimensions, found " +
@@ -178,6 +186,7 @@ std::unique_ptr<Owner> make_owner(const std::vector<int64_t>& shape, const DType
   for (size_t i = shape.size(); i-- > 0;) {
     if (shape[i] < 0) throw Error("empty: expected no negative size, found " + std::to_string(shape[i]));
     owner->shape[i] = shape[i];
+    if (apart && i == 0) elements = row_distance(shape[0], elements, type);
     owner->strides[i] = static_cast<int64_t>(elements);
     if (__builtin_mul_overflow(elements, static_cast<size_t>(shape[i]), &elements) || elements > (size_t{1} << 56)) {
       throw Error("empty: expected a tensor that fits in memory");
@@ -187,9 +196,9 @@ std::unique_ptr<Owner> make_owner(const std::vector<int64_t>& shape, const DType
   return owner;
 }
 
-py::object empty(const std::vector<int64_t>& shape, int dtype) {
+py::object empty(const std::vector<int64_t>& shape, int dtype, bool apart) {
   const DTypeName& type = kDTypes[dtype];
-  auto owner = make_owner(shape, type);
+  auto owner = make_owner(shape, type, apart);
   owner->arena = recording ? recording->graph.arena() : Arena::instance();
   void* const data = owner->arena->allocate(owner->bytes);
   return import_tensor(std::move(owner), data, shape.size(), {type.code, type.bits, 1}, [](dlpack::Managed* managed) {
