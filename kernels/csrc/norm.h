@@ -2,20 +2,18 @@
 
 namespace tilerank::TR_RUNG {
 
+struct Squares {
+  Two sums = {zero(), zero()};
+
+  void add(Two x) { sums = {fma(x.a, x.a, sums.a), fma(x.b, x.b, sums.b)}; }
+  float sum() const { return TR_RUNG::sum(sums.a + sums.b); }
+};
+
 template <class T>
 static inline float sum_of_squares(const T* x, int64_t d) {
-  Vec even = zero(), odd = zero();
-  int64_t i = 0;
-  for (; i + 2 * kLanes <= d; i += 2 * kLanes) {
-    const Vec a = load(x + i), b = load(x + i + kLanes);
-    even = fma(a, a, even);
-    odd = fma(b, b, odd);
-  }
-  for (; i < d; i += kLanes) {
-    const Vec a = d - i < kLanes ? load(x + i, d - i) : load(x + i);
-    even = fma(a, a, even);
-  }
-  return sum(even + odd);
+  Squares squares;
+  for_two(d, [&](int64_t i, auto two) { squares.add(two.load(x + i)); });
+  return squares.sum();
 }
 
 // Of sums of squares of rows of d elements.
@@ -23,22 +21,30 @@ static inline Vec norm_scale(Vec squares, int64_t d, float eps) {
   return set(1.0f) / sqrt(squares / set(static_cast<float>(d)) + set(eps));
 }
 
+// Plain or zero-centred (kernels/ops.py: rms_norm), not yet rounded to T.
 template <class T>
-static inline Vec norm_value(Vec value, Vec scale, Vec weight, bool zero_centered) {
-  return zero_centered ? value * scale * (set(1.0f) + weight) : round_to<T>(value * scale) * weight;
+static inline Two norm_values(Two values, Vec scale, Two weights, bool zero_centered) {
+  const Two normed = values * scale;
+  return zero_centered ? normed * (weights + Two{set(1.0f), set(1.0f)}) : round_to<T>(normed) * weights;
 }
 
-// `out` may be x itself.
+// squares: their sum over x. `out` may be x itself.
 template <class T>
-static inline void norm_row(const T* x, const T* weight, T* out, int64_t d, float eps, bool zero_centered) {
-  const Vec scale = norm_scale(set(sum_of_squares(x, d)), d, eps);
-  const auto normed = [&](Vec value, Vec w) { return norm_value<T>(value, scale, w, zero_centered); };
-  for_lanes(d, [&](int64_t i, auto lanes) { lanes.store(out + i, normed(lanes.load(x + i), lanes.load(weight + i))); });
+static inline void norm_row(const T* x, float squares, const T* weight, T* out, int64_t d, float eps,
+                            bool zero_centered) {
+  const Vec scale = norm_scale(set(squares), d, eps);
+  for_two(d, [&](int64_t i, auto two) {
+    two.store(out + i, norm_values<T>(two.load(x + i), scale, two.load(weight + i), zero_centered));
+  });
 }
 
+// Returns the sum of squares of what residual becomes.
 template <class T>
-static inline void add_row(const T* x, T* residual, int64_t d) {
-  for_lanes(d, [&](int64_t i, auto lanes) { lanes.store(residual + i, lanes.load(residual + i) + lanes.load(x + i)); });
+static inline float add_row(const T* x, T* residual, int64_t d) {
+  Squares squares;
+  for_two(d,
+          [&](int64_t i, auto two) { squares.add(two.store(residual + i, two.load(residual + i) + two.load(x + i))); });
+  return squares.sum();
 }
 
 }  // namespace tilerank::TR_RUNG

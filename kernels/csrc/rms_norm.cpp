@@ -16,7 +16,8 @@ static void rms_norm(const Args& args, Team& team) {
     using T = decltype(type);
     const auto [first, last] = team.share(row_count(x));
     for (int64_t row = first; row < last; ++row) {
-      norm_row(x.as<T>() + row_offset(x, row), weight.as<T>(), out.as<T>() + row * d, d, args.real(0),
+      const T* const from = x.as<T>() + row_offset(x, row);
+      norm_row(from, sum_of_squares(from, d), weight.as<T>(), out.as<T>() + row * d, d, args.real(0),
                args.integer(0) != 0);
     }
   });
@@ -31,8 +32,8 @@ static void add_rms_norm(const Args& args, Team& team) {
     using T = decltype(type);
     const auto [first, last] = team.share(x.size[0]);
     for (int64_t row = first; row < last; ++row) {
-      add_row(x.row<T>(row), residual.row<T>(row), d);
-      norm_row(residual.row<T>(row), weight.as<T>(), out.row<T>(row), d, args.real(0), args.integer(0) != 0);
+      const float squares = add_row(x.row<T>(row), residual.row<T>(row), d);
+      norm_row(residual.row<T>(row), squares, weight.as<T>(), out.row<T>(row), d, args.real(0), args.integer(0) != 0);
     }
   });
 }

@@ -208,8 +208,8 @@ struct AddNorm {
   void row(const T* const* parts, int ranks, int64_t row) const {
     T *const to = out + row * out_stride, *const sum = residual + row * d;
     sum_parts(parts, ranks, d, to);
-    add_row(to, sum, d);
-    norm_row(sum, weight, to, d, eps, zero_centered);
+    const float squares = add_row(to, sum, d);
+    norm_row(sum, squares, weight, to, d, eps, zero_centered);
   }
 };
 
