@@ -2,8 +2,9 @@
 // grouped_amx.h).
 //
 // Two blocks at a time: a tile of rows serves their four tiles, whose sums do not wait for each other. A tile of both
-// is expanded into the first-level cache while the one before is multiplied, quarter by quarter; what is packed comes
-// there from memory 2 KiB before. Expanded 2 tiles before, or one block at a time, it took a fifth longer.
+// is expanded into the first-level cache quarter by quarter, three quarters before it is multiplied; what is packed
+// comes there from memory 2 KiB before. Expanded 2 tiles before, or one block at a time, it took a fifth longer, one or
+// two quarters before a tenth.
 #pragma once
 
 namespace tilerank::TR_RUNG {
@@ -111,7 +112,7 @@ class ExpandedPairs {
     }
   }
 
-  // A quarter of the next tile of both blocks, into one of four tiles: the halves of each. All four take turns.
+  // A quarter of the next tile of both blocks: the halves of each. All four take turns.
   template <int kQuarter>
   [[gnu::always_inline]] void expand(bf16* to) {
     constexpr int64_t kHalf = kQuarter % 2 * Format::kPackedTile;
@@ -122,7 +123,7 @@ class ExpandedPairs {
         _mm_prefetch(ahead + kPage / 2 + 64, _MM_HINT_T1);
       }
     }
-    Format::expand(now_.block(kQuarter / 2) + kHalf, to + kQuarter * kTile, ahead + kHalf);
+    Format::expand(now_.block(kQuarter / 2) + kHalf, to, ahead + kHalf);
     if constexpr (kQuarter == 3) {
       now_.advance();
       ahead_.advance();
@@ -144,14 +145,22 @@ class ExpandedPairs {
 template <int R, bool kZeros, class Format, class Prefetch, class Write>
 static inline void stream_rows(const FewRows& rows, const Format& weight, Range blocks, ExpandedPairs<Format> expanded,
                                const Prefetch& prefetch, const Write& write) {
-  alignas(64) bf16 ring[2][5 * kTile];             // one is expanded while the other is multiplied; not 4 KiB apart
+  // Expanded quarters, in turn; so many are ready when one is multiplied. Measured: places that come back soon, all
+  // different in the low bits of their addresses, are best for int4, the old distance for fp8.
+  constexpr int kReady = Format::kPackedTile < 512 ? 3 : 4, kPlaces = kReady == 3 ? 4 : 8;
+  alignas(4096) bf16 ring[kPlaces * kTile];
   alignas(64) float fresh[2][4][R * kLanes] = {};  // of the last even group and of the last odd one, in tiles
   alignas(64) float sums[2][2 * kTileRows * kLanes];
-  int turn = 0;
-  expanded.template expand<0>(ring[turn]);
-  expanded.template expand<1>(ring[turn]);
-  expanded.template expand<2>(ring[turn]);
-  expanded.template expand<3>(ring[turn]);
+  bf16 *to = ring, *from = ring;
+  const auto next = [&](bf16*& place) {
+    bf16* const was = place;
+    place = was == ring + (kPlaces - 1) * kTile ? ring : was + kTile;
+    return was;
+  };
+  expanded.template expand<0>(next(to));
+  expanded.template expand<1>(next(to));
+  expanded.template expand<2>(next(to));
+  if constexpr (kReady == 4) expanded.template expand<3>(next(to));
   for (int64_t block = blocks.begin; block < blocks.end; block += 2) {
     prefetch(block);
     const int64_t both[2] = {block, std::min(block + 1, blocks.end - 1)};
@@ -187,33 +196,31 @@ static inline void stream_rows(const FewRows& rows, const Format& weight, Range 
       tile_zero<2>();
       tile_zero<3>();
       for (; tile < end; ++tile, inputs += rows.tile_stride) {
-        const bf16* const values = ring[turn];
-        bf16* const next = ring[turn ^= 1];
-        expanded.template expand<0>(next);
+        expanded.template expand<kReady % 4>(next(to));
         if constexpr (R > 8) {  // as many as that would push out of the first level what is used again
           tile_load_stream<4>(inputs, rows.row_stride);
         } else {
           tile_load<4>(inputs, rows.row_stride);
         }
-        tile_load<5>(values, 64);
+        tile_load<5>(next(from), 64);
         tile_dot_bf16<0, 4, 5>();
-        expanded.template expand<1>(next);
-        tile_load<6>(values + kTile, 64);
+        expanded.template expand<(kReady + 1) % 4>(next(to));
+        tile_load<6>(next(from), 64);
         tile_dot_bf16<1, 4, 6>();
-        expanded.template expand<2>(next);
-        tile_load<5>(values + 2 * kTile, 64);
+        expanded.template expand<(kReady + 2) % 4>(next(to));
+        tile_load<5>(next(from), 64);
         tile_dot_bf16<2, 4, 5>();
-        expanded.template expand<3>(next);
-        tile_load<6>(values + 3 * kTile, 64);
+        expanded.template expand<(kReady + 3) % 4>(next(to));
+        tile_load<6>(next(from), 64);
         tile_dot_bf16<3, 4, 6>();
       }
       for (int64_t next = block + 2; next < std::min(block + 4, blocks.end); ++next) weight.fetch_scales(next, group);
       if (group > 0 && group % kTogether == 0) add(std::integral_constant<int, kTogether>(), group - kTogether);
-      float (&to)[4][R * kLanes] = fresh[group % 2];
-      tile_store<0>(to[0], 64);
-      tile_store<1>(to[1], 64);
-      tile_store<2>(to[2], 64);
-      tile_store<3>(to[3], 64);
+      float (&sums_of)[4][R * kLanes] = fresh[group % 2];
+      tile_store<0>(sums_of[0], 64);
+      tile_store<1>(sums_of[1], 64);
+      tile_store<2>(sums_of[2], 64);
+      tile_store<3>(sums_of[3], 64);
     }
     if (kTogether == 1 || weight.groups % kTogether) {
       add(std::integral_constant<int, 1>(), weight.groups - 1);
