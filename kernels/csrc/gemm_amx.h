@@ -130,7 +130,7 @@ static inline void for_sums(Range rows, const F& f) {
 
 constexpr int64_t kPairSums = 4 * kTileRows * kLanes;  // of two row tiles with a block: two tiles for each
 
-// Floats that multiply_band wants for sums.
+// Floats that multiply_stripe wants for sums.
 template <int kParts>
 static int64_t band_sums(const PackedRows&, const Blocking& blocking) {
   return kPairSums * (blocks(blocking.stripe, 2) * std::max<int64_t>(blocking.band, kParts) + 1);
@@ -144,6 +144,12 @@ struct InTiles {
   template <int T>
   void store() const {
     if (T / 2 < row_tiles) tile_store<T>(to + T * kTileRows * kLanes, 64);
+  }
+  void store_all() const {
+    store<0>();
+    store<1>();
+    store<2>();
+    store<3>();
   }
 };
 
@@ -238,7 +244,7 @@ struct Pass {
 // Finished sums whose rows are handed to finish.write one by one, while the next products run.
 template <int kParts, class Finish>
 struct Unfinished {
-  const Finish& finish;
+  const Finish* finish;
   Range rows{0, 0};
   int64_t result = 0;
   const float* parts[kParts] = {};
@@ -248,7 +254,7 @@ struct Unfinished {
     const int64_t i = (done + (done & -kTileRows)) * kLanes;  // two tiles for 16 rows
     const float* sums[kParts];
     for (int part = 0; part < kParts; ++part) sums[part] = parts[part] + i;
-    finish.write(sums, {rows.begin + done, rows.begin + done + 1}, result);
+    finish->write(sums, {rows.begin + done, rows.begin + done + 1}, result);
     ++done;
   }
   bool any() const { return rows.begin + done < rows.end; }
@@ -257,13 +263,17 @@ struct Unfinished {
   }
 };
 
-// The sums of a stripe of rows x a band of blocks, panel by panel. A result takes kParts consecutive blocks (2: a gate
-// and what it is for), and the band whole results. finish.write(parts, rows, result) gets the sums of each part, in
-// tiles: two side by side for each of the row tiles that `rows` begins and ends in (`for_sums`). Nothing comes after
-// the last band.
+// What a band leaves to be done during the first products of the next.
+template <int kParts, class Finish>
+struct Left {
+  Unfinished<kParts, Finish> unfinished;
+  InTiles in_tiles{nullptr, 0};
+};
+
+// The sums of a stripe of rows x a band of blocks, of whole results, panel by panel. Nothing comes after the last band.
 template <class Dot, int kParts, class Finish>
 static void multiply_band(const RowTiles& row_tiles, Range stripe, const char* weight, Range band, int64_t m,
-                          float* sums, const Finish& finish, bool last_band = false) {
+                          float* sums, bool last_band, Left<kParts, Finish>& left) {
   const PackedRows& rows = row_tiles.packed;
   const int64_t pairs = blocks(stripe.end - stripe.begin, 2), panels = blocks(rows.k_tiles, rows.panel);
   const int64_t width = band.end - band.begin;
@@ -272,18 +282,22 @@ static void multiply_band(const RowTiles& row_tiles, Range stripe, const char* w
     return weight + (block * rows.k_tiles + panel * rows.panel) * kBlockStep;
   };
   const int64_t w_bytes = blocks(kBlockStep / 64, pairs) * 64;
-  int64_t step_bytes = 64;  // of the rows
-  while (step_bytes * width < kBlockStep) step_bytes *= 2;
-  Unfinished<kParts, Finish> unfinished{finish};
+  // The rows' next panel. Packed ones are fast to read: asked for during the second half of a band, fewer of them lose
+  // their place in the second-level cache again.
+  const bool plain = row_tiles.plain(stripe.begin);
+  int64_t step_bytes = plain ? 64 : 128;
+  while (step_bytes * width < kBlockStep * (plain ? 1 : 2)) step_bytes *= 2;
+  const int64_t asks_from = plain ? 0 : width / 2 * pairs, asks = kBlockStep / step_bytes * pairs;  // passes
+  Unfinished<kParts, Finish> unfinished = left.unfinished;
   const auto meanwhile = [&] {
     for (int i = 0; i < 2 && unfinished.any(); ++i) unfinished.row();
   };
-  InTiles before{nullptr, 0};
+  InTiles before = left.in_tiles;
   for (int64_t panel = 0; panel < panels; ++panel) {
     const int64_t k_tiles = rows.panel_tiles(panel);
     const RowTiles::Place next_rows = row_tiles.at(panel + 1 < panels ? panel + 1 : 0, stripe.begin);
-    const int64_t next_stride = row_tiles.plain(stripe.begin) ? next_rows.row_stride : Ahead::kRow;
-    const int64_t row_bytes = width == kParts || (last_band && panel + 1 == panels) ? 0 : step_bytes;
+    const int64_t next_stride = plain ? next_rows.row_stride : Ahead::kRow;
+    const bool asks_rows = width > kParts && !(last_band && panel + 1 == panels);
     for (int64_t block = band.begin; block < band.end; ++block) {
       const char* const w = panel_of(block, panel);
       const char* const next_w = block + 1 < band.end ? panel_of(block + 1, panel)
@@ -297,13 +311,15 @@ static void multiply_band(const RowTiles& row_tiles, Range stripe, const char* w
         // rows in the course of a band. With few rows the weight streams from memory.
         const Ahead ahead_w =
             pairs > 1 ? Ahead{next_w + pair * k_tiles * w_bytes, w_bytes} : Ahead{w + kStreamAhead, kBlockStep};
+        const int64_t asked = passed - asks_from;
+        const int64_t row_bytes = asks_rows && 0 <= asked && asked < asks ? step_bytes : 0;
         const Pass pass{row_tiles.at(panel, tile),
                         w,
                         k_tiles,
                         panel ? own : nullptr,
                         panel || width > kParts ? own + kPairSums : nullptr,
                         ahead_w,
-                        Ahead::from(next_rows.data, passed * k_tiles * row_bytes, row_bytes, next_stride)};
+                        Ahead::from(next_rows.data, asked * k_tiles * row_bytes, row_bytes, next_stride)};
         if (pairs == 1) {
           tile + 1 < stripe.end ? pass.run<Dot, 2, false>(before, meanwhile)
                                 : pass.run<Dot, 1, false>(before, meanwhile);
@@ -321,11 +337,24 @@ static void multiply_band(const RowTiles& row_tiles, Range stripe, const char* w
       }
     }
   }
-  before.store<0>();
-  before.store<1>();
-  before.store<2>();
-  before.store<3>();
-  unfinished.all();
+  left = {unfinished, before};
+}
+
+// The products of a stripe of rows with the blocks of `results`, in bands. A result takes kParts consecutive blocks (2:
+// a gate and what it is for). finish.write(parts, rows, result) gets the sums of each part, in tiles: two side by side
+// for each of the row tiles that `rows` begins and ends in (`for_sums`). Nothing comes after the last stripe.
+template <class Dot, int kParts, class Finish>
+static void multiply_stripe(const RowTiles& row_tiles, Range stripe, const char* weight, Range results,
+                            const Blocking& blocking, int64_t m, float* sums, const Finish& finish,
+                            bool last_stripe = false) {
+  const int64_t end = results.end * kParts, step = std::max<int64_t>(blocking.band, kParts);
+  Left<kParts, Finish> left{{&finish}};
+  for (int64_t block = results.begin * kParts; block < end; block += step) {
+    const Range band{block, std::min(block + step, end)};
+    multiply_band<Dot, kParts>(row_tiles, stripe, weight, band, m, sums, last_stripe && band.end == end, left);
+  }
+  left.in_tiles.store_all();
+  left.unfinished.all();
 }
 
 }  // namespace tilerank::TR_RUNG

@@ -36,7 +36,7 @@ static inline std::array<Vec, 2> scaled_tiles(const float* sums, float step, con
   return {scaled(load_ints(sums), step, scales), scaled(load_ints(sums + kTileRows * kLanes), step, scales + kLanes)};
 }
 
-// Results of at most 16 rows, all in one panel: each takes kParts blocks of the weight, as in multiply_band.
+// Results of at most 16 rows, all in one panel: each takes kParts blocks of the weight, as in multiply_stripe.
 template <int kParts, class Finish>
 static void stream_results(const PackedRows& rows, int64_t m, const char* weight, Range results, const Finish& finish) {
   const Tiles tiles(stream_tiles(m));

@@ -75,14 +75,10 @@ static void many_rows(const Args& args, const Epilogue& epilogue, Team& team) {
   const Team row_team(nullptr, team.index % row_threads, row_threads);
   const Team column_team(nullptr, team.index / row_threads, team.count / row_threads);
   const Range own_rows = row_team.share(row_tiles, 2), own = column_team.share(epilogue.results);
-  const int64_t end = own.end * kParts, step = std::max<int64_t>(blocking.band, kParts);
   for (int64_t tile = own_rows.begin; tile < own_rows.end; tile += blocking.stripe) {
     const Range stripe{tile, std::min(tile + blocking.stripe, own_rows.end)};
-    for (int64_t block = own.begin * kParts; block < end; block += step) {
-      const Range band{block, std::min(block + step, end)};
-      const bool last = band.end == end && stripe.end == own_rows.end;
-      multiply_band<Int8Dot, kParts>(rows, stripe, args.tensor(5).as<const char>(), band, m, sums, finish, last);
-    }
+    multiply_stripe<Int8Dot, kParts>(rows, stripe, args.tensor(5).as<const char>(), own, blocking, m, sums, finish,
+                                     stripe.end == own_rows.end);
   }
 }
 

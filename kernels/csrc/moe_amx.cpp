@@ -48,16 +48,6 @@ struct ChoiceFinish {
   }
 };
 
-// Of the products of a stripe of many rows with some of their expert's blocks.
-template <int kParts, class Finish>
-static void multiply_blocks(const PackedRows& rows, Range stripe, int64_t m, const Blocking& blocking,
-                            const char* weight, Range results, float* sums, const Finish& finish) {
-  const int64_t band = std::max<int64_t>(blocking.band, kParts), end = results.end * kParts;
-  for (int64_t block = results.begin * kParts; block < end; block += band) {
-    multiply_band<Bf16Dot, kParts>(rows, stripe, weight, {block, std::min(block + band, end)}, m, sums, finish);
-  }
-}
-
 // A thread's working memory: the most that any group wants.
 struct MoeScratch {
   size_t grouping, sums = 4 * streamed_sums<2>(), rows;
@@ -93,8 +83,8 @@ class Bf16Experts {
       const PackedRows rows{rows_, std::min(blocking.stripe, middle.row_tiles - tile), k_tiles_, blocking.panel};
       const int64_t first = tile * kTileRows, end = std::min(first + rows.row_tiles * kTileRows, group.rows);
       pack(rows, group, {first, end});
-      multiply_blocks<2>(rows, {0, rows.row_tiles}, end - first, blocking, weight, own, sums_,
-                         GatedFinish{middle, tile});
+      multiply_stripe<Bf16Dot, 2>(rows, {0, rows.row_tiles}, weight, own, blocking, end - first, sums_,
+                                  GatedFinish{middle, tile});
     }
   }
 
@@ -110,7 +100,7 @@ class Bf16Experts {
     const Tiles tiles(panel_tiles(kTileRows));
     for (int64_t tile = 0; tile < middle.row_tiles; tile += blocking.stripe) {
       const Range stripe{tile, std::min(tile + blocking.stripe, middle.row_tiles)};
-      multiply_blocks<1>(middle, stripe, group.rows, blocking, weight, own, sums_, finish);
+      multiply_stripe<Bf16Dot, 1>(middle, stripe, weight, own, blocking, group.rows, sums_, finish);
     }
   }
 

@@ -72,7 +72,7 @@ class Int8Projection {
   // rows(i): where row i of the expert is; finish(first row, steps): the Finish of a stripe that begins there.
   template <int kParts, class Rows, class Finish>
   void run(const char* weight, Range results, const Rows& rows, const Finish& finish) const {
-    const int64_t band = std::max<int64_t>(blocking_.band, kParts), end = results.end * kParts;
+    const int64_t end = results.end * kParts;
     for (int64_t first = 0; first < m_; first += blocking_.stripe * kTileRows) {
       const int64_t m = std::min(blocking_.stripe * kTileRows, m_ - first);
       const bool few = m_ <= kTileRows;
@@ -83,10 +83,8 @@ class Int8Projection {
       }
       if (few) return stream_results<kParts>(packed, m, weight, results, finish(0, steps_));
       const Tiles tiles(panel_tiles(kTileRows));
-      for (int64_t block = results.begin * kParts; block < end; block += band) {
-        multiply_band<Int8Dot, kParts>(packed, {0, packed.row_tiles}, weight, {block, std::min(block + band, end)}, m,
-                                       sums_, finish(first, steps_));
-      }
+      multiply_stripe<Int8Dot, kParts>(packed, {0, packed.row_tiles}, weight, results, blocking_, m, sums_,
+                                       finish(first, steps_));
     }
   }
 

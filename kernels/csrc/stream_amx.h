@@ -122,7 +122,7 @@ static inline void stream_blocks(const StreamedRows& rows, int64_t m, const char
   for (; done < m; ++done) write(sums[last / 2 % 2], last, done);
 }
 
-// How stream_blocks writes results of kParts blocks each, as finish.write in multiply_band gets them.
+// How stream_blocks writes results of kParts blocks each, as finish.write in multiply_stripe gets them.
 template <int kParts, class Finish>
 static inline auto stream_finish(const Finish& finish, Range blocks) {
   return [&finish, blocks](const PairSums& sums, int64_t block, int64_t row) {

@@ -104,14 +104,14 @@ static constexpr int64_t streamed_sums() {
 }
 
 // The products of m rows, all inputs in one panel, with the blocks of `results`, kParts of the weight for each; finish
-// as in multiply_band, while the next products run.
+// as in multiply_stripe, while the next products run.
 template <class Dot, int kParts, int kRowTiles, class Finish>
 static void multiply_streamed(const PackedRows& rows, int64_t m, const char* weight, Range results, float* sums,
                               const Finish& finish) {
   constexpr int64_t kPart = kRowTiles * kStreamedSums;
   const int64_t rows_a_step = blocks(m, kParts * rows.k_tiles);
   [[maybe_unused]] const PackedRows last_two{rows.data + 2 * rows.k_tiles * kTileBytes, 2, rows.k_tiles, rows.k_tiles};
-  Unfinished<kParts, Finish> unfinished{finish};
+  Unfinished<kParts, Finish> unfinished{&finish};
   const auto meanwhile = [&] {
     for (int64_t i = 0; i < rows_a_step && unfinished.any(); ++i) unfinished.row();
   };
