@@ -116,6 +116,24 @@ def test_epilogue(rung: str, m: int) -> None:
     assert torch.allclose(found, expected, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("k", [100, 1300])
+def test_bare_results_of_many_rows(rung: str, k: int, threads: int) -> None:
+    """Large results in bf16 with nothing added to them are written past the caches, by code of their own."""
+    if rung == "reference":
+        pytest.skip("writes in one way")
+    core.start_pool(None, threads, spin=False)
+    plain, x = randn(320, k), randn(210, k, seed=1).to(BF16)
+    weight, sums = packed(plain), product(x, plain)
+    assert torch.equal(linear(x, weight), sums.to(BF16))
+    gated = linear(x, weight, activation="silu_mul")
+    gate, up = sums.double().view(-1, 5, 2, 32).unbind(2)
+    torch.testing.assert_close(gated.double(), (functional.silu(gate) * up).flatten(1), rtol=2**-8, atol=1e-6)
+    alone = torch.cat([linear(row, weight, activation="silu_mul") for row in x.split(1)])
+    assert torch.equal(gated, alone), "depends on the number of rows"
+    core.start_pool(None, 1, spin=False)
+
+
 def test_zeros_and_values_that_are_no_numbers(rung: str) -> None:
     """Zeros give zeros, also where all are; infinity and NaN in x make their row NaN, in a weight their output."""
     plain = randn(40, 70)

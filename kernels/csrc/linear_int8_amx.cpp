@@ -33,6 +33,28 @@ struct Int8Finish {
   }
 };
 
+// The same where Epilogue::streams_plain(), in few instructions, as StreamFinish of gemm_amx.cpp.
+template <int kParts>
+struct Int8StreamFinish {
+  bf16* out;
+  int64_t stride;
+  const float *steps, *scales;
+
+  void write(const float* const (&parts)[kParts], Range rows, int64_t result) const {
+    const float* const scale = scales + result * kParts * kBlockN;
+    for_sums(rows, [&](int64_t row, int64_t i) {
+      const auto value = [&](int part) { return scaled_tiles(parts[part] + i, steps[row], scale + part * kBlockN); };
+      auto sums = value(0);
+      if constexpr (kParts == 2) {
+        const auto up = value(1);
+        for (int v = 0; v < 2; ++v) sums[v] = silu(sums[v]) * up[v];
+      }
+      _mm512_stream_si512(reinterpret_cast<__m512i*>(out + row * stride + result * kBlockN),
+                          (__m512i)_mm512_cvtne2ps_pbh(sums[1].v, sums[0].v));
+    });
+  }
+};
+
 // At most 16 rows: every thread quantises all of them for itself while the first part of its weight is on the way,
 // which costs less than to wait for the others.
 template <int kParts>
@@ -68,17 +90,24 @@ static void many_rows(const Args& args, const Epilogue& epilogue, Team& team) {
 
   const Tiles tiles(panel_tiles(kTileRows));
   float* const sums = static_cast<float*>(team.scratch(band_sums<kParts>(rows, blocking) * sizeof(float)));
-  const Int8Finish<kParts> finish{epilogue, steps, args.tensor(6).as<const float>()};
   // Threads in a grid: over rows as far as each keeps enough of them to pay for reading the weight, then over outputs.
   int row_threads = 1;
   while (team.count % (row_threads * 2) == 0 && row_tiles >= row_threads * 2 * 64) row_threads *= 2;
   const Team row_team(nullptr, team.index % row_threads, row_threads);
   const Team column_team(nullptr, team.index / row_threads, team.count / row_threads);
   const Range own_rows = row_team.share(row_tiles, 2), own = column_team.share(epilogue.results);
-  for (int64_t tile = own_rows.begin; tile < own_rows.end; tile += blocking.stripe) {
-    const Range stripe{tile, std::min(tile + blocking.stripe, own_rows.end)};
-    multiply_stripe<Int8Dot, kParts>(rows, stripe, args.tensor(5).as<const char>(), own, blocking, m, sums, finish,
-                                     stripe.end == own_rows.end);
+  const auto multiply = [&](const auto& finish) {
+    for (int64_t tile = own_rows.begin; tile < own_rows.end; tile += blocking.stripe) {
+      const Range stripe{tile, std::min(tile + blocking.stripe, own_rows.end)};
+      multiply_stripe<Int8Dot, kParts>(rows, stripe, args.tensor(5).as<const char>(), own, blocking, m, sums, finish,
+                                       stripe.end == own_rows.end);
+    }
+  };
+  const float* const scales = args.tensor(6).as<const float>();
+  if (epilogue.streams_plain()) {
+    multiply(Int8StreamFinish<kParts>{epilogue.out.as<bf16>(), epilogue.out.stride[0], steps, scales});
+  } else {
+    multiply(Int8Finish<kParts>{epilogue, steps, scales});
   }
 }
 
