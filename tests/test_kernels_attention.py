@@ -171,6 +171,23 @@ def test_attention_is_that_of_torch() -> None:
     torch.testing.assert_close(batch.whole(0)[:, :6], expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("heads", [1, 2, 3, 8])
+@pytest.mark.parametrize("scale", [0.1, -0.1])
+def test_many_rows_lie_anywhere(heads: int, scale: float) -> None:
+    batch = Batch([200], [(0, heads), (heads, heads)], 64, torch.bfloat16).store_all()
+    batch.scale = scale
+    found = batch.whole(0)
+    assert_exact(found, batch, 0)
+    for row in (0, 15, 16, 63, 64, 127, 128, 199):
+        assert torch.equal(batch.attend([(0, row, row + 1)])[0], found[row : row + 1]), f"row {row}"
+    # In the middle of rows of something else.
+    wide = torch.full((200, batch.q_heads + 3, 64), math.nan, dtype=torch.bfloat16)
+    wide[:, 2:-1] = batch.q[0]
+    lengths, starts = torch.tensor([200], dtype=torch.int32), torch.tensor([0, 200], dtype=torch.int32)
+    again = attention(wide[:, 2:-1], batch.cache, batch.tables, lengths, starts, batch.kv_map, scale)
+    assert torch.equal(again, found)
+
+
 # --- without a causal mask, and log sum exp --------------------------------------------------------------------------
 
 

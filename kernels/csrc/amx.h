@@ -58,6 +58,11 @@ static inline void tile_load_block_stream(const void* p) {
   asm volatile("tileloaddt1 (%1,%2,1), %%tmm%c0" ::"i"(T), "r"(p), "r"(int64_t{64}),
                "m"(*static_cast<const char (*)[1024]>(p)));
 }
+// Rows that lie apart, in memory that this kernel only reads.
+template <int T>
+static inline void tile_load_rows_stream(const void* p, int64_t row_stride_bytes) {
+  asm volatile("tileloaddt1 (%1,%2,1), %%tmm%c0" ::"i"(T), "r"(p), "r"(row_stride_bytes));
+}
 template <int T>
 static inline void tile_store_block(void* p) {
   asm volatile("tilestored %%tmm%c1, (%2,%3,1)"

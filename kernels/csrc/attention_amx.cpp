@@ -58,7 +58,10 @@ class TileTask : public TileSums {
   using Scratch = TileScratch;
 
   TileTask(const Problem& problem, const Span& span, TileScratch& scratch, float* parts)
-      : TileSums(problem, span, scratch, parts), key_dims_(problem.key_dims()), steps_((key_dims_ + 31) / 32) {}
+      : TileSums(problem, span, scratch, parts),
+        key_dims_(problem.key_dims()),
+        steps_((key_dims_ + 31) / 32),
+        in_place_(by_heads_ && d_ % 32 == 0 && problem.scale >= 0) {}
 
  protected:
   // Few rows take few cycles.
@@ -177,7 +180,7 @@ class TileTask : public TileSums {
       of_page.key_factor[half] = _mm512_set1_ps(scale());
       if (!problem_.quantized()) continue;
       // Beyond the sequence a scale may be anything.
-      const __mmask16 ours = lanes(of_page.hidden - 16 * half, task_.length - begin - 16 * half);
+      const __mmask16 ours = lanes(tokens(of_page.hidden, task_.length - begin), half);
       const __m512 keys = _mm512_maskz_loadu_ps(ours, unit.key_scales[page] + 16 * half);
       of_page.key_factor[half] = _mm512_mul_ps(of_page.key_factor[half], keys);
       of_page.value_factor[half] = _mm512_maskz_loadu_ps(ours, unit.value_scales[page] + 16 * half);
@@ -189,7 +192,13 @@ class TileTask : public TileSums {
   template <bool Whole>
   void set_shifts(const Unit& unit, const PageRows& of_page, const float* scores) {
     const int64_t first = unit.group * group_rows_, rows = rows_in(unit.group);
-    for (int64_t r = 0; r < rows; ++r) {
+    int64_t r = 0;
+    for (; r + 16 <= rows; r += 16) {
+      constexpr int kUp = _MM_FROUND_TO_POS_INF | _MM_FROUND_NO_EXC;
+      _mm512_storeu_ps(scratch_.shift + first + r,
+                       _mm512_roundscale_ps(of_page.largest<Whole>(scores + r * 16, r), kUp));
+    }
+    for (; r < rows; ++r) {
       scratch_.shift[first + r] = std::ceil(of_page.largest<Whole>(scores + r * 16, r, 0.0f));
     }
   }
@@ -222,9 +231,13 @@ class TileTask : public TileSums {
     // Rows that only fill up a tile hold anything: no row of a product depends on another.
     const __m512i sign = _mm512_set1_epi16(problem_.scale < 0 ? -0x8000 : 0);
     const int64_t tile_rows = std::min<int64_t>(group_rows_, 16);
-    RowWalk walk(all_);
+    RowWalk walk(all_, by_heads_);
     for (int64_t r = 0; r < rows_; ++r, walk.next()) {
       scratch_.visible[r] = walk.visible();
+      if (in_place_) {
+        if (r % 16 == 0) rows_at_[r / 16] = walk.element<bf16>(problem_.q);
+        continue;
+      }
       bf16* to = scratch_.q + (r / tile_rows * steps_ * tile_rows + r % tile_rows) * 32;
       const bf16* from = walk.element<bf16>(problem_.q);
       for (int64_t i = 0; i < steps_; ++i, to += tile_rows * 32) {
@@ -239,7 +252,16 @@ class TileTask : public TileSums {
     std::memset(scratch_.sum, 0, sizeof(float) * static_cast<size_t>(groups_ * group_rows_ * 16));
   }
 
+  // 16 rows of a group, as the left operand of the scores.
+  QueryTile queries(int64_t group, int64_t half) const {
+    const int64_t tile = 2 * group + half;
+    if (!in_place_) return {scratch_.q + tile * steps_ * kTile, 64, kTile};
+    return {rows_at_[tile], problem_.q.stride[0] * 2, 32};
+  }
+
   const int64_t key_dims_, steps_;
+  const bool in_place_;  // whether products take the queries where they are
+  const bf16* rows_at_[kTaskRows / 16];
   bool cut_[2] = {};
 };
 

@@ -18,9 +18,10 @@ class TileSums {
         group_rows_(task_.rows > 16 ? kGroup : task_.rows),
         rows_(task_.rows * span.heads),
         groups_((rows_ + group_rows_ - 1) / group_rows_),
+        by_heads_(span.heads == 1 && by_heads(task_)),
         streams_(task_.rows > kGroup && streams(problem.out)),
         all_(span.all()),
-        to_store_(all_) {}
+        to_store_(all_, by_heads_) {}
 
   // Adds the sums over a part to those over all before it.
   void merge(int64_t part, const Sums& sums) {
@@ -133,6 +134,13 @@ class TileSums {
     }
   }
 
+  // Whether the rows are taken head by head, so that the 16 rows of a tile lie as far apart as tokens do, and need not
+  // be packed. Where many pages meet them, packing is the lesser cost.
+  static bool by_heads(const Task& task) {
+    return task.rows > kGroup && task.seen() <= kPart / 2 && task.rows % kGroup == 0 && task.row % task.heads == 0 &&
+           task.rows % (16 * task.heads) == 0;
+  }
+
   // Whether results would leave the caches anyway, and consist of whole lines.
   static bool streams(const Tensor& out) {
     constexpr int64_t kStreamBytes = 1 << 20, kLine = 32;
@@ -148,7 +156,8 @@ class TileSums {
   float* const parts_;
   const int64_t d_, lane_groups_;
   const int64_t group_rows_, rows_, groups_;  // a group of rows: up to kGroup of a task, or one of several heads' tasks
-  const bool streams_;                        // whether rows are stored past the caches
+  const bool by_heads_;
+  const bool streams_;  // whether rows are stored past the caches
   const Task all_;
   int64_t stored_ = 0;  // rows
   RowWalk to_store_;

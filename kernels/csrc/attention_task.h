@@ -69,10 +69,12 @@ struct Task {
   }
 };
 
-// The rows of a task in their order, one after the other: without the divisions that a row's number takes.
+// The rows of a task in their order, one after the other: without the divisions that a row's number takes. By heads:
+// of tokens that are whole, those of a head before those of the next one.
 class RowWalk {
  public:
-  explicit RowWalk(const Task& task) : task_(&task), token_(task.token(0)), head_(task.row % task.heads) {}
+  explicit RowWalk(const Task& task, bool by_heads = false)
+      : task_(&task), token_(task.token(0)), head_(task.row % task.heads), by_heads_(by_heads) {}
 
   template <class T>
   T* element(const Tensor& t) const {
@@ -80,6 +82,12 @@ class RowWalk {
   }
   int64_t visible() const { return task_->causal ? task_->length - task_->queries + token_ + 1 : task_->length; }
   void next() {
+    if (by_heads_) {
+      if (++token_ < (task_->row + task_->rows) / task_->heads) return;
+      token_ = task_->token(0);
+      ++head_;
+      return;
+    }
     if (++head_ < task_->heads) return;
     head_ = 0;
     ++token_;
@@ -88,6 +96,7 @@ class RowWalk {
  private:
   const Task* task_;
   int64_t token_, head_;
+  bool by_heads_;
 };
 
 // f(task) for every task of at most `max_rows` rows, in the order of the batch.

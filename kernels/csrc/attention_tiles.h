@@ -53,11 +53,31 @@ static inline __m512 power_of_two(__m512 x) {
   return _mm512_scalef_ps(p, x);  // p 2^floor(x)
 }
 
-// Lanes begin to end of 16, wherever those lie.
-static inline __mmask16 lanes(int64_t begin, int64_t end) {
-  return static_cast<__mmask16>(first_lanes(std::clamp<int64_t>(end, 0, 16)) &
-                                ~first_lanes(std::clamp<int64_t>(begin, 0, 16)));
+// The largest lane of each of 16 vectors.
+static inline __m512 largest_of_each(__m512 (&x)[16]) {
+  for (int i = 0; i < 8; ++i) {
+    x[i] = _mm512_max_ps(_mm512_unpacklo_ps(x[2 * i], x[2 * i + 1]), _mm512_unpackhi_ps(x[2 * i], x[2 * i + 1]));
+  }
+  for (int i = 0; i < 4; ++i) {
+    const __m512d a = _mm512_castps_pd(x[2 * i]), b = _mm512_castps_pd(x[2 * i + 1]);
+    x[i] = _mm512_max_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(a, b)), _mm512_castpd_ps(_mm512_unpackhi_pd(a, b)));
+  }
+  // Four vectors in every quarter of each, and four of these.
+  for (int left = 2; left > 0; left /= 2) {
+    for (int i = 0; i < left; ++i) {
+      const __m512 a = x[2 * i], b = x[2 * i + 1];
+      x[i] = _mm512_max_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
+    }
+  }
+  return x[0];
 }
+
+// Tokens begin to end of a page, wherever those lie.
+static inline uint32_t tokens_before(int64_t end) {
+  return static_cast<uint32_t>((uint64_t{1} << std::clamp<int64_t>(end, 0, kBlock)) - 1);
+}
+static inline uint32_t tokens(int64_t begin, int64_t end) { return tokens_before(end) & ~tokens_before(begin); }
+static inline __mmask16 lanes(uint32_t tokens, int half) { return static_cast<__mmask16>(tokens >> 16 * half); }
 
 // What a page means to the rows of a group: row r sees its tokens from `hidden` up to visible[r] - begin.
 struct PageRows {
@@ -70,7 +90,7 @@ struct PageRows {
   __m512 exponents(const float* s, int64_t row, int half, float shift) const {
     __m512 scores = _mm512_load_ps(s + half * kGroup * 16);
     if constexpr (Whole) return _mm512_fmsub_ps(scores, key_factor[half], _mm512_set1_ps(shift));
-    const __mmask16 seen = lanes(hidden - 16 * half, visible[row] - begin - 16 * half);
+    const __mmask16 seen = lanes(tokens(hidden, visible[row] - begin), half);
     scores = _mm512_fmsub_ps(scores, key_factor[half], _mm512_set1_ps(shift));
     return _mm512_mask_mov_ps(_mm512_set1_ps(-std::numeric_limits<float>::infinity()), seen, scores);
   }
@@ -78,7 +98,20 @@ struct PageRows {
   // As RowWork rounds them: whether a shift moves must depend on the row alone.
   template <bool Whole>
   float largest(const float* s, int64_t row, float shift) const {
-    return _mm512_reduce_max_ps(_mm512_max_ps(exponents<Whole>(s, row, 0, shift), exponents<Whole>(s, row, 1, shift)));
+    return _mm512_reduce_max_ps(larger<Whole>(s, row, shift));
+  }
+  // Of 16 rows, without a shift.
+  template <bool Whole>
+  __m512 largest(const float* s, int64_t row) const {
+    __m512 x[16];
+    for (int i = 0; i < 16; ++i) x[i] = larger<Whole>(s + i * 16, row + i, 0.0f);
+    return largest_of_each(x);
+  }
+
+ private:
+  template <bool Whole>
+  __m512 larger(const float* s, int64_t row, float shift) const {
+    return _mm512_max_ps(exponents<Whole>(s, row, 0, shift), exponents<Whole>(s, row, 1, shift));
   }
 };
 
@@ -133,21 +166,26 @@ static inline void for_sums(F&& f) {
 // once: loads that keep them in the first-level cache would push out what was fetched ahead, since pieces of several
 // pages meet in the same sets.
 template <int Groups>
-static inline void step(const bf16* a, const bf16* a2, const bf16* b, const bf16* b2) {
+static inline void step(const bf16* a, const bf16* a2, const bf16* b, const bf16* b2, int64_t a_stride = 64) {
   tile_load_stream<6>(b, 64);
-  tile_load<4>(a, 64);
-  tile_load<5>(a2, 64);
+  tile_load<4>(a, a_stride);
+  tile_load<5>(a2, a_stride);
   if constexpr (Groups > 1) tile_load_stream<7>(b2, 64);
   for_sums<Groups>([](auto row, auto group) { tile_dot_bf16<row * 2 + group, 4 + row, 6 + group>(); });
 }
 
+// 16 queries: the distance of rows in bytes and of steps of 32 dims in elements.
+struct QueryTile {
+  const bf16* at;
+  int64_t row_stride, step_stride;
+};
+
 // s of one page = q k^T
-static inline void page_scores(const bf16* q, const bf16* k, int64_t d, float* s) {
+static inline void page_scores(const QueryTile& q, const QueryTile& q2, const bf16* k, int64_t d, float* s) {
   const int64_t steps = (d + 31) / 32, whole = d / 32;
-  const bf16* q2 = q + steps * kTile;
   for_sums<2>([](auto row, auto group) { tile_zero<row * 2 + group>(); });
   for (int64_t i = 0; i < whole; ++i) {
-    step<2>(q + i * kTile, q2 + i * kTile, k + i * kTile, k + d * 16 + i * kTile);
+    step<2>(q.at + i * q.step_stride, q2.at + i * q.step_stride, k + i * kTile, k + d * 16 + i * kTile, q.row_stride);
   }
   if (whole < steps) {
     // A tile is 32 dims high: the rest comes from a copy padded with zeros (what follows in the page may be anything).
@@ -155,7 +193,7 @@ static inline void page_scores(const bf16* q, const bf16* k, int64_t d, float* s
     for (int group = 0; group < 2; ++group) {
       std::memcpy(rest[group], k + group * d * 16 + whole * kTile, static_cast<size_t>(d % 32 * 16 * 2));
     }
-    step<2>(q + whole * kTile, q2 + whole * kTile, rest[0], rest[1]);
+    step<2>(q.at + whole * q.step_stride, q2.at + whole * q.step_stride, rest[0], rest[1], q.row_stride);
   }
   for_sums<2>([&](auto row, auto group) { tile_store<row * 2 + group>(s + (group * 2 + row) * 256, 64); });
 }

@@ -12,17 +12,33 @@
 // A group's rows are stored a few at a time, while the next group's products go on, and past the caches: lines that are
 // not there would have to be read before they are written.
 
+// The left operand as it was packed, tile by tile, or as rows that lie apart.
+struct Packed {
+  static constexpr int64_t kStep = kTile;
+  template <int T>
+  [[gnu::always_inline]] static inline void load(const bf16* a, int64_t) {
+    tile_load_block_stream<T>(a);
+  }
+};
+struct InPlace {
+  static constexpr int64_t kStep = 32;
+  template <int T>
+  [[gnu::always_inline]] static inline void load(const bf16* a, int64_t stride) {
+    tile_load_rows_stream<T>(a, stride);
+  }
+};
+
 // One step of 32 summands for two row tiles and two lane groups, with N rows before every product. begin(tile) comes
 // before the product that adds to the tile.
-template <int N, class Rows, class Begin>
-[[gnu::always_inline]] static inline void woven_step(Rows& rows, const bf16* a, const bf16* a2, const bf16* b,
-                                                     const bf16* b2, const Begin& begin) {
+template <int N, class Left, class Rows, class Begin>
+[[gnu::always_inline]] static inline void woven_step(Rows& rows, int64_t stride, const bf16* a, const bf16* a2,
+                                                     const bf16* b, const bf16* b2, const Begin& begin) {
   tile_load_block_stream<6>(b);
-  tile_load_block_stream<4>(a);
+  Left::template load<4>(a, stride);
   begin(std::integral_constant<int, 0>{});
   rows.template run<N>();
   tile_dot_bf16<0, 4, 6>();
-  tile_load_block_stream<5>(a2);
+  Left::template load<5>(a2, stride);
   begin(std::integral_constant<int, 2>{});
   rows.template run<N>();
   tile_dot_bf16<2, 5, 6>();
@@ -43,16 +59,17 @@ template <int Tile>
 }
 
 // The scores of a page of whole steps: q k^T. What is in the tiles goes to `last`.
-template <int N, class Rows>
-[[gnu::always_inline]] static inline void woven_scores(Rows& rows, const bf16* q, const bf16* k, int64_t d,
-                                                       float* last) {
+template <int N, class Left, class Rows>
+[[gnu::always_inline]] static inline void woven_scores(Rows& rows, const QueryTile& q, const QueryTile& q2,
+                                                       const bf16* k, int64_t d, float* last) {
   const int64_t steps = d / 32;
-  woven_step<N>(rows, q, q + steps * kTile, k, k + d * 16, [&](auto tile) __attribute__((always_inline)) {
+  woven_step<N, Left>(rows, q.row_stride, q.at, q2.at, k, k + d * 16, [&](auto tile) __attribute__((always_inline)) {
     tile_store_block<tile>(sums_at<tile>(last));
     tile_zero<tile>();
   });
   for (int64_t i = 1; i < steps; ++i) {
-    woven_step<N>(rows, q + i * kTile, q + (steps + i) * kTile, k + i * kTile, k + d * 16 + i * kTile, go_on);
+    const int64_t at = i * Left::kStep;
+    woven_step<N, Left>(rows, q.row_stride, q.at + at, q2.at + at, k + i * kTile, k + d * 16 + i * kTile, go_on);
   }
 }
 
@@ -63,12 +80,12 @@ template <int N, class Rows>
   const int64_t at = lane_group * 16 * kBlock;
   const bf16* v = unit.v[0] + at;
   if (unit.begin % kPart == 0) {
-    woven_step<N>(rows, p, p + kTile, v, v + 16 * kBlock, [&](auto tile) __attribute__((always_inline)) {
+    woven_step<N, Packed>(rows, 64, p, p + kTile, v, v + 16 * kBlock, [&](auto tile) __attribute__((always_inline)) {
       tile_store_block<tile>(sums_at<tile>(last));
       tile_zero<tile>();
     });
   } else {
-    woven_step<N>(rows, p, p + kTile, v, v + 16 * kBlock, [&](auto tile) __attribute__((always_inline)) {
+    woven_step<N, Packed>(rows, 64, p, p + kTile, v, v + 16 * kBlock, [&](auto tile) __attribute__((always_inline)) {
       tile_store_block<tile>(sums_at<tile>(last));
       tile_load_block<tile>(sums_at<tile>(o));
     });
@@ -76,7 +93,7 @@ template <int N, class Rows>
   for (int64_t page = 1; page < unit.pages; ++page) {
     const bf16* const a = p + page * kPageScores;
     v = unit.v[page] + at;
-    woven_step<N>(rows, a, a + kTile, v, v + 16 * kBlock, go_on);
+    woven_step<N, Packed>(rows, 64, a, a + kTile, v, v + 16 * kBlock, go_on);
   }
 }
 
@@ -90,7 +107,7 @@ class WovenTask : public TileTask {
         next_(next_task_) {
     next_task_.row += task_.rows;
     next_task_.rows = std::clamp<int64_t>(task_.queries * task_.heads - next_task_.row, 0, task_.rows);
-    next_ = RowWalk(next_task_);
+    next_ = RowWalk(next_task_, by_heads(next_task_));
     if (next_task_.rows == 0 || problem.quantized()) return;
     fetched_pages_ = (task_.seen() + kBlock - 1) / kBlock;
     seen_pages_ = (next_task_.seen() + kBlock - 1) / kBlock;
@@ -168,7 +185,12 @@ class WovenTask : public TileTask {
     Rows rows = all;  // in registers
     if (next != nullptr) {
       if (key_dims_ % 32 == 0) {
-        woven_scores<N>(rows, queries(*next), next->k[next_page], key_dims_, in_tiles_);
+        const QueryTile q = queries(next->group, 0), q2 = queries(next->group, 1);
+        if (in_place_) {
+          woven_scores<N, InPlace>(rows, q, q2, next->k[next_page], key_dims_, in_tiles_);
+        } else {
+          woven_scores<N, Packed>(rows, q, q2, next->k[next_page], key_dims_, in_tiles_);
+        }
         in_tiles_ = next_s;
       } else {
         scores_of(*next, next_page, next_s);
@@ -266,10 +288,9 @@ class WovenTask : public TileTask {
     }
   }
 
-  const bf16* queries(const Unit& unit) const { return scratch_.q + unit.group * 2 * steps_ * kTile; }
   void scores_of(const Unit& unit, int64_t page, float* s) {
     store_tiles();
-    page_scores(queries(unit), unit.k[page], key_dims_, s);
+    page_scores(queries(unit.group, 0), queries(unit.group, 1), unit.k[page], key_dims_, s);
   }
 
   const int64_t lane_pairs_;
