@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -90,16 +91,26 @@ class Graph:
 
     def profile(self) -> Profile:
         """Runs once and measures."""
-        entries: list[tuple[str, float]] = []
+        return self.watch()()
+
+    def watch(self) -> Callable[[], Profile]:
+        """The same for who measures the time that this takes, too: what was seen is told when the result is called."""
+        seen: list[_C.Profile | tuple[str, float]] = []
         began, begin = time.perf_counter(), 0
         for end, act in self._cuts:
-            entries += self._recorded.profile(begin, end)[0]
+            seen.append(self._recorded.profile(begin, end))
             cut = time.perf_counter()
             act()
-            entries.append(("python", time.perf_counter() - cut))
+            seen.append(("python", time.perf_counter() - cut))
             begin = end
-        last, seconds = self._recorded.profile(begin, len(self))
-        return Profile(entries + last, time.perf_counter() - began if self._cuts else seconds)
+        last = self._recorded.profile(begin, len(self))
+        seconds = time.perf_counter() - began if self._cuts else last.seconds
+
+        def told() -> Profile:
+            entries = [part.entries if not isinstance(part, tuple) else [part] for part in (*seen, last)]
+            return Profile(list(chain.from_iterable(entries)), seconds)
+
+        return told
 
     def nbytes(self) -> int:
         """Memory mapped for what is allocated inside, with that of the graphs that share it."""

@@ -13,7 +13,7 @@ kernel left there, which takes it twice as long, and the other ranks wait for th
 import logging
 import time
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -79,8 +79,11 @@ class DecodeGraphs:
         self._graphs: dict[int, Graph] = {}
         self._newest: Graph | None = None
         self._watched = False
-        self._seen: tuple[Profile, Tensor] | None = None  # of the last step, and its logits
-        self._choices: dict[int, Profile] = {}  # of tokens, by rows
+        self._rows = 0  # of the last step, if it was replayed
+        self._seen: Callable[[], Profile] | None = None  # of it, if it was watched
+        # By rows: what a step of so many returns, and the choice of their likeliest tokens.
+        self._logits: dict[int, Tensor] = {}
+        self._choices: dict[int, Graph] = {}
 
     def takes(self, step: Step) -> bool:
         """Is this a step that can be replayed?"""
@@ -94,19 +97,24 @@ class DecodeGraphs:
 
         Raises what the step would raise eagerly.
         """
-        self._seen = None
+        self._seen, self._rows = None, 0
         if not self.takes(step):
             graph = self._record(Batch.of(step, tables))
             self._group.replay(graph.run)
             return graph.output
-        graph = self._prepare(step, tables)
-        logits = graph.output[: len(step.chunks)]
+        graph, self._rows = self._prepare(step, tables), len(step.chunks)
 
         def watched() -> None:
-            self._seen = graph.profile(), logits
+            self._seen = graph.watch()
 
         self._group.replay(watched if self._watched else graph.run)
-        return logits
+        return self._logits[self._rows]
+
+    def argmax(self, logits: Tensor) -> Tensor:
+        """ops.argmax. Of what a replayed step returned it is replayed as well, valid until the next call: where the
+        caches are full of weights, checks and new tensors take several times as long as the choice itself."""
+        replayed = logits is self._logits.get(self._rows)
+        return self._choice(self._rows).run() if replayed else ops.argmax(logits)
 
     def watch(self) -> None:
         """From now on replayed steps note when their kernels run."""
@@ -117,12 +125,7 @@ class DecodeGraphs:
         done once more for it; None if nobody watched the step."""
         if self._seen is None:
             return None
-        step, logits = self._seen
-        if len(logits) not in self._choices:
-            choice = Graph(lambda: ops.argmax(logits))
-            choice.run()  # touches memory for the first time
-            self._choices[len(logits)] = choice.profile()
-        chosen = self._choices[len(logits)]
+        step, chosen = self._seen(), self._choice(self._rows).profile()
         return Profile(step.entries + chosen.entries, step.seconds + chosen.seconds)
 
     def _prepare(self, step: Step, tables: Mapping[int, list[int]]) -> Graph:
@@ -130,7 +133,16 @@ class DecodeGraphs:
         self._fill(step, tables, rows)
         if rows not in self._graphs:
             self._graphs[rows] = self._record(self._inputs_of(rows))
+        if len(step.chunks) not in self._logits:
+            self._logits[len(step.chunks)] = self._graphs[rows].output[: len(step.chunks)]
         return self._graphs[rows]
+
+    def _choice(self, rows: int) -> Graph:
+        if rows not in self._choices:
+            # They share one memory, but not that of the steps, where the logits are.
+            logits, other = self._logits[rows], next(iter(self._choices.values()), None)
+            self._choices[rows] = Graph(lambda: ops.argmax(logits), share=other)
+        return self._choices[rows]
 
     def _fill(self, step: Step, tables: Mapping[int, list[int]], rows: int) -> None:
         token_ids, positions, slots = [], [], []

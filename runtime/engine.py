@@ -15,7 +15,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from tilerank.kernels import core
+from tilerank.kernels import core, ops
 from tilerank.kernels.attention import KV_BLOCK
 from tilerank.kernels.graph import Profile
 from tilerank.loader.checkpoint import Checkpoint
@@ -192,7 +192,8 @@ class Engine:
         )
         # A row of logits for every sequence but those whose prompt is not complete yet.
         ready = [sequence for sequence, chunk in scheduled if chunk.logits]
-        chosen = sampling.choose(logits, [sampling.Row(s.params, s.tokens, s.prompt_len, s.forbidden) for s in ready])
+        rows = [sampling.Row(s.params, s.tokens, s.prompt_len, s.forbidden) for s in ready]
+        chosen = sampling.choose(logits, rows, ops.argmax if self._decode is None else self._decode.argmax)
         now = time.monotonic()
         self._generated_tokens += len(chosen)
         return ended + [self._take(sequence, choice, now) for sequence, choice in zip(ready, chosen, strict=True)]

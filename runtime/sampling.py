@@ -3,7 +3,7 @@
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -45,9 +45,9 @@ class Choice:
     logprobs: Logprobs | None  # if they are asked for
 
 
-def choose(logits: Tensor, rows: Sequence[Row]) -> list[Choice]:
+def choose(logits: Tensor, rows: Sequence[Row], argmax: Callable[[Tensor], Tensor] = ops.argmax) -> list[Choice]:
     """The next token of each row of logits [m, vocab], which are changed in place: a copy of them would take longer
-    than all the rest."""
+    than all the rest. argmax: what computes ops.argmax of them."""
     raw: dict[int, Tensor] = {}
     for i, row in enumerate(rows):
         if row.reshapes:
@@ -55,16 +55,16 @@ def choose(logits: Tensor, rows: Sequence[Row]) -> list[Choice]:
                 raw[i] = logits[i].clone()
             _reshape(logits[i], row)
     chosen = []
-    for i, (token_id, row) in enumerate(zip(_sampled(logits, rows), rows, strict=True)):
+    for i, (token_id, row) in enumerate(zip(_sampled(logits, rows, argmax), rows, strict=True)):
         count = row.params.logprobs
         chosen.append(Choice(token_id, _logprobs(raw.get(i, logits[i]), token_id, count) if count else None))
     return chosen
 
 
-def _sampled(logits: Tensor, rows: Sequence[Row]) -> list[int]:
+def _sampled(logits: Tensor, rows: Sequence[Row], argmax: Callable[[Tensor], Tensor]) -> list[int]:
     params = [row.params for row in rows]
     if all(p.temperature == 0 for p in params):
-        return ops.argmax(logits).tolist()
+        return argmax(logits).tolist()
     return ops.sample(
         logits,
         torch.tensor([p.temperature for p in params], dtype=torch.float32),

@@ -304,6 +304,16 @@ PYBIND11_MODULE(_C, m) {
   m.def("measure_amx", &measure_amx, no_gil);
   m.def("measure_core_to_core", &measure_core_to_core, no_gil);
   m.def("arena_bytes", [] { return std::pair(Arena::instance()->used(), Arena::instance()->mapped()); });
+  py::class_<Graph::Profile>(m, "Profile")
+      .def_property_readonly("entries",
+                             [](const Graph::Profile& self) {
+                               py::list entries;
+                               for (const auto& [kernel, seconds] : self.entries) {
+                                 entries.append(py::make_tuple(kernel, seconds));
+                               }
+                               return entries;
+                             })
+      .def_readonly("seconds", &Graph::Profile::seconds);
   py::class_<Recording>(m, "Graph")
       .def(py::init([](const Recording* share) {
              return Recording{Graph(share ? share->graph.arena() : std::make_shared<Arena>(true)), {}};
@@ -318,16 +328,9 @@ PYBIND11_MODULE(_C, m) {
       .def("alias", &alias_of)
       .def(
           "run", [](const Recording& self, size_t begin, size_t end) { self.graph.run(begin, end); }, no_gil)
-      .def("profile",
-           [](const Recording& self, size_t begin, size_t end) {
-             const Graph::Profile profile = [&] {
-               py::gil_scoped_release unlocked;
-               return self.graph.profile(begin, end);
-             }();
-             std::vector<std::pair<std::string, double>> entries;
-             for (const auto& [kernel, seconds] : profile.entries) entries.emplace_back(kernel, seconds);
-             return std::pair(entries, profile.seconds);
-           })
+      .def(
+          "profile", [](const Recording& self, size_t begin, size_t end) { return self.graph.profile(begin, end); },
+          no_gil)
       .def("__len__", [](const Recording& self) { return self.graph.size(); })
       .def("memory", [](const Recording& self) { return self.graph.arena()->mapped(); });
 }
