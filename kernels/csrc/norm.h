@@ -2,6 +2,14 @@
 
 namespace tilerank::TR_RUNG {
 
+// Asks for a row that comes from memory, ahead of the work on it.
+template <class T>
+static inline void fetch_row(const T* x, int64_t d) {
+  for (int64_t i = 0; i < d; i += 64 / static_cast<int64_t>(sizeof(T))) {
+    _mm_prefetch(reinterpret_cast<const char*>(x + i), _MM_HINT_T0);
+  }
+}
+
 struct Squares {
   Two sums = {zero(), zero()};
 

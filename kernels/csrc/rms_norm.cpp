@@ -32,6 +32,10 @@ static void add_rms_norm(const Args& args, Team& team) {
     using T = decltype(type);
     const auto [first, last] = team.share(x.size[0]);
     for (int64_t row = first; row < last; ++row) {
+      if (row + 1 < last) {
+        fetch_row(x.row<T>(row + 1), d);
+        fetch_row(residual.row<T>(row + 1), d);
+      }
       const float squares = add_row(x.row<T>(row), residual.row<T>(row), d);
       norm_row(residual.row<T>(row), squares, weight.as<T>(), out.row<T>(row), d, args.real(0), args.integer(0) != 0);
     }

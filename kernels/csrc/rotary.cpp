@@ -68,11 +68,7 @@ struct Head {
   int64_t position;
 
   // The projection's results come from memory; asked for a token ahead, between the work on this one.
-  void fetch_next(int64_t d) const {
-    for (int64_t i = 0; i < d; i += 64 / static_cast<int64_t>(sizeof(T))) {
-      _mm_prefetch(reinterpret_cast<const char*>(x + to_next + i), _MM_HINT_T0);
-    }
-  }
+  void fetch_next(int64_t d) const { fetch_row(x + to_next, d); }
 };
 
 // f(heads, how many) for this thread's heads of q and k, some at a time.
