@@ -106,11 +106,17 @@ class WovenTask : public TileTask {
         next_task_(span.task),
         next_(next_task_) {
     next_task_.row += task_.rows;
+    const bool same_head = next_task_.row < task_.queries * task_.heads;
+    if (!same_head && task_.kv_head + 1 < problem.k_pages.size[1]) {
+      next_task_.row = 0;
+      next_task_.head += task_.heads;
+      ++next_task_.kv_head;
+    }
     next_task_.rows = std::clamp<int64_t>(task_.queries * task_.heads - next_task_.row, 0, task_.rows);
     next_ = RowWalk(next_task_, by_heads(next_task_));
     if (next_task_.rows == 0 || problem.quantized()) return;
-    fetched_pages_ = (task_.seen() + kBlock - 1) / kBlock;
-    seen_pages_ = (next_task_.seen() + kBlock - 1) / kBlock;
+    fetched_pages_ = same_head ? (task_.seen() + kBlock - 1) / kBlock : 0;
+    seen_pages_ = std::min((next_task_.seen() + kBlock - 1) / kBlock, fetched_pages_ + kMostPages);
   }
 
   void run() {
@@ -245,8 +251,8 @@ class WovenTask : public TileTask {
     for (int64_t left = lines_a_step_; left > 0 && fetched_pages_ < seen_pages_;) {
       const int64_t page = problem_.page(task_.sequence, task_.first_page + fetched_pages_);
       const bool of_keys = fetched_lines_ < key_dims_;
-      const bf16* const from = of_keys ? problem_.keys<bf16>(page, task_.kv_head)
-                                       : problem_.values<bf16>(page, task_.kv_head) - key_dims_ * 32;
+      const bf16* const from = of_keys ? problem_.keys<bf16>(page, next_task_.kv_head)
+                                       : problem_.values<bf16>(page, next_task_.kv_head) - key_dims_ * 32;
       const int64_t end = std::min(of_keys ? key_dims_ : lines_of_page(), fetched_lines_ + left);
       left -= end - fetched_lines_;
       for (; fetched_lines_ < end; ++fetched_lines_) {
@@ -293,6 +299,7 @@ class WovenTask : public TileTask {
     page_scores(queries(unit.group, 0), queries(unit.group, 1), unit.k[page], key_dims_, s);
   }
 
+  static constexpr int64_t kMostPages = 8;  // that are asked for ahead
   const int64_t lane_pairs_;
   float* in_tiles_;                // where the sums in the tiles belong
   int64_t number_ = 0;             // of the page, among all that the task meets
@@ -301,7 +308,7 @@ class WovenTask : public TileTask {
   const bf16* pending_p_ = nullptr;
   float* pending_o_ = nullptr;
   bool pending_closes_ = false;  // its part, and merges it
-  Task next_task_;               // of the same head
+  Task next_task_;               // of the same head, or the first of the next one
   RowWalk next_;                 // its row to be fetched
   int64_t fetched_ = 0, rows_a_step_ = 0;
   int64_t fetched_pages_ = 0, seen_pages_ = 0;  // of the next task
