@@ -112,15 +112,15 @@ class ExpandedPairs {
     }
   }
 
-  // A quarter of the next tile of both blocks: the halves of each. All four take turns.
-  template <int kQuarter>
+  // A quarter of the next tile of both blocks: the halves of each. All four take turns. The processor reads ahead
+  // inside a page, once some lines of it were asked for: kNextPage of the next page's are, half a page early.
+  template <int kQuarter, int kNextPage>
   [[gnu::always_inline]] void expand(bf16* to) {
     constexpr int64_t kHalf = kQuarter % 2 * Format::kPackedTile;
     const char* const ahead = ahead_.block(kQuarter / 2);
-    if constexpr (kHalf == 0 && Cursor::kStep <= kPage / 8) {
+    if constexpr (kHalf == 0 && kNextPage > 0) {
       if ((reinterpret_cast<uintptr_t>(ahead) & (kPage - 1)) == kPage / 2) {
-        _mm_prefetch(ahead + kPage / 2, _MM_HINT_T1);
-        _mm_prefetch(ahead + kPage / 2 + 64, _MM_HINT_T1);
+        for (int line = 0; line < kNextPage; ++line) _mm_prefetch(ahead + kPage / 2 + line * 64, _MM_HINT_T1);
       }
     }
     Format::expand(now_.block(kQuarter / 2) + kHalf, to, ahead + kHalf);
@@ -133,8 +133,6 @@ class ExpandedPairs {
  private:
   using Cursor = PairCursor<Format>;
   static constexpr int64_t kAhead = 2048 / Cursor::kStep;  // tiles
-  // The processor reads ahead inside a page, once two lines of it were asked for: those of the next page half a page
-  // early. Not for fp8, whose pages are passed too fast for that to help.
   static constexpr int64_t kPage = 4096;
 
   Cursor now_, ahead_;
@@ -148,6 +146,10 @@ static inline void stream_rows(const FewRows& rows, const Format& weight, Range 
   // Expanded quarters, in turn; so many are ready when one is multiplied. Measured: places that come back soon, all
   // different in the low bits of their addresses, are best for int4, the old distance for fp8.
   constexpr int kReady = Format::kPackedTile < 512 ? 3 : 4, kPlaces = kReady == 3 ? 4 : 8;
+  // Measured, too: more lines of fp8, whose pages are passed faster, and none where few rows make it faster yet. With
+  // it many rows, which come from the second-level cache, are asked for a tile before their products would wait.
+  constexpr bool kFetchRows = Format::kPackedTile == 512 && R > 8;
+  constexpr int kNextPage = Format::kPackedTile < 512 ? 2 : kFetchRows ? 4 : 0;
   alignas(4096) bf16 ring[kPlaces * kTile];
   alignas(64) float fresh[2][4][R * kLanes] = {};  // of the last even group and of the last odd one, in tiles
   alignas(64) float sums[2][2 * kTileRows * kLanes];
@@ -157,10 +159,10 @@ static inline void stream_rows(const FewRows& rows, const Format& weight, Range 
     place = was == ring + (kPlaces - 1) * kTile ? ring : was + kTile;
     return was;
   };
-  expanded.template expand<0>(next(to));
-  expanded.template expand<1>(next(to));
-  expanded.template expand<2>(next(to));
-  if constexpr (kReady == 4) expanded.template expand<3>(next(to));
+  expanded.template expand<0, kNextPage>(next(to));
+  expanded.template expand<1, kNextPage>(next(to));
+  expanded.template expand<2, kNextPage>(next(to));
+  if constexpr (kReady == 4) expanded.template expand<3, kNextPage>(next(to));
   for (int64_t block = blocks.begin; block < blocks.end; block += 2) {
     prefetch(block);
     const int64_t both[2] = {block, std::min(block + 1, blocks.end - 1)};
@@ -189,6 +191,13 @@ static inline void stream_rows(const FewRows& rows, const Format& weight, Range 
     };
     int64_t tile = 0;
     const char* inputs = rows.data;
+    const auto fetch_rows = [&](int64_t half) {
+      if constexpr (kFetchRows) {
+        for (int64_t line = half * 8; line < half * 8 + 8; ++line) {
+          _mm_prefetch(inputs + rows.tile_stride + line * 64, _MM_HINT_T0);
+        }
+      }
+    };
     for (int64_t group = 0; group < weight.groups; ++group) {
       const int64_t end = std::min(tile + weight.group_tiles, rows.k_tiles);
       tile_zero<0>();
@@ -196,7 +205,7 @@ static inline void stream_rows(const FewRows& rows, const Format& weight, Range 
       tile_zero<2>();
       tile_zero<3>();
       for (; tile < end; ++tile, inputs += rows.tile_stride) {
-        expanded.template expand<kReady % 4>(next(to));
+        expanded.template expand<kReady % 4, kNextPage>(next(to));
         if constexpr (R > 8) {  // as many as that would push out of the first level what is used again
           tile_load_stream<4>(inputs, rows.row_stride);
         } else {
@@ -204,13 +213,15 @@ static inline void stream_rows(const FewRows& rows, const Format& weight, Range 
         }
         tile_load<5>(next(from), 64);
         tile_dot_bf16<0, 4, 5>();
-        expanded.template expand<(kReady + 1) % 4>(next(to));
+        expanded.template expand<(kReady + 1) % 4, kNextPage>(next(to));
+        fetch_rows(0);
         tile_load<6>(next(from), 64);
         tile_dot_bf16<1, 4, 6>();
-        expanded.template expand<(kReady + 2) % 4>(next(to));
+        expanded.template expand<(kReady + 2) % 4, kNextPage>(next(to));
         tile_load<5>(next(from), 64);
         tile_dot_bf16<2, 4, 5>();
-        expanded.template expand<(kReady + 3) % 4>(next(to));
+        expanded.template expand<(kReady + 3) % 4, kNextPage>(next(to));
+        fetch_rows(1);
         tile_load<6>(next(from), 64);
         tile_dot_bf16<3, 4, 6>();
       }
