@@ -9,7 +9,7 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import NoReturn, TextIO
 
 from .errors import SPOKEN_ERRORS
 from .logs import say
@@ -34,7 +34,17 @@ class _Parser(argparse.ArgumentParser):
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line `argv` (default: this process's) and returns its exit status."""
     _occupy_standard_streams()
-    argv = sys.argv[1:] if argv is None else list(argv)
+    try:
+        return _run(sys.argv[1:] if argv is None else list(argv))
+    finally:
+        try:
+            if sys.stderr is not None:
+                sys.stderr.flush()
+        except OSError:
+            _discard(sys.stderr)  # else the interpreter, which tries again, ends with a status of its own
+
+
+def _run(argv: list[str]) -> int:
     parser = _Parser(
         prog="tilerank", description="Tensor-parallel runtime for large language and multimodal models on CPU servers."
     )
@@ -55,13 +65,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         say(f"tilerank: error: {e}")
         return 1
     except BrokenPipeError:
-        _discard_output()
+        _discard(sys.stdout)
         say("tilerank: error: whoever read the output is gone")
         return 1
     except OSError as e:
         if e.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO) or e.filename is not None:
             raise
-        _discard_output()
+        _discard(sys.stdout)
         say(f"tilerank: error: the output cannot be written: {e.strerror}")
         return 1
     except KeyboardInterrupt:
@@ -75,8 +85,8 @@ def _occupy_standard_streams() -> None:
     os.close(fd)
 
 
-def _discard_output() -> None:
+def _discard(stream: TextIO) -> None:
     """What could not be written must not be tried again at the end."""
     null = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, sys.stdout.fileno())
+    os.dup2(null, stream.fileno())
     os.close(null)

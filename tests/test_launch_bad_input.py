@@ -319,8 +319,8 @@ def test_reader_gone(endless: list[object]) -> None:
 
 
 def redirected(where: str) -> tuple[str, ...]:
-    """A launcher that starts the command with some of its streams elsewhere."""
-    return ("sh", "-c", f'exec "$@" {where}', "sh")
+    """A launcher that starts the command with some of its streams elsewhere, and buffered, as users have them."""
+    return ("sh", "-c", f'unset PYTHONUNBUFFERED; exec "$@" {where}', "sh")
 
 
 @pytest.mark.parametrize("arguments", [["generate", DEMO, "--tp", 2, "--prompt", "x"], ["plan", DEMO, "--tp", 2]])
