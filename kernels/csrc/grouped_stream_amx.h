@@ -153,7 +153,7 @@ static inline void stream_rows(const FewRows& rows, const Format& weight, Range 
   constexpr bool kInt4 = Format::kPackedTile < 512, kManyRows = R > 8;
   constexpr int kReady = kInt4 ? 3 : 4, kPlaces = kInt4 ? 4 : 8;
   // Measured, too: more lines of fp8, whose pages are passed faster, and none where few rows make it faster yet; the
-  // expansion of int4 inline where rows are many, and else a call.
+  // expansion of int4 inline where rows are many, and else as the compiler likes.
   constexpr int kNextPage = kInt4 ? 2 : kManyRows ? 4 : 0;
   constexpr bool kInline = kInt4 && kManyRows;
   alignas(4096) bf16 ring[kPlaces * kTile];
