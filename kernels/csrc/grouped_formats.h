@@ -5,6 +5,17 @@
 
 namespace tilerank::TR_RUNG {
 
+#ifdef TR_AMX
+// A line, after a request for another one, if any. Both stay where they are written: GCC asks for the lines of a tile
+// all at once, else, and loads one three times, which took a sixth of the time that reading a weight takes.
+static inline __m512i load_in_turn(const char* p, const char* ahead) {
+  if (ahead) asm volatile("prefetcht0 %0" ::"m"(*ahead));
+  __m512i line;
+  asm volatile("vmovdqu64 %1, %0" : "=v"(line) : "m"(*reinterpret_cast<const char (*)[64]>(p)));
+  return line;
+}
+#endif
+
 struct GroupedWeight {
   const char* const values;
   const int64_t groups, group_tiles, tile_bytes;
@@ -139,8 +150,7 @@ struct Fp8 : GroupedWeight {
     const __m512i sign = _mm512_set1_epi8(static_cast<char>(0x80));
 #pragma GCC unroll 8
     for (int line = 0; line < 8; ++line, to += 2 * 32) {
-      if (ahead) _mm_prefetch(ahead + line * 64, _MM_HINT_T0);
-      const __m512i codes = _mm512_loadu_si512(from + line * 64);
+      const __m512i codes = load_in_turn(from + line * 64, ahead ? ahead + line * 64 : nullptr);
       const __m512i low = _mm512_permutex2var_epi8(low0, codes, low1);
       const __m512i high = _mm512_permutex2var_epi8(high0, codes, high1);
       const __m512i with_sign = _mm512_ternarylogic_epi64(high, codes, sign, 0xf8);  // high | (codes & sign)
