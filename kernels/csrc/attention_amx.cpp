@@ -152,14 +152,20 @@ class TileTask : public TileSums {
       using Rows = RowWork<is_whole, is_quantized>;
       const int64_t first = unit.group * group_rows_;
       const auto rows_of_page = [&] {
-        const __m512 nothing = _mm512_set1_ps(-std::numeric_limits<float>::infinity());
-        return Rows{of_page,           0,           rows_in(unit.group),    s,      scratch_.shift + first,
-                    sums_[unit.group], spare_sums_, p + page * kPageScores, nothing};
+        return Rows{of_page,
+                    0,
+                    rows_in(unit.group),
+                    s,
+                    scratch_.shift + first,
+                    sums_[unit.group],
+                    spare_sums_,
+                    p + page * kPageScores,
+                    _mm512_setzero_ps()};
       };
       Rows rows = rows_of_page();
       weave(rows);
       rows.finish();
-      if (_mm512_reduce_max_ps(rows.largest) > kHeadroom) {
+      if (_mm512_cmp_ps_mask(rows.largest, _mm512_set1_ps(kMostOfTwo), _CMP_GT_OQ) != 0) {
         settle();
         move_shifts(unit, page, of_page, s, p);
         rows = rows_of_page();

@@ -12,6 +12,7 @@ constexpr int64_t kUnitPages = 4;  // whose probabilities are kept until their v
 // first-level cache; keys and values of a segment should still be in the second-level one for the next group.
 constexpr int64_t kSegment = 8 * kUnitPages * kBlock;
 constexpr float kHeadroom = 16;                   // a probability may reach 2^kHeadroom before the shift follows
+constexpr float kMostOfTwo = 65535;               // probabilities: 2^kHeadroom less than what 2^x is off by
 constexpr int64_t kTile = 16 * 32;                // bf16 elements of a tile
 constexpr int64_t kPageScores = kGroup * kBlock;  // of a group
 
@@ -44,14 +45,22 @@ struct Unit {
 // --- softmax -------------------------------------------------------------------------------------------------------
 
 // 2^x within 4e-6, far below the rounding of the result to bf16; 2^-inf = 0.
-static inline __m512 power_of_two(__m512 x) {
-  const __m512 r = _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);  // x - floor(x)
-  __m512 p = _mm512_fmadd_ps(r, _mm512_set1_ps(0.01355575f), _mm512_set1_ps(0.05203237f));
-  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(0.24137976f));
-  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(0.69303212f));
-  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.0f));
-  return _mm512_scalef_ps(p, x);  // p 2^floor(x)
-}
+struct PowerOfTwo {
+  __m512 c4 = _mm512_set1_ps(0.01355575f), c3 = _mm512_set1_ps(0.05203237f), c2 = _mm512_set1_ps(0.24137976f),
+         c1 = _mm512_set1_ps(0.69303212f), c0 = _mm512_set1_ps(1.0f);
+
+  [[gnu::always_inline]] inline __m512 operator()(__m512 x) const {
+    const __m512 r = _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);  // x - floor(x)
+    __m512 p = _mm512_fmadd_ps(r, c4, c3);
+    p = _mm512_fmadd_ps(p, r, c2);
+    p = _mm512_fmadd_ps(p, r, c1);
+    p = _mm512_fmadd_ps(p, r, c0);
+    return _mm512_scalef_ps(p, x);  // p 2^floor(x)
+  }
+  // So that they stay in registers: what the compiler knows to be constant it loads again for every row.
+  [[gnu::always_inline]] inline void keep() { asm("" : "+v"(c4), "+v"(c3), "+v"(c2), "+v"(c1), "+v"(c0)); }
+};
+static inline __m512 power_of_two(__m512 x) { return PowerOfTwo{}(x); }
 
 // The largest lane of each of 16 vectors.
 static inline __m512 largest_of_each(__m512 (&x)[16]) {
@@ -124,12 +133,13 @@ struct RowWork {
   const float *s, *shift, *sum;
   float* new_sum;
   bf16* p;
-  __m512 largest;  // exponents so far
+  __m512 largest;  // sum of two probabilities so far
+  PowerOfTwo power = {};
 
-  // The next N rows, if there are as many.
+  int64_t left() const { return rows - row; }
+  // The next N rows; there must be as many.
   template <int N>
   [[gnu::always_inline]] inline void run() {
-    if (rows - row < N) return;
 #pragma GCC unroll 4
     for (int i = 0; i < N; ++i) next();
   }
@@ -139,16 +149,19 @@ struct RowWork {
   }
 
   [[gnu::always_inline]] inline void next() {
-    const __m512 x = page.exponents<Whole>(s, row, 0, *shift), y = page.exponents<Whole>(s, row, 1, *shift);
-    largest = _mm512_max_ps(largest, _mm512_max_ps(x, y));
-    __m512 a = power_of_two(x), b = power_of_two(y);
-    _mm512_store_ps(new_sum, _mm512_add_ps(_mm512_load_ps(sum), _mm512_add_ps(a, b)));
+    const float* const from = s + row * 16;
+    const __m512 x = page.template exponents<Whole>(from, row, 0, shift[row]);
+    const __m512 y = page.template exponents<Whole>(from, row, 1, shift[row]);
+    __m512 a = power(x), b = power(y);
+    const __m512 both = _mm512_add_ps(a, b);
+    largest = _mm512_max_ps(both, largest);  // whatever is not a number leaves it as it is
+    _mm512_store_ps(new_sum + row * 16, _mm512_add_ps(_mm512_load_ps(sum + row * 16), both));
     if constexpr (Quantized) {
       a = _mm512_mul_ps(a, page.value_factor[0]);
       b = _mm512_mul_ps(b, page.value_factor[1]);
     }
-    _mm512_store_si512(p, (__m512i)_mm512_cvtne2ps_pbh(b, a));
-    ++row, ++shift, s += 16, sum += 16, new_sum += 16, p += kBlock;
+    _mm512_store_si512(p + row * kBlock, (__m512i)_mm512_cvtne2ps_pbh(b, a));
+    ++row;
   }
 };
 // --- products ------------------------------------------------------------------------------------------------------

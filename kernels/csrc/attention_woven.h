@@ -31,8 +31,8 @@ struct InPlace {
 // One step of 32 summands for two row tiles and two lane groups, with N rows before every product. begin(tile) comes
 // before the product that adds to the tile.
 template <int N, class Left, class Rows, class Begin>
-[[gnu::always_inline]] static inline void woven_step(Rows& rows, int64_t stride, const bf16* a, const bf16* a2,
-                                                     const bf16* b, const bf16* b2, const Begin& begin) {
+[[gnu::always_inline]] static inline void woven_products(Rows& rows, int64_t stride, const bf16* a, const bf16* a2,
+                                                         const bf16* b, const bf16* b2, const Begin& begin) {
   tile_load_block_stream<6>(b);
   Left::template load<4>(a, stride);
   begin(std::integral_constant<int, 0>{});
@@ -51,6 +51,17 @@ template <int N, class Left, class Rows, class Begin>
   tile_dot_bf16<3, 5, 7>();
 }
 constexpr auto go_on = [](auto) {};
+
+// The same, asking once whether there are as many rows left: their addresses then differ by constants.
+template <int N, class Left, class Rows, class Begin>
+[[gnu::always_inline]] static inline void woven_step(Rows& rows, int64_t stride, const bf16* a, const bf16* a2,
+                                                     const bf16* b, const bf16* b2, const Begin& begin) {
+  if (rows.left() >= 4 * N) [[likely]] {
+    woven_products<N, Left>(rows, stride, a, a2, b, b2, begin);
+  } else {
+    woven_products<0, Left>(rows, stride, a, a2, b, b2, begin);
+  }
+}
 
 // Where the sums of a tile of a block are.
 template <int Tile>
@@ -189,6 +200,7 @@ class WovenTask : public TileTask {
   template <int N, class Rows>
   void weave_in(Rows& all, const Unit* next, int64_t next_page, float* next_s, int64_t pairs) {
     Rows rows = all;  // in registers
+    rows.power.keep();
     if (next != nullptr) {
       if (key_dims_ % 32 == 0) {
         const QueryTile q = queries(next->group, 0), q2 = queries(next->group, 1);
@@ -213,7 +225,8 @@ class WovenTask : public TileTask {
       }
     }
     if (in_tiles_ == next_s) store_tiles();
-    all = rows;
+    all.row = rows.row;
+    all.largest = rows.largest;
   }
 
   // What is in the tiles, before anything reads it from memory or has tiles of its own.
