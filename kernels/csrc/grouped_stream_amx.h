@@ -198,8 +198,9 @@ static inline void stream_rows(const FewRows& rows, const Format& weight, Range 
     int64_t tile = 0;
     const char* inputs = rows.data;
     const auto fetch_rows = [&](int64_t half) {
-      // Many rows come from the second-level cache: asked for a tile before their products would wait.
-      if constexpr (kManyRows) {
+      // Many rows come from the second-level cache. Those of int4 are asked for a tile before their products would
+      // wait; fp8 has time to wait, and requests of rows delay those of the weight.
+      if constexpr (kInt4 && kManyRows) {
         for (int64_t line = half * 8; line < half * 8 + 8; ++line) {
           _mm_prefetch(inputs + rows.tile_stride + line * 64, _MM_HINT_T0);
         }
