@@ -1,10 +1,9 @@
 """Argument checks shared by the kernel faces."""
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
+from . import core
 from .errors import KernelError
 
 ACTIVATIONS = (torch.float32, torch.bfloat16)
@@ -14,13 +13,14 @@ def tensor(
     kernel: str,
     name: str,
     value: Tensor,
-    shape: Sequence[int | None],
+    shape: tuple[int | None, ...],
     dtype: torch.dtype | tuple[torch.dtype, ...],
 ) -> None:
     """Raises KernelError, naming the argument, what was expected and what was found, unless `value` is a CPU tensor of
     `dtype` and `shape` (None: any size) whose last dimension is contiguous.
     """
-    # In the cheapest order and by the cheapest calls: this runs for every argument of every kernel of every layer.
+    if core.fits(value, shape, dtype):  # quickly: this runs for every argument of every kernel of every layer
+        return
     if value.dtype is not dtype and (not isinstance(dtype, tuple) or value.dtype not in dtype):
         wanted = dtype if isinstance(dtype, tuple) else (dtype,)
         raise KernelError(f"{kernel}: {name}: expected dtype {_dtypes(wanted)}, found {_dtypes((value.dtype,))}")
@@ -49,5 +49,5 @@ def _dtypes(dtypes: tuple[torch.dtype, ...]) -> str:
     return " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
 
 
-def _shape(shape: Sequence[int | None]) -> str:
+def _shape(shape: tuple[int | None, ...]) -> str:
     return "[" + ", ".join("any" if size is None else str(size) for size in shape) + "]"

@@ -22,7 +22,7 @@ except ImportError as error:
     _not_built = f"the compiled core cannot be imported ({error})"
 else:
     _not_built = ""
-    _C.attach(Tensor, KernelError)
+    _C.attach(Tensor, [getattr(torch, name) for name in _C.dtypes()], KernelError)
     atexit.register(_C.stop_pool)
 
 log = logging.getLogger(__name__)
@@ -145,6 +145,20 @@ def _empty(shape: Sequence[int], dtype: torch.dtype, apart: bool) -> Tensor:
     if _isa is None:
         isa()
     return torch.empty(tuple(shape), dtype=dtype) if _isa == "reference" else _C.empty(shape, _DTYPES[dtype], apart)
+
+
+def view(x: Tensor, shape: Sequence[int], strides: Sequence[int], first: int = 0) -> Tensor:
+    """x.as_strided(shape, strides), beginning `first` elements further on; inside of x, which is not checked.
+
+    Of what the arena holds it is made without torch, whose views cost a recording more than the launches do.
+    """
+    made = _C.view(x, shape, strides, first) if _C and _isa != "reference" else None
+    return x.as_strided(shape, strides, x.storage_offset() + first) if made is None else made
+
+
+def fits(value: Tensor, shape: tuple[int | None, ...], dtype: torch.dtype | tuple[torch.dtype, ...]) -> bool:
+    """Surely what `check.tensor` wants? If not, it finds out."""
+    return _C.fits(value, shape, dtype) if _C else False
 
 
 def arena_bytes() -> tuple[int, int]:

@@ -139,6 +139,9 @@ class Float:
         return PackedWeight.empty(n, k, self.dtype)
 
 
+_FLOATS = {dtype: Float(dtype) for dtype in _LINEAR}
+
+
 def _padded(n: int, k: int, dtype: torch.dtype) -> tuple[int, int]:
     """The sizes of a packed weight[n, k]."""
     return -(-n // BLOCK_N) * BLOCK_N, -(-k // _BLOCK_K) * _BLOCK_K if dtype is torch.bfloat16 else k
@@ -174,7 +177,7 @@ class PackedWeight:
 
     @property
     def format(self) -> Float:
-        return Float(self.dtype)
+        return _FLOATS[self.dtype]
 
     @property
     def is_plain(self) -> bool:

@@ -156,15 +156,10 @@ class QKVParallelLinear(_Linear):
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         rows = self._project(x)
         return (
-            self._heads(rows, 0, self.q_heads),
-            self._heads(rows, self._first_k, self.kv_heads),
-            self._heads(rows, self._first_v, self.kv_heads),
+            ops.split_heads(rows, 0, self.q_heads, self.head_dim),
+            ops.split_heads(rows, self._first_k, self.kv_heads, self.head_dim),
+            ops.split_heads(rows, self._first_v, self.kv_heads, self.head_dim),
         )
-
-    def _heads(self, rows: Tensor, first: int, heads: int) -> Tensor:
-        # A slice and a view of it, in one: a torch operation costs a recording as much as a kernel.
-        shape, strides = (*rows.shape[:-1], heads, self.head_dim), (*rows.stride()[:-1], self.head_dim, 1)
-        return rows.as_strided(shape, strides, rows.storage_offset() + first)
 
 
 class GateUpParallelLinear(Layer):

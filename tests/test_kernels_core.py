@@ -205,6 +205,32 @@ def test_a_block_returns_when_its_last_view_dies() -> None:
 
 
 @needs_compiled
+def test_a_view_is_that_of_torch_and_keeps_its_block() -> None:
+    core.isa()
+    before = core.arena_bytes()[0]
+    whole = core.empty((6, 40), torch.bfloat16)
+    whole.copy_(torch.arange(240).view(6, 40))
+    outside = torch.arange(240, dtype=torch.bfloat16).view(6, 40)
+    for x in (whole, outside, whole[2:], outside[2:]):
+        rows, first = x.shape[0], x.storage_offset()
+        view = core.view(x, (rows, 3, 8), (40, 8, 1), 16)
+        assert torch.equal(view, x[:, 16:].view(rows, 3, 8)) and view.data_ptr() == x.data_ptr() + 32
+        assert x.storage_offset() == first
+    del x, view
+    view = core.view(whole, (6, 8), (40, 1), 32)
+    expected = whole[:, 32:].clone()
+    del whole
+    assert core.arena_bytes()[0] == before + 512, "6 * 40 * 2 bytes, in units of 64"
+    core.empty((6, 40), torch.bfloat16).fill_(7)
+    assert torch.equal(view, expected)
+    again = core.view(view, (6, 4), (40, 1), 4)
+    del view
+    assert torch.equal(again, expected[:, 4:])
+    del again
+    assert core.arena_bytes()[0] == before
+
+
+@needs_compiled
 def test_living_tensors_never_overlap_and_memory_is_reused() -> None:
     rng = random.Random(0)
     living: dict[int, Tensor] = {}

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from matrices import randn
 from torch import Tensor
 
-from tilerank.kernels import core, ops
+from tilerank.kernels import check, core, ops
 from tilerank.kernels.errors import KernelError
 
 pytestmark = pytest.mark.usefixtures("rung")
@@ -328,6 +328,55 @@ def test_a_wrong_argument_is_named(call: Callable[[], object], sentence: str) ->
     with pytest.raises(KernelError) as error:
         call()
     assert str(error.value) == sentence
+
+
+def test_heads_are_views() -> None:
+    rows = core.empty_rows((40, 96), torch.bfloat16)
+    rows.copy_(randn(40, 96))
+    for x in (rows, rows[:0], rows[3:5], randn(40, 96)):
+        heads = ops.split_heads(x, 16, 5, 16)
+        assert torch.equal(heads, x[:, 16:].unflatten(1, (5, 16)))
+        assert torch.equal(ops.join_heads(heads), x[:, 16:])
+        assert ops.split_heads(x, 96, 0, 16).shape == (len(x), 0, 16), "a rank without heads"
+        assert not len(x) or ops.join_heads(heads).data_ptr() == x[:, 16:].data_ptr()
+
+
+@pytest.mark.parametrize(
+    "x",
+    [
+        torch.zeros(3, 4),
+        torch.zeros(3, 4, dtype=torch.bfloat16),
+        torch.zeros(3, 4, dtype=torch.int8),
+        torch.zeros(3, 4, dtype=torch.complex64),
+        torch.zeros(4, 3).T,
+        torch.zeros(3, 8)[:, ::2],
+        torch.zeros(8, 1)[::2].T,
+        torch.zeros(3, 0),
+        torch.zeros(1),
+        torch.zeros(()),
+        torch.zeros(3, 4, device="meta"),
+    ],
+    ids=str,
+)
+def test_what_fits_quickly_is_what_the_check_lets_pass(x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    def passes(shape: tuple[int | None, ...], dtype: torch.dtype | tuple[torch.dtype, ...]) -> bool:
+        try:
+            check.tensor("any", "x", x, shape, dtype)
+        except KernelError:
+            return False
+        return True
+
+    cases = [
+        (shape, dtype)
+        for shape in ((3, 4), (None, 4), (3, None), (None,), (4, 3), (3, 4, 1), (1, 4), (), (3, 0))
+        for dtype in (torch.float32, torch.bfloat16, torch.int8, check.ACTIVATIONS, (torch.int8, torch.complex64))
+    ]
+    found = [core.fits(x, *case) for case in cases]
+    monkeypatch.setattr(core, "fits", lambda *_: False)
+    wanted = [passes(*case) for case in cases]
+    assert not any(f and not w for f, w in zip(found, wanted, strict=True))
+    if x.is_cpu and x.dtype != torch.complex64 and x.is_contiguous() and core.isa_report()[0].name != "reference":
+        assert found == wanted, "right arguments are found out slowly"
 
 
 def test_a_wrong_position_leaves_q_and_k_alone() -> None:

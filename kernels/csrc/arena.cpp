@@ -118,6 +118,16 @@ bool Arena::contains(const void* data) {
   return data < start + size;
 }
 
+void* Arena::hold(const void* data) {
+  std::lock_guard lock(lock_);
+  auto block = used_blocks_.upper_bound(static_cast<char*>(const_cast<void*>(data)));
+  if (block == used_blocks_.begin()) return nullptr;
+  --block;
+  if (data >= block->first + block->second.bytes) return nullptr;
+  ++block->second.holders;
+  return block->first;
+}
+
 void* Arena::allocate(size_t bytes) {
   const size_t size = round_up(std::max<size_t>(bytes, 1), kAlign) + kGap;
   std::lock_guard lock(lock_);
@@ -129,7 +139,7 @@ void* Arena::allocate(size_t bytes) {
   const auto [block_size, start] = *fit;
   erase_free(free_.find(start));
   if (block_size > size) insert_free(start + size, block_size - size);
-  used_blocks_[start] = size;
+  used_blocks_[start] = {size, 1};
   used_ += size - kGap;
   allow(start, bytes);
   return start;
@@ -138,8 +148,9 @@ void* Arena::allocate(size_t bytes) {
 void Arena::free(void* data) {
   std::lock_guard lock(lock_);
   const auto block = used_blocks_.find(static_cast<char*>(data));
+  if (--block->second.holders > 0) return;
   char* start = block->first;
-  size_t size = block->second;
+  size_t size = block->second.bytes;
   used_ -= size - kGap;
   used_blocks_.erase(block);
   if (!replayed_) forbid(start, size);

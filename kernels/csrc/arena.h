@@ -28,7 +28,10 @@ class Arena {
   Arena(const Arena&) = delete;
   Arena& operator=(const Arena&) = delete;
   void* allocate(size_t bytes);
+  // What `allocate` returned, or `hold`: a block is free when everybody who has it gave it back.
   void free(void* data);
+  // The block that data lies in, now with one more holder; null if it lies in none.
+  void* hold(const void* data);
   bool contains(const void* data);
   size_t mapped() const { return mapped_; }
   size_t used() const { return used_; }
@@ -42,7 +45,11 @@ class Arena {
   std::mutex lock_;
   std::map<char*, size_t> free_;  // by address
   std::set<std::pair<size_t, char*>> free_by_size_;
-  std::map<char*, size_t> used_blocks_;
+  struct Used {
+    size_t bytes;
+    int holders;
+  };
+  std::map<char*, Used> used_blocks_;
   std::map<char*, size_t> chunks_;  // by address; blocks never merge across their starts
   size_t mapped_ = 0, used_ = 0;
 };

@@ -23,6 +23,7 @@ namespace {
 const dlpack::Exchange* exchange = nullptr;
 PyTypeObject* tensor_type = nullptr;
 PyObject* error_type = nullptr;
+std::vector<PyObject*> dtype_objects;  // torch's, in the order of kDTypes
 Isa current = Isa::reference;
 
 // A graph, and the tensors that it reads or writes outside its own arena.
@@ -59,8 +60,9 @@ const dlpack::Exchange* compatible(dlpack::Header* header) {
   return reinterpret_cast<const dlpack::Exchange*>(header);
 }
 
-// Tells this module the tensor type, whose instances it accepts and returns, and the exception type it raises.
-void attach(py::type tensor, py::type error) {
+// Tells this module the tensor type, whose instances it accepts and returns, the dtypes named by dtypes(), and the
+// exception type it raises.
+void attach(py::type tensor, const py::list& dtypes, py::type error) {
   const py::object capsule = tensor.attr("__dlpack_c_exchange_api__");
   auto* header = static_cast<dlpack::Header*>(PyCapsule_GetPointer(capsule.ptr(), "dlpack_exchange_api"));
   if (!header) throw py::error_already_set();
@@ -72,6 +74,7 @@ void attach(py::type tensor, py::type error) {
   }
   tensor_type = reinterpret_cast<PyTypeObject*>(tensor.release().ptr());
   error_type = error.release().ptr();
+  for (const py::handle dtype : dtypes) dtype_objects.push_back(dtype.inc_ref().ptr());
 }
 
 dlpack::Tensor borrow(PyObject* object, const char* where) {
@@ -84,14 +87,44 @@ dlpack::Tensor borrow(PyObject* object, const char* where) {
   return raw;
 }
 
+// Null: a dtype that no kernel knows.
+const DTypeName* find_dtype(const dlpack::DataType& dtype) {
+  const DTypeName* known = nullptr;
+  for (const DTypeName& type : kDTypes) {
+    if (type.code == dtype.code && type.bits == dtype.bits && dtype.lanes == 1) known = &type;
+  }
+  return known;
+}
+
+// Is it surely a CPU tensor of this dtype (or one of a tuple) and shape (None: any size), its last dimension
+// contiguous? kernels/check.py knows why not, at ten times the price.
+bool fits(const py::object& object, const py::tuple& shape, const py::object& dtype) {
+  if (!PyObject_TypeCheck(object.ptr(), tensor_type)) return false;
+  dlpack::Tensor raw;
+  if (exchange->borrow(object.ptr(), &raw) != 0) {
+    PyErr_Clear();
+    return false;
+  }
+  const DTypeName* const known = find_dtype(raw.dtype);
+  if (!known || raw.device.type != dlpack::kCpu || raw.ndim != static_cast<int32_t>(shape.size())) return false;
+  PyObject* const found = dtype_objects[static_cast<size_t>(known - kDTypes)];
+  bool wanted = dtype.ptr() == found;
+  if (PyTuple_Check(dtype.ptr())) {
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(dtype.ptr()); ++i) wanted |= PyTuple_GET_ITEM(dtype.ptr(), i) == found;
+  }
+  for (int i = 0; i < raw.ndim && wanted; ++i) {
+    PyObject* const size = PyTuple_GET_ITEM(shape.ptr(), i);
+    if (size != Py_None) wanted = PyLong_Check(size) && PyLong_AsLongLong(size) == raw.shape[i];
+  }
+  if (PyErr_Occurred()) PyErr_Clear();
+  return wanted && (raw.ndim == 0 || raw.shape[raw.ndim - 1] <= 1 || raw.strides[raw.ndim - 1] == 1);
+}
+
 Tensor read_tensor(PyObject* object, const char* where) {
   Tensor tensor{};
   if (object == Py_None) return tensor;
   const dlpack::Tensor raw = borrow(object, where);
-  const DTypeName* known = nullptr;
-  for (const DTypeName& type : kDTypes) {
-    if (type.code == raw.dtype.code && type.bits == raw.dtype.bits && raw.dtype.lanes == 1) known = &type;
-  }
+  const DTypeName* const known = find_dtype(raw.dtype);
   if (!known) throw Error(std::string(where) + ": a tensor has a dtype that no kernel knows");
   if (raw.ndim > kMaxDims) {
     throw Error(std::string(where) + ": expected at most " + std::to_string(kMaxDims) + " dimensions, found " +
@@ -151,6 +184,7 @@ struct Owner {
   int64_t shape[kMaxDims], strides[kMaxDims];
   size_t bytes;
   std::shared_ptr<Arena> arena;  // none for memory of its own
+  void* block;                   // of the arena
 };
 
 py::object import_tensor(std::unique_ptr<Owner> owner, void* data, size_t ndim, dlpack::DataType type,
@@ -164,6 +198,12 @@ py::object import_tensor(std::unique_ptr<Owner> owner, void* data, size_t ndim, 
   void* object = nullptr;
   if (exchange->import_managed(&owner.release()->managed, &object) != 0) throw py::error_already_set();
   return py::reinterpret_steal<py::object>(static_cast<PyObject*>(object));
+}
+
+void give_back(dlpack::Managed* managed) {
+  auto* owner = static_cast<Owner*>(managed->context);
+  owner->arena->free(owner->block);
+  delete owner;
 }
 
 // From one of m rows of so many elements to the next, if whole lines apart then an odd number of them. Few rows are
@@ -200,12 +240,26 @@ py::object empty(const std::vector<int64_t>& shape, int dtype, bool apart) {
   const DTypeName& type = kDTypes[dtype];
   auto owner = make_owner(shape, type, apart);
   owner->arena = recording ? recording->graph.arena() : Arena::instance();
-  void* const data = owner->arena->allocate(owner->bytes);
-  return import_tensor(std::move(owner), data, shape.size(), {type.code, type.bits, 1}, [](dlpack::Managed* managed) {
-    auto* owner = static_cast<Owner*>(managed->context);
-    owner->arena->free(managed->tensor.data);
-    delete owner;
-  });
+  void* const data = owner->block = owner->arena->allocate(owner->bytes);
+  return import_tensor(std::move(owner), data, shape.size(), {type.code, type.bits, 1}, give_back);
+}
+
+// A view [shape] of a tensor of the arena, `first` elements on, these many elements from each to the next; None of
+// another tensor. Torch's own views cost several times as much, and more while a step is recorded.
+py::object view(const py::object& of, const std::vector<int64_t>& shape, const std::vector<int64_t>& strides,
+                int64_t first) {
+  const dlpack::Tensor raw = borrow(of.ptr(), "view");
+  char* const data = static_cast<char*>(raw.data) + raw.byte_offset + first * (raw.dtype.bits / 8);
+  auto arena = recording ? recording->graph.arena() : Arena::instance();
+  if (shape.size() != strides.size() || shape.size() > kMaxDims) throw Error("view: expected as many strides as sizes");
+  void* const block = arena->hold(data);
+  if (!block) return py::none();
+  auto owner = std::make_unique<Owner>();
+  std::copy(shape.begin(), shape.end(), owner->shape);
+  std::copy(strides.begin(), strides.end(), owner->strides);
+  owner->arena = std::move(arena);
+  owner->block = block;
+  return import_tensor(std::move(owner), data, shape.size(), raw.dtype, give_back);
 }
 
 // The same memory, without its block in the arena: that may be used again while this tensor lives.
@@ -295,7 +349,9 @@ PYBIND11_MODULE(_C, m) {
     for (const DTypeName& type : kDTypes) names.emplace_back(type.name);
     return names;
   });
+  m.def("fits", &fits);
   m.def("empty", &empty);
+  m.def("view", &view);
   m.def("alloc", &alloc);
   m.def("drop_pages", &drop_pages);
   const auto no_gil = py::call_guard<py::gil_scoped_release>();

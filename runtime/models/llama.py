@@ -52,7 +52,7 @@ class Attention(Layer):
         self.rotate(q, k, batch.positions, rope)
         store_kv(k, v, cache, batch.slots)
         heads = attention(q, cache, batch.block_tables, batch.seq_lens, batch.query_starts, self.qkv.kv_map, self.scale)
-        return self.out(heads.flatten(1))
+        return self.out(ops.join_heads(heads))
 
 
 class FeedForward(Layer):
