@@ -103,17 +103,6 @@ def _check_rotary(name: str, q: Tensor, k: Tensor, positions: Tensor, cos: Tenso
         raise KernelError(f"{name}: cos: expected at most {q.shape[2] // 2} columns, found {cos.shape[1]}")
 
 
-def split_heads(rows: Tensor, first: int, heads: int, dim: int) -> Tensor:
-    """rows[m, n] -> [m, heads, dim], a view: the columns from `first` on."""
-    return core.view(rows, (rows.shape[0], heads, dim), (rows.stride(0), dim, 1), first)
-
-
-def join_heads(x: Tensor) -> Tensor:
-    """x[m, heads, dim] -> [m, heads * dim], a view; each x[i] is contiguous."""
-    m, heads, dim = x.shape
-    return core.view(x, (m, heads * dim), (x.stride(0), 1))
-
-
 def silu_mul(gate_up: Tensor) -> Tensor:
     """silu(gate) * up of the gated MLP (Shazeer, 2020).
 

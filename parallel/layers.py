@@ -20,6 +20,7 @@ from torch import Tensor
 
 from tilerank.kernels import ops
 from tilerank.kernels.formats import Float, Format, Fp8
+from tilerank.kernels.heads import split_heads
 from tilerank.kernels.linear import linear
 
 from .layer import GatedBias, GatedParameter, PackedParameter, PlainParameter, row_unit
@@ -156,9 +157,9 @@ class QKVParallelLinear(_Linear):
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         rows = self._project(x)
         return (
-            ops.split_heads(rows, 0, self.q_heads, self.head_dim),
-            ops.split_heads(rows, self._first_k, self.kv_heads, self.head_dim),
-            ops.split_heads(rows, self._first_v, self.kv_heads, self.head_dim),
+            split_heads(rows, 0, self.q_heads, self.head_dim),
+            split_heads(rows, self._first_k, self.kv_heads, self.head_dim),
+            split_heads(rows, self._first_v, self.kv_heads, self.head_dim),
         )
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tilerank.kernels import check, core, ops
 from tilerank.kernels.errors import KernelError
+from tilerank.kernels.heads import join_heads, split_heads
 
 pytestmark = pytest.mark.usefixtures("rung")
 
@@ -334,11 +335,11 @@ def test_heads_are_views() -> None:
     rows = core.empty_rows((40, 96), torch.bfloat16)
     rows.copy_(randn(40, 96))
     for x in (rows, rows[:0], rows[3:5], randn(40, 96)):
-        heads = ops.split_heads(x, 16, 5, 16)
+        heads = split_heads(x, 16, 5, 16)
         assert torch.equal(heads, x[:, 16:].unflatten(1, (5, 16)))
-        assert torch.equal(ops.join_heads(heads), x[:, 16:])
-        assert ops.split_heads(x, 96, 0, 16).shape == (len(x), 0, 16), "a rank without heads"
-        assert not len(x) or ops.join_heads(heads).data_ptr() == x[:, 16:].data_ptr()
+        assert torch.equal(join_heads(heads), x[:, 16:])
+        assert split_heads(x, 96, 0, 16).shape == (len(x), 0, 16), "a rank without heads"
+        assert not len(x) or join_heads(heads).data_ptr() == x[:, 16:].data_ptr()
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tilerank.kernels import ops
 from tilerank.kernels.attention import KVLayer, attention, store_kv
+from tilerank.kernels.heads import join_heads
 from tilerank.loader.config import ModelConfig
 from tilerank.parallel.layers import (
     GateUpParallelLinear,
@@ -52,7 +53,7 @@ class Attention(Layer):
         self.rotate(q, k, batch.positions, rope)
         store_kv(k, v, cache, batch.slots)
         heads = attention(q, cache, batch.block_tables, batch.seq_lens, batch.query_starts, self.qkv.kv_map, self.scale)
-        return self.out(ops.join_heads(heads))
+        return self.out(join_heads(heads))
 
 
 class FeedForward(Layer):
