@@ -145,7 +145,8 @@ class TileTask : public TileSums {
     const PageRows of_page = rows_of(unit, page);
     const int64_t begin = unit.begin + page * kBlock;
     const bool whole = of_page.hidden <= 0 && of_page.visible[0] >= begin + kBlock;
-    if (begin % kPart == 0) {
+    const bool begins = begin % kPart == 0;
+    if (begins) {
       whole ? set_shifts<true>(unit, of_page, s) : set_shifts<false>(unit, of_page, s);
     }
     const auto compute = [&](auto is_whole, auto is_quantized) {
@@ -157,7 +158,7 @@ class TileTask : public TileSums {
                     rows_in(unit.group),
                     s,
                     scratch_.shift + first,
-                    sums_[unit.group],
+                    begins ? scratch_.no_sum : sums_[unit.group],
                     spare_sums_,
                     p + page * kPageScores,
                     _mm512_setzero_ps()};
@@ -234,16 +235,33 @@ class TileTask : public TileSums {
   }
 
   void load_rows() {
+    in_place_ ? find_rows() : pack_rows();
+    for (int64_t group = 0; group < groups_; ++group) sums_[group] = scratch_.sum + group * group_rows_ * 16;
+    spare_sums_ = scratch_.sum + kTaskRows * 16;
+    std::fill_n(scratch_.no_sum, group_rows_ * 16, 0.0f);
+  }
+
+  // Tasks are short: this takes a few instructions for 16 rows.
+  void find_rows() {
+    const int64_t tokens = rows_ / task_.heads, step = task_.causal ? 1 : 0;
+    for (int64_t head = 0; head < task_.heads; ++head) {
+      const bf16* const of_head = task_.element<bf16>(problem_.q, head);
+      int64_t* const visible = scratch_.visible + head * tokens;
+      const int64_t first = task_.visible(0);
+      for (int64_t i = 0; i < tokens; ++i) visible[i] = first + i * step;
+      for (int64_t i = 0; i < tokens; i += 16) {
+        rows_at_[(head * tokens + i) / 16] = of_head + i * problem_.q.stride[0];
+      }
+    }
+  }
+
+  void pack_rows() {
     // Rows that only fill up a tile hold anything: no row of a product depends on another.
     const __m512i sign = _mm512_set1_epi16(problem_.scale < 0 ? -0x8000 : 0);
     const int64_t tile_rows = std::min<int64_t>(group_rows_, 16);
     RowWalk walk(all_, by_heads_);
     for (int64_t r = 0; r < rows_; ++r, walk.next()) {
       scratch_.visible[r] = walk.visible();
-      if (in_place_) {
-        if (r % 16 == 0) rows_at_[r / 16] = walk.element<bf16>(problem_.q);
-        continue;
-      }
       bf16* to = scratch_.q + (r / tile_rows * steps_ * tile_rows + r % tile_rows) * 32;
       const bf16* from = walk.element<bf16>(problem_.q);
       for (int64_t i = 0; i < steps_; ++i, to += tile_rows * 32) {
@@ -252,10 +270,6 @@ class TileTask : public TileSums {
         _mm512_store_si512(to, _mm512_xor_si512(row, sign));
       }
     }
-    std::fill_n(scratch_.shift, rows_, -std::numeric_limits<float>::infinity());
-    for (int64_t group = 0; group < groups_; ++group) sums_[group] = scratch_.sum + group * group_rows_ * 16;
-    spare_sums_ = scratch_.sum + kTaskRows * 16;
-    std::memset(scratch_.sum, 0, sizeof(float) * static_cast<size_t>(groups_ * group_rows_ * 16));
   }
 
   // 16 rows of a group, as the left operand of the scores.

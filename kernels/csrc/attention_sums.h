@@ -96,8 +96,6 @@ class TileSums {
       std::copy_n(sum, rows_in(group) * 16, to.weights + first * 16);
       std::copy_n(shift, rows_in(group), to.max + first);
     }
-    std::fill_n(sum, rows_in(group) * 16, 0.0f);
-    std::fill_n(shift, rows_in(group), -std::numeric_limits<float>::infinity());
   }
 
   // Whether the unit's values, when all are added up, are to be merged; after close_weights.

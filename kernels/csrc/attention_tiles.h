@@ -24,6 +24,7 @@ struct TileScratch {
   alignas(64) float o[kTaskRows * kMaxDim];          // of one part: [row / 32][dim / 16][row % 32][16]
   alignas(64) float all_o[kTaskRows * kMaxDim];      // of the first part and all that are merged with it
   alignas(64) float sum[(kTaskRows + kGroup) * 16];  // lane by lane, added up at the end; one group is spare
+  alignas(64) float no_sum[kGroup * 16];             // of a group's rows over a part that begins
   alignas(64) bf16 tile[2][kTile];                   // of keys or values that need a change
   alignas(64) bf16 cut[2][kMaxDim * kBlock];         // the values of the first and the last page
   alignas(64) bf16 wide[kUnits * kUnitPages][2 * kMaxDim * kBlock];  // keys and values of units, out of codes
