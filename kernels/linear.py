@@ -274,7 +274,8 @@ def linear(
     32-row blocks are gate and up in turn, and its bias likewise.
     """
     out_dtype = out_dtype or x.dtype
-    if x.dtype != w.format.activations or x.ndim < 1 or x.shape[-1] != w.k:
+    sizes = x.shape
+    if x.dtype != w.format.activations or not sizes or sizes[-1] != w.k:
         raise KernelError(
             f"linear: x: expected [..., {w.k}] {w.format.activations} for the weight, found {list(x.shape)} {x.dtype}",
         )
@@ -293,7 +294,7 @@ def linear(
             raise KernelError(
                 f"linear: silu_mul: expected a weight of blocks of 32 gate and 32 up rows, found {w.n} rows"
             )
-    shape = (*x.shape[:-1], width)
+    shape = (*sizes[:-1], width)
     if residual is not None and (residual.shape != shape or residual.dtype not in check.ACTIVATIONS):
         raise KernelError(
             f"linear: residual: expected {list(shape)} float32 or bfloat16, "
@@ -303,14 +304,14 @@ def linear(
     residual = None if residual is None else _rows(residual)
     if core.isa() == "reference" or w.is_plain:
         return reference.epilogue(w.product(rows), bias, residual, activation, out_dtype).view(shape)
-    m = rows.shape[0]
+    m = sizes[0] if rows is x else rows.shape[0]
     # Logits go on as they are; what else comes out is more than twice as fast to write that way.
     out = (core.empty if out_dtype == torch.float32 else core.empty_rows)((m, width), out_dtype)
     if m:
         scratch = w.scratch(m)
         working = core.empty((scratch,), torch.uint8) if scratch else None
         core.launch(w.kernel, (rows, bias, residual, out, working, *w.operands()), (_ACTIVATIONS[activation],))
-    return out if x.ndim == 2 else out.view(shape)
+    return out if rows is x else out.view(shape)
 
 
 def _rows(x: Tensor) -> Tensor:
