@@ -82,8 +82,7 @@ struct Int4 : GroupedWeight {
     constexpr int kEvenElseOdd = 0xca;  // bits of the second where the first is set, else of the third
 #pragma GCC unroll 4
     for (int line = 0; line < 4; ++line, to += 4 * 32) {
-      if (ahead) _mm_prefetch(ahead + line * 64, _MM_HINT_T0);
-      const __m512i codes = _mm512_loadu_si512(from + line * 64);
+      const __m512i codes = load_in_turn(from + line * 64, ahead ? ahead + line * 64 : nullptr);
       for (int nibble = 0; nibble < 2; ++nibble) {  // of every byte: 0 and 2 of a word, 1 and 3
         const __m512i index = nibble ? _mm512_srli_epi16(codes, 4) : codes;
         const __m512i low = _mm512_permutexvar_epi8(index, low_bytes);

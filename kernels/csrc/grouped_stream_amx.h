@@ -153,9 +153,9 @@ static inline void stream_rows(const FewRows& rows, const Format& weight, Range 
   constexpr bool kInt4 = Format::kPackedTile < 512, kManyRows = R > 8;
   constexpr int kReady = kInt4 ? 3 : 4, kPlaces = kInt4 ? 4 : 8;
   // Measured, too: more lines of fp8, whose pages are passed faster, and none where few rows make it faster yet; the
-  // expansion of int4 inline where rows are many, and else as the compiler likes.
+  // expansion of int4 inline, that of fp8 as the compiler likes.
   constexpr int kNextPage = kInt4 ? 2 : kManyRows ? 4 : 0;
-  constexpr bool kInline = kInt4 && kManyRows;
+  constexpr bool kInline = kInt4;
   alignas(4096) bf16 ring[kPlaces * kTile];
   alignas(64) float fresh[2][4][R * kLanes] = {};  // of the last even group and of the last odd one, in tiles
   alignas(64) float sums[2][2 * kTileRows * kLanes];
