@@ -36,22 +36,35 @@ static inline Two norm_values(Two values, Vec scale, Two weights, bool zero_cent
   return zero_centered ? normed * (weights + Two{set(1.0f), set(1.0f)}) : round_to<T>(normed) * weights;
 }
 
+// Asks for a row as the work on another goes on, a little at a time: all at once, requests wait for each other.
+template <class T>
+struct Ahead {
+  const T* row = nullptr;  // null: none
+
+  void fetch(int64_t i) const {
+    if (row) fetch_row(row + i, 2 * kLanes);
+  }
+};
+
 // squares: their sum over x. `out` may be x itself.
 template <class T>
 static inline void norm_row(const T* x, float squares, const T* weight, T* out, int64_t d, float eps,
-                            bool zero_centered) {
+                            bool zero_centered, const Ahead<T>& ahead = {}) {
   const Vec scale = norm_scale(set(squares), d, eps);
   for_two(d, [&](int64_t i, auto two) {
+    ahead.fetch(i);
     two.store(out + i, norm_values<T>(two.load(x + i), scale, two.load(weight + i), zero_centered));
   });
 }
 
 // Returns the sum of squares of what residual becomes.
 template <class T>
-static inline float add_row(const T* x, T* residual, int64_t d) {
+static inline float add_row(const T* x, T* residual, int64_t d, const Ahead<T>& ahead = {}) {
   Squares squares;
-  for_two(d,
-          [&](int64_t i, auto two) { squares.add(two.store(residual + i, two.load(residual + i) + two.load(x + i))); });
+  for_two(d, [&](int64_t i, auto two) {
+    ahead.fetch(i);
+    squares.add(two.store(residual + i, two.load(residual + i) + two.load(x + i)));
+  });
   return squares.sum();
 }
 

@@ -32,12 +32,11 @@ static void add_rms_norm(const Args& args, Team& team) {
     using T = decltype(type);
     const auto [first, last] = team.share(x.size[0]);
     for (int64_t row = first; row < last; ++row) {
-      if (row + 1 < last) {
-        fetch_row(x.row<T>(row + 1), d);
-        fetch_row(residual.row<T>(row + 1), d);
-      }
-      const float squares = add_row(x.row<T>(row), residual.row<T>(row), d);
-      norm_row(residual.row<T>(row), squares, weight.as<T>(), out.row<T>(row), d, args.real(0), args.integer(0) != 0);
+      const int64_t next = std::min(row + 1, last - 1);
+      T* const sum = residual.row<T>(row);
+      const float squares = add_row(x.row<T>(row), sum, d, Ahead<T>{x.row<T>(next)});
+      norm_row(sum, squares, weight.as<T>(), out.row<T>(row), d, args.real(0), args.integer(0) != 0,
+               Ahead<T>{residual.row<T>(next)});
     }
   });
 }
