@@ -12,7 +12,7 @@ constexpr int64_t kUnitPages = 4;  // whose probabilities are kept until their v
 // first-level cache; keys and values of a segment should still be in the second-level one for the next group.
 constexpr int64_t kSegment = 8 * kUnitPages * kBlock;
 constexpr float kHeadroom = 16;                   // a probability may reach 2^kHeadroom before the shift follows
-constexpr float kMostOfTwo = 65535;               // probabilities: 2^kHeadroom less than what 2^x is off by
+constexpr float kMostOfTwo = 65535;               // sum of two, else one may be more: 2^x is a little off
 constexpr int64_t kTile = 16 * 32;                // bf16 elements of a tile
 constexpr int64_t kPageScores = kGroup * kBlock;  // of a group
 

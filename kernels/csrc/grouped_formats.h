@@ -70,9 +70,9 @@ struct Int4 : GroupedWeight {
     if (zeros) _mm_prefetch(reinterpret_cast<const char*>(zeros + (block * groups + group) * kBlockN), _MM_HINT_T1);
   }
 
-  static void expand(const char* from, bf16* to, const char* ahead = nullptr) { expand_inline(from, to, ahead); }
-  [[gnu::always_inline]] static inline void expand_inline(const char* from, bf16* to,
-                                                          [[maybe_unused]] const char* ahead) {
+  // Inline, since with few rows it stands between any two products.
+  [[gnu::always_inline]] static inline void expand(const char* from, bf16* to,
+                                                   [[maybe_unused]] const char* ahead = nullptr) {
 #ifdef TR_AMX
     // The two bytes of the values apart, from tables of bytes: a look-up of words takes both of the ports that work on
     // such vectors, one of bytes takes one and serves twice as many codes. Only the low six bits of an index count:

@@ -114,7 +114,7 @@ class ExpandedPairs {
 
   // A quarter of the next tile of both blocks: the halves of each. All four take turns. The processor reads ahead
   // inside a page, once some lines of it were asked for: kNextPage of the next page's are, half a page early.
-  template <int kQuarter, int kNextPage, bool kInline>
+  template <int kQuarter, int kNextPage>
   [[gnu::always_inline]] void expand(bf16* to) {
     constexpr int64_t kHalf = kQuarter % 2 * Format::kPackedTile;
     const char* const ahead = ahead_.block(kQuarter / 2);
@@ -123,12 +123,7 @@ class ExpandedPairs {
         for (int line = 0; line < kNextPage; ++line) _mm_prefetch(ahead + kPage / 2 + line * 64, _MM_HINT_T1);
       }
     }
-    const char* const from = now_.block(kQuarter / 2) + kHalf;
-    if constexpr (kInline) {
-      Format::expand_inline(from, to, ahead + kHalf);
-    } else {
-      Format::expand(from, to, ahead + kHalf);
-    }
+    Format::expand(now_.block(kQuarter / 2) + kHalf, to, ahead + kHalf);
     if constexpr (kQuarter == 3) {
       now_.advance();
       ahead_.advance();
@@ -152,10 +147,8 @@ static inline void stream_rows(const FewRows& rows, const Format& weight, Range 
   // different in the low bits of their addresses, are best for int4, twice as many for fp8.
   constexpr bool kInt4 = Format::kPackedTile < 512, kManyRows = R > 8;
   constexpr int kReady = kInt4 ? 3 : 4, kPlaces = kInt4 ? 4 : 8;
-  // Measured, too: more lines of fp8, whose pages are passed faster, and none where few rows make it faster yet; the
-  // expansion of int4 inline, that of fp8 as the compiler likes.
+  // Measured, too: more lines of fp8, whose pages are passed faster, and none where few rows make it faster yet.
   constexpr int kNextPage = kInt4 ? 2 : kManyRows ? 4 : 0;
-  constexpr bool kInline = kInt4;
   alignas(4096) bf16 ring[kPlaces * kTile];
   alignas(64) float fresh[2][4][R * kLanes] = {};  // of the last even group and of the last odd one, in tiles
   alignas(64) float sums[2][2 * kTileRows * kLanes];
@@ -165,10 +158,10 @@ static inline void stream_rows(const FewRows& rows, const Format& weight, Range 
     place = was == ring + (kPlaces - 1) * kTile ? ring : was + kTile;
     return was;
   };
-  expanded.template expand<0, kNextPage, kInline>(next(to));
-  expanded.template expand<1, kNextPage, kInline>(next(to));
-  expanded.template expand<2, kNextPage, kInline>(next(to));
-  if constexpr (kReady == 4) expanded.template expand<3, kNextPage, kInline>(next(to));
+  expanded.template expand<0, kNextPage>(next(to));
+  expanded.template expand<1, kNextPage>(next(to));
+  expanded.template expand<2, kNextPage>(next(to));
+  if constexpr (kReady == 4) expanded.template expand<3, kNextPage>(next(to));
   for (int64_t block = blocks.begin; block < blocks.end; block += 2) {
     prefetch(block);
     const int64_t both[2] = {block, std::min(block + 1, blocks.end - 1)};
@@ -213,7 +206,7 @@ static inline void stream_rows(const FewRows& rows, const Format& weight, Range 
       tile_zero<2>();
       tile_zero<3>();
       for (; tile < end; ++tile, inputs += rows.tile_stride) {
-        expanded.template expand<kReady % 4, kNextPage, kInline>(next(to));
+        expanded.template expand<kReady % 4, kNextPage>(next(to));
         if constexpr (kManyRows) {  // so many as that would push out of the first level what is used again
           tile_load_stream<4>(inputs, rows.row_stride);
         } else {
@@ -221,14 +214,14 @@ static inline void stream_rows(const FewRows& rows, const Format& weight, Range 
         }
         tile_load<5>(next(from), 64);
         tile_dot_bf16<0, 4, 5>();
-        expanded.template expand<(kReady + 1) % 4, kNextPage, kInline>(next(to));
+        expanded.template expand<(kReady + 1) % 4, kNextPage>(next(to));
         fetch_rows(0);
         tile_load<6>(next(from), 64);
         tile_dot_bf16<1, 4, 6>();
-        expanded.template expand<(kReady + 2) % 4, kNextPage, kInline>(next(to));
+        expanded.template expand<(kReady + 2) % 4, kNextPage>(next(to));
         tile_load<5>(next(from), 64);
         tile_dot_bf16<2, 4, 5>();
-        expanded.template expand<(kReady + 3) % 4, kNextPage, kInline>(next(to));
+        expanded.template expand<(kReady + 3) % 4, kNextPage>(next(to));
         fetch_rows(1);
         tile_load<6>(next(from), 64);
         tile_dot_bf16<3, 4, 6>();

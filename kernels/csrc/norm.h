@@ -38,7 +38,7 @@ static inline Two norm_values(Two values, Vec scale, Two weights, bool zero_cent
 
 // Asks for a row as the work on another goes on, a little at a time: all at once, requests wait for each other.
 template <class T>
-struct Ahead {
+struct NextRow {
   const T* row = nullptr;  // null: none
 
   void fetch(int64_t i) const {
@@ -49,7 +49,7 @@ struct Ahead {
 // squares: their sum over x. `out` may be x itself.
 template <class T>
 static inline void norm_row(const T* x, float squares, const T* weight, T* out, int64_t d, float eps,
-                            bool zero_centered, const Ahead<T>& ahead = {}) {
+                            bool zero_centered, const NextRow<T>& ahead = {}) {
   const Vec scale = norm_scale(set(squares), d, eps);
   for_two(d, [&](int64_t i, auto two) {
     ahead.fetch(i);
@@ -59,7 +59,7 @@ static inline void norm_row(const T* x, float squares, const T* weight, T* out, 
 
 // Returns the sum of squares of what residual becomes.
 template <class T>
-static inline float add_row(const T* x, T* residual, int64_t d, const Ahead<T>& ahead = {}) {
+static inline float add_row(const T* x, T* residual, int64_t d, const NextRow<T>& ahead = {}) {
   Squares squares;
   for_two(d, [&](int64_t i, auto two) {
     ahead.fetch(i);

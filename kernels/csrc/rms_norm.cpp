@@ -34,9 +34,9 @@ static void add_rms_norm(const Args& args, Team& team) {
     for (int64_t row = first; row < last; ++row) {
       const int64_t next = std::min(row + 1, last - 1);
       T* const sum = residual.row<T>(row);
-      const float squares = add_row(x.row<T>(row), sum, d, Ahead<T>{x.row<T>(next)});
+      const float squares = add_row(x.row<T>(row), sum, d, NextRow<T>{x.row<T>(next)});
       norm_row(sum, squares, weight.as<T>(), out.row<T>(row), d, args.real(0), args.integer(0) != 0,
-               Ahead<T>{residual.row<T>(next)});
+               NextRow<T>{residual.row<T>(next)});
     }
   });
 }
