@@ -128,7 +128,7 @@ def attention(
     lse: [t, hq] float32, receives log sum exp of every row's scaled scores (-inf where the row sees nothing), with
     which results over parts of a sequence can be merged.
     Returns [t, hq, head_dim], each row contiguous (`core.empty_rows`). Scores, softmax and sums are fp32; on bfloat16
-    the rungs avx512 and amx round the probabilities before the product with V, as transformers does.
+    the rungs avx512_bf16 and amx round the probabilities before the product with V, as transformers does.
     Memory past seq_lens[i] in the last page may hold anything. A row's bits depend on its own query and its own tokens
     only, whole or in chunks, alone or in a batch, provided that the sequence's values are finite: 0 * inf is NaN.
     """

@@ -27,7 +27,7 @@ else:
 
 log = logging.getLogger(__name__)
 
-ISAS = ("amx", "avx512", "avx2", "reference")
+ISAS = ("amx", "avx512_bf16", "avx512", "avx2", "reference")
 
 _isa: str | None = None
 _DTYPES = {getattr(torch, name): code for code, name in enumerate(_C.dtypes())} if _C else {}
@@ -58,7 +58,7 @@ def isa_report() -> list[Rung]:
 
 
 def isa() -> str:
-    """The rung in force: "amx", "avx512", "avx2" or "reference".
+    """The rung in force: one of ISAS.
 
     The best usable one unless TILERANK_ISA or `force_isa` says otherwise. Raises KernelError for a TILERANK_ISA that is
     unknown or not usable.

@@ -46,7 +46,7 @@ def test_a_kernel_runs_on_every_rung(rung: str, threads: int) -> None:
 
 def test_report_lists_every_rung_best_first() -> None:
     report = core.isa_report()
-    assert [rung.name for rung in report] == ["amx", "avx512", "avx2", "reference"]
+    assert [rung.name for rung in report] == ["amx", "avx512_bf16", "avx512", "avx2", "reference"]
     assert all(rung.usable == (rung.reason == "") for rung in report)
     assert report[-1].usable
 
@@ -54,7 +54,12 @@ def test_report_lists_every_rung_best_first() -> None:
 @needs_compiled
 def test_cpu_flags_explain_the_report(any_machine: pytest.MonkeyPatch) -> None:
     flags = Path("/proc/cpuinfo").read_text().split("flags", 1)[1].split("\n", 1)[0].split()
-    wants = {"avx2": ["avx2", "fma", "f16c"], "avx512": ["avx512f", "avx512_bf16"], "amx": ["amx_tile", "amx_bf16"]}
+    wants = {
+        "avx2": ["avx2", "fma", "f16c"],
+        "avx512": ["avx512f", "avx512_vnni"],
+        "avx512_bf16": ["avx512_bf16"],
+        "amx": ["amx_tile", "amx_bf16"],
+    }
     for rung in core.isa_report()[:-1]:
         missing = [flag for flag in wants[rung.name] if flag not in flags]
         assert rung.usable or missing, rung.reason
@@ -64,22 +69,27 @@ def test_cpu_flags_explain_the_report(any_machine: pytest.MonkeyPatch) -> None:
 def test_environment_caps_the_ladder(any_machine: pytest.MonkeyPatch) -> None:
     any_machine.setenv("TILERANK_ISA", "reference")
     assert core.isa() == "reference"
-    assert [rung.usable for rung in core.isa_report()] == [False, False, False, True]
+    assert [rung.usable for rung in core.isa_report()] == [False, False, False, False, True]
     with pytest.raises(KernelError, match="force_isa: expected a usable rung, found avx2: "):
         core.force_isa("avx2")
 
 
 def test_unknown_rungs(any_machine: pytest.MonkeyPatch) -> None:
-    with pytest.raises(KernelError, match="force_isa: expected one of amx, avx512, avx2, reference, found 'sse'"):
+    with pytest.raises(KernelError, match="force_isa: expected one of amx, avx512_bf16, avx512, avx2, reference, found 'sse'"):
         core.force_isa("sse")
     any_machine.setenv("TILERANK_ISA", "AMX")
-    with pytest.raises(KernelError, match="TILERANK_ISA: expected one of amx, avx512, avx2, reference, found 'AMX'"):
+    with pytest.raises(KernelError, match="TILERANK_ISA: expected one of amx, avx512_bf16, avx512, avx2, reference, found 'AMX'"):
         core.isa()
 
 
 @needs_compiled
 def test_a_rung_the_machine_lacks_is_refused_with_its_reason(any_machine: pytest.MonkeyPatch) -> None:
-    obstacles = [("amx", "the CPU has no amx_tile"), ("avx512", "the CPU has no avx512f"), ("avx2", "")]
+    obstacles = [
+        ("amx", "the CPU has no amx_tile"),
+        ("avx512_bf16", "the CPU has no avx512f"),
+        ("avx512", "the CPU has no avx512f"),
+        ("avx2", ""),
+    ]
     any_machine.setattr(core._C, "obstacles", lambda: obstacles)
     assert core.isa() == "avx2"
     with pytest.raises(KernelError, match="found amx: the CPU has no amx_tile"):

@@ -184,7 +184,7 @@ def test_wrong_isa_is_an_error() -> None:
     done = run_python(DOCTOR, TILERANK_ISA="sse2")
     assert done.returncode == 1, done.stderr
     errors = [f["what"] for f in json.loads(done.stdout)["findings"] if f["level"] == "error"]
-    assert errors == ["TILERANK_ISA: expected one of amx, avx512, avx2, reference, found 'sse2'"]
+    assert errors == ["TILERANK_ISA: expected one of amx, avx512_bf16, avx512, avx2, reference, found 'sse2'"]
 
 
 def test_looking_at_the_machine_needs_no_torch() -> None:

@@ -20,8 +20,8 @@ struct Wide {  // 16 lanes
 };
 
 // The left operands, q and the probabilities: as in the cache where the instruction wants bf16 pairs, else floats.
-#ifdef TR_AVX512
-constexpr int kRegisterRows = 8, kRegisterSums = 16;
+constexpr int kRegisterRows = kLanes == 16 ? 8 : 4, kRegisterSums = 2 * kRegisterRows;
+#ifdef TR_BF16
 template <class T>
 using Left = T;
 struct RightPairs {
@@ -34,7 +34,6 @@ static inline void multiply_add(Wide& sum, const bf16* a, const RightPairs& b) {
   sum.part[0].v = _mm512_dpbf16_ps(sum.part[0].v, (__m512bh)_mm512_set1_epi32(pair), b.v);
 }
 #else
-constexpr int kRegisterRows = 4, kRegisterSums = 8;
 template <class T>
 using Left = float;
 struct RightPairs {
@@ -43,9 +42,9 @@ struct RightPairs {
 static inline RightPairs load_right(const bf16* b) {
   RightPairs right;
   for (int i = 0; i < kParts; ++i) {
-    const __m256i pairs = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(b + 2 * kLanes * i));
-    right.even.part[i].v = _mm256_castsi256_ps(_mm256_slli_epi32(pairs, 16));
-    right.odd.part[i].v = _mm256_castsi256_ps(_mm256_and_si256(pairs, _mm256_set1_epi32(-65536)));
+    const Two pairs = load_pairs(b + 2 * kLanes * i);
+    right.even.part[i] = pairs.a;
+    right.odd.part[i] = pairs.b;
   }
   return right;
 }

@@ -61,17 +61,18 @@ std::string avx2_obstacle() {
 }
 
 std::string avx512_obstacle() {
-  const Registers seven = cpuid(7, 0), seven1 = cpuid(7, 1);
+  const Registers seven = cpuid(7, 0);
   const std::string cpu = missing({{"avx512f", bit(seven.b, 16)},
                                    {"avx512dq", bit(seven.b, 17)},
                                    {"avx512bw", bit(seven.b, 30)},
                                    {"avx512vl", bit(seven.b, 31)},
-                                   {"avx512_vnni", bit(seven.c, 11)},
-                                   {"avx512_bf16", bit(seven1.a, 5)}});
+                                   {"avx512_vnni", bit(seven.c, 11)}});
   if (!cpu.empty()) return cpu;
   if ((xcr0() & 0xe6) != 0xe6) return "the operating system does not save AVX-512 registers (XCR0)";
   return "";
 }
+
+std::string avx512_bf16_obstacle() { return missing({{"avx512_bf16", bit(cpuid(7, 1).a, 5)}}); }
 
 std::string amx_obstacle() {
   const Registers seven = cpuid(7, 0);
@@ -116,6 +117,7 @@ std::string find_obstacle(Isa isa) {
   std::string found;
   if (isa == Isa::avx2) found = avx2_obstacle();
   if (isa == Isa::avx512) found = avx512_obstacle();
+  if (isa == Isa::avx512_bf16) found = avx512_bf16_obstacle();
   if (isa == Isa::amx) found = amx_obstacle();
   return found.empty() && isa != Isa::reference ? self_test_obstacle(isa) : found;
 }
@@ -123,7 +125,7 @@ std::string find_obstacle(Isa isa) {
 }  // namespace
 
 const char* isa_name(Isa isa) {
-  constexpr const char* names[kIsas] = {"reference", "avx2", "avx512", "amx"};
+  constexpr const char* names[kIsas] = {"reference", "avx2", "avx512", "avx512_bf16", "amx"};
   return names[static_cast<int>(isa)];
 }
 

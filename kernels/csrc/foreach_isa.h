@@ -2,7 +2,8 @@
 //
 // Target regions, not per-file flags: everything included before a region opens (std headers, kernel.h) is compiled for
 // the baseline only, so no shared inline function can be emitted with instructions that a CPU lacks.
-// Each rung sets TR_RUNG (its namespace), TR_ISA (its Isa value) and includes simd.h.
+// Each rung sets TR_RUNG (its namespace), TR_ISA (its Isa value) and what it has (TR_AVX2 or TR_AVX512; TR_BF16,
+// TR_AMX), and includes simd.h.
 //
 // GCC's own "undefined" vectors are read before they are set (bug 105593): not our warning.
 #pragma GCC diagnostic push
@@ -30,10 +31,9 @@
 #endif
 
 #define TR_TARGET_AVX2 "avx2,fma,f16c,bmi,bmi2"
-#define TR_TARGET_AVX512 "avx2,fma,f16c,bmi,bmi2,avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx512vnni"
-#define TR_TARGET_AMX                                                                                                 \
-  "avx2,fma,f16c,bmi,bmi2,avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx512vnni,avx512vbmi,amx-tile,amx-bf16,amx-" \
-  "int8"
+#define TR_TARGET_AVX512 "avx2,fma,f16c,bmi,bmi2,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni"
+#define TR_TARGET_AVX512_BF16 TR_TARGET_AVX512 ",avx512bf16"
+#define TR_TARGET_AMX TR_TARGET_AVX512_BF16 ",avx512vbmi,amx-tile,amx-bf16,amx-int8"
 
 #ifndef TR_ONLY_AMX
 
@@ -59,11 +59,25 @@ TR_REGION_END
 #undef TR_ISA
 #undef TR_AVX512
 
+#define TR_RUNG avx512_bf16
+#define TR_ISA ::tilerank::Isa::avx512_bf16
+#define TR_AVX512 1
+#define TR_BF16 1
+TR_REGION_BEGIN(TR_TARGET_AVX512_BF16)
+#include "simd.h"
+#include TR_SOURCE
+TR_REGION_END
+#undef TR_RUNG
+#undef TR_ISA
+#undef TR_AVX512
+#undef TR_BF16
+
 #else
 
 #define TR_RUNG amx
 #define TR_ISA ::tilerank::Isa::amx
 #define TR_AVX512 1
+#define TR_BF16 1
 #define TR_AMX 1
 TR_REGION_BEGIN(TR_TARGET_AMX)
 #include "simd.h"
@@ -72,6 +86,7 @@ TR_REGION_END
 #undef TR_RUNG
 #undef TR_ISA
 #undef TR_AVX512
+#undef TR_BF16
 #undef TR_AMX
 
 #endif

@@ -23,16 +23,12 @@ static void multiply(const float* const* x, const float* weight, int64_t k, Vec 
 
 // Two products in one step: inputs 2i and 2i + 1 (one 32-bit word of x) with a vector of weight pairs.
 static inline Vec dot_pair(uint32_t pair, const bf16* weight, Vec sum) {
-#ifdef TR_AVX512
+#ifdef TR_BF16
   const __m512i w = _mm512_loadu_si512(weight);
   return {_mm512_dpbf16_ps(sum.v, (__m512bh)_mm512_set1_epi32(static_cast<int>(pair)), (__m512bh)w)};
 #else
-  const __m256i w = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(weight));
-  const Vec even{_mm256_castsi256_ps(_mm256_slli_epi32(w, 16))};
-  const Vec odd{_mm256_castsi256_ps(_mm256_and_si256(w, _mm256_set1_epi32(static_cast<int>(0xffff0000u))))};
-  const Vec first{_mm256_castsi256_ps(_mm256_set1_epi32(static_cast<int>(pair << 16)))};
-  const Vec second{_mm256_castsi256_ps(_mm256_set1_epi32(static_cast<int>(pair & 0xffff0000u)))};
-  return fma(second, odd, fma(first, even, sum));
+  const Two w = load_pairs(weight), x = set_pair(pair);
+  return fma(x.b, w.b, fma(x.a, w.a, sum));
 #endif
 }
 

@@ -20,7 +20,7 @@
 //        #endif
 //
 //      An AMX version is foo_amx.cpp of the same shape with `#define TR_ONLY_AMX` before foreach_isa.h; where there is
-//      none, the amx rung runs the avx512 kernel.
+//      none, the amx rung runs the avx512_bf16 kernel.
 //   2. a face in kernels/*.py: checks shapes and dtypes, allocates the result with core.empty, calls
 //      core.launch(core.kernel("foo"), tensors, ints, floats), or the reference when core.isa() == "reference".
 //   3. the same name in kernels/reference.py, in plain torch: the definition of correctness.
@@ -43,8 +43,8 @@ struct Error : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-enum class Isa : int { reference = 0, avx2 = 1, avx512 = 2, amx = 3 };
-constexpr int kIsas = 4;
+enum class Isa : int { reference = 0, avx2 = 1, avx512 = 2, avx512_bf16 = 3, amx = 4 };
+constexpr int kIsas = 5;
 
 enum class DType : uint8_t { f32, bf16, f16, f64, i64, i32, i16, i8, u8, boolean, f8_e4m3, f8_e5m2 };
 

@@ -18,7 +18,7 @@ static void store_both(T* p, T* q, Two x, L lanes) {
   lanes.store(p, x.a);
   lanes.store(q, x.b);
 }
-#ifdef TR_AVX512
+#ifdef TR_BF16
 static inline void store_both(bf16* p, bf16* q, Two x, AllLanes) {
   const __m512i both = (__m512i)_mm512_cvtne2ps_pbh(x.b.v, x.a.v);
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_castsi512_si256(both));

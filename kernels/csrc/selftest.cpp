@@ -11,6 +11,8 @@ bool self_test(Isa isa) {
       return avx2::self_test();
     case Isa::avx512:
       return avx512::self_test();
+    case Isa::avx512_bf16:
+      return avx512_bf16::self_test();
     case Isa::amx:
       return amx::self_test();
     default:

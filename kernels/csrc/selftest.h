@@ -12,6 +12,9 @@ bool self_test();
 namespace avx512 {
 bool self_test();
 }
+namespace avx512_bf16 {
+bool self_test();
+}
 namespace amx {
 bool self_test();
 }

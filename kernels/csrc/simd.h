@@ -26,8 +26,21 @@ static inline Vec widen(__m256i half) {
 }
 static inline Vec load(const bf16* p) { return widen(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
 static inline Vec load(const bf16* p, int64_t n) { return widen(_mm256_maskz_loadu_epi16(first_lanes(n), p)); }
+#ifdef TR_BF16
 // vcvtneps2bf16 takes subnormal inputs for zero, as AMX and vdpbf16ps do.
 static inline __m256i narrow(Vec x) { return (__m256i)_mm512_cvtneps_pbh(x.v); }
+#else
+// Round to nearest even in the upper half: add half of the last kept bit, less one when that bit is even; a NaN keeps
+// its top bits, quiet.
+static inline __m512i rounded_bits(Vec x) {
+  const __m512i bits = _mm512_castps_si512(x.v);
+  const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+  const __m512i sum = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+  const __mmask16 nan = _mm512_cmp_ps_mask(x.v, x.v, _CMP_UNORD_Q);
+  return _mm512_mask_or_epi32(sum, nan, bits, _mm512_set1_epi32(0x400000));
+}
+static inline __m256i narrow(Vec x) { return _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded_bits(x), 16)); }
+#endif
 static inline void store(float* p, Vec x) { _mm512_storeu_ps(p, x.v); }
 static inline void store(float* p, Vec x, int64_t n) { _mm512_mask_storeu_ps(p, first_lanes(n), x.v); }
 static inline void store(bf16* p, Vec x) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), narrow(x)); }
@@ -252,9 +265,14 @@ static inline Two widen_words(__m512i words) {
   return {_mm512_castsi512_ps(_mm512_slli_epi32(words, 16)), _mm512_castsi512_ps(_mm512_and_si512(words, upper))};
 }
 static inline __m512i narrow_words(Two x) {
+#ifdef TR_BF16
   alignas(64) static constexpr uint16_t kTurns[32] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
                                                       8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
   return _mm512_permutexvar_epi16(_mm512_load_si512(kTurns), (__m512i)_mm512_cvtne2ps_pbh(x.b.v, x.a.v));
+#else
+  constexpr __mmask32 kOdd = 0xaaaaaaaau;
+  return _mm512_mask_blend_epi16(kOdd, _mm512_srli_epi32(rounded_bits(x.a), 16), rounded_bits(x.b));
+#endif
 }
 template <>
 inline Two round_to<bf16>(Two x) {
@@ -282,6 +300,24 @@ inline Two FirstTwo::store<bf16>(bf16* p, Two x) const {
   return widen_words(words);
 }
 #endif
+// kLanes pairs of bf16 as floats: the first ones of each pair and the second ones.
+static inline Two load_pairs(const bf16* p) {
+#ifdef TR_AVX512
+  return widen_words(_mm512_loadu_si512(p));
+#else
+  const __m256i pairs = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+  const __m256i upper = _mm256_set1_epi32(static_cast<int>(0xffff0000));
+  return {_mm256_castsi256_ps(_mm256_slli_epi32(pairs, 16)), _mm256_castsi256_ps(_mm256_and_si256(pairs, upper))};
+#endif
+}
+// One pair, the lower half of the word first, in all lanes.
+static inline Two set_pair(uint32_t pair) {
+  const uint32_t first = pair << 16, second = pair & 0xffff0000u;
+  float a, b;
+  std::memcpy(&a, &first, 4);
+  std::memcpy(&b, &second, 4);
+  return {set(a), set(b)};
+}
 template <class F>
 static inline void for_two(int64_t n, const F& f) {
   int64_t i = 0;
