@@ -75,10 +75,14 @@ def test_environment_caps_the_ladder(any_machine: pytest.MonkeyPatch) -> None:
 
 
 def test_unknown_rungs(any_machine: pytest.MonkeyPatch) -> None:
-    with pytest.raises(KernelError, match="force_isa: expected one of amx, avx512_bf16, avx512, avx2, reference, found 'sse'"):
+    with pytest.raises(
+        KernelError, match="force_isa: expected one of amx, avx512_bf16, avx512, avx2, reference, found 'sse'"
+    ):
         core.force_isa("sse")
     any_machine.setenv("TILERANK_ISA", "AMX")
-    with pytest.raises(KernelError, match="TILERANK_ISA: expected one of amx, avx512_bf16, avx512, avx2, reference, found 'AMX'"):
+    with pytest.raises(
+        KernelError, match="TILERANK_ISA: expected one of amx, avx512_bf16, avx512, avx2, reference, found 'AMX'"
+    ):
         core.isa()
 
 
