@@ -25,6 +25,7 @@ _MOE = core.kernel("moe_int8")
 # The layout is defined in csrc/int8.h.
 _BLOCK_K = 64
 _TILE_ROWS = 16
+_STRIPE_ROWS = 48  # at least: every stripe has a row of zeros beside its own (csrc/linear_int8.cpp)
 
 _MOST_INPUTS = 1 << 17
 """2^17 products of 127 and -128 stay within 32 bits."""
@@ -114,8 +115,9 @@ class Int8Weight:
         """Codes and steps of x; few rows every thread keeps for itself."""
         if core.isa() == "amx" and m <= _TILE_ROWS:
             return 0
-        rows = _up_to(m, _TILE_ROWS) if core.isa() == "amx" else m
-        return rows * _up_to(self.k, _BLOCK_K) + m * 4
+        rows = _up_to(m, _TILE_ROWS) if core.isa() == "amx" else m + -(-m // _STRIPE_ROWS)
+        code_bytes = 2 if core.isa() == "avx2" else 1
+        return rows * _up_to(self.k, _BLOCK_K) * code_bytes + m * 4
 
     def product(self, x: Tensor) -> Tensor:
         return reference.product_int8(x, *self._plain())

@@ -1,84 +1,172 @@
-// Products of quantised rows with one block of an int8 weight, in vectors, for the rung that includes this file (no
-// include guard). Sums are exact in 32 bits: k is at most 2^17 (linear_int8.py), 2^17 * 127 * 128 < 2^31.
+// Products of quantised rows with blocks of an int8 weight, in vectors, for the rung that includes this file (no
+// include guard; int8_rows.h comes before). Sums are exact in 32 bits: k is at most 2^17 (linear_int8.py), 2^17 * 127 *
+// 128 < 2^31.
 
 namespace tilerank::TR_RUNG {
 
 constexpr int kVecs8 = kBlockN / kLanes;
-constexpr int kRows8 = kLanes == 16 ? 12 : 3;
+constexpr int kVecsAtOnce8 = 2;  // of a block
 
-// Where the sums of a row start. The AVX-512 product takes one side without a sign: weights are read as code + 128, and
-// 128 times the sum of the row's codes is what that is too much; on the way it may wrap around.
-static inline Ints first_sum(const int8_t* row, int64_t k) {
+// What a vector of weights is multiplied with, four inputs at a time: kFour8 bytes, from memory into all lanes.
 #ifdef TR_AVX512
-  Ints sums = _mm512_setzero_si512();
-  for (int64_t i = 0; i < k; i += 64) sums = _mm512_dpbusd_epi32(sums, _mm512_set1_epi8(1), load_ints(row + i));
-  return _mm512_set1_epi32(-128 * _mm512_reduce_add_epi32(sums));
+// The product takes one side without a sign, codes of x as code + 128: a row of zeros beside the others gives what
+// their sums have too much. On the way sums may wrap around.
+constexpr int64_t kFour8 = 4;
+constexpr int kRows8 = 13, kZeroRows8 = 1;
+
+static inline void pack_four(char* to, const int8_t* codes) {
+  uint32_t four;
+  std::memcpy(&four, codes, 4);
+  four ^= 0x80808080u;
+  std::memcpy(to, &four, 4);
+}
 #else
-  (void)row, (void)k;
-  return _mm256_setzero_si256();
+// Products of 16-bit pairs are exact: inputs 0 and 2, then 1 and 3.
+constexpr int64_t kFour8 = 8;
+constexpr int kRows8 = 5, kZeroRows8 = 0;
+
+static inline void pack_four(char* to, const int8_t* codes) {
+  const int16_t pairs[4] = {codes[0], codes[2], codes[1], codes[3]};
+  std::memcpy(to, pairs, 8);
+}
+#endif
+
+static inline Ints load_word(const char* p) {
+  int32_t word;
+  std::memcpy(&word, p, 4);
+#ifdef TR_AVX512
+  return _mm512_set1_epi32(word);
+#else
+  return _mm256_set1_epi32(word);
 #endif
 }
 
-// Four inputs (one 32-bit word of a row) of R rows with kLanes outputs.
+// Four inputs of R rows with kVecsAtOnce8 vectors of outputs.
 template <int R>
-static inline void dot_fours(const int8_t* const* rows, int64_t i, const int8_t* weight, Ints (&sums)[R][kVecs8],
-                             int v) {
-  const auto word = [&](int r) {
-    int32_t four;
-    std::memcpy(&four, rows[r] + i, 4);
-    return four;
-  };
+static inline void dot_fours(const char* x, const int8_t* weight, Ints (&sums)[R][kVecsAtOnce8]) {
 #ifdef TR_AVX512
-  const Ints w = _mm512_xor_si512(load_ints(weight), _mm512_set1_epi8(-128));
-#pragma GCC unroll 12
-  for (int r = 0; r < R; ++r) sums[r][v] = _mm512_dpbusd_epi32(sums[r][v], w, _mm512_set1_epi32(word(r)));
+  const Ints left = load_ints(weight), right = load_ints(weight + kBlockStep8 / 2);
+#pragma GCC unroll 16
+  for (int r = 0; r < R; ++r) {
+    const Ints word = load_word(x + r * kFour8);
+    sums[r][0] = _mm512_dpbusd_epi32(sums[r][0], word, left);
+    sums[r][1] = _mm512_dpbusd_epi32(sums[r][1], word, right);
+  }
 #else
-  // Products of 16-bit pairs are exact, too: inputs 0 and 2, then 1 and 3.
-  const Ints w = load_ints(weight);
-  const Ints even = _mm256_srai_epi16(_mm256_slli_epi16(w, 8), 8), odd = _mm256_srai_epi16(w, 8);
-#pragma GCC unroll 3
-  for (int r = 0; r < R; ++r) {
-    const Ints x = _mm256_set1_epi32(word(r));
-    const Ints x_even = _mm256_srai_epi16(_mm256_slli_epi16(x, 8), 8), x_odd = _mm256_srai_epi16(x, 8);
-    const Ints both = _mm256_add_epi32(_mm256_madd_epi16(even, x_even), _mm256_madd_epi16(odd, x_odd));
-    sums[r][v] = _mm256_add_epi32(sums[r][v], both);
+  Ints even[kVecsAtOnce8], odd[kVecsAtOnce8];
+  for (int v = 0; v < kVecsAtOnce8; ++v) {
+    const Ints w = load_ints(weight + v * 32);
+    even[v] = _mm256_srai_epi16(_mm256_slli_epi16(w, 8), 8), odd[v] = _mm256_srai_epi16(w, 8);
   }
-#endif
-}
-
-template <int R, class Emit>
-static void rows_of_block8(const int8_t* rows, int64_t row_bytes, int64_t row, const int8_t* weight, const Emit& emit) {
-  const int8_t* inputs[R];
-  Ints sums[R][kVecs8];
+#pragma GCC unroll 16
   for (int r = 0; r < R; ++r) {
-    inputs[r] = rows + (row + r) * row_bytes;
-    std::fill_n(sums[r], kVecs8, first_sum(inputs[r], row_bytes));
-  }
-  for (int64_t i = 0; i < row_bytes; i += 4) {
-    const int8_t* const fours = weight + i / kBlockK8 * kBlockStep8 + i % kBlockK8 * 16;
-#pragma GCC unroll 4
-    for (int v = 0; v < kVecs8; ++v) {
-      dot_fours<R>(inputs, i, fours + v * kLanes / 16 * 1024 + v * kLanes % 16 * 4, sums, v);
+    const Ints x_even = load_word(x + r * kFour8), x_odd = load_word(x + r * kFour8 + 4);
+    for (int v = 0; v < kVecsAtOnce8; ++v) {
+      const Ints both = _mm256_add_epi32(_mm256_madd_epi16(even[v], x_even), _mm256_madd_epi16(odd[v], x_odd));
+      sums[r][v] = _mm256_add_epi32(sums[r][v], both);
     }
   }
-  for (int r = 0; r < R; ++r) emit(row + r, sums[r]);
+#endif
 }
 
-template <int R, class Emit>
-static void last_rows8(int64_t count, const int8_t* rows, int64_t row_bytes, int64_t row, const int8_t* weight,
-                       const Emit& emit) {
-  if constexpr (R > 0) {
-    if (count == R) return rows_of_block8<R>(rows, row_bytes, row, weight, emit);
-    last_rows8<R - 1>(count, rows, row_bytes, row, weight, emit);
+// What is asked for of the weight while another part of it is multiplied: `step` bytes on for every four inputs.
+struct Ahead8 {
+  const int8_t* at;
+  int64_t step;
+};
+
+// sums[R][kVecs8] += a tile of R rows x kVecsAtOnce8 vectors of a panel of a block, k_tiles * 64 inputs.
+template <int R>
+static void multiply_tile8(const char* x, const int8_t* weight, int64_t k_tiles, Ints* sums, bool first, Ahead8 ahead) {
+  Ints own[R][kVecsAtOnce8];
+  for (int r = 0; r < R; ++r) {
+    for (int v = 0; v < kVecsAtOnce8; ++v) own[r][v] = first ? Ints{} : sums[r * kVecs8 + v];
+  }
+  for (int64_t t = 0; t < k_tiles; ++t, weight += kBlockStep8) {
+    for (int64_t four = 0; four < kBlockK8 / 4; ++four, x += R * kFour8, ahead.at += ahead.step) {
+      _mm_prefetch(ahead.at, _MM_HINT_T1);
+      _mm_prefetch(ahead.at + 64, _MM_HINT_T1);
+      dot_fours<R>(x, weight + four * 64, own);
+    }
+  }
+  for (int r = 0; r < R; ++r) {
+    for (int v = 0; v < kVecsAtOnce8; ++v) sums[r * kVecs8 + v] = own[r][v];
   }
 }
 
-// emit(row, Ints[kVecs8]) gets the sums of every row [0, m) with the block.
-template <class Emit>
-static void multiply_block8(const int8_t* rows, int64_t row_bytes, int64_t m, const int8_t* weight, const Emit& emit) {
-  int64_t row = 0;
-  for (; row + kRows8 <= m; row += kRows8) rows_of_block8<kRows8>(rows, row_bytes, row, weight, emit);
-  last_rows8<kRows8 - 1>(m - row, rows, row_bytes, row, weight, emit);
+template <int R>
+static inline void multiply_some8(int64_t rows, const char* x, const int8_t* weight, int64_t k_tiles, Ints* sums,
+                                  bool first, Ahead8 ahead) {
+  if constexpr (R > 0) {
+    if (rows == R) return multiply_tile8<R>(x, weight, k_tiles, sums, first, ahead);
+    multiply_some8<R - 1>(rows, x, weight, k_tiles, sums, first, ahead);
+  }
 }
+
+// Quantised rows that are multiplied with a block before the next: [rows / kRows8][k / 4][kRows8][kFour8], the last
+// tile with as many rows as are left. The row of zeros is the last one.
+struct Stripe8 {
+  char* codes;
+  int64_t rows, k;  // `rows` without the zeros
+
+  static constexpr int64_t kMostRows = 20 * kRows8 - kZeroRows8;
+
+  static int64_t row_bytes(int64_t k) { return row_bytes8(k) / 4 * kFour8; }
+
+  int64_t rows_of(int64_t tile) const { return std::min<int64_t>(kRows8, rows + kZeroRows8 - tile * kRows8); }
+  char* tile_at(int64_t tile) const { return codes + tile * kRows8 * row_bytes(k); }
+
+  // Quantises x[k] to row `row`, by way of `memory`, row_bytes8(k). Returns the step.
+  template <class T>
+  float put(int64_t row, const T* x, int8_t* memory) const {
+    const float step = quantise_row(x, k, [&](int64_t t) { return memory + t * kBlockK8; });
+    pack(row, [memory](int64_t i) { return memory + i; });
+    return step;
+  }
+  void put_zeros() const {
+    static constexpr int8_t kZeros[4] = {};
+    if (kZeroRows8 > 0) pack(rows, [](int64_t) { return kZeros; });
+  }
+
+  // sums[rows + kZeroRows8][kVecs8] = the rows x a block. The panel of the weight that is multiplied stays in the
+  // first-level cache, and the next one comes to the second meanwhile.
+  void multiply(const int8_t* weight, Ints* sums) const {
+    constexpr int64_t kPanel = 8;  // 512 inputs, 16 KiB
+    const int64_t tiles = blocks(rows + kZeroRows8, kRows8), k_tiles = row_bytes8(k) / kBlockK8;
+    for (int64_t t = 0; t < k_tiles; t += kPanel, weight += kPanel * kBlockStep8) {
+      const int64_t count = std::min(kPanel, k_tiles - t), bytes = count * kBlockStep8;
+      for (int64_t tile = 0; tile < tiles; ++tile) {
+        const int64_t own = rows_of(tile);
+        const char* const x = tile_at(tile) + t * (kBlockK8 / 4) * own * kFour8;
+        const Ahead8 ahead{weight + bytes + bytes * tile / tiles, 128 / tiles};
+        Ints* const to = sums + tile * kRows8 * kVecs8;
+        for (int half = 0; half < kVecs8 / kVecsAtOnce8; ++half) {
+          multiply_some8<kRows8>(own, x, weight + half * kBlockStep8 / 2, count, to + half * kVecsAtOnce8, t == 0,
+                                 ahead);
+        }
+      }
+    }
+  }
+
+  // The values that sums of a row stand for.
+  void values(const Ints* sums, int64_t row, float step, const float* scales, Vec (&to)[kVecs8]) const {
+    for (int v = 0; v < kVecs8; ++v) {
+      Ints exact = sums[row * kVecs8 + v];
+#ifdef TR_AVX512
+      exact = _mm512_sub_epi32(exact, sums[rows * kVecs8 + v]);
+#endif
+      to[v] = scaled(exact, step, scales + v * kLanes);
+    }
+  }
+
+ private:
+  // from(i) is where the codes of inputs i to i + 3 are.
+  template <class From>
+  void pack(int64_t row, const From& from) const {
+    const int64_t tile = row / kRows8, stride = rows_of(tile) * kFour8;
+    char* to = tile_at(tile) + row % kRows8 * kFour8;
+    for (int64_t i = 0; i < row_bytes8(k); i += 4, to += stride) pack_four(to, from(i));
+  }
+};
 
 }  // namespace tilerank::TR_RUNG

@@ -13,36 +13,65 @@
 
 namespace tilerank::TR_RUNG {
 
-// operands: codes, scales; scratch: bytes [m][k up to 64s] for codes of x, then [m] fp32 for steps
+// All rows in stripes that are about equal and stay in the second-level cache, each while it is multiplied with many
+// blocks.
+struct Stripes8 {
+  int64_t m, k, count;
+  char* codes;
+
+  Stripes8(int64_t m, int64_t k, char* codes) : m(m), k(k), codes(codes) {
+    constexpr int64_t kBytes = 640 << 10, kLeastRows = 48;  // the least as in linear_int8.py
+    const int64_t most = std::clamp(kBytes / Stripe8::row_bytes(k), kLeastRows, Stripe8::kMostRows);
+    count = blocks(m, most);
+  }
+  Range rows(int64_t stripe) const { return {m * stripe / count, m * (stripe + 1) / count}; }
+  int64_t of_row(int64_t row) const { return ((row + 1) * count - 1) / m; }
+  Stripe8 operator[](int64_t stripe) const {
+    const Range own = rows(stripe);
+    return {codes + (own.begin + stripe * kZeroRows8) * Stripe8::row_bytes(k), own.end - own.begin, k};
+  }
+  char* end() const { return codes + (m + count * kZeroRows8) * Stripe8::row_bytes(k); }
+
+  // This thread's share of all rows.
+  void quantise(const Tensor& x, float* steps, int8_t* memory, const Team& team) const {
+    const Range own = team.share(m);
+    for (int64_t row = own.begin; row < own.end; ++row) {
+      const int64_t stripe = of_row(row), first = rows(stripe).begin;
+      steps[row] = (*this)[stripe].put(row - first, x.row<const bf16>(row), memory);
+      if (row == first) (*this)[stripe].put_zeros();
+    }
+  }
+};
+
+// operands: codes, scales; scratch: codes of x in stripes, then [m] fp32 for steps
 static void linear_int8(const Args& args, Team& team) {
-  constexpr int64_t kChunk = 10 * kRows8;  // rows whose gates are kept until their other part is there
   const Tensor &x = args.tensor(0), &codes = args.tensor(5), &scales = args.tensor(6);
   const Epilogue epilogue(args);
-  const int64_t m = x.size[0], k = x.size[1], row_bytes = row_bytes8(k);
-  int8_t* const rows = args.tensor(4).as<int8_t>();
-  float* const steps = reinterpret_cast<float*>(rows + m * row_bytes);
-  const Range own = team.share(m);
-  for (int64_t row = own.begin; row < own.end; ++row) {
-    steps[row] =
-        quantise_row(x.row<const bf16>(row), k, [&](int64_t t) { return rows + row * row_bytes + t * kBlockK8; });
-  }
+  const int64_t m = x.size[0], k = x.size[1], block_bytes = row_bytes8(k) * kBlockN;
+  const Stripes8 stripes(m, k, args.tensor(4).as<char>());
+  float* const steps = reinterpret_cast<float*>(stripes.end());
+  constexpr int64_t kPart = (Stripe8::kMostRows + kZeroRows8) * kVecs8;
+  const size_t bytes = std::max(2 * kPart * sizeof(Ints), static_cast<size_t>(row_bytes8(k)));
+  Ints* const sums = static_cast<Ints*>(team.scratch(bytes));
+  stripes.quantise(x, steps, reinterpret_cast<int8_t*>(sums), team);
   team.barrier();
-  const Range share = team.share(epilogue.results);
-  for (int64_t result = share.begin; result < share.end; ++result) {
-    for (int64_t first = 0; first < m; first += kChunk) {
-      Vec parts[2][kChunk][kVecs8];
+
+  const Range share = team.share(stripes.count * epilogue.results);
+  for (int64_t task = share.begin; task < share.end; ++task) {
+    const int64_t stripe = task / epilogue.results, result = task % epilogue.results,
+                  first = stripes.rows(stripe).begin;
+    const Stripe8 rows = stripes[stripe];
+    const int64_t block = result * epilogue.parts;
+    for (int64_t part = 0; part < epilogue.parts; ++part) {
+      rows.multiply(codes.as<const int8_t>() + (block + part) * block_bytes, sums + part * kPart);
+    }
+    for (int64_t row = 0; row < rows.rows; ++row) {
+      Vec parts[2][kVecs8];
       for (int64_t part = 0; part < epilogue.parts; ++part) {
-        const int64_t block = result * epilogue.parts + part;
-        const int8_t* const weight = codes.as<const int8_t>() + block * row_bytes * kBlockN;
-        const float* const scale = scales.as<const float>() + block * kBlockN;
-        multiply_block8(rows + first * row_bytes, row_bytes, std::min(kChunk, m - first), weight,
-                        [&](int64_t i, const Ints* sums) {
-                          for (int v = 0; v < kVecs8; ++v) {
-                            parts[part][i][v] = scaled(sums[v], steps[first + i], scale + v * kLanes);
-                          }
-                          if (part + 1 == epilogue.parts) epilogue.write(first + i, result, parts[0][i], parts[1][i]);
-                        });
+        const float* const scale = scales.as<const float>() + (block + part) * kBlockN;
+        rows.values(sums + part * kPart, row, steps[first + row], scale, parts[part]);
       }
+      epilogue.write(first + row, result, parts[0], parts[1]);
     }
   }
 }

@@ -11,33 +11,53 @@
 
 namespace tilerank::TR_RUNG {
 
-constexpr int64_t kChunk = 10 * kRows8;  // rows that are quantised together
+// A block is read in the time that so many rows are multiplied with it.
+constexpr int64_t kHiddenRows8 = kLanes == 16 ? 24 : 4;
 
-// A thread's quantised rows.
-struct QuantisedRows {
-  int8_t* codes;
-  float steps[kChunk];
-  int64_t row_bytes;
+// A thread's quantised rows, and what it works with.
+struct ExpertRows8 {
+  Stripe8 stripe;
+  Ints* sums;      // of two blocks
+  int8_t* memory;  // for a row
+  float steps[Stripe8::kMostRows];
+
+  static constexpr int64_t kPart = (Stripe8::kMostRows + kZeroRows8) * kVecs8;
+
+  static size_t bytes(int64_t k) {
+    const int64_t codes = (Stripe8::kMostRows + kZeroRows8) * Stripe8::row_bytes(k);
+    return 2 * kPart * sizeof(Ints) + static_cast<size_t>(codes + row_bytes8(k));
+  }
+
+  // `from`: bytes(k) for rows of at most k inputs
+  ExpertRows8(char* from, int64_t k) : sums(reinterpret_cast<Ints*>(from)) {
+    memory = reinterpret_cast<int8_t*>(from + 2 * kPart * sizeof(Ints));
+    stripe.codes = reinterpret_cast<char*>(memory + row_bytes8(k));
+  }
 
   // rows(i) is where the k inputs of row i < count are.
   template <class Rows>
   void fill(const Rows& rows, int64_t count, int64_t k) {
-    row_bytes = row_bytes8(k);
-    for (int64_t i = 0; i < count; ++i) {
-      steps[i] = quantise_row(rows(i), k, [&](int64_t t) { return codes + i * row_bytes + t * kBlockK8; });
-    }
+    stripe.rows = count, stripe.k = k;
+    for (int64_t i = 0; i < count; ++i) steps[i] = stripe.put(i, rows(i), memory);
+    stripe.put_zeros();
   }
 
-  // emit(i, Vec[kVecs8]) gets the results of each row with block `block` of a weight (codes and scales).
-  template <class Emit>
-  void multiply(int64_t count, const Tensor* weight, int64_t block, const Emit& emit) const {
-    const int8_t* const w = weight[0].as<const int8_t>() + block * row_bytes * kBlockN;
+  // emit(i, Vec[kVecs8] ...) gets the results of each row with kParts blocks, from `block` on, of a weight (codes and
+  // scales).
+  template <int kParts, class Emit>
+  void multiply(const Tensor* weight, int64_t block, const Emit& emit) const {
     const float* const scales = weight[1].as<const float>() + block * kBlockN;
-    multiply_block8(codes, row_bytes, count, w, [&](int64_t i, const Ints* sums) {
-      Vec values[kVecs8];
-      for (int v = 0; v < kVecs8; ++v) values[v] = scaled(sums[v], steps[i], scales + v * kLanes);
-      emit(i, values);
-    });
+    for (int64_t part = 0; part < kParts; ++part) {
+      const int64_t bytes = row_bytes8(stripe.k) * kBlockN;
+      stripe.multiply(weight[0].as<const int8_t>() + (block + part) * bytes, sums + part * kPart);
+    }
+    for (int64_t i = 0; i < stripe.rows; ++i) {
+      Vec parts[2][kVecs8];
+      for (int64_t part = 0; part < kParts; ++part) {
+        stripe.values(sums + part * kPart, i, steps[i], scales + part * kBlockN, parts[part]);
+      }
+      emit(i, parts[0], parts[1]);
+    }
   }
 };
 
@@ -45,40 +65,42 @@ struct QuantisedRows {
 static void moe_int8(const Args& args, Team& team) {
   const ExpertsArgs a(args);
   const size_t grouping_bytes = Grouping::bytes(a.ids, a.experts);
-  const size_t row_bytes = static_cast<size_t>(row_bytes8(std::max(a.hidden, a.width)));
-  char* const memory = static_cast<char*>(team.scratch(grouping_bytes + kChunk * row_bytes));
+  const int64_t k = std::max(a.hidden, a.width);
+  char* const memory = static_cast<char*>(team.scratch(grouping_bytes + ExpertRows8::bytes(k)));
   const Grouping grouping(a.ids, a.experts, memory);
-  QuantisedRows rows;
-  rows.codes = reinterpret_cast<int8_t*>(memory + grouping_bytes);
+  ExpertRows8 rows(memory + grouping_bytes, k);
 
-  grouping.deal(a.width_blocks, kRows8, team, [&](const Group& group, Range own) {
-    for (int64_t first = group.first; first < group.first + group.rows; first += kChunk) {
-      const int64_t count = std::min(kChunk, group.first + group.rows - first);
-      rows.fill([&](int64_t i) { return a.x.row<const bf16>(grouping.order[first + i] / grouping.top); }, count,
-                a.hidden);
+  // f(first) for every stripe of rows in the group, `first` among all, once they are in `rows`
+  const auto for_stripes = [&](const Group& group, int64_t k, const auto& input, const auto& f) {
+    const int64_t end = group.first + group.rows;
+    for (int64_t first = group.first; first < end; first += Stripe8::kMostRows) {
+      rows.fill([&](int64_t i) { return input(first + i); }, std::min(Stripe8::kMostRows, end - first), k);
+      f(first);
+    }
+  };
+  grouping.deal(a.width_blocks, kHiddenRows8, team, [&](const Group& group, Range own) {
+    const auto input = [&](int64_t i) { return a.x.row<const bf16>(grouping.order[i] / grouping.top); };
+    for_stripes(group, a.hidden, input, [&](int64_t first) {
       for (int64_t block = own.begin; block < own.end; ++block) {
-        Vec gates[kChunk][kVecs8];
         const int64_t gate = (group.expert * a.width_blocks + block) * 2;
-        rows.multiply(count, a.gate_up, gate, [&](int64_t i, const Vec* x) { std::copy_n(x, kVecs8, gates[i]); });
-        rows.multiply(count, a.gate_up, gate + 1, [&](int64_t i, const Vec* x) {
+        rows.multiply<2>(a.gate_up, gate, [&](int64_t i, const Vec* gates, const Vec* ups) {
           float* const out = a.middle.row<float>(first + i) + block * kBlockN;
-          for (int v = 0; v < kVecs8; ++v) store(out + v * kLanes, silu(gates[i][v]) * x[v]);
+          for (int v = 0; v < kVecs8; ++v) store(out + v * kLanes, silu(gates[v]) * ups[v]);
         });
       }
-    }
+    });
   });
   team.barrier();
-  grouping.deal(a.hidden_blocks, kRows8, team, [&](const Group& group, Range own) {
-    for (int64_t first = group.first; first < group.first + group.rows; first += kChunk) {
-      const int64_t count = std::min(kChunk, group.first + group.rows - first);
-      rows.fill([&](int64_t i) { return a.middle.row<const float>(first + i); }, count, a.width);
+  grouping.deal(a.hidden_blocks, kHiddenRows8, team, [&](const Group& group, Range own) {
+    const auto input = [&](int64_t i) { return a.middle.row<const float>(i); };
+    for_stripes(group, a.width, input, [&](int64_t first) {
       for (int64_t block = own.begin; block < own.end; ++block) {
-        rows.multiply(count, a.down, group.expert * a.hidden_blocks + block, [&](int64_t i, const Vec* x) {
+        rows.multiply<1>(a.down, group.expert * a.hidden_blocks + block, [&](int64_t i, const Vec* x, const Vec*) {
           float* const out = a.partial.row<float>(grouping.order[first + i]) + block * kBlockN;
           for (int v = 0; v < kVecs8; ++v) store(out + v * kLanes, x[v]);
         });
       }
-    }
+    });
   });
   team.barrier();
   sum_choices<bf16>(a, team);
