@@ -195,7 +195,9 @@ class PackedWeight:
         return (self.data,)
 
     def scratch(self, m: int) -> int:
-        if self.dtype is torch.float32 or core.isa() != "amx" or m <= _TILE_ROWS:
+        if core.isa() != "amx" or self.dtype is torch.float32:
+            return m * (self.k + 1) * 4  # panels of rows (csrc/panels.h)
+        if m <= _TILE_ROWS:
             return 0
         return -(-m // _TILE_ROWS) * _TILE_ROWS * _padded(self.n, self.k, self.dtype)[1] * 2  # packed rows of x
 

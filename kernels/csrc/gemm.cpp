@@ -7,36 +7,31 @@
 
 #else
 #include "epilogue.h"
-#include "gemm.h"
+#include "panels.h"
+#include "products.h"
 
 namespace tilerank::TR_RUNG {
 
 template <class T>
 static void linear(const Args& args, Team& team) {
-  constexpr int64_t kChunk = 20 * kRows;  // rows whose gates are kept until their other part is there
-  const Tensor &x = args.tensor(0), &weight = args.tensor(5);
+  const Tensor& x = args.tensor(0);
   const Epilogue epilogue(args);
-  const int64_t m = x.size[0], k = x.size[1];
-  const Range share = team.share(epilogue.results);
-  for (int64_t result = share.begin; result < share.end; ++result) {
-    const T* const data = weight.as<const T>() + result * epilogue.parts * block_elements<T>(k);
-    if (epilogue.parts == 1) {
-      multiply_block([&](int64_t row) { return x.row<const T>(row); }, m, data, k,
-                     [&](int64_t row, const Vec* sums) { epilogue.write(row, result, sums); });
-      continue;
-    }
-    for (int64_t first = 0; first < m; first += kChunk) {
-      const int64_t count = std::min(kChunk, m - first);
-      const auto rows = [&](int64_t i) { return x.row<const T>(first + i); };
-      Vec gates[kChunk][kVecs];
-      multiply_block(rows, count, data, k, [&](int64_t i, const Vec* sums) { std::copy_n(sums, kVecs, gates[i]); });
-      multiply_block(rows, count, data + block_elements<T>(k), k,
-                     [&](int64_t i, const Vec* sums) { epilogue.write(first + i, result, gates[i], sums); });
-    }
-  }
+  const RowPanels<T> rows(args.tensor(4).data, x.size[0], x.size[1]);
+  rows.pack([&](int64_t row) { return x.row<const T>(row); }, team);
+  team.barrier();
+  const BlockRun<T> weight{args.tensor(5).as<const T>(), x.size[1]};
+  multiply_results(rows, weight, epilogue.parts, team.share(epilogue.results), team.scratch(products_bytes<T>(rows.m)),
+                   [&](int64_t row, int64_t result, const float* first, const float* last) {
+                     Vec sums[kVecs], up[kVecs];
+                     for (int v = 0; v < kVecs; ++v) {
+                       sums[v] = load(first + v * kLanes);
+                       up[v] = load(last + v * kLanes);
+                     }
+                     epilogue.write(row, result, sums, up);
+                   });
 }
 
-// operands: the packed weight
+// operands: the packed weight; scratch: RowPanels
 static void linear_f32(const Args& args, Team& team) { linear<float>(args, team); }
 TR_KERNEL(linear_f32)
 

@@ -1,10 +1,10 @@
 // Products of rows with one block of a packed weight, in vectors, for the rung that includes this file (no include
 // guard).
+#include "panels.h"
 
 namespace tilerank::TR_RUNG {
 
 // A block of 32 outputs is kVecs vectors; kRows rows of sums fill the registers (with one weight and one input).
-constexpr int kVecs = kBlockN / kLanes;
 constexpr int kRows = kLanes == 16 ? 12 : 3;
 
 // Every sum runs over k in order, in one chain, whatever the number of rows: a row's bits do not depend on its batch.
@@ -72,12 +72,6 @@ static void multiply_block(const Rows& rows, int64_t m, const T* weight, int64_t
   int64_t row = 0;
   for (; row + kRows <= m; row += kRows) rows_of_block<kRows>(rows, row, weight, k, emit);
   last_rows<kRows - 1>(m - row, rows, row, weight, k, emit);
-}
-
-// Elements of a block over k inputs.
-template <class T>
-constexpr int64_t block_elements(int64_t k) {
-  return std::is_same_v<T, float> ? k * kBlockN : blocks(k, kBlockK) * 2 * kTile;
 }
 
 }  // namespace tilerank::TR_RUNG

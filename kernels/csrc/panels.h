@@ -1,0 +1,212 @@
+// Products of rows with blocks of packed weights in vectors, for the rung that includes this file (no include guard;
+// pack.h comes before).
+//
+// Rows are packed as panels of up to kPanelRows rows, in units that one load brings to all lanes: an input in fp32 or,
+// where the rung multiplies pairs of bf16, a pair. A micro-kernel keeps the sums of a panel with a block of 32 outputs
+// in registers. Every sum runs over k in order, in one chain that goes on from part to part of k, whatever the number
+// of rows: a row's bits do not depend on its batch.
+
+namespace tilerank::TR_RUNG {
+
+constexpr int kVecs = kBlockN / kLanes;            // of a row's sums with a block
+constexpr int kPanelRows = kLanes == 16 ? 14 : 3;  // their sums fill the registers, beside weights and an input
+constexpr int64_t kPart = 384;                     // units of k: a panel's stay in the first-level cache
+
+#ifdef TR_BF16
+template <class T>
+constexpr bool kPaired = std::is_same_v<T, bf16>;
+#else
+template <class T>
+constexpr bool kPaired = false;
+#endif
+template <class T>
+using Unit = std::conditional_t<kPaired<T>, uint32_t, float>;
+
+// Bytes of a packed weight's block for each unit.
+template <class T>
+constexpr int64_t kUnitBytes = kBlockN * static_cast<int64_t>(sizeof(T)) * (kPaired<T> ? 2 : 1);
+
+// A tile's last pair is whole.
+template <class T>
+constexpr int64_t units_of(int64_t k) {
+  return kPaired<T> ? (k + 1) / 2 : std::is_same_v<T, bf16> ? (k + 1) / 2 * 2 : k;
+}
+
+// Elements of a packed weight's block over k inputs.
+template <class T>
+constexpr int64_t block_elements(int64_t k) {
+  return std::is_same_v<T, float> ? k * kBlockN : blocks(k, kBlockK) * 2 * kTile;
+}
+
+// What to ask memory for while multiplying: from unit to unit `step` bytes further.
+struct Ahead {
+  const char* at;
+  int64_t step;
+};
+
+template <int R>
+static inline void load_sums(const float* from, Vec (&sums)[R][kVecs]) {
+#pragma GCC unroll 14
+  for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 4
+    for (int v = 0; v < kVecs; ++v) sums[r][v] = from ? load(from + r * kBlockN + v * kLanes) : zero();
+  }
+}
+
+template <int R>
+static inline void store_sums(float* to, const Vec (&sums)[R][kVecs]) {
+#pragma GCC unroll 14
+  for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 4
+    for (int v = 0; v < kVecs; ++v) store(to + r * kBlockN + v * kLanes, sums[r][v]);
+  }
+}
+
+// One unit in all lanes, and how it is multiplied.
+static inline Vec spread(float unit) { return set(unit); }
+#ifdef TR_BF16
+struct PairVec {
+  __m512i v;
+};
+static inline PairVec spread(uint32_t unit) { return {_mm512_set1_epi32(static_cast<int>(unit))}; }
+static inline Vec fma(PairVec a, PairVec b, Vec c) { return {_mm512_dpbf16_ps(c.v, (__m512bh)a.v, (__m512bh)b.v)}; }
+#endif
+
+// sums += one unit of R rows x its weights, in vectors weight(v). No more than fit the registers are held at a time.
+template <int R, class U, class Weight>
+static inline void add_unit(const U* x, const Weight& weight, Vec (&sums)[R][kVecs]) {
+  if constexpr (R < kVecs) {
+    decltype(spread(*x)) inputs[R];
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r) inputs[r] = spread(x[r]);
+#pragma GCC unroll 4
+    for (int v = 0; v < kVecs; ++v) {
+      const auto w = weight(v);
+#pragma GCC unroll 4
+      for (int r = 0; r < R; ++r) sums[r][v] = fma(inputs[r], w, sums[r][v]);
+    }
+  } else {
+    decltype(weight(0)) w[kVecs];
+#pragma GCC unroll 4
+    for (int v = 0; v < kVecs; ++v) w[v] = weight(v);
+#pragma GCC unroll 14
+    for (int r = 0; r < R; ++r) {
+      const auto input = spread(x[r]);
+#pragma GCC unroll 4
+      for (int v = 0; v < kVecs; ++v) sums[r][v] = fma(input, w[v], sums[r][v]);
+    }
+  }
+}
+
+// The micro-kernels: sums[R][32] = or, to go on, += units of R rows, [unit][R], x as many of 32 outputs.
+
+// [unit][32 outputs]
+template <int R>
+static void multiply_panel(const float* x, const float* weight, int64_t units, float* sums, bool go_on, Ahead ahead) {
+  Vec s[R][kVecs];
+  load_sums<R>(go_on ? sums : nullptr, s);
+  for (int64_t i = 0; i < units; ++i, x += R, weight += kBlockN, ahead.at += ahead.step) {
+    _mm_prefetch(ahead.at, _MM_HINT_T0);
+    _mm_prefetch(ahead.at + 64, _MM_HINT_T0);
+    add_unit<R>(x, [&](int v) { return load(weight + v * kLanes); }, s);
+  }
+  store_sums<R>(sums, s);
+}
+
+// Where vector v of a pair's weights lies in a tile of a bf16 weight and the next one.
+static inline const bf16* vector_of_pair(const bf16* pair, int v) {
+  return pair + v * kLanes / 16 * kTile + v * kLanes % 16 * 2;
+}
+
+// Two tiles of a bf16 weight after two others.
+template <int R>
+static void multiply_panel(const Unit<bf16>* x, const bf16* weight, int64_t units, float* sums, bool go_on,
+                           Ahead ahead) {
+  constexpr int64_t kUnits = kPaired<bf16> ? 1 : 2;  // of a pair
+  Vec s[R][kVecs];
+  load_sums<R>(go_on ? sums : nullptr, s);
+  for (int64_t first = 0; first < units; first += 16 * kUnits, weight += 2 * kTile) {
+    const bf16* const end = weight + std::min<int64_t>(16, (units - first) / kUnits) * 32;
+    for (const bf16* pair = weight; pair != end; pair += 32, x += R * kUnits, ahead.at += ahead.step * kUnits) {
+      _mm_prefetch(ahead.at, _MM_HINT_T0);
+      _mm_prefetch(ahead.at + 64, _MM_HINT_T0);
+#ifdef TR_BF16
+      add_unit<R>(x, [&](int v) { return PairVec{_mm512_loadu_si512(vector_of_pair(pair, v))}; }, s);
+#else
+      add_unit<R>(x, [&](int v) { return load_pairs(vector_of_pair(pair, v)).a; }, s);
+      const bf16* again = pair;
+      asm("" : "+r"(again));  // loaded again: there is no register to keep it
+      add_unit<R>(x + R, [&](int v) { return load_pairs(vector_of_pair(again, v)).b; }, s);
+#endif
+    }
+  }
+  store_sums<R>(sums, s);
+}
+
+// The same for `rows` rows, 1 to R.
+template <class U, class W, int R = kPanelRows>
+static void multiply_panel(int64_t rows, const U* x, const W* weight, int64_t units, float* sums, bool go_on,
+                           Ahead ahead) {
+  if constexpr (R > 1) {
+    if (rows < R) return multiply_panel<U, W, R - 1>(rows, x, weight, units, sums, go_on, ahead);
+  }
+  multiply_panel<R>(x, weight, units, sums, go_on, ahead);
+}
+
+// Rows as panels of about equal size, in memory that all threads share: parts of kPart units one after the other, of
+// each the panels, of each the units.
+template <class T>
+class RowPanels {
+ public:
+  static size_t bytes(int64_t m, int64_t k) { return static_cast<size_t>(m * units_of<T>(k)) * sizeof(Unit<T>); }
+
+  RowPanels(void* memory, int64_t m, int64_t k)
+      : m(m), units(units_of<T>(k)), panels(blocks(m, kPanelRows)), k_(k), data_(static_cast<Unit<T>*>(memory)) {}
+
+  // Packs a part of all that is dealt out; row(i) is where the inputs of row i are.
+  template <class Row>
+  void pack(const Row& row, const Team& team) const {
+    const Range own = team.share(blocks(units, kPart) * panels);
+    for (int64_t task = own.begin; task < own.end; ++task) pack(row, task % panels, task / panels * kPart);
+  }
+
+  int64_t first_row(int64_t panel) const { return m * panel / panels; }
+  int64_t rows(int64_t panel) const { return first_row(panel + 1) - first_row(panel); }
+
+  // A panel's units from `unit` on, until the end of that part.
+  const Unit<T>* at(int64_t panel, int64_t unit) const {
+    const int64_t part = unit / kPart * kPart, part_units = std::min(kPart, units - part);
+    return data_ + part * m + first_row(panel) * part_units + (unit - part) * rows(panel);
+  }
+
+  const int64_t m, units, panels;
+
+ private:
+  // Few units of one row after the other: rows often lie a power of two apart and would push each other out.
+  template <class Row>
+  void pack(const Row& row, int64_t panel, int64_t part) const {
+    const int64_t first = first_row(panel), count = rows(panel), end = std::min(part + kPart, units);
+    Unit<T>* to = const_cast<Unit<T>*>(at(panel, part));
+    for (int64_t begin = part; begin < end; begin += 32) {
+      const int64_t some = std::min<int64_t>(32, end - begin);
+      for (int64_t r = 0; r < count; ++r) {
+        const T* const from = row(first + r);
+        for (int64_t i = 0; i < some; ++i) to[i * count + r] = unit(from, begin + i);
+      }
+      to += some * count;
+    }
+  }
+
+  Unit<T> unit(const T* row, int64_t i) const {
+    if constexpr (kPaired<T>) {
+      return row[2 * i].bits | (2 * i + 1 < k_ ? uint32_t{row[2 * i + 1].bits} << 16 : 0);
+    } else {
+      return i < k_ ? to_float(row[i]) : 0.0f;
+    }
+  }
+
+  const int64_t k_;
+  Unit<T>* const data_;
+};
+
+}  // namespace tilerank::TR_RUNG

@@ -1,0 +1,112 @@
+// Products of packed rows with a run of blocks of a packed weight, for the rung that includes this file (no include
+// guard; panels.h comes before).
+
+namespace tilerank::TR_RUNG {
+
+constexpr int64_t kStripe = 224 / kPanelRows;  // panels of rows, of which a part stays in the second-level cache
+constexpr int64_t kGroup = 16;                 // blocks whose sums with a stripe do as well
+
+// The blocks of a weight over k inputs.
+template <class T>
+struct BlockRun {
+  static constexpr bool kExpands = std::is_same_v<T, bf16> && !kPaired<T>;
+
+  const char* at(int64_t block, int64_t unit) const {
+    return reinterpret_cast<const char*>(data + block * block_elements<T>(k)) + unit * kUnitBytes<T>;
+  }
+
+  const T* data;
+  int64_t k;
+};
+
+// A panel of fp32, [unit][32 outputs], of tiles.
+static inline void expand(const bf16* tiles, int64_t units, float* panel) {
+  for (int64_t first = 0; first < units; first += kBlockK, tiles += 2 * kTile) {
+    for (const bf16* pair = tiles; pair != tiles + std::min(kBlockK, units - first) * 16; pair += 32) {
+#pragma GCC unroll 4
+      for (int v = 0; v < kVecs; ++v) {
+        const Two w = load_pairs(vector_of_pair(pair, v));
+        store(panel + v * kLanes, w.a);
+        store(panel + kBlockN + v * kLanes, w.b);
+      }
+      panel += 2 * kBlockN;
+    }
+  }
+}
+
+// What multiply_results works with, of a thread's own.
+template <class T>
+static size_t products_bytes(int64_t m) {
+  return (std::min(m, kStripe * kPanelRows) * kGroup + kPart) * kBlockN * sizeof(float);
+}
+
+// The products of a stripe with at most kGroup blocks. A part of every block in turn is expanded once for all panels;
+// meanwhile the next one comes from memory.
+template <class T, class Emit>
+static void multiply_stripe(const RowPanels<T>& x, Range panels, const BlockRun<T>& weight, int64_t parts,
+                            Range results, float* memory, const Emit& emit) {
+  const int64_t first_row = x.first_row(panels.begin), rows = x.first_row(panels.end) - first_row;
+  const Range blocks{results.begin * parts, results.end * parts};
+  float* const expanded = memory;
+  const auto sums_of = [&](int64_t block, int64_t row) {
+    return memory + (kPart + (block - blocks.begin) * rows + row - first_row) * kBlockN;
+  };
+  const int64_t ahead_step = std::max<int64_t>(kUnitBytes<T> / (panels.end - panels.begin), 8);
+  for (int64_t part = 0; part < x.units; part += kPart) {
+    const int64_t units = std::min(kPart, x.units - part);
+    const bool last_part = part + units == x.units;
+    for (int64_t block = blocks.begin; block < blocks.end; ++block) {
+      const char* const source = weight.at(block, part);
+      const bool in_part = block + 1 < blocks.end || last_part;  // after the last part of a group its next one begins
+      const char* const next =
+          in_part ? weight.at(block + 1, block + 1 < blocks.end ? part : 0) : weight.at(blocks.begin, part + units);
+      if constexpr (BlockRun<T>::kExpands) expand(reinterpret_cast<const bf16*>(source), units, expanded);
+      for (int64_t panel = panels.begin; panel < panels.end; ++panel) {
+        const int64_t row = x.first_row(panel), count = x.rows(panel);
+        float* const sums = sums_of(block, row);
+        const int64_t asked = (panel - panels.begin) * ahead_step;
+        const bool asks = asked < kUnitBytes<T>;
+        const Ahead ahead = asks ? Ahead{next + asked * units, ahead_step} : Ahead{next, 0};
+        if constexpr (BlockRun<T>::kExpands) {
+          multiply_panel(count, x.at(panel, part), expanded, units, sums, part > 0, ahead);
+        } else {
+          multiply_panel(count, x.at(panel, part), reinterpret_cast<const T*>(source), units, sums, part > 0, ahead);
+        }
+        if (!last_part || (block + 1) % parts) continue;
+        const float* const first = sums_of(block + 1 - parts, row);
+        for (int64_t r = 0; r < count; ++r) emit(row + r, block / parts, first + r * kBlockN, sums + r * kBlockN);
+      }
+    }
+  }
+}
+
+// emit(row, result, first, last) gets the sums of every row with the first and the last of the `parts` blocks (1 or 2)
+// of each result, float[32]. memory: products_bytes(x.m)
+template <class T, class Emit>
+static void multiply_results(const RowPanels<T>& x, const BlockRun<T>& weight, int64_t parts, Range results,
+                             void* memory, const Emit& emit) {
+  float* const sums = static_cast<float*>(memory);
+  if (x.panels == 1) {
+    // The weight comes from memory as fast as it can be read: straight to the registers, in order.
+    constexpr int64_t kAhead = 3 << 10;
+    for (int64_t block = results.begin * parts; block < results.end * parts; ++block) {
+      const char* const data = weight.at(block, 0);
+      float* const last = sums + block % parts * x.m * kBlockN;
+      multiply_panel(x.m, x.at(0, 0), reinterpret_cast<const T*>(data), x.units, last, false,
+                     Ahead{data + kAhead, kUnitBytes<T>});
+      if ((block + 1) % parts) continue;
+      for (int64_t r = 0; r < x.m; ++r) emit(r, block / parts, sums + r * kBlockN, last + r * kBlockN);
+    }
+    return;
+  }
+  const int64_t group = kGroup / parts;
+  for (int64_t panel = 0; panel < x.panels; panel += kStripe) {
+    const Range stripe{panel, std::min(panel + kStripe, x.panels)};
+    for (int64_t result = results.begin; result < results.end; result += group) {
+      const Range some{result, std::min(result + group, results.end)};
+      multiply_stripe(x, stripe, weight, parts, some, sums, emit);
+    }
+  }
+}
+
+}  // namespace tilerank::TR_RUNG
