@@ -41,31 +41,39 @@ static inline Ints load_word(const char* p) {
 #endif
 }
 
+static inline Ints add(Ints a, Ints b) {
+#ifdef TR_AVX512
+  return _mm512_add_epi32(a, b);
+#else
+  return _mm256_add_epi32(a, b);
+#endif
+}
+
+// f(r) for every r < R. No loop, and functions that are compiled for themselves: else GCC leaves sums in memory.
+template <int R, class F>
+static inline void for_rows8(const F& f) {
+  [&]<int... r>(std::integer_sequence<int, r...>) { (f(r), ...); }(std::make_integer_sequence<int, R>{});
+}
+
 // Four inputs of R rows with kVecsAtOnce8 vectors of outputs.
 template <int R>
 static inline void dot_fours(const char* x, const int8_t* weight, Ints (&sums)[R][kVecsAtOnce8]) {
 #ifdef TR_AVX512
   const Ints left = load_ints(weight), right = load_ints(weight + kBlockStep8 / 2);
-#pragma GCC unroll 16
-  for (int r = 0; r < R; ++r) {
+  for_rows8<R>([&](int r) {
     const Ints word = load_word(x + r * kFour8);
     sums[r][0] = _mm512_dpbusd_epi32(sums[r][0], word, left);
     sums[r][1] = _mm512_dpbusd_epi32(sums[r][1], word, right);
-  }
+  });
 #else
-  Ints even[kVecsAtOnce8], odd[kVecsAtOnce8];
-  for (int v = 0; v < kVecsAtOnce8; ++v) {
-    const Ints w = load_ints(weight + v * 32);
-    even[v] = _mm256_srai_epi16(_mm256_slli_epi16(w, 8), 8), odd[v] = _mm256_srai_epi16(w, 8);
-  }
-#pragma GCC unroll 16
-  for (int r = 0; r < R; ++r) {
+  const Ints left = load_ints(weight), right = load_ints(weight + 32);
+  const Ints left_even = _mm256_srai_epi16(_mm256_slli_epi16(left, 8), 8), left_odd = _mm256_srai_epi16(left, 8);
+  const Ints right_even = _mm256_srai_epi16(_mm256_slli_epi16(right, 8), 8), right_odd = _mm256_srai_epi16(right, 8);
+  for_rows8<R>([&](int r) {
     const Ints x_even = load_word(x + r * kFour8), x_odd = load_word(x + r * kFour8 + 4);
-    for (int v = 0; v < kVecsAtOnce8; ++v) {
-      const Ints both = _mm256_add_epi32(_mm256_madd_epi16(even[v], x_even), _mm256_madd_epi16(odd[v], x_odd));
-      sums[r][v] = _mm256_add_epi32(sums[r][v], both);
-    }
-  }
+    sums[r][0] = add(sums[r][0], add(_mm256_madd_epi16(left_even, x_even), _mm256_madd_epi16(left_odd, x_odd)));
+    sums[r][1] = add(sums[r][1], add(_mm256_madd_epi16(right_even, x_even), _mm256_madd_epi16(right_odd, x_odd)));
+  });
 #endif
 }
 
@@ -77,11 +85,9 @@ struct Ahead8 {
 
 // sums[R][kVecs8] += a tile of R rows x kVecsAtOnce8 vectors of a panel of a block, k_tiles * 64 inputs.
 template <int R>
-static void multiply_tile8(const char* x, const int8_t* weight, int64_t k_tiles, Ints* sums, bool first, Ahead8 ahead) {
-  Ints own[R][kVecsAtOnce8];
-  for (int r = 0; r < R; ++r) {
-    for (int v = 0; v < kVecsAtOnce8; ++v) own[r][v] = first ? Ints{} : sums[r * kVecs8 + v];
-  }
+[[gnu::noinline]] static void multiply_tile8(const char* x, const int8_t* weight, int64_t k_tiles, Ints* sums,
+                                             bool first, Ahead8 ahead) {
+  Ints own[R][kVecsAtOnce8] = {};
   for (int64_t t = 0; t < k_tiles; ++t, weight += kBlockStep8) {
     for (int64_t four = 0; four < kBlockK8 / 4; ++four, x += R * kFour8, ahead.at += ahead.step) {
       _mm_prefetch(ahead.at, _MM_HINT_T1);
@@ -89,9 +95,11 @@ static void multiply_tile8(const char* x, const int8_t* weight, int64_t k_tiles,
       dot_fours<R>(x, weight + four * 64, own);
     }
   }
-  for (int r = 0; r < R; ++r) {
-    for (int v = 0; v < kVecsAtOnce8; ++v) sums[r * kVecs8 + v] = own[r][v];
-  }
+  for_rows8<R>([&](int r) {
+    Ints* const to = sums + r * kVecs8;
+    to[0] = first ? own[r][0] : add(to[0], own[r][0]);
+    to[1] = first ? own[r][1] : add(to[1], own[r][1]);
+  });
 }
 
 template <int R>

@@ -1,5 +1,7 @@
 // The product of rows with an int8 weight: rows are quantised as they come, sums are exact, and one scaling follows.
 #ifndef TR_RUNG
+#include <utility>
+
 #include "int8.h"
 #include "kernel.h"
 

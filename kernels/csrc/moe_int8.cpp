@@ -1,5 +1,7 @@
 // Fused experts with int8 weights in vectors. Rows are quantised twice: x, and silu(gate) * up, which is kept in fp32.
 #ifndef TR_RUNG
+#include <utility>
+
 #include "experts.h"
 #include "int8.h"
 #define TR_SOURCE "moe_int8.cpp"
