@@ -9,7 +9,6 @@ import os
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
 
 from . import core
 from .errors import KernelError
@@ -18,6 +17,8 @@ try:
     from . import _C
 except ImportError:
     _C = None  # type: ignore[assignment]
+
+_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "int8": "int8"}
 
 
 def stream_read_gbs(threads: int, cores: Sequence[int] | None = None) -> float:
@@ -36,12 +37,24 @@ def first_touch_gbs(threads: int, cores: Sequence[int] | None = None) -> float:
     return float(_C.measure_first_touch(_first(threads, cores), min(256 << 20, (8 << 30) // threads))) / 1e9
 
 
-def amx_tflops(kind: Literal["bf16", "int8"], threads: int, cores: Sequence[int] | None = None) -> float:
-    """1e12 operations a second (a product and a sum are two) of AMX tile products on `threads` cores at once."""
+def amx_tflops(kind: str, threads: int, cores: Sequence[int] | None = None) -> float:
+    """1e12 operations a second (a product and a sum are two) of AMX tile products, bf16 or int8, on `threads` cores at
+    once."""
     _check_compiled()
     if kind not in ("bf16", "int8"):
         raise KernelError(f"amx_tflops: kind: expected bf16 or int8, found {kind!r}")
     return statistics.median(_C.measure_amx(_first(threads, cores), kind == "int8")) / 1e12
+
+
+def vector_tflops(kind: str, threads: int, cores: Sequence[int] | None = None) -> float:
+    """The same of what the rung in force multiplies vectors of fp32, bf16 or int8 with. Where bf16 is widened to fp32
+    first that is the same for both."""
+    _check_compiled()
+    if kind not in _DTYPES:
+        raise KernelError(f"vector_tflops: kind: expected one of {', '.join(_DTYPES)}, found {kind!r}")
+    core.isa()
+    dtype = _C.dtypes().index(_DTYPES[kind])
+    return statistics.median(_C.measure_vectors(_first(threads, cores), dtype)) / 1e12
 
 
 def core_to_core_ns(core_a: int, core_b: int) -> float:

@@ -9,8 +9,8 @@ import importlib
 from .bench_json import with_json
 
 BENCHES = {
-    "peaks": "memory bandwidth, AMX peak and core-to-core latency of the cores this process may use",
-    "kernels": "every kernel as a share of reading memory or of the AMX peak, and against torch",
+    "peaks": "memory bandwidth, compute peaks and core-to-core latency of the cores this process may use",
+    "kernels": "every kernel as a share of reading memory or of computing, and against torch",
     "comm": "all-reduce and all-gather in shared memory and over gloo, from two ranks up",
     "model": "prefill and decode of a model, as shares of what the machine allows",
     "compare": "a model against other systems with the same weights on the same cores, in turns",

@@ -7,6 +7,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from .bench_peaks import compute_figures
 from .errors import LaunchError
 
 WIDTH, LEFT, RIGHT = 880, 190, 130
@@ -57,8 +58,7 @@ def draw(rows: list[Row]) -> str:
         parts.append(_text(legend_x + 17, 46, system))
         legend_x += 34 + 8 * len(system)
     peaks = rows[0]["peaks"]
-    amx = peaks["amx_bf16_tflops"]
-    limits = f"{peaks['stream_read_gbs']:.1f} GB/s read" + ("" if amx is None else f", {amx:.2f} TFLOP/s AMX bf16")
+    limits = ", ".join([f"{peaks['stream_read_gbs']:.1f} GB/s read", *compute_figures(peaks)[:1]])
     title = f"{rows[0]['model']}: share of the machine's limit ({limits}), by prompt tokens x batch"
     height = y + 8
     head = [

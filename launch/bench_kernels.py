@@ -1,4 +1,4 @@
-"""`tilerank bench kernels`: each kernel's time as a share of reading memory or of the AMX peak, and against torch."""
+"""`tilerank bench kernels`: each kernel's time as a share of reading memory or of computing, and against torch."""
 
 import argparse
 import importlib
@@ -11,7 +11,7 @@ from typing import Any
 from .bench_entry import Call, Entry
 from .bench_job import whole_numbers
 from .bench_json import add_json_argument, check_json_argument, write_json
-from .bench_peaks import Peaks, bench_cores, peaks_of
+from .bench_peaks import Peaks, bench_cores, compute_title, peaks_of, share_text
 from .topology import read_topology
 
 GROUPS = ("linear", "experts", "attention", "small")
@@ -67,8 +67,9 @@ def run(args: argparse.Namespace) -> int:
     torch.ones(1 << 20).add_(1.0)  # starts its threads before the calling one is pinned, which they would inherit
     core.start_pool(cores, spin=True)
     print(f"{core.isa()} on {len(cores)} cores; {peaks.text()}\n")
+    computing = f"  of {compute_title(peaks.isa)}"
     print(
-        f"{'kernel':<18}{'shape':<22}{'format':<10}{'us':>11}{'of limit':>10}{'of read':>9}{'of AMX':>8}"
+        f"{'kernel':<18}{'shape':<22}{'format':<10}{'us':>11}{'of limit':>10}{'of read':>9}{computing}"
         f"{'torch us':>12}{'times':>7}"
     )
     rows = []
@@ -76,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
         ours = seconds_per_call(entry.run, args.seconds)
         theirs = None if entry.torch is None else seconds_per_call(entry.torch, args.seconds)
         rows.append(row_of(entry, ours, theirs, peaks, core.isa()))
-        print(_text(rows[-1]), flush=True)
+        print(_text(rows[-1], len(computing)), flush=True)
     write_json(args, rows)
     return 0
 
@@ -105,8 +106,8 @@ def seconds_per_call(call: Call, budget_s: float) -> float:
 
 
 def row_of(entry: Entry, seconds: float, torch_seconds: float | None, peaks: Peaks, isa: str) -> dict[str, Any]:
-    """A row for JSON. amx_share: None where no tiles are used. torch_ratio: how often ours runs in the time of
-    torch's."""
+    """A row for JSON. amx_share: None where no tiles are used. compute_share: of the peaks of the
+    rung in force. torch_ratio: how often ours runs in the time of torch's."""
     work = entry.work
     return {
         "kernel": entry.kernel,
@@ -118,6 +119,7 @@ def row_of(entry: Entry, seconds: float, torch_seconds: float | None, peaks: Pea
         "flops": work.flops,
         "stream_share": peaks.stream_share(work, seconds),
         "amx_share": peaks.amx_share(work, seconds),
+        "compute_share": peaks.compute_share(work, seconds),
         "limit_share": peaks.least_seconds(work) / seconds,
         "torch_seconds": torch_seconds,
         "torch_ratio": None if torch_seconds is None else torch_seconds / seconds,
@@ -125,12 +127,12 @@ def row_of(entry: Entry, seconds: float, torch_seconds: float | None, peaks: Pea
     }
 
 
-def _text(row: dict[str, Any]) -> str:
-    amx = "-" if row["amx_share"] is None else f"{row['amx_share']:.2f}"
+def _text(row: dict[str, Any], computing_width: int) -> str:
+    computing = share_text(row["compute_share"])
     theirs = "" if row["torch_seconds"] is None else f"{1e6 * row['torch_seconds']:>12.1f}{row['torch_ratio']:>7.2f}"
     return (
         f"{row['kernel']:<18}{row['shape']:<22}{row['format']:<10}{1e6 * row['seconds']:>11.1f}"
-        f"{row['limit_share']:>10.2f}{row['stream_share']:>9.2f}{amx:>8}{theirs}"
+        f"{row['limit_share']:>10.2f}{row['stream_share']:>9.2f}{computing:>{computing_width}}{theirs}"
     )
 
 

@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -16,6 +16,15 @@ from .cpulist import format_cpulist, parse_cpulist
 from .errors import LaunchError
 from .topology import Topology, read_topology
 
+COMPUTE = (
+    ("amx_bf16_tflops", "bf16", "TFLOP/s"),
+    ("amx_int8_tops", "int8", "TOP/s"),
+    ("vector_fp32_tflops", "fp32", "TFLOP/s"),
+    ("vector_bf16_tflops", "bf16", "TFLOP/s"),
+    ("vector_int8_tops", "int8", "TOP/s"),
+)
+"""Peaks of computing: their names here and in JSON, what is multiplied, and units."""
+
 BUSY = 0.5  # load average from which figures are in doubt
 
 
@@ -23,7 +32,8 @@ BUSY = 0.5  # load average from which figures are in doubt
 class Peaks:
     """The machine at its best on the cores of a run: GB/s read by all of them, TFLOP/s of AMX bf16 and TOP/s of AMX
     int8 (None without AMX), ns one way between the two closest cores (None if there is one), GB/s of memory that nobody
-    had before; the load average before, of whatever else runs."""
+    had before; the load average before, of whatever else runs; the rung in force, and TFLOP/s (TOP/s) of its vectors
+    (None with AMX, where nobody asks, and in plain torch)."""
 
     stream_read_gbs: float
     amx_bf16_tflops: float | None
@@ -31,6 +41,10 @@ class Peaks:
     core_to_core_ns: float | None
     first_touch_gbs: float
     load_average: float = 0.0
+    isa: str = "amx"
+    vector_fp32_tflops: float | None = None
+    vector_bf16_tflops: float | None = None
+    vector_int8_tops: float | None = None
 
     def stream_share(self, work: Work, seconds: float) -> float:
         """What part of the read bandwidth moving the bytes of `work` in `seconds` takes."""
@@ -38,30 +52,52 @@ class Peaks:
 
     def amx_share(self, work: Work, seconds: float) -> float | None:
         """What part of the AMX peaks computing `work` in `seconds` takes. None without AMX, or where it is not used."""
-        return self._tiles(work) / seconds or None
+        return self.compute_share(work, seconds) if self.isa == "amx" else None
+
+    def compute_share(self, work: Work, seconds: float) -> float | None:
+        """What part of the peaks of the rung in force, AMX or vectors, computing `work` in `seconds` takes. None where
+        it computes nothing of which a peak is known (fp32 beside AMX)."""
+        return self._computing(work) / seconds or None
 
     def least_seconds(self, work: Work) -> float:
         """How long `work` takes at the limit: reading or computing, whichever takes longer."""
-        return max(self._reading(work), self._tiles(work))
+        return max(self._reading(work), self._computing(work))
 
     def _reading(self, work: Work) -> float:
         return work.nbytes / (self.stream_read_gbs * 1e9)
 
-    def _tiles(self, work: Work) -> float:
-        if self.amx_bf16_tflops is None or self.amx_int8_tops is None:
-            return 0.0
-        return work.bf16 / (self.amx_bf16_tflops * 1e12) + work.int8 / (self.amx_int8_tops * 1e12)
+    def _computing(self, work: Work) -> float:
+        parts = [
+            (work.fp32, self.vector_fp32_tflops),
+            (work.bf16, self.amx_bf16_tflops or self.vector_bf16_tflops),
+            (work.int8, self.amx_int8_tops or self.vector_int8_tops),
+        ]
+        return sum(operations / (peak * 1e12) for operations, peak in parts if peak is not None)
 
     def text(self) -> str:
-        amx = "no AMX"
-        if self.amx_bf16_tflops is not None:
-            amx = f"{self.amx_bf16_tflops:.2f} TFLOP/s AMX bf16, {self.amx_int8_tops:.2f} TOP/s int8"
+        computing = ", ".join(compute_figures(self.as_json())) or "no compute peak"
         latency = "" if self.core_to_core_ns is None else f", {self.core_to_core_ns:.0f} ns core to core"
         busy = f"\n{load_note(self.load_average)}" if self.load_average > BUSY else ""
-        return f"peaks: {self.stream_read_gbs:.1f} GB/s read, {amx}{latency}{busy}"
+        return f"peaks: {self.stream_read_gbs:.1f} GB/s read, {computing}{latency}{busy}"
 
-    def as_json(self) -> dict[str, float | None]:
+    def as_json(self) -> dict[str, Any]:
         return asdict(self)
+
+
+def compute_title(isa: str) -> str:
+    """What computes on a rung."""
+    return {"amx": "AMX", "avx2": "AVX2", "reference": "torch"}.get(isa, "AVX-512")
+
+
+def share_text(share: float | None) -> str:
+    return "-" if share is None else f"{share:.2f}"
+
+
+def compute_figures(peaks: Mapping[str, Any]) -> list[str]:
+    """Those of `Peaks.as_json` that there are: "0.30 TFLOP/s AVX-512 fp32", "1.20 TOP/s int8"."""
+    known = [(peaks[name], kind, unit) for name, kind, unit in COMPUTE if peaks[name] is not None]
+    titles = [f"{compute_title(peaks['isa'])} ", *[""] * len(known)]
+    return [f"{figure:.2f} {unit} {title}{kind}" for title, (figure, kind, unit) in zip(titles, known, strict=False)]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -101,12 +137,15 @@ def measure_peaks(topology: Topology, cores: Sequence[int] | None = None) -> dic
         "first_touch_gbs": {str(len(own)): peaks.first_touch_gbs(len(own), own)},
         "stream_read_gbs": {str(count): peaks.stream_read_gbs(count, own) for count in counts},
     }
-    amx = core.isa_report()[0]
-    if amx.usable:
-        report["amx_bf16_tflops"] = {str(count): peaks.amx_tflops("bf16", count, own) for count in counts}
-        report["amx_int8_tops"] = {str(count): peaks.amx_tflops("int8", count, own) for count in counts}
-    else:
-        report["amx"] = f"not available: {amx.reason}"
+    rungs = core.isa_report()
+    report["isa"] = next(rung.name for rung in rungs if rung.usable)
+    if report["isa"] != "amx":
+        report["amx"] = f"not available: {rungs[0].reason}"
+    for name, kind, _ in COMPUTE if report["isa"] != "reference" else ():
+        tiles = name.startswith("amx")
+        if tiles == (report["isa"] == "amx"):
+            measure = peaks.amx_tflops if tiles else peaks.vector_tflops
+            report[name] = {str(count): measure(kind, count, own) for count in counts}
     report["core_to_core_ns"] = {
         f"{a}-{b}": peaks.core_to_core_ns(a, b) for a, b in itertools.combinations(_representatives(topology, own), 2)
     }
@@ -138,11 +177,11 @@ def peaks_from(report: dict[str, Any], load_average: float) -> Peaks:
     everywhere = str(len(report["cores"]))
     return Peaks(
         stream_read_gbs=report["stream_read_gbs"][everywhere],
-        amx_bf16_tflops=report.get("amx_bf16_tflops", {}).get(everywhere),
-        amx_int8_tops=report.get("amx_int8_tops", {}).get(everywhere),
         core_to_core_ns=min(report["core_to_core_ns"].values(), default=None),
         first_touch_gbs=report["first_touch_gbs"][everywhere],
         load_average=load_average,
+        isa=report["isa"],
+        **{name: report.get(name, {}).get(everywhere) for name, _, _ in COMPUTE},
     )
 
 
@@ -169,8 +208,7 @@ def _text(report: dict[str, Any]) -> list[str]:
     rows = [
         ("stream read", "stream_read_gbs", "GB/s"),
         ("first touch", "first_touch_gbs", "GB/s"),
-        ("AMX bf16", "amx_bf16_tflops", "TFLOP/s"),
-        ("AMX int8", "amx_int8_tops", "TOP/s"),
+        *((f"{compute_title(report['isa'])} {kind}", name, unit) for name, kind, unit in COMPUTE),
     ]
     lines = [
         f"{title:<14}{'1 core' if count == '1' else count + ' cores':<10}{figure:10.2f} {unit}"

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from .bench_cases import Case, Timing, median_timing
-from .bench_peaks import Peaks
+from .bench_peaks import Peaks, compute_title, share_text
 from .bench_work import ModelWork, Work
 
 OURS = "tilerank"
@@ -72,6 +72,7 @@ def _shares(tokens: int, seconds: float, work: Work, peaks: Peaks) -> Row:
         "flops": work.flops,
         "stream_share": peaks.stream_share(work, seconds),
         "amx_share": peaks.amx_share(work, seconds),
+        "compute_share": peaks.compute_share(work, seconds),
         "limit_tokens_per_s": tokens / least,
         "limit_share": least / seconds,
         "peaks": peaks.as_json(),
@@ -96,6 +97,7 @@ def loading_text(report: Report, peaks: Peaks) -> str:
 def table(rows: Sequence[Row]) -> list[str]:
     """A line a row, phase by phase and case by case, with systems and ratios if there are several."""
     several = len({row["system"] for row in rows}) > 1
+    computing = f"of {compute_title(rows[0]['peaks']['isa'])}"
     columns: list[tuple[str, int, Callable[[Row], str]]] = [
         ("phase", 8, lambda row: str(row["phase"])),
         ("prompt", -7, lambda row: str(row["prompt_tokens"])),
@@ -105,7 +107,7 @@ def table(rows: Sequence[Row]) -> list[str]:
         ("limit", -11, lambda row: f"{row['limit_tokens_per_s']:.1f}"),
         ("of limit", -9, lambda row: f"{row['limit_share']:.2f}"),
         ("of read", -9, lambda row: f"{row['stream_share']:.2f}"),
-        ("of AMX", -8, lambda row: "-" if row["amx_share"] is None else f"{row['amx_share']:.2f}"),
+        (computing, -2 - len(computing), lambda row: share_text(row["compute_share"])),
         ("first token", -13, lambda row: f"{row['ttft_s']:.3f} s" if "ttft_s" in row else ""),
         ("step", -11, lambda row: f"{1000 * row['tpot_s']:.2f} ms" if "tpot_s" in row else ""),
         ("no kernel", -11, lambda row: "" if row.get("overhead_share") is None else f"{row['overhead_share']:.1%}"),

@@ -20,8 +20,8 @@ Operations = Literal["bf16", "int8", "fp32"]
 
 @dataclass(frozen=True)
 class Work:
-    """Bytes to read from memory and operations (a product and a sum are two), by what multiplies: AMX tiles of bf16 or
-    int8, or fp32 lanes, for which there is no peak to compare with."""
+    """Bytes to read from memory and operations (a product and a sum are two), by what is multiplied: each has
+    a peak of its own, but for fp32 beside AMX, which has no tiles for it."""
 
     nbytes: float = 0.0
     bf16: float = 0.0

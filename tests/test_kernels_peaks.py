@@ -9,7 +9,7 @@ import pytest
 
 from tilerank.kernels import core, peaks
 from tilerank.kernels.errors import KernelError
-from tilerank.launch import bench
+from tilerank.launch import bench, bench_peaks
 from tilerank.launch.errors import LaunchError
 
 CORES = sorted(os.sched_getaffinity(0))
@@ -34,13 +34,33 @@ def test_figures_are_possible() -> None:
         assert 0.001 < peaks.amx_tflops("int8", 1) < 12.3
 
 
+@pytest.mark.parametrize("rung", [rung.name for rung in core.isa_report() if rung.usable])
+@pytest.mark.parametrize("kind", ["fp32", "bf16", "int8"])
+def test_vector_figures_are_possible(rung: str, kind: str) -> None:
+    before = core.isa()
+    core.force_isa(rung)
+    try:
+        if rung == "reference":
+            with pytest.raises(KernelError, match="not available: kernels run in plain torch"):
+                peaks.vector_tflops(kind, 1)
+        else:
+            # Two products of 16 lanes, of four inputs each in int8, a cycle of at most 6 GHz.
+            assert 1e-4 < peaks.vector_tflops(kind, 1) < 6e-3 * 2 * 16 * 2 * 4
+    finally:
+        core.force_isa(before)
+
+
 def test_wrong_arguments() -> None:
     with pytest.raises(KernelError, match=f"threads: expected 1 to {len(CORES)}, one for each core, found 0"):
         peaks.stream_read_gbs(0)
     with pytest.raises(KernelError, match="found 2"):
         peaks.amx_tflops("bf16", 2, [CORES[0]])
     with pytest.raises(KernelError, match="expected bf16 or int8, found 'fp8'"):
-        peaks.amx_tflops("fp8", 1)  # type: ignore[arg-type]
+        peaks.amx_tflops("fp8", 1)
+    with pytest.raises(KernelError, match="expected one of fp32, bf16, int8, found 'fp8'"):
+        peaks.vector_tflops("fp8", 1)
+    with pytest.raises(KernelError, match="found 2"):
+        peaks.vector_tflops("fp32", 2, [CORES[0]])
     with pytest.raises(KernelError, match="two different cores"):
         peaks.core_to_core_ns(CORES[0], CORES[0])
     with pytest.raises(KernelError, match="a core this process may use, found 100000"):
@@ -60,6 +80,8 @@ def known_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peaks, "stream_read_gbs", lambda count, cores: 12.34 * count)
     monkeypatch.setattr(peaks, "first_touch_gbs", lambda count, cores: 4.56 * count)
     monkeypatch.setattr(peaks, "amx_tflops", lambda kind, count, cores: (3 if kind == "bf16" else 6) * count)
+    vectors = {"fp32": 0.15, "bf16": 0.25, "int8": 0.75}
+    monkeypatch.setattr(peaks, "vector_tflops", lambda kind, count, cores: vectors[kind] * count)
     monkeypatch.setattr(peaks, "core_to_core_ns", lambda a, b: 140.4)
 
 
@@ -82,7 +104,7 @@ def test_bench_peaks_prints_and_writes_the_same(
     cores = len(report["cores"])
     assert report["stream_read_gbs"] == {"1": 12.34} | {str(cores): 12.34 * cores}
     assert report["first_touch_gbs"] == {str(cores): 4.56 * cores} and f"{4.56 * cores:.2f} GB/s" in printed
-    assert report["amx_int8_tops"][str(cores)] == 6 * cores
+    assert report["amx_int8_tops"][str(cores)] == 6 * cores and "vector_fp32_tflops" not in report
     assert "the load average was 7.2 before the start" in printed
     assert "12.34 GB/s" in printed and "3.00 TFLOP/s" in printed and "6.00 TOP/s" in printed
     if cores > 1:
@@ -97,10 +119,31 @@ def test_bench_peaks_as_json_alone(capsys: pytest.CaptureFixture[str], monkeypat
 
 
 @pytest.mark.usefixtures("known_figures")
-def test_bench_peaks_without_amx(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    run_on([core.Rung("amx", False, "the CPU has no amx_tile"), *USABLE[1:]], monkeypatch)
-    printed = capsys.readouterr().out
-    assert "not available: the CPU has no amx_tile" in printed and "TFLOP/s" not in printed
+@pytest.mark.parametrize(("rung", "title"), [("avx512_bf16", "AVX-512"), ("avx512", "AVX-512"), ("avx2", "AVX2")])
+def test_bench_peaks_without_amx(
+    rung: str, title: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = core.ISAS.index(rung)
+    rungs = [core.Rung(name, False, "the CPU has no amx_tile") for name in core.ISAS[:first]] + USABLE[first:]
+    run_on(rungs, monkeypatch, "--json", str(tmp_path / "peaks.json"))
+    printed, report = capsys.readouterr().out, json.loads((tmp_path / "peaks.json").read_text())
+    assert "AMX           not available: the CPU has no amx_tile" in printed
+    assert report["isa"] == rung and "amx_bf16_tflops" not in report
+    assert f"{title} fp32".ljust(14) + "1 core          0.15 TFLOP/s" in printed
+    assert f"{title} int8".ljust(14) + "1 core          0.75 TOP/s" in printed
+    found = bench_peaks.peaks_from(report, 0.0)
+    cores = len(report["cores"])
+    assert (found.vector_fp32_tflops, found.vector_bf16_tflops) == (0.15 * cores, 0.25 * cores)
+    assert (
+        f"{0.15 * cores:.2f} TFLOP/s {title} fp32, {0.25 * cores:.2f} TFLOP/s bf16, {0.75 * cores:.2f} TOP/s int8"
+        in (found.text())
+    )
+
+
+@pytest.mark.usefixtures("known_figures")
+def test_bench_peaks_in_plain_torch(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    run_on([*(core.Rung(name, False, "capped") for name in core.ISAS[:-1]), USABLE[-1]], monkeypatch)
+    assert "OP/s" not in capsys.readouterr().out
 
 
 def test_bench_peaks_says_what_it_cannot_write(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from tilerank.launch.bench_peaks import Peaks
 from tilerank.launch.bench_work import Work
 from tilerank.launch.errors import LaunchError
 
+VECTORS = Peaks(20.0, None, None, 100.0, 5.0, 0.0, "avx512", 0.25, 0.5, 1.0)
 PEAKS = Peaks(stream_read_gbs=20.0, amx_bf16_tflops=4.0, amx_int8_tops=8.0, core_to_core_ns=100.0, first_touch_gbs=5.0)
 
 
@@ -136,11 +137,19 @@ def test_rows_are_shares_of_the_peaks() -> None:
     # int8 has a peak of its own, 8 TOP/s: 16e9 operations take 2 ms of it.
     whole = Entry("linear", "1 x 2 x 3", "int8", Work(20e6, int8=16e9), lambda _: None)
     row = bench_kernels.row_of(whole, 0.004, None, PEAKS, "amx")
-    assert row["amx_share"] == row["limit_share"] == pytest.approx(0.5) and row["flops"] == 16e9
+    assert row["amx_share"] == row["compute_share"] == row["limit_share"] == pytest.approx(0.5) and row["flops"] == 16e9
     # There are no fp32 tiles: only reading limits.
     single = Entry("linear", "1 x 2 x 3", "float32", Work(40e6, fp32=1e12), lambda _: None)
     row = bench_kernels.row_of(single, 0.004, None, PEAKS, "amx")
-    assert row["amx_share"] is None and row["limit_share"] == pytest.approx(0.5) and row["torch_ratio"] is None
+    assert row["amx_share"] is row["compute_share"] is None
+    assert row["limit_share"] == pytest.approx(0.5) and row["torch_ratio"] is None
+
+
+@pytest.mark.parametrize(("kind", "flops"), [("fp32", 0.25e12), ("bf16", 0.5e12), ("int8", 1e12)])
+def test_rows_without_amx_are_shares_of_the_vector_peaks(kind: str, flops: float) -> None:
+    entry = Entry("linear", "1 x 2 x 3", "some", Work(1e9, **{kind: flops}), lambda _: None)
+    row = bench_kernels.row_of(entry, 2.0, None, VECTORS, "avx512")
+    assert row["compute_share"] == row["limit_share"] == pytest.approx(0.5) and row["amx_share"] is None
 
 
 def test_the_median_call_counts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -128,6 +128,10 @@ def test_rows_are_shares_of_the_peaks() -> None:
         "core_to_core_ns": 100.0,
         "first_touch_gbs": 5.0,
         "load_average": 0.0,
+        "isa": "amx",
+        "vector_fp32_tflops": None,
+        "vector_bf16_tflops": None,
+        "vector_int8_tops": None,
     }
 
 
@@ -135,9 +139,13 @@ def test_the_limit_is_the_peak_that_binds() -> None:
     assert PEAKS.least_seconds(Work(20e9, bf16=1e12)) == 1.0
     assert PEAKS.least_seconds(Work(20e9, bf16=8e12)) == 2.0
     assert PEAKS.least_seconds(Work(20e9, bf16=8e12, int8=8e12)) == 3.0
-    without = Peaks(20.0, None, None, None, 5.0)
-    work = Work(20e9, bf16=8e12)
-    assert without.least_seconds(work) == 1.0 and without.amx_share(work, 1.0) is None
+    vectors = Peaks(20.0, None, None, None, 5.0, 0.0, "avx512", 0.25, 0.25, 1.0)
+    work = Work(20e9, bf16=0.5e12, fp32=0.25e12, int8=1e12)
+    assert vectors.least_seconds(work) == 4.0 and vectors.compute_share(work, 8.0) == 0.5
+    assert vectors.amx_share(work, 8.0) is None
+    without = Peaks(20.0, None, None, None, 5.0, 0.0, "reference")
+    assert without.least_seconds(work) == 1.0 and without.compute_share(work, 1.0) is None
+    assert "GB/s read, no compute peak" in without.text()
 
 
 def events(*steps: tuple[float, list[int]]) -> list[tuple[int, float]]:

@@ -358,6 +358,12 @@ PYBIND11_MODULE(_C, m) {
   m.def("measure_read", &measure_read, no_gil);
   m.def("measure_first_touch", &measure_first_touch, no_gil);
   m.def("measure_amx", &measure_amx, no_gil);
+  m.def(
+      "measure_vectors",
+      [](const std::vector<int>& cores, int dtype) {
+        return measure_vectors(cores, current, static_cast<DType>(dtype));
+      },
+      no_gil);
   m.def("measure_core_to_core", &measure_core_to_core, no_gil);
   m.def("arena_bytes", [] { return std::pair(Arena::instance()->used(), Arena::instance()->mapped()); });
   py::class_<Graph::Profile>(m, "Profile")

@@ -130,6 +130,16 @@ std::vector<double> measure_amx(const std::vector<int>& cores, bool int8) {
   return rates(cores, [&](int) { return amx::multiply_tiles(kProducts, int8); });
 }
 
+std::vector<double> measure_vectors(const std::vector<int>& cores, Isa isa, DType operands) {
+  if (isa == Isa::reference) throw Error("vector products are not available: kernels run in plain torch");
+  if (!isa_obstacle(isa).empty()) throw Error("vector products are not available: " + isa_obstacle(isa));
+  const auto multiply = isa == Isa::avx2     ? avx2::multiply_vectors
+                        : isa == Isa::avx512 ? avx512::multiply_vectors
+                                             : avx512_bf16::multiply_vectors;
+  constexpr int64_t kProducts = 12 << 20;  // of each sum: 30 to 60 ms
+  return rates(cores, [&](int) { return multiply(kProducts, operands); });
+}
+
 std::vector<double> measure_core_to_core(int core_a, int core_b) {
   constexpr uint32_t kRoundTrips = 200;  // of one figure
   constexpr int kFigures = 101;
