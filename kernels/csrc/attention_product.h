@@ -1,0 +1,204 @@
+// The products of attention with vector instructions, for the rung that includes this file (no include guard, no own
+// region): of rows, which hold q or probabilities, and a page, which is the right-hand operand as it lies in the cache,
+// or widened to what Left is (a panel, in the layout of a page of that type).
+
+namespace tilerank::TR_RUNG {
+
+constexpr int kParts = 16 / kLanes;
+
+// Values that lie side by side in a page and are summed together: two bf16 or one float.
+template <class T>
+constexpr int64_t kPair = 4 / static_cast<int64_t>(sizeof(T));
+
+struct Wide {  // 16 lanes
+  Vec part[kParts];
+};
+
+// The left operands, q and the probabilities: as in the cache where the instruction wants bf16 pairs, else floats.
+#ifdef TR_BF16
+template <class T>
+using Left = T;
+struct RightPairs {
+  __m512bh v;
+};
+static inline RightPairs load_right(const bf16* b) { return {(__m512bh)_mm512_loadu_si512(b)}; }
+static inline void multiply_add(Wide& sum, const bf16* a, const RightPairs& b) {
+  int32_t pair;
+  std::memcpy(&pair, a, 4);
+  sum.part[0].v = _mm512_dpbf16_ps(sum.part[0].v, (__m512bh)_mm512_set1_epi32(pair), b.v);
+}
+#else
+template <class T>
+using Left = float;
+struct RightPairs {
+  Wide even, odd;
+};
+static inline RightPairs load_right(const bf16* b) {
+  RightPairs right;
+  for (int i = 0; i < kParts; ++i) {
+    const Two pairs = load_pairs(b + 2 * kLanes * i);
+    right.even.part[i] = pairs.a;
+    right.odd.part[i] = pairs.b;
+  }
+  return right;
+}
+static inline void multiply_add(Wide& sum, const float* a, const RightPairs& b) {
+  for (int i = 0; i < kParts; ++i) {
+    sum.part[i] = fma(set(a[1]), b.odd.part[i], fma(set(a[0]), b.even.part[i], sum.part[i]));
+  }
+}
+#endif
+static inline Wide load_right(const float* b) {
+  Wide right;
+  for (int i = 0; i < kParts; ++i) right.part[i] = load(b + i * kLanes);
+  return right;
+}
+static inline void multiply_add(Wide& sum, const float* a, const Wide& b) {
+  for (int i = 0; i < kParts; ++i) sum.part[i] = fma(set(a[0]), b.part[i], sum.part[i]);
+}
+
+// Lines that are wanted next, asked for between the products: `step` bytes further with each 16 lanes of right-hand
+// operands. Without a step it is the same line again and again, which costs next to nothing.
+struct Ahead {
+  const char* at;
+  int64_t step;
+};
+
+// Right-hand operands [groups][steps][16 lanes], a step being one pair.
+template <class B>
+struct Right {
+  const B* at;
+  int64_t groups, steps, stride;  // of groups, in elements
+};
+
+// The left rows lie kLeftStride apart, which is an odd number of lines: a block of them would share a few sets of the
+// cache otherwise. A constant, so that no row takes a register for its address.
+template <class A>
+constexpr int64_t kLeftStride = kMaxDim + 64 / static_cast<int64_t>(sizeof(A));
+
+// Sums of rows, `stride` apart.
+template <class F>
+struct SumRows {
+  F* at;
+  int64_t stride;
+};
+
+// The rows of a block have their sums in registers, for two groups of lanes at a time where they fit.
+constexpr int kMostRows = kLanes == 16 ? 12 : 6;
+constexpr int kRegisterSums = kLanes == 16 ? 24 : 8;
+
+// c[r][16 lanes] of G groups: before[r] and the sum over steps of a[r][step] * b[step][16 lanes]
+template <int R, int G, class A, class B>
+static inline void product_block(const A* a, const Right<B>& b, int64_t group, SumRows<const float> before,
+                                 SumRows<float> c, Ahead& ahead) {
+  Wide sum[R][G];
+  for (int r = 0; r < R; ++r) {
+    for (int g = 0; g < G; ++g) {
+      const float* from = before.at + r * before.stride + (group + g) * 16;
+      for (int i = 0; i < kParts; ++i) sum[r][g].part[i] = load(from + i * kLanes);
+    }
+  }
+  const B* right = b.at + group * b.stride;
+  const B* const end = right + b.steps * 16 * kPair<B>;
+  const int64_t stride = b.stride, ahead_step = ahead.step;
+  const char* next = ahead.at;
+  for (; right < end; right += 16 * kPair<B>, a += kPair<B>) {
+    decltype(load_right(right)) operand[G];
+    for (int g = 0; g < G; ++g) {
+      operand[g] = load_right(right + g * stride);
+      _mm_prefetch(next, _MM_HINT_T0);
+      next += ahead_step;
+    }
+    for (int r = 0; r < R; ++r) {
+      for (int g = 0; g < G; ++g) multiply_add(sum[r][g], a + r * kLeftStride<A>, operand[g]);
+    }
+  }
+  ahead.at = next;
+  for (int r = 0; r < R; ++r) {
+    for (int g = 0; g < G; ++g) {
+      float* const to = c.at + r * c.stride + (group + g) * 16;
+      for (int i = 0; i < kParts; ++i) store(to + i * kLanes, sum[r][g].part[i]);
+    }
+  }
+}
+
+template <int R, class A, class B>
+static void product_rows(const A* a, const Right<B>& b, SumRows<const float> before, SumRows<float> c, Ahead ahead) {
+  int64_t g = 0;
+  if constexpr (2 * R * kParts <= kRegisterSums) {
+    for (; g + 2 <= b.groups; g += 2) product_block<R, 2>(a, b, g, before, c, ahead);
+  }
+  for (; g < b.groups; ++g) product_block<R, 1>(a, b, g, before, c, ahead);
+}
+
+// Each row's sums run over the steps in their order, however many rows there are. The first rows ask for the lines
+// ahead.
+template <class A, class B>
+static void product(const A* a, int64_t rows, const Right<B>& b, SumRows<const float> before, SumRows<float> c,
+                    Ahead ahead) {
+  int64_t r = 0;
+  const auto blocks_of = [&](auto size) {
+    for (; r + size <= rows; r += size) {
+      product_rows<size>(a + r * kLeftStride<A>, b, {before.at + r * before.stride, before.stride},
+                         {c.at + r * c.stride, c.stride}, ahead);
+      ahead = {reinterpret_cast<const char*>(b.at), 0};
+    }
+  };
+  blocks_of(std::integral_constant<int, kMostRows>{});
+  if constexpr (kMostRows > 8) blocks_of(std::integral_constant<int, 8>{});
+  blocks_of(std::integral_constant<int, 4>{});
+  blocks_of(std::integral_constant<int, 2>{});
+  blocks_of(std::integral_constant<int, 1>{});
+}
+
+// Pages in other forms ----------------------------------------------------------------------------------------------
+
+// kLanes pairs of codes as floats: the first ones of each pair and the second ones.
+static inline Two load_pairs(const int8_t* p) {
+#ifdef TR_AVX512
+  const __m512i words = _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+  return {{_mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(words, 16), 16))},
+          {_mm512_cvtepi32_ps(_mm512_srai_epi32(words, 16))}};
+#else
+  const __m256i words = _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  return {{_mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(words, 16), 16))},
+          {_mm256_cvtepi32_ps(_mm256_srai_epi32(words, 16))}};
+#endif
+}
+
+// A page of n values in the order of bf16, its codes as the numbers that they are, to a panel.
+template <class From>
+static void widen_run(const From* page, int64_t n, float* panel) {
+  for (int64_t i = 0; i < n; i += 32) {
+    for (int64_t lane = 0; lane < 16; lane += kLanes) {
+      const Two pairs = load_pairs(page + i + 2 * lane);
+      store(panel + i + lane, pairs.a);
+      store(panel + i + 16 + lane, pairs.b);
+    }
+  }
+}
+#ifdef TR_BF16
+static inline void widen_run(const int8_t* page, int64_t n, bf16* panel) {
+  for (int64_t i = 0; i < n; i += 32) AllTwo{}.store(panel + i, load_pairs(page + i));
+}
+#endif
+
+// The tokens hidden to n of a page of values, the others zero: memory beyond the sequence may hold NaN, and 0 * NaN is
+// NaN.
+template <class T>
+static void cut_page(const T* page, int64_t hidden, int64_t n, int64_t d, T* copy) {
+  constexpr int64_t x = kPair<T>;
+  const auto kept = [&](int64_t token) { return hidden <= token && token < n; };
+  for (int64_t token = 0; token < kBlock; token += x) {
+    const uint32_t first = x == 2 ? 0xffffu : ~0u, second = ~first;
+    const uint32_t mask = (kept(token) ? first : 0) | (x == 2 && kept(token + 1) ? second : 0);
+    for (int64_t i = 0; i < d; i += 16) {
+      uint32_t words[16];
+      std::memcpy(words, page + i * kBlock + token * 16, sizeof words);
+      for (uint32_t& word : words) word &= mask;
+      std::memcpy(copy + i * kBlock + token * 16, words, sizeof words);
+    }
+  }
+}
+
+}  // namespace tilerank::TR_RUNG
