@@ -90,8 +90,8 @@ template <int R>
   Ints own[R][kVecsAtOnce8] = {};
   for (int64_t t = 0; t < k_tiles; ++t, weight += kBlockStep8) {
     for (int64_t four = 0; four < kBlockK8 / 4; ++four, x += R * kFour8, ahead.at += ahead.step) {
-      _mm_prefetch(ahead.at, _MM_HINT_T1);
-      _mm_prefetch(ahead.at + 64, _MM_HINT_T1);
+      _mm_prefetch(ahead.at, _MM_HINT_T0);
+      _mm_prefetch(ahead.at + 64, _MM_HINT_T0);
       dot_fours<R>(x, weight + four * 64, own);
     }
   }
@@ -124,25 +124,40 @@ struct Stripe8 {
   int64_t rows_of(int64_t tile) const { return std::min<int64_t>(kRows8, rows + kZeroRows8 - tile * kRows8); }
   char* tile_at(int64_t tile) const { return codes + tile * kRows8 * row_bytes(k); }
 
-  // Quantises x[k] to row `row`, by way of `memory`, row_bytes8(k). Returns the step.
-  template <class T>
-  float put(int64_t row, const T* x, int8_t* memory) const {
-    const float step = quantise_row(x, k, [&](int64_t t) { return memory + t * kBlockK8; });
-    pack(row, [memory](int64_t i) { return memory + i; });
-    return step;
+  // Quantises rows [own.begin, own.end), input(row) is where the k inputs of a row are, and gives their steps. Rows of
+  // a tile go side by side, so that its lines are written while they are in the first-level cache.
+  template <class Input>
+  void put(Range own, const Input& input, float* steps) const {
+    while (own.begin < own.end) {
+      const int64_t tile = own.begin / kRows8, end = std::min(own.end, (tile + 1) * kRows8);
+      float inverses[kRows8];
+      for (int64_t row = own.begin; row < end; ++row) {
+        const Quantiser quantiser(largest_bits(input(row), k));
+        inverses[row % kRows8] = quantiser.inverse, steps[row] = quantiser.step;
+      }
+      for (int64_t i = 0; i < k; i += kBlockK8) {
+        for (int64_t row = own.begin; row < end; ++row) {
+          alignas(64) int8_t codes[kBlockK8] = {};
+          const float inverse = inverses[row % kRows8];  // 0: the row is not finite
+          if (inverse != 0) store_codes(codes, input(row) + i, std::min(kBlockK8, k - i), set(inverse));
+          pack(row, i, codes);
+        }
+      }
+      own.begin = end;
+    }
   }
   void put_zeros() const {
-    static constexpr int8_t kZeros[4] = {};
-    if (kZeroRows8 > 0) pack(rows, [](int64_t) { return kZeros; });
+    static constexpr int8_t kZeros[kBlockK8] = {};
+    for (int64_t i = 0; i < k && kZeroRows8 > 0; i += kBlockK8) pack(rows, i, kZeros);
   }
 
   // sums[rows + kZeroRows8][kVecs8] = the rows x a block. The panel of the weight that is multiplied stays in the
   // first-level cache, and the next one comes to the second meanwhile.
   void multiply(const int8_t* weight, Ints* sums) const {
-    constexpr int64_t kPanel = 8;  // 512 inputs, 16 KiB
     const int64_t tiles = blocks(rows + kZeroRows8, kRows8), k_tiles = row_bytes8(k) / kBlockK8;
-    for (int64_t t = 0; t < k_tiles; t += kPanel, weight += kPanel * kBlockStep8) {
-      const int64_t count = std::min(kPanel, k_tiles - t), bytes = count * kBlockStep8;
+    const int64_t panel = tiles > 4 ? 8 : 4;  // 16 KiB, or 8: of few rows what is asked for has to go there as well
+    for (int64_t t = 0; t < k_tiles; t += panel, weight += panel * kBlockStep8) {
+      const int64_t count = std::min(panel, k_tiles - t), bytes = count * kBlockStep8;
       for (int64_t tile = 0; tile < tiles; ++tile) {
         const int64_t own = rows_of(tile);
         const char* const x = tile_at(tile) + t * (kBlockK8 / 4) * own * kFour8;
@@ -168,12 +183,11 @@ struct Stripe8 {
   }
 
  private:
-  // from(i) is where the codes of inputs i to i + 3 are.
-  template <class From>
-  void pack(int64_t row, const From& from) const {
+  // Codes of inputs [i, i + 64)
+  void pack(int64_t row, int64_t i, const int8_t* from) const {
     const int64_t tile = row / kRows8, stride = rows_of(tile) * kFour8;
-    char* to = tile_at(tile) + row % kRows8 * kFour8;
-    for (int64_t i = 0; i < row_bytes8(k); i += 4, to += stride) pack_four(to, from(i));
+    char* const to = tile_at(tile) + i / 4 * stride + row % kRows8 * kFour8;
+    for (int64_t four = 0; four < kBlockK8 / 4; ++four) pack_four(to + four * stride, from + four * 4);
   }
 };
 

@@ -27,7 +27,6 @@ struct Stripes8 {
     count = blocks(m, most);
   }
   Range rows(int64_t stripe) const { return {m * stripe / count, m * (stripe + 1) / count}; }
-  int64_t of_row(int64_t row) const { return ((row + 1) * count - 1) / m; }
   Stripe8 operator[](int64_t stripe) const {
     const Range own = rows(stripe);
     return {codes + (own.begin + stripe * kZeroRows8) * Stripe8::row_bytes(k), own.end - own.begin, k};
@@ -35,12 +34,14 @@ struct Stripes8 {
   char* end() const { return codes + (m + count * kZeroRows8) * Stripe8::row_bytes(k); }
 
   // This thread's share of all rows.
-  void quantise(const Tensor& x, float* steps, int8_t* memory, const Team& team) const {
+  void quantise(const Tensor& x, float* steps, const Team& team) const {
     const Range own = team.share(m);
-    for (int64_t row = own.begin; row < own.end; ++row) {
-      const int64_t stripe = of_row(row), first = rows(stripe).begin;
-      steps[row] = (*this)[stripe].put(row - first, x.row<const bf16>(row), memory);
-      if (row == first) (*this)[stripe].put_zeros();
+    for (int64_t stripe = 0; stripe < count; ++stripe) {
+      const Range all = rows(stripe);
+      const Range some{std::max(own.begin, all.begin) - all.begin, std::min(own.end, all.end) - all.begin};
+      const auto input = [&](int64_t row) { return x.row<const bf16>(all.begin + row); };
+      (*this)[stripe].put(some, input, steps + all.begin);
+      if (some.begin == 0 && some.end > 0) (*this)[stripe].put_zeros();
     }
   }
 };
@@ -53,9 +54,8 @@ static void linear_int8(const Args& args, Team& team) {
   const Stripes8 stripes(m, k, args.tensor(4).as<char>());
   float* const steps = reinterpret_cast<float*>(stripes.end());
   constexpr int64_t kPart = (Stripe8::kMostRows + kZeroRows8) * kVecs8;
-  const size_t bytes = std::max(2 * kPart * sizeof(Ints), static_cast<size_t>(row_bytes8(k)));
-  Ints* const sums = static_cast<Ints*>(team.scratch(bytes));
-  stripes.quantise(x, steps, reinterpret_cast<int8_t*>(sums), team);
+  Ints* const sums = static_cast<Ints*>(team.scratch(2 * kPart * sizeof(Ints)));
+  stripes.quantise(x, steps, team);
   team.barrier();
 
   const Range share = team.share(stripes.count * epilogue.results);

@@ -19,28 +19,25 @@ constexpr int64_t kHiddenRows8 = kLanes == 16 ? 24 : 4;
 // A thread's quantised rows, and what it works with.
 struct ExpertRows8 {
   Stripe8 stripe;
-  Ints* sums;      // of two blocks
-  int8_t* memory;  // for a row
+  Ints* sums;  // of two blocks
   float steps[Stripe8::kMostRows];
 
   static constexpr int64_t kPart = (Stripe8::kMostRows + kZeroRows8) * kVecs8;
 
   static size_t bytes(int64_t k) {
-    const int64_t codes = (Stripe8::kMostRows + kZeroRows8) * Stripe8::row_bytes(k);
-    return 2 * kPart * sizeof(Ints) + static_cast<size_t>(codes + row_bytes8(k));
+    return 2 * kPart * sizeof(Ints) + static_cast<size_t>((Stripe8::kMostRows + kZeroRows8) * Stripe8::row_bytes(k));
   }
 
-  // `from`: bytes(k) for rows of at most k inputs
-  ExpertRows8(char* from, int64_t k) : sums(reinterpret_cast<Ints*>(from)) {
-    memory = reinterpret_cast<int8_t*>(from + 2 * kPart * sizeof(Ints));
-    stripe.codes = reinterpret_cast<char*>(memory + row_bytes8(k));
+  // `memory`: bytes(k) for rows of at most k inputs
+  explicit ExpertRows8(char* memory) : sums(reinterpret_cast<Ints*>(memory)) {
+    stripe.codes = memory + 2 * kPart * sizeof(Ints);
   }
 
   // rows(i) is where the k inputs of row i < count are.
   template <class Rows>
   void fill(const Rows& rows, int64_t count, int64_t k) {
     stripe.rows = count, stripe.k = k;
-    for (int64_t i = 0; i < count; ++i) steps[i] = stripe.put(i, rows(i), memory);
+    stripe.put({0, count}, rows, steps);
     stripe.put_zeros();
   }
 
@@ -67,10 +64,10 @@ struct ExpertRows8 {
 static void moe_int8(const Args& args, Team& team) {
   const ExpertsArgs a(args);
   const size_t grouping_bytes = Grouping::bytes(a.ids, a.experts);
-  const int64_t k = std::max(a.hidden, a.width);
-  char* const memory = static_cast<char*>(team.scratch(grouping_bytes + ExpertRows8::bytes(k)));
+  const size_t rows_bytes = ExpertRows8::bytes(std::max(a.hidden, a.width));
+  char* const memory = static_cast<char*>(team.scratch(grouping_bytes + rows_bytes));
   const Grouping grouping(a.ids, a.experts, memory);
-  ExpertRows8 rows(memory + grouping_bytes, k);
+  ExpertRows8 rows(memory + grouping_bytes);
 
   // f(first) for every stripe of rows in the group, `first` among all, once they are in `rows`
   const auto for_stripes = [&](const Group& group, int64_t k, const auto& input, const auto& f) {
