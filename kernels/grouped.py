@@ -62,9 +62,10 @@ class GroupedWeight(ABC):
 
     def scratch(self, m: int) -> int:
         """Bytes for packed rows of x; few rows every thread packs for itself."""
-        if core.isa() != "amx" or m <= _TILE_ROWS:
-            return 0
-        return up_to(m, _TILE_ROWS) * up_to(self.k, BLOCK_K) * 2
+        k = up_to(self.k, BLOCK_K)
+        if core.isa() == "amx":
+            return up_to(m, _TILE_ROWS) * k * 2 if m > _TILE_ROWS else 0
+        return m * (k + k // BLOCK_K) * 4  # in fp32, with a sum for each group at most
 
     def product(self, x: Tensor) -> Tensor:
         return reference.product(x.to(torch.bfloat16), self.unpack())

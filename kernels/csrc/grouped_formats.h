@@ -1,7 +1,11 @@
 // The weight formats of grouped.h for the rung that includes this file (no include guard). A format says where tiles
-// are, expands them to bf16 in the layout of pack.h, and knows the scale, the negative of the zero and what is ahead.
-// With AMX, expand asks for a line from `ahead`, if there is such, before each line that it reads: asked for four at
-// once they came, measured, a twentieth later.
+// are, brings their values into registers, and knows the scale, the negative of the zero and what is ahead.
+//
+// With AMX, expand writes a tile as bf16 in the layout of pack.h. It asks for a line from `ahead`, if there is such,
+// before each line that it reads: asked for four at once they came, measured, a twentieth later.
+//
+// In vectors, a Line is what 64 bytes hold for kLanes outputs; pair<P> are its inputs 2 P and 2 P + 1, as 2^-kExponent
+// of the values.
 
 namespace tilerank::TR_RUNG {
 
@@ -14,6 +18,13 @@ static inline __m512i load_in_turn(const char* p, const char* ahead) {
   asm volatile("vmovdqu64 %1, %0" : "=v"(line) : "m"(*reinterpret_cast<const char (*)[64]>(p)));
   return line;
 }
+#else
+// The values of two inputs for kLanes outputs, in the form in which they are multiplied.
+#ifdef TR_BF16
+using Pair = PairVec;
+#else
+using Pair = Two;
+#endif
 #endif
 
 struct GroupedWeight {
@@ -35,6 +46,7 @@ struct GroupedWeight {
 struct Int4 : GroupedWeight {
   static constexpr int64_t kPackedTile = 256;
   static constexpr bool kMayHaveZeros = true;
+  static constexpr int kExponent = 0;
   const f16* const scales;
   const int8_t* const zeros;
 
@@ -70,10 +82,9 @@ struct Int4 : GroupedWeight {
     if (zeros) _mm_prefetch(reinterpret_cast<const char*>(zeros + (block * groups + group) * kBlockN), _MM_HINT_T1);
   }
 
-  // Inline, since with few rows it stands between any two products.
-  [[gnu::always_inline]] static inline void expand(const char* from, bf16* to,
-                                                   [[maybe_unused]] const char* ahead = nullptr) {
 #ifdef TR_AMX
+  // Inline, since with few rows it stands between any two products.
+  [[gnu::always_inline]] static inline void expand(const char* from, bf16* to, const char* ahead = nullptr) {
     // The two bytes of the values apart, from tables of bytes: a look-up of words takes both of the ports that work on
     // such vectors, one of bytes takes one and serves twice as many codes. Only the low six bits of an index count:
     // four times the table, and what is above a nibble needs no masking.
@@ -93,44 +104,54 @@ struct Int4 : GroupedWeight {
         _mm512_store_si512(to + (nibble + 2) * 32, second);
       }
     }
-#elif defined(TR_AVX512)
-    // Only the low five bits of an index count: twice the table, and the nibble above needs no masking.
-    const __m512i table = _mm512_broadcast_i64x4(_mm256_load_si256(reinterpret_cast<const __m256i*>(kInt4Values)));
-#pragma GCC unroll 4
-    for (int line = 0; line < 4; ++line, to += 4 * 32) {
-      const __m512i codes = _mm512_loadu_si512(from + line * 64);
-      _mm512_store_si512(to, _mm512_permutexvar_epi16(codes, table));
-      _mm512_store_si512(to + 32, _mm512_permutexvar_epi16(_mm512_srli_epi16(codes, 4), table));
-      _mm512_store_si512(to + 64, _mm512_permutexvar_epi16(_mm512_srli_epi16(codes, 8), table));
-      _mm512_store_si512(to + 96, _mm512_permutexvar_epi16(_mm512_srli_epi16(codes, 12), table));
+  }
+#else
+  // A lane's 32 bits are the codes of eight inputs of its output: the even ones, then the odd ones.
+  struct Line {
+    static constexpr int kInputs = 8;
+
+#ifdef TR_AVX512
+    __m512i codes;
+
+    explicit Line(const char* at) : codes(_mm512_loadu_si512(at)) {}
+
+    template <int P>
+    Pair pair() const {
+#ifdef TR_BF16
+      // Only the low five bits of an index count: twice the table, and what is above a nibble needs no masking.
+      const __m512i table = _mm512_broadcast_i64x4(_mm256_load_si256(reinterpret_cast<const __m256i*>(kInt4Values)));
+      return {_mm512_permutexvar_epi16(_mm512_srli_epi16(codes, 4 * P), table)};
+#else
+      return {value(_mm512_srli_epi32(codes, 4 * P)), value(_mm512_srli_epi32(codes, 16 + 4 * P))};
+#endif
+    }
+
+   private:
+    // Only the low four bits of an index count.
+    static Vec value(__m512i index) {
+      return {_mm512_permutexvar_ps(index, _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3, -2, -1))};
     }
 #else
-    const __m256i table = _mm256_load_si256(reinterpret_cast<const __m256i*>(kInt4Values));
-    const __m256i split = _mm256_shuffle_epi8(
-        table, _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15)));
-    // Low and high bytes of the 16 values, in both lanes.
-    const __m256i low = _mm256_permute4x64_epi64(split, 0x88), high = _mm256_permute4x64_epi64(split, 0xdd);
-    const __m256i nibbles = _mm256_set1_epi16(0x0f0f), even = _mm256_set1_epi16(0x00ff);
-    for (int part = 0; part < 8; ++part) {
-      const __m256i codes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + part * 32));
-      bf16* const out = to + part / 2 * 4 * 32 + part % 2 * 16;
-      for (int shift = 0; shift < 2; ++shift) {
-        // Even bytes are nibble `shift` of their words, odd bytes nibble `shift` + 2.
-        const __m256i index = _mm256_and_si256(shift ? _mm256_srli_epi16(codes, 4) : codes, nibbles);
-        const __m256i l = _mm256_shuffle_epi8(low, index), h = _mm256_shuffle_epi8(high, index);
-        const __m256i first = _mm256_or_si256(_mm256_and_si256(l, even), _mm256_slli_epi16(h, 8));
-        const __m256i third = _mm256_or_si256(_mm256_srli_epi16(l, 8), _mm256_andnot_si256(even, h));
-        _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + shift * 32), first);
-        _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + (shift + 2) * 32), third);
-      }
+    __m256i codes;
+
+    explicit Line(const char* at) : codes(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(at))) {}
+
+    template <int P>
+    Pair pair() const {
+      return {value(_mm256_slli_epi32(codes, 28 - 4 * P)), value(_mm256_slli_epi32(codes, 12 - 4 * P))};
     }
+
+   private:
+    static Vec value(__m256i topmost) { return {_mm256_cvtepi32_ps(_mm256_srai_epi32(topmost, 28))}; }
 #endif
-  }
+  };
+#endif
 };
 
 struct Fp8 : GroupedWeight {
   static constexpr int64_t kPackedTile = 512;
   static constexpr bool kMayHaveZeros = false;
+  static constexpr int kExponent = 8;
   const float* const scales;
 
   // operands: values, scales
@@ -159,29 +180,64 @@ struct Fp8 : GroupedWeight {
   }
 
 #else
-  // The bf16 of eight f16, in the low halves.
-  static inline __m256i widen_f16(__m128i eight) {
-    const __m256 values = _mm256_mul_ps(_mm256_cvtph_ps(eight), _mm256_set1_ps(256.0f));
-    return _mm256_srli_epi32(_mm256_castps_si256(values), 16);
-  }
+  // As f16 the bits of a code mean 2^-8 of its value, subnormals too.
+  struct Line {
+    static constexpr int kInputs = 4;
 
-  static inline void expand(const char* from, bf16* to) {
-    const __m256i magnitude = _mm256_set1_epi16(0x7f);
-    for (int part = 0; part < 32; ++part) {
-      const __m256i codes = _mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from + part * 16)));
-      // As f16 a code's bits mean 2^-8 of its value, subnormals too; only NaN needs care.
-      const __m256i bits = _mm256_and_si256(codes, magnitude);
-      const __m256i nan = _mm256_and_si256(_mm256_cmpeq_epi16(bits, magnitude), _mm256_set1_epi16(0x7e00));
-      const __m256i sign = _mm256_slli_epi16(_mm256_andnot_si256(magnitude, codes), 8);
-      const __m256i half = _mm256_or_si256(_mm256_or_si256(_mm256_slli_epi16(bits, 7), sign), nan);
-      const __m256i first = widen_f16(_mm256_castsi256_si128(half)),
-                    second = widen_f16(_mm256_extracti128_si256(half, 1));
-      const __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(first, second), 0xd8);
-      bf16* const out = to + part / 4 * 2 * 32 + part % 4 * 8;
-      _mm_storeu_si128(reinterpret_cast<__m128i*>(out), _mm256_castsi256_si128(packed));
-      _mm_storeu_si128(reinterpret_cast<__m128i*>(out + 32), _mm256_extracti128_si256(packed, 1));
+#ifdef TR_AVX512
+    __m512i even, odd;  // f16 of inputs 0 of all outputs, then 2; 1, then 3
+
+    explicit Line(const char* at) {
+      const __m512i codes = _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7), _mm512_loadu_si512(at));
+      even = half(_mm512_slli_epi16(codes, 8));
+      odd = half(codes);
     }
-  }
+
+    template <int P>
+    Pair pair() const {
+      const Two values{{_mm512_cvtph_ps(_mm512_extracti64x4_epi64(even, P))},
+                       { _mm512_cvtph_ps(_mm512_extracti64x4_epi64(odd, P)) }};
+#ifdef TR_BF16
+      const __m512i first = _mm512_srli_epi32(_mm512_castps_si512(values.a.v), 16);
+      return {_mm512_mask_blend_epi16(0xaaaaaaaau, first, _mm512_castps_si512(values.b.v))};
+#else
+      return values;
+#endif
+    }
+
+   private:
+    // Of the code in the upper byte of each word. Only that of NaN carries into the bit which makes it one.
+    static __m512i half(__m512i code) {
+      const __m512i bits =
+          _mm512_and_si512(_mm512_srai_epi16(code, 1), _mm512_set1_epi16(static_cast<int16_t>(0xbf80)));
+      const __m512i carried = _mm512_add_epi16(bits, _mm512_set1_epi16(0x80));
+      return _mm512_ternarylogic_epi64(bits, carried, _mm512_set1_epi16(0x4000), 0xf8);  // bits | (carried & 0x4000)
+    }
+#else
+    __m256i even, odd;
+
+    explicit Line(const char* at) {
+      const __m256i codes =
+          _mm256_permute4x64_epi64(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(at)), _MM_SHUFFLE(3, 1, 2, 0));
+      even = half(_mm256_slli_epi16(codes, 8));
+      odd = half(codes);
+    }
+
+    template <int P>
+    Pair pair() const {
+      return {{_mm256_cvtph_ps(_mm256_extracti128_si256(even, P))},
+              {_mm256_cvtph_ps(_mm256_extracti128_si256(odd, P))}};
+    }
+
+   private:
+    static __m256i half(__m256i code) {
+      const __m256i bits =
+          _mm256_and_si256(_mm256_srai_epi16(code, 1), _mm256_set1_epi16(static_cast<int16_t>(0xbf80)));
+      const __m256i carried = _mm256_add_epi16(bits, _mm256_set1_epi16(0x80));
+      return _mm256_or_si256(bits, _mm256_and_si256(carried, _mm256_set1_epi16(0x4000)));
+    }
+#endif
+  };
 #endif
 };
 

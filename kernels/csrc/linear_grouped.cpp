@@ -1,50 +1,47 @@
 // Products with int4 and fp8 weights in vectors.
 #ifndef TR_RUNG
 #include <array>
+#include <type_traits>
 
 #include "grouped.h"
 #define TR_SOURCE "linear_grouped.cpp"
 #include "foreach_isa.h"
 #else
 #include "epilogue.h"
-#include "gemm.h"
-#include "grouped_formats.h"
 #include "grouped_rows.h"
 
 namespace tilerank::TR_RUNG {
 
-template <class Format>
-static void linear(const Args& args, Team& team) {
+// Few rows every thread packs for itself, more all threads together.
+template <int kParts, class Format>
+static void linear(const Args& args, const Format& weight, const Epilogue& epilogue, Team& team) {
   const Tensor& x = args.tensor(0);
-  const Epilogue epilogue(args);
-  const Format weight(args.tensors + 5);
   const int64_t m = x.size[0], k = x.size[1];
-  const size_t working = grouped_bytes(weight);
-  char* const memory = static_cast<char*>(team.scratch(working + kGroupedRows * kBlockN * sizeof(float)));
-  float* const gates = reinterpret_cast<float*>(memory + working);
+  const bool few = m <= kFewRows;
+  const size_t working = results_bytes(weight);
+  char* const memory = static_cast<char*>(team.scratch(working + (few ? GroupedRows::bytes(m, k, weight.groups) : 0)));
+  const GroupedRows rows(few ? memory + working : args.tensor(4).as<char>(), m, k);
+  rows.pack([&](int64_t i) { return x.row<const bf16>(i); }, weight, few ? Team(nullptr, 0, 1) : team);
+  if (!few) team.barrier();
   const Range own = team.share(epilogue.results);
-  for (int64_t result = own.begin; result < own.end; ++result) {
-    for (int64_t first = 0; first < m; first += kGroupedRows) {
-      const int64_t count = std::min(kGroupedRows, m - first);
-      const auto rows = [&](int64_t i) { return x.row<const bf16>(first + i); };
-      if (epilogue.parts == 1) {
-        multiply_grouped(rows, count, weight, result, k, memory,
-                         [&](int64_t i, const Vec* sums) { epilogue.write(first + i, result, sums); });
-        continue;
-      }
-      multiply_grouped(rows, count, weight, result * 2, k, memory, [&](int64_t i, const Vec* sums) {
-        for (int v = 0; v < kVecs; ++v) store(gates + i * kBlockN + v * kLanes, sums[v]);
-      });
-      multiply_grouped(rows, count, weight, result * 2 + 1, k, memory, [&](int64_t i, const Vec* sums) {
-        Vec gate[kVecs];
-        for (int v = 0; v < kVecs; ++v) gate[v] = load(gates + i * kBlockN + v * kLanes);
-        epilogue.write(first + i, result, gate, sums);
-      });
-    }
+  for (int64_t panel = 0; panel < rows.panels.panels; panel += kStripePanels) {
+    const Range stripe{panel, std::min(panel + kStripePanels, rows.panels.panels)};
+    multiply_results<kParts>(rows, stripe, weight, own, k, memory,
+                             [&](int64_t row, int64_t result, const float* const(&totals)[kParts]) {
+                               const auto sums = load_row(totals[0]), up = load_row(totals[kParts - 1]);
+                               epilogue.write(row, result, sums.data(), kParts == 2 ? up.data() : nullptr);
+                             });
   }
 }
 
-// operands: grouped.h
+template <class Format>
+static void linear(const Args& args, Team& team) {
+  const Epilogue epilogue(args);
+  const Format weight(args.tensors + 5);
+  epilogue.parts == 2 ? linear<2>(args, weight, epilogue, team) : linear<1>(args, weight, epilogue, team);
+}
+
+// operands: grouped.h; scratch: GroupedRows::bytes, unless there are few rows
 static void linear_int4(const Args& args, Team& team) { linear<Int4>(args, team); }
 TR_KERNEL(linear_int4)
 

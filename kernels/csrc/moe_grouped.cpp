@@ -1,6 +1,7 @@
 // Fused experts with int4 and fp8 weights in vectors. silu(gate) * up is rounded once, to bf16.
 #ifndef TR_RUNG
 #include <array>
+#include <type_traits>
 
 #include "experts.h"
 #include "grouped.h"
@@ -8,59 +9,70 @@
 #include "foreach_isa.h"
 #else
 #include "experts_rows.h"
-#include "gemm.h"
-#include "grouped_formats.h"
 #include "grouped_rows.h"
 
 namespace tilerank::TR_RUNG {
+
+// What a thread works with on rows of one expert at a time.
+class ExpertRows {
+ public:
+  static constexpr int64_t kRows = kStripePanels * kPanelRows;
+
+  template <class Format>
+  static size_t bytes(const Format& weight, int64_t m, int64_t k) {
+    return results_bytes(weight) + GroupedRows::bytes(std::min(m, kRows), k, weight.groups);
+  }
+
+  // As multiply_results, for rows [first, end) and results `own` of an expert's weight.
+  template <int kParts, class Format, class Row, class Emit>
+  static void multiply(const Row& row, Range rows, const Format& weight, Range own, int64_t k, char* memory,
+                       const Emit& emit) {
+    for (int64_t first = rows.begin; first < rows.end; first += kRows) {
+      const int64_t m = std::min(kRows, rows.end - first);
+      const GroupedRows packed(memory + results_bytes(weight), m, k);
+      packed.pack([&](int64_t i) { return row(first + i); }, weight, Team(nullptr, 0, 1));
+      multiply_results<kParts>(packed, {0, packed.panels.panels}, weight, own, k, memory,
+                               [&](int64_t i, int64_t result, const auto& totals) { emit(first + i, result, totals); });
+    }
+  }
+};
 
 template <class Format>
 static void moe(const Args& args, Team& team) {
   const ExpertsArgs a(args);
   const Format gate_up(a.gate_up), down(a.down);
   const size_t grouping_bytes = Grouping::bytes(a.ids, a.experts);
-  const size_t working = std::max(grouped_bytes(gate_up), grouped_bytes(down));
-  char* const memory =
-      static_cast<char*>(team.scratch(grouping_bytes + working + kGroupedRows * kBlockN * sizeof(float)));
+  const int64_t pairs = a.ids.size[0] * a.ids.size[1];
+  const size_t working = std::max(ExpertRows::bytes(gate_up, pairs, a.hidden), ExpertRows::bytes(down, pairs, a.width));
+  char* const memory = static_cast<char*>(team.scratch(grouping_bytes + working));
+  char* const rest = memory + grouping_bytes;
   const Grouping grouping(a.ids, a.experts, memory);
-  float* const gates = reinterpret_cast<float*>(memory + grouping_bytes + working);
   const auto middle = [&](int64_t i) { return a.middle.as<bf16>() + i * a.width_blocks * kBlockN; };
-  // f(first, count) for parts of a group's rows
-  const auto for_chunks = [](const Group& group, const auto& f) {
-    const int64_t end = group.first + group.rows;
-    for (int64_t first = group.first; first < end; first += kGroupedRows) f(first, std::min(kGroupedRows, end - first));
+  // The results of an expert's weight lie behind those of the experts before.
+  const auto of_expert = [](const Group& group, int64_t results, Range own) {
+    return Range{group.expert * results + own.begin, group.expert * results + own.end};
   };
 
-  grouping.deal(a.width_blocks, kRows, team, [&](const Group& group, Range own) {
-    for (int64_t block = own.begin; block < own.end; ++block) {
-      const int64_t gate = (group.expert * a.width_blocks + block) * 2;
-      for_chunks(group, [&](int64_t first, int64_t m) {
-        const auto rows = [&](int64_t i) { return a.x.row<const bf16>(grouping.order[first + i] / grouping.top); };
-        multiply_grouped(rows, m, gate_up, gate, a.hidden, memory + grouping_bytes, [&](int64_t i, const Vec* sums) {
-          for (int v = 0; v < kVecs; ++v) store(gates + i * kBlockN + v * kLanes, sums[v]);
-        });
-        multiply_grouped(rows, m, gate_up, gate + 1, a.hidden, memory + grouping_bytes,
-                         [&](int64_t i, const Vec* sums) {
-                           bf16* const out = middle(first + i) + block * kBlockN;
-                           for (int v = 0; v < kVecs; ++v) {
-                             store(out + v * kLanes, silu(load(gates + i * kBlockN + v * kLanes)) * sums[v]);
-                           }
-                         });
-      });
-    }
+  grouping.deal(a.width_blocks, kPanelRows, team, [&](const Group& group, Range own) {
+    const auto row = [&](int64_t i) { return a.x.row<const bf16>(grouping.order[i] / grouping.top); };
+    ExpertRows::multiply<2>(row, {group.first, group.first + group.rows}, gate_up,
+                            of_expert(group, a.width_blocks, own), a.hidden, rest,
+                            [&](int64_t i, int64_t result, const float* const(&totals)[2]) {
+                              bf16* const out = middle(i) + result % a.width_blocks * kBlockN;
+                              const auto gate = load_row(totals[0]), up = load_row(totals[1]);
+                              for (int v = 0; v < kVecs; ++v) store(out + v * kLanes, silu(gate[v]) * up[v]);
+                            });
   });
   team.barrier();
-  grouping.deal(a.hidden_blocks, kRows, team, [&](const Group& group, Range own) {
-    for (int64_t block = own.begin; block < own.end; ++block) {
-      for_chunks(group, [&](int64_t first, int64_t m) {
-        const auto rows = [&](int64_t i) -> const bf16* { return middle(first + i); };
-        multiply_grouped(rows, m, down, group.expert * a.hidden_blocks + block, a.width, memory + grouping_bytes,
-                         [&](int64_t i, const Vec* sums) {
-                           float* const out = a.partial.row<float>(grouping.order[first + i]) + block * kBlockN;
-                           for (int v = 0; v < kVecs; ++v) store(out + v * kLanes, sums[v]);
-                         });
-      });
-    }
+  grouping.deal(a.hidden_blocks, kPanelRows, team, [&](const Group& group, Range own) {
+    const auto row = [&](int64_t i) -> const bf16* { return middle(i); };
+    ExpertRows::multiply<1>(row, {group.first, group.first + group.rows}, down, of_expert(group, a.hidden_blocks, own),
+                            a.width, rest, [&](int64_t i, int64_t result, const float* const(&totals)[1]) {
+                              float* const out =
+                                  a.partial.row<float>(grouping.order[i]) + result % a.hidden_blocks * kBlockN;
+                              const auto sums = load_row(totals[0]);
+                              for (int v = 0; v < kVecs; ++v) store(out + v * kLanes, sums[v]);
+                            });
   });
   team.barrier();
   sum_choices<bf16>(a, team);

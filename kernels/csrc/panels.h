@@ -160,8 +160,13 @@ class RowPanels {
  public:
   static size_t bytes(int64_t m, int64_t k) { return static_cast<size_t>(m * units_of<T>(k)) * sizeof(Unit<T>); }
 
-  RowPanels(void* memory, int64_t m, int64_t k)
-      : m(m), units(units_of<T>(k)), panels(blocks(m, kPanelRows)), k_(k), data_(static_cast<Unit<T>*>(memory)) {}
+  // Units beyond those of k are zero.
+  RowPanels(void* memory, int64_t m, int64_t k, int64_t units = 0)
+      : m(m),
+        units(std::max(units, units_of<T>(k))),
+        panels(blocks(m, kPanelRows)),
+        k_(k),
+        data_(static_cast<Unit<T>*>(memory)) {}
 
   // Packs a part of all that is dealt out; row(i) is where the inputs of row i are.
   template <class Row>
@@ -199,7 +204,7 @@ class RowPanels {
 
   Unit<T> unit(const T* row, int64_t i) const {
     if constexpr (kPaired<T>) {
-      return row[2 * i].bits | (2 * i + 1 < k_ ? uint32_t{row[2 * i + 1].bits} << 16 : 0);
+      return (2 * i < k_ ? uint32_t{row[2 * i].bits} : 0) | (2 * i + 1 < k_ ? uint32_t{row[2 * i + 1].bits} << 16 : 0);
     } else {
       return i < k_ ? to_float(row[i]) : 0.0f;
     }
