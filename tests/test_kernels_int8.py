@@ -153,6 +153,20 @@ def test_zeros_and_values_that_are_no_numbers(rung: str) -> None:
     assert linear(x[:1], weight).isnan().nonzero()[:, 1].tolist() == [7, 8]
 
 
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_any_number_of_rows(rung: str, threads: int) -> None:
+    """Around whole tiles of rows (5 and 13) and stripes (100 and 259), beside rows that are no numbers."""
+    core.start_pool(None, threads, spin=False)
+    plain, x = randn(70, 200), randn(521, 200, seed=1).to(BF16)
+    x[2::37, 150] = float("inf")
+    weight, expected = packed(plain), product(x, plain)
+    numbers = x.isfinite().all(1)
+    for m in (4, 5, 6, 12, 13, 14, 25, 26, 27, 51, 52, 64, 65, 99, 100, 101, 258, 259, 260, 261, 519, 520, 521):
+        found = linear(x[:m], weight, out_dtype=F32)
+        assert torch.equal(found[numbers[:m]], expected[:m][numbers[:m]]), f"{m} rows"
+        assert found[~numbers[:m]].isnan().all(), f"{m} rows"
+
+
 def test_more_than_two_dims_and_none(rung: str) -> None:
     x, weight = randn(2, 3, 5, 40).to(BF16), packed(randn(24, 40, seed=1))
     result = linear(x, weight)

@@ -14,20 +14,22 @@ constexpr int kVecsAtOnce8 = 2;  // of a block
 constexpr int64_t kFour8 = 4;
 constexpr int kRows8 = 13, kZeroRows8 = 1;
 
-static inline void pack_four(char* to, const int8_t* codes) {
-  uint32_t four;
-  std::memcpy(&four, codes, 4);
-  four ^= 0x80808080u;
-  std::memcpy(to, &four, 4);
+// Fours of 64 codes go `stride` bytes from each other.
+static inline void pack_codes(char* to, int64_t stride, const int8_t* codes) {
+  const Ints lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+  const Ints places = _mm512_mullo_epi32(lanes, _mm512_set1_epi32(static_cast<int>(stride)));
+  _mm512_i32scatter_epi32(to, places, _mm512_xor_si512(load_ints(codes), _mm512_set1_epi8(-128)), 1);
 }
 #else
 // Products of 16-bit pairs are exact: inputs 0 and 2, then 1 and 3.
 constexpr int64_t kFour8 = 8;
 constexpr int kRows8 = 5, kZeroRows8 = 0;
 
-static inline void pack_four(char* to, const int8_t* codes) {
-  const int16_t pairs[4] = {codes[0], codes[2], codes[1], codes[3]};
-  std::memcpy(to, pairs, 8);
+static inline void pack_codes(char* to, int64_t stride, const int8_t* codes) {
+  for (int64_t i = 0; i < kBlockK8; i += 4, to += stride) {
+    const int16_t pairs[4] = {codes[i], codes[i + 2], codes[i + 1], codes[i + 3]};
+    std::memcpy(to, pairs, 8);
+  }
 }
 #endif
 
@@ -133,14 +135,20 @@ struct Stripe8 {
       float inverses[kRows8];
       for (int64_t row = own.begin; row < end; ++row) {
         const Quantiser quantiser(largest_bits(input(row), k));
-        inverses[row % kRows8] = quantiser.inverse, steps[row] = quantiser.step;
+        inverses[row - own.begin] = quantiser.inverse, steps[row] = quantiser.step;
       }
-      for (int64_t i = 0; i < k; i += kBlockK8) {
+      const int64_t stride = rows_of(tile) * kFour8;
+      char* to = tile_at(tile) + own.begin % kRows8 * kFour8;
+      for (int64_t i = 0; i < k; i += kBlockK8, to += kBlockK8 / 4 * stride) {
         for (int64_t row = own.begin; row < end; ++row) {
-          alignas(64) int8_t codes[kBlockK8] = {};
-          const float inverse = inverses[row % kRows8];  // 0: the row is not finite
-          if (inverse != 0) store_codes(codes, input(row) + i, std::min(kBlockK8, k - i), set(inverse));
-          pack(row, i, codes);
+          alignas(64) int8_t codes[kBlockK8];
+          const float inverse = inverses[row - own.begin];
+          if (inverse == 0) {  // the row is not finite
+            std::memset(codes, 0, sizeof(codes));
+          } else {
+            store_codes(codes, input(row) + i, std::min(kBlockK8, k - i), set(inverse));
+          }
+          pack_codes(to + (row - own.begin) * kFour8, stride, codes);
         }
       }
       own.begin = end;
@@ -148,7 +156,10 @@ struct Stripe8 {
   }
   void put_zeros() const {
     static constexpr int8_t kZeros[kBlockK8] = {};
-    for (int64_t i = 0; i < k && kZeroRows8 > 0; i += kBlockK8) pack(rows, i, kZeros);
+    const int64_t tile = rows / kRows8, stride = rows_of(tile) * kFour8;
+    char* to = tile_at(tile) + rows % kRows8 * kFour8;
+    for (int64_t i = 0; i < k && kZeroRows8 > 0; i += kBlockK8, to += kBlockK8 / 4 * stride)
+      pack_codes(to, stride, kZeros);
   }
 
   // sums[rows + kZeroRows8][kVecs8] = the rows x a block. The panel of the weight that is multiplied stays in the
@@ -180,14 +191,6 @@ struct Stripe8 {
 #endif
       to[v] = scaled(exact, step, scales + v * kLanes);
     }
-  }
-
- private:
-  // Codes of inputs [i, i + 64)
-  void pack(int64_t row, int64_t i, const int8_t* from) const {
-    const int64_t tile = row / kRows8, stride = rows_of(tile) * kFour8;
-    char* const to = tile_at(tile) + i / 4 * stride + row % kRows8 * kFour8;
-    for (int64_t four = 0; four < kBlockK8 / 4; ++four) pack_four(to + four * stride, from + four * 4);
   }
 };
 
