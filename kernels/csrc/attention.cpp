@@ -2,6 +2,7 @@
 #ifndef TR_RUNG
 #include <optional>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 #include "attention_batch.h"

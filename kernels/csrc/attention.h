@@ -10,7 +10,8 @@ namespace tilerank::TR_RUNG {
 
 constexpr int64_t kChunk = 4 * kBlock;  // tokens between two updates of the running maximum
 constexpr int64_t kChunkPages = kChunk / kBlock;
-constexpr int64_t kRows = 96;  // of a task: whole blocks of rows
+constexpr int64_t kRows = 96;               // of a task: whole blocks of rows
+constexpr int64_t kFewRows = 2 * kSumRows;  // that take pages as they are; for more it is worth it to widen them first
 constexpr float kLog2E = 1.44269504088896341f, kLn2 = 0.693147180559945309f;
 
 // 2^x within 2 units in the last place; 2^-inf = 0, NaN stays NaN.
@@ -43,8 +44,8 @@ struct VectorScratch {
   alignas(64) Left<T> q[kRows * kLeftStride<Left<T>>];
   alignas(64) float s[kRows * kScoreStride];
   alignas(64) Left<T> p[kRows * kLeftStride<Left<T>>];
-  alignas(64) Left<T> panel[kMaxDim * kBlock];
-  alignas(64) T cut[kMaxDim * kBlock];
+  alignas(64) Left<T> panel[kMaxDim * kChunk];  // widened keys of a page, or values of a chunk
+  alignas(64) T cut[2][kMaxDim * kBlock];       // a first and a last page of values, without what nobody sees
   alignas(64) float key_factor[kChunk], value_factor[kChunk];
   // Of one part, and of all before and with it.
   alignas(64) float o[kRows * kMaxDim], all_o[kRows * kMaxDim];
@@ -66,7 +67,8 @@ class VectorTask {
         padded_(problem.padded_dims()),
         task_(span.task),
         span_(span),
-        parts_(parts) {}
+        parts_(parts),
+        many_(task_.rows > kFewRows) {}
 
   static bool joins(const Span&, const Span&) { return false; }
 
@@ -137,50 +139,84 @@ class VectorTask {
     std::fill_n(sums.weights, task_.rows * kLanes, 0.0f);
     std::fill_n(sums.max, task_.rows, -std::numeric_limits<float>::infinity());
     for (int64_t begin = part * kPart; begin < last; begin += kChunk) {
-      const int64_t pages = std::min(kChunk, last - begin + kBlock - 1) / kBlock;
-      find_pages(begin, pages, begin + kChunk < last);
-      for (int64_t i = 0; i < pages; ++i) multiply_keys(begin, i);
-      softmax(begin, pages * kBlock, sums);
-      for (int64_t i = 0; i < pages; ++i) multiply_values(begin, i, sums);
+      begin_ = begin;
+      pages_ = (std::min(kChunk, last - begin) + kBlock - 1) / kBlock;
+      find_runs(begin + kChunk < last);
+      for (int64_t i = 0; i < pages_; ++i) multiply_keys(i);
+      softmax(sums);
+      cut_values();
+      many_ ? multiply_panel(sums) : multiply_values(sums);
     }
   }
 
   // Where the pages of the chunk are, in the order of their use: all keys, all values, and what comes after them.
-  void find_pages(int64_t begin, int64_t pages, bool more) {
-    const auto number = [&](int64_t i) { return problem_.page(task_.sequence, task_.first_page + begin / kBlock + i); };
-    for (int64_t i = 0; i < pages; ++i) {
+  void find_runs(bool more) {
+    const auto number = [&](int64_t i) {
+      return problem_.page(task_.sequence, task_.first_page + begin_ / kBlock + i);
+    };
+    for (int64_t i = 0; i < pages_; ++i) {
       page_[i] = number(i);
-      run_[i] = keys(page_[i]);
-      run_[pages + i] = values(page_[i]);
+      keys_[i] = address(problem_.k_pages, page_[i]);
+      values_[i] = address(problem_.v_pages, page_[i]);
     }
-    pages_ = pages;
-    run_[2 * pages] = more ? keys(number(kChunkPages)) : nullptr;
+    next_ = more ? address(problem_.k_pages, number(kChunkPages)) : nullptr;
   }
-  const char* keys(int64_t page) const { return address(problem_.k_pages, page); }
-  const char* values(int64_t page) const { return address(problem_.v_pages, page); }
   const char* address(const Tensor& pages, int64_t page) const {
-    const int64_t element = problem_.quantized() ? 1 : sizeof(T);
-    return pages.as<char>() + (page * pages.stride[0] + task_.kv_head * pages.stride[1]) * element;
+    return pages.as<char>() + (page * pages.stride[0] + task_.kv_head * pages.stride[1]) * element();
+  }
+  int64_t element() const { return problem_.quantized() ? 1 : sizeof(T); }
+  // A page for every right-hand operand that there is, or nothing.
+  Ahead ahead(const char* page, int64_t values, int64_t operands) const {
+    return page ? Ahead{page, kBlock * values * element() / operands} : Ahead{keys_[0], 0};
   }
 
-  // The first row that sees token `first`, or one before it: rows before see nothing from there on.
+  // The first row that sees token `first` of the chunk, or some before it: all before see nothing from there on.
   int64_t first_row(int64_t first) const {
     int64_t r = 0;
-    while (r + kMostRows < task_.rows && scratch_.visible[r + kMostRows - 1] <= first) r += kMostRows;
+    while (r + kSumRows < task_.rows && scratch_.visible[r + kSumRows - 1] <= begin_ + first) r += kSumRows;
     return r;
   }
 
-  void multiply_keys(int64_t begin, int64_t i) {
-    const int64_t dims = problem_.key_dims(), first = first_row(begin + i * kBlock);
+  template <class From>
+  void widen_groups(const char* from, int64_t groups, int64_t size, Left<T>* to, int64_t stride) {
+    for (int64_t g = 0; g < groups; ++g, to += stride) {
+      const From* const group = reinterpret_cast<const From*>(from) + g * size;
+      if constexpr (std::is_same_v<From, Left<T>>) {
+        std::memcpy(static_cast<void*>(to), group, static_cast<size_t>(size) * sizeof(From));
+      } else {
+        widen(group, size, to);
+      }
+    }
+  }
+  // `groups` of 16 lanes of so many values in a page, as right-hand operands.
+  void widen_page(const char* from, int64_t groups, int64_t values, Left<T>* to, int64_t stride) {
+    if (problem_.quantized()) {
+      widen_groups<int8_t>(from, groups, 16 * values, to, stride);
+    } else {
+      widen_groups<T>(from, groups, 16 * values, to, stride);
+    }
+  }
+
+  void multiply_keys(int64_t i) {
     static constexpr float kNothing[kBlock] = {};
-    if (problem_.quantized()) load_factors(begin, i);
-    multiply_page(scratch_.q + first * kStride, task_.rows - first, i, kBlock / 16, dims, {kNothing, 0},
-                  {scratch_.s + first * kScoreStride + i * kBlock, kScoreStride});
+    const int64_t dims = problem_.key_dims(), first = first_row(i * kBlock);
+    const auto multiply = [&](const auto* keys) {
+      constexpr int64_t x = kPair<std::remove_cvref_t<decltype(*keys)>>;
+      const int64_t operands = kBlock / 16 * dims / x;
+      const char* const after = i + 1 < pages_ ? keys_[i + 1] : many_ ? nullptr : values_[0];
+      Ahead lines[] = {ahead(after, dims, operands), ahead(many_ ? values_[i] : nullptr, padded_, operands)};
+      product(scratch_.q + first * kStride, task_.rows - first, Right{keys, kBlock / 16, dims / x, 16 * dims},
+              {kNothing, 0}, {scratch_.s + first * kScoreStride + i * kBlock, kScoreStride}, lines);
+    };
+    if (problem_.quantized()) load_factors(i);
+    if (!many_ && !problem_.quantized()) return multiply(reinterpret_cast<const T*>(keys_[i]));
+    widen_page(keys_[i], kBlock / 16, dims, scratch_.panel, 16 * dims);
+    multiply(static_cast<const Left<T>*>(scratch_.panel));
   }
 
   // Of codes; those of values that nobody sees may be NaN.
-  void load_factors(int64_t begin, int64_t i) {
-    const int64_t start = begin + i * kBlock;
+  void load_factors(int64_t i) {
+    const int64_t start = begin_ + i * kBlock;
     const float* const of_keys = problem_.key_scales(page_[i], task_.kv_head);
     const float* const of_values = problem_.value_scales(page_[i], task_.kv_head);
     for (int64_t token = 0; token < kBlock; ++token) {
@@ -190,46 +226,61 @@ class VectorTask {
     }
   }
 
-  void multiply_values(int64_t begin, int64_t i, const Sums& sums) {
-    const int64_t start = begin + i * kBlock, first = first_row(start);
-    const int64_t hidden = std::max<int64_t>(task_.hidden - start, 0), seen = std::min(task_.length - start, kBlock);
-    if (!problem_.quantized() && (hidden > 0 || seen < kBlock)) {
-      cut_page(reinterpret_cast<const T*>(run_[pages_ + i]), hidden, seen, padded_, scratch_.cut);
-      run_[pages_ + i] = reinterpret_cast<const char*>(scratch_.cut);
+  // Pages of values with tokens that nobody sees: the first and the last one, of codes none.
+  void cut_values() {
+    if (problem_.quantized()) return;
+    for (int64_t i = 0; i < pages_; ++i) {
+      const int64_t start = begin_ + i * kBlock, hidden = std::max<int64_t>(task_.hidden - start, 0);
+      const int64_t seen = std::min(task_.length - start, kBlock);
+      if (hidden == 0 && seen == kBlock) continue;
+      T* const copy = scratch_.cut[hidden > 0];
+      cut_page(reinterpret_cast<const T*>(values_[i]), hidden, seen, padded_, copy);
+      values_[i] = reinterpret_cast<const char*>(copy);
     }
-    float* const o = sums.values + first * padded_;
-    multiply_page(scratch_.p + first * kStride + i * kBlock, task_.rows - first, pages_ + i, padded_ / 16, kBlock,
-                  {o, padded_}, {o, padded_});
   }
 
-  // Rows of a times run i of the chunk, `groups` of 16 lanes of so many values: as it lies there, or widened, which is
-  // worth it for many rows.
-  void multiply_page(const Left<T>* a, int64_t rows, int64_t i, int64_t groups, int64_t values,
-                     SumRows<const float> before, SumRows<float> c) {
-    const auto multiply = [&](const auto* page, int64_t bytes) {
-      using B = std::remove_cvref_t<decltype(*page)>;
-      const Ahead ahead = run_[i + 1] ? Ahead{run_[i + 1], 16 * kPair<B> * bytes} : Ahead{run_[i], 0};
-      product(a, rows, Right<B>{page, groups, values / kPair<B>, 16 * values}, before, c, ahead);
-    };
-    Left<T>* const panel = scratch_.panel;
-    if (problem_.quantized()) {
-      widen_run(reinterpret_cast<const int8_t*>(run_[i]), groups * 16 * values, panel);
-      return multiply(panel, 1);
-    }
-    const T* const page = reinterpret_cast<const T*>(run_[i]);
-    if constexpr (!std::is_same_v<T, Left<T>>) {
-      if (rows > 2 * kMostRows) {
-        widen_run(page, groups * 16 * values, panel);
-        return multiply(panel, sizeof(T));
+  // Few rows: page by page, as they lie in the cache, or widened if they are codes.
+  void multiply_values(const Sums& sums) {
+    for (int64_t i = 0; i < pages_; ++i) {
+      const int64_t first = first_row(i * kBlock);
+      float* const o = sums.values + first * padded_;
+      const auto multiply = [&](const auto* values) {
+        constexpr int64_t x = kPair<std::remove_cvref_t<decltype(*values)>>;
+        const char* const after = i + 1 < pages_ ? values_[i + 1] : next_;
+        Ahead lines[] = {ahead(after, padded_, padded_ / 16 * kBlock / x), ahead(nullptr, 0, 1)};
+        product(scratch_.p + first * kStride + i * kBlock, task_.rows - first,
+                Right{values, padded_ / 16, kBlock / x, 16 * kBlock}, {o, padded_}, {o, padded_}, lines);
+      };
+      if (problem_.quantized()) {
+        widen_page(values_[i], padded_ / 16, kBlock, scratch_.panel, 16 * kBlock);
+        multiply(static_cast<const Left<T>*>(scratch_.panel));
+      } else {
+        multiply(reinterpret_cast<const T*>(values_[i]));
       }
     }
-    multiply(page, sizeof(T));
   }
 
-  // Scores of a chunk of `width` tokens to probabilities, and what was summed up so far to the new maxima.
-  void softmax(int64_t begin, int64_t width, const Sums& sums) {
-    const int64_t hidden = std::max<int64_t>(task_.hidden - begin, 0);
-    const auto visible = [&](int64_t r) { return scratch_.visible[r] - begin; };
+  // Many rows: the chunk at once, in a panel; each row up to the last page that it sees.
+  void multiply_panel(const Sums& sums) {
+    constexpr int64_t x = kPair<Left<T>>;
+    for (int64_t i = 0; i < pages_; ++i) {
+      widen_page(values_[i], padded_ / 16, kBlock, scratch_.panel + i * 16 * kBlock, 16 * kChunk);
+    }
+    for (int64_t i = 1; i <= pages_; ++i) {
+      const int64_t first = first_row((i - 1) * kBlock), end = i < pages_ ? first_row(i * kBlock) : task_.rows;
+      const int64_t operands = padded_ / 16 * i * kBlock / x;
+      Ahead lines[] = {ahead(i == pages_ ? next_ : nullptr, problem_.key_dims(), operands), ahead(nullptr, 0, 1)};
+      float* const o = sums.values + first * padded_;
+      product(scratch_.p + first * kStride, end - first,
+              Right<Left<T>>{scratch_.panel, padded_ / 16, i * kBlock / x, 16 * kChunk}, {o, padded_}, {o, padded_},
+              lines);
+    }
+  }
+
+  // Scores of the chunk to probabilities, and what was summed up so far to the new maxima.
+  void softmax(const Sums& sums) {
+    const int64_t hidden = std::max<int64_t>(task_.hidden - begin_, 0), width = pages_ * kBlock;
+    const auto visible = [&](int64_t r) { return scratch_.visible[r] - begin_; };
     if (problem_.quantized()) {
       const auto factor = [&](int64_t i) { return load(scratch_.key_factor + i); };
       for (int64_t r = 0; r < task_.rows; ++r) find_max(r, hidden, visible(r), width, factor, sums.max[r]);
@@ -297,8 +348,10 @@ class VectorTask {
   const Task& task_;
   const Span& span_;
   float* const parts_;
-  int64_t page_[kChunkPages], pages_ = 0;
-  const char* run_[2 * kChunkPages + 1];
+  const bool many_;  // rows
+  // Of the chunk: its first token, its pages and where they are; the keys of the next chunk, if there is one.
+  int64_t begin_ = 0, pages_ = 0, page_[kChunkPages];
+  const char *keys_[kChunkPages], *values_[kChunkPages], *next_ = nullptr;
 };
 
 template <class T>

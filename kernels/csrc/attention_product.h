@@ -81,74 +81,82 @@ template <class F>
 struct SumRows {
   F* at;
   int64_t stride;
+
+  F* row(int64_t r, int64_t group) const { return at + r * stride + group * 16; }
 };
 
-// The rows of a block have their sums in registers, for two groups of lanes at a time where they fit.
-constexpr int kMostRows = kLanes == 16 ? 12 : 6;
-constexpr int kRegisterSums = kLanes == 16 ? 24 : 8;
+// A block of rows has its sums of some groups of lanes in registers.
+constexpr int kSumRows = kLanes == 16 ? 12 : 6, kSumGroups = kLanes == 16 ? 2 : 1;
+
+// f(0) to f(N - 1), with constants: what they index stays in registers.
+template <class F, int... I>
+[[gnu::always_inline]] static inline void unroll(std::integer_sequence<int, I...>, const F& f) {
+  (f(std::integral_constant<int, I>{}), ...);
+}
+template <int N, class F>
+[[gnu::always_inline]] static inline void unroll(const F& f) {
+  unroll(std::make_integer_sequence<int, N>{}, f);
+}
 
 // c[r][16 lanes] of G groups: before[r] and the sum over steps of a[r][step] * b[step][16 lanes]
 template <int R, int G, class A, class B>
-static inline void product_block(const A* a, const Right<B>& b, int64_t group, SumRows<const float> before,
-                                 SumRows<float> c, Ahead& ahead) {
-  Wide sum[R][G];
-  for (int r = 0; r < R; ++r) {
-    for (int g = 0; g < G; ++g) {
-      const float* from = before.at + r * before.stride + (group + g) * 16;
-      for (int i = 0; i < kParts; ++i) sum[r][g].part[i] = load(from + i * kLanes);
-    }
-  }
+static void product_block(const A* a, const Right<B>& b, int64_t group, SumRows<const float> before, SumRows<float> c,
+                          Ahead& ahead) {
+  Wide sum[R * G];
+  unroll<R * G * kParts>([&](auto i) {
+    constexpr int kSum = i / kParts, kAt = i % kParts;
+    sum[kSum].part[kAt] = load(before.row(kSum / G, group + kSum % G) + kAt * kLanes);
+  });
   const B* right = b.at + group * b.stride;
   const B* const end = right + b.steps * 16 * kPair<B>;
   const int64_t stride = b.stride, ahead_step = ahead.step;
   const char* next = ahead.at;
   for (; right < end; right += 16 * kPair<B>, a += kPair<B>) {
     decltype(load_right(right)) operand[G];
-    for (int g = 0; g < G; ++g) {
+    unroll<G>([&](auto g) {
       operand[g] = load_right(right + g * stride);
       _mm_prefetch(next, _MM_HINT_T0);
       next += ahead_step;
-    }
-    for (int r = 0; r < R; ++r) {
-      for (int g = 0; g < G; ++g) multiply_add(sum[r][g], a + r * kLeftStride<A>, operand[g]);
-    }
+    });
+    unroll<R * G>([&](auto i) { multiply_add(sum[i], a + i / G * kLeftStride<A>, operand[i % G]); });
   }
   ahead.at = next;
-  for (int r = 0; r < R; ++r) {
-    for (int g = 0; g < G; ++g) {
-      float* const to = c.at + r * c.stride + (group + g) * 16;
-      for (int i = 0; i < kParts; ++i) store(to + i * kLanes, sum[r][g].part[i]);
-    }
-  }
+  unroll<R * G * kParts>([&](auto i) {
+    constexpr int kSum = i / kParts, kAt = i % kParts;
+    store(c.row(kSum / G, group + kSum % G) + kAt * kLanes, sum[kSum].part[kAt]);
+  });
 }
 
-template <int R, class A, class B>
-static void product_rows(const A* a, const Right<B>& b, SumRows<const float> before, SumRows<float> c, Ahead ahead) {
-  int64_t g = 0;
-  if constexpr (2 * R * kParts <= kRegisterSums) {
-    for (; g + 2 <= b.groups; g += 2) product_block<R, 2>(a, b, g, before, c, ahead);
-  }
-  for (; g < b.groups; ++g) product_block<R, 1>(a, b, g, before, c, ahead);
-}
-
-// Each row's sums run over the steps in their order, however many rows there are. The first rows ask for the lines
-// ahead.
-template <class A, class B>
-static void product(const A* a, int64_t rows, const Right<B>& b, SumRows<const float> before, SumRows<float> c,
-                    Ahead ahead) {
-  int64_t r = 0;
+// Each row's sums run over the steps in their order, however many rows there are. The first two blocks of rows ask for
+// lines ahead, each for its own.
+template <int G, class A, class B>
+static void product_groups(const A* a, int64_t rows, const Right<B>& b, int64_t group, SumRows<const float> before,
+                           SumRows<float> c, Ahead (&ahead)[2]) {
+  Ahead idle{reinterpret_cast<const char*>(b.at), 0};
+  int64_t r = 0, block = 0;
   const auto blocks_of = [&](auto size) {
-    for (; r + size <= rows; r += size) {
-      product_rows<size>(a + r * kLeftStride<A>, b, {before.at + r * before.stride, before.stride},
-                         {c.at + r * c.stride, c.stride}, ahead);
-      ahead = {reinterpret_cast<const char*>(b.at), 0};
+    for (; r + size <= rows; r += size, ++block) {
+      product_block<size, G>(a + r * kLeftStride<A>, b, group, {before.row(r, 0), before.stride},
+                             {c.row(r, 0), c.stride}, block < 2 ? ahead[block] : idle);
     }
   };
-  blocks_of(std::integral_constant<int, kMostRows>{});
-  if constexpr (kMostRows > 8) blocks_of(std::integral_constant<int, 8>{});
+  blocks_of(std::integral_constant<int, kSumRows>{});
+  if constexpr (kSumRows > 8) blocks_of(std::integral_constant<int, 8>{});
   blocks_of(std::integral_constant<int, 4>{});
   blocks_of(std::integral_constant<int, 2>{});
   blocks_of(std::integral_constant<int, 1>{});
+}
+
+template <class A, class B>
+static void product(const A* a, int64_t rows, const Right<B>& b, SumRows<const float> before, SumRows<float> c,
+                    Ahead (&ahead)[2]) {
+  int64_t g = 0;
+  for (; g + kSumGroups <= b.groups; g += kSumGroups) {
+    product_groups<kSumGroups>(a, rows, b, g, before, c, ahead);
+  }
+  if constexpr (kSumGroups > 1) {
+    for (; g < b.groups; ++g) product_groups<1>(a, rows, b, g, before, c, ahead);
+  }
 }
 
 // Pages in other forms ----------------------------------------------------------------------------------------------
@@ -166,20 +174,20 @@ static inline Two load_pairs(const int8_t* p) {
 #endif
 }
 
-// A page of n values in the order of bf16, its codes as the numbers that they are, to a panel.
+// Values in the order of bf16 as floats, and codes as the numbers that they are.
 template <class From>
-static void widen_run(const From* page, int64_t n, float* panel) {
+static inline void widen(const From* from, int64_t n, float* to) {
   for (int64_t i = 0; i < n; i += 32) {
     for (int64_t lane = 0; lane < 16; lane += kLanes) {
-      const Two pairs = load_pairs(page + i + 2 * lane);
-      store(panel + i + lane, pairs.a);
-      store(panel + i + 16 + lane, pairs.b);
+      const Two pairs = load_pairs(from + i + 2 * lane);
+      store(to + i + lane, pairs.a);
+      store(to + i + 16 + lane, pairs.b);
     }
   }
 }
 #ifdef TR_BF16
-static inline void widen_run(const int8_t* page, int64_t n, bf16* panel) {
-  for (int64_t i = 0; i < n; i += 32) AllTwo{}.store(panel + i, load_pairs(page + i));
+static inline void widen(const int8_t* from, int64_t n, bf16* to) {
+  for (int64_t i = 0; i < n; i += 32) AllTwo{}.store(to + i, load_pairs(from + i));
 }
 #endif
 
