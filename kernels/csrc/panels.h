@@ -6,6 +6,8 @@
 // in registers. Every sum runs over k in order, in one chain that goes on from part to part of k, whatever the number
 // of rows: a row's bits do not depend on its batch.
 
+#include "transpose.h"
+
 namespace tilerank::TR_RUNG {
 
 constexpr int kVecs = kBlockN / kLanes;            // of a row's sums with a block
@@ -168,11 +170,14 @@ class RowPanels {
         k_(k),
         data_(static_cast<Unit<T>*>(memory)) {}
 
-  // Packs a part of all that is dealt out; row(i) is where the inputs of row i are.
+  // row(i) is where the inputs of row i are. By all threads together, a part each, or by one.
   template <class Row>
   void pack(const Row& row, const Team& team) const {
-    const Range own = team.share(blocks(units, kPart) * panels);
-    for (int64_t task = own.begin; task < own.end; ++task) pack(row, task % panels, task / panels * kPart);
+    pack(row, team.share(pieces()));
+  }
+  template <class Row>
+  void pack_all(const Row& row) const {
+    pack(row, Range{0, pieces()});
   }
 
   int64_t first_row(int64_t panel) const { return m * panel / panels; }
@@ -187,27 +192,53 @@ class RowPanels {
   const int64_t m, units, panels;
 
  private:
+  int64_t pieces() const { return blocks(units, kPart) * panels; }
+
+  template <class Row>
+  void pack(const Row& row, Range own) const {
+    for (int64_t piece = own.begin; piece < own.end; ++piece) pack(row, piece % panels, piece / panels * kPart);
+  }
+
   // Few units of one row after the other: rows often lie a power of two apart and would push each other out.
   template <class Row>
   void pack(const Row& row, int64_t panel, int64_t part) const {
+    constexpr int64_t kSome = 16, kInputs = kPaired<T> ? 2 : 1;
     const int64_t first = first_row(panel), count = rows(panel), end = std::min(part + kPart, units);
+    const auto inputs = [&](int64_t begin, int64_t end) { return std::clamp(k_, begin, end) - begin; };
     Unit<T>* to = const_cast<Unit<T>*>(at(panel, part));
-    for (int64_t begin = part; begin < end; begin += 32) {
-      const int64_t some = std::min<int64_t>(32, end - begin);
-      for (int64_t r = 0; r < count; ++r) {
-        const T* const from = row(first + r);
-        for (int64_t i = 0; i < some; ++i) to[i * count + r] = unit(from, begin + i);
-      }
-      to += some * count;
+    if (count == 1) {
+      const int64_t there = inputs(part * kInputs, end * kInputs);
+      std::fill(to + there / kInputs, to + end - part, 0);
+      return read_units(row(first) + part * kInputs, there, to);
+    }
+    for (int64_t unit = part; unit < end; unit += kSome, to += kSome * count) {
+      alignas(64) Unit<T> from[kSome][kSome] = {};
+      const int64_t there = inputs(unit * kInputs, (unit + kSome) * kInputs);
+      for (int64_t r = 0; r < count; ++r) read_units(row(first + r) + unit * kInputs, there, from[r]);
+      turn_over(from, count, std::min(kSome, end - unit), to);
     }
   }
 
-  Unit<T> unit(const T* row, int64_t i) const {
+  static void read_units(const T* inputs, int64_t count, Unit<T>* to) {
     if constexpr (kPaired<T>) {
-      return (2 * i < k_ ? uint32_t{row[2 * i].bits} : 0) | (2 * i + 1 < k_ ? uint32_t{row[2 * i + 1].bits} << 16 : 0);
+      std::memcpy(to, inputs, static_cast<size_t>(count) * sizeof(T));
     } else {
-      return i < k_ ? to_float(row[i]) : 0.0f;
+      for_lanes(count, [&](int64_t i, auto lanes) { lanes.store(to + i, lanes.load(inputs + i)); });
     }
+  }
+
+  // to[unit][row] = from[row][unit]
+  static void turn_over(const Unit<T> (&from)[16][16], int64_t rows, int64_t units, Unit<T>* to) {
+#ifdef TR_AVX512
+    __m512i lines[16], columns[16];
+    for (int r = 0; r < 16; ++r) lines[r] = _mm512_load_si512(from[r]);
+    transpose(lines, columns);
+    for (int64_t i = 0; i < units; ++i) _mm512_mask_storeu_epi32(to + i * rows, first_lanes(rows), columns[i]);
+#else
+    for (int64_t i = 0; i < units; ++i) {
+      for (int64_t r = 0; r < rows; ++r) to[i * rows + r] = from[r][i];
+    }
+#endif
   }
 
   const int64_t k_;

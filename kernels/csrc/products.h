@@ -4,13 +4,15 @@
 namespace tilerank::TR_RUNG {
 
 constexpr int64_t kStripe = 224 / kPanelRows;  // panels of rows, of which a part stays in the second-level cache
+constexpr int64_t kManyPanels = 12;            // which make the expansion of a weight worth its while
 constexpr int64_t kGroup = 16;                 // blocks whose sums with a stripe do as well
+
+template <class T>
+constexpr bool kExpands = std::is_same_v<T, bf16> && !kPaired<T>;
 
 // The blocks of a weight over k inputs.
 template <class T>
 struct BlockRun {
-  static constexpr bool kExpands = std::is_same_v<T, bf16> && !kPaired<T>;
-
   const char* at(int64_t block, int64_t unit) const {
     return reinterpret_cast<const char*>(data + block * block_elements<T>(k)) + unit * kUnitBytes<T>;
   }
@@ -51,6 +53,7 @@ static void multiply_stripe(const RowPanels<T>& x, Range panels, const BlockRun<
   const auto sums_of = [&](int64_t block, int64_t row) {
     return memory + (kPart + (block - blocks.begin) * rows + row - first_row) * kBlockN;
   };
+  const bool expands = kExpands<T> && panels.end - panels.begin >= kManyPanels;
   const int64_t ahead_step = std::max<int64_t>(kUnitBytes<T> / (panels.end - panels.begin), 8);
   for (int64_t part = 0; part < x.units; part += kPart) {
     const int64_t units = std::min(kPart, x.units - part);
@@ -60,17 +63,24 @@ static void multiply_stripe(const RowPanels<T>& x, Range panels, const BlockRun<
       const bool in_part = block + 1 < blocks.end || last_part;  // after the last part of a group its next one begins
       const char* const next =
           in_part ? weight.at(block + 1, block + 1 < blocks.end ? part : 0) : weight.at(blocks.begin, part + units);
-      if constexpr (BlockRun<T>::kExpands) expand(reinterpret_cast<const bf16*>(source), units, expanded);
+      if (expands) expand(reinterpret_cast<const bf16*>(source), units, expanded);
       for (int64_t panel = panels.begin; panel < panels.end; ++panel) {
         const int64_t row = x.first_row(panel), count = x.rows(panel);
         float* const sums = sums_of(block, row);
         const int64_t asked = (panel - panels.begin) * ahead_step;
         const bool asks = asked < kUnitBytes<T>;
         const Ahead ahead = asks ? Ahead{next + asked * units, ahead_step} : Ahead{next, 0};
-        if constexpr (BlockRun<T>::kExpands) {
-          multiply_panel(count, x.at(panel, part), expanded, units, sums, part > 0, ahead);
+        const auto multiply = [&](const auto* data) {
+          multiply_panel(count, x.at(panel, part), data, units, sums, part > 0, ahead);
+        };
+        if constexpr (kExpands<T>) {
+          if (expands) {
+            multiply(expanded);
+          } else {
+            multiply(reinterpret_cast<const T*>(source));
+          }
         } else {
-          multiply_panel(count, x.at(panel, part), reinterpret_cast<const T*>(source), units, sums, part > 0, ahead);
+          multiply(reinterpret_cast<const T*>(source));
         }
         if (!last_part || (block + 1) % parts) continue;
         const float* const first = sums_of(block + 1 - parts, row);
