@@ -311,6 +311,31 @@ def test_maxima_that_rise_again_and_again_leave_the_bits_alone(dtype: torch.dtyp
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("d", [40, 64])
+def test_any_number_of_rows_has_the_bits_of_one(dtype: torch.dtype, d: int) -> None:
+    batch = Batch([230], [(0, 1)], d, dtype).store_all()
+    whole = batch.whole(0)
+    # Blocks of rows, few rows and tasks, and one more or less: of a vector rung, then of tiles.
+    for rows in (1, 2, 3, 5, 6, 7, 11, 12, 13, 15, 23, 24, 25, 31, 32, 33, 95, 96, 97, 127, 128, 129):
+        for stop in (rows, 190, 230):
+            if rows <= stop:
+                [found] = batch.attend([(0, stop - rows, stop)])
+                assert torch.equal(found, whole[stop - rows : stop]), f"{rows} rows up to {stop}"
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("poison", [math.nan, math.inf])
+def test_a_row_that_is_not_a_number_stays_alone(dtype: torch.dtype, poison: float) -> None:
+    batch = Batch([150], GQA, 40, dtype).store_all()
+    whole = batch.whole(0)
+    batch.q[0][60, 1] = poison
+    found = batch.whole(0)
+    assert bool(found[60, 1].isnan().all())
+    found[60, 1] = whole[60, 1]
+    assert torch.equal(found, whole)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
     "kv_map",
     [
