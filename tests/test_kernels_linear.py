@@ -92,6 +92,25 @@ def test_a_row_has_the_same_bits_in_every_batch(rung: str, dtype: torch.dtype, n
     assert torch.equal(linear(x[count // 2 :], weight, bias), alone[count // 2 :])
 
 
+@pytest.mark.parametrize("dtype", [BF16, F32], ids=["bf16", "f32"])
+@pytest.mark.parametrize("n, k", [(1090, 417), (72, 1155)])
+def test_rows_around_every_panel_and_stripe(rung: str, dtype: torch.dtype, n: int, k: int) -> None:
+    """Panels of 3 or 14 rows, stripes of up to 224, weights expanded from 12 panels on; 16 blocks in a group, parts of
+    384 inputs (or 768): the same bits for any number of rows and threads, and for blocks in pairs.
+    """
+    if rung == "reference":
+        pytest.skip("has no blocks")
+    x, plain = randn(460, k).to(dtype), randn(n, k, seed=1).to(dtype)
+    weight, turns = packed(plain, dtype), packed(in_turn(plain[: n // 64 * 32], plain[-(n // 64 * 32) :]), dtype)
+    whole, gated = linear(x, weight, out_dtype=F32), linear(x, turns, activation="silu_mul")
+    assert_close(whole, x, plain)
+    for threads, m in itertools.product((1, 2, 3), (1, 2, 14, 15, 28, 29, 36, 168, 169, 222, 223, 224, 225, 449)):
+        core.start_pool(None, threads, spin=False)
+        assert torch.equal(linear(x[:m], weight, out_dtype=F32), whole[:m]), f"{m} rows, {threads} threads"
+        assert torch.equal(linear(x[:m], turns, activation="silu_mul"), gated[:m]), f"{m} rows, {threads} threads"
+    core.start_pool(None, 1, spin=False)
+
+
 def in_turn(gate: Tensor, up: Tensor) -> Tensor:
     """32 rows of the one, 32 of the other, and so on."""
     return torch.stack([gate.unflatten(0, (-1, 32)), up.unflatten(0, (-1, 32))], dim=1).flatten(0, 2)
@@ -238,6 +257,13 @@ def test_infinite_and_nan_inputs_stay_in_their_row(rung: str) -> None:
     x[1, 5], x[2, 7] = float("inf"), float("nan")
     result = linear(x, packed(torch.ones(33, 64), BF16))
     assert result[0].eq(64).all() and result[1].eq(float("inf")).all() and result[2].isnan().all()
+    if rung == "reference":
+        return
+    x = torch.ones(250, 417, dtype=BF16)
+    x[::14, 5], x[1::14, 416] = float("inf"), float("nan")
+    result = linear(x, packed(torch.ones(33, 417), BF16), out_dtype=F32)
+    assert result[::14].eq(float("inf")).all() and result[1::14].isnan().all()
+    assert all(result[first::14].eq(417).all() for first in range(2, 14))
 
 
 def test_nbytes_is_what_is_allocated(rung: str) -> None:

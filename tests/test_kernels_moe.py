@@ -97,6 +97,22 @@ def test_more_rows_of_an_expert_than_every_block(hidden: int, width: int, m: int
 
 
 @DTYPES
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_more_rows_of_an_expert_than_a_stripe(rung: str, dtype: torch.dtype, threads: int) -> None:
+    """More than 224 rows of one expert, 15 of another, more blocks than a group's, more inputs than a part of them."""
+    if rung == "reference":
+        pytest.skip("has no stripes")
+    core.start_pool(None, threads, spin=False)
+    experts = Experts(4, 417, 600, dtype)
+    x, ids = randn(260, 417, seed=2).to(dtype), torch.full((260, 1), 2)
+    ids[::18] = 1
+    weights = randn(260, 1, seed=3)
+    found = experts(x, ids.int(), weights)
+    assert torch.equal(found, experts.unfused(x, ids.int(), weights))
+    core.start_pool(None, 1, spin=False)
+
+
+@DTYPES
 def test_a_row_has_the_same_bits_in_every_batch(rung: str, dtype: torch.dtype) -> None:
     experts = Experts(5, 70, 45, dtype)
     x, ids, weights = experts.routed(150, 2, dtype)
