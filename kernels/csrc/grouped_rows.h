@@ -63,17 +63,14 @@ class GroupScale {
     }
   }
 
-  // For `rows` rows, [row][32].
+  // totals[32] of a row += its products(v)
   template <class Products>
-  [[gnu::always_inline]] void add(const Products& products, const float* input_sums, int64_t rows,
-                                  float* totals) const {
-    for (int64_t r = 0; r < rows; ++r, totals += kBlockN) {
-      const Vec inputs = has_zeros_ ? set(input_sums[r]) : zero();
+  [[gnu::always_inline]] void add(const Products& products, const float* input_sum, float* totals) const {
+    const Vec inputs = has_zeros_ ? set(*input_sum) : zero();
 #pragma GCC unroll 4
-      for (int v = 0; v < kVecs; ++v) {
-        const Vec sum = has_zeros_ ? fma(less_[v], inputs, products(r, v)) : products(r, v);
-        store(totals + v * kLanes, fma(sum, scales_[v], load(totals + v * kLanes)));
-      }
+    for (int v = 0; v < kVecs; ++v) {
+      const Vec sum = has_zeros_ ? fma(less_[v], inputs, products(v)) : products(v);
+      store(totals + v * kLanes, fma(sum, scales_[v], load(totals + v * kLanes)));
     }
   }
 
@@ -84,33 +81,30 @@ class GroupScale {
 
 constexpr int64_t kUnitsOfTile = units_of<bf16>(kBlockK);
 
-// f(vector, unit in the tile, pair) for every pair of inputs of a tile. `ahead` bytes further are asked for, if any.
+template <int P, class Line>
+static inline std::array<Pair, kVecs> pairs_of(const std::array<Line, kVecs>& lines) {
+  std::array<Pair, kVecs> pairs;
+#pragma GCC unroll 4
+  for (int v = 0; v < kVecs; ++v) pairs[v] = lines[v].template pair<P>();
+  return pairs;
+}
+
+// f(unit in the tile, pairs) for every two inputs of a tile. `ahead` bytes further are asked for, if any.
 template <class Format, int64_t ahead, class F>
 [[gnu::always_inline]] static inline void for_pairs(const char* tile, const F& f) {
   using Line = typename Format::Line;
   for (int64_t i = 0; i < kBlockK / Line::kInputs; ++i) {
-#pragma GCC unroll 4
-    for (int v = 0; v < kVecs; ++v) {
+    const auto line = [&](int v) {
       const char* const at = tile + v * kLanes / kHalfN * Format::kPackedTile + i * 64;
       if (ahead && v * kLanes % kHalfN == 0) _mm_prefetch(at + ahead, _MM_HINT_T0);
-      const Line line(at + v * kLanes % kHalfN * 4);
-      [&]<int... P>(std::integer_sequence<int, P...>) {
-        (f(v, (i * Line::kInputs + 2 * P) * kUnitsOfTile / kBlockK, line.template pair<P>()), ...);
-      }(std::make_integer_sequence<int, Line::kInputs / 2>{});
-    }
-  }
-}
-
-// sums[r][v] += a pair of inputs of R rows, which x are the units of, times weights.
-template <int R>
-[[gnu::always_inline]] static inline void add_pair(const Unit<bf16>* x, int v, Pair weight, Vec (&sums)[R][kVecs]) {
-#pragma GCC unroll 8
-  for (int r = 0; r < R; ++r) {
-#ifdef TR_BF16
-    sums[r][v] = fma(spread(x[r]), weight, sums[r][v]);
-#else
-    sums[r][v] = fma(spread(x[R + r]), weight.b, fma(spread(x[r]), weight.a, sums[r][v]));
-#endif
+      return Line(at + v * kLanes % kHalfN * 4);
+    };
+    const auto lines = [&]<int... V>(std::integer_sequence<int, V...>) {
+      return std::array<Line, kVecs>{line(V)...};
+    }(std::make_integer_sequence<int, kVecs>{});
+    [&]<int... P>(std::integer_sequence<int, P...>) {
+      (f((i * Line::kInputs + 2 * P) * kUnitsOfTile / kBlockK, pairs_of<P>(lines)), ...);
+    }(std::make_integer_sequence<int, Line::kInputs / 2>{});
   }
 }
 
@@ -130,12 +124,21 @@ static void multiply_codes(const GroupedRows& rows, const Format& weight, int64_
     const int64_t tiles = std::min(weight.group_tiles, left);
     left -= tiles;
     for (int64_t i = 0; i < tiles; ++i, tile += 2 * Format::kPackedTile, x += R * kUnitsOfTile) {
-      for_pairs<Format, kAhead>(tile,
-                                [&](int v, int64_t unit, Pair pair) { add_pair<R>(x + unit * R, v, pair, sums); });
+      for_pairs<Format, kAhead>(tile, [&](int64_t unit, const auto& pairs) {
+#ifdef TR_BF16
+        add_unit<R>(x + unit * R, [&](int v) { return pairs[v]; }, sums);
+#else
+        add_unit<R>(x + unit * R, [&](int v) { return pairs[v].a; }, sums);
+        add_unit<R>(x + (unit + 1) * R, [&](int v) { return pairs[v].b; }, sums);
+#endif
+      });
     }
     weight.fetch_scales(block, group + 8);
-    GroupScale(weight, block, group)
-        .add([&](int64_t r, int v) { return sums[r][v]; }, rows.input_sums + group * R, R, totals);
+    const GroupScale scale(weight, block, group);
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) {
+      scale.add([&](int v) { return sums[r][v]; }, rows.input_sums + group * R + r, totals + r * kBlockN);
+    }
   }
 }
 template <int R, class Format>
@@ -152,13 +155,16 @@ using Expanded = std::conditional_t<kPaired<bf16>, bf16, float>;
 
 template <class Format>
 static void expand_tile(const char* tile, Expanded* to) {
-  for_pairs<Format, 0>(tile, [&](int v, int64_t unit, Pair pair) {
+  for_pairs<Format, 0>(tile, [&](int64_t unit, const auto& pairs) {
+#pragma GCC unroll 4
+    for (int v = 0; v < kVecs; ++v) {
 #ifdef TR_BF16
-    _mm512_store_si512(to + v * kTile + unit * 32, pair.v);
+      _mm512_store_si512(to + v * kTile + unit * 32, pairs[v].v);
 #else
-    store(to + unit * kBlockN + v * kLanes, pair.a);
-    store(to + (unit + 1) * kBlockN + v * kLanes, pair.b);
+      store(to + unit * kBlockN + v * kLanes, pairs[v].a);
+      store(to + (unit + 1) * kBlockN + v * kLanes, pairs[v].b);
 #endif
+    }
   });
 }
 
@@ -195,9 +201,11 @@ static void multiply_expanded(const GroupedRows& rows, Range chosen, const Forma
           Ahead{next + ((panel - chosen.begin) * (units.end - units.begin) + unit - units.begin) * step, step});
       unit = end;
     }
-    scale.add([&](int64_t r, int v) { return load(sums + r * kBlockN + v * kLanes); },
-              rows.input_sums + group * panels.m + row, count,
-              totals + (row - panels.first_row(chosen.begin)) * kBlockN);
+    for (int64_t r = 0; r < count; ++r) {
+      scale.add([&](int v) { return load(sums + r * kBlockN + v * kLanes); },
+                rows.input_sums + group * panels.m + row + r,
+                totals + (row + r - panels.first_row(chosen.begin)) * kBlockN);
+    }
   }
 }
 
