@@ -310,14 +310,6 @@ static inline Two load_pairs(const bf16* p) {
   return {_mm256_castsi256_ps(_mm256_slli_epi32(pairs, 16)), _mm256_castsi256_ps(_mm256_and_si256(pairs, upper))};
 #endif
 }
-// One pair, the lower half of the word first, in all lanes.
-static inline Two set_pair(uint32_t pair) {
-  const uint32_t first = pair << 16, second = pair & 0xffff0000u;
-  float a, b;
-  std::memcpy(&a, &first, 4);
-  std::memcpy(&b, &second, 4);
-  return {set(a), set(b)};
-}
 template <class F>
 static inline void for_two(int64_t n, const F& f) {
   int64_t i = 0;
