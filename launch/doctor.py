@@ -303,7 +303,7 @@ def _findings_text(findings: list[Finding]) -> list[str]:
 
 
 def _line(name: str, value: str) -> str:
-    return f"{name:<14} {value}"
+    return f"{name:<15} {value}"
 
 
 def _gib(count: int) -> str:

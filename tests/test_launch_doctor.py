@@ -45,12 +45,12 @@ def test_report_of_an_snc_machine(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert (report["packages"], report["nodes_per_package"], report["cores"]) == (2, 3, 256)
     assert report["auto_placement"][2:4] == ["42 cores of node 2", "43 cores of node 3"]
     text = "\n".join(doctor._text(report))
-    assert "machine        2 packages x 3 NUMA nodes (SNC), 256 cores with 2 threads each" in text
+    assert "machine         2 packages x 3 NUMA nodes (SNC), 256 cores with 2 threads each" in text
     assert (
-        "node 5         42 cores (CPUs 214-254,470-511), 64.0 GiB, 32.0 GiB free, distances 21 21 21 12 12 10" in text
+        "node 5          42 cores (CPUs 214-254,470-511), 64.0 GiB, 32.0 GiB free, distances 21 21 21 12 12 10" in text
     )
     assert "memory limit 512.0 GiB, 2.0 GiB used" in text
-    assert "offline        CPUs 255\nisolated       CPUs 5\n" in text
+    assert "offline         CPUs 255\nisolated        CPUs 5\n" in text
     assert json.loads(json.dumps(report)) == report
 
 
