@@ -77,6 +77,7 @@ $(VENV)/.core: $(VENV)/bin/python $(CORE)
 	$(BIN)/pip install --quiet --disable-pip-version-check -e .
 	@touch $@
 
+# By its name, as it is there already: from its folder it would be compiled once more.
 $(VENV)/.test: $(VENV)/.core
-	$(BIN)/pip install --quiet --disable-pip-version-check -e ".[test]"
+	$(BIN)/pip install --quiet --disable-pip-version-check "tilerank[test]"
 	@touch $@
