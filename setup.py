@@ -25,7 +25,7 @@ LINK = []
 if SANITIZE:
     LINK = [f"-fsanitize={SANITIZE}"]
     # -O1 loses track of what is initialised, hence no such warning.
-    FLAGS += [*LINK, "-fno-sanitize-recover=all", "-O1", "-g", "-Wno-maybe-uninitialized", "-Wno-uninitialized"]
+    FLAGS += [*LINK, "-fno-sanitize-recover=all", "-O1", "-g1", "-Wno-maybe-uninitialized", "-Wno-uninitialized"]
 
 ParallelCompile(default=0, needs_recompile=needs_recompile).install()
 setup(
