@@ -31,6 +31,8 @@ test-numa: $(VENV)/.test
 	TILERANK_REQUIRE_NUMA=1 $(BIN)/pytest -m numa
 
 THREAD_TESTS := tests/test_kernels_pool.py tests/test_kernels_shm.py
+# Reads the machine code of the core that users get, which a sanitized one is not.
+CODE_TESTS := tests/test_kernels_instructions.py
 
 # test-sanitize: the kernel tests on a core built aside with the address and undefined behaviour sanitizers, but those
 # of threads and ranks (pool, shm), which bring the thread sanitizer: it does not bear another beside it
@@ -40,7 +42,7 @@ test-sanitize: $(VENV)/.test
 	rm -rf build/temp.* build/lib.*
 	LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" \
 	    ASAN_OPTIONS=detect_leaks=0 PYTHONMALLOC=malloc PYTHONPATH=build/sanitized \
-	    $(BIN)/pytest $(filter-out $(THREAD_TESTS),$(wildcard tests/test_kernels_*.py))
+	    $(BIN)/pytest $(filter-out $(THREAD_TESTS) $(CODE_TESTS),$(wildcard tests/test_kernels_*.py))
 	$(BIN)/pytest $(THREAD_TESTS)
 
 # lint: ruff and clang-format
