@@ -134,14 +134,14 @@ class VectorTask {
   }
 
   void attend(int64_t part, const Sums& sums) {
-    const int64_t last = std::min(task_.seen(), (part + 1) * kPart);
+    const int64_t last = std::min(task_.seen(), (part + 1) * kPart), end = std::min(task_.seen(), span_.end * kPart);
     std::fill_n(sums.values, task_.rows * padded_, 0.0f);
     std::fill_n(sums.weights, task_.rows * kLanes, 0.0f);
     std::fill_n(sums.max, task_.rows, -std::numeric_limits<float>::infinity());
     for (int64_t begin = part * kPart; begin < last; begin += kChunk) {
       begin_ = begin;
       pages_ = (std::min(kChunk, last - begin) + kBlock - 1) / kBlock;
-      find_runs(begin + kChunk < last);
+      find_runs(begin + kChunk < end);
       for (int64_t i = 0; i < pages_; ++i) multiply_keys(i);
       softmax(sums);
       cut_values();
@@ -158,8 +158,13 @@ class VectorTask {
       page_[i] = number(i);
       keys_[i] = address(problem_.k_pages, page_[i]);
       values_[i] = address(problem_.v_pages, page_[i]);
+      if (problem_.quantized()) problem_.fetch_scales(page_[i], task_.kv_head);
     }
-    next_ = more ? address(problem_.k_pages, number(kChunkPages)) : nullptr;
+    next_ = more ? address(problem_.k_pages, number(kChunkPages)) : many_ ? nullptr : keys_of_next_task();
+  }
+  const char* keys_of_next_task() const {
+    return problem_.quantized() ? reinterpret_cast<const char*>(problem_.keys_after<int8_t>(task_, 1))
+                                : reinterpret_cast<const char*>(problem_.keys_after<T>(task_, 1));
   }
   const char* address(const Tensor& pages, int64_t page) const {
     return pages.as<char>() + (page * pages.stride[0] + task_.kv_head * pages.stride[1]) * element();
@@ -208,21 +213,30 @@ class VectorTask {
       product(scratch_.q + first * kStride, task_.rows - first, Right{keys, kBlock / 16, dims / x, 16 * dims},
               {kNothing, 0}, {scratch_.s + first * kScoreStride + i * kBlock, kScoreStride}, lines);
     };
-    if (problem_.quantized()) load_factors(i);
-    if (!many_ && !problem_.quantized()) return multiply(reinterpret_cast<const T*>(keys_[i]));
+    if (!many_) {
+      return problem_.quantized() ? multiply(reinterpret_cast<const int8_t*>(keys_[i]))
+                                  : multiply(reinterpret_cast<const T*>(keys_[i]));
+    }
     widen_page(keys_[i], kBlock / 16, dims, scratch_.panel, 16 * dims);
     multiply(static_cast<const Left<T>*>(scratch_.panel));
   }
 
   // Of codes; those of values that nobody sees may be NaN.
-  void load_factors(int64_t i) {
-    const int64_t start = begin_ + i * kBlock;
-    const float* const of_keys = problem_.key_scales(page_[i], task_.kv_head);
-    const float* const of_values = problem_.value_scales(page_[i], task_.kv_head);
-    for (int64_t token = 0; token < kBlock; ++token) {
-      const bool seen = task_.hidden <= start + token && start + token < task_.length;
-      scratch_.key_factor[i * kBlock + token] = of_keys[token] * (problem_.scale * kLog2E);
-      scratch_.value_factor[i * kBlock + token] = seen ? of_values[token] : 0;
+  void load_factors() {
+    const Vec scale = set(problem_.scale * kLog2E);
+    for (int64_t i = 0; i < pages_; ++i) {
+      const int64_t start = begin_ + i * kBlock;
+      const float* const of_keys = problem_.key_scales(page_[i], task_.kv_head);
+      const float* const of_values = problem_.value_scales(page_[i], task_.kv_head);
+      float *const key_factor = scratch_.key_factor + i * kBlock, *const value_factor =
+                                                                      scratch_.value_factor + i * kBlock;
+      for (int64_t token = 0; token < kBlock; token += kLanes) {
+        store(key_factor + token, load(of_keys + token) * scale);
+        store(value_factor + token, load(of_values + token));
+      }
+      std::fill_n(value_factor, std::clamp<int64_t>(task_.hidden - start, 0, kBlock), 0.0f);
+      const int64_t seen = std::clamp<int64_t>(task_.length - start, 0, kBlock);
+      std::fill_n(value_factor + seen, kBlock - seen, 0.0f);
     }
   }
 
@@ -239,7 +253,7 @@ class VectorTask {
     }
   }
 
-  // Few rows: page by page, as they lie in the cache, or widened if they are codes.
+  // Few rows: page by page, as they lie in the cache.
   void multiply_values(const Sums& sums) {
     for (int64_t i = 0; i < pages_; ++i) {
       const int64_t first = first_row(i * kBlock);
@@ -251,12 +265,8 @@ class VectorTask {
         product(scratch_.p + first * kStride + i * kBlock, task_.rows - first,
                 Right{values, padded_ / 16, kBlock / x, 16 * kBlock}, {o, padded_}, {o, padded_}, lines);
       };
-      if (problem_.quantized()) {
-        widen_page(values_[i], padded_ / 16, kBlock, scratch_.panel, 16 * kBlock);
-        multiply(static_cast<const Left<T>*>(scratch_.panel));
-      } else {
-        multiply(reinterpret_cast<const T*>(values_[i]));
-      }
+      problem_.quantized() ? multiply(reinterpret_cast<const int8_t*>(values_[i]))
+                           : multiply(reinterpret_cast<const T*>(values_[i]));
     }
   }
 
@@ -282,6 +292,7 @@ class VectorTask {
     const int64_t hidden = std::max<int64_t>(task_.hidden - begin_, 0), width = pages_ * kBlock;
     const auto visible = [&](int64_t r) { return scratch_.visible[r] - begin_; };
     if (problem_.quantized()) {
+      load_factors();
       const auto factor = [&](int64_t i) { return load(scratch_.key_factor + i); };
       for (int64_t r = 0; r < task_.rows; ++r) find_max(r, hidden, visible(r), width, factor, sums.max[r]);
     } else {

@@ -6,9 +6,9 @@ namespace tilerank::TR_RUNG {
 
 constexpr int kParts = 16 / kLanes;
 
-// Values that lie side by side in a page and are summed together: two bf16 or one float.
+// Values that lie side by side in a page and are summed together: two bf16 or codes, or one float.
 template <class T>
-constexpr int64_t kPair = 4 / static_cast<int64_t>(sizeof(T));
+constexpr int64_t kPair = std::is_same_v<T, float> ? 1 : 2;
 
 struct Wide {  // 16 lanes
   Vec part[kParts];
@@ -18,44 +18,73 @@ struct Wide {  // 16 lanes
 #ifdef TR_BF16
 template <class T>
 using Left = T;
-struct RightPairs {
-  __m512bh v;
-};
-static inline RightPairs load_right(const bf16* b) { return {(__m512bh)_mm512_loadu_si512(b)}; }
-static inline void multiply_add(Wide& sum, const bf16* a, const RightPairs& b) {
-  int32_t pair;
-  std::memcpy(&pair, a, 4);
-  sum.part[0].v = _mm512_dpbf16_ps(sum.part[0].v, (__m512bh)_mm512_set1_epi32(pair), b.v);
-}
 #else
 template <class T>
 using Left = float;
-struct RightPairs {
+#endif
+
+// kLanes pairs of codes as floats: the first ones of each pair and the second ones.
+static inline Two load_pairs(const int8_t* p) {
+#ifdef TR_AVX512
+  // A code, moved by 128 to have no sign, in the right bits of 2^23 or 2^15 adds to it.
+  const __m512i words = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+  const auto moved = [&](int code, float power) {
+    constexpr int kAndThenXor = 0x6a;
+    const __m512i base = _mm512_castps_si512(_mm512_set1_ps(power + 128));
+    return _mm512_castsi512_ps(_mm512_ternarylogic_epi32(words, _mm512_set1_epi32(code), base, kAndThenXor));
+  };
+  return {Vec{moved(0xff, 0x1p23f)} - set(0x1p23f + 128), Vec{moved(0xff00, 0x1p15f)} - set(0x1p15f + 128)};
+#else
+  const __m256i words = _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  return {{_mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(words, 16), 16))},
+          {_mm256_cvtepi32_ps(_mm256_srai_epi32(words, 16))}};
+#endif
+}
+
+// 16 lanes of the right-hand operands, as those on the left are multiplied with them.
+template <class A, class B>
+struct RightPairs {  // of floats
+  void read(const B* b) {
+    for (int i = 0; i < kParts; ++i) {
+      const Two pairs = load_pairs(b + 2 * kLanes * i);
+      even.part[i] = pairs.a;
+      odd.part[i] = pairs.b;
+    }
+  }
+  void multiply_add(Wide& sum, const float* a) const {
+    for (int i = 0; i < kParts; ++i) {
+      sum.part[i] = fma(set(a[1]), odd.part[i], fma(set(a[0]), even.part[i], sum.part[i]));
+    }
+  }
+
   Wide even, odd;
 };
-static inline RightPairs load_right(const bf16* b) {
-  RightPairs right;
-  for (int i = 0; i < kParts; ++i) {
-    const Two pairs = load_pairs(b + 2 * kLanes * i);
-    right.even.part[i] = pairs.a;
-    right.odd.part[i] = pairs.b;
+template <>
+struct RightPairs<float, float> {
+  void read(const float* b) {
+    for (int i = 0; i < kParts; ++i) values.part[i] = load(b + i * kLanes);
   }
-  return right;
-}
-static inline void multiply_add(Wide& sum, const float* a, const RightPairs& b) {
-  for (int i = 0; i < kParts; ++i) {
-    sum.part[i] = fma(set(a[1]), b.odd.part[i], fma(set(a[0]), b.even.part[i], sum.part[i]));
+  void multiply_add(Wide& sum, const float* a) const {
+    for (int i = 0; i < kParts; ++i) sum.part[i] = fma(set(a[0]), values.part[i], sum.part[i]);
   }
-}
+
+  Wide values;
+};
+#ifdef TR_BF16
+static inline __m512i load_words(const bf16* b) { return _mm512_loadu_si512(b); }
+static inline __m512i load_words(const int8_t* b) { return narrow_words(load_pairs(b)); }
+template <class B>
+struct RightPairs<bf16, B> {
+  void read(const B* b) { pairs = (__m512bh)load_words(b); }
+  void multiply_add(Wide& sum, const bf16* a) const {
+    int32_t pair;
+    std::memcpy(&pair, a, 4);
+    sum.part[0].v = _mm512_dpbf16_ps(sum.part[0].v, (__m512bh)_mm512_set1_epi32(pair), pairs);
+  }
+
+  __m512bh pairs;
+};
 #endif
-static inline Wide load_right(const float* b) {
-  Wide right;
-  for (int i = 0; i < kParts; ++i) right.part[i] = load(b + i * kLanes);
-  return right;
-}
-static inline void multiply_add(Wide& sum, const float* a, const Wide& b) {
-  for (int i = 0; i < kParts; ++i) sum.part[i] = fma(set(a[0]), b.part[i], sum.part[i]);
-}
 
 // Lines that are wanted next, asked for between the products: `step` bytes further with each 16 lanes of right-hand
 // operands. Without a step it is the same line again and again, which costs next to nothing.
@@ -112,13 +141,13 @@ static void product_block(const A* a, const Right<B>& b, int64_t group, SumRows<
   const int64_t stride = b.stride, ahead_step = ahead.step;
   const char* next = ahead.at;
   for (; right < end; right += 16 * kPair<B>, a += kPair<B>) {
-    decltype(load_right(right)) operand[G];
+    RightPairs<A, B> operand[G];
     unroll<G>([&](auto g) {
-      operand[g] = load_right(right + g * stride);
+      operand[g].read(right + g * stride);
       _mm_prefetch(next, _MM_HINT_T0);
       next += ahead_step;
     });
-    unroll<R * G>([&](auto i) { multiply_add(sum[i], a + i / G * kLeftStride<A>, operand[i % G]); });
+    unroll<R * G>([&](auto i) { operand[i % G].multiply_add(sum[i], a + i / G * kLeftStride<A>); });
   }
   ahead.at = next;
   unroll<R * G * kParts>([&](auto i) {
@@ -160,19 +189,6 @@ static void product(const A* a, int64_t rows, const Right<B>& b, SumRows<const f
 }
 
 // Pages in other forms ----------------------------------------------------------------------------------------------
-
-// kLanes pairs of codes as floats: the first ones of each pair and the second ones.
-static inline Two load_pairs(const int8_t* p) {
-#ifdef TR_AVX512
-  const __m512i words = _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
-  return {{_mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(words, 16), 16))},
-          {_mm512_cvtepi32_ps(_mm512_srai_epi32(words, 16))}};
-#else
-  const __m256i words = _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
-  return {{_mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(words, 16), 16))},
-          {_mm256_cvtepi32_ps(_mm256_srai_epi32(words, 16))}};
-#endif
-}
 
 // Values in the order of bf16 as floats, and codes as the numbers that they are.
 template <class From>

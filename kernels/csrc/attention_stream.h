@@ -99,7 +99,8 @@ class StreamTask : public TileTask {
       }
       const bool last = unit.begin + kBlock >= end;
       const int64_t next_page = last ? page : page_of(unit.begin + kBlock);
-      const T* const next = last ? keys_of_next_task<T>() : problem_.keys<T>(next_page, task_.kv_head);
+      const T* const next =
+          last ? problem_.keys_after<T>(task_, span_.heads) : problem_.keys<T>(next_page, task_.kv_head);
       walk = TileWalk<T, Short>(values, span_.heads * lane_groups_ * kTile, next);
       unit.group = 0;
       softmax(unit, page);
@@ -109,7 +110,7 @@ class StreamTask : public TileTask {
           softmax(unit, page);
         }
         unit.group = head;
-        if (problem_.quantized()) fetch_scales(next_page, head);
+        if (problem_.quantized()) problem_.fetch_scales(next_page, task_.kv_head + head);
         add_values<RowTiles>(unit, walk);
         if (merges(unit)) merge_values(head, output(unit), 0, lane_groups_);
       }
@@ -117,21 +118,6 @@ class StreamTask : public TileTask {
   }
 
   int64_t page_of(int64_t token) const { return problem_.page(task_.sequence, task_.first_page + token / kBlock); }
-  // What this thread probably reads next.
-  template <class T>
-  const T* keys_of_next_task() const {
-    const int64_t head = task_.kv_head + span_.heads;
-    const bool same = head < problem_.k_pages.size[1];
-    const int64_t sequence = task_.sequence + (same ? 0 : 1);
-    if (sequence == problem_.block_tables.size[0]) return problem_.keys<T>(0, 0);
-    const int64_t page = problem_.block_tables.row<int32_t>(sequence)[same ? task_.first_page : 0];
-    return problem_.keys<T>(std::clamp<int64_t>(page, 0, problem_.k_pages.size[0] - 1), same ? head : 0);
-  }
-
-  void fetch_scales(int64_t page, int64_t head) const {
-    const float* const scales = problem_.key_scales(page, task_.kv_head + head);
-    for (int64_t i = 0; i < 2 * kBlock; i += 16) _mm_prefetch(reinterpret_cast<const char*>(scales + i), _MM_HINT_T0);
-  }
   float* scores_of(int64_t head) {
     const int64_t at_once = kGroup / task_.rows;
     return scratch_.s[head / at_once] + head % at_once * task_.rows * 16;

@@ -13,6 +13,29 @@ constexpr int64_t kMaxDim = 256;
 // (flash-decoding, with its log sum exp as maximum and sum). Threads may share a task by these parts.
 constexpr int64_t kPart = 2048;
 
+struct Task {
+  int64_t sequence;
+  int64_t first_page;            // of the table: the one with the first token
+  int64_t hidden, length;        // tokens of these pages: the first ones, which nobody sees, and all
+  int64_t query, queries;        // the sequence's rows of q
+  int64_t kv_head, head, heads;  // first query head and their number
+  int64_t row, rows;             // this task's part of the queries * heads rows
+  bool causal;                   // else every row sees all of the length
+
+  bool same(const Task& other) const {
+    return sequence == other.sequence && kv_head == other.kv_head && row == other.row;
+  }
+  int64_t token(int64_t r) const { return (row + r) / heads; }
+  // Tokens up to which row r sees, counted like the length. Does not fall with r.
+  int64_t visible(int64_t r) const { return causal ? length - queries + token(r) + 1 : length; }
+  int64_t seen() const { return visible(rows - 1); }
+  int64_t parts() const { return std::max<int64_t>((seen() + kPart - 1) / kPart, 1); }
+  template <class T>
+  T* element(const Tensor& t, int64_t r) const {
+    return t.row<T>(query + token(r)) + (head + (row + r) % heads) * t.stride[1];
+  }
+};
+
 struct Problem {
   const Tensor &q, &k_pages, &v_pages, &block_tables, &out, &lse, &scales;
   float scale;
@@ -44,28 +67,20 @@ struct Problem {
     return scales.row<float>(page) + head * scales.stride[1];
   }
   const float* value_scales(int64_t page, int64_t head) const { return key_scales(page, head) + kBlock; }
-};
-
-struct Task {
-  int64_t sequence;
-  int64_t first_page;            // of the table: the one with the first token
-  int64_t hidden, length;        // tokens of these pages: the first ones, which nobody sees, and all
-  int64_t query, queries;        // the sequence's rows of q
-  int64_t kv_head, head, heads;  // first query head and their number
-  int64_t row, rows;             // this task's part of the queries * heads rows
-  bool causal;                   // else every row sees all of the length
-
-  bool same(const Task& other) const {
-    return sequence == other.sequence && kv_head == other.kv_head && row == other.row;
+  void fetch_scales(int64_t page, int64_t head) const {
+    const float* const scales = key_scales(page, head);
+    for (int64_t i = 0; i < 2 * kBlock; i += 16) _mm_prefetch(reinterpret_cast<const char*>(scales + i), _MM_HINT_T0);
   }
-  int64_t token(int64_t r) const { return (row + r) / heads; }
-  // Tokens up to which row r sees, counted like the length. Does not fall with r.
-  int64_t visible(int64_t r) const { return causal ? length - queries + token(r) + 1 : length; }
-  int64_t seen() const { return visible(rows - 1); }
-  int64_t parts() const { return std::max<int64_t>((seen() + kPart - 1) / kPart, 1); }
+
+  // What a thread probably reads after `heads` KV heads, of which the task's is the first, to ask for it ahead.
   template <class T>
-  T* element(const Tensor& t, int64_t r) const {
-    return t.row<T>(query + token(r)) + (head + (row + r) % heads) * t.stride[1];
+  const T* keys_after(const Task& task, int64_t heads) const {
+    const int64_t head = task.kv_head + heads;
+    const bool same = head < k_pages.size[1];
+    const int64_t sequence = task.sequence + (same ? 0 : 1);
+    if (sequence == block_tables.size[0]) return keys<T>(0, 0);
+    const int64_t page = block_tables.row<int32_t>(sequence)[same ? task.first_page : 0];
+    return keys<T>(std::clamp<int64_t>(page, 0, k_pages.size[0] - 1), same ? head : 0);
   }
 };
 
