@@ -14,6 +14,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from tilerank.loader.quantization import DEFAULT_INT4_GROUP
+
 from . import bench_chart, bench_job, bench_model
 from .bench_cases import add_case_arguments, cases_of, check_cases, prompts, timing_of
 from .bench_json import add_json_argument, check_json_argument, write_json
@@ -21,17 +23,19 @@ from .bench_peaks import peaks_of
 from .bench_report import OURS, Report, merged, rows_of, table
 from .errors import LaunchError
 
-PEERS = {
-    "llama.cpp": ("llama_cpp", "peer_llama_cpp.py"),
-    "transformers": ("transformers", "peer_transformers.py"),
-    "openvino": ("openvino_genai", "peer_openvino.py"),
-    "vllm": ("vllm", "peer_vllm.py"),
-    "sglang": ("sglang", None),
+PEERS: dict[str, tuple[str, str | None, tuple[str, ...]]] = {
+    "llama.cpp": ("llama_cpp", "peer_llama_cpp.py", ("int8", "int4")),
+    "transformers": ("transformers", "peer_transformers.py", ()),
+    "openvino": ("openvino_genai", "peer_openvino.py", ("int8", "int4")),
+    "vllm": ("vllm", "peer_vllm.py", ()),
+    "sglang": ("sglang", None, ()),
 }
-"""By peer: the module that tells whether it is installed, and the program in this folder that measures it.
+"""By peer: the module that tells whether it is installed, the program in this folder that measures it, and to which
+codes that one quantises.
 
-The program gets two files. It reads the job: `model` (a directory), `dtype`, `cores`, `scratch` (a directory that its
-runs share, for what it has to convert) and `cases`, each with `prompts` (lists of token ids, a batch) and `new_tokens`,
+The program gets two files. It reads the job: `model` (a directory), `dtype`, `quantization` (null, or codes as
+--quantization names them) and `group` (columns to a scale of int4), `cores`, `scratch` (a directory that its runs
+share, for what it has to convert) and `cases`, each with `prompts` (lists of token ids, a batch) and `new_tokens`,
 tokens to make after the first one. It writes the result: `version`, `load_s`, `ready_at` (time.monotonic()), and
 `events`, for every case the [prompt, seconds] of each token. It sets its own affinity to `cores`.
 """
@@ -44,11 +48,13 @@ class Peer:
     name: str
     python: str
 
-    def obstacle(self) -> str | None:
-        """Why it cannot be measured."""
-        module, program = PEERS[self.name]
+    def obstacle(self, quantization: str | None = None) -> str | None:
+        """Why it cannot be measured with such weights."""
+        module, program, codes = PEERS[self.name]
         if program is None:
             return "bench compare cannot drive it yet"
+        if quantization is not None and quantization not in codes:
+            return f"bench compare does not quantise to {quantization} for it"
         look = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({module!r}) is None)"
         try:
             found = subprocess.run([self.python, "-P", "-c", look], check=False, stdin=subprocess.DEVNULL).returncode
@@ -88,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
     check_cases(args)
     peers = []
     for peer in args.peers:
-        obstacle = peer.obstacle()
+        obstacle = peer.obstacle(args.quantization)
         if obstacle is None:
             peers.append(peer)
         else:
@@ -126,6 +132,8 @@ def _theirs(args: argparse.Namespace, peer: Peer, cores: list[int], dtype: str, 
     job = {
         "model": str(args.model.absolute()),
         "dtype": dtype,
+        "quantization": args.quantization,
+        "group": args.quantization_group or DEFAULT_INT4_GROUP,
         "cores": cores,
         "scratch": str(own),
         "cases": [

@@ -70,6 +70,8 @@ def convert(model: Path, target: Path) -> None:
             pairs = values.reshape(heads if "q_proj" in name else kv_heads, 2, head_dim // 2, -1)
             values = pairs.swapaxes(1, 2).reshape(values.shape)
         theirs = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        if theirs is None:
+            sys.exit(f"llama.cpp has no name for {name}")
         if values.dtype == numpy.uint16 and values.ndim == 1:
             writer.add_tensor(theirs, (values.astype(numpy.uint32) << 16).view(numpy.float32))
         elif values.dtype == numpy.uint16:
@@ -81,6 +83,24 @@ def convert(model: Path, target: Path) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+    made.rename(target)
+
+
+def quantise(source: Path, codes: str, target: Path) -> None:
+    """Writes a GGUF of codes, 8 bits of the head as ours, unless an earlier run did."""
+    if target.exists():
+        return
+    import ctypes
+
+    import llama_cpp
+
+    parameters = llama_cpp.llama_model_quantize_default_params()
+    q8_0 = llama_cpp.LLAMA_FTYPE_MOSTLY_Q8_0
+    parameters.ftype = q8_0 if codes == "int8" else llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_0
+    parameters.output_tensor_type = parameters.token_embedding_type = llama_cpp.GGML_TYPE_Q8_0
+    made = target.with_suffix(".part")
+    if llama_cpp.llama_model_quantize(str(source).encode(), str(made).encode(), ctypes.byref(parameters)) != 0:
+        sys.exit("llama_model_quantize failed")
     made.rename(target)
 
 
@@ -139,6 +159,9 @@ def main(job: dict[str, Any]) -> dict[str, Any]:
     began = time.monotonic()
     file = Path(job["scratch"]) / "model.gguf"
     convert(Path(job["model"]), file)
+    if job["quantization"] is not None:
+        source, file = file, Path(job["scratch"]) / f"model-{job['quantization']}.gguf"
+        quantise(source, job["quantization"], file)
     converted_s = time.monotonic() - began
     import llama_cpp
 

@@ -12,21 +12,29 @@ from pathlib import Path
 from typing import Any
 
 
-def convert(model: str, target: Path) -> None:
-    """Writes the model as OpenVINO wants it, weights as they are, unless an earlier run did."""
-    if not target.exists():
-        from optimum.intel import OVModelForCausalLM
+def convert(job: dict[str, Any], target: Path) -> None:
+    """Writes the model as OpenVINO wants it, weights as they are or as codes, unless an earlier run did."""
+    if target.exists():
+        return
+    from optimum.intel import OVModelForCausalLM, OVWeightQuantizationConfig
 
-        made = target.with_suffix(".part")
-        OVModelForCausalLM.from_pretrained(model, export=True, compile=False, load_in_8bit=False).save_pretrained(made)
-        made.rename(target)
+    codes: dict[str, Any] = {"load_in_8bit": False}
+    if job["quantization"] == "int8":
+        codes = {"quantization_config": OVWeightQuantizationConfig(bits=8, sym=True)}
+    elif job["quantization"] == "int4":
+        config = OVWeightQuantizationConfig(bits=4, sym=True, group_size=job["group"])  # 8 bits of the head, as ours
+        codes = {"quantization_config": config}
+    made = target.with_suffix(".part")
+    OVModelForCausalLM.from_pretrained(job["model"], export=True, compile=False, **codes).save_pretrained(made)
+    made.rename(target)
 
 
 def main(job: dict[str, Any]) -> dict[str, Any]:
     os.sched_setaffinity(0, job["cores"])  # before threads start, which inherit it
     began = time.monotonic()
-    files = Path(job["scratch"]) / "ir"
-    convert(job["model"], files)
+    kind = {None: "ir", "int8": "ir-int8", "int4": f"ir-int4-{job['group']}"}[job["quantization"]]
+    files = Path(job["scratch"]) / kind
+    convert(job, files)
     converted_s = time.monotonic() - began
     import numpy
     import openvino

@@ -13,7 +13,7 @@ import pytest
 import torch
 from command import DEMO, run
 
-from tilerank.launch import bench, bench_chart, bench_quality, bench_report
+from tilerank.launch import bench, bench_chart, bench_compare, bench_quality, bench_report
 from tilerank.launch.bench_cases import Case
 from tilerank.launch.bench_compare import Peer
 from tilerank.launch.bench_peaks import Peaks
@@ -86,6 +86,8 @@ def test_peers_that_cannot_be_measured_say_why(tmp_path: Path) -> None:
     without.chmod(0o755)
     assert Peer("transformers", str(without)).obstacle() == f"not installed: {without} has no module transformers"
     assert Peer("vllm", sys.executable).obstacle() is not None
+    for name, codes in (("transformers", "int8"), ("llama.cpp", "fp8")):
+        assert Peer(name, sys.executable).obstacle(codes) == f"bench compare does not quantise to {codes} for it"
 
 
 @pytest.mark.parametrize(
@@ -145,6 +147,26 @@ def test_bench_compare_from_end_to_end(tmp_path: Path) -> None:
     assert "sglang: left out" in result.out and result.out.count("transformers") == 2
     assert ElementTree.parse(chart).getroot().tag.endswith("svg")
     assert (tmp_path / "scratch" / "transformers" / "result.json").exists()
+
+
+def test_peers_are_told_what_to_quantise_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import json, sys, time\n"
+        "job = json.load(open(sys.argv[1]))\n"
+        "events = [[[0, 0.1 * (i + 1)] for i in range(case['new_tokens'] + 1)] for case in job['cases']]\n"
+        "json.dump({'load_s': 0, 'ready_at': time.monotonic(), 'events': events}, open(sys.argv[2], 'w'))\n"
+    )
+    monkeypatch.setitem(bench_compare.PEERS, "llama.cpp", ("json", str(program), ("int8", "int4")))
+    peer = Peer("llama.cpp", sys.executable)
+    jobs: list[tuple[str | None, int]] = []
+    for words in ((), ("--quantization", "int8"), ("--quantization", "int4", "--quantization-group", "32")):
+        args = parse("compare", str(DEMO), "--prompt-tokens", "4", "--batch", "1", *words)
+        assert peer.obstacle(args.quantization) is None
+        bench_compare._theirs(args, peer, [0], "bfloat16", 0, tmp_path)
+        job = json.loads((tmp_path / "llama.cpp" / "job.json").read_text())
+        jobs.append((job["quantization"], job["group"]))
+    assert jobs == [(None, 64), ("int8", 64), ("int4", 32)]
 
 
 def test_bench_quality_finds_the_perplexity_of_transformers(tmp_path: Path) -> None:
