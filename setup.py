@@ -24,8 +24,10 @@ SANITIZE = os.environ.get("TILERANK_SANITIZE")
 LINK = []
 if SANITIZE:
     LINK = [f"-fsanitize={SANITIZE}"]
-    # -O1 loses track of what is initialised, hence no such warning.
-    FLAGS += [*LINK, "-fno-sanitize-recover=all", "-O1", "-g1", "-Wno-maybe-uninitialized", "-Wno-uninitialized"]
+    # -O1 loses track of what is initialised, hence no such warning. Registers by function, not by loop: among so many
+    # checks the latter takes a third of the time.
+    FLAGS += [*LINK, "-fno-sanitize-recover=all", "-O1", "-fira-region=one", "-g1"]
+    FLAGS += ["-Wno-maybe-uninitialized", "-Wno-uninitialized"]
 
 ParallelCompile(default=0, needs_recompile=needs_recompile).install()
 setup(
