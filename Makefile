@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 CORE   := pyproject.toml setup.py $(wildcard kernels/csrc/*)
+# Most tests keep one core busy or wait for processes. Each worker takes neighbours, which share servers and models.
+PYTEST := $(BIN)/pytest -n 2 --dist worksteal
 
 .PHONY: help demo test test-long soak test-numa test-sanitize lint types format clean
 
@@ -15,7 +17,7 @@ demo: $(VENV)/.core
 
 # test: the default suite
 test: $(VENV)/.test
-	$(BIN)/pytest -m "not long and not numa"
+	$(PYTEST) -m "not long and not numa"
 
 # test-long: tests that take minutes or gigabytes
 test-long: $(VENV)/.test
@@ -42,7 +44,7 @@ test-sanitize: $(VENV)/.test
 	rm -rf build/temp.* build/lib.*
 	LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" \
 	    ASAN_OPTIONS=detect_leaks=0 PYTHONMALLOC=malloc PYTHONPATH=build/sanitized \
-	    $(BIN)/pytest $(filter-out $(THREAD_TESTS) $(CODE_TESTS),$(wildcard tests/test_kernels_*.py))
+	    $(PYTEST) $(filter-out $(THREAD_TESTS) $(CODE_TESTS),$(wildcard tests/test_kernels_*.py))
 	$(BIN)/pytest $(THREAD_TESTS)
 
 # lint: ruff and clang-format

@@ -172,8 +172,9 @@ def await_true(condition: Callable[[], object], seconds: float, otherwise: str) 
 
 
 def free_port() -> int:
-    """A port of this machine that nobody has, below those that the kernel hands out to others meanwhile."""
-    for port in range(20000 + os.getpid() % 10000, 32000):
+    """A port of this machine that nobody has, below those that the kernel hands out to others meanwhile. Test processes
+    with neighbouring numbers look in different places."""
+    for port in range(20000 + os.getpid() * 16 % 10000, 32000):
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port
