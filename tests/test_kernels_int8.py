@@ -25,14 +25,11 @@ def packed(plain: Tensor) -> Int8Weight:
 
 
 def quantised(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Integers and steps as float64: row by row, in the definition's own words."""
-    codes, steps = torch.empty(x.shape, dtype=F64), torch.empty(x.shape[0], 1, dtype=F64)
-    for row, values in enumerate(x.float()):
-        largest = values.abs().max().clamp(min=2.0**-100)
-        inverse = torch.tensor(127.0) / largest  # in float32, as the step
-        codes[row] = (values.double() * inverse.double()).round()  # ties to even
-        steps[row] = largest / torch.tensor(127.0)
-    return codes, steps
+    """Integers and steps of the rows as float64, in the definition's own words."""
+    largest = x.float().abs().amax(1, keepdim=True).clamp(min=2.0**-100)
+    ends = torch.full_like(largest, 127)  # torch divides a number by a tensor in two roundings
+    inverse, step = ends / largest, largest / ends
+    return (x.double() * inverse.double()).round(), step.double()  # ties to even
 
 
 def product(x: Tensor, weight: Tensor) -> Tensor:
