@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from . import reference
 from .errors import KernelError
 
 KV_BLOCK = 32  # tokens in a page of the KV cache
@@ -38,10 +39,9 @@ def store_kv(k: Tensor, v: Tensor, cache: KVLayer, slots: Tensor) -> None:
 
 
 def _codes(x: Tensor) -> tuple[Tensor, Tensor]:
-    """int8 codes and fp32 scales of every token and head, symmetric; zeros have the scale 0."""
-    scales = x.float().abs().amax(-1) / 127
-    inverse = torch.where(scales > 0, 1 / scales, 0.0)
-    return (x.float() * inverse[..., None]).round().clamp(-127, 127).to(torch.int8), scales
+    """int8 codes and fp32 scales of every token and head."""
+    codes, scales = reference.quantise_rows(x.float().flatten(0, 1))
+    return codes.view(x.shape), scales.view(x.shape[:2])
 
 
 def load_kv(cache: KVLayer, blocks: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,10 +1,13 @@
 """Tokens put into pages, on every rung: each element where the layout of KVLayer says, and nothing else touched."""
 
+import math
+
 import pytest
 import torch
 
 from tilerank.kernels import core
 from tilerank.kernels.attention import KV_BLOCK, KVLayer, store_kv
+from tilerank.kernels.reference import quantise_rows
 
 HEADS, PAGES = 3, 24
 
@@ -38,11 +41,7 @@ def test_every_element_is_where_the_layout_says(
     store_kv(k, v, cache, torch.tensor(slots))
     core.start_pool(None, 1, spin=False)
 
-    x = 4 // dtype.itemsize
-    keys = cache.k.view(PAGES, HEADS, KV_BLOCK // 16, d // x, 16, x).permute(0, 2, 4, 1, 3, 5)
-    keys = keys.reshape(PAGES * KV_BLOCK, HEADS, d)
-    values = cache.v.view(PAGES, HEADS, -(-d // 16), KV_BLOCK // x, 16, x).permute(0, 3, 5, 1, 2, 4)
-    values = values.reshape(PAGES * KV_BLOCK, HEADS, -1)
+    keys, values = by_slot(cache)
     assert torch.equal(keys[slots], k)
     assert torch.equal(values[slots][..., :d], v)
     assert not values[slots][..., d:].any(), "padded dims take part in products"
@@ -50,3 +49,52 @@ def test_every_element_is_where_the_layout_says(
     others[slots] = False
     assert bool((keys[others] == 7.0).all())
     assert bool((values[others] == 7.0).all())
+
+
+def by_slot(cache: KVLayer) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the pages hold, token by token."""
+    x = 1 if cache.dtype == torch.float32 else 2
+    d = cache.head_dim
+    keys = cache.k.view(PAGES, HEADS, KV_BLOCK // 16, d // x, 16, x).permute(0, 2, 4, 1, 3, 5)
+    values = cache.v.view(PAGES, HEADS, -(-d // 16), KV_BLOCK // x, 16, x).permute(0, 3, 5, 1, 2, 4)
+    return keys.reshape(PAGES * KV_BLOCK, HEADS, d), values.reshape(PAGES * KV_BLOCK, HEADS, -1)
+
+
+@pytest.mark.parametrize("slots", RUNS.values(), ids=RUNS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "f32"])
+@pytest.mark.parametrize("d", [8, 40, 72, 128, 256])
+def test_every_code_is_where_the_layout_says(rung: str, slots: list[int], dtype: torch.dtype, d: int) -> None:
+    random = torch.Generator().manual_seed(d)
+    rows = torch.randn(len(slots), 2 * HEADS + 1, d, generator=random).to(dtype)
+    rows[0, 0] = 0
+    rows[-1, 1, 3] = math.nan  # the whole row is then no number
+    rows[-1, HEADS, 5] = -math.inf
+    k, v = rows[:, :HEADS], rows[:, HEADS : 2 * HEADS]
+    cache = KVLayer.empty(PAGES, HEADS, d, torch.int8)
+    assert cache.scales is not None
+    for part in (cache.k, cache.v, cache.scales):
+        part.fill_(7)
+    store_kv(k, v, cache, torch.tensor(slots))
+
+    scales = cache.scales.permute(2, 0, 3, 1).reshape(2, PAGES * KV_BLOCK, HEADS)
+    others = torch.ones(PAGES * KV_BLOCK, dtype=torch.bool)
+    others[slots] = False
+    for of_slots, of_part, given in zip(by_slot(cache), scales, (k, v), strict=True):
+        codes, steps = quantise_rows(given.float().reshape(-1, d))
+        assert torch.equal(of_slots[slots][..., :d].reshape(-1, d), codes)
+        assert not of_slots[slots][..., d:].any(), "padded dims take part in products"
+        torch.testing.assert_close(of_part[slots].flatten(), steps, rtol=0, atol=0, equal_nan=True)
+        assert int(steps.isnan().sum()) == 1
+        assert bool((of_slots[others] == 7).all())
+        assert bool((of_part[others] == 7).all())
+
+
+@pytest.mark.parametrize("count", [1, 7])
+def test_codes_are_rounded_half_to_even(rung: str, count: int) -> None:
+    rows = torch.tensor([127, 0.5, 1.5, 2.5, -0.5, -1.5, -126.5, -127]).expand(count, 1, 8)
+    cache = KVLayer.empty(1, 1, 8, torch.int8)
+    store_kv(rows, rows, cache, torch.arange(count))
+    keys = cache.k.view(2, 4, 16, 2).permute(0, 2, 1, 3).reshape(KV_BLOCK, 8)
+    assert keys[:count].tolist() == count * [[127, 0, 2, 2, 0, -2, -126, -127]]
+    assert cache.scales is not None
+    assert cache.scales[0, 0, :, :count].tolist() == 2 * [count * [1.0]]
