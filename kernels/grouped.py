@@ -65,6 +65,8 @@ class GroupedWeight(ABC):
         k = up_to(self.k, BLOCK_K)
         if core.isa() == "amx":
             return up_to(m, _TILE_ROWS) * k * 2 if m > _TILE_ROWS else 0
+        if m <= (3 if core.isa() == "avx2" else 8):  # kFewRows
+            return 0
         return m * (k + k // BLOCK_K) * 4  # in fp32, with a sum for each group at most
 
     def product(self, x: Tensor) -> Tensor:

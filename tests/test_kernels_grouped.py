@@ -17,6 +17,7 @@ from tilerank.kernels.moe import PackedExperts, moe, softmax_top_k
 
 BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
 
+LONG_GROUPS = [Int4(160), Int4(448, True), Fp8(32, 800)]  # longer than what is expanded at a time
 FORMATS = [Int4(32), Int4(64, True), Int4(128), Int4(128, True), Fp8(32, 32), Fp8(64, 96), Fp8(128, 128)]
 Weight = Int4Weight | Fp8Weight
 
@@ -63,7 +64,7 @@ def assert_close(result: Tensor, x: Tensor, values: Tensor, bias: Tensor | None 
     assert excess.max() <= 0, f"{excess.max()} over the bound"
 
 
-@pytest.mark.parametrize("form", FORMATS, ids=str)
+@pytest.mark.parametrize("form", FORMATS + LONG_GROUPS, ids=str)
 @pytest.mark.parametrize("n, k", [(1, 1), (33, 130), (72, 544), (130, 1100)])
 def test_product(rung: str, form: Int4 | Fp8, n: int, k: int) -> None:
     core.start_pool(None, 3, spin=False)
@@ -97,7 +98,7 @@ def test_product_larger_than_every_block(form: Int4 | Fp8) -> None:
                      None, magnitude)  # fmt: skip
 
 
-@pytest.mark.parametrize("form", [Int4(32), Int4(64, True), Fp8(64, 96)], ids=str)
+@pytest.mark.parametrize("form", [Int4(32), Int4(64, True), Int4(160), Fp8(64, 96)], ids=str)
 @pytest.mark.parametrize("n, k", [(40, 70), (70, 1344)])
 def test_a_row_has_the_same_bits_in_every_batch(rung: str, form: Int4 | Fp8, n: int, k: int) -> None:
     counts = (2, 3, 4, 7, 8, 9, 14, 15, 16, 17, 33, 70, 253, 300) if rung != "reference" else (2, 20)

@@ -2,8 +2,9 @@
 // grouped.h comes before).
 //
 // A row's total with an output is a chain over the groups: the products with a group's values, summed from zero in a
-// chain of their own, less zero * (sum of the inputs), times the scale, are added, fused. Few rows multiply values as
-// they come out of their codes; for more rows a group of a block is expanded once.
+// chain of their own, less zero * (sum of the inputs), times the scale, are added, fused. Values times scale could be
+// summed in one chain of fp32, but not as pairs of bf16, and one row would pay for a product more with every value. Few
+// rows multiply values as they come out of their codes; for more rows a piece of a group is expanded once for all.
 #include "panels.h"
 //
 #include "grouped_formats.h"
@@ -52,7 +53,7 @@ class GroupedRows {
   const int64_t k_;
 };
 
-// A group of a block: how its products are added to totals.
+// A group of a block: how the sums of its products are added to totals.
 template <class Format>
 class GroupScale {
  public:
@@ -63,14 +64,23 @@ class GroupScale {
     }
   }
 
-  // totals[32] of a row += its products(v)
-  template <class Products>
-  [[gnu::always_inline]] void add(const Products& products, const float* input_sum, float* totals) const {
-    const Vec inputs = has_zeros_ ? set(*input_sum) : zero();
+  // totals[R][32] += the sums of R rows
+  template <int R>
+  [[gnu::always_inline]] void add(Vec (&sums)[R][kVecs], const float* input_sums, float* totals) const {
+    if (has_zeros_) {
+#pragma GCC unroll 14
+      for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 4
-    for (int v = 0; v < kVecs; ++v) {
-      const Vec sum = has_zeros_ ? fma(less_[v], inputs, products(v)) : products(v);
-      store(totals + v * kLanes, fma(sum, scales_[v], load(totals + v * kLanes)));
+        for (int v = 0; v < kVecs; ++v) sums[r][v] = fma(less_[v], set(input_sums[r]), sums[r][v]);
+      }
+    }
+#pragma GCC unroll 14
+    for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 4
+      for (int v = 0; v < kVecs; ++v) {
+        float* const to = totals + r * kBlockN + v * kLanes;
+        store(to, fma(sums[r][v], scales_[v], load(to)));
+      }
     }
   }
 
@@ -89,14 +99,14 @@ static inline std::array<Pair, kVecs> pairs_of(const std::array<Line, kVecs>& li
   return pairs;
 }
 
-// f(unit in the tile, pairs) for every two inputs of a tile. `ahead` bytes further are asked for, if any.
-template <class Format, int64_t ahead, class F>
-[[gnu::always_inline]] static inline void for_pairs(const char* tile, const F& f) {
+// f(unit in the tile, pairs) for every two inputs of a tile; its lines of `ahead` bytes further are asked for.
+template <class Format, class F>
+[[gnu::always_inline]] static inline void for_pairs(const char* tile, int64_t ahead, const F& f) {
   using Line = typename Format::Line;
   for (int64_t i = 0; i < kBlockK / Line::kInputs; ++i) {
     const auto line = [&](int v) {
       const char* const at = tile + v * kLanes / kHalfN * Format::kPackedTile + i * 64;
-      if (ahead && v * kLanes % kHalfN == 0) _mm_prefetch(at + ahead, _MM_HINT_T0);
+      if (v * kLanes % kHalfN == 0) _mm_prefetch(at + ahead, _MM_HINT_T0);
       return Line(at + v * kLanes % kHalfN * 4);
     };
     const auto lines = [&]<int... V>(std::integer_sequence<int, V...>) {
@@ -120,11 +130,11 @@ static void multiply_codes(const GroupedRows& rows, const Format& weight, int64_
   int64_t left = blocks(k, kBlockK);
   for (int64_t group = 0; group < weight.groups; ++group) {
     Vec sums[R][kVecs];
-    for (auto& sum : sums) std::fill_n(sum, kVecs, zero());
+    load_sums<R>(nullptr, sums);
     const int64_t tiles = std::min(weight.group_tiles, left);
     left -= tiles;
     for (int64_t i = 0; i < tiles; ++i, tile += 2 * Format::kPackedTile, x += R * kUnitsOfTile) {
-      for_pairs<Format, kAhead>(tile, [&](int64_t unit, const auto& pairs) {
+      for_pairs<Format>(tile, kAhead, [&](int64_t unit, const auto& pairs) {
 #ifdef TR_BF16
         add_unit<R>(x + unit * R, [&](int v) { return pairs[v]; }, sums);
 #else
@@ -134,28 +144,16 @@ static void multiply_codes(const GroupedRows& rows, const Format& weight, int64_
       });
     }
     weight.fetch_scales(block, group + 8);
-    const GroupScale scale(weight, block, group);
-#pragma GCC unroll 8
-    for (int r = 0; r < R; ++r) {
-      scale.add([&](int v) { return sums[r][v]; }, rows.input_sums + group * R + r, totals + r * kBlockN);
-    }
+    GroupScale(weight, block, group).add(sums, rows.input_sums + group * R, totals);
   }
-}
-template <int R, class Format>
-static void multiply_codes(int64_t m, const GroupedRows& rows, const Format& weight, int64_t block, int64_t k,
-                           float* totals) {
-  if constexpr (R > 1) {
-    if (m < R) return multiply_codes<R - 1>(m, rows, weight, block, k, totals);
-  }
-  multiply_codes<R>(rows, weight, block, k, totals);
 }
 
-// An expanded group, as multiply_panel takes it.
+// Expanded tiles, as add_units takes them.
 using Expanded = std::conditional_t<kPaired<bf16>, bf16, float>;
 
 template <class Format>
-static void expand_tile(const char* tile, Expanded* to) {
-  for_pairs<Format, 0>(tile, [&](int64_t unit, const auto& pairs) {
+static void expand_tile(const char* tile, int64_t ahead, Expanded* to) {
+  for_pairs<Format>(tile, ahead, [&](int64_t unit, const auto& pairs) {
 #pragma GCC unroll 4
     for (int v = 0; v < kVecs; ++v) {
 #ifdef TR_BF16
@@ -168,65 +166,74 @@ static void expand_tile(const char* tile, Expanded* to) {
   });
 }
 
-// The memory that multiply_expanded works with.
-template <class Format>
-static size_t expanded_bytes(const Format& weight) {
-  return static_cast<size_t>(weight.group_tiles * 2 * kTile) * sizeof(Expanded) + kPanelRows * kBlockN * sizeof(float);
-}
-
-// totals[row][32] += a group of a block with `chosen` panels.
-template <class Format>
-static void multiply_expanded(const GroupedRows& rows, Range chosen, const Format& weight, int64_t block, int64_t group,
-                              int64_t k, void* memory, float* totals) {
-  const RowPanels<bf16>& panels = rows.panels;
-  const char* const next = weight.tile(block, (group + 1) * weight.group_tiles);
-  const int64_t first = group * weight.group_tiles;
-  const int64_t tiles = std::min(weight.group_tiles, blocks(k, kBlockK) - first);
-  Expanded* const expanded = static_cast<Expanded*>(memory);
-  float* const sums = reinterpret_cast<float*>(expanded + weight.group_tiles * 2 * kTile);
-  for (int64_t i = 0; i < tiles; ++i) {
-    expand_tile<Format>(weight.tile(block, first + i), expanded + i * 2 * kTile);
-  }
-  const GroupScale scale(weight, block, group);
-  // What comes next in memory is asked for in as many parts as there are panels.
-  const int64_t step = std::max<int64_t>(2 * Format::kPackedTile / kUnitsOfTile / (chosen.end - chosen.begin), 1);
-  const Range units{first * kUnitsOfTile, (first + tiles) * kUnitsOfTile};
-  for (int64_t panel = chosen.begin; panel < chosen.end; ++panel) {
-    const int64_t count = panels.rows(panel), row = panels.first_row(panel);
-    for (int64_t unit = units.begin; unit < units.end;) {
-      const int64_t end = std::min(units.end, (unit / kPart + 1) * kPart);
-      multiply_panel(
-          count, panels.at(panel, unit), expanded + (unit - units.begin) / kUnitsOfTile * 2 * kTile, end - unit, sums,
-          unit > units.begin,
-          Ahead{next + ((panel - chosen.begin) * (units.end - units.begin) + unit - units.begin) * step, step});
-      unit = end;
-    }
-    for (int64_t r = 0; r < count; ++r) {
-      scale.add([&](int v) { return load(sums + r * kBlockN + v * kLanes); },
-                rows.input_sums + group * panels.m + row + r,
-                totals + (row + r - panels.first_row(chosen.begin)) * kBlockN);
-    }
-  }
-}
-
 // As many panels and blocks as are multiplied together: of a part of k their inputs and their totals stay in the
 // second-level cache.
 constexpr int64_t kStripePanels = kLanes == 16 ? 18 : 64, kBandBlocks = 8;
+constexpr int64_t kStripeRows = kStripePanels * kPanelRows;
 constexpr int64_t kBandInputs = 384;
-static constexpr int64_t kTotals = kStripePanels * kPanelRows * kBandBlocks * kBlockN;
 
-// totals[block][row][32] of a band of blocks with `chosen` panels.
+// Tiles that are expanded at a time: they stay in the first-level cache.
+constexpr int64_t kPieceTiles = 4, kPartTiles = kPart / kUnitsOfTile;
+
+// What a thread multiplies expanded tiles with.
+struct ExpandedWork {
+  alignas(64) Expanded tiles[kPieceTiles * 2 * kTile];
+  float partial[kStripeRows * kBlockN];  // sums of groups that are longer than a piece
+  float totals[kBandBlocks * kStripeRows * kBlockN];
+};
+
+// totals[R][32] += a piece of a group with R rows, or partial[R][32] where the group goes on.
+template <int R, class Format>
+[[gnu::noinline]] static void multiply_piece(const Unit<bf16>* x, const Expanded* weight, int64_t units, bool begins,
+                                             bool ends, float* partial, const GroupScale<Format>& scale,
+                                             const float* input_sums, float* totals) {
+  Vec sums[R][kVecs];
+  load_sums<R>(begins ? nullptr : partial, sums);
+  add_units<R>(x, weight, units, NothingAhead{}, sums);
+  ends ? scale.add(sums, input_sums, totals) : store_sums<R>(partial, sums);
+}
+
+// totals[row][32] += a group of a block with `chosen` panels. After it, weights are read from `next` on.
+template <class Format>
+static void multiply_group(const GroupedRows& rows, Range chosen, const Format& weight, int64_t block, int64_t group,
+                           int64_t k, const char* next, ExpandedWork& work, float* totals) {
+  const RowPanels<bf16>& panels = rows.panels;
+  const int64_t first = group * weight.group_tiles;
+  const int64_t last = std::min(first + weight.group_tiles, blocks(k, kBlockK));
+  const GroupScale scale(weight, block, group);
+  for (int64_t tile = first, end; tile < last; tile = end) {
+    end = std::min({last, tile + kPieceTiles, (tile / kPartTiles + 1) * kPartTiles});
+    // What is read next comes from memory while this is multiplied.
+    const int64_t ahead = (end < last ? weight.tile(block, end) : next) - weight.tile(block, tile);
+    for (int64_t i = tile; i < end; ++i) {
+      expand_tile<Format>(weight.tile(block, i), ahead, work.tiles + (i - tile) * 2 * kTile);
+    }
+    const int64_t units = (end - tile) * kUnitsOfTile;
+    for (int64_t panel = chosen.begin; panel < chosen.end; ++panel) {
+      const int64_t row = panels.first_row(panel), to = (row - panels.first_row(chosen.begin)) * kBlockN;
+      for_rows<kPanelRows>(panels.rows(panel), [&](auto r) {
+        multiply_piece<r>(panels.at(panel, tile * kUnitsOfTile), work.tiles, units, tile == first, end == last,
+                          work.partial + to, scale, rows.input_sums + group * panels.m + row, totals + to);
+      });
+    }
+  }
+}
+
+// work.totals[block][row][32] of a band of blocks with `chosen` panels.
 template <class Format>
 static void multiply_band(const GroupedRows& rows, Range chosen, const Format& weight, Range band, int64_t k,
-                          void* memory, float* totals) {
+                          ExpandedWork& work) {
   const int64_t count = rows.panels.first_row(chosen.end) - rows.panels.first_row(chosen.begin);
-  std::fill_n(totals, (band.end - band.begin) * count * kBlockN, 0.0f);
+  std::fill_n(work.totals, (band.end - band.begin) * count * kBlockN, 0.0f);
   const int64_t step = std::max<int64_t>(1, kBandInputs / (weight.group_tiles * kBlockK));
-  for (int64_t first = 0; first < weight.groups; first += step) {
+  for (int64_t first = 0, last; first < weight.groups; first = last) {
+    last = std::min(first + step, weight.groups);
+    const auto group_at = [&](int64_t block, int64_t group) { return weight.tile(block, group * weight.group_tiles); };
     for (int64_t block = band.begin; block < band.end; ++block) {
-      for (int64_t group = first; group < std::min(first + step, weight.groups); ++group) {
-        multiply_expanded(rows, chosen, weight, block, group, k, memory,
-                          totals + (block - band.begin) * count * kBlockN);
+      const char* const after = block + 1 < band.end ? group_at(block + 1, first) : group_at(band.begin, last);
+      for (int64_t group = first; group < last; ++group) {
+        multiply_group(rows, chosen, weight, block, group, k, group + 1 < last ? group_at(block, group + 1) : after,
+                       work, work.totals + (block - band.begin) * count * kBlockN);
       }
     }
   }
@@ -239,12 +246,11 @@ static inline std::array<Vec, kVecs> load_row(const float* totals) {
 }
 
 // emit(row, result, const float* const (&sums)[kParts]) gets the totals of rows, each with kParts blocks: those of
-// results own.begin ... lie one after the other in the weight. `memory`: results_bytes
+// results own.begin ... lie one after the other in the weight. `memory`: an ExpandedWork
 template <int kParts, class Format, class Emit>
 static void multiply_results(const GroupedRows& rows, Range chosen, const Format& weight, Range own, int64_t k,
                              void* memory, const Emit& emit) {
-  float* const totals = static_cast<float*>(memory);
-  void* const expanded = totals + kTotals;
+  ExpandedWork& work = *static_cast<ExpandedWork*>(memory);
   const int64_t first_row = rows.panels.first_row(chosen.begin), m = rows.panels.first_row(chosen.end) - first_row;
   const bool few = rows.panels.m <= kFewRows;
   const int64_t band = few ? 1 : kBandBlocks / kParts;
@@ -252,25 +258,22 @@ static void multiply_results(const GroupedRows& rows, Range chosen, const Format
     const int64_t end = std::min(result + band, own.end);
     if (few) {
       for (int part = 0; part < kParts; ++part) {
-        multiply_codes<kFewRows>(m, rows, weight, result * kParts + part, k, totals + part * m * kBlockN);
+        for_rows<kFewRows>(m, [&](auto r) {
+          multiply_codes<r>(rows, weight, result * kParts + part, k, work.totals + part * m * kBlockN);
+        });
       }
     } else {
-      multiply_band(rows, chosen, weight, {result * kParts, end * kParts}, k, expanded, totals);
+      multiply_band(rows, chosen, weight, {result * kParts, end * kParts}, k, work);
     }
     for (int64_t i = result; i < end; ++i) {
       for (int64_t r = 0; r < m; ++r) {
         const float* sums[kParts];
         for (int part = 0; part < kParts; ++part) {
-          sums[part] = totals + (((i - result) * kParts + part) * m + r) * kBlockN;
+          sums[part] = work.totals + (((i - result) * kParts + part) * m + r) * kBlockN;
         }
         emit(first_row + r, i, sums);
       }
     }
   }
 }
-template <class Format>
-static size_t results_bytes(const Format& weight) {
-  return kTotals * sizeof(float) + expanded_bytes(weight);
-}
-
 }  // namespace tilerank::TR_RUNG

@@ -18,7 +18,7 @@ static void linear(const Args& args, const Format& weight, const Epilogue& epilo
   const Tensor& x = args.tensor(0);
   const int64_t m = x.size[0], k = x.size[1];
   const bool few = m <= kFewRows;
-  const size_t working = results_bytes(weight);
+  constexpr size_t working = sizeof(ExpandedWork);
   char* const memory = static_cast<char*>(team.scratch(working + (few ? GroupedRows::bytes(m, k, weight.groups) : 0)));
   const GroupedRows rows(few ? memory + working : args.tensor(4).as<char>(), m, k);
   rows.pack([&](int64_t i) { return x.row<const bf16>(i); }, weight, few ? Team(nullptr, 0, 1) : team);
@@ -41,7 +41,7 @@ static void linear(const Args& args, Team& team) {
   epilogue.parts == 2 ? linear<2>(args, weight, epilogue, team) : linear<1>(args, weight, epilogue, team);
 }
 
-// operands: grouped.h; scratch: GroupedRows::bytes, unless there are few rows
+// operands: grouped.h; scratch: GroupedRows::bytes, or none for few rows
 static void linear_int4(const Args& args, Team& team) { linear<Int4>(args, team); }
 TR_KERNEL(linear_int4)
 

@@ -40,10 +40,19 @@ constexpr int64_t block_elements(int64_t k) {
   return std::is_same_v<T, float> ? k * kBlockN : blocks(k, kBlockK) * 2 * kTile;
 }
 
-// What to ask memory for while multiplying: from unit to unit `step` bytes further.
+// What to ask memory for while multiplying: for every unit, `step` bytes further.
 struct Ahead {
   const char* at;
   int64_t step;
+
+  void ask(int64_t units = 1) {
+    _mm_prefetch(at, _MM_HINT_T0);
+    _mm_prefetch(at + 64, _MM_HINT_T0);
+    at += step * units;
+  }
+};
+struct NothingAhead {
+  void ask(int64_t = 1) {}
 };
 
 template <int R>
@@ -100,19 +109,16 @@ static inline void add_unit(const U* x, const Weight& weight, Vec (&sums)[R][kVe
   }
 }
 
-// The micro-kernels: sums[R][32] = or, to go on, += units of R rows, [unit][R], x as many of 32 outputs.
+// sums += units of R rows, [unit][R], x as many of 32 outputs.
 
 // [unit][32 outputs]
-template <int R>
-static void multiply_panel(const float* x, const float* weight, int64_t units, float* sums, bool go_on, Ahead ahead) {
-  Vec s[R][kVecs];
-  load_sums<R>(go_on ? sums : nullptr, s);
-  for (int64_t i = 0; i < units; ++i, x += R, weight += kBlockN, ahead.at += ahead.step) {
-    _mm_prefetch(ahead.at, _MM_HINT_T0);
-    _mm_prefetch(ahead.at + 64, _MM_HINT_T0);
-    add_unit<R>(x, [&](int v) { return load(weight + v * kLanes); }, s);
+template <int R, class A>
+[[gnu::always_inline]] static inline void add_units(const float* x, const float* weight, int64_t units, A ahead,
+                                                    Vec (&sums)[R][kVecs]) {
+  for (int64_t i = 0; i < units; ++i, x += R, weight += kBlockN) {
+    ahead.ask();
+    add_unit<R>(x, [&](int v) { return load(weight + v * kLanes); }, sums);
   }
-  store_sums<R>(sums, s);
 }
 
 // Where vector v of a pair's weights lies in a tile of a bf16 weight and the next one.
@@ -121,38 +127,44 @@ static inline const bf16* vector_of_pair(const bf16* pair, int v) {
 }
 
 // Two tiles of a bf16 weight after two others.
-template <int R>
-static void multiply_panel(const Unit<bf16>* x, const bf16* weight, int64_t units, float* sums, bool go_on,
-                           Ahead ahead) {
+template <int R, class A>
+[[gnu::always_inline]] static inline void add_units(const Unit<bf16>* x, const bf16* weight, int64_t units, A ahead,
+                                                    Vec (&sums)[R][kVecs]) {
   constexpr int64_t kUnits = kPaired<bf16> ? 1 : 2;  // of a pair
-  Vec s[R][kVecs];
-  load_sums<R>(go_on ? sums : nullptr, s);
   for (int64_t first = 0; first < units; first += 16 * kUnits, weight += 2 * kTile) {
     const bf16* const end = weight + std::min<int64_t>(16, (units - first) / kUnits) * 32;
-    for (const bf16* pair = weight; pair != end; pair += 32, x += R * kUnits, ahead.at += ahead.step * kUnits) {
-      _mm_prefetch(ahead.at, _MM_HINT_T0);
-      _mm_prefetch(ahead.at + 64, _MM_HINT_T0);
+    for (const bf16* pair = weight; pair != end; pair += 32, x += R * kUnits) {
+      ahead.ask(kUnits);
 #ifdef TR_BF16
-      add_unit<R>(x, [&](int v) { return PairVec{_mm512_loadu_si512(vector_of_pair(pair, v))}; }, s);
+      add_unit<R>(x, [&](int v) { return PairVec{_mm512_loadu_si512(vector_of_pair(pair, v))}; }, sums);
 #else
-      add_unit<R>(x, [&](int v) { return load_pairs(vector_of_pair(pair, v)).a; }, s);
+      add_unit<R>(x, [&](int v) { return load_pairs(vector_of_pair(pair, v)).a; }, sums);
       const bf16* again = pair;
       asm("" : "+r"(again));  // loaded again: there is no register to keep it
-      add_unit<R>(x + R, [&](int v) { return load_pairs(vector_of_pair(again, v)).b; }, s);
+      add_unit<R>(x + R, [&](int v) { return load_pairs(vector_of_pair(again, v)).b; }, sums);
 #endif
     }
   }
+}
+
+// The micro-kernel: sums[R][32] = or, to go on, += units of R rows x as many of 32 outputs.
+// On its own: the loops of its callers would cost it registers.
+template <int R, class U, class W>
+[[gnu::noinline]] static void multiply_panel(const U* x, const W* weight, int64_t units, float* sums, bool go_on,
+                                             Ahead ahead) {
+  Vec s[R][kVecs];
+  load_sums<R>(go_on ? sums : nullptr, s);
+  add_units<R>(x, weight, units, ahead, s);
   store_sums<R>(sums, s);
 }
 
-// The same for `rows` rows, 1 to R.
-template <class U, class W, int R = kPanelRows>
-static void multiply_panel(int64_t rows, const U* x, const W* weight, int64_t units, float* sums, bool go_on,
-                           Ahead ahead) {
-  if constexpr (R > 1) {
-    if (rows < R) return multiply_panel<U, W, R - 1>(rows, x, weight, units, sums, go_on, ahead);
+// f(R) with R = rows, a constant, of 1 to most.
+template <int most, class F>
+static inline void for_rows(int64_t rows, const F& f) {
+  if constexpr (most > 1) {
+    if (rows < most) return for_rows<most - 1>(rows, f);
   }
-  multiply_panel<R>(x, weight, units, sums, go_on, ahead);
+  f(std::integral_constant<int, most>{});
 }
 
 // Rows as panels of about equal size, in memory that all threads share: parts of kPart units one after the other, of

@@ -71,7 +71,8 @@ static void multiply_stripe(const RowPanels<T>& x, Range panels, const BlockRun<
         const bool asks = asked < kUnitBytes<T>;
         const Ahead ahead = asks ? Ahead{next + asked * units, ahead_step} : Ahead{next, 0};
         const auto multiply = [&](const auto* data) {
-          multiply_panel(count, x.at(panel, part), data, units, sums, part > 0, ahead);
+          for_rows<kPanelRows>(
+              count, [&](auto r) { multiply_panel<r>(x.at(panel, part), data, units, sums, part > 0, ahead); });
         };
         if constexpr (kExpands<T>) {
           if (expands) {
@@ -102,8 +103,10 @@ static void multiply_results(const RowPanels<T>& x, const BlockRun<T>& weight, i
     for (int64_t block = results.begin * parts; block < results.end * parts; ++block) {
       const char* const data = weight.at(block, 0);
       float* const last = sums + block % parts * x.m * kBlockN;
-      multiply_panel(x.m, x.at(0, 0), reinterpret_cast<const T*>(data), x.units, last, false,
-                     Ahead{data + kAhead, kUnitBytes<T>});
+      for_rows<kPanelRows>(x.m, [&](auto r) {
+        multiply_panel<r>(x.at(0, 0), reinterpret_cast<const T*>(data), x.units, last, false,
+                          Ahead{data + kAhead, kUnitBytes<T>});
+      });
       if ((block + 1) % parts) continue;
       for (int64_t r = 0; r < x.m; ++r) emit(r, block / parts, sums + r * kBlockN, last + r * kBlockN);
     }
