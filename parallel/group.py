@@ -50,12 +50,19 @@ class Group(Protocol):
         """Sum of fp32 or bf16 `x` over the ranks, same bits on all. A contiguous `x` is overwritten and returned."""
 
     def add_rms_norm(
-        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, zero_centered: bool = False
+        self,
+        x: Tensor,
+        residual: Tensor,
+        weight: Tensor,
+        eps: float,
+        *,
+        zero_centered: bool = False,
+        whole: bool = False,
     ) -> Tensor:
         """ops.add_rms_norm of the sum of `x` over the ranks, same bits on all; `x` may be overwritten.
 
-        Of `residual`, each rank keeps up the rows that it needs for its part in this call; the others become stale. The
-        next call with these shapes needs the same rows.
+        Of `residual`, each rank keeps up the rows that it needs for its part in this call; the others become stale, but
+        for a call that wants it `whole`. The next call with these shapes needs the same rows.
         """
 
     def all_gather(self, x: Tensor) -> Tensor:
@@ -97,7 +104,14 @@ class SingleGroup:
         return checked_sum_dtype(x)
 
     def add_rms_norm(
-        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, zero_centered: bool = False
+        self,
+        x: Tensor,
+        residual: Tensor,
+        weight: Tensor,
+        eps: float,
+        *,
+        zero_centered: bool = False,
+        whole: bool = False,
     ) -> Tensor:
         return ops.add_rms_norm(self.all_reduce(x), residual, weight, eps, zero_centered=zero_centered)
 
@@ -152,7 +166,14 @@ class PairwiseGroup:
         return out
 
     def add_rms_norm(
-        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, zero_centered: bool = False
+        self,
+        x: Tensor,
+        residual: Tensor,
+        weight: Tensor,
+        eps: float,
+        *,
+        zero_centered: bool = False,
+        whole: bool = False,
     ) -> Tensor:
         return ops.add_rms_norm(self.all_reduce(x), residual, weight, eps, zero_centered=zero_centered)
 

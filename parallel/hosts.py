@@ -121,7 +121,14 @@ class HostGroup:
         return out
 
     def add_rms_norm(
-        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, zero_centered: bool = False
+        self,
+        x: Tensor,
+        residual: Tensor,
+        weight: Tensor,
+        eps: float,
+        *,
+        zero_centered: bool = False,
+        whole: bool = False,
     ) -> Tensor:
         return ops.add_rms_norm(self.all_reduce(x), residual, weight, eps, zero_centered=zero_centered)
 

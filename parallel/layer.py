@@ -161,11 +161,19 @@ class Sharding:
         return x if self.size == 1 else self._group.all_reduce(x)
 
     def add_rms_norm(
-        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, zero_centered: bool = False
+        self,
+        x: Tensor,
+        residual: Tensor,
+        weight: Tensor,
+        eps: float,
+        *,
+        zero_centered: bool = False,
+        whole: bool = False,
     ) -> Tensor:
         """ops.add_rms_norm of the sum of `x` over the ranks (parallel/group.py: what becomes of `residual`)."""
-        add = ops.add_rms_norm if self.size == 1 else self._group.add_rms_norm
-        return add(x, residual, weight, eps, zero_centered=zero_centered)
+        if self.size == 1:
+            return ops.add_rms_norm(x, residual, weight, eps, zero_centered=zero_centered)
+        return self._group.add_rms_norm(x, residual, weight, eps, zero_centered=zero_centered, whole=whole)
 
     def gather_columns(self, x: Tensor, starts: Tensor, n: int) -> Tensor:
         """[m, n] fp32: columns starts[r] to starts[r + 1] are the first ones of the `x` [m, w] of rank r."""

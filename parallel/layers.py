@@ -274,10 +274,12 @@ class RMSNorm(Layer):
     def __call__(self, x: Tensor) -> Tensor:
         return ops.rms_norm(x, self.weight.data, self.eps, zero_centered=self.zero_centered)
 
-    def add(self, part: Tensor, residual: Tensor) -> Tensor:
+    def add(self, part: Tensor, residual: Tensor, *, whole: bool = False) -> Tensor:
         """Adds the sum of every rank's `part` to `residual` and returns the norm of what that gives, on every rank.
 
         part, residual: [m, dim]. One residual goes with one rank's calls: it is kept up in place, as far as this rank
-        needs it there (parallel/group.py: add_rms_norm).
+        needs it there, or `whole` (parallel/group.py: add_rms_norm).
         """
-        return self._sharding.add_rms_norm(part, residual, self.weight.data, self.eps, zero_centered=self.zero_centered)
+        return self._sharding.add_rms_norm(
+            part, residual, self.weight.data, self.eps, zero_centered=self.zero_centered, whole=whole
+        )

@@ -105,14 +105,21 @@ class ShmGroup:
         return out
 
     def add_rms_norm(
-        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, zero_centered: bool = False
+        self,
+        x: Tensor,
+        residual: Tensor,
+        weight: Tensor,
+        eps: float,
+        *,
+        zero_centered: bool = False,
+        whole: bool = False,
     ) -> Tensor:
         check.add_rms_norm(x, residual, weight)
         if not (x.stride(1) == 1 and residual.is_contiguous() and x.shape[1] * x.element_size() <= self._slot):
             return ops.add_rms_norm(self.all_reduce(x), residual, weight, eps, zero_centered=zero_centered)
         out = core.empty_rows(x.shape, x.dtype)
         tensors = (x, residual, weight, out)
-        self._launch("all_reduce", self._add_rms_norm, tensors, int(zero_centered), floats=(eps,))
+        self._launch("all_reduce", self._add_rms_norm, tensors, int(zero_centered), int(whole), floats=(eps,))
         return out
 
     def all_gather(self, x: Tensor) -> Tensor:

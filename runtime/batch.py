@@ -3,13 +3,30 @@
 from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
+from tilerank.kernels import ops
 from tilerank.kernels.attention import KV_BLOCK
 
 from .step import Step
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """The m rows of a batch whose logits are wanted, the last ones of each sequence.
+
+    rows: [m] int64. starts: [s + 1] int32, a sequence's first one among them.
+    """
+
+    rows: Tensor
+    starts: Tensor
+
+    def take(self, x: Tensor) -> Tensor:
+        """x[t, d] -> [m, d]"""
+        return ops.take_rows(x, self.rows)
 
 
 @dataclass(frozen=True)
@@ -18,8 +35,8 @@ class Batch:
 
     token_ids, positions: [t] int64. slots: [t] int64, where keys and values go: page * KV_BLOCK + offset.
     block_tables: [s, b] int32, the pages of every sequence in order. seq_lens: [s] int32, tokens of a sequence once
-    this step's are in. query_starts: [s + 1] int32, a sequence's first row. logit_rows: [m] int64, the rows to project
-    on the vocabulary.
+    this step's are in. query_starts: [s + 1] int32, a sequence's first row. wanted: the rows to project on the
+    vocabulary, None if that is all of them.
     """
 
     token_ids: Tensor
@@ -28,7 +45,7 @@ class Batch:
     block_tables: Tensor
     seq_lens: Tensor
     query_starts: Tensor
-    logit_rows: Tensor
+    wanted: Wanted | None = None
 
     @staticmethod
     def of(step: Step, tables: Mapping[int, list[int]]) -> "Batch":
@@ -36,7 +53,7 @@ class Batch:
         token_ids: list[int] = []
         positions: list[int] = []
         slots: list[int] = []
-        logit_rows: list[int] = []
+        wanted: list[int] = []
         starts = [0]
         for chunk in step.chunks:
             table = tables[chunk.sequence]
@@ -45,7 +62,7 @@ class Batch:
             positions += span
             slots += [table[position // KV_BLOCK] * KV_BLOCK + position % KV_BLOCK for position in span]
             starts.append(len(token_ids))
-            logit_rows += range(starts[-1] - chunk.logits, starts[-1])
+            wanted += range(starts[-1] - chunk.logits, starts[-1])
         pages = [tables[chunk.sequence] for chunk in step.chunks]
         width = max(map(len, pages))
         return Batch(
@@ -55,8 +72,13 @@ class Batch:
             block_tables=torch.tensor([row + [0] * (width - len(row)) for row in pages], dtype=torch.int32),
             seq_lens=torch.tensor([c.start + len(c.token_ids) for c in step.chunks], dtype=torch.int32),
             query_starts=torch.tensor(starts, dtype=torch.int32),
-            logit_rows=torch.tensor(logit_rows, dtype=torch.int64),
+            wanted=None if len(wanted) == len(token_ids) else _wanted(wanted, step),
         )
+
+
+def _wanted(rows: list[int], step: Step) -> Wanted:
+    starts = accumulate((chunk.logits for chunk in step.chunks), initial=0)
+    return Wanted(torch.tensor(rows, dtype=torch.int64), torch.tensor(list(starts), dtype=torch.int32))
 
 
 def _of_longs(values: list[int]) -> Tensor:

@@ -73,7 +73,6 @@ class DecodeGraphs:
             block_tables=torch.full((rows, max_pages), spare_page, dtype=torch.int32),
             seq_lens=torch.frombuffer(self._seq_lens, dtype=torch.int32),
             query_starts=torch.arange(rows + 1, dtype=torch.int32),
-            logit_rows=torch.arange(rows),
         )
         self._tabled: list[tuple[int, int] | None] = [None] * rows  # the sequence in a row of block_tables, its pages
         self._graphs: dict[int, Graph] = {}
@@ -183,7 +182,6 @@ class DecodeGraphs:
             block_tables=whole.block_tables[:rows],
             seq_lens=whole.seq_lens[:rows],
             query_starts=whole.query_starts[: rows + 1],
-            logit_rows=whole.logit_rows[:rows],
         )
 
     def _record(self, batch: Batch) -> Graph:

@@ -2,7 +2,7 @@
 
 import hashlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from tilerank.parallel.join import Team
 from tilerank.runtime.batch import Batch
 from tilerank.runtime.engine import Engine, Request
 from tilerank.runtime.sampling import SamplingParams
+from tilerank.runtime.step import Chunk, Step
 
 
 class Blindfold(TorchFunctionMode):
@@ -38,6 +39,10 @@ def run_blindfolded(engine: Engine) -> None:
     engine._decode._record = blindfolded  # type: ignore[method-assign]
 
 
+def digest(logits: Tensor) -> str:
+    return hashlib.sha256(logits.contiguous().view(torch.uint8).numpy()).hexdigest()
+
+
 def steps_of(engine: Engine, team: Team, act: Callable[[Engine], object]) -> list[str]:
     """`act` on rank 0; on every rank: the rows and a hash of the logits of every step."""
     seen: list[str] = []
@@ -45,8 +50,7 @@ def steps_of(engine: Engine, team: Team, act: Callable[[Engine], object]) -> lis
 
     def watched(message: Any) -> Tensor:
         logits = run(message)
-        digest = hashlib.sha256(logits.contiguous().view(torch.uint8).numpy()).hexdigest()
-        seen.append(f"{len(message.chunks)} {digest}")
+        seen.append(f"{len(message.chunks)} {digest(logits)}")
         return logits
 
     engine._run = watched  # type: ignore[method-assign]
@@ -76,6 +80,43 @@ def generate(engine: Engine) -> list[tuple[int, int]]:
             requests.append(Request(ids, params))
         events += [(event.request, event.token_id) for event in engine.generate(requests)]
     return events
+
+
+def choose_rows(team: Team, *, models: list[str]) -> list[dict[str, Any]]:
+    """Every model in both dtypes: the logits of some rows, and of the tokens after them, beside those of all rows.
+
+    Prompts of 100, 150 and 40 tokens, the first in two pieces, of which nobody wants the first one's logits; then a
+    token each.
+    """
+    lengths, wanted = (100, 150, 40), {"some": (1, 0, 3), "most": (29, 140, 0), "none": (0, 0, 0)}
+    results = []
+    for model in models:
+        for dtype in ("float32", "bfloat16"):
+            engine = Engine(Path(model), team, dtype=getattr(torch, dtype), max_total_tokens=2048, eager=True)
+            pages = iter(range(64))
+
+            def logits(
+                piece: int, counts: tuple[int, ...], engine: Engine = engine, pages: Iterator[int] = pages
+            ) -> list[Tensor]:
+                tables = {i: [next(pages) for _ in range(n // 32 + 1)] for i, n in enumerate(lengths)}
+                ids = [[(7 * i + j * j) % 700 for j in range(n)] for i, n in enumerate(lengths)]
+                steps = [
+                    [Chunk(0, 0, ids[0][:70], [], piece)],
+                    [Chunk(i, 0 if i else 70, ids[i] if i else ids[i][70:], [], n) for i, n in enumerate(counts)],
+                    [Chunk(i, n, [3], [], 1) for i, n in enumerate(lengths)],
+                ]
+                forward, caches = engine._model.forward, engine._caches
+                return [forward(Batch.of(Step(chunks, []), tables), caches).clone() for chunks in steps]
+
+            _, prompts, after = logits(70, (30, 150, 40))
+            case: dict[str, Any] = {"model": Path(model).name, "dtype": dtype, "after": digest(after)}
+            for name, counts in wanted.items():
+                first, some, same = logits(0, counts)
+                ends = zip((30, 180, 220), counts, strict=True)
+                rows = [row for end, count in ends for row in range(end - count, end)]
+                case[name] = first.shape[0] == 0 and torch.equal(some, prompts[rows]) and torch.equal(same, after)
+            results.append(case)
+    return results
 
 
 def compare(team: Team, *, models: list[str]) -> list[dict[str, Any]]:

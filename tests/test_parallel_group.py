@@ -106,20 +106,21 @@ def gather_columns(group: Any) -> None:
 
 
 def norms(group: Any) -> None:
-    """Of one row and of many, in pieces and larger than a buffer; twice, since ranks share out what they keep up, the
-    second time of rows that do not follow each other."""
+    """Of one row and of many, in pieces and larger than a buffer; again, since ranks share out what they keep up, of
+    rows that do not follow each other and with all of it kept up, and once more after that."""
     for dtype in SUMS:
         for rows, width in ((1, 64), (5, 1000), (37, 520), (301, 1024), (2, 140_000)):
             weight = contribution(7, width, dtype)
             residual = contribution(8, rows * width, dtype).view(rows, width)
             whole, plain = residual.clone(), residual.clone()
-            for seed, zero_centered in enumerate((False, True)):
+            for seed, zero_centered in enumerate((False, True, False)):
                 n, options = rows * width, {"zero_centered": zero_centered}
                 mine = contribution(group.rank, n, dtype, seed).view(rows, width)
                 mine = mine.repeat(1, 1 + seed)[:, :width]
-                found = group.add_rms_norm(mine, residual, weight, 1e-5, **options)
+                found = group.add_rms_norm(mine, residual, weight, 1e-5, **options, whole=seed == 1)
                 total = in_rank_order(group.size, n, dtype, seed).view(rows, width)
                 assert torch.equal(found, ops.add_rms_norm(total, whole, weight, 1e-5, **options)), (dtype, rows)
+                assert seed != 1 or torch.equal(residual, whole), (dtype, rows)
                 expected = reference.add_rms_norm(total, plain, weight, 1e-5, **options)
                 torch.testing.assert_close(found, expected, rtol=0.02 if dtype == torch.bfloat16 else 1e-5, atol=1e-5)
 

@@ -65,7 +65,7 @@ class ThreadGroup:
     def all_reduce(self, x: Tensor) -> Tensor:
         return self.exchange.swap(self.rank, x).float().sum(0).to(x.dtype)
 
-    def add_rms_norm(self, x: Tensor, *norm: Any, **options: Any) -> Tensor:
+    def add_rms_norm(self, x: Tensor, *norm: Any, whole: bool, **options: Any) -> Tensor:
         return ops.add_rms_norm(self.all_reduce(x), *norm, **options)
 
     def all_gather(self, x: Tensor) -> Tensor:

@@ -59,6 +59,20 @@ def test_replay_equals_eager_bit_for_bit(checkpoints: dict[str, str], tp: int, t
         assert len(set(steps)) == len(steps)
 
 
+@pytest.mark.parametrize(("tp", "threads"), [(1, 2), (2, 1), (3, 2), (6, 1)])
+def test_rows_whose_logits_nobody_wants_change_no_others(checkpoints: dict[str, str], tp: int, threads: int) -> None:
+    """Of the last layer they have keys and values alone: the tokens after them see those."""
+    one_layer = make_checkpoint(tmp=Path(checkpoints["llama"]).parent / "one", **TINY["llama"] | {"layers": 1})
+    models = [*checkpoints.values(), str(one_layer)]
+    if tp == 6:
+        models.remove(checkpoints["qwen3_moe"])  # its experts' width is four tiles
+    ranks = run_ranks(tp, "replay:choose_rows", kwargs={"models": models}, threads=threads)
+    assert len(ranks[0]) == 2 * len(models)
+    for found in ranks:
+        for case, first in zip(found, ranks[0], strict=True):
+            assert case["some"] and case["most"] and case["none"] and case["after"] == first["after"], case
+
+
 def test_buckets() -> None:
     assert [bucket_of(rows) for rows in (1, 2, 3, 4, 5, 8, 9, 16, 17, 32, 33, 49, 256)] == [
         *(1, 2, 4, 4, 8, 8, 16, 16, 32, 32, 48, 64, 256)

@@ -123,15 +123,18 @@ def test_a_batch_of_a_decoding_sequence_and_a_chunk_of_a_prompt() -> None:
     assert batch.block_tables.tolist() == [[4, 2, 5], [6, 0, 0]]
     assert batch.seq_lens.tolist() == [34, 35]
     assert batch.query_starts.tolist() == [0, 1, 6]
-    assert batch.logit_rows.tolist() == [0, 5]
+    assert batch.wanted is not None
+    assert (batch.wanted.rows.tolist(), batch.wanted.starts.tolist()) == ([0, 5], [0, 1, 2])
 
 
 def test_a_batch_that_wants_no_logits_or_all() -> None:
     tables = {0: [0], 1: [1]}
-    batch = Batch.of(Step([Chunk(0, 0, [1, 2], [0], 0), Chunk(1, 0, [3, 4, 5], [1], 3)], []), tables)
-    assert batch.logit_rows.tolist() == [2, 3, 4]
-    none = Batch.of(Step([Chunk(0, 0, [1, 2], [0], 0)], []), tables)
-    assert none.logit_rows.shape == (0,) and none.logit_rows.dtype is torch.int64
+    some = Batch.of(Step([Chunk(0, 0, [1, 2], [0], 0), Chunk(1, 0, [3, 4, 5], [1], 3)], []), tables).wanted
+    assert some is not None and (some.rows.tolist(), some.starts.tolist()) == ([2, 3, 4], [0, 0, 3])
+    none = Batch.of(Step([Chunk(0, 0, [1, 2], [0], 0)], []), tables).wanted
+    assert none is not None and none.rows.shape == (0,) and none.rows.dtype is torch.int64
+    assert none.starts.tolist() == [0, 0]
+    assert Batch.of(Step([Chunk(0, 0, [1, 2], [0], 2)], []), tables).wanted is None
 
 
 @pytest.mark.parametrize("rope", [LLAMA, QWEN], ids=["llama3", "default"])

@@ -202,7 +202,7 @@ struct AddNorm {
   const T* weight;
   int64_t d, x_stride, out_stride;
   float eps;
-  bool zero_centered;
+  bool zero_centered, whole;
 
   // residual += the sum of `parts`, a row each; out = the norm of it.
   void row(const T* const* parts, int ranks, int64_t row) const {
@@ -210,6 +210,15 @@ struct AddNorm {
     sum_parts(parts, ranks, d, to);
     const float squares = add_row(to, sum, d);
     norm_row(sum, squares, weight, to, d, eps, zero_centered);
+  }
+
+  // Where a row is that the others want: the norm, or the sum, of which they make the norm themselves.
+  T* shared(int64_t row) const { return whole ? residual + row * d : out + row * out_stride; }
+
+  void collect(const T* posted, int64_t row) const {
+    T* const to = shared(row);
+    std::memcpy(to, posted, static_cast<size_t>(d) * sizeof(T));
+    if (whole) norm_row(to, sum_of_squares(to, d), weight, out + row * out_stride, d, eps, zero_centered);
   }
 };
 
@@ -221,7 +230,6 @@ static void add_norm_lane(shm::Lane& lane, const AddNorm<T>& op, Range chunk) {
   const bool scattered = static_cast<int64_t>(bytes(count)) >= kScatterBytes;
   const auto part = [&](int rank) { return scattered ? part_of(count, rank, lane.ranks(), 1) : Range{0, count}; };
   T* const x = op.x + chunk.begin * op.x_stride;
-  T* const out = op.out + chunk.begin * op.out_stride;
   const Range mine = part(lane.rank());
   lane.enter();
   lane.wait_until_free();
@@ -244,7 +252,7 @@ static void add_norm_lane(shm::Lane& lane, const AddNorm<T>& op, Range chunk) {
       parts[r] = r == lane.rank() ? x + row * op.x_stride : lane.slot<T>(r) + row * d;
     }
     op.row(parts, lane.ranks(), chunk.begin + row);
-    if (scattered) post(posted + row * d, out + row * op.out_stride, bytes(1));
+    if (scattered) post(posted + row * d, op.shared(chunk.begin + row), bytes(1));
   }
   if (scattered) {
     lane.publish();
@@ -253,7 +261,7 @@ static void add_norm_lane(shm::Lane& lane, const AddNorm<T>& op, Range chunk) {
       const Range theirs = part(r);
       lane.wait_for(r);
       for (int64_t row = theirs.begin; row < theirs.end; ++row) {
-        std::memcpy(out + row * op.out_stride, lane.slot<T>(r) + row * d, bytes(1));
+        op.collect(lane.slot<T>(r) + row * d, chunk.begin + row);
       }
     }
   }
@@ -261,16 +269,17 @@ static void add_norm_lane(shm::Lane& lane, const AddNorm<T>& op, Range chunk) {
 }
 
 // x[m, d], residual[m, d], weight[d], out[m, d], contiguous but for the rows of x and out, a row at most a slot; a
-// fourth integer is zero_centered, a real eps. x is added up over the ranks, the sum to residual, and out is the norm
-// of that: the bits of shm_all_reduce and add_rms_norm. Which rows of residual a rank keeps up depends on the shapes
-// alone; the others become stale.
+// fourth integer is zero_centered, a fifth whole, a real eps. x is added up over the ranks, the sum to residual, and
+// out is the norm of that: the bits of shm_all_reduce and add_rms_norm. Which rows of residual a rank keeps up depends
+// on the shapes alone; the others become stale, unless it is to be whole.
 static void shm_add_rms_norm(const Args& args, Team& team) {
   const Tensor &x = args.tensor(0), &segment = args.tensor(4);
   for_float(x.dtype, [&](auto kind) {
     using T = decltype(kind);
     const Tensor& out = args.tensor(3);
-    const AddNorm<T> op{x.as<T>(),   args.tensor(1).as<T>(), out.as<T>(),  args.tensor(2).as<T>(), x.size[1],
-                        x.stride[0], out.stride[0],          args.real(0), args.integer(3) != 0};
+    const AddNorm<T> op{
+        x.as<T>(),   args.tensor(1).as<T>(), out.as<T>(),  args.tensor(2).as<T>(), x.size[1],
+        x.stride[0], out.stride[0],          args.real(0), args.integer(3) != 0,   args.integer(4) != 0};
     const auto row_bytes = static_cast<int64_t>(sizeof(T)) * op.d;
     for_lanes(args, segment, team, x.size[0], row_bytes, [&](shm::Lane& lane, Range rows) {
       const int64_t most = static_cast<int64_t>(lane.slot_bytes()) / row_bytes;

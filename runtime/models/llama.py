@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tilerank.kernels import ops
 from tilerank.kernels.attention import KVLayer, attention, store_kv
-from tilerank.kernels.heads import join_heads
+from tilerank.kernels.heads import join_heads, split_heads
 from tilerank.loader.config import ModelConfig
 from tilerank.parallel.layers import (
     GateUpParallelLinear,
@@ -26,14 +26,16 @@ from tilerank.parallel.layers import (
     VocabParallelEmbedding,
 )
 
-from ..batch import Batch
+from ..batch import Batch, Wanted
 from ..cache import CacheSpec, PagedKV
 from ..model import Model
 from ..rope import RotaryTable
 
 
 class Attention(Layer):
-    """x[t, hidden] -> this rank's part of [t, hidden], a sum over the ranks."""
+    """x[t, hidden] -> this rank's part of [t, hidden], a sum over the ranks; of the `wanted` rows alone if some are
+    given, while the keys and values of all go into the cache.
+    """
 
     def __init__(self, name: str, config: ModelConfig, sharding: Sharding, *, qkv_bias: bool, out_bias: bool) -> None:
         heads, dim = config.num_heads, config.head_dim
@@ -48,11 +50,16 @@ class Attention(Layer):
         """In place. Some families normalise every head before."""
         ops.rotary_(q, k, positions, rope.cos, rope.sin)
 
-    def __call__(self, x: Tensor, rope: RotaryTable, batch: Batch, cache: KVLayer) -> Tensor:
+    def __call__(
+        self, x: Tensor, rope: RotaryTable, batch: Batch, cache: KVLayer, wanted: Wanted | None = None
+    ) -> Tensor:
         q, k, v = self.qkv(x)
         self.rotate(q, k, batch.positions, rope)
         store_kv(k, v, cache, batch.slots)
-        heads = attention(q, cache, batch.block_tables, batch.seq_lens, batch.query_starts, self.qkv.kv_map, self.scale)
+        starts = batch.query_starts
+        if wanted is not None:
+            q, starts = split_heads(wanted.take(join_heads(q)), 0, *q.shape[1:]), wanted.starts
+        heads = attention(q, cache, batch.block_tables, batch.seq_lens, starts, self.qkv.kv_map, self.scale)
         return self.out(join_heads(heads))
 
 
@@ -123,18 +130,21 @@ class Llama(Model):
         return [layer.attention.cache_spec for layer in self.layers]
 
     def forward(self, batch: Batch, caches: Sequence[KVLayer]) -> Tensor:
-        """fp32 logits [len(batch.logit_rows), vocab]."""
+        """Of the last layer, rows whose logits nobody wants need keys and values alone."""
         residual = self.embed(batch.token_ids)
         x = self.layers[0].input_norm(residual)
         next_norms = [layer.input_norm for layer in self.layers[1:]] + [self.norm]
-        for layer, next_norm, cache in zip(self.layers, next_norms, caches, strict=True):
+        last = len(self.layers) - 1
+        for i, (layer, next_norm, cache) in enumerate(zip(self.layers, next_norms, caches, strict=True)):
+            wanted = batch.wanted if i == last else None
             # Each sum, over the ranks and into the residual stream, is one kernel with the norm that follows it.
-            x = layer.attention(x, self.rope, batch, cache)
+            x = layer.attention(x, self.rope, batch, cache, wanted)
+            if wanted is not None:
+                residual = wanted.take(residual)
             x = layer.mlp_norm.add(x, residual)
             x = layer.mlp(x)
-            x = next_norm.add(x, residual)
-        # Only the rows that somebody asked for: the vocabulary is the widest projection of all.
-        return self.head(ops.take_rows(x, batch.logit_rows))
+            x = next_norm.add(x, residual, whole=batch.wanted is not None and i + 1 == last)
+        return self.head(x)
 
     def ignore(self, name: str) -> bool:
         return name.endswith(".rotary_emb.inv_freq") or (self.tied and name == "lm_head.weight")
