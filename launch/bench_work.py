@@ -40,42 +40,51 @@ class Work:
 
 
 @dataclass(frozen=True)
+class Part:
+    """Of a model, what goes with the tokens that pass through it. token: computed for each. pair: computed for a query
+    and a key. experts: reading all of them."""
+
+    token: Work = Work()
+    pair: Work = Work()
+    experts: Work = Work()
+
+    def __add__(self, other: Part) -> Part:
+        return Part(self.token + other.token, self.pair + other.pair, self.experts + other.experts)
+
+    def of(self, tokens: int, pairs: float, expert_share: float) -> Work:
+        """Of experts those that are expected to be chosen by some of the tokens, which choose evenly, each for
+        itself."""
+        return self.token * tokens + self.pair * pairs + self.experts * (1 - (1 - expert_share) ** tokens)
+
+
+@dataclass(frozen=True)
 class ModelWork:
     """A model as arithmetic, whole, without padding for ranks.
 
     step: read whatever is computed: all weights but the embedding table, of which a step reads a row a token (the
-    output head counts, also if it is the same tensor), and but the experts. experts: reading all of them.
-    expert_share: the part of them that a token goes to. token: computed for every token. head: computed for the last
-    token of a prompt and every one after it. cached: reading the keys and values of a token in all layers. pair: what
-    attention computes for a query and a key in all layers.
+    output head counts, also if it is the same tensor), and but the experts. cached: reading the keys and values of
+    a token in all layers. expert_share: the part of a layer's experts that a token goes to.
+    body: what every token goes through, up to its queries, keys and values of the last layer. end: the rest of that
+    layer and the head, for the last token of a prompt and every one after it.
     """
 
     step: Work
-    experts: Work
-    expert_share: float
-    token: Work
-    head: Work
     cached: Work
-    pair: Work
+    body: Part
+    end: Part
+    expert_share: float = 0.0
 
     def prefill(self, batch: int, tokens: int) -> Work:
         """`batch` prompts of `tokens` tokens up to the logits of their last ones; the weights are read once."""
         pairs = tokens * (tokens + 1) // 2
-        return (
-            self._weights(batch * tokens)
-            + (self.token + self.cached) * (batch * tokens)
-            + self.head * batch
-            + self.pair * (batch * pairs)
-        )
+        body = self.body.of(batch * tokens, batch * pairs, self.expert_share)
+        end = self.end.of(batch, batch * tokens, self.expert_share)
+        return self.step + self.cached * (batch * tokens) + body + end
 
     def decode(self, batch: int, context: float) -> Work:
         """One step of `batch` sequences that hold `context` tokens each, the one that is being computed included."""
-        return self._weights(batch) + (self.token + self.head) * batch + (self.cached + self.pair) * (batch * context)
-
-    def _weights(self, tokens: int) -> Work:
-        """Of experts those that are expected to be chosen by some of `tokens` tokens that choose evenly, each for
-        itself."""
-        return self.step + self.experts * (1 - (1 - self.expert_share) ** tokens)
+        parts = [part.of(batch, batch * context, self.expert_share) for part in (self.body, self.end)]
+        return self.step + self.cached * (batch * context) + parts[0] + parts[1]
 
 
 def model_work(
@@ -93,34 +102,34 @@ def model_work(
     from tilerank.parallel.layer import PackedParameter, Parameter, PlainParameter, Sharding
     from tilerank.parallel.layers import ParallelLMHead, QKVParallelLinear, VocabParallelEmbedding
     from tilerank.runtime.cache import PagedKV
+    from tilerank.runtime.models.llama import DecoderLayer
     from tilerank.runtime.registry import model_class
     from tilerank.runtime.traffic import traffic_of
 
     formats = weight_formats(config, dtype, quantization)
     model = model_class(config.model_type)(config, Sharding(0, 1, dtype, None, formats=formats, kv_dtype=kv_dtype))
     lanes: Operations = "fp32" if dtype.itemsize == 4 else "bf16"
-    token = head = pair = Work()
     expert_share = 0.0 if config.experts is None else config.experts.top_k / config.experts.count
+    decoder = [layer for layer in model.children() if isinstance(layer, DecoderLayer)]
+    parts = {False: Part(), True: Part()}
 
-    def visit(layer: Layer, in_head: bool) -> None:
-        nonlocal token, head, pair
+    def visit(layer: Layer, in_end: bool) -> None:
+        in_end = in_end or layer is decoder[-1] or isinstance(layer, ParallelLMHead)
         if isinstance(layer, VocabParallelEmbedding):
             return
         if isinstance(layer, QKVParallelLinear):
-            pair += Work(**{lanes: 2 * 2 * layer.q_heads * layer.head_dim})  # Q K^T and P V
-        if isinstance(layer, ExpertsParameter):
-            token += _products(layer) * expert_share
+            parts[in_end] += Part(pair=Work(**{lanes: 2 * 2 * layer.q_heads * layer.head_dim}))  # Q K^T and P V
+            in_end = False
+        elif isinstance(layer, ExpertsParameter):
+            parts[in_end] += Part(_products(layer) * expert_share, experts=Work(layer.nbytes()))
         elif isinstance(layer, PackedParameter):
-            if in_head:
-                head += _products(layer)
-            else:
-                token += _products(layer)
+            parts[in_end] += Part(_products(layer))
         elif isinstance(layer, Parameter) and not isinstance(layer, PlainParameter):
             raise LaunchError(
                 f"the model has a {type(layer).__name__}, of which this does not know how much a token needs"
             )
         for child in layer.children():
-            visit(child, in_head or isinstance(layer, ParallelLMHead))
+            visit(child, in_end)
 
     visit(model, False)
     for spec in model.cache_specs():
@@ -128,8 +137,8 @@ def model_work(
             raise LaunchError(
                 f"the model has a {type(spec).__name__} cache, of which this does not know how much a token needs"
             )
-    read = traffic_of(model, expert_share)
-    return ModelWork(Work(read.weights), Work(read.experts), expert_share, token, head, Work(read.cached), pair)
+    read = traffic_of(model)
+    return ModelWork(Work(read.weights), Work(read.cached), parts[False], parts[True], expert_share)
 
 
 def operations(format: Format) -> Operations:

@@ -17,11 +17,11 @@ from tilerank.launch import bench, bench_chart, bench_compare, bench_quality, be
 from tilerank.launch.bench_cases import Case
 from tilerank.launch.bench_compare import Peer
 from tilerank.launch.bench_peaks import Peaks
-from tilerank.launch.bench_work import ModelWork, Work
+from tilerank.launch.bench_work import ModelWork, Part, Work
 from tilerank.launch.errors import LaunchError
 
 PEAKS = Peaks(stream_read_gbs=20.0, amx_bf16_tflops=4.0, amx_int8_tops=8.0, core_to_core_ns=100.0, first_touch_gbs=5.0)
-WORK = asdict(ModelWork(Work(1e9), Work(), 0.0, Work(bf16=2e9), Work(), Work(), Work()))
+WORK = asdict(ModelWork(Work(1e9), Work(), Part(Work(bf16=2e9)), Part()))
 
 
 def parse(*words: str) -> argparse.Namespace:

@@ -16,7 +16,7 @@ from safetensors import safe_open
 from tilerank.launch import bench, bench_cases, bench_make_model, bench_report, cli
 from tilerank.launch.bench_cases import Case, Timing
 from tilerank.launch.bench_peaks import Peaks
-from tilerank.launch.bench_work import ModelWork, Work, model_work
+from tilerank.launch.bench_work import ModelWork, Part, Work, model_work
 from tilerank.launch.errors import LaunchError
 from tilerank.loader.checkpoint import Checkpoint
 from tilerank.loader.config import load_config
@@ -40,80 +40,86 @@ def parse(*words: str) -> argparse.Namespace:
 def test_work_of_the_demo_model_by_hand() -> None:
     """hidden 256, MLP 704, 8 query and 2 KV heads of 64, 6 layers, vocabulary 4096, tied."""
     work = model_work(load_config(DEMO), torch.bfloat16)
-    layer = 256 * (8 + 2 + 2) * 64 + 8 * 64 * 256 + 3 * 256 * 704
-    assert work.token == Work(bf16=2 * 6 * layer)
-    assert work.head == Work(bf16=2 * 4096 * 256)
+    qkv, rest = 256 * (8 + 2 + 2) * 64, 8 * 64 * 256 + 3 * 256 * 704
+    layer, pair = qkv + rest, 8 * 64 * 4  # heads, dims, 2 for Q K^T and 2 for P V
+    # Of the last layer only the rows whose logits are wanted are more than keys and values.
+    assert work.body == Part(Work(bf16=2 * (5 * layer + qkv)), Work(bf16=5 * pair))
+    assert work.end == Part(Work(bf16=2 * (rest + 4096 * 256)), Work(bf16=pair))
     norms = 6 * (256 + 256 + 64 + 64) + 256
     assert work.step == Work(2 * (6 * layer + 4096 * 256 + norms))
     assert work.cached == Work(6 * 2 * 2 * 64 * 2)  # layers, K and V, heads, dims, bytes
-    assert work.pair == Work(bf16=6 * 8 * 64 * 4)  # layers, heads, dims, 2 for Q K^T and 2 for P V
-    assert (work.experts, work.expert_share) == (Work(), 0.0)
+    assert work.expert_share == 0.0
 
 
 def test_float32_weights_are_twice_the_bytes_and_use_no_tiles() -> None:
     config = load_config(DEMO)
     half, whole = model_work(config, torch.bfloat16), model_work(config, torch.float32)
     assert (whole.step, whole.cached) == (half.step * 2, half.cached * 2)
-    assert (whole.token, whole.pair) == (Work(fp32=half.token.bf16), Work(fp32=half.pair.bf16))
+    for ours, theirs in ((whole.body, half.body), (whole.end, half.end)):
+        assert ours == Part(Work(fp32=theirs.token.bf16), Work(fp32=theirs.pair.bf16))
 
 
 def test_work_of_int8_weights() -> None:
     config = load_config(DEMO)
     half, quantised = model_work(config, torch.bfloat16), model_work(config, torch.bfloat16, Quantization("int8"))
-    assert quantised.token == Work(int8=half.token.bf16) and quantised.head == Work(int8=half.head.bf16)
+    for ours, theirs in ((quantised.body, half.body), (quantised.end, half.end)):
+        assert ours == Part(Work(int8=theirs.token.bf16), theirs.pair)
     # Half the bytes, and a scale for each row of a matrix; attention stays as it is.
     assert 0.5 < quantised.step.nbytes / half.step.nbytes < 0.53
-    assert (quantised.pair, quantised.cached) == (half.pair, half.cached)
+    assert quantised.cached == half.cached
 
 
 def test_work_of_a_mixture_by_hand(tmp_path: Path) -> None:
-    """Qwen3-30B-A3B of one layer: hidden 2048, 32 and 4 heads of 128, 8 of 128 experts of width 768."""
-    config = bench_make_model.LIKE["qwen3-30b-a3b"] | {"num_hidden_layers": 1}
+    """Qwen3-30B-A3B of two layers: hidden 2048, 32 and 4 heads of 128, 8 of 128 experts of width 768."""
+    config = bench_make_model.LIKE["qwen3-30b-a3b"] | {"num_hidden_layers": 2}
     (tmp_path / "config.json").write_text(json.dumps(config))
     work = model_work(load_config(tmp_path), torch.bfloat16)
-    attention, router, expert = 2048 * (32 + 4 + 4) * 128 + 32 * 128 * 2048, 2048 * 128, 3 * 2048 * 768
-    norms = 3 * 2048 + 2 * 128
-    assert work.step == Work(2 * (attention + router + 151936 * 2048 + norms))
-    assert work.experts == Work(2 * 128 * expert) and work.expert_share == 8 / 128
-    assert work.token == Work(bf16=2 * (attention + router + 8 * expert))
+    qkv, rest, expert = 2048 * (32 + 4 + 4) * 128, 32 * 128 * 2048 + 2048 * 128, 3 * 2048 * 768  # rest: out and router
+    head, norms = 151936 * 2048, 2 * (2 * 2048 + 2 * 128) + 2048
+    assert work.step == Work(2 * (2 * (qkv + rest) + head + norms))
+    experts, pair = Work(2 * 128 * expert), Work(bf16=4 * 32 * 128)
+    assert work.body == Part(Work(bf16=2 * (2 * qkv + rest + 8 * expert)), pair, experts)
+    assert work.end == Part(Work(bf16=2 * (rest + 8 * expert + head)), pair, experts)
+    assert work.expert_share == 8 / 128
     # One token reads its eight experts; two read fifteen and a half on average, since half of one is the same.
     one, two = work.decode(1, 0), work.decode(2, 0)
-    assert one.nbytes == pytest.approx(work.step.nbytes + 2 * 8 * expert)
-    assert two.nbytes == pytest.approx(work.step.nbytes + 2 * (8 + 8 * 120 / 128) * expert)
+    assert one.nbytes == pytest.approx(work.step.nbytes + 2 * 2 * 8 * expert)
+    assert two.nbytes == pytest.approx(work.step.nbytes + 2 * 2 * (8 + 8 * 120 / 128) * expert)
+    # A prompt reads all experts of the first layer, and of the last one those of its last token.
     assert work.prefill(1, 4000).nbytes == pytest.approx(
-        work.step.nbytes + work.experts.nbytes + 4000 * work.cached.nbytes
+        work.step.nbytes + 2 * (128 + 8) * expert + 4000 * work.cached.nbytes
     )
 
 
 WORK = ModelWork(
     step=Work(1000),
-    experts=Work(640),
-    expert_share=0.25,
-    token=Work(bf16=600, int8=10),
-    head=Work(bf16=100),
     cached=Work(8),
-    pair=Work(bf16=16),
+    body=Part(token=Work(bf16=600, int8=10), pair=Work(bf16=16), experts=Work(640)),
+    end=Part(token=Work(bf16=100), pair=Work(bf16=2), experts=Work(64)),
+    expert_share=0.25,
 )
 
 
 def test_prefill_and_decode_by_hand() -> None:
-    # Three queries see 1 + 2 + 3 keys; the head computes for the last one only. Of the experts 3/4 stay idle with one
-    # token, (3/4)^4 with four.
-    prefill = Work(1000 + 640 * (1 - 0.75**6) + 2 * 3 * 8, bf16=2 * (3 * 600 + 100 + 6 * 16), int8=2 * 3 * 10)
-    assert WORK.prefill(2, 3) == prefill
-    decode = Work(1000 + 640 * (1 - 0.75**4) + 4 * 10 * 8, bf16=4 * (600 + 100 + 10 * 16), int8=4 * 10)
-    assert WORK.decode(4, 10) == decode
+    # Three queries see 1 + 2 + 3 keys; only the last one gets to the end, and sees 3. Of the experts 3/4 stay idle with
+    # one token, (3/4)^4 with four.
+    found, experts = WORK.prefill(2, 3), 640 * (1 - 0.75**6) + 64 * (1 - 0.75**2)
+    assert found.nbytes == pytest.approx(1000 + experts + 2 * 3 * 8)
+    assert (found.bf16, found.int8) == (2 * (3 * 600 + 6 * 16 + 100 + 3 * 2), 2 * 3 * 10)
+    found = WORK.decode(4, 10)
+    assert found.nbytes == pytest.approx(1000 + 704 * (1 - 0.75**4) + 4 * 10 * 8)
+    assert (found.bf16, found.int8) == (4 * (600 + 100 + 10 * (16 + 2)), 4 * 10)
 
 
 def test_rows_are_shares_of_the_peaks() -> None:
     case = Case(batch=2, prompt_tokens=3, new_tokens=4)
-    plain = replace(WORK, experts=Work(), token=Work(bf16=600))
+    plain = replace(WORK, body=Part(Work(bf16=600), Work(bf16=14)), end=Part(Work(bf16=100), Work(bf16=2)))
     prefill, decode = bench_report.phase_rows(case, Timing(0.5, 2.0, 0.25), plain, PEAKS, overhead=0.2)
     assert (prefill["phase"], decode["phase"]) == ("prefill", "decode")
     assert prefill["tokens_per_s"] == 2 * 3 / 2.0 and prefill["ttft_s"] == 0.5
     assert decode["tokens_per_s"] == 2 / 0.25 and decode["tpot_s"] == 0.25
     assert decode["overhead_share"] == 0.2 and "overhead_share" not in prefill
-    assert prefill["amx_share"] == pytest.approx(2 * (3 * 600 + 100 + 96) / 2.0 / 4e12)
+    assert prefill["amx_share"] == pytest.approx(2 * (3 * 600 + 6 * 14 + 100 + 3 * 2) / 2.0 / 4e12)
     # Five tokens after the prompt's three, the last of which is not fed back: 4 steps hold 4, 5, 6, 7 tokens.
     assert case.context == 5.5
     assert decode["bytes"] == 1000 + 2 * 5.5 * 8
