@@ -340,6 +340,9 @@ def test_heads_are_views() -> None:
         assert torch.equal(join_heads(heads), x[:, 16:])
         assert split_heads(x, 96, 0, 16).shape == (len(x), 0, 16), "a rank without heads"
         assert not len(x) or join_heads(heads).data_ptr() == x[:, 16:].data_ptr()
+    for apart in (heads[:, ::2], heads[:, :, ::2], heads.transpose(1, 2)):
+        with pytest.raises(KernelError, match="join_heads: x: expected strides"):
+            join_heads(apart)
 
 
 @pytest.mark.parametrize(
