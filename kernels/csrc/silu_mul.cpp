@@ -8,9 +8,10 @@ namespace tilerank::TR_RUNG {
 
 template <class T>
 static void silu_mul_row(const T* gate, const T* up, T* out, int64_t n) {
-  int64_t i = 0;
-  for (; i + kLanes <= n; i += kLanes) store(out + i, round_to<T>(silu(load(gate + i))) * load(up + i));
-  if (i < n) store(out + i, round_to<T>(silu(load(gate + i, n - i))) * load(up + i, n - i), n - i);
+  for_two(n, [&](int64_t i, auto two) {
+    const Two x = two.load(gate + i);
+    two.store(out + i, round_to<T>(Two{silu(x.a), silu(x.b)}) * two.load(up + i));
+  });
 }
 
 // tensors: gate_up, out
