@@ -129,6 +129,14 @@ const char* isa_name(Isa isa) {
   return names[static_cast<int>(isa)];
 }
 
+bool follows_streams() {
+  static const bool amd = [] {
+    const Registers vendor = cpuid(0, 0);
+    return vendor.b == 0x68747541 && vendor.d == 0x69746e65 && vendor.c == 0x444d4163;  // "AuthenticAMD"
+  }();
+  return amd;
+}
+
 const std::string& isa_obstacle(Isa isa) {
   static const std::array<std::string, kIsas> obstacles = [] {
     std::array<std::string, kIsas> found;

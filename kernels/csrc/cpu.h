@@ -12,4 +12,12 @@ const char* isa_name(Isa isa);
 // computation with known result. The first call asks the system for the permission, so it must come before threads.
 const std::string& isa_obstacle(Isa isa);
 
+// Up to so many rows of x a weight, or keys and values, are read line by line, in the order of memory: the rate of
+// memory is what counts, and processors follow one stream better than two side by side.
+constexpr int kRowsInOrder = 4;
+
+// Whether the processor follows such a stream better alone than with requests for what is ahead. AMD's do: one core of
+// a Zen 4 read 28 GB/s alone and 22 with requests, two cores 33 and 30.
+bool follows_streams();
+
 }  // namespace tilerank

@@ -1,4 +1,5 @@
 #ifndef TR_RUNG
+#include "cpu.h"
 #include "deal.h"
 #include "kernel.h"
 #include "pack.h"

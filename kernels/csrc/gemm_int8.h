@@ -14,6 +14,8 @@ constexpr int kVecsAtOnce8 = 2;  // of a block
 constexpr int64_t kFour8 = 4;
 constexpr int kRows8 = 13, kZeroRows8 = 1;
 
+static inline Ints dot(Ints sum, Ints x, Ints weight) { return _mm512_dpbusd_epi32(sum, x, weight); }
+
 // Fours of 64 codes go `stride` bytes from each other.
 static inline void pack_codes(char* to, int64_t stride, const int8_t* codes) {
   const Ints lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
@@ -64,8 +66,8 @@ static inline void dot_fours(const char* x, const int8_t* weight, Ints (&sums)[R
   const Ints left = load_ints(weight), right = load_ints(weight + kBlockStep8 / 2);
   for_rows8<R>([&](int r) {
     const Ints word = load_word(x + r * kFour8);
-    sums[r][0] = _mm512_dpbusd_epi32(sums[r][0], word, left);
-    sums[r][1] = _mm512_dpbusd_epi32(sums[r][1], word, right);
+    sums[r][0] = dot(sums[r][0], word, left);
+    sums[r][1] = dot(sums[r][1], word, right);
   });
 #else
   const Ints left = load_ints(weight), right = load_ints(weight + 32);
@@ -85,12 +87,36 @@ struct Ahead8 {
   int64_t step;
 };
 
+constexpr int kRowsInOrder8 = kLanes == 16 ? kRowsInOrder + kZeroRows8 : 0;
+
+#ifdef TR_AVX512
+// Of R rows with one vector of outputs after the other, 64 inputs of each.
+template <int R>
+static inline void dot_in_order(const char* x, const int8_t* weight, Ahead8& ahead, Ints (&sums)[R][kVecsAtOnce8]) {
+#pragma GCC unroll 2
+  for (int v = 0; v < kVecsAtOnce8; ++v) {
+    for (int64_t four = 0; four < kBlockK8 / 4; ++four, ahead.at += ahead.step / 2) {
+      _mm_prefetch(ahead.at, _MM_HINT_T0);
+      const Ints w = load_ints(weight + v * kBlockStep8 / 2 + four * 64);
+      for_rows8<R>([&](int r) { sums[r][v] = dot(sums[r][v], load_word(x + (four * R + r) * kFour8), w); });
+    }
+  }
+}
+#endif
+
 // sums[R][kVecs8] += a tile of R rows x kVecsAtOnce8 vectors of a panel of a block, k_tiles * 64 inputs.
 template <int R>
 [[gnu::noinline]] static void multiply_tile8(const char* x, const int8_t* weight, int64_t k_tiles, Ints* sums,
                                              bool first, Ahead8 ahead) {
   Ints own[R][kVecsAtOnce8] = {};
   for (int64_t t = 0; t < k_tiles; ++t, weight += kBlockStep8) {
+#ifdef TR_AVX512
+    if constexpr (R <= kRowsInOrder8) {
+      dot_in_order<R>(x, weight, ahead, own);
+      x += kBlockK8 / 4 * R * kFour8;
+      continue;
+    }
+#endif
     for (int64_t four = 0; four < kBlockK8 / 4; ++four, x += R * kFour8, ahead.at += ahead.step) {
       _mm_prefetch(ahead.at, _MM_HINT_T0);
       _mm_prefetch(ahead.at + 64, _MM_HINT_T0);
@@ -172,7 +198,8 @@ struct Stripe8 {
       for (int64_t tile = 0; tile < tiles; ++tile) {
         const int64_t own = rows_of(tile);
         const char* const x = tile_at(tile) + t * (kBlockK8 / 4) * own * kFour8;
-        const Ahead8 ahead{weight + bytes + bytes * tile / tiles, 128 / tiles};
+        const int64_t distance = tiles == 1 && own <= kRowsInOrder8 && follows_streams() ? 0 : bytes;
+        const Ahead8 ahead{weight + distance + bytes * tile / tiles, 128 / tiles};
         Ints* const to = sums + tile * kRows8 * kVecs8;
         for (int half = 0; half < kVecs8 / kVecsAtOnce8; ++half) {
           multiply_some8<kRows8>(own, x, weight + half * kBlockStep8 / 2, count, to + half * kVecsAtOnce8, t == 0,

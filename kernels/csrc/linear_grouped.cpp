@@ -3,6 +3,7 @@
 #include <array>
 #include <type_traits>
 
+#include "cpu.h"
 #include "grouped.h"
 #define TR_SOURCE "linear_grouped.cpp"
 #include "foreach_isa.h"

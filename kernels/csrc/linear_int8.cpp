@@ -2,6 +2,7 @@
 #ifndef TR_RUNG
 #include <utility>
 
+#include "cpu.h"
 #include "int8.h"
 #include "kernel.h"
 

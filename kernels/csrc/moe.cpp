@@ -1,5 +1,6 @@
 // Fused experts with vector instructions: out = sum over a token's experts of weight * down(silu(gate(x)) * up(x)).
 #ifndef TR_RUNG
+#include "cpu.h"
 #include "experts.h"
 #define TR_SOURCE "moe.cpp"
 #include "foreach_isa.h"

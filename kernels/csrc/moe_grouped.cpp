@@ -4,6 +4,7 @@
 #include <type_traits>
 
 #include "experts.h"
+#include "cpu.h"
 #include "grouped.h"
 #define TR_SOURCE "moe_grouped.cpp"
 #include "foreach_isa.h"

@@ -2,6 +2,7 @@
 #ifndef TR_RUNG
 #include <utility>
 
+#include "cpu.h"
 #include "experts.h"
 #include "int8.h"
 #define TR_SOURCE "moe_int8.cpp"

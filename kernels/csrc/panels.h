@@ -50,9 +50,14 @@ struct Ahead {
     _mm_prefetch(at + 64, _MM_HINT_T0);
     at += step * units;
   }
+  void ask_half(int64_t units) {
+    _mm_prefetch(at, _MM_HINT_T0);
+    at += step * units / 2;
+  }
 };
 struct NothingAhead {
   void ask(int64_t = 1) {}
+  void ask_half(int64_t) {}
 };
 
 template <int R>
@@ -126,13 +131,47 @@ static inline const bf16* vector_of_pair(const bf16* pair, int v) {
   return pair + v * kLanes / 16 * kTile + v * kLanes % 16 * 2;
 }
 
+constexpr int64_t kUnitsOfPair = kPaired<bf16> ? 1 : 2;
+
+// sums[R] from vector kFirst on += a tile of a bf16 weight with R rows.
+template <int R, int kFirst, class A>
+[[gnu::always_inline]] static inline void add_tile(const Unit<bf16>* x, const bf16* tile, int64_t pairs, A& ahead,
+                                                   Vec (&sums)[R][kVecs]) {
+  for (const bf16 *pair = tile, *end = tile + pairs * 32; pair != end; pair += 32, x += R * kUnitsOfPair) {
+    ahead.ask_half(kUnitsOfPair);
+#pragma GCC unroll 2
+    for (int v = kFirst; v < kFirst + kVecs / 2; ++v) {
+#ifdef TR_BF16
+      const PairVec w{_mm512_loadu_si512(pair)};
+#else
+      const Two w = load_pairs(pair + (v - kFirst) * kLanes * 2);
+#endif
+#pragma GCC unroll 4
+      for (int r = 0; r < R; ++r) {
+#ifdef TR_BF16
+        sums[r][v] = fma(spread(x[r]), w, sums[r][v]);
+#else
+        sums[r][v] = fma(spread(x[R + r]), w.b, fma(spread(x[r]), w.a, sums[r][v]));
+#endif
+      }
+    }
+  }
+}
+
 // Two tiles of a bf16 weight after two others.
 template <int R, class A>
 [[gnu::always_inline]] static inline void add_units(const Unit<bf16>* x, const bf16* weight, int64_t units, A ahead,
                                                     Vec (&sums)[R][kVecs]) {
-  constexpr int64_t kUnits = kPaired<bf16> ? 1 : 2;  // of a pair
+  constexpr int64_t kUnits = kUnitsOfPair;
   for (int64_t first = 0; first < units; first += 16 * kUnits, weight += 2 * kTile) {
-    const bf16* const end = weight + std::min<int64_t>(16, (units - first) / kUnits) * 32;
+    const int64_t pairs = std::min<int64_t>(16, (units - first) / kUnits);
+    if constexpr (R <= kRowsInOrder) {
+      add_tile<R, 0>(x, weight, pairs, ahead, sums);
+      add_tile<R, kVecs / 2>(x, weight + kTile, pairs, ahead, sums);
+      x += pairs * R * kUnits;
+      continue;
+    }
+    const bf16* const end = weight + pairs * 32;
     for (const bf16* pair = weight; pair != end; pair += 32, x += R * kUnits) {
       ahead.ask(kUnits);
 #ifdef TR_BF16

@@ -100,12 +100,13 @@ static void multiply_results(const RowPanels<T>& x, const BlockRun<T>& weight, i
   if (x.panels == 1) {
     // The weight comes from memory as fast as it can be read: straight to the registers, in order.
     constexpr int64_t kAhead = 3 << 10;
+    const int64_t ahead_in_order = follows_streams() ? 0 : kAhead;  // then what is read anyway, at no cost
     for (int64_t block = results.begin * parts; block < results.end * parts; ++block) {
       const char* const data = weight.at(block, 0);
       float* const last = sums + block % parts * x.m * kBlockN;
       for_rows<kPanelRows>(x.m, [&](auto r) {
         multiply_panel<r>(x.at(0, 0), reinterpret_cast<const T*>(data), x.units, last, false,
-                          Ahead{data + kAhead, kUnitBytes<T>});
+                          Ahead{data + (r <= kRowsInOrder ? ahead_in_order : kAhead), kUnitBytes<T>});
       });
       if ((block + 1) % parts) continue;
       for (int64_t r = 0; r < x.m; ++r) emit(r, block / parts, sums + r * kBlockN, last + r * kBlockN);
