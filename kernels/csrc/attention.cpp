@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "attention_batch.h"
+#include "cpu.h"
 #define TR_SOURCE "attention.cpp"
 #include "foreach_isa.h"
 #else

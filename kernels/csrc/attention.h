@@ -4,6 +4,10 @@
 // The cached tokens are walked in chunks of kChunk, with the usual online softmax, in powers of two:
 //   s = q K^T scale log2(e);  m' = max(m, max s);  o = o 2^(m - m') + 2^(s - m') V;  l = l 2^(m - m') + sum 2^(s - m')
 // What a row must not see (later tokens of its task, the rest of a page) enters as an exact zero.
+//
+// Heads that a thread has of the same sequence, where a token's query attends alone, are taken together, page by page:
+// a page holds the keys of all heads and then their values, and what limits such tasks is reading them, which memory
+// does faster in long runs.
 #include "attention_product.h"
 
 namespace tilerank::TR_RUNG {
@@ -45,7 +49,7 @@ struct VectorScratch {
   alignas(64) float s[kRows * kScoreStride];
   alignas(64) Left<T> p[kRows * kLeftStride<Left<T>>];
   alignas(64) Left<T> panel[kMaxDim * kChunk];  // widened keys of a page, or values of a chunk
-  alignas(64) T cut[2][kMaxDim * kBlock];       // a first and a last page of values, without what nobody sees
+  alignas(64) T cut[kMaxDim * kBlock];          // a first or a last page of values, without what nobody sees
   alignas(64) float key_factor[kChunk], value_factor[kChunk];
   // Of one part, and of all before and with it.
   alignas(64) float o[kRows * kMaxDim], all_o[kRows * kMaxDim];
@@ -65,12 +69,17 @@ class VectorTask {
         scratch_(scratch),
         d_(problem.dims()),
         padded_(problem.padded_dims()),
-        task_(span.task),
         span_(span),
+        task_(span.all()),
+        head_rows_(span.task.rows),
         parts_(parts),
-        many_(task_.rows > kFewRows) {}
+        many_(head_rows_ > kFewRows),
+        asks_(problem.quantized() || !in_order<Left<T>, T>(head_rows_) || !follows_streams()) {}
 
-  static bool joins(const Span&, const Span&) { return false; }
+  static bool joins(const Span& span, const Span& next) {
+    const int64_t rows = span.task.rows;
+    return span.is_followed_by(next) && rows <= kFewRows && (span.heads + 1) * rows <= kRows;
+  }
 
   void run() {
     if (task_.length == 0) {
@@ -141,43 +150,61 @@ class VectorTask {
     for (int64_t begin = part * kPart; begin < last; begin += kChunk) {
       begin_ = begin;
       pages_ = (std::min(kChunk, last - begin) + kBlock - 1) / kBlock;
-      find_runs(begin + kChunk < end);
-      for (int64_t i = 0; i < pages_; ++i) multiply_keys(i);
+      find_pages(begin + kChunk < end);
+      for_pages([&](int64_t i, int64_t head) { multiply_keys(i, head); });
       softmax(sums);
-      cut_values();
-      many_ ? multiply_panel(sums) : multiply_values(sums);
+      if (many_) {
+        multiply_panel(sums);
+      } else {
+        for_pages([&](int64_t i, int64_t head) { multiply_values(sums, i, head); });
+      }
     }
   }
 
-  // Where the pages of the chunk are, in the order of their use: all keys, all values, and what comes after them.
-  void find_runs(bool more) {
+  // In the order in which they lie in memory.
+  template <class F>
+  void for_pages(const F& f) const {
+    for (int64_t i = 0; i < pages_; ++i) {
+      for (int64_t head = 0; head < span_.heads; ++head) f(i, head);
+    }
+  }
+
+  // Which pages the chunk has, and what is read after them.
+  void find_pages(bool more) {
     const auto number = [&](int64_t i) {
       return problem_.page(task_.sequence, task_.first_page + begin_ / kBlock + i);
     };
-    for (int64_t i = 0; i < pages_; ++i) {
-      page_[i] = number(i);
-      keys_[i] = address(problem_.k_pages, page_[i]);
-      values_[i] = address(problem_.v_pages, page_[i]);
-      if (problem_.quantized()) problem_.fetch_scales(page_[i], task_.kv_head);
+    for (int64_t i = 0; i < pages_; ++i) page_[i] = number(i);
+    if (problem_.quantized()) {
+      for_pages([&](int64_t i, int64_t head) { problem_.fetch_scales(page_[i], task_.kv_head + head); });
     }
-    next_ = more ? address(problem_.k_pages, number(kChunkPages)) : many_ ? nullptr : keys_of_next_task();
+    next_ = more ? address(problem_.k_pages, number(kChunkPages), 0) : many_ ? nullptr : keys_of_next_task();
   }
   const char* keys_of_next_task() const {
-    return problem_.quantized() ? reinterpret_cast<const char*>(problem_.keys_after<int8_t>(task_, 1))
-                                : reinterpret_cast<const char*>(problem_.keys_after<T>(task_, 1));
+    return problem_.quantized() ? reinterpret_cast<const char*>(problem_.keys_after<int8_t>(task_, span_.heads))
+                                : reinterpret_cast<const char*>(problem_.keys_after<T>(task_, span_.heads));
   }
-  const char* address(const Tensor& pages, int64_t page) const {
-    return pages.as<char>() + (page * pages.stride[0] + task_.kv_head * pages.stride[1]) * element();
+  const char* address(const Tensor& pages, int64_t page, int64_t head) const {
+    return pages.as<char>() + (page * pages.stride[0] + (task_.kv_head + head) * pages.stride[1]) * element();
   }
+  const char* keys(int64_t i, int64_t head) const { return address(problem_.k_pages, page_[i], head); }
+  const char* values(int64_t i, int64_t head) const { return address(problem_.v_pages, page_[i], head); }
   int64_t element() const { return problem_.quantized() ? 1 : sizeof(T); }
   // A page for every right-hand operand that there is, or nothing.
   Ahead ahead(const char* page, int64_t values, int64_t operands) const {
-    return page ? Ahead{page, kBlock * values * element() / operands} : Ahead{keys_[0], 0};
+    return page && asks_ ? Ahead{page, kBlock * values * element() / operands} : Ahead{keys(0, 0), 0};
+  }
+  // What of `pages`, keys or values, is read after a head's; after the last one: `last`.
+  const char* after(const Tensor& pages, int64_t i, int64_t head, const char* last) const {
+    if (head + 1 < span_.heads) return address(pages, page_[i], head + 1);
+    return i + 1 < pages_ ? address(pages, page_[i + 1], 0) : last;
   }
 
-  // The first row that sees token `first` of the chunk, or some before it: all before see nothing from there on.
+  // The first row that sees token `first` of the chunk, or some before it: all before see nothing from there on. Where
+  // there are several heads all see it.
   int64_t first_row(int64_t first) const {
     int64_t r = 0;
+    if (span_.heads > 1) return r;
     while (r + kSumRows < task_.rows && scratch_.visible[r + kSumRows - 1] <= begin_ + first) r += kSumRows;
     return r;
   }
@@ -202,79 +229,80 @@ class VectorTask {
     }
   }
 
-  void multiply_keys(int64_t i) {
+  void multiply_keys(int64_t i, int64_t head) {
     static constexpr float kNothing[kBlock] = {};
-    const int64_t dims = problem_.key_dims(), first = first_row(i * kBlock);
+    const int64_t dims = problem_.key_dims(), skipped = first_row(i * kBlock), first = head * head_rows_ + skipped;
+    const char* const from = keys(i, head);
     const auto multiply = [&](const auto* keys) {
       constexpr int64_t x = kPair<std::remove_cvref_t<decltype(*keys)>>;
       const int64_t operands = kBlock / 16 * dims / x;
-      const char* const after = i + 1 < pages_ ? keys_[i + 1] : many_ ? nullptr : values_[0];
-      Ahead lines[] = {ahead(after, dims, operands), ahead(many_ ? values_[i] : nullptr, padded_, operands)};
-      product(scratch_.q + first * kStride, task_.rows - first, Right{keys, kBlock / 16, dims / x, 16 * dims},
+      const char* const next = after(problem_.k_pages, i, head, many_ ? nullptr : values(0, 0));
+      Ahead lines[] = {ahead(next, dims, operands), ahead(many_ ? values(i, 0) : nullptr, padded_, operands)};
+      product(scratch_.q + first * kStride, head_rows_ - skipped, Right{keys, kBlock / 16, dims / x, 16 * dims},
               {kNothing, 0}, {scratch_.s + first * kScoreStride + i * kBlock, kScoreStride}, lines);
     };
     if (!many_) {
-      return problem_.quantized() ? multiply(reinterpret_cast<const int8_t*>(keys_[i]))
-                                  : multiply(reinterpret_cast<const T*>(keys_[i]));
+      return problem_.quantized() ? multiply(reinterpret_cast<const int8_t*>(from))
+                                  : multiply(reinterpret_cast<const T*>(from));
     }
-    widen_page(keys_[i], kBlock / 16, dims, scratch_.panel, 16 * dims);
+    widen_page(from, kBlock / 16, dims, scratch_.panel, 16 * dims);
     multiply(static_cast<const Left<T>*>(scratch_.panel));
   }
 
-  // Of codes; those of values that nobody sees may be NaN.
-  void load_factors() {
+  void load_key_factors(int64_t head) {
     const Vec scale = set(problem_.scale * kLog2E);
     for (int64_t i = 0; i < pages_; ++i) {
+      const float* const from = problem_.key_scales(page_[i], task_.kv_head + head);
+      float* const to = scratch_.key_factor + i * kBlock;
+      for (int64_t token = 0; token < kBlock; token += kLanes) store(to + token, load(from + token) * scale);
+    }
+  }
+
+  // Those of values that nobody sees may be NaN.
+  void load_value_factors(int64_t head) {
+    for (int64_t i = 0; i < pages_; ++i) {
       const int64_t start = begin_ + i * kBlock;
-      const float* const of_keys = problem_.key_scales(page_[i], task_.kv_head);
-      const float* const of_values = problem_.value_scales(page_[i], task_.kv_head);
-      float *const key_factor = scratch_.key_factor + i * kBlock, *const value_factor =
-                                                                      scratch_.value_factor + i * kBlock;
-      for (int64_t token = 0; token < kBlock; token += kLanes) {
-        store(key_factor + token, load(of_keys + token) * scale);
-        store(value_factor + token, load(of_values + token));
-      }
-      std::fill_n(value_factor, std::clamp<int64_t>(task_.hidden - start, 0, kBlock), 0.0f);
+      const float* const from = problem_.value_scales(page_[i], task_.kv_head + head);
+      float* const to = scratch_.value_factor + i * kBlock;
+      std::copy_n(from, kBlock, to);
+      std::fill_n(to, std::clamp<int64_t>(task_.hidden - start, 0, kBlock), 0.0f);
       const int64_t seen = std::clamp<int64_t>(task_.length - start, 0, kBlock);
-      std::fill_n(value_factor + seen, kBlock - seen, 0.0f);
+      std::fill_n(to + seen, kBlock - seen, 0.0f);
     }
   }
 
-  // Pages of values with tokens that nobody sees: the first and the last one, of codes none.
-  void cut_values() {
-    if (problem_.quantized()) return;
-    for (int64_t i = 0; i < pages_; ++i) {
-      const int64_t start = begin_ + i * kBlock, hidden = std::max<int64_t>(task_.hidden - start, 0);
-      const int64_t seen = std::min(task_.length - start, kBlock);
-      if (hidden == 0 && seen == kBlock) continue;
-      T* const copy = scratch_.cut[hidden > 0];
-      cut_page(reinterpret_cast<const T*>(values_[i]), hidden, seen, padded_, copy);
-      values_[i] = reinterpret_cast<const char*>(copy);
-    }
+  // Values of a page, without those that nobody sees: of the first and the last one, of codes none. Until the next
+  // call.
+  const char* seen_values(int64_t i, int64_t head) {
+    const char* const page = values(i, head);
+    if (problem_.quantized()) return page;
+    const int64_t start = begin_ + i * kBlock, hidden = std::max<int64_t>(task_.hidden - start, 0);
+    const int64_t seen = std::min(task_.length - start, kBlock);
+    if (hidden == 0 && seen == kBlock) return page;
+    cut_page(reinterpret_cast<const T*>(page), hidden, seen, padded_, scratch_.cut);
+    return reinterpret_cast<const char*>(scratch_.cut);
   }
 
-  // Few rows: page by page, as they lie in the cache.
-  void multiply_values(const Sums& sums) {
-    for (int64_t i = 0; i < pages_; ++i) {
-      const int64_t first = first_row(i * kBlock);
-      float* const o = sums.values + first * padded_;
-      const auto multiply = [&](const auto* values) {
-        constexpr int64_t x = kPair<std::remove_cvref_t<decltype(*values)>>;
-        const char* const after = i + 1 < pages_ ? values_[i + 1] : next_;
-        Ahead lines[] = {ahead(after, padded_, padded_ / 16 * kBlock / x), ahead(nullptr, 0, 1)};
-        product(scratch_.p + first * kStride + i * kBlock, task_.rows - first,
-                Right{values, padded_ / 16, kBlock / x, 16 * kBlock}, {o, padded_}, {o, padded_}, lines);
-      };
-      problem_.quantized() ? multiply(reinterpret_cast<const int8_t*>(values_[i]))
-                           : multiply(reinterpret_cast<const T*>(values_[i]));
-    }
+  // Few rows: as they lie in the cache.
+  void multiply_values(const Sums& sums, int64_t i, int64_t head) {
+    const int64_t skipped = first_row(i * kBlock), first = head * head_rows_ + skipped;
+    float* const o = sums.values + first * padded_;
+    const char* const from = seen_values(i, head);
+    const auto multiply = [&](const auto* values) {
+      constexpr int64_t x = kPair<std::remove_cvref_t<decltype(*values)>>;
+      const char* const next = after(problem_.v_pages, i, head, next_);
+      Ahead lines[] = {ahead(next, padded_, padded_ / 16 * kBlock / x), ahead(nullptr, 0, 1)};
+      product(scratch_.p + first * kStride + i * kBlock, head_rows_ - skipped,
+              Right{values, padded_ / 16, kBlock / x, 16 * kBlock}, {o, padded_}, {o, padded_}, lines);
+    };
+    problem_.quantized() ? multiply(reinterpret_cast<const int8_t*>(from)) : multiply(reinterpret_cast<const T*>(from));
   }
 
   // Many rows: the chunk at once, in a panel; each row up to the last page that it sees.
   void multiply_panel(const Sums& sums) {
     constexpr int64_t x = kPair<Left<T>>;
     for (int64_t i = 0; i < pages_; ++i) {
-      widen_page(values_[i], padded_ / 16, kBlock, scratch_.panel + i * 16 * kBlock, 16 * kChunk);
+      widen_page(seen_values(i, 0), padded_ / 16, kBlock, scratch_.panel + i * 16 * kBlock, 16 * kChunk);
     }
     for (int64_t i = 1; i <= pages_; ++i) {
       const int64_t first = first_row((i - 1) * kBlock), end = i < pages_ ? first_row(i * kBlock) : task_.rows;
@@ -291,26 +319,37 @@ class VectorTask {
   void softmax(const Sums& sums) {
     const int64_t hidden = std::max<int64_t>(task_.hidden - begin_, 0), width = pages_ * kBlock;
     const auto visible = [&](int64_t r) { return scratch_.visible[r] - begin_; };
-    if (problem_.quantized()) {
-      load_factors();
-      const auto factor = [&](int64_t i) { return load(scratch_.key_factor + i); };
-      for (int64_t r = 0; r < task_.rows; ++r) find_max(r, hidden, visible(r), width, factor, sums.max[r]);
-    } else {
-      std::fill_n(scratch_.value_factor, width, 1.0f);
-      const Vec scale = set(problem_.scale * kLog2E);
-      const auto factor = [&](int64_t) { return scale; };
-      for (int64_t r = 0; r < task_.rows; ++r) find_max(r, hidden, visible(r), width, factor, sums.max[r]);
+    const Vec scale = set(problem_.scale * kLog2E);
+    for (int64_t head = 0; head < span_.heads; ++head) {
+      const auto find = [&](const auto& factor) {
+        for_rows(head, [&](int64_t r) { find_max(r, hidden, visible(r), width, factor, sums.max[r]); });
+      };
+      if (problem_.quantized()) {
+        load_key_factors(head);
+        find([&](int64_t i) { return load(scratch_.key_factor + i); });
+      } else {
+        find([&](int64_t) { return scale; });
+      }
     }
     for (int64_t r = 0; r < task_.rows; r += kLanes) {
       store(scratch_.decay + r, exp2(load(sums.max + r) - load(scratch_.new_max + r)));
     }
-    for (int64_t r = 0; r < task_.rows; ++r) {
-      if (visible(r) > 0) {
-        weigh_row(r, width, sums);
-      } else {
-        for (int64_t i = 0; i < width; i += kLanes) store(scratch_.p + r * kStride + i, zero());
-      }
+    if (!problem_.quantized()) std::fill_n(scratch_.value_factor, width, 1.0f);
+    for (int64_t head = 0; head < span_.heads; ++head) {
+      if (problem_.quantized()) load_value_factors(head);
+      for_rows(head, [&](int64_t r) {
+        if (visible(r) > 0) {
+          weigh_row(r, width, sums);
+        } else {
+          for (int64_t i = 0; i < width; i += kLanes) store(scratch_.p + r * kStride + i, zero());
+        }
+      });
     }
+  }
+
+  template <class F>
+  void for_rows(int64_t head, const F& f) const {
+    for (int64_t r = head * head_rows_; r < (head + 1) * head_rows_; ++r) f(r);
   }
 
   // Scales the scores of a row; those of tokens that it does not see become -inf.
@@ -356,13 +395,15 @@ class VectorTask {
   const Problem& problem_;
   Scratch& scratch_;
   const int64_t d_, padded_;
-  const Task& task_;
   const Span& span_;
+  const Task task_;  // of all heads
+  const int64_t head_rows_;
   float* const parts_;
-  const bool many_;  // rows
-  // Of the chunk: its first token, its pages and where they are; the keys of the next chunk, if there is one.
+  const bool many_;  // rows of a head
+  const bool asks_;  // for what is ahead
+  // Of the chunk: its first token, its pages, and what is read after it.
   int64_t begin_ = 0, pages_ = 0, page_[kChunkPages];
-  const char *keys_[kChunkPages], *values_[kChunkPages], *next_ = nullptr;
+  const char* next_ = nullptr;
 };
 
 template <class T>

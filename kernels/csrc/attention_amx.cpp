@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "attention_batch.h"
+#include "cpu.h"
 #define TR_ONLY_AMX
 #define TR_SOURCE "attention_amx.cpp"
 #include "foreach_isa.h"

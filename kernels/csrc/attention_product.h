@@ -176,16 +176,21 @@ static void product_groups(const A* a, int64_t rows, const Right<B>& b, int64_t 
   blocks_of(std::integral_constant<int, 1>{});
 }
 
+// Few rows with a page of B, a group after the other: worth it where nothing has to be widened, which takes longer than
+// reading.
+template <class A, class B>
+static bool in_order(int64_t rows) {
+  return std::is_same_v<A, B> && rows <= kRowsInOrder;
+}
+
 template <class A, class B>
 static void product(const A* a, int64_t rows, const Right<B>& b, SumRows<const float> before, SumRows<float> c,
                     Ahead (&ahead)[2]) {
   int64_t g = 0;
-  for (; g + kSumGroups <= b.groups; g += kSumGroups) {
-    product_groups<kSumGroups>(a, rows, b, g, before, c, ahead);
+  if (!in_order<A, B>(rows)) {
+    for (; g + kSumGroups <= b.groups; g += kSumGroups) product_groups<kSumGroups>(a, rows, b, g, before, c, ahead);
   }
-  if constexpr (kSumGroups > 1) {
-    for (; g < b.groups; ++g) product_groups<1>(a, rows, b, g, before, c, ahead);
-  }
+  for (; g < b.groups; ++g) product_groups<1>(a, rows, b, g, before, c, ahead);
 }
 
 // Pages in other forms ----------------------------------------------------------------------------------------------
