@@ -41,24 +41,26 @@ struct Int4Bytes {
 };
 inline constexpr Int4Bytes kInt4Bytes;
 
-// The low and the high byte of the bf16 that an fp8 code without its sign stands for.
-struct Fp8Bytes {
+// The bf16 that an fp8 code without its sign stands for: its bits, and their low and their high byte.
+struct Fp8Values {
+  alignas(64) uint16_t bits[128];
   alignas(64) uint8_t low[128], high[128];
 
-  constexpr Fp8Bytes() : low(), high() {
+  constexpr Fp8Values() : bits(), low(), high() {
     for (int code = 0; code < 128; ++code) {
       const int exponent = code >> 3, mantissa = code & 7;
-      int bits = (exponent + 120) << 7 | mantissa << 4;
+      int value = (exponent + 120) << 7 | mantissa << 4;
       if (exponent == 0) {  // mantissa * 2^-9, subnormal only in fp8
         const int shift = mantissa >= 4 ? 2 : mantissa >= 2 ? 1 : 0;
-        bits = mantissa == 0 ? 0 : (118 + shift) << 7 | ((mantissa << (7 - shift)) & 0x7f);
+        value = mantissa == 0 ? 0 : (118 + shift) << 7 | ((mantissa << (7 - shift)) & 0x7f);
       }
-      if (code == 127) bits = 0x7fc0;
-      low[code] = static_cast<uint8_t>(bits);
-      high[code] = static_cast<uint8_t>(bits >> 8);
+      if (code == 127) value = 0x7fc0;
+      bits[code] = static_cast<uint16_t>(value);
+      low[code] = static_cast<uint8_t>(value);
+      high[code] = static_cast<uint8_t>(value >> 8);
     }
   }
 };
-inline constexpr Fp8Bytes kFp8Bytes;
+inline constexpr Fp8Values kFp8Values;
 
 }  // namespace tilerank

@@ -5,7 +5,7 @@
 // before each line that it reads: asked for four at once they came, measured, a twentieth later.
 //
 // In vectors, a Line is what 64 bytes hold for kLanes outputs; pair<P> are its inputs 2 P and 2 P + 1, as 2^-kExponent
-// of the values.
+// of the values. kWaitsForMemory: few rows take less time for a line than memory does.
 
 namespace tilerank::TR_RUNG {
 
@@ -47,6 +47,7 @@ struct Int4 : GroupedWeight {
   static constexpr int64_t kPackedTile = 256;
   static constexpr bool kMayHaveZeros = true;
   static constexpr int kExponent = 0;
+  static constexpr bool kWaitsForMemory = false;
   const f16* const scales;
   const int8_t* const zeros;
 
@@ -151,7 +152,13 @@ struct Int4 : GroupedWeight {
 struct Fp8 : GroupedWeight {
   static constexpr int64_t kPackedTile = 512;
   static constexpr bool kMayHaveZeros = false;
+#ifdef TR_BF16
+  static constexpr int kExponent = 0;
+  static constexpr bool kWaitsForMemory = true;
+#else
   static constexpr int kExponent = 8;
+  static constexpr bool kWaitsForMemory = false;
+#endif
   const float* const scales;
 
   // operands: values, scales
@@ -165,8 +172,8 @@ struct Fp8 : GroupedWeight {
 #ifdef TR_AMX
   static inline void expand(const char* from, bf16* to, const char* ahead = nullptr) {
     // The bytes of the bf16 for every code without its sign: two tables of 128.
-    const __m512i low0 = _mm512_load_si512(kFp8Bytes.low), low1 = _mm512_load_si512(kFp8Bytes.low + 64);
-    const __m512i high0 = _mm512_load_si512(kFp8Bytes.high), high1 = _mm512_load_si512(kFp8Bytes.high + 64);
+    const __m512i low0 = _mm512_load_si512(kFp8Values.low), low1 = _mm512_load_si512(kFp8Values.low + 64);
+    const __m512i high0 = _mm512_load_si512(kFp8Values.high), high1 = _mm512_load_si512(kFp8Values.high + 64);
     const __m512i sign = _mm512_set1_epi8(static_cast<char>(0x80));
 #pragma GCC unroll 8
     for (int line = 0; line < 8; ++line, to += 2 * 32) {
@@ -179,6 +186,28 @@ struct Fp8 : GroupedWeight {
     }
   }
 
+#elif defined(TR_BF16)
+  struct Line {
+    static constexpr int kInputs = 4;
+    __m512i codes;
+
+    explicit Line(const char* at) : codes(_mm512_loadu_si512(at)) {}
+
+    template <int P>
+    Pair pair() const {
+      // Every code twice: its sign is that of the value, its low bits look the rest up, in two tables of 64.
+      const __m512i words = P == 0 ? _mm512_unpacklo_epi8(codes, codes) : _mm512_unpackhi_epi8(codes, codes);
+      const __m512i low = _mm512_permutex2var_epi16(table(0), words, table(32));
+      const __m512i high = _mm512_permutex2var_epi16(table(64), words, table(96));
+      const __mmask32 is_high = _mm512_test_epi16_mask(words, _mm512_set1_epi16(0x40));
+      const __m512i value = _mm512_mask_blend_epi16(is_high, low, high);
+      constexpr int kOrAnd = 0xf8;  // the first, or both of the others
+      return {_mm512_ternarylogic_epi64(value, words, _mm512_set1_epi16(static_cast<int16_t>(0x8000)), kOrAnd)};
+    }
+
+   private:
+    static __m512i table(int first) { return _mm512_load_si512(kFp8Values.bits + first); }
+  };
 #else
   // As f16 the bits of a code mean 2^-8 of its value, subnormals too.
   struct Line {
@@ -197,12 +226,7 @@ struct Fp8 : GroupedWeight {
     Pair pair() const {
       const Two values{{_mm512_cvtph_ps(_mm512_extracti64x4_epi64(even, P))},
                        { _mm512_cvtph_ps(_mm512_extracti64x4_epi64(odd, P)) }};
-#ifdef TR_BF16
-      const __m512i first = _mm512_srli_epi32(_mm512_castps_si512(values.a.v), 16);
-      return {_mm512_mask_blend_epi16(0xaaaaaaaau, first, _mm512_castps_si512(values.b.v))};
-#else
       return values;
-#endif
     }
 
    private:

@@ -91,6 +91,45 @@ class GroupScale {
 
 constexpr int64_t kUnitsOfTile = units_of<bf16>(kBlockK);
 
+// sums[R] += R rows x a pair of inputs' weights.
+template <int R>
+[[gnu::always_inline]] static inline void add_pair(const Unit<bf16>* x, const Pair& pair, int v,
+                                                   Vec (&sums)[R][kVecs]) {
+#pragma GCC unroll 4
+  for (int r = 0; r < R; ++r) {
+#ifdef TR_BF16
+    sums[r][v] = fma(spread(x[r]), pair, sums[r][v]);
+#else
+    sums[r][v] = fma(spread(x[R + r]), pair.b, fma(spread(x[r]), pair.a, sums[r][v]));
+#endif
+  }
+}
+
+// Where lines are read no faster than they are expanded nothing is gained by their order.
+template <int R, class Format>
+constexpr bool in_order = R <= kRowsInOrder && Format::kWaitsForMemory;
+
+template <int R, class Format>
+[[gnu::always_inline]] static inline void add_codes_in_order(const Unit<bf16>* x, const char* tile, int64_t ahead,
+                                                             Vec (&sums)[R][kVecs]) {
+  using Line = typename Format::Line;
+#pragma GCC unroll 2
+  for (int half = 0; half < 2; ++half) {
+    for (int64_t i = 0; i < kBlockK / Line::kInputs; ++i, tile += 64) {
+      _mm_prefetch(tile + ahead, _MM_HINT_T0);
+#pragma GCC unroll 2
+      for (int v = 0; v < kVecs / 2; ++v) {
+        const Line line(tile + v * kLanes * 4);
+        [&]<int... P>(std::integer_sequence<int, P...>) {
+          (add_pair<R>(x + (i * Line::kInputs + 2 * P) * kUnitsOfTile / kBlockK * R, line.template pair<P>(),
+                       half * kVecs / 2 + v, sums),
+           ...);
+        }(std::make_integer_sequence<int, Line::kInputs / 2>{});
+      }
+    }
+  }
+}
+
 template <int P, class Line>
 static inline std::array<Pair, kVecs> pairs_of(const std::array<Line, kVecs>& lines) {
   std::array<Pair, kVecs> pairs;
@@ -118,12 +157,27 @@ template <class Format, class F>
   }
 }
 
+// sums[R] += R rows x a tile of codes: with both halves line by line, or one after the other, in the order of memory.
+template <int R, class Format>
+[[gnu::always_inline]] static inline void add_codes(const Unit<bf16>* x, const char* tile, int64_t ahead,
+                                                    Vec (&sums)[R][kVecs]) {
+  if constexpr (in_order<R, Format>) return add_codes_in_order<R, Format>(x, tile, ahead, sums);
+  for_pairs<Format>(tile, ahead, [&](int64_t unit, const auto& pairs) {
+#ifdef TR_BF16
+    add_unit<R>(x + unit * R, [&](int v) { return pairs[v]; }, sums);
+#else
+    add_unit<R>(x + unit * R, [&](int v) { return pairs[v].a; }, sums);
+    add_unit<R>(x + (unit + 1) * R, [&](int v) { return pairs[v].b; }, sums);
+#endif
+  });
+}
+
 constexpr int kFewRows = kLanes == 16 ? 8 : 3;
 
 // totals[R][32] of a block with all R rows.
 template <int R, class Format>
 static void multiply_codes(const GroupedRows& rows, const Format& weight, int64_t block, int64_t k, float* totals) {
-  constexpr int64_t kAhead = 3 << 10;
+  const int64_t ahead = in_order<R, Format> && follows_streams() ? 0 : 3 << 10;
   const Unit<bf16>* x = rows.panels.at(0, 0);
   const char* tile = weight.tile(block, 0);
   std::fill_n(totals, R * kBlockN, 0.0f);
@@ -134,14 +188,7 @@ static void multiply_codes(const GroupedRows& rows, const Format& weight, int64_
     const int64_t tiles = std::min(weight.group_tiles, left);
     left -= tiles;
     for (int64_t i = 0; i < tiles; ++i, tile += 2 * Format::kPackedTile, x += R * kUnitsOfTile) {
-      for_pairs<Format>(tile, kAhead, [&](int64_t unit, const auto& pairs) {
-#ifdef TR_BF16
-        add_unit<R>(x + unit * R, [&](int v) { return pairs[v]; }, sums);
-#else
-        add_unit<R>(x + unit * R, [&](int v) { return pairs[v].a; }, sums);
-        add_unit<R>(x + (unit + 1) * R, [&](int v) { return pairs[v].b; }, sums);
-#endif
-      });
+      add_codes<R, Format>(x, tile, ahead, sums);
     }
     weight.fetch_scales(block, group + 8);
     GroupScale(weight, block, group).add(sums, rows.input_sums + group * R, totals);
