@@ -18,13 +18,6 @@ static inline __m512i load_in_turn(const char* p, const char* ahead) {
   asm volatile("vmovdqu64 %1, %0" : "=v"(line) : "m"(*reinterpret_cast<const char (*)[64]>(p)));
   return line;
 }
-#else
-// The values of two inputs for kLanes outputs, in the form in which they are multiplied.
-#ifdef TR_BF16
-using Pair = PairVec;
-#else
-using Pair = Two;
-#endif
 #endif
 
 struct GroupedWeight {

@@ -91,20 +91,6 @@ class GroupScale {
 
 constexpr int64_t kUnitsOfTile = units_of<bf16>(kBlockK);
 
-// sums[R] += R rows x a pair of inputs' weights.
-template <int R>
-[[gnu::always_inline]] static inline void add_pair(const Unit<bf16>* x, const Pair& pair, int v,
-                                                   Vec (&sums)[R][kVecs]) {
-#pragma GCC unroll 4
-  for (int r = 0; r < R; ++r) {
-#ifdef TR_BF16
-    sums[r][v] = fma(spread(x[r]), pair, sums[r][v]);
-#else
-    sums[r][v] = fma(spread(x[R + r]), pair.b, fma(spread(x[r]), pair.a, sums[r][v]));
-#endif
-  }
-}
-
 // Where lines are read no faster than they are expanded nothing is gained by their order.
 template <int R, class Format>
 constexpr bool in_order = R <= kRowsInOrder && Format::kWaitsForMemory;

@@ -133,6 +133,29 @@ static inline const bf16* vector_of_pair(const bf16* pair, int v) {
 
 constexpr int64_t kUnitsOfPair = kPaired<bf16> ? 1 : 2;
 
+// The weights of two inputs for kLanes outputs, in the form in which they are multiplied.
+#ifdef TR_BF16
+using Pair = PairVec;
+static inline Pair load_pair(const bf16* p) { return {_mm512_loadu_si512(p)}; }
+#else
+using Pair = Two;
+static inline Pair load_pair(const bf16* p) { return load_pairs(p); }
+#endif
+
+// sums[R], their vector v, += R rows x a pair.
+template <int R>
+[[gnu::always_inline]] static inline void add_pair(const Unit<bf16>* x, const Pair& pair, int v,
+                                                   Vec (&sums)[R][kVecs]) {
+#pragma GCC unroll 4
+  for (int r = 0; r < R; ++r) {
+#ifdef TR_BF16
+    sums[r][v] = fma(spread(x[r]), pair, sums[r][v]);
+#else
+    sums[r][v] = fma(spread(x[R + r]), pair.b, fma(spread(x[r]), pair.a, sums[r][v]));
+#endif
+  }
+}
+
 // sums[R] from vector kFirst on += a tile of a bf16 weight with R rows.
 template <int R, int kFirst, class A>
 [[gnu::always_inline]] static inline void add_tile(const Unit<bf16>* x, const bf16* tile, int64_t pairs, A& ahead,
@@ -140,21 +163,7 @@ template <int R, int kFirst, class A>
   for (const bf16 *pair = tile, *end = tile + pairs * 32; pair != end; pair += 32, x += R * kUnitsOfPair) {
     ahead.ask_half(kUnitsOfPair);
 #pragma GCC unroll 2
-    for (int v = kFirst; v < kFirst + kVecs / 2; ++v) {
-#ifdef TR_BF16
-      const PairVec w{_mm512_loadu_si512(pair)};
-#else
-      const Two w = load_pairs(pair + (v - kFirst) * kLanes * 2);
-#endif
-#pragma GCC unroll 4
-      for (int r = 0; r < R; ++r) {
-#ifdef TR_BF16
-        sums[r][v] = fma(spread(x[r]), w, sums[r][v]);
-#else
-        sums[r][v] = fma(spread(x[R + r]), w.b, fma(spread(x[r]), w.a, sums[r][v]));
-#endif
-      }
-    }
+    for (int v = 0; v < kVecs / 2; ++v) add_pair<R>(x, load_pair(pair + v * kLanes * 2), kFirst + v, sums);
   }
 }
 
