@@ -200,12 +200,11 @@ class VectorTask {
     return i + 1 < pages_ ? address(pages, page_[i + 1], 0) : last;
   }
 
-  // The first row that sees token `first` of the chunk, or some before it: all before see nothing from there on. Where
-  // there are several heads all see it.
+  // Of a head's rows the first that sees token `first` of the chunk, or some before it: all before see nothing from
+  // there on.
   int64_t first_row(int64_t first) const {
     int64_t r = 0;
-    if (span_.heads > 1) return r;
-    while (r + kSumRows < task_.rows && scratch_.visible[r + kSumRows - 1] <= begin_ + first) r += kSumRows;
+    while (r + kSumRows < head_rows_ && scratch_.visible[r + kSumRows - 1] <= begin_ + first) r += kSumRows;
     return r;
   }
 

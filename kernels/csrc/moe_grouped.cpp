@@ -3,8 +3,8 @@
 #include <array>
 #include <type_traits>
 
-#include "experts.h"
 #include "cpu.h"
+#include "experts.h"
 #include "grouped.h"
 #define TR_SOURCE "moe_grouped.cpp"
 #include "foreach_isa.h"
