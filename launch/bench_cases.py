@@ -6,7 +6,7 @@ import argparse
 import random
 import statistics
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import ceil
@@ -36,11 +36,13 @@ class Case:
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds of one run of a case: until half, and until all, of the prompts had a first token; of a decode step."""
+    """Seconds of one run of a case: until half, and until all, of the prompts had a first token; of a decode step.
+    read_gbs: what memory gave just before and after, where that was measured."""
 
     first_token: float
     prefill: float
     step: float
+    read_gbs: float | None = None
 
 
 def add_case_arguments(parser: argparse.ArgumentParser) -> None:
@@ -93,7 +95,3 @@ def timing_of(events: Sequence[tuple[int, float]], case: Case) -> Timing:
             "expected more --new-tokens or a smaller --batch"
         )
     return Timing(statistics.median(first.values()), prefill, statistics.mean(steps))
-
-
-def median_timing(runs: Sequence[Mapping[str, float]]) -> Timing:
-    return Timing(*(statistics.median(run[name] for run in runs) for name in ("first_token", "prefill", "step")))

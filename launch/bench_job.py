@@ -18,7 +18,7 @@ from .placement import Placement, RankPlacement, auto_ranks
 from .quantize import quantization_of, resolve_dtype, resolve_kv_dtype
 from .rank import Job, W, run_rank
 from .rendezvous import identify
-from .topology import read_topology
+from .topology import Topology, read_topology
 
 if TYPE_CHECKING:
     import torch
@@ -61,8 +61,12 @@ def placement_of(args: argparse.Namespace, ranks: int | None = None) -> tuple[Pl
     identity, machine = identify(os.environ), read_topology()
     topology = start.own_topology(args, identity, machine)
     placement = start.own_placement(args, identity, machine, ranks or args.tp or auto_ranks(topology))
-    cores = {core for rank in placement.ranks for core in rank.cores[: rank.threads]}
-    return placement, sorted(cores) or bench_cores(topology)
+    return placement, cores_of(placement, topology)
+
+
+def cores_of(placement: Placement, topology: Topology) -> list[int]:
+    """The cores that the ranks of this machine use together: where they are not bound, one thread of each."""
+    return sorted({core for rank in placement.ranks for core in rank.cores[: rank.threads]}) or bench_cores(topology)
 
 
 def run_ranks(args: argparse.Namespace, argv: Sequence[str], ranks: int | None = None) -> Any:

@@ -6,18 +6,20 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from .bench_entry import Call, Entry
 from .bench_job import whole_numbers
 from .bench_json import add_json_argument, check_json_argument, write_json
-from .bench_peaks import Peaks, bench_cores, compute_title, peaks_of, share_text
+from .bench_peaks import Peaks, bench_cores, compute_title, median_row, peaks_of, share_text
 from .topology import read_topology
 
 GROUPS = ("linear", "experts", "attention", "small")
 """Of kernels: the entries of each are in a module of its own, bench_kernels_NAME."""
 FORMATS = ("bfloat16", "float32", "int8", "int4", "int4-g32", "fp8")
 """Names of bench_formats.FORMATS, which is not imported before something runs: it needs torch."""
+TURNS = 3
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -62,6 +64,7 @@ def run(args: argparse.Namespace) -> int:
     import torch
 
     from tilerank.kernels import core
+    from tilerank.kernels.peaks import StreamRead
 
     torch.set_num_threads(len(cores))
     torch.ones(1 << 20).add_(1.0)  # starts its threads before the calling one is pinned, which they would inherit
@@ -69,14 +72,13 @@ def run(args: argparse.Namespace) -> int:
     print(f"{core.isa()} on {len(cores)} cores; {peaks.text()}\n")
     computing = f"  of {compute_title(peaks.isa)}"
     print(
-        f"{'kernel':<18}{'shape':<22}{'format':<10}{'us':>11}{'of limit':>10}{'of read':>9}{computing}"
+        f"{'kernel':<18}{'shape':<22}{'format':<10}{'us':>11}{'of limit':>10}{'of read':>9}{'at GB/s':>9}{computing}"
         f"{'torch us':>12}{'times':>7}"
     )
     rows = []
+    read = StreamRead(len(cores), cores)
     for entry in entries(args):
-        ours = seconds_per_call(entry.run, args.seconds)
-        theirs = None if entry.torch is None else seconds_per_call(entry.torch, args.seconds)
-        rows.append(row_of(entry, ours, theirs, peaks, core.isa()))
+        rows.append(row_of(entry, turns_of(entry, read.gbs, args.seconds), peaks, core.isa()))
         print(_text(rows[-1], len(computing)), flush=True)
     write_json(args, rows)
     return 0
@@ -86,6 +88,29 @@ def entries(args: argparse.Namespace) -> Iterator[Entry]:
     """Each is built when its turn comes, and let go after it."""
     for group in args.only:
         yield from importlib.import_module(f".bench_kernels_{group}", __package__).entries(args)
+
+
+@dataclass(frozen=True)
+class Turn:
+    """Of some calls in a row the median, in seconds, of as many of torch's beside them, and GB/s read meanwhile."""
+
+    seconds: float
+    torch_seconds: float | None
+    read_gbs: float
+
+
+def turns_of(entry: Entry, read_gbs: Callable[[], float], budget_s: float) -> list[Turn]:
+    """Between turns the rate of memory is measured: neighbours of a virtual machine may halve it from one second to the
+    next, and a share is then worth something only of the rate beside it."""
+    turns: list[Turn] = []
+    before = read_gbs()
+    for _ in range(TURNS):
+        ours = seconds_per_call(entry.run, budget_s / TURNS)
+        theirs = None if entry.torch is None else seconds_per_call(entry.torch, budget_s / TURNS)
+        after = read_gbs()
+        turns.append(Turn(ours, theirs, (before + after) / 2))
+        before = after
+    return turns
 
 
 def seconds_per_call(call: Call, budget_s: float) -> float:
@@ -105,10 +130,15 @@ def seconds_per_call(call: Call, budget_s: float) -> float:
     return statistics.median(seconds)
 
 
-def row_of(entry: Entry, seconds: float, torch_seconds: float | None, peaks: Peaks, isa: str) -> dict[str, Any]:
-    """A row for JSON. amx_share: None where no tiles are used. compute_share: of the peaks of the
-    rung in force. torch_ratio: how often ours runs in the time of torch's."""
-    work = entry.work
+def row_of(entry: Entry, turns: Sequence[Turn], peaks: Peaks, isa: str) -> dict[str, Any]:
+    """A row for JSON, of the turn with the median share of its limit. amx_share: None where no tiles are used.
+    compute_share: of the peaks of the rung in force. torch_ratio: how often ours runs in the time of torch's. peaks:
+    with the read rate of that turn."""
+    return median_row([_row_of_turn(entry, turn, peaks.at_rate(turn.read_gbs), isa) for turn in turns])
+
+
+def _row_of_turn(entry: Entry, turn: Turn, peaks: Peaks, isa: str) -> dict[str, Any]:
+    work, seconds = entry.work, turn.seconds
     return {
         "kernel": entry.kernel,
         "shape": entry.shape,
@@ -121,18 +151,18 @@ def row_of(entry: Entry, seconds: float, torch_seconds: float | None, peaks: Pea
         "amx_share": peaks.amx_share(work, seconds),
         "compute_share": peaks.compute_share(work, seconds),
         "limit_share": peaks.least_seconds(work) / seconds,
-        "torch_seconds": torch_seconds,
-        "torch_ratio": None if torch_seconds is None else torch_seconds / seconds,
+        "torch_seconds": turn.torch_seconds,
+        "torch_ratio": None if turn.torch_seconds is None else turn.torch_seconds / seconds,
         "peaks": peaks.as_json(),
     }
 
 
 def _text(row: dict[str, Any], computing_width: int) -> str:
-    computing = share_text(row["compute_share"])
+    computing, read = share_text(row["compute_share"]), row["peaks"]["stream_read_gbs"]
     theirs = "" if row["torch_seconds"] is None else f"{1e6 * row['torch_seconds']:>12.1f}{row['torch_ratio']:>7.2f}"
     return (
         f"{row['kernel']:<18}{row['shape']:<22}{row['format']:<10}{1e6 * row['seconds']:>11.1f}"
-        f"{row['limit_share']:>10.2f}{row['stream_share']:>9.2f}{computing:>{computing_width}}{theirs}"
+        f"{row['limit_share']:>10.2f}{row['stream_share']:>9.2f}{read:>9.1f}{computing:>{computing_width}}{theirs}"
     )
 
 

@@ -19,10 +19,12 @@ from .bench_peaks import peaks_of
 from .bench_report import OURS, loading_text, rows_of, table
 from .errors import LaunchError
 from .quantize import quantization_of
+from .topology import read_topology
 
 if TYPE_CHECKING:
     from collections.abc import Generator
 
+    from tilerank.kernels.peaks import StreamRead
     from tilerank.runtime.engine import Engine, TokenEvent
 
     from .bench_cases import Timing
@@ -92,6 +94,7 @@ def _measure(args: argparse.Namespace, engine: Engine, placement: Placement, ran
     from dataclasses import asdict
 
     from tilerank.kernels import core
+    from tilerank.kernels.peaks import StreamRead
 
     from .bench_work import model_work
 
@@ -100,7 +103,10 @@ def _measure(args: argparse.Namespace, engine: Engine, placement: Placement, ran
     for case in todo:
         _time(engine, Case(case.batch, min(case.prompt_tokens, WARM_UP_TOKENS), 2), seed=-1)
     _time(engine, max(todo, key=lambda case: case.batch * (case.prompt_tokens + case.new_tokens)), seed=-1)
-    timings = [[_time(engine, case, args.first_seed + i) for i in range(args.repeat)] for case in todo]
+    most_rss = [peak_rss(rank.pid) for rank in ranks]  # before there is memory to measure its rate with
+    cores = bench_job.cores_of(placement, read_topology())
+    read = StreamRead(len(cores), cores)
+    timings = [[_time(engine, case, args.first_seed + i, read) for i in range(args.repeat)] for case in todo]
     dtype, quantization = bench_job.engine_dtype(args), quantization_of(args)
     kv_dtype = bench_job.kv_dtype(args)
     return {
@@ -115,15 +121,19 @@ def _measure(args: argparse.Namespace, engine: Engine, placement: Placement, ran
         "load_bytes": engine.load_report.bytes_read,
         "weight_bytes": [rank.weight_bytes for rank in ranks],
         "loaded_rss": loaded_rss,
-        "peak_rss": [peak_rss(rank.pid) for rank in ranks],
+        "peak_rss": most_rss,
         "work": asdict(model_work(engine.config, dtype, quantization, kv_dtype)),
         "timings": [[asdict(timing) for timing in of_case] for of_case in timings],
         "overhead_share": [_overhead_share(engine, case) for case in todo],
     }
 
 
-def _time(engine: Engine, case: Case, seed: int) -> Timing:
-    return timing_of([(event.request, event.time_s) for event in _generate(engine, case, seed)], case)
+def _time(engine: Engine, case: Case, seed: int, read: StreamRead | None = None) -> Timing:
+    from dataclasses import replace
+
+    before = None if read is None else read.gbs()
+    timing = timing_of([(event.request, event.time_s) for event in _generate(engine, case, seed)], case)
+    return timing if read is None or before is None else replace(timing, read_gbs=(before + read.gbs()) / 2)
 
 
 def _overhead_share(engine: Engine, case: Case) -> float | None:

@@ -1,5 +1,7 @@
 """`tilerank bench peaks`: what the machine can do at best, and the shares of it that every other figure is given as."""
 
+from __future__ import annotations
+
 import argparse
 import itertools
 import json
@@ -7,7 +9,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from .bench_json import add_json_argument, check_json_argument, write_json
@@ -74,6 +76,10 @@ class Peaks:
         ]
         return sum(operations / (peak * 1e12) for operations, peak in parts if peak is not None)
 
+    def at_rate(self, read_gbs: float) -> Peaks:
+        """With the read rate that was measured beside a figure."""
+        return replace(self, stream_read_gbs=read_gbs)
+
     def text(self) -> str:
         computing = ", ".join(compute_figures(self.as_json())) or "no compute peak"
         latency = "" if self.core_to_core_ns is None else f", {self.core_to_core_ns:.0f} ns core to core"
@@ -82,6 +88,11 @@ class Peaks:
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
+
+
+def median_row(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Of rows of the same thing the one with the median share of its limit, whose figures are of one moment."""
+    return sorted(rows, key=lambda row: float(row["limit_share"]))[(len(rows) - 1) // 2]
 
 
 def compute_title(isa: str) -> str:

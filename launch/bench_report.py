@@ -8,8 +8,8 @@ from typing import Any
 
 import msgspec
 
-from .bench_cases import Case, Timing, median_timing
-from .bench_peaks import Peaks, compute_title, share_text
+from .bench_cases import Case, Timing
+from .bench_peaks import Peaks, compute_title, median_row, share_text
 from .bench_work import ModelWork, Work
 
 OURS = "tilerank"
@@ -35,7 +35,9 @@ def merged(rounds: Sequence[Report]) -> Report:
 
 
 def rows_of(reports: Mapping[str, Report], cases: Sequence[Case], model: str, peaks: Peaks) -> list[Row]:
-    """Two rows a system and case, prefill and decode. ours_ratio: our tokens/s over this system's."""
+    """Two rows a system and case, prefill and decode, each of the run with the median share of its limit, which counts
+    the read rate measured beside that run; beside a peer's the median of those beside ours. ours_ratio: our tokens/s
+    over this system's."""
     work = msgspec.convert(reports[OURS]["work"], ModelWork)
     rows: list[Row] = []
     for system, report in reports.items():
@@ -43,8 +45,13 @@ def rows_of(reports: Mapping[str, Report], cases: Sequence[Case], model: str, pe
         about = {name: report.get(name) for name in (*_ABOUT, *_MEMORY)} | about
         for index, case in enumerate(cases):
             overhead = report["overhead_share"][index] if report.get("overhead_share") else None
-            for row in phase_rows(case, median_timing(report["timings"][index]), work, peaks, overhead):
-                rows.append({"system": system, "model": model, **row, **about})
+            usual = statistics.median(run["read_gbs"] for run in reports[OURS]["timings"][index])
+            runs = [
+                phase_rows(case, timing, work, peaks.at_rate(timing.read_gbs or usual), overhead)
+                for timing in msgspec.convert(report["timings"][index], list[Timing])
+            ]
+            for phase in zip(*runs, strict=True):
+                rows.append({"system": system, "model": model, **median_row(phase), **about})
     ours = {_place(row): row["tokens_per_s"] for row in rows if row["system"] == OURS}
     for row in rows:
         row["ours_ratio"] = ours[_place(row)] / row["tokens_per_s"]

@@ -30,13 +30,13 @@ def parse(*words: str) -> argparse.Namespace:
     return parser.parse_args(words)
 
 
-def report(prefill: float, step: float, **more: Any) -> dict[str, Any]:
-    timing = {"first_token": prefill, "prefill": prefill, "step": step}
+def report(prefill: float, step: float, read_gbs: float | None = None, **more: Any) -> dict[str, Any]:
+    timing = {"first_token": prefill, "prefill": prefill, "step": step, "read_gbs": read_gbs}
     return {"load_s": 1.0, "ready_s": 2.0, "timings": [[timing]], **more}
 
 
 def made_rows() -> list[dict[str, Any]]:
-    ours = [report(step, step / 10, dtype="bfloat16", tp=2, work=WORK) for step in (1.0, 9.0, 2.0)]
+    ours = [report(step, step / 10, 20.0, dtype="bfloat16", tp=2, work=WORK) for step in (1.0, 9.0, 2.0)]
     theirs = [report(step, step / 10, version="5.0") for step in (8.0, 4.0, 6.0)]
     reports = {"tilerank": bench_report.merged(ours), "transformers": bench_report.merged(theirs)}
     return bench_report.rows_of(reports, [Case(4, 500, 8)], "tiny", PEAKS)
@@ -52,6 +52,22 @@ def test_rows_are_medians_of_the_rounds() -> None:
     assert rows["tilerank", "decode"]["limit_share"] == pytest.approx(0.05 / 0.2)
     printed = bench_report.table(made_rows())
     assert "transformers" in printed[2] and printed[2].endswith("3.00x")
+
+
+def test_shares_count_the_read_rate_beside_a_run() -> None:
+    # A step reads 1e9 bytes: 100, 50 and 20 ms at these rates, of which the steps are 0.5, 0.25 and 0.8.
+    ours = [
+        report(1.0, step, read, dtype="bfloat16", tp=1, work=WORK)
+        for step, read in ((0.2, 10.0), (0.2, 20.0), (0.025, 50.0))
+    ]
+    theirs = [report(1.0, step) for step in (0.4, 0.1, 0.2)]
+    reports = {"tilerank": bench_report.merged(ours), "transformers": bench_report.merged(theirs)}
+    rows = bench_report.rows_of(reports, [Case(4, 500, 8)], "tiny", PEAKS)
+    ours_decode, theirs_decode = (row for row in rows if row["phase"] == "decode")
+    assert (ours_decode["tpot_s"], ours_decode["limit_share"]) == (0.2, pytest.approx(0.5))
+    assert (theirs_decode["tpot_s"], theirs_decode["limit_share"]) == (0.2, pytest.approx(0.25))
+    rates = [row["peaks"]["stream_read_gbs"] for row in (ours_decode, theirs_decode)]
+    assert rates == [10.0, 20.0] and theirs_decode["ours_ratio"] == pytest.approx(1.0)
 
 
 def test_chart_has_a_bar_for_every_row() -> None:

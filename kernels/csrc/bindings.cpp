@@ -355,7 +355,17 @@ PYBIND11_MODULE(_C, m) {
   m.def("alloc", &alloc);
   m.def("drop_pages", &drop_pages);
   const auto no_gil = py::call_guard<py::gil_scoped_release>();
-  m.def("measure_read", &measure_read, no_gil);
+  m.def("measure_read", [](const std::vector<int>& cores, const std::vector<py::object>& memory) {
+    std::vector<char*> data;
+    int64_t bytes = 0;
+    for (const py::object& part : memory) {
+      const dlpack::Tensor raw = borrow(part.ptr(), "measure_read");
+      data.push_back(static_cast<char*>(raw.data));
+      bytes = raw.shape[0];
+    }
+    py::gil_scoped_release unlocked;
+    return measure_read(cores, data, bytes);
+  });
   m.def("measure_first_touch", &measure_first_touch, no_gil);
   m.def("measure_amx", &measure_amx, no_gil);
   m.def(

@@ -1,8 +1,11 @@
 #ifndef TR_RUNG
 #include "peaks.h"
 
+#include <linux/mempolicy.h>
 #include <pthread.h>
 #include <sched.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 #include <atomic>
 #include <barrier>
@@ -30,7 +33,7 @@ struct Worker {
   int index;
 };
 
-// body(i) on a thread pinned to cores[i], for all of them.
+// body(i) on a thread pinned to cores[i], for all of them, with memory of its own node whatever its process is bound to.
 void run_pinned(const std::vector<int>& cores, const std::function<void(int)>& body) {
   std::vector<pthread_t> threads;
   std::vector<Worker> workers;
@@ -46,6 +49,7 @@ void run_pinned(const std::vector<int>& cores, const std::function<void(int)>& b
     pthread_attr_setaffinity_np(&attributes, sizeof(set), &set);
     const auto gated = [&](int index) {
       started.wait(false);
+      syscall(SYS_set_mempolicy, MPOL_DEFAULT, nullptr, 0);  // where it may not, nothing could be bound, either
       if (!cancelled) body(index);
     };
     workers.push_back({gated, static_cast<int>(threads.size())});
@@ -95,21 +99,13 @@ std::vector<double> rates(const std::vector<int>& cores, const std::function<dou
 
 }  // namespace
 
-std::vector<double> measure_read(const std::vector<int>& cores, int64_t bytes_per_core) {
+std::vector<double> measure_read(const std::vector<int>& cores, const std::vector<char*>& data,
+                                 int64_t bytes_per_core) {
   if (!isa_obstacle(Isa::avx2).empty()) throw Error("stream read is not available: " + isa_obstacle(Isa::avx2));
   const auto read_all = isa_obstacle(Isa::avx512).empty() ? avx512::read_all : avx2::read_all;
-  const size_t bytes = static_cast<size_t>(bytes_per_core);
-  std::vector<char*> data(cores.size());
-  const auto give_back = [&](void*) {
-    for (char* part : data) {
-      if (part) unmap_pages(part, bytes);
-    }
-  };
-  const std::unique_ptr<void, decltype(give_back)> owner(&data, give_back);
-  for (char*& part : data) part = static_cast<char*>(map_pages(bytes));
   std::vector<char> touched(cores.size());
   return rates(cores, [&](int index) {
-    if (!touched[index]) std::memset(data[index], touched[index] = 1, bytes);  // on the node of its reader
+    if (!touched[index]) std::memset(data[index], touched[index] = 1, static_cast<size_t>(bytes_per_core));
     read_all(data[index], bytes_per_core);
     return static_cast<double>(bytes_per_core);
   });

@@ -8,8 +8,9 @@
 
 namespace tilerank {
 
-// Bytes per second that the cores together read from memory, each out of `bytes_per_core` of its own huge pages.
-std::vector<double> measure_read(const std::vector<int>& cores, int64_t bytes_per_core);
+// Bytes per second that the cores together read from memory, core i out of the `bytes_per_core` at data[i], which it
+// writes to first: pages that nobody had before are on its own node.
+std::vector<double> measure_read(const std::vector<int>& cores, const std::vector<char*>& data, int64_t bytes_per_core);
 // Bytes per second that the cores together write into `bytes_per_core` of new huge pages each; one figure.
 double measure_first_touch(const std::vector<int>& cores, int64_t bytes_per_core);
 // Floating-point (or int8) operations per second of AMX tile products on all the cores; the rung must be usable.
