@@ -130,11 +130,13 @@ const char* isa_name(Isa isa) {
 }
 
 bool follows_streams() {
-  static const bool amd = [] {
+  static const bool follows = [] {
     const Registers vendor = cpuid(0, 0);
-    return vendor.b == 0x68747541 && vendor.d == 0x69746e65 && vendor.c == 0x444d4163;  // "AuthenticAMD"
+    const bool amd = vendor.b == 0x68747541 && vendor.d == 0x69746e65 && vendor.c == 0x444d4163;  // "AuthenticAMD"
+    const uint32_t version = cpuid(1, 0).a, family = (version >> 8 & 0xf) + (version >> 20 & 0xff);
+    return amd && family <= 25;  // Zen 4
   }();
-  return amd;
+  return follows;
 }
 
 const std::string& isa_obstacle(Isa isa) {
