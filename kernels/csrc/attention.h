@@ -15,6 +15,7 @@ namespace tilerank::TR_RUNG {
 constexpr int64_t kChunk = 4 * kBlock;  // tokens between two updates of the running maximum
 constexpr int64_t kChunkPages = kChunk / kBlock;
 constexpr int64_t kRows = 96;               // of a task: whole blocks of rows
+constexpr int64_t kAhead = 8 << 10;         // bytes, which memory delivers while such a request waits
 constexpr int64_t kFewRows = 2 * kSumRows;  // that take pages as they are; for more it is worth it to widen them first
 constexpr float kLog2E = 1.44269504088896341f, kLn2 = 0.693147180559945309f;
 
@@ -194,10 +195,15 @@ class VectorTask {
   Ahead ahead(const char* page, int64_t values, int64_t operands) const {
     return page && asks_ ? Ahead{page, kBlock * values * element() / operands} : Ahead{keys(0, 0), 0};
   }
-  // What of `pages`, keys or values, is read after a head's; after the last one: `last`.
-  const char* after(const Tensor& pages, int64_t i, int64_t head, const char* last) const {
-    if (head + 1 < span_.heads) return address(pages, page_[i], head + 1);
-    return i + 1 < pages_ ? address(pages, page_[i + 1], 0) : last;
+  // Few rows: what is read kAhead bytes or a little more after operand n of the chunk, keys of every page and head and
+  // then values.
+  const char* after(int64_t n) const {
+    const int64_t all = pages_ * span_.heads, size = kBlock * padded_ * element();
+    n += (kAhead + size - 1) / size;
+    if (n < all) return keys(n / span_.heads, n % span_.heads);
+    n -= all;
+    if (n < all) return values(n / span_.heads, n % span_.heads);
+    return next_ ? next_ + (n - all) * problem_.k_pages.stride[1] * element() : nullptr;
   }
 
   // Of a head's rows the first that sees token `first` of the chunk, or some before it: all before see nothing from
@@ -232,10 +238,10 @@ class VectorTask {
     static constexpr float kNothing[kBlock] = {};
     const int64_t dims = problem_.key_dims(), skipped = first_row(i * kBlock), first = head * head_rows_ + skipped;
     const char* const from = keys(i, head);
+    const char* const next = !many_ ? after(i * span_.heads + head) : i + 1 < pages_ ? keys(i + 1, 0) : nullptr;
     const auto multiply = [&](const auto* keys) {
       constexpr int64_t x = kPair<std::remove_cvref_t<decltype(*keys)>>;
       const int64_t operands = kBlock / 16 * dims / x;
-      const char* const next = after(problem_.k_pages, i, head, many_ ? nullptr : values(0, 0));
       Ahead lines[] = {ahead(next, dims, operands), ahead(many_ ? values(i, 0) : nullptr, padded_, operands)};
       product(scratch_.q + first * kStride, head_rows_ - skipped, Right{keys, kBlock / 16, dims / x, 16 * dims},
               {kNothing, 0}, {scratch_.s + first * kScoreStride + i * kBlock, kScoreStride}, lines);
@@ -289,8 +295,8 @@ class VectorTask {
     const char* const from = seen_values(i, head);
     const auto multiply = [&](const auto* values) {
       constexpr int64_t x = kPair<std::remove_cvref_t<decltype(*values)>>;
-      const char* const next = after(problem_.v_pages, i, head, next_);
-      Ahead lines[] = {ahead(next, padded_, padded_ / 16 * kBlock / x), ahead(nullptr, 0, 1)};
+      Ahead lines[] = {ahead(after((pages_ + i) * span_.heads + head), padded_, padded_ / 16 * kBlock / x),
+                       ahead(nullptr, 0, 1)};
       product(scratch_.p + first * kStride + i * kBlock, head_rows_ - skipped,
               Right{values, padded_ / 16, kBlock / x, 16 * kBlock}, {o, padded_}, {o, padded_}, lines);
     };
