@@ -77,6 +77,7 @@ class Int4Weight(grouped.GroupedWeight):
     zeros: Tensor | None
     n: int
     k: int
+    few_rows = 28
     format: Int4
 
     @property

@@ -3,23 +3,26 @@
 //
 // A row's total with an output is a chain over the groups: the products with a group's values, summed from zero in a
 // chain of their own, less zero * (sum of the inputs), times the scale, are added, fused. Values times scale could be
-// summed in one chain of fp32, but not as pairs of bf16, and one row would pay for a product more with every value. Few
-// rows multiply values as they come out of their codes; for more rows a piece of a group is expanded once for all.
+// summed in one chain of fp32, but not as pairs of bf16, and one row would pay for a product more with every value.
+// Panels of few rows each multiply values as they come out of their codes; for more rows a piece of a group is expanded
+// once for all.
 #include "panels.h"
 //
 #include "grouped_formats.h"
 
 namespace tilerank::TR_RUNG {
 
-// Rows as panels, and the sums of their inputs for every group, which only zeros ask for.
+// Rows as panels, and the sums of their inputs for every group, which only zeros ask for. Few: whole panels, one after
+// the other.
 class GroupedRows {
  public:
   static size_t bytes(int64_t m, int64_t k, int64_t groups) {
     return panels_bytes(m, k) + static_cast<size_t>(m * groups) * sizeof(float);
   }
 
-  GroupedRows(void* memory, int64_t m, int64_t k)
-      : panels(memory, m, k, units_of<bf16>(padded(k))),
+  GroupedRows(void* memory, int64_t m, int64_t k, bool few)
+      : few(few),
+        panels(memory, m, k, units_of<bf16>(padded(k)), few ? units_of<bf16>(padded(k)) : kPart),
         input_sums(reinterpret_cast<float*>(static_cast<char*>(memory) + panels_bytes(m, k))),
         k_(k) {}
 
@@ -37,6 +40,7 @@ class GroupedRows {
     }
   }
 
+  const bool few;
   const RowPanels<bf16> panels;
   float* const input_sums;  // [groups][m]
 
@@ -158,26 +162,45 @@ template <int R, class Format>
   });
 }
 
-constexpr int kFewRows = kLanes == 16 ? 8 : 3;
-
-// totals[R][32] of a block with all R rows.
+// totals[R][32] += `tiles` tiles of a group with R rows.
 template <int R, class Format>
-static void multiply_codes(const GroupedRows& rows, const Format& weight, int64_t block, int64_t k, float* totals) {
+[[gnu::always_inline]] static inline void add_group(const Unit<bf16>* x, const char* tile, int64_t tiles, int64_t ahead,
+                                                    const GroupScale<Format>& scale, const float* input_sums,
+                                                    float* totals) {
+  Vec sums[R][kVecs];
+  load_sums<R>(nullptr, sums);
+  for (int64_t i = 0; i < tiles; ++i, tile += 2 * Format::kPackedTile, x += R * kUnitsOfTile) {
+    add_codes<R, Format>(x, tile, ahead, sums);
+  }
+  scale.add(sums, input_sums, totals);
+}
+// The same on its own, as multiply_panel is.
+template <int R, class Format>
+[[gnu::noinline]] static void add_group_apart(const Unit<bf16>* x, const char* tile, int64_t tiles, int64_t ahead,
+                                              const GroupScale<Format>& scale, const float* input_sums, float* totals) {
+  add_group<R>(x, tile, tiles, ahead, scale, input_sums, totals);
+}
+
+// totals[R][32] of a block with a panel of few rows.
+template <int R, class Format>
+static void multiply_codes(const GroupedRows& rows, int64_t panel, const Format& weight, int64_t block, int64_t k,
+                           float* totals) {
   const int64_t ahead = in_order<R, Format> && follows_streams() ? 0 : 3 << 10;
-  const Unit<bf16>* x = rows.panels.at(0, 0);
+  const Unit<bf16>* x = rows.panels.at(panel, 0);
+  const float* input_sums = rows.input_sums + rows.panels.first_row(panel);
   const char* tile = weight.tile(block, 0);
   std::fill_n(totals, R * kBlockN, 0.0f);
   int64_t left = blocks(k, kBlockK);
-  for (int64_t group = 0; group < weight.groups; ++group) {
-    Vec sums[R][kVecs];
-    load_sums<R>(nullptr, sums);
+  for (int64_t group = 0; group < weight.groups; ++group, input_sums += rows.panels.m) {
     const int64_t tiles = std::min(weight.group_tiles, left);
-    left -= tiles;
-    for (int64_t i = 0; i < tiles; ++i, tile += 2 * Format::kPackedTile, x += R * kUnitsOfTile) {
-      add_codes<R, Format>(x, tile, ahead, sums);
-    }
+    const GroupScale scale(weight, block, group);
     weight.fetch_scales(block, group + 8);
-    GroupScale(weight, block, group).add(sums, rows.input_sums + group * R, totals);
+    if constexpr (R <= kRowsInOrder) {
+      add_group<R>(x, tile, tiles, ahead, scale, input_sums, totals);
+    } else {
+      add_group_apart<R>(x, tile, tiles, ahead, scale, input_sums, totals);
+    }
+    left -= tiles, tile += tiles * 2 * Format::kPackedTile, x += tiles * R * kUnitsOfTile;
   }
 }
 
@@ -285,15 +308,17 @@ static void multiply_results(const GroupedRows& rows, Range chosen, const Format
                              void* memory, const Emit& emit) {
   ExpandedWork& work = *static_cast<ExpandedWork*>(memory);
   const int64_t first_row = rows.panels.first_row(chosen.begin), m = rows.panels.first_row(chosen.end) - first_row;
-  const bool few = rows.panels.m <= kFewRows;
-  const int64_t band = few ? 1 : kBandBlocks / kParts;
+  const int64_t band = rows.few ? 1 : kBandBlocks / kParts;
   for (int64_t result = own.begin; result < own.end; result += band) {
     const int64_t end = std::min(result + band, own.end);
-    if (few) {
+    if (rows.few) {
       for (int part = 0; part < kParts; ++part) {
-        for_rows<kFewRows>(m, [&](auto r) {
-          multiply_codes<r>(rows, weight, result * kParts + part, k, work.totals + part * m * kBlockN);
-        });
+        for (int64_t panel = chosen.begin; panel < chosen.end; ++panel) {
+          for_rows<kPanelRows>(rows.panels.rows(panel), [&](auto r) {
+            multiply_codes<r>(rows, panel, weight, result * kParts + part, k,
+                              work.totals + (part * m + rows.panels.first_row(panel) - first_row) * kBlockN);
+          });
+        }
       }
     } else {
       multiply_band(rows, chosen, weight, {result * kParts, end * kParts}, k, work);

@@ -18,10 +18,10 @@ template <int kParts, class Format>
 static void linear(const Args& args, const Format& weight, const Epilogue& epilogue, Team& team) {
   const Tensor& x = args.tensor(0);
   const int64_t m = x.size[0], k = x.size[1];
-  const bool few = m <= kFewRows;
+  const bool few = m <= Format::kFewRows;
   constexpr size_t working = sizeof(ExpandedWork);
   char* const memory = static_cast<char*>(team.scratch(working + (few ? GroupedRows::bytes(m, k, weight.groups) : 0)));
-  const GroupedRows rows(few ? memory + working : args.tensor(4).as<char>(), m, k);
+  const GroupedRows rows(few ? memory + working : args.tensor(4).as<char>(), m, k, few);
   rows.pack([&](int64_t i) { return x.row<const bf16>(i); }, weight, few ? Team(nullptr, 0, 1) : team);
   if (!few) team.barrier();
   const Range own = team.share(epilogue.results);

@@ -215,7 +215,7 @@ static inline void for_rows(int64_t rows, const F& f) {
   f(std::integral_constant<int, most>{});
 }
 
-// Rows as panels of about equal size, in memory that all threads share: parts of kPart units one after the other, of
+// Rows as panels of about equal size, in memory that all threads share: parts of `part` units one after the other, of
 // each the panels, of each the units.
 template <class T>
 class RowPanels {
@@ -223,9 +223,10 @@ class RowPanels {
   static size_t bytes(int64_t m, int64_t k) { return static_cast<size_t>(m * units_of<T>(k)) * sizeof(Unit<T>); }
 
   // Units beyond those of k are zero.
-  RowPanels(void* memory, int64_t m, int64_t k, int64_t units = 0)
+  RowPanels(void* memory, int64_t m, int64_t k, int64_t units = 0, int64_t part = kPart)
       : m(m),
         units(std::max(units, units_of<T>(k))),
+        part(part),
         panels(blocks(m, kPanelRows)),
         k_(k),
         data_(static_cast<Unit<T>*>(memory)) {}
@@ -245,33 +246,33 @@ class RowPanels {
 
   // A panel's units from `unit` on, until the end of that part.
   const Unit<T>* at(int64_t panel, int64_t unit) const {
-    const int64_t part = unit / kPart * kPart, part_units = std::min(kPart, units - part);
-    return data_ + part * m + first_row(panel) * part_units + (unit - part) * rows(panel);
+    const int64_t begin = unit / part * part, part_units = std::min(part, units - begin);
+    return data_ + begin * m + first_row(panel) * part_units + (unit - begin) * rows(panel);
   }
 
-  const int64_t m, units, panels;
+  const int64_t m, units, part, panels;
 
  private:
-  int64_t pieces() const { return blocks(units, kPart) * panels; }
+  int64_t pieces() const { return blocks(units, part) * panels; }
 
   template <class Row>
   void pack(const Row& row, Range own) const {
-    for (int64_t piece = own.begin; piece < own.end; ++piece) pack(row, piece % panels, piece / panels * kPart);
+    for (int64_t piece = own.begin; piece < own.end; ++piece) pack(row, piece % panels, piece / panels * part);
   }
 
   // Few units of one row after the other: rows often lie a power of two apart and would push each other out.
   template <class Row>
-  void pack(const Row& row, int64_t panel, int64_t part) const {
+  void pack(const Row& row, int64_t panel, int64_t begin) const {
     constexpr int64_t kSome = 16, kInputs = kPaired<T> ? 2 : 1;
-    const int64_t first = first_row(panel), count = rows(panel), end = std::min(part + kPart, units);
+    const int64_t first = first_row(panel), count = rows(panel), end = std::min(begin + part, units);
     const auto inputs = [&](int64_t begin, int64_t end) { return std::clamp(k_, begin, end) - begin; };
-    Unit<T>* to = const_cast<Unit<T>*>(at(panel, part));
+    Unit<T>* to = const_cast<Unit<T>*>(at(panel, begin));
     if (count == 1) {
-      const int64_t there = inputs(part * kInputs, end * kInputs);
-      std::fill(to + there / kInputs, to + end - part, 0);
-      return read_units(row(first) + part * kInputs, there, to);
+      const int64_t there = inputs(begin * kInputs, end * kInputs);
+      std::fill(to + there / kInputs, to + end - begin, 0);
+      return read_units(row(first) + begin * kInputs, there, to);
     }
-    for (int64_t unit = part; unit < end; unit += kSome, to += kSome * count) {
+    for (int64_t unit = begin; unit < end; unit += kSome, to += kSome * count) {
       alignas(64) Unit<T> from[kSome][kSome] = {};
       const int64_t there = inputs(unit * kInputs, (unit + kSome) * kInputs);
       for (int64_t r = 0; r < count; ++r) read_units(row(first + r) + unit * kInputs, there, from[r]);

@@ -33,7 +33,8 @@ struct Worker {
   int index;
 };
 
-// body(i) on a thread pinned to cores[i], for all of them, with memory of its own node whatever its process is bound to.
+// body(i) on a thread pinned to cores[i], for all of them, with memory of its own node whatever its process is bound
+// to.
 void run_pinned(const std::vector<int>& cores, const std::function<void(int)>& body) {
   std::vector<pthread_t> threads;
   std::vector<Worker> workers;
