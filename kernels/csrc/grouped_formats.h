@@ -5,8 +5,8 @@
 // before each line that it reads: asked for four at once they came, measured, a twentieth later.
 //
 // In vectors, a Line is what 64 bytes hold for kLanes outputs; pair<P> are its inputs 2 P and 2 P + 1, as 2^-kExponent
-// of the values. kWaitsForMemory: few rows take less time for a line than memory does. kFewRows: for more it costs less
-// to expand codes once for all panels than for each.
+// of the values. kWaitsForMemory: few rows take less time for a line than memory does. kFewRows: GroupedRows.
+// kExpandsOnce: of more rows, for all panels together.
 
 namespace tilerank::TR_RUNG {
 
@@ -42,7 +42,12 @@ struct Int4 : GroupedWeight {
   static constexpr bool kMayHaveZeros = true;
   static constexpr int kExponent = 0;
   static constexpr bool kWaitsForMemory = false;
-  static constexpr int64_t kFewRows = kLanes == 16 ? 28 : 3;  // two panels, one
+  static constexpr int64_t kFewRows = kLanes == 16 ? 28 : 3;
+#ifdef TR_BF16
+  static constexpr bool kExpandsOnce = false;
+#else
+  static constexpr bool kExpandsOnce = true;
+#endif
   const f16* const scales;
   const int8_t* const zeros;
 
@@ -155,6 +160,7 @@ struct Fp8 : GroupedWeight {
   static constexpr bool kWaitsForMemory = false;
 #endif
   static constexpr int64_t kFewRows = kLanes == 16 ? 8 : 3;
+  static constexpr bool kExpandsOnce = true;
   const float* const scales;
 
   // operands: values, scales

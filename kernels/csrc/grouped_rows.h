@@ -4,25 +4,26 @@
 // A row's total with an output is a chain over the groups: the products with a group's values, summed from zero in a
 // chain of their own, less zero * (sum of the inputs), times the scale, are added, fused. Values times scale could be
 // summed in one chain of fp32, but not as pairs of bf16, and one row would pay for a product more with every value.
-// Panels of few rows each multiply values as they come out of their codes; for more rows a piece of a group is expanded
-// once for all.
+// Panels multiply values as they come out of their codes, or, of formats that cost more to expand, those of many rows a
+// piece of a group that is expanded once for all.
 #include "panels.h"
 //
 #include "grouped_formats.h"
 
 namespace tilerank::TR_RUNG {
 
-// Rows as panels, and the sums of their inputs for every group, which only zeros ask for. Few: whole panels, one after
-// the other.
+// Rows as panels, and the sums of their inputs for every group, which only zeros ask for. `few`: so few that a block of
+// the weight is read from its beginning to its end for each panel, and only the first has to wait for memory.
 class GroupedRows {
  public:
   static size_t bytes(int64_t m, int64_t k, int64_t groups) {
     return panels_bytes(m, k) + static_cast<size_t>(m * groups) * sizeof(float);
   }
 
-  GroupedRows(void* memory, int64_t m, int64_t k, bool few)
-      : few(few),
-        panels(memory, m, k, units_of<bf16>(padded(k)), few ? units_of<bf16>(padded(k)) : kPart),
+  template <class Format>
+  GroupedRows(void* memory, int64_t m, int64_t k, const Format& weight)
+      : few(m <= Format::kFewRows),
+        panels(memory, m, k, units_of<bf16>(padded(k)), few ? units_of<bf16>(padded(k)) : part_of(weight)),
         input_sums(reinterpret_cast<float*>(static_cast<char*>(memory) + panels_bytes(m, k))),
         k_(k) {}
 
@@ -45,6 +46,12 @@ class GroupedRows {
   float* const input_sums;  // [groups][m]
 
  private:
+  // Whole groups, where they are not expanded piece by piece.
+  template <class Format>
+  static int64_t part_of(const Format& weight) {
+    const int64_t group = weight.group_tiles * units_of<bf16>(kBlockK);
+    return Format::kExpandsOnce ? kPart : std::max<int64_t>(kPart / group, 1) * group;
+  }
   static int64_t padded(int64_t k) { return blocks(k, kBlockK) * kBlockK; }
   static size_t panels_bytes(int64_t m, int64_t k) { return RowPanels<bf16>::bytes(m, padded(k)); }
 
@@ -181,17 +188,16 @@ template <int R, class Format>
   add_group<R>(x, tile, tiles, ahead, scale, input_sums, totals);
 }
 
-// totals[R][32] of a block with a panel of few rows.
+// totals[R][32] += groups of a block with a panel of R rows.
 template <int R, class Format>
-static void multiply_codes(const GroupedRows& rows, int64_t panel, const Format& weight, int64_t block, int64_t k,
-                           float* totals) {
-  const int64_t ahead = in_order<R, Format> && follows_streams() ? 0 : 3 << 10;
-  const Unit<bf16>* x = rows.panels.at(panel, 0);
-  const float* input_sums = rows.input_sums + rows.panels.first_row(panel);
-  const char* tile = weight.tile(block, 0);
-  std::fill_n(totals, R * kBlockN, 0.0f);
-  int64_t left = blocks(k, kBlockK);
-  for (int64_t group = 0; group < weight.groups; ++group, input_sums += rows.panels.m) {
+static void multiply_codes(const GroupedRows& rows, int64_t panel, const Format& weight, int64_t block, Range groups,
+                           int64_t k, int64_t ahead, float* totals) {
+  const int64_t first = groups.begin * weight.group_tiles, m = rows.panels.m;
+  const Unit<bf16>* x = rows.panels.at(panel, first * kUnitsOfTile);
+  const float* input_sums = rows.input_sums + groups.begin * m + rows.panels.first_row(panel);
+  const char* tile = weight.tile(block, first);
+  int64_t left = blocks(k, kBlockK) - first;
+  for (int64_t group = groups.begin; group < groups.end; ++group, input_sums += m) {
     const int64_t tiles = std::min(weight.group_tiles, left);
     const GroupScale scale(weight, block, group);
     weight.fetch_scales(block, group + 8);
@@ -201,6 +207,33 @@ static void multiply_codes(const GroupedRows& rows, int64_t panel, const Format&
       add_group_apart<R>(x, tile, tiles, ahead, scale, input_sums, totals);
     }
     left -= tiles, tile += tiles * 2 * Format::kPackedTile, x += tiles * R * kUnitsOfTile;
+  }
+}
+
+// totals[block][row][32] of a band of blocks with `chosen` panels, part by part of k.
+template <class Format>
+static void multiply_band_of_codes(const GroupedRows& rows, Range chosen, const Format& weight, Range band, int64_t k,
+                                   float* totals) {
+  const RowPanels<bf16>& panels = rows.panels;
+  const int64_t first_row = panels.first_row(chosen.begin), count = panels.first_row(chosen.end) - first_row;
+  std::fill_n(totals, (band.end - band.begin) * count * kBlockN, 0.0f);
+  const int64_t step = rows.few ? weight.groups : panels.part / (weight.group_tiles * kUnitsOfTile);
+  const auto group_at = [&](int64_t block, int64_t group) { return weight.tile(block, group * weight.group_tiles); };
+  for (Range groups{0, 0}; groups.begin < weight.groups; groups.begin = groups.end) {
+    groups.end = std::min(groups.begin + step, weight.groups);
+    for (int64_t block = band.begin; block < band.end; ++block) {
+      const char* const next =
+          block + 1 < band.end ? group_at(block + 1, groups.begin) : group_at(band.begin, groups.end);
+      for (int64_t panel = chosen.begin; panel < chosen.end; ++panel) {
+        const int64_t to = ((block - band.begin) * count + panels.first_row(panel) - first_row) * kBlockN;
+        for_rows<kPanelRows>(panels.rows(panel), [&](auto r) {
+          // What is read next comes from memory while the first panel is multiplied.
+          const int64_t in_stream = in_order<r, Format> && follows_streams() ? 0 : 3 << 10;
+          const int64_t of_part = panel == chosen.begin ? next - group_at(block, groups.begin) : 0;
+          multiply_codes<r>(rows, panel, weight, block, groups, k, rows.few ? in_stream : of_part, totals + to);
+        });
+      }
+    }
   }
 }
 
@@ -275,7 +308,7 @@ static void multiply_group(const GroupedRows& rows, Range chosen, const Format& 
   }
 }
 
-// work.totals[block][row][32] of a band of blocks with `chosen` panels.
+// work.totals[block][row][32] of a band of blocks with `chosen` panels, from expanded tiles.
 template <class Format>
 static void multiply_band(const GroupedRows& rows, Range chosen, const Format& weight, Range band, int64_t k,
                           ExpandedWork& work) {
@@ -311,17 +344,11 @@ static void multiply_results(const GroupedRows& rows, Range chosen, const Format
   const int64_t band = rows.few ? 1 : kBandBlocks / kParts;
   for (int64_t result = own.begin; result < own.end; result += band) {
     const int64_t end = std::min(result + band, own.end);
-    if (rows.few) {
-      for (int part = 0; part < kParts; ++part) {
-        for (int64_t panel = chosen.begin; panel < chosen.end; ++panel) {
-          for_rows<kPanelRows>(rows.panels.rows(panel), [&](auto r) {
-            multiply_codes<r>(rows, panel, weight, result * kParts + part, k,
-                              work.totals + (part * m + rows.panels.first_row(panel) - first_row) * kBlockN);
-          });
-        }
-      }
+    const Range blocks{result * kParts, end * kParts};
+    if (rows.few || !Format::kExpandsOnce) {
+      multiply_band_of_codes(rows, chosen, weight, blocks, k, work.totals);
     } else {
-      multiply_band(rows, chosen, weight, {result * kParts, end * kParts}, k, work);
+      multiply_band(rows, chosen, weight, blocks, k, work);
     }
     for (int64_t i = result; i < end; ++i) {
       for (int64_t r = 0; r < m; ++r) {

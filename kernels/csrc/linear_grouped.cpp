@@ -21,7 +21,7 @@ static void linear(const Args& args, const Format& weight, const Epilogue& epilo
   const bool few = m <= Format::kFewRows;
   constexpr size_t working = sizeof(ExpandedWork);
   char* const memory = static_cast<char*>(team.scratch(working + (few ? GroupedRows::bytes(m, k, weight.groups) : 0)));
-  const GroupedRows rows(few ? memory + working : args.tensor(4).as<char>(), m, k, few);
+  const GroupedRows rows(few ? memory + working : args.tensor(4).as<char>(), m, k, weight);
   rows.pack([&](int64_t i) { return x.row<const bf16>(i); }, weight, few ? Team(nullptr, 0, 1) : team);
   if (!few) team.barrier();
   const Range own = team.share(epilogue.results);
