@@ -12,6 +12,7 @@ from itertools import pairwise
 from math import ceil
 
 from .bench_job import model_config, whole_numbers
+from .bench_peaks import Rates
 from .errors import LaunchError
 from .start import whole_number
 
@@ -37,12 +38,12 @@ class Case:
 @dataclass(frozen=True)
 class Timing:
     """Seconds of one run of a case: until half, and until all, of the prompts had a first token; of a decode step.
-    read_gbs: what memory gave just before and after, where that was measured."""
+    rates: of the machine just before and after, where they were measured."""
 
     first_token: float
     prefill: float
     step: float
-    read_gbs: float | None = None
+    rates: Rates | None = None
 
 
 def add_case_arguments(parser: argparse.ArgumentParser) -> None:

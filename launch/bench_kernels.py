@@ -12,7 +12,18 @@ from typing import Any
 from .bench_entry import Call, Entry
 from .bench_job import whole_numbers
 from .bench_json import add_json_argument, check_json_argument, write_json
-from .bench_peaks import Peaks, bench_cores, compute_title, median_row, peaks_of, share_text
+from .bench_peaks import (
+    Gauge,
+    Peaks,
+    Rates,
+    bench_cores,
+    between,
+    compute_title,
+    median_row,
+    peaks_of,
+    share_text,
+)
+from .bench_work import Work
 from .topology import read_topology
 
 GROUPS = ("linear", "experts", "attention", "small")
@@ -64,7 +75,6 @@ def run(args: argparse.Namespace) -> int:
     import torch
 
     from tilerank.kernels import core
-    from tilerank.kernels.peaks import StreamRead
 
     torch.set_num_threads(len(cores))
     torch.ones(1 << 20).add_(1.0)  # starts its threads before the calling one is pinned, which they would inherit
@@ -76,9 +86,9 @@ def run(args: argparse.Namespace) -> int:
         f"{'torch us':>12}{'times':>7}"
     )
     rows = []
-    read = StreamRead(len(cores), cores)
+    gauge = Gauge(cores)
     for entry in entries(args):
-        rows.append(row_of(entry, turns_of(entry, read.gbs, args.seconds), peaks, core.isa()))
+        rows.append(row_of(entry, turns_of(entry, gauge.rates, args.seconds), peaks, core.isa()))
         print(_text(rows[-1], len(computing)), flush=True)
     write_json(args, rows)
     return 0
@@ -92,23 +102,21 @@ def entries(args: argparse.Namespace) -> Iterator[Entry]:
 
 @dataclass(frozen=True)
 class Turn:
-    """Of some calls in a row the median, in seconds, of as many of torch's beside them, and GB/s read meanwhile."""
+    """Of some calls in a row the median, in seconds, of as many of torch's beside them, and the rates meanwhile."""
 
     seconds: float
     torch_seconds: float | None
-    read_gbs: float
+    rates: Rates
 
 
-def turns_of(entry: Entry, read_gbs: Callable[[], float], budget_s: float) -> list[Turn]:
-    """Between turns the rate of memory is measured: neighbours of a virtual machine may halve it from one second to the
-    next, and a share is then worth something only of the rate beside it."""
+def turns_of(entry: Entry, rates: Callable[[Work], Rates], budget_s: float) -> list[Turn]:
     turns: list[Turn] = []
-    before = read_gbs()
+    before = rates(entry.work)
     for _ in range(TURNS):
         ours = seconds_per_call(entry.run, budget_s / TURNS)
         theirs = None if entry.torch is None else seconds_per_call(entry.torch, budget_s / TURNS)
-        after = read_gbs()
-        turns.append(Turn(ours, theirs, (before + after) / 2))
+        after = rates(entry.work)
+        turns.append(Turn(ours, theirs, between(before, after)))
         before = after
     return turns
 
@@ -133,8 +141,8 @@ def seconds_per_call(call: Call, budget_s: float) -> float:
 def row_of(entry: Entry, turns: Sequence[Turn], peaks: Peaks, isa: str) -> dict[str, Any]:
     """A row for JSON, of the turn with the median share of its limit. amx_share: None where no tiles are used.
     compute_share: of the peaks of the rung in force. torch_ratio: how often ours runs in the time of torch's. peaks:
-    with the read rate of that turn."""
-    return median_row([_row_of_turn(entry, turn, peaks.at_rate(turn.read_gbs), isa) for turn in turns])
+    with the rates of that turn."""
+    return median_row([_row_of_turn(entry, turn, peaks.at(turn.rates), isa) for turn in turns])
 
 
 def _row_of_turn(entry: Entry, turn: Turn, peaks: Peaks, isa: str) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from . import bench_chart, bench_job
 from .bench_cases import Case, add_case_arguments, cases_of, check_cases, prompts, timing_of
 from .bench_job import EngineJob
 from .bench_json import add_json_argument, check_json_argument, write_json
-from .bench_peaks import peaks_of
+from .bench_peaks import Gauge, between, peaks_of
 from .bench_report import OURS, loading_text, rows_of, table
 from .errors import LaunchError
 from .quantize import quantization_of
@@ -24,7 +24,6 @@ from .topology import read_topology
 if TYPE_CHECKING:
     from collections.abc import Generator
 
-    from tilerank.kernels.peaks import StreamRead
     from tilerank.runtime.engine import Engine, TokenEvent
 
     from .bench_cases import Timing
@@ -91,10 +90,9 @@ def new_tokens_of(case: Case) -> int:
 def _measure(args: argparse.Namespace, engine: Engine, placement: Placement, ranks: list[RankMemory]) -> dict[str, Any]:
     """On rank 0: every case `--repeat` times, after short ones that touch all code, and the largest, which touches the
     memory of the cache: where the system hands out fresh memory slowly, a first prompt would measure that."""
-    from dataclasses import asdict
+    from dataclasses import asdict, replace
 
     from tilerank.kernels import core
-    from tilerank.kernels.peaks import StreamRead
 
     from .bench_work import model_work
 
@@ -104,11 +102,17 @@ def _measure(args: argparse.Namespace, engine: Engine, placement: Placement, ran
         _time(engine, Case(case.batch, min(case.prompt_tokens, WARM_UP_TOKENS), 2), seed=-1)
     _time(engine, max(todo, key=lambda case: case.batch * (case.prompt_tokens + case.new_tokens)), seed=-1)
     most_rss = [peak_rss(rank.pid) for rank in ranks]  # before there is memory to measure its rate with
-    cores = bench_job.cores_of(placement, read_topology())
-    read = StreamRead(len(cores), cores)
-    timings = [[_time(engine, case, args.first_seed + i, read) for i in range(args.repeat)] for case in todo]
     dtype, quantization = bench_job.engine_dtype(args), quantization_of(args)
     kv_dtype = bench_job.kv_dtype(args)
+    work = model_work(engine.config, dtype, quantization, kv_dtype)
+    gauge = Gauge(bench_job.cores_of(placement, read_topology()))
+
+    def timed(case: Case, seed: int) -> Timing:
+        before = gauge.rates(work.prefill(1, 1))
+        timing = _time(engine, case, seed)
+        return replace(timing, rates=between(before, gauge.rates(work.prefill(1, 1))))
+
+    timings = [[timed(case, args.first_seed + i) for i in range(args.repeat)] for case in todo]
     return {
         "ready_at": ready,
         "isa": core.isa(),
@@ -122,18 +126,14 @@ def _measure(args: argparse.Namespace, engine: Engine, placement: Placement, ran
         "weight_bytes": [rank.weight_bytes for rank in ranks],
         "loaded_rss": loaded_rss,
         "peak_rss": most_rss,
-        "work": asdict(model_work(engine.config, dtype, quantization, kv_dtype)),
+        "work": asdict(work),
         "timings": [[asdict(timing) for timing in of_case] for of_case in timings],
         "overhead_share": [_overhead_share(engine, case) for case in todo],
     }
 
 
-def _time(engine: Engine, case: Case, seed: int, read: StreamRead | None = None) -> Timing:
-    from dataclasses import replace
-
-    before = None if read is None else read.gbs()
-    timing = timing_of([(event.request, event.time_s) for event in _generate(engine, case, seed)], case)
-    return timing if read is None or before is None else replace(timing, read_gbs=(before + read.gbs()) / 2)
+def _time(engine: Engine, case: Case, seed: int) -> Timing:
+    return timing_of([(event.request, event.time_s) for event in _generate(engine, case, seed)], case)
 
 
 def _overhead_share(engine: Engine, case: Case) -> float | None:

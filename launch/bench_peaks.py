@@ -9,7 +9,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from .bench_json import add_json_argument, check_json_argument, write_json
@@ -26,6 +26,9 @@ COMPUTE = (
     ("vector_int8_tops", "int8", "TOP/s"),
 )
 """Peaks of computing: their names here and in JSON, what is multiplied, and units."""
+
+Rates = dict[str, float]
+"""Some of the figures of `Peaks`, by their names."""
 
 BUSY = 0.5  # load average from which figures are in doubt
 
@@ -76,9 +79,9 @@ class Peaks:
         ]
         return sum(operations / (peak * 1e12) for operations, peak in parts if peak is not None)
 
-    def at_rate(self, read_gbs: float) -> Peaks:
-        """With the read rate that was measured beside a figure."""
-        return replace(self, stream_read_gbs=read_gbs)
+    def at(self, rates: Rates) -> Peaks:
+        """With the rates that were measured beside a figure."""
+        return Peaks(**asdict(self) | rates)
 
     def text(self) -> str:
         computing = ", ".join(compute_figures(self.as_json())) or "no compute peak"
@@ -88,6 +91,42 @@ class Peaks:
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
+
+
+class Gauge:
+    """Measures the rates that work is limited by on `cores` again, beside a figure: neighbours of a virtual machine may
+    halve them from one second to the next, and a share is then worth something only of the rate beside it."""
+
+    def __init__(self, cores: Sequence[int]) -> None:
+        from tilerank.kernels.peaks import StreamRead
+
+        self._cores = list(cores)
+        self._read = StreamRead(len(self._cores), self._cores)
+
+    def rates(self, work: Work) -> Rates:
+        """Of reading, and of what is multiplied in `work`. Takes some 0.1 s."""
+        from tilerank.kernels import core
+
+        found = {"stream_read_gbs": self._read.gbs()}
+        for name, kind, _ in COMPUTE:
+            if getattr(work, kind) and _is_of(name, core.isa()):
+                found[name] = _compute_peak(name, kind, len(self._cores), self._cores)
+        return found
+
+
+def between(before: Rates, after: Rates) -> Rates:
+    return {name: (rate + after[name]) / 2 for name, rate in before.items()}
+
+
+def _is_of(name: str, isa: str) -> bool:
+    """Whether a rung multiplies with what this peak is of: tiles, or vectors; plain torch with neither."""
+    return isa != "reference" and name.startswith("amx") == (isa == "amx")
+
+
+def _compute_peak(name: str, kind: str, threads: int, cores: Sequence[int]) -> float:
+    from tilerank.kernels import peaks
+
+    return (peaks.amx_tflops if name.startswith("amx") else peaks.vector_tflops)(kind, threads, cores)
 
 
 def median_row(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -152,11 +191,9 @@ def measure_peaks(topology: Topology, cores: Sequence[int] | None = None) -> dic
     report["isa"] = next(rung.name for rung in rungs if rung.usable)
     if report["isa"] != "amx":
         report["amx"] = f"not available: {rungs[0].reason}"
-    for name, kind, _ in COMPUTE if report["isa"] != "reference" else ():
-        tiles = name.startswith("amx")
-        if tiles == (report["isa"] == "amx"):
-            measure = peaks.amx_tflops if tiles else peaks.vector_tflops
-            report[name] = {str(count): measure(kind, count, own) for count in counts}
+    for name, kind, _ in COMPUTE:
+        if _is_of(name, report["isa"]):
+            report[name] = {str(count): _compute_peak(name, kind, count, own) for count in counts}
     report["core_to_core_ns"] = {
         f"{a}-{b}": peaks.core_to_core_ns(a, b) for a, b in itertools.combinations(_representatives(topology, own), 2)
     }

@@ -36,7 +36,7 @@ def merged(rounds: Sequence[Report]) -> Report:
 
 def rows_of(reports: Mapping[str, Report], cases: Sequence[Case], model: str, peaks: Peaks) -> list[Row]:
     """Two rows a system and case, prefill and decode, each of the run with the median share of its limit, which counts
-    the read rate measured beside that run; beside a peer's the median of those beside ours. ours_ratio: our tokens/s
+    the rates measured beside that run; beside a peer's the medians of those beside ours. ours_ratio: our tokens/s
     over this system's."""
     work = msgspec.convert(reports[OURS]["work"], ModelWork)
     rows: list[Row] = []
@@ -45,9 +45,10 @@ def rows_of(reports: Mapping[str, Report], cases: Sequence[Case], model: str, pe
         about = {name: report.get(name) for name in (*_ABOUT, *_MEMORY)} | about
         for index, case in enumerate(cases):
             overhead = report["overhead_share"][index] if report.get("overhead_share") else None
-            usual = statistics.median(run["read_gbs"] for run in reports[OURS]["timings"][index])
+            known = [run["rates"] for run in reports[OURS]["timings"][index]]
+            usual = {name: statistics.median(rates[name] for rates in known) for name in known[0]}
             runs = [
-                phase_rows(case, timing, work, peaks.at_rate(timing.read_gbs or usual), overhead)
+                phase_rows(case, timing, work, peaks.at(timing.rates or usual), overhead)
                 for timing in msgspec.convert(report["timings"][index], list[Timing])
             ]
             for phase in zip(*runs, strict=True):

@@ -10,6 +10,7 @@ import pytest
 from tilerank.kernels import core, peaks
 from tilerank.kernels.errors import KernelError
 from tilerank.launch import bench, bench_peaks
+from tilerank.launch.bench_work import Work
 from tilerank.launch.errors import LaunchError
 
 CORES = sorted(os.sched_getaffinity(0))
@@ -48,6 +49,37 @@ def test_vector_figures_are_possible(rung: str, kind: str) -> None:
             assert 1e-4 < peaks.vector_tflops(kind, 1) < 6e-3 * 2 * 16 * 2 * 4
     finally:
         core.force_isa(before)
+
+
+@pytest.mark.parametrize("rung", [rung.name for rung in core.isa_report() if rung.usable])
+def test_a_gauge_measures_what_limits_the_work(rung: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peaks, "vector_tflops", lambda kind, count, cores: {"bf16": 0.25, "int8": 0.75}[kind])
+    monkeypatch.setattr(peaks, "amx_tflops", lambda kind, count, cores: {"bf16": 3.0, "int8": 6.0}[kind])
+    before = core.isa()
+    core.force_isa(rung)
+    try:
+        gauge = bench_peaks.Gauge(CORES[:1])
+        monkeypatch.setattr(gauge._read, "gbs", lambda: 12.5)
+        read, part = {"stream_read_gbs": 12.5}, {"amx": "amx_bf16_tflops"}.get(rung, "vector_bf16_tflops")
+        both = {"amx": {"amx_bf16_tflops": 3.0, "amx_int8_tops": 6.0}}.get(
+            rung, {"vector_bf16_tflops": 0.25, "vector_int8_tops": 0.75}
+        )
+        if rung == "reference":  # nothing multiplies there but torch
+            both = {}
+        assert gauge.rates(Work(1e9)) == read
+        assert gauge.rates(Work(1e9, bf16=1e9)) == read | {name: rate for name, rate in both.items() if name == part}
+        assert gauge.rates(Work(1e9, bf16=1e9, int8=1e9)) == read | both
+    finally:
+        core.force_isa(before)
+
+
+def test_rates_beside_a_figure_take_the_place_of_those_before() -> None:
+    before = bench_peaks.Peaks(20.0, None, None, 100.0, 5.0, 0.0, "avx512", 0.25, 0.5, 1.0)
+    found = before.at({"stream_read_gbs": 10.0, "vector_bf16_tflops": 0.25})
+    # 20 GB/s and 0.5 TFLOP/s had been half a second.
+    assert before.least_seconds(Work(10e9)) == 0.5 and found.least_seconds(Work(10e9)) == 1.0
+    assert found.least_seconds(Work(bf16=0.25e12)) == 1.0 and found.vector_int8_tops == 1.0
+    assert bench_peaks.between({"a": 1.0, "b": 8.0}, {"a": 2.0, "b": 4.0}) == {"a": 1.5, "b": 6.0}
 
 
 def test_wrong_arguments() -> None:

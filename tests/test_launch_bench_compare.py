@@ -31,7 +31,12 @@ def parse(*words: str) -> argparse.Namespace:
 
 
 def report(prefill: float, step: float, read_gbs: float | None = None, **more: Any) -> dict[str, Any]:
-    timing = {"first_token": prefill, "prefill": prefill, "step": step, "read_gbs": read_gbs}
+    timing = {
+        "first_token": prefill,
+        "prefill": prefill,
+        "step": step,
+        "rates": read_gbs and {"stream_read_gbs": read_gbs},
+    }
     return {"load_s": 1.0, "ready_s": 2.0, "timings": [[timing]], **more}
 
 

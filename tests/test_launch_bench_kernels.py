@@ -27,6 +27,7 @@ from tilerank.launch.errors import LaunchError
 
 VECTORS = Peaks(20.0, None, None, 100.0, 5.0, 0.0, "avx512", 0.25, 0.5, 1.0)
 PEAKS = Peaks(stream_read_gbs=20.0, amx_bf16_tflops=4.0, amx_int8_tops=8.0, core_to_core_ns=100.0, first_touch_gbs=5.0)
+READ = {"stream_read_gbs": 20.0}
 
 
 @pytest.fixture(autouse=True)
@@ -132,16 +133,16 @@ def test_every_format_has_a_name_on_the_command_line() -> None:
 
 def test_rows_are_shares_of_the_peaks() -> None:
     entry = Entry("linear", "1 x 2 x 3", "bfloat16", Work(40e6, bf16=1e9), lambda _: None)
-    row = bench_kernels.row_of(entry, [Turn(0.004, 0.006, 20.0)], PEAKS, "amx")
+    row = bench_kernels.row_of(entry, [Turn(0.004, 0.006, READ)], PEAKS, "amx")
     assert row["stream_share"] == pytest.approx(0.5) and row["amx_share"] == pytest.approx(1 / 16)
     assert row["limit_share"] == pytest.approx(0.5) and row["torch_ratio"] == pytest.approx(1.5)
     # int8 has a peak of its own, 8 TOP/s: 16e9 operations take 2 ms of it.
     whole = Entry("linear", "1 x 2 x 3", "int8", Work(20e6, int8=16e9), lambda _: None)
-    row = bench_kernels.row_of(whole, [Turn(0.004, None, 20.0)], PEAKS, "amx")
+    row = bench_kernels.row_of(whole, [Turn(0.004, None, READ)], PEAKS, "amx")
     assert row["amx_share"] == row["compute_share"] == row["limit_share"] == pytest.approx(0.5) and row["flops"] == 16e9
     # There are no fp32 tiles: only reading limits.
     single = Entry("linear", "1 x 2 x 3", "float32", Work(40e6, fp32=1e12), lambda _: None)
-    row = bench_kernels.row_of(single, [Turn(0.004, None, 20.0)], PEAKS, "amx")
+    row = bench_kernels.row_of(single, [Turn(0.004, None, READ)], PEAKS, "amx")
     assert row["amx_share"] is row["compute_share"] is None
     assert row["limit_share"] == pytest.approx(0.5) and row["torch_ratio"] is None
 
@@ -149,17 +150,17 @@ def test_rows_are_shares_of_the_peaks() -> None:
 @pytest.mark.parametrize(("kind", "flops"), [("fp32", 0.25e12), ("bf16", 0.5e12), ("int8", 1e12)])
 def test_rows_without_amx_are_shares_of_the_vector_peaks(kind: str, flops: float) -> None:
     entry = Entry("linear", "1 x 2 x 3", "some", Work(1e9, **{kind: flops}), lambda _: None)
-    row = bench_kernels.row_of(entry, [Turn(2.0, None, 20.0)], VECTORS, "avx512")
+    row = bench_kernels.row_of(entry, [Turn(2.0, None, READ)], VECTORS, "avx512")
     assert row["compute_share"] == row["limit_share"] == pytest.approx(0.5) and row["amx_share"] is None
 
 
 def test_a_share_is_of_the_rate_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
     seconds = iter([0.004, 9.0, 0.008, 9.5, 0.002, 9.9])
     monkeypatch.setattr(bench_kernels, "seconds_per_call", lambda call, budget: next(seconds))
-    rates = iter([10.0, 30.0, 10.0, 70.0])
+    rates = iter({"stream_read_gbs": rate} for rate in (10.0, 30.0, 10.0, 70.0))
     entry = Entry("linear", "1 x 2 x 3", "bfloat16", Work(40e6), lambda _: None, lambda _: None)
-    turns = bench_kernels.turns_of(entry, lambda: next(rates), 0.3)
-    assert turns == [Turn(0.004, 9.0, 20.0), Turn(0.008, 9.5, 20.0), Turn(0.002, 9.9, 40.0)]
+    turns = bench_kernels.turns_of(entry, lambda _: next(rates), 0.3)
+    assert turns == [Turn(0.004, 9.0, READ), Turn(0.008, 9.5, READ), Turn(0.002, 9.9, {"stream_read_gbs": 40.0})]
     # 40 MB take 2, 2 and 1 ms at these rates: shares of 0.5, 0.25 and 0.5.
     row = bench_kernels.row_of(entry, turns[1:], PEAKS, "amx")
     assert (row["seconds"], row["stream_share"]) == (0.008, pytest.approx(0.25))

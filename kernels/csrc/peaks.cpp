@@ -123,7 +123,7 @@ double measure_first_touch(const std::vector<int>& cores, int64_t bytes_per_core
 
 std::vector<double> measure_amx(const std::vector<int>& cores, bool int8) {
   if (!isa_obstacle(Isa::amx).empty()) throw Error("AMX is not available: " + isa_obstacle(Isa::amx));
-  constexpr int64_t kProducts = 6 << 20;  // about 35 ms
+  constexpr int64_t kProducts = 1 << 20;  // about 6 ms
   return rates(cores, [&](int) { return amx::multiply_tiles(kProducts, int8); });
 }
 
@@ -133,7 +133,7 @@ std::vector<double> measure_vectors(const std::vector<int>& cores, Isa isa, DTyp
   const auto multiply = isa == Isa::avx2     ? avx2::multiply_vectors
                         : isa == Isa::avx512 ? avx512::multiply_vectors
                                              : avx512_bf16::multiply_vectors;
-  constexpr int64_t kProducts = 12 << 20;  // of each sum: 30 to 60 ms
+  constexpr int64_t kProducts = 2 << 20;  // of each sum: 5 to 10 ms
   return rates(cores, [&](int) { return multiply(kProducts, operands); });
 }
 
