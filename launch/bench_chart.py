@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import statistics
 from html import escape
 from itertools import groupby
 from pathlib import Path
@@ -57,7 +58,10 @@ def draw(rows: list[Row]) -> str:
         parts.append(f"<rect x='{legend_x}' y='36' width='12' height='12' rx='2' fill='{color}'/>")
         parts.append(_text(legend_x + 17, 46, system))
         legend_x += 34 + 8 * len(system)
-    peaks = rows[0]["peaks"]
+    peaks = {  # measured beside each row
+        name: statistics.median(row["peaks"][name] for row in rows) if isinstance(figure, float) else figure
+        for name, figure in rows[0]["peaks"].items()
+    }
     limits = ", ".join([f"{peaks['stream_read_gbs']:.1f} GB/s read", *compute_figures(peaks)[:1]])
     title = f"{rows[0]['model']}: share of the machine's limit ({limits}), by prompt tokens x batch"
     height = y + 8

@@ -88,6 +88,13 @@ def test_chart_has_a_bar_for_every_row() -> None:
     assert "prefill 500 x 4" in texts and "1,000 tokens/s · 0.50" in texts and texts.count("transformers") == 1
 
 
+def test_chart_tells_the_usual_peaks() -> None:
+    rows = made_rows()[:3]
+    for row, rate in zip(rows, (10.0, 50.0, 30.0), strict=True):
+        row["peaks"] = row["peaks"] | {"stream_read_gbs": rate}
+    assert "limit (30.0 GB/s read, 4.00 TFLOP/s AMX bf16)" in bench_chart.draw(rows)
+
+
 def test_chart_names_are_escaped_and_shares_above_the_limit_fit() -> None:
     rows = made_rows()
     rows[0] |= {"model": "<&>", "limit_share": 2.0}
