@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -56,7 +55,6 @@ class GroupedWeight(ABC):
 
     values: Tensor
     k: int
-    few_rows: ClassVar[int]  # kFewRows of grouped_formats.h with AVX-512
 
     @property
     def is_plain(self) -> bool:
@@ -67,7 +65,7 @@ class GroupedWeight(ABC):
         k = up_to(self.k, BLOCK_K)
         if core.isa() == "amx":
             return up_to(m, _TILE_ROWS) * k * 2 if m > _TILE_ROWS else 0
-        if m <= (3 if core.isa() == "avx2" else self.few_rows):
+        if m <= (3 if core.isa() == "avx2" else 8):  # kRowsPackedAlone
             return 0
         return m * (k + k // BLOCK_K) * 4  # in fp32, with a sum for each group at most
 

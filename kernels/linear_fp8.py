@@ -70,7 +70,6 @@ class Fp8Weight(grouped.GroupedWeight):
     scales: Tensor
     n: int
     k: int
-    few_rows = 8
     format: Fp8
 
     @property

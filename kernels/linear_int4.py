@@ -77,7 +77,6 @@ class Int4Weight(grouped.GroupedWeight):
     zeros: Tensor | None
     n: int
     k: int
-    few_rows = 28
     format: Int4
 
     @property

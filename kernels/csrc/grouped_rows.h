@@ -344,11 +344,11 @@ static void multiply_results(const GroupedRows& rows, Range chosen, const Format
   const int64_t band = rows.few ? 1 : kBandBlocks / kParts;
   for (int64_t result = own.begin; result < own.end; result += band) {
     const int64_t end = std::min(result + band, own.end);
-    const Range blocks{result * kParts, end * kParts};
+    const Range of_results{result * kParts, end * kParts};
     if (rows.few || !Format::kExpandsOnce) {
-      multiply_band_of_codes(rows, chosen, weight, blocks, k, work.totals);
+      multiply_band_of_codes(rows, chosen, weight, of_results, k, work.totals);
     } else {
-      multiply_band(rows, chosen, weight, blocks, k, work);
+      multiply_band(rows, chosen, weight, of_results, k, work);
     }
     for (int64_t i = result; i < end; ++i) {
       for (int64_t r = 0; r < m; ++r) {

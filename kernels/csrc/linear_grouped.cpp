@@ -13,17 +13,20 @@
 
 namespace tilerank::TR_RUNG {
 
-// Few rows every thread packs for itself, more all threads together.
+constexpr int64_t kRowsPackedAlone = kLanes == 16 ? 8 : 3;
+
+// So few rows every thread packs for itself, more all threads together.
 template <int kParts, class Format>
 static void linear(const Args& args, const Format& weight, const Epilogue& epilogue, Team& team) {
   const Tensor& x = args.tensor(0);
   const int64_t m = x.size[0], k = x.size[1];
-  const bool few = m <= Format::kFewRows;
+  const bool alone = m <= kRowsPackedAlone;
   constexpr size_t working = sizeof(ExpandedWork);
-  char* const memory = static_cast<char*>(team.scratch(working + (few ? GroupedRows::bytes(m, k, weight.groups) : 0)));
-  const GroupedRows rows(few ? memory + working : args.tensor(4).as<char>(), m, k, weight);
-  rows.pack([&](int64_t i) { return x.row<const bf16>(i); }, weight, few ? Team(nullptr, 0, 1) : team);
-  if (!few) team.barrier();
+  char* const memory =
+      static_cast<char*>(team.scratch(working + (alone ? GroupedRows::bytes(m, k, weight.groups) : 0)));
+  const GroupedRows rows(alone ? memory + working : args.tensor(4).as<char>(), m, k, weight);
+  rows.pack([&](int64_t i) { return x.row<const bf16>(i); }, weight, alone ? Team(nullptr, 0, 1) : team);
+  if (!alone) team.barrier();
   const Range own = team.share(epilogue.results);
   for (int64_t panel = 0; panel < rows.panels.panels; panel += kStripePanels) {
     const Range stripe{panel, std::min(panel + kStripePanels, rows.panels.panels)};
@@ -42,7 +45,7 @@ static void linear(const Args& args, Team& team) {
   epilogue.parts == 2 ? linear<2>(args, weight, epilogue, team) : linear<1>(args, weight, epilogue, team);
 }
 
-// operands: grouped.h; scratch: GroupedRows::bytes, or none for few rows
+// operands: grouped.h; scratch: GroupedRows::bytes, or none for rows packed alone
 static void linear_int4(const Args& args, Team& team) { linear<Int4>(args, team); }
 TR_KERNEL(linear_int4)
 

@@ -253,18 +253,20 @@ class RowPanels {
   const int64_t m, units, part, panels;
 
  private:
-  int64_t pieces() const { return blocks(units, part) * panels; }
+  // Units that are packed at a time: a part, of one that holds all a piece.
+  int64_t piece_units() const { return units <= part ? kPart : part; }
+  int64_t pieces() const { return blocks(units, piece_units()) * panels; }
 
   template <class Row>
   void pack(const Row& row, Range own) const {
-    for (int64_t piece = own.begin; piece < own.end; ++piece) pack(row, piece % panels, piece / panels * part);
+    for (int64_t piece = own.begin; piece < own.end; ++piece) pack(row, piece % panels, piece / panels * piece_units());
   }
 
   // Few units of one row after the other: rows often lie a power of two apart and would push each other out.
   template <class Row>
   void pack(const Row& row, int64_t panel, int64_t begin) const {
     constexpr int64_t kSome = 16, kInputs = kPaired<T> ? 2 : 1;
-    const int64_t first = first_row(panel), count = rows(panel), end = std::min(begin + part, units);
+    const int64_t first = first_row(panel), count = rows(panel), end = std::min(begin + piece_units(), units);
     const auto inputs = [&](int64_t begin, int64_t end) { return std::clamp(k_, begin, end) - begin; };
     Unit<T>* to = const_cast<Unit<T>*>(at(panel, begin));
     if (count == 1) {
