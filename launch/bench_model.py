@@ -105,12 +105,12 @@ def _measure(args: argparse.Namespace, engine: Engine, placement: Placement, ran
     dtype, quantization = bench_job.engine_dtype(args), quantization_of(args)
     kv_dtype = bench_job.kv_dtype(args)
     work = model_work(engine.config, dtype, quantization, kv_dtype)
-    gauge = Gauge(bench_job.cores_of(placement, read_topology()))
+    gauge, products = Gauge(bench_job.cores_of(placement, read_topology())), work.prefill(1, 1)
 
     def timed(case: Case, seed: int) -> Timing:
-        before = gauge.rates(work.prefill(1, 1))
+        before = gauge.rates(products)
         timing = _time(engine, case, seed)
-        return replace(timing, rates=between(before, gauge.rates(work.prefill(1, 1))))
+        return replace(timing, rates=between(before, gauge.rates(products)))
 
     timings = [[timed(case, args.first_seed + i) for i in range(args.repeat)] for case in todo]
     return {

@@ -73,10 +73,8 @@ struct RightPairs<float, float> {
 #ifdef TR_BF16
 static inline __m512i load_words(const bf16* b) { return _mm512_loadu_si512(b); }
 static inline __m512i load_words(const int8_t* b) {
-  const Two pairs = load_pairs(b);  // which bf16 holds exactly
-  constexpr __mmask32 kOdd = 0xaaaaaaaau;
-  return _mm512_mask_blend_epi16(kOdd, _mm512_srli_epi32(_mm512_castps_si512(pairs.a.v), 16),
-                                 _mm512_castps_si512(pairs.b.v));
+  const Two pairs = load_pairs(b);
+  return upper_words(_mm512_castps_si512(pairs.a.v), _mm512_castps_si512(pairs.b.v));  // codes are exact in bf16
 }
 template <class B>
 struct RightPairs<bf16, B> {

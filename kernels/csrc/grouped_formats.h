@@ -5,8 +5,8 @@
 // before each line that it reads: asked for four at once they came, measured, a twentieth later.
 //
 // In vectors, a Line is what 64 bytes hold for kLanes outputs; pair<P> are its inputs 2 P and 2 P + 1, as 2^-kExponent
-// of the values. kWaitsForMemory: few rows take less time for a line than memory does. kFewRows: GroupedRows.
-// kExpandsOnce: of more rows, for all panels together.
+// of the values. kWaitsForMemory: few rows take less time for a line than memory does. kFewRows: so many are few
+// to GroupedRows, of int4 two full panels. kExpandsOnce: for more, codes are expanded once for all panels.
 
 namespace tilerank::TR_RUNG {
 

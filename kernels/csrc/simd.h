@@ -264,14 +264,17 @@ static inline Two widen_words(__m512i words) {
   const __m512i upper = _mm512_set1_epi32(static_cast<int>(0xffff0000));
   return {_mm512_castsi512_ps(_mm512_slli_epi32(words, 16)), _mm512_castsi512_ps(_mm512_and_si512(words, upper))};
 }
+// The upper halves of even and odd lanes, in turn.
+static inline __m512i upper_words(__m512i even, __m512i odd) {
+  return _mm512_mask_blend_epi16(0xaaaaaaaau, _mm512_srli_epi32(even, 16), odd);
+}
 static inline __m512i narrow_words(Two x) {
 #ifdef TR_BF16
   alignas(64) static constexpr uint16_t kTurns[32] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
                                                       8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
   return _mm512_permutexvar_epi16(_mm512_load_si512(kTurns), (__m512i)_mm512_cvtne2ps_pbh(x.b.v, x.a.v));
 #else
-  constexpr __mmask32 kOdd = 0xaaaaaaaau;
-  return _mm512_mask_blend_epi16(kOdd, _mm512_srli_epi32(rounded_bits(x.a), 16), rounded_bits(x.b));
+  return upper_words(rounded_bits(x.a), rounded_bits(x.b));
 #endif
 }
 template <>
