@@ -25,7 +25,6 @@ _MOE = core.kernel("moe_int8")
 # The layout is defined in csrc/int8.h.
 _BLOCK_K = 64
 _TILE_ROWS = 16
-_STRIPE_ROWS = 48  # at least: every stripe has a row of zeros beside its own (csrc/linear_int8.cpp)
 
 _MOST_INPUTS = 1 << 17
 """2^17 products of 127 and -128 stay within 32 bits."""
@@ -60,12 +59,13 @@ class Int8:
 class Int8Weight:
     """A weight[n, k] as codes and a scale for each output.
 
-    codes: int8 in tiles, a row for every 32 outputs, padded with zeros (csrc/int8.h), and scales: float32 [n / 32, 32];
-    or [n, k] and [n] where kernels run in plain torch.
+    codes: int8 in tiles, a row for every 32 outputs, padded with zeros (csrc/int8.h), scales: float32 [n / 32, 32], and
+    sums of an output's codes: int32 [n / 32, 32]; or [n, k], [n] and [0] where kernels run in plain torch.
     """
 
     codes: Tensor
     scales: Tensor
+    sums: Tensor
     n: int
     k: int
 
@@ -78,19 +78,26 @@ class Int8Weight:
             )
         if core.isa() == "reference":
             return n * (k + 4)
-        return _up_to(n, BLOCK_N) * (_up_to(k, _BLOCK_K) + 4)
+        return _up_to(n, BLOCK_N) * (_up_to(k, _BLOCK_K) + 8)
 
     @classmethod
     def empty(cls, n: int, k: int) -> Int8Weight:
         """All zeros, in memory of its own (`core.alloc`)."""
         nbytes = cls.nbytes(n, k)
         if core.isa() == "reference":
-            return cls(torch.zeros(n, k, dtype=torch.int8), torch.zeros(n), n, k)
+            none = torch.zeros(0, dtype=torch.int32)
+            return cls(torch.zeros(n, k, dtype=torch.int8), torch.zeros(n), none, n, k)
         blocks = _up_to(n, BLOCK_N) // BLOCK_N
         data = core.alloc(nbytes, resident=True)
-        scales = data[nbytes - blocks * BLOCK_N * 4 :].view(torch.float32)
-        codes = data[: nbytes - scales.nbytes].view(torch.int8)
-        return cls(codes.view(blocks, -1), scales.view(blocks, BLOCK_N), n, k)
+        outputs = blocks * BLOCK_N
+        codes, scales, sums = torch.split(data, [nbytes - 8 * outputs, 4 * outputs, 4 * outputs])
+        return cls(
+            codes.view(torch.int8).view(blocks, -1),
+            scales.view(torch.float32).view(blocks, BLOCK_N),
+            sums.view(torch.int32).view(blocks, BLOCK_N),
+            n,
+            k,
+        )
 
     @property
     def format(self) -> Int8:
@@ -109,13 +116,13 @@ class Int8Weight:
         return _MOE
 
     def operands(self) -> tuple[Tensor, ...]:
-        return self.codes, self.scales
+        return self.codes, self.scales, self.sums
 
     def scratch(self, m: int) -> int:
         """Codes and steps of x; few rows every thread keeps for itself."""
         if core.isa() == "amx" and m <= _TILE_ROWS:
             return 0
-        rows = _up_to(m, _TILE_ROWS) if core.isa() == "amx" else m + -(-m // _STRIPE_ROWS)
+        rows = _up_to(m, _TILE_ROWS) if core.isa() == "amx" else m
         code_bytes = 2 if core.isa() == "avx2" else 1
         return rows * _up_to(self.k, _BLOCK_K) * code_bytes + m * 4
 
@@ -139,7 +146,7 @@ class Int8Weight:
             place = slice(row, row + rows.shape[0])
             self.codes[place], self.scales[place] = reference.quantise_rows(rows.float())
             return
-        core.launch(_QUANTISE, (self.codes, self.scales, rows.detach()), (row,))
+        core.launch(_QUANTISE, (self.codes, self.scales, self.sums, rows.detach()), (row,))
 
     def write_codes(self, codes: Tensor, scales: Tensor, row: int = 0) -> None:
         """Packs rows that were quantised before: weight[row : row + r] = codes[r, k] int8 * scales[r] float32."""
@@ -153,7 +160,7 @@ class Int8Weight:
             place = slice(row, row + codes.shape[0])
             self.codes[place], self.scales[place] = codes, scales
             return
-        core.launch(_PACK, (self.codes, self.scales, codes, scales), (row,))
+        core.launch(_PACK, (self.codes, self.scales, self.sums, codes, scales), (row,))
 
     def _check_rows(self, method: str, rows: Tensor, row: int, col: int) -> None:
         r, c = rows.shape
@@ -165,10 +172,10 @@ class Int8Weight:
 
     def part(self, row: int, n: int, step: int = 1) -> Int8Weight:
         if self.is_plain:
-            return Int8Weight(self.codes[row : row + n], self.scales[row : row + n], n, self.k)
+            return Int8Weight(self.codes[row : row + n], self.scales[row : row + n], self.sums, n, self.k)
         first, count = row // BLOCK_N, -(-n // BLOCK_N)
         chosen = slice(first, first + (count - 1) * step + 1, step)
-        return Int8Weight(self.codes[chosen], self.scales[chosen], n, self.k)
+        return Int8Weight(self.codes[chosen], self.scales[chosen], self.sums[chosen], n, self.k)
 
     def unpack(self) -> Tensor:
         """What the weight[n, k] was rounded to, float32."""

@@ -223,7 +223,7 @@ def test_embedding(rung: str, n: int, k: int) -> None:
 def test_nbytes_is_what_is_allocated(rung: str) -> None:
     weight = Int8().empty(33, 65)
     assert Int8().nbytes(33, 65) == sum(operand.nbytes for operand in weight.operands())
-    assert Int8().nbytes(33, 65) == (33 * (65 + 4) if rung == "reference" else 64 * (128 + 4))
+    assert Int8().nbytes(33, 65) == (33 * (65 + 4) if rung == "reference" else 64 * (128 + 8))
 
 
 @pytest.mark.parametrize(

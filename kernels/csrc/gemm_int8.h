@@ -9,10 +9,9 @@ constexpr int kVecsAtOnce8 = 2;  // of a block
 
 // What a vector of weights is multiplied with, four inputs at a time: kFour8 bytes, from memory into all lanes.
 #ifdef TR_AVX512
-// The product takes one side without a sign, codes of x as code + 128: a row of zeros beside the others gives what
-// their sums have too much. On the way sums may wrap around.
+// The product takes one side without a sign: codes of x as code + 128. On the way sums may wrap around.
 constexpr int64_t kFour8 = 4;
-constexpr int kRows8 = 13, kZeroRows8 = 1;
+constexpr int kRows8 = 14;
 
 static inline Ints dot(Ints sum, Ints x, Ints weight) { return _mm512_dpbusd_epi32(sum, x, weight); }
 
@@ -25,7 +24,7 @@ static inline void pack_codes(char* to, int64_t stride, const int8_t* codes) {
 #else
 // Products of 16-bit pairs are exact: inputs 0 and 2, then 1 and 3.
 constexpr int64_t kFour8 = 8;
-constexpr int kRows8 = 5, kZeroRows8 = 0;
+constexpr int kRows8 = 5;
 
 static inline void pack_codes(char* to, int64_t stride, const int8_t* codes) {
   for (int64_t i = 0; i < kBlockK8; i += 4, to += stride) {
@@ -87,7 +86,7 @@ struct Ahead8 {
   int64_t step;
 };
 
-constexpr int kRowsInOrder8 = kLanes == 16 ? kRowsInOrder + kZeroRows8 : 0;
+constexpr int kRowsInOrder8 = kLanes == 16 ? kRowsInOrder : 0;
 
 #ifdef TR_AVX512
 // Of R rows with one vector of outputs after the other, 64 inputs of each.
@@ -139,84 +138,97 @@ static inline void multiply_some8(int64_t rows, const char* x, const int8_t* wei
   }
 }
 
-// Quantised rows that are multiplied with a block before the next: [rows / kRows8][k / 4][kRows8][kFour8], the last
-// tile with as many rows as are left. The row of zeros is the last one.
+// One of the blocks of a weight, whose operands are codes, scales and sums.
+struct Block8 {
+  const int8_t* codes;
+  const float* scales;
+  const int32_t* sums;
+
+  Block8(const Tensor* weight, int64_t block, int64_t k)
+      : codes(weight[0].as<const int8_t>() + block * row_bytes8(k) * kBlockN),
+        scales(weight[1].as<const float>() + block * kBlockN),
+        sums(weight[2].as<const int32_t>() + block * kBlockN) {}
+};
+
+// Quantised rows that are multiplied with a block before the next, in tiles of about equal size:
+// [tile][k / 4][rows of the tile][kFour8].
 struct Stripe8 {
   char* codes;
-  int64_t rows, k;  // `rows` without the zeros
+  int64_t rows, k;
 
-  static constexpr int64_t kMostRows = 20 * kRows8 - kZeroRows8;
+  static constexpr int64_t kMostRows = 20 * kRows8;
 
   static int64_t row_bytes(int64_t k) { return row_bytes8(k) / 4 * kFour8; }
 
-  int64_t rows_of(int64_t tile) const { return std::min<int64_t>(kRows8, rows + kZeroRows8 - tile * kRows8); }
-  char* tile_at(int64_t tile) const { return codes + tile * kRows8 * row_bytes(k); }
+  int64_t tiles() const { return blocks(rows, kRows8); }
+  int64_t first_row(int64_t tile) const { return rows * tile / tiles(); }
+  int64_t rows_of(int64_t tile) const { return first_row(tile + 1) - first_row(tile); }
+  char* tile_at(int64_t tile) const { return codes + first_row(tile) * row_bytes(k); }
 
-  // Quantises rows [own.begin, own.end), input(row) is where the k inputs of a row are, and gives their steps. Rows of
-  // a tile go side by side, so that its lines are written while they are in the first-level cache.
+  // Quantises rows [own.begin, own.end), input(row) is where the k inputs of a row are, and gives their steps.
   template <class Input>
   void put(Range own, const Input& input, float* steps) const {
-    while (own.begin < own.end) {
-      const int64_t tile = own.begin / kRows8, end = std::min(own.end, (tile + 1) * kRows8);
-      float inverses[kRows8];
-      for (int64_t row = own.begin; row < end; ++row) {
-        const Quantiser quantiser(largest_bits(input(row), k));
-        inverses[row - own.begin] = quantiser.inverse, steps[row] = quantiser.step;
-      }
-      const int64_t stride = rows_of(tile) * kFour8;
-      char* to = tile_at(tile) + own.begin % kRows8 * kFour8;
-      for (int64_t i = 0; i < k; i += kBlockK8, to += kBlockK8 / 4 * stride) {
-        for (int64_t row = own.begin; row < end; ++row) {
-          alignas(64) int8_t codes[kBlockK8];
-          const float inverse = inverses[row - own.begin];
-          if (inverse == 0) {  // the row is not finite
-            std::memset(codes, 0, sizeof(codes));
-          } else {
-            store_codes(codes, input(row) + i, std::min(kBlockK8, k - i), set(inverse));
-          }
-          pack_codes(to + (row - own.begin) * kFour8, stride, codes);
-        }
-      }
-      own.begin = end;
+    for (int64_t tile = 0; tile < tiles(); ++tile) {
+      const int64_t first = first_row(tile);
+      const Range some{std::max(own.begin, first), std::min(own.end, first_row(tile + 1))};
+      if (some.begin < some.end) put_some(tile, some, input, steps);
     }
   }
-  void put_zeros() const {
-    static constexpr int8_t kZeros[kBlockK8] = {};
-    const int64_t tile = rows / kRows8, stride = rows_of(tile) * kFour8;
-    char* to = tile_at(tile) + rows % kRows8 * kFour8;
-    for (int64_t i = 0; i < k && kZeroRows8 > 0; i += kBlockK8, to += kBlockK8 / 4 * stride)
-      pack_codes(to, stride, kZeros);
-  }
 
-  // sums[rows + kZeroRows8][kVecs8] = the rows x a block. The panel of the weight that is multiplied stays in the
-  // first-level cache, and the next one comes to the second meanwhile.
+  // sums[rows][kVecs8] = the rows x a block. The panel of the weight that is multiplied stays in the first-level cache,
+  // and the next one comes to the second meanwhile.
   void multiply(const int8_t* weight, Ints* sums) const {
-    const int64_t tiles = blocks(rows + kZeroRows8, kRows8), k_tiles = row_bytes8(k) / kBlockK8;
-    const int64_t panel = tiles > 4 ? 8 : 4;  // 16 KiB, or 8: of few rows what is asked for has to go there as well
+    const int64_t count = tiles(), k_tiles = row_bytes8(k) / kBlockK8;
+    const int64_t panel = count > 4 ? 8 : 4;  // 16 KiB, or 8: of few rows what is asked for has to go there as well
     for (int64_t t = 0; t < k_tiles; t += panel, weight += panel * kBlockStep8) {
-      const int64_t count = std::min(panel, k_tiles - t), bytes = count * kBlockStep8;
-      for (int64_t tile = 0; tile < tiles; ++tile) {
+      const int64_t wide = std::min(panel, k_tiles - t), bytes = wide * kBlockStep8;
+      for (int64_t tile = 0; tile < count; ++tile) {
         const int64_t own = rows_of(tile);
         const char* const x = tile_at(tile) + t * (kBlockK8 / 4) * own * kFour8;
-        const int64_t distance = tiles == 1 && own <= kRowsInOrder8 && follows_streams() ? 0 : bytes;
-        const Ahead8 ahead{weight + distance + bytes * tile / tiles, 128 / tiles};
-        Ints* const to = sums + tile * kRows8 * kVecs8;
+        const int64_t distance = count == 1 && own <= kRowsInOrder8 && follows_streams() ? 0 : bytes;
+        const Ahead8 ahead{weight + distance + bytes * tile / count, 128 / count};
+        Ints* const to = sums + first_row(tile) * kVecs8;
         for (int half = 0; half < kVecs8 / kVecsAtOnce8; ++half) {
-          multiply_some8<kRows8>(own, x, weight + half * kBlockStep8 / 2, count, to + half * kVecsAtOnce8, t == 0,
+          multiply_some8<kRows8>(own, x, weight + half * kBlockStep8 / 2, wide, to + half * kVecsAtOnce8, t == 0,
                                  ahead);
         }
       }
     }
   }
 
-  // The values that sums of a row stand for.
-  void values(const Ints* sums, int64_t row, float step, const float* scales, Vec (&to)[kVecs8]) const {
+  // The values that sums of a row with a block stand for.
+  static void values(const Ints* sums, int64_t row, float step, const Block8& block, Vec (&to)[kVecs8]) {
     for (int v = 0; v < kVecs8; ++v) {
       Ints exact = sums[row * kVecs8 + v];
 #ifdef TR_AVX512
-      exact = _mm512_sub_epi32(exact, sums[rows * kVecs8 + v]);
+      exact = _mm512_sub_epi32(exact, _mm512_slli_epi32(load_ints(block.sums + v * kLanes), 7));
 #endif
-      to[v] = scaled(exact, step, scales + v * kLanes);
+      to[v] = scaled(exact, step, block.scales + v * kLanes);
+    }
+  }
+
+ private:
+  // Rows of a tile go side by side, so that its lines are written while they are in the first-level cache.
+  template <class Input>
+  void put_some(int64_t tile, Range own, const Input& input, float* steps) const {
+    float inverses[kRows8];
+    for (int64_t row = own.begin; row < own.end; ++row) {
+      const Quantiser quantiser(largest_bits(input(row), k));
+      inverses[row - own.begin] = quantiser.inverse, steps[row] = quantiser.step;
+    }
+    const int64_t stride = rows_of(tile) * kFour8;
+    char* to = tile_at(tile) + (own.begin - first_row(tile)) * kFour8;
+    for (int64_t i = 0; i < k; i += kBlockK8, to += kBlockK8 / 4 * stride) {
+      for (int64_t row = own.begin; row < own.end; ++row) {
+        alignas(64) int8_t codes[kBlockK8];
+        const float inverse = inverses[row - own.begin];
+        if (inverse == 0) {  // the row is not finite
+          std::memset(codes, 0, sizeof(codes));
+        } else {
+          store_codes(codes, input(row) + i, std::min(kBlockK8, k - i), set(inverse));
+        }
+        pack_codes(to + (row - own.begin) * kFour8, stride, codes);
+      }
     }
   }
 };

@@ -1,8 +1,10 @@
 // How an int8 weight[n, k] lies in memory, the same for every compiled rung: codes in blocks of 32 outputs, each one
 // sequential stream over k, and an fp32 scale for each output; weight = code * scale. Both sizes are padded with zeros.
+// Rungs whose products take one side without a sign want to know what the codes of an output add up to.
 //
 //   codes:  [n / 32][k / 64][2 tiles][16 fours of k][16 outputs][4]   a tile is the right operand of one AMX product
 //   scales: [n / 32][32]
+//   sums:   [n / 32][32] int32
 #pragma once
 #include "pack.h"
 

@@ -23,16 +23,16 @@ struct Stripes8 {
   char* codes;
 
   Stripes8(int64_t m, int64_t k, char* codes) : m(m), k(k), codes(codes) {
-    constexpr int64_t kBytes = 640 << 10, kLeastRows = 48;  // the least as in linear_int8.py
+    constexpr int64_t kBytes = 640 << 10, kLeastRows = 48;
     const int64_t most = std::clamp(kBytes / Stripe8::row_bytes(k), kLeastRows, Stripe8::kMostRows);
     count = blocks(m, most);
   }
   Range rows(int64_t stripe) const { return {m * stripe / count, m * (stripe + 1) / count}; }
   Stripe8 operator[](int64_t stripe) const {
     const Range own = rows(stripe);
-    return {codes + (own.begin + stripe * kZeroRows8) * Stripe8::row_bytes(k), own.end - own.begin, k};
+    return {codes + own.begin * Stripe8::row_bytes(k), own.end - own.begin, k};
   }
-  char* end() const { return codes + (m + count * kZeroRows8) * Stripe8::row_bytes(k); }
+  char* end() const { return codes + m * Stripe8::row_bytes(k); }
 
   // This thread's share of all rows.
   void quantise(const Tensor& x, float* steps, const Team& team) const {
@@ -42,19 +42,18 @@ struct Stripes8 {
       const Range some{std::max(own.begin, all.begin) - all.begin, std::min(own.end, all.end) - all.begin};
       const auto input = [&](int64_t row) { return x.row<const bf16>(all.begin + row); };
       (*this)[stripe].put(some, input, steps + all.begin);
-      if (some.begin == 0 && some.end > 0) (*this)[stripe].put_zeros();
     }
   }
 };
 
-// operands: codes, scales; scratch: codes of x in stripes, then [m] fp32 for steps
+// operands: those of int8.h; scratch: codes of x in stripes, then [m] fp32 for steps
 static void linear_int8(const Args& args, Team& team) {
-  const Tensor &x = args.tensor(0), &codes = args.tensor(5), &scales = args.tensor(6);
+  const Tensor &x = args.tensor(0), &weight = args.tensor(5);
   const Epilogue epilogue(args);
-  const int64_t m = x.size[0], k = x.size[1], block_bytes = row_bytes8(k) * kBlockN;
+  const int64_t m = x.size[0], k = x.size[1];
   const Stripes8 stripes(m, k, args.tensor(4).as<char>());
   float* const steps = reinterpret_cast<float*>(stripes.end());
-  constexpr int64_t kPart = (Stripe8::kMostRows + kZeroRows8) * kVecs8;
+  constexpr int64_t kPart = Stripe8::kMostRows * kVecs8;
   Ints* const sums = static_cast<Ints*>(team.scratch(2 * kPart * sizeof(Ints)));
   stripes.quantise(x, steps, team);
   team.barrier();
@@ -66,13 +65,12 @@ static void linear_int8(const Args& args, Team& team) {
     const Stripe8 rows = stripes[stripe];
     const int64_t block = result * epilogue.parts;
     for (int64_t part = 0; part < epilogue.parts; ++part) {
-      rows.multiply(codes.as<const int8_t>() + (block + part) * block_bytes, sums + part * kPart);
+      rows.multiply(Block8(&weight, block + part, k).codes, sums + part * kPart);
     }
     for (int64_t row = 0; row < rows.rows; ++row) {
       Vec parts[2][kVecs8];
       for (int64_t part = 0; part < epilogue.parts; ++part) {
-        const float* const scale = scales.as<const float>() + (block + part) * kBlockN;
-        rows.values(sums + part * kPart, row, steps[first + row], scale, parts[part]);
+        rows.values(sums + part * kPart, row, steps[first + row], Block8(&weight, block + part, k), parts[part]);
       }
       epilogue.write(first + row, result, parts[0], parts[1]);
     }

@@ -23,10 +23,10 @@ struct ExpertRows8 {
   Ints* sums;  // of two blocks
   float steps[Stripe8::kMostRows];
 
-  static constexpr int64_t kPart = (Stripe8::kMostRows + kZeroRows8) * kVecs8;
+  static constexpr int64_t kPart = Stripe8::kMostRows * kVecs8;
 
   static size_t bytes(int64_t k) {
-    return 2 * kPart * sizeof(Ints) + static_cast<size_t>((Stripe8::kMostRows + kZeroRows8) * Stripe8::row_bytes(k));
+    return 2 * kPart * sizeof(Ints) + static_cast<size_t>(Stripe8::kMostRows * Stripe8::row_bytes(k));
   }
 
   // `memory`: bytes(k) for rows of at most k inputs
@@ -39,22 +39,18 @@ struct ExpertRows8 {
   void fill(const Rows& rows, int64_t count, int64_t k) {
     stripe.rows = count, stripe.k = k;
     stripe.put({0, count}, rows, steps);
-    stripe.put_zeros();
   }
 
-  // emit(i, Vec[kVecs8] ...) gets the results of each row with kParts blocks, from `block` on, of a weight (codes and
-  // scales).
+  // emit(i, Vec[kVecs8] ...) gets the results of each row with kParts blocks, from `block` on, of a weight (its
+  // operands).
   template <int kParts, class Emit>
   void multiply(const Tensor* weight, int64_t block, const Emit& emit) const {
-    const float* const scales = weight[1].as<const float>() + block * kBlockN;
-    for (int64_t part = 0; part < kParts; ++part) {
-      const int64_t bytes = row_bytes8(stripe.k) * kBlockN;
-      stripe.multiply(weight[0].as<const int8_t>() + (block + part) * bytes, sums + part * kPart);
-    }
+    const auto block_of = [&](int64_t part) { return Block8(weight, block + part, stripe.k); };
+    for (int64_t part = 0; part < kParts; ++part) stripe.multiply(block_of(part).codes, sums + part * kPart);
     for (int64_t i = 0; i < stripe.rows; ++i) {
       Vec parts[2][kVecs8];
       for (int64_t part = 0; part < kParts; ++part) {
-        stripe.values(sums + part * kPart, i, steps[i], scales + part * kBlockN, parts[part]);
+        stripe.values(sums + part * kPart, i, steps[i], block_of(part), parts[part]);
       }
       emit(i, parts[0], parts[1]);
     }

@@ -18,9 +18,26 @@ static inline int8_t* fours_of(int8_t* block, int64_t n, int64_t t) {
   return block + t * kBlockStep8 + n % kBlockN / 16 * 1024 + n % 16 * 4;
 }
 
-static inline void scatter_fours(int8_t* to, const int8_t* codes) {
-  for (int64_t four = 0; four < 16; ++four) std::memcpy(to + four * kFourStride, codes + four * 4, 4);
-}
+// The operands of a weight whose blocks may lie apart.
+struct Int8Blocks {
+  const Tensor &codes, &scales, &sums;
+
+  // codes_at(chunk, t) fills in the codes of inputs from 64 t on.
+  template <class CodesAt>
+  void put(int64_t n, int64_t k, float scale, const CodesAt& codes_at) const {
+    const int64_t block = n / kBlockN, output = n % kBlockN;
+    int32_t sum = 0;
+    for (int64_t t = 0; t < blocks(k, kBlockK8); ++t) {
+      alignas(64) int8_t chunk[kBlockK8] = {};
+      codes_at(chunk, t);
+      int8_t* const to = fours_of(codes.row<int8_t>(block), n, t);
+      for (int64_t four = 0; four < 16; ++four) std::memcpy(to + four * kFourStride, chunk + four * 4, 4);
+      for (const int8_t code : chunk) sum += code;
+    }
+    scales.row<float>(block)[output] = scale;
+    sums.row<int32_t>(block)[output] = sum;
+  }
+};
 
 static inline float as_float(const float* p) { return *p; }
 static inline float as_float(const double* p) { return static_cast<float>(*p); }
@@ -28,61 +45,54 @@ static inline float as_float(const f16* p) { return _cvtsh_ss(p->bits); }
 static inline float as_float(const bf16* p) { return to_float(*p); }
 
 template <class T>
-static void quantise_and_pack(const Tensor& codes, const Tensor& scales, const Tensor& rows, int64_t first,
-                              Team& team) {
+static void quantise_and_pack(const Int8Blocks& weight, const Tensor& rows, int64_t first, Team& team) {
   const int64_t k = rows.size[1], stride = rows.stride[1];
   float* const values = static_cast<float*>(team.scratch(static_cast<size_t>(k) * sizeof(float)));
   const Range own = team.share(rows.size[0]);
   for (int64_t row = own.begin; row < own.end; ++row) {
-    const int64_t n = first + row;
     const T* const from = rows.row<const T>(row);
     for (int64_t i = 0; i < k; ++i) values[i] = as_float(from + i * stride);
-    int8_t* const block = codes.row<int8_t>(n / kBlockN);
-    alignas(64) int8_t chunk[64];
     const Quantiser quantiser(largest_bits(values, k));
-    for (int64_t i = 0; i < k; i += 64) {
-      std::memset(chunk, 0, 64);
-      if (quantiser.finite()) store_codes(chunk, values + i, std::min<int64_t>(64, k - i), set(quantiser.inverse));
-      scatter_fours(fours_of(block, n, i / 64), chunk);
-    }
-    scales.row<float>(n / kBlockN)[n % kBlockN] = quantiser.step;
+    weight.put(first + row, k, quantiser.step, [&](int8_t* chunk, int64_t t) {
+      const int64_t i = t * kBlockK8;
+      if (quantiser.finite()) store_codes(chunk, values + i, std::min(kBlockK8, k - i), set(quantiser.inverse));
+    });
   }
 }
 
-// tensors: codes[blocks of 32 outputs, bytes of a block], scales[blocks, 32], both with blocks that may lie apart,
-// rows[r, k] with any strides; ints: row
+// tensors: codes[blocks of 32 outputs, bytes of a block], scales[blocks, 32], sums[blocks, 32], all with blocks that
+// may lie apart, rows[r, k] with any strides; ints: row
 static void quantise_int8(const Args& args, Team& team) {
-  const Tensor &codes = args.tensor(0), &scales = args.tensor(1), &rows = args.tensor(2);
+  const Int8Blocks weight{args.tensor(0), args.tensor(1), args.tensor(2)};
+  const Tensor& rows = args.tensor(3);
   switch (rows.dtype) {
     case DType::f32:
-      return quantise_and_pack<float>(codes, scales, rows, args.integer(0), team);
+      return quantise_and_pack<float>(weight, rows, args.integer(0), team);
     case DType::f64:
-      return quantise_and_pack<double>(codes, scales, rows, args.integer(0), team);
+      return quantise_and_pack<double>(weight, rows, args.integer(0), team);
     case DType::f16:
-      return quantise_and_pack<f16>(codes, scales, rows, args.integer(0), team);
+      return quantise_and_pack<f16>(weight, rows, args.integer(0), team);
     case DType::bf16:
-      return quantise_and_pack<bf16>(codes, scales, rows, args.integer(0), team);
+      return quantise_and_pack<bf16>(weight, rows, args.integer(0), team);
     default:
       throw Error("quantise_int8: expected rows of a floating-point dtype");
   }
 }
 TR_KERNEL(quantise_int8)
 
-// tensors: codes, scales as above, rows[r, k] int8 with any strides, steps[r] f32; ints: row
+// tensors: codes, scales, sums as above, rows[r, k] int8 with any strides, steps[r] f32; ints: row
 static void pack_int8(const Args& args, Team& team) {
-  const Tensor &codes = args.tensor(0), &scales = args.tensor(1), &rows = args.tensor(2), &steps = args.tensor(3);
+  const Int8Blocks weight{args.tensor(0), args.tensor(1), args.tensor(2)};
+  const Tensor &rows = args.tensor(3), &steps = args.tensor(4);
   const int64_t k = rows.size[1], stride = rows.stride[1];
   const Range own = team.share(rows.size[0]);
   for (int64_t row = own.begin; row < own.end; ++row) {
-    const int64_t n = args.integer(0) + row;
     const int8_t* const from = rows.row<const int8_t>(row);
-    int8_t* const block = codes.row<int8_t>(n / kBlockN);
-    for (int64_t i = 0; i < k; i += 64) {
-      int8_t chunk[64] = {};
-      for (int64_t j = 0; j < std::min<int64_t>(64, k - i); ++j) chunk[j] = from[(i + j) * stride];
-      scatter_fours(fours_of(block, n, i / 64), chunk);
-    }
-    scales.row<float>(n / kBlockN)[n % kBlockN] = steps.as<const float>()[row * steps.stride[0]];
+    const float scale = steps.as<const float>()[row * steps.stride[0]];
+    weight.put(args.integer(0) + row, k, scale, [&](int8_t* chunk, int64_t t) {
+      const int64_t i = t * kBlockK8;
+      for (int64_t j = 0; j < std::min(kBlockK8, k - i); ++j) chunk[j] = from[(i + j) * stride];
+    });
   }
 }
 TR_KERNEL(pack_int8)
