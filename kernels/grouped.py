@@ -10,7 +10,7 @@ from torch import Tensor
 
 from . import core, reference
 from .errors import KernelError
-from .linear import BLOCK_N
+from .linear import BLOCK_N, packed_alone
 
 BLOCK_K = 32
 HALF_N = 16
@@ -63,10 +63,10 @@ class GroupedWeight(ABC):
     def scratch(self, m: int) -> int:
         """Bytes for packed rows of x; few rows every thread packs for itself."""
         k = up_to(self.k, BLOCK_K)
-        if core.isa() == "amx":
-            return up_to(m, _TILE_ROWS) * k * 2 if m > _TILE_ROWS else 0
-        if m <= (3 if core.isa() == "avx2" else 8):  # kRowsPackedAlone
+        if packed_alone(m):
             return 0
+        if core.isa() == "amx":
+            return up_to(m, _TILE_ROWS) * k * 2
         return m * (k + k // BLOCK_K) * 4  # in fp32, with a sum for each group at most
 
     def product(self, x: Tensor) -> Tensor:

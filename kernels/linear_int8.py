@@ -14,7 +14,7 @@ from torch import Tensor
 
 from . import check, core, reference
 from .errors import KernelError
-from .linear import BLOCK_N
+from .linear import BLOCK_N, packed_alone
 
 _QUANTISE = core.kernel("quantise_int8")
 _PACK = core.kernel("pack_int8")
@@ -119,8 +119,8 @@ class Int8Weight:
         return self.codes, self.scales, self.sums
 
     def scratch(self, m: int) -> int:
-        """Codes and steps of x; few rows every thread keeps for itself."""
-        if core.isa() == "amx" and m <= _TILE_ROWS:
+        """Codes and steps of x."""
+        if packed_alone(m):
             return 0
         rows = _up_to(m, _TILE_ROWS) if core.isa() == "amx" else m
         code_bytes = 2 if core.isa() == "avx2" else 1

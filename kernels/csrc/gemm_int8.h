@@ -2,12 +2,15 @@
 // include guard; int8_rows.h comes before). Sums are exact in 32 bits: k is at most 2^17 (linear_int8.py), 2^17 * 127 *
 // 128 < 2^31.
 
+#include "transpose.h"
+
 namespace tilerank::TR_RUNG {
 
 constexpr int kVecs8 = kBlockN / kLanes;
 constexpr int kVecsAtOnce8 = 2;  // of a block
 
 // What a vector of weights is multiplied with, four inputs at a time: kFour8 bytes, from memory into all lanes.
+// pack_codes puts those of rows side by side, and the next ones of all `stride` bytes later.
 #ifdef TR_AVX512
 // The product takes one side without a sign: codes of x as code + 128. On the way sums may wrap around.
 constexpr int64_t kFour8 = 4;
@@ -15,21 +18,26 @@ constexpr int kRows8 = 14;
 
 static inline Ints dot(Ints sum, Ints x, Ints weight) { return _mm512_dpbusd_epi32(sum, x, weight); }
 
-// Fours of 64 codes go `stride` bytes from each other.
-static inline void pack_codes(char* to, int64_t stride, const int8_t* codes) {
-  const Ints lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-  const Ints places = _mm512_mullo_epi32(lanes, _mm512_set1_epi32(static_cast<int>(stride)));
-  _mm512_i32scatter_epi32(to, places, _mm512_xor_si512(load_ints(codes), _mm512_set1_epi8(-128)), 1);
+static inline void pack_codes(char* to, int64_t stride, const int8_t (&codes)[kRows8][kBlockK8], int64_t rows) {
+  Ints lines[16] = {}, fours[16];
+  for (int r = 0; r < kRows8; ++r) lines[r] = _mm512_xor_si512(load_ints(codes[r]), _mm512_set1_epi8(-128));
+  transpose(lines, fours);
+  for (const Ints four : fours) {
+    _mm512_mask_storeu_epi32(to, first_lanes(rows), four);
+    to += stride;
+  }
 }
 #else
 // Products of 16-bit pairs are exact: inputs 0 and 2, then 1 and 3.
 constexpr int64_t kFour8 = 8;
 constexpr int kRows8 = 5;
 
-static inline void pack_codes(char* to, int64_t stride, const int8_t* codes) {
+static inline void pack_codes(char* to, int64_t stride, const int8_t (&codes)[kRows8][kBlockK8], int64_t rows) {
   for (int64_t i = 0; i < kBlockK8; i += 4, to += stride) {
-    const int16_t pairs[4] = {codes[i], codes[i + 2], codes[i + 1], codes[i + 3]};
-    std::memcpy(to, pairs, 8);
+    for (int64_t r = 0; r < rows; ++r) {
+      const int16_t pairs[4] = {codes[r][i], codes[r][i + 2], codes[r][i + 1], codes[r][i + 3]};
+      std::memcpy(to + r * kFour8, pairs, kFour8);
+    }
   }
 }
 #endif
@@ -52,9 +60,10 @@ static inline Ints add(Ints a, Ints b) {
 #endif
 }
 
-// f(r) for every r < R. No loop, and functions that are compiled for themselves: else GCC leaves sums in memory.
+// f(r) for every r < R, which must be inline as well. No loop, and functions that are compiled for themselves: else GCC
+// leaves sums in memory.
 template <int R, class F>
-static inline void for_rows8(const F& f) {
+[[gnu::always_inline]] static inline void for_rows8(const F& f) {
   [&]<int... r>(std::integer_sequence<int, r...>) { (f(r), ...); }(std::make_integer_sequence<int, R>{});
 }
 
@@ -63,7 +72,7 @@ template <int R>
 static inline void dot_fours(const char* x, const int8_t* weight, Ints (&sums)[R][kVecsAtOnce8]) {
 #ifdef TR_AVX512
   const Ints left = load_ints(weight), right = load_ints(weight + kBlockStep8 / 2);
-  for_rows8<R>([&](int r) {
+  for_rows8<R>([&](int r) __attribute__((always_inline)) {
     const Ints word = load_word(x + r * kFour8);
     sums[r][0] = dot(sums[r][0], word, left);
     sums[r][1] = dot(sums[r][1], word, right);
@@ -72,7 +81,7 @@ static inline void dot_fours(const char* x, const int8_t* weight, Ints (&sums)[R
   const Ints left = load_ints(weight), right = load_ints(weight + 32);
   const Ints left_even = _mm256_srai_epi16(_mm256_slli_epi16(left, 8), 8), left_odd = _mm256_srai_epi16(left, 8);
   const Ints right_even = _mm256_srai_epi16(_mm256_slli_epi16(right, 8), 8), right_odd = _mm256_srai_epi16(right, 8);
-  for_rows8<R>([&](int r) {
+  for_rows8<R>([&](int r) __attribute__((always_inline)) {
     const Ints x_even = load_word(x + r * kFour8), x_odd = load_word(x + r * kFour8 + 4);
     sums[r][0] = add(sums[r][0], add(_mm256_madd_epi16(left_even, x_even), _mm256_madd_epi16(left_odd, x_odd)));
     sums[r][1] = add(sums[r][1], add(_mm256_madd_epi16(right_even, x_even), _mm256_madd_epi16(right_odd, x_odd)));
@@ -94,10 +103,13 @@ template <int R>
 static inline void dot_in_order(const char* x, const int8_t* weight, Ahead8& ahead, Ints (&sums)[R][kVecsAtOnce8]) {
 #pragma GCC unroll 2
   for (int v = 0; v < kVecsAtOnce8; ++v) {
+#pragma GCC unroll 4  // all at once, and GCC gathers the requests in front of the loads
     for (int64_t four = 0; four < kBlockK8 / 4; ++four, ahead.at += ahead.step / 2) {
       _mm_prefetch(ahead.at, _MM_HINT_T0);
       const Ints w = load_ints(weight + v * kBlockStep8 / 2 + four * 64);
-      for_rows8<R>([&](int r) { sums[r][v] = dot(sums[r][v], load_word(x + (four * R + r) * kFour8), w); });
+      for_rows8<R>([&](int r) __attribute__((always_inline)) {
+        sums[r][v] = dot(sums[r][v], load_word(x + (four * R + r) * kFour8), w);
+      });
     }
   }
 }
@@ -122,7 +134,7 @@ template <int R>
       dot_fours<R>(x, weight + four * 64, own);
     }
   }
-  for_rows8<R>([&](int r) {
+  for_rows8<R>([&](int r) __attribute__((always_inline)) {
     Ints* const to = sums + r * kVecs8;
     to[0] = first ? own[r][0] : add(to[0], own[r][0]);
     to[1] = first ? own[r][1] : add(to[1], own[r][1]);
@@ -208,7 +220,7 @@ struct Stripe8 {
   }
 
  private:
-  // Rows of a tile go side by side, so that its lines are written while they are in the first-level cache.
+  // The same of rows of one tile.
   template <class Input>
   void put_some(int64_t tile, Range own, const Input& input, float* steps) const {
     float inverses[kRows8];
@@ -218,17 +230,14 @@ struct Stripe8 {
     }
     const int64_t stride = rows_of(tile) * kFour8;
     char* to = tile_at(tile) + (own.begin - first_row(tile)) * kFour8;
+    alignas(64) int8_t codes[kRows8][kBlockK8] = {};  // as they stay for rows that are not finite
     for (int64_t i = 0; i < k; i += kBlockK8, to += kBlockK8 / 4 * stride) {
       for (int64_t row = own.begin; row < own.end; ++row) {
-        alignas(64) int8_t codes[kBlockK8];
         const float inverse = inverses[row - own.begin];
-        if (inverse == 0) {  // the row is not finite
-          std::memset(codes, 0, sizeof(codes));
-        } else {
-          store_codes(codes, input(row) + i, std::min(kBlockK8, k - i), set(inverse));
-        }
-        pack_codes(to + (row - own.begin) * kFour8, stride, codes);
+        if (inverse == 0) continue;
+        store_codes(codes[row - own.begin], input(row) + i, std::min(kBlockK8, k - i), set(inverse));
       }
+      pack_codes(to, stride, codes, own.end - own.begin);
     }
   }
 };

@@ -13,14 +13,11 @@
 
 namespace tilerank::TR_RUNG {
 
-constexpr int64_t kRowsPackedAlone = kLanes == 16 ? 8 : 3;
-
-// So few rows every thread packs for itself, more all threads together.
 template <int kParts, class Format>
 static void linear(const Args& args, const Format& weight, const Epilogue& epilogue, Team& team) {
   const Tensor& x = args.tensor(0);
   const int64_t m = x.size[0], k = x.size[1];
-  const bool alone = m <= kRowsPackedAlone;
+  const bool alone = !args.tensor(4);
   constexpr size_t working = sizeof(ExpandedWork);
   char* const memory =
       static_cast<char*>(team.scratch(working + (alone ? GroupedRows::bytes(m, k, weight.groups) : 0)));
@@ -45,7 +42,7 @@ static void linear(const Args& args, Team& team) {
   epilogue.parts == 2 ? linear<2>(args, weight, epilogue, team) : linear<1>(args, weight, epilogue, team);
 }
 
-// operands: grouped.h; scratch: GroupedRows::bytes, or none for rows packed alone
+// operands: grouped.h; scratch: GroupedRows::bytes, or none for rows that every thread packs for itself
 static void linear_int4(const Args& args, Team& team) { linear<Int4>(args, team); }
 TR_KERNEL(linear_int4)
 

@@ -16,8 +16,8 @@
 
 namespace tilerank::TR_RUNG {
 
-// All rows in stripes that are about equal and stay in the second-level cache, each while it is multiplied with many
-// blocks.
+// All rows, and behind them their steps, in stripes that are about equal and stay in the second-level cache, each while
+// it is multiplied with many blocks.
 struct Stripes8 {
   int64_t m, k, count;
   char* codes;
@@ -32,31 +32,36 @@ struct Stripes8 {
     const Range own = rows(stripe);
     return {codes + own.begin * Stripe8::row_bytes(k), own.end - own.begin, k};
   }
-  char* end() const { return codes + m * Stripe8::row_bytes(k); }
+  float* steps() const { return reinterpret_cast<float*>(codes + m * Stripe8::row_bytes(k)); }
+  static size_t bytes(int64_t m, int64_t k) {
+    return static_cast<size_t>(m) * (static_cast<size_t>(Stripe8::row_bytes(k)) + sizeof(float));
+  }
 
   // This thread's share of all rows.
-  void quantise(const Tensor& x, float* steps, const Team& team) const {
+  void quantise(const Tensor& x, const Team& team) const {
     const Range own = team.share(m);
     for (int64_t stripe = 0; stripe < count; ++stripe) {
       const Range all = rows(stripe);
       const Range some{std::max(own.begin, all.begin) - all.begin, std::min(own.end, all.end) - all.begin};
       const auto input = [&](int64_t row) { return x.row<const bf16>(all.begin + row); };
-      (*this)[stripe].put(some, input, steps + all.begin);
+      (*this)[stripe].put(some, input, steps() + all.begin);
     }
   }
 };
 
-// operands: those of int8.h; scratch: codes of x in stripes, then [m] fp32 for steps
+// operands: those of int8.h; scratch: Stripes8::bytes, or none for rows that every thread quantises for itself
 static void linear_int8(const Args& args, Team& team) {
   const Tensor &x = args.tensor(0), &weight = args.tensor(5);
   const Epilogue epilogue(args);
   const int64_t m = x.size[0], k = x.size[1];
-  const Stripes8 stripes(m, k, args.tensor(4).as<char>());
-  float* const steps = reinterpret_cast<float*>(stripes.end());
+  const bool alone = !args.tensor(4);
   constexpr int64_t kPart = Stripe8::kMostRows * kVecs8;
-  Ints* const sums = static_cast<Ints*>(team.scratch(2 * kPart * sizeof(Ints)));
-  stripes.quantise(x, steps, team);
-  team.barrier();
+  constexpr size_t kSumsBytes = 2 * kPart * sizeof(Ints);
+  char* const memory = static_cast<char*>(team.scratch(kSumsBytes + (alone ? Stripes8::bytes(m, k) : 0)));
+  Ints* const sums = reinterpret_cast<Ints*>(memory);
+  const Stripes8 stripes(m, k, alone ? memory + kSumsBytes : args.tensor(4).as<char>());
+  stripes.quantise(x, alone ? Team(nullptr, 0, 1) : team);
+  if (!alone) team.barrier();
 
   const Range share = team.share(stripes.count * epilogue.results);
   for (int64_t task = share.begin; task < share.end; ++task) {
@@ -70,7 +75,8 @@ static void linear_int8(const Args& args, Team& team) {
     for (int64_t row = 0; row < rows.rows; ++row) {
       Vec parts[2][kVecs8];
       for (int64_t part = 0; part < epilogue.parts; ++part) {
-        rows.values(sums + part * kPart, row, steps[first + row], Block8(&weight, block + part, k), parts[part]);
+        rows.values(sums + part * kPart, row, stripes.steps()[first + row], Block8(&weight, block + part, k),
+                    parts[part]);
       }
       epilogue.write(first + row, result, parts[0], parts[1]);
     }
