@@ -117,8 +117,10 @@ struct SumRows {
   F* row(int64_t r, int64_t group) const { return at + r * stride + group * 16; }
 };
 
-// A block of rows has its sums of some groups of lanes in registers.
+// A block of rows has its sums of some groups of lanes in registers. Each sum waits for the one before, so that few
+// rows take more groups at a time.
 constexpr int kSumRows = kLanes == 16 ? 12 : 6, kSumGroups = kLanes == 16 ? 2 : 1;
+constexpr int kShortRows = 4, kShortGroups = kLanes == 16 ? 4 : 1;
 
 // f(0) to f(N - 1), with constants: what they index stays in registers.
 template <class F, int... I>
@@ -161,7 +163,7 @@ static void product_block(const A* a, const Right<B>& b, int64_t group, SumRows<
 
 // Each row's sums run over the steps in their order, however many rows there are. The first two blocks of rows ask for
 // lines ahead, each for its own.
-template <int G, class A, class B>
+template <int G, int kMostRows, class A, class B>
 static void product_groups(const A* a, int64_t rows, const Right<B>& b, int64_t group, SumRows<const float> before,
                            SumRows<float> c, Ahead (&ahead)[2]) {
   Ahead idle{reinterpret_cast<const char*>(b.at), 0};
@@ -172,8 +174,8 @@ static void product_groups(const A* a, int64_t rows, const Right<B>& b, int64_t 
                              {c.row(r, 0), c.stride}, block < 2 ? ahead[block] : idle);
     }
   };
-  blocks_of(std::integral_constant<int, kSumRows>{});
-  if constexpr (kSumRows > 8) blocks_of(std::integral_constant<int, 8>{});
+  if constexpr (kMostRows > 4) blocks_of(std::integral_constant<int, kMostRows>{});
+  if constexpr (kMostRows > 8) blocks_of(std::integral_constant<int, 8>{});
   blocks_of(std::integral_constant<int, 4>{});
   blocks_of(std::integral_constant<int, 2>{});
   blocks_of(std::integral_constant<int, 1>{});
@@ -190,10 +192,17 @@ template <class A, class B>
 static void product(const A* a, int64_t rows, const Right<B>& b, SumRows<const float> before, SumRows<float> c,
                     Ahead (&ahead)[2]) {
   int64_t g = 0;
+  const auto groups_of = [&](auto size, auto most_rows) {
+    for (; g + size <= b.groups; g += size) product_groups<size, most_rows>(a, rows, b, g, before, c, ahead);
+  };
+  constexpr std::integral_constant<int, kSumRows> any;
   if (!in_order<A, B>(rows)) {
-    for (; g + kSumGroups <= b.groups; g += kSumGroups) product_groups<kSumGroups>(a, rows, b, g, before, c, ahead);
+    if (rows <= kShortRows) {
+      groups_of(std::integral_constant<int, kShortGroups>{}, std::integral_constant<int, kShortRows>{});
+    }
+    groups_of(std::integral_constant<int, kSumGroups>{}, any);
   }
-  for (; g < b.groups; ++g) product_groups<1>(a, rows, b, g, before, c, ahead);
+  groups_of(std::integral_constant<int, 1>{}, any);
 }
 
 // Pages in other forms ----------------------------------------------------------------------------------------------
