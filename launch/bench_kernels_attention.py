@@ -1,4 +1,4 @@
-"""Entries of `bench kernels` for attention over a paged cache: decode, and extend after a prefix."""
+"""Entries of `bench kernels` for attention over a paged cache: decode, in bf16 and int8, and extend after a prefix."""
 
 import argparse
 from collections.abc import Iterator
@@ -18,25 +18,25 @@ DECODE_BATCH = 8
 
 def entries(args: argparse.Namespace) -> Iterator[Entry]:
     for cached in args.cached_tokens:
-        yield _attention("decode attention", DECODE_BATCH, cached - 1, 1)
+        for dtype in (torch.bfloat16, torch.int8):
+            yield _attention("decode attention", DECODE_BATCH, cached - 1, 1, dtype)
     for new in args.new_tokens:
         for prefix in (0, new):
-            yield _attention("extend attention", 1, prefix, new)
+            yield _attention("extend attention", 1, prefix, new, torch.bfloat16)
 
 
-def _attention(kernel: str, batch: int, prefix: int, new: int) -> Entry:
+def _attention(kernel: str, batch: int, prefix: int, new: int, dtype: torch.dtype) -> Entry:
     """`new` tokens of each of `batch` sequences after `prefix` cached ones. Bytes are those of the cached tokens."""
     tokens = prefix + new
     pages = ceil(tokens / KV_BLOCK)
-    dtype = torch.bfloat16
-    nbytes = batch * tokens * 2 * KV_HEADS * HEAD_DIM * dtype.itemsize
+    nbytes = batch * tokens * KVLayer.nbytes(1, KV_HEADS, HEAD_DIM, dtype) // KV_BLOCK
     count = copies(nbytes) if new == 1 else 1
     caches = [KVLayer.empty(batch * pages, KV_HEADS, HEAD_DIM, dtype) for _ in range(count)]
     slots = torch.arange(batch * pages * KV_BLOCK)
     for cache in caches:
-        k, v = (torch.randn(len(slots), KV_HEADS, HEAD_DIM).to(dtype) for _ in range(2))
+        k, v = (torch.randn(len(slots), KV_HEADS, HEAD_DIM).to(torch.bfloat16) for _ in range(2))
         store_kv(k, v, cache, slots)
-    q = torch.randn(batch * new, HEADS, HEAD_DIM).to(dtype)
+    q = torch.randn(batch * new, HEADS, HEAD_DIM).to(torch.bfloat16)
     tables = torch.arange(batch * pages, dtype=torch.int32).view(batch, pages)
     lengths = torch.full((batch,), tokens, dtype=torch.int32)
     starts = torch.arange(batch + 1, dtype=torch.int32) * new
@@ -46,7 +46,7 @@ def _attention(kernel: str, batch: int, prefix: int, new: int) -> Entry:
     return Entry(
         kernel,
         f"{batch} x {new} after {prefix}",
-        "bfloat16",
+        str(dtype).removeprefix("torch."),
         Work(nbytes, bf16=4 * batch * HEADS * HEAD_DIM * pairs),
         replayed([partial(attention, q, cache, tables, lengths, starts, kv_map, HEAD_DIM**-0.5) for cache in caches]),
     )

@@ -68,7 +68,7 @@ def test_linear_counts_packed_bytes() -> None:
         pytest.skip("plain torch packs nothing")
     found = entries("--only", "linear", "--m", "3", "--shape", "64x96", "--formats", "int8,int4,int4-g32,fp8")
     products = 2 * 3 * 64 * 96
-    assert found["linear 3 x 64 x 96 int8"].work == Work(64 * (128 + 4), int8=products)
+    assert found["linear 3 x 64 x 96 int8"].work == Work(64 * (128 + 8), int8=products)
     # Inputs up to groups, and a scale of two bytes for every group of an output, or of four for every block.
     assert found["linear 3 x 64 x 96 int4"].work == Work(64 * (128 // 2 + 2), bf16=products)
     assert found["linear 3 x 64 x 96 int4-g32"].work == Work(64 * (96 // 2 + 3 * 2), bf16=products)
@@ -79,6 +79,8 @@ def test_attention_counts_cached_bytes_and_visible_pairs() -> None:
     found = entries("--only", "attention", "--cached-tokens", "40", "--new-tokens", "5")
     token = 2 * 8 * 128 * 2  # K and V, heads, dims, bytes
     assert found["decode attention 8 x 1 after 39 bfloat16"].work == Work(8 * 40 * token, bf16=4 * 32 * 128 * 8 * 40)
+    codes = 2 * 8 * (128 + 4)  # a byte each, and a scale for each head
+    assert found["decode attention 8 x 1 after 39 int8"].work == Work(8 * 40 * codes, bf16=4 * 32 * 128 * 8 * 40)
     pairs = 1 + 2 + 3 + 4 + 5
     assert found["extend attention 1 x 5 after 0 bfloat16"].work == Work(5 * token, bf16=4 * 32 * 128 * pairs)
     assert found["extend attention 1 x 5 after 5 bfloat16"].work == Work(10 * token, bf16=4 * 32 * 128 * (25 + pairs))
@@ -204,7 +206,7 @@ def test_bench_kernels_from_end_to_end(tmp_path: Path) -> None:
     result = run("bench", "kernels", *sizes, "--seconds", 0.001, "--json", file)
     assert result.status == 0, result.err
     rows = json.loads(file.read_text())
-    assert [row["kernel"] for row in rows] == 12 * ["linear"] + ["decode attention"] + 2 * ["extend attention"]
+    assert [row["kernel"] for row in rows] == 12 * ["linear"] + 2 * ["decode attention"] + 2 * ["extend attention"]
     formats = {"bfloat16", "float32", "int8", "int4", "int4-g32", "fp8"}
     assert {row["format"] for row in rows if row["kernel"] == "linear"} == formats
     for row in rows:
