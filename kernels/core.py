@@ -125,6 +125,12 @@ def num_threads() -> int:
     return _C.num_threads() if _C else 1
 
 
+def packed_alone(rows: int) -> bool:
+    """Whether a product has so few rows that every thread packs them for itself, which costs less than to wait for the
+    others."""
+    return rows <= {"amx": 16, "avx2": 3}.get(isa(), 8)
+
+
 def empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """An uninitialised contiguous tensor out of the activation arena (huge pages, 64-byte aligned).
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from . import core, reference
 from .errors import KernelError
-from .linear import BLOCK_N, packed_alone
+from .linear import BLOCK_N
 
 BLOCK_K = 32
 HALF_N = 16
@@ -63,7 +63,7 @@ class GroupedWeight(ABC):
     def scratch(self, m: int) -> int:
         """Bytes for packed rows of x; few rows every thread packs for itself."""
         k = up_to(self.k, BLOCK_K)
-        if packed_alone(m):
+        if core.packed_alone(m):
             return 0
         if core.isa() == "amx":
             return up_to(m, _TILE_ROWS) * k * 2

@@ -33,11 +33,6 @@ _DEAL_BYTES = 64
 _SOURCES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
-def packed_alone(m: int) -> bool:
-    """Whether x has so few rows that every thread packs them for itself, which costs less than to wait for others."""
-    return m <= {"amx": _TILE_ROWS, "avx2": 3}.get(core.isa(), 8)
-
-
 class Format(Protocol):
     """How weights are held: a value, equal to others that say the same."""
 
@@ -203,7 +198,7 @@ class PackedWeight:
     def scratch(self, m: int) -> int:
         if core.isa() != "amx" or self.dtype is torch.float32:
             return _DEAL_BYTES + m * (self.k + 1) * 4  # and panels of rows (csrc/deal.h, csrc/panels.h)
-        if packed_alone(m):
+        if core.packed_alone(m):
             return 0
         return -(-m // _TILE_ROWS) * _TILE_ROWS * _padded(self.n, self.k, self.dtype)[1] * 2  # packed rows of x
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from . import check, core, reference
 from .errors import KernelError
-from .linear import BLOCK_N, packed_alone
+from .linear import BLOCK_N
 
 _QUANTISE = core.kernel("quantise_int8")
 _PACK = core.kernel("pack_int8")
@@ -120,7 +120,7 @@ class Int8Weight:
 
     def scratch(self, m: int) -> int:
         """Codes and steps of x."""
-        if packed_alone(m):
+        if core.packed_alone(m):
             return 0
         rows = _up_to(m, _TILE_ROWS) if core.isa() == "amx" else m
         code_bytes = 2 if core.isa() == "avx2" else 1

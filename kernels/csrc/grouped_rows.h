@@ -135,10 +135,15 @@ static inline std::array<Pair, kVecs> pairs_of(const std::array<Line, kVecs>& li
   return pairs;
 }
 
+// Lines of a tile's half that are unrolled: with AVX-512 one, since GCC gathers the requests of several in front of
+// their loads, and memory is slower then by up to a third.
+constexpr int kLinesAtOnce = kLanes == 16 ? 1 : 8;
+
 // f(unit in the tile, pairs) for every two inputs of a tile; its lines of `ahead` bytes further are asked for.
 template <class Format, class F>
 [[gnu::always_inline]] static inline void for_pairs(const char* tile, int64_t ahead, const F& f) {
   using Line = typename Format::Line;
+#pragma GCC unroll kLinesAtOnce
   for (int64_t i = 0; i < kBlockK / Line::kInputs; ++i) {
     const auto line = [&](int v) {
       const char* const at = tile + v * kLanes / kHalfN * Format::kPackedTile + i * 64;
@@ -188,6 +193,29 @@ template <int R, class Format>
   add_group<R>(x, tile, tiles, ahead, scale, input_sums, totals);
 }
 
+// So few rows take two groups side by side: of one, each product waits for the one before.
+template <class Format>
+constexpr int kRowsOfTwoGroups = kLanes == 16 && !Format::kWaitsForMemory ? 4 : 0;
+
+// totals[R][32] += two groups of so many tiles each.
+template <int R, class Format>
+static inline void add_two_groups(const Unit<bf16>* x, const char* tile, int64_t tiles, int64_t ahead,
+                                  const GroupScale<Format>& scale, const GroupScale<Format>& next_scale,
+                                  const float* input_sums, int64_t m, float* totals) {
+  constexpr int64_t kBytes = 2 * Format::kPackedTile, kInputs = R * kUnitsOfTile;
+  Vec sums[R][kVecs], next_sums[R][kVecs];
+  load_sums<R>(nullptr, sums);
+  load_sums<R>(nullptr, next_sums);
+  const char* next_tile = tile + tiles * kBytes;
+  for (int64_t i = 0; i < tiles; ++i, tile += kBytes, next_tile += kBytes) {
+    // What is ahead is asked for in the order of memory.
+    add_codes<R, Format>(x + i * kInputs, tile, ahead + i * kBytes, sums);
+    add_codes<R, Format>(x + (tiles + i) * kInputs, next_tile, ahead + (i + 1 - tiles) * kBytes, next_sums);
+  }
+  scale.add(sums, input_sums, totals);
+  next_scale.add(next_sums, input_sums + m, totals);
+}
+
 // totals[R][32] += groups of a block with a panel of R rows.
 template <int R, class Format>
 static void multiply_codes(const GroupedRows& rows, int64_t panel, const Format& weight, int64_t block, Range groups,
@@ -201,6 +229,15 @@ static void multiply_codes(const GroupedRows& rows, int64_t panel, const Format&
     const int64_t tiles = std::min(weight.group_tiles, left);
     const GroupScale scale(weight, block, group);
     weight.fetch_scales(block, group + 8);
+    if constexpr (R <= kRowsOfTwoGroups<Format>) {
+      if (group + 1 < groups.end && left >= 2 * tiles) {
+        const GroupScale next_scale(weight, block, ++group);
+        weight.fetch_scales(block, group + 8);
+        add_two_groups<R>(x, tile, tiles, ahead, scale, next_scale, input_sums, m, totals);
+        left -= 2 * tiles, tile += 4 * tiles * Format::kPackedTile, x += 2 * tiles * R * kUnitsOfTile, input_sums += m;
+        continue;
+      }
+    }
     if constexpr (R <= kRowsInOrder) {
       add_group<R>(x, tile, tiles, ahead, scale, input_sums, totals);
     } else {
@@ -228,7 +265,8 @@ static void multiply_band_of_codes(const GroupedRows& rows, Range chosen, const 
         const int64_t to = ((block - band.begin) * count + panels.first_row(panel) - first_row) * kBlockN;
         for_rows<kPanelRows>(panels.rows(panel), [&](auto r) {
           // What is read next comes from memory while the first panel is multiplied.
-          const int64_t in_stream = in_order<r, Format> && follows_streams() ? 0 : 3 << 10;
+          constexpr int64_t kAhead = r <= kRowsOfTwoGroups<Format> ? 8 << 10 : 3 << 10;
+          const int64_t in_stream = in_order<r, Format> && follows_streams() ? 0 : kAhead;
           const int64_t of_part = panel == chosen.begin ? next - group_at(block, groups.begin) : 0;
           multiply_codes<r>(rows, panel, weight, block, groups, k, rows.few ? in_stream : of_part, totals + to);
         });
