@@ -68,15 +68,13 @@ static void linear_int8(const Args& args, Team& team) {
     const int64_t stripe = task / epilogue.results, result = task % epilogue.results,
                   first = stripes.rows(stripe).begin;
     const Stripe8 rows = stripes[stripe];
-    const int64_t block = result * epilogue.parts;
-    for (int64_t part = 0; part < epilogue.parts; ++part) {
-      rows.multiply(Block8(&weight, block + part, k).codes, sums + part * kPart);
-    }
+    const float* const steps = stripes.steps() + first;
+    const auto block_of = [&](int64_t part) { return Block8(&weight, result * epilogue.parts + part, k); };
+    for (int64_t part = 0; part < epilogue.parts; ++part) rows.multiply(block_of(part).codes, sums + part * kPart);
     for (int64_t row = 0; row < rows.rows; ++row) {
       Vec parts[2][kVecs8];
       for (int64_t part = 0; part < epilogue.parts; ++part) {
-        rows.values(sums + part * kPart, row, stripes.steps()[first + row], Block8(&weight, block + part, k),
-                    parts[part]);
+        rows.values(sums + part * kPart, row, steps[row], block_of(part), parts[part]);
       }
       epilogue.write(first + row, result, parts[0], parts[1]);
     }

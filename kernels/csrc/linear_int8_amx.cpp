@@ -111,7 +111,8 @@ static void many_rows(const Args& args, const Epilogue& epilogue, Team& team) {
   }
 }
 
-// operands: codes, scales; scratch: bytes [m up to 16s][k up to 64s] for codes of x, then [m] fp32 for steps
+// operands: those of int8.h, of which sums are not read; scratch: bytes [m up to 16s][k up to 64s] for codes of x, then
+// [m] fp32 for steps
 static void linear_int8(const Args& args, Team& team) {
   const Epilogue epilogue(args);
   const bool few = args.tensor(0).size[0] <= kTileRows;
