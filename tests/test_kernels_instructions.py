@@ -25,7 +25,7 @@ LACKS = {
     "no rung": rf"^v|{MASKS}|{TILES}",
     "avx2": rf"{EVEX}|{BF16}|{TILES}|{NO_RUNG}",
     "avx512": rf"{BF16}|{VBMI}|{TILES}|{NO_RUNG}",
-    "avx512_bf16": rf"{VBMI}|{TILES}|{NO_RUNG}",
+    "avx512_bf16": rf"{TILES}|{NO_RUNG}",
     "amx": NO_RUNG,
 }
 # What shows that the disassembly was read, and the rung's code seen.

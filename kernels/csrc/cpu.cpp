@@ -72,14 +72,14 @@ std::string avx512_obstacle() {
   return "";
 }
 
-std::string avx512_bf16_obstacle() { return missing({{"avx512_bf16", bit(cpuid(7, 1).a, 5)}}); }
+std::string avx512_bf16_obstacle() {
+  return missing({{"avx512_vbmi", bit(cpuid(7, 0).c, 1)}, {"avx512_bf16", bit(cpuid(7, 1).a, 5)}});
+}
 
 std::string amx_obstacle() {
   const Registers seven = cpuid(7, 0);
-  const std::string cpu = missing({{"avx512_vbmi", bit(seven.c, 1)},
-                                   {"amx_tile", bit(seven.d, 24)},
-                                   {"amx_bf16", bit(seven.d, 22)},
-                                   {"amx_int8", bit(seven.d, 25)}});
+  const std::string cpu =
+      missing({{"amx_tile", bit(seven.d, 24)}, {"amx_bf16", bit(seven.d, 22)}, {"amx_int8", bit(seven.d, 25)}});
   if (!cpu.empty()) return cpu;
   if ((xcr0() & 0x60000) != 0x60000) return "the operating system does not save tile registers (XCR0)";
   constexpr int kRequestPermission = 0x1023, kTileData = 18;

@@ -32,8 +32,8 @@
 
 #define TR_TARGET_AVX2 "avx2,fma,f16c,bmi,bmi2"
 #define TR_TARGET_AVX512 "avx2,fma,f16c,bmi,bmi2,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni"
-#define TR_TARGET_AVX512_BF16 TR_TARGET_AVX512 ",avx512bf16"
-#define TR_TARGET_AMX TR_TARGET_AVX512_BF16 ",avx512vbmi,amx-tile,amx-bf16,amx-int8"
+#define TR_TARGET_AVX512_BF16 TR_TARGET_AVX512 ",avx512vbmi,avx512bf16"
+#define TR_TARGET_AMX TR_TARGET_AVX512_BF16 ",amx-tile,amx-bf16,amx-int8"
 
 #ifndef TR_ONLY_AMX
 

@@ -41,12 +41,11 @@ struct Int4Bytes {
 };
 inline constexpr Int4Bytes kInt4Bytes;
 
-// The bf16 that an fp8 code without its sign stands for: its bits, and their low and their high byte.
+// The bf16 that an fp8 code without its sign stands for: its low and its high byte.
 struct Fp8Values {
-  alignas(64) uint16_t bits[128];
   alignas(64) uint8_t low[128], high[128];
 
-  constexpr Fp8Values() : bits(), low(), high() {
+  constexpr Fp8Values() : low(), high() {
     for (int code = 0; code < 128; ++code) {
       const int exponent = code >> 3, mantissa = code & 7;
       int value = (exponent + 120) << 7 | mantissa << 4;
@@ -55,7 +54,6 @@ struct Fp8Values {
         value = mantissa == 0 ? 0 : (118 + shift) << 7 | ((mantissa << (7 - shift)) & 0x7f);
       }
       if (code == 127) value = 0x7fc0;
-      bits[code] = static_cast<uint16_t>(value);
       low[code] = static_cast<uint8_t>(value);
       high[code] = static_cast<uint8_t>(value >> 8);
     }

@@ -5,8 +5,8 @@
 // before each line that it reads: asked for four at once they came, measured, a twentieth later.
 //
 // In vectors, a Line is what 64 bytes hold for kLanes outputs; pair<P> are its inputs 2 P and 2 P + 1, as 2^-kExponent
-// of the values. kWaitsForMemory: few rows take less time for a line than memory does. kFewRows: so many are few
-// to GroupedRows, of int4 two full panels. kExpandsOnce: for more, codes are expanded once for all panels.
+// of the values. kWaitsForMemory: few rows take less time for a line than memory does. kMostRows: of a panel; their
+// sums fill the registers, beside what expands codes. kFewRows: so many are few to GroupedRows.
 
 namespace tilerank::TR_RUNG {
 
@@ -42,12 +42,8 @@ struct Int4 : GroupedWeight {
   static constexpr bool kMayHaveZeros = true;
   static constexpr int kExponent = 0;
   static constexpr bool kWaitsForMemory = false;
-  static constexpr int64_t kFewRows = kLanes == 16 ? 28 : 3;
-#ifdef TR_BF16
-  static constexpr bool kExpandsOnce = false;
-#else
-  static constexpr bool kExpandsOnce = true;
-#endif
+  static constexpr int kMostRows = kLanes == 16 ? 14 : 3;
+  static constexpr int64_t kFewRows = kLanes == 16 ? 2 * kMostRows : kMostRows;
   const f16* const scales;
   const int8_t* const zeros;
 
@@ -155,12 +151,14 @@ struct Fp8 : GroupedWeight {
 #ifdef TR_BF16
   static constexpr int kExponent = 0;
   static constexpr bool kWaitsForMemory = true;
+  static constexpr int kMostRows = 13;
+  static constexpr int64_t kFewRows = 2 * kMostRows;
 #else
   static constexpr int kExponent = 8;
   static constexpr bool kWaitsForMemory = false;
-#endif
+  static constexpr int kMostRows = kLanes == 16 ? 14 : 3;
   static constexpr int64_t kFewRows = kLanes == 16 ? 8 : 3;
-  static constexpr bool kExpandsOnce = true;
+#endif
   const float* const scales;
 
   // operands: values, scales
@@ -191,24 +189,24 @@ struct Fp8 : GroupedWeight {
 #elif defined(TR_BF16)
   struct Line {
     static constexpr int kInputs = 4;
-    __m512i codes;
+    // Bytes of the values of 64 codes: those of every two inputs side by side in words.
+    __m512i low, high;
 
-    explicit Line(const char* at) : codes(_mm512_loadu_si512(at)) {}
+    explicit Line(const char* at) {
+      const __m512i codes = _mm512_loadu_si512(at), sign = _mm512_set1_epi8(static_cast<char>(0x80));
+      constexpr int kOrAnd = 0xf8;  // the first, or both of the others
+      low = _mm512_permutex2var_epi8(half(kFp8Values.low), codes, half(kFp8Values.low + 64));
+      high = _mm512_permutex2var_epi8(half(kFp8Values.high), codes, half(kFp8Values.high + 64));
+      high = _mm512_ternarylogic_epi64(high, codes, sign, kOrAnd);
+    }
 
     template <int P>
     Pair pair() const {
-      // Every code twice: its sign is that of the value, its low bits look the rest up, in two tables of 64.
-      const __m512i words = P == 0 ? _mm512_unpacklo_epi8(codes, codes) : _mm512_unpackhi_epi8(codes, codes);
-      const __m512i low = _mm512_permutex2var_epi16(table(0), words, table(32));
-      const __m512i high = _mm512_permutex2var_epi16(table(64), words, table(96));
-      const __mmask32 is_high = _mm512_test_epi16_mask(words, _mm512_set1_epi16(0x40));
-      const __m512i value = _mm512_mask_blend_epi16(is_high, low, high);
-      constexpr int kOrAnd = 0xf8;  // the first, or both of the others
-      return {_mm512_ternarylogic_epi64(value, words, _mm512_set1_epi16(static_cast<int16_t>(0x8000)), kOrAnd)};
+      return {P == 0 ? _mm512_unpacklo_epi8(low, high) : _mm512_unpackhi_epi8(low, high)};
     }
 
    private:
-    static __m512i table(int first) { return _mm512_load_si512(kFp8Values.bits + first); }
+    static __m512i half(const uint8_t* table) { return _mm512_load_si512(table); }
   };
 #else
   // As f16 the bits of a code mean 2^-8 of its value, subnormals too.

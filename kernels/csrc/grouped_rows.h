@@ -4,16 +4,18 @@
 // A row's total with an output is a chain over the groups: the products with a group's values, summed from zero in a
 // chain of their own, less zero * (sum of the inputs), times the scale, are added, fused. Values times scale could be
 // summed in one chain of fp32, but not as pairs of bf16, and one row would pay for a product more with every value.
-// Panels multiply values as they come out of their codes, or, of formats that cost more to expand, those of many rows a
-// piece of a group that is expanded once for all.
+// Panels multiply values as they come out of their codes, or, without products of bf16 pairs, those of many rows a
+// piece of a group that is expanded once for all (grouped_expanded.h).
 #include "panels.h"
 //
 #include "grouped_formats.h"
 
 namespace tilerank::TR_RUNG {
 
+constexpr bool kExpandsOnce = !kPaired<bf16>;  // for many rows
+
 // Rows as panels, and the sums of their inputs for every group, which only zeros ask for. `few`: so few that a block of
-// the weight is read from its beginning to its end for each panel, and only the first has to wait for memory.
+// the weight is read from its beginning to its end for each panel.
 class GroupedRows {
  public:
   static size_t bytes(int64_t m, int64_t k, int64_t groups) {
@@ -23,7 +25,8 @@ class GroupedRows {
   template <class Format>
   GroupedRows(void* memory, int64_t m, int64_t k, const Format& weight)
       : few(m <= Format::kFewRows),
-        panels(memory, m, k, units_of<bf16>(padded(k)), few ? units_of<bf16>(padded(k)) : part_of(weight)),
+        panels(memory, m, k, units_of<bf16>(padded(k)), few ? units_of<bf16>(padded(k)) : part_of(weight),
+               Format::kMostRows),
         input_sums(reinterpret_cast<float*>(static_cast<char*>(memory) + panels_bytes(m, k))),
         k_(k) {}
 
@@ -50,7 +53,7 @@ class GroupedRows {
   template <class Format>
   static int64_t part_of(const Format& weight) {
     const int64_t group = weight.group_tiles * units_of<bf16>(kBlockK);
-    return Format::kExpandsOnce ? kPart : std::max<int64_t>(kPart / group, 1) * group;
+    return kExpandsOnce ? kPart : std::max<int64_t>(kPart / group, 1) * group;
   }
   static int64_t padded(int64_t k) { return blocks(k, kBlockK) * kBlockK; }
   static size_t panels_bytes(int64_t m, int64_t k) { return RowPanels<bf16>::bytes(m, padded(k)); }
@@ -216,17 +219,24 @@ static inline void add_two_groups(const Unit<bf16>* x, const char* tile, int64_t
   next_scale.add(next_sums, input_sums + m, totals);
 }
 
+// What a panel asks memory for while it multiplies: lines of `ahead` bytes further, of the groups whose turn it is.
+struct Requests {
+  int64_t ahead, turn = 0, turns = 1;
+
+  int64_t at(int64_t group) const { return turns == 1 || group % turns == turn ? ahead : 0; }
+};
+
 // totals[R][32] += groups of a block with a panel of R rows.
 template <int R, class Format>
 static void multiply_codes(const GroupedRows& rows, int64_t panel, const Format& weight, int64_t block, Range groups,
-                           int64_t k, int64_t ahead, float* totals) {
+                           int64_t k, Requests requests, float* totals) {
   const int64_t first = groups.begin * weight.group_tiles, m = rows.panels.m;
   const Unit<bf16>* x = rows.panels.at(panel, first * kUnitsOfTile);
   const float* input_sums = rows.input_sums + groups.begin * m + rows.panels.first_row(panel);
   const char* tile = weight.tile(block, first);
   int64_t left = blocks(k, kBlockK) - first;
   for (int64_t group = groups.begin; group < groups.end; ++group, input_sums += m) {
-    const int64_t tiles = std::min(weight.group_tiles, left);
+    const int64_t tiles = std::min(weight.group_tiles, left), ahead = requests.at(group);
     const GroupScale scale(weight, block, group);
     weight.fetch_scales(block, group + 8);
     if constexpr (R <= kRowsOfTwoGroups<Format>) {
@@ -247,13 +257,31 @@ static void multiply_codes(const GroupedRows& rows, int64_t panel, const Format&
   }
 }
 
-// totals[block][row][32] of a band of blocks with `chosen` panels, part by part of k.
+// As many panels and blocks as are multiplied together: of a part of k their inputs and their totals stay in the
+// second-level cache.
+constexpr int64_t kStripePanels = kLanes == 16 ? 18 : 64, kBandBlocks = 8;
+constexpr int64_t kStripeRows = kStripePanels * kPanelRows;
+constexpr int64_t kBandInputs = 384;
+
+constexpr int64_t kPieceTiles = 4;  // that are expanded at a time
+
+// What a thread multiplies with.
+struct GroupedWork {
+#ifndef TR_BF16
+  alignas(64) float tiles[kPieceTiles * 2 * kTile];  // expanded
+  float partial[kStripeRows * kBlockN];              // sums of groups that are longer than a piece
+#endif
+  float totals[kBandBlocks * kStripeRows * kBlockN];
+};
+
+// work.totals[block][row][32] of a band of blocks with `chosen` panels, part by part of k. What is read next comes from
+// memory meanwhile: of one panel a little ahead, else where the next block begins, a share for each panel.
 template <class Format>
 static void multiply_band_of_codes(const GroupedRows& rows, Range chosen, const Format& weight, Range band, int64_t k,
-                                   float* totals) {
+                                   GroupedWork& work) {
   const RowPanels<bf16>& panels = rows.panels;
   const int64_t first_row = panels.first_row(chosen.begin), count = panels.first_row(chosen.end) - first_row;
-  std::fill_n(totals, (band.end - band.begin) * count * kBlockN, 0.0f);
+  std::fill_n(work.totals, (band.end - band.begin) * count * kBlockN, 0.0f);
   const int64_t step = rows.few ? weight.groups : panels.part / (weight.group_tiles * kUnitsOfTile);
   const auto group_at = [&](int64_t block, int64_t group) { return weight.tile(block, group * weight.group_tiles); };
   for (Range groups{0, 0}; groups.begin < weight.groups; groups.begin = groups.end) {
@@ -261,110 +289,24 @@ static void multiply_band_of_codes(const GroupedRows& rows, Range chosen, const 
     for (int64_t block = band.begin; block < band.end; ++block) {
       const char* const next =
           block + 1 < band.end ? group_at(block + 1, groups.begin) : group_at(band.begin, groups.end);
+      const int64_t to_next = next - group_at(block, groups.begin);
       for (int64_t panel = chosen.begin; panel < chosen.end; ++panel) {
         const int64_t to = ((block - band.begin) * count + panels.first_row(panel) - first_row) * kBlockN;
-        for_rows<kPanelRows>(panels.rows(panel), [&](auto r) {
-          // What is read next comes from memory while the first panel is multiplied.
+        for_rows<Format::kMostRows>(panels.rows(panel), [&](auto r) {
           constexpr int64_t kAhead = r <= kRowsOfTwoGroups<Format> ? 8 << 10 : 3 << 10;
-          const int64_t in_stream = in_order<r, Format> && follows_streams() ? 0 : kAhead;
-          const int64_t of_part = panel == chosen.begin ? next - group_at(block, groups.begin) : 0;
-          multiply_codes<r>(rows, panel, weight, block, groups, k, rows.few ? in_stream : of_part, totals + to);
+          const Requests in_stream{in_order<r, Format> && follows_streams() ? 0 : kAhead};
+          const Requests shared{to_next, panel - chosen.begin, chosen.end - chosen.begin};
+          const Requests requests = rows.few && panels.panels == 1 ? in_stream : shared;
+          multiply_codes<r>(rows, panel, weight, block, groups, k, requests, work.totals + to);
         });
       }
     }
   }
 }
 
-// Expanded tiles, as add_units takes them.
-using Expanded = std::conditional_t<kPaired<bf16>, bf16, float>;
-
-template <class Format>
-static void expand_tile(const char* tile, int64_t ahead, Expanded* to) {
-  for_pairs<Format>(tile, ahead, [&](int64_t unit, const auto& pairs) {
-#pragma GCC unroll 4
-    for (int v = 0; v < kVecs; ++v) {
-#ifdef TR_BF16
-      _mm512_store_si512(to + v * kTile + unit * 32, pairs[v].v);
-#else
-      store(to + unit * kBlockN + v * kLanes, pairs[v].a);
-      store(to + (unit + 1) * kBlockN + v * kLanes, pairs[v].b);
+#ifndef TR_BF16
+#include "grouped_expanded.h"
 #endif
-    }
-  });
-}
-
-// As many panels and blocks as are multiplied together: of a part of k their inputs and their totals stay in the
-// second-level cache.
-constexpr int64_t kStripePanels = kLanes == 16 ? 18 : 64, kBandBlocks = 8;
-constexpr int64_t kStripeRows = kStripePanels * kPanelRows;
-constexpr int64_t kBandInputs = 384;
-
-// Tiles that are expanded at a time: they stay in the first-level cache.
-constexpr int64_t kPieceTiles = 4, kPartTiles = kPart / kUnitsOfTile;
-
-// What a thread multiplies expanded tiles with.
-struct ExpandedWork {
-  alignas(64) Expanded tiles[kPieceTiles * 2 * kTile];
-  float partial[kStripeRows * kBlockN];  // sums of groups that are longer than a piece
-  float totals[kBandBlocks * kStripeRows * kBlockN];
-};
-
-// totals[R][32] += a piece of a group with R rows, or partial[R][32] where the group goes on.
-template <int R, class Format>
-[[gnu::noinline]] static void multiply_piece(const Unit<bf16>* x, const Expanded* weight, int64_t units, bool begins,
-                                             bool ends, float* partial, const GroupScale<Format>& scale,
-                                             const float* input_sums, float* totals) {
-  Vec sums[R][kVecs];
-  load_sums<R>(begins ? nullptr : partial, sums);
-  add_units<R>(x, weight, units, NothingAhead{}, sums);
-  ends ? scale.add(sums, input_sums, totals) : store_sums<R>(partial, sums);
-}
-
-// totals[row][32] += a group of a block with `chosen` panels. After it, weights are read from `next` on.
-template <class Format>
-static void multiply_group(const GroupedRows& rows, Range chosen, const Format& weight, int64_t block, int64_t group,
-                           int64_t k, const char* next, ExpandedWork& work, float* totals) {
-  const RowPanels<bf16>& panels = rows.panels;
-  const int64_t first = group * weight.group_tiles;
-  const int64_t last = std::min(first + weight.group_tiles, blocks(k, kBlockK));
-  const GroupScale scale(weight, block, group);
-  for (int64_t tile = first, end; tile < last; tile = end) {
-    end = std::min({last, tile + kPieceTiles, (tile / kPartTiles + 1) * kPartTiles});
-    // What is read next comes from memory while this is multiplied.
-    const int64_t ahead = (end < last ? weight.tile(block, end) : next) - weight.tile(block, tile);
-    for (int64_t i = tile; i < end; ++i) {
-      expand_tile<Format>(weight.tile(block, i), ahead, work.tiles + (i - tile) * 2 * kTile);
-    }
-    const int64_t units = (end - tile) * kUnitsOfTile;
-    for (int64_t panel = chosen.begin; panel < chosen.end; ++panel) {
-      const int64_t row = panels.first_row(panel), to = (row - panels.first_row(chosen.begin)) * kBlockN;
-      for_rows<kPanelRows>(panels.rows(panel), [&](auto r) {
-        multiply_piece<r>(panels.at(panel, tile * kUnitsOfTile), work.tiles, units, tile == first, end == last,
-                          work.partial + to, scale, rows.input_sums + group * panels.m + row, totals + to);
-      });
-    }
-  }
-}
-
-// work.totals[block][row][32] of a band of blocks with `chosen` panels, from expanded tiles.
-template <class Format>
-static void multiply_band(const GroupedRows& rows, Range chosen, const Format& weight, Range band, int64_t k,
-                          ExpandedWork& work) {
-  const int64_t count = rows.panels.first_row(chosen.end) - rows.panels.first_row(chosen.begin);
-  std::fill_n(work.totals, (band.end - band.begin) * count * kBlockN, 0.0f);
-  const int64_t step = std::max<int64_t>(1, kBandInputs / (weight.group_tiles * kBlockK));
-  for (int64_t first = 0, last; first < weight.groups; first = last) {
-    last = std::min(first + step, weight.groups);
-    const auto group_at = [&](int64_t block, int64_t group) { return weight.tile(block, group * weight.group_tiles); };
-    for (int64_t block = band.begin; block < band.end; ++block) {
-      const char* const after = block + 1 < band.end ? group_at(block + 1, first) : group_at(band.begin, last);
-      for (int64_t group = first; group < last; ++group) {
-        multiply_group(rows, chosen, weight, block, group, k, group + 1 < last ? group_at(block, group + 1) : after,
-                       work, work.totals + (block - band.begin) * count * kBlockN);
-      }
-    }
-  }
-}
 
 static inline std::array<Vec, kVecs> load_row(const float* totals) {
   std::array<Vec, kVecs> row;
@@ -373,21 +315,22 @@ static inline std::array<Vec, kVecs> load_row(const float* totals) {
 }
 
 // emit(row, result, const float* const (&sums)[kParts]) gets the totals of rows, each with kParts blocks: those of
-// results own.begin ... lie one after the other in the weight. `memory`: an ExpandedWork
+// results own.begin ... lie one after the other in the weight. `memory`: a GroupedWork
 template <int kParts, class Format, class Emit>
 static void multiply_results(const GroupedRows& rows, Range chosen, const Format& weight, Range own, int64_t k,
                              void* memory, const Emit& emit) {
-  ExpandedWork& work = *static_cast<ExpandedWork*>(memory);
+  GroupedWork& work = *static_cast<GroupedWork*>(memory);
   const int64_t first_row = rows.panels.first_row(chosen.begin), m = rows.panels.first_row(chosen.end) - first_row;
   const int64_t band = rows.few ? 1 : kBandBlocks / kParts;
   for (int64_t result = own.begin; result < own.end; result += band) {
     const int64_t end = std::min(result + band, own.end);
     const Range of_results{result * kParts, end * kParts};
-    if (rows.few || !Format::kExpandsOnce) {
-      multiply_band_of_codes(rows, chosen, weight, of_results, k, work.totals);
-    } else {
-      multiply_band(rows, chosen, weight, of_results, k, work);
-    }
+#ifdef TR_BF16
+    multiply_band_of_codes(rows, chosen, weight, of_results, k, work);
+#else
+    rows.few ? multiply_band_of_codes(rows, chosen, weight, of_results, k, work)
+             : multiply_band_expanded(rows, chosen, weight, of_results, k, work);
+#endif
     for (int64_t i = result; i < end; ++i) {
       for (int64_t r = 0; r < m; ++r) {
         const float* sums[kParts];
@@ -399,4 +342,5 @@ static void multiply_results(const GroupedRows& rows, Range chosen, const Format
     }
   }
 }
+
 }  // namespace tilerank::TR_RUNG

@@ -18,7 +18,7 @@ static void linear(const Args& args, const Format& weight, const Epilogue& epilo
   const Tensor& x = args.tensor(0);
   const int64_t m = x.size[0], k = x.size[1];
   const bool alone = !args.tensor(4);
-  constexpr size_t working = sizeof(ExpandedWork);
+  constexpr size_t working = sizeof(GroupedWork);
   char* const memory =
       static_cast<char*>(team.scratch(working + (alone ? GroupedRows::bytes(m, k, weight.groups) : 0)));
   const GroupedRows rows(alone ? memory + working : args.tensor(4).as<char>(), m, k, weight);

@@ -21,7 +21,7 @@ class ExpertRows {
 
   template <class Format>
   static size_t bytes(const Format& weight, int64_t m, int64_t k) {
-    return sizeof(ExpandedWork) + GroupedRows::bytes(std::min(m, kRows), k, weight.groups);
+    return sizeof(GroupedWork) + GroupedRows::bytes(std::min(m, kRows), k, weight.groups);
   }
 
   // As multiply_results, for rows [first, end) and results `own` of an expert's weight.
@@ -30,7 +30,7 @@ class ExpertRows {
                        const Emit& emit) {
     for (int64_t first = rows.begin; first < rows.end; first += kRows) {
       const int64_t m = std::min(kRows, rows.end - first);
-      const GroupedRows packed(memory + sizeof(ExpandedWork), m, k, weight);
+      const GroupedRows packed(memory + sizeof(GroupedWork), m, k, weight);
       packed.pack([&](int64_t i) { return row(first + i); }, weight, Team(nullptr, 0, 1));
       multiply_results<kParts>(packed, {0, packed.panels.panels}, weight, own, k, memory,
                                [&](int64_t i, int64_t result, const auto& totals) { emit(first + i, result, totals); });

@@ -223,11 +223,11 @@ class RowPanels {
   static size_t bytes(int64_t m, int64_t k) { return static_cast<size_t>(m * units_of<T>(k)) * sizeof(Unit<T>); }
 
   // Units beyond those of k are zero.
-  RowPanels(void* memory, int64_t m, int64_t k, int64_t units = 0, int64_t part = kPart)
+  RowPanels(void* memory, int64_t m, int64_t k, int64_t units = 0, int64_t part = kPart, int64_t most_rows = kPanelRows)
       : m(m),
         units(std::max(units, units_of<T>(k))),
         part(part),
-        panels(blocks(m, kPanelRows)),
+        panels(blocks(m, most_rows)),
         k_(k),
         data_(static_cast<Unit<T>*>(memory)) {}
 
