@@ -176,9 +176,6 @@ class VectorTask {
       return problem_.page(task_.sequence, task_.first_page + begin_ / kBlock + i);
     };
     for (int64_t i = 0; i < pages_; ++i) page_[i] = number(i);
-    if (problem_.quantized()) {
-      for_pages([&](int64_t i, int64_t head) { problem_.fetch_scales(page_[i], task_.kv_head + head); });
-    }
     next_ = more ? address(problem_.k_pages, number(kChunkPages), 0) : many_ ? nullptr : keys_of_next_task();
   }
   const char* keys_of_next_task() const {
@@ -238,6 +235,7 @@ class VectorTask {
     static constexpr float kNothing[kBlock] = {};
     const int64_t dims = problem_.key_dims(), skipped = first_row(i * kBlock), first = head * head_rows_ + skipped;
     const char* const from = keys(i, head);
+    if (problem_.quantized()) problem_.fetch_scales(page_[i], task_.kv_head + head);  // of many at once some are lost
     const char* const next = !many_ ? after(i * span_.heads + head) : i + 1 < pages_ ? keys(i + 1, 0) : nullptr;
     const auto multiply = [&](const auto* keys) {
       constexpr int64_t x = kPair<std::remove_cvref_t<decltype(*keys)>>;

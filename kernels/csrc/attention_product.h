@@ -71,14 +71,9 @@ struct RightPairs<float, float> {
   Wide values;
 };
 #ifdef TR_BF16
-static inline __m512i load_words(const bf16* b) { return _mm512_loadu_si512(b); }
-static inline __m512i load_words(const int8_t* b) {
-  const Two pairs = load_pairs(b);
-  return upper_words(_mm512_castps_si512(pairs.a.v), _mm512_castps_si512(pairs.b.v));  // codes are exact in bf16
-}
-template <class B>
-struct RightPairs<bf16, B> {
-  void read(const B* b) { pairs = (__m512bh)load_words(b); }
+template <>
+struct RightPairs<bf16, bf16> {
+  void read(const bf16* b) { pairs = (__m512bh)_mm512_loadu_si512(b); }
   void multiply_add(Wide& sum, const bf16* a) const {
     int32_t pair;
     std::memcpy(&pair, a, 4);
@@ -87,6 +82,52 @@ struct RightPairs<bf16, B> {
 
   __m512bh pairs;
 };
+
+// The bf16 of 0 to 127, which holds them exactly: its low and its high byte.
+struct CodeBytes {
+  alignas(64) uint8_t low[128], high[128];
+
+  constexpr CodeBytes() : low(), high() {
+    for (int code = 1; code < 128; ++code) {
+      int power = 0;
+      while (code >> (power + 1)) ++power;
+      const int value = (127 + power) << 7 | (code << (7 - power) & 0x7f);
+      low[code] = static_cast<uint8_t>(value);
+      high[code] = static_cast<uint8_t>(value >> 8);
+    }
+  }
+};
+inline constexpr CodeBytes kCodeBytes;
+
+// 64 codes, none of them -128, as bf16: the first half and the second.
+static inline void widen_codes(const int8_t* b, __m512i (&words)[2]) {
+  constexpr int kOrAnd = 0xf8;  // the first, or both of the others
+  // In the order that interleaving two registers wants.
+  const __m512i codes = _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7), _mm512_loadu_si512(b));
+  const __m512i size = _mm512_abs_epi8(codes), sign = _mm512_set1_epi8(static_cast<char>(0x80));
+  const uint8_t *const lows = kCodeBytes.low, *const highs = kCodeBytes.high;
+  const __m512i low = _mm512_permutex2var_epi8(_mm512_load_si512(lows), size, _mm512_load_si512(lows + 64));
+  const __m512i high = _mm512_permutex2var_epi8(_mm512_load_si512(highs), size, _mm512_load_si512(highs + 64));
+  const __m512i with_sign = _mm512_ternarylogic_epi64(high, codes, sign, kOrAnd);
+  words[0] = _mm512_unpacklo_epi8(low, with_sign);
+  words[1] = _mm512_unpackhi_epi8(low, with_sign);
+}
+#endif
+
+// So many steps have their operands in a line; where two, a page has an even number of them.
+template <class A, class B>
+constexpr int kStepsOfLine = std::is_same_v<A, bf16> && std::is_same_v<B, int8_t> ? 2 : 1;
+
+template <class A, class B>
+static inline void read_line(const B* b, RightPairs<A, B> (&operands)[1]) {
+  operands[0].read(b);
+}
+#ifdef TR_BF16
+static inline void read_line(const int8_t* b, RightPairs<bf16, bf16> (&operands)[2]) {
+  __m512i words[2];
+  widen_codes(b, words);
+  for (int i = 0; i < 2; ++i) operands[i].pairs = (__m512bh)words[i];
+}
 #endif
 
 // Lines that are wanted next, asked for between the products: `step` bytes further with each 16 lanes of right-hand
@@ -145,14 +186,18 @@ static void product_block(const A* a, const Right<B>& b, int64_t group, SumRows<
   const B* const end = right + b.steps * 16 * kPair<B>;
   const int64_t stride = b.stride, ahead_step = ahead.step;
   const char* next = ahead.at;
-  for (; right < end; right += 16 * kPair<B>, a += kPair<B>) {
-    RightPairs<A, B> operand[G];
+  constexpr int kSteps = kStepsOfLine<A, B>;
+  for (; right < end; right += kSteps * 16 * kPair<B>, a += kSteps * kPair<B>) {
+    RightPairs<A, std::conditional_t<kSteps == 1, B, A>> operands[G][kSteps];
     unroll<G>([&](auto g) {
-      operand[g].read(right + g * stride);
+      read_line(right + g * stride, operands[g]);
       _mm_prefetch(next, _MM_HINT_T0);
-      next += ahead_step;
+      next += kSteps * ahead_step;
     });
-    unroll<R * G>([&](auto i) { operand[i % G].multiply_add(sum[i], a + i / G * kLeftStride<A>); });
+    unroll<kSteps * R * G>([&](auto i) {
+      constexpr int kStep = i / (R * G), kSum = i % (R * G);
+      operands[kSum % G][kStep].multiply_add(sum[kSum], a + kStep * kPair<B> + kSum / G * kLeftStride<A>);
+    });
   }
   ahead.at = next;
   unroll<R * G * kParts>([&](auto i) {
@@ -220,7 +265,11 @@ static inline void widen(const From* from, int64_t n, float* to) {
 }
 #ifdef TR_BF16
 static inline void widen(const int8_t* from, int64_t n, bf16* to) {
-  for (int64_t i = 0; i < n; i += 32) AllTwo{}.store(to + i, load_pairs(from + i));
+  for (int64_t i = 0; i < n; i += 64) {
+    __m512i words[2];
+    widen_codes(from + i, words);
+    for (int half = 0; half < 2; ++half) _mm512_store_si512(to + i + 32 * half, words[half]);
+  }
 }
 #endif
 
