@@ -172,7 +172,7 @@ struct Pass {
     // In few instructions: what they displace is the processor's view of the loads to come.
     const char *w_ahead = weights_ahead.data, *rows_next = rows_ahead.data;
     int64_t row_done = rows_ahead.done;
-    const auto fetch_ahead = [&] {
+    const auto fetch_ahead = [&]() __attribute__((always_inline)) {
       for (const char* const end = w_ahead + weights_ahead.bytes; w_ahead != end; w_ahead += 64) prefetch_l2(w_ahead);
       for (const char* const end = rows_next + rows_ahead.bytes; rows_next != end; rows_next += 64) {
         prefetch_l2(rows_next);

@@ -170,7 +170,7 @@ struct Fp8 : GroupedWeight {
   void fetch_scales(int64_t, int64_t) const {}  // few enough to come by themselves
 
 #ifdef TR_AMX
-  static inline void expand(const char* from, bf16* to, const char* ahead = nullptr) {
+  [[gnu::always_inline]] static inline void expand(const char* from, bf16* to, const char* ahead = nullptr) {
     // The bytes of the bf16 for every code without its sign: two tables of 128.
     const __m512i low0 = _mm512_load_si512(kFp8Values.low), low1 = _mm512_load_si512(kFp8Values.low + 64);
     const __m512i high0 = _mm512_load_si512(kFp8Values.high), high1 = _mm512_load_si512(kFp8Values.high + 64);
