@@ -157,7 +157,8 @@ static inline Vec exp(Vec x) {
 // As exp, for 1 more than e^-x: a shorter polynomial (within 8e-8), and in place of the division, which would take as
 // long as all the rest, a reciprocal of 14 bits and a step of Newton's.
 static inline Vec silu(Vec x) {
-  const Vec z = min(set(88.0f), max(set(-88.0f), x));
+  x = max(set(-88.0f), x);  // below it is -5e-37 as well: d stays within fp32, x alone would grow on
+  const Vec z = min(set(88.0f), x);
   const Vec n = round_to_int(z * set(-1.44269504088896341f));
   Vec r = fma(n, set(0.693359375f), z);
   r = fma(n, set(-2.12194440e-4f), r);
