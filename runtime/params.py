@@ -42,7 +42,7 @@ class SamplingParams:
             ("top_k", 0 <= self.top_k < 1 << 31, "0 (off) or more"),
             ("top_p", 0 <= self.top_p <= 1, "a number from 0 to 1"),
             ("min_p", 0 <= self.min_p <= 1, "a number from 0 to 1"),
-            ("repetition_penalty", 0 < self.repetition_penalty <= 100, "a number above 0, up to 100"),
+            ("repetition_penalty", 0.01 <= self.repetition_penalty <= 100, "a number from 0.01 to 100"),
             ("presence_penalty", abs(self.presence_penalty) <= 100, "a number from -100 to 100"),
             ("frequency_penalty", abs(self.frequency_penalty) <= 100, "a number from -100 to 100"),
             ("logit_bias", all(abs(bias) <= 100 for bias in self.logit_bias.values()), "numbers from -100 to 100"),

@@ -82,6 +82,7 @@ BODIES: list[tuple[str, str, bytes | dict[str, Any], str]] = [
     ("an unknown one", COMPLETIONS, b'{"prompt": "x", "q": ' + b"9" * 100_000 + b"}", "number"),
     ("infinity", COMPLETIONS, b'{"prompt": "x", "temperature": Infinity}', "temperature"),
     ("a float too large", COMPLETIONS, b'{"prompt": "x", "frequency_penalty": 1e999}', "frequency_penalty"),
+    ("a penalty too small", COMPLETIONS, {"prompt": "x", "repetition_penalty": 1e-38}, "repetition_penalty"),
     ("a bias that is no number", COMPLETIONS, b'{"prompt": "x", "logit_bias": {"1": NaN}}', "logit_bias"),
     ("a schema that is no JSON", CHAT, SCHEMA % b'{"const": NaN}', "the grammar: "),
     ("no object", COMPLETIONS, b"[1, 2]", "object"),

@@ -78,6 +78,7 @@ def test_bias_penalties_and_grammars_decide_together(logits: torch.Tensor) -> No
     [
         {"min_p": 1.5},
         {"repetition_penalty": 0.0},
+        {"repetition_penalty": 1e-38},
         {"presence_penalty": math.nan},
         {"frequency_penalty": math.inf},
         {"logit_bias": {1: math.nan}},

@@ -63,7 +63,7 @@ class Sampling(_Body):
     # Not OpenAI's:
     top_k: int = Field(0, ge=-1, lt=1 << 31)
     min_p: float = Field(0.0, ge=0, le=1)
-    repetition_penalty: float = Field(1.0, gt=0, le=100)
+    repetition_penalty: float = Field(1.0, ge=0.01, le=100)  # logits over less than that are infinite sooner or later
     stop_token_ids: list[TokenId] = Field([], max_length=64)
     ignore_eos: bool = False
     guided_regex: str | None = Field(None, min_length=1, max_length=8192)
