@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tilerank.loader.tokenizer import Tokenizer
-from tilerank.runtime.params import SamplingParams
+from tilerank.runtime.params import Logprobs, SamplingParams
 from tilerank.runtime.server.api import Message
 from tilerank.runtime.server.completions import Delta
-from tilerank.runtime.server.messages import Cancel, Submit, encode, engine_inbox
+from tilerank.runtime.server.messages import Cancel, Submit, Token, encode, engine_inbox
 from tilerank.runtime.server.text import TextStream
 from tilerank.runtime.server.tools import LlamaTools, QwenTools, ToolCall, ToolParser
 from tilerank.runtime.server.wording import ChatWording
@@ -131,6 +131,17 @@ def test_a_chat_with_tool_calls_as_a_stream_and_whole() -> None:
     assert whole["message"]["content"] == "Looking. "
     assert [call["function"]["arguments"] for call in whole["message"]["tool_calls"]] == [WEATHER[1]] * 2
     assert len({call["id"] for call in calls}) == 2
+
+
+def test_every_token_has_a_log_probability_also_where_calls_are_looked_for() -> None:
+    """While a text may become a call nothing is said, and the pieces of the stream have the tokens of what they say."""
+    for text in (f"I look. {CALL}", "1 < 2 and <tool", f"{CALL}\n{CALL}"):
+        ids = TOKENIZER.encode(text, add_special_tokens=False)
+        wording, stream = ChatWording(TOKENIZER, 0, QwenTools), TOKENIZER.stream()
+        deltas = [Delta(0, stream.push(id), (Token(0, id, None, Logprobs(-float(id), ())),), None) for id in ids]
+        pieces = [piece for delta in [*deltas, Delta(0, "", (), "stop")] if (piece := wording.piece(delta)) is not None]
+        told = [entry["logprob"] for entry in wording.whole(pieces)["logprobs"]["content"]]
+        assert told == [-float(id) for id in ids]
 
 
 def test_earlier_calls_reach_the_template_as_objects() -> None:

@@ -83,12 +83,15 @@ class ChatWording(Wording):
         self._tools = tools
         self._parsers: dict[int, ToolParser | None] = {}
         self._calls: dict[int, int] = {}
+        self._held: dict[int, list[Token]] = {}  # of text that the parser holds
 
     def piece(self, delta: Delta) -> Words | None:
         begins = delta.index not in self._parsers
         if begins:
             self._parsers[delta.index] = self._tools() if self._tools else None
             self._calls[delta.index] = 0
+            self._held[delta.index] = []
+        self._held[delta.index] += delta.tokens
         said = self._said(delta)
         reason = delta.finish_reason
         if reason == "stop" and self._calls[delta.index]:
@@ -97,7 +100,8 @@ class ChatWording(Wording):
             return None
         if begins:
             said = {"role": "assistant", "content": ""} | said
-        logprobs = None if self._top is None else self._logprobs(delta.tokens, self._top)
+        tokens, self._held[delta.index] = self._held[delta.index], []
+        logprobs = None if self._top is None else self._logprobs(tokens, self._top)
         return {"index": delta.index, "delta": said, "logprobs": logprobs, "finish_reason": reason}
 
     def whole(self, pieces: Sequence[Words]) -> Words:
