@@ -85,6 +85,21 @@ class Tokenizer:
             raise TokenizerError(f"token ids: expected integers from 0 to {(1 << 32) - 1}, found {show(list(ids))}")
         return str(self._inner.decode(list(ids), skip_special_tokens=True))
 
+    def spelled(self, id: int, *, first: bool = False) -> bytes:
+        """Returns what a token adds to a text, maybe a part of a character; nothing if it is special or unknown.
+
+        first: at the beginning of the text, where sentencepiece-style vocabularies leave out a space.
+        """
+        token = self.token(id)
+        if token is None:
+            return b""
+        if self._decoder == "ByteLevel":
+            return _token_bytes(token)
+        if _is_byte(token):
+            return bytes([int(token[3:5], 16)])
+        alone = self.decode([id])
+        return (alone if first else self.decode([id, id])[len(alone) :]).encode()
+
     def stream(self) -> "TokenStream":
         """Returns an incremental decoder, one for each generated text."""
         return ByteStream(self) if self._decoder == "ByteLevel" else PieceStream(self)

@@ -161,6 +161,27 @@ def test_sentencepiece_stream_holds_only_bytes(sentencepiece: Tokenizer) -> None
     assert pieces(sentencepiece, [258, 259, 258, 0xC4, 0xAA, 260]) == ["a", "a", " a", "", "", "éb", ""]
 
 
+def spelled(tokenizer: Tokenizer, ids: list[int]) -> bytes:
+    whole = b""
+    for id in ids:
+        whole += tokenizer.spelled(id, first=not whole)
+    return whole
+
+
+@settings(max_examples=300, deadline=None)
+@given(text=st.text(max_size=40))
+def test_tokens_are_spelled_in_the_bytes_of_their_text(text: str) -> None:
+    ids = Tokenizer(DEMO).encode(text)
+    assert spelled(Tokenizer(DEMO), ids) == text.encode()
+
+
+def test_sentencepiece_tokens_are_spelled_with_their_spaces(sentencepiece: Tokenizer) -> None:
+    ids = [0, 258, 259, 258, 0xC4, 0xAA, 257, 261, 262, 99_999]
+    assert spelled(sentencepiece, ids) == "aa aé   é".encode()
+    assert spelled(sentencepiece, ids) == sentencepiece.decode(ids).encode()
+    assert [sentencepiece.spelled(id) for id in (0, 0xC4, 257, 258)] == [b"", b"\xc3", b" ", b" a"]
+
+
 # ---- chat templates
 
 CHAT = [

@@ -14,7 +14,7 @@ from tilerank.runtime.server.completions import Delta
 from tilerank.runtime.server.messages import Cancel, Submit, Token, encode, engine_inbox
 from tilerank.runtime.server.text import TextStream
 from tilerank.runtime.server.tools import LlamaTools, QwenTools, ToolCall, ToolParser
-from tilerank.runtime.server.wording import ChatWording
+from tilerank.runtime.server.wording import ChatWording, TextWording
 
 TOKENIZER = Tokenizer(DEMO)
 
@@ -142,6 +142,28 @@ def test_every_token_has_a_log_probability_also_where_calls_are_looked_for() -> 
         pieces = [piece for delta in [*deltas, Delta(0, "", (), "stop")] if (piece := wording.piece(delta)) is not None]
         told = [entry["logprob"] for entry in wording.whole(pieces)["logprobs"]["content"]]
         assert told == [-float(id) for id in ids]
+
+
+def test_log_probabilities_of_tokens_that_are_parts_of_characters() -> None:
+    """Bytes are those of the tokens, and an offset is that of the character which a token is a part of."""
+    text = "Hé 😀 world"
+    ids = TOKENIZER.encode(text, add_special_tokens=False)
+    assert len(ids) == 9  # H, é in 2, a space, the face in 4, world with its space
+    # Two that read alike beside each other: the likelier one is told.
+    tokens = tuple(Token(0, id, None, Logprobs(-1.0, ((ids[1], -0.5), (ids[2], -4.0)))) for id in ids)
+    stream = TOKENIZER.stream()
+    deltas = [Delta(0, stream.push(token.token_id), (token,), None) for token in tokens]
+    held = [Delta(0, "Hé", tokens[:4], None), Delta(0, " 😀 world", tokens[4:], "length")]  # a stop string was possible
+    for pieces in (deltas, held):
+        plain, chat = TextWording(TOKENIZER, 2), ChatWording(TOKENIZER, 2, None)
+        told = plain.whole([plain.piece(delta) for delta in pieces])["logprobs"]
+        assert told["text_offset"] == [0, 1, 1, 2, 3, 3, 3, 3, 4]
+        assert told["tokens"] == ["H", "\ufffd", "\ufffd", " ", "\ufffd", "\ufffd", "\ufffd", "\ufffd", " world"]
+        assert told["top_logprobs"] == [{"\ufffd": -0.5}] * 9
+        entries = chat.whole([piece for delta in pieces if (piece := chat.piece(delta))])["logprobs"]["content"]
+        assert b"".join(bytes(entry["bytes"]) for entry in entries) == text.encode()
+        assert [entry["token"] for entry in entries] == told["tokens"]
+        assert [alternative["bytes"] for alternative in entries[0]["top_logprobs"]] == [[0xC3], [0xA9]]
 
 
 def test_earlier_calls_reach_the_template_as_objects() -> None:

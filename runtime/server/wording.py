@@ -1,5 +1,6 @@
 """How answers are worded: deltas of choices as the pieces of a stream, and pieces put together to a whole choice."""
 
+import codecs
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -12,6 +13,27 @@ from .messages import Token
 from .tools import ToolCall, ToolParser
 
 Words = dict[str, Any]
+
+
+class _Spelling:
+    """How the tokens of one choice are spelled, and the character of its text at which the next one begins: one that
+    continues a character begins where that does."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.offset = 0
+        self._tokenizer = tokenizer
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._first = True
+
+    def spell(self, id: int) -> bytes:
+        """A token that could come next."""
+        return self._tokenizer.spelled(id, first=self._first)
+
+    def take(self, id: int) -> None:
+        """The token that does come next."""
+        spelled = self.spell(id)
+        self._first = self._first and not spelled
+        self.offset += len(self._utf8.decode(spelled))
 
 
 class Wording(ABC):
@@ -38,12 +60,11 @@ class TextWording(Wording):
     def __init__(self, tokenizer: Tokenizer, top: int | None) -> None:
         self._tokenizer = tokenizer
         self._top = top
-        self._offsets: dict[int, int] = {}
+        self._spellings: dict[int, _Spelling] = {}
 
     def piece(self, delta: Delta) -> Words:
-        offset = self._offsets.get(delta.index, 0)
-        self._offsets[delta.index] = offset + len(delta.text)
-        logprobs = None if self._top is None else self._logprobs(delta.tokens, self._top, offset)
+        spelling = self._spellings.setdefault(delta.index, _Spelling(self._tokenizer))
+        logprobs = None if self._top is None else self._logprobs(delta.tokens, self._top, spelling)
         return {
             "index": delta.index,
             "text": delta.text,
@@ -57,17 +78,18 @@ class TextWording(Wording):
             "logprobs": _joined(piece["logprobs"] for piece in pieces),
         }
 
-    def _logprobs(self, tokens: Sequence[Token], top: int, offset: int) -> Words:
+    def _logprobs(self, tokens: Sequence[Token], top: int, spelling: _Spelling) -> Words:
         told: Words = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for token in tokens:
             probabilities = _logprobs(token)
-            text = self._tokenizer.decode([token.token_id])
-            told["tokens"].append(text)
+            told["tokens"].append(_text(spelling.spell(token.token_id)))
             told["token_logprobs"].append(probabilities.chosen)
-            likeliest = {self._tokenizer.decode([id]): value for id, value in probabilities.top[:top]}
+            likeliest: dict[str, float] = {}
+            for id, value in probabilities.top[:top]:
+                likeliest.setdefault(_text(spelling.spell(id)), value)  # parts of characters read alike
             told["top_logprobs"].append(likeliest)
-            told["text_offset"].append(offset)
-            offset += len(text)
+            told["text_offset"].append(spelling.offset)
+            spelling.take(token.token_id)
         return told
 
 
@@ -84,6 +106,7 @@ class ChatWording(Wording):
         self._parsers: dict[int, ToolParser | None] = {}
         self._calls: dict[int, int] = {}
         self._held: dict[int, list[Token]] = {}  # of text that the parser holds
+        self._spellings: dict[int, _Spelling] = {}
 
     def piece(self, delta: Delta) -> Words | None:
         begins = delta.index not in self._parsers
@@ -91,6 +114,7 @@ class ChatWording(Wording):
             self._parsers[delta.index] = self._tools() if self._tools else None
             self._calls[delta.index] = 0
             self._held[delta.index] = []
+            self._spellings[delta.index] = _Spelling(self._tokenizer)
         self._held[delta.index] += delta.tokens
         said = self._said(delta)
         reason = delta.finish_reason
@@ -101,7 +125,7 @@ class ChatWording(Wording):
         if begins:
             said = {"role": "assistant", "content": ""} | said
         tokens, self._held[delta.index] = self._held[delta.index], []
-        logprobs = None if self._top is None else self._logprobs(tokens, self._top)
+        logprobs = None if self._top is None else self._logprobs(tokens, self._top, self._spellings[delta.index])
         return {"index": delta.index, "delta": said, "logprobs": logprobs, "finish_reason": reason}
 
     def whole(self, pieces: Sequence[Words]) -> Words:
@@ -132,17 +156,22 @@ class ChatWording(Wording):
         function = {"name": call.name, "arguments": call.arguments}
         return {"index": number, "id": call.id, "type": "function", "function": function}
 
-    def _logprobs(self, tokens: Sequence[Token], top: int) -> Words:
+    def _logprobs(self, tokens: Sequence[Token], top: int, spelling: _Spelling) -> Words:
         def one(id: int, value: float) -> Words:
-            text = self._tokenizer.decode([id])
-            return {"token": text, "logprob": value, "bytes": list(text.encode())}
+            spelled = spelling.spell(id)
+            return {"token": _text(spelled), "logprob": value, "bytes": list(spelled)}
 
         content = []
         for token in tokens:
             probabilities = _logprobs(token)
             likeliest = [one(id, value) for id, value in probabilities.top[:top]]
             content.append(one(token.token_id, probabilities.chosen) | {"top_logprobs": likeliest})
+            spelling.take(token.token_id)
         return {"content": content, "refusal": None}
+
+
+def _text(spelled: bytes) -> str:
+    return spelled.decode(errors="replace")
 
 
 def _logprobs(token: Token) -> Logprobs:
