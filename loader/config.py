@@ -214,6 +214,8 @@ def _refuse_unsupported(c: Fields) -> None:
             raise c.fail(key, "no such key (multimodal models are not supported yet)")
     if c.flag("use_sliding_window"):
         raise c.fail("use_sliding_window", "false (sliding-window attention is not supported)")
+    if c.has("is_causal") and not c.flag("is_causal"):
+        raise c.fail("is_causal", "true (attention to later tokens is not supported)")
     if c.has("hidden_act") and c.values["hidden_act"] != "silu":
         raise c.fail("hidden_act", "'silu'")
     if c.has("layer_types"):

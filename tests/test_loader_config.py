@@ -210,6 +210,7 @@ def test_a_needed_key_is_missing(tmp_path: Path, key: str) -> None:
             {"use_sliding_window": True},
             "use_sliding_window: expected false (sliding-window attention is not supported), found True",
         ),
+        ({"is_causal": False}, "is_causal: expected true (attention to later tokens is not supported), found False"),
         (
             {"quantization_config": {"quant_method": "fp8"}},
             "quantization_config.weight_block_size: expected [rows, columns] of the blocks that share a scale, "
