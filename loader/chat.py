@@ -19,9 +19,6 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from .errors import TokenizerError
 from .files import read_json_object, read_text, show
 
-# Whatever a template's own expressions can raise besides Jinja's errors, such as adding a list to a string.
-_FAILURES = (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError, RecursionError)
-
 
 class ChatTemplate:
     """The chat template of a model directory: chat_template.jinja, chat_template.json or tokenizer_config.json.
@@ -37,7 +34,8 @@ class ChatTemplate:
         for name, source in sources.items():
             try:
                 self._templates[name] = environment.from_string(source)
-            except _FAILURES as failure:
+            except Exception as failure:
+                # Not Jinja's errors alone: of `break` outside of a loop it makes Python that does not compile.
                 raise TokenizerError(f"{self._where}: chat template {name} does not compile: {failure}") from failure
 
     def render(
@@ -69,7 +67,8 @@ class ChatTemplate:
         )
         try:
             return self._templates[name].render(values)
-        except _FAILURES as failure:
+        except Exception as failure:
+            # Somebody else's program can raise whatever it likes, and nothing of ours runs in there.
             raise TokenizerError(f"{self._where}: chat template {name} refused the messages: {failure}") from failure
 
 

@@ -302,6 +302,11 @@ def test_an_object_with_methods_never_reaches_a_template(tmp_path: Path) -> None
     ("template", "sentence"),
     [
         ("{% for %}", "chat template default does not compile: "),
+        ("{% break %}", "chat template default does not compile: 'break' outside loop"),
+        ("{% for i in x %}" * 25 + "{% endfor %}" * 25, "does not compile: too many statically nested blocks"),
+        ("{% if x %}" * 120 + "{% endif %}" * 120, "does not compile: too many levels of indentation"),
+        ("{{ 1e400 | int }}", "default refused the messages: name 'inf' is not defined"),
+        ("{{ 'a' * 10 ** 17 }}", "default refused the messages: "),
         ("{{ raise_exception('roles must alternate') }}", "default refused the messages: roles must alternate"),
         ("{{ nothing.content }}", "default refused the messages: 'nothing' is undefined"),
         ("{{ 1 + 'a' }}", "default refused the messages: unsupported operand"),
