@@ -19,24 +19,28 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from .errors import TokenizerError
 from .files import read_json_object, read_text, show
 
+FILE = "chat_template.jinja"
+FOLDER = "additional_chat_templates"  # beside FILE: one file a template, NAME.jinja
+
 
 class ChatTemplate:
-    """The chat template of a model directory: chat_template.jinja, chat_template.json or tokenizer_config.json.
+    """The chat templates of a model directory: those of files of their own, of chat_template.json or of
+    tokenizer_config.json.
 
     `special_tokens` (bos_token, eos_token, ...) are variables of the template. Raises TokenizerError.
     """
 
     def __init__(self, model_dir: Path, special_tokens: Mapping[str, str]) -> None:
-        self._where, sources = _find(model_dir)
+        self._model_dir = model_dir
         self._special_tokens = dict(special_tokens)
         environment = _environment()
-        self._templates: dict[str, jinja2.Template] = {}
-        for name, source in sources.items():
+        self._templates: dict[str, tuple[Path, jinja2.Template]] = {}
+        for name, (where, source) in _find(model_dir).items():
             try:
-                self._templates[name] = environment.from_string(source)
+                self._templates[name] = where, environment.from_string(source)
             except Exception as failure:
                 # Not Jinja's errors alone: of `break` outside of a loop it makes Python that does not compile.
-                raise TokenizerError(f"{self._where}: chat template {name} does not compile: {failure}") from failure
+                raise TokenizerError(f"{where}: chat template {name} does not compile: {failure}") from failure
 
     def render(
         self,
@@ -54,7 +58,7 @@ class ChatTemplate:
         name = "tool_use" if tools is not None and "tool_use" in self._templates else "default"
         if name not in self._templates:
             names = ", ".join(sorted(self._templates))
-            raise TokenizerError(f"{self._where}: expected a chat template named default, found {names or 'none'}")
+            raise TokenizerError(f"{self._model_dir}: expected a chat template named default, found {names or 'none'}")
         values = _plain(
             {
                 **self._special_tokens,
@@ -65,24 +69,30 @@ class ChatTemplate:
                 "add_generation_prompt": add_generation_prompt,
             }
         )
+        where, template = self._templates[name]
         try:
-            return self._templates[name].render(values)
+            return template.render(values)
         except Exception as failure:
             # Somebody else's program can raise whatever it likes, and nothing of ours runs in there.
-            raise TokenizerError(f"{self._where}: chat template {name} refused the messages: {failure}") from failure
+            raise TokenizerError(f"{where}: chat template {name} refused the messages: {failure}") from failure
 
 
-def _find(model_dir: Path) -> tuple[Path, dict[str, str]]:
-    """(the file that holds the templates, name -> source); the newest way of storing them wins."""
-    name = "chat_template.jinja"
-    if (model_dir / name).exists():
-        return model_dir / name, {"default": read_text(model_dir, name, TokenizerError)}
+def _find(model_dir: Path) -> dict[str, tuple[Path, str]]:
+    """name -> (file that holds it, source); the newest way of storing them wins."""
+    found: dict[str, tuple[Path, str]] = {}
+    if (model_dir / FILE).exists():
+        found["default"] = model_dir / FILE, read_text(model_dir, FILE, TokenizerError)
+    for path in sorted((model_dir / FOLDER).glob("*.jinja")):
+        found[path.stem] = path, read_text(model_dir, path.name, TokenizerError, FOLDER)
+    if found:
+        return found
     for name in ("chat_template.json", "tokenizer_config.json"):
         if (model_dir / name).exists():
-            found = read_json_object(model_dir, name, TokenizerError).get("chat_template")
-            if found is not None:
-                return model_dir / name, _named(model_dir / name, found)
-    return model_dir, {}
+            entry = read_json_object(model_dir, name, TokenizerError).get("chat_template")
+            if entry is not None:
+                where = model_dir / name
+                return {name: (where, source) for name, source in _named(where, entry).items()}
+    return {}
 
 
 def _named(where: Path, found: Any) -> dict[str, str]:

@@ -15,15 +15,16 @@ def show(value: object) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-def model_file(model_dir: Path, name: str, error: type[ValueError]) -> Path:
-    """Returns the path of the file `name` of a model directory; raises `error` if it is missing or not inside.
+def model_file(model_dir: Path, name: str, error: type[ValueError], folder: str = "") -> Path:
+    """Returns the path of the file `name` of a model directory, or of a `folder` in it; raises `error` if it is missing
+    or not inside.
 
     Inside means: one path component, and not a symbolic link out of the directory, except into the `blobs` of the
     Hugging Face cache entry that the directory is a snapshot of (X/snapshots/REVISION/NAME -> X/blobs/HASH).
     """
     if name in ("", ".", "..") or "/" in name or "\0" in name:
         raise error(f"{model_dir}: expected the name of a file inside the model directory, found {show(name)}")
-    path = model_dir / name
+    path = model_dir / folder / name
     try:
         root, real = model_dir.resolve(), path.resolve(strict=True)
         regular = real.is_file()
@@ -39,9 +40,9 @@ def model_file(model_dir: Path, name: str, error: type[ValueError]) -> Path:
     return path
 
 
-def read_bytes(model_dir: Path, name: str, error: type[ValueError]) -> bytes:
-    """Returns the content of the file `name` of a model directory; raises `error` if that is not possible."""
-    path = model_file(model_dir, name, error)
+def read_bytes(model_dir: Path, name: str, error: type[ValueError], folder: str = "") -> bytes:
+    """Returns the content of a file (see model_file); raises `error` if that is not possible."""
+    path = model_file(model_dir, name, error, folder)
     try:
         size = path.stat().st_size
         if size > MAX_BYTES:
@@ -51,12 +52,12 @@ def read_bytes(model_dir: Path, name: str, error: type[ValueError]) -> bytes:
         raise error(f"{path}: cannot be read: {failure.strerror}") from failure
 
 
-def read_text(model_dir: Path, name: str, error: type[ValueError]) -> str:
-    """Returns the content of the UTF-8 file `name` of a model directory; raises `error` if that is not possible."""
+def read_text(model_dir: Path, name: str, error: type[ValueError], folder: str = "") -> str:
+    """Returns the content of a UTF-8 file (see model_file); raises `error` if that is not possible."""
     try:
-        return read_bytes(model_dir, name, error).decode()
+        return read_bytes(model_dir, name, error, folder).decode()
     except UnicodeDecodeError as failure:
-        raise error(f"{model_dir / name}: not UTF-8 at byte {failure.start}") from None
+        raise error(f"{model_dir / folder / name}: not UTF-8 at byte {failure.start}") from None
 
 
 def read_json_object(model_dir: Path, name: str, error: type[ValueError]) -> dict[str, Any]:

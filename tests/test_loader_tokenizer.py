@@ -264,6 +264,36 @@ def test_where_the_template_is_found(tmp_path: Path) -> None:
     assert Tokenizer(tmp_path).apply_chat_template(CHAT) == "jinja"
 
 
+def test_templates_as_transformers_5_writes_them(directories: dict[str, Path], tmp_path: Path) -> None:
+    """The default one in a file, the others in files of a folder; also where these are links of a Hub's snapshot."""
+    tokenizer = reference(directories["qwen"])
+    tokenizer.chat_template = {"default": "plain", "tool_use": "{{ tools | tojson }}"}
+    snapshot = tmp_path / "snapshots" / "0123abcd"
+    tokenizer.save_pretrained(snapshot)
+    theirs = reference(snapshot)
+
+    def check() -> None:
+        for tools in (None, [], [{"type": "function", "function": {"name": "f"}}]):
+            wanted = theirs.apply_chat_template(CHAT, tools=tools, tokenize=False)
+            assert Tokenizer(snapshot).apply_chat_template(CHAT, tools=tools) == wanted
+
+    check()
+    path = snapshot / "additional_chat_templates" / "tool_use.jinja"
+    (tmp_path / "blobs").mkdir()
+    path.rename(tmp_path / "blobs" / "hash")
+    path.symlink_to(Path("../../../blobs/hash"))
+    check()
+
+
+def test_a_folder_of_templates_elsewhere_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "tool_use.jinja").write_text("secret")
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "additional_chat_templates").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(TokenizerError, match=r"tool_use\.jinja: expected a file inside the model directory, found a"):
+        rendered(tmp_path / "model", "plain")
+
+
 @pytest.mark.parametrize(
     "template",
     [
