@@ -1,7 +1,11 @@
 """The server's parts by hand: text with stop strings, messages in pieces, tool calls."""
 
+import asyncio
 import itertools
+import shutil
+from pathlib import Path
 
+import httpx
 import pytest
 from command import DEMO
 from hypothesis import given, settings
@@ -10,6 +14,8 @@ from hypothesis import strategies as st
 from tilerank.loader.tokenizer import Tokenizer
 from tilerank.runtime.params import Logprobs, SamplingParams
 from tilerank.runtime.server.api import Message
+from tilerank.runtime.server.app import About, make_app
+from tilerank.runtime.server.client import EngineClient
 from tilerank.runtime.server.completions import Delta
 from tilerank.runtime.server.messages import Cancel, Submit, Token, encode, engine_inbox
 from tilerank.runtime.server.text import TextStream
@@ -176,3 +182,29 @@ def test_earlier_calls_reach_the_template_as_objects() -> None:
     )
     told = message.told()
     assert told["tool_calls"][0]["function"] == {"name": "f", "arguments": {"x": 1}}
+
+
+@pytest.mark.parametrize(
+    ("template", "sentence"),
+    [
+        (None, "base has no chat template that can be used; POST /v1/completions needs none"),
+        ("{% break %}", "the chat template refused the messages: 'break' outside loop (<template>, line 11)"),
+        ("{{ raise_exception('no system') }}", "the chat template refused the messages: no system"),
+    ],
+)
+def test_messages_that_no_template_makes_a_prompt_of(tmp_path: Path, template: str | None, sentence: str) -> None:
+    """A model that has none, as base models do, is not told of as a template that refused them."""
+    shutil.copy(DEMO / "tokenizer.json", tmp_path)
+    if template is not None:
+        (tmp_path / "chat_template.jinja").write_text(template)
+
+    async def check_grammar(grammar: str) -> None: ...
+
+    async def asked() -> httpx.Response:
+        about = About("base", "0", None, None, check_grammar)
+        app = make_app(EngineClient(), Tokenizer(tmp_path), about)
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server") as client:
+            return await client.post("/tokenize", json={"messages": [{"role": "user", "content": "a"}]})
+
+    answer = asyncio.run(asked())
+    assert (answer.status_code, answer.json()["error"]["message"]) == (400, sentence)

@@ -299,7 +299,10 @@ class _Server:
             text = self._tokenizer.apply_chat_template(told, tools=tools, add_generation_prompt=True, **variables)
         except TokenizerError as e:
             # Not all of the sentence: it names the file.
-            raise ApiError(400, f"the chat template refused the messages: {e.__cause__}", param="messages") from e
+            says = f"the chat template refused the messages: {e.__cause__}"
+            if e.__cause__ is None:  # no template came so far as to refuse them
+                says = f"{self._about.model} has no chat template that can be used; POST /v1/completions needs none"
+            raise ApiError(400, says, param="messages") from e
         return await self._encode(text, False)
 
 
