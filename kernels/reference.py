@@ -7,6 +7,7 @@ batch, so that here too equal rows give equal bits.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -66,7 +67,7 @@ def product_int8(x: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
     """quantised x[m, k] @ (codes[n, k] * scales[n]).T in fp32: exact sums, then one scaling."""
     rows, steps = quantise_rows(x.float())
     sums = rows.double() @ codes.double().T  # below 2^53, hence exact in any order
-    return sums.float() * (steps[:, None] * scales)
+    return (sums + 0.0).float() * (steps[:, None] * scales)  # no negative zero, as integers have none
 
 
 def quantise_int4(x: Tensor, group: int, zero_points: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -122,10 +123,21 @@ def epilogue(
         gate, up = sums.view(sums.shape[0], -1, 2, 32).unbind(2)  # blocks of 32 outputs in turn
         sums = (F.silu(gate) * up).flatten(1)
     elif activation is not None:
-        sums = F.gelu(sums, approximate="tanh" if activation == "gelu_tanh" else "none")
+        approximate = "tanh" if activation == "gelu_tanh" else "none"
+        sums = _by_row(sums, lambda row: F.gelu(row, approximate=approximate))
     if residual is not None:
         sums = sums + residual.float()
     return sums.to(out_dtype)
+
+
+def _by_row(x: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
+    """function(x), which goes element by element: torch rounds the last few of a call, which fill no vector, in another
+    way.
+    """
+    out = torch.empty_like(x)
+    for row, result in zip(x, out, strict=True):
+        result.copy_(function(row))
+    return out
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, zero_centered: bool = False) -> Tensor:
@@ -281,8 +293,8 @@ def sigmoid_top_k(
     logits: Tensor, bias: Tensor, top_k: int, *, groups: int, top_groups: int, renormalize: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
     """DeepseekV3TopkRouter of transformers."""
-    scores = torch.sigmoid(logits)
-    for_choice = (scores + bias).view(logits.shape[0], groups, -1)
+    scores = _by_row(logits, torch.sigmoid)
+    for_choice = (scores + bias).view(logits.shape[0], groups, logits.shape[1] // groups)
     best = _top_k(for_choice.topk(2, dim=-1).values.sum(dim=-1), top_groups)
     kept = torch.zeros(best.shape[0], groups, dtype=torch.bool).scatter(1, best, True)
     ids = _top_k(for_choice.masked_fill(~kept[..., None], -torch.inf).flatten(1), top_k)

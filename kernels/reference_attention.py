@@ -94,7 +94,9 @@ def attention(
             for row in range(start, stop):
                 seen = length - (stop - row) + 1 if causal else length
                 # Exactly the visible keys, so that neither the batch nor later tokens touch the order of summation.
-                scores = q[row, first : first + count].float() @ head_keys[:seen].T * scale
+                # A copy, since the order of summation depends on where it lies, too.
+                queries = q[row, first : first + count].to(torch.float32, copy=True)
+                scores = queries @ head_keys[:seen].T * scale
                 if lse is not None:
                     lse[row, first : first + count] = scores.logsumexp(dim=-1)
                 out[row, first : first + count] = (torch.softmax(scores, dim=-1) @ head_values[:seen]).to(q.dtype)
@@ -109,7 +111,8 @@ def attention_varlen(q: Tensor, k: Tensor, v: Tensor, edges: list[int], scale: f
         for head in range(q.shape[1]):
             keys, values = (x[start:stop, head // group].float().contiguous() for x in (k, v))
             for row in range(start, stop):
-                out[row, head] = torch.softmax(keys @ q[row, head].float() * scale, dim=-1) @ values
+                query = q[row, head].to(torch.float32, copy=True)  # as above
+                out[row, head] = torch.softmax(keys @ query * scale, dim=-1) @ values
     return out
 
 

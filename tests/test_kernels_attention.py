@@ -397,6 +397,17 @@ def test_views_of_a_fused_projection(dtype: torch.dtype) -> None:
     assert torch.equal(found, expected)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_where_queries_lie_does_not_matter(dtype: torch.dtype) -> None:
+    batch = Batch([70], [(0, 3), (3, 8)], 24, dtype).store_all()
+    expected, aligned = batch.whole(0), batch.q[0]
+    for offset in range(1, 5):
+        batch.q[0] = torch.zeros(offset + aligned.numel(), dtype=dtype)[offset:].view(aligned.shape).copy_(aligned)
+        starts, lengths = torch.tensor([0, 70], dtype=torch.int32), torch.tensor([70], dtype=torch.int32)
+        found = attention(batch.q[0], batch.cache, batch.tables, lengths, starts, batch.kv_map, batch.scale)
+        assert torch.equal(found, expected)
+
+
 def test_nothing_to_do() -> None:
     batch = Batch([40], GQA, 16, torch.float32).store_all()
     assert batch.attend([(0, 40, 40)])[0].shape == (0, 7, 16)

@@ -53,6 +53,13 @@ def test_product(rung: str, n: int, k: int, threads: int) -> None:
     assert torch.equal(linear(x, weight, bias, out_dtype=F32), expected + bias)
 
 
+def test_a_sum_of_zero_has_no_sign(rung: str) -> None:
+    """Sums are integers, however many rows are multiplied."""
+    weight = packed(-torch.ones(40, 1))
+    for m in (1, 2, 13, 40):
+        assert not linear(torch.zeros(m, 1, dtype=BF16), weight, out_dtype=F32).signbit().any(), f"{m} rows"
+
+
 @pytest.mark.parametrize("threads", [1, 4])
 @pytest.mark.parametrize("k", [1100, 4000])
 def test_product_larger_than_every_block(threads: int, k: int) -> None:

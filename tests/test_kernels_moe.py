@@ -243,6 +243,19 @@ def test_the_first_of_equals_is_chosen(rung: str) -> None:
     assert ids.tolist() == [[0, 1, 2]] and torch.allclose(weights, torch.ones(1, 3))
 
 
+@pytest.mark.parametrize("experts", [20, 60])
+def test_a_token_goes_the_same_way_in_every_batch(rung: str, experts: int) -> None:
+    logits, bias = randn(13, experts) * 3, randn(experts, seed=1)
+
+    def route(rows: Tensor) -> tuple[Tensor, Tensor]:
+        return sigmoid_top_k(rows, bias, 8, groups=4, top_groups=3, renormalize=False, scale=1.0)
+
+    ids, weights = route(logits)
+    for m in range(len(logits)):
+        some_ids, some_weights = route(logits[:m])
+        assert torch.equal(some_ids, ids[:m]) and torch.equal(some_weights, weights[:m]), m
+
+
 def test_experts_of_nan_are_experts(rung: str) -> None:
     """What is made of a broken row must still be safe to look up."""
     logits = torch.full((2, 20), float("nan"))
