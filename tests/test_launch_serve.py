@@ -5,11 +5,12 @@ import http.client
 import json
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
-from command import DEMO, await_true, run
+from command import DEMO, await_true, endless_copy, run
 from serving import PROMPTS, Server, greedy, serving, tokenizer
 
 
@@ -138,6 +139,28 @@ def test_who_hangs_up_is_cancelled(server: Server) -> None:
         await_true(lambda: server.gauge("num_requests_running") == 0, 120, "it runs on")
     assert server.gauge("kv_cache_usage_perc") == 0
     assert server.gauge("generation_tokens_total") - before < 2 * 3500
+
+
+def test_who_hangs_up_in_line_is_cancelled(tmp_path: Path) -> None:
+    """While another has the cache, and long before the prompt would be computed."""
+    model = endless_copy(tmp_path / "model")
+    with serving("--tp", 1, "--max-total-tokens", 1 << 16, "--model-path", model) as server:
+
+        def ask(**body: Any) -> http.client.HTTPConnection:
+            connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=300)
+            connection.request("POST", "/v1/completions", json.dumps(body))
+            return connection
+
+        first = ask(prompt=[5] * 2000, max_tokens=60000, ignore_eos=True)
+        await_true(lambda: server.gauge("num_requests_running") == 1, 120, "it does not run")
+        for stream in (True, False):
+            second = ask(prompt=[6] * 64000, max_tokens=1000, stream=stream)
+            await_true(lambda: server.gauge("num_requests_waiting") == 1, 120, "it is not in line")
+            second.close()
+            await_true(lambda: server.gauge("num_requests_waiting") == 0, 30, "it stays in line")
+            assert server.gauge("num_requests_running") == 1
+            assert server.gauge("prompt_tokens_total") == 2000
+        first.close()
 
 
 HOSTILE: list[tuple[str, Any, int, str]] = [

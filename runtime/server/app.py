@@ -5,7 +5,7 @@ import hmac
 import json
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -42,6 +42,7 @@ LONG_TEXT = 4096
 HEALTH_S = 60.0
 
 Body = TypeVar("Body", bound=pydantic.BaseModel)
+T = TypeVar("T")
 Handler = Callable[[Request], Awaitable[Response]]
 
 
@@ -158,14 +159,17 @@ class _Server:
     async def health_generate(self, request: Request) -> Response:
         """A real token, through every rank."""
         try:
-            async with aclosing(self._client.generate([0], SamplingParams(max_new_tokens=1))) as tokens:
-                async for _ in tokens:
-                    pass
+            await _unless_gone(request, self._generate())
         except EngineGoneError as e:
             raise ApiError(503, str(e), code="engine_gone") from e
         except RefusedError as e:
             raise ApiError(500, str(e)) from e
         return Response()
+
+    async def _generate(self) -> None:
+        async with aclosing(self._client.generate([0], SamplingParams(max_new_tokens=1))) as tokens:
+            async for _ in tokens:
+                pass
 
     async def tokenize(self, request: Request) -> Response:
         body = await self._body(request, Tokenize)
@@ -231,23 +235,15 @@ class _Server:
         deltas = self._latest.watch(about["id"], answering, self._metrics.watch(answering.deltas()))
         try:
             # Before the status line goes out: a request that is refused gets a status that says so.
-            first = await anext(deltas)
-        except ApiError:
+            first = await _unless_gone(request, anext(deltas))
+        except (ApiError, ClientDisconnect):
             await deltas.aclose()
             raise
         if body.stream:
             usage = body.stream_options is not None and body.stream_options.include_usage
             events = _events(first, deltas, answering, about, wording, usage)
             return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
-        pieces: dict[int, list[Words]] = {}
-        async with aclosing(deltas):
-            async for delta in _after(first, deltas):
-                piece = wording.piece(delta)
-                if piece is not None:
-                    pieces.setdefault(delta.index, []).append(piece)
-                if await request.is_disconnected():
-                    raise ClientDisconnect
-        choices = [wording.whole(pieces[index]) for index in sorted(pieces)]
+        choices = await _unless_gone(request, _choices(first, deltas, wording))
         return JSONResponse(about | {"object": wording.objects[1], "choices": choices, "usage": answering.usage})
 
     async def _body(self, request: Request, kind: type[Body]) -> Body:
@@ -304,6 +300,37 @@ class _Server:
                 says = f"{self._about.model} has no chat template that can be used; POST /v1/completions needs none"
             raise ApiError(400, says, param="messages") from e
         return await self._encode(text, False)
+
+
+async def _unless_gone(request: Request, doing: Awaitable[T]) -> T:
+    """What comes of `doing`, which ends, with ClientDisconnect, when the client hangs up: the server does not hear of
+    that by itself before it answers. The body has been read."""
+
+    async def hung_up() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    working, gone = asyncio.ensure_future(doing), asyncio.create_task(hung_up())
+    try:
+        await asyncio.wait((working, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientDisconnect
+        return working.result()
+    finally:
+        working.cancel()
+        gone.cancel()
+        await asyncio.gather(working, gone, return_exceptions=True)
+
+
+async def _choices(first: Delta, rest: AsyncGenerator[Delta], wording: Wording) -> list[Words]:
+    """Those of an answer that is told whole."""
+    pieces: dict[int, list[Words]] = {}
+    async with aclosing(rest):
+        async for delta in _after(first, rest):
+            piece = wording.piece(delta)
+            if piece is not None:
+                pieces.setdefault(delta.index, []).append(piece)
+    return [wording.whole(pieces[index]) for index in sorted(pieces)]
 
 
 async def _after(first: Delta, rest: AsyncIterator[Delta]) -> AsyncIterator[Delta]:
