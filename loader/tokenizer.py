@@ -217,10 +217,25 @@ def _decoder_type(where: Path, inner: tokenizers.Tokenizer) -> str:
     parts = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
     if [part["type"] for part in parts] == ["ByteLevel"]:
         return "ByteLevel"
-    if all(part["type"] in _LOCAL_DECODERS and not part.get("stop") for part in parts):
+    if _is_local(parts):
         return "Sequence"
     names = ", ".join(str(part["type"]) for part in parts)
-    raise TokenizerError(f"{where}: decoder: expected ByteLevel or a sentencepiece-style sequence, found {names}")
+    raise TokenizerError(
+        f"{where}: decoder: expected ByteLevel or a sequence that decodes a token by the one before it, found {names}"
+    )
+
+
+def _is_local(decoders: list[dict[str, Any]]) -> bool:
+    """Whether text can be decoded with one token before it: `Strip` may want no more than that one has, and what spans
+    tokens is no business of `Replace`."""
+    types = [decoder["type"] for decoder in decoders]
+    joined = types.index("Fuse") if "Fuse" in types else len(types)
+    return (
+        _LOCAL_DECODERS.issuperset(types)
+        and sum(decoder.get("start", 0) for decoder in decoders) <= 1
+        and not any(decoder.get("stop") for decoder in decoders)
+        and "Replace" not in types[joined:]
+    )
 
 
 def _token_names(where: Path, values: Mapping[str, Any]) -> dict[str, str]:

@@ -387,6 +387,27 @@ def test_decoder_that_cannot_be_streamed(tmp_path: Path) -> None:
         Tokenizer(tmp_path)
 
 
+SPACES = decoders.Replace("▁", " ")
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        [SPACES, decoders.Fuse(), decoders.Strip(" ", 2, 0)],
+        [SPACES, decoders.Fuse(), decoders.Strip(" ", 1, 0), decoders.Strip(" ", 1, 0)],
+        [SPACES, decoders.Fuse(), decoders.Strip(" ", 0, 1)],
+        [decoders.Fuse(), decoders.Replace("▁▁", "\n")],
+    ],
+)
+def test_decoder_that_looks_further_than_one_token(tmp_path: Path, parts: list[Any]) -> None:
+    """A text that begins with two spaces, or has two tokens of one space each, would differ from what streams."""
+    inner = tokenizers.Tokenizer(models.BPE({"▁": 0, "a": 1}, []))
+    inner.decoder = decoders.Sequence(parts)
+    inner.save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(TokenizerError, match=r"decoder: expected ByteLevel or .*, found .*Fuse"):
+        Tokenizer(tmp_path)
+
+
 def test_no_chat_template(tmp_path: Path) -> None:
     shutil.copy(DEMO / "tokenizer.json", tmp_path)
     with pytest.raises(TokenizerError, match="expected a chat template named default, found none"):
