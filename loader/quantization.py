@@ -122,8 +122,9 @@ def read_quantization(c: Fields) -> QuantizationConfig:
 
 def _awq(c: Fields) -> QuantizationConfig:
     _expect(c, "w_bit" if c.has("w_bit") and not c.has("bits") else "bits", 4)
-    if c.has("version") and c.text("version").lower() != "gemm":
-        raise c.fail("version", "'gemm', the only layout of AWQ that is supported")
+    key = _layout_key(c, "version")
+    if c.has(key) and c.text(key).lower() != "gemm":
+        raise c.fail(key, "'gemm', the only layout of AWQ that is supported")
     _expect(c, "zero_point", True)
     group = _group(c, "q_group_size" if c.has("q_group_size") and not c.has("group_size") else "group_size")
     return QuantizationConfig("awq", group=group, kept=(*_ALL_BUT_HEAD, *_names(c, "modules_to_not_convert")))
@@ -131,9 +132,10 @@ def _awq(c: Fields) -> QuantizationConfig:
 
 def _gptq(c: Fields) -> QuantizationConfig:
     _expect(c, "bits", 4)
-    form = c.text("checkpoint_format") if c.has("checkpoint_format") else "gptq"
+    key = _layout_key(c, "checkpoint_format")
+    form = c.text(key) if c.has(key) else "gptq"
     if form not in ("gptq", "gptq_v2"):
-        raise c.fail("checkpoint_format", "'gptq' or 'gptq_v2'")
+        raise c.fail(key, "'gptq' or 'gptq_v2'")
     dynamic = c.object("dynamic").values if c.has("dynamic") else {}
     for rule in dynamic:
         if not rule.startswith("-:"):
@@ -195,6 +197,11 @@ def _compressed_tensors(c: Fields) -> QuantizationConfig:
         kept=tuple(name for name in ignored if not name.startswith("re:")),
         kept_patterns=tuple(_pattern(c, "ignore", name[3:]) for name in ignored if name.startswith("re:")),
     )
+
+
+def _layout_key(c: Fields, old: str) -> str:
+    """transformers 5 calls it `format` and gives priority to the older name."""
+    return "format" if c.has("format") and not c.has(old) else old
 
 
 def _expect(c: Fields, key: str, value: int | str) -> None:

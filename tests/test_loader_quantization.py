@@ -78,6 +78,9 @@ def test_gptq(tmp_path: Path) -> None:
     assert found.converts(UP) and not found.converts("lm_head")
     assert not read(tmp_path, GPTQ | {"checkpoint_format": "gptq_v2"}).zeros_minus_one
     assert read(tmp_path, {key: GPTQ[key] for key in ("quant_method", "bits", "group_size", "sym")}).zeros_minus_one
+    renamed = {key: value for key, value in GPTQ.items() if key != "checkpoint_format"} | {"format": "gptq_v2"}
+    assert not read(tmp_path, renamed).zeros_minus_one
+    assert read(tmp_path, GPTQ | {"format": "gptq_v2"}).zeros_minus_one, "the older name has priority"
     assert read(tmp_path, GPTQ | {"group_size": -1}).group == 0
     assert read(tmp_path, GPTQ | {"lm_head": True}).converts("lm_head")
     assert not found.act_order and read(tmp_path, GPTQ | {"desc_act": True}).act_order
@@ -128,6 +131,7 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({}, "quant_method: expected a string, found no such key"),
     (AWQ | {"bits": 8}, "bits: expected 4, found 8"),
     (AWQ | {"version": "gemv"}, "version: expected 'gemm', the only layout of AWQ that is supported, found 'gemv'"),
+    (AWQ | {"version": None, "format": "gemv"}, "format: expected 'gemm', the only layout of AWQ that is supported"),
     (AWQ | {"zero_point": False}, "zero_point: expected true, found False"),
     (AWQ | {"zero_point": 1}, "zero_point: expected true, found 1"),
     (AWQ | {"group_size": 48}, "group_size: expected -1 or a multiple of 32, found 48"),
