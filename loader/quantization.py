@@ -26,7 +26,7 @@ _ALL_BUT_HEAD = ("lm_head",)
 _MAX_GROUP = 1 << 20
 _MAX_BLOCK = 1 << 12
 _MAX_PATTERN = 200
-_MAX_REPEATS = 4
+_MAX_BRANCHES = 4
 _CODES: dict[Layout, Codes] = {"awq": "int4", "gptq": "int4", "fp8": "fp8", "int8": "int8"}
 
 
@@ -241,13 +241,18 @@ def _holding(c: Fields, key: str, value: object) -> Fields:
 
 
 def _pattern(c: Fields, key: str, pattern: str) -> str:
-    """A regular expression that cannot run for ever: a file from somewhere may not hang its reader."""
-    refusal: ConfigError = c.fail(key, f"regular expressions with at most {_MAX_REPEATS} repetitions, none of a group")
-    repeats = len(re.findall(r"(?<!\\)[*+{]", pattern))
-    if len(pattern) > _MAX_PATTERN or repeats > _MAX_REPEATS or re.search(r"(?<!\\)\)[*+{]", pattern):
+    """A regular expression that cannot run for ever: a file from somewhere may not hang its reader.
+
+    Wherever it can go on in several ways, at a repetition or a group of alternatives, all of them are tried in turn.
+    """
+    refusal: ConfigError = c.fail(
+        key, f"regular expressions with at most {_MAX_BRANCHES} repetitions and groups, no group repeated"
+    )
+    branches = len(re.findall(r"(?<!\\)[*+{(]|(?<![\\(*+?}])\?", pattern))  # after these, ? is no repetition of its own
+    if len(pattern) > _MAX_PATTERN or branches > _MAX_BRANCHES or re.search(r"(?<!\\)\)[*+{]", pattern):
         raise refusal
     try:
         re.compile(pattern)
-    except re.error:
+    except (re.error, OverflowError):
         raise refusal from None
     return pattern

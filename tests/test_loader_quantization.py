@@ -94,6 +94,21 @@ def test_gptq(tmp_path: Path) -> None:
     assert only.converts("model.layers.3.mlp.down_proj") and not only.converts(UP)
 
 
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        r"(model\.)?layers\.\d+\.mlp\..*",
+        r".*\.(?:gate|up|down)_proj$",
+        r"model\.layers\.(?:0|1|[2-9][0-9]?)\.mlp\.(gate|up)_proj",
+        r"^(?!.*self_attn).*?\.up_proj$",
+    ],
+)
+def test_patterns_of_names(tmp_path: Path, pattern: str) -> None:
+    found = read(tmp_path, GPTQ | {"dynamic": {f"-:{pattern}": {}}})
+    assert not found.converts(UP)
+    assert found.converts("model.layers.0.self_attn.q_proj")
+
+
 def test_fp8(tmp_path: Path) -> None:
     found = read(tmp_path, FP8)
     assert (found.layout, found.codes, found.block) == ("fp8", "fp8", (128, 128))
@@ -122,7 +137,7 @@ def group(**changes: Any) -> dict[str, Any]:
     return {"config_groups": {"group_0": COMPRESSED["config_groups"]["group_0"] | changes}}
 
 
-PATTERNS = "regular expressions with at most 4 repetitions, none of a group"
+PATTERNS = "regular expressions with at most 4 repetitions and groups, no group repeated"
 REFUSALS: list[tuple[dict[str, Any], str]] = [
     (
         {"quant_method": "bitsandbytes"},
@@ -144,6 +159,9 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
         "dynamic: expected rules that leave modules out (-:PATTERN) only, found",
     ),
     (GPTQ | {"dynamic": {"-:(a+)+$": {}}}, f"dynamic: expected {PATTERNS}, found"),
+    (GPTQ | {"dynamic": {"-:" + ".?" * 90 + "#": {}}}, f"dynamic: expected {PATTERNS}, found"),
+    (GPTQ | {"dynamic": {"-:" + "(.|.|.|.)" * 20 + "#": {}}}, f"dynamic: expected {PATTERNS}, found"),
+    (GPTQ | {"dynamic": {"-:a{99999999999}": {}}}, f"dynamic: expected {PATTERNS}, found"),
     (GPTQ | {"dynamic": {"-:[": {}}}, f"dynamic: expected {PATTERNS}, found"),
     (GPTQ | {"modules_in_block_to_quantize": ["a"]}, "modules_in_block_to_quantize: expected a list of lists"),
     (FP8 | {"fmt": "e5m2"}, "fmt: expected 'e4m3', found 'e5m2'"),
