@@ -1,5 +1,6 @@
 """Routing and fused experts on every rung: against transformers, and bit for bit against the kernels that they fuse."""
 
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -241,6 +242,13 @@ def test_the_first_of_equals_is_chosen(rung: str) -> None:
     assert softmax_top_k(logits, 3, renormalize=False)[0].tolist() == [[0, 1, 2]]
     ids, weights = sigmoid_top_k(logits, torch.zeros(64), 3, groups=8, top_groups=2, renormalize=True, scale=3.0)
     assert ids.tolist() == [[0, 1, 2]] and torch.allclose(weights, torch.ones(1, 3))
+
+
+def test_a_score_of_minus_infinity_is_chosen_once(rung: str) -> None:
+    """A correction bias of -inf takes an expert out of the choice until nothing else is left."""
+    bias = torch.tensor([0.0, -math.inf, 0, -math.inf])
+    ids, weights = sigmoid_top_k(torch.zeros(1, 4), bias, 4, groups=1, top_groups=1, renormalize=True, scale=1.0)
+    assert ids.tolist() == [[0, 2, 1, 3]] and torch.allclose(weights, torch.full((1, 4), 0.25))
 
 
 @pytest.mark.parametrize("experts", [20, 60])

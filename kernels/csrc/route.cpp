@@ -19,8 +19,8 @@ struct Largest {
   float value;
 };
 
-// Takes the largest value out, the first of equals, so that the next call finds the next. The index is a valid one
-// whatever the values are, NaN included.
+// Takes the largest value out, the first of equals, so that the next call finds the next. What was taken becomes a NaN,
+// which no comparison finds: -inf is a value as good as others. The index is a valid one even if all are NaN.
 static Largest take_largest(float* values, int64_t n) {
   Vec best = set(kNever);
   int64_t i = 0;
@@ -30,7 +30,7 @@ static Largest take_largest(float* values, int64_t n) {
   int64_t index = 0;
   while (index + 1 < n && values[index] != largest) ++index;
   const Largest taken{index, values[index]};
-  values[index] = kNever;
+  values[index] = std::numeric_limits<float>::quiet_NaN();
   return taken;
 }
 
