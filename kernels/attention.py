@@ -85,8 +85,8 @@ def store_kv(k: Tensor, v: Tensor, cache: KVLayer, slots: Tensor) -> None:
     token and head), strided as long as the last dim is contiguous.
     slots: [t] int64, slot = block * KV_BLOCK + offset, each at most once.
     """
-    shape = (slots.shape[0], cache.kv_heads, cache.head_dim)
     check.tensor("store_kv", "slots", slots, (None,), torch.int64)
+    shape = (slots.shape[0], cache.kv_heads, cache.head_dim)
     check.tensor("store_kv", "k", k, shape, _activations(cache))
     check.tensor("store_kv", "v", v, shape, k.dtype)
     if core.isa() == "reference":
@@ -159,10 +159,10 @@ def attention_varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale:
     cu_seqlens[i + 1], all of which see each other. head_dim: any multiple of 8 up to 256.
     Returns [t, hq, head_dim]. Keys and values are packed into pages first; accuracy and bits are those of `attention`.
     """
+    check.tensor("attention_varlen", "q", q, (None, None, None), check.ACTIVATIONS)
+    check.tensor("attention_varlen", "k", k, (q.shape[0], None, q.shape[2]), q.dtype)
+    check.tensor("attention_varlen", "v", v, k.shape, q.dtype)
     tokens, kv_heads, d = k.shape
-    check.tensor("attention_varlen", "q", q, (tokens, None, d), check.ACTIVATIONS)
-    check.tensor("attention_varlen", "k", k, (tokens, kv_heads, d), q.dtype)
-    check.tensor("attention_varlen", "v", v, (tokens, kv_heads, d), q.dtype)
     check.tensor("attention_varlen", "cu_seqlens", cu_seqlens, (None,), torch.int32)
     if kv_heads == 0 or q.shape[1] % kv_heads:
         raise KernelError(f"attention_varlen: q: expected a multiple of {kv_heads} heads, found {q.shape[1]}")

@@ -150,11 +150,11 @@ class Int8Weight:
 
     def write_codes(self, codes: Tensor, scales: Tensor, row: int = 0) -> None:
         """Packs rows that were quantised before: weight[row : row + r] = codes[r, k] int8 * scales[r] float32."""
-        check.tensor("Int8Weight.write_codes", "scales", scales, (codes.shape[0],), torch.float32)
         if codes.ndim != 2 or codes.dtype is not torch.int8:
             raise KernelError(
                 f"Int8Weight.write_codes: codes: expected a matrix of int8, found {list(codes.shape)} {codes.dtype}"
             )
+        check.tensor("Int8Weight.write_codes", "scales", scales, (codes.shape[0],), torch.float32)
         self._check_rows("write_codes", codes, row, 0)
         if self.is_plain:
             place = slice(row, row + codes.shape[0])

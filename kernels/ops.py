@@ -146,6 +146,8 @@ def take_rows(x: Tensor, rows: Tensor) -> Tensor:
 
 def repeat_row(row: Tensor | None, m: int, n: int, dtype: torch.dtype) -> Tensor:
     """[m, n] of which every row is `row` [n], contiguous and of the same dtype; zeros without one."""
+    if dtype not in check.ACTIVATIONS:
+        raise KernelError(f"repeat_row: dtype: expected float32 or bfloat16, found {dtype}")
     if row is not None:
         check.tensor("repeat_row", "row", row, (n,), dtype)
     if core.isa() == "reference":
@@ -159,11 +161,13 @@ def repeat_row(row: Tensor | None, m: int, n: int, dtype: torch.dtype) -> Tensor
 def join_columns(parts: Tensor, starts: Tensor, n: int) -> Tensor:
     """The columns of several matrices side by side, without the padding that made them equally wide.
 
-    parts: [r, m, w]; starts: [r + 1] int64, from 0 to n: columns starts[i] to starts[i + 1] of the result are the first
-    ones of part i. Returns [m, n].
+    parts: [r, m, w], r >= 1; starts: [r + 1] int64, from 0 to n: columns starts[i] to starts[i + 1] of the result are
+    the first ones of part i. Returns [m, n].
     """
     check.tensor("join_columns", "parts", parts, (None, None, None), check.ACTIVATIONS)
     check.tensor("join_columns", "starts", starts, (parts.shape[0] + 1,), torch.int64)
+    if not parts.shape[0]:
+        raise KernelError("join_columns: parts: expected at least one, found none")
     if core.isa() == "reference":
         return reference.join_columns(parts, starts, n)
     out = core.empty((parts.shape[1], n), parts.dtype)

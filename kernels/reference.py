@@ -77,7 +77,8 @@ def quantise_int4(x: Tensor, group: int, zero_points: bool) -> tuple[Tensor, Ten
     Of nine scales (and zeros) about the one that just holds the extreme values, each the best for its codes, the one
     with the least squared error.
     """
-    x = F.pad(x, (0, -x.shape[1] % group)).view(x.shape[0], -1, group)
+    r, k = x.shape
+    x = F.pad(x, (0, -k % group)).view(r, -(-k // group), group)
     least, most = x.amin(-1).clamp(max=0.0), x.amax(-1).clamp(min=0.0)
     gain = torch.zeros(x.shape[:2])
     scales, zeros = torch.zeros(x.shape[:2]), torch.full(x.shape[:2], 8.0)
@@ -104,7 +105,8 @@ def quantise_int4(x: Tensor, group: int, zero_points: bool) -> tuple[Tensor, Ten
 def quantise_fp8(x: Tensor, block_n: int, block_k: int) -> tuple[Tensor, Tensor]:
     """x[r, k] float32 as codes [r, k] float8_e4m3fn and scales [row blocks, column blocks]: code * scale is about x."""
     r, k = x.shape
-    padded = F.pad(x, (0, -k % block_k, 0, -r % block_n)).view(-(-r // block_n), block_n, -1, block_k)
+    padded = F.pad(x, (0, -k % block_k, 0, -r % block_n))
+    padded = padded.view(-(-r // block_n), block_n, -(-k // block_k), block_k)
     largest = padded.abs().amax((1, 3))
     finite = largest.isfinite()
     inverse = torch.where(finite & (largest > 1e-35), 448 / largest, 0.0)

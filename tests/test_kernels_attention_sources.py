@@ -203,6 +203,12 @@ def test_wrong_packing_is_named(edges: list[int], heads: int, sentence: str) -> 
     assert str(error.value) == f"attention_varlen: {sentence}"
 
 
+def test_keys_that_are_no_heads_are_named() -> None:
+    q = torch.zeros(4, 2, 64)
+    with pytest.raises(KernelError, match=r"^attention_varlen: k: expected shape \[4, any, 64\], found \[4, 64\]$"):
+        attention_varlen(q, q[:, 0], q[:, 0], ints([0, 4]), 1.0)
+
+
 def test_a_wrong_start_is_named() -> None:
     sources = Sources([(10, 40)], 16, torch.float32, torch.float32)
     q = [torch.zeros(1, HEADS, 16)]

@@ -153,6 +153,16 @@ def test_all_int4_codes_and_zeros(rung: str) -> None:
         assert torch.equal(linear(x, weight, out_dtype=F32), ((code - zero) * 0.5).expand(m, -1))
 
 
+@pytest.mark.parametrize("form", [Int4(32), Int4(32, zero_points=True), Fp8(32, 32)], ids=str)
+def test_writing_nothing_changes_nothing(rung: str, form: Int4 | Fp8) -> None:
+    weight = form.empty(33, 64)
+    weight.write(torch.ones(33, 64))
+    before = weight.unpack()
+    weight.write(torch.zeros(0, 64))
+    weight.write(torch.zeros(33, 0), 0, 32)
+    assert torch.equal(weight.unpack(), before) and before.min() > 0.9
+
+
 @pytest.mark.parametrize("form", [Int4(32), Fp8(32, 32)], ids=str)
 @pytest.mark.parametrize("m", [3, 8, 20])
 def test_infinite_and_nan_inputs_stay_in_their_row(rung: str, form: Int4 | Fp8, m: int) -> None:

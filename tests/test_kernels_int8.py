@@ -241,6 +241,7 @@ def test_nbytes_is_what_is_allocated(rung: str) -> None:
         (lambda w: w.write(torch.zeros(2, 2), 0, 6), r"found \[2, 2\] at row 0, column 6"),
         (lambda w: w.write(torch.zeros(2, 8, dtype=torch.int8)), "matrix of floats"),
         (lambda w: w.write_codes(torch.zeros(2, 8), torch.zeros(2)), "matrix of int8"),
+        (lambda w: w.write_codes(torch.tensor(0, dtype=torch.int8), torch.zeros(2)), r"matrix of int8, found \[\]"),
         (lambda w: w.write_codes(torch.zeros(2, 8, dtype=torch.int8), torch.zeros(3)), r"scales: expected shape \[2\]"),
         (lambda w: w.write_codes(torch.zeros(2, 7, dtype=torch.int8), torch.zeros(2)), r"found \[2, 7\]"),
         (lambda w: w.embedding(torch.zeros(2, dtype=torch.int32)), "ids: expected dtype int64"),

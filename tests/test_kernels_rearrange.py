@@ -35,6 +35,11 @@ def test_repeat_row(m: int, n: int, dtype: torch.dtype) -> None:
     assert zeros.dtype is dtype and torch.equal(zeros, torch.zeros(m, n, dtype=dtype))
 
 
+def test_repeat_row_refuses_other_types() -> None:
+    with pytest.raises(KernelError, match=r"repeat_row: dtype: expected float32 or bfloat16, found torch\.int64"):
+        ops.repeat_row(torch.ones(4, dtype=torch.int64), 2, 4, torch.int64)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("widths", [[7], [10, 10, 3], [0, 10, 0], [5000, 4096, 1]])
 @pytest.mark.parametrize("m", [1, 6])
@@ -52,3 +57,8 @@ def test_join_columns(m: int, widths: list[int], dtype: torch.dtype) -> None:
 def test_join_columns_refuses_columns_that_do_not_fit(starts: list[int]) -> None:
     with pytest.raises(KernelError, match="join_columns: starts: expected ascending columns from 0 to 10 at most 9"):
         ops.join_columns(torch.randn(2, 3, 9), torch.tensor(starts), 10)
+
+
+def test_join_columns_refuses_no_parts() -> None:
+    with pytest.raises(KernelError, match="join_columns: parts: expected at least one, found none"):
+        ops.join_columns(torch.empty(0, 2, 3), torch.tensor([0]), 4)

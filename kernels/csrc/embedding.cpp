@@ -11,10 +11,10 @@ static void embedding(const Args& args, Team& team) {
   const Tensor &ids = args.tensor(0), &weight = args.tensor(1), &out = args.tensor(2);
   const size_t element = weight.dtype == DType::f32 ? 4 : 2;
   const size_t bytes = static_cast<size_t>(weight.size[1]) * element;
-  const auto [first, last] = team.share(ids.size[0]);
+  const auto [first, last] = team.share(bytes ? ids.size[0] : 0);  // without columns there may be no memory
   for (int64_t i = first; i < last; ++i) {
     const int64_t row = ids.as<int64_t>()[i * ids.stride[0]] - args.integer(0);
-    char* to = out.as<char>() + static_cast<size_t>(i) * bytes;
+    char* const to = out.as<char>() + static_cast<size_t>(i) * bytes;
     if (row < 0 || row >= weight.size[0]) {
       std::memset(to, 0, bytes);
     } else {

@@ -13,7 +13,7 @@ static void take_rows(const Args& args, Team& team) {
   const Tensor &rows = args.tensor(0), &x = args.tensor(1), &out = args.tensor(2);
   check_indices("take_rows: rows", rows, x.size[0]);
   const size_t element = element_size(x), bytes = static_cast<size_t>(x.size[1]) * element;
-  const auto [first, last] = team.share(out.size[0]);
+  const auto [first, last] = team.share(bytes ? out.size[0] : 0);  // without columns there may be no memory
   for (int64_t i = first; i < last; ++i) {
     const int64_t row = rows.as<int64_t>()[i * rows.stride[0]];
     std::memcpy(out.as<char>() + static_cast<size_t>(i) * bytes,
