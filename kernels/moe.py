@@ -167,6 +167,7 @@ def moe(x: Tensor, gate_up: PackedExperts, down: PackedExperts, ids: Tensor, wei
     middle = core.empty((rows, _up_to_block(width)), torch.float32)
     partial = core.empty((pairs, _up_to_block(hidden)), torch.float32)
     operands = (*gate_up.weight.operands(), *down.weight.operands())
-    arguments = (x, ids, weights, middle, partial, out, *operands)
+    dealt = core.empty((128,), torch.uint8)
+    arguments = (x, ids, weights, middle, partial, out, dealt, *operands)
     core.launch(gate_up.weight.moe_kernel, arguments, (gate_up.experts, width))
     return out

@@ -22,6 +22,7 @@ static void moe(const Args& args, Team& team) {
   char* const memory = static_cast<char*>(
       team.scratch(grouping_bytes + products + RowPanels<T>::bytes(chunk, std::max(a.hidden, a.width))));
   const Grouping grouping(a.ids, a.experts, memory);
+  const ExpertsDeal deal(a, team);
   char* const working = memory + grouping_bytes;
   // A group's rows with its expert's weight; rows and what emit gets count all groups' pairs.
   const auto multiply = [&](const Group& group, Range own, const T* weight, int64_t k, int64_t parts, const auto& row,
@@ -38,7 +39,7 @@ static void moe(const Args& args, Team& team) {
 
   const int64_t in = a.width_blocks * 2 * block_elements<T>(a.hidden),
                 back = a.hidden_blocks * block_elements<T>(a.width);
-  grouping.deal(a.width_blocks, kHiddenRows, team, [&](const Group& group, Range own) {
+  grouping.deal(a.width_blocks, kHiddenRows, deal.gate_up, team, [&](const Group& group, Range own) {
     multiply(
         group, own, a.gate_up->as<const T>() + group.expert * in, a.hidden, 2,
         [&](int64_t pair) { return a.x.row<const T>(grouping.order[pair] / grouping.top); },
@@ -50,7 +51,7 @@ static void moe(const Args& args, Team& team) {
         });
   });
   team.barrier();
-  grouping.deal(a.hidden_blocks, kHiddenRows, team, [&](const Group& group, Range own) {
+  grouping.deal(a.hidden_blocks, kHiddenRows, deal.down, team, [&](const Group& group, Range own) {
     multiply(
         group, own, a.down->as<const T>() + group.expert * back, a.width, 1,
         [&](int64_t pair) { return a.middle.row<const T>(pair); },

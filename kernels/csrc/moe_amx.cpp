@@ -144,12 +144,15 @@ static void moe_bf16(const Args& args, Team& team) {
   const MoeScratch sizes(a, blocks(a.hidden, kBlockK));
   char* const memory = static_cast<char*>(team.scratch(sizes.grouping + sizes.sums + sizes.rows));
   const Grouping grouping(a.ids, a.experts, memory);
+  const ExpertsDeal deal(a, team);
   char* const sums = memory + sizes.grouping;
   const Bf16Experts experts(a, grouping, reinterpret_cast<float*>(sums), sums + sizes.sums);
-  grouping.deal(a.width_blocks, kHiddenRows, team, [&](const Group& group, Range own) { experts.gate_up(group, own); });
+  grouping.deal(a.width_blocks, kHiddenRows, deal.gate_up, team,
+                [&](const Group& group, Range own) { experts.gate_up(group, own); });
   _mm_sfence();
   team.barrier();
-  grouping.deal(a.hidden_blocks, kHiddenRows, team, [&](const Group& group, Range own) { experts.down(group, own); });
+  grouping.deal(a.hidden_blocks, kHiddenRows, deal.down, team,
+                [&](const Group& group, Range own) { experts.down(group, own); });
   _mm_sfence();
   team.barrier();
   sum_choices<bf16>(a, team);

@@ -48,13 +48,14 @@ static void moe(const Args& args, Team& team) {
   char* const memory = static_cast<char*>(team.scratch(grouping_bytes + working));
   char* const rest = memory + grouping_bytes;
   const Grouping grouping(a.ids, a.experts, memory);
+  const ExpertsDeal deal(a, team);
   const auto middle = [&](int64_t i) { return a.middle.as<bf16>() + i * a.width_blocks * kBlockN; };
   // The results of an expert's weight lie behind those of the experts before.
   const auto of_expert = [](const Group& group, int64_t results, Range own) {
     return Range{group.expert * results + own.begin, group.expert * results + own.end};
   };
 
-  grouping.deal(a.width_blocks, kPanelRows, team, [&](const Group& group, Range own) {
+  grouping.deal(a.width_blocks, kPanelRows, deal.gate_up, team, [&](const Group& group, Range own) {
     const auto row = [&](int64_t i) { return a.x.row<const bf16>(grouping.order[i] / grouping.top); };
     ExpertRows::multiply<2>(row, {group.first, group.first + group.rows}, gate_up,
                             of_expert(group, a.width_blocks, own), a.hidden, rest,
@@ -65,7 +66,7 @@ static void moe(const Args& args, Team& team) {
                             });
   });
   team.barrier();
-  grouping.deal(a.hidden_blocks, kPanelRows, team, [&](const Group& group, Range own) {
+  grouping.deal(a.hidden_blocks, kPanelRows, deal.down, team, [&](const Group& group, Range own) {
     const auto row = [&](int64_t i) -> const bf16* { return middle(i); };
     ExpertRows::multiply<1>(row, {group.first, group.first + group.rows}, down, of_expert(group, a.hidden_blocks, own),
                             a.width, rest, [&](int64_t i, int64_t result, const float* const(&totals)[1]) {

@@ -113,6 +113,7 @@ static void moe(const Args& args, Team& team) {
                                   GroupedProjection<1, Format>{down, a.hidden_blocks, a.width, nullptr}.bytes());
   char* const memory = static_cast<char*>(team.scratch(grouping_bytes + row_bytes + working));
   const Grouping grouping(a.ids, a.experts, memory);
+  const ExpertsDeal deal(a, team);
   char* const row_memory = memory + grouping_bytes;
   const GroupedProjection<2, Format> in{gate_up, a.width_blocks, a.hidden, row_memory + row_bytes};
   const GroupedProjection<1, Format> out{down, a.hidden_blocks, a.width, row_memory + row_bytes};
@@ -121,7 +122,7 @@ static void moe(const Args& args, Team& team) {
                       blocks(group.rows, kTileRows));
   };
 
-  grouping.deal(a.width_blocks, kHiddenRows, team, [&](const Group& group, Range own) {
+  grouping.deal(a.width_blocks, kHiddenRows, deal.gate_up, team, [&](const Group& group, Range own) {
     const PackedRows middle = middle_of(group);
     for (int64_t tile = 0; tile < middle.row_tiles; tile += kStripe) {
       const int32_t* const pairs = grouping.order + group.first + tile * kTileRows;
@@ -142,7 +143,7 @@ static void moe(const Args& args, Team& team) {
     }
   });
   team.barrier();
-  grouping.deal(a.hidden_blocks, kHiddenRows, team, [&](const Group& group, Range own) {
+  grouping.deal(a.hidden_blocks, kHiddenRows, deal.down, team, [&](const Group& group, Range own) {
     const PackedRows middle = middle_of(group);
     const GroupedChoiceFinish finish{a.partial, grouping.order + group.first, group.expert * a.hidden_blocks};
     if (middle.row_tiles == 1) {

@@ -64,6 +64,7 @@ static void moe_int8(const Args& args, Team& team) {
   const size_t rows_bytes = ExpertRows8::bytes(std::max(a.hidden, a.width));
   char* const memory = static_cast<char*>(team.scratch(grouping_bytes + rows_bytes));
   const Grouping grouping(a.ids, a.experts, memory);
+  const ExpertsDeal deal(a, team);
   ExpertRows8 rows(memory + grouping_bytes);
 
   // f(first) for every stripe of rows in the group, `first` among all, once they are in `rows`
@@ -74,7 +75,7 @@ static void moe_int8(const Args& args, Team& team) {
       f(first);
     }
   };
-  grouping.deal(a.width_blocks, kHiddenRows8, team, [&](const Group& group, Range own) {
+  grouping.deal(a.width_blocks, kHiddenRows8, deal.gate_up, team, [&](const Group& group, Range own) {
     const auto input = [&](int64_t i) { return a.x.row<const bf16>(grouping.order[i] / grouping.top); };
     for_stripes(group, a.hidden, input, [&](int64_t first) {
       for (int64_t block = own.begin; block < own.end; ++block) {
@@ -87,7 +88,7 @@ static void moe_int8(const Args& args, Team& team) {
     });
   });
   team.barrier();
-  grouping.deal(a.hidden_blocks, kHiddenRows8, team, [&](const Group& group, Range own) {
+  grouping.deal(a.hidden_blocks, kHiddenRows8, deal.down, team, [&](const Group& group, Range own) {
     const auto input = [&](int64_t i) { return a.middle.row<const float>(i); };
     for_stripes(group, a.width, input, [&](int64_t first) {
       for (int64_t block = own.begin; block < own.end; ++block) {

@@ -108,8 +108,9 @@ static void moe_int8(const Args& args, Team& team) {
   const size_t work = std::max(Int8Projection::bytes(in_tiles), Int8Projection::bytes(middle_tiles));
   char* const memory = static_cast<char*>(team.scratch(grouping_bytes + work));
   const Grouping grouping(a.ids, a.experts, memory);
+  const ExpertsDeal deal(a, team);
 
-  grouping.deal(a.width_blocks, kHiddenRows, team, [&](const Group& group, Range own) {
+  grouping.deal(a.width_blocks, kHiddenRows, deal.gate_up, team, [&](const Group& group, Range own) {
     const int64_t first_block = group.expert * a.width_blocks * 2;
     const float* const scales = a.gate_up[1].as<const float>() + first_block * kBlockN;
     const auto row = [&](int64_t i) { return a.x.row<const bf16>(grouping.order[group.first + i] / grouping.top); };
@@ -120,7 +121,7 @@ static void moe_int8(const Args& args, Team& team) {
                 });
   });
   team.barrier();
-  grouping.deal(a.hidden_blocks, kHiddenRows, team, [&](const Group& group, Range own) {
+  grouping.deal(a.hidden_blocks, kHiddenRows, deal.down, team, [&](const Group& group, Range own) {
     const int64_t first_block = group.expert * a.hidden_blocks;
     const float* const scales = a.down[1].as<const float>() + first_block * kBlockN;
     const auto row = [&](int64_t i) { return a.middle.row<const float>(group.first + i); };
