@@ -45,7 +45,7 @@ class GrammarTrial:
                 self._good.popitem(last=False)
 
     def _try(self, grammar: str) -> None:
-        if self._process is None:
+        if self._process is None or self._process.poll() is not None:  # ended meanwhile, say by who frees memory
             self._process = self._start()
         assert self._process.stdin is not None and self._process.stdout is not None
         try:
