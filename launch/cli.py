@@ -54,6 +54,9 @@ def _run(argv: list[str]) -> int:
         if argv[:1] == [name]:
             command = importlib.import_module(f".{name}", __package__)
             command.add_arguments(subparser)
+    for argument in argv:
+        if argument.startswith("--") and argument.endswith("=--"):  # argparse drops such a value and goes on without
+            parser.error(f"argument {argument.removesuffix('=--')}: expected a value, found '--'")
     args = parser.parse_args(argv)
     args.argv = argv  # for the ranks, which are started with the same command line
     try:

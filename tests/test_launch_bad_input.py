@@ -374,3 +374,9 @@ def test_a_wrong_option_is_one_sentence() -> None:
     reason = "argument --tp/--tensor-parallel-size: 'many' is not a whole number from 1"
     expected = f"tilerank: error: {reason} (tilerank generate --help)\n"
     assert (result.status, result.err) == (2, expected)
+
+
+def test_two_dashes_are_no_value() -> None:
+    result = run("generate", DEMO, "--prompt", "x", "--context-length=--")
+    reason = "argument --context-length: expected a value, found '--'"
+    assert (result.status, result.err) == (2, f"tilerank: error: {reason} (tilerank --help)\n")
