@@ -9,6 +9,7 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
+from types import ModuleType
 from typing import NoReturn, TextIO
 
 from .errors import SPOKEN_ERRORS
@@ -45,21 +46,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(argv: list[str]) -> int:
-    parser = _Parser(
-        prog="tilerank", description="Tensor-parallel runtime for large language and multimodal models on CPU servers."
-    )
-    subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, purpose in COMMANDS.items():
-        subparser = subparsers.add_parser(name, help=purpose, description=purpose[0].upper() + purpose[1:] + ".")
-        if argv[:1] == [name]:
-            command = importlib.import_module(f".{name}", __package__)
-            command.add_arguments(subparser)
-    for argument in argv:
-        if argument.startswith("--") and argument.endswith("=--"):  # argparse drops such a value and goes on without
-            parser.error(f"argument {argument.removesuffix('=--')}: expected a value, found '--'")
-    args = parser.parse_args(argv)
-    args.argv = argv  # for the ranks, which are started with the same command line
     try:
+        command, args = _parse(argv)
         status = int(command.run(args))
         if sys.stdout is not None:
             sys.stdout.flush()  # while an error can still be told: at its end the interpreter has words of its own
@@ -79,6 +67,25 @@ def _run(argv: list[str]) -> int:
         return 1
     except KeyboardInterrupt:
         return 130
+
+
+def _parse(argv: list[str]) -> tuple[ModuleType, argparse.Namespace]:
+    """The subcommand's module, and its arguments."""
+    parser = _Parser(
+        prog="tilerank", description="Tensor-parallel runtime for large language and multimodal models on CPU servers."
+    )
+    subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, purpose in COMMANDS.items():
+        subparser = subparsers.add_parser(name, help=purpose, description=purpose[0].upper() + purpose[1:] + ".")
+        if argv[:1] == [name]:
+            command = importlib.import_module(f".{name}", __package__)
+            command.add_arguments(subparser)
+    for argument in argv:
+        if argument.startswith("--") and argument.endswith("=--"):  # argparse drops such a value and goes on without
+            parser.error(f"argument {argument.removesuffix('=--')}: expected a value, found '--'")
+    args = parser.parse_args(argv)
+    args.argv = argv  # for the ranks, which are started with the same command line
+    return command, args
 
 
 def _occupy_standard_streams() -> None:

@@ -171,3 +171,14 @@ def test_help_does_not_wait_for_torch(command: str) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout == "False\n", done.stderr
+
+
+def test_ctrl_c_while_a_command_is_imported() -> None:
+    code = (
+        "import os, signal, sys\n"
+        "from tilerank.launch import cli\n"
+        "cli.importlib.import_module = lambda *_: os.kill(os.getpid(), signal.SIGINT)\n"
+        "sys.exit(cli.main(['plan']))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (130, "")
