@@ -1,13 +1,13 @@
 """Rows of `bench model` or `bench compare` as a picture: bars of the share of the machine's limit, written as SVG."""
 
 import argparse
-import os
 import statistics
 from html import escape
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from .bench_file import is_writable, write_file
 from .bench_peaks import compute_figures
 from .errors import LaunchError
 
@@ -23,13 +23,13 @@ def add_chart_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def check_chart_argument(args: argparse.Namespace) -> None:
-    if args.chart and not (args.chart.suffix == ".svg" and os.access(args.chart.absolute().parent, os.W_OK)):
+    if args.chart and not (args.chart.suffix == ".svg" and is_writable(args.chart)):
         raise LaunchError(f"--chart: expected a .svg file in a directory that can be written, found {args.chart}")
 
 
 def write_chart(args: argparse.Namespace, rows: list[Row]) -> None:
     if args.chart:
-        args.chart.write_text(draw(rows))
+        write_file("--chart", args.chart, draw(rows))
 
 
 def draw(rows: list[Row]) -> str:

@@ -3,11 +3,11 @@
 import argparse
 import contextlib
 import json
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from .bench_file import is_writable, write_file
 from .errors import LaunchError
 
 STDOUT = Path("-")
@@ -25,8 +25,7 @@ def add_json_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def check_json_argument(args: argparse.Namespace) -> None:
-    """Before anything is measured, so that hours of figures are not lost."""
-    if args.json not in (None, STDOUT) and not os.access(args.json.absolute().parent, os.W_OK):
+    if args.json not in (None, STDOUT) and not is_writable(args.json):
         raise LaunchError(f"--json: expected a file in a directory that can be written, found {args.json}")
 
 
@@ -44,4 +43,4 @@ def write_json(args: argparse.Namespace, report: object) -> None:
     if args.json == STDOUT:
         args.json_out.write(text)
     elif args.json:
-        args.json.write_text(text)
+        write_file("--json", args.json, text)

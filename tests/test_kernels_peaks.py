@@ -181,3 +181,9 @@ def test_bench_peaks_in_plain_torch(monkeypatch: pytest.MonkeyPatch, capsys: pyt
 def test_bench_peaks_says_what_it_cannot_write(tmp_path: Path) -> None:
     with pytest.raises(LaunchError, match="--json: expected a file in a directory that can be written"):
         bench.run(arguments("peaks", "--json", str(tmp_path / "missing" / "peaks.json")))
+
+
+@pytest.mark.usefixtures("known_figures")
+def test_bench_peaks_says_that_a_disk_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(LaunchError, match=r"^--json: /dev/full cannot be written: No space left on device$"):
+        run_on([USABLE[-1]], monkeypatch, "--json", "/dev/full")

@@ -214,6 +214,8 @@ def test_lists_of_numbers() -> None:
         (("model", "/nowhere"), "/nowhere is not a directory"),
         (("model", str(DEMO), "--prompt-tokens", "4090"), "need 4123 positions, but max_position_embeddings is 4096"),
         (("model", str(DEMO), "--json", "/nowhere/x"), "expected a file in a directory that can be written"),
+        (("model", str(DEMO), "--json", "/proc/self"), "expected a file in a directory that can be written"),
+        (("model", str(DEMO), "--chart", "/nowhere/x.svg"), "--chart: expected a .svg file in a directory"),
         (("model", str(DEMO), "--nnodes", "2"), "starts its ranks itself, on this machine; found --nnodes 2"),
         (("peaks", "--cores", "0,60000"), "expected cores that may be used .*, found 60000"),
         (("make-model", "/nowhere/x", "--like", "qwen3-8b"), "expected a name in a directory that exists"),
