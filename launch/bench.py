@@ -4,7 +4,10 @@ Each kind of measurement is a module of its own, which is imported when it runs 
 """
 
 import argparse
+import contextlib
 import importlib
+import signal
+from collections.abc import Iterator
 
 from .bench_json import with_json
 
@@ -30,4 +33,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    return with_json(args.run_bench, args)
+    with _tidy_on_sigterm():
+        return with_json(args.run_bench, args)
+
+
+@contextlib.contextmanager
+def _tidy_on_sigterm() -> Iterator[None]:
+    """As after Ctrl-C, what was started ends with this process, and files that were made for it are removed."""
+
+    def end(number: int, _: object) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

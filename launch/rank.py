@@ -68,8 +68,9 @@ def run_rank(identity: Identity, args: argparse.Namespace, job: Job[W]) -> int:
     """Lives as one rank and returns its exit status; a failed one ends the process at once, since teardown may hang."""
     status = StatusPipe.inherited() if identity.launcher == "tilerank" else StatusPipe(None)
     logs.configure(identity.rank, args.log_level, prefix=not status.connected)
-    # Ctrl-C ends a rank silently; the supervisor, or the foreign launcher, says what there is to say.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    # Signals end a rank silently; the supervisor, or the foreign launcher, says what there is to say.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
     code = 1
     try:
         _live(identity, args, job, status)

@@ -3,6 +3,8 @@
 import argparse
 import json
 import math
+import os
+import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
 from dataclasses import asdict
@@ -217,3 +219,20 @@ def test_bench_quality_of_an_int8_cache_is_next_to_that_of_floats(tmp_path: Path
     floats, codes = json.loads(file.read_text())
     assert (floats["dtype"], codes["dtype"]) == ("bfloat16", "bfloat16+int8-kv")
     assert 0 < abs(codes["perplexity"] / floats["perplexity"] - 1) < 2e-3
+
+
+def test_sigterm_ends_what_was_started_and_removes_its_files(tmp_path: Path) -> None:
+    code = (
+        "import argparse, os, subprocess, sys, tempfile\n"
+        "from tilerank.launch import bench\n"
+        "def measure(args):\n"
+        "    with tempfile.TemporaryDirectory() as scratch:\n"
+        "        open(scratch + '/result', 'w').close()\n"
+        "        subprocess.run(['sh', '-c', 'echo $$; kill -TERM $PPID; sleep 600'])\n"
+        "sys.exit(bench.run(argparse.Namespace(run_bench=measure)))"
+    )
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, env=os.environ | {"TMPDIR": str(tmp_path)}, stdout=subprocess.PIPE, timeout=60)
+    assert done.returncode == 143
+    assert list(tmp_path.iterdir()) == []
+    assert not Path(f"/proc/{int(done.stdout)}").exists()
