@@ -13,6 +13,7 @@ from .files import model_file, read_json_object, show
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+_MAX_HEADER = 100_000_000  # the safetensors library's own limit
 
 
 @dataclass(frozen=True)
@@ -140,6 +141,8 @@ def _map(path: Path) -> Any:
 
 def _damage(path: Path, size: int, length: int) -> str:
     """What the library does not say: the sizes, where the header is sound but the data after it is not complete."""
+    if length > _MAX_HEADER:
+        return f"expected a header of at most {_MAX_HEADER} bytes, found {length}: "
     with path.open("rb") as file:
         file.seek(8)
         text = file.read(length)

@@ -132,6 +132,13 @@ def test_header_longer_than_the_file(model_dir: Path) -> None:
     assert "found a header of 1000000 bytes in a file of 10" in sentence
 
 
+def test_header_larger_than_any_is_not_read(model_dir: Path) -> None:
+    path = model_dir / SHARDS[1]
+    path.write_bytes(struct.pack("<Q", 10**8 + 1))
+    os.truncate(path, 10**8 + 9)
+    assert "expected a header of at most 100000000 bytes, found 100000001" in refusal(model_dir)
+
+
 def test_file_with_bytes_after_its_data(model_dir: Path) -> None:
     content = (model_dir / SHARDS[1]).read_bytes()
     assert f"expected {len(content)} bytes, found {len(content) + 9}" in damage(model_dir, content + b"\0" * 9)
