@@ -200,10 +200,12 @@ def read_eos_token_ids(model_dir: Path) -> tuple[int, ...]:
 
 
 def _read(model_dir: Path) -> dict[str, Any]:
-    if not model_dir.is_dir():
-        raise ConfigError(
-            f"{model_dir}: expected a model directory, found {'a file' if model_dir.exists() else 'nothing'}"
-        )
+    try:
+        found = "a directory" if model_dir.is_dir() else "a file" if model_dir.exists() else "nothing"
+    except OSError as failure:  # no permission to look, or a name too long
+        raise ConfigError(f"{model_dir}: cannot be read: {failure.strerror}") from failure
+    if found != "a directory":
+        raise ConfigError(f"{model_dir}: expected a model directory, found {found}")
     return read_json_object(model_dir, "config.json", ConfigError)
 
 

@@ -293,6 +293,7 @@ def test_no_model_directory(tmp_path: Path) -> None:
         (tmp_path / "none", f"{tmp_path / 'none'}: expected a model directory, found nothing"),
         (Path(__file__), f"{__file__}: expected a model directory, found a file"),
         (tmp_path, f"{tmp_path / 'config.json'}: no such file"),
+        (tmp_path / ("x" * 300), f"{tmp_path / ('x' * 300)}: cannot be read: File name too long"),
     ]:
         with pytest.raises(ConfigError) as caught:
             load_config(model_dir)
