@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from tilerank.kernels import core
+from tilerank.kernels.errors import KernelError
 from tilerank.parallel.layers import Layer
 
 from .checkpoint import Checkpoint, some
@@ -65,7 +66,11 @@ def load_weights(
     try:
         for read in reads:
             views = [checkpoint.read(source.name, source.index) for source in read.sources]
-            read.store(*views)
+            try:
+                read.store(*views)
+            except KernelError as failure:  # of numbers that a format does not hold; it knows no file
+                name = read.sources[0].name
+                raise CheckpointError(f"{checkpoint.info(name).file}: tensor {name}: {failure}") from failure
             for view in views:
                 # All of the tensor: pages that the kernel mapped around the slice's edges go as well.
                 core.drop_pages(torch.empty(0, dtype=torch.uint8).set_(view.untyped_storage()))

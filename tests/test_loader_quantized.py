@@ -80,6 +80,17 @@ def test_a_group_that_does_not_exist_is_refused(base: Path, tmp_path: Path) -> N
         load(model_dir)
 
 
+def test_a_scale_that_the_format_does_not_hold_is_refused_by_name(base: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(make("awq-128", base)[0], copy)
+    tensors = load_file(copy / "model.safetensors")
+    name = "model.layers.0.self_attn.q_proj.scales"
+    tensors[name][0, 0] = float("inf")
+    save_file(tensors, copy / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: tensor .*q_proj\.scales: .*found inf"):
+        load(copy)
+
+
 QUANTISED = [Quantization("int8"), Quantization("fp8"), Quantization("int4", 32), Quantization("int4", 128)]
 
 
