@@ -17,7 +17,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from .errors import TokenizerError
-from .files import read_json_object, read_text, show
+from .files import is_listed, read_json_object, read_text, show
 
 FILE = "chat_template.jinja"
 FOLDER = "additional_chat_templates"  # beside FILE: one file a template, NAME.jinja
@@ -80,14 +80,14 @@ class ChatTemplate:
 def _find(model_dir: Path) -> dict[str, tuple[Path, str]]:
     """name -> (file that holds it, source); the newest way of storing them wins."""
     found: dict[str, tuple[Path, str]] = {}
-    if (model_dir / FILE).exists():
+    if is_listed(model_dir, FILE):
         found["default"] = model_dir / FILE, read_text(model_dir, FILE, TokenizerError)
     for path in sorted((model_dir / FOLDER).glob("*.jinja")):
         found[path.stem] = path, read_text(model_dir, path.name, TokenizerError, FOLDER)
     if found:
         return found
     for name in ("chat_template.json", "tokenizer_config.json"):
-        if (model_dir / name).exists():
+        if is_listed(model_dir, name):
             entry = read_json_object(model_dir, name, TokenizerError).get("chat_template")
             if entry is not None:
                 where = model_dir / name

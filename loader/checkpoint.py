@@ -9,7 +9,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from .errors import CheckpointError
-from .files import model_file, read_json_object, show
+from .files import is_listed, model_file, read_json_object, show
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -78,9 +78,9 @@ class Checkpoint:
 
 def _listed_tensors(model_dir: Path) -> dict[str, set[str] | None]:
     """File name -> the tensors that the index puts there; None where there is no index."""
-    if (model_dir / SINGLE).exists():
+    if is_listed(model_dir, SINGLE):
         return {SINGLE: None}
-    if not (model_dir / INDEX).exists():
+    if not is_listed(model_dir, INDEX):
         others = sorted(
             path.name for pattern in ("*.bin", "*.pt", "*.pth", "*.gguf") for path in model_dir.glob(pattern)
         )

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from .errors import ConfigError
-from .files import read_json_object, show
+from .files import is_listed, read_json_object, show
 from .padding import resolve_head_dim
 from .quantization import QuantizationConfig, read_quantization
 
@@ -314,9 +314,9 @@ def _experts(c: Fields, num_layers: int) -> ExpertsConfig:
 def _special_ids(model_dir: Path, c: Fields, vocab_size: int) -> tuple[tuple[int, ...], int | None]:
     """(end-of-sequence ids, beginning-of-sequence id): generation_config.json, config.json where that is silent."""
     sources = [c]
-    path = model_dir / "generation_config.json"
-    if path.exists():
-        sources.insert(0, Fields(path, read_json_object(model_dir, path.name, ConfigError)))
+    name = "generation_config.json"
+    if is_listed(model_dir, name):
+        sources.insert(0, Fields(model_dir / name, read_json_object(model_dir, name, ConfigError)))
     eos = next((s.ids("eos_token_id", vocab_size) for s in sources if s.has("eos_token_id")), ())
     bos = next((s.integer("bos_token_id", 0, vocab_size - 1) for s in sources if s.has("bos_token_id")), None)
     return eos, bos

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -13,6 +14,12 @@ def show(value: object) -> str:
     """A value from a file as it appears in an error sentence: short, on one line, printable in any encoding."""
     text = ascii(value)
     return text if len(text) <= 80 else text[:77] + "..."
+
+
+def is_listed(model_dir: Path, name: str) -> bool:
+    """Whether a model directory has an entry `name`. A symbolic link to nowhere counts: half a download is no reason
+    to do without a file, so it is for the reader to refuse it."""
+    return os.path.lexists(model_dir / name)
 
 
 def model_file(model_dir: Path, name: str, error: type[ValueError], folder: str = "") -> Path:
@@ -29,7 +36,8 @@ def model_file(model_dir: Path, name: str, error: type[ValueError], folder: str 
         root, real = model_dir.resolve(), path.resolve(strict=True)
         regular = real.is_file()
     except FileNotFoundError:
-        raise error(f"{path}: no such file") from None
+        found = "a symbolic link to a missing file" if path.is_symlink() else "no such file"
+        raise error(f"{path}: {found}") from None
     except (OSError, RuntimeError) as failure:  # RuntimeError: a loop of symbolic links
         raise error(f"{path}: cannot be read: {failure}") from failure
     blobs = root.parent.parent / "blobs" if root.parent.name == "snapshots" else None

@@ -14,7 +14,7 @@ import tokenizers
 from .chat import ChatTemplate
 from .config import read_eos_token_ids
 from .errors import TokenizerError
-from .files import read_bytes, read_json_object, show
+from .files import is_listed, read_bytes, read_json_object, show
 
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 # Decoders under which what precedes a token matters only at the start of the text and inside a run of byte tokens.
@@ -26,7 +26,7 @@ class Tokenizer:
 
     def __init__(self, model_dir: Path) -> None:
         self.model_dir = model_dir
-        if not (model_dir / "tokenizer.json").exists():
+        if not is_listed(model_dir, "tokenizer.json"):
             raise TokenizerError(f"{model_dir}: expected a tokenizer.json, found no tokenizer that can be read")
         raw = read_bytes(model_dir, "tokenizer.json", TokenizerError)
         with _refusing(f"{model_dir / 'tokenizer.json'}: not a valid tokenizer"):
@@ -48,7 +48,7 @@ class Tokenizer:
         """bos_token, eos_token and so on, from tokenizer_config.json, special_tokens_map.json where that is silent."""
         found: dict[str, str] = {}
         for name in ("special_tokens_map.json", "tokenizer_config.json"):
-            if (self.model_dir / name).exists():
+            if is_listed(self.model_dir, name):
                 values = read_json_object(self.model_dir, name, TokenizerError)
                 found |= _token_names(self.model_dir / name, values)
         return found

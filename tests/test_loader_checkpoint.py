@@ -208,6 +208,13 @@ def test_symbolic_link_out_of_the_directory(model_dir: Path) -> None:
     )
 
 
+@pytest.mark.parametrize("name", [SINGLE, INDEX])
+def test_symbolic_link_to_a_missing_file(model_dir: Path, name: str) -> None:
+    (model_dir / name).unlink(missing_ok=True)
+    (model_dir / name).symlink_to("../blobs/missing")
+    assert refusal(model_dir) == f"{model_dir / name}: a symbolic link to a missing file"
+
+
 def test_loop_of_symbolic_links(model_dir: Path) -> None:
     (model_dir / SHARDS[0]).unlink()
     (model_dir / SHARDS[0]).symlink_to(SHARDS[0])

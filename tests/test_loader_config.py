@@ -134,6 +134,13 @@ def test_end_of_sequence_ids_of_generation_config_win(tmp_path: Path) -> None:
     assert load_config(tmp_path).eos_token_ids == (5,)
 
 
+def test_generation_config_that_links_to_a_missing_file_is_not_taken_for_none(tmp_path: Path) -> None:
+    (tmp_path / "generation_config.json").symlink_to("../blobs/missing")
+    with pytest.raises(ConfigError) as caught:
+        load_config(write(tmp_path, {}))
+    assert str(caught.value) == f"{tmp_path / 'generation_config.json'}: a symbolic link to a missing file"
+
+
 def test_neither_file_names_special_tokens(tmp_path: Path) -> None:
     config = load_config(write(tmp_path, {"eos_token_id": None, "bos_token_id": ABSENT}))
     assert (config.eos_token_ids, config.bos_token_id) == ((), None)

@@ -287,6 +287,20 @@ def test_templates_as_transformers_5_writes_them(directories: dict[str, Path], t
     check()
 
 
+LINKED = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+
+
+@pytest.mark.parametrize("name", LINKED)
+def test_a_link_to_a_missing_file_is_not_taken_for_none(tmp_path: Path, name: str) -> None:
+    """Half a download, or a copy of a cache's links alone: a conversation without its template is another one."""
+    copy = Path(shutil.copytree(DEMO, tmp_path / "model"))
+    (copy / name).unlink(missing_ok=True)
+    (copy / name).symlink_to("../blobs/missing")
+    with pytest.raises(TokenizerError) as caught:
+        _ = Tokenizer(copy).chat_template
+    assert str(caught.value) == f"{copy / name}: a symbolic link to a missing file"
+
+
 def test_a_folder_of_templates_elsewhere_is_refused(tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "tool_use.jinja").write_text("secret")
