@@ -193,12 +193,6 @@ def load_config(model_dir: Path) -> ModelConfig:
     )
 
 
-def read_eos_token_ids(model_dir: Path) -> tuple[int, ...]:
-    """Returns the end-of-sequence ids alone, for a directory that need not be a dense text model's."""
-    c = Fields(model_dir / "config.json", _read(model_dir))
-    return _special_ids(model_dir, c, _MAX_VOCABULARY)[0]
-
-
 def _read(model_dir: Path) -> dict[str, Any]:
     try:
         found = "a directory" if model_dir.is_dir() else "a file" if model_dir.exists() else "nothing"

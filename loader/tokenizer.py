@@ -12,7 +12,6 @@ from typing import Any
 import tokenizers
 
 from .chat import ChatTemplate
-from .config import read_eos_token_ids
 from .errors import TokenizerError
 from .files import is_listed, read_bytes, read_json_object, show
 
@@ -52,13 +51,6 @@ class Tokenizer:
                 values = read_json_object(self.model_dir, name, TokenizerError)
                 found |= _token_names(self.model_dir / name, values)
         return found
-
-    @cached_property
-    def eos_token_ids(self) -> tuple[int, ...]:
-        """The ids that end a text: generation_config.json, then config.json, then the tokenizer's own eos_token."""
-        ids = read_eos_token_ids(self.model_dir)
-        own = self._inner.token_to_id(self.special_tokens["eos_token"]) if "eos_token" in self.special_tokens else None
-        return ids or (() if own is None else (own,))
 
     @cached_property
     def chat_template(self) -> ChatTemplate:

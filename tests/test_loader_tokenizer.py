@@ -10,7 +10,7 @@ import tokenizers
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from mutate import json_mutations
-from tiny import make_checkpoint, make_tokenizer
+from tiny import make_tokenizer
 from tokenizers import decoders, models, pre_tokenizers
 
 from tilerank.loader.errors import TokenizerError
@@ -66,21 +66,6 @@ def test_truncation_and_padding_of_the_file_are_not_applied(directories: dict[st
     inner.save(str(tmp_path / "tokenizer.json"))
     text = "one two three four five six seven"
     assert Tokenizer(tmp_path).encode(text) == Tokenizer(directories["qwen"]).encode(text)
-
-
-def test_end_of_sequence_ids(tmp_path_factory: pytest.TempPathFactory, tmp_path: Path) -> None:
-    original = make_checkpoint("llama3", tmp_path_factory.mktemp("checkpoints"))
-    copy = Path(shutil.copytree(original, tmp_path / "model"))
-    generation, config = (
-        json.loads((copy / "generation_config.json").read_text()),
-        json.loads((copy / "config.json").read_text()),
-    )
-    inner = tokenizers.Tokenizer.from_file(str(copy / "tokenizer.json"))
-    assert Tokenizer(copy).eos_token_ids == tuple(generation["eos_token_id"])
-    (copy / "generation_config.json").unlink()
-    assert Tokenizer(copy).eos_token_ids == tuple(config["eos_token_id"])
-    (copy / "config.json").write_text(json.dumps({**config, "eos_token_id": None}))
-    assert Tokenizer(copy).eos_token_ids == (inner.token_to_id("<|eot_id|>"),)
 
 
 # ---- streams
