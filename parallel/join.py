@@ -8,12 +8,16 @@ import os
 import secrets
 import socket
 import struct
+import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, TypeVar
 
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch.distributed import DistNetworkError, DistStoreError
 
 from tilerank.kernels import core
 
@@ -33,8 +37,11 @@ HELLO_S = 5.0  # a stranger who connects and says nothing keeps the others waiti
 DATA, WATCH = 0, 1
 MARGIN_S = 2.0
 READY_POLL_S = 0.02
+ANSWER_S = 1.0  # the store has this long for what is asked of it at the very end
 LINGER_S = 2.0  # rank 0 keeps the store open for the others to see, too, who did not come
 PEER = struct.Struct("iII")  # struct ucred: pid, uid, gid
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -136,18 +143,18 @@ class _Meeting:
         timeout = datetime.timedelta(seconds=m.patience_s)
         hosted = m.rank == 0 and m.listen_fd is not None
         try:
-            if hosted:
-                server = TCPStore(
+            server = _within(
+                self.remaining(),
+                lambda: TCPStore(
                     m.store_host,
                     m.store_port,
-                    is_master=True,
+                    is_master=hosted,
                     wait_for_workers=False,
-                    master_listen_fd=m.listen_fd,
+                    master_listen_fd=m.listen_fd if hosted else None,
                     timeout=timeout,
-                )
-            else:
-                server = TCPStore(m.store_host, m.store_port, is_master=False, timeout=timeout)
-        except RuntimeError as error:
+                ),
+            )
+        except (RuntimeError, TimeoutError) as error:
             raise GroupError(
                 f"rank {m.rank} found no store at {m.store_host}:{m.store_port} within {m.patience_s:g} s; "
                 "rank 0, or the launcher, hosts it"
@@ -160,24 +167,41 @@ class _Meeting:
     def get(self, key: str, owner: int) -> str:
         """The value that rank `owner` puts under `key`."""
         try:
-            self.store.wait([key], datetime.timedelta(seconds=self.remaining()))
-            return self.store.get(key).decode()
-        except RuntimeError as error:
+            return self._wait_for(key)
+        except DistStoreError as error:
             raise GroupError(f"rank {owner} did not come to the point `{key}` in time") from error
+
+    def set(self, key: str, value: str) -> None:
+        self._ask(lambda: self.store.set(key, value))
+
+    def _wait_for(self, key: str) -> str:
+        """DistStoreError if nobody puts anything there in time."""
+        self._ask(lambda: self.store.wait([key], datetime.timedelta(seconds=self.remaining())))
+        return self._ask(lambda: self.store.get(key)).decode()
+
+    def _ask(self, call: Callable[[], T]) -> T:
+        m = self.m
+        try:
+            return _within(self.remaining() + ANSWER_S, call)
+        except TimeoutError as error:
+            why = f"did not answer rank {m.rank} within {m.patience_s:g} s: stopped, stuck or far too slow"
+            raise GroupError(f"rank 0, or whoever hosts the store at {m.store_host}:{m.store_port}, {why}") from error
+        except DistNetworkError as error:
+            raise GroupError(f"rank 0, or the launcher, closed the store before rank {m.rank} had joined") from error
 
     def roll_call(self) -> list[Seat]:
         """Everyone's seat, in rank order."""
         m = self.m
         lanes = 0 if core.isa() == "reference" else core.num_threads()
         seat = Seat(m.rank, m.size, host_id(), route_to(m.store_host, m.store_port), lanes)
-        if self.store.add(f"seats taken/{m.rank}", 1) > 1:
+        if self._ask(lambda: self.store.add(f"seats taken/{m.rank}", 1)) > 1:
             raise GroupError(f"two processes say that they are rank {m.rank} of {m.size}")
-        self.store.set(f"seat/{m.rank}", json.dumps(asdict(seat)))
+        self.set(f"seat/{m.rank}", json.dumps(asdict(seat)))
         seats = []
         for rank in range(m.size):
             try:
-                seats.append(Seat(**json.loads(self.get(f"seat/{rank}", rank))))
-            except GroupError as error:
+                seats.append(Seat(**json.loads(self._wait_for(f"seat/{rank}"))))
+            except DistStoreError as error:
                 raise self._absent(rank) from error
         for other in seats:
             if other.size != m.size:
@@ -186,14 +210,30 @@ class _Meeting:
 
     def _absent(self, first: int) -> GroupError:
         m = self.m
-        try:
-            missing = [rank for rank in range(first, m.size) if not self.store.check([f"seat/{rank}"])]
-        except RuntimeError:
-            return GroupError(f"rank 0 has closed the store before rank {first} of {m.size} joined")
+        seats = {rank: f"seat/{rank}" for rank in range(first, m.size)}
+        missing = [rank for rank, seat in seats.items() if not self._ask(partial(self.store.check, [seat]))]
         if m.rank == 0:
             time.sleep(LINGER_S)
         names = ", ".join(map(str, missing or [first]))
         return GroupError(f"rank{'s' * (len(missing) > 1)} {names} of {m.size} did not join within {m.patience_s:g} s")
+
+
+def _within(seconds: float, call: Callable[[], T]) -> T:
+    """What `call` returns. TimeoutError if it takes longer; it then goes on in a thread that nobody waits for.
+
+    torch's client of a store waits without a deadline for most answers of a server that is stopped, and connects anew,
+    with its whole deadline, whenever a server takes the connection and ends.
+    """
+    answer: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            answer.set_result(call())
+        except BaseException as error:  # noqa: BLE001
+            answer.set_exception(error)
+
+    threading.Thread(target=run, name="tilerank-store", daemon=True).start()
+    return answer.result(seconds)
 
 
 def _connect(meeting: _Meeting, seats: Sequence[Seat], hosts: Hosts) -> Channel:
@@ -212,7 +252,7 @@ def _connect(meeting: _Meeting, seats: Sequence[Seat], hosts: Hosts) -> Channel:
             name = f"tilerank-{secrets.token_hex(16)}"
             listener.bind("\0" + name)
             listener.listen(2 * len(members))
-            meeting.store.set(f"unix/{rank}", name)
+            meeting.set(f"unix/{rank}", name)
             down |= _answer(meeting, listener, members, secret)
     others = [ranks[0] for ranks in hosts[1:]]
     if rank in others:
@@ -222,7 +262,7 @@ def _connect(meeting: _Meeting, seats: Sequence[Seat], hosts: Hosts) -> Channel:
     elif rank == 0 and others:
         address = address_of(0, seats, hosts)
         with socket.create_server((address, 0), family=_family(address), backlog=2 * len(others)) as listener:
-            meeting.store.set("tcp", f"{address} {listener.getsockname()[1]}")
+            meeting.set("tcp", f"{address} {listener.getsockname()[1]}")
             down |= _answer(meeting, listener, others, secret)
     return Channel(rank, up, down, meeting.m.timeout_s)
 
@@ -230,7 +270,7 @@ def _connect(meeting: _Meeting, seats: Sequence[Seat], hosts: Hosts) -> Channel:
 def _secret(meeting: _Meeting) -> bytes:
     """Known to whoever may read the store; keeps strangers from taking a rank's place."""
     if meeting.m.rank == 0:
-        meeting.store.set("secret", secrets.token_hex(16))
+        meeting.set("secret", secrets.token_hex(16))
     return bytes.fromhex(meeting.get("secret", 0))
 
 

@@ -3,6 +3,7 @@
 import os
 import select
 import signal
+import socket
 import time
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import Ranks
+from torch._C._distributed_c10d import TCPStore
 
 from tilerank.kernels import core
 
@@ -181,6 +183,26 @@ def test_without_a_store_the_address_is_named() -> None:
     with Ranks(2, "test_parallel_faults:idle", timeout_s=2, present=[1]) as ranks:
         assert ranks.wait(0, LONG_S) == 1
         assert "GroupError: rank 1 found no store at 127.0.0.1:" in ranks.output(0)
+
+
+def test_whoever_hosts_the_store_and_does_not_answer_is_given_up() -> None:
+    # The kernel takes connections also for a process that is stopped.
+    with (
+        socket.create_server(("127.0.0.1", 0)) as stopped,
+        Ranks(2, "test_parallel_faults:idle", timeout_s=2, present=[1], store=stopped.getsockname()) as ranks,
+    ):
+        assert ranks.wait(0, LONG_S) == 1
+        assert "GroupError: rank 1 found no store at 127.0.0.1:" in ranks.output(0)
+
+
+def test_rank_0_stopped_while_the_ranks_join_is_given_up() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        store = free.getsockname()
+    with Ranks(3, "test_parallel_faults:idle", timeout_s=8, present=[0, 1], store=store) as ranks:
+        TCPStore(*store, is_master=False).wait(["tilerank/0/seat/1"])
+        ranks.signal(0, signal.SIGSTOP)
+        assert ranks.wait(1, LONG_S) == 1
+        assert "did not answer rank 1 within 8 s" in ranks.output(1)
 
 
 def test_two_processes_with_the_same_rank_are_refused() -> None:
