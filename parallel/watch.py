@@ -127,6 +127,8 @@ class Watch:
         """Say goodbye and let go of the links."""
         os.eventfd_write(self._stop, 1)
         self._thread.join()
+        with self._lock:
+            self._callbacks = []  # whose owners hold this watch in turn, and memory that they share
         for link in self._links.values():
             with contextlib.suppress(OSError):
                 link.send(NEWS.pack(Reason.LEFT, self.rank, 0))

@@ -5,14 +5,17 @@ import secrets
 import socket
 import struct
 import types
+import weakref
 from typing import Any
 
 import pytest
 
+from tilerank.kernels import core
 from tilerank.parallel import join as at_join
 from tilerank.parallel.channel import LONGEST, Channel, open_link
 from tilerank.parallel.errors import GroupError
 from tilerank.parallel.join import Membership, join
+from tilerank.parallel.shm import ShmGroup, create_segment
 
 SECRET = bytes(range(16))
 
@@ -109,6 +112,18 @@ def test_nothing_is_sent_after_leaving() -> None:
     second.close()
     with pytest.raises(GroupError, match="rank 1 has left the group itself"):
         second.receive()
+
+
+@pytest.mark.skipif(core.isa() == "reference", reason="shared memory needs the compiled core")
+def test_shared_memory_goes_with_the_group_that_was_closed() -> None:
+    first, second = pair_of_channels()
+    group = ShmGroup(create_segment(2, 1), 0, (0, 1), first.watch, 5.0, spin=False)
+    alive = weakref.ref(group)
+    group.close()
+    first.close()
+    second.close()
+    del group
+    assert alive() is None, "only the garbage collector would let go of it"
 
 
 @pytest.mark.parametrize(("rank", "size"), [(2, 2), (-1, 2), (0, 0)])
