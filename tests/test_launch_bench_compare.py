@@ -228,7 +228,7 @@ def test_sigterm_ends_what_was_started_and_removes_its_files(tmp_path: Path) -> 
         "def measure(args):\n"
         "    with tempfile.TemporaryDirectory() as scratch:\n"
         "        open(scratch + '/result', 'w').close()\n"
-        "        subprocess.run(['sh', '-c', 'echo $$; kill -TERM $PPID; sleep 600'])\n"
+        "        subprocess.run(['sh', '-c', 'echo $$; sleep 1; kill -TERM $PPID; exec sleep 600'])\n"
         "sys.exit(bench.run(argparse.Namespace(run_bench=measure)))"
     )
     command = [sys.executable, "-c", code]
