@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from .bench_json import add_json_argument, check_json_argument, write_json
 from .bench_peaks import peaks_of
 from .bench_report import OURS, Report, merged, rows_of, table
 from .errors import LaunchError
+from .process import die_with
 
 PEERS: dict[str, tuple[str, str | None, tuple[str, ...]]] = {
     "llama.cpp": ("llama_cpp", "peer_llama_cpp.py", ("int8", "int4")),
@@ -166,7 +168,7 @@ def _drive(peer: Peer, job: dict[str, Any], scratch: Path) -> dict[str, Any]:
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        check=False,
+        preexec_fn=partial(die_with, os.getpid()),
     )
     if done.returncode != 0:
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]

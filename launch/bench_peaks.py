@@ -10,12 +10,14 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 from .bench_json import add_json_argument, check_json_argument, write_json
 from .bench_work import Work
 from .cpulist import format_cpulist, parse_cpulist
 from .errors import LaunchError
+from .process import die_with
 from .topology import Topology, read_topology
 
 COMPUTE = (
@@ -210,7 +212,8 @@ def peaks_of(cores: Sequence[int]) -> Peaks:
     """Measures in a process of its own, since this one is about to start ranks and stays small. LaunchError if not."""
     command = [sys.executable, "-P", "-m", "tilerank", "bench", "peaks", "--json", "--cores", format_cpulist(cores)]
     load = os.getloadavg()[0]
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+    dies = partial(die_with, os.getpid())
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, preexec_fn=dies)
     if done.returncode != 0:
         raise LaunchError(f"the peaks of cores {format_cpulist(cores)} could not be measured: {done.stderr.strip()}")
     return peaks_from(json.loads(done.stdout), load)

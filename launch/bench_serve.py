@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import http.client
 import json
+import os
 import random
 import re
 import signal
@@ -22,6 +23,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import IO, TYPE_CHECKING, Any
 
 from tilerank.loader.tokenizer import Tokenizer
@@ -30,6 +32,7 @@ from . import bench_job
 from .bench_job import EngineJob
 from .bench_json import add_json_argument, check_json_argument, write_json
 from .errors import LaunchError
+from .process import die_with
 from .start import whole_number
 
 if TYPE_CHECKING:
@@ -209,9 +212,9 @@ def _server(argv: Sequence[str]) -> Iterator[int]:
     """The port of a `tilerank serve` with these options. SystemExit with its status if it does not get ready: it has
     said why."""
     command = [sys.executable, "-P", "-m", "tilerank", "serve", *argv, "--port", "0"]
-    with subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
+    dies = partial(die_with, os.getpid())
+    with subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, preexec_fn=dies) as process:
         assert process.stderr is not None
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # not without it
         try:
             for line in process.stderr:
                 if ready := READY.search(line):

@@ -193,14 +193,19 @@ class _Pipe:
         self._rest = b""
 
 
+def die_with(parent: int) -> None:
+    """In a new process, before it becomes another program: it is killed when its parent ends, however that ends."""
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
 def _before_exec(parent: int, prepare: Callable[[], object] | None, refusal: int) -> None:
     """In the new process: it dies with its parent, may write to the terminal from the background, and is placed.
 
     Of an exception the parent learns only that there was one; the sentence goes through the pipe `refusal`.
     """
-    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
+    die_with(parent)
     signal.signal(signal.SIGTTOU, signal.SIG_IGN)
     if prepare is not None:
         try:

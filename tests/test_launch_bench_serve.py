@@ -2,10 +2,13 @@
 
 import argparse
 import json
+import socket
+import subprocess
+import sys
 from collections.abc import Sequence
 
 import pytest
-from command import DEMO, run
+from command import DEMO, SOON_S, await_true, run
 
 from tilerank.launch.bench_serve import Answer, measure, rows_of, same_prefix_share, table
 
@@ -62,3 +65,20 @@ def test_what_does_not_fit_is_refused_before_anything_starts() -> None:
     result = run("bench", "serve", DEMO, "--tp", 1, "--prefix-tokens", 4096)
     expected = "--prompt-tokens, --new-tokens and --prefix-tokens: expected at most 4096 positions, found 4121"
     assert (result.status, result.errors) == (1, [f"tilerank: error: {expected}"])
+
+
+def test_the_server_ends_with_the_benchmark() -> None:
+    code = (
+        "import os, signal, sys\n"
+        "from tilerank.launch.bench_serve import _server\n"
+        f"with _server([{str(DEMO)!r}]) as port:\n"
+        "    print(port, flush=True)\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, timeout=SOON_S)
+
+    def is_served() -> bool:
+        with socket.socket() as client:
+            return client.connect_ex(("127.0.0.1", int(done.stdout))) == 0
+
+    await_true(lambda: not is_served(), SOON_S, "the server goes on")
