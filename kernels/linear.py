@@ -28,7 +28,9 @@ _MOE = {torch.bfloat16: core.kernel("moe_bf16"), torch.float32: core.kernel("moe
 BLOCK_N = 32
 _BLOCK_K = 32
 _TILE_ROWS = 16
-_DEAL_BYTES = 64
+
+DEAL_BYTES = 64
+"""Of the counter from which threads take work (csrc/deal.h)."""
 
 _SOURCES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -197,7 +199,7 @@ class PackedWeight:
 
     def scratch(self, m: int) -> int:
         if core.isa() != "amx" or self.dtype is torch.float32:
-            return _DEAL_BYTES + m * (self.k + 1) * 4  # and panels of rows (csrc/deal.h, csrc/panels.h)
+            return DEAL_BYTES + m * (self.k + 1) * 4  # and panels of rows (csrc/panels.h)
         if core.packed_alone(m):
             return 0
         return -(-m // _TILE_ROWS) * _TILE_ROWS * _padded(self.n, self.k, self.dtype)[1] * 2  # packed rows of x

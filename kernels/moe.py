@@ -11,7 +11,7 @@ from torch import Tensor
 
 from . import check, core, reference
 from .errors import KernelError
-from .linear import BLOCK_N, Format, Weight
+from .linear import BLOCK_N, DEAL_BYTES, Format, Weight
 
 _SOFTMAX_TOP_K = core.kernel("softmax_top_k")
 _SIGMOID_TOP_K = core.kernel("sigmoid_top_k")
@@ -167,7 +167,7 @@ def moe(x: Tensor, gate_up: PackedExperts, down: PackedExperts, ids: Tensor, wei
     middle = core.empty((rows, _up_to_block(width)), torch.float32)
     partial = core.empty((pairs, _up_to_block(hidden)), torch.float32)
     operands = (*gate_up.weight.operands(), *down.weight.operands())
-    dealt = core.empty((128,), torch.uint8)
+    dealt = core.empty((2 * DEAL_BYTES,), torch.uint8)  # of each projection
     arguments = (x, ids, weights, middle, partial, out, dealt, *operands)
     core.launch(gate_up.weight.moe_kernel, arguments, (gate_up.experts, width))
     return out

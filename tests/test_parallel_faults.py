@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from command import free_port
 from ranks import Ranks
 from torch._C._distributed_c10d import TCPStore
 
@@ -196,8 +197,7 @@ def test_whoever_hosts_the_store_and_does_not_answer_is_given_up() -> None:
 
 
 def test_rank_0_stopped_while_the_ranks_join_is_given_up() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        store = free.getsockname()
+    store = "127.0.0.1", free_port()
     with Ranks(3, "test_parallel_faults:idle", timeout_s=8, present=[0, 1], store=store) as ranks:
         TCPStore(*store, is_master=False).wait(["tilerank/0/seat/1"])
         ranks.signal(0, signal.SIGSTOP)
