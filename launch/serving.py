@@ -150,9 +150,13 @@ class _Server:
         assert part.group is not None and part.group.outcome is not None
         outcome = part.group.outcome
         if self._ending:
-            if outcome.sentence is not None:
-                say(f"tilerank: error: {outcome.sentence}")
-                self._status = self._status or outcome.status
+            sentence, status = outcome.sentence, outcome.status
+            unclean = part.group.unclean
+            if part is self._http and part.ready and unclean is not None and not self._status:
+                sentence, status = unclean.sentence, unclean.status  # answers were under way, and are broken off
+            if sentence is not None:
+                say(f"tilerank: error: {sentence}")
+                self._status = self._status or status
             if part is self._http:
                 self._send_home()
             return

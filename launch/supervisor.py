@@ -88,7 +88,8 @@ def cause(failures: Sequence[Failure]) -> Outcome:
 
 class Group:
     """Processes that are started together and end together. `on_phase` hears where the leader has come to, `on_end`
-    that all are gone; then `outcome` says how it went."""
+    that all are gone; then `outcome` says how it went, and `unclean` which process that was to end by itself did not
+    do so with status 0."""
 
     def __init__(
         self,
@@ -99,6 +100,7 @@ class Group:
         on_end: Callable[[], None] = lambda: None,
     ) -> None:
         self.outcome: Outcome | None = None
+        self.unclean: Failure | None = None
         self._loop = loop
         self._watch = watch
         self._on_phase = on_phase
@@ -149,6 +151,8 @@ class Group:
             elif process.spec.leads and not self._failures:
                 self.outcome = Outcome(0)
                 self._killing = self._loop.after(END_S, partial(self._signal_all, signal.SIGKILL))
+        elif code != 0 and self.unclean is None:
+            self.unclean = self._describe(process, code)
         if not self.running:
             if self.outcome is None:
                 self._decide()

@@ -240,6 +240,19 @@ def test_a_second_sigterm_ends_now(endless: Options) -> None:
     assert (result.status, result.errors) == (128 + signal.SIGTERM, [])
 
 
+def test_an_http_process_that_is_lost_while_it_drains_is_told(endless: Options) -> None:
+    with serving("--tp", 2, *endless) as server:
+        with pytest.raises(httpx.RemoteProtocolError), streaming(server) as events:
+            server.running.process.send_signal(signal.SIGTERM)
+            await_true(lambda: server.get("/health").status_code == 503, 120, "it does not drain")
+            pid = pid_of(server, "TILERANK_HTTP_FDS")
+            os.kill(pid, signal.SIGKILL)
+            list(events)
+        result = server.running.finish(SOON_S)
+    sentence = f"the HTTP process (process {pid}) was killed by SIGKILL while serving"
+    assert (result.status, result.errors) == (137, [f"tilerank: error: {sentence}"])
+
+
 def test_who_is_still_unanswered_when_time_is_up_is_told() -> None:
     """The HTTP process with an engine that never says a word after its first."""
     listener = socket.create_server(("127.0.0.1", 0))
