@@ -62,12 +62,17 @@ class GrammarTrial:
 
     def _start(self) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-P", "-m", __name__, str(self._model_dir)]
-        return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        # Whoever asks hears these signals as well, and may have grammars to try as long as it answers. What is blocked
+        # here is blocked there, from the first moment on.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
+        try:
+            return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def main(model_dir: Path) -> None:
     """Answers each grammar with a sentence against it, empty if there is none, until nobody asks any more."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the terminal; whoever asks hears it as well
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     vocabulary = Vocabulary(model_dir)

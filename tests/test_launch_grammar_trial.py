@@ -64,3 +64,15 @@ def test_a_process_that_is_gone_is_replaced(trial: GrammarTrial) -> None:
     os.kill(trial._process.pid, signal.SIGKILL)
     os.waitid(os.P_PID, trial._process.pid, os.WEXITED | os.WNOWAIT)
     check(trial, "start: /the next/")
+
+
+def test_signals_that_end_a_server_do_not_end_it(trial: GrammarTrial) -> None:
+    """The whole process group gets them, and requests under way are still answered."""
+    if trial._process is not None:
+        trial._process.kill()
+        trial._process.wait()
+    process = trial._process = trial._start()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        os.kill(process.pid, number)
+    check(trial, "start: /under way/")
+    assert trial._process is process and process.poll() is None
