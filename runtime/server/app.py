@@ -39,7 +39,6 @@ log = logging.getLogger(__name__)
 
 LONG_TEXT = 4096
 """Characters: from here on a text is tokenised in a thread, while others are served."""
-HEALTH_S = 60.0
 
 Body = TypeVar("Body", bound=pydantic.BaseModel)
 T = TypeVar("T")
