@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import logging
 import os
 import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tilerank.loader.config import read_model_type
+from tilerank.loader.config import SamplingDefaults, read_model_type, read_sampling_defaults
 from tilerank.runtime.server.handover import connect, connections
 
 from . import cgroup, logs, ranks_table, start
@@ -42,6 +45,8 @@ if TYPE_CHECKING:
     from tilerank.runtime.engine import Engine
 
     from .placement import Placement, RankPlacement
+
+log = logging.getLogger(__name__)
 
 HTTP_FDS = "TILERANK_HTTP_FDS"
 """In the environment of the HTTP process: its listening socket and the control socket."""
@@ -168,6 +173,7 @@ class ServeJob(GenerateJob):
         from tilerank.loader.tokenizer import Tokenizer
 
         Tokenizer(self._model_dir)
+        read_sampling_defaults(self._model_dir)
         if CONTROL not in os.environ:
             self.listener = _listen(self._args.host, self._args.port)
             host, port = self.listener.getsockname()[:2]
@@ -284,12 +290,21 @@ def _be_http(args: argparse.Namespace) -> int:
         args.served_model_name or model_dir.resolve().name,
         own_version() or "unknown",
         args.api_key or os.environ.get(API_KEY) or None,
+        _sampling(model_dir),
         tool_parser(read_model_type(model_dir)),
         GrammarTrial(model_dir).check,
     )
     status = StatusPipe.inherited()
     run(Http(listener, model_dir, about), control, DRAIN_S, lambda: status.send(Reached("serving")))
     return 0
+
+
+def _sampling(model_dir: Path) -> SamplingDefaults:
+    advised, plain = asdict(read_sampling_defaults(model_dir)), asdict(SamplingDefaults())
+    told = ", ".join(f"{name} {value:g}" for name, value in advised.items() if value != plain[name])
+    if told:
+        log.info("requests that do not say otherwise are sampled as generation_config.json advises: %s", told)
+    return SamplingDefaults(**advised)
 
 
 def _url_host(host: str) -> str:

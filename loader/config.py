@@ -108,11 +108,13 @@ class Fields:
             raise self.fail(key, f"an integer from {low} to {high}")
         return value
 
-    def number(self, key: str, above: float, to: float) -> float:
+    def number(self, key: str, low: float, to: float, *, above: bool = True) -> float:
+        """A number above `low`, or from it on, and at most `to`."""
         value = self.values.get(key)
+        excluded = low if above else None
         # Integers of any length are JSON; comparing before converting keeps float() from overflowing.
-        if not isinstance(value, int | float) or isinstance(value, bool) or not above < value <= to:
-            raise self.fail(key, f"a number above {above:g}, at most {to:g}")
+        if not isinstance(value, int | float) or isinstance(value, bool) or not low <= value <= to or value == excluded:
+            raise self.fail(key, f"a number {'above' if above else 'from'} {low:g}, at most {to:g}")
         return float(value)
 
     def text(self, key: str) -> str:
@@ -143,6 +145,32 @@ class Fields:
         if not all(type(i) is int and 0 <= i < vocab_size for i in ids):
             raise self.fail(key, f"token ids from 0 to {vocab_size - 1}")
         return tuple(dict.fromkeys(ids))
+
+
+@dataclass(frozen=True)
+class SamplingDefaults:
+    """How tokens are chosen for who does not say: as the model's makers advise, else by the model's own probabilities.
+    top_k 0, top_p 1, min_p 0 and repetition_penalty 1 are off."""
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+
+
+def read_sampling_defaults(model_dir: Path) -> SamplingDefaults:
+    """Those of generation_config.json, whatever it says of do_sample, as other servers take them. ConfigError."""
+    c = _generation_config(model_dir)
+    bounds = {
+        "temperature": (0.0, 100.0),
+        "top_p": (0.0, 1.0),
+        "min_p": (0.0, 1.0),
+        "repetition_penalty": (0.01, 100.0),
+    }
+    numbers = {key: c.number(key, low, high, above=False) for key, (low, high) in bounds.items() if c.has(key)}
+    top_k = max(c.integer("top_k", -1, (1 << 31) - 1), 0) if c.has("top_k") else 0  # -1 is off as well
+    return SamplingDefaults(top_k=top_k, **numbers)
 
 
 def read_model_type(model_dir: Path) -> str:
@@ -307,10 +335,14 @@ def _experts(c: Fields, num_layers: int) -> ExpertsConfig:
 
 def _special_ids(model_dir: Path, c: Fields, vocab_size: int) -> tuple[tuple[int, ...], int | None]:
     """(end-of-sequence ids, beginning-of-sequence id): generation_config.json, config.json where that is silent."""
-    sources = [c]
-    name = "generation_config.json"
-    if is_listed(model_dir, name):
-        sources.insert(0, Fields(model_dir / name, read_json_object(model_dir, name, ConfigError)))
+    sources = (_generation_config(model_dir), c)
     eos = next((s.ids("eos_token_id", vocab_size) for s in sources if s.has("eos_token_id")), ())
     bos = next((s.integer("bos_token_id", 0, vocab_size - 1) for s in sources if s.has("bos_token_id")), None)
     return eos, bos
+
+
+def _generation_config(model_dir: Path) -> Fields:
+    """Without fields if there is no such file."""
+    name = "generation_config.json"
+    values = read_json_object(model_dir, name, ConfigError) if is_listed(model_dir, name) else {}
+    return Fields(model_dir / name, values)

@@ -19,6 +19,7 @@ from serving import PROMPTS, Server, greedy, serving
 
 from tilerank.launch.http import Http
 from tilerank.launch.http import run as run_http
+from tilerank.loader.config import SamplingDefaults
 from tilerank.runtime.server.app import About
 from tilerank.runtime.server.handover import connect, take
 from tilerank.runtime.server.messages import State, encode
@@ -291,7 +292,7 @@ def test_who_is_still_unanswered_when_time_is_up_is_told() -> None:
     async def check_grammar(grammar: str) -> None:
         raise AssertionError("nobody asked for a grammar")
 
-    about = About("silent", "0", None, None, check_grammar)
+    about = About("silent", "0", None, SamplingDefaults(), None, check_grammar)
     with ThreadPoolExecutor(1) as pool:
         using = pool.submit(use)
         run_http(Http(listener, DEMO, about), http_control, 0.2, ready.set)

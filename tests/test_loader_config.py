@@ -11,7 +11,16 @@ from hypothesis import strategies as st
 from mutate import json_mutations
 from tiny import make_checkpoint
 
-from tilerank.loader.config import ExpertsConfig, Llama3Scaling, ModelConfig, RopeConfig, load_config, read_model_type
+from tilerank.loader.config import (
+    ExpertsConfig,
+    Llama3Scaling,
+    ModelConfig,
+    RopeConfig,
+    SamplingDefaults,
+    load_config,
+    read_model_type,
+    read_sampling_defaults,
+)
 from tilerank.loader.errors import ConfigError
 from tilerank.runtime.registry import read_config
 
@@ -312,6 +321,32 @@ def test_unknown_family_is_refused_before_the_keys_that_it_spells_otherwise(tmp_
     assert read_model_type(tmp_path) == "wave_net"
     with pytest.raises(ConfigError, match=r"model_type: expected one of llama, .*qwen3_moe, found 'wave_net'"):
         read_config(tmp_path)
+
+
+def test_generation_config_advises_how_to_choose_tokens(tmp_path: Path) -> None:
+    assert read_sampling_defaults(tmp_path) == SamplingDefaults(1.0, 0, 1.0, 0.0, 1.0)
+    path = tmp_path / "generation_config.json"
+    path.write_text('{"do_sample": true, "temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": null}')
+    assert read_sampling_defaults(tmp_path) == SamplingDefaults(0.6, 20, 0.95, 0.0, 1.0)
+    path.write_text('{"temperature": 0, "top_k": -1, "min_p": 0.1, "repetition_penalty": 1.05}')
+    assert read_sampling_defaults(tmp_path) == SamplingDefaults(0.0, 0, 1.0, 0.1, 1.05)
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ('{"top_p": 1.5}', "top_p: expected a number from 0, at most 1, found 1.5"),
+        ('{"temperature": "warm"}', "temperature: expected a number from 0, at most 100, found 'warm'"),
+        ('{"repetition_penalty": 0}', "repetition_penalty: expected a number from 0.01, at most 100, found 0"),
+        ('{"top_k": 2.5}', "top_k: expected an integer from -1 to 2147483647, found 2.5"),
+    ],
+)
+def test_advice_that_cannot_be_followed_is_refused(tmp_path: Path, text: str, sentence: str) -> None:
+    path = tmp_path / "generation_config.json"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        read_sampling_defaults(tmp_path)
+    assert str(caught.value) == f"{path}: {sentence}"
 
 
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

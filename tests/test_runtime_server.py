@@ -3,6 +3,8 @@
 import asyncio
 import itertools
 import shutil
+import socket
+import threading
 from pathlib import Path
 
 import httpx
@@ -11,13 +13,14 @@ from command import DEMO
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tilerank.loader.config import SamplingDefaults
 from tilerank.loader.tokenizer import Tokenizer
 from tilerank.runtime.params import Logprobs, SamplingParams
 from tilerank.runtime.server.api import Message
 from tilerank.runtime.server.app import About, make_app
 from tilerank.runtime.server.client import EngineClient
 from tilerank.runtime.server.completions import Delta
-from tilerank.runtime.server.messages import Cancel, Submit, Token, encode, engine_inbox
+from tilerank.runtime.server.messages import Cancel, State, Submit, Token, Tokens, encode, engine_inbox
 from tilerank.runtime.server.text import TextStream
 from tilerank.runtime.server.tools import LlamaTools, QwenTools, ToolCall, ToolParser
 from tilerank.runtime.server.wording import ChatWording, TextWording
@@ -184,6 +187,16 @@ def test_earlier_calls_reach_the_template_as_objects() -> None:
     assert told["tool_calls"][0]["function"] == {"name": "f", "arguments": {"x": 1}}
 
 
+def asking(engines: EngineClient, tokenizer: Tokenizer, sampling: SamplingDefaults | None = None) -> httpx.AsyncClient:
+    """A client of a server without a socket."""
+
+    async def check_grammar(grammar: str) -> None: ...
+
+    about = About("base", "0", None, sampling or SamplingDefaults(), None, check_grammar)
+    app = make_app(engines, tokenizer, about)
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server")
+
+
 @pytest.mark.parametrize(
     ("template", "sentence"),
     [
@@ -198,13 +211,64 @@ def test_messages_that_no_template_makes_a_prompt_of(tmp_path: Path, template: s
     if template is not None:
         (tmp_path / "chat_template.jinja").write_text(template)
 
-    async def check_grammar(grammar: str) -> None: ...
-
     async def asked() -> httpx.Response:
-        about = About("base", "0", None, None, check_grammar)
-        app = make_app(EngineClient(), Tokenizer(tmp_path), about)
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server") as client:
+        async with asking(EngineClient(), Tokenizer(tmp_path)) as client:
             return await client.post("/tokenize", json={"messages": [{"role": "user", "content": "a"}]})
 
     answer = asyncio.run(asked())
     assert (answer.status_code, answer.json()["error"]["message"]) == (400, sentence)
+
+
+def test_others_are_answered_while_a_template_is_at_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer, answered = Tokenizer(DEMO), threading.Event()
+
+    def render(*messages: object, **variables: object) -> str:
+        assert answered.wait(60)
+        return "In the beginning"
+
+    monkeypatch.setattr(tokenizer, "apply_chat_template", render)
+
+    async def asked() -> httpx.Response:
+        async with asking(EngineClient(), tokenizer) as client:
+            chat = asyncio.create_task(client.post("/tokenize", json={"messages": [{"role": "user", "content": "a"}]}))
+            assert (await client.post("/tokenize", json={"prompt": "a"})).status_code == 200
+            assert not chat.done()
+            answered.set()
+            return await chat
+
+    assert asyncio.run(asked()).json()["tokens"] == TOKENIZER.encode("In the beginning", False)
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        ({}, (0.6, 20, 0.95, 0.0, 1.05)),
+        ({"temperature": None, "top_k": None}, (0.6, 20, 0.95, 0.0, 1.05)),
+        ({"temperature": 0, "top_p": 1}, (0.0, 20, 1.0, 0.0, 1.05)),
+        ({"top_k": -1, "min_p": 0.1, "repetition_penalty": 1}, (0.6, 0, 0.95, 0.1, 1.0)),
+    ],
+)
+def test_what_a_request_does_not_say_is_as_the_model_advises(
+    body: dict[str, object], expected: tuple[float, ...]
+) -> None:
+    advised = SamplingDefaults(temperature=0.6, top_k=20, top_p=0.95, repetition_penalty=1.05)
+
+    async def submitted() -> SamplingParams:
+        client, (ours, engines) = EngineClient(), socket.socketpair()
+        talking = asyncio.create_task(client.attach(0, ours))
+        reader, writer = await asyncio.open_unix_connection(sock=engines)
+        writer.write(encode(State(64, 64, 0.0, 0, 0, 0, 0, 0)))
+        await client.ready.wait()
+        async with asking(client, TOKENIZER, advised) as http:
+            answer = asyncio.create_task(http.post("/v1/completions", json={"prompt": "a"} | body))
+            (submit,) = engine_inbox().feed(await reader.read(1 << 16))
+            assert isinstance(submit, Submit)
+            writer.write(encode(Tokens([Token(submit.number, 5, "length", None)])))
+            assert (await answer).status_code == 200
+        writer.close()
+        await talking
+        return submit.params
+
+    params = asyncio.run(submitted())
+    found = (params.temperature, params.top_k, params.top_p, params.min_p, params.repetition_penalty)
+    assert found == expected

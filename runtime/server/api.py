@@ -41,7 +41,8 @@ class ResponseFormat(_Body):
 
 
 class Sampling(_Body):
-    """What chat and plain completions have in common."""
+    """What chat and plain completions have in common. Of how tokens are chosen None stands for the model's default
+    (loader/config.py: SamplingDefaults)."""
 
     # Fields of OpenAI's and of other servers that ask for another answer than is given here.
     unsupported: ClassVar[frozenset[str]] = frozenset(
@@ -52,8 +53,8 @@ class Sampling(_Body):
     n: int = Field(1, ge=1, le=16)
     stream: bool = False
     stream_options: StreamOptions | None = None
-    temperature: float = Field(1.0, ge=0, le=2)
-    top_p: float = Field(1.0, ge=0, le=1)
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = Field(None, ge=0, le=1)
     presence_penalty: float = Field(0.0, ge=-2, le=2)
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
     logit_bias: dict[TokenId, Annotated[float, Field(ge=-100, le=100)]] = Field({}, max_length=300)
@@ -61,9 +62,10 @@ class Sampling(_Body):
     stop: StopString | Annotated[list[StopString], Field(max_length=16)] = Field([])
     response_format: ResponseFormat | None = None
     # Not OpenAI's:
-    top_k: int = Field(0, ge=-1, lt=1 << 31)
-    min_p: float = Field(0.0, ge=0, le=1)
-    repetition_penalty: float = Field(1.0, ge=0.01, le=100)  # logits over less than that are infinite sooner or later
+    top_k: int | None = Field(None, ge=-1, lt=1 << 31)  # both -1 and 0 are off
+    min_p: float | None = Field(None, ge=0, le=1)
+    # Logits over less than 0.01 are infinite sooner or later.
+    repetition_penalty: float | None = Field(None, ge=0.01, le=100)
     stop_token_ids: list[TokenId] = Field([], max_length=64)
     ignore_eos: bool = False
     guided_regex: str | None = Field(None, min_length=1, max_length=8192)
@@ -79,6 +81,11 @@ class Sampling(_Body):
                 message = f"Unsupported parameter: '{name}' is not supported with this model."
                 raise ApiError(400, message, param=name, code="unsupported_parameter")
         return {name: value for name, value in data.items() if value is not None}
+
+    @field_validator("top_k")
+    @classmethod
+    def _off(cls, value: int | None) -> int | None:
+        return value if value is None else max(value, 0)
 
     @model_validator(mode="after")
     def _fields_go_together(self) -> "Sampling":

@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import prometheus_client
@@ -18,6 +19,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from tilerank.loader.config import SamplingDefaults
 from tilerank.loader.errors import TokenizerError
 from tilerank.loader.tokenizer import Tokenizer
 
@@ -47,13 +49,14 @@ Handler = Callable[[Request], Awaitable[Response]]
 
 @dataclass(frozen=True)
 class About:
-    """What the server is: the name that clients call the model by, the project's version, the key they must show, and
-    how the model's family writes tool calls, if that is known. `check_grammar` raises RequestError for what the engine
-    should not see."""
+    """What the server is: the name that clients call the model by, the project's version, the key they must show,
+    how tokens are chosen where they do not say, and how the model's family writes tool calls, if that is known.
+    `check_grammar` raises RequestError for what the engine should not see."""
 
     model: str
     version: str
     api_key: str | None
+    sampling: SamplingDefaults
     tools: type[ToolParser] | None
     check_grammar: Callable[[str], Awaitable[None]]
 
@@ -225,7 +228,7 @@ class _Server:
         wording: Wording,
     ) -> Response:
         logprobs = 0 if top is None else max(top, 1)
-        answering = Answering(self._client, self._tokenizer, prompts, body, logprobs, grammar)
+        answering = Answering(self._client, self._tokenizer, self._about.sampling, prompts, body, logprobs, grammar)
         about: Words = {
             "id": f"{wording.prefix}-{answering.id}",
             "created": answering.created,
@@ -289,9 +292,10 @@ class _Server:
         own = {"self", "messages", "tools", "add_generation_prompt"} & variables.keys()
         if own:
             raise ApiError(400, f"{min(own)} is not for chat_template_kwargs", param="chat_template_kwargs")
+        told = [message.told() for message in messages]
+        render = partial(self._tokenizer.apply_chat_template, told, tools=tools, add_generation_prompt=True)
         try:
-            told = [message.told() for message in messages]
-            text = self._tokenizer.apply_chat_template(told, tools=tools, add_generation_prompt=True, **variables)
+            text = await asyncio.to_thread(render, **variables)  # a model's template may take as long as it likes
         except TokenizerError as e:
             # Not all of the sentence: it names the file.
             says = f"the chat template refused the messages: {e.__cause__}"

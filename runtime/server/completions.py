@@ -5,8 +5,9 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
+from tilerank.loader.config import SamplingDefaults
 from tilerank.loader.tokenizer import Tokenizer
 
 from ..errors import RequestError
@@ -37,6 +38,7 @@ class Answering:
         self,
         client: EngineClient,
         tokenizer: Tokenizer,
+        defaults: SamplingDefaults,
         prompts: Sequence[Sequence[int]],
         body: Sampling,
         logprobs: int,
@@ -48,6 +50,7 @@ class Answering:
         self.completion_tokens = 0
         self._client = client
         self._tokenizer = tokenizer
+        self._defaults = asdict(defaults)
         self._stop = body.stop_strings
         self._choices = [
             (prompt, self._params(body, prompt, logprobs, grammar, choice))
@@ -127,15 +130,11 @@ class Answering:
                 param="messages" if isinstance(body, ChatCompletion) else "prompt",
                 code="context_length_exceeded",
             )
+        asked = body.model_dump(include=set(self._defaults), exclude_none=True)
         try:
             return SamplingParams(
                 max_new_tokens=min(_max_tokens(body) or room, room),
-                temperature=body.temperature,
-                top_k=max(body.top_k, 0),
-                top_p=body.top_p,
-                min_p=body.min_p,
                 seed=secrets.randbits(63) if body.seed is None else (body.seed + choice) % (1 << 64),
-                repetition_penalty=body.repetition_penalty,
                 presence_penalty=body.presence_penalty,
                 frequency_penalty=body.frequency_penalty,
                 logit_bias=body.logit_bias,
@@ -143,6 +142,7 @@ class Answering:
                 stop_token_ids=tuple(body.stop_token_ids),
                 logprobs=logprobs,
                 grammar=grammar,
+                **(self._defaults | asked),
             )
         except RequestError as e:
             raise ApiError(400, str(e)) from e
