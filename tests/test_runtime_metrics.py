@@ -92,6 +92,48 @@ def test_nothing_is_told_of_an_engine_that_is_gone() -> None:
     assert not [name for name in found if re.search("rank|running|cache", name.removeprefix("tilerank_"))]
 
 
+def test_counters_never_go_down_when_a_replica_does() -> None:
+    """Two replicas, heard of when they had generated 10 and 0 tokens, come to 50 and 7; one goes, comes again from 0,
+    and comes to 5: 40, 40 + 7, still that, 40 + 7 + 5."""
+
+    async def listen() -> list[tuple[float, float, float]]:
+        client, found = EngineClient(), []
+
+        async def hear(theirs: socket.socket, *messages: FromEngine) -> None:
+            theirs.sendall(b"".join(map(encode, messages)))
+            for _ in range(10_000):
+                await asyncio.sleep(0)
+                if any(engine.state == messages[-1] for engine in client._engines.values()):
+                    break
+            names = ("generation_tokens", "prompt_tokens", "num_preemptions")
+            sums = samples(client)
+            prompt, generated = (told(client, Latest(), {})[name] for name in ("prompt_tokens", "generated_tokens"))
+            assert (prompt, generated) == (
+                sums["tilerank_prompt_tokens_total"],
+                sums["tilerank_generation_tokens_total"],
+            )
+            found.append(tuple(sums[f"tilerank_{name}_total"] for name in names))
+
+        def state(*counts: int) -> State:
+            return State(4096, 640, 0.25, 3, 2, *counts)
+
+        pairs = [socket.socketpair() for _ in range(3)]
+        talks = [asyncio.create_task(client.attach(replica, pairs[replica][0])) for replica in (0, 1)]
+        await hear(pairs[0][1], RANKS, state(1, 1000, 10), state(3, 1100, 50))
+        await hear(pairs[1][1], RANKS, state(0, 0, 0), state(4, 20, 7))
+        pairs[1][1].close()
+        await talks[1]
+        await hear(pairs[0][1], state(3, 1100, 50))
+        talks.append(asyncio.create_task(client.attach(1, pairs[2][0])))
+        await hear(pairs[2][1], RANKS, state(0, 0, 0), state(1, 2, 5))
+        for _, theirs in pairs:
+            theirs.close()
+        await asyncio.gather(*talks)
+        return found
+
+    assert asyncio.run(listen()) == [(40, 100, 2), (47, 120, 6), (47, 120, 6), (52, 122, 7)]
+
+
 def test_the_status_page_is_told_the_same() -> None:
     client = client_that_heard(RANKS, counted((1, 1, 1000, 0.5), (1, 3, 900, 0.5)), STATE)
     answer = told(client, Latest(), {"model": "it"})

@@ -41,13 +41,29 @@ class RefusedError(Exception):
 _Item = Token | EngineGoneError | RefusedError
 
 
-class Engine:
-    """One engine, from its start to its end. `state` is None until it is ready, which `on_ready` hears."""
+class Totals:
+    """What engines have done while this process listened, those that are gone as well. The sum over those that are left
+    would go down by what one that is gone had done, which whoever charts it takes for a start from 0."""
 
-    def __init__(self, on_ready: Callable[[], None]) -> None:
+    def __init__(self) -> None:
+        self.preemptions = self.prompt_tokens = self.generated_tokens = 0
+
+    def take(self, before: State, now: State) -> None:
+        """Two states of one engine, one after the other."""
+        self.preemptions += now.preemptions - before.preemptions
+        self.prompt_tokens += now.prompt_tokens - before.prompt_tokens
+        self.generated_tokens += now.generated_tokens - before.generated_tokens
+
+
+class Engine:
+    """One engine, from its start to its end. `state` is None until it is ready, which `on_ready` hears; what it does
+    goes into `totals`."""
+
+    def __init__(self, totals: Totals, on_ready: Callable[[], None]) -> None:
         self.state: State | None = None
         self.figures = Figures()
         self.prompts = Seen()
+        self._totals = totals
         self._on_ready = on_ready
         self._writer: asyncio.StreamWriter | None = None
         self._streams: dict[int, asyncio.Queue[_Item]] = {}
@@ -107,6 +123,7 @@ class Engine:
             case Ranks() | Counted():
                 self.figures.take(message)
             case State():
+                self._totals.take(self.state or message, message)
                 self.state = message
                 self._on_ready()
 
@@ -124,6 +141,7 @@ class EngineClient:
 
     def __init__(self) -> None:
         self.restarts = 0  # engines that came after the first of their replica
+        self.totals = Totals()
         self.ready = asyncio.Event()  # set once a first engine can take requests
         self._engines: dict[int, Engine] = {}
 
@@ -141,7 +159,7 @@ class EngineClient:
     async def attach(self, replica: int, connection: socket.socket) -> None:
         """Talks to the engine behind `connection`, the newest of its replica, until it goes."""
         self.restarts += replica in self._engines
-        self._engines[replica] = engine = Engine(self.ready.set)
+        self._engines[replica] = engine = Engine(self.totals, self.ready.set)
         await engine.talk(connection)
 
     def abandon(self, why: str) -> None:

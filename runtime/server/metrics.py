@@ -63,7 +63,7 @@ class _Engine(Collector):
         self._client = client
 
     def collect(self) -> Iterator[Metric]:
-        state = self._client.state
+        state, totals = self._client.state, self._client.totals
         yield _gauge("engine_up", "1 if requests can be answered", float(state is not None))
         yield _counter("engine_restarts", "Engines after the first", max(self._client.restarts, 0))
         if state is None:
@@ -71,9 +71,9 @@ class _Engine(Collector):
         yield _gauge("num_requests_running", "Requests in the batch", state.running)
         yield _gauge("num_requests_waiting", "Requests in line", state.waiting)
         yield _gauge("kv_cache_usage_perc", "Share of the cache that running requests have, 1 is all", state.cache_used)
-        yield _counter("prompt_tokens", "Tokens of prompts computed", state.prompt_tokens)
-        yield _counter("generation_tokens", "Tokens generated", state.generated_tokens)
-        yield _counter("num_preemptions", "Requests that gave their pages up for older ones", state.preemptions)
+        yield _counter("prompt_tokens", "Tokens of prompts computed", totals.prompt_tokens)
+        yield _counter("generation_tokens", "Tokens generated", totals.generated_tokens)
+        yield _counter("num_preemptions", "Requests that gave their pages up for older ones", totals.preemptions)
         yield from _of_ranks(self._client.figures)
 
 

@@ -23,7 +23,7 @@ def page() -> Response:
 
 def told(client: EngineClient, latest: Latest, about: dict[str, Any]) -> dict[str, Any]:
     """What the page shows, ready for JSON; `about` is put before it. No prompts, no paths."""
-    state, figures = client.state, client.figures
+    state, totals, figures = client.state, client.totals, client.figures
     told = about | {"ready": state is not None, "restarts": max(client.restarts, 0), "latest": latest.told()}
     if state is None:
         return told
@@ -34,8 +34,8 @@ def told(client: EngineClient, latest: Latest, about: dict[str, Any]) -> dict[st
         "cache_used": state.cache_used,
         "running": state.running,
         "waiting": state.waiting,
-        "prompt_tokens": state.prompt_tokens,
-        "generated_tokens": state.generated_tokens,
+        "prompt_tokens": totals.prompt_tokens,
+        "generated_tokens": totals.generated_tokens,
         "bytes_per_s": figures.bytes_per_s,
         "ranks": [
             {
