@@ -1,13 +1,16 @@
-"""The server's parts by hand: text with stop strings, messages in pieces, tool calls."""
+"""The server's parts by hand: text with stop strings, messages in pieces, tool calls, refusals."""
 
 import asyncio
 import itertools
+import json
 import shutil
 import socket
 import threading
 from pathlib import Path
+from typing import Any
 
 import httpx
+import pydantic
 import pytest
 from command import DEMO
 from hypothesis import given, settings
@@ -16,8 +19,9 @@ from hypothesis import strategies as st
 from tilerank.loader.config import SamplingDefaults
 from tilerank.loader.tokenizer import Tokenizer
 from tilerank.runtime.params import Logprobs, SamplingParams
-from tilerank.runtime.server.api import Message
+from tilerank.runtime.server.api import ChatCompletion, Completion, Message
 from tilerank.runtime.server.app import About, make_app
+from tilerank.runtime.server.bodies import fault
 from tilerank.runtime.server.client import EngineClient
 from tilerank.runtime.server.completions import Delta
 from tilerank.runtime.server.messages import Cancel, State, Submit, Token, Tokens, encode, engine_inbox
@@ -272,3 +276,34 @@ def test_what_a_request_does_not_say_is_as_the_model_advises(
     params = asyncio.run(submitted())
     found = (params.temperature, params.top_k, params.top_p, params.min_p, params.repetition_penalty)
     assert found == expected
+
+
+@pytest.mark.parametrize(
+    ("fields", "where", "says"),
+    [
+        ({"stop": ""}, "stop", "String should have at least 1 character"),
+        ({"stop": ["a", ""]}, "stop.1", "String should have at least 1 character"),
+        ({"stop": ["a"] * 17}, "stop", "List should have at most 16 items"),
+        ({"prompt": ["a"] * 65}, "prompt", "List should have at most 64 items"),
+        ({"prompt": [[1], []]}, "prompt.1", "List should have at least 1 item"),
+        ({"prompt": [[1], ["a"]]}, "prompt.1.0", "Input should be a valid integer"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
+            "messages.0.content.0.text",
+            "Field required",
+        ),
+        ({"tool_choice": {"type": "function", "function": {}}}, "tool_choice.function.name", "Field required"),
+        ({"tool_choice": "any"}, "tool_choice", "Input should be 'none', 'auto' or 'required'"),
+        ({"logit_bias": {"a": 1}}, "logit_bias.a.[key]", "Input should be a valid integer"),
+    ],
+)
+def test_a_refusal_names_the_field_as_the_client_wrote_it(fields: dict[str, Any], where: str, says: str) -> None:
+    """Also where it may be of several kinds, of which the client meant one."""
+    kind = Completion if fields.keys() & {"prompt", "stop"} else ChatCompletion
+    body: dict[str, Any] = {"prompt": "a"} if kind is Completion else {"messages": [{"role": "user", "content": "a"}]}
+    data = json.dumps(body | fields).encode()
+    with pytest.raises(pydantic.ValidationError) as caught:
+        kind.model_validate_json(data)
+    refused = fault(data, caught.value)
+    assert refused.param == where
+    assert str(refused).startswith(f"{where}: {says}")

@@ -27,7 +27,7 @@ from ..errors import RequestError
 from ..params import SamplingParams
 from . import status
 from .api import ChatCompletion, Completion, Detokenize, Message, Sampling, Tokenize
-from .bodies import Bodies
+from .bodies import Bodies, fault
 from .client import EngineClient, EngineGoneError, RefusedError
 from .completions import Answering, Delta
 from .errors import ApiError, refusal
@@ -253,10 +253,7 @@ class _Server:
         try:
             body = kind.model_validate_json(data)
         except pydantic.ValidationError as e:
-            first = e.errors(include_url=False, include_context=False, include_input=False)[0]
-            where = ".".join(map(str, first["loc"]))
-            says = first["msg"].removeprefix("Value error, ")  # that of a validator of ours
-            raise ApiError(400, f"{where}: {says}" if where else says, param=where or None) from e
+            raise fault(data, e) from e
         asked = getattr(body, "model", None)
         if asked is not None and asked != self._about.model:
             raise ApiError(
