@@ -11,9 +11,11 @@ import yaml
 from command import run
 from test_runtime_metrics import RANKS, STATE, client_that_heard
 
+from tilerank.runtime.server.bodies import MAX_BODIES, MAX_BODY
 from tilerank.runtime.server.metrics import Metrics
 
-TEXT = (Path(__file__).parents[1] / "docs" / "operations.md").read_text()
+ROOT = Path(__file__).parents[1]
+TEXT = (ROOT / "docs" / "operations.md").read_text()
 
 
 def blocks(language: str) -> list[str]:
@@ -84,3 +86,12 @@ def test_metrics_are_those_of_the_server() -> None:
     assert told == exported
     for labels in re.findall(r"tilerank_\w+\{(\w+)", TEXT):
         assert f'{labels}="' in text
+
+
+def test_what_clients_see_is_what_the_server_says() -> None:
+    assert f"The body is larger than {MAX_BODY >> 20} MiB." in TEXT
+    assert f"would take more than {MAX_BODIES >> 20} MiB." in TEXT
+    source = "".join(path.read_text() for path in (ROOT / "runtime" / "server").glob("*.py"))
+    told = set(re.findall(r"^\| \d+ `(\w+)`", TEXT, re.M))
+    assert told <= set(re.findall(r'code="(\w+)"', source))
+    assert set(re.findall(r'ApiError\(503, .*code="(\w+)"', source)) == set(re.findall(r"^\| 503 `(\w+)`", TEXT, re.M))
