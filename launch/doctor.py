@@ -28,12 +28,14 @@ REQUIRED = (
     "torch",
     "safetensors",
     "tokenizers",
+    "llguidance",
     "jinja2",
     "msgspec",
     "starlette",
     "uvicorn",
     "pydantic",
     "prometheus-client",
+    "numpy",
 )
 OPTIONAL = ("transformers", "mpi4py")
 

@@ -3,8 +3,10 @@
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +115,12 @@ def test_missing_library_is_an_error() -> None:
     versions = {**dict.fromkeys(doctor.REQUIRED, "1.0"), "safetensors": None}
     expected = Finding("error", "the library safetensors is not installed", "pip install safetensors")
     assert library_findings(versions) == [expected]
+
+
+def test_required_are_the_dependencies_of_the_package() -> None:
+    pyproject = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())
+    names = [re.split("[<=>]", dependency)[0] for dependency in pyproject["project"]["dependencies"]]
+    assert list(doctor.REQUIRED) == names
 
 
 @pytest.mark.parametrize(
