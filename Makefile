@@ -36,8 +36,8 @@ THREAD_TESTS := tests/test_kernels_pool.py tests/test_kernels_shm.py
 # Reads the machine code of the core that users get, which a sanitized one is not.
 CODE_TESTS := tests/test_kernels_instructions.py
 
-# test-sanitize: the kernel tests on a core built aside with the address and undefined behaviour sanitizers, but those
-# of threads and ranks (pool, shm), which bring the thread sanitizer: it does not bear another beside it
+# test-sanitize: the kernel tests on a core built aside with the sanitizers of addresses, undefined behaviour and threads
+# Those of threads and ranks (pool, shm) bring the thread sanitizer themselves: it does not bear another beside it.
 test-sanitize: $(VENV)/.test
 	rm -rf build/sanitized build/temp.* build/lib.*
 	TILERANK_SANITIZE=address,undefined $(BIN)/pip install --quiet --disable-pip-version-check --no-deps --target build/sanitized .
@@ -69,7 +69,8 @@ format: $(VENV)/.test
 clean:
 	rm -rf $(VENV) build *.egg-info kernels/_C*.so
 
-$(VENV)/bin/python:
+# pip comes last: an environment without it was not made to its end.
+$(BIN)/pip:
 	@command -v $(PYTHON) >/dev/null || { echo "tilerank: $(PYTHON) not found; Debian: apt-get install python3"; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "tilerank: Python 3.11 or newer needed, found $$($(PYTHON) -V); set PYTHON=python3.11"; exit 1; }
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { echo "tilerank: Python's venv module is missing; Debian: apt-get install python3-venv"; exit 1; }
@@ -77,7 +78,7 @@ $(VENV)/bin/python:
 	@command -v g++ >/dev/null || { echo "tilerank: g++ not found; Debian: apt-get install g++"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 
-$(VENV)/.core: $(VENV)/bin/python $(CORE)
+$(VENV)/.core: $(BIN)/pip $(CORE)
 	$(BIN)/pip install --quiet --disable-pip-version-check -e .
 	@touch $@
 
