@@ -281,6 +281,7 @@ def _request(text: str, new_tokens: int) -> bytes:
             "prompt": text,
             "max_tokens": new_tokens,
             "temperature": 0,
+            "repetition_penalty": 1,  # whatever the model advises: offline has none
             "ignore_eos": True,
             "stream": True,
             "stream_options": {"include_usage": True},
