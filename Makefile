@@ -36,8 +36,9 @@ THREAD_TESTS := tests/test_kernels_pool.py tests/test_kernels_shm.py
 # Reads the machine code of the core that users get, which a sanitized one is not.
 CODE_TESTS := tests/test_kernels_instructions.py
 
-# test-sanitize: the kernel tests on a core built aside with the sanitizers of addresses, undefined behaviour and threads
-# Those of threads and ranks (pool, shm) bring the thread sanitizer themselves: it does not bear another beside it.
+# test-sanitize: the kernel tests under the sanitizers of addresses, undefined behaviour and threads
+# The core is built aside with the first two. Tests of threads and ranks (pool, shm) bring the third, which does not bear
+# another beside it.
 test-sanitize: $(VENV)/.test
 	rm -rf build/sanitized build/temp.* build/lib.*
 	TILERANK_SANITIZE=address,undefined $(BIN)/pip install --quiet --disable-pip-version-check --no-deps --target build/sanitized .

@@ -300,11 +300,11 @@ def _be_http(args: argparse.Namespace) -> int:
 
 
 def _sampling(model_dir: Path) -> SamplingDefaults:
-    advised, plain = asdict(read_sampling_defaults(model_dir)), asdict(SamplingDefaults())
-    told = ", ".join(f"{name} {value:g}" for name, value in advised.items() if value != plain[name])
+    advised, plain = read_sampling_defaults(model_dir), asdict(SamplingDefaults())
+    told = ", ".join(f"{name} {value:g}" for name, value in asdict(advised).items() if value != plain[name])
     if told:
         log.info("requests that do not say otherwise are sampled as generation_config.json advises: %s", told)
-    return SamplingDefaults(**advised)
+    return advised
 
 
 def _url_host(host: str) -> str:

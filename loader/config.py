@@ -110,10 +110,10 @@ class Fields:
 
     def number(self, key: str, low: float, to: float, *, above: bool = True) -> float:
         """A number above `low`, or from it on, and at most `to`."""
-        value = self.values.get(key)
-        excluded = low if above else None
+        value: Any = self.values.get(key)
         # Integers of any length are JSON; comparing before converting keeps float() from overflowing.
-        if not isinstance(value, int | float) or isinstance(value, bool) or not low <= value <= to or value == excluded:
+        numeric = isinstance(value, int | float) and not isinstance(value, bool)
+        if not numeric or not low <= value <= to or (above and value == low):
             raise self.fail(key, f"a number {'above' if above else 'from'} {low:g}, at most {to:g}")
         return float(value)
 

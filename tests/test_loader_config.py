@@ -354,15 +354,17 @@ def test_advice_that_cannot_be_followed_is_refused(tmp_path: Path, text: str, se
 def test_mutated_config_never_raises_anything_else(tmp_path: Path, data: st.DataObject) -> None:
     (tmp_path / "config.json").write_bytes(data.draw(json_mutations(json.dumps(LLAMA))))
     (tmp_path / "generation_config.json").write_bytes(
-        data.draw(json_mutations('{"eos_token_id": [1, 2], "bos_token_id": 3}'))
+        data.draw(json_mutations('{"eos_token_id": [1, 2], "bos_token_id": 3, "temperature": 0.6, "top_k": 20}'))
     )
     try:
+        sampling = read_sampling_defaults(tmp_path)
         config = load_config(tmp_path)
     except ConfigError as refused:
         assert str(tmp_path) in str(refused)
     else:
         assert config.num_heads % config.num_kv_heads == 0
         assert config.head_dim % 2 == 0
+        assert 0 <= sampling.temperature <= 100 and sampling.top_k >= 0
 
 
 MIXTURE = LLAMA | {

@@ -8,7 +8,6 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, TypeVar
 
 import prometheus_client
@@ -290,9 +289,9 @@ class _Server:
         if own:
             raise ApiError(400, f"{min(own)} is not for chat_template_kwargs", param="chat_template_kwargs")
         told = [message.told() for message in messages]
-        render = partial(self._tokenizer.apply_chat_template, told, tools=tools, add_generation_prompt=True)
+        render = self._tokenizer.apply_chat_template  # a model's own, it may take as long as it likes
         try:
-            text = await asyncio.to_thread(render, **variables)  # a model's template may take as long as it likes
+            text = await asyncio.to_thread(render, told, tools=tools, add_generation_prompt=True, **variables)
         except TokenizerError as e:
             # Not all of the sentence: it names the file.
             says = f"the chat template refused the messages: {e.__cause__}"

@@ -53,7 +53,11 @@ def _path(value: Any, loc: tuple[int | str, ...], missing: bool) -> list[str]:
     """`loc` as the client knows it, without pydantic's names for the kinds. missing: its last part is not there."""
     path = []
     for i, part in enumerate(loc):
-        if isinstance(value, list) if isinstance(part, int) else isinstance(value, dict) and part in value:
+        if isinstance(part, int):
+            known = isinstance(value, list)
+        else:
+            known = isinstance(value, dict) and part in value
+        if known:
             value = value[part]
         elif part != "[key]" and not (missing and i == len(loc) - 1):
             continue
