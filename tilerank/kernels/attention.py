@@ -1,0 +1,124 @@
+"""Attention over a paged KV cache: writing tokens into its pages, attending over them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from . import check, core
+from .errors import KernelError
+from .kv_pages import PAGE_TOKENS, KVPages
+from .reference import attention as reference
+
+_STORE_KV = core.kernel("store_kv")
+_ATTENTION = core.kernel("attention")
+
+
+def store_kv(k: Tensor, v: Tensor, cache: KVPages, slots: Tensor) -> None:
+    """Write the keys and values of t tokens into the cache.
+
+    k, v: [t, kv_heads, head_dim] in the cache's dtype, strided, with a contiguous last dimension. Over an int8 cache
+    they are float32 or bfloat16 and are quantised symmetrically, with one scale per token and head (max |x| / 127).
+    slots: [t] int64, slot = page * PAGE_TOKENS + offset, no slot twice.
+    Raises KernelError for an argument of another shape or dtype, or a slot outside the cache.
+    """
+    check.tensor("store_kv", "slots", slots, (None,), torch.int64)
+    shape = (slots.shape[0], cache.kv_heads, cache.head_dim)
+    check.tensor("store_kv", "k", k, shape, _activations(cache))
+    check.tensor("store_kv", "v", v, shape, k.dtype)
+    if core.isa() == "reference":
+        reference.store_kv(k, v, cache, slots)
+    else:
+        core.launch(_STORE_KV, (k, v, cache.k, cache.v, slots, cache.scales))
+
+
+def _activations(cache: KVPages) -> torch.dtype | tuple[torch.dtype, ...]:
+    return check.ACTIVATION_DTYPES if cache.dtype == torch.int8 else cache.dtype
+
+
+def attention(
+    q: Tensor,
+    cache: KVPages,
+    page_tables: Tensor,
+    seq_lens: Tensor,
+    query_starts: Tensor,
+    kv_map: Tensor,
+    scale: float,
+    *,
+    causal: bool = True,
+    lse: Tensor | None = None,
+    kv_starts: Tensor | None = None,
+) -> Tensor:
+    """Return the attention of a variable-length batch: prefill, prefill after a cached prefix, and decode.
+
+    q: [t, hq, head_dim] in the cache's dtype, or any activation dtype over int8 (last dimension contiguous). Sequence i
+    has the rows query_starts[i] to query_starts[i + 1], which are the *last* of its seq_lens[i] tokens. `store_kv` has
+    already written the keys and values of all of them.
+    page_tables: [s, b] int32, the pages of each sequence in order; entries past ceil(seq_len / PAGE_TOKENS) are unused.
+    seq_lens: [s] int32; query_starts: [s + 1] int32, from 0 to t.
+    kv_map: [kv_heads, 2] int32, the first query head and the number of query heads of every KV head. The output of a
+    query head without a KV head is zero. scale: factor of the scores.
+    causal=False: every row of sequence i attends to all seq_lens[i] tokens, and the number of rows is unrestricted.
+    This serves bidirectional attention, and cross-attention over encoder tokens in pages of their own. The output over
+    no tokens is zero.
+    kv_starts: [s] int32, the token of page_tables[i] at which the seq_lens[i] tokens begin (default 0). The queries
+    then attend to a range of the pages, such as an encoder's tokens or the text behind them.
+    lse: [t, hq] float32, receives the log-sum-exp of every row's scaled scores (-inf for a row that attends to
+    nothing). It allows merging results over parts of a sequence.
+    Returns [t, hq, head_dim] with contiguous rows (`core.empty_rows`). Scores, softmax and sums are fp32; with bfloat16
+    the rungs avx512_bf16 and amx round the probabilities before the product with V, as transformers does.
+    Slots past seq_lens[i] in the last page may hold anything. A row's bits depend only on its own query and its own
+    sequence, for any chunking and any batch, if the values of the sequence are finite (0 * inf is NaN).
+    Raises KernelError for an argument of another shape or dtype, or page tables and lengths that do not fit the cache.
+    """
+    check.tensor("attention", "q", q, (None, None, cache.head_dim), _activations(cache))
+    check.tensor("attention", "seq_lens", seq_lens, (None,), torch.int32)
+    check.tensor("attention", "page_tables", page_tables, (seq_lens.shape[0], None), torch.int32)
+    check.tensor("attention", "query_starts", query_starts, (seq_lens.shape[0] + 1,), torch.int32)
+    check.tensor("attention", "kv_map", kv_map, (cache.kv_heads, 2), torch.int32)
+    if lse is not None:
+        check.tensor("attention", "lse", lse, q.shape[:2], torch.float32)
+    if kv_starts is not None:
+        check.tensor("attention", "kv_starts", kv_starts, (seq_lens.shape[0],), torch.int32)
+    if core.isa() == "reference":
+        return reference.attention(
+            q, cache, page_tables, seq_lens, query_starts, kv_map, scale, causal=causal, lse=lse, kv_starts=kv_starts
+        )
+    out = core.empty_rows(q.shape, q.dtype)
+    tensors = (q, cache.k, cache.v, page_tables, seq_lens, query_starts, kv_map, out, lse, kv_starts, cache.scales)
+    core.launch(_ATTENTION, tensors, (int(causal),), (scale,))
+    return out
+
+
+def attention_varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float) -> Tensor:
+    """Return bidirectional attention within each of several packed sequences, without a cache, for vision encoders.
+
+    q: [t, hq, head_dim]; k, v: [t, hk, head_dim] in q's dtype (last dimension contiguous). hq is a multiple of hk, and
+    query head h uses KV head h / (hq / hk). head_dim: a multiple of 8 up to 256.
+    cu_seqlens: [s + 1] int32, ascending from 0 to t; sequence i is the rows cu_seqlens[i] to cu_seqlens[i + 1].
+    Returns [t, hq, head_dim]. Keys and values are first packed into pages; accuracy and bits are those of `attention`.
+    Raises KernelError for an argument of another shape or dtype.
+    """
+    check.tensor("attention_varlen", "q", q, (None, None, None), check.ACTIVATION_DTYPES)
+    check.tensor("attention_varlen", "k", k, (q.shape[0], None, q.shape[2]), q.dtype)
+    check.tensor("attention_varlen", "v", v, k.shape, q.dtype)
+    tokens, kv_heads, d = k.shape
+    check.tensor("attention_varlen", "cu_seqlens", cu_seqlens, (None,), torch.int32)
+    if kv_heads == 0 or q.shape[1] % kv_heads:
+        raise KernelError(f"attention_varlen: q: expected a multiple of {kv_heads} heads, found {q.shape[1]}")
+    edges = cu_seqlens.tolist()
+    if edges != sorted(edges) or edges[:1] != [0] or edges[-1] != tokens:
+        raise KernelError(f"attention_varlen: cu_seqlens: expected ascending values from 0 to {tokens}, found {edges}")
+    if core.isa() == "reference":
+        return reference.attention_varlen(q, k, v, cu_seqlens, scale)
+    lengths = cu_seqlens.diff()
+    pages = -(-lengths // PAGE_TOKENS)
+    ends = pages.cumsum(0, dtype=torch.int32)
+    cache = KVPages.in_arena(max(int(pages.sum()), 1), kv_heads, d, q.dtype)
+    first_slots = (ends - pages).long() * PAGE_TOKENS - cu_seqlens[:-1].long()
+    store_kv(k, v, cache, torch.arange(tokens) + first_slots.repeat_interleave(lengths.long()))
+    tables = (ends - pages)[:, None] + torch.arange(int(pages.amax()) if len(pages) else 0, dtype=torch.int32)
+    group = q.shape[1] // kv_heads
+    first_heads = torch.arange(kv_heads, dtype=torch.int32) * group
+    kv_map = torch.stack([first_heads, torch.full_like(first_heads, group)], dim=1)
+    return attention(q, cache, tables, lengths, cu_seqlens, kv_map, scale, causal=False)

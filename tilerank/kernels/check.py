@@ -1,0 +1,55 @@
+"""Argument checks that the kernel faces share."""
+
+import torch
+from torch import Tensor
+
+from . import core
+from .errors import KernelError
+
+ACTIVATION_DTYPES = (torch.float32, torch.bfloat16)
+
+
+def tensor(
+    kernel: str,
+    name: str,
+    value: Tensor,
+    shape: tuple[int | None, ...],
+    dtype: torch.dtype | tuple[torch.dtype, ...],
+) -> None:
+    """Raise KernelError unless `value` is a CPU tensor with this dtype and shape and a contiguous last dimension.
+
+    A size of None in `shape` accepts any size; a tuple `dtype` accepts any of its dtypes. The error names the kernel
+    and the argument, what was expected and what was found.
+    """
+    if core.fits(value, shape, dtype):  # fast path: this runs for every argument of every kernel launch
+        return
+    if value.dtype is not dtype and (not isinstance(dtype, tuple) or value.dtype not in dtype):
+        accepted = dtype if isinstance(dtype, tuple) else (dtype,)
+        raise KernelError(f"{kernel}: {name}: expected dtype {_dtypes(accepted)}, found {_dtypes((value.dtype,))}")
+    found = value.shape
+    fits = len(found) == len(shape)
+    if fits and found != shape:
+        for expected, size in zip(shape, found):  # noqa: B905 - lengths are equal
+            if expected is not None and expected != size:
+                fits = False
+    if not fits:
+        raise KernelError(f"{kernel}: {name}: expected shape {_shape(shape)}, found {_shape(found)}")
+    if not value.is_cpu:
+        raise KernelError(f"{kernel}: {name}: expected a CPU tensor, found one on {value.device}")
+    if not value.is_contiguous() and found[-1] > 1 and value.stride()[-1] != 1:
+        raise KernelError(f"{kernel}: {name}: expected a contiguous last dimension, found stride {value.stride(-1)}")
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor) -> None:
+    """Check the arguments of `ops.add_rms_norm` and of its versions over several ranks."""
+    tensor("add_rms_norm", "x", x, (None, None), ACTIVATION_DTYPES)
+    tensor("add_rms_norm", "residual", residual, x.shape, x.dtype)
+    tensor("add_rms_norm", "weight", weight, (x.shape[-1],), x.dtype)
+
+
+def _dtypes(dtypes: tuple[torch.dtype, ...]) -> str:
+    return " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+
+
+def _shape(shape: tuple[int | None, ...]) -> str:
+    return "[" + ", ".join("any" if size is None else str(size) for size in shape) + "]"

@@ -1,0 +1,209 @@
+"""The compiled core: instruction sets, threads and memory of the kernels.
+
+A kernel face runs in plain torch (`reference/`) if `isa()` is "reference", otherwise it launches a compiled kernel.
+"""
+
+import atexit
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .errors import KernelError
+
+try:
+    from . import _C
+except ImportError as error:
+    _C = None  # type: ignore[assignment]
+    _not_built = f"the compiled core cannot be imported ({error})"
+else:
+    _not_built = ""
+    _C.attach(Tensor, [getattr(torch, name) for name in _C.dtypes()], KernelError)
+    atexit.register(_C.stop_pool)
+
+log = logging.getLogger(__name__)
+
+ISAS = ("amx", "avx512_bf16", "avx512", "avx2", "reference")
+
+_isa: str | None = None
+_DTYPES = {getattr(torch, name): code for code, name in enumerate(_C.dtypes())} if _C else {}
+
+
+@dataclass(frozen=True)
+class Rung:
+    """One rung of the ISA ladder: whether it can be used, and the reason if not (empty if it can).
+
+    emulated: its instructions are emulated, in a build of the core for tests (`make test-amx`).
+    """
+
+    name: str
+    usable: bool
+    reason: str
+    emulated: bool = False
+
+
+def isa_report() -> list[Rung]:
+    """Return every rung, best first. TILERANK_ISA makes the rungs above it unusable.
+
+    Raises KernelError if TILERANK_ISA names a rung that does not exist or that this machine cannot run.
+    """
+    obstacles = dict(_C.obstacles()) if _C else dict.fromkeys(ISAS[:-1], _not_built)
+    obstacles["reference"] = ""
+    cap = os.environ.get("TILERANK_ISA")
+    if cap is not None:
+        if cap not in ISAS:
+            raise KernelError(f"TILERANK_ISA: expected one of {', '.join(ISAS)}, found {cap!r}")
+        if obstacles[cap]:
+            raise KernelError(f"TILERANK_ISA: expected a rung this machine can run, found {cap}: {obstacles[cap]}")
+        for name in ISAS[: ISAS.index(cap)]:
+            obstacles[name] = obstacles[name] or f"capped by TILERANK_ISA={cap}"
+    emulated = {"amx"} if _C and _C.emulates_amx else set()
+    return [Rung(name, not obstacles[name], obstacles[name], name in emulated) for name in ISAS]
+
+
+def isa() -> str:
+    """Return the rung in force, one of ISAS: the best usable one, unless TILERANK_ISA or `force_isa` select another.
+
+    Raises KernelError if TILERANK_ISA names a rung that does not exist or that this machine cannot run.
+    """
+    if _isa is None:
+        report = isa_report()
+        best = next(rung for rung in report if rung.usable)
+        _use(best.name)
+        if best.name == "reference":
+            log.warning("kernels run in plain torch, slowly: %s", report[-2].reason)
+        if best.emulated:
+            log.warning("kernels run on emulated AMX tiles, slowly: this build of the core is for tests")
+    assert _isa is not None
+    return _isa
+
+
+def force_isa(name: str) -> None:
+    """Switch the rung of this process, for tests. Raises KernelError if the rung is unknown or unusable."""
+    for rung in isa_report():
+        if rung.name == name:
+            if not rung.usable:
+                raise KernelError(f"force_isa: expected a usable rung, found {name}: {rung.reason}")
+            _use(name)
+            return
+    raise KernelError(f"force_isa: expected one of {', '.join(ISAS)}, found {name!r}")
+
+
+def _use(name: str) -> None:
+    global _isa
+    _isa = name
+    if _C:
+        _C.set_isa(name)
+
+
+def kernel(name: str) -> int:
+    """Return the number of a compiled kernel for `launch`, or -1 without the compiled core."""
+    return _C.kernel(name) if _C else -1
+
+
+def launch(
+    kernel: int,
+    tensors: tuple[Tensor | None, ...],
+    ints: tuple[int, ...] = (),
+    floats: tuple[float, ...] = (),
+) -> None:
+    """Run a compiled kernel on all threads of the pool. `isa()` must not be "reference".
+
+    tensors: at most 16, passed without checks or copies (any strides, up to 5 dimensions; None: an absent argument).
+    The caller has checked them. Raises KernelError with what the kernel throws.
+    """
+    _C.launch(kernel, tensors, ints, floats)
+
+
+def start_pool(cores: Sequence[int] | None, threads: int = 1, *, spin: bool) -> None:
+    """Start the thread pool of this process, replacing an earlier one. The calling thread is worker 0.
+
+    cores: one core per worker; the calling thread is pinned to the first. None: `threads` workers without pinning.
+    spin: idle threads spin for about 100 us before they sleep, which is right only if each has a core of its own.
+    Without it they sleep at once, so that more ranks than cores make progress.
+    Raises KernelError for a core that this process may not use. After a fork the child starts its own threads.
+    """
+    if _C:
+        _C.start_pool([] if cores is None else list(cores), threads if cores is None else len(cores), spin)
+
+
+def num_threads() -> int:
+    """Return the number of threads that run a kernel together, the caller included."""
+    return _C.num_threads() if _C else 1
+
+
+def packs_per_thread(rows: int) -> bool:
+    """Return whether a product has so few rows that every thread packs all of them itself, to save a barrier."""
+    return rows <= {"amx": 16, "avx2": 3}.get(isa(), 8)
+
+
+def empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Return an uninitialised contiguous tensor in the activation arena (huge pages, 64-byte aligned).
+
+    At most 5 dimensions. Its memory returns to the arena when its last view is freed.
+    """
+    return _empty(shape, dtype, apart=False)
+
+
+def empty_rows(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Return an uninitialised tensor [m, ...] whose rows are an odd number of cache lines apart.
+
+    For the inputs and outputs of products with many rows: the rows of a tile then spread over all cache sets and memory
+    channels and need not be packed (csrc/linear/gemm_amx-inl.h). Each row is contiguous; otherwise as `empty`.
+    """
+    return _empty(shape, dtype, apart=True)
+
+
+def _empty(shape: Sequence[int], dtype: torch.dtype, apart: bool) -> Tensor:
+    if _isa is None:
+        isa()
+    return torch.empty(tuple(shape), dtype=dtype) if _isa == "reference" else _C.empty(shape, _DTYPES[dtype], apart)
+
+
+def view(x: Tensor, shape: Sequence[int], strides: Sequence[int], first: int = 0) -> Tensor:
+    """Return x.as_strided(shape, strides), beginning `first` elements after x. Bounds are not checked.
+
+    Views of tensors in the arena are made without torch, whose views take longer than the launches of a step.
+    """
+    made = _C.view(x, shape, strides, first) if _C and _isa != "reference" else None
+    return x.as_strided(shape, strides, x.storage_offset() + first) if made is None else made
+
+
+def fits(value: Tensor, shape: tuple[int | None, ...], dtype: torch.dtype | tuple[torch.dtype, ...]) -> bool:
+    """Return True if `check.tensor` certainly accepts the tensor; if False, the full check decides."""
+    return _C.fits(value, shape, dtype) if _C else False
+
+
+def arena_bytes() -> tuple[int, int]:
+    """Return (bytes of live tensors, bytes mapped) of the activation arena."""
+    return _C.arena_bytes() if _C else (0, 0)
+
+
+_TOUCH = kernel("touch")
+
+
+def alloc(nbytes: int, *, resident: bool = False) -> Tensor:
+    """Return zeroed uint8 [nbytes], 64-byte aligned, in a mapping of its own (huge pages).
+
+    It is unmapped when its last view is freed. resident=False: pages become resident when they are first written.
+    resident=True: all threads touch the memory now, each its share, which matters on virtual machines where the first
+    touch of memory is slow.
+    """
+    if not _C:
+        return torch.zeros(nbytes, dtype=torch.uint8)
+    data: Tensor = _C.alloc(nbytes)
+    if resident and isa() != "reference":
+        launch(_TOUCH, (data,))
+    return data
+
+
+def drop_pages(tensor: Tensor) -> None:
+    """Release the resident memory of a tensor that views a file mapping; it is read from the file again when used.
+
+    Only whole memory pages are released. Raises KernelError if the tensor is not in a file mapping.
+    """
+    if _C:
+        _C.drop_pages(tensor)

@@ -1,0 +1,169 @@
+// The running sums of a task's rows (included by attention_amx.cpp after attention_tiles-inl.h; no include guard). Sums
+// over a part start from zero, with the shift of the part's first page. They are merged into those over all parts
+// before, by the thread that computed these or after all threads are done.
+
+namespace tilerank::TR_RUNG {
+
+class TileSums {
+ public:
+  // parts: where the sums go if the span does not begin its task.
+  TileSums(const Problem& problem, const Span& span, TileScratch& scratch, float* parts)
+      : problem_(problem),
+        span_(span),
+        task_(span.task),
+        scratch_(scratch),
+        parts_(parts),
+        d_(problem.dims()),
+        lane_groups_((d_ + 15) / 16),
+        group_rows_(task_.rows > 16 ? kGroup : task_.rows),
+        rows_(task_.rows * span.heads),
+        groups_((rows_ + group_rows_ - 1) / group_rows_),
+        by_heads_(span.heads == 1 && by_heads(task_)),
+        streams_(task_.rows > kGroup && streams(problem.out)),
+        all_(span.all()),
+        to_store_(all_, by_heads_) {}
+
+  // Merges the sums over a part into those over all parts before it.
+  void merge(int64_t part, const Sums& sums) {
+    for (int64_t group = 0; group < groups_; ++group) {
+      if (last_visible(group) <= part * kPartTokens) continue;
+      merge_weights(group, sums.weights + group * group_rows_ * 16, sums.max + group * group_rows_);
+      merge_values(group, sums.values + group * group_rows_ * lane_groups_ * 16, 0, lane_groups_);
+    }
+  }
+
+  void store_rows() { store_rows(rows_); }
+
+ protected:
+  // Stores the rows before `end` that are not stored yet.
+  void store_rows(int64_t end) {
+    for (; stored_ < end; ++stored_, to_store_.next()) {
+      const int64_t r = stored_;
+      const float total = sum(load(scratch_.all_sum + r * 16));
+      if (problem_.lse) {
+        *to_store_.element<float>(problem_.lse) = (scratch_.all_shift[r] + std::log2(total)) * 0.693147180559945309f;
+      }
+      const Vec factor = set(1.0f / total);
+      const float* o = scratch_.all_o + r / group_rows_ * group_rows_ * lane_groups_ * 16 + r % group_rows_ * 16;
+      bf16* out = to_store_.element<bf16>(problem_.out);
+      // + 0 turns a negative zero into a positive one, whatever was summed.
+      if (streams_) {
+        for (int64_t i = 0; i < d_; i += 32, o += 2 * group_rows_ * 16) {
+          const Vec left = load(o) * factor + zero(), right = load(o + group_rows_ * 16) * factor + zero();
+          _mm512_stream_si512(reinterpret_cast<__m512i*>(out + i), (__m512i)_mm512_cvtne2ps_pbh(right.v, left.v));
+        }
+        continue;
+      }
+      for (int64_t i = 0; i < d_; i += 16, o += group_rows_ * 16) {
+        const Vec value = load(o) * factor + zero();
+        if (d_ - i < 16) {
+          store(out + i, value, d_ - i);
+        } else {
+          store(out + i, value);
+        }
+      }
+    }
+  }
+
+  int64_t last_visible(int64_t group) const { return scratch_.visible[std::min((group + 1) * group_rows_, rows_) - 1]; }
+  // The end of the span's tokens for a group.
+  int64_t end_of(int64_t group) const { return std::min(last_visible(group), span_.end * kPartTokens); }
+  int64_t rows_in(int64_t group) const { return std::min(group_rows_, rows_ - group * group_rows_); }
+
+  bool begins_part(const GroupChunk& chunk) const { return chunk.begin % kPartTokens == 0; }
+  bool ends_part(const GroupChunk& chunk) const {
+    const int64_t end = chunk.begin + chunk.pages * kPageTokens;
+    return end % kPartTokens == 0 || end >= last_visible(chunk.group);
+  }
+  bool last_of_group(const GroupChunk& chunk) const {
+    return chunk.begin + chunk.pages * kPageTokens >= end_of(chunk.group);
+  }
+  Sums left(int64_t part) const { return sums_of_part(parts_, part - span_.begin, task_.rows, lane_groups_ * 16); }
+
+  float* output(const GroupChunk& chunk) const {
+    const int64_t part = chunk.begin / kPartTokens;
+    float* const o = span_.begin > 0 ? left(part).values : part > 0 ? scratch_.o : scratch_.all_o;
+    return o + chunk.group * group_rows_ * lane_groups_ * 16;
+  }
+
+  // Copies or merges the softmax weights when the chunk ends its part.
+  void finish_weights(const GroupChunk& chunk) {
+    if (!ends_part(chunk)) return;
+    const int64_t group = chunk.group, first = group * group_rows_, part = chunk.begin / kPartTokens;
+    float *const sum = sums_[group], *const shift = scratch_.shift + first;
+    if (span_.begin == 0 && part > 0) {
+      merge_weights(group, sum, shift);
+    } else {
+      const Sums to = span_.begin > 0 ? left(part) : Sums{nullptr, scratch_.all_sum, scratch_.all_shift};
+      std::copy_n(sum, rows_in(group) * 16, to.weights + first * 16);
+      std::copy_n(shift, rows_in(group), to.max + first);
+    }
+  }
+
+  // Whether the chunk completes values that must be merged; call after finish_weights.
+  bool merges(const GroupChunk& chunk) const {
+    return span_.begin == 0 && chunk.begin >= kPartTokens && ends_part(chunk);
+  }
+
+  void merge_weights(int64_t group, const float* sum, const float* shift) {
+    const int64_t first = group * group_rows_;
+    for (int64_t r = 0; r < rows_in(group); ++r) {
+      float& all_shift = scratch_.all_shift[first + r];
+      const float new_shift = std::max(all_shift, shift[r]);
+      const __m512 all_factor = power_of_two(_mm512_set1_ps(all_shift - new_shift));
+      const __m512 part_factor = power_of_two(_mm512_set1_ps(shift[r] - new_shift));
+      float* const all_sum = scratch_.all_sum + (first + r) * 16;
+      _mm512_store_ps(all_sum, _mm512_fmadd_ps(_mm512_load_ps(sum + r * 16), part_factor,
+                                               _mm512_mul_ps(_mm512_load_ps(all_sum), all_factor)));
+      scratch_.all_factor[first + r] = _mm512_cvtss_f32(all_factor);
+      scratch_.part_factor[first + r] = _mm512_cvtss_f32(part_factor);
+      all_shift = new_shift;
+    }
+  }
+
+  float* all_values(int64_t group) const { return scratch_.all_o + group * group_rows_ * lane_groups_ * 16; }
+
+  void merge_values(int64_t group, const float* from, int64_t first, int64_t count) {
+    float* const to = all_values(group);
+    const float* const all_factor = scratch_.all_factor + group * group_rows_;
+    const float* const part_factor = scratch_.part_factor + group * group_rows_;
+    for (int64_t i = first; i < first + count; ++i) {
+      for (int64_t r = 0; r < rows_in(group); ++r) {
+        const int64_t at = (i * group_rows_ + r) * 16;
+        const __m512 old = _mm512_mul_ps(_mm512_load_ps(to + at), _mm512_set1_ps(all_factor[r]));
+        _mm512_store_ps(to + at, _mm512_fmadd_ps(_mm512_load_ps(from + at), _mm512_set1_ps(part_factor[r]), old));
+      }
+    }
+  }
+
+  // Whether rows are ordered by head, so that the 16 rows of a tile have the constant stride of tokens and need no
+  // packing. With many pages, packing once is cheaper.
+  static bool by_heads(const Task& task) {
+    return task.rows > kGroup && task.seen() <= kPartTokens / 2 && task.rows % kGroup == 0 &&
+           task.row % task.heads == 0 && task.rows % (16 * task.heads) == 0;
+  }
+
+  // Whether the results exceed the cache and consist of whole cache lines.
+  static bool streams(const Tensor& out) {
+    constexpr int64_t kStreamBytes = 1 << 20, kLine = 32;
+    return out.size[0] * out.size[1] * out.size[2] * 2 >= kStreamBytes && out.size[2] % kLine == 0 &&
+           out.stride[0] % kLine == 0 && out.stride[1] % kLine == 0 &&
+           reinterpret_cast<uintptr_t>(out.as<bf16>()) % 64 == 0;
+  }
+
+  const Problem& problem_;
+  const Span& span_;
+  const Task& task_;
+  TileScratch& scratch_;
+  float* const parts_;
+  const int64_t d_, lane_groups_;
+  const int64_t group_rows_, rows_, groups_;  // a group: up to kGroup rows of a task, or one task per head
+  const bool by_heads_;
+  const bool streams_;  // whether rows are written with non-temporal stores
+  const Task all_;
+  int64_t stored_ = 0;  // rows stored
+  RowWalk to_store_;
+  float *sums_[kMostGroups], *spare_sums_;  // sums of a group's weights over a part, 16 lanes each
+};
+
+}  // namespace tilerank::TR_RUNG

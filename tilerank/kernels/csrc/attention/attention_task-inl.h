@@ -1,0 +1,283 @@
+// The tasks of attention, compiled once per rung (no include guard; include after attention_batch.h).
+//
+// A row is a query head of a query token; a task is a limited number of rows of one sequence and KV head. The bits of a
+// row depend only on the row and its keys: chunks are counted from the first page of the sequence, the sums of a row
+// always run in the same order, part by part, and masked tokens (later tokens of the task, the rest of a page)
+// contribute an exact zero.
+
+namespace tilerank::TR_RUNG {
+
+constexpr int64_t kMaxDim = 256;
+// Tokens of a part. The sums over each part are merged by their maxima (flash-decoding), so that threads can share a
+// task by its parts.
+constexpr int64_t kPartTokens = 2048;
+
+struct Task {
+  int64_t sequence;
+  int64_t first_page;            // index in the page table of the page with the first token
+  int64_t first_token, length;   // the tokens [first_token, length) of these pages are attended to
+  int64_t query, queries;        // the sequence's rows of q
+  int64_t kv_head, head, heads;  // first query head and number of query heads
+  int64_t row, rows;             // this task's share of the queries * heads rows
+  bool causal;                   // otherwise every row attends to all tokens
+
+  bool same(const Task& other) const {
+    return sequence == other.sequence && kv_head == other.kv_head && row == other.row;
+  }
+  int64_t token(int64_t r) const { return (row + r) / heads; }
+  // The end of the tokens that row r attends to, counted like `length`. It does not decrease with r.
+  int64_t visible(int64_t r) const { return causal ? length - queries + token(r) + 1 : length; }
+  int64_t seen() const { return visible(rows - 1); }
+  int64_t parts() const { return std::max<int64_t>((seen() + kPartTokens - 1) / kPartTokens, 1); }
+  template <class T>
+  T* element(const Tensor& t, int64_t r) const {
+    return t.row<T>(query + token(r)) + (head + (row + r) % heads) * t.stride[1];
+  }
+};
+
+struct Problem {
+  const Tensor &q, &k_pages, &v_pages, &page_tables, &out, &lse, &scales;
+  float scale;
+
+  bool quantized() const { return k_pages.dtype == DType::i8; }
+  int64_t dims() const { return q.size[2]; }
+  int64_t padded_dims() const { return (q.size[2] + 15) / 16 * 16; }
+  int64_t key_dims() const { return k_pages.size[3] / 16; }
+
+  // Returns the number of page `index` of a sequence. Throws if it is outside the cache.
+  int64_t page(int64_t sequence, int64_t index) const {
+    const int32_t page = page_tables.row<int32_t>(sequence)[index];
+    if (page < 0 || page >= k_pages.size[0]) {
+      throw Error("attention: page_tables: expected pages in [0, " + std::to_string(k_pages.size[0]) +
+                  ") for sequence " + std::to_string(sequence) + ", found " + std::to_string(page));
+    }
+    return page;
+  }
+  template <class T>
+  const T* keys(int64_t page, int64_t head) const {
+    return k_pages.row<T>(page) + head * k_pages.stride[1];
+  }
+  template <class T>
+  const T* values(int64_t page, int64_t head) const {
+    return v_pages.row<T>(page) + head * v_pages.stride[1];
+  }
+  // The scales of the codes of each token of a page.
+  const float* key_scales(int64_t page, int64_t head) const {
+    return scales.row<float>(page) + head * scales.stride[1];
+  }
+  const float* value_scales(int64_t page, int64_t head) const { return key_scales(page, head) + kPageTokens; }
+  void fetch_scales(int64_t page, int64_t head) const {
+    const float* const scales = key_scales(page, head);
+    for (int64_t i = 0; i < 2 * kPageTokens; i += 16)
+      _mm_prefetch(reinterpret_cast<const char*>(scales + i), _MM_HINT_T0);
+  }
+
+  // Returns the keys that this thread probably reads after `heads` KV heads from the task's on, for prefetching.
+  template <class T>
+  const T* keys_after(const Task& task, int64_t heads) const {
+    const int64_t head = task.kv_head + heads;
+    const bool same = head < k_pages.size[1];
+    const int64_t sequence = task.sequence + (same ? 0 : 1);
+    if (sequence == page_tables.size[0]) return keys<T>(0, 0);
+    const int64_t page = page_tables.row<int32_t>(sequence)[same ? task.first_page : 0];
+    return keys<T>(std::clamp<int64_t>(page, 0, k_pages.size[0] - 1), same ? head : 0);
+  }
+};
+
+// Iterates over the rows of a task without a division per row. by_heads: all tokens of one head before those of the
+// next; the task must then consist of whole tokens.
+class RowWalk {
+ public:
+  explicit RowWalk(const Task& task, bool by_heads = false)
+      : task_(&task), token_(task.token(0)), head_(task.row % task.heads), by_heads_(by_heads) {}
+
+  template <class T>
+  T* element(const Tensor& t) const {
+    return t.row<T>(task_->query + token_) + (task_->head + head_) * t.stride[1];
+  }
+  int64_t visible() const { return task_->causal ? task_->length - task_->queries + token_ + 1 : task_->length; }
+  void next() {
+    if (by_heads_) {
+      if (++token_ < (task_->row + task_->rows) / task_->heads) return;
+      token_ = task_->token(0);
+      ++head_;
+      return;
+    }
+    if (++head_ < task_->heads) return;
+    head_ = 0;
+    ++token_;
+  }
+
+ private:
+  const Task* task_;
+  int64_t token_, head_;
+  bool by_heads_;
+};
+
+// Calls f(task) for every task of at most max_rows rows, in the order of the batch.
+template <class F>
+static void for_tasks(const Args& args, int64_t max_rows, F&& f) {
+  const Tensor &seq_lens = args.tensor(4), &query_starts = args.tensor(5), &kv_map = args.tensor(6),
+               &kv_starts = args.tensor(9);
+  for (int64_t sequence = 0; sequence < seq_lens.size[0]; ++sequence) {
+    const int64_t length = seq_lens.as<int32_t>()[sequence];
+    const int64_t first = kv_starts && length > 0 ? kv_starts.as<int32_t>()[sequence] : 0;
+    const int32_t* start = query_starts.as<int32_t>() + sequence;
+    for (int64_t kv_head = 0; kv_head < kv_map.size[0]; ++kv_head) {
+      const int32_t* heads = kv_map.row<int32_t>(kv_head);
+      Task task{sequence,
+                first / kPageTokens,
+                first % kPageTokens,
+                first % kPageTokens + length,
+                start[0],
+                start[1] - start[0],
+                kv_head,
+                heads[0],
+                heads[1],
+                0,
+                0,
+                args.integer(0) != 0};
+      const int64_t rows = task.queries * task.heads;
+      for (; task.row < rows; task.row += max_rows) {
+        task.rows = std::min(max_rows, rows - task.row);
+        f(task);
+      }
+    }
+  }
+}
+
+// Clears the output of rows that attend to no tokens.
+template <class T>
+static void clear_rows(const Problem& problem, const Task& task) {
+  for (int64_t r = 0; r < task.rows; ++r) {
+    std::memset(static_cast<void*>(task.element<T>(problem.out, r)), 0,
+                sizeof(T) * static_cast<size_t>(problem.dims()));
+    if (problem.lse) *task.element<float>(problem.lse, r) = -std::numeric_limits<float>::infinity();
+  }
+}
+
+// Parts begin to end of a task. Or, with heads > 1, all parts of the tasks of `heads` consecutive KV heads with
+// consecutive query heads, of a sequence with one query token.
+struct Span {
+  Task task;  // the first task
+  int64_t begin, end, heads = 1;
+
+  bool whole() const { return begin == 0 && end == task.parts(); }
+  bool is_followed_by(const Span& next) const {
+    return task.queries == 1 && whole() && next.whole() && task.sequence == next.task.sequence &&
+           task.kv_head + heads == next.task.kv_head && task.head + heads * task.heads == next.task.head &&
+           task.rows == next.task.rows && task.rows == task.heads;
+  }
+  // The rows of all tasks as one task.
+  Task all() const {
+    Task all = task;
+    all.heads *= heads;
+    all.rows *= heads;
+    return all;
+  }
+};
+
+// Sums of a task's rows over a part: weighted values, softmax weights by lane, and the maximum subtracted from the
+// scores.
+struct Sums {
+  float *values, *weights, *max;
+};
+
+// Memory for the sums of consecutive parts; dims: room per row.
+static inline int64_t floats_of_part(int64_t rows, int64_t dims) { return (rows + 31) / 32 * 32 * (dims + 16 + 16); }
+static inline Sums sums_of_part(float* parts, int64_t number, int64_t rows, int64_t dims) {
+  float* const at = parts + number * floats_of_part(rows, dims);
+  rows = (rows + 31) / 32 * 32;
+  return {at, at + rows * dims, at + rows * (dims + 16)};
+}
+
+// Calls f(owner, span) for all spans of all threads, in the order of the batch. token_cost(task): cost per token of a
+// task.
+template <class Cost, class F>
+static void for_spans(const Args& args, int64_t max_rows, Cost&& token_cost, int threads, F&& f) {
+  WorkPartition partition{0, threads};
+  const auto cost = [&](const Task& task) { return token_cost(task) * (task.seen() + 1); };
+  for_tasks(args, max_rows, [&](const Task& task) { partition.total += cost(task); });
+  for_tasks(args, max_rows, [&](const Task& task) {
+    const int64_t parts = task.parts(), of_part = token_cost(task) * kPartTokens, all = cost(task);
+    const auto owner = [&](int64_t part) {
+      return partition.owner(part * of_part, std::min(of_part, all - part * of_part));
+    };
+    for (int64_t begin = 0, end; begin < parts; begin = end) {
+      const int thread = owner(begin);
+      end = owner(parts - 1) == thread ? parts : begin + 1;
+      while (end < parts && owner(end) == thread) ++end;
+      f(thread, Span{task, begin, end});
+    }
+    partition.preceding += all;
+  });
+}
+
+// Runs this thread's spans in order, each with a Runner; spans that Runner::can_join share one. A Runner provides
+// run(). For a task shared by several threads, the thread with the first part then calls merge(part, sums) for the
+// parts of the others, in order, and store_rows().
+template <class Runner, class Cost>
+static void run_spans(const Args& args, const Problem& problem, int64_t max_rows, Cost&& token_cost, Team& team) {
+  using Scratch = typename Runner::Scratch;
+  struct Remainder {
+    int owner;
+    int64_t begin, end;
+  };
+  std::optional<Span> last;  // or the first of several joined spans
+  Scratch* sums_of_last = nullptr;
+  std::vector<Remainder> remainders;  // parts of the last span's task that belong to other threads
+  bool shared = false;
+  const auto scratch = [&](int64_t parts, int64_t rows) -> Scratch& {
+    const int64_t floats = parts * floats_of_part(rows, problem.padded_dims());
+    return *static_cast<Scratch*>(team.scratch(sizeof(Scratch) + sizeof(float) * static_cast<size_t>(floats)));
+  };
+  const auto parts_in = [](const void* of) {
+    return reinterpret_cast<float*>(const_cast<char*>(static_cast<const char*>(of)) + sizeof(Scratch));
+  };
+  const auto run_last = [&] {
+    if (!last) return;
+    // Only the first span of a thread can begin inside a task, so no later span overwrites its sums.
+    Scratch& own = scratch(last->begin > 0 ? last->end - last->begin : 0, last->task.rows);
+    Runner(problem, *last, own, parts_in(&own)).run();
+    sums_of_last = &own;
+  };
+  for_spans(args, max_rows, token_cost, team.count, [&](int owner, const Span& span) {
+    shared = shared || !span.whole();
+    if (owner == team.index) {
+      if (last && Runner::can_join(*last, span)) {
+        ++last->heads;
+        return;
+      }
+      run_last();
+      last = span;
+    } else if (last && last->begin == 0 && last->task.same(span.task)) {
+      remainders.push_back({owner, span.begin, span.end});
+    }
+  });
+  run_last();
+  if (!shared) return;
+  team.barrier();
+  if (remainders.empty()) return;
+  const Task& task = last->task;
+  Runner runner(problem, *last, *sums_of_last, nullptr);
+  for (const Remainder& remainder : remainders) {
+    float* const parts = parts_in(team.scratch_of(remainder.owner));
+    for (int64_t part = remainder.begin; part < remainder.end; ++part) {
+      runner.merge(part, sums_of_part(parts, part - remainder.begin, task.rows, problem.padded_dims()));
+    }
+  }
+  runner.store_rows();
+}
+
+// tensors: q, k pages, v pages, page_tables, seq_lens, query_starts, kv_map, out, lse or none, kv_starts or none,
+// scales of int8 pages or none; ints: causal; reals: scale
+static Problem checked_problem(const Args& args, Team& team) {
+  const Tensor &q = args.tensor(0), &kv_map = args.tensor(6);
+  const Problem problem{
+      q, args.tensor(1), args.tensor(2), args.tensor(3), args.tensor(7), args.tensor(8), args.tensor(10), args.real(0)};
+  check_batch(q, problem.page_tables, args.tensor(4), args.tensor(5), kv_map, args.tensor(9), args.integer(0) != 0);
+  clear_unserved_heads(problem.out, problem.lse, kv_map, team);
+  return problem;
+}
+
+}  // namespace tilerank::TR_RUNG

@@ -1,0 +1,380 @@
+// Attention in vectors, compiled once per rung (no include guard; include after attention_task-inl.h).
+//
+// The cached tokens are processed in chunks of kChunk with online softmax, in powers of two:
+//
+//   s = q K^T scale log2(e);  m' = max(m, max s);  o = o 2^(m - m') + 2^(s - m') V;  l = l 2^(m - m') + sum 2^(s - m')
+//
+// Masked tokens (later tokens of the task, the rest of a page) contribute an exact zero.
+//
+// If several KV heads of one sequence belong to a thread and the sequence has a single query token, the heads are
+// processed together, page by page. A page stores the keys of all heads, then their values. Such tasks are bound by
+// reading pages, which is faster in long runs.
+#include "attention/attention_product-inl.h"
+#include "attention/attention_vector_scratch-inl.h"
+
+namespace tilerank::TR_RUNG {
+
+template <class T>
+class VectorTask {
+ public:
+  using Scratch = VectorScratch<T>;
+
+  // parts: where the sums go if the span does not begin its task.
+  VectorTask(const Problem& problem, const Span& span, Scratch& scratch, float* parts)
+      : problem_(problem),
+        scratch_(scratch),
+        d_(problem.dims()),
+        padded_(problem.padded_dims()),
+        span_(span),
+        task_(span.all()),
+        head_rows_(span.task.rows),
+        parts_(parts),
+        many_rows_(head_rows_ > kFewRows),
+        prefetches_(problem.quantized() || !in_order<LeftOperand<T>, T>(head_rows_) || !follows_streams()) {}
+
+  static bool can_join(const Span& span, const Span& next) {
+    const int64_t rows = span.task.rows;
+    return span.is_followed_by(next) && rows <= kFewRows && (span.heads + 1) * rows <= kVectorTaskRows;
+  }
+
+  void run() {
+    if (task_.length == 0) {
+      clear_rows<T>(problem_, task_);
+      return;
+    }
+    load_queries();
+    for (int64_t part = span_.begin; part < span_.end; ++part) {
+      if (span_.begin > 0) {
+        attend(part, sums_of_part(parts_, part - span_.begin, task_.rows, padded_));
+      } else if (part == 0) {
+        attend(part, all());
+      } else {
+        const Sums sums{scratch_.o, scratch_.sum, scratch_.max};
+        attend(part, sums);
+        merge(part, sums);
+      }
+    }
+    if (span_.whole()) store_rows();
+  }
+
+  // Merges the sums over a part into those over all parts before it.
+  void merge(int64_t, const Sums& sums) {
+    for (int64_t r = 0; r < task_.rows; ++r) {
+      const float max = std::max(scratch_.all_max[r], sums.max[r]);
+      const Vec of_all = exp2(set(scratch_.all_max[r] - max)), of_part = exp2(set(sums.max[r] - max));
+      const auto add = [&](float* to, const float* from) { store(to, fma(load(from), of_part, load(to) * of_all)); };
+      add(scratch_.all_sum + r * kLanes, sums.weights + r * kLanes);
+      for (int64_t i = r * padded_; i < (r + 1) * padded_; i += kLanes) add(scratch_.all_o + i, sums.values + i);
+      scratch_.all_max[r] = max;
+    }
+  }
+
+  void store_rows() {
+    RowWalk row(task_);
+    for (int64_t r = 0; r < task_.rows; ++r, row.next()) {
+      const float of_row = sum(load(scratch_.all_sum + r * kLanes));
+      if (problem_.lse) *row.template element<float>(problem_.lse) = scratch_.all_max[r] * kLn2 + std::log(of_row);
+      const float* o = scratch_.all_o + r * padded_;
+      T* out = row.template element<T>(problem_.out);
+      for_lanes(d_, [&](int64_t i, auto lanes) {
+        // + 0 turns a negative zero into a positive one, whatever was summed.
+        lanes.store(out + i, load(o + i) / set(of_row) + zero());
+      });
+    }
+  }
+
+ private:
+  static constexpr int64_t kScoreStride = Scratch::kScoreStride, kStride = kLeftRowStride<LeftOperand<T>>;
+
+  Sums all() { return {scratch_.all_o, scratch_.all_sum, scratch_.all_max}; }
+
+  void load_queries() {
+    RowWalk row(task_);
+    for (int64_t r = 0; r < task_.rows; ++r, row.next()) {
+      const T* from = row.template element<T>(problem_.q);
+      LeftOperand<T>* to = scratch_.q + r * kStride;
+      for_lanes(d_, [&](int64_t i, auto lanes) { store(to + i, lanes.load(from + i)); });
+      scratch_.visible[r] = row.visible();
+    }
+  }
+
+  void attend(int64_t part, const Sums& sums) {
+    const int64_t last = std::min(task_.seen(), (part + 1) * kPartTokens),
+                  end = std::min(task_.seen(), span_.end * kPartTokens);
+    std::fill_n(sums.values, task_.rows * padded_, 0.0f);
+    std::fill_n(sums.weights, task_.rows * kLanes, 0.0f);
+    std::fill_n(sums.max, task_.rows, -std::numeric_limits<float>::infinity());
+    for (int64_t begin = part * kPartTokens; begin < last; begin += kChunk) {
+      begin_ = begin;
+      pages_ = (std::min(kChunk, last - begin) + kPageTokens - 1) / kPageTokens;
+      find_pages(begin + kChunk < end);
+      for_pages([&](int64_t i, int64_t head) { multiply_keys(i, head); });
+      softmax(sums);
+      if (many_rows_) {
+        multiply_panel(sums);
+      } else {
+        for_pages([&](int64_t i, int64_t head) { multiply_values(sums, i, head); });
+      }
+    }
+  }
+
+  // Visits the pages of all heads in the order of memory.
+  template <class F>
+  void for_pages(const F& f) const {
+    for (int64_t i = 0; i < pages_; ++i) {
+      for (int64_t head = 0; head < span_.heads; ++head) f(i, head);
+    }
+  }
+
+  // Looks up the pages of the chunk and the keys that are read after it.
+  void find_pages(bool more) {
+    const auto number = [&](int64_t i) {
+      return problem_.page(task_.sequence, task_.first_page + begin_ / kPageTokens + i);
+    };
+    for (int64_t i = 0; i < pages_; ++i) page_[i] = number(i);
+    next_ = more ? address(problem_.k_pages, number(kChunkPages), 0) : many_rows_ ? nullptr : keys_of_next_task();
+  }
+  const char* keys_of_next_task() const {
+    return problem_.quantized() ? reinterpret_cast<const char*>(problem_.keys_after<int8_t>(task_, span_.heads))
+                                : reinterpret_cast<const char*>(problem_.keys_after<T>(task_, span_.heads));
+  }
+  const char* address(const Tensor& pages, int64_t page, int64_t head) const {
+    return pages.as<char>() + (page * pages.stride[0] + (task_.kv_head + head) * pages.stride[1]) * element();
+  }
+  const char* keys(int64_t i, int64_t head) const { return address(problem_.k_pages, page_[i], head); }
+  const char* values(int64_t i, int64_t head) const { return address(problem_.v_pages, page_[i], head); }
+  int64_t element() const { return problem_.quantized() ? 1 : sizeof(T); }
+  // Spreads the prefetch of `page` over `operands` steps; null: prefetches nothing new.
+  LinePrefetch ahead(const char* page, int64_t values, int64_t operands) const {
+    return page && prefetches_ ? LinePrefetch{page, kPageTokens * values * element() / operands}
+                               : LinePrefetch{keys(0, 0), 0};
+  }
+  // Few rows: returns what is read at least kAhead bytes after operand n of the chunk. Operands are the keys of every
+  // page and head, then the values.
+  const char* after(int64_t n) const {
+    const int64_t all = pages_ * span_.heads, size = kPageTokens * padded_ * element();
+    n += (kAhead + size - 1) / size;
+    if (n < all) return keys(n / span_.heads, n % span_.heads);
+    n -= all;
+    if (n < all) return values(n / span_.heads, n % span_.heads);
+    return next_ ? next_ + (n - all) * problem_.k_pages.stride[1] * element() : nullptr;
+  }
+
+  // Returns a lower bound, in steps of kSumRows, of the first row of a head that attends to token `first` of the chunk
+  // or to a later one.
+  int64_t first_row(int64_t first) const {
+    int64_t r = 0;
+    while (r + kSumRows < head_rows_ && scratch_.visible[r + kSumRows - 1] <= begin_ + first) r += kSumRows;
+    return r;
+  }
+
+  template <class From>
+  void widen_groups(const char* from, int64_t groups, int64_t size, LeftOperand<T>* to, int64_t stride) {
+    for (int64_t g = 0; g < groups; ++g, to += stride) {
+      const From* const group = reinterpret_cast<const From*>(from) + g * size;
+      if constexpr (std::is_same_v<From, LeftOperand<T>>) {
+        std::memcpy(static_cast<void*>(to), group, static_cast<size_t>(size) * sizeof(From));
+      } else {
+        widen(group, size, to);
+      }
+    }
+  }
+  // Widens `groups` groups of 16 lanes x `values` values of a page to right-hand operands.
+  void widen_page(const char* from, int64_t groups, int64_t values, LeftOperand<T>* to, int64_t stride) {
+    if (problem_.quantized()) {
+      widen_groups<int8_t>(from, groups, 16 * values, to, stride);
+    } else {
+      widen_groups<T>(from, groups, 16 * values, to, stride);
+    }
+  }
+
+  void multiply_keys(int64_t i, int64_t head) {
+    static constexpr float kNothing[kPageTokens] = {};
+    const int64_t dims = problem_.key_dims(), skipped = first_row(i * kPageTokens), first = head * head_rows_ + skipped;
+    const char* const from = keys(i, head);
+    if (problem_.quantized())
+      problem_.fetch_scales(page_[i], task_.kv_head + head);  // one page at a time: many prefetches at once are dropped
+    const char* const next = !many_rows_ ? after(i * span_.heads + head) : i + 1 < pages_ ? keys(i + 1, 0) : nullptr;
+    const auto multiply = [&](const auto* keys) {
+      constexpr int64_t x = kPair<std::remove_cvref_t<decltype(*keys)>>;
+      const int64_t operands = kPageTokens / 16 * dims / x;
+      LinePrefetch lines[] = {ahead(next, dims, operands),
+                              ahead(many_rows_ ? values(i, 0) : nullptr, padded_, operands)};
+      product(scratch_.q + first * kStride, head_rows_ - skipped,
+              RightOperand{keys, kPageTokens / 16, dims / x, 16 * dims}, {kNothing, 0},
+              {scratch_.s + first * kScoreStride + i * kPageTokens, kScoreStride}, lines);
+    };
+    if (!many_rows_) {
+      return problem_.quantized() ? multiply(reinterpret_cast<const int8_t*>(from))
+                                  : multiply(reinterpret_cast<const T*>(from));
+    }
+    widen_page(from, kPageTokens / 16, dims, scratch_.panel, 16 * dims);
+    multiply(static_cast<const LeftOperand<T>*>(scratch_.panel));
+  }
+
+  void load_key_factors(int64_t head) {
+    const Vec scale = set(problem_.scale * kLog2E);
+    for (int64_t i = 0; i < pages_; ++i) {
+      const float* const from = problem_.key_scales(page_[i], task_.kv_head + head);
+      float* const to = scratch_.key_factor + i * kPageTokens;
+      for (int64_t token = 0; token < kPageTokens; token += kLanes) store(to + token, load(from + token) * scale);
+    }
+  }
+
+  // Scales of masked tokens may be NaN, so their factors are set to zero.
+  void load_value_factors(int64_t head) {
+    for (int64_t i = 0; i < pages_; ++i) {
+      const int64_t start = begin_ + i * kPageTokens;
+      const float* const from = problem_.value_scales(page_[i], task_.kv_head + head);
+      float* const to = scratch_.value_factor + i * kPageTokens;
+      std::copy_n(from, kPageTokens, to);
+      std::fill_n(to, std::clamp<int64_t>(task_.first_token - start, 0, kPageTokens), 0.0f);
+      const int64_t seen = std::clamp<int64_t>(task_.length - start, 0, kPageTokens);
+      std::fill_n(to + seen, kPageTokens - seen, 0.0f);
+    }
+  }
+
+  // Returns the values of a page. The first and the last page are copied with masked tokens zeroed (codes need no
+  // copy); the copy is valid until the next call.
+  const char* seen_values(int64_t i, int64_t head) {
+    const char* const page = values(i, head);
+    if (problem_.quantized()) return page;
+    const int64_t start = begin_ + i * kPageTokens, first_token = std::max<int64_t>(task_.first_token - start, 0);
+    const int64_t seen = std::min(task_.length - start, kPageTokens);
+    if (first_token == 0 && seen == kPageTokens) return page;
+    mask_page(reinterpret_cast<const T*>(page), first_token, seen, padded_, scratch_.masked);
+    return reinterpret_cast<const char*>(scratch_.masked);
+  }
+
+  // Few rows: multiplies a page of values as it is stored.
+  void multiply_values(const Sums& sums, int64_t i, int64_t head) {
+    const int64_t skipped = first_row(i * kPageTokens), first = head * head_rows_ + skipped;
+    float* const o = sums.values + first * padded_;
+    const char* const from = seen_values(i, head);
+    const auto multiply = [&](const auto* values) {
+      constexpr int64_t x = kPair<std::remove_cvref_t<decltype(*values)>>;
+      LinePrefetch lines[] = {ahead(after((pages_ + i) * span_.heads + head), padded_, padded_ / 16 * kPageTokens / x),
+                              ahead(nullptr, 0, 1)};
+      product(scratch_.p + first * kStride + i * kPageTokens, head_rows_ - skipped,
+              RightOperand{values, padded_ / 16, kPageTokens / x, 16 * kPageTokens}, {o, padded_}, {o, padded_}, lines);
+    };
+    problem_.quantized() ? multiply(reinterpret_cast<const int8_t*>(from)) : multiply(reinterpret_cast<const T*>(from));
+  }
+
+  // Many rows: multiplies the widened chunk at once, each row up to the last page that it attends to.
+  void multiply_panel(const Sums& sums) {
+    constexpr int64_t x = kPair<LeftOperand<T>>;
+    for (int64_t i = 0; i < pages_; ++i) {
+      widen_page(seen_values(i, 0), padded_ / 16, kPageTokens, scratch_.panel + i * 16 * kPageTokens, 16 * kChunk);
+    }
+    for (int64_t i = 1; i <= pages_; ++i) {
+      const int64_t first = first_row((i - 1) * kPageTokens),
+                    end = i < pages_ ? first_row(i * kPageTokens) : task_.rows;
+      const int64_t operands = padded_ / 16 * i * kPageTokens / x;
+      LinePrefetch lines[] = {ahead(i == pages_ ? next_ : nullptr, problem_.key_dims(), operands),
+                              ahead(nullptr, 0, 1)};
+      float* const o = sums.values + first * padded_;
+      product(scratch_.p + first * kStride, end - first,
+              RightOperand<LeftOperand<T>>{scratch_.panel, padded_ / 16, i * kPageTokens / x, 16 * kChunk},
+              {o, padded_}, {o, padded_}, lines);
+    }
+  }
+
+  // Turns the scores of the chunk into probabilities and rescales the sums so far to the new maxima.
+  void softmax(const Sums& sums) {
+    const int64_t first_token = std::max<int64_t>(task_.first_token - begin_, 0), width = pages_ * kPageTokens;
+    const auto visible = [&](int64_t r) { return scratch_.visible[r] - begin_; };
+    const Vec scale = set(problem_.scale * kLog2E);
+    for (int64_t head = 0; head < span_.heads; ++head) {
+      const auto find = [&](const auto& factor) {
+        for_rows(head, [&](int64_t r) { find_max(r, first_token, visible(r), width, factor, sums.max[r]); });
+      };
+      if (problem_.quantized()) {
+        load_key_factors(head);
+        find([&](int64_t i) { return load(scratch_.key_factor + i); });
+      } else {
+        find([&](int64_t) { return scale; });
+      }
+    }
+    for (int64_t r = 0; r < task_.rows; r += kLanes) {
+      store(scratch_.decay + r, exp2(load(sums.max + r) - load(scratch_.new_max + r)));
+    }
+    if (!problem_.quantized()) std::fill_n(scratch_.value_factor, width, 1.0f);
+    for (int64_t head = 0; head < span_.heads; ++head) {
+      if (problem_.quantized()) load_value_factors(head);
+      for_rows(head, [&](int64_t r) {
+        if (visible(r) > 0) {
+          weigh_row(r, width, sums);
+        } else {
+          for (int64_t i = 0; i < width; i += kLanes) store(scratch_.p + r * kStride + i, zero());
+        }
+      });
+    }
+  }
+
+  template <class F>
+  void for_rows(int64_t head, const F& f) const {
+    for (int64_t r = head * head_rows_; r < (head + 1) * head_rows_; ++r) f(r);
+  }
+
+  // Scales the scores of a row, sets those of masked tokens to -inf and computes the new maximum.
+  template <class F>
+  void find_max(int64_t r, int64_t first_token, int64_t visible, int64_t width, const F& factor, float max_so_far) {
+    constexpr float minus_infinity = -std::numeric_limits<float>::infinity();
+    float* const s = scratch_.s + r * kScoreStride;
+    scratch_.new_max[r] = max_so_far;
+    if (visible <= 0) return;
+    Vec largest = set(minus_infinity);
+    for (int64_t i = 0; i < width; i += kLanes) {
+      const Vec x = load(s + i) * factor(i);
+      store(s + i, x);
+      largest = max(largest, x);
+    }
+    if (first_token > 0 || visible < width) {
+      std::fill(s, s + first_token, minus_infinity);
+      std::fill(s + std::min(visible, width), s + width, minus_infinity);
+      largest = set(minus_infinity);
+      for (int64_t i = 0; i < width; i += kLanes) largest = max(largest, load(s + i));
+    }
+    scratch_.new_max[r] = std::max(max_so_far, max_of(largest));
+  }
+
+  void weigh_row(int64_t r, int64_t width, const Sums& sums) {
+    const float* const s = scratch_.s + r * kScoreStride;
+    LeftOperand<T>* const p = scratch_.p + r * kStride;
+    const Vec max = set(scratch_.new_max[r]), decay = set(scratch_.decay[r]);
+    Vec total = load(sums.weights + r * kLanes) * decay;
+    for (int64_t i = 0; i < width; i += kLanes) {
+      const Vec e = exp2(load(s + i) - max);
+      total = total + e;
+      store(p + i, e * load(scratch_.value_factor + i));
+    }
+    store(sums.weights + r * kLanes, total);
+    if (scratch_.new_max[r] != sums.max[r]) {  // otherwise the factor is exactly 1
+      float* const o = sums.values + r * padded_;
+      for (int64_t i = 0; i < padded_; i += kLanes) store(o + i, load(o + i) * decay);
+    }
+    sums.max[r] = scratch_.new_max[r];
+  }
+
+  const Problem& problem_;
+  Scratch& scratch_;
+  const int64_t d_, padded_;
+  const Span& span_;
+  const Task task_;  // of all heads
+  const int64_t head_rows_;
+  float* const parts_;
+  const bool many_rows_;   // whether a head has many rows
+  const bool prefetches_;  // whether to prefetch
+  // The current chunk: its first token, its pages, and the keys that are read after it.
+  int64_t begin_ = 0, pages_ = 0, page_[kChunkPages];
+  const char* next_ = nullptr;
+};
+
+template <class T>
+static void attention_by_vectors(const Args& args, Team& team) {
+  const Problem problem = checked_problem(args, team);
+  run_spans<VectorTask<T>>(args, problem, kVectorTaskRows, [](const Task& task) { return task.rows + 8; }, team);
+}
+
+}  // namespace tilerank::TR_RUNG

@@ -1,0 +1,64 @@
+// The memory layout of block-scaled weights (int4, fp8), the same for every compiled rung. A K-block is a run of inputs
+// that share a scale. As in pack.h, a weight consists of blocks of 32 outputs, each stored sequentially over k as tiles
+// of 32 inputs in two halves of 16 outputs. Values and scales are separate arrays:
+//
+//   values: u8 [n / 32][K-blocks][tiles of 32 inputs of a K-block][2][bytes of a tile of 16 outputs]
+//     int4: [4 lines][32 words][4 nibbles]   nibble j of word w of line l: output w / 2, input 8 l + 2 j + w % 2, as
+//                                            code - 8 in two's complement, so that zeroed memory stands for 0
+//     fp8:  [8 lines][4][2 pairs][8 bytes]   byte b of pair p of part q of line l: output 4 q + b / 2, input
+//                                            4 l + 2 p + b % 2, the order that interleaving two registers restores
+//   scales:
+//     int4: f16 [n / 32][K-blocks][32 outputs], times 2^8: represents f16 and bf16 scales of checkpoints exactly
+//     fp8:  f32 [n / 32][K-blocks]
+//   zeros (int4 only, optional): i8 [n / 32][K-blocks][32 outputs], the code that stands for 0, less 8; default: code 8
+//
+// output = sum over K-blocks of scale * (sum(x * value) - zero * sum(x)). Values are exact in bf16, so only the sums
+// are rounded, in fp32.
+#pragma once
+#include "core/kernel.h"
+#include "linear/pack.h"
+
+namespace tilerank {
+
+constexpr int64_t kHalfN = 16;  // outputs of a tile
+constexpr float kInt4ScaleUnit = 1.0f / 256;
+
+// The values of int4 nibbles as bf16 bits: 0 to 7, then -8 to -1.
+alignas(32) inline constexpr uint16_t kInt4Values[16] = {0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0,
+                                                         0x40c0, 0x40e0, 0xc100, 0xc0e0, 0xc0c0, 0xc0a0,
+                                                         0xc080, 0xc040, 0xc000, 0xbf80};
+
+// The low and the high bytes of kInt4Values, repeated four times.
+struct Int4Bytes {
+  alignas(64) uint8_t low[64], high[64];
+
+  constexpr Int4Bytes() : low(), high() {
+    for (int i = 0; i < 64; ++i) {
+      low[i] = static_cast<uint8_t>(kInt4Values[i % 16]);
+      high[i] = static_cast<uint8_t>(kInt4Values[i % 16] >> 8);
+    }
+  }
+};
+inline constexpr Int4Bytes kInt4Bytes;
+
+// The low and the high byte of the bf16 value of every fp8 code without its sign.
+struct Fp8Values {
+  alignas(64) uint8_t low[128], high[128];
+
+  constexpr Fp8Values() : low(), high() {
+    for (int code = 0; code < 128; ++code) {
+      const int exponent = code >> 3, mantissa = code & 7;
+      int value = (exponent + 120) << 7 | mantissa << 4;
+      if (exponent == 0) {  // mantissa * 2^-9: subnormal in fp8, normal in bf16
+        const int shift = mantissa >= 4 ? 2 : mantissa >= 2 ? 1 : 0;
+        value = mantissa == 0 ? 0 : (118 + shift) << 7 | ((mantissa << (7 - shift)) & 0x7f);
+      }
+      if (code == 127) value = 0x7fc0;
+      low[code] = static_cast<uint8_t>(value);
+      high[code] = static_cast<uint8_t>(value >> 8);
+    }
+  }
+};
+inline constexpr Fp8Values kFp8Values;
+
+}  // namespace tilerank

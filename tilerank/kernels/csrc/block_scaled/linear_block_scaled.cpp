@@ -1,0 +1,53 @@
+// Products with int4 and fp8 weights in vectors.
+#ifndef TR_RUNG
+#include <array>
+#include <type_traits>
+
+#include "core/cpu.h"
+#include "block_scaled/block_scaled.h"
+#define TR_SOURCE "block_scaled/linear_block_scaled.cpp"
+#include "simd/foreach_isa.h"
+#else
+#include "linear/epilogue-inl.h"
+#include "block_scaled/block_scaled_rows-inl.h"
+
+namespace tilerank::TR_RUNG {
+
+template <int kParts, class Format>
+static void linear(const Args& args, const Format& weight, const Epilogue& epilogue, Team& team) {
+  const Tensor& x = args.tensor(0);
+  const int64_t m = x.size[0], k = x.size[1];
+  const bool alone = !args.tensor(4);
+  constexpr size_t working = sizeof(BlockScaledScratch);
+  char* const memory =
+      static_cast<char*>(team.scratch(working + (alone ? BlockScaledRows::bytes(m, k, weight.k_blocks) : 0)));
+  const BlockScaledRows rows(alone ? memory + working : args.tensor(4).as<char>(), m, k, weight);
+  rows.pack([&](int64_t i) { return x.row<const bf16>(i); }, weight, alone ? Team(nullptr, 0, 1) : team);
+  if (!alone) team.barrier();
+  const Range own = team.share(epilogue.results);
+  for (int64_t panel = 0; panel < rows.panels.panels; panel += kStripePanels) {
+    const Range stripe{panel, std::min(panel + kStripePanels, rows.panels.panels)};
+    multiply_results<kParts>(rows, stripe, weight, own, k, memory,
+                             [&](int64_t row, int64_t result, const float* const(&totals)[kParts]) {
+                               const auto sums = load_row(totals[0]), up = load_row(totals[kParts - 1]);
+                               epilogue.write(row, result, sums.data(), kParts == 2 ? up.data() : nullptr);
+                             });
+  }
+}
+
+template <class Format>
+static void linear(const Args& args, Team& team) {
+  const Epilogue epilogue(args);
+  const Format weight(args.tensors + 5);
+  epilogue.parts == 2 ? linear<2>(args, weight, epilogue, team) : linear<1>(args, weight, epilogue, team);
+}
+
+// operands: see block_scaled.h; scratch: BlockScaledRows::bytes, or none if every thread packs all rows for itself
+static void linear_int4(const Args& args, Team& team) { linear<Int4>(args, team); }
+TR_KERNEL(linear_int4)
+
+static void linear_fp8(const Args& args, Team& team) { linear<Fp8>(args, team); }
+TR_KERNEL(linear_fp8)
+
+}  // namespace tilerank::TR_RUNG
+#endif

@@ -1,0 +1,115 @@
+// Products with int4 and fp8 weights in AMX tiles.
+#ifndef TR_RUNG
+#include <array>
+
+#include "block_scaled/block_scaled.h"
+#define TR_ONLY_AMX
+#define TR_SOURCE "block_scaled/linear_block_scaled_amx.cpp"
+#include "simd/foreach_isa.h"
+#else
+#include "linear/epilogue-inl.h"
+#include "block_scaled/block_scaled_amx-inl.h"
+#include "block_scaled/block_scaled_stream_amx-inl.h"
+
+namespace tilerank::TR_RUNG {
+
+// Passes sums in tiles to the epilogue.
+template <int kParts>
+struct BlockScaledFinish {
+  const Epilogue& epilogue;
+
+  void prefetch(Range rows, int64_t result) const { epilogue.prefetch(rows, result, prefetch_write); }
+  void write(const float* const (&parts)[kParts], Range rows, int64_t result) const {
+    for_sums(rows, [&](int64_t row, int64_t i) {
+      const auto sums = [&](int part) {
+        return std::array{load(parts[part] + i), load(parts[part] + i + kTileRows * kLanes)};
+      };
+      epilogue.write(row, result, sums(0).data(), kParts == 2 ? sums(kParts - 1).data() : nullptr);
+    });
+  }
+};
+
+static void pack_rows(const Tensor& x, const PackedRows& to, Team& team) {
+  constexpr int64_t kPiece = 64;  // tiles: 4 KiB of a row
+  const int64_t m = x.size[0], k = x.size[1];
+  const int64_t pieces = blocks(to.k_tiles, kPiece);
+  const Range tasks = team.share(pieces * to.row_tiles);
+  for (int64_t task = tasks.begin; task < tasks.end; ++task) {
+    const int64_t row_tile = task / pieces, first = task % pieces * kPiece;
+    const int64_t last = std::min(first + kPiece, to.k_tiles);
+    const int64_t count = std::min(kTileRows, m - row_tile * kTileRows);
+    for (int64_t r = 0; r < count; ++r) {
+      pack_row(x.row<const bf16>(row_tile * kTileRows + r), k, to, row_tile, r, {first, last});
+    }
+  }
+}
+
+// At most 16 rows. If they must be packed, every thread packs all of them for itself, while the first part of its
+// weight is being prefetched; this is cheaper than a barrier.
+template <int kParts, class Format>
+static void linear_few_rows(const Tensor& x, const Format& weight, const Epilogue& epilogue, Team& team) {
+  const int64_t m = x.size[0], k = x.size[1], k_tiles = blocks(k, kTileK);
+  const Range share = team.share(epilogue.results), own{share.begin * kParts, share.end * kParts};
+  if (own.begin == own.end) return;
+  ExpandedPairs<Format> expanded(weight, own, k_tiles);
+  const bool packed = m > 1 || k % kTileK;
+  const size_t bytes = packed ? FewRows::bytes(m, k) : 0;
+  char* const memory =
+      static_cast<char*>(team.scratch(bytes + static_cast<size_t>(weight.k_blocks * kTileRows) * sizeof(float)));
+  float* const k_block_sums = reinterpret_cast<float*>(memory + bytes);
+  const auto row = [&](int64_t r) { return x.row<const bf16>(r); };
+  const FewRows rows = packed ? FewRows::pack(row, m, k, memory, k_block_sums)
+                              : FewRows{x.as<const char>(), 64, 64, m, k_tiles, k_block_sums};
+  const Tiles tiles(block_scaled_stream_tiles(m));
+  stream_block_scaled<kParts>(rows, weight, own, expanded, BlockScaledFinish<kParts>{epilogue});
+}
+
+template <int kParts, class Format>
+static void linear_many_rows(const Args& args, const Format& weight, const Epilogue& epilogue, Team& team) {
+  const Tensor& x = args.tensor(0);
+  const int64_t m = x.size[0], panel = BlockScaledBlocking::panel(weight);
+  const PackedRows rows{args.tensor(4).as<char>(), blocks(m, kTileRows), blocks(x.size[1], kTileK), panel};
+  pack_rows(x, rows, team);
+  team.barrier();
+  const Tiles tiles(panel_tiles(kTileRows));
+  const BlockScaledTileScratch memory(team.scratch(BlockScaledTileScratch::bytes(panel)), panel);
+  // Threads form a grid. Rows are split first, as long as each thread keeps enough of them to amortise reading the
+  // weight; then outputs.
+  int row_threads = 1;
+  while (team.count % (row_threads * 2) == 0 && rows.row_tiles >= row_threads * 2 * 32) row_threads *= 2;
+  const Team row_team(nullptr, team.index % row_threads, row_threads);
+  const Team column_team(nullptr, team.index / row_threads, team.count / row_threads);
+  const Range own_rows = row_team.share(rows.row_tiles, 2), own = column_team.share(epilogue.results);
+  for (int64_t tile = own_rows.begin; tile < own_rows.end; tile += BlockScaledBlocking::kStripe) {
+    const Range stripe{tile, std::min(tile + BlockScaledBlocking::kStripe, own_rows.end)};
+    for (int64_t block = own.begin * kParts; block < own.end * kParts; block += BlockScaledBlocking::kBand) {
+      const Range band{block, std::min(block + BlockScaledBlocking::kBand, own.end * kParts)};
+      multiply_block_scaled_band<kParts>(rows, stripe, weight, band, m, memory, BlockScaledFinish<kParts>{epilogue});
+    }
+  }
+}
+
+template <int kParts, class Format>
+static void linear(const Args& args, const Format& weight, const Epilogue& epilogue, Team& team) {
+  if (args.tensor(0).size[0] <= kTileRows) {
+    return linear_few_rows<kParts>(args.tensor(0), weight, epilogue, team);
+  }
+  linear_many_rows<kParts>(args, weight, epilogue, team);
+}
+
+template <class Format>
+static void linear(const Args& args, Team& team) {
+  const Epilogue epilogue(args);
+  const Format weight(args.tensors + 5);
+  epilogue.parts == 2 ? linear<2>(args, weight, epilogue, team) : linear<1>(args, weight, epilogue, team);
+}
+
+// operands: see block_scaled.h; scratch: packed rows, round_up(m, 16) * round_up(k, 32) bf16, if m > 16
+static void linear_int4(const Args& args, Team& team) { linear<Int4>(args, team); }
+TR_KERNEL(linear_int4)
+
+static void linear_fp8(const Args& args, Team& team) { linear<Fp8>(args, team); }
+TR_KERNEL(linear_fp8)
+
+}  // namespace tilerank::TR_RUNG
+#endif

@@ -1,0 +1,266 @@
+// Int4 and fp8 weights: quantise_* quantises and packs rows, pack_* packs codes.
+#ifndef TR_RUNG
+#include "block_scaled/block_scaled.h"
+#define TR_SOURCE "block_scaled/pack_block_scaled.cpp"
+#include "simd/foreach_isa.h"
+#else
+
+namespace tilerank::TR_RUNG {
+
+static inline float as_float(const float* p) { return *p; }
+static inline float as_float(const double* p) { return static_cast<float>(*p); }
+static inline float as_float(const f16* p) { return _cvtsh_ss(p->bits); }
+static inline float as_float(const bf16* p) { return to_float(*p); }
+
+template <class F>
+static void for_source(DType dtype, const F& f) {
+  if (dtype == DType::f32) return f(float{});
+  if (dtype == DType::bf16) return f(bf16{});
+  if (dtype == DType::f16) return f(f16{});
+  if (dtype == DType::f64) return f(double{});
+  throw Error("quantise: expected rows of a floating-point dtype");
+}
+
+// The position of a rectangle of source rows in a weight. It is split into pieces of whole blocks of outputs x whole
+// tiles of the destination, so that no two threads write the same byte.
+struct Rectangle {
+  int64_t row, col, rows, columns;
+
+  Rectangle(const Args& args, const Tensor& source)
+      : row(args.integer(0)), col(args.integer(1)), rows(source.size[0]), columns(source.size[1]) {}
+
+  // Calls f(rows of the source, columns of the source) for this thread's pieces, split at multiples of `outputs` and
+  // `inputs` of the weight.
+  template <class F>
+  void for_pieces(int64_t outputs, int64_t inputs, Team& team, const F& f) const {
+    const int64_t first_n = row / outputs, first_k = col / inputs;
+    const int64_t across = blocks(col + columns, inputs) - first_k;
+    const Range own = team.share((blocks(row + rows, outputs) - first_n) * across);
+    for (int64_t piece = own.begin; piece < own.end; ++piece) {
+      const int64_t n = (first_n + piece / across) * outputs - row, k = (first_k + piece % across) * inputs - col;
+      f(Range{std::max<int64_t>(n, 0), std::min(n + outputs, rows)},
+        Range{std::max<int64_t>(k, 0), std::min(k + inputs, columns)});
+    }
+  }
+};
+
+// Returns the tile that holds the values of output n for inputs from k on.
+static inline uint8_t* tile_of(const Tensor& values, int64_t n, int64_t k) {
+  return values.row<uint8_t>(n / kBlockN) + (k / kTileK * 2 + n % kBlockN / kHalfN) * values.size[4];
+}
+
+// Writes the codes of output n for inputs from k on. Only the low four bits of a code count.
+static void put_int4(const Tensor& values, int64_t n, int64_t k, const uint8_t* codes, int64_t count) {
+  while (count > 0) {
+    const int64_t first = k % 8, some = std::min(8 - first, count);
+    uint8_t* const at = tile_of(values, n, k) + k % kTileK / 8 * 64 + n % kHalfN * 4;
+    uint32_t word = 0, mask = 0;
+    for (int64_t i = 0; i < some; ++i) {
+      const int64_t shift = (first + i) % 2 * 16 + (first + i) / 2 * 4;
+      word |= (codes[i] & 15u) << shift;
+      mask |= 15u << shift;
+    }
+    uint32_t old;
+    std::memcpy(&old, at, 4);
+    word |= old & ~mask;
+    std::memcpy(at, &word, 4);
+    codes += some;
+    k += some;
+    count -= some;
+  }
+}
+
+static void put_fp8(const Tensor& values, int64_t n, int64_t k, const uint8_t* codes, int64_t count) {
+  const int64_t output = n % kHalfN / 4 * 16 + n % 4 * 2;
+  for (int64_t i = 0; i < count; ++i, ++k) {
+    tile_of(values, n, k)[k % kTileK / 4 * 64 + output + k % 4 / 2 * 8 + k % 2] = codes[i];
+  }
+}
+
+// How a K-block is quantised: value = (code - zero) * scale.
+struct Int4Params {
+  float scale;
+  int zero;
+};
+
+// Searches the scale (and zero) with the least squared error among candidates near the one that just covers the extreme
+// values. For each candidate, l = the integers nearest to x * inverse in [low, high]. The best scale for these l is
+// sum(x l) / sum(l^2), and the error is least where sum(x l)^2 / sum(l^2) is largest.
+class Int4Search {
+ public:
+  Int4Search(const float* values, int64_t count) : values_(values), count_(count) {}
+
+  void attempt(float inverse, int zero) {
+    const Vec low = set(static_cast<float>(-zero)), high = set(static_cast<float>(15 - zero));
+    Vec xl = tilerank::TR_RUNG::zero(), ll = xl;
+    for (int64_t i = 0; i < count_; i += kLanes) {  // padded with zeros
+      const Vec x = load(values_ + i), l = min(max(round_to_int(x * set(inverse)), low), high);
+      xl = fma(x, l, xl);
+      ll = fma(l, l, ll);
+    }
+    const float products = sum(xl), squares = sum(ll);
+    if (squares > 0 && products * products > gain_ * squares) {
+      gain_ = products * products / squares;
+      best = {products / squares, zero};
+    }
+  }
+
+  Int4Params best{0.0f, 8};
+
+ private:
+  const float* const values_;
+  const int64_t count_;
+  float gain_ = 0;
+};
+
+static Int4Params choose_int4(const float* values, int64_t count, bool zeros) {
+  float least = 0, most = 0;
+  bool finite = true;
+  for (int64_t i = 0; i < count; ++i) {
+    least = std::min(least, values[i]);
+    most = std::max(most, values[i]);
+    finite &= std::abs(values[i]) <= std::numeric_limits<float>::max();
+  }
+  if (!finite) return {std::numeric_limits<float>::quiet_NaN(), 8};
+  Int4Search search(values, count);
+  // A range too small to divide by is quantised to zeros.
+  if (most - least < 1e-30f) return search.best;
+  for (int step = -3; step <= 5; ++step) {
+    if (zeros) {
+      const float levels = 15 + 0.4f * static_cast<float>(step), inverse = levels / (most - least);
+      const float zero = -least * inverse - (levels - 15) / 2;  // clips equally at both ends
+      search.attempt(inverse, std::clamp(static_cast<int>(std::lrint(zero)), 0, 15));
+    } else {
+      const float extreme = -least > most ? least : most;  // becomes -8
+      search.attempt(-(8 + 0.3f * static_cast<float>(step)) / extreme, 8);
+    }
+  }
+  return search.best;
+}
+
+// tensors: values, scales, zeros or none (block_scaled.h), rows[r, c] with any strides; ints: row, col, which starts a
+// K-block. Inputs beyond the last column of its K-block become 0.
+static void quantise_int4(const Args& args, Team& team) {
+  const Tensor &values = args.tensor(0), &scales = args.tensor(1), &zeros = args.tensor(2), &source = args.tensor(3);
+  const Rectangle rectangle(args, source);
+  const int64_t k_block_inputs = values.size[2] * kTileK, padded = blocks(k_block_inputs, kLanes) * kLanes;
+  char* const memory = static_cast<char*>(team.scratch(static_cast<size_t>(padded) * (sizeof(float) + 1)));
+  float* const x = reinterpret_cast<float*>(memory);
+  uint8_t* const codes = reinterpret_cast<uint8_t*>(x + padded);
+  for_source(source.dtype, [&](auto type) {
+    using T = decltype(type);
+    rectangle.for_pieces(kBlockN, k_block_inputs, team, [&](Range rows, Range columns) {
+      const int64_t count = columns.end - columns.begin, k_block = (rectangle.col + columns.begin) / k_block_inputs;
+      for (int64_t row = rows.begin; row < rows.end; ++row) {
+        const T* const from = source.row<const T>(row) + columns.begin * source.stride[1];
+        for (int64_t i = 0; i < count; ++i) x[i] = as_float(from + i * source.stride[1]);
+        std::fill(x + count, x + padded, 0.0f);
+        const Int4Params chosen = choose_int4(x, padded, static_cast<bool>(zeros));
+        const float most = 65504 * kInt4ScaleUnit;
+        const float wanted = std::isnan(chosen.scale) ? chosen.scale : std::clamp(chosen.scale, -most, most);
+        const uint16_t stored = _cvtss_sh(wanted / kInt4ScaleUnit, _MM_FROUND_TO_NEAREST_INT);
+        const float scale = _cvtsh_ss(stored) * kInt4ScaleUnit;
+        const float inverse = scale == 0 || std::isnan(scale) ? 0 : 1 / scale;
+        const float low = static_cast<float>(-chosen.zero), high = static_cast<float>(15 - chosen.zero);
+        for (int64_t i = 0; i < padded; ++i) {
+          // not nearbyint of NaN: min and max of it are the bounds
+          const float l = std::min(std::max(std::nearbyintf(x[i] * inverse), low), high);
+          codes[i] = static_cast<uint8_t>(static_cast<int>(l) + chosen.zero - 8);
+        }
+        const int64_t n = rectangle.row + row;
+        put_int4(values, n, k_block * k_block_inputs, codes, k_block_inputs);
+        const int64_t at = k_block * kBlockN + n % kBlockN;
+        scales.row<f16>(n / kBlockN)[at] = f16{stored};
+        if (zeros) zeros.row<int8_t>(n / kBlockN)[at] = static_cast<int8_t>(chosen.zero - 8);
+      }
+    });
+  });
+}
+TR_KERNEL(quantise_int4)
+
+// Returns the nearest fp8 e4m3fn, ties to even. Magnitudes above 448 become 448; NaN stays NaN.
+static inline uint8_t to_fp8(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, 4);
+  const uint32_t sign = bits >> 24 & 0x80, magnitude = bits & 0x7fffffff;
+  // Below 2^-6 fp8 numbers are multiples of 2^-9, the unit in the last place of a float just above 2^14.
+  float small;
+  std::memcpy(&small, &magnitude, 4);
+  small += 16384.0f;
+  uint32_t subnormal;
+  std::memcpy(&subnormal, &small, 4);
+  const uint32_t normal = ((magnitude + 0x7ffff + (magnitude >> 20 & 1)) >> 20) - (120u << 3);
+  uint32_t code = magnitude < 0x3c800000 ? subnormal & 0xff : normal;
+  code = magnitude >= 0x43e00000 ? 0x7e : code;
+  code = magnitude > 0x7f800000 ? 0x7f : code;
+  return static_cast<uint8_t>(sign | code);
+}
+
+// tensors: values, scales (block_scaled.h), rows[r, c] with any strides; ints: row, col, block_n. The rectangle
+// consists of whole scale blocks of block_n outputs x a K-block. scale = largest magnitude / 448.
+static void quantise_fp8(const Args& args, Team& team) {
+  const Tensor &values = args.tensor(0), &scales = args.tensor(1), &source = args.tensor(2);
+  const Rectangle rectangle(args, source);
+  const int64_t block_n = args.integer(2), k_block_inputs = values.size[2] * kTileK;
+  const size_t size = static_cast<size_t>(block_n * k_block_inputs);
+  float* const x = static_cast<float*>(team.scratch(size * sizeof(float) + static_cast<size_t>(k_block_inputs)));
+  uint8_t* const codes = reinterpret_cast<uint8_t*>(x + size);
+  for_source(source.dtype, [&](auto type) {
+    using T = decltype(type);
+    rectangle.for_pieces(block_n, k_block_inputs, team, [&](Range rows, Range columns) {
+      const int64_t count = columns.end - columns.begin, k_block = (rectangle.col + columns.begin) / k_block_inputs;
+      uint32_t largest = 0;  // as bits, which order like magnitudes, NaN last
+      for (int64_t row = rows.begin; row < rows.end; ++row) {
+        const T* const from = source.row<const T>(row) + columns.begin * source.stride[1];
+        float* const to = x + (row - rows.begin) * k_block_inputs;
+        for (int64_t i = 0; i < count; ++i) {
+          to[i] = as_float(from + i * source.stride[1]);
+          uint32_t bits;
+          std::memcpy(&bits, to + i, 4);
+          largest = std::max(largest, bits & 0x7fffffff);
+        }
+      }
+      float most;
+      std::memcpy(&most, &largest, 4);
+      // A block with an infinity or NaN becomes NaN; one too small to divide by becomes zero.
+      const bool finite = largest < 0x7f800000;
+      const float scale = !finite ? std::numeric_limits<float>::quiet_NaN() : most / 448;
+      const float inverse = finite && most > 1e-35f ? 448 / most : 0;
+      for (int64_t row = rows.begin; row < rows.end; ++row) {
+        const int64_t n = rectangle.row + row;
+        const float* const from = x + (row - rows.begin) * k_block_inputs;
+        for (int64_t i = 0; i < count; ++i) codes[i] = finite ? to_fp8(from[i] * inverse) : 0;
+        put_fp8(values, n, rectangle.col + columns.begin, codes, count);
+        scales.row<float>(n / kBlockN)[k_block] = scale;
+      }
+    });
+  });
+}
+TR_KERNEL(quantise_fp8)
+
+// tensors: values, codes[r, c] u8 with any strides; ints: row, col. Calls put(values, output, input, codes, count) with
+// the codes less `zero`.
+template <class Put>
+static void pack_codes(const Args& args, Team& team, uint8_t zero, const Put& put) {
+  const Tensor &values = args.tensor(0), &source = args.tensor(1);
+  const Rectangle rectangle(args, source);
+  constexpr int64_t kColumns = 512;
+  rectangle.for_pieces(kBlockN, kColumns, team, [&](Range rows, Range columns) {
+    uint8_t codes[kColumns];
+    const int64_t count = columns.end - columns.begin;
+    for (int64_t row = rows.begin; row < rows.end; ++row) {
+      const uint8_t* const from = source.row<const uint8_t>(row) + columns.begin * source.stride[1];
+      for (int64_t i = 0; i < count; ++i) codes[i] = static_cast<uint8_t>(from[i * source.stride[1]] - zero);
+      put(values, rectangle.row + row, rectangle.col + columns.begin, codes, count);
+    }
+  });
+}
+
+static void pack_int4(const Args& args, Team& team) { pack_codes(args, team, 8, put_int4); }
+TR_KERNEL(pack_int4)
+
+static void pack_fp8(const Args& args, Team& team) { pack_codes(args, team, 0, put_fp8); }
+TR_KERNEL(pack_fp8)
+
+}  // namespace tilerank::TR_RUNG
+#endif

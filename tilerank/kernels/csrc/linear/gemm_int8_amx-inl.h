@@ -1,0 +1,47 @@
+// Products of quantised rows with an int8 weight in AMX tiles (no include guard).
+
+namespace tilerank::TR_RUNG {
+
+// Prefetches the first two blocks of a weight in small portions, while rows are quantised.
+struct FirstBlocks {
+  const char* at;
+  int64_t block_bytes, left;
+
+  FirstBlocks(const char* weight, Range blocks, int64_t block_bytes)
+      : at(weight + blocks.begin * block_bytes),
+        block_bytes(block_bytes),
+        left(blocks.begin + 1 < blocks.end ? block_bytes : 0) {}
+
+  void fetch() {
+    for (int64_t line = 0; line < 2 && left > 0; ++line, at += 64, left -= 64) {
+      prefetch_l2(at);
+      prefetch_l2(at + block_bytes);
+    }
+  }
+};
+
+// Quantises a row into tiles and prefetches `ahead` meanwhile. Returns the scale of the row.
+template <class T>
+static inline float quantise_into(const T* from, int64_t k, const PackedRows& to, int64_t row_tile, int64_t r,
+                                  FirstBlocks& ahead) {
+  return quantise_row(from, k, [&](int64_t t) {
+    ahead.fetch();
+    return reinterpret_cast<int8_t*>(to.tiles(t / to.panel, row_tile) + t % to.panel * kTileBytes + r * 64);
+  });
+}
+
+// Returns the 32 products of a row with a block, from its sums in two tiles.
+static inline std::array<Vec, 2> scaled_tiles(const float* sums, float row_scale, const float* scales) {
+  return {scaled(load_ints(sums), row_scale, scales),
+          scaled(load_ints(sums + kTileRows * kLanes), row_scale, scales + kLanes)};
+}
+
+// Computes results of at most 16 rows, which are packed in one panel; finish as in multiply_stripe.
+template <int kParts, class Finish>
+static void stream_results(const PackedRows& rows, int64_t m, const char* weight, Range results, const Finish& finish) {
+  const Tiles tiles(stream_tiles(m));
+  const Range own{results.begin * kParts, results.end * kParts};
+  stream_blocks<Int8Dot>({rows.data, 64, kTileBytes}, m, weight, own, rows.k_tiles, stream_finish<kParts>(finish, own));
+}
+
+}  // namespace tilerank::TR_RUNG

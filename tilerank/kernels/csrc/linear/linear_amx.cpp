@@ -1,0 +1,162 @@
+// Products with bf16 weights in AMX tiles.
+#ifndef TR_RUNG
+#include <array>
+
+#include "core/kernel.h"
+#include "linear/pack.h"
+
+#define TR_ONLY_AMX
+#define TR_SOURCE "linear/linear_amx.cpp"
+#include "simd/foreach_isa.h"
+
+#else
+#include "linear/epilogue-inl.h"
+#include "linear/gemm_amx-inl.h"
+#include "linear/stream_amx-inl.h"
+#include "linear/stream_rows_amx-inl.h"
+
+namespace tilerank::TR_RUNG {
+
+// With at most this many rows, or inputs, tiles are loaded from x itself. With more of both, the rows of a tile fall
+// into the same sets of the L1 cache, and loading them for every block costs more than packing them once.
+constexpr int64_t kDirectRows = 8, kDirectInputs = 2048;
+
+// Packs the K-tiles `tiles` of row tile `row_tile`.
+static void pack_row_tile(const Tensor& x, const PackedRows& to, int64_t row_tile, Range tiles) {
+  const int64_t k = x.size[1], count = std::min(kTileRows, x.size[0] - row_tile * kTileRows);
+  for (int64_t t = tiles.begin; t < tiles.end; ++t) {
+    for (int64_t r = 0; r < count; ++r) {
+      pack_row(x.row<const bf16>(row_tile * kTileRows + r), k, to, row_tile, r, {t, t + 1});
+    }
+  }
+}
+
+static void pack_rows(const Tensor& x, const PackedRows& to, Team& team) {
+  constexpr int64_t kPiece = 16;  // tiles
+  const int64_t pieces = blocks(to.k_tiles, kPiece);
+  const Range tasks = team.share(pieces * to.row_tiles);
+  for (int64_t task = tasks.begin; task < tasks.end; ++task) {
+    const int64_t first = task % pieces * kPiece;
+    pack_row_tile(x, to, task / pieces, {first, std::min(first + kPiece, to.k_tiles)});
+  }
+}
+
+// Passes sums in tiles to the epilogue.
+template <int kParts>
+struct LinearFinish {
+  const Epilogue& epilogue;
+
+  void write(const float* const (&parts)[kParts], Range rows, int64_t result) const {
+    for_sums(rows, [&](int64_t row, int64_t i) {
+      const auto sums = [&](int part) {
+        return std::array{load(parts[part] + i), load(parts[part] + i + kTileRows * kLanes)};
+      };
+      epilogue.write(row, result, sums(0).data(), kParts == 2 ? sums(kParts - 1).data() : nullptr);
+    });
+  }
+};
+
+// LinearFinish for Epilogue::streams_plain(). It takes few instructions: with more of them the reorder buffer would not
+// reach the loads of the next tiles.
+template <int kParts>
+struct StreamFinish {
+  bf16* out;
+  int64_t stride;
+
+  void write(const float* const (&parts)[kParts], Range rows, int64_t result) const {
+    for_sums(rows, [&](int64_t row, int64_t i) {
+      const auto value = [&](int64_t at) {
+        const Vec sum = load(parts[0] + at);
+        return kParts == 2 ? silu(sum) * load(parts[kParts - 1] + at) : sum;
+      };
+      const Vec left = value(i), right = value(i + kTileRows * kLanes);
+      _mm512_stream_si512(reinterpret_cast<__m512i*>(out + row * stride + result * kBlockN),
+                          (__m512i)_mm512_cvtne2ps_pbh(right.v, left.v));
+    });
+  }
+};
+
+// At most 16 rows. If they must be packed, every thread packs all of them for itself, which is cheaper than a barrier.
+template <int kParts>
+static void linear_few_rows(const Tensor& x, const Tensor& weight, const Epilogue& epilogue, Team& team) {
+  const int64_t m = x.size[0], k = x.size[1], k_tiles = blocks(k, kTileK);
+  StreamedRows rows{x.as<const char>(), x.stride[0] * 2, 64};
+  if ((m > kDirectRows && k > kDirectInputs) || k % kTileK) {
+    const PackedRows packed{static_cast<char*>(team.scratch(static_cast<size_t>(k_tiles * kTileBytes))), 1, k_tiles,
+                            k_tiles};
+    pack_row_tile(x, packed, 0, {0, k_tiles});
+    rows = {packed.data, 64, kTileBytes};
+  }
+  const LinearFinish<kParts> finish{epilogue};
+  const Tiles tiles(stream_tiles(m));
+  const Range share = team.share(epilogue.results), own{share.begin * kParts, share.end * kParts};
+  stream_blocks<Bf16Dot>(rows, m, weight.as<const char>(), own, k_tiles, stream_finish<kParts>(finish, own));
+}
+
+template <int kParts, class Finish>
+static void linear_many_rows(int64_t m, const RowTiles& rows, const Blocking& blocking, const char* weight,
+                             int64_t results, const Finish& finish, Team& team) {
+  const Tiles tiles(panel_tiles(kTileRows));
+  float* const sums = static_cast<float*>(team.scratch(band_sums<kParts>(rows.packed, blocking) * sizeof(float)));
+  // Threads form a grid. Rows are split first, as long as each thread keeps enough of them to amortise reading the
+  // weight; then outputs.
+  constexpr int64_t kOwnTiles = 64;
+  const int64_t row_tiles = blocks(m, kTileRows);
+  int row_threads = 1;
+  while (team.count % (row_threads * 2) == 0 && row_tiles >= row_threads * 2 * kOwnTiles) row_threads *= 2;
+  const Team row_team(nullptr, team.index % row_threads, row_threads);
+  const Team column_team(nullptr, team.index / row_threads, team.count / row_threads);
+  const Range own_rows = row_team.share(row_tiles, 2), own = column_team.share(results);
+  for (int64_t tile = own_rows.begin; tile < own_rows.end; tile += blocking.stripe) {
+    const Range stripe{tile, std::min(tile + blocking.stripe, own_rows.end)};
+    multiply_stripe<Bf16Dot, kParts>(rows, stripe, weight, own, blocking, m, sums, finish, stripe.end == own_rows.end);
+  }
+}
+
+template <int kParts>
+static void linear(const Args& args, const Epilogue& epilogue, Team& team) {
+  const Tensor &x = args.tensor(0), &weight = args.tensor(5);
+  if (x.size[0] <= kTileRows) return linear_few_rows<kParts>(x, weight, epilogue, team);
+  const int64_t row_tiles = blocks(x.size[0], kTileRows), k_tiles = blocks(x.size[1], kTileK);
+  const bool streamed = streams_rows(row_tiles, k_tiles);
+  const Blocking blocking = Blocking::of(row_tiles, k_tiles);
+  const int64_t stride = x.stride[0] * 2;
+  const bool plain =
+      !streamed && stride % 128 == 64 && x.size[1] % kTileK == 0 && reinterpret_cast<uintptr_t>(x.data) % 64 == 0;
+  const int64_t full = x.size[0] / kTileRows, plain_tiles = !plain ? 0 : full == row_tiles ? full : full / 2 * 2;
+  const RowTiles rows{
+      {args.tensor(4).as<char>(), row_tiles - plain_tiles, k_tiles, streamed ? k_tiles : blocking.panel},
+      x.as<const char>(),
+      stride,
+      plain_tiles};
+  if (plain_tiles < row_tiles) {
+    Tensor rest = x;
+    rest.data = x.row<char>(plain_tiles * kTileRows * 2);
+    rest.size[0] -= plain_tiles * kTileRows;
+    pack_rows(rest, rows.packed, team);
+    team.barrier();
+  }
+  const auto multiply = [&](const auto& finish) {
+    if (streamed) {
+      float* const sums = static_cast<float*>(team.scratch(streamed_sums<kParts>() * sizeof(float)));
+      return multiply_streamed<Bf16Dot, kParts>(rows.packed, x.size[0], weight.as<const char>(),
+                                                team.share(epilogue.results), sums, finish);
+    }
+    linear_many_rows<kParts>(x.size[0], rows, blocking, weight.as<const char>(), epilogue.results, finish, team);
+  };
+  if (epilogue.streams_plain()) {
+    multiply(StreamFinish<kParts>{epilogue.out.as<bf16>(), epilogue.out.stride[0]});
+  } else {
+    multiply(LinearFinish<kParts>{epilogue});
+  }
+}
+
+// operands: the packed weight; scratch: packed rows, round_up(m, 16) * round_up(k, 32) bf16, if m > 16
+static void linear_bf16(const Args& args, Team& team) {
+  const Epilogue epilogue(args);
+  epilogue.parts == 2 ? linear<2>(args, epilogue, team) : linear<1>(args, epilogue, team);
+}
+TR_KERNEL(linear_bf16)
+
+}  // namespace tilerank::TR_RUNG
+#endif

@@ -1,0 +1,86 @@
+// Products with int8 weights in vectors: rows are quantised at run time, sums are exact integers, one scaling follows.
+#ifndef TR_RUNG
+#include <utility>
+
+#include "core/cpu.h"
+#include "linear/int8.h"
+#include "core/kernel.h"
+
+#define TR_SOURCE "linear/linear_int8.cpp"
+#include "simd/foreach_isa.h"
+
+#else
+#include "linear/epilogue-inl.h"
+#include "linear/int8_rows-inl.h"
+#include "linear/gemm_int8-inl.h"
+
+namespace tilerank::TR_RUNG {
+
+// All quantised rows, followed by their scales. The rows form stripes of about equal size, each of which stays in the
+// L2 cache while it is multiplied with many blocks.
+struct Int8Stripes {
+  int64_t m, k, count;
+  char* codes;
+
+  Int8Stripes(int64_t m, int64_t k, char* codes) : m(m), k(k), codes(codes) {
+    constexpr int64_t kBytes = 640 << 10, kLeastRows = 48;
+    const int64_t most = std::clamp(kBytes / Int8Stripe::row_bytes(k), kLeastRows, Int8Stripe::kMostRows);
+    count = blocks(m, most);
+  }
+  Range rows(int64_t stripe) const { return {m * stripe / count, m * (stripe + 1) / count}; }
+  Int8Stripe operator[](int64_t stripe) const {
+    const Range own = rows(stripe);
+    return {codes + own.begin * Int8Stripe::row_bytes(k), own.end - own.begin, k};
+  }
+  float* row_scales() const { return reinterpret_cast<float*>(codes + m * Int8Stripe::row_bytes(k)); }
+  static size_t bytes(int64_t m, int64_t k) {
+    return static_cast<size_t>(m) * (static_cast<size_t>(Int8Stripe::row_bytes(k)) + sizeof(float));
+  }
+
+  // Quantises this thread's share of the rows.
+  void quantise(const Tensor& x, const Team& team) const {
+    const Range own = team.share(m);
+    for (int64_t stripe = 0; stripe < count; ++stripe) {
+      const Range all = rows(stripe);
+      const Range some{std::max(own.begin, all.begin) - all.begin, std::min(own.end, all.end) - all.begin};
+      const auto input = [&](int64_t row) { return x.row<const bf16>(all.begin + row); };
+      (*this)[stripe].put(some, input, row_scales() + all.begin);
+    }
+  }
+};
+
+// operands: see int8.h; scratch: Int8Stripes::bytes, or none if every thread quantises all rows for itself
+static void linear_int8(const Args& args, Team& team) {
+  const Tensor &x = args.tensor(0), &weight = args.tensor(5);
+  const Epilogue epilogue(args);
+  const int64_t m = x.size[0], k = x.size[1];
+  const bool alone = !args.tensor(4);
+  constexpr int64_t kPartSums = Int8Stripe::kMostRows * kInt8Vecs;
+  constexpr size_t kSumsBytes = 2 * kPartSums * sizeof(Ints);
+  char* const memory = static_cast<char*>(team.scratch(kSumsBytes + (alone ? Int8Stripes::bytes(m, k) : 0)));
+  Ints* const sums = reinterpret_cast<Ints*>(memory);
+  const Int8Stripes stripes(m, k, alone ? memory + kSumsBytes : args.tensor(4).as<char>());
+  stripes.quantise(x, alone ? Team(nullptr, 0, 1) : team);
+  if (!alone) team.barrier();
+
+  const Range share = team.share(stripes.count * epilogue.results);
+  for (int64_t task = share.begin; task < share.end; ++task) {
+    const int64_t stripe = task / epilogue.results, result = task % epilogue.results,
+                  first = stripes.rows(stripe).begin;
+    const Int8Stripe rows = stripes[stripe];
+    const float* const row_scales = stripes.row_scales() + first;
+    const auto block_of = [&](int64_t part) { return Int8Block(&weight, result * epilogue.parts + part, k); };
+    for (int64_t part = 0; part < epilogue.parts; ++part) rows.multiply(block_of(part).codes, sums + part * kPartSums);
+    for (int64_t row = 0; row < rows.rows; ++row) {
+      Vec parts[2][kInt8Vecs];
+      for (int64_t part = 0; part < epilogue.parts; ++part) {
+        rows.values(sums + part * kPartSums, row, row_scales[row], block_of(part), parts[part]);
+      }
+      epilogue.write(first + row, result, parts[0], parts[1]);
+    }
+  }
+}
+TR_KERNEL(linear_int8)
+
+}  // namespace tilerank::TR_RUNG
+#endif

@@ -1,0 +1,313 @@
+// The vector micro-kernels: products of panels of rows with blocks of packed weights, compiled once per rung (no
+// include guard; include after pack.h).
+//
+// Rows are packed as panels of up to kPanelRows rows. A panel consists of units that one instruction broadcasts to all
+// lanes: one fp32 input or, on rungs that multiply pairs of bf16, a pair. A micro-kernel keeps the sums of a panel with
+// a block of 32 outputs in registers. Every sum accumulates over k in order, in one chain across all parts of k. The
+// order does not depend on the number of rows, so neither do the bits of a row.
+
+#include "simd/transpose-inl.h"
+
+namespace tilerank::TR_RUNG {
+
+constexpr int kVecs = kBlockN / kLanes;            // vectors of a row's sums with a block
+constexpr int kPanelRows = kLanes == 16 ? 14 : 3;  // their sums, the weights and one input fill the registers
+constexpr int64_t kPartUnits = 384;                // units of a part of k: those of a panel stay in the L1 cache
+
+#ifdef TR_BF16
+template <class T>
+constexpr bool kPaired = std::is_same_v<T, bf16>;
+#else
+template <class T>
+constexpr bool kPaired = false;
+#endif
+template <class T>
+using Unit = std::conditional_t<kPaired<T>, uint32_t, float>;
+
+// Bytes of a weight block per unit.
+template <class T>
+constexpr int64_t kUnitBytes = kBlockN * static_cast<int64_t>(sizeof(T)) * (kPaired<T> ? 2 : 1);
+
+// Units of k inputs. bf16 inputs are padded to whole pairs.
+template <class T>
+constexpr int64_t units_of(int64_t k) {
+  return kPaired<T> ? (k + 1) / 2 : std::is_same_v<T, bf16> ? (k + 1) / 2 * 2 : k;
+}
+
+// Elements of a weight block over k inputs.
+template <class T>
+constexpr int64_t block_elements(int64_t k) {
+  return std::is_same_v<T, float> ? k * kBlockN : blocks(k, kTileK) * 2 * kTile;
+}
+
+// Memory to prefetch during a product: `at` advances by `step` bytes with every unit.
+struct Prefetch {
+  const char* at;
+  int64_t step;
+
+  void fetch(int64_t units = 1) {
+    _mm_prefetch(at, _MM_HINT_T0);
+    _mm_prefetch(at + 64, _MM_HINT_T0);
+    at += step * units;
+  }
+  void fetch_half(int64_t units) {
+    _mm_prefetch(at, _MM_HINT_T0);
+    at += step * units / 2;
+  }
+};
+struct NoPrefetch {
+  void fetch(int64_t = 1) {}
+  void fetch_half(int64_t) {}
+};
+
+template <int R>
+static inline void load_sums(const float* from, Vec (&sums)[R][kVecs]) {
+#pragma GCC unroll 14
+  for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 4
+    for (int v = 0; v < kVecs; ++v) sums[r][v] = from ? load(from + r * kBlockN + v * kLanes) : zero();
+  }
+}
+
+template <int R>
+static inline void store_sums(float* to, const Vec (&sums)[R][kVecs]) {
+#pragma GCC unroll 14
+  for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 4
+    for (int v = 0; v < kVecs; ++v) store(to + r * kBlockN + v * kLanes, sums[r][v]);
+  }
+}
+
+// A unit broadcast to all lanes, and its product.
+static inline Vec broadcast(float unit) { return set(unit); }
+#ifdef TR_BF16
+struct PairVec {
+  __m512i v;
+};
+static inline PairVec broadcast(uint32_t unit) { return {_mm512_set1_epi32(static_cast<int>(unit))}; }
+static inline Vec fma(PairVec a, PairVec b, Vec c) { return {_mm512_dpbf16_ps(c.v, (__m512bh)a.v, (__m512bh)b.v)}; }
+#endif
+
+// sums += one unit of R rows x its weights; weight(v) loads vector v. Keeps the smaller operand in registers.
+template <int R, class U, class Weight>
+static inline void add_unit(const U* x, const Weight& weight, Vec (&sums)[R][kVecs]) {
+  if constexpr (R < kVecs) {
+    decltype(broadcast(*x)) inputs[R];
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r) inputs[r] = broadcast(x[r]);
+#pragma GCC unroll 4
+    for (int v = 0; v < kVecs; ++v) {
+      const auto w = weight(v);
+#pragma GCC unroll 4
+      for (int r = 0; r < R; ++r) sums[r][v] = fma(inputs[r], w, sums[r][v]);
+    }
+  } else {
+    decltype(weight(0)) w[kVecs];
+#pragma GCC unroll 4
+    for (int v = 0; v < kVecs; ++v) w[v] = weight(v);
+#pragma GCC unroll 14
+    for (int r = 0; r < R; ++r) {
+      const auto input = broadcast(x[r]);
+#pragma GCC unroll 4
+      for (int v = 0; v < kVecs; ++v) sums[r][v] = fma(input, w[v], sums[r][v]);
+    }
+  }
+}
+
+// The overloads of add_units compute sums += units of R rows, x[unit][R], times the weights of 32 outputs.
+
+// fp32 weights, weight[unit][32 outputs]
+template <int R, class A>
+[[gnu::always_inline]] static inline void add_units(const float* x, const float* weight, int64_t units, A ahead,
+                                                    Vec (&sums)[R][kVecs]) {
+  for (int64_t i = 0; i < units; ++i, x += R, weight += kBlockN) {
+    ahead.fetch();
+    add_unit<R>(x, [&](int v) { return load(weight + v * kLanes); }, sums);
+  }
+}
+
+// Returns vector v of the weights of a pair of inputs; a block has two tiles of 16 outputs.
+static inline const bf16* vector_of_pair(const bf16* pair, int v) {
+  return pair + v * kLanes / 16 * kTile + v * kLanes % 16 * 2;
+}
+
+constexpr int64_t kUnitsOfPair = kPaired<bf16> ? 1 : 2;
+
+// The weights of a pair of inputs for kLanes outputs, as operands of the product.
+#ifdef TR_BF16
+using Pair = PairVec;
+static inline Pair load_pair(const bf16* p) { return {_mm512_loadu_si512(p)}; }
+#else
+using Pair = Two;
+static inline Pair load_pair(const bf16* p) { return load_pairs(p); }
+#endif
+
+// sums[r][v] += row r x a pair of inputs, for R rows.
+template <int R>
+[[gnu::always_inline]] static inline void add_pair(const Unit<bf16>* x, const Pair& pair, int v,
+                                                   Vec (&sums)[R][kVecs]) {
+#pragma GCC unroll 4
+  for (int r = 0; r < R; ++r) {
+#ifdef TR_BF16
+    sums[r][v] = fma(broadcast(x[r]), pair, sums[r][v]);
+#else
+    sums[r][v] = fma(broadcast(x[R + r]), pair.b, fma(broadcast(x[r]), pair.a, sums[r][v]));
+#endif
+  }
+}
+
+// sums[R], from vector kFirst on, += R rows x one tile of a bf16 weight.
+template <int R, int kFirst, class A>
+[[gnu::always_inline]] static inline void add_tile(const Unit<bf16>* x, const bf16* tile, int64_t pairs, A& ahead,
+                                                   Vec (&sums)[R][kVecs]) {
+  for (const bf16 *pair = tile, *end = tile + pairs * 32; pair != end; pair += 32, x += R * kUnitsOfPair) {
+    ahead.fetch_half(kUnitsOfPair);
+#pragma GCC unroll 2
+    for (int v = 0; v < kVecs / 2; ++v) add_pair<R>(x, load_pair(pair + v * kLanes * 2), kFirst + v, sums);
+  }
+}
+
+// bf16 weights, pairs of tiles of 16 outputs
+template <int R, class A>
+[[gnu::always_inline]] static inline void add_units(const Unit<bf16>* x, const bf16* weight, int64_t units, A ahead,
+                                                    Vec (&sums)[R][kVecs]) {
+  constexpr int64_t kUnits = kUnitsOfPair;
+  for (int64_t first = 0; first < units; first += 16 * kUnits, weight += 2 * kTile) {
+    const int64_t pairs = std::min<int64_t>(16, (units - first) / kUnits);
+    if constexpr (R <= kRowsInOrder) {
+      add_tile<R, 0>(x, weight, pairs, ahead, sums);
+      add_tile<R, kVecs / 2>(x, weight + kTile, pairs, ahead, sums);
+      x += pairs * R * kUnits;
+      continue;
+    }
+    const bf16* const end = weight + pairs * 32;
+    for (const bf16* pair = weight; pair != end; pair += 32, x += R * kUnits) {
+      ahead.fetch(kUnits);
+#ifdef TR_BF16
+      add_unit<R>(x, [&](int v) { return PairVec{_mm512_loadu_si512(vector_of_pair(pair, v))}; }, sums);
+#else
+      add_unit<R>(x, [&](int v) { return load_pairs(vector_of_pair(pair, v)).a; }, sums);
+      const bf16* again = pair;
+      asm("" : "+r"(again));  // forces a second load: no register is left to keep the first
+      add_unit<R>(x + R, [&](int v) { return load_pairs(vector_of_pair(again, v)).b; }, sums);
+#endif
+    }
+  }
+}
+
+// The micro-kernel: sums[R][32] = or, if `accumulate`, += R rows x a block, over `units` units.
+// Not inlined: the loops of its callers would cost it registers.
+template <int R, class U, class W>
+[[gnu::noinline]] static void multiply_panel(const U* x, const W* weight, int64_t units, float* sums, bool accumulate,
+                                             Prefetch ahead) {
+  Vec s[R][kVecs];
+  load_sums<R>(accumulate ? sums : nullptr, s);
+  add_units<R>(x, weight, units, ahead, s);
+  store_sums<R>(sums, s);
+}
+
+// Calls f(R) with the compile-time constant R = rows, which is between 1 and `most`.
+template <int most, class F>
+static inline void for_rows(int64_t rows, const F& f) {
+  if constexpr (most > 1) {
+    if (rows < most) return for_rows<most - 1>(rows, f);
+  }
+  f(std::integral_constant<int, most>{});
+}
+
+// Rows packed as panels of about equal size: [parts of k, `part` units each][panels][units of the part][rows of the
+// panel].
+template <class T>
+class RowPanels {
+ public:
+  static size_t bytes(int64_t m, int64_t k) { return static_cast<size_t>(m * units_of<T>(k)) * sizeof(Unit<T>); }
+
+  // units: at least those of k; the units beyond k are zero.
+  RowPanels(void* memory, int64_t m, int64_t k, int64_t units = 0, int64_t part = kPartUnits,
+            int64_t most_rows = kPanelRows)
+      : m(m),
+        units(std::max(units, units_of<T>(k))),
+        part(part),
+        panels(blocks(m, most_rows)),
+        k_(k),
+        data_(static_cast<Unit<T>*>(memory)) {}
+
+  // Packs the rows; row(i) points to the inputs of row i. pack: this thread's share; pack_all: everything.
+  template <class Row>
+  void pack(const Row& row, const Team& team) const {
+    pack(row, team.share(pieces()));
+  }
+  template <class Row>
+  void pack_all(const Row& row) const {
+    pack(row, Range{0, pieces()});
+  }
+
+  int64_t first_row(int64_t panel) const { return m * panel / panels; }
+  int64_t rows(int64_t panel) const { return first_row(panel + 1) - first_row(panel); }
+
+  // Returns a panel's units from `unit` on; they are contiguous up to the end of the part.
+  const Unit<T>* at(int64_t panel, int64_t unit) const {
+    const int64_t begin = unit / part * part, part_units = std::min(part, units - begin);
+    return data_ + begin * m + first_row(panel) * part_units + (unit - begin) * rows(panel);
+  }
+
+  const int64_t m, units, part, panels;
+
+ private:
+  // Units packed at a time: a part, or kPartUnits if there is only one part.
+  int64_t piece_units() const { return units <= part ? kPartUnits : part; }
+  int64_t pieces() const { return blocks(units, piece_units()) * panels; }
+
+  template <class Row>
+  void pack(const Row& row, Range own) const {
+    for (int64_t piece = own.begin; piece < own.end; ++piece) pack(row, piece % panels, piece / panels * piece_units());
+  }
+
+  // Packs a piece of a panel, a few units of all rows at a time: rows are often a power of two apart and would evict
+  // each other if they were read in longer runs.
+  template <class Row>
+  void pack(const Row& row, int64_t panel, int64_t begin) const {
+    constexpr int64_t kSome = 16, kInputs = kPaired<T> ? 2 : 1;
+    const int64_t first = first_row(panel), count = rows(panel), end = std::min(begin + piece_units(), units);
+    const auto inputs = [&](int64_t begin, int64_t end) { return std::clamp(k_, begin, end) - begin; };
+    Unit<T>* to = const_cast<Unit<T>*>(at(panel, begin));
+    if (count == 1) {
+      const int64_t there = inputs(begin * kInputs, end * kInputs);
+      std::fill(to + there / kInputs, to + end - begin, 0);
+      return read_units(row(first) + begin * kInputs, there, to);
+    }
+    for (int64_t unit = begin; unit < end; unit += kSome, to += kSome * count) {
+      alignas(64) Unit<T> from[kSome][kSome] = {};
+      const int64_t there = inputs(unit * kInputs, (unit + kSome) * kInputs);
+      for (int64_t r = 0; r < count; ++r) read_units(row(first + r) + unit * kInputs, there, from[r]);
+      transpose_units(from, count, std::min(kSome, end - unit), to);
+    }
+  }
+
+  static void read_units(const T* inputs, int64_t count, Unit<T>* to) {
+    if constexpr (kPaired<T>) {
+      std::memcpy(to, inputs, static_cast<size_t>(count) * sizeof(T));
+    } else {
+      for_lanes(count, [&](int64_t i, auto lanes) { lanes.store(to + i, lanes.load(inputs + i)); });
+    }
+  }
+
+  // to[unit][row] = from[row][unit]
+  static void transpose_units(const Unit<T> (&from)[16][16], int64_t rows, int64_t units, Unit<T>* to) {
+#ifdef TR_AVX512
+    __m512i lines[16], columns[16];
+    for (int r = 0; r < 16; ++r) lines[r] = _mm512_load_si512(from[r]);
+    transpose(lines, columns);
+    for (int64_t i = 0; i < units; ++i) _mm512_mask_storeu_epi32(to + i * rows, first_lanes(rows), columns[i]);
+#else
+    for (int64_t i = 0; i < units; ++i) {
+      for (int64_t r = 0; r < rows; ++r) to[i * rows + r] = from[r][i];
+    }
+#endif
+  }
+
+  const int64_t k_;
+  Unit<T>* const data_;
+};
+
+}  // namespace tilerank::TR_RUNG

@@ -1,0 +1,40 @@
+// rope_rows: gathers the cosines and sines of a step, which every layer then rotates its heads with.
+#ifndef TR_RUNG
+#include "rows/rows.h"
+#define TR_SOURCE "rows/rope_rows.cpp"
+#include "simd/foreach_isa.h"
+#else
+namespace tilerank::TR_RUNG {
+
+// tensors: table [p, 2, h], positions [axes, t] i64, axis_of [h] i64, out [t, 2, h]
+static void rope_rows(const Args& args, Team& team) {
+  const Tensor &table = args.tensor(0), &positions = args.tensor(1), &axis_of = args.tensor(2), &out = args.tensor(3);
+  check_indices("rope_rows: axis_of", axis_of, positions.size[0]);
+  for (int64_t axis = 0; axis < positions.size[0]; ++axis) {
+    Tensor one = positions;
+    one.data = positions.row<int64_t>(axis);
+    one.size[0] = positions.size[1];
+    one.stride[0] = positions.stride[1];
+    check_indices("rope_rows: positions", one, table.size[0]);
+  }
+  const size_t element = table.dtype == DType::f32 ? 4 : 2;
+  const int64_t* const axes = axis_of.as<int64_t>();
+  const int64_t half = table.size[2];
+  const auto [first, last] = team.share(out.size[0]);
+  for (int64_t token = first; token < last; ++token) {
+    for (int64_t i = 0, end; i < half; i = end) {  // frequencies i to end follow the same axis
+      for (end = i + 1; end < half && axes[end] == axes[i];) ++end;
+      const int64_t position = positions.as<int64_t>()[axes[i] * positions.stride[0] + token * positions.stride[1]];
+      for (int64_t part = 0; part < 2; ++part) {
+        const int64_t from = position * table.stride[0] + part * table.stride[1] + i;
+        const int64_t to = (2 * token + part) * half + i;
+        std::memcpy(out.as<char>() + static_cast<size_t>(to) * element,
+                    table.as<char>() + static_cast<size_t>(from) * element, static_cast<size_t>(end - i) * element);
+      }
+    }
+  }
+}
+TR_KERNEL(rope_rows)
+
+}  // namespace tilerank::TR_RUNG
+#endif

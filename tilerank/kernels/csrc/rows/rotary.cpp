@@ -1,0 +1,151 @@
+// rotary: pairs (i, i + half) of every head, in fp32, rounded once; norm_rotary: of its root-mean-square norm.
+#ifndef TR_RUNG
+#include "rows/rows.h"
+#define TR_SOURCE "rows/rotary.cpp"
+#include "simd/foreach_isa.h"
+#else
+#include "rows/norm-inl.h"
+
+namespace tilerank::TR_RUNG {
+
+template <class T>
+static void widen_row(const T* from, int64_t count, float* to) {
+  for_lanes(count, [&](int64_t at, auto lanes) { lanes.store(to + at, lanes.load(from + at)); });
+}
+
+template <class T, class L>
+static void store_both(T* p, T* q, Two x, L lanes) {
+  lanes.store(p, x.a);
+  lanes.store(q, x.b);
+}
+#ifdef TR_BF16
+static inline void store_both(bf16* p, bf16* q, Two x, AllLanes) {
+  const __m512i both = (__m512i)_mm512_cvtne2ps_pbh(x.b.v, x.a.v);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_castsi512_si256(both));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(q), _mm512_extracti64x4_epi64(both, 1));
+}
+#endif
+
+// The cosines and sines of one token, as floats.
+template <class T>
+class Rotation {
+ public:
+  static size_t count(int64_t half) { return static_cast<size_t>(3 * half); }  // floats of memory
+  Rotation(const Tensor& rows, float* memory)
+      : half(rows.size[2]), rows_(rows), c_(memory), s_(memory + half), minus_s_(memory + 2 * half) {}
+
+  void go_to(int64_t token) {
+    if (token == token_) return;
+    token_ = token;
+    const T* const cos = rows_.row<T>(token);
+    widen_row(cos, half, c_);
+    widen_row(cos + rows_.stride[1], half, s_);
+    for_lanes(half, [&](int64_t i, auto lanes) { lanes.store(minus_s_ + i, zero() - lanes.load(s_ + i)); });
+  }
+  // values(lanes, i): what the vectors of the head that begin at i and half + i are before.
+  template <class F>
+  void rotate(T* head, const F& values) const {
+    for_lanes(half, [&](int64_t i, auto lanes) {
+      const auto [a, b] = values(lanes, i);
+      const Vec c = lanes.load(c_ + i);
+      const Two turned = {fma(a, c, b * lanes.load(minus_s_ + i)), fma(b, c, a * lanes.load(s_ + i))};
+      store_both(head + i, head + half + i, turned, lanes);
+    });
+  }
+
+  const int64_t half;
+
+ private:
+  const Tensor& rows_;
+  float *const c_, *const s_, *const minus_s_;
+  int64_t token_ = -1;
+};
+
+template <class T>
+struct Head {
+  T* x;
+  int64_t to_next;  // the same head of the next token
+  bool of_k;
+  int64_t token;
+
+  // The projection's results come from memory; asked for a token ahead, between the work on this one.
+  void fetch_next(int64_t d) const { fetch_row(x + to_next, d); }
+};
+
+// f(heads, how many) for this thread's heads of q and k, some at a time.
+template <class T, class F>
+static void for_heads(const Args& args, Team& team, const F& f) {
+  const Tensor &q = args.tensor(0), &k = args.tensor(1);
+  const int64_t q_heads = q.size[1], heads = q_heads + k.size[1];
+  Head<T> some[kLanes];
+  const auto [first, last] = team.share(q.size[0] * heads);
+  for (int64_t item = first; item < last; ++item) {
+    const int64_t token = item / heads, head = item % heads;
+    const bool of_k = head >= q_heads;
+    const Tensor& from = of_k ? k : q;
+    T* const x = from.row<T>(token) + (head - (of_k ? q_heads : 0)) * from.stride[1];
+    const int64_t n = (item - first) % kLanes;
+    some[n] = {x, from.stride[0], of_k, token};
+    if (n == kLanes - 1 || item == last - 1) f(some, n + 1);
+  }
+}
+
+// tensors: q, k, rows [t, 2, h]
+static void rotary(const Args& args, Team& team) {
+  const Tensor& rows = args.tensor(2);
+  const int64_t d = args.tensor(0).size[2], half = rows.size[2];
+  for_float(rows.dtype, [&](auto type) {
+    using T = decltype(type);
+    Rotation<T> rotation(rows, static_cast<float*>(team.scratch(sizeof(float) * Rotation<T>::count(half))));
+    for_heads<T>(args, team, [&](const Head<T>* heads, int64_t n) {
+      for (const auto* head = heads; head < heads + n; ++head) {
+        head->fetch_next(d);
+        rotation.go_to(head->token);
+        rotation.rotate(head->x, [&](auto lanes, int64_t i) {
+          return Two{lanes.load(head->x + i), lanes.load(head->x + half + i)};
+        });
+      }
+    });
+  });
+}
+TR_KERNEL(rotary)
+
+// tensors: q, k, rows [t, 2, h], weights of q and k; ints: zero_centered; floats: eps
+static void norm_rotary(const Args& args, Team& team) {
+  const Tensor& rows = args.tensor(2);
+  const int64_t d = args.tensor(0).size[2], half = rows.size[2];
+  const bool zero_centered = args.integer(0) != 0;
+  for_float(rows.dtype, [&](auto type) {
+    using T = decltype(type);
+    const size_t floats = static_cast<size_t>(2 * d) + Rotation<T>::count(half);
+    float* const weights = static_cast<float*>(team.scratch(sizeof(float) * floats));
+    for (int i = 0; i < 2; ++i) widen_row(args.tensor(3 + i).template as<T>(), d, weights + i * d);
+    Rotation<T> rotation(rows, weights + 2 * d);
+    for_heads<T>(args, team, [&](const Head<T>* heads, int64_t n) {
+      // Together: the roots of one head after the other take longer than all the rest.
+      float scales[kLanes] = {};
+      for (int64_t i = 0; i < n; ++i) scales[i] = sum_of_squares(heads[i].x, d);
+      store(scales, norm_scale(load(scales), d, args.real(0)));
+      for (int64_t i = 0; i < n; ++i) {
+        const Head<T>& head = heads[i];
+        const float* const weight = weights + (head.of_k ? d : 0);
+        const Vec scale = set(scales[i]);
+        const auto normed = [&](auto lanes, int64_t a, int64_t b) {
+          const Two x = {lanes.load(head.x + a), lanes.load(head.x + b)};
+          const Two w = {lanes.load(weight + a), lanes.load(weight + b)};
+          return round_to<T>(norm_values<T>(x, scale, w, zero_centered));
+        };
+        head.fetch_next(d);
+        rotation.go_to(head.token);
+        rotation.rotate(head.x, [&](auto lanes, int64_t at) { return normed(lanes, at, half + at); });
+        for_lanes(d - 2 * half, [&](int64_t i, auto lanes) {
+          lanes.store(head.x + 2 * half + i, normed(lanes, 2 * half + i, 2 * half + i).a);
+        });
+      }
+    });
+  });
+}
+TR_KERNEL(norm_rotary)
+
+}  // namespace tilerank::TR_RUNG
+#endif

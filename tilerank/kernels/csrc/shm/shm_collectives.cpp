@@ -1,0 +1,394 @@
+// The collectives of the ranks of one host, as kernels: they run on the same threads as the kernels around them and can
+// be recorded in a graph. shm_segment.h says how the ranks wait for each other.
+//
+// Arguments of all: the tensors named at each, then the segment; the integers: own rank within the segment, pauses
+// before a wait sleeps, its deadline in milliseconds. They are called by parallel/shm.py; what they compute is defined
+// by parallel/group.py: sum_in_rank_order.
+#ifndef TR_RUNG
+
+#include "core/kernel.h"
+#include "shm/shm_segment.h"
+#define TR_SOURCE "shm/shm_collectives.cpp"
+#include "simd/foreach_isa.h"
+
+#else
+#include "rows/norm-inl.h"
+
+namespace tilerank::TR_RUNG {
+
+// From here on a sum is cut in parts, one a rank: each rank reads one part of all the others, not all of all.
+constexpr int64_t kScatterBytes = 32 << 10;
+
+// Round to nearest even by integer arithmetic, on every rung: vcvtneps2bf16 flushes subnormals, torch, and so the other
+// transports, does not.
+static inline uint32_t round_bf16(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, 4);
+  if ((bits & 0x7fffffff) > 0x7f800000) return 0x7fc0;
+  return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+}
+
+static inline void store_one(float* p, float x) { *p = x; }
+static inline void store_one(bf16* p, float x) { p->bits = static_cast<uint16_t>(round_bf16(x)); }
+static inline float load_one(const float* p) { return *p; }
+static inline float load_one(const bf16* p) {
+  const uint32_t bits = static_cast<uint32_t>(p->bits) << 16;
+  float x;
+  std::memcpy(&x, &bits, 4);
+  return x;
+}
+
+// A group of values that is summed at once.
+template <class T>
+struct Lump {
+  static constexpr int kSize = kLanes;
+  Vec values;
+  static Lump load(const T* p) { return {TR_RUNG::load(p)}; }
+  void add(const Lump& other) { values = values + other.values; }
+  void store(T* p) const { TR_RUNG::store(p, values); }  // bf16 is rounded by integers below AVX-512
+};
+
+#ifdef TR_AVX512
+// 32 bf16, the even and the odd ones as fp32.
+template <>
+struct Lump<bf16> {
+  static constexpr int kSize = 32;
+  __m512 even, odd;
+
+  static Lump load(const bf16* p) {
+    const __m512i both = _mm512_loadu_si512(p);
+    return {_mm512_castsi512_ps(_mm512_slli_epi32(both, 16)),
+            _mm512_castsi512_ps(_mm512_and_si512(both, _mm512_set1_epi32(static_cast<int>(0xffff0000u))))};
+  }
+  void add(const Lump& other) {
+    even = _mm512_add_ps(even, other.even);
+    odd = _mm512_add_ps(odd, other.odd);
+  }
+  // The upper half of each.
+  static __m512i rounded(__m512 x) {
+    const __m512i bits = _mm512_castps_si512(x);
+    const __m512i last = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+    const __m512i sum = _mm512_add_epi32(bits, _mm512_add_epi32(last, _mm512_set1_epi32(0x7fff)));
+    return _mm512_mask_mov_epi32(sum, _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), _mm512_set1_epi32(0x7fc00000));
+  }
+  void store(bf16* p) const {
+    const __m512i low = _mm512_srli_epi32(rounded(even), 16);
+    _mm512_storeu_si512(p, _mm512_mask_blend_epi16(0xaaaaaaaau, low, rounded(odd)));
+  }
+};
+#endif
+
+// out[i] = parts[0][i] + parts[1][i] + ..., in fp32, in this order; `out` may be one of the parts.
+template <class T>
+static void sum_parts(const T* const* parts, int ranks, int64_t n, T* out) {
+  constexpr int kUnroll = 2, kSize = Lump<T>::kSize;
+  int64_t i = 0;
+  for (; i + kUnroll * kSize <= n; i += kUnroll * kSize) {
+    Lump<T> total[kUnroll];
+    for (int u = 0; u < kUnroll; ++u) total[u] = Lump<T>::load(parts[0] + i + u * kSize);
+    for (int r = 1; r < ranks; ++r) {
+      for (int u = 0; u < kUnroll; ++u) total[u].add(Lump<T>::load(parts[r] + i + u * kSize));
+    }
+    for (int u = 0; u < kUnroll; ++u) total[u].store(out + i + u * kSize);
+  }
+  for (; i < n; ++i) {
+    float total = load_one(parts[0] + i);
+    for (int r = 1; r < ranks; ++r) total += load_one(parts[r] + i);
+    store_one(out + i, total);
+  }
+}
+
+// Into a slot, whose lines others have read: a string move makes them its own without fetching what it overwrites,
+// which stores of vectors do fetch, from the other core.
+static inline void post(void* to, const void* from, size_t bytes) {
+#ifdef __SANITIZE_THREAD__
+  std::memcpy(to, from, bytes);  // it does not look into assembly
+#else
+  asm volatile("rep movsb" : "+D"(to), "+S"(from), "+c"(bytes) : : "memory");
+#endif
+}
+
+// The start of what another rank posted: the processor finds out by itself how it goes on.
+static inline void fetch(const void* posted, int64_t bytes) {
+  for (int64_t i = 0; i < std::min<int64_t>(bytes, 16 << 10); i += 64) {
+    _mm_prefetch(static_cast<const char*>(posted) + i, _MM_HINT_T0);
+  }
+}
+
+static Range part_of(int64_t n, int index, int count, int64_t unit) {
+  const int64_t units = (n + unit - 1) / unit;
+  return {std::min(units * index / count * unit, n), std::min(units * (index + 1) / count * unit, n)};
+}
+
+// Everyone posts all of it and sums for itself: one step.
+template <class T>
+static void sum_directly(shm::Lane& lane, T* x, int64_t n) {
+  post(lane.slot(lane.rank()), x, static_cast<size_t>(n) * sizeof(T));
+  lane.publish();
+  lane.wait_for_all();
+  const T* parts[shm::kMaxRanks];
+  for (int r = 0; r < lane.ranks(); ++r) {
+    parts[r] = r == lane.rank() ? x : lane.slot<T>(r);
+    if (r != lane.rank()) fetch(parts[r], n * static_cast<int64_t>(sizeof(T)));
+  }
+  sum_parts(parts, lane.ranks(), n, x);
+}
+
+// Everyone sums one part and posts that, then all collect the parts: two steps.
+template <class T>
+static void sum_by_parts(shm::Lane& lane, T* x, int64_t n) {
+  const auto part = [&](int rank) { return part_of(n, rank, lane.ranks(), 64 / static_cast<int64_t>(sizeof(T))); };
+  const auto bytes = [](Range range) { return static_cast<size_t>(range.end - range.begin) * sizeof(T); };
+  const Range mine = part(lane.rank());
+  T* const posted = lane.slot<T>(lane.rank());
+  post(posted, x, bytes({0, mine.begin}));
+  post(posted + mine.end, x + mine.end, bytes({mine.end, n}));
+  lane.publish();
+  lane.wait_for_all();
+  const T* parts[shm::kMaxRanks];
+  for (int r = 0; r < lane.ranks(); ++r) parts[r] = (r == lane.rank() ? x : lane.slot<T>(r)) + mine.begin;
+  sum_parts(parts, lane.ranks(), mine.end - mine.begin, x + mine.begin);
+  post(posted + mine.begin, x + mine.begin, bytes(mine));
+  lane.publish();
+  for (int distance = 1; distance < lane.ranks(); ++distance) {
+    const int r = (lane.rank() + distance) % lane.ranks();
+    const Range theirs = part(r);
+    lane.wait_for(r);
+    std::memcpy(x + theirs.begin, lane.slot<T>(r) + theirs.begin, bytes(theirs));
+  }
+}
+
+template <class T>
+static void sum_lane(shm::Lane& lane, T* x, int64_t n) {
+  const int64_t most = static_cast<int64_t>(lane.slot_bytes() / sizeof(T));
+  for (int64_t done = 0; done < n; done += most) {
+    const int64_t count = std::min(most, n - done);
+    lane.enter();
+    lane.wait_until_free();
+    if (count * static_cast<int64_t>(sizeof(T)) >= kScatterBytes) {
+      sum_by_parts(lane, x + done, count);
+    } else {
+      sum_directly(lane, x + done, count);
+    }
+    lane.leave();
+  }
+}
+
+// Calls f(lane, part) for this thread's lanes, with the part of n items that is the lane's. Lanes are not threads: a
+// rank with fewer threads works several.
+template <class F>
+static void for_lanes(const Args& args, const Tensor& segment, Team& team, int64_t n, int64_t item, F&& f) {
+  const int active = shm::active_lanes(segment, n * item);
+  for (int i = team.index; i < active; i += team.count) {
+    shm::Lane lane(segment, static_cast<int>(args.integer(0)), i, args.integer(1), args.integer(2));
+    f(lane, part_of(n, i, active, std::max<int64_t>(64 / item, 1)));
+  }
+}
+
+// x[n] f32 or bf16, in place.
+static void shm_all_reduce(const Args& args, Team& team) {
+  const Tensor& x = args.tensor(0);
+  for_float(x.dtype, [&](auto kind) {
+    using T = decltype(kind);
+    for_lanes(args, args.tensor(1), team, x.size[0], sizeof(T),
+              [&](shm::Lane& lane, Range part) { sum_lane(lane, x.as<T>() + part.begin, part.end - part.begin); });
+  });
+}
+TR_KERNEL(shm_all_reduce)
+
+template <class T>
+struct AddNorm {
+  T *x, *residual, *out;
+  const T* weight;
+  int64_t d, x_stride, out_stride;
+  float eps;
+  bool zero_centered, whole;
+
+  // residual += the sum of `parts`, a row each; out = the norm of it.
+  void row(const T* const* parts, int ranks, int64_t row) const {
+    T *const to = out + row * out_stride, *const sum = residual + row * d;
+    sum_parts(parts, ranks, d, to);
+    const float squares = add_row(to, sum, d);
+    norm_row(sum, squares, weight, to, d, eps, zero_centered);
+  }
+
+  // Where a row is that the others want: the norm, or the sum, of which they make the norm themselves.
+  T* shared(int64_t row) const { return whole ? residual + row * d : out + row * out_stride; }
+
+  void collect(const T* posted, int64_t row) const {
+    T* const to = shared(row);
+    std::memcpy(to, posted, static_cast<size_t>(d) * sizeof(T));
+    if (whole) norm_row(to, sum_of_squares(to, d), weight, out + row * out_stride, d, eps, zero_centered);
+  }
+};
+
+// Everyone sums and norms some rows and posts what comes out, then all collect it; of a few bytes everyone does all.
+template <class T>
+static void add_norm_lane(shm::Lane& lane, const AddNorm<T>& op, Range chunk) {
+  const int64_t count = chunk.end - chunk.begin, d = op.d;
+  const auto bytes = [d](int64_t rows) { return static_cast<size_t>(rows * d) * sizeof(T); };
+  const bool scattered = static_cast<int64_t>(bytes(count)) >= kScatterBytes;
+  const auto part = [&](int rank) { return scattered ? part_of(count, rank, lane.ranks(), 1) : Range{0, count}; };
+  T* const x = op.x + chunk.begin * op.x_stride;
+  const Range mine = part(lane.rank());
+  lane.enter();
+  lane.wait_until_free();
+  T* const posted = lane.slot<T>(lane.rank());
+  const auto post_rows = [&](int64_t first, int64_t end) {
+    if (op.x_stride == d) return post(posted + first * d, x + first * d, bytes(end - first));
+    for (int64_t row = first; row < end; ++row) post(posted + row * d, x + row * op.x_stride, bytes(1));
+  };
+  if (scattered) {
+    post_rows(0, mine.begin);
+    post_rows(mine.end, count);
+  } else {
+    post_rows(0, count);
+  }
+  lane.publish();
+  lane.wait_for_all();
+  for (int64_t row = mine.begin; row < mine.end; ++row) {
+    const T* parts[shm::kMaxRanks];
+    for (int r = 0; r < lane.ranks(); ++r) {
+      parts[r] = r == lane.rank() ? x + row * op.x_stride : lane.slot<T>(r) + row * d;
+    }
+    op.row(parts, lane.ranks(), chunk.begin + row);
+    if (scattered) post(posted + row * d, op.shared(chunk.begin + row), bytes(1));
+  }
+  if (scattered) {
+    lane.publish();
+    for (int distance = 1; distance < lane.ranks(); ++distance) {
+      const int r = (lane.rank() + distance) % lane.ranks();
+      const Range theirs = part(r);
+      lane.wait_for(r);
+      for (int64_t row = theirs.begin; row < theirs.end; ++row) {
+        op.collect(lane.slot<T>(r) + row * d, chunk.begin + row);
+      }
+    }
+  }
+  lane.leave();
+}
+
+// x[m, d], residual[m, d], weight[d], out[m, d], contiguous but for the rows of x and out, a row at most a slot; a
+// fourth integer is zero_centered, a fifth whole, a real eps. x is added up over the ranks, the sum to residual, and
+// out is the norm of that: the bits of shm_all_reduce and add_rms_norm. Which rows of residual a rank keeps up depends
+// on the shapes alone; the others become stale, unless it is to be whole.
+static void shm_add_rms_norm(const Args& args, Team& team) {
+  const Tensor &x = args.tensor(0), &segment = args.tensor(4);
+  for_float(x.dtype, [&](auto kind) {
+    using T = decltype(kind);
+    const Tensor& out = args.tensor(3);
+    const AddNorm<T> op{
+        x.as<T>(),   args.tensor(1).as<T>(), out.as<T>(),  args.tensor(2).as<T>(), x.size[1],
+        x.stride[0], out.stride[0],          args.real(0), args.integer(3) != 0,   args.integer(4) != 0};
+    const auto row_bytes = static_cast<int64_t>(sizeof(T)) * op.d;
+    for_lanes(args, segment, team, x.size[0], row_bytes, [&](shm::Lane& lane, Range rows) {
+      const int64_t most = static_cast<int64_t>(lane.slot_bytes()) / row_bytes;
+      for (int64_t row = rows.begin; row < rows.end; row += most) {
+        add_norm_lane(lane, op, {row, std::min(row + most, rows.end)});
+      }
+    });
+  });
+}
+TR_KERNEL(shm_add_rms_norm)
+
+// x[n] u8, out[ranks, n] u8. Without bytes it is a barrier: one step all the same.
+static void shm_all_gather(const Args& args, Team& team) {
+  const Tensor &x = args.tensor(0), &out = args.tensor(1);
+  for_lanes(args, args.tensor(2), team, x.size[0], 1, [&](shm::Lane& lane, Range part) {
+    int64_t done = part.begin;
+    do {
+      const auto count = std::min(lane.slot_bytes(), static_cast<size_t>(part.end - done));
+      lane.enter();
+      lane.wait_until_free();
+      post(lane.slot(lane.rank()), x.as<char>() + done, count);
+      lane.publish();
+      if (count > 0) std::memcpy(out.row<char>(lane.rank()) + done, x.as<char>() + done, count);
+      for (int distance = 1; distance < lane.ranks(); ++distance) {
+        const int r = (lane.rank() + distance) % lane.ranks();
+        lane.wait_for(r);
+        if (count > 0) std::memcpy(out.row<char>(r) + done, lane.slot(r), count);
+      }
+      lane.leave();
+      done += static_cast<int64_t>(count);
+    } while (done < part.end);
+  });
+}
+TR_KERNEL(shm_all_gather)
+
+// The bytes [begin, begin + bytes) of rank r's x, from where they are, to its columns of `out`.
+static void place_columns(const Tensor& x, const Tensor& out, const int64_t* starts, int r, const char* from,
+                          int64_t begin, int64_t bytes) {
+  const int64_t row_bytes = x.size[1] * 4, held = (starts[r + 1] - starts[r]) * 4;
+  for (int64_t done = 0; done < bytes;) {
+    const int64_t row = (begin + done) / row_bytes, column = (begin + done) % row_bytes;
+    const int64_t count = std::min(row_bytes - column, bytes - done);
+    if (column < held) {
+      char* const to = reinterpret_cast<char*>(out.row<float>(row) + starts[r]) + column;
+      std::memcpy(to, from + done, static_cast<size_t>(std::min(count, held - column)));
+    }
+    done += count;
+  }
+}
+
+// x[m, w] f32 contiguous, starts[ranks + 1] i64, out[m, n] f32: columns starts[r] to starts[r + 1] of out are the first
+// ones of x of rank r.
+static void shm_gather_columns(const Args& args, Team& team) {
+  const Tensor &x = args.tensor(0), &out = args.tensor(2);
+  const int64_t* const starts = args.tensor(1).as<int64_t>();
+  const int64_t ranks = args.tensor(1).size[0] - 1;
+  for (int64_t r = 0; r < ranks; ++r) {
+    const int64_t width = starts[r + 1] - starts[r];
+    if (width < 0 || width > x.size[1] || starts[0] != 0 || starts[ranks] != out.size[1]) {
+      throw Error("gather_columns: starts: expected ascending columns from 0 to " + std::to_string(out.size[1]) +
+                  " at most " + std::to_string(x.size[1]) + " apart, found " + std::to_string(starts[r]) + " to " +
+                  std::to_string(starts[r + 1]) + " of rank " + std::to_string(r));
+    }
+  }
+  for_lanes(args, args.tensor(3), team, x.size[0] * x.size[1], 4, [&](shm::Lane& lane, Range part) {
+    const auto most = static_cast<int64_t>(lane.slot_bytes());
+    for (int64_t begin = part.begin * 4; begin < part.end * 4; begin += most) {
+      const int64_t count = std::min(most, part.end * 4 - begin);
+      const char* const own = x.as<char>() + begin;
+      lane.enter();
+      lane.wait_until_free();
+      post(lane.slot(lane.rank()), own, static_cast<size_t>(count));
+      lane.publish();
+      place_columns(x, out, starts, lane.rank(), own, begin, count);
+      for (int distance = 1; distance < lane.ranks(); ++distance) {
+        const int r = (lane.rank() + distance) % lane.ranks();
+        lane.wait_for(r);
+        place_columns(x, out, starts, r, lane.slot(r), begin, count);
+      }
+      lane.leave();
+    }
+  });
+}
+TR_KERNEL(shm_gather_columns)
+
+// x[n] u8, in place; a fourth integer is the rank it comes from. That rank runs ahead of the others by at most one.
+static void shm_broadcast(const Args& args, Team& team) {
+  const Tensor& x = args.tensor(0);
+  const int root = static_cast<int>(args.integer(3));
+  for_lanes(args, args.tensor(1), team, x.size[0], 1, [&](shm::Lane& lane, Range part) {
+    for (int64_t done = part.begin; done < part.end;) {
+      const auto count = std::min(lane.slot_bytes(), static_cast<size_t>(part.end - done));
+      lane.enter();
+      if (lane.rank() == root) {
+        lane.wait_until_free();
+        post(lane.slot(root), x.as<char>() + done, count);
+        lane.publish();
+      } else {
+        lane.publish();
+        lane.wait_for(root);
+        std::memcpy(x.as<char>() + done, lane.slot(root), count);
+      }
+      lane.leave();
+      done += static_cast<int64_t>(count);
+    }
+  });
+}
+TR_KERNEL(shm_broadcast)
+
+}  // namespace tilerank::TR_RUNG
+
+#endif

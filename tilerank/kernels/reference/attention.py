@@ -1,0 +1,157 @@
+"""`attention.py` in plain torch."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..errors import KernelError
+from ..kv_pages import PAGE_TOKENS, KVPages
+from . import ops
+
+
+def store_kv(k: Tensor, v: Tensor, cache: KVPages, slots: Tensor) -> None:
+    """Write token i of k and v to slot slots[i] of the cache."""
+    size = cache.num_pages * PAGE_TOKENS
+    if slots.numel() and not 0 <= int(slots.min()) <= int(slots.max()) < size:
+        bad = next(slot for slot in slots.tolist() if not 0 <= slot < size)
+        raise KernelError(f"store_kv: slots: expected values in [0, {size}), found {bad}")
+    page, offset = slots // PAGE_TOKENS, slots % PAGE_TOKENS
+    if cache.scales is not None:
+        k, cache.scales[page, :, 0, offset] = _codes(k)
+        v, cache.scales[page, :, 1, offset] = _codes(v)
+    keys, values = _pages(cache)
+    x = keys.shape[-1]
+    # Views whose first three dimensions address a token.
+    by_lane = keys.permute(0, 2, 4, 1, 3, 5)  # [page, token / 16, token % 16, head, dim / x, x]
+    by_pair = values.permute(0, 3, 5, 1, 2, 4)  # [page, token / x, token % x, head, dim / 16, 16]
+    by_lane[page, offset // 16, offset % 16] = k.reshape(-1, *by_lane.shape[3:])
+    padded = F.pad(v, (0, -v.shape[-1] % 16))
+    by_pair[page, offset // x, offset % x] = padded.reshape(-1, *by_pair.shape[3:])
+
+
+def _codes(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the int8 codes of x and the fp32 scales of every token and head."""
+    codes, scales = ops.quantise_rows(x.float().flatten(0, 1))
+    return codes.view(x.shape), scales.view(x.shape[:2])
+
+
+def load_kv(cache: KVPages, pages: Tensor) -> tuple[Tensor, Tensor]:
+    """Return keys and values [PAGE_TOKENS * len(pages), kv_heads, head_dim] of the given pages, in order."""
+    tokens, d = pages.shape[0] * PAGE_TOKENS, cache.head_dim
+    keys, values = (half[pages] for half in _pages(cache))
+    keys = keys.permute(0, 2, 4, 1, 3, 5).reshape(tokens, cache.kv_heads, d)
+    values = values.permute(0, 3, 5, 1, 2, 4).reshape(tokens, cache.kv_heads, d + -d % 16)
+    if cache.scales is not None:
+        scales = cache.scales[pages].permute(2, 0, 3, 1).reshape(2, tokens, cache.kv_heads, 1)
+        keys, values = keys * scales[0], values * scales[1]
+    return keys, values[..., :d]
+
+
+def _pages(cache: KVPages) -> tuple[Tensor, Tensor]:
+    """Return views of k and v in the layout of `KVPages`.
+
+    k: [page, head, token / 16, dim / x, token % 16, x]; v: [page, head, dim / 16, token / x, dim % 16, x].
+    """
+    x = 1 if cache.dtype == torch.float32 else 2
+    keys = cache.k.view(cache.num_pages, cache.kv_heads, PAGE_TOKENS // 16, cache.head_dim // x, 16, x)
+    return keys, cache.v.view(cache.num_pages, cache.kv_heads, -1, PAGE_TOKENS // x, 16, x)
+
+
+def attention(
+    q: Tensor,
+    cache: KVPages,
+    page_tables: Tensor,
+    seq_lens: Tensor,
+    query_starts: Tensor,
+    kv_map: Tensor,
+    scale: float,
+    *,
+    causal: bool = True,
+    lse: Tensor | None = None,
+    kv_starts: Tensor | None = None,
+) -> Tensor:
+    """Return the attention of the last tokens of every sequence over its cached tokens, in fp32 with one rounding."""
+    firsts = [0] * seq_lens.shape[0] if kv_starts is None else kv_starts.tolist()
+    _check_batch(q, cache, page_tables, seq_lens, query_starts, kv_map, causal, firsts)
+    if lse is not None:
+        lse.fill_(float("-inf"))
+    out = torch.zeros_like(q, memory_format=torch.contiguous_format)
+    starts = query_starts.tolist()
+    for sequence, length in enumerate(seq_lens.tolist()):
+        start, stop = starts[sequence : sequence + 2]
+        first_token = firsts[sequence]
+        pages = page_tables[sequence, first_token // PAGE_TOKENS : -(-(first_token + length) // PAGE_TOKENS)]
+        own = slice(first_token % PAGE_TOKENS, None)
+        keys, values = (half[own] for half in load_kv(cache, pages[: length and len(pages)].long()))
+        for head, (first, count) in enumerate(kv_map.tolist()):
+            head_keys, head_values = keys[:, head].float().contiguous(), values[:, head].float().contiguous()
+            for row in range(start, stop):
+                seen = length - (stop - row) + 1 if causal else length
+                # Only the visible keys, so that the order of summation depends neither on the batch nor on later
+                # tokens; a copy of the query, because it also depends on the query's alignment.
+                queries = q[row, first : first + count].to(torch.float32, copy=True)
+                scores = queries @ head_keys[:seen].T * scale
+                if lse is not None:
+                    lse[row, first : first + count] = scores.logsumexp(dim=-1)
+                out[row, first : first + count] = (torch.softmax(scores, dim=-1) @ head_values[:seen]).to(q.dtype)
+    return out
+
+
+def attention_varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float) -> Tensor:
+    """Return the attention within each packed sequence, in fp32 with one rounding."""
+    out = torch.empty(q.shape, dtype=q.dtype)
+    group = q.shape[1] // k.shape[1]
+    for start, stop in pairwise(cu_seqlens.tolist()):
+        for head in range(q.shape[1]):
+            keys, values = (x[start:stop, head // group].float().contiguous() for x in (k, v))
+            for row in range(start, stop):
+                query = q[row, head].to(torch.float32, copy=True)  # a copy as in `attention`
+                out[row, head] = torch.softmax(keys @ query * scale, dim=-1) @ values
+    return out
+
+
+def _check_batch(
+    q: Tensor,
+    cache: KVPages,
+    page_tables: Tensor,
+    seq_lens: Tensor,
+    query_starts: Tensor,
+    kv_map: Tensor,
+    causal: bool,
+    firsts: list[int],
+) -> None:
+    """Check the values of the arguments that could make a kernel read or write out of bounds."""
+    starts, lengths = query_starts.tolist(), seq_lens.tolist()
+    if starts[0] != 0 or starts[-1] != q.shape[0]:
+        raise KernelError(f"attention: query_starts: expected 0 to {q.shape[0]}, found {starts[0]} to {starts[-1]}")
+    for i, length in enumerate(lengths):
+        queries = starts[i + 1] - starts[i]
+        if length < 0:
+            raise KernelError(f"attention: seq_lens: expected at least 0 tokens of sequence {i}, found {length}")
+        most = length if causal else q.shape[0]
+        if not 0 <= queries <= most:
+            raise KernelError(f"attention: query_starts: expected 0 to {most} queries of sequence {i}, found {queries}")
+        if firsts[i] < 0:
+            raise KernelError(
+                f"attention: kv_starts: expected at least 0 tokens before sequence {i}, found {firsts[i]}"
+            )
+        pages = -(-(firsts[i] + length) // PAGE_TOKENS) if length else 0
+        if pages > page_tables.shape[1]:
+            raise KernelError(
+                f"attention: page_tables: expected {pages} pages for sequence {i}, found {page_tables.shape[1]}"
+            )
+        for page in page_tables[i, firsts[i] // PAGE_TOKENS : pages].tolist():
+            if not 0 <= page < cache.num_pages:
+                raise KernelError(
+                    f"attention: page_tables: expected pages in [0, {cache.num_pages}) for sequence {i}, found {page}"
+                )
+    for head, (first, count) in enumerate(kv_map.tolist()):
+        if first < 0 or count < 0 or first + count > q.shape[1]:
+            raise KernelError(
+                f"attention: kv_map: expected query heads in [0, {q.shape[1]}) for KV head {head}, "
+                f"found {count} from {first}"
+            )

@@ -1,0 +1,8 @@
+"""The weight formats: how a weight is stored in memory."""
+
+from ..weight import Format as Format
+from ..weight import Weight as Weight
+from .floats import Float as Float
+from .fp8 import Fp8 as Fp8
+from .int4 import Int4 as Int4
+from .int8 import Int8 as Int8

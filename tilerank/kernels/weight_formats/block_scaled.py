@@ -1,0 +1,117 @@
+"""What weights with one scale per block of inputs share: memory, blocks of outputs, checks.
+
+Their layout is that of csrc/block_scaled/block_scaled.h. x stays bfloat16 and the kernels expand codes to bfloat16.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .. import core
+from ..errors import KernelError
+from ..reference import weight_formats as reference
+from ..weight import BLOCK_N, SOURCE_DTYPES, TILE_ROWS, round_up
+
+TILE_K = 32
+"""Inputs in a tile."""
+
+HALF_N = 16
+"""Outputs in a tile."""
+
+Arrays = Sequence[tuple[tuple[int, ...], torch.dtype]]
+"""Shapes and dtypes."""
+
+
+def blocks(n: int) -> int:
+    """Return the number of blocks of 32 outputs in a weight of n."""
+    return -(-n // BLOCK_N)
+
+
+def nbytes(arrays: Arrays) -> int:
+    """Return the bytes that `allocate` takes."""
+    return sum(_nbytes(*array) for array in arrays)
+
+
+def allocate(arrays: Arrays) -> list[Tensor]:
+    """Return tensors of zeros, 64-byte aligned parts of one piece of memory (`core.alloc`)."""
+    memory = core.alloc(nbytes(arrays), resident=True)
+    tensors = []
+    for shape, dtype in arrays:
+        size = _nbytes(shape, dtype)
+        tensors.append(memory[:size].view(dtype)[: torch.Size(shape).numel()].view(shape))
+        memory = memory[size:]
+    return tensors
+
+
+def _nbytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    return round_up(torch.Size(shape).numel() * dtype.itemsize, 64)
+
+
+class BlockScaledWeight(ABC):
+    """A weight of codes with one scale per block, which the kernels expand to bfloat16.
+
+    `values` are packed codes, or [n, k] where kernels run in plain torch.
+    """
+
+    values: Tensor
+    k: int
+
+    @property
+    def is_plain(self) -> bool:
+        return self.values.ndim == 2
+
+    def scratch(self, m: int) -> int:
+        """Return the bytes for packed rows of x; with few rows every thread packs them for itself."""
+        k = round_up(self.k, TILE_K)
+        if core.packs_per_thread(m):
+            return 0
+        if core.isa() == "amx":
+            return round_up(m, TILE_ROWS) * k * 2
+        return m * (k + k // TILE_K) * 4  # in fp32, with at most one sum per scale block
+
+    def product(self, x: Tensor) -> Tensor:
+        return reference.product(x.to(torch.bfloat16), self.unpack())
+
+    @abstractmethod
+    def unpack(self) -> Tensor: ...
+
+
+def check_sizes(where: str, n: int, k: int) -> None:
+    """Raise KernelError unless n and k are positive."""
+    if n < 1 or k < 1:
+        raise KernelError(f"{where}: n, k: expected positive sizes, found {n}, {k}")
+
+
+def check_unit(where: str, name: str, unit: int) -> None:
+    """Raise KernelError unless `unit` is a positive multiple of TILE_K."""
+    if unit < TILE_K or unit % TILE_K:
+        raise KernelError(f"{where}: {name}: expected a multiple of {TILE_K}, found {unit}")
+
+
+def check_rectangle(
+    where: str, rows: Tensor, size: tuple[int, int], at: tuple[int, int], unit: tuple[int, int] = (1, 1)
+) -> None:
+    """Raise KernelError unless rows[r, c], placed at `at`, lies inside `size` and `at` is a multiple of `unit`."""
+    if rows.ndim != 2:
+        raise KernelError(f"{where}: expected a matrix, found {list(rows.shape)}")
+    (row, col), (r, c) = at, rows.shape
+    if row < 0 or col < 0 or row + r > size[0] or col + c > size[1]:
+        raise KernelError(
+            f"{where}: expected a rectangle inside {list(size)}, found {[r, c]} at row {row}, column {col}"
+        )
+    if row % unit[0] or col % unit[1]:
+        raise KernelError(
+            f"{where}: expected a rectangle that starts at a scale block, a multiple of {unit[0]} rows and {unit[1]} "
+            f"columns, found row {row}, column {col}"
+        )
+
+
+def floats(where: str, rows: Tensor) -> Tensor:
+    """Return rows in a dtype that the packing kernels read; raise KernelError unless they are floats."""
+    if not rows.is_floating_point():
+        raise KernelError(f"{where}: expected floats, found {rows.dtype}")
+    return (rows if rows.dtype in SOURCE_DTYPES else rows.to(torch.float32)).detach()
