@@ -1,9 +1,9 @@
 """How one dimension of a model is cut over T ranks: pure arithmetic, no torch, no files.
 
 T is any number from 1 up. A dimension is cut in whole *units* (a head, a tile of 32 columns, a quantisation block).
-Where the units do not divide by T there are two ways: pad with zeros until they do, so that all ranks have equal
-shapes, or give some ranks more than others. Nothing is replicated because it does not divide; the one exception is a
-KV head whose query heads lie on two ranks, and there the cost rule of `cut_heads` weighs it.
+If the number of units is not a multiple of T, there are two ways: pad with zeros, so that all ranks have equal shapes,
+or give some ranks more units than others. Nothing is replicated because it does not divide, with one exception: a KV
+head whose query heads lie on two ranks, where the cost rule of `cut_heads` decides.
 """
 
 import heapq
@@ -20,12 +20,12 @@ from .errors import ShardError
 Strategy = Literal["auto", "pad", "split"]
 
 TILE = 32
-"""Columns of a bf16 AMX tile row: the unit in which widths and vocabularies are dealt out."""
+"""Columns of a bf16 AMX tile row: the unit in which widths and vocabularies are cut."""
 
 
 @dataclass(frozen=True)
 class Span:
-    """What one rank holds of a dimension: the real range [start, stop) and `size`, its length with zero padding."""
+    """One rank's part of a dimension: the real range [start, stop), and `size`, its length with zero padding."""
 
     start: int
     stop: int
@@ -36,7 +36,7 @@ class Span:
         return self.stop - self.start
 
     def scaled(self, factor: int) -> "Span":
-        """The same range counted in finer items: heads -> rows when `factor` is the head size."""
+        """Return the same range in smaller items: heads become rows if `factor` is the head size."""
         return Span(self.start * factor, self.stop * factor, self.size * factor)
 
 
@@ -54,12 +54,12 @@ class Cut:
 
     @property
     def waste(self) -> float:
-        """Slowest rank relative to a perfect split, minus one: 0.5 means that everybody waits for 50 % more work."""
+        """Return the largest part divided by total / ranks, minus 1: with 0.5 all ranks wait for 50 % more work."""
         return max(span.size for span in self.spans) * len(self.spans) / self.total - 1
 
 
 def cut_even_padded(total: int, tp: int, unit: int = 1) -> Cut:
-    """Equal sizes on all ranks: `total` is padded to a multiple of `tp * unit`; the padding lies at the end."""
+    """Cut into equal sizes: `total` is padded to a multiple of `tp * unit`, with the padding at the end."""
     _check(total, tp, unit)
     size = -(-total // (tp * unit)) * unit
     edges = [min(rank * size, total) for rank in range(tp + 1)]
@@ -67,10 +67,10 @@ def cut_even_padded(total: int, tp: int, unit: int = 1) -> Cut:
 
 
 def cut_uneven(total: int, tp: int, unit: int = 1, weights: Sequence[float] | None = None) -> Cut:
-    """Whole units dealt out as evenly as possible, without padding; only the last unit may be partial.
+    """Cut into whole units as evenly as possible, without padding; only the last unit may be partial.
 
-    `weights` are the relative speeds of the ranks (cores of their nodes): the slowest rank, units over weight, is as
-    fast as whole units allow. A rank gets an empty span only if there are fewer units than ranks.
+    weights: relative speeds of the ranks, such as the cores of their nodes; the largest units / weight is minimal. A
+    rank gets an empty span only if there are fewer units than ranks; the last ranks do.
     """
     _check(total, tp, unit)
     units = -(-total // unit)
@@ -91,7 +91,7 @@ def _check(total: int, tp: int, unit: int) -> None:
 
 
 def _deal(units: int, tp: int, weights: Sequence[float]) -> list[int]:
-    """Units per rank such that the largest units/weight is smallest: each next unit goes where it hurts least."""
+    """Return units for each rank that minimise the largest units / weight; each unit goes where that grows least."""
     if len(weights) != tp or not all(weight > 0 for weight in weights):
         raise ShardError(f"{tp} ranks need {tp} weights above 0, found {list(weights)}")
     first = 1 if units >= tp else 0
@@ -107,11 +107,11 @@ def _deal(units: int, tp: int, weights: Sequence[float]) -> list[int]:
 
 @dataclass(frozen=True)
 class HeadCut:
-    """How the heads of an attention layer are cut. Spans count heads; the padded ones follow the real ones.
+    """How the heads of an attention layer are cut. Spans count heads; padding follows the real heads.
 
-    `kv_map[rank]` has one pair per local KV head: its first local query head and how many it serves. `waste` is the
-    slowest rank relative to a perfect split minus one, by the cost rule of `cut_heads`; `other_waste` what the strategy
-    that was not taken would have cost, None where that strategy is impossible.
+    kv_map[rank]: one pair for each local KV head, its first local query head and how many it serves. waste: the cost of
+    the slowest rank divided by that of a perfect split, minus 1, by the rule of `cut_heads`. other_waste: the waste of
+    the strategy that was not chosen; None where that strategy is impossible.
     """
 
     q: tuple[Span, ...]
@@ -140,13 +140,15 @@ def cut_heads(
     """Cut `q_heads` query and `kv_heads` KV heads over `tp` ranks, by the cheaper of two strategies.
 
     pad: KV heads are padded with zero heads to a multiple of `tp` (or of `head_multiple`, a multiple of `tp`, where
-    quantisation blocks span heads); query heads follow group by group, so that the query-to-KV map stays true.
-    split: every rank gets a contiguous range of query heads and the KV heads which that range touches; if there are
+    quantisation blocks span heads), and query heads with them, group by group, so that every query head keeps its KV
+    head. split: every rank gets a contiguous range of query heads and the KV heads that this range uses; if there are
     more ranks than query heads, the last ranks get a zero head.
 
-    The cost of a rank is what it reads in one decode step, in bytes, with `cached_tokens` tokens cached in the whole
-    batch: weights of its query heads (q and o), weights of its KV heads (k and v), its part of the cache. The slowest
-    rank counts; a tie goes to padding. Raises ShardError where the forced strategy cannot cut so many ways.
+    The cost of a rank is the bytes that it reads in one decode step with `cached_tokens` tokens in the cache:
+        2 * head_dim * hidden * bytes_per_weight * (q + kv) + 2 * head_dim * cached_tokens * bytes_per_kv * kv
+    for q query heads (q and o projections) and kv KV heads (k and v projections, cached keys and values). The strategy
+    with the cheaper slowest rank is chosen; a tie goes to padding. Raises ShardError if the strategy that was asked for
+    is impossible.
     """
     _check(q_heads, tp, 1)
     if kv_heads < 1 or q_heads % kv_heads:
@@ -168,7 +170,7 @@ def cut_heads(
     elif strategy == "split":
         raise ShardError(
             f"{q_heads} query heads cannot be split over {tp} ranks: quantisation blocks span heads, "
-            f"which must stay in multiples of {multiple // tp} a rank"
+            f"so each rank needs a multiple of {multiple // tp} heads"
         )
 
     slowest = {name: max(cost(a.size, b.size) for a, b in zip(q, kv, strict=True)) for name, (q, kv) in cuts.items()}
@@ -217,10 +219,10 @@ def _split_heads(q_heads: int, kv_heads: int, tp: int, cost: Callable[[int, int]
 
 
 def _least_maximum(items: int, parts: int, cost: Callable[[int, int], int]) -> int:
-    """The least possible maximum of `cost(start, stop)` over `parts` consecutive ranges of `items`.
+    """Return the smallest possible maximum of `cost(start, stop)` over `parts` consecutive ranges of `items`.
 
-    Bisects the maximum: it is enough if `parts` ranges, each as long as it allows, reach the end. Needs no range to be
-    cheaper than one inside it.
+    Bisects the maximum; a limit is feasible if `parts` ranges, each as long as the limit allows, reach the end. No
+    range may cost less than a range inside it.
     """
 
     def is_enough(limit: int) -> bool:
@@ -238,10 +240,10 @@ def _least_maximum(items: int, parts: int, cost: Callable[[int, int], int]) -> i
 
 
 def _fewest_touched(items: int, parts: int, group: int, fits: Callable[[int, int], bool]) -> list[int]:
-    """Edges of `parts` consecutive ranges that all fit and together touch the fewest groups of `group` items.
+    """Return edges of `parts` consecutive ranges that all fit and together touch the fewest groups of `group` items.
 
-    Dynamic programme over (ranges, items) used. A range that does not fit will not with a later stop either, so the
-    candidate starts wait in a heap and leave it for good.
+    Dynamic programme over (ranges, items) used. Candidate starts are kept in a heap. A range that does not fit does not
+    fit with a later stop either, so its start is removed for good.
     """
     rows: list[dict[int, tuple[int, int]]] = [{0: (0, 0)}]  # stop -> (groups touched so far, start of the last range)
     for _ in range(parts):
@@ -261,7 +263,7 @@ def _fewest_touched(items: int, parts: int, group: int, fits: Callable[[int, int
 
 
 def _kv_map(q: Span, kv: Span, group: int) -> tuple[tuple[int, int], ...]:
-    """Per local KV head (first local query head, count), for the query heads that this rank holds of its group."""
+    """Return (first local query head, count) for each local KV head; counts only query heads that this rank holds."""
     pairs = []
     for local in range(kv.size):
         first = max((kv.start + local) * group, q.start)

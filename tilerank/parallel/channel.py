@@ -65,7 +65,11 @@ class Channel:
         self._hand_down(message)
 
     def receive(self) -> bytes:
-        """Other ranks: the next message, waiting without limit and without CPU time. GroupError if a rank is lost."""
+        """Return the next message of rank 0; only for other ranks.
+
+        Blocks without CPU time for as long as rank 0 has nothing to send. GroupError once a rank is lost, which
+        includes a rank 0 that stands still (see watch.py).
+        """
         if self._up is None:
             raise GroupError("rank 0 has nobody to receive control messages from")
         if self._closed:

@@ -22,6 +22,7 @@ from torch.distributed import DistNetworkError, DistStoreError
 from tilerank.kernels import core
 
 from .channel import Channel, Link, open_link
+from .credentials import peer_credentials
 from .errors import GroupError
 from .group import GlooGroup, Group, SingleGroup
 from .hosts import HostGroup, Hosts, Seat, address_of, host_id, hosts_of, route_to
@@ -39,7 +40,6 @@ MARGIN_S = 2.0
 READY_POLL_S = 0.02
 ANSWER_S = 1.0  # the store has this long for what is asked of it at the very end
 LINGER_S = 2.0  # rank 0 keeps the store open for the others to see, too, who did not come
-PEER = struct.Struct("iII")  # struct ucred: pid, uid, gid
 
 T = TypeVar("T")
 
@@ -326,7 +326,7 @@ def _answer(meeting: _Meeting, listener: socket.socket, peers: Iterable[int], se
 def _check_user(connection: socket.socket) -> None:
     """An abstract name has no permissions, so ask the kernel who is at the other end."""
     if connection.family == socket.AF_UNIX:
-        _, uid, _ = PEER.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, PEER.size))
+        _, uid = peer_credentials(connection)
         if uid != os.geteuid():
             raise PermissionError(f"the process at the other end belongs to user {uid}, not {os.geteuid()}")
 

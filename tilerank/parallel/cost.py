@@ -1,0 +1,100 @@
+"""What a layer reads and computes: figures that layers report of themselves, for plans, benchmarks and metrics.
+
+No torch, so that a command can use these figures before it starts ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from tilerank.kernels.weight_formats import Format
+
+OperandType = Literal["bf16", "int8", "fp32"]
+
+
+def operand_type(format: Format) -> OperandType:
+    """Return the type of the numbers that are multiplied with weights of `format`: int4 and fp8 become bf16."""
+    from tilerank.kernels.weight_formats import Int8
+
+    if isinstance(format, Int8):
+        return "int8"
+    return "fp32" if format.activations.itemsize == 4 else "bf16"
+
+
+@dataclass(frozen=True)
+class Work:
+    """Bytes to read from memory, and operations (a product and a sum are two) by the type of their operands.
+
+    Each operand type has a peak rate of its own.
+    """
+
+    nbytes: float = 0.0
+    bf16: float = 0.0
+    int8: float = 0.0
+    fp32: float = 0.0
+
+    @property
+    def flops(self) -> float:
+        return self.bf16 + self.int8 + self.fp32
+
+    def __add__(self, other: Work) -> Work:
+        return Work(self.nbytes + other.nbytes, self.bf16 + other.bf16, self.int8 + other.int8, self.fp32 + other.fp32)
+
+    def __mul__(self, times: float) -> Work:
+        return Work(self.nbytes * times, self.bf16 * times, self.int8 * times, self.fp32 * times)
+
+
+@dataclass(frozen=True)
+class ExpertBytes:
+    """Weights of experts: `nbytes` of all experts together, of which one token chooses the fraction `share`."""
+
+    nbytes: int
+    share: float
+
+    def chosen_by(self, tokens: int) -> float:
+        """Expected number of bytes read, if each token chooses uniformly and independently."""
+        return self.nbytes * (1 - (1 - self.share) ** tokens)
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a step reads and computes in one or more layers, on one rank.
+
+    read: bytes of weights that every step reads. experts: weights of which a step reads the chosen experts alone, one
+    entry for each share. token: operations for each token. pair: operations for each pair of a query and a key that it
+    sees.
+    """
+
+    read: int = 0
+    experts: tuple[ExpertBytes, ...] = ()
+    token: Work = Work()
+    pair: Work = Work()
+
+    def __add__(self, other: Cost) -> Cost:
+        return self._plus(other, 1)
+
+    def __sub__(self, other: Cost) -> Cost:
+        return self._plus(other, -1)
+
+    def _plus(self, other: Cost, sign: int) -> Cost:
+        experts = {part.share: part.nbytes for part in self.experts}
+        for part in other.experts:
+            experts[part.share] = experts.get(part.share, 0) + sign * part.nbytes
+        return Cost(
+            self.read + sign * other.read,
+            tuple(ExpertBytes(nbytes, share) for share, nbytes in experts.items() if nbytes),
+            self.token + other.token * sign,
+            self.pair + other.pair * sign,
+        )
+
+    @staticmethod
+    def total(costs: Iterable[Cost]) -> Cost:
+        return sum(costs, start=Cost())
+
+    def work(self, tokens: int, pairs: float) -> Work:
+        """Operations of `tokens` tokens that see `pairs` keys together, and the bytes of the experts they choose."""
+        chosen = sum(part.chosen_by(tokens) for part in self.experts)
+        return self.token * tokens + self.pair * pairs + Work(chosen)

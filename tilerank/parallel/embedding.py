@@ -1,0 +1,87 @@
+"""The vocabulary, cut by rows: embedding table, output head, and both as one tied weight."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from tilerank.kernels import ops
+
+from .cost import Cost
+from .linear import Linear
+from .parameters import Layer, PlainParameter
+from .shard import Cut
+from .sharding import Sharding
+
+VOCABULARY = "vocabulary"
+"""The name of the dimension that these layers are cut along."""
+
+
+class VocabParallelEmbedding(Layer):
+    """The embedding table, cut by rows: ids[t] int64 -> [t, hidden] on every rank."""
+
+    def __init__(self, name: str, vocab: int, hidden: int, sharding: Sharding) -> None:
+        self.cut = sharding.cut(vocab)
+        self.span = self.cut.spans[sharding.rank]
+        self.table = PlainParameter((self.span.size, hidden), sharding.dtype)
+        rows = slice(self.span.start, self.span.stop)
+        self.table.fill(f"{name}.weight", (vocab, hidden), rows, slice(0, hidden))
+        self._sharding = sharding
+
+    def __call__(self, ids: Tensor) -> Tensor:
+        # Exactly one rank holds the row and the others add zeros, so the sum is exact.
+        return self._sharding.sum(ops.embedding(ids, self.table.data, self.span.start))
+
+    def cost(self) -> Cost:
+        """Nothing: a step reads one row for each token, not the table."""
+        return Cost()
+
+    def cuts(self) -> Iterator[tuple[str, Cut]]:
+        yield VOCABULARY, self.cut
+
+
+class ParallelLMHead(Linear):
+    """The output head, cut by rows of the vocabulary: x[m, hidden] -> logits [m, vocab] in fp32 on every rank.
+
+    Columns that pad the vocabulary are dropped from the result.
+    """
+
+    def __init__(self, name: str, hidden: int, vocab: int, sharding: Sharding, *, bias: bool = False) -> None:
+        self.cut = sharding.cut(vocab)
+        self.span = self.cut.spans[sharding.rank]
+        # All parts have the height of the highest, with at most one unit of zero rows, so that they can be gathered.
+        height = max(span.size for span in self.cut.spans)
+        held = sharding.head_format(name, self.span)
+        super().__init__(height, hidden, held, sharding.dtype if bias else None)
+        self.fill_rows(name, (vocab, hidden), self.span)
+        self._vocab = vocab
+        self._starts = torch.tensor([0, *accumulate(span.real for span in self.cut.spans)])
+        self._sharding = sharding
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._sharding.gather_columns(self.project(x, out_dtype=torch.float32), self._starts, self._vocab)
+
+    def cuts(self) -> Iterator[tuple[str, Cut]]:
+        yield VOCABULARY, self.cut
+
+
+class TiedEmbedding(Layer):
+    """Embedding and output head that share one weight, held once: ids[t] int64 -> [t, hidden] on every rank.
+
+    The weight is packed for the head (`logits`), which reads all of it in every step; a look-up unpacks single rows.
+    """
+
+    def __init__(self, name: str, vocab: int, hidden: int, sharding: Sharding) -> None:
+        self._head = ParallelLMHead(name, hidden, vocab, sharding)
+        self._sharding = sharding
+
+    def __call__(self, ids: Tensor) -> Tensor:
+        # Exactly one rank holds the row; ids outside of a rank's part, and rows that pad it, give zeros.
+        return self._sharding.sum(self._head.weight.packed.embedding(ids, self._head.span.start))
+
+    def logits(self, x: Tensor) -> Tensor:
+        """Return logits [m, vocab] in fp32 on every rank for x[m, hidden]."""
+        return self._head(x)

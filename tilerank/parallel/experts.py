@@ -1,0 +1,89 @@
+"""Mixture of experts, cut by the experts' width: every rank holds a part of every expert.
+
+All ranks therefore have equal work whichever experts the tokens choose, and one sum over the ranks completes the layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import Tensor
+
+from tilerank.kernels import ops
+from tilerank.kernels.moe import moe
+from tilerank.kernels.packed_experts import PackedExperts
+from tilerank.kernels.weight_formats import Format, Weight
+
+from .cost import Cost, ExpertBytes
+from .parameters import Layer, WeightParameter
+from .shard import Cut
+from .sharding import Sharding
+
+
+class ExpertsParameter(WeightParameter):
+    """`parts` matrices [n, k] of every expert. Rows of the parameter count expert by expert, part by part.
+
+    `packed` exists after `allocate()`, and only if n, k > 0.
+    """
+
+    packed: PackedExperts
+
+    def __init__(self, experts: int, n: int, k: int, format: Format, *, parts: int = 1) -> None:
+        super().__init__((experts * parts * n, k), format)
+        self.experts, self.parts, self.n, self.k = experts, parts, n, k
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self.n and self.k)
+
+    def nbytes(self) -> int:
+        if self.is_empty:
+            return 0
+        return PackedExperts.nbytes(self.experts, self.n, self.k, self.format, parts=self.parts)
+
+    def allocate(self) -> None:
+        if not self.is_empty:
+            self.packed = PackedExperts.empty(self.experts, self.n, self.k, self.format, parts=self.parts)
+
+    def place(self, row: int) -> tuple[Weight, int]:
+        matrix, row = divmod(row, self.n)
+        return self.packed.part(*divmod(matrix, self.parts)), row
+
+
+class ParallelExperts(Layer):
+    """Gated MLPs [hidden -> width -> hidden], of which each token chooses `top_k`.
+
+    x[t, hidden], ids and weights [t, top_k] of the router -> [t, hidden], this rank's part of the weighted sum over a
+    token's experts; the parts of all ranks add up to that sum. `span` is this rank's part of the width. The checkpoint
+    has one tensor for each projection: `name.EXPERT.gate_proj.weight`, up_proj and down_proj.
+    """
+
+    def __init__(self, name: str, hidden: int, width: int, experts: int, sharding: Sharding, *, top_k: int) -> None:
+        self.cut = sharding.cut_width(width)
+        self.span = span = self.cut.spans[sharding.rank]
+        self.share = top_k / experts
+        self._hidden = hidden
+        projections = ("gate_proj", "up_proj")
+        held = sharding.fused_format([f"{name}.0.{projection}" for projection in projections], [span, span])
+        self.gate_up = ExpertsParameter(experts, span.size, hidden, held, parts=2)
+        held = sharding.format_of(f"{name}.0.down_proj", columns=span)
+        self.down = ExpertsParameter(experts, hidden, span.size, held)
+        taken, everything = slice(span.start, span.stop), slice(0, hidden)
+        for expert in range(experts):
+            for part, projection in enumerate(projections):
+                row = (2 * expert + part) * span.size
+                self.gate_up.fill(f"{name}.{expert}.{projection}.weight", (width, hidden), taken, everything, row=row)
+            row = expert * hidden
+            self.down.fill(f"{name}.{expert}.down_proj.weight", (hidden, width), everything, taken, row=row)
+
+    def __call__(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        if self.gate_up.is_empty:
+            return ops.repeat_row(None, x.shape[0], self._hidden, x.dtype)
+        return moe(x, self.gate_up.packed, self.down.packed, ids, weights)
+
+    def cost(self) -> Cost:
+        products = (self.gate_up.products() + self.down.products()) * self.share
+        return Cost(experts=(ExpertBytes(self.nbytes(), self.share),), token=products)
+
+    def cuts(self) -> Iterator[tuple[str, Cut]]:
+        yield "expert width", self.cut

@@ -1,0 +1,37 @@
+"""The root-mean-square norm of a sharded model."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from tilerank.kernels import ops
+
+from .parameters import Layer, PlainParameter
+from .sharding import Sharding
+
+
+class RMSNorm(Layer):
+    """Root-mean-square norm over the last dimension, of the hidden state or of each head; whole on every rank.
+
+    zero_centered: the checkpoint stores the weight minus one (Qwen3.5).
+    """
+
+    def __init__(self, name: str, dim: int, eps: float, sharding: Sharding, *, zero_centered: bool = False) -> None:
+        self.eps = eps
+        self.zero_centered = zero_centered
+        self.weight = PlainParameter((dim,), sharding.dtype)
+        self.weight.fill(f"{name}.weight", (dim,), slice(0, dim))
+        self._sharding = sharding
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return ops.rms_norm(x, self.weight.data, self.eps, zero_centered=self.zero_centered)
+
+    def add(self, part: Tensor, residual: Tensor, *, whole: bool = False) -> Tensor:
+        """Add the sum over the ranks of `part` to `residual` and return the norm of the result, on every rank.
+
+        part, residual: [m, dim]. `residual` is updated in place, but only in the rows that this rank needs for its next
+        call, unless `whole` (group.py: add_rms_norm). Each residual therefore belongs to one rank's calls.
+        """
+        return self._sharding.add_rms_norm(
+            part, residual, self.weight.data, self.eps, zero_centered=self.zero_centered, whole=whole
+        )

@@ -1,0 +1,259 @@
+"""Layers declare their weights; parameters hold this rank's part of each weight."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from math import prod
+
+import torch
+from torch import Tensor
+
+from tilerank.kernels import core
+from tilerank.kernels.weight_formats import Float, Format, Weight
+
+from .cost import Cost, Work, operand_type
+from .shard import TILE, Cut, HeadCut
+from .sharding import row_unit
+
+BLOCK_ELEMENTS = 1 << 24
+"""A rectangle is read in blocks of rows of at most this many elements, so that a loader holds no more at a time."""
+
+HUGE_PAGE = 2 << 20
+"""Bytes. Smaller tensors share the heap's pages; larger ones get memory of their own."""
+
+
+@dataclass(frozen=True)
+class Rectangle:
+    """Rectangle `index` of checkpoint tensor `name`, which fills rows of `parameter` from `row` on.
+
+    shape: of the whole tensor in the checkpoint, for the loader to check. index: one slice for each dimension; empty
+    where this rank holds nothing of the tensor, which the model uses all the same. optional: the checkpoint may lack
+    the tensor, which then counts as zeros.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    index: tuple[slice, ...]
+    parameter: Parameter
+    row: int = 0
+    optional: bool = False
+
+    @property
+    def elements(self) -> int:
+        return prod(part.stop - part.start for part in self.index)
+
+    def blocks(self, unit: int) -> Iterator[Rectangle]:
+        """Cut into blocks of a multiple of `unit` rows and about BLOCK_ELEMENTS elements; an empty one stays whole."""
+        rows, *columns = self.index
+        width = max(1, prod(part.stop - part.start for part in columns))
+        height = max(BLOCK_ELEMENTS // width // unit, 1) * unit
+        for start in range(rows.start, max(rows.stop, rows.start + 1), height):
+            index = (slice(start, min(start + height, rows.stop)), *columns)
+            yield replace(self, index=index, row=self.row + start - rows.start)
+
+
+class Layer:
+    """A part of a model. Its attributes that are layers or lists of layers are its children.
+
+    The constructor allocates nothing, so that any model can be planned; `allocate` makes zeroed weights and
+    `rectangles` lists what a loader has to read into them. A layer describes itself to plans, benchmarks and metrics:
+    its bytes, its cost, how it is cut. By default each answer collects those of the children.
+    """
+
+    def children(self) -> Iterator[Layer]:
+        for value in vars(self).values():
+            for item in value if isinstance(value, list) else (value,):
+                if isinstance(item, Layer):
+                    yield item
+
+    def walk(self) -> Iterator[Layer]:
+        """Yield this layer and all layers inside it."""
+        yield self
+        for child in self.children():
+            yield from child.walk()
+
+    def allocate(self) -> None:
+        for child in self.children():
+            child.allocate()
+
+    def rectangles(self) -> Iterator[Rectangle]:
+        """Yield what this rank reads of the checkpoint, in blocks that fit into memory one at a time."""
+        for child in self.children():
+            yield from child.rectangles()
+
+    def nbytes(self) -> int:
+        """Return the bytes that this rank holds, padding included."""
+        return sum(child.nbytes() for child in self.children())
+
+    def cost(self) -> Cost:
+        """Return what a step reads and computes in this layer on this rank."""
+        return Cost.total(child.cost() for child in self.children())
+
+    def cost_of_caching(self) -> Cost:
+        """Return the part of `cost` that remains for tokens whose output is not used, only their keys and values."""
+        return Cost.total(child.cost_of_caching() for child in self.children())
+
+    def cuts(self) -> Iterator[tuple[str, Cut]]:
+        """Yield each cut dimension with its name, such as "MLP width"; the same one once for each layer that has it."""
+        for child in self.children():
+            yield from child.cuts()
+
+    def head_cuts(self) -> Iterator[HeadCut]:
+        """Yield how the heads of each attention layer are cut."""
+        for child in self.children():
+            yield from child.head_cuts()
+
+
+class Parameter(Layer):
+    """This rank's part of a weight, filled from rectangles of checkpoint tensors; the rest stays zero."""
+
+    block_rows = TILE
+    """Rectangles are read in blocks of a multiple of this many rows."""
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        self.shape = shape
+        self._filled_from: list[Rectangle] = []
+
+    def fill(self, name: str, shape: tuple[int, ...], *index: slice, row: int = 0) -> None:
+        """Declare that rows from `row` on come from rectangle `index` of checkpoint tensor `name` of shape `shape`."""
+        self._filled_from.append(Rectangle(name, shape, index, self, row))
+
+    def rectangles(self) -> Iterator[Rectangle]:
+        for rectangle in self._filled_from:
+            yield from rectangle.blocks(self.block_rows)
+
+    def cost(self) -> Cost:
+        return Cost(read=self.nbytes())
+
+    def write(self, rows: Tensor, row: int) -> None:
+        """Store floats, one or more rows, from `row` on."""
+        raise NotImplementedError
+
+    @property
+    def elements(self) -> int:
+        """Elements that come from the checkpoint; padding does not count."""
+        return sum(rectangle.elements for rectangle in self._filled_from)
+
+
+class WeightParameter(Parameter):
+    """One or more matrices [.., k] in a weight format."""
+
+    k: int
+
+    def __init__(self, shape: tuple[int, ...], format: Format) -> None:
+        super().__init__(shape)
+        self.format = format
+        self.block_rows = row_unit(format)
+
+    @property
+    def is_quantised(self) -> bool:
+        return not isinstance(self.format, Float)
+
+    def place(self, row: int) -> tuple[Weight, int]:
+        """Return the allocated weight that holds row `row` of this parameter, and the number of that row in it."""
+        raise NotImplementedError
+
+    def write(self, rows: Tensor, row: int) -> None:
+        """Store rows [r, k], or columns from 0 on of a weight that is held as floats, from `row` on."""
+        weight, row = self.place(row)
+        weight.write(rows, row)
+
+    def cost(self) -> Cost:
+        return Cost(self.nbytes(), token=self.products())
+
+    def products(self) -> Work:
+        """Return the operations that multiply one token with all matrices."""
+        return Work(**{operand_type(self.format): 2 * self.elements})
+
+
+class PackedParameter(WeightParameter):
+    """A matrix [n, k] in the layout of the linear kernel. `packed` exists after `allocate()`, and only if n, k > 0."""
+
+    packed: Weight
+
+    def __init__(self, n: int, k: int, format: Format) -> None:
+        super().__init__((n, k), format)
+        self.n, self.k = n, k
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self.n and self.k)
+
+    def nbytes(self) -> int:
+        return 0 if self.is_empty else self.format.nbytes(self.n, self.k)
+
+    def allocate(self) -> None:
+        if not self.is_empty:
+            self.packed = self.format.empty(self.n, self.k)
+
+    def place(self, row: int) -> tuple[Weight, int]:
+        return self.packed, row
+
+
+class GatedParameter(PackedParameter):
+    """Gate and up matrices [width, k] as one weight for `linear` with silu_mul: 32 rows of each in turn.
+
+    Where kernels run in plain torch, gate lies above up. Rows of the parameter count gate first, then up.
+    """
+
+    def __init__(self, width: int, k: int, format: Format) -> None:
+        super().__init__(2 * whole_tiles(width), k, format)
+        self.width = width
+
+    def part(self, part: int) -> Weight:
+        """Return gate (0) or up (1), [width, k]."""
+        if self.packed.is_plain:
+            return self.packed.part(part * self.n // 2, self.width)
+        return self.packed.part(part * TILE, self.width, 2)
+
+    def place(self, row: int) -> tuple[Weight, int]:
+        part, row = divmod(row, self.width)
+        return self.part(part), row
+
+
+class PlainParameter(Parameter):
+    """A vector, or a table whose rows are looked up, as a torch tensor. `data` exists after `allocate()`."""
+
+    data: Tensor
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        super().__init__(shape)
+        self.dtype = dtype
+
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+    def allocate(self) -> None:
+        if self.nbytes() < HUGE_PAGE:
+            self.data = torch.zeros(self.shape, dtype=self.dtype)
+        else:
+            self.data = core.alloc(self.nbytes(), resident=True).view(self.dtype).view(self.shape)
+
+    def write(self, rows: Tensor, row: int) -> None:
+        self.data[row : row + len(rows)] = rows
+
+
+class GatedBias(PlainParameter):
+    """The biases [width] of gate and up as one vector for `linear` with silu_mul: 32 elements of each in turn."""
+
+    def __init__(self, width: int, dtype: torch.dtype) -> None:
+        super().__init__((2 * whole_tiles(width),), dtype)
+        self.width = width
+
+    def part(self, part: int) -> Tensor:
+        """Return the bias of gate (0) or up (1), [width], contiguous."""
+        return self._turns()[:, part].flatten()[: self.width]
+
+    def write(self, rows: Tensor, row: int) -> None:
+        part, row = divmod(row, self.width)
+        places = torch.arange(row, row + len(rows))
+        self._turns()[places // TILE, part, places % TILE] = rows.to(self.dtype)
+
+    def _turns(self) -> Tensor:
+        return self.data.view(-1, 2, TILE)
+
+
+def whole_tiles(n: int) -> int:
+    """Round up to whole tiles."""
+    return -(-n // TILE) * TILE

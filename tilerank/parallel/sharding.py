@@ -1,0 +1,186 @@
+"""The part of a model that one rank holds: how dimensions are cut, in which formats, and who takes part in sums."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from math import gcd, lcm
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from tilerank.kernels import ops
+from tilerank.kernels.weight_formats import Float, Format, Fp8, Int4
+
+from .errors import ShardError
+from .shard import TILE, Cut, HeadCut, Span, Strategy, cut_even_padded, cut_heads, cut_uneven
+
+if TYPE_CHECKING:
+    from .group import Group
+
+_SAMPLE = 4096  # rows and columns of a matrix that is whole blocks in any format
+
+
+def row_unit(format: Format) -> int:
+    """Return the number of rows that are written together: a tile, or whole blocks that share a scale."""
+    return lcm(TILE, format.block_n) if isinstance(format, Fp8) else TILE
+
+
+@dataclass(frozen=True)
+class WeightFormats:
+    """The formats in which a model holds its weights.
+
+    projections: linear layers and experts. head: the output head, or the table if it is tied.
+    encoded: returns whether the checkpoint stores the weight of a module, given its name, in that format already, in
+    blocks of its own that cuts have to fit; other modules are held as floats. None: the checkpoint stores floats, which
+    are quantised during loading, in blocks that begin where a rank's part begins.
+    """
+
+    projections: Format
+    head: Format
+    encoded: Callable[[str], bool] | None = None
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """Which part of a model this rank holds, how the model is cut, and the group that adds up partial sums.
+
+    A model receives one and hands it to its layers unread. dtype: of activations, and of weights that `formats` (None:
+    all of them) leaves as floats. group: None for a plan, which computes nothing. cached_tokens: expected number of
+    tokens in the KV cache, for the cost rule of `cut_heads`. kv_dtype: of cached keys and values (default: `dtype`).
+    """
+
+    rank: int
+    size: int
+    dtype: torch.dtype
+    group: Group | None
+    strategy: Strategy = "auto"
+    cached_tokens: int = 0
+    formats: WeightFormats | None = None
+    kv_dtype: torch.dtype | None = None
+
+    @property
+    def cache_dtype(self) -> torch.dtype:
+        return self.kv_dtype or self.dtype
+
+    def format_of(self, name: str, *, rows: Span | None = None, columns: Span | None = None) -> Format:
+        """Return the format in which this rank holds `rows` and `columns` (None: all) of projection `name`.
+
+        A part need not begin at the edge of a block of a quantised checkpoint. It is then held in smaller blocks, with
+        the checkpoint's scales repeated. Raises ShardError where the kernels have no blocks that small.
+        """
+        return self._format_from(name, _first(rows), _first(columns))
+
+    def fused_format(self, names: Sequence[str], rows: Sequence[Span]) -> Format:
+        """Return the format of a weight that stacks `rows` of several projections, one span for each.
+
+        Raises ShardError if the checkpoint quantises some of these projections and not others.
+        """
+        if self.formats is not None and self.formats.encoded is not None:
+            encoded = [self.formats.encoded(name) for name in names]
+            if any(encoded) and not all(encoded):
+                raise ShardError(
+                    f"{names[encoded.index(True)]} is quantised and {names[encoded.index(False)]} is not, "
+                    "but both are held as one weight and need the same format"
+                )
+        return self._format_from(names[0], gcd(*(_first(span) for span in rows)), 0)
+
+    def head_format(self, name: str, rows: Span) -> Format:
+        """Return the format in which this rank holds `rows` of the output head `name`."""
+        if self.formats is None:
+            return Float(self.dtype)
+        return self.formats.head if self.formats.encoded is None else self.format_of(name, rows=rows)
+
+    def _format_from(self, name: str, row: int, column: int) -> Format:
+        if self.formats is None or (self.formats.encoded is not None and not self.formats.encoded(name)):
+            return Float(self.dtype)
+        stored = self.formats.projections
+        return stored if self.formats.encoded is None else self._fitted(stored, name, row, column)
+
+    def _fitted(self, stored: Format, name: str, row: int, column: int) -> Format:
+        """Return `stored` with the largest blocks that have an edge at `row` and `column`."""
+        if isinstance(stored, Int4):
+            blocks = [gcd(stored.group, column)]
+            fitted: Format = replace(stored, group=blocks[0])
+        elif isinstance(stored, Fp8):
+            blocks = [gcd(stored.block_n, row), gcd(stored.block_k, column)]
+            fitted = replace(stored, block_n=blocks[0], block_k=blocks[1])
+        else:
+            return stored
+        if any(block % TILE for block in blocks):
+            raise ShardError(
+                f"{name}: cannot be cut over {self.size} ranks: the part of rank {self.rank} begins at row {row}, "
+                f"column {column}, expected a multiple of {TILE} within the blocks of {stored}"
+            )
+        return fitted
+
+    @property
+    def _projections(self) -> Format:
+        return Float(self.dtype) if self.formats is None else self.formats.projections
+
+    def cut(self, total: int, unit: int = TILE) -> Cut:
+        """Cut a vocabulary or a tower's width: unevenly on tile edges, or padded to equal parts if asked for."""
+        return (cut_even_padded if self.strategy == "pad" else cut_uneven)(total, self.size, unit)
+
+    def cut_width(self, width: int) -> Cut:
+        """Cut the width of a gated MLP or of experts, in units of whole tiles and whole blocks of the weights' format.
+
+        The width is the rows of one projection and the columns of the other. With fewer units than ranks the last
+        ranks get nothing.
+        """
+        held = self._projections
+        return self.cut(width, lcm(row_unit(held), held.k_unit))
+
+    def cut_heads(
+        self, q_heads: int, kv_heads: int, head_dim: int, hidden: int, head_multiple: int | None = None
+    ) -> HeadCut:
+        """Cut attention heads by the cost rule of `shard.cut_heads`, with the formats that this rank holds."""
+        return cut_heads(
+            q_heads,
+            kv_heads,
+            head_dim,
+            hidden,
+            self.size,
+            strategy=self.strategy,
+            cached_tokens=self.cached_tokens,
+            head_multiple=head_multiple,
+            bytes_per_weight=Fraction(self._projections.nbytes(_SAMPLE, _SAMPLE), _SAMPLE * _SAMPLE),
+            bytes_per_kv=self.cache_dtype.itemsize,
+        )
+
+    def sum(self, x: Tensor) -> Tensor:
+        """Return the sum of `x` over the ranks; may overwrite `x`."""
+        return x if self.size == 1 else self._group.all_reduce(x)
+
+    def add_rms_norm(
+        self,
+        x: Tensor,
+        residual: Tensor,
+        weight: Tensor,
+        eps: float,
+        *,
+        zero_centered: bool = False,
+        whole: bool = False,
+    ) -> Tensor:
+        """Apply ops.add_rms_norm to the sum of `x` over the ranks; group.py describes which rows of `residual` are
+        updated on this rank."""
+        if self.size == 1:
+            return ops.add_rms_norm(x, residual, weight, eps, zero_centered=zero_centered)
+        return self._group.add_rms_norm(x, residual, weight, eps, zero_centered=zero_centered, whole=whole)
+
+    def gather_columns(self, x: Tensor, starts: Tensor, n: int) -> Tensor:
+        """Return [m, n] fp32 whose columns starts[r] to starts[r + 1] are the first columns of x[m, w] of rank r."""
+        return x[:, :n] if self.size == 1 else self._group.gather_columns(x, starts, n)
+
+    @property
+    def _group(self) -> Group:
+        if self.group is None:
+            raise RuntimeError("a model that was built for planning cannot compute: its Sharding has no group")
+        return self.group
+
+
+def _first(part: Span | None) -> int:
+    """Return the first item of a rank's part; 0 for a part without items, which fits any block."""
+    return 0 if part is None or not part.real else part.start
