@@ -8,12 +8,10 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from .errors import ConfigError
-
-if TYPE_CHECKING:
-    from .config import Fields
+from .fields import Fields
 
 Layout = Literal["awq", "gptq", "fp8", "int8"]
 Codes = Literal["int8", "int4", "fp8"]

@@ -1,4 +1,4 @@
-"""What the loader raises: one sentence naming the file, the field or tensor, what was expected, what was found."""
+"""Errors of the loader: one sentence with the file, the field or tensor, what was expected and what was found."""
 
 
 class ConfigError(ValueError):

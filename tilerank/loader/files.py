@@ -1,4 +1,4 @@
-"""Reads the small files of a model directory; whatever is in them, only the caller's own error comes out."""
+"""Readers of the small files of a model directory; all failures are raised as the caller's own error."""
 
 import json
 import math
@@ -11,23 +11,22 @@ MAX_BYTES = 1 << 28
 
 
 def show(value: object) -> str:
-    """A value from a file as it appears in an error sentence: short, on one line, printable in any encoding."""
+    """Format a value from a file for an error sentence: short, on one line, in ASCII."""
     text = ascii(value)
     return text if len(text) <= 80 else text[:77] + "..."
 
 
 def is_listed(model_dir: Path, name: str) -> bool:
-    """Whether a model directory has an entry `name`. A symbolic link to nowhere counts: half a download is no reason
-    to do without a file, so it is for the reader to refuse it."""
+    """Return whether a model directory has an entry `name`. A dangling symbolic link counts, so that an incomplete
+    download is refused when the file is read, instead of being treated as a model without that file."""
     return os.path.lexists(model_dir / name)
 
 
 def model_file(model_dir: Path, name: str, error: type[ValueError], folder: str = "") -> Path:
-    """Returns the path of the file `name` of a model directory, or of a `folder` in it; raises `error` if it is missing
-    or not inside.
+    """Return the path of the file `name` in a model directory, or in its `folder`; raise `error` if there is none.
 
-    Inside means: one path component, and not a symbolic link out of the directory, except into the `blobs` of the
-    Hugging Face cache entry that the directory is a snapshot of (X/snapshots/REVISION/NAME -> X/blobs/HASH).
+    `name` has to be one path component, and no symbolic link out of the directory, except into the `blobs` of the
+    Hugging Face cache entry whose snapshot the directory is (X/snapshots/REVISION/NAME -> X/blobs/HASH).
     """
     if name in ("", ".", "..") or "/" in name or "\0" in name:
         raise error(f"{model_dir}: expected the name of a file inside the model directory, found {show(name)}")
@@ -49,7 +48,7 @@ def model_file(model_dir: Path, name: str, error: type[ValueError], folder: str 
 
 
 def read_bytes(model_dir: Path, name: str, error: type[ValueError], folder: str = "") -> bytes:
-    """Returns the content of a file (see model_file); raises `error` if that is not possible."""
+    """Return the content of a file (see model_file); raise `error` if it cannot be read or exceeds MAX_BYTES."""
     path = model_file(model_dir, name, error, folder)
     try:
         size = path.stat().st_size
@@ -61,7 +60,7 @@ def read_bytes(model_dir: Path, name: str, error: type[ValueError], folder: str 
 
 
 def read_text(model_dir: Path, name: str, error: type[ValueError], folder: str = "") -> str:
-    """Returns the content of a UTF-8 file (see model_file); raises `error` if that is not possible."""
+    """Return the content of a UTF-8 file (see model_file); raise `error` if it cannot be read."""
     try:
         return read_bytes(model_dir, name, error, folder).decode()
     except UnicodeDecodeError as failure:
@@ -69,9 +68,9 @@ def read_text(model_dir: Path, name: str, error: type[ValueError], folder: str =
 
 
 def read_json_object(model_dir: Path, name: str, error: type[ValueError]) -> dict[str, Any]:
-    """Returns the JSON object in the file `name` of a model directory; raises `error` if it holds no such thing.
+    """Return the JSON object in the file `name` of a model directory; raise `error` if it holds anything else.
 
-    NaN and infinities, which Python's parser lets through, are refused: no later comparison would catch a NaN.
+    NaN and infinities, which Python's parser accepts, are refused, because later range checks would let a NaN pass.
     """
     text = read_text(model_dir, name, error)
     try:

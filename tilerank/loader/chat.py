@@ -1,7 +1,7 @@
-"""Chat templates: the Jinja program of a model directory that turns messages into the text the model was trained on.
+"""Chat templates: Jinja programs of a model directory that turn messages into the text format of the model.
 
-The program is somebody else's: it runs in Jinja's immutable sandbox, sees plain JSON values only and reads no files.
-The environment is that of transformers (utils/chat_template_utils.py), whose helpers published templates rely on.
+The programs are untrusted: they run in Jinja's immutable sandbox, get plain JSON values only and read no files. The
+environment is that of transformers (utils/chat_template_utils.py), because published templates use its helpers.
 """
 
 import json
@@ -20,14 +20,14 @@ from .errors import TokenizerError
 from .files import is_listed, read_json_object, read_text, show
 
 FILE = "chat_template.jinja"
-FOLDER = "additional_chat_templates"  # beside FILE: one file a template, NAME.jinja
+FOLDER = "additional_chat_templates"  # a file NAME.jinja for each further template
 
 
 class ChatTemplate:
-    """The chat templates of a model directory: those of files of their own, of chat_template.json or of
-    tokenizer_config.json.
+    """The chat templates of a model directory, from files of their own, chat_template.json or tokenizer_config.json.
 
-    `special_tokens` (bos_token, eos_token, ...) are variables of the template. Raises TokenizerError.
+    special_tokens: bos_token, eos_token, ...; variables of the templates. Raises TokenizerError for a template that
+    does not compile.
     """
 
     def __init__(self, model_dir: Path, special_tokens: Mapping[str, str]) -> None:
@@ -39,7 +39,7 @@ class ChatTemplate:
             try:
                 self._templates[name] = where, environment.from_string(source)
             except Exception as failure:
-                # Not Jinja's errors alone: of `break` outside of a loop it makes Python that does not compile.
+                # Other errors than Jinja's occur: `break` outside a loop becomes Python that does not compile.
                 raise TokenizerError(f"{where}: chat template {name} does not compile: {failure}") from failure
 
     def render(
@@ -50,10 +50,11 @@ class ChatTemplate:
         add_generation_prompt: bool = False,
         **variables: Any,
     ) -> str:
-        """Returns the text of a conversation; `add_generation_prompt` ends it where the assistant's answer begins.
+        """Return the text of a conversation.
 
-        Of several templates `tool_use` serves requests with tools, as in transformers. Raises TokenizerError with the
-        template's own words where it refuses the messages.
+        add_generation_prompt: end the text with the beginning of the assistant's answer. tools: if given, the template
+        named tool_use is used where there is one, as in transformers. variables: further variables of the template.
+        Raises TokenizerError with the template's own message if it refuses the messages.
         """
         name = "tool_use" if tools is not None and "tool_use" in self._templates else "default"
         if name not in self._templates:
@@ -73,12 +74,12 @@ class ChatTemplate:
         try:
             return template.render(values)
         except Exception as failure:
-            # Somebody else's program can raise whatever it likes, and nothing of ours runs in there.
+            # The template may raise any exception; no code of this project runs inside it.
             raise TokenizerError(f"{where}: chat template {name} refused the messages: {failure}") from failure
 
 
 def _find(model_dir: Path) -> dict[str, tuple[Path, str]]:
-    """name -> (file that holds it, source); the newest way of storing them wins."""
+    """Return name -> (file, source) of all templates. The newest of the storage formats wins."""
     found: dict[str, tuple[Path, str]] = {}
     if is_listed(model_dir, FILE):
         found["default"] = model_dir / FILE, read_text(model_dir, FILE, TokenizerError)
@@ -96,7 +97,7 @@ def _find(model_dir: Path) -> dict[str, tuple[Path, str]]:
 
 
 def _named(where: Path, found: Any) -> dict[str, str]:
-    """One template, or a list of {name, template}."""
+    """Return the templates of a `chat_template` entry: one source, or a list of {name, template}."""
     entries = found if isinstance(found, list) else [{"name": "default", "template": found}]
     templates: dict[str, str] = {}
     for entry in entries:
@@ -108,14 +109,14 @@ def _named(where: Path, found: Any) -> dict[str, str]:
 
 
 def _message(message: Mapping[str, Any]) -> dict[str, Any]:
-    """The message, its reasoning under every name that published templates read."""
+    """Return the message with its reasoning under every name that published templates read."""
     fields = ("reasoning_content", "thinking", "reasoning")
     reasoning = next((message[key] for key in fields if message.get(key) is not None), None)
     return dict(message) if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
 
 
 def _plain(value: Any) -> Any:
-    """A copy made of JSON types: an object with methods would be a way out of the sandbox."""
+    """Return a copy that consists of JSON types only. Methods of other objects could leave the sandbox."""
     if value is None or type(value) in (str, int, float, bool):
         return value
     if isinstance(value, Mapping):
@@ -126,7 +127,7 @@ def _plain(value: Any) -> Any:
 
 
 class _Generation(jinja2.ext.Extension):
-    """`{% generation %}` marks the assistant's words for training; here it is only its body."""
+    """`{% generation %}`, which marks the assistant's text for training. Here it only renders its body."""
 
     tags = {"generation"}  # noqa: RUF012 (Jinja's interface)
 
@@ -136,9 +137,9 @@ class _Generation(jinja2.ext.Extension):
 
 
 class _Namespace(jinja2.utils.Namespace):
-    """A namespace without underscore attributes, which reach into the interpreter."""
+    """A namespace without underscore attributes, which could leave the sandbox."""
 
-    # No named parameters: `namespace(self=1)` is a valid call.
+    # No named parameters, because `namespace(self=1)` is a valid call.
     def __init__(*args: Any, **kwargs: Any) -> None:
         attributes = dict(*args[1:], **kwargs)
         for name in attributes:
@@ -156,7 +157,7 @@ def _check_name(name: object) -> None:
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
-    """No loader: `include`, `import` and `extends` have nowhere to read from."""
+    """Return the environment of templates. It has no loader, so that they cannot include or import files."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
     )
@@ -174,7 +175,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Jinja's own filter escapes HTML."""
+    """Return `value` as JSON. Jinja's own filter would escape HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -187,7 +188,7 @@ def _strftime_now(form: str) -> str:
 
 
 class _Dict:
-    """`dict` in a template; the type itself would expose its attributes."""
+    """The function `dict` of templates. The type itself would expose its attributes."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
         return dict(*args, **kwargs)

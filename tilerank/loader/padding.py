@@ -1,7 +1,7 @@
-"""Padding of head counts and fused tensors: the arithmetic of equal shapes on every rank.
+"""Padding of head counts and of loaded tensors, for equal shapes on every rank.
 
-The names and signatures are those that CPU servers of this field use, so that a config adapted for them reads the same
-here. `cfg` may be an object with attributes (a transformers config) or a mapping (a parsed config.json).
+The names and signatures are those of other CPU inference servers, so that code and configs adapted to them carry over.
+`cfg` may be an object with attributes (a transformers config) or a mapping (a parsed config.json).
 """
 
 import math
@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 from .errors import CheckpointError, ConfigError
 
-if TYPE_CHECKING:  # the command reads configs before it starts ranks, and must not wait for torch
+if TYPE_CHECKING:  # commands read configs before they start ranks, without the delay of importing torch
     from torch import Tensor
 
 
 def resolve_head_dim(cfg: Any, num_heads: int, is_text_config: bool) -> int | None:
-    """Head size before any padding, or None where the config does not tell.
+    """Return the head size before any padding; None if the config gives neither a head size nor a hidden size.
 
     Default: `hidden_size // num_heads` (`d_model` where there is no `hidden_size`). Text: `qk_head_dim` of the
     top-level config wins, then `head_dim` of the text config, then `head_dim` of the top-level config. Vision and
@@ -47,14 +47,14 @@ def resolve_head_dim(cfg: Any, num_heads: int, is_text_config: bool) -> int | No
 def get_num_heads_padding_size(
     tp_size: int, weight_block_size: Sequence[int] | None, head_dim: int | None = None
 ) -> int:
-    """The multiple that head counts are padded to.
+    """Return the number of which padded head counts are a multiple.
 
     `weight_block_size` is [rows, columns] of a quantisation block, or None. Without blocks: `tp_size`. With blocks
     whose rows do not divide `head_dim`: `tp_size * lcm(head_dim, rows) / rows`. `head_dim` None (not a text config):
     twice `tp_size` for odd `tp_size` with blocks, else `tp_size`.
 
-    This is the multiple that is in use in the field. Rows of a rank that must start on a block edge need a multiple of
-    `tp_size * lcm(head_dim, rows) / head_dim` as well: 64-row heads and 128-row blocks, two heads a rank.
+    Other servers use this multiple. It does not make every rank's rows start at the edge of a block: that needs a
+    multiple of `tp_size * lcm(head_dim, rows) / head_dim`, such as two 64-row heads a rank for 128-row blocks.
     """
     if weight_block_size is None:
         return tp_size
@@ -67,9 +67,10 @@ def get_num_heads_padding_size(
 
 
 def get_head_dim_and_projection_size(embed_dim: int, num_heads: int, original_num_heads: int) -> tuple[int, int]:
-    """Head size and projection width of a tower whose head count was padded from `original_num_heads` to `num_heads`.
+    """Return the head size and the projection width of a tower whose head count was padded.
 
-    The head size, and with it the softmax scale, stays that of the original; the projection grows.
+    original_num_heads, num_heads: the count before and after padding. The head size, and with it the softmax scale,
+    remains embed_dim // original_num_heads; the projection grows to num_heads * head size.
     """
     if not 1 <= original_num_heads <= num_heads:
         raise ConfigError(f"{original_num_heads} heads cannot be padded to {num_heads}")
@@ -80,9 +81,9 @@ def get_head_dim_and_projection_size(embed_dim: int, num_heads: int, original_nu
 def pad_loaded_weight(loaded_weight: "Tensor", output_dim: int, output_sizes: Sequence[int]) -> "Tensor":
     """Zero-pad every part of a fused checkpoint tensor (q|k|v, gate|up, ...) at its own end.
 
-    `output_sizes` are the padded sizes of the parts along `output_dim`; the tensor is split in their proportions.
-    Nothing to pad: the tensor itself comes back. Raises CheckpointError where the parts cannot add up to the tensor; a
-    caller that knows its name in the checkpoint puts it in front.
+    output_sizes: the padded sizes of the parts along `output_dim`; the tensor is split in their proportions. Returns
+    the tensor itself if there is nothing to pad. Raises CheckpointError if the parts cannot add up to the tensor; the
+    sentence lacks the tensor's name, which a caller may prepend.
     """
     shape, total = list(loaded_weight.shape), sum(output_sizes)
     found = shape[output_dim]

@@ -1,4 +1,4 @@
-"""A checkpoint of random weights in the public layout: for measuring, where the real ones would change nothing."""
+"""Checkpoints of random weights in the public layout, for measurements that do not depend on the values."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,8 +12,8 @@ from torch import Tensor
 from .checkpoint import INDEX
 
 SHARD_BYTES = 1 << 30
-STD = 0.02  # what most models are initialised with: activations neither vanish nor overflow
-EMBEDDING_STD = 1.0  # attention adds less than that: tokens remain unlike each other, and choose experts of their own
+STD = 0.02  # the initialisation of most models; activations neither vanish nor overflow
+EMBEDDING_STD = 1.0  # larger than what attention adds, so that tokens stay distinct and choose different experts
 
 _DTYPE = torch.bfloat16
 
@@ -23,10 +23,10 @@ Shape = tuple[int, ...]
 def write_random_weights(
     model_dir: Path, shapes: Mapping[str, Shape], seed: int = 0, shard_bytes: int = SHARD_BYTES
 ) -> int:
-    """Writes bfloat16 tensors of `shapes` (by name) and their index into `model_dir`; returns their bytes.
+    """Write bfloat16 tensors of `shapes` (by name) and their index into `model_dir`; return the bytes of the tensors.
 
-    Norm weights are ones, biases zeros, the rest is normal with deviation STD, the embedding with EMBEDDING_STD. Files
-    have at most `shard_bytes`, or one tensor, which is also the most memory taken.
+    Norm weights are ones, biases zeros, the embedding is normal with deviation EMBEDDING_STD, everything else with STD.
+    A file has at most `shard_bytes` or a single tensor, and one file at a time is in memory.
     """
     generator = torch.Generator().manual_seed(seed)
     shards = list(_shards(shapes, shard_bytes))

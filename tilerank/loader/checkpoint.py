@@ -1,4 +1,4 @@
-"""The safetensors files of a model directory: which tensors they hold, checked before any of their data is read."""
+"""The safetensors files of a model directory: their headers are checked before any data is read."""
 
 import json
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ _MAX_HEADER = 100_000_000  # the safetensors library's own limit
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """Where a tensor lies and what it is; `dtype` is the format's own code, such as BF16."""
+    """The file, dtype and shape of a stored tensor; `dtype` is the code of the safetensors format, such as BF16."""
 
     file: Path
     dtype: str
@@ -28,8 +28,8 @@ class TensorInfo:
 class Checkpoint:
     """model.safetensors, or the files that model.safetensors.index.json lists, each mapped once and read by slice.
 
-    Opening checks every header: that it describes the file to its last byte (the safetensors library does), that the
-    index and the files agree on every tensor, and that no file lies outside the directory. Raises CheckpointError.
+    The constructor raises CheckpointError unless every header describes its file to the last byte (the safetensors
+    library checks this), the index and the files agree on every tensor, and all files lie inside the directory.
     """
 
     def __init__(self, model_dir: Path) -> None:
@@ -42,10 +42,10 @@ class Checkpoint:
             self._open(model_file(model_dir, name, CheckpointError), listed[name])
 
     def read(self, name: str, index: tuple[slice, ...]) -> torch.Tensor:
-        """Returns the rectangle `index` of a tensor as a view of the mapped file: nothing is read until it is used.
+        """Return the rectangle `index` of a tensor as a view of the mapped file, which is read when the view is used.
 
-        `index` has one slice of step 1 for each dimension, within the shape. The view may be dropped from memory
-        (kernels.core.drop_pages) but must not be written to.
+        index: one slice of step 1 for each dimension, within the shape. The view's pages may be dropped
+        (kernels.core.drop_pages); the view must not be written to. Raises CheckpointError for any other index.
         """
         info = self.info(name)
         spans = zip(index, info.shape, strict=False)
@@ -60,7 +60,7 @@ class Checkpoint:
         return view
 
     def info(self, name: str) -> TensorInfo:
-        """Returns what is known of a tensor; raises CheckpointError if the checkpoint does not have it."""
+        """Return the file, dtype and shape of a tensor; raise CheckpointError if the checkpoint does not have it."""
         if name not in self.tensors:
             raise CheckpointError(f"{self.model_dir}: tensor {name} is in none of the checkpoint's files")
         return self.tensors[name]
@@ -77,7 +77,7 @@ class Checkpoint:
 
 
 def _listed_tensors(model_dir: Path) -> dict[str, set[str] | None]:
-    """File name -> the tensors that the index puts there; None where there is no index."""
+    """Return the tensors that the index lists for each file name; None for the only file, if there is no index."""
     if is_listed(model_dir, SINGLE):
         return {SINGLE: None}
     if not is_listed(model_dir, INDEX):
@@ -114,13 +114,13 @@ def _agree(path: Path, listed: set[str], held: set[str]) -> None:
 
 
 def some(names: set[str]) -> str:
-    """The first of some names, and how many more there are."""
+    """Return the first of some names, and how many more there are."""
     first = show(min(names))[1:-1]
     return first if len(names) == 1 else f"{first} (and {len(names) - 1} more)"
 
 
 def _map(path: Path) -> Any:
-    """Maps a safetensors file; the library checks its header against its size."""
+    """Map a safetensors file; the library checks the header against the file's size."""
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
@@ -140,7 +140,7 @@ def _map(path: Path) -> Any:
 
 
 def _damage(path: Path, size: int, length: int) -> str:
-    """What the library does not say: the sizes, where the header is sound but the data after it is not complete."""
+    """Return what the library's message lacks: the sizes, if the header is valid but the data is incomplete."""
     if length > _MAX_HEADER:
         return f"expected a header of at most {_MAX_HEADER} bytes, found {length}: "
     with path.open("rb") as file:

@@ -1,4 +1,4 @@
-"""Fills a sharded model from a checkpoint: this rank's slices only, each packed and let go before the next is read."""
+"""Fills a sharded model from a checkpoint: only this rank's part, one block at a time."""
 
 import logging
 import re
@@ -12,21 +12,24 @@ import torch
 
 from tilerank.kernels import core
 from tilerank.kernels.errors import KernelError
-from tilerank.parallel.layers import Layer
+from tilerank.parallel.parameters import Layer
 
 from .checkpoint import Checkpoint, some
 from .errors import CheckpointError
-from .quantization import QuantizationConfig
-from .quantized import Encoding, encoding_of
-from .read import Read
+from .quantization_config import QuantizationConfig
+from .quantized_checkpoint import Encoding, encoding_of
+from .rectangle import Read, read_floats
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class LoadReport:
-    """What loading took: tensors of the checkpoint that this rank has a part of, bytes of them read, seconds, and the
-    process's peak resident bytes since it began."""
+    """What loading took.
+
+    tensors: number of checkpoint tensors of which this rank holds a part. bytes_read: of these. peak_rss: the process's
+    peak resident bytes since it started.
+    """
 
     tensors: int
     bytes_read: int
@@ -42,14 +45,15 @@ def load_weights(
     progress: bool,
     quantization: QuantizationConfig | None = None,
 ) -> LoadReport:
-    """Allocates `model` and fills it from `checkpoint`; nothing is allocated or read if the two do not agree.
+    """Allocate `model` and fill it from `checkpoint`.
 
-    `ignore` says which tensors of the checkpoint the model leaves out on purpose. `progress` (one rank's) draws a bar
-    if stderr is a terminal, else logs every tenth. `quantization`: how the checkpoint stores what the model holds in a
-    quantised format; None: as floats, which are quantised here. Slices are packed on the kernel pool.
+    ignore: returns whether the model leaves out a tensor of the checkpoint on purpose. progress (True on one rank):
+    show a bar if stderr is a terminal, else log every tenth. quantization: how the checkpoint stores the weights that
+    the model holds in a quantised format; None: as floats, which are quantised here. Blocks are packed on the kernel
+    pool; beside the model itself, one block of a tensor (parallel.parameters.BLOCK_ELEMENTS) is in memory.
 
-    Memory: beside the model itself, one piece of a tensor (parallel.layer.PIECE_ELEMENTS). Raises CheckpointError for a
-    tensor that is missing, superfluous, or of the wrong shape or dtype.
+    Raises CheckpointError for a tensor that is missing, superfluous, or of the wrong shape or dtype, before anything is
+    allocated or read, and for one that holds NaN, infinity or what its format cannot represent.
     """
     started = time.monotonic()
     encoding = None if quantization is None else encoding_of(quantization, checkpoint)
@@ -65,19 +69,21 @@ def load_weights(
     meter = Progress(total, progress)
     try:
         for read in reads:
-            views = [checkpoint.read(source.name, source.index) for source in read.sources]
+            views = [checkpoint.read(stored.name, stored.index) for stored in read.stored]
             try:
-                read.store(*views)
-            except KernelError as failure:  # of numbers that a format does not hold; it knows no file
-                name = read.sources[0].name
+                read.write(views)
+            except KernelError as failure:  # numbers that a format does not hold
+                name = read.stored[0].name
                 raise CheckpointError(f"{checkpoint.info(name).file}: tensor {name}: {failure}") from failure
-            for view in views:
-                # All of the tensor: pages that the kernel mapped around the slice's edges go as well.
+            for stored, view in zip(read.stored, views, strict=True):
+                # After the write, when the pages are mapped and the numbers are still in the cache.
+                stored.check_finite(checkpoint, view)
+                # The whole tensor, because the kernel may have mapped pages around the slice's edges.
                 core.drop_pages(torch.empty(0, dtype=torch.uint8).set_(view.untyped_storage()))
             meter.advance(read.nbytes(checkpoint))
     finally:
         meter.close()
-    tensors = {source.name for read in reads for source in read.sources}
+    tensors = {stored.name for read in reads for stored in read.stored}
     report = LoadReport(len(tensors), total, time.monotonic() - started, peak_rss())
     log.debug(
         "loaded %d tensors, %.3f GB in %.1f s; peak resident memory %.3f GB",
@@ -90,7 +96,7 @@ def load_weights(
 
 
 def peak_rss() -> int:
-    """The most bytes that this process has had resident (getrusage would count what it was forked from)."""
+    """Return the process's peak resident bytes; getrusage would include those of the process it was forked from."""
     found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
     assert found is not None
     return int(found[1]) * 1024
@@ -99,39 +105,39 @@ def peak_rss() -> int:
 def _agreed(
     model: Layer, checkpoint: Checkpoint, ignore: Callable[[str], bool], encoding: Encoding | None
 ) -> list[Read]:
-    """What this rank has to read, in storage order; checks that model and checkpoint agree."""
+    """Return what this rank has to read, in storage order, once model and checkpoint are known to agree."""
     reads = list(_reads(model, encoding))
-    sources = [source for read in reads for source in read.sources]
-    wanted = {source.name for source in sources}
-    if missing := {source.name for source in sources if not source.optional} - checkpoint.tensors.keys():
+    parts = [stored for read in reads for stored in read.stored]
+    needed = {stored.name for stored in parts}
+    if missing := {stored.name for stored in parts if not stored.optional} - checkpoint.tensors.keys():
         raise CheckpointError(f"{checkpoint.model_dir}: the model needs tensor {some(missing)}, found in no file")
-    extra = {name for name in checkpoint.tensors if name not in wanted and not ignore(name)}
+    extra = {name for name in checkpoint.tensors if name not in needed and not ignore(name)}
     if extra := {name for name in extra if encoding is None or not encoding.leaves_out(name)}:
         file = checkpoint.info(min(extra)).file
         raise CheckpointError(f"{file}: the model has no place for tensor {some(extra)}")
-    for source in sources:
-        if source.name in checkpoint.tensors:
-            source.check(checkpoint)
+    for stored in parts:
+        if stored.name in checkpoint.tensors:
+            stored.check(checkpoint)
     order = {name: position for position, name in enumerate(checkpoint.tensors)}
 
     def place(read: Read) -> tuple[int, list[int]]:
-        first = read.sources[0]
+        first = read.stored[0]
         return order[first.name], [part.start for part in first.index]
 
-    found = [read for read in reads if read.elements and all(source.name in order for source in read.sources)]
+    found = [read for read in reads if read.elements and all(stored.name in order for stored in read.stored)]
     return sorted(found, key=place)
 
 
 def _reads(model: Layer, encoding: Encoding | None) -> Iterator[Read]:
-    for piece in model.pieces():
+    for rectangle in model.rectangles():
         if encoding is None:
-            yield Read.of(piece)
+            yield read_floats(rectangle)
         else:
-            yield from encoding.floats(piece) if piece.place is None else encoding.reads(piece)
+            yield from encoding.reads(rectangle)
 
 
 class Progress:
-    """How much of `total` bytes is loaded: a bar if stderr is a terminal, else a debug line for every tenth."""
+    """Shows how much of `total` bytes is loaded: a bar if stderr is a terminal, else a debug line for every tenth."""
 
     WIDTH = 30
     SECONDS_BETWEEN_FRAMES = 0.1

@@ -1,0 +1,1 @@
+"""Model directories: configuration, checkpoints, tokenizers and chat templates, without running any of their code."""

@@ -1,0 +1,88 @@
+"""The model card: what launching and serving ask of any model, whatever its family. Readable without torch.
+
+A family reads its own fields of config.json in its file of runtime/models/.
+"""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from .errors import ConfigError
+from .fields import Fields
+from .files import read_json_object
+from .generation_config import read_generation_config
+from .quantization_config import QuantizationConfig, read_quantization
+
+DTYPES = ("bfloat16", "float16", "float32")
+
+# Bounds well above any published model: an absurd number becomes an error message instead of an allocation.
+_MAX_VOCABULARY = 1 << 24
+_MAX_POSITIONS = 1 << 30
+
+
+@dataclass(frozen=True)
+class ModelCard:
+    """A model directory's config.json, as far as it is the same for every family.
+
+    vocab_size: rows of the embedding and columns of the logits, before any padding for tensor parallelism.
+    context_length: tokens of the longest sequence, prompt and new tokens together.
+    eos_token_ids, bos_token_id: those of generation_config.json, or of config.json where that has none.
+    dtype: one of DTYPES, in which the weights were published. quantization: how the checkpoint stores its
+    projections; None for floats. fields: all of config.json, for the family.
+    """
+
+    model_type: str
+    vocab_size: int
+    context_length: int
+    eos_token_ids: tuple[int, ...]
+    bos_token_id: int | None
+    dtype: str
+    quantization: QuantizationConfig | None
+    fields: Fields = field(repr=False, compare=False)
+
+
+def read_card(model_dir: Path) -> ModelCard:
+    """Read and check the card. Raises ConfigError naming the file, the key, what was expected and what was found.
+
+    A key that is absent has no default here: families disagree on them, so the file must say.
+    """
+    c = read_config_fields(model_dir)
+    vocab_size = c.integer("vocab_size", 1, _MAX_VOCABULARY)
+    eos_token_ids, bos_token_id = _special_ids(model_dir, c, vocab_size)
+    return ModelCard(
+        model_type=c.text("model_type"),
+        vocab_size=vocab_size,
+        context_length=c.integer("max_position_embeddings", 1, _MAX_POSITIONS),
+        eos_token_ids=eos_token_ids,
+        bos_token_id=bos_token_id,
+        dtype=_dtype(c),
+        quantization=read_quantization(c.object("quantization_config")) if c.has("quantization_config") else None,
+        fields=c,
+    )
+
+
+def read_config_fields(model_dir: Path) -> Fields:
+    """Return the fields of config.json. Raises ConfigError if `model_dir` is no directory with such a file."""
+    try:
+        found = "a directory" if model_dir.is_dir() else "a file" if model_dir.exists() else "nothing"
+    except OSError as failure:  # no permission to look, or a name too long
+        raise ConfigError(f"{model_dir}: cannot be read: {failure.strerror}") from failure
+    if found != "a directory":
+        raise ConfigError(f"{model_dir}: expected a model directory, found {found}")
+    return Fields(model_dir / "config.json", read_json_object(model_dir, "config.json", ConfigError))
+
+
+def _special_ids(model_dir: Path, c: Fields, vocab_size: int) -> tuple[tuple[int, ...], int | None]:
+    """Return the end-of-sequence ids and the beginning-of-sequence id."""
+    files = (read_generation_config(model_dir), c)
+    eos = next((f.ids("eos_token_id", vocab_size) for f in files if f.has("eos_token_id")), ())
+    bos = next((f.integer("bos_token_id", 0, vocab_size - 1) for f in files if f.has("bos_token_id")), None)
+    return eos, bos
+
+
+def _dtype(c: Fields) -> str:
+    """transformers 5 writes `dtype`, transformers 4 `torch_dtype`."""
+    key = "dtype" if c.has("dtype") else "torch_dtype"
+    name = c.text(key)
+    if name not in DTYPES:
+        raise c.fail(key, "one of " + ", ".join(DTYPES))
+    return name

@@ -1,0 +1,114 @@
+"""One record of what a loader reads: rectangles of stored tensors, and where they land in the model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor
+
+from tilerank.parallel.parameters import Parameter, Rectangle, WeightParameter
+
+from .checkpoint import Checkpoint
+from .errors import CheckpointError
+from .padding import pad_loaded_weight
+
+FLOATS = ("BF16", "F16", "F32")
+"""The dtypes of scales and of weights that are not quantised."""
+
+SIZES = {"BF16": 2, "F16": 2, "F32": 4, "F8_E4M3": 1, "I8": 1, "I32": 4}
+
+
+@dataclass(frozen=True)
+class Stored:
+    """Rectangle `index` of a stored tensor, which has to have shape `shape` and one of `dtypes` (safetensors' names).
+
+    optional: the checkpoint may lack the tensor; then nothing is read or written.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtypes: tuple[str, ...]
+    index: tuple[slice, ...]
+    optional: bool = False
+
+    @property
+    def elements(self) -> int:
+        return prod(part.stop - part.start for part in self.index)
+
+    def check(self, checkpoint: Checkpoint) -> None:
+        """Raise CheckpointError unless the tensor has this shape and one of these dtypes."""
+        info = checkpoint.info(self.name)
+        if info.shape != self.shape:
+            raise CheckpointError(
+                f"{info.file}: tensor {self.name}: expected shape {list(self.shape)}, found {list(info.shape)}"
+            )
+        if info.dtype not in self.dtypes:
+            expected = self.dtypes[0] if len(self.dtypes) == 1 else f"one of {', '.join(self.dtypes)}"
+            raise CheckpointError(f"{info.file}: tensor {self.name}: expected {expected}, found {info.dtype}")
+
+    def check_finite(self, checkpoint: Checkpoint, values: Tensor) -> None:
+        """Raise CheckpointError if the rectangle, read into `values`, holds NaN or infinity; integers never do."""
+        if values.dtype is torch.float8_e4m3fn:
+            suspect = bool(values.numel()) and int((values.view(torch.uint8) & 127).max()) == 127  # NaN; no infinities
+        else:
+            # One pass: any NaN or infinity makes the sum one, though a sum of finite numbers may overflow as well.
+            # Rows first, because torch is many times slower over both dimensions of a slice of columns.
+            suspect = values.is_floating_point() and not math.isfinite(values.sum(-1).sum())
+        if not suspect:
+            return
+        for place in (~values.float().isfinite()).nonzero()[:1].tolist():
+            found = float(values[tuple(place)])
+            position = [part.start + offset for part, offset in zip(self.index, place, strict=True)]
+            file = checkpoint.info(self.name).file
+            raise CheckpointError(f"{file}: tensor {self.name}: expected finite numbers, found {found} at {position}")
+
+
+@dataclass(frozen=True)
+class Read:
+    """Stored rectangles that are read together, and rows of a parameter that they fill.
+
+    transform: makes one tensor of those read, such as a slice of a fused tensor, its transpose, or dequantised values
+    (None: they are written as they are). part: the method of the parameter's weight that writes this part of it, its
+    codes, scales or zero points; called as part(weight, *tensors, row). None: the tensor holds values.
+    """
+
+    stored: tuple[Stored, ...]
+    parameter: Parameter
+    row: int
+    transform: Callable[..., Tensor] | None = None
+    part: Callable[..., None] | None = None
+
+    @property
+    def elements(self) -> int:
+        return sum(stored.elements for stored in self.stored)
+
+    def nbytes(self, checkpoint: Checkpoint) -> int:
+        return sum(stored.elements * SIZES[checkpoint.info(stored.name).dtype] for stored in self.stored)
+
+    def write(self, tensors: Sequence[Tensor]) -> None:
+        """Transform and store the tensors that were read."""
+        if self.transform is not None:
+            tensors = (self.transform(*tensors),)
+        if self.part is None:
+            self.parameter.write(_whole_rows(tensors[0], self.parameter), self.row)
+        else:
+            assert isinstance(self.parameter, WeightParameter)
+            weight, row = self.parameter.place(self.row)
+            self.part(weight, *tensors, row)
+
+
+def read_floats(rectangle: Rectangle) -> Read:
+    """Read a rectangle as floats that are stored under its own name."""
+    stored = Stored(rectangle.name, rectangle.shape, FLOATS, rectangle.index, rectangle.optional)
+    return Read((stored,), rectangle.parameter, rectangle.row)
+
+
+def _whole_rows(rows: Tensor, parameter: Parameter) -> Tensor:
+    """Pad rows with zeros to the weight's width where they are quantised, since scales are chosen for whole rows."""
+    if isinstance(parameter, WeightParameter) and parameter.is_quantised:
+        return pad_loaded_weight(rows, 1, (parameter.k,))
+    return rows
