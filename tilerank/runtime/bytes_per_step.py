@@ -1,0 +1,33 @@
+"""The bytes that a decode step has to read from memory, on this rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tilerank.parallel.cost import ExpertBytes
+
+from .cache import bytes_per_token
+from .model import Model
+
+
+@dataclass(frozen=True)
+class BytesPerStep:
+    """weights: what every step reads, which excludes the embedding table (a step reads a row of it for each token) and
+    experts. experts: weights of experts, of which a step reads those that its tokens choose. cached: keys and values of
+    one token in all layers.
+    """
+
+    weights: int
+    experts: tuple[ExpertBytes, ...]
+    cached: int
+
+    def decode(self, sequences: int, tokens: int) -> float:
+        """Return the expected bytes of a step of `sequences` sequences that hold `tokens` tokens together, the new ones
+        included."""
+        return self.weights + sum(part.chosen_by(sequences) for part in self.experts) + self.cached * tokens
+
+
+def bytes_per_step(model: Model) -> BytesPerStep:
+    """Add up the layers of a model, which need not be allocated."""
+    cost = model.cost()
+    return BytesPerStep(cost.read, cost.experts, bytes_per_token(model.cache_specs()))

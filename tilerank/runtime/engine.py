@@ -1,0 +1,244 @@
+"""Rank 0's engine: it admits requests, schedules steps, samples tokens and follows grammars.
+
+Each step goes to all ranks as one message (rank_messages.py); a Worker on every rank, this one included, computes it.
+"""
+
+import time
+from collections.abc import Collection, Generator, Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import sampling
+from .cache import num_pages
+from .counters import RankCounters
+from .errors import RequestError
+from .grammar_masks import GrammarMasks, collect_masks
+from .pages import PagePool, PageTable
+from .rank_messages import Chunk, Count, Step
+from .sampling import Choice, Logprobs, SamplingParams
+from .scheduler import Scheduler, Sequence
+from .worker import MAX_RUNNING, Worker
+
+PREFILL_CHUNK = 2048
+"""Prompt tokens of a step. It bounds the memory of activations, and the time that running sequences wait."""
+SCORE_CHUNK = 128
+"""Rows of a step that computes the logits of all of them, each as wide as the vocabulary."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """A prompt and what to do with it."""
+
+    prompt_token_ids: Collection[int]
+    params: SamplingParams = field(default_factory=SamplingParams)
+
+
+@dataclass(frozen=True)
+class TokenEvent:
+    """A generated token of request number `request`. The last token of a request has a finish_reason: "stop" (the
+    token is an end-of-sequence or stop token) or "length".
+
+    time_s: when its step was done, on the clock of `time.monotonic`.
+    """
+
+    request: int
+    token_id: int
+    time_s: float
+    finish_reason: str | None = None
+    logprobs: Logprobs | None = None
+
+
+@dataclass(frozen=True)
+class Completed:
+    """The grammar of request number `request` allows no further token. No token is generated for this."""
+
+    request: int
+
+
+@dataclass(frozen=True)
+class Failed:
+    """Request number `request` gets no more tokens, because it cannot go on."""
+
+    request: int
+    sentence: str
+
+
+Event = TokenEvent | Completed | Failed
+
+
+class Engine:
+    """Serves requests with the model of `worker`, which is rank 0's. The other ranks run `Worker.follow`."""
+
+    def __init__(self, worker: Worker) -> None:
+        self.worker = worker
+        self.card = worker.card
+        self._pool = PagePool(worker.pages)
+        self._scheduler = Scheduler(self._pool, max_running=MAX_RUNNING, chunk_rows=PREFILL_CHUNK)
+        self._grammar_masks = GrammarMasks(worker.model_dir, self.card.vocab_size)
+        self._requests: dict[int, Sequence] = {}
+        self._next_request = 0
+        self._prompt_tokens = self._generated_tokens = 0
+
+    def submit(self, request: Request) -> int:
+        """Queue a request and return its number. Raises RequestError if it can never run."""
+        return self._add(self._admissible("the request", request))
+
+    @property
+    def busy(self) -> bool:
+        """Whether any request waits or runs."""
+        return bool(self._requests)
+
+    def state(self) -> dict[str, Any]:
+        """Return the fields of server/messages.py: State."""
+        scheduler = self._scheduler
+        return {
+            "context_length": self.card.context_length,
+            "cache_tokens": self.worker.cache_tokens,
+            "cache_used": 1 - self._pool.free / self._pool.total,
+            "running": len(scheduler.running),
+            "waiting": len(scheduler.waiting),
+            "preemptions": scheduler.preemptions,
+            "prompt_tokens": self._prompt_tokens,
+            "generated_tokens": self._generated_tokens,
+        }
+
+    def cancel(self, number: int) -> None:
+        """End request `number`: it gets no more tokens, and its pages are free at once."""
+        self._scheduler.remove(self._requests.pop(number))
+
+    def step(self) -> list[Event]:
+        """Compute one step of the requests that run, and return the events of it."""
+        ended = self._collect_grammar_masks()
+        scheduled = self._scheduler.schedule()
+        if not scheduled:  # all wait for the masks of their grammars
+            return ended
+        logits = self._lead([chunk for _, chunk in scheduled])
+        self._scheduler.publish(scheduled)
+        self._prompt_tokens += sum(
+            len(chunk.token_ids) for sequence, chunk in scheduled if chunk.start < sequence.prompt_len
+        )
+        # A row of logits for every sequence but those whose prompt is not complete yet.
+        ready = [sequence for sequence, chunk in scheduled if chunk.logits]
+        rows = [sampling.Row(s.params, s.tokens, s.prompt_len, s.forbidden) for s in ready]
+        chosen = sampling.choose(logits, rows, self.worker.argmax)
+        now = time.monotonic()
+        self._generated_tokens += len(chosen)
+        return [*ended, *(self._take(sequence, choice, now) for sequence, choice in zip(ready, chosen, strict=True))]
+
+    def generate(self, requests: Iterable[Request]) -> Generator[TokenEvent]:
+        """Run all requests together and yield their tokens as they come, numbered as in `requests`, with seconds since
+        the call.
+
+        Raises RequestError for a request that cannot run, before any of them runs, or whose grammar fails.
+        """
+        began = time.monotonic()
+        sequences = [self._admissible(f"request {index}", request) for index, request in enumerate(requests)]
+        index_of = {self._add(sequence): index for index, sequence in enumerate(sequences)}
+        try:
+            while self._requests:
+                for event in self.step():
+                    if isinstance(event, Failed):
+                        raise RequestError(f"request {index_of[event.request]}: {event.sentence}")
+                    if isinstance(event, TokenEvent):
+                        yield replace(event, request=index_of[event.request], time_s=event.time_s - began)
+        finally:
+            for number in index_of.keys() & self._requests.keys():
+                self.cancel(number)
+
+    def score(self, token_ids: Collection[int]) -> Tensor:
+        """Return fp32 logits [len(token_ids), vocab], those of every position."""
+        request = Request(token_ids, SamplingParams(max_new_tokens=1))
+        tokens = self._admissible("the text", request, new_tokens=0).tokens
+        # Shared pages are not used: the logits of a position come from computing it.
+        table, number = PageTable(), self._scheduler.next_number()
+        self._pool.extend(table, len(tokens))
+        new_pages, logits = table.page_numbers, torch.empty(len(tokens), self.card.vocab_size)
+        try:
+            for start in range(0, len(tokens), SCORE_CHUNK):
+                rows = tokens[start : start + SCORE_CHUNK]
+                logits[start : start + len(rows)] = self._lead([Chunk(number, start, rows, new_pages, len(rows))])
+                new_pages = []
+            return logits
+        finally:
+            self._pool.close(table)
+            self._scheduler.finished.append(number)
+
+    def counters(self) -> list[RankCounters]:
+        """Return what the steps of every rank have taken so far. Costs a message and a small collective."""
+        self.worker.announce(Count())
+        return self.worker.gather_counters()
+
+    def _add(self, sequence: Sequence) -> int:
+        if sequence.params.grammar is not None:
+            sequence.grammar_mask = self._grammar_masks.open(sequence.params.grammar)
+        self._requests[sequence.request] = sequence
+        self._scheduler.add(sequence)
+        return sequence.request
+
+    def _admissible(self, where: str, request: Request, new_tokens: int = 1) -> Sequence:
+        """Return a sequence for the request. Raises RequestError if it can never run with at least `new_tokens`."""
+        tokens, limit = list(request.prompt_token_ids), self.card.context_length
+        if not tokens:
+            raise RequestError(f"{where}: the prompt is empty; expected at least one token")
+        vocab = self.card.vocab_size
+        bad = next((token for token in tokens if not 0 <= token < vocab), None)
+        if bad is not None:
+            raise RequestError(f"{where}: expected token ids from 0 to {vocab - 1}, found {bad}")
+        bad = next((token for token in request.params.logit_bias if not 0 <= token < vocab), None)
+        if bad is not None:
+            raise RequestError(f"{where}: logit_bias: expected token ids from 0 to {vocab - 1}, found {bad}")
+        if len(tokens) + new_tokens > limit:
+            raise RequestError(
+                f"{where}: the prompt has {len(tokens)} tokens, but the context length is {limit}, "
+                "which the prompt and at least one new token must fit in"
+            )
+        new = min(request.params.max_new_tokens, max(limit - len(tokens), 1))
+        params = replace(request.params, max_new_tokens=new)
+        sequence = Sequence(self._next_request, params, tokens, len(tokens))
+        if num_pages(sequence.max_cached) > self._pool.total:
+            raise RequestError(
+                f"{where}: {len(tokens)} prompt tokens and {new} new ones need a KV cache of "
+                f"{sequence.max_cached} tokens, "
+                f"found {self.worker.max_total_tokens}; raise the total tokens of the cache or ask for fewer new tokens"
+            )
+        self._next_request += 1
+        return sequence
+
+    def _collect_grammar_masks(self) -> list[Event]:
+        """Collects finished masks, and ends the sequences whose grammar is complete or has failed."""
+        pending = [(s, m) for s in self._requests.values() if (m := s.grammar_mask) is not None and not m.ready]
+        collect_masks([m for _, m in pending], [m for s, m in pending if s.is_running and s.uncached == 1])
+        events: list[Event] = []
+        for sequence, mask in pending:
+            if mask.ready and mask.error is not None:
+                self.cancel(sequence.request)
+                events.append(Failed(sequence.request, mask.error))
+            elif mask.ready and mask.complete:
+                self.cancel(sequence.request)
+                events.append(Completed(sequence.request))
+        return events
+
+    def _take(self, sequence: Sequence, choice: Choice, now: float) -> TokenEvent:
+        sequence.tokens.append(choice.token_id)
+        reason = self._finish_reason(sequence)
+        if reason is not None:
+            self.cancel(sequence.request)
+        elif sequence.grammar_mask is not None:
+            sequence.grammar_mask.advance(choice.token_id)
+        return TokenEvent(sequence.request, choice.token_id, now, reason, choice.logprobs)
+
+    def _finish_reason(self, sequence: Sequence) -> str | None:
+        last, params = sequence.tokens[-1], sequence.params
+        if last in params.stop_token_ids or (last in self.card.eos_token_ids and not params.ignore_eos):
+            return "stop"
+        return "length" if len(sequence.tokens) - sequence.prompt_len >= sequence.params.max_new_tokens else None
+
+    def _lead(self, chunks: list[Chunk]) -> Tensor:
+        """Announce a step and compute it. Returns its logits."""
+        step = Step(chunks, list(self._scheduler.finished))
+        self._scheduler.finished.clear()
+        self.worker.announce(step)
+        return self.worker.run(step)

@@ -1,0 +1,65 @@
+"""Grammars for constrained decoding, compiled by llguidance from its format: Lark with %json and %regex.
+
+Imports no torch, because the process that tests grammars before the engine sees them uses this module as well.
+"""
+
+import re
+from functools import cached_property
+from pathlib import Path
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+from tilerank.loader.card import read_card
+from tilerank.loader.tokenizer import Tokenizer
+
+from .errors import RequestError
+
+# Limits of llguidance, far above what ordinary grammars need. Fuel limits the work on the automata of regular
+# expressions; each of their states takes 1 to 2 kB. precompute_large_lexemes keeps its default (on): without it, some
+# work does not count.
+LIMITS = LLParserLimits(
+    initial_lexer_fuel=200_000,
+    step_lexer_fuel=50_000,
+    max_lexer_states=20_000,
+    max_grammar_size=100_000,
+    verbose_errors=False,
+)
+
+
+class Vocabulary:
+    """The vocabulary of a model, which compiles grammars to matchers over its tokens."""
+
+    def __init__(self, model_dir: Path) -> None:
+        self._model_dir = model_dir
+
+    @cached_property
+    def tokens(self) -> LLTokenizer:
+        """llguidance's view of the tokenizer, loaded on first use, because few servers get requests with grammars.
+
+        Raises RequestError if llguidance does not support the tokenizer.
+        """
+        card = read_card(self._model_dir)
+        text = Tokenizer(self._model_dir).to_json()
+        try:
+            return LLTokenizer(text, n_vocab=card.vocab_size, eos_token=list(card.eos_token_ids) or None)
+        except ValueError as e:
+            raise RequestError(f"this model's tokenizer does not support grammars: {e}") from e
+
+    def matcher(self, grammar: str) -> LLMatcher:
+        """Compile `grammar` and return a matcher at the beginning of a text. Raises RequestError if that fails."""
+        matcher = LLMatcher(self.tokens, grammar, log_level=0, limits=LIMITS)
+        allowed_tokens(matcher)  # LLMatcher does not raise for an invalid grammar; this does
+        return matcher
+
+
+def allowed_tokens(matcher: LLMatcher) -> bytes:
+    """Return the mask of allowed next tokens, one bit for each token, lowest bit first.
+
+    Raises RequestError if the grammar is invalid or exceeds LIMITS.
+    """
+    bits = matcher.compute_bitmask()
+    if matcher.is_error():
+        # Positions and excerpts refer to the generated grammar, which the client has not seen.
+        message = re.sub(r"^at \d+\(\d+\): |\n *\d+ \| .*|<[\w-]+/>", "", matcher.get_error(), flags=re.DOTALL)
+        raise RequestError(f"the grammar: {' '.join(message.split())}")
+    return bits

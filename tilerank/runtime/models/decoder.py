@@ -1,0 +1,143 @@
+"""The decoder that text models share: embedding, layers of a mixer and an MLP, a norm, and the output head.
+
+    x += mixer(norm(x));  x += mlp(norm(x))        per layer, then the last norm and the head
+
+A family composes a Decoder from mixers and MLPs and gives the names under which its checkpoints store them.
+"""
+
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from tilerank.kernels.kv_pages import KVPages
+from tilerank.loader.card import ModelCard
+from tilerank.parallel.cost import Cost
+from tilerank.parallel.embedding import ParallelLMHead, TiedEmbedding, VocabParallelEmbedding
+from tilerank.parallel.norm import RMSNorm
+from tilerank.parallel.parameters import Layer
+from tilerank.parallel.sharding import Sharding
+
+from ..batch import Batch, LogitRows
+from ..cache import CacheSpec
+from ..model import Model
+from ..rope import RopeTable
+from .stream import Stream
+from .text_config import TextConfig
+
+
+@dataclass(frozen=True)
+class DecoderNames:
+    """Names of the modules in a checkpoint; the default is the layout of Llama and Qwen.
+
+    `layer` has a place for the number of the layer; the four after it are relative to the layer.
+    """
+
+    embedding: str = "model.embed_tokens"
+    norm: str = "model.norm"
+    head: str = "lm_head"
+    layer: str = "model.layers.{}"
+    mixer_norm: str = "input_layernorm"
+    mixer: str = "self_attn"
+    mlp_norm: str = "post_attention_layernorm"
+    mlp: str = "mlp"
+
+
+class Mixer(Layer):
+    """The part of a layer that mixes tokens, such as self-attention. `cache_spec`: what it keeps of a sequence."""
+
+    cache_spec: CacheSpec
+
+    @abstractmethod
+    def __call__(self, x: Tensor, rope: Tensor, batch: Batch, cache: KVPages, only: LogitRows | None = None) -> Tensor:
+        """x[t, hidden] -> this rank's part of [t, hidden], a sum over the ranks.
+
+        rope: [t, 2, r / 2], the rows that queries and keys are rotated with. With `only`, the result has those
+        m rows alone, [m, hidden], while the cache gets all t tokens.
+        """
+
+
+class FeedForward(Layer):
+    """The part of a layer that treats every token alone: x[t, hidden] -> this rank's part of [t, hidden]."""
+
+    @abstractmethod
+    def __call__(self, x: Tensor) -> Tensor: ...
+
+
+class DecoderLayer(Layer):
+    """A mixer and an MLP, each after a norm."""
+
+    def __init__(self, mixer_norm: RMSNorm, mixer: Mixer, mlp_norm: RMSNorm, mlp: FeedForward) -> None:
+        self.mixer_norm = mixer_norm
+        self.mixer = mixer
+        self.mlp_norm = mlp_norm
+        self.mlp = mlp
+
+
+class Decoder(Model):
+    """A decoder-only language model."""
+
+    def __init__(
+        self,
+        card: ModelCard,
+        config: TextConfig,
+        sharding: Sharding,
+        names: DecoderNames,
+        mixer: Callable[[str, int], Mixer],
+        mlp: Callable[[str, int], FeedForward],
+    ) -> None:
+        """mixer, mlp: make those of a layer, from the name of the module and the number of the layer."""
+        hidden, vocab, eps = config.hidden_size, card.vocab_size, config.rms_norm_eps
+        self._names = names
+        self._tied = config.tie_word_embeddings
+        self._ranks = sharding.size
+        self.embedding: VocabParallelEmbedding | TiedEmbedding
+        self.head: Callable[[Tensor], Tensor]
+        if self._tied:
+            self.embedding = TiedEmbedding(names.embedding, vocab, hidden, sharding)
+            self.head = self.embedding.logits
+        else:
+            self.embedding = VocabParallelEmbedding(names.embedding, vocab, hidden, sharding)
+            self.head = ParallelLMHead(names.head, hidden, vocab, sharding)
+        self.rope = RopeTable(config.rope, config.head_dim, card.context_length, sharding.dtype)
+
+        def layer(number: int) -> DecoderLayer:
+            name = names.layer.format(number)
+            return DecoderLayer(
+                RMSNorm(f"{name}.{names.mixer_norm}", hidden, eps, sharding),
+                mixer(f"{name}.{names.mixer}", number),
+                RMSNorm(f"{name}.{names.mlp_norm}", hidden, eps, sharding),
+                mlp(f"{name}.{names.mlp}", number),
+            )
+
+        self.layers = [layer(number) for number in range(config.num_layers)]
+        self.norm = RMSNorm(names.norm, hidden, eps, sharding)
+
+    def cache_specs(self) -> list[CacheSpec]:
+        return [layer.mixer.cache_spec for layer in self.layers]
+
+    def forward(self, batch: Batch, caches: Sequence[KVPages]) -> Tensor:
+        """Return fp32 logits [m, vocab]. The last layer computes rows without logits only as far as their cache."""
+        stream = Stream(self.embedding(batch.token_ids), self._ranks)
+        rope = self.rope.rows(batch.positions)
+        x = self.layers[0].mixer_norm(stream.rows())
+        next_norms = [layer.mixer_norm for layer in self.layers[1:]] + [self.norm]
+        last = len(self.layers) - 1
+        for i, (layer, next_norm, cache) in enumerate(zip(self.layers, next_norms, caches, strict=True)):
+            only = batch.logit_rows if i == last else None
+            x = layer.mixer(x, rope, batch, cache, only)
+            if only is not None:
+                stream.keep(only)
+            x = stream.add(x, layer.mlp_norm)
+            x = layer.mlp(x)
+            x = stream.add(x, next_norm, update_all=batch.logit_rows is not None and i + 1 == last)
+        return self.head(x)
+
+    def cost_without_logits(self) -> Cost:
+        *layers, last = self.layers
+        return Cost.total([*(layer.cost() for layer in layers), last.cost_of_caching()])
+
+    def ignore(self, name: str) -> bool:
+        head = f"{self._names.head}.weight"
+        return name.endswith(".rotary_emb.inv_freq") or (self._tied and name == head)

@@ -1,0 +1,19 @@
+"""The gated MLP (Shazeer, arXiv 2002.05202)."""
+
+from torch import Tensor
+
+from tilerank.parallel.linear import GateUpParallelLinear, RowParallelLinear
+from tilerank.parallel.sharding import Sharding
+
+from .decoder import FeedForward
+
+
+class GatedMLP(FeedForward):
+    """down(silu(gate(x)) * up(x)), `width` columns wide."""
+
+    def __init__(self, name: str, hidden: int, width: int, sharding: Sharding, *, bias: bool = False) -> None:
+        self.gate_up = GateUpParallelLinear(name, hidden, width, sharding, bias=bias)
+        self.down = RowParallelLinear(f"{name}.down_proj", width, hidden, sharding, span=self.gate_up.span, bias=bias)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.down(self.gate_up(x))

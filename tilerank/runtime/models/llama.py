@@ -1,0 +1,26 @@
+"""Llama 3.x (arXiv 2407.21783), dense."""
+
+from tilerank.loader.card import ModelCard
+from tilerank.parallel.sharding import Sharding
+
+from .attention import SelfAttention
+from .decoder import Decoder, DecoderNames
+from .gated_mlp import GatedMLP
+from .text_config import read_text_config
+
+
+def llama(card: ModelCard, sharding: Sharding) -> Decoder:
+    """LlamaForCausalLM. `attention_bias` and `mlp_bias` of config.json give all projections of that part a bias."""
+    c = read_text_config(card.fields)
+    bias, mlp_bias = card.fields.flag("attention_bias"), card.fields.flag("mlp_bias")
+
+    def mixer(name: str, _: int) -> SelfAttention:
+        return SelfAttention(name, c, sharding, qkv_bias=bias, out_bias=bias, head_norms=False)
+
+    def mlp(name: str, _: int) -> GatedMLP:
+        return GatedMLP(name, c.hidden_size, c.intermediate_size, sharding, bias=mlp_bias)
+
+    return Decoder(card, c, sharding, DecoderNames(), mixer, mlp)
+
+
+MODELS = {"llama": llama}

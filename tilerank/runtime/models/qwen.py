@@ -1,0 +1,43 @@
+"""Qwen2, Qwen2.5 (arXiv 2412.15115) and Qwen3 (arXiv 2505.09388), dense.
+
+Qwen2 always has biases on q, k and v, without a key of config.json. Qwen3 has biases only with `attention_bias`, and
+normalises every query and key head before the rotation.
+"""
+
+from tilerank.loader.card import ModelCard
+from tilerank.parallel.sharding import Sharding
+
+from .attention import SelfAttention
+from .decoder import Decoder, DecoderNames
+from .gated_mlp import GatedMLP
+from .text_config import read_text_config
+
+
+def qwen2(card: ModelCard, sharding: Sharding) -> Decoder:
+    """Qwen2ForCausalLM."""
+    c = read_text_config(card.fields)
+
+    def mixer(name: str, _: int) -> SelfAttention:
+        return SelfAttention(name, c, sharding, qkv_bias=True, out_bias=False, head_norms=False)
+
+    def mlp(name: str, _: int) -> GatedMLP:
+        return GatedMLP(name, c.hidden_size, c.intermediate_size, sharding)
+
+    return Decoder(card, c, sharding, DecoderNames(), mixer, mlp)
+
+
+def qwen3(card: ModelCard, sharding: Sharding) -> Decoder:
+    """Qwen3ForCausalLM."""
+    c = read_text_config(card.fields)
+    bias = card.fields.flag("attention_bias")
+
+    def mixer(name: str, _: int) -> SelfAttention:
+        return SelfAttention(name, c, sharding, qkv_bias=bias, out_bias=bias, head_norms=True)
+
+    def mlp(name: str, _: int) -> GatedMLP:
+        return GatedMLP(name, c.hidden_size, c.intermediate_size, sharding)
+
+    return Decoder(card, c, sharding, DecoderNames(), mixer, mlp)
+
+
+MODELS = {"qwen2": qwen2, "qwen3": qwen3}

@@ -1,0 +1,91 @@
+"""Qwen3-MoE (arXiv 2505.09388): Qwen3 with a mixture of experts in place of the MLP of most layers.
+
+mlp(x) = sum over the chosen experts e of weight_e * down_e(silu(gate_e(x)) * up_e(x))
+"""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from tilerank.kernels.moe import softmax_top_k
+from tilerank.loader.card import ModelCard
+from tilerank.loader.fields import Fields
+from tilerank.parallel.experts import ParallelExperts
+from tilerank.parallel.linear import ReplicatedLinear
+from tilerank.parallel.sharding import Sharding
+
+from .attention import SelfAttention
+from .decoder import Decoder, DecoderNames, FeedForward
+from .gated_mlp import GatedMLP
+from .text_config import MAX_WIDTH, read_text_config
+
+_MAX_EXPERTS = 1 << 14
+
+
+@dataclass(frozen=True)
+class ExpertsConfig:
+    """Every token goes to `top_k` of `count` experts, each `width` columns wide."""
+
+    count: int
+    top_k: int
+    width: int
+    renormalize: bool
+    """Whether the weights of the chosen experts are scaled to a sum of one."""
+    dense_layers: frozenset[int]
+    """Layers that keep a dense MLP, `intermediate_size` columns wide."""
+
+
+def read_experts_config(c: Fields, num_layers: int) -> ExpertsConfig:
+    """Read the fields of the mixture. Layer i is sparse if i + 1 is a multiple of `decoder_sparse_step`."""
+    key = "num_experts" if c.has("num_experts") else "num_local_experts"  # transformers 5 writes the latter
+    count = c.integer(key, 1, _MAX_EXPERTS)
+    if c.has("num_local_experts") and c.integer("num_local_experts", 1, _MAX_EXPERTS) != count:
+        raise c.fail("num_local_experts", f"the {count} of num_experts")
+    step = c.integer("decoder_sparse_step", 1, 1 << 12) if c.has("decoder_sparse_step") else 1
+    listed = c.values["mlp_only_layers"] if c.has("mlp_only_layers") else []
+    if not isinstance(listed, list) or any(type(i) is not int or not 0 <= i < num_layers for i in listed):
+        raise c.fail("mlp_only_layers", f"a list of layers from 0 to {num_layers - 1}")
+    return ExpertsConfig(
+        count=count,
+        top_k=c.integer("num_experts_per_tok", 1, count),
+        width=c.integer("moe_intermediate_size", 1, MAX_WIDTH),
+        renormalize=c.flag("norm_topk_prob"),
+        dense_layers=frozenset(i for i in range(num_layers) if i in listed or (i + 1) % step),
+    )
+
+
+class SparseMLP(FeedForward):
+    """A router and its experts."""
+
+    def __init__(self, name: str, hidden: int, experts: ExpertsConfig, sharding: Sharding) -> None:
+        # Whole on every rank: all ranks compute the same bits and so choose the same experts.
+        self.router = ReplicatedLinear(f"{name}.gate", hidden, experts.count, sharding)
+        self.experts = ParallelExperts(
+            f"{name}.experts", hidden, experts.width, experts.count, sharding, top_k=experts.top_k
+        )
+        self.top_k = experts.top_k
+        self.renormalize = experts.renormalize
+
+    def __call__(self, x: Tensor) -> Tensor:
+        ids, weights = softmax_top_k(self.router(x), self.top_k, renormalize=self.renormalize)
+        return self.experts(x, ids, weights)
+
+
+def qwen3_moe(card: ModelCard, sharding: Sharding) -> Decoder:
+    """Qwen3MoeForCausalLM."""
+    c = read_text_config(card.fields)
+    experts = read_experts_config(card.fields, c.num_layers)
+    bias = card.fields.flag("attention_bias")
+
+    def mixer(name: str, _: int) -> SelfAttention:
+        return SelfAttention(name, c, sharding, qkv_bias=bias, out_bias=bias, head_norms=True)
+
+    def mlp(name: str, layer: int) -> FeedForward:
+        if layer in experts.dense_layers:
+            return GatedMLP(name, c.hidden_size, c.intermediate_size, sharding)
+        return SparseMLP(name, c.hidden_size, experts, sharding)
+
+    return Decoder(card, c, sharding, DecoderNames(), mixer, mlp)
+
+
+MODELS = {"qwen3_moe": qwen3_moe}

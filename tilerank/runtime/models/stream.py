@@ -1,0 +1,43 @@
+"""The residual stream of one forward pass."""
+
+from torch import Tensor
+
+from tilerank.kernels import ops
+from tilerank.parallel.norm import RMSNorm
+
+from ..batch import LogitRows
+
+
+class Stream:
+    """The residual stream [t, hidden] of one forward pass.
+
+    A sum over the ranks, its addition to the stream and the norm after it are one kernel, in which each rank updates
+    only the rows of its own share. Between two sums the other rows are stale, so the rows are private; `rows` brings
+    all of them up to date before it returns them.
+    """
+
+    def __init__(self, rows: Tensor, ranks: int) -> None:
+        """rows: the embedded tokens, equal on all `ranks` ranks."""
+        self._rows = rows
+        self._ranks = ranks
+        self._stale_since: RMSNorm | None = None  # the norm of the sum that left rows stale
+
+    def add(self, part: Tensor, norm: RMSNorm, *, update_all: bool = False) -> Tensor:
+        """Add the sum of every rank's `part` [t, hidden] to the stream and return its norm [t, hidden], on all ranks.
+
+        update_all: the rows are read before the next `add`. That is cheaper than bringing them up to date later.
+        """
+        self._stale_since = None if update_all or self._ranks == 1 else norm
+        return norm.add(part, self._rows, whole=update_all)
+
+    def rows(self) -> Tensor:
+        """Return the stream [t, hidden], equal on all ranks. It changes with the next `add`."""
+        if self._stale_since is not None:
+            # Adding zeros leaves the values as they are.
+            nothing = ops.repeat_row(None, self._rows.shape[0], self._rows.shape[1], self._rows.dtype)
+            self.add(nothing, self._stale_since, update_all=True)
+        return self._rows
+
+    def keep(self, rows: LogitRows) -> None:
+        """Go on with these rows alone."""
+        self._rows = rows.take(self.rows())

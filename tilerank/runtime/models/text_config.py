@@ -1,0 +1,80 @@
+"""The fields of config.json that decoder-only text models share."""
+
+from dataclasses import dataclass
+
+from tilerank.loader.fields import Fields
+from tilerank.loader.padding import resolve_head_dim
+
+from ..rope import RopeConfig, read_rope
+
+# Bounds well above any published model: an absurd number becomes an error message instead of an allocation.
+MAX_WIDTH = 1 << 20
+_MAX_LAYERS = 1 << 12
+_MAX_HEADS = 1 << 14
+_MAX_HEAD_DIM = 1 << 12
+
+
+@dataclass(frozen=True)
+class TextConfig:
+    """The shape of a decoder-only transformer; counts are the model's own, before any padding for ranks."""
+
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    rms_norm_eps: float
+    rope: RopeConfig
+    tie_word_embeddings: bool
+
+
+def read_text_config(c: Fields) -> TextConfig:
+    """Read and check the fields. Raises ConfigError, also for features that would change the result if ignored."""
+    _refuse_unsupported(c)
+    hidden_size = c.integer("hidden_size", 1, MAX_WIDTH)
+    num_heads = c.integer("num_attention_heads", 1, _MAX_HEADS)
+    num_kv_heads = c.integer("num_key_value_heads", 1, num_heads)
+    if num_heads % num_kv_heads:
+        raise c.fail("num_key_value_heads", f"a divisor of num_attention_heads ({num_heads})")
+    return TextConfig(
+        hidden_size=hidden_size,
+        num_layers=c.integer("num_hidden_layers", 1, _MAX_LAYERS),
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=_head_dim(c, hidden_size, num_heads),
+        intermediate_size=c.integer("intermediate_size", 1, MAX_WIDTH * 8),
+        rms_norm_eps=c.number("rms_norm_eps", 0.0, 1.0),
+        rope=read_rope(c),
+        tie_word_embeddings=c.flag("tie_word_embeddings"),
+    )
+
+
+def _refuse_unsupported(c: Fields) -> None:
+    for key in ("text_config", "thinker_config"):
+        if c.has(key):
+            raise c.fail(key, "no such key (multimodal models are not supported yet)")
+    if c.flag("use_sliding_window"):
+        raise c.fail("use_sliding_window", "false (sliding-window attention is not supported)")
+    if c.has("is_causal") and not c.flag("is_causal"):
+        raise c.fail("is_causal", "true (attention to later tokens is not supported)")
+    if c.has("hidden_act") and c.values["hidden_act"] != "silu":
+        raise c.fail("hidden_act", "'silu'")
+    if c.has("layer_types"):
+        types = c.values["layer_types"]
+        if not isinstance(types, list) or any(kind != "full_attention" for kind in types):
+            raise c.fail("layer_types", "a list of 'full_attention' only")
+        if len(types) != c.integer("num_hidden_layers", 1, _MAX_LAYERS):
+            raise c.fail("layer_types", f"one entry for each of the {c.values['num_hidden_layers']} layers")
+
+
+def _head_dim(c: Fields, hidden_size: int, num_heads: int) -> int:
+    """Check `head_dim` where it is given, and that the division is exact where it is not, before resolving it."""
+    explicit = {key: c.integer(key, 1, _MAX_HEAD_DIM) for key in ("qk_head_dim", "head_dim") if c.has(key)}
+    if not explicit and hidden_size % num_heads:
+        raise c.fail("hidden_size", f"a multiple of num_attention_heads ({num_heads}), since there is no head_dim")
+    head_dim = resolve_head_dim({**explicit, "hidden_size": hidden_size}, num_heads, is_text_config=True)
+    if head_dim is None or head_dim % 2:
+        key = next(iter(explicit), "hidden_size")
+        raise c.fail(key, f"an even head size (rotary embedding turns pairs), not {head_dim}")
+    return head_dim

@@ -1,0 +1,121 @@
+"""Rotary position embedding: its configuration, and the table of cosines and sines of every position and frequency."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tilerank.kernels import ops
+from tilerank.loader.fields import Fields
+from tilerank.parallel.parameters import Layer
+
+ROPE_TYPES = ("default", "llama3")
+
+_MAX_THETA = 1e15
+_MAX_POSITIONS = 1 << 30
+
+
+@dataclass(frozen=True)
+class Llama3Scaling:
+    """Llama 3.1's frequency scaling: wavelengths above original / low_freq_factor are stretched by `factor`, those
+    below original / high_freq_factor are kept, and those between are blended."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """Rotary position embedding; without `scaling` the frequencies are theta^(-2i / dim)."""
+
+    theta: float
+    scaling: Llama3Scaling | None = None
+
+
+def read_rope(c: Fields) -> RopeConfig:
+    """Read both dialects of config.json: `rope_theta` with `rope_scaling` (transformers 4), `rope_parameters` (5).
+
+    Scaling is in rope_parameters or in rope_scaling, theta in rope_parameters or at the top. Raises ConfigError.
+    """
+    holders = [c.object(key) for key in ("rope_parameters", "rope_scaling") if c.has(key)]
+    if len(holders) == 2 and holders[0].values != holders[1].values:
+        raise c.fail("rope_scaling", "no such key beside a different rope_parameters")
+    scaling = holders[0] if holders else Fields(c.path, {"rope_type": "default"})
+    with_theta = scaling if scaling.has("rope_theta") else c
+    theta = with_theta.number("rope_theta", 1.0, _MAX_THETA)
+    if with_theta is scaling and c.has("rope_theta") and c.number("rope_theta", 1.0, _MAX_THETA) != theta:
+        raise c.fail("rope_theta", f"the {theta:g} of {scaling.prefix}rope_theta")
+    for fields in (c, scaling):
+        if fields.has("partial_rotary_factor") and fields.number("partial_rotary_factor", 0.0, 1.0) != 1.0:
+            raise fields.fail("partial_rotary_factor", "1 (partial rotary embedding is not supported)")
+    return RopeConfig(theta, _read_scaling(c, scaling))
+
+
+def _read_scaling(c: Fields, scaling: Fields) -> Llama3Scaling | None:
+    key = "type" if scaling.has("type") and not scaling.has("rope_type") else "rope_type"
+    if key == "rope_type" and scaling.prefix == "rope_parameters." and not scaling.has(key):
+        return None  # transformers 5: an absent rope_type is the default one
+    kind = scaling.text(key)
+    if kind not in ROPE_TYPES:
+        raise scaling.fail(key, "one of " + ", ".join(ROPE_TYPES))
+    if kind == "default":
+        return None
+    low = scaling.number("low_freq_factor", 0.0, 1e6)
+    high = scaling.number("high_freq_factor", 0.0, 1e6)
+    if not low < high:
+        raise scaling.fail("high_freq_factor", f"a number above low_freq_factor ({low:g})")
+    # transformers gives priority to the key at the top where a file has both.
+    holder = c if c.has("original_max_position_embeddings") else scaling
+    original = holder.integer("original_max_position_embeddings", 1, _MAX_POSITIONS)
+    return Llama3Scaling(scaling.number("factor", 0.0, 1e6), low, high, original)
+
+
+class RopeTable(Layer):
+    """Cosines and sines [positions, 2, dim / 2], computed in fp32 and rounded to the activation dtype as transformers
+    does. `table` exists after `allocate()`.
+    """
+
+    table: Tensor
+
+    def __init__(self, rope: RopeConfig, dim: int, positions: int, dtype: torch.dtype) -> None:
+        self._rope = rope
+        self._dim = dim
+        self._positions = positions
+        self._dtype = dtype
+        self._axis_of = torch.zeros(dim // 2, dtype=torch.int64)
+
+    def rows(self, positions: Tensor) -> Tensor:
+        """positions [1, t] int64 -> [t, 2, dim / 2], what the layers of a step rotate queries and keys with."""
+        return ops.rope_rows(self.table, positions, self._axis_of)
+
+    def nbytes(self) -> int:
+        return self._positions * self._dim * self._dtype.itemsize
+
+    def allocate(self) -> None:
+        self.table = torch.empty((self._positions, 2, self._dim // 2), dtype=self._dtype)
+        frequencies = inverse_frequencies(self._rope, self._dim)
+        # In blocks, which bounds the fp32 intermediates of a long context.
+        for start in range(0, self._positions, 4096):
+            stop = min(start + 4096, self._positions)
+            angles = torch.outer(torch.arange(start, stop, dtype=torch.float32), frequencies)
+            self.table[start:stop, 0] = angles.cos()
+            self.table[start:stop, 1] = angles.sin()
+
+
+def inverse_frequencies(rope: RopeConfig, dim: int) -> Tensor:
+    """Return [dim / 2] fp32 radians per position: theta^(-2i / dim), rescaled as the config says."""
+    frequencies = 1.0 / rope.theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
+    return frequencies if rope.scaling is None else _llama3(frequencies, rope.scaling)
+
+
+def _llama3(frequencies: Tensor, scaling: Llama3Scaling) -> Tensor:
+    context = scaling.original_max_position_embeddings
+    wavelengths = 2 * math.pi / frequencies
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    kept = (context / wavelengths - low) / (high - low)
+    blended = (1 - kept) * frequencies / scaling.factor + kept * frequencies
+    stretched = torch.where(wavelengths > context / low, frequencies / scaling.factor, blended)
+    return torch.where(wavelengths < context / high, frequencies, stretched)

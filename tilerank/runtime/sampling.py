@@ -1,0 +1,107 @@
+"""Sampling on rank 0: turns logits into tokens. Each sequence has its own parameters."""
+
+import hashlib
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tilerank.kernels import ops
+
+from .params import Logprobs as Logprobs
+from .params import SamplingParams as SamplingParams
+
+
+def uniform(seed: int, position: int) -> float:
+    """Return a number in [0, 1), exact in float32, that depends on the request's seed and the token's position only."""
+    digest = hashlib.blake2b(position.to_bytes(8, "little"), key=seed.to_bytes(8, "little"), digest_size=3).digest()
+    return int.from_bytes(digest, "little") / (1 << 24)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A sequence to sample a token for: its parameters, and its tokens, of which the first `prompt_len` are the prompt.
+
+    forbidden: bool [vocab], True for tokens that its grammar does not allow next.
+    """
+
+    params: SamplingParams
+    tokens: Sequence[int]
+    prompt_len: int
+    forbidden: Tensor | None = None
+
+    @property
+    def changes_logits(self) -> bool:
+        """Does `_process` change the logits of this row?"""
+        return self.params.changes_logits or self.forbidden is not None
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A sampled token. logprobs: None if the request did not ask for them."""
+
+    token_id: int
+    logprobs: Logprobs | None
+
+
+def choose(logits: Tensor, rows: Sequence[Row], argmax: Callable[[Tensor], Tensor] = ops.argmax) -> list[Choice]:
+    """Sample the next token of each row of logits [m, vocab].
+
+    Changes the logits in place, because copying them would take longer than all other work here. argmax: computes
+    ops.argmax(logits).
+    """
+    raw: dict[int, Tensor] = {}
+    for i, row in enumerate(rows):
+        if row.changes_logits:
+            if row.params.logprobs:
+                raw[i] = logits[i].clone()
+            _process(logits[i], row)
+    chosen = []
+    for i, (token_id, row) in enumerate(zip(_sample(logits, rows, argmax), rows, strict=True)):
+        count = row.params.logprobs
+        chosen.append(Choice(token_id, _logprobs(raw.get(i, logits[i]), token_id, count) if count else None))
+    return chosen
+
+
+def _sample(logits: Tensor, rows: Sequence[Row], argmax: Callable[[Tensor], Tensor]) -> list[int]:
+    params = [row.params for row in rows]
+    if all(p.temperature == 0 for p in params):
+        return argmax(logits).tolist()
+    return ops.sample(
+        logits,
+        torch.tensor([p.temperature for p in params], dtype=torch.float32),
+        torch.tensor([p.top_k for p in params], dtype=torch.int32),
+        torch.tensor([p.top_p for p in params], dtype=torch.float32),
+        torch.tensor([uniform(row.params.seed, len(row.tokens)) for row in rows], dtype=torch.float32),
+    ).tolist()
+
+
+def _process(values: Tensor, row: Row) -> None:
+    """Apply grammar, bias, penalties and min_p to logits [vocab], in place.
+
+    As in vLLM, min_p comes before top_k and top_p.
+    """
+    p = row.params
+    if row.forbidden is not None:
+        values.masked_fill_(row.forbidden, -math.inf)
+    if p.logit_bias:
+        values[list(p.logit_bias)] += torch.tensor(list(p.logit_bias.values()))
+    if p.repetition_penalty != 1:
+        seen = torch.tensor(sorted(set(row.tokens)))
+        old = values[seen]
+        values[seen] = torch.where(old > 0, old / p.repetition_penalty, old * p.repetition_penalty)
+    if p.presence_penalty or p.frequency_penalty:
+        counts = Counter(row.tokens[row.prompt_len :])
+        values[list(counts)] -= torch.tensor([p.presence_penalty + p.frequency_penalty * n for n in counts.values()])
+    if p.min_p > 0 and p.temperature > 0:
+        values[values < values.max() + p.temperature * math.log(p.min_p)] = -math.inf
+
+
+def _logprobs(logits: Tensor, token_id: int, count: int) -> Logprobs:
+    """Return the log-probabilities of logits [vocab]: those of `token_id` and of the `count` most likely tokens."""
+    values = torch.log_softmax(logits, dim=-1)
+    top = values.topk(min(count, values.shape[0]))
+    return Logprobs(float(values[token_id]), tuple(zip(top.indices.tolist(), top.values.tolist(), strict=True)))

@@ -1,0 +1,1 @@
+"""The OpenAI API over HTTP, in a process of its own beside the ranks."""

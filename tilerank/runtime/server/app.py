@@ -1,0 +1,367 @@
+"""The OpenAI API over HTTP: routes, authentication, and the handlers. Uses the engine through EngineClient only."""
+
+import asyncio
+import hmac
+import json
+import logging
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import prometheus_client
+import pydantic
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from tilerank.loader.errors import TokenizerError
+from tilerank.loader.generation_config import SamplingDefaults
+from tilerank.loader.tokenizer import Tokenizer
+
+from ..errors import RequestError
+from ..params import SamplingParams
+from . import status
+from .api import ChatCompletion, Completion, Detokenize, Message, Sampling, Tokenize
+from .client import EngineClient, EngineGoneError, RefusedError
+from .completions import ActiveRequest, Delta
+from .errors import ApiError, error_response
+from .grammars import request_grammar
+from .metrics import Metrics
+from .recent_requests import RecentRequests
+from .request_body import BodyReader, validation_error
+from .responses import ChatFormatter, Formatter, Json, TextFormatter
+from .tools import ToolParser
+
+log = logging.getLogger(__name__)
+
+LONG_TEXT = 4096
+"""Characters. Texts of this length or more are tokenised in a thread, so that other requests do not wait."""
+
+Body = TypeVar("Body", bound=pydantic.BaseModel)
+T = TypeVar("T")
+Handler = Callable[[Request], Awaitable[Response]]
+
+
+@dataclass(frozen=True)
+class ServerSettings:
+    """What the server needs to know of its model and operator.
+
+    model: name of the model in the API. version: of tilerank. api_key: the key that requests must have, None for none.
+    sampling: values of sampling fields that a request leaves out. tool_parser: for the model's tool calls, None if
+    their format is unknown. check_grammar: raises RequestError for a grammar that must not reach the engine.
+    """
+
+    model: str
+    version: str
+    api_key: str | None
+    sampling: SamplingDefaults
+    tool_parser: type[ToolParser] | None
+    check_grammar: Callable[[str], Awaitable[None]]
+
+
+def make_app(client: EngineClient, tokenizer: Tokenizer, settings: ServerSettings) -> Starlette:
+    """Return the ASGI application."""
+    server = _Server(client, tokenizer, settings)
+    guarded: dict[str, tuple[str, Handler]] = {
+        "/v1/chat/completions": ("POST", server.chat),
+        "/v1/completions": ("POST", server.complete),
+        "/v1/models": ("GET", server.models),
+        "/tokenize": ("POST", server.tokenize),
+        "/detokenize": ("POST", server.detokenize),
+        "/metrics": ("GET", server.metrics),
+        "/status": ("GET", server.status),
+    }
+    public: dict[str, tuple[str, Handler]] = {
+        "/": ("GET", server.page),
+        "/health": ("GET", server.health),
+        "/health_generate": ("GET", server.health_generate),
+        "/version": ("GET", server.version),
+    }
+    routes = [Route(path, server.guarded(handler), methods=[method]) for path, (method, handler) in guarded.items()]
+    routes += [Route(path, handler, methods=[method]) for path, (method, handler) in public.items()]
+    return Starlette(
+        routes=routes,
+        exception_handlers={
+            ApiError: _handle_api_error,
+            HTTPException: _handle_http_exception,
+            ClientDisconnect: _handle_disconnect,
+            Exception: _handle_unexpected,
+        },
+    )
+
+
+async def _handle_api_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return error_response(error)
+
+
+async def _handle_http_exception(request: Request, error: Exception) -> Response:
+    """Starlette raises these for unknown paths and methods."""
+    assert isinstance(error, HTTPException)
+    what = error.detail.capitalize()
+    return error_response(ApiError(error.status_code, f"{what}: {request.method} {request.url.path}."))
+
+
+async def _handle_disconnect(request: Request, error: Exception) -> Response:
+    return Response(status_code=400)  # never sent, for the connection is closed
+
+
+async def _handle_unexpected(request: Request, error: Exception) -> Response:
+    return error_response(ApiError(500, "Internal error. See the server's log."))
+
+
+class _Server:
+    def __init__(self, client: EngineClient, tokenizer: Tokenizer, settings: ServerSettings) -> None:
+        self._client = client
+        self._tokenizer = tokenizer
+        self._settings = settings
+        self._started = int(time.time())
+        self._metrics = Metrics(client)
+        self._recent = RecentRequests()
+        self._body_reader = BodyReader()
+
+    def guarded(self, handler: Handler) -> Handler:
+        """Return the handler behind a check of the API key."""
+
+        async def checked(request: Request) -> Response:
+            key = self._settings.api_key
+            if key is not None:
+                scheme, _, given = request.headers.get("authorization", "").partition(" ")
+                if scheme.lower() != "bearer" or not hmac.compare_digest(given.strip().encode(), key.encode()):
+                    raise ApiError(401, "Expected this server's API key as a bearer token.", code="invalid_api_key")
+            return await handler(request)
+
+        return checked
+
+    async def models(self, request: Request) -> Response:
+        state = self._client.state
+        model = {"id": self._settings.model, "object": "model", "created": self._started, "owned_by": "tilerank"}
+        return JSONResponse(
+            {"object": "list", "data": [model | {"max_model_len": state.context_length if state else None}]}
+        )
+
+    async def version(self, request: Request) -> Response:
+        return JSONResponse({"version": self._settings.version})
+
+    async def metrics(self, request: Request) -> Response:
+        return PlainTextResponse(self._metrics.text(), media_type=prometheus_client.CONTENT_TYPE_LATEST)
+
+    async def page(self, request: Request) -> Response:
+        return status.page()
+
+    async def status(self, request: Request) -> Response:
+        about = {"model": self._settings.model, "version": self._settings.version}
+        return JSONResponse(status.status_json(self._client, self._recent, about))
+
+    async def health(self, request: Request) -> Response:
+        if self._client.state is None:
+            raise ApiError(503, "The engine is not ready.", code="engine_gone")
+        return Response()
+
+    async def health_generate(self, request: Request) -> Response:
+        """Generate one token, which involves every rank."""
+        try:
+            await _until_disconnect(request, self._generate())
+        except EngineGoneError as e:
+            raise ApiError(503, str(e), code="engine_gone") from e
+        except RefusedError as e:
+            raise ApiError(500, str(e)) from e
+        return Response()
+
+    async def _generate(self) -> None:
+        async with aclosing(self._client.generate([0], SamplingParams(max_new_tokens=1))) as tokens:
+            async for _ in tokens:
+                pass
+
+    async def tokenize(self, request: Request) -> Response:
+        body = await self._body(request, Tokenize)
+        if body.messages is not None:
+            tokens = await self._chat_prompt(body.messages, {})
+        else:
+            assert body.prompt is not None
+            tokens = await self._encode(body.prompt, body.add_special_tokens)
+        state = self._client.state
+        limit = state.context_length if state else None
+        return JSONResponse({"tokens": tokens, "count": len(tokens), "max_model_len": limit})
+
+    async def detokenize(self, request: Request) -> Response:
+        body = await self._body(request, Detokenize)
+        known = self._tokenizer.num_tokens
+        if any(token >= known for token in body.tokens):
+            raise ApiError(400, f"expected token ids below {known}, found {max(body.tokens)}", param="tokens")
+        return JSONResponse({"prompt": self._tokenizer.decode(body.tokens)})
+
+    async def complete(self, request: Request) -> Response:
+        body = await self._body(request, Completion)
+        formatter = TextFormatter(self._tokenizer, body.logprobs)
+        grammar = await self._grammar(body, None)
+        return await self._answer(request, body, await self._prompts(body.prompt), body.logprobs, grammar, formatter)
+
+    async def chat(self, request: Request) -> Response:
+        body = await self._body(request, ChatCompletion)
+        tools = body.template_tools()
+        if tools and self._settings.tool_parser is None:
+            raise ApiError(400, f"tools: the format of tool calls of {self._settings.model} is unknown", param="tools")
+        prompt = await self._chat_prompt(body.messages, body.chat_template_kwargs, tools)
+        top = body.top_logprobs or 0 if body.logprobs else None
+        parser = self._settings.tool_parser if tools else None
+        grammar = await self._grammar(body, parser)
+        formatter = ChatFormatter(self._tokenizer, top, parser)
+        return await self._answer(request, body, [prompt], top, grammar, formatter)
+
+    async def _grammar(self, body: Sampling, parser: type[ToolParser] | None) -> str | None:
+        grammar = request_grammar(body, parser)
+        if grammar is not None:
+            try:
+                await self._settings.check_grammar(grammar)
+            except RequestError as e:
+                raise ApiError(400, str(e), code="invalid_grammar") from e
+        return grammar
+
+    async def _answer(
+        self,
+        request: Request,
+        body: Sampling,
+        prompts: Sequence[Sequence[int]],
+        top: int | None,
+        grammar: str | None,
+        formatter: Formatter,
+    ) -> Response:
+        logprobs = 0 if top is None else max(top, 1)
+        active = ActiveRequest(self._client, self._tokenizer, self._settings.sampling, prompts, body, logprobs, grammar)
+        envelope: Json = {
+            "id": f"{formatter.prefix}-{active.id}",
+            "created": active.created,
+            "model": self._settings.model,
+        }
+        deltas = self._recent.track(envelope["id"], active, self._metrics.measure(active.deltas()))
+        try:
+            # The status line is sent after the first delta, so that a failed request gets an error status.
+            first = await _until_disconnect(request, anext(deltas))
+        except (ApiError, ClientDisconnect):
+            await deltas.aclose()
+            raise
+        if body.stream:
+            usage = body.stream_options is not None and body.stream_options.include_usage
+            events = _events(first, deltas, active, envelope, formatter, usage)
+            return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        choices = await _until_disconnect(request, _choices(first, deltas, formatter))
+        return JSONResponse(envelope | {"object": formatter.objects[1], "choices": choices, "usage": active.usage})
+
+    async def _body(self, request: Request, kind: type[Body]) -> Body:
+        data = await self._body_reader.read(request)
+        try:
+            body = kind.model_validate_json(data)
+        except pydantic.ValidationError as e:
+            raise validation_error(data, e) from e
+        requested = getattr(body, "model", None)
+        if requested is not None and requested != self._settings.model:
+            raise ApiError(
+                404,
+                f"There is no model {requested!r}; this server serves {self._settings.model!r}.",
+                param="model",
+                code="model_not_found",
+            )
+        return body
+
+    async def _prompts(self, prompt: str | list[str] | list[int] | list[list[int]]) -> list[list[int]]:
+        if isinstance(prompt, str):
+            prompts = [await self._encode(prompt, True)]
+        elif isinstance(prompt[0], int):
+            prompts = [[token for token in prompt if isinstance(token, int)]]
+        else:
+            prompts = [await self._encode(one, True) if isinstance(one, str) else one for one in prompt]
+        if not all(prompts):
+            raise ApiError(400, "The prompt is empty; expected at least one token.", param="prompt")
+        return prompts
+
+    async def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        try:
+            if len(text) < LONG_TEXT:
+                return self._tokenizer.encode(text, add_special_tokens)
+            return await asyncio.to_thread(self._tokenizer.encode, text, add_special_tokens)
+        except TokenizerError as e:
+            raise ApiError(400, str(e)) from e
+
+    async def _chat_prompt(
+        self, messages: Sequence[Message], variables: dict[str, Any], tools: list[dict[str, Any]] | None = None
+    ) -> list[int]:
+        reserved = {"self", "messages", "tools", "add_generation_prompt"} & variables.keys()
+        if reserved:
+            raise ApiError(400, f"chat_template_kwargs: {min(reserved)} cannot be set", param="chat_template_kwargs")
+        plain = [message.for_template() for message in messages]
+        render = self._tokenizer.apply_chat_template  # in a thread, because a template may run for a long time
+        try:
+            text = await asyncio.to_thread(render, plain, tools=tools, add_generation_prompt=True, **variables)
+        except TokenizerError as e:
+            # The cause alone, because the sentence names a file of the server.
+            message = f"The chat template refused the messages: {e.__cause__}"
+            if e.__cause__ is None:
+                message = f"{self._settings.model} has no usable chat template. POST /v1/completions needs none."
+            raise ApiError(400, message, param="messages") from e
+        return await self._encode(text, False)
+
+
+async def _until_disconnect(request: Request, work: Awaitable[T]) -> T:
+    """Return the result of `work`. Cancels it and raises ClientDisconnect if the client disconnects first.
+
+    The request's body must have been read. Without this, a disconnect is noticed only when the answer is sent.
+    """
+
+    async def disconnected() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    working, waiting = asyncio.ensure_future(work), asyncio.create_task(disconnected())
+    try:
+        await asyncio.wait((working, waiting), return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientDisconnect
+        return working.result()
+    finally:
+        working.cancel()
+        waiting.cancel()
+        await asyncio.gather(working, waiting, return_exceptions=True)
+
+
+async def _choices(first: Delta, rest: AsyncGenerator[Delta], formatter: Formatter) -> list[Json]:
+    """Build the choices of a non-streamed answer."""
+    chunks: dict[int, list[Json]] = {}
+    async with aclosing(rest):
+        async for delta in _chain(first, rest):
+            chunk = formatter.chunk(delta)
+            if chunk is not None:
+                chunks.setdefault(delta.index, []).append(chunk)
+    return [formatter.choice(chunks[index]) for index in sorted(chunks)]
+
+
+async def _chain(first: Delta, rest: AsyncIterator[Delta]) -> AsyncIterator[Delta]:
+    yield first
+    async for delta in rest:
+        yield delta
+
+
+async def _events(
+    first: Delta, rest: AsyncIterator[Delta], active: ActiveRequest, envelope: Json, formatter: Formatter, usage: bool
+) -> AsyncIterator[bytes]:
+    """Yield the server-sent events of a streamed answer."""
+    envelope = envelope | {"object": formatter.objects[0]}
+    extra: Json = {"usage": None} if usage else {}
+    try:
+        async for delta in _chain(first, rest):
+            chunk = formatter.chunk(delta)
+            if chunk is not None:
+                yield _event(envelope | {"choices": [chunk]} | extra)
+        if usage:
+            yield _event(envelope | {"choices": [], "usage": active.usage})
+        yield b"data: [DONE]\n\n"
+    except ApiError as e:
+        yield _event(e.body())
+
+
+def _event(data: dict[str, Any]) -> bytes:
+    return b"data: " + json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"

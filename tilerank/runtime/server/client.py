@@ -1,0 +1,190 @@
+"""The HTTP process's connections to engines, one for each replica, replaced whenever its ranks are restarted."""
+
+import asyncio
+import itertools
+import logging
+import socket
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+from functools import reduce
+
+from ..params import SamplingParams
+from .messages import (
+    Cancel,
+    Counters,
+    Ended,
+    FromEngine,
+    Ranks,
+    Refused,
+    State,
+    Submit,
+    ToEngine,
+    Token,
+    Tokens,
+    client_inbox,
+    encode,
+    merge_states,
+)
+from .rank_stats import RankStats, merge
+from .routing import SeenPrompts, block_hashes, choose_replica
+
+log = logging.getLogger(__name__)
+
+
+class EngineGoneError(Exception):
+    """No engine is ready, or the engine stopped before the request was complete."""
+
+
+class RefusedError(Exception):
+    """The engine cannot run the request. The message says why."""
+
+
+_Item = Token | Ended | EngineGoneError | RefusedError
+
+
+class Totals:
+    """Counters summed over all engines, stopped ones included, so that Prometheus counters never decrease."""
+
+    def __init__(self) -> None:
+        self.preemptions = self.prompt_tokens = self.generated_tokens = 0
+
+    def add(self, before: State, now: State) -> None:
+        """Add what one engine has done between two of its states."""
+        self.preemptions += now.preemptions - before.preemptions
+        self.prompt_tokens += now.prompt_tokens - before.prompt_tokens
+        self.generated_tokens += now.generated_tokens - before.generated_tokens
+
+
+class EngineConnection:
+    """A connection to one engine, from its start to its end.
+
+    state: None until the engine is ready, and after its end. totals: counters to which this engine adds. on_ready:
+    called for every State message.
+    """
+
+    def __init__(self, totals: Totals, on_ready: Callable[[], None]) -> None:
+        self.state: State | None = None
+        self.rank_stats = RankStats()
+        self.prompts = SeenPrompts()
+        self._totals = totals
+        self._on_ready = on_ready
+        self._writer: asyncio.StreamWriter | None = None
+        self._queues: dict[int, asyncio.Queue[_Item]] = {}
+        self._numbers = itertools.count()
+
+    @property
+    def load(self) -> int:
+        """The number of incomplete requests."""
+        return len(self._queues)
+
+    async def run(self, connection: socket.socket) -> None:
+        """Receive messages over `connection` until the engine closes it. Then fail the incomplete requests."""
+        reader, self._writer = await asyncio.open_unix_connection(sock=connection)
+        inbox = client_inbox()
+        try:
+            while data := await reader.read(1 << 20):
+                for message in inbox.feed(data):
+                    self._handle(message)
+        except ConnectionResetError:
+            log.debug("the engine closed its socket with unread messages")
+        finally:
+            self.state = None
+            self._writer.close()
+            self.fail_requests("The engine stopped before the answer was complete.")
+
+    def fail_requests(self, why: str) -> None:
+        """Fail all incomplete requests with EngineGoneError."""
+        for queue in self._queues.values():
+            queue.put_nowait(EngineGoneError(why))
+
+    async def generate(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> AsyncGenerator[Token]:
+        """See EngineClient.generate."""
+        number = next(self._numbers)
+        queue = self._queues[number] = asyncio.Queue()
+        running = True
+        try:
+            self._send(Submit(number, list(prompt_token_ids), params))
+            while running:
+                item = await queue.get()
+                running = isinstance(item, Token) and item.finish_reason is None
+                if isinstance(item, Exception):
+                    raise item
+                if isinstance(item, Token):
+                    yield item
+        finally:
+            del self._queues[number]
+            if running:
+                self._send(Cancel(number))
+
+    def _handle(self, message: FromEngine) -> None:
+        match message:
+            case Tokens(tokens):
+                for token in tokens:
+                    self._put(token.number, token)
+            case Ended(number):
+                self._put(number, message)
+            case Refused(number, why):
+                self._put(number, RefusedError(why))
+            case Ranks() | Counters():
+                self.rank_stats.add(message)
+            case State():
+                self._totals.add(self.state or message, message)
+                self.state = message
+                self._on_ready()
+
+    def _put(self, number: int, item: _Item) -> None:
+        if number in self._queues:  # otherwise cancelled, and the engine has not read the Cancel message yet
+            self._queues[number].put_nowait(item)
+
+    def _send(self, message: ToEngine) -> None:
+        if self._writer is not None and not self._writer.is_closing():
+            self._writer.write(encode(message))
+
+
+class EngineClient:
+    """Routes requests to the engines that are ready (routing.py), and sums up what the engines report."""
+
+    def __init__(self) -> None:
+        self.restarts = 0  # engines after the first one of each replica
+        self.totals = Totals()
+        self.ready = asyncio.Event()  # set once the first engine can take requests
+        self._engines: dict[int, EngineConnection] = {}
+
+    @property
+    def state(self) -> State | None:
+        """The state of all ready engines taken as one; None if there is none."""
+        states = [engine.state for engine in self._engines.values() if engine.state is not None]
+        return reduce(merge_states, states) if states else None
+
+    @property
+    def rank_stats(self) -> RankStats:
+        """The statistics of the ranks of all ready engines."""
+        return merge({i: engine.rank_stats for i, engine in self._engines.items() if engine.state is not None})
+
+    async def attach(self, replica: int, connection: socket.socket) -> None:
+        """Use the engine at the other end of `connection` for `replica`. Returns when the engine ends."""
+        self.restarts += replica in self._engines
+        self._engines[replica] = engine = EngineConnection(self.totals, self.ready.set)
+        await engine.run(connection)
+
+    def fail_requests(self, why: str) -> None:
+        """Fail all incomplete requests with EngineGoneError."""
+        for engine in self._engines.values():
+            engine.fail_requests(why)
+
+    async def generate(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> AsyncGenerator[Token]:
+        """Yield the tokens of one request as they are generated. Closing the generator cancels the request.
+
+        If a grammar allows no further token, the tokens end without a finish_reason. Raises EngineGoneError or
+        RefusedError.
+        """
+        ready = [engine for engine in self._engines.values() if engine.state is not None]
+        if not ready:
+            raise EngineGoneError("No engine is ready.")
+        blocks = block_hashes(prompt_token_ids)
+        seen = [engine.prompts.matching(blocks) for engine in ready]
+        engine = ready[choose_replica([engine.load for engine in ready], seen, len(blocks))]
+        engine.prompts.add(blocks)
+        async with aclosing(engine.generate(prompt_token_ids, params)) as tokens:
+            async for token in tokens:
+                yield token

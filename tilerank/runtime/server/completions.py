@@ -1,0 +1,160 @@
+"""Runs one API request as one or more engine requests, and turns their tokens into deltas of choices."""
+
+import asyncio
+import secrets
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing
+from dataclasses import asdict, dataclass
+
+from tilerank.loader.generation_config import SamplingDefaults
+from tilerank.loader.tokenizer import Tokenizer
+
+from ..errors import RequestError
+from ..params import SamplingParams
+from .api import ChatCompletion, Completion, Sampling
+from .client import EngineClient, EngineGoneError, RefusedError
+from .errors import ApiError
+from .messages import Token
+from .text import TextStream
+
+MAX_CHOICES = 128
+
+
+@dataclass(frozen=True)
+class Delta:
+    """New text of choice `index`, the tokens that make it up, and with the last delta of a choice the finish_reason."""
+
+    index: int
+    text: str
+    tokens: tuple[Token, ...]
+    finish_reason: str | None
+
+
+class ActiveRequest:
+    """A running API request, with `body.n` choices for each of `prompts`.
+
+    logprobs, grammar: as in SamplingParams. Raises ApiError if the request cannot run.
+    """
+
+    def __init__(
+        self,
+        client: EngineClient,
+        tokenizer: Tokenizer,
+        defaults: SamplingDefaults,
+        prompts: Sequence[Sequence[int]],
+        body: Sampling,
+        logprobs: int,
+        grammar: str | None,
+    ) -> None:
+        self.id = secrets.token_hex(12)
+        self.created = int(time.time())
+        self.prompt_tokens = sum(map(len, prompts))
+        self.completion_tokens = 0
+        self._client = client
+        self._tokenizer = tokenizer
+        self._defaults = asdict(defaults)
+        self._stop = body.stop_strings
+        self._choices = [
+            (prompt, self._params(body, prompt, logprobs, grammar, choice))
+            for prompt in prompts
+            for choice in range(body.n)
+        ]
+        if len(self._choices) > MAX_CHOICES:
+            raise ApiError(400, f"n: expected at most {MAX_CHOICES} choices, found {len(self._choices)}", param="n")
+
+    @property
+    def usage(self) -> dict[str, int]:
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+        }
+
+    async def deltas(self) -> AsyncIterator[Delta]:
+        """Yield the deltas of all choices as they are generated. Raises ApiError if a choice fails."""
+        merged: asyncio.Queue[Delta | ApiError] = asyncio.Queue()
+        tasks = [asyncio.create_task(self._run_choice(index, merged)) for index in range(len(self._choices))]
+        open_choices = len(tasks)
+        try:
+            while open_choices:
+                item = await merged.get()
+                if isinstance(item, ApiError):
+                    raise item
+                open_choices -= item.finish_reason is not None
+                yield item
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _run_choice(self, index: int, merged: "asyncio.Queue[Delta | ApiError]") -> None:
+        try:
+            async with aclosing(self._choice(index)) as deltas:
+                async for delta in deltas:
+                    merged.put_nowait(delta)
+        except RefusedError as e:
+            merged.put_nowait(ApiError(400, str(e)))
+        except EngineGoneError as e:
+            merged.put_nowait(ApiError(503, str(e), code="engine_gone"))
+
+    async def _choice(self, index: int) -> AsyncGenerator[Delta]:
+        prompt, params = self._choices[index]
+        stream = TextStream(self._tokenizer.stream(), self._stop)
+        pending: list[Token] = []  # tokens whose text the stream still holds back
+        async with aclosing(self._client.generate(prompt, params)) as tokens:
+            async for token in tokens:
+                self.completion_tokens += 1
+                reason = token.finish_reason
+                text = "" if reason == "stop" else stream.push(token.token_id)
+                pending += [] if reason == "stop" else [token]
+                if reason is not None and not stream.stopped:
+                    text += stream.flush()
+                if stream.stopped:
+                    reason = "stop"
+                if text or reason is not None:
+                    yield Delta(index, text, tuple(pending), reason)
+                    pending = []
+                if reason is not None:
+                    return
+            # Tokens end without a finish_reason if the grammar allows no further token.
+            yield Delta(index, stream.flush(), tuple(pending), "stop")
+
+    def _params(
+        self, body: Sampling, prompt: Sequence[int], logprobs: int, grammar: str | None, choice: int
+    ) -> SamplingParams:
+        state = self._client.state
+        if state is None:
+            raise ApiError(503, "The engine is not ready.", code="engine_gone")
+        room = state.context_length - len(prompt)
+        if room < 1:
+            raise ApiError(
+                400,
+                f"The prompt has {len(prompt)} tokens, but the context length is {state.context_length}, and the "
+                "answer needs at least one token of it.",
+                param="messages" if isinstance(body, ChatCompletion) else "prompt",
+                code="context_length_exceeded",
+            )
+        requested = body.model_dump(include=set(self._defaults), exclude_none=True)
+        try:
+            return SamplingParams(
+                max_new_tokens=min(_max_tokens(body) or room, room),
+                seed=secrets.randbits(63) if body.seed is None else (body.seed + choice) % (1 << 64),
+                presence_penalty=body.presence_penalty,
+                frequency_penalty=body.frequency_penalty,
+                logit_bias=body.logit_bias,
+                ignore_eos=body.ignore_eos,
+                stop_token_ids=tuple(body.stop_token_ids),
+                logprobs=logprobs,
+                grammar=grammar,
+                **(self._defaults | requested),
+            )
+        except RequestError as e:
+            raise ApiError(400, str(e)) from e
+
+
+def _max_tokens(body: Sampling) -> int | None:
+    if isinstance(body, ChatCompletion):
+        return body.max_completion_tokens or body.max_tokens
+    assert isinstance(body, Completion)
+    return body.max_tokens

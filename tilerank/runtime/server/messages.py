@@ -1,0 +1,158 @@
+"""Messages between the HTTP process and rank 0: typed, each preceded by its length, over a socket pair."""
+
+from collections.abc import Iterator
+from typing import Generic, TypeVar
+
+import msgspec
+
+from ..counters import RankCounters
+from ..params import Logprobs, SamplingParams
+
+
+class Submit(msgspec.Struct, frozen=True, array_like=True, tag=0):
+    """A new request. The HTTP process chooses its number."""
+
+    number: int
+    prompt_token_ids: list[int]
+    params: SamplingParams
+
+
+class Cancel(msgspec.Struct, frozen=True, array_like=True, tag=1):
+    """Stop request `number`: its client has disconnected, or needs no further token."""
+
+    number: int
+
+
+class Token(msgspec.Struct, frozen=True, array_like=True):
+    """A generated token of request `number`.
+
+    The last one has a finish_reason: "length", or "stop" for an end-of-sequence or stop token, which is not part of the
+    text. If the grammar of a request allows no further token, no token has a finish_reason and `Ended` follows.
+    """
+
+    number: int
+    token_id: int
+    finish_reason: str | None
+    logprobs: Logprobs | None
+
+
+class Tokens(msgspec.Struct, frozen=True, array_like=True, tag=2):
+    """The tokens of one step."""
+
+    tokens: list[Token]
+
+
+class Refused(msgspec.Struct, frozen=True, array_like=True, tag=3):
+    """Request `number` cannot run, or cannot continue. `message` says why."""
+
+    number: int
+    message: str
+
+
+class Ended(msgspec.Struct, frozen=True, array_like=True, tag=7):
+    """Request `number` is complete without a further token, because its grammar allows none."""
+
+    number: int
+
+
+class State(msgspec.Struct, frozen=True, array_like=True, tag=4):
+    """The state of the engine. The first one means that the engine is ready.
+
+    cache_tokens: capacity of the KV cache in tokens. cache_used: fraction of its pages that running requests use.
+    running, waiting: numbers of requests. preemptions, prompt_tokens (computed), generated_tokens: totals since the
+    start.
+    """
+
+    context_length: int
+    cache_tokens: int
+    cache_used: float
+    running: int
+    waiting: int
+    preemptions: int
+    prompt_tokens: int
+    generated_tokens: int
+
+
+class RankInfo(msgspec.Struct, frozen=True, array_like=True):
+    """A loaded rank.
+
+    nodes, cores: lists in the kernel's format ("0-3,8"), or "any" if the rank is not bound. weight_bytes, cache_bytes:
+    memory of this rank. local_memory: fraction of its memory on the nodes of its cores, None if unknown.
+    """
+
+    rank: int
+    host: str
+    nodes: str
+    cores: str
+    isa: str
+    weight_bytes: int
+    cache_bytes: int
+    local_memory: float | None
+
+
+class Ranks(msgspec.Struct, frozen=True, array_like=True, tag=5):
+    """The ranks of the engine, sent once before its first State."""
+
+    ranks: list[RankInfo]
+
+
+class Counters(msgspec.Struct, frozen=True, array_like=True, tag=6):
+    """The counters of every rank, in order of rank."""
+
+    ranks: list[RankCounters]
+
+
+def merge_states(one: State, other: State) -> State:
+    """Return the state of two engines taken as one: sums, and the shorter context length."""
+    tokens = one.cache_tokens + other.cache_tokens
+    used = one.cache_used * one.cache_tokens + other.cache_used * other.cache_tokens
+    return State(
+        min(one.context_length, other.context_length),
+        tokens,
+        used / tokens if tokens else 0.0,
+        one.running + other.running,
+        one.waiting + other.waiting,
+        one.preemptions + other.preemptions,
+        one.prompt_tokens + other.prompt_tokens,
+        one.generated_tokens + other.generated_tokens,
+    )
+
+
+ToEngine = Submit | Cancel
+FromEngine = Tokens | Ended | Refused | State | Ranks | Counters
+
+_LENGTH_BYTES = 4
+M = TypeVar("M")
+
+
+def encode(message: ToEngine | FromEngine) -> bytes:
+    """Return the message as bytes, its length first."""
+    data = msgspec.msgpack.encode(message)
+    return len(data).to_bytes(_LENGTH_BYTES, "big") + data
+
+
+class Inbox(Generic[M]):
+    """Splits the bytes of a stream into messages."""
+
+    def __init__(self, decoder: msgspec.msgpack.Decoder[M]) -> None:
+        self._decoder = decoder
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> Iterator[M]:
+        """Append received bytes and yield the messages that are complete."""
+        self._buffer += data
+        while len(self._buffer) >= _LENGTH_BYTES:
+            end = _LENGTH_BYTES + int.from_bytes(self._buffer[:_LENGTH_BYTES], "big")
+            if len(self._buffer) < end:
+                return
+            message = bytes(self._buffer[_LENGTH_BYTES:end])
+            del self._buffer[:end]
+            yield self._decoder.decode(message)
+
+
+def engine_inbox() -> Inbox[ToEngine]:
+    return Inbox(msgspec.msgpack.Decoder(ToEngine))
+
+
+def client_inbox() -> Inbox[FromEngine]:
+    return Inbox(msgspec.msgpack.Decoder(FromEngine))

@@ -1,0 +1,142 @@
+"""Prometheus metrics. Names after `tilerank_` are those that dashboards of other servers already use."""
+
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from contextlib import aclosing
+from statistics import fmean
+from typing import TypeVar
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from .client import EngineClient
+from .completions import Delta
+from .rank_stats import RankStats
+
+Family = TypeVar("Family", GaugeMetricFamily, CounterMetricFamily)
+
+_TTFT_BUCKETS_S = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60, 120)
+_INTER_TOKEN_BUCKETS_S = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
+_E2E_BUCKETS_S = (0.1, 0.3, 1, 2, 5, 10, 20, 60, 120, 300, 600, 1800)
+
+
+class Metrics:
+    """The metrics of a server: latencies, measured in this process, and the reports of its engines."""
+
+    def __init__(self, client: EngineClient) -> None:
+        self._registry = CollectorRegistry()
+        self._registry.register(_EngineCollector(client))
+        self._ttft = self._histogram(
+            "time_to_first_token_seconds", "Time from a request to its first text", _TTFT_BUCKETS_S
+        )
+        self._inter_token = self._histogram(
+            "inter_token_latency_seconds", "Time between two pieces of text of a choice", _INTER_TOKEN_BUCKETS_S
+        )
+        self._e2e = self._histogram(
+            "e2e_request_latency_seconds", "Time from a request to the end of its answer", _E2E_BUCKETS_S
+        )
+        self._finished = Counter(
+            "tilerank_request_success",
+            "Completed choices by finish reason",
+            ["finished_reason"],
+            registry=self._registry,
+        )
+
+    def text(self) -> bytes:
+        """Return all metrics in Prometheus' text format."""
+        return generate_latest(self._registry)
+
+    async def measure(self, deltas: AsyncIterator[Delta]) -> AsyncGenerator[Delta]:
+        """Yield the same deltas and record their latencies."""
+        began = time.monotonic()
+        last: dict[int, float] = {}
+        async with aclosing(deltas):  # type: ignore[type-var]
+            async for delta in deltas:
+                now = time.monotonic()
+                if not last:
+                    self._ttft.observe(now - began)
+                if delta.index in last:
+                    self._inter_token.observe(now - last[delta.index])
+                last[delta.index] = now
+                if delta.finish_reason is not None:
+                    self._finished.labels(delta.finish_reason).inc()
+                yield delta
+        self._e2e.observe(time.monotonic() - began)
+
+    def _histogram(self, name: str, help: str, buckets: tuple[float, ...]) -> Histogram:
+        return Histogram(f"tilerank_{name}", help, buckets=buckets, registry=self._registry)
+
+
+class _EngineCollector(Collector):
+    """Metrics from the last reports of all engines."""
+
+    def __init__(self, client: EngineClient) -> None:
+        self._client = client
+
+    def collect(self) -> Iterator[Metric]:
+        state, totals = self._client.state, self._client.totals
+        yield _gauge("engine_up", "1 if an engine is ready, else 0", float(state is not None))
+        yield _counter("engine_restarts", "Engines started after the first of each replica", self._client.restarts)
+        if state is None:
+            return
+        yield _gauge("num_requests_running", "Running requests", state.running)
+        yield _gauge("num_requests_waiting", "Waiting requests", state.waiting)
+        yield _gauge(
+            "kv_cache_usage_perc", "Fraction of the KV cache that running requests use, 0 to 1", state.cache_used
+        )
+        yield _counter("prompt_tokens", "Prompt tokens computed", totals.prompt_tokens)
+        yield _counter("generation_tokens", "Tokens generated", totals.generated_tokens)
+        yield _counter("num_preemptions", "Times that a request gave its pages to an older one", totals.preemptions)
+        yield from _rank_metrics(self._client.rank_stats)
+
+
+def _rank_metrics(stats: RankStats) -> Iterator[Metric]:
+    """Yield the metrics of ranks. The number of ranks bounds the values of the label `rank`."""
+    yield _gauge(
+        "decode_read_bytes_per_second",
+        "Bytes of weights and KV cache per second that all ranks read in the last decode steps",
+        stats.bytes_per_s,
+    )
+    yield _gauge(
+        "all_reduce_wait_share",
+        "Fraction of the last steps that ranks waited for other ranks, 0 to 1, mean over ranks",
+        fmean(stats.wait_shares or [0.0]),
+    )
+    info = GaugeMetricFamily(
+        "tilerank_rank_info",
+        "Host, NUMA nodes, cores and instruction set of a rank; the value is always 1",
+        labels=["rank", "host", "node", "cores", "isa"],
+    )
+    local = _by_rank(
+        GaugeMetricFamily, "rank_local_memory_share", "Fraction of its memory on the NUMA nodes of its cores, 0 to 1"
+    )
+    waited = _by_rank(
+        CounterMetricFamily, "rank_all_reduce_wait_seconds", "Time that it waited for other ranks in collectives"
+    )
+    steps = _by_rank(
+        CounterMetricFamily, "rank_step_seconds", "Time of steps; a step with prompt tokens is prefill", "phase"
+    )
+    read = _by_rank(CounterMetricFamily, "rank_decode_read_bytes", "Bytes of weights and KV cache read in decode steps")
+    for rank, counters in zip(stats.ranks, stats.counters, strict=True):
+        number = str(rank.rank)
+        info.add_metric([number, rank.host, rank.nodes, rank.cores, rank.isa], 1)
+        if rank.local_memory is not None:
+            local.add_metric([number], rank.local_memory)
+        waited.add_metric([number], counters.waited_s)
+        steps.add_metric([number, "prefill"], counters.prefill_s)
+        steps.add_metric([number, "decode"], counters.decode_s)
+        read.add_metric([number], counters.decode_bytes)
+    yield from (info, local, waited, steps, read)
+
+
+def _gauge(name: str, help: str, value: float) -> Metric:
+    return GaugeMetricFamily(f"tilerank_{name}", help, value)
+
+
+def _counter(name: str, help: str, value: float) -> Metric:
+    return CounterMetricFamily(f"tilerank_{name}", help, value)
+
+
+def _by_rank(family: type[Family], name: str, help: str, *labels: str) -> Family:
+    return family(f"tilerank_{name}", help, labels=["rank", *labels])

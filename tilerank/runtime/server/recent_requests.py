@@ -1,0 +1,67 @@
+"""The most recent requests for the status page: times and sizes, never their text."""
+
+import time
+from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any
+
+from .completions import ActiveRequest, Delta
+from .errors import ApiError
+
+MAX_KEPT = 20
+
+
+@dataclass(eq=False)
+class _Request:
+    """active: None once the request has ended, because it holds the prompt. end: why it has ended."""
+
+    id: str
+    prompt_tokens: int
+    began: float
+    active: ActiveRequest | None
+    completion_tokens: int = 0
+    ended: float | None = None
+    end: str | None = None
+
+
+class RecentRequests:
+    """The last MAX_KEPT requests."""
+
+    def __init__(self) -> None:
+        self._requests: deque[_Request] = deque(maxlen=MAX_KEPT)
+
+    async def track(self, id: str, active: ActiveRequest, deltas: AsyncIterator[Delta]) -> AsyncGenerator[Delta]:
+        """Yield the same deltas and record the request. `id`: the request's id in the API."""
+        request = _Request(id, active.prompt_tokens, time.monotonic(), active)
+        self._requests.appendleft(request)
+        reason = None
+        try:
+            async with aclosing(deltas):  # type: ignore[type-var]
+                async for delta in deltas:
+                    reason = delta.finish_reason or reason
+                    yield delta
+            request.end = reason
+        except ApiError:
+            request.end = "failed"
+            raise
+        finally:
+            request.ended = time.monotonic()
+            request.completion_tokens, request.active = active.completion_tokens, None
+            request.end = request.end or "cancelled"
+
+    def as_json(self) -> list[dict[str, Any]]:
+        """Return the requests as JSON objects, the newest first."""
+        now = time.monotonic()
+        return [
+            {
+                "id": request.id,
+                "age_s": now - request.began,
+                "took_s": None if request.ended is None else request.ended - request.began,
+                "prompt_tokens": request.prompt_tokens,
+                "completion_tokens": (request.active or request).completion_tokens,
+                "end": request.end,
+            }
+            for request in self._requests
+        ]

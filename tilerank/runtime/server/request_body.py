@@ -1,0 +1,70 @@
+"""Reads request bodies within limits, and describes what is wrong with an invalid one."""
+
+from typing import Any
+
+import pydantic
+import pydantic_core
+from starlette.requests import Request
+
+from .errors import ApiError
+
+MAX_BODY = 8 << 20
+"""Bytes of one body, enough for a prompt of a million tokens. Parsed, it takes many times as much memory."""
+MAX_BODIES = 256 << 20
+"""Bytes of all bodies that are being read."""
+
+
+class BodyReader:
+    """Reads bodies of at most MAX_BODY bytes each and MAX_BODIES together."""
+
+    def __init__(self) -> None:
+        self._bytes_held = 0
+
+    async def read(self, request: Request) -> bytes:
+        """Return the body. Raises ApiError with status 413 or 503 if it exceeds a limit."""
+        data = bytearray()
+        try:
+            async for piece in request.stream():
+                data += piece
+                self._bytes_held += len(piece)
+                if len(data) > MAX_BODY:
+                    raise ApiError(413, f"The body is larger than {MAX_BODY >> 20} MiB.")
+                if self._bytes_held > MAX_BODIES:
+                    raise ApiError(503, "The server is reading too many large requests.", code="overloaded")
+            return bytes(data)
+        finally:
+            self._bytes_held -= len(data)
+
+
+def validation_error(data: bytes, error: pydantic.ValidationError) -> ApiError:
+    """Return the API error for the first invalid field of the body `data`.
+
+    pydantic reports an error for every alternative of a union field. The error of the best-matching alternative is
+    used: one that is not about the type, else the one that lies deepest.
+    """
+    errors = error.errors(include_url=False, include_context=False, include_input=False)
+    body = pydantic_core.from_json(data) if errors[0]["loc"] else None
+    candidates = [
+        (not one["type"].endswith(("_type", "_parsing")), _path(body, one["loc"], one["type"] == "missing"), one["msg"])
+        for one in errors
+        if one["loc"][:1] == errors[0]["loc"][:1]
+    ]
+    _, path, message = max(candidates, key=lambda one: (one[0], len(one[1])))
+    where, message = ".".join(path), message.removeprefix("Value error, ")  # pydantic's prefix for our own validators
+    return ApiError(400, f"{where}: {message}" if where else message, param=where or None)
+
+
+def _path(value: Any, loc: tuple[int | str, ...], missing: bool) -> list[str]:
+    """Return pydantic's `loc` without its names of union alternatives. missing: the last part names an absent field."""
+    path = []
+    for i, part in enumerate(loc):
+        if isinstance(part, int):
+            exists = isinstance(value, list)
+        else:
+            exists = isinstance(value, dict) and part in value
+        if exists:
+            value = value[part]
+        elif part != "[key]" and not (missing and i == len(loc) - 1):
+            continue
+        path.append(str(part))
+    return path

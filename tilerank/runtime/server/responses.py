@@ -1,0 +1,202 @@
+"""Formats answers as the JSON of the OpenAI API: chunks of a stream, and whole choices put together from chunks."""
+
+import codecs
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from tilerank.loader.tokenizer import Tokenizer
+
+from ..params import Logprobs
+from .completions import Delta
+from .messages import Token
+from .tools import ToolCall, ToolParser
+
+Json = dict[str, Any]
+
+
+class _TokenText:
+    """The bytes of the tokens of one choice.
+
+    offset: index of the next token's first character in the text. A token that continues a character has the index of
+    that character.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.offset = 0
+        self._tokenizer = tokenizer
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._first = True
+
+    def bytes_of(self, id: int) -> bytes:
+        """Return the bytes that a token would add if it came next."""
+        return self._tokenizer.token_bytes(id, first=self._first)
+
+    def advance(self, id: int) -> None:
+        """Append a token."""
+        data = self.bytes_of(id)
+        self._first = self._first and not data
+        self.offset += len(self._utf8.decode(data))
+
+
+class Formatter(ABC):
+    """Formats the answer to one API request.
+
+    prefix: of the answer's id. objects: the JSON "object" field of chunks and of the full response.
+    """
+
+    prefix: str
+    objects: tuple[str, str]
+
+    @abstractmethod
+    def chunk(self, delta: Delta) -> Json | None:
+        """Return the chunk for a delta; None if it has nothing to show yet."""
+
+    @abstractmethod
+    def choice(self, chunks: Sequence[Json]) -> Json:
+        """Return a whole choice, put together from all of its chunks."""
+
+
+class TextFormatter(Formatter):
+    """Formats answers of /v1/completions. `top`: alternatives to list for each token; None for no log-probabilities."""
+
+    prefix = "cmpl"
+    objects = ("text_completion", "text_completion")
+
+    def __init__(self, tokenizer: Tokenizer, top: int | None) -> None:
+        self._tokenizer = tokenizer
+        self._top = top
+        self._token_texts: dict[int, _TokenText] = {}
+
+    def chunk(self, delta: Delta) -> Json:
+        token_text = self._token_texts.setdefault(delta.index, _TokenText(self._tokenizer))
+        logprobs = None if self._top is None else self._logprobs(delta.tokens, self._top, token_text)
+        return {
+            "index": delta.index,
+            "text": delta.text,
+            "logprobs": logprobs,
+            "finish_reason": delta.finish_reason,
+        }
+
+    def choice(self, chunks: Sequence[Json]) -> Json:
+        return chunks[-1] | {
+            "text": "".join(chunk["text"] for chunk in chunks),
+            "logprobs": _concatenated(chunk["logprobs"] for chunk in chunks),
+        }
+
+    def _logprobs(self, tokens: Sequence[Token], top: int, token_text: _TokenText) -> Json:
+        found: Json = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        for token in tokens:
+            logprobs = _logprobs(token)
+            found["tokens"].append(_text(token_text.bytes_of(token.token_id)))
+            found["token_logprobs"].append(logprobs.chosen)
+            alternatives: dict[str, float] = {}
+            for id, value in logprobs.top[:top]:
+                # Parts of characters have the same text. The most likely one is kept.
+                alternatives.setdefault(_text(token_text.bytes_of(id)), value)
+            found["top_logprobs"].append(alternatives)
+            found["text_offset"].append(token_text.offset)
+            token_text.advance(token.token_id)
+        return found
+
+
+class ChatFormatter(Formatter):
+    """Formats answers of /v1/chat/completions.
+
+    top: as in TextFormatter. parser: finds tool calls in the text; None if there are no tools to call.
+    """
+
+    prefix = "chatcmpl"
+    objects = ("chat.completion.chunk", "chat.completion")
+
+    def __init__(self, tokenizer: Tokenizer, top: int | None, parser: type[ToolParser] | None) -> None:
+        self._tokenizer = tokenizer
+        self._top = top
+        self._parser = parser
+        self._parsers: dict[int, ToolParser | None] = {}
+        self._num_calls: dict[int, int] = {}
+        self._pending: dict[int, list[Token]] = {}  # tokens whose text the parser holds back
+        self._token_texts: dict[int, _TokenText] = {}
+
+    def chunk(self, delta: Delta) -> Json | None:
+        is_first = delta.index not in self._parsers
+        if is_first:
+            self._parsers[delta.index] = self._parser() if self._parser else None
+            self._num_calls[delta.index] = 0
+            self._pending[delta.index] = []
+            self._token_texts[delta.index] = _TokenText(self._tokenizer)
+        self._pending[delta.index] += delta.tokens
+        content = self._content(delta)
+        reason = delta.finish_reason
+        if reason == "stop" and self._num_calls[delta.index]:
+            reason = "tool_calls"
+        if not (content or is_first or reason):
+            return None
+        if is_first:
+            content = {"role": "assistant", "content": ""} | content
+        tokens, self._pending[delta.index] = self._pending[delta.index], []
+        logprobs = None if self._top is None else self._logprobs(tokens, self._top, self._token_texts[delta.index])
+        return {"index": delta.index, "delta": content, "logprobs": logprobs, "finish_reason": reason}
+
+    def choice(self, chunks: Sequence[Json]) -> Json:
+        text = "".join(chunk["delta"].get("content", "") for chunk in chunks)
+        calls = [call for chunk in chunks for call in chunk["delta"].get("tool_calls", [])]
+        message: Json = {"role": "assistant", "content": text or (None if calls else ""), "refusal": None}
+        if calls:
+            message["tool_calls"] = [{key: call[key] for key in ("id", "type", "function")} for call in calls]
+        return {
+            "index": chunks[0]["index"],
+            "message": message,
+            "logprobs": _concatenated(chunk["logprobs"] for chunk in chunks),
+            "finish_reason": chunks[-1]["finish_reason"],
+        }
+
+    def _content(self, delta: Delta) -> Json:
+        parser = self._parsers[delta.index]
+        if parser is None:
+            return {"content": delta.text} if delta.text else {}
+        found = parser.push(delta.text) + (parser.flush() if delta.finish_reason else [])
+        text = "".join(piece for piece in found if isinstance(piece, str))
+        calls = [self._call(delta.index, piece) for piece in found if isinstance(piece, ToolCall)]
+        return ({"content": text} if text else {}) | ({"tool_calls": calls} if calls else {})
+
+    def _call(self, index: int, call: ToolCall) -> Json:
+        number = self._num_calls[index]
+        self._num_calls[index] += 1
+        function = {"name": call.name, "arguments": call.arguments}
+        return {"index": number, "id": call.id, "type": "function", "function": function}
+
+    def _logprobs(self, tokens: Sequence[Token], top: int, token_text: _TokenText) -> Json:
+        def entry(id: int, value: float) -> Json:
+            data = token_text.bytes_of(id)
+            return {"token": _text(data), "logprob": value, "bytes": list(data)}
+
+        content = []
+        for token in tokens:
+            logprobs = _logprobs(token)
+            alternatives = [entry(id, value) for id, value in logprobs.top[:top]]
+            content.append(entry(token.token_id, logprobs.chosen) | {"top_logprobs": alternatives})
+            token_text.advance(token.token_id)
+        return {"content": content, "refusal": None}
+
+
+def _text(data: bytes) -> str:
+    return data.decode(errors="replace")
+
+
+def _logprobs(token: Token) -> Logprobs:
+    assert token.logprobs is not None, "the request asked for log-probabilities"
+    return token.logprobs
+
+
+def _concatenated(parts: Iterable[Json | None]) -> Json | None:
+    """Return the parts as one object whose lists are concatenated; None if all parts are None."""
+    whole: Json | None = None
+    for part in parts:
+        if part is not None:
+            before = whole or {}
+            whole = {
+                name: before.get(name, []) + values if isinstance(values, list) else values
+                for name, values in part.items()
+            }
+    return whole

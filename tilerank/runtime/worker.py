@@ -1,0 +1,198 @@
+"""What every rank does: it loads its shard of the model and computes the steps that rank 0 announces.
+
+A step is one forward pass over chunks of several sequences. All ranks run the same model code on their own shards.
+"""
+
+import logging
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import torch
+from torch import Tensor
+
+from tilerank.kernels import core, ops
+from tilerank.kernels.graph import Profile
+from tilerank.kernels.kv_pages import PAGE_TOKENS
+from tilerank.loader.card import ModelCard
+from tilerank.loader.checkpoint import Checkpoint
+from tilerank.loader.quantization_config import Quantization
+from tilerank.loader.weight_formats import weight_formats
+from tilerank.loader.weights import LoadReport, load_weights
+from tilerank.parallel.group import RecordableGroup
+from tilerank.parallel.join import Team
+from tilerank.parallel.shard import Strategy
+from tilerank.parallel.sharding import Sharding
+
+from . import rank_messages
+from .batch import BatchFiller, Held
+from .bytes_per_step import bytes_per_step
+from .cache import allocate, bytes_per_token, expected_tokens, num_pages
+from .counters import RankCounters, StepCounter
+from .errors import EngineError
+from .rank_messages import Count, Message, Step, Stop
+from .registry import build_model, read_supported_card
+from .step_graphs import StepGraphs
+
+log = logging.getLogger(__name__)
+
+MAX_RUNNING = 256
+"""Sequences in a decode step."""
+
+
+class Worker:
+    """One rank of `team`, with its shard of the model in `model_dir`. The constructor loads the weights.
+
+    dtype: of weights, activations and cache: bfloat16 or float32. quantization: the projections are quantised while
+    loading (a quantised checkpoint needs no asking), with dtype bfloat16. kv_dtype: int8 for a quantised cache
+    (kernels/attention.py). strategy: how heads are cut (parallel/shard.py). context_length: the longest sequence,
+    prompt and new tokens together, by default the model's. max_total_tokens: tokens in the KV cache, of all sequences
+    that run (default: one context). cached_tokens: how many of them a step is expected to read, for the cost of a cut
+    (default: all). eager: compute steps while the model's Python runs instead of recording them first (step_graphs.py).
+
+    Raises ConfigError, CheckpointError, ShardError, and EngineError for a context length that the model cannot have.
+    """
+
+    def __init__(
+        self,
+        model_dir: Path,
+        team: Team,
+        *,
+        dtype: torch.dtype,
+        quantization: Quantization | None = None,
+        kv_dtype: torch.dtype | None = None,
+        strategy: Strategy = "auto",
+        context_length: int | None = None,
+        max_total_tokens: int | None = None,
+        cached_tokens: int | None = None,
+        eager: bool = False,
+    ) -> None:
+        self.model_dir = model_dir
+        self.team = team
+        self.card = _with_context_length(read_supported_card(model_dir), context_length)
+        self.max_total_tokens = max_total_tokens or expected_tokens(self.card.context_length)
+        self.pages = num_pages(self.max_total_tokens)
+        """Pages of the cache that sequences may have."""
+        group = team.group
+        formats = weight_formats(self.card.quantization, dtype, quantization)
+        tokens = cached_tokens or self.max_total_tokens
+        sharding = Sharding(group.rank, group.size, dtype, group, strategy, tokens, formats, kv_dtype)
+        self._model = build_model(self.card, sharding)
+        self.load_report: LoadReport = load_weights(
+            self._model,
+            Checkpoint(model_dir),
+            ignore=self._model.ignore,
+            progress=group.rank == 0,
+            quantization=self.card.quantization,
+        )
+        # The page after the last is the spare one of padding rows.
+        self._caches = allocate(self._model.cache_specs(), (self.pages + 1) * PAGE_TOKENS)
+        step_bytes = bytes_per_step(self._model)
+        self._filler = BatchFiller(
+            max_sequences=MAX_RUNNING,
+            max_pages=num_pages(min(self.max_total_tokens, self.card.context_length)),
+            spare_page=self.pages,
+            copy_padding=bool(step_bytes.experts),
+        )
+        self._graphs = None if eager else self._step_graphs()
+        self._counter = StepCounter(step_bytes)
+        self._held: dict[int, Held] = {}
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of this rank's weights."""
+        return self._model.nbytes()
+
+    @property
+    def cache_tokens(self) -> int:
+        return self.pages * PAGE_TOKENS
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of this rank's cache with every page in use."""
+        return bytes_per_token(self._model.cache_specs()) * self.cache_tokens
+
+    def follow(self) -> None:
+        """Ranks above 0: compute the announced steps until rank 0 stops. Raises GroupError if a rank is lost."""
+        while not isinstance(message := rank_messages.decode(self.team.channel.receive()), Stop):
+            match message:
+                case Step():
+                    self.run(message)
+                case Count():
+                    self.gather_counters()
+        self.team.group.barrier()
+
+    def announce(self, message: Message) -> None:
+        """Rank 0: send a message to the ranks that follow."""
+        self.team.channel.send(rank_messages.encode(message))
+
+    def stop(self) -> None:
+        """Rank 0: end `follow` on the other ranks. Returns when all have received the message: a rank that left before
+        would look lost to those that still wait for it."""
+        self.announce(Stop())
+        self.team.group.barrier()
+
+    def run(self, step: Step) -> Tensor:
+        """Compute a step. Returns fp32 logits [m, vocab] of the m tokens whose logits it asks for, valid until the next
+        call. All ranks call this with the same step."""
+        for number in step.finished:
+            self._held.pop(number, None)
+        for chunk in step.chunks:
+            self._held.setdefault(chunk.sequence, Held()).pages.extend(chunk.new_pages)
+        group = self.team.group
+        began, waited = time.perf_counter(), group.waited_s
+        logits = self._forward(step)
+        self._counter.count(step, time.perf_counter() - began, group.waited_s - waited)
+        return logits
+
+    def argmax(self, logits: Tensor) -> Tensor:
+        """ops.argmax of the logits of the last step."""
+        return ops.argmax(logits) if self._graphs is None else self._graphs.argmax(logits)
+
+    def gather_counters(self) -> list[RankCounters]:
+        """Return what the steps of every rank have taken so far. A collective: all ranks call this."""
+        mine = msgspec.structs.astuple(self._counter.counters)
+        rows = self.team.group.all_gather(torch.tensor(mine, dtype=torch.float64))
+        return [RankCounters(*row) for row in rows.tolist()]
+
+    def start_profiling(self) -> None:
+        """Measure the kernels of recorded decode steps from now on, for `profile`."""
+        if self._graphs is not None:
+            self._graphs.start_profiling()
+
+    def profile(self) -> Profile | None:
+        """Return where the time of the last step went; None if it was not a measured decode step."""
+        return self._graphs.profile() if self._graphs is not None else None
+
+    def _forward(self, step: Step) -> Tensor:
+        model, caches = self._model, self._caches
+        if self._graphs is not None and self._filler.is_decode(step):
+            batch = self._filler.padded(step, self._held)
+            return self._graphs.replay(lambda: model.forward(batch, caches), len(batch.token_ids), len(step.chunks))
+        batch = self._filler.fresh(step, self._held)
+        if self._graphs is None:
+            return model.forward(batch, caches)
+        return self._graphs.run_once(lambda: model.forward(batch, caches))
+
+    def _step_graphs(self) -> StepGraphs | None:
+        """Return None where steps cannot be recorded. All ranks agree on that, and rank 0 logs the reason."""
+        group = self.team.group
+        if core.isa() == "reference":
+            reason = "kernels run in plain torch"
+        elif not isinstance(group, RecordableGroup):
+            reason = f"collectives of {type(group).__name__} cannot be recorded"
+        else:
+            return StepGraphs(group)
+        if group.rank == 0:
+            log.info("steps run eagerly: %s", reason)
+        return None
+
+
+def _with_context_length(card: ModelCard, context_length: int | None) -> ModelCard:
+    limit = card.context_length
+    if context_length is None:
+        return card
+    if not 2 <= context_length <= limit:
+        raise EngineError(f"context length: expected 2 to the model's {limit} tokens, found {context_length}")
+    return replace(card, context_length=context_length)
