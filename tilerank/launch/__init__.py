@@ -1,0 +1,1 @@
+"""The `tilerank` command: topology, placement, rendezvous and supervision of the ranks."""

@@ -1,0 +1,14 @@
+"""The weight formats that `bench kernels` measures, by their names in --formats (`kernels.FORMAT_NAMES`)."""
+
+import torch
+
+from tilerank.kernels.weight_formats import Float, Format, Fp8, Int4, Int8
+
+WEIGHT_FORMATS: dict[str, Format] = {
+    "bfloat16": Float(torch.bfloat16),
+    "float32": Float(torch.float32),
+    "int8": Int8(),
+    "int4": Int4(128),
+    "int4-g32": Int4(32),
+    "fp8": Fp8(128, 128),
+}

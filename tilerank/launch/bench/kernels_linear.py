@@ -1,0 +1,45 @@
+"""Entries of `bench kernels` for linear: every weight format; bf16 and fp32 against torch (oneDNN)."""
+
+import argparse
+from collections.abc import Iterator, Sequence
+from functools import partial
+
+import torch
+from torch.nn import functional
+
+from tilerank.kernels.linear import linear
+from tilerank.parallel.cost import Work, operand_type
+
+from .entry import Entry, cold_copies, replayed
+from .formats import WEIGHT_FORMATS
+
+
+def entries(args: argparse.Namespace) -> Iterator[Entry]:
+    for name in args.formats:
+        for n, k in args.shape:
+            yield from _linear(name, n, k, args.m)
+
+
+def _linear(name: str, n: int, k: int, ms: Sequence[int]) -> Iterator[Entry]:
+    """Entries of one weight [n, k]. The bytes of their work are the packed weight; x and the output are not counted."""
+    weight_format = WEIGHT_FORMATS[name]
+    count = cold_copies(weight_format.nbytes(n, k))
+    first = torch.empty(n, k, dtype=weight_format.activations).normal_(0, 0.02)
+    plain = [first.roll(number, 0) for number in range(count)]
+    packed = []
+    for weight in plain:
+        packed.append(weight_format.empty(n, k))
+        packed[-1].write(weight)
+    in_torch = name in ("bfloat16", "float32")
+    if not in_torch:
+        plain.clear()
+    for m in ms:
+        x = torch.randn(m, k).to(weight_format.activations)
+        yield Entry(
+            "linear",
+            f"{m} x {n} x {k}",
+            name,
+            Work(weight_format.nbytes(n, k), **{operand_type(weight_format): 2 * m * n * k}),
+            replayed([partial(linear, x, weight) for weight in packed]),
+            (lambda number, x=x: functional.linear(x, plain[number % count])) if in_torch else None,  # type: ignore[misc]
+        )

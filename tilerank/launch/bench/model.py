@@ -1,0 +1,196 @@
+"""`tilerank bench model`: prefill and decode of a model on its ranks, as shares of the machine's limit."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import statistics
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tilerank.loader.quantization_config import held_codes
+
+from ..errors import LaunchError
+from ..host.topology import read_topology
+from ..quantize import quantization_of
+from .cases import Case, add_case_arguments, cases_of, check_cases, prompts, timing_of
+from .chart import add_chart_argument, check_chart_argument, write_chart
+from .json_rows import add_json_argument, check_json_argument, write_json
+from .peaks import RateProbe, mean_rates, peaks_of
+from .rank_job import (
+    EngineJob,
+    add_engine_arguments,
+    add_model_arguments,
+    add_rank_arguments,
+    cores_of,
+    engine_dtype,
+    is_rank,
+    kv_dtype,
+    placement_of,
+    run_as_rank,
+    run_ranks,
+)
+from .report import OURS, loading_text, rows_of, table
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
+
+    from tilerank.runtime.engine import Engine, TokenEvent
+
+    from ..host.placement import Placement
+    from .cases import Timing
+    from .rank_job import RankMemory
+    from .report import Report
+
+WARM_UP_TOKENS = 64
+PROFILED_STEPS = 16
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_model_arguments(parser)
+    add_case_arguments(parser)
+    add_engine_arguments(parser)
+    add_json_argument(parser)
+    add_chart_argument(parser)
+    add_rank_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    if is_rank(args):
+        return run_as_rank(args, model_job(args))
+    check_json_argument(args)
+    check_chart_argument(args)
+    check_cases(args)
+    placement, cores = placement_of(args)
+    peaks = peaks_of(cores)
+    report = measure_model(args, args.argv)
+    rows = rows_of({OURS: report}, cases_of(args), args.model.name, peaks)
+    ranks = len(placement.ranks)
+    weights = report["quantization"] or report["dtype"]
+    cache = " with an int8 KV cache" if report["kv_cache_dtype"] == "int8" else ""
+    print(f"{args.model.name}: {weights}{cache} on {ranks} rank{'s' * (ranks > 1)}, {report['isa']}; {peaks.text()}")
+    for rank, reason in enumerate(report["placement"]):
+        print(f"  rank {rank}: {reason}")
+    print("\n".join([loading_text(report, peaks), "", *table(rows)]))
+    write_json(args, rows)
+    write_chart(args, rows)
+    return 0
+
+
+def measure_model(args: argparse.Namespace, argv: list[str]) -> Report:
+    """Start ranks with the command line `argv` and return their report."""
+    start = time.monotonic()
+    report: Report = run_ranks(args, argv)
+    return report | {"ready_s": report["ready_at"] - start}
+
+
+def model_job(args: argparse.Namespace) -> EngineJob:
+    """Return the job of the ranks: an engine whose cache fits every case."""
+    from tilerank.kernels.kv_pages import PAGE_TOKENS
+
+    # Plus one page for each sequence, since a sequence takes whole pages.
+    total = max(case.batch * (case.prompt_tokens + new_tokens_of(case) + PAGE_TOKENS) for case in cases_of(args))
+    return EngineJob(args, total_tokens=total, measure=lambda *context: _measure(args, *context))
+
+
+def new_tokens_of(case: Case) -> int:
+    """Return how many new tokens each sequence gets.
+
+    They suffice for `case.new_tokens` decode steps with all sequences after the last prompt is prefilled.
+    """
+    from tilerank.runtime.engine import PREFILL_CHUNK
+
+    return case.new_tokens + case.prefill_steps(PREFILL_CHUNK)
+
+
+def _measure(args: argparse.Namespace, engine: Engine, placement: Placement, ranks: list[RankMemory]) -> dict[str, Any]:
+    """Run every case `--repeat` times and return the report. Runs on rank 0.
+
+    A short version of each case warms up first, then the largest case, so that every page of the cache is resident:
+    otherwise the first prompts would include the time in which the kernel maps fresh memory.
+    """
+    from dataclasses import asdict, replace
+
+    from tilerank.kernels import core
+
+    from .work import model_work
+
+    ready, loaded_rss = time.monotonic(), [peak_rss(rank.pid) for rank in ranks]
+    cases = cases_of(args)
+    for case in cases:
+        _time(engine, Case(case.batch, min(case.prompt_tokens, WARM_UP_TOKENS), 2), seed=-1)
+    _time(engine, max(cases, key=lambda case: case.batch * (case.prompt_tokens + case.new_tokens)), seed=-1)
+    max_rss = [peak_rss(rank.pid) for rank in ranks]  # before the probe allocates the memory that it reads
+    dtype, quantization, cache_dtype = engine_dtype(args), quantization_of(args), kv_dtype(args)
+    work = model_work(engine.card, dtype, quantization, cache_dtype)
+    probe, one_token = RateProbe(cores_of(placement, read_topology())), work.prefill(1, 1)
+
+    def timed(case: Case, seed: int) -> Timing:
+        before = probe.measure(one_token)
+        timing = _time(engine, case, seed)
+        return replace(timing, rates=mean_rates(before, probe.measure(one_token)))
+
+    timings = [[timed(case, args.first_seed + i) for i in range(args.repeat)] for case in cases]
+    return {
+        "ready_at": ready,
+        "isa": core.isa(),
+        "dtype": str(dtype).removeprefix("torch."),
+        "quantization": held_codes(engine.card.quantization, quantization),
+        "kv_cache_dtype": str(cache_dtype).removeprefix("torch."),
+        "tp": len(placement.ranks),
+        "placement": [rank.reason for rank in placement.ranks],
+        "load_s": engine.worker.load_report.seconds,
+        "load_bytes": engine.worker.load_report.bytes_read,
+        "weight_bytes": [rank.weight_bytes for rank in ranks],
+        "loaded_rss": loaded_rss,
+        "peak_rss": max_rss,
+        "work": asdict(work),
+        "timings": [[asdict(timing) for timing in runs] for runs in timings],
+        "overhead_share": [_overhead_share(engine, case) for case in cases],
+    }
+
+
+def _time(engine: Engine, case: Case, seed: int) -> Timing:
+    return timing_of([(event.request, event.time_s) for event in _generate(engine, case, seed)], case)
+
+
+def _overhead_share(engine: Engine, case: Case) -> float | None:
+    """Return the share of a decode step that is spent outside of kernels: the median of up to `PROFILED_STEPS` steps.
+
+    None if steps are not recorded, since only recorded steps can be profiled.
+    """
+    shares: list[float] = []
+    engine.worker.start_profiling()
+    step_s, step_time, tokens = 0.0, -1.0, 0
+    events = _generate(engine, case, seed=-2)
+    start = time.monotonic()
+    for event in events:
+        if event.time_s != step_time:  # the first token of a step; the others come out of the same step
+            step_s, step_time, tokens = time.monotonic() - start, event.time_s, 0
+        tokens += 1
+        if tokens == case.batch:
+            profile = engine.worker.profile()
+            if profile is not None:
+                shares.append(1 - sum(seconds for _, seconds in profile.entries) / step_s)
+        if len(shares) == PROFILED_STEPS:
+            break
+        start = time.monotonic()
+    events.close()
+    return statistics.median(shares) if shares else None
+
+
+def _generate(engine: Engine, case: Case, seed: int) -> Generator[TokenEvent]:
+    from tilerank.runtime.engine import Request
+    from tilerank.runtime.sampling import SamplingParams
+
+    params = SamplingParams(max_new_tokens=new_tokens_of(case), ignore_eos=True)
+    return engine.generate([Request(ids, params) for ids in prompts(case, engine.card.vocab_size, seed)])
+
+
+def peak_rss(pid: int) -> int:
+    """Return the peak resident size of a process of this host, in bytes."""
+    found = re.search(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
+    if found is None:
+        raise LaunchError(f"/proc/{pid}/status: expected VmHWM, the peak resident size, found none")
+    return int(found[1]) * 1024

@@ -1,0 +1,337 @@
+"""`tilerank bench serve`: a server under load over HTTP, against its engine alone.
+
+The same prompts go to an engine, as token ids in one batch, and then, as text, to `tilerank serve` on loopback with the
+same options. The difference is the cost of HTTP: parsing, tokenising, sockets, events, and the CPU time that these take
+from the ranks. The first token is timed when its event arrives; tokens are counted by the server's `usage`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import http.client
+import json
+import os
+import random
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import IO, TYPE_CHECKING, Any
+
+from tilerank.loader.tokenizer import Tokenizer
+
+from ..errors import LaunchError
+from ..process import die_with
+from ..start import whole_number
+from .json_rows import add_json_argument, check_json_argument, write_json
+from .rank_job import (
+    EngineJob,
+    add_engine_arguments,
+    add_model_arguments,
+    add_rank_arguments,
+    is_rank,
+    model_card,
+    run_as_rank,
+    run_ranks,
+)
+
+if TYPE_CHECKING:
+    from tilerank.runtime.engine import Engine
+
+    from ..host.placement import Placement
+    from .rank_job import RankMemory
+
+TITLES = {
+    "first_token_s": "first token, one stream",
+    "one_tokens_per_s": "tokens/s, one stream",
+    "all_tokens_per_s": "tokens/s, all streams",
+    "new_prefix_s": "first token, new prefix",
+    "same_prefix_s": "first token, cached prefix",
+}
+READY = re.compile(rb" is served at http://[^/]*:(\d+)/v1")
+SUFFIX_TOKENS = 24  # of a prompt, after the prefix that two prompts share
+SHUTDOWN_S = 60.0
+
+
+@dataclass(frozen=True)
+class Completion:
+    """The timing of one completion: seconds from the submission of its batch to its first and its last token."""
+
+    first_s: float
+    last_s: float
+    tokens: int
+
+
+Complete = Callable[[Sequence[str], int], list[Completion]]
+"""Completes a batch of prompts at the same time, with a number of new tokens each."""
+
+Metrics = dict[str, float]
+"""Values by the keys of `TITLES`."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_model_arguments(parser)
+    _add_load_arguments(parser)
+    add_engine_arguments(parser)
+    add_rank_arguments(parser)
+
+
+def _add_load_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options that `serve` does not have."""
+    positive = whole_number(1)
+    parser.add_argument("--streams", type=positive, default=16, metavar="N", help="concurrent requests (default: 16)")
+    parser.add_argument(
+        "--prompt-tokens", type=positive, default=128, metavar="N", help="length of a prompt (default: 128)"
+    )
+    parser.add_argument(
+        "--new-tokens", type=whole_number(2), default=64, metavar="N", help="new tokens of a request (default: 64)"
+    )
+    parser.add_argument(
+        "--prefix-tokens", type=positive, default=1000, metavar="N", help="length of a shared prefix (default: 1000)"
+    )
+    parser.add_argument(
+        "--repeat", type=positive, default=3, metavar="N", help="runs, of which the median is used (default: 3)"
+    )
+    add_json_argument(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    if is_rank(args):
+        return run_as_rank(args, _job(args))
+    check_json_argument(args)
+    _check_length(args)
+    offline = run_ranks(args, args.argv)
+    load_parser = argparse.ArgumentParser(add_help=False)
+    _add_load_arguments(load_parser)
+    _, serve_argv = load_parser.parse_known_args(args.argv[2:])  # without `bench serve`
+    with _server([*serve_argv, "--max-total-tokens", str(cache_tokens(args))]) as port, asyncio.Runner() as runner:
+        client = Client(port, runner)
+        over_http = measure(client.complete, args)
+        cpu_s = client.cpu_s_per_token
+    rows = rows_of(offline, over_http)
+    print(f"{args.model.name}: prompts of {args.prompt_tokens} tokens, {args.new_tokens} new tokens each, greedy")
+    print("\n".join(table(rows)))
+    print(
+        f"first token after {args.prefix_tokens} cached prefix tokens: "
+        f"{same_prefix_share(over_http):.1%} of the time without the cache"
+    )
+    print(f"CPU time of the measuring client: {1e6 * cpu_s:.0f} us per token")
+    write_json(args, {"rows": rows, "same_prefix_share": same_prefix_share(over_http), "client_cpu_s_a_token": cpu_s})
+    return 0
+
+
+def measure(complete: Complete, args: argparse.Namespace) -> Metrics:
+    """Return the medians of `--repeat` runs, after a warm-up that touches all code and all memory of the cache."""
+    _measure_once(complete, args, seed=-1)
+    runs = [_measure_once(complete, args, seed) for seed in range(args.repeat)]
+    return {name: statistics.median(run[name] for run in runs) for name in runs[0]}
+
+
+def _measure_once(complete: Complete, args: argparse.Namespace, seed: int) -> Metrics:
+    """Measure each metric once.
+
+    Times to first token are of completions of one token: a longer stream holds text back until it cannot change, which
+    may take a second token.
+    """
+    rng = random.Random(seed)
+    [first] = complete(prompts(rng, 1, args.prompt_tokens), 1)
+    [one] = complete(prompts(rng, 1, args.prompt_tokens), args.new_tokens)
+    many = complete(prompts(rng, args.streams, args.prompt_tokens), args.new_tokens)
+    [prefix] = prompts(rng, 1, args.prefix_tokens)
+    new, cached = (complete([f"{prefix} {suffix}"], 1)[0] for suffix in prompts(rng, 2, SUFFIX_TOKENS))
+    return {
+        "first_token_s": first.first_s,
+        "one_tokens_per_s": one.tokens / one.last_s,
+        "all_tokens_per_s": sum(one.tokens for one in many) / max(one.last_s for one in many),
+        "new_prefix_s": new.first_s,
+        "same_prefix_s": cached.first_s,
+    }
+
+
+def prompts(rng: random.Random, count: int, tokens: int) -> list[str]:
+    """Return `count` prompts of `tokens` random letters; a space and a letter are one token in common vocabularies."""
+    return [" ".join(rng.choices("abcdefghijklmnopqrstuvwxyz", k=tokens)) for _ in range(count)]
+
+
+def rows_of(offline: Metrics, over_http: Metrics) -> list[dict[str, Any]]:
+    return [
+        {"what": name, "offline": offline[name], "http": over_http[name], "ratio": over_http[name] / offline[name]}
+        for name in offline
+    ]
+
+
+def same_prefix_share(metrics: Metrics) -> float:
+    return metrics["same_prefix_s"] / metrics["new_prefix_s"]
+
+
+def table(rows: Sequence[dict[str, Any]]) -> list[str]:
+    lines = [f"{'':<36}{'offline':>12}{'HTTP':>12}{'HTTP vs offline':>20}"]
+    for row in rows:
+        title, offline, http = TITLES[row["what"]], row["offline"], row["http"]
+        if row["what"].endswith("_per_s"):
+            lines.append(f"{title:<36}{offline:>12.1f}{http:>12.1f}{row['ratio']:>19.3f}x")
+        else:
+            added = 1e3 * (http - offline)
+            lines.append(f"{title:<36}{1e3 * offline:>9.1f} ms{1e3 * http:>9.1f} ms{added:>+17.1f} ms")
+    return lines
+
+
+def _check_length(args: argparse.Namespace) -> None:
+    longest = max(args.prompt_tokens + args.new_tokens, args.prefix_tokens + SUFFIX_TOKENS + 1)
+    limit = model_card(args.model).context_length
+    if longest > limit:
+        raise LaunchError(
+            f"--prompt-tokens, --new-tokens and --prefix-tokens: expected at most {limit} positions, found {longest}"
+        )
+
+
+def cache_tokens(args: argparse.Namespace) -> int:
+    """Return the size of the cache in both measurements: the most that the requests of a run need at a time.
+
+    A larger one would have pages that the warm-up has not touched, and their page faults cost more than the differences
+    measured here.
+    """
+    page = 32  # kernels/kv_pages.py: PAGE_TOKENS; importing it would import torch
+    sequences = (args.streams, args.prompt_tokens + args.new_tokens), (2, args.prefix_tokens + SUFFIX_TOKENS)
+    return int(max(count * (tokens + 2 * page) for count, tokens in sequences))
+
+
+def _job(args: argparse.Namespace) -> EngineJob:
+    def offline(engine: Engine, placement: Placement, ranks: list[RankMemory]) -> Metrics:
+        return measure(_complete_with(engine, Tokenizer(args.model)), args)
+
+    return EngineJob(args, total_tokens=cache_tokens(args), measure=offline)
+
+
+def _complete_with(engine: Engine, tokenizer: Tokenizer) -> Complete:
+    """Return a function that completes prompts with the engine, without a server. Runs on rank 0."""
+    from tilerank.runtime.engine import Request
+    from tilerank.runtime.sampling import SamplingParams
+
+    def complete(texts: Sequence[str], new_tokens: int) -> list[Completion]:
+        params = SamplingParams(max_new_tokens=new_tokens, ignore_eos=True)
+        times: list[list[float]] = [[] for _ in texts]
+        for event in engine.generate([Request(tokenizer.encode(text), params) for text in texts]):
+            times[event.request].append(event.time_s)
+        return [Completion(seconds[0], seconds[-1], len(seconds)) for seconds in times]
+
+    return complete
+
+
+@contextlib.contextmanager
+def _server(argv: Sequence[str]) -> Iterator[int]:
+    """Run `tilerank serve` with the options `argv` and yield its port once it is healthy.
+
+    If it ends before it is ready, its stderr has the reason, and this raises SystemExit with its status.
+    """
+    command = [sys.executable, "-P", "-m", "tilerank", "serve", *argv, "--port", "0"]
+    ends_with_us = partial(die_with, os.getpid())
+    with subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, preexec_fn=ends_with_us
+    ) as process:
+        assert process.stderr is not None
+        try:
+            for line in process.stderr:
+                if ready := READY.search(line):
+                    break
+                sys.stderr.buffer.write(line)
+            else:
+                raise SystemExit(process.wait() or 1)
+            threading.Thread(target=_relay, args=[process.stderr], daemon=True).start()
+            port = int(ready[1])
+            while not _healthy(port) and process.poll() is None:
+                time.sleep(0.02)
+            yield port
+            process.send_signal(signal.SIGTERM)
+            process.wait(SHUTDOWN_S)
+        finally:
+            process.kill()
+
+
+def _healthy(port: int) -> bool:
+    with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port)) as connection:
+        connection.request("GET", "/health")
+        return connection.getresponse().status == 200
+
+
+def _relay(lines: IO[bytes]) -> None:
+    for line in lines:
+        sys.stderr.buffer.write(line)
+        sys.stderr.buffer.flush()
+
+
+class Client:
+    """Streams completions over one connection each.
+
+    It parses as little of the responses as possible, since it runs on the cores that it measures.
+    """
+
+    def __init__(self, port: int, runner: asyncio.Runner) -> None:
+        self._port = port
+        self._runner = runner
+        self._cpu_s = 0.0
+        self._tokens = 0
+
+    @property
+    def cpu_s_per_token(self) -> float:
+        """CPU seconds of this client per token of all completions."""
+        return self._cpu_s / self._tokens
+
+    def complete(self, texts: Sequence[str], new_tokens: int) -> list[Completion]:
+        start = time.process_time()
+        completions = self._runner.run(self._complete(texts, new_tokens))
+        self._cpu_s += time.process_time() - start
+        self._tokens += sum(completion.tokens for completion in completions)
+        return completions
+
+    async def _complete(self, texts: Sequence[str], new_tokens: int) -> list[Completion]:
+        connections = [await asyncio.open_connection("127.0.0.1", self._port) for _ in texts]
+        requests = [_request(text, new_tokens) for text in texts]
+        start = time.monotonic()
+        return await asyncio.gather(
+            *(_stream(*connection, request, start) for connection, request in zip(connections, requests, strict=True))
+        )
+
+
+def _request(text: str, new_tokens: int) -> bytes:
+    body = json.dumps(
+        {
+            "prompt": text,
+            "max_tokens": new_tokens,
+            "temperature": 0,
+            "repetition_penalty": 1,  # as offline; the model's generation_config.json may have another default
+            "ignore_eos": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+    ).encode()
+    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: {}\r\n\r\n"
+    return head.format(len(body)).encode() + body
+
+
+async def _stream(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, request: bytes, start: float
+) -> Completion:
+    """Send a request and time its stream. LaunchError if the stream is incomplete."""
+    writer.write(request)
+    received = bytearray()
+    first = last = None
+    while chunk := await reader.read(1 << 16):
+        last = time.monotonic()
+        received += chunk
+        if first is None and b"data: " in received:
+            first = last
+    writer.close()
+    usage = re.search(rb'"completion_tokens":(\d+)', received)
+    if first is None or last is None or usage is None or b"data: [DONE]" not in received:
+        tail = received[-300:].decode(errors="replace")
+        raise LaunchError(f"the server's response: expected a complete stream, found one that ends in {tail!r}")
+    return Completion(first - start, last - start, int(usage[1]))

@@ -1,0 +1,77 @@
+"""What a model has to read and compute at least for some tokens: the numerators of every share of a peak."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from tilerank.parallel.cost import Cost, Work
+
+from ..errors import LaunchError
+
+if TYPE_CHECKING:
+    import torch
+
+    from tilerank.loader.card import ModelCard
+    from tilerank.loader.quantization_config import Quantization
+
+
+@dataclass(frozen=True)
+class ModelWork:
+    """The cost of a whole model, without padding for ranks.
+
+    body: of every token, up to its keys and values of the last layer. end: the rest of the last layer and the head,
+    for tokens whose logits are used: the last one of a prompt and every one after it. cached: bytes of the keys and
+    values of one token in all layers.
+    """
+
+    body: Cost
+    end: Cost
+    cached: int
+
+    @property
+    def weights(self) -> int:
+        """Bytes that every step reads: all weights except experts and the embedding table, which is looked up."""
+        return self.body.read + self.end.read
+
+    def prefill(self, batch: int, tokens: int) -> Work:
+        """`batch` prompts of `tokens` tokens each, up to the logits of their last tokens. Weights are read once."""
+        pairs = tokens * (tokens + 1) // 2
+        body = self.body.work(batch * tokens, batch * pairs)
+        return self._reading(batch * tokens) + body + self.end.work(batch, batch * tokens)
+
+    def decode(self, batch: int, context: float) -> Work:
+        """One step of `batch` sequences that hold `context` tokens each, the new one included."""
+        pairs = batch * context
+        return self._reading(pairs) + self.body.work(batch, pairs) + self.end.work(batch, pairs)
+
+    def _reading(self, tokens: float) -> Work:
+        """Reading the weights once, and what is cached of `tokens` tokens."""
+        return Work(self.weights + self.cached * tokens)
+
+
+def model_work(
+    card: ModelCard,
+    dtype: torch.dtype,
+    quantization: Quantization | None = None,
+    kv_dtype: torch.dtype | None = None,
+) -> ModelWork:
+    """Return the cost of our own model on one rank; nothing is allocated.
+
+    Raises LaunchError if the model has a cache whose cost for each token is not defined.
+    """
+    from tilerank.loader.weight_formats import weight_formats
+    from tilerank.parallel.sharding import Sharding
+    from tilerank.runtime.cache import PagedKV, bytes_per_token
+    from tilerank.runtime.registry import build_model
+
+    formats = weight_formats(card.quantization, dtype, quantization)
+    model = build_model(card, Sharding(0, 1, dtype, None, formats=formats, kv_dtype=kv_dtype))
+    specs = model.cache_specs()
+    for spec in specs:
+        if not isinstance(spec, PagedKV):
+            raise LaunchError(
+                f"cannot count the work of a {type(spec).__name__} cache; expected layers with a PagedKV cache"
+            )
+    body = model.cost_without_logits()
+    return ModelWork(body, model.cost() - body, bytes_per_token(specs))

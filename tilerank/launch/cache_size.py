@@ -1,0 +1,116 @@
+"""The size of the KV cache: as many tokens as --mem-fraction-static leaves room for beside the weights."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from .host.cgroup import Limits
+from .plan_types import NodeShare
+from .start import whole_number
+from .text import size
+
+if TYPE_CHECKING:
+    from tilerank.parallel.group import Group
+
+DEFAULT_FRACTION = 0.8
+
+
+def add_arguments(parser: argparse._ActionsContainer, *option: str, low: int = 1) -> None:
+    """Add the options of the cache's size. option: further names of --max-total-tokens; low: its minimum."""
+    parser.add_argument(
+        "--mem-fraction-static",
+        type=_fraction,
+        default=DEFAULT_FRACTION,
+        metavar="F",
+        help="share of each node's memory, and of the control group's limit, that weights and KV cache may take "
+        f"together (default: {DEFAULT_FRACTION})",
+    )
+    parser.add_argument(
+        "--max-total-tokens",
+        *option,
+        type=whole_number(low),
+        metavar="N",
+        help="tokens in the KV cache, of all requests together (default: as many as there is room for)",
+    )
+
+
+def _fraction(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value <= 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a share of the memory; expected above 0, at most 1")
+    return value
+
+
+@dataclass(frozen=True)
+class CacheSize:
+    """The size of the KV cache in tokens, and the limit that it follows from, as a sentence."""
+
+    tokens: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Demand:
+    """What the ranks of a host hold, in bytes. form: the format of their weights."""
+
+    form: str
+    weights: int
+    cache_per_token: int
+    overhead: int
+
+
+def largest(
+    demand: Demand,
+    nodes: Sequence[NodeShare],
+    limits: Limits,
+    fraction: float,
+    *,
+    replicas: int,
+    requests: int,
+    context: int,
+) -> CacheSize:
+    """Return the largest cache that fits everywhere, in whole pages; 0 tokens if there is no room for a page.
+
+    Weights and cache may take `fraction` of a node's memory, and of each replica's part of the control group's limit,
+    and no more than is free. More than `requests` requests of `context` tokens never run at a time.
+    """
+    from tilerank.kernels.kv_pages import PAGE_TOKENS
+
+    found = [CacheSize(requests * context, f"{requests} requests of {context:,} tokens, no more run at a time")]
+    for node in nodes:
+        if node.cache_per_token:
+            held = Demand(demand.form, node.weights, math.ceil(node.cache_per_token), node.overhead)
+            found += _limits(f"node {node.node}", held, node.total, node.free, fraction)
+    group, available = limits.memory_limit, limits.memory_available
+    if group is not None and available is not None and demand.cache_per_token:
+        found += _limits("the control group", demand, group // replicas, available, fraction)
+    tightest = min(found, key=lambda limit: limit.tokens)
+    return CacheSize(max(0, tightest.tokens // PAGE_TOKENS * PAGE_TOKENS), tightest.reason)
+
+
+def _limits(where: str, held: Demand, total: int, free: int, fraction: float) -> Iterator[CacheSize]:
+    weights, each = f"{size(held.weights)} of {held.form} weights", f"at {size(held.cache_per_token)} a token"
+    share = int(fraction * total)
+    yield CacheSize(
+        (share - held.weights) // held.cache_per_token,
+        f"{where}: --mem-fraction-static {fraction:g} of {size(total)} is {size(share)}, less {weights}, {each}",
+    )
+    yield CacheSize(
+        (free - held.weights - held.overhead) // held.cache_per_token,
+        f"{where}: {size(free)} free, less {weights} and {size(held.overhead)} for the processes, {each}",
+    )
+
+
+def agreed(group: Group, tokens: int | None) -> int:
+    """Return the smallest `tokens` of all hosts. All ranks call this; one rank of each host gives a number."""
+    import torch
+
+    room = torch.tensor([torch.iinfo(torch.int64).max if tokens is None else tokens])
+    return int(group.all_gather(room).min())

@@ -1,0 +1,337 @@
+"""`tilerank generate`: prompts in, text out, on ranks that this command starts or that another launcher started."""
+
+import argparse
+import logging
+import os
+import secrets
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from tilerank.loader.card import ModelCard, read_card
+from tilerank.loader.errors import ConfigError
+from tilerank.loader.tokenizer import Tokenizer, TokenStream
+
+from . import cache_size, prompts, quantize, start
+from .errors import LaunchError
+from .host.cpulist import format_cpulist
+from .host.placement import Placement, RankPlacement
+from .host.topology import read_topology
+from .logs import say
+from .plan_text import cache_text
+from .quantize import quantization_of, resolve_dtype, resolve_kv_dtype
+from .rank import run_rank
+from .rendezvous import identify
+from .start import whole_number
+
+if TYPE_CHECKING:
+    from tilerank.parallel.join import Team
+    from tilerank.runtime.engine import TokenEvent
+    from tilerank.runtime.sampling import SamplingParams
+    from tilerank.runtime.worker import Worker
+
+    from .plan_types import Plan
+
+log = logging.getLogger(__name__)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    prompts.add_arguments(parser)
+    sampling = parser.add_argument_group("sampling")
+    sampling.add_argument("--max-new-tokens", type=whole_number(1), default=128, metavar="N")
+    sampling.add_argument(
+        "--temperature", type=_number(0.0, 1e6), default=0.0, metavar="T", help="0: most likely token"
+    )
+    sampling.add_argument("--top-k", type=whole_number(0), default=0, metavar="K", help="0: all tokens")
+    sampling.add_argument("--top-p", type=_number(0.0, 1.0), default=1.0, metavar="P")
+    sampling.add_argument(
+        "--seed", type=whole_number(0, 2**64 - 1), metavar="N", help="for the same text again (default: random)"
+    )
+    sampling.add_argument("--ignore-eos", action="store_true", help="go on after the end of the text")
+    sampling.add_argument(
+        "--logprobs", type=whole_number(1, 100), metavar="N", help="with --json: the N most likely tokens at every step"
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON line for each prompt")
+    add_model_arguments(parser)
+
+
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """Which model, how it is held, and on which ranks."""
+    parser.add_argument("model", nargs="?", type=Path, metavar="MODEL_DIR", help="a Hugging Face model directory")
+    parser.add_argument("--model-path", type=Path, metavar="MODEL_DIR", help="the same as an option")
+    model = parser.add_argument_group("model")
+    model.add_argument(
+        "--dtype", choices=("auto", "bfloat16", "float32"), default="auto", help="auto: the checkpoint's"
+    )
+    quantize.add_arguments(model)
+    model.add_argument(
+        "--strategy",
+        choices=("auto", "pad", "split"),
+        default="auto",
+        help="heads that do not divide: padded, split unevenly, or whichever reads fewer bytes",
+    )
+    model.add_argument(
+        "--context-length", "--max-model-len", type=whole_number(2), metavar="N", help="tokens of a request"
+    )
+    cache_size.add_arguments(model)
+    start.add_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    start.check_arguments(args)
+    if args.logprobs and not args.json:
+        raise LaunchError("--logprobs needs --json")
+    job = GenerateJob(args)
+    identity = identify(os.environ)
+    if start.ours_to_start(args, identity):
+        job.prepare()
+        return start.start_ranks(args, identity)
+    return run_rank(identity, args, job)
+
+
+class GenerateJob:
+    """What `generate` does on its ranks; `prepare` also runs in the command itself, before any rank is started."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self._args = args
+        self._model_dir = model_directory(args)
+        self._plan: Plan | None = None  # on the first rank of each host
+
+    def prepare(self) -> None:
+        card = read_card_without_torch(self._model_dir)
+        quantize.check(self._args, card)
+        self._tokenizer = Tokenizer(self._model_dir)
+        self._prompt_ids = prompts.encode(prompts.read_prompts(self._args), self._args, self._tokenizer, card)
+
+    def memory_refusal(self, size: int, here: range, placement: Placement) -> str | None:
+        from tilerank.runtime import registry
+
+        from .plan import plan_model
+
+        args = self._args
+        self._plan = plan_model(
+            self._card(registry.read_supported_card(self._model_dir)),
+            size,
+            model=str(self._model_dir),
+            topology=read_topology(),
+            placement=placement,
+            strategy=args.strategy,
+            dtype=args.dtype,
+            quantization=quantization_of(args),
+            kv_cache_dtype=args.kv_cache_dtype,
+            cached_tokens=args.max_total_tokens,
+            mem_fraction=args.mem_fraction_static,
+            here=here,
+        )
+        return self._plan.refusal()
+
+    def build(self, team: "Team", own: RankPlacement) -> "Worker":
+        from tilerank.runtime.cache import expected_tokens
+        from tilerank.runtime.worker import Worker
+
+        args, quantization = self._args, quantization_of(self._args)
+        card = read_card(self._model_dir)
+        dtype = resolve_dtype(card, args.dtype, quantization)
+        tokens = cache_size.agreed(team.group, self._plan.cached_tokens if self._plan else None)
+        if team.group.rank == 0 and self._plan:
+            log.info("%s", cache_text(self._plan))
+            if tokens < self._plan.cached_tokens:
+                log.info("another host has room for %s tokens only: that holds for all", f"{tokens:,}")
+        return Worker(
+            self._model_dir,
+            team,
+            dtype=dtype,
+            quantization=quantization,
+            kv_dtype=resolve_kv_dtype(args.kv_cache_dtype, dtype),
+            strategy=args.strategy,
+            context_length=args.context_length,
+            max_total_tokens=tokens,
+            cached_tokens=args.max_total_tokens or expected_tokens(self._card(card).context_length),
+        )
+
+    def _card(self, card: ModelCard) -> ModelCard:
+        return replace(card, context_length=prompts.context_length(self._args, card))
+
+    def lead(self, worker: "Worker", size: int, placement: Placement) -> None:
+        from tilerank.kernels import core
+        from tilerank.runtime.engine import Engine, Request
+
+        answers = [Answer(ids, self._tokenizer.stream()) for ids in self._prompt_ids]
+        output = JsonLines(answers, bool(self._args.logprobs)) if self._args.json else Text(answers)
+        for event in Engine(worker).generate([Request(ids, self._sampling()) for ids in self._prompt_ids]):
+            answers[event.request].take(event)
+            output.show()
+        say(summary(answers, size, placement, core.isa()))
+
+    def _sampling(self) -> "SamplingParams":
+        from tilerank.runtime.sampling import SamplingParams
+
+        args = self._args
+        return SamplingParams(
+            max_new_tokens=args.max_new_tokens,
+            temperature=args.temperature,
+            top_k=args.top_k,
+            top_p=args.top_p,
+            seed=secrets.randbits(63) if args.seed is None else args.seed,
+            ignore_eos=args.ignore_eos,
+            logprobs=args.logprobs or 0,
+        )
+
+
+class Answer:
+    """What one prompt has got so far, and when."""
+
+    def __init__(self, prompt_ids: list[int], stream: TokenStream) -> None:
+        self.prompt_ids = prompt_ids
+        self.token_ids: list[int] = []
+        self.logprobs: list[tuple[tuple[int, float], ...]] = []
+        self.text = ""
+        self.finish_reason: str | None = None
+        self.times_s: list[float] = []  # of every token, since all prompts were handed to the engine
+        self._stream = stream
+
+    def take(self, event: "TokenEvent") -> None:
+        self.times_s.append(event.time_s)
+        self.token_ids.append(event.token_id)
+        self.text += self._stream.push(event.token_id)
+        if event.logprobs is not None:
+            self.logprobs.append(event.logprobs.top)
+        if event.finish_reason is not None:
+            self.finish_reason = event.finish_reason
+            self.text += self._stream.flush()
+
+    @property
+    def ttft_s(self) -> float:
+        return self.times_s[0]
+
+    @property
+    def decode_tokens_per_s(self) -> float | None:
+        """After the first token, which the prompt's own computation yields; None if there was no other."""
+        elapsed = self.times_s[-1] - self.times_s[0]
+        return (len(self.token_ids) - 1) / elapsed if elapsed > 0 else None
+
+
+class Text:
+    """Answers for a reader: one prompt's text as it comes, several prompts' as each is done, in order."""
+
+    def __init__(self, answers: list[Answer]) -> None:
+        self._answers = answers
+        self._shown = 0  # characters of the only answer, or answers
+
+    def show(self) -> None:
+        if len(self._answers) == 1:
+            answer = self._answers[0]
+            end = "" if answer.finish_reason is None else "\n"
+            _write_text(answer.text[self._shown :] + end)
+            self._shown = len(answer.text)
+            return
+        while self._shown < len(self._answers) and self._answers[self._shown].finish_reason is not None:
+            _write_text(f"[{self._shown + 1}] {self._answers[self._shown].text}\n")
+            self._shown += 1
+
+
+class JsonLines:
+    """Answers for a program: one line for each prompt, in order."""
+
+    def __init__(self, answers: list[Answer], logprobs: bool) -> None:
+        self._answers = answers
+        self._logprobs = logprobs
+        self._shown = 0
+
+    def show(self) -> None:
+        while self._shown < len(self._answers) and self._answers[self._shown].finish_reason is not None:
+            answer = self._answers[self._shown]
+            line: dict[str, Any] = {
+                "prompt_token_ids": answer.prompt_ids,
+                "token_ids": answer.token_ids,
+                "text": answer.text,
+                "finish_reason": answer.finish_reason,
+                "ttft_s": answer.ttft_s,
+                "decode_tokens_per_s": answer.decode_tokens_per_s,
+            }
+            if self._logprobs:
+                line["logprobs"] = answer.logprobs
+            _write(msgspec.json.encode(line) + b"\n")
+            self._shown += 1
+
+
+def summary(answers: list[Answer], size: int, placement: Placement, isa: str) -> str:
+    """How it went and on what: a few lines for stderr."""
+    tokens = sum(len(answer.token_ids) for answer in answers)
+    first = min(answer.ttft_s for answer in answers)
+    elapsed = max(answer.times_s[-1] for answer in answers) - first
+    later = tokens - len(answers)
+    speed = f", then {later / elapsed:.1f} tokens/s" if later > 0 and elapsed > 0 else ""
+    here = len(placement.ranks)
+    lines = [f"{_count(tokens, 'token')} from {_count(size, 'rank')} on {isa}: the first after {first:.3f} s{speed}"]
+    for rank in placement.ranks:
+        where = f": CPUs {format_cpulist(rank.affinity)}" if rank.affinity else ""
+        lines.append(f"  rank {rank.rank}: {rank.reason}{where}")
+    if here < size:
+        lines.append(f"  {_count(size - here, 'rank')} on other hosts")
+    return "\n".join(lines)
+
+
+def read_card_without_torch(model_dir: Path) -> ModelCard:
+    """Return the model's card. torch is imported only to find out whether a card that is wrong is of a known family,
+    since a family that is unknown is named before the fields that it spells otherwise."""
+    try:
+        return read_card(model_dir)
+    except ConfigError:
+        from tilerank.runtime.registry import read_supported_card
+
+        return read_supported_card(model_dir)
+
+
+def model_directory(args: argparse.Namespace) -> Path:
+    """MODEL_DIR or --model-path. LaunchError unless it is one directory."""
+    given = [path for path in (args.model, args.model_path) if path is not None]
+    if not given:
+        raise LaunchError("no model given: tilerank generate MODEL_DIR --prompt TEXT")
+    if len(set(given)) > 1:
+        raise LaunchError(f"two models given: {given[0]} and --model-path {given[1]}")
+    if not given[0].is_dir():
+        raise LaunchError(
+            f"{given[0]} is not a directory; a model is a local Hugging Face directory with a config.json"
+        )
+    return Path(given[0])
+
+
+def _write_text(text: str) -> None:
+    """In the terminal's encoding; what that cannot show is escaped."""
+    _write(text.encode(sys.stdout.encoding if sys.stdout else "utf-8", "backslashreplace"))
+
+
+def _write(data: bytes) -> None:
+    if sys.stdout is None:  # closed from the start: nobody wants it
+        return
+    try:
+        sys.stdout.buffer.write(data)
+        sys.stdout.buffer.flush()
+    except BrokenPipeError as e:
+        raise LaunchError("whoever read the output is gone") from e
+    except OSError as e:
+        raise LaunchError(f"the output cannot be written: {e.strerror}") from e
+
+
+def _count(n: int, what: str) -> str:
+    return f"{n} {what}" if n == 1 else f"{n} {what}s"
+
+
+def _number(low: float, high: float) -> Callable[[str], float]:
+    """An argparse type: a number from `low` to `high`."""
+
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = float("nan")
+        if not low <= value <= high:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a number from {low:g} to {high:g}")
+        return value
+
+    return parse

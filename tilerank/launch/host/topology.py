@@ -1,0 +1,180 @@
+"""The machine as a rank sees it: packages, NUMA nodes, cores, and the part of them that this process may use.
+
+Read from sysfs and proc below an injectable root, with the standard library alone. What may be used is the control
+group's cpuset, not the affinity mask that a foreign launcher left: mpirun binds to one core by default, and a process
+may widen its own mask again.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from ..errors import LaunchError
+from .cgroup import Limits, read_limits
+from .cpulist import format_cpulist, parse_cpulist, read_cpulist, read_int, read_text
+
+
+@dataclass(frozen=True)
+class Core:
+    """A physical core: its online hardware threads (logical CPU numbers, lowest first) and where it is."""
+
+    threads: tuple[int, ...]
+    node: int
+    package: int
+
+
+@dataclass(frozen=True)
+class Node:
+    """A NUMA node. `package` is None for one without CPUs (CXL, HBM); `memory_total` is 0 for one without memory."""
+
+    id: int
+    package: int | None
+    cpus: tuple[int, ...]  # online
+    memory_total: int  # bytes
+    memory_free: int  # bytes: free pages and page cache that can be dropped
+    distances: Mapping[int, int] = field(default_factory=dict)  # node id -> distance, 10 is local
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Everything that `placement.place` needs to know, and `doctor` prints."""
+
+    nodes: tuple[Node, ...]
+    cores: tuple[Core, ...]  # online, ordered by package, node, first thread
+    offline: tuple[int, ...]
+    isolated: tuple[int, ...]  # isolcpus=: left alone unless asked for
+    allowed_cpus: tuple[int, ...]  # online and in the cgroup's cpuset
+    allowed_mems: tuple[int, ...]  # nodes with memory that the cpuset lets us use
+    inherited_cpus: tuple[int, ...]  # the affinity mask this process was started with
+    limits: Limits
+
+    @property
+    def online(self) -> tuple[int, ...]:
+        return tuple(sorted(cpu for core in self.cores for cpu in core.threads))
+
+    @property
+    def packages(self) -> tuple[int, ...]:
+        return tuple(sorted({core.package for core in self.cores}))
+
+    @property
+    def nodes_per_package(self) -> int:
+        """1 without sub-NUMA clustering, 2 or 3 with SNC2 or SNC3."""
+        return max(len({c.node for c in self.cores if c.package == p}) for p in self.packages)
+
+    def node(self, node_id: int) -> Node:
+        return next(node for node in self.nodes if node.id == node_id)
+
+    def nearest_memory(self, node_id: int) -> int:
+        """The allowed node with memory that is nearest to a node, itself if possible; the lower id among equals."""
+        distances = self.node(node_id).distances
+        return min(self.allowed_mems, key=lambda m: (m != node_id, distances.get(m, 255), m))
+
+    def usable_cores(self, *, isolated: bool = False) -> tuple[Core, ...]:
+        """The cores cut down to their allowed threads; isolated ones only if asked for."""
+        allowed = set(self.allowed_cpus) - (set() if isolated else set(self.isolated))
+        found = []
+        for core in self.cores:
+            threads = tuple(cpu for cpu in core.threads if cpu in allowed)
+            if threads:
+                found.append(Core(threads, core.node, core.package))
+        return tuple(found)
+
+
+def read_topology(root: Path = Path("/")) -> Topology:
+    """Reads the machine below `root`. LaunchError if no CPU or no memory node may be used."""
+    system = root / "sys/devices/system"
+    status = _status(root)
+    inherited = parse_cpulist(status.get("Cpus_allowed_list", ""))
+    online = read_cpulist(system / "cpu/online") or inherited
+    nodes = _nodes(root, system, online)
+    limits = read_limits(root)
+    allowed = _restrict(online, limits.cpus)
+    if not allowed:
+        raise LaunchError(f"no usable CPU: online are {format_cpulist(online)}, the cpuset has {_text(limits.cpus)}")
+    with_memory = [node.id for node in nodes if node.memory_total]
+    own_mems = status.get("Mems_allowed_list")
+    mems = _restrict(_restrict(with_memory, limits.mems), parse_cpulist(own_mems) if own_mems else None)
+    if not mems:
+        found = f"memory is on nodes {format_cpulist(with_memory)}, the cpuset has {_text(limits.mems)}"
+        raise LaunchError(f"no usable memory node: {found}")
+    return Topology(
+        nodes=nodes,
+        cores=_cores(system, online, nodes),
+        offline=read_cpulist(system / "cpu/offline") or (),
+        isolated=read_cpulist(system / "cpu/isolated") or (),
+        allowed_cpus=allowed,
+        allowed_mems=mems,
+        inherited_cpus=inherited or online,
+        limits=limits,
+    )
+
+
+def _status(root: Path) -> dict[str, str]:
+    lines = (read_text(root / "proc/self/status") or "").splitlines()
+    return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
+
+
+def _restrict(ids: Iterable[int], to: tuple[int, ...] | None) -> tuple[int, ...]:
+    return tuple(sorted(set(ids) if to is None else set(ids) & set(to)))
+
+
+def _text(ids: tuple[int, ...] | None) -> str:
+    return "no limit" if ids is None else format_cpulist(ids)
+
+
+def _nodes(root: Path, system: Path, online: tuple[int, ...]) -> tuple[Node, ...]:
+    """The online nodes; one made of the whole machine where the kernel has no NUMA support."""
+    ids = read_cpulist(system / "node/online")
+    if ids is None:
+        ids = tuple(sorted(int(p.name[4:]) for p in (system / "node").glob("node[0-9]*")))
+    if not ids:
+        total, free = _meminfo(read_text(root / "proc/meminfo") or "")
+        return (Node(0, _package(system, online[0]) if online else None, online, total, free, {0: 10}),)
+    nodes = []
+    for i in ids:
+        directory = system / f"node/node{i}"
+        cpus = _restrict(read_cpulist(directory / "cpulist") or (), online)
+        total, free = _meminfo(read_text(directory / "meminfo") or "")
+        distances = [int(d) for d in (read_text(directory / "distance") or "").split()]
+        package = _package(system, cpus[0]) if cpus else None
+        # The kernel prints one distance per online node, so a gap in the ids is no gap in the list.
+        nodes.append(Node(i, package, cpus, total, free, dict(zip(ids, distances, strict=False))))
+    with_memory = [index for index, node in enumerate(nodes) if node.memory_total]
+    if len(with_memory) == 1:
+        # Virtual machines with memory balloons or hotplug were seen to count only part of it on the node.
+        total, free = _meminfo(read_text(root / "proc/meminfo") or "")
+        node = nodes[with_memory[0]]
+        nodes[with_memory[0]] = replace(
+            node, memory_total=max(node.memory_total, total), memory_free=max(node.memory_free, free)
+        )
+    return tuple(nodes)
+
+
+def _meminfo(text: str) -> tuple[int, int]:
+    """(total, free or droppable) bytes from a node's or the machine's meminfo."""
+    kib: dict[str, int] = {}
+    for line in text.splitlines():
+        name, _, value = line.partition(":")
+        kib[name.split()[-1]] = int(value.split()[0])  # "Node 0 MemTotal" or "MemTotal"
+    droppable = ("MemFree", "Active(file)", "Inactive(file)", "SReclaimable")
+    return kib.get("MemTotal", 0) * 1024, sum(kib.get(name, 0) for name in droppable) * 1024
+
+
+def _package(system: Path, cpu: int) -> int:
+    found = read_int(system / f"cpu/cpu{cpu}/topology/physical_package_id")
+    return found if found is not None and found >= 0 else 0  # -1: the firmware does not say
+
+
+def _cores(system: Path, online: tuple[int, ...], nodes: tuple[Node, ...]) -> tuple[Core, ...]:
+    """Cores from the thread siblings that the kernel lists, never from the parity of CPU numbers."""
+    node_of = {cpu: node.id for node in nodes for cpu in node.cpus}
+    seen: set[int] = set()
+    cores = []
+    for cpu in online:
+        if cpu in seen:
+            continue
+        siblings = read_cpulist(system / f"cpu/cpu{cpu}/topology/thread_siblings_list") or (cpu,)
+        threads = _restrict({*siblings, cpu}, online)
+        seen.update(threads)
+        cores.append(Core(threads, node_of.get(cpu, nodes[0].id), _package(system, cpu)))
+    return tuple(sorted(cores, key=lambda core: (core.package, core.node, core.threads)))

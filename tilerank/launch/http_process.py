@@ -1,0 +1,111 @@
+"""The HTTP process: a loop of its own, outside of the ranks. Engines come and go over a control socket."""
+
+import asyncio
+import resource
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+import uvicorn
+
+from tilerank.loader.tokenizer import Tokenizer
+from tilerank.runtime.server.app import ServerSettings, make_app
+from tilerank.runtime.server.client import EngineClient
+from tilerank.runtime.server.drain import DrainMiddleware
+from tilerank.runtime.server.handover import receive_connection
+
+from .http_timeouts import PatientProtocol
+
+MAX_HEADER = 64 << 10
+"""Bytes of a request's line and headers."""
+MAX_CONNECTIONS = 4096
+OTHER_FILES = 1024
+"""Open ones beside the connections, and connections that are turned away."""
+LAST_WORDS_S = 5
+"""For clients that are slow to read the end of their answers."""
+
+
+@dataclass(frozen=True)
+class Http:
+    """Where to listen, and what is served."""
+
+    listener: socket.socket
+    model_dir: Path
+    about: ServerSettings
+
+
+def run(http: Http, control: socket.socket, drain_s: float, on_ready: Callable[[], None]) -> None:
+    """Serves the engines to which connections come over `control`, until SIGTERM or SIGINT, or until the other end of
+    `control` is closed. Then new requests are turned away; those under way are answered if that takes at most `drain_s`
+    seconds, and fail after that. `on_ready` is called when the first engine can take requests."""
+    asyncio.run(_serve(http, control, drain_s, on_ready))
+
+
+async def _serve(http: Http, control: socket.socket, drain_s: float, on_ready: Callable[[], None]) -> None:
+    _allow_files(MAX_CONNECTIONS + OTHER_FILES)
+    loop = asyncio.get_running_loop()
+    client = EngineClient()
+    gate = DrainMiddleware(make_app(client, Tokenizer(http.model_dir), http.about))
+    told_to_stop = asyncio.Event()
+    server = _Server(
+        uvicorn.Config(
+            gate,
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            h11_max_incomplete_event_size=MAX_HEADER,
+            limit_concurrency=MAX_CONNECTIONS,
+            timeout_graceful_shutdown=LAST_WORDS_S,
+            server_header=False,
+            http=PatientProtocol,
+            ws="none",
+        ),
+        lambda: loop.call_soon_threadsafe(told_to_stop.set),
+    )
+    engines: set[asyncio.Task[None]] = set()
+
+    def on_control() -> None:
+        taken = receive_connection(control)
+        if taken is None:
+            loop.remove_reader(control)
+            told_to_stop.set()
+        else:
+            engines.add(asyncio.create_task(client.attach(*taken)))
+
+    async def stop_when_told() -> None:
+        await told_to_stop.wait()
+        try:
+            await asyncio.wait_for(gate.drain(), drain_s)
+        except TimeoutError:
+            client.fail_requests("The server stopped before the answer was complete.")
+        server.should_exit = True
+
+    async def tell_when_ready() -> None:
+        await client.ready.wait()
+        on_ready()
+
+    loop.add_reader(control, on_control)
+    others = [asyncio.create_task(task()) for task in (stop_when_told, tell_when_ready)]
+    await server.serve(sockets=[http.listener])
+    for task in (*others, *engines):
+        task.cancel()
+    await asyncio.gather(*others, *engines, return_exceptions=True)
+
+
+def _allow_files(count: int) -> None:
+    """A shell's limit of 1024 is for programs that poll with select."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(count, hard)), hard))
+
+
+class _Server(uvicorn.Server):
+    """One that does not close its door when a signal comes: who knocks meanwhile gets an answer that says so."""
+
+    def __init__(self, config: uvicorn.Config, on_signal: Callable[[], object]) -> None:
+        super().__init__(config)
+        self._on_signal = on_signal
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self._on_signal()

@@ -1,0 +1,243 @@
+"""`tilerank plan`: how a model would be cut, what each node would hold, and where the ranks would run.
+
+`plan_model` builds every rank's model without allocating anything and asks its layers. The command prints the result;
+other commands refuse to load a model if `Plan.refusal` returns a reason.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import os
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tilerank.loader.quantization_config import held_codes
+
+from . import cache_size, quantize
+from .cache_size import Demand
+from .host.placement import Placement, auto_ranks, divide_placement
+from .host.topology import Topology, read_topology
+from .plan_text import render, render_replicas
+from .plan_types import RANK_OVERHEAD, Attention, Dimension, NodeShare, Plan, RankShare, ReplicaPlans
+from .quantize import quantization_of, resolve_dtype, resolve_kv_dtype
+from .rendezvous import identify
+from .replicas import Appetite, Division, divide, replica_count
+from .start import own_placement, own_topology, whole_number
+
+if TYPE_CHECKING:
+    from tilerank.loader.card import ModelCard
+    from tilerank.loader.quantization_config import Quantization
+    from tilerank.parallel.parameters import Layer
+    from tilerank.parallel.shard import Strategy
+
+
+def plan_model(
+    card: ModelCard,
+    tp: int,
+    *,
+    model: str,
+    topology: Topology,
+    placement: Placement,
+    strategy: Strategy = "auto",
+    dtype: str = "auto",
+    quantization: Quantization | None = None,
+    kv_cache_dtype: str = "auto",
+    cached_tokens: int | None = None,
+    mem_fraction: float = cache_size.DEFAULT_FRACTION,
+    here: range | None = None,
+) -> Plan:
+    """Return the plan for one replica of a model on this host. Raises ShardError, ConfigError or LaunchError.
+
+    model: its name in messages. dtype: "auto" is the checkpoint's. quantization: what the command line asks for.
+    kv_cache_dtype: as on the command line. cached_tokens: size of the KV cache (default: what `mem_fraction` of the
+    memory leaves room for). here: the ranks of this host (default: all). placement: of these ranks.
+    """
+    from tilerank.loader.weight_formats import weight_formats
+    from tilerank.parallel.sharding import Sharding
+    from tilerank.runtime.cache import bytes_per_token, expected_tokens
+    from tilerank.runtime.registry import build_model
+    from tilerank.runtime.worker import MAX_RUNNING
+
+    expected = expected_tokens(card.context_length) if cached_tokens is None else cached_tokens
+    torch_dtype = resolve_dtype(card, dtype, quantization)
+    kv_dtype = resolve_kv_dtype(kv_cache_dtype, torch_dtype)
+    formats = weight_formats(card.quantization, torch_dtype, quantization)
+    models = [
+        build_model(card, Sharding(rank, tp, torch_dtype, None, strategy, expected, formats, kv_dtype))
+        for rank in here or range(tp)
+    ]
+    shapes = {rectangle.name: rectangle.shape for rectangle in models[0].rectangles()}
+    heads = next(models[0].head_cuts(), None)
+    ranks = tuple(
+        RankShare(where, part.nbytes(), bytes_per_token(part.cache_specs()))
+        for where, part in zip(placement.ranks, models, strict=True)
+    )
+    plan = Plan(
+        model=model,
+        model_type=card.model_type,
+        num_layers=len(models[0].cache_specs()),
+        parameters=sum(math.prod(shape) for shape in shapes.values()),
+        dtype=str(torch_dtype).removeprefix("torch."),
+        quantization=held_codes(card.quantization, quantization),
+        kv_cache_dtype=str(kv_dtype).removeprefix("torch."),
+        tp=tp,
+        expected_tokens=expected,
+        cached_tokens=cached_tokens or 0,
+        cache_reason=None,
+        dimensions=tuple(_dimensions(models[0])),
+        attention=Attention(heads.strategy, heads.waste, heads.other_waste) if heads else None,
+        ranks=ranks,
+        nodes=_node_shares(topology, ranks, placement.sharers),
+        group_available=topology.limits.memory_available,
+        notes=placement.notes,
+    )
+    if cached_tokens is not None:
+        return plan
+    cache = cache_size.largest(
+        Demand(plan.form, plan.weights, plan.cache_per_token, plan.overhead),
+        plan.nodes,
+        topology.limits,
+        mem_fraction,
+        replicas=placement.replicas,
+        requests=MAX_RUNNING,
+        context=card.context_length,
+    )
+    return dataclasses.replace(plan, cached_tokens=cache.tokens, cache_reason=cache.reason)
+
+
+def _dimensions(model: Layer) -> Iterator[Dimension]:
+    """Yield every cut dimension once, in the order of the model's layers, the vocabulary last."""
+    for name, cut in sorted(dict.fromkeys(model.cuts()), key=lambda named: named[0] == "vocabulary"):
+        yield Dimension(name, cut.total, cut.unit, cut.spans, cut.waste)
+
+
+def _node_shares(topology: Topology, ranks: tuple[RankShare, ...], sharers: int) -> tuple[NodeShare, ...]:
+    """Return what each memory node holds: a rank's bytes lie near its cores, whose threads touch them first, or are
+    spread over all nodes if the rank is not bound. sharers: see Placement.
+    """
+    node_of = {cpu: core.node for core in topology.cores for cpu in core.threads}
+    homes = []
+    for rank in ranks:
+        near = Counter(topology.nearest_memory(node_of[cpu]) for cpu in rank.placement.cores)
+        homes.append(near or Counter(topology.allowed_mems))
+    shares = []
+    for node in topology.allowed_mems:
+        parts = [(rank, home[node] / home.total()) for rank, home in zip(ranks, homes, strict=True) if home[node]]
+        shares.append(
+            NodeShare(
+                node=node,
+                ranks=tuple(rank.placement.rank for rank, _ in parts),
+                weights=round(sum(rank.weights * part for rank, part in parts)),
+                cache_per_token=sum(rank.cache_per_token * part for rank, part in parts),
+                overhead=round(sum(RANK_OVERHEAD * part for _, part in parts)),
+                total=topology.node(node).memory_total // sharers,
+                free=topology.node(node).memory_free,
+            )
+        )
+    return tuple(shares)
+
+
+def as_json(plan: Plan) -> dict[str, Any]:
+    """Return the plan and the totals derived from it, ready for JSON."""
+    follows = {name: getattr(plan, name) for name in ("weights", "cache_per_token", "need", "available", "token_room")}
+    return dataclasses.asdict(plan) | follows | {"refusal": plan.refusal()}
+
+
+def replicas_as_json(replicas: ReplicaPlans) -> dict[str, Any]:
+    """Return all replicas' plans and what they need together, ready for JSON."""
+    return {
+        "dp": len(replicas.plans),
+        "reason": replicas.reason,
+        "need": replicas.need,
+        "available": replicas.available,
+        "refusal": replicas.refusal(),
+        "replicas": [as_json(plan) for plan in replicas.plans],
+    }
+
+
+def appetite_of(card: ModelCard, dtype: str, quantization: Quantization | None) -> Appetite:
+    """Return the bytes of a whole model, and those that one token reads."""
+    from tilerank.loader.weight_formats import weight_formats
+    from tilerank.parallel.sharding import Sharding
+    from tilerank.runtime.bytes_per_step import bytes_per_step
+    from tilerank.runtime.registry import build_model
+
+    torch_dtype = resolve_dtype(card, dtype, quantization)
+    formats = weight_formats(card.quantization, torch_dtype, quantization)
+    model = build_model(card, Sharding(0, 1, torch_dtype, None, formats=formats))
+    return Appetite(model.nbytes(), round(bytes_per_step(model).decode(1, 0)))
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model_dir", metavar="MODEL_DIR", type=Path, help="a Hugging Face model directory")
+    parser.add_argument(
+        "--tp",
+        "--tensor-parallel-size",
+        type=_tp,
+        metavar="auto|N",
+        help="number of ranks that a layer is cut over (auto: one per NUMA node)",
+    )
+    parser.add_argument(
+        "--dp",
+        "--data-parallel-size",
+        type=replica_count,
+        default=1,
+        metavar="auto|N",
+        help="replicas of the model, each on --tp ranks of its own, as `serve --dp` places them (default: 1)",
+    )
+    parser.add_argument("--cores", default="auto", help='cores of each rank, "0-39|43-82"; auto or none')
+    parser.set_defaults(bind="auto")
+    parser.add_argument(
+        "--strategy",
+        default="auto",
+        choices=("auto", "pad", "split"),
+        help="how heads are cut: padded to equal shapes, split unevenly, or auto: whichever reads less",
+    )
+    parser.add_argument("--dtype", default="auto", choices=("auto", "bfloat16", "float32"), help="of the weights")
+    quantize.add_arguments(parser)
+    cache_size.add_arguments(parser, "--cached-tokens", low=0)
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+
+
+def _tp(text: str) -> int | None:
+    return None if text == "auto" else whole_number(1)(text)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the plan. Returns 1 if the memory does not suffice, else 0."""
+    from tilerank.runtime.registry import read_supported_card
+
+    machine, identity = read_topology(), identify(os.environ)
+    topology = own_topology(args, identity, machine)
+    card, quantization = read_supported_card(args.model_dir), quantization_of(args)
+    division = Division(args.tp or auto_ranks(topology), 1)
+    if args.dp != 1:
+        division = divide(topology, args.tp, args.dp, lambda: appetite_of(card, args.dtype, quantization))
+    whole = own_placement(args, identity, machine, division.tp * division.dp)
+    plans = tuple(
+        plan_model(
+            card,
+            division.tp,
+            model=str(args.model_dir),
+            topology=topology,
+            placement=placement,
+            strategy=args.strategy,
+            dtype=args.dtype,
+            quantization=quantization,
+            kv_cache_dtype=args.kv_cache_dtype,
+            cached_tokens=args.max_total_tokens,
+            mem_fraction=args.mem_fraction_static,
+        )
+        for placement in (divide_placement(whole, division.dp) if division.dp > 1 else [whole])
+    )
+    if len(plans) == 1:
+        print(json.dumps(as_json(plans[0])) if args.json else render(plans[0]))
+        return 0 if plans[0].refusal() is None else 1
+    replicas = ReplicaPlans(plans, division.reason)
+    print(json.dumps(replicas_as_json(replicas)) if args.json else render_replicas(replicas))
+    return 0 if replicas.refusal() is None else 1

@@ -1,0 +1,174 @@
+"""A plan as a page of text for a terminal."""
+
+from __future__ import annotations
+
+from tilerank.parallel.shard import Span
+
+from .host.cpulist import count, format_cpulist
+from .plan_types import Dimension, Plan, ReplicaPlans
+from .text import percent, size, table, token_count
+
+_STRATEGIES = {
+    "pad": "heads are padded with zero heads, so that all ranks have equal shapes",
+    "split": "query heads are split unevenly, and a KV head on a border is held by both neighbours",
+}
+
+
+def render(plan: Plan) -> str:
+    """Return the whole page: how the model is cut, where the ranks run, the memory, and whether it fits."""
+    sections = [[_title(plan)], _cuts(plan), _places(plan), _memory(plan), _verdict(plan)]
+    return "\n\n".join("\n".join(lines) for lines in sections if lines)
+
+
+def _title(plan: Plan) -> str:
+    million = plan.parameters / 1e6
+    parameters = f"{million / 1e3:.2f} billion" if million >= 1000 else f"{million:.1f} million"
+    return (
+        f"{plan.model}: {plan.model_type}, {count(plan.num_layers, 'layer')}, {parameters} parameters, "
+        f"{plan.form}, {_codes_in_cache(plan)}{count(plan.tp, 'rank')}"
+    )
+
+
+def _codes_in_cache(plan: Plan) -> str:
+    return f"{plan.kv_cache_dtype} KV cache, " if plan.kv_cache_dtype == "int8" else ""
+
+
+def _cuts(plan: Plan) -> list[str]:
+    rows = [["", *(dimension.name for dimension in plan.dimensions)]]
+    rows.append(["total", *(f"{dimension.total}" for dimension in plan.dimensions)])
+    rows.append(["units", *(_units(dimension) for dimension in plan.dimensions)])
+    for rank in range(plan.tp):
+        rows.append([f"rank {rank}", *(_range(dimension.spans[rank]) for dimension in plan.dimensions)])
+    rows.append(["waste", *(percent(dimension.waste) for dimension in plan.dimensions)])
+    return [*table(rows), *_strategy(plan)]
+
+
+def _units(dimension: Dimension) -> str:
+    return f"{dimension.units}" if dimension.unit == 1 else f"{dimension.units} x {dimension.unit}"
+
+
+def _range(span: Span) -> str:
+    real = f"{span.start}-{span.stop - 1}" if span.real > 1 else f"{span.start}" if span.real else ""
+    zeros = f"{span.size - span.real} zero" if span.size > span.real else ""
+    return " + ".join(filter(None, (real, zeros))) or "none"
+
+
+def _strategy(plan: Plan) -> list[str]:
+    taken = plan.attention
+    if taken is None or plan.tp == 1:
+        return []
+    if taken.waste == 0:
+        return ["", "Heads divide evenly over the ranks."]
+    other = "split" if taken.strategy == "pad" else "pad"
+    costs = f"+{percent(taken.waste)} with {taken.strategy}"
+    if taken.other_waste is None:
+        costs += f"; {other} is not possible"
+    else:
+        costs += f", +{percent(taken.other_waste)} with {other}"
+    return [
+        "",
+        f"Strategy {taken.strategy}: {_STRATEGIES[taken.strategy]}.",
+        f"Slowest rank against a perfect cut, {token_count(plan.expected_tokens)} cached: {costs}.",
+    ]
+
+
+def _places(plan: Plan) -> list[str]:
+    rows = [["", "weights", "KV per token", *_if(plan.cached_tokens, "KV cache"), "memory", "where"]]
+    for rank in plan.ranks:
+        where = rank.placement
+        rows.append(
+            [
+                f"rank {where.rank}",
+                size(rank.weights),
+                size(rank.cache_per_token),
+                *_if(plan.cached_tokens, size(rank.cache_per_token * plan.cached_tokens)),
+                f"node {format_cpulist(where.mem_nodes)}" if where.mem_nodes else "any node",
+                f"{where.reason}: CPUs {format_cpulist(where.cores)}" if where.cores else where.reason,
+            ]
+        )
+    return [*table(rows, left=2), *(f"Note: {note}." for note in plan.notes)]
+
+
+def _memory(plan: Plan) -> list[str]:
+    rows = [["", "ranks", "weights", *_if(plan.cached_tokens, "KV cache"), "free", "used"]]
+    for node in plan.nodes:
+        rows.append(
+            [
+                f"node {node.node}",
+                format_cpulist(node.ranks),
+                size(node.weights),
+                *_if(plan.cached_tokens, size(node.cache_per_token * plan.cached_tokens)),
+                size(node.free),
+                percent(node.need(plan.cached_tokens) / node.free) if node.free else "full",
+            ]
+        )
+    return table(rows)
+
+
+def _verdict(plan: Plan) -> list[str]:
+    refusal = plan.refusal()
+    if refusal is not None:
+        return [f"Does not fit: {refusal}."]
+    fits = f"Fits: {size(plan.need)} of {size(plan.available)}, processes included."
+    full = [node.node for node in plan.nodes if node.need(plan.cached_tokens) > node.free]
+    if full:
+        return [fits, _overflow_note(full)]
+    return [fits, f"{cache_text(plan)}."]
+
+
+def cache_text(plan: Plan) -> str:
+    """Return how large the cache is on this host, and why."""
+    if plan.cache_reason is None:
+        return f"{_cache(plan)}, as asked; there is room for {plan.token_room:,}"
+    return f"{_cache(plan)}: {plan.cache_reason}"
+
+
+def _cache(plan: Plan) -> str:
+    return f"KV cache of {token_count(plan.cached_tokens)}, {size(plan.cache_per_token * plan.cached_tokens)}"
+
+
+def _if(condition: object, *cells: str) -> tuple[str, ...]:
+    return cells if condition else ()
+
+
+def render_replicas(replicas: ReplicaPlans) -> str:
+    """Return the page for several replicas: the cuts, which all share, the places of each, and the memory of all."""
+    first, *_ = plans = replicas.plans
+    head = f"{_title(first)} in each of {len(plans)} replicas"
+    sections = [[head if replicas.reason is None else f"{head} ({replicas.reason})"], _cuts(first)]
+    for number, plan in enumerate(plans):
+        reason = "" if plan.cache_reason is None else f": {plan.cache_reason}"
+        sections.append([f"Replica {number}:", *_places(plan), f"{_cache(plan)}{reason}."])
+    sections += [_shared_memory(replicas), _shared_verdict(replicas)]
+    return "\n\n".join("\n".join(lines) for lines in sections)
+
+
+def _shared_memory(replicas: ReplicaPlans) -> list[str]:
+    rows = [["", "replicas", "weights", "KV cache", "free", "used"]]
+    for index, node in enumerate(replicas.plans[0].nodes):
+        parts = [(number, plan.nodes[index], plan.cached_tokens) for number, plan in enumerate(replicas.plans)]
+        rows.append(
+            [
+                f"node {node.node}",
+                format_cpulist([number for number, part, _ in parts if part.ranks]),
+                size(sum(part.weights for _, part, _ in parts)),
+                size(sum(part.cache_per_token * tokens for _, part, tokens in parts)),
+                size(node.free),
+                percent(replicas.node_need(index) / node.free) if node.free else "full",
+            ]
+        )
+    return table(rows)
+
+
+def _shared_verdict(replicas: ReplicaPlans) -> list[str]:
+    refusal = replicas.refusal()
+    if refusal is not None:
+        return [f"Does not fit: {refusal}."]
+    fits = f"Fits: {size(replicas.need)} of {size(replicas.available)}, processes included."
+    nodes = replicas.plans[0].nodes
+    full = [node.node for index, node in enumerate(nodes) if replicas.node_need(index) > node.free]
+    return [fits, _overflow_note(full)] if full else [fits]
+
+
+def _overflow_note(full: list[int]) -> str:
+    return f"Note: node {format_cpulist(full)} has too little memory: a part will lie on other nodes and be slower."

@@ -1,0 +1,198 @@
+"""What a plan consists of: how dimensions are cut, what ranks and nodes hold, and whether it fits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tilerank.parallel.shard import Span
+
+from .host.cpulist import count
+from .host.placement import RankPlacement
+from .text import size
+
+RANK_OVERHEAD = 300 << 20
+"""Bytes of a rank beside weights and cache: interpreter, libraries, activations, the block that is being loaded."""
+
+
+@dataclass(frozen=True)
+class Dimension:
+    """A dimension that is cut: `total` items in units of `unit`, and each rank's part.
+
+    waste: the largest part relative to an equal one, minus 1.
+    """
+
+    name: str
+    total: int
+    unit: int
+    spans: tuple[Span, ...]
+    waste: float
+
+    @property
+    def units(self) -> int:
+        return -(-self.total // self.unit)
+
+
+@dataclass(frozen=True)
+class Attention:
+    """The strategy by which heads are cut. waste: what the slowest rank reads beyond a perfect cut, as a fraction.
+
+    other_waste: the same with the other strategy; None where that is impossible.
+    """
+
+    strategy: str
+    waste: float
+    other_waste: float | None
+
+
+@dataclass(frozen=True)
+class RankShare:
+    """Where one rank runs, and the bytes of its weights and of one cached token."""
+
+    placement: RankPlacement
+    weights: int
+    cache_per_token: int
+
+
+@dataclass(frozen=True)
+class NodeShare:
+    """What ranks put on one memory node, in bytes.
+
+    ranks: those that run near the node. total: the node's memory, divided by the number of replicas that share it.
+    free: includes page cache that can be dropped.
+    """
+
+    node: int
+    ranks: tuple[int, ...]
+    weights: int
+    cache_per_token: float
+    overhead: int
+    total: int
+    free: int
+
+    def need(self, tokens: int) -> float:
+        return self.weights + self.overhead + self.cache_per_token * tokens
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How one replica of a model is cut over `tp` ranks, and what those of this host hold.
+
+    expected_tokens: cached tokens that a step reads, for the cost rule of heads. cached_tokens: size of the KV cache.
+    cache_reason: the limit that this size follows from; None if the command line gave the size.
+    """
+
+    model: str
+    model_type: str
+    num_layers: int
+    parameters: int
+    dtype: str
+    """Of activations, and of weights unless `quantization` is int8, int4 or fp8."""
+    quantization: str | None
+    kv_cache_dtype: str
+    tp: int
+    expected_tokens: int
+    cached_tokens: int
+    cache_reason: str | None
+    dimensions: tuple[Dimension, ...]
+    attention: Attention | None
+    ranks: tuple[RankShare, ...]
+    nodes: tuple[NodeShare, ...]
+    group_available: int | None
+    """Bytes that the control group may still allocate; None where it has no limit."""
+    notes: tuple[str, ...]
+
+    @property
+    def form(self) -> str:
+        """The format of the weights."""
+        return self.quantization or self.dtype
+
+    @property
+    def weights(self) -> int:
+        return sum(rank.weights for rank in self.ranks)
+
+    @property
+    def cache_per_token(self) -> int:
+        return sum(rank.cache_per_token for rank in self.ranks)
+
+    @property
+    def need(self) -> int:
+        """Bytes that all ranks of this host need together."""
+        return self.weights + self.cache_per_token * self.cached_tokens + self.overhead
+
+    @property
+    def overhead(self) -> int:
+        return len(self.ranks) * RANK_OVERHEAD
+
+    @property
+    def free(self) -> int:
+        return sum(node.free for node in self.nodes)
+
+    @property
+    def available(self) -> int:
+        """Bytes that this host has for the ranks: its free memory, or less if the control group allows less."""
+        return self.free if self.group_available is None else min(self.free, self.group_available)
+
+    @property
+    def token_room(self) -> int:
+        """Cached tokens that fit beside the weights on every node and within the control group."""
+        rooms = [
+            (node.free - node.weights - node.overhead) / node.cache_per_token
+            for node in self.nodes
+            if node.cache_per_token
+        ]
+        if self.group_available is not None and self.cache_per_token:
+            rooms.append((self.group_available - self.weights - self.overhead) / self.cache_per_token)
+        return max(0, int(min(rooms, default=0)))
+
+    def refusal(self) -> str | None:
+        """Return why this cannot be loaded, in one sentence with numbers; None if it can."""
+        if self.need <= self.available:
+            if self.cache_reason is None or self.cached_tokens:
+                return None
+            return (
+                f"{self.model}: no room for a KV cache: {self.cache_reason}; a size given by --max-total-tokens is "
+                "held against the host's memory as a whole"
+            )
+        cache = f"{size(self.cache_per_token * self.cached_tokens)} of KV cache for {self.cached_tokens:,} tokens, "
+        return (
+            f"{self.model}: not enough memory for {count(len(self.ranks), 'rank')}: "
+            f"{size(self.weights)} of {self.form} weights, "
+            f"{cache if self.cached_tokens else ''}{size(self.overhead)} for the processes, "
+            f"{size(self.need)} together, but "
+            f"{'this host has' if self.available == self.free else 'the control group allows'} {size(self.available)}"
+        )
+
+
+@dataclass(frozen=True)
+class ReplicaPlans:
+    """The plans of all replicas of a model on this host, which share its memory. `reason`: why there are this many, if
+    the command line left that open."""
+
+    plans: tuple[Plan, ...]
+    reason: str | None = None
+
+    @property
+    def need(self) -> int:
+        """Bytes of all ranks of all replicas."""
+        return sum(plan.need for plan in self.plans)
+
+    @property
+    def available(self) -> int:
+        """Bytes that this host has for all replicas together."""
+        return self.plans[0].available
+
+    def node_need(self, index: int) -> float:
+        """Bytes that all replicas put on node number `index` of `nodes`."""
+        return sum(plan.nodes[index].need(plan.cached_tokens) for plan in self.plans)
+
+    def refusal(self) -> str | None:
+        """Return why this cannot be loaded, in one sentence; None if it can."""
+        for plan in self.plans:
+            if (refusal := plan.refusal()) is not None:
+                return refusal
+        if self.need <= self.available:
+            return None
+        return (
+            f"{self.plans[0].model}: not enough memory for {count(len(self.plans), 'replica')}: "
+            f"{size(self.need)} needed, {size(self.available)} available"
+        )

@@ -1,0 +1,224 @@
+"""One process that the command started: how it is started, what it says, how it ends. No torch."""
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+import msgspec
+
+from .errors import LaunchError
+from .event_loop import Loop, Timer
+from .logs import say
+from .status import Failed, Phase, Reached, decode
+
+_PR_SET_PDEATHSIG = 1
+_LINE_LIMIT = 1 << 16
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+@dataclass(frozen=True)
+class ProcessSpec:
+    """How to start a process, which messages call `name`.
+
+    `leads`: the others of its group are there for it, so that its end is theirs.
+    `label` stands before each line that it writes, and nothing of it reaches stdout; None: its output is the command's.
+    `pass_fds` are handed over: closed here once the process has them. `prepare` runs in the new process before the
+    program: cores, memory policy; a LaunchError of it is the sentence that the process could not be started for.
+    """
+
+    name: str
+    command: Sequence[str]
+    env: Mapping[str, str]
+    leads: bool = True
+    label: str | None = None
+    pass_fds: tuple[int, ...] = ()
+    prepare: Callable[[], object] | None = None
+
+
+class Listener(Protocol):
+    """What a process tells whoever started it."""
+
+    def reached(self, process: "Process") -> None:
+        """It is in another phase."""
+
+    def stuck(self, process: "Process") -> None:
+        """It was stopped (SIGSTOP, a debugger) for too long."""
+
+    def ended(self, process: "Process", code: int) -> None:
+        """With an exit status, or the negated number of a signal."""
+
+
+class Process:
+    """A running process in a process group of its own. `longest_stop_s`: see Listener.stuck.
+
+    Raises LaunchError if it cannot be started.
+    """
+
+    def __init__(self, loop: Loop, spec: ProcessSpec, listener: Listener, longest_stop_s: float) -> None:
+        self.spec = spec
+        self.phase: Phase = "starting"
+        self.failed: Failed | None = None
+        """The sentence that it ends with."""
+        self.running = True
+        self._loop = loop
+        self._listener = listener
+        self._longest_stop_s = longest_stop_s
+        self._patience: Timer | None = None
+        status_read, status_write = os.pipe()
+        error_read, error_write = os.pipe()
+        refusal_read, refusal_write = os.pipe()
+        output = None if spec.label is None else error_write
+        try:
+            self._process = subprocess.Popen(
+                spec.command,
+                env={**spec.env, "TILERANK_STATUS": str(status_write)},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                pass_fds=(*spec.pass_fds, status_write),
+                process_group=0,
+                preexec_fn=partial(_before_exec, os.getpid(), spec.prepare, refusal_write),
+            )
+        except (OSError, subprocess.SubprocessError) as e:
+            why = _refusal(refusal_read) or str(e)
+            for fd in (status_read, error_read):
+                os.close(fd)
+            raise LaunchError(f"{spec.name} could not be started: {why}") from e
+        finally:
+            for fd in (status_write, error_write, refusal_read, refusal_write, *spec.pass_fds):
+                os.close(fd)
+        self._pidfd = os.pidfd_open(self._process.pid)
+        loop.watch(self._pidfd, self._on_end)
+        self._pipes = [_Pipe(loop, status_read, self._take_status), _Pipe(loop, error_read, self._print_line)]
+        loop.children.append(self)
+
+    def __str__(self) -> str:
+        return f"{self.spec.name} (process {self._process.pid})"
+
+    def signal(self, number: signal.Signals) -> None:
+        if self.running:  # else its number may be another's
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, number)
+
+    def note_stopped(self) -> None:
+        change = os.WSTOPPED | os.WCONTINUED | os.WNOHANG
+        with contextlib.suppress(ChildProcessError):
+            while self.running and (found := os.waitid(os.P_PID, self._process.pid, change)) is not None:
+                self._loop.cancel(self._patience)
+                if found.si_code == os.CLD_STOPPED:
+                    self._patience = self._loop.after(self._longest_stop_s, partial(self._listener.stuck, self))
+
+    def kill(self) -> None:
+        """Ends it now; nobody hears of it any more."""
+        self.signal(signal.SIGKILL)
+        self._reap()
+
+    def _on_end(self) -> None:
+        self.signal(signal.SIGKILL)  # whatever it started itself; its pid is not free before wait()
+        code = self._reap()
+        self._listener.ended(self, code)
+
+    def _reap(self) -> int:
+        code = self._process.wait()
+        self.running = False
+        self._loop.cancel(self._patience)
+        self._loop.close_fd(self._pidfd)
+        self._loop.children.remove(self)
+        for pipe in self._pipes:  # what it wrote last explains its end
+            pipe.close()
+        return code
+
+    def _take_status(self, line: bytes) -> None:
+        try:
+            message = decode(line)
+        except msgspec.DecodeError:
+            return  # cut short by the process's death
+        if isinstance(message, Reached):
+            self.phase = message.phase
+            self._listener.reached(self)
+        else:
+            self.failed = message
+
+    def _print_line(self, line: bytes) -> None:
+        say(f"[{self.spec.label}] {line.decode(errors='backslashreplace')}")
+
+
+class _Pipe:
+    """The reading end of what a process writes, line by line."""
+
+    def __init__(self, loop: Loop, fd: int, take: Callable[[bytes], None]) -> None:
+        self._loop = loop
+        self._fd: int | None = fd
+        self._take = take
+        self._rest = b""
+        os.set_blocking(fd, False)
+        loop.watch(fd, self._read)
+
+    def _read(self) -> None:
+        """Hands on what is there."""
+        assert self._fd is not None
+        try:
+            data = os.read(self._fd, _LINE_LIMIT)
+        except BlockingIOError:
+            return
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        for line in lines:
+            self._take(line)
+        if len(self._rest) > _LINE_LIMIT:
+            self._flush()
+        if not data:
+            self._close()
+
+    def close(self) -> None:
+        """Hands on what is left."""
+        if self._fd is not None:
+            self._read()
+            self._close()
+
+    def _close(self) -> None:
+        if self._fd is not None:
+            self._flush()
+            self._loop.close_fd(self._fd)
+            self._fd = None
+
+    def _flush(self) -> None:
+        if self._rest:
+            self._take(self._rest)
+        self._rest = b""
+
+
+def die_with(parent: int) -> None:
+    """In a new process, before it becomes another program: it is killed when its parent ends, however that ends."""
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def _before_exec(parent: int, prepare: Callable[[], object] | None, refusal: int) -> None:
+    """In the new process: it dies with its parent, may write to the terminal from the background, and is placed.
+
+    Of an exception the parent learns only that there was one; the sentence goes through the pipe `refusal`.
+    """
+    die_with(parent)
+    signal.signal(signal.SIGTTOU, signal.SIG_IGN)
+    if prepare is not None:
+        try:
+            prepare()
+        except LaunchError as e:
+            os.write(refusal, str(e).encode()[:4096])
+            raise
+
+
+def _refusal(pipe: int) -> str:
+    """What `prepare` failed with, if it did."""
+    os.set_blocking(pipe, False)
+    try:
+        return os.read(pipe, 4096).decode(errors="replace")
+    except BlockingIOError:
+        return ""

@@ -1,0 +1,226 @@
+"""What a rank process does: identity, cores and memory, meeting point, torch, team, engine, the command's work.
+
+The order is the point: memory that is allocated before the binding stays where it was, so torch comes late.
+"""
+
+import argparse
+import contextlib
+import logging
+import os
+import select
+import signal
+import sys
+import threading
+import traceback
+from dataclasses import replace
+from typing import TYPE_CHECKING, Protocol, TypeVar
+
+from tilerank.parallel.errors import GroupError
+
+from . import logs
+from .bootstrap import RENDEZVOUS_S, find_store, launcher_process
+from .errors import SPOKEN_ERRORS, LaunchError
+from .host.binding import bind, inherited_notes
+from .host.placement import Placement, RankPlacement
+from .host.topology import read_topology
+from .rendezvous import Identity, check_tp, meeting
+from .start import RANK_ENVIRONMENT, foreign_placement, inherited_placement
+from .status import Failed, Phase, Reached, StatusPipe
+
+if TYPE_CHECKING:
+    from tilerank.parallel.join import Team
+
+log = logging.getLogger(__name__)
+
+LOAD_S = 1800.0  # after rank 0 has loaded: ranks that share a cold disk may be far apart
+NOTICE_S = 15.0  # from the loss of another rank to the end of this process, whatever its main thread is doing
+
+
+class Follower(Protocol):
+    """What a rank has built: the worker of a model, most of the time."""
+
+    def follow(self) -> None:
+        """Other ranks: does what rank 0 says until it says stop."""
+
+    def stop(self) -> None:
+        """Rank 0: sends the other ranks home."""
+
+
+W = TypeVar("W", bound=Follower)
+
+
+class Job(Protocol[W]):
+    """What a command does on its ranks."""
+
+    def prepare(self) -> None:
+        """Rank 0, before anything heavy: refuses bad input."""
+
+    def memory_refusal(self, size: int, here: range, placement: Placement) -> str | None:
+        """First rank of a host: why the ranks `here`, of `size`, do not fit in its memory, if so."""
+
+    def build(self, team: "Team", own: RankPlacement) -> W:
+        """Every rank: loads the model. `own` is where this rank runs."""
+
+    def lead(self, worker: W, size: int, placement: Placement) -> None:
+        """Rank 0, while the others follow."""
+
+
+def run_rank(identity: Identity, args: argparse.Namespace, job: Job[W]) -> int:
+    """Lives as one rank and returns its exit status; a failed one ends the process at once, since teardown may hang."""
+    status = StatusPipe.inherited() if identity.launcher == "tilerank" else StatusPipe(None)
+    logs.configure(identity.rank, args.log_level, prefix=not status.connected)
+    # Signals end a rank silently; the supervisor, or the foreign launcher, says what there is to say.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
+    code = 1
+    try:
+        _live(identity, args, job, status)
+        code = 0
+    except SPOKEN_ERRORS as e:
+        _report(identity, status, e)
+    finally:
+        if code != 0:
+            if sys.exception() is not None:
+                traceback.print_exc()
+            for stream in (sys.stdout, sys.stderr):
+                with contextlib.suppress(OSError, AttributeError):  # None: closed from the start
+                    stream.flush()
+            os._exit(code)
+    return code
+
+
+def _report(identity: Identity, status: StatusPipe, error: Exception) -> None:
+    if status.connected:
+        status.send(Failed(str(error), consequence=isinstance(error, GroupError)))
+    else:
+        logs.say(f"tilerank: error: rank {identity.rank}: {error}")
+
+
+def _live(identity: Identity, args: argparse.Namespace, job: Job[W], status: StatusPipe) -> None:
+    if identity.launcher != "tilerank":
+        check_tp(identity, args.tp)
+    if identity.launcher in ("torchrun", "Open MPI", "MPICH"):
+        _die_with_launcher()
+    placement, own = _settle(identity, args)
+    if identity.rank == 0:
+        job.prepare()
+    where = meeting(identity, os.environ, args.master_addr, args.master_port)
+    fd = os.environ.get("TILERANK_FD") if where.kind == "given" else None
+    store = find_store(identity, where, fd=None if fd is None else int(fd), finalize=args.collectives != "mpi")
+    _reach(status, "joining")
+
+    import torch
+
+    from tilerank.kernels import core
+    from tilerank.parallel.join import Membership, join
+
+    torch.set_num_threads(1)
+    if identity.local_rank == 0:
+        # Before anybody loads: all wait in join() for this rank. Launchers that deal ranks to hosts in turns are taken
+        # as if they had dealt them in blocks, which changes next to nothing.
+        here = range(min(identity.rank, identity.size - identity.local_size), identity.size)[: identity.local_size]
+        refusal = job.memory_refusal(identity.size, here, placement)
+        if refusal is not None:
+            raise LaunchError(refusal)
+    core.start_pool(own.pool_cores, own.threads, spin=not placement.oversubscribed)
+    member = Membership(
+        identity.rank,
+        identity.size,
+        store.host,
+        store.port,
+        store.fd,
+        args.dist_timeout,
+        attempt=store.attempt,
+        join_timeout_s=max(RENDEZVOUS_S, args.dist_timeout),
+    )
+    team = join(member, args.collectives, spin=not placement.oversubscribed)
+    _end_after_failure(team, identity, status)
+    try:
+        _reach(status, "loading")
+        worker = job.build(team, own)
+        team.ready(LOAD_S)
+        _reach(status, "generating")
+        if identity.rank == 0:
+            job.lead(worker, identity.size, placement)
+            worker.stop()
+        else:
+            worker.follow()
+    except GroupError:
+        _kill_stuck(team, identity)
+        raise
+    team.close()
+
+
+def _end_after_failure(team: "Team", identity: Identity, status: StatusPipe) -> None:
+    """End this process NOTICE_S after another rank is lost, unless the main thread ends it earlier.
+
+    The main thread sees a lost rank in collectives and control messages, but not while it loads or waits for requests.
+    """
+    from tilerank.parallel.watch import Reason
+
+    def end() -> None:
+        _report(identity, status, team.channel.watch.error())
+        _kill_stuck(team, identity)
+        os._exit(1)
+
+    def on_failure(_: int, reason: Reason) -> None:
+        if reason is not Reason.LEFT:
+            timer = threading.Timer(NOTICE_S, end)
+            timer.daemon = True
+            timer.start()
+
+    team.channel.watch.on_failure(on_failure)
+
+
+def _kill_stuck(team: "Team", identity: Identity) -> None:
+    if identity.launcher == "tilerank":  # the supervisor ends all ranks
+        return
+    process = team.channel.watch.stuck_process()
+    if process is not None:
+        with contextlib.suppress(ProcessLookupError):  # another neighbour was faster
+            os.kill(process, signal.SIGKILL)
+
+
+def _reach(status: StatusPipe, phase: Phase) -> None:
+    status.send(Reached(phase))  # first: who reads the log line may rely on the supervisor knowing
+    log.debug("%s", phase)
+
+
+def _settle(identity: Identity, args: argparse.Namespace) -> tuple[Placement, RankPlacement]:
+    """Moves this process to its cores and memory, and says what becomes of what a foreign launcher had decided."""
+    topology = read_topology()
+    if identity.launcher == "tilerank":
+        placement = inherited_placement(os.environ)
+    else:
+        placement = foreign_placement(args, topology, identity)
+    own = replace(placement.ranks[identity.local_rank], rank=identity.rank)
+    notes = [] if identity.launcher == "tilerank" else inherited_notes(topology, own, os.environ)
+    os.environ.update(RANK_ENVIRONMENT)
+    for note in (*(placement.notes if identity.local_rank == 0 else ()), *notes):
+        log.info("%s", note)
+    binding = bind(own, strict=args.membind == "strict")
+    for note in binding.notes:
+        log.warning("%s", note)
+    log.debug("rank %d: %s; memory policy %s", own.rank, own.reason, binding.policy)
+    return placement, own
+
+
+def _die_with_launcher() -> None:
+    """Ends this process when the launcher is killed: all but MPICH leave orphans then.
+
+    Not the parent-death signal, which sees the direct parent only, and a wrapper script may be between.
+    """
+    launcher = launcher_process()
+    try:
+        pidfd = os.pidfd_open(launcher.pid)
+    except OSError as e:
+        raise LaunchError(f"the launcher (process {launcher.pid}) is gone") from e
+
+    def watch() -> None:
+        poll = select.poll()
+        poll.register(pidfd, select.POLLIN)
+        while not poll.poll():
+            pass
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, name="launcher watch", daemon=True).start()

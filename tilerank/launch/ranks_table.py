@@ -1,0 +1,65 @@
+"""What the ranks of a server are: each says it of itself once it is loaded, rank 0 hears it and prints a table."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from .host.binding import local_memory
+from .host.cpulist import format_cpulist
+from .host.placement import RankPlacement
+from .text import percent, size, table
+
+if TYPE_CHECKING:
+    from tilerank.parallel.group import Group
+    from tilerank.runtime.server.messages import RankInfo
+    from tilerank.runtime.worker import Worker
+
+
+def gather(group: Group, own: RankPlacement, worker: Worker) -> list[RankInfo]:
+    """What every rank says of itself. All ranks call this, when they are loaded."""
+    import torch
+
+    from tilerank.kernels import core
+    from tilerank.runtime.server.messages import RankInfo
+
+    info = RankInfo(
+        rank=group.rank,
+        host=socket.gethostname(),
+        nodes=format_cpulist(own.mem_nodes) if own.mem_nodes else "any",
+        cores=format_cpulist(own.cores) if own.cores else "any",
+        isa=core.isa(),
+        weight_bytes=worker.weight_bytes,
+        cache_bytes=worker.cache_bytes,
+        local_memory=local_memory(own.mem_nodes),
+    )
+    data = msgspec.msgpack.encode(info)
+    lengths = group.all_gather(torch.tensor([len(data)])).flatten().tolist()
+    padded = torch.frombuffer(bytearray(data.ljust(max(lengths), b"\0")), dtype=torch.uint8)
+    rows = group.all_gather(padded)
+    decode = msgspec.msgpack.Decoder(RankInfo).decode
+    return [decode(bytes(row[:length].tolist())) for row, length in zip(rows, lengths, strict=True)]
+
+
+def render(ranks: Sequence[RankInfo], tokens: int) -> str:
+    """`tokens`: what the KV cache holds."""
+    hosts = len({rank.host for rank in ranks}) > 1
+    rows = [["", "ISA", "weights", "KV cache", "tokens", "local", *(["host"] if hosts else []), "node", "cores"]]
+    for rank in ranks:
+        rows.append(
+            [
+                f"rank {rank.rank}",
+                rank.isa,
+                size(rank.weight_bytes),
+                size(rank.cache_bytes),
+                f"{tokens:,}",
+                "?" if rank.local_memory is None else percent(rank.local_memory),
+                *([rank.host] if hosts else []),
+                rank.nodes,
+                rank.cores,
+            ]
+        )
+    return "\n".join(table(rows, left=4 if hosts else 3))

@@ -1,0 +1,302 @@
+"""`tilerank serve`: the OpenAI API in front of a model, on ranks that this command starts or another launcher started.
+
+Ranks and the HTTP process are children of this command and outlive each other (serving.py). Under another launcher
+rank 0 starts the HTTP process; then both end when the other does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tilerank.loader.card import read_config_fields
+from tilerank.loader.generation_config import SamplingDefaults, read_sampling_defaults
+from tilerank.runtime.server.handover import connect, connections
+
+from . import logs, ranks_table, start
+from .doctor import own_version
+from .errors import LaunchError
+from .generate import GenerateJob, add_model_arguments, model_directory
+from .host import cgroup
+from .host.placement import divide_placement
+from .host.topology import read_topology
+from .logs import say
+from .process import ProcessSpec
+from .quantize import quantization_of
+from .rank import run_rank
+from .rendezvous import Identity, identify
+from .replicas import Appetite, divide, replica_count
+from .server_supervisor import supervise_server
+from .start import HostRanks, whole_number
+from .status import Reached, StatusPipe
+from .supervisor import END_S, Watch, supervise
+
+if TYPE_CHECKING:
+    from tilerank.parallel.join import Team
+    from tilerank.runtime.worker import Worker
+
+    from .host.placement import Placement, RankPlacement
+
+log = logging.getLogger(__name__)
+
+HTTP_FDS = "TILERANK_HTTP_FDS"
+"""In the environment of the HTTP process: its listening socket and the control socket."""
+CONTROL = "TILERANK_CONTROL"
+"""In the environment of rank 0: the socket over which connections to HTTP processes come, if it does not start one."""
+API_KEY = "TILERANK_API_KEY"
+DRAIN_S = 600.0
+"""Longest wait for answers that are under way, once the server is told to stop; told again, it ends at once."""
+MAX_RESTARTS = 3
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    http = parser.add_argument_group("HTTP")
+    http.add_argument(
+        "--host", default="127.0.0.1", metavar="ADDR", help="address to listen on (default: this machine only)"
+    )
+    http.add_argument(
+        "--port", type=whole_number(0, 65535), default=8000, metavar="N", help="0: any free one (default: 8000)"
+    )
+    http.add_argument(
+        "--served-model-name", metavar="NAME", help="what clients call it (default: the directory's name)"
+    )
+    http.add_argument(
+        "--api-key", metavar="KEY", help=f"that clients must show (better in {API_KEY}: others see options)"
+    )
+    add_model_arguments(parser)
+    group = parser.add_argument_group("replicas")
+    group.add_argument(
+        "--dp",
+        "--data-parallel-size",
+        type=replica_count,
+        default=1,
+        metavar="auto|N",
+        help="replicas of the model, each on --tp ranks of its own (default: 1; auto: as many as the NUMA nodes give "
+        "with --tp, or with --tp auto as the size of the model suggests)",
+    )
+    group.add_argument(
+        "--max-restarts",
+        type=whole_number(0),
+        metavar="N",
+        help="how often within an hour the ranks of a replica are started again when one failed, and so is the HTTP "
+        f"process (default: {MAX_RESTARTS}); not for ranks on several hosts or under mpirun or torchrun",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    if HTTP_FDS in os.environ:
+        return _be_http(args)
+    start.check_arguments(args)
+    job = ServeJob(args)
+    identity = identify(os.environ)
+    ours = start.ours_to_start(args, identity)
+    if not ours or args.nnodes > 1:
+        _refuse_for_others(args, identity)
+    if not ours:
+        return run_rank(identity, args, job)
+    replicas = _replicas(args, identity, job)
+    if 0 not in replicas[0].here:
+        return supervise(replicas[0].specs(), _watch(args), end_s=DRAIN_S + END_S)
+    job.prepare()
+    return _supervise(args, job, replicas)
+
+
+def _refuse_for_others(args: argparse.Namespace, identity: Identity) -> None:
+    """What only a command can do that starts all ranks itself."""
+    given = {"--dp": None if args.dp == 1 else args.dp or "auto", "--max-restarts": args.max_restarts or None}
+    for option, value in given.items():
+        if value is not None and identity.launcher != "tilerank":
+            raise LaunchError(f"{option} {value} is for ranks of one host that this command starts")
+
+
+def _replicas(args: argparse.Namespace, identity: Identity, job: ServeJob) -> list[HostRanks]:
+    """The groups of ranks that this command starts."""
+    machine = read_topology()
+    topology = start.own_topology(args, identity, machine)
+    if args.dp == 1:
+        size, here = start.host_ranks(args, topology)
+        return [HostRanks(args, size, here, start.own_placement(args, identity, machine, len(here)))]
+    division = divide(topology, args.tp, args.dp, job.appetite)
+    if division.reason is not None:
+        say(f"tilerank: --tp {division.tp} --dp {division.dp}: {division.reason}")
+    whole = start.own_placement(args, identity, machine, division.tp * division.dp)
+    return [
+        HostRanks(args, division.tp, range(division.tp), placement, replica if division.dp > 1 else None)
+        for replica, placement in enumerate(divide_placement(whole, division.dp))
+    ]
+
+
+def _watch(args: argparse.Namespace) -> Watch:
+    # Clients of a rank that is stopped wait no longer than other ranks do, which need not be waiting for it.
+    return Watch(cgroup.oom_kills, args.dist_timeout)
+
+
+def _supervise(args: argparse.Namespace, job: ServeJob, replicas: Sequence[HostRanks]) -> int:
+    """The server, as the parent of its processes. It keeps the listening socket open for them."""
+    max_restarts = MAX_RESTARTS if args.max_restarts is None else args.max_restarts
+    placed = [rank for ranks in replicas for rank in ranks.placement.ranks]
+    with job.listener as listener:
+        return supervise_server(
+            lambda control: [_http_process(args.argv, os.dup(listener.fileno()), control, placed)],
+            [partial(_leading, ranks) for ranks in replicas],
+            _watch(args),
+            max_restarts=max_restarts if args.nnodes == 1 else 0,
+            drain_s=DRAIN_S,
+            on_ready=job.say_ready,
+        )
+
+
+def _leading(ranks: HostRanks, control: int) -> list[ProcessSpec]:
+    return ranks.specs({CONTROL: control})
+
+
+class ServeJob(GenerateJob):
+    """What `serve` does on its ranks."""
+
+    def prepare(self) -> None:
+        from tilerank.loader.tokenizer import Tokenizer
+
+        Tokenizer(self._model_dir)
+        read_sampling_defaults(self._model_dir)
+        if CONTROL not in os.environ:
+            self.listener = _listen(self._args.host, self._args.port)
+            host, port = self.listener.getsockname()[:2]
+            self._url = f"http://{_url_host(host)}:{port}/v1"
+
+    def appetite(self) -> Appetite:
+        """What the model takes on one rank."""
+        from tilerank.runtime.registry import read_supported_card
+
+        from .plan import appetite_of
+
+        return appetite_of(read_supported_card(self._model_dir), self._args.dtype, quantization_of(self._args))
+
+    def build(self, team: Team, own: RankPlacement) -> Worker:
+        worker = super().build(team, own)
+        self._ranks = ranks_table.gather(team.group, own, worker)
+        if own.rank == 0:
+            say(ranks_table.render(self._ranks, worker.cache_tokens))
+        # The HTTP process hears it as well, answers what is under way and hangs up; that ends the ranks.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        return worker
+
+    def lead(self, worker: Worker, size: int, placement: Placement) -> None:
+        from tilerank.runtime.engine import Engine
+        from tilerank.runtime.server.engine_loop import serve_connections
+
+        engine = Engine(worker)
+        if CONTROL in os.environ:
+            with socket.socket(fileno=int(os.environ[CONTROL])) as control:
+                serve_connections(engine, connections(control), self._ranks)
+        else:
+            with _own_http(self._args.argv, self.listener, placement) as control:
+                self.say_ready()
+                serve_connections(engine, connections(control), self._ranks)
+
+    def say_ready(self) -> None:
+        say(f"tilerank: {self._model_dir} is served at {self._url}")
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        listener = socket.socket(family, socket.SOCK_STREAM)
+    except OSError as e:
+        raise LaunchError(f"--host {host}: {e.strerror}") from e
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(1024)
+    except OSError as e:
+        listener.close()
+        raise LaunchError(f"--host {host} --port {port} cannot be listened on: {e.strerror}") from e
+    return listener
+
+
+@contextlib.contextmanager
+def _own_http(argv: list[str], listener: socket.socket, placement: Placement) -> Iterator[socket.socket]:
+    """An HTTP process of this rank, which ends when it is left; gives the socket over which its connection comes."""
+    to_http, http_control = socket.socketpair()
+    to_engine, control = socket.socketpair()
+    spec = _http_process(argv, listener.detach(), http_control.detach(), placement.ranks)
+    http = subprocess.Popen(
+        spec.command, env=spec.env, stdin=subprocess.DEVNULL, pass_fds=spec.pass_fds, preexec_fn=spec.prepare
+    )
+    for fd in spec.pass_fds:
+        os.close(fd)
+    connect(to_http, to_engine, 0)
+    to_engine.close()
+    try:
+        with control:
+            yield control
+    finally:
+        to_http.close()
+        try:
+            http.wait(END_S)
+        except subprocess.TimeoutExpired:
+            http.kill()
+            http.wait()
+
+
+def _http_process(argv: Sequence[str], listener: int, control: int, ranks: Sequence[RankPlacement]) -> ProcessSpec:
+    allowed = set(read_topology().allowed_cpus)
+    taken = {core for rank in ranks for core in rank.affinity}
+
+    def settle() -> None:
+        # Beside the ranks where there is room: a core that ranks spin on is late to answer.
+        os.sched_setaffinity(0, allowed - taken or allowed)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    return ProcessSpec(
+        "the HTTP process",
+        [sys.executable, "-P", "-m", "tilerank", *argv],
+        os.environ | {HTTP_FDS: f"{listener},{control}"},
+        pass_fds=(listener, control),
+        prepare=settle,
+    )
+
+
+def _be_http(args: argparse.Namespace) -> int:
+    from tilerank.runtime.server.app import ServerSettings
+    from tilerank.runtime.server.tools import tool_parser
+
+    from .grammar_trial import GrammarTrial
+    from .http_process import Http, run
+
+    logs.configure(0, args.log_level, prefix=False)
+    model_dir = model_directory(args)
+    listener, control = (socket.socket(fileno=int(fd)) for fd in os.environ[HTTP_FDS].split(","))
+    about = ServerSettings(
+        args.served_model_name or model_dir.resolve().name,
+        own_version() or "unknown",
+        args.api_key or os.environ.get(API_KEY) or None,
+        _sampling(model_dir),
+        tool_parser(read_config_fields(model_dir).text("model_type")),
+        GrammarTrial(model_dir).check,
+    )
+    status = StatusPipe.inherited()
+    run(Http(listener, model_dir, about), control, DRAIN_S, lambda: status.send(Reached("serving")))
+    return 0
+
+
+def _sampling(model_dir: Path) -> SamplingDefaults:
+    advised, plain = read_sampling_defaults(model_dir), asdict(SamplingDefaults())
+    told = ", ".join(f"{name} {value:g}" for name, value in asdict(advised).items() if value != plain[name])
+    if told:
+        log.info("requests that do not say otherwise are sampled as generation_config.json advises: %s", told)
+    return advised
+
+
+def _url_host(host: str) -> str:
+    return f"[{host}]" if ":" in host else host

@@ -1,0 +1,187 @@
+"""Supervises a server: the HTTP process and its ranks, which are started again when they end by themselves. No torch.
+
+Neither takes the other along. Ranks that are gone leave an HTTP process that says so to its clients; an HTTP process
+that is gone leaves ranks that hold the weights, and a listening socket in this process, where connections wait.
+"""
+
+import signal
+import socket
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from tilerank.runtime.server.handover import connect
+
+from .event_loop import Loop
+from .logs import say
+from .process import ProcessSpec
+from .status import Phase
+from .supervisor import END_S, TERMINATE_S, Group, Watch
+
+HOUR_S = 3600.0
+
+Specs = Callable[[int], Sequence[ProcessSpec]]
+"""How to start a part of the server, whose leader gets this descriptor: connections come over it."""
+
+
+def supervise_server(
+    http: Specs,
+    replicas: Sequence[Specs],
+    watch: Watch,
+    *,
+    max_restarts: int,
+    drain_s: float,
+    on_ready: Callable[[], None],
+) -> int:
+    """Runs a server until the user ends it, and returns the exit status for the command: 0 if all was answered.
+
+    `replicas`: groups of ranks. `max_restarts`: how often a part is started again within an hour; one that never was
+    ready is not. `drain_s`: what the HTTP process takes at most to end in. `on_ready` is called once, when all are
+    ready. Raises LaunchError if a process cannot be started.
+    """
+    server = _Server(http, replicas, watch, max_restarts, drain_s, on_ready)
+    try:
+        return server.run()
+    finally:
+        server.close()
+
+
+class _Part:
+    """The HTTP process or the ranks: a group of processes, and the next one when that has ended."""
+
+    def __init__(self, name: str, specs: Specs) -> None:
+        self.name = name
+        self.specs = specs
+        self.group: Group | None = None
+        self.control: socket.socket | None = None
+        self.ready = False
+        self.was_ready = False  # once
+        self.restarts: list[float] = []
+
+    @property
+    def running(self) -> bool:
+        return self.group is not None and self.group.running
+
+    def hang_up(self) -> None:
+        """Tells it, if it still runs, that no connection will come any more."""
+        if self.control is not None:
+            self.control.close()
+        self.control = None
+
+    def end(self, number: signal.Signals, within_s: float) -> None:
+        if self.group is not None:
+            self.group.end(number, within_s)
+
+
+class _Server:
+    def __init__(
+        self,
+        http: Specs,
+        replicas: Sequence[Specs],
+        watch: Watch,
+        max_restarts: int,
+        drain_s: float,
+        on_ready: Callable[[], None],
+    ) -> None:
+        self._watch = watch
+        self._max_restarts = max_restarts
+        self._drain_s = drain_s
+        self._on_ready = on_ready
+        self._announced = False
+        self._ending = False
+        self._status = 0
+        self._http = _Part("the HTTP process", http)
+        names = [f"replica {i}" for i in range(len(replicas))] if len(replicas) > 1 else ["the group of ranks"]
+        self._replicas = [_Part(name, specs) for name, specs in zip(names, replicas, strict=True)]
+        self._parts = (self._http, *self._replicas)
+        self._loop = Loop(self._on_signal)
+
+    def run(self) -> int:
+        for part in self._parts:
+            self._start(part)
+        self._loop.run(lambda: any(part.running for part in self._parts))
+        return self._status
+
+    def close(self) -> None:
+        for part in self._parts:
+            if part.group is not None:
+                part.group.kill()
+            part.hang_up()
+        self._loop.close()
+
+    def _start(self, part: _Part) -> None:
+        part.ready = False
+        part.control, theirs = socket.socketpair()
+        part.group = Group(
+            self._loop, self._watch, on_phase=partial(self._on_phase, part), on_end=partial(self._on_end, part)
+        )
+        part.group.start(part.specs(theirs.detach()))
+        for number, replica in enumerate(self._replicas):
+            if part in (self._http, replica) and self._http.control is not None and replica.control is not None:
+                connect(self._http.control, replica.control, number)
+
+    def _on_phase(self, part: _Part, phase: Phase) -> None:
+        if phase not in ("generating", "serving"):
+            return
+        part.ready = True
+        if part.was_ready:
+            say(f"tilerank: {part.name} is ready again")
+        part.was_ready = True
+        if not self._announced and all(part.ready for part in self._parts):
+            self._announced = True
+            self._on_ready()
+
+    def _on_signal(self, number: signal.Signals) -> None:
+        if self._ending:
+            self._status = self._status or 128 + number
+            for part in self._parts:
+                part.end(number, 0)
+            return
+        self._ending = True
+        self._http.end(signal.SIGTERM, self._drain_s + END_S)
+        for replica in self._replicas:
+            if not replica.ready:
+                replica.end(signal.SIGTERM, TERMINATE_S)
+        if not self._http.running:
+            self._send_home()
+
+    def _on_end(self, part: _Part) -> None:
+        part.hang_up()
+        assert part.group is not None and part.group.outcome is not None
+        outcome = part.group.outcome
+        if self._ending:
+            sentence, status = outcome.sentence, outcome.status
+            unclean = part.group.unclean
+            if part is self._http and part.ready and unclean is not None and not self._status:
+                sentence, status = unclean.sentence, unclean.status  # answers were under way, and are broken off
+            if sentence is not None:
+                say(f"tilerank: error: {sentence}")
+                self._status = self._status or status
+            if part is self._http:
+                self._send_home()
+            return
+        sentence = outcome.sentence or f"{part.name} ended although nobody had asked it to"
+        now = time.monotonic()
+        part.restarts = [at for at in part.restarts if now - at < HOUR_S]
+        count = len(part.restarts)
+        if part.was_ready and count < self._max_restarts:
+            say(
+                f"tilerank: warning: {sentence}; {part.name} is started again "
+                f"({count + 1} of {self._max_restarts} times within an hour)"
+            )
+            part.restarts.append(now)
+            self._start(part)
+            return
+        if part.was_ready and count:
+            sentence += f"; --max-restarts {self._max_restarts} within an hour are used up"
+        say(f"tilerank: error: {sentence}")
+        self._ending, self._status = True, outcome.status or 1
+        for other in self._parts:
+            other.end(signal.SIGTERM, TERMINATE_S)
+
+    def _send_home(self) -> None:
+        """Ranks that serve do not end by a signal, which the whole control group may have got, but when nobody can ask
+        them any more."""
+        for replica in self._replicas:
+            replica.hang_up()
+            self._loop.after(END_S, partial(replica.end, signal.SIGKILL, 0))

@@ -1,0 +1,259 @@
+"""From options to running ranks: how many, where on this machine, where they meet. No torch in here."""
+
+import argparse
+import dataclasses
+import os
+import re
+import sys
+from collections.abc import Callable, Mapping
+from functools import partial
+
+import msgspec
+
+from . import bootstrap
+from .errors import LaunchError
+from .host import cgroup
+from .host.binding import bind
+from .host.cpulist import count, format_cpulist
+from .host.placement import Placement, auto_ranks, place
+from .host.topology import Topology, read_topology
+from .plan_types import RANK_OVERHEAD
+from .process import ProcessSpec
+from .rendezvous import IDENTITY_VARIABLES, Identity, starts_ranks
+from .supervisor import Watch, supervise
+from .text import size as size_text
+
+# Kernels run on our own pinned threads: torch's and OpenMP's would only take their cores away.
+RANK_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GOMP_SPINCOUNT": "0", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options about ranks; every command that starts some has them."""
+    ranks = parser.add_argument_group("ranks")
+    ranks.add_argument(
+        "--tp",
+        "--tensor-parallel-size",
+        type=_auto_or_count,
+        default=None,
+        metavar="auto|N",
+        help="number of ranks that a layer is cut over, in all (auto: one per NUMA node)",
+    )
+    ranks.add_argument("--cores", default="auto", help='cores of each rank, "0-39|43-82"; auto or none')
+    ranks.add_argument(
+        "--bind",
+        choices=("auto", "inherit", "none"),
+        default="auto",
+        help="auto: own cores and memory for every rank; inherit: stay where mpirun, srun or taskset put it; none",
+    )
+    ranks.add_argument(
+        "--membind",
+        choices=("preferred", "strict"),
+        default="preferred",
+        help="strict: never take memory of another node; the kernel kills a rank whose node is full",
+    )
+    ranks.add_argument("--dist-timeout", type=_seconds, default=60.0, metavar="S", help="longest wait for another rank")
+    ranks.add_argument("--collectives", choices=("auto", "gloo", "mpi"), default="auto", help="how ranks add up")
+    ranks.add_argument(
+        "--nnodes", type=whole_number(1), default=1, metavar="N", help="hosts; the command runs once on each"
+    )
+    ranks.add_argument(
+        "--node-rank", type=whole_number(0), default=None, metavar="I", help="which of the hosts this is, from 0"
+    )
+    ranks.add_argument("--master-addr", metavar="HOST", help="address of rank 0's host that all others reach")
+    ranks.add_argument("--master-port", type=whole_number(1, 65535), metavar="PORT", help="port that rank 0 listens on")
+    ranks.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="info")
+
+
+def host_ranks(args: argparse.Namespace, topology: Topology) -> tuple[int, range]:
+    """(number of ranks in all, the ones of this host) when we start them ourselves."""
+    if args.nnodes == 1:
+        if args.node_rank not in (None, 0):
+            raise LaunchError(f"--node-rank {args.node_rank} is not below --nnodes 1")
+        size = args.tp or auto_ranks(topology)
+        return size, range(size)
+    if args.node_rank is None or args.master_addr is None or not args.master_port or args.tp is None:
+        raise LaunchError(
+            f"--nnodes {args.nnodes} needs --node-rank, --master-addr, --master-port and --tp (ranks in all)"
+        )
+    if args.node_rank >= args.nnodes:
+        raise LaunchError(f"--node-rank {args.node_rank} is not below --nnodes {args.nnodes}")
+    if args.tp < args.nnodes:
+        raise LaunchError(f"--tp {args.tp} leaves some of the {args.nnodes} hosts without a rank")
+    begin, end = (args.tp * node // args.nnodes for node in (args.node_rank, args.node_rank + 1))
+    return args.tp, range(begin, end)
+
+
+def own_topology(args: argparse.Namespace, identity: Identity, machine: Topology) -> Topology:
+    """The machine as far as the one who typed the command may use it, for ranks that we start ourselves.
+
+    A mask that taskset or numactl set is kept. Slurm's, by default one core for a task, is not, unless --bind inherit
+    says so. A list of --cores is taken at its word.
+    """
+    mask = _own_mask(args, machine)
+    if not mask or (identity.launcher != "none" and args.bind != "inherit"):
+        return machine
+    return dataclasses.replace(machine, allowed_cpus=mask)
+
+
+def own_placement(args: argparse.Namespace, identity: Identity, machine: Topology, ranks: int) -> Placement:
+    """Places `ranks` ranks that we start ourselves on this host, with a note if that is less than all of `machine`."""
+    topology = own_topology(args, identity, machine)
+    placement = place(topology, ranks, "none" if args.bind == "none" else args.cores)
+    mask = _own_mask(args, machine)
+    if not mask:
+        return placement
+    found = f"this command was started on CPUs {format_cpulist(mask)} of {format_cpulist(machine.allowed_cpus)}"
+    if topology is machine:
+        note = f"{found} by {identity.launcher}; its ranks use all (--bind inherit keeps them there)"
+    else:
+        note = f"{found}; its ranks stay there"
+    return dataclasses.replace(placement, notes=(note, *placement.notes))
+
+
+def _own_mask(args: argparse.Namespace, machine: Topology) -> tuple[int, ...]:
+    """The CPUs this command was started on, where they are fewer than usual and nothing else was asked for."""
+    usual = set(machine.allowed_cpus) - set(machine.isolated)
+    mask = usual & set(machine.inherited_cpus)
+    asked = args.cores != "auto" or args.bind == "none"
+    return () if asked or mask == usual else tuple(sorted(mask))
+
+
+def foreign_placement(args: argparse.Namespace, topology: Topology, identity: Identity) -> Placement:
+    """Placement of this host's ranks under torchrun, mpirun or srun, as every one of them computes it for itself."""
+    unbound = args.bind != "auto" or args.cores == "none"
+    narrowed = set(topology.inherited_cpus) < set(topology.allowed_cpus)
+    return place(topology, identity.local_size, "none" if unbound else args.cores, own_mask=narrowed)
+
+
+def check_arguments(args: argparse.Namespace) -> None:
+    if args.bind != "auto" and args.cores != "auto":
+        raise LaunchError(f"--cores {args.cores} and --bind {args.bind} contradict each other")
+
+
+def ours_to_start(args: argparse.Namespace, identity: Identity) -> bool:
+    """Whether this process is the command that starts the ranks; else it is one of them.
+
+    With --nnodes it is the one of its host, also where srun runs it there. LaunchError if mpirun or torchrun did.
+    """
+    if identity.launcher == "tilerank":
+        return False
+    if args.nnodes > 1 and identity.launcher not in ("none", "Slurm"):
+        raise LaunchError(
+            f"--nnodes {args.nnodes} is for starting the ranks ourselves, but {identity.launcher} did that"
+        )
+    return starts_ranks(identity) or args.nnodes > 1
+
+
+def start_ranks(args: argparse.Namespace, identity: Identity) -> int:
+    """Starts this host's ranks with the command line `args.argv` and returns the exit status of the whole.
+
+    Raises LaunchError for what cannot be placed, bound or started.
+    """
+    machine = read_topology()
+    size, here = host_ranks(args, own_topology(args, identity, machine))
+    ranks = HostRanks(args, size, here, own_placement(args, identity, machine, len(here)))
+    watch = Watch(cgroup.oom_kills, max(bootstrap.RENDEZVOUS_S, args.dist_timeout))
+    return supervise(ranks.specs(), watch)
+
+
+def _check_memory(ranks: int) -> None:
+    """Raise LaunchError if the processes alone, without weights and cache, need more memory than this host has."""
+    topology = read_topology()
+    free = sum(node.memory_free for node in topology.nodes)
+    available = topology.limits.memory_available
+    available = free if available is None else min(free, available)
+    if ranks * RANK_OVERHEAD > available:
+        raise LaunchError(
+            f"{count(ranks, 'rank')} on this host: their processes need {size_text(ranks * RANK_OVERHEAD)} of memory, "
+            f"but {size_text(available)} is available"
+        )
+
+
+class HostRanks:
+    """The ranks `here`, of `size`, that we start on this host ourselves, as often as they have to be started.
+
+    `replica`: which of several groups of ranks on this host they are.
+    """
+
+    def __init__(
+        self, args: argparse.Namespace, size: int, here: range, placement: Placement, replica: int | None = None
+    ) -> None:
+        if args.collectives == "mpi":
+            raise LaunchError("--collectives mpi needs ranks that mpirun or srun started")
+        _check_memory(len(here))
+        self.here = here
+        self.placement = placement
+        self._args = args
+        self._size = size
+        self._replica = replica
+
+    def specs(self, hand_over: Mapping[str, int] | None = None) -> list[ProcessSpec]:
+        """To start them once. `hand_over`: descriptors for rank 0, by the variable that tells it their number."""
+        several = self._args.nnodes > 1
+        host = self._args.master_addr if several else "127.0.0.1"
+        port: int = self._args.master_port or 0
+        for_rank_0 = dict(hand_over or {})
+        if 0 in self.here:
+            listener = bootstrap.listen(host, port, one_host=not several)
+            port, for_rank_0["TILERANK_FD"] = listener.getsockname()[1], listener.detach()
+        environment = _environment(os.environ, self.placement) | {
+            "TILERANK_SIZE": str(self._size),
+            "TILERANK_LOCAL_SIZE": str(len(self.here)),
+            "TILERANK_STORE": f"{host}:{port}",
+        }
+        return [
+            self._spec(local, rank, environment, {} if rank else for_rank_0) for local, rank in enumerate(self.here)
+        ]
+
+    def _spec(self, local: int, rank: int, environment: Mapping[str, str], fds: Mapping[str, int]) -> ProcessSpec:
+        own = {"TILERANK_RANK": rank, "TILERANK_LOCAL_RANK": local, **fds}
+        name = f"rank {rank}" if self._replica is None else f"rank {rank} of replica {self._replica}"
+        return ProcessSpec(
+            name,
+            # -P: the working directory may be a model's, whose files must not be importable.
+            [sys.executable, "-P", "-m", "tilerank", *self._args.argv],
+            {**environment, **{variable: str(value) for variable, value in own.items()}},
+            leads=rank == 0,
+            label=None if rank == 0 and self._replica is None else name,
+            pass_fds=tuple(fds.values()),
+            prepare=partial(bind, self.placement.ranks[local], strict=self._args.membind == "strict"),
+        )
+
+
+def inherited_placement(env: Mapping[str, str]) -> Placement:
+    """The placement that our supervisor decided on."""
+    return msgspec.json.decode(env["TILERANK_PLACEMENT"], type=Placement)
+
+
+def _environment(env: Mapping[str, str], placement: Placement) -> dict[str, str]:
+    kept = {name: value for name, value in env.items() if not IDENTITY_VARIABLES.match(name)}
+    return kept | RANK_ENVIRONMENT | {"TILERANK_PLACEMENT": msgspec.json.encode(placement).decode()}
+
+
+def _auto_or_count(text: str) -> int | None:
+    return None if text == "auto" else whole_number(1)(text)
+
+
+def whole_number(low: int, high: float = float("inf")) -> Callable[[str], int]:
+    """An argparse type: a whole number from `low` to `high`."""
+
+    bounds = f"from {low}{f' to {high}' * (high < float('inf'))}"
+
+    def parse(text: str) -> int:
+        if re.fullmatch(r"-?[0-9]{19,}", text) and high == float("inf"):
+            raise argparse.ArgumentTypeError(f"{text} is too large; expected at most 18 digits")
+        if not re.fullmatch(r"-?[0-9]{1,4000}", text) or not low <= int(text) <= high:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number {bounds}")
+        return int(text)
+
+    return parse
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds")
+    return value

@@ -1,0 +1,200 @@
+"""Runs processes that stand and fall together: ends all when one fails, and says why in one sentence. No torch."""
+
+import signal
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from .event_loop import Loop, Timer
+from .logs import say
+from .process import Process, ProcessSpec
+from .status import Phase
+
+SETTLE_S = 0.3  # after a first failure: others may know the same sentence
+SUSPECT_S = 1.5  # after "another rank is gone": that rank's own end says why
+TERMINATE_S = 2.0  # from SIGTERM to SIGKILL once a process failed; with the above, all is over within 5 s
+END_S = 10.0  # the same when everything went well, or the user asked for the end
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why process `name` ended. `consequence`: it only noticed that another one was gone."""
+
+    name: str
+    sentence: str
+    status: int
+    consequence: bool = False
+    own_words: bool = False
+    leads: bool = False
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Exit status of a group as a whole, and the sentence about its first failure."""
+
+    status: int
+    sentence: str | None = None
+
+
+@dataclass(frozen=True)
+class Watch:
+    """What is watched besides the processes' own ends.
+
+    `oom_kills` counts the processes of our cgroup that the kernel killed for lack of memory so far. A process may work
+    as long as it likes, but one that is stopped (SIGSTOP) for `longest_stop_s` counts as failed, whatever it was doing.
+    """
+
+    oom_kills: Callable[[], int] = lambda: 0
+    longest_stop_s: float = float("inf")
+
+
+def supervise(specs: Sequence[ProcessSpec], watch: Watch, *, end_s: float = END_S) -> int:
+    """Runs one group to its end and returns the exit status for the command. `end_s`: seconds that its processes get to
+    end in when the user wants the end.
+
+    The sentence about the first failure goes to stderr. Raises LaunchError if a process cannot be started.
+    """
+    signals = 0
+
+    def on_signal(number: signal.Signals) -> None:
+        nonlocal signals
+        signals += 1
+        group.end(number, end_s if signals == 1 else 0)
+
+    loop = Loop(on_signal)
+    group = Group(loop, watch)
+    try:
+        group.start(specs)
+        loop.run(lambda: group.running)
+    finally:
+        group.kill()
+        loop.close()
+    assert group.outcome is not None
+    if group.outcome.sentence is not None:
+        say(f"tilerank: error: {group.outcome.sentence}")
+    return group.outcome.status
+
+
+def cause(failures: Sequence[Failure]) -> Outcome:
+    """What happened first: a process's own end rather than what its peers saw of it."""
+    roots = [failure for failure in failures if not failure.consequence] or list(failures)
+    first = roots[0]
+    if not first.own_words:
+        return Outcome(first.status, first.sentence)
+    # What the leader or several say alike is about the input, not about one of them.
+    shared = any(other.leads or other.name != first.name for other in roots if other.sentence == first.sentence)
+    return Outcome(first.status, first.sentence if shared else f"{first.name}: {first.sentence}")
+
+
+class Group:
+    """Processes that are started together and end together. `on_phase` hears where the leader has come to, `on_end`
+    that all are gone; then `outcome` says how it went, and `unclean` which process that was to end by itself did not
+    do so with status 0."""
+
+    def __init__(
+        self,
+        loop: Loop,
+        watch: Watch,
+        *,
+        on_phase: Callable[[Phase], None] = lambda _: None,
+        on_end: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.outcome: Outcome | None = None
+        self.unclean: Failure | None = None
+        self._loop = loop
+        self._watch = watch
+        self._on_phase = on_phase
+        self._on_end = on_end
+        self._oom_before = watch.oom_kills()
+        self._processes: list[Process] = []
+        self._failures: list[Failure] = []
+        self._decision: Timer | None = None
+        self._killing: Timer | None = None
+
+    @property
+    def running(self) -> bool:
+        return any(process.running for process in self._processes)
+
+    def start(self, specs: Sequence[ProcessSpec]) -> None:
+        """LaunchError if one cannot be started; `kill` ends those that were."""
+        for spec in specs:
+            self._processes.append(Process(self._loop, spec, self, self._watch.longest_stop_s))
+
+    def end(self, number: signal.Signals, within_s: float) -> None:
+        """Passes on the signal by which the user asked for the end; who is left after `within_s` seconds is killed."""
+        self._loop.cancel(self._decision)
+        self.outcome = self.outcome or Outcome(128 + number)
+        self._stop(number, within_s)
+        self._signal_all(signal.SIGCONT)  # a stopped one hears it, too
+
+    def kill(self) -> None:
+        """Leaves nobody behind, and tells nobody."""
+        for timer in (self._decision, self._killing):
+            self._loop.cancel(timer)
+        for process in self._processes:
+            if process.running:
+                process.kill()
+
+    def reached(self, process: Process) -> None:
+        if process.spec.leads:
+            self._on_phase(process.phase)
+
+    def stuck(self, process: Process) -> None:
+        if self.outcome is None and all(failure.consequence for failure in self._failures):
+            stopped = f"{process} was stopped for {self._watch.longest_stop_s:g} s while {process.phase}"
+            self._fail(Failure(process.spec.name, stopped, 1))
+
+    def ended(self, process: Process, code: int) -> None:
+        if self.outcome is None:
+            if code != 0:
+                self._fail(self._describe(process, code))
+            elif process.spec.leads and not self._failures:
+                self.outcome = Outcome(0)
+                self._killing = self._loop.after(END_S, partial(self._signal_all, signal.SIGKILL))
+        elif code != 0 and self.unclean is None:
+            self.unclean = self._describe(process, code)
+        if not self.running:
+            if self.outcome is None:
+                self._decide()
+            self._loop.cancel(self._killing)
+            self._on_end()
+
+    def _describe(self, process: Process, code: int) -> Failure:
+        status, name, leads = 128 - code if code < 0 else code, process.spec.name, process.spec.leads
+        if process.failed is not None:
+            return Failure(name, process.failed.sentence, status, process.failed.consequence, True, leads)
+        if code >= 0:
+            return Failure(name, f"{process} exited with status {code} while {process.phase}", status)
+        killed = f"{process} was killed by {signal.Signals(-code).name} while {process.phase}"
+        if -code == signal.SIGKILL and self._watch.oom_kills() > self._oom_before:
+            killed = f"{process} was killed while {process.phase}, probably out of memory"
+        return Failure(name, killed, status)
+
+    def _fail(self, failure: Failure) -> None:
+        self._failures.append(failure)
+        patience_s = SUSPECT_S if failure.consequence else SETTLE_S
+        if self._decision is None:
+            self._decision = self._loop.after(patience_s, self._decide)
+        else:
+            self._loop.hasten(self._decision, patience_s)
+
+    def _decide(self) -> None:
+        # Also what others have said that are still on their way out.
+        going = [
+            Failure(process.spec.name, process.failed.sentence, 1, process.failed.consequence, True, process.spec.leads)
+            for process in self._processes
+            if process.running and process.failed is not None
+        ]
+        failures = [*self._failures, *going]
+        self.outcome = cause(failures) if failures else Outcome(0)
+        self._loop.cancel(self._decision)
+        self._stop(signal.SIGTERM, TERMINATE_S)
+
+    def _stop(self, number: signal.Signals, within_s: float) -> None:
+        self._loop.cancel(self._killing)
+        self._killing = self._loop.after(within_s, partial(self._signal_all, signal.SIGKILL))
+        self._signal_all(number)
+
+    def _signal_all(self, number: signal.Signals) -> None:
+        for process in self._processes:
+            process.signal(number)
