@@ -2,75 +2,96 @@
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
-CORE   := pyproject.toml setup.py $(wildcard kernels/csrc/*)
+CORE   := pyproject.toml setup.py $(wildcard tilerank/kernels/csrc/*/*)
 # Most tests keep one core busy or wait for processes. Each worker takes neighbours, which share servers and models.
 PYTEST := $(BIN)/pytest -n 2 --dist worksteal
+# The first make in this clone builds while others wait: what it has built they find up to date.
+LOCKED := flock Makefile $(MAKE) --no-print-directory
 
-.PHONY: help demo test test-long soak test-numa test-sanitize lint types format clean
+.PHONY: help core environment demo test test-long soak test-numa test-sanitize test-amx lint types format clean
 
 help:
 	@grep -E '^# [a-z-]+:' $(MAKEFILE_LIST) | sed 's/^# //'
 
-# demo: three ranks continue a prompt with the model shipped in assets/
-demo: $(VENV)/.core
+core:
+	@$(LOCKED) $(VENV)/.core
+
+environment:
+	@$(LOCKED) $(VENV)/.test
+
+# demo: build in .venv, then let three ranks continue a prompt with the model in assets/
+demo: core
 	$(BIN)/tilerank generate assets/demo-lm --tp 3 --max-new-tokens 96 --prompt "In the beginning God"
 
 # test: the default suite
-test: $(VENV)/.test
+test: environment
 	$(PYTEST) -m "not long and not numa"
 
-# test-long: tests that take minutes or gigabytes
-test-long: $(VENV)/.test
+# test-long: the tests that take minutes or gigabytes
+test-long: environment
 	$(BIN)/pytest -m long
 
-# soak: half an hour of mixed load on a server, with cancels, kills and bad requests; MINUTES=N for another time
+# soak: half an hour of mixed load on a server, with cancels, kills and bad requests; MINUTES=N for another duration
 MINUTES ?= 30
-soak: $(VENV)/.test
+soak: environment
 	$(BIN)/python tests/soak.py $(MINUTES)
 
-# test-numa: binding and page placement on six NUMA nodes, in a virtual machine under qemu's software emulation
-test-numa: $(VENV)/.test
+# test-numa: binding and page placement on six NUMA nodes, in a virtual machine that qemu emulates in software
+test-numa: environment
 	TILERANK_REQUIRE_NUMA=1 $(BIN)/pytest -m numa
 
-THREAD_TESTS := tests/test_kernels_pool.py tests/test_kernels_shm.py
-# Reads the machine code of the core that users get, which a sanitized one is not.
-CODE_TESTS := tests/test_kernels_instructions.py
+# Programs of their own under the thread sanitizer, which cannot be combined with another.
+THREAD_TESTS := tests/kernels/test_pool.py tests/kernels/test_shm.py
+# Tests of the machine code that users get.
+CODE_TESTS := tests/kernels/test_instructions.py
+CORE_TESTS := $(filter-out $(THREAD_TESTS) $(CODE_TESTS),$(wildcard tests/kernels/test_*.py))
+SANITIZERS := address,undefined
+NO_AMX := $(if $(shell grep -m 1 -w amx_tile /proc/cpuinfo),0,1)
 
-# test-sanitize: the kernel tests under the sanitizers of addresses, undefined behaviour and threads
-# The core is built aside with the first two. Tests of threads and ranks (pool, shm) bring the third, which does not bear
-# another beside it.
-test-sanitize: $(VENV)/.test
-	rm -rf build/sanitized build/temp.* build/lib.*
-	TILERANK_SANITIZE=address,undefined $(BIN)/pip install --quiet --disable-pip-version-check --no-deps --target build/sanitized .
-	rm -rf build/temp.* build/lib.*
+# $(call build,NAME,ENVIRONMENT): installs into build/NAME, away from the core that users get.
+define build
+flock Makefile sh -ec 'rm -rf build/$(1) build/temp.* build/lib.*; \
+    TILERANK_WERROR=1 $(2) $(BIN)/pip install --quiet --disable-pip-version-check --no-deps --target build/$(1) .; \
+    rm -rf build/temp.* build/lib.*'
+endef
+# $(call on_build,NAME): the environment in which pytest, its workers and the ranks that tests start import build/NAME.
+on_build = PYTHONPATH=$(CURDIR)/build/$(1) PYTEST_ADDOPTS="-o 'pythonpath=$(CURDIR)/build/$(1) . tests/support'"
+
+# test-sanitize: the kernel tests with ASan and UBSan, AMX emulated where the CPU has none; pool, shm and graphs with TSan
+test-sanitize: environment
+	$(call build,sanitized,TILERANK_SANITIZE=$(SANITIZERS) TILERANK_EMULATE_AMX=$(NO_AMX))
 	LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" \
-	    ASAN_OPTIONS=detect_leaks=0 PYTHONMALLOC=malloc PYTHONPATH=build/sanitized \
-	    $(PYTEST) $(filter-out $(THREAD_TESTS) $(CODE_TESTS),$(wildcard tests/test_kernels_*.py))
+	    ASAN_OPTIONS=detect_leaks=0 PYTHONMALLOC=malloc $(call on_build,sanitized) $(PYTEST) $(CORE_TESTS)
 	$(BIN)/pytest $(THREAD_TESTS)
 
-# lint: ruff and clang-format
-lint: $(VENV)/.test
+AMX_TESTS := $(CORE_TESTS) $(addprefix tests/runtime/test_,exact.py engine.py kv_cache.py quantized.py)
+
+# test-amx: kernels and models on the amx rung of a core that emulates AMX tiles; needs AVX-512 with bf16, not AMX
+test-amx: environment
+	$(call build,emulated,TILERANK_EMULATE_AMX=1)
+	TILERANK_TEST_RUNG=amx $(call on_build,emulated) $(PYTEST) --dist loadfile $(AMX_TESTS)
+
+# lint: check the sources with ruff and clang-format
+lint: environment
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/clang-format --dry-run -Werror kernels/csrc/*.cpp kernels/csrc/*.h
+	$(BIN)/clang-format --dry-run -Werror $(wildcard tilerank/kernels/csrc/*/*)
 
-# types: mypy over a directory of links, since type checkers do not follow editable installs
-types: $(VENV)/.test
-	rm -rf build/types && mkdir -p build/types/tilerank
-	for room in kernels parallel loader runtime launch; do ln -s $(CURDIR)/$$room build/types/tilerank/$$room; done
-	MYPYPATH=build/types $(BIN)/mypy -p tilerank
+# types: check the types with mypy
+types: environment
+	$(BIN)/mypy -p tilerank
 
-# format: rewrite the sources as `make lint` wants them
-format: $(VENV)/.test
+# format: rewrite the sources as `make lint` expects them
+format: environment
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
-	$(BIN)/clang-format -i kernels/csrc/*.cpp kernels/csrc/*.h
+	$(BIN)/clang-format -i $(wildcard tilerank/kernels/csrc/*/*)
 
-# clean: remove what make made
+# clean: remove the environment and everything that was built
 clean:
-	rm -rf $(VENV) build *.egg-info kernels/_C*.so
+	rm -rf $(VENV) build *.egg-info tilerank/kernels/_C*.so
 
-# pip comes last: an environment without it was not made to its end.
+# pip comes last: without it, an earlier make was interrupted while it made the environment.
 $(BIN)/pip:
 	@command -v $(PYTHON) >/dev/null || { echo "tilerank: $(PYTHON) not found; Debian: apt-get install python3"; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "tilerank: Python 3.11 or newer needed, found $$($(PYTHON) -V); set PYTHON=python3.11"; exit 1; }
@@ -83,7 +104,7 @@ $(VENV)/.core: $(BIN)/pip $(CORE)
 	$(BIN)/pip install --quiet --disable-pip-version-check -e .
 	@touch $@
 
-# By its name, as it is there already: from its folder it would be compiled once more.
+# By its name, because it is installed: from its folder it would be compiled once more.
 $(VENV)/.test: $(VENV)/.core
 	$(BIN)/pip install --quiet --disable-pip-version-check "tilerank[test]"
 	@touch $@

@@ -1,12 +1,21 @@
 """Fixtures of the kernel tests."""
 
+import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 from rungs import RUNGS
 
 from tilerank.kernels import core
+
+
+def pytest_configure() -> None:
+    """Fails if another build of the core is under test than the one that PYTHONPATH names (`make test-sanitize`)."""
+    for folder in filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)):
+        if Path(folder, "tilerank").exists():
+            assert Path(core.__file__).is_relative_to(folder), f"expected tilerank of {folder}, found {core.__file__}"
 
 
 @pytest.fixture

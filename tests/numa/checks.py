@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from tilerank.launch import doctor
-from tilerank.launch.binding import bind, local_share, memory_policy_refusal, page_nodes
-from tilerank.launch.cgroup import oom_kills
 from tilerank.launch.errors import LaunchError
-from tilerank.launch.placement import RankPlacement, auto_ranks, place
-from tilerank.launch.topology import read_topology
+from tilerank.launch.host.binding import bind, local_share, memory_policy_refusal, page_nodes
+from tilerank.launch.host.cgroup import oom_kills
+from tilerank.launch.host.placement import RankPlacement, auto_ranks, place
+from tilerank.launch.host.topology import read_topology
 
 CGROUP = Path("/sys/fs/cgroup")
 MIB = 1 << 20

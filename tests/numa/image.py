@@ -101,15 +101,15 @@ def build(directory: Path) -> Path:
     _copy(root, "/", _libraries([python, busybox, *(path for path in modules if path.suffix == ".so")]))
     _copy(root, "/bin", [busybox])
     _copy(root, "/", [HERE / "checks.py", HERE / "init"], flat=True)
-    for room in (
-        "launch",
-        "runtime",
-        "loader",
-        "parallel",
-        "kernels",
-    ):  # of the others launch.errors names the exceptions
-        modules = sorted((REPOSITORY / room).glob("*.py" if room == "launch" else "errors.py"))
-        _copy(root, f"/tilerank/{room}", modules, flat=True)
+    package = REPOSITORY / "tilerank"
+    rooms = ("runtime", "loader", "parallel", "kernels")  # launch.errors names their exceptions
+    for module in [
+        *package.glob("launch/*.py"),
+        *package.glob("launch/host/*.py"),
+        *(package / room / f"{name}.py" for room in rooms for name in ("__init__", "errors")),
+        package / "__init__.py",
+    ]:
+        _copy(root, f"/{module.parent.relative_to(REPOSITORY)}", [module], flat=True)
     (root / "init").chmod(0o755)
     environ = {"PYTHON": str(python), "PYTHONHOME": sys.base_prefix, "PYTHONPATH": "/"}
     (root / "environment").write_text("".join(f"export {k}={shlex.quote(v)}\n" for k, v in environ.items()))

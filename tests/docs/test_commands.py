@@ -1,0 +1,28 @@
+"""README.md and docs: every `tilerank` command uses subcommands and options that exist."""
+
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+from command import run
+
+ROOT = Path(__file__).parents[2]
+PAGES = ["README.md", "CONTRIBUTING.md", "docs/usage.md", "docs/operations.md", "docs/performance.md"]
+BENCHES = "peaks|kernels|comm|model|compare|serve|quality|make-model"
+
+
+@cache
+def options(command: str) -> set[str]:
+    result = run(*command.split(), "--help")
+    assert result.status == 0, result.err
+    return set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", result.out))
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_options_in_commands_exist(page: str) -> None:
+    text = (ROOT / page).read_text().replace("\\\n", " ")
+    pattern = rf"(?:(?<=[`$ /])|^)tilerank (generate|serve|plan|doctor|bench (?:{BENCHES}))\b([^`\n|]*)"
+    for command, arguments in re.findall(pattern, text, re.M):
+        used = set(re.findall(r"(?<=\s)--[a-z][a-z-]*", re.sub(r'"[^"]*"', "", arguments)))
+        assert used <= options(command), f"{page}: tilerank {command}: no {sorted(used - options(command))}"

@@ -1,0 +1,97 @@
+"""docs/operations.md: unit, manifests and scripts are well-formed; options, metrics and error codes exist."""
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from command import run
+
+from tests.runtime.test_metrics import RANKS, STATE, client_that_heard
+from tilerank.runtime.server.metrics import Metrics
+from tilerank.runtime.server.request_body import MAX_BODIES, MAX_BODY
+
+ROOT = Path(__file__).parents[2]
+TEXT = (ROOT / "docs" / "operations.md").read_text()
+
+
+def blocks(language: str) -> list[str]:
+    found = re.findall(rf"^```{language}\n(.*?)^```$", TEXT, re.M | re.S)
+    assert found, language
+    return found
+
+
+def test_the_unit(tmp_path: Path) -> None:
+    if shutil.which("systemd-analyze") is None:
+        pytest.skip("systemd-analyze is not installed (package systemd)")
+    (unit,) = blocks("ini")
+    program, environment = tmp_path / "tilerank", tmp_path / "environment"
+    program.write_text("#!/bin/sh\n")
+    program.chmod(0o755)
+    environment.touch()
+    for path, here in (("/opt/tilerank/bin/tilerank", program), ("/etc/tilerank/environment", environment)):
+        assert path in unit
+        unit = unit.replace(path, str(here))
+    (tmp_path / "tilerank.service").write_text(unit)
+    command = ["systemd-analyze", "verify", "--man=no", str(tmp_path / "tilerank.service")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, [line for line in done.stderr.splitlines() if "tilerank.service" in line]) == (0, [])
+
+
+def documents() -> list[Any]:
+    return [document for block in blocks("yaml") for document in yaml.safe_load_all(block)]
+
+
+def test_the_manifest_asks_for_no_privileges() -> None:
+    deployment, service, rules = documents()
+    assert (deployment["kind"], service["kind"], list(rules)) == ("Deployment", "Service", ["groups"])
+    pod = deployment["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    assert pod["securityContext"]["runAsNonRoot"] is True
+    assert container["securityContext"] == {
+        "allowPrivilegeEscalation": False,
+        "readOnlyRootFilesystem": True,
+        "capabilities": {"drop": ["ALL"]},
+    }
+    assert not {"hostNetwork", "hostPID", "hostIPC"} & pod.keys()
+    assert container["resources"]["requests"] == container["resources"]["limits"]
+    assert service["spec"]["selector"] == deployment["spec"]["template"]["metadata"]["labels"]
+    assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
+
+
+@pytest.mark.parametrize("script", blocks("bash"))
+def test_scripts(script: str, tmp_path: Path) -> None:
+    file = tmp_path / "script"
+    file.write_text(script)
+    subprocess.run(["bash", "-n", str(file)], check=True)
+
+
+def test_options_are_those_of_the_command() -> None:
+    known = set(re.findall(r"--[a-z-]+", run("serve", "--help").out + run("plan", "--help").out))
+    commands = re.findall(r"tilerank serve(?:[^`\n]*\\\n)*[^`\n]*", TEXT)
+    assert len(commands) > 8
+    used = {option for command in commands for option in re.findall(r"(?<=\s)--[a-z-]+", command)}
+    assert len(used) >= 8 and not used - known
+    mentioned = set(re.findall(r"`(--(?:tp|m|h|a|b|c|n)[a-z-]*)", TEXT)) - {"--map-by", "--bind-to", "--cpu-bind"}
+    assert not mentioned - known
+
+
+def test_metrics_are_those_of_the_server() -> None:
+    text = Metrics(client_that_heard(RANKS, STATE)).text().decode()
+    exported = {name for name in re.findall(r"^# TYPE (\S+)", text, re.M) if not name.endswith("_created")}
+    documented = set(re.findall(r"\btilerank_[a-z0-9_]+", TEXT))
+    assert documented == exported
+    for labels in re.findall(r"tilerank_\w+\{(\w+)", TEXT):
+        assert f'{labels}="' in text
+
+
+def test_what_clients_see_is_what_the_server_says() -> None:
+    assert f"The body is larger than {MAX_BODY >> 20} MiB." in TEXT
+    assert f"would take more than {MAX_BODIES >> 20} MiB." in TEXT
+    source = "".join(path.read_text() for path in (ROOT / "tilerank" / "runtime" / "server").glob("*.py"))
+    documented = set(re.findall(r"^\| \d+ `(\w+)`", TEXT, re.M))
+    assert documented <= set(re.findall(r'code="(\w+)"', source))
+    assert set(re.findall(r'ApiError\(503, .*code="(\w+)"', source)) == set(re.findall(r"^\| 503 `(\w+)`", TEXT, re.M))

@@ -1,0 +1,502 @@
+"""Paged attention on every rung, against float64; and equal bits of a row however it is computed."""
+
+import math
+from itertools import accumulate, pairwise
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tilerank.kernels import core
+from tilerank.kernels.attention import attention, store_kv
+from tilerank.kernels.errors import KernelError
+from tilerank.kernels.kv_pages import PAGE_TOKENS, KVPages
+
+pytestmark = pytest.mark.usefixtures("rung")
+
+DTYPES = [torch.float32, torch.bfloat16]
+MHA = [(0, 1), (1, 1)]
+GQA = [(0, 3), (3, 3)]
+UNEVEN = [(1, 3), (4, 1), (6, 2)]  # heads 0 and 5 are padding
+
+
+class Batch:
+    """Sequences with keys, values and queries, stored in a cache of NaN in pages of random order."""
+
+    def __init__(self, lengths: list[int], kv_map: list[tuple[int, int]], d: int, dtype: torch.dtype, seed: int = 0):
+        self.random = torch.Generator().manual_seed(seed)
+        self.lengths, self.d, self.dtype, self.scale = lengths, d, dtype, 0.7 / math.sqrt(d)
+        self.kv_map = torch.tensor(kv_map, dtype=torch.int32)
+        self.q_heads = max(first + count for first, count in kv_map) + 1
+        self.q, self.k, self.v = (
+            [torch.randn(n, heads, d, generator=self.random).to(dtype) for n in lengths]
+            for heads in (self.q_heads, len(kv_map), len(kv_map))
+        )
+        pages = [-(-n // PAGE_TOKENS) for n in lengths]
+        self.cache = KVPages.empty(sum(pages) + 2, len(kv_map), d, dtype)
+        self.cache.k.fill_(math.nan)
+        self.cache.v.fill_(math.nan)
+        free = torch.randperm(sum(pages) + 2, generator=self.random).tolist()
+        # Entries past the end of a sequence must not be read, so they are out of range.
+        self.tables = torch.full((len(lengths), max(pages, default=0) + 1), 10**6, dtype=torch.int32)
+        for table, count in zip(self.tables, pages, strict=True):
+            for i in range(count):
+                table[i] = free.pop()
+
+    def store(self, i: int, start: int = 0, stop: int | None = None) -> None:
+        """Store tokens start..stop of sequence i in the cache."""
+        position = torch.arange(self.lengths[i])[start:stop]
+        slots = self.tables[i].long()[position // PAGE_TOKENS] * PAGE_TOKENS + position % PAGE_TOKENS
+        store_kv(self.k[i][start:stop], self.v[i][start:stop], self.cache, slots)
+
+    def store_all(self) -> "Batch":
+        for i in range(len(self.lengths)):
+            self.store(i)
+        return self
+
+    def attend(self, parts: list[tuple[int, int, int]]) -> list[Tensor]:
+        """Compute rows start..stop of sequence i for every part (i, start, stop), in one call."""
+        rows = [self.q[i][start:stop] for i, start, stop in parts]
+        out = attention(
+            torch.cat(rows) if rows else torch.zeros(0, self.q_heads, self.d, dtype=self.dtype),
+            self.cache,
+            self.tables[[i for i, _, _ in parts]],
+            torch.tensor([stop for _, _, stop in parts], dtype=torch.int32),
+            torch.tensor([0, *accumulate(stop - start for _, start, stop in parts)], dtype=torch.int32),
+            self.kv_map,
+            self.scale,
+        )
+        assert out.dtype == self.dtype
+        return list(out.split([stop - start for _, start, stop in parts]))
+
+    def whole(self, i: int) -> Tensor:
+        return self.attend([(i, 0, self.lengths[i])])[0]
+
+    def exact(self, i: int) -> tuple[Tensor, Tensor]:
+        """Return attention of all rows of sequence i in float64, and the tolerance of a rung by element."""
+        n = self.lengths[i]
+        out, bound = torch.zeros(2, n, self.q_heads, self.d, dtype=torch.float64)
+        hidden = torch.ones(n, n, dtype=torch.bool).triu(1)
+        for kv_head, (first, count) in enumerate(self.kv_map.tolist()):
+            k, v = self.k[i][:, kv_head].double(), self.v[i][:, kv_head].double()
+            for head in range(first, first + count):
+                q = self.q[i][:, head].double()
+                p = (q @ k.T * self.scale).masked_fill(hidden, -math.inf).softmax(-1)
+                out[:, head] = p @ v
+                # fp32: a score is a sum of d products, whose rounding error grows like sqrt(d) times its magnitude. It
+                # is an exponent, so the error of p is relative. The weighted sum adds sqrt(n) more.
+                size = (q.abs() @ k.abs().T).amax(-1, keepdim=True) * abs(self.scale)
+                eps = torch.finfo(torch.float32).eps * (math.sqrt(self.d) * (1 + size) + math.sqrt(n) + 4)
+                half_ulp = torch.finfo(self.dtype).eps / 2
+                # bf16: probabilities and the result are rounded once each.
+                of_p = half_ulp if self.dtype == torch.bfloat16 else 0.0
+                bound[:, head] = (eps + of_p) * (p @ v.abs()) + half_ulp * out[:, head].abs()
+        return out, bound * 1.01
+
+
+def assert_exact(found: Tensor, batch: Batch, i: int) -> None:
+    exact, bound = batch.exact(i)
+    excess = (found.double() - exact).abs() - bound
+    assert bool((excess <= 0).all()), f"exceeds the bound by up to {excess.max():g}"
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("d", [8, 16, 24, 40, 64, 72, 128, 200, 256])
+def test_head_sizes(dtype: torch.dtype, d: int) -> None:
+    batch = Batch([45], GQA, d, dtype).store_all()
+    assert_exact(batch.whole(0), batch, 0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kv_map", [MHA, GQA, UNEVEN, [(0, 7)], [(0, 16)], [(2, 33)]], ids=str)
+def test_query_heads_follow_the_map(dtype: torch.dtype, kv_map: list[tuple[int, int]]) -> None:
+    batch = Batch([37], kv_map, 16, dtype).store_all()
+    found = batch.whole(0)
+    assert_exact(found, batch, 0)
+    served = {head for first, count in kv_map for head in range(first, first + count)}
+    padding = [head for head in range(batch.q_heads) if head not in served]
+    assert padding
+    assert not found[:, padding].any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("length", [1, 31, 32, 33, 127, 128, 129, 300])
+def test_lengths_around_pages_and_chunks(dtype: torch.dtype, length: int) -> None:
+    batch = Batch([length], MHA, 32, dtype).store_all()
+    assert_exact(batch.whole(0), batch, 0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_results_of_more_than_a_mebibyte(dtype: torch.dtype) -> None:
+    batch = Batch([530], [(0, 4), (4, 5)], 128, dtype).store_all()
+    found = batch.whole(0)
+    assert found.nbytes > 1 << 20  # large enough for non-temporal stores
+    assert_exact(found, batch, 0)
+    assert torch.equal(found[:90], batch.attend([(0, 0, 90)])[0])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_scores_far_apart_and_a_late_maximum(dtype: torch.dtype) -> None:
+    batch = Batch([200], MHA, 16, dtype)
+    batch.scale = 3.0
+    batch.k[0][150] *= 3  # a late jump of the running maximum
+    batch.store_all()
+    assert_exact(batch.whole(0), batch, 0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_long_sequence(dtype: torch.dtype) -> None:
+    batch = Batch([1300], [(0, 4)], 24, dtype).store_all()
+    assert_exact(batch.whole(0), batch, 0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("scale", [-0.2, 0.0])
+def test_a_scale_that_is_not_positive(dtype: torch.dtype, scale: float) -> None:
+    batch = Batch([70], GQA, 40, dtype).store_all()
+    batch.scale = scale
+    assert_exact(batch.whole(0), batch, 0)
+
+
+def test_attention_equals_that_of_torch() -> None:
+    batch = Batch([70], GQA, 64, torch.float32).store_all()
+    q, k, v = batch.q[0][:, :6].transpose(0, 1), batch.k[0].transpose(0, 1), batch.v[0].transpose(0, 1)
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        q[None], k[None], v[None], is_causal=True, scale=batch.scale, enable_gqa=True
+    )[0].transpose(0, 1)
+    torch.testing.assert_close(batch.whole(0)[:, :6], expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("heads", [1, 2, 3, 8])
+@pytest.mark.parametrize("scale", [0.1, -0.1])
+def test_many_rows_of_strided_arguments(heads: int, scale: float) -> None:
+    batch = Batch([200], [(0, heads), (heads, heads)], 64, torch.bfloat16).store_all()
+    batch.scale = scale
+    found = batch.whole(0)
+    assert_exact(found, batch, 0)
+    for row in (0, 15, 16, 63, 64, 127, 128, 199):
+        assert torch.equal(batch.attend([(0, row, row + 1)])[0], found[row : row + 1]), f"row {row}"
+    # Queries, keys and values are slices of wider rows.
+    wide = torch.full((200, batch.q_heads + 3, 64), math.nan, dtype=torch.bfloat16)
+    wide[:, 2:-1] = batch.q[0]
+    lengths, starts = torch.tensor([200], dtype=torch.int32), torch.tensor([0, 200], dtype=torch.int32)
+    again = attention(wide[:, 2:-1], batch.cache, batch.tables, lengths, starts, batch.kv_map, scale)
+    assert torch.equal(again, found)
+
+
+def attend_all(batch: Batch, q: list[Tensor], **options: Tensor) -> list[Tensor]:
+    """Compute rows q[i] over all tokens of sequence i, in one call."""
+    starts = torch.tensor([0, *accumulate(len(rows) for rows in q)], dtype=torch.int32)
+    lengths = torch.tensor(batch.lengths, dtype=torch.int32)
+    out = attention(
+        torch.cat(q), batch.cache, batch.tables, lengths, starts, batch.kv_map, batch.scale, causal=False, **options
+    )
+    return list(out.split([len(rows) for rows in q]))
+
+
+def full_attention(batch: Batch, i: int, q: Tensor) -> tuple[Tensor, Tensor]:
+    """Return rows q over all tokens of sequence i in float64, and the log-sum-exp of their scores."""
+    out = torch.zeros(q.shape, dtype=torch.float64)
+    lse = torch.full(q.shape[:2], -math.inf, dtype=torch.float64)
+    if batch.lengths[i]:
+        for kv_head, (first, count) in enumerate(batch.kv_map.tolist()):
+            for head in range(first, first + count):
+                scores = q[:, head].double() @ batch.k[i][:, kv_head].double().T * batch.scale
+                lse[:, head] = scores.logsumexp(-1)
+                out[:, head] = scores.softmax(-1) @ batch.v[i][:, kv_head].double()
+    return out, lse
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_without_a_causal_mask_every_row_attends_to_all_tokens(dtype: torch.dtype) -> None:
+    random = torch.Generator().manual_seed(5)
+    lengths = [0, 1, 31, 32, 33, 300, *torch.randint(0, 90, (122,), generator=random).tolist()]
+    batch = Batch(lengths, UNEVEN, 24, dtype).store_all()
+    counts = [3, 40, 1, 2, 35, 50, *torch.randint(0, 4, (122,), generator=random).tolist()]
+    q = [torch.randn(n, batch.q_heads, 24, generator=random).to(dtype) for n in counts]
+    lse = torch.full((sum(counts), batch.q_heads), math.nan)
+    found = attend_all(batch, q, lse=lse)
+    # bf16: rounding of probabilities and of the result; fp32: a few roundings.
+    tolerance = 2e-2 if dtype == torch.bfloat16 else 2e-6
+    for i, (rows, of_rows) in enumerate(zip(found, lse.split(counts), strict=True)):
+        exact, exact_lse = full_attention(batch, i, q[i])
+        torch.testing.assert_close(rows.double(), exact, rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(of_rows.double(), exact_lse, rtol=1e-5, atol=1e-5)
+        assert torch.equal(rows == 0, exact == 0)  # exact zeros for rows over no tokens and for padding heads
+    alone = Batch(lengths[5:6], UNEVEN, 24, dtype)
+    alone.k[0], alone.v[0] = batch.k[5], batch.v[5]
+    alone.store_all()
+    assert torch.equal(attend_all(alone, q[5:6])[0], found[5])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_parts_merge_by_their_log_sum_exp(dtype: torch.dtype) -> None:
+    whole, left, right = (Batch([n], GQA, 64, dtype) for n in (400, 150, 250))
+    for part, start, stop in ((left, 0, 150), (right, 150, 400)):
+        part.k[0], part.v[0] = whole.k[0][start:stop], whole.v[0][start:stop]
+    q, lse = whole.q[0][:20], torch.zeros(2, 20, whole.q_heads)
+    parts = [
+        attend_all(part.store_all(), [q], lse=of_part)[0] for part, of_part in zip((left, right), lse, strict=True)
+    ]
+    weights = lse[:, :, :6].softmax(0)[..., None]
+    merged = sum(weight * part[:, :6].float() for weight, part in zip(weights, parts, strict=True))
+    [expected] = attend_all(whole.store_all(), [q])
+    tolerance = 1e-2 if dtype == torch.bfloat16 else 1e-6
+    torch.testing.assert_close(merged, expected[:, :6].float(), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_log_sum_exp_of_causal_rows(dtype: torch.dtype) -> None:
+    batch = Batch([90], [(0, 1)], 32, dtype).store_all()
+    lse = torch.zeros(90, 2)
+    starts, lengths = ints(0, 90), ints(90)
+    attention(batch.q[0], batch.cache, batch.tables, lengths, starts, batch.kv_map, batch.scale, lse=lse)
+    scores = batch.q[0][:, 0].double() @ batch.k[0][:, 0].double().T * batch.scale
+    exact = scores.masked_fill(torch.ones(90, 90).triu(1) > 0, -math.inf).logsumexp(-1)
+    torch.testing.assert_close(lse[:, 0].double(), exact, rtol=1e-5, atol=1e-5)
+    assert bool((lse[:, 1] == -math.inf).all())  # a padding head
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    length=st.integers(1, 290),
+    cuts=st.lists(st.integers(1, 289), max_size=4),
+    d=st.sampled_from([8, 40, 64]),
+    kv_map=st.sampled_from([MHA, GQA, UNEVEN]),
+    seed=st.integers(0, 99),
+)
+def test_chunked_prefill_and_decode_equal_whole_prefill(
+    dtype: torch.dtype, length: int, cuts: list[int], d: int, kv_map: list[tuple[int, int]], seed: int
+) -> None:
+    whole = Batch([length], kv_map, d, dtype, seed).store_all().whole(0)
+    # As a server stores it: keys of a chunk are written just before it; the rest of the cache is NaN.
+    batch = Batch([length], kv_map, d, dtype, seed)
+    edges = sorted({0, length, *(cut for cut in cuts if cut < length)})
+    for start, stop in pairwise(edges):
+        batch.store(0, start, stop)
+        [found] = batch.attend([(0, start, stop)])
+        assert torch.equal(found, whole[start:stop])
+    for position in {0, length // 2, length - 1}:
+        [found] = batch.attend([(0, position, position + 1)])
+        assert torch.equal(found[0], whole[position])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("scale", [0.1, 4.0, -4.0])
+@pytest.mark.parametrize("d", [16, 64])
+def test_bits_do_not_depend_on_rising_maxima(dtype: torch.dtype, scale: float, d: int) -> None:
+    batch = Batch([1100], [(0, 3)], d, dtype)
+    batch.scale = scale
+    for position in (0, 31, 40, 255, 256, 300, 1023, 1024, 1090):
+        batch.k[0][position] *= 1 + position / 200
+    batch.store_all()
+    whole = batch.whole(0)
+    assert whole.isfinite().all()
+    for edges in ([0, 33, 64, 301, 1100], [0, 7, 1023, 1025, 1100]):
+        parts = batch.attend([(0, start, stop) for start, stop in pairwise(edges)])
+        assert torch.equal(torch.cat(parts), whole)
+    for position in (30, 41, 256, 301, 1024, 1099):
+        assert torch.equal(batch.attend([(0, position, position + 1)])[0][0], whole[position])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("d", [40, 64])
+def test_any_number_of_rows_has_the_bits_of_one(dtype: torch.dtype, d: int) -> None:
+    batch = Batch([230], [(0, 1)], d, dtype).store_all()
+    whole = batch.whole(0)
+    # Around the sizes of row blocks, few-row tasks and tasks: first of the vector rungs, then of AMX.
+    for rows in (1, 2, 3, 5, 6, 7, 11, 12, 13, 15, 23, 24, 25, 31, 32, 33, 95, 96, 97, 127, 128, 129):
+        for stop in (rows, 190, 230):
+            if rows <= stop:
+                [found] = batch.attend([(0, stop - rows, stop)])
+                assert torch.equal(found, whole[stop - rows : stop]), f"{rows} rows up to {stop}"
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("poison", [math.nan, math.inf])
+def test_a_non_finite_row_does_not_affect_other_rows(dtype: torch.dtype, poison: float) -> None:
+    batch = Batch([150], GQA, 40, dtype).store_all()
+    whole = batch.whole(0)
+    batch.q[0][60, 1] = poison
+    found = batch.whole(0)
+    assert bool(found[60, 1].isnan().all())
+    found[60, 1] = whole[60, 1]
+    assert torch.equal(found, whole)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "kv_map",
+    [
+        [(head, 1) for head in range(40)],
+        [(5 * head, 5) for head in range(27)],
+        [(16 * head, 16) for head in range(9)],
+        [(33 * head, 33) for head in range(3)],
+        [(0, 2), (2, 2), (5, 2), (7, 3), (10, 3), (13, 0), (13, 3)],
+    ],
+    ids=lambda kv_map: f"{len(kv_map)} heads",
+)
+def test_decode_of_joined_heads_has_the_bits_of_prefill(dtype: torch.dtype, kv_map: list[tuple[int, int]]) -> None:
+    batch = Batch([70, 1, 96, 33], kv_map, 40, dtype).store_all()
+    last = [batch.whole(i)[-1:] for i in range(4)]
+    for threads in (1, 2, 3, 7):
+        core.start_pool(None, threads, spin=False)
+        found = batch.attend([(i, n - 1, n) for i, n in enumerate(batch.lengths)])
+        assert all(torch.equal(a, b) for a, b in zip(found, last, strict=True))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_batch_equals_its_sequences_one_by_one(dtype: torch.dtype) -> None:
+    batch = Batch([1, 150, 33, 64, 257, 5], UNEVEN, 24, dtype).store_all()
+    # decode, prefill with a prefix, no queries, whole prefill, one sequence twice
+    parts = [(0, 0, 1), (1, 100, 150), (2, 33, 33), (3, 0, 64), (4, 256, 257), (5, 2, 5), (4, 17, 90)]
+    together = batch.attend(parts)
+    for part, found in zip(parts, together, strict=True):
+        assert torch.equal(found, batch.attend([part])[0])
+        assert torch.equal(found, batch.whole(part[0])[part[1] : part[2]])
+    core.start_pool(None, 1, spin=False)
+    assert all(torch.equal(a, b) for a, b in zip(batch.attend(parts), together, strict=True))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_bits_do_not_depend_on_the_rest_of_a_page(dtype: torch.dtype) -> None:
+    batch = Batch([75], GQA, 40, dtype).store_all()  # the constructor fills the cache with NaN
+    found = batch.whole(0)
+    clean = KVPages.empty(batch.cache.num_pages, 2, 40, dtype)
+    batch.cache, poisoned = clean, batch.cache
+    batch.store_all()
+    assert torch.equal(batch.whole(0), found)
+    assert not torch.equal(poisoned.k, clean.k)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_views_of_a_fused_projection(dtype: torch.dtype) -> None:
+    batch = Batch([50], GQA, 16, dtype).store_all()
+    expected = batch.whole(0)
+    fused = torch.cat([batch.q[0], batch.k[0], batch.v[0]], dim=1).flatten(1)
+    heads = [batch.q_heads, 2, 2]
+    batch.q[0], batch.k[0], batch.v[0] = (part.view(50, -1, 16) for part in fused.split([h * 16 for h in heads], dim=1))
+    batch.cache.k.fill_(math.nan)
+    batch.cache.v.fill_(math.nan)
+    batch.store_all()
+    starts, lengths = torch.tensor([0, 50], dtype=torch.int32), torch.tensor([50], dtype=torch.int32)
+    found = attention(batch.q[0], batch.cache, batch.tables, lengths, starts, batch.kv_map, batch.scale)
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_bits_do_not_depend_on_the_alignment_of_queries(dtype: torch.dtype) -> None:
+    batch = Batch([70], [(0, 3), (3, 8)], 24, dtype).store_all()
+    expected, aligned = batch.whole(0), batch.q[0]
+    for offset in range(1, 5):
+        batch.q[0] = torch.zeros(offset + aligned.numel(), dtype=dtype)[offset:].view(aligned.shape).copy_(aligned)
+        starts, lengths = torch.tensor([0, 70], dtype=torch.int32), torch.tensor([70], dtype=torch.int32)
+        found = attention(batch.q[0], batch.cache, batch.tables, lengths, starts, batch.kv_map, batch.scale)
+        assert torch.equal(found, expected)
+
+
+def test_empty_batches() -> None:
+    batch = Batch([40], GQA, 16, torch.float32).store_all()
+    assert batch.attend([(0, 40, 40)])[0].shape == (0, 7, 16)
+    assert batch.attend([(0, 0, 0)])[0].shape == (0, 7, 16)
+    batch.store(0, 5, 5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("d", [8, 24, 64])
+def test_pages_written_on_one_rung_serve_every_other(dtype: torch.dtype, d: int, rung: str) -> None:
+    batch = Batch([70, 3], GQA, d, dtype).store_all()
+    core.force_isa("reference")
+    other = Batch([70, 3], GQA, d, dtype).store_all()
+    assert torch.equal(batch.cache.k.nan_to_num(7.0), other.cache.k.nan_to_num(7.0))
+    # Every rung writes padding lanes with zeros.
+    assert torch.equal(batch.cache.v.nan_to_num(7.0), other.cache.v.nan_to_num(7.0))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("d", [8, 64, 128])
+def test_nbytes_of_pages(dtype: torch.dtype, d: int) -> None:
+    layer = KVPages.empty(5, 3, d, dtype)
+    size = KVPages.nbytes(5, 3, d, dtype)
+    assert layer.k.nbytes + layer.v.nbytes == size
+    payload = 2 * 5 * 3 * PAGE_TOKENS * d * dtype.itemsize
+    assert size == (payload if d % 16 == 0 else payload * 3 // 2)  # 8 dims of V are padded to 16
+    assert not layer.k.any()
+    assert not layer.v.any()
+
+
+def call(**changes: Tensor) -> Tensor:
+    """A valid call of two sequences (3 new of 40 tokens, 1 of 1), with one argument replaced."""
+    arguments = {
+        "q": torch.zeros(4, 6, 16),
+        "page_tables": torch.tensor([[0, 1], [2, 99]], dtype=torch.int32),
+        "seq_lens": torch.tensor([40, 1], dtype=torch.int32),
+        "query_starts": torch.tensor([0, 3, 4], dtype=torch.int32),
+        "kv_map": torch.tensor(GQA, dtype=torch.int32),
+    }
+    arguments.update(changes)
+    return attention(cache=KVPages.empty(3, 2, 16, torch.float32), scale=1.0, **arguments)
+
+
+def ints(*values: int | list[int]) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"q": torch.zeros(4, 6, 24)}, "q: expected shape [any, any, 16], found [4, 6, 24]"),
+        ({"q": torch.zeros(4, 6, 16).bfloat16()}, "q: expected dtype float32, found bfloat16"),
+        ({"seq_lens": torch.tensor([40, 1])}, "seq_lens: expected dtype int32, found int64"),
+        ({"query_starts": ints(0, 4)}, "query_starts: expected shape [3], found [2]"),
+        ({"query_starts": ints(0, 3, 5)}, "query_starts: expected 0 to 4, found 0 to 5"),
+        ({"query_starts": ints(1, 3, 4)}, "query_starts: expected 0 to 4, found 1 to 4"),
+        ({"query_starts": ints(0, 2, 4)}, "query_starts: expected 0 to 1 queries of sequence 1, found 2"),
+        ({"seq_lens": ints(40, -1)}, "seq_lens: expected at least 0 tokens of sequence 1, found -1"),
+        ({"lse": torch.zeros(4, 5)}, "lse: expected shape [4, 6], found [4, 5]"),
+        ({"query_starts": ints(0, 5, 4)}, "query_starts: expected 0 to 1 queries of sequence 1, found -1"),
+        ({"page_tables": ints([0, 1])}, "page_tables: expected shape [2, any], found [1, 2]"),
+        ({"page_tables": ints([0], [2])}, "page_tables: expected 2 pages for sequence 0, found 1"),
+        ({"page_tables": ints([0, 3], [2, 99])}, "page_tables: expected pages in [0, 3) for sequence 0, found 3"),
+        ({"page_tables": ints([0, -1], [2, 99])}, "page_tables: expected pages in [0, 3) for sequence 0, found -1"),
+        ({"kv_map": ints([0, 3])}, "kv_map: expected shape [2, 2], found [1, 2]"),
+        ({"kv_map": ints([0, 3], [4, 3])}, "kv_map: expected query heads in [0, 6) for KV head 1, found 3 from 4"),
+        ({"kv_map": ints([-1, 3], [3, 3])}, "kv_map: expected query heads in [0, 6) for KV head 0, found 3 from -1"),
+    ],
+)
+def test_a_wrong_argument_is_named(changes: dict[str, Tensor], sentence: str) -> None:
+    assert call().shape == (4, 6, 16)
+    with pytest.raises(KernelError) as error:
+        call(**changes)
+    assert str(error.value) == f"attention: {sentence}"
+
+
+@pytest.mark.parametrize("slot", [-1, 3 * PAGE_TOKENS, 2**40])
+def test_a_wrong_slot_is_named_and_nothing_is_written(slot: int) -> None:
+    layer = KVPages.empty(3, 2, 16, torch.float32)
+    k = torch.ones(40, 2, 16)
+    slots = torch.arange(40)
+    slots[-1] = slot
+    with pytest.raises(KernelError, match=rf"^store_kv: slots: expected values in \[0, 96\), found {slot}$"):
+        store_kv(k, k, layer, slots)
+    assert not layer.k.any()
+    assert not layer.v.any()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ((1, 1, 12, torch.float32), "KVPages: head_dim: expected a multiple of 8 up to 256, found 12"),
+        ((1, 1, 264, torch.float32), "KVPages: head_dim: expected a multiple of 8 up to 256, found 264"),
+        ((1, 1, 16, torch.float16), "KVPages: dtype: expected float32, bfloat16 or int8, found float16"),
+        ((0, 1, 16, torch.float32), "KVPages: expected sizes >= 1, found num_pages 0 and kv_heads 1"),
+    ],
+)
+def test_wrong_sizes_of_pages_are_refused(arguments: tuple[int, int, int, torch.dtype], sentence: str) -> None:
+    for make in (KVPages.empty, KVPages.nbytes):
+        with pytest.raises(KernelError) as error:
+            make(*arguments)
+        assert str(error.value) == sentence

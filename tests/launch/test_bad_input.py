@@ -1,0 +1,384 @@
+"""Bad input to `tilerank generate`, end to end: one clear sentence, a status that is not 0, nothing left behind."""
+
+import argparse
+import json
+import os
+import re
+import signal
+import struct
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from command import DEMO, ENDLESS, SOON_S, Result, Run, await_true, demo_copy, endless_copy, hold, run
+
+from tilerank.launch.bootstrap import listen
+from tilerank.launch.prompts import read_prompts
+
+
+def assert_refused(result: Result, sentence: str, status: int = 1) -> None:
+    """`sentence` is a pattern for the whole of it."""
+    assert result.status == status, result.err
+    assert len(result.errors) == 1, result.err
+    assert re.fullmatch(f"tilerank: error: {sentence}", result.errors[0]), result.errors[0]
+    assert "Traceback" not in result.err
+    assert result.out == ""
+
+
+def edit_config(model: Path, **changes: object) -> None:
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, **changes}))
+
+
+def unknown_type(model: Path) -> None:
+    edit_config(model, model_type="wavenet")
+
+
+def other_family(model: Path) -> None:
+    (model / "config.json").write_text(json.dumps({"model_type": "gpt2", "n_embd": 64, "n_head": 4, "n_layer": 2}))
+
+
+def no_config(model: Path) -> None:
+    (model / "config.json").unlink()
+
+
+def no_tokenizer(model: Path) -> None:
+    (model / "tokenizer.json").unlink()
+
+
+def broken_tokenizer(model: Path) -> None:
+    (model / "tokenizer.json").write_text("{")
+
+
+def no_weights(model: Path) -> None:
+    (model / "model.safetensors").unlink()
+
+
+def garbage(model: Path) -> None:
+    (model / "model.safetensors").write_bytes(os.urandom(4096))
+
+
+def empty(model: Path) -> None:
+    (model / "model.safetensors").write_bytes(b"")
+
+
+def truncated(model: Path) -> None:
+    with open(model / "model.safetensors", "r+b") as file:
+        file.truncate(6_000_000)
+
+
+def header_beyond_the_end(model: Path) -> None:
+    with open(model / "model.safetensors", "r+b") as file:
+        file.write(struct.pack("<Q", 1 << 40))
+
+
+def other_shape(model: Path) -> None:
+    edit_config(model, intermediate_size=640)
+
+
+@pytest.mark.parametrize(
+    ("damage", "sentence"),
+    [
+        pytest.param(
+            unknown_type,
+            r".*/config\.json: .*expected one of llama, .*qwen3.*, found .wavenet.*",
+            id="unknown-model-type",
+        ),
+        pytest.param(
+            other_family, r".*/config\.json: .*expected one of llama, .*qwen3.*, found .gpt2.*", id="other-family"
+        ),
+        pytest.param(no_config, r".*config\.json.*", id="no-config"),
+        pytest.param(no_tokenizer, r".*tokenizer\.json.*", id="no-tokenizer"),
+        pytest.param(broken_tokenizer, r".*tokenizer\.json.*", id="broken-tokenizer"),
+        pytest.param(no_weights, r".*model\.safetensors.*", id="no-weights"),
+        pytest.param(garbage, r".*model\.safetensors.*", id="garbage"),
+        pytest.param(empty, r".*model\.safetensors.*", id="empty"),
+        pytest.param(truncated, r".*model\.safetensors.*6,?000,?000.*", id="truncated"),
+        pytest.param(header_beyond_the_end, r".*model\.safetensors.*header.*", id="header-beyond-the-end"),
+        pytest.param(other_shape, r".*(gate|up|down)_proj.*704.*", id="other-shape"),
+    ],
+)
+def test_damaged_model(tmp_path: Path, damage: Callable[[Path], None], sentence: str) -> None:
+    model = demo_copy(tmp_path / "model")
+    damage(model)
+    assert_refused(run("generate", model, "--tp", 2, "--prompt", "Once"), sentence)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        pytest.param(
+            ["--prompt", "word " * 5000], r"prompt 1 has \d+ tokens, .* context of 4096", id="longer-than-context"
+        ),
+        pytest.param(
+            ["--prompt", "a b c d", "--context-length", "3"],
+            r"prompt 1 has \d tokens.* context of 3",
+            id="short-context",
+        ),
+        pytest.param(
+            ["--prompt", "x", "--context-length", "5000"], r"--context-length 5000 .* 4096", id="context-beyond-model"
+        ),
+        pytest.param(["--prompt", "x", "--tp", "2", "--cores", "0|4000"], r".*4000.*", id="no-such-core"),
+        pytest.param(
+            ["--prompt", "x", "--tp", "9000"],
+            r"9000 ranks on this host: their processes need 2637 GiB of memory, but .* is available",
+            id="more-ranks-than-memory",
+        ),
+        pytest.param(
+            ["--prompt", "x", "--tp", "3", "--cores", "0|1"], r".*2 groups for 3 ranks.*", id="groups-and-ranks"
+        ),
+        pytest.param(
+            ["--prompt", "x", "--cores", "0", "--bind", "none"],
+            r"--cores 0 and --bind none contradict.*",
+            id="cores-unbound",
+        ),
+        pytest.param(
+            ["--prompt", "a b c d", "--max-total-tokens", "30", "--max-new-tokens", "40"],
+            r"prompt 1: \d tokens and 40 new need a cache of 4\d, found --max-total-tokens 30; raise it or lower .*",
+            id="small-cache",
+        ),
+        pytest.param([], r"nothing to generate from.*", id="no-prompt"),
+        pytest.param(["--prompt", ""], r"prompt 1 is empty.*", id="empty-prompt"),
+        pytest.param(["--prompt", "x", "--logprobs", "2"], r"--logprobs needs --json", id="logprobs-alone"),
+        pytest.param(
+            ["--prompt", "x", "--nnodes", "2"], r"--nnodes 2 needs --node-rank, --master-addr.*", id="half-of-two-hosts"
+        ),
+        pytest.param(["--prompt-file", "/no/such/file"], r"/no/such/file: .*No such file.*", id="no-prompt-file"),
+    ],
+)
+def test_bad_arguments(arguments: list[str], sentence: str) -> None:
+    assert_refused(run("generate", DEMO, *arguments), sentence)
+
+
+def test_no_model() -> None:
+    assert_refused(run("generate", "/no/such/model", "--prompt", "x"), "/no/such/model is not a directory.*")
+    assert_refused(run("generate", "--prompt", "x"), "no model given.*")
+    assert_refused(run("generate", DEMO, "--model-path", "/tmp", "--prompt", "x"), "two models given.*")
+
+
+@pytest.mark.parametrize(
+    ("line", "sentence"),
+    [
+        ('{"prompt": "a", "prompt_token_ids": [1]}', 'expected either "prompt" or "prompt_token_ids"'),
+        ("{}", 'expected either "prompt" or "prompt_token_ids"'),
+        ('{"prompt": 3}', r".*Expected `str.*\$\.prompt.*"),
+        ('{"prompt_token_ids": [1, "a"]}', r".*Expected `int`.*\$\.prompt_token_ids.*"),
+        ('{"prompt_token_ids": [1, 4096]}', "token id 4096 is not in the vocabulary of 4096"),
+        ('{"prompt_token_ids": [-1]}', "token id -1 is not in the vocabulary of 4096"),
+        ('{"prompt_token_ids": []}', "is empty.*"),
+        ('{"promt": "a"}', ".*unknown field `promt`.*"),
+        ('{"prompt": "a"', ".*truncated.*"),
+        ("once upon a time", ".*malformed.*"),
+        (r'{"prompt": "a\ud83d b"}', r"\\ud83d is half of a character, the other is missing"),
+    ],
+)
+def test_prompt_file_errors_name_the_line(tmp_path: Path, line: str, sentence: str) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": "fine"}\n\n' + line + "\n")
+    assert_refused(run("generate", DEMO, "--prompt-file", file), f"{re.escape(str(file))} line 3:? {sentence}")
+
+
+def test_prompt_file_of_another_encoding(tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_bytes('{"prompt": "fine"}\n'.encode("utf-16"))
+    assert_refused(run("generate", DEMO, "--prompt-file", file), f"{file}: expected UTF-8, found the byte order mark.*")
+    file.write_bytes(b'{"prompt": "caf\xe9"}\n')
+    sentence = f"{file} line 1: expected UTF-8, found the byte 0xe9 where it cannot be"
+    assert_refused(run("generate", DEMO, "--prompt-file", file), sentence)
+
+
+def test_a_mark_before_utf8_means_nothing(tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_bytes(b'\xef\xbb\xbf{"prompt_token_ids": [1, 2]}\n')
+    (prompt,) = read_prompts(argparse.Namespace(prompt=[], prompt_file=file, chat=False))
+    assert (prompt.name, prompt.token_ids) == (f"{file} line 1", (1, 2))
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--tp", "0"], ["--temperature", "nan"], ["--top-p", "1.5"], ["--dtype", "int3"]]
+)
+def test_values_out_of_range_are_refused_by_name(arguments: list[str]) -> None:
+    result = run("generate", DEMO, "--prompt", "x", *arguments)
+    assert result.status == 2 and f"argument {arguments[0]}" in result.err
+
+
+def test_port_in_use() -> None:
+    with listen("127.0.0.1", 0) as taken:
+        port = taken.getsockname()[1]
+        result = run("generate", DEMO, "--prompt", "x", "--tp", 2, "--master-port", port)
+    assert_refused(result, f"rank 0 cannot listen on 127.0.0.1 port {port}: Address already in use.*")
+
+
+def test_not_enough_memory() -> None:
+    """A cache of 2^40 tokens: 6 layers, 2 KV heads of 64, keys and values of 2 bytes make 3,072 bytes each: 3 PiB."""
+    result = run("generate", DEMO, "--prompt", "x", "--tp", 2, "--max-total-tokens", 1 << 40)
+    assert_refused(result, r".*not enough memory for 2 ranks: .*3145728 GiB of KV cache.*")
+    assert "loading" not in result.err
+
+
+@pytest.fixture
+def held(tmp_path: Path) -> tuple[dict[str, str], Path]:
+    """The environment in which rank 1 waits before it loads, and the FIFO that lets it go on."""
+    return hold(1, tmp_path)
+
+
+def test_rank_killed_while_loading(held: tuple[dict[str, str], Path]) -> None:
+    arguments = ["generate", DEMO, "--tp", 3, "--prompt", "x", "--log-level", "debug"]
+    with Run(*arguments, env=held[0]) as running:
+        running.await_line("[rank 1] DEBUG tilerank.launch.rank: loading")
+        pid = running.rank_pid(1)
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        result = running.finish(SOON_S)
+    assert_refused(result, rf"rank 1 \(process {pid}\) was killed by SIGKILL while loading", 137)
+
+
+def test_a_rank_may_load_longer_than_the_deadline_of_collectives(held: tuple[dict[str, str], Path]) -> None:
+    options = ["--max-new-tokens", 2, "--dist-timeout", 4, "--log-level", "debug"]
+    with Run("generate", DEMO, "--tp", 2, "--prompt", "x", *options, env=held[0]) as running:
+        running.await_line("[rank 1] DEBUG tilerank.launch.rank: loading")
+        running.await_line("DEBUG tilerank.loader.weights: loaded")
+        time.sleep(5)
+        held[1].write_text("go")
+        result = running.finish()
+    assert result.status == 0, result.err
+
+
+@pytest.fixture(scope="module")
+def endless(tmp_path_factory: pytest.TempPathFactory) -> list[object]:
+    model = endless_copy(tmp_path_factory.mktemp("endless") / "model")
+    length = ["--ignore-eos", "--max-new-tokens", ENDLESS // 2, "--max-total-tokens", ENDLESS]
+    return ["generate", model, "--tp", 3, "--prompt", "Once upon a time", *length]
+
+
+def generating(running: Run) -> None:
+    """Until there is some text."""
+    running.await_output(8)
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_rank_killed_while_generating(endless: list[object], rank: int) -> None:
+    with Run(*endless) as running:
+        generating(running)
+        pid = running.rank_pid(rank)
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        result = running.finish(SOON_S)
+    assert result.status == 137
+    sentence = f"tilerank: error: rank {rank} (process {pid}) was killed by SIGKILL while generating"
+    assert result.errors == [sentence], result.err
+
+
+def test_rank_stopped_longer_than_the_deadline(endless: list[object]) -> None:
+    with Run(*endless, "--dist-timeout", 6) as running:
+        generating(running)
+        pid = running.rank_pid(1)
+        assert pid is not None
+        os.kill(pid, signal.SIGSTOP)
+        began = time.monotonic()
+        result = running.finish(SOON_S)
+        assert time.monotonic() - began > 5
+    assert result.status == 1
+    assert len(result.errors) == 1 and re.search(r"\brank 1\b.*\b6 s\b", result.errors[0]), result.err
+
+
+def test_ctrl_z_may_last_longer_than_any_deadline(endless: list[object]) -> None:
+    """The ranks are stopped, too, and none of them takes the others' rest for its own waiting."""
+    with Run(*endless, "--dist-timeout", 3) as running:
+        generating(running)
+        running.process.send_signal(signal.SIGTSTP)
+        time.sleep(5)
+        running.process.send_signal(signal.SIGCONT)
+        running.await_output(20_000)  # more than it had written before
+        running.process.send_signal(signal.SIGINT)
+        result = running.finish()
+    assert result.status == 130 and not result.errors, result.err
+
+
+def test_interrupted(endless: list[object]) -> None:
+    with Run(*endless) as running:
+        generating(running)
+        running.process.send_signal(signal.SIGINT)
+        result = running.finish()
+    assert result.status == 130 and not result.errors, result.err
+
+
+def test_ranks_end_with_a_killed_supervisor(endless: list[object]) -> None:
+    with Run(*endless) as running:
+        generating(running)
+        assert len(running.pids()) == 4
+        running.process.kill()
+        await_true(lambda: not running.pids(), SOON_S, "ranks outlive their supervisor")
+
+
+def test_reader_gone(endless: list[object]) -> None:
+    with Run(*endless) as running:
+        generating(running)
+        running.close("out")
+        result = running.finish()
+    assert result.errors == ["tilerank: error: whoever read the output is gone"], result.err
+
+
+def redirected(where: str) -> tuple[str, ...]:
+    """A launcher that starts the command with some of its streams elsewhere, and buffered, as users have them."""
+    return ("sh", "-c", f'unset PYTHONUNBUFFERED; exec "$@" {where}', "sh")
+
+
+@pytest.mark.parametrize("arguments", [["generate", DEMO, "--tp", 2, "--prompt", "x"], ["plan", DEMO, "--tp", 2]])
+def test_no_space_for_the_output(arguments: list[object]) -> None:
+    result = run(*arguments, launcher=redirected(">/dev/full"))
+    assert_refused(result, "the output cannot be written: No space left on device")
+
+
+@pytest.mark.parametrize("where", ["2>/dev/full", "2>&-"])
+def test_messages_that_cannot_be_written_do_not_stop_the_work(where: str) -> None:
+    arguments = ["generate", DEMO, "--tp", 2, "--prompt", "Once upon a time", "--max-new-tokens", 2]
+    expected = run(*arguments)
+    result = run(*arguments, "--log-level", "debug", launcher=redirected(where))
+    assert expected.status == 0 and expected.out.strip()
+    assert (result.status, result.out) == (0, expected.out)
+    assert run("generate", "/no/such/model", launcher=redirected(where)).status == 1
+
+
+def test_closed_output_takes_no_harm() -> None:
+    result = run("generate", DEMO, "--tp", 2, "--prompt", "x", "--max-new-tokens", 2, launcher=redirected(">&-"))
+    assert result.status == 0 and "2 tokens from 2 ranks" in result.err and "Traceback" not in result.err, result.err
+
+
+def test_text_that_the_terminal_cannot_show() -> None:
+    """Such heat makes all tokens about as likely, and 141 of 4096 bring letters that ASCII lacks."""
+    arguments = ["generate", DEMO, "--prompt", "x", "--temperature", 50, "--seed", 4, "--max-new-tokens", 400]
+    arguments += ["--ignore-eos"]
+    utf8 = run(*arguments, env={"PYTHONIOENCODING": "utf-8"})
+    ascii_only = run(*arguments, env={"PYTHONIOENCODING": "ascii"})
+    assert not utf8.out.isascii()
+    assert ascii_only.status == 0, ascii_only.err
+    assert ascii_only.out == utf8.out.encode("ascii", "backslashreplace").decode()
+    as_json = run(*arguments, "--json", env={"PYTHONIOENCODING": "ascii"})
+    assert json.loads(as_json.out)["text"] + "\n" == utf8.out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["--seed", "1" * 21], f"argument --seed: '{'1' * 21}' is not a whole number from 0 to {2**64 - 1}"),
+        (["--top-k", "1" * 21], f"argument --top-k: {'1' * 21} is too large; expected at most 18 digits"),
+    ],
+)
+def test_numbers_that_are_too_large(arguments: list[str], reason: str) -> None:
+    result = run("generate", DEMO, "--prompt", "x", *arguments)
+    assert (result.status, result.err) == (2, f"tilerank: error: {reason} (tilerank generate --help)\n")
+
+
+def test_a_wrong_option_is_one_sentence() -> None:
+    result = run("generate", DEMO, "--prompt", "x", "--tp", "many")
+    reason = "argument --tp/--tensor-parallel-size: 'many' is not a whole number from 1"
+    expected = f"tilerank: error: {reason} (tilerank generate --help)\n"
+    assert (result.status, result.err) == (2, expected)
+
+
+def test_two_dashes_are_no_value() -> None:
+    result = run("generate", DEMO, "--prompt", "x", "--context-length=--")
+    reason = "argument --context-length: expected a value, found '--'"
+    assert (result.status, result.err) == (2, f"tilerank: error: {reason} (tilerank --help)\n")

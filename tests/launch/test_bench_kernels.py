@@ -1,0 +1,248 @@
+"""bench kernels and bench comm: the work of entries by hand, their results against torch, and the rows."""
+
+import argparse
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from command import run
+
+from tilerank.kernels import core
+from tilerank.launch.bench import comm, command, kernels, kernels_experts, kernels_small
+from tilerank.launch.bench.entry import Entry
+from tilerank.launch.bench.formats import WEIGHT_FORMATS
+from tilerank.launch.bench.kernels import Measurement, row_of
+from tilerank.launch.bench.peaks import Peaks
+from tilerank.launch.errors import LaunchError
+from tilerank.parallel.cost import Work
+
+VECTORS = Peaks(20.0, None, None, 100.0, 5.0, 0.0, "avx512", 0.25, 0.5, 1.0)
+PEAKS = Peaks(stream_read_gbs=20.0, amx_bf16_tflops=4.0, amx_int8_tops=8.0, core_to_core_ns=100.0, first_touch_gbs=5.0)
+READ = {"stream_read_gbs": 20.0}
+
+
+@pytest.fixture(autouse=True)
+def few_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tilerank.launch.bench.entry.MAX_COPIES", 2)
+
+
+def parse(*words: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    return parser.parse_args(words)
+
+
+def entries(*words: str) -> dict[str, Entry]:
+    return {f"{e.kernel} {e.shape} {e.format}": e for e in kernels.entries(parse("kernels", *words))}
+
+
+def test_linear_counts_weights_and_agrees_with_torch() -> None:
+    found = entries("--only", "linear", "--m", "3", "--shape", "64x96")
+    assert found["linear 3 x 64 x 96 bfloat16"].work == Work(64 * 96 * 2, bf16=2 * 3 * 64 * 96)
+    assert found["linear 3 x 64 x 96 float32"].work == Work(64 * 96 * 4, fp32=2 * 3 * 64 * 96)
+    for entry in found.values():
+        assert entry.run(0).shape == (3, 64)  # type: ignore[attr-defined]
+        if entry.torch is None:
+            assert entry.format in ("int8", "int4", "int4-g32", "fp8")
+            continue
+        for number in range(2):
+            ours, theirs = entry.run(number), entry.torch(number)
+            assert isinstance(ours, torch.Tensor) and isinstance(theirs, torch.Tensor)
+            assert torch.allclose(ours.float(), theirs.float(), atol=0.02, rtol=0.02)
+    one = found["linear 3 x 64 x 96 bfloat16"]
+    first = one.run(0).clone()  # type: ignore[attr-defined]
+    assert not torch.equal(first, one.run(1))  # type: ignore[arg-type]  # the next copy has other weights
+
+
+def test_linear_counts_packed_bytes() -> None:
+    if core.isa() == "reference":
+        pytest.skip("plain torch packs nothing")
+    found = entries("--only", "linear", "--m", "3", "--shape", "64x96", "--formats", "int8,int4,int4-g32,fp8")
+    products = 2 * 3 * 64 * 96
+    assert found["linear 3 x 64 x 96 int8"].work == Work(64 * (128 + 8), int8=products)
+    # Inputs padded to groups; a scale of two bytes for each group of an output, or of four for each block.
+    assert found["linear 3 x 64 x 96 int4"].work == Work(64 * (128 // 2 + 2), bf16=products)
+    assert found["linear 3 x 64 x 96 int4-g32"].work == Work(64 * (96 // 2 + 3 * 2), bf16=products)
+    assert found["linear 3 x 64 x 96 fp8"].work == Work(64 * 128 + 64, bf16=products)
+
+
+def test_attention_counts_cached_bytes_and_visible_pairs() -> None:
+    found = entries("--only", "attention", "--cached-tokens", "40", "--new-tokens", "5")
+    token = 2 * 8 * 128 * 2  # K and V, heads, head size, bytes
+    assert found["decode attention 8 x 1 after 39 bfloat16"].work == Work(8 * 40 * token, bf16=4 * 32 * 128 * 8 * 40)
+    codes = 2 * 8 * (128 + 4)  # one byte each, and a scale for each head
+    assert found["decode attention 8 x 1 after 39 int8"].work == Work(8 * 40 * codes, bf16=4 * 32 * 128 * 8 * 40)
+    pairs = 1 + 2 + 3 + 4 + 5
+    assert found["extend attention 1 x 5 after 0 bfloat16"].work == Work(5 * token, bf16=4 * 32 * 128 * pairs)
+    assert found["extend attention 1 x 5 after 5 bfloat16"].work == Work(10 * token, bf16=4 * 32 * 128 * (25 + pairs))
+    for entry in found.values():
+        out = entry.run(1)
+        # Means of standard normal values: unwritten memory and zeros would fail.
+        assert isinstance(out, torch.Tensor) and out.isfinite().all() and 0.05 < out.float().std() < 0.8
+
+
+def test_experts_count_chosen_experts_and_agree_with_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"EXPERTS": 16, "TOP_K": 2, "HIDDEN": 64, "WIDTH": 32}.items():
+        monkeypatch.setattr(kernels_experts, name, value)
+    found = entries("--only", "experts", "--tokens", "1,40", "--formats", "bfloat16,float32")
+    one, many = found["experts 1 x 2 of 16 bfloat16"], found["experts 40 x 2 of 16 bfloat16"]
+    expert = 3 * 64 * 32
+    assert len(found) == 2 and one.work == Work(2 * expert * 2, bf16=2 * 2 * expert)
+    # An expert gets none of 40 tokens, each with two of 16 experts, with probability (7/8)^40.
+    assert 14 * expert * 2 <= many.work.nbytes <= 16 * expert * 2 and many.work.bf16 == 40 * one.work.bf16
+    for entry in found.values():
+        assert entry.torch is not None
+        for number in (0, 5):
+            ours, theirs = entry.run(number), entry.torch(number)
+            assert isinstance(ours, torch.Tensor) and isinstance(theirs, torch.Tensor)
+            assert (ours.float() - theirs.float()).norm() < 0.02 * theirs.float().norm()
+
+
+def test_small_kernels_agree_with_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"HIDDEN": 64, "WIDTH": 48, "VOCABULARY": 300, "EXPERTS": 32}.items():
+        monkeypatch.setattr(kernels_small, name, value)
+    found = entries("--only", "small", "--rows", "3,65")
+    assert sum(" 3 x" in name for name in found) == len(kernels_small.SMALL + kernels_small.LOGITS)
+    assert sum(" 65 x" in name for name in found) == len(kernels_small.SMALL)
+    assert found["argmax 3 x 300 float32"].work == Work(3 * 300 * 4)
+    assert found["silu_mul 3 x 48 bfloat16"].work == Work(3 * 3 * 48 * 2)
+    assert found["rotary_ 3 x 32+8 x 128 bfloat16"].work == Work(2 * 3 * 40 * 128 * 2)
+    compared = 0
+    for name, entry in found.items():
+        ours = entry.run(1)
+        if entry.torch is not None:
+            compared += 1
+            theirs = entry.torch(1)
+            if name.startswith("softmax_top_k"):  # ties may be broken either way: only the weights are unique
+                ours, theirs = ours[1], theirs[1]  # type: ignore[index]
+            assert isinstance(ours, torch.Tensor) and isinstance(theirs, torch.Tensor)
+            assert torch.allclose(ours.float(), theirs.float(), rtol=0.02, atol=0.01), name
+    assert compared == 9
+
+
+def test_every_format_has_a_name_on_the_command_line() -> None:
+    assert tuple(WEIGHT_FORMATS) == kernels.FORMAT_NAMES
+
+
+def test_rows_are_shares_of_the_peaks() -> None:
+    entry = Entry("linear", "1 x 2 x 3", "bfloat16", Work(40e6, bf16=1e9), lambda _: None)
+    row = row_of(entry, [Measurement(0.004, 0.006, READ)], PEAKS, "amx")
+    assert row["stream_share"] == pytest.approx(0.5) and row["amx_share"] == pytest.approx(1 / 16)
+    assert row["limit_share"] == pytest.approx(0.5) and row["torch_ratio"] == pytest.approx(1.5)
+    # At the int8 peak, 8 TOP/s, 16e9 operations take 2 ms.
+    whole = Entry("linear", "1 x 2 x 3", "int8", Work(20e6, int8=16e9), lambda _: None)
+    row = row_of(whole, [Measurement(0.004, None, READ)], PEAKS, "amx")
+    assert row["amx_share"] == row["compute_share"] == row["limit_share"] == pytest.approx(0.5) and row["flops"] == 16e9
+    # AMX has no fp32 tiles, so reading is the only limit.
+    single = Entry("linear", "1 x 2 x 3", "float32", Work(40e6, fp32=1e12), lambda _: None)
+    row = row_of(single, [Measurement(0.004, None, READ)], PEAKS, "amx")
+    assert row["amx_share"] is row["compute_share"] is None
+    assert row["limit_share"] == pytest.approx(0.5) and row["torch_ratio"] is None
+
+
+@pytest.mark.parametrize(("kind", "flops"), [("fp32", 0.25e12), ("bf16", 0.5e12), ("int8", 1e12)])
+def test_rows_without_amx_are_shares_of_the_vector_peaks(kind: str, flops: float) -> None:
+    entry = Entry("linear", "1 x 2 x 3", "some", Work(1e9, **{kind: flops}), lambda _: None)
+    row = row_of(entry, [Measurement(2.0, None, READ)], VECTORS, "avx512")
+    assert row["compute_share"] == row["limit_share"] == pytest.approx(0.5) and row["amx_share"] is None
+
+
+def test_shares_are_against_the_rates_of_a_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = iter([0.004, 9.0, 0.008, 9.5, 0.002, 9.9])
+    monkeypatch.setattr(kernels, "seconds_per_call", lambda call, budget: next(seconds))
+    rates = iter({"stream_read_gbs": rate} for rate in (10.0, 30.0, 10.0, 70.0))
+    entry = Entry("linear", "1 x 2 x 3", "bfloat16", Work(40e6), lambda _: None, lambda _: None)
+    measurements = kernels.measure(entry, lambda _: next(rates), 0.3)
+    assert measurements == [
+        Measurement(0.004, 9.0, READ),
+        Measurement(0.008, 9.5, READ),
+        Measurement(0.002, 9.9, {"stream_read_gbs": 40.0}),
+    ]
+    # 40 MB take 2, 2 and 1 ms at these rates, which are shares of 0.5, 0.25 and 0.5.
+    row = row_of(entry, measurements[1:], PEAKS, "amx")
+    assert (row["seconds"], row["stream_share"]) == (0.008, pytest.approx(0.25))
+    row = row_of(entry, measurements, PEAKS, "amx")
+    assert (row["seconds"], row["torch_seconds"], row["stream_share"]) == (0.004, 9.0, pytest.approx(0.5))
+    assert row["peaks"]["stream_read_gbs"] == 20.0
+
+
+def test_the_time_of_a_call_is_the_median(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(kernels.time, "perf_counter", lambda: now[0])
+    lengths = [9.0, 1.0, 2.0, 30.0]
+
+    def call(number: int) -> None:
+        now[0] += lengths[number]
+
+    # The first call is the warm-up, longer than a fifth of 10 s. At least three calls follow.
+    assert kernels.seconds_per_call(call, 10.0) == 2.0
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--shape", "4096"),
+        ("--shape", "0x64"),
+        ("--formats", "int3"),
+        ("--only", "linear,conv"),
+        ("--m", "0"),
+        ("--seconds", "x"),
+    ],
+)
+def test_invalid_options_are_refused(words: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse("kernels", *words)
+    assert words[0] in capsys.readouterr().err
+
+
+def test_bench_kernels_from_end_to_end(tmp_path: Path) -> None:
+    file = tmp_path / "rows.json"
+    sizes = ("--only", "linear,attention", "--m", "1,4", "--shape", "64x64", "--cached-tokens", 32, "--new-tokens", 32)
+    result = run("bench", "kernels", *sizes, "--seconds", 0.001, "--json", file)
+    assert result.status == 0, result.err
+    rows = json.loads(file.read_text())
+    assert [row["kernel"] for row in rows] == 12 * ["linear"] + 2 * ["decode attention"] + 2 * ["extend attention"]
+    formats = {"bfloat16", "float32", "int8", "int4", "int4-g32", "fp8"}
+    assert {row["format"] for row in rows if row["kernel"] == "linear"} == formats
+    for row in rows:
+        assert row["seconds"] > 0 and f"{row['kernel']:<18}{row['shape']}" in result.out
+        assert math.isclose(
+            row["stream_share"], row["bytes"] / row["seconds"] / (row["peaks"]["stream_read_gbs"] * 1e9)
+        )
+        plain = row["kernel"] == "linear" and row["format"] in ("bfloat16", "float32")
+        assert not plain or row["torch_ratio"] > 0
+
+
+def test_comm_rows_are_ratios() -> None:
+    ours = [{"operation": "all_reduce", "bytes": 8192, "seconds": 2e-6, "eager_seconds": 5e-6}]
+    gloo = [{"operation": "all_reduce", "bytes": 8192, "seconds": 80e-6}]
+    (row,) = comm.rows_of(ours, gloo, 2, False, PEAKS)
+    assert row["gloo_ratio"] == pytest.approx(40) and row["latency_ratio"] == pytest.approx(20)
+    assert (row["ranks"], row["bytes"], row["oversubscribed"]) == (2, 8192, False)
+    assert row["eager_seconds"] == 5e-6
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (("--tp", "1"), "needs two ranks or more"),
+        (("--collectives", "gloo"), "expected no --collectives, found gloo"),
+    ],
+)
+def test_comm_refuses(words: tuple[str, ...], sentence: str) -> None:
+    with pytest.raises(LaunchError, match=sentence):
+        command.run(parse("comm", *words))
+
+
+def test_bench_comm_from_end_to_end(tmp_path: Path) -> None:
+    file = tmp_path / "rows.json"
+    result = run("bench", "comm", "--tp", 2, "--bytes", "64,4096", "--repeat", 3, "--json", file)
+    assert (result.status, result.errors) == (0, []), result.err
+    rows = json.loads(file.read_text())
+    assert [(row["operation"], row["bytes"]) for row in rows] == [
+        (operation, nbytes) for operation in ("all_reduce", "all_gather") for nbytes in (64, 4096)
+    ]
+    assert all(row["ranks"] == 2 and row["seconds"] > 0 and row["gloo_seconds"] > 0 for row in rows)
+    assert result.out.count("all_reduce") == 2

@@ -1,0 +1,177 @@
+"""Topology, placement, binding and the place of pages on several real NUMA nodes: those of a virtual machine.
+
+`make test-numa` runs it. The kernel in the machine is the witness: affinity and policy are read back by a program
+that the bound process starts, pages are counted by move_pages and by /proc/self/numa_maps.
+"""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.numa import image
+
+pytestmark = pytest.mark.numa
+
+PAGES = 1024  # of the 4 MiB that every rank touches
+NODE_MIB = 256
+
+
+def qemu_machine(
+    cores: str, cpus: dict[int, str | None], memoryless: int | None, distances: dict[tuple[int, int], int]
+) -> list[str]:
+    """qemu's arguments: `cpus` of each node, None for a node without."""
+    arguments = ["-cpu", "max,vendor=GenuineIntel", "-smp", cores]  # qemu hides hyper-threads of its default vendor
+    arguments += ["-m", f"{NODE_MIB * (len(cpus) - (memoryless is not None))}M"]
+    for node, list_ in cpus.items():
+        backing = ""
+        if node != memoryless:
+            arguments += ["-object", f"memory-backend-ram,id=m{node},size={NODE_MIB}M"]
+            backing = f",memdev=m{node}"
+        arguments += ["-numa", f"node,nodeid={node}{backing}" + (f",cpus={list_}" if list_ else "")]
+    for (a, b), distance in distances.items():
+        arguments += ["-numa", f"dist,src={a},dst={b},val={distance}", "-numa", f"dist,src={b},dst={a},val={distance}"]
+    return arguments
+
+
+def boot(directory: Path, machine: list[str], append: str = "") -> dict[str, Any]:
+    missing = image.missing()
+    if missing:
+        if os.environ.get("TILERANK_REQUIRE_NUMA") == "1":
+            pytest.fail(missing)
+        pytest.skip(missing)
+    return image.boot(directory, machine, append=append)
+
+
+@pytest.fixture(scope="module")
+def snc3(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """2 packages cut by SNC3 into nodes of 2, 2 and 1 cores."""
+    cpus = dict(enumerate(["0-1", "2-3", "4", "5-6", "7-8", "9"]))
+    distances = {(a, b): 12 if a // 3 == b // 3 else 21 for a in cpus for b in cpus if a < b}
+    return boot(tmp_path_factory.mktemp("snc3"), qemu_machine("10,sockets=2,cores=5,threads=1", cpus, None, distances))
+
+
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """3 packages of 2 cores with hyper-threads, one without memory; a memory-only node; CPU 3 isolated."""
+    cpus = {0: "0-3", 1: "4-7", 2: "8-11", 3: None}
+    distances = {(0, 1): 21, (0, 2): 31, (1, 2): 22, (0, 3): 14, (1, 3): 24, (2, 3): 33}
+    machine = qemu_machine("12,sockets=3,cores=2,threads=2", cpus, 2, distances)
+    return boot(tmp_path_factory.mktemp("mixed"), machine, append="isolcpus=3")
+
+
+def cores_of(seen: dict[str, Any]) -> list[tuple[int, int, list[int]]]:
+    return [(core["package"], core["node"], core["threads"]) for core in seen["topology"]["cores"]]
+
+
+def test_snc3_topology(snc3: dict[str, Any]) -> None:
+    nodes = snc3["topology"]["nodes"]
+    assert [node["cpus"] for node in nodes] == [[0, 1], [2, 3], [4], [5, 6], [7, 8], [9]]
+    assert [node["package"] for node in nodes] == [0, 0, 0, 1, 1, 1]
+    assert list(nodes[2]["distances"].values()) == [12, 12, 10, 21, 21, 21]
+    assert all(200 << 20 < node["memory_total"] <= NODE_MIB << 20 for node in nodes)
+    assert cores_of(snc3)[4:6] == [(0, 2, [4]), (1, 3, [5])]
+
+
+def test_snc3_placement(snc3: dict[str, Any]) -> None:
+    assert snc3["auto"] == 6
+    placements = snc3["placements"]
+    assert placements["6"] == [[[0, 1], [0]], [[2, 3], [1]], [[4], [2]], [[5, 6], [3]], [[7, 8], [4]], [[9], [5]]]
+    assert placements["2"] == [[[0, 1, 2, 3, 4], [0, 1, 2]], [[5, 6, 7, 8, 9], [3, 4, 5]]]
+    assert placements["3"] == [[[0, 1, 2, 3], [0, 1]], [[4, 5, 6], [2, 3]], [[7, 8, 9], [4, 5]]]
+    assert {tuple(cores) for cores, _ in placements["20"]} == {(0, 1), (2, 3), (4,), (5, 6), (7, 8), (9,)}
+
+
+def test_snc3_binding(snc3: dict[str, Any]) -> None:
+    """Each of the six ranks runs on its node, has its memory there, and what it executes inherits both."""
+    cpus = [("0-1", [0, 1]), ("2-3", [2, 3]), ("4", [4]), ("5-6", [5, 6]), ("7-8", [7, 8]), ("9", [9])]
+    for node, (text, numbers) in enumerate(cpus):
+        pages = {str(node): PAGES}
+        assert snc3["ranks"][node] == {
+            "cpus": numbers,
+            "policy": "preferred",
+            "notes": [],
+            "pages": pages,
+            "numa_maps": pages,
+            "local_share": 1.0,
+            "executed": {"policy": f"prefer:{node}", "cpus": text},
+        }
+
+
+def test_snc3_first_touch_without_a_policy(snc3: dict[str, Any]) -> None:
+    """What is left in a container that refuses memory policies."""
+    assert [rank["pages"] for rank in snc3["first_touch"]] == [{str(node): PAGES} for node in range(6)]
+    assert {rank["executed"]["policy"] for rank in snc3["first_touch"]} == {"default"}
+
+
+def test_snc3_workers_of_one_rank_on_all_nodes(snc3: dict[str, Any]) -> None:
+    """A rank over six nodes: every pinned worker's own part is on the worker's node."""
+    node_of_core = [0, 0, 1, 1, 2, 3, 3, 4, 4, 5]
+    assert snc3["workers"] == [[core, {str(node): 256}] for core, node in enumerate(node_of_core)]
+
+
+def test_snc3_mask_left_by_mpirun(snc3: dict[str, Any]) -> None:
+    assert snc3["mpirun"] == {"inherited": [0], "allowed": list(range(10)), "cpus": [9]}
+
+
+def test_snc3_full_node(snc3: dict[str, Any]) -> None:
+    """The preferred policy spills to a node of the same package, the strict one is killed, and the cgroup counts it."""
+    fill = snc3["fill"]
+    pages = {int(node): n for node, n in fill["preferred"]["pages"].items()}
+    assert pages[fill["node"]] > 0
+    assert {node // 3 for node in pages} == {fill["node"] // 3}
+    assert len(pages) > 1
+    assert fill["preferred_kills"] == 0
+    assert fill["strict"] == {"code": -9}
+    assert fill["strict_kills"] == 1
+
+
+def test_snc3_control_group(snc3: dict[str, Any]) -> None:
+    """CPUs of node 0 with memory of node 1 only, as Kubernetes may deal them."""
+    group = snc3["group"]["topology"]
+    assert (group["allowed_cpus"], group["allowed_mems"]) == ([0, 1], [1])
+    assert (group["limits"]["cpu_quota"], group["limits"]["memory_limit"]) == (1.5, 100 << 20)
+    reason = "2 cores of node 0; memory on node 1, the nearest that may be used"
+    assert snc3["group"]["rank"]["reason"] == reason
+    assert (snc3["group_rank"]["policy"], snc3["group_rank"]["pages"]) == ("preferred", {"1": PAGES})
+    assert snc3["group_outside"] == {"error": "rank 5 cannot run on CPUs 9: Invalid argument"}
+
+
+def test_snc3_findings(snc3: dict[str, Any]) -> None:
+    assert snc3["findings"] == ["automatic NUMA balancing is on: it unmaps pages of bound ranks to sample them"]
+
+
+def test_mixed_topology(mixed: dict[str, Any]) -> None:
+    topology = mixed["topology"]
+    assert cores_of(mixed) == [
+        (0, 0, [0, 1]), (0, 0, [2, 3]), (1, 1, [4, 5]), (1, 1, [6, 7]), (2, 2, [8, 9]), (2, 2, [10, 11])
+    ]  # fmt: skip
+    assert (topology["nodes"][2]["memory_total"], topology["nodes"][3]["cpus"]) == (0, [])
+    assert list(topology["nodes"][3]["distances"].values()) == [14, 24, 33, 10]
+    assert topology["allowed_mems"] == [0, 1, 3]
+    assert (topology["isolated"], topology["inherited_cpus"]) == ([3], [0, 1, 2, 4, 5, 6, 7, 8, 9, 10, 11])
+    assert mixed["findings"][0] == "node 2 has cores but no memory"
+
+
+def test_mixed_placement(mixed: dict[str, Any]) -> None:
+    """One thread a core; no rank on the memory-only node; the cores without memory go with their nearest."""
+    assert mixed["auto"] == 2
+    assert mixed["placements"]["2"] == [[[0, 2], [0]], [[4, 6, 8, 10], [1]]]
+    assert mixed["placements"]["1"] == [[[0, 2, 4, 6, 8, 10], [0, 1]]]
+
+
+def test_mixed_binding(mixed: dict[str, Any]) -> None:
+    first, second = mixed["ranks"]
+    assert (first["cpus"], first["pages"]) == (
+        [0, 1, 2],
+        {"0": PAGES},
+    )  # with the hyper-threads, without isolated CPU 3
+    assert (second["cpus"], second["pages"]) == (list(range(4, 12)), {"1": PAGES})
+
+
+def test_mixed_offline_sibling(mixed: dict[str, Any]) -> None:
+    topology = mixed["offline"]["topology"]
+    assert topology["offline"] == [11]
+    assert cores_of(mixed["offline"])[-1] == (2, 2, [10])
+    assert 11 not in mixed["offline"]["rank"]["affinity"]

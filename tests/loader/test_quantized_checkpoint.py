@@ -1,0 +1,148 @@
+"""Quantised checkpoints: every rank holds exactly the weights that its rectangles stand for, whatever the cut."""
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from encode import CASES, make
+from safetensors.torch import load_file, save_file
+
+from tilerank.loader.card import read_card
+from tilerank.loader.checkpoint import Checkpoint
+from tilerank.loader.errors import CheckpointError
+from tilerank.loader.quantization_config import Quantization
+from tilerank.loader.weight_formats import weight_formats
+from tilerank.loader.weights import load_weights
+from tilerank.parallel.parameters import Layer, Rectangle, WeightParameter
+from tilerank.parallel.sharding import Sharding
+from tilerank.runtime.registry import build_model
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("quantized")
+
+
+@pytest.mark.parametrize("strategy", ["pad", "split"])
+@pytest.mark.parametrize("case", [case for case in CASES if "act-order" not in case])
+def test_every_rank_holds_its_rectangles(base: Path, case: str, strategy: Any) -> None:
+    model_dir, plain_dir = make(case, base)
+    plain = load_file(plain_dir / "model.safetensors")
+    card = read_card(model_dir)
+    formats = weight_formats(card.quantization, torch.bfloat16, None)
+    for size in (1, 2, 3):
+        for rank in range(size):
+            sharding = Sharding(rank, size, torch.bfloat16, None, strategy, formats=formats)
+            model = build_model(card, sharding)
+            load_weights(
+                model, Checkpoint(model_dir), ignore=model.ignore, progress=False, quantization=card.quantization
+            )
+            for rectangle, found in quantised_parts(model):
+                wanted = plain[rectangle.name][rectangle.index]
+                torch.testing.assert_close(found, wanted, rtol=1e-6 if found.dtype is torch.float32 else 1e-2, atol=0)
+
+
+def quantised_parts(model: Layer) -> Iterator[tuple[Rectangle, torch.Tensor]]:
+    """Yield each rectangle that is held in a quantised format, with its dequantised values."""
+    for rectangle in model.rectangles():
+        parameter = rectangle.parameter
+        if isinstance(parameter, WeightParameter) and parameter.is_quantised and rectangle.elements:
+            weight, row = parameter.place(rectangle.row)
+            rows, columns = (part.stop - part.start for part in rectangle.index)
+            yield rectangle, weight.unpack()[row : row + rows, :columns].float()
+
+
+def load(model_dir: Path) -> None:
+    card = read_card(model_dir)
+    sharding = Sharding(0, 1, torch.bfloat16, None, formats=weight_formats(card.quantization, torch.bfloat16, None))
+    model = build_model(card, sharding)
+    load_weights(model, Checkpoint(model_dir), ignore=model.ignore, progress=True, quantization=card.quantization)
+
+
+def test_act_order_is_said_and_needs_to_be_announced(
+    base: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model_dir = make("gptq-act-order", base)[0]
+    load(model_dir)
+    assert "held as floats, not in int4 (gptq): columns that share a scale lie apart (desc_act)" in caplog.text
+    raw = json.loads((model_dir / "config.json").read_text())
+    silent = shutil.copytree(model_dir, tmp_path / "silent")
+    raw["quantization_config"]["desc_act"] = False
+    (silent / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(CheckpointError, match="found another order, without desc_act"):
+        load(silent)
+
+
+def test_a_group_that_does_not_exist_is_refused(base: Path, tmp_path: Path) -> None:
+    model_dir = shutil.copytree(make("gptq-act-order", base)[0], tmp_path / "wrong")
+    tensors = load_file(model_dir / "model.safetensors")
+    name = next(name for name in tensors if name.endswith("q_proj.g_idx"))
+    tensors[name][5] = 6  # of 192 columns in groups of 32
+    save_file(tensors, model_dir / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=f"{name}: expected groups from 0 to 5, found others"):
+        load(model_dir)
+
+
+def test_a_scale_that_the_format_does_not_hold_is_refused_by_name(base: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(make("awq-128", base)[0], copy)
+    tensors = load_file(copy / "model.safetensors")
+    name = "model.layers.0.self_attn.q_proj.scales"
+    tensors[name][0, 0] = float("inf")
+    save_file(tensors, copy / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: tensor .*q_proj\.scales: .*found inf"):
+        load(copy)
+
+
+@pytest.mark.parametrize("name", ["weight", "weight_scale_inv"])
+def test_nan_in_fp8_codes_or_scales_is_refused_by_name(base: Path, tmp_path: Path, name: str) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(make("moe-fp8", base)[0], copy)
+    tensors = load_file(copy / "model.safetensors")
+    tensor = tensors[f"model.layers.0.self_attn.o_proj.{name}"]
+    tensor[-1, -1] = torch.nan
+    save_file(tensors, copy / "model.safetensors")
+    place = rf"\[{tensor.shape[0] - 1}, {tensor.shape[1] - 1}\]"
+    with pytest.raises(CheckpointError, match=rf"o_proj\.{name}: expected finite numbers, found nan at {place}"):
+        load(copy)
+
+
+QUANTISED = [Quantization("int8"), Quantization("fp8"), Quantization("int4", 32), Quantization("int4", 128)]
+
+
+@pytest.mark.parametrize("asked", QUANTISED, ids=str)
+@pytest.mark.parametrize("case", ["awq-128", "moe-fp8"])
+def test_every_rank_quantises_its_rectangles(base: Path, case: str, asked: Quantization) -> None:
+    """Quantised from the plain checkpoint, every weight is within half a step of its format in its block."""
+    model_dir = make(case, base)[1]
+    plain = load_file(model_dir / "model.safetensors")
+    card = read_card(model_dir)
+    formats = weight_formats(card.quantization, torch.bfloat16, asked)
+    for rank, size in ((0, 1), (1, 2), (2, 3)):
+        model = build_model(card, Sharding(rank, size, torch.bfloat16, None, "pad", formats=formats))
+        load_weights(model, Checkpoint(model_dir), ignore=model.ignore, progress=False)
+        for rectangle, found in quantised_parts(model):
+            wanted = plain[rectangle.name][rectangle.index]
+            is_head = rectangle.name in ("lm_head.weight", "model.embed_tokens.weight")
+            assert within_half_a_step(found, wanted, INT8 if is_head else asked), rectangle.name
+
+
+INT8 = Quantization("int8")
+
+
+def within_half_a_step(found: torch.Tensor, wanted: torch.Tensor, asked: Quantization) -> bool:
+    """Check every element; for int4 the mean square of a group, whose scale may trade range for smaller steps."""
+    error = (found - wanted).abs()
+    if asked.codes == "int8":
+        return bool((error <= wanted.abs().amax(1, keepdim=True) * 1.01 / 254).all())
+    if asked.codes == "fp8":  # 3 bits of mantissa, and subnormals of 2^-9 of a scale that is the block's largest / 448
+        return bool((error <= wanted.abs() * 1.01 / 16 + wanted.abs().max() / 448 * 2**-9).all())
+    assert asked.group is not None
+    tail = -wanted.shape[1] % asked.group
+    groups, errors = (torch.nn.functional.pad(x, (0, tail)).unflatten(1, (-1, asked.group)) for x in (wanted, error))
+    step = (groups.amax(2).clamp(min=0) - groups.amin(2).clamp(max=0)) / 15
+    return bool((errors.square().mean(2).sqrt() <= step * 1.02 / 2).all())

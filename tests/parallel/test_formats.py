@@ -1,0 +1,107 @@
+"""Weight formats in the sharded layers: which layer has which, how they are cut, and their bytes."""
+
+from fractions import Fraction
+
+import pytest
+import torch
+
+from tilerank.kernels.weight_formats import Float, Fp8, Int4, Int8
+from tilerank.parallel.embedding import ParallelLMHead, TiedEmbedding
+from tilerank.parallel.errors import ShardError
+from tilerank.parallel.linear import GateUpParallelLinear, QKVParallelLinear, ReplicatedLinear, RowParallelLinear
+from tilerank.parallel.norm import RMSNorm
+from tilerank.parallel.shard import cut_heads
+from tilerank.parallel.sharding import Sharding, WeightFormats
+
+BF16 = Float(torch.bfloat16)
+
+
+def sharding(formats: WeightFormats | None, rank: int = 0, size: int = 1) -> Sharding:
+    return Sharding(rank, size, torch.bfloat16, None, formats=formats)
+
+
+def stored(projections: object, keeps: str = "none") -> WeightFormats:
+    """Formats of a checkpoint that stores all modules in this format except `keeps` and the head."""
+    return WeightFormats(projections, projections, lambda name: keeps not in name and name != "lm_head")  # type: ignore[arg-type]
+
+
+def test_which_layers_are_quantised_while_loading() -> None:
+    s = sharding(WeightFormats(Int4(32, zero_points=True), Int8()))
+    assert QKVParallelLinear("a", 64, 4, 2, 16, s).weight.format == Int4(32, zero_points=True)
+    assert RowParallelLinear("a.o_proj", 64, 64, s, span=s.cut(64).spans[0]).weight.format == Int4(32, zero_points=True)
+    assert GateUpParallelLinear("m", 64, 96, s).weight.format == Int4(32, zero_points=True)
+    assert ParallelLMHead("lm_head", 64, 96, s).weight.format == Int8()
+    tied = TiedEmbedding("embed_tokens", 96, 64, s)
+    assert [layer.format for layer in tied.walk() if hasattr(layer, "format")] == [Int8()]
+    assert ReplicatedLinear("router", 64, 8, s).weight.format == BF16
+    assert RMSNorm("n", 64, 1e-6, s).weight.dtype is torch.bfloat16
+
+
+def test_which_layers_are_quantised_in_the_checkpoint() -> None:
+    s = sharding(stored(Int8(), keeps="layers.1."))
+    assert QKVParallelLinear("layers.0.a", 64, 4, 2, 16, s).weight.format == Int8()
+    assert QKVParallelLinear("layers.1.a", 64, 4, 2, 16, s).weight.format == BF16
+    assert ParallelLMHead("lm_head", 64, 96, s).weight.format == BF16
+    with pytest.raises(ShardError, match=r"^a.k_proj is quantised and a.q_proj is not, but both are held as one"):
+        QKVParallelLinear("a", 64, 4, 2, 16, sharding(stored(Int8(), keeps="q_proj")))
+
+
+def test_scales_of_a_checkpoint_become_finer_where_a_cut_needs_it() -> None:
+    """Heads of 64 columns, groups of 128: a rank that begins in the middle of a group has groups of 64."""
+    for rank, group in ((0, 128), (1, 64)):
+        s = sharding(stored(Int4(128, zero_points=False)), rank, 2)
+        qkv = QKVParallelLinear("a", 384, 6, 6, 64, s)
+        assert (qkv.q_columns.start, qkv.weight.format) == (192 * rank, Int4(128, zero_points=False))
+        out = RowParallelLinear("a.o_proj", 384, 384, s, span=qkv.q_columns)
+        assert out.weight.format == Int4(group, zero_points=False)
+    for rank, block in ((0, Fp8(128, 128)), (1, Fp8(64, 128))):
+        s = sharding(stored(Fp8(128, 128)), rank, 2)
+        assert QKVParallelLinear("a", 384, 6, 6, 64, s).weight.format == block
+    # Quantised while loading there is nothing to fit.
+    s = sharding(WeightFormats(Int4(128, zero_points=False), Int8()), 1, 2)
+    span = QKVParallelLinear("a", 384, 6, 6, 64, s).q_columns
+    assert RowParallelLinear("a.o_proj", 384, 384, s, span=span).weight.format == Int4(128, zero_points=False)
+
+
+def test_heads_too_fine_for_the_kernels_are_refused() -> None:
+    s = sharding(stored(Int4(128, zero_points=False)), 1, 2)
+    span = QKVParallelLinear("a", 160, 2, 2, 80, s).q_columns
+    with pytest.raises(ShardError, match=r"^a.o_proj: cannot be cut over 2 ranks: .* row 0, column 80, .* of 32"):
+        RowParallelLinear("a.o_proj", 160, 160, s, span=span)
+
+
+@pytest.mark.parametrize(
+    ("formats", "unit"),
+    [
+        (None, 32),
+        (WeightFormats(Int8(), Int8()), 64),
+        (WeightFormats(Int4(32, zero_points=True), Int8()), 32),
+        (stored(Int4(128, zero_points=True)), 128),
+        (stored(Fp8(128, 128)), 128),
+    ],
+)
+def test_widths_are_cut_in_whole_blocks(formats: WeightFormats | None, unit: int) -> None:
+    cut = sharding(formats, 0, 3).cut_width(768)
+    assert cut.unit == unit
+    assert [span.start % unit for span in cut.spans] == [0, 0, 0]
+    sizes = [span.size for span in sharding(formats, 0, 25).cut_width(768).spans]
+    assert sizes == [unit] * (768 // unit) + [0] * (25 - 768 // unit)
+
+
+def test_the_cost_rule_counts_bytes_of_the_format() -> None:
+    """32/4 heads over 3 ranks: with smaller weights the cache counts for more, which favours padding."""
+
+    def waste(bytes_per_weight: Fraction | int) -> float:
+        return cut_heads(32, 4, 128, 2048, 3, cached_tokens=4096, bytes_per_weight=bytes_per_weight).waste
+
+    for form, per_weight in ((Int8(), 1 + Fraction(8, 4096)), (BF16, Fraction(2))):
+        s = Sharding(0, 3, torch.bfloat16, None, cached_tokens=4096, formats=WeightFormats(form, Int8()))
+        assert s.cut_heads(32, 4, 128, 2048).waste == waste(per_weight)
+    assert waste(1) > waste(2)
+
+
+def test_bytes_of_cached_numbers() -> None:
+    s = Sharding(0, 3, torch.bfloat16, None, cached_tokens=4096, kv_dtype=torch.int8)
+    assert (
+        s.cut_heads(32, 4, 128, 2048).waste == cut_heads(32, 4, 128, 2048, 3, cached_tokens=4096, bytes_per_kv=1).waste
+    )

@@ -1,0 +1,271 @@
+"""The engine: batches, stop conditions, refusals, sampling, failures."""
+
+import functools
+import json
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from batching import DEMO, requests
+from ranks import Ranks, run_ranks
+from rungs import COMPILED
+
+from tilerank.parallel.channel import Channel
+from tilerank.parallel.group import SingleGroup
+from tilerank.parallel.join import Team
+from tilerank.runtime.engine import Engine, Request, TokenEvent
+from tilerank.runtime.errors import EngineError, RequestError
+from tilerank.runtime.sampling import SamplingParams, uniform
+from tilerank.runtime.worker import Worker
+
+PROMPT = json.loads((DEMO / "eval_tokens.json").read_text())["sequences"][3][:40]
+
+
+def single() -> Team:
+    return Team(SingleGroup(), Channel(0, None, {}, 10.0))
+
+
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    return Engine(Worker(DEMO, single(), dtype=torch.float32, context_length=256, max_total_tokens=512))
+
+
+def run(engine: Engine, prompt: list[int], **params: object) -> list[TokenEvent]:
+    return list(engine.generate([Request(prompt, SamplingParams(**params))]))  # type: ignore[arg-type]
+
+
+@pytest.mark.skipif(not COMPILED, reason="in plain torch a row's bits depend on the batch; no compiled rung runs here")
+@pytest.mark.parametrize("tp", [1, 3])
+def test_a_batch_gives_the_bits_of_single_requests(tp: int) -> None:
+    """Tokens and log-probabilities; prompts whole and in chunks, alone and mixed with others that decode."""
+    # The two best rungs have the same kernels in fp32.
+    cases = [("bfloat16", rung) for rung in COMPILED] + [("float32", rung) for rung in COMPILED if rung != "amx"]
+    results = run_ranks(tp, "batching:same_answers", kwargs={"cases": cases}, timeout=300)[0]
+    assert results == {f"{rung} {dtype}": [] for dtype, rung in cases}
+
+
+@pytest.mark.skipif(not COMPILED, reason="nothing is recorded in plain torch")
+def test_a_profile_changes_nothing(engine: Engine) -> None:
+    expected = [event.token_id for event in run(engine, PROMPT, max_new_tokens=5)]
+    assert engine.worker.profile() is None  # nobody watched
+    engine.worker.start_profiling()
+    found, profiles = [], []
+    for event in engine.generate([Request(PROMPT, SamplingParams(max_new_tokens=5))]):
+        found.append(event.token_id)
+        profiles.append(engine.worker.profile())
+    assert found == expected
+    assert profiles[0] is None  # of a prompt's step, which is recorded to be run once
+    for profile in profiles[1:]:
+        assert profile is not None and 0 < sum(seconds for _, seconds in profile.entries) <= profile.seconds
+        assert {"attention", "linear_f32"} <= {kernel for kernel, _ in profile.entries}
+
+
+def test_sampling_draws_from_the_warped_distribution_of_every_row(engine: Engine) -> None:
+    """Every sampled token is what plain torch draws from the scored logits with the request's own settings."""
+    some = requests()
+    found: list[list[int]] = [[] for _ in some]
+    for event in engine.generate(some):
+        found[event.request].append(event.token_id)
+    for request, new in zip(some, found, strict=True):
+        logits = engine.score([*request.prompt_token_ids, *new])
+        for i, token in enumerate(new):
+            position = len(request.prompt_token_ids) + i
+            assert token == draw(logits[position - 1].double(), request.params, position)
+
+
+def draw(logits: torch.Tensor, params: SamplingParams, position: int) -> int:
+    if params.temperature == 0:
+        return int(logits.argmax())
+    values, order = (logits / params.temperature).sort(descending=True, stable=True)
+    if params.top_k:
+        values = values.where(values >= values[params.top_k - 1], -torch.inf)
+    p = values.softmax(-1)
+    p = p.where(p.cumsum(-1) - p < params.top_p, 0.0)
+    p = p / p.sum()
+    return int(order[int((p.cumsum(-1) > uniform(params.seed, position)).nonzero()[0])])
+
+
+def test_uniform_numbers_are_uniform_and_belong_to_seed_and_position() -> None:
+    numbers = torch.tensor([uniform(seed, position) for seed in range(40) for position in range(250)]).double()
+    assert numbers.min() >= 0 and numbers.max() < 1
+    assert len(set(numbers.tolist())) > 9980  # of 2^24 values, 10,000 draws repeat 3 on average
+    distance = (numbers.sort().values - (torch.arange(10000) + 0.5) / 10000).abs().max()
+    assert distance < 0.0163  # Kolmogorov-Smirnov at 1 %
+    by_seed = numbers.view(40, 250)
+    assert torch.corrcoef(by_seed).fill_diagonal_(0).abs().max() < 0.3
+    assert float(torch.tensor(uniform(7, 9), dtype=torch.float32)) == uniform(7, 9)  # exact in what the kernel takes
+
+
+def test_seeds_give_texts(engine: Engine) -> None:
+    texts = [
+        [e.token_id for e in run(engine, PROMPT, max_new_tokens=12, temperature=1.0, seed=seed, ignore_eos=True)]
+        for seed in (1, 2, 1)
+    ]
+    assert texts[0] == texts[2] != texts[1]
+
+
+@pytest.mark.parametrize(
+    "params", [{"temperature": 1e-300}, {"temperature": 1.0, "top_p": 0.0}, {"temperature": 1e6, "top_k": 1}]
+)
+def test_extremes_that_leave_one_token(engine: Engine, params: dict[str, float]) -> None:
+    greedy = [event.token_id for event in run(engine, PROMPT, max_new_tokens=6, ignore_eos=True)]
+    assert [e.token_id for e in run(engine, PROMPT, max_new_tokens=6, seed=3, ignore_eos=True, **params)] == greedy
+
+
+def test_logprobs_are_those_of_the_raw_logits(engine: Engine) -> None:
+    events = run(engine, PROMPT, max_new_tokens=8, temperature=1.5, top_k=5, seed=5, logprobs=4, ignore_eos=True)
+    logits = engine.score([*PROMPT, *(event.token_id for event in events)])
+    for event, row in zip(events, logits[len(PROMPT) - 1 :], strict=False):
+        expected = row.double() - row.double().logsumexp(0)
+        assert event.logprobs is not None
+        assert event.logprobs.chosen == pytest.approx(float(expected[event.token_id]), abs=1e-5)
+        ids, values = zip(*event.logprobs.top, strict=True)
+        best = expected.topk(4)
+        assert list(ids) == best.indices.tolist()
+        assert values == pytest.approx(best.values.tolist(), abs=1e-5)
+    assert all(event.logprobs is None for event in run(engine, PROMPT, max_new_tokens=2))
+
+
+def test_ends_after_max_new_tokens(engine: Engine) -> None:
+    events = run(engine, PROMPT, max_new_tokens=5, ignore_eos=True)
+    assert [event.finish_reason for event in events] == [None] * 4 + ["length"]
+    times = [event.time_s for event in events]
+    assert times == sorted(times) and times[0] > 0
+    assert [event.finish_reason for event in run(engine, PROMPT, max_new_tokens=1)] == ["length"]
+
+
+def test_ends_at_the_context_length(engine: Engine) -> None:
+    events = run(engine, (PROMPT * 7)[:253], max_new_tokens=50, ignore_eos=True)
+    assert [event.finish_reason for event in events] == [None, None, "length"]
+
+
+def test_ends_at_any_end_of_sequence_token(engine: Engine, tmp_path: Path) -> None:
+    """generation_config.json lists two; the fourth greedy token is made one of them."""
+    whole = [event.token_id for event in run(engine, PROMPT, max_new_tokens=12, ignore_eos=True)]
+    end = whole[3]
+    model = tmp_path / "model"
+    shutil.copytree(DEMO, model)
+    (model / "generation_config.json").write_text(json.dumps({"eos_token_id": [4095, end]}))
+    other = Engine(Worker(model, single(), dtype=torch.float32, max_total_tokens=512))
+    events = run(other, PROMPT, max_new_tokens=12)
+    assert [event.token_id for event in events] == whole[: whole.index(end) + 1]
+    assert events[-1].finish_reason == "stop"
+    assert [event.token_id for event in run(other, PROMPT, max_new_tokens=12, ignore_eos=True)] == whole
+
+
+def test_stop_tokens_end_a_text_even_with_ignore_eos(engine: Engine) -> None:
+    whole = [event.token_id for event in run(engine, PROMPT, max_new_tokens=12, ignore_eos=True)]
+    events = run(engine, PROMPT, max_new_tokens=12, ignore_eos=True, stop_token_ids=(whole[3], 4095))
+    assert [event.token_id for event in events] == whole[: whole.index(whole[3]) + 1]
+    assert events[-1].finish_reason == "stop"
+
+
+def test_requests_come_and_go_between_steps(engine: Engine) -> None:
+    """Each gets the tokens that it gets alone, whoever joins, leaves or is cancelled meanwhile."""
+    wanted = [[e.token_id for e in run(engine, PROMPT[i:], max_new_tokens=20, ignore_eos=True)] for i in range(3)]
+    found: dict[int, list[int]] = {}
+    numbers = []
+
+    def steps(count: int) -> None:
+        for _ in range(count):
+            for event in engine.step():
+                found.setdefault(event.request, []).append(event.token_id)
+
+    for i in range(3):
+        numbers.append(engine.submit(Request(PROMPT[i:], SamplingParams(max_new_tokens=20, ignore_eos=True))))
+        steps(4)
+    engine.cancel(numbers[1])
+    steps(16)
+    assert [found[number] for number in numbers] == [wanted[0], wanted[1][:8], wanted[2]]
+    assert engine._pool.free == engine._pool.total
+    with pytest.raises(RequestError, match="the request: the prompt is empty"):
+        engine.submit(Request([]))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "new", "says"),
+    [
+        ([], 1, "request 1: the prompt is empty"),
+        ([5, 4096], 1, "request 1: expected token ids from 0 to 4095, found 4096"),
+        ([-1], 1, "request 1: expected token ids from 0 to 4095, found -1"),
+        ([7] * 256, 1, "request 1: the prompt has 256 tokens, but the context length is 256"),
+    ],
+)
+def test_refuses_a_request_before_any_of_them_runs(engine: Engine, prompt: list[int], new: int, says: str) -> None:
+    good = Request(PROMPT, SamplingParams(max_new_tokens=2))
+    with pytest.raises(RequestError, match=says):
+        next(engine.generate([good, Request(prompt, SamplingParams(max_new_tokens=new))]))
+    assert len(run(engine, PROMPT, max_new_tokens=2, ignore_eos=True)) == 2
+
+
+def test_refuses_what_the_cache_can_never_hold() -> None:
+    small = Engine(Worker(DEMO, single(), dtype=torch.bfloat16, max_total_tokens=64))
+    with pytest.raises(RequestError, match="need a KV cache of 65 tokens, found 64"):
+        run(small, PROMPT, max_new_tokens=26)
+    # The last token's keys are never needed.
+    assert len(run(small, PROMPT, max_new_tokens=25, ignore_eos=True)) == 25
+
+
+def test_an_abandoned_batch_gives_its_pages_back(engine: Engine) -> None:
+    for _ in range(20):  # 3 x 96 of 512 tokens each time
+        events = engine.generate([Request(PROMPT, SamplingParams(max_new_tokens=50, seed=i)) for i in range(3)])
+        next(events)
+        events.close()
+    assert engine._pool.free == engine._pool.total
+    assert len(run(engine, PROMPT, max_new_tokens=200, ignore_eos=True)) == 200
+    assert engine._pool.free == engine._pool.total
+
+
+def test_scores_a_prompt_of_the_whole_context(engine: Engine) -> None:
+    assert engine.score((PROMPT * 7)[:256]).shape == (256, 4096)
+    with pytest.raises(RequestError, match="257 tokens"):
+        engine.score((PROMPT * 7)[:257])
+
+
+@pytest.mark.parametrize(
+    ("params", "says"),
+    [
+        ({"max_new_tokens": 0}, "max_new_tokens: expected at least 1, found 0"),
+        ({"temperature": float("nan")}, "temperature: expected a number from 0 to 1e\\+06, found nan"),
+        ({"temperature": -0.5}, "temperature"),
+        ({"temperature": float("inf")}, "temperature"),
+        ({"temperature": 1e39}, "temperature"),  # infinite as the kernel's float32
+        ({"top_k": -1}, "top_k"),
+        ({"top_p": -0.1}, "top_p"),
+        ({"top_p": 1.5}, "top_p"),
+        ({"seed": -1}, "seed"),
+        ({"seed": 1 << 64}, "seed"),
+        ({"logprobs": -1}, "logprobs"),
+    ],
+)
+def test_refuses_sampling_parameters_that_mean_nothing(params: dict[str, float], says: str) -> None:
+    with pytest.raises(RequestError, match=says):
+        SamplingParams(**params)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("length", [1, 4097])
+def test_refuses_a_context_that_the_model_does_not_have(length: int) -> None:
+    with pytest.raises(EngineError, match=f"context length: expected 2 to the model's 4096 tokens, found {length}"):
+        Worker(DEMO, single(), dtype=torch.bfloat16, context_length=length)
+
+
+@pytest.mark.parametrize("culprit", [0, 2])
+def test_a_rank_that_fails_ends_the_others(culprit: int) -> None:
+    """Its own error on the culprit, everywhere else a sentence naming it; long before the deadline of a lost rank."""
+    with Ranks(3, "batching:fails", kwargs={"culprit": culprit}, timeout_s=600.0) as ranks:
+        assert all(ranks.wait(rank, timeout=300.0) != 0 for rank in range(3))
+        for rank in range(3):
+            says = "ValueError: the culprit's own error" if rank == culprit else f"GroupError: rank {culprit}"
+            assert says in eventually(functools.partial(ranks.output, rank), says)
+
+
+def eventually(output: Callable[[], str], text: str) -> str:
+    """What a process has said; the thread that reads it may be a moment behind its end."""
+    for _ in range(200):
+        if text in output():
+            break
+        time.sleep(0.01)
+    return output()

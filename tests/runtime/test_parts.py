@@ -1,0 +1,227 @@
+"""The engine's small parts, by hand or against transformers: caches, pages, steps, batches, rotary tables, families."""
+
+import re
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tilerank.kernels.kv_pages import PAGE_TOKENS
+from tilerank.loader.card import read_card
+from tilerank.loader.errors import ConfigError
+from tilerank.parallel.sharding import Sharding
+from tilerank.runtime import rank_messages
+from tilerank.runtime.batch import BatchFiller, Held
+from tilerank.runtime.cache import (
+    CacheSpec,
+    EncoderKV,
+    PagedKV,
+    PagedLatent,
+    RecurrentState,
+    allocate,
+    num_pages,
+)
+from tilerank.runtime.errors import EngineError
+from tilerank.runtime.rank_messages import Chunk, Count, Step, Stop
+from tilerank.runtime.registry import build_model, read_supported_card
+from tilerank.runtime.rope import Llama3Scaling, RopeConfig, RopeTable, inverse_frequencies
+
+DEMO = Path(__file__).parents[2] / "assets" / "demo-lm"
+BF16 = torch.bfloat16
+
+# Llama 3.1 8B and Qwen3 8B, from their config.json.
+LLAMA = RopeConfig(500000.0, Llama3Scaling(8.0, 1.0, 4.0, 8192))
+QWEN = RopeConfig(1000000.0)
+
+
+@pytest.mark.parametrize(
+    ("spec", "count", "nbytes"),
+    [
+        # 100 tokens are 4 pages of 32; keys and values; 2 heads of 64; 2 bytes
+        (PagedKV(2, 64, BF16), 100, 4 * 32 * 2 * 2 * 64 * 2),
+        (PagedKV(1, 128, torch.float32), 32, 32 * 2 * 128 * 4),
+        # DeepSeek-V3: 512 + 64 numbers a token
+        (PagedLatent(512, 64, BF16), 33, 2 * 32 * 576 * 2),
+        (EncoderKV(8, 128, BF16), 0, 0),
+        (EncoderKV(8, 128, BF16), 6404, 201 * 32 * 2 * 8 * 128 * 2),
+        # Qwen3.5: 3 past inputs of 8192 channels in bf16, 32 matrices of 128 x 128 in fp32, for each of 5 requests
+        (RecurrentState(8192, 4, 32, 128, 128, BF16), 5, 5 * (3 * 8192 * 2 + 32 * 128 * 128 * 4)),
+    ],
+    ids=repr,
+)
+def test_bytes_of_every_kind_of_cache(spec: CacheSpec, count: int, nbytes: int) -> None:
+    assert spec.nbytes(count) == nbytes
+
+
+def test_allocates_the_bytes_it_declares() -> None:
+    spec = PagedKV(2, 64, BF16)
+    layers = allocate([spec, spec, spec], 100)
+    assert [layer.num_pages for layer in layers] == [4, 4, 4]
+    assert all(layer.k.nbytes + layer.v.nbytes == spec.nbytes(100) for layer in layers)
+
+
+@pytest.mark.parametrize("spec", [PagedLatent(8, 8, BF16), EncoderKV(1, 8, BF16), RecurrentState(8, 4, 1, 8, 8, BF16)])
+def test_refuses_caches_without_an_allocator(spec: CacheSpec) -> None:
+    says = f"layer 1 declares a {type(spec).__name__} cache, which cannot be allocated yet"
+    with pytest.raises(EngineError, match=f"^{says}$"):
+        allocate([PagedKV(1, 8, BF16), spec], 32)
+
+
+def test_pages_of_tokens() -> None:
+    assert [num_pages(n) for n in (0, 1, 31, 32, 33, 64, 65)] == [0, 1, 1, 1, 2, 2, 3]
+
+
+MESSAGES = st.one_of(
+    st.just(Stop()),
+    st.just(Count()),
+    st.builds(
+        Step,
+        st.lists(
+            st.builds(
+                Chunk,
+                st.integers(0, 1 << 40),
+                st.integers(0, 1 << 30),
+                st.lists(st.integers(0, 1 << 24)),
+                st.lists(st.integers(0, 1 << 24)),
+                st.integers(0, 4096),
+            )
+        ),
+        st.lists(st.integers(0, 1 << 40)),
+    ),
+)
+
+
+@given(MESSAGES)
+def test_messages_arrive_as_they_were_sent(message: Step | Count | Stop) -> None:
+    assert rank_messages.decode(rank_messages.encode(message)) == message
+
+
+def test_a_decode_step_is_a_small_message() -> None:
+    chunks = [Chunk(i, 5000, [150000], [], 1) for i in range(64)]
+    assert len(rank_messages.encode(Step(chunks, []))) < 64 * 16
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"\xc1", msgspec.msgpack.encode(["Step", [[1, 2]], []]), b"\x93\xa5Other\x90\x90"]
+)
+def test_strange_messages_are_refused(data: bytes) -> None:
+    with pytest.raises(msgspec.DecodeError):
+        rank_messages.decode(data)
+
+
+def filler(*, copy_padding: bool = False) -> BatchFiller:
+    return BatchFiller(max_sequences=5, max_pages=4, spare_page=9, copy_padding=copy_padding)
+
+
+def test_a_batch_of_a_decoding_sequence_and_a_chunk_of_a_prompt() -> None:
+    """Sequence 7 has 33 tokens cached and decodes; sequence 3 gets prompt tokens 30 to 34, logits of the last."""
+    chunks = [Chunk(7, 33, [9], [], 1), Chunk(3, 30, [1, 2, 3, 4, 5], [6, 0], 1)]
+    batch = filler().fresh(Step(chunks, []), {7: Held([4, 2, 5]), 3: Held([6, 0])})
+    assert batch.token_ids.tolist() == [9, 1, 2, 3, 4, 5]
+    assert batch.positions.tolist() == [[33, 30, 31, 32, 33, 34]]
+    page = PAGE_TOKENS
+    assert batch.slots.tolist() == [2 * page + 1, 6 * page + 30, 6 * page + 31, 0, 1, 2]
+    assert batch.page_tables.tolist() == [[4, 2, 5], [6, 0, 0]]
+    assert batch.seq_lens.tolist() == [34, 35]
+    assert batch.query_starts.tolist() == [0, 1, 6]
+    assert batch.logit_rows is not None
+    assert (batch.logit_rows.rows.tolist(), batch.logit_rows.starts.tolist()) == ([0, 5], [0, 1, 2])
+
+
+def test_a_batch_with_logits_of_no_row_or_of_all() -> None:
+    held = {0: Held([0]), 1: Held([1])}
+    some = filler().fresh(Step([Chunk(0, 0, [1, 2], [0], 0), Chunk(1, 0, [3, 4, 5], [1], 3)], []), held).logit_rows
+    assert some is not None and (some.rows.tolist(), some.starts.tolist()) == ([2, 3, 4], [0, 0, 3])
+    none = filler().fresh(Step([Chunk(0, 0, [1, 2], [0], 0)], []), held).logit_rows
+    assert none is not None and none.rows.shape == (0,) and none.rows.dtype is torch.int64
+    assert none.starts.tolist() == [0, 0]
+    assert filler().fresh(Step([Chunk(0, 0, [1, 2], [0], 2)], []), held).logit_rows is None
+
+
+def test_steps_of_single_tokens_with_logits_are_decode_steps() -> None:
+    def step(count: int, tokens: int = 1, logits: int = 1) -> Step:
+        return Step([Chunk(i, 0, [1] * tokens, [], logits) for i in range(count)], [])
+
+    assert filler().is_decode(step(1)) and filler().is_decode(step(5))
+    assert not filler().is_decode(step(6)) and not filler().is_decode(step(1, tokens=2))
+    assert not filler().is_decode(step(1, logits=0))
+
+
+@pytest.mark.parametrize("copy_padding", [False, True])
+def test_a_padded_batch_is_the_fresh_one_and_rows_that_write_to_the_spare_page(copy_padding: bool) -> None:
+    """Three decoding sequences padded to four rows; the shortest has 5 tokens before this one."""
+    fills, page = filler(copy_padding=copy_padding), PAGE_TOKENS
+    step = Step([Chunk(7, 33, [9], [], 1), Chunk(3, 5, [8], [], 1), Chunk(4, 70, [7], [], 1)], [])
+    held = {7: Held([4, 2]), 3: Held([6]), 4: Held([1, 3, 5])}
+    fresh, padded = fills.fresh(step, held), fills.padded(step, held)
+    assert padded.token_ids[:3].tolist() == fresh.token_ids.tolist()
+    assert padded.positions[:, :3].tolist() == fresh.positions.tolist()
+    assert padded.slots[:3].tolist() == fresh.slots.tolist() == [2 * page + 1, 6 * page + 5, 5 * page + 6]
+    assert padded.seq_lens[:3].tolist() == fresh.seq_lens.tolist()
+    assert padded.query_starts.tolist() == [0, 1, 2, 3, 4] and padded.logit_rows is None
+    for row, chunk in enumerate(step.chunks):
+        pages = held[chunk.sequence].pages
+        assert padded.page_tables[row, : len(pages)].tolist() == pages
+    assert padded.slots[3] == 9 * page + 3
+    copied = (padded.token_ids[3], padded.positions[0, 3], padded.seq_lens[3], padded.page_tables[3, 0])
+    assert copied == ((8, 5, 6, 6) if copy_padding else (0, 0, 1, 9))
+    # The next step of this size fills the same tensors.
+    held[7].pages.append(0)
+    later = Step([Chunk(7, 64, [1], [0], 1), Chunk(4, 71, [2], [], 1), Chunk(3, 6, [3], [], 1)], [3])
+    assert fills.padded(later, held) is padded
+    assert padded.token_ids[:3].tolist() == [1, 2, 3] and padded.page_tables[0, :3].tolist() == [4, 2, 0]
+    assert padded.page_tables[1, :3].tolist() == [1, 3, 5]
+
+
+@pytest.mark.parametrize("rope", [LLAMA, QWEN], ids=["llama3", "default"])
+@pytest.mark.parametrize("dtype", [torch.float32, BF16], ids=str)
+def test_rotary_tables_are_those_of_transformers(rope: RopeConfig, dtype: torch.dtype) -> None:
+    """At the scale of the public models, up to their last position."""
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    positions = 131072
+    parameters: dict[str, object] = {"rope_theta": rope.theta, "rope_type": "default"}
+    if rope.scaling is not None:
+        parameters |= {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+        parameters |= {"original_max_position_embeddings": 8192}
+    config = LlamaConfig(
+        hidden_size=4096, num_attention_heads=32, max_position_embeddings=positions, rope_parameters=parameters
+    )
+    theirs = LlamaRotaryEmbedding(config)
+    assert torch.equal(inverse_frequencies(rope, 128), theirs.inv_freq)
+    table = RopeTable(rope, 128, positions, dtype)
+    assert table.nbytes() == positions * 128 * dtype.itemsize
+    table.allocate()
+    some = torch.cat([torch.arange(0, 5000), torch.arange(positions - 5000, positions)])
+    cos, sin = theirs(torch.zeros(1, dtype=dtype), some[None])
+    assert torch.equal(table.table[some, 0], cos[0, :, :64])
+    assert torch.equal(table.table[some, 1], sin[0, :, :64])
+
+
+def test_an_unknown_family_is_refused_with_those_that_run(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+    says = "model_type: expected one of llama, qwen2, qwen3, qwen3_moe, found 'gpt2'"
+    with pytest.raises(ConfigError, match=re.escape(f"{tmp_path / 'config.json'}: {says}")):
+        read_supported_card(tmp_path)
+
+
+def test_a_model_declares_before_it_allocates() -> None:
+    card = read_card(DEMO)
+    for strategy in ("pad", "split"):
+        models = [build_model(card, Sharding(rank, 6, BF16, None, strategy)) for rank in range(6)]
+        assert all(not hasattr(layer, "packed") for model in models for layer in model.walk())
+        specs = [spec for model in models for spec in model.cache_specs()[:1]]
+        heads = [spec.kv_heads for spec in specs if isinstance(spec, PagedKV)]
+        # 8 query and 2 KV heads: padded to one KV head a rank, or each KV head held by the three ranks that use it.
+        assert heads == [1] * 6
+
+
+def test_tied_models_leave_a_stored_head_out() -> None:
+    model = build_model(read_card(DEMO), Sharding(0, 1, BF16, None))  # tie_word_embeddings
+    assert model.ignore("lm_head.weight")
+    assert model.ignore("model.layers.0.self_attn.rotary_emb.inv_freq")  # in very old checkpoints
+    assert not model.ignore("model.layers.0.self_attn.q_proj.weight")

@@ -1,0 +1,90 @@
+"""Penalties, bias and min_p against transformers' processors and arithmetic by hand; stop tokens."""
+
+import math
+
+import pytest
+import torch
+from transformers.generation.logits_process import MinPLogitsWarper, RepetitionPenaltyLogitsProcessor
+
+from tilerank.runtime.errors import RequestError
+from tilerank.runtime.sampling import Row, SamplingParams, _process, choose
+
+VOCAB = 50
+TOKENS = [3, 4, 3, 9, 4, 4, 30]  # the first three are the prompt
+
+
+def reshaped(logits: torch.Tensor, **params: object) -> torch.Tensor:
+    values = logits.clone()
+    _process(values, Row(SamplingParams(**params), TOKENS, 3))  # type: ignore[arg-type]
+    return values
+
+
+@pytest.fixture
+def logits() -> torch.Tensor:
+    return torch.randn(VOCAB, generator=torch.Generator().manual_seed(0)) * 4
+
+
+@pytest.mark.parametrize("penalty", [0.5, 1.3])
+def test_repetition_penalty_is_that_of_transformers(logits: torch.Tensor, penalty: float) -> None:
+    processor = RepetitionPenaltyLogitsProcessor(penalty)
+    expected = processor(torch.tensor([TOKENS]), logits[None].clone())[0]
+    assert torch.equal(reshaped(logits, repetition_penalty=penalty), expected)
+    assert (expected != logits).sum() == 4  # 3, 4, 9, 30: tokens of prompt and text, each once
+
+
+def test_min_p_is_that_of_transformers(logits: torch.Tensor) -> None:
+    for min_p, temperature in ((0.05, 1.0), (0.3, 2.5), (1.0, 0.7)):
+        expected = MinPLogitsWarper(min_p)(torch.tensor([TOKENS]), logits[None] / temperature)[0]
+        found = reshaped(logits, min_p=min_p, temperature=temperature)
+        assert torch.equal(found.isinf(), expected.isinf()) and 0 < expected.isinf().sum() < VOCAB
+        assert torch.equal(found[~found.isinf()], logits[~found.isinf()])
+
+
+def test_presence_and_frequency_count_the_text_alone(logits: torch.Tensor) -> None:
+    found = reshaped(logits, presence_penalty=0.5, frequency_penalty=0.25)
+    expected = logits.clone()
+    expected[9] -= 0.75
+    expected[4] -= 0.5 + 2 * 0.25
+    expected[30] -= 0.75
+    torch.testing.assert_close(found, expected)
+    fresh = choose(logits[None], [Row(SamplingParams(presence_penalty=1.0), TOKENS, len(TOKENS))])
+    assert [choice.token_id for choice in fresh] == [int(logits.argmax())]  # no text yet
+
+
+def test_bias_penalties_and_grammars_decide_together(logits: torch.Tensor) -> None:
+    best, second = logits.topk(2).indices.tolist()
+    params = [
+        SamplingParams(),
+        SamplingParams(logit_bias={best: -100.0}, logprobs=3),
+        SamplingParams(logit_bias={7: 100.0}, temperature=1.0, min_p=1.0),
+        SamplingParams(logit_bias={best: 100.0}, repetition_penalty=50.0, temperature=2.0, logprobs=1),
+    ]
+    but_three = torch.ones(VOCAB, dtype=torch.bool)
+    but_three[3] = False
+    rows = [Row(p, TOKENS, 3, forbidden) for p, forbidden in zip(params, (None, None, None, but_three), strict=True)]
+    chosen = choose(torch.stack([logits] * 4), rows)
+    assert [choice.token_id for choice in chosen] == [best, second, 7, 3]
+    # Log-probabilities are those of the raw logits.
+    expected = torch.log_softmax(logits, -1)
+    for row, id, count in ((1, second, 3), (3, 3, 1)):
+        logprobs = chosen[row].logprobs
+        assert logprobs is not None and logprobs.chosen == pytest.approx(float(expected[id]))
+        assert [id for id, _ in logprobs.top] == expected.topk(count).indices.tolist()
+    assert chosen[0].logprobs is chosen[2].logprobs is None
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"min_p": 1.5},
+        {"repetition_penalty": 0.0},
+        {"repetition_penalty": 1e-38},
+        {"presence_penalty": math.nan},
+        {"frequency_penalty": math.inf},
+        {"logit_bias": {1: math.nan}},
+        {"logit_bias": {1: 101.0}},
+    ],
+)
+def test_meaningless_parameters_are_refused(params: dict[str, float]) -> None:
+    with pytest.raises(RequestError, match=f"{next(iter(params))}: expected"):
+        SamplingParams(**params)  # type: ignore[arg-type]

@@ -1,0 +1,309 @@
+"""The parts of the server, checked by hand: stop strings, messages in pieces, tool calls, errors."""
+
+import asyncio
+import itertools
+import json
+import shutil
+import socket
+import threading
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pydantic
+import pytest
+from command import DEMO
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tilerank.loader.generation_config import SamplingDefaults
+from tilerank.loader.tokenizer import Tokenizer
+from tilerank.runtime.params import Logprobs, SamplingParams
+from tilerank.runtime.server.api import ChatCompletion, Completion, Message
+from tilerank.runtime.server.app import ServerSettings, make_app
+from tilerank.runtime.server.client import EngineClient
+from tilerank.runtime.server.completions import Delta
+from tilerank.runtime.server.messages import Cancel, State, Submit, Token, Tokens, encode, engine_inbox
+from tilerank.runtime.server.request_body import validation_error
+from tilerank.runtime.server.responses import ChatFormatter, TextFormatter
+from tilerank.runtime.server.text import TextStream
+from tilerank.runtime.server.tools import LlamaTools, QwenTools, ToolCall, ToolParser
+
+TOKENIZER = Tokenizer(DEMO)
+
+
+def texts(ids: list[int], stop: list[str]) -> tuple[list[str], bool]:
+    stream = TextStream(TOKENIZER.stream(), stop)
+    pieces = []
+    for id in ids:
+        pieces.append(stream.push(id))
+        if stream.stopped:
+            return pieces, True
+    return [*pieces, stream.flush()], stream.stopped
+
+
+@settings(deadline=None)
+@given(st.text("abé🙂 \n", max_size=30), st.lists(st.text("abé🙂 ", min_size=1, max_size=4), max_size=3))
+def test_a_text_ends_at_its_first_stop_string(text: str, stop: list[str]) -> None:
+    ids = TOKENIZER.encode(text, add_special_tokens=False)
+    whole = TOKENIZER.decode(ids)
+    # The stop string that is complete first, however the text is cut into tokens.
+    found = [(whole.index(one) + len(one), whole.index(one)) for one in stop if one in whole]
+    pieces, stopped = texts(ids, stop)
+    assert "".join(pieces) == (whole[: min(found)[1]] if found else whole)
+    assert stopped == bool(found)
+    assert all("\ufffd" not in piece for piece in pieces)
+
+
+def test_text_is_held_only_as_long_as_it_may_become_a_stop_string() -> None:
+    ids = TOKENIZER.encode("abcabd", add_special_tokens=False)
+    assert "".join(texts(ids, ["abd"])[0]) == "abc"
+    pieces, stopped = texts(TOKENIZER.encode("the end is ab", add_special_tokens=False), ["abd"])
+    assert "".join(pieces) == "the end is ab" and not stopped
+    assert pieces[-1] == "ab"
+
+
+@pytest.mark.parametrize("size", [1, 3, 1000])
+def test_messages_come_out_of_pieces_of_any_size(size: int) -> None:
+    params = SamplingParams(max_new_tokens=5, temperature=0.5, logit_bias={3: -1.5}, stop_token_ids=(1, 2))
+    sent = [Submit(1, [5, 6], params), Cancel(1), Submit(2, list(range(300)), SamplingParams())]
+    data = b"".join(map(encode, sent))
+    inbox = engine_inbox()
+    assert [message for at in range(0, len(data), size) for message in inbox.feed(data[at : at + size])] == sent
+
+
+def parsed(parser: ToolParser, text: str, sizes: list[int]) -> tuple[str, list[tuple[str, str]]]:
+    """Return the text and the calls in `text`, which is parsed in pieces of these sizes, repeated."""
+    pieces, at = [], 0
+    for size in itertools.cycle(sizes):
+        pieces += parser.push(text[at : at + size])
+        at += size
+        if at >= len(text):
+            break
+    pieces += parser.flush()
+    said = "".join(piece for piece in pieces if isinstance(piece, str))
+    return said, [(piece.name, piece.arguments) for piece in pieces if isinstance(piece, ToolCall)]
+
+
+SIZES = st.lists(st.integers(1, 9), min_size=1, max_size=5)
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Köln", "days": [1, 2]}}\n</tool_call>'
+WEATHER = ("weather", '{"city": "Köln", "days": [1, 2]}')
+
+
+@settings(deadline=None)
+@given(SIZES)
+def test_tool_calls_of_qwen(sizes: list[int]) -> None:
+    assert parsed(QwenTools(), f"I look.\n{CALL}\n{CALL}", sizes) == ("I look.", [WEATHER, WEATHER])
+    assert parsed(QwenTools(), "1 < 2 and <tool", sizes) == ("1 < 2 and <tool", [])
+    for broken in (
+        "<tool_call>not json</tool_call> so",
+        '<tool_call>{"name": 3}</tool_call>',
+        '<tool_call>{"name": "f", "arguments": "x"}</tool_call>',
+        '<tool_call>\n{"name": "cut off',
+        f"<tool_call>{'[' * 3000}</tool_call>",
+    ):
+        assert parsed(QwenTools(), broken, sizes) == (broken, [])
+
+
+HUGE = '{"x": -1.7976931348623157e+308}'  # JSON has no infinity
+
+
+@settings(deadline=None)
+@given(SIZES)
+def test_tool_calls_of_llama(sizes: list[int]) -> None:
+    call = '{"name": "f", "parameters": {"x": 1}}'
+    assert parsed(LlamaTools(), f"\n{call}", sizes) == ("", [("f", '{"x": 1}')])
+    assert parsed(LlamaTools(), f"{call}; {call}", sizes) == ("", [("f", '{"x": 1}')] * 2)
+    assert parsed(LlamaTools(), '{"name": "f", "parameters": {"x": -1e999}}', sizes)[1] == [("f", HUGE)]
+    for plain in (
+        "Hello {x}",
+        '{"name": "f", "parameters": {"x": NaN}}',
+        '{"name": "f"',
+        f"{call} and more",
+        '{"x": 1}',
+        "{" * 300,
+    ):
+        assert parsed(LlamaTools(), plain, sizes) == (plain, [])
+
+
+def test_a_chat_with_tool_calls_as_a_stream_and_whole() -> None:
+    """The format of the API, by hand: content first, then numbered calls, then the finish reason."""
+    formatter = ChatFormatter(TOKENIZER, None, QwenTools)
+    texts = ["Look", "ing. <tool", CALL[5:], CALL, ""]
+    deltas = [Delta(0, text, (), None) for text in texts[:-1]] + [Delta(0, "", (), "stop")]
+    pieces = [piece for piece in map(formatter.chunk, deltas) if piece is not None]
+    assert [piece["delta"].get("content") for piece in pieces[:2]] == ["Look", "ing. "]
+    assert pieces[0]["delta"]["role"] == "assistant"
+    calls = [call for piece in pieces for call in piece["delta"].get("tool_calls", [])]
+    assert [(call["index"], call["type"], call["function"]["name"]) for call in calls] == [
+        (0, "function", "weather"),
+        (1, "function", "weather"),
+    ]
+    assert [piece["finish_reason"] for piece in pieces][-1] == "tool_calls"
+    whole = formatter.choice(pieces)
+    assert whole["message"]["content"] == "Looking. "
+    assert [call["function"]["arguments"] for call in whole["message"]["tool_calls"]] == [WEATHER[1]] * 2
+    assert len({call["id"] for call in calls}) == 2
+
+
+def test_every_token_has_a_log_probability_also_where_calls_are_looked_for() -> None:
+    """Text that may become a call is held back; chunks contain the tokens of the text that they contain."""
+    for text in (f"I look. {CALL}", "1 < 2 and <tool", f"{CALL}\n{CALL}"):
+        ids = TOKENIZER.encode(text, add_special_tokens=False)
+        formatter, stream = ChatFormatter(TOKENIZER, 0, QwenTools), TOKENIZER.stream()
+        deltas = [Delta(0, stream.push(id), (Token(0, id, None, Logprobs(-float(id), ())),), None) for id in ids]
+        pieces = [
+            piece for delta in [*deltas, Delta(0, "", (), "stop")] if (piece := formatter.chunk(delta)) is not None
+        ]
+        found = [entry["logprob"] for entry in formatter.choice(pieces)["logprobs"]["content"]]
+        assert found == [-float(id) for id in ids]
+
+
+def test_log_probabilities_of_tokens_that_are_parts_of_characters() -> None:
+    """`bytes` are those of the token; its offset is that of the character that it is part of."""
+    text = "Hé 😀 world"
+    ids = TOKENIZER.encode(text, add_special_tokens=False)
+    assert len(ids) == 9  # H, é in 2, a space, the face in 4, world with its space
+    # Two alternatives with the same text: the more likely one is listed.
+    tokens = tuple(Token(0, id, None, Logprobs(-1.0, ((ids[1], -0.5), (ids[2], -4.0)))) for id in ids)
+    stream = TOKENIZER.stream()
+    deltas = [Delta(0, stream.push(token.token_id), (token,), None) for token in tokens]
+    held = [Delta(0, "Hé", tokens[:4], None), Delta(0, " 😀 world", tokens[4:], "length")]  # a stop string was possible
+    for pieces in (deltas, held):
+        plain, chat = TextFormatter(TOKENIZER, 2), ChatFormatter(TOKENIZER, 2, None)
+        logprobs = plain.choice([plain.chunk(delta) for delta in pieces])["logprobs"]
+        assert logprobs["text_offset"] == [0, 1, 1, 2, 3, 3, 3, 3, 4]
+        assert logprobs["tokens"] == ["H", "\ufffd", "\ufffd", " ", "\ufffd", "\ufffd", "\ufffd", "\ufffd", " world"]
+        assert logprobs["top_logprobs"] == [{"\ufffd": -0.5}] * 9
+        entries = chat.choice([piece for delta in pieces if (piece := chat.chunk(delta))])["logprobs"]["content"]
+        assert b"".join(bytes(entry["bytes"]) for entry in entries) == text.encode()
+        assert [entry["token"] for entry in entries] == logprobs["tokens"]
+        assert [alternative["bytes"] for alternative in entries[0]["top_logprobs"]] == [[0xC3], [0xA9]]
+
+
+def test_earlier_calls_reach_the_template_as_objects() -> None:
+    message = Message.model_validate(
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [{"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}],
+        }
+    )
+    rendered = message.for_template()
+    assert rendered["tool_calls"][0]["function"] == {"name": "f", "arguments": {"x": 1}}
+
+
+def asking(engines: EngineClient, tokenizer: Tokenizer, sampling: SamplingDefaults | None = None) -> httpx.AsyncClient:
+    """Return a client of a server without a socket."""
+
+    async def check_grammar(grammar: str) -> None: ...
+
+    about = ServerSettings("base", "0", None, sampling or SamplingDefaults(), None, check_grammar)
+    app = make_app(engines, tokenizer, about)
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server")
+
+
+@pytest.mark.parametrize(
+    ("template", "sentence"),
+    [
+        (None, "base has no usable chat template. POST /v1/completions needs none."),
+        ("{% break %}", "The chat template refused the messages: 'break' outside loop (<template>, line 11)"),
+        ("{{ raise_exception('no system') }}", "The chat template refused the messages: no system"),
+    ],
+)
+def test_messages_without_a_usable_template(tmp_path: Path, template: str | None, sentence: str) -> None:
+    """A missing template, as of base models, has an error of its own."""
+    shutil.copy(DEMO / "tokenizer.json", tmp_path)
+    if template is not None:
+        (tmp_path / "chat_template.jinja").write_text(template)
+
+    async def asked() -> httpx.Response:
+        async with asking(EngineClient(), Tokenizer(tmp_path)) as client:
+            return await client.post("/tokenize", json={"messages": [{"role": "user", "content": "a"}]})
+
+    answer = asyncio.run(asked())
+    assert (answer.status_code, answer.json()["error"]["message"]) == (400, sentence)
+
+
+def test_others_are_answered_while_a_template_is_at_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer, answered = Tokenizer(DEMO), threading.Event()
+
+    def render(*messages: object, **variables: object) -> str:
+        assert answered.wait(60)
+        return "In the beginning"
+
+    monkeypatch.setattr(tokenizer, "apply_chat_template", render)
+
+    async def asked() -> httpx.Response:
+        async with asking(EngineClient(), tokenizer) as client:
+            chat = asyncio.create_task(client.post("/tokenize", json={"messages": [{"role": "user", "content": "a"}]}))
+            assert (await client.post("/tokenize", json={"prompt": "a"})).status_code == 200
+            assert not chat.done()
+            answered.set()
+            return await chat
+
+    assert asyncio.run(asked()).json()["tokens"] == TOKENIZER.encode("In the beginning", False)
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        ({}, (0.6, 20, 0.95, 0.0, 1.05)),
+        ({"temperature": None, "top_k": None}, (0.6, 20, 0.95, 0.0, 1.05)),
+        ({"temperature": 0, "top_p": 1}, (0.0, 20, 1.0, 0.0, 1.05)),
+        ({"top_k": -1, "min_p": 0.1, "repetition_penalty": 1}, (0.6, 0, 0.95, 0.1, 1.0)),
+    ],
+)
+def test_missing_fields_take_the_values_of_the_model(body: dict[str, object], expected: tuple[float, ...]) -> None:
+    advised = SamplingDefaults(temperature=0.6, top_k=20, top_p=0.95, repetition_penalty=1.05)
+
+    async def submitted() -> SamplingParams:
+        client, (ours, engines) = EngineClient(), socket.socketpair()
+        talking = asyncio.create_task(client.attach(0, ours))
+        reader, writer = await asyncio.open_unix_connection(sock=engines)
+        writer.write(encode(State(64, 64, 0.0, 0, 0, 0, 0, 0)))
+        await client.ready.wait()
+        async with asking(client, TOKENIZER, advised) as http:
+            answer = asyncio.create_task(http.post("/v1/completions", json={"prompt": "a"} | body))
+            (submit,) = engine_inbox().feed(await reader.read(1 << 16))
+            assert isinstance(submit, Submit)
+            writer.write(encode(Tokens([Token(submit.number, 5, "length", None)])))
+            assert (await answer).status_code == 200
+        writer.close()
+        await talking
+        return submit.params
+
+    params = asyncio.run(submitted())
+    found = (params.temperature, params.top_k, params.top_p, params.min_p, params.repetition_penalty)
+    assert found == expected
+
+
+@pytest.mark.parametrize(
+    ("fields", "where", "says"),
+    [
+        ({"stop": ""}, "stop", "String should have at least 1 character"),
+        ({"stop": ["a", ""]}, "stop.1", "String should have at least 1 character"),
+        ({"stop": ["a"] * 17}, "stop", "List should have at most 16 items"),
+        ({"prompt": ["a"] * 65}, "prompt", "List should have at most 64 items"),
+        ({"prompt": [[1], []]}, "prompt.1", "List should have at least 1 item"),
+        ({"prompt": [[1], ["a"]]}, "prompt.1.0", "Input should be a valid integer"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
+            "messages.0.content.0.text",
+            "Field required",
+        ),
+        ({"tool_choice": {"type": "function", "function": {}}}, "tool_choice.function.name", "Field required"),
+        ({"tool_choice": "any"}, "tool_choice", "Input should be 'none', 'auto' or 'required'"),
+        ({"logit_bias": {"a": 1}}, "logit_bias.a.[key]", "Input should be a valid integer"),
+    ],
+)
+def test_an_error_names_the_field_as_the_client_wrote_it(fields: dict[str, Any], where: str, says: str) -> None:
+    """Union fields included: the error is that of the alternative that the client meant."""
+    kind = Completion if fields.keys() & {"prompt", "stop"} else ChatCompletion
+    body: dict[str, Any] = {"prompt": "a"} if kind is Completion else {"messages": [{"role": "user", "content": "a"}]}
+    data = json.dumps(body | fields).encode()
+    with pytest.raises(pydantic.ValidationError) as caught:
+        kind.model_validate_json(data)
+    refused = validation_error(data, caught.value)
+    assert refused.param == where
+    assert str(refused).startswith(f"{where}: {says}")

@@ -1,0 +1,197 @@
+"""Decode steps replayed against the same steps run eagerly: the same bits, on any number of ranks."""
+
+import signal
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import Ranks, run_ranks
+from tiny import make_checkpoint
+
+from tilerank.kernels import core
+from tilerank.parallel.join import Membership, join
+from tilerank.runtime import registry
+from tilerank.runtime.batch import Held, padded_size
+from tilerank.runtime.rank_messages import Chunk, Step
+from tilerank.runtime.worker import Worker
+
+DEMO = Path(__file__).parents[2] / "assets" / "demo-lm"
+
+pytestmark = pytest.mark.skipif(core.isa() == "reference", reason="plain torch cannot be recorded")
+
+# One of each family that there is, with heads, widths and vocabularies that three ranks cannot share evenly.
+TINY: dict[str, dict[str, Any]] = {
+    "llama": {"family": "llama3", "heads": 10, "kv_heads": 5, "head_dim": 24, "hidden": 160, "vocab": 777, "layers": 2},
+    "qwen2": {"family": "qwen2", "heads": 7, "kv_heads": 1, "hidden": 112, "inter": 208, "vocab": 777, "layers": 2},
+    "qwen3": {"family": "qwen3", "heads": 2, "kv_heads": 2, "head_dim": 40, "hidden": 130, "vocab": 801, "layers": 2},
+    "qwen3_moe": {"family": "qwen3_moe", "hidden": 104, "experts": 6, "moe_inter": 112, "vocab": 801, "layers": 2},
+}
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp("graph")
+    return {model_type: str(make_checkpoint(tmp=folder, **options)) for model_type, options in TINY.items()}
+
+
+@cache
+def compared(tp: int, threads: int, models: tuple[str, ...]) -> list[list[dict[str, Any]]]:
+    return list(zip(*run_ranks(tp, "replay:compare", kwargs={"models": list(models)}, threads=threads), strict=True))
+
+
+def test_every_family_is_compared() -> None:
+    assert set(TINY) == set(registry._builders())
+
+
+@pytest.mark.parametrize(("tp", "threads"), [(1, 1), (1, 2), (2, 1), (3, 2)])
+def test_replay_equals_eager_bit_for_bit(checkpoints: dict[str, str], tp: int, threads: int) -> None:
+    """Logits of every step of 44 requests, from 22 in a step down to one, on every rank."""
+    cases = compared(tp, threads, tuple(checkpoints.values()))
+    assert len(cases) == 2 * len(TINY)
+    for ranks in cases:
+        for found in ranks:
+            assert found["replayed"] == found["eager"] == ranks[0]["eager"], (found["model"], found["dtype"])
+            assert found["sizes"] == [1, 2, 4, 8, 16, 32]
+        steps = ranks[0]["eager"]
+        assert {int(step.split()[0]) for step in steps} == set(range(1, 23))
+        assert len(set(steps)) == len(steps)
+
+
+@pytest.mark.parametrize(("tp", "threads"), [(1, 2), (2, 1), (3, 2), (6, 1)])
+def test_rows_whose_logits_nobody_wants_change_no_others(checkpoints: dict[str, str], tp: int, threads: int) -> None:
+    """Of the last layer they have keys and values alone: the tokens after them see those."""
+    one_layer = make_checkpoint(tmp=Path(checkpoints["llama"]).parent / "one", **TINY["llama"] | {"layers": 1})
+    models = [*checkpoints.values(), str(one_layer)]
+    ranks = run_ranks(tp, "replay:choose_rows", kwargs={"models": models}, threads=threads)
+    assert len(ranks[0]) == 2 * len(models)
+    for found in ranks:
+        for case, first in zip(found, ranks[0], strict=True):
+            assert case["some"] and case["most"] and case["none"] and case["after"] == first["after"], case
+
+
+def test_padded_sizes() -> None:
+    assert [padded_size(rows) for rows in (1, 2, 3, 4, 5, 8, 9, 16, 17, 32, 33, 49, 256)] == [
+        *(1, 2, 4, 4, 8, 8, 16, 16, 32, 32, 48, 64, 256)
+    ]
+
+
+def test_collectives_are_recorded() -> None:
+    for found in run_ranks(3, "replay:record_collectives", threads=2):
+        assert found["equal"] == [True] * 10
+        assert found["closed"] == "a recorded step in a group that was closed"
+
+
+# Ranks 0 and 2 share a host. A rank that leads a host has cuts in its graph, the one that does not has none.
+HOSTS = ["a", "b", "a"]
+
+
+def test_replay_over_hosts_equals_eager_and_one_host(checkpoints: dict[str, str]) -> None:
+    models = (checkpoints["llama"], checkpoints["qwen3_moe"])
+    names = [Path(model).name for model in models]
+    with Ranks(3, "replay:compare", kwargs={"models": list(models)}, hosts=HOSTS) as ranks:
+        over_hosts = ranks.results(120)
+    one_host = [ranks[0] for ranks in compared(3, 2, tuple(checkpoints.values())) if ranks[0]["model"] in names]
+    for here, *found in zip(one_host, *over_hosts, strict=True):
+        for rank in found:
+            assert rank["replayed"] == rank["eager"] == here["eager"], (rank["model"], rank["dtype"])
+
+
+def test_collectives_over_hosts_are_recorded() -> None:
+    with Ranks(3, "replay:record_collectives", threads=2, hosts=HOSTS) as ranks:
+        assert [found["equal"] for found in ranks.results(60)] == [[True] * 10] * 3
+
+
+@pytest.mark.parametrize("victim", [0, 1, 2])
+def test_a_rank_of_either_host_killed_during_replay_is_named_by_the_others(victim: int) -> None:
+    with Ranks(3, "replay:replay_in_lockstep_for_ever", timeout_s=300, hosts=HOSTS) as ranks:
+        for rank in range(3):
+            ranks.wait_for(rank, "replaying")
+        ranks.signal(victim, signal.SIGKILL)
+        for rank in {0, 1, 2} - {victim}:
+            assert ranks.result(rank, 30).startswith(f"rank {victim} is gone during a recorded step")
+
+
+def test_other_groups_stay_eager_and_say_so_once() -> None:
+    said = run_ranks(2, "replay:stays_eager", kwargs={"model": str(DEMO)}, collectives="gloo")
+    assert said == [["steps run eagerly: collectives of GlooGroup cannot be recorded"], []]
+
+
+def test_collectives_that_are_no_kernels_cannot_slip_into_a_recording() -> None:
+    for said in run_ranks(2, "replay:gloo_is_refused", collectives="gloo"):
+        assert "expected only kernels and views while recording" in said
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_rank_killed_during_replay_is_named_by_the_others(victim: int) -> None:
+    with Ranks(3, "replay:replay_in_lockstep_for_ever", threads=2, timeout_s=300) as ranks:
+        for rank in range(3):
+            ranks.wait_for(rank, "replaying")
+        ranks.signal(victim, signal.SIGKILL)
+        for rank in {0, 1, 2} - {victim}:  # long before the deadline
+            assert ranks.result(rank, 120).startswith(f"rank {victim} is gone during a recorded step")
+
+
+def test_a_stopped_rank_is_named_after_the_deadline() -> None:
+    with Ranks(3, "replay:replay_in_lockstep_for_ever", timeout_s=5) as ranks:
+        for rank in range(3):
+            ranks.wait_for(rank, "replaying")
+        ranks.signal(1, signal.SIGSTOP)
+        for rank in (0, 2):
+            assert ranks.result(rank, 120).startswith("rank 1 did not answer within 5 s during a recorded step")
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_an_engine_that_replays_ends_when_a_rank_is_killed(victim: int) -> None:
+    with Ranks(3, "replay:replay_for_ever", kwargs={"model": str(DEMO)}, timeout_s=300) as ranks:
+        ranks.wait_for(0, "replaying")
+        ranks.signal(victim, signal.SIGKILL)
+        for rank in {0, 1, 2} - {victim}:
+            assert ranks.result(rank, 120).startswith(f"[1] rank {victim} is gone")
+
+
+def test_plain_torch_stays_eager_and_says_so_once() -> None:
+    env = {"TILERANK_ISA": "reference"}
+    said = run_ranks(1, "replay:stays_eager", kwargs={"model": str(DEMO)}, env=env)
+    assert said == [["steps run eagerly: kernels run in plain torch"]]
+
+
+def hold(worker: Worker, tables: dict[int, list[int]]) -> None:
+    worker._held = {number: Held(pages) for number, pages in tables.items()}
+
+
+def test_a_profile_counts_the_kernels_of_a_step() -> None:
+    worker = Worker(DEMO, join(Membership(0, 1, "", 0)), dtype=torch.float32, max_total_tokens=128)
+    hold(worker, {0: [0, 1], 1: [2], 2: [3]})
+    step = Step([Chunk(0, 40, [7], [], 1), Chunk(1, 0, [3], [], 1), Chunk(2, 31, [5], [], 1)], [])
+    logits = worker.run(step).clone()
+    assert worker.profile() is None
+    worker.start_profiling()
+    assert torch.equal(worker.run(step), logits)
+    profile = worker.profile()
+    assert profile is not None
+    runs = {kernel: count for kernel, (count, _) in profile.by_kernel().items()}
+    layers = 6  # of the demo model
+    assert runs["attention"] == runs["store_kv"] == runs["norm_rotary"] == layers
+    assert runs["argmax"] == runs["rope_rows"] == 1
+    assert "silu_mul" not in runs and runs["rms_norm"] == 1  # parts of the product before, and of the rotation
+    assert runs["add_rms_norm"] == 2 * layers and runs["linear_f32"] == 4 * layers + 1
+
+
+def test_padding_rows_of_a_mixture_choose_no_other_experts(checkpoints: dict[str, str]) -> None:
+    """They repeat the shortest sequence's row, bit for bit, in every layer, so the router sees nothing new."""
+    folder = Path(checkpoints["qwen3_moe"])
+    worker = Worker(folder, join(Membership(0, 1, "", 0)), dtype=torch.float32, max_total_tokens=256)
+    assert worker._graphs is not None
+    hold(worker, {0: [0, 1], 1: [2], 2: [3]})
+    for position in range(40):
+        worker.run(Step([Chunk(0, position, [position + 5], [], 1)], []))
+    chunks = [Chunk(0, 40, [7], [], 1), Chunk(1, 0, [3], [], 1), Chunk(2, 0, [9], [], 1)]
+    logits = worker.run(Step(chunks, [])).clone()
+    padding = worker._graphs._graphs[4].output[3]
+    assert torch.equal(padding, logits[1]) and not torch.equal(padding, logits[2])
+    # Now the other one is the shortest.
+    chunks[1] = Chunk(1, 1, [4], [], 1)
+    logits = worker.run(Step(chunks, []))
+    assert torch.equal(padding, logits[2]) and not torch.equal(padding, logits[1])

@@ -1,0 +1,151 @@
+"""What runs together must not change what comes out: rank-side functions of test_runtime_engine.py."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tilerank.kernels import core
+from tilerank.parallel.join import Team
+from tilerank.runtime import engine as module
+from tilerank.runtime.engine import Engine, Request
+from tilerank.runtime.pages import PagePool
+from tilerank.runtime.sampling import SamplingParams
+from tilerank.runtime.scheduler import Scheduler
+from tilerank.runtime.worker import MAX_RUNNING, Worker
+
+DEMO = Path(__file__).parents[2] / "assets" / "demo-lm"
+LENGTHS = (1, 5, 31, 32, 33, 70, 150)  # around pages of 32 tokens, and above the largest chunk below
+Answers = list[list[Any]]  # by request: [token id, log-probability of it, [[id, log-probability], ...]] of every token
+Ask = Callable[[Engine, list[Request]], Answers]
+
+
+def requests() -> list[Request]:
+    """Prompts of different lengths, new tokens of different number, greedy and sampled in all ways."""
+    sequences = json.loads((DEMO / "eval_tokens.json").read_text())["sequences"]
+    made = []
+    for i, length in enumerate(LENGTHS):
+        params = SamplingParams(
+            max_new_tokens=(12, 3, 9, 6)[i % 4],
+            temperature=(0.0, 0.7, 1.3)[i % 3],
+            top_k=(0, 40)[i % 2],
+            top_p=(1.0, 0.9)[i // 2 % 2],
+            seed=1000 + i,
+            ignore_eos=True,
+            logprobs=3,
+        )
+        made.append(Request(sequences[i][:length], params))
+    return made
+
+
+def answers(engine: Engine, some: list[Request]) -> Answers:
+    found: Answers = [[] for _ in some]
+    for event in engine.generate(some):
+        assert event.logprobs is not None
+        found[event.request].append(
+            [event.token_id, event.logprobs.chosen, [list(pair) for pair in event.logprobs.top]]
+        )
+    return found
+
+
+def one_by_one(engine: Engine, all_of_them: list[Request]) -> Answers:
+    return [answers(engine, [request])[0] for request in all_of_them]
+
+
+def with_chunk(rows: int, ask: Ask) -> Ask:
+    """`ask` with at most so many prompt tokens in a step."""
+
+    def run(engine: Engine, some: list[Request]) -> Answers:
+        forget(engine, chunk_rows=rows)
+        return ask(engine, some)
+
+    return run
+
+
+def forget(engine: Engine, *, pages: int | None = None, chunk_rows: int = module.PREFILL_CHUNK) -> None:
+    """No page of an earlier request is shared any more."""
+    before = engine._scheduler
+    engine._pool = PagePool(pages or engine._pool.total)
+    engine._scheduler = Scheduler(engine._pool, max_running=MAX_RUNNING, chunk_rows=chunk_rows)
+    # The ranks know sequences by their numbers, and must still hear which ones are over.
+    engine._scheduler._numbers, engine._scheduler.finished = before._numbers, before.finished
+
+
+WAYS: dict[str, Ask] = {
+    "in reverse order": lambda engine, some: answers(engine, some[::-1])[::-1],
+    "one by one": one_by_one,
+    "one by one in chunks of 13": with_chunk(13, one_by_one),
+    "all in chunks of 9": with_chunk(9, answers),
+}
+
+
+def same_answers(team: Team, *, cases: list[tuple[str, str]], kv_dtype: str | None = None) -> dict[str, Any]:
+    """By rung and dtype: the ways to run the requests whose bits differ from those of one batch; on rank 0."""
+    result = {}
+    for dtype, rung in cases:
+        core.force_isa(rung)
+        worker = Worker(
+            DEMO,
+            team,
+            dtype=getattr(torch, dtype),
+            kv_dtype=getattr(torch, kv_dtype) if kv_dtype else None,
+            strategy="split",
+            max_total_tokens=2048,
+        )
+        if team.group.rank != 0:
+            worker.follow()
+            continue
+        engine = Engine(worker)
+        wanted = answers(engine, requests())
+        assert [len(answer) for answer in wanted] == [request.params.max_new_tokens for request in requests()]
+        differ = [] if answers(engine, requests()) == wanted else ["from shared pages"]
+        for name, way in WAYS.items():
+            forget(engine)
+            differ += [] if way(engine, requests()) == wanted else [name]
+        differ += [f"score in chunks of {rows}" for rows in (13, 256) if not same_score(engine, rows)]
+        # Pages for the longest request and one or two others: the rest wait. The same cache, because its size has a say
+        # in how heads are cut.
+        forget(engine, pages=7)
+        differ += [] if answers(engine, requests()) == wanted else ["waiting for pages"]
+        # Sequences that grow by two pages and more, where there are pages for two of them: the youngest gives way.
+        growing = [replace(request, params=replace(request.params, max_new_tokens=80)) for request in requests()[:4]]
+        forget(engine)
+        wanted = answers(engine, growing)
+        forget(engine, pages=7)
+        differ += [] if answers(engine, growing) == wanted else ["giving way"]
+        differ += [] if engine._scheduler.preemptions else ["nobody had to give way"]
+        worker.stop()
+        result[f"{rung} {dtype}"] = differ
+    return result
+
+
+def same_score(engine: Engine, rows: int) -> bool:
+    token_ids = requests()[-1].prompt_token_ids
+    whole = engine.score(token_ids)
+    usual, module.SCORE_CHUNK = module.SCORE_CHUNK, rows
+    try:
+        return torch.equal(engine.score(token_ids), whole)
+    finally:
+        module.SCORE_CHUNK = usual
+
+
+def fails(team: Team, *, culprit: int) -> None:
+    """One rank's step raises in the middle of a request."""
+    worker = Worker(DEMO, team, dtype=torch.bfloat16)
+    if team.group.rank == culprit:
+        run, calls = worker.run, iter(range(100))
+
+        def broken(*args: Any) -> torch.Tensor:
+            if next(calls) == 5:
+                raise ValueError("the culprit's own error")
+            return run(*args)
+
+        worker.run = broken  # type: ignore[method-assign, assignment]
+    if team.group.rank == 0:
+        for _ in Engine(worker).generate([Request([1, 2, 3], SamplingParams(max_new_tokens=20, ignore_eos=True))]):
+            pass
+    else:
+        worker.follow()

@@ -1,0 +1,222 @@
+"""Runs the `tilerank` command for tests, by itself or under another launcher, and looks for what it left behind.
+
+Deadlines in here are for what hangs: a machine that is ten times too busy must not reach them.
+"""
+
+import contextlib
+import json
+import os
+import selectors
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+DEMO = Path(__file__).parents[2] / "assets" / "demo-lm"
+COMMAND = (sys.executable, "-m", "tilerank")
+PATIENCE_S = 300.0
+SOON_S = 40.0  # five seconds by design, which a busy machine may exceed; whoever waits for a deadline takes 60 s
+ENDLESS = 1 << 18
+MARK = "TILERANK_TEST_RUN"  # in the environment of every process of a run
+
+# Open MPI as root, and with more ranks than cores. Version 4 reads OMPI_MCA_*, version 5 PRTE_MCA_*.
+OPEN_MPI_AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+OPEN_MPI_ENVIRONMENT = OPEN_MPI_AS_ROOT | {
+    "OMPI_MCA_rmaps_base_oversubscribe": "1",
+    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+}
+
+
+@dataclass(frozen=True)
+class Result:
+    status: int
+    out: str
+    err: str
+
+    @property
+    def errors(self) -> list[str]:
+        """The sentences for the user."""
+        return [line for line in self.err.splitlines() if "tilerank: error: " in line]
+
+
+class Run:
+    """A running command. Use as a context manager: leaving it kills what is left."""
+
+    def __init__(
+        self,
+        *arguments: object,
+        launcher: Sequence[str] = (),
+        command: Sequence[str] = COMMAND,
+        env: Mapping[str, str] | None = None,
+        cwd: Path | None = None,
+    ) -> None:
+        self.mark = f"{MARK}={uuid.uuid4().hex}"
+        name, _, value = self.mark.partition("=")
+        self._shm = shared_memory()
+        self.process = subprocess.Popen(
+            [*launcher, *command, *map(str, arguments)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            bufsize=0,
+            cwd=cwd,
+            env={**os.environ, **(env or {}), name: value},
+        )
+        assert self.process.stdout is not None and self.process.stderr is not None
+        self._streams = {"out": self.process.stdout, "err": self.process.stderr}
+        self._said = {"out": b"", "err": b""}
+        self._heard = 0  # bytes of stderr up to the end of the last line that await_line returned
+        self._selector = selectors.DefaultSelector()
+        for which, stream in self._streams.items():
+            self._selector.register(stream, selectors.EVENT_READ, which)
+
+    def __enter__(self) -> "Run":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for pid in self.pids():
+            with contextlib.suppress(ProcessLookupError):  # it has just ended
+                os.kill(pid, 9)
+        self.process.kill()
+        self.process.wait()
+        for which in list(self._streams):
+            self.close(which)
+        self._selector.close()
+
+    def pids(self) -> list[int]:
+        """Every living process of this run."""
+        return [pid for pid, environment in _processes() if self.mark in environment]
+
+    def rank_pid(self, rank: int, variable: str = "TILERANK_RANK") -> int | None:
+        """The process of a rank, once it runs."""
+        wanted = f"{variable}={rank}"
+        found = [pid for pid, environment in _processes() if {self.mark, wanted} <= environment]
+        return min(found, default=None)
+
+    def await_line(self, text: str) -> str:
+        """The next line of stderr with `text` in it."""
+
+        def found() -> tuple[int, str] | None:
+            end = self._heard
+            for line in self._said["err"][end:].splitlines(keepends=True):
+                end += len(line)
+                if text.encode() in line and line.endswith(b"\n"):
+                    return end, line.decode(errors="replace")
+            return None
+
+        self._read_until(found, f"no line with {text!r} came")
+        hit = found()
+        assert hit is not None
+        self._heard = hit[0]
+        return hit[1]
+
+    def heard(self) -> str:
+        """All that stands on stderr by now."""
+        while self._take_in(0):
+            pass
+        return self._said["err"].decode(errors="replace")
+
+    def await_output(self, nbytes: int) -> None:
+        """Until that much stands on stdout."""
+        self._read_until(lambda: len(self._said["out"]) >= nbytes, f"no {nbytes} bytes came out")
+
+    def close(self, which: str) -> None:
+        """Whoever read this stream, "out" or "err", is gone."""
+        stream = self._streams.pop(which)
+        self._selector.unregister(stream)
+        stream.close()
+
+    def finish(self, timeout_s: float = PATIENCE_S) -> Result:
+        """Waits for the end, and asserts that it left neither a process nor shared memory."""
+        self._read_until(lambda: not self._streams, "it does not end", timeout_s)
+        status = self.process.wait(timeout_s)
+        out, err = (said.decode(errors="replace") for said in self._said.values())
+        await_true(lambda: not self.pids(), 10, f"processes left behind: {self.pids()}\n{err}")
+        assert not shared_memory() - self._shm
+        return Result(status, out, err)
+
+    def _read_until(self, condition: Callable[[], object], otherwise: str, timeout_s: float = PATIENCE_S) -> None:
+        """Takes in what the command writes until `condition` holds. Nothing is lost, whoever waits for what."""
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            if not self._take_in(max(deadline - time.monotonic(), 0)):
+                raise AssertionError(f"{otherwise}:\n{self._said['out']!r}\n{self._said['err'].decode()}")
+
+    def _take_in(self, timeout_s: float) -> bool:
+        """False: nothing came in time."""
+        ready = self._selector.select(timeout_s) if self._streams else []
+        for key, _ in ready:
+            data = os.read(key.fd, 1 << 16)
+            self._said[key.data] += data
+            if not data:
+                self.close(key.data)
+        return bool(ready)
+
+
+def run(*arguments: object, **options: Any) -> Result:
+    with Run(*arguments, **options) as running:
+        return running.finish()
+
+
+def await_true(condition: Callable[[], object], seconds: float, otherwise: str) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, otherwise
+        time.sleep(0.02)
+
+
+def free_port() -> int:
+    """A port of this machine that nobody has, below those that the kernel hands out to others meanwhile. Test processes
+    with neighbouring numbers look in different places."""
+    for port in range(20000 + os.getpid() * 16 % 10000, 32000):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError("no port is free")
+
+
+def endless_copy(target: Path) -> Path:
+    """The demo model with a context that takes minutes to fill, however fast it becomes; for --ignore-eos."""
+    model = demo_copy(target)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "max_position_embeddings": ENDLESS}))
+    return model
+
+
+def demo_copy(target: Path) -> Path:
+    """A copy of the demo model whose files a test may change."""
+    return Path(shutil.copytree(DEMO, target))
+
+
+def _processes() -> list[tuple[int, set[str]]]:
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                variables = (entry / "environ").read_bytes().decode(errors="replace").split("\0")
+                state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
+            except OSError:
+                continue
+            if state not in "ZX":
+                found.append((int(entry.name), set(variables)))
+    return found
+
+
+def shared_memory() -> set[str]:
+    """Names that we or torch may have put there; other programs on the machine come and go."""
+    return {entry.name for entry in Path("/dev/shm").iterdir() if entry.name.startswith(("tilerank", "torch"))}
+
+
+def hold(rank: int, directory: Path) -> tuple[dict[str, str], Path]:
+    """The environment in which this rank waits before it loads, each time that it starts, and the FIFO in `directory`
+    that lets it go on when something is written to it."""
+    fifo = directory / "go"
+    os.mkfifo(fifo)
+    path = os.pathsep.join(filter(None, [str(Path(__file__).parent / "hold"), os.environ.get("PYTHONPATH", "")]))
+    return {"PYTHONPATH": path, "TILERANK_TEST_HOLD": f"{rank}:{fifo}"}, fifo

@@ -1,0 +1,40 @@
+"""Quantised models as rank processes see them: many checkpoints in one start of the ranks."""
+
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save_file
+
+from tilerank.loader.quantization_config import Quantization
+from tilerank.parallel.join import Team
+from tilerank.runtime.engine import Engine, Request
+from tilerank.runtime.sampling import SamplingParams
+from tilerank.runtime.worker import Worker
+
+
+def run(team: Team, *, cases: list[dict[str, Any]], out: str, ids: list[int], new_tokens: int) -> list[dict[str, Any]]:
+    """Rank 0 leaves the logits of `ids` in `out`; every rank returns the bytes it read, and rank 0 greedy tokens."""
+    import torch
+
+    results = []
+    for case in cases:
+        asked = case["quantization"]
+        worker = Worker(
+            Path(case["model"]),
+            team,
+            dtype=torch.bfloat16,
+            quantization=None if asked is None else Quantization(*asked),
+            strategy=case["strategy"],
+            max_total_tokens=256,
+        )
+        result: dict[str, Any] = {"name": case["name"], "bytes_read": worker.load_report.bytes_read}
+        if team.group.rank == 0:
+            engine = Engine(worker)
+            save_file({"logits": engine.score(ids)}, Path(out) / f"{case['name']}.safetensors")
+            params = SamplingParams(max_new_tokens=new_tokens, ignore_eos=True)
+            result["tokens"] = [event.token_id for event in engine.generate([Request(ids[:5], params)])]
+            worker.stop()
+        else:
+            worker.follow()
+        results.append(result)
+    return results

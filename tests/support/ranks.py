@@ -1,0 +1,201 @@
+"""Starts the ranks of a multi-rank test.
+
+`run_ranks(3, "module:function", kwargs={...})` starts three processes which join a group over loopback and each call
+`function(team, **kwargs)`; what it returns (JSON) comes back per rank. The ranks are forked from a process that has
+imported torch and nothing else: what the module imports at its top is imported by every rank anew.
+
+A test of faults takes `Ranks` itself, to kill and stop single ranks; `present` leaves ranks out, `namespaces` puts each
+rank in a network namespace, where `store` is the address on which rank 0 listens; `hosts` makes each rank believe that
+it is on the host of that name.
+"""
+
+import contextlib
+import ctypes
+import importlib
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from fork_server import Forked, fork
+
+CLONE_NEWNET = 0x40000000
+
+
+class RankFailed(AssertionError):
+    """A rank ended otherwise than by returning its result."""
+
+
+class Ranks:
+    """Running rank processes. Use as a context manager: none of them outlives it."""
+
+    def __init__(
+        self,
+        size: int,
+        target: str,
+        *,
+        kwargs: dict[str, Any] | None = None,
+        env: dict[str, str] | None = None,
+        threads: int = 1,
+        collectives: str = "auto",
+        timeout_s: float = 30.0,
+        spin: bool = False,
+        present: Sequence[int] | None = None,
+        namespaces: Sequence[str] | None = None,
+        hosts: Sequence[str] | None = None,
+        store: tuple[str, int] | None = None,
+    ) -> None:
+        module, _, function = target.partition(":")
+        environ = os.environ | {"GOMP_SPINCOUNT": "0", "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+        here = [str(Path(__file__).parent), str(Path(__file__).parents[2])]
+        environ["PYTHONPATH"] = os.pathsep.join(filter(None, [*here, environ.get("PYTHONPATH", "")]))
+        environ |= env or {}
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            self.processes: list[Forked] = []
+            self._output: list[list[bytes]] = []
+            for rank in range(size) if present is None else present:
+                job = {
+                    "rank": rank,
+                    "size": size,
+                    "store": store or listener.getsockname(),
+                    "listen": rank == 0 and store is not None,
+                    "hosts": hosts,
+                    "namespace": namespaces[rank] if namespaces else None,
+                    "module": module,
+                    "function": function,
+                    "kwargs": kwargs or {},
+                    "threads": threads,
+                    "collectives": collectives,
+                    "timeout_s": timeout_s,
+                    "spin": spin,
+                }
+                fds = (listener.fileno(),) if rank == 0 and store is None else ()
+                self._start(job, environ, fds)
+
+    def _start(self, job: dict[str, Any], environ: dict[str, str], fds: tuple[int, ...]) -> None:
+        process = fork(job, environ, fds)
+        output: list[bytes] = []
+        threading.Thread(target=lambda: output.extend(process.stdout), daemon=True).start()
+        self.processes.append(process)
+        self._output.append(output)
+
+    def __enter__(self) -> "Ranks":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self.processes:
+            if process.poll() is None:
+                with contextlib.suppress(ProcessLookupError):
+                    process.kill()
+            process.wait()
+
+    def signal(self, rank: int, number: signal.Signals) -> None:
+        self.processes[rank].send_signal(number)
+
+    def wait_for(self, rank: int, line: str, timeout: float = 300.0) -> None:
+        """Until the rank has printed `line`."""
+        deadline = time.monotonic() + timeout
+        while line.encode() + b"\n" not in self._output[rank]:
+            if self.processes[rank].poll() is not None or time.monotonic() > deadline:
+                raise RankFailed(f"rank {rank} did not print {line!r}:\n{self.output(rank)}")
+            time.sleep(0.01)
+
+    def wait(self, rank: int, timeout: float = 300.0) -> int:
+        """Exit status; negative signal number where it was killed."""
+        return self.processes[rank].wait(timeout)
+
+    def output(self, rank: int) -> str:
+        return b"".join(self._output[rank]).decode(errors="replace")
+
+    def results(self, timeout: float) -> list[Any]:
+        """What each rank returned. As soon as one fails the others are ended and its output is raised."""
+        deadline = time.monotonic() + timeout
+        while any(process.poll() is None for process in self.processes):
+            failed = any(process.poll() for process in self.processes)
+            if failed:
+                time.sleep(1.0)  # the others may have something to say about it
+            if failed or time.monotonic() > deadline:
+                break
+            time.sleep(0.005)
+        codes = [process.poll() for process in self.processes]
+        if any(code != 0 for code in codes):
+            self.__exit__()
+            said = "\n".join(f"--- rank {r}, exit {code}:\n{self.output(r)}" for r, code in enumerate(codes))
+            raise RankFailed(f"ranks ended with {codes} (None: still running after {timeout:g} s)\n{said}")
+        return [json.loads(self._result_line(rank)) for rank in range(len(self.processes))]
+
+    def result(self, rank: int, timeout: float = 300.0) -> Any:
+        """What one rank returned; the others may be dead or stopped."""
+        code = self.wait(rank, timeout)
+        if code != 0:
+            raise RankFailed(f"rank {rank} ended with {code}:\n{self.output(rank)}")
+        return json.loads(self._result_line(rank))
+
+    def _result_line(self, rank: int) -> str:
+        for _ in range(200):  # the reading thread may be a moment behind the exit
+            for line in reversed(self._output[rank]):
+                if line.startswith(b"result: "):
+                    return line.decode().removeprefix("result: ")
+            time.sleep(0.01)
+        raise RankFailed(f"rank {rank} returned nothing:\n{self.output(rank)}")
+
+
+def run_ranks(
+    size: int,
+    target: str,
+    *,
+    kwargs: dict[str, Any] | None = None,
+    env: dict[str, str] | None = None,
+    threads: int = 1,
+    timeout: float = 400.0,
+    collectives: str = "auto",
+    spin: bool = False,
+) -> list[Any]:
+    """Call `target` ("module:function", importable from tests/) as `function(team, **kwargs)` on `size` ranks."""
+    with Ranks(size, target, kwargs=kwargs, env=env, threads=threads, collectives=collectives, spin=spin) as ranks:
+        return ranks.results(timeout)
+
+
+def enter(namespace: str) -> None:
+    """Move this thread, and those it starts, into a network namespace made by `ip netns add`."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    with open(f"/run/netns/{namespace}") as file:
+        if libc.setns(file.fileno(), CLONE_NEWNET) != 0:
+            raise OSError(ctypes.get_errno(), f"cannot enter network namespace {namespace}")
+
+
+def main(job: dict[str, Any]) -> None:
+    import torch
+
+    from tilerank.kernels import core
+    from tilerank.parallel import join as at_join
+    from tilerank.parallel.join import Membership, join
+
+    torch.set_num_threads(1)
+    core.start_pool(None, job["threads"], spin=False)
+    rank = int(os.environ["PMI_RANK"]) if job["rank"] is None else job["rank"]
+    if job["namespace"]:
+        enter(job["namespace"])
+    if job["hosts"]:
+        at_join.host_id = lambda: job["hosts"][rank]
+    listen_fd = socket.create_server(tuple(job["store"])).detach() if job["listen"] else next(iter(job["fds"]), None)
+    member = Membership(rank, job["size"], *job["store"], listen_fd, timeout_s=job["timeout_s"])
+    function = getattr(importlib.import_module(job["module"]), job["function"])
+    team = join(member, job["collectives"], spin=job["spin"])
+    try:
+        result = function(team, **job["kwargs"])
+    finally:
+        team.close()
+    sys.stdout.flush()
+    with open(1, "wb", closefd=False) as out:  # buffered also where PYTHONUNBUFFERED is set: a long line stays whole
+        out.write(f"result: {json.dumps(result)}\n".encode())
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))

@@ -1,0 +1,249 @@
+"""Steps recorded and run eagerly, as rank processes see it."""
+
+import hashlib
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from tilerank.kernels.graph import Graph
+from tilerank.parallel.errors import GroupError
+from tilerank.parallel.join import Team
+from tilerank.runtime.batch import Held
+from tilerank.runtime.engine import Engine, Request
+from tilerank.runtime.rank_messages import Chunk, Step
+from tilerank.runtime.sampling import SamplingParams
+from tilerank.runtime.worker import Worker
+
+
+class Blindfold(TorchFunctionMode):
+    """Nobody looks at a value: the ways to do so that torch's dispatcher, and so the recording, does not see."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.item, Tensor.__bool__, Tensor.__index__):
+            raise AssertionError(f"{func} in a step that is recorded")
+        return func(*args, **(kwargs or {}))
+
+
+def run_blindfolded(worker: Worker) -> None:
+    assert worker._graphs is not None
+    record = worker._graphs._record
+
+    def blindfolded(forward: Callable[[], Tensor]) -> Graph:
+        with Blindfold():
+            return record(forward)
+
+    worker._graphs._record = blindfolded  # type: ignore[method-assign]
+
+
+def digest(logits: Tensor) -> str:
+    return hashlib.sha256(logits.contiguous().view(torch.uint8).numpy()).hexdigest()
+
+
+def steps_of(worker: Worker, act: Callable[[Engine], object]) -> list[str]:
+    """`act` on rank 0; on every rank: the rows and a hash of the logits of every step."""
+    seen: list[str] = []
+    run = worker.run
+
+    def watched(step: Step) -> Tensor:
+        logits = run(step)
+        seen.append(f"{len(step.chunks)} {digest(logits)}")
+        return logits
+
+    worker.run = watched  # type: ignore[method-assign]
+    if worker.team.group.rank == 0:
+        act(Engine(worker))
+        worker.stop()
+    else:
+        worker.follow()
+    return seen
+
+
+def generate(engine: Engine) -> list[tuple[int, int]]:
+    """22 requests of many lengths: the batch grows, shrinks through all its buckets, and every page is left behind.
+
+    A second round puts other sequences into the rows and pages of the first.
+    """
+    events = []
+    for seed in range(2):
+        draw = torch.Generator().manual_seed(seed)
+        requests = []
+        for number in range(22):
+            length = int(torch.randint(1, 40, (1,), generator=draw))
+            ids = torch.randint(0, engine.card.vocab_size, (length,), generator=draw).tolist()
+            params = SamplingParams(
+                max_new_tokens=2 + 3 * number, ignore_eos=True, temperature=0.8 * (number % 2), seed=number, logprobs=2
+            )
+            requests.append(Request(ids, params))
+        events += [(event.request, event.token_id) for event in engine.generate(requests)]
+    return events
+
+
+def choose_rows(team: Team, *, models: list[str]) -> list[dict[str, Any]]:
+    """Every model in both dtypes: the logits of some rows, and of the tokens after them, beside those of all rows.
+
+    Prompts of 100, 150 and 40 tokens, the first in two pieces, of which nobody wants the first one's logits; then a
+    token each.
+    """
+    lengths, wanted = (100, 150, 40), {"some": (1, 0, 3), "most": (29, 140, 0), "none": (0, 0, 0)}
+    results = []
+    for model in models:
+        for dtype in ("float32", "bfloat16"):
+            worker = Worker(Path(model), team, dtype=getattr(torch, dtype), max_total_tokens=2048, eager=True)
+            pages = iter(range(64))
+
+            def logits(
+                piece: int, counts: tuple[int, ...], worker: Worker = worker, pages: Iterator[int] = pages
+            ) -> list[Tensor]:
+                held = {i: Held([next(pages) for _ in range(n // 32 + 1)]) for i, n in enumerate(lengths)}
+                ids = [[(7 * i + j * j) % 700 for j in range(n)] for i, n in enumerate(lengths)]
+                steps = [
+                    [Chunk(0, 0, ids[0][:70], [], piece)],
+                    [Chunk(i, 0 if i else 70, ids[i] if i else ids[i][70:], [], n) for i, n in enumerate(counts)],
+                    [Chunk(i, n, [3], [], 1) for i, n in enumerate(lengths)],
+                ]
+                batches = [worker._filler.fresh(Step(chunks, []), held) for chunks in steps]
+                return [worker._model.forward(batch, worker._caches).clone() for batch in batches]
+
+            _, prompts, after = logits(70, (30, 150, 40))
+            case: dict[str, Any] = {"model": Path(model).name, "dtype": dtype, "after": digest(after)}
+            for name, counts in wanted.items():
+                first, some, same = logits(0, counts)
+                ends = zip((30, 180, 220), counts, strict=True)
+                rows = [row for end, count in ends for row in range(end - count, end)]
+                case[name] = first.shape[0] == 0 and torch.equal(some, prompts[rows]) and torch.equal(same, after)
+            results.append(case)
+    return results
+
+
+def compare(team: Team, *, models: list[str]) -> list[dict[str, Any]]:
+    """Every model in both dtypes."""
+    results = []
+    for model in models:
+        for dtype in ("float32", "bfloat16"):
+            steps = {}
+            for eager in (True, False):
+                worker = Worker(Path(model), team, dtype=getattr(torch, dtype), max_total_tokens=22 * 128, eager=eager)
+                if not eager:
+                    run_blindfolded(worker)
+                steps[eager] = steps_of(worker, generate)
+            assert worker._graphs is not None
+            results.append(
+                {
+                    "model": Path(model).name,
+                    "dtype": dtype,
+                    "eager": steps[True],
+                    "replayed": steps[False],
+                    "sizes": sorted(worker._graphs._graphs),
+                }
+            )
+    return results
+
+
+def stays_eager(team: Team, *, model: str) -> list[str]:
+    """What the engine's log says in a group whose collectives cannot be recorded."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("tilerank.runtime.worker")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    worker = Worker(Path(model), team, dtype=torch.float32, max_total_tokens=512)
+    assert worker._graphs is None
+    steps_of(worker, lambda e: list(e.generate([Request([1, 2], SamplingParams(max_new_tokens=4))])))
+    return said
+
+
+def replay_for_ever(team: Team, *, model: str) -> str:
+    worker = Worker(Path(model), team, dtype=torch.bfloat16, max_total_tokens=512)
+    assert worker._graphs is not None
+    events = 0
+
+    def endlessly(engine: Engine) -> None:
+        nonlocal events
+        while True:
+            for _ in engine.generate([Request([1, 2, 3], SamplingParams(max_new_tokens=100, ignore_eos=True))]):
+                events += 1
+                if events == 150:
+                    print("replaying", flush=True)
+
+    try:
+        steps_of(worker, endlessly)
+    except GroupError as error:
+        return f"{sorted(worker._graphs._graphs)} {error}"
+    return "never failed"
+
+
+def replay_in_lockstep_for_ever(team: Team) -> str:
+    """A recorded sum, again and again, with nothing between: whoever is killed is inside a run or about to be."""
+    from tilerank.parallel.group import RecordableGroup
+
+    group = team.group
+    assert isinstance(group, RecordableGroup)
+    from tilerank.kernels import ops
+
+    row = torch.ones(1000, dtype=torch.bfloat16)
+
+    def step() -> Tensor:
+        x = ops.repeat_row(row, 4, 1000, torch.bfloat16)
+        for _ in range(50):
+            x = group.all_reduce(ops.rms_norm(x, row, 0.0))
+        return x
+
+    graph = Graph(step)
+    try:
+        for number in range(10**9):
+            group.replay(graph.run)
+            if number == 20:
+                print("replaying", flush=True)
+    except GroupError as error:
+        return str(error)
+    return "never failed"
+
+
+def record_collectives(team: Team) -> dict[str, Any]:
+    """Sums and gathers inside a graph on values that change, against the same ones run eagerly."""
+    from tilerank.kernels import ops
+    from tilerank.parallel.group import RecordableGroup
+
+    group = team.group
+    assert isinstance(group, RecordableGroup)
+    equal = []
+    for dtype in (torch.float32, torch.bfloat16):
+        x = torch.zeros(3, 5000, dtype=dtype)
+        weight = torch.ones(5000, dtype=dtype)
+
+        def step(x: Tensor = x, weight: Tensor = weight) -> Tensor:
+            total = group.all_reduce(ops.rms_norm(x, weight, 1e-5))
+            return group.all_gather(ops.rms_norm(total, weight, 1e-5))
+
+        graph = Graph(step)
+        for seed in range(5):
+            x.copy_(torch.randn(3, 5000, generator=torch.Generator().manual_seed(10 * seed + group.rank)))
+            group.replay(graph.run)
+            found = graph.output.clone()
+            equal.append(torch.equal(found, step()) and found.shape == (group.size, 3, 5000))
+    team.close()
+    try:
+        group.replay(graph.run)
+    except GroupError as error:
+        return {"equal": equal, "closed": str(error)}
+    return {"equal": equal, "closed": "nothing was raised"}
+
+
+def gloo_is_refused(team: Team) -> str:
+    from tilerank.kernels import ops
+    from tilerank.kernels.errors import KernelError
+    from tilerank.parallel.group import RecordableGroup
+
+    assert not isinstance(team.group, RecordableGroup)
+    x = torch.randn(2, 8)
+    try:
+        Graph(lambda: team.group.all_reduce(ops.silu_mul(x)))
+    except KernelError as error:
+        return str(error)
+    return "nothing was raised"
