@@ -157,9 +157,8 @@ def mpirun(size: int, target: str, **more: Any) -> list[Any]:
         "spin": False,
     }
     job |= {"module": module, "function": function, "kwargs": {}, "collectives": "mpi", "timeout_s": 60} | more
-    root = Path(__file__).parents[2]
-    support = root / "tests" / "support"
-    path = os.pathsep.join(filter(None, [str(support), str(root), os.environ.get("PYTHONPATH", "")]))
+    support = Path(__file__).parents[1] / "support"
+    path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH", ""), str(support)]))
     command = [str(MPIRUN), "-n", str(size), sys.executable, str(support / "ranks.py"), json.dumps(job)]
     done = subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, timeout=300, check=False)
     del store

@@ -53,8 +53,9 @@ class Ranks:
     ) -> None:
         module, _, function = target.partition(":")
         environ = os.environ | {"GOMP_SPINCOUNT": "0", "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
-        here = [str(Path(__file__).parent), str(Path(__file__).parents[2])]
-        environ["PYTHONPATH"] = os.pathsep.join(filter(None, [*here, environ.get("PYTHONPATH", "")]))
+        # First what the environment names: `make test-amx` tests a core that is built aside.
+        support = str(Path(__file__).parent)
+        environ["PYTHONPATH"] = os.pathsep.join(filter(None, [environ.get("PYTHONPATH", ""), support]))
         environ |= env or {}
         with socket.create_server(("127.0.0.1", 0)) as listener:
             self.processes: list[Forked] = []
