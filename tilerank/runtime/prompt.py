@@ -1,0 +1,72 @@
+"""A prompt: token ids, the media that some of them stand for, and the keys by which prompts are compared.
+
+Imports no torch, because the HTTP process builds prompts.
+"""
+
+import hashlib
+from functools import cached_property
+
+import msgspec
+
+
+class Medium(msgspec.Struct, frozen=True, array_like=True):
+    """A decoded picture, or the sampled frames of a video.
+
+    kind: "image" or "video". frames: uint8 [n, height, width, 3], RGB, row by row; a picture has n = 1. size: (n,
+    height, width). grid: (t, h, w), the patches into which the encoder cuts the frames after it has resized them.
+    """
+
+    kind: str
+    frames: bytes
+    size: tuple[int, int, int]
+    grid: tuple[int, int, int]
+
+    def digest(self) -> bytes:
+        """Return 16 bytes that identify what the encoder computes of this medium."""
+        head = repr((self.kind, self.size, self.grid)).encode()
+        return hashlib.blake2b(head + b"\0" + self.frames, digest_size=16).digest()
+
+
+class Place(msgspec.Struct, frozen=True, array_like=True):
+    """Tokens `start` to `start + count` of a prompt, which stand for the tokens from `first` on of medium `medium`."""
+
+    start: int
+    count: int
+    medium: int
+    first: int
+
+
+class Prompt(msgspec.Struct, dict=True, array_like=True):
+    """The prompt of a request.
+
+    media: in the order of the text. places: ascending; a video has one for each pair of frames. positions: three axes
+    (time, height, width) of as many numbers as there are tokens; empty where token i has position i on every axis.
+    """
+
+    token_ids: list[int]
+    media: list[Medium] = []
+    places: list[Place] = []
+    positions: list[list[int]] = []
+
+    @cached_property
+    def digests(self) -> list[bytes]:
+        """The digest of each medium."""
+        return [medium.digest() for medium in self.media]
+
+    @cached_property
+    def keys(self) -> list[int]:
+        """The token ids, where a placeholder is replaced by a negative number that identifies a part of a medium.
+
+        Prompts that begin with the same keys have the same keys and values in the cache.
+        """
+        keys = list(self.token_ids)
+        for place in self.places:
+            content = int.from_bytes(self.digests[place.medium][:7], "big")
+            for i in range(place.count):
+                keys[place.start + i] = -1 - (content ^ (place.first + i))
+        return keys
+
+    @property
+    def shift(self) -> int:
+        """What to add to the index of a generated token to get its position."""
+        return max(map(max, self.positions)) + 1 - len(self.token_ids) if self.positions else 0
