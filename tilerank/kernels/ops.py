@@ -159,6 +159,31 @@ def take_rows(x: Tensor, rows: Tensor) -> Tensor:
     return out
 
 
+def put_rows_(x: Tensor, rows: Tensor, values: Tensor) -> None:
+    """Set x[rows] = values, in place. x: [t, d]; rows: [m] int64, each in [0, t), none twice; values: [m, d]."""
+    _check_rows("put_rows_", x, rows, values)
+    reference.put_rows_(x, rows, values)
+
+
+def add_rows_(x: Tensor, rows: Tensor, values: Tensor) -> None:
+    """Add values to x[rows] in place, rounded to the dtype. The arguments are those of `put_rows_`."""
+    _check_rows("add_rows_", x, rows, values)
+    reference.add_rows_(x, rows, values)
+
+
+def _check_rows(name: str, x: Tensor, rows: Tensor, values: Tensor) -> None:
+    check.tensor(name, "x", x, (None, None), check.ACTIVATION_DTYPES)
+    check.tensor(name, "rows", rows, (None,), torch.int64)
+    check.tensor(name, "values", values, (rows.shape[0], x.shape[1]), x.dtype)
+
+
+def add(x: Tensor, y: Tensor) -> Tensor:
+    """Return x + y, rounded to their dtype. x, y: [..., d] of one shape and dtype. Returns [..., d], contiguous."""
+    check.tensor("add", "x", x, (*x.shape[:-1], None), check.ACTIVATION_DTYPES)
+    check.tensor("add", "y", y, x.shape, x.dtype)
+    return reference.add(x, y)
+
+
 def repeat_row(row: Tensor | None, m: int, n: int, dtype: torch.dtype) -> Tensor:
     """Return a matrix [m, n] whose rows all equal `row` [n], contiguous, of the same dtype; zeros if `row` is None."""
     if dtype not in check.ACTIVATION_DTYPES:

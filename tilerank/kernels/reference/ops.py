@@ -103,10 +103,31 @@ def embedding(ids: Tensor, weight: Tensor, first_row: int = 0) -> Tensor:
 
 def take_rows(x: Tensor, rows: Tensor) -> Tensor:
     """Return x[rows]. Raises KernelError for negative rows."""
-    if rows.numel() and not 0 <= int(rows.min()) <= int(rows.max()) < x.shape[0]:
-        bad = next(row for row in rows.tolist() if not 0 <= row < x.shape[0])
-        raise KernelError(f"take_rows: rows: expected values in [0, {x.shape[0]}), found {bad}")
+    _check_rows("take_rows", rows, x.shape[0])
     return x[rows]
+
+
+def put_rows_(x: Tensor, rows: Tensor, values: Tensor) -> None:
+    """Set x[rows] = values. Raises KernelError for negative rows."""
+    _check_rows("put_rows_", rows, x.shape[0])
+    x[rows] = values
+
+
+def add_rows_(x: Tensor, rows: Tensor, values: Tensor) -> None:
+    """Set x[rows] += values. Raises KernelError for negative rows."""
+    _check_rows("add_rows_", rows, x.shape[0])
+    x[rows] += values
+
+
+def add(x: Tensor, y: Tensor) -> Tensor:
+    """Return x + y."""
+    return (x + y).contiguous()
+
+
+def _check_rows(name: str, rows: Tensor, limit: int) -> None:
+    if rows.numel() and not 0 <= int(rows.min()) <= int(rows.max()) < limit:
+        bad = next(row for row in rows.tolist() if not 0 <= row < limit)
+        raise KernelError(f"{name}: rows: expected values in [0, {limit}), found {bad}")
 
 
 def repeat_row(row: Tensor | None, m: int, n: int, dtype: torch.dtype) -> Tensor:

@@ -1,0 +1,59 @@
+"""Frames of pictures and videos, as patches for a vision encoder."""
+
+import torch
+from torch import Tensor
+
+from . import check
+from .errors import KernelError
+from .reference import pictures as reference
+
+RESAMPLING = ("bilinear", "bicubic")
+
+
+def patches(
+    frames: Tensor,
+    grid: tuple[int, int, int],
+    *,
+    mean: tuple[float, float, float],
+    std: tuple[float, float, float],
+    resample: str,
+    dtype: torch.dtype,
+    patch: int = 16,
+    merge: int = 2,
+    temporal: int = 2,
+) -> Tensor:
+    """Resize RGB frames, normalise them, and cut them into patches, as the processors of Qwen2-VL and Qwen3-VL do.
+
+    frames: [n, h, w, 3] uint8, n >= 1. grid: (t, rows, columns) of patches, with t = ceil(n / temporal), and rows and
+    columns multiples of `merge`. The last frame is repeated until n is a multiple of `temporal`.
+    Frames are resized to [rows * patch, columns * patch] as by torchvision with antialias=True: horizontally, then
+    vertically, with the kernel `resample` ("bilinear" or "bicubic", a = -0.5), int16 weights, and uint8 in between.
+    A value v becomes (v - 255 * mean) / (255 * std) in fp32, with mean and std of its channel, rounded to `dtype`.
+    Returns [t * rows * columns, 3 * temporal * patch * patch]. Patches are ordered by (t, block row, block column, row
+    in block, column in block), with blocks of merge x merge patches, and their values by (channel, frame, y, x).
+    Raises KernelError for a frame that is empty, or another argument that does not fit.
+    """
+    check.tensor("patches", "frames", frames, (None, None, None, 3), torch.uint8)
+    n, height, width, _ = frames.shape
+    t, rows, columns = grid
+    if not (n and height and width):
+        raise KernelError(f"patches: frames: expected at least one pixel, found shape {list(frames.shape)}")
+    if t != -(-n // temporal) or rows < 1 or columns < 1 or rows % merge or columns % merge:
+        raise KernelError(
+            f"patches: grid: expected {-(-n // temporal)} times a multiple of {merge} rows and columns, found {grid}"
+        )
+    if resample not in RESAMPLING:
+        raise KernelError(f"patches: resample: expected one of {', '.join(RESAMPLING)}, found {resample!r}")
+    if dtype not in check.ACTIVATION_DTYPES:
+        raise KernelError(f"patches: dtype: expected float32 or bfloat16, found {dtype}")
+    return reference.patches(
+        frames,
+        grid,
+        mean=mean,
+        std=std,
+        resample=resample,
+        dtype=dtype,
+        patch=patch,
+        merge=merge,
+        temporal=temporal,
+    )

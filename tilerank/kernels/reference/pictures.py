@@ -1,0 +1,30 @@
+"""`pictures.py` in plain torch."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def patches(
+    frames: Tensor,
+    grid: tuple[int, int, int],
+    *,
+    mean: tuple[float, float, float],
+    std: tuple[float, float, float],
+    resample: str,
+    dtype: torch.dtype,
+    patch: int = 16,
+    merge: int = 2,
+    temporal: int = 2,
+) -> Tensor:
+    """Resize, normalise and permute, as Qwen2VLImageProcessor and Qwen3VLVideoProcessor of transformers."""
+    t, rows, columns = grid
+    images = frames.permute(0, 3, 1, 2)
+    if images.shape[2:] != (rows * patch, columns * patch):
+        images = F.interpolate(images, (rows * patch, columns * patch), mode=resample, antialias=True)
+    images = torch.cat([images, images[-1:].expand(t * temporal - images.shape[0], -1, -1, -1)])
+    factor = torch.tensor(255.0)
+    offset, scale = (factor * torch.tensor(values) for values in (mean, std))
+    normed = ((images.float() - offset[:, None, None]) / scale[:, None, None]).to(dtype)
+    split = normed.view(t, temporal, 3, rows // merge, merge, patch, columns // merge, merge, patch)
+    return split.permute(0, 3, 6, 4, 7, 2, 1, 5, 8).reshape(t * rows * columns, 3 * temporal * patch * patch)
