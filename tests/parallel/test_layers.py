@@ -1,20 +1,14 @@
 """Sharded layers against the plain computation in torch, all ranks simulated in one process, TP 1..8."""
 
-import threading
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
+from thread_ranks import assert_all_equal_to, fill, on_all_ranks, random_checkpoint, sizes, strategies
 from torch import Tensor
 
-from tilerank.kernels import ops
 from tilerank.kernels.weight_formats import Fp8, Int4, Int8
-from tilerank.loader.rectangle import read_floats
-from tilerank.parallel import parameters
 from tilerank.parallel.embedding import ParallelLMHead, TiedEmbedding, VocabParallelEmbedding
 from tilerank.parallel.experts import ParallelExperts
 from tilerank.parallel.linear import (
@@ -28,110 +22,6 @@ from tilerank.parallel.norm import RMSNorm
 from tilerank.parallel.parameters import Layer
 from tilerank.parallel.shard import cut_uneven
 from tilerank.parallel.sharding import Sharding, WeightFormats
-
-EPS = torch.finfo(torch.float32).eps
-
-
-class Exchange:
-    """Exchanges tensors between ranks that are threads of one process. One rank runs at a time, because they share one
-    pool of kernel threads."""
-
-    def __init__(self, size: int) -> None:
-        self.turn = threading.Lock()
-        self.barrier = threading.Barrier(size, timeout=300)
-        self.given: list[Tensor] = [torch.empty(0)] * size
-
-    def swap(self, rank: int, x: Tensor) -> Tensor:
-        self.given[rank] = x.clone()
-        self.wait()
-        parts = torch.stack(self.given)
-        self.wait()
-        return parts
-
-    def wait(self) -> None:
-        self.turn.release()
-        try:
-            self.barrier.wait()
-        finally:
-            self.turn.acquire()
-
-
-@dataclass
-class ThreadGroup:
-    rank: int
-    size: int
-    exchange: Exchange = field(repr=False)
-
-    def all_reduce(self, x: Tensor) -> Tensor:
-        return self.exchange.swap(self.rank, x).float().sum(0).to(x.dtype)
-
-    def add_rms_norm(self, x: Tensor, *norm: Any, whole: bool, **options: Any) -> Tensor:
-        return ops.add_rms_norm(self.all_reduce(x), *norm, **options)
-
-    def all_gather(self, x: Tensor) -> Tensor:
-        return self.exchange.swap(self.rank, x)
-
-    def gather_columns(self, x: Tensor, starts: Tensor, n: int) -> Tensor:
-        widths = starts.diff().tolist()
-        return torch.cat([part[:, :width] for part, width in zip(self.all_gather(x), widths, strict=True)], dim=1)
-
-    def broadcast(self, x: Tensor, root: int = 0) -> Tensor:
-        return self.exchange.swap(self.rank, x)[root]
-
-    def barrier(self) -> None:
-        self.exchange.wait()
-
-    def close(self) -> None:
-        return
-
-
-def fill(layer: Layer, checkpoint: dict[str, Tensor]) -> None:
-    """Load a layer as the loader does."""
-    layer.allocate()
-    for rectangle in layer.rectangles():
-        assert rectangle.shape == tuple(checkpoint[rectangle.name].shape)
-        if rectangle.elements:
-            read_floats(rectangle).write([checkpoint[rectangle.name][rectangle.index]])
-
-
-def on_all_ranks(
-    size: int, strategy: str, body: Callable[[Sharding], Tensor], *, dtype: torch.dtype = torch.float32, cached: int = 0
-) -> list[Tensor]:
-    """Return the results of `body` on every rank."""
-    exchange = Exchange(size)
-
-    def run(rank: int) -> Tensor:
-        with exchange.turn:
-            try:
-                group = ThreadGroup(rank, size, exchange)
-                return body(Sharding(rank, size, dtype, group, strategy, cached))
-            except BaseException:
-                exchange.barrier.abort()
-                raise
-
-    with ThreadPoolExecutor(size) as pool:
-        return list(pool.map(run, range(size)))
-
-
-def assert_all_equal_to(outputs: list[Tensor], expected: Tensor, depth: int) -> None:
-    """Assert equality up to the order of fp32 sums of `depth` terms, and the same bits on every rank."""
-    for output in outputs:
-        assert output.shape == expected.shape
-        assert torch.equal(output, outputs[0])
-    error = (outputs[0] - expected).abs().max().item()
-    assert error <= 4 * EPS * depth**0.5 * expected.abs().max().item()
-
-
-def random_checkpoint(seed: int, **shapes: tuple[int, ...]) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return {
-        name.replace("__", "."): torch.randn(shape, generator=generator) / shape[-1] ** 0.5
-        for name, shape in shapes.items()
-    }
-
-
-sizes = pytest.mark.parametrize("size", range(1, 9))
-strategies = pytest.mark.parametrize("strategy", ["pad", "split", "auto"])
 
 
 def plain_attention(q: Tensor, k: Tensor, v: Tensor, kv_of_q: list[int | None]) -> Tensor:
@@ -397,111 +287,3 @@ def test_norm_is_whole_on_every_rank(zero_centered):
     both = torch.cat([x, parts.sum(0) + residual])
     expected = both * torch.rsqrt(both.pow(2).mean(-1, keepdim=True) + 1e-5) * weight
     assert_all_equal_to(on_all_ranks(3, "auto", body), expected, depth=24)
-
-
-class Everything(Layer):
-    """One layer of each kind, and a list of layers."""
-
-    def __init__(self, sharding: Sharding) -> None:
-        self.name = "not a layer"
-        self.embedding = VocabParallelEmbedding("embed", 1000, 64, sharding)
-        self.blocks = [Block(f"blocks.{i}", sharding) for i in range(2)]
-        self.head = ParallelLMHead("embed", 64, 1000, sharding)
-
-
-class Block(Layer):
-    def __init__(self, name: str, sharding: Sharding) -> None:
-        self.norm = RMSNorm(f"{name}.norm", 64, 1e-5, sharding)
-        self.qkv = QKVParallelLinear(name, 64, 8, 2, 16, sharding, bias=True)
-        self.o = RowParallelLinear(f"{name}.o_proj", 128, 64, sharding, span=self.qkv.q_columns, bias=True)
-        self.gate_up = GateUpParallelLinear(name, 64, 352, sharding)
-        self.down = RowParallelLinear(f"{name}.down_proj", 352, 64, sharding, span=self.gate_up.span)
-
-
-def models(size: int, strategy: str) -> Iterator[Everything]:
-    for rank in range(size):
-        yield Everything(Sharding(rank, size, torch.bfloat16, None, strategy))
-
-
-@sizes
-@strategies
-def test_rectangles_cover_every_tensor(size, strategy, monkeypatch):
-    """The ranks together read every element, most elements once, and every rank names every tensor."""
-    monkeypatch.setattr(parameters, "BLOCK_ELEMENTS", 5000)  # several blocks a tensor
-    reads: dict[str, Tensor] = {}
-    named = []
-    for model in models(size, strategy):
-        names = set()
-        for part in (model.embedding, *model.blocks):
-            for rectangle in part.rectangles():
-                names.add(rectangle.name)
-                count = reads.setdefault(rectangle.name, torch.zeros(rectangle.shape, dtype=torch.int))
-                assert rectangle.elements == count[rectangle.index].numel() <= 32 * 352
-                count[rectangle.index] += 1
-        named.append(names)
-    assert all(names == named[0] for names in named)
-    assert len(named[0]) == 1 + 2 * 12
-    for name, count in reads.items():
-        assert count.min() >= 1, name
-        if "norm" in name:
-            assert (count == size).all()
-        elif "k_proj" in name or "v_proj" in name:
-            assert strategy != "pad" or (count == 1).all()
-        else:
-            assert (count == 1).all(), name
-
-
-def test_a_large_model_is_built_without_allocation_and_counts_its_bytes():
-    """The decoder of a 70B model on three ranks, by hand: padding of the packed layout adds less than a per cent."""
-    hidden, width, q_heads, kv_heads, head_dim, layers = 8192, 28672, 64, 8, 128, 80
-
-    class Decoder(Layer):
-        def __init__(self, sharding: Sharding) -> None:
-            self.qkv = [QKVParallelLinear(f"{i}", hidden, q_heads, kv_heads, head_dim, sharding) for i in range(layers)]
-            self.gate_up = [GateUpParallelLinear(f"{i}", hidden, width, sharding) for i in range(layers)]
-
-    ranks = [Decoder(Sharding(rank, 3, torch.bfloat16, None)) for rank in range(3)]
-    parameters = layers * hidden * (2 * width + (q_heads + 2 * kv_heads) * head_dim)
-    total = sum(rank.nbytes() for rank in ranks)
-    assert 2 * parameters <= total
-    doubled = layers * hidden * 4 * kv_heads * head_dim * 2  # at most every KV head on one more rank
-    assert total <= 1.01 * 2 * parameters + doubled
-    assert not hasattr(ranks[0].qkv[0].weight, "packed")
-
-
-def test_what_is_not_filled_is_zero():
-    """With 8 query and 2 KV heads, rank 2 of 3 holds only padding, so its outputs are exactly zero."""
-    qkv = QKVParallelLinear("a", 32, 8, 2, 8, Sharding(2, 3, torch.float32, None, "pad"), bias=True)
-    qkv.allocate()
-    assert all(rectangle.elements == 0 for rectangle in qkv.rectangles())
-    q, k, v = qkv(torch.randn(4, 32))
-    assert q.shape == (4, 4, 8)
-    assert not q.any() and not k.any() and not v.any()
-
-
-def test_heads_are_padded_to_a_multiple():
-    """6 query heads on 3 KV heads over 2 ranks: 3 are padded to 4 by default, to 8 with a multiple of 8."""
-    for multiple, kv in ((None, [2, 2]), (8, [4, 4])):
-        ranks = [Sharding(rank, 2, torch.float32, None, "pad") for rank in range(2)]
-        layers = [QKVParallelLinear("a", 32, 6, 3, 8, sharding, head_multiple=multiple) for sharding in ranks]
-        assert [layer.kv_heads for layer in layers] == kv
-        assert [layer.q_heads for layer in layers] == [2 * heads for heads in kv]
-
-
-def test_checkpoint_dtype_does_not_matter():
-    weight = torch.randn(64, 16).bfloat16()
-    x = torch.randn(3, 16)
-    outputs = []
-    for dtype in (torch.bfloat16, torch.float32, torch.float64):
-        up = ColumnParallelLinear("up", 16, 64, Sharding(0, 1, torch.float32, None))
-        fill(up, {"up.weight": weight.to(dtype)})
-        outputs.append(up(x))
-    assert torch.equal(outputs[0], outputs[1])
-    assert torch.equal(outputs[0], outputs[2])
-
-
-def test_a_plan_does_not_compute():
-    head = ParallelLMHead("head", 16, 64, Sharding(0, 2, torch.float32, None))
-    head.allocate()
-    with pytest.raises(RuntimeError, match="built for planning"):
-        head(torch.randn(1, 16))

@@ -1,0 +1,13 @@
+"""The tokenizers of the families, and what transformers makes of them."""
+
+from pathlib import Path
+from typing import Any
+
+DEMO = Path(__file__).parents[2] / "assets" / "demo-lm"
+STYLES = ("qwen", "omni", "moss", "llama", "mllama", "deepseek")
+
+
+def reference(model_dir: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(model_dir)
