@@ -1,0 +1,131 @@
+"""Decodes pictures and videos in processes of their own, which files of strangers may crash."""
+
+import queue
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+
+from .decode_messages import Connection, Decode, Done, Failed, Found, Frame, Gone, Take
+from .errors import MediaError
+from .frames import Frames, Limits
+
+PROCESSES = 2
+"""Media that are decoded at the same time."""
+_OVERHEAD = 1 << 16
+Sampler = Callable[[int, float | None], list[int]]
+"""Total frames and frames per second of a video (None if unknown) -> numbers of the frames to decode, ascending."""
+
+
+class MediaDecoder:
+    """Decodes media for any number of threads. Processes are started when needed, and again after their death."""
+
+    def __init__(self, limits: Limits | None = None) -> None:
+        self._limits = limits or Limits()
+        self._idle: queue.LifoQueue[_Process | None] = queue.LifoQueue()
+        for _ in range(PROCESSES):
+            self._idle.put(None)
+
+    def decode(self, kind: str, files: Sequence[bytes], listed: bool, sample: Sampler) -> Frames:
+        """Decode one medium; blocks. Raises MediaError.
+
+        kind: "image" or "video". files: one file, or if `listed`, the pictures that are the frames of a video, all of
+        which are returned. sample: chooses the frames of another video.
+        """
+        for data in files:
+            if len(data) > self._limits.bytes:
+                raise MediaError(f"expected a file of at most {self._limits.bytes} bytes, found {len(data)}")
+        process = self._idle.get()
+        try:
+            if process is None:
+                process = _Process()
+            fps, indices, frames = process.decode(kind == "video" and not listed, files, sample, self._limits)
+        except _RefusedError as refusal:
+            raise MediaError(str(refusal)) from None
+        except BaseException as failure:  # the process may be in the middle of a file
+            died, process = process, None
+            reason = died.end() if died else "could not be started"
+            if isinstance(failure, TimeoutError):
+                raise MediaError(f"decoding takes more than {self._limits.seconds:g} s") from failure
+            if isinstance(failure, Gone):
+                raise MediaError(f"the file cannot be decoded: the process that decodes {reason}") from failure
+            raise
+        finally:
+            self._idle.put(process)
+        return _join(kind, frames, indices, fps)
+
+    def close(self) -> None:
+        """End the processes. Only when no other thread decodes."""
+        for _ in range(PROCESSES):
+            if process := self._idle.get():
+                process.end()
+        for _ in range(PROCESSES):
+            self._idle.put(None)
+
+
+class _RefusedError(Exception):
+    """The process cannot decode a file, and waits for the next."""
+
+
+class _Process:
+    def __init__(self) -> None:
+        ours, theirs = socket.socketpair()
+        # A terminal sends these signals to this process, too, which ends when its socket is closed.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
+        try:
+            command = [sys.executable, "-P", "-m", f"{__package__}.decode_process"]
+            self._process = subprocess.Popen(command, stdin=theirs.fileno(), stdout=subprocess.DEVNULL)
+        except BaseException:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        self._connection = Connection(ours)
+
+    def decode(
+        self, video: bool, files: Sequence[bytes], sample: Sampler, limits: Limits
+    ) -> tuple[float | None, list[int], list[Frame]]:
+        """Return frames per second, the numbers of the frames, and the frames."""
+        connection = self._connection
+        connection.set_deadline(limits.seconds)
+        connection.send(Decode(video, list(files), limits.pixels, limits.frame_bytes))
+        fps, indices, frames = None, list(range(len(files))), list[Frame]()
+        left = limits.frame_bytes
+        while True:
+            message = connection.receive(left + _OVERHEAD)
+            if isinstance(message, Frame):
+                frames.append(message)
+                left -= len(message.data)
+            elif isinstance(message, Found):
+                fps, indices, left = message.fps, sample(message.total, message.fps), limits.frame_bytes
+                frames.clear()
+                connection.send(Take(indices))
+            elif isinstance(message, Failed):
+                raise _RefusedError(message.message)
+            elif isinstance(message, Done):
+                return fps, indices, frames
+            else:
+                raise Gone
+
+    def end(self) -> str:
+        """Kill the process, if it runs; return how it ended."""
+        self._connection.close()
+        try:
+            code = self._process.wait(0.1)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            code = self._process.wait()
+        return f"was ended by signal {-code}" if code < 0 else f"ended with status {code}"
+
+
+def _join(kind: str, frames: list[Frame], indices: list[int], fps: float | None) -> Frames:
+    height, width = frames[0].height, frames[0].width
+    for number, frame in enumerate(frames):
+        if (frame.height, frame.width) != (height, width):
+            raise MediaError(
+                f"frame {number} of the video has {frame.width} x {frame.height} pixels, expected {width} x {height} "
+                "like the first"
+            )
+    return Frames(kind, (len(frames), height, width), b"".join(frame.data for frame in frames), indices, fps)

@@ -1,0 +1,7 @@
+"""Errors of media."""
+
+from ..errors import RequestError
+
+
+class MediaError(RequestError):
+    """A picture or video of a request cannot be used. The message says what was expected and what was found."""

@@ -1,0 +1,35 @@
+"""What a family's processor does: it makes prompts of text and decoded media."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+from ..prompt import Prompt
+from .frames import Frames
+
+
+class Processor(ABC):
+    """The processor of a model directory.
+
+    placeholders: what the chat template writes for a medium. Users may not write it (see messages.split_media).
+    """
+
+    placeholders: tuple[str, ...]
+
+    @abstractmethod
+    def prompt(self, text: str, media: Sequence[Frames]) -> Prompt:
+        """Return the prompt of a text from the chat template and its media, in the order of the text.
+
+        Raises MediaError for a medium that the model cannot take, and if placeholders and media do not match.
+        """
+
+    @abstractmethod
+    def text_prompt(self, token_ids: list[int]) -> Prompt:
+        """Return the prompt of tokens without media. Raises MediaError if a placeholder is among them."""
+
+    @abstractmethod
+    def sample(self, total: int, fps: float | None) -> list[int]:
+        """Return the numbers of the frames of a video that the model takes, ascending. fps: None if unknown."""
+
+    @abstractmethod
+    def most_tokens(self, kind: str) -> int:
+        """Return an upper bound of the tokens that the encoder computes for one "image" or "video"."""

@@ -1,0 +1,164 @@
+"""The processor of Qwen3-VL, dense and MoE: like Qwen3VLProcessor of transformers 5.23."""
+
+import logging
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from tilerank.loader.card import read_config_fields
+from tilerank.loader.errors import ConfigError
+from tilerank.loader.tokenizer import Tokenizer
+
+from ..prompt import Medium, Place, Prompt
+from .errors import MediaError
+from .frames import Frames
+from .processor import Processor
+from .qwen_vl_settings import read_settings
+from .qwen_vl_sizes import (
+    most_picture_tokens,
+    most_video_tokens,
+    picture_size,
+    sample_frames,
+    timestamps,
+    video_size,
+)
+
+log = logging.getLogger(__name__)
+
+_MAX_ID = 1 << 24
+
+
+class _Grid(NamedTuple):
+    """The tokens from `first` on of medium `medium`: a picture, or a group of frames of a video."""
+
+    medium: int
+    first: int
+    rows: int
+    columns: int
+
+
+class QwenVLProcessor(Processor):
+    """Reads the settings of a model directory. Raises ConfigError."""
+
+    def __init__(self, model_dir: Path, tokenizer: Tokenizer) -> None:
+        settings = read_settings(model_dir)
+        self._preprocessing, self._keeps_markers = settings.preprocessing, settings.keeps_markers
+        self._picture, self._volume, self._sampling = settings.picture, settings.video, settings.sampling
+        self._tokenizer = tokenizer
+        names = tokenizer.special_tokens
+        self._start = names.get("vision_start_token", "<|vision_start|>")
+        self._end = names.get("vision_end_token", "<|vision_end|>")
+        self._tokens = {kind: names.get(f"{kind}_token", f"<|{kind}_pad|>") for kind in ("image", "video")}
+        self.placeholders = tuple(self._tokens.values())
+        config = read_config_fields(model_dir)
+        self._kinds: dict[int, str] = {}
+        for kind, token in self._tokens.items():
+            id = config.integer(f"{kind}_token_id", 0, _MAX_ID)
+            if (found := tokenizer.encode(token, add_special_tokens=False)) != [id]:
+                raise ConfigError(
+                    f"{config.path}: {kind}_token_id: found {id}, but the tokenizer encodes {token} as {found}"
+                )
+            self._kinds[id] = kind
+        log.info("videos are written into prompts as by transformers %s", "5.23" if self._keeps_markers else "4.57")
+
+    def prompt(self, text: str, media: Sequence[Frames]) -> Prompt:
+        pieces = re.split("|".join(f"({re.escape(token)})" for token in self.placeholders), text)
+        pieces = [piece for piece in pieces if piece is not None]
+        self._check_kinds([self._kind(piece) for piece in pieces[1::2]], media)
+        converted, grids = [], list[_Grid]()
+        for index, frames in enumerate(media):
+            try:
+                medium = Medium(frames.kind, frames.data, frames.size, self._grid(frames))
+            except MediaError as failure:
+                number = sum(other.kind == frames.kind for other in media[: index + 1])
+                raise MediaError(f"{frames.kind} {number}: {failure}") from None
+            converted.append(medium)
+            rows, columns = (side // self._preprocessing.merge for side in medium.grid[1:])
+            grids += [_Grid(index, group * rows * columns, rows, columns) for group in range(medium.grid[0])]
+            if frames.kind == "video":
+                self._write_groups(pieces, 2 * index + 1, frames)
+        ids = self._tokenizer.encode("".join(pieces), add_special_tokens=False)
+        if (found := sum(id in self._kinds for id in ids)) != len(grids):
+            raise MediaError(f"expected {len(grids)} placeholders of media in the tokens of the prompt, found {found}")
+        return _expand(ids, self._kinds, grids, converted)
+
+    def text_prompt(self, token_ids: list[int]) -> Prompt:
+        for id in token_ids:
+            if kind := self._kinds.get(id):
+                raise MediaError(
+                    f"the prompt contains {self._tokens[kind]}, but has no {kind}; send media as chat parts"
+                )
+        return Prompt(token_ids)
+
+    def sample(self, total: int, fps: float | None) -> list[int]:
+        return sample_frames(total, fps, self._sampling)
+
+    def most_tokens(self, kind: str) -> int:
+        if kind == "image":
+            return most_picture_tokens(self._preprocessing.token, self._picture)
+        return most_video_tokens(self._preprocessing.token, self._preprocessing.temporal, self._volume, self._sampling)
+
+    def _kind(self, token: str) -> str:
+        return next(kind for kind, placeholder in self._tokens.items() if placeholder == token)
+
+    def _check_kinds(self, found: list[str], media: Sequence[Frames]) -> None:
+        expected = [frames.kind for frames in media]
+        for kind, token in self._tokens.items():
+            if found.count(kind) != expected.count(kind):
+                raise MediaError(
+                    f"expected one {token} in the prompt for each {kind}, found {found.count(kind)} for "
+                    f"{expected.count(kind)}; the text of a message may not contain {token}"
+                )
+        if found != expected:
+            raise MediaError(f"expected placeholders for {', '.join(expected)} in this order, found {', '.join(found)}")
+
+    def _grid(self, frames: Frames) -> tuple[int, int, int]:
+        count, height, width = frames.size
+        p = self._preprocessing
+        if frames.kind == "image":
+            new_height, new_width = picture_size(height, width, p.token, self._picture)
+            return 1, new_height // p.patch, new_width // p.patch
+        if count > self._sampling.most:
+            raise MediaError(f"expected at most {self._sampling.most} frames, found {count}")
+        new_height, new_width = video_size(count, height, width, p.token, p.temporal, self._volume, self._sampling)
+        return -(-count // p.temporal), new_height // p.patch, new_width // p.patch
+
+    def _write_groups(self, pieces: list[str], at: int, video: Frames) -> None:
+        """Replace the placeholder of a video by the time and the placeholder of each group of frames."""
+        if not self._keeps_markers and pieces[at - 1].endswith(self._start) and pieces[at + 1].startswith(self._end):
+            pieces[at - 1] = pieces[at - 1].removesuffix(self._start)
+            pieces[at + 1] = pieces[at + 1].removeprefix(self._end)
+        group = f"{self._start}{self._tokens['video']}{self._end}"
+        times = timestamps(video.indices, video.fps, self._preprocessing.temporal)
+        pieces[at] = "".join(f"<{time:.1f} seconds>{group}" for time in times)
+
+
+PROCESSORS = {"qwen3_vl": QwenVLProcessor, "qwen3_vl_moe": QwenVLProcessor}
+
+
+def _expand(ids: list[int], kinds: dict[int, str], grids: list[_Grid], media: list[Medium]) -> Prompt:
+    """Repeat each placeholder as its grid has tokens."""
+    if not grids:
+        return Prompt(ids)
+    expanded: list[int] = []
+    places = []
+    left: Iterator[_Grid] = iter(grids)
+    positions: list[list[int]] = [[], [], []]
+    position = 0
+    for id in ids:
+        if id not in kinds:
+            expanded.append(id)
+            for axis in positions:
+                axis.append(position)
+            position += 1
+            continue
+        grid = next(left)
+        count = grid.rows * grid.columns
+        places.append(Place(len(expanded), count, grid.medium, grid.first))
+        expanded += [id] * count
+        positions[0] += [position] * count
+        positions[1] += [position + row for row in range(grid.rows) for _ in range(grid.columns)]
+        positions[2] += list(range(position, position + grid.columns)) * grid.rows
+        position += max(grid.rows, grid.columns)
+    return Prompt(expanded, media, places, positions)

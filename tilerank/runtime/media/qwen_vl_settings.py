@@ -1,0 +1,201 @@
+"""Reads how Qwen3-VL checkpoints want their pictures and videos: the processor's files of a model directory."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from tilerank.loader.card import read_config_fields
+from tilerank.loader.errors import ConfigError
+from tilerank.loader.fields import Fields
+from tilerank.loader.files import is_listed, read_json_object
+
+NESTED = "processor_config.json"
+PICTURES = "preprocessor_config.json"
+VIDEOS = "video_preprocessor_config.json"
+_TYPES = {
+    "image_processor_type": ("Qwen2VLImageProcessor", "Qwen2VLImageProcessorFast"),
+    "video_processor_type": ("Qwen3VLVideoProcessor",),
+    "processor_class": ("Qwen3VLProcessor",),
+}
+_RESAMPLE = {2: "bilinear", 3: "bicubic"}  # numbers of Pillow
+_MAX_SIDE = 1 << 10
+_MAX_AREA = 1 << 40
+
+
+@dataclass(frozen=True)
+class Preprocessing:
+    """How pixels become patches; the same for pictures and videos.
+
+    patch: side of a patch. merge: side of a token, in patches. temporal: frames of a patch. resample: "bicubic" or
+    "bilinear". mean, std: of red, green and blue, from 0 to 1.
+    """
+
+    patch: int
+    merge: int
+    temporal: int
+    mean: tuple[float, float, float]
+    std: tuple[float, float, float]
+    resample: str
+
+    @property
+    def token(self) -> int:
+        """Side of a token, in pixels."""
+        return self.patch * self.merge
+
+
+@dataclass(frozen=True)
+class Area:
+    """Bounds of the pixels after resizing: of a picture, or of all frames of a video together."""
+
+    least: int
+    most: int
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How many frames of a video are taken: `fps` of a second, from `least` to `most`.
+
+    frame_tokens: bound of the tokens of a frame; None for no bound.
+    """
+
+    fps: float
+    least: int
+    most: int
+    frame_tokens: int | None
+
+
+@dataclass(frozen=True)
+class Settings:
+    """keeps_markers: whether the vision_start and vision_end around a video placeholder stay around its frames."""
+
+    preprocessing: Preprocessing
+    picture: Area
+    video: Area
+    sampling: Sampling
+    keeps_markers: bool
+
+
+def read_preprocessing(model_dir: Path) -> Preprocessing:
+    """Return how pixels become patches. Raises ConfigError, also if config.json says otherwise."""
+    return read_settings(model_dir).preprocessing
+
+
+def read_settings(model_dir: Path) -> Settings:
+    """Read the settings. Raises ConfigError that names the file and the field."""
+    nested = _file(model_dir, NESTED)
+    pictures = _section(nested, "image_processor") or _file(model_dir, PICTURES)
+    if pictures is None:
+        raise ConfigError(f"{model_dir}: expected {PICTURES}, or {NESTED} with image_processor, found neither")
+    videos = _section(nested, "video_processor") or _file(model_dir, VIDEOS) or _file(model_dir, PICTURES)
+    if videos is None:
+        raise ConfigError(f"{model_dir}: expected {VIDEOS}, or {NESTED} with video_processor, found neither")
+    for fields in (nested, pictures, videos):
+        if fields is not None:
+            _check_family(fields)
+    preprocessing = _preprocessing(pictures)
+    for_videos = _preprocessing(videos)
+    if for_videos != preprocessing:
+        raise ConfigError(f"{videos.path}: expected the patches of {pictures.path}, found {for_videos}")
+    _check_vision_config(model_dir, preprocessing, pictures)
+    return Settings(
+        preprocessing=preprocessing,
+        picture=_area(pictures, old_keys=True),
+        video=_area(videos, old_keys=False),
+        sampling=_sampling(videos),
+        keeps_markers=not any(_is_version_4(fields) for fields in (nested, videos) if fields is not None),
+    )
+
+
+def _file(model_dir: Path, name: str) -> Fields | None:
+    if not is_listed(model_dir, name):
+        return None
+    return Fields(model_dir / name, read_json_object(model_dir, name, ConfigError))
+
+
+def _section(fields: Fields | None, key: str) -> Fields | None:
+    return fields.object(key) if fields is not None and fields.has(key) else None
+
+
+def _check_family(fields: Fields) -> None:
+    for key, names in _TYPES.items():
+        if fields.has(key) and fields.text(key) not in names:
+            raise fields.fail(key, " or ".join(names))
+
+
+def _preprocessing(fields: Fields) -> Preprocessing:
+    for key in ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb"):
+        if fields.has(key) and not fields.flag(key):
+            raise fields.fail(key, "true")
+    if fields.has("rescale_factor") and abs(fields.number("rescale_factor", 0, 1) * 255 - 1) > 1e-6:
+        raise fields.fail("rescale_factor", "1/255")
+    resample = fields.integer("resample", 0, 5) if fields.has("resample") else 3
+    if resample not in _RESAMPLE:
+        raise fields.fail("resample", "2 (bilinear) or 3 (bicubic)")
+    return Preprocessing(
+        patch=fields.integer("patch_size", 1, _MAX_SIDE),
+        merge=fields.integer("merge_size", 1, _MAX_SIDE),
+        temporal=fields.integer("temporal_patch_size", 1, _MAX_SIDE),
+        mean=_channels(fields, "image_mean"),
+        std=_channels(fields, "image_std"),
+        resample=_RESAMPLE[resample],
+    )
+
+
+def _channels(fields: Fields, key: str) -> tuple[float, float, float]:
+    value = fields.values.get(key)
+    numbers = [float(v) for v in value if type(v) in (int, float)] if isinstance(value, list) else []
+    if len(numbers) != 3 or len(value or []) != 3 or not all(0 <= v <= 1 for v in numbers):
+        raise fields.fail(key, "three numbers from 0 to 1")
+    if key == "image_std" and 0 in numbers:
+        raise fields.fail(key, "three numbers above 0")
+    return numbers[0], numbers[1], numbers[2]
+
+
+def _area(fields: Fields, *, old_keys: bool) -> Area:
+    """Read `size`. Its keys are areas, in spite of their names; older files have min_pixels and max_pixels."""
+    size = fields.object("size") if fields.has("size") else None
+    bounds = []
+    for key, old in (("shortest_edge", "min_pixels"), ("longest_edge", "max_pixels")):
+        if old_keys and fields.has(old):
+            bounds.append(fields.integer(old, 1, _MAX_AREA))
+        elif size is None:
+            raise fields.fail(
+                "size", f"an object with shortest_edge and longest_edge{', or ' + old if old_keys else ''}"
+            )
+        else:
+            bounds.append(size.integer(key, 1, _MAX_AREA))
+    if bounds[0] > bounds[1]:
+        raise ConfigError(
+            f"{fields.path}: expected a least area of at most the largest, {bounds[1]}, found {bounds[0]}"
+        )
+    return Area(*bounds)
+
+
+def _sampling(fields: Fields) -> Sampling:
+    if fields.has("do_sample_frames") and not fields.flag("do_sample_frames"):
+        raise fields.fail("do_sample_frames", "true")
+    if fields.has("num_frames"):
+        raise fields.fail("num_frames", "fps instead")
+    most = fields.integer("max_frames", 2, 1 << 16) if fields.has("max_frames") else 768
+    cap = fields.integer("max_video_tokens", 1, 1 << 20) if fields.has("max_video_tokens") else 768
+    return Sampling(
+        fps=fields.number("fps", 0, 1e6) if fields.has("fps") else 2.0,
+        least=fields.integer("min_frames", 1, most) if fields.has("min_frames") else min(4, most),
+        most=most,
+        frame_tokens=cap if fields.flag("cap_pixels_per_frame") else None,
+    )
+
+
+def _is_version_4(fields: Fields) -> bool:
+    return fields.has("transformers_version") and fields.text("transformers_version").startswith("4.")
+
+
+def _check_vision_config(model_dir: Path, found: Preprocessing, fields: Fields) -> None:
+    vision = read_config_fields(model_dir).object("vision_config")
+    keys = (
+        ("patch_size", "patch_size", found.patch),
+        ("spatial_merge_size", "merge_size", found.merge),
+        ("temporal_patch_size", "temporal_patch_size", found.temporal),
+    )
+    for key, ours, value in keys:
+        if vision.integer(key, 1, _MAX_SIDE) != value:
+            raise fields.fail(ours, f"{vision.values[key]} like vision_config.{key} of config.json")
