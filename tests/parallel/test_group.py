@@ -254,5 +254,5 @@ def test_what_cannot_be_done_is_refused_on_every_rank() -> None:
     assert first[:2] == second[:2]
     assert "int32" in first[0]
     assert "rank 2 in a group of 2" in first[1]
-    assert "nobody to receive" in first[2]
+    assert "no rank to receive" in first[2]
     assert "only rank 0" in second[2]

@@ -190,6 +190,6 @@ def test_ranks_that_mpi_does_not_know_are_refused() -> None:
     with Ranks(2, "tests.parallel.test_hosts:gather_ranks", collectives="mpi", timeout_s=20) as ranks:
         for rank in range(2):
             assert ranks.wait(rank, 120) == 1
-            expected = f"MPI believes that this is rank 0 of 1, the launcher says {rank} of 2"
+            expected = f"MPI reports rank 0 of 1, but the launcher says rank {rank} of 2"
             assert expected in ranks.output(rank), ranks.output(rank)
             assert not list(Path("/dev/shm").glob(f"mpich_shm_{ranks.processes[rank].pid:x}_*"))

@@ -107,10 +107,10 @@ def test_what_was_said_before_leaving_is_still_heard() -> None:
 def test_nothing_is_sent_after_leaving() -> None:
     first, second = pair_of_channels()
     first.close()
-    with pytest.raises(GroupError, match="rank 0 has left the group itself"):
+    with pytest.raises(GroupError, match="rank 0 itself has left the group"):
         first.send(b"late")
     second.close()
-    with pytest.raises(GroupError, match="rank 1 has left the group itself"):
+    with pytest.raises(GroupError, match="rank 1 itself has left the group"):
         second.receive()
 
 

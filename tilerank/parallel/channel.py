@@ -1,8 +1,8 @@
-"""Control messages from rank 0 to everybody, over a tree of sockets.
+"""Control messages from rank 0 to all other ranks, over a tree of sockets.
 
-Rank 0 talks to the ranks of its own host and to the first rank ("leader") of every other host; a leader hands on to its
-host. Inside a host the sockets are unix sockets with abstract names, between hosts TCP. Every link is two sockets, one
-for messages and one for the watch (see `watch.py`).
+Rank 0 sends to the ranks of its own host and to the first rank ("leader") of every other host; a leader forwards to the
+ranks of its host. The sockets are unix sockets with abstract names inside a host, and TCP between hosts. Every link has
+two sockets, one for messages and one for the watch (see `watch.py`).
 """
 
 import contextlib
@@ -16,7 +16,7 @@ from .errors import GroupError
 from .watch import Reason, Watch
 
 LENGTH = struct.Struct("<I")
-LONGEST = 256 << 20  # bytes of one message; more is a bug or a stranger
+LONGEST = 256 << 20  # bytes of one message; a longer one is a bug, or does not come from a rank
 
 
 @dataclass(frozen=True)
@@ -48,37 +48,38 @@ class Channel:
         self._closed = False
 
     def fileno(self) -> int:
-        """Readable once a rank is lost, for the poll set of an idle rank 0; `check` then raises."""
+        """Return a descriptor for poll that is readable once a rank is lost; `check` then raises. For an idle rank
+        0."""
         return self.watch.fileno()
 
     def check(self) -> None:
-        """Raise GroupError if a rank is lost, or this one has left."""
+        """Raise GroupError if a rank is lost, or if this rank has left."""
         if self._closed:
-            raise GroupError(f"rank {self.rank} has left the group itself")
+            raise GroupError(f"rank {self.rank} itself has left the group")
         self.watch.check()
 
     def send(self, message: bytes) -> None:
-        """Rank 0: send `message` to all other ranks. GroupError if one is lost or does not take it in time."""
+        """Send `message` from rank 0 to all other ranks. GroupError if one is lost or does not read it in time."""
         if self.rank != 0:
             raise GroupError(f"rank {self.rank} tried to send a control message; only rank 0 does")
         self.check()
         self._hand_down(message)
 
     def receive(self) -> bytes:
-        """Return the next message of rank 0; only for other ranks.
+        """Return the next message of rank 0. For all ranks but rank 0.
 
-        Blocks without CPU time for as long as rank 0 has nothing to send. GroupError once a rank is lost, which
-        includes a rank 0 that stands still (see watch.py).
+        Blocks without CPU time until rank 0 sends. GroupError once a rank is lost, or once rank 0 is stuck (see
+        watch.py).
         """
         if self._up is None:
-            raise GroupError("rank 0 has nobody to receive control messages from")
+            raise GroupError("rank 0 has no rank to receive control messages from")
         if self._closed:
             self.check()
         poll = select.poll()
         poll.register(self._up.data, select.POLLIN)
         poll.register(self.watch, select.POLLIN)
         if self._up.data.fileno() not in (number for number, _ in poll.poll()):
-            self.check()  # only if there is nothing to read: what rank 0 said before it went away still counts
+                    self.check()  # only once nothing is left to read: messages sent before the failure still count
         try:
             (length,) = LENGTH.unpack(self._read(self._up, LENGTH.size))
             if length > LONGEST:
@@ -90,7 +91,7 @@ class Channel:
         return message
 
     def share_fd(self, fd: int | None) -> int:
-        """The host's first rank passes the descriptor `fd` to the others of its host, which pass None and get it."""
+        """Pass the descriptor `fd` from the host's first rank to the other ranks of the host, which pass None."""
         if fd is None:
             if self._up is None or not self._up.local:
                 raise GroupError(f"rank {self.rank} has no rank on its host to get a descriptor from")
@@ -110,7 +111,7 @@ class Channel:
         return fd
 
     def close(self) -> None:
-        """Leave; the other ranks hear that this one left."""
+        """Leave the group; the other ranks are notified."""
         if self._closed:
             return
         self._closed = True
@@ -129,7 +130,7 @@ class Channel:
                 raise self._broken(link, error) from error
 
     def _read(self, link: Link, size: int) -> bytes:
-        """Exactly `size` bytes; a message that was begun must be finished before the deadline."""
+        """Read exactly `size` bytes. Once the first byte has arrived, the rest must arrive before the deadline."""
         buffer = bytearray(size)
         view = memoryview(buffer)
         while view:
@@ -140,7 +141,7 @@ class Channel:
         return bytes(buffer)
 
     def _broken(self, link: Link, error: Exception) -> GroupError:
-        """The watch knows best who is to blame, but may hear of it a moment later than the data socket."""
+        """Return the error to raise. The watch names the right rank, but may notice a moment after the data socket."""
         if isinstance(error, TimeoutError):
             self.watch.fail(link.rank, Reason.STUCK)
         elif not self.watch.await_failure():
@@ -149,13 +150,14 @@ class Channel:
 
 
 def open_link(rank: int, data: socket.socket, watch: socket.socket) -> Link:
-    """A link whose end is noticed even if the other host loses power: probed after 10 s, given up 15 s later."""
+    """Return a link that detects even that the other host lost power: probes start after 10 s and give up 15 s
+    later."""
     for end in (data, watch):
         if end.family == socket.AF_UNIX:
             continue
         end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for option, value in ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3)):
-            with contextlib.suppress(OSError):  # the system's own, slower, setting then holds
+            with contextlib.suppress(OSError):  # the slower defaults of the system then apply
                 end.setsockopt(socket.IPPROTO_TCP, option, value)
     return Link(rank, data, watch)

@@ -1,4 +1,4 @@
-"""Who is at the other end of a unix socket, according to the kernel."""
+"""The process and user at the other end of a unix socket, as the kernel reports them."""
 
 import socket
 import struct

@@ -1,7 +1,7 @@
-"""How ranks add up: one face over shared memory, gloo and MPI.
+"""Collectives of a group of ranks: one interface over shared memory, gloo and MPI.
 
-Whatever carries the bytes, a sum is taken in rank order with fp32 accumulation and rounded once, so that every rank
-holds the same bits and so that the transport cannot be told from the result.
+Every transport sums in rank order with fp32 accumulation and rounds once. All ranks therefore get the same bits, and
+the result does not depend on the transport.
 """
 
 import contextlib
@@ -23,16 +23,16 @@ from .watch import Reason, Watch
 
 logger = logging.getLogger(__name__)
 
-CHUNK = 4 << 20  # bytes a rank contributes to one exchange of a large sum, so that temporary memory stays bounded
+CHUNK = 4 << 20  # bytes per rank in one exchange of a large sum; bounds temporary memory
 
 
 Step = tuple[str, int, Tensor]  # "send" or "receive", the peer, its bytes
 
 
 class Group(Protocol):
-    """The collectives of `size` ranks; all call the same ones in the same order with the same shapes and dtypes.
+    """The collectives of `size` ranks. All ranks call the same ones in the same order with the same shapes and dtypes.
 
-    Every wait has a deadline and looks at the peers: GroupError names the lost rank, and the group stays broken.
+    Every wait has a deadline and watches the peers. GroupError names the lost rank; every later call then fails, too.
     """
 
     @property
@@ -43,11 +43,11 @@ class Group(Protocol):
 
     @property
     def waited_s(self) -> float:
-        """Seconds that this rank has waited for others in collectives so far; with what their bytes took on the way,
-        where the transport does not tell that apart."""
+        """Return the seconds that this rank has waited for others in collectives so far. gloo and MPI count the time of
+        the transfer as well."""
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Sum of fp32 or bf16 `x` over the ranks, same bits on all. A contiguous `x` is overwritten and returned."""
+        """Return the sum of fp32 or bf16 `x` over the ranks, same bits on all. A contiguous `x` is overwritten."""
 
     def add_rms_norm(
         self,
@@ -59,38 +59,38 @@ class Group(Protocol):
         zero_centered: bool = False,
         whole: bool = False,
     ) -> Tensor:
-        """ops.add_rms_norm of the sum of `x` over the ranks, same bits on all; `x` may be overwritten.
+        """Return ops.add_rms_norm of the sum of `x` over the ranks, same bits on all. `x` may be overwritten.
 
-        Of `residual`, each rank keeps up the rows that it needs for its part in this call; the others become stale, but
-        for a call that wants it `whole`. The next call with these shapes needs the same rows.
+        Each rank updates only those rows of `residual` that it needs for its part of this call; the other rows become
+        stale, unless the call asks for the `whole` residual. The next call with these shapes needs the same rows.
         """
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """`[size, *x.shape]` with the `x` of every rank, any dtype."""
+        """Return `[size, *x.shape]`, the `x` of every rank. Any dtype."""
 
     def gather_columns(self, x: Tensor, starts: Tensor, n: int) -> Tensor:
-        """[m, n] of which columns starts[r] to starts[r + 1] are the first ones of the `x` [m, w] of rank r, fp32.
+        """Return [m, n] fp32: columns starts[r] to starts[r + 1] are the first columns of the `x` [m, w] of rank r.
 
         starts: [size + 1] int64 from 0 to n, steps of at most w. `w` is the same on all ranks.
         """
 
     def broadcast(self, x: Tensor, root: int = 0) -> Tensor:
-        """The `x` of rank `root`, any dtype. A contiguous `x` is overwritten and returned."""
+        """Return the `x` of rank `root`. Any dtype. A contiguous `x` is overwritten and returned."""
 
     def barrier(self) -> None:
         """Return once every rank has called."""
 
     def close(self) -> None:
-        """Let go of the transport; no collective may follow."""
+        """Release the transport; no collective may follow."""
 
 
 @runtime_checkable
 class RecordableGroup(Group, Protocol):
-    """A group whose collectives are kernels, or cuts between them, so that they can be part of a recorded step
-    (kernels/graph.py)."""
+    """A group whose collectives can be part of a recorded step (kernels/graph.py): each is a kernel, or a cut between
+    two parts of the recording."""
 
     def replay(self, run: Callable[[], object]) -> None:
-        """Call `run`, which repeats what was recorded. Raises as the recorded collectives do: GroupError."""
+        """Call `run`, which replays recorded collectives. Raises GroupError where they would."""
 
 
 class SingleGroup:
@@ -136,12 +136,12 @@ class SingleGroup:
 
 
 class PairwiseGroup:
-    """Every rank sends what it has to every other one, and each adds up for itself; a subclass moves the bytes.
+    """Every rank sends its data to every other rank and sums by itself; a subclass moves the bytes.
 
-    Not the transport's own all_reduce: gloo's accumulates bf16 in bf16, and no two agree on the order. Not its ring
-    either: a receive from each peer by itself tells which rank it is that does not answer.
+    The transport's own all_reduce is not used: gloo's accumulates bf16 in bf16, and each transport sums in an order of
+    its own. A ring is not used either: with one receive per peer, a timeout shows which rank does not answer.
 
-    `names` are the ranks to speak of in errors where the group is a part of a larger one (the leaders of the hosts).
+    `names`: the ranks as errors name them, where the group is a part of a larger one (the leaders of the hosts).
     """
 
     def __init__(self, rank: int, size: int, timeout_s: float, watch: Watch, names: Sequence[int]) -> None:
@@ -203,7 +203,7 @@ class PairwiseGroup:
     def _exchange(self, mine: Tensor, everyone: Tensor, doing: str) -> None:
         """Fill row r of `everyone` with what rank r passed as `mine`."""
         everyone[self.rank].copy_(mine)
-        # Starting with the next rank spreads the load: not all of them send to rank 0 first.
+        # Starting with the next rank spreads the load: otherwise all ranks would send to rank 0 first.
         order = [(self.rank + distance) % self.size for distance in range(1, self.size)]
         steps = [("receive", peer, everyone[peer]) for peer in order] + [("send", peer, mine) for peer in order]
         self._move(steps, doing)
@@ -219,12 +219,12 @@ class PairwiseGroup:
         self._watch.fail(self._names[peer], Reason.STUCK, self._step)
 
     def _transfer(self, steps: Sequence[Step], doing: str) -> None:
-        """Send to and receive from peers, all at once; return when everything is done. GroupError names the culprit."""
+        """Run all sends and receives at once and return when they are done. GroupError names the rank at fault."""
         raise NotImplementedError
 
 
 class GlooGroup(PairwiseGroup):
-    """Over TCP, through gloo. `address` is the local address to bind and to be reached at."""
+    """A group over TCP, through gloo. `address`: the local address to bind, at which the other ranks reach this one."""
 
     def __init__(
         self,
@@ -236,11 +236,11 @@ class GlooGroup(PairwiseGroup):
         names: Sequence[int],
     ) -> None:
         super().__init__(rank, len(names), timeout_s, watch, names)
-        gloo: Any = ProcessGroupGloo  # its stubs lack what is used here
+        gloo: Any = ProcessGroupGloo  # its type stubs lack the members used here
         options = gloo._Options()
         options._timeout = datetime.timedelta(seconds=timeout_s)
         options._threads = 1
-        # Given by address: left to itself gloo resolves the host's name, which is often a loopback address.
+        # The address is explicit: by default gloo resolves the host's name, which is often a loopback address.
         options._devices = [gloo.create_device(hostname=address)]
         try:
             backends = [gloo(store, rank, self.size, options)]
@@ -270,7 +270,8 @@ class GlooGroup(PairwiseGroup):
             raise self._lost(current, doing, error) from error
 
     def _lost(self, peer: int, doing: str, error: RuntimeError) -> GroupError:
-        """gloo tells a closed connection from a timeout only in its text; who was lost first is known to the watch."""
+        """gloo reports a closed connection and a timeout by its text alone. The watch has recorded who was lost
+        first."""
         if "Timed out" in str(error):
             self._stuck(peer)
         elif not self._watch.await_failure():
@@ -280,7 +281,7 @@ class GlooGroup(PairwiseGroup):
 
 
 def sum_in_rank_order(parts: Tensor, out: Tensor) -> None:
-    """out[n] = parts[0] + parts[1] + ... of `parts[ranks, n]`, in fp32, rounded once: what every transport computes."""
+    """out[n] = parts[0] + parts[1] + ... of `parts[ranks, n]`, in fp32, rounded once. Every transport computes this."""
     total = parts[0].to(torch.float32, copy=True)
     for part in parts[1:]:
         total += part
@@ -288,20 +289,20 @@ def sum_in_rank_order(parts: Tensor, out: Tensor) -> None:
 
 
 def as_bytes(x: Tensor) -> Tensor:
-    """The bytes of `x`, flat; a view where `x` is contiguous."""
+    """Return the bytes of `x`, flat; a view if `x` is contiguous."""
     return x.contiguous().reshape(-1).view(torch.uint8)
 
 
 def checked_sum_dtype(x: Tensor) -> Tensor:
     if x.dtype not in (torch.float32, torch.bfloat16):
-        raise GroupError(f"all_reduce sums float32 and bfloat16, the tensor is {x.dtype}")
+        raise GroupError(f"all_reduce sums float32 and bfloat16; the tensor is {x.dtype}")
     return x
 
 
 def checked_columns(x: Tensor, starts: Tensor, size: int) -> Tensor:
     if x.dtype != torch.float32 or x.ndim != 2 or starts.shape != (size + 1,):
         raise GroupError(
-            f"gather_columns takes float32 rows and {size + 1} starts, found {x.dtype} of shape {list(x.shape)} "
+            f"gather_columns takes float32 rows and {size + 1} starts; found {x.dtype} of shape {list(x.shape)} "
             f"and starts of shape {list(starts.shape)}"
         )
     return x
@@ -319,6 +320,6 @@ def _first_line(error: Exception) -> str:
 def _release(backends: list[Any]) -> None:
     """Dropping the last reference joins gloo's threads."""
     for backend in backends:
-        with contextlib.suppress(RuntimeError):  # already broken: there is nobody left to tell
+        with contextlib.suppress(RuntimeError):  # the group is already broken
             backend.shutdown()
     backends.clear()

@@ -1,4 +1,4 @@
-"""Which ranks share a host, the address at which a rank is reached by the others, and collectives over hosts."""
+"""Which ranks share a host, the address of a rank for the others, and collectives over several hosts."""
 
 import contextlib
 import socket
@@ -22,7 +22,7 @@ Hosts = tuple[tuple[int, ...], ...]  # the ranks of each host, both in ascending
 
 @dataclass(frozen=True)
 class Seat:
-    """What a rank tells the others about itself when it joins."""
+    """What a rank publishes about itself when it joins."""
 
     rank: int
     size: int
@@ -32,16 +32,18 @@ class Seat:
 
 
 def host_id() -> str:
-    """Equal for processes that can share memory and unix sockets: the same kernel, IPC and network namespace.
+    """Return a string that is equal for processes that can share memory and unix sockets.
 
-    Network namespaces tell two containers, or two test hosts, on one machine apart; abstract sockets do not cross them.
+    It names the kernel, the IPC namespace and the network namespace. The network namespace separates two containers, or
+    two test hosts, on one machine: abstract sockets do not cross it.
     """
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return "/".join([boot, str(Path("/proc/self/ns/ipc").readlink()), str(Path("/proc/self/ns/net").readlink())])
 
 
 def hosts_of(seats: Sequence[Seat]) -> Hosts:
-    """Ranks by host; hosts in the order of their lowest rank. Launchers may deal ranks to hosts in any order."""
+    """Group ranks by host, hosts in the order of their lowest rank. Launchers may assign ranks to hosts in any
+    order."""
     hosts: dict[str, list[int]] = {}
     for seat in seats:
         hosts.setdefault(seat.host, []).append(seat.rank)
@@ -49,7 +51,7 @@ def hosts_of(seats: Sequence[Seat]) -> Hosts:
 
 
 def route_to(host: str, port: int) -> str:
-    """The local address from which packets to `host` leave; nothing is sent."""
+    """Return the local address from which packets to `host` leave. Sends nothing."""
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
@@ -60,10 +62,10 @@ def route_to(host: str, port: int) -> str:
 
 
 def address_of(rank: int, seats: Sequence[Seat], hosts: Hosts) -> str:
-    """The address of this rank that all other hosts can reach: loopback when there are none.
+    """Return the address of this rank that all other hosts can reach: loopback if there are no other hosts.
 
-    The store's host (rank 0's, or torchrun's agent beside it) may know itself by a loopback name; seen from there the
-    route to another host tells.
+    The host of the store (rank 0's, or torchrun's agent beside it) may resolve its own name to a loopback address, so
+    ranks on that host take the route to another host instead.
     """
     if len(hosts) == 1:
         return "127.0.0.1"
@@ -75,12 +77,12 @@ def address_of(rank: int, seats: Sequence[Seat], hosts: Hosts) -> str:
 class HostGroup:
     """Ranks on several hosts: shared memory inside each, `between` the first ranks ("leaders") of the hosts.
 
-    A sum must not tell how the ranks are spread, so the leaders exchange what every rank contributed and add up in
-    rank order. That costs as many times the bytes between hosts as a host has ranks, against sums per host; in exchange
-    it takes one trip, where passing a running sum from host to host would take as many as there are hosts.
+    The bits of a sum must not depend on how the ranks are spread over hosts, so the leaders exchange the contribution
+    of every rank and sum in rank order. With r ranks per host this sends r times the bytes of exchanging one sum per
+    host, but takes a single trip; passing a running sum from host to host would take one trip per host.
 
-    `between` is None on ranks that lead no host. `late_s`: the deadline of a rank that waits for its leader, longer
-    than what the leader itself allows the others.
+    `between` is None on ranks that are not leaders. `late_s`: the deadline of a rank that waits for its leader, longer
+    than the deadline that the leader itself applies to its peers.
     """
 
     def __init__(
@@ -173,7 +175,7 @@ class HostGroup:
 
     @contextlib.contextmanager
     def _doing(self, what: str) -> Iterator[None]:
-        """A lost rank is lost to what was asked for, not to one of the steps it takes."""
+        """Report a lost rank with the collective that the caller asked for, not with one of its steps."""
         try:
             yield
         except GroupError:
@@ -181,8 +183,11 @@ class HostGroup:
             raise
 
     def _lead(self, act: Callable[..., object], *tensors: Tensor) -> None:
-        """What the leaders do among themselves: `act(between, *tensors)`. In a recorded step it is a cut, while what
-        happens inside a host, and all that ranks do which lead none, is kernels."""
+        """Run `act(between, *tensors)`, the part of a collective among the leaders.
+
+        In a recorded step this is a cut. The parts inside a host, and all parts of ranks that are not leaders, are
+        kernels.
+        """
         if (between := self._between) is not None:
             between_launches(lambda *now: act(between, *now), *tensors)
 
@@ -193,7 +198,7 @@ class HostGroup:
         everyone.copy_(self._exchange(between, here))
 
     def _exchange(self, between: Group, here: Tensor) -> Tensor:
-        """`[size, *x.shape]` in rank order, from the `x` of this host's ranks."""
+        """Return `[size, *x.shape]` in rank order, from the `x` of each of this host's ranks."""
         padded = torch.zeros((self._most, *here.shape[1:]), dtype=here.dtype)
         padded[: len(here)] = here
         return between.all_gather(padded).flatten(0, 1)[self._order]

@@ -1,4 +1,4 @@
-"""From "I am rank r of n, the store is there" to a connected team: control channel and collectives."""
+"""Joining: from "I am rank r of n, the store is there" to a control channel and a group for collectives."""
 
 import datetime
 import hmac
@@ -34,24 +34,25 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 HELLO = struct.Struct("<II16s")  # rank, which of the link's two sockets, secret
-HELLO_S = 5.0  # a stranger who connects and says nothing keeps the others waiting no longer
+HELLO_S = 5.0  # how long a connection that sends no hello may delay the ranks
 DATA, WATCH = 0, 1
 MARGIN_S = 2.0
 READY_POLL_S = 0.02
-ANSWER_S = 1.0  # the store has this long for what is asked of it at the very end
-LINGER_S = 2.0  # rank 0 keeps the store open for the others to see, too, who did not come
+ANSWER_S = 1.0  # added to the deadline for a request sent to the store at the very end
+LINGER_S = 2.0  # rank 0 keeps the store open this long so that the others, too, can see which ranks are missing
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Membership:
-    """Who this process is and where the ranks meet.
+    """The rank of this process, and where the ranks meet.
 
-    `store_host`, `store_port`: the TCPStore. Rank 0 hosts it on the listening socket `listen_fd` (bound by the launcher
-    to loopback, or to the address that other hosts use), which the store then owns; None on rank 0: somebody else hosts
-    it, as torchrun's agent does. `timeout_s` is the deadline of every wait in a collective, and of joining unless
-    `join_timeout_s` is given. `attempt` counts restarts of the group where the store outlives it.
+    `store_host`, `store_port`: the TCPStore. Rank 0 hosts it on the listening socket `listen_fd`, which the launcher
+    has bound to loopback or to the address that other hosts use; the store then owns it. With None on rank 0, another
+    process hosts the store, such as torchrun's agent. `timeout_s` is the deadline of every wait in a collective, and of
+    joining unless `join_timeout_s` is given. `attempt` counts restarts of the group, where the store outlives the
+    group.
     """
 
     rank: int
@@ -65,13 +66,13 @@ class Membership:
 
     @property
     def patience_s(self) -> float:
-        """Deadline of joining."""
+        """Return the deadline of joining."""
         return self.timeout_s if self.join_timeout_s is None else self.join_timeout_s
 
 
 @dataclass
 class Team:
-    """What a rank has of the others: collectives and control messages."""
+    """What a rank holds once it has joined: the group for collectives and the channel for control messages."""
 
     group: Group
     channel: Channel
@@ -80,9 +81,9 @@ class Team:
     _mpi: "MpiJob | None" = field(default=None, repr=False)
 
     def ready(self, timeout_s: float) -> None:
-        """Say that this rank is done with what takes ranks unequal times, such as loading; rank 0 waits for all.
+        """Report that this rank has finished work of unequal length, such as loading; rank 0 waits for all ranks.
 
-        To be called once. The other ranks wait for rank 0's next message. GroupError if a rank is lost, or not there
+        To be called once. The other ranks wait for rank 0's next message. GroupError if a rank is lost, or is not ready
         `timeout_s` after rank 0.
         """
         if self._store is None:
@@ -107,17 +108,17 @@ class Team:
 
 
 def join(m: Membership, collectives: str = "auto", *, spin: bool = False) -> Team:
-    """Meet the other ranks. GroupError names the ranks that did not come, or what contradicts.
+    """Meet the other ranks and connect to them. GroupError names the ranks that are missing or that contradict.
 
-    `collectives`: "auto" takes shared memory inside a host and gloo between hosts; "mpi" is MPI on one host, and takes
-    gloo's place between hosts; "gloo" is gloo throughout. `spin`: waits in shared memory spin about 100 us before they
-    sleep; right only where each thread of each rank has a core of its own. Start the thread pool before: the shared
-    memory is laid out for as many threads as the smallest rank has.
+    `collectives`: "auto" takes shared memory inside a host and gloo between hosts. "mpi" takes MPI on one host, and MPI
+    instead of gloo between hosts. "gloo" takes gloo everywhere. `spin`: waits in shared memory spin about 100 us before
+    they sleep; use it only where each thread of each rank has a core of its own. Start the thread pool first: the
+    shared memory is laid out for as many threads as the smallest rank has.
     """
     if collectives not in ("auto", "gloo", "mpi"):
-        raise GroupError(f"collectives {collectives!r} are unknown; there are auto, gloo and mpi")
+        raise GroupError(f"collectives {collectives!r} are unknown; expected auto, gloo or mpi")
     if not 0 <= m.rank < m.size:
-        raise GroupError(f"rank {m.rank} of {m.size} cannot be: ranks are 0 to {m.size - 1}")
+        raise GroupError(f"rank {m.rank} of {m.size} is impossible: ranks are 0 to {m.size - 1}")
     if m.size == 1:
         return Team(SingleGroup(), Channel(0, None, {}, m.timeout_s))
     deadline = time.monotonic() + m.patience_s
@@ -135,7 +136,7 @@ def join(m: Membership, collectives: str = "auto", *, spin: bool = False) -> Tea
 
 
 class _Meeting:
-    """The store, with one deadline over everything that is asked of it."""
+    """The store, with one deadline for all requests together."""
 
     def __init__(self, m: Membership, deadline: float) -> None:
         self.m = m
@@ -165,17 +166,17 @@ class _Meeting:
         return max(self._deadline - time.monotonic(), 0.001)
 
     def get(self, key: str, owner: int) -> str:
-        """The value that rank `owner` puts under `key`."""
+        """Return the value that rank `owner` stores under `key`."""
         try:
             return self._wait_for(key)
         except DistStoreError as error:
-            raise GroupError(f"rank {owner} did not come to the point `{key}` in time") from error
+            raise GroupError(f"rank {owner} did not reach the point `{key}` in time") from error
 
     def set(self, key: str, value: str) -> None:
         self._ask(lambda: self.store.set(key, value))
 
     def _wait_for(self, key: str) -> str:
-        """DistStoreError if nobody puts anything there in time."""
+        """Return the value of `key`. DistStoreError if it is not stored in time."""
         self._ask(lambda: self.store.wait([key], datetime.timedelta(seconds=self.remaining())))
         return self._ask(lambda: self.store.get(key)).decode()
 
@@ -185,12 +186,12 @@ class _Meeting:
             return _within(self.remaining() + ANSWER_S, call)
         except TimeoutError as error:
             why = f"did not answer rank {m.rank} within {m.patience_s:g} s: stopped, stuck or far too slow"
-            raise GroupError(f"rank 0, or whoever hosts the store at {m.store_host}:{m.store_port}, {why}") from error
+            raise GroupError(f"the store at {m.store_host}:{m.store_port} (rank 0 or the launcher) {why}") from error
         except DistNetworkError as error:
             raise GroupError(f"rank 0, or the launcher, closed the store before rank {m.rank} had joined") from error
 
     def roll_call(self) -> list[Seat]:
-        """Everyone's seat, in rank order."""
+        """Return the seats of all ranks, in rank order."""
         m = self.m
         lanes = 0 if core.isa() == "reference" else core.num_threads()
         seat = Seat(m.rank, m.size, host_id(), route_to(m.store_host, m.store_port), lanes)
@@ -205,7 +206,7 @@ class _Meeting:
                 raise self._absent(rank) from error
         for other in seats:
             if other.size != m.size:
-                raise GroupError(f"rank {m.rank} was told of {m.size} ranks, rank {other.rank} of {other.size}")
+                raise GroupError(f"rank {m.rank} expects {m.size} ranks, but rank {other.rank} expects {other.size}")
         return seats
 
     def _absent(self, first: int) -> GroupError:
@@ -219,10 +220,10 @@ class _Meeting:
 
 
 def _within(seconds: float, call: Callable[[], T]) -> T:
-    """What `call` returns. TimeoutError if it takes longer; it then goes on in a thread that nobody waits for.
+    """Return what `call` returns. TimeoutError if it takes longer; the call then continues in an abandoned thread.
 
-    torch's client of a store waits without a deadline for most answers of a server that is stopped, and connects anew,
-    with its whole deadline, whenever a server takes the connection and ends.
+    torch's store client has no deadline of its own for most answers of a stopped server. If a server accepts the
+    connection and exits, the client connects again, with its whole deadline each time.
     """
     answer: Future[T] = Future()
 
@@ -268,7 +269,8 @@ def _connect(meeting: _Meeting, seats: Sequence[Seat], hosts: Hosts) -> Channel:
 
 
 def _secret(meeting: _Meeting) -> bytes:
-    """Known to whoever may read the store; keeps strangers from taking a rank's place."""
+    """Return the secret of this group. Only processes that can read the store have it, so no other can pose as a
+    rank."""
     if meeting.m.rank == 0:
         meeting.set("secret", secrets.token_hex(16))
     return bytes.fromhex(meeting.get("secret", 0))
@@ -298,7 +300,7 @@ def _dial(meeting: _Meeting, peer: int, connect: Callable[[], socket.socket], se
 
 
 def _answer(meeting: _Meeting, listener: socket.socket, peers: Iterable[int], secret: bytes) -> dict[int, Link]:
-    """Both sockets of each of `peers`."""
+    """Accept both sockets of each of `peers`."""
     waiting = {(peer, kind) for peer in peers for kind in (DATA, WATCH)}
     ends: dict[tuple[int, int], socket.socket] = {}
     while waiting:
@@ -324,7 +326,8 @@ def _answer(meeting: _Meeting, listener: socket.socket, peers: Iterable[int], se
 
 
 def _check_user(connection: socket.socket) -> None:
-    """An abstract name has no permissions, so ask the kernel who is at the other end."""
+    """Refuse a peer of another user. An abstract socket name has no permissions, so the kernel is asked for the
+    user."""
     if connection.family == socket.AF_UNIX:
         _, uid = peer_credentials(connection)
         if uid != os.geteuid():
@@ -337,7 +340,7 @@ def _family(address: str) -> socket.AddressFamily:
 
 @dataclass
 class _Transports:
-    """Chooses what carries the collectives, and builds it; every rank comes to the same choice."""
+    """Chooses the transport of the collectives and builds it. Every rank makes the same choice."""
 
     meeting: _Meeting
     seats: Sequence[Seat]
@@ -369,16 +372,16 @@ class _Transports:
             logger.info("collectives of %d ranks: %s", len(self.seats), text)
 
     def _inside(self, mine: tuple[int, ...]) -> ShmGroup:
-        """Shared memory among the ranks of this host."""
+        """Return the group over shared memory among the ranks of this host."""
         m = self.meeting.m
         lanes = min(self.seats[rank].lanes for rank in mine)
         fd = self.channel.share_fd(create_segment(len(mine), lanes) if m.rank == mine[0] else None)
         return ShmGroup(fd, mine.index(m.rank), mine, self.channel.watch, m.timeout_s, spin=self.spin)
 
     def _between(self, ranks: tuple[int, ...]) -> Group:
-        """gloo or MPI among `ranks`, of which this is one."""
+        """Return the group over gloo or MPI among `ranks`, which include this one."""
         m, watch = self.meeting.m, self.channel.watch
-        # Where only the leaders meet here, one that waits for a rank of its own host is late for that rank's sake.
+        # Among leaders alone, a leader may be late because it still waits for a rank of its own host.
         timeout_s = m.timeout_s if len(ranks) == m.size else m.timeout_s + MARGIN_S
         if self.mpi is not None:
             from .mpi import MpiGroup
@@ -391,7 +394,7 @@ class _Transports:
 
 
 def _mpi_job(m: Membership) -> "MpiJob":
-    """mpi4py is optional, so it is looked for only where it is asked for."""
+    """Enter the MPI job. mpi4py is optional, so it is imported here and not at the top."""
     try:
         from .mpi import MpiJob
     except ImportError as error:

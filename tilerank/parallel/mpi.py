@@ -1,6 +1,6 @@
-"""Collectives over MPI, for clusters whose fabric only their MPI drives well.
+"""Collectives over MPI, for clusters where only MPI drives the network well.
 
-An MPI that waits burns its core, so this polls with pauses. The data plane inside a host stays shared memory.
+A blocking wait in MPI keeps a core busy, so this polls with pauses. Ranks of one host still use shared memory.
 """
 
 import time
@@ -13,20 +13,21 @@ from .errors import GroupError
 from .group import PairwiseGroup, Step
 from .watch import Watch
 
-# Before MPI is imported: initialising and finalising are ours, since finalising hangs once a rank is lost.
+# Set before MPI is imported: MpiJob initialises and finalises, because finalising hangs once a rank is lost.
 mpi4py.rc.initialize = False
 mpi4py.rc.finalize = False
 
-SHORT_S = 200e-6  # a wait polls without a pause this long
+SHORT_S = 200e-6  # a wait polls without pauses for this long
 
 
 class MpiJob:
-    """This process's part in the MPI job. All ranks enter and leave it together, whichever of them then use it."""
+    """The membership of this process in the MPI job. All ranks enter and leave it together, even those that never use
+    it."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.mpi = _library()
         if self.mpi.Is_finalized():
-            raise GroupError("MPI was finalised in this process before its collectives were asked for")
+            raise GroupError("MPI was finalised in this process before its collectives were requested")
         if not self.mpi.Is_initialized():
             self.mpi.Init()
         world = self.mpi.COMM_WORLD
@@ -34,18 +35,18 @@ class MpiJob:
             believed = f"rank {world.rank} of {world.size}"
             self.mpi.Finalize()  # it would leave its shared memory behind
             raise GroupError(
-                f"MPI believes that this is {believed}, the launcher says {rank} of {size}: "
-                "is mpirun of another MPI than the one that mpi4py loads?"
+                f"MPI reports {believed}, but the launcher says rank {rank} of {size}: "
+                "does mpirun belong to another MPI library than the one that mpi4py loads?"
             )
 
     def close(self) -> None:
-        """Only while no rank is lost: finalising waits for all. Otherwise the process ends without."""
+        """Finalise MPI, which waits for all ranks. Not to be called once a rank is lost: the process then just ends."""
         if not self.mpi.Is_finalized():
             self.mpi.Finalize()
 
 
 class MpiGroup(PairwiseGroup):
-    """Over MPI, among the ranks `names`, of which this one is number `rank`."""
+    """A group over MPI among the ranks `names`, in which this one is number `rank`."""
 
     def __init__(self, job: MpiJob, rank: int, timeout_s: float, watch: Watch, names: Sequence[int]) -> None:
         super().__init__(rank, len(names), timeout_s, watch, names)

@@ -1,7 +1,7 @@
-"""Collectives among the ranks of one host, in memory that they share.
+"""Collectives among the ranks of one host, in shared memory.
 
-The memory is an anonymous memfd of the host's first rank, passed by descriptor: it has no name to clash or to be left
-behind, and it is not limited by the size of /dev/shm. What happens in it is compiled (kernels/csrc/shm_segment.h).
+The memory is an anonymous memfd of the host's first rank, passed by descriptor. It has no name that could clash or be
+left behind, and /dev/shm does not limit its size. Its protocol is compiled code (kernels/csrc/shm/shm_segment.h).
 """
 
 import copy
@@ -23,16 +23,16 @@ from .watch import Reason, Watch
 
 MAGIC = 0x314D48534B4E5254  # as in shm_segment.h
 HEADER = struct.Struct("<QIIQ")  # magic, ranks, lanes, bytes of a slot
-BROKEN = 64  # offset of the word that stops everybody
+BROKEN = 64  # offset of the word that aborts all waits
 LINE = 256
-WAITED = 160  # offset in a line: nanoseconds that its lane has waited
+WAITED = 160  # offset within a line: nanoseconds that its lane has waited
 PAGE = 4096
 SLOT = 256 << 10  # bytes per lane and buffer: small enough to stay in cache, larger tensors pass in pieces
 SPIN_PAUSES = 4000  # about 100 us
 
 
 def segment_size(ranks: int, lanes: int, slot: int = SLOT) -> int:
-    """Bytes of the memory that `ranks` ranks share. Touched, and so taken, where it is first used."""
+    """Return the bytes of the memory that `ranks` ranks share. The kernel allocates each page when it is first used."""
     return PAGE + ranks * _control_size(lanes) + ranks * 2 * lanes * slot
 
 
@@ -41,11 +41,11 @@ def _control_size(lanes: int) -> int:
 
 
 def create_segment(ranks: int, lanes: int, slot: int = SLOT) -> int:
-    """The descriptor of a new segment with its header written."""
+    """Return the descriptor of a new segment with its header written."""
     fd = os.memfd_create("tilerank", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(fd, segment_size(ranks, lanes, slot))
-        # Nobody can cut it short under the others, which would be a bus error.
+        # Sealed: a process that truncated it would cause bus errors in the others.
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
         os.pwrite(fd, HEADER.pack(MAGIC, ranks, lanes, slot), 0)
     except OSError:
@@ -57,8 +57,8 @@ def create_segment(ranks: int, lanes: int, slot: int = SLOT) -> int:
 class ShmGroup:
     """The ranks of one host. Takes over the descriptor `fd` of their segment.
 
-    `rank`: of this process within the segment; `names`: what the ranks of the segment are called in errors.
-    `spin`: a wait spins before it sleeps, which is right only where every thread has a core of its own.
+    `rank`: of this process within the segment. `names`: the ranks of the segment as errors name them.
+    `spin`: a wait spins before it sleeps; use it only where every thread has a core of its own.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class ShmGroup:
         self._all_reduce, self._add_rms_norm, self._all_gather, self._gather_columns, self._broadcast = (
             core.kernel(f"shm_{name}") for name in kernels
         )
-        # The first touch decides on which node a page lies: each rank takes its own.
+        # A page is placed on the node that touches it first, so each rank touches its own.
         for start, length in (
             (PAGE + rank * _control_size(lanes), _control_size(lanes)),
             (PAGE + ranks * _control_size(lanes) + rank * 2 * lanes * slot, 2 * lanes * slot),
@@ -147,7 +147,7 @@ class ShmGroup:
         self._launch("barrier", self._all_gather, (none, none.expand(self.size, 0)))
 
     def with_deadline(self, timeout_s: float) -> "ShmGroup":
-        """The same group, waiting longer or shorter."""
+        """Return the same group with another deadline."""
         other = copy.copy(self)
         other._ints = (*self._ints[:2], max(int(timeout_s * 1000), 1))
         return other
@@ -172,7 +172,8 @@ class ShmGroup:
             raise self._lost(doing) from error
 
     def _lost(self, doing: str) -> GroupError:
-        """The segment says that a rank is lost: the first one on this host to notice wrote down which."""
+        """Return the error for a broken segment. The first rank of this host that noticed recorded which rank is
+        lost."""
         reason, local = divmod(self._broken[0], 1 << 16)
         if local:
             self._watch.fail(self._names[local - 1], Reason(reason))
@@ -181,7 +182,7 @@ class ShmGroup:
         return self._watch.error(doing)
 
     def _give_up(self, rank: int, reason: Reason) -> None:
-        """Stop whoever waits in the segment, on all ranks of the host. A rank of another host has no number here."""
+        """Abort all waits in the segment, on all ranks of the host. A rank of another host has no number here."""
         if self._broken[0] == 0:
             local = self._names.index(rank) + 1 if rank in self._names else 0
             self._broken[0] = reason << 16 | local
