@@ -3,6 +3,7 @@
 A family reads its own fields of config.json in its file of runtime/models/.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -28,6 +29,8 @@ class ModelCard:
     eos_token_ids, bos_token_id: those of generation_config.json, or of config.json where that has none.
     dtype: one of DTYPES, in which the weights were published. quantization: how the checkpoint stores its
     projections; None for floats. fields: all of config.json, for the family.
+
+    A model with a vision tower has the fields of its language model in `text_config`; `text` returns those.
     """
 
     model_type: str
@@ -39,6 +42,11 @@ class ModelCard:
     quantization: QuantizationConfig | None
     fields: Fields = field(repr=False, compare=False)
 
+    @property
+    def text(self) -> Fields:
+        """The fields of the language model."""
+        return _text(self.fields)
+
 
 def read_card(model_dir: Path) -> ModelCard:
     """Read and check the card. Raises ConfigError naming the file, the key, what was expected and what was found.
@@ -46,16 +54,17 @@ def read_card(model_dir: Path) -> ModelCard:
     A key that is absent has no default here: families disagree on them, so the file must say.
     """
     c = read_config_fields(model_dir)
-    vocab_size = c.integer("vocab_size", 1, _MAX_VOCABULARY)
-    eos_token_ids, bos_token_id = _special_ids(model_dir, c, vocab_size)
+    text = _text(c)
+    vocab_size = text.integer("vocab_size", 1, _MAX_VOCABULARY)
+    eos_token_ids, bos_token_id = _special_ids((read_generation_config(model_dir), c, text), vocab_size)
     return ModelCard(
         model_type=c.text("model_type"),
         vocab_size=vocab_size,
-        context_length=c.integer("max_position_embeddings", 1, _MAX_POSITIONS),
+        context_length=text.integer("max_position_embeddings", 1, _MAX_POSITIONS),
         eos_token_ids=eos_token_ids,
         bos_token_id=bos_token_id,
-        dtype=_dtype(c),
-        quantization=read_quantization(c.object("quantization_config")) if c.has("quantization_config") else None,
+        dtype=_dtype(c, text),
+        quantization=_quantization(c, text),
         fields=c,
     )
 
@@ -71,18 +80,28 @@ def read_config_fields(model_dir: Path) -> Fields:
     return Fields(model_dir / "config.json", read_json_object(model_dir, "config.json", ConfigError))
 
 
-def _special_ids(model_dir: Path, c: Fields, vocab_size: int) -> tuple[tuple[int, ...], int | None]:
-    """Return the end-of-sequence ids and the beginning-of-sequence id."""
-    files = (read_generation_config(model_dir), c)
-    eos = next((f.ids("eos_token_id", vocab_size) for f in files if f.has("eos_token_id")), ())
-    bos = next((f.integer("bos_token_id", 0, vocab_size - 1) for f in files if f.has("bos_token_id")), None)
+def _text(c: Fields) -> Fields:
+    return c.object("text_config") if c.has("text_config") else c
+
+
+def _special_ids(holders: Sequence[Fields], vocab_size: int) -> tuple[tuple[int, ...], int | None]:
+    """Return the end-of-sequence ids and the beginning-of-sequence id, each of the first holder that has it."""
+    eos = next((f.ids("eos_token_id", vocab_size) for f in holders if f.has("eos_token_id")), ())
+    bos = next((f.integer("bos_token_id", 0, vocab_size - 1) for f in holders if f.has("bos_token_id")), None)
     return eos, bos
 
 
-def _dtype(c: Fields) -> str:
-    """transformers 5 writes `dtype`, transformers 4 `torch_dtype`."""
-    key = "dtype" if c.has("dtype") else "torch_dtype"
-    name = c.text(key)
+def _dtype(c: Fields, text: Fields) -> str:
+    """transformers 5 writes `dtype`, transformers 4 `torch_dtype`, at the top or beside the language model's fields."""
+    keys = ("dtype", "torch_dtype")
+    holder, key = next(((f, key) for f in (c, text) for key in keys if f.has(key)), (text, keys[1]))
+    name = holder.text(key)
     if name not in DTYPES:
-        raise c.fail(key, "one of " + ", ".join(DTYPES))
+        raise holder.fail(key, "one of " + ", ".join(DTYPES))
     return name
+
+
+def _quantization(c: Fields, text: Fields) -> QuantizationConfig | None:
+    key = "quantization_config"
+    holder = c if c.has(key) else text
+    return read_quantization(holder.object(key)) if holder.has(key) else None

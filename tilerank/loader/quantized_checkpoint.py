@@ -23,7 +23,7 @@ from .checkpoint import Checkpoint
 from .errors import CheckpointError
 from .padding import pad_loaded_weight
 from .quantization_config import QuantizationConfig
-from .rectangle import FLOATS, Read, Stored, read_floats
+from .rectangle import FLOATS, Read, Stored, place_of, read_floats
 
 _NIBBLES = 8  # codes in an int32
 
@@ -54,7 +54,7 @@ class Encoding(ABC):
 
     def floats(self, rectangle: Rectangle) -> Read:
         """Return what to read for a rectangle that is held as floats."""
-        return read_floats(rectangle)
+        return read_floats(rectangle, place_of(rectangle, self._checkpoint))
 
     def leaves_out(self, name: str) -> bool:
         """Return whether a tensor that the model does not use has no effect."""
@@ -213,7 +213,7 @@ class GPTQ(PackedInt4):
     def floats(self, rectangle: Rectangle) -> Read:
         module = _module(rectangle)
         if not self.config.act_order or f"{module}.qweight" not in self._checkpoint.tensors:
-            return read_floats(rectangle)
+            return super().floats(rectangle)
         # Columns of a rank have parts of all groups.
         (n, k), (rows, _) = rectangle.shape, rectangle.index
         count = -(-k // self.group(k))

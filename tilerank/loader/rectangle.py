@@ -10,7 +10,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from tilerank.parallel.parameters import Parameter, Rectangle, WeightParameter
+from tilerank.parallel.parameters import Parameter, Place, Rectangle, WeightParameter
 
 from .checkpoint import Checkpoint
 from .errors import CheckpointError
@@ -101,10 +101,25 @@ class Read:
             self.part(weight, *tensors, row)
 
 
-def read_floats(rectangle: Rectangle) -> Read:
-    """Read a rectangle as floats that are stored under its own name."""
-    stored = Stored(rectangle.name, rectangle.shape, FLOATS, rectangle.index, rectangle.optional)
-    return Read((stored,), rectangle.parameter, rectangle.row)
+def read_floats(rectangle: Rectangle, place: Place | None = None) -> Read:
+    """Read a rectangle as floats that are stored under its own name, or in `place`."""
+    if place is None:
+        stored = Stored(rectangle.name, rectangle.shape, FLOATS, rectangle.index, rectangle.optional)
+        return Read((stored,), rectangle.parameter, rectangle.row)
+    stored = Stored(place.name, place.shape, FLOATS, place.index(rectangle.index), rectangle.optional)
+    return Read((stored,), rectangle.parameter, rectangle.row, place.extract)
+
+
+def place_of(rectangle: Rectangle, checkpoint: Checkpoint) -> Place | None:
+    """Return the place where the checkpoint stores the weight; None for a tensor of its own name.
+
+    Places of one name differ in shape. The first is returned if the tensor is missing or fits none, for the message.
+    """
+    if rectangle.name in checkpoint.tensors or not rectangle.places:
+        return None
+    tensors = checkpoint.tensors
+    fitting = (p for p in rectangle.places if p.name in tensors and tensors[p.name].shape == p.shape)
+    return next(fitting, rectangle.places[0])
 
 
 def _whole_rows(rows: Tensor, parameter: Parameter) -> Tensor:

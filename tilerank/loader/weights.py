@@ -18,7 +18,7 @@ from .checkpoint import Checkpoint, some
 from .errors import CheckpointError
 from .quantization_config import QuantizationConfig
 from .quantized_checkpoint import Encoding, encoding_of
-from .rectangle import Read, read_floats
+from .rectangle import Read, place_of, read_floats
 
 log = logging.getLogger(__name__)
 
@@ -106,7 +106,7 @@ def _agreed(
     model: Layer, checkpoint: Checkpoint, ignore: Callable[[str], bool], encoding: Encoding | None
 ) -> list[Read]:
     """Return what this rank has to read, in storage order, once model and checkpoint are known to agree."""
-    reads = list(_reads(model, encoding))
+    reads = list(_reads(model, checkpoint, encoding))
     parts = [stored for read in reads for stored in read.stored]
     needed = {stored.name for stored in parts}
     if missing := {stored.name for stored in parts if not stored.optional} - checkpoint.tensors.keys():
@@ -128,10 +128,10 @@ def _agreed(
     return sorted(found, key=place)
 
 
-def _reads(model: Layer, encoding: Encoding | None) -> Iterator[Read]:
+def _reads(model: Layer, checkpoint: Checkpoint, encoding: Encoding | None) -> Iterator[Read]:
     for rectangle in model.rectangles():
         if encoding is None:
-            yield read_floats(rectangle)
+            yield read_floats(rectangle, place_of(rectangle, checkpoint))
         else:
             yield from encoding.reads(rectangle)
 

@@ -15,7 +15,7 @@ from tilerank.kernels.packed_experts import PackedExperts
 from tilerank.kernels.weight_formats import Format, Weight
 
 from .cost import Cost, ExpertBytes
-from .parameters import Layer, WeightParameter
+from .parameters import Layer, Place, WeightParameter
 from .shard import Cut
 from .sharding import Sharding
 
@@ -55,10 +55,21 @@ class ParallelExperts(Layer):
 
     x[t, hidden], ids and weights [t, top_k] of the router -> [t, hidden], this rank's part of the weighted sum over a
     token's experts; the parts of all ranks add up to that sum. `span` is this rank's part of the width. The checkpoint
-    has one tensor for each projection: `name.EXPERT.gate_proj.weight`, up_proj and down_proj.
+    has one tensor for each projection: `name.EXPERT.gate_proj.weight`, up_proj and down_proj. fused: it has those of
+    all experts in one tensor, unless they are quantised (`_fused`).
     """
 
-    def __init__(self, name: str, hidden: int, width: int, experts: int, sharding: Sharding, *, top_k: int) -> None:
+    def __init__(
+        self,
+        name: str,
+        hidden: int,
+        width: int,
+        experts: int,
+        sharding: Sharding,
+        *,
+        top_k: int,
+        fused: bool = False,
+    ) -> None:
         self.cut = sharding.cut_width(width)
         self.span = span = self.cut.spans[sharding.rank]
         self.share = top_k / experts
@@ -72,9 +83,24 @@ class ParallelExperts(Layer):
         for expert in range(experts):
             for part, projection in enumerate(projections):
                 row = (2 * expert + part) * span.size
-                self.gate_up.fill(f"{name}.{expert}.{projection}.weight", (width, hidden), taken, everything, row=row)
-            row = expert * hidden
-            self.down.fill(f"{name}.{expert}.down_proj.weight", (hidden, width), everything, taken, row=row)
+                places = _fused(f"{name}.gate_up_proj", (experts, 2 * width, hidden), (expert, part * width, 0))
+                self.gate_up.fill(
+                    f"{name}.{expert}.{projection}.weight",
+                    (width, hidden),
+                    taken,
+                    everything,
+                    row=row,
+                    places=places if fused else (),
+                )
+            places = _fused(f"{name}.down_proj", (experts, hidden, width), (expert, 0, 0))
+            self.down.fill(
+                f"{name}.{expert}.down_proj.weight",
+                (hidden, width),
+                everything,
+                taken,
+                row=expert * hidden,
+                places=places if fused else (),
+            )
 
     def __call__(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         if self.gate_up.is_empty:
@@ -87,3 +113,17 @@ class ParallelExperts(Layer):
 
     def cuts(self) -> Iterator[tuple[str, Cut]]:
         yield "expert width", self.cut
+
+
+def _fused(name: str, shape: tuple[int, int, int], origin: tuple[int, int, int]) -> tuple[Place, ...]:
+    """Return the places of a projection in a tensor of all experts.
+
+    shape [experts, out, in] and origin are those of the form that transformers 5 has in memory. Published checkpoints
+    store it transposed, [experts, in, out], which therefore comes first where `out` equals `in`.
+    """
+    experts, rows, columns = shape
+    expert, row, column = origin
+    return (
+        Place(name, (experts, columns, rows), (expert, column, row), transposed=True),
+        Place(name, shape, origin),
+    )

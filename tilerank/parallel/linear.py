@@ -19,7 +19,7 @@ from torch import Tensor
 
 from tilerank.kernels import ops
 from tilerank.kernels.heads import split_heads
-from tilerank.kernels.linear import linear
+from tilerank.kernels.linear import Activation, linear
 from tilerank.kernels.weight_formats import Float, Format, Fp8
 
 from .cost import Cost, Work, operand_type
@@ -35,20 +35,25 @@ class Linear(Layer):
         self.weight = PackedParameter(n, k, format)
         self.bias = None if bias is None else PlainParameter((n,), bias)
 
-    def fill_rows(self, name: str, features: tuple[int, int], rows: Span, row: int = 0) -> None:
-        """Declare that local rows from `row` on hold `rows` of the weight and bias of a projection [out, in]."""
-        taken = slice(rows.start, rows.stop)
+    def fill_rows(self, name: str, features: tuple[int, int], rows: Span, row: int = 0, first: int = 0) -> None:
+        """Declare that local rows from `row` on hold `rows` of the weight and bias of a projection [out, in].
+
+        first: the row of the projection at which `rows` count from 0, if the projection is several in one.
+        """
+        taken = slice(first + rows.start, first + rows.stop)
         self.weight.fill(f"{name}.weight", features, taken, slice(0, features[1]), row=row)
         if self.bias is not None:
             self.bias.fill(f"{name}.bias", features[:1], taken, row=row)
 
-    def project(self, x: Tensor, *, out_dtype: torch.dtype | None = None) -> Tensor:
-        """Return x[..., k] @ weight.T + bias, [..., n]; zeros (and the bias) where this rank holds nothing."""
+    def project(
+        self, x: Tensor, *, activation: Activation | None = None, out_dtype: torch.dtype | None = None
+    ) -> Tensor:
+        """Return activation(x[..., k] @ weight.T + bias), [..., n]; zeros and the bias if the rank holds nothing."""
         bias = self.bias.data if self.bias is not None and self.bias.shape[0] else None
         if self.weight.is_empty:
             rows, n = x.shape[:-1], self.weight.n
             return ops.repeat_row(bias, rows.numel(), n, out_dtype or x.dtype).view(*rows, n)
-        return linear(x, self.weight.packed, bias, out_dtype=out_dtype)
+        return linear(x, self.weight.packed, bias, activation=activation, out_dtype=out_dtype)
 
 
 class ReplicatedLinear(Linear):
@@ -65,7 +70,8 @@ class ReplicatedLinear(Linear):
 class ColumnParallelLinear(Linear):
     """A projection [out, in] whose outputs are cut over the ranks: x[..., in] -> [..., span.size].
 
-    cut: how the outputs are cut (default: on tile edges). `span` is this rank's part of the outputs.
+    cut: how the outputs are cut (default: on tile edges). `span` is this rank's part of the outputs. activation: is
+    applied to them.
     """
 
     def __init__(
@@ -77,7 +83,9 @@ class ColumnParallelLinear(Linear):
         *,
         cut: Cut | None = None,
         bias: bool = False,
+        activation: Activation | None = None,
     ) -> None:
+        self.activation = activation
         self.cut = sharding.cut(out_features) if cut is None else cut
         self.span = self.cut.spans[sharding.rank]
         held = sharding.format_of(name, rows=self.span)
@@ -85,7 +93,7 @@ class ColumnParallelLinear(Linear):
         self.fill_rows(name, (out_features, in_features), self.span)
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self.project(x)
+        return self.project(x, activation=self.activation)
 
 
 class RowParallelLinear(Linear):
@@ -120,6 +128,8 @@ class QKVParallelLinear(Linear):
     the first query head that it serves, and how many. `q_columns` is this rank's span of the output projection's
     inputs. head_multiple: what head counts are padded to a multiple of, itself a multiple of the number of ranks
     (default: the number of ranks). `cost` includes the attention over these heads.
+
+    projections: their names in the checkpoint, or one name if it stores them as one, the queries first.
     """
 
     def __init__(
@@ -142,6 +152,7 @@ class QKVParallelLinear(Linear):
         self._activations = sharding.dtype
         self.kv_map = torch.tensor(self.heads.kv_map[sharding.rank], dtype=torch.int32)
         names = [f"{name}.{projection}" for projection in projections]
+        sizes = [heads * head_dim for heads in (q_heads, kv_heads, kv_heads)]
         parts = [span.scaled(head_dim) for span in (q, kv, kv)]
         held = sharding.fused_format(names, parts)
         # Each part begins a block of the format. The rows between the parts are zero, and their outputs are not used.
@@ -149,10 +160,13 @@ class QKVParallelLinear(Linear):
         heights = [-(-part.size // unit) * unit for part in parts]
         self._first_k, self._first_v = heights[0], heights[0] + heights[1]
         super().__init__(self._first_v + parts[2].size, hidden, held, sharding.dtype if bias else None)
-        for projection, heads, part, row in zip(
-            names, (q_heads, kv_heads, kv_heads), parts, (0, self._first_k, self._first_v), strict=True
-        ):
-            self.fill_rows(projection, (heads * head_dim, hidden), part, row)
+        rows = (0, self._first_k, self._first_v)
+        if len(names) == 1:
+            for first, part, row in zip((0, sizes[0], sizes[0] + sizes[1]), parts, rows, strict=True):
+                self.fill_rows(names[0], (sum(sizes), hidden), part, row, first)
+        else:
+            for projection, size, part, row in zip(names, sizes, parts, rows, strict=True):
+                self.fill_rows(projection, (size, hidden), part, row)
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         rows = self.project(x)

@@ -1,10 +1,11 @@
-"""The root-mean-square norm of a sharded model."""
+"""The norms of a sharded model."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
 from tilerank.kernels import ops
+from tilerank.kernels.vision import layer_norm
 
 from .parameters import Layer, PlainParameter
 from .sharding import Sharding
@@ -35,3 +36,17 @@ class RMSNorm(Layer):
         return self._sharding.add_rms_norm(
             part, residual, self.weight.data, self.eps, zero_centered=self.zero_centered, whole=whole
         )
+
+
+class LayerNorm(Layer):
+    """LayerNorm (Ba et al., 2016) with weight and bias over the last dimension; whole on every rank."""
+
+    def __init__(self, name: str, dim: int, eps: float, sharding: Sharding) -> None:
+        self.eps = eps
+        self.weight = PlainParameter((dim,), sharding.dtype)
+        self.bias = PlainParameter((dim,), sharding.dtype)
+        for part, parameter in (("weight", self.weight), ("bias", self.bias)):
+            parameter.fill(f"{name}.{part}", (dim,), slice(0, dim))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return layer_norm(x, self.weight.data, self.bias.data, self.eps)

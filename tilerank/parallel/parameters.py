@@ -24,12 +24,41 @@ HUGE_PAGE = 2 << 20
 
 
 @dataclass(frozen=True)
+class Place:
+    """A part of a stored tensor: where a checkpoint may keep a weight instead of in a tensor of the weight's own name.
+
+    name, shape: of the stored tensor. origin: the index of the weight's first element, one number for each dimension.
+    The weight's dimensions are the last ones of the tensor, and in those before it is one element. transposed: rows of
+    the weight are columns of the tensor.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    origin: tuple[int, ...]
+    transposed: bool = False
+
+    def index(self, index: tuple[slice, ...]) -> tuple[slice, ...]:
+        """Return where rectangle `index` of the weight lies in the stored tensor."""
+        ordered = index[::-1] if self.transposed else index
+        before = len(self.origin) - len(ordered)
+        return (
+            *(slice(first, first + 1) for first in self.origin[:before]),
+            *(slice(o + p.start, o + p.stop) for o, p in zip(self.origin[before:], ordered, strict=True)),
+        )
+
+    def extract(self, part: Tensor) -> Tensor:
+        """Return the rectangle as the model declares it, from the part of the stored tensor that `index` gives."""
+        matrix = part.view(part.shape[-2:]) if len(self.origin) > 2 else part
+        return matrix.T if self.transposed else matrix
+
+
+@dataclass(frozen=True)
 class Rectangle:
     """Rectangle `index` of checkpoint tensor `name`, which fills rows of `parameter` from `row` on.
 
     shape: of the whole tensor in the checkpoint, for the loader to check. index: one slice for each dimension; empty
     where this rank holds nothing of the tensor, which the model uses all the same. optional: the checkpoint may lack
-    the tensor, which then counts as zeros.
+    the tensor, which then counts as zeros. places: where the weight may be stored if there is no tensor of this name.
     """
 
     name: str
@@ -38,6 +67,7 @@ class Rectangle:
     parameter: Parameter
     row: int = 0
     optional: bool = False
+    places: tuple[Place, ...] = ()
 
     @property
     def elements(self) -> int:
@@ -115,9 +145,11 @@ class Parameter(Layer):
         self.shape = shape
         self._filled_from: list[Rectangle] = []
 
-    def fill(self, name: str, shape: tuple[int, ...], *index: slice, row: int = 0) -> None:
+    def fill(
+        self, name: str, shape: tuple[int, ...], *index: slice, row: int = 0, places: tuple[Place, ...] = ()
+    ) -> None:
         """Declare that rows from `row` on come from rectangle `index` of checkpoint tensor `name` of shape `shape`."""
-        self._filled_from.append(Rectangle(name, shape, index, self, row))
+        self._filled_from.append(Rectangle(name, shape, index, self, row, places=places))
 
     def rectangles(self) -> Iterator[Rectangle]:
         for rectangle in self._filled_from:
@@ -155,9 +187,12 @@ class WeightParameter(Parameter):
         raise NotImplementedError
 
     def write(self, rows: Tensor, row: int) -> None:
-        """Store rows [r, k], or columns from 0 on of a weight that is held as floats, from `row` on."""
+        """Store rows [r, k], or columns from 0 on of a weight that is held as floats, from `row` on.
+
+        The k elements of a row may have several dimensions, as those of a convolution.
+        """
         weight, row = self.place(row)
-        weight.write(rows, row)
+        weight.write(rows.flatten(1), row)
 
     def cost(self) -> Cost:
         return Cost(self.nbytes(), token=self.products())
