@@ -153,7 +153,10 @@ def test_a_needed_key_is_missing(tmp_path: Path, key: str) -> None:
         ({"rms_norm_eps": 0}, "rms_norm_eps: expected a number above 0, at most 1, found 0"),
         ({"rope_theta": 10**400}, f"rope_theta: expected a number above 1, at most 1e+15, found 1{'0' * 76}..."),
         ({"rope_theta": -1.0}, "rope_theta: expected a number above 1, at most 1e+15, found -1.0"),
-        ({"text_config": {}}, "text_config: expected no such key (multimodal models are not supported yet), found {}"),
+        (
+            {"text_config": {}},
+            "text_config: expected no such key (this family has no other parts than text), found {}",
+        ),
         ({"hidden_act": "gelu"}, "hidden_act: expected 'silu', found 'gelu'"),
         (
             {"use_sliding_window": True},

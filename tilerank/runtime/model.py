@@ -1,7 +1,7 @@
 """What the worker asks of a model; the files of `models/` answer."""
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
@@ -13,8 +13,39 @@ from .batch import Batch
 from .cache import CacheSpec
 
 
+class Encoder(Layer):
+    """Turns a picture or a video into rows that replace the embeddings of its placeholders; cut over the ranks."""
+
+    @abstractmethod
+    def shape(self, grid: tuple[int, int, int]) -> tuple[int, int, int]:
+        """Return (levels, tokens, hidden) of the encoding of a medium with this grid (prompt.py: Medium)."""
+
+    @abstractmethod
+    def encode(self, frames: Tensor, grid: tuple[int, int, int]) -> Iterator[Tensor | None]:
+        """Encode frames uint8 [n, height, width, 3], in pieces of about one layer.
+
+        A collective: all ranks call this with the same frames and take the same number of pieces. Each `next` computes
+        a piece. The last yields the encoding [levels, tokens, hidden] in the activation dtype, with the same bits on
+        every rank, and the others yield None. Level 0 replaces the embeddings; level j + 1 is added to the residual
+        after layer j of the decoder (DeepStack, arXiv 2406.04334).
+        """
+
+    def cost(self) -> Cost:
+        """Nothing: a step of the decoder does not run it."""
+        return Cost()
+
+    def cost_of_caching(self) -> Cost:
+        return Cost()
+
+
 class Model(Layer):
-    """A whole model, cut as its sharding says. Weights exist after `allocate()`."""
+    """A whole model, cut as its sharding says. Weights exist after `allocate()`.
+
+    position_axes: the number of positions of a token. encoder: None for a model of text alone.
+    """
+
+    position_axes: int = 1
+    encoder: Encoder | None = None
 
     @abstractmethod
     def cache_specs(self) -> list[CacheSpec]:

@@ -29,16 +29,27 @@ class Llama3Scaling:
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Rotary position embedding; without `scaling` the frequencies are theta^(-2i / dim)."""
+    """Rotary position embedding; without `scaling` the frequencies are theta^(-2i / dim).
+
+    sections: the frequencies that follow the time, the height and the width of a token, in interleaved M-RoPE
+    (Qwen3-VL); None if a token has one position.
+    """
 
     theta: float
     scaling: Llama3Scaling | None = None
+    sections: tuple[int, int, int] | None = None
+
+    @property
+    def axes(self) -> int:
+        """The number of positions that a token has."""
+        return 1 if self.sections is None else len(self.sections)
 
 
-def read_rope(c: Fields) -> RopeConfig:
+def read_rope(c: Fields, sectioned_dim: int | None = None) -> RopeConfig:
     """Read both dialects of config.json: `rope_theta` with `rope_scaling` (transformers 4), `rope_parameters` (5).
 
-    Scaling is in rope_parameters or in rope_scaling, theta in rope_parameters or at the top. Raises ConfigError.
+    Scaling is in rope_parameters or in rope_scaling, theta in rope_parameters or at the top. sectioned_dim: the head
+    size of a model with interleaved M-RoPE, whose sections are beside the scaling. Raises ConfigError.
     """
     holders = [c.object(key) for key in ("rope_parameters", "rope_scaling") if c.has(key)]
     if len(holders) == 2 and holders[0].values != holders[1].values:
@@ -51,7 +62,28 @@ def read_rope(c: Fields) -> RopeConfig:
     for fields in (c, scaling):
         if fields.has("partial_rotary_factor") and fields.number("partial_rotary_factor", 0.0, 1.0) != 1.0:
             raise fields.fail("partial_rotary_factor", "1 (partial rotary embedding is not supported)")
-    return RopeConfig(theta, _read_scaling(c, scaling))
+    if sectioned_dim is None:
+        return RopeConfig(theta, _read_scaling(c, scaling))
+    sections = _read_sections(scaling, sectioned_dim)
+    key = "type" if scaling.has("type") and not scaling.has("rope_type") else "rope_type"
+    if scaling.has(key) and scaling.text(key) not in ("default", "mrope"):  # both mean no scaling here
+        raise scaling.fail(key, "default or mrope")
+    return RopeConfig(theta, None, sections)
+
+
+def _read_sections(scaling: Fields, dim: int) -> tuple[int, int, int]:
+    for key in ("mrope_interleaved", "interleaved"):
+        if scaling.has(key) and not scaling.flag(key):
+            raise scaling.fail(key, "true (other orders of frequencies are not supported)")
+    sizes = scaling.values.get("mrope_section")
+    if (
+        not isinstance(sizes, list)
+        or len(sizes) != 3
+        or any(type(size) is not int or size < 0 for size in sizes)
+        or sum(sizes) != dim // 2
+    ):
+        raise scaling.fail("mrope_section", f"the frequencies of three axes, {dim // 2} together")
+    return sizes[0], sizes[1], sizes[2]
 
 
 def _read_scaling(c: Fields, scaling: Fields) -> Llama3Scaling | None:
@@ -85,10 +117,10 @@ class RopeTable(Layer):
         self._dim = dim
         self._positions = positions
         self._dtype = dtype
-        self._axis_of = torch.zeros(dim // 2, dtype=torch.int64)
+        self._axis_of = torch.tensor(axes_of_frequencies(rope.sections, dim // 2))
 
     def rows(self, positions: Tensor) -> Tensor:
-        """positions [1, t] int64 -> [t, 2, dim / 2], what the layers of a step rotate queries and keys with."""
+        """positions [axes, t] int64 -> [t, 2, dim / 2], what the layers of a step rotate queries and keys with."""
         return ops.rope_rows(self.table, positions, self._axis_of)
 
     def nbytes(self) -> int:
@@ -119,3 +151,13 @@ def _llama3(frequencies: Tensor, scaling: Llama3Scaling) -> Tensor:
     blended = (1 - kept) * frequencies / scaling.factor + kept * frequencies
     stretched = torch.where(wavelengths > context / low, frequencies / scaling.factor, blended)
     return torch.where(wavelengths < context / high, frequencies, stretched)
+
+
+def axes_of_frequencies(sections: tuple[int, int, int] | None, count: int) -> list[int]:
+    """Return the axis of each of `count` frequencies: time 0, height 1, width 2 in turn, while their sections last.
+
+    Height has every third frequency below 3 * sections[1], width below 3 * sections[2], and time has the rest.
+    """
+    if sections is None:
+        return [0] * count
+    return [i % 3 if i < 3 * sections[i % 3] else 0 for i in range(count)]

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from tilerank.kernels import ops
 from tilerank.kernels.kv_pages import KVPages
 from tilerank.loader.card import ModelCard
 from tilerank.parallel.cost import Cost
@@ -21,7 +22,7 @@ from tilerank.parallel.sharding import Sharding
 
 from ..batch import Batch, LogitRows
 from ..cache import CacheSpec
-from ..model import Model
+from ..model import Encoder, Model
 from ..rope import RopeTable
 from .stream import Stream
 from .text_config import TextConfig
@@ -76,7 +77,7 @@ class DecoderLayer(Layer):
 
 
 class Decoder(Model):
-    """A decoder-only language model."""
+    """A decoder-only language model, of text alone or with an encoder of media."""
 
     def __init__(
         self,
@@ -86,8 +87,12 @@ class Decoder(Model):
         names: DecoderNames,
         mixer: Callable[[str, int], Mixer],
         mlp: Callable[[str, int], FeedForward],
+        encoder: Encoder | None = None,
     ) -> None:
-        """mixer, mlp: make those of a layer, from the name of the module and the number of the layer."""
+        """mixer, mlp: make those of a layer, from the name of the module and the number of the layer.
+
+        encoder: its encodings have fewer levels beside the embeddings than the decoder has layers.
+        """
         hidden, vocab, eps = config.hidden_size, card.vocab_size, config.rms_norm_eps
         self._names = names
         self._tied = config.tie_word_embeddings
@@ -113,13 +118,18 @@ class Decoder(Model):
 
         self.layers = [layer(number) for number in range(config.num_layers)]
         self.norm = RMSNorm(names.norm, hidden, eps, sharding)
+        self.encoder = encoder
+        self.position_axes = config.rope.axes
 
     def cache_specs(self) -> list[CacheSpec]:
         return [layer.mixer.cache_spec for layer in self.layers]
 
     def forward(self, batch: Batch, caches: Sequence[KVPages]) -> Tensor:
         """Return fp32 logits [m, vocab]. The last layer computes rows without logits only as far as their cache."""
-        stream = Stream(self.embedding(batch.token_ids), self._ranks)
+        x, inserts = self.embedding(batch.token_ids), batch.inserts
+        if inserts is not None:
+            ops.put_rows_(x, inserts.rows, inserts.values[0])
+        stream = Stream(x, self._ranks)
         rope = self.rope.rows(batch.positions)
         x = self.layers[0].mixer_norm(stream.rows())
         next_norms = [layer.mixer_norm for layer in self.layers[1:]] + [self.norm]
@@ -131,6 +141,8 @@ class Decoder(Model):
                 stream.keep(only)
             x = stream.add(x, layer.mlp_norm)
             x = layer.mlp(x)
+            if inserts is not None and i + 1 < len(inserts.values):
+                stream.insert(inserts.rows, inserts.values[i + 1])
             x = stream.add(x, next_norm, update_all=batch.logit_rows is not None and i + 1 == last)
         return self.head(x)
 

@@ -4,13 +4,18 @@ Qwen2 always has biases on q, k and v, without a key of config.json. Qwen3 has b
 normalises every query and key head before the rotation.
 """
 
+from collections.abc import Callable
+
 from tilerank.loader.card import ModelCard
 from tilerank.parallel.sharding import Sharding
 
+from ..model import Encoder
 from .attention import SelfAttention
-from .decoder import Decoder, DecoderNames
+from .decoder import Decoder, DecoderNames, FeedForward
 from .gated_mlp import GatedMLP
-from .text_config import read_text_config
+from .text_config import TextConfig, read_text_config
+
+_NAMES = DecoderNames()
 
 
 def qwen2(card: ModelCard, sharding: Sharding) -> Decoder:
@@ -28,16 +33,28 @@ def qwen2(card: ModelCard, sharding: Sharding) -> Decoder:
 
 def qwen3(card: ModelCard, sharding: Sharding) -> Decoder:
     """Qwen3ForCausalLM."""
-    c = read_text_config(card.fields)
-    bias = card.fields.flag("attention_bias")
+    return qwen3_decoder(card, read_text_config(card.fields), sharding)
+
+
+def qwen3_decoder(
+    card: ModelCard,
+    c: TextConfig,
+    sharding: Sharding,
+    *,
+    names: DecoderNames = _NAMES,
+    encoder: Encoder | None = None,
+    mlp: Callable[[str, int], FeedForward] | None = None,
+) -> Decoder:
+    """Return the decoder of Qwen3, or that of a family with the same layers. mlp: makes those of a layer (dense)."""
+    bias = card.text.flag("attention_bias")
 
     def mixer(name: str, _: int) -> SelfAttention:
         return SelfAttention(name, c, sharding, qkv_bias=bias, out_bias=bias, head_norms=True)
 
-    def mlp(name: str, _: int) -> GatedMLP:
+    def dense(name: str, _: int) -> FeedForward:
         return GatedMLP(name, c.hidden_size, c.intermediate_size, sharding)
 
-    return Decoder(card, c, sharding, DecoderNames(), mixer, mlp)
+    return Decoder(card, c, sharding, names, mixer, mlp or dense, encoder)
 
 
 MODELS = {"qwen2": qwen2, "qwen3": qwen3}

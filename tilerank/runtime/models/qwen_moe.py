@@ -3,6 +3,7 @@
 mlp(x) = sum over the chosen experts e of weight_e * down_e(silu(gate_e(x)) * up_e(x))
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -14,10 +15,10 @@ from tilerank.parallel.experts import ParallelExperts
 from tilerank.parallel.linear import ReplicatedLinear
 from tilerank.parallel.sharding import Sharding
 
-from .attention import SelfAttention
-from .decoder import Decoder, DecoderNames, FeedForward
+from .decoder import Decoder, FeedForward
 from .gated_mlp import GatedMLP
-from .text_config import MAX_WIDTH, read_text_config
+from .qwen import qwen3_decoder
+from .text_config import MAX_WIDTH, TextConfig, read_text_config
 
 _MAX_EXPERTS = 1 << 14
 
@@ -57,11 +58,13 @@ def read_experts_config(c: Fields, num_layers: int) -> ExpertsConfig:
 class SparseMLP(FeedForward):
     """A router and its experts."""
 
-    def __init__(self, name: str, hidden: int, experts: ExpertsConfig, sharding: Sharding) -> None:
+    def __init__(
+        self, name: str, hidden: int, experts: ExpertsConfig, sharding: Sharding, *, fused: bool = False
+    ) -> None:
         # Whole on every rank: all ranks compute the same bits and so choose the same experts.
         self.router = ReplicatedLinear(f"{name}.gate", hidden, experts.count, sharding)
         self.experts = ParallelExperts(
-            f"{name}.experts", hidden, experts.width, experts.count, sharding, top_k=experts.top_k
+            f"{name}.experts", hidden, experts.width, experts.count, sharding, top_k=experts.top_k, fused=fused
         )
         self.top_k = experts.top_k
         self.renormalize = experts.renormalize
@@ -75,17 +78,20 @@ def qwen3_moe(card: ModelCard, sharding: Sharding) -> Decoder:
     """Qwen3MoeForCausalLM."""
     c = read_text_config(card.fields)
     experts = read_experts_config(card.fields, c.num_layers)
-    bias = card.fields.flag("attention_bias")
+    return qwen3_decoder(card, c, sharding, mlp=sparse_mlps(c, experts, sharding))
 
-    def mixer(name: str, _: int) -> SelfAttention:
-        return SelfAttention(name, c, sharding, qkv_bias=bias, out_bias=bias, head_norms=True)
+
+def sparse_mlps(
+    c: TextConfig, experts: ExpertsConfig, sharding: Sharding, *, fused: bool = False
+) -> Callable[[str, int], FeedForward]:
+    """Return what makes the mixture of a layer, or its MLP where that is dense. fused: see ParallelExperts."""
 
     def mlp(name: str, layer: int) -> FeedForward:
         if layer in experts.dense_layers:
             return GatedMLP(name, c.hidden_size, c.intermediate_size, sharding)
-        return SparseMLP(name, c.hidden_size, experts, sharding)
+        return SparseMLP(name, c.hidden_size, experts, sharding, fused=fused)
 
-    return Decoder(card, c, sharding, DecoderNames(), mixer, mlp)
+    return mlp
 
 
 MODELS = {"qwen3_moe": qwen3_moe}

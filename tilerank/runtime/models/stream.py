@@ -38,6 +38,13 @@ class Stream:
             self.add(nothing, self._stale_since, update_all=True)
         return self._rows
 
+    def insert(self, rows: Tensor, values: Tensor) -> None:
+        """Add values[m, hidden] to the rows [m] int64 of the stream.
+
+        Every rank adds to all of these rows, also to its stale ones, which are brought up to date before they are read.
+        """
+        ops.add_rows_(self._rows, rows, values)
+
     def keep(self, rows: LogitRows) -> None:
         """Go on with these rows alone."""
         self._rows = rows.take(self.rows())

@@ -29,23 +29,27 @@ class TextConfig:
     tie_word_embeddings: bool
 
 
-def read_text_config(c: Fields) -> TextConfig:
-    """Read and check the fields. Raises ConfigError, also for features that would change the result if ignored."""
+def read_text_config(c: Fields, *, sectioned: bool = False) -> TextConfig:
+    """Read and check the fields. Raises ConfigError, also for features that would change the result if ignored.
+
+    c: the fields of the language model alone. sectioned: it has interleaved M-RoPE (rope.py).
+    """
     _refuse_unsupported(c)
     hidden_size = c.integer("hidden_size", 1, MAX_WIDTH)
     num_heads = c.integer("num_attention_heads", 1, _MAX_HEADS)
     num_kv_heads = c.integer("num_key_value_heads", 1, num_heads)
     if num_heads % num_kv_heads:
         raise c.fail("num_key_value_heads", f"a divisor of num_attention_heads ({num_heads})")
+    head_dim = _head_dim(c, hidden_size, num_heads)
     return TextConfig(
         hidden_size=hidden_size,
         num_layers=c.integer("num_hidden_layers", 1, _MAX_LAYERS),
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
-        head_dim=_head_dim(c, hidden_size, num_heads),
+        head_dim=head_dim,
         intermediate_size=c.integer("intermediate_size", 1, MAX_WIDTH * 8),
         rms_norm_eps=c.number("rms_norm_eps", 0.0, 1.0),
-        rope=read_rope(c),
+        rope=read_rope(c, head_dim if sectioned else None),
         tie_word_embeddings=c.flag("tie_word_embeddings"),
     )
 
@@ -53,7 +57,7 @@ def read_text_config(c: Fields) -> TextConfig:
 def _refuse_unsupported(c: Fields) -> None:
     for key in ("text_config", "thinker_config"):
         if c.has(key):
-            raise c.fail(key, "no such key (multimodal models are not supported yet)")
+            raise c.fail(key, "no such key (this family has no other parts than text)")
     if c.flag("use_sliding_window"):
         raise c.fail("use_sliding_window", "false (sliding-window attention is not supported)")
     if c.has("is_causal") and not c.flag("is_causal"):
