@@ -9,7 +9,7 @@ _LENGTH_BYTES = 8
 
 
 class Decode(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Decode `files`: a picture, a video, or pictures that are frames. The limits are those of frames.Limits."""
+    """Decode `files`: a picture, a video, or pictures that are frames. The limits are those of decoder.Limits."""
 
     video: bool
     files: list[bytes]

@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 from ..prompt import Prompt
-from .frames import Frames
+from .decoder import Frames
 
 
 class Processor(ABC):

@@ -11,8 +11,8 @@ from tilerank.loader.errors import ConfigError
 from tilerank.loader.tokenizer import Tokenizer
 
 from ..prompt import Medium, Place, Prompt
+from .decoder import Frames
 from .errors import MediaError
-from .frames import Frames
 from .processor import Processor
 from .qwen_vl_settings import read_settings
 from .qwen_vl_sizes import (

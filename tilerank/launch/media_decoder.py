@@ -5,20 +5,18 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from .decode_messages import Connection, Decode, Done, Failed, Found, Frame, Gone, Take
-from .errors import MediaError
-from .frames import Frames, Limits
+from tilerank.runtime.media.decode_messages import Connection, Decode, Done, Failed, Found, Frame, Gone, Take
+from tilerank.runtime.media.decoder import Decoder, Frames, Limits, Sampler
+from tilerank.runtime.media.errors import MediaError
 
 PROCESSES = 2
 """Media that are decoded at the same time."""
 _OVERHEAD = 1 << 16
-Sampler = Callable[[int, float | None], list[int]]
-"""Total frames and frames per second of a video (None if unknown) -> numbers of the frames to decode, ascending."""
 
 
-class MediaDecoder:
+class MediaDecoder(Decoder):
     """Decodes media for any number of threads. Processes are started when needed, and again after their death."""
 
     def __init__(self, limits: Limits | None = None) -> None:
@@ -28,11 +26,6 @@ class MediaDecoder:
             self._idle.put(None)
 
     def decode(self, kind: str, files: Sequence[bytes], listed: bool, sample: Sampler) -> Frames:
-        """Decode one medium; blocks. Raises MediaError.
-
-        kind: "image" or "video". files: one file, or if `listed`, the pictures that are the frames of a video, all of
-        which are returned. sample: chooses the frames of another video.
-        """
         for data in files:
             if len(data) > self._limits.bytes:
                 raise MediaError(f"expected a file of at most {self._limits.bytes} bytes, found {len(data)}")
@@ -74,7 +67,7 @@ class _Process:
         # A terminal sends these signals to this process, too, which ends when its socket is closed.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
         try:
-            command = [sys.executable, "-P", "-m", f"{__package__}.decode_process"]
+            command = [sys.executable, "-P", "-m", "tilerank.runtime.media.decode_process"]
             self._process = subprocess.Popen(command, stdin=theirs.fileno(), stdout=subprocess.DEVNULL)
         except BaseException:
             ours.close()

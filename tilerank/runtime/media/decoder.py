@@ -1,0 +1,46 @@
+"""What decodes the media of requests. launch/media_decoder.py does, with processes."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+Sampler = Callable[[int, float | None], list[int]]
+"""Total frames and frames per second of a video (None if unknown) -> numbers of the frames to decode, ascending."""
+
+
+@dataclass(frozen=True)
+class Frames:
+    """A decoded picture, or the sampled frames of a video.
+
+    kind: "image" or "video". size: (n, height, width). data: uint8 RGB, row by row. indices: the number of each frame
+    in its video. fps: of the video, in frames per second; None if unknown.
+    """
+
+    kind: str
+    size: tuple[int, int, int]
+    data: bytes
+    indices: list[int]
+    fps: float | None
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one picture or video may take.
+
+    bytes: of a file. pixels: of a picture or frame. frame_bytes: of all decoded frames. seconds: to decode.
+    """
+
+    bytes: int = 256 << 20
+    pixels: int = 64 << 20
+    frame_bytes: int = 1 << 30
+    seconds: float = 60.0
+
+
+class Decoder(ABC):
+    @abstractmethod
+    def decode(self, kind: str, files: Sequence[bytes], listed: bool, sample: Sampler) -> Frames:
+        """Decode one medium; blocks. May be called by any number of threads. Raises MediaError.
+
+        kind: "image" or "video". files: one file, or if `listed`, the pictures that are the frames of a video, all of
+        which are returned. sample: chooses the frames of another video.
+        """
