@@ -79,7 +79,7 @@ class Channel:
         poll.register(self._up.data, select.POLLIN)
         poll.register(self.watch, select.POLLIN)
         if self._up.data.fileno() not in (number for number, _ in poll.poll()):
-                    self.check()  # only once nothing is left to read: messages sent before the failure still count
+            self.check()  # only once nothing is left to read: messages sent before the failure still count
         try:
             (length,) = LENGTH.unpack(self._read(self._up, LENGTH.size))
             if length > LONGEST:
