@@ -7,8 +7,10 @@ one, whatever `norm_topk_prob` says.
 from dataclasses import replace
 
 from tilerank.loader.card import ModelCard
+from tilerank.loader.files import is_listed
 from tilerank.parallel.sharding import Sharding
 
+from ..media.qwen_vl_settings import NESTED, PICTURES, read_preprocessing
 from .decoder import Decoder, DecoderNames
 from .qwen import qwen3_decoder
 from .qwen_moe import read_experts_config, sparse_mlps
@@ -51,7 +53,10 @@ def _tower(card: ModelCard, text: TextConfig, sharding: Sharding) -> VisionTower
         raise fields.fail(
             "deepstack_visual_indexes", f"fewer blocks than the {text.num_layers} layers of the language model"
         )
-    return VisionTower("model.visual", config, replace(sharding, cached_tokens=0, formats=None, kv_dtype=None))
+    model_dir = fields.path.parent
+    preprocessing = read_preprocessing(model_dir) if any(is_listed(model_dir, n) for n in (NESTED, PICTURES)) else None
+    floats = replace(sharding, cached_tokens=0, formats=None, kv_dtype=None)
+    return VisionTower("model.visual", config, preprocessing, floats)
 
 
 MODELS = {"qwen3_vl": qwen3_vl, "qwen3_vl_moe": qwen3_vl_moe}

@@ -25,8 +25,9 @@ from tilerank.parallel.shard import Cut, HeadCut
 from tilerank.parallel.sharding import Sharding
 
 from ..errors import EngineError
+from ..media.qwen_vl_settings import Preprocessing
 from ..model import Encoder
-from .vision_config import Pixels, VisionConfig
+from .vision_config import VisionConfig
 
 _EPS = 1e-6
 _THETA = 10000.0
@@ -129,11 +130,15 @@ class VisionTower(Encoder):
     """The encoder of Qwen3-VL, under its names in the checkpoint.
 
     Level 0 of an encoding is merged from the last block; DeepStack adds a level from each block of `config.deepstack`.
+    preprocessing: None if the model directory does not say how frames become numbers; then nothing can be encoded.
     """
 
-    def __init__(self, name: str, config: VisionConfig, sharding: Sharding) -> None:
+    def __init__(
+        self, name: str, config: VisionConfig, preprocessing: Preprocessing | None, sharding: Sharding
+    ) -> None:
         side = config.position_side
         self.config = config
+        self._preprocessing = preprocessing
         self.embedding = PatchEmbedding(f"{name}.patch_embed.proj", config, sharding)
         self.positions = PlainParameter((side * side, config.hidden_size), sharding.dtype)
         shape = self.positions.shape
@@ -166,24 +171,19 @@ class VisionTower(Encoder):
         yield torch.stack([self.merger(x), *levels])
 
     def _patches(self, frames: Tensor, grid: Grid) -> Tensor:
-        pixels = self.config.picture if len(frames) == 1 else self.config.video
-        if pixels is None:
-            raise EngineError("the model directory has no preprocessor_config.json, which says how to read pictures")
-        return _patches(frames, grid, self.config, pixels, self._dtype)
-
-
-def _patches(frames: Tensor, grid: Grid, config: VisionConfig, pixels: Pixels, dtype: torch.dtype) -> Tensor:
-    return patches(
-        frames,
-        grid,
-        mean=pixels.mean,
-        std=pixels.std,
-        resample=pixels.resample,
-        dtype=dtype,
-        patch=config.patch_size,
-        merge=config.merge_size,
-        temporal=config.temporal_patch_size,
-    )
+        if (p := self._preprocessing) is None:
+            raise EngineError("encoding: expected a preprocessor_config.json in the model directory, found none")
+        return patches(
+            frames,
+            grid,
+            mean=p.mean,
+            std=p.std,
+            resample=p.resample,
+            dtype=self._dtype,
+            patch=p.patch,
+            merge=p.merge,
+            temporal=p.temporal,
+        )
 
 
 def patch_places(rows: int, columns: int, merge: int) -> tuple[Tensor, Tensor]:

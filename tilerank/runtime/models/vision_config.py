@@ -1,11 +1,9 @@
-"""The fields of config.json and of the processor's settings that vision towers share."""
+"""The fields of config.json that vision towers share."""
 
 from dataclasses import dataclass
 from math import isqrt
-from pathlib import Path
 
 from tilerank.loader.fields import Fields
-from tilerank.loader.processor_config import read_processor_config
 
 from .text_config import MAX_WIDTH
 
@@ -13,16 +11,6 @@ _MAX_DEPTH = 1 << 10
 _MAX_HEADS = 1 << 10
 _MAX_HEAD_DIM = 256  # of the attention kernel
 _MAX_SIDE = 1 << 10
-_RESAMPLING = {2: "bilinear", 3: "bicubic"}  # as numbered by Pillow
-
-
-@dataclass(frozen=True)
-class Pixels:
-    """How frames become numbers: resized with `resample`, then (v / 255 - mean) / std for each of three channels."""
-
-    mean: tuple[float, float, float]
-    std: tuple[float, float, float]
-    resample: str
 
 
 @dataclass(frozen=True)
@@ -30,8 +18,7 @@ class VisionConfig:
     """The shape of a vision tower; counts are the model's own, before any padding for ranks.
 
     merge_size: rows and columns of the block of patches that becomes one token. position_side: rows and columns of the
-    table of position embeddings. deepstack: blocks whose output makes another level, ascending. picture, video: None if
-    the model directory does not say.
+    table of position embeddings. deepstack: blocks whose output makes another level, ascending.
     """
 
     depth: int
@@ -44,8 +31,6 @@ class VisionConfig:
     merge_size: int
     position_side: int
     deepstack: tuple[int, ...]
-    picture: Pixels | None
-    video: Pixels | None
 
     @property
     def head_dim(self) -> int:
@@ -55,7 +40,7 @@ class VisionConfig:
 def read_vision_config(c: Fields, out_hidden_size: int) -> VisionConfig:
     """Read and check the fields. Raises ConfigError, also for what would change the result if ignored.
 
-    c: the fields of the tower alone. out_hidden_size: of the decoder. The processor's settings lie beside config.json.
+    c: the fields of the tower alone. out_hidden_size: of the decoder.
     """
     _expect(c, "hidden_act", "gelu_pytorch_tanh")
     _expect(c, "in_channels", 3)
@@ -83,8 +68,6 @@ def read_vision_config(c: Fields, out_hidden_size: int) -> VisionConfig:
         merge_size=c.integer("spatial_merge_size", 1, 16),
         position_side=isqrt(positions),
         deepstack=_deepstack(c, depth),
-        picture=_read_pixels(c.path.parent, "image"),
-        video=_read_pixels(c.path.parent, "video"),
     )
 
 
@@ -102,21 +85,3 @@ def _deepstack(c: Fields, depth: int) -> tuple[int, ...]:
     if blocks != sorted(set(blocks)):
         raise c.fail(key, "blocks in ascending order")
     return tuple(blocks)
-
-
-def _read_pixels(model_dir: Path, kind: str) -> Pixels | None:
-    c = read_processor_config(model_dir, kind)
-    if c is None:
-        return None
-    number = c.integer("resample", 0, 5)
-    if number not in _RESAMPLING:
-        raise c.fail("resample", "2 (bilinear) or 3 (bicubic)")
-    return Pixels(_channels(c, "image_mean"), _channels(c, "image_std"), _RESAMPLING[number])
-
-
-def _channels(c: Fields, key: str) -> tuple[float, float, float]:
-    values = c.values.get(key)
-    numbers = [float(v) for v in values if type(v) in (int, float)] if isinstance(values, list) else []
-    if len(numbers) != 3 or len(numbers) != len(c.values[key]) or (key == "image_std" and min(numbers) <= 0):
-        raise c.fail(key, "three numbers" + (" above 0" if key == "image_std" else ""))
-    return numbers[0], numbers[1], numbers[2]
