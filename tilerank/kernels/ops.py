@@ -19,6 +19,9 @@ _NORM_ROTARY = core.kernel("norm_rotary")
 _SILU_MUL = core.kernel("silu_mul")
 _EMBEDDING = core.kernel("embedding")
 _TAKE_ROWS = core.kernel("take_rows")
+_PUT_ROWS = core.kernel("put_rows")
+_ADD_ROWS = core.kernel("add_rows")
+_ADD = core.kernel("add")
 _REPEAT_ROW = core.kernel("repeat_row")
 _JOIN_COLUMNS = core.kernel("join_columns")
 _ARGMAX = core.kernel("argmax")
@@ -162,13 +165,19 @@ def take_rows(x: Tensor, rows: Tensor) -> Tensor:
 def put_rows_(x: Tensor, rows: Tensor, values: Tensor) -> None:
     """Set x[rows] = values, in place. x: [t, d]; rows: [m] int64, each in [0, t), none twice; values: [m, d]."""
     _check_rows("put_rows_", x, rows, values)
-    reference.put_rows_(x, rows, values)
+    if core.isa() == "reference":
+        reference.put_rows_(x, rows, values)
+    else:
+        core.launch(_PUT_ROWS, (rows, values, x))
 
 
 def add_rows_(x: Tensor, rows: Tensor, values: Tensor) -> None:
     """Add values to x[rows] in place, rounded to the dtype. The arguments are those of `put_rows_`."""
     _check_rows("add_rows_", x, rows, values)
-    reference.add_rows_(x, rows, values)
+    if core.isa() == "reference":
+        reference.add_rows_(x, rows, values)
+    else:
+        core.launch(_ADD_ROWS, (rows, values, x))
 
 
 def _check_rows(name: str, x: Tensor, rows: Tensor, values: Tensor) -> None:
@@ -181,7 +190,11 @@ def add(x: Tensor, y: Tensor) -> Tensor:
     """Return x + y, rounded to their dtype. x, y: [..., d] of one shape and dtype. Returns [..., d], contiguous."""
     check.tensor("add", "x", x, (*x.shape[:-1], None), check.ACTIVATION_DTYPES)
     check.tensor("add", "y", y, x.shape, x.dtype)
-    return reference.add(x, y)
+    if core.isa() == "reference":
+        return reference.add(x, y)
+    out = core.empty(x.shape, x.dtype)
+    core.launch(_ADD, (x, y, out))
+    return out
 
 
 def repeat_row(row: Tensor | None, m: int, n: int, dtype: torch.dtype) -> Tensor:

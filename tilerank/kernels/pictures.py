@@ -3,9 +3,11 @@
 import torch
 from torch import Tensor
 
-from . import check
+from . import check, core
 from .errors import KernelError
 from .reference import pictures as reference
+
+_PATCHES = core.kernel("patches")
 
 RESAMPLING = ("bilinear", "bicubic")
 
@@ -46,14 +48,19 @@ def patches(
         raise KernelError(f"patches: resample: expected one of {', '.join(RESAMPLING)}, found {resample!r}")
     if dtype not in check.ACTIVATION_DTYPES:
         raise KernelError(f"patches: dtype: expected float32 or bfloat16, found {dtype}")
-    return reference.patches(
-        frames,
-        grid,
-        mean=mean,
-        std=std,
-        resample=resample,
-        dtype=dtype,
-        patch=patch,
-        merge=merge,
-        temporal=temporal,
-    )
+    if core.isa() == "reference":
+        return reference.patches(
+            frames,
+            grid,
+            mean=mean,
+            std=std,
+            resample=resample,
+            dtype=dtype,
+            patch=patch,
+            merge=merge,
+            temporal=temporal,
+        )
+    out = core.empty((t * rows * columns, 3 * temporal * patch * patch), dtype)
+    sizes = (rows, columns, patch, merge, temporal, int(resample == "bicubic"))
+    core.launch(_PATCHES, (frames, out), sizes, (*mean, *std))
+    return out

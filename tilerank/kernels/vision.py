@@ -7,8 +7,13 @@ result depends on that row alone. A wrong argument raises KernelError naming it,
 import torch
 from torch import Tensor
 
-from . import check
+from . import check, core
 from .reference import vision as reference
+
+_LAYER_NORM = core.kernel("layer_norm")
+_GELU = core.kernel("gelu")
+_ROTARY_FLOAT = core.kernel("rotary_float")
+_INTERPOLATE_ROWS = core.kernel("interpolate_rows")
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
@@ -19,7 +24,11 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     check.tensor("layer_norm", "x", x, (*x.shape[:-1], None), check.ACTIVATION_DTYPES)
     check.tensor("layer_norm", "weight", weight, (x.shape[-1],), x.dtype)
     check.tensor("layer_norm", "bias", bias, (x.shape[-1],), x.dtype)
-    return reference.layer_norm(x, weight, bias, eps)
+    if core.isa() == "reference":
+        return reference.layer_norm(x, weight, bias, eps)
+    out = core.empty(x.shape, x.dtype)
+    core.launch(_LAYER_NORM, (x, weight, bias, out), (), (eps,))
+    return out
 
 
 def gelu(x: Tensor, tanh: bool) -> Tensor:
@@ -30,7 +39,11 @@ def gelu(x: Tensor, tanh: bool) -> Tensor:
     x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x^3))).
     """
     check.tensor("gelu", "x", x, (*x.shape[:-1], None), check.ACTIVATION_DTYPES)
-    return reference.gelu(x, tanh)
+    if core.isa() == "reference":
+        return reference.gelu(x, tanh)
+    out = core.empty(x.shape, x.dtype)
+    core.launch(_GELU, (x, out), (tanh,))
+    return out
 
 
 def rotary_float_(q: Tensor, k: Tensor, angles: Tensor) -> None:
@@ -42,7 +55,10 @@ def rotary_float_(q: Tensor, k: Tensor, angles: Tensor) -> None:
     check.tensor("rotary_float_", "q", q, (None, None, None), check.ACTIVATION_DTYPES)
     check.tensor("rotary_float_", "k", k, (q.shape[0], None, q.shape[2]), q.dtype)
     check.tensor("rotary_float_", "angles", angles, (q.shape[0], 2, q.shape[2] // 2), torch.float32)
-    reference.rotary_float_(q, k, angles)
+    if core.isa() == "reference":
+        reference.rotary_float_(q, k, angles)
+    else:
+        core.launch(_ROTARY_FLOAT, (q, k, angles))
 
 
 def interpolate_rows(table: Tensor, rows: Tensor, weights: Tensor) -> Tensor:
@@ -54,4 +70,8 @@ def interpolate_rows(table: Tensor, rows: Tensor, weights: Tensor) -> Tensor:
     check.tensor("interpolate_rows", "table", table, (None, None), check.ACTIVATION_DTYPES)
     check.tensor("interpolate_rows", "rows", rows, (None, 4), torch.int64)
     check.tensor("interpolate_rows", "weights", weights, rows.shape, torch.float32)
-    return reference.interpolate_rows(table, rows, weights)
+    if core.isa() == "reference":
+        return reference.interpolate_rows(table, rows, weights)
+    out = core.empty((rows.shape[0], table.shape[1]), table.dtype)
+    core.launch(_INTERPOLATE_ROWS, (table, rows, weights, out))
+    return out

@@ -1,4 +1,5 @@
-// rotary: pairs (i, i + half) of every head, in fp32, rounded once; norm_rotary: of its root-mean-square norm.
+// rotary and rotary_float: pairs (i, i + half) of every head, in fp32, rounded once; norm_rotary: of its
+// root-mean-square norm.
 #ifndef TR_RUNG
 #include "rows/rows.h"
 #define TR_SOURCE "rows/rotary.cpp"
@@ -43,8 +44,8 @@ class Rotation {
     for_lanes(half, [&](int64_t i, auto lanes) { lanes.store(minus_s_ + i, zero() - lanes.load(s_ + i)); });
   }
   // values(lanes, i): what the vectors of the head that begin at i and half + i are before.
-  template <class F>
-  void rotate(T* head, const F& values) const {
+  template <class H, class F>
+  void rotate(H* head, const F& values) const {
     for_lanes(half, [&](int64_t i, auto lanes) {
       const auto [a, b] = values(lanes, i);
       const Vec c = lanes.load(c_ + i);
@@ -90,25 +91,33 @@ static void for_heads(const Args& args, Team& team, const F& f) {
   }
 }
 
-// tensors: q, k, rows [t, 2, h]
-static void rotary(const Args& args, Team& team) {
+// Heads of T, cosines and sines of R.
+template <class T, class R>
+static void rotate_heads(const Args& args, Team& team) {
   const Tensor& rows = args.tensor(2);
   const int64_t d = args.tensor(0).size[2], half = rows.size[2];
-  for_float(rows.dtype, [&](auto type) {
-    using T = decltype(type);
-    Rotation<T> rotation(rows, static_cast<float*>(team.scratch(sizeof(float) * Rotation<T>::count(half))));
-    for_heads<T>(args, team, [&](const Head<T>* heads, int64_t n) {
-      for (const auto* head = heads; head < heads + n; ++head) {
-        head->fetch_next(d);
-        rotation.go_to(head->token);
-        rotation.rotate(head->x, [&](auto lanes, int64_t i) {
-          return Two{lanes.load(head->x + i), lanes.load(head->x + half + i)};
-        });
-      }
-    });
+  Rotation<R> rotation(rows, static_cast<float*>(team.scratch(sizeof(float) * Rotation<R>::count(half))));
+  for_heads<T>(args, team, [&](const Head<T>* heads, int64_t n) {
+    for (const auto* head = heads; head < heads + n; ++head) {
+      head->fetch_next(d);
+      rotation.go_to(head->token);
+      rotation.rotate(
+          head->x, [&](auto lanes, int64_t i) { return Two{lanes.load(head->x + i), lanes.load(head->x + half + i)}; });
+    }
   });
 }
+
+// tensors: q, k, rows [t, 2, h]
+static void rotary(const Args& args, Team& team) {
+  for_float(args.tensor(2).dtype, [&](auto type) { rotate_heads<decltype(type), decltype(type)>(args, team); });
+}
 TR_KERNEL(rotary)
+
+// tensors: q, k, angles [t, 2, h] f32
+static void rotary_float(const Args& args, Team& team) {
+  for_float(args.tensor(0).dtype, [&](auto type) { rotate_heads<decltype(type), float>(args, team); });
+}
+TR_KERNEL(rotary_float)
 
 // tensors: q, k, rows [t, 2, h], weights of q and k; ints: zero_centered; floats: eps
 static void norm_rotary(const Args& args, Team& team) {

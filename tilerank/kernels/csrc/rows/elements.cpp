@@ -1,0 +1,84 @@
+// add and gelu: element by element, in fp32, rounded once.
+#ifndef TR_RUNG
+#include "rows/rows.h"
+#define TR_SOURCE "rows/elements.cpp"
+#include "simd/foreach_isa.h"
+#else
+namespace tilerank::TR_RUNG {
+
+// f(row, column, n) for this thread's pieces of a tensor [..., d]: elements are independent, so a single row is dealt
+// out too, in pieces of a few cache lines.
+template <class F>
+static void for_pieces(const Tensor& x, Team& team, const F& f) {
+  constexpr int64_t kPiece = 256;
+  const int64_t d = x.size[x.ndim - 1], pieces = (d + kPiece - 1) / kPiece;
+  const auto [first, last] = team.share(row_count(x) * pieces);
+  for (int64_t item = first; item < last; ++item) {
+    const int64_t column = item % pieces * kPiece;
+    f(item / pieces, column, std::min(kPiece, d - column));
+  }
+}
+
+// tensors: x, y, out
+static void add(const Args& args, Team& team) {
+  const Tensor &x = args.tensor(0), &y = args.tensor(1), &out = args.tensor(2);
+  const int64_t d = x.size[x.ndim - 1];
+  for_float(x.dtype, [&](auto type) {
+    using T = decltype(type);
+    for_pieces(x, team, [&](int64_t row, int64_t column, int64_t n) {
+      const T* const a = x.as<T>() + row_offset(x, row) + column;
+      const T* const b = y.as<T>() + row_offset(y, row) + column;
+      T* const to = out.as<T>() + row * d + column;
+      for_two(n, [&](int64_t i, auto two) { two.store(to + i, two.load(a + i) + two.load(b + i)); });
+    });
+  });
+}
+TR_KERNEL(add)
+
+// x * Phi(x) = max(x, 0) - |x| / 2 * erfc(|x| / sqrt(2)). erfc(z) = t * exp(-z^2 + p(t)), t = 1 / (1 + z / 2), with the
+// polynomial p of Numerical Recipes ("erfcc"): within 1.2e-7, relatively, so that small results keep their digits.
+static inline Vec gelu_erf(Vec x) {
+  const Vec size = min(set(100.0f), max(x, zero() - x)), z = size * set(0.70710678118654752f);  // NaN stays NaN
+  const Vec t = set(1.0f) / fma(z, set(0.5f), set(1.0f));
+  Vec p = set(0.17087277f);
+  p = fma(p, t, set(-0.82215223f));
+  p = fma(p, t, set(1.48851587f));
+  p = fma(p, t, set(-1.13520398f));
+  p = fma(p, t, set(0.27886807f));
+  p = fma(p, t, set(-0.18628806f));
+  p = fma(p, t, set(0.09678418f));
+  p = fma(p, t, set(0.37409196f));
+  p = fma(p, t, set(1.00002368f));
+  p = fma(p, t, set(-1.26551223f));
+  const Vec erfc = t * exp(fma(zero() - z, z, p));
+  return max(x, zero()) - size * set(0.5f) * erfc;
+}
+
+// x / 2 * (1 + tanh(u)) = x / (1 + exp(-2 u)), u = sqrt(2 / pi) * (x + 0.044715 * x^3)
+static inline Vec gelu_tanh(Vec x) {
+  const Vec u = x * fma(x * x, set(0.044715f), set(1.0f));
+  return x / (set(1.0f) + exp(u * set(-1.59576912160573071f)));
+}
+
+// tensors: x, out; ints: tanh
+static void gelu(const Args& args, Team& team) {
+  const Tensor &x = args.tensor(0), &out = args.tensor(1);
+  const int64_t d = x.size[x.ndim - 1];
+  const bool tanh = args.integer(0) != 0;
+  for_float(x.dtype, [&](auto type) {
+    using T = decltype(type);
+    for_pieces(x, team, [&](int64_t row, int64_t column, int64_t n) {
+      const T* const from = x.as<T>() + row_offset(x, row) + column;
+      T* const to = out.as<T>() + row * d + column;
+      if (tanh) {
+        for_lanes(n, [&](int64_t i, auto lanes) { lanes.store(to + i, gelu_tanh(lanes.load(from + i))); });
+      } else {
+        for_lanes(n, [&](int64_t i, auto lanes) { lanes.store(to + i, gelu_erf(lanes.load(from + i))); });
+      }
+    });
+  });
+}
+TR_KERNEL(gelu)
+
+}  // namespace tilerank::TR_RUNG
+#endif
