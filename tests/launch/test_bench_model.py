@@ -31,6 +31,7 @@ from tilerank.parallel.group import SingleGroup
 from tilerank.parallel.join import Team
 from tilerank.runtime.engine import Engine
 from tilerank.runtime.models import qwen_moe
+from tilerank.runtime.prompt import Prompt
 from tilerank.runtime.worker import Worker
 
 PEAKS = Peaks(stream_read_gbs=20.0, amx_bf16_tflops=4.0, amx_int8_tops=8.0, core_to_core_ns=100.0, first_touch_gbs=5.0)
@@ -296,13 +297,13 @@ def test_tokens_of_a_random_moe_model_choose_different_experts(tmp_path: Path, m
     monkeypatch.setattr(qwen_moe, "softmax_top_k", spy)
     team = Team(SingleGroup(), Channel(0, None, {}, 1.0))
     ids = torch.randperm(4200, generator=torch.Generator().manual_seed(0))[:24].tolist()
-    Engine(Worker(out, team, dtype=torch.float32, max_total_tokens=64, eager=True)).score(ids)
+    Engine(Worker(out, team, dtype=torch.float32, max_total_tokens=64, eager=True)).score(Prompt(ids))
     assert len(experts_per_layer) == 3 and min(experts_per_layer) >= 26  # expected by chance: 64 (1 - (62/64)^24) = 34
 
 
 def score(model_dir: Path, ids: list[int]) -> torch.Tensor:
     team = Team(SingleGroup(), Channel(0, None, {}, 1.0))
-    return Engine(Worker(model_dir, team, dtype=torch.float32, max_total_tokens=64)).score(ids)
+    return Engine(Worker(model_dir, team, dtype=torch.float32, max_total_tokens=64)).score(Prompt(ids))
 
 
 def transformers_score(model_dir: Path, ids: list[int]) -> torch.Tensor:

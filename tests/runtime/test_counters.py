@@ -17,6 +17,7 @@ from tilerank.parallel.sharding import Sharding
 from tilerank.runtime.bytes_per_step import BytesPerStep, bytes_per_step
 from tilerank.runtime.counters import RankCounters, StepCounter
 from tilerank.runtime.engine import Engine, Request
+from tilerank.runtime.prompt import Prompt
 from tilerank.runtime.rank_messages import Chunk, Step
 from tilerank.runtime.registry import build_model
 from tilerank.runtime.sampling import SamplingParams
@@ -77,7 +78,7 @@ def run_engine(team: Any) -> list[list[float]]:
         return []
     engine = Engine(worker)
     before = engine.counters()
-    requests = [Request(list(range(20)), SamplingParams(max_new_tokens=6, ignore_eos=True)) for _ in range(2)]
+    requests = [Request(Prompt(list(range(20))), SamplingParams(max_new_tokens=6, ignore_eos=True)) for _ in range(2)]
     began = time.perf_counter()
     assert len(list(engine.generate(requests))) == 12
     took = time.perf_counter() - began

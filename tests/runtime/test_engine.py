@@ -18,6 +18,7 @@ from tilerank.parallel.group import SingleGroup
 from tilerank.parallel.join import Team
 from tilerank.runtime.engine import Engine, Request, TokenEvent
 from tilerank.runtime.errors import EngineError, RequestError
+from tilerank.runtime.prompt import Prompt
 from tilerank.runtime.sampling import SamplingParams, uniform
 from tilerank.runtime.worker import Worker
 
@@ -34,7 +35,7 @@ def engine() -> Engine:
 
 
 def run(engine: Engine, prompt: list[int], **params: object) -> list[TokenEvent]:
-    return list(engine.generate([Request(prompt, SamplingParams(**params))]))  # type: ignore[arg-type]
+    return list(engine.generate([Request(Prompt(prompt), SamplingParams(**params))]))  # type: ignore[arg-type]
 
 
 @pytest.mark.skipif(not COMPILED, reason="in plain torch a row's bits depend on the batch; no compiled rung runs here")
@@ -53,7 +54,7 @@ def test_a_profile_changes_nothing(engine: Engine) -> None:
     assert engine.worker.profile() is None  # nobody watched
     engine.worker.start_profiling()
     found, profiles = [], []
-    for event in engine.generate([Request(PROMPT, SamplingParams(max_new_tokens=5))]):
+    for event in engine.generate([Request(Prompt(PROMPT), SamplingParams(max_new_tokens=5))]):
         found.append(event.token_id)
         profiles.append(engine.worker.profile())
     assert found == expected
@@ -70,9 +71,9 @@ def test_sampling_draws_from_the_warped_distribution_of_every_row(engine: Engine
     for event in engine.generate(some):
         found[event.request].append(event.token_id)
     for request, new in zip(some, found, strict=True):
-        logits = engine.score([*request.prompt_token_ids, *new])
+        logits = engine.score(Prompt([*request.prompt.token_ids, *new]))
         for i, token in enumerate(new):
-            position = len(request.prompt_token_ids) + i
+            position = len(request.prompt.token_ids) + i
             assert token == draw(logits[position - 1].double(), request.params, position)
 
 
@@ -117,7 +118,7 @@ def test_extremes_that_leave_one_token(engine: Engine, params: dict[str, float])
 
 def test_logprobs_are_those_of_the_raw_logits(engine: Engine) -> None:
     events = run(engine, PROMPT, max_new_tokens=8, temperature=1.5, top_k=5, seed=5, logprobs=4, ignore_eos=True)
-    logits = engine.score([*PROMPT, *(event.token_id for event in events)])
+    logits = engine.score(Prompt([*PROMPT, *(event.token_id for event in events)]))
     for event, row in zip(events, logits[len(PROMPT) - 1 :], strict=False):
         expected = row.double() - row.double().logsumexp(0)
         assert event.logprobs is not None
@@ -175,14 +176,14 @@ def test_requests_come_and_go_between_steps(engine: Engine) -> None:
                 found.setdefault(event.request, []).append(event.token_id)
 
     for i in range(3):
-        numbers.append(engine.submit(Request(PROMPT[i:], SamplingParams(max_new_tokens=20, ignore_eos=True))))
+        numbers.append(engine.submit(Request(Prompt(PROMPT[i:]), SamplingParams(max_new_tokens=20, ignore_eos=True))))
         steps(4)
     engine.cancel(numbers[1])
     steps(16)
     assert [found[number] for number in numbers] == [wanted[0], wanted[1][:8], wanted[2]]
     assert engine._pool.free == engine._pool.total
     with pytest.raises(RequestError, match="the request: the prompt is empty"):
-        engine.submit(Request([]))
+        engine.submit(Request(Prompt([])))
 
 
 @pytest.mark.parametrize(
@@ -195,9 +196,9 @@ def test_requests_come_and_go_between_steps(engine: Engine) -> None:
     ],
 )
 def test_refuses_a_request_before_any_of_them_runs(engine: Engine, prompt: list[int], new: int, says: str) -> None:
-    good = Request(PROMPT, SamplingParams(max_new_tokens=2))
+    good = Request(Prompt(PROMPT), SamplingParams(max_new_tokens=2))
     with pytest.raises(RequestError, match=says):
-        next(engine.generate([good, Request(prompt, SamplingParams(max_new_tokens=new))]))
+        next(engine.generate([good, Request(Prompt(prompt), SamplingParams(max_new_tokens=new))]))
     assert len(run(engine, PROMPT, max_new_tokens=2, ignore_eos=True)) == 2
 
 
@@ -211,7 +212,7 @@ def test_refuses_what_the_cache_can_never_hold() -> None:
 
 def test_an_abandoned_batch_gives_its_pages_back(engine: Engine) -> None:
     for _ in range(20):  # 3 x 96 of 512 tokens each time
-        events = engine.generate([Request(PROMPT, SamplingParams(max_new_tokens=50, seed=i)) for i in range(3)])
+        events = engine.generate([Request(Prompt(PROMPT), SamplingParams(max_new_tokens=50, seed=i)) for i in range(3)])
         next(events)
         events.close()
     assert engine._pool.free == engine._pool.total
@@ -220,9 +221,9 @@ def test_an_abandoned_batch_gives_its_pages_back(engine: Engine) -> None:
 
 
 def test_scores_a_prompt_of_the_whole_context(engine: Engine) -> None:
-    assert engine.score((PROMPT * 7)[:256]).shape == (256, 4096)
+    assert engine.score(Prompt((PROMPT * 7)[:256])).shape == (256, 4096)
     with pytest.raises(RequestError, match="257 tokens"):
-        engine.score((PROMPT * 7)[:257])
+        engine.score(Prompt((PROMPT * 7)[:257]))
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from tilerank.runtime import grammar_masks
 from tilerank.runtime.engine import Completed, Engine, Event, Failed, Request, TokenEvent
 from tilerank.runtime.errors import RequestError
 from tilerank.runtime.grammar import Vocabulary, allowed_tokens
+from tilerank.runtime.prompt import Prompt
 from tilerank.runtime.rank_messages import Chunk
 from tilerank.runtime.sampling import SamplingParams
 from tilerank.runtime.server.engine_loop import serve_connections
@@ -56,7 +57,7 @@ def engine() -> Iterator[Engine]:
 
 def events(engine: Engine, *asked: dict[str, Any]) -> list[list[Event]]:
     """Run all requests together and return the events of each."""
-    numbers = [engine.submit(Request(PROMPT, SamplingParams(**params))) for params in asked]
+    numbers = [engine.submit(Request(Prompt(PROMPT), SamplingParams(**params))) for params in asked]
     found: dict[int, list[Event]] = {number: [] for number in numbers}
     while engine.busy:
         for event in engine.step():
@@ -88,7 +89,7 @@ def test_takes_the_likeliest_token_that_the_language_has(engine: Engine) -> None
         may = [id for id, piece in pieces.items() if piece and any(word.startswith(said + piece) for word in words)]
         if not all(word.startswith(said + pieces[event.token_id]) for word in words):
             branches += 1
-            logits = engine.score(PROMPT + before)[-1]
+            logits = engine.score(Prompt(PROMPT + before))[-1]
             assert event.token_id == max(may, key=lambda id: float(logits[id]))
         assert event.token_id in may
     assert branches > 0
@@ -132,7 +133,7 @@ def test_holds_with_any_other_parameters(engine: Engine, params: dict[str, Any])
 
 def test_log_probabilities_are_those_of_the_free_text(engine: Engine) -> None:
     first = tokens(*events(engine, {"grammar": CHOICE, "logprobs": 3}))[0]
-    expected = torch.log_softmax(engine.score(PROMPT)[-1], -1)
+    expected = torch.log_softmax(engine.score(Prompt(PROMPT))[-1], -1)
     assert first.logprobs is not None
     assert first.logprobs.chosen == pytest.approx(float(expected[first.token_id]), abs=1e-4)
     assert [id for id, _ in first.logprobs.top] == expected.topk(3).indices.tolist()
@@ -174,8 +175,8 @@ def test_other_requests_do_not_wait_for_a_grammar(engine: Engine, monkeypatch: p
         grammar = f"start: /{'|'.join(LANGUAGE)}|{'@' * (1 + (owner is Vocabulary))}/"
         with monkeypatch.context() as patch:
             patch.setattr(owner, slow.__name__, waits)
-            constrained = engine.submit(Request(PROMPT, SamplingParams(grammar=grammar)))
-            free = engine.submit(Request(PROMPT, SamplingParams(max_new_tokens=20, ignore_eos=True)))
+            constrained = engine.submit(Request(Prompt(PROMPT), SamplingParams(grammar=grammar)))
+            free = engine.submit(Request(Prompt(PROMPT), SamplingParams(max_new_tokens=20, ignore_eos=True)))
             found = [event for _ in range(25) for event in engine.step()]
             assert [event.request for event in found] == [free] * 20
             may_go_on.set()
@@ -206,8 +207,8 @@ def test_a_rank_is_lost_while_a_constrained_answer_ends(engine: Engine, monkeypa
 
 def end_of(engine: Engine, grammar: str) -> list[Event]:
     """Return the events of a request with this grammar, next to one without a grammar, which has to complete."""
-    constrained = engine.submit(Request(PROMPT, SamplingParams(grammar=grammar)))
-    free = engine.submit(Request(PROMPT, SamplingParams(max_new_tokens=8, ignore_eos=True)))
+    constrained = engine.submit(Request(Prompt(PROMPT), SamplingParams(grammar=grammar)))
+    free = engine.submit(Request(Prompt(PROMPT), SamplingParams(max_new_tokens=8, ignore_eos=True)))
     found: list[Event] = []
     while engine.busy:
         found += engine.step()
@@ -226,7 +227,7 @@ def test_a_grammar_that_fails_ends_its_own_request_alone(engine: Engine, monkeyp
         *_, failed = end_of(engine, grammar)
         assert isinstance(failed, Failed) and says in failed.sentence and "\n" not in failed.sentence
     with pytest.raises(RequestError, match=r"request 0: the grammar: .*unclosed group"):
-        list(engine.generate([Request(PROMPT, SamplingParams(grammar="start: /(/"))]))
+        list(engine.generate([Request(Prompt(PROMPT), SamplingParams(grammar="start: /(/"))]))
 
     with monkeypatch.context() as patch:
         patch.setattr(grammar_masks, "BASE_BUDGET_S", -1e9)  # every mask takes longer

@@ -101,7 +101,7 @@ def test_messages_arrive_as_they_were_sent(message: Step | Count | Stop) -> None
 
 def test_a_decode_step_is_a_small_message() -> None:
     chunks = [Chunk(i, 5000, [150000], [], 1) for i in range(64)]
-    assert len(rank_messages.encode(Step(chunks, []))) < 64 * 16
+    assert len(rank_messages.encode(Step(chunks, []))) < 64 * 17
 
 
 @pytest.mark.parametrize(
@@ -113,13 +113,13 @@ def test_strange_messages_are_refused(data: bytes) -> None:
 
 
 def filler(*, copy_padding: bool = False) -> BatchFiller:
-    return BatchFiller(max_sequences=5, max_pages=4, spare_page=9, copy_padding=copy_padding)
+    return BatchFiller(position_axes=1, max_sequences=5, max_pages=4, spare_page=9, copy_padding=copy_padding)
 
 
 def test_a_batch_of_a_decoding_sequence_and_a_chunk_of_a_prompt() -> None:
     """Sequence 7 has 33 tokens cached and decodes; sequence 3 gets prompt tokens 30 to 34, logits of the last."""
     chunks = [Chunk(7, 33, [9], [], 1), Chunk(3, 30, [1, 2, 3, 4, 5], [6, 0], 1)]
-    batch = filler().fresh(Step(chunks, []), {7: Held([4, 2, 5]), 3: Held([6, 0])})
+    batch = filler().fresh(Step(chunks, []), {7: Held([4, 2, 5]), 3: Held([6, 0])}, {})
     assert batch.token_ids.tolist() == [9, 1, 2, 3, 4, 5]
     assert batch.positions.tolist() == [[33, 30, 31, 32, 33, 34]]
     page = PAGE_TOKENS
@@ -133,12 +133,12 @@ def test_a_batch_of_a_decoding_sequence_and_a_chunk_of_a_prompt() -> None:
 
 def test_a_batch_with_logits_of_no_row_or_of_all() -> None:
     held = {0: Held([0]), 1: Held([1])}
-    some = filler().fresh(Step([Chunk(0, 0, [1, 2], [0], 0), Chunk(1, 0, [3, 4, 5], [1], 3)], []), held).logit_rows
+    some = filler().fresh(Step([Chunk(0, 0, [1, 2], [0], 0), Chunk(1, 0, [3, 4, 5], [1], 3)], []), held, {}).logit_rows
     assert some is not None and (some.rows.tolist(), some.starts.tolist()) == ([2, 3, 4], [0, 0, 3])
-    none = filler().fresh(Step([Chunk(0, 0, [1, 2], [0], 0)], []), held).logit_rows
+    none = filler().fresh(Step([Chunk(0, 0, [1, 2], [0], 0)], []), held, {}).logit_rows
     assert none is not None and none.rows.shape == (0,) and none.rows.dtype is torch.int64
     assert none.starts.tolist() == [0, 0]
-    assert filler().fresh(Step([Chunk(0, 0, [1, 2], [0], 2)], []), held).logit_rows is None
+    assert filler().fresh(Step([Chunk(0, 0, [1, 2], [0], 2)], []), held, {}).logit_rows is None
 
 
 def test_steps_of_single_tokens_with_logits_are_decode_steps() -> None:
@@ -156,7 +156,7 @@ def test_a_padded_batch_is_the_fresh_one_and_rows_that_write_to_the_spare_page(c
     fills, page = filler(copy_padding=copy_padding), PAGE_TOKENS
     step = Step([Chunk(7, 33, [9], [], 1), Chunk(3, 5, [8], [], 1), Chunk(4, 70, [7], [], 1)], [])
     held = {7: Held([4, 2]), 3: Held([6]), 4: Held([1, 3, 5])}
-    fresh, padded = fills.fresh(step, held), fills.padded(step, held)
+    fresh, padded = fills.fresh(step, held, {}), fills.padded(step, held)
     assert padded.token_ids[:3].tolist() == fresh.token_ids.tolist()
     assert padded.positions[:, :3].tolist() == fresh.positions.tolist()
     assert padded.slots[:3].tolist() == fresh.slots.tolist() == [2 * page + 1, 6 * page + 5, 5 * page + 6]

@@ -5,7 +5,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from tilerank.kernels.kv_pages import PAGE_TOKENS
+from tilerank.runtime.encodings import EncoderCache
 from tilerank.runtime.pages import Page, PagePool
+from tilerank.runtime.prompt import Prompt
 from tilerank.runtime.sampling import SamplingParams
 from tilerank.runtime.scheduler import Scheduler, Sequence
 
@@ -14,7 +16,7 @@ COMMON = st.sampled_from((0, 20, PAGE_TOKENS, PAGE_TOKENS + 3, 2 * PAGE_TOKENS, 
 
 
 def new_sequence(prompt: list[int], new_tokens: int, request: int = 0) -> Sequence:
-    return Sequence(request, SamplingParams(max_new_tokens=new_tokens), prompt, len(prompt))
+    return Sequence(request, SamplingParams(max_new_tokens=new_tokens), Prompt(prompt))
 
 
 def tree(pool: PagePool) -> list[Page]:
@@ -37,7 +39,7 @@ class Schedules(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.pool = PagePool(BLOCKS)
-        self.scheduler = Scheduler(self.pool, max_running=MAX_RUNNING, chunk_rows=CHUNK)
+        self.scheduler = Scheduler(self.pool, EncoderCache(0), max_running=MAX_RUNNING, chunk_rows=CHUNK)
         self.memory: dict[int, tuple[int, ...]] = {}  # slot -> all tokens up to the one whose keys are in it
         self.tables: dict[int, list[int]] = {}  # as another rank holds them
         self.alive: list[Sequence] = []
@@ -99,7 +101,7 @@ class Schedules(RuleBasedStateMachine):
         for sequence, chunk in scheduled:
             assert chunk.logits == (sequence.cached == len(sequence.tokens)) <= sequence.ready
             if chunk.logits:
-                sequence.tokens.append(token)
+                sequence.append(token)
                 if len(sequence.tokens) - sequence.prompt_len >= sequence.params.max_new_tokens:
                     self.scheduler.remove(sequence)
                     self.alive.remove(sequence)
@@ -127,7 +129,7 @@ class Schedules(RuleBasedStateMachine):
             users = [sequence for sequence in running if page in sequence.table.shared]
             assert page.users == len(users)
             assert (page in pool._idle) == (not users)
-            assert page.parent is not None and page.parent.children[page.token_ids] is page
+            assert page.parent is not None and page.parent.children[page.keys] is page
         assert pool.free == len(pool._empty) + sum(not page.users for page in pages)
 
     @invariant()
@@ -158,7 +160,7 @@ def finish(scheduler: Scheduler, *sequences: Sequence) -> int:
         scheduler.publish(scheduled)
         for one, chunk in scheduled:
             if chunk.logits:
-                one.tokens.append(7)
+                one.append(7)
                 if len(one.tokens) - one.prompt_len == one.params.max_new_tokens:
                     scheduler.remove(one)
                     left.discard(one)
@@ -166,7 +168,7 @@ def finish(scheduler: Scheduler, *sequences: Sequence) -> int:
 
 
 def test_a_second_prompt_computes_only_what_is_new() -> None:
-    scheduler = Scheduler(PagePool(20), max_running=4, chunk_rows=512)
+    scheduler = Scheduler(PagePool(20), EncoderCache(0), max_running=4, chunk_rows=512)
     common = list(range(100))
     first = new_sequence([*common, 1], 1)
     scheduler.add(first)
@@ -185,7 +187,7 @@ def test_a_common_prompt_is_computed_once() -> None:
     """Choices of one prompt, and prompts with a common beginning, arrive at the same time."""
     prompt = list(range(100))
     for prompts in ([prompt] * 4, [[*prompt[:96], *([i] * 50)] for i in range(4)]):
-        scheduler = Scheduler(PagePool(40), max_running=8, chunk_rows=40)
+        scheduler = Scheduler(PagePool(40), EncoderCache(0), max_running=8, chunk_rows=40)
         alone = new_sequence(list(prompts[0]), 1)
         rest = [new_sequence(list(prompt), 1, i + 1) for i, prompt in enumerate(prompts[1:])]
         stranger = new_sequence([7] * 30, 1, 9)
@@ -197,22 +199,22 @@ def test_a_common_prompt_is_computed_once() -> None:
 
 def test_the_least_recently_used_page_goes_first() -> None:
     pool = PagePool(4)
-    scheduler = Scheduler(pool, max_running=1, chunk_rows=512)
+    scheduler = Scheduler(pool, EncoderCache(0), max_running=1, chunk_rows=512)
     prompts = [[i] * PAGE_TOKENS + [9] for i in range(3)]
     for prompt in (prompts[0], prompts[1], prompts[0], prompts[2]):  # each leaves one page, and 0 is used again
         sequence = new_sequence(list(prompt), 1)
         scheduler.add(sequence)
         finish(scheduler, sequence)
-    assert {page.token_ids[0] for page in tree(pool)} == {0, 1, 2}
+    assert {page.keys[0] for page in tree(pool)} == {0, 1, 2}
     large = new_sequence([5] * (2 * PAGE_TOKENS), 1)  # two pages: the one that was never used, and the one of prompt 1
     scheduler.add(large)
     finish(scheduler, large)
-    assert {page.token_ids[0] for page in tree(pool)} == {0, 2, 5}
+    assert {page.keys[0] for page in tree(pool)} == {0, 2, 5}
 
 
 def test_the_youngest_is_preempted_and_resumed() -> None:
     pool = PagePool(4)
-    scheduler = Scheduler(pool, max_running=4, chunk_rows=512)
+    scheduler = Scheduler(pool, EncoderCache(0), max_running=4, chunk_rows=512)
     old, young = new_sequence([1] * 31, 70, 0), new_sequence([2] * 31, 40, 1)
     scheduler.add(old)
     scheduler.add(young)
@@ -221,7 +223,7 @@ def test_the_youngest_is_preempted_and_resumed() -> None:
         scheduler.publish(scheduled)
         for sequence, chunk in scheduled:
             if chunk.logits:
-                sequence.tokens.append(3)
+                sequence.append(3)
     scheduler.remove(old)
     assert scheduler.preemptions >= 1
     kept = list(young.tokens)

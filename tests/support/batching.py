@@ -13,6 +13,7 @@ from tilerank.parallel.join import Team
 from tilerank.runtime import engine as module
 from tilerank.runtime.engine import Engine, Request
 from tilerank.runtime.pages import PagePool
+from tilerank.runtime.prompt import Prompt
 from tilerank.runtime.sampling import SamplingParams
 from tilerank.runtime.scheduler import Scheduler
 from tilerank.runtime.worker import MAX_RUNNING, Worker
@@ -37,7 +38,7 @@ def requests() -> list[Request]:
             ignore_eos=True,
             logprobs=3,
         )
-        made.append(Request(sequences[i][:length], params))
+        made.append(Request(Prompt(sequences[i][:length]), params))
     return made
 
 
@@ -69,7 +70,7 @@ def forget(engine: Engine, *, pages: int | None = None, chunk_rows: int = module
     """No page of an earlier request is shared any more."""
     before = engine._scheduler
     engine._pool = PagePool(pages or engine._pool.total)
-    engine._scheduler = Scheduler(engine._pool, max_running=MAX_RUNNING, chunk_rows=chunk_rows)
+    engine._scheduler = Scheduler(engine._pool, engine._encodings, max_running=MAX_RUNNING, chunk_rows=chunk_rows)
     # The ranks know sequences by their numbers, and must still hear which ones are over.
     engine._scheduler._numbers, engine._scheduler.finished = before._numbers, before.finished
 
@@ -123,11 +124,11 @@ def same_answers(team: Team, *, cases: list[tuple[str, str]], kv_dtype: str | No
 
 
 def same_score(engine: Engine, rows: int) -> bool:
-    token_ids = requests()[-1].prompt_token_ids
-    whole = engine.score(token_ids)
+    prompt = requests()[-1].prompt
+    whole = engine.score(prompt)
     usual, module.SCORE_CHUNK = module.SCORE_CHUNK, rows
     try:
-        return torch.equal(engine.score(token_ids), whole)
+        return torch.equal(engine.score(prompt), whole)
     finally:
         module.SCORE_CHUNK = usual
 
@@ -145,7 +146,9 @@ def fails(team: Team, *, culprit: int) -> None:
 
         worker.run = broken  # type: ignore[method-assign, assignment]
     if team.group.rank == 0:
-        for _ in Engine(worker).generate([Request([1, 2, 3], SamplingParams(max_new_tokens=20, ignore_eos=True))]):
+        for _ in Engine(worker).generate(
+            [Request(Prompt([1, 2, 3]), SamplingParams(max_new_tokens=20, ignore_eos=True))]
+        ):
             pass
     else:
         worker.follow()

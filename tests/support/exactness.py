@@ -16,6 +16,7 @@ from tilerank.parallel.group import Group
 from tilerank.parallel.join import Team
 from tilerank.parallel.shard import Strategy
 from tilerank.runtime.engine import Engine, Request
+from tilerank.runtime.prompt import Prompt
 from tilerank.runtime.sampling import SamplingParams
 from tilerank.runtime.worker import Worker
 
@@ -111,11 +112,13 @@ def compare(engine: Engine, wanted: dict[str, Tensor], new_tokens: int) -> dict[
     scoring does.
     """
     token_ids = [wanted[f"{i}.token_ids"].tolist() for i in range(prompts(wanted))]
-    logit_error = max(row_errors(engine.score(ids), wanted[f"{i}.float32"]).max() for i, ids in enumerate(token_ids))
+    logit_error = max(
+        row_errors(engine.score(Prompt(ids)), wanted[f"{i}.float32"]).max() for i, ids in enumerate(token_ids)
+    )
     params = SamplingParams(max_new_tokens=new_tokens, ignore_eos=True, logprobs=5)
     answers: list[list[int]] = [[] for _ in token_ids]
     logprob_error = 0.0
-    for event in engine.generate([Request(ids[:-new_tokens], params) for ids in token_ids]):
+    for event in engine.generate([Request(Prompt(ids[:-new_tokens]), params) for ids in token_ids]):
         answer = answers[event.request]
         position = len(token_ids[event.request]) - new_tokens + len(answer) - 1
         expected = wanted[f"{event.request}.float32"][position].log_softmax(-1)
@@ -138,7 +141,7 @@ def errors(engine: Engine, wanted: dict[str, Tensor]) -> dict[str, float]:
     ours, theirs = [], []
     for i in range(prompts(wanted)):
         exact = wanted[f"{i}.float32"]
-        ours.append(row_errors(engine.score(wanted[f"{i}.token_ids"].tolist()), exact))
+        ours.append(row_errors(engine.score(Prompt(wanted[f"{i}.token_ids"].tolist())), exact))
         theirs.append(row_errors(wanted[f"{i}.bfloat16"], exact))
     a, b = torch.cat(ours), torch.cat(theirs)
     statistics = {"mean": Tensor.mean, "median": Tensor.median, "max": Tensor.max}
@@ -160,7 +163,7 @@ def perplexities(team: Team, *, model_dir: str, dtypes: list[str]) -> dict[str, 
             continue
         engine, losses = Engine(worker), []
         for ids in sequences:
-            logprobs = engine.score(ids)[:-1].log_softmax(-1)
+            logprobs = engine.score(Prompt(ids))[:-1].log_softmax(-1)
             losses.append(-logprobs.gather(1, torch.tensor(ids[1:])[:, None]))
         worker.stop()
         answer[dtype] = torch.cat(losses).mean(dtype=torch.float64).exp().item()

@@ -9,6 +9,7 @@ from safetensors.torch import save_file
 
 from tilerank.parallel.join import Team
 from tilerank.runtime.engine import Engine, Request
+from tilerank.runtime.prompt import Prompt
 from tilerank.runtime.sampling import SamplingParams
 from tilerank.runtime.worker import Worker
 
@@ -20,9 +21,9 @@ def run(team: Team, *, out: str, ids: list[int], prompt: int, new_tokens: int) -
         worker = Worker(DEMO, team, dtype=getattr(torch, name), kv_dtype=torch.int8, max_total_tokens=512)
         if team.group.rank == 0:
             engine = Engine(worker)
-            save_file({"logits": engine.score(ids)}, Path(out) / f"{name}.safetensors")
+            save_file({"logits": engine.score(Prompt(ids))}, Path(out) / f"{name}.safetensors")
             params = SamplingParams(max_new_tokens=new_tokens, ignore_eos=True)
-            found[name] = [event.token_id for event in engine.generate([Request(ids[:prompt], params)])]
+            found[name] = [event.token_id for event in engine.generate([Request(Prompt(ids[:prompt]), params)])]
             worker.stop()
         else:
             worker.follow()

@@ -8,6 +8,7 @@ from safetensors.torch import save_file
 from tilerank.loader.quantization_config import Quantization
 from tilerank.parallel.join import Team
 from tilerank.runtime.engine import Engine, Request
+from tilerank.runtime.prompt import Prompt
 from tilerank.runtime.sampling import SamplingParams
 from tilerank.runtime.worker import Worker
 
@@ -30,9 +31,9 @@ def run(team: Team, *, cases: list[dict[str, Any]], out: str, ids: list[int], ne
         result: dict[str, Any] = {"name": case["name"], "bytes_read": worker.load_report.bytes_read}
         if team.group.rank == 0:
             engine = Engine(worker)
-            save_file({"logits": engine.score(ids)}, Path(out) / f"{case['name']}.safetensors")
+            save_file({"logits": engine.score(Prompt(ids))}, Path(out) / f"{case['name']}.safetensors")
             params = SamplingParams(max_new_tokens=new_tokens, ignore_eos=True)
-            result["tokens"] = [event.token_id for event in engine.generate([Request(ids[:5], params)])]
+            result["tokens"] = [event.token_id for event in engine.generate([Request(Prompt(ids[:5]), params)])]
             worker.stop()
         else:
             worker.follow()

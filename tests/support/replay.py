@@ -15,6 +15,7 @@ from tilerank.parallel.errors import GroupError
 from tilerank.parallel.join import Team
 from tilerank.runtime.batch import Held
 from tilerank.runtime.engine import Engine, Request
+from tilerank.runtime.prompt import Prompt
 from tilerank.runtime.rank_messages import Chunk, Step
 from tilerank.runtime.sampling import SamplingParams
 from tilerank.runtime.worker import Worker
@@ -78,7 +79,7 @@ def generate(engine: Engine) -> list[tuple[int, int]]:
             params = SamplingParams(
                 max_new_tokens=2 + 3 * number, ignore_eos=True, temperature=0.8 * (number % 2), seed=number, logprobs=2
             )
-            requests.append(Request(ids, params))
+            requests.append(Request(Prompt(ids), params))
         events += [(event.request, event.token_id) for event in engine.generate(requests)]
     return events
 
@@ -106,7 +107,7 @@ def choose_rows(team: Team, *, models: list[str]) -> list[dict[str, Any]]:
                     [Chunk(i, 0 if i else 70, ids[i] if i else ids[i][70:], [], n) for i, n in enumerate(counts)],
                     [Chunk(i, n, [3], [], 1) for i, n in enumerate(lengths)],
                 ]
-                batches = [worker._filler.fresh(Step(chunks, []), held) for chunks in steps]
+                batches = [worker._filler.fresh(Step(chunks, []), held, {}) for chunks in steps]
                 return [worker._model.forward(batch, worker._caches).clone() for batch in batches]
 
             _, prompts, after = logits(70, (30, 150, 40))
@@ -154,7 +155,7 @@ def stays_eager(team: Team, *, model: str) -> list[str]:
     logger.setLevel(logging.INFO)
     worker = Worker(Path(model), team, dtype=torch.float32, max_total_tokens=512)
     assert worker._graphs is None
-    steps_of(worker, lambda e: list(e.generate([Request([1, 2], SamplingParams(max_new_tokens=4))])))
+    steps_of(worker, lambda e: list(e.generate([Request(Prompt([1, 2]), SamplingParams(max_new_tokens=4))])))
     return said
 
 
@@ -166,7 +167,7 @@ def replay_for_ever(team: Team, *, model: str) -> str:
     def endlessly(engine: Engine) -> None:
         nonlocal events
         while True:
-            for _ in engine.generate([Request([1, 2, 3], SamplingParams(max_new_tokens=100, ignore_eos=True))]):
+            for _ in engine.generate([Request(Prompt([1, 2, 3]), SamplingParams(max_new_tokens=100, ignore_eos=True))]):
                 events += 1
                 if events == 150:
                     print("replaying", flush=True)

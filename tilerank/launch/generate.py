@@ -159,10 +159,11 @@ class GenerateJob:
     def lead(self, worker: "Worker", size: int, placement: Placement) -> None:
         from tilerank.kernels import core
         from tilerank.runtime.engine import Engine, Request
+        from tilerank.runtime.prompt import Prompt
 
         answers = [Answer(ids, self._tokenizer.stream()) for ids in self._prompt_ids]
         output = JsonLines(answers, bool(self._args.logprobs)) if self._args.json else Text(answers)
-        for event in Engine(worker).generate([Request(ids, self._sampling()) for ids in self._prompt_ids]):
+        for event in Engine(worker).generate([Request(Prompt(ids), self._sampling()) for ids in self._prompt_ids]):
             answers[event.request].take(event)
             output.show()
         say(summary(answers, size, placement, core.isa()))
@@ -313,7 +314,7 @@ def _write(data: bytes) -> None:
         sys.stdout.buffer.write(data)
         sys.stdout.buffer.flush()
     except BrokenPipeError as e:
-        raise LaunchError("whoever read the output is gone") from e
+        raise LaunchError("the output was closed by its reader") from e
     except OSError as e:
         raise LaunchError(f"the output cannot be written: {e.strerror}") from e
 

@@ -43,13 +43,25 @@ class LogitRows:
 
 
 @dataclass(frozen=True)
+class Inserts:
+    """The m rows of a batch that take encoded media in place of embedded tokens.
+
+    rows: [m] int64, ascending. values: [levels, m, hidden]; level 0 replaces the embedded tokens, level j is added to
+    the residual stream after layer j - 1 (DeepStack).
+    """
+
+    rows: Tensor
+    values: Tensor
+
+
+@dataclass(frozen=True)
 class Batch:
     """t tokens of s sequences, one sequence after the other.
 
-    token_ids: [t] int64. positions: [1, t] int64. slots: [t] int64, where keys and values are stored: page *
+    token_ids: [t] int64. positions: [axes, t] int64. slots: [t] int64, where keys and values are stored: page *
     PAGE_TOKENS + offset. page_tables: [s, p] int32, the pages of every sequence in order. seq_lens: [s] int32, tokens
     of a sequence including this step's. query_starts: [s + 1] int32, a sequence's first row. logit_rows: None if the
-    logits of all rows are computed.
+    logits of all rows are computed. inserts: None in recorded decode steps.
     """
 
     token_ids: Tensor
@@ -59,6 +71,7 @@ class Batch:
     seq_lens: Tensor
     query_starts: Tensor
     logit_rows: LogitRows | None = None
+    inserts: Inserts | None = None
 
 
 def padded_size(sequences: int) -> int:
@@ -69,11 +82,11 @@ def padded_size(sequences: int) -> int:
 
 
 class _Rows:
-    """The rows of a step as Python lists, chunk by chunk."""
+    """The rows of a step as Python lists, chunk by chunk. positions: one list for each axis."""
 
-    def __init__(self) -> None:
+    def __init__(self, axes: int) -> None:
         self.token_ids: list[int] = []
-        self.positions: list[int] = []
+        self.positions: list[list[int]] = [[] for _ in range(axes)]
         self.slots: list[int] = []
         self.starts = [0]
         self.lengths: list[int] = []
@@ -81,35 +94,44 @@ class _Rows:
     def add(self, chunk: Chunk, pages: list[int]) -> None:
         span = range(chunk.start, chunk.start + len(chunk.token_ids))
         self.token_ids += chunk.token_ids
-        self.positions += span
-        self.slots += [pages[position // PAGE_TOKENS] * PAGE_TOKENS + position % PAGE_TOKENS for position in span]
+        shifted = range(span.start + chunk.shift, span.stop + chunk.shift)
+        for axis, positions in enumerate(self.positions):
+            positions += chunk.positions[axis] if chunk.positions else shifted
+        self.slots += [pages[index // PAGE_TOKENS] * PAGE_TOKENS + index % PAGE_TOKENS for index in span]
         self.starts.append(len(self.token_ids))
         self.lengths.append(span.stop)
 
-    def add_padding(self, token_id: int, position: int, slot: int) -> None:
-        """A row of a sequence that has `position` tokens before it; its key and value are stored in `slot`."""
+    def add_padding(self, token_id: int, position: int, index: int, slot: int) -> None:
+        """A row of a sequence that has `index` tokens before it; its key and value are stored in `slot`."""
         self.token_ids.append(token_id)
-        self.positions.append(position)
+        for positions in self.positions:
+            positions.append(position)
         self.slots.append(slot)
-        self.lengths.append(position + 1)
+        self.lengths.append(index + 1)
 
 
 class BatchFiller:
     """Turns steps into batches: into new tensors, or, for decode steps, into the tensors that recorded steps read.
 
-    max_sequences, max_pages: the largest decode batch, and the longest page table. spare_page: a page of the cache that
+    position_axes: as in Model. max_sequences, max_pages: the largest decode batch, and the longest page table.
+    spare_page: a page of the cache that
     belongs to no sequence; padding rows store their keys and values there. copy_padding: padding rows repeat a row of
     the batch, so that in a mixture they choose no other experts; otherwise they are sequences of one token, whose
     attention reads next to nothing.
     """
 
-    def __init__(self, *, max_sequences: int, max_pages: int, spare_page: int, copy_padding: bool) -> None:
+    def __init__(
+        self, *, position_axes: int, max_sequences: int, max_pages: int, spare_page: int, copy_padding: bool
+    ) -> None:
+        self._axes = position_axes
         self._max_sequences = max_sequences
         self._spare_page = spare_page
         self._copy_padding = copy_padding
         rows = padded_size(max_sequences)
         # Tensors over arrays: writing to an array takes a fraction of the time of writing to a tensor.
-        self._token_ids, self._positions, self._slots = (array("q", bytes(8 * rows)) for _ in range(3))
+        self._token_ids, self._slots = (array("q", bytes(8 * rows)) for _ in range(2))
+        self._positions = array("q", bytes(8 * rows * position_axes))  # axis by axis
+        self._rows = rows
         self._lengths = array("i", bytes(4 * rows))
         self._page_tables = torch.full((rows, max_pages), spare_page, dtype=torch.int32)
         self._table_of: list[tuple[int, int] | None] = [None] * rows  # the sequence in a row, and how many pages of it
@@ -117,14 +139,17 @@ class BatchFiller:
         self._padded: dict[int, Batch] = {}
 
     def is_decode(self, step: Step) -> bool:
-        """Return whether every sequence has one token and one row of logits, so that a recorded step can compute it."""
+        """Return whether a recorded step can compute this one: every sequence has one token and one row of logits, and
+        neither inserts nor positions of its own."""
         return len(step.chunks) <= self._max_sequences and all(
-            len(chunk.token_ids) == 1 and chunk.logits == 1 for chunk in step.chunks
+            len(chunk.token_ids) == 1 and chunk.logits == 1 and not chunk.inserts and not chunk.positions
+            for chunk in step.chunks
         )
 
-    def fresh(self, step: Step, held: Mapping[int, Held]) -> Batch:
-        """Return a batch of new tensors. held: by the number of the sequence."""
-        rows = _Rows()
+    def fresh(self, step: Step, held: Mapping[int, Held], encodings: Mapping[int, Tensor]) -> Batch:
+        """Return a batch of new tensors. held: by the number of the sequence. encodings: [levels, tokens, hidden] each,
+        by the number that inserts name."""
+        rows = _Rows(self._axes)
         for chunk in step.chunks:
             rows.add(chunk, held[chunk.sequence].pages)
         tables = [held[chunk.sequence].pages for chunk in step.chunks]
@@ -136,18 +161,19 @@ class BatchFiller:
         ]
         return Batch(
             token_ids=_int64(rows.token_ids),
-            positions=_int64(rows.positions)[None],
+            positions=torch.stack([_int64(positions) for positions in rows.positions]),
             slots=_int64(rows.slots),
             page_tables=torch.tensor([table + [0] * (width - len(table)) for table in tables], dtype=torch.int32),
             seq_lens=torch.tensor(rows.lengths, dtype=torch.int32),
             query_starts=torch.tensor(rows.starts, dtype=torch.int32),
             logit_rows=None if len(logit_rows) == len(rows.token_ids) else _logit_rows(logit_rows, step),
+            inserts=_inserts(step, rows.starts, encodings),
         )
 
     def padded(self, step: Step, held: Mapping[int, Held]) -> Batch:
         """Fill the shared tensors with a decode step, padded to `padded_size` rows. The same size gives the same Batch,
         whose values the next call overwrites."""
-        rows = _Rows()
+        rows = _Rows(self._axes)
         for row, chunk in enumerate(step.chunks):
             pages = held[chunk.sequence].pages
             rows.add(chunk, pages)
@@ -159,12 +185,14 @@ class BatchFiller:
             slot = self._spare_page * PAGE_TOKENS + row % PAGE_TOKENS
             if self._copy_padding:
                 self._set_table(row, shortest.sequence, held[shortest.sequence].pages)
-                rows.add_padding(shortest.token_ids[0], shortest.start, slot)
+                rows.add_padding(shortest.token_ids[0], shortest.start + shortest.shift, shortest.start, slot)
             else:
                 self._clear_table(row)
-                rows.add_padding(0, 0, slot)
+                rows.add_padding(0, 0, 0, slot)
         self._token_ids[:size] = array("q", rows.token_ids)
-        self._positions[:size] = array("q", rows.positions)
+        for axis, positions in enumerate(rows.positions):
+            start = axis * self._rows
+            self._positions[start : start + size] = array("q", positions)
         self._slots[:size] = array("q", rows.slots)
         self._lengths[:size] = array("i", rows.lengths)
         if size not in self._padded:
@@ -174,7 +202,7 @@ class BatchFiller:
     def _shared(self, size: int) -> Batch:
         return Batch(
             token_ids=torch.frombuffer(self._token_ids, dtype=torch.int64)[:size],
-            positions=torch.frombuffer(self._positions, dtype=torch.int64)[None, :size],
+            positions=torch.frombuffer(self._positions, dtype=torch.int64).view(self._axes, self._rows)[:, :size],
             slots=torch.frombuffer(self._slots, dtype=torch.int64)[:size],
             page_tables=self._page_tables[:size],
             seq_lens=torch.frombuffer(self._lengths, dtype=torch.int32)[:size],
@@ -190,6 +218,16 @@ class BatchFiller:
         if self._table_of[row] is not None:
             self._page_tables[row, 0] = self._spare_page
             self._table_of[row] = None
+
+
+def _inserts(step: Step, starts: list[int], encodings: Mapping[int, Tensor]) -> Inserts | None:
+    """starts: the first row of each chunk."""
+    parts = [(start, insert) for start, chunk in zip(starts, step.chunks, strict=False) for insert in chunk.inserts]
+    if not parts:
+        return None
+    rows = [row for start, i in parts for row in range(start + i.row, start + i.row + i.count)]
+    values = [encodings[i.encoding][:, i.first : i.first + i.count] for _, i in parts]
+    return Inserts(_int64(rows), torch.cat(values, 1))
 
 
 def _logit_rows(rows: list[int], step: Step) -> LogitRows:

@@ -17,13 +17,14 @@ class RankCounters(msgspec.Struct, frozen=True, array_like=True):
 
     A step in which every sequence computes one token is a decode step; any other one is a prefill step. prefill_s,
     decode_s: seconds in steps. decode_bytes: bytes that decode steps have to read. waited_s: seconds that collectives
-    waited for other ranks, in steps of both kinds.
+    waited for other ranks, in steps of both kinds. encode_s: seconds in encoding media.
     """
 
     prefill_s: float = 0.0
     decode_s: float = 0.0
     decode_bytes: float = 0.0
     waited_s: float = 0.0
+    encode_s: float = 0.0
 
     def __sub__(self, before: RankCounters) -> RankCounters:
         pairs = zip(msgspec.structs.astuple(self), msgspec.structs.astuple(before), strict=True)
@@ -35,7 +36,7 @@ class StepCounter:
 
     def __init__(self, bytes_per_step: BytesPerStep) -> None:
         self._bytes = bytes_per_step
-        self._prefill_s = self._decode_s = self._decode_bytes = self._waited_s = 0.0
+        self._prefill_s = self._decode_s = self._decode_bytes = self._waited_s = self._encode_s = 0.0
 
     def count(self, step: Step, seconds: float, waited_s: float) -> None:
         """Add a step that took `seconds`, of which collectives waited `waited_s` for other ranks."""
@@ -49,6 +50,10 @@ class StepCounter:
         self._decode_s += seconds
         self._decode_bytes += self._bytes.decode(len(step.chunks), tokens)
 
+    def count_encode(self, seconds: float) -> None:
+        """Add pieces of an encode that took `seconds`."""
+        self._encode_s += seconds
+
     @property
     def counters(self) -> RankCounters:
-        return RankCounters(self._prefill_s, self._decode_s, self._decode_bytes, self._waited_s)
+        return RankCounters(self._prefill_s, self._decode_s, self._decode_bytes, self._waited_s, self._encode_s)

@@ -4,7 +4,7 @@ Each step goes to all ranks as one message (rank_messages.py); a Worker on every
 """
 
 import time
-from collections.abc import Collection, Generator, Iterable
+from collections.abc import Generator, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,25 +14,31 @@ from torch import Tensor
 from . import sampling
 from .cache import num_pages
 from .counters import RankCounters
+from .encodings import EncoderCache
 from .errors import RequestError
 from .grammar_masks import GrammarMasks, collect_masks
-from .pages import PagePool, PageTable
+from .media_encoding import MediaEncoding
+from .pages import PagePool
+from .prompt import Prompt
+from .prompt_checks import check_media, check_prompt
 from .rank_messages import Chunk, Count, Step
 from .sampling import Choice, Logprobs, SamplingParams
-from .scheduler import Scheduler, Sequence
+from .scheduler import Scheduler, Sequence, next_chunk
 from .worker import MAX_RUNNING, Worker
 
 PREFILL_CHUNK = 2048
 """Prompt tokens of a step. It bounds the memory of activations, and the time that running sequences wait."""
 SCORE_CHUNK = 128
 """Rows of a step that computes the logits of all of them, each as wide as the vocabulary."""
+MM_CACHE_BYTES = 4 << 30
+"""Bytes of encoded media that a rank keeps by default."""
 
 
 @dataclass(frozen=True)
 class Request:
     """A prompt and what to do with it."""
 
-    prompt_token_ids: Collection[int]
+    prompt: Prompt
     params: SamplingParams = field(default_factory=SamplingParams)
 
 
@@ -70,13 +76,18 @@ Event = TokenEvent | Completed | Failed
 
 
 class Engine:
-    """Serves requests with the model of `worker`, which is rank 0's. The other ranks run `Worker.follow`."""
+    """Serves requests with the model of `worker`, which is rank 0's. The other ranks run `Worker.follow`.
 
-    def __init__(self, worker: Worker) -> None:
+    mm_cache_bytes: how many bytes of encoded media each rank keeps; requests whose media take more are refused.
+    """
+
+    def __init__(self, worker: Worker, mm_cache_bytes: int = MM_CACHE_BYTES) -> None:
         self.worker = worker
         self.card = worker.card
         self._pool = PagePool(worker.pages)
-        self._scheduler = Scheduler(self._pool, max_running=MAX_RUNNING, chunk_rows=PREFILL_CHUNK)
+        self._encodings = EncoderCache(mm_cache_bytes)
+        self._scheduler = Scheduler(self._pool, self._encodings, max_running=MAX_RUNNING, chunk_rows=PREFILL_CHUNK)
+        self._encoding = MediaEncoding(worker, self._encodings)
         self._grammar_masks = GrammarMasks(worker.model_dir, self.card.vocab_size)
         self._requests: dict[int, Sequence] = {}
         self._next_request = 0
@@ -106,14 +117,20 @@ class Engine:
         }
 
     def cancel(self, number: int) -> None:
-        """End request `number`: it gets no more tokens, and its pages are free at once."""
+        """End request `number`: it gets no more tokens, and what it holds is free at once."""
         self._scheduler.remove(self._requests.pop(number))
+        self._encoding.stop_if_unused()
 
     def step(self) -> list[Event]:
-        """Compute one step of the requests that run, and return the events of it."""
+        """Compute one step of the requests that run, and return the events of it.
+
+        Before it, pieces of the encoding that a prompt waits for are computed: few, if other sequences can go on.
+        """
         ended = self._collect_grammar_masks()
+        self._encoding.advance(self._scheduler.next_encoding(), alone=not self._scheduler.can_step)
         scheduled = self._scheduler.schedule()
-        if not scheduled:  # all wait for the masks of their grammars
+        self._encoding.stop_if_unused()
+        if not scheduled:  # all wait for the masks of their grammars, or for encodings
             return ended
         logits = self._lead([chunk for _, chunk in scheduled])
         self._scheduler.publish(scheduled)
@@ -148,23 +165,22 @@ class Engine:
             for number in index_of.keys() & self._requests.keys():
                 self.cancel(number)
 
-    def score(self, token_ids: Collection[int]) -> Tensor:
-        """Return fp32 logits [len(token_ids), vocab], those of every position."""
-        request = Request(token_ids, SamplingParams(max_new_tokens=1))
-        tokens = self._admissible("the text", request, new_tokens=0).tokens
+    def score(self, prompt: Prompt) -> Tensor:
+        """Return fp32 logits [len(token_ids), vocab], those of every position. No request may run."""
+        request = Request(prompt, SamplingParams(max_new_tokens=1))
+        sequence = self._admissible("the text", request, new_tokens=0)
         # Shared pages are not used: the logits of a position come from computing it.
-        table, number = PageTable(), self._scheduler.next_number()
-        self._pool.extend(table, len(tokens))
-        new_pages, logits = table.page_numbers, torch.empty(len(tokens), self.card.vocab_size)
+        self._scheduler.start_alone(sequence)
+        logits = torch.empty(len(sequence.tokens), self.card.vocab_size)
         try:
-            for start in range(0, len(tokens), SCORE_CHUNK):
-                rows = tokens[start : start + SCORE_CHUNK]
-                logits[start : start + len(rows)] = self._lead([Chunk(number, start, rows, new_pages, len(rows))])
-                new_pages = []
+            while (encoding := self._scheduler.next_encoding()) is not None:
+                self._encoding.advance(encoding, alone=True)
+            while sequence.uncached:
+                chunk = next_chunk(sequence, SCORE_CHUNK, all_logits=True)
+                logits[chunk.start : sequence.cached] = self._lead([chunk])
             return logits
         finally:
-            self._pool.close(table)
-            self._scheduler.finished.append(number)
+            self._scheduler.remove(sequence)
 
     def counters(self) -> list[RankCounters]:
         """Return what the steps of every rank have taken so far. Costs a message and a small collective."""
@@ -180,27 +196,28 @@ class Engine:
 
     def _admissible(self, where: str, request: Request, new_tokens: int = 1) -> Sequence:
         """Return a sequence for the request. Raises RequestError if it can never run with at least `new_tokens`."""
-        tokens, limit = list(request.prompt_token_ids), self.card.context_length
-        if not tokens:
-            raise RequestError(f"{where}: the prompt is empty; expected at least one token")
-        vocab = self.card.vocab_size
-        bad = next((token for token in tokens if not 0 <= token < vocab), None)
-        if bad is not None:
-            raise RequestError(f"{where}: expected token ids from 0 to {vocab - 1}, found {bad}")
+        prompt, worker, vocab, limit = request.prompt, self.worker, self.card.vocab_size, self.card.context_length
+        try:
+            check_prompt(prompt, vocab, limit, worker.position_axes)
+            media = check_media(prompt, worker.encoder, worker.dtype.itemsize)
+            self._encodings.check_fits(media)
+        except RequestError as e:
+            raise RequestError(f"{where}: {e}") from e
         bad = next((token for token in request.params.logit_bias if not 0 <= token < vocab), None)
         if bad is not None:
             raise RequestError(f"{where}: logit_bias: expected token ids from 0 to {vocab - 1}, found {bad}")
-        if len(tokens) + new_tokens > limit:
+        length = len(prompt.token_ids)
+        if length + max(prompt.shift, 0) + new_tokens > limit:
             raise RequestError(
-                f"{where}: the prompt has {len(tokens)} tokens, but the context length is {limit}, "
+                f"{where}: the prompt has {length} tokens, but the context length is {limit}, "
                 "which the prompt and at least one new token must fit in"
             )
-        new = min(request.params.max_new_tokens, max(limit - len(tokens), 1))
+        new = min(request.params.max_new_tokens, max(limit - length - max(prompt.shift, 0), 1))
         params = replace(request.params, max_new_tokens=new)
-        sequence = Sequence(self._next_request, params, tokens, len(tokens))
+        sequence = Sequence(self._next_request, params, prompt, media)
         if num_pages(sequence.max_cached) > self._pool.total:
             raise RequestError(
-                f"{where}: {len(tokens)} prompt tokens and {new} new ones need a KV cache of "
+                f"{where}: {length} prompt tokens and {new} new ones need a KV cache of "
                 f"{sequence.max_cached} tokens, "
                 f"found {self.worker.max_total_tokens}; raise the total tokens of the cache or ask for fewer new tokens"
             )
@@ -222,7 +239,7 @@ class Engine:
         return events
 
     def _take(self, sequence: Sequence, choice: Choice, now: float) -> TokenEvent:
-        sequence.tokens.append(choice.token_id)
+        sequence.append(choice.token_id)
         reason = self._finish_reason(sequence)
         if reason is not None:
             self.cancel(sequence.request)
@@ -238,7 +255,8 @@ class Engine:
 
     def _lead(self, chunks: list[Chunk]) -> Tensor:
         """Announce a step and compute it. Returns its logits."""
-        step = Step(chunks, list(self._scheduler.finished))
+        step = Step(chunks, list(self._scheduler.finished), list(self._encodings.forgotten))
         self._scheduler.finished.clear()
+        self._encodings.forgotten.clear()
         self.worker.announce(step)
         return self.worker.run(step)

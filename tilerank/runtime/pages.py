@@ -1,8 +1,9 @@
 """Allocates the pages of the KV cache. Sequences that begin alike share their full pages.
 
 Only rank 0 keeps this; the other ranks receive the page numbers of each sequence. Full pages form a radix tree whose
-edges are one page long: each page continues its parent by PAGE_TOKENS tokens (RadixAttention, arXiv 2312.07104). A page
-that no sequence uses stays in the tree until its memory is needed; the least recently used page is evicted first.
+edges are one page long: each page continues its parent by PAGE_TOKENS tokens (RadixAttention, arXiv 2312.07104). Tokens
+are compared by their keys (prompt.py), so that equal placeholders of different media are different. A page that no
+sequence uses stays in the tree until its memory is needed; the least recently used page is evicted first.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,13 +16,13 @@ from .errors import EngineError
 
 @dataclass(eq=False)
 class Page:
-    """A full page of the tree: the keys and values of `token_ids`, which follow the tokens of its ancestors.
+    """A full page of the tree: its tokens have the prompt keys `keys` and follow the tokens of its ancestors.
 
     number: index of the page in the cache. users: number of sequences that use it.
     """
 
     number: int
-    token_ids: tuple[int, ...]
+    keys: tuple[int, ...]
     parent: "Page | None"
     children: dict[tuple[int, ...], "Page"] = field(default_factory=dict)
     users: int = 0
@@ -62,15 +63,15 @@ class PagePool:
         """The number of pages that can be allocated."""
         return len(self._empty) + len(self._idle)
 
-    def open(self, token_ids: Sequence[int]) -> PageTable:
-        """Return a table with the tree's pages for the beginning of `token_ids`.
+    def open(self, keys: Sequence[int]) -> PageTable:
+        """Return a table with the tree's pages for the beginning of `keys`.
 
         The last token is never covered, because its logits have to be computed.
         """
         table = PageTable()
         page = self._root
-        for token_ids_of_page in _pages(token_ids[:-1]):
-            child = page.children.get(token_ids_of_page)
+        for page_keys in _pages(keys[:-1]):
+            child = page.children.get(page_keys)
             if child is None:
                 break
             page = child
@@ -86,15 +87,15 @@ class PagePool:
         for _ in range(len(table), -(-tokens // PAGE_TOKENS)):
             table.own.append(self._allocate())
 
-    def publish(self, table: PageTable, token_ids: Sequence[int]) -> None:
-        """Move the table's own pages that the computed `token_ids` fill into the tree."""
-        for token_ids_of_page in _pages(token_ids, start=len(table.shared)):
+    def publish(self, table: PageTable, keys: Sequence[int]) -> None:
+        """Move the table's own pages that the computed `keys` fill into the tree."""
+        for page_keys in _pages(keys, start=len(table.shared)):
             parent = table.shared[-1] if table.shared else self._root
-            if table.private or token_ids_of_page in parent.children:
+            if table.private or page_keys in parent.children:
                 table.private = True
                 return
-            page = Page(table.own.pop(0), token_ids_of_page, parent, users=1)
-            parent.children[token_ids_of_page] = page
+            page = Page(table.own.pop(0), page_keys, parent, users=1)
+            parent.children[page_keys] = page
             table.shared.append(page)
 
     def close(self, table: PageTable) -> None:
@@ -113,11 +114,11 @@ class PagePool:
         if page is None or page.parent is None:
             raise EngineError(f"the KV cache has no free page; all {self.total} are in use")
         del self._idle[page]
-        del page.parent.children[page.token_ids]
+        del page.parent.children[page.keys]
         return page.number
 
 
-def _pages(token_ids: Sequence[int], start: int = 0) -> Iterator[tuple[int, ...]]:
+def _pages(keys: Sequence[int], start: int = 0) -> Iterator[tuple[int, ...]]:
     """Yield the tokens of each full page, from page `start` on."""
-    for first in range(start * PAGE_TOKENS, len(token_ids) - PAGE_TOKENS + 1, PAGE_TOKENS):
-        yield tuple(token_ids[first : first + PAGE_TOKENS])
+    for first in range(start * PAGE_TOKENS, len(keys) - PAGE_TOKENS + 1, PAGE_TOKENS):
+        yield tuple(keys[first : first + PAGE_TOKENS])

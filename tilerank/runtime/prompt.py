@@ -61,12 +61,12 @@ class Prompt(msgspec.Struct, dict=True, array_like=True):
         """
         keys = list(self.token_ids)
         for place in self.places:
-            content = int.from_bytes(self.digests[place.medium][:7], "big")
+            content = int.from_bytes(self.digests[place.medium], "big")
             for i in range(place.count):
                 keys[place.start + i] = -1 - (content ^ (place.first + i))
         return keys
 
-    @property
+    @cached_property
     def shift(self) -> int:
         """What to add to the index of a generated token to get its position."""
         return max(map(max, self.positions)) + 1 - len(self.token_ids) if self.positions else 0

@@ -1,4 +1,4 @@
-"""The messages from rank 0 to the other ranks: one small typed message a step.
+"""The messages from rank 0 to the other ranks: one small typed message a step, and those that encode media.
 
 Workers remember the pages of running sequences, so a sequence in a decode step is its number, its length and one token
 id.
@@ -6,11 +6,24 @@ id.
 
 import msgspec
 
+from .prompt import Medium
+
+
+class Insert(msgspec.Struct, frozen=True, array_like=True):
+    """Rows `row` to `row + count` of a chunk take tokens `first` to `first + count` of an encoding."""
+
+    row: int
+    first: int
+    count: int
+    encoding: int
+
 
 class Chunk(msgspec.Struct, frozen=True, array_like=True):
-    """The next tokens of one sequence, at positions `start`, `start` + 1, ...
+    """The next tokens of one sequence, whose keys and values are stored from index `start` on.
 
     new_pages: appended to the page table of the sequence. logits: of how many of the last tokens logits are computed.
+    positions: three axes of as many numbers as there are tokens; if empty, the token at index i has position i +
+    `shift` on every axis. inserts: ascending; their rows take the place of embedded tokens.
     """
 
     sequence: int
@@ -18,13 +31,45 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True):
     token_ids: list[int]
     new_pages: list[int]
     logits: int
+    positions: list[list[int]] = []
+    shift: int = 0
+    inserts: list[Insert] = []
 
 
 class Step(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """One forward pass over `chunks`. finished: numbers of sequences that workers forget before it."""
+    """One forward pass over `chunks`. Before it, workers drop the sequences `finished` and the encodings `forgotten`,
+    by number."""
 
     chunks: list[Chunk]
     finished: list[int]
+    forgotten: list[int] = []
+
+
+class Encode(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Start to encode `medium` as encoding `number`, in place of an encode that is not complete.
+
+    The frames of the medium may be incomplete: `Frames` messages follow. forgotten: as in Step.
+    """
+
+    number: int
+    medium: Medium
+    forgotten: list[int] = []
+
+
+class Frames(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """More of the frames of the medium whose encode was started."""
+
+    frames: bytes
+
+
+class EncodeLayers(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Compute up to `count` more pieces of the encode that was started, all frames of which have been sent."""
+
+    count: int
+
+
+class StopEncode(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Drop the encode that was started."""
 
 
 class Count(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -35,7 +80,7 @@ class Stop(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """The end of `Worker.follow`; nothing comes after it."""
 
 
-Message = Step | Count | Stop
+Message = Step | Encode | Frames | EncodeLayers | StopEncode | Count | Stop
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 
 

@@ -1,8 +1,9 @@
 """The scheduler of rank 0: continuous batching (Orca, OSDI 2022) with chunked prompts between decode steps.
 
-First come, first served. A sequence is admitted once there are pages for all of its tokens, and gets another page
-whenever it fills one. If no page is free, the youngest running sequence is preempted: it releases its pages and waits
-to be recomputed, mostly from pages that it left in the tree. The oldest sequence can therefore always continue.
+First come, first served. A sequence is admitted once there are pages for all of its tokens and memory for the encodings
+of its media, and gets another page whenever it fills one. If no page is free, the youngest running sequence is
+preempted: it releases what it holds and waits to be recomputed, mostly from pages that it left in the tree. The oldest
+sequence can therefore always continue.
 """
 
 from collections import deque
@@ -13,9 +14,11 @@ from torch import Tensor
 
 from tilerank.kernels.kv_pages import PAGE_TOKENS
 
+from .encodings import EncoderCache, Encoding, Wanted
 from .grammar_masks import GrammarMask
 from .pages import PagePool, PageTable
-from .rank_messages import Chunk
+from .prompt import Place, Prompt
+from .rank_messages import Chunk, Insert
 from .sampling import SamplingParams
 
 
@@ -23,20 +26,37 @@ from .sampling import SamplingParams
 class Sequence:
     """A request that waits or runs.
 
-    tokens: the prompt and the tokens generated so far; the KV cache holds the first `cached` of them. number: names the
-    sequence in messages to the ranks; a new one for each admission, -1 while it waits. pages_sent: how many of its
-    pages the other ranks have received.
+    media: what its encodings take, in the order of `prompt.media`. tokens: the prompt and the tokens generated so far;
+    the KV cache holds the first `cached` of them. keys: what their pages are shared by (prompt.py). number: names the
+    sequence in messages to the ranks; a new one for each admission, -1 while it waits. encodings: by medium, those of
+    which it still has to insert tokens; none while it waits. pages_sent: how many of its pages the other ranks have
+    received.
     """
 
     request: int
     params: SamplingParams
-    tokens: list[int]
-    prompt_len: int
+    prompt: Prompt
+    media: list[Wanted] = field(default_factory=list)
+    tokens: list[int] = field(init=False)
+    keys: list[int] = field(init=False)
     number: int = -1
+    encodings: dict[int, Encoding] = field(default_factory=dict)
     grammar_mask: GrammarMask | None = None
     table: PageTable = field(default_factory=PageTable)
     pages_sent: int = 0
     cached: int = 0
+
+    def __post_init__(self) -> None:
+        self.tokens, self.keys = list(self.prompt.token_ids), list(self.prompt.keys)
+
+    def append(self, token_id: int) -> None:
+        """Add a generated token."""
+        self.tokens.append(token_id)
+        self.keys.append(token_id)
+
+    @property
+    def prompt_len(self) -> int:
+        return len(self.prompt.token_ids)
 
     @property
     def is_running(self) -> bool:
@@ -51,6 +71,27 @@ class Sequence:
     def forbidden(self) -> Tensor | None:
         """bool [vocab]: True for tokens that may not come next. None if all may."""
         return None if self.grammar_mask is None else self.grammar_mask.forbidden
+
+    @property
+    def blocking(self) -> Place | None:
+        """The first uncached place whose medium is not encoded yet."""
+        if not self.encodings:
+            return None
+        pending = [place for place in self.prompt.places if place.start + place.count > self.cached]
+        return next((place for place in pending if not self.encodings[place.medium].ready), None)
+
+    @property
+    def computable(self) -> int:
+        """The number of tokens that can be computed now.
+
+        The last token of a prompt is left out until its logits can be used. A medium that is not encoded yet ends the
+        chunk at the last whole page before it: the tokens after that share no page with another sequence, and the step
+        that computes them later reads the weights anyway.
+        """
+        tokens = self.uncached - (not self.ready)
+        if (place := self.blocking) is not None:
+            tokens = min(tokens, place.start // PAGE_TOKENS * PAGE_TOKENS - self.cached)
+        return max(tokens, 0)
 
     @property
     def uncached(self) -> int:
@@ -70,15 +111,16 @@ class Scheduler:
     """Decides which sequences take part in each step.
 
     max_running: limit of running sequences. chunk_rows: limit of prompt tokens in a step, which bounds how long
-    decoding sequences wait for a token.
+    decoding sequences wait for a token. encodings: pinned while sequences need them.
     """
 
-    def __init__(self, pool: PagePool, *, max_running: int, chunk_rows: int) -> None:
+    def __init__(self, pool: PagePool, encodings: EncoderCache, *, max_running: int, chunk_rows: int) -> None:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # in order of arrival
         self.finished: list[int] = []  # numbers whose pages the ranks can drop; the engine sends and clears it
         self.preemptions = 0
         self._pool = pool
+        self._encodings = encodings
         self._max_running = max_running
         self._chunk_rows = chunk_rows
         self._numbers = count()
@@ -88,21 +130,31 @@ class Scheduler:
         self.waiting.append(sequence)
 
     def remove(self, sequence: Sequence) -> None:
-        """Remove a sequence that is complete or cancelled, and release its pages."""
+        """Remove a sequence that is complete or cancelled, and release what it holds."""
         if sequence in self.running:
             self.running.remove(sequence)
             self._release(sequence)
         else:
             self.waiting.remove(sequence)
 
-    def next_number(self) -> int:
-        """Return a new number for a sequence."""
-        return next(self._numbers)
+    @property
+    def can_step(self) -> bool:
+        """Whether a running sequence has tokens to compute now."""
+        return any(sequence.computable for sequence in self.running)
+
+    def start_alone(self, sequence: Sequence) -> None:
+        """Let a sequence run that shares no pages and is not scheduled. No other may run."""
+        encodings = self._encodings.pin(sequence.media)
+        assert encodings is not None and not self.running
+        sequence.encodings = dict(enumerate(encodings))
+        self._pool.extend(sequence.table, len(sequence.tokens))
+        sequence.number = next(self._numbers)
+        self.running.append(sequence)
 
     def schedule(self) -> Scheduled:
         """Return the next step: all decoding sequences, then prompts in order of arrival.
 
-        Empty only if no sequence is left, or if all that are left wait for their grammar masks.
+        Empty only if no sequence is left, or if all that are left wait for their grammar masks or for encodings.
         """
         scheduled = self._schedule_decoding()
         rows = self._chunk_rows
@@ -118,11 +170,22 @@ class Scheduler:
         return scheduled
 
     def publish(self, scheduled: Scheduled) -> None:
-        """Share the pages that the computed step has filled."""
+        """Share the pages that the computed step has filled, and release the encodings that it has inserted whole."""
         for sequence, _ in scheduled:
             table = sequence.table
             if sequence.cached // PAGE_TOKENS > len(table.shared) and not table.private:
-                self._pool.publish(table, sequence.tokens[: sequence.cached])
+                self._pool.publish(table, sequence.keys[: sequence.cached])
+            if sequence.encodings:
+                left = media_from(sequence.prompt, sequence.cached)
+                for medium in sequence.encodings.keys() - left:
+                    self._encodings.release(sequence.encodings.pop(medium))
+
+    def next_encoding(self) -> Encoding | None:
+        """Return the encoding to compute next, in order of arrival. None if no running sequence waits for one."""
+        for sequence in self.running:
+            if (place := sequence.blocking) is not None:
+                return sequence.encodings[place.medium]
+        return None
 
     def _schedule_decoding(self) -> Scheduled:
         scheduled: Scheduled = []
@@ -131,17 +194,14 @@ class Scheduler:
                 self._preempt()
             if sequence.is_running:  # it may have been the youngest itself
                 self._pool.extend(sequence.table, sequence.cached + 1)
-                scheduled.append((sequence, self._chunk(sequence, 1)))
+                scheduled.append((sequence, next_chunk(sequence, 1)))
         return scheduled
 
     def _schedule_prompt(self, sequence: Sequence, rows: int, scheduled: Scheduled) -> int:
-        """Schedule up to `rows` tokens of a prompt and return how many.
-
-        The last token of the prompt is left out until its logits can be used.
-        """
-        rows = min(rows, sequence.uncached - (not sequence.ready))
+        """Schedule up to `rows` tokens of a prompt and return how many."""
+        rows = min(rows, sequence.computable)
         if rows:
-            scheduled.append((sequence, self._chunk(sequence, rows)))
+            scheduled.append((sequence, next_chunk(sequence, rows)))
         return rows
 
     def _preempt(self) -> None:
@@ -160,37 +220,76 @@ class Scheduler:
         for other in self.running:
             table, usable = other.table, (min(len(other.tokens), len(sequence.tokens)) - 1) // PAGE_TOKENS
             end = (len(table.shared) + 1) * PAGE_TOKENS
-            if len(table.shared) < usable and not table.private and other.tokens[:end] == sequence.tokens[:end]:
+            if len(table.shared) < usable and not table.private and other.keys[:end] == sequence.keys[:end]:
                 return True
         return False
 
     def _admit(self, sequence: Sequence) -> bool:
-        """Allocate pages for all tokens of a sequence.
+        """Allocate pages for all tokens of a sequence, and pin the encodings of the media that these do not cover yet.
 
-        Returns False if they are not free, together with one more page for each running sequence.
+        Returns False if the pages are not free, together with one more page for each running sequence, or if there is
+        no memory for the encodings.
         """
-        table = self._pool.open(sequence.tokens)
+        table = self._pool.open(sequence.keys)
         missing = -(-len(sequence.tokens) // PAGE_TOKENS) - len(table)
-        if missing + len(self.running) > self._pool.free:
+        media = media_from(sequence.prompt, len(table) * PAGE_TOKENS)
+        fits = missing + len(self.running) <= self._pool.free
+        encodings = self._encodings.pin([sequence.media[medium] for medium in media]) if fits else None
+        if encodings is None:
             self._pool.close(table)
             return False
+        sequence.encodings = dict(zip(media, encodings, strict=True))
         sequence.cached = len(table) * PAGE_TOKENS
         self._pool.extend(table, len(sequence.tokens))
-        sequence.table, sequence.pages_sent, sequence.number = table, 0, self.next_number()
+        sequence.table, sequence.pages_sent, sequence.number = table, 0, next(self._numbers)
         return True
 
     def _release(self, sequence: Sequence) -> None:
         self._pool.close(sequence.table)
+        for encoding in sequence.encodings.values():
+            self._encodings.release(encoding)
+        sequence.encodings = {}
         self.finished.append(sequence.number)
         sequence.number, sequence.cached = -1, 0
 
-    def _chunk(self, sequence: Sequence, rows: int) -> Chunk:
-        """Return the next tokens of a sequence, at most `rows`, and count them as cached."""
-        start = sequence.cached
-        token_ids = sequence.tokens[start : start + rows]
-        sequence.cached += len(token_ids)
-        new_pages = []
-        if len(sequence.table) > sequence.pages_sent:
-            new_pages = sequence.table.page_numbers[sequence.pages_sent :]
-            sequence.pages_sent += len(new_pages)
-        return Chunk(sequence.number, start, token_ids, new_pages, int(sequence.uncached == 0))
+
+def next_chunk(sequence: Sequence, rows: int, *, all_logits: bool = False) -> Chunk:
+    """Return the next tokens of a sequence, at most `rows`, and count them as cached.
+
+    Logits are computed for the last token of the sequence, or for all tokens of the chunk.
+    """
+    start = sequence.cached
+    token_ids = sequence.tokens[start : start + rows]
+    sequence.cached += len(token_ids)
+    new_pages = []
+    if len(sequence.table) > sequence.pages_sent:
+        new_pages = sequence.table.page_numbers[sequence.pages_sent :]
+        sequence.pages_sent += len(new_pages)
+    logits = len(token_ids) if all_logits else int(sequence.uncached == 0)
+    positions, inserts = _positions(sequence, start), _inserts(sequence, start)
+    return Chunk(sequence.number, start, token_ids, new_pages, logits, positions, sequence.prompt.shift, inserts)
+
+
+def media_from(prompt: Prompt, index: int) -> list[int]:
+    """Return the media that stand for tokens from `index` on, in the order of the prompt."""
+    return list(dict.fromkeys(place.medium for place in prompt.places if place.start + place.count > index))
+
+
+def _positions(sequence: Sequence, start: int) -> list[list[int]]:
+    """Return Chunk.positions of the tokens from `start` to `sequence.cached`."""
+    prompt, stop = sequence.prompt, sequence.cached
+    if not prompt.positions or start >= sequence.prompt_len:
+        return []
+    generated = range(sequence.prompt_len + prompt.shift, stop + prompt.shift)
+    return [[*axis[start:stop], *generated] for axis in prompt.positions]
+
+
+def _inserts(sequence: Sequence, start: int) -> list[Insert]:
+    """Return Chunk.inserts of the tokens from `start` to `sequence.cached`."""
+    inserts = []
+    for place in sequence.prompt.places if start < sequence.prompt_len else ():
+        begin, end = max(place.start, start), min(place.start + place.count, sequence.cached)
+        if begin < end:
+            number = sequence.encodings[place.medium].number
+            inserts.append(Insert(begin - start, place.first + begin - place.start, end - begin, number))
+    return inserts

@@ -30,8 +30,10 @@ from .batch import BatchFiller, Held
 from .bytes_per_step import bytes_per_step
 from .cache import allocate, bytes_per_token, expected_tokens, num_pages
 from .counters import RankCounters, StepCounter
+from .encodings import HeldEncodings
 from .errors import EngineError
-from .rank_messages import Count, Message, Step, Stop
+from .model import Encoder
+from .rank_messages import Count, Encode, EncodeLayers, Frames, Message, Step, Stop, StopEncode
 from .registry import build_model, read_supported_card
 from .step_graphs import StepGraphs
 
@@ -70,6 +72,7 @@ class Worker:
     ) -> None:
         self.model_dir = model_dir
         self.team = team
+        self.dtype = dtype
         self.card = _with_context_length(read_supported_card(model_dir), context_length)
         self.max_total_tokens = max_total_tokens or expected_tokens(self.card.context_length)
         self.pages = num_pages(self.max_total_tokens)
@@ -90,6 +93,7 @@ class Worker:
         self._caches = allocate(self._model.cache_specs(), (self.pages + 1) * PAGE_TOKENS)
         step_bytes = bytes_per_step(self._model)
         self._filler = BatchFiller(
+            position_axes=self._model.position_axes,
             max_sequences=MAX_RUNNING,
             max_pages=num_pages(min(self.max_total_tokens, self.card.context_length)),
             spare_page=self.pages,
@@ -98,11 +102,22 @@ class Worker:
         self._graphs = None if eager else self._step_graphs()
         self._counter = StepCounter(step_bytes)
         self._held: dict[int, Held] = {}
+        self._encodings = HeldEncodings(self._model.encoder)
 
     @property
     def weight_bytes(self) -> int:
         """Bytes of this rank's weights."""
         return self._model.nbytes()
+
+    @property
+    def position_axes(self) -> int:
+        """The number of axes of a token's position."""
+        return self._model.position_axes
+
+    @property
+    def encoder(self) -> Encoder | None:
+        """What encodes media; None if the model takes text alone."""
+        return self._model.encoder
 
     @property
     def cache_tokens(self) -> int:
@@ -119,6 +134,10 @@ class Worker:
             match message:
                 case Step():
                     self.run(message)
+                case EncodeLayers(count):
+                    self.encode_layers(count)
+                case Encode() | Frames() | StopEncode():
+                    self.prepare_encode(message)
                 case Count():
                     self.gather_counters()
         self.team.group.barrier()
@@ -138,6 +157,7 @@ class Worker:
         call. All ranks call this with the same step."""
         for number in step.finished:
             self._held.pop(number, None)
+        self._encodings.forget(step.forgotten)
         for chunk in step.chunks:
             self._held.setdefault(chunk.sequence, Held()).pages.extend(chunk.new_pages)
         group = self.team.group
@@ -145,6 +165,24 @@ class Worker:
         logits = self._forward(step)
         self._counter.count(step, time.perf_counter() - began, group.waited_s - waited)
         return logits
+
+    def prepare_encode(self, message: Encode | Frames | StopEncode) -> None:
+        """Start an encode, add frames to it, or drop it. All ranks call this with the same message."""
+        match message:
+            case Encode():
+                self._encodings.start(message)
+            case Frames(frames):
+                self._encodings.add_frames(frames)
+            case StopEncode():
+                self._encodings.stop()
+
+    def encode_layers(self, count: int) -> bool:
+        """Compute up to `count` pieces of the encode that was started. Returns whether the encoding is complete. All
+        ranks call this with the same count."""
+        began = time.perf_counter()
+        complete = self._encodings.advance(count)
+        self._counter.count_encode(time.perf_counter() - began)
+        return complete
 
     def argmax(self, logits: Tensor) -> Tensor:
         """ops.argmax of the logits of the last step."""
@@ -170,7 +208,7 @@ class Worker:
         if self._graphs is not None and self._filler.is_decode(step):
             batch = self._filler.padded(step, self._held)
             return self._graphs.replay(lambda: model.forward(batch, caches), len(batch.token_ids), len(step.chunks))
-        batch = self._filler.fresh(step, self._held)
+        batch = self._filler.fresh(step, self._held, self._encodings.tensors)
         if self._graphs is None:
             return model.forward(batch, caches)
         return self._graphs.run_once(lambda: model.forward(batch, caches))

@@ -182,10 +182,11 @@ def _overhead_share(engine: Engine, case: Case) -> float | None:
 
 def _generate(engine: Engine, case: Case, seed: int) -> Generator[TokenEvent]:
     from tilerank.runtime.engine import Request
+    from tilerank.runtime.prompt import Prompt
     from tilerank.runtime.sampling import SamplingParams
 
     params = SamplingParams(max_new_tokens=new_tokens_of(case), ignore_eos=True)
-    return engine.generate([Request(ids, params) for ids in prompts(case, engine.card.vocab_size, seed)])
+    return engine.generate([Request(Prompt(ids), params) for ids in prompts(case, engine.card.vocab_size, seed)])
 
 
 def peak_rss(pid: int) -> int:

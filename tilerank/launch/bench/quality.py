@@ -162,8 +162,9 @@ def read_tokens(args: argparse.Namespace) -> EvalTokens:
 
 def _measure(sequences: Sequence[list[int]], engine: Engine, *_: object) -> dict[str, Any]:
     from tilerank.kernels import core
+    from tilerank.runtime.prompt import Prompt
 
-    loss = sum(negative_log_likelihood(engine.score(ids), ids) for ids in sequences)
+    loss = sum(negative_log_likelihood(engine.score(Prompt(ids)), ids) for ids in sequences)
     return {"loss": loss, "tokens": sum(len(ids) - 1 for ids in sequences), "isa": core.isa()}
 
 

@@ -214,12 +214,13 @@ def _job(args: argparse.Namespace) -> EngineJob:
 def _complete_with(engine: Engine, tokenizer: Tokenizer) -> Complete:
     """Return a function that completes prompts with the engine, without a server. Runs on rank 0."""
     from tilerank.runtime.engine import Request
+    from tilerank.runtime.prompt import Prompt
     from tilerank.runtime.sampling import SamplingParams
 
     def complete(texts: Sequence[str], new_tokens: int) -> list[Completion]:
         params = SamplingParams(max_new_tokens=new_tokens, ignore_eos=True)
         times: list[list[float]] = [[] for _ in texts]
-        for event in engine.generate([Request(tokenizer.encode(text), params) for text in texts]):
+        for event in engine.generate([Request(Prompt(tokenizer.encode(text)), params) for text in texts]):
             times[event.request].append(event.time_s)
         return [Completion(seconds[0], seconds[-1], len(seconds)) for seconds in times]
 

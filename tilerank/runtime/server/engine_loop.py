@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from ..engine import Completed, Engine, Failed, Request, TokenEvent
 from ..errors import RequestError
+from ..prompt import Prompt
 from .messages import (
     Cancel,
     Counters,
@@ -125,7 +126,7 @@ class _Session:
         match message:
             case Submit(number, prompt_token_ids, params):
                 try:
-                    request = self._engine.submit(Request(prompt_token_ids, params))
+                    request = self._engine.submit(Request(Prompt(prompt_token_ids), params))
                 except RequestError as e:
                     self._send(Refused(number, str(e)))
                     return
