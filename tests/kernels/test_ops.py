@@ -7,7 +7,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from matrices import randn
+from matrices import layouts, randn
+from rounding import DTYPES, EPS32, assert_same_rounding, assert_within, half_ulp
 from torch import Tensor
 
 from tilerank.kernels import check, core, ops
@@ -16,41 +17,8 @@ from tilerank.kernels.heads import join_heads, split_heads
 
 pytestmark = pytest.mark.usefixtures("rung")
 
-DTYPES = [torch.float32, torch.bfloat16]
-EPS32 = torch.finfo(torch.float32).eps
-
 # The rung fixture stays the same for all examples of a test, so this warning of hypothesis does not apply.
 on_rung = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-
-
-def half_ulp(dtype: torch.dtype) -> float:
-    """Return the largest relative error of one rounding."""
-    return torch.finfo(dtype).eps / 2
-
-
-def assert_within(found: Tensor, expected: Tensor, bound: Tensor | float) -> None:
-    """Check |found - expected| <= bound, element by element, in float64; NaN fails."""
-    excess = (found.double() - expected).abs() - bound
-    assert found.shape == expected.shape
-    assert not found.numel() or bool((excess <= 0).all()), f"exceeds the bound by up to {excess.max():g}"
-
-
-def assert_same_rounding(found: Tensor, expected: Tensor) -> None:
-    """Check equal bits, except for a few elements where the order of summation changes a rounding by one unit."""
-    assert found.dtype == expected.dtype
-    assert_within(found, expected.double(), expected.double().abs() * torch.finfo(found.dtype).eps)
-    if found.dtype == torch.bfloat16:
-        assert float((found != expected).double().mean()) < 0.01
-
-
-def layouts(t: int, heads: int, d: int, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return [t, heads, d] in a layout that occurs: dense, a slice of a fused projection, tokens and heads swapped."""
-    fused = randn(t, (heads + 3) * d, dtype=dtype, seed=1)
-    return {
-        "dense": randn(t, heads, d, dtype=dtype),
-        "slice": fused[:, d : (heads + 1) * d].view(t, heads, d),
-        "swapped": randn(heads, t, d, dtype=dtype, seed=2).transpose(0, 1),
-    }
 
 
 def exact_norm(x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> Tensor:

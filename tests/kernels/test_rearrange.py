@@ -1,4 +1,4 @@
-"""take_rows, repeat_row and join_columns on every rung, against indexing, repeating and concatenating in torch."""
+"""Copies and sums of rows on every rung, against indexing, adding, repeating and concatenating in torch."""
 
 import pytest
 import torch
@@ -24,6 +24,53 @@ def test_take_rows(dtype: torch.dtype) -> None:
 def test_take_rows_refuses_rows_out_of_range(bad: int) -> None:
     with pytest.raises(KernelError, match=rf"take_rows: rows: expected values in \[0, 9\), found {bad}"):
         ops.take_rows(torch.randn(9, 4), torch.tensor([0, bad]))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("d", [1, 3, 17, 33, 130])
+def test_rows_are_put_and_added(dtype: torch.dtype, d: int) -> None:
+    for rows in ([], [3], [8, 0, 2, 5]):
+        index = torch.tensor([rows, rows], dtype=torch.int64).T[:, 0]
+        wide, values = torch.randn(9, d + 5).to(dtype), torch.randn(2 * len(rows), d + 3).to(dtype)[::2, 2:-1]
+        expected = wide.clone()
+        expected[index, 1:-4] = values
+        ops.put_rows_(wide[:, 1:-4], index, values)
+        assert torch.equal(wide, expected)
+        expected[index, 1:-4] += values
+        ops.add_rows_(wide[:, 1:-4], index, values)
+        assert torch.equal(wide, expected)
+
+
+@pytest.mark.parametrize("bad", [-1, 9])
+def test_put_and_add_refuse_rows_out_of_range_and_write_nothing(bad: int) -> None:
+    for name in ("put_rows_", "add_rows_"):
+        x = torch.zeros(9, 4)
+        with pytest.raises(KernelError, match=rf"{name}: rows: expected values in \[0, 9\), found {bad}"):
+            getattr(ops, name)(x, torch.tensor([0, bad]), torch.ones(2, 4))
+        assert not x.any()
+
+
+def test_put_and_add_refuse_values_of_another_shape_or_dtype() -> None:
+    x, rows = torch.zeros(9, 4), torch.tensor([0, 1])
+    for name in ("put_rows_", "add_rows_"):
+        with pytest.raises(KernelError, match=rf"{name}: values: expected shape \[2, 4\], found \[3, 4\]"):
+            getattr(ops, name)(x, rows, torch.ones(3, 4))
+        with pytest.raises(KernelError, match=f"{name}: values: expected dtype float32, found bfloat16"):
+            getattr(ops, name)(x, rows, torch.ones(2, 4).bfloat16())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(0, 5), (1, 1), (5, 3), (3, 17), (2, 33), (4, 3, 130), (3, 1000)])
+def test_add(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    x, y = torch.randn(*shape[:-1], shape[-1] + 4).to(dtype)[..., 1:-3], torch.randn(shape).to(dtype)
+    found = ops.add(x, y)
+    assert found.is_contiguous() and torch.equal(found, x + y)
+    assert torch.equal(y, ops.add(y, torch.zeros_like(y)))
+
+
+def test_add_refuses_other_shapes() -> None:
+    with pytest.raises(KernelError, match=r"add: y: expected shape \[2, 4\], found \[1, 4\]"):
+        ops.add(torch.ones(2, 4), torch.ones(1, 4))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
