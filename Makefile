@@ -8,7 +8,7 @@ PYTEST := $(BIN)/pytest -n 2 --dist worksteal
 # The first make in this clone builds while others wait: what it has built they find up to date.
 LOCKED := flock Makefile $(MAKE) --no-print-directory
 
-.PHONY: help core environment demo test test-long soak test-numa test-sanitize test-amx lint types format clean
+.PHONY: help core environment demo demo-vision test test-long soak test-numa test-sanitize test-amx lint types format clean
 
 help:
 	@grep -E '^# [a-z-]+:' $(MAKEFILE_LIST) | sed 's/^# //'
@@ -22,6 +22,10 @@ environment:
 # demo: build in .venv, then let three ranks continue a prompt with the model in assets/
 demo: core
 	$(BIN)/tilerank generate assets/demo-lm --tp 3 --max-new-tokens 96 --prompt "In the beginning God"
+
+# demo-vision: the same with a model that sees, and a picture
+demo-vision: core
+	$(BIN)/tilerank generate assets/demo-vl --tp 3 --image assets/red-triangle.png --prompt "What is in the picture?"
 
 # test: the default suite
 test: environment
@@ -101,10 +105,12 @@ $(BIN)/pip:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.core: $(BIN)/pip $(CORE)
-	$(BIN)/pip install --quiet --disable-pip-version-check -e .
+	$(BIN)/pip install --quiet --disable-pip-version-check -e ".[vision]"
 	@touch $@
 
 # By its name, because it is installed: from its folder it would be compiled once more.
 $(VENV)/.test: $(VENV)/.core
 	$(BIN)/pip install --quiet --disable-pip-version-check "tilerank[test]"
+	@# Away from the rest, see tests/support/reference_media.py; without its requirements, which are installed already.
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(VENV)/torchvision torchvision==0.28.0
 	@touch $@
