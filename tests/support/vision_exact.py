@@ -1,0 +1,107 @@
+"""Vision models against transformers, as rank processes see it: many models and cuts in one start of the ranks."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from exactness import Witness, row_errors
+from safetensors.torch import load_file
+from torch import Tensor
+
+from tilerank.parallel.join import Team
+from tilerank.runtime.engine import Engine, Request
+from tilerank.runtime.prompt import Medium, Place, Prompt
+from tilerank.runtime.sampling import SamplingParams
+from tilerank.runtime.worker import Worker
+
+
+def run(
+    team: Team, *, out: str, models: list[str], strategies: list[str], dtypes: list[str], new_tokens: int
+) -> list[dict[str, Any]]:
+    """All cases against what reference_vl.py left in `out`."""
+    witness = Witness(team.group)
+    results = []
+    for model in models:
+        wanted = load_file(f"{out}/{model}.safetensors")
+        for strategy in strategies:
+            for dtype in dtypes:
+                worker = Worker(
+                    Path(out) / model,
+                    replace(team, group=witness),
+                    dtype=getattr(torch, dtype),
+                    strategy=strategy,  # type: ignore[arg-type]
+                    max_total_tokens=1024,
+                )
+                witness.start()
+                case: dict[str, Any] = {"model": model, "strategy": strategy, "dtype": dtype}
+                case |= {"tower": [encoding_errors(worker, wanted, i, dtype) for i in range(count(wanted, "frames"))]}
+                if team.group.rank == 0:
+                    engine = Engine(worker)
+                    case |= prompt_errors(engine, wanted, dtype)
+                    if dtype == "float32":
+                        case |= {"wrong_tokens": wrong_tokens(engine, wanted, new_tokens)}
+                    worker.stop()
+                else:
+                    worker.follow()
+                results.append(case | {"digest": witness.digest(), "collectives": witness.count})
+    return results
+
+
+def count(wanted: dict[str, Tensor], key: str) -> int:
+    return sum(name.endswith(f".{key}") for name in wanted)
+
+
+def encoding_errors(worker: Worker, wanted: dict[str, Tensor], i: int, dtype: str) -> dict[str, float]:
+    """Errors of the rows of an encoding, ours and those of transformers in `dtype`, against fp32."""
+    assert worker.encoder is not None
+    frames, exact = wanted[f"media.{i}.frames"], wanted[f"media.{i}.float32"]
+    rows, columns, frame_pairs = 0, 0, 0
+    frame_pairs, rows, columns = wanted[f"media.{i}.grid"].tolist()
+    *pieces, encoding = worker.encoder.encode(frames, (frame_pairs, rows, columns))
+    assert all(piece is None for piece in pieces) and encoding is not None
+    assert encoding.dtype is getattr(torch, dtype)
+    assert encoding.shape == exact.shape == worker.encoder.shape((frame_pairs, rows, columns))
+    return compare(encoding.float(), wanted[f"media.{i}.{dtype}"], exact)
+
+
+def compare(ours: Tensor, theirs: Tensor, exact: Tensor) -> dict[str, float]:
+    a, b = row_errors(ours, exact), row_errors(theirs, exact)
+    return {"max": float(a.max()), "mean": float(a.mean()), "hf_max": float(b.max()), "hf_mean": float(b.mean())}
+
+
+def media_prompt(wanted: dict[str, Tensor], p: int, length: int) -> Prompt:
+    """The first `length` tokens of prompt p, with its media."""
+    numbers = wanted[f"{p}.media"].tolist()
+    media, places = [], []
+    runs = iter(wanted[f"{p}.places"].tolist())
+    for index, number in enumerate(numbers):
+        frames, (t, rows, columns) = wanted[f"media.{number}.frames"], wanted[f"media.{number}.grid"].tolist()
+        size = (frames.shape[0], frames.shape[1], frames.shape[2])
+        media.append(Medium("image" if size[0] == 1 else "video", frames.numpy().tobytes(), size, (t, rows, columns)))
+        for part in range(t):
+            start, tokens = next(runs)
+            places.append(Place(start, tokens, index, part * tokens))
+    positions = wanted[f"{p}.positions"][:, :length].tolist() if numbers else []
+    return Prompt(wanted[f"{p}.token_ids"][:length].tolist(), media, places, positions)
+
+
+def prompt_errors(engine: Engine, wanted: dict[str, Tensor], dtype: str) -> dict[str, Any]:
+    """Errors of the logits of each prompt, with the tokens that transformers generated."""
+    errors = []
+    for p in range(count(wanted, "token_ids")):
+        length = len(wanted[f"{p}.token_ids"])
+        logits = engine.score(media_prompt(wanted, p, length))
+        errors.append(compare(logits, wanted[f"{p}.{dtype}"], wanted[f"{p}.float32"]))
+    return {"prompts": errors}
+
+
+def wrong_tokens(engine: Engine, wanted: dict[str, Tensor], new_tokens: int) -> list[int]:
+    """The prompts whose greedy tokens are not those of transformers, all in one batch."""
+    params = SamplingParams(max_new_tokens=new_tokens, ignore_eos=True)
+    token_ids = [wanted[f"{p}.token_ids"].tolist() for p in range(count(wanted, "token_ids"))]
+    requests = [Request(media_prompt(wanted, p, len(ids) - new_tokens), params) for p, ids in enumerate(token_ids)]
+    answers: list[list[int]] = [[] for _ in token_ids]
+    for event in engine.generate(requests):
+        answers[event.request].append(event.token_id)
+    return [p for p, answer in enumerate(answers) if answer != token_ids[p][-new_tokens:]]
