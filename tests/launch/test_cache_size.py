@@ -1,6 +1,7 @@
 """The size of the KV cache, against arithmetic by hand on invented machines, and as ranks report it on this one."""
 
 import argparse
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -8,13 +9,16 @@ from typing import Any
 import pytest
 from command import DEMO, run
 from fake_sysfs import GIB, Machine, sockets
+from media_files import DEMO_VL
 from ranks import run_ranks
 
 from tests.launch.test_plan import config_of, plan_on
-from tilerank.launch.cache_size import add_arguments, agreed
+from tilerank.launch.cache_size import add_arguments, agreed, mm_cache_bytes
 from tilerank.launch.plan_text import render
 from tilerank.launch.plan_types import RANK_OVERHEAD
+from tilerank.loader.checkpoint import Checkpoint
 from tilerank.loader.quantization_config import Quantization
+from tilerank.runtime.registry import read_supported_card
 
 # Half of an invented node's memory is free; two ranks on two nodes hold half of 6.24 GiB of weights each.
 
@@ -145,3 +149,37 @@ def test_ranks_say_how_large_it_is() -> None:
     assert 0 < int(found[1].replace(",", "")) <= 256 * 4096
     asked = run(*words, "--max-total-tokens", 640)
     assert "INFO: KV cache of 640 tokens, 1.88 MiB, as asked; there is room for " in asked.err
+
+
+def test_encoded_media_take_a_part_of_the_share(tmp_path: Path) -> None:
+    """On each rank of a model that takes pictures, and on none of another."""
+    model, node, media = DEMO_VL, 8 * GIB, 2 * GIB
+    machine = sockets(2, 8)
+    machine.memory = {0: node, 1: node}
+    sizes = {name: math.prod(tensor.shape) for name, tensor in Checkpoint(model).tensors.items() if ".visual." in name}
+    plan = plan_on(
+        machine, tmp_path, read_supported_card(model), 2, cached_tokens=None, mem_fraction=0.3, mm_cache_bytes=media
+    )
+    rank = plan.ranks[0]
+    assert plan.media == 2 * media
+    assert 2 * sum(sizes.values()) <= sum(rank.encoder for rank in plan.ranks) < 2.5 * sum(sizes.values())
+    assert plan.cached_tokens == pages(0.3 * node - rank.weights - media, rank.cache_per_token)
+    assert plan.need == plan.weights + 2 * media + 2 * RANK_OVERHEAD + plan.cached_tokens * plan.cache_per_token
+    assert "of bfloat16 weights, 2.00 GiB for media, at " in plan.cache_reason
+    assert "encoded, they take up to 2.00 GiB on each rank." in render(plan)
+    refusal = plan_on(
+        machine, tmp_path, read_supported_card(model), 2, cached_tokens=1 << 30, mm_cache_bytes=media
+    ).refusal()
+    assert refusal is not None and "4.00 GiB for media, " in refusal
+    text = sized(sockets(2, 8), tmp_path, mm_cache_bytes=media)
+    assert text.media == 0 and "Pictures" not in render(text)
+
+
+def test_no_size_of_the_media_cache(capsys: pytest.CaptureFixture[str]) -> None:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    assert mm_cache_bytes(parser.parse_args(["--mm-cache-gib", "0.5"])) == 1 << 29
+    for text in ("-1", "nan", "inf", "much"):
+        with pytest.raises(SystemExit):
+            parser.parse_args([f"--mm-cache-gib={text}"])
+        assert f"'{text}' is not a number of GiB" in capsys.readouterr().err

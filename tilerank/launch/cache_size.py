@@ -1,4 +1,4 @@
-"""The size of the KV cache: as many tokens as --mem-fraction-static leaves room for beside the weights."""
+"""The size of the KV cache: as many tokens as --mem-fraction-static leaves beside weights and encoded media."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from tilerank.parallel.group import Group
 
 DEFAULT_FRACTION = 0.8
+DEFAULT_MM_CACHE_GIB = 2.0
 
 
 def add_arguments(parser: argparse._ActionsContainer, *option: str, low: int = 1) -> None:
@@ -26,8 +27,8 @@ def add_arguments(parser: argparse._ActionsContainer, *option: str, low: int = 1
         type=_fraction,
         default=DEFAULT_FRACTION,
         metavar="F",
-        help="share of each node's memory, and of the control group's limit, that weights and KV cache may take "
-        f"together (default: {DEFAULT_FRACTION})",
+        help="share of each node's memory, and of the control group's limit, that weights, KV cache and encoded "
+        f"media may take together (default: {DEFAULT_FRACTION})",
     )
     parser.add_argument(
         "--max-total-tokens",
@@ -36,6 +37,29 @@ def add_arguments(parser: argparse._ActionsContainer, *option: str, low: int = 1
         metavar="N",
         help="tokens in the KV cache, of all requests together (default: as many as there is room for)",
     )
+    parser.add_argument(
+        "--mm-cache-gib",
+        type=_gib,
+        default=DEFAULT_MM_CACHE_GIB,
+        metavar="GIB",
+        help="memory for encoded pictures and videos on each rank of a model that takes them; those of one request "
+        f"must fit (default: {DEFAULT_MM_CACHE_GIB:g})",
+    )
+
+
+def mm_cache_bytes(args: argparse.Namespace) -> int:
+    """Return the bytes that encoded media may take on each rank."""
+    return round(args.mm_cache_gib * (1 << 30))
+
+
+def _gib(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value <= 1 << 20:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of GiB; expected 0 or more")
+    return value
 
 
 def _fraction(text: str) -> float:
@@ -58,10 +82,11 @@ class CacheSize:
 
 @dataclass(frozen=True)
 class Demand:
-    """What the ranks of a host hold, in bytes. form: the format of their weights."""
+    """What the ranks of a host hold, in bytes. form: the format of their weights. media: for encoded media."""
 
     form: str
     weights: int
+    media: int
     cache_per_token: int
     overhead: int
 
@@ -78,15 +103,15 @@ def largest(
 ) -> CacheSize:
     """Return the largest cache that fits everywhere, in whole pages; 0 tokens if there is no room for a page.
 
-    Weights and cache may take `fraction` of a node's memory, and of each replica's part of the control group's limit,
-    and no more than is free. More than `requests` requests of `context` tokens never run at a time.
+    Weights, encoded media and cache may take `fraction` of a node's memory, and of each replica's part of the control
+    group's limit, and no more than is free. More than `requests` requests of `context` tokens never run at a time.
     """
     from tilerank.kernels.kv_pages import PAGE_TOKENS
 
     found = [CacheSize(requests * context, f"{requests} requests of {context:,} tokens, no more run at a time")]
     for node in nodes:
         if node.cache_per_token:
-            held = Demand(demand.form, node.weights, math.ceil(node.cache_per_token), node.overhead)
+            held = Demand(demand.form, node.weights, node.media, math.ceil(node.cache_per_token), node.overhead)
             found += _limits(f"node {node.node}", held, node.total, node.free, fraction)
     group, available = limits.memory_limit, limits.memory_available
     if group is not None and available is not None and demand.cache_per_token:
@@ -97,13 +122,15 @@ def largest(
 
 def _limits(where: str, held: Demand, total: int, free: int, fraction: float) -> Iterator[CacheSize]:
     weights, each = f"{size(held.weights)} of {held.form} weights", f"at {size(held.cache_per_token)} a token"
+    if held.media:
+        weights += f", {size(held.media)} for media"
     share = int(fraction * total)
     yield CacheSize(
-        (share - held.weights) // held.cache_per_token,
+        (share - held.weights - held.media) // held.cache_per_token,
         f"{where}: --mem-fraction-static {fraction:g} of {size(total)} is {size(share)}, less {weights}, {each}",
     )
     yield CacheSize(
-        (free - held.weights - held.overhead) // held.cache_per_token,
+        (free - held.weights - held.media - held.overhead) // held.cache_per_token,
         f"{where}: {size(free)} free, less {weights} and {size(held.overhead)} for the processes, {each}",
     )
 

@@ -105,7 +105,7 @@ class GenerateJob:
         card = read_card_without_torch(self._model_dir)
         quantize.check(self._args, card)
         self._tokenizer = Tokenizer(self._model_dir)
-        self._prompt_ids = prompts.encode(prompts.read_prompts(self._args), self._args, self._tokenizer, card)
+        self._prompts = prompts.encode(prompts.read_prompts(self._args), self._args, self._tokenizer, card)
 
     def memory_refusal(self, size: int, here: range, placement: Placement) -> str | None:
         from tilerank.runtime import registry
@@ -125,6 +125,7 @@ class GenerateJob:
             kv_cache_dtype=args.kv_cache_dtype,
             cached_tokens=args.max_total_tokens,
             mem_fraction=args.mem_fraction_static,
+            mm_cache_bytes=cache_size.mm_cache_bytes(args),
             here=here,
         )
         return self._plan.refusal()
@@ -159,11 +160,11 @@ class GenerateJob:
     def lead(self, worker: "Worker", size: int, placement: Placement) -> None:
         from tilerank.kernels import core
         from tilerank.runtime.engine import Engine, Request
-        from tilerank.runtime.prompt import Prompt
 
-        answers = [Answer(ids, self._tokenizer.stream()) for ids in self._prompt_ids]
+        answers = [Answer(prompt.token_ids, self._tokenizer.stream()) for prompt in self._prompts]
         output = JsonLines(answers, bool(self._args.logprobs)) if self._args.json else Text(answers)
-        for event in Engine(worker).generate([Request(Prompt(ids), self._sampling()) for ids in self._prompt_ids]):
+        engine = Engine(worker, cache_size.mm_cache_bytes(self._args))
+        for event in engine.generate([Request(prompt, self._sampling()) for prompt in self._prompts]):
             answers[event.request].take(event)
             output.show()
         say(summary(answers, size, placement, core.isa()))

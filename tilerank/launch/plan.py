@@ -49,13 +49,15 @@ def plan_model(
     kv_cache_dtype: str = "auto",
     cached_tokens: int | None = None,
     mem_fraction: float = cache_size.DEFAULT_FRACTION,
+    mm_cache_bytes: int = 0,
     here: range | None = None,
 ) -> Plan:
     """Return the plan for one replica of a model on this host. Raises ShardError, ConfigError or LaunchError.
 
     model: its name in messages. dtype: "auto" is the checkpoint's. quantization: what the command line asks for.
     kv_cache_dtype: as on the command line. cached_tokens: size of the KV cache (default: what `mem_fraction` of the
-    memory leaves room for). here: the ranks of this host (default: all). placement: of these ranks.
+    memory leaves room for). mm_cache_bytes: what encoded media may take on each rank, if the model takes any. here: the
+    ranks of this host (default: all). placement: of these ranks.
     """
     from tilerank.loader.weight_formats import weight_formats
     from tilerank.parallel.sharding import Sharding
@@ -74,7 +76,13 @@ def plan_model(
     shapes = {rectangle.name: rectangle.shape for rectangle in models[0].rectangles()}
     heads = next(models[0].head_cuts(), None)
     ranks = tuple(
-        RankShare(where, part.nbytes(), bytes_per_token(part.cache_specs()))
+        RankShare(
+            where,
+            part.nbytes(),
+            bytes_per_token(part.cache_specs()),
+            part.encoder.nbytes() if part.encoder else 0,
+            mm_cache_bytes if part.encoder else 0,
+        )
         for where, part in zip(placement.ranks, models, strict=True)
     )
     plan = Plan(
@@ -99,7 +107,7 @@ def plan_model(
     if cached_tokens is not None:
         return plan
     cache = cache_size.largest(
-        Demand(plan.form, plan.weights, plan.cache_per_token, plan.overhead),
+        Demand(plan.form, plan.weights, plan.media, plan.cache_per_token, plan.overhead),
         plan.nodes,
         topology.limits,
         mem_fraction,
@@ -133,6 +141,7 @@ def _node_shares(topology: Topology, ranks: tuple[RankShare, ...], sharers: int)
                 node=node,
                 ranks=tuple(rank.placement.rank for rank, _ in parts),
                 weights=round(sum(rank.weights * part for rank, part in parts)),
+                media=round(sum(rank.media * part for rank, part in parts)),
                 cache_per_token=sum(rank.cache_per_token * part for rank, part in parts),
                 overhead=round(sum(RANK_OVERHEAD * part for _, part in parts)),
                 total=topology.node(node).memory_total // sharers,
@@ -144,7 +153,9 @@ def _node_shares(topology: Topology, ranks: tuple[RankShare, ...], sharers: int)
 
 def as_json(plan: Plan) -> dict[str, Any]:
     """Return the plan and the totals derived from it, ready for JSON."""
-    follows = {name: getattr(plan, name) for name in ("weights", "cache_per_token", "need", "available", "token_room")}
+    follows = {
+        name: getattr(plan, name) for name in ("weights", "media", "cache_per_token", "need", "available", "token_room")
+    }
     return dataclasses.asdict(plan) | follows | {"refusal": plan.refusal()}
 
 
@@ -232,6 +243,7 @@ def run(args: argparse.Namespace) -> int:
             kv_cache_dtype=args.kv_cache_dtype,
             cached_tokens=args.max_total_tokens,
             mem_fraction=args.mem_fraction_static,
+            mm_cache_bytes=cache_size.mm_cache_bytes(args),
         )
         for placement in (divide_placement(whole, division.dp) if division.dp > 1 else [whole])
     )

@@ -112,8 +112,18 @@ def _verdict(plan: Plan) -> list[str]:
     fits = f"Fits: {size(plan.need)} of {size(plan.available)}, processes included."
     full = [node.node for node in plan.nodes if node.need(plan.cached_tokens) > node.free]
     if full:
-        return [fits, _overflow_note(full)]
-    return [fits, f"{cache_text(plan)}."]
+        return [fits, _overflow_note(full), *_media(plan)]
+    return [fits, f"{cache_text(plan)}.", *_media(plan)]
+
+
+def _media(plan: Plan) -> list[str]:
+    if not any(rank.encoder for rank in plan.ranks):
+        return []
+    encoder, most = sum(rank.encoder for rank in plan.ranks), max(rank.media for rank in plan.ranks)
+    return [
+        f"Pictures and videos: {size(encoder)} of the weights encode them; encoded, they take up to {size(most)} on "
+        "each rank."
+    ]
 
 
 def cache_text(plan: Plan) -> str:
@@ -138,7 +148,7 @@ def render_replicas(replicas: ReplicaPlans) -> str:
     sections = [[head if replicas.reason is None else f"{head} ({replicas.reason})"], _cuts(first)]
     for number, plan in enumerate(plans):
         reason = "" if plan.cache_reason is None else f": {plan.cache_reason}"
-        sections.append([f"Replica {number}:", *_places(plan), f"{_cache(plan)}{reason}."])
+        sections.append([f"Replica {number}:", *_places(plan), f"{_cache(plan)}{reason}.", *_media(plan)])
     sections += [_shared_memory(replicas), _shared_verdict(replicas)]
     return "\n\n".join("\n".join(lines) for lines in sections)
 

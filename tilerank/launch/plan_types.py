@@ -46,11 +46,16 @@ class Attention:
 
 @dataclass(frozen=True)
 class RankShare:
-    """Where one rank runs, and the bytes of its weights and of one cached token."""
+    """Where one rank runs, and the bytes of its weights and of one cached token.
+
+    encoder: bytes of the weights that encode media, a part of `weights`. media: bytes that encoded media may take.
+    """
 
     placement: RankPlacement
     weights: int
     cache_per_token: int
+    encoder: int = 0
+    media: int = 0
 
 
 @dataclass(frozen=True)
@@ -64,13 +69,14 @@ class NodeShare:
     node: int
     ranks: tuple[int, ...]
     weights: int
+    media: int
     cache_per_token: float
     overhead: int
     total: int
     free: int
 
     def need(self, tokens: int) -> float:
-        return self.weights + self.overhead + self.cache_per_token * tokens
+        return self.weights + self.media + self.overhead + self.cache_per_token * tokens
 
 
 @dataclass(frozen=True)
@@ -111,13 +117,18 @@ class Plan:
         return sum(rank.weights for rank in self.ranks)
 
     @property
+    def media(self) -> int:
+        """Bytes that encoded pictures and videos may take on all ranks of this host."""
+        return sum(rank.media for rank in self.ranks)
+
+    @property
     def cache_per_token(self) -> int:
         return sum(rank.cache_per_token for rank in self.ranks)
 
     @property
     def need(self) -> int:
         """Bytes that all ranks of this host need together."""
-        return self.weights + self.cache_per_token * self.cached_tokens + self.overhead
+        return self.weights + self.media + self.cache_per_token * self.cached_tokens + self.overhead
 
     @property
     def overhead(self) -> int:
@@ -136,12 +147,12 @@ class Plan:
     def token_room(self) -> int:
         """Cached tokens that fit beside the weights on every node and within the control group."""
         rooms = [
-            (node.free - node.weights - node.overhead) / node.cache_per_token
+            (node.free - node.weights - node.media - node.overhead) / node.cache_per_token
             for node in self.nodes
             if node.cache_per_token
         ]
         if self.group_available is not None and self.cache_per_token:
-            rooms.append((self.group_available - self.weights - self.overhead) / self.cache_per_token)
+            rooms.append((self.group_available - self.weights - self.media - self.overhead) / self.cache_per_token)
         return max(0, int(min(rooms, default=0)))
 
     def refusal(self) -> str | None:
@@ -157,7 +168,8 @@ class Plan:
         return (
             f"{self.model}: not enough memory for {count(len(self.ranks), 'rank')}: "
             f"{size(self.weights)} of {self.form} weights, "
-            f"{cache if self.cached_tokens else ''}{size(self.overhead)} for the processes, "
+            f"{cache if self.cached_tokens else ''}"
+            f"{f'{size(self.media)} for media, ' if self.media else ''}{size(self.overhead)} for the processes, "
             f"{size(self.need)} together, but "
             f"{'this host has' if self.available == self.free else 'the control group allows'} {size(self.available)}"
         )
