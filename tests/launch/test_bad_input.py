@@ -317,7 +317,7 @@ def test_reader_gone(endless: list[object]) -> None:
         generating(running)
         running.close("out")
         result = running.finish()
-    assert result.errors == ["tilerank: error: whoever read the output is gone"], result.err
+    assert result.errors == ["tilerank: error: the output was closed by its reader"], result.err
 
 
 def redirected(where: str) -> tuple[str, ...]:

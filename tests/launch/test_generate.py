@@ -143,7 +143,7 @@ def test_the_mask_of_taskset_is_kept_and_that_of_srun_is_not() -> None:
     arguments = ("generate", DEMO, "--tp", 1, "--prompt", "x", "--max-new-tokens", 1)
     bound = ("taskset", "-c", str(cpus[-1]))
     kept = run(*arguments, launcher=bound)
-    assert f"this command was started on CPUs {cpus[-1]} of " in kept.err and "its ranks stay there" in kept.err
+    assert f"this command was started on CPUs {cpus[-1]} of " in kept.err and "its ranks use only these" in kept.err
     assert kept.err.splitlines()[-1].endswith(f": CPUs {cpus[-1]}")
     widened = run(*arguments, launcher=bound, env=step)
     assert "its ranks use all" in widened.err

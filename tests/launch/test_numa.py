@@ -132,7 +132,7 @@ def test_snc3_control_group(snc3: dict[str, Any]) -> None:
     group = snc3["group"]["topology"]
     assert (group["allowed_cpus"], group["allowed_mems"]) == ([0, 1], [1])
     assert (group["limits"]["cpu_quota"], group["limits"]["memory_limit"]) == (1.5, 100 << 20)
-    reason = "2 cores of node 0; memory on node 1, the nearest that may be used"
+    reason = "2 cores of node 0; memory on node 1, the nearest that is allowed"
     assert snc3["group"]["rank"]["reason"] == reason
     assert (snc3["group_rank"]["policy"], snc3["group_rank"]["pages"]) == ("preferred", {"1": PAGES})
     assert snc3["group_outside"] == {"error": "rank 5 cannot run on CPUs 9: Invalid argument"}

@@ -13,7 +13,7 @@ from tilerank.launch.host.cgroup import Limits
 from tilerank.launch.host.placement import Placement, auto_ranks, place
 from tilerank.launch.host.topology import Core, Node, Topology, read_topology
 
-UNDERSTOOD = "lists like 0-39|43-82, auto or none are understood"
+EXPECTED = "expected lists like 0-39|43-82, auto or none"
 
 
 def topology_of(machine: Machine) -> Topology:
@@ -96,7 +96,7 @@ def test_nodes_without_cores_or_memory() -> None:
     assert auto_ranks(topology) == 1
     placement = place(topology, 2)
     assert mems(placement) == [(0,), (0,)]
-    assert placement.ranks[1].reason == "8 cores of node 1; memory on node 0, the nearest that may be used"
+    assert placement.ranks[1].reason == "8 cores of node 1; memory on node 0, the nearest that is allowed"
 
 
 def test_memoryless_node_joins_the_nearest() -> None:
@@ -200,8 +200,8 @@ def test_listed_second_thread_alone() -> None:
         (2, "0|7", "--cores '0|7', group 1: core 7 is outside of this process's cpuset, which allows 0-2,4-6"),
         (2, "0|", "--cores '0|', group 1 is empty; every rank needs a core"),
         (1, "", "--cores '', group 0 is empty; every rank needs a core"),
-        (1, "4-2", f"--cores '4-2', group 0: range '4-2' runs backwards; {UNDERSTOOD}"),
-        (1, "all", f"--cores 'all', group 0: 'all' is neither a number nor a range like 0-39; {UNDERSTOOD}"),
+        (1, "4-2", f"--cores '4-2', group 0: range '4-2' runs backwards; {EXPECTED}"),
+        (1, "all", f"--cores 'all', group 0: 'all' is neither a number nor a range like 0-39; {EXPECTED}"),
     ],
 )
 def test_bad_core_lists(ranks: int, cores: str, sentence: str) -> None:
@@ -213,7 +213,7 @@ def test_bad_core_lists(ranks: int, cores: str, sentence: str) -> None:
 
 
 def test_no_ranks() -> None:
-    with pytest.raises(LaunchError, match="at least one rank is needed, 0 asked for"):
+    with pytest.raises(LaunchError, match="at least one rank is needed, found 0"):
         place(topology_of(sockets(1, 2)), 0)
 
 

@@ -292,9 +292,9 @@ def test_children_of_one_launcher_find_rank_0() -> None:
 
 def test_missing_ranks_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tilerank.launch.bootstrap.RENDEZVOUS_S", 0.3)
-    with pytest.raises(LaunchError, match=r"ranks 1, 2 of 3 did not come within"):
+    with pytest.raises(LaunchError, match=r"ranks 1, 2 of 3 did not arrive within"):
         find_store(Identity("MPICH", 0, 3, 0, 3), Meeting("launcher"))
-    with pytest.raises(LaunchError, match=r"rank 0 of 3 did not come within .*asked by rank 2"):
+    with pytest.raises(LaunchError, match=r"rank 2 waited for rank 0 of 3, which did not arrive within"):
         find_store(Identity("MPICH", 2, 3, 2, 3), Meeting("launcher"))
 
 

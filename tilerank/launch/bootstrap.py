@@ -1,4 +1,4 @@
-"""From a `Meeting` to an address: rank 0 binds a listening socket, the other ranks learn where. No torch in here."""
+"""From a `Meeting` to an address: rank 0 binds a listening socket, the other ranks receive its address. No torch."""
 
 import contextlib
 import fcntl
@@ -17,16 +17,16 @@ from .errors import LaunchError
 from .rendezvous import Identity, Meeting
 
 RENDEZVOUS_S = (
-    120.0  # for all ranks to come; loading may take longer, importing torch from a cold network disk must not
+    120.0  # for all ranks to arrive, which includes importing torch from a cold network disk but not loading a model
 )
-PROBE_S = 3.0  # per address of a host with several networks, some of which lead nowhere
+PROBE_S = 3.0  # per address of a host with several networks, some of which may be unreachable
 
 _MARKERS = ("TILERANK_RANK", "TORCHELASTIC_RUN_ID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID", "RANK")
 
 
 @dataclass(frozen=True)
 class Store:
-    """Where the store is: rank 0 serves it on the bound socket `fd`, or somebody else does (None)."""
+    """Where the store is. Rank 0 serves it on the bound socket `fd`; with None, another process serves it."""
 
     host: str
     port: int
@@ -36,18 +36,18 @@ class Store:
 
 @dataclass(frozen=True)
 class Process:
-    """A process that cannot be mistaken for a later one of the same pid; `started` in clock ticks since boot."""
+    """A process, identified beyond reuse of its pid by `started`, its start in clock ticks since boot."""
 
     pid: int
     started: int
 
 
 def find_store(identity: Identity, meeting: Meeting, *, fd: int | None = None, finalize: bool = True) -> Store:
-    """The store's address on every rank, once rank 0 has bound it.
+    """Return the store's address on every rank, once rank 0 has bound it.
 
-    `fd` is the listening socket that our supervisor passed to rank 0. `finalize=False` leaves MPI up after it carried
-    the address (only collectives over MPI want that: its ranks burn a core while they wait).
-    Raises LaunchError when the address cannot be bound or reached, or ranks do not come within RENDEZVOUS_S.
+    `fd` is the listening socket that our supervisor passed to rank 0. `finalize=False` keeps MPI running after it has
+    carried the address; only collectives over MPI need that, and ranks that wait in MPI keep a core busy.
+    Raises LaunchError if the address cannot be bound or reached, or if ranks do not arrive within RENDEZVOUS_S.
     """
     if meeting.kind in ("given", "agent"):
         return Store(meeting.host, meeting.port, fd, meeting.attempt)
@@ -62,7 +62,7 @@ def find_store(identity: Identity, meeting: Meeting, *, fd: int | None = None, f
 
 
 def listen(host: str, port: int, *, one_host: bool = True) -> socket.socket:
-    """A socket listening on `host`, an address of this machine; port 0 picks a free one."""
+    """Return a socket listening on `host`, an address of this machine; port 0 picks a free port."""
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except OSError as e:
@@ -72,10 +72,10 @@ def listen(host: str, port: int, *, one_host: bool = True) -> socket.socket:
     if not one_host and (ip.startswith("127.") or ip == "::1"):
         raise LaunchError(
             f"{host} is {ip} on the machine of rank 0, which ranks on other hosts cannot reach; "
-            "give the address that they can with --master-addr or MASTER_ADDR"
+            "set --master-addr or MASTER_ADDR to an address that they can reach"
         )
     listener = socket.socket(family, kind, proto)
-    # A port whose last connections are still in TIME_WAIT is free.
+    # A port whose last connections are still in TIME_WAIT counts as free.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind(address)
@@ -89,9 +89,9 @@ def listen(host: str, port: int, *, one_host: bool = True) -> socket.socket:
 
 
 def launcher_process(proc: Path = Path("/proc")) -> Process:
-    """The process that all ranks of this host descend from: the nearest ancestor that is not itself part of a rank.
+    """Return the process that all ranks of this host descend from: the nearest ancestor that is not part of a rank.
 
-    A wrapper script or a pyenv shim between mpirun and us carries the rank variables too, the launcher has none.
+    A wrapper script or a pyenv shim between mpirun and us carries the rank variables, too; the launcher has none.
     """
     marker = next((name for name in _MARKERS if name in os.environ), None)
     pid = os.getppid()
@@ -112,9 +112,9 @@ def _stat_fields(proc: Path, pid: int) -> list[str]:
 
 
 def _meet_under_launcher(identity: Identity, port: int) -> Store:
-    """Rank 0 tells its port to every rank of the same launcher over an abstract unix socket.
+    """Send rank 0's port to every rank of the same launcher over an abstract unix socket.
 
-    The name vanishes with the socket, so nothing is left behind whoever dies; the peer's user is checked on both ends.
+    The name vanishes with the socket, so nothing is left behind when a process dies. Both ends check the peer's user.
     """
     launcher = launcher_process()
     name = f"\0tilerank-{os.getuid()}-{launcher.pid}-{launcher.started}"
@@ -135,7 +135,7 @@ def _meet_under_launcher(identity: Identity, port: int) -> Store:
                 visitor, _ = door.accept()
             except TimeoutError as e:
                 raise LaunchError(
-                    f"{_ranks(missing)} of {identity.size} did not come within {RENDEZVOUS_S:.0f} s"
+                    f"{_ranks(missing)} of {identity.size} did not arrive within {RENDEZVOUS_S:.0f} s"
                 ) from e
             with visitor, contextlib.suppress(OSError):
                 visitor.settimeout(PROBE_S)
@@ -152,33 +152,33 @@ def _ask_port(identity: Identity, name: str, deadline: float) -> int:
             door.settimeout(max(deadline - time.monotonic(), 0.01))
             door.connect(name)
             if (user := peer_credentials(door)[1]) != os.getuid():
-                raise LaunchError(f"user {user} sits on the meeting point of this job's ranks")
+                raise LaunchError(f"user {user} occupies the socket at which the ranks of this job meet")
             door.sendall(struct.pack("<I", identity.rank))
             answer = door.recv(4, socket.MSG_WAITALL)
             if len(answer) == 4:
                 return int(struct.unpack("<I", answer)[0])
         time.sleep(0.02)
     raise LaunchError(
-        f"rank 0 of {identity.size} did not come within {RENDEZVOUS_S:.0f} s (asked by rank {identity.rank})"
+        f"rank {identity.rank} waited for rank 0 of {identity.size}, which did not arrive within {RENDEZVOUS_S:.0f} s"
     )
 
 
 def _meet_over_mpi(identity: Identity, port: int, *, finalize: bool) -> Store:
-    """Rank 0 broadcasts all its addresses over MPI; the first one that every rank reaches is taken."""
+    """Broadcast all addresses of rank 0 over MPI, and take the first one that every rank can reach."""
     mpi = _import_mpi(identity)
     mpi.Init()
     world = mpi.COMM_WORLD
     if (world.rank, world.size) != (identity.rank, identity.size):
         raise LaunchError(
-            f"{identity.launcher} says rank {identity.rank} of {identity.size}, but the MPI library that mpi4py loaded "
-            f"says rank {world.rank} of {world.size}: it is another MPI than mpirun's"
+            f"{identity.launcher} started this as rank {identity.rank} of {identity.size}, but the MPI library that "
+            f"mpi4py loaded reports rank {world.rank} of {world.size}: it does not belong to this mpirun"
         )
     listeners = [listen(address, port) for address in interface_addresses()] if identity.rank == 0 else []
     offers = world.bcast([listener.getsockname() for listener in listeners], root=0)
     reached = [int(_reachable(host, number)) for host, number in offers]
     everybody = [world.allreduce(own, op=mpi.MIN) for own in reached]
     if finalize:
-        # Right after the exchange: a rank that dies before MPI_Finalize makes some launchers kill the others.
+        # Finalised right after the exchange: some launchers kill all ranks if one dies before MPI_Finalize.
         mpi.Finalize()
     if 1 not in everybody:
         hosts = ", ".join(host for host, _ in offers) or "none"
@@ -198,19 +198,19 @@ def _import_mpi(identity: Identity) -> Any:
         import mpi4py
 
         mpi4py.rc.initialize = False
-        mpi4py.rc.finalize = False  # when and whether is decided above
+        mpi4py.rc.finalize = False  # the code above decides whether and when to finalise
         from mpi4py import MPI
     except (ImportError, RuntimeError) as e:
         reason = "mpi4py is not installed" if isinstance(e, ImportError) else f"mpi4py found no MPI library ({e})"
         raise LaunchError(
-            f"{identity.launcher} started ranks on several hosts and no MASTER_ADDR is set; finding each other takes "
+            f"{identity.launcher} started ranks on several hosts without MASTER_ADDR, so they can only meet through "
             f"mpi4py, but {reason}: pip install 'tilerank[mpi]', or set MASTER_ADDR and MASTER_PORT"
         ) from e
     return MPI
 
 
 def interface_addresses() -> list[str]:
-    """IPv4 addresses of this host's interfaces, without loopback."""
+    """Return the IPv4 addresses of this host's interfaces, without loopback."""
     addresses = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():

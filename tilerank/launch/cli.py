@@ -1,4 +1,4 @@
-"""The `tilerank` command: finds the subcommand, and turns the errors we raise on purpose into one sentence.
+"""The `tilerank` command: runs the subcommand, and prints each intentional error as one sentence.
 
 A subcommand's module is imported only when it runs, and none imports torch to parse its arguments.
 """
@@ -18,16 +18,16 @@ from .logs import say
 COMMANDS = {
     "generate": "generate text from a Hugging Face directory",
     "serve": "serve a model over the OpenAI API",
-    "plan": "say how a model would be cut and placed, without loading it",
-    "doctor": "say what this machine offers and what is wrong with it",
+    "plan": "show how a model would be sharded and placed, without loading it",
+    "doctor": "report what this machine offers and what is wrong with it",
     "bench": "measure this machine and the model on it",
 }
 MODULES = {"bench": ".bench.command"}
-"""Of the commands that are not a module here by their name."""
+"""Module of each subcommand whose module is not named like it."""
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says what is wrong in one sentence: the usage of a command with many options would bury it."""
+    """Prints one sentence for an error. The usage of a command with many options would hide it."""
 
     def error(self, message: str) -> NoReturn:
         say(f"tilerank: error: {message} ({self.prog} --help)")
@@ -35,7 +35,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line `argv` (default: this process's) and returns its exit status."""
+    """Run the command line `argv` (default: this process's) and return its exit status."""
     _occupy_standard_streams()
     try:
         return _run(sys.argv[1:] if argv is None else list(argv))
@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             if sys.stderr is not None:
                 sys.stderr.flush()
         except OSError:
-            _discard(sys.stderr)  # else the interpreter, which tries again, ends with a status of its own
+            _discard(sys.stderr)  # otherwise the interpreter flushes again at exit and changes the exit status
 
 
 def _run(argv: list[str]) -> int:
@@ -52,14 +52,14 @@ def _run(argv: list[str]) -> int:
         command, args = _parse(argv)
         status = int(command.run(args))
         if sys.stdout is not None:
-            sys.stdout.flush()  # while an error can still be told: at its end the interpreter has words of its own
+            sys.stdout.flush()  # here an error becomes a sentence; at exit the interpreter would print a traceback
         return status
     except SPOKEN_ERRORS as e:
         say(f"tilerank: error: {e}")
         return 1
     except BrokenPipeError:
         _discard(sys.stdout)
-        say("tilerank: error: whoever read the output is gone")
+        say("tilerank: error: the output was closed by its reader")
         return 1
     except OSError as e:
         if e.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO) or e.filename is not None:
@@ -72,7 +72,7 @@ def _run(argv: list[str]) -> int:
 
 
 def _parse(argv: list[str]) -> tuple[ModuleType, argparse.Namespace]:
-    """The subcommand's module, and its arguments."""
+    """Return the subcommand's module and its arguments."""
     parser = _Parser(
         prog="tilerank", description="Tensor-parallel runtime for large language and multimodal models on CPU servers."
     )
@@ -83,7 +83,7 @@ def _parse(argv: list[str]) -> tuple[ModuleType, argparse.Namespace]:
             command = importlib.import_module(MODULES.get(name, f".{name}"), __package__)
             command.add_arguments(subparser)
     for argument in argv:
-        if argument.startswith("--") and argument.endswith("=--"):  # argparse drops such a value and goes on without
+        if argument.startswith("--") and argument.endswith("=--"):  # argparse would silently drop such a value
             parser.error(f"argument {argument.removesuffix('=--')}: expected a value, found '--'")
     args = parser.parse_args(argv)
     args.argv = argv  # for the ranks, which are started with the same command line
@@ -91,14 +91,14 @@ def _parse(argv: list[str]) -> tuple[ModuleType, argparse.Namespace]:
 
 
 def _occupy_standard_streams() -> None:
-    """Where the shell closed one (`>&-`) it leads nowhere, so that no socket of ours takes its number."""
+    """Open /dev/null for each standard stream that the shell closed (`>&-`), so that no socket gets its number."""
     while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(fd, True)
     os.close(fd)
 
 
 def _discard(stream: TextIO) -> None:
-    """What could not be written must not be tried again at the end."""
+    """Redirect `stream` to /dev/null, so that its unwritten rest is not written again at exit."""
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, stream.fileno())
     os.close(null)

@@ -1,7 +1,7 @@
 """`tilerank doctor`: what this machine offers, what is wrong with it, and what to do about it.
 
-It must work where everything else does not: without the compiled core, without torch, in a container that refuses
-half of what is asked. Only what prevents running makes the exit status non-zero.
+It must work where everything else fails: without the compiled core, without torch, in a container that refuses half of
+the system calls. The exit status is non-zero only for problems that prevent running.
 """
 
 import argparse
@@ -42,7 +42,7 @@ OPTIONAL = ("transformers", "mpi4py")
 
 @dataclass(frozen=True)
 class Finding:
-    """Something wrong: `level` is "error" if nothing runs before it is mended, else "warning"."""
+    """A problem. `level` is "error" if nothing runs until it is fixed, otherwise "warning"."""
 
     level: str
     what: str
@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the report; 1 if something prevents running, else 0."""
+    """Print the report; return 1 if something prevents running, else 0."""
     report, findings = examine()
     if args.json:
         print(json.dumps({**report, "findings": [dataclasses.asdict(finding) for finding in findings]}))
@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def examine(root: Path = Path("/")) -> tuple[dict[str, Any], list[Finding]]:
-    """The whole report, ready for JSON, and what is wrong. `root` holds sys and proc."""
+    """Return the whole report, ready for JSON, and the problems. `root` holds sys and proc."""
     report: dict[str, Any] = {
         "versions": {
             "tilerank": own_version(),
@@ -114,7 +114,7 @@ def _machine(topology: Topology, root: Path) -> dict[str, Any]:
 
 
 def machine_findings(topology: Topology, root: Path, policy_refusal: str | None) -> list[Finding]:
-    """What is wrong with the machine or with the container around us."""
+    """Return the problems of the machine or of the container around this process."""
     found: list[tuple[str, str]] = []
     several = sum(1 for node in topology.nodes if node.memory_total) > 1
     if len(topology.packages) > 1 and len({core.node for core in topology.cores}) == 1:
@@ -124,7 +124,7 @@ def machine_findings(topology: Topology, root: Path, policy_refusal: str | None)
         ))  # fmt: skip
     for node in topology.nodes:
         if node.cpus and not node.memory_total:
-            found.append((f"node {node.id} has cores but no memory", "put memory into its slots"))
+            found.append((f"node {node.id} has cores but no memory", "install memory in the slots of that node"))
         elif set(node.cpus) & set(topology.allowed_cpus) and node.id not in topology.allowed_mems:
             nearest = topology.nearest_memory(node.id)
             found.append((
@@ -140,7 +140,7 @@ def machine_findings(topology: Topology, root: Path, policy_refusal: str | None)
     if policy_refusal and several:
         found.append((
             f"memory policies are refused ({policy_refusal}): pages go where they are first touched",
-            "add the capability SYS_NICE to the container; without it the first touch by pinned threads does the same",
+            "add the capability SYS_NICE to the container; without it, first touch by pinned threads has the same effect",
         ))  # fmt: skip
     if huge_pages(root).transparent == "never":
         found.append((
@@ -156,7 +156,7 @@ def machine_findings(topology: Topology, root: Path, policy_refusal: str | None)
 
 
 def own_version() -> str | None:
-    """None where the project runs from its folders, not installed."""
+    """Return the installed version, or None if the project runs from its source tree."""
     return _version("tilerank")
 
 
@@ -173,13 +173,13 @@ def library_findings(versions: dict[str, str | None]) -> list[Finding]:
 
 
 def _isa() -> tuple[list[dict[str, Any]], list[Finding]]:
-    """The rungs of the ISA ladder, best first, and what keeps the best ones off."""
+    """Return the rungs of the ISA ladder, best first, and the reasons why the best ones are unavailable."""
     try:
         from tilerank.kernels import core
         from tilerank.kernels.errors import KernelError
     except (ImportError, OSError) as error:  # OSError: a library that torch loads itself
         what = f"the kernels cannot be imported ({error})"
-        return [], [Finding("error", what, "mend the Python environment: pip install tilerank in a fresh one")]
+        return [], [Finding("error", what, "repair the Python environment: pip install tilerank in a fresh one")]
     try:
         rungs = core.isa_report()
     except KernelError as error:
@@ -195,7 +195,7 @@ def _isa() -> tuple[list[dict[str, Any]], list[Finding]]:
 
 
 def _mpi() -> dict[str, Any]:
-    """The launchers on PATH with their version, and the MPI library that mpi4py would load."""
+    """Return the launchers on PATH with their versions, and the MPI library that mpi4py would load."""
     launchers = {}
     for name in ("mpirun", "mpiexec"):
         path = shutil.which(name)
@@ -203,7 +203,7 @@ def _mpi() -> dict[str, Any]:
             launchers[name] = {"path": path, "version": mpi_name(_output([path, "--version"]))}
     library = None
     if importlib.util.find_spec("mpi4py"):
-        # In a process of its own: loading the library may abort, and must not initialise MPI here.
+        # In a separate process: loading the library may abort, and must not initialise MPI here.
         code = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; print(MPI.Get_library_version())"
         library = mpi_name(_output([sys.executable, "-c", code]))
     return {"launchers": launchers, "mpi4py": _version("mpi4py"), "mpi4py_library": library}
@@ -218,7 +218,7 @@ def _output(command: list[str]) -> str:
 
 
 def mpi_name(text: str) -> str:
-    """ "Open MPI 5.0.11" from what a launcher or a library says of itself; its first line where it is unknown."""
+    """Return "Open MPI 5.0.11" or the like from the version text of a launcher or library, else its first line."""
     kinds = {"Open MPI": "Open MPI|OpenRTE|PRRTE", "Intel MPI": r"Intel\(R\) MPI", "MPICH": "MPICH|HYDRA"}
     version = re.search(r"\d+\.\d+(\.\d+)*", text)
     for kind, pattern in kinds.items():
@@ -228,7 +228,7 @@ def mpi_name(text: str) -> str:
 
 
 def mpi_findings(mpi: dict[str, Any]) -> list[Finding]:
-    """A launcher and a library of different MPIs: every rank would believe that it is rank 0 of 1."""
+    """Report a launcher and a library of different MPIs: every rank would then be rank 0 of 1."""
     launcher, library = mpi["launchers"].get("mpirun"), mpi["mpi4py_library"]
     known = ("Open MPI", "Intel MPI", "MPICH")
     if not launcher or not library or not library.startswith(known) or not launcher["version"].startswith(known):

@@ -1,4 +1,4 @@
-"""The exception of this room, and those of all rooms whose text is for the user."""
+"""The exception of this package, and the exceptions of all packages whose text is for the user."""
 
 from tilerank.kernels.errors import KernelError
 from tilerank.loader.errors import CheckpointError, ConfigError, TokenizerError
@@ -7,7 +7,7 @@ from tilerank.runtime.errors import EngineError, RequestError
 
 
 class LaunchError(RuntimeError):
-    """A launch that cannot go on; the message is one sentence for the person who typed the command."""
+    """The launch cannot continue. The message is one sentence for the user of the command."""
 
 
 SPOKEN_ERRORS: tuple[type[Exception], ...] = (
@@ -21,4 +21,4 @@ SPOKEN_ERRORS: tuple[type[Exception], ...] = (
     RequestError,
     LaunchError,
 )
-"""What every room raises on purpose: the command line prints the text and nothing else."""
+"""Exceptions that tilerank raises on purpose. The command line prints their text without a traceback."""

@@ -1,6 +1,6 @@
-"""What one thread waits for while its processes run: what they write, their ends, signals, and times.
+"""The event loop of the command: output and ends of its child processes, signals, and timers, in one thread.
 
-One thread around one selector: the kernel ties a process's parent-death signal to the thread that forked it. No torch.
+It must be one thread: the kernel ties a process's parent-death signal to the thread that forked it. Imports no torch.
 """
 
 import contextlib
@@ -15,13 +15,13 @@ from typing import Protocol
 
 
 class Child(Protocol):
-    """A running process as the loop sees it."""
+    """A running process, as the loop uses it."""
 
     def signal(self, number: signal.Signals) -> None:
-        """To it and to whatever it started."""
+        """Send a signal to the process and to its own children."""
 
     def note_stopped(self) -> None:
-        """Looks whether it was stopped or continued: SIGCHLD came, which tells of one of many."""
+        """Check whether the process was stopped or continued. Called on SIGCHLD, which does not name the process."""
 
 
 @dataclass(eq=False)
@@ -31,7 +31,8 @@ class Timer:
 
 
 class Loop:
-    """`on_end` hears SIGINT and SIGTERM. Ctrl-Z stops the children with this process, and the clock of all timers."""
+    """A selector with timers. `on_end` is called for SIGINT and SIGTERM. Ctrl-Z stops the children and all timers,
+    too."""
 
     def __init__(self, on_end: Callable[[signal.Signals], None]) -> None:
         self.children: list[Child] = []
@@ -49,7 +50,7 @@ class Loop:
         self.watch(self._wake.fileno(), self._on_signal)
 
     def watch(self, fd: int, action: Callable[[], None]) -> None:
-        """Calls `action` whenever there is something to read, or its end."""
+        """Call `action` whenever `fd` is readable or at its end."""
         self._selector.register(fd, selectors.EVENT_READ, action)
 
     def close_fd(self, fd: int) -> None:
@@ -62,30 +63,30 @@ class Loop:
         return timer
 
     def hasten(self, timer: Timer, seconds: float) -> None:
-        """It rings after `seconds` at the latest."""
+        """Make the timer fire after `seconds` at the latest."""
         timer.at = min(timer.at, time.monotonic() + seconds)
 
     def cancel(self, timer: Timer | None) -> None:
-        with contextlib.suppress(ValueError):  # it has rung
+        with contextlib.suppress(ValueError):  # it has already fired
             if timer is not None:
                 self._timers.remove(timer)
 
     def run(self, busy: Callable[[], bool]) -> None:
-        """Until nobody is busy any more."""
+        """Handle events until `busy` returns False."""
         while busy():
             next_at = min((timer.at for timer in self._timers), default=float("inf"))
             timeout = None if next_at == float("inf") else max(next_at - time.monotonic(), 0)
             for key, _ in self._selector.select(timeout):
-                if self._selector.get_map().get(key.fd) is key:  # not closed by an earlier one of this round
+                if self._selector.get_map().get(key.fd) is key:  # not closed by an earlier action of this round
                     key.data()
             now = time.monotonic()
             for timer in [timer for timer in self._timers if timer.at <= now]:
-                if timer in self._timers:  # not cancelled by an earlier one of this round
+                if timer in self._timers:  # not cancelled by an earlier action of this round
                     self._timers.remove(timer)
                     timer.action()
 
     def close(self) -> None:
-        """The children must have ended."""
+        """Restore the signal handlers. All children must have ended."""
         self._selector.close()
         signal.set_wakeup_fd(self._old_wakeup)
         for number, handler in self._old_handlers.items():
@@ -104,11 +105,11 @@ class Loop:
                 self._on_end(signal.Signals(number))
 
     def _pause(self) -> None:
-        """Ctrl-Z: the terminal stops only our own process group, and each child has one of its own."""
+        """Handle Ctrl-Z. The terminal stops only our own process group, but each child has a group of its own."""
         for child in self.children:
             child.signal(signal.SIGSTOP)
         began = time.monotonic()
-        os.kill(os.getpid(), signal.SIGSTOP)  # returns when the shell's fg or bg, or somebody's SIGCONT, continues us
+        os.kill(os.getpid(), signal.SIGSTOP)  # returns once the shell's fg or bg, or another SIGCONT, continues us
         for child in self.children:
             child.signal(signal.SIGCONT)
             child.note_stopped()

@@ -1,8 +1,9 @@
-"""Tries grammars of requests out in a process of its own, before the engine sees them.
+"""Compiles the grammars of requests in a separate process, before the engine receives them.
 
-A grammar is a program that a stranger wrote. What it takes to compile, nobody knows before; here the kernel ends the
-process that tries, without harm to any other, and the request is refused. The engine compiles what was found good once
-more, beside its steps (runtime/guide.py): compiled grammars cannot be handed from process to process.
+A grammar is an untrusted program, and its cost is only known once it is compiled. In the separate process the kernel
+can stop a compilation without harm to any other process, and the request is refused. The engine compiles an accepted
+grammar again, in parallel with its steps (runtime/grammar_masks.py), because a compiled grammar cannot move between
+processes.
 """
 
 import asyncio
@@ -19,25 +20,25 @@ from tilerank.runtime.errors import RequestError
 from tilerank.runtime.grammar import Vocabulary
 
 CPU_S = 1
-"""For one grammar. Time of the processor: on a busy machine a good grammar is as good."""
+"""Limit for one grammar, in CPU time, so that a busy machine does not refuse a good grammar."""
 MEMORY = 4 << 30
-"""Bytes of address space."""
+"""Limit of the address space, in bytes."""
 KEPT = 256
-"""Grammars that are known to be good."""
+"""Number of accepted grammars that are remembered."""
 _LENGTH_BYTES = 4
 
 
 class GrammarTrial:
-    """The HTTP process's end. The other process is started when there is a grammar to try."""
+    """The HTTP process's end. The other process is started with the first grammar."""
 
     def __init__(self, model_dir: Path) -> None:
         self._model_dir = model_dir
         self._good: OrderedDict[str, None] = OrderedDict()
-        self._thread = ThreadPoolExecutor(1)  # waits for the process, which tries one at a time
+        self._thread = ThreadPoolExecutor(1)  # waits for the process, which compiles one grammar at a time
         self._process: subprocess.Popen[bytes] | None = None
 
     async def check(self, grammar: str) -> None:
-        """RequestError if the grammar is wrong, or takes too much to compile."""
+        """Raise RequestError if the grammar is wrong, or too expensive to compile."""
         if grammar not in self._good:
             await asyncio.get_running_loop().run_in_executor(self._thread, self._try, grammar)
             self._good[grammar] = None
@@ -45,7 +46,7 @@ class GrammarTrial:
                 self._good.popitem(last=False)
 
     def _try(self, grammar: str) -> None:
-        if self._process is None or self._process.poll() is not None:  # ended meanwhile, say by who frees memory
+        if self._process is None or self._process.poll() is not None:  # it may have been killed to free memory
             self._process = self._start()
         assert self._process.stdin is not None and self._process.stdout is not None
         try:
@@ -62,8 +63,8 @@ class GrammarTrial:
 
     def _start(self) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-P", "-m", __name__, str(self._model_dir)]
-        # Whoever asks hears these signals as well, and may have grammars to try as long as it answers. What is blocked
-        # here is blocked there, from the first moment on.
+        # The terminal sends these signals to both processes, but this one must keep compiling until the HTTP process
+        # has drained its requests. The child inherits the blocked signals, so there is no unprotected moment.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
         try:
             return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
@@ -72,14 +73,14 @@ class GrammarTrial:
 
 
 def main(model_dir: Path) -> None:
-    """Answers each grammar with a sentence against it, empty if there is none, until nobody asks any more."""
+    """Answer each grammar with an error sentence, empty if it compiles, until the other end closes the pipe."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     vocabulary = Vocabulary(model_dir)
-    _refusal(vocabulary, "start: /x/")  # reads the tokens
+    _refusal(vocabulary, "start: /x/")  # loads the tokens before the first limit applies
     while (grammar := _read(sys.stdin.buffer)) is not None:
         used = resource.getrusage(resource.RUSAGE_SELF)
-        # The kernel counts whole seconds, and ends the process when it has used so many.
+        # The limit is in whole seconds of CPU time of the whole process; beyond it the kernel kills the process.
         end = int(used.ru_utime + used.ru_stime) + 1 + CPU_S
         resource.setrlimit(resource.RLIMIT_CPU, (end, resource.RLIM_INFINITY))
         _write(sys.stdout.buffer, _refusal(vocabulary, grammar))
@@ -100,7 +101,7 @@ def _write(stream: IO[bytes], text: str) -> None:
 
 
 def _read(stream: IO[bytes]) -> str | None:
-    """None: the other end is gone."""
+    """Return the next message, or None once the other end has closed."""
     head = stream.read(_LENGTH_BYTES)
     length = int.from_bytes(head, "big")
     data = stream.read(length) if len(head) == _LENGTH_BYTES else b""

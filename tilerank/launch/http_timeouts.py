@@ -1,6 +1,6 @@
-"""HTTP connections that end when the client is too slow: to send a request, or to take an answer.
+"""HTTP connections with deadlines for slow clients: for sending a request, and for reading an answer.
 
-Each holds one of a bounded number of connections (slow loris), and an answer that nobody takes is held in memory.
+Every open connection holds one of a bounded number (slow loris), and an answer that is not read stays in memory.
 """
 
 import asyncio
@@ -8,15 +8,15 @@ import asyncio
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 REQUEST_S = 60.0
-"""From a connection, or an answer, to the end of the next request."""
+"""From the start of a connection, or the end of an answer, to the end of the next request."""
 TAKE_S = 60.0
-"""For as much of an answer as fills the buffers between."""
+"""For reading as much of an answer as fills the buffers in between."""
 
 
 class PatientProtocol(H11Protocol):
-    """uvicorn's, with deadlines."""
+    """uvicorn's HTTP protocol with deadlines."""
 
-    _sending: asyncio.TimerHandle | None = None  # the client has to send us something
+    _sending: asyncio.TimerHandle | None = None  # runs while the client still has to send a request
     _taking: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -54,5 +54,5 @@ class PatientProtocol(H11Protocol):
         self._sending = self.loop.call_later(REQUEST_S, self.transport.abort)
 
     def _has_request(self) -> bool:
-        """All of one that is not answered yet."""
+        """Return whether a whole request has arrived that is not answered yet."""
         return self.cycle is not None and not self.cycle.response_complete and not self.cycle.more_body

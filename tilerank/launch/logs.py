@@ -1,4 +1,4 @@
-"""Logging of the command and of its ranks: short lines on stderr; what holds for all ranks is said once, by rank 0."""
+"""Logging of the command and its ranks: short lines on stderr. Rank 0 alone logs what is the same on all ranks."""
 
 import contextlib
 import logging
@@ -8,7 +8,7 @@ _rank = 0
 
 
 def configure(rank: int, level: str, *, prefix: bool = False) -> None:
-    """Sends this process's log to stderr. `prefix` names the rank in every line, where no supervisor does it."""
+    """Send this process's log to stderr. `prefix` puts the rank before every line, for use without our supervisor."""
     global _rank
     _rank = rank
     handler = logging.StreamHandler()
@@ -21,7 +21,7 @@ def configure(rank: int, level: str, *, prefix: bool = False) -> None:
 
 
 def say(text: str) -> None:
-    """Writes a line to stderr. A full disk or a terminal that is gone must not end in a traceback."""
+    """Write a line to stderr. A full disk or a closed terminal must not cause a traceback."""
     with contextlib.suppress(OSError, AttributeError):  # AttributeError: stderr was closed from the start
         sys.stderr.write(text + "\n")
         sys.stderr.flush()

@@ -1,4 +1,4 @@
-"""One process that the command started: how it is started, what it says, how it ends. No torch."""
+"""One child process of the command: its start, its output and status messages, and its end. Imports no torch."""
 
 import contextlib
 import ctypes
@@ -26,10 +26,10 @@ _libc = ctypes.CDLL(None, use_errno=True)
 class ProcessSpec:
     """How to start a process, which messages call `name`.
 
-    `leads`: the others of its group are there for it, so that its end is theirs.
-    `label` stands before each line that it writes, and nothing of it reaches stdout; None: its output is the command's.
-    `pass_fds` are handed over: closed here once the process has them. `prepare` runs in the new process before the
-    program: cores, memory policy; a LaunchError of it is the sentence that the process could not be started for.
+    `leads`: the other processes of its group only serve this one, so that they end when it ends.
+    `label` precedes each line that the process writes, and nothing reaches stdout. With None the process writes to the
+    command's own streams. `pass_fds` are handed over, and closed here once the process has them. `prepare` runs in the
+    new process before the program, for cores and memory policy; the process cannot be started if it raises LaunchError.
     """
 
     name: str
@@ -42,16 +42,16 @@ class ProcessSpec:
 
 
 class Listener(Protocol):
-    """What a process tells whoever started it."""
+    """Receives the events of a process."""
 
     def reached(self, process: "Process") -> None:
-        """It is in another phase."""
+        """The process entered another phase."""
 
     def stuck(self, process: "Process") -> None:
-        """It was stopped (SIGSTOP, a debugger) for too long."""
+        """The process was stopped (SIGSTOP, a debugger) for too long."""
 
     def ended(self, process: "Process", code: int) -> None:
-        """With an exit status, or the negated number of a signal."""
+        """The process ended with an exit status, or with the negated number of a signal."""
 
 
 class Process:
@@ -64,7 +64,7 @@ class Process:
         self.spec = spec
         self.phase: Phase = "starting"
         self.failed: Failed | None = None
-        """The sentence that it ends with."""
+        """The error that the process has reported."""
         self.running = True
         self._loop = loop
         self._listener = listener
@@ -102,7 +102,7 @@ class Process:
         return f"{self.spec.name} (process {self._process.pid})"
 
     def signal(self, number: signal.Signals) -> None:
-        if self.running:  # else its number may be another's
+        if self.running:  # afterwards its pid may belong to another process
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, number)
 
@@ -115,12 +115,12 @@ class Process:
                     self._patience = self._loop.after(self._longest_stop_s, partial(self._listener.stuck, self))
 
     def kill(self) -> None:
-        """Ends it now; nobody hears of it any more."""
+        """End the process now, without a call of the listener."""
         self.signal(signal.SIGKILL)
         self._reap()
 
     def _on_end(self) -> None:
-        self.signal(signal.SIGKILL)  # whatever it started itself; its pid is not free before wait()
+        self.signal(signal.SIGKILL)  # ends its own children; its pid stays reserved until wait()
         code = self._reap()
         self._listener.ended(self, code)
 
@@ -130,7 +130,7 @@ class Process:
         self._loop.cancel(self._patience)
         self._loop.close_fd(self._pidfd)
         self._loop.children.remove(self)
-        for pipe in self._pipes:  # what it wrote last explains its end
+        for pipe in self._pipes:  # the last lines explain why it ended
             pipe.close()
         return code
 
@@ -138,7 +138,7 @@ class Process:
         try:
             message = decode(line)
         except msgspec.DecodeError:
-            return  # cut short by the process's death
+            return  # truncated by the end of the process
         if isinstance(message, Reached):
             self.phase = message.phase
             self._listener.reached(self)
@@ -150,7 +150,7 @@ class Process:
 
 
 class _Pipe:
-    """The reading end of what a process writes, line by line."""
+    """The reading end of a process's output, split into lines."""
 
     def __init__(self, loop: Loop, fd: int, take: Callable[[bytes], None]) -> None:
         self._loop = loop
@@ -161,7 +161,7 @@ class _Pipe:
         loop.watch(fd, self._read)
 
     def _read(self) -> None:
-        """Hands on what is there."""
+        """Pass on the lines that have arrived."""
         assert self._fd is not None
         try:
             data = os.read(self._fd, _LINE_LIMIT)
@@ -176,7 +176,7 @@ class _Pipe:
             self._close()
 
     def close(self) -> None:
-        """Hands on what is left."""
+        """Pass on what is left and close the pipe."""
         if self._fd is not None:
             self._read()
             self._close()
@@ -194,16 +194,16 @@ class _Pipe:
 
 
 def die_with(parent: int) -> None:
-    """In a new process, before it becomes another program: it is killed when its parent ends, however that ends."""
+    """Make the kernel kill this new process when its parent ends, for whatever reason. Call it before exec."""
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
 
 
 def _before_exec(parent: int, prepare: Callable[[], object] | None, refusal: int) -> None:
-    """In the new process: it dies with its parent, may write to the terminal from the background, and is placed.
+    """Run in the new process: tie its life to the parent, allow terminal output in the background, and place it.
 
-    Of an exception the parent learns only that there was one; the sentence goes through the pipe `refusal`.
+    subprocess reports only that an exception was raised, so its text goes through the pipe `refusal`.
     """
     die_with(parent)
     signal.signal(signal.SIGTTOU, signal.SIG_IGN)
@@ -216,7 +216,7 @@ def _before_exec(parent: int, prepare: Callable[[], object] | None, refusal: int
 
 
 def _refusal(pipe: int) -> str:
-    """What `prepare` failed with, if it did."""
+    """Return the text of the exception that `prepare` raised, if any."""
     os.set_blocking(pipe, False)
     try:
         return os.read(pipe, 4096).decode(errors="replace")

@@ -1,6 +1,6 @@
-"""What a rank process does: identity, cores and memory, meeting point, torch, team, engine, the command's work.
+"""The life of a rank process: identity, cores and memory, meeting point, torch, team, engine, the command's work.
 
-The order is the point: memory that is allocated before the binding stays where it was, so torch comes late.
+The order matters: memory that is allocated before the binding stays where it is, so torch is imported late.
 """
 
 import argparse
@@ -32,44 +32,44 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-LOAD_S = 1800.0  # after rank 0 has loaded: ranks that share a cold disk may be far apart
-NOTICE_S = 15.0  # from the loss of another rank to the end of this process, whatever its main thread is doing
+LOAD_S = 1800.0  # after rank 0 has loaded: ranks that share a cold disk may differ by this much
+NOTICE_S = 15.0  # from the loss of another rank to the end of this process, whatever its main thread is blocked in
 
 
 class Follower(Protocol):
-    """What a rank has built: the worker of a model, most of the time."""
+    """What a rank builds, usually the worker of a model."""
 
     def follow(self) -> None:
-        """Other ranks: does what rank 0 says until it says stop."""
+        """On other ranks: execute the messages of rank 0 until it sends stop."""
 
     def stop(self) -> None:
-        """Rank 0: sends the other ranks home."""
+        """On rank 0: make the other ranks return from `follow`."""
 
 
 W = TypeVar("W", bound=Follower)
 
 
 class Job(Protocol[W]):
-    """What a command does on its ranks."""
+    """The work of a command on its ranks."""
 
     def prepare(self) -> None:
-        """Rank 0, before anything heavy: refuses bad input."""
+        """On rank 0, before anything expensive: refuse bad input."""
 
     def memory_refusal(self, size: int, here: range, placement: Placement) -> str | None:
-        """First rank of a host: why the ranks `here`, of `size`, do not fit in its memory, if so."""
+        """On the first rank of a host: return why the ranks `here`, of `size`, do not fit in its memory, or None."""
 
     def build(self, team: "Team", own: RankPlacement) -> W:
-        """Every rank: loads the model. `own` is where this rank runs."""
+        """On every rank: load the model. `own` is the placement of this rank."""
 
     def lead(self, worker: W, size: int, placement: Placement) -> None:
-        """Rank 0, while the others follow."""
+        """On rank 0: do the command's work, while the other ranks follow."""
 
 
 def run_rank(identity: Identity, args: argparse.Namespace, job: Job[W]) -> int:
-    """Lives as one rank and returns its exit status; a failed one ends the process at once, since teardown may hang."""
+    """Run one rank and return its exit status. A rank that fails ends at once, since teardown may hang."""
     status = StatusPipe.inherited() if identity.launcher == "tilerank" else StatusPipe(None)
     logs.configure(identity.rank, args.log_level, prefix=not status.connected)
-    # Signals end a rank silently; the supervisor, or the foreign launcher, says what there is to say.
+    # Signals end a rank silently; the supervisor, or the foreign launcher, reports them.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
     code = 1
@@ -83,7 +83,7 @@ def run_rank(identity: Identity, args: argparse.Namespace, job: Job[W]) -> int:
             if sys.exception() is not None:
                 traceback.print_exc()
             for stream in (sys.stdout, sys.stderr):
-                with contextlib.suppress(OSError, AttributeError):  # None: closed from the start
+                with contextlib.suppress(OSError, AttributeError):  # AttributeError: closed from the start
                     stream.flush()
             os._exit(code)
     return code
@@ -116,8 +116,8 @@ def _live(identity: Identity, args: argparse.Namespace, job: Job[W], status: Sta
 
     torch.set_num_threads(1)
     if identity.local_rank == 0:
-        # Before anybody loads: all wait in join() for this rank. Launchers that deal ranks to hosts in turns are taken
-        # as if they had dealt them in blocks, which changes next to nothing.
+        # Checked before any rank loads: all ranks wait in join() for this one. `here` assumes that a launcher fills one
+        # host after the other; under round-robin assignment the estimate changes only slightly.
         here = range(min(identity.rank, identity.size - identity.local_size), identity.size)[: identity.local_size]
         refusal = job.memory_refusal(identity.size, here, placement)
         if refusal is not None:
@@ -173,21 +173,21 @@ def _end_after_failure(team: "Team", identity: Identity, status: StatusPipe) -> 
 
 
 def _kill_stuck(team: "Team", identity: Identity) -> None:
-    if identity.launcher == "tilerank":  # the supervisor ends all ranks
+    if identity.launcher == "tilerank":  # the supervisor kills all ranks
         return
     process = team.channel.watch.stuck_process()
     if process is not None:
-        with contextlib.suppress(ProcessLookupError):  # another neighbour was faster
+        with contextlib.suppress(ProcessLookupError):  # another neighbour has already killed it
             os.kill(process, signal.SIGKILL)
 
 
 def _reach(status: StatusPipe, phase: Phase) -> None:
-    status.send(Reached(phase))  # first: who reads the log line may rely on the supervisor knowing
+    status.send(Reached(phase))  # before the log line, so that the supervisor has the phase once the line is visible
     log.debug("%s", phase)
 
 
 def _settle(identity: Identity, args: argparse.Namespace) -> tuple[Placement, RankPlacement]:
-    """Moves this process to its cores and memory, and says what becomes of what a foreign launcher had decided."""
+    """Bind this process to its cores and memory, and log which settings of a foreign launcher are kept or replaced."""
     topology = read_topology()
     if identity.launcher == "tilerank":
         placement = inherited_placement(os.environ)
@@ -206,9 +206,9 @@ def _settle(identity: Identity, args: argparse.Namespace) -> tuple[Placement, Ra
 
 
 def _die_with_launcher() -> None:
-    """Ends this process when the launcher is killed: all but MPICH leave orphans then.
+    """End this process when the launcher is killed: all launchers but MPICH's would leave orphans.
 
-    Not the parent-death signal, which sees the direct parent only, and a wrapper script may be between.
+    The parent-death signal would not do: it watches the direct parent only, which may be a wrapper script.
     """
     launcher = launcher_process()
     try:

@@ -1,4 +1,5 @@
-"""What the ranks of a server are: each says it of itself once it is loaded, rank 0 hears it and prints a table."""
+"""The table of ranks that a server prints: each rank describes itself once it is loaded, and rank 0 prints the
+table."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def gather(group: Group, own: RankPlacement, worker: Worker) -> list[RankInfo]:
-    """What every rank says of itself. All ranks call this, when they are loaded."""
+    """Return the descriptions of all ranks. Every rank calls this once it is loaded."""
     import torch
 
     from tilerank.kernels import core
@@ -45,7 +46,7 @@ def gather(group: Group, own: RankPlacement, worker: Worker) -> list[RankInfo]:
 
 
 def render(ranks: Sequence[RankInfo], tokens: int) -> str:
-    """`tokens`: what the KV cache holds."""
+    """Format the table. `tokens`: the capacity of the KV cache."""
     hosts = len({rank.host for rank in ranks}) > 1
     rows = [["", "ISA", "weights", "KV cache", "tokens", "local", *(["host"] if hosts else []), "node", "cores"]]
     for rank in ranks:

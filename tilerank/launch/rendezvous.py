@@ -1,6 +1,6 @@
-"""Who am I and where do we meet: what each launcher puts into the environment, as one `Identity` and one `Meeting`.
+"""The rank of this process and the meeting point: each launcher's environment as an `Identity` and a `Meeting`.
 
-Pure functions over an environment mapping; `bootstrap.py` turns a `Meeting` into an address. No torch in here.
+Pure functions over an environment mapping; `bootstrap.py` turns a `Meeting` into an address. Imports no torch.
 """
 
 import re
@@ -12,14 +12,14 @@ from .errors import LaunchError
 
 Launcher = Literal["tilerank", "torchrun", "Open MPI", "MPICH", "Slurm", "environment", "none"]
 
-# Ports that srun's ranks meet at when nobody names one: below the range that Linux hands out to clients (32768 and up),
-# spread by job and step so that two steps on one host seldom collide.
+# Default ports for ranks under srun: below the ephemeral range of Linux (32768 and up), and spread by job and step so
+# that two steps on one host seldom collide.
 SLURM_PORTS = range(20000, 30000)
 
 
 @dataclass(frozen=True)
 class Identity:
-    """One process's place: its rank of `size`, and among the `local_size` ranks of its host."""
+    """The place of one process: its rank of `size`, and its place among the `local_size` ranks of its host."""
 
     launcher: Launcher
     rank: int = 0
@@ -34,12 +34,12 @@ class Identity:
 
 @dataclass(frozen=True)
 class Meeting:
-    """How the ranks find the store that introduces them to each other.
+    """How the ranks find the store through which they exchange addresses.
 
-    given: our supervisor already bound it (host, port; rank 0 inherits the socket)
-    agent: somebody else hosts it at host:port (torchrun); never bind there
+    given: our supervisor has already bound it (host, port; rank 0 inherits the socket)
+    agent: another process, such as torchrun's agent, hosts it at host:port; never bind there
     address: rank 0 binds host:port, all others connect to it
-    launcher: rank 0 picks a port and tells the other children of the same launcher process
+    launcher: rank 0 picks a port and sends it to the other children of the same launcher process
     mpi: rank 0 picks a port and broadcasts its addresses over MPI
     """
 
@@ -51,7 +51,7 @@ class Meeting:
 
 @dataclass(frozen=True)
 class _Convention:
-    """Where one launcher writes its numbers; it is in charge when all of `markers` are set."""
+    """The variables in which one launcher passes its numbers. It is in charge if all of `markers` are set."""
 
     launcher: Launcher
     markers: tuple[str, ...]
@@ -63,7 +63,7 @@ class _Convention:
 
 _NUMBERS = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
 
-# In order of detection. Slurm must come before anything that looks at PMI_RANK alone: `srun --mpi=pmi2` sets it too.
+# In order of detection. Slurm precedes every convention that checks PMI_RANK alone: `srun --mpi=pmi2` sets it as well.
 _CONVENTIONS = (
     _Convention(
         "tilerank", ("TILERANK_RANK",), *(f"TILERANK_{n}" for n in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
@@ -73,7 +73,7 @@ _CONVENTIONS = (
     _Convention("MPICH", ("PMI_RANK", "MPI_LOCALRANKID"), "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
     _Convention(
         "Slurm",
-        ("SLURM_PROCID", "SLURM_STEP_ID", "SLURM_LOCALID"),  # a batch script has no step: it is a single process
+        ("SLURM_PROCID", "SLURM_STEP_ID", "SLURM_LOCALID"),  # a batch script outside a step is a single process
         "SLURM_PROCID",
         "SLURM_NTASKS",
         "SLURM_LOCALID",
@@ -82,7 +82,7 @@ _CONVENTIONS = (
     _Convention("environment", ("RANK", "WORLD_SIZE"), "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
 )
 
-# What a supervisor takes out of its ranks' environment: it decides who they are.
+# Variables that a supervisor removes from the environment of its ranks, because it assigns their numbers itself.
 IDENTITY_VARIABLES = re.compile(
     r"(RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|GROUP_RANK|MASTER_ADDR|MASTER_PORT|MPI_LOCALRANKID|MPI_LOCALNRANKS)$"
     r"|(TILERANK_(RANK|SIZE|LOCAL_RANK|LOCAL_SIZE|STORE|FD|STATUS|CONTROL)|TORCHELASTIC_|OMPI_COMM_WORLD_|PMI_|PMIX_)"
@@ -90,9 +90,9 @@ IDENTITY_VARIABLES = re.compile(
 
 
 def identify(env: Mapping[str, str]) -> Identity:
-    """This process's place according to the launcher that started it; `Identity("none")` when nobody did.
+    """Return this process's place according to the launcher that started it, or `Identity("none")` without a launcher.
 
-    Raises LaunchError for numbers that make no sense and for two launchers that disagree.
+    Raises LaunchError for impossible numbers and for two launchers that contradict each other.
     """
     found: list[tuple[_Convention, Identity]] = []
     for convention in _CONVENTIONS:
@@ -103,13 +103,13 @@ def identify(env: Mapping[str, str]) -> Identity:
         if "PMI_RANK" in env or "PMIX_RANK" in env:
             name = "PMI_RANK" if "PMI_RANK" in env else "PMIX_RANK"
             raise LaunchError(
-                f"{name}={env[name]} says that an MPI launcher started this process, but not how many ranks share this "
-                "host; set RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE and MASTER_ADDR, MASTER_PORT instead"
+                f"{name}={env[name]} shows that an MPI launcher started this process, but not how many ranks share "
+                "this host; set RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE and MASTER_ADDR, MASTER_PORT instead"
             )
         return Identity("none")
     chosen, identity = found[0]
     for other, said in found[1:]:
-        # torchrun and mpirun run under Slurm as one step with one task a host: that step numbers hosts, not ranks.
+        # torchrun and mpirun run under Slurm as one step with one task per host: the step numbers hosts, not ranks.
         nested = other.launcher == "Slurm" and said.local_size == 1
         if not nested and (said.rank, said.size) != (identity.rank, identity.size):
             raise LaunchError(
@@ -121,24 +121,24 @@ def identify(env: Mapping[str, str]) -> Identity:
 
 
 def check_tp(identity: Identity, tp: int | None) -> None:
-    """Refuses a --tp that differs from the number of processes that a foreign launcher started."""
+    """Refuse a --tp that differs from the number of processes that a foreign launcher started."""
     if tp is not None and tp != identity.size:
         raise LaunchError(
             f"--tp {tp}, but {identity.launcher} started {identity.size} rank{'s' if identity.size != 1 else ''}; "
-            f"start {tp} processes or leave --tp away"
+            f"start {tp} processes or omit --tp"
         )
 
 
 def starts_ranks(identity: Identity) -> bool:
-    """Whether this process is a user's command, which starts the ranks itself, and not already one of them.
+    """Return whether this process is a user's command that starts the ranks itself, rather than one of the ranks.
 
-    A Slurm step of one task is how everything runs inside an allocation, also an interactive shell.
+    A Slurm step of one task counts as a command: inside an allocation everything runs in one, even interactive shells.
     """
     return identity.launcher == "none" or (identity.launcher == "Slurm" and identity.size == 1)
 
 
 def meeting(identity: Identity, env: Mapping[str, str], address: str | None = None, port: int | None = None) -> Meeting:
-    """Where the ranks of `identity` meet; `address` and `port` are --master-addr and --master-port if given."""
+    """Return where the ranks of `identity` meet. `address` and `port` are --master-addr and --master-port if given."""
     if identity.launcher == "tilerank":
         bound, _, number = env.get("TILERANK_STORE", "").rpartition(":")
         return Meeting("given", bound, _number(env, "TILERANK_STORE", number))
@@ -153,7 +153,7 @@ def meeting(identity: Identity, env: Mapping[str, str], address: str | None = No
     if identity.launcher in ("torchrun", "environment"):
         raise LaunchError(
             f"rank {identity.rank} of {identity.size} has RANK and WORLD_SIZE but no MASTER_ADDR; "
-            "set MASTER_ADDR and MASTER_PORT to where rank 0 listens"
+            "set MASTER_ADDR and MASTER_PORT to the address and port of rank 0"
         )
     if identity.one_host:
         return Meeting("launcher", port=port or 0)
@@ -163,13 +163,13 @@ def meeting(identity: Identity, env: Mapping[str, str], address: str | None = No
 
 
 def first_host(nodelist: str) -> str:
-    """First host of Slurm's compressed list: "n[01-04,07],gpu3" -> "n01"."""
+    """Return the first host of Slurm's compressed list: "n[01-04,07],gpu3" -> "n01"."""
     bracketed = re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", nodelist)
     return bracketed.split(",")[0]
 
 
 def tasks_on_host(tasks_per_node: str, node: int) -> int:
-    """Slurm's compressed counts: "2(x3),1" is 2, 2, 2, 1; the count of host number `node`."""
+    """Return the count of host number `node` from Slurm's compressed counts: "2(x3),1" is 2, 2, 2, 1."""
     counts: list[int] = []
     for group in tasks_per_node.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", group.strip())
@@ -190,7 +190,7 @@ def _read(convention: _Convention, env: Mapping[str, str]) -> Identity:
         node = _number(env, "SLURM_NODEID", env.get("SLURM_NODEID", "0"))
         local_size = tasks_on_host(_text(env, convention.local_size), node)
     elif convention.launcher == "environment" and convention.local_rank not in env:
-        # Whoever writes only RANK and WORLD_SIZE runs everything on one machine, or one process a host (Kubernetes).
+        # RANK and WORLD_SIZE alone mean either that all ranks share one machine, or one process per host (Kubernetes).
         here = env.get("MASTER_ADDR", "localhost") in ("localhost", "127.0.0.1")
         local_rank, local_size = (rank, size) if here else (0, 1)
     else:
@@ -210,7 +210,7 @@ def _read(convention: _Convention, env: Mapping[str, str]) -> Identity:
 
 def _text(env: Mapping[str, str], name: str) -> str:
     if not env.get(name):
-        raise LaunchError(f"{name} is not set although its companions are; expected the launcher to set it")
+        raise LaunchError(f"{name} is not set, although the launcher has set others that belong to it")
     return env[name]
 
 
@@ -222,7 +222,7 @@ def _number(env: Mapping[str, str], name: str, text: str | None = None) -> int:
 
 
 def _slurm_port(env: Mapping[str, str]) -> int:
-    # Step ids restart in every job: both together are unique on a host for as long as either runs.
+    # Step ids restart in every job; job and step together are unique on a host while both run.
     key = _number(env, "SLURM_JOB_ID") * 31 + _number(env, "SLURM_STEP_ID")
     return SLURM_PORTS[key % len(SLURM_PORTS)]
 

@@ -1,4 +1,4 @@
-"""How a host is divided into replicas of a model: --dp of them, on --tp ranks each. Pure: figures in, numbers out."""
+"""How a host is divided into --dp replicas of a model, each of --tp ranks. Pure functions of the machine's figures."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from .text import size
 MAX_REPLICAS = 256
 
 PACE_BYTES = 8 << 30
-"""What a node may read for a token of one stream: 50 ms where it streams 170 GB/s. Only then replicas are worth more
-than ranks, which make each stream faster."""
+"""Bytes that a node may read per token of one stream: 50 ms at 170 GB/s. Only below this are more replicas worth more
+than more ranks per replica, which speed up every stream."""
 WEIGHT_SHARE = 0.5
-"""Of a node's memory, for weights. The rest is for what makes replicas worth while: many requests."""
+"""Fraction of a node's memory for weights. The rest holds the cache of many requests, the purpose of replicas."""
 
 
 @dataclass(frozen=True)
 class Appetite:
-    """What a whole model takes, in bytes: its weights, and what one token reads of them."""
+    """The needs of a whole model in bytes: its weights, and the bytes that one token reads of them."""
 
     weights: int
     token: int
 
 
 def replica_count(text: str) -> int | None:
-    """The type of --dp: a number of replicas, or None for "auto"."""
+    """Parse --dp: a number of replicas, or None for "auto"."""
     return None if text == "auto" else whole_number(1, MAX_REPLICAS)(text)
 
 
 @dataclass(frozen=True)
 class Division:
-    """`dp` replicas of `tp` ranks. `reason`: one sentence about what was not asked for, if something was not."""
+    """`dp` replicas of `tp` ranks. `reason`: one sentence about the numbers that were chosen automatically, if any."""
 
     tp: int
     dp: int
@@ -42,7 +42,7 @@ class Division:
 
 
 def divide(topology: Topology, tp: int | None, dp: int | None, appetite: Callable[[], Appetite]) -> Division:
-    """The numbers asked for, and in place of None those that fit best. `appetite` is called if it matters."""
+    """Return the given numbers, with the best choice in place of None. `appetite` is called only if it matters."""
     nodes = auto_ranks(topology)
     if tp is not None and dp is not None:
         return Division(tp, dp)
@@ -56,7 +56,7 @@ def divide(topology: Topology, tp: int | None, dp: int | None, appetite: Callabl
 
 
 def _by_size(nodes: int, memory: int, model: Appetite) -> Division:
-    """The fewest nodes for a replica that hold it well and read it fast enough."""
+    """Return replicas on the fewest nodes whose memory holds the weights and whose bandwidth reads them fast enough."""
     tp, refused = 1, ""
     while tp < nodes:
         weights, token = model.weights // tp, model.token // tp

@@ -1,4 +1,4 @@
-"""From options to running ranks: how many, where on this machine, where they meet. No torch in here."""
+"""From options to running ranks: their number, their cores and memory, and their meeting point. Imports no torch."""
 
 import argparse
 import dataclasses
@@ -23,12 +23,12 @@ from .rendezvous import IDENTITY_VARIABLES, Identity, starts_ranks
 from .supervisor import Watch, supervise
 from .text import size as size_text
 
-# Kernels run on our own pinned threads: torch's and OpenMP's would only take their cores away.
+# Kernels run on our own pinned threads; threads of torch and OpenMP would only compete for their cores.
 RANK_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GOMP_SPINCOUNT": "0", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options about ranks; every command that starts some has them."""
+    """Add the options about ranks, for every command that starts some."""
     ranks = parser.add_argument_group("ranks")
     ranks.add_argument(
         "--tp",
@@ -36,14 +36,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_auto_or_count,
         default=None,
         metavar="auto|N",
-        help="number of ranks that a layer is cut over, in all (auto: one per NUMA node)",
+        help="total number of ranks that the model is sharded over (auto: one per NUMA node)",
     )
     ranks.add_argument("--cores", default="auto", help='cores of each rank, "0-39|43-82"; auto or none')
     ranks.add_argument(
         "--bind",
         choices=("auto", "inherit", "none"),
         default="auto",
-        help="auto: own cores and memory for every rank; inherit: stay where mpirun, srun or taskset put it; none",
+        help="auto: own cores and memory for every rank; inherit: keep the binding of mpirun, srun or taskset; none",
     )
     ranks.add_argument(
         "--membind",
@@ -52,23 +52,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="strict: never take memory of another node; the kernel kills a rank whose node is full",
     )
     ranks.add_argument("--dist-timeout", type=_seconds, default=60.0, metavar="S", help="longest wait for another rank")
-    ranks.add_argument("--collectives", choices=("auto", "gloo", "mpi"), default="auto", help="how ranks add up")
+    ranks.add_argument("--collectives", choices=("auto", "gloo", "mpi"), default="auto", help="transport between ranks")
     ranks.add_argument(
-        "--nnodes", type=whole_number(1), default=1, metavar="N", help="hosts; the command runs once on each"
+        "--nnodes", type=whole_number(1), default=1, metavar="N", help="number of hosts; run the command once on each"
     )
     ranks.add_argument(
-        "--node-rank", type=whole_number(0), default=None, metavar="I", help="which of the hosts this is, from 0"
+        "--node-rank", type=whole_number(0), default=None, metavar="I", help="number of this host, from 0"
     )
-    ranks.add_argument("--master-addr", metavar="HOST", help="address of rank 0's host that all others reach")
+    ranks.add_argument("--master-addr", metavar="HOST", help="address of rank 0's host, reachable from all hosts")
     ranks.add_argument("--master-port", type=whole_number(1, 65535), metavar="PORT", help="port that rank 0 listens on")
     ranks.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="info")
 
 
 def host_ranks(args: argparse.Namespace, topology: Topology) -> tuple[int, range]:
-    """(number of ranks in all, the ones of this host) when we start them ourselves."""
+    """Return (total number of ranks, the ranks of this host) if we start the ranks ourselves."""
     if args.nnodes == 1:
         if args.node_rank not in (None, 0):
-            raise LaunchError(f"--node-rank {args.node_rank} is not below --nnodes 1")
+            raise LaunchError(f"--node-rank {args.node_rank} needs --nnodes above {args.node_rank}, found 1")
         size = args.tp or auto_ranks(topology)
         return size, range(size)
     if args.node_rank is None or args.master_addr is None or not args.master_port or args.tp is None:
@@ -76,7 +76,7 @@ def host_ranks(args: argparse.Namespace, topology: Topology) -> tuple[int, range
             f"--nnodes {args.nnodes} needs --node-rank, --master-addr, --master-port and --tp (ranks in all)"
         )
     if args.node_rank >= args.nnodes:
-        raise LaunchError(f"--node-rank {args.node_rank} is not below --nnodes {args.nnodes}")
+        raise LaunchError(f"--node-rank {args.node_rank} must be below --nnodes {args.nnodes}")
     if args.tp < args.nnodes:
         raise LaunchError(f"--tp {args.tp} leaves some of the {args.nnodes} hosts without a rank")
     begin, end = (args.tp * node // args.nnodes for node in (args.node_rank, args.node_rank + 1))
@@ -84,10 +84,10 @@ def host_ranks(args: argparse.Namespace, topology: Topology) -> tuple[int, range
 
 
 def own_topology(args: argparse.Namespace, identity: Identity, machine: Topology) -> Topology:
-    """The machine as far as the one who typed the command may use it, for ranks that we start ourselves.
+    """Return the part of the machine that the user's command may use, for ranks that we start ourselves.
 
-    A mask that taskset or numactl set is kept. Slurm's, by default one core for a task, is not, unless --bind inherit
-    says so. A list of --cores is taken at its word.
+    A mask that taskset or numactl set is respected. Slurm's mask, by default one core per task, is ignored unless
+    --bind inherit is given. An explicit list of --cores overrides any mask.
     """
     mask = _own_mask(args, machine)
     if not mask or (identity.launcher != "none" and args.bind != "inherit"):
@@ -96,7 +96,8 @@ def own_topology(args: argparse.Namespace, identity: Identity, machine: Topology
 
 
 def own_placement(args: argparse.Namespace, identity: Identity, machine: Topology, ranks: int) -> Placement:
-    """Places `ranks` ranks that we start ourselves on this host, with a note if that is less than all of `machine`."""
+    """Place `ranks` ranks that we start ourselves on this host. A note is added if they get less than all of
+    `machine`."""
     topology = own_topology(args, identity, machine)
     placement = place(topology, ranks, "none" if args.bind == "none" else args.cores)
     mask = _own_mask(args, machine)
@@ -104,14 +105,14 @@ def own_placement(args: argparse.Namespace, identity: Identity, machine: Topolog
         return placement
     found = f"this command was started on CPUs {format_cpulist(mask)} of {format_cpulist(machine.allowed_cpus)}"
     if topology is machine:
-        note = f"{found} by {identity.launcher}; its ranks use all (--bind inherit keeps them there)"
+        note = f"{found} by {identity.launcher}; its ranks use all of them (--bind inherit keeps the binding)"
     else:
-        note = f"{found}; its ranks stay there"
+        note = f"{found}; its ranks use only these"
     return dataclasses.replace(placement, notes=(note, *placement.notes))
 
 
 def _own_mask(args: argparse.Namespace, machine: Topology) -> tuple[int, ...]:
-    """The CPUs this command was started on, where they are fewer than usual and nothing else was asked for."""
+    """Return the CPUs that this command is confined to, or none if it is not confined or an option overrides that."""
     usual = set(machine.allowed_cpus) - set(machine.isolated)
     mask = usual & set(machine.inherited_cpus)
     asked = args.cores != "auto" or args.bind == "none"
@@ -119,7 +120,7 @@ def _own_mask(args: argparse.Namespace, machine: Topology) -> tuple[int, ...]:
 
 
 def foreign_placement(args: argparse.Namespace, topology: Topology, identity: Identity) -> Placement:
-    """Placement of this host's ranks under torchrun, mpirun or srun, as every one of them computes it for itself."""
+    """Return the placement of this host's ranks under torchrun, mpirun or srun. Every rank computes the same."""
     unbound = args.bind != "auto" or args.cores == "none"
     narrowed = set(topology.inherited_cpus) < set(topology.allowed_cpus)
     return place(topology, identity.local_size, "none" if unbound else args.cores, own_mask=narrowed)
@@ -131,21 +132,21 @@ def check_arguments(args: argparse.Namespace) -> None:
 
 
 def ours_to_start(args: argparse.Namespace, identity: Identity) -> bool:
-    """Whether this process is the command that starts the ranks; else it is one of them.
+    """Return whether this process is the command that starts the ranks, rather than one of the ranks.
 
-    With --nnodes it is the one of its host, also where srun runs it there. LaunchError if mpirun or torchrun did.
+    With --nnodes it is the one command of its host, even where srun runs it. LaunchError if mpirun or torchrun did.
     """
     if identity.launcher == "tilerank":
         return False
     if args.nnodes > 1 and identity.launcher not in ("none", "Slurm"):
         raise LaunchError(
-            f"--nnodes {args.nnodes} is for starting the ranks ourselves, but {identity.launcher} did that"
+            f"--nnodes {args.nnodes} makes tilerank start the ranks, but {identity.launcher} has already started them"
         )
     return starts_ranks(identity) or args.nnodes > 1
 
 
 def start_ranks(args: argparse.Namespace, identity: Identity) -> int:
-    """Starts this host's ranks with the command line `args.argv` and returns the exit status of the whole.
+    """Start this host's ranks with the command line `args.argv` and return the exit status of the whole group.
 
     Raises LaunchError for what cannot be placed, bound or started.
     """
@@ -157,7 +158,7 @@ def start_ranks(args: argparse.Namespace, identity: Identity) -> int:
 
 
 def _check_memory(ranks: int) -> None:
-    """Raise LaunchError if the processes alone, without weights and cache, need more memory than this host has."""
+    """Raise LaunchError if the bare processes, without weights and cache, need more memory than this host has."""
     topology = read_topology()
     free = sum(node.memory_free for node in topology.nodes)
     available = topology.limits.memory_available
@@ -170,9 +171,9 @@ def _check_memory(ranks: int) -> None:
 
 
 class HostRanks:
-    """The ranks `here`, of `size`, that we start on this host ourselves, as often as they have to be started.
+    """The ranks `here`, of `size`, that we start on this host ourselves. They can be started several times.
 
-    `replica`: which of several groups of ranks on this host they are.
+    `replica`: the number of this group, if several groups of ranks run on this host.
     """
 
     def __init__(
@@ -188,7 +189,7 @@ class HostRanks:
         self._replica = replica
 
     def specs(self, hand_over: Mapping[str, int] | None = None) -> list[ProcessSpec]:
-        """To start them once. `hand_over`: descriptors for rank 0, by the variable that tells it their number."""
+        """Return what starts the ranks once. `hand_over`: descriptors for rank 0, by the variable with their number."""
         several = self._args.nnodes > 1
         host = self._args.master_addr if several else "127.0.0.1"
         port: int = self._args.master_port or 0
@@ -210,7 +211,7 @@ class HostRanks:
         name = f"rank {rank}" if self._replica is None else f"rank {rank} of replica {self._replica}"
         return ProcessSpec(
             name,
-            # -P: the working directory may be a model's, whose files must not be importable.
+            # -P: the working directory may hold a model, whose files must not be importable.
             [sys.executable, "-P", "-m", "tilerank", *self._args.argv],
             {**environment, **{variable: str(value) for variable, value in own.items()}},
             leads=rank == 0,
@@ -221,7 +222,7 @@ class HostRanks:
 
 
 def inherited_placement(env: Mapping[str, str]) -> Placement:
-    """The placement that our supervisor decided on."""
+    """Return the placement that our supervisor chose."""
     return msgspec.json.decode(env["TILERANK_PLACEMENT"], type=Placement)
 
 

@@ -1,4 +1,5 @@
-"""What a process tells its supervisor: where it has come to, and the one sentence it failed with, in lines of JSON."""
+"""Messages from a process to its supervisor, in lines of JSON: the phase it has reached, or the error it failed
+with."""
 
 import contextlib
 import os
@@ -14,7 +15,7 @@ class Reached(msgspec.Struct, tag="reached", frozen=True):
 
 
 class Failed(msgspec.Struct, tag="failed", frozen=True):
-    """`consequence`: the rank only noticed that another one is gone."""
+    """An error sentence. `consequence`: the rank only noticed that another one is gone."""
 
     sentence: str
     consequence: bool
@@ -29,7 +30,7 @@ def decode(line: bytes) -> Message:
 
 
 class StatusPipe:
-    """A process's end of the pipe to its supervisor; without one (other launchers) it swallows everything."""
+    """A process's end of the pipe to its supervisor. Without one (other launchers), messages are dropped."""
 
     def __init__(self, fd: int | None) -> None:
         self._fd = fd
@@ -38,7 +39,7 @@ class StatusPipe:
 
     @classmethod
     def inherited(cls) -> "StatusPipe":
-        """The one that the supervisor, if there is one, left in the environment."""
+        """Return the pipe that the supervisor, if there is one, passed in the environment."""
         fd = os.environ.get("TILERANK_STATUS")
         return cls(None if fd is None else int(fd))
 
@@ -48,6 +49,6 @@ class StatusPipe:
 
     def send(self, message: Message) -> None:
         if self._fd is not None:
-            # The supervisor may be gone: then the kernel is about to kill this process as well.
+            # The supervisor may be gone; the kernel is then about to kill this process as well.
             with contextlib.suppress(BrokenPipeError):
                 os.write(self._fd, msgspec.json.encode(message) + b"\n")

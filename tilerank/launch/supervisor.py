@@ -1,4 +1,4 @@
-"""Runs processes that stand and fall together: ends all when one fails, and says why in one sentence. No torch."""
+"""Runs processes that depend on each other: ends all when one fails, and reports why in one sentence. No torch."""
 
 import signal
 from collections.abc import Callable, Sequence
@@ -10,15 +10,15 @@ from .logs import say
 from .process import Process, ProcessSpec
 from .status import Phase
 
-SETTLE_S = 0.3  # after a first failure: others may know the same sentence
-SUSPECT_S = 1.5  # after "another rank is gone": that rank's own end says why
-TERMINATE_S = 2.0  # from SIGTERM to SIGKILL once a process failed; with the above, all is over within 5 s
-END_S = 10.0  # the same when everything went well, or the user asked for the end
+SETTLE_S = 0.3  # after a first failure: other processes may report the same error
+SUSPECT_S = 1.5  # after "another rank is gone": the exit of that rank shows the cause
+TERMINATE_S = 2.0  # from SIGTERM to SIGKILL once a process failed; with the above, everything ends within 5 s
+END_S = 10.0  # from SIGTERM to SIGKILL after success, or when the user requested the end
 
 
 @dataclass(frozen=True)
 class Failure:
-    """Why process `name` ended. `consequence`: it only noticed that another one was gone."""
+    """Why process `name` ended. `consequence`: it only noticed that another process was gone."""
 
     name: str
     sentence: str
@@ -30,7 +30,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Exit status of a group as a whole, and the sentence about its first failure."""
+    """Exit status of a whole group, and the sentence about its first failure."""
 
     status: int
     sentence: str | None = None
@@ -38,10 +38,10 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Watch:
-    """What is watched besides the processes' own ends.
+    """Conditions that are watched in addition to the ends of the processes.
 
-    `oom_kills` counts the processes of our cgroup that the kernel killed for lack of memory so far. A process may work
-    as long as it likes, but one that is stopped (SIGSTOP) for `longest_stop_s` counts as failed, whatever it was doing.
+    `oom_kills` returns how many processes of our cgroup the kernel has killed so far for lack of memory. A process may
+    be busy for any time, but one that is stopped (SIGSTOP) for `longest_stop_s` counts as failed.
     """
 
     oom_kills: Callable[[], int] = lambda: 0
@@ -49,10 +49,10 @@ class Watch:
 
 
 def supervise(specs: Sequence[ProcessSpec], watch: Watch, *, end_s: float = END_S) -> int:
-    """Runs one group to its end and returns the exit status for the command. `end_s`: seconds that its processes get to
-    end in when the user wants the end.
+    """Run one group to its end and return the exit status for the command.
 
-    The sentence about the first failure goes to stderr. Raises LaunchError if a process cannot be started.
+    `end_s`: seconds that the processes get to exit in when the user requests the end. The sentence about the first
+    failure goes to stderr. Raises LaunchError if a process cannot be started.
     """
     signals = 0
 
@@ -76,20 +76,23 @@ def supervise(specs: Sequence[ProcessSpec], watch: Watch, *, end_s: float = END_
 
 
 def cause(failures: Sequence[Failure]) -> Outcome:
-    """What happened first: a process's own end rather than what its peers saw of it."""
+    """Return the original failure: the end of a process itself takes precedence over what its peers saw of it."""
     roots = [failure for failure in failures if not failure.consequence] or list(failures)
     first = roots[0]
     if not first.own_words:
         return Outcome(first.status, first.sentence)
-    # What the leader or several say alike is about the input, not about one of them.
+    # A sentence that the leader or several processes report is about the input, so it names no process.
     shared = any(other.leads or other.name != first.name for other in roots if other.sentence == first.sentence)
     return Outcome(first.status, first.sentence if shared else f"{first.name}: {first.sentence}")
 
 
 class Group:
-    """Processes that are started together and end together. `on_phase` hears where the leader has come to, `on_end`
-    that all are gone; then `outcome` says how it went, and `unclean` which process that was to end by itself did not
-    do so with status 0."""
+    """Processes that are started together and end together.
+
+    `on_phase` is called when the leader enters a phase, `on_end` when all processes are gone. `outcome` is then the
+    result, and `unclean` the first process that exited with another status than 0 after the group had been asked to
+    end.
+    """
 
     def __init__(
         self,
@@ -116,19 +119,19 @@ class Group:
         return any(process.running for process in self._processes)
 
     def start(self, specs: Sequence[ProcessSpec]) -> None:
-        """LaunchError if one cannot be started; `kill` ends those that were."""
+        """Start the processes. LaunchError if one cannot be started; `kill` ends those that were started."""
         for spec in specs:
             self._processes.append(Process(self._loop, spec, self, self._watch.longest_stop_s))
 
     def end(self, number: signal.Signals, within_s: float) -> None:
-        """Passes on the signal by which the user asked for the end; who is left after `within_s` seconds is killed."""
+        """Pass on the signal with which the user requested the end. Kill what still runs after `within_s` seconds."""
         self._loop.cancel(self._decision)
         self.outcome = self.outcome or Outcome(128 + number)
         self._stop(number, within_s)
-        self._signal_all(signal.SIGCONT)  # a stopped one hears it, too
+        self._signal_all(signal.SIGCONT)  # a stopped process handles the signal only once it continues
 
     def kill(self) -> None:
-        """Leaves nobody behind, and tells nobody."""
+        """Kill all processes, without a call of `on_end`."""
         for timer in (self._decision, self._killing):
             self._loop.cancel(timer)
         for process in self._processes:
@@ -179,7 +182,7 @@ class Group:
             self._loop.hasten(self._decision, patience_s)
 
     def _decide(self) -> None:
-        # Also what others have said that are still on their way out.
+        # Processes that have reported an error but have not exited yet count as well.
         going = [
             Failure(process.spec.name, process.failed.sentence, 1, process.failed.consequence, True, process.spec.leads)
             for process in self._processes

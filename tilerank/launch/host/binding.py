@@ -1,10 +1,10 @@
-"""Applies a placement to this process: affinity and memory policy, and looks at where pages really are.
+"""Applies a placement to this process (affinity and memory policy), and reports where pages really are.
 
-Call `bind` before anything large is allocated, best before torch is imported: memory that the allocator already owns
-stays where it was first touched. Both settings survive fork and exec. The memory policy is *preferred*: with a strict
-one the kernel kills the process when the node is full, though other nodes have room. Raw system calls by ctypes, so
-that no libnuma is needed; where they are refused (the default seccomp profile of containers) first touch by pinned
-threads does the same job.
+Call `bind` before any large allocation, best before torch is imported: memory that the allocator already owns stays
+where it was first touched. Both settings survive fork and exec. The memory policy is *preferred*: with a strict policy
+the kernel kills the process when the node is full, even if other nodes have room. The system calls are made through
+ctypes, so that libnuma is not needed. Where they are refused, as by the default seccomp profile of containers, pinned
+threads that touch their memory first have the same effect.
 """
 
 import ctypes
@@ -24,14 +24,14 @@ from .topology import Topology
 
 _SYSCALLS = {"x86_64": {"set_mempolicy": 238, "get_mempolicy": 239, "move_pages": 279}}
 _DEFAULT, _PREFERRED, _BIND, _PREFERRED_MANY = 0, 1, 2, 5  # <linux/mempolicy.h>
-_MASK_BITS = 1024  # nodes that a mask has room for, the most that x86 Linux can be built with
+_MASK_BITS = 1024  # nodes in a mask, the most that x86 Linux can be built with
 _Mask = ctypes.c_ulong * (_MASK_BITS // 64)
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 @dataclass(frozen=True)
 class Binding:
-    """What the kernel accepted. `policy`: "preferred", "bind", or "first touch" when there is none."""
+    """What the kernel accepted. `policy`: "preferred", "bind", or "first touch" if no policy is set."""
 
     cpus: tuple[int, ...]
     policy: str
@@ -49,9 +49,9 @@ class HugePages:
 
 
 def bind(placement: RankPlacement, *, strict: bool = False) -> Binding:
-    """Binds the calling thread, and what it starts from now on, to the cores and memory of `placement`.
+    """Bind the calling thread, and all that it starts from now on, to the cores and memory of `placement`.
 
-    `strict` forbids memory from other nodes: the kernel then kills the process when they are full. LaunchError if the
+    `strict` forbids memory of other nodes: the kernel kills the process when its own are full. LaunchError if the
     kernel allows none of the cores.
     """
     notes: list[str] = []
@@ -76,7 +76,7 @@ def _set_affinity(placement: RankPlacement, notes: list[str]) -> tuple[int, ...]
 
 
 def _set_policy(nodes: tuple[int, ...], strict: bool, notes: list[str]) -> str:
-    """The policy in force afterwards."""
+    """Set the memory policy and return the name of the policy in force."""
     name = format_cpulist(nodes)
     mode = _BIND if strict else _PREFERRED if len(nodes) == 1 else _PREFERRED_MANY
     error = _set_mempolicy(mode, nodes)
@@ -85,7 +85,7 @@ def _set_policy(nodes: tuple[int, ...], strict: bool, notes: list[str]) -> str:
     if strict:
         raise LaunchError(f"memory cannot be bound strictly to node {name}: {os.strerror(error)}")
     if mode == _PREFERRED_MANY and error == errno.EINVAL:
-        return "first touch"  # before Linux 5.15; each pinned worker touches its own part first, so it is local anyhow
+        return "first touch"  # before Linux 5.15; pinned workers touch their own part first, so memory is local anyway
     why = os.strerror(error) + (", as in a container without CAP_SYS_NICE" if error == errno.EPERM else "")
     notes.append(
         f"memory policy for node {name} is refused ({why}): "
@@ -95,7 +95,7 @@ def _set_policy(nodes: tuple[int, ...], strict: bool, notes: list[str]) -> str:
 
 
 def inherited_notes(topology: Topology, placement: RankPlacement, environ: Mapping[str, str]) -> list[str]:
-    """Sentences about what a foreign launcher had set and what is done about it. Call before `bind`."""
+    """Return notes about settings of a foreign launcher and what becomes of them. Call before `bind`."""
     notes = []
     mask, allowed = set(topology.inherited_cpus), set(topology.allowed_cpus)
     if (allowed - set(topology.isolated)) - mask and mask != set(placement.affinity):
@@ -117,7 +117,7 @@ def inherited_notes(topology: Topology, placement: RankPlacement, environ: Mappi
 
 
 def memory_policy_refusal() -> str | None:
-    """Why memory policies cannot be set here, or None if they can. Changes nothing: sets the present policy again."""
+    """Return why memory policies cannot be set here, or None if they can. Only sets the current policy again."""
     mode, mask = ctypes.c_int(), _Mask()
     error = _syscall("get_mempolicy", ctypes.byref(mode), mask, ctypes.c_ulong(_MASK_BITS), None, ctypes.c_ulong(0))
     if not error:
@@ -127,9 +127,9 @@ def memory_policy_refusal() -> str | None:
 
 
 def page_nodes(address: int, length: int, *, samples: int | None = None) -> list[int | None]:
-    """The NUMA node of each 4 KiB page in [address, address+length), None for a page that is not in memory yet.
+    """Return the NUMA node of each 4 KiB page in [address, address+length), None for a page that is not resident.
 
-    `samples` looks at that many pages only, evenly spread. OSError if the kernel refuses (seccomp).
+    With `samples`, only that many evenly spread pages are checked. OSError if the kernel refuses (seccomp).
     """
     first, last = address // _PAGE, (address + length + _PAGE - 1) // _PAGE
     count = last - first if samples is None else min(samples, last - first)
@@ -144,7 +144,7 @@ def page_nodes(address: int, length: int, *, samples: int | None = None) -> list
 
 
 def local_share(address: int, length: int, nodes: tuple[int, ...], *, samples: int = 4096) -> float | None:
-    """The share of the resident pages of a range that is on `nodes`, 0..1; None if none is or the kernel refuses."""
+    """Return the fraction of a range's resident pages that is on `nodes`; None if none is resident or on refusal."""
     try:
         where = Counter(page_nodes(address, length, samples=samples))
     except OSError:
@@ -154,8 +154,8 @@ def local_share(address: int, length: int, nodes: tuple[int, ...], *, samples: i
 
 
 def local_memory(nodes: tuple[int, ...], root: Path = Path("/")) -> float | None:
-    """The share of this process's anonymous memory, all that it has allocated and touched, that is on `nodes`, 0..1.
-    None if there are no nodes to be on, or the kernel does not say."""
+    """Return the fraction of this process's anonymous memory, all that it has allocated and touched, that is on
+    `nodes`. None if `nodes` is empty, or if the kernel does not report it."""
     on: Counter[int] = Counter()
     for mapping in (read_text(root / "proc/self/numa_maps") or "").splitlines():
         words = dict(word.split("=", 1) for word in mapping.split() if "=" in word)
@@ -166,7 +166,7 @@ def local_memory(nodes: tuple[int, ...], root: Path = Path("/")) -> float | None
 
 
 def huge_pages(root: Path = Path("/")) -> HugePages:
-    """What the kernel offers in huge pages."""
+    """Return the huge pages that the kernel offers."""
     text = read_text(root / "sys/kernel/mm/transparent_hugepage/enabled") or ""
     chosen = text[text.index("[") + 1 : text.index("]")] if "[" in text and "]" in text else None
     pool = root / "sys/kernel/mm/hugepages/hugepages-2048kB"
@@ -177,12 +177,12 @@ def _set_mempolicy(mode: int, nodes: tuple[int, ...]) -> int:
     mask = _Mask()
     for node in nodes:
         mask[node // 64] |= 1 << (node % 64)
-    # The kernel takes one bit less than it is told.
+    # The kernel uses one bit less than the given number.
     return _syscall("set_mempolicy", mode, mask if nodes else None, ctypes.c_ulong(_MASK_BITS + 1 if nodes else 0))
 
 
 def _syscall(name: str, *arguments: object) -> int:
-    """Runs a system call that libc has no wrapper for; returns 0 or its errno."""
+    """Run a system call that libc has no wrapper for; return 0 or its errno."""
     number = _SYSCALLS.get(platform.machine(), {}).get(name)
     if number is None:
         return errno.ENOSYS

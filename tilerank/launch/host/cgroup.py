@@ -1,9 +1,9 @@
-"""What the control group of this process allows: CPUs, memory nodes, CPU time, bytes. Versions 1, 2 and both at once.
+"""Limits of this process's control group: CPUs, memory nodes, CPU time, bytes. Versions 1, 2 and both at once.
 
-The file system is found through /proc/self/mountinfo and the group through /proc/self/cgroup, and every limit is
-looked up from that group towards the root, since each ancestor limits as well. In a container without its own cgroup
-namespace the path in /proc/self/cgroup is the host's while the mount shows only the container's part: the mount's
-root tells which.
+The file system is found through /proc/self/mountinfo and the group through /proc/self/cgroup. Every limit is looked up
+from that group towards the root, since each ancestor limits as well. In a container without its own cgroup namespace
+the path in /proc/self/cgroup is the host's, while the mount shows only the container's part; the root of the mount then
+shows which part of the path to drop.
 """
 
 import math
@@ -13,7 +13,7 @@ from pathlib import Path
 
 from .cpulist import read_cpulist, read_int, read_text
 
-_UNLIMITED = 1 << 60  # version 1 writes "no limit" as a huge number rounded to pages
+_UNLIMITED = 1 << 60  # version 1 writes "no limit" as a huge number, rounded to pages
 
 
 @dataclass(frozen=True)
@@ -23,24 +23,24 @@ class Limits:
     cpus: tuple[int, ...] | None = None
     mems: tuple[int, ...] | None = None
     cpu_quota: float | None = None  # in CPUs: 2.5 is 250 ms of CPU time per 100 ms
-    memory_limit: int | None = None  # bytes, of the group with the least room
-    memory_usage: int | None = None  # bytes of that group, page cache that can be dropped not counted
+    memory_limit: int | None = None  # bytes, of the group with the least room left
+    memory_usage: int | None = None  # bytes used in that group, without droppable page cache
 
     @property
     def max_threads(self) -> int | None:
-        """Threads that the CPU quota can keep busy: its ceiling, at least one."""
+        """Return how many threads the CPU quota can keep busy: the quota rounded up, at least one."""
         return None if self.cpu_quota is None else max(1, math.ceil(self.cpu_quota))
 
     @property
     def memory_available(self) -> int | None:
-        """Bytes that the group may still allocate before it is out of memory."""
+        """Return how many bytes the group may still allocate."""
         if self.memory_limit is None or self.memory_usage is None:
             return None
         return max(0, self.memory_limit - self.memory_usage)
 
 
 def read_limits(root: Path = Path("/")) -> Limits:
-    """Limits of the calling process's group below `root` (a test's tree or "/")."""
+    """Return the limits of the calling process's group below `root` (a test's tree or "/")."""
     limit, usage = _memory(root)
     return Limits(
         cpus=_cpuset(root, "cpuset.cpus.effective", "cpuset.effective_cpus", "cpuset.cpus"),
@@ -52,9 +52,9 @@ def read_limits(root: Path = Path("/")) -> Limits:
 
 
 def oom_kills(root: Path = Path("/")) -> int:
-    """Processes of this group that the kernel has killed for want of memory.
+    """Return how many processes of this group the kernel has killed for lack of memory.
 
-    Of the whole machine where the group has no counter. Only the difference between two calls means anything.
+    The count is that of the whole machine if the group has no counter, so only the difference of two calls is useful.
     """
     for version, group in _groups(root, "memory"):
         name = "memory.events" if version == 2 else "memory.oom_control"
@@ -65,15 +65,15 @@ def oom_kills(root: Path = Path("/")) -> int:
 
 
 def _groups(root: Path, controller: str) -> Iterator[tuple[int, Path]]:
-    """(version, directory) of this process's group for a controller and of its ancestors, innermost first.
+    """Yield (version, directory) of this process's group for a controller and of its ancestors, innermost first.
 
-    In a hybrid set-up a controller lives in exactly one of the two; version 1 is asked first, and a version 2 tree
-    without the controller has no files of it and so answers nothing.
+    In a hybrid set-up a controller belongs to exactly one version. Version 1 is tried first; a version 2 tree without
+    the controller lacks its files and so yields no limits.
     """
     paths: dict[str, str] = {}
     for line in (read_text(root / "proc/self/cgroup") or "").splitlines():
         _, controllers, path = line.split(":", 2)
-        paths.update(dict.fromkeys(controllers.split(","), path))  # version 2 has the empty name
+        paths.update(dict.fromkeys(controllers.split(","), path))  # the empty name is version 2
     for kind, mount_root, mount_point, options in _mounts(root):
         if kind == "cgroup" and controller in options and controller in paths:
             yield from ((1, group) for group in _chain(root, mount_root, mount_point, paths[controller]))
@@ -82,7 +82,7 @@ def _groups(root: Path, controller: str) -> Iterator[tuple[int, Path]]:
 
 
 def _mounts(root: Path) -> list[tuple[str, str, str, list[str]]]:
-    """(kind, root within the file system, mount point, options) of every cgroup mount, version 1 before 2."""
+    """Return (kind, root within the file system, mount point, options) of every cgroup mount, version 1 before 2."""
     found = []
     for line in (read_text(root / "proc/self/mountinfo") or "").splitlines():
         before, _, after = line.partition(" - ")
@@ -93,13 +93,13 @@ def _mounts(root: Path) -> list[tuple[str, str, str, list[str]]]:
 
 
 def _chain(root: Path, mount_root: str, mount_point: str, path: str) -> Iterator[Path]:
-    """The group's directory and its ancestors up to the mount point."""
+    """Yield the group's directory and its ancestors up to the mount point."""
     top = root / mount_point.lstrip("/")
     prefix = mount_root.rstrip("/")
     inside = path[len(prefix) :] if path == prefix or path.startswith(prefix + "/") else ""
     parts = [part for part in inside.split("/") if part]
     if ".." in parts or not top.joinpath(*parts).is_dir():
-        parts = []  # a group outside of this namespace: what is mounted is all we can see
+        parts = []  # the group is outside of this namespace: only the mounted part is visible
     for depth in range(len(parts), -1, -1):
         yield top.joinpath(*parts[:depth])
 
@@ -128,7 +128,7 @@ def _cpu_quota(root: Path) -> float | None:
 
 
 def _memory(root: Path) -> tuple[int | None, int | None]:
-    """(limit, usage) of the group among this one and its ancestors that has the least room left."""
+    """Return (limit, usage) of the group among this one and its ancestors that has the least room left."""
     found: list[tuple[int, int]] = []
     for version, group in _groups(root, "memory"):
         limit = read_int(group / ("memory.max" if version == 2 else "memory.limit_in_bytes"))
@@ -142,6 +142,6 @@ def _memory(root: Path) -> tuple[int | None, int | None]:
 
 
 def _keyed(path: Path) -> dict[str, int]:
-    """A file of "name number" lines."""
+    """Parse a file of "name number" lines."""
     pairs = (line.split() for line in (read_text(path) or "").splitlines())
     return {pair[0]: int(pair[1]) for pair in pairs if len(pair) == 2 and pair[1].isdigit()}

@@ -1,4 +1,4 @@
-"""The kernel's list format ("0-3,8,10-11"), small sysfs reads and counts in words, for the modules on the machine."""
+"""The kernel's list format ("0-3,8,10-11"), small reads from sysfs, and counts in words, for the modules beside it."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -7,7 +7,8 @@ _MAX_ID = 1 << 16  # far above any kernel's NR_CPUS; keeps "0-99999999999" from 
 
 
 def parse_cpulist(text: str) -> tuple[int, ...]:
-    """Parses "0-3,8" to (0, 1, 2, 3, 8), sorted and without doubles; "" is (). ValueError says what is malformed."""
+    """Parse "0-3,8" to (0, 1, 2, 3, 8), sorted and without duplicates; "" is (). ValueError names the malformed
+    part."""
     found: set[int] = set()
     for item in text.strip().split(","):
         if not item.strip():
@@ -21,13 +22,13 @@ def parse_cpulist(text: str) -> tuple[int, ...]:
         if high < low:
             raise ValueError(f"range {item.strip()!r} runs backwards")
         if high >= _MAX_ID:
-            raise ValueError(f"{high} is larger than any id that Linux gives")
+            raise ValueError(f"{high} is larger than any id that Linux assigns")
         found.update(range(low, high + 1))
     return tuple(sorted(found))
 
 
 def format_cpulist(ids: Iterable[int]) -> str:
-    """The inverse of `parse_cpulist`, in its shortest form; () is "none"."""
+    """Format ids in the shortest form that `parse_cpulist` reads back; () is "none"."""
     runs: list[list[int]] = []
     for i in sorted(set(ids)):
         if runs and runs[-1][1] == i - 1:
@@ -38,21 +39,21 @@ def format_cpulist(ids: Iterable[int]) -> str:
 
 
 def read_text(path: Path) -> str | None:
-    """The stripped content of a sysfs, proc or cgroup file; None where this kernel or container does not offer it."""
+    """Return the stripped content of a sysfs, proc or cgroup file; None if this kernel or container lacks it."""
     try:
         return path.read_text(errors="replace").strip()
-    except OSError:  # absent, unreadable, or an attribute that fails on read (offline CPU)
+    except OSError:  # missing, unreadable, or an attribute that fails on read (offline CPU)
         return None
 
 
 def read_cpulist(path: Path) -> tuple[int, ...] | None:
-    """The list in a file; None when there is no such file or it is empty, which for a cpuset means "not set here"."""
+    """Return the list in a file; None if the file is missing or empty, which for a cpuset means "not set here"."""
     text = read_text(path)
     return parse_cpulist(text) if text else None
 
 
 def read_int(path: Path) -> int | None:
-    """The decimal number in a file; None when absent or not a number ("max")."""
+    """Return the decimal number in a file; None if the file is missing or holds no number ("max")."""
     text = read_text(path)
     return int(text) if text and text.lstrip("-").isdigit() else None
 

@@ -1,9 +1,8 @@
-"""Which cores and which memory each rank of this host gets. Pure: everything it knows is in the `Topology`.
+"""Which cores and which memory each rank of this host gets. Pure: the `Topology` is its only input.
 
-Whole NUMA nodes are dealt where the numbers allow it, since a rank whose cores, weights and cache are on one node
-never waits for another. Where they do not, every rank gets the same number of cores, in the order of packages and
-nodes: ranks work in lockstep, so the smallest one sets the pace, and pinned threads that touch their own part first
-keep it local.
+Each rank gets whole NUMA nodes, or nodes are divided evenly, where the numbers allow it: then the cores, weights and
+cache of a rank are on one node. Otherwise every rank gets the same number of cores, in the order of packages and nodes.
+Ranks work in lockstep, so the smallest one sets the pace; pinned threads that touch their own part first keep it local.
 """
 
 from collections import Counter
@@ -20,10 +19,10 @@ from .topology import Core, Topology
 class RankPlacement:
     """Where one rank runs. `rank` counts the ranks of this host.
 
-    `cores` has one logical CPU per physical core. `affinity` is the process's mask: the cores and their
-    hyper-threads, which are for helper threads (sockets, watchers); empty means that the mask is left as it is.
-    `mem_nodes` empty means no memory policy. `threads` workers run; if `pinned`, worker i stays on cores[i], else the
-    mask alone holds them.
+    `cores` has one logical CPU per physical core. `affinity` is the mask of the process: the cores and their
+    hyper-threads, which are for helper threads (sockets, watchers). If it is empty, the mask is left unchanged. Empty
+    `mem_nodes` means no memory policy. `threads` workers run. If `pinned`, worker i stays on cores[i]; otherwise
+    workers may run anywhere in the mask.
     """
 
     rank: int
@@ -36,13 +35,13 @@ class RankPlacement:
 
     @property
     def pool_cores(self) -> tuple[int, ...] | None:
-        """The argument of `kernels.core.start_pool`: one core per worker, or None for unpinned workers."""
+        """Return the argument for `kernels.core.start_pool`: one core per worker, or None for unpinned workers."""
         return self.cores[: self.threads] if self.pinned else None
 
 
 @dataclass(frozen=True)
 class Placement:
-    """All ranks of a model on this host. `oversubscribed`: more workers than CPU time, so that a wait must sleep, not
+    """All ranks of a model on this host. `oversubscribed`: more workers than CPUs, so that waits must sleep instead of
     spin. The host has `replicas` of the model, of which at most `sharers` have ranks near the same memory."""
 
     ranks: tuple[RankPlacement, ...]
@@ -53,21 +52,21 @@ class Placement:
 
 
 def auto_ranks(topology: Topology) -> int:
-    """`--tp auto`: one rank per NUMA node that has both usable cores and allowed memory; 1 if none has both."""
+    """Return `--tp auto`: one rank per NUMA node that has both usable cores and allowed memory; 1 if none has both."""
     with_cores = {core.node for core in topology.usable_cores()}
     return max(1, len(with_cores & set(topology.allowed_mems)))
 
 
 def place(topology: Topology, ranks: int, cores: str = "auto", *, own_mask: bool = False) -> Placement:
-    """Places `ranks` ranks on this host.
+    """Place `ranks` ranks on this host.
 
-    `cores`: "auto"; "none", which binds nothing; or one list of logical CPUs per rank, "0-39|43-82". `own_mask` is only
-    for "none": a narrowed mask belongs to this rank alone (mpirun, srun), so its cores are not shared out.
-    LaunchError if a list names a core that does not exist or may not be used, or overlaps another, or if there are not
-    as many lists as ranks.
+    `cores`: "auto"; "none", which binds nothing; or one list of logical CPUs per rank, "0-39|43-82". `own_mask` matters
+    only for "none": a narrowed mask belongs to this rank alone (mpirun, srun), so its cores are not divided among
+    ranks. LaunchError if a list names a core that does not exist, is not allowed or is in another list, or if the
+    number of lists differs from the number of ranks.
     """
     if ranks < 1:
-        raise LaunchError(f"at least one rank is needed, {ranks} asked for")
+        raise LaunchError(f"at least one rank is needed, found {ranks}")
     if cores == "none":
         placement = _unbound(topology, ranks, own_mask)
     elif cores == "auto":
@@ -78,9 +77,9 @@ def place(topology: Topology, ranks: int, cores: str = "auto", *, own_mask: bool
 
 
 def divide_placement(placement: Placement, replicas: int) -> list[Placement]:
-    """The ranks of one host as those of `replicas` equal parts, neighbours together; each part counts its own from 0.
+    """Divide the ranks of one host into `replicas` equal groups of neighbours. Each group counts its ranks from 0.
 
-    The notes, which are about the host, stay with the first.
+    The notes, which are about the host, stay with the first group.
     """
     each = len(placement.ranks) // replicas
     parts = [placement.ranks[i * each : (i + 1) * each] for i in range(replicas)]
@@ -102,7 +101,7 @@ def _unbound(topology: Topology, ranks: int, own_mask: bool) -> Placement:
     allowed = set(topology.allowed_cpus)
     mask = set(topology.inherited_cpus) & allowed or allowed
     available = sum(1 for core in topology.cores if mask & set(core.threads))
-    sharers = 1 if own_mask and mask != allowed else ranks  # MPICH and torchrun leave the whole mask to every rank
+    sharers = 1 if own_mask and mask != allowed else ranks  # MPICH and torchrun give the whole mask to every rank
     threads = max(1, available // sharers)
     reason = f"not bound: {count(threads, 'thread')} on CPUs {format_cpulist(mask)}"
     one = RankPlacement(0, (), (), (), threads, pinned=False, reason=reason)
@@ -113,7 +112,7 @@ def _auto(topology: Topology, ranks: int) -> Placement:
     usable = topology.usable_cores() or topology.usable_cores(isolated=True)
     if ranks > len(usable):
         return _shared(topology, ranks, usable)
-    domains: dict[int, list[Core]] = {}  # by the node of the memory, so that a node without any joins its nearest one
+    domains: dict[int, list[Core]] = {}  # by memory node, so that a node without memory joins its nearest one
     for core in usable:
         domains.setdefault(topology.nearest_memory(core.node), []).append(core)
     groups = _whole_nodes(list(domains.values()), ranks)
@@ -124,7 +123,7 @@ def _auto(topology: Topology, ranks: int) -> Placement:
 
 
 def _whole_nodes(nodes: Sequence[Sequence[Core]], ranks: int) -> list[Sequence[Core]] | None:
-    """Several nodes a rank or several ranks a node; None if the numbers do not divide."""
+    """Return several nodes per rank or several ranks per node; None if the numbers do not divide."""
     if len(nodes) % ranks == 0:
         each = len(nodes) // ranks
         return [[core for node in nodes[r * each : (r + 1) * each] for core in node] for r in range(ranks)]
@@ -134,13 +133,13 @@ def _whole_nodes(nodes: Sequence[Sequence[Core]], ranks: int) -> list[Sequence[C
 
 
 def _even(cores: Sequence[Core], parts: int) -> list[Sequence[Core]]:
-    """Consecutive parts whose sizes differ by at most one."""
+    """Split `cores` into consecutive parts whose sizes differ by at most one."""
     cuts = [len(cores) * i // parts for i in range(parts + 1)]
     return [cores[a:b] for a, b in pairwise(cuts)]
 
 
 def _shared(topology: Topology, ranks: int, usable: Sequence[Core]) -> Placement:
-    """More ranks than cores: every rank floats over all cores of a node, so that the scheduler can be fair."""
+    """Place more ranks than cores: every rank may use all cores of a node, so that the scheduler can be fair."""
     placed = []
     for r in range(ranks):
         node = usable[r * len(usable) // ranks].node
@@ -155,7 +154,7 @@ def _rank(topology: Topology, rank: int, group: Sequence[Core], reason: str) -> 
     nodes = sorted({core.node for core in group})
     mem_nodes = tuple(sorted({topology.nearest_memory(node) for node in nodes}))
     if not set(mem_nodes) <= set(nodes):
-        reason += f"; memory on node {format_cpulist(mem_nodes)}, the nearest that may be used"
+        reason += f"; memory on node {format_cpulist(mem_nodes)}, the nearest that is allowed"
     return RankPlacement(
         rank=rank,
         cores=tuple(core.threads[0] for core in group),
@@ -201,12 +200,12 @@ def _listed(topology: Topology, ranks: int, text: str) -> Placement:
 
 
 def _parse_group(topology: Topology, index: int, part: str, text: str) -> tuple[int, ...]:
-    """The CPUs of one group, which may name isolated ones: the user asked for them."""
+    """Return the CPUs of one group. Isolated CPUs are accepted, because the user named them."""
     where = f"--cores {text!r}, group {index}"
     try:
         cpus = parse_cpulist(part)
     except ValueError as error:
-        raise LaunchError(f"{where}: {error}; lists like 0-39|43-82, auto or none are understood") from None
+        raise LaunchError(f"{where}: {error}; expected lists like 0-39|43-82, auto or none") from None
     if not cpus:
         raise LaunchError(f"{where} is empty; every rank needs a core")
     absent = format_cpulist(set(cpus) - set(topology.online))
@@ -224,9 +223,9 @@ def _intersect(threads: tuple[int, ...], cpus: tuple[int, ...]) -> tuple[int, ..
 
 
 def _within_quota(topology: Topology, placement: Placement) -> Placement:
-    """Fewer workers where the CPU quota could not run them all at once.
+    """Use fewer workers if the CPU quota cannot run all of them at once.
 
-    They are not pinned then: other groups share the same cores, and all of them pinning to the first few would collide.
+    They are then not pinned: other groups share the same cores, and would all pin to the same few.
     """
     limit, quota = topology.limits.max_threads, topology.limits.cpu_quota
     wanted = sum(rank.threads for rank in placement.ranks)

@@ -1,8 +1,8 @@
 """The machine as a rank sees it: packages, NUMA nodes, cores, and the part of them that this process may use.
 
-Read from sysfs and proc below an injectable root, with the standard library alone. What may be used is the control
-group's cpuset, not the affinity mask that a foreign launcher left: mpirun binds to one core by default, and a process
-may widen its own mask again.
+Read from sysfs and proc below a given root, with the standard library alone. The allowed part is the cpuset of the
+control group and not the affinity mask: mpirun binds to one core by default, and a process may widen its own mask
+again.
 """
 
 from collections.abc import Iterable, Mapping
@@ -37,12 +37,12 @@ class Node:
 
 @dataclass(frozen=True)
 class Topology:
-    """Everything that `placement.place` needs to know, and `doctor` prints."""
+    """The input of `placement.place`, and what `doctor` prints."""
 
     nodes: tuple[Node, ...]
     cores: tuple[Core, ...]  # online, ordered by package, node, first thread
     offline: tuple[int, ...]
-    isolated: tuple[int, ...]  # isolcpus=: left alone unless asked for
+    isolated: tuple[int, ...]  # isolcpus=: not used unless requested
     allowed_cpus: tuple[int, ...]  # online and in the cgroup's cpuset
     allowed_mems: tuple[int, ...]  # nodes with memory that the cpuset lets us use
     inherited_cpus: tuple[int, ...]  # the affinity mask this process was started with
@@ -58,19 +58,19 @@ class Topology:
 
     @property
     def nodes_per_package(self) -> int:
-        """1 without sub-NUMA clustering, 2 or 3 with SNC2 or SNC3."""
+        """Return 1 without sub-NUMA clustering, 2 or 3 with SNC2 or SNC3."""
         return max(len({c.node for c in self.cores if c.package == p}) for p in self.packages)
 
     def node(self, node_id: int) -> Node:
         return next(node for node in self.nodes if node.id == node_id)
 
     def nearest_memory(self, node_id: int) -> int:
-        """The allowed node with memory that is nearest to a node, itself if possible; the lower id among equals."""
+        """Return the nearest allowed node with memory, if possible the node itself; the lower id among equals."""
         distances = self.node(node_id).distances
         return min(self.allowed_mems, key=lambda m: (m != node_id, distances.get(m, 255), m))
 
     def usable_cores(self, *, isolated: bool = False) -> tuple[Core, ...]:
-        """The cores cut down to their allowed threads; isolated ones only if asked for."""
+        """Return the cores reduced to their allowed threads; isolated ones only on request."""
         allowed = set(self.allowed_cpus) - (set() if isolated else set(self.isolated))
         found = []
         for core in self.cores:
@@ -81,7 +81,7 @@ class Topology:
 
 
 def read_topology(root: Path = Path("/")) -> Topology:
-    """Reads the machine below `root`. LaunchError if no CPU or no memory node may be used."""
+    """Read the machine below `root`. LaunchError if no CPU or no memory node may be used."""
     system = root / "sys/devices/system"
     status = _status(root)
     inherited = parse_cpulist(status.get("Cpus_allowed_list", ""))
@@ -123,7 +123,7 @@ def _text(ids: tuple[int, ...] | None) -> str:
 
 
 def _nodes(root: Path, system: Path, online: tuple[int, ...]) -> tuple[Node, ...]:
-    """The online nodes; one made of the whole machine where the kernel has no NUMA support."""
+    """Return the online nodes; a single node for the whole machine if the kernel has no NUMA support."""
     ids = read_cpulist(system / "node/online")
     if ids is None:
         ids = tuple(sorted(int(p.name[4:]) for p in (system / "node").glob("node[0-9]*")))
@@ -141,7 +141,7 @@ def _nodes(root: Path, system: Path, online: tuple[int, ...]) -> tuple[Node, ...
         nodes.append(Node(i, package, cpus, total, free, dict(zip(ids, distances, strict=False))))
     with_memory = [index for index, node in enumerate(nodes) if node.memory_total]
     if len(with_memory) == 1:
-        # Virtual machines with memory balloons or hotplug were seen to count only part of it on the node.
+        # Some virtual machines with memory balloons or hotplug count only part of the memory on the node.
         total, free = _meminfo(read_text(root / "proc/meminfo") or "")
         node = nodes[with_memory[0]]
         nodes[with_memory[0]] = replace(
@@ -151,7 +151,7 @@ def _nodes(root: Path, system: Path, online: tuple[int, ...]) -> tuple[Node, ...
 
 
 def _meminfo(text: str) -> tuple[int, int]:
-    """(total, free or droppable) bytes from a node's or the machine's meminfo."""
+    """Return (total, free or droppable) bytes from a node's or the machine's meminfo."""
     kib: dict[str, int] = {}
     for line in text.splitlines():
         name, _, value = line.partition(":")
@@ -166,7 +166,7 @@ def _package(system: Path, cpu: int) -> int:
 
 
 def _cores(system: Path, online: tuple[int, ...], nodes: tuple[Node, ...]) -> tuple[Core, ...]:
-    """Cores from the thread siblings that the kernel lists, never from the parity of CPU numbers."""
+    """Return cores from the thread siblings that the kernel lists, never from the parity of CPU numbers."""
     node_of = {cpu: node.id for node in nodes for cpu in node.cpus}
     seen: set[int] = set()
     cores = []
