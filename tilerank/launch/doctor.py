@@ -140,7 +140,7 @@ def machine_findings(topology: Topology, root: Path, policy_refusal: str | None)
     if policy_refusal and several:
         found.append((
             f"memory policies are refused ({policy_refusal}): pages go where they are first touched",
-            "add the capability SYS_NICE to the container; without it, first touch by pinned threads has the same effect",
+            "add the capability SYS_NICE to the container; without it, first touch by pinned threads is equivalent",
         ))  # fmt: skip
     if huge_pages(root).transparent == "never":
         found.append((
