@@ -146,7 +146,9 @@ def test_nothing_is_fetched(server: Server, kind: str) -> None:
             part = {"type": kind, kind: {"url": address}}
             answer = post(server, CHAT, {"messages": [{"role": "user", "content": [part]}]})
             assert answer.status_code == 400
-            assert f"expected text or parts of type 'text', found '{kind}'" in answer.json()["error"]["message"]
+            assert answer.json()["error"]["message"] == (
+                f"messages.0.content.0: demo-lm reads text only; expected a part of type 'text', found '{kind}'"
+            )
         schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"$ref": url}}}
         assert post(server, CHAT, {"messages": USER, "response_format": schema}).status_code == 400
         trap.setblocking(False)

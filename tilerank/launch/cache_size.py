@@ -49,7 +49,7 @@ def add_arguments(parser: argparse._ActionsContainer, *option: str, low: int = 1
 
 def mm_cache_bytes(args: argparse.Namespace) -> int:
     """Return the bytes that encoded media may take on each rank."""
-    return round(args.mm_cache_gib * (1 << 30))
+    return int(args.mm_cache_gib * (1 << 30))
 
 
 def _gib(text: str) -> float:

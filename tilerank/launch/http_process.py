@@ -5,7 +5,6 @@ import resource
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from types import FrameType
 
 import uvicorn
@@ -32,7 +31,7 @@ class Http:
     """Where to listen, and what is served."""
 
     listener: socket.socket
-    model_dir: Path
+    tokenizer: Tokenizer
     about: ServerSettings
 
 
@@ -47,7 +46,7 @@ async def _serve(http: Http, control: socket.socket, drain_s: float, on_ready: C
     _allow_files(MAX_CONNECTIONS + OTHER_FILES)
     loop = asyncio.get_running_loop()
     client = EngineClient()
-    gate = DrainMiddleware(make_app(client, Tokenizer(http.model_dir), http.about))
+    gate = DrainMiddleware(make_app(client, http.tokenizer, http.about))
     told_to_stop = asyncio.Event()
     server = _Server(
         uvicorn.Config(

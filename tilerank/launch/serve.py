@@ -24,7 +24,7 @@ from tilerank.loader.card import read_config_fields
 from tilerank.loader.generation_config import SamplingDefaults, read_sampling_defaults
 from tilerank.runtime.server.handover import connect, connections
 
-from . import logs, ranks_table, start
+from . import cache_size, logs, media_options, ranks_table, start
 from .doctor import own_version
 from .errors import LaunchError
 from .generate import GenerateJob, add_model_arguments, model_directory
@@ -74,6 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     http.add_argument(
         "--api-key", metavar="KEY", help=f"that clients must show (better in {API_KEY}: others see options)"
     )
+    media_options.add_arguments(parser)
     add_model_arguments(parser)
     group = parser.add_argument_group("replicas")
     group.add_argument(
@@ -166,8 +167,9 @@ class ServeJob(GenerateJob):
 
     def prepare(self) -> None:
         from tilerank.loader.tokenizer import Tokenizer
+        from tilerank.runtime.media.registry import load_processor
 
-        Tokenizer(self._model_dir)
+        media_options.check(self._args, load_processor(self._model_dir, Tokenizer(self._model_dir)))
         read_sampling_defaults(self._model_dir)
         if CONTROL not in os.environ:
             self.listener = _listen(self._args.host, self._args.port)
@@ -195,7 +197,7 @@ class ServeJob(GenerateJob):
         from tilerank.runtime.engine import Engine
         from tilerank.runtime.server.engine_loop import serve_connections
 
-        engine = Engine(worker)
+        engine = Engine(worker, cache_size.mm_cache_bytes(self._args))
         if CONTROL in os.environ:
             with socket.socket(fileno=int(os.environ[CONTROL])) as control:
                 serve_connections(engine, connections(control), self._ranks)
@@ -268,6 +270,8 @@ def _http_process(argv: Sequence[str], listener: int, control: int, ranks: Seque
 
 
 def _be_http(args: argparse.Namespace) -> int:
+    from tilerank.loader.tokenizer import Tokenizer
+    from tilerank.runtime.media.registry import load_processor
     from tilerank.runtime.server.app import ServerSettings
     from tilerank.runtime.server.tools import tool_parser
 
@@ -276,6 +280,7 @@ def _be_http(args: argparse.Namespace) -> int:
 
     logs.configure(0, args.log_level, prefix=False)
     model_dir = model_directory(args)
+    tokenizer = Tokenizer(model_dir)
     listener, control = (socket.socket(fileno=int(fd)) for fd in os.environ[HTTP_FDS].split(","))
     about = ServerSettings(
         args.served_model_name or model_dir.resolve().name,
@@ -284,9 +289,10 @@ def _be_http(args: argparse.Namespace) -> int:
         _sampling(model_dir),
         tool_parser(read_config_fields(model_dir).text("model_type")),
         GrammarTrial(model_dir).check,
+        media_options.media_reader(args, load_processor(model_dir, tokenizer)),
     )
     status = StatusPipe.inherited()
-    run(Http(listener, model_dir, about), control, DRAIN_S, lambda: status.send(Reached("serving")))
+    run(Http(listener, tokenizer, about), control, DRAIN_S, lambda: status.send(Reached("serving")))
     return 0
 
 

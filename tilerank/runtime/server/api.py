@@ -3,11 +3,13 @@
 import json
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
 
 from .errors import ApiError
 
 MAX_TOKENS = 1 << 20
+MAX_PARTS = 1 << 16
+"""Parts of one message. The number of media has a limit of its own."""
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
 _Ids = Annotated[list[TokenId], Field(min_length=1, max_length=MAX_TOKENS)]
 StopString = Annotated[str, Field(min_length=1, max_length=256)]
@@ -129,6 +131,23 @@ class TextPart(_Body):
     text: str
 
 
+class MediaPart(_Body):
+    """A picture or a video. runtime/media/messages.py reads its fields."""
+
+    model_config = ConfigDict(extra="allow", allow_inf_nan=False)
+    type: str = Field(min_length=1, max_length=64)
+
+
+def _part_tag(part: Any) -> str:
+    return "text" if isinstance(part, dict) and part.get("type") == "text" else "media"
+
+
+Part = Annotated[
+    Annotated[TextPart, Tag("text")] | Annotated[MediaPart, Tag("media")],
+    Discriminator(_part_tag),
+]
+
+
 class CalledFunction(_Body):
     name: str
     arguments: str | dict[str, Any] = "{}"
@@ -147,24 +166,17 @@ class Message(_Body):
 
     model_config = ConfigDict(extra="allow", allow_inf_nan=False)
     role: str = Field(min_length=1, max_length=64)
-    content: str | list[TextPart] | None = None
+    content: str | Annotated[list[Part], Field(max_length=MAX_PARTS)] | None = None
     tool_calls: list[EarlierCall] | None = Field(None, max_length=128)
 
-    @field_validator("content", mode="before")
-    @classmethod
-    def _check_content(cls, content: Any) -> Any:
-        """Refuse parts other than text. URLs in parts are never fetched."""
-        for part in content if isinstance(content, list) else ():
-            kind = part.get("type") if isinstance(part, dict) else None
-            if kind != "text":
-                raise ValueError(f"expected text or parts of type 'text', found {kind!r:.40}")
-        return content
+    def for_template(self, parts: bool) -> dict[str, Any]:
+        """Return the message for the chat template.
 
-    def for_template(self) -> dict[str, Any]:
-        """Return the message for the chat template. Text parts become one string, since few templates support parts."""
+        parts: does the template accept content in parts? Text parts become one string for templates that do not.
+        """
         message = self.model_dump(exclude_none=True)
-        if isinstance(self.content, list):
-            message["content"] = "\n".join(part.text for part in self.content)
+        if isinstance(self.content, list) and not parts:
+            message["content"] = "\n".join(part.text for part in self.content if isinstance(part, TextPart))
         for call in self.tool_calls or []:
             call.function.arguments = _object(call.function.arguments)
         if self.tool_calls:

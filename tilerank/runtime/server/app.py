@@ -5,10 +5,10 @@ import hmac
 import json
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import prometheus_client
 import pydantic
@@ -18,28 +18,29 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from tilerank.loader.errors import TokenizerError
 from tilerank.loader.generation_config import SamplingDefaults
 from tilerank.loader.tokenizer import Tokenizer
 
 from ..errors import RequestError
 from ..params import SamplingParams
+from ..prompt import Prompt
 from . import status
-from .api import ChatCompletion, Completion, Detokenize, Message, Sampling, Tokenize
+from .api import ChatCompletion, Completion, Detokenize, Sampling, Tokenize
 from .client import EngineClient, EngineGoneError, RefusedError
 from .completions import ActiveRequest, Delta
 from .errors import ApiError, error_response
 from .grammars import request_grammar
+from .media import MediaReader
+from .media_budget import MediaBudget
 from .metrics import Metrics
+from .prompts import PromptBuilder
 from .recent_requests import RecentRequests
-from .request_body import BodyReader, validation_error
+from .request_body import MAX_BODY, MAX_MEDIA_BODY, BodyReader, validation_error
 from .responses import ChatFormatter, Formatter, Json, TextFormatter
 from .tools import ToolParser
 
 log = logging.getLogger(__name__)
 
-LONG_TEXT = 4096
-"""Characters. Texts of this length or more are tokenised in a thread, so that other requests do not wait."""
 
 Body = TypeVar("Body", bound=pydantic.BaseModel)
 T = TypeVar("T")
@@ -52,7 +53,8 @@ class ServerSettings:
 
     model: name of the model in the API. version: of tilerank. api_key: the key that requests must have, None for none.
     sampling: values of sampling fields that a request leaves out. tool_parser: for the model's tool calls, None if
-    their format is unknown. check_grammar: raises RequestError for a grammar that must not reach the engine.
+    their format is unknown. check_grammar: raises RequestError for a grammar that must not reach the engine. media:
+    reads pictures and videos, None if the model does not take any.
     """
 
     model: str
@@ -61,6 +63,16 @@ class ServerSettings:
     sampling: SamplingDefaults
     tool_parser: type[ToolParser] | None
     check_grammar: Callable[[str], Awaitable[None]]
+    media: MediaReader | None = None
+
+
+class _Begun(NamedTuple):
+    """A request whose first delta has arrived. envelope: what its answer begins with."""
+
+    active: ActiveRequest
+    first: Delta
+    rest: AsyncGenerator[Delta]
+    envelope: Json
 
 
 def make_app(client: EngineClient, tokenizer: Tokenizer, settings: ServerSettings) -> Starlette:
@@ -123,6 +135,8 @@ class _Server:
         self._metrics = Metrics(client)
         self._recent = RecentRequests()
         self._body_reader = BodyReader()
+        self._budget = MediaBudget()
+        self._prompts = PromptBuilder(tokenizer, settings.model, settings.media)
 
     def guarded(self, handler: Handler) -> Handler:
         """Return the handler behind a check of the API key."""
@@ -173,17 +187,19 @@ class _Server:
         return Response()
 
     async def _generate(self) -> None:
-        async with aclosing(self._client.generate([0], SamplingParams(max_new_tokens=1))) as tokens:
+        async with aclosing(self._client.generate(Prompt([0]), SamplingParams(max_new_tokens=1))) as tokens:
             async for _ in tokens:
                 pass
 
     async def tokenize(self, request: Request) -> Response:
         body = await self._body(request, Tokenize)
         if body.messages is not None:
-            tokens = await self._chat_prompt(body.messages, {})
+            with self._budget.share() as share:
+                build = self._prompts.from_messages(body.messages, {}, None, share)
+                tokens = (await _until_disconnect(request, build)).token_ids
         else:
             assert body.prompt is not None
-            tokens = await self._encode(body.prompt, body.add_special_tokens)
+            tokens = await self._prompts.encode(body.prompt, body.add_special_tokens)
         state = self._client.state
         limit = state.context_length if state else None
         return JSONResponse({"tokens": tokens, "count": len(tokens), "max_model_len": limit})
@@ -199,19 +215,24 @@ class _Server:
         body = await self._body(request, Completion)
         formatter = TextFormatter(self._tokenizer, body.logprobs)
         grammar = await self._grammar(body, None)
-        return await self._answer(request, body, await self._prompts(body.prompt), body.logprobs, grammar, formatter)
+        prompts = await self._prompts.from_texts(body.prompt)
+        begun = await self._begin(request, body, prompts, body.logprobs, grammar, formatter)
+        return await self._answer(request, body, begun, formatter)
 
     async def chat(self, request: Request) -> Response:
         body = await self._body(request, ChatCompletion)
         tools = body.template_tools()
         if tools and self._settings.tool_parser is None:
             raise ApiError(400, f"tools: the format of tool calls of {self._settings.model} is unknown", param="tools")
-        prompt = await self._chat_prompt(body.messages, body.chat_template_kwargs, tools)
         top = body.top_logprobs or 0 if body.logprobs else None
         parser = self._settings.tool_parser if tools else None
         grammar = await self._grammar(body, parser)
         formatter = ChatFormatter(self._tokenizer, top, parser)
-        return await self._answer(request, body, [prompt], top, grammar, formatter)
+        with self._budget.share() as share:
+            build = self._prompts.from_messages(body.messages, body.chat_template_kwargs, tools, share)
+            prompts = [await _until_disconnect(request, build)]
+            begun = await self._begin(request, body, prompts, top, grammar, formatter)
+        return await self._answer(request, body, begun, formatter)
 
     async def _grammar(self, body: Sampling, parser: type[ToolParser] | None) -> str | None:
         grammar = request_grammar(body, parser)
@@ -222,17 +243,19 @@ class _Server:
                 raise ApiError(400, str(e), code="invalid_grammar") from e
         return grammar
 
-    async def _answer(
+    async def _begin(
         self,
         request: Request,
         body: Sampling,
-        prompts: Sequence[Sequence[int]],
+        prompts: list[Prompt],
         top: int | None,
         grammar: str | None,
         formatter: Formatter,
-    ) -> Response:
+    ) -> _Begun:
+        """Run a request up to its first delta. Empties `prompts`."""
         logprobs = 0 if top is None else max(top, 1)
         active = ActiveRequest(self._client, self._tokenizer, self._settings.sampling, prompts, body, logprobs, grammar)
+        prompts.clear()
         envelope: Json = {
             "id": f"{formatter.prefix}-{active.id}",
             "created": active.created,
@@ -245,6 +268,10 @@ class _Server:
         except (ApiError, ClientDisconnect):
             await deltas.aclose()
             raise
+        return _Begun(active, first, deltas, envelope)
+
+    async def _answer(self, request: Request, body: Sampling, begun: _Begun, formatter: Formatter) -> Response:
+        active, first, deltas, envelope = begun
         if body.stream:
             usage = body.stream_options is not None and body.stream_options.include_usage
             events = _events(first, deltas, active, envelope, formatter, usage)
@@ -253,7 +280,7 @@ class _Server:
         return JSONResponse(envelope | {"object": formatter.objects[1], "choices": choices, "usage": active.usage})
 
     async def _body(self, request: Request, kind: type[Body]) -> Body:
-        data = await self._body_reader.read(request)
+        data = await self._body_reader.read(request, MAX_BODY if self._settings.media is None else MAX_MEDIA_BODY)
         try:
             body = kind.model_validate_json(data)
         except pydantic.ValidationError as e:
@@ -267,43 +294,6 @@ class _Server:
                 code="model_not_found",
             )
         return body
-
-    async def _prompts(self, prompt: str | list[str] | list[int] | list[list[int]]) -> list[list[int]]:
-        if isinstance(prompt, str):
-            prompts = [await self._encode(prompt, True)]
-        elif isinstance(prompt[0], int):
-            prompts = [[token for token in prompt if isinstance(token, int)]]
-        else:
-            prompts = [await self._encode(one, True) if isinstance(one, str) else one for one in prompt]
-        if not all(prompts):
-            raise ApiError(400, "The prompt is empty; expected at least one token.", param="prompt")
-        return prompts
-
-    async def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        try:
-            if len(text) < LONG_TEXT:
-                return self._tokenizer.encode(text, add_special_tokens)
-            return await asyncio.to_thread(self._tokenizer.encode, text, add_special_tokens)
-        except TokenizerError as e:
-            raise ApiError(400, str(e)) from e
-
-    async def _chat_prompt(
-        self, messages: Sequence[Message], variables: dict[str, Any], tools: list[dict[str, Any]] | None = None
-    ) -> list[int]:
-        reserved = {"self", "messages", "tools", "add_generation_prompt"} & variables.keys()
-        if reserved:
-            raise ApiError(400, f"chat_template_kwargs: {min(reserved)} cannot be set", param="chat_template_kwargs")
-        plain = [message.for_template() for message in messages]
-        render = self._tokenizer.apply_chat_template  # in a thread, because a template may run for a long time
-        try:
-            text = await asyncio.to_thread(render, plain, tools=tools, add_generation_prompt=True, **variables)
-        except TokenizerError as e:
-            # The cause alone, because the sentence names a file of the server.
-            message = f"The chat template refused the messages: {e.__cause__}"
-            if e.__cause__ is None:
-                message = f"{self._settings.model} has no usable chat template. POST /v1/completions needs none."
-            raise ApiError(400, message, param="messages") from e
-        return await self._encode(text, False)
 
 
 async def _until_disconnect(request: Request, work: Awaitable[T]) -> T:

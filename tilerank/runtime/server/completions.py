@@ -4,7 +4,7 @@ import asyncio
 import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from contextlib import aclosing
+from contextlib import ExitStack, aclosing
 from dataclasses import asdict, dataclass
 
 from tilerank.loader.generation_config import SamplingDefaults
@@ -12,6 +12,7 @@ from tilerank.loader.tokenizer import Tokenizer
 
 from ..errors import RequestError
 from ..params import SamplingParams
+from ..prompt import Prompt
 from .api import ChatCompletion, Completion, Sampling
 from .client import EngineClient, EngineGoneError, RefusedError
 from .errors import ApiError
@@ -42,26 +43,24 @@ class ActiveRequest:
         client: EngineClient,
         tokenizer: Tokenizer,
         defaults: SamplingDefaults,
-        prompts: Sequence[Sequence[int]],
+        prompts: Sequence[Prompt],
         body: Sampling,
         logprobs: int,
         grammar: str | None,
     ) -> None:
         self.id = secrets.token_hex(12)
         self.created = int(time.time())
-        self.prompt_tokens = sum(map(len, prompts))
+        self.prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
         self.completion_tokens = 0
         self._client = client
         self._tokenizer = tokenizer
         self._defaults = asdict(defaults)
         self._stop = body.stop_strings
-        self._choices = [
-            (prompt, self._params(body, prompt, logprobs, grammar, choice))
-            for prompt in prompts
-            for choice in range(body.n)
+        if len(prompts) * body.n > MAX_CHOICES:
+            raise ApiError(400, f"n: expected at most {MAX_CHOICES} choices, found {len(prompts) * body.n}", param="n")
+        self._submissions = [
+            (prompt, self._params(body, prompt, logprobs, grammar), _seeds(body)) for prompt in prompts
         ]
-        if len(self._choices) > MAX_CHOICES:
-            raise ApiError(400, f"n: expected at most {MAX_CHOICES} choices, found {len(self._choices)}", param="n")
 
     @property
     def usage(self) -> dict[str, int]:
@@ -74,23 +73,35 @@ class ActiveRequest:
     async def deltas(self) -> AsyncIterator[Delta]:
         """Yield the deltas of all choices as they are generated. Raises ApiError if a choice fails."""
         merged: asyncio.Queue[Delta | ApiError] = asyncio.Queue()
-        tasks = [asyncio.create_task(self._run_choice(index, merged)) for index in range(len(self._choices))]
-        open_choices = len(tasks)
-        try:
-            while open_choices:
-                item = await merged.get()
-                if isinstance(item, ApiError):
-                    raise item
-                open_choices -= item.finish_reason is not None
-                yield item
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+        with ExitStack() as stack:
+            try:
+                streams = [
+                    stream
+                    for submission in self._submissions
+                    for stream in stack.enter_context(self._client.submit(*submission))
+                ]
+            except EngineGoneError as e:
+                raise ApiError(503, str(e), code="engine_gone") from e
+            self._submissions.clear()  # pictures take much memory, and the client frees them once they are sent
+            tasks = [asyncio.create_task(self._run_choice(*choice, merged)) for choice in enumerate(streams)]
+            open_choices = len(tasks)
+            try:
+                while open_choices:
+                    item = await merged.get()
+                    if isinstance(item, ApiError):
+                        raise item
+                    open_choices -= item.finish_reason is not None
+                    yield item
+            finally:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _run_choice(self, index: int, merged: "asyncio.Queue[Delta | ApiError]") -> None:
+    async def _run_choice(
+        self, index: int, stream: AsyncGenerator[Token], merged: "asyncio.Queue[Delta | ApiError]"
+    ) -> None:
         try:
-            async with aclosing(self._choice(index)) as deltas:
+            async with aclosing(self._choice(index, stream)) as deltas:
                 async for delta in deltas:
                     merged.put_nowait(delta)
         except RefusedError as e:
@@ -98,19 +109,18 @@ class ActiveRequest:
         except EngineGoneError as e:
             merged.put_nowait(ApiError(503, str(e), code="engine_gone"))
 
-    async def _choice(self, index: int) -> AsyncGenerator[Delta]:
-        prompt, params = self._choices[index]
-        stream = TextStream(self._tokenizer.stream(), self._stop)
+    async def _choice(self, index: int, stream: AsyncGenerator[Token]) -> AsyncGenerator[Delta]:
+        text_stream = TextStream(self._tokenizer.stream(), self._stop)
         pending: list[Token] = []  # tokens whose text the stream still holds back
-        async with aclosing(self._client.generate(prompt, params)) as tokens:
+        async with aclosing(stream) as tokens:
             async for token in tokens:
                 self.completion_tokens += 1
                 reason = token.finish_reason
-                text = "" if reason == "stop" else stream.push(token.token_id)
+                text = "" if reason == "stop" else text_stream.push(token.token_id)
                 pending += [] if reason == "stop" else [token]
-                if reason is not None and not stream.stopped:
-                    text += stream.flush()
-                if stream.stopped:
+                if reason is not None and not text_stream.stopped:
+                    text += text_stream.flush()
+                if text_stream.stopped:
                     reason = "stop"
                 if text or reason is not None:
                     yield Delta(index, text, tuple(pending), reason)
@@ -118,19 +128,18 @@ class ActiveRequest:
                 if reason is not None:
                     return
             # Tokens end without a finish_reason if the grammar allows no further token.
-            yield Delta(index, stream.flush(), tuple(pending), "stop")
+            yield Delta(index, text_stream.flush(), tuple(pending), "stop")
 
-    def _params(
-        self, body: Sampling, prompt: Sequence[int], logprobs: int, grammar: str | None, choice: int
-    ) -> SamplingParams:
+    def _params(self, body: Sampling, prompt: Prompt, logprobs: int, grammar: str | None) -> SamplingParams:
         state = self._client.state
         if state is None:
             raise ApiError(503, "The engine is not ready.", code="engine_gone")
-        room = state.context_length - len(prompt)
+        length = len(prompt.token_ids)
+        room = state.context_length - length
         if room < 1:
             raise ApiError(
                 400,
-                f"The prompt has {len(prompt)} tokens, but the context length is {state.context_length}, and the "
+                f"The prompt has {length} tokens, but the context length is {state.context_length}, and the "
                 "answer needs at least one token of it.",
                 param="messages" if isinstance(body, ChatCompletion) else "prompt",
                 code="context_length_exceeded",
@@ -139,7 +148,6 @@ class ActiveRequest:
         try:
             return SamplingParams(
                 max_new_tokens=min(_max_tokens(body) or room, room),
-                seed=secrets.randbits(63) if body.seed is None else (body.seed + choice) % (1 << 64),
                 presence_penalty=body.presence_penalty,
                 frequency_penalty=body.frequency_penalty,
                 logit_bias=body.logit_bias,
@@ -151,6 +159,13 @@ class ActiveRequest:
             )
         except RequestError as e:
             raise ApiError(400, str(e)) from e
+
+
+def _seeds(body: Sampling) -> list[int]:
+    """Return the seed of each choice."""
+    if body.seed is None:
+        return [secrets.randbits(63) for _ in range(body.n)]
+    return [(body.seed + choice) % (1 << 64) for choice in range(body.n)]
 
 
 def _max_tokens(body: Sampling) -> int | None:

@@ -7,28 +7,31 @@ import pydantic_core
 from starlette.requests import Request
 
 from .errors import ApiError
+from .media_budget import MAX_ENCODED
 
 MAX_BODY = 8 << 20
 """Bytes of one body, enough for a prompt of a million tokens. Parsed, it takes many times as much memory."""
+MAX_MEDIA_BODY = MAX_BODY + MAX_ENCODED // 3 * 4
+"""Bytes of one body for a model that takes media, which data: URLs hold in base64."""
 MAX_BODIES = 256 << 20
 """Bytes of all bodies that are being read."""
 
 
 class BodyReader:
-    """Reads bodies of at most MAX_BODY bytes each and MAX_BODIES together."""
+    """Reads bodies of at most MAX_BODIES bytes together."""
 
     def __init__(self) -> None:
         self._bytes_held = 0
 
-    async def read(self, request: Request) -> bytes:
-        """Return the body. Raises ApiError with status 413 or 503 if it exceeds a limit."""
+    async def read(self, request: Request, max_bytes: int) -> bytes:
+        """Return the body of at most `max_bytes`. Raises ApiError with status 413 or 503 if it exceeds a limit."""
         data = bytearray()
         try:
             async for piece in request.stream():
                 data += piece
                 self._bytes_held += len(piece)
-                if len(data) > MAX_BODY:
-                    raise ApiError(413, f"The body is larger than {MAX_BODY >> 20} MiB.")
+                if len(data) > max_bytes:
+                    raise ApiError(413, f"The body is larger than {max_bytes >> 20} MiB.")
                 if self._bytes_held > MAX_BODIES:
                     raise ApiError(503, "The server is reading too many large requests.", code="overloaded")
             return bytes(data)

@@ -1,0 +1,121 @@
+"""Builds the prompts of requests: text and messages in, token ids and media out."""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+from tilerank.loader.errors import TokenizerError
+from tilerank.loader.tokenizer import Tokenizer
+
+from ..media.decoder import Frames
+from ..media.errors import MediaError
+from ..media.messages import split_media
+from ..media.processor import Processor
+from ..prompt import Prompt
+from .api import Message, TextPart
+from .errors import ApiError
+from .media import MediaReader
+from .media_budget import Share
+
+LONG_TEXT = 4096
+"""Characters. Texts of this length or more are tokenised in a thread, so that other requests do not wait."""
+_RESERVED = {"self", "messages", "tools", "add_generation_prompt"}
+
+
+class PromptBuilder:
+    """Builds prompts for one model. Its methods raise ApiError.
+
+    model: its name in messages. media: reads pictures and videos; None for a model that reads text only.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, model: str, media: MediaReader | None) -> None:
+        self._tokenizer = tokenizer
+        self._model = model
+        self._media = media
+
+    async def from_texts(self, prompt: str | list[str] | list[int] | list[list[int]]) -> list[Prompt]:
+        """Return the prompts of /v1/completions."""
+        if isinstance(prompt, str):
+            prompts = [await self.encode(prompt, True)]
+        elif isinstance(prompt[0], int):
+            prompts = [[token for token in prompt if isinstance(token, int)]]
+        else:
+            prompts = [await self.encode(one, True) if isinstance(one, str) else one for one in prompt]
+        if not all(prompts):
+            raise ApiError(400, "The prompt is empty; expected at least one token.", param="prompt")
+        if self._media is None:
+            return [Prompt(ids) for ids in prompts]
+        try:
+            return [self._media.processor.text_prompt(ids) for ids in prompts]
+        except MediaError as e:
+            raise ApiError(400, f"prompt: {e}", param="prompt") from e
+
+    async def from_messages(
+        self,
+        messages: list[Message],
+        variables: dict[str, Any],
+        tools: list[dict[str, Any]] | None,
+        share: Share,
+    ) -> Prompt:
+        """Return the prompt of a conversation. Empties `messages`, because media in data: URLs take much memory."""
+        if self._media is None:
+            _refuse_media(messages, self._model)
+            text = await self._render([message.for_template(parts=False) for message in messages], variables, tools)
+            return Prompt(await self.encode(text, False))
+        processor = self._media.processor
+        try:
+            plain, sources = split_media(
+                [message.for_template(parts=True) for message in messages], processor.placeholders
+            )
+            messages.clear()
+            text = await self._render(plain, variables, tools)
+            frames = await self._media.read(sources, share)
+            return await asyncio.to_thread(_with_digests, processor, text, frames)
+        except MediaError as e:
+            raise ApiError(400, f"messages: {e}", param="messages") from e
+        except TokenizerError as e:
+            raise ApiError(400, str(e), param="messages") from e
+
+    async def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        """Return the token ids of a text."""
+        try:
+            if len(text) < LONG_TEXT:
+                return self._tokenizer.encode(text, add_special_tokens)
+            return await asyncio.to_thread(self._tokenizer.encode, text, add_special_tokens)
+        except TokenizerError as e:
+            raise ApiError(400, str(e)) from e
+
+    async def _render(
+        self, messages: Sequence[dict[str, Any]], variables: dict[str, Any], tools: list[dict[str, Any]] | None
+    ) -> str:
+        reserved = _RESERVED & variables.keys()
+        if reserved:
+            raise ApiError(400, f"chat_template_kwargs: {min(reserved)} cannot be set", param="chat_template_kwargs")
+        render = self._tokenizer.apply_chat_template  # in a thread, because a template may run for a long time
+        try:
+            return await asyncio.to_thread(render, messages, tools=tools, add_generation_prompt=True, **variables)
+        except TokenizerError as e:
+            # The cause alone, because the sentence names a file of the server.
+            message = f"The chat template refused the messages: {e.__cause__}"
+            if e.__cause__ is None:
+                message = f"{self._model} has no usable chat template. POST /v1/completions needs none."
+            raise ApiError(400, message, param="messages") from e
+
+
+def _with_digests(processor: Processor, text: str, frames: list[Frames]) -> Prompt:
+    """Return the prompt, and compute the digests of its media here, for they take long."""
+    prompt = processor.prompt(text, frames)
+    assert len(prompt.digests) == len(frames)
+    return prompt
+
+
+def _refuse_media(messages: Sequence[Message], model: str) -> None:
+    for i, message in enumerate(messages):
+        for j, part in enumerate(message.content if isinstance(message.content, list) else ()):
+            if not isinstance(part, TextPart):
+                raise ApiError(
+                    400,
+                    f"messages.{i}.content.{j}: {model} reads text only; expected a part of type 'text', "
+                    f"found {part.type!r}",
+                    param="messages",
+                )
