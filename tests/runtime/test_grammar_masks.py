@@ -196,8 +196,8 @@ def test_a_rank_is_lost_while_a_constrained_answer_ends(engine: Engine, monkeypa
         return compute(chunks)
 
     monkeypatch.setattr(engine, "_lead", lost_with_the_first_answer)
-    constrained = Submit(7, PROMPT, SamplingParams(grammar=CHOICE))
-    free = Submit(8, PROMPT, SamplingParams(max_new_tokens=200, ignore_eos=True))
+    constrained = Submit(7, Prompt(PROMPT), SamplingParams(grammar=CHOICE), [0])
+    free = Submit(8, Prompt(PROMPT), SamplingParams(max_new_tokens=200, ignore_eos=True), [0])
     ours, theirs = socket.socketpair()
     with theirs:
         theirs.sendall(encode(constrained) + encode(free))

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from tilerank.loader.generation_config import SamplingDefaults
 from tilerank.loader.tokenizer import Tokenizer
 from tilerank.runtime.params import Logprobs, SamplingParams
+from tilerank.runtime.prompt import Prompt
 from tilerank.runtime.server.api import ChatCompletion, Completion, Message
 from tilerank.runtime.server.app import ServerSettings, make_app
 from tilerank.runtime.server.client import EngineClient
@@ -66,7 +67,11 @@ def test_text_is_held_only_as_long_as_it_may_become_a_stop_string() -> None:
 @pytest.mark.parametrize("size", [1, 3, 1000])
 def test_messages_come_out_of_pieces_of_any_size(size: int) -> None:
     params = SamplingParams(max_new_tokens=5, temperature=0.5, logit_bias={3: -1.5}, stop_token_ids=(1, 2))
-    sent = [Submit(1, [5, 6], params), Cancel(1), Submit(2, list(range(300)), SamplingParams())]
+    sent = [
+        Submit(1, Prompt([5, 6]), params, [3]),
+        Cancel(1),
+        Submit(2, Prompt(list(range(300))), SamplingParams(), []),
+    ]
     data = b"".join(map(encode, sent))
     inbox = engine_inbox()
     assert [message for at in range(0, len(data), size) for message in inbox.feed(data[at : at + size])] == sent
@@ -189,7 +194,7 @@ def test_earlier_calls_reach_the_template_as_objects() -> None:
             "tool_calls": [{"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}],
         }
     )
-    rendered = message.for_template()
+    rendered = message.for_template(parts=False)
     assert rendered["tool_calls"][0]["function"] == {"name": "f", "arguments": {"x": 1}}
 
 

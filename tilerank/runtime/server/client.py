@@ -1,16 +1,18 @@
 """The HTTP process's connections to engines, one for each replica, replaced whenever its ranks are restarted."""
 
 import asyncio
-import itertools
 import logging
 import socket
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, aclosing, contextmanager
 from functools import reduce
 
+import msgspec
+
 from ..params import SamplingParams
+from ..prompt import Prompt
+from .line import Line
 from .messages import (
-    Cancel,
     Counters,
     Ended,
     FromEngine,
@@ -69,13 +71,19 @@ class EngineConnection:
         self._totals = totals
         self._on_ready = on_ready
         self._writer: asyncio.StreamWriter | None = None
-        self._queues: dict[int, asyncio.Queue[_Item]] = {}
-        self._numbers = itertools.count()
+        self._line = Line(self._send)
+        self._queues: dict[int, asyncio.Queue[_Item]] = {}  # by the number of each incomplete choice
+        self._next_number = 0
 
     @property
     def load(self) -> int:
-        """The number of incomplete requests."""
+        """The number of incomplete choices."""
         return len(self._queues)
+
+    @property
+    def in_line(self) -> int:
+        """The number of choices that wait until the engine can take them."""
+        return len(self._line)
 
     async def run(self, connection: socket.socket) -> None:
         """Receive messages over `connection` until the engine closes it. Then fail the incomplete requests."""
@@ -90,31 +98,47 @@ class EngineConnection:
         finally:
             self.state = None
             self._writer.close()
+            self._line.close()
             self.fail_requests("The engine stopped before the answer was complete.")
 
     def fail_requests(self, why: str) -> None:
         """Fail all incomplete requests with EngineGoneError."""
-        for queue in self._queues.values():
+        for number, queue in list(self._queues.items()):
             queue.put_nowait(EngineGoneError(why))
+            self._cancel(number)
 
-    async def generate(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> AsyncGenerator[Token]:
-        """See EngineClient.generate."""
-        number = next(self._numbers)
-        queue = self._queues[number] = asyncio.Queue()
-        running = True
+    @contextmanager
+    def submit(
+        self, prompt: Prompt, params: SamplingParams, seeds: Sequence[int]
+    ) -> Iterator[list[AsyncGenerator[Token]]]:
+        """See EngineClient.submit."""
+        numbers = range(self._next_number, self._next_number + len(seeds))
+        self._next_number = numbers.stop
+        queues: list[asyncio.Queue[_Item]] = [asyncio.Queue() for _ in numbers]
+        self._queues.update(zip(numbers, queues, strict=True))
+        self._line.add(Submit(numbers.start, prompt, params, list(seeds), prompt.digests))
+        del prompt  # pictures take much memory, and this process needs them no longer than until they are sent
         try:
-            self._send(Submit(number, list(prompt_token_ids), params))
-            while running:
-                item = await queue.get()
-                running = isinstance(item, Token) and item.finish_reason is None
+            yield [self._tokens(number, queue) for number, queue in zip(numbers, queues, strict=True)]
+        finally:
+            for number in numbers:
+                self._cancel(number)
+
+    async def _tokens(self, number: int, queue: "asyncio.Queue[_Item]") -> AsyncGenerator[Token]:
+        try:
+            while not isinstance(item := await queue.get(), Ended):
                 if isinstance(item, Exception):
                     raise item
-                if isinstance(item, Token):
-                    yield item
+                yield item
+                if item.finish_reason is not None:
+                    return
         finally:
-            del self._queues[number]
-            if running:
-                self._send(Cancel(number))
+            self._cancel(number)
+
+    def _cancel(self, number: int) -> None:
+        """Cancel a choice if it is incomplete."""
+        if self._queues.pop(number, None) is not None:
+            self._line.cancel(number)
 
     def _handle(self, message: FromEngine) -> None:
         match message:
@@ -133,8 +157,12 @@ class EngineConnection:
                 self._on_ready()
 
     def _put(self, number: int, item: _Item) -> None:
-        if number in self._queues:  # otherwise cancelled, and the engine has not read the Cancel message yet
-            self._queues[number].put_nowait(item)
+        self._line.receive(number)
+        if number not in self._queues:  # cancelled, and the engine has not read the Cancel message yet
+            return
+        self._queues[number].put_nowait(item)
+        if not isinstance(item, Token) or item.finish_reason is not None:
+            del self._queues[number]
 
     def _send(self, message: ToEngine) -> None:
         if self._writer is not None and not self._writer.is_closing():
@@ -152,8 +180,12 @@ class EngineClient:
 
     @property
     def state(self) -> State | None:
-        """The state of all ready engines taken as one; None if there is none."""
-        states = [engine.state for engine in self._engines.values() if engine.state is not None]
+        """The state of all ready engines taken as one; None if there is none. Requests in line here are waiting."""
+        states = [
+            msgspec.structs.replace(engine.state, waiting=engine.state.waiting + engine.in_line)
+            for engine in self._engines.values()
+            if engine.state is not None
+        ]
         return reduce(merge_states, states) if states else None
 
     @property
@@ -172,19 +204,27 @@ class EngineClient:
         for engine in self._engines.values():
             engine.fail_requests(why)
 
-    async def generate(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> AsyncGenerator[Token]:
-        """Yield the tokens of one request as they are generated. Closing the generator cancels the request.
+    def submit(
+        self, prompt: Prompt, params: SamplingParams, seeds: Sequence[int]
+    ) -> AbstractContextManager[list[AsyncGenerator[Token]]]:
+        """Submit a request with a choice for each of `seeds`. The context is a generator of tokens for each choice.
 
-        If a grammar allows no further token, the tokens end without a finish_reason. Raises EngineGoneError or
-        RefusedError.
+        Closing the generator of a choice cancels it, and leaving the context cancels all that are incomplete. If a
+        grammar allows no further token, the tokens end without a finish_reason. Raises EngineGoneError if no engine is
+        ready. The generators raise EngineGoneError and RefusedError.
         """
         ready = [engine for engine in self._engines.values() if engine.state is not None]
         if not ready:
             raise EngineGoneError("No engine is ready.")
-        blocks = block_hashes(prompt_token_ids)
+        blocks = block_hashes(prompt.keys)
         seen = [engine.prompts.matching(blocks) for engine in ready]
         engine = ready[choose_replica([engine.load for engine in ready], seen, len(blocks))]
         engine.prompts.add(blocks)
-        async with aclosing(engine.generate(prompt_token_ids, params)) as tokens:
-            async for token in tokens:
-                yield token
+        return engine.submit(prompt, params, seeds)
+
+    async def generate(self, prompt: Prompt, params: SamplingParams) -> AsyncGenerator[Token]:
+        """Yield the tokens of a request with one choice. Closing the generator cancels it. Raises as in `submit`."""
+        with self.submit(prompt, params, [params.seed]) as (tokens,):
+            async with aclosing(tokens):
+                async for token in tokens:
+                    yield token

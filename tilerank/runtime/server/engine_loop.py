@@ -4,10 +4,10 @@ import select
 import socket
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from ..engine import Completed, Engine, Failed, Request, TokenEvent
 from ..errors import RequestError
-from ..prompt import Prompt
 from .messages import (
     Cancel,
     Counters,
@@ -29,6 +29,10 @@ STATE_INTERVAL_S = 0.25
 """Shortest time between two State messages while requests run."""
 COUNTERS_INTERVAL_S = 2.0
 """Shortest time between two Counters messages. Each takes a small collective of all ranks between two steps."""
+RECEIVE_S = 0.02
+"""How long a step may wait for messages that are being received."""
+PART_MS = 2
+"""How long to wait for the next part of a message. Those with pictures do not fit in the buffer of the socket."""
 
 
 def serve_connections(engine: Engine, connections: Iterable[socket.socket], ranks: Sequence[RankInfo]) -> None:
@@ -72,12 +76,8 @@ class _Session:
             try:
                 if event & select.POLLOUT:
                     del self._outbox[: self._connection.send(self._outbox)]
-                if event & (select.POLLIN | select.POLLHUP):
-                    data = self._connection.recv(1 << 20)
-                    if not data:
-                        return False
-                    for message in self._inbox.feed(data):
-                        self._handle(message)
+                if event & (select.POLLIN | select.POLLHUP) and not self._receive():
+                    return False
             except (BrokenPipeError, ConnectionResetError):
                 return False
         return True
@@ -92,6 +92,31 @@ class _Session:
     def cancel_requests(self) -> None:
         for number in self._client_numbers:
             self._engine.cancel(number)
+
+    def _receive(self) -> bool:
+        """Receive messages and handle them. Returns False if the other end has closed the connection.
+
+        All that have arrived are received first: a request that is already cancelled is not submitted.
+        """
+        end = time.monotonic() + RECEIVE_S
+        poll = select.poll()
+        poll.register(self._connection, select.POLLIN)
+        messages: list[ToEngine] = []
+        while poll.poll(PART_MS if self._inbox.partial else 0):
+            data = self._connection.recv(1 << 20)
+            if not data:
+                return False
+            messages += self._inbox.feed(data)
+            if time.monotonic() > end:
+                break
+        cancelled = {message.number for message in messages if isinstance(message, Cancel)}
+        for message in messages:
+            match message:
+                case Submit():
+                    self._submit(message, cancelled)
+                case Cancel(number):
+                    self._cancel(number)
+        return True
 
     def _poll_timeout_ms(self) -> float | None:
         """0 while requests run, otherwise until counters are due; None (no limit) if none are."""
@@ -122,20 +147,29 @@ class _Session:
         if not self._engine.busy or time.monotonic() - self._state_sent_at > STATE_INTERVAL_S:
             self._send_state()
 
-    def _handle(self, message: ToEngine) -> None:
-        match message:
-            case Submit(number, prompt_token_ids, params):
-                try:
-                    request = self._engine.submit(Request(Prompt(prompt_token_ids), params))
-                except RequestError as e:
-                    self._send(Refused(number, str(e)))
-                    return
-                self._client_numbers[request], self._engine_numbers[number] = number, request
-            case Cancel(number) if number in self._engine_numbers:  # otherwise it has ended in the meantime
-                self._engine.cancel(self._engine_numbers[number])
-                self._forget(number)
-                if not self._engine.busy:
-                    self._send_state()
+    def _submit(self, message: Submit, cancelled: set[int]) -> None:
+        prompt = message.prompt
+        if message.digests:
+            prompt.digests = message.digests
+        for number, seed in enumerate(message.seeds, message.number):
+            if number in cancelled:
+                self._send(Ended(number))
+                continue
+            try:
+                request = self._engine.submit(Request(prompt, replace(message.params, seed=seed)))
+            except RequestError as e:
+                self._send(Refused(number, str(e)))
+                continue
+            self._client_numbers[request], self._engine_numbers[number] = number, request
+
+    def _cancel(self, number: int) -> None:
+        if number not in self._engine_numbers:  # it has ended in the meantime
+            return
+        self._engine.cancel(self._engine_numbers[number])
+        self._forget(number)
+        self._send(Ended(number))
+        if not self._engine.busy:
+            self._send_state()
 
     def _forget(self, number: int) -> None:
         del self._client_numbers[self._engine_numbers.pop(number)]

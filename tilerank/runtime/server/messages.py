@@ -7,14 +7,21 @@ import msgspec
 
 from ..counters import RankCounters
 from ..params import Logprobs, SamplingParams
+from ..prompt import Prompt
 
 
 class Submit(msgspec.Struct, frozen=True, array_like=True, tag=0):
-    """A new request. The HTTP process chooses its number."""
+    """A new request with a choice for each of `seeds`, which take the place of `params.seed`.
+
+    number: the request number of the first choice, which the HTTP process chooses; the others follow it. digests: of
+    the prompt's media, so that the engine need not compute them.
+    """
 
     number: int
-    prompt_token_ids: list[int]
+    prompt: Prompt
     params: SamplingParams
+    seeds: list[int]
+    digests: list[bytes] = []
 
 
 class Cancel(msgspec.Struct, frozen=True, array_like=True, tag=1):
@@ -50,7 +57,7 @@ class Refused(msgspec.Struct, frozen=True, array_like=True, tag=3):
 
 
 class Ended(msgspec.Struct, frozen=True, array_like=True, tag=7):
-    """Request `number` is complete without a further token, because its grammar allows none."""
+    """Request `number` ends without a further token: its grammar allows none, or it has been cancelled."""
 
     number: int
 
@@ -121,7 +128,7 @@ def merge_states(one: State, other: State) -> State:
 ToEngine = Submit | Cancel
 FromEngine = Tokens | Ended | Refused | State | Ranks | Counters
 
-_LENGTH_BYTES = 4
+_LENGTH_BYTES = 8
 M = TypeVar("M")
 
 
@@ -138,6 +145,11 @@ class Inbox(Generic[M]):
         self._decoder = decoder
         self._buffer = bytearray()
 
+    @property
+    def partial(self) -> bool:
+        """Whether a part of a message has been received."""
+        return bool(self._buffer)
+
     def feed(self, data: bytes) -> Iterator[M]:
         """Append received bytes and yield the messages that are complete."""
         self._buffer += data
@@ -145,9 +157,10 @@ class Inbox(Generic[M]):
             end = _LENGTH_BYTES + int.from_bytes(self._buffer[:_LENGTH_BYTES], "big")
             if len(self._buffer) < end:
                 return
-            message = bytes(self._buffer[_LENGTH_BYTES:end])
+            with memoryview(self._buffer) as view, view[_LENGTH_BYTES:end] as data_of_message:
+                message = self._decoder.decode(data_of_message)
             del self._buffer[:end]
-            yield self._decoder.decode(message)
+            yield message
 
 
 def engine_inbox() -> Inbox[ToEngine]:

@@ -25,11 +25,11 @@ def choose_replica(loads: Sequence[int], seen: Sequence[int], blocks: int) -> in
     return best if use_cache else least_busy
 
 
-def block_hashes(prompt: Sequence[int]) -> list[int]:
-    """Return a hash for each whole block, which covers all tokens up to the end of the block."""
+def block_hashes(keys: Sequence[int]) -> list[int]:
+    """Return a hash for each whole block of a prompt's keys, which covers all keys up to the end of the block."""
     found = [0]
-    for start, end in pairwise(range(0, len(prompt) + 1, BLOCK_TOKENS)):
-        found.append(hash((found[-1], *prompt[start:end])))
+    for start, end in pairwise(range(0, len(keys) + 1, BLOCK_TOKENS)):
+        found.append(hash((found[-1], *keys[start:end])))
     return found[1:]
 
 
