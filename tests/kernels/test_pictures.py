@@ -1,0 +1,215 @@
+"""Patches of pictures and videos on every rung, against torch, Pillow and the image processors of transformers."""
+
+import importlib.util
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from PIL import Image
+from rounding import DTYPES
+from torch import Tensor
+
+from tilerank.kernels import core, pictures
+from tilerank.kernels.errors import KernelError
+from tilerank.kernels.reference import pictures as reference
+
+pytestmark = pytest.mark.usefixtures("rung")
+
+MEAN, STD = (0.48, 0.5, 0.41), (0.27, 0.5, 0.26)
+
+on_rung = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+def random_frames(n: int, height: int, width: int, seed: int = 0) -> Tensor:
+    random = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 256, (n, height, width, 3), dtype=torch.uint8, generator=random)
+
+
+def drawn_frames(height: int, width: int) -> Tensor:
+    """Black and white shapes with sharp edges, at which bicubic sums leave the range of bytes."""
+    y, x = torch.arange(height)[:, None], torch.arange(width)[None]
+    channels = (((y // 5) + (x // 7)) % 2, (y * width > x * height) * 1, ((y - 9) ** 2 + (x - 9) ** 2 < 60) * 1)
+    return 255 * torch.stack(channels, -1).to(torch.uint8)[None]
+
+
+def smooth_frames(height: int, width: int) -> Tensor:
+    """Waves that are nowhere near the limits of a byte."""
+    y, x = torch.linspace(0, 9, height)[:, None], torch.linspace(0, 7, width)[None]
+    channels = [120 + 40 * (y * a).sin() + 40 * (x * b + y).cos() for a, b in ((1, 1), (0.3, 2), (2, 0.6))]
+    return torch.stack(channels, -1).to(torch.uint8)[None]
+
+
+def patches(frames: Tensor, grid: tuple[int, int, int], **changed: Any) -> Tensor:
+    return pictures.patches(
+        frames, grid, **{"mean": MEAN, "std": STD, "resample": "bicubic", "dtype": torch.float32, **changed}
+    )
+
+
+def levels(values: Tensor, grid: tuple[int, int, int], patch: int, merge: int) -> Tensor:
+    """Turn patches, normalised with 0 and 1 / 255, back into bytes [2 t, rows * patch, columns * patch, 3]."""
+    t, rows, columns = grid
+    split = values.view(t, rows // merge, columns // merge, merge, merge, 3, 2, patch, patch)
+    return split.permute(0, 6, 1, 3, 7, 2, 4, 8, 5).reshape(2 * t, rows * patch, columns * patch, 3).round().int()
+
+
+@pytest.mark.parametrize("resample", ["bicubic", "bilinear"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@on_rung
+@given(
+    n=st.integers(1, 3),
+    height=st.integers(1, 200),
+    width=st.integers(1, 200),
+    rows=st.integers(1, 6),
+    columns=st.integers(1, 6),
+    sizes=st.sampled_from([(16, 2, 2), (14, 2, 2), (16, 1, 1), (20, 3, 3)]),
+)
+@example(n=1, height=700, width=37, rows=1, columns=20, sizes=(16, 2, 2))
+@example(n=1, height=37, width=700, rows=20, columns=1, sizes=(16, 2, 2))
+@example(n=2, height=64, width=100, rows=2, columns=3, sizes=(16, 2, 2))
+@example(n=2, height=100, width=64, rows=3, columns=2, sizes=(16, 2, 2))
+def test_patches_are_those_of_torch(
+    dtype: torch.dtype,
+    resample: str,
+    n: int,
+    height: int,
+    width: int,
+    rows: int,
+    columns: int,
+    sizes: tuple[int, int, int],
+) -> None:
+    patch, merge, temporal = sizes
+    frames, grid = random_frames(n, height, width), (-(-n // temporal), rows * merge, columns * merge)
+    shape: Any = {"resample": resample, "dtype": dtype, "patch": patch, "merge": merge, "temporal": temporal}
+    found = patches(frames, grid, **shape)
+    assert found.dtype is dtype
+    assert torch.equal(found, reference.patches(frames, grid, mean=MEAN, std=STD, **shape))
+
+
+@pytest.mark.parametrize("resample", ["bicubic", "bilinear"])
+@pytest.mark.parametrize(("height", "width"), [(50, 75), (32, 64), (200, 311), (16, 16), (333, 40), (1, 3)])
+def test_resizing_differs_from_pillow_by_a_level_at_most(resample: str, height: int, width: int) -> None:
+    frames, grid = drawn_frames(height, width), (1, 2, 4)
+    found = patches(frames, grid, mean=(0.0,) * 3, std=(1 / 255,) * 3, resample=resample)
+    picture = Image.fromarray(frames[0].numpy())
+    # Horizontally first. In one call Pillow 13 may begin vertically, and sums beyond a byte are then cut elsewhere.
+    for size in ((64, height), (64, 32)):
+        picture = picture.resize(size, getattr(Image.Resampling, resample.upper()))
+    expected = torch.tensor(list(picture.tobytes())).view(1, 32, 64, 3)
+    assert int((levels(found, grid, 16, 2) - expected).abs().max()) <= 1
+
+
+SIZES = [(100, 90), (48, 80), (80, 48), (33, 400), (256, 512), (1080, 1920), (1000, 17)]
+"""48 and 80 are halfway between multiples of 32, where Python rounds to even."""
+
+
+@pytest.mark.parametrize(("height", "width"), SIZES)
+@pytest.mark.parametrize("backend", ["Pillow", "torchvision"])
+def test_patches_are_those_of_the_processor_of_transformers(backend: str, height: int, width: int) -> None:
+    import tools.tvshim  # noqa: F401
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    if backend == "Pillow":
+        kind: Any = Qwen2VLImageProcessorPil
+    elif importlib.util.find_spec("torchvision"):
+        from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor as kind
+    else:
+        pytest.skip("no torchvision")
+    frames = random_frames(1, height, width) if backend == "torchvision" else smooth_frames(height, width)
+    size = {"shortest_edge": 4096, "longest_edge": 1 << 22}
+    processor = kind(patch_size=16, image_mean=list(MEAN), image_std=list(STD), size=size)
+    picture = frames[0].permute(2, 0, 1) if backend == "torchvision" else frames[0].numpy()
+    expected = processor(picture, return_tensors="pt")
+    grid = tuple(expected["image_grid_thw"][0].tolist())
+    found = patches(frames, grid)
+    if backend == "torchvision":
+        assert torch.equal(found, expected["pixel_values"])
+    else:
+        # Both round after each direction. Where a picture shrinks vertically and grows horizontally, Pillow 13 begins
+        # vertically, so that one level comes from the first direction and one from the second.
+        most = 2 if height > 16 * grid[1] and width < 16 * grid[2] else 1
+        assert found.shape == expected["pixel_values"].shape
+        assert float((found - expected["pixel_values"]).abs().max()) < (most + 0.01) / (255 * min(STD))
+
+
+@pytest.mark.parametrize("frames", [3, 4])
+def test_videos_are_those_of_the_processor_of_transformers(frames: int) -> None:
+    import tools.tvshim  # noqa: F401
+
+    if not importlib.util.find_spec("torchvision"):
+        pytest.skip("no torchvision")
+    from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
+
+    video = random_frames(frames, 75, 130)
+    processor = Qwen3VLVideoProcessor(image_mean=list(MEAN), image_std=list(STD), do_sample_frames=False)
+    expected = processor(list(video.permute(0, 3, 1, 2)[None]), return_tensors="pt")
+    grid = tuple(expected["video_grid_thw"][0].tolist())
+    assert torch.equal(patches(video, grid), expected["pixel_values_videos"])
+
+
+def test_order_of_patches_and_values() -> None:
+    """Three frames of 4 x 8 pixels, not resized, as patches of 2 x 2, against loops written by hand."""
+    frames = torch.arange(3 * 4 * 8 * 3).remainder(251).to(torch.uint8).view(3, 4, 8, 3)
+    found = patches(frames, (2, 2, 4), mean=(0.0,) * 3, std=(1 / 255,) * 3, patch=2)
+    expected = [
+        [
+            float(frames[min(2 * t + frame, 2), 2 * row + y, 2 * (2 * block + column) + x, channel])
+            for channel, frame, y, x in itertools.product(range(3), range(2), range(2), range(2))
+        ]
+        for t, block, row, column in itertools.product(range(2), range(2), range(2), range(2))
+    ]
+    assert torch.equal(found.round(), torch.tensor(expected))
+    assert torch.allclose(found, found.round(), atol=1e-4)
+
+
+def test_values_are_normalised_in_fp32() -> None:
+    frames = torch.arange(256).to(torch.uint8).view(1, 16, 16, 1).expand(-1, -1, -1, 3).contiguous()
+    found = patches(frames, (1, 1, 1), merge=1)
+    value = torch.arange(256, dtype=torch.float32)
+    for channel in range(3):
+        scaled = [255 * torch.tensor(part[channel]) for part in (MEAN, STD)]
+        expected = (value - scaled[0]) / scaled[1]
+        for frame in range(2):
+            assert torch.equal(found.view(3, 2, 256)[channel, frame], expected)
+    assert torch.equal(patches(frames, (1, 1, 1), merge=1, dtype=torch.bfloat16), found.bfloat16())
+
+
+@pytest.mark.parametrize("grid", [(2, 4, 6), (2, 6, 2)])
+def test_frames_may_be_strided(grid: tuple[int, int, int]) -> None:
+    wide = torch.randint(0, 256, (6, 90, 120, 4), dtype=torch.uint8)
+    for part in (wide[::2, :64, 3:99, :3], wide[1:4, ::2, ::3, 1:], wide[:4, 5:, :, :3]):
+        assert torch.equal(patches(part, grid), patches(part.contiguous(), grid))
+
+
+def test_threads_do_not_change_bits() -> None:
+    frames, grid = random_frames(3, 90, 70), (2, 6, 4)
+    expected = patches(frames, grid)
+    for threads in (1, 2, 5, 20):
+        core.start_pool(None, threads, spin=False)
+        assert torch.equal(patches(frames, grid), expected)
+
+
+FRAMES = random_frames(3, 8, 8)
+
+
+@pytest.mark.parametrize(
+    ("frames", "grid", "changed", "sentence"),
+    [
+        (FRAMES.float(), (2, 2, 2), {}, "frames: expected dtype uint8, found float32"),
+        (FRAMES[0], (2, 2, 2), {}, r"frames: expected shape \[any, any, any, 3\], found \[8, 8, 3\]"),
+        (FRAMES[:0], (0, 2, 2), {}, r"frames: expected at least one pixel, found shape \[0, 8, 8, 3\]"),
+        (FRAMES[:, :0], (2, 2, 2), {}, r"frames: expected at least one pixel, found shape \[3, 0, 8, 3\]"),
+        (FRAMES, (3, 2, 2), {}, r"grid: expected 2 times a multiple of 2 rows and columns, found \(3, 2, 2\)"),
+        (FRAMES, (2, 3, 2), {}, r"grid: expected 2 times a multiple of 2 rows and columns, found \(2, 3, 2\)"),
+        (FRAMES, (2, 2, 0), {}, r"grid: expected 2 times a multiple of 2 rows and columns, found \(2, 2, 0\)"),
+        (FRAMES, (2, 2, 2), {"resample": "lanczos"}, "resample: expected one of bilinear, bicubic, found 'lanczos'"),
+        (FRAMES, (2, 2, 2), {"dtype": torch.float16}, r"dtype: expected float32 or bfloat16, found torch\.float16"),
+    ],
+)
+def test_a_wrong_argument_is_named(
+    frames: Tensor, grid: tuple[int, int, int], changed: dict[str, Any], sentence: str
+) -> None:
+    with pytest.raises(KernelError, match=f"patches: {sentence}"):
+        patches(frames, grid, **changed)
