@@ -3,49 +3,87 @@
 import argparse
 import codecs
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from tilerank.loader.card import ModelCard
 from tilerank.loader.tokenizer import Tokenizer
+from tilerank.runtime.media.decoder import Frames
+from tilerank.runtime.media.errors import MediaError
+from tilerank.runtime.media.messages import Source, read_data_url, split_media
+from tilerank.runtime.media.processor import Processor
+from tilerank.runtime.media.registry import load_processor
+from tilerank.runtime.prompt import Prompt
 
 from .errors import LaunchError
 from .host.cpulist import count
+from .media_decoder import MediaDecoder
 
 
 class _Line(msgspec.Struct, forbid_unknown_fields=True):
-    """One line of a prompt file: exactly one of the two."""
+    """One line of a prompt file: exactly one of the three."""
 
     prompt: str | None = None
     prompt_token_ids: list[int] | None = None
+    messages: list[dict[str, Any]] | None = None
 
 
 @dataclass(frozen=True)
-class Prompt:
-    """One prompt; `name` is what an error calls it."""
+class GivenPrompt:
+    """One prompt, in one of three forms. name: for errors. folder: where the paths in `messages` begin."""
 
     name: str
-    text: str | None
+    text: str | None = None
     token_ids: tuple[int, ...] | None = None
+    messages: tuple[dict[str, Any], ...] | None = None
+    folder: Path = Path()
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     source = parser.add_argument_group("prompts")
     source.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="may be given several times")
+    for kind in ("image", "video"):
+        source.add_argument(
+            f"--{kind}",
+            action="append",
+            dest="media",
+            default=[],
+            type=_medium(kind),
+            metavar="FILE",
+            help="put before the text of each --prompt, through the chat template; may be given several times",
+        )
     source.add_argument(
-        "--prompt-file", type=Path, metavar="FILE", help='JSON lines with "prompt" or "prompt_token_ids"'
+        "--prompt-file",
+        type=Path,
+        metavar="FILE",
+        help='JSON lines with "prompt", "prompt_token_ids" or "messages", whose media are data: URLs or files',
     )
     source.add_argument(
         "--chat", action="store_true", help="each prompt is a message: put it through the chat template"
     )
 
 
-def read_prompts(args: argparse.Namespace) -> list[Prompt]:
+def _medium(kind: str) -> Callable[[str], tuple[str, str]]:
+    """An argparse type: the path of a medium, with its kind."""
+    return lambda path: (kind, path)
+
+
+def read_prompts(args: argparse.Namespace) -> list[GivenPrompt]:
     """The prompts in the order given. LaunchError names the file and line of one that cannot be used."""
-    prompts = [Prompt(f"prompt {i + 1}", text) for i, text in enumerate(args.prompt)]
+    prompts = [GivenPrompt(f"prompt {i + 1}", text) for i, text in enumerate(args.prompt)]
+    if args.media:
+        if not prompts:
+            raise LaunchError(f"--{args.media[0][0]} needs --prompt TEXT")
+        parts = [{"type": kind, kind: path} for kind, path in args.media]
+        prompts = [
+            GivenPrompt(p.name, messages=({"role": "user", "content": [*parts, {"type": "text", "text": p.text}]},))
+            for p in prompts
+        ]
     if args.prompt_file is not None:
         prompts += _read_file(args.prompt_file)
     if not prompts:
@@ -60,7 +98,7 @@ def read_prompts(args: argparse.Namespace) -> list[Prompt]:
     return prompts
 
 
-def _read_file(path: Path) -> Iterator[Prompt]:
+def _read_file(path: Path) -> Iterator[GivenPrompt]:
     try:
         content = path.read_bytes()
     except OSError as e:
@@ -81,9 +119,15 @@ def _read_file(path: Path) -> Iterator[Prompt]:
         except msgspec.DecodeError as e:
             half = _half_character(raw)
             raise LaunchError(f"{name}: {f'{half} is half of a character, the other is missing' if half else e}") from e
-        if (line.prompt is None) == (line.prompt_token_ids is None):
-            raise LaunchError(f'{name}: expected either "prompt" or "prompt_token_ids"')
-        yield Prompt(name, line.prompt, None if line.prompt_token_ids is None else tuple(line.prompt_token_ids))
+        if sum(field is not None for field in (line.prompt, line.prompt_token_ids, line.messages)) != 1:
+            raise LaunchError(f'{name}: expected either "prompt", "prompt_token_ids" or "messages"')
+        yield GivenPrompt(
+            name,
+            line.prompt,
+            None if line.prompt_token_ids is None else tuple(line.prompt_token_ids),
+            None if line.messages is None else tuple(line.messages),
+            path.parent,
+        )
 
 
 def _half_character(raw: bytes) -> str | None:
@@ -97,12 +141,15 @@ def _half_character(raw: bytes) -> str | None:
     return None
 
 
-def encode(prompts: list[Prompt], args: argparse.Namespace, tokenizer: Tokenizer, card: ModelCard) -> list[list[int]]:
-    """The token ids of every prompt. LaunchError for one that is empty, too long, or names tokens that do not exist."""
+def encode(prompts: list[GivenPrompt], args: argparse.Namespace, tokenizer: Tokenizer, card: ModelCard) -> list[Prompt]:
+    """Return the prompts of the engine. LaunchError for one that is empty, too long, names tokens that do not exist, or
+    has media that cannot be used."""
     context = context_length(args, card)
-    encoded = []
-    for prompt in prompts:
-        ids = _token_ids(prompt, args.chat, tokenizer)
+    processor = load_processor(tokenizer.model_dir, tokenizer)
+    with closing(MediaDecoder()) as decoder:
+        encoder = _Encoder(tokenizer, processor, decoder, args.chat)
+        encoded = [encoder.encode(prompt) for prompt in prompts]
+    for prompt, ids in zip(prompts, (prompt.token_ids for prompt in encoded), strict=True):
         if not ids:
             raise LaunchError(f"{prompt.name} is empty: there is no token to continue")
         if wrong := [id for id in ids if not 0 <= id < card.vocab_size]:
@@ -119,7 +166,6 @@ def encode(prompts: list[Prompt], args: argparse.Namespace, tokenizer: Tokenizer
                     f"{prompt.name}: {count(len(ids), 'token')} and {new} new need a cache of {needed}, found "
                     f"--max-total-tokens {args.max_total_tokens}; raise it or lower --max-new-tokens"
                 )
-        encoded.append(ids)
     return encoded
 
 
@@ -133,13 +179,66 @@ def context_length(args: argparse.Namespace, card: ModelCard) -> int:
     return args.context_length or longest
 
 
-def _token_ids(prompt: Prompt, chat: bool, tokenizer: Tokenizer) -> list[int]:
-    if prompt.token_ids is not None:
-        return list(prompt.token_ids)
-    assert prompt.text is not None
-    if not chat:
-        return tokenizer.encode(prompt.text)
-    message = {"role": "user", "content": prompt.text}
-    # The template writes the special tokens itself.
-    text = tokenizer.apply_chat_template([message], add_generation_prompt=True)
-    return tokenizer.encode(text, add_special_tokens=False)
+class _Encoder:
+    """Turns prompts into those of the engine. processor: None for a model that takes text only."""
+
+    def __init__(self, tokenizer: Tokenizer, processor: Processor | None, decoder: MediaDecoder, chat: bool) -> None:
+        self._tokenizer = tokenizer
+        self._processor = processor
+        self._decoder = decoder
+        self._chat = chat
+
+    def encode(self, prompt: GivenPrompt) -> Prompt:
+        """Raises LaunchError."""
+        try:
+            if prompt.messages is not None:
+                return self._conversation(prompt.messages, prompt.folder)
+            if prompt.text is not None and self._chat:
+                return self._conversation([{"role": "user", "content": prompt.text}], prompt.folder)
+            ids = self._tokenizer.encode(prompt.text) if prompt.text is not None else list(prompt.token_ids or ())
+            return self._processor.text_prompt(ids) if self._processor else Prompt(ids)
+        except MediaError as e:
+            raise LaunchError(f"{prompt.name}: {e}") from e
+
+    def _conversation(self, messages: Sequence[dict[str, Any]], folder: Path) -> Prompt:
+        placeholders = self._processor.placeholders if self._processor else ()
+        converted, sources = split_media(messages, placeholders)
+        if self._processor is None:
+            if sources:
+                raise MediaError(f"{self._tokenizer.model_dir} takes text only, found {sources[0].kind} in the prompt")
+            converted = [_joined(message) for message in converted]
+        text = self._tokenizer.apply_chat_template(converted, add_generation_prompt=True)
+        if self._processor is None:
+            # The template writes the special tokens itself.
+            return Prompt(self._tokenizer.encode(text, add_special_tokens=False))
+        return self._processor.prompt(text, [self._read(source, folder) for source in sources])
+
+    def _read(self, source: Source, folder: Path) -> Frames:
+        assert self._processor is not None
+        files = [_read_url(url, folder) for url in source.urls]
+        try:
+            return self._decoder.decode(source.kind, files, source.listed, self._processor.sample)
+        except MediaError as e:
+            where = (
+                source.urls[0] if not source.urls[0].lower().startswith("data:") else f"a data: URL of {source.kind}"
+            )
+            raise MediaError(f"{where}: {e}") from e
+
+
+def _joined(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message whose text parts are one string, since few templates of text models support parts."""
+    content = message.get("content")
+    if not isinstance(content, list):
+        return message
+    return {**message, "content": "\n".join(part["text"] for part in content)}
+
+
+def _read_url(url: str, folder: Path) -> bytes:
+    if url.lower().startswith("data:"):
+        return read_data_url(url)
+    if "://" in url:
+        raise MediaError(f"expected a file or a data: URL, found {url}: nothing is fetched")
+    try:
+        return (folder / url).read_bytes()
+    except OSError as e:
+        raise MediaError(f"{folder / url}: cannot be read: {e.strerror}") from e

@@ -32,7 +32,7 @@ class Limits:
 
     bytes: int = 256 << 20
     pixels: int = 64 << 20
-    frame_bytes: int = 1 << 30
+    frame_bytes: int = 512 << 20
     seconds: float = 60.0
 
 
