@@ -64,9 +64,12 @@ def run(reference: Path) -> Run:
     """All cases of so many ranks, in one start of them."""
 
     @cache
-    def run(tp: int, isa: str = "") -> list[list[Case]]:
-        job = {"out": str(reference), "models": NAMES, "strategies": ["pad", "split"], "new_tokens": NEW_TOKENS}
-        job |= {"dtypes": ["float32"] if isa else ["float32", "bfloat16"]}
+    def run(tp: int, isa: str) -> list[list[Case]]:
+        job: dict[str, Any] = {"out": str(reference), "models": NAMES, "new_tokens": NEW_TOKENS}
+        if isa:  # plain torch takes many times as long
+            job |= {"strategies": ["pad"], "dtypes": ["float32"]}
+        else:
+            job |= {"strategies": ["pad", "split"], "dtypes": ["float32", "bfloat16"]}
         env = {"TILERANK_ISA": isa} if isa else {}
         ranks = run_ranks(tp, "vision_exact:run", kwargs=job, env=env, timeout=300)
         return [list(found) for found in zip(*ranks, strict=True)]
@@ -103,7 +106,7 @@ def test_bf16_is_as_exact_as_transformers(run: Run, tp: int) -> None:
     """As in test_exact.py: the mean error against fp32 may be 1.1 times that of transformers (0.85 to 1.06 were seen)
     and, in a mixture, 1.3 times; the largest error of an encoding 1.5 times (1.25 seen).
     """
-    for case in of_dtype(run(tp), "bfloat16"):
+    for case in of_dtype(run(tp, ""), "bfloat16"):
         found = case[0]
         towers, prompts = found["tower"], found["prompts"]
         assert mean(towers, "mean") <= 1.1 * mean(towers, "hf_mean"), found
@@ -115,14 +118,14 @@ def test_bf16_is_as_exact_as_transformers(run: Run, tp: int) -> None:
 @pytest.mark.parametrize("tp", TP[1:])
 def test_all_ranks_hold_the_same_bits(run: Run, tp: int) -> None:
     """Every sum over the ranks and every gathered logit, of encodings and of steps."""
-    for case in run(tp):
+    for case in run(tp, ""):
         assert case[0]["collectives"] > 0
         assert len({(rank["digest"], rank["collectives"]) for rank in case}) == 1, case[0]
 
 
 def of_dtype(cases: list[list[Case]], dtype: str) -> list[list[Case]]:
     found = [case for case in cases if case[0]["dtype"] == dtype]
-    assert len(found) == 2 * len(MODELS)
+    assert {case[0]["model"] for case in found} == set(NAMES)
     return found
 
 
