@@ -1,4 +1,4 @@
-"""The compiled core: rungs, launch, memory. Its threads have a test of their own (test_kernels_pool.py)."""
+"""The compiled core: rungs, launch, memory. The thread pool has a test of its own (test_pool.py)."""
 
 import os
 import random
@@ -22,7 +22,7 @@ needs_compiled = pytest.mark.skipif(not core.isa_report()[2].usable, reason=core
 
 @pytest.fixture
 def any_machine(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """No cap from the environment; tests set what the machine can do."""
+    """Remove the cap of the environment; tests then set what the machine supports."""
     monkeypatch.delenv("TILERANK_ISA", raising=False)
     monkeypatch.setattr(core, "_isa", None)
     return monkeypatch
@@ -261,7 +261,7 @@ def test_living_tensors_never_overlap_and_memory_is_reused() -> None:
         assert tensor.data_ptr() % 64 == 0
         living[step] = tensor.fill_(step)
         mapped = core.arena_bytes()[1] if step == 1000 else mapped
-    assert core.arena_bytes()[1] == mapped, "grew although as much was freed as taken"
+    assert core.arena_bytes()[1] == mapped, "the arena grew although as much was freed as allocated"
     del tensor
     living.clear()
     assert core.arena_bytes()[0] == before

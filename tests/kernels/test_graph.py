@@ -24,7 +24,7 @@ needs_compiled = pytest.mark.skipif(not core.isa_report()[2].usable, reason=core
 
 
 class Block:
-    """Every kernel that a decode step has, over inputs that stay where they are and a cache of 9 pages."""
+    """Every kernel of a decode step, over inputs at fixed addresses and a cache of 9 pages."""
 
     m, hidden, heads, kv_heads, dim, vocab = 3, 40, 3, 1, 16, 70
 
@@ -55,7 +55,7 @@ class Block:
         return packed
 
     def set(self, step: int) -> None:
-        """Sequences of different lengths that grow by a token a step; three pages each."""
+        """Set sequences of different lengths that grow by one token per step, with three pages each."""
         lengths = torch.tensor([1, 30, 60]) + step
         order = torch.tensor([[4, 1, 7], [2, 8, 3], [5, 0, 6]])
         self.ids.random_(0, self.vocab, generator=self.random)
@@ -129,7 +129,7 @@ def test_recording_computes_nothing() -> None:
 
 @needs_compiled
 def test_a_step_may_return_nothing() -> None:
-    """As that of a piece of a prompt, of whose tokens none is sampled."""
+    """As for a part of a prompt of which no token is sampled."""
     x, none = torch.randn(3, 8), torch.empty(0, dtype=torch.int64)
     graph = Graph(lambda: ops.take_rows(x, none))
     assert graph.run().shape == (0, 8)
@@ -166,7 +166,7 @@ def test_a_torch_operation_while_recording_is_an_error(name: str, escape: Callab
         KernelError, match=rf"only kernels and views while recording, found the torch operation {name}\b"
     ):
         Graph(step)
-    # The recording has ended: kernels run again, and torch does.
+    # The recording has ended: kernels and torch operations run again.
     assert ops.silu_mul(x).shape == (2, 4) and torch.equal(x + 0, x)
 
 
@@ -202,10 +202,10 @@ def test_memory_is_the_graphs_own_and_used_again_inside() -> None:
     expected = step()
     held = [core.empty((64, 4096), torch.float32).fill_(i) for i in range(20)]
     assert torch.equal(graph.run(), expected)
-    assert all(bool((tensor == i).all()) for i, tensor in enumerate(held)), "a run wrote to memory of others"
+    assert all(bool((tensor == i).all()) for i, tensor in enumerate(held)), "a run wrote to memory outside the graph"
     for i in range(20):
         core.empty((64, 4096), torch.float32).fill_(i)
-    assert torch.equal(graph.output, expected), "others wrote to memory of the graph"
+    assert torch.equal(graph.output, expected), "an operation outside the graph wrote to its memory"
 
 
 @needs_compiled
@@ -278,7 +278,7 @@ def test_python_between_launches_runs_at_its_place_in_every_run() -> None:
         assert len(calls) == number and torch.equal(calls[-1], ops.silu_mul(x))
         doubled = 2 * calls[-1]
         assert torch.equal(found, ops.rms_norm(ops.rms_norm(doubled, weight, 1e-5), weight, 1e-5))
-    assert torch.equal(found, step())  # outside of a recording it is called at once
+    assert torch.equal(found, step())  # outside of a recording, the step runs at once
     profile = graph.profile()
     assert [name for name, _ in profile.entries] == ["silu_mul", "python", "rms_norm", "rms_norm"]
     assert profile.seconds > sum(seconds for _, seconds in profile.entries)

@@ -16,7 +16,7 @@ EVEX = rf"{MASKS}|{UPPER_REGISTERS}|vmovdq[au](8|16|32|64)\b|vpternlog|vpdp|vrnd
 BF16 = r"^vdpbf16ps|^vcvtne2?ps2bf16"
 VBMI = r"^vpermb|^vperm[it]2b|^vpmultishiftqb"
 TILES = r"^tile|^tdp"
-# VBMI2, BITALG, VPOPCNTDQ, IFMA, CD, GFNI, FP16: no rung asks for them.
+# VBMI2, BITALG, VPOPCNTDQ, IFMA, CD, GFNI, FP16: no rung requires them.
 NO_RUNG = (
     r"^vp(compress|expand)[bw]|^vpsh[lr]d|^vpopcnt|^vpshufbitqmb|^vpmadd52|^vpconflict|^vplzcnt|^vgf2p8"
     r"|^v(add|sub|mul|div|f\w+)[ps]h\b"
@@ -28,13 +28,13 @@ LACKS = {
     "avx512_bf16": rf"{TILES}|{NO_RUNG}",
     "amx": NO_RUNG,
 }
-# What shows that the disassembly was read, and the rung's code seen.
+# Instructions that show that the disassembly was read and contains code of the rung.
 HAS = {"no rung": "^mov", "avx2": "%ymm", "avx512": "zmm", "avx512_bf16": "^vdpbf16ps", "amx": "^tdpbf16ps"}
 
 
 @pytest.fixture(scope="module")
 def instructions() -> dict[str, list[tuple[str, str]]]:
-    """For every rung, its instructions, each after the function it is in."""
+    """The instructions of every rung, each after the function that contains it."""
     if not core._C:
         pytest.skip("no compiled core")
     if not shutil.which("objdump"):
@@ -72,7 +72,7 @@ MICRO_KERNELS = {"multiply_int8_tile", "multiply_panel", "multiply_piece", "add_
 
 @pytest.mark.parametrize("rung", ["avx2", "avx512", "avx512_bf16"])
 def test_a_micro_kernel_calls_nothing(instructions: dict[str, list[tuple[str, str]]], rung: str) -> None:
-    """What GCC left out of line took sums through memory: experts of int8 were slower by half, with equal results."""
+    """A call in a micro-kernel moves its sums through memory, which is much slower with equal results."""
     seen = set()
     for function, text in instructions[rung]:
         name = re.search(r"::(\w+)<", function)

@@ -18,7 +18,7 @@ from tilerank.launch.prompts import read_prompts
 
 
 def assert_refused(result: Result, sentence: str, status: int = 1) -> None:
-    """`sentence` is a pattern for the whole of it."""
+    """Check the whole error against the pattern `sentence`."""
     assert result.status == status, result.err
     assert len(result.errors) == 1, result.err
     assert re.fullmatch(f"tilerank: error: {sentence}", result.errors[0]), result.errors[0]
@@ -219,7 +219,7 @@ def test_not_enough_memory() -> None:
 
 @pytest.fixture
 def held(tmp_path: Path) -> tuple[dict[str, str], Path]:
-    """The environment in which rank 1 waits before it loads, and the FIFO that lets it go on."""
+    """Return an environment in which rank 1 waits before it loads, and the FIFO that lets it continue."""
     return hold(1, tmp_path)
 
 
@@ -253,7 +253,7 @@ def endless(tmp_path_factory: pytest.TempPathFactory) -> list[object]:
 
 
 def generating(running: Run) -> None:
-    """Until there is some text."""
+    """Wait until there is some text."""
     running.await_output(8)
 
 
@@ -284,13 +284,13 @@ def test_rank_stopped_longer_than_the_deadline(endless: list[object]) -> None:
 
 
 def test_ctrl_z_may_last_longer_than_any_deadline(endless: list[object]) -> None:
-    """The ranks are stopped, too, and none of them takes the others' rest for its own waiting."""
+    """The ranks are stopped, too, and none of them counts the pause as time that it waited for the others."""
     with Run(*endless, "--dist-timeout", 3) as running:
         generating(running)
         running.process.send_signal(signal.SIGTSTP)
         time.sleep(5)
         running.process.send_signal(signal.SIGCONT)
-        running.await_output(20_000)  # more than it had written before
+        running.await_output(20_000)  # more than before the pause
         running.process.send_signal(signal.SIGINT)
         result = running.finish()
     assert result.status == 130 and not result.errors, result.err
@@ -321,7 +321,7 @@ def test_reader_gone(endless: list[object]) -> None:
 
 
 def redirected(where: str) -> tuple[str, ...]:
-    """A launcher that starts the command with some of its streams elsewhere, and buffered, as users have them."""
+    """Return a launcher that starts the command with redirected streams and Python's default buffering."""
     return ("sh", "-c", f'unset PYTHONUNBUFFERED; exec "$@" {where}', "sh")
 
 
@@ -347,7 +347,7 @@ def test_closed_output_takes_no_harm() -> None:
 
 
 def test_text_that_the_terminal_cannot_show() -> None:
-    """Such heat makes all tokens about as likely, and 141 of 4096 bring letters that ASCII lacks."""
+    """At a very high temperature all tokens are about equally likely; 141 of 4096 contain letters outside ASCII."""
     arguments = ["generate", DEMO, "--prompt", "x", "--temperature", 50, "--seed", 4, "--max-new-tokens", 400]
     arguments += ["--ignore-eos"]
     utf8 = run(*arguments, env={"PYTHONIOENCODING": "utf-8"})

@@ -84,7 +84,7 @@ def test_chart_has_a_bar_for_every_row() -> None:
     name = "{http://www.w3.org/2000/svg}"
     bars = [bar for bar in drawn.iter(f"{name}rect") if bar.get("height") == str(chart.BAR)]
     widths = [float(bar.attrib["width"]) for bar in bars]
-    # By phase, tilerank first; the widths are the shares, 0.5 : 1/6 : 0.25 : 1/12.
+    # By phase, tilerank first; the widths are proportional to the shares 0.5 : 1/6 : 0.25 : 1/12.
     assert [width / widths[0] for width in widths] == pytest.approx([1, 1 / 3, 1 / 2, 1 / 6], abs=0.01)
     full = chart.WIDTH - chart.LEFT - chart.RIGHT
     assert widths[0] == pytest.approx(full / 2, abs=0.1)

@@ -1,4 +1,4 @@
-"""bench model and make-model: the work of a model by hand, rows of known timings, and checkpoints of other readers."""
+"""bench model and make-model: the work of a model by hand, rows of known timings, and checkpoints read by others."""
 
 import argparse
 import json
@@ -48,7 +48,7 @@ def test_work_of_the_demo_model_by_hand() -> None:
     work = model_work(read_card(DEMO), torch.bfloat16)
     qkv, rest = 256 * (8 + 2 + 2) * 64, 8 * 64 * 256 + 3 * 256 * 704
     layer, pair = qkv + rest, 8 * 64 * 4  # heads, dims, 2 for Q K^T and 2 for P V
-    # Of the last layer, only rows that need logits go further than keys and values.
+    # In the last layer, only rows that need logits are computed beyond keys and values.
     assert (work.body.token, work.body.pair) == (Work(bf16=2 * (5 * layer + qkv)), Work(bf16=5 * pair))
     assert (work.end.token, work.end.pair) == (Work(bf16=2 * (rest + 4096 * 256)), Work(bf16=pair))
     norms = 6 * (256 + 256 + 64 + 64) + 256
@@ -90,7 +90,7 @@ def test_work_of_a_mixture_of_experts_by_hand(tmp_path: Path) -> None:
     one, two = work.decode(1, 0), work.decode(2, 0)
     assert one.nbytes == pytest.approx(work.weights + 2 * 2 * 8 * expert)
     assert two.nbytes == pytest.approx(work.weights + 2 * 2 * (8 + 8 * 120 / 128) * expert)
-    # A prompt reads all experts of the first layer, and in the last layer those of its last token.
+    # A prompt reads all experts of the first layer, but in the last layer only those of its last token.
     assert work.prefill(1, 4000).nbytes == pytest.approx(work.weights + 2 * (128 + 8) * expert + 4000 * work.cached)
 
 

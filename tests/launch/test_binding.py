@@ -1,4 +1,4 @@
-"""Binding for real, each case in a process of its own since affinity and policy cannot all be undone."""
+"""Binding for real. Each case runs in a separate process, since affinity and policy cannot always be undone."""
 
 import contextlib
 import ctypes
@@ -58,7 +58,7 @@ needs_two = pytest.mark.skipif(len(read_topology().allowed_cpus) < 2, reason="ne
 
 
 def child(code: str, group: Path | None = None) -> Any:
-    """Runs code in a new process, inside a version 1 control group if given; returns what it answered."""
+    """Run code in a new process, inside a version 1 control group if given, and return what it passed to `answer`."""
     join = f"Path({str(group)!r}, 'cgroup.procs').write_text(str(os.getpid()))\n" if group else ""
     script = PRELUDE + join + textwrap.dedent(code)
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300)
@@ -68,7 +68,7 @@ def child(code: str, group: Path | None = None) -> Any:
 
 @contextlib.contextmanager
 def v1_group(controller: str, **settings: object) -> Iterator[Path]:
-    """A control group of our own under version 1; skips where there is none or we are not root."""
+    """Create a version 1 control group; skip if there is no such controller or we are not root."""
     top = Path("/sys/fs/cgroup") / controller
     if not (top / "cgroup.procs").exists():
         pytest.skip(f"no version 1 {controller} controller on this machine")
@@ -119,7 +119,7 @@ def test_no_placement_leaves_everything_as_it_is() -> None:
 
 
 def test_container_that_refuses_memory_policies() -> None:
-    """One warning, the cores are bound all the same."""
+    """There is one warning, and the cores are bound all the same."""
     found = child(f"""
         cpu = read_topology().allowed_cpus[-1]
         {NUMA_CALLS}
@@ -155,7 +155,7 @@ def test_sandbox_that_refuses_affinity() -> None:
 
 @needs_two
 def test_v1_cpuset() -> None:
-    """The cpuset is read, and a placement that ignores it is noticed."""
+    """The cpuset is read, and a placement that contradicts it is reported."""
     first, last = read_topology().allowed_cpus[0], read_topology().allowed_cpus[-1]
     with v1_group("cpuset", mems=0, cpus=last) as group:
         found = child(
@@ -183,7 +183,7 @@ def test_v1_quota() -> None:
 
 
 def test_v1_out_of_memory_is_counted() -> None:
-    """Allocates more than the group may have: the kernel kills the child with signal 9 and counts it."""
+    """The child allocates more than the group allows: the kernel kills it with signal 9 and counts it."""
     with v1_group("memory", limit_in_bytes=64 << 20) as group:
         found = child(
             """
@@ -214,7 +214,7 @@ def test_page_nodes() -> None:
     assert local_share(address, size, nodes) == 1.0
     assert local_share(address, size, (max(nodes) + 1,)) == 0.0
     assert len(page_nodes(address, size, samples=10)) == 10
-    assert page_nodes(address + 4095, 2) == where[:2]  # two bytes that lie in two pages
+    assert page_nodes(address + 4095, 2) == where[:2]  # two bytes on two pages
 
 
 def test_mpirun_mask_is_reported(tmp_path: Path) -> None:
@@ -224,7 +224,7 @@ def test_mpirun_mask_is_reported(tmp_path: Path) -> None:
     assert inherited_notes(topology, place(topology, 2).ranks[1], {}) == [
         "rank 1 was started bound to CPUs 2, 1 of the 8 allowed, as mpirun and srun do by default; it runs on 4-7"
     ]
-    assert inherited_notes(topology, place(topology, 8).ranks[2], {}) == []  # just where it goes anyhow
+    assert inherited_notes(topology, place(topology, 8).ranks[2], {}) == []  # already bound to its own place
     kept = inherited_notes(topology, place(topology, 2, "none", own_mask=True).ranks[1], {})
     assert kept[0].endswith("that is kept (--cores none)")
 
@@ -266,7 +266,7 @@ NUMA_MAPS = """\
 
 
 def test_share_of_memory_near_the_cores(tmp_path: Path) -> None:
-    """In KiB: 24 on node 0, 16 and two huge pages on node 1, one huge page on node 2; files are not counted."""
+    """In KiB: 24 on node 0, 16 and two huge pages on node 1, one huge page on node 2. Files are not counted."""
     (tmp_path / "proc/self").mkdir(parents=True)
     (tmp_path / "proc/self/numa_maps").write_text(NUMA_MAPS)
     total = 24 + 16 + 3 * 2048

@@ -1,4 +1,4 @@
-"""`tilerank doctor` on invented machines, with libraries and launchers missing or mismatched, and for real."""
+"""`tilerank doctor` on simulated machines, with libraries and launchers missing or mismatched, and on this machine."""
 
 import argparse
 import json
@@ -165,7 +165,7 @@ def test_launchers_on_the_path(tmp_path: Path) -> None:
 
 
 def test_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
-    """Whatever is installed here runs the tests, so nothing may prevent running."""
+    """The tests run here, so nothing may be reported to prevent running."""
     assert doctor.run(argparse.Namespace(json=False)) == 0
     out = capsys.readouterr().out
     assert "isa reference" in out
@@ -206,7 +206,7 @@ def test_wrong_isa_is_an_error() -> None:
 
 
 def test_looking_at_the_machine_needs_no_torch() -> None:
-    """The supervisor and doctor must start at once and where torch is broken."""
+    """The supervisor and doctor must start quickly, and even where torch is broken."""
     modules = "from tilerank.launch import doctor, errors, host; from tilerank.launch.host import binding, placement"
     done = run_python(f"import sys; {modules}; sys.exit('torch' in sys.modules)")
     assert done.returncode == 0, done.stderr

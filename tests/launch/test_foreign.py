@@ -1,6 +1,6 @@
-"""Ranks that others start: torchrun, mpirun (MPICH, Open MPI), srun by its variables, and two hosts by namespaces.
+"""Ranks that other launchers start: torchrun, mpirun (MPICH, Open MPI), srun by its variables, and two hosts.
 
-All must give the tokens that the own launcher gives.
+Network namespaces stand for hosts. All launchers must give the tokens that our own launcher gives.
 """
 
 import json
@@ -70,7 +70,7 @@ def mpich() -> tuple[str, ...]:
 
 
 def open_mpi() -> tuple[str, ...]:
-    """Open MPI's mpirun for three ranks, wherever the system has it under a name of its own."""
+    """Return Open MPI's mpirun for three ranks, under the name that the system gives it."""
     program = shutil.which("mpirun.openmpi") or shutil.which("orterun")
     if program is None:
         pytest.skip("Open MPI is not installed (Debian: openmpi-bin)")
@@ -98,9 +98,9 @@ def test_open_mpi(expected: list[int]) -> None:
     assert tokens(run(*SHORT, launcher=open_mpi(), env=OPEN_MPI_ENVIRONMENT)) == expected
 
 
-@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="binding shows only with two cores")
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="binding is visible only with two cores")
 def test_the_core_that_open_mpi_bound_to_is_noticed() -> None:
-    """One rank, whose place would be all cores: Open MPI binds it to one."""
+    """A single rank would get all cores, but Open MPI binds it to one."""
     launcher = (*open_mpi()[:2], "1")
     result = run(*SHORT, launcher=launcher, env=OPEN_MPI_AS_ROOT)
     assert len(tokens(result)) == 12
@@ -167,7 +167,7 @@ def test_a_dead_rank_ends_torchrun(endless: tuple[object, ...]) -> None:
 
 
 def test_torchrun_starts_ranks_again(expected: list[int]) -> None:
-    """The agent's store, with the keys of the first attempt, outlives the ranks."""
+    """The agent's store outlives the ranks and still has the keys of the first attempt."""
     launcher = (*TORCHRUN, "--max-restarts", "1")
     with Run(*GENERATE, "--max-new-tokens", 2000, "--json", launcher=launcher, command=MODULE) as running:
         running.await_line("collectives")
@@ -217,7 +217,7 @@ def test_a_rank_stopped_while_a_server_is_idle_ends_it(
 
 
 def test_torchrun_starts_a_server_again() -> None:
-    """With the port that the HTTP process of the first attempt had."""
+    """The HTTP process of the second attempt gets the port of the first."""
     with serving("--port", free_port(), launcher=(*TORCHRUN, "--max-restarts", "1"), command=MODULE) as server:
         pid = server.running.rank_pid(1, "RANK")
         assert pid is not None
@@ -237,7 +237,7 @@ HOSTS = ("10.77.13.1", "10.77.13.2")
 
 @pytest.fixture
 def namespaces() -> Iterator[list[str]]:
-    """Two network namespaces joined by a cable, as two hosts."""
+    """Two network namespaces joined by a cable stand for two hosts."""
     if os.geteuid() != 0 or shutil.which("ip") is None:
         pytest.skip("network namespaces need root and iproute2")
     names = [f"tilerank-{os.getpid()}-{i}" for i in range(2)]
@@ -291,7 +291,8 @@ def test_a_host_that_fails_ends_the_other(endless: tuple[object, ...], namespace
 
 
 def test_mpirun_on_two_hosts_without_an_address(expected: list[int], namespaces: list[str], tmp_path: Path) -> None:
-    """mpi4py carries rank 0's address. A script stands for ssh: the last host's namespace is where it runs commands."""
+    """mpi4py carries rank 0's address. A script takes the place of ssh: it runs commands in the last host's
+    namespace."""
     pytest.importorskip("mpi4py")
     program = mpich()[0]
     ssh = tmp_path / "ssh"

@@ -1,4 +1,4 @@
-"""Who is too slow is let go, and nobody else. Deadlines are none or endless here: no load makes a difference."""
+"""Slow clients are disconnected, and no others. The deadlines here are zero or infinite, so that load cannot matter."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -16,7 +16,7 @@ ENDLESS = 1e6
 
 
 class App:
-    """Answers when it is told to, with so many pieces; `heard`: how it ended."""
+    """Answers in `pieces` once `go_on` is set. `left`: the client disconnected during an answer of several pieces."""
 
     def __init__(self, pieces: int = 1) -> None:
         self.asked, self.go_on, self.ended = asyncio.Event(), asyncio.Event(), asyncio.Event()
@@ -36,7 +36,7 @@ class App:
 
 
 async def connected(app: Any) -> tuple[PatientProtocol, asyncio.StreamReader, asyncio.StreamWriter]:
-    """The server's end of a connection, and the client's."""
+    """Return the server's end of a connection, and the client's."""
     made: asyncio.Future[PatientProtocol] = asyncio.get_running_loop().create_future()
     config = Config(app, log_config=None, lifespan="off", timeout_keep_alive=10**6)
     config.load()
@@ -75,7 +75,7 @@ def test_who_does_not_get_done_with_a_request(monkeypatch: pytest.MonkeyPatch, s
 
 
 def test_who_waits_for_an_answer_may_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And has as long for the next request."""
+    """The deadline for the next request starts anew after the answer."""
 
     async def run() -> None:
         monkeypatch.setattr(patience, "REQUEST_S", ENDLESS)
@@ -102,7 +102,7 @@ def test_who_does_not_take_an_answer(monkeypatch: pytest.MonkeyPatch, takes: boo
     async def run() -> None:
         monkeypatch.setattr(patience, "REQUEST_S", ENDLESS)
         monkeypatch.setattr(patience, "TAKE_S", ENDLESS if takes else 0)
-        app = App(pieces=1000)  # more than buffers hold
+        app = App(pieces=1000)  # more than the buffers hold
         protocol, reader, writer = await connected(app)
         writer.write(REQUEST)
         app.go_on.set()

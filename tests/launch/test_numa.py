@@ -1,7 +1,7 @@
-"""Topology, placement, binding and the place of pages on several real NUMA nodes: those of a virtual machine.
+"""Topology, placement, binding and the location of pages on several NUMA nodes of a virtual machine.
 
-`make test-numa` runs it. The kernel in the machine is the witness: affinity and policy are read back by a program
-that the bound process starts, pages are counted by move_pages and by /proc/self/numa_maps.
+`make test-numa` runs it. The results come from the kernel of the virtual machine: a program that the bound process
+starts reads affinity and policy back, and pages are counted by move_pages and by /proc/self/numa_maps.
 """
 
 import os
@@ -21,7 +21,7 @@ NODE_MIB = 256
 def qemu_machine(
     cores: str, cpus: dict[int, str | None], memoryless: int | None, distances: dict[tuple[int, int], int]
 ) -> list[str]:
-    """qemu's arguments: `cpus` of each node, None for a node without."""
+    """Return qemu's arguments. `cpus`: the CPUs of each node, None for a node without CPUs."""
     arguments = ["-cpu", "max,vendor=GenuineIntel", "-smp", cores]  # qemu hides hyper-threads of its default vendor
     arguments += ["-m", f"{NODE_MIB * (len(cpus) - (memoryless is not None))}M"]
     for node, list_ in cpus.items():
@@ -46,7 +46,7 @@ def boot(directory: Path, machine: list[str], append: str = "") -> dict[str, Any
 
 @pytest.fixture(scope="module")
 def snc3(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """2 packages cut by SNC3 into nodes of 2, 2 and 1 cores."""
+    """Two packages divided by SNC3 into nodes of 2, 2 and 1 cores."""
     cpus = dict(enumerate(["0-1", "2-3", "4", "5-6", "7-8", "9"]))
     distances = {(a, b): 12 if a // 3 == b // 3 else 21 for a in cpus for b in cpus if a < b}
     return boot(tmp_path_factory.mktemp("snc3"), qemu_machine("10,sockets=2,cores=5,threads=1", cpus, None, distances))
@@ -54,7 +54,7 @@ def snc3(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def mixed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """3 packages of 2 cores with hyper-threads, one without memory; a memory-only node; CPU 3 isolated."""
+    """Three packages of 2 cores with hyper-threads, one of them without memory; a memory-only node; CPU 3 isolated."""
     cpus = {0: "0-3", 1: "4-7", 2: "8-11", 3: None}
     distances = {(0, 1): 21, (0, 2): 31, (1, 2): 22, (0, 3): 14, (1, 3): 24, (2, 3): 33}
     machine = qemu_machine("12,sockets=3,cores=2,threads=2", cpus, 2, distances)
@@ -84,7 +84,7 @@ def test_snc3_placement(snc3: dict[str, Any]) -> None:
 
 
 def test_snc3_binding(snc3: dict[str, Any]) -> None:
-    """Each of the six ranks runs on its node, has its memory there, and what it executes inherits both."""
+    """Each of the six ranks runs on its node and has its memory there, and the programs that it starts inherit both."""
     cpus = [("0-1", [0, 1]), ("2-3", [2, 3]), ("4", [4]), ("5-6", [5, 6]), ("7-8", [7, 8]), ("9", [9])]
     for node, (text, numbers) in enumerate(cpus):
         pages = {str(node): PAGES}
@@ -100,13 +100,13 @@ def test_snc3_binding(snc3: dict[str, Any]) -> None:
 
 
 def test_snc3_first_touch_without_a_policy(snc3: dict[str, Any]) -> None:
-    """What is left in a container that refuses memory policies."""
+    """First touch alone, as in a container that refuses memory policies."""
     assert [rank["pages"] for rank in snc3["first_touch"]] == [{str(node): PAGES} for node in range(6)]
     assert {rank["executed"]["policy"] for rank in snc3["first_touch"]} == {"default"}
 
 
 def test_snc3_workers_of_one_rank_on_all_nodes(snc3: dict[str, Any]) -> None:
-    """A rank over six nodes: every pinned worker's own part is on the worker's node."""
+    """A rank over six nodes: the part of every pinned worker is on the worker's node."""
     node_of_core = [0, 0, 1, 1, 2, 3, 3, 4, 4, 5]
     assert snc3["workers"] == [[core, {str(node): 256}] for core, node in enumerate(node_of_core)]
 
@@ -116,7 +116,8 @@ def test_snc3_mask_left_by_mpirun(snc3: dict[str, Any]) -> None:
 
 
 def test_snc3_full_node(snc3: dict[str, Any]) -> None:
-    """The preferred policy spills to a node of the same package, the strict one is killed, and the cgroup counts it."""
+    """With the preferred policy memory spills to a node of the same package; with the strict policy the rank is killed,
+    and the cgroup counts it."""
     fill = snc3["fill"]
     pages = {int(node): n for node, n in fill["preferred"]["pages"].items()}
     assert pages[fill["node"]] > 0
@@ -128,7 +129,7 @@ def test_snc3_full_node(snc3: dict[str, Any]) -> None:
 
 
 def test_snc3_control_group(snc3: dict[str, Any]) -> None:
-    """CPUs of node 0 with memory of node 1 only, as Kubernetes may deal them."""
+    """CPUs of node 0 with memory of node 1 only, as Kubernetes may assign them."""
     group = snc3["group"]["topology"]
     assert (group["allowed_cpus"], group["allowed_mems"]) == ([0, 1], [1])
     assert (group["limits"]["cpu_quota"], group["limits"]["memory_limit"]) == (1.5, 100 << 20)
@@ -155,7 +156,7 @@ def test_mixed_topology(mixed: dict[str, Any]) -> None:
 
 
 def test_mixed_placement(mixed: dict[str, Any]) -> None:
-    """One thread a core; no rank on the memory-only node; the cores without memory go with their nearest."""
+    """One thread per core; no rank on the memory-only node; the cores without memory join their nearest node."""
     assert mixed["auto"] == 2
     assert mixed["placements"]["2"] == [[[0, 2], [0]], [[4, 6, 8, 10], [1]]]
     assert mixed["placements"]["1"] == [[[0, 2, 4, 6, 8, 10], [0, 1]]]

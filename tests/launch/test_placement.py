@@ -1,4 +1,4 @@
-"""Placement of ranks on invented machines."""
+"""Placement of ranks on simulated machines."""
 
 import tempfile
 from pathlib import Path
@@ -90,7 +90,7 @@ def test_more_ranks_than_cores() -> None:
 
 
 def test_nodes_without_cores_or_memory() -> None:
-    """Node 1 has no memory, node 2 (CXL) no cores: neither counts for `auto`, both are usable."""
+    """Node 1 has no memory, node 2 (CXL) no cores: neither counts for `auto`, but both are usable."""
     machine = Machine([(0, 8), (0, 8), (0, 0)], memory={1: 0}, remote={(0, 1): 12, (1, 2): 20, (0, 2): 20})
     topology = topology_of(machine)
     assert auto_ranks(topology) == 1
@@ -100,7 +100,7 @@ def test_nodes_without_cores_or_memory() -> None:
 
 
 def test_memoryless_node_joins_the_nearest() -> None:
-    """A rank per memory: splitting the cores evenly would have one rank read from both."""
+    """One rank per memory node: with evenly divided cores, one rank would read from both."""
     machine = Machine([(0, 4), (1, 4), (2, 4)], memory={2: 0}, remote={(0, 2): 31, (1, 2): 22})
     placement = place(topology_of(machine), 2)
     assert sizes(placement) == [4, 8]
@@ -120,7 +120,7 @@ def test_cpuset_mems_without_the_local_node() -> None:
 
 
 def test_lopsided_cpuset_is_evened_out() -> None:
-    """Two cores of node 0 and forty of node 1: a rank on two cores would hold up the other."""
+    """Two cores of node 0 and forty of node 1: a rank on two cores would delay the other."""
     machine = sockets(2, 40)
     machine.cgroup = {"sys/fs/cgroup/cpuset.cpus.effective": "38-79"}
     placement = place(topology_of(machine), 2)
@@ -157,7 +157,7 @@ def test_quota_below_one_cpu_a_rank() -> None:
     machine.cgroup = {"sys/fs/cgroup/cpu.max": "50000 100000"}
     placement = place(topology_of(machine), 2)
     assert [rank.threads for rank in placement.ranks] == [1, 1]
-    assert placement.oversubscribed  # a spinning wait would eat the CPU time that the other rank needs
+    assert placement.oversubscribed  # a spinning wait would use up the CPU time that the other rank needs
 
 
 def test_quota_that_is_enough_changes_nothing() -> None:
@@ -237,7 +237,7 @@ def test_none_keeps_the_mask_of_a_foreign_launcher() -> None:
 
 @st.composite
 def topologies(draw: st.DrawFn) -> Topology:
-    """Any: nodes without cores or memory, cores with one or two threads, odd cpusets, isolated CPUs, quotas."""
+    """Any machine: nodes without cores or memory, cores with one or two threads, odd cpusets, isolated CPUs, quotas."""
     cores: list[Core] = []
     nodes = range(draw(st.integers(1, 8)))
     for node in nodes:

@@ -1,4 +1,4 @@
-"""Identity and meeting point from the variables that real launchers set (recorded), and the socket to meet at."""
+"""Rank and meeting point from the recorded variables of real launchers, and the socket at which ranks meet."""
 
 import os
 import socket
@@ -276,13 +276,13 @@ MEET = """
 def start_rank(rank: int, *, wrapped: bool) -> "subprocess.Popen[str]":
     env = {**os.environ, "PMI_RANK": str(rank), "PMI_SIZE": "3", "MPI_LOCALRANKID": str(rank), "MPI_LOCALNRANKS": "3"}
     command = [sys.executable, "-c", textwrap.dedent(MEET)]
-    if wrapped:  # the second command keeps the shell from replacing itself by the first
+    if wrapped:  # with a second command, the shell does not replace itself by the first
         command = ["sh", "-c", '"$@"; exit $?', "sh", *command]
     return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True)
 
 
 def test_children_of_one_launcher_find_rank_0() -> None:
-    """Three processes with this one as their launcher, one of them behind a wrapper script; rank 0 comes last."""
+    """This process is the launcher of three, one of them behind a wrapper script; rank 0 arrives last."""
     ranks = [start_rank(rank, wrapped=rank == 1) for rank in (1, 2, 0)]
     lines = sorted(process.communicate(timeout=110)[0].split() for process in ranks)
     assert [process.returncode for process in ranks] == [0, 0, 0]

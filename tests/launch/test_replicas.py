@@ -1,4 +1,4 @@
-"""How hosts are divided into replicas, on invented machines."""
+"""How hosts are divided into replicas, on simulated machines."""
 
 import argparse
 import math
@@ -44,7 +44,7 @@ def test_what_was_asked_for_is_kept(tmp_path: Path, tp: int | None, dp: int | No
         (15, 15, 64, (2, 3), "7.50 GiB each for a token; fewer would read 15.0 GiB each, more than 8.00 GiB"),
         (24, 24, 64, (3, 2), "8.00 GiB each for a token; fewer would read 12.0 GiB each, more than 8.00 GiB"),
         (140, 140, 256, (6, 1), "23.3 GiB each for a token; fewer would read 46.7 GiB each, more than 8.00 GiB"),
-        # A mixture: it is read fast by one node, which cannot hold it well.
+        # A mixture of experts: one node reads it fast enough but does not have the memory.
         (60, 6, 64, (2, 3), "3.00 GiB each for a token; fewer would hold 60.0 GiB of weights each, of 64.0 GiB"),
         (600, 36, 64, (6, 1), "6.00 GiB each for a token; fewer would hold 200 GiB of weights each, of 64.0 GiB"),
     ],
@@ -71,7 +71,7 @@ def test_one_node(tmp_path: Path) -> None:
 
 
 def test_what_the_demo_model_takes() -> None:
-    """A token reads the whole checkpoint, whose output head is the embedding table; positions come on top."""
+    """A token reads the whole checkpoint, whose output head is the embedding table; the rope tables are added."""
     from safetensors import safe_open
 
     values = 0

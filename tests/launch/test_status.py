@@ -115,7 +115,7 @@ needs_browser = pytest.mark.skipif(
 
 @pytest.fixture
 def page(server: Server) -> Iterator[Page]:
-    """The status page in a new browser, with the key typed in."""
+    """The status page in a new browser, with the key entered."""
     with Page() as page:
         page.open(server.url + "/")
         page.await_true("document.querySelector('#state').textContent.includes('API key')", "it asks for no key")

@@ -1,4 +1,4 @@
-"""The supervisor with small programs in place of ranks: what it passes on, what it says, what it leaves behind."""
+"""The supervisor with small programs instead of ranks: what it passes on, what it reports, what it leaves behind."""
 
 import os
 import re
@@ -50,8 +50,8 @@ SUPERVISOR = """
         sys.exit(f"refused: {e}")
 """
 
-# What the ranks have at hand. Several processes write to one stderr: a line must be one write, and a signal handler may
-# interrupt it.
+# Functions for the ranks' programs. Several processes write to one stderr, so a line must be a single write; a signal
+# handler may interrupt it.
 PREAMBLE = """
     import os, signal, sys, time
     from tilerank.launch.status import Failed, Reached, StatusPipe
@@ -73,7 +73,7 @@ def run(program: str, size: int, **environment: str) -> tuple[int, str, str]:
 
 
 class Started(Run):
-    """A supervisor whose ranks run `program`."""
+    """A running supervisor whose ranks run `program`."""
 
     def __init__(self, program: str, size: int, *, then: str = "", **environment: str) -> None:
         program = "".join(map(textwrap.dedent, (PREAMBLE, program, then)))
@@ -81,13 +81,13 @@ class Started(Run):
         super().__init__(size, command=command, env=environment)
 
     def rank_pids(self, count: int) -> dict[int, int]:
-        """The process of each rank, as WAITING tells them."""
+        """Return the process of each rank, as WAITING prints it."""
         found = [re.search(r"rank (\d+) pid (\d+)", self.await_line(" pid ")) for _ in range(count)]
         return {int(match[1]): int(match[2]) for match in found if match}
 
 
 def state(pid: int) -> str:
-    """R, S, D, T (stopped), Z ... of a process that exists."""
+    """Return the state of an existing process: R, S, D, T (stopped), Z ..."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
@@ -202,14 +202,14 @@ def test_one_failure_ends_all_within_five_seconds(program: str, status: int, sen
 
 
 def test_killed_by_the_kernel_for_lack_of_memory() -> None:
-    """The cgroup's counter stood at 4 at the start and at 5 when the rank was found killed."""
+    """The cgroup's counter is 4 at the start and 5 once the rank is found killed."""
     code, _, err = run("if rank == 1: os.kill(os.getpid(), 9)\ntime.sleep(600)", 2, OOM_KILLS="4,5")
     assert code == 137
     assert re.search(r"error: rank 1 \(process \d+\) was killed while starting, probably out of memory", err)
 
 
 def test_killed_by_the_kernel_for_real() -> None:
-    """A control group of 200 MB, version 1 or 2, in which rank 1 asks for more."""
+    """A control group of 200 MB, version 1 or 2, in which rank 1 allocates more."""
     roots = {"memory.limit_in_bytes": Path("/sys/fs/cgroup/memory"), "memory.max": Path("/sys/fs/cgroup")}
     limit, root = next(((n, r) for n, r in roots.items() if (r / "cgroup.procs").exists()), ("", None))
     if root is None:
@@ -229,7 +229,7 @@ def test_killed_by_the_kernel_for_real() -> None:
 
 
 def test_what_a_rank_started_ends_with_it() -> None:
-    """`finish` looks for every process of the run."""
+    """`finish` checks that no process of the run is left."""
     with Started('import subprocess; tell(f\'pid {subprocess.Popen(["sleep", "600"]).pid}\')', 2) as running:
         result = running.finish()
     assert (result.status, result.err.count("pid")) == (0, 2)
@@ -283,7 +283,7 @@ def test_ctrl_z_stops_the_ranks_and_fg_continues_them() -> None:
 
 
 def test_a_rank_that_stays_stopped_ends_all_and_is_named() -> None:
-    """Stopped is not slow: a rank may work as long as it likes."""
+    """A stopped rank is not a slow one: a rank may be busy for any time."""
     program = 'time.sleep(2.5); status.send(Reached("loading"))'
     with Started(program, 3, then=WAITING, LONGEST_STOP_S="2") as running:
         pids = running.rank_pids(3)

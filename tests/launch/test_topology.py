@@ -1,4 +1,4 @@
-"""Topology and control-group limits, read from invented machines and from the one that runs the test."""
+"""Topology and control-group limits, read from simulated machines and from the one that runs the test."""
 
 import os
 from pathlib import Path
@@ -95,7 +95,7 @@ def test_isolated_cores_are_left_alone(tmp_path: Path) -> None:
 
 
 def test_cpuset_not_affinity(tmp_path: Path) -> None:
-    """mpirun left one core; the cpuset is what counts."""
+    """mpirun left one core, but only the cpuset limits what may be used."""
     machine = sockets(2, 4)
     machine.affinity = "1"
     machine.cgroup = {"sys/fs/cgroup/cpuset.cpus.effective": "0-5", "sys/fs/cgroup/cpuset.mems.effective": "0-1"}

@@ -1,4 +1,4 @@
-"""Ranks that die, stop, leave or never come: the others get one sentence that names them, and nothing is left."""
+"""Ranks that die, stop, leave or never arrive: the other ranks raise one sentence that names them; nothing is left."""
 
 import os
 import select
@@ -17,7 +17,7 @@ from torch._C._distributed_c10d import TCPStore
 from tilerank.kernels import core
 
 LONG_S = (
-    120.0  # for what takes a moment where nothing else runs, and less than the deadline that must not be waited for
+    120.0  # for what takes a moment on an idle machine; less than the deadlines that must not expire
 )
 TRANSPORTS = ["gloo"] if core.isa() == "reference" else ["auto", "gloo"]
 
@@ -69,7 +69,8 @@ def idle(team: Any) -> str:
 
 
 def load(team: Any, slow: int) -> str:
-    """As in a launch: ranks say when they are loaded, rank 0 waits for all, the others wait for its first message."""
+    """Load as a launch does: ranks report that they are ready, rank 0 waits for all, the others for its first
+    message."""
     from tilerank.parallel.errors import GroupError
 
     team.group.barrier()
@@ -85,7 +86,7 @@ def load(team: Any, slow: int) -> str:
 
 
 def idle_then_add(team: Any, idle_s: float) -> float:
-    """Wait for a message that comes after `idle_s`, while the main thread of rank 1 computes; then add up."""
+    """Wait for a message that is sent after `idle_s`, while the main thread of rank 1 computes; then sum."""
     team.group.barrier()
     print("idle", flush=True)
     end = time.monotonic() + idle_s
@@ -132,14 +133,14 @@ def leave(team: Any, leaver: int) -> str:
 
 @pytest.fixture(autouse=True)
 def nothing_is_left() -> Any:
-    """No name in /dev/shm, and no process: `Ranks` has waited for each of its own."""
+    """Check that no name is left in /dev/shm. No process is left either: `Ranks` waits for each of its own."""
     before = shared_names()
     yield
     assert shared_names() == before
 
 
 def shared_names() -> set[str]:
-    """Those of ours and of torch: what else runs on this machine may come and go."""
+    """Return our names and torch's; other programs on this machine may create and remove theirs."""
     return {path.name for path in Path("/dev/shm").iterdir() if path.name.startswith(("tilerank", "torch"))}
 
 
@@ -221,7 +222,7 @@ def test_a_healthy_group_may_be_idle_or_busy_longer_than_the_timeout() -> None:
 
 
 def test_a_group_that_was_stopped_as_a_whole_goes_on() -> None:
-    """As Ctrl-Z and a suspended machine stop it: no rank takes its own pause for the silence of another."""
+    """Ctrl-Z and a suspended machine stop a group as a whole: no rank mistakes its own pause for a stuck peer."""
     target = "tests.parallel.test_faults:idle_then_add"
     with Ranks(3, target, kwargs={"idle_s": 8.0}, timeout_s=2) as ranks:
         for rank in range(3):
@@ -260,7 +261,7 @@ def test_without_a_store_the_address_is_named() -> None:
 
 
 def test_whoever_hosts_the_store_and_does_not_answer_is_given_up() -> None:
-    # The kernel takes connections also for a process that is stopped.
+    # The kernel accepts connections even for a stopped process.
     with (
         socket.create_server(("127.0.0.1", 0)) as stopped,
         Ranks(2, "tests.parallel.test_faults:idle", timeout_s=2, present=[1], store=stopped.getsockname()) as ranks,

@@ -1,4 +1,4 @@
-"""Weight formats in the sharded layers: which layer has which, how they are cut, and their bytes."""
+"""Weight formats in the sharded layers: the format of each layer, how it is cut, and its bytes."""
 
 from fractions import Fraction
 
@@ -21,7 +21,7 @@ def sharding(formats: WeightFormats | None, rank: int = 0, size: int = 1) -> Sha
 
 
 def stored(projections: object, keeps: str = "none") -> WeightFormats:
-    """Formats of a checkpoint that stores all modules in this format except `keeps` and the head."""
+    """Return the formats of a checkpoint that stores all modules in one format, except `keeps` and the head."""
     return WeightFormats(projections, projections, lambda name: keeps not in name and name != "lm_head")  # type: ignore[arg-type]
 
 
@@ -57,7 +57,7 @@ def test_scales_of_a_checkpoint_become_finer_where_a_cut_needs_it() -> None:
     for rank, block in ((0, Fp8(128, 128)), (1, Fp8(64, 128))):
         s = sharding(stored(Fp8(128, 128)), rank, 2)
         assert QKVParallelLinear("a", 384, 6, 6, 64, s).weight.format == block
-    # Quantised while loading there is nothing to fit.
+        # A weight that is quantised while loading always fits.
     s = sharding(WeightFormats(Int4(128, zero_points=False), Int8()), 1, 2)
     span = QKVParallelLinear("a", 384, 6, 6, 64, s).q_columns
     assert RowParallelLinear("a.o_proj", 384, 384, s, span=span).weight.format == Int4(128, zero_points=False)
@@ -89,7 +89,7 @@ def test_widths_are_cut_in_whole_blocks(formats: WeightFormats | None, unit: int
 
 
 def test_the_cost_rule_counts_bytes_of_the_format() -> None:
-    """32/4 heads over 3 ranks: with smaller weights the cache counts for more, which favours padding."""
+    """32/4 heads over 3 ranks: with smaller weights the cache has a larger share of the cost, which favours padding."""
 
     def waste(bytes_per_weight: Fraction | int) -> float:
         return cut_heads(32, 4, 128, 2048, 3, cached_tokens=4096, bytes_per_weight=bytes_per_weight).waste

@@ -1,4 +1,4 @@
-"""Collectives: values by rank-order arithmetic written out here, the same bits on all ranks and from all transports."""
+"""Collectives: values by rank-order arithmetic in the test, and the same bits on all ranks and from all transports."""
 
 import hashlib
 import os
@@ -33,7 +33,7 @@ def in_rank_order(size: int, n: int, dtype: torch.dtype, seed: int = 0) -> torch
 
 
 def near_exact(size: int, n: int, dtype: torch.dtype, total: torch.Tensor) -> bool:
-    """The first 1000 elements, within the error bound of `size` fp32 additions and one rounding to `dtype`."""
+    """Compare the first 1000 elements, within the error bound of `size` fp32 additions and one rounding to `dtype`."""
     parts = torch.stack([contribution(rank, n, dtype)[:1000].double() for rank in range(size)])
     bound = parts.abs().sum(0) * size * 2.0**-24 + parts.sum(0).abs() * torch.finfo(dtype).eps
     return bool(((total[:1000].double() - parts.sum(0)).abs() <= bound).all())
@@ -60,7 +60,7 @@ def sums(team: Any) -> dict[str, str]:
 
 
 def awkward_sums(group: Any) -> dict[str, str]:
-    # Subnormals of bf16, a tie that rounds to even, a sum that only fp32 holds on the way, signed zeros, infinity.
+    # Subnormals of bf16, a tie that rounds to even, a partial sum that only fp32 can hold, signed zeros, infinity.
     first = [1e-39, 1.0, 256.0, -0.0, 0.0, float("inf"), 3.0] * 9
     other = [2e-39, 2.0**-8, 1.0, -0.0, -0.0, 1.0, -3.0] * 9
     n = group.size - 1
@@ -83,7 +83,7 @@ def awkward_sums(group: Any) -> dict[str, str]:
 
 
 def moves(group: Any) -> None:
-    """all_gather, broadcast and barrier, for all kinds of dtypes and sizes."""
+    """Check all_gather, broadcast and barrier for several dtypes and sizes."""
     for dtype in (torch.uint8, torch.bool, torch.int64, torch.bfloat16, torch.float64):
         for shape in ((), (1,), (3, 5), (0, 4), (7, 20_021)):
             everyone = [(torch.arange(max(1, n_of(shape))) % (rank + 2)).to(dtype) for rank in range(group.size)]
@@ -96,7 +96,7 @@ def moves(group: Any) -> None:
 
 
 def gather_columns(group: Any) -> None:
-    """Side by side without padding, also where a rank has nothing, in pieces where it is a lot."""
+    """Check columns side by side without padding: some ranks without any, and so many that they go in pieces."""
     for rows, width in ((1, 5), (3, 7), (17, 20_011)):
         held = [max(width - 3 * rank * rank, 0) for rank in range(group.size)]
         parts = [torch.arange(rows * width).view(rows, width).float() + rank * 1_000_000 for rank in range(group.size)]
@@ -107,8 +107,9 @@ def gather_columns(group: Any) -> None:
 
 
 def norms(group: Any) -> None:
-    """Of one row and of many, in pieces and larger than a buffer; again, since ranks share out what they keep up, of
-    rows that do not follow each other and with all of it kept up, and once more after that."""
+    """Check add_rms_norm of one row and of many, in pieces and larger than a buffer. Since each rank updates only its
+    own rows of the residual, check again with rows that do not follow each other and with a whole residual, then once
+    more."""
     for dtype in SUMS:
         for rows, width in ((1, 64), (5, 1000), (37, 520), (301, 1024), (2, 140_000)):
             weight = contribution(7, width, dtype)
@@ -131,7 +132,7 @@ def n_of(shape: tuple[int, ...]) -> int:
 
 
 def shuffled(team: Any, seed: int, count: int) -> None:
-    """A random sequence of collectives, ranks dawdling at random: no buffer is overwritten before all have read it."""
+    """Run random collectives with random delays of ranks: no buffer is overwritten before all ranks have read it."""
     group = team.group
     order, pace = random.Random(seed), random.Random(seed + 1 + group.rank)
     for step in range(count):
@@ -160,7 +161,7 @@ def sums_and_shuffled(team: Any, transport: str, steps: int = 60) -> dict[str, s
 
 
 def sums_of_a_million(team: Any) -> None:
-    """More than a buffer holds, in both dtypes, not a multiple of anything; with fewer or more threads than lanes."""
+    """Sum more than a buffer holds, in both dtypes and an odd size, with fewer or more threads than lanes."""
     core.start_pool(None, 1 + team.group.rank, spin=False)
     n = 1_000_003
     for dtype in SUMS:
@@ -244,7 +245,7 @@ def doubts(team: Any, core: int) -> int:
 
 @needs_core
 def test_ranks_that_share_a_core_do_not_trust_in_spinning() -> None:
-    """Who spins there keeps the other one from coming."""
+    """There a spinning rank keeps the other one from running."""
     core = min(os.sched_getaffinity(0))
     assert min(run_ranks(2, "tests.parallel.test_group:doubts", kwargs={"core": core}, spin=True)) > 0
 

@@ -1,4 +1,4 @@
-"""Several hosts, tried with two network namespaces on this machine, and MPI, tried with the MPICH of the test extra."""
+"""Several hosts, as two network namespaces of this machine; and MPI, with the MPICH of the test extra."""
 
 import json
 import os
@@ -29,7 +29,7 @@ def ip(*arguments: str) -> None:
 
 @pytest.fixture(scope="module")
 def two_hosts() -> Iterator[list[str]]:
-    """The namespaces of host 0 and host 1, which are joined by one link and know nothing else."""
+    """The namespaces of host 0 and host 1, connected by one link and to nothing else."""
     if shutil.which("ip") is None:
         pytest.skip("needs the `ip` command (package iproute2)")
     names = [f"tilerank-{os.getpid()}-{host}" for host in range(2)]
@@ -53,7 +53,7 @@ def two_hosts() -> Iterator[list[str]]:
 
 
 def start(two_hosts: list[str], target: str, **more: Any) -> Ranks:
-    """Four ranks, dealt out in turn: 0 and 2 on the first host, 1 and 3 on the second."""
+    """Start four ranks in round-robin order: 0 and 2 on the first host, 1 and 3 on the second."""
     namespaces = [two_hosts[rank % 2] for rank in range(4)]
     return Ranks(4, target, namespaces=namespaces, store=STORE, **more)
 
@@ -112,7 +112,7 @@ def test_one_host_binds_loopback_only() -> None:
 
 
 def listening(team: Any) -> list[str]:
-    """Addresses, as in /proc/net/tcp, on which processes of this group listen."""
+    """Return the addresses, as in /proc/net/tcp, on which processes of this group listen."""
     team.group.barrier()
     inodes = {str(link.readlink()) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()}
     rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
@@ -132,7 +132,7 @@ needs_mpi = pytest.mark.skipif(not MPIRUN.exists(), reason="the mpich wheel is n
 
 
 def gather_ranks(team: Any) -> list[Any]:
-    """Which transport, and a sum that only the right ranks give."""
+    """Return the transport, and a sum that is right only with the right ranks."""
     import torch
 
     total = team.group.all_reduce(torch.tensor([2.0**team.group.rank]))
@@ -140,7 +140,7 @@ def gather_ranks(team: Any) -> list[Any]:
 
 
 def mpirun(size: int, target: str, **more: Any) -> list[Any]:
-    """As run_ranks, with the ranks numbered by MPI; this process hosts the store."""
+    """Do what run_ranks does, with ranks numbered by MPI; this process hosts the store."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = listener.getsockname()
         store = TCPStore(*address, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
@@ -164,7 +164,7 @@ def mpirun(size: int, target: str, **more: Any) -> list[Any]:
     del store
     said = (done.stdout + done.stderr).decode()
     assert done.returncode == 0, said
-    # mpirun may put the lines of two ranks into one.
+    # mpirun may join the lines of two ranks.
     return [json.JSONDecoder().raw_decode(part)[0] for part in said.split("result: ")[1:]]
 
 
@@ -179,7 +179,7 @@ def test_mpi_gives_the_bits_of_shared_memory() -> None:
 @needs_core
 @needs_mpi
 def test_mpi_between_hosts_that_are_not_in_the_order_of_ranks() -> None:
-    """Rank 2 leads no host: it takes part in MPI's start and end all the same."""
+    """Rank 2 leads no host, but takes part in starting and ending MPI all the same."""
     target, hosts = "tests.parallel.test_group:sums_and_shuffled", ["a", "b", "a"]
     digests = mpirun(3, target, kwargs={"transport": "HostGroup", "steps": 10}, hosts=hosts)
     assert digests == run_ranks(3, target, kwargs={"transport": "ShmGroup", "steps": 1})

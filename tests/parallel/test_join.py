@@ -1,4 +1,4 @@
-"""Who is let into the control channel, and what it refuses."""
+"""Which processes the control channel accepts, and what it refuses."""
 
 import os
 import secrets
@@ -25,7 +25,7 @@ def hello(rank: int, kind: int, secret: bytes) -> bytes:
 
 
 def answer(greetings: list[bytes], monkeypatch: pytest.MonkeyPatch, patience_s: float = 10.0) -> dict[int, Any]:
-    """What rank 0, waiting for rank 1 at a unix socket, makes of connections that say these things."""
+    """Return what rank 0, waiting for rank 1 at a unix socket, accepts of connections that send these greetings."""
     monkeypatch.setattr(at_join, "HELLO_S", 0.2)
     meeting: Any = types.SimpleNamespace(m=types.SimpleNamespace(rank=0), remaining=lambda: patience_s)
     with socket.socket(socket.AF_UNIX) as listener:
@@ -75,7 +75,7 @@ def test_processes_of_other_users_are_turned_away(monkeypatch: pytest.MonkeyPatc
 
 
 def pair_of_channels() -> tuple[Channel, Channel]:
-    """Rank 0 and rank 1 in this process, for what needs no second one."""
+    """Return the channels of rank 0 and rank 1 in this process, for tests that need no second process."""
     data, watch = socket.socketpair(), socket.socketpair()
     return (
         Channel(0, None, {1: open_link(1, data[0], watch[0])}, 5.0),
@@ -123,7 +123,7 @@ def test_shared_memory_goes_with_the_group_that_was_closed() -> None:
     first.close()
     second.close()
     del group
-    assert alive() is None, "only the garbage collector would let go of it"
+    assert alive() is None, "only the garbage collector would release it"
 
 
 @pytest.mark.parametrize(("rank", "size"), [(2, 2), (-1, 2), (0, 0)])

@@ -205,7 +205,7 @@ def test_column_then_row_with_ranks_that_hold_nothing(size, strategy, width):
 
 
 def test_column_cut_by_weight():
-    """A node with fewer cores may be given fewer units."""
+    """A node with fewer cores may get fewer units."""
     checkpoint = random_checkpoint(0, up__weight=(128, 16))
     x = torch.randn(2, 16)
 

@@ -80,8 +80,8 @@ def test_split_heads_by_hand():
 
 
 def test_kv_heads_are_doubled_only_where_it_helps():
-    """16 query heads on 4 KV heads over 3 ranks: 5-6-5 would be even, but a rank with 4 + 1 and two with 6 + 2 are as
-    fast as any cut that doubles more."""
+    """16 query heads on 4 KV heads over 3 ranks: 5-6-5 would be even. A rank with 4 + 1 and two with 6 + 2 are as fast
+    as any cut that holds more KV heads twice."""
     cut = cut_heads(16, 4, 256, 4096, 3)
     assert sorted(span.real for span in cut.q) == [4, 6, 6]
     assert sum(span.real for span in cut.kv) == 5
@@ -97,7 +97,7 @@ def test_border_kv_head_lives_on_both_sides():
 def test_absurd_head_counts_take_no_time():
     """A hostile config may have any number of heads."""
     cut = cut_heads(1 << 14, 1, 64, 1 << 16, 7, cached_tokens=10**15)
-    assert cut.waste == pytest.approx(6, abs=1e-4)  # one KV head and nothing but its cache: all ranks read it
+    assert cut.waste == pytest.approx(6, abs=1e-4)  # there is only the cache of one KV head, and all ranks read it
     assert max(span.real for span in cut_heads(1 << 14, 1, 64, 1 << 16, 7).q) == 2341
 
 
