@@ -10,7 +10,7 @@ import torch
 from command import run
 
 from tilerank.kernels import core
-from tilerank.launch.bench import comm, command, kernels, kernels_experts, kernels_small
+from tilerank.launch.bench import comm, command, kernels, kernels_experts, kernels_small, kernels_vision
 from tilerank.launch.bench.entry import Entry
 from tilerank.launch.bench.formats import WEIGHT_FORMATS
 from tilerank.launch.bench.kernels import Measurement, row_of
@@ -98,6 +98,24 @@ def test_experts_count_chosen_experts_and_agree_with_torch(monkeypatch: pytest.M
             ours, theirs = entry.run(number), entry.torch(number)
             assert isinstance(ours, torch.Tensor) and isinstance(theirs, torch.Tensor)
             assert (ours.float() - theirs.float()).norm() < 0.02 * theirs.float().norm()
+
+
+def test_vision_kernels_agree_with_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"HIDDEN": 64, "WIDTH": 48, "PATCHES": 5, "PICTURES": (((20, 70), (2, 4)),)}.items():
+        monkeypatch.setattr(kernels_vision, name, value)
+    found = entries("--only", "vision")
+    assert found["patches 20 x 70 pixels bfloat16"].work == Work(20 * 70 * 3 + 2 * 4 * 1536 * 2)
+    assert found["layer_norm 5 x 64 bfloat16"].work == Work(2 * 5 * 64 * 2)
+    assert found["rotary_float_ 5 x 16+16 x 72 bfloat16"].work == Work(2 * 5 * 32 * 72 * 2 + 5 * 72 * 4)
+    compared = 0
+    for entry in found.values():
+        ours = entry.run(0)
+        if entry.torch:
+            theirs = entry.torch(0)
+            assert isinstance(ours, torch.Tensor) and isinstance(theirs, torch.Tensor)
+            torch.testing.assert_close(ours, theirs)
+            compared += 1
+    assert len(found) == 5 and compared == 2
 
 
 def test_small_kernels_agree_with_torch(monkeypatch: pytest.MonkeyPatch) -> None:
