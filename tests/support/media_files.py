@@ -1,6 +1,7 @@
 """Pictures and videos for tests, made on the spot."""
 
 import io
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -25,17 +26,18 @@ def encoded(image: Image.Image, form: str = "PNG", **options: Any) -> bytes:
     return out.getvalue()
 
 
-def video(frames: int, width: int = 64, height: int = 48, rate: int = 10, form: str = "mp4") -> bytes:
-    """A video whose frame i has the brightness 2 i."""
-    out = io.BytesIO()
-    with av.open(out, "w", format=form) as container:
-        stream = container.add_stream("libvpx" if form == "webm" else "mpeg4", rate=rate)
-        stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
-        for i in range(frames):
-            grey = np.full((height, width, 3), 2 * i, np.uint8)
-            container.mux(stream.encode(av.VideoFrame.from_ndarray(grey, format="rgb24")))
-        container.mux(stream.encode())
-    return out.getvalue()
+def video(frames: int, width: int = 64, height: int = 48, rate: int = 10, form: str = "mp4", **options: str) -> bytes:
+    """A video whose frame i has the brightness 2 i. options: of the muxer."""
+    # Some muxers write a second time, and so need a file.
+    with tempfile.NamedTemporaryFile() as file:
+        with av.open(file.name, "w", format=form, options=options) as container:
+            stream = container.add_stream("libvpx" if form == "webm" else "mpeg4", rate=rate)
+            stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
+            for i in range(frames):
+                grey = np.full((height, width, 3), 2 * i, np.uint8)
+                container.mux(stream.encode(av.VideoFrame.from_ndarray(grey, format="rgb24")))
+            container.mux(stream.encode())
+        return Path(file.name).read_bytes()
 
 
 def modes() -> dict[str, tuple[Image.Image, str]]:

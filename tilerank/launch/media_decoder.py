@@ -31,7 +31,7 @@ class MediaDecoder(Decoder):
                 raise MediaError(f"expected a file of at most {self._limits.bytes} bytes, found {len(data)}")
         process = self._idle.get()
         try:
-            if process is None:
+            if process is None or process.ended():
                 process = _Process()
             fps, indices, frames = process.decode(kind == "video" and not listed, files, sample, self._limits)
         except _RefusedError as refusal:
@@ -101,6 +101,10 @@ class _Process:
                 return fps, indices, frames
             else:
                 raise Gone
+
+    def ended(self) -> bool:
+        """Return whether the process has ended by itself, or because somebody needed its memory."""
+        return self._process.poll() is not None
 
     def end(self) -> str:
         """Kill the process, if it runs; return how it ended."""

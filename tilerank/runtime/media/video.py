@@ -88,6 +88,8 @@ def _open(data: bytes, pixels: int) -> Iterator[tuple["InputContainer", "VideoSt
             stream.codec_context.options = {"max_pixels": str(pixels)}
             stream.codec_context.thread_count = _THREADS
             yield container, stream
+    except av.EOFError:
+        raise MediaError("expected a video with frames, found none") from None
     except av.FFmpegError as failure:
         begin = f"{len(data)} bytes that begin with {data[:12]!r}" if data else "an empty file"
         raise MediaError(f"the video cannot be decoded: {failure.strerror}; found {begin}") from failure
