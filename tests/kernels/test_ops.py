@@ -7,8 +7,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from matrices import layouts, randn
-from rounding import DTYPES, EPS32, assert_same_rounding, assert_within, half_ulp
+from matrices import DTYPES, EPS32, assert_same_rounding, assert_within, half_ulp, layouts, randn
 from torch import Tensor
 
 from tilerank.kernels import check, core, ops

@@ -8,8 +8,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from matrices import DTYPES
 from PIL import Image
-from rounding import DTYPES
 from torch import Tensor
 
 from tilerank.kernels import core, pictures

@@ -4,8 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from matrices import inside_nan, layouts, randn
-from rounding import DTYPES, EPS32, assert_same_rounding, assert_within, half_ulp
+from matrices import DTYPES, EPS32, assert_same_rounding, assert_within, half_ulp, inside_nan, layouts, randn
 from torch import Tensor
 from torch.nn import functional
 
