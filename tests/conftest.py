@@ -12,7 +12,7 @@ from tilerank.kernels import core
 
 
 def pytest_configure() -> None:
-    """Fails if another build of the core is under test than the one that PYTHONPATH names (`make test-sanitize`)."""
+    """Fail if the core under test is not the build that PYTHONPATH names (`make test-sanitize`)."""
     for folder in filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)):
         if Path(folder, "tilerank").exists():
             assert Path(core.__file__).is_relative_to(folder), f"expected tilerank of {folder}, found {core.__file__}"
@@ -20,8 +20,8 @@ def pytest_configure() -> None:
 
 @pytest.fixture
 def restored() -> Iterator[None]:
-    """Afterwards the rung and the pool are what they were. Meanwhile torch's own pool is out of the way: beside busy
-    neighbours it makes tiny products take milliseconds."""
+    """Restore the rung and the pool after the test. During the test torch has one thread: on a busy machine, its pool
+    would make tiny products take milliseconds."""
     before, threads = core.isa(), torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -32,7 +32,7 @@ def restored() -> Iterator[None]:
 
 @pytest.fixture(params=RUNGS)
 def rung(request: pytest.FixtureRequest, restored: None) -> str:
-    """A rung of the ISA ladder, on three threads. What the arena hands out next is NaN: who counts on zeros shows."""
+    """A rung of the ISA ladder, on three threads. The arena's next blocks hold NaN, so that reading them shows."""
     core.force_isa(request.param)
     core.start_pool(None, 3, spin=False)
     core.empty((1 << 20,), torch.float32).fill_(float("nan"))

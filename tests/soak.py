@@ -1,8 +1,8 @@
-"""A server under mixed load for as long as one likes: `python tests/soak.py MINUTES`, which `make soak` runs.
+"""A server under mixed load for a given time: `python tests/soak.py MINUTES`, which `make soak` runs.
 
-Clients stream and wait, hang up, read slowly and ask for what cannot be, while ranks and HTTP process are killed and
-stopped. Every request must be answered or told why not, every answer must be the one that the request gets alone, and
-what is left at the end must be what was there at the beginning: processes, memory, open files, free pages.
+Clients stream, wait, disconnect, read slowly and send invalid requests, while ranks and the HTTP process are killed and
+stopped. Every request must get an answer or an error. Every answer must equal the one that the request gets alone. At
+the end there must be the same processes, memory, open files and free pages as at the beginning.
 """
 
 import asyncio
@@ -28,10 +28,10 @@ from known import LONGEST, Known, known
 from serving import Server, serving
 
 OPTIONS = ("--tp", 2, "--max-total-tokens", 6144, "--max-restarts", 1000, "--dist-timeout", 20)
-"""The cache is full within seconds, so that pages are taken back and sequences give way all the time."""
+"""The cache is full within seconds, so that pages are evicted and sequences preempted all the time."""
 CLIENTS = 24
 HANGS_S = 400.0
-BACK_S = 10.0  # the last refusals that a fault caused may come so much later than the first answer
+BACK_S = 10.0  # the last refusals caused by a fault may come this much later than the first answer
 SAMPLE_S = 2.0
 FLAT = 0.02
 NAMES = ("Moses", "Aaron", "Miriam", "Jethro", "Zipporah", "Joshua", "Caleb", "Bezalel")
@@ -52,7 +52,7 @@ BAD: Sequence[tuple[str, bytes, int]] = (
 
 
 class UnavailableError(Exception):
-    """The server said that there is no engine."""
+    """The server responded that there is no engine."""
 
 
 @dataclass(frozen=True)
@@ -74,19 +74,20 @@ FAULTS = (
 
 @dataclass
 class Soak:
-    """What was seen so far."""
+    """The results so far."""
 
     server: Server
     requests: Sequence[Known]
     outcomes: Counter[tuple[str, str]] = field(default_factory=Counter)
-    faults: list[list[float]] = field(default_factory=list)  # begin and end
-    lost: list[tuple[float, float, str]] = field(default_factory=list)  # requests that a fault must explain
+    faults: list[list[float]] = field(default_factory=list)  # begin and end of each
+    lost: list[tuple[float, float, str]] = field(default_factory=list)  # failed requests; a fault must explain each
     sampled: dict[tuple[int, int], Texts] = field(default_factory=dict)  # by prompt and seed
     memory: dict[int, list[tuple[float, int]]] = field(default_factory=lambda: defaultdict(list))
     over: bool = False
 
     async def run(self, seconds: float, faults: Sequence[Fault]) -> None:
-        """Faults come in the first third: the rest shows whether what then lives stays as it is."""
+        """Run for `seconds`. Faults come in the first third; the rest shows whether the processes then stay as they
+        are."""
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=CLIENTS)
         async with httpx.AsyncClient(base_url=self.server.url, timeout=None, limits=limits) as client:
             watching = asyncio.create_task(self._watch())
@@ -120,7 +121,7 @@ class Soak:
                 await asyncio.sleep(0.5)
 
     async def _inflict(self, client: httpx.AsyncClient, fault: Fault) -> None:
-        """Returns when the server answers again."""
+        """Cause a fault and return once the server answers again."""
         victim = self._pid(fault.mark)
         assert victim is not None
         window = [time.monotonic(), float("inf")]
@@ -140,7 +141,7 @@ class Soak:
 
     async def _watch(self) -> None:
         while True:
-            self.server.running.heard()  # so that nobody waits for room in the pipe
+            self.server.running.heard()  # empties the pipe, so that the server never blocks on it
             for pid in self.server.running.pids():
                 with contextlib.suppress(OSError):
                     self.memory[pid].append((time.monotonic(), own_memory(pid)))
@@ -150,7 +151,7 @@ class Soak:
         return min((pid for pid in self.server.running.pids() if _marked(pid, mark)), default=None)
 
     def check(self) -> None:
-        """Nothing was lost but to faults, and nothing is left of it all."""
+        """Check that only faults lost requests, and that nothing is left of any request."""
         for began, ended, what in self.lost:
             assert any(fault[0] <= ended and began <= fault[1] for fault in self.faults), f"for no reason: {what}"
         for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
@@ -159,8 +160,8 @@ class Soak:
         assert not re.search(r"^Traceback|Exception in", said, re.M), said
 
     def check_memory(self) -> None:
-        """Of every process that lives, medians of the first and the last quarter of the time after the last fault and
-        as long again."""
+        """Compare the memory of every running process between the first and the last eighth of the samples after the
+        last fault, leaving out their first half."""
         calm = max((fault[1] for fault in self.faults), default=0.0)
         for pid in self.server.running.pids():
             seen = [(at, size) for at, size in self.memory[pid] if at > calm]
@@ -192,7 +193,7 @@ async def _several(soak: Soak, client: httpx.AsyncClient, draw: random.Random) -
 
 
 async def _seeded(soak: Soak, client: httpx.AsyncClient, draw: random.Random) -> None:
-    """Whatever it says, it says it again."""
+    """A request with a seed gives the same text each time."""
     which, seed = draw.randrange(6), draw.randrange(8)
     one = soak.requests[which]
     body = one.body | {"max_tokens": 24, "temperature": 0.9, "top_p": 0.95, "seed": seed, "frequency_penalty": 0.1}
@@ -201,7 +202,7 @@ async def _seeded(soak: Soak, client: httpx.AsyncClient, draw: random.Random) ->
 
 
 async def _formed(soak: Soak, client: httpx.AsyncClient, draw: random.Random) -> None:
-    """An answer of a form that hardly any request had before: grammars must not pile up."""
+    """Ask for an answer of a form that hardly any request had before: compiled grammars must not accumulate."""
     names, most = draw.sample(NAMES, 3), draw.randint(1, 10**6)
     properties = {"who": {"enum": names}, "days": {"type": "integer", "minimum": 0, "maximum": most}}
     schema = {"type": "object", "properties": properties, "required": ["who", "days"], "additionalProperties": False}
@@ -230,7 +231,7 @@ async def _hang_up(soak: Soak, client: httpx.AsyncClient, draw: random.Random) -
 
 
 async def _read_slowly(soak: Soak, client: httpx.AsyncClient, draw: random.Random) -> None:
-    """More text than the sockets hold: the server has to wait."""
+    """Ask for more text than the sockets hold, so that the server has to wait."""
     one = draw.choice([one for one in soak.requests if "prompt" in one.body])
     body = one.body | {"max_tokens": LONGEST, "temperature": 0, "n": 6, "logprobs": 20, "stream": True}
     content = json.dumps(body).encode()
@@ -248,7 +249,7 @@ async def _read_slowly(soak: Soak, client: httpx.AsyncClient, draw: random.Rando
     writer.close()
     if b" 503 " in said[:20] or b'"engine_gone"' in said or not said.endswith(b"0\r\n\r\n"):
         raise UnavailableError
-    # Chunks' lengths stand on lines of their own.
+    # The lengths of chunks are on lines of their own.
     lines = (line.removeprefix(b"data: ") for line in said.split(b"\n") if line.startswith(b"data: {"))
     texts: Texts = defaultdict(str)
     for line in lines:
@@ -273,7 +274,7 @@ async def _half_a_request(soak: Soak, client: httpx.AsyncClient, draw: random.Ra
 
 
 async def ask(client: httpx.AsyncClient, path: str, body: dict[str, Any], stream: bool) -> Texts:
-    """The text of every choice."""
+    """Return the text of every choice."""
     texts: Texts = defaultdict(str)
     if stream:
         async for event in _stream(client, path, body | {"stream": True}):
@@ -313,7 +314,7 @@ def _add(texts: Texts, said: dict[str, Any]) -> None:
 
 
 def own_memory(pid: int) -> int:
-    """Bytes that are the process's own, wherever they are: files that it has mapped come and go."""
+    """Return the bytes of private memory; mapped files are left out, because their pages come and go."""
     found = re.findall(r"^(?:RssAnon|RssShmem|VmSwap):\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text(), re.M)
     return 1024 * sum(map(int, found))
 
@@ -349,4 +350,4 @@ def soak(seconds: float, faults: Sequence[Fault], *, requests: int, judge_memory
 if __name__ == "__main__":
     minutes = float(sys.argv[1])
     soak(60 * minutes, FAULTS * max(1, round(minutes / 10)), requests=24, judge_memory=True)
-    print(f"{minutes:g} minutes: everything was answered or told why not, nothing is left")
+    print(f"{minutes:g} minutes: every request got an answer or an error, and nothing is left")

@@ -1,4 +1,4 @@
-"""The model card and generation_config.json: every defect is one sentence with file and key."""
+"""The model card and generation_config.json: every defect is reported in one sentence with file and key."""
 
 import json
 from pathlib import Path

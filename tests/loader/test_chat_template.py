@@ -80,7 +80,7 @@ def rendered(model_dir: Path, template: str, **variables: Any) -> str:
 
 
 def test_where_the_template_is_found(tmp_path: Path) -> None:
-    """chat_template.jinja before chat_template.json before tokenizer_config.json; lists are by name."""
+    """chat_template.jinja precedes chat_template.json, which precedes tokenizer_config.json; lists are by name."""
     shutil.copy(DEMO / "tokenizer.json", tmp_path)
     named = [{"name": "default", "template": "config"}, {"name": "tool_use", "template": "config tools"}]
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
@@ -120,7 +120,7 @@ LINKED = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", 
 
 @pytest.mark.parametrize("name", LINKED)
 def test_a_link_to_a_missing_file_is_not_taken_for_none(tmp_path: Path, name: str) -> None:
-    """An incomplete download, or a copy of the links of a cache. Without its template the model is another one."""
+    """Such a link means an incomplete download, or a copy of a cache's links. Without the template, prompts differ."""
     copy = Path(shutil.copytree(DEMO, tmp_path / "model"))
     (copy / name).unlink(missing_ok=True)
     (copy / name).symlink_to("../blobs/missing")

@@ -33,7 +33,7 @@ GPTQ: dict[str, Any] = {  # as GPTQModel writes it
     "quant_method": "gptq",
     "sym": True,
 }
-FP8: dict[str, Any] = {  # as Qwen's files have it, the list cut short
+FP8: dict[str, Any] = {  # as in Qwen's files, with a shortened list
     "activation_scheme": "dynamic",
     "fmt": "e4m3",
     "modules_to_not_convert": ["lm_head", "model.layers.0.mlp.gate", "model.layers.0.input_layernorm"],
@@ -112,7 +112,7 @@ def test_patterns_of_names(tmp_path: Path, pattern: str) -> None:
 def test_fp8(tmp_path: Path) -> None:
     found = read(tmp_path, FP8)
     assert (found.layout, found.codes, found.block) == ("fp8", "fp8", (128, 128))
-    assert found.converts("model.layers.0.mlp.gate_proj"), "a name that begins as one of those left out"
+    assert found.converts("model.layers.0.mlp.gate_proj"), "its name begins like one that is left out"
     assert not found.converts("model.layers.0.mlp.gate") and not found.converts("lm_head")
     assert not read(tmp_path, FP8 | {"modules_to_not_convert": None}).converts("lm_head")
     assert not read(tmp_path, FP8 | {"modules_to_not_convert": ["self_attn"]}).converts(
@@ -196,7 +196,7 @@ def test_refusals(tmp_path: Path, values: dict[str, Any], sentence: str) -> None
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_mutated(tmp_path: Path, values: dict[str, Any], data: st.DataObject) -> None:
-    """Only our own refusals come out, and whatever passes can be asked."""
+    """Parsing raises only our own error, and a result that is accepted can be used."""
     text = data.draw(json_mutations(json.dumps(values)))
     (tmp_path / "config.json").write_bytes(json.dumps(LLAMA)[:-1].encode() + b', "quantization_config": ' + text + b"}")
     try:

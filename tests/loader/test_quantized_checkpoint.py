@@ -1,4 +1,4 @@
-"""Quantised checkpoints: every rank holds exactly the weights that its rectangles stand for, whatever the cut."""
+"""Quantised checkpoints: every rank holds exactly the weights of its rectangles, for any cut."""
 
 import json
 import shutil

@@ -1,8 +1,7 @@
-"""Runs inside the virtual machine: does what a launcher does, and prints as one JSON object what the kernel says came
-of it.
+"""Runs inside the virtual machine: does what a launcher does, and prints the resulting state of the kernel as JSON.
 
-Nothing is judged here, that is left to the tests on the host (test_launch_numa.py). Every check has a process of its
-own.
+Nothing is judged here; the test on the host does that (tests/launch/test_numa.py). Every check runs in a separate
+process.
 """
 
 import ctypes
@@ -30,7 +29,7 @@ MIB = 1 << 20
 
 
 def in_child(check: Callable[..., Any], *arguments: Any) -> Any:
-    """What the check returned in a forked process; {"error": ...} if it refused, {"code": ...} if it died."""
+    """Return the result of the check in a forked process; {"error": ...} if it raised, {"code": ...} if it died."""
     read, write = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -60,12 +59,12 @@ class Memory:
                 self.map[offset] = 1
 
     def pages(self) -> dict[int | None, int]:
-        """Pages by node, asked by move_pages."""
+        """Return the number of pages by node, from move_pages."""
         return dict(Counter(page_nodes(self.address, self.size)))
 
 
 def numa_maps(address: int) -> dict[str, int]:
-    """Pages by node of the mapping at an address, as the kernel reports it elsewhere."""
+    """Return the number of pages by node of the mapping at an address, from numa_maps."""
     for line in Path("/proc/self/numa_maps").read_text().splitlines():
         if int(line.split()[0], 16) == address:
             return {node: int(pages) for node, pages in re.findall(r" N(\d+)=(\d+)", line)}
@@ -73,7 +72,7 @@ def numa_maps(address: int) -> dict[str, int]:
 
 
 def bound_rank(rank: RankPlacement) -> dict[str, Any]:
-    """Binds as a rank does; where it runs, where its memory is, and what a program that it starts inherits."""
+    """Bind as a rank does; return where it runs, where its memory is, and what a program that it starts inherits."""
     binding = bind(rank)
     memory = Memory(4 * MIB)
     maps = subprocess.check_output(["busybox", "head", "-n1", "/proc/self/numa_maps"], text=True)
@@ -90,7 +89,7 @@ def bound_rank(rank: RankPlacement) -> dict[str, Any]:
 
 
 def worker_pages(rank: RankPlacement) -> list[Any]:
-    """[core, pages by node] of every worker: pinned to its core, each touches a part of its own."""
+    """Return [core, pages by node] of every worker. Each is pinned to its core and touches its own part."""
     bind(rank)
     found: list[Any] = []
 
@@ -106,13 +105,13 @@ def worker_pages(rank: RankPlacement) -> list[Any]:
 
 
 def fill_node(node: int, size: int, strict: bool) -> dict[str, Any]:
-    """Asks for more memory than the node has."""
+    """Allocate more memory than the node has."""
     bind(RankPlacement(0, (), (), (node,), 1, False, "test"), strict=strict)
     return {"pages": Memory(size, populate=True).pages()}
 
 
 def in_group(settings: dict[str, str], check: Callable[..., Any], *arguments: Any) -> Any:
-    """Runs a check in a new version 2 control group."""
+    """Run a check in a new version 2 control group."""
     group = CGROUP / "job"
     group.mkdir(exist_ok=True)
     for name, value in settings.items():
@@ -128,7 +127,7 @@ def in_group(settings: dict[str, str], check: Callable[..., Any], *arguments: An
 
 
 def seen() -> dict[str, Any]:
-    """The topology and the placement of one rank, as read in this process."""
+    """Return the topology and the placement of one rank, as read in this process."""
     topology = read_topology()
     return {"topology": dataclasses.asdict(topology), "rank": dataclasses.asdict(place(topology, 1).ranks[0])}
 
@@ -138,13 +137,13 @@ def bound_in_group() -> dict[str, Any]:
 
 
 def placements() -> dict[int, Any]:
-    """By number of ranks: cores and memory nodes of each."""
+    """Return, by number of ranks, the cores and memory nodes of each rank."""
     topology = read_topology()
     return {n: [[rank.cores, rank.mem_nodes] for rank in place(topology, n).ranks] for n in (1, 2, 3, 4, 6, 20)}
 
 
 def started_by_mpirun(rank: RankPlacement) -> dict[str, Any]:
-    """The mask is narrowed to CPU 0 as mpirun does; the rank widens it again."""
+    """Narrow the mask to CPU 0, as mpirun does; the rank then widens it again."""
     os.sched_setaffinity(0, {0})
     topology = read_topology()
     return {
@@ -164,7 +163,7 @@ def main() -> None:
         "findings": [f.what for f in doctor.machine_findings(topology, Path("/"), memory_policy_refusal())],
         "placements": placements(),
     }
-    Path("/proc/sys/kernel/numa_balancing").write_text("0")  # pages shall stay where the checks put them
+    Path("/proc/sys/kernel/numa_balancing").write_text("0")  # pages must stay where the checks put them
     answer["ranks"] = [in_child(bound_rank, rank) for rank in ranks]
     answer["first_touch"] = [in_child(bound_rank, dataclasses.replace(rank, mem_nodes=())) for rank in ranks]
     answer["workers"] = in_child(worker_pages, place(topology, 1).ranks[0])

@@ -1,8 +1,8 @@
-"""Boots this Python and the launch room in a virtual machine whose NUMA nodes are qemu's, and returns what they saw.
+"""Boots this Python and the launch package in a virtual machine with several NUMA nodes, and returns its output.
 
-No distribution is installed in it: the initial RAM disk holds busybox, the Python that runs the tests at the same
-path as here, the libraries both need, and `checks.py`. The kernel comes out of Debian's package without being
-installed. Software emulation only (TCG): it works in any container, and nothing here measures time.
+No distribution is installed in it. The initial RAM disk holds busybox, the Python that runs the tests at the same path
+as here, the libraries of both, and `checks.py`. The kernel comes from Debian's package, without installing it. Software
+emulation (TCG) is enough, because nothing here measures time, and it works in any container.
 """
 
 import json
@@ -22,13 +22,13 @@ REPOSITORY = HERE.parent.parent
 CACHE = REPOSITORY / "build/numa"  # the kernel, 8 MB
 KERNEL_PACKAGE = "linux-image-cloud-amd64"
 PROGRAMS = {"qemu-system-x86_64": "qemu-system-x86", "cpio": "cpio", "busybox": "busybox-static"}
-# Parts of the standard library that are large or need large libraries, and that nothing here imports.
+# Parts of the standard library that are large or need large libraries, and that no code in the machine imports.
 LEFT_OUT = re.compile(r"(site-packages|dist-packages|test|idlelib|tkinter|ensurepip|lib2to3|config-[^/]*|pydoc_data)/")
 LEFT_OUT_MODULES = re.compile(r"_(ssl|hashlib|sqlite3|tkinter|curses|dbm|gdbm|test|ctypes_test|xx)|readline|xx")
 
 
 def missing() -> str | None:
-    """What is not here and cannot be fetched, with the names of the Debian packages; None if nothing is missing."""
+    """Return what is missing and cannot be fetched, with the names of the Debian packages, or None."""
     packages = [package for program, package in PROGRAMS.items() if not shutil.which(program)]
     if packages:
         return f"not installed: {', '.join(packages)} (apt-get install them)"
@@ -40,7 +40,7 @@ def missing() -> str | None:
 
 
 def boot(directory: Path, machine: Sequence[str], *, append: str = "", timeout: int = 300) -> dict[str, Any]:
-    """Boots with qemu's arguments `machine`; returns the object that `checks.py` printed.
+    """Boot with qemu's arguments `machine`; return the object that `checks.py` printed.
 
     RuntimeError with the end of the console if the checks did not finish.
     """
@@ -65,7 +65,7 @@ def boot(directory: Path, machine: Sequence[str], *, append: str = "", timeout: 
 
 
 def kernel() -> Path:
-    """The newest Debian cloud kernel: installed, fetched earlier, or fetched now."""
+    """Return the newest Debian cloud kernel: installed, fetched earlier, or fetched now."""
     if not _kernels():
         if not shutil.which("apt-get"):
             raise RuntimeError(
@@ -75,7 +75,7 @@ def kernel() -> Path:
         depends = _run(["apt-cache", "depends", KERNEL_PACKAGE])
         package = re.search(r"Depends: (linux-image-\S+)", depends)
         if not package:
-            raise RuntimeError(f"apt knows no package {KERNEL_PACKAGE}; run apt-get update")
+            raise RuntimeError(f"apt has no package {KERNEL_PACKAGE}; run apt-get update")
         _run(["apt-get", "download", package[1]], CACHE)
         for archive in CACHE.glob("*.deb"):
             _run(["dpkg-deb", "-x", archive.name, "unpacked"], CACHE)
@@ -91,7 +91,7 @@ def _kernels() -> list[Path]:
 
 
 def build(directory: Path) -> Path:
-    """Writes the initial RAM disk, about 70 MB, uncompressed since emulated code would unpack it."""
+    """Write the initial RAM disk, about 70 MB. It is uncompressed, since emulated code would have to unpack it."""
     root = directory / "root"
     python = Path(sys.executable).resolve()
     library = Path(sysconfig.get_path("stdlib"))
@@ -131,7 +131,7 @@ def _wanted(path: Path) -> bool:
 
 
 def _libraries(binaries: Iterable[Path]) -> list[Path]:
-    """The shared libraries, loader included, that the binaries name."""
+    """Return the shared libraries, loader included, that the binaries need."""
     ldd = subprocess.run(["ldd", *map(str, binaries)], capture_output=True, text=True)
     return [Path(name) for name in sorted(set(re.findall(r"(?:=> |^\s+)(/\S+) \(0x", ldd.stdout, re.MULTILINE)))]
 

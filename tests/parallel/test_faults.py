@@ -16,9 +16,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from tilerank.kernels import core
 
-LONG_S = (
-    120.0  # for what takes a moment on an idle machine; less than the deadlines that must not expire
-)
+LONG_S = 120.0  # for what takes a moment on an idle machine; less than the deadlines that must not expire
 TRANSPORTS = ["gloo"] if core.isa() == "reference" else ["auto", "gloo"]
 
 

@@ -39,7 +39,7 @@ def test_a_decode_step_reads_all_weights_and_what_is_cached() -> None:
 
 
 def test_ranks_read_their_parts() -> None:
-    """Two ranks halve everything but the norms, which both have whole."""
+    """Two ranks halve everything but the norms, which both hold whole."""
     norms = 2 * (LAYERS * (2 * HIDDEN + 2 * DIM) + HIDDEN)
     assert [step_bytes(rank, 2).weights for rank in range(2)] == [(WHOLE + norms) // 2] * 2
     assert step_bytes(1, 2).cached == CACHED // 2
@@ -100,7 +100,7 @@ def test_rank_0_gathers_the_counters_of_every_rank() -> None:
 
 
 def dawdle(team: Any) -> tuple[float, float]:
-    """Rank 1 is late for every sum, until rank 0 has counted 0.1 s of waiting."""
+    """Make rank 1 late for every sum, until rank 0 has counted 0.1 s of waiting."""
     began = time.monotonic()
     for _ in range(2000):
         if team.group.rank == 1:

@@ -154,13 +154,13 @@ MODELS: list[dict[str, Any]] = [
 ]
 NAMES = [model["name"] for model in MODELS]
 MIXTURES = [model["name"] for model in MODELS if "experts" in model]
-PROMPT_LENGTHS = (1, 21, 70)  # one token; across a page while decoding; three pages, chunks of scoring apart
+PROMPT_LENGTHS = (1, 21, 70)  # one token; crosses a page while decoding; three pages, scored in several chunks
 """With the new tokens: 33, 53 and 102 positions, past Llama's original_max_position_embeddings of 64."""
 
 
 @pytest.fixture(scope="session")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory of checkpoints and of what transformers makes of them (reference_hf.py)."""
+    """A directory of checkpoints and of the results of transformers for them (reference_hf.py)."""
     out = tmp_path_factory.mktemp("exact")
     draw = random.Random(2)
     models = [
@@ -185,7 +185,7 @@ Run = Callable[..., Results]
 
 @pytest.fixture(scope="session")
 def run(reference: Path) -> Run:
-    """All cases of so many ranks: those of the compiled rungs in one start, those of plain torch in another."""
+    """All cases with a number of ranks: those of the compiled rungs in one start, those of plain torch in another."""
 
     @cache
     def run(tp: int, rungs: str, threads: int = 1) -> Results:
@@ -214,7 +214,7 @@ def rungs_of(rung: str) -> str:
 @pytest.mark.parametrize("strategy", ["pad", "split"])
 @pytest.mark.parametrize("tp", TP)
 def test_fp32_equals_transformers(run: Run, tp: int, strategy: str, rung: str) -> None:
-    """Logits of every position, and 32 greedy tokens of three prompts of different lengths in one batch."""
+    """Compare the logits of every position, and 32 greedy tokens of three prompts of different lengths in one batch."""
     for model, ranks in run(tp, rungs_of(rung))["float32", strategy, rung].items():
         assert ranks[0]["logit_error"] <= 1e-4, model
         assert ranks[0]["logprob_error"] <= 1e-4, model
@@ -225,15 +225,15 @@ def test_fp32_equals_transformers(run: Run, tp: int, strategy: str, rung: str) -
 @pytest.mark.parametrize("strategy", ["pad", "split"])
 @pytest.mark.parametrize("tp", TP)
 def test_bf16_is_as_exact_as_transformers(run: Run, tp: int, strategy: str, rung: str) -> None:
-    """Our bf16 against transformers' fp32 has the error that transformers' own bf16 has.
+    """Our bf16 has the same error against transformers' fp32 as transformers' own bf16 has.
 
-    The mean over all positions of a model may be 1.1 times that of transformers (0.95 to 1.05 were seen: the roundings
-    are the same ones, plus one of each partial sum). The largest error of all models may be 1.5 times that of
-    transformers (1.22 seen): it is one draw from the tail, which a different order of summation draws anew.
+    The mean over all positions of a model may be 1.1 times that of transformers: both round at the same points, and
+    ours once more for each partial sum. The largest error over all models may be 1.5 times as large: it is one draw
+    from the tail, and another order of summation draws again.
 
-    Where two experts are almost equally probable, bf16 chooses either, of the many positions here in one or two: ours
-    and those of transformers are different ones, and up to ten times as wrong as the rest. So mixtures are judged by
-    their median, and the mean (0.78 to 1.13 seen) may be 1.3 times that of transformers.
+    Where two experts are almost equally probable, bf16 may choose either. That happens at one or two of the positions,
+    at different ones for us and for transformers, and their errors are up to ten times as large. So mixtures are
+    compared by their median, and their mean may be 1.3 times that of transformers.
     """
     results = [ranks[0] for ranks in run(tp, rungs_of(rung))["bfloat16", strategy, rung].values()]
     for result in results:
@@ -249,7 +249,7 @@ def test_bf16_is_as_exact_as_transformers(run: Run, tp: int, strategy: str, rung
 @pytest.mark.parametrize("rungs", sorted({rungs_of(*rung.values) for rung in RUNGS}))
 @pytest.mark.parametrize("tp", TP[1:])
 def test_all_ranks_hold_the_same_bits(run: Run, tp: int, rungs: str) -> None:
-    """Every sum over the ranks and every gathered logit, in both dtypes."""
+    """Compare every sum over the ranks and every gathered logit, in both dtypes."""
     if rungs == "compiled" and not COMPILED:
         pytest.skip("no compiled rung runs on this machine")
     for case, models in run(tp, rungs).items():

@@ -74,7 +74,7 @@ def text(some: Iterable[Event]) -> str:
 
 
 def test_takes_the_likeliest_token_that_the_language_has(engine: Engine) -> None:
-    """By hand: at a branch, the token with the highest logit of all that continue a word of the language.
+    """By hand: at a branch, the token with the highest logit among those that continue a word of the language.
 
     Where only one continuation exists, the tokens are those of the tokenizer.
     """

@@ -1,5 +1,5 @@
-"""An int8 KV cache on the trained model, on 1 to 3 ranks, against transformers over keys and values that were rounded
-the same way in plain torch; and that what is cached as codes gives the same bits however it is computed."""
+"""An int8 KV cache on the trained model, on 1 to 3 ranks, against transformers with keys and values that plain torch
+rounds in the same way. Cached codes must also have the same bits however they are computed."""
 
 import json
 from functools import cache
@@ -24,7 +24,7 @@ IDS = json.loads((DEMO / "eval_tokens.json").read_text())["sequences"][3][:150]
 
 
 def rounded(x: Tensor) -> Tensor:
-    """To 255 levels of the largest value of each token and head."""
+    """Round to 255 levels of the largest magnitude of each token and head."""
     step = (x.abs().amax(-1, keepdim=True) / 127).clamp_min(1e-30)
     return (x / step).round() * step
 
@@ -38,7 +38,7 @@ def model() -> Any:
 
 @torch.inference_mode()
 def reference(ids: list[int], *, int8: bool = True) -> Tensor:
-    """transformers' logits in fp32, of a model that reads its cache."""
+    """Return transformers' logits in fp32, of a model that reads its cache."""
     from transformers import DynamicCache
 
     class Int8Cache(DynamicCache):
@@ -57,7 +57,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @cache
 def found(base: Path, tp: int) -> tuple[dict[str, list[int]], dict[str, Tensor]]:
-    """By dtype: greedy tokens, and the logits of IDS."""
+    """Return greedy tokens, and the logits of IDS, by dtype."""
     out = base / f"tp{tp}"
     out.mkdir()
     kwargs = {"out": str(out), "ids": IDS, "prompt": PROMPT, "new_tokens": NEW_TOKENS}
@@ -66,14 +66,14 @@ def found(base: Path, tp: int) -> tuple[dict[str, list[int]], dict[str, Tensor]]
 
 
 def error(logits: Tensor, wanted: Tensor) -> float:
-    """The mean over rows of the largest difference, relative to the row's largest |logit|."""
+    """Return the mean over rows of the largest difference, relative to the row's largest |logit|."""
     return float(((logits - wanted).abs().amax(-1) / wanted.abs().amax(-1)).mean())
 
 
 @pytest.mark.parametrize("tp", TP)
 def test_logits_are_those_over_rounded_keys_and_values(base: Path, tp: int) -> None:
-    """Rounding alone moves them by 0.0036. In fp32 only a code that lies between two may be another: 0.0003 was seen.
-    In bf16, whose own error is 0.006, next to nothing is added: 0.0064.
+    """Rounding alone moves the logits by 0.0036. In fp32 the only further error is a code halfway between two integers,
+    which may round either way. In bf16, whose own error is about 0.006, rounding adds almost nothing.
     """
     logits = found(base, tp)[1]
     exact, rounding = reference(IDS), error(reference(IDS), reference(IDS, int8=False))
@@ -94,7 +94,8 @@ def test_greedy_tokens_are_the_most_likely_ones(base: Path, tp: int) -> None:
 @pytest.mark.skipif(not COMPILED, reason="in plain torch a row's bits depend on the batch; no compiled rung runs here")
 @pytest.mark.parametrize("tp", [1, 3])
 def test_a_batch_gives_the_bits_of_single_requests(tp: int) -> None:
-    """Tokens and log-probabilities; in chunks, from shared pages, after giving way: a token's codes are its own."""
+    """Compare tokens and log-probabilities: in chunks, from shared pages, and after preemption the codes are the
+    same."""
     cases = [("bfloat16", rung) for rung in COMPILED]
     kwargs = {"cases": cases, "kv_dtype": "int8"}
     results = run_ranks(tp, "batching:same_answers", kwargs=kwargs, timeout=300)[0]
@@ -102,7 +103,7 @@ def test_a_batch_gives_the_bits_of_single_requests(tp: int) -> None:
 
 
 def test_a_page_of_codes_takes_a_byte_a_value_and_a_scale_a_token() -> None:
-    """Of the model's 6 layers with 2 KV heads of 64."""
+    """The model has 6 layers with 2 KV heads of 64."""
     assert PagedKV(2, 64, torch.int8).nbytes(33) == 2 * 32 * 2 * 2 * (64 + 4)
     card = read_supported_card(DEMO)
     sizes = []

@@ -1,4 +1,5 @@
-"""The engine's small parts, by hand or against transformers: caches, pages, steps, batches, rotary tables, families."""
+"""Small parts of the engine, by hand or against transformers: caches, pages, steps, batches, rotary tables,
+families."""
 
 import re
 from pathlib import Path
@@ -179,7 +180,7 @@ def test_a_padded_batch_is_the_fresh_one_and_rows_that_write_to_the_spare_page(c
 @pytest.mark.parametrize("rope", [LLAMA, QWEN], ids=["llama3", "default"])
 @pytest.mark.parametrize("dtype", [torch.float32, BF16], ids=str)
 def test_rotary_tables_are_those_of_transformers(rope: RopeConfig, dtype: torch.dtype) -> None:
-    """At the scale of the public models, up to their last position."""
+    """Compare at the scale of the public models, up to their last position."""
     from transformers import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 

@@ -21,7 +21,7 @@ IDS = random.Random(1).choices(range(VOCAB), k=40)
 INT8 = ["w8a8", "compressed", "moe-w8a8"]
 ACT_ORDER = ["gptq-act-order", "gptq-act-order-symmetric"]
 CODED = ["awq-32", "awq-128", "awq-keeps-attention", "gptq-32", "gptq-all-columns", "fp8", "moe-awq", "moe-fp8", *INT8]
-"""Of those that every rank loads exactly (test_loader_quantized.py)."""
+"""The cases that every rank loads exactly (tests/loader/test_quantized_checkpoint.py)."""
 CASES = [*CODED, *ACT_ORDER]
 
 
@@ -32,7 +32,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @torch.inference_mode()
 def reference(model_dir: Path, ids: list[int]) -> Tensor:
-    """transformers' logits in fp32."""
+    """Return transformers' logits in fp32."""
     from transformers import AutoModelForCausalLM
 
     found: Tensor = (
@@ -46,7 +46,8 @@ Run = Callable[[int], dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def run(base: Path) -> Run:
-    """For a number of ranks: by case, the logits of IDS, those of the plain checkpoint in bf16, and greedy tokens."""
+    """Return, for a number of ranks and by case, the logits of IDS, those of the plain checkpoint in bf16, and
+    tokens."""
 
     @cache
     def run(tp: int) -> dict[str, Any]:
@@ -65,14 +66,14 @@ def run(base: Path) -> Run:
 
 
 def errors(found: Tensor, wanted: Tensor) -> Tensor:
-    """[rows]: the largest difference in a row, relative to its largest |logit|."""
+    """Return [rows]: the largest difference in a row, relative to its largest |logit|."""
     return (found - wanted).abs().amax(-1) / wanted.abs().amax(-1)
 
 
 @pytest.mark.parametrize("tp", TP)
 def test_logits(base: Path, run: Run, tp: int) -> None:
-    """The error is that of bf16 activations alone, which the dequantised weights in bf16 have as well: 0.9 to 1.0 times
-    that was seen. Int8 rounds activations once more, to 8 bits: 2.1 to 2.5 times.
+    """The error is that of bf16 activations alone, which the dequantised weights in bf16 have as well. Int8 also rounds
+    activations to 8 bits, which makes the error a few times larger.
     """
     for case in CASES:
         wanted = reference(make(case, base)[1], IDS)
@@ -83,7 +84,7 @@ def test_logits(base: Path, run: Run, tp: int) -> None:
 
 @pytest.mark.parametrize("tp", TP)
 def test_greedy_tokens(base: Path, run: Run, tp: int) -> None:
-    """What is decoded, from a recording, is the reference's most likely token, or almost: 0.012 was seen."""
+    """Each token decoded from a recording is the reference's most likely token, or almost as likely."""
     for case in CASES:
         tokens = run(tp)[case]["tokens"]
         assert len(tokens) == NEW_TOKENS
@@ -95,5 +96,5 @@ def test_greedy_tokens(base: Path, run: Run, tp: int) -> None:
 @pytest.mark.parametrize("tp", TP)
 @pytest.mark.parametrize("case", ACT_ORDER)
 def test_act_order_is_held_as_floats(run: Run, tp: int, case: str) -> None:
-    """Bit for bit what the dequantised weights give."""
+    """The logits have the bits that the dequantised weights give."""
     assert torch.equal(run(tp)[case]["logits"], run(tp)[f"{case}-plain"]["logits"])

@@ -21,7 +21,7 @@ DEMO = Path(__file__).parents[2] / "assets" / "demo-lm"
 
 pytestmark = pytest.mark.skipif(core.isa() == "reference", reason="plain torch cannot be recorded")
 
-# One of each family that there is, with heads, widths and vocabularies that three ranks cannot share evenly.
+# One model of each family, with heads, widths and vocabularies that three ranks cannot share evenly.
 TINY: dict[str, dict[str, Any]] = {
     "llama": {"family": "llama3", "heads": 10, "kv_heads": 5, "head_dim": 24, "hidden": 160, "vocab": 777, "layers": 2},
     "qwen2": {"family": "qwen2", "heads": 7, "kv_heads": 1, "hidden": 112, "inter": 208, "vocab": 777, "layers": 2},
@@ -47,7 +47,7 @@ def test_every_family_is_compared() -> None:
 
 @pytest.mark.parametrize(("tp", "threads"), [(1, 1), (1, 2), (2, 1), (3, 2)])
 def test_replay_equals_eager_bit_for_bit(checkpoints: dict[str, str], tp: int, threads: int) -> None:
-    """Logits of every step of 44 requests, from 22 in a step down to one, on every rank."""
+    """Compare the logits of every step of 44 requests, from 22 in a step down to one, on every rank."""
     cases = compared(tp, threads, tuple(checkpoints.values()))
     assert len(cases) == 2 * len(TINY)
     for ranks in cases:
@@ -61,7 +61,7 @@ def test_replay_equals_eager_bit_for_bit(checkpoints: dict[str, str], tp: int, t
 
 @pytest.mark.parametrize(("tp", "threads"), [(1, 2), (2, 1), (3, 2), (6, 1)])
 def test_rows_whose_logits_nobody_wants_change_no_others(checkpoints: dict[str, str], tp: int, threads: int) -> None:
-    """Of the last layer they have keys and values alone: the tokens after them see those."""
+    """Rows without logits still need keys and values in the last layer: the tokens after them attend to these."""
     one_layer = make_checkpoint(tmp=Path(checkpoints["llama"]).parent / "one", **TINY["llama"] | {"layers": 1})
     models = [*checkpoints.values(), str(one_layer)]
     ranks = run_ranks(tp, "replay:choose_rows", kwargs={"models": models}, threads=threads)
@@ -83,7 +83,7 @@ def test_collectives_are_recorded() -> None:
         assert found["closed"] == "a recorded step in a group that was closed"
 
 
-# Ranks 0 and 2 share a host. A rank that leads a host has cuts in its graph, the one that does not has none.
+# Ranks 0 and 2 share a host. The graph of a rank that leads a host has cuts; that of any other rank has none.
 HOSTS = ["a", "b", "a"]
 
 
@@ -175,12 +175,12 @@ def test_a_profile_counts_the_kernels_of_a_step() -> None:
     layers = 6  # of the demo model
     assert runs["attention"] == runs["store_kv"] == runs["norm_rotary"] == layers
     assert runs["argmax"] == runs["rope_rows"] == 1
-    assert "silu_mul" not in runs and runs["rms_norm"] == 1  # parts of the product before, and of the rotation
+    assert "silu_mul" not in runs and runs["rms_norm"] == 1  # fused into the preceding product, and into the rotation
     assert runs["add_rms_norm"] == 2 * layers and runs["linear_f32"] == 4 * layers + 1
 
 
 def test_padding_rows_of_a_mixture_choose_no_other_experts(checkpoints: dict[str, str]) -> None:
-    """They repeat the shortest sequence's row, bit for bit, in every layer, so the router sees nothing new."""
+    """Padding rows repeat the shortest sequence's row, bit for bit, in every layer, so the router sees nothing new."""
     folder = Path(checkpoints["qwen3_moe"])
     worker = Worker(folder, join(Membership(0, 1, "", 0)), dtype=torch.float32, max_total_tokens=256)
     assert worker._graphs is not None
@@ -191,7 +191,7 @@ def test_padding_rows_of_a_mixture_choose_no_other_experts(checkpoints: dict[str
     logits = worker.run(Step(chunks, [])).clone()
     padding = worker._graphs._graphs[4].output[3]
     assert torch.equal(padding, logits[1]) and not torch.equal(padding, logits[2])
-    # Now the other one is the shortest.
+    # Now the other sequence is the shortest.
     chunks[1] = Chunk(1, 1, [4], [], 1)
     logits = worker.run(Step(chunks, []))
     assert torch.equal(padding, logits[2]) and not torch.equal(padding, logits[1])

@@ -1,4 +1,4 @@
-"""The residual stream: what is read of it is right on every rank, whatever the ranks keep up to date."""
+"""The residual stream: reading it gives the right rows on every rank, whichever rows the ranks keep up to date."""
 
 import pytest
 from ranks import run_ranks
@@ -8,7 +8,7 @@ from tilerank.kernels import core
 
 @pytest.mark.parametrize(("tp", "collectives"), [(1, "auto"), (2, "auto"), (3, "auto"), (6, "auto"), (2, "gloo")])
 def test_the_stream_is_read_alike_on_every_rank(tp: int, collectives: str) -> None:
-    """Sums of small integers are exact, so the expected rows come from adding up by hand."""
+    """Sums of small integers are exact, so plain addition gives the expected rows."""
     ranks = run_ranks(tp, "stream_ranks:read_between_sums", collectives=collectives)
     for found in ranks:
         assert all(all(right) for right in found["right"].values()), found["right"]

@@ -243,7 +243,7 @@ def test_mixture_of_experts(tmp_path: Path) -> None:
     ],
 )
 def test_dense_layers_of_a_mixture(tmp_path: Path, changes: dict[str, Any], dense: list[int]) -> None:
-    """By the numbers, and by what transformers builds."""
+    """Compare with the numbers, and with what transformers builds."""
     assert experts_config(write_config(tmp_path, changes, MIXTURE)).dense_layers == set(dense)
     from transformers import Qwen3MoeConfig
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeDecoderLayer, Qwen3MoeMLP

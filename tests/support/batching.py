@@ -1,4 +1,4 @@
-"""What runs together must not change what comes out: rank-side functions of test_runtime_engine.py."""
+"""Functions of ranks for tests/runtime/test_engine.py: results must not depend on what runs in the same batch."""
 
 import json
 from collections.abc import Callable
@@ -20,12 +20,12 @@ from tilerank.runtime.worker import MAX_RUNNING, Worker
 
 DEMO = Path(__file__).parents[2] / "assets" / "demo-lm"
 LENGTHS = (1, 5, 31, 32, 33, 70, 150)  # around pages of 32 tokens, and above the largest chunk below
-Answers = list[list[Any]]  # by request: [token id, log-probability of it, [[id, log-probability], ...]] of every token
+Answers = list[list[Any]]  # by request, for every token: [its id, its log-probability, [[id, log-probability], ...]]
 Ask = Callable[[Engine, list[Request]], Answers]
 
 
 def requests() -> list[Request]:
-    """Prompts of different lengths, new tokens of different number, greedy and sampled in all ways."""
+    """Return requests with prompts and answers of different lengths, greedy and sampled with all settings."""
     sequences = json.loads((DEMO / "eval_tokens.json").read_text())["sequences"]
     made = []
     for i, length in enumerate(LENGTHS):
@@ -57,7 +57,7 @@ def one_by_one(engine: Engine, all_of_them: list[Request]) -> Answers:
 
 
 def with_chunk(rows: int, ask: Ask) -> Ask:
-    """`ask` with at most so many prompt tokens in a step."""
+    """Return `ask` with at most `rows` prompt tokens in a step."""
 
     def run(engine: Engine, some: list[Request]) -> Answers:
         forget(engine, chunk_rows=rows)
@@ -67,11 +67,11 @@ def with_chunk(rows: int, ask: Ask) -> Ask:
 
 
 def forget(engine: Engine, *, pages: int | None = None, chunk_rows: int = module.PREFILL_CHUNK) -> None:
-    """No page of an earlier request is shared any more."""
+    """Make the engine share no page of an earlier request any more."""
     before = engine._scheduler
     engine._pool = PagePool(pages or engine._pool.total)
     engine._scheduler = Scheduler(engine._pool, engine._encodings, max_running=MAX_RUNNING, chunk_rows=chunk_rows)
-    # The ranks know sequences by their numbers, and must still hear which ones are over.
+    # The ranks identify sequences by these numbers, and still have to receive which ones have finished.
     engine._scheduler._numbers, engine._scheduler.finished = before._numbers, before.finished
 
 
@@ -84,7 +84,8 @@ WAYS: dict[str, Ask] = {
 
 
 def same_answers(team: Team, *, cases: list[tuple[str, str]], kv_dtype: str | None = None) -> dict[str, Any]:
-    """By rung and dtype: the ways to run the requests whose bits differ from those of one batch; on rank 0."""
+    """Return, on rank 0, by rung and dtype the ways of running the requests whose bits differ from those of one
+    batch."""
     result = {}
     for dtype, rung in cases:
         core.force_isa(rung)
@@ -107,17 +108,17 @@ def same_answers(team: Team, *, cases: list[tuple[str, str]], kv_dtype: str | No
             forget(engine)
             differ += [] if way(engine, requests()) == wanted else [name]
         differ += [f"score in chunks of {rows}" for rows in (13, 256) if not same_score(engine, rows)]
-        # Pages for the longest request and one or two others: the rest wait. The same cache, because its size has a say
-        # in how heads are cut.
+        # Pages for the longest request and one or two others: the rest wait. The cache keeps its size, because the size
+        # affects how heads are cut.
         forget(engine, pages=7)
         differ += [] if answers(engine, requests()) == wanted else ["waiting for pages"]
-        # Sequences that grow by two pages and more, where there are pages for two of them: the youngest gives way.
+        # Sequences that grow by two pages and more, with pages for two of them: the youngest is preempted.
         growing = [replace(request, params=replace(request.params, max_new_tokens=80)) for request in requests()[:4]]
         forget(engine)
         wanted = answers(engine, growing)
         forget(engine, pages=7)
         differ += [] if answers(engine, growing) == wanted else ["giving way"]
-        differ += [] if engine._scheduler.preemptions else ["nobody had to give way"]
+        differ += [] if engine._scheduler.preemptions else ["no sequence was preempted"]
         worker.stop()
         result[f"{rung} {dtype}"] = differ
     return result
@@ -134,7 +135,7 @@ def same_score(engine: Engine, rows: int) -> bool:
 
 
 def fails(team: Team, *, culprit: int) -> None:
-    """One rank's step raises in the middle of a request."""
+    """Let the step of one rank raise in the middle of a request."""
     worker = Worker(DEMO, team, dtype=torch.bfloat16)
     if team.group.rank == culprit:
         run, calls = worker.run, iter(range(100))

@@ -1,6 +1,6 @@
-"""Runs the `tilerank` command for tests, by itself or under another launcher, and looks for what it left behind.
+"""Runs the `tilerank` command for tests, directly or under another launcher, and checks what it leaves behind.
 
-Deadlines in here are for what hangs: a machine that is ten times too busy must not reach them.
+Deadlines in this file are for commands that hang: even a machine with ten times the load must meet them.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from typing import Any
 DEMO = Path(__file__).parents[2] / "assets" / "demo-lm"
 COMMAND = (sys.executable, "-m", "tilerank")
 PATIENCE_S = 300.0
-SOON_S = 40.0  # five seconds by design, which a busy machine may exceed; whoever waits for a deadline takes 60 s
+SOON_S = 40.0  # five seconds by design, which a busy machine may exceed; a wait for a deadline of its own takes 60 s
 ENDLESS = 1 << 18
 MARK = "TILERANK_TEST_RUN"  # in the environment of every process of a run
 
@@ -41,7 +41,7 @@ class Result:
 
     @property
     def errors(self) -> list[str]:
-        """The sentences for the user."""
+        """The error sentences for the user."""
         return [line for line in self.err.splitlines() if "tilerank: error: " in line]
 
 
@@ -81,7 +81,7 @@ class Run:
 
     def __exit__(self, *_: object) -> None:
         for pid in self.pids():
-            with contextlib.suppress(ProcessLookupError):  # it has just ended
+            with contextlib.suppress(ProcessLookupError):  # it has already ended
                 os.kill(pid, 9)
         self.process.kill()
         self.process.wait()
@@ -90,17 +90,17 @@ class Run:
         self._selector.close()
 
     def pids(self) -> list[int]:
-        """Every living process of this run."""
+        """Return the pids of all running processes of this run."""
         return [pid for pid, environment in _processes() if self.mark in environment]
 
     def rank_pid(self, rank: int, variable: str = "TILERANK_RANK") -> int | None:
-        """The process of a rank, once it runs."""
+        """Return the pid of a rank, once it runs."""
         wanted = f"{variable}={rank}"
         found = [pid for pid, environment in _processes() if {self.mark, wanted} <= environment]
         return min(found, default=None)
 
     def await_line(self, text: str) -> str:
-        """The next line of stderr with `text` in it."""
+        """Return the next line of stderr that contains `text`."""
 
         def found() -> tuple[int, str] | None:
             end = self._heard
@@ -117,23 +117,23 @@ class Run:
         return hit[1]
 
     def heard(self) -> str:
-        """All that stands on stderr by now."""
+        """Return all of stderr so far."""
         while self._take_in(0):
             pass
         return self._said["err"].decode(errors="replace")
 
     def await_output(self, nbytes: int) -> None:
-        """Until that much stands on stdout."""
+        """Wait until stdout has `nbytes` bytes."""
         self._read_until(lambda: len(self._said["out"]) >= nbytes, f"no {nbytes} bytes came out")
 
     def close(self, which: str) -> None:
-        """Whoever read this stream, "out" or "err", is gone."""
+        """Close the reading end of "out" or "err", as a reader that ends does."""
         stream = self._streams.pop(which)
         self._selector.unregister(stream)
         stream.close()
 
     def finish(self, timeout_s: float = PATIENCE_S) -> Result:
-        """Waits for the end, and asserts that it left neither a process nor shared memory."""
+        """Wait for the end, and assert that neither a process nor shared memory is left."""
         self._read_until(lambda: not self._streams, "it does not end", timeout_s)
         status = self.process.wait(timeout_s)
         out, err = (said.decode(errors="replace") for said in self._said.values())
@@ -142,14 +142,14 @@ class Run:
         return Result(status, out, err)
 
     def _read_until(self, condition: Callable[[], object], otherwise: str, timeout_s: float = PATIENCE_S) -> None:
-        """Takes in what the command writes until `condition` holds. Nothing is lost, whoever waits for what."""
+        """Read the command's output until `condition` holds. Everything read is kept for later calls."""
         deadline = time.monotonic() + timeout_s
         while not condition():
             if not self._take_in(max(deadline - time.monotonic(), 0)):
                 raise AssertionError(f"{otherwise}:\n{self._said['out']!r}\n{self._said['err'].decode()}")
 
     def _take_in(self, timeout_s: float) -> bool:
-        """False: nothing came in time."""
+        """Return False if nothing arrived in time."""
         ready = self._selector.select(timeout_s) if self._streams else []
         for key, _ in ready:
             data = os.read(key.fd, 1 << 16)
@@ -172,8 +172,8 @@ def await_true(condition: Callable[[], object], seconds: float, otherwise: str) 
 
 
 def free_port() -> int:
-    """A port of this machine that nobody has, below those that the kernel hands out to others meanwhile. Test processes
-    with neighbouring numbers look in different places."""
+    """Return a free port of this machine, below the range of ephemeral ports. Test processes with neighbouring pids
+    look in different places."""
     for port in range(20000 + os.getpid() * 16 % 10000, 32000):
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
@@ -182,7 +182,7 @@ def free_port() -> int:
 
 
 def endless_copy(target: Path) -> Path:
-    """The demo model with a context that takes minutes to fill, however fast it becomes; for --ignore-eos."""
+    """Copy the demo model, with a context that takes minutes to fill at any speed; for --ignore-eos."""
     model = demo_copy(target)
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps({**config, "max_position_embeddings": ENDLESS}))
@@ -190,7 +190,7 @@ def endless_copy(target: Path) -> Path:
 
 
 def demo_copy(target: Path) -> Path:
-    """A copy of the demo model whose files a test may change."""
+    """Copy the demo model for a test that changes its files."""
     return Path(shutil.copytree(DEMO, target))
 
 
@@ -209,13 +209,13 @@ def _processes() -> list[tuple[int, set[str]]]:
 
 
 def shared_memory() -> set[str]:
-    """Names that we or torch may have put there; other programs on the machine come and go."""
+    """Return names in /dev/shm that may be ours or torch's; other programs on the machine create and remove theirs."""
     return {entry.name for entry in Path("/dev/shm").iterdir() if entry.name.startswith(("tilerank", "torch"))}
 
 
 def hold(rank: int, directory: Path) -> tuple[dict[str, str], Path]:
-    """The environment in which this rank waits before it loads, each time that it starts, and the FIFO in `directory`
-    that lets it go on when something is written to it."""
+    """Return an environment in which this rank waits before it loads, each time that it starts, and the FIFO in
+    `directory` that releases it when something is written to it."""
     fifo = directory / "go"
     os.mkfifo(fifo)
     path = os.pathsep.join(filter(None, [str(Path(__file__).parent / "hold"), os.environ.get("PYTHONPATH", "")]))

@@ -1,9 +1,9 @@
-"""Quantises a tiny checkpoint into the layouts of public ones, in plain torch and apart from the loader's own code.
+"""Quantises a tiny checkpoint into the layouts of public ones, in plain torch and without the loader's code.
 
     encode(model_dir, out, "awq", group=32) -> directory of the same weights, dequantised, in F32
     make("awq-32", tmp) -> both directories of one of CASES
 
-The packing follows what the tools that make such files do: AutoAWQ's "gemm" kernel, AutoGPTQ / GPTQModel, DeepSeek's
+The packing follows the tools that write such files: AutoAWQ's "gemm" kernel, AutoGPTQ / GPTQModel, DeepSeek's
 block-wise fp8, vLLM's w8a8.
 """
 
@@ -18,11 +18,11 @@ from safetensors.torch import load_file, save_file
 from tiny import make_checkpoint
 from torch import Tensor
 
-Encoded = tuple[dict[str, Tensor], Tensor]  # tensors by the end of their name; the weight that they stand for
+Encoded = tuple[dict[str, Tensor], Tensor]  # tensors by the last part of their name; the weight that they encode
 
 
 def encode(model_dir: Path, out: Path, layout: str, *, keep: tuple[str, ...] = (), **options: Any) -> Path:
-    """Writes `out` and `out`-plain, and returns the latter. keep: parts of names of modules that stay floats."""
+    """Write `out` and `out`-plain, and return the latter. keep: parts of names of modules that stay floats."""
     tensors = {name: tensor for path in model_dir.glob("*.safetensors") for name, tensor in load_file(path).items()}
     encoder, config = LAYOUTS[layout](keep=list(keep), **options)
     coded: dict[str, Tensor] = {}
@@ -45,7 +45,7 @@ def encode(model_dir: Path, out: Path, layout: str, *, keep: tuple[str, ...] = (
 
 
 def _groups(weight: Tensor, group: int, symmetric: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """codes [n, k], zeros [n, groups] and scales [n, groups] fp16 by rounding to nearest, and what they stand for."""
+    """Return codes [n, k], zeros [n, groups] and scales [n, groups] fp16 by rounding to nearest, and their values."""
     n, k = weight.shape
     size = k if group == -1 else group
     codes, dequantised = torch.empty(n, k, dtype=torch.int64), torch.empty(n, k)
@@ -68,7 +68,7 @@ def _groups(weight: Tensor, group: int, symmetric: bool) -> tuple[Tensor, Tensor
 
 
 def _int32(nibbles: list[Tensor]) -> Tensor:
-    """Eight tensors of codes in one of int32, the first in the lowest bits."""
+    """Pack eight tensors of codes into one of int32, the first in the lowest bits."""
     total = sum(nibble.long() * 16**place for place, nibble in enumerate(nibbles))
     assert isinstance(total, Tensor)
     return torch.where(total < 2**31, total, total - 2**32).to(torch.int32)
@@ -97,8 +97,8 @@ def gptq(
     stored_zero: int | None = None,
     act_order: bool = False,
 ) -> tuple[Callable[[Tensor], Encoded], dict[str, Any]]:
-    """form: checkpoint_format. stored_zero: what a symmetric file stores for 8, if not what its format says. act_order:
-    the columns of a group are not neighbours."""
+    """Return an encoder and its quantization_config. form: checkpoint_format. stored_zero: what a symmetric file stores
+    for 8, if it differs from the rule of its format. act_order: the columns of a group are not neighbours."""
 
     def encoder(weight: Tensor) -> Encoded:
         k = weight.shape[1]
@@ -208,7 +208,8 @@ CASES: dict[str, tuple[str, dict[str, Any], str, dict[str, Any]]] = {
 
 
 def make(case: str, tmp: Path) -> tuple[Path, Path]:
-    """The quantised checkpoint and the plain one of the same weights, made below `tmp` unless they are there."""
+    """Return the quantised checkpoint and the plain one of the same weights. Make them below `tmp` unless they
+    exist."""
     family, dims, layout, options = CASES[case]
     out = tmp / case
     plain = Path(f"{out}-plain")

@@ -1,4 +1,4 @@
-"""Models against transformers, as rank processes see it: many models, cuts and rungs in one start of the ranks."""
+"""Functions of ranks that compare models with transformers: many models, cuts and rungs in one start of the ranks."""
 
 import hashlib
 import json
@@ -22,7 +22,7 @@ from tilerank.runtime.worker import Worker
 
 
 class Witness:
-    """A group that keeps a hash of everything that its collectives ever handed out."""
+    """A group that keeps a hash of all results of its collectives."""
 
     def __init__(self, group: Group) -> None:
         self._group = group
@@ -70,7 +70,8 @@ class Witness:
 def workers(
     team: Team, out: str, models: list[str], strategies: list[Strategy], rungs: list[str], dtype: str
 ) -> Iterator[tuple[dict[str, Any], Worker, Witness]]:
-    """Every model in every cut on every rung. `rungs` must share one layout of the weights, as the compiled ones do."""
+    """Yield every model in every cut on every rung. `rungs` must share one layout of weights, as the compiled ones
+    do."""
     witness = Witness(team.group)
     for model in models:
         for strategy in strategies:
@@ -90,7 +91,7 @@ def workers(
 def run(
     team: Team, *, out: str, models: list[str], strategies: list[Strategy], rungs: list[str], new_tokens: int
 ) -> list[dict[str, Any]]:
-    """All cases in both dtypes, against what reference_hf.py left in `out`."""
+    """Compare all cases in both dtypes with the results of reference_hf.py in `out`."""
     results = []
     for dtype in ("float32", "bfloat16"):
         for case, worker, witness in workers(team, out, models, strategies, rungs, dtype):
@@ -106,10 +107,10 @@ def run(
 
 
 def compare(engine: Engine, wanted: dict[str, Tensor], new_tokens: int) -> dict[str, Any]:
-    """The largest error of a logit relative to its row's largest, and the prompts whose greedy tokens differ.
+    """Return the largest error of a logit relative to its row's largest, and the prompts whose greedy tokens differ.
 
-    All prompts, of different lengths, run as one batch; their log-probabilities tell whether decoding computes what
-    scoring does.
+    All prompts, of different lengths, run as one batch. Their log-probabilities are compared with those of scoring, to
+    check that decoding computes the same.
     """
     token_ids = [wanted[f"{i}.token_ids"].tolist() for i in range(prompts(wanted))]
     logit_error = max(
@@ -131,13 +132,13 @@ def compare(engine: Engine, wanted: dict[str, Tensor], new_tokens: int) -> dict[
 
 
 def row_errors(found: Tensor, wanted: Tensor) -> Tensor:
-    """[rows]: the largest difference in a row, relative to its largest |logit|."""
+    """Return [rows]: the largest difference in a row, relative to its largest |logit|."""
     assert found.shape == wanted.shape and found.dtype is torch.float32
     return (found - wanted).abs().amax(-1) / wanted.abs().amax(-1)
 
 
 def errors(engine: Engine, wanted: dict[str, Tensor]) -> dict[str, float]:
-    """Errors of all positions against transformers in fp32: ours, and those of transformers in bf16."""
+    """Return the errors of all positions against transformers in fp32: ours, and those of transformers in bf16."""
     ours, theirs = [], []
     for i in range(prompts(wanted)):
         exact = wanted[f"{i}.float32"]
@@ -153,7 +154,7 @@ def prompts(wanted: dict[str, Tensor]) -> int:
 
 
 def perplexities(team: Team, *, model_dir: str, dtypes: list[str]) -> dict[str, Any]:
-    """By dtype: the perplexity of every sequence of eval_tokens.json after its first token."""
+    """Return, by dtype, the perplexity of every sequence of eval_tokens.json after its first token."""
     sequences = json.loads(Path(model_dir, "eval_tokens.json").read_text())["sequences"]
     answer = {}
     for dtype in dtypes:

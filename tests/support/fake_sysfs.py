@@ -1,4 +1,4 @@
-"""Builds the sysfs, proc and cgroup files of an invented machine, laid out below a directory as the kernel would."""
+"""Writes the sysfs, proc and cgroup files of a simulated machine below a directory, in the layout of the kernel."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,24 +13,24 @@ GIB = 1 << 30
 class Machine:
     """`cores` has, for each node, its package and its number of physical cores; 0 cores is a memory-only node.
 
-    CPU numbers are given as firmware does: first one thread of every core, node after node, then all second threads.
+    CPUs are numbered as firmware does it: first one thread of every core, node after node, then all second threads.
     """
 
     cores: Sequence[tuple[int, int]]
     threads: int = 1
-    memory: Mapping[int, int] = field(default_factory=dict)  # node -> bytes, 64 GiB unless given
+    memory: Mapping[int, int] = field(default_factory=dict)  # node -> bytes, by default 64 GiB
     offline: frozenset[int] = frozenset()
     isolated: str = ""
     cgroup: Mapping[str, str] = field(default_factory=dict)  # path below / -> content
     cgroup_paths: Sequence[str] = ("0::/",)
     mounts: Sequence[str] = ("/ /sys/fs/cgroup rw - cgroup2 cgroup2 rw",)
-    affinity: str = ""  # Cpus_allowed_list, all online CPUs unless given
+    affinity: str = ""  # Cpus_allowed_list, by default all online CPUs
     mems_allowed: str = ""
     remote: Mapping[tuple[int, int], int] = field(default_factory=dict)  # distances other than 10 / 12 / 21
     adjacent: bool = False  # siblings numbered 0,1 2,3 instead
 
     def cpus_of(self, node: int) -> list[list[int]]:
-        """Per core of a node, the CPU numbers of its threads, offline ones included."""
+        """Return, for each core of a node, the CPU numbers of its threads, offline ones included."""
         total, start = sum(n for _, n in self.cores), sum(n for _, n in self.cores[:node])
         if self.adjacent:
             return [

@@ -1,6 +1,7 @@
-"""Starts ranks by forking one process that has imported torch, which costs more than most tests do.
+"""Starts ranks by forking one process that has imported torch. Importing torch takes longer than most tests.
 
-The process lives as long as the test run. It imports nothing of tilerank: a rank's own environment decides there.
+The process lives as long as the test run. It imports nothing of tilerank, so that each rank's environment decides which
+tilerank is imported.
 """
 
 import atexit
@@ -25,7 +26,7 @@ _server: socket.socket | None = None
 
 
 class Forked:
-    """A rank, with the part of subprocess.Popen's face that is used here."""
+    """A rank, with the part of the interface of subprocess.Popen that is used here."""
 
     def __init__(self, pid: int, stdout: int, status: int) -> None:
         self.pid = pid
@@ -57,7 +58,7 @@ class Forked:
 
 
 def fork(job: dict[str, Any], environ: dict[str, str], fds: tuple[int, ...]) -> Forked:
-    """Run `ranks.main(job)` in a process of its own. Of `fds` it gets copies; their numbers are job["fds"]."""
+    """Run `ranks.main(job)` in a new process. It gets copies of `fds`, whose numbers there are job["fds"]."""
     global _server
     if _server is None:
         _server = _start()
@@ -88,7 +89,7 @@ def _start() -> socket.socket:
 
 
 def _serve(control: socket.socket, run: Callable[[dict[str, Any]], None]) -> None:
-    children: dict[int, tuple[int, int]] = {}  # pidfd: pid, where its status goes
+    children: dict[int, tuple[int, int]] = {}  # pidfd: (pid, descriptor that receives its exit status)
     while True:
         readable, _, _ = select.select([control, *children], [], [])
         for pidfd in set(readable) & set(children):
@@ -117,10 +118,10 @@ def _serve(control: socket.socket, run: Callable[[dict[str, Any]], None]) -> Non
 
 
 def _become(request: dict[str, Any], output: int, passed: list[int], run: Callable[[dict[str, Any]], None]) -> NoReturn:
-    """Be the rank.
+    """Turn this process into the rank.
 
-    At the end what is registered for it runs, but taking down torch's modules is spared: it takes longer than most
-    tests. Ranks that are started by exec end in full (mpirun in test_parallel_hosts.py, all tests of the command).
+    At the end, exit handlers run, but torch's modules are not torn down, which would take longer than most tests. Ranks
+    that are started by exec end in full (mpirun in tests/parallel/test_hosts.py, all tests of the command).
     """
     os.dup2(output, 1)
     os.dup2(output, 2)
@@ -148,6 +149,6 @@ if __name__ == "__main__":
     from ranks import main
 
     torch.set_num_threads(1)
-    gc.freeze()  # the ranks' collectors leave what is here alone, so that its pages stay shared
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the test run hears it and ends us
+    gc.freeze()  # the ranks' collectors then leave these objects alone, so that their pages stay shared
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the test run handles it and ends this process
     _serve(socket.socket(fileno=int(sys.argv[1])), main)

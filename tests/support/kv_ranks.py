@@ -1,4 +1,4 @@
-"""Engines with an int8 KV cache, as rank processes see them: rank-side functions of test_runtime_kv_cache.py."""
+"""Functions of ranks for tests/runtime/test_kv_cache.py: engines with an int8 KV cache."""
 
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,8 @@ from tilerank.runtime.worker import Worker
 
 
 def run(team: Team, *, out: str, ids: list[int], prompt: int, new_tokens: int) -> dict[str, Any]:
-    """By dtype, on rank 0: greedy tokens after the first `prompt` ids; the logits of all of them are left in `out`."""
+    """Return, by dtype, on rank 0 the greedy tokens after the first `prompt` ids; write the logits of all ids to
+    `out`."""
     found = {}
     for name in ("float32", "bfloat16"):
         worker = Worker(DEMO, team, dtype=getattr(torch, name), kv_dtype=torch.int8, max_total_tokens=512)

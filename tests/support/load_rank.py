@@ -1,4 +1,4 @@
-"""Loads one rank of a Llama checkpoint in a process of its own and reports what that took, as JSON."""
+"""Loads one rank of a Llama checkpoint in a separate process and reports time, memory and bytes read, as JSON."""
 
 import json
 import sys

@@ -12,7 +12,7 @@ def randn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Ten
 
 
 def inside_nan(plain: Tensor) -> Tensor:
-    """The same matrix as a view into a larger one of NaN: its rows are apart, nothing beyond it may count."""
+    """Return the same matrix as a view into a larger one of NaN: rows are apart, and reading past their ends shows."""
     around = torch.full((plain.shape[0] + 2, plain.shape[1] + 5), float("nan"), dtype=plain.dtype)
     around[1:-1, 2:-3] = plain
     return around[1:-1, 2:-3]

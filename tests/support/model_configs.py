@@ -42,7 +42,7 @@ MIXTURE = LLAMA | {
     "mlp_only_layers": [],
 }
 ABSENT = object()
-"""As a changed value: the key is left out."""
+"""The value of a key that `write_config` leaves out."""
 
 
 def write_config(model_dir: Path, changes: dict[str, Any], base: dict[str, Any] = LLAMA) -> Path:

@@ -1,4 +1,4 @@
-"""Damaged variants of a JSON text, for fuzzing whatever reads it."""
+"""Damaged variants of a JSON text, for fuzzing the code that reads it."""
 
 import json
 from typing import Any
@@ -22,14 +22,15 @@ _hostile = st.one_of(
 
 
 def _paths(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """The place of every member of an object or array, however deep."""
+    """Return the paths of all members of objects and arrays, at any depth."""
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     return [place for key, item in items for place in [(*path, key), *_paths(item, (*path, key))]]
 
 
 @st.composite
 def json_mutations(draw: st.DrawFn, text: str) -> bytes:
-    """`text` with one or two values replaced, removed or added, or with its bytes cut, flipped or nested deeply."""
+    """Draw `text` with one or two values replaced, removed or added, or with its bytes cut, flipped or nested
+    deeply."""
     if draw(st.integers(0, 3)) == 0:
         raw = bytearray(text.encode())
         at = draw(st.integers(0, len(raw) - 1))

@@ -1,4 +1,4 @@
-"""Quantised models as rank processes see them: many checkpoints in one start of the ranks."""
+"""Functions of ranks for quantised models: many checkpoints in one start of the ranks."""
 
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,8 @@ from tilerank.runtime.worker import Worker
 
 
 def run(team: Team, *, cases: list[dict[str, Any]], out: str, ids: list[int], new_tokens: int) -> list[dict[str, Any]]:
-    """Rank 0 leaves the logits of `ids` in `out`; every rank returns the bytes it read, and rank 0 greedy tokens."""
+    """Write the logits of `ids` to `out` on rank 0; return the bytes that each rank read, and greedy tokens on rank
+    0."""
     import torch
 
     results = []

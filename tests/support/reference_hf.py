@@ -1,4 +1,4 @@
-"""What transformers computes: the oracle of the exactness tests. A script, so that each session runs it once.
+"""Results of transformers, the reference of the exactness tests. A script, so that each session runs it once.
 
     python reference_hf.py JOB.json
 
@@ -21,8 +21,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config, Qwen3Mo
 
 
 def save_special(family: str, out: Path, seed: int, dims: dict[str, Any]) -> None:
-    """What make_tiny.py has no option for: biases, mixtures with dense layers and weights that are not renormalised,
-    the config.json of transformers 5.
+    """Write checkpoints that make_tiny.py has no option for: biases, mixtures with dense layers, weights that are not
+    renormalised, and the config.json of transformers 5.
     """
     shape = {
         "hidden_size": dims["hidden"],

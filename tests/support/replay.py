@@ -1,4 +1,4 @@
-"""Steps recorded and run eagerly, as rank processes see it."""
+"""Functions of ranks that compare recorded steps with eager ones."""
 
 import hashlib
 import logging
@@ -22,7 +22,7 @@ from tilerank.runtime.worker import Worker
 
 
 class Blindfold(TorchFunctionMode):
-    """Nobody looks at a value: the ways to do so that torch's dispatcher, and so the recording, does not see."""
+    """Forbids the ways to read a tensor's values that torch's dispatcher, and so the recording, cannot detect."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.item, Tensor.__bool__, Tensor.__index__):
@@ -46,7 +46,7 @@ def digest(logits: Tensor) -> str:
 
 
 def steps_of(worker: Worker, act: Callable[[Engine], object]) -> list[str]:
-    """`act` on rank 0; on every rank: the rows and a hash of the logits of every step."""
+    """Run `act` on rank 0; return on every rank the number of rows and a hash of the logits of every step."""
     seen: list[str] = []
     run = worker.run
 
@@ -65,7 +65,7 @@ def steps_of(worker: Worker, act: Callable[[Engine], object]) -> list[str]:
 
 
 def generate(engine: Engine) -> list[tuple[int, int]]:
-    """22 requests of many lengths: the batch grows, shrinks through all its buckets, and every page is left behind.
+    """Run 22 requests of many lengths: the batch grows, shrinks through all its buckets, and all pages are left behind.
 
     A second round puts other sequences into the rows and pages of the first.
     """
@@ -85,10 +85,10 @@ def generate(engine: Engine) -> list[tuple[int, int]]:
 
 
 def choose_rows(team: Team, *, models: list[str]) -> list[dict[str, Any]]:
-    """Every model in both dtypes: the logits of some rows, and of the tokens after them, beside those of all rows.
+    """Compare, for every model in both dtypes, the logits of some rows, and of the tokens after them, with all rows.
 
-    Prompts of 100, 150 and 40 tokens, the first in two pieces, of which nobody wants the first one's logits; then a
-    token each.
+    The prompts have 100, 150 and 40 tokens, the first in two pieces, of which the first needs no logits. One more token
+    of each follows.
     """
     lengths, wanted = (100, 150, 40), {"some": (1, 0, 3), "most": (29, 140, 0), "none": (0, 0, 0)}
     results = []
@@ -122,7 +122,7 @@ def choose_rows(team: Team, *, models: list[str]) -> list[dict[str, Any]]:
 
 
 def compare(team: Team, *, models: list[str]) -> list[dict[str, Any]]:
-    """Every model in both dtypes."""
+    """Compare replayed steps with eager ones, for every model in both dtypes."""
     results = []
     for model in models:
         for dtype in ("float32", "bfloat16"):
@@ -146,7 +146,7 @@ def compare(team: Team, *, models: list[str]) -> list[dict[str, Any]]:
 
 
 def stays_eager(team: Team, *, model: str) -> list[str]:
-    """What the engine's log says in a group whose collectives cannot be recorded."""
+    """Return what the engine logs in a group whose collectives cannot be recorded."""
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
@@ -180,7 +180,7 @@ def replay_for_ever(team: Team, *, model: str) -> str:
 
 
 def replay_in_lockstep_for_ever(team: Team) -> str:
-    """A recorded sum, again and again, with nothing between: whoever is killed is inside a run or about to be."""
+    """Replay a recorded sum again and again with nothing in between, so that a kill always interrupts a replay."""
     from tilerank.parallel.group import RecordableGroup
 
     group = team.group
@@ -207,7 +207,7 @@ def replay_in_lockstep_for_ever(team: Team) -> str:
 
 
 def record_collectives(team: Team) -> dict[str, Any]:
-    """Sums and gathers inside a graph on values that change, against the same ones run eagerly."""
+    """Compare sums and gathers inside a graph, on values that change, with the same ones run eagerly."""
     from tilerank.kernels import ops
     from tilerank.parallel.group import RecordableGroup
 

@@ -1,4 +1,4 @@
-"""The residual stream as rank processes see it: rank-side functions of runtime/test_stream.py."""
+"""Functions of ranks for tests/runtime/test_stream.py: the residual stream."""
 
 import hashlib
 from typing import Any
@@ -19,17 +19,17 @@ ROWS, HIDDEN, EPS = 40, 1024, 1e-5
 
 
 def numbers(seed: int) -> Tensor:
-    """[ROWS, HIDDEN] small integers, whose sums are exact in any order and dtype."""
+    """Return [ROWS, HIDDEN] small integers, whose sums are exact in any order and dtype."""
     return torch.randint(-8, 9, (ROWS, HIDDEN), generator=torch.Generator().manual_seed(seed)).float()
 
 
 def parts(size: int) -> list[Tensor]:
-    """Three sums over the ranks: [size, ROWS, HIDDEN] each."""
+    """Return the parts of three sums over the ranks: [size, ROWS, HIDDEN] each."""
     return [torch.stack([numbers(100 * step + rank) for rank in range(size)]) for step in range(3)]
 
 
 def read_between_sums(team: Team) -> dict[str, Any]:
-    """Whether `Stream.rows` is the sum of all that was added, after every sum: as told beforehand, and as not."""
+    """Return whether `Stream.rows` is right after every sum, with update_all and without."""
     rank, size = team.group.rank, team.group.size
     right: dict[str, list[bool]] = {}
     digest = hashlib.sha256()
@@ -47,7 +47,7 @@ def read_between_sums(team: Team) -> dict[str, Any]:
                 found.append(torch.equal(rows.float(), expected))
                 digest.update(rows.float().numpy().tobytes())
             right[f"{dtype} update_all={update_all}"] = found
-        # Rows that are left out, then one more sum.
+        # One more sum after some rows have been dropped.
         stream = Stream(numbers(7).to(dtype), size)
         first, second, _ = parts(size)
         stream.add(first[rank].to(dtype, copy=True), norm)
@@ -60,7 +60,8 @@ def read_between_sums(team: Team) -> dict[str, Any]:
 
 
 def is_stale(team: Team) -> bool:
-    """Whether a sum leaves rows of the stream out of date on this rank: what reading them directly would return."""
+    """Return whether a sum leaves rows of the stream stale on this rank, so that reading them directly would be
+    wrong."""
     rank, size = team.group.rank, team.group.size
     norm = RMSNorm("norm", HIDDEN, EPS, Sharding(rank, size, torch.float32, team.group))
     norm.allocate()
@@ -71,7 +72,7 @@ def is_stale(team: Team) -> bool:
 
 
 def recorded(team: Team) -> bool:
-    """Whether reading the stream can be part of a recorded step."""
+    """Return whether reading the stream can be part of a recorded step."""
     group, rank, size = team.group, team.group.rank, team.group.size
     if core.isa() == "reference" or not isinstance(group, RecordableGroup):
         return True

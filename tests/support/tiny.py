@@ -13,7 +13,7 @@ _made: dict[tuple[str, int, tuple[tuple[str, object], ...]], Path] = {}
 
 @cache
 def _tool() -> ModuleType:
-    """tests/tools/make_tiny.py as a module; imported once, because transformers takes seconds to import."""
+    """Return tests/support/tools/make_tiny.py as a module. Imported once, as transformers takes seconds to import."""
     spec = importlib.util.spec_from_file_location("make_tiny", TOOL)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -23,14 +23,14 @@ def _tool() -> ModuleType:
 
 
 def make_tokenizer(style: str, out: Path, vocab: int = 2048) -> Path:
-    """Writes the tokenizer files alone of one `style`: qwen, omni, moss, llama, mllama or deepseek."""
+    """Write only the tokenizer files of one `style`: qwen, omni, moss, llama, mllama or deepseek."""
     out.mkdir(parents=True)
     _tool().make_tokenizer(style, vocab, str(out))
     return out
 
 
 def make_checkpoint(family: str, tmp: Path, seed: int = 0, **dims: object) -> Path:
-    """Returns the directory of a checkpoint of `family`, made below `tmp` unless this session has it already.
+    """Return the directory of a checkpoint of `family`, made below `tmp` unless this session has made it already.
 
     `dims` are the tool's options: hidden, heads, kv_heads, head_dim, layers, inter, vocab, tied, shards...
     The directory is shared: a test that changes files works on a copy (shutil.copytree).

@@ -1,4 +1,4 @@
-"""The tokenizers of the families, and what transformers makes of them."""
+"""The tokenizers of the families, and the results of transformers for them."""
 
 from pathlib import Path
 from typing import Any

@@ -1,6 +1,6 @@
-"""Put on PYTHONPATH of a command under test: the rank that it names waits before it loads weights.
+"""Put on the PYTHONPATH of a command under test: the named rank waits before it loads weights.
 
-TILERANK_TEST_HOLD is RANK:FIFO; the rank goes on when somebody opens the FIFO for writing.
+TILERANK_TEST_HOLD is RANK:FIFO; the rank continues once the FIFO is opened for writing.
 """
 
 import os
