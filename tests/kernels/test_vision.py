@@ -141,6 +141,10 @@ X, ROWS = randn(4, 6), torch.zeros(4, 4, dtype=torch.int64)
             lambda: vision.rotary_float_(X[:, None], X[:, None], X.view(4, 2, 3)[:, :, :2]),
             r"rotary_float_: angles: expected shape \[4, 2, 3\], found \[4, 2, 2\]",
         ),
+        (
+            lambda: vision.rotary_float_(X[:, None, :3], X[:, None, :3], X.view(4, 2, 3)[:, :, :1]),
+            "rotary_float_: q: expected an even head dimension, found 3",
+        ),
         (lambda: vision.interpolate_rows(X, ROWS[:, :3], X[:, :3]), "interpolate_rows: rows: expected shape"),
         (lambda: vision.interpolate_rows(X, ROWS, X[:3, :4]), "interpolate_rows: weights: expected shape"),
     ],

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from . import check, core
+from .errors import KernelError
 from .reference import vision as reference
 
 _LAYER_NORM = core.kernel("layer_norm")
@@ -54,6 +55,8 @@ def rotary_float_(q: Tensor, k: Tensor, angles: Tensor) -> None:
     """
     check.tensor("rotary_float_", "q", q, (None, None, None), check.ACTIVATION_DTYPES)
     check.tensor("rotary_float_", "k", k, (q.shape[0], None, q.shape[2]), q.dtype)
+    if q.shape[2] % 2:
+        raise KernelError(f"rotary_float_: q: expected an even head dimension, found {q.shape[2]}")
     check.tensor("rotary_float_", "angles", angles, (q.shape[0], 2, q.shape[2] // 2), torch.float32)
     if core.isa() == "reference":
         reference.rotary_float_(q, k, angles)
