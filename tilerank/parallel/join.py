@@ -51,8 +51,7 @@ class Membership:
     `store_host`, `store_port`: the TCPStore. Rank 0 hosts it on the listening socket `listen_fd`, which the launcher
     has bound to loopback or to the address that other hosts use; the store then owns it. With None on rank 0, another
     process hosts the store, such as torchrun's agent. `timeout_s` is the deadline of every wait in a collective, and of
-    joining unless `join_timeout_s` is given. `attempt` counts restarts of the group, where the store outlives the
-    group.
+    joining unless `join_timeout_s` is given. `attempt` counts restarts of the group if the store outlives it.
     """
 
     rank: int
@@ -269,8 +268,7 @@ def _connect(meeting: _Meeting, seats: Sequence[Seat], hosts: Hosts) -> Channel:
 
 
 def _secret(meeting: _Meeting) -> bytes:
-    """Return the secret of this group. Only processes that can read the store have it, so no other can pose as a
-    rank."""
+    """Return the secret of this group, which only processes with access to the store can read."""
     if meeting.m.rank == 0:
         meeting.set("secret", secrets.token_hex(16))
     return bytes.fromhex(meeting.get("secret", 0))
@@ -326,8 +324,7 @@ def _answer(meeting: _Meeting, listener: socket.socket, peers: Iterable[int], se
 
 
 def _check_user(connection: socket.socket) -> None:
-    """Refuse a peer of another user. An abstract socket name has no permissions, so the kernel is asked for the
-    user."""
+    """Refuse a peer of another user. An abstract socket has no permissions, so the kernel names the user."""
     if connection.family == socket.AF_UNIX:
         _, uid = peer_credentials(connection)
         if uid != os.geteuid():
