@@ -3,14 +3,12 @@
 import functools
 import json
 import shutil
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from batching import DEMO, requests
-from ranks import Ranks, run_ranks
+from ranks import Ranks, eventually, run_ranks
 from rungs import COMPILED
 
 from tilerank.parallel.channel import Channel
@@ -261,12 +259,3 @@ def test_a_rank_that_fails_ends_the_others(culprit: int) -> None:
         for rank in range(3):
             says = "ValueError: the culprit's own error" if rank == culprit else f"GroupError: rank {culprit}"
             assert says in eventually(functools.partial(ranks.output, rank), says)
-
-
-def eventually(output: Callable[[], str], text: str) -> str:
-    """What a process has said; the thread that reads it may be a moment behind its end."""
-    for _ in range(200):
-        if text in output():
-            break
-        time.sleep(0.01)
-    return output()

@@ -1,12 +1,12 @@
 """Starts the ranks of a multi-rank test.
 
-`run_ranks(3, "module:function", kwargs={...})` starts three processes which join a group over loopback and each call
-`function(team, **kwargs)`; what it returns (JSON) comes back per rank. The ranks are forked from a process that has
-imported torch and nothing else: what the module imports at its top is imported by every rank anew.
+`run_ranks(3, "module:function", kwargs={...})` starts three processes, which join a group over loopback and each call
+`function(team, **kwargs)`; their results (JSON) are returned by rank. The ranks are forked from a process that has
+imported torch and nothing else, so every rank imports the module anew.
 
-A test of faults takes `Ranks` itself, to kill and stop single ranks; `present` leaves ranks out, `namespaces` puts each
-rank in a network namespace, where `store` is the address on which rank 0 listens; `hosts` makes each rank believe that
-it is on the host of that name.
+Tests of failures use `Ranks` directly, to kill and stop single ranks. `present` leaves ranks out. `namespaces` puts
+each rank in a network namespace, where `store` is the address on which rank 0 listens. `hosts` gives each rank the name
+of a host, as if the ranks were on several.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ CLONE_NEWNET = 0x40000000
 
 
 class RankFailed(AssertionError):
-    """A rank ended otherwise than by returning its result."""
+    """A rank ended without returning its result."""
 
 
 class Ranks:
@@ -53,7 +53,7 @@ class Ranks:
     ) -> None:
         module, _, function = target.partition(":")
         environ = os.environ | {"GOMP_SPINCOUNT": "0", "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
-        # First what the environment names: `make test-amx` tests a core that is built aside.
+        # PYTHONPATH of the environment comes first: `make test-amx` tests another build of the core.
         support = str(Path(__file__).parent)
         environ["PYTHONPATH"] = os.pathsep.join(filter(None, [environ.get("PYTHONPATH", ""), support]))
         environ |= env or {}
@@ -100,7 +100,7 @@ class Ranks:
         self.processes[rank].send_signal(number)
 
     def wait_for(self, rank: int, line: str, timeout: float = 300.0) -> None:
-        """Until the rank has printed `line`."""
+        """Wait until the rank has printed `line`."""
         deadline = time.monotonic() + timeout
         while line.encode() + b"\n" not in self._output[rank]:
             if self.processes[rank].poll() is not None or time.monotonic() > deadline:
@@ -108,19 +108,19 @@ class Ranks:
             time.sleep(0.01)
 
     def wait(self, rank: int, timeout: float = 300.0) -> int:
-        """Exit status; negative signal number where it was killed."""
+        """Return the exit status, or the negated number of the signal that killed the rank."""
         return self.processes[rank].wait(timeout)
 
     def output(self, rank: int) -> str:
         return b"".join(self._output[rank]).decode(errors="replace")
 
     def results(self, timeout: float) -> list[Any]:
-        """What each rank returned. As soon as one fails the others are ended and its output is raised."""
+        """Return the results of all ranks. Once a rank fails, end the others and raise RankFailed with all output."""
         deadline = time.monotonic() + timeout
         while any(process.poll() is None for process in self.processes):
             failed = any(process.poll() for process in self.processes)
             if failed:
-                time.sleep(1.0)  # the others may have something to say about it
+                time.sleep(1.0)  # so that the others can report errors as well
             if failed or time.monotonic() > deadline:
                 break
             time.sleep(0.005)
@@ -132,14 +132,14 @@ class Ranks:
         return [json.loads(self._result_line(rank)) for rank in range(len(self.processes))]
 
     def result(self, rank: int, timeout: float = 300.0) -> Any:
-        """What one rank returned; the others may be dead or stopped."""
+        """Return the result of one rank; the others may be dead or stopped."""
         code = self.wait(rank, timeout)
         if code != 0:
             raise RankFailed(f"rank {rank} ended with {code}:\n{self.output(rank)}")
         return json.loads(self._result_line(rank))
 
     def _result_line(self, rank: int) -> str:
-        for _ in range(200):  # the reading thread may be a moment behind the exit
+        for _ in range(200):  # the reading thread may finish a moment after the process
             for line in reversed(self._output[rank]):
                 if line.startswith(b"result: "):
                     return line.decode().removeprefix("result: ")
@@ -194,9 +194,18 @@ def main(job: dict[str, Any]) -> None:
     finally:
         team.close()
     sys.stdout.flush()
-    with open(1, "wb", closefd=False) as out:  # buffered also where PYTHONUNBUFFERED is set: a long line stays whole
+    with open(1, "wb", closefd=False) as out:  # buffered even if PYTHONUNBUFFERED is set, so that a line is one write
         out.write(f"result: {json.dumps(result)}\n".encode())
 
 
 if __name__ == "__main__":
     main(json.loads(sys.argv[1]))
+
+
+def eventually(output: Callable[[], str], text: str) -> str:
+    """What a process has said; the thread that reads it may be a moment behind its end."""
+    for _ in range(200):
+        if text in output():
+            break
+        time.sleep(0.01)
+    return output()

@@ -1,0 +1,236 @@
+"""Requests wait in the HTTP process, and those of departed clients are withdrawn. Steps are counted, not seconds."""
+
+import asyncio
+import json
+import socket
+import threading
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+import torch
+from batching import DEMO
+from media_prompts import medium
+
+from tilerank.parallel.channel import Channel
+from tilerank.parallel.group import SingleGroup
+from tilerank.parallel.join import Team
+from tilerank.runtime.engine import Engine, Event, Request
+from tilerank.runtime.errors import RequestError
+from tilerank.runtime.params import SamplingParams
+from tilerank.runtime.prompt import Prompt
+from tilerank.runtime.server.client import EngineClient, RefusedError
+from tilerank.runtime.server.engine_loop import serve_connections
+from tilerank.runtime.server.line import CHOICE_TOKENS, MAX_BYTES, MAX_TOKENS, Line
+from tilerank.runtime.server.messages import Cancel, Submit, ToEngine, Token
+from tilerank.runtime.worker import Worker
+
+TEXT = json.loads((DEMO / "eval_tokens.json").read_text())["sequences"][3]
+LONG = TEXT[:200]
+
+
+def submit(number: int, tokens: int, choices: int = 1, nbytes: int = 0) -> Submit:
+    picture = medium(number, 1, 1)
+    media = [type(picture)("image", bytes(nbytes), picture.size, picture.grid)] if nbytes else []
+    return Submit(number, Prompt([1] * tokens, media), SamplingParams(), [0] * choices)
+
+
+def line() -> tuple[Line, list[ToEngine]]:
+    sent: list[ToEngine] = []
+    return Line(sent.append), sent
+
+
+def test_prompts_are_sent_while_the_engine_has_room() -> None:
+    """Two prompts fill it; the third is sent once the first has started, whatever follows it."""
+    queue, sent = line()
+    half = MAX_TOKENS // 2 - CHOICE_TOKENS
+    requests = [submit(i, half) for i in range(3)] + [submit(3, 1)]
+    for request in requests:
+        queue.add(request)
+    assert sent == requests[:2] and len(queue) == 2
+    queue.receive(0)
+    assert sent == requests[:3] and len(queue) == 1
+    queue.receive(0)  # its next token
+    assert len(queue) == 1
+    queue.receive(2)
+    assert sent == requests and len(queue) == 0
+
+
+def test_a_prompt_larger_than_all_room_is_sent_alone() -> None:
+    queue, sent = line()
+    requests = [submit(0, MAX_TOKENS * 3), submit(1, 1), submit(2, 1, nbytes=MAX_BYTES + 1), submit(3, 1, nbytes=1)]
+    for request in requests:
+        queue.add(request)
+        assert sent == requests[:1]
+    for i in range(3):
+        queue.receive(i)
+        assert sent == requests[: i + 2]
+
+
+def test_a_request_that_is_cancelled_in_line_is_never_sent() -> None:
+    queue, sent = line()
+    requests = [submit(0, MAX_TOKENS), submit(1, 5), submit(2, 5, choices=3), submit(5, 5)]
+    for request in requests:
+        queue.add(request)
+    queue.cancel(1)
+    queue.cancel(3)  # one choice of three
+    assert len(queue) == 4
+    queue.cancel(0)  # the engine has it, and answers
+    assert sent == [requests[0], Cancel(0)]
+    queue.receive(0)
+    assert sent == [requests[0], Cancel(0), requests[2], Cancel(3), requests[3]]
+
+
+class Served:
+    """An engine that serves the client over a socket, in a thread of its own. `gate`: steps wait while it is clear."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.client = EngineClient()
+        self.submitted: list[Request] = []
+        self.steps = 0
+        self.gate = threading.Event()
+        self.gate.set()
+        self.waits = threading.Event()  # a step waits at the gate
+        self._engine = engine
+
+    def run(self, work: Callable[["Served"], Awaitable[None]]) -> None:
+        async def all_of_it() -> None:
+            ours, theirs = socket.socketpair()
+            talking = asyncio.create_task(self.client.attach(0, ours))
+            thread = threading.Thread(target=serve_connections, args=(self._engine, [theirs], []))
+            thread.start()
+            await self.client.ready.wait()
+            try:
+                await work(self)
+            finally:
+                self.gate.set()
+                ours.shutdown(socket.SHUT_RDWR)
+                await talking
+                thread.join(60)
+
+        asyncio.run(asyncio.wait_for(all_of_it(), 100))
+
+    async def at_the_gate(self) -> None:
+        while not self.waits.is_set():
+            await asyncio.sleep(0.001)
+
+
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    team = Team(SingleGroup(), Channel(0, None, {}, 10.0))
+    return Engine(Worker(DEMO, team, dtype=torch.float32, context_length=256, max_total_tokens=8192))
+
+
+@pytest.fixture
+def served(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Served:
+    served = Served(engine)
+    step, take = engine.step, engine.submit
+
+    def gated() -> list[Event]:
+        if not served.gate.is_set():
+            served.waits.set()
+            assert served.gate.wait(60)
+        served.steps += 1
+        return step()
+
+    def counted(request: Request) -> int:
+        served.submitted.append(request)
+        return take(request)
+
+    monkeypatch.setattr(engine, "step", gated)
+    monkeypatch.setattr(engine, "submit", counted)
+    return served
+
+
+async def collect(tokens: AsyncGenerator[Token]) -> list[int]:
+    return [token.token_id async for token in tokens]
+
+
+def test_abandoned_requests_do_not_hold_the_engine(served: Served) -> None:
+    """150 clients come while a step runs, and leave before it ends. The next request has its answer at once."""
+
+    async def work(served: Served) -> None:
+        params = SamplingParams(max_new_tokens=20, ignore_eos=True)
+        served.gate.clear()
+        with served.client.submit(Prompt(LONG[:5]), params, [0]) as (first,):
+            await served.at_the_gate()
+            with ExitStack() as leaving:
+                for i in range(150):
+                    leaving.enter_context(served.client.submit(Prompt([i, *LONG]), params, [1, 2, 3]))
+                await asyncio.sleep(0.01)
+                state = served.client.state
+                assert state is not None and state.waiting > 300  # in line, where they cost nothing
+            one = SamplingParams(max_new_tokens=1, ignore_eos=True)
+            with served.client.submit(Prompt(LONG[:9]), one, [0]) as (last,):
+                await asyncio.sleep(0.01)
+                steps = served.steps
+                served.gate.set()
+                assert len(await collect(last)) == 1
+                assert served.steps - steps <= 3
+            assert len(await collect(first)) == 20
+        assert [len(request.prompt.token_ids) for request in served.submitted] == [5, 9]
+
+    served.run(work)
+
+
+def test_choices_share_a_prompt_and_differ_in_their_seeds(served: Served, engine: Engine) -> None:
+    params = SamplingParams(max_new_tokens=6, ignore_eos=True, temperature=1.0)
+    seeds = [3, 4, 5]
+
+    async def work(served: Served) -> None:
+        with served.client.submit(Prompt(LONG), params, seeds) as streams:
+            found = await asyncio.gather(*(collect(stream) for stream in streams))
+        assert len({id(request.prompt) for request in served.submitted}) == 1
+        assert [request.params.seed for request in served.submitted] == seeds
+        for answer, seed in zip(found, seeds, strict=True):
+            alone: Any = SamplingParams(max_new_tokens=6, ignore_eos=True, temperature=1.0, seed=seed)
+            assert answer == await collect(served.client.generate(Prompt(LONG), alone))
+        assert len(set(map(tuple, found))) == 3
+
+    served.run(work)
+
+
+def test_a_closed_choice_ends_alone(served: Served, engine: Engine) -> None:
+    async def work(served: Served) -> None:
+        params = SamplingParams(max_new_tokens=30, ignore_eos=True)
+        with served.client.submit(Prompt(LONG), params, [0, 1]) as (one, other):
+            assert await anext(one)
+            await one.aclose()
+            assert len(await collect(other)) == 30
+        assert engine._pool.free == engine._pool.total
+
+    served.run(work)
+
+
+def test_a_refused_request_leaves_the_line(served: Served) -> None:
+    async def work(served: Served) -> None:
+        for _ in range(50):
+            with served.client.submit(Prompt(LONG * 2), SamplingParams(), [0, 1]) as streams:
+                for stream in streams:
+                    with pytest.raises(RefusedError, match="400 tokens"):
+                        await anext(stream)
+        assert served.client.state is not None and served.client.state.waiting == 0
+
+    served.run(work)
+
+
+def test_media_of_many_socket_buffers_arrive_whole(
+    served: Served, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    picture = medium(1, 40, 40)  # 4.9 MB
+    found: list[Prompt] = []
+
+    def refuse(request: Request) -> int:
+        found.append(request.prompt)
+        raise RequestError("not today")
+
+    monkeypatch.setattr(engine, "submit", refuse)
+
+    async def work(served: Served) -> None:
+        with pytest.raises(RefusedError, match="not today"):
+            await anext(served.client.generate(Prompt([1], [picture]), SamplingParams()))
+
+    served.run(work)
+    assert found[0].media == [picture]
+    assert found[0].__dict__["digests"] == [picture.digest()]  # as it was sent, not computed again

@@ -1,0 +1,313 @@
+"""The engine with pictures and videos: inserts, shared pages and encodings, pieces of an encode, refusals."""
+
+import functools
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from batching import answers, forget, one_by_one
+from media_prompts import SMALL, VIDEO, ask, medium, mixed, prompt, text
+from ranks import Ranks, eventually, run_ranks
+from rungs import COMPILED
+from tiny import make_checkpoint
+
+from tilerank.parallel.channel import Channel
+from tilerank.parallel.group import SingleGroup
+from tilerank.parallel.join import Team
+from tilerank.runtime import engine as module
+from tilerank.runtime import media_encoding
+from tilerank.runtime.engine import Engine, Request
+from tilerank.runtime.errors import RequestError
+from tilerank.runtime.media_encoding import pieces_until
+from tilerank.runtime.prompt import Medium, Place, Prompt
+from tilerank.runtime.rank_messages import Encode, EncodeLayers, Frames, Message, StopEncode
+from tilerank.runtime.scheduler import next_chunk
+from tilerank.runtime.worker import Worker
+
+BITS = pytest.mark.skipif(not COMPILED, reason="in plain torch a row's bits depend on the batch")
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint("qwen3_vl", tmp_path_factory.mktemp("media"), layers=4)
+
+
+def start(checkpoint: Path, *, eager: bool = False, mm_cache_bytes: int = 1 << 30) -> Engine:
+    team = Team(SingleGroup(), Channel(0, None, {}, 10.0))
+    worker = Worker(checkpoint, team, dtype=torch.bfloat16, max_total_tokens=2048, eager=eager)
+    return Engine(worker, mm_cache_bytes)
+
+
+@pytest.fixture(scope="module")
+def shared(checkpoint: Path) -> Engine:
+    return start(checkpoint)
+
+
+@pytest.fixture
+def engine(shared: Engine) -> Iterator[Engine]:
+    """An engine that has no page of an earlier test. After the test, nothing may be held."""
+    forget(shared)
+    yield shared
+    assert shared._pool.free == shared._pool.total and not shared.busy
+    assert not [e for e in shared._encodings._encodings.values() if e.users or not e.ready]
+    assert shared._encoding._running is None
+
+
+def spy(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[Message]:
+    """What rank 0 sends from now on."""
+    sent: list[Message] = []
+    monkeypatch.setattr(engine.worker, "announce", sent.append)
+    return sent
+
+
+def encodes(sent: list[Message]) -> int:
+    return sum(isinstance(message, Encode) for message in sent)
+
+
+def score_in_chunks(engine: Engine, prompt: Prompt, cuts: list[int]) -> torch.Tensor:
+    sequence = engine._admissible("the text", Request(prompt), new_tokens=0)
+    engine._scheduler.start_alone(sequence)
+    while (encoding := engine._scheduler.next_encoding()) is not None:
+        engine._encoding.advance(encoding, alone=True)
+    parts = []
+    for stop in [*cuts, len(prompt.token_ids)]:
+        chunk = next_chunk(sequence, stop - sequence.cached, all_logits=True)
+        parts.append(engine._lead([chunk]).clone())
+    engine._scheduler.remove(sequence)
+    return torch.cat(parts)
+
+
+@BITS
+def test_a_prompt_cut_at_any_token_of_a_picture_gives_the_same_bits(engine: Engine) -> None:
+    for whole in (prompt(text(1, 3), SMALL, text(2, 4)), prompt(text(1, 2), VIDEO, text(2, 3))):
+        expected = engine.score(whole)
+        for cut in range(1, len(whole.token_ids)):
+            assert torch.equal(score_in_chunks(engine, whole, [cut]), expected), cut
+        assert torch.equal(score_in_chunks(engine, whole, list(range(1, len(whole.token_ids)))), expected)
+
+
+def test_a_picture_changes_what_follows_it(engine: Engine) -> None:
+    """Otherwise the tests here could not fail."""
+    one, other = (engine.score(prompt(text(1, 3), medium(seed, 2, 3), text(2, 4))) for seed in (1, 2))
+    assert torch.equal(one[:3], other[:3]) and not torch.equal(one[-1], other[-1])
+
+
+@BITS
+def test_a_mixed_batch_gives_the_bits_of_single_requests(engine: Engine) -> None:
+    alone = one_by_one(engine, mixed())
+    for rows in (module.PREFILL_CHUNK, 7):
+        forget(engine, chunk_rows=rows)
+        assert answers(engine, mixed()) == alone
+    assert answers(engine, mixed()) == alone  # from shared pages
+
+
+@BITS
+def test_a_recorded_step_gives_the_bits_of_an_eager_one(engine: Engine, checkpoint: Path) -> None:
+    assert answers(start(checkpoint, eager=True), mixed()) == answers(engine, mixed())
+
+
+@BITS
+def test_preempted_prompts_insert_their_pictures_again(engine: Engine) -> None:
+    requests = [ask(prompt(text(i, 4), medium(40 + i, 4, 6), text(9, 3)), 60) for i in range(4)]
+    expected = one_by_one(engine, requests)
+    forget(engine, pages=8)
+    assert answers(engine, requests) == expected
+    assert engine._scheduler.preemptions > 0
+    forget(engine)
+
+
+def test_the_same_picture_is_encoded_and_computed_once(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    picture, sent = medium(50, 6, 8), spy(engine, monkeypatch)  # 48 tokens
+    same = prompt(text(1, 20), picture, text(2, 10))
+    first = answers(engine, [ask(same)] * 3)
+    assert encodes(sent) == 1 and first[0] == first[1] == first[2]
+    before = engine._prompt_tokens
+    assert answers(engine, [ask(same)]) == first[:1]
+    assert engine._prompt_tokens - before == 78 - 64  # two whole pages are found
+    # The encoding is found by a prompt that shares no page.
+    answers(engine, [ask(prompt(text(3, 20), picture, text(2, 10)))])
+    assert encodes(sent) == 1
+    # Another picture behind the same tokens shares the page before it at most.
+    other = answers(engine, [ask(prompt(text(1, 20), medium(51, 6, 8), text(2, 10)))])
+    assert encodes(sent) == 2 and other != first[:1]
+    forget(engine)
+    assert answers(engine, [ask(prompt(text(1, 20), medium(51, 6, 8), text(2, 10)))]) == other
+
+
+def test_pages_that_cover_a_picture_need_no_encoding(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    covered = prompt(text(1, 4), medium(60, 4, 7), text(2, 20))  # the picture ends with the first page
+    first = answers(engine, [ask(covered)])
+    engine._encodings._encodings.clear()
+    engine._encodings._idle.clear()
+    sent = spy(engine, monkeypatch)
+    assert answers(engine, [ask(covered)]) == first
+    assert encodes(sent) == 0
+
+
+def test_others_get_a_token_in_every_step_of_an_encode(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pieces take longer than they may, so there is one a step: the first, 4 blocks and the merger."""
+    monkeypatch.setattr(media_encoding, "STALL_S", 0.0)
+    monkeypatch.setattr(media_encoding, "ALONE_S", 0.0)
+    sent = spy(engine, monkeypatch)
+    talks = engine.submit(ask(prompt(text(1, 8)), 40))
+    engine.step()
+    looks = engine.submit(ask(prompt(text(2, 3), medium(70, 3, 3), text(3, 2)), 1))
+    found = [[event.request for event in engine.step()] for _ in range(12)]
+    pieces = sum(message.count for message in sent if isinstance(message, EncodeLayers))
+    assert pieces == sum(isinstance(message, EncodeLayers) for message in sent) > 3
+    assert found[: pieces + 1] == [[talks]] * pieces + [[talks, looks]]
+    engine.cancel(talks)
+
+
+def test_an_idle_engine_encodes_in_few_messages(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(media_encoding, "ALONE_S", 1e3)
+    sent = spy(engine, monkeypatch)
+    answers(engine, [ask(prompt(text(2, 3), medium(71, 3, 3), text(3, 2)))])
+    counts = [message.count for message in sent if isinstance(message, EncodeLayers)]
+    assert len(counts) == 2 and counts[0] == 1
+
+
+def test_how_many_pieces_fit() -> None:
+    assert [pieces_until(0.05, seconds) for seconds in (0.002, 0.02, 0.04, 0.06)] == [25, 2, 1, 0]
+    assert pieces_until(-0.01, 0.02) == 0
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3, 4])
+def test_a_cancelled_encode_leaves_nothing(engine: Engine, monkeypatch: pytest.MonkeyPatch, steps: int) -> None:
+    monkeypatch.setattr(media_encoding, "ALONE_S", 0.0)
+    wanted = prompt(text(1, 3), medium(80, 3, 4), text(2, 2))
+    held, used = engine.worker._encodings, engine._encodings.used
+    sent = spy(engine, monkeypatch)
+    number = engine.submit(ask(wanted))
+    for _ in range(steps):
+        assert engine.step() == []
+    engine.cancel(number)
+    assert sum(isinstance(message, StopEncode) for message in sent) == (steps > 1)
+    assert held._pieces is None and not held._frames and held._medium is None
+    assert engine._encodings.used == used and engine._pool.free == engine._pool.total
+    # Another request needs the picture too: one of two is cancelled, and the encode goes on.
+    pair = [engine.submit(ask(wanted)), engine.submit(ask(prompt(text(5, 3), *wanted.media)))]
+    for _ in range(steps):
+        engine.step()
+    engine.cancel(pair[0])
+    events = [event for _ in range(40) for event in engine.step()]
+    assert [event.request for event in events] == [pair[1]] * 6
+    engine._encodings._encodings.clear()
+    engine._encodings._idle.clear()
+
+
+def test_frames_are_sent_in_parts(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    request = ask(prompt(text(1, 3), medium(90, 3, 4), text(2, 2)))
+    whole = answers(engine, [request])
+    forget(engine)
+    engine._encodings._encodings.clear()
+    engine._encodings._idle.clear()
+    monkeypatch.setattr(media_encoding, "PART_BYTES", 5000)
+    sent = spy(engine, monkeypatch)
+    assert answers(engine, [request]) == whole
+    parts = [message.frames for message in sent if isinstance(message, Frames)]
+    (first,) = (message.medium for message in sent if isinstance(message, Encode))
+    assert first.frames + b"".join(parts) == request.prompt.media[0].frames
+    assert max(map(len, parts)) == 5000
+
+
+def test_encodings_are_evicted_within_the_budget(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Room for two pictures of 6 tokens, of four levels of 128 bf16 numbers each."""
+    nbytes = 4 * 6 * 128 * 2
+    engine = start(checkpoint, mm_cache_bytes=2 * nbytes)
+    sent = spy(engine, monkeypatch)
+    held = engine.worker._encodings.tensors
+    pictures = [medium(seed, 2, 3) for seed in range(4)]
+
+    def look(*which: int) -> int:
+        before = encodes(sent)
+        forget(engine)
+        answers(engine, [ask(prompt(text(1, 3), *(pictures[i] for i in which), text(2, 2)))])
+        assert engine._encodings.used <= 2 * nbytes
+        return encodes(sent) - before
+
+    assert [look(0), look(1), look(0), look(2), look(0), look(1)] == [1, 1, 0, 1, 0, 1]
+    assert look(2, 3) == 2 and look(3, 2) == 0
+    assert len(held) == 2 and sum(tensor.nbytes for tensor in held.values()) == 2 * nbytes
+    # Several at once, which wait for each other's encodings.
+    forget(engine)
+    some = [ask(prompt(text(i, 3), pictures[i % 4], pictures[(i + 1) % 4], text(2, 2))) for i in range(5)]
+    alone = one_by_one(engine, some)
+    forget(engine)
+    assert answers(engine, some) == alone
+    with pytest.raises(RequestError, match=f"take {3 * nbytes} bytes, but the encoder cache has {2 * nbytes}"):
+        look(0, 1, 2)
+
+
+GOOD = prompt(text(1, 4), SMALL, text(2, 3))
+
+
+def changed(**changes: object) -> Prompt:
+    fields = {name: getattr(GOOD, name) for name in ("token_ids", "media", "places", "positions")}
+    return Prompt(**(fields | changes))  # type: ignore[arg-type]
+
+
+def reshaped(**changes: object) -> Prompt:
+    fields = {name: getattr(SMALL, name) for name in ("kind", "frames", "size", "grid")}
+    return changed(media=[Medium(**(fields | changes))])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("bad", "says"),
+    [
+        (changed(places=[]), r"medium 0: a grid of \(1, 4, 6\) has 6 tokens, found places for 0"),
+        (changed(places=[Place(4, 5, 0, 0)]), "has 6 tokens, found places for 5"),
+        (changed(places=[Place(4, 6, 1, 0)]), "place 0: expected one of 1 media, found medium 1"),
+        (changed(places=[Place(8, 6, 0, 0)]), "place 0: expected tokens .* within the prompt's 13, found 6 from 8 on"),
+        (changed(places=[Place(4, 3, 0, 0), Place(6, 3, 0, 3)]), "place 1: expected tokens after place 0"),
+        (changed(places=[Place(4, 3, 0, 0), Place(7, 3, 0, 2)]), "place 1: expected to go on with token 3 of medium 0"),
+        (changed(positions=[[1] * 13] * 2), r"expected 3 lists of 13 numbers, found lists of \[13, 13\]"),
+        (changed(positions=[[1] * 12] * 3), r"found lists of \[12, 12, 12\]"),
+        (changed(positions=[[0] * 12 + [1 << 40]] * 3), "positions: expected numbers from 0 to"),
+        (changed(positions=[[-1] + [0] * 12] * 3), "found -1"),
+        (reshaped(grid=(1, 4, 8)), r"a grid of \(1, 4, 8\) has 8 tokens, found places for 6"),
+        (reshaped(grid=(1, 0, 6)), "medium 0: expected a size and a grid of positive numbers"),
+        (reshaped(size=(1, 64, 95)), "medium 0: 1 frames of 95 x 64 have 18240 bytes, found 18432"),
+    ],
+)
+def test_refuses_prompts_that_do_not_fit_together(engine: Engine, bad: Prompt, says: str) -> None:
+    with pytest.raises(RequestError, match=says):
+        engine.submit(Request(bad))
+
+
+def test_positions_end_with_the_context(checkpoint: Path) -> None:
+    """A picture uses fewer positions than tokens, but a prompt may ask for more."""
+    engine = start(checkpoint)
+    limit = engine.card.context_length
+    far = changed(positions=[[0] * 12 + [limit - 3]] * 3)
+    assert len(answers(engine, [ask(far, 50)])[0]) == 2
+    with pytest.raises(RequestError, match="positions: expected numbers"):
+        engine.submit(Request(changed(positions=[[0] * 12 + [limit]] * 3)))
+
+
+def test_a_model_of_text_refuses_pictures() -> None:
+    from batching import DEMO
+
+    team = Team(SingleGroup(), Channel(0, None, {}, 10.0))
+    engine = Engine(Worker(DEMO, team, dtype=torch.float32, max_total_tokens=512))
+    with pytest.raises(RequestError, match="positions: expected none"):
+        engine.submit(Request(GOOD))
+    with pytest.raises(RequestError, match="the model takes text alone"):
+        engine.submit(Request(changed(positions=[])))
+
+
+@pytest.mark.skipif(not COMPILED, reason="in plain torch a row's bits depend on the batch")
+def test_ranks_encode_together(checkpoint: Path) -> None:
+    """Batches, cuts, evictions and cancelled encodes over three ranks, by the bits of single requests."""
+    assert run_ranks(3, "media_ranks:same_answers", kwargs={"model": str(checkpoint)}, timeout=300)[0] == []
+
+
+@pytest.mark.parametrize("culprit", [0, 2])
+def test_a_rank_that_fails_in_an_encode_ends_the_others(checkpoint: Path, culprit: int) -> None:
+    kwargs = {"model": str(checkpoint), "culprit": culprit}
+    with Ranks(3, "media_ranks:fails", kwargs=kwargs, timeout_s=600.0) as ranks:
+        assert all(ranks.wait(rank, timeout=300.0) != 0 for rank in range(3))
+        for rank in range(3):
+            says = "ValueError: the culprit's own error" if rank == culprit else f"GroupError: rank {culprit}"
+            assert says in eventually(functools.partial(ranks.output, rank), says)
