@@ -300,13 +300,13 @@ def test_a_model_of_text_refuses_pictures() -> None:
 @pytest.mark.skipif(not COMPILED, reason="in plain torch a row's bits depend on the batch")
 def test_ranks_encode_together(checkpoint: Path) -> None:
     """Batches, cuts, evictions and cancelled encodes over three ranks, by the bits of single requests."""
-    assert run_ranks(3, "media_ranks:same_answers", kwargs={"model": str(checkpoint)}, timeout=300)[0] == []
+    assert run_ranks(3, "media_prompts:same_answers", kwargs={"model": str(checkpoint)}, timeout=300)[0] == []
 
 
 @pytest.mark.parametrize("culprit", [0, 2])
 def test_a_rank_that_fails_in_an_encode_ends_the_others(checkpoint: Path, culprit: int) -> None:
     kwargs = {"model": str(checkpoint), "culprit": culprit}
-    with Ranks(3, "media_ranks:fails", kwargs=kwargs, timeout_s=600.0) as ranks:
+    with Ranks(3, "media_prompts:fails", kwargs=kwargs, timeout_s=600.0) as ranks:
         assert all(ranks.wait(rank, timeout=300.0) != 0 for rank in range(3))
         for rank in range(3):
             says = "ValueError: the culprit's own error" if rank == culprit else f"GroupError: rank {culprit}"
