@@ -13,7 +13,7 @@ namespace {
 
 constexpr size_t kMessageBytes = 512;
 
-// From memory of any alignment.
+// Copies a configuration from memory of any alignment.
 TileConfig read_config(const void* operand) {
   TileConfig config;
   std::memcpy(static_cast<void*>(&config), operand, sizeof(config));
@@ -39,7 +39,7 @@ int configure(const void* config, char* message) {
   return report(message, [&] { const Tiles tiles(read_config(config)); });
 }
 
-// C += A * B as tiles 0, 1 and 2 of the given shapes, their rows `stride` bytes apart in memory.
+// C += A * B as tiles 0, 1 and 2 of the given shapes, whose rows are `stride` bytes apart in memory.
 int multiply(const void* config, int int8, void* c, const void* a, const void* b, int64_t stride, char* message) {
   return report(message, [&] {
     const Tiles tiles(read_config(config));
@@ -55,7 +55,7 @@ int multiply(const void* config, int int8, void* c, const void* a, const void* b
   });
 }
 
-// Two products through blocks of 1,024 bytes: from zeros, then once more on top.
+// Adds the product twice, through blocks of 1,024 bytes: first to zeros, then to the result.
 int multiply_blocks(const void* config, void* c, const void* a, const void* b, char* message) {
   return report(message, [&] {
     const Tiles tiles(read_config(config));

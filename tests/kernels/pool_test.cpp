@@ -1,4 +1,4 @@
-// The pool under the thread sanitizer: one case by name, exit status 0 when it holds. See test_kernels_pool.py.
+// The pool under the thread sanitizer: runs one case by name; exit status 0 if it holds. See test_pool.py.
 #include <sched.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -30,7 +30,7 @@ Args args_of(int64_t* data, int64_t parameter = 0) {
   return args;
 }
 
-// Each thread fills its share, and after the barrier reads its neighbour's.
+// Each thread fills its share and, after the barrier, reads its neighbour's.
 void fill_then_read(const Args& args, Team& team) {
   int64_t* const data = args.tensor(0).as<int64_t>();
   const auto [begin, end] = team.share(kItems, 7);
@@ -43,7 +43,7 @@ void fill_then_read(const Args& args, Team& team) {
 }
 
 void increment(const Args& args, Team& team) {
-  // Reversed shares: an entry reads what another thread wrote in the entry before.
+  // Reversed shares: a call reads what another thread wrote in the call before.
   const Team mirrored(nullptr, team.count - 1 - team.index, team.count);
   const auto [begin, end] = mirrored.share(kItems);
   for (int64_t i = begin; i < end; ++i) ++args.tensor(0).as<int64_t>()[i];
@@ -194,7 +194,7 @@ int main(int, char** argv) {
   const std::string name = argv[1];
   const int threads = std::atoi(argv[2]);
   const bool spin = std::string(argv[3]) == "spin";
-  alarm(120);  // a lost wake-up ends here
+  alarm(120);  // a lost wake-up would otherwise hang
   if (name == "barriers")
     test_barriers(threads, spin);
   else if (name == "failures")

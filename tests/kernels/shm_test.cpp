@@ -1,5 +1,5 @@
-// Collectives in shared memory and recorded graphs under the thread sanitizer: one case by name, exit status 0 when it
-// holds. See test_kernels_shm.py. Ranks are threads here, which the sanitizer can watch; to the segment they are alike.
+// Collectives in shared memory and recorded graphs under the thread sanitizer: runs one case by name; exit status 0 if
+// it holds. See test_shm.py. Ranks are threads here, because the sanitizer watches a single process.
 #include <sys/mman.h>
 
 #include <atomic>
@@ -25,7 +25,7 @@ using namespace tilerank;
 
 namespace {
 
-constexpr size_t kSlot = 36 << 10;  // small, so that tensors pass in pieces, some of them cut over the ranks
+constexpr size_t kSlot = 36 << 10;  // small, so that tensors go in pieces, some of which are divided among the ranks
 constexpr int64_t kSizes[] = {1, 33, 1000, 5003, 40'009};
 
 struct Segment {
@@ -58,13 +58,13 @@ Tensor matrix_of(std::vector<float>& values, int64_t rows, int64_t columns) {
   return {values.data(), DType::f32, 2, {rows, columns}, {columns, 1}};
 }
 
-// One rank: its threads call what all ranks call, in the same order.
+// One rank, whose threads make the calls that all ranks make, in the same order.
 struct Rank {
   const Segment& segment;
   int rank;
   int64_t pauses, timeout_ms;
 
-  // On all of the rank's threads at once, as the pool would.
+  // Runs the kernel on all of the rank's threads at once, as the pool would.
   void call(const char* kernel, std::vector<Tensor> tensors, std::vector<int64_t> more = {}, double real = 0) const {
     Args args;
     tensors.push_back(segment.tensor());
@@ -94,7 +94,7 @@ void on_all_ranks(const Segment& segment, int64_t pauses, const std::function<vo
   for (std::thread& thread : threads) thread.join();
 }
 
-// Small whole numbers, whose sums are exact in any order and dtype.
+// Small integers, whose sums are exact in any order and dtype.
 float value(int rank, int64_t i, int round) { return static_cast<float>((i * 7 + rank * 3 + round) % 11); }
 
 void sums(const Rank& self, int round) {
@@ -120,7 +120,7 @@ void sums(const Rank& self, int round) {
   }
 }
 
-// The second time on what the first one left of the residual.
+// The second norm continues with the residual that the first one left.
 void norms(const Rank& self, int round) {
   const int64_t rows = 45, width = 500, n = rows * width;
   std::vector<float> residual(n), weight(width, 2.0f), x(n), out(n), total(n);
@@ -155,7 +155,7 @@ void moves(const Rank& self, int round) {
     self.call("shm_broadcast", {vector_of(x, DType::u8)}, {root});
     for (int64_t i = 0; i < n; ++i) EXPECT(x[i] == value(root, i, round));
   }
-  // Rank r has r columns less than there is room for.
+  // Rank r has r columns less than the room for them.
   const int64_t rows = 3, width = 1201;
   std::vector<float> part(rows * width);
   std::vector<int64_t> starts{0};
@@ -177,7 +177,7 @@ void collectives(int ranks, int lanes, int64_t pauses) {
   const Segment segment(ranks, lanes);
   on_all_ranks(segment, pauses, [](const Rank& self) {
     for (int round = 0; round < 4; ++round) {
-      // Ranks get out of step: nobody may overwrite what another has not read.
+      // Ranks get out of step: no rank may overwrite what another has not read yet.
       if ((round + self.rank) % 3 == 0) std::this_thread::sleep_for(std::chrono::milliseconds(2));
       sums(self, round);
       norms(self, round);
@@ -186,7 +186,7 @@ void collectives(int ranks, int lanes, int64_t pauses) {
   });
 }
 
-// A rank stays away: the others find out after their deadline, or when somebody tells them.
+// A rank stays away: the others fail after their deadline, or as soon as the group is marked as broken.
 void lost(int ranks, int64_t pauses, bool told) {
   const Segment segment(ranks, 1);
   std::atomic<int> failures{0};
@@ -203,7 +203,7 @@ void lost(int ranks, int64_t pauses, bool told) {
       hasty.call("shm_all_reduce", {vector_of(x, DType::f32)});
     } catch (const Error& error) {
       const std::string said = "rank " + std::to_string(ranks - 1) + " of this host is lost";
-      // Those that wait for one that waits itself may blame it: parallel/watch.py corrects that.
+      // A rank that waits for a waiting rank may blame that one; parallel/watch.py corrects this.
       EXPECT(!told || std::strstr(error.what(), said.c_str()));
       ++failures;
     }
@@ -213,7 +213,7 @@ void lost(int ranks, int64_t pauses, bool told) {
 }
 
 void add_one(const Args& args, Team& team) {
-  // Reversed shares: a launch reads what another thread wrote in the one before.
+  // Reversed shares: a launch reads what another thread wrote in the launch before.
   const Tensor& x = args.tensor(0);
   const Team mirrored(nullptr, team.count - 1 - team.index, team.count);
   const auto [begin, end] = (args.integer(0) % 2 ? mirrored : team).share(x.size[0]);
@@ -224,7 +224,7 @@ void refuse(const Args& args, Team& team) {
   if (*args.tensor(0).as<int64_t>() < 0 && team.index == team.count - 1) throw Error("negative");
 }
 
-// Many launches, run whole, in parts and watched; a launch that fails ends a run, and the next works.
+// Many launches, replayed as a whole, in parts and with profiling. A launch that fails ends a run; the next run works.
 void graphs(int threads, bool spin) {
   register_kernel("add_one", Isa::avx2, add_one);
   register_kernel("refuse", Isa::avx2, refuse);
