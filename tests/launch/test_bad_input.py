@@ -160,8 +160,8 @@ def test_no_model() -> None:
 @pytest.mark.parametrize(
     ("line", "sentence"),
     [
-        ('{"prompt": "a", "prompt_token_ids": [1]}', 'expected either "prompt" or "prompt_token_ids"'),
-        ("{}", 'expected either "prompt" or "prompt_token_ids"'),
+        ('{"prompt": "a", "prompt_token_ids": [1]}', 'expected either "prompt", "prompt_token_ids" or "messages"'),
+        ("{}", 'expected either "prompt", "prompt_token_ids" or "messages"'),
         ('{"prompt": 3}', r".*Expected `str.*\$\.prompt.*"),
         ('{"prompt_token_ids": [1, "a"]}', r".*Expected `int`.*\$\.prompt_token_ids.*"),
         ('{"prompt_token_ids": [1, 4096]}', "token id 4096 is not in the vocabulary of 4096"),
@@ -191,7 +191,7 @@ def test_prompt_file_of_another_encoding(tmp_path: Path) -> None:
 def test_a_mark_before_utf8_means_nothing(tmp_path: Path) -> None:
     file = tmp_path / "prompts.jsonl"
     file.write_bytes(b'\xef\xbb\xbf{"prompt_token_ids": [1, 2]}\n')
-    (prompt,) = read_prompts(argparse.Namespace(prompt=[], prompt_file=file, chat=False))
+    (prompt,) = read_prompts(argparse.Namespace(prompt=[], prompt_file=file, chat=False, media=[]))
     assert (prompt.name, prompt.token_ids) == (f"{file} line 1", (1, 2))
 
 

@@ -71,7 +71,7 @@ def _convert(part: Any, sources: list[Source]) -> dict[str, Any]:
     kind = part.get("type") if isinstance(part, Mapping) else None
     if kind in ("text", "input_text") and isinstance(part.get("text"), str):
         return {"type": "text", "text": part["text"]}
-    if kind not in _PARTS:
+    if not isinstance(kind, str) or kind not in _PARTS:
         expected = ", ".join(["text", *_PARTS])
         raise MediaError(f"expected a part of type {expected}, found {show(part if kind is None else kind)}")
     medium, keys = _PARTS[kind]

@@ -164,9 +164,7 @@ def _area(fields: Fields, *, old_keys: bool) -> Area:
         else:
             bounds.append(size.integer(key, 1, _MAX_AREA))
     if bounds[0] > bounds[1]:
-        raise ConfigError(
-            f"{fields.path}: expected a least area of at most the largest, {bounds[1]}, found {bounds[0]}"
-        )
+        raise ConfigError(f"{fields.path}: size: expected at most {bounds[1]} as the least area, found {bounds[0]}")
     return Area(*bounds)
 
 
