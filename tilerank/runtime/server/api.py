@@ -139,7 +139,8 @@ class MediaPart(_Body):
 
 
 def _part_tag(part: Any) -> str:
-    return "text" if isinstance(part, dict) and part.get("type") == "text" else "media"
+    kind = part.get("type") if isinstance(part, dict) else getattr(part, "type", None)
+    return "text" if kind == "text" else "media"
 
 
 Part = Annotated[
