@@ -270,8 +270,7 @@ class GlooGroup(PairwiseGroup):
             raise self._lost(current, doing, error) from error
 
     def _lost(self, peer: int, doing: str, error: RuntimeError) -> GroupError:
-        """gloo reports a closed connection and a timeout by its text alone. The watch has recorded who was lost
-        first."""
+        """Return the error. gloo distinguishes a timeout only by its text; the watch has the first lost rank."""
         if "Timed out" in str(error):
             self._stuck(peer)
         elif not self._watch.await_failure():

@@ -1,4 +1,4 @@
-"""The part of a model that one rank holds: how dimensions are cut, in which formats, and who takes part in sums."""
+"""The part of a model that one rank holds: how dimensions are cut, in which formats, and which ranks sum."""
 
 from __future__ import annotations
 

@@ -1,11 +1,10 @@
-"""Failure detection: every rank learns that another one has died or stands still, whatever it is blocked in.
+"""Failure detection: every rank notices that another rank has died or is stuck, whatever it is blocked in itself.
 
 Every link of the channel has a second socket, which carries heartbeats and failure reports. One thread per rank polls
-these sockets. End of file on one means that the process at the other end has ended, because the kernel closes the
-socket whatever killed the process. A neighbour without a heartbeat for `timeout_s` is stuck: stopped by SIGSTOP or a
-debugger, or starved. Its main thread may be idle or busy for any time, since heartbeats come from a thread of their
-own. A rank reports a failure over its other links, so that all ranks blame the same one, and `on_failure` callbacks
-wake the main thread.
+these sockets. End of file on one means that the process at the other end has ended: the kernel closes the socket,
+whatever killed the process. A neighbour without a heartbeat for `timeout_s` is stuck: stopped by SIGSTOP or a debugger,
+or starved. Heartbeats come from a separate thread, so the main thread may be idle or busy for any time. A rank reports
+a failure over its other links, so that all ranks blame the same one, and `on_failure` callbacks wake the main thread.
 """
 
 import contextlib
