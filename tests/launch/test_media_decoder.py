@@ -2,6 +2,7 @@
 
 import io
 import os
+import random
 import signal
 import struct
 import time
@@ -211,6 +212,31 @@ def test_playlists_open_no_other_file(playlist: str, decoder: MediaDecoder, tmp_
     before = path.stat().st_atime_ns
     assert "cannot be decoded" in refusal(decoder, "video", playlist.format(path).encode())
     assert path.stat().st_atime_ns == before
+
+
+def test_names_that_are_not_utf8(decoder: MediaDecoder) -> None:
+    data = video(5, form="matroska")
+    at = data.index(b"Lavf")
+    assert decode(decoder, "video", data[:at] + b"\xe4" + data[at + 1 :]).size[0] == 5
+
+
+def test_damaged_files_end_no_process(decoder: MediaDecoder) -> None:
+    """Each is decoded or refused; a process that ends would be refused with another sentence."""
+    draw = random.Random(1)
+    files = [("image", encoded(picture(60, 50), form)) for form in ("PNG", "JPEG", "GIF", "WEBP", "TIFF", "JPEG2000")]
+    files += [("video", video(20, form=form)) for form in ("mp4", "matroska", "webm", "avi")]
+    decoded = 0
+    for _ in range(300):
+        kind, data = draw.choice(files)
+        damaged = bytearray(data)
+        for _ in range(draw.randint(1, 12)):
+            damaged[draw.randrange(min(len(data), draw.choice([64, 512, len(data)])))] = draw.randrange(256)
+        try:
+            decode(decoder, kind, bytes(damaged))
+            decoded += 1
+        except MediaError as failure:
+            assert "the process that decodes" not in str(failure)
+    assert 0 < decoded < 300
 
 
 # ---- the process

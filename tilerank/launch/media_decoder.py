@@ -67,7 +67,7 @@ class _Process:
         # A terminal sends these signals to this process, too, which ends when its socket is closed.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
         try:
-            command = [sys.executable, "-P", "-m", "tilerank.runtime.media.decode_process"]
+            command = [sys.executable, "-P", "-W", "ignore", "-m", "tilerank.runtime.media.decode_process"]
             self._process = subprocess.Popen(command, stdin=theirs.fileno(), stdout=subprocess.DEVNULL)
         except BaseException:
             ours.close()

@@ -77,10 +77,14 @@ def _open(data: bytes, pixels: int) -> Iterator[tuple["InputContainer", "VideoSt
     # No file or URL is opened besides the data.
     options = {"format_whitelist": FORMATS, "protocol_whitelist": "none"}
     try:
-        with av.open(io.BytesIO(data), "r", options=options) as container:
+        with av.open(io.BytesIO(data), "r", options=options, metadata_errors="ignore") as container:
             if not container.streams.video:
                 raise MediaError(f"expected a video, found a file of format {container.format.name} without one")
             stream = container.streams.video[0]
+            if stream.codec_context is None:
+                raise MediaError(
+                    f"the video cannot be decoded: no decoder, found a file of format {container.format.name}"
+                )
             if not 1 <= stream.width * stream.height <= pixels:
                 raise MediaError(
                     f"expected a video of 1 to {pixels} pixels a frame, found {stream.width} x {stream.height}"
@@ -88,8 +92,12 @@ def _open(data: bytes, pixels: int) -> Iterator[tuple["InputContainer", "VideoSt
             stream.codec_context.options = {"max_pixels": str(pixels)}
             stream.codec_context.thread_count = _THREADS
             yield container, stream
+    except (MediaError, ShorterVideo, MemoryError):
+        raise
     except av.EOFError:
         raise MediaError("expected a video with frames, found none") from None
     except av.FFmpegError as failure:
         begin = f"{len(data)} bytes that begin with {data[:12]!r}" if data else "an empty file"
         raise MediaError(f"the video cannot be decoded: {failure.strerror}; found {begin}") from failure
+    except Exception as failure:
+        raise MediaError(f"the video is damaged: {failure}") from failure
