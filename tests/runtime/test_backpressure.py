@@ -20,6 +20,7 @@ from tilerank.runtime.engine import Engine, Event, Request
 from tilerank.runtime.errors import RequestError
 from tilerank.runtime.params import SamplingParams
 from tilerank.runtime.prompt import Prompt
+from tilerank.runtime.server import line as line_module
 from tilerank.runtime.server.client import EngineClient, RefusedError
 from tilerank.runtime.server.engine_loop import serve_connections
 from tilerank.runtime.server.line import CHOICE_TOKENS, MAX_BYTES, MAX_TOKENS, Line
@@ -49,23 +50,38 @@ def test_prompts_are_sent_while_the_engine_has_room() -> None:
     for request in requests:
         queue.add(request)
     assert sent == requests[:2] and len(queue) == 2
-    queue.receive(0)
+    queue.receive(0, last=False)
     assert sent == requests[:3] and len(queue) == 1
-    queue.receive(0)  # its next token
+    queue.receive(0, last=False)  # its next token
     assert len(queue) == 1
-    queue.receive(2)
+    queue.receive(2, last=True)
     assert sent == requests and len(queue) == 0
 
 
 def test_a_prompt_larger_than_all_room_is_sent_alone() -> None:
     queue, sent = line()
-    requests = [submit(0, MAX_TOKENS * 3), submit(1, 1), submit(2, 1, nbytes=MAX_BYTES + 1), submit(3, 1, nbytes=1)]
+    sizes = [(MAX_TOKENS * 3, 0), (1, 1), (1, MAX_BYTES), (1, 1)]
+    requests = [submit(i, tokens, nbytes=nbytes) for i, (tokens, nbytes) in enumerate(sizes)]
     for request in requests:
         queue.add(request)
         assert sent == requests[:1]
     for i in range(3):
-        queue.receive(i)
+        queue.receive(i, last=False)
         assert sent == requests[: i + 2]
+
+
+def test_media_that_the_engine_holds_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are held until the last choice of a request has ended; text passes."""
+    monkeypatch.setattr(line_module, "MAX_HELD", 10)
+    queue, sent = line()
+    first, large, small, text = submit(0, 1, 2, nbytes=6), submit(2, 1, nbytes=5), submit(3, 1, nbytes=1), submit(4, 1)
+    for request in (first, large, small, text):
+        queue.add(request)
+    for number, last in ((0, False), (1, False), (0, True), (4, True), (1, False)):
+        queue.receive(number, last=last)
+        assert sent == [first, text]
+    queue.receive(1, last=True)
+    assert sent == [first, text, large, small]
 
 
 def test_a_request_that_is_cancelled_in_line_is_never_sent() -> None:
@@ -78,7 +94,7 @@ def test_a_request_that_is_cancelled_in_line_is_never_sent() -> None:
     assert len(queue) == 4
     queue.cancel(0)  # the engine has it, and answers
     assert sent == [requests[0], Cancel(0)]
-    queue.receive(0)
+    queue.receive(0, last=True)
     assert sent == [requests[0], Cancel(0), requests[2], Cancel(3), requests[3]]
 
 

@@ -1,22 +1,38 @@
-"""The scheduler and the page pool under random schedules, with a model of the cache that checks each step."""
+"""The scheduler, pages and encodings under random schedules, with a model of the caches that checks each step."""
+
+from collections import Counter
 
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from tilerank.kernels.kv_pages import PAGE_TOKENS
-from tilerank.runtime.encodings import EncoderCache
+from tilerank.runtime.encodings import EncoderCache, Wanted
 from tilerank.runtime.pages import Page, PagePool
-from tilerank.runtime.prompt import Prompt
+from tilerank.runtime.prompt import Medium, Place, Prompt
+from tilerank.runtime.rank_messages import Chunk
 from tilerank.runtime.sampling import SamplingParams
 from tilerank.runtime.scheduler import Scheduler, Sequence
 
-BLOCKS, MAX_RUNNING, CHUNK = 12, 4, 80
+BLOCKS, MAX_RUNNING, CHUNK, BUDGET = 12, 4, 80, 3
 COMMON = st.sampled_from((0, 20, PAGE_TOKENS, PAGE_TOKENS + 3, 2 * PAGE_TOKENS, 3 * PAGE_TOKENS))
 
 
 def new_sequence(prompt: list[int], new_tokens: int, request: int = 0) -> Sequence:
     return Sequence(request, SamplingParams(max_new_tokens=new_tokens), Prompt(prompt))
+
+
+def with_picture(before: list[int], kind: int, tokens: int, after: list[int]) -> tuple[Prompt, list[Wanted]]:
+    """A prompt with picture number `kind` twice, the second time cut in two places."""
+    medium, digest = Medium("image", b"", (1, 1, 1), (1, 1, 1)), bytes([kind] * 16)
+    places = [Place(len(before), tokens, 0, 0), Place(len(before) + tokens + 1, 1, 1, 0)]
+    if tokens > 1:
+        places.append(Place(places[1].start + 1, tokens - 1, 1, 1))
+    token_ids = [*before, *[9] * tokens, 8, *[9] * tokens, *after]
+    positions = [[1000 * axis + 2 * i for i in range(len(token_ids))] for axis in range(3)]
+    prompt = Prompt(token_ids, [medium, medium], places, positions)
+    prompt.digests = [digest, digest]
+    return prompt, [Wanted(digest, medium, 1 + kind % 2)] * 2
 
 
 def tree(pool: PagePool) -> list[Page]:
@@ -34,13 +50,18 @@ class FakeGrammarMask:
 
 
 class Schedules(RuleBasedStateMachine):
-    """Sequences arrive, run, end and are cancelled in any order. `memory`: the content of a real cache."""
+    """Sequences arrive, run, end and are cancelled in any order.
+
+    memory: the content of a real cache. held: the digests of the encodings on a rank, by number.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.pool = PagePool(BLOCKS)
-        self.scheduler = Scheduler(self.pool, EncoderCache(0), max_running=MAX_RUNNING, chunk_rows=CHUNK)
-        self.memory: dict[int, tuple[int, ...]] = {}  # slot -> all tokens up to the one whose keys are in it
+        self.encodings = EncoderCache(BUDGET)
+        self.scheduler = Scheduler(self.pool, self.encodings, max_running=MAX_RUNNING, chunk_rows=CHUNK)
+        self.memory: dict[int, tuple[int, ...]] = {}  # slot -> all prompt keys up to the one whose values are in it
+        self.held: dict[int, bytes] = {}
         self.tables: dict[int, list[int]] = {}  # as another rank holds them
         self.alive: list[Sequence] = []
         self.requests = 0
@@ -52,10 +73,16 @@ class Schedules(RuleBasedStateMachine):
         own=st.integers(1, 4) | st.integers(1, 40),
         new=st.integers(1, 80),
         constrained=st.booleans(),
+        picture=st.none() | st.tuples(st.integers(0, 2), st.integers(1, 40)),
     )
-    def add(self, begin: int, common: int, own: int, new: int, constrained: bool) -> None:
-        prompt = [begin] * common + [2 + self.requests % 3] * own
-        sequence = new_sequence(prompt, new, self.requests)
+    def add(
+        self, begin: int, common: int, own: int, new: int, constrained: bool, picture: tuple[int, int] | None
+    ) -> None:
+        start, end = [begin] * common, [2 + self.requests % 3] * own
+        sequence = new_sequence(start + end, new, self.requests)
+        if picture is not None:
+            prompt, media = with_picture(start, *picture, end)
+            sequence = Sequence(self.requests, SamplingParams(max_new_tokens=new), prompt, media)
         self.requests += 1
         if constrained:
             sequence.grammar_mask = FakeGrammarMask()  # type: ignore[assignment]
@@ -78,16 +105,31 @@ class Schedules(RuleBasedStateMachine):
             sequence.grammar_mask.ready = ready
 
     @precondition(lambda self: self.alive)
-    @rule(token=st.integers(0, 4), steps=st.integers(1, 40))
-    def run(self, token: int, steps: int) -> None:
+    @rule(token=st.integers(0, 4), steps=st.integers(1, 40), encodes=st.booleans())
+    def run(self, token: int, steps: int, encodes: bool) -> None:
         for _ in range(steps if self.alive else 0):
+            if encodes:
+                self.encode()
             self.step(token)
             if not self.alive:
                 break
 
+    def encode(self) -> None:
+        encoding = self.scheduler.next_encoding()
+        if encoding is not None:
+            for number in self.encodings.forgotten:
+                del self.held[number]
+            self.encodings.forgotten.clear()
+            encoding.medium = None
+            self.held[encoding.number] = encoding.digest
+
     def step(self, token: int) -> None:
         scheduled = self.scheduler.schedule()
-        assert scheduled or not all(sequence.ready for sequence in self.alive), "a sequence waits, and nothing runs"
+        waits = self.scheduler.next_encoding() is not None or not all(sequence.ready for sequence in self.alive)
+        assert scheduled or waits, "a sequence waits, and nothing runs"
+        for number in self.encodings.forgotten:
+            del self.held[number]
+        self.encodings.forgotten.clear()
         for number in self.scheduler.finished:
             self.tables.pop(number, None)  # it may end before its first step, which waits for its mask
         self.scheduler.finished.clear()
@@ -96,6 +138,7 @@ class Schedules(RuleBasedStateMachine):
         for sequence, chunk in scheduled:
             table = self.tables.setdefault(chunk.sequence, [])
             table += chunk.new_pages
+            self.check_media(sequence, chunk)
             self.write(sequence, chunk.start, chunk.token_ids, table, written)
         self.scheduler.publish(scheduled)
         for sequence, chunk in scheduled:
@@ -106,18 +149,37 @@ class Schedules(RuleBasedStateMachine):
                     self.scheduler.remove(sequence)
                     self.alive.remove(sequence)
 
+    def check_media(self, sequence: Sequence, chunk: Chunk) -> None:
+        """Every placeholder, and nothing else, takes its token of its medium. Positions are the prompt's and go on."""
+        prompt, inserted = sequence.prompt, {}
+        for insert in chunk.inserts:
+            for i in range(insert.count):
+                inserted[chunk.start + insert.row + i] = self.held[insert.encoding], insert.first + i
+        span = range(chunk.start, chunk.start + len(chunk.token_ids))
+        assert inserted == {
+            place.start + i: (prompt.digests[place.medium], place.first + i)
+            for place in prompt.places
+            for i in range(place.count)
+            if place.start + i in span
+        }
+        for axis in range(3):
+            whole = (prompt.positions or [range(sequence.prompt_len)] * 3)[axis]
+            expected = [whole[i] if i < sequence.prompt_len else i + prompt.shift for i in span]
+            shifted = [i + chunk.shift for i in span]
+            assert (chunk.positions[axis] if chunk.positions else shifted) == expected
+
     def write(self, sequence: Sequence, start: int, token_ids: list[int], table: list[int], written: set[int]) -> None:
         def slot(position: int) -> int:
             return table[position // PAGE_TOKENS] * PAGE_TOKENS + position % PAGE_TOKENS
 
-        tokens = sequence.tokens
-        assert token_ids == tokens[start : start + len(token_ids)] and token_ids
+        keys = sequence.keys
+        assert token_ids == sequence.tokens[start : start + len(token_ids)] and token_ids
         for position in range(start):
-            assert self.memory[slot(position)] == tuple(tokens[: position + 1]), "another sequence's keys"
+            assert self.memory[slot(position)] == tuple(keys[: position + 1]), "another sequence's values"
         for position in range(start, start + len(token_ids)):
             assert slot(position) not in written, "two sequences write the same slot in one step"
             written.add(slot(position))
-            self.memory[slot(position)] = tuple(tokens[: position + 1])
+            self.memory[slot(position)] = tuple(keys[: position + 1])
 
     @invariant()
     def every_page_is_in_one_place(self) -> None:
@@ -133,16 +195,32 @@ class Schedules(RuleBasedStateMachine):
         assert pool.free == len(pool._empty) + sum(not page.users for page in pages)
 
     @invariant()
+    def encodings_are_held_for_those_who_need_them(self) -> None:
+        cache, running = self.encodings, self.scheduler.running
+        assert cache.used <= BUDGET
+        known = {encoding.number for encoding in cache._encodings.values() if encoding.ready}
+        assert known == self.held.keys() - set(cache.forgotten)
+        users = Counter(encoding for sequence in running for encoding in sequence.encodings.values())
+        for digest, encoding in cache._encodings.items():
+            assert encoding.users == users.pop(encoding, 0)
+            assert (digest in cache._idle) == (not encoding.users) and (encoding.users or encoding.ready)
+        assert not users
+
+    @invariant()
     def arrival_is_kept(self) -> None:
-        order = [sequence.request for sequence in [*self.scheduler.running, *self.scheduler.waiting]]
-        assert order == sorted(order)
-        assert sorted(order) == sorted(sequence.request for sequence in self.alive)
+        """Among those that run, and among those that wait; only a sequence that waits for an encoding is overtaken."""
+        running, waiting = ([s.request for s in part] for part in (self.scheduler.running, self.scheduler.waiting))
+        assert running == sorted(running) and waiting == sorted(waiting)
+        assert sorted(running + waiting) == sorted(sequence.request for sequence in self.alive)
+        if not any(sequence.prompt.media for sequence in self.alive):
+            assert running + waiting == sorted(running + waiting)
         assert len(self.scheduler.running) <= MAX_RUNNING
 
     def teardown(self) -> None:
         for sequence in self.alive:
             sequence.grammar_mask = None
         while self.alive:
+            self.encode()
             self.step(0)
         assert self.pool.free == BLOCKS
 

@@ -77,12 +77,20 @@ class Wanted:
 
 @dataclass(eq=False)
 class Encoding:
-    """An encoding that is computed or will be. users: sequences that still have to insert tokens of it."""
+    """An encoding that is computed or will be.
+
+    medium: None once it is computed. users: how many sequences still have to insert tokens of it.
+    """
 
     number: int
-    wanted: Wanted
+    digest: bytes
+    nbytes: int
+    medium: Medium | None
     users: int = 0
-    ready: bool = False
+
+    @property
+    def ready(self) -> bool:
+        return self.medium is None
 
 
 class EncoderCache:
@@ -101,7 +109,7 @@ class EncoderCache:
     @property
     def used(self) -> int:
         """Bytes of all encodings, those included that are not computed yet."""
-        return _nbytes(encoding.wanted for encoding in self._encodings.values())
+        return _nbytes(self._encodings.values())
 
     def check_fits(self, media: Sequence[Wanted]) -> None:
         """Raise RequestError if the encodings of these media do not fit in the budget together."""
@@ -118,20 +126,20 @@ class EncoderCache:
         new = [wanted for digest, wanted in by_digest.items() if digest not in self._encodings]
         free = self.budget - self.used
         evictable = [encoding for digest, encoding in self._idle.items() if digest not in by_digest]
-        if _nbytes(new) > free + _nbytes(encoding.wanted for encoding in evictable):
+        if _nbytes(new) > free + _nbytes(evictable):
             return None
         for encoding in evictable:
             if _nbytes(new) <= free:
                 break
-            free += encoding.wanted.nbytes
+            free += encoding.nbytes
             self._drop(encoding)
             self.forgotten.append(encoding.number)
         for wanted in new:
-            self._encodings[wanted.digest] = Encoding(next(self._numbers), wanted)
+            self._encodings[wanted.digest] = Encoding(next(self._numbers), wanted.digest, wanted.nbytes, wanted.medium)
         pinned = [self._encodings[wanted.digest] for wanted in media]
         for encoding in pinned:
             encoding.users += 1
-            self._idle.pop(encoding.wanted.digest, None)
+            self._idle.pop(encoding.digest, None)
         return pinned
 
     def release(self, encoding: Encoding) -> None:
@@ -140,14 +148,14 @@ class EncoderCache:
         if encoding.users:
             return
         if encoding.ready:
-            self._idle[encoding.wanted.digest] = encoding
+            self._idle[encoding.digest] = encoding
         else:
             self._drop(encoding)
 
     def _drop(self, encoding: Encoding) -> None:
-        del self._encodings[encoding.wanted.digest]
-        self._idle.pop(encoding.wanted.digest, None)
+        del self._encodings[encoding.digest]
+        self._idle.pop(encoding.digest, None)
 
 
-def _nbytes(media: Iterable[Wanted]) -> int:
-    return sum(wanted.nbytes for wanted in media)
+def _nbytes(parts: Iterable[Wanted | Encoding]) -> int:
+    return sum(part.nbytes for part in parts)

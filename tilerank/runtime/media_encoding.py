@@ -22,7 +22,7 @@ class MediaEncoding:
         self._worker = worker
         self._cache = cache
         self._running: Encoding | None = None
-        self._sent = 0  # bytes of its frames
+        self._unsent = memoryview(b"")  # the rest of its frames
         self._piece_s = 0.0  # the longest of its pieces so far; 0 before the first
 
     def advance(self, following: Encoding | None, *, alone: bool) -> None:
@@ -33,11 +33,10 @@ class MediaEncoding:
             if following is None:
                 return
             self._start(following)
-        frames = self._running.wanted.medium.frames if self._running else b""
-        while self._sent < len(frames):
+        while self._unsent:
             if time.perf_counter() >= end:
                 return
-            self._prepare(Frames(self._next_part(frames)))
+            self._prepare(Frames(self._next_part()))
         count = 1
         while self._running is not None and count:
             self._encode_layers(count)
@@ -46,20 +45,23 @@ class MediaEncoding:
     def stop_if_unused(self) -> None:
         """Stop the encode that runs if no sequence needs it any more."""
         if self._running is not None and not self._running.users:
-            self._running = None
+            self._end()
             self._prepare(StopEncode())
 
     def _start(self, encoding: Encoding) -> None:
-        self._running, self._sent, self._piece_s = encoding, 0, 0.0
-        medium = encoding.wanted.medium
-        first = Medium(medium.kind, self._next_part(medium.frames), medium.size, medium.grid)
+        assert encoding.medium is not None
+        medium = encoding.medium
+        self._running, self._unsent, self._piece_s = encoding, memoryview(medium.frames), 0.0
+        first = Medium(medium.kind, self._next_part(), medium.size, medium.grid)
         self._prepare(Encode(encoding.number, first, list(self._cache.forgotten)))
         self._cache.forgotten.clear()
 
-    def _next_part(self, frames: bytes) -> bytes:
-        part = frames[self._sent : self._sent + PART_BYTES]
-        self._sent += len(part)
-        return part
+    def _end(self) -> None:
+        self._running, self._unsent = None, memoryview(b"")
+
+    def _next_part(self) -> bytes:
+        part, self._unsent = self._unsent[:PART_BYTES], self._unsent[PART_BYTES:]
+        return bytes(part)
 
     def _prepare(self, message: Encode | Frames | StopEncode) -> None:
         self._worker.announce(message)
@@ -71,7 +73,8 @@ class MediaEncoding:
         complete = self._worker.encode_layers(count)
         self._piece_s = max(self._piece_s, (time.perf_counter() - began) / count)
         if complete and self._running is not None:
-            self._running.ready, self._running = True, None
+            self._running.medium = None
+            self._end()
 
 
 def pieces_until(seconds: float, piece_s: float) -> int:

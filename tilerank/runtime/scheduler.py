@@ -6,6 +6,7 @@ preempted: it releases what it holds and waits to be recomputed, mostly from pag
 sequence can therefore always continue.
 """
 
+from bisect import insort
 from collections import deque
 from dataclasses import dataclass, field
 from itertools import count
@@ -161,11 +162,16 @@ class Scheduler:
         for sequence in self.running:
             if sequence.uncached > 1:
                 rows -= self._schedule_prompt(sequence, rows, scheduled)
-        while rows and self.waiting and len(self.running) < self._max_running:
-            if self._about_to_share(self.waiting[0]) or not self._admit(self.waiting[0]):
+        for sequence in list(self.waiting) if rows and len(self.running) < self._max_running else ():
+            if not rows or len(self.running) == self._max_running:
                 break
-            sequence = self.waiting.popleft()
-            self.running.append(sequence)
+            provider = self._about_to_share(sequence)
+            if provider is not None and provider.blocking is not None:
+                continue  # an encode may take seconds, which sequences that share nothing need not wait
+            if provider is not None or not self._admit(sequence):
+                break
+            self.waiting.remove(sequence)
+            insort(self.running, sequence, key=_arrival)
             rows -= self._schedule_prompt(sequence, rows, scheduled)
         return scheduled
 
@@ -205,14 +211,14 @@ class Scheduler:
         return rows
 
     def _preempt(self) -> None:
-        """Move the youngest running sequence to the front of the queue."""
+        """Move the youngest running sequence to its place in the queue."""
         sequence = self.running.pop()
         self._release(sequence)
-        self.waiting.appendleft(sequence)
+        insort(self.waiting, sequence, key=_arrival)
         self.preemptions += 1
 
-    def _about_to_share(self, sequence: Sequence) -> bool:
-        """Is a running sequence about to fill a page that this one could share?
+    def _about_to_share(self, sequence: Sequence) -> Sequence | None:
+        """Return a running sequence that is about to fill a page which this one could share.
 
         The choices of one request, and requests with one system prompt, often arrive together: the first one computes
         the common pages for all.
@@ -221,8 +227,8 @@ class Scheduler:
             table, usable = other.table, (min(len(other.tokens), len(sequence.tokens)) - 1) // PAGE_TOKENS
             end = (len(table.shared) + 1) * PAGE_TOKENS
             if len(table.shared) < usable and not table.private and other.keys[:end] == sequence.keys[:end]:
-                return True
-        return False
+                return other
+        return None
 
     def _admit(self, sequence: Sequence) -> bool:
         """Allocate pages for all tokens of a sequence, and pin the encodings of the media that these do not cover yet.
@@ -251,6 +257,10 @@ class Scheduler:
         sequence.encodings = {}
         self.finished.append(sequence.number)
         sequence.number, sequence.cached = -1, 0
+
+
+def _arrival(sequence: Sequence) -> int:
+    return sequence.request
 
 
 def next_chunk(sequence: Sequence, rows: int, *, all_logits: bool = False) -> Chunk:

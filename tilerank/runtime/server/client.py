@@ -157,11 +157,12 @@ class EngineConnection:
                 self._on_ready()
 
     def _put(self, number: int, item: _Item) -> None:
-        self._line.receive(number)
+        last = not isinstance(item, Token) or item.finish_reason is not None
+        self._line.receive(number, last=last)
         if number not in self._queues:  # cancelled, and the engine has not read the Cancel message yet
             return
         self._queues[number].put_nowait(item)
-        if not isinstance(item, Token) or item.finish_reason is not None:
+        if last:
             del self._queues[number]
 
     def _send(self, message: ToEngine) -> None:

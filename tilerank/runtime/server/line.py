@@ -12,22 +12,33 @@ from dataclasses import dataclass, field
 from .messages import Cancel, Submit, ToEngine
 
 MAX_TOKENS = 8192
-"""Prompt tokens that the engine may hold of requests that it has not started: those of a few of its steps."""
+"""Prompt tokens of the requests that are sent and not started: those of a few of the engine's steps."""
 CHOICE_TOKENS = 32
 """Tokens as which each choice of a request counts beside its prompt."""
 MAX_BYTES = 64 << 20
-"""Bytes of media that the engine may hold of requests that it has not started."""
+"""Bytes of the media of the requests that are sent and not started."""
+MAX_HELD = 1 << 30
+"""Bytes of the media of all requests that are sent: the engine holds them until the last choice ends, because it may
+have to encode them again."""
 
 
 @dataclass(eq=False)
 class _Entry:
-    """A request, without its prompt once that is sent. cancelled: numbers of choices cancelled while it is in line."""
+    """A request, without its prompt once that is sent.
+
+    cancelled: numbers of choices cancelled while it is in line. started: the engine has sent a message about one of
+    them. left: how many have not ended.
+    """
 
     submit: Submit | None
     numbers: range
     tokens: int
     nbytes: int
     cancelled: set[int] = field(default_factory=set)
+    started: bool = False
+
+    def __post_init__(self) -> None:
+        self.left = len(self.numbers)
 
 
 class Line:
@@ -37,8 +48,8 @@ class Line:
         self._send = send
         self._waiting: deque[_Entry] = deque()
         self._in_line: dict[int, _Entry] = {}  # by the number of each choice
-        self._unstarted: dict[int, _Entry] = {}  # the same for those sent; the engine has started none of their choices
-        self._tokens = self._nbytes = 0  # of the unstarted
+        self._sent: dict[int, _Entry] = {}  # the same for choices that have not ended
+        self._tokens = self._nbytes = self._held = 0  # what MAX_TOKENS, MAX_BYTES and MAX_HELD limit
 
     def __len__(self) -> int:
         """The number of choices in line."""
@@ -65,39 +76,61 @@ class Line:
             self._leave(entry)
             self._advance()
 
-    def receive(self, number: int) -> None:
-        """The engine has sent a message about choice `number`: it has started the request, or ended it."""
-        entry = self._unstarted.get(number)
-        if entry is not None:
-            for one in entry.numbers:
-                del self._unstarted[one]
+    def receive(self, number: int, *, last: bool) -> None:
+        """The engine has sent a message about choice `number`, perhaps its last one."""
+        entry = self._sent.get(number)
+        if entry is None:
+            return
+        if not entry.started:
+            entry.started = True
             self._tokens -= entry.tokens
             self._nbytes -= entry.nbytes
             self._advance()
+        if last:
+            del self._sent[number]
+            entry.left -= 1
+            if not entry.left:
+                self._held -= entry.nbytes
+                self._advance()
 
     def close(self) -> None:
         """Drop all requests: the engine is gone."""
         self._waiting.clear()
         self._in_line.clear()
-        self._unstarted.clear()
+        self._sent.clear()
 
     def _advance(self) -> None:
-        while self._waiting and self._has_room(self._waiting[0]):
-            entry = self._waiting.popleft()
+        while (entry := self._next()) is not None:
+            self._waiting.remove(entry)
             self._leave(entry)
-            self._unstarted.update(dict.fromkeys(entry.numbers, entry))
+            self._sent.update(dict.fromkeys(entry.numbers, entry))
             self._tokens += entry.tokens
             self._nbytes += entry.nbytes
+            self._held += entry.nbytes
             assert entry.submit is not None
             self._send(entry.submit)
             entry.submit = None
             for number in entry.cancelled:
                 self._send(Cancel(number))
 
-    def _has_room(self, entry: _Entry) -> bool:
-        fits = self._tokens + entry.tokens <= MAX_TOKENS and self._nbytes + entry.nbytes <= MAX_BYTES
-        return fits or not self._unstarted
+    def _next(self) -> _Entry | None:
+        """Return the request to send next, if there is room. Text passes media that wait for MAX_HELD."""
+        held_is_full = False
+        for entry in self._waiting:
+            if not (
+                _has_room(self._tokens, entry.tokens, MAX_TOKENS) and _has_room(self._nbytes, entry.nbytes, MAX_BYTES)
+            ):
+                return None
+            if not entry.nbytes or (not held_is_full and _has_room(self._held, entry.nbytes, MAX_HELD)):
+                return entry
+            held_is_full = True
+        return None
 
     def _leave(self, entry: _Entry) -> None:
         for number in entry.numbers:
             del self._in_line[number]
+
+
+def _has_room(used: int, wanted: int, limit: int) -> bool:
+    """What exceeds a limit alone has room when nothing else is used."""
+    return not used or not wanted or used + wanted <= limit
