@@ -50,7 +50,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("vision")
     job = out / "job.json"
     job.write_text(json.dumps({"out": str(out), "models": MODELS, "new_tokens": NEW_TOKENS}))
-    script = Path(__file__).parents[1] / "support" / "reference_vl.py"
+    script = Path(__file__).parents[1] / "support" / "tools" / "reference_vl.py"
     subprocess.run([sys.executable, str(script), str(job)], check=True, stdout=subprocess.DEVNULL, timeout=300)
     return out
 

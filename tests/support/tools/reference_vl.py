@@ -17,6 +17,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
 import tiny
 import torch
 from safetensors.torch import save_file
