@@ -15,15 +15,18 @@ import pytest
 from command import DEMO
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from media_files import DEMO_VL
 
 from tilerank.loader.generation_config import SamplingDefaults
 from tilerank.loader.tokenizer import Tokenizer
+from tilerank.runtime.grammar import Vocabulary, allowed_tokens
 from tilerank.runtime.params import Logprobs, SamplingParams
 from tilerank.runtime.prompt import Prompt
 from tilerank.runtime.server.api import ChatCompletion, Completion, Message
 from tilerank.runtime.server.app import ServerSettings, make_app
 from tilerank.runtime.server.client import EngineClient
 from tilerank.runtime.server.completions import Delta
+from tilerank.runtime.server.grammars import request_grammar
 from tilerank.runtime.server.messages import Cancel, State, Submit, Token, Tokens, encode, engine_inbox
 from tilerank.runtime.server.request_body import validation_error
 from tilerank.runtime.server.responses import ChatFormatter, TextFormatter
@@ -129,6 +132,23 @@ def test_tool_calls_of_llama(sizes: list[int]) -> None:
         "{" * 300,
     ):
         assert parsed(LlamaTools(), plain, sizes) == (plain, [])
+
+
+@pytest.mark.parametrize("model", [DEMO, DEMO_VL], ids=["marks are text", "marks are tokens"])
+def test_forced_tool_calls(model: Path) -> None:
+    """The grammar allows every token of a call as the tokenizer writes it, and forces the first ones."""
+    tokenizer = Tokenizer(model)
+    fields = {"tools": [{"type": "function", "function": {"name": "weather"}}], "tool_choice": "required"}
+    body = ChatCompletion.model_validate({"messages": [{"role": "user", "content": "a"}]} | fields)
+    grammar = request_grammar(body, tokenizer, QwenTools)
+    assert grammar is not None
+    matcher = Vocabulary(model).matcher(grammar)
+    ids = tokenizer.encode('<tool_call>\n{"name": "weather", "arguments": {}}\n</tool_call>', False)
+    assert (len(tokenizer.encode("<tool_call>", False)) == 1) == (model == DEMO_VL)
+    for id in ids:
+        assert allowed_tokens(matcher)[id // 8] >> id % 8 & 1, tokenizer.decode([id])
+        assert matcher.consume_token(id)
+    assert matcher.is_accepting()
 
 
 def test_a_chat_with_tool_calls_as_a_stream_and_whole() -> None:

@@ -235,7 +235,7 @@ class _Server:
         return await self._answer(request, body, begun, formatter)
 
     async def _grammar(self, body: Sampling, parser: type[ToolParser] | None) -> str | None:
-        grammar = request_grammar(body, parser)
+        grammar = request_grammar(body, self._tokenizer, parser)
         if grammar is not None:
             try:
                 await self._settings.check_grammar(grammar)

@@ -39,9 +39,11 @@ Piece = str | ToolCall
 class ToolParser(ABC):
     """Splits the streamed text of one choice into text and tool calls. A malformed call stays text.
 
-    A call is written BEGIN_CALL % name, the arguments, END_CALL. BETWEEN separates calls.
+    A call is written BEGIN_CALL % name, the arguments, END_CALL. BETWEEN separates calls. MARKS: the parts of these
+    that may be tokens.
     """
 
+    MARKS: tuple[str, ...] = ()
     BEGIN_CALL: str
     END_CALL: str
     BETWEEN: str
@@ -58,7 +60,7 @@ class ToolParser(ABC):
 class QwenTools(ToolParser):
     """The format of Qwen models."""
 
-    BEGIN, END = "<tool_call>", "</tool_call>"
+    MARKS = BEGIN, END = "<tool_call>", "</tool_call>"
     BEGIN_CALL, END_CALL = BEGIN + '\n{"name": "%s", "arguments": ', "}\n" + END
     BETWEEN = "\n"
 
