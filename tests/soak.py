@@ -160,8 +160,8 @@ class Soak:
         assert not re.search(r"^Traceback|Exception in", said, re.M), said
 
     def check_memory(self) -> None:
-        """Compare the memory of every running process between the first and the last eighth of the samples after the
-        last fault, leaving out their first half."""
+        """Compare, for every running process, the median memory in the first and in the last quarter of a period: the
+        second half of the samples after the last fault."""
         calm = max((fault[1] for fault in self.faults), default=0.0)
         for pid in self.server.running.pids():
             seen = [(at, size) for at, size in self.memory[pid] if at > calm]
