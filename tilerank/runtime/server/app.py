@@ -168,7 +168,11 @@ class _Server:
         return status.page()
 
     async def status(self, request: Request) -> Response:
-        about = {"model": self._settings.model, "version": self._settings.version}
+        about = {
+            "model": self._settings.model,
+            "version": self._settings.version,
+            "takes_media": self._settings.media is not None,
+        }
         return JSONResponse(status.status_json(self._client, self._recent, about))
 
     async def health(self, request: Request) -> Response:
