@@ -66,7 +66,7 @@ def test_ranks_that_have_done_nothing_yet() -> None:
 def test_rates_are_of_the_latest_report() -> None:
     """Rank 0 read 3000 bytes in 2 s, rank 1 1200 bytes in 1 s; they waited 1 of 4 s and 1.5 of 2 s."""
     client = client_that_heard(
-        RANKS, counted((1, 1, 1000, 0.5), (1, 1, 900, 0.5)), counted((3, 3, 4000, 1.5), (2, 2, 2100, 2)), STATE
+        RANKS, counted((1, 1, 1000, 0.5), (1, 1, 900, 0.5)), counted((3, 3, 4000, 1.5, 0.75), (2, 2, 2100, 2)), STATE
     )
     found = samples(client)
     assert found["tilerank_decode_read_bytes_per_second"] == 3000 / 2 + 1200 / 1
@@ -74,6 +74,7 @@ def test_rates_are_of_the_latest_report() -> None:
     assert found['tilerank_rank_all_reduce_wait_seconds_total{rank="0"}'] == 1.5
     assert found['tilerank_rank_step_seconds_total{phase="prefill",rank="0"}'] == 3
     assert found['tilerank_rank_step_seconds_total{phase="decode",rank="1"}'] == 2
+    assert found['tilerank_rank_step_seconds_total{phase="encode",rank="0"}'] == 0.75
     assert found['tilerank_rank_decode_read_bytes_total{rank="1"}'] == 2100
 
 

@@ -26,7 +26,19 @@ from tilerank.runtime.cache import (
     num_pages,
 )
 from tilerank.runtime.errors import EngineError
-from tilerank.runtime.rank_messages import Chunk, Count, Step, Stop
+from tilerank.runtime.prompt import Medium
+from tilerank.runtime.rank_messages import (
+    Chunk,
+    Count,
+    Encode,
+    EncodeLayers,
+    Frames,
+    Insert,
+    Message,
+    Step,
+    Stop,
+    StopEncode,
+)
 from tilerank.runtime.registry import build_model, read_supported_card
 from tilerank.runtime.rope import Llama3Scaling, RopeConfig, RopeTable, inverse_frequencies
 
@@ -88,15 +100,30 @@ MESSAGES = st.one_of(
                 st.lists(st.integers(0, 1 << 24)),
                 st.lists(st.integers(0, 1 << 24)),
                 st.integers(0, 4096),
+                st.just([]) | st.lists(st.lists(st.integers(0, 1 << 30)), min_size=3, max_size=3),
+                st.integers(-(1 << 30), 1 << 30),
+                st.lists(st.builds(Insert, *[st.integers(0, 1 << 30)] * 4)),
             )
         ),
         st.lists(st.integers(0, 1 << 40)),
+        st.lists(st.integers(0, 1 << 40)),
     ),
+    st.builds(
+        Encode,
+        st.integers(0, 1 << 40),
+        st.builds(
+            Medium, st.sampled_from(["image", "video"]), st.binary(), *[st.tuples(*[st.integers(0, 99)] * 3)] * 2
+        ),
+        st.lists(st.integers(0, 1 << 40)),
+    ),
+    st.builds(Frames, st.binary()),
+    st.builds(EncodeLayers, st.integers(1, 1 << 20)),
+    st.just(StopEncode()),
 )
 
 
 @given(MESSAGES)
-def test_messages_arrive_as_they_were_sent(message: Step | Count | Stop) -> None:
+def test_messages_arrive_as_they_were_sent(message: Message) -> None:
     assert rank_messages.decode(rank_messages.encode(message)) == message
 
 
@@ -113,8 +140,10 @@ def test_strange_messages_are_refused(data: bytes) -> None:
         rank_messages.decode(data)
 
 
-def filler(*, copy_padding: bool = False) -> BatchFiller:
-    return BatchFiller(position_axes=1, max_sequences=5, max_pages=4, spare_page=9, copy_padding=copy_padding)
+def filler(*, position_axes: int = 1, copy_padding: bool = False) -> BatchFiller:
+    return BatchFiller(
+        position_axes=position_axes, max_sequences=5, max_pages=4, spare_page=9, copy_padding=copy_padding
+    )
 
 
 def test_a_batch_of_a_decoding_sequence_and_a_chunk_of_a_prompt() -> None:
@@ -177,6 +206,43 @@ def test_a_padded_batch_is_the_fresh_one_and_rows_that_write_to_the_spare_page(c
     assert padded.page_tables[1, :3].tolist() == [1, 3, 5]
 
 
+def test_a_batch_with_pieces_of_two_media() -> None:
+    """Sequence 7 decodes 3 positions behind its index. Sequence 3 goes on inside one medium, up to the third token of
+    another one."""
+    one, other = (torch.arange(start, start + 24, dtype=torch.float32).view(2, 4, 3) for start in (0, 100))
+    positions = [[5, 5, 8, 9, 9], [6, 6, 8, 9, 9], [6, 7, 8, 9, 10]]
+    inserts = [Insert(0, 2, 2, 11), Insert(3, 0, 2, 12)]
+    chunks = [Chunk(7, 33, [9], [], 1, shift=-3), Chunk(3, 30, [1, 1, 2, 1, 1], [6, 0], 0, positions, -20, inserts)]
+    held = {7: Held([4, 2]), 3: Held([6, 0])}
+    fills = filler(position_axes=3)
+    batch = fills.fresh(Step(chunks, []), held, {11: one, 12: other})
+    assert batch.positions.tolist() == [[30, *axis] for axis in positions]
+    assert batch.slots.tolist() == [2 * PAGE_TOKENS + 1, 6 * PAGE_TOKENS + 30, 6 * PAGE_TOKENS + 31, 0, 1, 2]
+    assert batch.seq_lens.tolist() == [34, 35]
+    assert batch.inserts is not None and batch.inserts.rows.tolist() == [1, 2, 4, 5]
+    assert torch.equal(batch.inserts.values, torch.cat([one[:, 2:4], other[:, 0:2]], 1))
+    assert fills.fresh(Step(chunks[:1], []), held, {}).inserts is None
+
+
+def test_steps_with_inserts_or_positions_are_not_decode_steps() -> None:
+    def step(positions: list[list[int]], inserts: list[Insert]) -> Step:
+        return Step([Chunk(0, 4, [1], [], 1, positions, -2, inserts)], [])
+
+    fills = filler(position_axes=3)
+    assert fills.is_decode(step([], []))
+    assert not fills.is_decode(step([[2], [2], [2]], []))
+    assert not fills.is_decode(step([], [Insert(0, 0, 1, 0)]))
+
+
+@pytest.mark.parametrize("copy_padding", [False, True])
+def test_a_padded_batch_has_positions_on_every_axis(copy_padding: bool) -> None:
+    fills = filler(position_axes=3, copy_padding=copy_padding)
+    chunks = [Chunk(7, 33, [9], [], 1, shift=-3), Chunk(3, 5, [8], [], 1, shift=-2), Chunk(4, 70, [7], [], 1)]
+    padded = fills.padded(Step(chunks, []), {7: Held([4, 2]), 3: Held([6]), 4: Held([1, 3, 5])})
+    assert padded.positions.tolist() == [[30, 3, 70, 3 if copy_padding else 0]] * 3
+    assert padded.seq_lens.tolist() == [34, 6, 71, 6 if copy_padding else 1]
+
+
 @pytest.mark.parametrize("rope", [LLAMA, QWEN], ids=["llama3", "default"])
 @pytest.mark.parametrize("dtype", [torch.float32, BF16], ids=str)
 def test_rotary_tables_are_those_of_transformers(rope: RopeConfig, dtype: torch.dtype) -> None:
@@ -205,7 +271,7 @@ def test_rotary_tables_are_those_of_transformers(rope: RopeConfig, dtype: torch.
 
 def test_an_unknown_family_is_refused_with_those_that_run(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
-    says = "model_type: expected one of llama, qwen2, qwen3, qwen3_moe, found 'gpt2'"
+    says = "model_type: expected one of llama, qwen2, qwen3, qwen3_moe, qwen3_vl, qwen3_vl_moe, found 'gpt2'"
     with pytest.raises(ConfigError, match=re.escape(f"{tmp_path / 'config.json'}: {says}")):
         read_supported_card(tmp_path)
 

@@ -54,8 +54,9 @@ class Ranks:
         module, _, function = target.partition(":")
         environ = os.environ | {"GOMP_SPINCOUNT": "0", "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
         # PYTHONPATH of the environment comes first: `make test-amx` tests another build of the core.
-        support = str(Path(__file__).parent)
-        environ["PYTHONPATH"] = os.pathsep.join(filter(None, [environ.get("PYTHONPATH", ""), support]))
+        support = Path(__file__).parent
+        paths = [environ.get("PYTHONPATH", ""), str(support), str(support.parents[1])]
+        environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
         environ |= env or {}
         with socket.create_server(("127.0.0.1", 0)) as listener:
             self.processes: list[Forked] = []

@@ -115,7 +115,7 @@ def _rank_metrics(stats: RankStats) -> Iterator[Metric]:
         CounterMetricFamily, "rank_all_reduce_wait_seconds", "Time that it waited for other ranks in collectives"
     )
     steps = _by_rank(
-        CounterMetricFamily, "rank_step_seconds", "Time of steps; a step with prompt tokens is prefill", "phase"
+        CounterMetricFamily, "rank_step_seconds", "Time of steps (with prompt tokens: prefill) and encodes", "phase"
     )
     read = _by_rank(CounterMetricFamily, "rank_decode_read_bytes", "Bytes of weights and KV cache read in decode steps")
     for rank, counters in zip(stats.ranks, stats.counters, strict=True):
@@ -126,6 +126,7 @@ def _rank_metrics(stats: RankStats) -> Iterator[Metric]:
         waited.add_metric([number], counters.waited_s)
         steps.add_metric([number, "prefill"], counters.prefill_s)
         steps.add_metric([number, "decode"], counters.decode_s)
+        steps.add_metric([number, "encode"], counters.encode_s)
         read.add_metric([number], counters.decode_bytes)
     yield from (info, local, waited, steps, read)
 
