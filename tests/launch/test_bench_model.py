@@ -1,6 +1,7 @@
 """bench model and make-model: the work of a model by hand, rows of known timings, and checkpoints read by others."""
 
 import argparse
+import copy
 import json
 import math
 import re
@@ -16,8 +17,8 @@ from safetensors import safe_open
 from tilerank.launch import cli
 from tilerank.launch.bench import command
 from tilerank.launch.bench.cases import Case, Timing, cases_of, prompts, timing_of
-from tilerank.launch.bench.make_model import PUBLIC_CONFIGS
 from tilerank.launch.bench.peaks import Peaks
+from tilerank.launch.bench.public_configs import PUBLIC_CONFIGS
 from tilerank.launch.bench.report import phase_rows
 from tilerank.launch.bench.work import ModelWork, model_work
 from tilerank.launch.errors import LaunchError
@@ -225,6 +226,14 @@ def test_lists_of_numbers() -> None:
         (("peaks", "--cores", "0,60000"), "expected CPUs that this process may use .*, found 60000"),
         (("make-model", "/nowhere/x", "--like", "qwen3-8b"), "x cannot be created: /nowhere is not a directory"),
         (("make-model", "x", "--like", "qwen3-8b", "--layers", "99"), "expected at most the 36 layers of qwen3-8b"),
+        (
+            ("make-model", "x", "--like", "qwen3-vl-8b", "--vision-layers", "28"),
+            "at most the 27 layers of the vision tower of qwen3-vl-8b, found 28",
+        ),
+        (
+            ("make-model", "x", "--like", "qwen3-8b", "--vision-layers", "2"),
+            "expected a model with a vision tower, found qwen3-8b",
+        ),
         (("make-model", str(DEMO), "--like", "qwen3-8b"), "exists; expected a directory that does not exist yet"),
     ],
 )
@@ -324,7 +333,9 @@ SMALL: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("like", sorted(PUBLIC_CONFIGS))
+@pytest.mark.parametrize(
+    "like", [name for name in sorted(PUBLIC_CONFIGS) if "vision_config" not in PUBLIC_CONFIGS[name]]
+)
 def test_transformers_gives_a_random_model_the_same_logits(
     like: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -335,6 +346,44 @@ def test_transformers_gives_a_random_model_the_same_logits(
     assert read_card(out).eos_token_ids == read_card(DEMO).eos_token_ids
     ids = [5, 4199, 0, 77]
     assert torch.allclose(score(out, ids), transformers_score(out, ids), atol=1e-4)
+
+
+def tiny_vision_config(like: str) -> dict[str, Any]:
+    config = copy.deepcopy(PUBLIC_CONFIGS[like])
+    config["text_config"] |= {"hidden_size": 96, "intermediate_size": 128, "vocab_size": 600}
+    config["text_config"] |= {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 5}
+    config["vision_config"] |= {"hidden_size": 64, "num_heads": 4, "intermediate_size": 72, "out_hidden_size": 96}
+    return config
+
+
+@pytest.mark.parametrize("like", ["qwen3-vl-2b", "qwen3-vl-8b"])
+def test_transformers_reads_a_random_vision_model(
+    like: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from transformers import Qwen3VLForConditionalGeneration
+
+    monkeypatch.setitem(PUBLIC_CONFIGS, like, tiny_vision_config(like))
+    out = tmp_path / "made"
+    assert cli.main(["bench", "make-model", str(out), "--like", like, "--layers", "4", "--vision-layers", "6"]) == 0
+    assert "4 layers and 6 of the vision tower" in capsys.readouterr().out
+    # The public towers have levels after layers 6, 12 and 18 of 24, or 9, 17 and 25 of 27.
+    config = json.loads((out / "config.json").read_text())
+    assert config["vision_config"]["deepstack_visual_indexes"] == {"2b": [0, 2, 3], "8b": [1, 2, 4]}[like[-2:]]
+    options: Any = {"dtype": torch.float32, "output_loading_info": True}
+    model, loading = Qwen3VLForConditionalGeneration.from_pretrained(out, **options)
+    assert not any(loading[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    ids = [5, 480, 0, 77]
+    with torch.inference_mode():
+        theirs = model(torch.tensor([ids])).logits[0]
+    assert torch.allclose(score(out, ids), theirs, atol=1e-4)
+    assert read_card(out).eos_token_ids == (486,)
+
+
+def test_a_text_of_few_layers_has_fewer_levels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(PUBLIC_CONFIGS, "qwen3-vl-2b", tiny_vision_config("qwen3-vl-2b"))
+    assert cli.main(["bench", "make-model", str(tmp_path / "made"), "--like", "qwen3-vl-2b", "--layers", "2"]) == 0
+    config = json.loads((tmp_path / "made" / "config.json").read_text())
+    assert config["vision_config"]["deepstack_visual_indexes"] == [5]
 
 
 def test_a_tokenizer_larger_than_the_vocabulary_is_not_copied(

@@ -1,6 +1,7 @@
 """`tilerank bench make-model`: writes a checkpoint of random weights in the shape of a public model."""
 
 import argparse
+import copy
 import json
 import shutil
 import tempfile
@@ -9,91 +10,21 @@ from typing import Any
 
 from ..errors import LaunchError
 from ..start import whole_number
-
-_QWEN3 = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "attention_bias": False,
-    "bos_token_id": 151643,
-    "dtype": "bfloat16",
-    "eos_token_id": 151645,
-    "head_dim": 128,
-    "hidden_act": "silu",
-    "max_position_embeddings": 40960,
-    "model_type": "qwen3",
-    "num_key_value_heads": 8,
-    "rms_norm_eps": 1e-6,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
-    "vocab_size": 151936,
-}
-
-# The fields of the public models' config.json that affect the computation.
-PUBLIC_CONFIGS: dict[str, dict[str, Any]] = {
-    "qwen3-0.6b": _QWEN3
-    | {
-        "hidden_size": 1024,
-        "intermediate_size": 3072,
-        "num_attention_heads": 16,
-        "num_hidden_layers": 28,
-        "tie_word_embeddings": True,
-    },
-    "qwen3-8b": _QWEN3
-    | {
-        "hidden_size": 4096,
-        "intermediate_size": 12288,
-        "num_attention_heads": 32,
-        "num_hidden_layers": 36,
-        "tie_word_embeddings": False,
-    },
-    "qwen3-30b-a3b": _QWEN3
-    | {
-        "architectures": ["Qwen3MoeForCausalLM"],
-        "decoder_sparse_step": 1,
-        "hidden_size": 2048,
-        "intermediate_size": 6144,
-        "mlp_only_layers": [],
-        "model_type": "qwen3_moe",
-        "moe_intermediate_size": 768,
-        "norm_topk_prob": True,
-        "num_attention_heads": 32,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-        "num_hidden_layers": 48,
-        "num_key_value_heads": 4,
-        "tie_word_embeddings": False,
-    },
-    "llama-3.2-3b": {
-        "architectures": ["LlamaForCausalLM"],
-        "attention_bias": False,
-        "bos_token_id": 128000,
-        "dtype": "bfloat16",
-        "eos_token_id": 128001,
-        "head_dim": 128,
-        "hidden_act": "silu",
-        "hidden_size": 3072,
-        "intermediate_size": 8192,
-        "max_position_embeddings": 131072,
-        "mlp_bias": False,
-        "model_type": "llama",
-        "num_attention_heads": 24,
-        "num_hidden_layers": 28,
-        "num_key_value_heads": 8,
-        "rms_norm_eps": 1e-5,
-        "rope_parameters": {
-            "rope_type": "llama3",
-            "rope_theta": 500000.0,
-            "factor": 32.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 8192,
-        },
-        "tie_word_embeddings": True,
-        "vocab_size": 128256,
-    },
-}
+from .public_configs import PROCESSORS, PUBLIC_CONFIGS
 
 # In a checkout of the repository. The installed package contains no model; the checkpoint then gets no tokenizer.
-TOKENIZER = Path(__file__).resolve().parents[3] / "assets" / "demo-lm"
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+_ASSETS = Path(__file__).resolve().parents[3] / "assets"
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "chat_template.json")
+_TEXT_LAYERS = "num_hidden_layers"
+_SPECIAL_IDS = (
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+    "image_token_id",
+    "video_token_id",
+    "vision_start_token_id",
+    "vision_end_token_id",
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -103,18 +34,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--layers", type=whole_number(1), metavar="N", help="number of layers (default: as the public model)"
     )
     parser.add_argument(
+        "--vision-layers",
+        type=whole_number(1),
+        metavar="N",
+        help="number of layers of the vision tower (default: as the public model)",
+    )
+    parser.add_argument(
         "--seed", type=whole_number(0), default=0, metavar="N", help="seed of the random weights (default: 0)"
     )
 
 
 def run(args: argparse.Namespace) -> int:
     out: Path = args.out
-    config = dict(PUBLIC_CONFIGS[args.like])
-    if args.layers is not None:
-        max_layers = config["num_hidden_layers"]
-        if args.layers > max_layers:
-            raise LaunchError(f"--layers: expected at most the {max_layers} layers of {args.like}, found {args.layers}")
-        config["num_hidden_layers"] = args.layers
+    config = copy.deepcopy(PUBLIC_CONFIGS[args.like])
+    _set_layers(config, args)
     if out.exists():
         raise LaunchError(f"OUT_DIR: {out} exists; expected a directory that does not exist yet")
     if not out.absolute().parent.is_dir():
@@ -132,13 +65,48 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _set_layers(config: dict[str, Any], args: argparse.Namespace) -> None:
+    """Set the numbers of layers that were asked for. Raises LaunchError."""
+    parts = (
+        ("--layers", args.layers, _text(config), _TEXT_LAYERS, "layers"),
+        ("--vision-layers", args.vision_layers, config.get("vision_config"), "depth", "layers of the vision tower"),
+    )
+    for option, layers, part, key, name in parts:
+        if layers is None:
+            continue
+        if part is None:
+            raise LaunchError(f"{option}: expected a model with a vision tower, found {args.like}")
+        if layers > part[key]:
+            raise LaunchError(f"{option}: expected at most the {part[key]} {name} of {args.like}, found {layers}")
+        if key == "depth":
+            part["deepstack_visual_indexes"] = _spread(part["deepstack_visual_indexes"], part[key], layers)
+        part[key] = layers
+    if vision := config.get("vision_config"):
+        # Each DeepStack level belongs to a layer of the text but the last.
+        vision["deepstack_visual_indexes"] = vision["deepstack_visual_indexes"][: _text(config)[_TEXT_LAYERS] - 1]
+
+
+def _spread(indexes: list[int], depth: int, new_depth: int) -> list[int]:
+    """Return the layers at the same shares of a lower tower, each layer once."""
+    return sorted({i for index in indexes if (i := (index + 1) * new_depth // depth - 1) >= 0})
+
+
+def _text(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of the language model."""
+    part: dict[str, Any] = config.get("text_config", config)
+    return part
+
+
 def _write_checkpoint(model_dir: Path, config: dict[str, Any], seed: int) -> list[str]:
-    """Write config, weights and tokenizer into `model_dir`; return a summary of its contents."""
+    """Write config, weights, tokenizer and the processor's settings into `model_dir`; return a summary."""
     from tilerank.loader.random_weights import write_random_weights
 
-    layers = f"{config['num_hidden_layers']} layers"
+    layers = f"{_text(config)[_TEXT_LAYERS]} layers"
+    if vision := config.get("vision_config"):
+        layers += f" and {vision['depth']} of the vision tower"
     tokenizer = _copy_tokenizer(model_dir, config)
-    (model_dir / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    for name, content in {"config.json": config, **PROCESSORS.get(config["model_type"], {})}.items():
+        (model_dir / name).write_text(json.dumps(content, indent=2) + "\n")
     shapes = _shapes(model_dir)
     total = write_random_weights(model_dir, shapes, seed)
     return [layers, f"{len(shapes)} tensors", f"{total / 1e9:.2f} GB", tokenizer]
@@ -156,16 +124,19 @@ def _shapes(model_dir: Path) -> dict[str, tuple[int, ...]]:
 
 
 def _copy_tokenizer(model_dir: Path, config: dict[str, Any]) -> str:
-    """Copy the demo model's tokenizer, if it exists and fits the vocabulary, and set its special tokens in `config`.
+    """Copy a demo model's tokenizer, if it exists and fits the vocabulary, and set its special tokens in `config`.
 
     Returns a phrase for the summary.
     """
-    if not TOKENIZER.is_dir():
-        return "no tokenizer (assets/demo-lm was not found)"
-    demo_config = json.loads((TOKENIZER / "config.json").read_text())
-    if demo_config["vocab_size"] > config["vocab_size"]:
+    demo = _ASSETS / ("demo-vl" if "vision_config" in config else "demo-lm")
+    if not demo.is_dir():
+        return f"no tokenizer (assets/{demo.name} was not found)"
+    demo_config = json.loads((demo / "config.json").read_text())
+    if _text(demo_config)["vocab_size"] > _text(config)["vocab_size"]:
         return "no tokenizer (the demo model's is larger than the vocabulary)"
     for name in _TOKENIZER_FILES:
-        shutil.copyfile(TOKENIZER / name, model_dir / name)
-    config |= {name: demo_config[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+        if (demo / name).is_file():
+            shutil.copyfile(demo / name, model_dir / name)
+    for found, part in ((demo_config, config), (_text(demo_config), _text(config))):
+        part |= {name: found[name] for name in _SPECIAL_IDS if name in found}
     return "the demo model's tokenizer"

@@ -1,0 +1,174 @@
+"""The configs of public models that `bench make-model` imitates: the fields of config.json that affect the computation.
+
+The vision models have the settings of their processors, too.
+"""
+
+from typing import Any
+
+_QWEN3 = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "attention_bias": False,
+    "bos_token_id": 151643,
+    "dtype": "bfloat16",
+    "eos_token_id": 151645,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "max_position_embeddings": 40960,
+    "model_type": "qwen3",
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-6,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
+    "vocab_size": 151936,
+}
+
+
+def _qwen3_vl(text: dict[str, Any], vision: dict[str, Any], *, tied: bool) -> dict[str, Any]:
+    rope = {"mrope_interleaved": True, "mrope_section": [24, 20, 20], "rope_type": "default"}
+    return {
+        "architectures": ["Qwen3VLForConditionalGeneration"],
+        "image_token_id": 151655,
+        "model_type": "qwen3_vl",
+        "text_config": {
+            "attention_bias": False,
+            "bos_token_id": 151643,
+            "dtype": "bfloat16",
+            "eos_token_id": 151645,
+            "head_dim": 128,
+            "hidden_act": "silu",
+            "max_position_embeddings": 262144,
+            "model_type": "qwen3_vl_text",
+            "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-6,
+            "rope_scaling": rope,
+            "rope_theta": 5000000,
+            "vocab_size": 151936,
+            **text,
+        },
+        "tie_word_embeddings": tied,
+        "video_token_id": 151656,
+        "vision_config": {
+            "hidden_act": "gelu_pytorch_tanh",
+            "in_channels": 3,
+            "model_type": "qwen3_vl",
+            "num_heads": 16,
+            "num_position_embeddings": 2304,
+            "out_hidden_size": text["hidden_size"],
+            "patch_size": 16,
+            "spatial_merge_size": 2,
+            "temporal_patch_size": 2,
+            **vision,
+        },
+        "vision_end_token_id": 151653,
+        "vision_start_token_id": 151652,
+    }
+
+
+PUBLIC_CONFIGS: dict[str, dict[str, Any]] = {
+    "qwen3-0.6b": _QWEN3
+    | {
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_attention_heads": 16,
+        "num_hidden_layers": 28,
+        "tie_word_embeddings": True,
+    },
+    "qwen3-8b": _QWEN3
+    | {
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 36,
+        "tie_word_embeddings": False,
+    },
+    "qwen3-30b-a3b": _QWEN3
+    | {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "decoder_sparse_step": 1,
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "mlp_only_layers": [],
+        "model_type": "qwen3_moe",
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": True,
+        "num_attention_heads": 32,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 48,
+        "num_key_value_heads": 4,
+        "tie_word_embeddings": False,
+    },
+    "qwen3-vl-2b": _qwen3_vl(
+        text={
+            "hidden_size": 2048,
+            "intermediate_size": 6144,
+            "num_attention_heads": 16,
+            "num_hidden_layers": 28,
+        },
+        vision={"deepstack_visual_indexes": [5, 11, 17], "depth": 24, "hidden_size": 1024, "intermediate_size": 4096},
+        tied=True,
+    ),
+    "qwen3-vl-8b": _qwen3_vl(
+        text={
+            "hidden_size": 4096,
+            "intermediate_size": 12288,
+            "num_attention_heads": 32,
+            "num_hidden_layers": 36,
+        },
+        vision={"deepstack_visual_indexes": [8, 16, 24], "depth": 27, "hidden_size": 1152, "intermediate_size": 4304},
+        tied=False,
+    ),
+    "llama-3.2-3b": {
+        "architectures": ["LlamaForCausalLM"],
+        "attention_bias": False,
+        "bos_token_id": 128000,
+        "dtype": "bfloat16",
+        "eos_token_id": 128001,
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "hidden_size": 3072,
+        "intermediate_size": 8192,
+        "max_position_embeddings": 131072,
+        "mlp_bias": False,
+        "model_type": "llama",
+        "num_attention_heads": 24,
+        "num_hidden_layers": 28,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "rope_theta": 500000.0,
+            "factor": 32.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+        "tie_word_embeddings": True,
+        "vocab_size": 128256,
+    },
+}
+
+_PATCHES: dict[str, Any] = {
+    "image_mean": [0.5, 0.5, 0.5],
+    "image_std": [0.5, 0.5, 0.5],
+    "merge_size": 2,
+    "patch_size": 16,
+    "temporal_patch_size": 2,
+}
+
+PROCESSORS: dict[str, dict[str, dict[str, Any]]] = {
+    "qwen3_vl": {
+        "preprocessor_config.json": _PATCHES
+        | {
+            "image_processor_type": "Qwen2VLImageProcessorFast",
+            "processor_class": "Qwen3VLProcessor",
+            "size": {"longest_edge": 16777216, "shortest_edge": 65536},
+        },
+        "video_preprocessor_config.json": _PATCHES
+        | {
+            "processor_class": "Qwen3VLProcessor",
+            "size": {"longest_edge": 25165824, "shortest_edge": 4096},
+            "video_processor_type": "Qwen3VLVideoProcessor",
+        },
+    }
+}
+"""The files of a family's processor, by `model_type`."""
