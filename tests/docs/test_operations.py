@@ -12,7 +12,8 @@ from command import run
 
 from tests.runtime.test_metrics import RANKS, STATE, client_that_heard
 from tilerank.runtime.server.fetch import FETCH_S
-from tilerank.runtime.server.media_budget import MAX_DECODED, MAX_ENCODED, MAX_HELD
+from tilerank.runtime.server.media import DECODE_S
+from tilerank.runtime.server.media_budget import MAX_DECODED, MAX_ENCODED, MAX_HELD, MAX_WAITING
 from tilerank.runtime.server.metrics import Metrics
 from tilerank.runtime.server.request_body import MAX_BODIES, MAX_BODY, MAX_MEDIA_BODY
 
@@ -96,6 +97,8 @@ def test_what_clients_see_is_what_the_server_says() -> None:
     assert f"takes pictures, {MAX_MEDIA_BODY >> 20} MiB are allowed" in TEXT
     assert f"would take more than {MAX_HELD >> 30} GiB." in TEXT
     assert f"{MAX_ENCODED >> 20} MiB as files, {MAX_DECODED >> 20} MiB as decoded frames" in TEXT
+    assert f"frames take more than {MAX_WAITING >> 20} MiB" in TEXT
+    assert f"| time to decode the media of a request | {DECODE_S:g} s |" in TEXT
     assert f"| time to fetch the media of a request | {FETCH_S:g} s |" in TEXT
     source = "".join(path.read_text() for path in (ROOT / "tilerank" / "runtime" / "server").glob("*.py"))
     documented = set(re.findall(r"^\| \d+ `(\w+)`", TEXT, re.M))

@@ -18,7 +18,7 @@ from tilerank.runtime.server import http_get
 from tilerank.runtime.server.errors import ApiError
 from tilerank.runtime.server.fetch import Fetcher, FetchError
 from tilerank.runtime.server.http_get import is_public
-from tilerank.runtime.server.media_budget import MAX_ENCODED, MAX_HELD, MediaBudget
+from tilerank.runtime.server.media_budget import MAX_DECODED, MAX_ENCODED, MAX_HELD, MediaBudget
 
 # Self-signed for localhost, valid until 2126, and used by this file only.
 CERTIFICATE = """\
@@ -285,7 +285,7 @@ def test_more_bytes_than_a_request_may_have(web: Web) -> None:
         with pytest.raises(ApiError, match="may have 48 MiB together") as caught:
             read(fetcher, *urls, budget=budget)
         assert caught.value.status == 400
-        assert budget.held == 0
+        assert (budget.encoded, budget.decoded) == (0, 0)
 
 
 def test_all_requests_together_are_bounded() -> None:
@@ -296,11 +296,30 @@ def test_all_requests_together_are_bounded() -> None:
         with pytest.raises(ApiError) as caught, budget.share() as share:
             share.add_encoded(MAX_ENCODED)
         assert (caught.value.status, caught.value.code) == (503, "overloaded")
-    assert budget.held == 0
+    assert (budget.encoded, budget.decoded) == (0, 0)
     with budget.share() as share:
         share.add_encoded(1000)
-        share.replace_encoded(1000, 5000)
-        assert budget.held == 5000
+        share.add_decoded(5000)
+        share.drop_encoded()
+        assert (budget.encoded, budget.decoded) == (0, 5000)
+    assert (budget.encoded, budget.decoded) == (0, 0)
+
+
+def test_no_more_is_decoded_than_the_engine_takes() -> None:
+    async def waiting() -> None:
+        budget = MediaBudget()
+        with budget.share() as late, budget.share() as early:
+            await late.wait_for_room()
+            early.add_decoded(MAX_DECODED)
+            await late.wait_for_room()
+            with budget.share() as more:
+                more.add_decoded(1)
+                waits = asyncio.create_task(late.wait_for_room())
+                await asyncio.sleep(0)
+                assert not waits.done()
+            await waits
+
+    asyncio.run(waiting())
 
 
 @pytest.fixture

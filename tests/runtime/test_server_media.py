@@ -374,6 +374,9 @@ def test_bodies_are_larger_for_models_with_media() -> None:
     async def test(server: Server) -> None:
         for size, status in ((9 << 20, 400), (73 << 20, 413)):
             assert (await server.http.post(CHAT, content=b" " * size)).status_code == status
+        # A list of millions of values takes gigabytes once it is parsed.
+        answer = await server.http.post(CHAT, content=b'{"messages": [' + b"[]," * (3 << 20))
+        assert answer.status_code == 413 and "not because of media" in answer.text
 
     run(test)
 

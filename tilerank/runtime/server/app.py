@@ -284,7 +284,8 @@ class _Server:
         return JSONResponse(envelope | {"object": formatter.objects[1], "choices": choices, "usage": active.usage})
 
     async def _body(self, request: Request, kind: type[Body]) -> Body:
-        data = await self._body_reader.read(request, MAX_BODY if self._settings.media is None else MAX_MEDIA_BODY)
+        takes_media = self._settings.media is not None and kind in (ChatCompletion, Tokenize)
+        data = await self._body_reader.read(request, MAX_MEDIA_BODY if takes_media else MAX_BODY)
         try:
             body = kind.model_validate_json(data)
         except pydantic.ValidationError as e:

@@ -4,23 +4,27 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
 
 from ..media.decoder import Decoder, Frames
+from ..media.errors import MediaError
 from ..media.messages import Source
 from ..media.processor import Processor
 from .errors import ApiError
 from .fetch import Fetcher
 from .media_budget import Share
 
-AT_A_TIME = 2
-"""Media of each kind that are decoded at the same time."""
+DECODE_S = 60.0
+"""For all media of a request together."""
+AT_A_TIME = {"image": 2, "video": 1}
+"""Requests with pictures alone, and requests with videos, whose media are decoded at the same time."""
 _NAMES = {"image": "pictures", "video": "videos"}
 
 
 class MediaReader:
     """Reads the media of requests for a model with a media processor.
 
-    new_decoder: called once for each kind of media, so that pictures do not wait for videos. limits: the largest number
+    new_decoder: called for pictures and for videos, so that pictures do not wait for videos. limits: the largest number
     of media of each kind in a request.
     """
 
@@ -34,11 +38,12 @@ class MediaReader:
         self.processor = processor
         self._fetcher = fetcher
         self._limits = limits
-        # The threads wait for the processes that decode.
-        self._decoders = {kind: (ThreadPoolExecutor(AT_A_TIME, kind), new_decoder()) for kind in _NAMES}
+        self._lanes = {kind: _Lane(count, new_decoder()) for kind, count in AT_A_TIME.items()}
 
     async def read(self, sources: Sequence[Source], share: Share) -> list[Frames]:
         """Return the media, decoded. Raises ApiError or MediaError."""
+        if not sources:
+            return []
         for kind, count in Counter(source.kind for source in sources).items():
             if count > self._limits[kind]:
                 raise ApiError(
@@ -48,14 +53,39 @@ class MediaReader:
                     param="messages",
                 )
         fetched = await self._fetcher.fetch([url for source in sources for url in source.urls], share)
-        fetched.reverse()
+        lane = self._lanes["video" if any(source.kind == "video" for source in sources) else "image"]
+        async with lane.turns:
+            await share.wait_for_room()
+            try:
+                async with asyncio.timeout(DECODE_S):
+                    return await self._decode(lane, sources, fetched, share)
+            except TimeoutError as e:
+                raise MediaError(f"decoding the media takes more than {DECODE_S:g} s") from e
+
+    async def _decode(
+        self, lane: "_Lane", sources: Sequence[Source], fetched: list[bytes], share: Share
+    ) -> list[Frames]:
+        files = iter(fetched)
         media = []
         for source in sources:
-            files = [fetched.pop() for _ in source.urls]
-            thread, decoder = self._decoders[source.kind]
             frames = await asyncio.get_running_loop().run_in_executor(
-                thread, decoder.decode, source.kind, files, source.listed, self.processor.sample
+                lane.threads,
+                lane.decoder.decode,
+                source.kind,
+                list(islice(files, len(source.urls))),
+                source.listed,
+                self.processor.sample,
             )
-            share.replace_encoded(sum(map(len, files)), len(frames.data))
+            share.add_decoded(len(frames.data))
             media.append(frames)
+        share.drop_encoded()
         return media
+
+
+class _Lane:
+    """Decodes the media of `count` requests at the same time."""
+
+    def __init__(self, count: int, decoder: Decoder) -> None:
+        self.turns = asyncio.Semaphore(count)
+        self.threads = ThreadPoolExecutor(count)  # waits for the processes that decode
+        self.decoder = decoder

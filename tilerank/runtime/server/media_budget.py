@@ -1,5 +1,6 @@
 """Bounds the memory of media from the time they are read to the time the engine has taken them."""
 
+import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -10,29 +11,31 @@ MAX_ENCODED = 48 << 20
 MAX_DECODED = 512 << 20
 """Bytes of the media of a request as RGB frames."""
 MAX_HELD = 1 << 30
-"""Bytes of the media of all requests, encoded and decoded."""
+"""Bytes of the media of all requests, as they are sent or fetched. Further requests are refused."""
+MAX_WAITING = 512 << 20
+"""Bytes of all frames that wait for the engine. While they take more, no further request is decoded."""
 
 
 class Share:
     """The media of one request. Raises ApiError if they, or those of all requests, exceed a limit."""
 
     def __init__(self, budget: "MediaBudget") -> None:
-        self.held = 0
-        self._encoded = 0
-        self._decoded = 0
         self._budget = budget
+        self._encoded = self._decoded = 0
 
     def add_encoded(self, nbytes: int) -> None:
         """Count bytes that are to be decoded."""
         self._encoded += nbytes
+        self._budget.count(nbytes, 0)
         if self._encoded > MAX_ENCODED:
             raise ApiError(400, f"The media of a request may have {MAX_ENCODED >> 20} MiB together.", param="messages")
-        self._add(nbytes)
+        if self._budget.encoded > MAX_HELD:
+            raise ApiError(503, "The server holds too many media of other requests.", code="overloaded")
 
-    def replace_encoded(self, nbytes: int, decoded: int) -> None:
-        """Count the frames that `nbytes` of a medium have become; these bytes are no longer held."""
-        self._add(-nbytes)
-        self._decoded += decoded
+    def add_decoded(self, nbytes: int) -> None:
+        """Count frames."""
+        self._decoded += nbytes
+        self._budget.count(0, nbytes)
         if self._decoded > MAX_DECODED:
             raise ApiError(
                 400,
@@ -40,20 +43,29 @@ class Share:
                 "and frames that the model looks at.",
                 param="messages",
             )
-        self._add(decoded)
 
-    def _add(self, nbytes: int) -> None:
-        self.held += nbytes
-        self._budget.held += nbytes
-        if self._budget.held > MAX_HELD:
-            raise ApiError(503, "The server holds too many media of other requests.", code="overloaded")
+    def drop_encoded(self) -> None:
+        """Count only frames from now on: all media are decoded."""
+        self._budget.count(-self._encoded, 0)
+        self._encoded = 0
+
+    async def wait_for_room(self) -> None:
+        """Wait until these media may be decoded, because the engine has taken enough of those of other requests."""
+        await self._budget.wait_for_room()
+
+    def close(self) -> None:
+        """Free all: the engine has taken the media, or the request has failed."""
+        self._budget.count(-self._encoded, -self._decoded)
+        self._encoded = self._decoded = 0
 
 
 class MediaBudget:
-    """The media that the server holds. held: their bytes."""
+    """The media that the server holds. encoded, decoded: their bytes."""
 
     def __init__(self) -> None:
-        self.held = 0
+        self.encoded = self.decoded = 0
+        self._has_room = asyncio.Event()
+        self._has_room.set()
 
     @contextmanager
     def share(self) -> Iterator[Share]:
@@ -62,4 +74,17 @@ class MediaBudget:
         try:
             yield share
         finally:
-            self.held -= share.held
+            share.close()
+
+    async def wait_for_room(self) -> None:
+        """See Share.wait_for_room."""
+        await self._has_room.wait()
+
+    def count(self, encoded: int, decoded: int) -> None:
+        """Add bytes."""
+        self.encoded += encoded
+        self.decoded += decoded
+        if self.decoded > MAX_WAITING:
+            self._has_room.clear()
+        else:
+            self._has_room.set()

@@ -13,6 +13,8 @@ MAX_BODY = 8 << 20
 """Bytes of one body, enough for a prompt of a million tokens. Parsed, it takes many times as much memory."""
 MAX_MEDIA_BODY = MAX_BODY + MAX_ENCODED // 3 * 4
 """Bytes of one body for a model that takes media, which data: URLs hold in base64."""
+MAX_MARKS = 1 << 20
+"""Commas, colons and opening brackets of a body that is longer than MAX_BODY: what makes it long must be media."""
 MAX_BODIES = 256 << 20
 """Bytes of all bodies that are being read."""
 
@@ -34,6 +36,8 @@ class BodyReader:
                     raise ApiError(413, f"The body is larger than {max_bytes >> 20} MiB.")
                 if self._bytes_held > MAX_BODIES:
                     raise ApiError(503, "The server is reading too many large requests.", code="overloaded")
+            if len(data) > MAX_BODY and sum(map(data.count, b",:[{")) > MAX_MARKS:
+                raise ApiError(413, f"The body is larger than {MAX_BODY >> 20} MiB, and not because of media.")
             return bytes(data)
         finally:
             self._bytes_held -= len(data)
