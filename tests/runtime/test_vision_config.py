@@ -17,6 +17,7 @@ from tilerank.loader.card import read_card
 from tilerank.loader.errors import ConfigError
 from tilerank.parallel.sharding import Sharding
 from tilerank.runtime.bytes_per_step import bytes_per_step
+from tilerank.runtime.errors import EngineError
 from tilerank.runtime.models.decoder import Decoder
 from tilerank.runtime.models.text_config import read_text_config
 from tilerank.runtime.models.vision_config import VisionConfig, read_vision_config
@@ -306,3 +307,16 @@ def test_any_number_of_ranks(tmp_path: Path, size: int) -> None:
     for name in shapes:
         if name.startswith("model.visual.blocks.") and name.endswith(("qkv.weight", "fc1.weight", "fc2.weight")):
             assert held[name] == prod(shapes[name])
+
+
+def test_without_settings_of_a_processor_nothing_is_encoded(
+    tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
+) -> None:
+    """Text alone needs no preprocessor_config.json, and such a directory can be planned."""
+    checkpoint = make_checkpoint("qwen3_vl", tmp_path_factory.mktemp("checkpoints"))
+    shutil.copy(checkpoint / "config.json", tmp_path)
+    found = model(tmp_path)
+    found.allocate()
+    assert found.encoder is not None
+    with pytest.raises(EngineError, match=r"expected a preprocessor_config.json in the model directory, found none"):
+        next(found.encoder.encode(torch.zeros(1, 32, 32, 3, dtype=torch.uint8), (1, 2, 2)))
