@@ -1,7 +1,9 @@
 """Patches of pictures and videos on every rung, against torch, Pillow and the image processors of transformers."""
 
-import importlib.util
 import itertools
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from matrices import DTYPES
 from PIL import Image
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tilerank.kernels import core, pictures
@@ -103,50 +106,53 @@ def test_resizing_differs_from_pillow_by_a_level_at_most(resample: str, height: 
 
 SIZES = [(100, 90), (48, 80), (80, 48), (33, 400), (256, 512), (1080, 1920), (1000, 17)]
 """48 and 80 are halfway between multiples of 32, where Python rounds to even."""
+VIDEOS = [3, 4]  # frames
+
+
+@pytest.fixture(scope="session")
+def torchvision_patches(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tensor]:
+    """What tools/reference_patches.py makes of random pictures of SIZES, and of videos of 3 and 4 frames."""
+    folder = tmp_path_factory.mktemp("patches")
+    frames = {f"picture.{height}x{width}": random_frames(1, height, width) for height, width in SIZES}
+    frames |= {f"video.{n}": random_frames(n, 75, 130) for n in VIDEOS}
+    save_file(frames, folder / "frames.safetensors")
+    script = Path(__file__).parents[1] / "support" / "tools" / "reference_patches.py"
+    command = [sys.executable, str(script), str(folder / "frames.safetensors"), str(folder / "out.safetensors")]
+    subprocess.run(command, check=True, timeout=300)
+    return load_file(folder / "out.safetensors")
 
 
 @pytest.mark.parametrize(("height", "width"), SIZES)
-@pytest.mark.parametrize("backend", ["Pillow", "torchvision"])
-def test_patches_are_those_of_the_processor_of_transformers(backend: str, height: int, width: int) -> None:
+def test_pictures_are_those_of_the_processor_of_transformers(
+    torchvision_patches: dict[str, Tensor], height: int, width: int
+) -> None:
+    name = f"{height}x{width}"
+    found = patches(random_frames(1, height, width), tuple(torchvision_patches[f"{name}.grid"].tolist()))
+    assert torch.equal(found, torchvision_patches[f"{name}.patches"])
+
+
+@pytest.mark.parametrize("frames", VIDEOS)
+def test_videos_are_those_of_the_processor_of_transformers(torchvision_patches: dict[str, Tensor], frames: int) -> None:
+    found = patches(random_frames(frames, 75, 130), tuple(torchvision_patches[f"{frames}.grid"].tolist()))
+    assert torch.equal(found, torchvision_patches[f"{frames}.patches"])
+
+
+@pytest.mark.parametrize(("height", "width"), SIZES)
+def test_pictures_are_nearly_those_of_the_pillow_processor_of_transformers(height: int, width: int) -> None:
     import tools.tvshim  # noqa: F401
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-    if backend == "Pillow":
-        kind: Any = Qwen2VLImageProcessorPil
-    elif importlib.util.find_spec("torchvision"):
-        from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor as kind
-    else:
-        pytest.skip("no torchvision")
-    frames = random_frames(1, height, width) if backend == "torchvision" else smooth_frames(height, width)
+    frames = smooth_frames(height, width)
     size = {"shortest_edge": 4096, "longest_edge": 1 << 22}
-    processor = kind(patch_size=16, image_mean=list(MEAN), image_std=list(STD), size=size)
-    picture = frames[0].permute(2, 0, 1) if backend == "torchvision" else frames[0].numpy()
-    expected = processor(picture, return_tensors="pt")
+    processor = Qwen2VLImageProcessorPil(patch_size=16, image_mean=list(MEAN), image_std=list(STD), size=size)
+    expected = processor(frames[0].numpy(), return_tensors="pt")
     grid = tuple(expected["image_grid_thw"][0].tolist())
     found = patches(frames, grid)
-    if backend == "torchvision":
-        assert torch.equal(found, expected["pixel_values"])
-    else:
-        # Both round after each direction. Where a picture shrinks vertically and grows horizontally, Pillow 13 begins
-        # vertically, so that one level comes from the first direction and one from the second.
-        most = 2 if height > 16 * grid[1] and width < 16 * grid[2] else 1
-        assert found.shape == expected["pixel_values"].shape
-        assert float((found - expected["pixel_values"]).abs().max()) < (most + 0.01) / (255 * min(STD))
-
-
-@pytest.mark.parametrize("frames", [3, 4])
-def test_videos_are_those_of_the_processor_of_transformers(frames: int) -> None:
-    import tools.tvshim  # noqa: F401
-
-    if not importlib.util.find_spec("torchvision"):
-        pytest.skip("no torchvision")
-    from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
-
-    video = random_frames(frames, 75, 130)
-    processor = Qwen3VLVideoProcessor(image_mean=list(MEAN), image_std=list(STD), do_sample_frames=False)
-    expected = processor(list(video.permute(0, 3, 1, 2)[None]), return_tensors="pt")
-    grid = tuple(expected["video_grid_thw"][0].tolist())
-    assert torch.equal(patches(video, grid), expected["pixel_values_videos"])
+    # Both round after each direction. Where a picture shrinks vertically and grows horizontally, Pillow 13 begins
+    # vertically, so that one level comes from the first direction and one from the second.
+    most = 2 if height > 16 * grid[1] and width < 16 * grid[2] else 1
+    assert found.shape == expected["pixel_values"].shape
+    assert float((found - expected["pixel_values"]).abs().max()) < (most + 0.01) / (255 * min(STD))
 
 
 def test_order_of_patches_and_values() -> None:
