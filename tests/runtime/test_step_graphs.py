@@ -27,6 +27,16 @@ TINY: dict[str, dict[str, Any]] = {
     "qwen2": {"family": "qwen2", "heads": 7, "kv_heads": 1, "hidden": 112, "inter": 208, "vocab": 777, "layers": 2},
     "qwen3": {"family": "qwen3", "heads": 2, "kv_heads": 2, "head_dim": 40, "hidden": 130, "vocab": 801, "layers": 2},
     "qwen3_moe": {"family": "qwen3_moe", "hidden": 104, "experts": 6, "moe_inter": 112, "vocab": 801, "layers": 2},
+    "qwen3_vl": {
+        "family": "qwen3_vl",
+        "heads": 10,
+        "kv_heads": 5,
+        "head_dim": 24,
+        "hidden": 112,
+        "vocab": 777,
+        "layers": 4,
+    },
+    "qwen3_vl_moe": {"family": "qwen3_vl_moe", "hidden": 96, "experts": 6, "moe_inter": 80, "vocab": 801, "layers": 4},
 }
 
 
