@@ -2,7 +2,9 @@
 
 import argparse
 import json
+import logging
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,6 +13,8 @@ from .errors import LaunchError
 if TYPE_CHECKING:
     from tilerank.runtime.media.processor import Processor
     from tilerank.runtime.server.media import MediaReader
+
+log = logging.getLogger(__name__)
 
 KINDS = ("image", "video")
 DEFAULT_LIMIT = 999
@@ -83,6 +87,9 @@ def media_reader(args: argparse.Namespace, processor: "Processor | None") -> "Me
 
     if processor is None:
         return None
+    for module, what in (("PIL", "pictures"), ("av", "videos")):
+        if find_spec(module) is None:
+            log.warning("%s are refused: they need pip install 'tilerank[vision]'", what)
     limits: Mapping[str, int] = dict.fromkeys(KINDS, DEFAULT_LIMIT) | (args.limit_mm_per_prompt or {})
     fetcher = Fetcher(args.allowed_media_domains or (), args.allowed_local_media_path)
     return MediaReader(

@@ -35,7 +35,7 @@ from .media_budget import MediaBudget
 from .metrics import Metrics
 from .prompts import PromptBuilder
 from .recent_requests import RecentRequests
-from .request_body import MAX_BODY, MAX_MEDIA_BODY, BodyReader, validation_error
+from .request_body import MAX_BODIES, MAX_BODY, MAX_MEDIA_BODIES, MAX_MEDIA_BODY, BodyReader, validation_error
 from .responses import ChatFormatter, Formatter, Json, TextFormatter
 from .tools import ToolParser
 
@@ -134,7 +134,7 @@ class _Server:
         self._started = int(time.time())
         self._metrics = Metrics(client)
         self._recent = RecentRequests()
-        self._body_reader = BodyReader()
+        self._body_reader = BodyReader(MAX_BODIES if settings.media is None else MAX_MEDIA_BODIES)
         self._budget = MediaBudget()
         self._prompts = PromptBuilder(tokenizer, settings.model, settings.media)
 

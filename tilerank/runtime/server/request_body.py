@@ -17,12 +17,15 @@ MAX_MARKS = 1 << 20
 """Commas, colons and opening brackets of a body that is longer than MAX_BODY: what makes it long must be media."""
 MAX_BODIES = 256 << 20
 """Bytes of all bodies that are being read."""
+MAX_MEDIA_BODIES = 1 << 30
+"""The same for a model that takes media."""
 
 
 class BodyReader:
-    """Reads bodies of at most MAX_BODIES bytes together."""
+    """Reads bodies of at most `max_held` bytes together."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_held: int) -> None:
+        self._max_held = max_held
         self._bytes_held = 0
 
     async def read(self, request: Request, max_bytes: int) -> bytes:
@@ -34,7 +37,7 @@ class BodyReader:
                 self._bytes_held += len(piece)
                 if len(data) > max_bytes:
                     raise ApiError(413, f"The body is larger than {max_bytes >> 20} MiB.")
-                if self._bytes_held > MAX_BODIES:
+                if self._bytes_held > self._max_held:
                     raise ApiError(503, "The server is reading too many large requests.", code="overloaded")
             if len(data) > MAX_BODY and sum(map(data.count, b",:[{")) > MAX_MARKS:
                 raise ApiError(413, f"The body is larger than {MAX_BODY >> 20} MiB, and not because of media.")
