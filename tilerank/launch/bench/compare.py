@@ -4,26 +4,20 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
-import os
-import subprocess
 import sys
 import tempfile
 import time
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 from tilerank.loader.quantization_config import DEFAULT_INT4_GROUP
 
-from ..errors import LaunchError
-from ..process import die_with
 from .cases import add_case_arguments, cases_of, check_cases, prompts, timing_of
 from .chart import add_chart_argument, check_chart_argument, write_chart
 from .json_rows import add_json_argument, check_json_argument, write_json
 from .model import measure_model, model_job, new_tokens_of
 from .peaks import peaks_of
+from .peer import missing_module, run_program
 from .rank_job import (
     add_engine_arguments,
     add_model_arguments,
@@ -72,12 +66,7 @@ class Peer:
             return "bench compare does not support it yet"
         if quantization is not None and quantization not in quantizations:
             return f"bench compare does not support --quantization {quantization} for it"
-        code = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({module!r}) is None)"
-        try:
-            found = subprocess.run([self.python, "-P", "-c", code], check=False, stdin=subprocess.DEVNULL).returncode
-        except OSError as e:
-            return f"{self.python} cannot be run: {e.strerror}"
-        return None if found == 0 else f"not installed: {self.python} has no module {module}"
+        return missing_module(self.python, [module])
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -164,37 +153,12 @@ def _measure_peer(
         ],
     }
     start = time.monotonic()
-    report = _run_peer(peer, workload, peer_scratch)
+    report = run_program(peer.name, peer.python, str(PEERS[peer.name][1]), workload, peer_scratch)
     timings = [
         [asdict(timing_of([(prompt, seconds) for prompt, seconds in events], case))]
         for case, events in zip(cases, report["events"], strict=True)
     ]
     return report | {"ready_s": report["ready_at"] - start, "timings": timings}
-
-
-def _run_peer(peer: Peer, workload: dict[str, Any], scratch: Path) -> dict[str, Any]:
-    """Run a peer's program with one pinned thread for each core, as tilerank has, and return its RESULT.
-
-    LaunchError with the last line of its stderr if it fails.
-    """
-    cores = workload["cores"]
-    threads = {"OMP_NUM_THREADS": str(len(cores)), "GOMP_CPU_AFFINITY": " ".join(map(str, cores))}
-    program = Path(__file__).resolve().parent / "peers" / str(PEERS[peer.name][1])
-    workload_file, result_file = scratch / "workload.json", scratch / "result.json"
-    workload_file.write_text(json.dumps(workload))
-    done = subprocess.run(
-        [peer.python, "-P", str(program), str(workload_file), str(result_file)],
-        env=os.environ | threads,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        preexec_fn=partial(die_with, os.getpid()),
-    )
-    if done.returncode != 0:
-        last_line = (done.stderr.strip().splitlines() or ["no message"])[-1]
-        raise LaunchError(f"{peer.name} failed with exit status {done.returncode}: {last_line}")
-    result: dict[str, Any] = json.loads(result_file.read_text())
-    return result
 
 
 def _peers(text: str) -> list[Peer]:

@@ -75,3 +75,28 @@ def model_work(
             )
     body = model.cost_without_logits()
     return ModelWork(body, model.cost() - body, bytes_per_token(specs))
+
+
+def encoder_work(card: ModelCard, dtype: torch.dtype, grid: tuple[int, int, int]) -> dict[str, Work]:
+    """Return the work of the vision tower for one medium, without padding for ranks, by parts: "linear layers", with
+    the patch embedding and the mergers, and "attention".
+
+    grid: as in prompt.py: Medium. Linear layers read their weights once; attention reads and writes its operands.
+    """
+    from tilerank.runtime.models.vision_config import read_vision_config
+
+    c = read_vision_config(card.fields.object("vision_config"), card.text.integer("hidden_size", 1, 1 << 20))
+    hidden, joined = c.hidden_size, c.hidden_size * c.merge_size**2
+    embedding = 3 * c.temporal_patch_size * c.patch_size**2 * hidden
+    blocks = c.depth * (4 * hidden**2 + 2 * hidden * c.intermediate_size)
+    mergers = (1 + len(c.deepstack)) * joined * (joined + c.out_hidden_size)
+    frame = grid[1] * grid[2]
+    patches = grid[0] * frame
+    products = patches * (embedding + blocks) + patches // c.merge_size**2 * mergers
+    kind = "fp32" if dtype.itemsize == 4 else "bf16"
+    return {
+        "linear layers": Work((embedding + blocks + mergers) * dtype.itemsize, **{kind: 2 * products}),
+        "attention": Work(
+            4 * c.depth * patches * hidden * dtype.itemsize, **{kind: 4 * c.depth * patches * frame * hidden}
+        ),
+    }

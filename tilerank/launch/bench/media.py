@@ -1,0 +1,269 @@
+"""`tilerank bench media`: what a picture takes from its file to the first token, and the parts of the vision tower."""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import sys
+import tempfile
+import time
+from contextlib import closing
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from msgspec import structs
+
+from tilerank.parallel.cost import Work
+
+from ..errors import LaunchError
+from ..host.topology import read_topology
+from ..start import whole_number
+from .json_rows import add_json_argument, check_json_argument, write_json
+from .media_report import rows_of, table
+from .peaks import RateProbe, mean_rates, peaks_of
+from .peer import missing_module, run_program
+from .pictures import PicturePrompts, Size, random_jpeg, sizes_of
+from .rank_job import (
+    EngineJob,
+    add_engine_arguments,
+    add_model_arguments,
+    add_rank_arguments,
+    cores_of,
+    engine_dtype,
+    is_rank,
+    kv_dtype,
+    model_card,
+    placement_of,
+    run_as_rank,
+    run_ranks,
+)
+from .report import OURS
+
+if TYPE_CHECKING:
+    from tilerank.runtime.engine import Engine
+    from tilerank.runtime.media.decoder import Decoder
+    from tilerank.runtime.prompt import Medium, Prompt
+    from tilerank.runtime.worker import Worker
+
+    from ..host.placement import Placement
+    from .rank_job import RankMemory
+
+QUESTION = "What is in the picture?"
+PEERS = ("transformers",)
+_MODULES = ("transformers", "torchvision", "PIL")
+_ENCODING = -1  # the number of its encodings; the engine counts from 0
+_ALL_PIECES = 1 << 20
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_model_arguments(parser)
+    parser.add_argument(
+        "--size", type=sizes_of, default=[(1024, 1024)], metavar="WxH,WxH", help="of pictures (default: 1024x1024)"
+    )
+    parser.add_argument(
+        "--repeat", type=whole_number(1), default=3, metavar="N", help="runs, of which the median is used (default: 3)"
+    )
+    parser.add_argument(
+        "--with",
+        dest="peers",
+        type=_peers,
+        default={"transformers": sys.executable},
+        metavar="NAME[=PYTHON]|none",
+        help=f"peers from {', '.join(PEERS)}; PYTHON is the interpreter that has the peer, by default this one "
+        "(default: transformers)",
+    )
+    add_engine_arguments(parser)
+    add_json_argument(parser)
+    add_rank_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    if is_rank(args):
+        return run_as_rank(args, EngineJob(args, total_tokens=_total_tokens(args), measure=_measurement(args)))
+    check_json_argument(args)
+    _check_sizes(args)
+    peers = {}
+    for name, python in args.peers.items():
+        if obstacle := missing_module(python, _MODULES):
+            print(f"{name}: skipped, {obstacle}")
+        else:
+            peers[name] = python
+    placement, cores = placement_of(args)
+    peaks = peaks_of(cores)
+    report = run_ranks(args, args.argv)
+    reports = {OURS: report} | {name: _measure_peer(args, name, peers[name], cores, report["dtype"]) for name in peers}
+    rows = rows_of(reports, args.model.name, peaks)
+    ranks = len(placement.ranks)
+    print(f"{args.model.name}: {report['dtype']} on {ranks} rank{'s' * (ranks > 1)}, {report['isa']}; {peaks.text()}\n")
+    print("\n".join(table(rows)))
+    write_json(args, rows)
+    return 0
+
+
+def _check_sizes(args: argparse.Namespace) -> None:
+    """Raise LaunchError if a prompt is longer than the model's context."""
+    prompts, limit = PicturePrompts(args.model), model_card(args.model).context_length
+    for width, height in args.size:
+        random_jpeg((1, 1), "")  # refuses where Pillow is missing
+        if (tokens := prompts.tokens_before((width, height))) >= limit:
+            raise LaunchError(
+                f"--size {width}x{height} needs {tokens} positions and one for an answer; expected at most "
+                f"max_position_embeddings, {limit}"
+            )
+
+
+def _total_tokens(args: argparse.Namespace) -> int:
+    from tilerank.kernels.kv_pages import PAGE_TOKENS
+
+    prompts = PicturePrompts(args.model)
+    text = len(QUESTION.encode())  # no fewer than its tokens
+    return max(map(prompts.tokens_before, args.size)) + text + PAGE_TOKENS
+
+
+def _measurement(args: argparse.Namespace) -> Any:
+    return lambda *context: _measure(args, *context)
+
+
+def _measure(args: argparse.Namespace, engine: Engine, placement: Placement, _: list[RankMemory]) -> dict[str, Any]:
+    """Measure all sizes `--repeat` times, after a warm-up of each, and return the report. Runs on rank 0.
+
+    A report has "isa", "dtype", "tp", and "sizes"; for each size "size", "tokens", "work" (of parts of the tower, as
+    dicts) and "runs": "rates" and the seconds of each part that media_report.py names.
+    """
+    from tilerank.kernels import core
+
+    from ..media_decoder import MediaDecoder
+    from .work import encoder_work
+
+    dtype = engine_dtype(args)
+    prompts = PicturePrompts(args.model)
+    probe = RateProbe(cores_of(placement, read_topology()))
+    tower = Tower(engine.worker)
+    sizes = []
+    with closing(MediaDecoder()) as decoder:
+        for size in args.size:
+            grid = prompts.grid(size)
+            work = encoder_work(engine.card, dtype, grid)
+            total = sum(work.values(), start=Work())
+            _measure_picture(engine, tower, prompts, decoder, size, "warm-up")
+            runs = []
+            for number in range(args.repeat):
+                before = probe.measure(total)
+                seconds = _measure_picture(engine, tower, prompts, decoder, size, str(number))
+                runs.append(seconds | {"rates": mean_rates(before, probe.measure(total))})
+            tokens = engine.worker.encoder.shape(grid)[1] if engine.worker.encoder else 0
+            parts = {name: asdict(part) for name, part in work.items()}
+            sizes.append({"size": _text(size), "tokens": tokens, "work": parts, "runs": runs})
+    return {
+        "isa": core.isa(),
+        "dtype": str(dtype).removeprefix("torch."),
+        "kv_cache_dtype": str(kv_dtype(args)).removeprefix("torch."),
+        "tp": len(placement.ranks),
+        "sizes": sizes,
+    }
+
+
+def _measure_picture(
+    engine: Engine, tower: Tower, prompts: PicturePrompts, decoder: Decoder, size: Size, seed: str
+) -> dict[str, float]:
+    """Return the seconds of each part for a new picture."""
+    from tilerank.runtime.engine import Request
+    from tilerank.runtime.sampling import SamplingParams
+
+    file, text = random_jpeg(size, f"media {seed}"), prompts.text(QUESTION)
+    began = time.perf_counter()
+    frames = decoder.decode("image", [file], False, prompts.sample)
+    decoded = time.perf_counter()
+    prompt: Prompt = prompts.prompt(text, frames)
+    request = Request(prompt, SamplingParams(max_new_tokens=1, ignore_eos=True))
+    for _ in engine.generate([request]):
+        pass
+    ended = time.perf_counter()
+    return {"decode": decoded - began, "first token": ended - began, **tower.measure(prompt.media[0])}
+
+
+class Tower:
+    """Encodes media on all ranks, beside the engine, and keeps the last encoding. Lives on rank 0."""
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+        self._held: list[int] = []
+
+    def measure(self, medium: Medium) -> dict[str, float]:
+        """Return the seconds of "preprocessing", "tower" and its parts.
+
+        The parts are missing on the rung "reference", which has no launches; there, "tower" includes preprocessing.
+        """
+        from tilerank.runtime.media_encoding import PART_BYTES
+        from tilerank.runtime.rank_messages import Encode, EncodeLayers, Frames
+
+        from .launch_times import launch_times
+
+        worker = self._worker
+        parts = [medium.frames[i : i + PART_BYTES] for i in range(0, len(medium.frames), PART_BYTES)]
+        first = Encode(_ENCODING, structs.replace(medium, frames=parts[0]), self._held)
+        messages: list[Encode | Frames] = [first, *map(Frames, parts[1:])]
+        for message in messages:
+            worker.announce(message)
+            worker.prepare_encode(message)
+        self._held = [_ENCODING]
+        with launch_times() as launches:
+            began = time.perf_counter()
+            worker.announce(EncodeLayers(_ALL_PIECES))
+            worker.encode_layers(_ALL_PIECES)
+            seconds = time.perf_counter() - began
+        return tower_parts(seconds, launches)
+
+
+def tower_parts(seconds: float, launches: dict[int, float]) -> dict[str, float]:
+    """Return the seconds of each part of an encode from the seconds of its kernels, by number."""
+    if not launches:
+        return {"tower": seconds}
+    from tilerank.kernels import _C
+
+    names = {_C.kernel(name): name for name in _C.kernels()}
+    found = dict.fromkeys(("preprocessing", "linear layers", "attention", "norms", "sums", "other kernels"), 0.0)
+    for number, spent in launches.items():
+        found[_part_of(names[number])] += spent
+    tower = seconds - found["preprocessing"]
+    return found | {"tower": tower, "between kernels": seconds - sum(launches.values())}
+
+
+def _part_of(kernel: str) -> str:
+    """Return the part of an encode to which a kernel belongs. "sums": over ranks, and with the residual."""
+    if kernel.startswith("linear"):
+        return "linear layers"
+    if kernel.startswith("shm"):
+        return "sums"
+    parts = {"patches": "preprocessing", "attention": "attention", "store_kv": "attention"}
+    return parts.get(kernel) or {"layer_norm": "norms", "add": "sums"}.get(kernel, "other kernels")
+
+
+def _measure_peer(args: argparse.Namespace, name: str, python: str, cores: list[int], dtype: str) -> dict[str, Any]:
+    """Return the report of a peer, whose program of peers/ measures the same pictures."""
+    runs = ["warm-up", *map(str, range(args.repeat))]
+    workload = {
+        "model": str(args.model.absolute()),
+        "dtype": dtype,
+        "cores": cores,
+        "text": PicturePrompts(args.model).text(QUESTION),
+        "sizes": [[base64.b64encode(random_jpeg(size, f"media {run}")).decode() for run in runs] for size in args.size],
+    }
+    with tempfile.TemporaryDirectory(prefix="tilerank-bench-") as scratch:
+        result = run_program(name, python, f"run_{name}_media.py", workload, Path(scratch))
+    sizes = [{"size": _text(size), "runs": of[1:]} for size, of in zip(args.size, result["sizes"], strict=True)]
+    return {"version": result["version"], "dtype": dtype, "tp": args.tp, "sizes": sizes}
+
+
+def _text(size: Size) -> str:
+    return f"{size[0]}x{size[1]}"
+
+
+def _peers(text: str) -> dict[str, str]:
+    if text == "none":
+        return {}
+    name, _, python = text.partition("=")
+    if name not in PEERS:
+        raise argparse.ArgumentTypeError(f"expected {', '.join(PEERS)} or none, found {name!r}")
+    return {name: python or sys.executable}
