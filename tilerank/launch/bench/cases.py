@@ -14,16 +14,22 @@ from math import ceil
 from ..errors import LaunchError
 from ..start import whole_number
 from .peaks import Rates
+from .pictures import PicturePrompts, Size, size_of, size_text
 from .rank_job import model_card, whole_numbers
 
 
 @dataclass(frozen=True)
 class Case:
-    """A batch of `batch` prompts of `prompt_tokens` random tokens, each followed by 1 + `new_tokens` new tokens."""
+    """A batch of `batch` prompts of `prompt_tokens` random tokens, each followed by 1 + `new_tokens` new tokens.
+
+    image: size of a picture at the beginning of each prompt, which takes `image_tokens` of the prompt's tokens.
+    """
 
     batch: int
     prompt_tokens: int
     new_tokens: int
+    image: Size | None = None
+    image_tokens: int = 0
 
     @property
     def context(self) -> float:
@@ -66,28 +72,42 @@ def add_case_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--repeat", type=whole_number(1), default=3, metavar="N", help="runs, of which the median is used (default: 3)"
     )
+    parser.set_defaults(image=None)
     parser.add_argument("--first-seed", type=whole_number(0), default=0, help=argparse.SUPPRESS)
 
 
+def add_image_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--image", type=size_of, metavar="WxH", help="put a new picture of this size before the tokens of each prompt"
+    )
+
+
 def cases_of(args: argparse.Namespace) -> list[Case]:
-    return [Case(batch, tokens, args.new_tokens) for tokens in args.prompt_tokens for batch in args.batch]
+    before = PicturePrompts(args.model).tokens_before(args.image) if args.image else 0
+    return [
+        Case(batch, before + tokens, args.new_tokens, args.image, before)
+        for tokens in args.prompt_tokens
+        for batch in args.batch
+    ]
 
 
 def check_cases(args: argparse.Namespace) -> None:
     """Raise LaunchError if a case is longer than the model's context."""
     limit = model_card(args.model).context_length
-    longest = max(args.prompt_tokens) + args.new_tokens + 1
+    longest = max(case.prompt_tokens + case.new_tokens + 1 for case in cases_of(args))
     if longest > limit:
-        raise LaunchError(
-            f"--prompt-tokens {max(args.prompt_tokens)} and --new-tokens {args.new_tokens} need {longest} positions; "
-            f"expected at most max_position_embeddings, {limit}"
-        )
+        options = f"--prompt-tokens {max(args.prompt_tokens)} and --new-tokens {args.new_tokens}"
+        if args.image:
+            options = f"--image {size_text(args.image)}, {options}"
+        raise LaunchError(f"{options} need {longest} positions; expected at most max_position_embeddings, {limit}")
 
 
 def prompts(case: Case, vocab: int, seed: int) -> list[list[int]]:
-    """Return random token ids, the same for every system under test: `batch` lists of `prompt_tokens` ids."""
+    """Return random token ids, the same for every system under test: `batch` lists of `prompt_tokens` ids, less those
+    of the picture."""
     rng = random.Random(f"{case} {seed}")
-    return [[rng.randrange(vocab) for _ in range(case.prompt_tokens)] for _ in range(case.batch)]
+    tokens = case.prompt_tokens - case.image_tokens
+    return [[rng.randrange(vocab) for _ in range(tokens)] for _ in range(case.batch)]
 
 
 def timing_of(events: Sequence[tuple[int, float]], case: Case) -> Timing:

@@ -23,7 +23,7 @@ from .json_rows import add_json_argument, check_json_argument, write_json
 from .media_report import rows_of, table
 from .peaks import RateProbe, mean_rates, peaks_of
 from .peer import missing_module, run_program
-from .pictures import PicturePrompts, Size, random_jpeg, sizes_of
+from .pictures import PicturePrompts, Size, random_jpeg, size_text, sizes_of
 from .rank_job import (
     EngineJob,
     add_engine_arguments,
@@ -154,7 +154,7 @@ def _measure(args: argparse.Namespace, engine: Engine, placement: Placement, _: 
                 runs.append(seconds | {"rates": mean_rates(before, probe.measure(total))})
             tokens = engine.worker.encoder.shape(grid)[1] if engine.worker.encoder else 0
             parts = {name: asdict(part) for name, part in work.items()}
-            sizes.append({"size": _text(size), "tokens": tokens, "work": parts, "runs": runs})
+            sizes.append({"size": size_text(size), "tokens": tokens, "work": parts, "runs": runs})
     return {
         "isa": core.isa(),
         "dtype": str(dtype).removeprefix("torch."),
@@ -252,12 +252,8 @@ def _measure_peer(args: argparse.Namespace, name: str, python: str, cores: list[
     }
     with tempfile.TemporaryDirectory(prefix="tilerank-bench-") as scratch:
         result = run_program(name, python, f"run_{name}_media.py", workload, Path(scratch))
-    sizes = [{"size": _text(size), "runs": of[1:]} for size, of in zip(args.size, result["sizes"], strict=True)]
+    sizes = [{"size": size_text(size), "runs": of[1:]} for size, of in zip(args.size, result["sizes"], strict=True)]
     return {"version": result["version"], "dtype": dtype, "tp": args.tp, "sizes": sizes}
-
-
-def _text(size: Size) -> str:
-    return f"{size[0]}x{size[1]}"
 
 
 def _peers(text: str) -> dict[str, str]:

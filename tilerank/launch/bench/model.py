@@ -6,18 +6,21 @@ import argparse
 import re
 import statistics
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tilerank.loader.quantization_config import held_codes
+from tilerank.parallel.cost import Work
 
 from ..errors import LaunchError
 from ..host.topology import read_topology
 from ..quantize import quantization_of
-from .cases import Case, add_case_arguments, cases_of, check_cases, prompts, timing_of
+from .cases import Case, add_case_arguments, add_image_argument, cases_of, check_cases, prompts, timing_of
 from .chart import add_chart_argument, check_chart_argument, write_chart
 from .json_rows import add_json_argument, check_json_argument, write_json
 from .peaks import RateProbe, mean_rates, peaks_of
+from .pictures import PicturePrompts, random_frames
 from .rank_job import (
     EngineJob,
     add_engine_arguments,
@@ -50,6 +53,7 @@ PROFILED_STEPS = 16
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser)
     add_case_arguments(parser)
+    add_image_argument(parser)
     add_engine_arguments(parser)
     add_json_argument(parser)
     add_chart_argument(parser)
@@ -110,11 +114,11 @@ def _measure(args: argparse.Namespace, engine: Engine, placement: Placement, ran
     A short version of each case warms up first, then the largest case, so that every page of the cache is resident:
     otherwise the first prompts would include the time in which the kernel maps fresh memory.
     """
-    from dataclasses import asdict, replace
+    from dataclasses import asdict
 
     from tilerank.kernels import core
 
-    from .work import model_work
+    from .work import encoder_work, model_work
 
     ready, loaded_rss = time.monotonic(), [peak_rss(rank.pid) for rank in ranks]
     cases = cases_of(args)
@@ -124,6 +128,9 @@ def _measure(args: argparse.Namespace, engine: Engine, placement: Placement, ran
     max_rss = [peak_rss(rank.pid) for rank in ranks]  # before the probe allocates the memory that it reads
     dtype, quantization, cache_dtype = engine_dtype(args), quantization_of(args), kv_dtype(args)
     work = model_work(engine.card, dtype, quantization, cache_dtype)
+    if args.image:
+        parts = encoder_work(engine.card, dtype, PicturePrompts(args.model).grid(args.image))
+        work = replace(work, picture=sum(parts.values(), start=Work()))
     probe, one_token = RateProbe(cores_of(placement, read_topology())), work.prefill(1, 1)
 
     def timed(case: Case, seed: int) -> Timing:
@@ -152,7 +159,21 @@ def _measure(args: argparse.Namespace, engine: Engine, placement: Placement, ran
 
 
 def _time(engine: Engine, case: Case, seed: int) -> Timing:
-    return timing_of([(event.request, event.time_s) for event in _generate(engine, case, seed)], case)
+    """Run a case once.
+
+    Prompts with pictures run twice, because sequences decode between the pieces of later pictures' encodes: first up to
+    their first tokens, then, from the caches, for the decode steps.
+    """
+    if case.image is None:
+        return timing_of(_events(engine, case, seed), case)
+    first = [seconds for _, seconds in _events(engine, case, seed, new_tokens=1)]
+    timing = timing_of(_events(engine, case, seed), case)
+    return replace(timing, first_token=statistics.median(first), prefill=max(first))
+
+
+def _events(engine: Engine, case: Case, seed: int, new_tokens: int | None = None) -> list[tuple[int, float]]:
+    """Return what `timing_of` takes."""
+    return [(event.request, event.time_s) for event in _generate(engine, case, seed, new_tokens)]
 
 
 def _overhead_share(engine: Engine, case: Case) -> float | None:
@@ -161,6 +182,8 @@ def _overhead_share(engine: Engine, case: Case) -> float | None:
     None if steps are not recorded, since only recorded steps can be profiled.
     """
     shares: list[float] = []
+    if case.image is not None:
+        _events(engine, case, seed=-2, new_tokens=1)
     engine.worker.start_profiling()
     step_s, step_time, tokens = 0.0, -1.0, 0
     events = _generate(engine, case, seed=-2)
@@ -180,13 +203,21 @@ def _overhead_share(engine: Engine, case: Case) -> float | None:
     return statistics.median(shares) if shares else None
 
 
-def _generate(engine: Engine, case: Case, seed: int) -> Generator[TokenEvent]:
+def _generate(engine: Engine, case: Case, seed: int, new_tokens: int | None = None) -> Generator[TokenEvent]:
+    """Run the prompts of a case. new_tokens: of each (default: those of the case)."""
     from tilerank.runtime.engine import Request
     from tilerank.runtime.prompt import Prompt
     from tilerank.runtime.sampling import SamplingParams
 
-    params = SamplingParams(max_new_tokens=new_tokens_of(case), ignore_eos=True)
-    return engine.generate([Request(Prompt(ids), params) for ids in prompts(case, engine.card.vocab_size, seed)])
+    params = SamplingParams(max_new_tokens=new_tokens or new_tokens_of(case), ignore_eos=True)
+    token_ids = prompts(case, engine.card.vocab_size, seed)
+    if case.image is None:
+        found = [Prompt(ids) for ids in token_ids]
+    else:
+        pictures = PicturePrompts(engine.worker.model_dir)
+        frames = (random_frames(case.image, f"{seed} {number}") for number in range(case.batch))
+        found = [pictures.before(ids, picture) for ids, picture in zip(token_ids, frames, strict=True)]
+    return engine.generate([Request(prompt, params) for prompt in found])
 
 
 def peak_rss(pid: int) -> int:

@@ -33,6 +33,10 @@ def size_of(text: str) -> Size:
     return int(width), int(height)
 
 
+def size_text(size: Size) -> str:
+    return f"{size[0]}x{size[1]}"
+
+
 def sizes_of(text: str) -> list[Size]:
     """An argparse type: distinct sizes, separated by commas."""
     return list(dict.fromkeys(size_of(part) for part in text.split(",")))

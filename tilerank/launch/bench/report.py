@@ -12,6 +12,7 @@ from tilerank.parallel.cost import Work
 
 from .cases import Case, Timing
 from .peaks import Peaks, compute_unit, median_row, share_text
+from .pictures import size_text
 from .work import ModelWork
 
 OURS = "tilerank"
@@ -74,7 +75,8 @@ def phase_rows(case: Case, timing: Timing, work: ModelWork, peaks: Peaks, overhe
     overhead_share: fraction of a decode step that is spent outside of kernels.
     """
     prefill, decode = work.prefill(case.batch, case.prompt_tokens), work.decode(case.batch, case.context)
-    common = {"batch": case.batch, "prompt_tokens": case.prompt_tokens, "new_tokens": case.new_tokens}
+    common: Row = {"batch": case.batch, "prompt_tokens": case.prompt_tokens, "new_tokens": case.new_tokens}
+    common |= {"image": case.image and size_text(case.image), "image_tokens": case.image_tokens}
     return [
         {"phase": "prefill", **common, "ttft_s": timing.first_token}
         | _shares(case.batch * case.prompt_tokens, timing.prefill, prefill, peaks),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from tilerank.parallel.cost import Cost, Work
@@ -22,12 +22,13 @@ class ModelWork:
 
     body: of every token, up to its keys and values of the last layer. end: the rest of the last layer and the head,
     for tokens whose logits are used: the last one of a prompt and every one after it. cached: bytes of the keys and
-    values of one token in all layers.
+    values of one token in all layers. picture: encoding the picture of a prompt, if prompts have one.
     """
 
     body: Cost
     end: Cost
     cached: int
+    picture: Work = field(default_factory=Work)
 
     @property
     def weights(self) -> int:
@@ -35,10 +36,13 @@ class ModelWork:
         return self.body.read + self.end.read
 
     def prefill(self, batch: int, tokens: int) -> Work:
-        """`batch` prompts of `tokens` tokens each, up to the logits of their last tokens. Weights are read once."""
+        """`batch` prompts of `tokens` tokens each, up to the logits of their last tokens.
+
+        Weights are read once, those of the encoder once for each picture.
+        """
         pairs = tokens * (tokens + 1) // 2
         body = self.body.work(batch * tokens, batch * pairs)
-        return self._reading(batch * tokens) + body + self.end.work(batch, batch * tokens)
+        return self._reading(batch * tokens) + body + self.end.work(batch, batch * tokens) + self.picture * batch
 
     def decode(self, batch: int, context: float) -> Work:
         """One step of `batch` sequences that hold `context` tokens each, the new one included."""
