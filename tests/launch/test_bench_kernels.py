@@ -101,12 +101,15 @@ def test_experts_count_chosen_experts_and_agree_with_torch(monkeypatch: pytest.M
 
 
 def test_vision_kernels_agree_with_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"HIDDEN": 64, "WIDTH": 48, "PATCHES": 5, "PICTURES": (((20, 70), (2, 4)),)}.items():
+    sizes = {"HIDDEN": 64, "WIDTH": 48, "PATCHES": 5, "PICTURES": (((20, 70), (2, 4)),), "ATTENTION_PATCHES": 5}
+    for name, value in sizes.items():
         monkeypatch.setattr(kernels_vision, name, value)
     found = entries("--only", "vision")
     assert found["patches 20 x 70 pixels bfloat16"].work == Work(20 * 70 * 3 + 2 * 4 * 1536 * 2)
     assert found["layer_norm 5 x 64 bfloat16"].work == Work(2 * 5 * 64 * 2)
     assert found["rotary_float_ 5 x 16+16 x 72 bfloat16"].work == Work(2 * 5 * 32 * 72 * 2 + 5 * 72 * 4)
+    attention = found["attention_varlen 5 x 16 x 72 bfloat16"].work
+    assert attention == Work(4 * 5 * 16 * 72 * 2, bf16=5 * 5 * 16 * 4 * 72)
     compared = 0
     for entry in found.values():
         ours = entry.run(0)
@@ -115,7 +118,7 @@ def test_vision_kernels_agree_with_torch(monkeypatch: pytest.MonkeyPatch) -> Non
             assert isinstance(ours, torch.Tensor) and isinstance(theirs, torch.Tensor)
             torch.testing.assert_close(ours, theirs)
             compared += 1
-    assert len(found) == 5 and compared == 2
+    assert len(found) == 7 and compared == 4
 
 
 def test_small_kernels_agree_with_torch(monkeypatch: pytest.MonkeyPatch) -> None:

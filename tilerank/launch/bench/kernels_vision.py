@@ -1,6 +1,7 @@
 """Entries of `bench kernels` for vision encoders: patches of pictures, and the kernels of an encoder's layers.
 
-Sizes are those of the encoder of Qwen3-VL-8B. The bytes of their work are all operands read and written.
+Sizes are those of the encoder of Qwen3-VL-8B, for attention also of Qwen3-VL-2B. The bytes of their work are all
+operands read and written.
 """
 
 import argparse
@@ -10,12 +11,15 @@ import torch
 from torch.nn import functional
 
 from tilerank.kernels import pictures, vision
+from tilerank.kernels.attention import attention_varlen
 from tilerank.parallel.cost import Work
 
 from .entry import Entry
 
 HIDDEN, WIDTH, HEADS, HEAD_DIM, SIDE = 1152, 4304, 16, 72, 48
 PATCHES = 1024
+ATTENTION_PATCHES, HEAD_DIMS = 4096, (64, HEAD_DIM)
+"""A picture of 1024 x 1024 pixels, and the heads of both models."""
 PICTURES = (((1080, 1920), (68, 120)), ((3024, 4032), (64, 84)))
 """Height and width in pixels, then in patches: a frame of a video, hardly resized, and a photograph that shrinks."""
 
@@ -27,6 +31,8 @@ def entries(args: argparse.Namespace) -> Iterator[Entry]:
     yield gelu()
     yield rotary_float()
     yield interpolate_rows()
+    for head_dim in HEAD_DIMS:
+        yield attention(ATTENTION_PATCHES, head_dim)
 
 
 def patches(size: tuple[int, int], grid: tuple[int, int]) -> Entry:
@@ -92,6 +98,21 @@ def interpolate_rows() -> Entry:
         "bfloat16",
         Work(5 * PATCHES * HIDDEN * table.itemsize),
         lambda _: vision.interpolate_rows(table, rows, weights),
+    )
+
+
+def attention(patches: int, head_dim: int) -> Entry:
+    """Attention of all patches of a picture to each other. Called as by the model: packing keys and values is part."""
+    q, k, v = (_bf16(patches, HEADS, head_dim) for _ in range(3))
+    edges = torch.tensor([0, patches], dtype=torch.int32)
+    q_heads, k_heads, v_heads = (x.transpose(0, 1)[None] for x in (q, k, v))
+    return Entry(
+        "attention_varlen",
+        f"{patches} x {HEADS} x {head_dim}",
+        "bfloat16",
+        Work(4 * q.nbytes, bf16=4 * HEADS * head_dim * patches**2),
+        lambda _: attention_varlen(q, k, v, edges, head_dim**-0.5),
+        lambda _: functional.scaled_dot_product_attention(q_heads, k_heads, v_heads)[0].transpose(0, 1),
     )
 
 
