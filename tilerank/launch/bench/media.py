@@ -18,6 +18,7 @@ from tilerank.parallel.cost import Work
 
 from ..errors import LaunchError
 from ..host.topology import read_topology
+from ..media_decoder import MediaDecoder
 from ..start import whole_number
 from .json_rows import add_json_argument, check_json_argument, write_json
 from .media_report import rows_of, table
@@ -32,7 +33,6 @@ from .rank_job import (
     cores_of,
     engine_dtype,
     is_rank,
-    kv_dtype,
     model_card,
     placement_of,
     run_as_rank,
@@ -80,7 +80,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     if is_rank(args):
-        return run_as_rank(args, EngineJob(args, total_tokens=_total_tokens(args), measure=_measurement(args)))
+        return run_as_rank(args, MediaJob(args))
     check_json_argument(args)
     _check_sizes(args)
     peers = {}
@@ -106,26 +106,43 @@ def _check_sizes(args: argparse.Namespace) -> None:
     prompts, limit = PicturePrompts(args.model), model_card(args.model).context_length
     for width, height in args.size:
         random_jpeg((1, 1), "")  # refuses where Pillow is missing
-        if (tokens := prompts.tokens_before((width, height))) >= limit:
+        if (tokens := prompts.tokens_before((width, height), QUESTION)) >= limit:
             raise LaunchError(
                 f"--size {width}x{height} needs {tokens} positions and one for an answer; expected at most "
                 f"max_position_embeddings, {limit}"
             )
 
 
-def _total_tokens(args: argparse.Namespace) -> int:
-    from tilerank.kernels.kv_pages import PAGE_TOKENS
+class MediaJob(EngineJob):
+    """Measures pictures on rank 0, with an engine whose cache fits every prompt."""
 
-    prompts = PicturePrompts(args.model)
-    text = len(QUESTION.encode())  # no fewer than its tokens
-    return max(map(prompts.tokens_before, args.size)) + text + PAGE_TOKENS
+    def __init__(self, args: argparse.Namespace) -> None:
+        from tilerank.kernels.kv_pages import PAGE_TOKENS
+
+        self._pictures, self._decoder = PicturePrompts(args.model), MediaDecoder()
+        super().__init__(
+            args,
+            total_tokens=max(self._pictures.tokens_before(size, QUESTION) for size in args.size) + PAGE_TOKENS,
+            measure=lambda *context: _measure(args, self._pictures, self._decoder, *context),
+        )
+
+    def prepare(self) -> None:
+        """Start the process that decodes. Later, it would inherit the one core of the thread that measures."""
+        self._decoder.decode("image", [random_jpeg((1, 1), "")], False, self._pictures.sample)
+
+    def lead(self, worker: Worker, size: int, placement: Placement) -> None:
+        with closing(self._decoder):
+            super().lead(worker, size, placement)
 
 
-def _measurement(args: argparse.Namespace) -> Any:
-    return lambda *context: _measure(args, *context)
-
-
-def _measure(args: argparse.Namespace, engine: Engine, placement: Placement, _: list[RankMemory]) -> dict[str, Any]:
+def _measure(
+    args: argparse.Namespace,
+    prompts: PicturePrompts,
+    decoder: Decoder,
+    engine: Engine,
+    placement: Placement,
+    _: list[RankMemory],
+) -> dict[str, Any]:
     """Measure all sizes `--repeat` times, after a warm-up of each, and return the report. Runs on rank 0.
 
     A report has "isa", "dtype", "tp", and "sizes"; for each size "size", "tokens", "work" (of parts of the tower, as
@@ -133,32 +150,28 @@ def _measure(args: argparse.Namespace, engine: Engine, placement: Placement, _: 
     """
     from tilerank.kernels import core
 
-    from ..media_decoder import MediaDecoder
     from .work import encoder_work
 
     dtype = engine_dtype(args)
-    prompts = PicturePrompts(args.model)
     probe = RateProbe(cores_of(placement, read_topology()))
     tower = Tower(engine.worker)
     sizes = []
-    with closing(MediaDecoder()) as decoder:
-        for size in args.size:
-            grid = prompts.grid(size)
-            work = encoder_work(engine.card, dtype, grid)
-            total = sum(work.values(), start=Work())
-            _measure_picture(engine, tower, prompts, decoder, size, "warm-up")
-            runs = []
-            for number in range(args.repeat):
-                before = probe.measure(total)
-                seconds = _measure_picture(engine, tower, prompts, decoder, size, str(number))
-                runs.append(seconds | {"rates": mean_rates(before, probe.measure(total))})
-            tokens = engine.worker.encoder.shape(grid)[1] if engine.worker.encoder else 0
-            parts = {name: asdict(part) for name, part in work.items()}
-            sizes.append({"size": size_text(size), "tokens": tokens, "work": parts, "runs": runs})
+    for size in args.size:
+        grid = prompts.grid(size)
+        work = encoder_work(engine.card, dtype, grid)
+        total = sum(work.values(), start=Work())
+        _measure_picture(engine, tower, prompts, decoder, size, "warm-up")
+        runs = []
+        for number in range(args.repeat):
+            before = probe.measure(total)
+            seconds = _measure_picture(engine, tower, prompts, decoder, size, str(number))
+            runs.append(seconds | {"rates": mean_rates(before, probe.measure(total))})
+        tokens = engine.worker.encoder.shape(grid)[1] if engine.worker.encoder else 0
+        parts = {name: asdict(part) for name, part in work.items()}
+        sizes.append({"size": size_text(size), "tokens": tokens, "work": parts, "runs": runs})
     return {
         "isa": core.isa(),
         "dtype": str(dtype).removeprefix("torch."),
-        "kv_cache_dtype": str(kv_dtype(args)).removeprefix("torch."),
         "tp": len(placement.ranks),
         "sizes": sizes,
     }

@@ -92,9 +92,9 @@ class PicturePrompts:
         positions = [[*axis, *more] for axis in start.positions]
         return Prompt([*start.token_ids, *token_ids], start.media, start.places, positions)
 
-    def tokens_before(self, size: Size) -> int:
-        """Return how many tokens `before` puts in front."""
-        return len(self.prompt(self.text(""), _frames(size, b"")).token_ids)
+    def tokens_before(self, size: Size, question: str = "") -> int:
+        """Return how many tokens `before` puts in front; with a question, those of the whole prompt."""
+        return len(self.prompt(self.text(question), _frames(size, b"")).token_ids)
 
     def grid(self, size: Size) -> tuple[int, int, int]:
         """Return the patches of a picture, as in prompt.py: Medium."""
