@@ -4,6 +4,7 @@ import base64
 import json
 import re
 import subprocess
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -48,13 +49,13 @@ def prompt_file(folder: Path, *lines: dict[str, Any]) -> Path:
 # ---- answers
 
 
-@pytest.mark.parametrize("tp", [1, 3])
-def test_answers_on_the_test_pictures_are_those_of_transformers(tp: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("tp", "dtype"), [(1, "float32"), *product((2, 3), ("float32", "bfloat16"))])
+def test_answers_on_the_test_pictures_are_those_of_transformers(tp: int, dtype: str, tmp_path: Path) -> None:
     """All in one batch. answers.json has what transformers 5.23 answers in fp32, which is not always right."""
     items = json.loads((TESTS / "answers.json").read_text())["items"]
     (tmp_path / "pictures").symlink_to(TESTS)
     lines = [ask(f"pictures/{item['file']}") for item in items]
-    found = generate("--tp", tp, "--prompt-file", prompt_file(tmp_path, *lines))
+    found = generate("--tp", tp, "--dtype", dtype, "--prompt-file", prompt_file(tmp_path, *lines))
     assert [line["text"] for line in found] == [item["answer"] for item in items]
 
 
