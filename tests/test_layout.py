@@ -149,12 +149,9 @@ def test_only_launch_reads_the_environment() -> None:
     assert not wrong, wrong
 
 
-LONG_FILES_TO_SPLIT = {"bindings.cpp"}
-
-
 @pytest.mark.parametrize("path", PY + CPP, ids=lambda path: str(path.relative_to(ROOT)))
 def test_files_can_be_read_in_one_sitting(path: Path) -> None:
-    assert len(path.read_text().splitlines()) <= (450 if path.name in LONG_FILES_TO_SPLIT else MAX_LINES)
+    assert len(path.read_text().splitlines()) <= MAX_LINES
 
 
 def test_folders_can_be_surveyed() -> None:

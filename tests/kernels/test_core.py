@@ -143,7 +143,7 @@ def test_launch_refuses_what_it_cannot_pass() -> None:
         core.launch(10**6, (x, out))
     with pytest.raises(KernelError, match="expected a tensor, found list"):
         core.launch(kernel, ([1.0], out))  # type: ignore[arg-type]
-    with pytest.raises(KernelError, match="dtype that no kernel knows"):
+    with pytest.raises(KernelError, match="dtype that no kernel supports"):
         core.launch(kernel, (x.to(torch.complex64), out))
     with pytest.raises(KernelError, match="at most 5 dimensions, found 6"):
         core.launch(kernel, (torch.zeros(1, 1, 1, 1, 1, 1), out))

@@ -1,29 +1,24 @@
-// The only file that knows Python.
+// The Python module of the compiled core.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
-#include <algorithm>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "core/arena.h"
 #include "core/cpu.h"
-#include "core/dlpack.h"
 #include "core/graph.h"
 #include "core/peaks.h"
 #include "core/pool.h"
 #include "core/registry.h"
-
-namespace py = pybind11;
+#include "core/tensors.h"
 
 namespace tilerank {
 namespace {
 
-const dlpack::Exchange* exchange = nullptr;
-PyTypeObject* tensor_type = nullptr;
 PyObject* error_type = nullptr;
-std::vector<PyObject*> dtype_objects;  // torch's, in the order of kDTypes
 Isa current = Isa::reference;
 
 // A graph, and the tensors that it reads or writes outside its own arena.
@@ -31,113 +26,15 @@ struct Recording {
   Graph graph;
   std::vector<py::object> kept;
 };
-thread_local Recording* recording = nullptr;  // where launches of this thread go instead of running
+thread_local Recording* recording = nullptr;  // the recording that this thread's launches are added to; null: they run
 
-struct DTypeName {
-  DType dtype;
-  uint8_t code, bits;  // of DLPack
-  const char* name;    // of torch
-};
-constexpr DTypeName kDTypes[] = {
-    {DType::f32, 2, 32, "float32"},
-    {DType::bf16, 4, 16, "bfloat16"},
-    {DType::f16, 2, 16, "float16"},
-    {DType::f64, 2, 64, "float64"},
-    {DType::i64, 0, 64, "int64"},
-    {DType::i32, 0, 32, "int32"},
-    {DType::i16, 0, 16, "int16"},
-    {DType::i8, 0, 8, "int8"},
-    {DType::u8, 1, 8, "uint8"},
-    {DType::boolean, 6, 8, "bool"},
-    {DType::f8_e4m3, 10, 8, "float8_e4m3fn"},
-    {DType::f8_e5m2, 12, 8, "float8_e5m2"},
-};
+// The arena for new tensors of this thread.
+const std::shared_ptr<Arena>& arena() { return recording ? recording->graph.arena() : Arena::instance(); }
 
-const dlpack::Exchange* compatible(dlpack::Header* header) {
-  while (header && (header->version.major != dlpack::kMajor || header->version.minor < dlpack::kMinor)) {
-    header = header->version.major > dlpack::kMajor ? header->previous : nullptr;
-  }
-  return reinterpret_cast<const dlpack::Exchange*>(header);
-}
-
-// Tells this module the tensor type, whose instances it accepts and returns, the dtypes named by dtypes(), and the
-// exception type it raises.
+// Sets the tensor type, its dtypes (see attach_tensors), and the type of the exceptions that this module raises.
 void attach(py::type tensor, const py::list& dtypes, py::type error) {
-  const py::object capsule = tensor.attr("__dlpack_c_exchange_api__");
-  auto* header = static_cast<dlpack::Header*>(PyCapsule_GetPointer(capsule.ptr(), "dlpack_exchange_api"));
-  if (!header) throw py::error_already_set();
-  exchange = compatible(header);
-  if (!exchange) {
-    const auto [major, minor] = header->version;
-    throw Error("attach: expected a tensor type with DLPack exchange version 1.3 or later 1.x, found " +
-                std::to_string(major) + "." + std::to_string(minor));
-  }
-  tensor_type = reinterpret_cast<PyTypeObject*>(tensor.release().ptr());
+  attach_tensors(std::move(tensor), dtypes);
   error_type = error.release().ptr();
-  for (const py::handle dtype : dtypes) dtype_objects.push_back(dtype.inc_ref().ptr());
-}
-
-dlpack::Tensor borrow(PyObject* object, const char* where) {
-  if (!exchange || !PyObject_TypeCheck(object, tensor_type)) {
-    throw Error(std::string(where) + ": expected a tensor, found " + Py_TYPE(object)->tp_name);
-  }
-  dlpack::Tensor raw;
-  if (exchange->borrow(object, &raw) != 0) throw py::error_already_set();
-  if (raw.device.type != dlpack::kCpu) throw Error(std::string(where) + ": expected a CPU tensor");
-  return raw;
-}
-
-// Null: a dtype that no kernel knows.
-const DTypeName* find_dtype(const dlpack::DataType& dtype) {
-  const DTypeName* known = nullptr;
-  for (const DTypeName& type : kDTypes) {
-    if (type.code == dtype.code && type.bits == dtype.bits && dtype.lanes == 1) known = &type;
-  }
-  return known;
-}
-
-// Is it surely a CPU tensor of this dtype (or one of a tuple) and shape (None: any size), its last dimension
-// contiguous? kernels/check.py knows why not, at ten times the price.
-bool fits(const py::object& object, const py::tuple& shape, const py::object& dtype) {
-  if (!PyObject_TypeCheck(object.ptr(), tensor_type)) return false;
-  dlpack::Tensor raw;
-  if (exchange->borrow(object.ptr(), &raw) != 0) {
-    PyErr_Clear();
-    return false;
-  }
-  const DTypeName* const known = find_dtype(raw.dtype);
-  if (!known || raw.device.type != dlpack::kCpu || raw.ndim != static_cast<int32_t>(shape.size())) return false;
-  PyObject* const found = dtype_objects[static_cast<size_t>(known - kDTypes)];
-  bool wanted = dtype.ptr() == found;
-  if (PyTuple_Check(dtype.ptr())) {
-    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(dtype.ptr()); ++i) wanted |= PyTuple_GET_ITEM(dtype.ptr(), i) == found;
-  }
-  for (int i = 0; i < raw.ndim && wanted; ++i) {
-    PyObject* const size = PyTuple_GET_ITEM(shape.ptr(), i);
-    if (size != Py_None) wanted = PyLong_Check(size) && PyLong_AsLongLong(size) == raw.shape[i];
-  }
-  if (PyErr_Occurred()) PyErr_Clear();
-  return wanted && (raw.ndim == 0 || raw.shape[raw.ndim - 1] <= 1 || raw.strides[raw.ndim - 1] == 1);
-}
-
-Tensor read_tensor(PyObject* object, const char* where) {
-  Tensor tensor{};
-  if (object == Py_None) return tensor;
-  const dlpack::Tensor raw = borrow(object, where);
-  const DTypeName* const known = find_dtype(raw.dtype);
-  if (!known) throw Error(std::string(where) + ": a tensor has a dtype that no kernel knows");
-  if (raw.ndim > kMaxDims) {
-    throw Error(std::string(where) + ": expected at most " + std::to_string(kMaxDims) + " dimensions, found " +
-                std::to_string(raw.ndim));
-  }
-  tensor.data = static_cast<char*>(raw.data) + raw.byte_offset;
-  tensor.dtype = known->dtype;
-  tensor.ndim = raw.ndim;
-  for (int i = 0; i < raw.ndim; ++i) {
-    tensor.size[i] = raw.shape[i];
-    tensor.stride[i] = raw.strides[i];
-  }
-  return tensor;
 }
 
 void expect_at_most(int limit, Py_ssize_t found, const char* what) {
@@ -176,129 +73,6 @@ void launch(int id, const py::tuple& tensors, const py::tuple& ints, const py::t
   }
   py::gil_scoped_release unlocked;
   Pool::instance().run(&call, 1);
-}
-
-// A tensor over memory of ours, given back when its last view dies, on whatever thread.
-struct Owner {
-  dlpack::Managed managed;
-  int64_t shape[kMaxDims], strides[kMaxDims];
-  size_t bytes;
-  std::shared_ptr<Arena> arena;  // none for memory of its own
-  void* block;                   // of the arena
-};
-
-py::object import_tensor(std::unique_ptr<Owner> owner, void* data, size_t ndim, dlpack::DataType type,
-                         void (*release)(dlpack::Managed*)) {
-  dlpack::Managed& managed = owner->managed;
-  managed.version = {dlpack::kMajor, dlpack::kMinor};
-  managed.context = owner.get();
-  managed.deleter = release;
-  managed.flags = 0;
-  managed.tensor = {data, {dlpack::kCpu, 0}, static_cast<int32_t>(ndim), type, owner->shape, owner->strides, 0};
-  void* object = nullptr;
-  if (exchange->import_managed(&owner.release()->managed, &object) != 0) throw py::error_already_set();
-  return py::reinterpret_steal<py::object>(static_cast<PyObject*>(object));
-}
-
-void give_back(dlpack::Managed* managed) {
-  auto* owner = static_cast<Owner*>(managed->context);
-  owner->arena->free(owner->block);
-  delete owner;
-}
-
-// From one of m rows of so many elements to the next, if whole lines apart then an odd number of them. Few rows are
-// read in another way (csrc/gemm_amx.h).
-size_t row_distance(int64_t m, size_t elements, const DTypeName& type) {
-  constexpr int64_t kFewRows = 16;
-  const size_t line = size_t{64} * 8 / type.bits;
-  return m > kFewRows && elements != 0 && elements % (2 * line) == 0 ? elements + line : elements;
-}
-
-// Sizes and strides: contiguous, but for the first stride where rows are to lie apart.
-std::unique_ptr<Owner> make_owner(const std::vector<int64_t>& shape, const DTypeName& type, bool apart = false) {
-  if (!exchange) throw Error("attach() must come first");
-  if (shape.size() > kMaxDims) {
-    throw Error("empty: expected at most " + std::to_string(kMaxDims) + " dimensions, found " +
-                std::to_string(shape.size()));
-  }
-  auto owner = std::make_unique<Owner>();
-  size_t elements = 1;
-  for (size_t i = shape.size(); i-- > 0;) {
-    if (shape[i] < 0) throw Error("empty: expected no negative size, found " + std::to_string(shape[i]));
-    owner->shape[i] = shape[i];
-    if (apart && i == 0) elements = row_distance(shape[0], elements, type);
-    owner->strides[i] = static_cast<int64_t>(elements);
-    if (__builtin_mul_overflow(elements, static_cast<size_t>(shape[i]), &elements) || elements > (size_t{1} << 56)) {
-      throw Error("empty: expected a tensor that fits in memory");
-    }
-  }
-  owner->bytes = elements * type.bits / 8;
-  return owner;
-}
-
-py::object empty(const std::vector<int64_t>& shape, int dtype, bool apart) {
-  const DTypeName& type = kDTypes[dtype];
-  auto owner = make_owner(shape, type, apart);
-  owner->arena = recording ? recording->graph.arena() : Arena::instance();
-  void* const data = owner->block = owner->arena->allocate(owner->bytes);
-  return import_tensor(std::move(owner), data, shape.size(), {type.code, type.bits, 1}, give_back);
-}
-
-// A view [shape] of a tensor of the arena, `first` elements on, these many elements from each to the next; None of
-// another tensor. Torch's own views cost several times as much, and more while a step is recorded.
-py::object view(const py::object& of, const std::vector<int64_t>& shape, const std::vector<int64_t>& strides,
-                int64_t first) {
-  const dlpack::Tensor raw = borrow(of.ptr(), "view");
-  char* const data = static_cast<char*>(raw.data) + raw.byte_offset + first * (raw.dtype.bits / 8);
-  auto arena = recording ? recording->graph.arena() : Arena::instance();
-  if (shape.size() != strides.size() || shape.size() > kMaxDims) throw Error("view: expected as many strides as sizes");
-  void* const block = arena->hold(data);
-  if (!block) return py::none();
-  auto owner = std::make_unique<Owner>();
-  std::copy(shape.begin(), shape.end(), owner->shape);
-  std::copy(strides.begin(), strides.end(), owner->strides);
-  owner->arena = std::move(arena);
-  owner->block = block;
-  return import_tensor(std::move(owner), data, shape.size(), raw.dtype, give_back);
-}
-
-// The same memory, without its block in the arena: that may be used again while this tensor lives.
-py::object alias_of(const Recording& self, const py::object& result) {
-  const dlpack::Tensor raw = borrow(result.ptr(), "Graph");
-  char* const data = static_cast<char*>(raw.data) + raw.byte_offset;
-  const bool hollow = std::count(raw.shape, raw.shape + raw.ndim, 0) > 0;  // such a tensor has no address
-  if (raw.ndim > kMaxDims || !(hollow || self.graph.arena()->contains(data))) {
-    throw Error("Graph: expected the recorded step to return what a kernel made, found another tensor");
-  }
-  auto owner = std::make_unique<Owner>();
-  std::copy_n(raw.shape, raw.ndim, owner->shape);
-  std::copy_n(raw.strides, raw.ndim, owner->strides);
-  owner->arena = self.graph.arena();
-  return import_tensor(std::move(owner), data, static_cast<size_t>(raw.ndim), raw.dtype,
-                       [](dlpack::Managed* managed) { delete static_cast<Owner*>(managed->context); });
-}
-
-py::object alloc(int64_t bytes) {
-  const DTypeName& type = kDTypes[static_cast<int>(DType::u8)];
-  auto owner = make_owner({bytes}, type);
-  void* const data = map_pages(owner->bytes);
-  return import_tensor(std::move(owner), data, 1, {type.code, type.bits, 1}, [](dlpack::Managed* managed) {
-    auto* owner = static_cast<Owner*>(managed->context);
-    unmap_pages(managed->tensor.data, owner->bytes);
-    delete owner;
-  });
-}
-
-void drop_pages(const py::object& tensor) {
-  const dlpack::Tensor raw = borrow(tensor.ptr(), "drop_pages");
-  int64_t first = 0, last = 0;  // in elements, over all strides
-  for (int i = 0; i < raw.ndim; ++i) {
-    if (raw.shape[i] == 0) return;
-    (raw.strides[i] < 0 ? first : last) += (raw.shape[i] - 1) * raw.strides[i];
-  }
-  const int64_t element = raw.dtype.bits / 8;
-  char* const start = static_cast<char*>(raw.data) + raw.byte_offset + first * element;
-  drop_file_pages(start, static_cast<size_t>((last - first + 1) * element));
 }
 
 }  // namespace
@@ -351,8 +125,10 @@ PYBIND11_MODULE(_C, m) {
     return names;
   });
   m.def("fits", &fits);
-  m.def("empty", &empty);
-  m.def("view", &view);
+  m.def("empty",
+        [](const std::vector<int64_t>& shape, int dtype, bool apart) { return empty(arena(), shape, dtype, apart); });
+  m.def("view", [](const py::object& of, const std::vector<int64_t>& shape, const std::vector<int64_t>& strides,
+                   int64_t first) { return view(arena(), of, shape, strides, first); });
   m.def("alloc", &alloc);
   m.def("drop_pages", &drop_pages);
   const auto no_gil = py::call_guard<py::gil_scoped_release>();
@@ -394,11 +170,11 @@ PYBIND11_MODULE(_C, m) {
            py::arg("share"))
       .def("begin",
            [](Recording& self) {
-             if (recording) throw Error("Graph: expected one recording at a time, found another under way");
+             if (recording) throw Error("Graph: expected one recording at a time, found another in progress");
              recording = &self;
            })
       .def("end", [](Recording&) { recording = nullptr; })
-      .def("alias", &alias_of)
+      .def("alias", [](const Recording& self, const py::object& of) { return alias(self.graph.arena(), of); })
       .def(
           "run", [](const Recording& self, size_t begin, size_t end) { self.graph.run(begin, end); }, no_gil)
       .def(
