@@ -17,7 +17,7 @@ constexpr int64_t kTile = 16 * 32;                     // bf16 elements of a til
 constexpr int64_t kPageScores = kGroup * kPageTokens;  // scores of a group with a page
 
 struct TileScratch {
-  // Of two pages, or of all rows of heads that are processed together: [token / 16][row][token % 16].
+  // The scores of two pages, or of all rows of heads that are processed together: [token / 16][row][token % 16].
   alignas(64) float s[kTaskRows / kGroup][kPageScores];
   alignas(64) bf16 p[2 * kTileChunkPages * kPageScores];  // [page][row][32 tokens]
   alignas(64) bf16 q[kTaskRows * kMaxDim];                // [row / 16][dim / 32][row % 16][32]

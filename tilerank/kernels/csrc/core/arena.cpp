@@ -23,7 +23,7 @@
 namespace tilerank {
 namespace {
 
-// Under the address sanitizer what is not inside a living block may not be touched, nor the gap left between blocks.
+// The address sanitizer reports accesses outside of live blocks, and to the gap between blocks.
 #ifdef __SANITIZE_ADDRESS__
 constexpr size_t kGap = 64;
 void allow(void* data, size_t bytes) { ASAN_UNPOISON_MEMORY_REGION(data, bytes); }
@@ -44,9 +44,8 @@ size_t page_size() {
   return bytes;
 }
 
-// A last huge page that is mostly beyond the end would cost resident memory: keep small pages there. They cost time,
-// too: with scales of int4 weights there (kernels/grouped.py puts them last) products with few rows took a thirtieth
-// longer.
+// If most of the last huge page lay beyond the end, it would waste resident memory, so the end gets small pages. Access
+// to them is slower, because they miss the TLB.
 size_t mapping_size(size_t bytes) {
   const size_t huge = round_up(bytes, kHuge);
   return huge - bytes <= bytes / 3 ? huge : round_up(std::max<size_t>(bytes, 1), page_size());
@@ -56,7 +55,7 @@ size_t mapping_size(size_t bytes) {
 
 void* map_pages(size_t bytes) {
   const size_t size = mapping_size(bytes);
-  // Mapped larger, then trimmed, to start on a huge page.
+  // Maps more than needed, then trims, so that the memory starts on a huge page.
   const size_t reserve = size >= kHuge ? size + kHuge : size;
   void* mapping = mmap(nullptr, reserve, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (mapping == MAP_FAILED) {
@@ -67,7 +66,7 @@ void* map_pages(size_t bytes) {
   char* const start = reinterpret_cast<char*>(round_up(reinterpret_cast<uintptr_t>(raw), kHuge));
   if (start != raw) munmap(raw, static_cast<size_t>(start - raw));
   if (raw + reserve != start + size) munmap(start + size, static_cast<size_t>(raw + reserve - (start + size)));
-  // Advice only: without huge pages the memory is the same, only slower.
+  // Only advice: without huge pages the memory is the same, but slower.
   madvise(start, size / kHuge * kHuge, MADV_HUGEPAGE);
   return start;
 }
@@ -79,7 +78,7 @@ void drop_file_pages(void* data, size_t bytes) {
   const uintptr_t first = round_up(reinterpret_cast<uintptr_t>(data), page);
   const uintptr_t last = (reinterpret_cast<uintptr_t>(data) + bytes) / page * page;
   if (first >= last) return;
-  // Dropping anonymous memory would lose its content: every byte must be seen in a file mapping first.
+  // Dropping anonymous memory would lose its content, so check first that every byte is in a file mapping.
   const std::unique_ptr<FILE, int (*)(FILE*)> maps(fopen("/proc/self/maps", "r"), fclose);
   if (!maps) throw Error(std::string("drop_pages: expected to read /proc/self/maps, found ") + std::strerror(errno));
   uintptr_t covered = first;
@@ -172,7 +171,7 @@ void Arena::free(void* data) {
 }
 
 void Arena::add_chunk(size_t bytes) {
-  // Doubling: few mappings however large the activations become.
+  // Chunks double in size, so that there are few mappings however large the activations become.
   const size_t size = round_up(std::max({bytes, mapped_, kFirstChunk}), kHuge);
   char* const start = static_cast<char*>(map_pages(size));
   chunks_[start] = size;

@@ -1,4 +1,4 @@
-// Where tensors live: blocks for activations, and whole mappings for weights and caches.
+// The memory of tensors: blocks for activations, and whole mappings for weights and caches.
 #pragma once
 #include <cstddef>
 #include <map>
@@ -9,28 +9,29 @@
 
 namespace tilerank {
 
-// Anonymous, zeroed, private memory; huge pages (madvise) where they waste little. Throws Error.
+// Anonymous, zeroed, private memory, with huge pages (madvise) where they waste little. Throws Error.
 void* map_pages(size_t bytes);
 void unmap_pages(void* data, size_t bytes);
 
-// Takes the whole pages inside [data, data + bytes), all of them in file mappings, out of resident memory. Throws
-// Error.
+// Drops the whole pages inside [data, data + bytes), all of which must be in file mappings, from resident memory.
+// Throws Error.
 void drop_file_pages(void* data, size_t bytes);
 
-// Blocks of 64-byte multiples out of huge-page mappings that grow as needed: best fit, neighbours merged when freed.
-// Thread-safe: the last view of a tensor may die on any thread. Every tensor shares the ownership of its arena.
+// Hands out blocks, in multiples of 64 bytes, of huge-page mappings that grow as needed. Takes the best fit and merges
+// free neighbours. Thread-safe: the last view of a tensor may die on any thread. Every tensor shares the ownership of
+// its arena.
 class Arena {
  public:
-  static const std::shared_ptr<Arena>& instance();  // the process's, for whatever runs eagerly; never ends
-  // `replayed`: a block that was given back is still written, by the runs of a graph.
+  static const std::shared_ptr<Arena>& instance();  // the process's arena, for eager runs; never destroyed
+  // `replayed`: a freed block may still be written, by later runs of a graph.
   explicit Arena(bool replayed = false) : replayed_(replayed) {}
   ~Arena();
   Arena(const Arena&) = delete;
   Arena& operator=(const Arena&) = delete;
   void* allocate(size_t bytes);
-  // What `allocate` returned, or `hold`: a block is free when everybody who has it gave it back.
+  // Releases one holder of a block from `allocate` or `hold`. The block is free once all holders have released it.
   void free(void* data);
-  // The block that data lies in, now with one more holder; null if it lies in none.
+  // Adds a holder to the block that contains data and returns the block; null if no block contains it.
   void* hold(const void* data);
   bool contains(const void* data);
   size_t mapped() const { return mapped_; }
@@ -50,7 +51,7 @@ class Arena {
     int holders;
   };
   std::map<char*, Used> used_blocks_;
-  std::map<char*, size_t> chunks_;  // by address; blocks never merge across their starts
+  std::map<char*, size_t> chunks_;  // by address; blocks are not merged across the starts of chunks
   size_t mapped_ = 0, used_ = 0;
 };
 

@@ -91,8 +91,8 @@ std::string amx_obstacle() {
   return "";
 }
 
-// A hypervisor can announce what it does not run. The self-test is therefore guarded against illegal instructions;
-// the handler is in place only while it runs, and any other thread's fault goes to the default action.
+// A hypervisor may announce instructions that it does not run, so the self-test is guarded against illegal
+// instructions. The handler is installed only during the test, and faults of other threads get the default action.
 thread_local sigjmp_buf* recovery = nullptr;
 
 void on_illegal_instruction(int signal) {

@@ -1,5 +1,5 @@
-// The part of DLPack 1.x that tensors cross into this library by (https://github.com/dmlc/dlpack, Apache-2.0): declared
-// here so that building needs no torch. torch offers it as torch.Tensor.__dlpack_c_exchange_api__.
+// The part of DLPack 1.x (https://github.com/dmlc/dlpack, Apache-2.0) through which tensors enter this library. It is
+// declared here so that building does not need torch. torch offers it as torch.Tensor.__dlpack_c_exchange_api__.
 #pragma once
 #include <cstdint>
 
@@ -43,7 +43,7 @@ struct Exchange {
   Header header;
   int (*allocate)(Tensor*, Managed**, void*, void (*)(void*, const char*, const char*));
   int (*export_managed)(void* object, Managed** out);
-  int (*import_managed)(Managed* tensor, void** object);  // steals the tensor
+  int (*import_managed)(Managed* tensor, void** object);  // takes ownership of the tensor
   int (*borrow)(void* object, Tensor* out);               // valid while the object lives unchanged
   int (*stream)(int32_t, int32_t, void**);
 };

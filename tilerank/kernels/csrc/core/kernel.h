@@ -1,12 +1,13 @@
-// What a kernel is.
+// The interface of kernels.
 //
 // To add the kernel `foo`:
-//   1. csrc/foo.cpp, in this shape (setup.py finds it; foreach_isa.h compiles the lower half once per rung, in a target
-//      region of that rung, with simd.h included; all other includes go to the upper half, before any region opens):
+//   1. csrc/<folder>/foo.cpp, in this shape (setup.py finds it; foreach_isa.h compiles the lower half once per rung, in
+//      a target region of that rung, with simd-inl.h included; all other includes belong to the upper half, before any
+//      region opens):
 //
 //        #ifndef TR_RUNG
 //        #include "core/kernel.h"
-//        #define TR_SOURCE "foo.cpp"
+//        #define TR_SOURCE "<folder>/foo.cpp"
 //        #include "simd/foreach_isa.h"
 //        #else
 //        namespace tilerank::TR_RUNG {
@@ -19,17 +20,17 @@
 //        }
 //        #endif
 //
-//      An AMX version is foo_amx.cpp of the same shape with `#define TR_ONLY_AMX` before foreach_isa.h; where there is
-//      none, the amx rung runs the avx512_bf16 kernel.
-//   2. a face in kernels/*.py: checks shapes and dtypes, allocates the result with core.empty, calls
-//      core.launch(core.kernel("foo"), tensors, ints, floats), or the reference when core.isa() == "reference".
-//   3. the same name in kernels/reference.py, in plain torch: the definition of correctness.
-//   4. a parametrised test over core.isa_report() in tests/test_kernels_*.py.
+//      An AMX version is foo_amx.cpp of the same shape with `#define TR_ONLY_AMX` before foreach_isa.h. Without one,
+//      the amx rung runs the avx512_bf16 kernel.
+//   2. A function in kernels/*.py: checks shapes and dtypes, allocates the result with core.empty, calls
+//      core.launch(core.kernel("foo"), tensors, ints, floats), or the reference if core.isa() == "reference".
+//   3. A function of the same name in kernels/reference/, in plain torch: the definition of correctness.
+//   4. A test in tests/kernels/, parametrised over the rungs.
 //
 // A kernel reads and writes only its arguments and team.scratch, allocates nothing that outlives the call, and splits
-// work only by team.share, so that one row's result never depends on the other rows. It may throw Error
-// (std::exception): the first one reaches the caller, and threads that wait in a barrier are released. All threads of
-// the team run it at once; they leave it without a barrier, the pool has one after every kernel.
+// work only by team.share, so that a row's result never depends on the other rows. It may throw Error (std::exception):
+// the caller gets the first one, and threads that wait in a barrier are released. All threads of the team run the
+// kernel at once. It needs no barrier at its end, because the pool has one after every kernel.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -38,7 +39,7 @@
 
 namespace tilerank {
 
-// Becomes tilerank.kernels.errors.KernelError: one sentence, what was expected and what was found.
+// Becomes tilerank.kernels.errors.KernelError. One sentence: what was expected and what was found.
 struct Error : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
@@ -60,7 +61,7 @@ constexpr int kMaxTensors = 16;
 constexpr int kMaxNumbers = 16;
 
 struct Tensor {
-  void* data;  // null: the optional argument is None
+  void* data;  // null if the optional argument is None
   DType dtype;
   int32_t ndim;
   int64_t size[kMaxDims];
@@ -77,7 +78,8 @@ struct Tensor {
   explicit operator bool() const { return data != nullptr; }
 };
 
-// Plain data, copied into a recorded graph: tensors, then integers, then reals, in the order of the Python call.
+// Arguments as plain data, which a recorded graph copies: tensors, then integers, then reals, in the order of the
+// Python call.
 struct Args {
   Tensor tensors[kMaxTensors];
   int64_t ints[kMaxNumbers];
@@ -95,22 +97,22 @@ struct Range {
 
 class Pool;
 
-// One thread's view of the threads that run a kernel together.
+// A thread's view of the threads that run a kernel together.
 class Team {
  public:
   Team(Pool* pool, int index, int count) : index(index), count(count), pool_(pool) {}
-  // This thread's contiguous part of n items, dealt in whole units (the last unit may be partial).
+  // Returns this thread's contiguous part of n items, in whole units (the last unit may be partial).
   Range share(int64_t n, int64_t unit = 1) const {
     const int64_t units = (n + unit - 1) / unit;
     const int64_t begin = units * index / count * unit, end = units * (index + 1) / count * unit;
     return {begin < n ? begin : n, end < n ? end : n};
   }
-  // Every thread of the team arrives, then all go on; what was written before is visible after.
+  // Waits until every thread of the team has arrived. Everything written before is visible afterwards.
   void barrier();
-  // This thread's own working memory (huge pages, 64-byte aligned), content undefined, valid until the kernel ends. It
-  // is kept for the next kernel, so that a step in its steady state allocates nothing.
+  // Returns this thread's own working memory (huge pages, 64-byte aligned), with undefined content, valid until the
+  // kernel ends. It is kept for the next kernel, so that steps of a steady state allocate nothing.
   void* scratch(size_t bytes);
-  // What thread `index` of the team got last, to read after a barrier.
+  // Returns the scratch memory of thread `index` of the team, to read after a barrier.
   const void* scratch_of(int index) const;
 
   const int index;
@@ -129,7 +131,7 @@ struct Registration {
 };
 #define TR_KERNEL(name) static const ::tilerank::Registration registration_##name(#name, TR_ISA, name);
 
-// f(float{}) or f(bf16{}), as the dtype of an activation or a packed weight says.
+// Calls f(float{}) or f(bf16{}), according to the dtype of an activation or a packed weight.
 template <class F>
 void for_float(DType dtype, F&& f) {
   if (dtype == DType::f32) {

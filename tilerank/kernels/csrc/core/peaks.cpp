@@ -33,8 +33,8 @@ struct Worker {
   int index;
 };
 
-// body(i) on a thread pinned to cores[i], for all of them, with memory of its own node whatever its process is bound
-// to.
+// Runs body(i) on a thread pinned to cores[i], for all cores. Its memory comes from its own node, even if the process
+// is bound to others.
 void run_pinned(const std::vector<int>& cores, const std::function<void(int)>& body) {
   std::vector<pthread_t> threads;
   std::vector<Worker> workers;
@@ -50,7 +50,7 @@ void run_pinned(const std::vector<int>& cores, const std::function<void(int)>& b
     pthread_attr_setaffinity_np(&attributes, sizeof(set), &set);
     const auto gated = [&](int index) {
       started.wait(false);
-      syscall(SYS_set_mempolicy, MPOL_DEFAULT, nullptr, 0);  // where it may not, nothing could be bound, either
+      syscall(SYS_set_mempolicy, MPOL_DEFAULT, nullptr, 0);  // may fail; then the process has no policy either
       if (!cancelled) body(index);
     };
     workers.push_back({gated, static_cast<int>(threads.size())});
@@ -77,12 +77,12 @@ void run_pinned(const std::vector<int>& cores, const std::function<void(int)>& b
   if (cancelled) throw Error("peaks: expected a core this process may use, found " + std::to_string(refused));
 }
 
-// Rates of kRounds rounds in which all cores work at once; work(i) returns what core i did.
+// Returns the rates of kRounds rounds in which all cores work at once; work(i) returns the amount of work of core i.
 std::vector<double> rates(const std::vector<int>& cores, const std::function<double(int)>& work) {
   std::vector<double> done(cores.size()), rounds;
   std::barrier<> together(static_cast<ptrdiff_t>(cores.size()));
   run_pinned(cores, [&](int index) {
-    work(index);  // first touch, and the clock frequency that this work settles at
+    work(index);  // first touch, and time for the clock frequency to settle under this work
     for (int round = 0; round < kRounds; ++round) {
       together.arrive_and_wait();
       const auto start = Clock::now();
@@ -134,14 +134,14 @@ std::vector<double> measure_vectors(const std::vector<int>& cores, Isa isa, DTyp
   const auto multiply = isa == Isa::avx2     ? avx2::multiply_vectors
                         : isa == Isa::avx512 ? avx512::multiply_vectors
                                              : avx512_bf16::multiply_vectors;
-  constexpr int64_t kProducts = 2 << 20;  // of each sum: 5 to 10 ms
+  constexpr int64_t kProducts = 2 << 20;  // per sum: 5 to 10 ms
   return rates(cores, [&](int) { return multiply(kProducts, operands); });
 }
 
 std::vector<double> measure_core_to_core(int core_a, int core_b) {
-  constexpr uint32_t kRoundTrips = 200;  // of one figure
+  constexpr uint32_t kRoundTrips = 200;  // per figure
   constexpr int kFigures = 101;
-  constexpr double kLimit = 2.0;  // seconds: cores that are busy elsewhere make a round trip last time slices
+  constexpr double kLimit = 2.0;  // seconds: if a core is busy with other work, a round trip takes time slices
   struct alignas(128) Line {
     std::atomic<uint32_t> word{0};
   } there, back;
@@ -178,8 +178,8 @@ std::vector<double> measure_core_to_core(int core_a, int core_b) {
 namespace tilerank::TR_RUNG {
 
 void read_all(const char* data, int64_t bytes) {
-  // A line is loaded in pieces, to take more instructions than one: else the processor's window reaches past what is
-  // asked for ahead, and loads wait in the place of requests. A sixth of the rate was lost by that.
+  // Each line is loaded in four pieces, to take more instructions. With a single load per line, the reorder buffer
+  // would reach past the prefetched lines, and its demand loads would take the place of prefetches.
   constexpr int64_t kAhead = 2048, kPiece = 16;
   __m128 sums[4] = {_mm_setzero_ps(), _mm_setzero_ps(), _mm_setzero_ps(), _mm_setzero_ps()};
   for (int64_t i = 0; i + 64 <= bytes; i += 64) {

@@ -10,7 +10,7 @@
 
 namespace tilerank::TR_RUNG {
 
-// Six independent sums: more than the latency of a product over its throughput.
+// Six independent sums, more than the latency of a product divided by its throughput.
 template <bool kInt8>
 static void multiply(int64_t rounds) {
   for (int64_t i = 0; i < rounds; ++i) {

@@ -10,7 +10,7 @@ namespace tilerank::TR_RUNG {
 
 static inline Vec add_product(float, Vec sum, Vec a, Vec b) { return fma(a, b, sum); }
 
-// Without a product of its own bf16 is widened, and multiplied in fp32.
+// On rungs without products of bf16, bf16 is widened and multiplied in fp32.
 static inline Vec add_product(bf16, Vec sum, Vec a, Vec b) {
 #ifdef TR_BF16
   return {_mm512_dpbf16_ps(sum.v, (__m512bh)a.v, (__m512bh)b.v)};
@@ -29,7 +29,7 @@ static inline Vec add_product(int8_t, Vec sum, Vec a, Vec b) {
 #endif
 }
 
-// Inputs of one lane's sum in one product.
+// Number of inputs that one product adds to the sum of a lane.
 template <class T>
 constexpr int kInputs = 1;
 #ifdef TR_BF16
@@ -39,8 +39,8 @@ constexpr int kInputs<bf16> = 2;
 template <>
 constexpr int kInputs<int8_t> = kLanes == 16 ? 4 : 2;
 
-// Twelve independent sums: more than the latency of a product over its throughput, and 16 registers hold them with the
-// operands.
+// Twelve independent sums: more than the latency of a product divided by its throughput, and few enough for 16
+// registers to hold them and the operands.
 template <class T>
 static double multiply(int64_t rounds) {
   constexpr int kSums = 12;
@@ -49,12 +49,12 @@ static double multiply(int64_t rounds) {
   for (int64_t i = 0; i < rounds; ++i) {
 #pragma GCC unroll 12
     for (int s = 0; s < kSums; ++s) {
-      asm("" : "+x"(a.v));  // another one, as far as GCC knows: it would multiply integers once for all sums
+      asm("" : "+x"(a.v));  // hides that `a` is unchanged: GCC would compute an integer product once for all sums
       sums[s] = add_product(T{}, sums[s], a, b);
     }
   }
 #pragma GCC unroll 12
-  for (int s = 0; s < kSums; ++s) asm volatile("" : : "x"(sums[s].v));  // used
+  for (int s = 0; s < kSums; ++s) asm volatile("" : : "x"(sums[s].v));  // keeps the sums alive
   return static_cast<double>(rounds * kSums) * kLanes * kInputs<T> * 2;
 }
 

@@ -17,16 +17,17 @@
 namespace tilerank {
 namespace {
 
-// About 100 us: longer than any gap inside a step, short against the time slice of a thread that wants the core.
+// About 100 us: longer than the gaps inside a step, but short compared with a time slice of the core.
 constexpr int kSpinPauses = 4000;
 
-// Of these, between runs: about a millisecond, since another step follows when its tokens are chosen.
+// Multiplies kSpinPauses between runs: about a millisecond, since another step follows once its tokens are chosen.
 constexpr int kSpinsBetweenRuns = 10;
 
-// Up to this many threads each looks at all the others in a barrier; more wait for the first, which looks at all.
+// Up to this number of threads, each thread checks all others in a barrier. With more, only the first checks all, and
+// the others wait for the first.
 constexpr int kAllLook = 4;
 
-// A phase beyond all others, of a thread that comes to no more barriers.
+// The phase of a thread that reaches no more barriers, beyond all others.
 constexpr uint32_t kNever = 1u << 30;
 
 void futex(std::atomic<uint32_t>& word, int operation, uint32_t value) {
@@ -42,7 +43,7 @@ cpu_set_t only(int core) {
   return set;
 }
 
-// What a new thread needs to know. `generation` is read before it exists: work published meanwhile is not missed.
+// The arguments of a new thread. `generation` is read before it starts, so that work published meanwhile is not missed.
 struct Start {
   Pool* pool;
   int index;
@@ -55,7 +56,7 @@ struct Attributes {
   ~Attributes() { pthread_attr_destroy(&value); }
 };
 
-// New threads inherit the mask: signals are for the thread that runs Python.
+// Blocks signals in new threads, which inherit the mask: the thread that runs Python handles signals.
 struct SignalsBlocked {
   sigset_t before;
   SignalsBlocked() {
@@ -69,7 +70,7 @@ struct SignalsBlocked {
 }  // namespace
 
 void Signal::wake() {
-  // Either the sleeper counted itself before this load, or it reads the new word after it and does not sleep.
+  // Either the sleeper was counted before this load, or it reads the new word afterwards and does not sleep.
   if (sleepers_.load(std::memory_order_seq_cst) != 0) futex(word_, FUTEX_WAKE_PRIVATE, INT_MAX);
 }
 
@@ -89,7 +90,7 @@ void Signal::reset() {
 }
 
 void Flag::wake() {
-  // Either a sleeper counted itself before this, or it counts itself after it, sees the new word and does not sleep.
+  // Either a sleeper was counted before this, or it is counted afterwards, reads the new word and does not sleep.
   if (sleepers_.fetch_add(0, std::memory_order_acq_rel) != 0) futex(word_, FUTEX_WAKE_PRIVATE, INT_MAX);
 }
 
@@ -119,7 +120,7 @@ Pool& Pool::instance() {
 }
 
 Pool::Pool() {
-  // A child process has only the thread that forked: it must find the pool idle and start threads of its own.
+  // A child process has only the thread that forked. It must find the pool idle, and starts threads of its own.
   pthread_atfork([] { instance().turn_.lock(); }, [] { instance().turn_.unlock(); }, [] { instance().after_fork(); });
 }
 
@@ -141,7 +142,7 @@ void Pool::start(const std::vector<int>& cores, int threads, bool spin) {
   cores_ = cores;
   pauses_ = spin ? kSpinPauses : 0;
   pin_caller();
-  // Given back: the next use touches it first from the thread that owns it, on that thread's node.
+  // Freed, because a page lies on the node of the thread that touches it first, and threads may have moved.
   for (const Scratch& scratch : scratch_) {
     if (scratch.data) unmap_pages(scratch.data, scratch.bytes);
   }
@@ -240,7 +241,7 @@ void Pool::run(const Call* calls, size_t n, std::vector<Times>* times) {
   calls_ = calls;
   num_calls_ = n;
   failure_ = nullptr;
-  if (failed_.exchange(false)) places_ = std::vector<Place>(static_cast<size_t>(count_));  // they differ in phase
+  if (failed_.exchange(false)) places_ = std::vector<Place>(static_cast<size_t>(count_));  // their phases differ
   if (count_ > 1) {
     running_.set(static_cast<uint32_t>(count_ - 1));
     generation_.add(1);
@@ -288,7 +289,7 @@ void Pool::barrier(int index) {
     if (other != index) places_[other].flag.wait_for(phase, pauses_);
   }
   if (index == 0 && !all_look) arrive(index, 1);
-  // A thread that failed said so before it let the others pass.
+  // A thread that fails sets failed_ before it lets the others pass.
   if (failed_) throw Aborted{};
 }
 

@@ -14,7 +14,7 @@ struct Entry {
 };
 
 std::vector<Entry>& entries() {
-  static auto* all = new std::vector<Entry>;  // built by static initialisers of other files, hence not a plain static
+  static auto* all = new std::vector<Entry>;  // on first use, because static initialisers of other files register
   return *all;
 }
 

@@ -1,4 +1,4 @@
-// The kernels by name and rung, and the rung in force.
+// The kernels by name and rung.
 #pragma once
 #include <string>
 #include <vector>
@@ -7,12 +7,12 @@
 
 namespace tilerank {
 
-// The kernel's number, for launch; throws Error for a name that was never registered.
+// Returns the kernel's number, for launch. Throws Error for a name that is not registered.
 int kernel_id(const std::string& name);
 const std::string& kernel_name(int id);
-// The kernel's version for the best rung not above `isa`; throws Error when there is none.
+// Returns the kernel's version for the best rung up to `isa`. Throws Error if there is none.
 Kernel find_kernel(int id, Isa isa);
-// Every name with the rungs it has versions for.
+// Returns every name with the rungs that have a version of it.
 std::vector<std::pair<std::string, std::vector<Isa>>> registered_kernels();
 
 }  // namespace tilerank

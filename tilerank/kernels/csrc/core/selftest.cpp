@@ -25,7 +25,7 @@ bool self_test(Isa isa) {
 
 namespace tilerank::TR_RUNG {
 
-// Sums i * i over the lanes, through memory and bf16, both exact for such small numbers.
+// Sums i * i over the lanes, through memory and bf16, which are exact for such small numbers.
 bool self_test() {
   float numbers[kLanes];
   bf16 halves[kLanes];

@@ -1,4 +1,4 @@
-// One small computation per rung with its main instructions and a result known beforehand.
+// A small computation per rung that uses its main instructions and has a known result.
 #pragma once
 #include "core/kernel.h"
 

@@ -1,4 +1,4 @@
-// touch: has the system hand out fresh memory, huge page by huge page in turn, so that all threads wait for as many.
+// touch: writes to fresh memory, so that the system maps it. Threads take huge pages in turn, hence equally many.
 #ifndef TR_RUNG
 #include "core/kernel.h"
 #define TR_SOURCE "core/touch.cpp"
@@ -6,7 +6,7 @@
 #else
 namespace tilerank::TR_RUNG {
 
-// tensors: data[bytes], zeros on its own pages
+// tensors: data[bytes], zeros on pages of its own
 static void touch(const Args& args, Team& team) {
   constexpr int64_t kHugePage = 2 << 20, kPage = 4096;
   volatile char* const data = args.tensor(0).as<char>();

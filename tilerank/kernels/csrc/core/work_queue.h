@@ -1,6 +1,6 @@
-// Work taken in pieces to threads as they come for more: cores are not equally fast (neighbours of a virtual machine,
-// interrupts, clocks), and of two halves cut beforehand the slower one decides. Only for items whose results depend on
-// nothing but the item.
+// A queue from which threads take pieces of work. Cores are not equally fast (neighbours of a virtual machine,
+// interrupts, clocks), so with a fixed division the slowest core would determine the time. Only for items whose results
+// depend on nothing but the item.
 #pragma once
 #include <algorithm>
 #include <atomic>
@@ -12,14 +12,15 @@ namespace tilerank {
 
 class WorkQueue {
  public:
-  static constexpr size_t kBytes = 64;  // of the memory, which all threads share
+  static constexpr size_t kBytes = 64;  // size of the memory, which all threads share
 
   explicit WorkQueue(void* memory) : taken_(static_cast<int64_t*>(memory)) {}
 
-  // By one thread, before a barrier.
+  // Empties the queue. Called by one thread, before a barrier.
   void begin() const { *taken_ = 0; }
 
-  // The next of n items, at most `most`; fewer towards the end, so that all threads end together. Empty: none is left.
+  // Returns the next of n items, at most `most`. Pieces get smaller towards the end, so that all threads finish at
+  // about the same time. An empty range: none is left.
   Range next(int64_t n, int64_t most, const Team& team) const {
     const std::atomic_ref taken(*taken_);
     int64_t first = taken.load(std::memory_order_relaxed), count;

@@ -1,9 +1,9 @@
 // The collectives of the ranks of one host, as kernels: they run on the same threads as the kernels around them and can
-// be recorded in a graph. shm_segment.h says how the ranks wait for each other.
+// be recorded in a graph. shm_segment.h describes how the ranks wait for each other.
 //
-// Arguments of all: the tensors named at each, then the segment; the integers: own rank within the segment, pauses
-// before a wait sleeps, its deadline in milliseconds. They are called by parallel/shm.py; what they compute is defined
-// by parallel/group.py: sum_in_rank_order.
+// Arguments of all: the tensors given at each kernel, then the segment. Integers: the rank within the segment, the
+// number of pauses before a wait sleeps, its deadline in milliseconds. parallel/shm.py calls them. parallel/group.py
+// defines their results (sum_in_rank_order).
 #ifndef TR_RUNG
 
 #include "core/kernel.h"
@@ -16,11 +16,11 @@
 
 namespace tilerank::TR_RUNG {
 
-// From here on a sum is cut in parts, one a rank: each rank reads one part of all the others, not all of all.
+// From this size on a sum is divided among the ranks: each rank sums one part of all ranks' data, not all of it.
 constexpr int64_t kScatterBytes = 32 << 10;
 
-// Round to nearest even by integer arithmetic, on every rung: vcvtneps2bf16 flushes subnormals, torch, and so the other
-// transports, does not.
+// Rounds to nearest even by integer arithmetic on every rung. vcvtneps2bf16 flushes subnormals, but torch does not, and
+// so neither do the other transports.
 static inline uint32_t round_bf16(float x) {
   uint32_t bits;
   std::memcpy(&bits, &x, 4);
@@ -38,7 +38,7 @@ static inline float load_one(const bf16* p) {
   return x;
 }
 
-// A group of values that is summed at once.
+// A group of values that are summed at once.
 template <class T>
 struct Lump {
   static constexpr int kSize = kLanes;
@@ -49,7 +49,7 @@ struct Lump {
 };
 
 #ifdef TR_AVX512
-// 32 bf16, the even and the odd ones as fp32.
+// 32 bf16 values, the even and the odd ones as fp32.
 template <>
 struct Lump<bf16> {
   static constexpr int kSize = 32;
@@ -64,7 +64,7 @@ struct Lump<bf16> {
     even = _mm512_add_ps(even, other.even);
     odd = _mm512_add_ps(odd, other.odd);
   }
-  // The upper half of each.
+  // Rounds every lane to bf16, in its upper half.
   static __m512i rounded(__m512 x) {
     const __m512i bits = _mm512_castps_si512(x);
     const __m512i last = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
@@ -98,17 +98,17 @@ static void sum_parts(const T* const* parts, int ranks, int64_t n, T* out) {
   }
 }
 
-// Into a slot, whose lines others have read: a string move makes them its own without fetching what it overwrites,
-// which stores of vectors do fetch, from the other core.
+// Copies into a slot, whose lines are in the caches of other cores. A string move claims the lines without reading
+// them; vector stores would first fetch each line from the other core.
 static inline void post(void* to, const void* from, size_t bytes) {
 #ifdef __SANITIZE_THREAD__
-  std::memcpy(to, from, bytes);  // it does not look into assembly
+  std::memcpy(to, from, bytes);  // the thread sanitizer cannot see into inline assembly
 #else
   asm volatile("rep movsb" : "+D"(to), "+S"(from), "+c"(bytes) : : "memory");
 #endif
 }
 
-// The start of what another rank posted: the processor finds out by itself how it goes on.
+// Prefetches the start of what another rank posted; the hardware prefetcher continues from there.
 static inline void fetch(const void* posted, int64_t bytes) {
   for (int64_t i = 0; i < std::min<int64_t>(bytes, 16 << 10); i += 64) {
     _mm_prefetch(static_cast<const char*>(posted) + i, _MM_HINT_T0);
@@ -120,7 +120,7 @@ static Range part_of(int64_t n, int index, int count, int64_t unit) {
   return {std::min(units * index / count * unit, n), std::min(units * (index + 1) / count * unit, n)};
 }
 
-// Everyone posts all of it and sums for itself: one step.
+// One step: every rank posts all its data and computes the whole sum.
 template <class T>
 static void sum_directly(shm::Lane& lane, T* x, int64_t n) {
   post(lane.slot(lane.rank()), x, static_cast<size_t>(n) * sizeof(T));
@@ -134,7 +134,7 @@ static void sum_directly(shm::Lane& lane, T* x, int64_t n) {
   sum_parts(parts, lane.ranks(), n, x);
 }
 
-// Everyone sums one part and posts that, then all collect the parts: two steps.
+// Two steps: every rank computes one part of the sum and posts it, then all ranks collect the parts.
 template <class T>
 static void sum_by_parts(shm::Lane& lane, T* x, int64_t n) {
   const auto part = [&](int rank) { return part_of(n, rank, lane.ranks(), 64 / static_cast<int64_t>(sizeof(T))); };
@@ -174,8 +174,8 @@ static void sum_lane(shm::Lane& lane, T* x, int64_t n) {
   }
 }
 
-// Calls f(lane, part) for this thread's lanes, with the part of n items that is the lane's. Lanes are not threads: a
-// rank with fewer threads works several.
+// Calls f(lane, part) for the lanes of this thread, with each lane's part of the n items. A rank with fewer threads
+// than lanes has several lanes per thread.
 template <class F>
 static void for_lanes(const Args& args, const Tensor& segment, Team& team, int64_t n, int64_t item, F&& f) {
   const int active = shm::active_lanes(segment, n * item);
@@ -204,7 +204,7 @@ struct AddNorm {
   float eps;
   bool zero_centered, whole;
 
-  // residual += the sum of `parts`, a row each; out = the norm of it.
+  // residual += the sum of the rows `parts`; out = the norm of the result.
   void row(const T* const* parts, int ranks, int64_t row) const {
     T *const to = out + row * out_stride, *const sum = residual + row * d;
     sum_parts(parts, ranks, d, to);
@@ -212,7 +212,7 @@ struct AddNorm {
     norm_row(sum, squares, weight, to, d, eps, zero_centered);
   }
 
-  // Where a row is that the others want: the norm, or the sum, of which they make the norm themselves.
+  // Returns the row that other ranks collect: the norm, or, if `whole`, the sum, from which they compute the norm.
   T* shared(int64_t row) const { return whole ? residual + row * d : out + row * out_stride; }
 
   void collect(const T* posted, int64_t row) const {
@@ -222,7 +222,8 @@ struct AddNorm {
   }
 };
 
-// Everyone sums and norms some rows and posts what comes out, then all collect it; of a few bytes everyone does all.
+// Every rank computes some rows and posts the results, then all ranks collect them. If there are few bytes, every rank
+// computes all rows.
 template <class T>
 static void add_norm_lane(shm::Lane& lane, const AddNorm<T>& op, Range chunk) {
   const int64_t count = chunk.end - chunk.begin, d = op.d;
@@ -268,9 +269,10 @@ static void add_norm_lane(shm::Lane& lane, const AddNorm<T>& op, Range chunk) {
   lane.leave();
 }
 
-// x[m, d], residual[m, d], weight[d], out[m, d], contiguous but for the rows of x and out, a row at most a slot; a
-// fourth integer is zero_centered, a fifth whole, a real eps. x is added up over the ranks, the sum to residual, and
-// out is the norm of that: the bits of shm_all_reduce and add_rms_norm. Which rows of residual a rank keeps up depends
+// x[m, d], residual[m, d], weight[d], out[m, d], contiguous except for the rows of x and out; a row fits in a slot.
+// Further integers: zero_centered, whole; real: eps. The sum of x over the ranks is added to residual, and out is the
+// norm of the result, with the bits of shm_all_reduce and add_rms_norm. Which rows of residual a rank updates depends
+// only on the shapes; the other rows become stale, unless `whole` is set.
 // on the shapes alone; the others become stale, unless it is to be whole.
 static void shm_add_rms_norm(const Args& args, Team& team) {
   const Tensor &x = args.tensor(0), &segment = args.tensor(4);
@@ -291,7 +293,7 @@ static void shm_add_rms_norm(const Args& args, Team& team) {
 }
 TR_KERNEL(shm_add_rms_norm)
 
-// x[n] u8, out[ranks, n] u8. Without bytes it is a barrier: one step all the same.
+// x[n] u8, out[ranks, n] u8. With n = 0 it is a barrier, and still takes one step.
 static void shm_all_gather(const Args& args, Team& team) {
   const Tensor &x = args.tensor(0), &out = args.tensor(1);
   for_lanes(args, args.tensor(2), team, x.size[0], 1, [&](shm::Lane& lane, Range part) {
@@ -315,7 +317,7 @@ static void shm_all_gather(const Args& args, Team& team) {
 }
 TR_KERNEL(shm_all_gather)
 
-// The bytes [begin, begin + bytes) of rank r's x, from where they are, to its columns of `out`.
+// Copies the bytes [begin, begin + bytes) of rank r's x to its columns of `out`.
 static void place_columns(const Tensor& x, const Tensor& out, const int64_t* starts, int r, const char* from,
                           int64_t begin, int64_t bytes) {
   const int64_t row_bytes = x.size[1] * 4, held = (starts[r + 1] - starts[r]) * 4;
@@ -330,8 +332,8 @@ static void place_columns(const Tensor& x, const Tensor& out, const int64_t* sta
   }
 }
 
-// x[m, w] f32 contiguous, starts[ranks + 1] i64, out[m, n] f32: columns starts[r] to starts[r + 1] of out are the first
-// ones of x of rank r.
+// x[m, w] f32 contiguous, starts[ranks + 1] i64, out[m, n] f32. Columns starts[r] to starts[r + 1] of out are the first
+// columns of the x of rank r.
 static void shm_gather_columns(const Args& args, Team& team) {
   const Tensor &x = args.tensor(0), &out = args.tensor(2);
   const int64_t* const starts = args.tensor(1).as<int64_t>();
@@ -365,7 +367,7 @@ static void shm_gather_columns(const Args& args, Team& team) {
 }
 TR_KERNEL(shm_gather_columns)
 
-// x[n] u8, in place; a fourth integer is the rank it comes from. That rank runs ahead of the others by at most one.
+// x[n] u8, in place; a fourth integer is the root. The root is at most one broadcast ahead of the other ranks.
 static void shm_broadcast(const Args& args, Team& team) {
   const Tensor& x = args.tensor(0);
   const int root = static_cast<int>(args.integer(3));

@@ -16,16 +16,17 @@
 namespace tilerank::shm {
 namespace {
 
-// A sleeper looks this often whether the group is still whole.
+// A sleeping thread checks at this interval whether the group is intact.
 constexpr int64_t kGlanceMs = 10;
-// Who looks up later than this was stopped itself (Ctrl-Z), and the others with it: that time is nobody's fault.
+// A thread that wakes later than this was itself stopped (Ctrl-Z), and the others with it, so that the rest of the
+// interval does not count towards the deadline.
 constexpr int64_t kLongestGlanceUs = 1'000'000;
 constexpr int64_t kBytesPerLane = 4096;
 constexpr uint32_t kMostDoubt = 12, kMany = 16;
-// Of so many pauses as a wait is given, on a core that nobody else wants: some milliseconds in all.
+// How many times `pauses` a wait spins on a core that no other thread uses: some milliseconds in total.
 constexpr int kStretches = 24;
 
-// Shared between processes, so without FUTEX_PRIVATE_FLAG.
+// The word is shared between processes, so FUTEX_PRIVATE_FLAG is not set.
 void futex_wait(std::atomic<uint32_t>& word, uint32_t value, int64_t ms) {
   const timespec limit{ms / 1000, ms % 1000 * 1'000'000};
   syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAIT, value, &limit, nullptr, 0);
@@ -103,8 +104,8 @@ void Lane::wait_until_free() {
   for (int other = 0; other < ranks_; ++other) wait(other, line(rank_).last);
 }
 
-// Whoever spins sees it at once. Looking for sleepers needs the store to be out, which takes as long as a message to
-// another core; that is put off until there is nothing better to do.
+// Spinning threads see the store at once. Checking for sleepers has to wait until the store is visible, which takes as
+// long as a message to another core, so it is deferred until this thread waits or leaves.
 void Lane::publish() {
   line(rank_).sequence.store(++step_, std::memory_order_release);
   told_ = false;
@@ -114,7 +115,7 @@ void Lane::wake_sleepers() {
   if (told_) return;
   told_ = true;
   Line& mine = line(rank_);
-  // Either a sleeper counted itself before this, or it counts itself after it, sees the sequence and does not sleep.
+  // Either a sleeper was counted before this, or it is counted afterwards, reads the sequence and does not sleep.
   if (mine.sleepers.fetch_add(0, std::memory_order_acq_rel) != 0) futex_wake_all(mine.sequence);
 }
 
@@ -140,10 +141,10 @@ void Lane::wait(int rank, uint32_t step) {
   line(rank_).waited_ns += static_cast<uint64_t>(now_ns() - began);
 }
 
-// A core that was promised to this thread alone may be shared after all, maybe with the very thread it waits for: then
-// no spinning helps. Where it was found to be, spin half as long, and all of it once in a while, to find out that it
-// helps again. A core that nobody else wants may spin much longer: ranks do not come to a sum of a long prompt at the
-// same time, and who sleeps then keeps the others waiting until it is awake.
+// Even a core that is reserved for this thread may be shared, possibly with the thread that it waits for, and spinning
+// then only delays that thread. Each time that is detected, later waits spin half as long; every kMany-th wait spins
+// fully, to detect that spinning helps again. On a core that no other thread uses, a wait may spin much longer: ranks
+// reach a sum of a long prompt at different times, and waking a sleeping thread would delay the others.
 bool Lane::spin(const Line& theirs, uint32_t step) {
   Line& mine = line(rank_);
   const bool fully = mine.doubt == 0 || ++mine.waits % kMany == 0;
@@ -164,7 +165,7 @@ bool Lane::spin(const Line& theirs, uint32_t step) {
   return false;
 }
 
-// Is the awaited thread on this core, or has another one taken it from this thread since it last asked?
+// Whether the awaited thread last ran on this core, or this thread has been preempted since the last call.
 bool Lane::crowded(const Line& theirs) {
   Line& mine = line(rank_);
   rusage usage;
@@ -179,7 +180,7 @@ void Lane::sleep(int rank, uint32_t step) {
   theirs.sleepers.fetch_add(1, std::memory_order_seq_cst);
   bool whole = true;
   while (!reached(theirs, step)) {
-    // A rank that broke off afterwards has still done its part, so look again before giving up.
+    // A rank that left after it finished its part is no reason to fail, so check again before giving up.
     if (header_->broken.load(std::memory_order_acquire) != 0) {
       whole = reached(theirs, step);
       break;

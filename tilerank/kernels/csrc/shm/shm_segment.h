@@ -1,18 +1,18 @@
-// The memory that the ranks of one host share, and how they wait for each other in it.
+// The memory that the ranks of one host share, and how they wait for each other.
 //
-// Laid out by parallel/shm.py, which maps it and passes it to the kernels as a tensor:
+// parallel/shm.py lays it out, maps it and passes it to the kernels as a tensor:
 //
 //   header     4096 bytes (Header)
 //   control    for each rank, in pages of its own: 256 bytes per lane (Line)
 //   slots      for each rank, in pages of its own: two buffers of `lanes` times `slot_bytes`
 //
-// Lane t of a rank only ever talks to lane t of the others: a thread works one lane (or several, one after the other),
-// so a collective needs no barrier among the threads of a rank.
+// Lane t of a rank communicates only with lane t of the others. A thread works on one lane (or on several, one after
+// the other), so a collective needs no barrier among the threads of a rank.
 //
-// Every rank makes the same calls, so all of them count the same steps. Writing `sequence = s` says: what I had to
-// write for step s is written, and I have read everything of the collectives before this one. A collective uses the
-// buffer that the last one did not use; whoever writes first sees to it that all others have entered the last one,
-// hence are done with the one before, whose buffer this was.
+// All ranks make the same calls, so all count the same steps. Storing `sequence = s` means: this lane has written its
+// data of step s, and has read all it needs of the collectives before this one. A collective uses the buffer that the
+// last one did not use. Before a rank writes to it, it waits until all others have entered the last collective: they
+// are then done with the one before, which used this buffer.
 #pragma once
 #include <atomic>
 #include <cstddef>
@@ -30,33 +30,34 @@ struct Header {
   uint64_t magic;
   uint32_t ranks, lanes;
   uint64_t slot_bytes;
-  // Nonzero when the group is broken: 1 + the rank to blame, and in the upper half why (parallel/watch.py: Reason).
+  // Nonzero if the group is broken: 1 + the rank to blame, and in the upper half the reason (parallel/watch.py:
+  // Reason).
   alignas(64) std::atomic<uint32_t> broken;
 };
 
 enum class Reason : uint32_t { gone = 1, left = 2, stuck = 3 };
 
-// In pairs of cache lines, which processors fetch together.
+// Aligned to pairs of cache lines, which processors fetch together.
 struct Line {
-  // What others wait for. They look at nothing else here while they do not sleep.
+  // The word that others wait for. While they spin they read nothing else here.
   alignas(128) std::atomic<uint32_t> sequence;
   // How many others sleep until `sequence` changes.
   alignas(128) std::atomic<uint32_t> sleepers;
   // The core that the owner was on when it entered the last collective.
   std::atomic<int32_t> core;
-  // The owner's notes: collectives so far, the first step of the last one, and how waiting has gone (Lane::spin).
+  // Used by the owner: number of collectives, first step of the last one, and the state of Lane::spin.
   uint32_t count;
   uint32_t last;
   uint32_t doubt, waits, preemptions;
-  uint64_t waited_ns;  // for others, in all; parallel/shm.py reads it
+  uint64_t waited_ns;  // total time of waiting for others; parallel/shm.py reads it
 };
 static_assert(sizeof(Line) == 256 && offsetof(Line, waited_ns) == 160);
 
-// One lane of one rank.
+// A lane of this rank.
 class Lane {
  public:
-  // `pauses`: how often a wait looks before it asks whether its core is shared, and sleeps in the kernel if so. Throws
-  // Error if the segment is not what it should.
+  // `pauses`: how many pauses a wait spins before it checks whether its core is shared, and sleeps if so. Throws Error
+  // if the segment is invalid.
   Lane(const Tensor& segment, int rank, int lane, int64_t pauses, int64_t timeout_ms);
 
   int ranks() const { return ranks_; }
@@ -69,9 +70,9 @@ class Lane {
 
   // The calls of one collective: enter, then what it takes of the others, then leave.
   void enter();
-  void wait_until_free();   // before writing own slot
-  void publish();           // my part of this step is done
-  void wait_for(int rank);  // until that rank has published the step that I published last
+  void wait_until_free();   // before writing to the own slot
+  void publish();           // marks this rank's part of the step as done
+  void wait_for(int rank);  // until that rank has published the step that this rank published last
   void wait_for_all();
   void leave();
 
@@ -91,10 +92,10 @@ class Lane {
   size_t slot_bytes_, control_bytes_;
   int64_t pauses_, timeout_ms_;
   uint32_t step_ = 0, first_ = 0;
-  bool told_ = true;  // those who sleep until my last step have been woken
+  bool told_ = true;  // whether threads that sleep until this rank's last step have been woken
 };
 
-// How many lanes share `bytes`: a short message is not worth waking more than one. The same on all ranks.
+// Returns how many lanes share `bytes`: waking several threads for a short message does not pay. Equal on all ranks.
 int active_lanes(const Tensor& segment, int64_t bytes);
 
 }  // namespace tilerank::shm

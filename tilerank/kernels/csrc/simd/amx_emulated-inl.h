@@ -76,7 +76,7 @@ static inline void copy_row(void* to, const void* from, size_t bytes) {
     std::memcpy(to, from, bytes);
   }
 }
-// memcpy, not masked moves: the address sanitizer checks it.
+// Uses memcpy, because the address sanitizer does not check masked moves.
 template <int T>
 static inline void tile_load(const void* p, int64_t row_stride_bytes) {
   expect_configured(T);
@@ -133,7 +133,7 @@ static inline void tile_store_block(void* p) {
     _mm512_store_ps(sums, _mm512_add_ps(_mm512_load_ps(sums), _mm512_add_ps(first, second)));
   }
 }
-// Tile products round to nearest even and take denormals for zero, as operands and as results, whatever MXCSR says.
+// Tile products round to nearest even and treat denormals as zero, in operands and results, whatever MXCSR is set to.
 template <int C, int A, int B>
 static inline void tile_dot_bf16() {
   expect_product(C, A, B);

@@ -1,8 +1,8 @@
 // The tiles of amx-inl.h as the CPU's instructions.
 //
 // GCC up to 15 (bug 122446) emits the tile loads, stores and products of amxtileintrin.h without their memory operands
-// and may move memory accesses across them. The statements here name what they access, and all are volatile, hence keep
-// their order among themselves.
+// and may move memory accesses across them. The statements here declare what they access. All are volatile, so they
+// keep their order among themselves.
 #pragma once
 
 namespace tilerank::TR_RUNG {

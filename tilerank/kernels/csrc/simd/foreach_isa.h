@@ -1,11 +1,11 @@
-// Compiles the file named by TR_SOURCE once per rung of the ISA ladder. See kernel.h for how a kernel file looks.
+// Compiles the file named by TR_SOURCE once per rung of the ISA ladder. core/kernel.h shows the shape of a kernel file.
 //
-// Target regions, not per-file flags: everything included before a region opens (std headers, kernel.h) is compiled for
-// the baseline only, so no shared inline function can be emitted with instructions that a CPU lacks.
-// Each rung sets TR_RUNG (its namespace), TR_ISA (its Isa value) and what it has (TR_AVX2 or TR_AVX512; TR_BF16,
-// TR_AMX), and includes simd.h.
+// Target regions replace per-file flags: everything that is included before a region opens (std headers, kernel.h) is
+// compiled for the baseline only, so no shared inline function contains instructions that a CPU may lack.
+// Each rung defines TR_RUNG (its namespace), TR_ISA (its Isa value) and its features (TR_AVX2 or TR_AVX512; TR_BF16,
+// TR_AMX), and includes simd-inl.h.
 //
-// GCC's own "undefined" vectors are read before they are set (bug 105593): not our warning.
+// GCC warns about its own "undefined" vectors, which are read before they are set (bug 105593).
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wuninitialized"
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"

@@ -1,12 +1,13 @@
 // A vector of kLanes floats for the rung that includes this file (foreach_isa.h does, once per rung: no include guard).
 //
 //   Vec v = load(p)        p is const float* or const bf16*, unaligned; load(p, n) reads only the first n (others 0)
-//   store(p, v)            rounds to nearest even into bf16*; store(p, v, n) writes only the first n
-//   round_to<T>(v)         what is left of v once stored as T (float, bf16)
-//   for_lanes(n, f)        f(i, lanes) for every vector of n elements, the last partial; lanes.load(p), lanes.store(p,
-//   v) set(x) zero() + - * / fma(a, b, c) = a * b + c   max min sqrt exp(v) silu(v) sum(v) max_of(v)
+//   store(p, v)            rounds to nearest even if p is bf16*; store(p, v, n) writes only the first n
+//   round_to<T>(v)         v rounded to T (float, bf16), as a store and a load would
+//   for_lanes(n, f)        calls f(i, lanes) for every vector of n elements, of which the last may be partial, with
+//                          lanes.load(p) and lanes.store(p, v)
+//   set(x) zero() + - * / fma(a, b, c) = a * b + c   max min sqrt exp(v) silu(v) sum(v) max_of(v)
 //
-// n is 1..kLanes in the partial forms. Sums run in a fixed order, so that a row's result never depends on other rows.
+// In the partial forms n is 1..kLanes. Sums run in a fixed order, so that a row's result never depends on other rows.
 
 namespace tilerank::TR_RUNG {
 
@@ -27,11 +28,11 @@ static inline Vec widen(__m256i half) {
 static inline Vec load(const bf16* p) { return widen(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
 static inline Vec load(const bf16* p, int64_t n) { return widen(_mm256_maskz_loadu_epi16(first_lanes(n), p)); }
 #ifdef TR_BF16
-// vcvtneps2bf16 takes subnormal inputs for zero, as AMX and vdpbf16ps do.
+// vcvtneps2bf16 treats subnormal inputs as zero, as AMX and vdpbf16ps do.
 static inline __m256i narrow(Vec x) { return (__m256i)_mm512_cvtneps_pbh(x.v); }
 #else
-// Round to nearest even in the upper half: add half of the last kept bit, less one when that bit is even; a NaN keeps
-// its top bits, quiet.
+// Rounds to nearest even in the upper half: adds half of the last kept bit, less one if that bit is even. A NaN keeps
+// its top bits and becomes quiet.
 static inline __m512i rounded_bits(Vec x) {
   const __m512i bits = _mm512_castps_si512(x.v);
   const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
@@ -83,8 +84,8 @@ static inline Vec load(const bf16* p, int64_t n) {
   std::memcpy(part, p, static_cast<size_t>(n) * 2);
   return widen(_mm_load_si128(reinterpret_cast<const __m128i*>(part)));
 }
-// Round to nearest even: add half of the last kept bit, less one when that bit is even; a NaN keeps its top bits,
-// quiet.
+// Rounds to nearest even: adds half of the last kept bit, less one if that bit is even. A NaN keeps its top bits and
+// becomes quiet.
 static inline __m128i narrow(Vec x) {
   const __m256i bits = _mm256_castps_si256(x.v);
   const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
@@ -134,10 +135,10 @@ static inline Vec scale_by_power(Vec x, Vec n) {
 
 #endif
 
-// e^x within 2 units in the last place; exp(-inf) = 0, above 88.73 infinity, NaN stays NaN.
-// Cephes: x = n ln 2 + r with |r| <= ln 2 / 2 in two-piece ln 2, then a polynomial in r.
+// e^x within 2 units in the last place; exp(-inf) = 0, infinity above 88.73, NaN stays NaN.
+// Cephes: x = n ln 2 + r with |r| <= ln 2 / 2 and ln 2 in two pieces, then a polynomial in r.
 static inline Vec exp(Vec x) {
-  // The operand order matters: the instruction returns its second operand when either is NaN.
+  // The operand order matters: the instruction returns its second operand if either is NaN.
   x = min(set(89.0f), max(set(-110.0f), x));
   const Vec n = round_to_int(x * set(1.44269504088896341f));
   Vec r = fma(n, set(-0.693359375f), x);
@@ -154,10 +155,10 @@ static inline Vec exp(Vec x) {
 
 // x / (1 + e^-x)
 #ifdef TR_AVX512
-// As exp, for 1 more than e^-x: a shorter polynomial (within 8e-8), and in place of the division, which would take as
-// long as all the rest, a reciprocal of 14 bits and a step of Newton's.
+// Computes 1 + e^-x as exp does, with a shorter polynomial (within 8e-8). The division would take as long as all the
+// rest, so a 14-bit reciprocal and a Newton step replace it.
 static inline Vec silu(Vec x) {
-  x = max(set(-88.0f), x);  // below it is -5e-37 as well: d stays within fp32, x alone would grow on
+  x = max(set(-88.0f), x);  // the result is -5e-37 there; the bound keeps d within fp32
   const Vec z = min(set(88.0f), x);
   const Vec n = round_to_int(z * set(-1.44269504088896341f));
   Vec r = fma(n, set(0.693359375f), z);
@@ -176,7 +177,7 @@ static inline Vec silu(Vec x) {
 static inline Vec silu(Vec x) { return x / (set(1.0f) + exp(zero() - x)); }
 #endif
 
-// f(i, lanes) for every vector of n elements: lanes.load and lanes.store touch those that there are.
+// Calls f(i, lanes) for every vector of n elements; lanes.load and lanes.store access only existing elements.
 struct AllLanes {
   template <class T>
   Vec load(const T* p) const {
@@ -206,7 +207,7 @@ static inline void for_lanes(int64_t n, const F& f) {
   if (i < n) f(i, FirstLanes{n - i});
 }
 
-// What is left of x once it was stored as T.
+// x rounded to T.
 template <class T>
 static inline Vec round_to(Vec x);
 template <>
@@ -218,8 +219,8 @@ inline Vec round_to<bf16>(Vec x) {
   return widen(narrow(x));
 }
 
-// 2 * kLanes elements of a row, in an order of their own: of bf16 the even ones and the odd ones, where that saves half
-// of the instructions. Rounding costs more than sums and products do; two vectors round in the time of one.
+// 2 * kLanes elements of a row in unspecified order: for bf16 the even and the odd ones, where this halves the number
+// of instructions. Rounding costs more than sums and products, and two vectors are rounded in the time of one.
 struct Two {
   Vec a, b;
 };
@@ -231,8 +232,8 @@ template <class T>
 static inline Two round_to(Two x) {
   return {round_to<T>(x.a), round_to<T>(x.b)};
 }
-// f(i, two) for every 2 * kLanes of n elements: two.load and two.store touch those that there are; two.store returns
-// what is left of them.
+// Calls f(i, two) for every 2 * kLanes of n elements; two.load and two.store access only existing elements. two.store
+// returns the rounded values.
 struct AllTwo {
   template <class T>
   Two load(const T* p) const {
@@ -265,7 +266,7 @@ static inline Two widen_words(__m512i words) {
   const __m512i upper = _mm512_set1_epi32(static_cast<int>(0xffff0000));
   return {_mm512_castsi512_ps(_mm512_slli_epi32(words, 16)), _mm512_castsi512_ps(_mm512_and_si512(words, upper))};
 }
-// The upper halves of even and odd lanes, in turn.
+// The upper halves of even and odd lanes, alternating.
 static inline __m512i upper_words(__m512i even, __m512i odd) {
   return _mm512_mask_blend_epi16(0xaaaaaaaau, _mm512_srli_epi32(even, 16), odd);
 }
@@ -304,7 +305,7 @@ inline Two FirstTwo::store<bf16>(bf16* p, Two x) const {
   return widen_words(words);
 }
 #endif
-// kLanes pairs of bf16 as floats: the first ones of each pair and the second ones.
+// kLanes pairs of bf16 as floats: the first of each pair, then the second.
 static inline Two load_pairs(const bf16* p) {
 #ifdef TR_AVX512
   return widen_words(_mm512_loadu_si512(p));
