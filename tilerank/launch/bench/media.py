@@ -24,7 +24,7 @@ from .json_rows import add_json_argument, check_json_argument, write_json
 from .media_report import rows_of, table
 from .peaks import RateProbe, mean_rates, peaks_of
 from .peer import missing_module, run_program
-from .pictures import PicturePrompts, Size, random_jpeg, size_text, sizes_of
+from .pictures import PicturePrompts, Size, picture_prompts, random_jpeg, size_text, sizes_of
 from .rank_job import (
     EngineJob,
     add_engine_arguments,
@@ -103,7 +103,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _check_sizes(args: argparse.Namespace) -> None:
     """Raise LaunchError if a prompt is longer than the model's context."""
-    prompts, limit = PicturePrompts(args.model), model_card(args.model).context_length
+    prompts, limit = picture_prompts(args.model), model_card(args.model).context_length
     for width, height in args.size:
         random_jpeg((1, 1), "")  # refuses where Pillow is missing
         if (tokens := prompts.tokens_before((width, height), QUESTION)) >= limit:
@@ -119,7 +119,7 @@ class MediaJob(EngineJob):
     def __init__(self, args: argparse.Namespace) -> None:
         from tilerank.kernels.kv_pages import PAGE_TOKENS
 
-        self._pictures, self._decoder = PicturePrompts(args.model), MediaDecoder()
+        self._pictures, self._decoder = picture_prompts(args.model), MediaDecoder()
         super().__init__(
             args,
             total_tokens=max(self._pictures.tokens_before(size, QUESTION) for size in args.size) + PAGE_TOKENS,
@@ -260,7 +260,7 @@ def _measure_peer(args: argparse.Namespace, name: str, python: str, cores: list[
         "model": str(args.model.absolute()),
         "dtype": dtype,
         "cores": cores,
-        "text": PicturePrompts(args.model).text(QUESTION),
+        "text": picture_prompts(args.model).text(QUESTION),
         "sizes": [[base64.b64encode(random_jpeg(size, f"media {run}")).decode() for run in runs] for size in args.size],
     }
     with tempfile.TemporaryDirectory(prefix="tilerank-bench-") as scratch:

@@ -4,6 +4,7 @@ import argparse
 import io
 import random
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 
 from tilerank.loader.tokenizer import Tokenizer
@@ -103,6 +104,12 @@ class PicturePrompts:
     def sample(self, total: int, fps: float | None) -> list[int]:
         """The argument of a decoder."""
         return self._processor.sample(total, fps)
+
+
+@cache
+def picture_prompts(model_dir: Path) -> PicturePrompts:
+    """Return the only `PicturePrompts` of a model, which takes time to make."""
+    return PicturePrompts(model_dir)
 
 
 def _frames(size: Size, data: bytes) -> Frames:
