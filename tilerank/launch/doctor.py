@@ -36,8 +36,9 @@ REQUIRED = (
     "pydantic",
     "prometheus-client",
     "numpy",
+    "h11",
 )
-OPTIONAL = ("transformers", "mpi4py")
+OPTIONAL = ("pillow", "av", "transformers", "mpi4py")
 
 
 @dataclass(frozen=True)
