@@ -59,6 +59,26 @@ def test_answers_on_the_test_pictures_are_those_of_transformers(tp: int, dtype: 
     assert [line["text"] for line in found] == [item["answer"] for item in items]
 
 
+def test_answers_in_conversations_are_those_of_transformers(tmp_path: Path) -> None:
+    """Of what the model was not trained on, so that each answer is its own kind of nonsense."""
+    items = json.loads((TESTS / "answers.json").read_text())["items"]
+    (tmp_path / "pictures").symlink_to(TESTS)
+    first, second, third, fifth = (ask(f"pictures/{items[i]['file']}")["messages"][0] for i in (0, 1, 2, 4))
+    two = {"role": "user", "content": [*first["content"][:1], *second["content"]]}
+    behind = {"role": "user", "content": third["content"][::-1]}
+    turns = [first, {"role": "assistant", "content": ANSWER}, fifth]
+    wordless = {"role": "user", "content": first["content"][:1]}
+    lines = [{"messages": messages} for messages in ([two], [behind], turns, [wordless])]
+    found = generate("--tp", 3, "--prompt-file", prompt_file(tmp_path, *lines))
+    # What transformers 5.23 answers in fp32.
+    assert [(len(line["prompt_token_ids"]), line["text"]) for line in found] == [
+        (117, "a wht the bottom left"),
+        (53, "a green triangleft the bottom left"),
+        (199, "a bottom le cross at"),
+        (71, "a red triangle at the bottom right"),
+    ]
+
+
 def test_a_picture_of_the_command_line() -> None:
     (found,) = generate("--image", PICTURE, "--prompt", QUESTION)
     assert found["text"] == ANSWER

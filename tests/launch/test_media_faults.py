@@ -17,9 +17,9 @@ from PIL import Image
 from serving import Server, serving
 
 CHAT = "/v1/chat/completions"
-CONTEXT = 8192
-SIDE = 1000
-"""Pixels. The encode of such a picture takes more than a second on two cores."""
+CONTEXT = 16384
+SIDE = 1600
+"""Pixels. The encode of such a picture takes several seconds on two cores."""
 TRIANGLE = (DEMO_VL.parent / "red-triangle.png").read_bytes()
 ANSWER = "a red triangle at the bottom left"
 LOST = [(0, signal.SIGKILL), (1, signal.SIGKILL), (1, signal.SIGSTOP)]

@@ -1,4 +1,4 @@
-"""The plan of known models on invented machines, against arithmetic by hand."""
+"""The plan of a known model on invented machines, against arithmetic by hand."""
 
 import argparse
 import json
@@ -9,56 +9,16 @@ from typing import Any
 
 import pytest
 from fake_sysfs import GIB, SNC3, Machine, sockets
+from planning import DEMO, NORMS, PARAMETERS, ROPE, by_name, config_of, plan_on
 
 from tilerank.launch import plan as command
-from tilerank.launch.errors import LaunchError
 from tilerank.launch.host.placement import divide_placement, place
 from tilerank.launch.host.topology import read_topology
 from tilerank.launch.plan import as_json, plan_model, replicas_as_json
 from tilerank.launch.plan_text import render, render_replicas
-from tilerank.launch.plan_types import RANK_OVERHEAD, Plan, ReplicaPlans
+from tilerank.launch.plan_types import RANK_OVERHEAD, ReplicaPlans
 from tilerank.launch.text import size
 from tilerank.loader.card import ModelCard, read_card
-from tilerank.loader.errors import ConfigError
-from tilerank.loader.quantization_config import Quantization
-
-DEMO = Path(__file__).parents[2] / "assets" / "demo-lm"
-HEADS_32_4 = {  # the attention of Qwen3-30B-A3B with a dense MLP
-    "model_type": "qwen3",
-    "hidden_size": 2048,
-    "num_hidden_layers": 48,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 4,
-    "head_dim": 128,
-    "intermediate_size": 6144,
-    "vocab_size": 151936,
-    "rms_norm_eps": 1e-6,
-    "max_position_embeddings": 40960,
-    "rope_theta": 1e6,
-    "torch_dtype": "bfloat16",
-    "eos_token_id": 151645,
-}
-# Weights that every rank has whole: the norms, and the cosines and sines of 40960 positions.
-NORMS = 48 * (2 * 2048 + 2 * 128) + 2048
-ROPE = 40960 * 128
-LAYER = 2048 * 128 * (2 * 32 + 2 * 4) + 3 * 2048 * 6144 + 2 * 2048 + 2 * 128
-PARAMETERS = 48 * LAYER + 2 * 151936 * 2048 + 2048
-
-
-def config_of(tmp_path: Path, **changes: Any) -> ModelCard:
-    (tmp_path / "config.json").write_text(json.dumps(HEADS_32_4 | changes))
-    return read_card(tmp_path)
-
-
-def plan_on(machine: Machine, root: Path, config: ModelCard, tp: int, cores: str = "auto", **options: Any) -> Plan:
-    topology = read_topology(machine.write(root / "machine"))
-    placement = place(topology, tp, cores)
-    options.setdefault("cached_tokens", 0)
-    return plan_model(config, tp, model="models/it", topology=topology, placement=placement, **options)
-
-
-def by_name(plan: Plan) -> dict[str, Any]:
-    return {dimension.name: dimension for dimension in plan.dimensions}
 
 
 def test_one_rank_has_everything(tmp_path):
@@ -330,108 +290,3 @@ def test_command_with_replicas(capsys):
 def test_arguments_are_read_without_torch():
     code = "import sys, tilerank.launch.plan; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
-
-
-def test_experts_are_cut_by_their_width(tmp_path):
-    """Qwen3-30B-A3B: 24 units of 32 columns. Router and norms are whole on every rank, the experts cut."""
-    experts = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True}
-    config = config_of(tmp_path, model_type="qwen3_moe", **experts)
-    cuts = by_name(plan_on(Machine(SNC3), tmp_path, config, 5))
-    assert list(cuts) == ["query heads", "KV heads", "expert width", "vocabulary"]
-    assert [span.size for span in cuts["expert width"].spans] == [160, 160, 160, 160, 128]
-    assert cuts["expert width"].waste == pytest.approx(5 * 160 / 768 - 1)
-    plan = plan_on(sockets(1, 8), tmp_path, config, 1)
-    attention = 2048 * 128 * (2 * 32 + 2 * 4) + 2 * 2048 + 2 * 128
-    assert plan.parameters == 48 * (attention + 128 * (2048 + 3 * 2048 * 768)) + 2 * 151936 * 2048 + 2048
-    assert plan.weights == 2 * (plan.parameters + ROPE)
-    assert "expert width" in render(plan)
-    cuts = by_name(plan_on(Machine(SNC3), tmp_path, config, 25, cores="none"))
-    assert [span.size for span in cuts["expert width"].spans] == [32] * 24 + [0]
-
-
-def test_a_mixture_with_dense_layers_shows_both_widths(tmp_path):
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 96, "mlp_only_layers": [0, 47]}
-    cuts = by_name(plan_on(sockets(1, 8), tmp_path, config_of(tmp_path, model_type="qwen3_moe", **experts), 3))
-    assert [span.size for span in cuts["MLP width"].spans] == [2048] * 3
-    assert [span.size for span in cuts["expert width"].spans] == [32] * 3
-
-
-def test_int8_is_a_byte_a_weight_and_a_scale_and_a_sum_a_row(tmp_path):
-    """Projections and head; the embedding table and norms stay bf16."""
-    plan = plan_on(sockets(1, 8), tmp_path, config_of(tmp_path), 1, quantization=Quantization("int8"))
-    rows = 48 * ((32 + 2 * 4) * 128 + 2048 + 2 * 6144 + 2048) + 151936
-    table = 151936 * 2048
-    assert plan.parameters == PARAMETERS
-    assert plan.weights == (PARAMETERS - NORMS - table) + 8 * rows + 2 * (NORMS + table + ROPE)
-    assert (plan.dtype, plan.quantization) == ("bfloat16", "int8")
-    assert "3.34 billion parameters, int8, 1 rank" in render(plan)
-
-
-def test_an_int8_cache_is_a_byte_a_value_and_a_scale_a_token(tmp_path):
-    """4 heads of 128: a rank of two has 2; scales are float32, one for keys and one for values."""
-    plans = [
-        plan_on(sockets(1, 8), tmp_path, config_of(tmp_path), 2, kv_cache_dtype=name, cached_tokens=1000)
-        for name in ("auto", "int8")
-    ]
-    assert [plan.ranks[0].cache_per_token for plan in plans] == [48 * 2 * 2 * 128 * 2, 48 * 2 * 2 * (128 + 4)]
-    assert plans[0].need - plans[1].need == 1000 * 2 * 48 * 2 * 2 * (256 - 132)
-    assert "int8 KV cache" in render(plans[1]) and "KV cache, " not in render(plans[0])
-    with pytest.raises(LaunchError, match="--kv-cache-dtype bf16 needs --dtype bfloat16, found float32"):
-        plan_on(sockets(1, 8), tmp_path, config_of(tmp_path), 1, kv_cache_dtype="bf16", dtype="float32")
-
-
-def test_a_quantised_checkpoint_is_planned_as_it_is(tmp_path):
-    """Groups of 128 columns: an MLP of 6144 is 48 units; heads of 128 are whole groups."""
-    awq = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
-    plan = plan_on(Machine(SNC3), tmp_path, config_of(tmp_path, quantization_config=awq), 6)
-    assert (plan.dtype, plan.quantization) == ("bfloat16", "int4")
-    cuts = by_name(plan)
-    assert (cuts["MLP width"].unit, cuts["MLP width"].units) == (128, 48)
-    cuts = by_name(plan_on(Machine(SNC3), tmp_path, config_of(tmp_path, quantization_config=awq), 49, cores="none"))
-    assert [span.size for span in cuts["MLP width"].spans] == [128] * 48 + [0]
-
-
-@pytest.mark.parametrize(
-    ("options", "sentence"),
-    [
-        (
-            {"dtype": "float32", "quantization": Quantization("int8")},
-            "dtype: expected bfloat16 with quantised weights, ",
-        ),
-        ({"stored": True, "dtype": "float32"}, "dtype: expected bfloat16 with quantised weights, found float32"),
-        (
-            {"stored": True, "quantization": Quantization("int8")},
-            r"quantization: expected none, or int4 \(awq\) as the checkpoint is quantised already, found int8",
-        ),
-        (
-            {"stored": True, "quantization": Quantization("int4", 32)},
-            r"quantization: expected none, or int4 \(awq\) .*, found int4 in groups of 32",
-        ),
-    ],
-)
-def test_contradictions_are_refused(tmp_path, options, sentence):
-    awq = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
-    config = config_of(tmp_path, **({"quantization_config": awq} if options.pop("stored", False) else {}))
-    with pytest.raises(ConfigError, match=f"^{sentence}"):
-        plan_on(sockets(1, 8), tmp_path, config, 1, **options)
-
-
-def test_the_same_quantisation_may_be_asked_for(tmp_path):
-    awq = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
-    config = config_of(tmp_path, quantization_config=awq)
-    asked = (None, Quantization("int4"), Quantization("int4", 128))
-    plans = [plan_on(sockets(1, 8), tmp_path / f"{i}", config, 1, quantization=one) for i, one in enumerate(asked)]
-    assert len({plan.weights for plan in plans}) == 1
-
-
-def test_options_of_quantisation(capsys):
-    parser = argparse.ArgumentParser()
-    command.add_arguments(parser)
-    words = [str(DEMO), "--tp", "2", "--json", "--quantization"]
-    weights = {}
-    for asked in (["int8"], ["int4", "--quantization-group", "32"], ["int4", "--quantization-group", "128"]):
-        assert command.run(parser.parse_args([*words, *asked])) == 0
-        weights[asked[-1]] = json.loads(capsys.readouterr().out)["weights"]
-    assert weights["int8"] > weights["32"] > weights["128"]
-    with pytest.raises(LaunchError, match=r"^--quantization-group needs --quantization int4$"):
-        command.run(parser.parse_args([*words, "int8", "--quantization-group", "32"]))

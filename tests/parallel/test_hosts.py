@@ -158,7 +158,7 @@ def mpirun(size: int, target: str, **more: Any) -> list[Any]:
     }
     job |= {"module": module, "function": function, "kwargs": {}, "collectives": "mpi", "timeout_s": 60} | more
     support = Path(__file__).parents[1] / "support"
-    path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH", ""), str(support)]))
+    path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH", ""), str(support), str(support.parents[1])]))
     command = [str(MPIRUN), "-n", str(size), sys.executable, str(support / "ranks.py"), json.dumps(job)]
     done = subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, timeout=300, check=False)
     del store

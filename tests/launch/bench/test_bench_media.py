@@ -27,7 +27,7 @@ from tilerank.loader.card import read_card
 from tilerank.parallel.cost import Work
 
 PEAKS = Peaks(stream_read_gbs=20.0, amx_bf16_tflops=4.0, amx_int8_tops=8.0, core_to_core_ns=100.0, first_touch_gbs=5.0)
-DEMO = Path(__file__).parents[2] / "assets" / "demo-lm"
+DEMO = Path(__file__).parents[3] / "assets" / "demo-lm"
 
 
 def parse(*words: str) -> argparse.Namespace:

@@ -1,20 +1,16 @@
 """bench model and make-model: the work of a model by hand, rows of known timings, and checkpoints read by others."""
 
 import argparse
-import copy
 import json
 import math
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from command import DEMO, run
-from safetensors import safe_open
 
-from tilerank.launch import cli
 from tilerank.launch.bench import command
 from tilerank.launch.bench.cases import Case, Timing, cases_of, prompts, timing_of
 from tilerank.launch.bench.peaks import Peaks
@@ -23,17 +19,8 @@ from tilerank.launch.bench.report import phase_rows
 from tilerank.launch.bench.work import ModelWork, model_work
 from tilerank.launch.errors import LaunchError
 from tilerank.loader.card import read_card
-from tilerank.loader.checkpoint import Checkpoint
 from tilerank.loader.quantization_config import Quantization
-from tilerank.loader.random_weights import write_random_weights
-from tilerank.parallel.channel import Channel
 from tilerank.parallel.cost import Cost, ExpertBytes, Work
-from tilerank.parallel.group import SingleGroup
-from tilerank.parallel.join import Team
-from tilerank.runtime.engine import Engine
-from tilerank.runtime.models import qwen_moe
-from tilerank.runtime.prompt import Prompt
-from tilerank.runtime.worker import Worker
 
 PEAKS = Peaks(stream_read_gbs=20.0, amx_bf16_tflops=4.0, amx_int8_tops=8.0, core_to_core_ns=100.0, first_touch_gbs=5.0)
 
@@ -273,131 +260,3 @@ def test_bench_model_from_end_to_end(tmp_path: Path) -> None:
     fresh = rows[0]["peaks"]["first_touch_gbs"]
     assert re.search(rf"loading [\d.]+ s \([\d.]+ GB/s; first touch of fresh memory {fresh:.2f} GB/s\)", result.out)
     assert "demo-lm: bfloat16 on 2 ranks" in result.out and result.out.count("decode") == 4
-
-
-def test_shards_do_not_exceed_shard_bytes(tmp_path: Path) -> None:
-    shapes = {"a.weight": (4, 8), "b.weight": (4, 8), "norm.weight": (8,), "c.weight": (40, 8), "c.bias": (40,)}
-    assert write_random_weights(tmp_path, shapes, shard_bytes=160) == 2 * sum(map(math.prod, shapes.values()))
-    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
-    files = [index["weight_map"][name].partition("-of-")[0] for name in shapes]
-    assert files == ["model-00001", "model-00001", "model-00001", "model-00002", "model-00003"]
-    assert {name: info.shape for name, info in Checkpoint(tmp_path).tensors.items()} == shapes
-    with safe_open(tmp_path / index["weight_map"]["a.weight"], "pt") as first:
-        assert not torch.equal(first.get_tensor("a.weight"), first.get_tensor("b.weight"))
-        assert torch.equal(first.get_tensor("norm.weight"), torch.ones(8, dtype=torch.bfloat16))
-
-
-def test_tokens_of_a_random_moe_model_choose_different_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In every layer, 24 tokens choose about as many of 64 experts as random choices would. If attention outweighed the
-    token embeddings, all tokens would choose the same experts."""
-    like = "qwen3-30b-a3b"
-    sizes = {"hidden_size": 512, "moe_intermediate_size": 32, "num_experts": 64, "num_experts_per_tok": 2}
-    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2}
-    monkeypatch.setitem(PUBLIC_CONFIGS, like, PUBLIC_CONFIGS[like] | {"vocab_size": 4200} | sizes)
-    out = tmp_path / "made"
-    assert cli.main(["bench", "make-model", str(out), "--like", like, "--layers", "3"]) == 0
-    experts_per_layer = []
-
-    def spy(logits: torch.Tensor, top_k: int, *, renormalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        weights, ids = logits.float().softmax(-1).topk(top_k)
-        experts_per_layer.append(len(ids.unique()))
-        return ids.int(), weights / weights.sum(-1, keepdim=True)
-
-    monkeypatch.setattr(qwen_moe, "softmax_top_k", spy)
-    team = Team(SingleGroup(), Channel(0, None, {}, 1.0))
-    ids = torch.randperm(4200, generator=torch.Generator().manual_seed(0))[:24].tolist()
-    Engine(Worker(out, team, dtype=torch.float32, max_total_tokens=64, eager=True)).score(Prompt(ids))
-    assert len(experts_per_layer) == 3 and min(experts_per_layer) >= 26  # expected by chance: 64 (1 - (62/64)^24) = 34
-
-
-def score(model_dir: Path, ids: list[int]) -> torch.Tensor:
-    team = Team(SingleGroup(), Channel(0, None, {}, 1.0))
-    return Engine(Worker(model_dir, team, dtype=torch.float32, max_total_tokens=64)).score(Prompt(ids))
-
-
-def transformers_score(model_dir: Path, ids: list[int]) -> torch.Tensor:
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
-    with torch.inference_mode():
-        return model(torch.tensor([ids])).logits[0]
-
-
-SMALL: dict[str, Any] = {
-    "hidden_size": 96,
-    "intermediate_size": 128,
-    "moe_intermediate_size": 64,
-    "num_experts": 12,
-    "num_hidden_layers": 2,
-    "vocab_size": 4200,
-}
-
-
-@pytest.mark.parametrize(
-    "like", [name for name in sorted(PUBLIC_CONFIGS) if "vision_config" not in PUBLIC_CONFIGS[name]]
-)
-def test_transformers_gives_a_random_model_the_same_logits(
-    like: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setitem(PUBLIC_CONFIGS, like, PUBLIC_CONFIGS[like] | SMALL)
-    out = tmp_path / "made"
-    assert cli.main(["bench", "make-model", str(out), "--like", like, "--layers", "1"]) == 0
-    assert "1 layers" in capsys.readouterr().out and list(tmp_path.iterdir()) == [out]
-    assert read_card(out).eos_token_ids == read_card(DEMO).eos_token_ids
-    ids = [5, 4199, 0, 77]
-    assert torch.allclose(score(out, ids), transformers_score(out, ids), atol=1e-4)
-
-
-def tiny_vision_config(like: str) -> dict[str, Any]:
-    config = copy.deepcopy(PUBLIC_CONFIGS[like])
-    config["text_config"] |= {"hidden_size": 96, "intermediate_size": 128, "vocab_size": 600}
-    config["text_config"] |= {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 5}
-    config["vision_config"] |= {"hidden_size": 64, "num_heads": 4, "intermediate_size": 72, "out_hidden_size": 96}
-    return config
-
-
-@pytest.mark.parametrize("like", ["qwen3-vl-2b", "qwen3-vl-8b"])
-def test_transformers_reads_a_random_vision_model(
-    like: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from transformers import Qwen3VLForConditionalGeneration
-
-    monkeypatch.setitem(PUBLIC_CONFIGS, like, tiny_vision_config(like))
-    out = tmp_path / "made"
-    assert cli.main(["bench", "make-model", str(out), "--like", like, "--layers", "4", "--vision-layers", "6"]) == 0
-    assert "4 layers and 6 of the vision tower" in capsys.readouterr().out
-    # The public towers have levels after layers 6, 12 and 18 of 24, or 9, 17 and 25 of 27.
-    config = json.loads((out / "config.json").read_text())
-    assert config["vision_config"]["deepstack_visual_indexes"] == {"2b": [0, 2, 3], "8b": [1, 2, 4]}[like[-2:]]
-    options: Any = {"dtype": torch.float32, "output_loading_info": True}
-    model, loading = Qwen3VLForConditionalGeneration.from_pretrained(out, **options)
-    assert not any(loading[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
-    ids = [5, 480, 0, 77]
-    with torch.inference_mode():
-        theirs = model(torch.tensor([ids])).logits[0]
-    assert torch.allclose(score(out, ids), theirs, atol=1e-4)
-    assert read_card(out).eos_token_ids == (486,)
-
-
-def test_a_text_of_few_layers_has_fewer_levels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(PUBLIC_CONFIGS, "qwen3-vl-2b", tiny_vision_config("qwen3-vl-2b"))
-    assert cli.main(["bench", "make-model", str(tmp_path / "made"), "--like", "qwen3-vl-2b", "--layers", "2"]) == 0
-    config = json.loads((tmp_path / "made" / "config.json").read_text())
-    assert config["vision_config"]["deepstack_visual_indexes"] == [5]
-
-
-def test_a_tokenizer_larger_than_the_vocabulary_is_not_copied(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    tiny = PUBLIC_CONFIGS["qwen3-0.6b"] | SMALL | {"vocab_size": 4095, "bos_token_id": 1, "eos_token_id": 2}
-    monkeypatch.setitem(PUBLIC_CONFIGS, "qwen3-0.6b", tiny)
-    assert cli.main(["bench", "make-model", str(tmp_path / "made"), "--like", "qwen3-0.6b"]) == 0
-    assert "no tokenizer" in capsys.readouterr().out and not (tmp_path / "made" / "tokenizer.json").exists()
-
-
-def test_a_failed_checkpoint_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(
-        PUBLIC_CONFIGS, "qwen3-0.6b", {"model_type": "unheard-of", "num_hidden_layers": 1, "vocab_size": 1}
-    )
-    assert cli.main(["bench", "make-model", str(tmp_path / "made"), "--like", "qwen3-0.6b"]) == 1
-    assert list(tmp_path.iterdir()) == []
