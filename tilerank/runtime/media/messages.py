@@ -77,7 +77,8 @@ def _convert(part: Any, sources: list[Source]) -> dict[str, Any]:
     medium, keys = _PARTS[kind]
     given = [key for key in keys if part.get(key) is not None]
     if len(given) != 1:
-        raise MediaError(f"a part of type {kind}: expected one of {', '.join(keys)}, found {show(given or list(part))}")
+        fields = f"the field {keys[0]}" if len(keys) == 1 else f"one of the fields {', '.join(keys)}"
+        raise MediaError(f"a part of type {kind}: expected {fields}, found {', '.join(given) or 'none'}")
     value = part[given[0]]
     if medium == "video" and isinstance(value, list | tuple) and given[0] != "base64":
         if not value:
