@@ -65,8 +65,11 @@ def test_media_are_in_the_order_of_the_text() -> None:
         ({"type": "input_audio", "input_audio": {}}, "found 'input_audio'"),
         ({"type": "text"}, "a part of type text"),
         ({"type": ["image"]}, "expected a part of type text"),
-        ({"type": "image"}, "expected one of image, url, path, base64, found"),
-        ({"type": "image", "url": "a", "path": "b"}, "expected one of image, url, path, base64, found"),
+        ({"type": "image"}, "expected one of the fields image, url, path, base64, found none"),
+        (
+            {"type": "image", "url": "a", "path": "b"},
+            "expected one of the fields image, url, path, base64, found url, path",
+        ),
         ({"type": "image_url", "image_url": {"url": 3}}, "expected a URL, found"),
         ({"type": "image_url", "image_url": ""}, "expected a URL, found ''"),
         ({"type": "image", "image": ["a"]}, r"expected a URL, found \['a'\]"),

@@ -250,7 +250,7 @@ def refused(answer: httpx.Response) -> str:
         ([image("picture.png")], "expected a data:, http:, https: or file: URL"),
         ([{"type": "video_url", "video_url": {"url": data_url(SMALL)}}], "messages: "),
         ([{"type": "video", "video": []}], "messages: .*at least one frame"),
-        ([{"type": "image_url"}], "messages: .*expected one of image_url"),
+        ([{"type": "image_url"}], "messages: .*expected the field image_url, found none"),
         ([{"type": "image_url", "image_url": {"url": 5}}], "messages: .*expected a URL"),
         ([{"type": "input_audio", "input_audio": {"data": "", "format": "wav"}}], "messages: .*found 'input_audio'"),
         ([text("see <|image_pad|>"), image(SMALL)], r"messages: .*contains <\|image_pad\|>"),
