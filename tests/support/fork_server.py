@@ -130,8 +130,9 @@ def _become(request: dict[str, Any], output: int, passed: list[int], run: Callab
     os.chdir(request["cwd"])
     os.environ.clear()
     os.environ.update(request["environ"])
-    paths = request["environ"].get("PYTHONPATH", "").split(os.pathsep)
-    sys.path[1:1] = [path for path in paths if path and path not in sys.path]
+    # In the order of PYTHONPATH, also where this process has some of its folders already.
+    paths = [path for path in request["environ"].get("PYTHONPATH", "").split(os.pathsep) if path]
+    sys.path[1:] = [*paths, *(path for path in sys.path[1:] if path not in paths)]
     code = 1
     try:
         run(request["job"] | {"fds": passed})
