@@ -233,15 +233,18 @@ def test_bf16_is_as_exact_as_transformers(run: Run, tp: int, strategy: str, rung
     from the tail, and another order of summation draws again.
 
     Where two experts are almost equally probable, bf16 chooses either: ours and those of transformers are different
-    positions, up to ten times as wrong as the rest. So mixtures are judged by their median, and the mean (0.69 to 1.36
-    seen) is bounded for all of them together. The positions of a sequence are not independent, because all later ones
-    read the keys and values of a wrong choice: the median of one mixture was 0.87 to 1.18 times that of transformers
-    in 60 draws of weights and cuts, 0.96 on average. Both bounds are therefore on the average over the mixtures.
+    positions, up to ten times as wrong as the rest. So mixtures are judged by their median, and the mean may be 1.3
+    times that of transformers. The positions of a sequence are not independent, because all later ones read the keys
+    and values of a wrong choice. The median of the narrow mixture, which has few experts and columns, was 0.87 to 1.11
+    times that of transformers in 60 draws of weights and cuts, its mean 0.69 to 1.36, and both exceed the bounds in one
+    case of this test on emulated tiles: it counts in the averages over the mixtures only.
     """
     results = [ranks[0] for ranks in run(tp, rungs_of(rung))["bfloat16", strategy, rung].values()]
     mixtures = [result for result in results if result["model"] in MIXTURES]
-    assert fmean(result["median"] / result["hf_median"] for result in mixtures) <= 1.1, mixtures
-    assert fmean(result["mean"] / result["hf_mean"] for result in mixtures) <= 1.3, mixtures
+    for statistic, bound in (("median", 1.1), ("mean", 1.3)):
+        ratios = {result["model"]: result[statistic] / result[f"hf_{statistic}"] for result in mixtures}
+        assert fmean(ratios.values()) <= bound, ratios
+        assert all(ratio <= bound for model, ratio in ratios.items() if model != "moe-narrow"), ratios
     first = [result for result in results if result["model"] not in MIXTURES]
     for result in first:
         assert result["mean"] <= 1.1 * result["hf_mean"], result
