@@ -17,15 +17,16 @@ _ATTENTION = core.kernel("attention")
 def store_kv(k: Tensor, v: Tensor, cache: KVPages, slots: Tensor) -> None:
     """Write the keys and values of t tokens into the cache.
 
-    k, v: [t, kv_heads, head_dim] in the cache's dtype, strided, with a contiguous last dimension. Over an int8 cache
-    they are float32 or bfloat16 and are quantised symmetrically, with one scale per token and head (max |x| / 127).
+    k: [t, kv_heads, head_dim], v: [t, kv_heads, value_dim], in the cache's dtype, strided, with a contiguous last
+    dimension. Over an int8 cache they are float32 or bfloat16 and are quantised symmetrically, with one scale per token
+    and head (max |x| / 127).
     slots: [t] int64, slot = page * PAGE_TOKENS + offset, no slot twice.
     Raises KernelError for an argument of another shape or dtype, or a slot outside the cache.
     """
     check.tensor("store_kv", "slots", slots, (None,), torch.int64)
-    shape = (slots.shape[0], cache.kv_heads, cache.head_dim)
-    check.tensor("store_kv", "k", k, shape, _activations(cache))
-    check.tensor("store_kv", "v", v, shape, k.dtype)
+    shape = (slots.shape[0], cache.kv_heads)
+    check.tensor("store_kv", "k", k, (*shape, cache.head_dim), _activations(cache))
+    check.tensor("store_kv", "v", v, (*shape, cache.value_dim), k.dtype)
     if core.isa() == "reference":
         reference.store_kv(k, v, cache, slots)
     else:
@@ -65,8 +66,8 @@ def attention(
     then attend to a range of the pages, such as an encoder's tokens or the text behind them.
     lse: [t, hq] float32, receives the log-sum-exp of every row's scaled scores (-inf for a row that attends to
     nothing). It allows merging results over parts of a sequence.
-    Returns [t, hq, head_dim] with contiguous rows (`core.empty_rows`). Scores, softmax and sums are fp32; with bfloat16
-    the rungs avx512_bf16 and amx round the probabilities before the product with V, as transformers does.
+    Returns [t, hq, value_dim] with contiguous rows (`core.empty_rows`). Scores, softmax and sums are fp32; with
+    bfloat16 the rungs avx512_bf16 and amx round the probabilities before the product with V, as transformers does.
     Slots past seq_lens[i] in the last page may hold anything. A row's bits depend only on its own query and its own
     sequence, for any chunking and any batch, if the values of the sequence are finite (0 * inf is NaN).
     Raises KernelError for an argument of another shape or dtype, or page tables and lengths that do not fit the cache.
@@ -84,7 +85,7 @@ def attention(
         return reference.attention(
             q, cache, page_tables, seq_lens, query_starts, kv_map, scale, causal=causal, lse=lse, kv_starts=kv_starts
         )
-    out = core.empty_rows(q.shape, q.dtype)
+    out = core.empty_rows((*q.shape[:2], cache.value_dim), q.dtype)
     tensors = (q, cache.k, cache.v, page_tables, seq_lens, query_starts, kv_map, out, lse, kv_starts, cache.scales)
     core.launch(_ATTENTION, tensors, (int(causal),), (scale,))
     return out

@@ -40,10 +40,10 @@ def _codes(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def load_kv(cache: KVPages, pages: Tensor) -> tuple[Tensor, Tensor]:
-    """Return keys and values [PAGE_TOKENS * len(pages), kv_heads, head_dim] of the given pages, in order."""
-    tokens, d = pages.shape[0] * PAGE_TOKENS, cache.head_dim
+    """Return keys [PAGE_TOKENS * len(pages), kv_heads, head_dim] and values [..., value_dim] of pages, in order."""
+    tokens, d = pages.shape[0] * PAGE_TOKENS, cache.value_dim
     keys, values = (half[pages] for half in _pages(cache))
-    keys = keys.permute(0, 2, 4, 1, 3, 5).reshape(tokens, cache.kv_heads, d)
+    keys = keys.permute(0, 2, 4, 1, 3, 5).reshape(tokens, cache.kv_heads, cache.head_dim)
     values = values.permute(0, 3, 5, 1, 2, 4).reshape(tokens, cache.kv_heads, d + -d % 16)
     if cache.scales is not None:
         scales = cache.scales[pages].permute(2, 0, 3, 1).reshape(2, tokens, cache.kv_heads, 1)
@@ -76,10 +76,11 @@ def attention(
 ) -> Tensor:
     """Return the attention of the last tokens of every sequence over its cached tokens, in fp32 with one rounding."""
     firsts = [0] * seq_lens.shape[0] if kv_starts is None else kv_starts.tolist()
-    _check_batch(q, cache, page_tables, seq_lens, query_starts, kv_map, causal, firsts)
+    check_batch("attention", q.shape[0], cache.num_pages, page_tables, seq_lens, query_starts, causal, firsts)
+    _check_kv_map(kv_map, q.shape[1])
     if lse is not None:
         lse.fill_(float("-inf"))
-    out = torch.zeros_like(q, memory_format=torch.contiguous_format)
+    out = torch.zeros(*q.shape[:2], cache.value_dim, dtype=q.dtype)
     starts = query_starts.tolist()
     for sequence, length in enumerate(seq_lens.tolist()):
         start, stop = starts[sequence : sequence + 2]
@@ -114,44 +115,45 @@ def attention_varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale:
     return out
 
 
-def _check_batch(
-    q: Tensor,
-    cache: KVPages,
+def check_batch(
+    kernel: str,
+    rows: int,
+    num_pages: int,
     page_tables: Tensor,
     seq_lens: Tensor,
     query_starts: Tensor,
-    kv_map: Tensor,
     causal: bool,
     firsts: list[int],
 ) -> None:
     """Check the values of the arguments that could make a kernel read or write out of bounds."""
     starts, lengths = query_starts.tolist(), seq_lens.tolist()
-    if starts[0] != 0 or starts[-1] != q.shape[0]:
-        raise KernelError(f"attention: query_starts: expected 0 to {q.shape[0]}, found {starts[0]} to {starts[-1]}")
+    if starts[0] != 0 or starts[-1] != rows:
+        raise KernelError(f"{kernel}: query_starts: expected 0 to {rows}, found {starts[0]} to {starts[-1]}")
     for i, length in enumerate(lengths):
         queries = starts[i + 1] - starts[i]
         if length < 0:
-            raise KernelError(f"attention: seq_lens: expected at least 0 tokens of sequence {i}, found {length}")
-        most = length if causal else q.shape[0]
+            raise KernelError(f"{kernel}: seq_lens: expected at least 0 tokens of sequence {i}, found {length}")
+        most = length if causal else rows
         if not 0 <= queries <= most:
-            raise KernelError(f"attention: query_starts: expected 0 to {most} queries of sequence {i}, found {queries}")
+            raise KernelError(f"{kernel}: query_starts: expected 0 to {most} queries of sequence {i}, found {queries}")
         if firsts[i] < 0:
-            raise KernelError(
-                f"attention: kv_starts: expected at least 0 tokens before sequence {i}, found {firsts[i]}"
-            )
+            raise KernelError(f"{kernel}: kv_starts: expected at least 0 tokens before sequence {i}, found {firsts[i]}")
         pages = -(-(firsts[i] + length) // PAGE_TOKENS) if length else 0
         if pages > page_tables.shape[1]:
             raise KernelError(
-                f"attention: page_tables: expected {pages} pages for sequence {i}, found {page_tables.shape[1]}"
+                f"{kernel}: page_tables: expected {pages} pages for sequence {i}, found {page_tables.shape[1]}"
             )
         for page in page_tables[i, firsts[i] // PAGE_TOKENS : pages].tolist():
-            if not 0 <= page < cache.num_pages:
+            if not 0 <= page < num_pages:
                 raise KernelError(
-                    f"attention: page_tables: expected pages in [0, {cache.num_pages}) for sequence {i}, found {page}"
+                    f"{kernel}: page_tables: expected pages in [0, {num_pages}) for sequence {i}, found {page}"
                 )
+
+
+def _check_kv_map(kv_map: Tensor, q_heads: int) -> None:
     for head, (first, count) in enumerate(kv_map.tolist()):
-        if first < 0 or count < 0 or first + count > q.shape[1]:
+        if first < 0 or count < 0 or first + count > q_heads:
             raise KernelError(
-                f"attention: kv_map: expected query heads in [0, {q.shape[1]}) for KV head {head}, "
+                f"attention: kv_map: expected query heads in [0, {q_heads}) for KV head {head}, "
                 f"found {count} from {first}"
             )

@@ -1,0 +1,147 @@
+"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, and DeepSeek-V3, arXiv 2412.19437) over a paged cache.
+
+A token has one latent c and one rotated key r for all heads. Its key in head h is [W_uk[h] c, r], its value W_uv[h] c.
+
+Few rows use the absorbed form, which reads nothing but the cache: with `head_linear`, q_latent[h] = q_nope[h] W_uk[h];
+with `latent_attention`, score = q_latent . c + q_rope . r and o_latent = sum of p * c; with `head_linear`,
+o[h] = W_uv[h] o_latent[h].
+
+Many rows use the expanded form, with fewer operations a pair of query and token, which pays for computing keys and
+values of all tokens from about latent_dim / 3 rows of a sequence on:
+
+    latent, rope_key = load_latent(cache, pages, dtype)      pages: those of the sequences one after the other
+    kv = split_heads(linear(latent, kv_b_proj), ...)         views k [n, heads, nope] and v [n, heads, value_dim]
+    expanded = expanded_pages(k, v, rope_key)                page i holds the tokens of pages[i]
+    out = attention(q, expanded, tables, seq_lens, query_starts, kv_map, scale)
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from . import check
+from .errors import KernelError
+from .kv_pages import PAGE_TOKENS, KVPages
+from .latent_pages import LatentPages
+from .packed_experts import PackedExperts
+from .reference import latent as reference
+
+
+def store_latent(latent: Tensor, rope_key: Tensor, cache: LatentPages, slots: Tensor) -> None:
+    """Write the latents and rotated keys of t tokens into the cache.
+
+    latent: [t, latent_dim], rope_key: [t, rope_dim], in the cache's dtype, strided, with a contiguous last dimension.
+    Over an int8 cache they are float32 or bfloat16 and are quantised symmetrically, each row of both with a scale of
+    its own (max |x| / 127).
+    slots: [t] int64, slot = page * PAGE_TOKENS + offset, no slot twice.
+    Raises KernelError for an argument of another shape or dtype, or a slot outside the cache.
+    """
+    check.tensor("store_latent", "slots", slots, (None,), torch.int64)
+    check.tensor("store_latent", "latent", latent, (slots.shape[0], cache.latent_dim), _activations(cache))
+    check.tensor("store_latent", "rope_key", rope_key, (slots.shape[0], cache.rope_dim), latent.dtype)
+    reference.store_latent(latent, rope_key, cache, slots)
+
+
+def load_latent(cache: LatentPages, pages: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return the latents [n * PAGE_TOKENS, latent_dim] and the rotated keys [n * PAGE_TOKENS, rope_dim] of n pages.
+
+    pages: [n] int32, numbers of pages, in the order of the result. dtype: the cache's, or float32 or bfloat16 over an
+    int8 cache. Rows of slots that were never written hold anything.
+    Raises KernelError for an argument of another shape or dtype, or a page outside the cache.
+    """
+    check.tensor("load_latent", "pages", pages, (None,), torch.int32)
+    _check_dtype("load_latent", cache, dtype)
+    return reference.load_latent(cache, pages, dtype)
+
+
+def latent_attention(
+    q_latent: Tensor,
+    q_rope: Tensor,
+    cache: LatentPages,
+    page_tables: Tensor,
+    seq_lens: Tensor,
+    query_starts: Tensor,
+    scale: float,
+    *,
+    causal: bool = True,
+    lse: Tensor | None = None,
+) -> Tensor:
+    """Return the attention of all heads over the latents of a variable-length batch, the absorbed form.
+
+    out[row, head] = sum over tokens of p * c, p = softmax((q_latent . c + q_rope . r) * scale).
+
+    q_latent: [t, heads, latent_dim], q_rope: [t, heads, rope_dim], in the cache's dtype, or any activation dtype over
+    int8, strided, with a contiguous last dimension. Sequence i has the rows query_starts[i] to query_starts[i + 1],
+    which are the *last* of its seq_lens[i] tokens. `store_latent` has already written all of them.
+    page_tables: [s, b] int32, the pages of each sequence in order; entries past ceil(seq_len / PAGE_TOKENS) are unused.
+    seq_lens: [s] int32; query_starts: [s + 1] int32, from 0 to t. scale: factor of the scores.
+    causal=False: every row of sequence i attends to all seq_lens[i] tokens, such as a part of a longer sequence, and
+    the number of rows is unrestricted. The output over no tokens is zero.
+    lse: [t, heads] float32, receives the log-sum-exp of every row's scaled scores (-inf for a row that attends to
+    nothing). It allows merging results over parts of a sequence.
+    Returns [t, heads, latent_dim] with contiguous rows (`core.empty_rows`). Scores, softmax and sums are fp32; with
+    bfloat16 the rungs avx512_bf16 and amx round the probabilities before the product.
+    A row's bits depend only on its own query and its own sequence, for any chunking and any batch.
+    Raises KernelError for an argument of another shape or dtype, or page tables and lengths that do not fit the cache.
+    """
+    rows, heads = q_latent.shape[0], q_latent.shape[1] if q_latent.ndim > 1 else None
+    sequences = seq_lens.shape[0]
+    check.tensor("latent_attention", "q_latent", q_latent, (None, None, cache.latent_dim), _activations(cache))
+    check.tensor("latent_attention", "q_rope", q_rope, (rows, heads, cache.rope_dim), q_latent.dtype)
+    check.tensor("latent_attention", "seq_lens", seq_lens, (None,), torch.int32)
+    check.tensor("latent_attention", "page_tables", page_tables, (sequences, None), torch.int32)
+    check.tensor("latent_attention", "query_starts", query_starts, (sequences + 1,), torch.int32)
+    if lse is not None:
+        check.tensor("latent_attention", "lse", lse, q_latent.shape[:2], torch.float32)
+    return reference.latent_attention(
+        q_latent, q_rope, cache, page_tables, seq_lens, query_starts, scale, causal=causal, lse=lse
+    )
+
+
+def head_linear(x: Tensor, weight: PackedExperts, x_scales: Tensor | None = None) -> Tensor:
+    """Multiply every head of x with a matrix of its own: out[t, h] = x[t, h] @ weight[h].T, as [t, heads, n].
+
+    x: [t, heads, k], dtype `weight.weight.format.activations`, strided, with a contiguous last dimension.
+    weight: one part of [n, k] for every head, as `PackedExperts.empty(heads, n, k, format)`; heads are its experts.
+    x_scales: [heads, k] float32, factors of x. An int8 checkpoint has one scale for every row of kv_b_proj, which is
+    an output of W_uv but an input of W_uk; only int8 weights take it.
+    All arithmetic is fp32 and the result, in x.dtype, is rounded once. Int8 weights quantise every x[t, h]
+    symmetrically.
+    Raises KernelError for an argument of another shape or dtype.
+    """
+    form = weight.weight.format
+    check.tensor("head_linear", "x", x, (None, weight.experts, weight.k), form.activations)
+    if weight.parts != 1:
+        raise KernelError(f"head_linear: weight: expected 1 part, found {weight.parts}")
+    if x_scales is not None:
+        check.tensor("head_linear", "x_scales", x_scales, (weight.experts, weight.k), torch.float32)
+    return reference.head_linear(x, weight, x_scales)
+
+
+def expanded_pages(k: Tensor, v: Tensor, rope_key: Tensor) -> KVPages:
+    """Return the keys [k, rope_key] and the values v of n tokens as pages for `attention`, in the arena.
+
+    Token i is at slot i. k: [n, heads, nope], v: [n, heads, value_dim], rope_key: [n, rope_dim], shared by all heads;
+    float32 or bfloat16, strided, with a contiguous last dimension. nope, rope_dim and value_dim: multiples of 8,
+    nope + rope_dim and value_dim up to 256.
+    Raises KernelError for an argument of another shape or dtype.
+    """
+    check.tensor("expanded_pages", "k", k, (None, None, None), check.ACTIVATION_DTYPES)
+    check.tensor("expanded_pages", "v", v, (*k.shape[:2], None), k.dtype)
+    check.tensor("expanded_pages", "rope_key", rope_key, (k.shape[0], None), k.dtype)
+    tokens, heads, nope = k.shape
+    head_dim = nope + rope_key.shape[1]
+    pages = max(-(-tokens // PAGE_TOKENS), 1)
+    cache = KVPages.in_arena(pages, heads, head_dim, k.dtype, value_dim=v.shape[2])
+    reference.store_expanded(k, v, rope_key, cache)
+    return cache
+
+
+def _activations(cache: LatentPages) -> torch.dtype | tuple[torch.dtype, ...]:
+    return check.ACTIVATION_DTYPES if cache.dtype == torch.int8 else cache.dtype
+
+
+def _check_dtype(kernel: str, cache: LatentPages, dtype: torch.dtype) -> None:
+    if dtype != cache.dtype and (cache.dtype != torch.int8 or dtype not in check.ACTIVATION_DTYPES):
+        raise KernelError(f"{kernel}: dtype: expected that of activations over a {cache.dtype} cache, found {dtype}")
