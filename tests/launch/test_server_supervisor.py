@@ -187,7 +187,7 @@ def test_restarts_are_used_up() -> None:
         os.kill(pid, signal.SIGKILL)
         result = server.running.finish()
     killed = f"rank 1 (process {pid}) was killed by SIGKILL while generating"
-    assert result.errors == [f"tilerank: error: {killed}; --max-restarts 1 within an hour are used up"]
+    assert result.errors == [f"tilerank: error: {killed}; --max-restarts 1 allows no further restart within the hour"]
     assert result.status == 128 + signal.SIGKILL
 
 

@@ -204,7 +204,7 @@ if __name__ == "__main__":
 
 
 def eventually(output: Callable[[], str], text: str) -> str:
-    """What a process has said; the thread that reads it may be a moment behind its end."""
+    """Return the output of a process. Wait two seconds at most for `text`: the thread that reads may lag behind."""
     for _ in range(200):
         if text in output():
             break

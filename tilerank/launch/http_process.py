@@ -94,13 +94,13 @@ async def _serve(http: Http, control: socket.socket, drain_s: float, on_ready: C
 
 
 def _allow_files(count: int) -> None:
-    """A shell's limit of 1024 is for programs that poll with select."""
+    """Raise the soft limit of open files: the usual 1024 protects programs that use select, and this one does not."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(count, hard)), hard))
 
 
 class _Server(uvicorn.Server):
-    """One that does not close its door when a signal comes: who knocks meanwhile gets an answer that says so."""
+    """A server that accepts connections after a signal, too, and answers them with an error while it drains."""
 
     def __init__(self, config: uvicorn.Config, on_signal: Callable[[], object]) -> None:
         super().__init__(config)

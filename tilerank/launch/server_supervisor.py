@@ -1,7 +1,7 @@
 """Supervises a server: the HTTP process and its ranks, which are started again when they end by themselves. No torch.
 
-Neither takes the other along. Ranks that are gone leave an HTTP process that says so to its clients; an HTTP process
-that is gone leaves ranks that hold the weights, and a listening socket in this process, where connections wait.
+Each of them survives the end of the other. Without ranks, the HTTP process answers its clients with an error. Without
+an HTTP process, the ranks keep their weights, and this process holds the listening socket, where connections wait.
 """
 
 import signal
@@ -143,7 +143,7 @@ class _Server:
             if not replica.ready:
                 replica.end(signal.SIGTERM, TERMINATE_S)
         if not self._http.running:
-            self._send_home()
+            self._end_ranks()
 
     def _on_end(self, part: _Part) -> None:
         part.hang_up()
@@ -158,9 +158,9 @@ class _Server:
                 say(f"tilerank: error: {sentence}")
                 self._status = self._status or status
             if part is self._http:
-                self._send_home()
+                self._end_ranks()
             return
-        sentence = outcome.sentence or f"{part.name} ended although nobody had asked it to"
+        sentence = outcome.sentence or f"{part.name} ended unexpectedly"
         now = time.monotonic()
         part.restarts = [at for at in part.restarts if now - at < HOUR_S]
         count = len(part.restarts)
@@ -173,15 +173,15 @@ class _Server:
             self._start(part)
             return
         if part.was_ready and count:
-            sentence += f"; --max-restarts {self._max_restarts} within an hour are used up"
+            sentence += f"; --max-restarts {self._max_restarts} allows no further restart within the hour"
         say(f"tilerank: error: {sentence}")
         self._ending, self._status = True, outcome.status or 1
         for other in self._parts:
             other.end(signal.SIGTERM, TERMINATE_S)
 
-    def _send_home(self) -> None:
-        """Ranks that serve do not end by a signal, which the whole control group may have got, but when nobody can ask
-        them any more."""
+    def _end_ranks(self) -> None:
+        """End the ranks by closing their connections: they ignore SIGTERM, which may have reached the whole control
+        group while requests were still running."""
         for replica in self._replicas:
             replica.hang_up()
             self._loop.after(END_S, partial(replica.end, signal.SIGKILL, 0))
