@@ -10,7 +10,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tilerank.kernels.kv_pages import PAGE_TOKENS
+from tilerank.kernels.errors import KernelError
+from tilerank.kernels.kv_pages import PAGE_TOKENS, KVPages
+from tilerank.kernels.latent_pages import LatentPages
+from tilerank.kernels.state_slots import StateSlots
 from tilerank.loader.card import read_card
 from tilerank.loader.errors import ConfigError
 from tilerank.parallel.sharding import Sharding
@@ -70,17 +73,48 @@ def test_bytes_of_every_kind_of_cache(spec: CacheSpec, count: int, nbytes: int) 
 
 
 def test_allocates_the_bytes_it_declares() -> None:
-    spec = PagedKV(2, 64, BF16)
-    layers = allocate([spec, spec, spec], 100)
-    assert [layer.num_pages for layer in layers] == [4, 4, 4]
-    assert all(layer.k.nbytes + layer.v.nbytes == spec.nbytes(100) for layer in layers)
+    """Layers that grow with the tokens get pages, layers with states get slots."""
+    kv, latent, state = PagedKV(2, 64, BF16), PagedLatent(64, 32, BF16), RecurrentState(48, 4, 3, 8, 16, BF16)
+    pages, rows, slots = allocate([kv, latent, state], 100, 5)
+    assert isinstance(pages, KVPages) and isinstance(rows, LatentPages) and isinstance(slots, StateSlots)
+    assert pages.num_pages == rows.num_pages == 4
+    assert pages.k.nbytes + pages.v.nbytes == kv.nbytes(100) and rows.data.nbytes == latent.nbytes(100)
+    assert slots.conv.shape == (5, 3, 48) and slots.conv.dtype is BF16
+    assert slots.state.shape == (5, 3, 8, 16) and slots.state.dtype is torch.float32
+    assert slots.conv.nbytes + slots.state.nbytes == state.nbytes(5)
+    assert not slots.conv.any() and not slots.state.any()
 
 
-@pytest.mark.parametrize("spec", [PagedLatent(8, 8, BF16), EncoderKV(1, 8, BF16), RecurrentState(8, 4, 1, 8, 8, BF16)])
-def test_refuses_caches_without_an_allocator(spec: CacheSpec) -> None:
-    says = f"layer 1 declares a {type(spec).__name__} cache, which cannot be allocated yet"
+def test_copies_one_slot_of_states_to_another() -> None:
+    slots = StateSlots.empty(4, 3, 5, 2, 4, 6, BF16)
+    slots.conv.copy_(torch.arange(4.0).view(4, 1, 1).expand_as(slots.conv))
+    slots.state.copy_(torch.arange(4.0).view(4, 1, 1, 1).expand_as(slots.state))
+    slots.copy(3, 1)
+    assert slots.conv[:, 1, 4].tolist() == slots.state[:, 1, 3, 5].tolist() == [0, 3, 2, 3]
+
+
+def test_a_rank_without_heads_has_empty_states() -> None:
+    (slots,) = allocate([RecurrentState(0, 4, 0, 8, 16, BF16)], 32, 5)
+    assert isinstance(slots, StateSlots) and slots.conv.shape == (5, 3, 0) and slots.state.shape == (5, 0, 8, 16)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"slots": 0}, "StateSlots: expected slots >= 1, found 0"),
+        ({"dtype": torch.int8}, "StateSlots: dtype: expected float32 or bfloat16, found int8"),
+    ],
+)
+def test_refuses_states_that_no_kernel_takes(change: dict[str, object], says: str) -> None:
+    sizes: dict[str, object] = {"slots": 2, "width": 4, "channels": 8, "value_heads": 1, "key_dim": 8, "value_dim": 8}
+    with pytest.raises(KernelError, match=f"^{says}$"):
+        StateSlots.empty(**{**sizes, "dtype": BF16, **change})  # type: ignore[arg-type]
+
+
+def test_refuses_caches_without_an_allocator() -> None:
+    says = "layer 1 declares an EncoderKV cache, which cannot be allocated yet"
     with pytest.raises(EngineError, match=f"^{says}$"):
-        allocate([PagedKV(1, 8, BF16), spec], 32)
+        allocate([PagedKV(1, 8, BF16), EncoderKV(1, 8, BF16)], 32)
 
 
 def test_pages_of_tokens() -> None:
@@ -107,6 +141,8 @@ MESSAGES = st.one_of(
         ),
         st.lists(st.integers(0, 1 << 40)),
         st.lists(st.integers(0, 1 << 40)),
+        st.lists(st.tuples(st.integers(0, 1 << 20), st.integers(0, 1 << 20))),
+        st.lists(st.tuples(st.integers(0, 1 << 40), st.integers(0, 1 << 20))),
     ),
     st.builds(
         Encode,
@@ -140,9 +176,14 @@ def test_strange_messages_are_refused(data: bytes) -> None:
         rank_messages.decode(data)
 
 
-def filler(*, position_axes: int = 1, copy_padding: bool = False) -> BatchFiller:
+def filler(*, position_axes: int = 1, has_states: bool = False, copy_padding: bool = False) -> BatchFiller:
     return BatchFiller(
-        position_axes=position_axes, max_sequences=5, max_pages=4, spare_page=9, copy_padding=copy_padding
+        position_axes=position_axes,
+        has_states=has_states,
+        max_sequences=5,
+        max_pages=4,
+        spare_page=9,
+        copy_padding=copy_padding,
     )
 
 
@@ -241,6 +282,20 @@ def test_a_padded_batch_has_positions_on_every_axis(copy_padding: bool) -> None:
     padded = fills.padded(Step(chunks, []), {7: Held([4, 2]), 3: Held([6]), 4: Held([1, 3, 5])})
     assert padded.positions.tolist() == [[30, 3, 70, 3 if copy_padding else 0]] * 3
     assert padded.seq_lens.tolist() == [34, 6, 71, 6 if copy_padding else 1]
+
+
+@pytest.mark.parametrize("copy_padding", [False, True])
+def test_a_batch_has_the_slots_of_states(copy_padding: bool) -> None:
+    """A padding row repeats the states of the shortest sequence, which is in row 1, and has none of its own."""
+    fills = filler(has_states=True, copy_padding=copy_padding)
+    step = Step([Chunk(7, 33, [9], [], 1), Chunk(3, 5, [8], [], 1), Chunk(4, 70, [7], [], 1)], [])
+    held = {7: Held([4, 2], 5), 3: Held([6], 0), 4: Held([1, 3, 5], 2)}
+    fresh, padded = fills.fresh(step, held, {}).state_slots, fills.padded(step, held).state_slots
+    assert fresh is not None and fresh.tolist() == [5, 0, 2] and fresh.dtype is torch.int32
+    assert padded is not None and padded.tolist() == [5, 0, 2, -2] and padded.dtype is torch.int32
+    later = fills.padded(Step([step.chunks[2], step.chunks[1], step.chunks[0]], []), held).state_slots
+    assert later is padded and padded.tolist() == [2, 0, 5, -2]
+    assert filler().padded(step, held).state_slots is None and filler().fresh(step, held, {}).state_slots is None
 
 
 @pytest.mark.parametrize("rope", [LLAMA, QWEN], ids=["llama3", "default"])

@@ -22,9 +22,13 @@ TILE_ROWS = 16
 
 @dataclass
 class Held:
-    """What a worker remembers of a sequence between steps. pages: its page table."""
+    """What a worker remembers of a sequence between steps.
+
+    pages: its page table. state_slot: the slot of its states, -1 for models without states.
+    """
 
     pages: list[int] = field(default_factory=list)
+    state_slot: int = -1
 
 
 @dataclass(frozen=True)
@@ -61,7 +65,10 @@ class Batch:
     token_ids: [t] int64. positions: [axes, t] int64. slots: [t] int64, where keys and values are stored: page *
     PAGE_TOKENS + offset. page_tables: [s, p] int32, the pages of every sequence in order. seq_lens: [s] int32, tokens
     of a sequence including this step's. query_starts: [s + 1] int32, a sequence's first row. logit_rows: None if the
-    logits of all rows are computed. inserts: None in recorded decode steps.
+    logits of all rows are computed. inserts: None in recorded decode steps. state_slots: [s] int32, where the states of
+    a sequence are, no slot twice; None for models without states. A sequence whose tokens are all in this step begins
+    with states of zeros. A padding row that repeats row j has the slot -1 - j: it gets the output of row j and touches
+    no state (kernels/delta.py).
     """
 
     token_ids: Tensor
@@ -72,6 +79,7 @@ class Batch:
     query_starts: Tensor
     logit_rows: LogitRows | None = None
     inserts: Inserts | None = None
+    state_slots: Tensor | None = None
 
 
 def padded_size(sequences: int) -> int:
@@ -90,8 +98,10 @@ class _Rows:
         self.slots: list[int] = []
         self.starts = [0]
         self.lengths: list[int] = []
+        self.state_slots: list[int] = []
 
-    def add(self, chunk: Chunk, pages: list[int]) -> None:
+    def add(self, chunk: Chunk, held: Held) -> None:
+        pages = held.pages
         span = range(chunk.start, chunk.start + len(chunk.token_ids))
         self.token_ids += chunk.token_ids
         shifted = range(span.start + chunk.shift, span.stop + chunk.shift)
@@ -100,30 +110,41 @@ class _Rows:
         self.slots += [pages[index // PAGE_TOKENS] * PAGE_TOKENS + index % PAGE_TOKENS for index in span]
         self.starts.append(len(self.token_ids))
         self.lengths.append(span.stop)
+        self.state_slots.append(held.state_slot)
 
-    def add_padding(self, token_id: int, position: int, index: int, slot: int) -> None:
-        """A row of a sequence that has `index` tokens before it; its key and value are stored in `slot`."""
+    def add_padding(self, token_id: int, position: int, index: int, slot: int, row: int) -> None:
+        """A row of a sequence that has `index` tokens before it; its key and value are stored in `slot`, and its states
+        are those of row `row`."""
         self.token_ids.append(token_id)
         for positions in self.positions:
             positions.append(position)
         self.slots.append(slot)
         self.lengths.append(index + 1)
+        self.state_slots.append(-1 - row)
 
 
 class BatchFiller:
     """Turns steps into batches: into new tensors, or, for decode steps, into the tensors that recorded steps read.
 
-    position_axes: as in Model. max_sequences, max_pages: the largest decode batch, and the longest page table.
-    spare_page: a page of the cache that
-    belongs to no sequence; padding rows store their keys and values there. copy_padding: padding rows repeat a row of
-    the batch, so that in a mixture they choose no other experts; otherwise they are sequences of one token, whose
-    attention reads next to nothing.
+    position_axes: as in Model. has_states: whether layers keep states of sequences. max_sequences, max_pages: the
+    largest decode batch, and the longest page table. spare_page: a page of the cache that belongs to no sequence;
+    padding rows store their keys and values there. copy_padding: padding rows repeat a row of the batch, so that in a
+    mixture they choose no other experts; otherwise they are sequences of one token, whose attention reads next to
+    nothing.
     """
 
     def __init__(
-        self, *, position_axes: int, max_sequences: int, max_pages: int, spare_page: int, copy_padding: bool
+        self,
+        *,
+        position_axes: int,
+        has_states: bool,
+        max_sequences: int,
+        max_pages: int,
+        spare_page: int,
+        copy_padding: bool,
     ) -> None:
         self._axes = position_axes
+        self._has_states = has_states
         self._max_sequences = max_sequences
         self._spare_page = spare_page
         self._copy_padding = copy_padding
@@ -132,7 +153,7 @@ class BatchFiller:
         self._token_ids, self._slots = (array("q", bytes(8 * rows)) for _ in range(2))
         self._positions = array("q", bytes(8 * rows * position_axes))  # axis by axis
         self._rows = rows
-        self._lengths = array("i", bytes(4 * rows))
+        self._lengths, self._state_slots = (array("i", bytes(4 * rows)) for _ in range(2))
         self._page_tables = torch.full((rows, max_pages), spare_page, dtype=torch.int32)
         self._table_of: list[tuple[int, int] | None] = [None] * rows  # the sequence in a row, and how many pages of it
         self._query_starts = torch.arange(rows + 1, dtype=torch.int32)
@@ -151,7 +172,7 @@ class BatchFiller:
         by the number that inserts name."""
         rows = _Rows(self._axes)
         for chunk in step.chunks:
-            rows.add(chunk, held[chunk.sequence].pages)
+            rows.add(chunk, held[chunk.sequence])
         tables = [held[chunk.sequence].pages for chunk in step.chunks]
         width = max(map(len, tables))
         logit_rows = [
@@ -168,6 +189,7 @@ class BatchFiller:
             query_starts=torch.tensor(rows.starts, dtype=torch.int32),
             logit_rows=None if len(logit_rows) == len(rows.token_ids) else _logit_rows(logit_rows, step),
             inserts=_inserts(step, rows.starts, encodings),
+            state_slots=torch.tensor(rows.state_slots, dtype=torch.int32) if self._has_states else None,
         )
 
     def padded(self, step: Step, held: Mapping[int, Held]) -> Batch:
@@ -175,26 +197,28 @@ class BatchFiller:
         whose values the next call overwrites."""
         rows = _Rows(self._axes)
         for row, chunk in enumerate(step.chunks):
-            pages = held[chunk.sequence].pages
-            rows.add(chunk, pages)
-            self._set_table(row, chunk.sequence, pages)
+            rows.add(chunk, held[chunk.sequence])
+            self._set_table(row, chunk.sequence, held[chunk.sequence].pages)
         size = padded_size(len(step.chunks))
         # The copy of the shortest sequence reads least. Its hidden state is that of the row it repeats, bit for bit.
-        shortest = min(step.chunks, key=lambda chunk: chunk.start)
+        repeated, shortest = min(enumerate(step.chunks), key=lambda item: item[1].start)
         for row in range(len(step.chunks), size):
             slot = self._spare_page * PAGE_TOKENS + row % PAGE_TOKENS
             if self._copy_padding:
                 self._set_table(row, shortest.sequence, held[shortest.sequence].pages)
-                rows.add_padding(shortest.token_ids[0], shortest.start + shortest.shift, shortest.start, slot)
+                position = shortest.start + shortest.shift
+                rows.add_padding(shortest.token_ids[0], position, shortest.start, slot, repeated)
             else:
                 self._clear_table(row)
-                rows.add_padding(0, 0, 0, slot)
+                rows.add_padding(0, 0, 0, slot, repeated)
         self._token_ids[:size] = array("q", rows.token_ids)
         for axis, positions in enumerate(rows.positions):
             start = axis * self._rows
             self._positions[start : start + size] = array("q", positions)
         self._slots[:size] = array("q", rows.slots)
         self._lengths[:size] = array("i", rows.lengths)
+        if self._has_states:
+            self._state_slots[:size] = array("i", rows.state_slots)
         if size not in self._padded:
             self._padded[size] = self._shared(size)
         return self._padded[size]
@@ -207,6 +231,7 @@ class BatchFiller:
             page_tables=self._page_tables[:size],
             seq_lens=torch.frombuffer(self._lengths, dtype=torch.int32)[:size],
             query_starts=self._query_starts[: size + 1],
+            state_slots=torch.frombuffer(self._state_slots, dtype=torch.int32)[:size] if self._has_states else None,
         )
 
     def _set_table(self, row: int, sequence: int, pages: list[int]) -> None:

@@ -1,16 +1,32 @@
-"""What layers keep between steps: four kinds of cache as declarations, and the allocation of paged KV.
+"""What layers keep between steps: four kinds of cache as declarations, and their allocation.
 
-Each kind computes its bytes, so that a plan can add them up before anything is allocated.
+Each kind names the budget that it counts against and computes its bytes, so that a plan can add them up before anything
+is allocated.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum
+from typing import ClassVar
 
 import torch
 
 from tilerank.kernels.kv_pages import PAGE_TOKENS, KVPages
+from tilerank.kernels.latent_pages import LatentPages
+from tilerank.kernels.state_slots import StateSlots
 
 from .errors import EngineError
+
+Cache = KVPages | LatentPages | StateSlots
+"""The cache of one layer."""
+
+
+class Budget(Enum):
+    """What the size of a cache grows with."""
+
+    TOKENS = "cached tokens"
+    SOURCE_TOKENS = "encoder tokens"
+    STATES = "states"
 
 
 @dataclass(frozen=True)
@@ -20,9 +36,13 @@ class PagedKV:
     kv_heads: int
     head_dim: int
     dtype: torch.dtype
+    budget: ClassVar = Budget.TOKENS
 
     def nbytes(self, tokens: int) -> int:
         return num_pages(tokens) * KVPages.nbytes(1, self.kv_heads, self.head_dim, self.dtype)
+
+    def allocate(self, tokens: int) -> KVPages:
+        return KVPages.empty(num_pages(tokens), self.kv_heads, self.head_dim, self.dtype)
 
 
 @dataclass(frozen=True)
@@ -32,9 +52,13 @@ class PagedLatent:
     latent_dim: int
     rope_dim: int
     dtype: torch.dtype
+    budget: ClassVar = Budget.TOKENS
 
     def nbytes(self, tokens: int) -> int:
-        return num_pages(tokens) * PAGE_TOKENS * (self.latent_dim + self.rope_dim) * self.dtype.itemsize
+        return num_pages(tokens) * LatentPages.nbytes(1, self.latent_dim, self.rope_dim, self.dtype)
+
+    def allocate(self, tokens: int) -> LatentPages:
+        return LatentPages.empty(num_pages(tokens), self.latent_dim, self.rope_dim, self.dtype)
 
 
 @dataclass(frozen=True)
@@ -44,6 +68,7 @@ class EncoderKV:
     kv_heads: int
     head_dim: int
     dtype: torch.dtype
+    budget: ClassVar = Budget.SOURCE_TOKENS
 
     def nbytes(self, tokens: int) -> int:
         """Return the bytes for `tokens` encoder tokens, of all requests together."""
@@ -52,7 +77,10 @@ class EncoderKV:
 
 @dataclass(frozen=True)
 class RecurrentState:
-    """A gated delta net (Qwen3.5): per request the last inputs of the convolution and one fp32 matrix a value head."""
+    """A gated delta net (Qwen3.5): per request the last inputs of the convolution and one fp32 matrix a value head.
+
+    conv_channels, value_heads: those of this rank.
+    """
 
     conv_channels: int
     conv_width: int
@@ -60,15 +88,27 @@ class RecurrentState:
     key_dim: int
     value_dim: int
     dtype: torch.dtype
+    budget: ClassVar = Budget.STATES
 
-    def nbytes(self, requests: int) -> int:
-        conv = (self.conv_width - 1) * self.conv_channels * self.dtype.itemsize
-        state = self.value_heads * self.key_dim * self.value_dim * torch.float32.itemsize
-        return requests * (conv + state)
+    def nbytes(self, states: int) -> int:
+        return StateSlots.nbytes(states, *self._shape)
+
+    def allocate(self, states: int) -> StateSlots:
+        return StateSlots.empty(states, *self._shape)
+
+    @property
+    def _shape(self) -> tuple[int, int, int, int, int, torch.dtype]:
+        return self.conv_width, self.conv_channels, self.value_heads, self.key_dim, self.value_dim, self.dtype
 
 
 EXPECTED_TOKENS = 32768
 """The most cached tokens that the cost of a cut assumes by default."""
+
+TOKENS_PER_STATE = 2048
+"""There is one state for every so many tokens of the cache. In Qwen3.5 a state takes as much memory as the keys and
+values of 1,600 tokens."""
+MIN_STATES = 8
+"""The fewest states, so that small caches serve a few requests at once as well."""
 
 CacheSpec = PagedKV | PagedLatent | EncoderKV | RecurrentState
 
@@ -80,7 +120,22 @@ def expected_tokens(context_length: int) -> int:
 
 def bytes_per_token(specs: Sequence[CacheSpec]) -> int:
     """Return the bytes that one more token takes in all caches that grow with the tokens."""
-    return sum(spec.nbytes(PAGE_TOKENS) for spec in specs if isinstance(spec, PagedKV | PagedLatent)) // PAGE_TOKENS
+    return sum(spec.nbytes(PAGE_TOKENS) for spec in specs if spec.budget is Budget.TOKENS) // PAGE_TOKENS
+
+
+def has_states(specs: Sequence[CacheSpec]) -> bool:
+    """Return whether a layer keeps states of sequences. Every rank of a model returns the same."""
+    return any(spec.budget is Budget.STATES for spec in specs)
+
+
+def bytes_per_state(specs: Sequence[CacheSpec]) -> int:
+    """Return the bytes of one state of a sequence in all layers."""
+    return sum(spec.nbytes(1) for spec in specs if spec.budget is Budget.STATES)
+
+
+def num_states(tokens: int) -> int:
+    """Return the number of states that are kept beside `tokens` cached tokens, by a model with states."""
+    return max(MIN_STATES, -(-tokens // TOKENS_PER_STATE))
 
 
 def num_pages(tokens: int) -> int:
@@ -88,12 +143,14 @@ def num_pages(tokens: int) -> int:
     return -(-tokens // PAGE_TOKENS)
 
 
-def allocate(specs: Sequence[CacheSpec], tokens: int) -> list[KVPages]:
-    """Allocate the caches of all layers, with pages for `tokens` tokens. EngineError for a kind that has none."""
+def allocate(specs: Sequence[CacheSpec], tokens: int, states: int = 0) -> list[Cache]:
+    """Allocate the caches of all layers, with pages for `tokens` tokens and with `states` slots for states.
+
+    Raises EngineError for a kind that cannot be allocated.
+    """
+    caches: list[Cache] = []
     for layer, spec in enumerate(specs):
-        if not isinstance(spec, PagedKV):
-            raise EngineError(f"layer {layer} declares a {type(spec).__name__} cache, which cannot be allocated yet")
-    blocks = num_pages(tokens)
-    return [
-        KVPages.empty(blocks, spec.kv_heads, spec.head_dim, spec.dtype) for spec in specs if isinstance(spec, PagedKV)
-    ]
+        if isinstance(spec, EncoderKV):
+            raise EngineError(f"layer {layer} declares an EncoderKV cache, which cannot be allocated yet")
+        caches.append(spec.allocate(states if spec.budget is Budget.STATES else tokens))
+    return caches

@@ -5,12 +5,11 @@ from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
-from tilerank.kernels.kv_pages import KVPages
 from tilerank.parallel.cost import Cost
 from tilerank.parallel.parameters import Layer
 
 from .batch import Batch
-from .cache import CacheSpec
+from .cache import Cache, CacheSpec
 
 
 class Encoder(Layer):
@@ -52,7 +51,7 @@ class Model(Layer):
         """Return what each layer keeps between steps, in the order of `forward`'s caches."""
 
     @abstractmethod
-    def forward(self, batch: Batch, caches: Sequence[KVPages]) -> Tensor:
+    def forward(self, batch: Batch, caches: Sequence[Cache]) -> Tensor:
         """Return fp32 logits [m, vocab] of the batch's m logit rows, the same bits on every rank.
 
         Calls kernels and makes views, and never reads values: steps are recorded (kernels/graph.py).

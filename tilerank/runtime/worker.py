@@ -15,6 +15,7 @@ from torch import Tensor
 from tilerank.kernels import core, ops
 from tilerank.kernels.graph import Profile
 from tilerank.kernels.kv_pages import PAGE_TOKENS
+from tilerank.kernels.state_slots import StateSlots
 from tilerank.loader.card import ModelCard
 from tilerank.loader.checkpoint import Checkpoint
 from tilerank.loader.quantization_config import Quantization
@@ -28,7 +29,7 @@ from tilerank.parallel.sharding import Sharding
 from . import rank_messages
 from .batch import BatchFiller, Held
 from .bytes_per_step import bytes_per_step
-from .cache import allocate, bytes_per_token, expected_tokens, num_pages
+from .cache import allocate, bytes_per_state, bytes_per_token, expected_tokens, has_states, num_pages, num_states
 from .counters import RankCounters, StepCounter
 from .encodings import HeldEncodings
 from .errors import EngineError
@@ -50,7 +51,8 @@ class Worker:
     loading (a quantised checkpoint needs no asking), with dtype bfloat16. kv_dtype: int8 for a quantised cache
     (kernels/attention.py). strategy: how heads are cut (parallel/shard.py). context_length: the longest sequence,
     prompt and new tokens together, by default the model's. max_total_tokens: tokens in the KV cache, of all sequences
-    that run (default: one context). cached_tokens: how many of them a step is expected to read, for the cost of a cut
+    that run (default: one context). states: slots for the states of sequences, if the model has any (default:
+    cache.py: num_states). cached_tokens: how many of them a step is expected to read, for the cost of a cut
     (default: all). eager: compute steps while the model's Python runs instead of recording them first (step_graphs.py).
 
     Raises ConfigError, CheckpointError, ShardError, and EngineError for a context length that the model cannot have.
@@ -67,6 +69,7 @@ class Worker:
         strategy: Strategy = "auto",
         context_length: int | None = None,
         max_total_tokens: int | None = None,
+        states: int | None = None,
         cached_tokens: int | None = None,
         eager: bool = False,
     ) -> None:
@@ -89,11 +92,16 @@ class Worker:
             progress=group.rank == 0,
             quantization=self.card.quantization,
         )
+        specs = self._model.cache_specs()
+        self.states = (states or num_states(self.max_total_tokens)) if has_states(specs) else 0
+        """Slots for states of sequences; 0 for models without states."""
         # The page after the last is the spare one of padding rows.
-        self._caches = allocate(self._model.cache_specs(), (self.pages + 1) * PAGE_TOKENS)
+        self._caches = allocate(specs, (self.pages + 1) * PAGE_TOKENS, self.states)
+        self._states = [cache for cache in self._caches if isinstance(cache, StateSlots)]
         step_bytes = bytes_per_step(self._model)
         self._filler = BatchFiller(
             position_axes=self._model.position_axes,
+            has_states=self.states > 0,
             max_sequences=MAX_RUNNING,
             max_pages=num_pages(min(self.max_total_tokens, self.card.context_length)),
             spare_page=self.pages,
@@ -125,8 +133,9 @@ class Worker:
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes of this rank's cache with every page in use."""
-        return bytes_per_token(self._model.cache_specs()) * self.cache_tokens
+        """Bytes of this rank's cache with every page and every slot in use."""
+        specs = self._model.cache_specs()
+        return bytes_per_token(specs) * self.cache_tokens + bytes_per_state(specs) * self.states
 
     def follow(self) -> None:
         """Ranks above 0: compute the announced steps until rank 0 stops. Raises GroupError if a rank is lost."""
@@ -158,6 +167,11 @@ class Worker:
         for number in step.finished:
             self._held.pop(number, None)
         self._encodings.forget(step.forgotten)
+        for source, target in step.state_copies:
+            for states in self._states:
+                states.copy(source, target)
+        for number, slot in step.state_slots:
+            self._held[number] = Held(state_slot=slot)
         for chunk in step.chunks:
             self._held.setdefault(chunk.sequence, Held()).pages.extend(chunk.new_pages)
         group = self.team.group

@@ -17,7 +17,7 @@ from .decoder import Mixer
 from .text_config import TextConfig
 
 
-class SelfAttention(Mixer):
+class SelfAttention(Mixer[KVPages]):
     """out(softmax(q k^T / sqrt(head_dim)) v), several query heads to a KV head, positions as rotations of q and k.
 
     qkv_bias, out_bias: biases of the q, k and v, and of the output projection. head_norms: q and k are normalised head

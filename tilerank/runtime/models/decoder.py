@@ -8,11 +8,11 @@ A family composes a Decoder from mixers and MLPs and gives the names under which
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 from torch import Tensor
 
 from tilerank.kernels import ops
-from tilerank.kernels.kv_pages import KVPages
 from tilerank.loader.card import ModelCard
 from tilerank.parallel.cost import Cost
 from tilerank.parallel.embedding import ParallelLMHead, TiedEmbedding, VocabParallelEmbedding
@@ -21,7 +21,7 @@ from tilerank.parallel.parameters import Layer
 from tilerank.parallel.sharding import Sharding
 
 from ..batch import Batch, LogitRows
-from ..cache import CacheSpec
+from ..cache import Cache, CacheSpec
 from ..model import Encoder, Model
 from ..rope import RopeTable
 from .stream import Stream
@@ -45,13 +45,19 @@ class DecoderNames:
     mlp: str = "mlp"
 
 
-class Mixer(Layer):
-    """The part of a layer that mixes tokens, such as self-attention. `cache_spec`: what it keeps of a sequence."""
+C = TypeVar("C", bound=Cache)
+
+
+class Mixer(Layer, Generic[C]):
+    """The part of a layer that mixes tokens, such as self-attention, over a cache of kind C.
+
+    cache_spec: what it keeps of a sequence.
+    """
 
     cache_spec: CacheSpec
 
     @abstractmethod
-    def __call__(self, x: Tensor, rope: Tensor, batch: Batch, cache: KVPages, only: LogitRows | None = None) -> Tensor:
+    def __call__(self, x: Tensor, rope: Tensor, batch: Batch, cache: C, only: LogitRows | None = None) -> Tensor:
         """x[t, hidden] -> this rank's part of [t, hidden], a sum over the ranks.
 
         rope: [t, 2, r / 2], the rows that queries and keys are rotated with. With `only`, the result has those
@@ -69,7 +75,7 @@ class FeedForward(Layer):
 class DecoderLayer(Layer):
     """A mixer and an MLP, each after a norm."""
 
-    def __init__(self, mixer_norm: RMSNorm, mixer: Mixer, mlp_norm: RMSNorm, mlp: FeedForward) -> None:
+    def __init__(self, mixer_norm: RMSNorm, mixer: Mixer[Any], mlp_norm: RMSNorm, mlp: FeedForward) -> None:
         self.mixer_norm = mixer_norm
         self.mixer = mixer
         self.mlp_norm = mlp_norm
@@ -85,7 +91,7 @@ class Decoder(Model):
         config: TextConfig,
         sharding: Sharding,
         names: DecoderNames,
-        mixer: Callable[[str, int], Mixer],
+        mixer: Callable[[str, int], Mixer[Any]],
         mlp: Callable[[str, int], FeedForward],
         encoder: Encoder | None = None,
     ) -> None:
@@ -124,7 +130,7 @@ class Decoder(Model):
     def cache_specs(self) -> list[CacheSpec]:
         return [layer.mixer.cache_spec for layer in self.layers]
 
-    def forward(self, batch: Batch, caches: Sequence[KVPages]) -> Tensor:
+    def forward(self, batch: Batch, caches: Sequence[Cache]) -> Tensor:
         """Return fp32 logits [m, vocab]. The last layer computes rows without logits only as far as their cache."""
         x, inserts = self.embedding(batch.token_ids), batch.inserts
         if inserts is not None:
