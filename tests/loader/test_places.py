@@ -18,7 +18,7 @@ from tilerank.loader.checkpoint import SINGLE, Checkpoint
 from tilerank.loader.errors import CheckpointError
 from tilerank.loader.weight_formats import weight_formats
 from tilerank.loader.weights import LoadReport, load_weights
-from tilerank.parallel.experts import ParallelExperts
+from tilerank.parallel.experts import FusedOrder, ParallelExperts
 from tilerank.parallel.linear import QKVParallelLinear
 from tilerank.parallel.parameters import Layer, WeightParameter
 from tilerank.parallel.sharding import Sharding, WeightFormats
@@ -60,27 +60,29 @@ def matrices(model: Layer) -> list[Tensor]:
     return [found[name] for name in sorted(found)]
 
 
+@pytest.mark.parametrize("order", ["in_out", "out_in"])
 @pytest.mark.parametrize("form", ["published", "as in memory"])
 @pytest.mark.parametrize("width", [WIDTH, HIDDEN, HIDDEN // 2])
 @pytest.mark.parametrize("held", [None, Int8()])
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_experts_in_one_tensor(tmp_path: Path, form: str, width: int, held: Format | None, size: int) -> None:
-    """The numbers are those of a tensor for each expert. Where shapes leave it open, the published form is read."""
+def test_experts_in_one_tensor(
+    tmp_path: Path, order: FusedOrder, form: str, width: int, held: Format | None, size: int
+) -> None:
+    """The numbers are those of a tensor for each expert. Where shapes leave it open, the published order counts."""
     gate_up, down = random(COUNT, 2 * width, HIDDEN), random(COUNT, HIDDEN, width)
     (tmp_path / "apart").mkdir()
     save_file(stored("apart", gate_up, down), tmp_path / "apart" / SINGLE)
     wanted_form = stored(form, gate_up, down)
-    if form == "as in memory" and 2 * width == HIDDEN:
-        wanted_form["x.gate_up_proj"] = wanted_form["x.gate_up_proj"].mT.contiguous()
-    if form == "as in memory" and width == HIDDEN:
-        wanted_form["x.down_proj"] = wanted_form["x.down_proj"].mT.contiguous()
+    for name, square in (("x.gate_up_proj", 2 * width == HIDDEN), ("x.down_proj", width == HIDDEN)):
+        if square and (form == "published") != (order == "in_out"):
+            wanted_form[name] = wanted_form[name].mT.contiguous()
     save_file(wanted_form, tmp_path / SINGLE)
     formats = None if held is None else WeightFormats(held, held)
     nbytes = 0
     for rank in range(size):
         sharding = Sharding(rank, size, torch.bfloat16, None, formats=formats)
         together, apart = (
-            ParallelExperts("x", HIDDEN, width, COUNT, sharding, top_k=2, fused=fused) for fused in (True, False)
+            ParallelExperts("x", HIDDEN, width, COUNT, sharding, top_k=2, fused=fused) for fused in (order, None)
         )
         report = load(together, tmp_path)
         load(apart, tmp_path / "apart")
@@ -92,7 +94,7 @@ def test_experts_in_one_tensor(tmp_path: Path, form: str, width: int, held: Form
 def test_experts_that_may_be_in_one_tensor_may_also_be_apart(tmp_path: Path) -> None:
     tensors = stored("apart", random(COUNT, 2 * WIDTH, HIDDEN), random(COUNT, HIDDEN, WIDTH))
     save_file(tensors, tmp_path / SINGLE)
-    model = ParallelExperts("x", HIDDEN, WIDTH, COUNT, Sharding(0, 1, torch.bfloat16, None), top_k=2, fused=True)
+    model = ParallelExperts("x", HIDDEN, WIDTH, COUNT, Sharding(0, 1, torch.bfloat16, None), top_k=2, fused="in_out")
     assert load(model, tmp_path).tensors == 3 * COUNT
     assert all(map(torch.equal, matrices(model), [tensors[name] for name in sorted(tensors)]))
 
@@ -108,7 +110,7 @@ def test_experts_that_are_not_there(tmp_path: Path, shape: tuple[int, ...] | Non
     tensors = stored("published", random(COUNT, 2 * WIDTH, HIDDEN), random(COUNT, HIDDEN, WIDTH))
     del tensors["x.gate_up_proj"]
     save_file(tensors | ({} if shape is None else {"x.gate_up_proj": random(*shape)}), tmp_path / SINGLE)
-    model = ParallelExperts("x", HIDDEN, WIDTH, COUNT, Sharding(0, 1, torch.bfloat16, None), top_k=2, fused=True)
+    model = ParallelExperts("x", HIDDEN, WIDTH, COUNT, Sharding(0, 1, torch.bfloat16, None), top_k=2, fused="in_out")
     with pytest.raises(CheckpointError) as caught:
         load(model, tmp_path)
     assert str(caught.value) == sentence.format(dir=tmp_path, file=tmp_path / SINGLE)
@@ -118,7 +120,7 @@ def test_a_number_that_is_not_finite_is_named_by_its_place_in_the_stored_tensor(
     tensors = stored("published", random(COUNT, 2 * WIDTH, HIDDEN), random(COUNT, HIDDEN, WIDTH))
     tensors["x.gate_up_proj"][2, 5, 100] = float("nan")
     save_file(tensors, tmp_path / SINGLE)
-    model = ParallelExperts("x", HIDDEN, WIDTH, COUNT, Sharding(0, 1, torch.bfloat16, None), top_k=2, fused=True)
+    model = ParallelExperts("x", HIDDEN, WIDTH, COUNT, Sharding(0, 1, torch.bfloat16, None), top_k=2, fused="in_out")
     with pytest.raises(CheckpointError, match=r"tensor x.gate_up_proj: .* found nan at \[2, 5, 100\]"):
         load(model, tmp_path)
 
@@ -133,7 +135,7 @@ def test_pages_of_experts_in_one_tensor_leave_resident_memory(tmp_path: Path) ->
     checkpoint = Checkpoint(tmp_path)
     checkpoint.read("x.gate_up_proj", (slice(3, 4), slice(0, 1024), slice(0, 1024))).float().sum()
     assert resident(tmp_path / SINGLE) < 8 << 20  # of 64 MB
-    model = ParallelExperts("x", 1024, 1024, 16, Sharding(1, 3, torch.bfloat16, None), top_k=2, fused=True)
+    model = ParallelExperts("x", 1024, 1024, 16, Sharding(1, 3, torch.bfloat16, None), top_k=2, fused="in_out")
     load_weights(model, checkpoint, ignore=lambda name: False, progress=False)
     assert resident(tmp_path / SINGLE) < 1 << 20
 

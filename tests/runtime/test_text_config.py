@@ -48,6 +48,7 @@ def test_llama_3_1_8b(tmp_path: Path) -> None:
         num_heads=32,
         num_kv_heads=8,
         head_dim=128,
+        rotary_dim=128,
         intermediate_size=14336,
         rms_norm_eps=1e-5,
         rope=RopeConfig(500000.0, Llama3Scaling(8.0, 1.0, 4.0, 8192)),

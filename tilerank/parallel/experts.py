@@ -6,6 +6,7 @@ All ranks therefore have equal work whichever experts the tokens choose, and one
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Literal
 
 from torch import Tensor
 
@@ -18,6 +19,10 @@ from .cost import Cost, ExpertBytes
 from .parameters import Layer, Place, WeightParameter
 from .shard import Cut
 from .sharding import Sharding
+
+FusedOrder = Literal["in_out", "out_in"]
+"""The last two dimensions of a tensor of all experts, as a family publishes it: inputs of Qwen3-VL first, outputs of
+Qwen3.5."""
 
 
 class ExpertsParameter(WeightParameter):
@@ -55,8 +60,8 @@ class ParallelExperts(Layer):
 
     x[t, hidden], ids and weights [t, top_k] of the router -> [t, hidden], this rank's part of the weighted sum over a
     token's experts; the parts of all ranks add up to that sum. `span` is this rank's part of the width. The checkpoint
-    has one tensor for each projection: `name.EXPERT.gate_proj.weight`, up_proj and down_proj. fused: it has those of
-    all experts in one tensor, unless they are quantised (`_fused`).
+    has one tensor for each projection: `name.EXPERT.gate_proj.weight`, up_proj and down_proj. fused: it may have those
+    of all experts in one tensor (`_fused`).
     """
 
     def __init__(
@@ -68,7 +73,7 @@ class ParallelExperts(Layer):
         sharding: Sharding,
         *,
         top_k: int,
-        fused: bool = False,
+        fused: FusedOrder | None = None,
     ) -> None:
         self.cut = sharding.cut_width(width)
         self.span = span = self.cut.spans[sharding.rank]
@@ -83,23 +88,23 @@ class ParallelExperts(Layer):
         for expert in range(experts):
             for part, projection in enumerate(projections):
                 row = (2 * expert + part) * span.size
-                places = _fused(f"{name}.gate_up_proj", (experts, 2 * width, hidden), (expert, part * width, 0))
+                places = _fused(f"{name}.gate_up_proj", (experts, 2 * width, hidden), (expert, part * width, 0), fused)
                 self.gate_up.fill(
                     f"{name}.{expert}.{projection}.weight",
                     (width, hidden),
                     taken,
                     everything,
                     row=row,
-                    places=places if fused else (),
+                    places=places,
                 )
-            places = _fused(f"{name}.down_proj", (experts, hidden, width), (expert, 0, 0))
+            places = _fused(f"{name}.down_proj", (experts, hidden, width), (expert, 0, 0), fused)
             self.down.fill(
                 f"{name}.{expert}.down_proj.weight",
                 (hidden, width),
                 everything,
                 taken,
                 row=expert * hidden,
-                places=places if fused else (),
+                places=places,
             )
 
     def __call__(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
@@ -115,15 +120,18 @@ class ParallelExperts(Layer):
         yield "expert width", self.cut
 
 
-def _fused(name: str, shape: tuple[int, int, int], origin: tuple[int, int, int]) -> tuple[Place, ...]:
+def _fused(
+    name: str, shape: tuple[int, int, int], origin: tuple[int, int, int], order: FusedOrder | None
+) -> tuple[Place, ...]:
     """Return the places of a projection in a tensor of all experts.
 
-    shape [experts, out, in] and origin are those of the form that transformers 5 has in memory. Published checkpoints
-    store it transposed, [experts, in, out], which therefore comes first where `out` equals `in`.
+    shape and origin: in the order [experts, out, in], which transformers 5 has in memory and writes for every family.
+    The order that the family publishes comes first: it counts where `out` equals `in`.
     """
+    if order is None:
+        return ()
     experts, rows, columns = shape
     expert, row, column = origin
-    return (
-        Place(name, (experts, columns, rows), (expert, column, row), transposed=True),
-        Place(name, shape, origin),
-    )
+    straight = Place(name, shape, origin)
+    transposed = Place(name, (experts, columns, rows), (expert, column, row), transposed=True)
+    return (transposed, straight) if order == "in_out" else (straight, transposed)

@@ -48,20 +48,15 @@ class RopeConfig:
 def read_rope(c: Fields, sectioned_dim: int | None = None) -> RopeConfig:
     """Read both dialects of config.json: `rope_theta` with `rope_scaling` (transformers 4), `rope_parameters` (5).
 
-    Scaling is in rope_parameters or in rope_scaling, theta in rope_parameters or at the top. sectioned_dim: the head
-    size of a model with interleaved M-RoPE, whose sections are beside the scaling. Raises ConfigError.
+    Scaling is in rope_parameters or in rope_scaling, theta in rope_parameters or at the top. sectioned_dim: how many
+    dimensions of a head are rotated, in a model with interleaved M-RoPE, whose sections are beside the scaling. Raises
+    ConfigError.
     """
-    holders = [c.object(key) for key in ("rope_parameters", "rope_scaling") if c.has(key)]
-    if len(holders) == 2 and holders[0].values != holders[1].values:
-        raise c.fail("rope_scaling", "no such key beside a different rope_parameters")
-    scaling = holders[0] if holders else Fields(c.path, {"rope_type": "default"})
+    scaling = _scaling(c)
     with_theta = scaling if scaling.has("rope_theta") else c
     theta = with_theta.number("rope_theta", 1.0, _MAX_THETA)
     if with_theta is scaling and c.has("rope_theta") and c.number("rope_theta", 1.0, _MAX_THETA) != theta:
         raise c.fail("rope_theta", f"the {theta:g} of {scaling.prefix}rope_theta")
-    for fields in (c, scaling):
-        if fields.has("partial_rotary_factor") and fields.number("partial_rotary_factor", 0.0, 1.0) != 1.0:
-            raise fields.fail("partial_rotary_factor", "1 (partial rotary embedding is not supported)")
     if sectioned_dim is None:
         return RopeConfig(theta, _read_scaling(c, scaling))
     sections = _read_sections(scaling, sectioned_dim)
@@ -69,6 +64,31 @@ def read_rope(c: Fields, sectioned_dim: int | None = None) -> RopeConfig:
     if scaling.has(key) and scaling.text(key) not in ("default", "mrope"):  # both mean no scaling here
         raise scaling.fail(key, "default or mrope")
     return RopeConfig(theta, None, sections)
+
+
+def read_rotary_dim(c: Fields, head_dim: int, usual_part: float | None = None) -> int:
+    """Return how many dimensions of a head are rotated: `partial_rotary_factor` of them, or `usual_part` without it.
+
+    The factor is at the top or beside the scaling. usual_part: None for a family that rotates whole heads.
+    """
+    key = "partial_rotary_factor"
+    found = [(fields, fields.number(key, 0.0, 1.0)) for fields in (c, _scaling(c)) if fields.has(key)]
+    for fields, part in found:
+        if usual_part is None and part != 1.0:
+            raise fields.fail(key, "1 (partial rotary embedding is not supported)")
+        if part != found[0][1]:
+            raise fields.fail(key, f"the {found[0][1]:g} of {found[0][0].prefix}{key}")
+        if (dim := int(head_dim * part)) % 2 or not dim:
+            raise fields.fail(key, f"an even number of the {head_dim} dimensions of a head")
+    return int(head_dim * (found[0][1] if found else usual_part or 1.0))
+
+
+def _scaling(c: Fields) -> Fields:
+    """Return the object with the scaling of the frequencies; one that scales nothing if there is none."""
+    holders = [c.object(key) for key in ("rope_parameters", "rope_scaling") if c.has(key)]
+    if len(holders) == 2 and holders[0].values != holders[1].values:
+        raise c.fail("rope_scaling", "no such key beside a different rope_parameters")
+    return holders[0] if holders else Fields(c.path, {"rope_type": "default"})
 
 
 def _read_sections(scaling: Fields, dim: int) -> tuple[int, int, int]:

@@ -35,7 +35,7 @@ def qwen3_vl_moe(card: ModelCard, sharding: Sharding) -> Decoder:
     """Qwen3VLMoeForConditionalGeneration."""
     c = _text_config(card)
     experts = replace(read_experts_config(card.text, c.num_layers), renormalize=True)
-    mlps = sparse_mlps(c, experts, sharding, fused=True)
+    mlps = sparse_mlps(c, experts, sharding, fused="in_out")
     return qwen3_decoder(card, c, sharding, names=_NAMES, encoder=_tower(card, c, sharding), mlp=mlps)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from tilerank.kernels.moe import softmax_top_k
 from tilerank.loader.card import ModelCard
 from tilerank.loader.fields import Fields
-from tilerank.parallel.experts import ParallelExperts
+from tilerank.parallel.experts import FusedOrder, ParallelExperts
 from tilerank.parallel.linear import ReplicatedLinear
 from tilerank.parallel.sharding import Sharding
 
@@ -59,7 +59,7 @@ class SparseMLP(FeedForward):
     """A router and its experts."""
 
     def __init__(
-        self, name: str, hidden: int, experts: ExpertsConfig, sharding: Sharding, *, fused: bool = False
+        self, name: str, hidden: int, experts: ExpertsConfig, sharding: Sharding, *, fused: FusedOrder | None = None
     ) -> None:
         # Whole on every rank: all ranks compute the same bits and so choose the same experts.
         self.router = ReplicatedLinear(f"{name}.gate", hidden, experts.count, sharding)
@@ -82,7 +82,7 @@ def qwen3_moe(card: ModelCard, sharding: Sharding) -> Decoder:
 
 
 def sparse_mlps(
-    c: TextConfig, experts: ExpertsConfig, sharding: Sharding, *, fused: bool = False
+    c: TextConfig, experts: ExpertsConfig, sharding: Sharding, *, fused: FusedOrder | None = None
 ) -> Callable[[str, int], FeedForward]:
     """Return what makes the mixture of a layer, or its MLP where that is dense. fused: see ParallelExperts."""
 

@@ -1,57 +1,90 @@
 """The fields of config.json that decoder-only text models share."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tilerank.loader.fields import Fields
 from tilerank.loader.padding import resolve_head_dim
 
-from ..rope import RopeConfig, read_rope
+from ..rope import RopeConfig, read_rope, read_rotary_dim
 
 # Bounds well above any published model: an absurd number becomes an error message instead of an allocation.
 MAX_WIDTH = 1 << 20
 _MAX_LAYERS = 1 << 12
-_MAX_HEADS = 1 << 14
+MAX_HEADS = 1 << 14
 _MAX_HEAD_DIM = 1 << 12
+
+FULL_ATTENTION = "full_attention"
+"""The kind of a layer whose tokens attend to all before them."""
 
 
 @dataclass(frozen=True)
 class TextConfig:
-    """The shape of a decoder-only transformer; counts are the model's own, before any padding for ranks."""
+    """The shape of a decoder-only transformer; counts are the model's own, before any padding for ranks.
+
+    rotary_dim: the first dimensions of a head, which positions rotate. intermediate_size: the width of dense MLPs, 0 if
+    no layer has one.
+    """
 
     hidden_size: int
     num_layers: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    rotary_dim: int
     intermediate_size: int
     rms_norm_eps: float
     rope: RopeConfig
     tie_word_embeddings: bool
 
 
-def read_text_config(c: Fields, *, sectioned: bool = False) -> TextConfig:
+def read_text_config(
+    c: Fields,
+    *,
+    sectioned: bool = False,
+    usual_rotary_part: float | None = None,
+    dense: bool = True,
+    layer_kinds: Sequence[str] = (FULL_ATTENTION,),
+) -> TextConfig:
     """Read and check the fields. Raises ConfigError, also for features that would change the result if ignored.
 
-    c: the fields of the language model alone. sectioned: it has interleaved M-RoPE (rope.py).
+    c: the fields of the language model alone. sectioned: it has interleaved M-RoPE (rope.py). usual_rotary_part: as in
+    `read_rotary_dim`. dense: it has dense MLPs. layer_kinds: those that `layer_types` may list.
     """
     _refuse_unsupported(c)
+    num_layers = c.integer("num_hidden_layers", 1, _MAX_LAYERS)
+    read_layer_types(c, num_layers, layer_kinds)
     hidden_size = c.integer("hidden_size", 1, MAX_WIDTH)
-    num_heads = c.integer("num_attention_heads", 1, _MAX_HEADS)
+    num_heads = c.integer("num_attention_heads", 1, MAX_HEADS)
     num_kv_heads = c.integer("num_key_value_heads", 1, num_heads)
     if num_heads % num_kv_heads:
         raise c.fail("num_key_value_heads", f"a divisor of num_attention_heads ({num_heads})")
     head_dim = _head_dim(c, hidden_size, num_heads)
+    rotary_dim = read_rotary_dim(c, head_dim, usual_rotary_part)
     return TextConfig(
         hidden_size=hidden_size,
-        num_layers=c.integer("num_hidden_layers", 1, _MAX_LAYERS),
+        num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        intermediate_size=c.integer("intermediate_size", 1, MAX_WIDTH * 8),
+        rotary_dim=rotary_dim,
+        intermediate_size=c.integer("intermediate_size", 1, MAX_WIDTH * 8) if dense else 0,
         rms_norm_eps=c.number("rms_norm_eps", 0.0, 1.0),
-        rope=read_rope(c, head_dim if sectioned else None),
+        rope=read_rope(c, rotary_dim if sectioned else None),
         tie_word_embeddings=c.flag("tie_word_embeddings"),
     )
+
+
+def read_layer_types(c: Fields, num_layers: int, kinds: Sequence[str]) -> list[str] | None:
+    """Return the kind of each layer, one of `kinds`; None if the file does not list them."""
+    if not c.has("layer_types"):
+        return None
+    types = c.values["layer_types"]
+    if not isinstance(types, list) or any(kind not in kinds for kind in types):
+        raise c.fail("layer_types", f"a list of {' and '.join(repr(kind) for kind in kinds)} only")
+    if len(types) != num_layers:
+        raise c.fail("layer_types", f"one entry for each of the {num_layers} layers")
+    return types
 
 
 def _refuse_unsupported(c: Fields) -> None:
@@ -64,12 +97,6 @@ def _refuse_unsupported(c: Fields) -> None:
         raise c.fail("is_causal", "true (attention to later tokens is not supported)")
     if c.has("hidden_act") and c.values["hidden_act"] != "silu":
         raise c.fail("hidden_act", "'silu'")
-    if c.has("layer_types"):
-        types = c.values["layer_types"]
-        if not isinstance(types, list) or any(kind != "full_attention" for kind in types):
-            raise c.fail("layer_types", "a list of 'full_attention' only")
-        if len(types) != c.integer("num_hidden_layers", 1, _MAX_LAYERS):
-            raise c.fail("layer_types", f"one entry for each of the {c.values['num_hidden_layers']} layers")
 
 
 def _head_dim(c: Fields, hidden_size: int, num_heads: int) -> int:

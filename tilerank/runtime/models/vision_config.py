@@ -37,10 +37,11 @@ class VisionConfig:
         return self.hidden_size // self.num_heads
 
 
-def read_vision_config(c: Fields, out_hidden_size: int) -> VisionConfig:
+def read_vision_config(c: Fields, out_hidden_size: int, *, deepstack: bool = True) -> VisionConfig:
     """Read and check the fields. Raises ConfigError, also for what would change the result if ignored.
 
-    c: the fields of the tower alone. out_hidden_size: of the decoder.
+    c: the fields of the tower alone. out_hidden_size: of the decoder. deepstack: False for a family whose towers make
+    no other levels, whatever the file lists.
     """
     _expect(c, "hidden_act", "gelu_pytorch_tanh")
     _expect(c, "in_channels", 3)
@@ -67,7 +68,7 @@ def read_vision_config(c: Fields, out_hidden_size: int) -> VisionConfig:
         temporal_patch_size=c.integer("temporal_patch_size", 1, 16),
         merge_size=c.integer("spatial_merge_size", 1, 16),
         position_side=isqrt(positions),
-        deepstack=_deepstack(c, depth),
+        deepstack=_deepstack(c, depth) if deepstack else (),
     )
 
 
