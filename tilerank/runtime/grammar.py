@@ -1,29 +1,33 @@
 """Grammars for constrained decoding, compiled by llguidance from its format: Lark with %json and %regex.
 
-Imports no torch, because the process that tests grammars before the engine sees them uses this module as well.
+Imports no torch, because the process that tests grammars before the engine sees them uses this module as well. It
+imports llguidance on first use, because most starts never need it.
 """
+
+from __future__ import annotations
 
 import re
 from functools import cached_property
 from pathlib import Path
-
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from typing import TYPE_CHECKING
 
 from tilerank.loader.card import read_card
 from tilerank.loader.tokenizer import Tokenizer
 
 from .errors import RequestError
 
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
 # Limits of llguidance, far above what ordinary grammars need. Fuel limits the work on the automata of regular
 # expressions; each of their states takes 1 to 2 kB. precompute_large_lexemes keeps its default (on): without it, some
 # work does not count.
-LIMITS = LLParserLimits(
-    initial_lexer_fuel=200_000,
-    step_lexer_fuel=50_000,
-    max_lexer_states=20_000,
-    max_grammar_size=100_000,
-    verbose_errors=False,
-)
+LIMITS = {
+    "initial_lexer_fuel": 200_000,
+    "step_lexer_fuel": 50_000,
+    "max_lexer_states": 20_000,
+    "max_grammar_size": 100_000,
+}
 
 
 class Vocabulary:
@@ -38,6 +42,8 @@ class Vocabulary:
 
         Raises RequestError if llguidance does not support the tokenizer.
         """
+        from llguidance import LLTokenizer
+
         card = read_card(self._model_dir)
         text = Tokenizer(self._model_dir).to_json()
         try:
@@ -47,7 +53,10 @@ class Vocabulary:
 
     def matcher(self, grammar: str) -> LLMatcher:
         """Compile `grammar` and return a matcher at the beginning of a text. Raises RequestError if that fails."""
-        matcher = LLMatcher(self.tokens, grammar, log_level=0, limits=LIMITS)
+        from llguidance import LLMatcher, LLParserLimits
+
+        limits = LLParserLimits(**LIMITS, verbose_errors=False)
+        matcher = LLMatcher(self.tokens, grammar, log_level=0, limits=limits)
         allowed_tokens(matcher)  # LLMatcher does not raise for an invalid grammar; this does
         return matcher
 

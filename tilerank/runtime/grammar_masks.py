@@ -5,6 +5,8 @@ threads of their own compile grammars and compute masks (llguidance releases the
 mask is late skips a step. Most masks take some ten microseconds.
 """
 
+from __future__ import annotations
+
 import logging
 import os
 import time
@@ -13,14 +15,17 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from llguidance import LLMatcher
 from torch import Tensor
 
 from .errors import RequestError
 from .grammar import Vocabulary, allowed_tokens
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +58,7 @@ class GrammarMask:
     for tokens that may not come next.
     """
 
-    def __init__(self, masks: "GrammarMasks", start: Future[_State]) -> None:
+    def __init__(self, masks: GrammarMasks, start: Future[_State]) -> None:
         self.ready = False
         self.error: str | None = None
         self._masks = masks
