@@ -1,4 +1,4 @@
-"""Int4 and fp8 weights and experts on every rung, against float64 arithmetic on dequantised weights."""
+"""Int4, fp8 and block int8 weights and experts on every rung, against float64 arithmetic on dequantised weights."""
 
 from __future__ import annotations
 
@@ -13,17 +13,26 @@ from tilerank.kernels.errors import KernelError
 from tilerank.kernels.linear import linear
 from tilerank.kernels.moe import moe, softmax_top_k
 from tilerank.kernels.packed_experts import PackedExperts
-from tilerank.kernels.weight_formats.fp8 import Fp8, Fp8Weight
+from tilerank.kernels.weight_formats.block_int8 import BlockInt8
+from tilerank.kernels.weight_formats.byte_codes import BlockFormat, ByteCodes
+from tilerank.kernels.weight_formats.fp8 import Fp8
 from tilerank.kernels.weight_formats.int4 import Int4, Int4Weight
 
 BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
 
-LONG_GROUPS = [Int4(160), Int4(448, True), Fp8(32, 800)]  # longer than the pieces that are expanded at a time
-FORMATS = [Int4(32), Int4(64, True), Int4(128), Int4(128, True), Fp8(32, 32), Fp8(64, 96), Fp8(128, 128)]
-Weight = Int4Weight | Fp8Weight
+LONG_GROUPS = [
+    Int4(160),
+    Int4(448, True),
+    Fp8(32, 800),
+    BlockInt8(32, 800),
+]  # longer than the pieces that are expanded at a time
+FORMATS: list[Form] = [Int4(32), Int4(64, True), Int4(128), Int4(128, True), Fp8(32, 32), Fp8(64, 96), Fp8(128, 128)]
+FORMATS += [BlockInt8(32, 32), BlockInt8(64, 96), BlockInt8(128, 128)]
+Weight = Int4Weight | ByteCodes
+Form = Int4 | Fp8 | BlockInt8
 
 
-def filled(form: Int4 | Fp8, n: int, k: int, seed: int = 0) -> tuple[Weight, Tensor]:
+def filled(form: Form, n: int, k: int, seed: int = 0) -> tuple[Weight, Tensor]:
     """Return a weight of random codes, and its values [n, k] in float64, by definition of the format."""
     generator = torch.Generator().manual_seed(seed)
     weight = form.empty(n, k)
@@ -39,10 +48,11 @@ def filled(form: Int4 | Fp8, n: int, k: int, seed: int = 0) -> tuple[Weight, Ten
             weight.write_zeros(zeros)
         values = (codes.double() - by_input(zeros, form.group, k)) * by_input(scales, form.group, k)
         return weight, values
-    assert isinstance(weight, Fp8Weight) and isinstance(form, Fp8)
+    assert isinstance(weight, ByteCodes) and isinstance(form, BlockFormat)
     bits = torch.randint(0, 256, (n, k), generator=generator, dtype=torch.uint8)
-    bits[(bits & 127) == 127] = 3  # no NaN; a subnormal
-    codes8 = bits.view(torch.float8_e4m3fn)
+    if isinstance(form, Fp8):
+        bits[(bits & 127) == 127] = 3  # no NaN; a subnormal
+    codes8 = bits.view(weight.codes_dtype)
     scale_inv = torch.rand(-(-n // form.block_n), -(-k // form.block_k), generator=generator)
     weight.write_codes(codes8)
     weight.write_scales(scale_inv)
@@ -67,7 +77,7 @@ def assert_close(result: Tensor, x: Tensor, values: Tensor, bias: Tensor | None 
 
 @pytest.mark.parametrize("form", FORMATS + LONG_GROUPS, ids=str)
 @pytest.mark.parametrize("n, k", [(1, 1), (33, 130), (72, 544), (130, 1100)])
-def test_product(rung: str, form: Int4 | Fp8, n: int, k: int) -> None:
+def test_product(rung: str, form: Form, n: int, k: int) -> None:
     core.start_pool(None, 3, spin=False)
     weight, values = filled(form, n, k)
     assert torch.equal(weight.unpack().double(), values.float().double())
@@ -80,8 +90,8 @@ def test_product(rung: str, form: Int4 | Fp8, n: int, k: int) -> None:
         assert_close(linear(x, weight, bias), x, values, bias, magnitude)
 
 
-@pytest.mark.parametrize("form", [Int4(32), Int4(128, True), Fp8()], ids=str)
-def test_product_larger_than_every_block(form: Int4 | Fp8) -> None:
+@pytest.mark.parametrize("form", [Int4(32), Int4(128, True), Fp8(), BlockInt8()], ids=str)
+def test_product_larger_than_every_block(form: Form) -> None:
     """More rows than two stripes (384) and more outputs than a band (384); then few rows and a large weight."""
     magnitude = 40.0 if isinstance(form, Int4) and form.zero_points else 1.0
     weight, values = filled(form, 450, 600)
@@ -99,9 +109,9 @@ def test_product_larger_than_every_block(form: Int4 | Fp8) -> None:
                      None, magnitude)  # fmt: skip
 
 
-@pytest.mark.parametrize("form", [Int4(32), Int4(64, True), Int4(160), Fp8(64, 96)], ids=str)
+@pytest.mark.parametrize("form", [Int4(32), Int4(64, True), Int4(160), Fp8(64, 96), BlockInt8(64, 96)], ids=str)
 @pytest.mark.parametrize("n, k", [(40, 70), (70, 1344)])
-def test_a_row_has_the_same_bits_in_every_batch(rung: str, form: Int4 | Fp8, n: int, k: int) -> None:
+def test_a_row_has_the_same_bits_in_every_batch(rung: str, form: Form, n: int, k: int) -> None:
     counts = (2, 3, 4, 7, 8, 9, 14, 15, 16, 17, 33, 70, 253, 300) if rung != "reference" else (2, 20)
     x, (weight, _), bias = randn(counts[-1], k).to(BF16), filled(form, n, k), randn(n, seed=2)
     x[1] *= 2.0**125  # sums overflow equally, whatever the other rows hold
@@ -111,8 +121,8 @@ def test_a_row_has_the_same_bits_in_every_batch(rung: str, form: Int4 | Fp8, n: 
     assert torch.equal(linear(x[counts[-1] // 2 :], weight, bias), alone[counts[-1] // 2 :])
 
 
-@pytest.mark.parametrize("form", [Int4(64, True), Fp8(64, 64)], ids=str)
-def test_epilogue(rung: str, form: Int4 | Fp8) -> None:
+@pytest.mark.parametrize("form", [Int4(64, True), Fp8(64, 64), BlockInt8(64, 64)], ids=str)
+def test_epilogue(rung: str, form: Form) -> None:
     n, k = 192, 160
     weight, values = filled(form, n, k)
     bias = randn(n, seed=1)
@@ -142,6 +152,19 @@ def test_all_fp8_codes(rung: str) -> None:
     assert torch.equal(weight.unpack()[:, 5].nan_to_num(7), codes.float().nan_to_num(7))
 
 
+def test_all_int8_codes(rung: str) -> None:
+    """Every code times 1 is exact, -128 included."""
+    codes = torch.arange(-128, 128, dtype=torch.int8)
+    weight = BlockInt8(32, 32).empty(256, 64)
+    weight.write_codes(codes[:, None].clone(), 0, 5)
+    weight.write_scales(torch.ones(8, 2))
+    for m in (1, 3, 8, 9, 16, 20):
+        x = torch.zeros(m, 64, dtype=BF16)
+        x[:, 5] = 1
+        assert torch.equal(linear(x, weight, out_dtype=F32), codes.float().expand(m, -1))
+    assert torch.equal(weight.unpack()[:, 5], codes.float())
+
+
 def test_all_int4_codes_and_zeros(rung: str) -> None:
     weight = Int4(32, True).empty(256, 32)
     code, zero = torch.arange(256) % 16, torch.arange(256) // 16
@@ -154,8 +177,8 @@ def test_all_int4_codes_and_zeros(rung: str) -> None:
         assert torch.equal(linear(x, weight, out_dtype=F32), ((code - zero) * 0.5).expand(m, -1))
 
 
-@pytest.mark.parametrize("form", [Int4(32), Int4(32, zero_points=True), Fp8(32, 32)], ids=str)
-def test_writing_nothing_changes_nothing(rung: str, form: Int4 | Fp8) -> None:
+@pytest.mark.parametrize("form", [Int4(32), Int4(32, zero_points=True), Fp8(32, 32), BlockInt8(32, 32)], ids=str)
+def test_writing_nothing_changes_nothing(rung: str, form: Form) -> None:
     weight = form.empty(33, 64)
     weight.write(torch.ones(33, 64))
     before = weight.unpack()
@@ -164,9 +187,9 @@ def test_writing_nothing_changes_nothing(rung: str, form: Int4 | Fp8) -> None:
     assert torch.equal(weight.unpack(), before) and before.min() > 0.9
 
 
-@pytest.mark.parametrize("form", [Int4(32), Fp8(32, 32)], ids=str)
+@pytest.mark.parametrize("form", [Int4(32), Fp8(32, 32), BlockInt8(32, 32)], ids=str)
 @pytest.mark.parametrize("m", [3, 8, 20])
-def test_infinite_and_nan_inputs_stay_in_their_row(rung: str, form: Int4 | Fp8, m: int) -> None:
+def test_infinite_and_nan_inputs_stay_in_their_row(rung: str, form: Form, m: int) -> None:
     weight = form.empty(33, 64)
     weight.write(torch.ones(33, 64))
     x = torch.ones(m, 64, dtype=BF16)
@@ -179,19 +202,23 @@ def test_infinite_and_nan_inputs_stay_in_their_row(rung: str, form: Int4 | Fp8, 
 
 @pytest.mark.parametrize("form", FORMATS, ids=str)
 @pytest.mark.parametrize("source", [F32, BF16, torch.float16, F64])
-def test_quantise(rung: str, form: Int4 | Fp8, source: torch.dtype) -> None:
+def test_quantise(rung: str, form: Form, source: torch.dtype) -> None:
     """No value is off by more than half a step of the symmetric scale; the mean error is much smaller."""
     n, k = 100, 330
     plain = randn(n, k).to(source)
     weight = form.empty(n, k)
     weight.write(inside_nan(plain.T).T)
     error = weight.unpack().double() - plain.double()
-    if isinstance(form, Fp8):
+    if isinstance(form, BlockFormat):
         largest = functional.pad(plain.double().abs(), (0, -k % form.block_k, 0, -n % form.block_n))
         largest = largest.unflatten(1, (-1, form.block_k)).unflatten(0, (-1, form.block_n)).amax((1, 3))
-        scale = by_input((largest / 448).repeat_interleave(form.block_n, 0)[:n], form.block_k, k)
-        assert (error.abs() <= torch.maximum(plain.double().abs() * 2.0**-4, scale * 2.0**-10) * (1 + 1e-5)).all()
+        steps = 448 if isinstance(form, Fp8) else 127
+        scale = by_input((largest / steps).repeat_interleave(form.block_n, 0)[:n], form.block_k, k)
         assert error.square().mean().sqrt() < 0.03
+        if isinstance(form, BlockInt8):
+            assert (error.abs() <= scale / 2 * (1 + 1e-5)).all()
+            return
+        assert (error.abs() <= torch.maximum(plain.double().abs() * 2.0**-4, scale * 2.0**-10) * (1 + 1e-5)).all()
         return
     groups = functional.pad(plain.double(), (0, -k % form.group)).unflatten(1, (-1, form.group))
     if form.zero_points:
@@ -221,8 +248,8 @@ def test_quantise_is_close_to_the_best_of_many_scales(rung: str, zero_points: bo
     assert found.mean() < 1.1 * best.mean()
 
 
-@pytest.mark.parametrize("form", [Int4(64), Int4(64, True), Fp8(64, 64)], ids=str)
-def test_rectangles(rung: str, form: Int4 | Fp8) -> None:
+@pytest.mark.parametrize("form", [Int4(64), Int4(64, True), Fp8(64, 64), BlockInt8(64, 64)], ids=str)
+def test_rectangles(rung: str, form: Form) -> None:
     """Rectangles written in any order give the same weight; what is not written stays zero."""
     core.start_pool(None, 3, spin=False)
     plain = randn(200, 700)
@@ -241,8 +268,8 @@ def test_rectangles(rung: str, form: Int4 | Fp8) -> None:
     assert_close(linear(x, part, out_dtype=F32), x, part.unpack().double(), None, 40.0)
 
 
-@pytest.mark.parametrize("form", [Int4(32, True), Fp8(32, 32)], ids=str)
-def test_non_finite_and_zero_blocks(rung: str, form: Int4 | Fp8) -> None:
+@pytest.mark.parametrize("form", [Int4(32, True), Fp8(32, 32), BlockInt8(32, 32)], ids=str)
+def test_non_finite_and_zero_blocks(rung: str, form: Form) -> None:
     plain = torch.zeros(64, 96)
     plain[40, 70], plain[3, 1] = float("inf"), float("nan")
     weight = form.empty(64, 96)
@@ -278,9 +305,9 @@ def test_scales_of_checkpoints_are_exact(rung: str, dtype: torch.dtype) -> None:
     assert torch.equal(weight.unpack()[:, 0], scales.float())
 
 
-@pytest.mark.parametrize("form", [Int4(32), Int4(64, True), Fp8(32, 64)], ids=str)
+@pytest.mark.parametrize("form", [Int4(32), Int4(64, True), Fp8(32, 64), BlockInt8(32, 64)], ids=str)
 @pytest.mark.parametrize("hidden, width", [(70, 40), (192, 96)])
-def test_experts(rung: str, form: Int4 | Fp8, hidden: int, width: int) -> None:
+def test_experts(rung: str, form: Form, hidden: int, width: int) -> None:
     core.start_pool(None, 3, spin=False)
     experts = 5
     gate_up = PackedExperts.empty(experts, width, hidden, form, parts=2)
@@ -321,7 +348,9 @@ def test_experts(rung: str, form: Int4 | Fp8, hidden: int, width: int) -> None:
         (lambda: Int4(32).empty(32, 64).write_codes(torch.ones(8, 2)), "expected uint8, found torch.float32"),
         (lambda: Fp8().empty(32, 64).write_codes(torch.ones(8, 2)), "expected float8_e4m3fn, found torch.float32"),
         (lambda: Fp8().empty(32, 64).write_scales(torch.ones(2, 1)), r"inside \[1, 1\], found \[2, 1\]"),
-        (lambda: Fp8().empty(32, 64).embedding(torch.tensor([1])), "embedding table, found fp8"),
+        (lambda: Fp8().empty(32, 64).embedding(torch.tensor([1])), "embedding table, found Fp8"),
+        (lambda: BlockInt8().empty(32, 64).write_codes(torch.ones(8, 2)), "expected int8, found torch.float32"),
+        (lambda: BlockInt8(32, 48).empty(32, 64), "BlockInt8: block_k: expected a multiple of 32, found 48"),
         (lambda: linear(torch.ones(1, 64), Int4(32).empty(32, 64)), "torch.bfloat16 for the weight"),
     ],
 )
@@ -331,7 +360,7 @@ def test_wrong_arguments(call, message: str) -> None:  # type: ignore[no-untyped
 
 
 @pytest.mark.parametrize("form", FORMATS, ids=str)
-def test_nbytes_is_what_is_allocated(rung: str, form: Int4 | Fp8) -> None:
+def test_nbytes_is_what_is_allocated(rung: str, form: Form) -> None:
     weight = form.empty(512, 512)  # every array fills whole cache lines
     held = [weight.values, weight.scales, getattr(weight, "zeros", None)]
     assert form.nbytes(512, 512) == sum(array.nbytes for array in held if array is not None)

@@ -20,7 +20,7 @@ from torch import Tensor
 from tilerank.kernels import ops
 from tilerank.kernels.heads import split_heads
 from tilerank.kernels.linear import Activation, linear
-from tilerank.kernels.weight_formats import Float, Format, Fp8
+from tilerank.kernels.weight_formats import BlockFormat, Float, Format
 
 from .cost import Cost, Work, operand_type
 from .parameters import GatedBias, GatedParameter, Layer, PackedParameter, PlainParameter
@@ -129,7 +129,8 @@ class QKVParallelLinear(Linear):
     inputs. head_multiple: what head counts are padded to a multiple of, itself a multiple of the number of ranks
     (default: the number of ranks). `cost` includes the attention over these heads.
 
-    projections: their names in the checkpoint, or one name if it stores them as one, the queries first.
+    projections: their names in the checkpoint, or one name if it stores them as one, the queries first. gated: each head
+    of the queries is followed by a gate of its size (Qwen3.5); then q is [t, q_heads, 2 * head_dim].
     """
 
     def __init__(
@@ -144,6 +145,7 @@ class QKVParallelLinear(Linear):
         bias: bool = False,
         projections: Sequence[str] = ("q_proj", "k_proj", "v_proj"),
         head_multiple: int | None = None,
+        gated: bool = False,
     ) -> None:
         self.heads = sharding.cut_heads(q_heads, kv_heads, head_dim, hidden, head_multiple)
         q, kv = self.heads.q[sharding.rank], self.heads.kv[sharding.rank]
@@ -152,11 +154,12 @@ class QKVParallelLinear(Linear):
         self._activations = sharding.dtype
         self.kv_map = torch.tensor(self.heads.kv_map[sharding.rank], dtype=torch.int32)
         names = [f"{name}.{projection}" for projection in projections]
-        sizes = [heads * head_dim for heads in (q_heads, kv_heads, kv_heads)]
-        parts = [span.scaled(head_dim) for span in (q, kv, kv)]
+        dims = self._q_dim, _, _ = (2 * head_dim if gated else head_dim, head_dim, head_dim)
+        sizes = [heads * dim for heads, dim in zip((q_heads, kv_heads, kv_heads), dims, strict=True)]
+        parts = [span.scaled(dim) for span, dim in zip((q, kv, kv), dims, strict=True)]
         held = sharding.fused_format(names, parts)
         # Each part begins a block of the format. The rows between the parts are zero, and their outputs are not used.
-        unit = row_unit(held) if isinstance(held, Fp8) else 1
+        unit = row_unit(held) if isinstance(held, BlockFormat) else 1
         heights = [-(-part.size // unit) * unit for part in parts]
         self._first_k, self._first_v = heights[0], heights[0] + heights[1]
         super().__init__(self._first_v + parts[2].size, hidden, held, sharding.dtype if bias else None)
@@ -171,7 +174,7 @@ class QKVParallelLinear(Linear):
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         rows = self.project(x)
         return (
-            split_heads(rows, 0, self.q_heads, self.head_dim),
+            split_heads(rows, 0, self.q_heads, self._q_dim),
             split_heads(rows, self._first_k, self.kv_heads, self.head_dim),
             split_heads(rows, self._first_v, self.kv_heads, self.head_dim),
         )

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tilerank.kernels import ops
-from tilerank.kernels.weight_formats import Float, Format, Fp8, Int4
+from tilerank.kernels.weight_formats import BlockFormat, Float, Format, Int4
 
 from .errors import ShardError
 from .shard import TILE, Cut, HeadCut, Span, Strategy, cut_even_padded, cut_heads, cut_uneven
@@ -25,7 +25,7 @@ _SAMPLE = 4096  # rows and columns of a matrix that is whole blocks in any forma
 
 def row_unit(format: Format) -> int:
     """Return the number of rows that are written together: a tile, or whole blocks that share a scale."""
-    return lcm(TILE, format.block_n) if isinstance(format, Fp8) else TILE
+    return lcm(TILE, format.block_n) if isinstance(format, BlockFormat) else TILE
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class Sharding:
         if isinstance(stored, Int4):
             blocks = [gcd(stored.group, column)]
             fitted: Format = replace(stored, group=blocks[0])
-        elif isinstance(stored, Fp8):
+        elif isinstance(stored, BlockFormat):
             blocks = [gcd(stored.block_n, row), gcd(stored.block_k, column)]
             fitted = replace(stored, block_n=blocks[0], block_k=blocks[1])
         else:

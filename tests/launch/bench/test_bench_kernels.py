@@ -45,7 +45,7 @@ def test_linear_counts_weights_and_agrees_with_torch() -> None:
     for entry in found.values():
         assert entry.run(0).shape == (3, 64)  # type: ignore[attr-defined]
         if entry.torch is None:
-            assert entry.format in ("int8", "int4", "int4-g32", "fp8")
+            assert entry.format in ("int8", "int4", "int4-g32", "fp8", "block-int8")
             continue
         for number in range(2):
             ours, theirs = entry.run(number), entry.torch(number)
@@ -224,8 +224,8 @@ def test_bench_kernels_from_end_to_end(tmp_path: Path) -> None:
     result = run("bench", "kernels", *sizes, "--seconds", 0.001, "--json", file)
     assert result.status == 0, result.err
     rows = json.loads(file.read_text())
-    assert [row["kernel"] for row in rows] == 12 * ["linear"] + 2 * ["decode attention"] + 2 * ["extend attention"]
-    formats = {"bfloat16", "float32", "int8", "int4", "int4-g32", "fp8"}
+    assert [row["kernel"] for row in rows] == 14 * ["linear"] + 2 * ["decode attention"] + 2 * ["extend attention"]
+    formats = {"bfloat16", "float32", "int8", "int4", "int4-g32", "fp8", "block-int8"}
     assert {row["format"] for row in rows if row["kernel"] == "linear"} == formats
     for row in rows:
         assert row["seconds"] > 0 and f"{row['kernel']:<18}{row['shape']}" in result.out

@@ -64,12 +64,26 @@ def quantise_fp8(x: Tensor, block_n: int, block_k: int) -> tuple[Tensor, Tensor]
 
     Returns codes [r, k] float8_e4m3fn and scales [row blocks, column blocks].
     """
+    steps, scales = _in_blocks(x, block_n, block_k, 448)
+    return steps.to(torch.float8_e4m3fn), scales
+
+
+def quantise_block_int8(x: Tensor, block_n: int, block_k: int) -> tuple[Tensor, Tensor]:
+    """Quantise as `quantise_fp8`, to codes [r, k] int8 from -127 to 127."""
+    steps, scales = _in_blocks(x, block_n, block_k, 127)
+    return steps.round().to(torch.int8), scales
+
+
+def _in_blocks(x: Tensor, block_n: int, block_k: int, most: int) -> tuple[Tensor, Tensor]:
+    """Return x / scale, [r, k] from -most to most, and the scales that map the largest magnitude of a block to `most`.
+
+    A block with an infinity or NaN becomes zeros with a scale of NaN; one too small to divide by becomes zeros.
+    """
     r, k = x.shape
     padded = F.pad(x, (0, -k % block_k, 0, -r % block_n))
     padded = padded.view(-(-r // block_n), block_n, -(-k // block_k), block_k)
     largest = padded.abs().amax((1, 3))
     finite = largest.isfinite()
-    inverse = torch.where(finite & (largest > 1e-35), 448 / largest, 0.0)
-    codes = torch.where(finite[:, None, :, None], padded * inverse[:, None, :, None], 0.0).clamp(-448, 448)
-    plain = codes.to(torch.float8_e4m3fn).flatten(0, 1).flatten(1)[:r, :k]
-    return plain, torch.where(finite, largest / 448, float("nan"))
+    inverse = torch.where(finite & (largest > 1e-35), most / largest, 0.0)
+    steps = torch.where(finite[:, None, :, None], padded * inverse[:, None, :, None], 0.0).clamp(-most, most)
+    return steps.flatten(0, 1).flatten(1)[:r, :k], torch.where(finite, largest / most, float("nan"))

@@ -2,6 +2,8 @@
 
 from ..weight import Format as Format
 from ..weight import Weight as Weight
+from .block_int8 import BlockInt8 as BlockInt8
+from .byte_codes import BlockFormat as BlockFormat
 from .floats import Float as Float
 from .fp8 import Fp8 as Fp8
 from .int4 import Int4 as Int4

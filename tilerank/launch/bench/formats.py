@@ -2,7 +2,7 @@
 
 import torch
 
-from tilerank.kernels.weight_formats import Float, Format, Fp8, Int4, Int8
+from tilerank.kernels.weight_formats import BlockInt8, Float, Format, Fp8, Int4, Int8
 
 WEIGHT_FORMATS: dict[str, Format] = {
     "bfloat16": Float(torch.bfloat16),
@@ -11,4 +11,5 @@ WEIGHT_FORMATS: dict[str, Format] = {
     "int4": Int4(128),
     "int4-g32": Int4(32),
     "fp8": Fp8(128, 128),
+    "block-int8": BlockInt8(128, 128),
 }

@@ -1,15 +1,15 @@
-// The memory layout of block-scaled weights (int4, fp8), the same for every compiled rung. A K-block is a run of inputs
-// that share a scale. As in pack.h, a weight consists of blocks of 32 outputs, each stored sequentially over k as tiles
-// of 32 inputs in two halves of 16 outputs. Values and scales are separate arrays:
+// The memory layout of block-scaled weights (int4, fp8, int8), the same for every compiled rung. A K-block is a run of
+// inputs that share a scale. As in pack.h, a weight consists of blocks of 32 outputs, each stored sequentially over k
+// as tiles of 32 inputs in two halves of 16 outputs. Values and scales are separate arrays:
 //
 //   values: u8 [n / 32][K-blocks][tiles of 32 inputs of a K-block][2][bytes of a tile of 16 outputs]
 //     int4: [4 lines][32 words][4 nibbles]   nibble j of word w of line l: output w / 2, input 8 l + 2 j + w % 2, as
 //                                            code - 8 in two's complement, so that zeroed memory stands for 0
-//     fp8:  [8 lines][4][2 pairs][8 bytes]   byte b of pair p of part q of line l: output 4 q + b / 2, input
+//     fp8, int8: [8 lines][4][2 pairs][8 bytes]   byte b of pair p of part q of line l: output 4 q + b / 2, input
 //                                            4 l + 2 p + b % 2, the order that interleaving two registers restores
 //   scales:
 //     int4: f16 [n / 32][K-blocks][32 outputs], times 2^8: represents f16 and bf16 scales of checkpoints exactly
-//     fp8:  f32 [n / 32][K-blocks]
+//     fp8, int8: f32 [n / 32][K-blocks]
 //   zeros (int4 only, optional): i8 [n / 32][K-blocks][32 outputs], the code that stands for 0, less 8; default: code 8
 //
 // output = sum over K-blocks of scale * (sum(x * value) - zero * sum(x)). Values are exact in bf16, so only the sums
@@ -60,5 +60,21 @@ struct Fp8Values {
   }
 };
 inline constexpr Fp8Values kFp8Values;
+
+// The low and the high byte of the bf16 value of every magnitude of an int8 code. 128 has the place of 0.
+struct Int8Values {
+  alignas(64) uint8_t low[128], high[128];
+
+  constexpr Int8Values() : low(), high() {
+    for (int place = 0; place < 128; ++place) {
+      int mantissa = place == 0 ? 128 : place, exponent = 134;  // of 128 to 255
+      for (; mantissa < 128; --exponent) mantissa *= 2;
+      const int value = exponent << 7 | (mantissa & 0x7f);
+      low[place] = static_cast<uint8_t>(value);
+      high[place] = static_cast<uint8_t>(value >> 8);
+    }
+  }
+};
+inline constexpr Int8Values kInt8Values;
 
 }  // namespace tilerank

@@ -146,16 +146,15 @@ struct Int4 : BlockScaledWeight {
 #endif
 };
 
-struct Fp8 : BlockScaledWeight {
+// A byte for each code, and one scale for the 32 outputs of a block and a K-block.
+struct ByteCodes : BlockScaledWeight {
   static constexpr int64_t kPackedTile = 512;
   static constexpr bool kMayHaveZeros = false;
 #ifdef TR_BF16
-  static constexpr int kExponent = 0;
   static constexpr bool kWaitsForMemory = true;
   static constexpr int kMostRows = 13;
   static constexpr int64_t kFewRows = 2 * kMostRows;
 #else
-  static constexpr int kExponent = 8;
   static constexpr bool kWaitsForMemory = false;
   static constexpr int kMostRows = kLanes == 16 ? 14 : 3;
   static constexpr int64_t kFewRows = kLanes == 16 ? 8 : 3;
@@ -163,12 +162,21 @@ struct Fp8 : BlockScaledWeight {
   const float* const scales;
 
   // operands: values, scales
-  explicit Fp8(const Tensor* operands) : BlockScaledWeight(operands[0]), scales(operands[1].as<const float>()) {}
+  explicit ByteCodes(const Tensor* operands) : BlockScaledWeight(operands[0]), scales(operands[1].as<const float>()) {}
 
   Vec scale(int64_t block, int64_t k_block, int64_t) const { return set(scales[block * k_blocks + k_block]); }
   bool has_zeros() const { return false; }
   Vec negative_zero(int64_t, int64_t, int64_t) const { return zero(); }
   void fetch_scales(int64_t, int64_t) const {}  // few enough to stay in the cache
+};
+
+struct Fp8 : ByteCodes {
+  using ByteCodes::ByteCodes;
+#ifdef TR_BF16
+  static constexpr int kExponent = 0;
+#else
+  static constexpr int kExponent = 8;
+#endif
 
 #ifdef TR_AMX
   [[gnu::always_inline]] static inline void expand(const char* from, bf16* to, const char* ahead = nullptr) {
@@ -262,6 +270,95 @@ struct Fp8 : BlockScaledWeight {
       const __m256i carried = _mm256_add_epi16(bits, _mm256_set1_epi16(0x80));
       return _mm256_or_si256(bits, _mm256_and_si256(carried, _mm256_set1_epi16(0x4000)));
     }
+#endif
+  };
+#endif
+};
+
+// Codes from -128 to 127, which are exact in bf16.
+struct BlockInt8 : ByteCodes {
+  using ByteCodes::ByteCodes;
+  static constexpr int kExponent = 0;
+
+#ifdef TR_AMX
+  [[gnu::always_inline]] static inline void expand(const char* from, bf16* to, const char* ahead = nullptr) {
+    const __m512i low0 = _mm512_load_si512(kInt8Values.low), low1 = _mm512_load_si512(kInt8Values.low + 64);
+    const __m512i high0 = _mm512_load_si512(kInt8Values.high), high1 = _mm512_load_si512(kInt8Values.high + 64);
+    const __m512i sign = _mm512_set1_epi8(static_cast<char>(0x80));
+#pragma GCC unroll 8
+    for (int line = 0; line < 8; ++line, to += 2 * 32) {
+      const __m512i codes = load_in_turn(from + line * 64, ahead ? ahead + line * 64 : nullptr);
+      const __m512i index = _mm512_abs_epi8(codes);  // only the low seven bits count, so that of -128 is 0
+      const __mmask64 not_zero = _mm512_test_epi8_mask(codes, codes);
+      const __m512i low = _mm512_permutex2var_epi8(low0, index, low1);
+      const __m512i high = _mm512_maskz_permutex2var_epi8(not_zero, high0, index, high1);
+      const __m512i with_sign = _mm512_ternarylogic_epi64(high, codes, sign, 0xf8);  // high | (codes & sign)
+      _mm512_store_si512(to, _mm512_unpacklo_epi8(low, with_sign));
+      _mm512_store_si512(to + 32, _mm512_unpackhi_epi8(low, with_sign));
+    }
+  }
+
+#elif defined(TR_BF16)
+  struct Line {
+    static constexpr int kInputs = 4;
+    // The low and the high bytes of the values of 64 codes; interleaved, they form pairs of inputs.
+    __m512i low, high;
+
+    explicit Line(const char* at) {
+      const __m512i codes = _mm512_loadu_si512(at), sign = _mm512_set1_epi8(static_cast<char>(0x80));
+      constexpr int kOrAnd = 0xf8;                   // first | (second & third)
+      const __m512i index = _mm512_abs_epi8(codes);  // only the low seven bits count, so that of -128 is 0
+      const __mmask64 not_zero = _mm512_test_epi8_mask(codes, codes);
+      low = _mm512_permutex2var_epi8(half(kInt8Values.low), index, half(kInt8Values.low + 64));
+      high = _mm512_maskz_permutex2var_epi8(not_zero, half(kInt8Values.high), index, half(kInt8Values.high + 64));
+      high = _mm512_ternarylogic_epi64(high, codes, sign, kOrAnd);
+    }
+
+    template <int P>
+    Pair pair() const {
+      return {P == 0 ? _mm512_unpacklo_epi8(low, high) : _mm512_unpackhi_epi8(low, high)};
+    }
+
+   private:
+    static __m512i half(const uint8_t* table) { return _mm512_load_si512(table); }
+  };
+#else
+  struct Line {
+    static constexpr int kInputs = 4;
+
+#ifdef TR_AVX512
+    __m512i even, odd;  // words: inputs 0 of all outputs, then inputs 2; inputs 1, then 3
+
+    explicit Line(const char* at) {
+      const __m512i codes = _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7), _mm512_loadu_si512(at));
+      even = _mm512_srai_epi16(_mm512_slli_epi16(codes, 8), 8);
+      odd = _mm512_srai_epi16(codes, 8);
+    }
+
+    template <int P>
+    Pair pair() const {
+      return {value(_mm512_extracti64x4_epi64(even, P)), value(_mm512_extracti64x4_epi64(odd, P))};
+    }
+
+   private:
+    static Vec value(__m256i words) { return {_mm512_cvtepi32_ps(_mm512_cvtepi16_epi32(words))}; }
+#else
+    __m256i even, odd;
+
+    explicit Line(const char* at) {
+      const __m256i codes =
+          _mm256_permute4x64_epi64(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(at)), _MM_SHUFFLE(3, 1, 2, 0));
+      even = _mm256_srai_epi16(_mm256_slli_epi16(codes, 8), 8);
+      odd = _mm256_srai_epi16(codes, 8);
+    }
+
+    template <int P>
+    Pair pair() const {
+      return {value(_mm256_extracti128_si256(even, P)), value(_mm256_extracti128_si256(odd, P))};
+    }
+
+   private:
+    static Vec value(__m128i words) { return {_mm256_cvtepi32_ps(_mm256_cvtepi16_epi32(words))}; }
 #endif
   };
 #endif

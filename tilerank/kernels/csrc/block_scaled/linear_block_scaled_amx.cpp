@@ -1,4 +1,4 @@
-// Products with int4 and fp8 weights in AMX tiles.
+// Products with block-scaled weights in AMX tiles.
 #ifndef TR_RUNG
 #include <array>
 
@@ -110,6 +110,9 @@ TR_KERNEL(linear_int4)
 
 static void linear_fp8(const Args& args, Team& team) { linear<Fp8>(args, team); }
 TR_KERNEL(linear_fp8)
+
+static void linear_block_int8(const Args& args, Team& team) { linear<BlockInt8>(args, team); }
+TR_KERNEL(linear_block_int8)
 
 }  // namespace tilerank::TR_RUNG
 #endif

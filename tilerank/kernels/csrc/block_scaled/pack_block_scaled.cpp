@@ -1,4 +1,4 @@
-// Int4 and fp8 weights: quantise_* quantises and packs rows, pack_* packs codes.
+// Block-scaled weights: quantise_* quantises and packs rows, pack_* packs codes.
 #ifndef TR_RUNG
 #include "block_scaled/block_scaled.h"
 #define TR_SOURCE "block_scaled/pack_block_scaled.cpp"
@@ -70,7 +70,7 @@ static void put_int4(const Tensor& values, int64_t n, int64_t k, const uint8_t* 
   }
 }
 
-static void put_fp8(const Tensor& values, int64_t n, int64_t k, const uint8_t* codes, int64_t count) {
+static void put_bytes(const Tensor& values, int64_t n, int64_t k, const uint8_t* codes, int64_t count) {
   const int64_t output = n % kHalfN / 4 * 16 + n % 4 * 2;
   for (int64_t i = 0; i < count; ++i, ++k) {
     tile_of(values, n, k)[k % kTileK / 4 * 64 + output + k % 4 / 2 * 8 + k % 2] = codes[i];
@@ -230,7 +230,7 @@ static void quantise_fp8(const Args& args, Team& team) {
         const int64_t n = rectangle.row + row;
         const float* const from = x + (row - rows.begin) * k_block_inputs;
         for (int64_t i = 0; i < count; ++i) codes[i] = finite ? to_fp8(from[i] * inverse) : 0;
-        put_fp8(values, n, rectangle.col + columns.begin, codes, count);
+        put_bytes(values, n, rectangle.col + columns.begin, codes, count);
         scales.row<float>(n / kBlockN)[k_block] = scale;
       }
     });
@@ -259,8 +259,8 @@ static void pack_codes(const Args& args, Team& team, uint8_t zero, const Put& pu
 static void pack_int4(const Args& args, Team& team) { pack_codes(args, team, 8, put_int4); }
 TR_KERNEL(pack_int4)
 
-static void pack_fp8(const Args& args, Team& team) { pack_codes(args, team, 0, put_fp8); }
-TR_KERNEL(pack_fp8)
+static void pack_bytes(const Args& args, Team& team) { pack_codes(args, team, 0, put_bytes); }
+TR_KERNEL(pack_bytes)
 
 }  // namespace tilerank::TR_RUNG
 #endif

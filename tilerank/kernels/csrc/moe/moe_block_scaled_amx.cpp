@@ -1,4 +1,4 @@
-// Fused MoE with int4 and fp8 weights in AMX tiles. silu(gate) * up is rounded once, to bf16.
+// Fused MoE with block-scaled weights in AMX tiles. silu(gate) * up is rounded once, to bf16.
 #ifndef TR_RUNG
 #include <array>
 
@@ -167,6 +167,9 @@ TR_KERNEL(moe_int4)
 
 static void moe_fp8(const Args& args, Team& team) { moe<Fp8>(args, team); }
 TR_KERNEL(moe_fp8)
+
+static void moe_block_int8(const Args& args, Team& team) { moe<BlockInt8>(args, team); }
+TR_KERNEL(moe_block_int8)
 
 }  // namespace tilerank::TR_RUNG
 #endif
