@@ -20,12 +20,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import check
+from . import check, core
 from .errors import KernelError
 from .kv_pages import PAGE_TOKENS, KVPages
 from .latent_pages import LatentPages
 from .packed_experts import PackedExperts
 from .reference import latent as reference
+
+_STORE_LATENT = core.kernel("store_latent")
+_LOAD_LATENT = core.kernel("load_latent")
+_EXPANDED_PAGES = core.kernel("expanded_pages")
 
 
 def store_latent(latent: Tensor, rope_key: Tensor, cache: LatentPages, slots: Tensor) -> None:
@@ -40,7 +44,10 @@ def store_latent(latent: Tensor, rope_key: Tensor, cache: LatentPages, slots: Te
     check.tensor("store_latent", "slots", slots, (None,), torch.int64)
     check.tensor("store_latent", "latent", latent, (slots.shape[0], cache.latent_dim), _activations(cache))
     check.tensor("store_latent", "rope_key", rope_key, (slots.shape[0], cache.rope_dim), latent.dtype)
-    reference.store_latent(latent, rope_key, cache, slots)
+    if core.isa() == "reference":
+        reference.store_latent(latent, rope_key, cache, slots)
+    else:
+        core.launch(_STORE_LATENT, (latent, rope_key, cache.data, slots, cache.scales))
 
 
 def load_latent(cache: LatentPages, pages: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -51,8 +58,16 @@ def load_latent(cache: LatentPages, pages: Tensor, dtype: torch.dtype) -> tuple[
     Raises KernelError for an argument of another shape or dtype, or a page outside the cache.
     """
     check.tensor("load_latent", "pages", pages, (None,), torch.int32)
-    _check_dtype("load_latent", cache, dtype)
-    return reference.load_latent(cache, pages, dtype)
+    accepted = check.ACTIVATION_DTYPES if cache.dtype == torch.int8 else (cache.dtype,)
+    if dtype not in accepted:
+        expected, found = (" or ".join(str(x).removeprefix("torch.") for x in xs) for xs in (accepted, (dtype,)))
+        raise KernelError(f"load_latent: dtype: expected {expected}, found {found}")
+    if core.isa() == "reference":
+        return reference.load_latent(cache, pages, dtype)
+    tokens = pages.shape[0] * PAGE_TOKENS
+    latent, rope_key = core.empty_rows((tokens, cache.latent_dim), dtype), core.empty((tokens, cache.rope_dim), dtype)
+    core.launch(_LOAD_LATENT, (cache.data, pages, latent, rope_key, cache.scales))
+    return latent, rope_key
 
 
 def latent_attention(
@@ -130,18 +145,14 @@ def expanded_pages(k: Tensor, v: Tensor, rope_key: Tensor) -> KVPages:
     check.tensor("expanded_pages", "k", k, (None, None, None), check.ACTIVATION_DTYPES)
     check.tensor("expanded_pages", "v", v, (*k.shape[:2], None), k.dtype)
     check.tensor("expanded_pages", "rope_key", rope_key, (k.shape[0], None), k.dtype)
+    if core.isa() == "reference":
+        return reference.expanded_pages(k, v, rope_key)
     tokens, heads, nope = k.shape
-    head_dim = nope + rope_key.shape[1]
-    pages = max(-(-tokens // PAGE_TOKENS), 1)
+    pages, head_dim = max(-(-tokens // PAGE_TOKENS), 1), nope + rope_key.shape[1]
     cache = KVPages.in_arena(pages, heads, head_dim, k.dtype, value_dim=v.shape[2])
-    reference.store_expanded(k, v, rope_key, cache)
+    core.launch(_EXPANDED_PAGES, (k, v, cache.k, cache.v, None, None, rope_key))
     return cache
 
 
 def _activations(cache: LatentPages) -> torch.dtype | tuple[torch.dtype, ...]:
     return check.ACTIVATION_DTYPES if cache.dtype == torch.int8 else cache.dtype
-
-
-def _check_dtype(kernel: str, cache: LatentPages, dtype: torch.dtype) -> None:
-    if dtype != cache.dtype and (cache.dtype != torch.int8 or dtype not in check.ACTIVATION_DTYPES):
-        raise KernelError(f"{kernel}: dtype: expected that of activations over a {cache.dtype} cache, found {dtype}")

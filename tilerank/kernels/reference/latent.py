@@ -89,7 +89,11 @@ def head_linear(x: Tensor, weight: PackedExperts, x_scales: Tensor | None = None
     return torch.stack(heads, dim=1).to(x.dtype)
 
 
-def store_expanded(k: Tensor, v: Tensor, rope_key: Tensor, cache: KVPages) -> None:
-    """Write token i to slot i of the cache."""
-    tail = rope_key[:, None].expand(-1, k.shape[1], -1)
-    attention.store_kv(torch.cat([k, tail], dim=2), v, cache, torch.arange(k.shape[0]))
+def expanded_pages(k: Tensor, v: Tensor, rope_key: Tensor) -> KVPages:
+    """Store keys [k, rope_key] and values as any others."""
+    tokens, heads, _ = k.shape
+    keys = torch.cat([k, rope_key[:, None].expand(-1, heads, -1)], dim=2)
+    pages = max(-(-tokens // PAGE_TOKENS), 1)
+    cache = KVPages.in_arena(pages, heads, keys.shape[2], k.dtype, value_dim=v.shape[2])
+    attention.store_kv(keys, v, cache, torch.arange(tokens))
+    return cache

@@ -60,7 +60,7 @@ class TileTask : public TileSums {
       : TileSums(problem, span, scratch, parts),
         key_dims_(problem.key_dims()),
         steps_((key_dims_ + 31) / 32),
-        in_place_(by_heads_ && d_ % 32 == 0 && problem.scale >= 0) {}
+        in_place_(by_heads_ && key_dims_ % 32 == 0 && problem.scale >= 0) {}
 
  protected:
   // Tiles of fewer rows take fewer cycles.
@@ -266,7 +266,7 @@ class TileTask : public TileSums {
       bf16* to = scratch_.q + (r / tile_rows * steps_ * tile_rows + r % tile_rows) * 32;
       const bf16* from = walk.element<bf16>(problem_.q);
       for (int64_t i = 0; i < steps_; ++i, to += tile_rows * 32) {
-        const int64_t n = std::clamp<int64_t>(d_ - 32 * i, 0, 32);
+        const int64_t n = std::clamp<int64_t>(key_dims_ - 32 * i, 0, 32);
         const __m512i row = _mm512_maskz_loadu_epi16(static_cast<__mmask32>((uint64_t{1} << n) - 1), from + 32 * i);
         _mm512_store_si512(to, _mm512_xor_si512(row, sign));
       }

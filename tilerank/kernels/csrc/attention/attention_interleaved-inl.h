@@ -260,7 +260,7 @@ class InterleavedTask : public TileTask {
   void fetch_queries() {
     for (int64_t i = 0; i < rows_a_step_ && fetched_ < next_task_.rows; ++i, ++fetched_, next_.next()) {
       const bf16* const row = next_.element<bf16>(problem_.q);
-      for (int64_t at = 0; at < d_; at += 32) _mm_prefetch(reinterpret_cast<const char*>(row + at), _MM_HINT_T1);
+      for (int64_t at = 0; at < key_dims_; at += 32) _mm_prefetch(reinterpret_cast<const char*>(row + at), _MM_HINT_T1);
     }
   }
 

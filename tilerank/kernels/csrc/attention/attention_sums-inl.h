@@ -13,8 +13,8 @@ class TileSums {
         task_(span.task),
         scratch_(scratch),
         parts_(parts),
-        d_(problem.dims()),
-        lane_groups_((d_ + 15) / 16),
+        value_dims_(problem.value_dims()),
+        lane_groups_((value_dims_ + 15) / 16),
         group_rows_(task_.rows > 16 ? kGroup : task_.rows),
         rows_(task_.rows * span.heads),
         groups_((rows_ + group_rows_ - 1) / group_rows_),
@@ -48,16 +48,16 @@ class TileSums {
       bf16* out = to_store_.element<bf16>(problem_.out);
       // + 0 turns a negative zero into a positive one, whatever was summed.
       if (streams_) {
-        for (int64_t i = 0; i < d_; i += 32, o += 2 * group_rows_ * 16) {
+        for (int64_t i = 0; i < value_dims_; i += 32, o += 2 * group_rows_ * 16) {
           const Vec left = load(o) * factor + zero(), right = load(o + group_rows_ * 16) * factor + zero();
           _mm512_stream_si512(reinterpret_cast<__m512i*>(out + i), (__m512i)_mm512_cvtne2ps_pbh(right.v, left.v));
         }
         continue;
       }
-      for (int64_t i = 0; i < d_; i += 16, o += group_rows_ * 16) {
+      for (int64_t i = 0; i < value_dims_; i += 16, o += group_rows_ * 16) {
         const Vec value = load(o) * factor + zero();
-        if (d_ - i < 16) {
-          store(out + i, value, d_ - i);
+        if (value_dims_ - i < 16) {
+          store(out + i, value, value_dims_ - i);
         } else {
           store(out + i, value);
         }
@@ -156,7 +156,7 @@ class TileSums {
   const Task& task_;
   TileScratch& scratch_;
   float* const parts_;
-  const int64_t d_, lane_groups_;
+  const int64_t value_dims_, lane_groups_;
   const int64_t group_rows_, rows_, groups_;  // a group: up to kGroup rows of a task, or one task per head
   const bool by_heads_;
   const bool streams_;  // whether rows are written with non-temporal stores

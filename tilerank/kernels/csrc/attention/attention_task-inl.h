@@ -40,9 +40,9 @@ struct Problem {
   float scale;
 
   bool quantized() const { return k_pages.dtype == DType::i8; }
-  int64_t dims() const { return q.size[2]; }
-  int64_t padded_dims() const { return (q.size[2] + 15) / 16 * 16; }
-  int64_t key_dims() const { return k_pages.size[3] / 16; }
+  int64_t key_dims() const { return q.size[2]; }
+  int64_t value_dims() const { return out.size[2]; }
+  int64_t padded_dims() const { return (value_dims() + 15) / 16 * 16; }
 
   // Returns the number of page `index` of a sequence. Throws if it is outside the cache.
   int64_t page(int64_t sequence, int64_t index) const {
@@ -151,7 +151,7 @@ template <class T>
 static void clear_rows(const Problem& problem, const Task& task) {
   for (int64_t r = 0; r < task.rows; ++r) {
     std::memset(static_cast<void*>(task.element<T>(problem.out, r)), 0,
-                sizeof(T) * static_cast<size_t>(problem.dims()));
+                sizeof(T) * static_cast<size_t>(problem.value_dims()));
     if (problem.lse) *task.element<float>(problem.lse, r) = -std::numeric_limits<float>::infinity();
   }
 }
@@ -183,7 +183,7 @@ struct Sums {
   float *values, *weights, *max;
 };
 
-// Memory for the sums of consecutive parts; dims: room per row.
+// Memory for the sums of consecutive parts; dims: room per row for values.
 static inline int64_t floats_of_part(int64_t rows, int64_t dims) { return (rows + 31) / 32 * 32 * (dims + 16 + 16); }
 static inline Sums sums_of_part(float* parts, int64_t number, int64_t rows, int64_t dims) {
   float* const at = parts + number * floats_of_part(rows, dims);

@@ -23,7 +23,6 @@ class VectorTask {
   VectorTask(const Problem& problem, const Span& span, Scratch& scratch, float* parts)
       : problem_(problem),
         scratch_(scratch),
-        d_(problem.dims()),
         padded_(problem.padded_dims()),
         span_(span),
         task_(span.all()),
@@ -76,7 +75,7 @@ class VectorTask {
       if (problem_.lse) *row.template element<float>(problem_.lse) = scratch_.all_max[r] * kLn2 + std::log(of_row);
       const float* o = scratch_.all_o + r * padded_;
       T* out = row.template element<T>(problem_.out);
-      for_lanes(d_, [&](int64_t i, auto lanes) {
+      for_lanes(problem_.value_dims(), [&](int64_t i, auto lanes) {
         // + 0 turns a negative zero into a positive one, whatever was summed.
         lanes.store(out + i, load(o + i) / set(of_row) + zero());
       });
@@ -93,7 +92,7 @@ class VectorTask {
     for (int64_t r = 0; r < task_.rows; ++r, row.next()) {
       const T* from = row.template element<T>(problem_.q);
       LeftOperand<T>* to = scratch_.q + r * kStride;
-      for_lanes(d_, [&](int64_t i, auto lanes) { store(to + i, lanes.load(from + i)); });
+      for_lanes(problem_.key_dims(), [&](int64_t i, auto lanes) { store(to + i, lanes.load(from + i)); });
       scratch_.visible[r] = row.visible();
     }
   }
@@ -359,7 +358,7 @@ class VectorTask {
 
   const Problem& problem_;
   Scratch& scratch_;
-  const int64_t d_, padded_;
+  const int64_t padded_;  // dims of a value, padded to whole groups of lanes
   const Span& span_;
   const Task task_;  // of all heads
   const int64_t head_rows_;

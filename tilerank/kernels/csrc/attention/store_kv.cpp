@@ -1,4 +1,5 @@
-// store_kv: writes the keys and values of tokens into the pages of the cache (kv_pages.h).
+// store_kv: writes the keys and values of tokens into the pages of the cache (kv_pages.h). expanded_pages: the same for
+// keys that end with dims which all heads share.
 #ifndef TR_RUNG
 #include <type_traits>
 
@@ -15,12 +16,25 @@ namespace tilerank::TR_RUNG {
 
 [[maybe_unused]] constexpr int64_t kStreamBytes = 1 << 20;  // larger inputs exceed the caches
 
+// Rows of neighbouring tokens, `stride` elements apart, with `dims` elements each.
 template <class T>
-static void store_token(const T* k, const T* v, T* k_page, T* v_page, int64_t d, int64_t offset) {
+struct TokenRows {
+  const T* at;
+  int64_t stride, dims;
+};
+
+// Stores a token's key, or the part of it that begins at `keys`; d: all dims of a key.
+template <class T>
+static void store_key(const T* k, int64_t dims, T* keys, int64_t d, int64_t offset) {
   constexpr int64_t x = kPair<T>;
-  T* key = k_page + offset / 16 * 16 * d + offset % 16 * x;
-  for (int64_t i = 0; i < d; i += x) std::memcpy(key + i * 16, k + i, x * sizeof(T));
-  T* value = v_page + offset / x * 16 * x + offset % x;
+  T* key = keys + offset / 16 * 16 * d + offset % 16 * x;
+  for (int64_t i = 0; i < dims; i += x) std::memcpy(key + i * 16, k + i, x * sizeof(T));
+}
+
+template <class T>
+static void store_value(const T* v, int64_t d, T* values, int64_t offset) {
+  constexpr int64_t x = kPair<T>;
+  T* value = values + offset / x * 16 * x + offset % x;
   for (; d >= 16; d -= 16, v += 16, value += 16 * kPageTokens) {
     for (int64_t i = 0; i < 16; ++i) value[i * x] = v[i];
   }
@@ -30,11 +44,11 @@ static void store_token(const T* k, const T* v, T* k_page, T* v_page, int64_t d,
 // Prefetches the cache lines that a token's keys and values are written to. Each token fills parts of many lines, and
 // stores alone keep only few line reads in flight.
 template <class T>
-static void fetch_token(const T* k_page, const T* v_page, int64_t d, int64_t offset) {
+static void fetch_token(const T* k_page, int64_t key_dims, const T* v_page, int64_t value_dims, int64_t offset) {
   constexpr int64_t line = 64 / sizeof(T);
-  const T* const keys = k_page + offset / 16 * 16 * d;
-  for (int64_t i = 0; i < d * 16; i += line) _mm_prefetch(reinterpret_cast<const char*>(keys + i), _MM_HINT_T1);
-  for (int64_t i = 0; i < d; i += 16) {
+  const T* const keys = k_page + offset / 16 * 16 * key_dims;
+  for (int64_t i = 0; i < key_dims * 16; i += line) _mm_prefetch(reinterpret_cast<const char*>(keys + i), _MM_HINT_T1);
+  for (int64_t i = 0; i < value_dims; i += 16) {
     const T* const pair = v_page + i * kPageTokens + offset / kPair<T> * 16 * kPair<T>;
     _mm_prefetch(reinterpret_cast<const char*>(pair), _MM_HINT_T1);
   }
@@ -88,70 +102,87 @@ static inline void store_pair(int8_t* to, const int8_t* even, const int8_t* odd,
   _mm256_mask_storeu_epi8(to, (even ? 0x55555555u : 0) | (odd ? 0xaaaaaaaau : 0), pairs);
 }
 
-// Stores `count` neighbouring tokens of 16. Streams: whole lines are written with non-temporal stores, which do not
-// read them first.
+// The following two store `count` neighbouring tokens of 16. Streams: whole lines are written with non-temporal stores,
+// which do not read them first.
 template <bool Streams, class T>
-static void store_neighbours(const T* k, int64_t k_stride, const T* v, int64_t v_stride, int64_t count, T* k_page,
-                             T* v_page, int64_t d, int64_t offset) {
+static void store_keys_together(const TokenRows<T>& k, int64_t count, T* keys, int64_t d, int64_t offset) {
   constexpr int64_t kInWord = 4 / sizeof(T);
   const int64_t lane = offset % 16;
-  T* const keys = k_page + offset / 16 * 16 * d;
+  keys += offset / 16 * 16 * d;
   const __mmask16 own = static_cast<__mmask16>(((1u << count) - 1) << lane);
-  for (int64_t i = 0; i < d; i += 16 * kInWord) {
+  for (int64_t i = 0; i < k.dims; i += 16 * kInWord) {
     __m512i rows[16], columns[16];
     for (int64_t token = 0; token < 16; ++token) {
       const int64_t t =
           std::clamp<int64_t>(token - lane, 0, count - 1);  // lanes of tokens that are not stored repeat others
-      rows[token] = load_values(k + t * k_stride + i, d - i);
+      rows[token] = load_values(k.at + t * k.stride + i, k.dims - i);
     }
     transpose(rows, columns);
-    const int64_t words = std::min<int64_t>(16, (d - i) / kInWord);
+    const int64_t words = std::min<int64_t>(16, (k.dims - i) / kInWord);
     for (int64_t w = 0; w < words; ++w) store_words<Streams>(keys + (i + w * kInWord) * 16, columns[w], own);
   }
-  for (int64_t i = 0; i < d; i += 16) {
-    const int64_t n = std::min<int64_t>(16, d - i);
+}
+template <bool Streams, class T>
+static void store_values_together(const TokenRows<T>& v, int64_t count, T* values, int64_t offset) {
+  for (int64_t i = 0; i < v.dims; i += 16) {
+    const int64_t n = std::min<int64_t>(16, v.dims - i);
     if constexpr (kPair<T> == 1) {
       for (int64_t t = 0; t < count; ++t) {
-        store_words<Streams>(v_page + i * kPageTokens + (offset + t) * 16, load_values(v + t * v_stride + i, n),
+        store_words<Streams>(values + i * kPageTokens + (offset + t) * 16, load_values(v.at + t * v.stride + i, n),
                              0xffff);
       }
     } else {
-      const auto token = [&](int64_t t) { return t >= 0 && t < count ? v + t * v_stride + i : nullptr; };
+      const auto token = [&](int64_t t) { return t >= 0 && t < count ? v.at + t * v.stride + i : nullptr; };
       for (int64_t t = -(offset % 2); t < count; t += 2) {
-        store_pair<Streams>(v_page + i * kPageTokens + (offset + t) * 16, token(t), token(t + 1), n);
+        store_pair<Streams>(values + i * kPageTokens + (offset + t) * 16, token(t), token(t + 1), n);
       }
     }
   }
 }
 #endif
 
-// Stores `count` tokens, `stride` elements apart, that are neighbours within 16 tokens of a page, from `offset` on.
+[[maybe_unused]] constexpr int64_t kTogether = 4;  // tokens; a token alone costs as much as 16 together
+
+// The following two store `count` tokens that are neighbours within 16 tokens of a page, from `offset` on.
 template <class T>
-static void store_tokens(const T* k, int64_t k_stride, const T* v, int64_t v_stride, int64_t count, T* k_page,
-                         T* v_page, int64_t d, int64_t offset, [[maybe_unused]] bool streams) {
+static void store_keys(const TokenRows<T>& k, int64_t count, T* keys, int64_t d, int64_t offset,
+                       [[maybe_unused]] bool streams) {
 #ifdef TR_AVX512
-  constexpr int64_t kWorth = 4;  // tokens; a token alone costs as much as 16 together
-  if (count >= kWorth) {
-    const auto store = streams ? store_neighbours<true, T> : store_neighbours<false, T>;
-    return store(k, k_stride, v, v_stride, count, k_page, v_page, d, offset);
+  if (count >= kTogether) {
+    const auto store = streams ? store_keys_together<true, T> : store_keys_together<false, T>;
+    return store(k, count, keys, d, offset);
   }
 #endif
-  for (int64_t i = 0; i < count; ++i) store_token(k + i * k_stride, v + i * v_stride, k_page, v_page, d, offset + i);
+  for (int64_t i = 0; i < count; ++i) store_key(k.at + i * k.stride, k.dims, keys, d, offset + i);
+}
+template <class T>
+static void store_values(const TokenRows<T>& v, int64_t count, T* values, int64_t offset,
+                         [[maybe_unused]] bool streams) {
+#ifdef TR_AVX512
+  if (count >= kTogether) {
+    const auto store = streams ? store_values_together<true, T> : store_values_together<false, T>;
+    return store(v, count, values, offset);
+  }
+#endif
+  for (int64_t i = 0; i < count; ++i) store_value(v.at + i * v.stride, v.dims, values, offset + i);
 }
 
-// tensors: k, v, k pages [pages, heads, ...], v pages, slots, scales of int8 pages or none. T: dtype of k and v, P:
-// dtype of the pages.
+// tensors: k, v, k pages [pages, heads, ...], v pages, slots or none (token i goes to slot i), scales of int8 pages or
+// none; tail: [tokens, dims], the last dims of the keys of all heads, or none. T: dtype of k and v, P: dtype of the
+// pages.
 template <class T, class P>
-static void store_all(const Args& args, Team& team) {
+static void store_all(const Args& args, const Tensor* tail, Team& team) {
   constexpr bool kCodes = !std::is_same_v<T, P>;
   const Tensor &k = args.tensor(0), &v = args.tensor(1), &k_pages = args.tensor(2), &v_pages = args.tensor(3),
                &slots = args.tensor(4), &scales = args.tensor(5);
-  const int64_t tokens = k.size[0], heads = k.size[1], d = k.size[2];
+  const int64_t tokens = k.size[0], heads = k.size[1], value_dims = v.size[2];
+  const int64_t key_dims = k.size[2] + (tail ? tail->size[1] : 0);
   // Pages consist of whole cache lines if they begin with one, except that a row of int8 pairs is half a line.
   const auto in_lines = [](const Tensor& pages) { return reinterpret_cast<uintptr_t>(pages.as<char>()) % 64 == 0; };
-  const bool streams = !kCodes && 2 * tokens * heads * d * static_cast<int64_t>(sizeof(P)) >= kStreamBytes &&
+  const bool streams = !kCodes &&
+                       tokens * heads * (key_dims + value_dims) * static_cast<int64_t>(sizeof(P)) >= kStreamBytes &&
                        in_lines(k_pages) && in_lines(v_pages);
-  const auto slot_of = [&](int64_t token) { return slots.as<int64_t>()[token * slots.stride[0]]; };
+  const auto slot_of = [&](int64_t token) { return slots ? slots.as<int64_t>()[token * slots.stride[0]] : token; };
   const auto keys_of = [&](int64_t page, int64_t head) { return k_pages.row<P>(page) + head * k_pages.stride[1]; };
   const auto values_of = [&](int64_t page, int64_t head) { return v_pages.row<P>(page) + head * v_pages.stride[1]; };
   // Returns how many tokens, from this one on, are neighbours within 16 tokens of a page.
@@ -168,7 +199,7 @@ static void store_all(const Args& args, Team& team) {
     for (int64_t head = first; head < last; ++head) {
       for (int64_t token = 0; token < tokens; ++token) {
         const int64_t page = slot_of(token) / kPageTokens;
-        fetch_token(keys_of(page, head), values_of(page, head), d, slot_of(token) % kPageTokens);
+        fetch_token(keys_of(page, head), key_dims, values_of(page, head), value_dims, slot_of(token) % kPageTokens);
       }
     }
   }
@@ -178,21 +209,29 @@ static void store_all(const Args& args, Team& team) {
     for (int64_t token = item / heads * kTokens; token < end; token += count) {
       count = neighbours(token, end);
       const int64_t page = slot_of(token) / kPageTokens, offset = slot_of(token) % kPageTokens;
-      const T *const key = k.row<T>(token) + head * k.stride[1], *const value = v.row<T>(token) + head * v.stride[1];
+      const TokenRows<T> key{k.row<T>(token) + head * k.stride[1], k.stride[0], k.size[2]};
+      const TokenRows<T> value{v.row<T>(token) + head * v.stride[1], v.stride[0], value_dims};
+      P *const keys = keys_of(page, head), *const values = values_of(page, head);
       if constexpr (kCodes) {
         constexpr int64_t kMost = 256;  // dims
         alignas(64) int8_t codes[2][16][kMost];
         float* const scale = scales.row<float>(page) + head * scales.stride[1] + offset;
         for (int64_t i = 0; i < count; ++i) {
-          scale[i] = quantise_row(key + i * k.stride[0], d, [&](int64_t t) { return codes[0][i] + 64 * t; });
-          scale[kPageTokens + i] =
-              quantise_row(value + i * v.stride[0], d, [&](int64_t t) { return codes[1][i] + 64 * t; });
+          const auto quantise = [&](const TokenRows<T>& from, int8_t* to) {
+            return quantise_row(from.at + i * from.stride, from.dims, [&](int64_t t) { return to + 64 * t; });
+          };
+          scale[i] = quantise(key, codes[0][i]);
+          scale[kPageTokens + i] = quantise(value, codes[1][i]);
         }
-        store_tokens(codes[0][0], kMost, codes[1][0], kMost, count, keys_of(page, head), values_of(page, head), d,
-                     offset, streams);
+        store_keys({codes[0][0], kMost, key_dims}, count, keys, key_dims, offset, streams);
+        store_values({codes[1][0], kMost, value_dims}, count, values, offset, streams);
       } else {
-        store_tokens(key, k.stride[0], value, v.stride[0], count, keys_of(page, head), values_of(page, head), d, offset,
-                     streams);
+        store_keys(key, count, keys, key_dims, offset, streams);
+        if (tail) {
+          const TokenRows<T> rest{tail->row<T>(token), tail->stride[0], tail->size[1]};
+          store_keys(rest, count, keys + key.dims * 16, key_dims, offset, streams);
+        }
+        store_values(value, count, values, offset, streams);
       }
     }
   }
@@ -205,10 +244,19 @@ static void store_kv(const Args& args, Team& team) {
   check_indices("store_kv: slots", args.tensor(4), args.tensor(2).size[0] * kPageTokens);
   for_float(args.tensor(0).dtype, [&](auto type) {
     using T = decltype(type);
-    args.tensor(5) ? store_all<T, int8_t>(args, team) : store_all<T, T>(args, team);
+    args.tensor(5) ? store_all<T, int8_t>(args, nullptr, team) : store_all<T, T>(args, nullptr, team);
   });
 }
 TR_KERNEL(store_kv)
+
+// tensors: those of store_kv, then the tail
+static void expanded_pages(const Args& args, Team& team) {
+  for_float(args.tensor(0).dtype, [&](auto type) {
+    using T = decltype(type);
+    store_all<T, T>(args, &args.tensor(6), team);
+  });
+}
+TR_KERNEL(expanded_pages)
 
 }  // namespace tilerank::TR_RUNG
 #endif
