@@ -19,16 +19,6 @@ from .errors import RequestError
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-# Limits of llguidance, far above what ordinary grammars need. Fuel limits the work on the automata of regular
-# expressions; each of their states takes 1 to 2 kB. precompute_large_lexemes keeps its default (on): without it, some
-# work does not count.
-LIMITS = {
-    "initial_lexer_fuel": 200_000,
-    "step_lexer_fuel": 50_000,
-    "max_lexer_states": 20_000,
-    "max_grammar_size": 100_000,
-}
-
 
 class Vocabulary:
     """The vocabulary of a model, which compiles grammars to matchers over its tokens."""
@@ -55,7 +45,16 @@ class Vocabulary:
         """Compile `grammar` and return a matcher at the beginning of a text. Raises RequestError if that fails."""
         from llguidance import LLMatcher, LLParserLimits
 
-        limits = LLParserLimits(**LIMITS, verbose_errors=False)
+        # Far above what ordinary grammars need. Fuel limits the work on the automata of regular expressions; each of
+        # their states takes 1 to 2 kB. precompute_large_lexemes keeps its default (on): without it, some work does not
+        # count.
+        limits = LLParserLimits(
+            initial_lexer_fuel=200_000,
+            step_lexer_fuel=50_000,
+            max_lexer_states=20_000,
+            max_grammar_size=100_000,
+            verbose_errors=False,
+        )
         matcher = LLMatcher(self.tokens, grammar, log_level=0, limits=limits)
         allowed_tokens(matcher)  # LLMatcher does not raise for an invalid grammar; this does
         return matcher
@@ -64,7 +63,7 @@ class Vocabulary:
 def allowed_tokens(matcher: LLMatcher) -> bytes:
     """Return the mask of allowed next tokens, one bit for each token, lowest bit first.
 
-    Raises RequestError if the grammar is invalid or exceeds LIMITS.
+    Raises RequestError if the grammar is invalid or exceeds the limits.
     """
     bits = matcher.compute_bitmask()
     if matcher.is_error():
