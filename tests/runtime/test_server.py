@@ -31,7 +31,8 @@ from tilerank.runtime.server.messages import Cancel, State, Submit, Token, Token
 from tilerank.runtime.server.request_body import validation_error
 from tilerank.runtime.server.responses import ChatFormatter, TextFormatter
 from tilerank.runtime.server.text import TextStream
-from tilerank.runtime.server.tools import LlamaTools, QwenTools, ToolCall, ToolParser
+from tilerank.runtime.server.tool_formats import HermesTools, LlamaTools
+from tilerank.runtime.server.tools import ToolCall, ToolParser
 
 TOKENIZER = Tokenizer(DEMO)
 
@@ -40,10 +41,10 @@ def texts(ids: list[int], stop: list[str]) -> tuple[list[str], bool]:
     stream = TextStream(TOKENIZER.stream(), stop)
     pieces = []
     for id in ids:
-        pieces.append(stream.push(id))
+        pieces.append(stream.push(id).answer)
         if stream.stopped:
             return pieces, True
-    return [*pieces, stream.flush()], stream.stopped
+    return [*pieces, stream.flush().answer], stream.stopped
 
 
 @settings(deadline=None)
@@ -101,8 +102,8 @@ WEATHER = ("weather", '{"city": "Köln", "days": [1, 2]}')
 @settings(deadline=None)
 @given(SIZES)
 def test_tool_calls_of_qwen(sizes: list[int]) -> None:
-    assert parsed(QwenTools(), f"I look.\n{CALL}\n{CALL}", sizes) == ("I look.", [WEATHER, WEATHER])
-    assert parsed(QwenTools(), "1 < 2 and <tool", sizes) == ("1 < 2 and <tool", [])
+    assert parsed(HermesTools(), f"I look.\n{CALL}\n{CALL}", sizes) == ("I look.", [WEATHER, WEATHER])
+    assert parsed(HermesTools(), "1 < 2 and <tool", sizes) == ("1 < 2 and <tool", [])
     for broken in (
         "<tool_call>not json</tool_call> so",
         '<tool_call>{"name": 3}</tool_call>',
@@ -110,7 +111,7 @@ def test_tool_calls_of_qwen(sizes: list[int]) -> None:
         '<tool_call>\n{"name": "cut off',
         f"<tool_call>{'[' * 3000}</tool_call>",
     ):
-        assert parsed(QwenTools(), broken, sizes) == (broken, [])
+        assert parsed(HermesTools(), broken, sizes) == (broken, [])
 
 
 HUGE = '{"x": -1.7976931348623157e+308}'  # JSON has no infinity
@@ -140,7 +141,7 @@ def test_forced_tool_calls(model: Path) -> None:
     tokenizer = Tokenizer(model)
     fields = {"tools": [{"type": "function", "function": {"name": "weather"}}], "tool_choice": "required"}
     body = ChatCompletion.model_validate({"messages": [{"role": "user", "content": "a"}]} | fields)
-    grammar = request_grammar(body, tokenizer, QwenTools)
+    grammar = request_grammar(body, tokenizer, HermesTools)
     assert grammar is not None
     matcher = Vocabulary(model).matcher(grammar)
     ids = tokenizer.encode('<tool_call>\n{"name": "weather", "arguments": {}}\n</tool_call>', False)
@@ -153,7 +154,7 @@ def test_forced_tool_calls(model: Path) -> None:
 
 def test_a_chat_with_tool_calls_as_a_stream_and_whole() -> None:
     """The format of the API, by hand: content first, then numbered calls, then the finish reason."""
-    formatter = ChatFormatter(TOKENIZER, None, QwenTools)
+    formatter = ChatFormatter(TOKENIZER, None, HermesTools)
     texts = ["Look", "ing. <tool", CALL[5:], CALL, ""]
     deltas = [Delta(0, text, (), None) for text in texts[:-1]] + [Delta(0, "", (), "stop")]
     pieces = [piece for piece in map(formatter.chunk, deltas) if piece is not None]
@@ -175,7 +176,7 @@ def test_every_token_has_a_log_probability_also_where_calls_are_looked_for() -> 
     """Text that may become a call is held back; chunks contain the tokens of the text that they contain."""
     for text in (f"I look. {CALL}", "1 < 2 and <tool", f"{CALL}\n{CALL}"):
         ids = TOKENIZER.encode(text, add_special_tokens=False)
-        formatter, stream = ChatFormatter(TOKENIZER, 0, QwenTools), TOKENIZER.stream()
+        formatter, stream = ChatFormatter(TOKENIZER, 0, HermesTools), TOKENIZER.stream()
         deltas = [Delta(0, stream.push(id), (Token(0, id, None, Logprobs(-float(id), ())),), None) for id in ids]
         pieces = [
             piece for delta in [*deltas, Delta(0, "", (), "stop")] if (piece := formatter.chunk(delta)) is not None

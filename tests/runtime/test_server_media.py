@@ -29,7 +29,7 @@ from tilerank.runtime.server.client import EngineClient
 from tilerank.runtime.server.fetch import Fetcher
 from tilerank.runtime.server.media import MediaReader
 from tilerank.runtime.server.messages import State, Submit, Token, Tokens, encode, engine_inbox
-from tilerank.runtime.server.tools import QwenTools
+from tilerank.runtime.server.tool_formats import HermesTools
 
 TOKENIZER = Tokenizer(DEMO_VL)
 (IMAGE,) = TOKENIZER.encode("<|image_pad|>", False)
@@ -89,7 +89,7 @@ async def serving(
     if processor is not None:
         fetcher = Fetcher(["localhost"], DEMO_VL.parent, allowed)
         reader = MediaReader(processor, lambda: made, fetcher, {"image": 999, "video": 999} | (limits or {}))
-    settings = ServerSettings("it", "0", None, SamplingDefaults(), QwenTools, check_grammar, reader)
+    settings = ServerSettings("it", "0", None, SamplingDefaults(), HermesTools, check_grammar, reader)
     client, (ours, theirs) = EngineClient(), socket.socketpair()
     attached = asyncio.create_task(client.attach(0, ours))
     app = httpx.ASGITransport(make_app(client, tokenizer, settings))

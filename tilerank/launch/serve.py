@@ -273,7 +273,7 @@ def _be_http(args: argparse.Namespace) -> int:
     from tilerank.loader.tokenizer import Tokenizer
     from tilerank.runtime.media.registry import load_processor
     from tilerank.runtime.server.app import ServerSettings
-    from tilerank.runtime.server.tools import tool_parser
+    from tilerank.runtime.server.tool_formats import tool_parser
 
     from .grammar_trial import GrammarTrial
     from .http_process import Http, run
@@ -287,7 +287,7 @@ def _be_http(args: argparse.Namespace) -> int:
         own_version() or "unknown",
         args.api_key or os.environ.get(API_KEY) or None,
         _sampling(model_dir),
-        tool_parser(read_config_fields(model_dir).text("model_type")),
+        tool_parser(tokenizer, read_config_fields(model_dir).text("model_type")),
         GrammarTrial(model_dir).check,
         media_options.media_reader(args, load_processor(model_dir, tokenizer)),
     )

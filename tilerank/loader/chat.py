@@ -6,13 +6,16 @@ environment is that of transformers (utils/chat_template_utils.py), because publ
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn
 
 import jinja2
 import jinja2.ext
 from jinja2 import nodes
+from jinja2.meta import find_undeclared_variables
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -21,6 +24,25 @@ from .files import is_listed, read_json_object, read_text, show
 
 FILE = "chat_template.jinja"
 FOLDER = "additional_chat_templates"  # a file NAME.jinja for each further template
+_CALL = {"needle": "x"}
+# Some templates want ids of nine characters.
+_TRIAL_CALL = {"id": "123456789", "type": "function", "function": {"name": "f", "arguments": _CALL}}
+_TRIAL = (
+    {"role": "user", "content": "a"},
+    {"role": "assistant", "content": "", "tool_calls": [_TRIAL_CALL]},
+    {"role": "tool", "content": "b", "name": "f", "tool_call_id": "123456789"},
+)
+"""A conversation with a tool call, which shows in which form a template takes the arguments."""
+
+
+@dataclass(frozen=True)
+class _Template:
+    """A compiled template. variables: the names that it reads and does not set on every path."""
+
+    where: Path
+    source: str
+    program: jinja2.Template
+    variables: frozenset[str]
 
 
 class ChatTemplate:
@@ -34,13 +56,27 @@ class ChatTemplate:
         self._model_dir = model_dir
         self._special_tokens = dict(special_tokens)
         environment = _environment()
-        self._templates: dict[str, tuple[Path, jinja2.Template]] = {}
+        self._templates: dict[str, _Template] = {}
         for name, (where, source) in _find(model_dir).items():
             try:
-                self._templates[name] = where, environment.from_string(source)
+                program = environment.from_string(source)
+                variables = frozenset(find_undeclared_variables(environment.parse(source)))
+                self._templates[name] = _Template(where, source, program, variables)
             except Exception as failure:
                 # Other errors than Jinja's occur: `break` outside a loop becomes Python that does not compile.
                 raise TokenizerError(f"{where}: chat template {name} does not compile: {failure}") from failure
+
+    @property
+    def source(self) -> str:
+        """The text of all templates."""
+        return "\n".join(template.source for template in self._templates.values())
+
+    def variables(self, tools: Sequence[Mapping[str, Any]] | None) -> frozenset[str]:
+        """Return the names of the variables that the template for these tools reads.
+
+        Raises TokenizerError if there is no such template.
+        """
+        return self._template(self._name(tools)).variables
 
     def render(
         self,
@@ -52,30 +88,65 @@ class ChatTemplate:
     ) -> str:
         """Return the text of a conversation.
 
+        messages: the arguments of earlier tool calls are objects; a template that prints them as text gets their JSON.
         add_generation_prompt: end the text with the beginning of the assistant's answer. tools: if given, the template
         named tool_use is used where there is one, as in transformers. variables: further variables of the template.
         Raises TokenizerError with the template's own message if it refuses the messages.
         """
-        name = "tool_use" if tools is not None and "tool_use" in self._templates else "default"
+        name = self._name(tools)
+        template = self._template(name)
+        calls = any(message.get("tool_calls") for message in messages)
+        if calls and self._prints_arguments:
+            messages = [_with_json_arguments(message) for message in messages]
+        values = {**variables, "tools": tools, "add_generation_prompt": add_generation_prompt}
+        try:
+            return self._rendered(template, messages, values)
+        except _RefusedError as failure:
+            # The template may raise any exception; no code of this project runs inside it.
+            cause = failure.__cause__
+            raise TokenizerError(f"{template.where}: chat template {name} refused the messages: {cause}") from cause
+
+    def _name(self, tools: Sequence[Mapping[str, Any]] | None) -> str:
+        return "tool_use" if tools is not None and "tool_use" in self._templates else "default"
+
+    def _template(self, name: str) -> _Template:
         if name not in self._templates:
             names = ", ".join(sorted(self._templates))
             raise TokenizerError(f"{self._model_dir}: expected a chat template named default, found {names or 'none'}")
-        values = _plain(
-            {
-                **self._special_tokens,
-                "documents": None,
-                **variables,
-                "messages": [_message(message) for message in messages],
-                "tools": tools,
-                "add_generation_prompt": add_generation_prompt,
-            }
-        )
-        where, template = self._templates[name]
+        return self._templates[name]
+
+    def _rendered(
+        self, template: _Template, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]
+    ) -> str:
+        values = {
+            **self._special_tokens,
+            "documents": None,
+            **variables,
+            "messages": [_message(message) for message in messages],
+        }
+        plain = _plain(values)
         try:
-            return template.render(values)
+            return template.program.render(plain)
         except Exception as failure:
-            # The template may raise any exception; no code of this project runs inside it.
-            raise TokenizerError(f"{where}: chat template {name} refused the messages: {failure}") from failure
+            raise _RefusedError from failure
+
+    @cached_property
+    def _prints_arguments(self) -> bool:
+        """Do the templates join the arguments of tool calls to text (DeepSeek), where an object fails or is no JSON?"""
+        template = self._template("tool_use" if "tool_use" in self._templates else "default")
+        values = {"tools": None, "add_generation_prompt": True}
+        try:
+            return repr(_CALL) in self._rendered(template, _TRIAL, values)
+        except _RefusedError:
+            pass
+        try:
+            return json.dumps(_CALL) in self._rendered(template, [_with_json_arguments(one) for one in _TRIAL], values)
+        except _RefusedError:
+            return False
+
+
+class _RefusedError(Exception):
+    """A template raised the exception that is the cause of this one."""
 
 
 def _find(model_dir: Path) -> dict[str, tuple[Path, str]]:
@@ -113,6 +184,21 @@ def _message(message: Mapping[str, Any]) -> dict[str, Any]:
     fields = ("reasoning_content", "thinking", "reasoning")
     reasoning = next((message[key] for key in fields if message.get(key) is not None), None)
     return dict(message) if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
+
+
+def _with_json_arguments(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the message with the arguments of its tool calls as JSON text."""
+    changed = dict(message)
+    if message.get("tool_calls"):
+        changed["tool_calls"] = [_with_json(call) for call in message["tool_calls"]]
+    return changed
+
+
+def _with_json(call: Mapping[str, Any]) -> dict[str, Any]:
+    function = call["function"]
+    arguments = function["arguments"]
+    text = arguments if isinstance(arguments, str) else _tojson(arguments)
+    return {**call, "function": {**function, "arguments": text}}
 
 
 def _plain(value: Any) -> Any:

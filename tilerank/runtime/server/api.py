@@ -12,6 +12,8 @@ MAX_PARTS = 1 << 16
 """Parts of one message. The number of media has a limit of its own."""
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
 _Ids = Annotated[list[TokenId], Field(min_length=1, max_length=MAX_TOKENS)]
+TemplateVariables = dict[str, str | int | float | bool | None]
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 StopString = Annotated[str, Field(min_length=1, max_length=256)]
 
 
@@ -175,7 +177,8 @@ class Message(_Body):
 
         parts: does the template accept content in parts? Text parts become one string for templates that do not.
         """
-        message = self.model_dump(exclude_none=True)
+        # Templates add the content to other texts, which fails for none.
+        message = {"content": ""} | self.model_dump(exclude_none=True)
         if isinstance(self.content, list) and not parts:
             message["content"] = "\n".join(part.text for part in self.content if isinstance(part, TextPart))
         for call in self.tool_calls or []:
@@ -231,7 +234,8 @@ class ChatCompletion(Sampling):
     tools: list[Tool] = Field([], max_length=128)
     tool_choice: Literal["none", "auto", "required"] | NamedTool = "auto"
     parallel_tool_calls: bool = True
-    chat_template_kwargs: dict[str, str | int | float | bool | None] = Field({}, max_length=64)
+    chat_template_kwargs: TemplateVariables = Field({}, max_length=64)
+    reasoning_effort: ReasoningEffort | None = None
 
     @model_validator(mode="after")
     def _check_chat_combinations(self) -> "ChatCompletion":
@@ -273,6 +277,7 @@ class Tokenize(_Body):
     prompt: str | None = None
     messages: list[Message] | None = Field(None, min_length=1, max_length=4096)
     add_special_tokens: bool = True
+    chat_template_kwargs: TemplateVariables = Field({}, max_length=64)
 
     @model_validator(mode="after")
     def _check_input(self) -> "Tokenize":

@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import prometheus_client
@@ -34,6 +35,7 @@ from .media import MediaReader
 from .media_budget import MediaBudget
 from .metrics import Metrics
 from .prompts import PromptBuilder
+from .reasoning import Thinking
 from .recent_requests import RecentRequests
 from .request_body import MAX_BODIES, MAX_BODY, MAX_MEDIA_BODIES, MAX_MEDIA_BODY, BodyReader, validation_error
 from .responses import ChatFormatter, Formatter, Json, TextFormatter
@@ -199,8 +201,8 @@ class _Server:
         body = await self._body(request, Tokenize)
         if body.messages is not None:
             with self._budget.share() as share:
-                build = self._prompts.from_messages(body.messages, {}, None, share)
-                tokens = (await _until_disconnect(request, build)).token_ids
+                build = self._prompts.from_messages(body.messages, body.chat_template_kwargs, None, None, share)
+                tokens = (await _until_disconnect(request, build)).prompt.token_ids
         else:
             assert body.prompt is not None
             tokens = await self._prompts.encode(body.prompt, body.add_special_tokens)
@@ -230,16 +232,22 @@ class _Server:
             raise ApiError(400, f"tools: the format of tool calls of {self._settings.model} is unknown", param="tools")
         top = body.top_logprobs or 0 if body.logprobs else None
         parser = self._settings.tool_parser if tools else None
-        grammar = await self._grammar(body, parser)
-        formatter = ChatFormatter(self._tokenizer, top, parser)
+        schemas = {tool.function.name: tool.function.parameters or {} for tool in body.callable_tools}
+        formatter = ChatFormatter(self._tokenizer, top, partial(parser, schemas) if parser else None)
+        variables, effort = body.chat_template_kwargs, body.reasoning_effort
         with self._budget.share() as share:
-            build = self._prompts.from_messages(body.messages, body.chat_template_kwargs, tools, share)
-            prompts = [await _until_disconnect(request, build)]
-            begun = await self._begin(request, body, prompts, top, grammar, formatter)
+            build = self._prompts.from_messages(body.messages, variables, effort, tools, share)
+            prompt, thinking = await _until_disconnect(request, build)
+            prompts = [prompt]
+            del prompt  # pictures take much memory, and the client frees them once they are sent
+            grammar = await self._grammar(body, parser, thinking)
+            begun = await self._begin(request, body, prompts, top, grammar, formatter, thinking)
         return await self._answer(request, body, begun, formatter)
 
-    async def _grammar(self, body: Sampling, parser: type[ToolParser] | None) -> str | None:
-        grammar = request_grammar(body, self._tokenizer, parser)
+    async def _grammar(
+        self, body: Sampling, parser: type[ToolParser] | None, thinking: Thinking = Thinking.NEVER
+    ) -> str | None:
+        grammar = request_grammar(body, self._tokenizer, parser, thinking)
         if grammar is not None:
             try:
                 await self._settings.check_grammar(grammar)
@@ -255,10 +263,12 @@ class _Server:
         top: int | None,
         grammar: str | None,
         formatter: Formatter,
+        thinking: Thinking = Thinking.NEVER,
     ) -> _Begun:
         """Run a request up to its first delta. Empties `prompts`."""
         logprobs = 0 if top is None else max(top, 1)
-        active = ActiveRequest(self._client, self._tokenizer, self._settings.sampling, prompts, body, logprobs, grammar)
+        defaults = self._settings.sampling
+        active = ActiveRequest(self._client, self._tokenizer, defaults, prompts, body, logprobs, grammar, thinking)
         prompts.clear()
         envelope: Json = {
             "id": f"{formatter.prefix}-{active.id}",

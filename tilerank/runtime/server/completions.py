@@ -6,6 +6,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import ExitStack, aclosing
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from tilerank.loader.generation_config import SamplingDefaults
 from tilerank.loader.tokenizer import Tokenizer
@@ -17,6 +18,7 @@ from .api import ChatCompletion, Completion, Sampling
 from .client import EngineClient, EngineGoneError, RefusedError
 from .errors import ApiError
 from .messages import Token
+from .reasoning import Text, Thinking
 from .text import TextStream
 
 MAX_CHOICES = 128
@@ -24,18 +26,22 @@ MAX_CHOICES = 128
 
 @dataclass(frozen=True)
 class Delta:
-    """New text of choice `index`, the tokens that make it up, and with the last delta of a choice the finish_reason."""
+    """New text of choice `index`, the tokens that make it up, and with the last delta of a choice the finish_reason.
+
+    reasoning: new text of the reasoning, which comes before `text`, the answer.
+    """
 
     index: int
     text: str
     tokens: tuple[Token, ...]
     finish_reason: str | None
+    reasoning: str = ""
 
 
 class ActiveRequest:
     """A running API request, with `body.n` choices for each of `prompts`.
 
-    logprobs, grammar: as in SamplingParams. Raises ApiError if the request cannot run.
+    logprobs, grammar: as in SamplingParams. thinking: how the answers begin. Raises ApiError if the request cannot run.
     """
 
     def __init__(
@@ -47,15 +53,18 @@ class ActiveRequest:
         body: Sampling,
         logprobs: int,
         grammar: str | None,
+        thinking: Thinking = Thinking.NEVER,
     ) -> None:
         self.id = secrets.token_hex(12)
         self.created = int(time.time())
         self.prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
         self.completion_tokens = 0
+        self.reasoning_tokens = 0
         self._client = client
         self._tokenizer = tokenizer
         self._defaults = asdict(defaults)
         self._stop = body.stop_strings
+        self._thinking = thinking
         if len(prompts) * body.n > MAX_CHOICES:
             raise ApiError(400, f"n: expected at most {MAX_CHOICES} choices, found {len(prompts) * body.n}", param="n")
         self._submissions = [
@@ -63,12 +72,15 @@ class ActiveRequest:
         ]
 
     @property
-    def usage(self) -> dict[str, int]:
-        return {
+    def usage(self) -> dict[str, Any]:
+        usage: dict[str, Any] = {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
         }
+        if self.reasoning_tokens:
+            usage["completion_tokens_details"] = {"reasoning_tokens": self.reasoning_tokens}
+        return usage
 
     async def deltas(self) -> AsyncIterator[Delta]:
         """Yield the deltas of all choices as they are generated. Raises ApiError if a choice fails."""
@@ -110,25 +122,30 @@ class ActiveRequest:
             merged.put_nowait(ApiError(503, str(e), code="engine_gone"))
 
     async def _choice(self, index: int, stream: AsyncGenerator[Token]) -> AsyncGenerator[Delta]:
-        text_stream = TextStream(self._tokenizer.stream(), self._stop)
+        text_stream = TextStream(self._tokenizer.stream(), self._stop, self._thinking)
         pending: list[Token] = []  # tokens whose text the stream still holds back
         async with aclosing(stream) as tokens:
             async for token in tokens:
                 self.completion_tokens += 1
                 reason = token.finish_reason
-                text = "" if reason == "stop" else text_stream.push(token.token_id)
-                pending += [] if reason == "stop" else [token]
+                text = Text()
+                if reason != "stop":
+                    pending.append(token)
+                    before = text_stream.reasoning_tokens
+                    text = text_stream.push(token.token_id)
+                    self.reasoning_tokens += text_stream.reasoning_tokens - before
                 if reason is not None and not text_stream.stopped:
                     text += text_stream.flush()
                 if text_stream.stopped:
                     reason = "stop"
                 if text or reason is not None:
-                    yield Delta(index, text, tuple(pending), reason)
+                    yield Delta(index, text.answer, tuple(pending), reason, text.reasoning)
                     pending = []
                 if reason is not None:
                     return
             # Tokens end without a finish_reason if the grammar allows no further token.
-            yield Delta(index, text_stream.flush(), tuple(pending), "stop")
+            text = text_stream.flush()
+            yield Delta(index, text.answer, tuple(pending), "stop", text.reasoning)
 
     def _params(self, body: Sampling, prompt: Prompt, logprobs: int, grammar: str | None) -> SamplingParams:
         state = self._client.state

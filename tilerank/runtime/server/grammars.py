@@ -10,19 +10,24 @@ from tilerank.loader.tokenizer import Tokenizer
 
 from .api import ChatCompletion, Sampling, Tool
 from .errors import ApiError
-from .tools import ToolParser
+from .reasoning import BEGIN, END, Thinking, mark_token
+from .tools import ToolParser, json_rule
 
 MAX_GRAMMAR = 128 << 10
 """Characters."""
-# Enough for the indentation of pretty-printed JSON. Some models would otherwise generate whitespace forever.
-_JSON_OPTIONS = {"x-guidance": {"whitespace_pattern": r"[ \n]{0,32}"}}
 _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
-def request_grammar(body: Sampling, tokenizer: Tokenizer, parser: type[ToolParser] | None = None) -> str | None:
+def request_grammar(
+    body: Sampling,
+    tokenizer: Tokenizer,
+    parser: type[ToolParser] | None = None,
+    thinking: Thinking = Thinking.NEVER,
+) -> str | None:
     """Return the grammar of the answer; None if any text is allowed. Raises ApiError for a schema that is too large.
 
-    parser: defines the format of tool calls; None if there are no tools to call.
+    parser: defines the format of tool calls; None if there are no tools to call. thinking: the reasoning before the
+    answer is free.
     """
     answer = _answer_rule(body)
     rules = [] if answer is None else [f"answer: {answer}"]
@@ -32,12 +37,27 @@ def request_grammar(body: Sampling, tokenizer: Tokenizer, parser: type[ToolParse
         alternatives = ["calls"] if body.must_call else [*alternatives, "calls"]
     if not alternatives:
         return None
-    grammar = "\n".join([f"start: {' | '.join(alternatives)}", *rules])
+    begin, thinking_rules = _thinking_rules(tokenizer, thinking)
+    grammar = "\n".join([f"start: {begin} final", f"final: {' | '.join(alternatives)}", *thinking_rules, *rules])
     if len(grammar) > MAX_GRAMMAR:
         raise ApiError(
             400, f"The schemas make a grammar of {len(grammar)} characters; at most {MAX_GRAMMAR} are allowed."
         )
     return grammar
+
+
+def _thinking_rules(tokenizer: Tokenizer, thinking: Thinking) -> tuple[str, list[str]]:
+    """Return the expression of the reasoning, with the line breaks that follow it, and its rules."""
+    if thinking is Thinking.NEVER:
+        return "", []
+    begin, end = (mark_token(mark, tokenizer) for mark in (BEGIN, END))
+    any_text, line_breaks = "/(.|\\n)*/", "line_breaks: /\\n+/"
+    if end is None:
+        thought = [f"thought[suffix={json.dumps(END)}]: {any_text}"]
+    else:
+        thought = [f"thought: thought_text <[{end}]>", f"thought_text: {any_text}"]
+    whole = "thought line_breaks?"
+    return f"(<[{begin}]> {whole})?" if thinking is Thinking.OPTIONAL else whole, [*thought, line_breaks]
 
 
 def _answer_rule(body: Sampling) -> str | None:
@@ -46,30 +66,37 @@ def _answer_rule(body: Sampling) -> str | None:
     requested = body.response_format
     if requested is None or requested.type == "text":
         return None
-    return _json_rule({"type": "object"} if requested.json_schema is None else requested.json_schema.definition)
+    return json_rule({"type": "object"} if requested.json_schema is None else requested.json_schema.definition)
 
 
 def _call_rules(body: ChatCompletion, tokenizer: Tokenizer, parser: type[ToolParser]) -> list[str]:
     # Each tool's schema is a rule of its own, because its references begin at its root.
     tools = body.callable_tools
     any_call = " | ".join(f"call_{i}" for i in range(len(tools)))
-    more_calls = f" ({json.dumps(parser.BETWEEN)} call)*" if body.may_call_several else ""
-    rules = [f"calls: call{more_calls}", f"call: {any_call}"]
-    end = _literal(parser.END_CALL, tokenizer, parser)
+    begin_calls, between, end_call, end_calls = (
+        _literal(text, tokenizer, parser)
+        for text in (parser.BEGIN_CALLS, parser.BETWEEN, parser.END_CALL, parser.END_CALLS)
+    )
+    more_calls = f"({between} call)*" if body.may_call_several else ""
+    rules = [f"calls: {begin_calls} call {more_calls} {end_calls}", f"call: {any_call}"]
     for i, tool in enumerate(tools):
         begin = _literal(parser.BEGIN_CALL % tool.function.name, tokenizer, parser)
-        rules.append(f"call_{i}: {begin} arguments_{i} {end}")
-        rules.append(f"arguments_{i}: {_json_rule(_parameters(tool))}")
+        rules.append(f"call_{i}: {begin} arguments_{i} {end_call}")
+        try:
+            rules += parser.argument_rules(f"arguments_{i}", _parameters(tool))
+        except ValueError as e:
+            raise ApiError(400, f"tools: the parameters of {tool.function.name}: {e}", param="tools") from e
     return rules
 
 
 def _literal(text: str, tokenizer: Tokenizer, parser: type[ToolParser]) -> str:
-    """Return the rule for a text. Marks that are tokens of the model must be named as such: llguidance takes tokens in
-    angle brackets for special ones, which are no text to it.
+    """Return the expression for a text. Marks that are tokens of the model must be named by their ids: llguidance takes
+    tokens in angle brackets for special ones, which are no text to it.
     """
-    marks = [mark for mark in parser.MARKS if len(tokenizer.encode(mark, add_special_tokens=False)) == 1]
+    ids = {mark: mark_token(mark, tokenizer) for mark in parser.MARKS}
+    marks = [mark for mark, id in ids.items() if id is not None]
     pieces = re.split(f"({'|'.join(map(re.escape, marks))})", text) if marks else [text]
-    return " ".join(piece if piece in marks else json.dumps(piece) for piece in pieces if piece)
+    return " ".join(f"<[{ids[piece]}]>" if piece in marks else json.dumps(piece) for piece in pieces if piece)
 
 
 def _parameters(tool: Tool) -> dict[str, Any]:
@@ -77,7 +104,3 @@ def _parameters(tool: Tool) -> dict[str, Any]:
     if schema.get("type", "object") != "object":
         raise ApiError(400, f"tools: the parameters of {tool.function.name} must have type object", param="tools")
     return {"type": "object"} | schema
-
-
-def _json_rule(schema: dict[str, Any]) -> str:
-    return f"%json {json.dumps(schema | _JSON_OPTIONS)}"

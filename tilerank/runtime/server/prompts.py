@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from tilerank.loader.errors import TokenizerError
 from tilerank.loader.tokenizer import Tokenizer
@@ -12,14 +12,25 @@ from ..media.errors import MediaError
 from ..media.messages import split_media
 from ..media.processor import Processor
 from ..prompt import Prompt
-from .api import Message, TextPart
+from .api import Message, ReasoningEffort, TextPart
 from .errors import ApiError
 from .media import MediaReader
 from .media_budget import Share
+from .reasoning import Thinking, thinking_after
 
 LONG_TEXT = 4096
 """Characters. Texts of this length or more are tokenised in a thread, so that other requests do not wait."""
 _RESERVED = {"self", "messages", "tools", "add_generation_prompt"}
+_SWITCHES = ("enable_thinking", "thinking")
+"""The variable that turns reasoning on and off has one of these names: Qwen's or DeepSeek's."""
+_EFFORT = "reasoning_effort"
+
+
+class ChatPrompt(NamedTuple):
+    """The prompt of a conversation. thinking: how the answer to it begins."""
+
+    prompt: Prompt
+    thinking: Thinking
 
 
 class PromptBuilder:
@@ -54,23 +65,30 @@ class PromptBuilder:
         self,
         messages: list[Message],
         variables: dict[str, Any],
+        effort: ReasoningEffort | None,
         tools: list[dict[str, Any]] | None,
         share: Share,
-    ) -> Prompt:
-        """Return the prompt of a conversation. Empties `messages`, because media in data: URLs take much memory."""
+    ) -> ChatPrompt:
+        """Return the prompt of a conversation. Empties `messages`, because media in data: URLs take much memory.
+
+        variables: of the chat template. effort: passed to templates that read a variable of reasoning.
+        """
         if self._media is None:
             _refuse_media(messages, self._model)
-            text = await self._render([message.for_template(parts=False) for message in messages], variables, tools)
-            return Prompt(await self.encode(text, False))
+            plain = [message.for_template(parts=False) for message in messages]
+            text = await self._render(plain, variables, effort, tools)
+            # Templates print the begin-of-text token themselves where the model needs it.
+            return ChatPrompt(Prompt(await self.encode(text, False)), thinking_after(text, self._tokenizer))
         processor = self._media.processor
         try:
             plain, sources = split_media(
                 [message.for_template(parts=True) for message in messages], processor.placeholders
             )
             messages.clear()
-            text = await self._render(plain, variables, tools)
+            text = await self._render(plain, variables, effort, tools)
             frames = await self._media.read(sources, share)
-            return await asyncio.to_thread(_with_digests, processor, text, frames)
+            prompt = await asyncio.to_thread(_with_digests, processor, text, frames)
+            return ChatPrompt(prompt, thinking_after(text, self._tokenizer))
         except MediaError as e:
             raise ApiError(400, f"messages: {e}", param="messages") from e
         except TokenizerError as e:
@@ -86,20 +104,69 @@ class PromptBuilder:
             raise ApiError(400, str(e)) from e
 
     async def _render(
-        self, messages: Sequence[dict[str, Any]], variables: dict[str, Any], tools: list[dict[str, Any]] | None
+        self,
+        messages: Sequence[dict[str, Any]],
+        variables: dict[str, Any],
+        effort: ReasoningEffort | None,
+        tools: list[dict[str, Any]] | None,
     ) -> str:
         reserved = _RESERVED & variables.keys()
         if reserved:
             raise ApiError(400, f"chat_template_kwargs: {min(reserved)} cannot be set", param="chat_template_kwargs")
-        render = self._tokenizer.apply_chat_template  # in a thread, because a template may run for a long time
+
+        def render() -> str:
+            chosen = variables
+            if effort is not None or variables.keys() & set(_SWITCHES):
+                known = self._tokenizer.chat_template.variables(tools)
+                chosen = _with_effort(_renamed_switch(variables, known), effort, known, self._model)
+            return self._tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=True, **chosen)
+
         try:
-            return await asyncio.to_thread(render, messages, tools=tools, add_generation_prompt=True, **variables)
+            return await asyncio.to_thread(render)  # in a thread, because a template may run for a long time
         except TokenizerError as e:
             # The cause alone, because the sentence names a file of the server.
             message = f"The chat template refused the messages: {e.__cause__}"
             if e.__cause__ is None:
                 message = f"{self._model} has no usable chat template. POST /v1/completions needs none."
             raise ApiError(400, message, param="messages") from e
+
+
+def _renamed_switch(variables: dict[str, Any], known: frozenset[str]) -> dict[str, Any]:
+    """Return the variables with the switch of reasoning under the name that the template reads."""
+    for name, other in (_SWITCHES, _SWITCHES[::-1]):
+        if name in variables and name not in known and other in known and other not in variables:
+            return {other if key == name else key: value for key, value in variables.items()}
+    return variables
+
+
+def _with_effort(
+    variables: dict[str, Any], effort: ReasoningEffort | None, known: frozenset[str], model: str
+) -> dict[str, Any]:
+    """Return the variables with that of `reasoning_effort`. "none" turns reasoning off where there is a switch."""
+    if effort is None:
+        return variables
+    switch = next((name for name in _SWITCHES if name in known), None)
+    chosen: dict[str, Any]
+    if effort == "none" and switch is not None:
+        chosen = {switch: False}
+    elif _EFFORT in known:
+        chosen = {_EFFORT: effort}
+    else:
+        allowed = f"; it can only turn it off: expected 'none', found '{effort}'" if switch is not None else ""
+        raise ApiError(
+            400,
+            f"{_EFFORT}: the chat template of {model} takes no effort of reasoning{allowed}",
+            param=_EFFORT,
+            code="unsupported_parameter",
+        )
+    for name, value in chosen.items():
+        if variables.get(name, value) != value:
+            raise ApiError(
+                400,
+                f"{_EFFORT}: '{effort}' contradicts {name} {variables[name]!r} of chat_template_kwargs",
+                param=_EFFORT,
+            )
+    return variables | chosen
 
 
 def _with_digests(processor: Processor, text: str, frames: list[Frames]) -> Prompt:

@@ -2,7 +2,7 @@
 
 import codecs
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from tilerank.loader.tokenizer import Tokenizer
@@ -103,16 +103,17 @@ class TextFormatter(Formatter):
 class ChatFormatter(Formatter):
     """Formats answers of /v1/chat/completions.
 
-    top: as in TextFormatter. parser: finds tool calls in the text; None if there are no tools to call.
+    top: as in TextFormatter. new_parser: makes the parser that finds tool calls in the text of a choice; None if there
+    are no tools to call.
     """
 
     prefix = "chatcmpl"
     objects = ("chat.completion.chunk", "chat.completion")
 
-    def __init__(self, tokenizer: Tokenizer, top: int | None, parser: type[ToolParser] | None) -> None:
+    def __init__(self, tokenizer: Tokenizer, top: int | None, new_parser: Callable[[], ToolParser] | None) -> None:
         self._tokenizer = tokenizer
         self._top = top
-        self._parser = parser
+        self._new_parser = new_parser
         self._parsers: dict[int, ToolParser | None] = {}
         self._num_calls: dict[int, int] = {}
         self._pending: dict[int, list[Token]] = {}  # tokens whose text the parser holds back
@@ -121,7 +122,7 @@ class ChatFormatter(Formatter):
     def chunk(self, delta: Delta) -> Json | None:
         is_first = delta.index not in self._parsers
         if is_first:
-            self._parsers[delta.index] = self._parser() if self._parser else None
+            self._parsers[delta.index] = self._new_parser() if self._new_parser else None
             self._num_calls[delta.index] = 0
             self._pending[delta.index] = []
             self._token_texts[delta.index] = _TokenText(self._tokenizer)
@@ -139,9 +140,13 @@ class ChatFormatter(Formatter):
         return {"index": delta.index, "delta": content, "logprobs": logprobs, "finish_reason": reason}
 
     def choice(self, chunks: Sequence[Json]) -> Json:
-        text = "".join(chunk["delta"].get("content", "") for chunk in chunks)
+        text, reasoning = (
+            "".join(chunk["delta"].get(field, "") for chunk in chunks) for field in ("content", "reasoning_content")
+        )
         calls = [call for chunk in chunks for call in chunk["delta"].get("tool_calls", [])]
         message: Json = {"role": "assistant", "content": text or (None if calls else ""), "refusal": None}
+        if reasoning:
+            message |= _reasoning(reasoning)
         if calls:
             message["tool_calls"] = [{key: call[key] for key in ("id", "type", "function")} for call in calls]
         return {
@@ -153,12 +158,13 @@ class ChatFormatter(Formatter):
 
     def _content(self, delta: Delta) -> Json:
         parser = self._parsers[delta.index]
+        content = _reasoning(delta.reasoning) if delta.reasoning else {}
         if parser is None:
-            return {"content": delta.text} if delta.text else {}
+            return content | ({"content": delta.text} if delta.text else {})
         found = parser.push(delta.text) + (parser.flush() if delta.finish_reason else [])
         text = "".join(piece for piece in found if isinstance(piece, str))
         calls = [self._call(delta.index, piece) for piece in found if isinstance(piece, ToolCall)]
-        return ({"content": text} if text else {}) | ({"tool_calls": calls} if calls else {})
+        return content | ({"content": text} if text else {}) | ({"tool_calls": calls} if calls else {})
 
     def _call(self, index: int, call: ToolCall) -> Json:
         number = self._num_calls[index]
@@ -178,6 +184,11 @@ class ChatFormatter(Formatter):
             content.append(entry(token.token_id, logprobs.chosen) | {"top_logprobs": alternatives})
             token_text.advance(token.token_id)
         return {"content": content, "refusal": None}
+
+
+def _reasoning(text: str) -> Json:
+    """Return the fields of a reasoning: DeepSeek's name, which most clients read, and that of newer servers."""
+    return {"reasoning_content": text, "reasoning": text}
 
 
 def _text(data: bytes) -> str:

@@ -4,23 +4,36 @@ from collections.abc import Sequence
 
 from tilerank.loader.tokenizer import TokenStream
 
+from .reasoning import ReasoningSplitter, Text, Thinking, overlap
+
 
 class TextStream:
-    """The text of one choice. `stopped`: a stop string was found, and the text ends before it."""
+    """The text of one choice. `stopped`: a stop string was found in the answer, which ends before it.
 
-    def __init__(self, stream: TokenStream, stop: Sequence[str]) -> None:
+    thinking: how the text begins. Stop strings do not end the reasoning. reasoning_tokens: tokens that belong to it,
+    the marks included.
+    """
+
+    def __init__(self, stream: TokenStream, stop: Sequence[str], thinking: Thinking = Thinking.NEVER) -> None:
         self.stopped = False
+        self.reasoning_tokens = 0
         self._stream = stream
+        self._splitter = ReasoningSplitter(thinking)
         self._stop = stop
         self._buffer = ""  # may be the beginning of a stop string
 
-    def push(self, token_id: int) -> str:
+    def push(self, token_id: int) -> Text:
         """Append a token and return the text that no later token can change."""
-        return self._release(self._stream.push(token_id))
+        before = self._splitter.reasoning
+        found = self._splitter.push(self._stream.push(token_id))
+        self.reasoning_tokens += before or self._splitter.reasoning
+        return Text(found.reasoning, self._release(found.answer))
 
-    def flush(self) -> str:
+    def flush(self) -> Text:
         """Return the rest of the text. No token follows."""
-        return self._release(self._stream.flush()) + ("" if self.stopped else self._buffer)
+        found = self._splitter.push(self._stream.flush()) + self._splitter.flush()
+        answer = self._release(found.answer)
+        return Text(found.reasoning, answer if self.stopped else answer + self._buffer)
 
     def _release(self, text: str) -> str:
         text = self._buffer + text
@@ -31,8 +44,3 @@ class TextStream:
         keep = max((overlap(text, stop) for stop in self._stop), default=0)
         self._buffer = text[len(text) - keep :]
         return text[: len(text) - keep]
-
-
-def overlap(text: str, stop: str) -> int:
-    """Return the length of the longest suffix of `text` that is a proper prefix of `stop`."""
-    return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)

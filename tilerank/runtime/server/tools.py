@@ -1,17 +1,18 @@
-"""Parsers for the tool calls in a model's text, one for each format.
-
-Qwen: <tool_call>{"name": ..., "arguments": {...}}</tool_call>, any number of them, with text around them.
-Llama 3.x: the whole text is {"name": ..., "parameters": {...}}, or several of these separated by semicolons.
-"""
+"""Tool calls: what a parser of a format provides. tool_formats.py has the formats."""
 
 import json
 import secrets
 import sys
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NoReturn
 
-from .text import overlap
+# Enough for the indentation of pretty-printed JSON. Some models would otherwise generate whitespace forever.
+_JSON_OPTIONS = {"x-guidance": {"whitespace_pattern": r"[ \n]{0,32}"}}
+
+Schema = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -39,14 +40,20 @@ Piece = str | ToolCall
 class ToolParser(ABC):
     """Splits the streamed text of one choice into text and tool calls. A malformed call stays text.
 
-    A call is written BEGIN_CALL % name, the arguments, END_CALL. BETWEEN separates calls. MARKS: the parts of these
-    that may be tokens.
+    schemas: JSON schemas of the parameters, by the name of the tool.
+
+    The calls of an answer are written BEGIN_CALLS, the calls, END_CALLS, and a call BEGIN_CALL % name, the arguments,
+    END_CALL. BETWEEN separates calls. MARKS: the parts of these that may be tokens.
     """
 
     MARKS: tuple[str, ...] = ()
+    BEGIN_CALLS = END_CALLS = BETWEEN = ""
     BEGIN_CALL: str
     END_CALL: str
-    BETWEEN: str
+
+    def __init__(self, schemas: Mapping[str, Schema] = MappingProxyType({})) -> None:
+        self._schemas = schemas
+        self._buffer = ""
 
     @abstractmethod
     def push(self, text: str) -> list[Piece]:
@@ -56,73 +63,26 @@ class ToolParser(ABC):
     def flush(self) -> list[Piece]:
         """Return the remaining pieces. No text follows."""
 
+    @staticmethod
+    def argument_rules(rule: str, schema: Schema) -> list[str]:
+        """Return grammar rules, the first of them named `rule`, for arguments that follow a schema of type object.
 
-class QwenTools(ToolParser):
-    """The format of Qwen models."""
-
-    MARKS = BEGIN, END = "<tool_call>", "</tool_call>"
-    BEGIN_CALL, END_CALL = BEGIN + '\n{"name": "%s", "arguments": ', "}\n" + END
-    BETWEEN = "\n"
-
-    def __init__(self) -> None:
-        self._buffer = ""
-
-    def push(self, text: str) -> list[Piece]:
-        self._buffer += text
-        pieces: list[Piece] = []
-        while True:
-            before, begun, rest = self._buffer.partition(self.BEGIN)
-            if not begun:
-                keep = max(overlap(self._buffer, self.BEGIN), overlap(self._buffer, "\n" + self.BEGIN))
-                pieces.append(self._buffer[: len(self._buffer) - keep])
-                self._buffer = self._buffer[len(self._buffer) - keep :]
-                break
-            inside, ended, after = rest.partition(self.END)
-            if not ended:
-                break
-            call = ToolCall.from_json(_parsed(inside), "arguments")
-            # The line break before a call belongs to the call.
-            pieces += [before.removesuffix("\n"), call] if call else [before + self.BEGIN + inside + self.END]
-            self._buffer = after
-        return [piece for piece in pieces if piece]
-
-    def flush(self) -> list[Piece]:
-        rest, self._buffer = self._buffer, ""
-        return [rest] if rest else []
+        Raises ValueError if the format cannot follow the schema.
+        """
+        return [f"{rule}: {json_rule(schema)}"]
 
 
-class LlamaTools(ToolParser):
-    """The format of Llama 3.x models."""
-
-    BEGIN_CALL, END_CALL = '{"name": "%s", "parameters": ', "}"
-    BETWEEN = "; "
-
-    def __init__(self) -> None:
-        self._buffer = ""
-        self._is_text = False
-
-    def push(self, text: str) -> list[Piece]:
-        self._buffer += text
-        if not self._is_text and (not self._buffer.strip() or self._buffer.lstrip().startswith("{")):
-            return []
-        self._is_text = True
-        text, self._buffer = self._buffer, ""
-        return [text] if text else []
-
-    def flush(self) -> list[Piece]:
-        text, self._buffer = self._buffer, ""
-        calls = [ToolCall.from_json(value, "parameters") for value in _objects(text)]
-        whole = [call for call in calls if call is not None]
-        if whole and len(whole) == len(calls):
-            return [*whole]
-        return [text] if text else []
+def json_rule(schema: Schema) -> str:
+    """Return the expression of a grammar for JSON that follows `schema`."""
+    return f"%json {json.dumps({**schema, **_JSON_OPTIONS})}"
 
 
-def tool_parser(model_type: str) -> type[ToolParser] | None:
-    """Return the parser for models of this type; None if their format of tool calls is unknown."""
-    if model_type.startswith("qwen"):
-        return QwenTools
-    return LlamaTools if model_type in ("llama", "mllama") else None
+def parse_json(text: str, default: Any = None) -> Any:
+    """Return the JSON value of `text`; `default` if it is not JSON."""
+    try:
+        return DECODER.decode(text)
+    except (ValueError, RecursionError):
+        return default
 
 
 def _finite(text: str) -> float:
@@ -130,30 +90,8 @@ def _finite(text: str) -> float:
     return max(min(float(text), sys.float_info.max), -sys.float_info.max)
 
 
-def _refuse_constant(text: str) -> None:
+def _refuse_constant(text: str) -> NoReturn:
     raise ValueError(f"{text} is not JSON")
 
 
-_DECODER = json.JSONDecoder(parse_float=_finite, parse_constant=_refuse_constant)
-
-
-def _parsed(text: str) -> Any:
-    try:
-        return _DECODER.decode(text)
-    except (ValueError, RecursionError):
-        return None
-
-
-def _objects(text: str) -> list[Any]:
-    """Return the JSON values of a text that separates them by semicolons; [None] for any other text."""
-    found, at = [], 0
-    text = text.strip()
-    while at < len(text):
-        try:
-            value, at = _DECODER.raw_decode(text, at)
-        except (ValueError, RecursionError):
-            return [None]
-        found.append(value)
-        while at < len(text) and text[at] in "; \n":
-            at += 1
-    return found
+DECODER = json.JSONDecoder(parse_float=_finite, parse_constant=_refuse_constant)

@@ -1,0 +1,115 @@
+"""Separates the reasoning of a model, which it writes before its answer, from the answer.
+
+Qwen3, Qwen3.5 and DeepSeek write <think>, the reasoning, </think> and the answer, with line breaks around the marks.
+Some chat templates end the prompt with <think> (Qwen3.5, DeepSeek in thinking mode), or with </think> if the model is not
+to reason.
+"""
+
+from dataclasses import dataclass
+from enum import Enum
+
+from tilerank.loader.tokenizer import Tokenizer
+
+BEGIN, END = "<think>", "</think>"
+
+
+class Thinking(Enum):
+    """Where the reasoning of an answer begins."""
+
+    NEVER = "there is none"
+    OPTIONAL = "with <think>, if the answer begins with it"
+    OPENED = "with the answer, because the prompt ends with <think>"
+
+
+def thinking_after(prompt: str, tokenizer: Tokenizer) -> Thinking:
+    """Return how the answer to `prompt`, the text of a conversation, begins.
+
+    A model whose vocabulary has no marks of reasoning never begins it by itself.
+    """
+    end = prompt.rstrip()
+    if end.endswith(BEGIN):
+        return Thinking.OPENED
+    if end.endswith(END) or mark_token(BEGIN, tokenizer) is None or mark_token(END, tokenizer) is None:
+        return Thinking.NEVER
+    return Thinking.OPTIONAL
+
+
+def mark_token(mark: str, tokenizer: Tokenizer) -> int | None:
+    """Return the token of a mark; None if the mark is several tokens."""
+    ids = tokenizer.encode(mark, add_special_tokens=False)
+    return ids[0] if len(ids) == 1 else None
+
+
+@dataclass(frozen=True)
+class Text:
+    """New text of an answer. reasoning: without the marks and the line breaks around them."""
+
+    reasoning: str = ""
+    answer: str = ""
+
+    def __bool__(self) -> bool:
+        return bool(self.reasoning or self.answer)
+
+    def __add__(self, more: "Text") -> "Text":
+        return Text(self.reasoning + more.reasoning, self.answer + more.answer)
+
+
+class ReasoningSplitter:
+    """Splits the streamed text of one choice. Holds back what may be a part of a mark."""
+
+    def __init__(self, thinking: Thinking) -> None:
+        self.reasoning = thinking is Thinking.OPENED
+        self._undecided = thinking is Thinking.OPTIONAL
+        self._at_start = thinking is Thinking.OPENED  # line breaks are dropped
+        self._buffer = ""
+
+    def push(self, text: str) -> Text:
+        """Append text and return what no later text can change."""
+        self._buffer += text
+        if self._undecided:
+            self._decide()
+        if self._undecided:
+            return Text()
+        reasoning = ""
+        if self.reasoning:
+            self._skip_line_breaks()
+            reasoning = self._take_reasoning()
+        if not self.reasoning:
+            self._skip_line_breaks()
+        answer = "" if self.reasoning else self._take(len(self._buffer))
+        return Text(reasoning, answer)
+
+    def flush(self) -> Text:
+        """Return the rest. No text follows."""
+        rest = self._take(len(self._buffer))
+        return Text(reasoning=rest.rstrip("\n")) if self.reasoning else Text(answer=rest)
+
+    def _decide(self) -> None:
+        begin = self._buffer.lstrip()
+        if begin.startswith(BEGIN):
+            self._buffer = begin.removeprefix(BEGIN)
+            self.reasoning = self._at_start = True
+        self._undecided = not self.reasoning and BEGIN.startswith(begin)
+
+    def _skip_line_breaks(self) -> None:
+        if self._at_start:
+            self._buffer = self._buffer.lstrip("\n")
+            self._at_start = not self._buffer
+
+    def _take_reasoning(self) -> str:
+        reasoning, ended, rest = self._buffer.partition(END)
+        if ended:
+            self._buffer = rest
+            self.reasoning, self._at_start = False, True
+            return reasoning.rstrip("\n")
+        sure = self._buffer[: len(self._buffer) - overlap(self._buffer, END)].rstrip("\n")
+        return self._take(len(sure))
+
+    def _take(self, length: int) -> str:
+        taken, self._buffer = self._buffer[:length], self._buffer[length:]
+        return taken
+
+
+def overlap(text: str, mark: str) -> int:
+    """Return the length of the longest suffix of `text` that is a proper prefix of `mark`."""
+    return next((n for n in range(min(len(text), len(mark) - 1), 0, -1) if text.endswith(mark[:n])), 0)
