@@ -120,7 +120,16 @@ def test_fp8(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize("method", ["blockwise_int8", "int8"])
+def test_block_int8(tmp_path: Path, method: str) -> None:
+    values = {"quant_method": method, "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+    found = read(tmp_path, values)
+    assert (found.layout, found.codes, found.block) == ("block_int8", "int8", (128, 128))
+    assert found.converts(UP) and not found.converts("lm_head")
+
+
 def test_int8(tmp_path: Path) -> None:
+    assert read(tmp_path, {"quant_method": "int8"}) == read(tmp_path, {"quant_method": "w8a8_int8"})
     found = read(tmp_path, {"quant_method": "w8a8_int8"})
     assert (found.layout, found.codes) == ("int8", "int8")
     assert found.converts(UP) and not found.converts("lm_head")
@@ -141,7 +150,8 @@ PATTERNS = "regular expressions with at most 4 repetitions and groups, no group 
 REFUSALS: list[tuple[dict[str, Any], str]] = [
     (
         {"quant_method": "bitsandbytes"},
-        "quant_method: expected one of awq, gptq, fp8, compressed-tensors, w8a8_int8, found 'bitsandbytes'",
+        "quant_method: expected one of awq, gptq, fp8, compressed-tensors, w8a8_int8, blockwise_int8, int8, "
+        "found 'bitsandbytes'",
     ),
     ({}, "quant_method: expected a string, found no such key"),
     (AWQ | {"bits": 8}, "bits: expected 4, found 8"),
@@ -164,6 +174,11 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
     (GPTQ | {"dynamic": {"-:a{99999999999}": {}}}, f"dynamic: expected {PATTERNS}, found"),
     (GPTQ | {"dynamic": {"-:[": {}}}, f"dynamic: expected {PATTERNS}, found"),
     (GPTQ | {"modules_in_block_to_quantize": ["a"]}, "modules_in_block_to_quantize: expected a list of lists"),
+    (
+        {"quant_method": "blockwise_int8"},
+        "weight_block_size: expected [rows, columns] of the blocks that share a scale, multiples of 32, found no such "
+        "key",
+    ),
     (FP8 | {"fmt": "e5m2"}, "fmt: expected 'e4m3', found 'e5m2'"),
     (FP8 | {"activation_scheme": "static"}, "activation_scheme: expected 'dynamic', found 'static'"),
     (FP8 | {"weight_block_size": [128, 100]}, "weight_block_size: expected [rows, columns] of the blocks"),

@@ -123,21 +123,48 @@ def gptq(
     return encoder, config | ({"dynamic": rules} if keep else {}) | ({"checkpoint_format": form} if form else {})
 
 
-def fp8(*, keep: list[str], block: tuple[int, int] = (128, 128)) -> tuple[Callable[[Tensor], Encoded], dict[str, Any]]:
+def fp8(
+    *, keep: list[str], block: tuple[int, int] = (128, 128), exponents: bool = False
+) -> tuple[Callable[[Tensor], Encoded], dict[str, Any]]:
+    """exponents: scales are powers of two, stored as U8 (ue8m0)."""
+
     def encoder(weight: Tensor) -> Encoded:
-        n, k = weight.shape
-        codes, dequantised = torch.empty(n, k, dtype=torch.float8_e4m3fn), torch.empty(n, k)
-        scales = torch.empty(-(-n // block[0]), -(-k // block[1]))
-        for i in range(scales.shape[0]):
-            for j in range(scales.shape[1]):
-                rows, columns = (slice(x * b, (x + 1) * b) for x, b in zip((i, j), block, strict=True))
-                scales[i, j] = weight[rows, columns].abs().max() / 448
-                codes[rows, columns] = (weight[rows, columns] / scales[i, j]).to(torch.float8_e4m3fn)
-                dequantised[rows, columns] = codes[rows, columns].float() * scales[i, j]
-        return {"weight": codes, "weight_scale_inv": scales}, dequantised
+        codes, scales, dequantised = _in_blocks(weight, block, 448, torch.float8_e4m3fn, exponents)
+        stored = (scales.log2() + 127).to(torch.uint8) if exponents else scales
+        return {"weight": codes, "weight_scale_inv": stored}, dequantised
 
     config = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": list(block)}
+    config |= {"scale_fmt": "ue8m0"} if exponents else {}
     return encoder, config | ({"modules_to_not_convert": keep} if keep else {})
+
+
+def blockwise_int8(
+    *, keep: list[str], block: tuple[int, int] = (128, 128)
+) -> tuple[Callable[[Tensor], Encoded], dict[str, Any]]:
+    def encoder(weight: Tensor) -> Encoded:
+        codes, scales, dequantised = _in_blocks(weight, block, 127, torch.int8)
+        return {"weight": codes, "weight_scale_inv": scales}, dequantised
+
+    config = {"quant_method": "blockwise_int8", "activation_scheme": "dynamic", "weight_block_size": list(block)}
+    return encoder, config | ({"modules_to_not_convert": keep} if keep else {})
+
+
+def _in_blocks(
+    weight: Tensor, block: tuple[int, int], most: int, dtype: torch.dtype, powers: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return codes [n, k], scales [row blocks, column blocks] and the values that they encode."""
+    n, k = weight.shape
+    codes, dequantised = torch.empty(n, k, dtype=dtype), torch.empty(n, k)
+    scales = torch.empty(-(-n // block[0]), -(-k // block[1]))
+    for i in range(scales.shape[0]):
+        for j in range(scales.shape[1]):
+            rows, columns = (slice(x * b, (x + 1) * b) for x, b in zip((i, j), block, strict=True))
+            scale = weight[rows, columns].abs().max() / most
+            scales[i, j] = scale.log2().ceil().exp2() if powers else scale
+            steps = weight[rows, columns] / scales[i, j]
+            codes[rows, columns] = steps.to(dtype) if dtype.is_floating_point else steps.round().to(dtype)
+            dequantised[rows, columns] = codes[rows, columns].float() * scales[i, j]
+    return codes, scales, dequantised
 
 
 def _int8(weight: Tensor) -> Encoded:
@@ -176,6 +203,7 @@ LAYOUTS: dict[str, Callable[..., tuple[Callable[[Tensor], Encoded], dict[str, An
     "awq": awq,
     "gptq": gptq,
     "fp8": fp8,
+    "blockwise_int8": blockwise_int8,
     "w8a8_int8": w8a8_int8,
     "compressed-tensors": compressed_tensors,
 }
@@ -199,9 +227,12 @@ CASES: dict[str, tuple[str, dict[str, Any], str, dict[str, Any]]] = {
     "gptq-act-order-symmetric": ("llama3", WIDE, "gptq", {"group": 128, "sym": True, "act_order": True}),
     "fp8": ("llama3", PARTIAL, "fp8", {}),
     "fp8-keeps-mlp": ("qwen3", PARTIAL, "fp8", {"keep": ("layers.0.mlp",)}),
+    "fp8-exponents": ("qwen3", PARTIAL, "fp8", {"exponents": True}),
+    "block-int8": ("llama3", PARTIAL, "blockwise_int8", {}),
     "w8a8": ("qwen2", SMALL, "w8a8_int8", {}),
     "moe-awq": ("qwen3_moe", MIXTURE | {"moe_inter": 96}, "awq", {"group": 32}),
     "moe-fp8": ("qwen3_moe", MIXTURE | {"moe_inter": 288}, "fp8", {}),
+    "moe-block-int8": ("qwen3_moe", MIXTURE | {"moe_inter": 288}, "blockwise_int8", {}),
     "moe-w8a8": ("qwen3_moe", MIXTURE | {"moe_inter": 208}, "w8a8_int8", {}),
     "compressed": ("llama3", PARTIAL, "compressed-tensors", {"keep": ("o_proj",)}),
 }

@@ -11,7 +11,8 @@ from .errors import ConfigError
 from .fields import Fields
 from .files import read_json_object
 from .generation_config import read_generation_config
-from .quantization_config import QuantizationConfig, read_quantization
+from .quantization_config import QuantizationConfig
+from .stored_quantization import find_quantization
 
 DTYPES = ("bfloat16", "float16", "float32")
 
@@ -28,7 +29,7 @@ class ModelCard:
     context_length: tokens of the longest sequence, prompt and new tokens together.
     eos_token_ids, bos_token_id: those of generation_config.json, or of config.json where that has none.
     dtype: one of DTYPES, in which the weights were published. quantization: how the checkpoint stores its
-    projections; None for floats. fields: all of config.json, for the family.
+    projections, by the headers of its files; None for floats. fields: all of config.json, for the family.
 
     A model with a vision tower has the fields of its language model in `text_config`; `text` returns those.
     """
@@ -64,7 +65,7 @@ def read_card(model_dir: Path) -> ModelCard:
         eos_token_ids=eos_token_ids,
         bos_token_id=bos_token_id,
         dtype=_dtype(c, text),
-        quantization=_quantization(c, text),
+        quantization=find_quantization(model_dir, _quantization(c, text)),
         fields=c,
     )
 
@@ -101,7 +102,8 @@ def _dtype(c: Fields, text: Fields) -> str:
     return name
 
 
-def _quantization(c: Fields, text: Fields) -> QuantizationConfig | None:
+def _quantization(c: Fields, text: Fields) -> Fields | None:
+    """Return the object quantization_config, which may be beside the language model's fields."""
     key = "quantization_config"
     holder = c if c.has(key) else text
-    return read_quantization(holder.object(key)) if holder.has(key) else None
+    return holder.object(key) if holder.has(key) else None

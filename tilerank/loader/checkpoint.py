@@ -9,11 +9,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from .errors import CheckpointError
-from .files import is_listed, model_file, read_json_object, show
-
-SINGLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
-_MAX_HEADER = 100_000_000  # the safetensors library's own limit
+from .files import model_file, show
+from .headers import INDEX as INDEX
+from .headers import MAX_HEADER, listed_tensors
+from .headers import SINGLE as SINGLE
 
 
 @dataclass(frozen=True)
@@ -37,7 +36,7 @@ class Checkpoint:
         self.tensors: dict[str, TensorInfo] = {}
         """By name, in storage order: file by file, by offset."""
         self._files: dict[Path, Any] = {}
-        listed = _listed_tensors(model_dir)
+        listed = listed_tensors(model_dir)
         for name in sorted(listed):
             self._open(model_file(model_dir, name, CheckpointError), listed[name])
 
@@ -74,34 +73,6 @@ class Checkpoint:
             part = handle.get_slice(name)
             self.tensors[name] = TensorInfo(path, part.get_dtype(), tuple(part.get_shape()))
         self._files[path] = handle
-
-
-def _listed_tensors(model_dir: Path) -> dict[str, set[str] | None]:
-    """Return the tensors that the index lists for each file name; None for the only file, if there is no index."""
-    if is_listed(model_dir, SINGLE):
-        return {SINGLE: None}
-    if not is_listed(model_dir, INDEX):
-        others = sorted(
-            path.name for pattern in ("*.bin", "*.pt", "*.pth", "*.gguf") for path in model_dir.glob(pattern)
-        )
-        found = f"found {others[0]}, a format that is not read" if others else "found neither"
-        raise CheckpointError(f"{model_dir}: expected {SINGLE} or {INDEX}, {found}")
-    where = model_dir / INDEX
-    weight_map = read_json_object(model_dir, INDEX, CheckpointError).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise CheckpointError(
-            f"{where}: weight_map: expected an object of tensor and file names, found {show(weight_map)}"
-        )
-    listed: dict[str, set[str] | None] = {}
-    for tensor, name in weight_map.items():
-        if not isinstance(name, str) or not name.endswith(".safetensors"):
-            raise CheckpointError(
-                f"{where}: weight_map: {show(tensor)}: expected a .safetensors file, found {show(name)}"
-            )
-        names = listed.setdefault(name, set())
-        assert names is not None
-        names.add(tensor)
-    return listed
 
 
 def _agree(path: Path, listed: set[str], held: set[str]) -> None:
@@ -141,8 +112,8 @@ def _map(path: Path) -> Any:
 
 def _damage(path: Path, size: int, length: int) -> str:
     """Return what the library's message lacks: the sizes, if the header is valid but the data is incomplete."""
-    if length > _MAX_HEADER:
-        return f"expected a header of at most {_MAX_HEADER} bytes, found {length}: "
+    if length > MAX_HEADER:
+        return f"expected a header of at most {MAX_HEADER} bytes, found {length}: "
     with path.open("rb") as file:
         file.seek(8)
         text = file.read(length)

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from .errors import ConfigError
 from .fields import Fields
 
-Layout = Literal["awq", "gptq", "fp8", "int8"]
+Layout = Literal["awq", "gptq", "fp8", "int8", "block_int8"]
 Codes = Literal["int8", "int4", "fp8"]
 
 INT4_GROUPS = (32, 64, 128)
@@ -25,7 +25,7 @@ _MAX_GROUP = 1 << 20
 _MAX_BLOCK = 1 << 12
 _MAX_PATTERN = 200
 _MAX_BRANCHES = 4
-_CODES: dict[Layout, Codes] = {"awq": "int4", "gptq": "int4", "fp8": "fp8", "int8": "int8"}
+_CODES: dict[Layout, Codes] = {"awq": "int4", "gptq": "int4", "fp8": "fp8", "int8": "int8", "block_int8": "int8"}
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class QuantizationConfig:
 
     awq: X.qweight, X.qzeros, X.scales, packed along the outputs in AWQ's own order. gptq: the same and X.g_idx, codes
     packed along the inputs. fp8: X.weight (e4m3) and X.weight_scale_inv, one a block. int8: X.weight and
-    X.weight_scale, one an output.
+    X.weight_scale, one an output. block_int8: X.weight (int8) and X.weight_scale_inv, one a block.
     """
 
     layout: Layout
@@ -58,13 +58,17 @@ class QuantizationConfig:
     act_order: bool = False
     """gptq: columns that share a scale lie anywhere (desc_act); X.g_idx says where."""
     block: tuple[int, int] = (0, 0)
-    """fp8: rows and columns that share a scale."""
+    """fp8, block_int8: rows and columns that share a scale."""
     kept: tuple[str, ...] = ()
     """Modules, or parts of their names between dots, that are stored as floats."""
     kept_patterns: tuple[str, ...] = ()
     """The same as regular expressions, from the start of the name."""
     only: tuple[str, ...] | None = None
     """Ends of the names of the modules that are quantised, if only those are."""
+    coded: frozenset[str] | None = field(default=None, repr=False)
+    """The modules that the files hold in this layout, whatever the lists above say; None: there are no files."""
+    overrides: str | None = None
+    """What config.json says in place of this layout, which is that of the tensors; None: it says the same."""
 
     @property
     def codes(self) -> Codes:
@@ -75,6 +79,8 @@ class QuantizationConfig:
 
     def converts(self, module: str) -> bool:
         """Whether a projection, such as model.layers.0.mlp.up_proj, is quantised."""
+        if self.coded is not None:
+            return module in self.coded
         if any(f".{name}." in f".{module}." for name in (*_NEVER, *self.kept)):
             return False
         if any(re.match(pattern, module) for pattern in self.kept_patterns):
@@ -112,6 +118,8 @@ def read_quantization(c: Fields) -> QuantizationConfig:
         "fp8": _fp8,
         "compressed-tensors": _compressed_tensors,
         "w8a8_int8": _w8a8_int8,
+        "blockwise_int8": _blockwise_int8,
+        "int8": _blockwise_int8 if c.has("weight_block_size") else _w8a8_int8,
     }
     if method not in readers:
         raise c.fail("quant_method", "one of " + ", ".join(readers))
@@ -156,6 +164,14 @@ def _gptq(c: Fields) -> QuantizationConfig:
 def _fp8(c: Fields) -> QuantizationConfig:
     if c.has("fmt") and c.text("fmt") not in ("e4m3", "float8_e4m3fn"):
         raise c.fail("fmt", "'e4m3'")
+    return _in_blocks(c, "fp8")
+
+
+def _blockwise_int8(c: Fields) -> QuantizationConfig:
+    return _in_blocks(c, "block_int8")
+
+
+def _in_blocks(c: Fields, layout: Layout) -> QuantizationConfig:
     if c.has("activation_scheme"):
         _expect(c, "activation_scheme", "dynamic")
     block = c.values.get("weight_block_size")
@@ -164,7 +180,7 @@ def _fp8(c: Fields) -> QuantizationConfig:
     if not all(32 <= b <= _MAX_BLOCK for b in block):
         raise c.fail("weight_block_size", f"rows and columns from 32 to {_MAX_BLOCK}")
     kept = (*_names(c, "modules_to_not_convert"), *_names(c, "ignored_layers"))
-    return QuantizationConfig("fp8", block=(block[0], block[1]), kept=(*_ALL_BUT_HEAD, *kept))
+    return QuantizationConfig(layout, block=(block[0], block[1]), kept=(*_ALL_BUT_HEAD, *kept))
 
 
 def _w8a8_int8(c: Fields) -> QuantizationConfig:

@@ -1,8 +1,8 @@
 """Quantised checkpoints: where the codes, scales and zero points of a weight are stored, and how they are packed.
 
 A model declares rectangles of X.weight. Here each becomes rectangles of the tensors that the checkpoint has in place of
-X.weight (quantization_config.py). Codes are written unchanged; only GPTQ weights whose groups are permuted (desc_act)
-are dequantised.
+X.weight (quantization_config.py). Codes are written unchanged. Dequantised are only weights that the model holds as
+floats, and GPTQ weights whose groups are permuted (desc_act).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from tilerank.kernels.weight_formats.fp8 import Fp8, Fp8Weight
+from tilerank.kernels.weight_formats.byte_codes import BlockFormat, ByteCodes
 from tilerank.kernels.weight_formats.int4 import Int4, Int4Weight
 from tilerank.kernels.weight_formats.int8 import Int8Weight
 from tilerank.parallel.parameters import Rectangle, WeightParameter
@@ -22,14 +22,20 @@ from tilerank.parallel.parameters import Rectangle, WeightParameter
 from .checkpoint import Checkpoint
 from .errors import CheckpointError
 from .padding import pad_loaded_weight
-from .quantization_config import QuantizationConfig
-from .rectangle import FLOATS, Read, Stored, place_of, read_floats
+from .quantization_config import Layout, QuantizationConfig
+from .rectangle import EXPONENTS, FLOATS, Read, Stored, place_of, read_floats, scales_of
 
 _NIBBLES = 8  # codes in an int32
 
 
 def encoding_of(config: QuantizationConfig, checkpoint: Checkpoint) -> Encoding:
-    kinds: dict[str, type[Encoding]] = {"awq": AWQ, "gptq": GPTQ, "fp8": BlockFp8, "int8": ChannelInt8}
+    kinds: dict[Layout, type[Encoding]] = {
+        "awq": AWQ,
+        "gptq": GPTQ,
+        "fp8": BlockFp8,
+        "int8": ChannelInt8,
+        "block_int8": BlockInt8,
+    }
     return kinds[config.layout](config, checkpoint)
 
 
@@ -64,43 +70,89 @@ class Encoding(ABC):
         return CheckpointError(f"{self._checkpoint.info(name).file}: tensor {name}: expected {expected}")
 
 
-class ChannelInt8(Encoding):
+class ByteEncoding(Encoding):
+    """weight [n, k], codes of a byte, and a tensor of their scales.
+
+    A weight that the model holds as floats, such as a router or one that it multiplies with another, is dequantised.
+    """
+
+    dtype: str
+    """Of the codes, as safetensors names it."""
+
+    def floats(self, rectangle: Rectangle) -> Read:
+        tensors = self._checkpoint.tensors
+        if rectangle.name not in tensors or tensors[rectangle.name].dtype != self.dtype:
+            return super().floats(rectangle)
+        stored = (self.codes(rectangle), self.scales(rectangle))
+        return Read(stored, rectangle.parameter, rectangle.row, partial(self._dequantised, rectangle))
+
+    def codes(self, rectangle: Rectangle) -> Stored:
+        return Stored(rectangle.name, rectangle.shape, (self.dtype,), rectangle.index)
+
+    @abstractmethod
+    def scales(self, rectangle: Rectangle) -> Stored:
+        """Return the scales of the rectangle's codes."""
+
+    @abstractmethod
+    def spread(self, rectangle: Rectangle, scales: Tensor, rows: int, columns: int) -> Tensor:
+        """Return a scale for each block of `rows` x `columns` elements of the rectangle, or one that broadcasts."""
+
+    def _dequantised(self, rectangle: Rectangle, codes: Tensor, scales: Tensor) -> Tensor:
+        return codes.float() * self.spread(rectangle, scales, 1, 1)
+
+
+class ChannelInt8(ByteEncoding):
     """weight [n, k] int8 and weight_scale [n, 1]."""
 
+    dtype = "I8"
+
     def encoded(self, rectangle: Rectangle, parameter: WeightParameter) -> Iterator[Read]:
-        rows, _ = rectangle.index
-        codes = Stored(rectangle.name, rectangle.shape, ("I8",), rectangle.index)
-        index = _unless_empty(rectangle, rows, slice(0, 1))
-        scales = Stored(f"{rectangle.name}_scale", (rectangle.shape[0], 1), FLOATS, index)
-        yield Read((codes, scales), parameter, rectangle.row, part=_write_int8)
+        stored = (self.codes(rectangle), self.scales(rectangle))
+        yield Read(stored, parameter, rectangle.row, part=_write_int8)
+
+    def scales(self, rectangle: Rectangle) -> Stored:
+        index = _unless_empty(rectangle, rectangle.index[0], slice(0, 1))
+        return Stored(f"{rectangle.name}_scale", (rectangle.shape[0], 1), FLOATS, index)
+
+    def spread(self, rectangle: Rectangle, scales: Tensor, rows: int, columns: int) -> Tensor:
+        return scales.float()
 
 
 def _write_int8(weight: Int8Weight, codes: Tensor, scales: Tensor, row: int) -> None:
     weight.write_codes(pad_loaded_weight(codes, 1, (weight.k,)), scales.float().flatten(), row)
 
 
-class BlockFp8(Encoding):
-    """weight [n, k] e4m3 and weight_scale_inv, one number for each block; blocks at the edges are smaller."""
+class BlockEncoding(ByteEncoding):
+    """weight [n, k] and weight_scale_inv, one number for each block; blocks at the edges are smaller."""
 
     def encoded(self, rectangle: Rectangle, parameter: WeightParameter) -> Iterator[Read]:
-        (rows, columns), (block_n, block_k) = rectangle.index, self.config.block
         held = parameter.format
-        assert isinstance(held, Fp8)
-        codes = Stored(rectangle.name, rectangle.shape, ("F8_E4M3",), rectangle.index)
-        yield Read((codes,), parameter, rectangle.row, part=Fp8Weight.write_codes)
-        shape = (-(-rectangle.shape[0] // block_n), -(-rectangle.shape[1] // block_k))
-        blocks = _unless_empty(rectangle, _whole(rows, block_n), _whole(columns, block_k))
-        scales = Stored(f"{rectangle.name}_scale_inv", shape, FLOATS, blocks)
-        yield Read((scales,), parameter, rectangle.row, partial(self.scales, rectangle, held), _write_fp8_scales)
+        assert isinstance(held, BlockFormat)
+        yield Read((self.codes(rectangle),), parameter, rectangle.row, part=ByteCodes.write_codes)
+        spread = partial(self.spread, rectangle, rows=held.block_n, columns=held.block_k)
+        yield Read((self.scales(rectangle),), parameter, rectangle.row, spread, _write_scales)
 
-    def scales(self, rectangle: Rectangle, held: Fp8, scales: Tensor) -> Tensor:
-        """Return a scale for each block of `held`, repeated where these blocks are smaller than the stored ones."""
-        (rows, columns), (block_n, block_k) = rectangle.index, self.config.block
-        scales = _repeated(scales.float(), 0, rows, block_n, held.block_n)
-        return _repeated(scales, 1, columns, block_k, held.block_k).contiguous()
+    def scales(self, rectangle: Rectangle) -> Stored:
+        (n, k), (rows, columns), (block_n, block_k) = rectangle.shape, rectangle.index, self.config.block
+        index = _unless_empty(rectangle, _whole(rows, block_n), _whole(columns, block_k))
+        shape = (-(-n // block_n), -(-k // block_k))
+        return Stored(f"{rectangle.name}_scale_inv", shape, (*FLOATS, *EXPONENTS), index)
+
+    def spread(self, rectangle: Rectangle, scales: Tensor, rows: int, columns: int) -> Tensor:
+        (own_rows, own_columns), (block_n, block_k) = rectangle.index, self.config.block
+        scales = _repeated(scales_of(scales).float(), 0, own_rows, block_n, rows)
+        return _repeated(scales, 1, own_columns, block_k, columns).contiguous()
 
 
-def _write_fp8_scales(weight: Fp8Weight, scales: Tensor, row: int) -> None:
+class BlockFp8(BlockEncoding):
+    dtype = "F8_E4M3"
+
+
+class BlockInt8(BlockEncoding):
+    dtype = "I8"
+
+
+def _write_scales(weight: ByteCodes, scales: Tensor, row: int) -> None:
     weight.write_scales(scales, row // weight.format.block_n)
 
 

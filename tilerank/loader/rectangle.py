@@ -19,7 +19,10 @@ from .padding import pad_loaded_weight
 FLOATS = ("BF16", "F16", "F32")
 """The dtypes of scales and of weights that are not quantised."""
 
-SIZES = {"BF16": 2, "F16": 2, "F32": 4, "F8_E4M3": 1, "I8": 1, "I32": 4}
+EXPONENTS = ("U8", "F8_E8M0")
+"""The dtypes of scales that are powers of two (ue8m0)."""
+
+SIZES = {"BF16": 2, "F16": 2, "F32": 4, "F8_E4M3": 1, "I8": 1, "I32": 4, "U8": 1, "F8_E8M0": 1}
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,7 @@ class Stored:
 
     def check_finite(self, checkpoint: Checkpoint, values: Tensor) -> None:
         """Raise CheckpointError if the rectangle, read into `values`, holds NaN or infinity; integers never do."""
+        values = scales_of(values)
         if values.dtype is torch.float8_e4m3fn:
             suspect = bool(values.numel()) and int((values.view(torch.uint8) & 127).max()) == 127  # NaN; no infinities
         else:
@@ -120,6 +124,15 @@ def place_of(rectangle: Rectangle, checkpoint: Checkpoint) -> Place | None:
     tensors = checkpoint.tensors
     fitting = (p for p in rectangle.places if p.name in tensors and tensors[p.name].shape == p.shape)
     return next(fitting, rectangle.places[0])
+
+
+def scales_of(stored: Tensor) -> Tensor:
+    """Return scales as floats: exponents b (EXPONENTS) stand for 2^(b - 127), 255 for NaN; others are unchanged."""
+    if stored.dtype not in (torch.uint8, torch.float8_e8m0fnu):
+        return stored
+    bits = stored.view(torch.uint8).int()
+    scales = torch.where(bits == 0, 2.0**-127, (bits << 23).view(torch.float32))
+    return torch.where(bits == 255, torch.nan, scales)
 
 
 def _whole_rows(rows: Tensor, parameter: Parameter) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tilerank.kernels.weight_formats import Format, Fp8, Int4, Int8
+from tilerank.kernels.weight_formats import BlockInt8, Format, Fp8, Int4, Int8
 from tilerank.parallel.sharding import WeightFormats
 
 from .quantization_config import DEFAULT_INT4_GROUP, INT4_GROUPS, Quantization, QuantizationConfig, check_agreement
@@ -37,6 +37,8 @@ def stored_format(config: QuantizationConfig) -> Format:
     """Return the format of a quantised checkpoint's weights, before any cut."""
     if config.layout == "fp8":
         return Fp8(*config.block)
+    if config.layout == "block_int8":
+        return BlockInt8(*config.block)
     if config.layout == "int8":
         return Int8()
     # Larger groups are held as several with the same scale.

@@ -1,0 +1,63 @@
+"""The safetensors files that a model directory lists, and the dtypes of their tensors. No torch."""
+
+import json
+from pathlib import Path
+
+from .errors import CheckpointError
+from .files import is_listed, model_file, read_json_object, show
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+MAX_HEADER = 100_000_000  # the safetensors library's own limit
+
+
+def listed_tensors(model_dir: Path) -> dict[str, set[str] | None]:
+    """Return the tensors that the index lists for each file name; None for the only file, if there is no index."""
+    if is_listed(model_dir, SINGLE):
+        return {SINGLE: None}
+    if not is_listed(model_dir, INDEX):
+        others = sorted(
+            path.name for pattern in ("*.bin", "*.pt", "*.pth", "*.gguf") for path in model_dir.glob(pattern)
+        )
+        found = f"found {others[0]}, a format that is not read" if others else "found neither"
+        raise CheckpointError(f"{model_dir}: expected {SINGLE} or {INDEX}, {found}")
+    where = model_dir / INDEX
+    weight_map = read_json_object(model_dir, INDEX, CheckpointError).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(
+            f"{where}: weight_map: expected an object of tensor and file names, found {show(weight_map)}"
+        )
+    listed: dict[str, set[str] | None] = {}
+    for tensor, name in weight_map.items():
+        if not isinstance(name, str) or not name.endswith(".safetensors"):
+            raise CheckpointError(
+                f"{where}: weight_map: {show(tensor)}: expected a .safetensors file, found {show(name)}"
+            )
+        names = listed.setdefault(name, set())
+        assert names is not None
+        names.add(tensor)
+    return listed
+
+
+def stored_dtypes(model_dir: Path) -> dict[str, str] | None:
+    """Return the dtype of every tensor by name, as the headers give them (BF16, I8); None without a whole checkpoint.
+
+    A directory may hold config.json alone, for a plan. Files that are missing or damaged are no concern here, because
+    `Checkpoint` refuses them before anything is loaded.
+    """
+    dtypes: dict[str, str] = {}
+    try:
+        for name in listed_tensors(model_dir):
+            dtypes |= _dtypes(model_file(model_dir, name, CheckpointError))
+    except (CheckpointError, OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        return None
+    return dtypes
+
+
+def _dtypes(path: Path) -> dict[str, str]:
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if length > MAX_HEADER:
+            raise CheckpointError(f"{path}: expected a header of at most {MAX_HEADER} bytes, found {length}")
+        entries = json.loads(file.read(length))
+    return {name: str(entry["dtype"]) for name, entry in entries.items() if name != "__metadata__"}

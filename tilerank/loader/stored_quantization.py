@@ -1,0 +1,104 @@
+"""How a checkpoint stores its weights: the dtypes of its tensors decide, config.json only breaks ties. No torch.
+
+Files in use come without quantization_config, with one that was copied from the model they were made from, and with
+lists of modules that are wrong. A weight is quantised if it has codes and a scale beside it:
+
+    X.weight I8, X.weight_scale             int8: one scale an output
+    X.weight I8, X.weight_scale_inv         block_int8: one scale a block
+    X.weight F8_E4M3, X.weight_scale_inv    fp8: one scale a block
+    X.qweight I32, X.qzeros, X.scales       awq or gptq, which quantization_config tells apart
+"""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from .errors import ConfigError
+from .fields import Fields
+from .headers import stored_dtypes
+from .quantization_config import Layout, QuantizationConfig, read_quantization
+
+_FLOATS = ("BF16", "F16", "F32")
+_LAYOUTS: dict[tuple[str, str], Layout] = {
+    ("I8", "weight_scale"): "int8",
+    ("I8", "weight_scale_inv"): "block_int8",
+    ("F8_E4M3", "weight_scale_inv"): "fp8",
+}
+_CODES = ("I8", "F8_E4M3")
+_SCALES = ("weight_scale", "weight_scale_inv")
+_PACKED = ("qweight", "qzeros", "scales")
+_BLOCK = (128, 128)  # what every published checkpoint has
+_METHODS: dict[Layout, tuple[str, ...]] = {
+    "int8": ("w8a8_int8", "int8", "compressed-tensors"),
+    "block_int8": ("blockwise_int8", "int8"),
+    "fp8": ("fp8",),
+}
+"""The values of quant_method whose other settings are checked; any other is out of date."""
+
+
+def find_quantization(model_dir: Path, config: Fields | None) -> QuantizationConfig | None:
+    """Return how the checkpoint stores its quantised weights; None for floats.
+
+    config: the object quantization_config of config.json, which decides alone where there are no files. Raises
+    ConfigError for what is not supported.
+    """
+    dtypes = stored_dtypes(model_dir)
+    if dtypes is None:
+        return None if config is None else read_quantization(config)
+    if all(dtype in _FLOATS for dtype in dtypes.values()):
+        return None
+    if any(name.endswith(".qweight") for name in dtypes):
+        return _packed(model_dir, config, dtypes)
+    layout = _layout(dtypes)
+    if layout is not None:
+        coded = {name.removesuffix(".weight") for name, dtype in dtypes.items() if _is_weight(name, dtype)}
+        return replace(_settings(layout, config), coded=frozenset(coded | _modules(dtypes, _SCALES)))
+    # Neither floats nor codes with scales. Without config.json's word the loader refuses the first tensor of this kind.
+    return None if config is None else read_quantization(config)
+
+
+def _is_weight(name: str, dtype: str) -> bool:
+    return dtype in _CODES and name.endswith(".weight")
+
+
+def _layout(dtypes: Mapping[str, str]) -> Layout | None:
+    """Return the layout of most weights. A weight of another one is refused when it is read, if the model needs it."""
+    found = Counter(
+        layout
+        for (codes, scale), layout in _LAYOUTS.items()
+        for module in _modules(dtypes, (scale,))
+        if dtypes.get(f"{module}.weight") == codes
+    )
+    return found.most_common(1)[0][0] if found else None
+
+
+def _modules(dtypes: Mapping[str, str], ends: tuple[str, ...]) -> set[str]:
+    """Return the names of the modules that have a tensor whose name ends so."""
+    split = (name.rpartition(".") for name in dtypes)
+    return {module for module, _, end in split if end in ends}
+
+
+def _settings(layout: Layout, config: Fields | None) -> QuantizationConfig:
+    """Return the settings in config.json if they are those of this layout, else its defaults."""
+    says = None if config is None else config.values.get("quant_method")
+    if config is not None and says in _METHODS[layout]:
+        found = read_quantization(config)
+        if found.layout == layout:
+            return found
+    block = (0, 0) if layout == "int8" else _BLOCK
+    return QuantizationConfig(layout, block=block, overrides=str(says) if says else "nothing of it")
+
+
+def _packed(model_dir: Path, config: Fields | None, dtypes: Mapping[str, str]) -> QuantizationConfig:
+    """int4: the order of the codes and the zero points are known from config.json only."""
+    if config is None:
+        name = next(name for name in dtypes if name.endswith(".qweight"))
+        raise ConfigError(
+            f"{model_dir / 'config.json'}: quantization_config: expected that of AWQ or GPTQ for tensor {name}, "
+            "found no such key"
+        )
+    found = read_quantization(config)
+    if found.layout not in ("awq", "gptq"):
+        raise config.fail("quant_method", "awq or gptq, because the checkpoint has tensors qweight")
+    return replace(found, coded=frozenset(_modules(dtypes, _PACKED)))
