@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from matrices import DTYPES
@@ -102,6 +103,24 @@ def test_resizing_differs_from_pillow_by_a_level_at_most(resample: str, height: 
         picture = picture.resize(size, getattr(Image.Resampling, resample.upper()))
     expected = torch.tensor(list(picture.tobytes())).view(1, 32, 64, 3)
     assert int((levels(found, grid, 16, 2) - expected).abs().max()) <= 1
+
+
+@pytest.mark.parametrize("resample", ["bicubic", "bilinear"])
+@on_rung
+@given(height=st.integers(1, 90), width=st.integers(1, 90), rows=st.integers(1, 56), columns=st.integers(1, 84))
+@example(height=56, width=84, rows=56, columns=84)
+@example(height=20, width=30, rows=20, columns=30)
+def test_zeros_fill_what_a_frame_leaves_of_its_grid(
+    resample: str, height: int, width: int, rows: int, columns: int
+) -> None:
+    """Compare with a frame that torch has resized and padded before: tiles of 2 x 2 patches, as mllama has them."""
+    frames, grid = random_frames(1, height, width), (1, 4, 6)
+    shape: Any = {"resample": resample, "patch": 14, "merge": 2, "temporal": 1}
+    channels = frames.permute(0, 3, 1, 2)
+    if (rows, columns) != (height, width):
+        channels = F.interpolate(channels, (rows, columns), mode=resample, antialias=True)
+    padded = F.pad(channels, (0, 84 - columns, 0, 56 - rows)).permute(0, 2, 3, 1).contiguous()
+    assert torch.equal(patches(frames, grid, size=(rows, columns), **shape), patches(padded, grid, **shape))
 
 
 SIZES = [(100, 90), (48, 80), (80, 48), (33, 400), (256, 512), (1080, 1920), (1000, 17)]

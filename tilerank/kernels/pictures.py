@@ -23,13 +23,15 @@ def patches(
     patch: int = 16,
     merge: int = 2,
     temporal: int = 2,
+    size: tuple[int, int] | None = None,
 ) -> Tensor:
-    """Resize RGB frames, normalise them, and cut them into patches, as the processors of Qwen2-VL and Qwen3-VL do.
+    """Resize RGB frames, normalise them, and cut them into patches, as the processors of Qwen3-VL and mllama do.
 
     frames: [n, h, w, 3] uint8, n >= 1. grid: (t, rows, columns) of patches, with t = ceil(n / temporal), and rows and
     columns multiples of `merge`. The last frame is repeated until n is a multiple of `temporal`.
-    Frames are resized to [rows * patch, columns * patch] as by torchvision with antialias=True: horizontally, then
-    vertically, with the kernel `resample` ("bilinear" or "bicubic", a = -0.5), int16 weights, and uint8 in between.
+    Frames are resized to `size`, by default [rows * patch, columns * patch], as by torchvision with antialias=True:
+    horizontally, then vertically, with the kernel `resample` ("bilinear" or "bicubic", a = -0.5), int16 weights, and
+    uint8 in between. The pixels of the grid below and to the right of `size` are zeros before they are normalised.
     A value v becomes (v - 255 * mean) / (255 * std) in fp32, with mean and std of its channel, rounded to `dtype`.
     Returns [t * rows * columns, 3 * temporal * patch * patch]. Patches are ordered by (t, block row, block column, row
     in block, column in block), with blocks of merge x merge patches, and their values by (channel, frame, y, x).
@@ -44,6 +46,10 @@ def patches(
         raise KernelError(
             f"patches: grid: expected {-(-n // temporal)} times a multiple of {merge} rows and columns, found {grid}"
         )
+    height, width = rows * patch, columns * patch
+    size = size or (height, width)
+    if not (1 <= size[0] <= height and 1 <= size[1] <= width):
+        raise KernelError(f"patches: size: expected 1 to {height} rows and 1 to {width} columns, found {size}")
     if resample not in RESAMPLING:
         raise KernelError(f"patches: resample: expected one of {', '.join(RESAMPLING)}, found {resample!r}")
     if dtype not in check.ACTIVATION_DTYPES:
@@ -59,8 +65,9 @@ def patches(
             patch=patch,
             merge=merge,
             temporal=temporal,
+            size=size,
         )
     out = core.empty((t * rows * columns, 3 * temporal * patch * patch), dtype)
-    sizes = (rows, columns, patch, merge, temporal, int(resample == "bicubic"))
+    sizes = (rows, columns, patch, merge, temporal, int(resample == "bicubic"), *size)
     core.launch(_PATCHES, (frames, out), sizes, (*mean, *std))
     return out

@@ -16,12 +16,15 @@ def patches(
     patch: int = 16,
     merge: int = 2,
     temporal: int = 2,
+    size: tuple[int, int] | None = None,
 ) -> Tensor:
-    """Resize, normalise and permute, as Qwen2VLImageProcessor and Qwen3VLVideoProcessor of transformers."""
+    """Resize, pad, normalise and permute, as the processors of Qwen3-VL and mllama of transformers."""
     t, rows, columns = grid
     images = frames.permute(0, 3, 1, 2)
-    if images.shape[2:] != (rows * patch, columns * patch):
-        images = F.interpolate(images, (rows * patch, columns * patch), mode=resample, antialias=True)
+    height, width = size or (rows * patch, columns * patch)
+    if images.shape[2:] != (height, width):
+        images = F.interpolate(images, (height, width), mode=resample, antialias=True)
+    images = F.pad(images, (0, columns * patch - width, 0, rows * patch - height))
     images = torch.cat([images, images[-1:].expand(t * temporal - images.shape[0], -1, -1, -1)])
     factor = torch.tensor(255.0)
     offset, scale = (factor * torch.tensor(values) for values in (mean, std))

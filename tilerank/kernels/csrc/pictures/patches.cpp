@@ -179,13 +179,14 @@ static void cut_strip(const uint8_t* strip, int64_t pitch, const PatchShape& sha
   }
 }
 
-// tensors: frames [n, h, w, 3] u8, out; ints: rows and columns of patches, patch, merge, temporal, bicubic;
-// floats: means and deviations of the channels
+// tensors: frames [n, h, w, 3] u8, out; ints: rows and columns of patches, patch, merge, temporal, bicubic, height and
+// width after resizing, at most those of the patches; floats: means and deviations of the channels
 static void patches(const Args& args, Team& team) {
   const Tensor &frames = args.tensor(0), &out = args.tensor(1);
   const PatchShape shape = {args.integer(0), args.integer(1), args.integer(2), args.integer(3), args.integer(4)};
-  const int64_t n = frames.size[0], width = shape.columns * shape.patch, height = shape.rows * shape.patch;
+  const int64_t n = frames.size[0], full_width = shape.columns * shape.patch;
   const bool bicubic = args.integer(5) != 0;
+  const int64_t height = args.integer(6), width = args.integer(7);
   const Resampling x(frames.size[2], width, bicubic), y(frames.size[1], height, bicubic);
   float means[3], deviations[3];
   for (int c = 0; c < 3; ++c) {
@@ -193,7 +194,7 @@ static void patches(const Args& args, Team& team) {
     deviations[c] = 255.0f * args.real(3 + c);
   }
 
-  const int64_t pitch = (3 * width + 2 * kSlack - 1) / kSlack * kSlack;
+  const int64_t pitch = (3 * full_width + 2 * kSlack - 1) / kSlack * kSlack;
   const int64_t strip_bytes = shape.patch * pitch;
   const int64_t pointer_bytes = y.taps * static_cast<int64_t>(sizeof(uint8_t*));
   const int64_t window_bytes = RowWindow::bytes(frames, x, y.taps, pitch);
@@ -209,6 +210,10 @@ static void patches(const Args& args, Team& team) {
     for (int64_t i = 0; i < shape.patch; ++i) {
       const int64_t at = row * shape.patch + i;
       uint8_t* const resized = strip + i * pitch;
+      if (at >= height) {
+        std::memset(resized, 0, static_cast<size_t>(3 * full_width));
+        continue;
+      }
       if (y.is_identity) {
         window.go_to(frame, at, at + 1);
         std::memcpy(resized, window.row(at), static_cast<size_t>(3 * width));
@@ -218,6 +223,7 @@ static void patches(const Args& args, Team& team) {
         for (int64_t j = 0; j < y.taps; ++j) taken[j] = window.row(begin + j);
         resize_vertically(taken, y.weights() + at * y.taps, y.taps, y.precision, resized, 3 * width);
       }
+      std::memset(resized + 3 * width, 0, static_cast<size_t>(3 * (full_width - width)));
     }
     const int64_t slot = frame % shape.temporal, end_slot = frame == n - 1 ? shape.temporal : slot + 1;
     for_float(out.dtype, [&](auto type) {
