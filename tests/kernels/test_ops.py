@@ -117,6 +117,11 @@ def test_a_frequency_follows_the_positions_of_its_axis(axis_of: list[int]) -> No
             assert torch.equal(found[token, :, i], all_rows[position, :, i])
 
 
+def neighbours_apart(x: Tensor, rotated: int) -> Tensor:
+    """x with the even ones of its first `rotated` dims first, then the odd ones, so that pairs are `rotated` / 2 apart."""
+    return torch.cat([x[..., :rotated:2], x[..., 1:rotated:2], x[..., rotated:]], -1)
+
+
 def exact_rotation(x: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
     """x rotated in float64 as complex numbers, and the sum of the magnitudes that the two products have."""
     half = rows.shape[2]
@@ -130,28 +135,38 @@ def exact_rotation(x: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("layout", ["dense", "slice", "swapped"])
 @pytest.mark.parametrize(("d", "half"), [(8, 4), (64, 32), (128, 64), (80, 40), (40, 10), (24, 1)])
-def test_rotary_rotates_pairs(dtype: torch.dtype, layout: str, d: int, half: int) -> None:
+@pytest.mark.parametrize("neighbours", [False, True], ids=["halves", "neighbours"])
+def test_rotary_rotates_pairs(dtype: torch.dtype, layout: str, d: int, half: int, neighbours: bool) -> None:
     q, k = layouts(6, 5, d, dtype)[layout], layouts(6, 2, d, dtype)[layout]
     rows = table(100, half, dtype)[[0, 1, 17, 5, 5, 99]]
-    expected = [exact_rotation(x.clone(), rows) for x in (q, k)]
+    given = [neighbours_apart(x, 2 * half) if neighbours else x.clone() for x in (q, k)]
+    expected = [exact_rotation(x, rows) for x in given]
     rest = q[..., 2 * half :].clone()
-    ops.rotary_(q, k, rows)
-    for found, (exact, most) in zip((q, k), expected, strict=True):
+    ops.rotary_(q, k, rows, neighbours=neighbours)
+    for x, (exact, most) in zip((q, k), expected, strict=True):
+        found = neighbours_apart(x, 2 * half) if neighbours else x
         rotated = exact[..., : 2 * half]
         bound = rotated.abs() * half_ulp(dtype) * 1.01 + 2 * EPS32 * most
         assert_within(found[..., : 2 * half], rotated, bound)
     assert torch.equal(q[..., 2 * half :], rest)
 
 
-def test_rotary_equals_that_of_transformers() -> None:
+@pytest.mark.parametrize("neighbours", [False, True], ids=["llama", "deepseek"])
+def test_rotary_equals_that_of_transformers(neighbours: bool) -> None:
+    from transformers.models.deepseek_v3.modeling_deepseek_v3 import apply_rotary_pos_emb_interleave
     from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
     q, k = randn(7, 4, 64), randn(7, 2, 64, seed=1)
     rows = table(10, 32, torch.float32)[3:]
     cos, sin = (part.repeat(1, 2) for part in rows.unbind(1))
-    expected = apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1)
-    ops.rotary_(q, k, rows)
-    for found, want in zip((q, k), expected, strict=True):
+    if neighbours:  # its result has the even dims first
+        expected = apply_rotary_pos_emb_interleave(*(x[None].transpose(1, 2) for x in (q, k)), cos[None], sin[None])
+        expected = tuple(x[0].transpose(0, 1) for x in expected)
+    else:
+        expected = apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1)
+    ops.rotary_(q, k, rows, neighbours=neighbours)
+    for x, want in zip((q, k), expected, strict=True):
+        found = neighbours_apart(x, 64) if neighbours else x
         torch.testing.assert_close(found, want, rtol=0, atol=4 * EPS32 * float(want.abs().max()))
 
 

@@ -76,18 +76,18 @@ def rope_rows(table: Tensor, positions: Tensor, axis_of: Tensor) -> Tensor:
     return out
 
 
-def rotary_(q: Tensor, k: Tensor, rows: Tensor) -> None:
+def rotary_(q: Tensor, k: Tensor, rows: Tensor, *, neighbours: bool = False) -> None:
     """Rotary position embedding (Su et al., 2021) of q and k, in place.
 
     q: [t, hq, d]; k: [t, hk, d]; rows: [t, 2, r / 2] from `rope_rows`, in the activation dtype, r <= d. The first r
-    dims are rotated in pairs (i, i + r / 2), the half-split form of Llama and Qwen; the rest stays. Products and sum
-    are fp32, rounded once.
+    dims are rotated in pairs (i, i + r / 2), the half-split form of Llama and Qwen, or if `neighbours` in pairs
+    (2 i, 2 i + 1), the form of the paper and of DeepSeek; the rest stays. Products and sum are fp32, rounded once.
     """
     _check_rotary("rotary_", q, k, rows)
     if core.isa() == "reference":
-        reference.rotary_(q, k, rows)
+        reference.rotary_(q, k, rows, neighbours=neighbours)
     else:
-        core.launch(_ROTARY, (q, k, rows))
+        core.launch(_ROTARY, (q, k, rows), (neighbours,))
 
 
 def norm_rotary_(

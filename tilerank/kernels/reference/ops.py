@@ -61,13 +61,16 @@ def rope_rows(table: Tensor, positions: Tensor, axis_of: Tensor) -> Tensor:
     return table[positions[axis_of].T, :, frequencies].transpose(1, 2).contiguous()
 
 
-def rotary_(q: Tensor, k: Tensor, rows: Tensor) -> None:
-    """Half-split rotation of the first 2 * rows.shape[2] dims of q and k, in place, in fp32 with one rounding."""
+def rotary_(q: Tensor, k: Tensor, rows: Tensor, *, neighbours: bool = False) -> None:
+    """Rotate the first 2 * rows.shape[2] dims of q and k, in place, in fp32 with one rounding."""
     half = rows.shape[2]
     c, s = (part.float()[:, None] for part in rows.unbind(1))
     for heads in (q, k):
-        first, second = heads[..., :half].float(), heads[..., half : 2 * half].float()
-        heads[..., : 2 * half] = torch.cat([first * c - second * s, second * c + first * s], dim=-1)
+        rotated = heads[..., : 2 * half]
+        parts = (rotated[..., ::2], rotated[..., 1::2]) if neighbours else rotated.split(half, dim=-1)
+        first, second = (part.float() for part in parts)
+        turned = torch.stack([first * c - second * s, second * c + first * s], dim=-1 if neighbours else -2)
+        rotated.copy_(turned.flatten(-2))
 
 
 def norm_rotary_(

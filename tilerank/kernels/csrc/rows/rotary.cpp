@@ -1,5 +1,5 @@
-// rotary and rotary_float: pairs (i, i + half) of every head, in fp32, rounded once; norm_rotary: of its
-// root-mean-square norm.
+// rotary and rotary_float: pairs (i, i + half) of every head, or (2 i, 2 i + 1), in fp32, rounded once; norm_rotary: of
+// its root-mean-square norm.
 #ifndef TR_RUNG
 #include "rows/rows.h"
 #define TR_SOURCE "rows/rotary.cpp"
@@ -107,9 +107,53 @@ static void rotate_heads(const Args& args, Team& team) {
   });
 }
 
-// tensors: q, k, rows [t, 2, h]
+static inline Vec swap_neighbours(Vec x) {
+#ifdef TR_AVX512
+  return {_mm512_permute_ps(x.v, 0b10110001)};
+#else
+  return {_mm256_permute_ps(x.v, 0b10110001)};
+#endif
+}
+
+template <class T>
+static void rotate_neighbours(const Args& args, Team& team) {
+  const Tensor& rows = args.tensor(2);
+  const int64_t d = args.tensor(0).size[2], half = rows.size[2];
+  // For each dimension the cosine of its pair, and the sine with the sign of the neighbour's part.
+  float* const c = static_cast<float*>(team.scratch(sizeof(float) * static_cast<size_t>(6 * half)));
+  float *const s = c + 2 * half, *const narrow = s + 2 * half;
+  int64_t token = -1;
+  for_heads<T>(args, team, [&](const Head<T>* heads, int64_t n) {
+    for (const auto* head = heads; head < heads + n; ++head) {
+      head->fetch_next(d);
+      if (head->token != token) {
+        token = head->token;
+        const T* const cos = rows.row<T>(token);
+        widen_row(cos, half, narrow);
+        widen_row(cos + rows.stride[1], half, narrow + half);
+        for (int64_t i = 0; i < half; ++i) {
+          c[2 * i] = c[2 * i + 1] = narrow[i];
+          s[2 * i] = -narrow[half + i];
+          s[2 * i + 1] = narrow[half + i];
+        }
+      }
+      for_lanes(2 * half, [&](int64_t i, auto lanes) {
+        const Vec x = lanes.load(head->x + i);
+        lanes.store(head->x + i, fma(x, lanes.load(c + i), swap_neighbours(x) * lanes.load(s + i)));
+      });
+    }
+  });
+}
+
+// tensors: q, k, rows [t, 2, h]; ints: whether the pairs are neighbours
 static void rotary(const Args& args, Team& team) {
-  for_float(args.tensor(2).dtype, [&](auto type) { rotate_heads<decltype(type), decltype(type)>(args, team); });
+  for_float(args.tensor(2).dtype, [&](auto type) {
+    if (args.integer(0) != 0) {
+      rotate_neighbours<decltype(type)>(args, team);
+    } else {
+      rotate_heads<decltype(type), decltype(type)>(args, team);
+    }
+  });
 }
 TR_KERNEL(rotary)
 
