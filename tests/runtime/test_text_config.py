@@ -170,10 +170,14 @@ def test_a_needed_key_is_missing(tmp_path: Path, key: str) -> None:
         ),
         ({"layer_types": ["full_attention"]}, "layer_types: expected one entry for each of the 32 layers"),
         (
-            {"rope_scaling": {"rope_type": "yarn", "factor": 4}},
-            "rope_scaling.rope_type: expected one of default, llama3, found 'yarn'",
+            {"rope_scaling": {"rope_type": "dynamic", "factor": 4}},
+            "rope_scaling.rope_type: expected one of default, llama3, yarn, found 'dynamic'",
         ),
-        ({"rope_scaling": {"type": "su"}}, "rope_scaling.type: expected one of default, llama3, found 'su'"),
+        ({"rope_scaling": {"type": "su"}}, "rope_scaling.type: expected one of default, llama3, yarn, found 'su'"),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": 4, "beta_fast": 1}},
+            "rope_scaling.beta_slow: expected a number below beta_fast (1), found no such key",
+        ),
         ({"rope_scaling": {"factor": 4}}, "rope_scaling.rope_type: expected a string, found no such key"),
         ({"rope_scaling": 8}, "rope_scaling: expected an object, found 8"),
         (

@@ -10,10 +10,11 @@ from tilerank.kernels import ops
 from tilerank.loader.fields import Fields
 from tilerank.parallel.parameters import Layer
 
-ROPE_TYPES = ("default", "llama3")
+ROPE_TYPES = ("default", "llama3", "yarn")
 
 _MAX_THETA = 1e15
 _MAX_POSITIONS = 1 << 30
+_ORIGINAL = "original_max_position_embeddings"
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,25 @@ class Llama3Scaling:
 
 
 @dataclass(frozen=True)
+class YarnScaling:
+    """YaRN (Peng et al., arXiv 2309.00071).
+
+    Frequencies that turn more than `beta_fast` times in `original_max_position_embeddings` tokens are kept, those that
+    turn less than `beta_slow` times are divided by `factor`, and those between are blended; `truncate`: the borders are
+    moved outwards to whole frequencies. amplitude: factor of cosines and sines. score_factor: factor of attention
+    scores, which latent attention uses (DeepSeek-V2): (0.1 * mscale_all_dim * ln(factor) + 1)^2.
+    """
+
+    factor: float
+    original_max_position_embeddings: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    amplitude: float = 1.0
+    score_factor: float = 1.0
+
+
+@dataclass(frozen=True)
 class RopeConfig:
     """Rotary position embedding; without `scaling` the frequencies are theta^(-2i / dim).
 
@@ -36,7 +56,7 @@ class RopeConfig:
     """
 
     theta: float
-    scaling: Llama3Scaling | None = None
+    scaling: Llama3Scaling | YarnScaling | None = None
     sections: tuple[int, int, int] | None = None
 
     @property
@@ -106,7 +126,7 @@ def _read_sections(scaling: Fields, dim: int) -> tuple[int, int, int]:
     return sizes[0], sizes[1], sizes[2]
 
 
-def _read_scaling(c: Fields, scaling: Fields) -> Llama3Scaling | None:
+def _read_scaling(c: Fields, scaling: Fields) -> Llama3Scaling | YarnScaling | None:
     key = "type" if scaling.has("type") and not scaling.has("rope_type") else "rope_type"
     if key == "rope_type" and scaling.prefix == "rope_parameters." and not scaling.has(key):
         return None  # transformers 5: an absent rope_type is the default one
@@ -115,14 +135,45 @@ def _read_scaling(c: Fields, scaling: Fields) -> Llama3Scaling | None:
         raise scaling.fail(key, "one of " + ", ".join(ROPE_TYPES))
     if kind == "default":
         return None
+    # transformers gives priority to the key at the top where a file has both.
+    holder, key = c if c.has(_ORIGINAL) else scaling, _ORIGINAL
+    if kind == "yarn":
+        if not holder.has(key):
+            holder, key = c, "max_position_embeddings"
+        return _read_yarn(c, scaling, holder.integer(key, 1, _MAX_POSITIONS))
     low = scaling.number("low_freq_factor", 0.0, 1e6)
     high = scaling.number("high_freq_factor", 0.0, 1e6)
     if not low < high:
         raise scaling.fail("high_freq_factor", f"a number above low_freq_factor ({low:g})")
-    # transformers gives priority to the key at the top where a file has both.
-    holder = c if c.has("original_max_position_embeddings") else scaling
-    original = holder.integer("original_max_position_embeddings", 1, _MAX_POSITIONS)
+    original = holder.integer(key, 1, _MAX_POSITIONS)
     return Llama3Scaling(scaling.number("factor", 0.0, 1e6), low, high, original)
+
+
+def _read_yarn(c: Fields, scaling: Fields, original: int) -> YarnScaling:
+    def number(key: str, default: float) -> float:
+        """Zero counts as absent, as it does in transformers."""
+        return (scaling.number(key, 0.0, 1e6, above=False) if scaling.has(key) else 0.0) or default
+
+    most = c.integer("max_position_embeddings", 1, _MAX_POSITIONS)
+    factor = scaling.number("factor", 0.0, 1e6) if scaling.has("factor") else most / original
+
+    def mscale(weight: float) -> float:
+        return 0.1 * weight * math.log(factor) + 1 if factor > 1 else 1.0
+
+    own, all_dim = number("mscale", 0.0), number("mscale_all_dim", 0.0)
+    amplitude = mscale(own) / mscale(all_dim) if own and all_dim else mscale(1.0)
+    fast, slow = number("beta_fast", 32.0), number("beta_slow", 1.0)
+    if not slow < fast:
+        raise scaling.fail("beta_slow", f"a number below beta_fast ({fast:g})")
+    return YarnScaling(
+        factor,
+        original,
+        beta_fast=fast,
+        beta_slow=slow,
+        truncate=scaling.flag("truncate") if scaling.has("truncate") else True,
+        amplitude=scaling.number("attention_factor", 0.0, 1e6) if scaling.has("attention_factor") else amplitude,
+        score_factor=mscale(all_dim) ** 2,
+    )
 
 
 class RopeTable(Layer):
@@ -149,18 +200,26 @@ class RopeTable(Layer):
     def allocate(self) -> None:
         self.table = torch.empty((self._positions, 2, self._dim // 2), dtype=self._dtype)
         frequencies = inverse_frequencies(self._rope, self._dim)
+        scaling = self._rope.scaling
+        amplitude = scaling.amplitude if isinstance(scaling, YarnScaling) else 1.0
         # In blocks, which bounds the fp32 intermediates of a long context.
         for start in range(0, self._positions, 4096):
             stop = min(start + 4096, self._positions)
             angles = torch.outer(torch.arange(start, stop, dtype=torch.float32), frequencies)
-            self.table[start:stop, 0] = angles.cos()
-            self.table[start:stop, 1] = angles.sin()
+            self.table[start:stop, 0] = angles.cos() * amplitude
+            self.table[start:stop, 1] = angles.sin() * amplitude
 
 
 def inverse_frequencies(rope: RopeConfig, dim: int) -> Tensor:
     """Return [dim / 2] fp32 radians per position: theta^(-2i / dim), rescaled as the config says."""
-    frequencies = 1.0 / rope.theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
-    return frequencies if rope.scaling is None else _llama3(frequencies, rope.scaling)
+    inverse = rope.theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
+    match rope.scaling:
+        case None:
+            return 1.0 / inverse
+        case Llama3Scaling() as scaling:
+            return _llama3(1.0 / inverse, scaling)
+        case YarnScaling() as scaling:
+            return _yarn(inverse, scaling, rope.theta)
 
 
 def _llama3(frequencies: Tensor, scaling: Llama3Scaling) -> Tensor:
@@ -171,6 +230,23 @@ def _llama3(frequencies: Tensor, scaling: Llama3Scaling) -> Tensor:
     blended = (1 - kept) * frequencies / scaling.factor + kept * frequencies
     stretched = torch.where(wavelengths > context / low, frequencies / scaling.factor, blended)
     return torch.where(wavelengths < context / high, frequencies, stretched)
+
+
+def _yarn(inverse: Tensor, scaling: YarnScaling, theta: float) -> Tensor:
+    count = len(inverse)
+
+    def frequency_of(turns: float) -> float:
+        """Return which frequency turns so many times in the original context."""
+        return count * math.log(scaling.original_max_position_embeddings / (turns * 2 * math.pi)) / math.log(theta)
+
+    low, high = frequency_of(scaling.beta_fast), frequency_of(scaling.beta_slow)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, 2 * count - 1)
+    if low == high:
+        high += 0.001
+    kept = 1 - ((torch.arange(count, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+    return 1.0 / (scaling.factor * inverse) * (1 - kept) + 1.0 / inverse * kept
 
 
 def axes_of_frequencies(sections: tuple[int, int, int] | None, count: int) -> list[int]:
