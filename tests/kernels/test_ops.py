@@ -118,7 +118,7 @@ def test_a_frequency_follows_the_positions_of_its_axis(axis_of: list[int]) -> No
 
 
 def neighbours_apart(x: Tensor, rotated: int) -> Tensor:
-    """x with the even ones of its first `rotated` dims first, then the odd ones, so that pairs are `rotated` / 2 apart."""
+    """x with the even ones of its first `rotated` dims before the odd ones: its pairs lie `rotated` / 2 apart."""
     return torch.cat([x[..., :rotated:2], x[..., 1:rotated:2], x[..., rotated:]], -1)
 
 
