@@ -20,9 +20,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import check
+from . import check, core
 from .errors import KernelError
 from .reference import delta as reference
+
+_SPLIT_QKVZBA = core.kernel("split_qkvzba")
+_CAUSAL_CONV = core.kernel("causal_conv")
+_DELTA_GATING = core.kernel("delta_gating")
+_DELTA_RULE = core.kernel("delta_rule")
+_DELTA_STEP = core.kernel("delta_step")
+_GATED_NORM = core.kernel("gated_norm")
+_SIGMOID_GATE = core.kernel("sigmoid_gate")
 
 MAX_CONV_WIDTH = 8
 MAX_HEAD_DIM = 256
@@ -39,7 +47,11 @@ def split_qkvzba(
     """
     widths = reference.part_widths(key_heads, value_heads, key_dim, value_dim)
     check.tensor("split_qkvzba", "x", x, (None, sum(widths)), check.ACTIVATION_DTYPES)
-    return reference.split_qkvzba(x, key_heads, value_heads, key_dim, value_dim)
+    if core.isa() == "reference":
+        return reference.split_qkvzba(x, key_heads, value_heads, key_dim, value_dim)
+    qkv, z, b, a = (core.empty((x.shape[0], width), x.dtype) for width in widths)
+    core.launch(_SPLIT_QKVZBA, (x, qkv, z, b, a))
+    return qkv, z, b, a
 
 
 def causal_conv(
@@ -59,7 +71,11 @@ def causal_conv(
         raise KernelError(f"causal_conv: weight: expected a width of 1 to {MAX_CONV_WIDTH}, found {width}")
     check.tensor("causal_conv", "conv", conv, (None, width - 1, x.shape[1]), x.dtype)
     _check_batch("causal_conv", slots, query_starts, seq_lens)
-    return reference.causal_conv(x, weight, conv, slots, query_starts, seq_lens)
+    if core.isa() == "reference":
+        return reference.causal_conv(x, weight, conv, slots, query_starts, seq_lens)
+    out = core.empty(x.shape, x.dtype)
+    core.launch(_CAUSAL_CONV, (x, weight, conv, slots, query_starts, seq_lens, out))
+    return out
 
 
 def delta_gating(a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
@@ -70,7 +86,11 @@ def delta_gating(a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor) -> tuple[
     does: both [t, value_heads] float32, contiguous.
     """
     _check_gates("delta_gating", a, b, a_log, dt_bias)
-    return reference.delta_gating(a, b, a_log, dt_bias)
+    if core.isa() == "reference":
+        return reference.delta_gating(a, b, a_log, dt_bias)
+    g, beta = core.empty(a.shape, torch.float32), core.empty(a.shape, torch.float32)
+    core.launch(_DELTA_GATING, (a, b, a_log, dt_bias, g, beta))
+    return g, beta
 
 
 def delta_rule(
@@ -94,11 +114,15 @@ def delta_rule(
     one row is computed as written here, one of several rows in chunks of 64 (Yang et al., section 3.3). A row's bits
     depend only on its sequence's state and rows in this step.
     """
-    _check_rule("delta_rule", qkv, g, state, key_heads)
+    shape = _check_rule("delta_rule", qkv, g, state, key_heads)
     check.tensor("delta_rule", "g", g, (qkv.shape[0], None), torch.float32)
     check.tensor("delta_rule", "beta", beta, g.shape, torch.float32)
     _check_batch("delta_rule", slots, query_starts, seq_lens)
-    return reference.delta_rule(qkv, g, beta, state, slots, query_starts, seq_lens, key_heads)
+    if core.isa() == "reference":
+        return reference.delta_rule(qkv, g, beta, state, slots, query_starts, seq_lens, key_heads)
+    out = core.empty(shape, qkv.dtype)
+    core.launch(_DELTA_RULE, (qkv, g, beta, state, slots, query_starts, seq_lens, out), (key_heads,))
+    return out
 
 
 def delta_step(
@@ -117,19 +141,23 @@ def delta_step(
     qkv: [s, 2 * key_heads * dk + value_heads * dv]; the other arguments are those of `delta_gating` and `delta_rule`.
     Every state is read from memory and written once.
     """
-    _check_rule("delta_step", qkv, a, state, key_heads)
+    shape = _check_rule("delta_step", qkv, a, state, key_heads)
     _check_gates("delta_step", a, b, a_log, dt_bias)
     check.tensor("delta_step", "a", a, (qkv.shape[0], None), qkv.dtype)
     check.tensor("delta_step", "slots", slots, (qkv.shape[0],), torch.int32)
     check.tensor("delta_step", "seq_lens", seq_lens, (qkv.shape[0],), torch.int32)
-    return reference.delta_step(qkv, a, b, a_log, dt_bias, state, slots, seq_lens, key_heads)
+    if core.isa() == "reference":
+        return reference.delta_step(qkv, a, b, a_log, dt_bias, state, slots, seq_lens, key_heads)
+    out = core.empty(shape, qkv.dtype)
+    core.launch(_DELTA_STEP, (qkv, a, b, a_log, dt_bias, state, slots, seq_lens, out), (key_heads,))
+    return out
 
 
 def gated_norm(o: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Return the RMS norm of every head, gated: o / sqrt(mean(o^2) + eps) * weight * silu(z) (Qwen3_5RMSNormGated).
 
-    o, z: [t, heads * dv]; weight: [dv] of the same dtype. Returns [t, heads * dv] with contiguous rows.
-    The norm is rounded before and after the product with weight; silu and its product are fp32,
+    o, z: [t, heads * dv]; weight: [dv] of the same dtype. Returns [t, heads * dv] with contiguous rows
+    (`core.empty_rows`). The norm is rounded before and after the product with weight; silu and its product are fp32,
     rounded once.
     """
     check.tensor("gated_norm", "weight", weight, (None,), check.ACTIVATION_DTYPES)
@@ -137,7 +165,11 @@ def gated_norm(o: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
     check.tensor("gated_norm", "z", z, o.shape, weight.dtype)
     if o.shape[1] % max(weight.shape[0], 1):
         raise KernelError(f"gated_norm: o: expected heads of {weight.shape[0]} columns, found {o.shape[1]} columns")
-    return reference.gated_norm(o, z, weight, eps)
+    if core.isa() == "reference":
+        return reference.gated_norm(o, z, weight, eps)
+    out = core.empty_rows(o.shape, o.dtype)
+    core.launch(_GATED_NORM, (o, z, weight, out), (), (eps,))
+    return out
 
 
 def sigmoid_gate_(x: Tensor, gate: Tensor) -> None:
@@ -150,7 +182,10 @@ def sigmoid_gate_(x: Tensor, gate: Tensor) -> None:
     check.tensor("sigmoid_gate_", "gate", gate, (*x.shape[:-1], None), x.dtype)
     if gate.shape[-1] not in (1, x.shape[-1]):
         raise KernelError(f"sigmoid_gate_: gate: expected {x.shape[-1]} or 1 columns, found {gate.shape[-1]}")
-    reference.sigmoid_gate_(x, gate)
+    if core.isa() == "reference":
+        reference.sigmoid_gate_(x, gate)
+    else:
+        core.launch(_SIGMOID_GATE, (x, gate))
 
 
 def _check_batch(kernel: str, slots: Tensor, query_starts: Tensor, seq_lens: Tensor) -> None:

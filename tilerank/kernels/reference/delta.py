@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..errors import KernelError
+from .ops import by_row
 
 CHUNK = 64
 EPS = 1e-6  # of the lengths of q and k
@@ -42,14 +43,15 @@ def causal_conv(
         sums = torch.zeros(stop - start, x.shape[1])
         for i, tap in enumerate(weight.float().T):
             sums += tap * inputs[i : i + stop - start].float()
-        out[start:stop] = F.silu(sums)
+        out[start:stop] = by_row(sums, F.silu)
         conv[slot] = inputs[len(inputs) - before :]
     return out
 
 
 def delta_gating(a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
     """Return -exp(a_log) * softplus(a + dt_bias) and sigmoid(b)."""
-    return -a_log.float().exp() * F.softplus(a.float() + dt_bias.float()), b.sigmoid().float()
+    rates = by_row(a.float() + dt_bias.float(), F.softplus)
+    return -a_log.float().exp() * rates, by_row(b, torch.sigmoid).float()
 
 
 def delta_rule(
@@ -74,10 +76,11 @@ def delta_rule(
         if start == stop or not value_heads:
             continue
         repeats = value_heads // key_heads
-        q, k, v = _heads(qkv[start:stop], key_heads, dk, dv)
+        # Copies, since the order in which torch sums depends on the alignment.
+        q, k, v = _heads(qkv[start:stop].to(torch.float32, copy=True), key_heads, dk, dv)
         q, k = (x.repeat_interleave(repeats, dim=0) for x in (q, k))
         rule = _recurrent if stop - start == 1 else _chunked
-        o = rule(q, k, v, g[start:stop].T.contiguous(), beta[start:stop].T.contiguous(), state[slot])
+        o = rule(q, k, v, g[start:stop].T.clone(), beta[start:stop].T.clone(), state[slot])
         out[start:stop] = o.transpose(0, 1).flatten(1)
     return out
 
@@ -103,12 +106,12 @@ def gated_norm(o: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Qwen3_5RMSNormGated of transformers, with the same roundings."""
     heads, gates = (_by_head(x, weight.shape[0]).float() for x in (o, z))
     normed = heads * torch.rsqrt(heads.pow(2).mean(-1, keepdim=True) + eps)
-    return (weight * normed.to(o.dtype) * F.silu(gates)).to(o.dtype).flatten(1)
+    return (weight * normed.to(o.dtype) * by_row(gates, F.silu)).to(o.dtype).flatten(1)
 
 
 def sigmoid_gate_(x: Tensor, gate: Tensor) -> None:
     """x *= sigmoid(gate)"""
-    x *= gate.sigmoid()
+    x *= by_row(gate, torch.sigmoid)
 
 
 def _by_head(x: Tensor, dim: int) -> Tensor:
@@ -118,7 +121,7 @@ def _by_head(x: Tensor, dim: int) -> Tensor:
 
 def _heads(qkv: Tensor, key_heads: int, dk: int, dv: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return q and k [key_heads, t, dk], of length 1 / sqrt(dk) and 1, and v [value_heads, t, dv], in fp32."""
-    q, k, v = torch.split(qkv.float(), [key_heads * dk, key_heads * dk, qkv.shape[1] - 2 * key_heads * dk], dim=1)
+    q, k, v = torch.split(qkv, [key_heads * dk, key_heads * dk, qkv.shape[1] - 2 * key_heads * dk], dim=1)
     q, k = (_by_head(x, dk).transpose(0, 1) for x in (q, k))
     q, k = (x * torch.rsqrt((x * x).sum(-1, keepdim=True) + EPS) for x in (q, k))
     return q * dk**-0.5, k, _by_head(v, dv).transpose(0, 1)
@@ -140,16 +143,16 @@ def _chunked(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Te
     """
     outputs = []
     for q, k, v, g, beta in zip(*(torch.split(x, CHUNK, dim=1) for x in (q, k, v, g, beta)), strict=True):  # noqa: B020
-        c = g.cumsum(1)
-        decay = (c[:, :, None] - c[:, None, :]).tril().exp().tril()
+        c = g.double().cumsum(1)  # in float64, so that differences of large values keep their digits
+        decay = (c[:, :, None] - c[:, None, :]).tril().exp().tril().float()
+        since_start, until_end = (x.exp().float()[..., None] for x in (c, c[:, -1:] - c))
         rate = beta[..., None]
         lower = (rate * (k @ k.transpose(1, 2)) * decay).tril(-1)
-        target = rate * (v - c.exp()[..., None] * (k @ state))
+        target = rate * (v - since_start * (k @ state))
         u = torch.linalg.solve_triangular(lower, target, upper=False, unitriangular=True)
-        outputs.append(c.exp()[..., None] * (q @ state) + (q @ k.transpose(1, 2) * decay) @ u)
-        last = c[:, -1:]
-        state *= last.exp()[..., None]
-        state += ((last - c).exp()[..., None] * k).transpose(1, 2) @ u
+        outputs.append(since_start * (q @ state) + (q @ k.transpose(1, 2) * decay) @ u)
+        state *= since_start[:, -1:]
+        state += (until_end * k).transpose(1, 2) @ u
     return torch.cat(outputs, dim=1)
 
 

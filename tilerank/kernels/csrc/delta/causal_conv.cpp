@@ -1,0 +1,110 @@
+// causal_conv: a short convolution over the rows of every channel, with SiLU. Threads divide the channels, since the
+// rows of a sequence share a window that the kernel reads and replaces.
+#ifndef TR_RUNG
+#include "delta/delta_batch.h"
+#define TR_SOURCE "delta/causal_conv.cpp"
+#include "simd/foreach_isa.h"
+#else
+namespace tilerank::TR_RUNG {
+
+constexpr int64_t kConvChannels = 512;  // their weights and the last rows stay in L1
+constexpr int64_t kMaxConvWidth = 8;
+
+// A block of channels of one sequence. Row r < 0 is in the window, row r >= 0 among the inputs of this step.
+template <class T>
+struct ConvInputs {
+  const T* x;       // the first row
+  int64_t stride;   // elements between rows
+  T* window;        // its first row
+  int64_t between;  // elements between rows of the window
+  const T* zeros;   // stands for the window of a sequence that begins here, or null
+  int64_t width;
+
+  const T* row(int64_t r) const {
+    if (r >= 0) return x + r * stride;
+    return zeros ? zeros : window + (width - 1 + r) * between;
+  }
+};
+
+// out[i] = silu(sum over taps of weight * input). W: the width, or 0 if it is not a constant.
+template <int W, class T>
+static void conv_row(const ConvInputs<T>& inputs, int64_t row, const float* weights, T* out, int64_t channels) {
+  const int64_t width = W ? W : inputs.width;
+  const T* taps[kMaxConvWidth];
+  for (int64_t tap = 0; tap < width; ++tap) taps[tap] = inputs.row(row - (width - 1) + tap);
+  for_two(channels, [&](int64_t i, auto two) {
+    Two total = {zero(), zero()};
+    for (int64_t tap = 0; tap < width; ++tap) {
+      const Two x = two.load(taps[tap] + i);
+      const float* const w = weights + tap * kConvChannels + i;
+      total = {fma(x.a, load(w), total.a), fma(x.b, load(w + kLanes), total.b)};
+    }
+    two.store(out + i, Two{silu(total.a), silu(total.b)});
+  });
+}
+
+// The last width - 1 of the window and n new rows become the window.
+template <class T>
+static void replace_window(const ConvInputs<T>& inputs, int64_t n, int64_t channels) {
+  for (int64_t i = 0; i < inputs.width - 1; ++i) {  // in ascending order, so that a row is read before it is replaced
+    const T* const from = inputs.row(n - (inputs.width - 1) + i);
+    T* const to = inputs.window + i * inputs.between;
+    if (from != to) std::memcpy(to, from, static_cast<size_t>(channels) * sizeof(T));
+  }
+}
+
+// tensors: x, weight, conv, slots, query_starts, seq_lens, out
+template <class T>
+static void conv_channels(const Args& args, const DeltaBatch& batch, Range range, float* weights) {
+  const Tensor &x = args.tensor(0), &weight = args.tensor(1), &conv = args.tensor(2), &out = args.tensor(6);
+  const int64_t width = weight.size[1], channels = range.end - range.begin;
+  T* const zeros = reinterpret_cast<T*>(weights + kMaxConvWidth * kConvChannels);
+  std::fill_n(zeros, kConvChannels, T{});
+  // In the order in which a vector of elements of T is loaded: of bf16, the even ones and the odd ones.
+  for (int64_t tap = 0; tap < width; ++tap) {
+    T* const row = zeros + kConvChannels;
+    for (int64_t i = 0; i < channels; ++i) row[i] = weight.row<T>(range.begin + i)[tap];
+    for_two(channels, [&](int64_t i, auto two) {
+      const Two w = two.load(row + i);
+      store(weights + tap * kConvChannels + i, w.a);
+      store(weights + tap * kConvChannels + i + kLanes, w.b);
+    });
+  }
+  for (int64_t i = 0; i < batch.sequences; ++i) {
+    if (batch.is_padding(i)) continue;
+    const auto [begin, end] = batch.rows(i);
+    const ConvInputs<T> inputs = {
+        x.row<T>(begin) + range.begin,       x.stride[0], conv.row<T>(batch.slots[i]) + range.begin, conv.stride[1],
+        batch.is_fresh(i) ? zeros : nullptr, width};
+    for (int64_t row = begin; row < end; ++row) {
+      T* const to = out.row<T>(row) + range.begin;
+      width == 4 ? conv_row<4>(inputs, row - begin, weights, to, channels)
+                 : conv_row<0>(inputs, row - begin, weights, to, channels);
+    }
+    replace_window(inputs, end - begin, channels);
+  }
+  for (int64_t i = 0; i < batch.sequences; ++i) {
+    if (!batch.is_padding(i)) continue;
+    std::memcpy(out.row<T>(batch.rows(i).begin) + range.begin, out.row<T>(-1 - batch.slots[i]) + range.begin,
+                static_cast<size_t>(channels) * sizeof(T));
+  }
+}
+
+static void causal_conv(const Args& args, Team& team) {
+  const Tensor &x = args.tensor(0), &slots = args.tensor(3);
+  const DeltaBatch batch = {slots.as<int32_t>(), args.tensor(4).as<int32_t>(), args.tensor(5).as<int32_t>(),
+                            slots.size[0]};
+  batch.check("causal_conv", args.tensor(2).size[0], x.size[0]);
+  const size_t floats = (kMaxConvWidth + 2) * kConvChannels;
+  float* const weights = static_cast<float*>(team.scratch(floats * sizeof(float)));
+  const auto [first, last] = team.share(x.size[1], 64);
+  for_float(x.dtype, [&](auto type) {
+    for (int64_t begin = first; begin < last; begin += kConvChannels) {
+      conv_channels<decltype(type)>(args, batch, {begin, std::min(begin + kConvChannels, last)}, weights);
+    }
+  });
+}
+TR_KERNEL(causal_conv)
+
+}  // namespace tilerank::TR_RUNG
+#endif

@@ -1,0 +1,22 @@
+// delta_rule with vector instructions.
+#ifndef TR_RUNG
+#include <type_traits>
+
+#include "delta/delta_problem.h"
+#define TR_SOURCE "delta/delta_rule.cpp"
+#include "simd/foreach_isa.h"
+#else
+#include "delta/recurrent-inl.h"
+#include "delta/chunk-inl.h"
+#include "delta/chunk_vectors-inl.h"
+#include "delta/rule-inl.h"
+
+namespace tilerank::TR_RUNG {
+
+static void delta_rule(const Args& args, Team& team) {
+  for_float(args.tensor(0).dtype, [&](auto type) { run_rule<decltype(type), VectorPanel>(args, team); });
+}
+TR_KERNEL(delta_rule)
+
+}  // namespace tilerank::TR_RUNG
+#endif

@@ -1,0 +1,73 @@
+// gated_norm and sigmoid_gate: what follows the delta rule and the attention of a layer.
+#ifndef TR_RUNG
+#include "rows/rows.h"
+#define TR_SOURCE "delta/gated_norm.cpp"
+#include "simd/foreach_isa.h"
+#else
+#include "delta/gates-inl.h"
+#include "rows/norm-inl.h"
+
+namespace tilerank::TR_RUNG {
+
+template <class T>
+static void gated_norm_head(const T* o, const T* z, const T* weight, T* out, int64_t d, Vec scale) {
+  for_two(d, [&](int64_t i, auto two) {
+    const Two normed = round_to<T>(norm_values<T>(two.load(o + i), scale, two.load(weight + i), false));
+    const Two gate = two.load(z + i);
+    two.store(out + i, normed * Two{silu(gate.a), silu(gate.b)});
+  });
+}
+
+// tensors: o, z, weight, out; floats: eps
+static void gated_norm(const Args& args, Team& team) {
+  const Tensor &o = args.tensor(0), &z = args.tensor(1), &weight = args.tensor(2), &out = args.tensor(3);
+  const int64_t d = weight.size[0], heads = d ? o.size[1] / d : 0;
+  for_float(o.dtype, [&](auto type) {
+    using T = decltype(type);
+    const auto head_of = [&](const Tensor& x, int64_t item) { return x.row<T>(item / heads) + item % heads * d; };
+    const auto [first, last] = team.share(o.size[0] * heads);
+    // Several heads together: the roots of one after the other take longer than all the rest.
+    for (int64_t begin = first; begin < last; begin += kLanes) {
+      const int64_t end = std::min(begin + kLanes, last);
+      float scales[kLanes] = {};
+      for (int64_t item = begin; item < end; ++item) scales[item - begin] = sum_of_squares(head_of(o, item), d);
+      store(scales, norm_scale(load(scales), d, args.real(0)));
+      for (int64_t item = begin; item < end; ++item) {
+        gated_norm_head(head_of(o, item), head_of(z, item), weight.as<T>(), head_of(out, item), d,
+                        set(scales[item - begin]));
+      }
+    }
+  });
+}
+TR_KERNEL(gated_norm)
+
+// tensors: x, gate [..., d] or [..., 1]
+static void sigmoid_gate(const Args& args, Team& team) {
+  const Tensor &x = args.tensor(0), &gate = args.tensor(1);
+  const int64_t d = x.size[x.ndim - 1];
+  const bool by_row = gate.size[gate.ndim - 1] == 1;
+  constexpr int64_t kPiece = 256;  // elements are independent, so a single row is dealt out, too
+  const int64_t pieces = (d + kPiece - 1) / kPiece;
+  for_float(x.dtype, [&](auto type) {
+    using T = decltype(type);
+    const auto [first, last] = team.share(row_count(x) * pieces);
+    for (int64_t item = first; item < last; ++item) {
+      const int64_t column = item % pieces * kPiece, n = std::min(kPiece, d - column);
+      T* const to = x.as<T>() + row_offset(x, item / pieces) + column;
+      const T* const from = gate.as<T>() + row_offset(gate, item / pieces);
+      if (by_row) {
+        const Vec factor = round_to<T>(sigmoid(set(to_float(*from))));
+        for_two(n, [&](int64_t i, auto two) { two.store(to + i, two.load(to + i) * factor); });
+      } else {
+        for_two(n, [&](int64_t i, auto two) {
+          const Two g = two.load(from + column + i);
+          two.store(to + i, two.load(to + i) * round_to<T>(Two{sigmoid(g.a), sigmoid(g.b)}));
+        });
+      }
+    }
+  });
+}
+TR_KERNEL(sigmoid_gate)
+
+}  // namespace tilerank::TR_RUNG
+#endif

@@ -1,0 +1,161 @@
+// The delta rule over a mixture of sequences, for the rung that includes this file (no include guard).
+
+namespace tilerank::TR_RUNG {
+
+// The columns of the states of a key head are divided into units: panels of the matrices of its value heads.
+static inline int64_t panels_of(int64_t dv) { return (dv + kPanel - 1) / kPanel; }
+
+// A part of the work of a sequence and a key head: some of its units.
+struct RuleTask {
+  int64_t sequence, key_head;
+  Range units;
+};
+
+// Calls f for this thread's tasks. Every thread gets neighbouring tasks of about equal cost.
+template <class T, class F>
+static void for_tasks(const DeltaProblem<T>& p, const Team& team, const F& f) {
+  constexpr int64_t kStateRows = 8;  // reading and writing a state takes about as long as so many rows
+  const int64_t units = p.repeats * panels_of(p.dv);
+  const auto cost_of = [&](int64_t i) {  // of a key head
+    return p.batch.is_padding(i) ? 0 : (kStateRows + p.batch.row_count(i)) * units;
+  };
+  int64_t all = 0;
+  for (int64_t i = 0; i < p.batch.sequences; ++i) all += cost_of(i) * p.key_heads;
+  if (!all) return;
+  const auto pieces_of = [&](int64_t i) {  // no task should take longer than a thread's share of the work
+    return std::clamp<int64_t>((cost_of(i) * team.count + all - 1) / all, 1, units);
+  };
+  int64_t total = 0;
+  const auto task_cost = [&](int64_t i) { return std::max<int64_t>(cost_of(i) / pieces_of(i), 1); };
+  for (int64_t i = 0; i < p.batch.sequences; ++i) {
+    if (cost_of(i)) total += task_cost(i) * pieces_of(i) * p.key_heads;
+  }
+  // A task belongs to the thread whose share of the total cost has its middle; all numbers are doubled.
+  const int64_t share_begin = 2 * total * team.index / team.count,
+                share_end = 2 * total * (team.index + 1) / team.count;
+  int64_t preceding = 0;
+  for (int64_t i = 0; i < p.batch.sequences; ++i) {
+    if (!cost_of(i)) continue;
+    const int64_t pieces = pieces_of(i), cost = task_cost(i), tasks = pieces * p.key_heads;
+    const auto first_after = [&](int64_t bound) {
+      return std::clamp<int64_t>((bound - 2 * preceding - cost + 2 * cost - 1) / (2 * cost), 0, tasks);
+    };
+    for (int64_t task = first_after(share_begin); task < first_after(share_end); ++task) {
+      const int64_t piece = task % pieces;
+      f(RuleTask{i, task / pieces, {units * piece / pieces, units * (piece + 1) / pieces}});
+    }
+    preceding += cost * tasks;
+  }
+}
+
+// tensors: qkv, g, beta, state, slots, query_starts, seq_lens, out; ints: key_heads
+template <class T, class Panel>
+class Rule {
+ public:
+  Rule(const Args& args, const DeltaProblem<T>& problem, Team& team)
+      : p_(problem),
+        g_(args.tensor(1)),
+        beta_(args.tensor(2)),
+        panels_(panels_of(problem.dv)),
+        width_((problem.dk + kBlockRows - 1) / kBlockRows * kBlockRows),
+        memory_(static_cast<float*>(team.scratch(sizeof(float) * static_cast<size_t>(floats())))),
+        keys_(memory_, p_.dk, width_),
+        decays_(memory_ + ChunkKeys::floats(width_), width_),
+        panel_(memory_ + ChunkKeys::floats(width_) + ChunkDecays::floats(width_), keys_, decays_),
+        states_(memory_ + ChunkKeys::floats(width_) + ChunkDecays::floats(width_) + Panel::floats()) {}
+
+  void run(const RuleTask& task) {
+    if (p_.batch.row_count(task.sequence) == 1) {
+      run_row(task);
+    } else {
+      run_chunks(task);
+    }
+  }
+
+ private:
+  int64_t floats() const {
+    return ChunkKeys::floats(width_) + ChunkDecays::floats(width_) + Panel::floats() +
+           p_.repeats * panels_ * width_ * kPanel;
+  }
+  int64_t head_of(const RuleTask& task, int64_t unit) const { return task.key_head * p_.repeats + unit / panels_; }
+  int64_t column_of(int64_t unit) const { return unit % panels_ * kPanel; }
+  float* panel_state(const RuleTask& task, int64_t unit) const {
+    return states_ + (unit - task.units.begin) * width_ * kPanel;
+  }
+
+  void run_row(const RuleTask& task) {
+    const int64_t row = p_.batch.rows(task.sequence).begin;
+    const UnitRows rows(p_.q(row, task.key_head), p_.k(row, task.key_head), p_.dk);
+    for (int64_t unit = task.units.begin, end; unit < task.units.end; unit = end) {
+      end = std::min(unit / panels_ * panels_ + panels_, task.units.end);
+      const int64_t head = head_of(task, unit);
+      const Range columns = {column_of(unit), std::min(column_of(end - 1) + kPanel, p_.dv)};
+      const float* const ahead = end < task.units.end ? p_.matrix(task.sequence, head + 1) : nullptr;
+      step_head(p_, task.sequence, head, columns, rows, set(g_.row<float>(row)[head]), set(beta_.row<float>(row)[head]),
+                ahead);
+    }
+  }
+
+  void run_chunks(const RuleTask& task) {
+    for (int64_t unit = task.units.begin; unit < task.units.end; ++unit) load_state(task, unit);
+    const auto [begin, end] = p_.batch.rows(task.sequence);
+    for (int64_t first = begin; first < end; first += kChunk) {
+      keys_.read(p_, first, std::min(kChunk, end - first), task.key_head);
+      keys_.multiply();
+      for (int64_t unit = task.units.begin; unit < task.units.end; ++unit) {
+        const int64_t head = head_of(task, unit), column = column_of(unit);
+        if (unit == task.units.begin || column == 0) decays_.read(keys_, g_, beta_, first, head);
+        panel_.run(
+            panel_state(task, unit), p_.dv - column, [&](int64_t i) { return p_.v(first + i, head) + column; },
+            [&](int64_t i) { return p_.o(first + i, head) + column; });
+      }
+    }
+    for (int64_t unit = task.units.begin; unit < task.units.end; ++unit) store_state(task, unit);
+  }
+
+  void load_state(const RuleTask& task, int64_t unit) {
+    const int64_t column = column_of(unit), columns = p_.dv - column;
+    float* const to = panel_state(task, unit);
+    std::fill_n(to, width_ * kPanel, 0.0f);
+    if (p_.batch.is_fresh(task.sequence)) return;
+    const float* const from = p_.matrix(task.sequence, head_of(task, unit)) + column;
+    for (int64_t d = 0; d < p_.dk; ++d) {
+      for (int n = 0; n < kBlockVecs; ++n) {
+        store(to + d * kPanel + n * kLanes, load_columns(from + d * p_.dv + n * kLanes, columns - n * kLanes));
+      }
+    }
+  }
+
+  void store_state(const RuleTask& task, int64_t unit) {
+    const int64_t column = column_of(unit), columns = p_.dv - column;
+    const float* const from = panel_state(task, unit);
+    float* const to = p_.matrix(task.sequence, head_of(task, unit)) + column;
+    for (int64_t d = 0; d < p_.dk; ++d) {
+      for (int n = 0; n < kBlockVecs; ++n) {
+        store_columns(to + d * p_.dv + n * kLanes, load(from + d * kPanel + n * kLanes), columns - n * kLanes);
+      }
+    }
+  }
+
+  const DeltaProblem<T>& p_;
+  const Tensor &g_, &beta_;
+  const int64_t panels_, width_;
+  float* const memory_;
+  ChunkKeys keys_;
+  ChunkDecays decays_;
+  Panel panel_;
+  float* const states_;  // [units of a task, width_, kPanel]
+};
+
+template <class T, class Panel>
+static void run_rule(const Args& args, Team& team) {
+  const Tensor &qkv = args.tensor(0), &state = args.tensor(3), &slots = args.tensor(4);
+  const DeltaBatch batch = {slots.as<int32_t>(), args.tensor(5).as<int32_t>(), args.tensor(6).as<int32_t>(),
+                            slots.size[0]};
+  batch.check("delta_rule", state.size[0], qkv.size[0]);
+  const DeltaProblem<T> problem(qkv, state, args.tensor(7), args.integer(0), batch);
+  Rule<T, Panel> rule(args, problem, team);
+  for_tasks(problem, team, [&](const RuleTask& task) { rule.run(task); });
+}
+
+}  // namespace tilerank::TR_RUNG
