@@ -6,17 +6,15 @@ from pathlib import Path
 from tilerank.loader.card import read_config_fields
 from tilerank.loader.errors import ConfigError
 from tilerank.loader.fields import Fields
-from tilerank.loader.files import is_listed, read_json_object
 
-NESTED = "processor_config.json"
-PICTURES = "preprocessor_config.json"
+from .settings import NESTED, PICTURES, channels, check_steps, resampling, section, settings_file
+
 VIDEOS = "video_preprocessor_config.json"
 _TYPES = {
     "image_processor_type": ("Qwen2VLImageProcessor", "Qwen2VLImageProcessorFast"),
     "video_processor_type": ("Qwen3VLVideoProcessor",),
     "processor_class": ("Qwen3VLProcessor",),
 }
-_RESAMPLE = {2: "bilinear", 3: "bicubic"}  # numbers of Pillow
 _MAX_SIDE = 1 << 10
 _MAX_AREA = 1 << 40
 
@@ -81,11 +79,12 @@ def read_preprocessing(model_dir: Path) -> Preprocessing:
 
 def read_settings(model_dir: Path) -> Settings:
     """Read the settings. Raises ConfigError that names the file and the field."""
-    nested = _file(model_dir, NESTED)
-    pictures = _section(nested, "image_processor") or _file(model_dir, PICTURES)
+    nested = settings_file(model_dir, NESTED)
+    plain = settings_file(model_dir, PICTURES)
+    pictures = section(nested, "image_processor") or plain
     if pictures is None:
         raise ConfigError(f"{model_dir}: expected {PICTURES}, or {NESTED} with image_processor, found neither")
-    videos = _section(nested, "video_processor") or _file(model_dir, VIDEOS) or _file(model_dir, PICTURES)
+    videos = section(nested, "video_processor") or settings_file(model_dir, VIDEOS) or plain
     if videos is None:
         raise ConfigError(f"{model_dir}: expected {VIDEOS}, or {NESTED} with video_processor, found neither")
     for fields in (nested, pictures, videos):
@@ -105,16 +104,6 @@ def read_settings(model_dir: Path) -> Settings:
     )
 
 
-def _file(model_dir: Path, name: str) -> Fields | None:
-    if not is_listed(model_dir, name):
-        return None
-    return Fields(model_dir / name, read_json_object(model_dir, name, ConfigError))
-
-
-def _section(fields: Fields | None, key: str) -> Fields | None:
-    return fields.object(key) if fields is not None and fields.has(key) else None
-
-
 def _check_family(fields: Fields) -> None:
     for key, names in _TYPES.items():
         if fields.has(key) and fields.text(key) not in names:
@@ -122,32 +111,15 @@ def _check_family(fields: Fields) -> None:
 
 
 def _preprocessing(fields: Fields) -> Preprocessing:
-    for key in ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb"):
-        if fields.has(key) and not fields.flag(key):
-            raise fields.fail(key, "true")
-    if fields.has("rescale_factor") and abs(fields.number("rescale_factor", 0, 1) * 255 - 1) > 1e-6:
-        raise fields.fail("rescale_factor", "1/255")
-    resample = fields.integer("resample", 0, 5) if fields.has("resample") else 3
-    if resample not in _RESAMPLE:
-        raise fields.fail("resample", "2 (bilinear) or 3 (bicubic)")
+    check_steps(fields)
     return Preprocessing(
         patch=fields.integer("patch_size", 1, _MAX_SIDE),
         merge=fields.integer("merge_size", 1, _MAX_SIDE),
         temporal=fields.integer("temporal_patch_size", 1, _MAX_SIDE),
-        mean=_channels(fields, "image_mean"),
-        std=_channels(fields, "image_std"),
-        resample=_RESAMPLE[resample],
+        mean=channels(fields, "image_mean"),
+        std=channels(fields, "image_std"),
+        resample=resampling(fields, "bicubic"),
     )
-
-
-def _channels(fields: Fields, key: str) -> tuple[float, float, float]:
-    value = fields.values.get(key)
-    numbers = [float(v) for v in value if type(v) in (int, float)] if isinstance(value, list) else []
-    if len(numbers) != 3 or len(value or []) != 3 or not all(0 <= v <= 1 for v in numbers):
-        raise fields.fail(key, "three numbers from 0 to 1")
-    if key == "image_std" and 0 in numbers:
-        raise fields.fail(key, "three numbers above 0")
-    return numbers[0], numbers[1], numbers[2]
 
 
 def _area(fields: Fields, *, old_keys: bool) -> Area:
