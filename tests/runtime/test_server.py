@@ -1,7 +1,6 @@
 """The parts of the server, checked by hand: stop strings, messages in pieces, tool calls, errors."""
 
 import asyncio
-import itertools
 import json
 import shutil
 import socket
@@ -15,24 +14,20 @@ import pytest
 from command import DEMO
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from media_files import DEMO_VL
 
 from tilerank.loader.generation_config import SamplingDefaults
 from tilerank.loader.tokenizer import Tokenizer
-from tilerank.runtime.grammar import Vocabulary, allowed_tokens
 from tilerank.runtime.params import Logprobs, SamplingParams
 from tilerank.runtime.prompt import Prompt
 from tilerank.runtime.server.api import ChatCompletion, Completion, Message
 from tilerank.runtime.server.app import ServerSettings, make_app
 from tilerank.runtime.server.client import EngineClient
 from tilerank.runtime.server.completions import Delta
-from tilerank.runtime.server.grammars import request_grammar
 from tilerank.runtime.server.messages import Cancel, State, Submit, Token, Tokens, encode, engine_inbox
 from tilerank.runtime.server.request_body import validation_error
 from tilerank.runtime.server.responses import ChatFormatter, TextFormatter
 from tilerank.runtime.server.text import TextStream
-from tilerank.runtime.server.tool_formats import HermesTools, LlamaTools
-from tilerank.runtime.server.tools import ToolCall, ToolParser
+from tilerank.runtime.server.tool_formats import HermesTools
 
 TOKENIZER = Tokenizer(DEMO)
 
@@ -81,75 +76,8 @@ def test_messages_come_out_of_pieces_of_any_size(size: int) -> None:
     assert [message for at in range(0, len(data), size) for message in inbox.feed(data[at : at + size])] == sent
 
 
-def parsed(parser: ToolParser, text: str, sizes: list[int]) -> tuple[str, list[tuple[str, str]]]:
-    """Return the text and the calls in `text`, which is parsed in pieces of these sizes, repeated."""
-    pieces, at = [], 0
-    for size in itertools.cycle(sizes):
-        pieces += parser.push(text[at : at + size])
-        at += size
-        if at >= len(text):
-            break
-    pieces += parser.flush()
-    said = "".join(piece for piece in pieces if isinstance(piece, str))
-    return said, [(piece.name, piece.arguments) for piece in pieces if isinstance(piece, ToolCall)]
-
-
-SIZES = st.lists(st.integers(1, 9), min_size=1, max_size=5)
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Köln", "days": [1, 2]}}\n</tool_call>'
 WEATHER = ("weather", '{"city": "Köln", "days": [1, 2]}')
-
-
-@settings(deadline=None)
-@given(SIZES)
-def test_tool_calls_of_qwen(sizes: list[int]) -> None:
-    assert parsed(HermesTools(), f"I look.\n{CALL}\n{CALL}", sizes) == ("I look.", [WEATHER, WEATHER])
-    assert parsed(HermesTools(), "1 < 2 and <tool", sizes) == ("1 < 2 and <tool", [])
-    for broken in (
-        "<tool_call>not json</tool_call> so",
-        '<tool_call>{"name": 3}</tool_call>',
-        '<tool_call>{"name": "f", "arguments": "x"}</tool_call>',
-        '<tool_call>\n{"name": "cut off',
-        f"<tool_call>{'[' * 3000}</tool_call>",
-    ):
-        assert parsed(HermesTools(), broken, sizes) == (broken, [])
-
-
-HUGE = '{"x": -1.7976931348623157e+308}'  # JSON has no infinity
-
-
-@settings(deadline=None)
-@given(SIZES)
-def test_tool_calls_of_llama(sizes: list[int]) -> None:
-    call = '{"name": "f", "parameters": {"x": 1}}'
-    assert parsed(LlamaTools(), f"\n{call}", sizes) == ("", [("f", '{"x": 1}')])
-    assert parsed(LlamaTools(), f"{call}; {call}", sizes) == ("", [("f", '{"x": 1}')] * 2)
-    assert parsed(LlamaTools(), '{"name": "f", "parameters": {"x": -1e999}}', sizes)[1] == [("f", HUGE)]
-    for plain in (
-        "Hello {x}",
-        '{"name": "f", "parameters": {"x": NaN}}',
-        '{"name": "f"',
-        f"{call} and more",
-        '{"x": 1}',
-        "{" * 300,
-    ):
-        assert parsed(LlamaTools(), plain, sizes) == (plain, [])
-
-
-@pytest.mark.parametrize("model", [DEMO, DEMO_VL], ids=["marks are text", "marks are tokens"])
-def test_forced_tool_calls(model: Path) -> None:
-    """The grammar allows every token of a call as the tokenizer writes it, and forces the first ones."""
-    tokenizer = Tokenizer(model)
-    fields = {"tools": [{"type": "function", "function": {"name": "weather"}}], "tool_choice": "required"}
-    body = ChatCompletion.model_validate({"messages": [{"role": "user", "content": "a"}]} | fields)
-    grammar = request_grammar(body, tokenizer, HermesTools)
-    assert grammar is not None
-    matcher = Vocabulary(model).matcher(grammar)
-    ids = tokenizer.encode('<tool_call>\n{"name": "weather", "arguments": {}}\n</tool_call>', False)
-    assert (len(tokenizer.encode("<tool_call>", False)) == 1) == (model == DEMO_VL)
-    for id in ids:
-        assert allowed_tokens(matcher)[id // 8] >> id % 8 & 1, tokenizer.decode([id])
-        assert matcher.consume_token(id)
-    assert matcher.is_accepting()
 
 
 def test_a_chat_with_tool_calls_as_a_stream_and_whole() -> None:

@@ -1,8 +1,8 @@
 """Separates the reasoning of a model, which it writes before its answer, from the answer.
 
 Qwen3, Qwen3.5 and DeepSeek write <think>, the reasoning, </think> and the answer, with line breaks around the marks.
-Some chat templates end the prompt with <think> (Qwen3.5, DeepSeek in thinking mode), or with </think> if the model is not
-to reason.
+Some chat templates end the prompt with <think> (Qwen3.5, DeepSeek in thinking mode), or with </think> to turn the
+reasoning off.
 """
 
 from dataclasses import dataclass

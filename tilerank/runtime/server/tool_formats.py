@@ -36,7 +36,7 @@ class MarkedTools(ToolParser):
                 break
             inside, ended, after = rest.partition(self.END)
             if not ended:
-                return pieces
+                return [piece for piece in pieces if piece]
             call = self._call(inside)
             # The line breaks before a call belong to the call.
             pieces += [self._plain(before).rstrip("\n"), call] if call else [before + self.BEGIN + inside + self.END]

@@ -1,0 +1,163 @@
+"""Reasoning is separated from answers, however tokens cut the marks; stop strings and grammars apply to the answer."""
+
+from itertools import combinations
+from pathlib import Path
+
+import pytest
+from command import DEMO
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from media_files import DEMO_VL
+
+from tilerank.loader.tokenizer import Tokenizer
+from tilerank.runtime.grammar import Vocabulary, allowed_tokens
+from tilerank.runtime.server.api import ChatCompletion
+from tilerank.runtime.server.grammars import request_grammar
+from tilerank.runtime.server.reasoning import ReasoningSplitter, Text, Thinking, thinking_after
+from tilerank.runtime.server.text import TextStream
+from tilerank.runtime.server.tool_formats import HermesTools
+
+MARKS_ARE_TEXT, MARKS_ARE_TOKENS = Tokenizer(DEMO), Tokenizer(DEMO_VL)
+
+
+def split(thinking: Thinking, pieces: list[str]) -> Text:
+    splitter = ReasoningSplitter(thinking)
+    found = Text()
+    for piece in pieces:
+        found += splitter.push(piece)
+    return found + splitter.flush()
+
+
+CASES = [
+    (Thinking.OPTIONAL, "<think>\nWhy </thin?\n\nSo.\n</think>\n\n  It is", Text("Why </thin?\n\nSo.", "  It is")),
+    (Thinking.OPTIONAL, "\n <think>a</think>b", Text("a", "b")),
+    (Thinking.OPTIONAL, "<think>\n\n</think>\n\nb", Text("", "b")),
+    (Thinking.OPTIONAL, "<thin> is no mark", Text("", "<thin> is no mark")),
+    (Thinking.OPTIONAL, "\n\nso <think>b</think>", Text("", "\n\nso <think>b</think>")),
+    (Thinking.OPTIONAL, "<think>cut off </th", Text("cut off </th", "")),
+    (Thinking.OPTIONAL, "<thi", Text("", "<thi")),
+    (Thinking.OPENED, "Why\n</think>\n\nb\n</think>", Text("Why", "b\n</think>")),
+    (Thinking.OPENED, "</think>b", Text("", "b")),
+    (Thinking.OPENED, "\nno end\n", Text("no end", "")),
+    (Thinking.NEVER, "<think>a</think>b", Text("", "<think>a</think>b")),
+]
+
+
+@pytest.mark.parametrize(("thinking", "text", "expected"), CASES)
+def test_marks_are_found_wherever_the_text_is_cut(thinking: Thinking, text: str, expected: Text) -> None:
+    """All cuts into at most three pieces, and single characters."""
+    for i, j in combinations(range(len(text) + 1), 2):
+        assert split(thinking, [text[:i], text[i:j], text[j:]]) == expected
+    assert split(thinking, list(text)) == expected
+
+
+@settings(deadline=None)
+@given(st.sampled_from(Thinking), st.text("<think>/\n a", max_size=40), st.lists(st.integers(1, 5), min_size=1))
+def test_no_text_is_lost(thinking: Thinking, text: str, sizes: list[int]) -> None:
+    """Only marks and line breaks are left out, and cuts change nothing."""
+    pieces, at = [], 0
+    for size in sizes:
+        pieces.append(text[at : at + size])
+        at += size
+    found = split(thinking, [*pieces, text[at:]])
+    assert found == split(thinking, [text])
+
+    def bare(text: str) -> str:
+        return text.replace("<think>", "", thinking is Thinking.OPTIONAL).replace("</think>", "", 1)
+
+    if thinking is Thinking.NEVER:
+        assert found == Text(answer=text)
+    elif found.reasoning:
+        assert "".join((found.reasoning + found.answer).split()) == "".join(bare(text).split())
+
+
+def test_reasoning_is_shown_as_soon_as_it_is_certain() -> None:
+    splitter = ReasoningSplitter(Thinking.OPTIONAL)
+    pushed = [splitter.push(text) for text in ("<think>", "\nWhy", " </t", "his\n", "not", "</", "think>", "\n", "\nb")]
+    assert pushed == [
+        Text(),
+        Text("Why"),
+        Text(" "),
+        Text("</this"),
+        Text("\nnot"),
+        Text(),
+        Text(),
+        Text(),
+        Text("", "b"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "of_tokens", "of_text"),
+    [
+        ("<|im_start|>assistant\n", Thinking.OPTIONAL, Thinking.NEVER),
+        ("<|im_start|>assistant\n<think>\n", Thinking.OPENED, Thinking.OPENED),
+        ("<|im_start|>assistant\n<think>\n\n</think>\n\n", Thinking.NEVER, Thinking.NEVER),
+        ("<｜Assistant｜><think>", Thinking.OPENED, Thinking.OPENED),
+        ("<｜Assistant｜></think>", Thinking.NEVER, Thinking.NEVER),
+        ("What does <think> mean?<|im_end|>\n", Thinking.OPTIONAL, Thinking.NEVER),
+    ],
+)
+def test_the_end_of_the_prompt_decides(prompt: str, of_tokens: Thinking, of_text: Thinking) -> None:
+    assert thinking_after(prompt, MARKS_ARE_TOKENS) == of_tokens
+    assert thinking_after(prompt, MARKS_ARE_TEXT) == of_text
+
+
+@pytest.mark.parametrize("tokenizer", [MARKS_ARE_TEXT, MARKS_ARE_TOKENS], ids=["marks are text", "marks are tokens"])
+def test_a_stop_string_ends_the_answer_only(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("<think>\none two\n</think>\n\none two three", add_special_tokens=False)
+    inside = tokenizer.encode("<think>\none two\n</think>", add_special_tokens=False)
+    stream, found = TextStream(tokenizer.stream(), ["two"], Thinking.OPTIONAL), Text()
+    for id in ids:
+        found += stream.push(id)
+        if stream.stopped:
+            break
+    assert stream.stopped and found == Text("one two", "one ")
+    # The marks are tokens, or the first one is known with its last token.
+    first = len(tokenizer.encode("<think>", add_special_tokens=False))
+    assert stream.reasoning_tokens == len(inside) - first + 1
+
+
+FORMATS = [
+    ({"guided_regex": "yes|no"}, "yes", "maybe"),
+    ({"response_format": {"type": "json_object"}}, '{"a": 1}', "a"),
+    (
+        {"tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "required"},
+        '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>',
+        "yes",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("model", "thinking", "reasoning"),
+    [
+        (DEMO_VL, Thinking.OPTIONAL, "<think>\nWhy {not}?\n\n</think>\n\n"),
+        (DEMO_VL, Thinking.OPTIONAL, ""),
+        (DEMO_VL, Thinking.OPENED, "\nWhy\n</think>"),
+        (DEMO_VL, Thinking.OPENED, "</think>\n\n"),
+        (DEMO, Thinking.OPENED, "Why </thin\n</think>\n"),
+        (DEMO, Thinking.NEVER, ""),
+    ],
+)
+@pytest.mark.parametrize(("fields", "good", "bad"), FORMATS)
+def test_a_grammar_begins_after_the_reasoning(
+    model: Path, thinking: Thinking, reasoning: str, fields: dict[str, object], good: str, bad: str
+) -> None:
+    tokenizer = Tokenizer(model)
+    body = ChatCompletion.model_validate({"messages": [{"role": "user", "content": "a"}]} | fields)
+    grammar = request_grammar(body, tokenizer, HermesTools if "tools" in fields else None, thinking)
+    assert grammar is not None
+
+    def follows(text: str) -> bool:
+        matcher = Vocabulary(model).matcher(grammar)
+        for id in tokenizer.encode(text, add_special_tokens=False):
+            if matcher.is_stopped() or not allowed_tokens(matcher)[id // 8] >> id % 8 & 1:
+                return False
+            matcher.consume_token(id)
+        return bool(matcher.is_accepting())
+
+    assert follows(reasoning + good)
+    assert not follows(reasoning + bad)
+    if thinking is Thinking.OPENED:
+        assert not follows(good)  # the reasoning must end first
