@@ -11,6 +11,16 @@ def split_heads(rows: Tensor, first: int, heads: int, dim: int) -> Tensor:
     return core.view(rows, (rows.shape[0], heads, dim), (rows.stride(0), dim, 1), first)
 
 
+def columns_of(rows: Tensor, first: int, count: int) -> Tensor:
+    """Return rows[:, first : first + count] as a view. rows: [m, n]."""
+    return core.view(rows, (rows.shape[0], count), rows.stride(), first)
+
+
+def part_of_heads(x: Tensor, first: int, dim: int) -> Tensor:
+    """Return x[:, :, first : first + dim] as a view. x: [m, heads, n]."""
+    return core.view(x, (*x.shape[:2], dim), x.stride(), first)
+
+
 def join_heads(x: Tensor) -> Tensor:
     """Return x[m, heads, dim] as a view [m, heads * dim].
 

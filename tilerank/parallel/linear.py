@@ -129,8 +129,8 @@ class QKVParallelLinear(Linear):
     inputs. head_multiple: what head counts are padded to a multiple of, itself a multiple of the number of ranks
     (default: the number of ranks). `cost` includes the attention over these heads.
 
-    projections: their names in the checkpoint, or one name if it stores them as one, the queries first. gated: each head
-    of the queries is followed by a gate of its size (Qwen3.5); then q is [t, q_heads, 2 * head_dim].
+    projections: their names in the checkpoint, or one name if it stores them as one, the queries first. gated: a gate
+    of the same size follows each head of the queries (Qwen3.5); then q is [t, q_heads, 2 * head_dim].
     """
 
     def __init__(

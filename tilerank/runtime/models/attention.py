@@ -4,7 +4,8 @@ from torch import Tensor
 
 from tilerank.kernels import ops
 from tilerank.kernels.attention import attention, store_kv
-from tilerank.kernels.heads import join_heads, split_heads
+from tilerank.kernels.delta import sigmoid_gate_
+from tilerank.kernels.heads import join_heads, part_of_heads, split_heads
 from tilerank.kernels.kv_pages import KVPages
 from tilerank.loader.padding import get_head_dim_and_projection_size, get_num_heads_padding_size
 from tilerank.parallel.linear import QKVParallelLinear, RowParallelLinear
@@ -20,8 +21,10 @@ from .text_config import TextConfig
 class SelfAttention(Mixer[KVPages]):
     """out(softmax(q k^T / sqrt(head_dim)) v), several query heads to a KV head, positions as rotations of q and k.
 
+    With an output gate (Qwen3.5): out(sigmoid(gate) * softmax(q k^T / sqrt(head_dim)) v).
+
     qkv_bias, out_bias: biases of the q, k and v, and of the output projection. head_norms: q and k are normalised head
-    by head before the rotation (`q_norm`, `k_norm`).
+    by head before the rotation (`q_norm`, `k_norm`). gated: the query projection yields a gate for each head as well.
     """
 
     def __init__(
@@ -33,6 +36,7 @@ class SelfAttention(Mixer[KVPages]):
         qkv_bias: bool,
         out_bias: bool,
         head_norms: bool,
+        gated: bool = False,
     ) -> None:
         heads, dim, hidden = config.num_heads, config.head_dim, config.hidden_size
         self.qkv = QKVParallelLinear(
@@ -45,30 +49,37 @@ class SelfAttention(Mixer[KVPages]):
             bias=qkv_bias,
             # Quantisation blocks set no multiple: where heads begin inside a block, its scales are repeated.
             head_multiple=get_num_heads_padding_size(sharding.size, None, dim),
+            gated=gated,
         )
         padded_heads = sum(span.size for span in self.qkv.heads.q)
         head_dim, _ = get_head_dim_and_projection_size(heads * dim, padded_heads, heads)
         self.out = RowParallelLinear(
             f"{name}.o_proj", heads * dim, hidden, sharding, span=self.qkv.q_columns, bias=out_bias
         )
-        self.head_norms = (
-            [RMSNorm(f"{name}.{norm}", dim, config.rms_norm_eps, sharding) for norm in ("q_norm", "k_norm")]
-            if head_norms
-            else []
-        )
+        self.head_norms = [
+            RMSNorm(f"{name}.{norm}", dim, config.rms_norm_eps, sharding, zero_centered=config.zero_centered_norms)
+            for norm in (("q_norm", "k_norm") if head_norms else ())
+        ]
+        self.gated = gated
         self.scale = head_dim**-0.5
         self.cache_spec = PagedKV(self.qkv.kv_heads, dim, sharding.cache_dtype)
 
     def __call__(self, x: Tensor, rope: Tensor, batch: Batch, cache: KVPages, only: LogitRows | None = None) -> Tensor:
-        q, k, v = self.qkv(x)
+        queries, k, v = self.qkv(x)
+        dim = self.qkv.head_dim
+        q = part_of_heads(queries, 0, dim)
         if self.head_norms:
             q_norm, k_norm = self.head_norms
-            ops.norm_rotary_(q, k, q_norm.weight.data, k_norm.weight.data, q_norm.eps, rope)
+            q_weight, k_weight, centered = q_norm.weight.data, k_norm.weight.data, q_norm.zero_centered
+            ops.norm_rotary_(q, k, q_weight, k_weight, q_norm.eps, rope, zero_centered=centered)
         else:
             ops.rotary_(q, k, rope)
         store_kv(k, v, cache, batch.slots)
         starts = batch.query_starts
         if only is not None:
-            q, starts = split_heads(only.take(join_heads(q)), 0, *q.shape[1:]), only.starts
+            queries, starts = split_heads(only.take(join_heads(queries)), 0, *queries.shape[1:]), only.starts
+            q = part_of_heads(queries, 0, dim)
         heads = attention(q, cache, batch.page_tables, batch.seq_lens, starts, self.qkv.kv_map, self.scale)
+        if self.gated:
+            sigmoid_gate_(heads, part_of_heads(queries, dim, dim))
         return self.out(join_heads(heads))

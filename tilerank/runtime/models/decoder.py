@@ -32,7 +32,8 @@ from .text_config import TextConfig
 class DecoderNames:
     """Names of the modules in a checkpoint; the default is the layout of Llama and Qwen.
 
-    `layer` has a place for the number of the layer; the four after it are relative to the layer.
+    `layer` has a place for the number of the layer; the four after it are relative to the layer. mixer: one name, or
+    one for each layer. left_out: beginnings of the names of tensors that the model does not use.
     """
 
     embedding: str = "model.embed_tokens"
@@ -40,9 +41,10 @@ class DecoderNames:
     head: str = "lm_head"
     layer: str = "model.layers.{}"
     mixer_norm: str = "input_layernorm"
-    mixer: str = "self_attn"
+    mixer: str | Sequence[str] = "self_attn"
     mlp_norm: str = "post_attention_layernorm"
     mlp: str = "mlp"
+    left_out: tuple[str, ...] = ()
 
 
 C = TypeVar("C", bound=Cache)
@@ -111,19 +113,23 @@ class Decoder(Model):
         else:
             self.embedding = VocabParallelEmbedding(names.embedding, vocab, hidden, sharding)
             self.head = ParallelLMHead(names.head, hidden, vocab, sharding)
-        self.rope = RopeTable(config.rope, config.head_dim, card.context_length, sharding.dtype)
+        self.rope = RopeTable(config.rope, config.rotary_dim, card.context_length, sharding.dtype)
+
+        def norm(name: str) -> RMSNorm:
+            return RMSNorm(name, hidden, eps, sharding, zero_centered=config.zero_centered_norms)
 
         def layer(number: int) -> DecoderLayer:
             name = names.layer.format(number)
+            mixer_name = names.mixer if isinstance(names.mixer, str) else names.mixer[number]
             return DecoderLayer(
-                RMSNorm(f"{name}.{names.mixer_norm}", hidden, eps, sharding),
-                mixer(f"{name}.{names.mixer}", number),
-                RMSNorm(f"{name}.{names.mlp_norm}", hidden, eps, sharding),
+                norm(f"{name}.{names.mixer_norm}"),
+                mixer(f"{name}.{mixer_name}", number),
+                norm(f"{name}.{names.mlp_norm}"),
                 mlp(f"{name}.{names.mlp}", number),
             )
 
         self.layers = [layer(number) for number in range(config.num_layers)]
-        self.norm = RMSNorm(names.norm, hidden, eps, sharding)
+        self.norm = norm(names.norm)
         self.encoder = encoder
         self.position_axes = config.rope.axes
 
@@ -158,4 +164,5 @@ class Decoder(Model):
 
     def ignore(self, name: str) -> bool:
         head = f"{self._names.head}.weight"
-        return name.endswith(".rotary_emb.inv_freq") or (self._tied and name == head)
+        is_spare = name.endswith(".rotary_emb.inv_freq") or (self._tied and name == head)
+        return is_spare or name.startswith(self._names.left_out)

@@ -10,7 +10,8 @@ from tilerank.loader.card import ModelCard
 from tilerank.loader.files import is_listed
 from tilerank.parallel.sharding import Sharding
 
-from ..media.qwen_vl_settings import NESTED, PICTURES, read_preprocessing
+from ..media.qwen_vl_settings import read_preprocessing
+from ..media.settings import NESTED, PICTURES
 from .decoder import Decoder, DecoderNames
 from .qwen import qwen3_decoder
 from .qwen_moe import read_experts_config, sparse_mlps
@@ -28,7 +29,7 @@ _NAMES = DecoderNames(
 def qwen3_vl(card: ModelCard, sharding: Sharding) -> Decoder:
     """Qwen3VLForConditionalGeneration."""
     c = _text_config(card)
-    return qwen3_decoder(card, c, sharding, names=_NAMES, encoder=_tower(card, c, sharding))
+    return qwen3_decoder(card, c, sharding, names=_NAMES, encoder=vision_tower(card, c, sharding))
 
 
 def qwen3_vl_moe(card: ModelCard, sharding: Sharding) -> Decoder:
@@ -36,7 +37,7 @@ def qwen3_vl_moe(card: ModelCard, sharding: Sharding) -> Decoder:
     c = _text_config(card)
     experts = replace(read_experts_config(card.text, c.num_layers), renormalize=True)
     mlps = sparse_mlps(c, experts, sharding, fused="in_out")
-    return qwen3_decoder(card, c, sharding, names=_NAMES, encoder=_tower(card, c, sharding), mlp=mlps)
+    return qwen3_decoder(card, c, sharding, names=_NAMES, encoder=vision_tower(card, c, sharding), mlp=mlps)
 
 
 def _text_config(card: ModelCard) -> TextConfig:
@@ -45,10 +46,13 @@ def _text_config(card: ModelCard) -> TextConfig:
     return replace(read_text_config(text, sectioned=True), tie_word_embeddings=holder.flag("tie_word_embeddings"))
 
 
-def _tower(card: ModelCard, text: TextConfig, sharding: Sharding) -> VisionTower:
-    """Return the tower. It is held as floats, also where the decoder is quantised, and caches nothing."""
+def vision_tower(card: ModelCard, text: TextConfig, sharding: Sharding, *, deepstack: bool = True) -> VisionTower:
+    """Return the tower. It is held as floats, also where the decoder is quantised, and caches nothing.
+
+    deepstack: as in `read_vision_config`.
+    """
     fields = card.fields.object("vision_config")
-    config = read_vision_config(fields, text.hidden_size)
+    config = read_vision_config(fields, text.hidden_size, deepstack=deepstack)
     if len(config.deepstack) >= text.num_layers:
         raise fields.fail(
             "deepstack_visual_indexes", f"fewer blocks than the {text.num_layers} layers of the language model"

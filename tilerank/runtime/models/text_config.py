@@ -23,7 +23,7 @@ class TextConfig:
     """The shape of a decoder-only transformer; counts are the model's own, before any padding for ranks.
 
     rotary_dim: the first dimensions of a head, which positions rotate. intermediate_size: the width of dense MLPs, 0 if
-    no layer has one.
+    no layer has one. zero_centered_norms: the checkpoint stores the weights of norms minus one.
     """
 
     hidden_size: int
@@ -36,6 +36,7 @@ class TextConfig:
     rms_norm_eps: float
     rope: RopeConfig
     tie_word_embeddings: bool
+    zero_centered_norms: bool = False
 
 
 def read_text_config(
@@ -45,22 +46,29 @@ def read_text_config(
     usual_rotary_part: float | None = None,
     dense: bool = True,
     layer_kinds: Sequence[str] = (FULL_ATTENTION,),
+    head_dims: tuple[int, int] | None = None,
 ) -> TextConfig:
     """Read and check the fields. Raises ConfigError, also for features that would change the result if ignored.
 
     c: the fields of the language model alone. sectioned: it has interleaved M-RoPE (rope.py). usual_rotary_part: as in
-    `read_rotary_dim`. dense: it has dense MLPs. layer_kinds: those that `layer_types` may list.
+    `read_rotary_dim`. dense: it has dense MLPs. layer_kinds: those that `layer_types` may list. head_dims: the
+    dimensions of a head, and those that are rotated, of latent attention, which has fields of its own for them and no
+    KV heads.
     """
     _refuse_unsupported(c)
     num_layers = c.integer("num_hidden_layers", 1, _MAX_LAYERS)
     read_layer_types(c, num_layers, layer_kinds)
     hidden_size = c.integer("hidden_size", 1, MAX_WIDTH)
     num_heads = c.integer("num_attention_heads", 1, MAX_HEADS)
-    num_kv_heads = c.integer("num_key_value_heads", 1, num_heads)
-    if num_heads % num_kv_heads:
-        raise c.fail("num_key_value_heads", f"a divisor of num_attention_heads ({num_heads})")
-    head_dim = _head_dim(c, hidden_size, num_heads)
-    rotary_dim = read_rotary_dim(c, head_dim, usual_rotary_part)
+    if head_dims is not None:
+        num_kv_heads = num_heads
+        head_dim, rotary_dim = head_dims
+    else:
+        num_kv_heads = c.integer("num_key_value_heads", 1, num_heads)
+        if num_heads % num_kv_heads:
+            raise c.fail("num_key_value_heads", f"a divisor of num_attention_heads ({num_heads})")
+        head_dim = _head_dim(c, hidden_size, num_heads)
+        rotary_dim = read_rotary_dim(c, head_dim, usual_rotary_part)
     return TextConfig(
         hidden_size=hidden_size,
         num_layers=num_layers,
