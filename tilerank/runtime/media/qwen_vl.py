@@ -1,4 +1,4 @@
-"""The processor of Qwen3-VL, dense and MoE: like Qwen3VLProcessor of transformers 5.23."""
+"""The processor of Qwen3-VL and Qwen3.5, dense and MoE: like Qwen3VLProcessor of transformers 5.23."""
 
 import logging
 import re
@@ -134,7 +134,17 @@ class QwenVLProcessor(Processor):
         pieces[at] = "".join(f"<{time:.1f} seconds>{group}" for time in times)
 
 
-PROCESSORS = {"qwen3_vl": QwenVLProcessor, "qwen3_vl_moe": QwenVLProcessor}
+def _if_it_sees(model_dir: Path, tokenizer: Tokenizer) -> Processor | None:
+    """Return the processor of Qwen3.5; None for a checkpoint of its language model alone."""
+    return QwenVLProcessor(model_dir, tokenizer) if read_config_fields(model_dir).has("vision_config") else None
+
+
+PROCESSORS = {
+    "qwen3_vl": QwenVLProcessor,
+    "qwen3_vl_moe": QwenVLProcessor,
+    "qwen3_5": _if_it_sees,
+    "qwen3_5_moe": _if_it_sees,
+}
 
 
 def _expand(ids: list[int], kinds: dict[int, str], grids: list[_Grid], media: list[Medium]) -> Prompt:

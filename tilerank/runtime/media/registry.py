@@ -1,6 +1,7 @@
 """The processors of the families that take media: files of this folder with a table PROCESSORS.
 
-PROCESSORS maps a `model_type` of config.json to a function (model_dir, tokenizer) -> processor.
+PROCESSORS maps a `model_type` of config.json to a function (model_dir, tokenizer) -> processor, or None for a model
+directory that takes text only.
 """
 
 import importlib
@@ -14,11 +15,11 @@ from tilerank.loader.tokenizer import Tokenizer
 
 from .processor import Processor
 
-Builder = Callable[[Path, Tokenizer], Processor]
+Builder = Callable[[Path, Tokenizer], Processor | None]
 
 
 def load_processor(model_dir: Path, tokenizer: Tokenizer) -> Processor | None:
-    """Return the processor of a model directory; None for a family that takes text only. Raises ConfigError."""
+    """Return the processor of a model directory; None if it takes text only. Raises ConfigError."""
     build = _builders().get(read_config_fields(model_dir).text("model_type"))
     return build(model_dir, tokenizer) if build else None
 
