@@ -1,0 +1,289 @@
+"""Reasoning and tools through the official client, with hand-made answers of a stand-in for the engine.
+
+The chat templates have the form of Qwen3's, Qwen3.5's and DeepSeek-V3.1's.
+"""
+
+import asyncio
+import json
+import socket
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+import tokenizers
+from media_files import DEMO_VL
+
+from tilerank.loader.generation_config import SamplingDefaults
+from tilerank.loader.tokenizer import Tokenizer
+from tilerank.runtime.server.app import ServerSettings, make_app
+from tilerank.runtime.server.client import EngineClient
+from tilerank.runtime.server.messages import State, Submit, Token, Tokens, encode, engine_inbox
+from tilerank.runtime.server.tool_formats import DeepSeekTools, tool_parser
+
+QWEN = (
+    "{% if tools %}{{ tools | tojson }}<tool_call>{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.reasoning_content is string and (preserve_thinking is defined and preserve_thinking or loop.last) %}"
+    "<think>\n{{ m.reasoning_content }}\n</think>\n\n{% endif %}{{ m.content }}"
+    "{% for call in m.tool_calls %}{{ call.function.arguments | tojson }}{% endfor %}<|im_end|>\n{% endfor %}"
+    "<|im_start|>assistant\n"
+)
+OFF = "{% if enable_thinking is defined and enable_thinking is false %}<think>\n\n</think>\n\n"
+QWEN_3 = QWEN + OFF + "{% endif %}"
+QWEN_3_5 = QWEN + OFF + "{% else %}{{ reasoning_effort | default('') }}<think>\n{% endif %}"
+DEEPSEEK = (
+    "{% if not thinking is defined %}{% set thinking = false %}{% endif %}{{ bos_token }}"
+    "{% for m in messages %}{% if m['role'] == 'user' %}{{ '<｜User｜>' + m['content'] }}"
+    "{% elif m['role'] == 'tool' %}{{ '<｜tool▁output▁begin｜>' + m['content'] + '<｜tool▁output▁end｜>' }}"
+    "{% else %}{{ '<｜Assistant｜></think>' }}{% for call in m['tool_calls'] %}"
+    "{{ m['content'] + '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>' + call['function']['name'] + '<｜tool▁sep｜>' + call['function']['arguments'] }}"
+    "{% endfor %}{% endif %}{% endfor %}"
+    "<｜Assistant｜>{% if thinking %}<think>{% else %}</think>{% endif %}"
+)
+BOS = "<｜begin▁of▁sentence｜>"
+USER: Any = {"role": "user", "content": "Who?"}
+TOOLS: Any = [{"type": "function", "function": {"name": "now", "parameters": {"type": "object", "properties": {}}}}]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model directory with the marks of Qwen and DeepSeek, whose tokenizer begins each text with BOS."""
+    directory = tmp_path_factory.mktemp("chat") / "model"
+    directory.mkdir()
+    inner = tokenizers.Tokenizer.from_file(str(DEMO_VL / "tokenizer.json"))
+    inner.add_tokens([tokenizers.AddedToken(mark, special=False, normalized=False) for mark in DeepSeekTools.MARKS])
+    inner.add_special_tokens([BOS])
+    processor = tokenizers.processors.TemplateProcessing(f"{BOS} $A", None, [(BOS, inner.token_to_id(BOS))])
+    inner.post_processor = processor
+    inner.save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer_config.json").write_text(json.dumps({"bos_token": BOS}))
+    return directory
+
+
+class Server:
+    """The application without a socket. submits: what the engine got, which answers with the tokens of `answer`."""
+
+    def __init__(self, client: openai.AsyncOpenAI, tokenizer: Tokenizer) -> None:
+        self.client = client
+        self.tokenizer = tokenizer
+        self.answer = ""
+        self.submits: list[Submit] = []
+
+    async def ask(self, answer: str, *messages: Any, **fields: Any) -> Any:
+        self.answer = answer
+        return await self.client.chat.completions.create(model="it", messages=[*(messages or [USER])], **fields)
+
+    @property
+    def prompt(self) -> str:
+        """The text of the last prompt, special tokens included."""
+        inner = tokenizers.Tokenizer.from_file(str(self.tokenizer.model_dir / "tokenizer.json"))
+        return str(inner.decode(self.submits[-1].prompt.token_ids, skip_special_tokens=False))
+
+    async def answer_requests(self, incoming: asyncio.StreamReader, outgoing: asyncio.StreamWriter) -> None:
+        outgoing.write(encode(State(4096, 1 << 20, 0.0, 0, 0, 0, 0, 0)))
+        inbox = engine_inbox()
+        while data := await incoming.read(1 << 20):
+            for message in inbox.feed(data):
+                if isinstance(message, Submit):
+                    self.submits.append(message)
+                    for id in self.tokenizer.encode(self.answer, add_special_tokens=False):
+                        outgoing.write(encode(Tokens([Token(message.number, id, None, None)])))
+                    outgoing.write(encode(Tokens([Token(message.number, 0, "stop", None)])))
+
+
+@asynccontextmanager
+async def serving(model: Path, template: str) -> AsyncIterator[Server]:
+    async def check_grammar(grammar: str) -> None: ...
+
+    (model / "chat_template.jinja").write_text(template)
+    tokenizer = Tokenizer(model)
+    settings = ServerSettings("it", "0", None, SamplingDefaults(), tool_parser(tokenizer, ""), check_grammar)
+    engines, (ours, theirs) = EngineClient(), socket.socketpair()
+    attached = asyncio.create_task(engines.attach(0, ours))
+    transport = httpx.ASGITransport(make_app(engines, tokenizer, settings))
+    async with httpx.AsyncClient(transport=transport, timeout=60) as http:
+        client = openai.AsyncOpenAI(base_url="http://server/v1", api_key="any", max_retries=0, http_client=http)
+        server = Server(client, tokenizer)
+        incoming, outgoing = await asyncio.open_unix_connection(sock=theirs)
+        engine = asyncio.create_task(server.answer_requests(incoming, outgoing))
+        await engines.ready.wait()
+        yield server
+        engine.cancel()
+        outgoing.close()
+        await attached
+
+
+def run(model: Path, template: str, test: Callable[[Server], Coroutine[Any, Any, Any]]) -> Any:
+    async def running() -> Any:
+        async with serving(model, template) as server:
+            return await test(server)
+
+    return asyncio.run(running())
+
+
+@pytest.mark.parametrize(
+    ("template", "variables", "answer", "reasoning"),
+    [
+        (QWEN_3, {}, "<think>\nWhy\nnot?\n</think>\n\nMoses.", "Why\nnot?"),
+        (QWEN_3, {}, "Moses.", None),
+        (QWEN_3, {"enable_thinking": False}, "Moses.", None),
+        (QWEN_3_5, {}, "Why\nnot?\n</think>\n\nMoses.", "Why\nnot?"),
+        (QWEN_3_5, {"enable_thinking": False}, "Moses.", None),
+        (DEEPSEEK, {"thinking": True}, "Why\nnot?</think>Moses.", "Why\nnot?"),
+        (DEEPSEEK, {"enable_thinking": True}, "Why\nnot?</think>Moses.", "Why\nnot?"),
+        (DEEPSEEK, {}, "Moses.", None),
+    ],
+)
+def test_reasoning_is_a_field_of_its_own(
+    model: Path, template: str, variables: dict[str, bool], answer: str, reasoning: str | None
+) -> None:
+    async def ask(server: Server) -> None:
+        fields = {"extra_body": {"chat_template_kwargs": variables}}
+        whole = await server.ask(answer, **fields)
+        message = whole.choices[0].message
+        assert message.content == "Moses."
+        assert getattr(message, "reasoning_content", None) == getattr(message, "reasoning", None) == reasoning
+        usage = {"include_usage": True}
+        chunks = [chunk async for chunk in await server.ask(answer, stream=True, stream_options=usage, **fields)]
+        deltas = [chunk.choices[0].delta for chunk in chunks if chunk.choices]
+        assert "".join(delta.content or "" for delta in deltas) == "Moses."
+        for name in ("reasoning_content", "reasoning"):
+            assert "".join(getattr(delta, name, "") for delta in deltas) == (reasoning or "")
+        assert chunks[-1].usage == whole.usage
+        if reasoning is not None:
+            # By hand: all tokens but those of the answer; line breaks after the mark belong to neither.
+            after = server.tokenizer.encode(answer[answer.index("</think>") + 8 :], add_special_tokens=False)
+            details = whole.usage.completion_tokens_details
+            assert details.reasoning_tokens == whole.usage.completion_tokens - len(after) - 1  # 1 ends the answer
+        else:
+            assert whole.usage.completion_tokens_details is None
+
+    run(model, template, ask)
+
+
+def test_a_tool_call_after_reasoning(model: Path) -> None:
+    """A call in the reasoning is none."""
+    call = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+
+    async def ask(server: Server) -> None:
+        whole = await server.ask(f"I write {call}\n</think>\n\nSo:\n{call}", tools=TOOLS)
+        message = whole.choices[0].message
+        assert (message.reasoning_content, message.content) == (f"I write {call}", "So:")
+        assert [(one.function.name, one.function.arguments) for one in message.tool_calls] == [("now", "{}")]
+        assert whole.choices[0].finish_reason == "tool_calls"
+
+    run(model, QWEN_3_5, ask)
+
+
+def test_a_stream_of_calls_of_deepseek(model: Path) -> None:
+    answer = (
+        "I look.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>now<｜tool▁sep｜>{}<｜tool▁call▁end｜>"
+        '<｜tool▁call▁begin｜>then<｜tool▁sep｜>{"x": "é"}<｜tool▁call▁end｜><｜tool▁calls▁end｜>'
+    )
+
+    async def ask(server: Server) -> None:
+        chunks = [chunk async for chunk in await server.ask(answer, tools=TOOLS, stream=True)]
+        deltas = [chunk.choices[0].delta for chunk in chunks]
+        assert "".join(delta.content or "" for delta in deltas) == "I look."
+        calls = [call for delta in deltas for call in delta.tool_calls or []]
+        found = [(call.index, call.function.name, call.function.arguments) for call in calls]
+        assert found == [(0, "now", "{}"), (1, "then", '{"x": "é"}')]
+        assert chunks[-1].choices[0].finish_reason == "tool_calls"
+
+    run(model, DEEPSEEK, ask)
+
+
+def test_earlier_turns_reach_the_template(model: Path) -> None:
+    """An answer of the client, given back as it came: with reasoning, with calls, and without content."""
+
+    async def qwen(server: Server) -> None:
+        first = await server.ask("<think>\nWhy\n</think>\n\nMoses.")
+        turns = [USER, first.choices[0].message, {"role": "user", "content": "And?"}]
+        await server.ask("a", *turns, extra_body={"chat_template_kwargs": {"preserve_thinking": True}})
+        assert "assistant\n<think>\nWhy\n</think>\n\nMoses.<|im_end|>" in server.prompt
+        await server.ask("a", *turns)
+        assert "<think>" not in server.prompt
+        other = {"role": "assistant", "content": "Moses.", "reasoning": "So"}
+        await server.ask("a", USER, other)
+        assert "<think>\nSo\n</think>\n\nMoses." in server.prompt
+
+    async def deepseek(server: Server) -> None:
+        call = "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>now<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
+        first = await server.ask(call, tools=TOOLS)
+        message = first.choices[0].message
+        assert message.content is None
+        result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "noon"}
+        await server.ask("a", USER, message, result)
+        assert "</think><｜tool▁calls▁begin｜><｜tool▁call▁begin｜>now<｜tool▁sep｜>{}" in server.prompt
+
+    run(model, QWEN_3, qwen)
+    run(model, DEEPSEEK, deepseek)
+
+
+def test_a_template_that_prints_the_beginning_of_text(model: Path) -> None:
+    """The tokenizer would add a second one."""
+
+    async def ask(server: Server) -> None:
+        await server.ask("a")
+        assert server.prompt.count(BOS) == 1 and server.prompt.startswith(BOS)
+        body = {"messages": [USER], "chat_template_kwargs": {"thinking": True}}
+        answer: Any = await server.client.post("http://server/tokenize", body=body, cast_to=object)
+        assert answer["tokens"].count(server.submits[-1].prompt.token_ids[0]) == 1
+        assert answer["tokens"][-1] == server.tokenizer.encode("<think>", add_special_tokens=False)[0]
+
+    run(model, DEEPSEEK, ask)
+
+
+@pytest.mark.parametrize(
+    ("template", "effort", "variables", "end"),
+    [
+        (QWEN_3_5, "low", {}, "assistant\nlow<think>\n"),
+        (QWEN_3_5, "none", {}, "assistant\n<think>\n\n</think>\n\n"),
+        (QWEN_3_5, "high", {"reasoning_effort": "high"}, "assistant\nhigh<think>\n"),
+        (DEEPSEEK, "none", {}, "<｜Assistant｜></think>"),
+    ],
+)
+def test_effort_of_reasoning(model: Path, template: str, effort: Any, variables: dict[str, Any], end: str) -> None:
+    async def ask(server: Server) -> None:
+        await server.ask("a", reasoning_effort=effort, extra_body={"chat_template_kwargs": variables})
+        assert server.prompt.endswith(end)
+
+    run(model, template, ask)
+
+
+@pytest.mark.parametrize(
+    ("template", "fields", "sentence"),
+    [
+        (
+            DEEPSEEK,
+            {"reasoning_effort": "high"},
+            "reasoning_effort: the chat template of it takes no effort of reasoning; it can only turn it off: expected "
+            "'none', found 'high'",
+        ),
+        ("a", {"reasoning_effort": "low"}, "reasoning_effort: the chat template of it takes no effort of reasoning"),
+        (
+            QWEN_3_5,
+            {"reasoning_effort": "low", "extra_body": {"chat_template_kwargs": {"reasoning_effort": "high"}}},
+            "reasoning_effort: 'low' contradicts reasoning_effort 'high' of chat_template_kwargs",
+        ),
+        (
+            QWEN_3_5,
+            {"reasoning_effort": "none", "extra_body": {"chat_template_kwargs": {"enable_thinking": True}}},
+            "reasoning_effort: 'none' contradicts enable_thinking True of chat_template_kwargs",
+        ),
+    ],
+)
+def test_an_effort_that_cannot_be_made_is_refused(
+    model: Path, template: str, fields: dict[str, Any], sentence: str
+) -> None:
+    async def ask(server: Server) -> None:
+        with pytest.raises(openai.BadRequestError) as caught:
+            await server.ask("a", **fields)
+        assert caught.value.body["message"] == sentence  # type: ignore[index]
+        assert caught.value.param == "reasoning_effort"
+
+    run(model, template, ask)
