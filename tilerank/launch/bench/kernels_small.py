@@ -1,31 +1,38 @@
-"""Entries of `bench kernels` for the kernels between matrix products. A new one is a function in SMALL or LOGITS.
+"""Entries of `bench kernels` for the kernels between matrix products. A new one is a function in SMALL or LARGE.
 
 The bytes of their work are all operands read and written, although in a model most of them stay in the caches.
 """
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch.nn import functional
 
-from tilerank.kernels import moe, ops
+from tilerank.kernels import core, delta, moe, ops
+from tilerank.kernels.reference import delta as delta_reference
 from tilerank.parallel.cost import Work
 
-from .entry import Entry
+from .entry import Call, Entry, cold_copies
 
 HIDDEN, WIDTH, VOCABULARY, EXPERTS = 4096, 12288, 151936, 128
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
-MAX_LOGITS_ROWS = 64
-"""Kernels over logits run for at most so many rows: no step has many more, and a row is as long as the vocabulary."""
+MAX_LARGE_ROWS = 64
+"""Kernels over logits run for at most so many rows: no step has many more, and a row is as long as the vocabulary. The
+same holds for steps of delta nets, which read a state for each row."""
+
+KEY_HEADS, VALUE_HEADS, DELTA_DIM, CHUNK = 16, 32, 128, 64
+"""The delta net of Qwen3.5-9B."""
+MIXED = (2 * KEY_HEADS + VALUE_HEADS) * DELTA_DIM
+"""Columns of q, k and v."""
 
 
 def entries(args: argparse.Namespace) -> Iterator[Entry]:
     for rows in args.rows:
         for make_entry in SMALL:
             yield make_entry(rows)
-        if rows <= MAX_LOGITS_ROWS:
-            for make_entry in LOGITS:
+        if rows <= MAX_LARGE_ROWS:
+            for make_entry in LARGE:
                 yield make_entry(rows)
 
 
@@ -133,9 +140,125 @@ def sample(rows: int) -> Entry:
     )
 
 
+def delta_step(rows: int) -> Entry:
+    """A decode step of a delta net: every row reads and writes a state, of which there are copies."""
+    qkv, a, b, a_log, dt_bias = _delta_inputs(rows)
+    shape = (rows, VALUE_HEADS, DELTA_DIM, DELTA_DIM)
+    nbytes = torch.Size(shape).numel() * 4
+    states = [core.alloc(nbytes, resident=True).view(torch.float32).view(shape) for _ in range(cold_copies(nbytes))]
+    slots, lengths = torch.arange(rows, dtype=torch.int32), torch.full((rows,), 2, dtype=torch.int32)
+
+    def step_of(kernel: Callable[..., torch.Tensor]) -> Call:
+        return lambda number: kernel(qkv, a, b, a_log, dt_bias, states[number % len(states)], slots, lengths, KEY_HEADS)
+
+    return Entry(
+        "delta_step",
+        f"{rows} x {VALUE_HEADS} x {DELTA_DIM}^2",
+        "float32",
+        Work(2 * nbytes),
+        step_of(delta.delta_step),
+        step_of(delta_reference.delta_step),
+    )
+
+
+def delta_rule(rows: int) -> Entry:
+    """A prompt of `rows` tokens."""
+    qkv, a, b, a_log, dt_bias = _delta_inputs(rows)
+    g, beta = delta.delta_gating(a, b, a_log, dt_bias)
+    state = torch.zeros(1, VALUE_HEADS, DELTA_DIM, DELTA_DIM)
+    batch = _one_sequence(rows)
+    of_keys = KEY_HEADS * 2 * CHUNK * DELTA_DIM
+    of_values = VALUE_HEADS * (6 * DELTA_DIM**2 + 2 * CHUNK * DELTA_DIM)
+    return Entry(
+        "delta_rule",
+        f"{rows} x {VALUE_HEADS} x {DELTA_DIM}^2",
+        "bfloat16",
+        Work(3 * qkv.nbytes // 2 + 2 * state.nbytes, fp32=rows * (of_keys + of_values)),
+        lambda _: delta.delta_rule(qkv, g, beta, state, *batch, KEY_HEADS),
+        lambda _: delta_reference.delta_rule(qkv, g, beta, state, *batch, KEY_HEADS),
+    )
+
+
+def causal_conv(rows: int) -> Entry:
+    x, weight, conv = _bf16(rows, MIXED), _bf16(MIXED, 4), _bf16(1, 3, MIXED)
+    arguments = (x, weight, conv, *_one_sequence(rows))
+    return Entry(
+        "causal_conv",
+        f"{rows} x {MIXED} x 4",
+        "bfloat16",
+        Work(2 * x.nbytes + weight.nbytes + 2 * conv.nbytes),
+        lambda _: delta.causal_conv(*arguments),
+        lambda _: delta_reference.causal_conv(*arguments),
+    )
+
+
+def split_qkvzba(rows: int) -> Entry:
+    values = VALUE_HEADS * DELTA_DIM
+    x = _bf16(rows, MIXED + values + 2 * VALUE_HEADS)
+    return Entry(
+        "split_qkvzba",
+        f"{rows} x {x.shape[1]}",
+        "bfloat16",
+        Work(2 * x.nbytes),
+        lambda _: delta.split_qkvzba(x, KEY_HEADS, VALUE_HEADS, DELTA_DIM, DELTA_DIM),
+        lambda _: delta_reference.split_qkvzba(x, KEY_HEADS, VALUE_HEADS, DELTA_DIM, DELTA_DIM),
+    )
+
+
+def delta_gating(rows: int) -> Entry:
+    _, a, b, a_log, dt_bias = _delta_inputs(rows)
+    return Entry(
+        "delta_gating",
+        f"{rows} x {VALUE_HEADS}",
+        "bfloat16",
+        Work(6 * a.nbytes),
+        lambda _: delta.delta_gating(a, b, a_log, dt_bias),
+        lambda _: delta_reference.delta_gating(a, b, a_log, dt_bias),
+    )
+
+
+def gated_norm(rows: int) -> Entry:
+    o, z, weight = _bf16(rows, VALUE_HEADS * DELTA_DIM), _bf16(rows, VALUE_HEADS * DELTA_DIM), _bf16(DELTA_DIM)
+    return Entry(
+        "gated_norm",
+        f"{rows} x {VALUE_HEADS} x {DELTA_DIM}",
+        "bfloat16",
+        Work(3 * o.nbytes),
+        lambda _: delta.gated_norm(o, z, weight, 1e-6),
+        lambda _: delta_reference.gated_norm(o, z, weight, 1e-6),
+    )
+
+
+def sigmoid_gate(rows: int) -> Entry:
+    """The output gate of attention, a part of the query projection."""
+    x, projection = _bf16(rows, HEADS, HEAD_DIM), _bf16(rows, HEADS, 2 * HEAD_DIM)
+    gate = projection[..., HEAD_DIM:]
+    return Entry(
+        "sigmoid_gate_",
+        f"{rows} x {HEADS} x {HEAD_DIM}",
+        "bfloat16",
+        Work(3 * x.nbytes),
+        lambda _: delta.sigmoid_gate_(x, gate),
+        lambda _: x.mul_(gate.sigmoid()),
+    )
+
+
+def _delta_inputs(rows: int) -> tuple[torch.Tensor, ...]:
+    """Return qkv, a, b, a_log and dt_bias."""
+    gates = _bf16(rows, VALUE_HEADS), _bf16(rows, VALUE_HEADS), torch.randn(VALUE_HEADS), torch.randn(VALUE_HEADS)
+    return _bf16(rows, MIXED), *gates
+
+
+def _one_sequence(rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return slots, query_starts and seq_lens of a sequence that begins with the step."""
+    slots, query_starts, seq_lens = (torch.tensor(values, dtype=torch.int32) for values in ([0], [0, rows], [rows]))
+    return slots, query_starts, seq_lens
+
+
 def _bf16(*shape: int) -> torch.Tensor:
     return torch.randn(shape).to(torch.bfloat16)
 
 
-SMALL = (rms_norm, add_rms_norm, rotary, silu_mul, embedding, softmax_top_k)
-LOGITS = (argmax, sample)
+DELTA = (delta_rule, causal_conv, split_qkvzba, delta_gating, gated_norm, sigmoid_gate)
+SMALL = (rms_norm, add_rms_norm, rotary, silu_mul, embedding, softmax_top_k, *DELTA)
+LARGE = (argmax, sample, delta_step)
