@@ -40,7 +40,8 @@ DEEPSEEK = (
     "{% for m in messages %}{% if m['role'] == 'user' %}{{ '<｜User｜>' + m['content'] }}"
     "{% elif m['role'] == 'tool' %}{{ '<｜tool▁output▁begin｜>' + m['content'] + '<｜tool▁output▁end｜>' }}"
     "{% else %}{{ '<｜Assistant｜></think>' }}{% for call in m['tool_calls'] %}"
-    "{{ m['content'] + '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>' + call['function']['name'] + '<｜tool▁sep｜>' + call['function']['arguments'] }}"
+    "{{ m['content'] + '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>' + call['function']['name'] }}"
+    "{{ '<｜tool▁sep｜>' + call['function']['arguments'] }}"
     "{% endfor %}{% endif %}{% endfor %}"
     "<｜Assistant｜>{% if thinking %}<think>{% else %}</think>{% endif %}"
 )
