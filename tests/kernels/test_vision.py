@@ -200,3 +200,24 @@ def test_a_recording_computes_the_same(dtype: torch.dtype, rung: str) -> None:
             tensor.copy_(randn(*tensor.shape, seed=10 * seed + number))
         rows.random_(0, 5)
         assert torch.equal(graph.run(), step())
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("d", [1, 17, 300])
+def test_tanh_gate_hides_rows_and_scales_the_rest(dtype: torch.dtype, d: int) -> None:
+    x, gate = inside_nan(randn(4, d, dtype=dtype)), torch.tensor([0.7], dtype=dtype)
+    x[2] = float("inf")
+    shown = torch.tensor([1.0, 0.0, 0.0, 1.0])
+    exact = x.double() * gate.double().tanh().to(dtype).double()
+    exact[1:3] = 0
+    vision.tanh_gate_(x, gate, shown)
+    assert_within(x, exact, 1.01 * half_ulp(dtype) * exact.abs())
+    rows = randn(3, d, dtype=dtype, seed=1)
+    exact = rows.double() * gate.double().tanh().to(dtype).double()
+    vision.tanh_gate_(rows, gate)
+    assert_within(rows, exact, 1.01 * half_ulp(dtype) * exact.abs())
+
+
+def test_tanh_gate_names_a_wrong_argument() -> None:
+    with pytest.raises(KernelError, match=r"tanh_gate_: shown: expected shape \[2\], found \[3\]"):
+        vision.tanh_gate_(randn(2, 8), randn(1), torch.ones(3))

@@ -1,4 +1,4 @@
-"""More row kernels, for vision encoders: LayerNorm, GELU, rotation, and the resampling of position embeddings.
+"""More row kernels, for vision models: LayerNorm, GELU, rotation, gates, and the resampling of position embeddings.
 
 Every argument may be strided as long as its last dimension is contiguous. Activations are float32 or bfloat16. A row's
 result depends on that row alone. A wrong argument raises KernelError naming it, what was expected and what was found.
@@ -15,6 +15,7 @@ _LAYER_NORM = core.kernel("layer_norm")
 _GELU = core.kernel("gelu")
 _ROTARY_FLOAT = core.kernel("rotary_float")
 _INTERPOLATE_ROWS = core.kernel("interpolate_rows")
+_TANH_GATE = core.kernel("tanh_gate")
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
@@ -78,3 +79,19 @@ def interpolate_rows(table: Tensor, rows: Tensor, weights: Tensor) -> Tensor:
     out = core.empty((rows.shape[0], table.shape[1]), table.dtype)
     core.launch(_INTERPOLATE_ROWS, (table, rows, weights, out))
     return out
+
+
+def tanh_gate_(x: Tensor, gate: Tensor, shown: Tensor | None = None) -> None:
+    """Multiply x by tanh(gate), in place: the gates of Flamingo (arXiv 2204.14198) and Llama-3.2-Vision.
+
+    x: [m, d]; gate: [1] of the same dtype, whose tanh is rounded to it before the product. shown: [m] float32; rows
+    whose number is 0 become 0.
+    """
+    check.tensor("tanh_gate_", "x", x, (None, None), check.ACTIVATION_DTYPES)
+    check.tensor("tanh_gate_", "gate", gate, (1,), x.dtype)
+    if shown is not None:
+        check.tensor("tanh_gate_", "shown", shown, (x.shape[0],), torch.float32)
+    if core.isa() == "reference":
+        reference.tanh_gate_(x, gate, shown)
+    else:
+        core.launch(_TANH_GATE, (x, gate, shown))

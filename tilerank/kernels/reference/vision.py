@@ -34,3 +34,10 @@ def interpolate_rows(table: Tensor, rows: Tensor, weights: Tensor) -> Tensor:
         raise KernelError(f"interpolate_rows: rows: expected values in [0, {table.shape[0]}), found {bad}")
     first, second, third, fourth = (table[rows].float() * weights[..., None]).unbind(1)
     return (first + second + third + fourth).to(table.dtype)
+
+
+def tanh_gate_(x: Tensor, gate: Tensor, shown: Tensor | None) -> None:
+    """x *= tanh(gate), with zeros in the rows that are not shown."""
+    x *= gate.tanh()
+    if shown is not None:
+        x[shown == 0] = 0

@@ -1,4 +1,4 @@
-// add and gelu: element by element, in fp32, rounded once.
+// add, gelu and tanh_gate: element by element, in fp32, rounded once where nothing else is said.
 #ifndef TR_RUNG
 #include "rows/rows.h"
 #define TR_SOURCE "rows/elements.cpp"
@@ -79,6 +79,25 @@ static void gelu(const Args& args, Team& team) {
   });
 }
 TR_KERNEL(gelu)
+
+// tensors: x [m, d], gate [1], shown [m] f32 or None. x *= tanh(gate), which is rounded, and 0 where shown is 0.
+static void tanh_gate(const Args& args, Team& team) {
+  const Tensor &x = args.tensor(0), &gate = args.tensor(1), &shown = args.tensor(2);
+  for_float(x.dtype, [&](auto type) {
+    using T = decltype(type);
+    Vec factor = zero();
+    for_lanes(1, [&](int64_t, auto lanes) {
+      const Vec power = exp(lanes.load(gate.as<T>()) * set(2.0f));  // of the other lanes: of zero
+      factor = round_to<T>(set(sum(set(1.0f) - set(2.0f) / (power + set(1.0f)))));
+    });
+    for_pieces(x, team, [&](int64_t row, int64_t column, int64_t n) {
+      const bool hidden = shown.data != nullptr && shown.as<float>()[row * shown.stride[0]] == 0.0f;
+      T* const to = x.as<T>() + row_offset(x, row) + column;
+      for_lanes(n, [&](int64_t i, auto lanes) { lanes.store(to + i, hidden ? zero() : lanes.load(to + i) * factor); });
+    });
+  });
+}
+TR_KERNEL(tanh_gate)
 
 }  // namespace tilerank::TR_RUNG
 #endif
