@@ -142,7 +142,7 @@ MESSAGES = st.one_of(
         st.lists(st.integers(0, 1 << 40)),
         st.lists(st.integers(0, 1 << 40)),
         st.lists(st.tuples(st.integers(0, 1 << 20), st.integers(0, 1 << 20))),
-        st.lists(st.tuples(st.integers(0, 1 << 40), st.integers(0, 1 << 20))),
+        st.lists(st.integers(0, 1 << 20)),
     ),
     st.builds(
         Encode,
@@ -288,12 +288,12 @@ def test_a_padded_batch_has_positions_on_every_axis(copy_padding: bool) -> None:
 def test_a_batch_has_the_slots_of_states(copy_padding: bool) -> None:
     """A padding row repeats the states of the shortest sequence, which is in row 1, and has none of its own."""
     fills = filler(has_states=True, copy_padding=copy_padding)
-    step = Step([Chunk(7, 33, [9], [], 1), Chunk(3, 5, [8], [], 1), Chunk(4, 70, [7], [], 1)], [])
-    held = {7: Held([4, 2], 5), 3: Held([6], 0), 4: Held([1, 3, 5], 2)}
+    chunks = [Chunk(7, 33, [9], [], 1), Chunk(3, 5, [8], [], 1), Chunk(4, 70, [7], [], 1)]
+    step, held = Step(chunks, [], state_slots=[5, 0, 2]), {7: Held([4, 2]), 3: Held([6]), 4: Held([1, 3, 5])}
     fresh, padded = fills.fresh(step, held, {}).state_slots, fills.padded(step, held).state_slots
     assert fresh is not None and fresh.tolist() == [5, 0, 2] and fresh.dtype is torch.int32
     assert padded is not None and padded.tolist() == [5, 0, 2, -2] and padded.dtype is torch.int32
-    later = fills.padded(Step([step.chunks[2], step.chunks[1], step.chunks[0]], []), held).state_slots
+    later = fills.padded(Step(chunks[::-1], [], state_slots=[2, 0, 5]), held).state_slots
     assert later is padded and padded.tolist() == [2, 0, 5, -2]
     assert filler().padded(step, held).state_slots is None and filler().fresh(step, held, {}).state_slots is None
 
@@ -326,8 +326,8 @@ def test_rotary_tables_are_those_of_transformers(rope: RopeConfig, dtype: torch.
 
 def test_an_unknown_family_is_refused_with_those_that_run(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
-    says = "model_type: expected one of llama, qwen2, qwen3, qwen3_moe, qwen3_vl, qwen3_vl_moe, found 'gpt2'"
-    with pytest.raises(ConfigError, match=re.escape(f"{tmp_path / 'config.json'}: {says}")):
+    says = "model_type: expected one of deepseek_v3, .*llama, .*qwen3_vl_moe, found 'gpt2'"
+    with pytest.raises(ConfigError, match=f"{re.escape(str(tmp_path / 'config.json'))}: {says}"):
         read_supported_card(tmp_path)
 
 

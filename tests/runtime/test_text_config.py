@@ -215,7 +215,7 @@ def test_what_is_inconsistent_absurd_or_unsupported_is_refused(
 
 def test_an_unknown_family_is_refused_before_the_keys_that_it_spells_otherwise(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "wave_net", "text_config": {}}')
-    with pytest.raises(ConfigError, match=r"model_type: expected one of llama, .*qwen3_moe, .*, found 'wave_net'"):
+    with pytest.raises(ConfigError, match=r"model_type: expected one of .*llama, .*qwen3_moe, .*, found 'wave_net'"):
         read_supported_card(tmp_path)
 
 

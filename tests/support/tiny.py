@@ -2,13 +2,14 @@
 
 import argparse
 import importlib.util
+import json
 import sys
 from functools import cache
 from pathlib import Path
 from types import ModuleType
 
 TOOL = Path(__file__).parent / "tools" / "make_tiny.py"
-_made: dict[tuple[str, int, tuple[tuple[str, object], ...]], Path] = {}
+_made: dict[tuple[str, int, str], Path] = {}
 
 
 @cache
@@ -32,10 +33,11 @@ def make_tokenizer(style: str, out: Path, vocab: int = 2048) -> Path:
 def make_checkpoint(family: str, tmp: Path, seed: int = 0, **dims: object) -> Path:
     """Return the directory of a checkpoint of `family`, made below `tmp` unless this session has made it already.
 
-    `dims` are the tool's options: hidden, heads, kv_heads, head_dim, layers, inter, vocab, tied, shards...
+    `dims` are the tool's options: hidden, heads, kv_heads, head_dim, layers, inter, vocab, tied, shards... For DeepSeek
+    `config` has fields of config.json that replace the tool's.
     The directory is shared: a test that changes files works on a copy (shutil.copytree).
     """
-    key = (family, seed, tuple(sorted(dims.items())))
+    key = (family, seed, json.dumps(dims, sort_keys=True))
     if key not in _made:
         out = tmp / f"{family}-{seed}-{len(_made)}"
         options = {

@@ -28,7 +28,7 @@ Qwen3.5."""
 class ExpertsParameter(WeightParameter):
     """`parts` matrices [n, k] of every expert. Rows of the parameter count expert by expert, part by part.
 
-    `packed` exists after `allocate()`, and only if n, k > 0.
+    `packed` exists after `allocate()`, and only if experts, n, k > 0.
     """
 
     packed: PackedExperts
@@ -39,7 +39,7 @@ class ExpertsParameter(WeightParameter):
 
     @property
     def is_empty(self) -> bool:
-        return not (self.n and self.k)
+        return not (self.experts and self.n and self.k)
 
     def nbytes(self) -> int:
         if self.is_empty:

@@ -1,0 +1,148 @@
+"""DeepSeek-V3 and V3.1 (arXiv 2412.19437), DeepSeek-R1, and Kimi-K2: latent attention and a mixture of experts.
+
+mlp(x) = shared(x) + sum over the chosen experts e of weight_e * down_e(silu(gate_e(x)) * up_e(x))
+"""
+
+import re
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tilerank.kernels import ops
+from tilerank.kernels.moe import sigmoid_top_k
+from tilerank.loader.card import ModelCard
+from tilerank.loader.fields import Fields
+from tilerank.parallel.experts import ParallelExperts
+from tilerank.parallel.linear import ReplicatedLinear
+from tilerank.parallel.parameters import PlainParameter
+from tilerank.parallel.sharding import Sharding
+
+from ..rope import YarnScaling
+from .decoder import Decoder, DecoderNames, FeedForward
+from .gated_mlp import GatedMLP
+from .latent_attention import LatentAttention, LatentConfig
+from .text_config import MAX_WIDTH, TextConfig, read_text_config
+
+_MAX_EXPERTS = 1 << 14
+_MAX_SHARED = 1 << 8
+_MAX_DIM = 1 << 12
+
+
+@dataclass(frozen=True)
+class RoutedConfig:
+    """Every token goes to `top_k` of `count` experts, from the best `top_groups` of `groups` equal groups.
+
+    width: of an expert. shared: the width of the MLP that every token takes as well, 0 if there is none. scale: factor
+    of the weights, which are divided by their sum before if `renormalize`. dense_layers: the first layers, which have a
+    dense MLP instead.
+    """
+
+    count: int
+    top_k: int
+    groups: int
+    top_groups: int
+    width: int
+    shared: int
+    renormalize: bool
+    scale: float
+    dense_layers: int
+
+
+def read_latent_config(c: Fields) -> tuple[TextConfig, LatentConfig]:
+    """Read the fields of the decoder and its attention. Raises ConfigError."""
+    nope = c.integer("qk_nope_head_dim", 8, _MAX_DIM)
+    rope = c.integer("qk_rope_head_dim", 8, _MAX_DIM)
+    text = read_text_config(c, head_dims=(nope + rope, rope))
+    scaling = text.rope.scaling
+    return text, LatentConfig(
+        query_latent=c.integer("q_lora_rank", 1, MAX_WIDTH) if c.has("q_lora_rank") else None,
+        latent=c.integer("kv_lora_rank", 8, MAX_WIDTH),
+        nope_dim=nope,
+        rope_dim=rope,
+        value_dim=c.integer("v_head_dim", 8, _MAX_DIM),
+        neighbours=c.flag("rope_interleave") if c.has("rope_interleave") else True,
+        score_factor=scaling.score_factor if isinstance(scaling, YarnScaling) else 1.0,
+        bias=c.flag("attention_bias"),
+    )
+
+
+def read_routed_config(c: Fields, num_layers: int) -> RoutedConfig:
+    """Read the fields of the mixture. Raises ConfigError."""
+    for key, value in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc"), ("moe_layer_freq", 1)):
+        if c.has(key) and c.values[key] != value:
+            raise c.fail(key, repr(value))
+    key = "n_routed_experts" if c.has("n_routed_experts") else "num_local_experts"  # transformers 5 writes the latter
+    count = c.integer(key, 2, _MAX_EXPERTS)
+    if c.has("num_local_experts") and c.integer("num_local_experts", 2, _MAX_EXPERTS) != count:
+        raise c.fail("num_local_experts", f"the {count} of n_routed_experts")
+    groups = c.integer("n_group", 1, count // 2)
+    if count % groups:
+        raise c.fail("n_group", f"a divisor of the {count} experts")
+    top_groups = c.integer("topk_group", 1, groups)
+    width = c.integer("moe_intermediate_size", 1, MAX_WIDTH)
+    return RoutedConfig(
+        count=count,
+        top_k=c.integer("num_experts_per_tok", 1, count // groups * top_groups),
+        groups=groups,
+        top_groups=top_groups,
+        width=width,
+        shared=width * c.integer("n_shared_experts", 0, _MAX_SHARED) if c.has("n_shared_experts") else 0,
+        renormalize=c.flag("norm_topk_prob") if c.has("norm_topk_prob") else True,
+        scale=c.number("routed_scaling_factor", 0.0, 1e6),
+        dense_layers=c.integer("first_k_dense_replace", 0, num_layers),
+    )
+
+
+class RoutedMLP(FeedForward):
+    """A router, its experts, and the MLP that all tokens share."""
+
+    def __init__(self, name: str, hidden: int, config: RoutedConfig, sharding: Sharding) -> None:
+        self.config = c = config
+        # Whole on every rank: all ranks compute the same bits and so choose the same experts.
+        self.router = ReplicatedLinear(f"{name}.gate", hidden, c.count, sharding)
+        self.bias = PlainParameter((c.count,), torch.float32)
+        self.bias.fill(f"{name}.gate.e_score_correction_bias", (c.count,), slice(0, c.count))
+        self.experts = ParallelExperts(f"{name}.experts", hidden, c.width, c.count, sharding, top_k=c.top_k)
+        self.shared = GatedMLP(f"{name}.shared_experts", hidden, c.shared, sharding) if c.shared else None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        c = self.config
+        ids, weights = sigmoid_top_k(
+            self.router.project(x, out_dtype=torch.float32),
+            self.bias.data,
+            c.top_k,
+            groups=c.groups,
+            top_groups=c.top_groups,
+            renormalize=c.renormalize,
+            scale=c.scale,
+        )
+        routed = self.experts(x, ids, weights)
+        return routed if self.shared is None else ops.add(routed, self.shared(x))
+
+
+class DeepseekDecoder(Decoder):
+    """A decoder that leaves out the layers after its last, which predict several tokens at once."""
+
+    def ignore(self, name: str) -> bool:
+        layer = re.match(r"model\.layers\.(\d+)\.", name)
+        return super().ignore(name) or (layer is not None and int(layer[1]) >= len(self.layers))
+
+
+def deepseek_v3(card: ModelCard, sharding: Sharding) -> DeepseekDecoder:
+    """DeepseekV3ForCausalLM."""
+    text, latent = read_latent_config(card.fields)
+    routed = read_routed_config(card.fields, text.num_layers)
+
+    def mixer(name: str, _: int) -> LatentAttention:
+        return LatentAttention(name, text.hidden_size, text.num_heads, latent, sharding)
+
+    def mlp(name: str, layer: int) -> FeedForward:
+        if layer < routed.dense_layers:
+            return GatedMLP(name, text.hidden_size, text.intermediate_size, sharding)
+        return RoutedMLP(name, text.hidden_size, routed, sharding)
+
+    return DeepseekDecoder(card, text, sharding, DecoderNames(), mixer, mlp)
+
+
+MODELS = {"deepseek_v3": deepseek_v3, "kimi_k2": deepseek_v3}

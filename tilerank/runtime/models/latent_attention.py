@@ -1,0 +1,108 @@
+"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434) over a paged cache of latents."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from tilerank.kernels import ops
+from tilerank.kernels.heads import join_heads, part_of_heads, split_heads
+from tilerank.kernels.latent import latent_attention, store_latent
+from tilerank.kernels.latent_pages import LatentPages
+from tilerank.kernels.weight_formats import Float
+from tilerank.parallel.cost import Cost, Work, operand_type
+from tilerank.parallel.latent import AbsorbedHeads, HeadColumnsLinear, JoinedLinear, cut_latent_heads
+from tilerank.parallel.linear import RowParallelLinear
+from tilerank.parallel.norm import RMSNorm
+from tilerank.parallel.shard import Cut
+from tilerank.parallel.sharding import Sharding
+
+from ..batch import Batch, LogitRows
+from ..cache import PagedLatent
+from .decoder import Mixer
+
+_LATENT_EPS = 1e-6
+"""Of the norms of latents, whatever `rms_norm_eps` says."""
+
+
+@dataclass(frozen=True)
+class LatentConfig:
+    """The shape of latent attention.
+
+    query_latent: the width of the latent that queries come from; None if they come from the hidden state. latent: the
+    width of the latent that keys and values come from. A head's queries and keys have nope_dim dimensions without
+    positions and rope_dim rotated ones, its values value_dim. neighbours: which dimensions are rotated together
+    (ops.rotary_). score_factor: factor of the scores beside 1 / sqrt(nope_dim + rope_dim). bias: of the projections to
+    the latents and of the output projection.
+    """
+
+    query_latent: int | None
+    latent: int
+    nope_dim: int
+    rope_dim: int
+    value_dim: int
+    neighbours: bool
+    score_factor: float
+    bias: bool
+
+
+class LatentAttention(Mixer[LatentPages]):
+    """out(softmax(q k^T) v), where k and v of all heads are projections of one latent a token, and a rotated key.
+
+    Every rank caches the latents of all tokens and computes its own heads. Queries are mapped to latents, so that
+    attention reads the cache alone (the absorbed form of kernels/latent.py).
+    """
+
+    def __init__(self, name: str, hidden: int, heads: int, config: LatentConfig, sharding: Sharding) -> None:
+        self.config = c = config
+        dim = c.nope_dim + c.rope_dim
+        self.cut = cut_latent_heads(heads, (dim, c.value_dim), sharding)
+        self.heads = span = self.cut.spans[sharding.rank]
+        names, sizes = [f"{name}.kv_a_proj_with_mqa"], [c.latent + c.rope_dim]
+        self.query_norm: RMSNorm | None = None
+        if c.query_latent is not None:
+            names, sizes = [f"{name}.q_a_proj", *names], [c.query_latent, *sizes]
+            self.query_norm = RMSNorm(f"{name}.q_a_layernorm", c.query_latent, _LATENT_EPS, sharding)
+        self.latents = JoinedLinear(names, hidden, sizes, sharding, bias=c.bias)
+        queries, width = ("q_proj", hidden) if c.query_latent is None else ("q_b_proj", c.query_latent)
+        self.queries = HeadColumnsLinear(f"{name}.{queries}", width, heads, dim, sharding, span=span)
+        self.latent_norm = RMSNorm(f"{name}.kv_a_layernorm", c.latent, _LATENT_EPS, sharding)
+        self.absorbed = AbsorbedHeads(
+            f"{name}.kv_b_proj", c.latent, heads, c.nope_dim, c.value_dim, sharding, span=span
+        )
+        values = span.scaled(c.value_dim)
+        self.out = RowParallelLinear(f"{name}.o_proj", heads * c.value_dim, hidden, sharding, span=values, bias=c.bias)
+        self.scale = dim**-0.5 * c.score_factor
+        self.cache_spec = PagedLatent(c.latent, c.rope_dim, sharding.cache_dtype)
+        self._activations = sharding.dtype
+
+    def __call__(
+        self, x: Tensor, rope: Tensor, batch: Batch, cache: LatentPages, only: LogitRows | None = None
+    ) -> Tensor:
+        c = self.config
+        if not self.heads.size:  # nothing on this rank reads the cache
+            return self.out((x if only is None else only.take(x))[:, :0])
+        *query_latent, joined = self.latents(x)
+        q = self.queries(x if self.query_norm is None else self.query_norm(query_latent[0]))
+        latent, rope_key = self.latent_norm(joined[:, : c.latent]), joined[:, c.latent :]
+        q_rope = part_of_heads(q, c.nope_dim, c.rope_dim)
+        ops.rotary_(q_rope, rope_key[:, None], rope, neighbours=c.neighbours)
+        store_latent(latent, rope_key, cache, batch.slots)
+        starts = batch.query_starts
+        if only is not None:
+            q, starts = split_heads(only.take(join_heads(q)), 0, *q.shape[1:]), only.starts
+            q_rope = part_of_heads(q, c.nope_dim, c.rope_dim)
+        q_latent = self.absorbed.keys(part_of_heads(q, 0, c.nope_dim))
+        sums = latent_attention(q_latent, q_rope, cache, batch.page_tables, batch.seq_lens, starts, self.scale)
+        return self.out(join_heads(self.absorbed.values(sums)))
+
+    def cost(self) -> Cost:
+        c = self.config
+        operations = 2 * self.heads.size * (2 * c.latent + c.rope_dim)  # scores, and sums of latents
+        return super().cost() + Cost(pair=Work(**{operand_type(Float(self._activations)): operations}))
+
+    def cost_of_caching(self) -> Cost:
+        return self.latents.cost() + self.queries.cost()
+
+    def cuts(self) -> Iterator[tuple[str, Cut]]:
+        yield "heads", self.cut
