@@ -67,7 +67,7 @@ def rotary_(q: Tensor, k: Tensor, rows: Tensor, *, neighbours: bool = False) -> 
     c, s = (part.float()[:, None] for part in rows.unbind(1))
     for heads in (q, k):
         rotated = heads[..., : 2 * half]
-        parts = (rotated[..., ::2], rotated[..., 1::2]) if neighbours else rotated.split(half, dim=-1)
+        parts = (rotated[..., ::2], rotated[..., 1::2]) if neighbours else rotated.chunk(2, dim=-1)
         first, second = (part.float() for part in parts)
         turned = torch.stack([first * c - second * s, second * c + first * s], dim=-1 if neighbours else -2)
         rotated.copy_(turned.flatten(-2))
