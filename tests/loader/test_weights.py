@@ -1,8 +1,6 @@
 """Loading: every rank reads exactly its rectangles, in storage order, within bounded memory; errors name the tensor."""
 
-import io
 import json
-import logging
 import os
 import shutil
 import subprocess
@@ -21,7 +19,7 @@ from tiny import make_checkpoint
 from tilerank.loader.card import read_card
 from tilerank.loader.checkpoint import INDEX, SINGLE, Checkpoint
 from tilerank.loader.errors import CheckpointError
-from tilerank.loader.weights import LoadReport, Progress, load_weights, peak_rss
+from tilerank.loader.weights import LoadReport, load_weights, peak_rss
 from tilerank.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from tilerank.parallel.norm import RMSNorm
 from tilerank.parallel.parameters import Layer, PackedParameter, PlainParameter
@@ -286,49 +284,6 @@ def test_optional_tensor(tmp_path: Path) -> None:
     save_file({"n.weight": torch.ones(4)}, tmp_path / SINGLE)
     load(model, tmp_path)
     assert model.weight.data.tolist() == [1.0] * 4
-
-
-# ---- progress
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-def test_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    terminal = Terminal()
-    monkeypatch.setattr(sys, "stderr", terminal)
-    meter = Progress(2_000_000_000, shown=True)
-    meter.advance(500_000_000)
-    meter.advance(1_500_000_000)
-    meter.close()
-    assert "\rloading [" + "#" * 30 + "] 100% 2.00/2.00 GB " in terminal.getvalue()
-    assert terminal.getvalue().endswith("GB/s\n")
-
-
-def test_lines_in_a_log(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    plain = io.StringIO()
-    monkeypatch.setattr(sys, "stderr", plain)
-    with caplog.at_level(logging.DEBUG, "tilerank.loader.weights"):
-        meter = Progress(1000, shown=True)
-        for _ in range(1000):
-            meter.advance(1)
-        meter.close()
-    assert plain.getvalue() == ""
-    assert [record.getMessage().split("]")[1].split()[0] for record in caplog.records] == [
-        f"{tenth}0%" for tenth in range(1, 11)
-    ]
-
-
-def test_other_ranks_show_nothing(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    terminal = Terminal()
-    monkeypatch.setattr(sys, "stderr", terminal)
-    with caplog.at_level(logging.DEBUG, "tilerank.loader.weights"):
-        meter = Progress(10, shown=False)
-        meter.advance(10)
-        meter.close()
-    assert (terminal.getvalue(), caplog.records) == ("", [])
 
 
 # ---- memory

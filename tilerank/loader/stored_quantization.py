@@ -50,10 +50,11 @@ def find_quantization(model_dir: Path, config: Fields | None) -> QuantizationCon
         return None
     if any(name.endswith(".qweight") for name in dtypes):
         return _packed(model_dir, config, dtypes)
-    layout = _layout(dtypes)
+    says = None if config is None else config.values.get("quant_method")
+    layout = _layout(dtypes, says)
     if layout is not None:
         coded = {name.removesuffix(".weight") for name, dtype in dtypes.items() if _is_weight(name, dtype)}
-        return replace(_settings(layout, config), coded=frozenset(coded | _modules(dtypes, _SCALES)))
+        return replace(_settings(layout, says, config), coded=frozenset(coded | _modules(dtypes, _SCALES)))
     # Neither floats nor codes with scales. Without config.json's word the loader refuses the first tensor of this kind.
     return None if config is None else read_quantization(config)
 
@@ -62,15 +63,18 @@ def _is_weight(name: str, dtype: str) -> bool:
     return dtype in _CODES and name.endswith(".weight")
 
 
-def _layout(dtypes: Mapping[str, str]) -> Layout | None:
-    """Return the layout of most weights. A weight of another one is refused when it is read, if the model needs it."""
+def _layout(dtypes: Mapping[str, str], says: object) -> Layout | None:
+    """Return the layout of most weights, of as many the one that config.json says; None if there are none.
+
+    A weight of another layout is refused when it is read, if the model needs it.
+    """
     found = Counter(
         layout
         for (codes, scale), layout in _LAYOUTS.items()
         for module in _modules(dtypes, (scale,))
         if dtypes.get(f"{module}.weight") == codes
     )
-    return found.most_common(1)[0][0] if found else None
+    return max(found, key=lambda layout: (found[layout], says in _METHODS[layout])) if found else None
 
 
 def _modules(dtypes: Mapping[str, str], ends: tuple[str, ...]) -> set[str]:
@@ -79,9 +83,8 @@ def _modules(dtypes: Mapping[str, str], ends: tuple[str, ...]) -> set[str]:
     return {module for module, _, end in split if end in ends}
 
 
-def _settings(layout: Layout, config: Fields | None) -> QuantizationConfig:
+def _settings(layout: Layout, says: object, config: Fields | None) -> QuantizationConfig:
     """Return the settings in config.json if they are those of this layout, else its defaults."""
-    says = None if config is None else config.values.get("quant_method")
     if config is not None and says in _METHODS[layout]:
         found = read_quantization(config)
         if found.layout == layout:

@@ -18,7 +18,7 @@ from .checkpoint import Checkpoint, some
 from .errors import CheckpointError
 from .quantization_config import QuantizationConfig
 from .quantized_checkpoint import Encoding, encoding_of
-from .rectangle import Read, place_of, read_floats
+from .rectangle import FLOATS, Read, place_of, read_floats
 
 log = logging.getLogger(__name__)
 
@@ -48,9 +48,9 @@ def load_weights(
     """Allocate `model` and fill it from `checkpoint`.
 
     ignore: returns whether the model leaves out a tensor of the checkpoint on purpose. progress (True on one rank):
-    show a bar if stderr is a terminal, else log every tenth. quantization: how the checkpoint stores the weights that
-    the model holds in a quantised format; None: as floats, which are quantised here. Blocks are packed on the kernel
-    pool; beside the model itself, one block of a tensor (parallel.parameters.BLOCK_ELEMENTS) is in memory.
+    show a bar if stderr is a terminal, else log a line now and then. quantization: how the checkpoint stores the
+    weights that the model holds in a quantised format; None: as floats, which are quantised here. Blocks are packed on
+    the kernel pool; beside the model itself, one block of a tensor (parallel.parameters.BLOCK_ELEMENTS) is in memory.
 
     Raises CheckpointError for a tensor that is missing, superfluous, or of the wrong shape or dtype, before anything is
     allocated or read, and for one that holds NaN, infinity or what its format cannot represent.
@@ -58,12 +58,8 @@ def load_weights(
     started = time.monotonic()
     encoding = None if quantization is None else encoding_of(quantization, checkpoint)
     reads = _agreed(model, checkpoint, ignore, encoding)
-    if progress and quantization is not None and quantization.act_order:
-        log.warning(
-            "%s: weights are held as floats, not in %s: columns that share a scale lie apart (desc_act)",
-            checkpoint.model_dir,
-            quantization,
-        )
+    if progress and quantization is not None:
+        _log_formats(checkpoint.model_dir, quantization, reads)
     model.allocate()
     total = sum(read.nbytes(checkpoint) for read in reads)
     meter = Progress(total, progress)
@@ -93,6 +89,27 @@ def load_weights(
         report.peak_rss / 1e9,
     )
     return report
+
+
+def _log_formats(model_dir: Path, quantization: QuantizationConfig, reads: list[Read]) -> None:
+    """Log what differs from config.json, and which codes become floats."""
+    if quantization.act_order:
+        log.warning(
+            "%s: weights are held as floats, not in %s: columns that share a scale lie apart (desc_act)",
+            model_dir,
+            quantization,
+        )
+        return
+    if quantization.overrides is not None:
+        log.info(
+            "%s: quantised weights are %s by their tensors; config.json says %s",
+            model_dir,
+            quantization,
+            quantization.overrides,
+        )
+    dequantised = {r.stored[0].name for r in reads if r.part is None and not set(r.stored[0].dtypes) & set(FLOATS)}
+    if dequantised:
+        log.info("%s: held as floats, though quantised: %s", model_dir, some(dequantised))
 
 
 def peak_rss() -> int:
@@ -137,10 +154,11 @@ def _reads(model: Layer, checkpoint: Checkpoint, encoding: Encoding | None) -> I
 
 
 class Progress:
-    """Shows how much of `total` bytes is loaded: a bar if stderr is a terminal, else a debug line for every tenth."""
+    """Shows how much of `total` bytes is loaded: a bar if stderr is a terminal, else a line every ten seconds."""
 
     WIDTH = 30
     SECONDS_BETWEEN_FRAMES = 0.1
+    SECONDS_BETWEEN_LINES = 10.0
 
     def __init__(self, total: int, shown: bool) -> None:
         self._total = max(total, 1)
@@ -151,14 +169,15 @@ class Progress:
         self._lines = shown and not self._bar
 
     def advance(self, nbytes: int) -> None:
-        before, self._done = self._done, self._done + nbytes
+        self._done += nbytes
         now = time.monotonic()
         if self._bar and (self._done == self._total or now - self._frame > self.SECONDS_BETWEEN_FRAMES):
             self._frame = now
-            sys.stderr.write("\r" + self._text(now))
+            sys.stderr.write(f"\r{self._text(now)}\033[K")
             sys.stderr.flush()
-        elif self._lines and before * 10 // self._total != self._done * 10 // self._total:
-            log.debug("%s", self._text(now))
+        elif self._lines and now - self._frame > self.SECONDS_BETWEEN_LINES:
+            self._frame = now
+            log.info("%s", self._text(now))
 
     def close(self) -> None:
         if self._bar:
@@ -168,6 +187,12 @@ class Progress:
     def _text(self, now: float) -> str:
         share = self._done / self._total
         filled = int(share * self.WIDTH)
-        rate = self._done / 1e9 / max(now - self._started, 1e-9)
+        rate = self._done / max(now - self._started, 1e-9)
         bar = "#" * filled + "." * (self.WIDTH - filled)
-        return f"loading [{bar}] {share:4.0%} {self._done / 1e9:.2f}/{self._total / 1e9:.2f} GB {rate:.2f} GB/s"
+        amount = f"{self._done / 1e9:.2f}/{self._total / 1e9:.2f} GB {rate / 1e9:.2f} GB/s"
+        left = "" if self._done >= self._total else f", {_duration((self._total - self._done) / max(rate, 1.0))} left"
+        return f"loading [{bar}] {share:4.0%} {amount}{left}"
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"

@@ -6,7 +6,7 @@ and then scaled, so only sums are rounded.
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from typing import Self
 
@@ -25,7 +25,7 @@ _TILE_BYTES = HALF_N * TILE_K
 
 
 @dataclass(frozen=True)
-class BlockFormat:
+class BlockFormat(ABC):
     """One scale per block of block_n outputs x block_k inputs, both multiples of 32."""
 
     block_n: int = 128
@@ -45,6 +45,9 @@ class BlockFormat:
 
     def nbytes(self, n: int, k: int) -> int:
         return block_scaled.nbytes(self._arrays(n, k))
+
+    @abstractmethod
+    def empty(self, n: int, k: int) -> ByteCodes: ...
 
     def _allocate(self, n: int, k: int) -> tuple[Tensor, Tensor]:
         """Return values and scales of zeros."""
@@ -80,6 +83,17 @@ class ByteCodes(block_scaled.BlockScaledWeight):
     @property
     @abstractmethod
     def codes_dtype(self) -> torch.dtype: ...
+
+    @property
+    @abstractmethod
+    def kernel(self) -> int: ...
+
+    @property
+    @abstractmethod
+    def moe_kernel(self) -> int: ...
+
+    @abstractmethod
+    def write(self, rows: Tensor, row: int = 0, col: int = 0) -> None: ...
 
     def operands(self) -> tuple[Tensor, ...]:
         return self.values, self.scales
