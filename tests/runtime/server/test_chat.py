@@ -37,7 +37,8 @@ QWEN_3 = QWEN + OFF + "{% endif %}"
 QWEN_3_5 = QWEN + OFF + "{% else %}{{ reasoning_effort | default('') }}<think>\n{% endif %}"
 DEEPSEEK = (
     "{% if not thinking is defined %}{% set thinking = false %}{% endif %}{{ bos_token }}"
-    "{% for m in messages %}{% if m['role'] == 'user' %}{{ '<｜User｜>' + m['content'] }}"
+    "{% for m in messages %}{% if m['role'] == 'system' %}{{ m['content'] }}"
+    "{% elif m['role'] == 'user' %}{{ '<｜User｜>' + m['content'] }}"
     "{% elif m['role'] == 'tool' %}{{ '<｜tool▁output▁begin｜>' + m['content'] + '<｜tool▁output▁end｜>' }}"
     "{% else %}{{ '<｜Assistant｜></think>' }}{% for call in m['tool_calls'] %}"
     "{{ m['content'] + '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>' + call['function']['name'] }}"
@@ -194,6 +195,27 @@ def test_a_stream_of_calls_of_deepseek(model: Path) -> None:
         found = [(call.index, call.function.name, call.function.arguments) for call in calls]
         assert found == [(0, "now", "{}"), (1, "then", '{"x": "é"}')]
         assert chunks[-1].choices[0].finish_reason == "tool_calls"
+
+    run(model, DEEPSEEK, ask)
+
+
+def test_tools_reach_a_model_whose_template_leaves_them_out(model: Path) -> None:
+    """In the form of DeepSeek's model card, after the system prompt."""
+    tool: Any = {"type": "function", "function": {"name": "now", "parameters": {"type": "object"}}}
+    expected = (
+        "\n\n## Tools\nYou have access to the following tools:\n\n### now\nDescription: \n\n"
+        'Parameters: {"type": "object"}\n\nIMPORTANT: ALWAYS adhere to this exact format for tool use:\n'
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>tool_call_name<｜tool▁sep｜>tool_call_arguments<｜tool▁call▁end｜>"
+        "{{additional_tool_calls}}<｜tool▁calls▁end｜>\n\nWhere:\n\n"
+    )
+
+    async def ask(server: Server) -> None:
+        await server.ask("a", tools=[tool])
+        assert server.prompt.startswith(BOS + expected) and server.prompt.endswith("Who?<｜Assistant｜></think>")
+        await server.ask("a", {"role": "system", "content": "Be brief."}, USER, tools=[tool])
+        assert server.prompt.startswith(f"{BOS}Be brief.{expected}")
+        await server.ask("a", {"role": "system", "content": "Be brief."}, USER)
+        assert server.prompt.startswith(f"{BOS}Be brief.<｜User｜>")
 
     run(model, DEEPSEEK, ask)
 

@@ -138,7 +138,7 @@ class _Server:
         self._recent = RecentRequests()
         self._body_reader = BodyReader(MAX_BODIES if settings.media is None else MAX_MEDIA_BODIES)
         self._budget = MediaBudget()
-        self._prompts = PromptBuilder(tokenizer, settings.model, settings.media)
+        self._prompts = PromptBuilder(tokenizer, settings.model, settings.tool_parser, settings.media)
 
     def guarded(self, handler: Handler) -> Handler:
         """Return the handler behind a check of the API key."""

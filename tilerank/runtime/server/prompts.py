@@ -17,6 +17,7 @@ from .errors import ApiError
 from .media import MediaReader
 from .media_budget import Share
 from .reasoning import Thinking, thinking_after
+from .tools import ToolParser
 
 LONG_TEXT = 4096
 """Characters. Texts of this length or more are tokenised in a thread, so that other requests do not wait."""
@@ -36,12 +37,16 @@ class ChatPrompt(NamedTuple):
 class PromptBuilder:
     """Builds prompts for one model. Its methods raise ApiError.
 
-    model: its name in messages. media: reads pictures and videos; None for a model that reads text only.
+    model: its name in messages. parser: of the model's tool calls. media: reads pictures and videos; None for a model
+    that reads text only.
     """
 
-    def __init__(self, tokenizer: Tokenizer, model: str, media: MediaReader | None) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, model: str, parser: type[ToolParser] | None, media: MediaReader | None
+    ) -> None:
         self._tokenizer = tokenizer
         self._model = model
+        self._parser = parser
         self._media = media
 
     async def from_texts(self, prompt: str | list[str] | list[int] | list[list[int]]) -> list[Prompt]:
@@ -115,11 +120,13 @@ class PromptBuilder:
             raise ApiError(400, f"chat_template_kwargs: {min(reserved)} cannot be set", param="chat_template_kwargs")
 
         def render() -> str:
-            chosen = variables
-            if effort is not None or variables.keys() & set(_SWITCHES):
+            turns, chosen = messages, variables
+            if tools or variables or effort is not None:
                 known = self._tokenizer.chat_template.variables(tools)
                 chosen = _with_effort(_renamed_switch(variables, known), effort, known, self._model)
-            return self._tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=True, **chosen)
+                if tools and self._parser is not None and "tools" not in known:
+                    turns = _with_tools(messages, self._parser.describe(tools))
+            return self._tokenizer.apply_chat_template(turns, tools=tools, add_generation_prompt=True, **chosen)
 
         try:
             return await asyncio.to_thread(render)  # in a thread, because a template may run for a long time
@@ -129,6 +136,16 @@ class PromptBuilder:
             if e.__cause__ is None:
                 message = f"{self._model} has no usable chat template. POST /v1/completions needs none."
             raise ApiError(400, message, param="messages") from e
+
+
+def _with_tools(messages: Sequence[dict[str, Any]], tools: str | None) -> Sequence[dict[str, Any]]:
+    """Return the messages with a description of the tools at the end of the system prompt."""
+    if tools is None:
+        return messages
+    first, rest = messages[0], messages[1:]
+    if first["role"] != "system" or not isinstance(first["content"], str):
+        first, rest = {"role": "system", "content": ""}, messages
+    return [{**first, "content": f"{first['content']}\n\n{tools}"}, *rest]
 
 
 def _renamed_switch(variables: dict[str, Any], known: frozenset[str]) -> dict[str, Any]:

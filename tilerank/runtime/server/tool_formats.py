@@ -10,7 +10,7 @@ Llama 3.x: the whole text is {"name": ..., "parameters": {...}}, or several of t
 
 import json
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tilerank.loader.errors import TokenizerError
@@ -80,9 +80,33 @@ class DeepSeekTools(MarkedTools):
     MARKS = (BEGIN, END, SEPARATOR, *AROUND)
     BEGIN_CALL, END_CALL = BEGIN + "%s" + SEPARATOR, END
 
+    @staticmethod
+    def describe(tools: Sequence[Mapping[str, Any]]) -> str:
+        functions = [tool["function"] for tool in tools]
+        described = (
+            f"### {function['name']}\nDescription: {function.get('description') or ''}\n\n"
+            f"Parameters: {json.dumps(function.get('parameters') or {}, ensure_ascii=False)}\n\n"
+            for function in functions
+        )
+        return f"{_DEEPSEEK_TOOLS}{''.join(described)}{_DEEPSEEK_RULES}"
+
     def _call(self, inside: str) -> ToolCall | None:
         name, _, arguments = inside.partition(self.SEPARATOR)
         return ToolCall.from_json({"name": name.strip(), "arguments": parse_json(arguments)}, "arguments")
+
+
+# The model has been trained on this text, which its model card gives. Its chat template leaves tools out.
+_DEEPSEEK_TOOLS = "## Tools\nYou have access to the following tools:\n\n"
+_DEEPSEEK_RULES = f"""IMPORTANT: ALWAYS adhere to this exact format for tool use:
+{DeepSeekTools.BEGIN_CALLS}{DeepSeekTools.BEGIN_CALL % "tool_call_name"}tool_call_arguments{DeepSeekTools.END}\
+{{{{additional_tool_calls}}}}{DeepSeekTools.END_CALLS}
+
+Where:
+
+- `tool_call_name` must be an exact match to one of the available tools
+- `tool_call_arguments` must be valid JSON that strictly follows the tool's Parameters Schema
+- For multiple tool calls, chain them directly without separators or spaces
+"""
 
 
 class FunctionTools(MarkedTools):

@@ -4,7 +4,7 @@ import json
 import secrets
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, NoReturn
@@ -62,6 +62,13 @@ class ToolParser(ABC):
     @abstractmethod
     def flush(self) -> list[Piece]:
         """Return the remaining pieces. No text follows."""
+
+    @staticmethod
+    def describe(tools: Sequence[Mapping[str, Any]]) -> str | None:
+        """Return the end of the system prompt that describes the tools, for chat templates that do not; None if the
+        format has none.
+        """
+        return None
 
     @staticmethod
     def argument_rules(rule: str, schema: Schema) -> list[str]:
