@@ -36,17 +36,41 @@ class Place(msgspec.Struct, frozen=True, array_like=True):
     first: int
 
 
+class Segment(msgspec.Struct, frozen=True, array_like=True):
+    """Tokens `first` to `first + count` of the encoding of medium `medium`."""
+
+    medium: int
+    first: int
+    count: int
+
+
+class Sight(msgspec.Struct, frozen=True, array_like=True):
+    """From token `start` of a prompt on, tokens see `count` tokens of its source, from `first` on.
+
+    shown: False for tokens that leave out the MLP of cross-attention layers.
+    """
+
+    start: int
+    first: int
+    count: int
+    shown: bool
+
+
 class Prompt(msgspec.Struct, dict=True, array_like=True):
     """The prompt of a request.
 
     media: in the order of the text. places: ascending; a video has one for each pair of frames. positions: three axes
     (time, height, width) of as many numbers as there are tokens; empty where token i has position i on every axis.
+    source: what tokens see by cross-attention, in this order, instead of media that stand for tokens. sights:
+    ascending; tokens before the first see nothing, and generated tokens see what the last token of the prompt sees.
     """
 
     token_ids: list[int]
     media: list[Medium] = []
     places: list[Place] = []
     positions: list[list[int]] = []
+    source: list[Segment] = []
+    sights: list[Sight] = []
 
     @cached_property
     def digests(self) -> list[bytes]:
@@ -57,14 +81,24 @@ class Prompt(msgspec.Struct, dict=True, array_like=True):
     def keys(self) -> list[int]:
         """The token ids, where a placeholder is replaced by a negative number that identifies a part of a medium.
 
-        Prompts that begin with the same keys have the same keys and values in the cache.
+        Prompts that begin with the same keys have the same keys and values in the cache. All tokens of a prompt with a
+        source have numbers that identify the source as well, because any token may see any part of it.
         """
+        if self.source:
+            content = int.from_bytes(self.source_digest, "big")
+            return [-1 - (content ^ id) for id in self.token_ids]
         keys = list(self.token_ids)
         for place in self.places:
             content = int.from_bytes(self.digests[place.medium], "big")
             for i in range(place.count):
                 keys[place.start + i] = -1 - (content ^ (place.first + i))
         return keys
+
+    @cached_property
+    def source_digest(self) -> bytes:
+        """Return 16 bytes that identify the source and what the tokens see of it."""
+        parts = repr((self.digests, self.source, self.sights)).encode()
+        return hashlib.blake2b(parts, digest_size=16).digest()
 
     @cached_property
     def shift(self) -> int:

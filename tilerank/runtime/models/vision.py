@@ -3,18 +3,24 @@
     x = embed(patches) + positions;  x += attention(norm(x));  x += mlp(norm(x))  per block;  merger(x)
 
 Blocks and mergers are those of Qwen3-VL (arXiv 2511.21631). A patch attends to the patches of its own frame alone.
+
+An encode is a sequence of tasks: a few rows of one layer each, so that no task takes long, whatever the size of the
+picture. The bits of a row do not depend on how the rows are cut.
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from math import prod
 
 import torch
 from torch import Tensor
 
-from tilerank.kernels import ops
-from tilerank.kernels.attention import attention_varlen
+from tilerank.kernels import core, ops
+from tilerank.kernels.attention import store_kv
 from tilerank.kernels.heads import join_heads
+from tilerank.kernels.kv_pages import KVPages
 from tilerank.kernels.linear import Activation
+from tilerank.kernels.packed_sequences import PackedSequences
 from tilerank.kernels.pictures import patches
 from tilerank.kernels.vision import interpolate_rows, rotary_float_
 from tilerank.kernels.weight_formats import Float
@@ -31,8 +37,37 @@ from .vision_config import VisionConfig
 
 _EPS = 1e-6
 _THETA = 10000.0
+_UNIT = 32
+"""Rows of the smallest task. Fewer would leave a tile of attention half empty."""
+_PIXEL = 1000.0
+"""Operations that take as long as preprocessing a pixel of a frame, before and after resizing."""
+_TABLES = 1e5
+"""Operations that take as long as computing the angles and positions of a patch."""
 
 Grid = tuple[int, int, int]
+
+
+def cut_rows(rows: int, cost: float, limit: float, unit: int = 1) -> Iterator[tuple[slice, float]]:
+    """Cut rows that take `cost` operations each into parts of at most `limit`, or of `unit` rows. Yields each part and
+    its operations."""
+    step = max(int(min(limit / cost, rows)) // unit, 1) * unit
+    for row in range(0, rows, step):
+        part = slice(row, min(row + step, rows))
+        yield part, cost * (part.stop - part.start)
+
+
+@dataclass(frozen=True)
+class PatchLayout:
+    """The patches of a medium, as blocks need them.
+
+    angles: [t, 2, head_dim / 2], as in rotary_float_. numbers: [t] int64, 0 to t. frames: the patches of a frame are a
+    sequence. of_frame: the number of patches of a frame.
+    """
+
+    angles: Tensor
+    numbers: Tensor
+    frames: PackedSequences
+    of_frame: int
 
 
 class PatchEmbedding(Linear):
@@ -50,18 +85,32 @@ class PatchEmbedding(Linear):
 
 
 class VisionAttention(Layer):
-    """Attention of every patch to those of its frame, cut by heads: x[t, hidden] -> a part of [t, hidden]."""
+    """Attention of every patch to those of its frame, cut by heads."""
 
     def __init__(self, name: str, config: VisionConfig, sharding: Sharding) -> None:
         hidden, heads, dim = config.hidden_size, config.num_heads, config.head_dim
         self.qkv = QKVParallelLinear(name, hidden, heads, heads, dim, sharding, bias=True, projections=("qkv",))
         self.out = RowParallelLinear(f"{name}.proj", hidden, hidden, sharding, span=self.qkv.q_columns, bias=True)
         self.scale = dim**-0.5
+        self._dtype = sharding.dtype
 
-    def __call__(self, x: Tensor, angles: Tensor, edges: Tensor) -> Tensor:
+    def pages(self, layout: PatchLayout) -> KVPages:
+        """Return uninitialised pages for the keys and values of all patches."""
+        return layout.frames.pages(self.qkv.kv_heads, self.qkv.head_dim, self._dtype)
+
+    def project(self, x: Tensor, rows: slice, layout: PatchLayout, pages: KVPages) -> Tensor:
+        """Return the queries [n, heads, head_dim] of n rows, and write their keys and values into `pages`.
+
+        x: [n, hidden], the input of these rows.
+        """
         q, k, v = self.qkv(x)
-        rotary_float_(q, k, angles)
-        return self.out(join_heads(attention_varlen(q, k, v, edges, self.scale)))
+        rotary_float_(q, k, layout.angles[rows])
+        store_kv(k, v, pages, layout.frames.slots[rows])
+        return q
+
+    def attend(self, q: Tensor, first: int, layout: PatchLayout, pages: KVPages) -> Tensor:
+        """Return this rank's part of the output [n, hidden] for the queries of n rows from `first` on."""
+        return self.out(join_heads(layout.frames.attend(q, first, pages, self.qkv.kv_map, self.scale)))
 
     def cuts(self) -> Iterator[tuple[str, Cut]]:
         spans = self.qkv.heads.q
@@ -73,15 +122,26 @@ class VisionAttention(Layer):
 
 
 class VisionMLP(Layer):
-    """fc2(gelu(fc1(x))), cut by its width: x[t, in] -> a part of [t, out]. dimension: the name of the width."""
+    """fc2(gelu(fc1(x))), cut by its width: x[t, in] -> a part of [t, out].
+
+    dimension: the name of the width. projections: the names of fc1 and fc2 in the checkpoint.
+    """
 
     def __init__(
-        self, name: str, sizes: tuple[int, int, int], activation: Activation, dimension: str, sharding: Sharding
+        self,
+        name: str,
+        sizes: tuple[int, int, int],
+        activation: Activation,
+        dimension: str,
+        sharding: Sharding,
+        *,
+        projections: tuple[str, str] = ("linear_fc1", "linear_fc2"),
     ) -> None:
         """sizes: of the input, the width and the output."""
         inputs, width, outputs = sizes
-        self.up = ColumnParallelLinear(f"{name}.linear_fc1", inputs, width, sharding, bias=True, activation=activation)
-        self.down = RowParallelLinear(f"{name}.linear_fc2", width, outputs, sharding, span=self.up.span, bias=True)
+        up, down = (f"{name}.{projection}" for projection in projections)
+        self.up = ColumnParallelLinear(up, inputs, width, sharding, bias=True, activation=activation)
+        self.down = RowParallelLinear(down, width, outputs, sharding, span=self.up.span, bias=True)
         self._dimension = dimension
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -92,7 +152,7 @@ class VisionMLP(Layer):
 
 
 class VisionBlock(Layer):
-    """Attention and an MLP, each after a norm: x[t, hidden] -> [t, hidden], the same bits on every rank."""
+    """Attention and an MLP, each after a norm; the same bits on every rank."""
 
     def __init__(self, name: str, config: VisionConfig, sharding: Sharding) -> None:
         hidden = config.hidden_size
@@ -101,15 +161,34 @@ class VisionBlock(Layer):
         self.norm2 = LayerNorm(f"{name}.norm2", hidden, _EPS, sharding)
         sizes = (hidden, config.intermediate_size, hidden)
         self.mlp = VisionMLP(f"{name}.mlp", sizes, "gelu_tanh", "vision MLP width", sharding)
+        self._projection_cost = 6 * hidden**2
+        self._rest_cost = 2 * hidden**2 + 4 * hidden * config.intermediate_size
+        self._pair_cost = 4 * hidden
         self._sharding = sharding
 
-    def __call__(self, x: Tensor, angles: Tensor, edges: Tensor) -> Tensor:
-        x = ops.add(x, self._sharding.sum(self.attention(self.norm1(x), angles, edges)))
-        return ops.add(x, self._sharding.sum(self.mlp(self.norm2(x))))
+    def tasks(self, x: Tensor, layout: PatchLayout, limit: float) -> Iterator[float]:
+        """Update x [t, hidden] in place. Each `next` first yields the operations of a task, at most `limit`, and the
+        one after it computes the task."""
+        pages = self.attention.pages(layout)
+        queries = []
+        for rows, cost in cut_rows(x.shape[0], self._projection_cost, limit, _UNIT):
+            yield cost
+            queries.append((rows, self.attention.project(self.norm1(x[rows]), rows, layout, pages)))
+        row_cost = self._pair_cost * layout.of_frame + self._rest_cost
+        for projected, q in queries:
+            for part, cost in cut_rows(q.shape[0], row_cost, limit, _UNIT):
+                yield cost
+                first = projected.start + part.start
+                rows = slice(first, first + part.stop - part.start)
+                self._add(x, rows, layout, self.attention.attend(q[part], first, layout, pages))
+                self._add(x, rows, layout, self.mlp(self.norm2(x[rows])))
+
+    def _add(self, x: Tensor, rows: slice, layout: PatchLayout, part: Tensor) -> None:
+        ops.add_rows_(x, layout.numbers[rows], self._sharding.sum(part))
 
 
 class Merger(Layer):
-    """Makes one token of a block of patches: x[t, hidden] -> [t / merge^2, out], the same bits on every rank.
+    """Makes one token of a block of patches, the same bits on every rank.
 
     joins_first: the norm is over the patches of a block together, instead of each alone.
     """
@@ -117,13 +196,20 @@ class Merger(Layer):
     def __init__(self, name: str, config: VisionConfig, sharding: Sharding, *, joins_first: bool) -> None:
         self._joined = joined = config.hidden_size * config.merge_size**2
         self.norm = LayerNorm(f"{name}.norm", joined if joins_first else config.hidden_size, _EPS, sharding)
-        self.mlp = VisionMLP(name, (joined, joined, config.out_hidden_size), "gelu", "vision merger width", sharding)
+        sizes = (joined, joined, config.out_hidden_size)
+        self.mlp = VisionMLP(name, sizes, "gelu", "vision merger width", sharding)
+        self._cost = 2 * joined * (joined + config.out_hidden_size)
         self._joins_first = joins_first
         self._sharding = sharding
 
-    def __call__(self, x: Tensor) -> Tensor:
-        x = self.norm(x.view(-1, self._joined) if self._joins_first else x).view(-1, self._joined)
-        return self._sharding.sum(self.mlp(x))
+    def tasks(self, x: Tensor, out: Tensor, limit: float) -> Iterator[float]:
+        """Write the tokens of x [t, hidden] to out [t / merge^2, out]. Tasks as in VisionBlock."""
+        blocks = x.view(-1, self._joined)
+        for rows, cost in cut_rows(out.shape[0], self._cost, limit, _UNIT):
+            yield cost
+            own = blocks[rows]
+            normed = self.norm(own if self._joins_first else own.view(-1, x.shape[1])).view(own.shape)
+            out[rows] = self._sharding.sum(self.mlp(normed))
 
 
 class VisionTower(Encoder):
@@ -154,23 +240,58 @@ class VisionTower(Encoder):
     def shape(self, grid: Grid) -> tuple[int, int, int]:
         return 1 + len(self.deepstack), prod(grid) // self.config.merge_size**2, self.config.out_hidden_size
 
-    def encode(self, frames: Tensor, grid: Grid) -> Iterator[Tensor | None]:
+    def encode(self, frames: Tensor, grid: Grid, operations: float) -> Iterator[Tensor | None]:
+        levels = torch.empty(self.shape(grid), dtype=self._dtype)
+        piece = 0.0
+        for cost in self._tasks(frames, grid, levels, operations):
+            if piece and piece + cost > operations:
+                yield None
+                piece = 0.0
+            piece += cost
+        yield levels
+
+    def _tasks(self, frames: Tensor, grid: Grid, levels: Tensor, limit: float) -> Iterator[float]:
+        """Write the encoding to `levels`. Tasks as in VisionBlock."""
         t, rows, columns = grid
+        of_frame = rows * columns
+        yield _TABLES * t * of_frame
         row, column = patch_places(rows, columns, self.config.merge_size)
         angles = axial_angles(row, column, self.config.head_dim).repeat(t, 1, 1)
-        edges = torch.arange(0, (t + 1) * rows * columns, rows * columns, dtype=torch.int32)
-        positions = interpolate_rows(self.positions.data, *taps(row, column, rows, columns, self.config.position_side))
-        x = ops.add(self.embedding(self._patches(frames, grid)), positions.repeat(t, 1))
-        yield None
-        levels: list[Tensor] = []
+        sequences = PackedSequences(torch.arange(0, (t + 1) * of_frame, of_frame, dtype=torch.int32))
+        layout = PatchLayout(angles, torch.arange(t * of_frame), sequences, of_frame)
+        positions = taps(row, column, rows, columns, self.config.position_side)
+        x = core.empty((t * of_frame, self.config.hidden_size), self._dtype)
+        yield from self._embed(x, frames, grid, positions, limit)
         for i, block in enumerate(self.blocks):
-            x = block(x, angles, edges)
+            yield from block.tasks(x, layout, limit)
             if i in self.config.deepstack:
-                levels.append(self.deepstack[len(levels)](x))
-            yield None
-        yield torch.stack([self.merger(x), *levels])
+                level = self.config.deepstack.index(i)
+                yield from self.deepstack[level].tasks(x, levels[1 + level], limit)
+        yield from self.merger.tasks(x, levels[0], limit)
 
-    def _patches(self, frames: Tensor, grid: Grid) -> Tensor:
+    def _embed(
+        self, x: Tensor, frames: Tensor, grid: Grid, positions: tuple[Tensor, Tensor], limit: float
+    ) -> Iterator[float]:
+        """Write the embeddings of all patches to x [t, hidden]. positions: `taps` of a frame. Tasks as in
+        VisionBlock; each is some rows of blocks of a frame."""
+        t, rows, columns = grid
+        indices, weights = positions
+        temporal, merge = self.config.temporal_patch_size, self.config.merge_size
+        of_patch = 3 * temporal * self.config.patch_size**2
+        pixels = temporal * frames.shape[1] * frames.shape[2] / rows + columns * of_patch / 3
+        row_cost = 2 * columns * of_patch * self.config.hidden_size + _PIXEL * pixels
+        for frame in range(t):
+            own = frames[frame * temporal : (frame + 1) * temporal]
+            for band, cost in cut_rows(rows, row_cost, limit, merge):
+                yield cost
+                values = self._patches(own, (1, rows, columns), band)
+                taken = slice(band.start * columns, band.stop * columns)
+                embedded = ops.add(
+                    self.embedding(values), interpolate_rows(self.positions.data, indices[taken], weights[taken])
+                )
+                x[frame * rows * columns :][taken] = embedded
+
+    def _patches(self, frames: Tensor, grid: Grid, band: slice) -> Tensor:
         if (p := self._preprocessing) is None:
             raise EngineError("encoding: expected a preprocessor_config.json in the model directory, found none")
         return patches(
@@ -183,6 +304,7 @@ class VisionTower(Encoder):
             patch=p.patch,
             merge=p.merge,
             temporal=p.temporal,
+            band=band,
         )
 
 
@@ -199,8 +321,9 @@ def axial_angles(row: Tensor, column: Tensor, head_dim: int) -> Tensor:
     its column."""
     half = head_dim // 2
     frequencies = 1.0 / _THETA ** (torch.arange(0, half, 2, dtype=torch.float32) / half)
-    angles = torch.cat([torch.outer(place.float(), frequencies) for place in (row, column)], 1)
-    return torch.stack([angles.cos(), angles.sin()], 1)
+    angles = torch.outer(torch.arange(int(max(row.max(), column.max())) + 1).float(), frequencies)
+    table = torch.stack([angles.cos(), angles.sin()], 1)
+    return torch.cat([table[row], table[column]], 2)
 
 
 def taps(row: Tensor, column: Tensor, rows: int, columns: int, side: int) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,151 @@
+"""The prompts of the mllama processor equal those of transformers: tilings, sizes, and what tokens see."""
+
+import json
+import random
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tiny import make_checkpoint
+from transformers.models.mllama import image_processing_pil_mllama as hf_pictures
+from transformers.models.mllama import processing_mllama as hf_prompts
+
+from tilerank.loader.errors import ConfigError
+from tilerank.loader.tokenizer import Tokenizer
+from tilerank.runtime.media.decoder import Frames
+from tilerank.runtime.media.errors import MediaError
+from tilerank.runtime.media.mllama import read_tile_settings
+from tilerank.runtime.media.mllama_sizes import choose_tiling, fit, tilings
+from tilerank.runtime.media.processor import Processor
+from tilerank.runtime.media.registry import load_processor
+from tilerank.runtime.prompt import Prompt
+
+TILE = 56  # pixels, of make_tiny.py; a tile has 4 x 4 patches and a class token
+TOKENS = 17
+SIZES = [(64, 64), (30, 200), (300, 70), (1, 1), (500, 40), (200, 190)]
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint("mllama", tmp_path_factory.mktemp("mllama"))
+
+
+@pytest.fixture(scope="module")
+def processor(model_dir: Path) -> Processor:
+    found = load_processor(model_dir, Tokenizer(model_dir))
+    assert found is not None
+    return found
+
+
+def picture(height: int, width: int) -> Frames:
+    return Frames("image", (1, height, width), bytes(height * width * 3), [0], None)
+
+
+def test_tilings_and_sizes_are_those_of_transformers() -> None:
+    draw = random.Random(1)
+    assert tilings(4) == hf_pictures.get_all_supported_aspect_ratios(4)
+    for _ in range(3000):
+        tile, most = draw.choice([(64, 4), (560, 4), (448, 4), (224, 6)])
+        height, width = (
+            draw.choice([draw.randint(1, 700), draw.randint(1, 9000), tile * draw.randint(1, 5)]) for _ in "hw"
+        )
+        canvas = hf_pictures.get_optimal_tiled_canvas(height, width, most, tile)
+        rows, columns = choose_tiling(height, width, tile, most)
+        assert (rows * tile, columns * tile) == tuple(canvas), (height, width, tile, most)
+        expected = hf_pictures.get_image_size_fit_to_canvas(height, width, *canvas, tile)
+        assert fit(height, width, rows, columns, tile) == tuple(expected), (height, width, tile, most)
+
+
+def seen(prompt: Prompt) -> list[set[tuple[int, int]]]:
+    """Return for each token of a prompt the (picture, token of its encoding) that it sees."""
+    source = [(part.medium, part.first + i) for part in prompt.source for i in range(part.count)]
+    rows: list[set[tuple[int, int]]] = [set() for _ in prompt.token_ids]
+    for sight, after in zip(prompt.sights, [*prompt.sights[1:], None], strict=True):
+        for row in range(sight.start, after.start if after else len(rows)):
+            rows[row] = set(source[sight.first : sight.first + sight.count])
+    return rows
+
+
+TEXTS = [
+    "<|image|>What is this?",
+    "Look: <|image|>and<|image|>then",
+    "<|image|><|image|>compare",
+    "a <|image|><|image|>b<|image|>c<|image|><|image|><|image|>d",
+    "ends with <|image|>",
+    "ends with <|image|>two <|image|><|image|>",
+]
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_tokens_see_what_transformers_lets_them_see(processor: Processor, text: str) -> None:
+    count = text.count("<|image|>")
+    sizes = [SIZES[i % len(SIZES)] for i in range(count)]
+    prompt = processor.prompt(text, [picture(*size) for size in sizes])
+    ids = prompt.token_ids
+    image = next(id for id in ids if ids.count(id) == count and id == max(ids))
+    tiles = [choose_tiling(*size, TILE, 4) for size in sizes]
+    ranges = hf_prompts.get_cross_attention_token_mask(ids, image)
+    mask = hf_prompts.convert_sparse_cross_attention_mask_to_dense(
+        [ranges], [[rows * columns for rows, columns in tiles]], 4, len(ids)
+    )[0]
+    everything = {(medium, token) for medium in range(count) for token in range(4 * TOKENS)}
+    for row, (found, row_mask) in enumerate(zip(seen(prompt), mask, strict=True)):
+        expected = {(m, tile * TOKENS + i) for m, tile in np.argwhere(row_mask).tolist() for i in range(TOKENS)}
+        assert found == (expected or everything), row
+    shown = {sight.start: sight.shown for sight in prompt.sights}
+    assert [shown[start] for start in sorted(shown)] == [bool(mask[start].any()) for start in sorted(shown)]
+
+
+def test_the_text_begins_where_transformers_begins_it(processor: Processor, model_dir: Path) -> None:
+    tokenizer = Tokenizer(model_dir)
+    for text in ("<|image|><|image|>hello", "<|begin_of_text|><|image|>hello<|image|>", "a<|image|>b<|image|>"):
+        expected = hf_prompts.build_string_from_input(text, "<|begin_of_text|>", "<|image|>")
+        found = processor.prompt(text, [picture(64, 64)] * 2).token_ids
+        assert found == tokenizer.encode(expected, add_special_tokens=False)
+
+
+def test_keys_identify_the_pictures_and_what_is_seen_of_them(processor: Processor) -> None:
+    one, other = picture(64, 64), Frames("image", (1, 64, 64), b"\1" * (64 * 64 * 3), [0], None)
+    text = "<|image|>What is this?"
+    keys = processor.prompt(text, [one]).keys
+    assert processor.prompt(text + " And more", [one]).keys[: len(keys)] == keys
+    assert not set(keys) & set(processor.prompt(text, [other]).keys)
+    assert min(processor.prompt("text", []).keys) >= 0 > max(keys)
+
+
+@pytest.mark.parametrize(
+    ("text", "media", "sentence"),
+    [
+        ("<|image|>", [], "expected one <|image|> in the prompt for each picture, found 1 for 0"),
+        ("hello", [picture(9, 9)], "expected one <|image|> in the prompt for each picture, found 0 for 1"),
+        (
+            "<|image|>",
+            [Frames("video", (1, 9, 9), bytes(243), [0], None)],
+            "medium 1: .* pictures alone, found a video",
+        ),
+    ],
+)
+def test_a_prompt_that_does_not_match_its_media(
+    processor: Processor, text: str, media: list[Frames], sentence: str
+) -> None:
+    with pytest.raises(MediaError, match=sentence.replace("|", r"\|")):
+        processor.prompt(text, media)
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"size": {"height": 32, "width": 64}}, "size.width: expected the 32 of height, found 64"),
+        ({"size": {"height": 32, "width": 32}}, r"size: expected 56 like vision_config.image_size"),
+        ({"max_image_tiles": 3}, "max_image_tiles: expected 4 like vision_config.max_num_tiles"),
+        ({"image_processor_type": "CLIPImageProcessor"}, "image_processor_type: expected MllamaImageProcessor"),
+        ({"do_pad": False}, "do_pad: expected true"),
+    ],
+)
+def test_settings_of_another_family(model_dir: Path, tmp_path: Path, change: dict[str, object], sentence: str) -> None:
+    shutil.copy(model_dir / "config.json", tmp_path)
+    settings = json.loads((model_dir / "preprocessor_config.json").read_text()) | change
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(settings))
+    with pytest.raises(ConfigError, match=sentence):
+        read_tile_settings(tmp_path)

@@ -1,0 +1,153 @@
+"""The processor of mllama (Llama-3.2-Vision): like MllamaProcessor of transformers 5.23.
+
+A picture takes one token of the prompt. Its encoding is not inserted there: the tokens see it by cross-attention.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+from tilerank.loader.card import read_config_fields
+from tilerank.loader.errors import ConfigError
+from tilerank.loader.tokenizer import Tokenizer
+
+from ..prompt import Medium, Prompt, Segment, Sight
+from .decoder import Frames
+from .errors import MediaError
+from .mllama_sizes import choose_tiling
+from .processor import Processor
+from .settings import NESTED, PICTURES, channels, check_steps, resampling, section, settings_file
+
+_MAX_ID = 1 << 24
+_MAX_SIDE = 1 << 13
+_MAX_TILES = 64
+
+
+@dataclass(frozen=True)
+class TileSettings:
+    """How pictures become tiles. tile: their side, patch: that of a patch, in pixels. most: tiles of a picture.
+
+    mean, std: of red, green and blue, from 0 to 1.
+    """
+
+    tile: int
+    patch: int
+    most: int
+    mean: tuple[float, float, float]
+    std: tuple[float, float, float]
+    resample: str
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the encoding of a tile: its patches and a class token."""
+        return (self.tile // self.patch) ** 2 + 1
+
+
+def read_tile_settings(model_dir: Path) -> TileSettings:
+    """Read the settings. Raises ConfigError, also if config.json says otherwise."""
+    fields = section(settings_file(model_dir, NESTED), "image_processor") or settings_file(model_dir, PICTURES)
+    if fields is None:
+        raise ConfigError(f"{model_dir}: expected {PICTURES}, or {NESTED} with image_processor, found neither")
+    if fields.has("image_processor_type") and not fields.text("image_processor_type").startswith(
+        "MllamaImageProcessor"
+    ):
+        raise fields.fail("image_processor_type", "MllamaImageProcessor")
+    check_steps(fields, "do_pad")
+    size, vision = fields.object("size"), read_config_fields(model_dir).object("vision_config")
+    tile, most = size.integer("height", 1, _MAX_SIDE), fields.integer("max_image_tiles", 1, _MAX_TILES)
+    if size.integer("width", 1, _MAX_SIDE) != tile:
+        raise size.fail("width", f"the {tile} of height")
+    for key, ours, value in (("image_size", "size", tile), ("max_num_tiles", "max_image_tiles", most)):
+        if vision.integer(key, 1, _MAX_SIDE) != value:
+            raise fields.fail(ours, f"{vision.values[key]} like vision_config.{key} of config.json")
+    patch = vision.integer("patch_size", 1, tile)
+    if tile % patch:
+        raise vision.fail("patch_size", f"a divisor of image_size ({tile})")
+    mean, std = channels(fields, "image_mean"), channels(fields, "image_std")
+    return TileSettings(tile, patch, most, mean, std, resampling(fields, "bilinear"))
+
+
+class MllamaProcessor(Processor):
+    """Reads the settings of a model directory. Raises ConfigError."""
+
+    def __init__(self, model_dir: Path, tokenizer: Tokenizer) -> None:
+        self._settings = read_tile_settings(model_dir)
+        self._tokenizer = tokenizer
+        self._token = tokenizer.special_tokens.get("image_token", "<|image|>")
+        self.placeholders = (self._token,)
+        config = read_config_fields(model_dir)
+        self._id = config.integer("image_token_index", 0, _MAX_ID)
+        if (found := tokenizer.encode(self._token, add_special_tokens=False)) != [self._id]:
+            raise config.fail("image_token_index", f"{found}, as the tokenizer encodes {self._token}")
+
+    def prompt(self, text: str, media: Sequence[Frames]) -> Prompt:
+        for number, frames in enumerate(media, 1):
+            if frames.kind != "image":
+                raise MediaError(f"medium {number}: the model takes pictures alone, found a {frames.kind}")
+        ids = self._tokenizer.encode(self._with_begin(text), add_special_tokens=False)
+        places = [index for index, id in enumerate(ids) if id == self._id]
+        if len(places) != len(media):
+            raise MediaError(
+                f"expected one {self._token} in the prompt for each picture, found {len(places)} for {len(media)}; "
+                f"the text of a message may not contain {self._token}"
+            )
+        if not media:
+            return Prompt(ids)
+        s = self._settings
+        pictures, counts = [], []
+        for frames in media:
+            rows, columns = choose_tiling(*frames.size[1:], s.tile, s.most)
+            side = s.tile // s.patch
+            pictures.append(Medium("image", frames.data, frames.size, (1, rows * side, columns * side)))
+            counts.append(rows * columns * s.tokens)
+        return Prompt(ids, pictures, source=_source(counts, s.most * s.tokens), sights=_sights(places, counts, s))
+
+    def text_prompt(self, token_ids: list[int]) -> Prompt:
+        if self._id in token_ids:
+            raise MediaError(f"the prompt contains {self._token}, but has no picture; send media as chat parts")
+        return Prompt(token_ids)
+
+    def sample(self, total: int, fps: float | None) -> list[int]:
+        raise MediaError("the model takes pictures alone, found a video")
+
+    def most_tokens(self, kind: str) -> int:
+        return self._settings.most * self._settings.tokens if kind == "image" else 0
+
+    def _with_begin(self, text: str) -> str:
+        """Put the token that begins a text behind leading pictures, if the text has none."""
+        begin = self._tokenizer.special_tokens.get("bos_token", "")
+        if begin in text:
+            return text
+        rest = text
+        while rest.startswith(self._token):
+            rest = rest.removeprefix(self._token)
+        return text.removesuffix(rest) + begin + rest
+
+
+PROCESSORS = {"mllama": MllamaProcessor}
+
+
+def _source(counts: list[int], whole: int) -> list[Segment]:
+    """Return the tiles with pixels of all pictures, `counts` tokens each, and then the empty tiles of all, so that what
+    a token may see is one range. whole: tokens of the encoding of a picture."""
+    tiles = [Segment(medium, 0, count) for medium, count in enumerate(counts)]
+    empty = [Segment(medium, count, whole - count) for medium, count in enumerate(counts) if count < whole]
+    return tiles + empty
+
+
+def _sights(places: list[int], counts: list[int], settings: TileSettings) -> list[Sight]:
+    """Return what the tokens see: those from a picture on that picture, and those behind several pictures in a row all
+    of these. get_cross_attention_token_mask of processing_mllama.py.
+
+    Those before the first picture see everything, empty tiles as well, and leave out the MLP of cross-attention layers:
+    transformers clears a row of its mask that would hide everything.
+    """
+    starts = [sum(counts[:medium]) for medium in range(len(counts) + 1)]
+    first = 0
+    sights = [Sight(0, 0, len(counts) * settings.most * settings.tokens, False)] if places[0] else []
+    for medium, (before, place) in enumerate(pairwise([-2, *places])):
+        if place != before + 1:
+            first = medium
+        sights.append(Sight(place, starts[first], starts[medium + 1] - starts[first], True))
+    return sights
