@@ -36,7 +36,7 @@ def interpolate_rows(table: Tensor, rows: Tensor, weights: Tensor) -> Tensor:
     return (first + second + third + fourth).to(table.dtype)
 
 
-def tanh_gate_(x: Tensor, gate: Tensor, shown: Tensor | None) -> None:
+def tanh_gate_(x: Tensor, gate: Tensor, shown: Tensor | None = None) -> None:
     """x *= tanh(gate), with zeros in the rows that are not shown."""
     x *= gate.tanh()
     if shown is not None:
