@@ -201,6 +201,15 @@ def test_values_are_normalised_in_fp32() -> None:
     assert torch.equal(patches(frames, (1, 1, 1), merge=1, dtype=torch.bfloat16), found.bfloat16())
 
 
+@pytest.mark.parametrize(("height", "width"), [(90, 70), (96, 64), (300, 31), (20, 64)])
+def test_bands_are_rows_of_the_whole(height: int, width: int) -> None:
+    frames, grid = random_frames(3, height, width), (2, 6, 4)
+    whole = patches(frames, grid).view(2, 6 * 4, -1)
+    for first, end in itertools.combinations((0, 2, 4, 6), 2):
+        band = patches(frames, grid, band=slice(first, end))
+        assert torch.equal(band.view(2, (end - first) * 4, -1), whole[:, first * 4 : end * 4])
+
+
 @pytest.mark.parametrize("grid", [(2, 4, 6), (2, 6, 2)])
 def test_frames_may_be_strided(grid: tuple[int, int, int]) -> None:
     wide = torch.randint(0, 256, (6, 90, 120, 4), dtype=torch.uint8)
@@ -230,6 +239,9 @@ FRAMES = random_frames(3, 8, 8)
         (FRAMES, (2, 3, 2), {}, r"grid: expected 2 times a multiple of 2 rows and columns, found \(2, 3, 2\)"),
         (FRAMES, (2, 2, 0), {}, r"grid: expected 2 times a multiple of 2 rows and columns, found \(2, 2, 0\)"),
         (FRAMES, (2, 2, 2), {"resample": "lanczos"}, "resample: expected one of bilinear, bicubic, found 'lanczos'"),
+        (FRAMES, (2, 4, 2), {"band": slice(1, 4)}, "band: expected blocks of 2 within 4 rows, found 1 to 4"),
+        (FRAMES, (2, 4, 2), {"band": slice(2, 6)}, "band: expected blocks of 2 within 4 rows, found 2 to 6"),
+        (FRAMES, (2, 4, 2), {"band": slice(2, 2)}, "band: expected blocks of 2 within 4 rows, found 2 to 2"),
         (FRAMES, (2, 2, 2), {"dtype": torch.float16}, r"dtype: expected float32 or bfloat16, found torch\.float16"),
     ],
 )

@@ -1,13 +1,14 @@
 """The engine with pictures and videos: inserts, shared pages and encodings, pieces of an encode, refusals."""
 
 import functools
+import math
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from batching import answers, forget, one_by_one
-from media_prompts import SMALL, VIDEO, ask, medium, mixed, prompt, text
+from media_prompts import SMALL, VIDEO, ask, medium, mixed, prompt, smallest, text
 from ranks import Ranks, eventually, run_ranks
 from rungs import COMPILED
 from tiny import make_checkpoint
@@ -19,9 +20,9 @@ from tilerank.runtime import engine as module
 from tilerank.runtime import media_encoding
 from tilerank.runtime.engine import Engine, Request
 from tilerank.runtime.errors import RequestError
-from tilerank.runtime.media_encoding import pieces_until
+from tilerank.runtime.media_encoding import operations_of_piece
 from tilerank.runtime.prompt import Medium, Place, Prompt
-from tilerank.runtime.rank_messages import Encode, EncodeLayers, Frames, Message, StopEncode
+from tilerank.runtime.rank_messages import Encode, EncodePiece, Frames, Message, StopEncode
 from tilerank.runtime.scheduler import next_chunk
 from tilerank.runtime.worker import Worker
 
@@ -146,36 +147,62 @@ def test_pages_that_cover_a_picture_need_no_encoding(engine: Engine, monkeypatch
 
 
 def test_others_get_a_token_in_every_step_of_an_encode(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pieces take longer than they may, so there is one a step: the first, 4 blocks and the merger."""
-    monkeypatch.setattr(media_encoding, "STALL_S", 0.0)
-    monkeypatch.setattr(media_encoding, "ALONE_S", 0.0)
+    """36 patches in tasks of up to 32: 1 of tables, 3 of rows of blocks, 4 of each of 4 blocks, 1 of each of 4
+    mergers."""
+    monkeypatch.setattr(media_encoding, "BESIDE_S", 0.0)
+    monkeypatch.setattr(media_encoding, "operations_of_piece", smallest)
     sent = spy(engine, monkeypatch)
     talks = engine.submit(ask(prompt(text(1, 8)), 40))
     engine.step()
     looks = engine.submit(ask(prompt(text(2, 3), medium(70, 3, 3), text(3, 2)), 1))
-    found = [[event.request for event in engine.step()] for _ in range(12)]
-    pieces = sum(message.count for message in sent if isinstance(message, EncodeLayers))
-    assert pieces == sum(isinstance(message, EncodeLayers) for message in sent) > 3
-    assert found[: pieces + 1] == [[talks]] * pieces + [[talks, looks]]
+    pieces = 1 + 3 + 4 * 4 + 4
+    found = [[event.request for event in engine.step()] for _ in range(pieces + 1)]
+    assert sum(isinstance(message, EncodePiece) for message in sent) == pieces
+    assert found == [[talks]] * pieces + [[talks, looks]]
     engine.cancel(talks)
 
 
-def test_an_idle_engine_encodes_in_few_messages(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(media_encoding, "ALONE_S", 1e3)
+def test_pieces_are_begun_until_their_time_is_over(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(media_encoding, "BESIDE_S", 1e3)
+    monkeypatch.setattr(media_encoding, "operations_of_piece", smallest)
+    talks = engine.submit(ask(prompt(text(1, 8)), 40))
+    engine.step()
+    looks = engine.submit(ask(prompt(text(2, 3), medium(71, 3, 3), text(3, 2)), 1))
+    assert [[event.request for event in engine.step()] for _ in range(2)] == [[talks], [talks, looks]]
+    engine.cancel(talks)
+
+
+def test_a_small_encode_is_one_piece(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     sent = spy(engine, monkeypatch)
-    answers(engine, [ask(prompt(text(2, 3), medium(71, 3, 3), text(3, 2)))])
-    counts = [message.count for message in sent if isinstance(message, EncodeLayers)]
-    assert len(counts) == 2 and counts[0] == 1
+    answers(engine, [ask(prompt(text(2, 3), medium(72, 3, 3), text(3, 2)))])
+    assert sum(isinstance(message, EncodePiece) for message in sent) == 1
 
 
-def test_how_many_pieces_fit() -> None:
-    assert [pieces_until(0.05, seconds) for seconds in (0.002, 0.02, 0.04, 0.06)] == [25, 2, 1, 0]
-    assert pieces_until(-0.01, 0.02) == 0
+@BITS
+@pytest.mark.parametrize(("rows", "columns", "frames"), [(3, 3, 1), (12, 14, 1), (14, 4, 5)])
+def test_an_encode_cut_anywhere_gives_the_same_bits(engine: Engine, rows: int, columns: int, frames: int) -> None:
+    encoder, whole = engine.worker.encoder, medium(73, rows, columns, frames)
+    assert encoder is not None
+    pixels = torch.frombuffer(bytearray(whole.frames), dtype=torch.uint8).view(*whole.size, 3)
+    (expected,) = encoder.encode(pixels, whole.grid, math.inf)
+    counts = []
+    for operations in (1.0, 1e5, 1e6, 5e6, 2e7):
+        *pieces, found = encoder.encode(pixels, whole.grid, operations)
+        assert found is not None and expected is not None and torch.equal(found, expected), operations
+        counts.append(len(pieces))
+    assert counts == sorted(counts, reverse=True) and counts[0] > counts[-1] > 0
 
 
-@pytest.mark.parametrize("steps", [1, 2, 3, 4])
+def test_pieces_grow_with_threads_and_ranks() -> None:
+    one = operations_of_piece(torch.bfloat16, 1)
+    assert operations_of_piece(torch.bfloat16, 6) == 6 * one
+    assert operations_of_piece(torch.float32, 1) <= one
+
+
+@pytest.mark.parametrize("steps", [1, 2, 6, 20])
 def test_a_cancelled_encode_leaves_nothing(engine: Engine, monkeypatch: pytest.MonkeyPatch, steps: int) -> None:
     monkeypatch.setattr(media_encoding, "ALONE_S", 0.0)
+    monkeypatch.setattr(media_encoding, "operations_of_piece", smallest)
     wanted = prompt(text(1, 3), medium(80, 3, 4), text(2, 2))
     held, used = engine.worker._encodings, engine._encodings.used
     sent = spy(engine, monkeypatch)

@@ -34,7 +34,7 @@ from tilerank.runtime.rank_messages import (
     Chunk,
     Count,
     Encode,
-    EncodeLayers,
+    EncodePiece,
     Frames,
     Insert,
     Message,
@@ -150,10 +150,11 @@ MESSAGES = st.one_of(
         st.builds(
             Medium, st.sampled_from(["image", "video"]), st.binary(), *[st.tuples(*[st.integers(0, 99)] * 3)] * 2
         ),
+        st.floats(1, 1e18),
         st.lists(st.integers(0, 1 << 40)),
     ),
     st.builds(Frames, st.binary()),
-    st.builds(EncodeLayers, st.integers(1, 1 << 20)),
+    st.just(EncodePiece()),
     st.just(StopEncode()),
 )
 

@@ -319,4 +319,4 @@ def test_without_settings_of_a_processor_nothing_is_encoded(
     found.allocate()
     assert found.encoder is not None
     with pytest.raises(EngineError, match=r"expected a preprocessor_config.json in the model directory, found none"):
-        next(found.encoder.encode(torch.zeros(1, 32, 32, 3, dtype=torch.uint8), (1, 2, 2)))
+        next(found.encoder.encode(torch.zeros(1, 32, 32, 3, dtype=torch.uint8), (1, 2, 2), 1e9))

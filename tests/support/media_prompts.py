@@ -100,13 +100,19 @@ def same_answers(team: Team, *, model: str) -> list[str]:
 
 
 def cancel_in_every_piece(engine: Engine) -> None:
-    usual, media_encoding.ALONE_S = media_encoding.ALONE_S, 0.0
-    for steps in range(6):
+    usual = media_encoding.ALONE_S, media_encoding.operations_of_piece
+    media_encoding.ALONE_S, media_encoding.operations_of_piece = 0.0, smallest
+    for steps in range(0, 30, 5):
         number = engine.submit(ask(prompt(text(1, 3), medium(100 + steps, 3, 4), text(2, 2))))
         for _ in range(steps):
             engine.step()
         engine.cancel(number)
-    media_encoding.ALONE_S = usual
+    media_encoding.ALONE_S, media_encoding.operations_of_piece = usual
+
+
+def smallest(*_: object) -> float:
+    """Operations of a piece, for `media_encoding.operations_of_piece`: every task of an encode is a piece."""
+    return 1.0
 
 
 def fails(team: Team, *, model: str, culprit: int) -> None:
@@ -124,6 +130,7 @@ def fails(team: Team, *, model: str, culprit: int) -> None:
 
         encoder.encode = broken
     if team.group.rank == 0:
+        media_encoding.operations_of_piece = smallest
         for _ in Engine(worker).generate([ask(prompt(text(1, 3), medium(1, 3, 4), text(2, 2)))]):
             pass
     else:

@@ -15,6 +15,9 @@ from tilerank.runtime.prompt import Medium, Place, Prompt
 from tilerank.runtime.sampling import SamplingParams
 from tilerank.runtime.worker import Worker
 
+PIECE = 2e6
+"""Operations of a piece of an encode: a few rows of a layer."""
+
 
 def run(
     team: Team, *, out: str, models: list[str], strategies: list[str], dtypes: list[str], new_tokens: int
@@ -58,8 +61,8 @@ def encoding_errors(worker: Worker, wanted: dict[str, Tensor], i: int, dtype: st
     frames, exact = wanted[f"media.{i}.frames"], wanted[f"media.{i}.float32"]
     rows, columns, frame_pairs = 0, 0, 0
     frame_pairs, rows, columns = wanted[f"media.{i}.grid"].tolist()
-    *pieces, encoding = worker.encoder.encode(frames, (frame_pairs, rows, columns))
-    assert all(piece is None for piece in pieces) and encoding is not None
+    *pieces, encoding = worker.encoder.encode(frames, (frame_pairs, rows, columns), PIECE)
+    assert len(pieces) > 10 and all(piece is None for piece in pieces) and encoding is not None
     assert encoding.dtype is getattr(torch, dtype)
     assert encoding.shape == exact.shape == worker.encoder.shape((frame_pairs, rows, columns))
     return compare(encoding.float(), wanted[f"media.{i}.{dtype}"], exact)

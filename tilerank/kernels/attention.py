@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from . import check, core
-from .errors import KernelError
-from .kv_pages import PAGE_TOKENS, KVPages
+from .kv_pages import KVPages
 from .reference import attention as reference
 
 _STORE_KV = core.kernel("store_kv")
@@ -89,37 +88,3 @@ def attention(
     tensors = (q, cache.k, cache.v, page_tables, seq_lens, query_starts, kv_map, out, lse, kv_starts, cache.scales)
     core.launch(_ATTENTION, tensors, (int(causal),), (scale,))
     return out
-
-
-def attention_varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float) -> Tensor:
-    """Return bidirectional attention within each of several packed sequences, without a cache, for vision encoders.
-
-    q: [t, hq, head_dim]; k, v: [t, hk, head_dim] in q's dtype (last dimension contiguous). hq is a multiple of hk, and
-    query head h uses KV head h / (hq / hk). head_dim: a multiple of 8 up to 256.
-    cu_seqlens: [s + 1] int32, ascending from 0 to t; sequence i is the rows cu_seqlens[i] to cu_seqlens[i + 1].
-    Returns [t, hq, head_dim]. Keys and values are first packed into pages; accuracy and bits are those of `attention`.
-    Raises KernelError for an argument of another shape or dtype.
-    """
-    check.tensor("attention_varlen", "q", q, (None, None, None), check.ACTIVATION_DTYPES)
-    check.tensor("attention_varlen", "k", k, (q.shape[0], None, q.shape[2]), q.dtype)
-    check.tensor("attention_varlen", "v", v, k.shape, q.dtype)
-    tokens, kv_heads, d = k.shape
-    check.tensor("attention_varlen", "cu_seqlens", cu_seqlens, (None,), torch.int32)
-    if kv_heads == 0 or q.shape[1] % kv_heads:
-        raise KernelError(f"attention_varlen: q: expected a multiple of {kv_heads} heads, found {q.shape[1]}")
-    edges = cu_seqlens.tolist()
-    if edges != sorted(edges) or edges[:1] != [0] or edges[-1] != tokens:
-        raise KernelError(f"attention_varlen: cu_seqlens: expected ascending values from 0 to {tokens}, found {edges}")
-    if core.isa() == "reference":
-        return reference.attention_varlen(q, k, v, cu_seqlens, scale)
-    lengths = cu_seqlens.diff()
-    pages = -(-lengths // PAGE_TOKENS)
-    ends = pages.cumsum(0, dtype=torch.int32)
-    cache = KVPages.in_arena(max(int(pages.sum()), 1), kv_heads, d, q.dtype)
-    first_slots = (ends - pages).long() * PAGE_TOKENS - cu_seqlens[:-1].long()
-    store_kv(k, v, cache, torch.arange(tokens) + first_slots.repeat_interleave(lengths.long()))
-    tables = (ends - pages)[:, None] + torch.arange(int(pages.amax()) if len(pages) else 0, dtype=torch.int32)
-    group = q.shape[1] // kv_heads
-    first_heads = torch.arange(kv_heads, dtype=torch.int32) * group
-    kv_map = torch.stack([first_heads, torch.full_like(first_heads, group)], dim=1)
-    return attention(q, cache, tables, lengths, cu_seqlens, kv_map, scale, causal=False)

@@ -24,6 +24,7 @@ def patches(
     merge: int = 2,
     temporal: int = 2,
     size: tuple[int, int] | None = None,
+    band: slice | None = None,
 ) -> Tensor:
     """Resize RGB frames, normalise them, and cut them into patches, as the processors of Qwen3-VL and mllama do.
 
@@ -35,6 +36,7 @@ def patches(
     A value v becomes (v - 255 * mean) / (255 * std) in fp32, with mean and std of its channel, rounded to `dtype`.
     Returns [t * rows * columns, 3 * temporal * patch * patch]. Patches are ordered by (t, block row, block column, row
     in block, column in block), with blocks of merge x merge patches, and their values by (channel, frame, y, x).
+    band: returns only these rows of patches of every frame, whole blocks.
     Raises KernelError for a frame that is empty, or another argument that does not fit.
     """
     check.tensor("patches", "frames", frames, (None, None, None, 3), torch.uint8)
@@ -50,6 +52,9 @@ def patches(
     size = size or (height, width)
     if not (1 <= size[0] <= height and 1 <= size[1] <= width):
         raise KernelError(f"patches: size: expected 1 to {height} rows and 1 to {width} columns, found {size}")
+    first, end = (0, rows) if band is None else (band.start, band.stop)
+    if not 0 <= first < end <= rows or first % merge or end % merge:
+        raise KernelError(f"patches: band: expected blocks of {merge} within {rows} rows, found {first} to {end}")
     if resample not in RESAMPLING:
         raise KernelError(f"patches: resample: expected one of {', '.join(RESAMPLING)}, found {resample!r}")
     if dtype not in check.ACTIVATION_DTYPES:
@@ -66,8 +71,9 @@ def patches(
             merge=merge,
             temporal=temporal,
             size=size,
+            band=band,
         )
-    out = core.empty((t * rows * columns, 3 * temporal * patch * patch), dtype)
-    sizes = (rows, columns, patch, merge, temporal, int(resample == "bicubic"), *size)
+    out = core.empty((t * (end - first) * columns, 3 * temporal * patch * patch), dtype)
+    sizes = (end - first, columns, patch, merge, temporal, int(resample == "bicubic"), *size, first)
     core.launch(_PATCHES, (frames, out), sizes, (*mean, *std))
     return out

@@ -30,6 +30,7 @@ class HeldEncodings:
         self._encoder = encoder
         self._number = -1
         self._medium: Medium | None = None
+        self._operations = 0.0
         self._frames = bytearray()
         self._pieces: Iterator[Tensor | None] | None = None
 
@@ -41,25 +42,24 @@ class HeldEncodings:
         """Start an encode, in place of one that is not complete."""
         self.stop()
         self.forget(message.forgotten)
-        self._number, self._medium = message.number, message.medium
+        self._number, self._medium, self._operations = message.number, message.medium, message.operations
         self._frames += message.medium.frames
 
     def add_frames(self, frames: bytes) -> None:
         self._frames += frames
 
-    def advance(self, count: int) -> bool:
-        """Compute up to `count` pieces. Returns whether the encoding is complete."""
+    def advance(self) -> bool:
+        """Compute a piece. Returns whether the encoding is complete."""
         if self._pieces is None:
             assert self._encoder is not None and self._medium is not None
             frames = torch.frombuffer(self._frames, dtype=torch.uint8).view(*self._medium.size, 3)
-            self._pieces = self._encoder.encode(frames, self._medium.grid)
-        for _ in range(count):
-            encoding = next(self._pieces)
-            if encoding is not None:
-                self.tensors[self._number] = encoding
-                self.stop()
-                return True
-        return False
+            self._pieces = self._encoder.encode(frames, self._medium.grid, self._operations)
+        encoding = next(self._pieces)
+        if encoding is None:
+            return False
+        self.tensors[self._number] = encoding
+        self.stop()
+        return True
 
     def stop(self) -> None:
         """Drop the encode that runs."""

@@ -2,15 +2,21 @@
 
 import time
 
+import torch
+
+from tilerank.kernels import core
+
 from .encodings import EncoderCache, Encoding
 from .prompt import Medium
-from .rank_messages import Encode, EncodeLayers, Frames, StopEncode
+from .rank_messages import Encode, EncodePiece, Frames, StopEncode
 from .worker import Worker
 
-STALL_S = 0.05
-"""How long pieces of an encode may keep other sequences from their next step."""
+BESIDE_S = 0.025
+"""How long pieces are begun between two steps of other sequences, which wait at most 0.05 s with the last piece."""
 ALONE_S = 0.25
-"""How long pieces are computed before new requests are looked at, if no sequence can go on meanwhile."""
+"""How long pieces are begun before new requests are looked at, if no sequence can go on meanwhile."""
+_OPERATIONS = {"amx": 16e9, "avx512_bf16": 5e9, "avx512": 2e9, "avx2": 1e9, "reference": 0.5e9}
+"""Operations that a thread computes in 10 to 25 ms on each rung."""
 PART_BYTES = 16 << 20
 """Bytes of frames in a message."""
 
@@ -23,12 +29,11 @@ class MediaEncoding:
         self._cache = cache
         self._running: Encoding | None = None
         self._unsent = memoryview(b"")  # the rest of its frames
-        self._piece_s = 0.0  # the longest of its pieces so far; 0 before the first
 
     def advance(self, following: Encoding | None, *, alone: bool) -> None:
-        """Go on with the encode that runs, or start `following`. Takes about STALL_S, or ALONE_S if `alone`, and at
-        least one piece."""
-        end = time.perf_counter() + (ALONE_S if alone else STALL_S)
+        """Go on with the encode that runs, or start `following`. Computes at least one piece, and more until
+        BESIDE_S have passed, or ALONE_S if `alone`."""
+        end = time.perf_counter() + (ALONE_S if alone else BESIDE_S)
         if self._running is None:
             if following is None:
                 return
@@ -37,10 +42,9 @@ class MediaEncoding:
             if time.perf_counter() >= end:
                 return
             self._prepare(Frames(self._next_part()))
-        count = 1
-        while self._running is not None and count:
-            self._encode_layers(count)
-            count = pieces_until(end - time.perf_counter(), self._piece_s)
+        self._encode_piece()
+        while self._running is not None and time.perf_counter() < end:
+            self._encode_piece()
 
     def stop_if_unused(self) -> None:
         """Stop the encode that runs if no sequence needs it any more."""
@@ -51,9 +55,10 @@ class MediaEncoding:
     def _start(self, encoding: Encoding) -> None:
         assert encoding.medium is not None
         medium = encoding.medium
-        self._running, self._unsent, self._piece_s = encoding, memoryview(medium.frames), 0.0
+        self._running, self._unsent = encoding, memoryview(medium.frames)
         first = Medium(medium.kind, self._next_part(), medium.size, medium.grid)
-        self._prepare(Encode(encoding.number, first, list(self._cache.forgotten)))
+        operations = operations_of_piece(self._worker.dtype, self._worker.team.group.size)
+        self._prepare(Encode(encoding.number, first, operations, list(self._cache.forgotten)))
         self._cache.forgotten.clear()
 
     def _end(self) -> None:
@@ -67,16 +72,16 @@ class MediaEncoding:
         self._worker.announce(message)
         self._worker.prepare_encode(message)
 
-    def _encode_layers(self, count: int) -> None:
-        began = time.perf_counter()
-        self._worker.announce(EncodeLayers(count))
-        complete = self._worker.encode_layers(count)
-        self._piece_s = max(self._piece_s, (time.perf_counter() - began) / count)
-        if complete and self._running is not None:
+    def _encode_piece(self) -> None:
+        self._worker.announce(EncodePiece())
+        if self._worker.encode_piece() and self._running is not None:
             self._running.medium = None
             self._end()
 
 
-def pieces_until(seconds: float, piece_s: float) -> int:
-    """Return how many pieces of `piece_s` fit into the time that is left."""
-    return max(int(seconds / piece_s), 0)
+def operations_of_piece(dtype: torch.dtype, ranks: int) -> float:
+    """Return the operations of a piece of an encode, on all ranks together: so many that it takes about 20 ms."""
+    rung = core.isa()
+    if dtype is torch.float32 and rung in ("amx", "avx512_bf16"):
+        rung = "avx512"
+    return _OPERATIONS[rung] * core.num_threads() * ranks

@@ -20,13 +20,14 @@ class Encoder(Layer):
         """Return (levels, tokens, hidden) of the encoding of a medium with this grid (prompt.py: Medium)."""
 
     @abstractmethod
-    def encode(self, frames: Tensor, grid: tuple[int, int, int]) -> Iterator[Tensor | None]:
-        """Encode frames uint8 [n, height, width, 3], in pieces of about one layer.
+    def encode(self, frames: Tensor, grid: tuple[int, int, int], operations: float) -> Iterator[Tensor | None]:
+        """Encode frames uint8 [n, height, width, 3], in pieces of up to `operations` operations on all ranks together,
+        or a little more where they cannot be cut. The bits do not depend on how an encode is cut.
 
-        A collective: all ranks call this with the same frames and take the same number of pieces. Each `next` computes
-        a piece. The last yields the encoding [levels, tokens, hidden] in the activation dtype, with the same bits on
-        every rank, and the others yield None. Level 0 replaces the embeddings; level j + 1 is added to the residual
-        after layer j of the decoder (DeepStack, arXiv 2406.04334).
+        A collective: all ranks call this with the same arguments and take the same number of pieces. Each `next`
+        computes a piece. The last yields the encoding [levels, tokens, hidden] in the activation dtype, with the same
+        bits on every rank, and the others yield None. Level 0 replaces the embeddings; level j + 1 is added to the
+        residual after layer j of the decoder (DeepStack, arXiv 2406.04334).
         """
 
     def cost(self) -> Cost:

@@ -54,11 +54,13 @@ class Step(msgspec.Struct, frozen=True, array_like=True, tag=True):
 class Encode(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Start to encode `medium` as encoding `number`, in place of an encode that is not complete.
 
-    The frames of the medium may be incomplete: `Frames` messages follow. forgotten: as in Step.
+    The frames of the medium may be incomplete: `Frames` messages follow. operations: of a piece, as in Encoder.encode.
+    forgotten: as in Step.
     """
 
     number: int
     medium: Medium
+    operations: float
     forgotten: list[int] = []
 
 
@@ -68,10 +70,8 @@ class Frames(msgspec.Struct, frozen=True, array_like=True, tag=True):
     frames: bytes
 
 
-class EncodeLayers(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Compute up to `count` more pieces of the encode that was started, all frames of which have been sent."""
-
-    count: int
+class EncodePiece(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Compute the next piece of the encode that was started, all frames of which have been sent."""
 
 
 class StopEncode(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -86,7 +86,7 @@ class Stop(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """The end of `Worker.follow`; nothing comes after it."""
 
 
-Message = Step | Encode | Frames | EncodeLayers | StopEncode | Count | Stop
+Message = Step | Encode | Frames | EncodePiece | StopEncode | Count | Stop
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 
 

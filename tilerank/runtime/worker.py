@@ -34,7 +34,7 @@ from .counters import RankCounters, StepCounter
 from .encodings import HeldEncodings
 from .errors import EngineError
 from .model import Encoder
-from .rank_messages import Count, Encode, EncodeLayers, Frames, Message, Step, Stop, StopEncode
+from .rank_messages import Count, Encode, EncodePiece, Frames, Message, Step, Stop, StopEncode
 from .registry import build_model, read_supported_card
 from .step_graphs import StepGraphs
 
@@ -143,8 +143,8 @@ class Worker:
             match message:
                 case Step():
                     self.run(message)
-                case EncodeLayers(count):
-                    self.encode_layers(count)
+                case EncodePiece():
+                    self.encode_piece()
                 case Encode() | Frames() | StopEncode():
                     self.prepare_encode(message)
                 case Count():
@@ -190,11 +190,11 @@ class Worker:
             case StopEncode():
                 self._encodings.stop()
 
-    def encode_layers(self, count: int) -> bool:
-        """Compute up to `count` pieces of the encode that was started. Returns whether the encoding is complete. All
-        ranks call this with the same count."""
+    def encode_piece(self) -> bool:
+        """Compute a piece of the encode that was started. Returns whether the encoding is complete. All ranks call
+        this."""
         began = time.perf_counter()
-        complete = self._encodings.advance(count)
+        complete = self._encodings.advance()
         self._counter.count_encode(time.perf_counter() - began)
         return complete
 

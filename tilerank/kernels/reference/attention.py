@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -99,19 +97,6 @@ def attention(
                 if lse is not None:
                     lse[row, first : first + count] = scores.logsumexp(dim=-1)
                 out[row, first : first + count] = (torch.softmax(scores, dim=-1) @ head_values[:seen]).to(q.dtype)
-    return out
-
-
-def attention_varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float) -> Tensor:
-    """Return the attention within each packed sequence, in fp32 with one rounding."""
-    out = torch.empty(q.shape, dtype=q.dtype)
-    group = q.shape[1] // k.shape[1]
-    for start, stop in pairwise(cu_seqlens.tolist()):
-        for head in range(q.shape[1]):
-            keys, values = (x[start:stop, head // group].float().contiguous() for x in (k, v))
-            for row in range(start, stop):
-                query = q[row, head].to(torch.float32, copy=True)  # a copy as in `attention`
-                out[row, head] = torch.softmax(keys @ query * scale, dim=-1) @ values
     return out
 
 

@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional
 
 from tilerank.kernels import pictures, vision
-from tilerank.kernels.attention import attention_varlen
+from tilerank.kernels.packed_sequences import attention_varlen
 from tilerank.parallel.cost import Work
 
 from .entry import Entry

@@ -53,7 +53,6 @@ QUESTION = "What is in the picture?"
 PEERS = ("transformers",)
 _MODULES = ("transformers", "torchvision", "PIL")
 _ENCODING = -1  # the number of its encodings; the engine counts from 0
-_ALL_PIECES = 1 << 20
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -208,14 +207,15 @@ class Tower:
 
         The parts are missing on the rung "reference", which has no launches; there, "tower" includes preprocessing.
         """
-        from tilerank.runtime.media_encoding import PART_BYTES
-        from tilerank.runtime.rank_messages import Encode, EncodeLayers, Frames
+        from tilerank.runtime.media_encoding import PART_BYTES, operations_of_piece
+        from tilerank.runtime.rank_messages import Encode, EncodePiece, Frames
 
         from .launch_times import launch_times
 
         worker = self._worker
         parts = [medium.frames[i : i + PART_BYTES] for i in range(0, len(medium.frames), PART_BYTES)]
-        first = Encode(_ENCODING, structs.replace(medium, frames=parts[0]), self._held)
+        operations = operations_of_piece(worker.dtype, worker.team.group.size)
+        first = Encode(_ENCODING, structs.replace(medium, frames=parts[0]), operations, self._held)
         messages: list[Encode | Frames] = [first, *map(Frames, parts[1:])]
         for message in messages:
             worker.announce(message)
@@ -223,8 +223,10 @@ class Tower:
         self._held = [_ENCODING]
         with launch_times() as launches:
             began = time.perf_counter()
-            worker.announce(EncodeLayers(_ALL_PIECES))
-            worker.encode_layers(_ALL_PIECES)
+            complete = False
+            while not complete:
+                worker.announce(EncodePiece())
+                complete = worker.encode_piece()
             seconds = time.perf_counter() - began
         return tower_parts(seconds, launches)
 

@@ -209,7 +209,7 @@ class MllamaTower(Encoder):
     def shape(self, grid: Grid) -> tuple[int, int, int]:
         return 1, self.config.tiles * self.config.rows, self._out_hidden
 
-    def encode(self, frames: Tensor, grid: Grid) -> Iterator[Tensor | None]:
+    def encode(self, frames: Tensor, grid: Grid, operations: float) -> Iterator[Tensor | None]:
         c = self.config
         rows, columns = grid[1] // c.side, grid[2] // c.side
         aspect, real = 1 + tilings(c.tiles).index((rows, columns)), rows * columns * c.rows

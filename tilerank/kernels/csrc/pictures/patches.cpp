@@ -143,10 +143,11 @@ static inline Vec load_bytes(const uint8_t* p) {
 #endif
 }
 
+// A band of rows of patches of every frame.
 struct PatchShape {
   int64_t rows, columns, patch, merge, temporal;
 
-  // Of a patch in the result, without regard to time: blocks by row and column, and so within a block.
+  // Of a patch of a band, without regard to time: blocks by row and column, and so within a block.
   int64_t index(int64_t row, int64_t column) const {
     const int64_t block = row / merge * (columns / merge) + column / merge;
     return (block * merge + row % merge) * merge + column % merge;
@@ -179,12 +180,13 @@ static void cut_strip(const uint8_t* strip, int64_t pitch, const PatchShape& sha
   }
 }
 
-// tensors: frames [n, h, w, 3] u8, out; ints: rows and columns of patches, patch, merge, temporal, bicubic, height and
-// width after resizing, at most those of the patches; floats: means and deviations of the channels
+// tensors: frames [n, h, w, 3] u8, out; ints: rows of the band and columns of patches, patch, merge, temporal, bicubic,
+// height and width after resizing, at most those of the patches, first row of the band; floats: means and deviations of
+// the channels
 static void patches(const Args& args, Team& team) {
   const Tensor &frames = args.tensor(0), &out = args.tensor(1);
   const PatchShape shape = {args.integer(0), args.integer(1), args.integer(2), args.integer(3), args.integer(4)};
-  const int64_t n = frames.size[0], full_width = shape.columns * shape.patch;
+  const int64_t n = frames.size[0], full_width = shape.columns * shape.patch, first_row = args.integer(8);
   const bool bicubic = args.integer(5) != 0;
   const int64_t height = args.integer(6), width = args.integer(7);
   const Resampling x(frames.size[2], width, bicubic), y(frames.size[1], height, bicubic);
@@ -208,7 +210,7 @@ static void patches(const Args& args, Team& team) {
   for (int64_t item = first; item < last; ++item) {
     const int64_t frame = item / shape.rows, row = item % shape.rows;
     for (int64_t i = 0; i < shape.patch; ++i) {
-      const int64_t at = row * shape.patch + i;
+      const int64_t at = (first_row + row) * shape.patch + i;
       uint8_t* const resized = strip + i * pitch;
       if (at >= height) {
         std::memset(resized, 0, static_cast<size_t>(3 * full_width));
