@@ -15,6 +15,7 @@ from tilerank.kernels import core
 from tilerank.parallel.group import Group
 from tilerank.parallel.join import Team
 from tilerank.parallel.shard import Strategy
+from tilerank.runtime import engine as module
 from tilerank.runtime.engine import Engine, Request
 from tilerank.runtime.prompt import Prompt
 from tilerank.runtime.sampling import SamplingParams
@@ -129,6 +130,23 @@ def compare(engine: Engine, wanted: dict[str, Tensor], new_tokens: int) -> dict[
         answer.append(event.token_id)
     wrong = [i for i, answer in enumerate(answers) if answer != token_ids[i][-new_tokens:]]
     return {"logit_error": float(logit_error), "logprob_error": logprob_error, "wrong_tokens": wrong}
+
+
+def in_chunks(
+    team: Team, *, out: str, models: list[str], strategies: list[Strategy], chunk_rows: list[int], new_tokens: int
+) -> list[dict[str, Any]]:
+    """Compare as `run` does in fp32, with prompts that are computed in chunks of at most so many tokens."""
+    results = []
+    for rows in chunk_rows:
+        module.PREFILL_CHUNK = rows
+        for case, worker, _ in workers(team, out, models, strategies, [core.isa()], "float32"):
+            if team.group.rank == 0:
+                wanted = load_file(f"{out}/{case['model']}.safetensors")
+                results.append(case | {"chunk_rows": rows} | compare(Engine(worker), wanted, new_tokens))
+                worker.stop()
+            else:
+                worker.follow()
+    return results
 
 
 def row_errors(found: Tensor, wanted: Tensor) -> Tensor:
