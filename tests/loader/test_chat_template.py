@@ -73,6 +73,50 @@ def test_variables_reach_the_template(tmp_path: Path) -> None:
     assert rendered(tmp_path, "{{ enable_thinking }}", enable_thinking=False) == "False"
 
 
+def test_the_variables_that_a_template_reads(tmp_path: Path) -> None:
+    """Not its own names; a name that is set on one path only is one of them."""
+    template = (
+        "{% if not thinking is defined %}{% set thinking = false %}{% endif %}{% set own = 1 %}"
+        "{% macro show(it) %}{{ it }}{{ effort | default('low') }}{% endmacro %}"
+        "{% for m in messages %}{{ show(m.reasoning) }}{{ own }}{% endfor %}{{ thinking }}"
+    )
+    shutil.copy(DEMO / "tokenizer.json", tmp_path)
+    named = [{"name": "default", "template": template}, {"name": "tool_use", "template": "{{ tools }}"}]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
+    templates = Tokenizer(tmp_path).chat_template
+    assert templates.variables(None) == {"messages", "thinking", "effort"}
+    assert templates.variables([]) == {"tools"}
+    assert templates.source == f"{template}\n{{{{ tools }}}}"
+
+
+CALLS = "{% for m in messages %}{% for call in m.tool_calls or [] %}{{ PRINT }}{% endfor %}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("printed", "expected"),
+    [
+        ("call.function.arguments | tojson", '{"x": 1, "é": "\'"}'),  # Qwen2.5, Llama
+        ("'<' + call.function.arguments", '<{"x": 1, "é": "\'"}'),  # DeepSeek
+        ("call.function.arguments", '{"x": 1, "é": "\'"}'),
+        (
+            "call.function.arguments if call.function.arguments is string else call.function.arguments | tojson",
+            '{"x": 1, "é": "\'"}',
+        ),  # Qwen3
+        ("call.function.arguments.x + 1", "2"),
+        ("(call.function.arguments | items | list)[1][1]", "'"),  # Qwen3.5
+        ("call.function.name", "f"),
+    ],
+)
+def test_arguments_of_earlier_calls_are_json_wherever_a_template_prints_them(
+    tmp_path: Path, printed: str, expected: str
+) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": {"x": 1, "é": "'"}}}
+    shutil.copy(DEMO / "tokenizer.json", tmp_path)
+    (tmp_path / "chat_template.jinja").write_text(CALLS.replace("PRINT", printed))
+    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    assert Tokenizer(tmp_path).apply_chat_template(chat) == expected
+
+
 def rendered(model_dir: Path, template: str, **variables: Any) -> str:
     shutil.copy(DEMO / "tokenizer.json", model_dir)
     (model_dir / "chat_template.jinja").write_text(template)
