@@ -3,11 +3,10 @@
 import torch
 from torch import Tensor
 
-from . import check, core
+from . import check
 from .attention import attention, store_kv
 from .errors import KernelError
 from .kv_pages import PAGE_TOKENS, KVPages
-from .reference import packed_sequences as reference
 
 
 def attention_varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float) -> Tensor:
@@ -29,8 +28,6 @@ def attention_varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale:
     sequences = PackedSequences(cu_seqlens)
     if sequences.rows != tokens:
         raise KernelError(f"attention_varlen: cu_seqlens: expected values up to {tokens}, found {sequences.rows}")
-    if core.isa() == "reference":
-        return reference.attention_varlen(q, k, v, cu_seqlens, scale)
     pages = sequences.pages(kv_heads, d, q.dtype)
     store_kv(k, v, pages, sequences.slots)
     group = q.shape[1] // kv_heads
