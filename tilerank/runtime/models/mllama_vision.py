@@ -34,7 +34,7 @@ from ..media.mllama import TileSettings
 from ..media.mllama_sizes import fit, tilings
 from ..model import Encoder
 from .text_config import MAX_WIDTH
-from .vision import VisionMLP
+from .vision import ROW_UNIT, VisionMLP, cut_rows, pieces
 
 _EPS = 1e-5
 _TILE_UNIT = 8
@@ -114,27 +114,57 @@ class _Table(PlainParameter):
         self.fill(name, shape, *(slice(0, size) for size in shape))
 
 
+@dataclass(frozen=True)
+class TileRows:
+    """The rows of a picture. real: how many of them, the first ones, are real. numbers: [t] int64, 0 to t.
+
+    tables: [2, pages] int32, the pages of all rows, for two runs: the real rows and the padding.
+    """
+
+    real: int
+    numbers: Tensor
+    tables: Tensor
+
+    @staticmethod
+    def of(total: int, real: int) -> "TileRows":
+        pages = -(-total // PAGE_TOKENS)
+        return TileRows(real, torch.arange(total), torch.arange(pages, dtype=torch.int32).repeat(2, 1))
+
+    @property
+    def total(self) -> int:
+        return len(self.numbers)
+
+
 class TileAttention(Layer):
-    """Attention of real rows to all rows and of padding to real rows, cut by heads: x[t, hidden] -> a part of it."""
+    """Attention of real rows to all rows and of padding to real rows, cut by heads."""
 
     def __init__(self, name: str, c: MllamaVisionConfig, sharding: Sharding) -> None:
         dim = c.hidden // c.heads
         self.qkv = QKVParallelLinear(name, c.hidden, c.heads, c.heads, dim, sharding)
         self.out = RowParallelLinear(f"{name}.o_proj", c.hidden, c.hidden, sharding, span=self.qkv.q_columns)
         self.scale = dim**-0.5
+        self._dtype = sharding.dtype
 
-    def __call__(self, x: Tensor, real: int) -> Tensor:
-        """real: how many rows, the first ones, are real."""
+    def pages(self, layout: TileRows) -> KVPages:
+        """Return uninitialised pages for the keys and values of all rows."""
+        return KVPages.in_arena(layout.tables.shape[1], self.qkv.kv_heads, self.qkv.head_dim, self._dtype)
+
+    def project(self, x: Tensor, rows: slice, layout: TileRows, pages: KVPages) -> Tensor:
+        """Return the queries [n, heads, head_dim] of n rows, and write their keys and values into `pages`.
+
+        x: [n, hidden], the input of these rows.
+        """
         q, k, v = self.qkv(x)
-        rows = len(x)
-        pages = -(-rows // PAGE_TOKENS)
-        cache = KVPages.in_arena(pages, self.qkv.kv_heads, self.qkv.head_dim, x.dtype)
-        store_kv(k, v, cache, torch.arange(rows))
-        tables = torch.arange(pages, dtype=torch.int32).repeat(2, 1)
-        lengths, edges = (torch.tensor(values, dtype=torch.int32) for values in ([rows, real], [0, real, rows]))
-        return self.out(
-            join_heads(attention(q, cache, tables, lengths, edges, self.qkv.kv_map, self.scale, causal=False))
-        )
+        store_kv(k, v, pages, layout.numbers[rows])
+        return q
+
+    def attend(self, q: Tensor, first: int, layout: TileRows, pages: KVPages) -> Tensor:
+        """Return this rank's part of the output [n, hidden] for the queries of n rows from `first` on."""
+        lengths = torch.tensor([layout.total, layout.real], dtype=torch.int32)
+        edges = torch.tensor([0, layout.real, layout.total], dtype=torch.int32)
+        starts = edges.clamp(first, first + q.shape[0]) - first
+        kv_map, scale = self.qkv.kv_map, self.scale
+        return self.out(join_heads(attention(q, pages, layout.tables, lengths, starts, kv_map, scale, causal=False)))
 
     def cuts(self) -> Iterator[tuple[str, Cut]]:
         spans = self.qkv.heads.q
@@ -146,7 +176,7 @@ class TileAttention(Layer):
 
 
 class TileBlock(Layer):
-    """Attention and an MLP, each after a norm: x[t, hidden] -> [t, hidden]. gated: tanh of a number scales each."""
+    """Attention and an MLP, each after a norm; the same bits on every rank. gated: tanh of a number scales each."""
 
     def __init__(self, name: str, c: MllamaVisionConfig, sharding: Sharding, *, gated: bool) -> None:
         self.norm1 = LayerNorm(f"{name}.input_layernorm", c.hidden, c.eps, sharding)
@@ -155,17 +185,33 @@ class TileBlock(Layer):
         sizes = (c.hidden, c.width, c.hidden)
         self.mlp = VisionMLP(f"{name}.mlp", sizes, "gelu", "vision MLP width", sharding, projections=("fc1", "fc2"))
         self.gates = [_Table(f"{name}.{gate}", (1,), sharding.dtype) for gate in ("gate_attn", "gate_ffn") if gated]
+        self._projection_cost = 6 * c.hidden**2
+        self._rest_cost = 2 * c.hidden**2 + 4 * c.hidden * c.width
+        self._pair_cost = 4 * c.hidden
         self._sharding = sharding
 
-    def __call__(self, x: Tensor, real: int) -> Tensor:
-        x = self._add(x, self.attention(self.norm1(x), real), 0)
-        return self._add(x, self.mlp(self.norm2(x)), 1)
+    def tasks(self, x: Tensor, layout: TileRows, limit: float) -> Iterator[float]:
+        """Update x [t, hidden] in place. Each `next` first yields the operations of a task, at most `limit`, and the
+        one after it computes the task."""
+        pages = self.attention.pages(layout)
+        queries = []
+        for rows, cost in cut_rows(layout.total, self._projection_cost, limit, ROW_UNIT):
+            yield cost
+            queries.append((rows, self.attention.project(self.norm1(x[rows]), rows, layout, pages)))
+        row_cost = self._pair_cost * layout.total + self._rest_cost
+        for projected, q in queries:
+            for part, cost in cut_rows(q.shape[0], row_cost, limit, ROW_UNIT):
+                yield cost
+                first = projected.start + part.start
+                rows = slice(first, first + part.stop - part.start)
+                self._add(x, rows, layout, self.attention.attend(q[part], first, layout, pages), 0)
+                self._add(x, rows, layout, self.mlp(self.norm2(x[rows])), 1)
 
-    def _add(self, x: Tensor, part: Tensor, gate: int) -> Tensor:
+    def _add(self, x: Tensor, rows: slice, layout: TileRows, part: Tensor, gate: int) -> None:
         added = self._sharding.sum(part)
         if self.gates:
             tanh_gate_(added, self.gates[gate].data)
-        return ops.add(x, added)
+        ops.add_rows_(x, layout.numbers[rows], added)
 
 
 class MllamaTower(Encoder):
@@ -210,22 +256,30 @@ class MllamaTower(Encoder):
         return 1, self.config.tiles * self.config.rows, self._out_hidden
 
     def encode(self, frames: Tensor, grid: Grid, operations: float) -> Iterator[Tensor | None]:
+        out = torch.empty(self.shape(grid), dtype=self._sharding.dtype)
+        yield from pieces(self._tasks(frames, grid, out[0], operations), operations)
+        yield out
+
+    def _tasks(self, frames: Tensor, grid: Grid, out: Tensor, limit: float) -> Iterator[float]:
+        """Write the encoding to `out`. Tasks as in TileBlock."""
         c = self.config
         rows, columns = grid[1] // c.side, grid[2] // c.side
         aspect, real = 1 + tilings(c.tiles).index((rows, columns)), rows * columns * c.rows
+        tokens = c.tiles * c.rows
+        layout = TileRows.of(tokens + c.tiles * self._filling, real)
+        yield 2.0 * real * 3 * c.patch**2 * c.hidden
         x = self._embed(self._patches(frames, grid), aspect)
-        yield None
         taken: list[Tensor] = []
         for number, block in enumerate(self.blocks):
             if number in c.taken:
-                taken.append(x[: c.tiles * c.rows])
-            x = block(x, real)
-            yield None
+                taken.append(x[:tokens].clone())
+            yield from block.tasks(x, layout, limit)
         x = ops.add(self.norm_after(x), self._of_tiles(1, aspect))
         for block in self.global_blocks:
-            x = block(x, real)
-            yield None
-        yield self._project(x[: c.tiles * c.rows], taken)[None]
+            yield from block.tasks(x, layout, limit)
+        for part, cost in cut_rows(tokens, 2 * c.output * self._out_hidden, limit, ROW_UNIT):
+            yield cost
+            out[part] = self._project(x[part], [level[part] for level in taken])
 
     def _embed(self, pixels: Tensor, aspect: int) -> Tensor:
         """pixels: [tiles * patches, ..] of the real tiles. Returns the rows [tiles * filled rows, hidden]."""

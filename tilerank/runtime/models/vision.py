@@ -37,7 +37,7 @@ from .vision_config import VisionConfig
 
 _EPS = 1e-6
 _THETA = 10000.0
-_UNIT = 32
+ROW_UNIT = 32
 """Rows of the smallest task. Fewer would leave a tile of attention half empty."""
 _PIXEL = 1000.0
 """Operations that take as long as preprocessing a pixel of a frame, before and after resizing."""
@@ -54,6 +54,17 @@ def cut_rows(rows: int, cost: float, limit: float, unit: int = 1) -> Iterator[tu
     for row in range(0, rows, step):
         part = slice(row, min(row + step, rows))
         yield part, cost * (part.stop - part.start)
+
+
+def pieces(tasks: Iterator[float], operations: float) -> Iterator[None]:
+    """Compute tasks that yield their operations before they are computed, and yield between pieces of them, of up to
+    `operations` operations or one task."""
+    piece = 0.0
+    for cost in tasks:
+        if piece and piece + cost > operations:
+            yield None
+            piece = 0.0
+        piece += cost
 
 
 @dataclass(frozen=True)
@@ -171,12 +182,12 @@ class VisionBlock(Layer):
         one after it computes the task."""
         pages = self.attention.pages(layout)
         queries = []
-        for rows, cost in cut_rows(x.shape[0], self._projection_cost, limit, _UNIT):
+        for rows, cost in cut_rows(x.shape[0], self._projection_cost, limit, ROW_UNIT):
             yield cost
             queries.append((rows, self.attention.project(self.norm1(x[rows]), rows, layout, pages)))
         row_cost = self._pair_cost * layout.of_frame + self._rest_cost
         for projected, q in queries:
-            for part, cost in cut_rows(q.shape[0], row_cost, limit, _UNIT):
+            for part, cost in cut_rows(q.shape[0], row_cost, limit, ROW_UNIT):
                 yield cost
                 first = projected.start + part.start
                 rows = slice(first, first + part.stop - part.start)
@@ -205,7 +216,7 @@ class Merger(Layer):
     def tasks(self, x: Tensor, out: Tensor, limit: float) -> Iterator[float]:
         """Write the tokens of x [t, hidden] to out [t / merge^2, out]. Tasks as in VisionBlock."""
         blocks = x.view(-1, self._joined)
-        for rows, cost in cut_rows(out.shape[0], self._cost, limit, _UNIT):
+        for rows, cost in cut_rows(out.shape[0], self._cost, limit, ROW_UNIT):
             yield cost
             own = blocks[rows]
             normed = self.norm(own if self._joins_first else own.view(-1, x.shape[1])).view(own.shape)
@@ -242,12 +253,7 @@ class VisionTower(Encoder):
 
     def encode(self, frames: Tensor, grid: Grid, operations: float) -> Iterator[Tensor | None]:
         levels = torch.empty(self.shape(grid), dtype=self._dtype)
-        piece = 0.0
-        for cost in self._tasks(frames, grid, levels, operations):
-            if piece and piece + cost > operations:
-                yield None
-                piece = 0.0
-            piece += cost
+        yield from pieces(self._tasks(frames, grid, levels, operations), operations)
         yield levels
 
     def _tasks(self, frames: Tensor, grid: Grid, levels: Tensor, limit: float) -> Iterator[float]:
