@@ -49,21 +49,23 @@ static inline void store_columns(T* p, Vec x, int64_t n) {
   }
 }
 
-// Of a key head: the rows of a chunk, n of them. `rows` is n rounded up to whole blocks; the rows between are zeros.
+// Of a key head: the rows of a chunk, n of them. `rows` is n rounded up to a multiple of `unit`; the rows between are
+// zeros.
 struct ChunkKeys {
-  int64_t n, rows, dk;
-  int64_t width;                   // dk rounded up to whole blocks; the columns between are zeros
+  int64_t n, rows, unit, dk;
+  int64_t width;                   // dk rounded up to a multiple of unit; the columns between are zeros
   float *q, *k;                    // [kChunk, width], of length 1 / sqrt(dk) and 1
   float* k_columns;                // [width, kChunk], k transposed
   float *q_products, *k_products;  // [kChunk, kChunk], of q and k with k: the lower triangles
 
   static constexpr int64_t floats(int64_t width) { return 3 * kChunk * width + 2 * kChunk * kChunk; }
 
-  ChunkKeys(float* memory, int64_t dk, int64_t width)
+  ChunkKeys(float* memory, int64_t dk, int64_t unit)
       : n(0),
         rows(0),
+        unit(unit),
         dk(dk),
-        width(width),
+        width((dk + unit - 1) / unit * unit),
         q(memory),
         k(q + kChunk * width),
         k_columns(k + kChunk * width),
@@ -73,7 +75,7 @@ struct ChunkKeys {
   template <class T>
   void read(const DeltaProblem<T>& p, int64_t first_row, int64_t count, int64_t key_head) {
     n = count;
-    rows = (n + kBlockRows - 1) / kBlockRows * kBlockRows;
+    rows = (n + unit - 1) / unit * unit;
     for (int64_t i = 0; i < rows; ++i) {
       float *const q_row = q + i * width, *const k_row = k + i * width;
       std::fill_n(q_row, width, 0.0f);

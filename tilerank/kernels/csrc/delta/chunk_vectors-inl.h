@@ -3,48 +3,56 @@
 
 namespace tilerank::TR_RUNG {
 
-// state: [width, kPanel], rows beyond dk zeros.
+// Rows i to i + kBlockRows of the updates u [kChunk, kPanel]: (1 - lower) u = beta (v - exp(c) k S). block: these rows
+// of k S. v(i): a pointer to `columns` columns of row i.
+template <class V>
+static inline void solve(const ChunkKeys& keys, const ChunkDecays& decays, int64_t i, int64_t columns, const V& v,
+                         Block& block, float* updates) {
+  for (int r = 0; r < kBlockRows; ++r) {
+    const Vec decay = set(decays.since_start[i + r]), beta = set(decays.beta[i + r]);
+    for (int n = 0; n < kBlockVecs; ++n) {
+      const Vec value = i + r < keys.n ? load_columns(v(i + r) + n * kLanes, columns - n * kLanes) : zero();
+      block.sums[r][n] = (value - decay * block.sums[r][n]) * beta;
+    }
+  }
+  const float* const lower = decays.lower + i * kChunk;
+  accumulate(lower, kChunk, updates, kPanel, i, block);
+#pragma GCC unroll 8
+  for (int r = 0; r < kBlockRows; ++r) {
+#pragma GCC unroll 8
+    for (int s = 0; s < r; ++s) {
+      const Vec factor = set(lower[r * kChunk + i + s]);
+      for (int n = 0; n < kBlockVecs; ++n) block.sums[r][n] = fma(factor, block.sums[s][n], block.sums[r][n]);
+    }
+    for (int n = 0; n < kBlockVecs; ++n) store(updates + (i + r) * kPanel + n * kLanes, block.sums[r][n]);
+  }
+}
+
 class VectorPanel {
  public:
-  static constexpr int64_t floats() { return kChunk * kPanel; }
+  static constexpr int64_t kUnit = kBlockRows;
+  static constexpr int64_t floats(int64_t) { return kChunk * kPanel; }
 
-  VectorPanel(float* memory, const ChunkKeys& keys, const ChunkDecays& decays)
+  VectorPanel(float* memory, ChunkKeys& keys, const ChunkDecays& decays)
       : updates_(memory), keys_(keys), decays_(decays) {}
 
-  // v, o: pointers to `columns` columns of row i.
+  // Called when `keys` and when `decays` have been read.
+  void begin_keys() { keys_.multiply(); }
+  void begin_decays() {}
+
+  // state: [width, kPanel], rows beyond dk zeros. v(i), o(i): pointers to `columns` columns of row i.
   template <class V, class O>
   void run(float* state, int64_t columns, const V& v, const O& o) {
-    for (int64_t i = 0; i < keys_.rows; i += kBlockRows) solve(state, i, columns, v);
+    for (int64_t i = 0; i < keys_.rows; i += kBlockRows) {
+      Block block;
+      accumulate(keys_.k + i * keys_.width, keys_.width, state, kPanel, keys_.dk, block);
+      solve(keys_, decays_, i, columns, v, block, updates_);
+    }
     for (int64_t i = 0; i < keys_.rows; i += kBlockRows) add_outputs(state, i, columns, o);
     for (int64_t d = 0; d < keys_.width; d += kBlockRows) update(state, d);
   }
 
  private:
-  // Rows i to i + kBlockRows of the updates u: (1 - lower) u = beta (v - exp(c) k S).
-  template <class V>
-  void solve(const float* state, int64_t i, int64_t columns, const V& v) {
-    Block block;
-    accumulate(keys_.k + i * keys_.width, keys_.width, state, kPanel, keys_.dk, block);
-    for (int r = 0; r < kBlockRows; ++r) {
-      const Vec decay = set(decays_.since_start[i + r]), beta = set(decays_.beta[i + r]);
-      for (int n = 0; n < kBlockVecs; ++n) {
-        const Vec value = i + r < keys_.n ? load_columns(v(i + r) + n * kLanes, columns - n * kLanes) : zero();
-        block.sums[r][n] = (value - decay * block.sums[r][n]) * beta;
-      }
-    }
-    const float* const lower = decays_.lower + i * kChunk;
-    accumulate(lower, kChunk, updates_, kPanel, i, block);
-#pragma GCC unroll 8
-    for (int r = 0; r < kBlockRows; ++r) {
-#pragma GCC unroll 8
-      for (int s = 0; s < r; ++s) {
-        const Vec factor = set(lower[r * kChunk + i + s]);
-        for (int n = 0; n < kBlockVecs; ++n) block.sums[r][n] = fma(factor, block.sums[s][n], block.sums[r][n]);
-      }
-      for (int n = 0; n < kBlockVecs; ++n) store(updates_ + (i + r) * kPanel + n * kLanes, block.sums[r][n]);
-    }
-  }
-
   // o = exp(c) q S + scores u
   template <class O>
   void add_outputs(const float* state, int64_t i, int64_t columns, const O& o) const {
@@ -77,7 +85,7 @@ class VectorPanel {
   }
 
   float* const updates_;  // [kChunk, kPanel]
-  const ChunkKeys& keys_;
+  ChunkKeys& keys_;
   const ChunkDecays& decays_;
 };
 

@@ -57,12 +57,12 @@ class Rule {
         g_(args.tensor(1)),
         beta_(args.tensor(2)),
         panels_(panels_of(problem.dv)),
-        width_((problem.dk + kBlockRows - 1) / kBlockRows * kBlockRows),
+        width_((problem.dk + Panel::kUnit - 1) / Panel::kUnit * Panel::kUnit),
         memory_(static_cast<float*>(team.scratch(sizeof(float) * static_cast<size_t>(floats())))),
-        keys_(memory_, p_.dk, width_),
+        keys_(memory_, p_.dk, Panel::kUnit),
         decays_(memory_ + ChunkKeys::floats(width_), width_),
         panel_(memory_ + ChunkKeys::floats(width_) + ChunkDecays::floats(width_), keys_, decays_),
-        states_(memory_ + ChunkKeys::floats(width_) + ChunkDecays::floats(width_) + Panel::floats()) {}
+        states_(memory_ + ChunkKeys::floats(width_) + ChunkDecays::floats(width_) + Panel::floats(width_)) {}
 
   void run(const RuleTask& task) {
     if (p_.batch.row_count(task.sequence) == 1) {
@@ -74,7 +74,7 @@ class Rule {
 
  private:
   int64_t floats() const {
-    return ChunkKeys::floats(width_) + ChunkDecays::floats(width_) + Panel::floats() +
+    return ChunkKeys::floats(width_) + ChunkDecays::floats(width_) + Panel::floats(width_) +
            p_.repeats * panels_ * width_ * kPanel;
   }
   int64_t head_of(const RuleTask& task, int64_t unit) const { return task.key_head * p_.repeats + unit / panels_; }
@@ -101,10 +101,13 @@ class Rule {
     const auto [begin, end] = p_.batch.rows(task.sequence);
     for (int64_t first = begin; first < end; first += kChunk) {
       keys_.read(p_, first, std::min(kChunk, end - first), task.key_head);
-      keys_.multiply();
+      panel_.begin_keys();
       for (int64_t unit = task.units.begin; unit < task.units.end; ++unit) {
         const int64_t head = head_of(task, unit), column = column_of(unit);
-        if (unit == task.units.begin || column == 0) decays_.read(keys_, g_, beta_, first, head);
+        if (unit == task.units.begin || column == 0) {
+          decays_.read(keys_, g_, beta_, first, head);
+          panel_.begin_decays();
+        }
         panel_.run(
             panel_state(task, unit), p_.dv - column, [&](int64_t i) { return p_.v(first + i, head) + column; },
             [&](int64_t i) { return p_.o(first + i, head) + column; });
