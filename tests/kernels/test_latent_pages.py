@@ -16,7 +16,7 @@ from tilerank.kernels.latent_pages import LatentPages
 pytestmark = pytest.mark.usefixtures("rung")
 
 DTYPES = [torch.float32, torch.bfloat16]
-SIZES = [(8, 8), (72, 24), (128, 16), (512, 64)]
+SIZES = [(32, 8), (96, 24), (128, 16), (512, 64)]
 
 
 def ints(*values: int | list[int]) -> Tensor:
@@ -71,10 +71,10 @@ def test_int8_rows_have_two_scales(dtype: torch.dtype, latent_dim: int, rope_dim
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.int8], ids=str)
 def test_rows_written_on_one_rung_serve_every_other(dtype: torch.dtype) -> None:
-    caches = [LatentPages.empty(2, 72, 24, dtype) for _ in range(2)]
+    caches = [LatentPages.empty(2, 96, 24, dtype) for _ in range(2)]
     given = torch.bfloat16 if dtype == torch.int8 else dtype
     for cache in caches:
-        store_latent(rows(40, 72, given), rows(40, 24, given, 1), cache, torch.arange(40))
+        store_latent(rows(40, 96, given), rows(40, 24, given, 1), cache, torch.arange(40))
         core.force_isa("reference")
     assert torch.equal(caches[0].data, caches[1].data)
     if dtype == torch.int8:
@@ -84,7 +84,7 @@ def test_rows_written_on_one_rung_serve_every_other(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.int8], ids=str)
-@pytest.mark.parametrize(("latent_dim", "rope_dim", "width"), [(8, 8, 32), (128, 16, 160), (512, 64, 576)])
+@pytest.mark.parametrize(("latent_dim", "rope_dim", "width"), [(32, 8, 64), (128, 16, 160), (512, 64, 576)])
 def test_nbytes_of_latent_pages(dtype: torch.dtype, latent_dim: int, rope_dim: int, width: int) -> None:
     cache = LatentPages.empty(5, latent_dim, rope_dim, dtype)
     size = LatentPages.nbytes(5, latent_dim, rope_dim, dtype)
@@ -96,11 +96,11 @@ def test_nbytes_of_latent_pages(dtype: torch.dtype, latent_dim: int, rope_dim: i
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        ((1, 12, 8, torch.float32), "latent_dim: expected a multiple of 8 up to 512, found 12"),
-        ((1, 520, 8, torch.float32), "latent_dim: expected a multiple of 8 up to 512, found 520"),
-        ((1, 8, 72, torch.float32), "rope_dim: expected a multiple of 8 up to 64, found 72"),
-        ((1, 8, 8, torch.float16), "dtype: expected float32, bfloat16 or int8, found float16"),
-        ((0, 8, 8, torch.float32), "num_pages: expected at least 1, found 0"),
+        ((1, 40, 8, torch.float32), "latent_dim: expected a multiple of 32 up to 512, found 40"),
+        ((1, 544, 8, torch.float32), "latent_dim: expected a multiple of 32 up to 512, found 544"),
+        ((1, 32, 72, torch.float32), "rope_dim: expected a multiple of 8 up to 64, found 72"),
+        ((1, 32, 8, torch.float16), "dtype: expected float32, bfloat16 or int8, found float16"),
+        ((0, 32, 8, torch.float32), "num_pages: expected at least 1, found 0"),
     ],
 )
 def test_wrong_sizes_of_latent_pages_are_refused(arguments: tuple[int, int, int, torch.dtype], sentence: str) -> None:
@@ -111,15 +111,15 @@ def test_wrong_sizes_of_latent_pages_are_refused(arguments: tuple[int, int, int,
 
 
 def test_wrong_arguments_are_named_and_nothing_is_written() -> None:
-    cache = LatentPages.empty(3, 16, 8, torch.float32)
-    latent, rope_key = torch.ones(40, 16), torch.ones(40, 8)
+    cache = LatentPages.empty(3, 32, 8, torch.float32)
+    latent, rope_key = torch.ones(40, 32), torch.ones(40, 8)
     slots = torch.arange(40)
     for wrong in (-1, 96, 2**40):
         slots[-1] = wrong
         with pytest.raises(KernelError, match=rf"^store_latent: slots: expected values in \[0, 96\), found {wrong}$"):
             store_latent(latent, rope_key, cache, slots)
     assert not cache.data.any()
-    with pytest.raises(KernelError, match=r"^store_latent: rope_key: expected shape \[40, 8\], found \[40, 16\]$"):
+    with pytest.raises(KernelError, match=r"^store_latent: rope_key: expected shape \[40, 8\], found \[40, 32\]$"):
         store_latent(latent, latent, cache, slots)
     with pytest.raises(KernelError, match=r"^store_latent: rope_key: expected dtype float32, found bfloat16$"):
         store_latent(latent, rope_key.bfloat16(), cache, slots)

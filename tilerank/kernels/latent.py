@@ -26,10 +26,16 @@ from .kv_pages import PAGE_TOKENS, KVPages
 from .latent_pages import LatentPages
 from .packed_experts import PackedExperts
 from .reference import latent as reference
+from .weight import round_up
 
 _STORE_LATENT = core.kernel("store_latent")
 _LOAD_LATENT = core.kernel("load_latent")
 _EXPANDED_PAGES = core.kernel("expanded_pages")
+_LATENT_ATTENTION = core.kernel("latent_attention")
+_HEAD_LINEAR = core.kernel("head_linear")
+
+_LINE = 64
+"""Bytes of a cache line."""
 
 
 def store_latent(latent: Tensor, rope_key: Tensor, cache: LatentPages, slots: Tensor) -> None:
@@ -100,18 +106,24 @@ def latent_attention(
     A row's bits depend only on its own query and its own sequence, for any chunking and any batch.
     Raises KernelError for an argument of another shape or dtype, or page tables and lengths that do not fit the cache.
     """
-    rows, heads = q_latent.shape[0], q_latent.shape[1] if q_latent.ndim > 1 else None
     sequences = seq_lens.shape[0]
     check.tensor("latent_attention", "q_latent", q_latent, (None, None, cache.latent_dim), _activations(cache))
-    check.tensor("latent_attention", "q_rope", q_rope, (rows, heads, cache.rope_dim), q_latent.dtype)
+    check.tensor("latent_attention", "q_rope", q_rope, (*q_latent.shape[:2], cache.rope_dim), q_latent.dtype)
     check.tensor("latent_attention", "seq_lens", seq_lens, (None,), torch.int32)
     check.tensor("latent_attention", "page_tables", page_tables, (sequences, None), torch.int32)
     check.tensor("latent_attention", "query_starts", query_starts, (sequences + 1,), torch.int32)
     if lse is not None:
         check.tensor("latent_attention", "lse", lse, q_latent.shape[:2], torch.float32)
-    return reference.latent_attention(
-        q_latent, q_rope, cache, page_tables, seq_lens, query_starts, scale, causal=causal, lse=lse
-    )
+    if core.isa() == "reference":
+        return reference.latent_attention(
+            q_latent, q_rope, cache, page_tables, seq_lens, query_starts, scale, causal=causal, lse=lse
+        )
+    out = core.empty_rows(q_latent.shape, q_latent.dtype)
+    batch = (page_tables, seq_lens, query_starts)
+    # In the order of `attention`, which also has a map of KV heads and the tokens at which sequences begin.
+    tensors = (q_latent, cache.data, q_rope, *batch, None, out, lse, None, cache.scales)
+    core.launch(_LATENT_ATTENTION, tensors, (int(causal),), (scale,))
+    return out
 
 
 def head_linear(x: Tensor, weight: PackedExperts, x_scales: Tensor | None = None) -> Tensor:
@@ -119,19 +131,30 @@ def head_linear(x: Tensor, weight: PackedExperts, x_scales: Tensor | None = None
 
     x: [t, heads, k], dtype `weight.weight.format.activations`, strided, with a contiguous last dimension.
     weight: one part of [n, k] for every head, as `PackedExperts.empty(heads, n, k, format)`; heads are its experts.
-    x_scales: [heads, k] float32, factors of x. An int8 checkpoint has one scale for every row of kv_b_proj, which is
-    an output of W_uv but an input of W_uk; only int8 weights take it.
-    All arithmetic is fp32 and the result, in x.dtype, is rounded once. Int8 weights quantise every x[t, h]
-    symmetrically.
+    x_scales: [heads, k] float32, factors of a bfloat16 x; the products are rounded to bfloat16. An int8 checkpoint has
+    one scale for every row of kv_b_proj, which is an output of W_uv but an input of W_uk.
+    Returns [t, heads, n] in x.dtype with contiguous rows (`core.empty_rows`). All arithmetic is fp32, rounded once.
+    Int8 weights quantise every x[t, h] symmetrically, as `linear` does.
     Raises KernelError for an argument of another shape or dtype.
     """
-    form = weight.weight.format
-    check.tensor("head_linear", "x", x, (None, weight.experts, weight.k), form.activations)
+    packed = weight.weight
+    check.tensor("head_linear", "x", x, (None, weight.experts, weight.k), packed.format.activations)
     if weight.parts != 1:
         raise KernelError(f"head_linear: weight: expected 1 part, found {weight.parts}")
     if x_scales is not None:
+        check.tensor("head_linear", "x", x, x.shape, torch.bfloat16)
         check.tensor("head_linear", "x_scales", x_scales, (weight.experts, weight.k), torch.float32)
-    return reference.head_linear(x, weight, x_scales)
+    if core.isa() == "reference" or packed.is_plain:
+        return reference.head_linear(x, weight, x_scales)
+    m, heads, k = x.shape
+    out = core.empty_rows((m, heads, weight.n), x.dtype)
+    if m:
+        scratch = round_up(packed.scratch(m), _LINE)  # every thread runs the linear kernel for itself
+        own = scratch + (0 if x_scales is None else round_up(m * k * 2, _LINE))
+        working = core.empty((core.num_threads() * own,), torch.uint8) if own else None
+        tensors = (x, x_scales, out, working, *packed.operands())
+        core.launch(_HEAD_LINEAR, tensors, (packed.kernel, scratch))
+    return out
 
 
 def expanded_pages(k: Tensor, v: Tensor, rope_key: Tensor) -> KVPages:

@@ -17,7 +17,7 @@ MAX_LATENT_DIM = 512
 MAX_ROPE_DIM = 64
 
 _ROW_UNIT = 32
-"""Values to whose multiple a row is padded (csrc/latent/latent_pages.h)."""
+"""Rows are padded to a multiple of these values, so that every rung reads them in whole vectors and tiles."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class LatentPages:
     def empty(num_pages: int, latent_dim: int, rope_dim: int, dtype: torch.dtype) -> LatentPages:
         """Return zeroed pages in memory of their own (`core.alloc`).
 
-        latent_dim: a multiple of 8 up to 512; rope_dim: a multiple of 8 up to 64; dtype: bfloat16, float32 or int8.
+        latent_dim: a multiple of 32 up to 512; rope_dim: a multiple of 8 up to 64; dtype: bfloat16, float32 or int8.
         Raises KernelError for other values.
         """
         shape = _shape(num_pages, latent_dim, rope_dim, dtype)
@@ -63,9 +63,10 @@ def _shape(num_pages: int, latent_dim: int, rope_dim: int, dtype: torch.dtype) -
     if dtype not in DTYPES:
         found = str(dtype).removeprefix("torch.")
         raise KernelError(f"LatentPages: dtype: expected float32, bfloat16 or int8, found {found}")
-    for name, dim, most in (("latent_dim", latent_dim, MAX_LATENT_DIM), ("rope_dim", rope_dim, MAX_ROPE_DIM)):
-        if dim % 8 or not 0 < dim <= most:
-            raise KernelError(f"LatentPages: {name}: expected a multiple of 8 up to {most}, found {dim}")
+    sizes = (("latent_dim", latent_dim, _ROW_UNIT, MAX_LATENT_DIM), ("rope_dim", rope_dim, 8, MAX_ROPE_DIM))
+    for name, dim, unit, most in sizes:
+        if dim % unit or not 0 < dim <= most:
+            raise KernelError(f"LatentPages: {name}: expected a multiple of {unit} up to {most}, found {dim}")
     if num_pages < 1:
         raise KernelError(f"LatentPages: num_pages: expected at least 1, found {num_pages}")
     return num_pages, PAGE_TOKENS, round_up(latent_dim + rope_dim, _ROW_UNIT)

@@ -84,7 +84,7 @@ def head_linear(x: Tensor, weight: PackedExperts, x_scales: Tensor | None = None
     """Return every head's product in fp32, rounded once."""
     heads = []
     for head in range(weight.experts):
-        rows = x[:, head] if x_scales is None else x[:, head].float() * x_scales[head]
+        rows = x[:, head] if x_scales is None else (x[:, head].float() * x_scales[head]).to(x.dtype)
         heads.append(weight.part(head).product(rows))
     return torch.stack(heads, dim=1).to(x.dtype)
 

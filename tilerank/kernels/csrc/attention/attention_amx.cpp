@@ -312,7 +312,7 @@ static void attention(const Args& args, Team& team) {
   }
   // Few rows are bound by memory: reading a page costs about as much as the arithmetic of four groups.
   const auto token_cost = [](const Task& task) { return (task.rows + kGroup - 1 + 4 * kGroup) / kGroup; };
-  run_spans<AnyTask>(args, checked_problem(args, team), kTaskRows, token_cost, team);
+  run_spans<AnyTask>(args, checked_problem(args, team), {kTaskRows, kPartTokens}, token_cost, team);
   _mm_sfence();  // for non-temporal stores of rows
 }
 TR_KERNEL(attention)

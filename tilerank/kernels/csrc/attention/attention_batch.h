@@ -8,39 +8,44 @@
 
 namespace tilerank {
 
-[[noreturn]] inline void attention_error(const char* what, int64_t expected, const char* of, int64_t i, int64_t found) {
-  throw Error(std::string("attention: ") + what + std::to_string(expected) + of + std::to_string(i) + ", found " +
+[[noreturn]] inline void attention_error(const char* kernel, const char* what, int64_t expected, const char* of,
+                                         int64_t i, int64_t found) {
+  throw Error(std::string(kernel) + ": " + what + std::to_string(expected) + of + std::to_string(i) + ", found " +
               std::to_string(found));
 }
 
 // Checks everything that could make the kernel access memory outside its arguments, except page numbers, which are
 // checked where they are used.
-inline void check_batch(const Tensor& q, const Tensor& page_tables, const Tensor& seq_lens, const Tensor& query_starts,
-                        const Tensor& kv_map, const Tensor& kv_starts, bool causal) {
+inline void check_batch(const char* kernel, int64_t rows, const Tensor& page_tables, const Tensor& seq_lens,
+                        const Tensor& query_starts, const Tensor& kv_starts, bool causal) {
   const int32_t *lengths = seq_lens.as<int32_t>(), *starts = query_starts.as<int32_t>();
   const int64_t sequences = seq_lens.size[0];
-  if (starts[0] != 0 || starts[sequences] != q.size[0]) {
-    throw Error("attention: query_starts: expected 0 to " + std::to_string(q.size[0]) + ", found " +
+  if (starts[0] != 0 || starts[sequences] != rows) {
+    throw Error(std::string(kernel) + ": query_starts: expected 0 to " + std::to_string(rows) + ", found " +
                 std::to_string(starts[0]) + " to " + std::to_string(starts[sequences]));
   }
   for (int64_t i = 0; i < sequences; ++i) {
     const int64_t queries = int64_t{starts[i + 1]} - starts[i];
-    if (lengths[i] < 0) attention_error("seq_lens: expected at least ", 0, " tokens of sequence ", i, lengths[i]);
+    if (lengths[i] < 0)
+      attention_error(kernel, "seq_lens: expected at least ", 0, " tokens of sequence ", i, lengths[i]);
     if (queries < 0 || (causal && queries > lengths[i])) {
-      const int64_t most = causal ? lengths[i] : q.size[0];
-      attention_error("query_starts: expected 0 to ", most, " queries of sequence ", i, queries);
+      const int64_t most = causal ? lengths[i] : rows;
+      attention_error(kernel, "query_starts: expected 0 to ", most, " queries of sequence ", i, queries);
     }
     const int64_t first = kv_starts ? kv_starts.as<int32_t>()[i] : 0;
-    if (first < 0) attention_error("kv_starts: expected at least ", 0, " tokens before sequence ", i, first);
+    if (first < 0) attention_error(kernel, "kv_starts: expected at least ", 0, " tokens before sequence ", i, first);
     const int64_t pages = lengths[i] > 0 ? (first + lengths[i] + kPageTokens - 1) / kPageTokens : 0;
     if (pages > page_tables.size[1]) {
-      attention_error("page_tables: expected ", pages, " pages for sequence ", i, page_tables.size[1]);
+      attention_error(kernel, "page_tables: expected ", pages, " pages for sequence ", i, page_tables.size[1]);
     }
   }
+}
+
+inline void check_kv_map(const Tensor& kv_map, int64_t query_heads) {
   for (int64_t head = 0; head < kv_map.size[0]; ++head) {
     const int32_t first = kv_map.row<int32_t>(head)[0], count = kv_map.row<int32_t>(head)[1];
-    if (first < 0 || count < 0 || int64_t{first} + count > q.size[1]) {
-      throw Error("attention: kv_map: expected query heads in [0, " + std::to_string(q.size[1]) + ") for KV head " +
+    if (first < 0 || count < 0 || int64_t{first} + count > query_heads) {
+      throw Error("attention: kv_map: expected query heads in [0, " + std::to_string(query_heads) + ") for KV head " +
                   std::to_string(head) + ", found " + std::to_string(count) + " from " + std::to_string(first));
     }
   }

@@ -141,10 +141,15 @@ struct RightOperand {
   int64_t groups, steps, stride;  // stride between groups, in elements
 };
 
-// Distance of the left rows: an odd number of cache lines, so that a block of rows does not fall into a few sets of the
-// cache. It is a constant, so that no row needs a register for its address.
-template <class A>
-constexpr int64_t kLeftRowStride = kMaxDim + 64 / static_cast<int64_t>(sizeof(A));
+// Left rows of up to Dims values. They are an odd number of cache lines apart, so that a block of rows does not fall
+// into a few sets of the cache. The distance is a constant, so that no row needs a register for its address.
+template <class A, int64_t Dims>
+struct LeftRows {
+  static constexpr int64_t kStride = Dims + 64 / static_cast<int64_t>(sizeof(A));
+  const A* at;
+
+  LeftRows from(int64_t row) const { return {at + row * kStride}; }
+};
 
 // Rows of sums, `stride` apart.
 template <class F>
@@ -171,8 +176,8 @@ template <int N, class F>
 }
 
 // c[r][16 lanes] = before[r] + sum over steps of a[r][step] * b[step][16 lanes], for G groups.
-template <int R, int G, class A, class B>
-static void product_block(const A* a, const RightOperand<B>& b, int64_t group, SumRows<const float> before,
+template <int R, int G, class A, int64_t Dims, class B>
+static void product_block(LeftRows<A, Dims> rows, const RightOperand<B>& b, int64_t group, SumRows<const float> before,
                           SumRows<float> c, LinePrefetch& ahead) {
   Wide sum[R * G];
   unroll<R * G * kParts>([&](auto i) {
@@ -184,6 +189,7 @@ static void product_block(const A* a, const RightOperand<B>& b, int64_t group, S
   const int64_t stride = b.stride, ahead_step = ahead.step;
   const char* next = ahead.at;
   constexpr int kSteps = kStepsOfLine<A, B>;
+  const A* a = rows.at;
   for (; right < end; right += kSteps * 16 * kPair<B>, a += kSteps * kPair<B>) {
     RightPairs<A, std::conditional_t<kSteps == 1, B, A>> operands[G][kSteps];
     unroll<G>([&](auto g) {
@@ -193,7 +199,7 @@ static void product_block(const A* a, const RightOperand<B>& b, int64_t group, S
     });
     unroll<kSteps * R * G>([&](auto i) {
       constexpr int kStep = i / (R * G), kSum = i % (R * G);
-      operands[kSum % G][kStep].multiply_add(sum[kSum], a + kStep * kPair<B> + kSum / G * kLeftRowStride<A>);
+      operands[kSum % G][kStep].multiply_add(sum[kSum], a + kStep * kPair<B> + kSum / G * rows.kStride);
     });
   }
   ahead.at = next;
@@ -205,15 +211,15 @@ static void product_block(const A* a, const RightOperand<B>& b, int64_t group, S
 
 // Each row's sum runs over the steps in order, for any number of rows. The first two blocks of rows prefetch, each its
 // own lines.
-template <int G, int kMostRows, class A, class B>
-static void product_groups(const A* a, int64_t rows, const RightOperand<B>& b, int64_t group,
+template <int G, int kMostRows, class A, int64_t Dims, class B>
+static void product_groups(LeftRows<A, Dims> a, int64_t rows, const RightOperand<B>& b, int64_t group,
                            SumRows<const float> before, SumRows<float> c, LinePrefetch (&ahead)[2]) {
   LinePrefetch idle{reinterpret_cast<const char*>(b.at), 0};
   int64_t r = 0, block = 0;
   const auto blocks_of = [&](auto size) {
     for (; r + size <= rows; r += size, ++block) {
-      product_block<size, G>(a + r * kLeftRowStride<A>, b, group, {before.row(r, 0), before.stride},
-                             {c.row(r, 0), c.stride}, block < 2 ? ahead[block] : idle);
+      product_block<size, G>(a.from(r), b, group, {before.row(r, 0), before.stride}, {c.row(r, 0), c.stride},
+                             block < 2 ? ahead[block] : idle);
     }
   };
   if constexpr (kMostRows > 4) blocks_of(std::integral_constant<int, kMostRows>{});
@@ -230,9 +236,9 @@ static bool in_order(int64_t rows) {
   return std::is_same_v<A, B> && rows <= kRowsInOrder;
 }
 
-template <class A, class B>
-static void product(const A* a, int64_t rows, const RightOperand<B>& b, SumRows<const float> before, SumRows<float> c,
-                    LinePrefetch (&ahead)[2]) {
+template <class A, int64_t Dims, class B>
+static void product(LeftRows<A, Dims> a, int64_t rows, const RightOperand<B>& b, SumRows<const float> before,
+                    SumRows<float> c, LinePrefetch (&ahead)[2]) {
   int64_t g = 0;
   const auto groups_of = [&](auto size, auto most_rows) {
     for (; g + size <= b.groups; g += size) product_groups<size, most_rows>(a, rows, b, g, before, c, ahead);

@@ -8,9 +8,14 @@
 namespace tilerank::TR_RUNG {
 
 constexpr int64_t kMaxDim = 256;
-// Tokens of a part. The sums over each part are merged by their maxima (flash-decoding), so that threads can share a
-// task by its parts.
+// Tokens of a part of attention. The sums over each part are merged by their maxima (flash-decoding), so that threads
+// can share a task by its parts.
 constexpr int64_t kPartTokens = 2048;
+
+struct TaskSizes {
+  int64_t rows;         // the most rows of a task
+  int64_t part_tokens;  // tokens of a part
+};
 
 struct Task {
   int64_t sequence;
@@ -19,7 +24,8 @@ struct Task {
   int64_t query, queries;        // the sequence's rows of q
   int64_t kv_head, head, heads;  // first query head and number of query heads
   int64_t row, rows;             // this task's share of the queries * heads rows
-  bool causal;                   // otherwise every row attends to all tokens
+  int64_t part_tokens;
+  bool causal;  // otherwise every row attends to all tokens
 
   bool same(const Task& other) const {
     return sequence == other.sequence && kv_head == other.kv_head && row == other.row;
@@ -28,7 +34,7 @@ struct Task {
   // The end of the tokens that row r attends to, counted like `length`. It does not decrease with r.
   int64_t visible(int64_t r) const { return causal ? length - queries + token(r) + 1 : length; }
   int64_t seen() const { return visible(rows - 1); }
-  int64_t parts() const { return std::max<int64_t>((seen() + kPartTokens - 1) / kPartTokens, 1); }
+  int64_t parts() const { return std::max<int64_t>((seen() + part_tokens - 1) / part_tokens, 1); }
   template <class T>
   T* element(const Tensor& t, int64_t r) const {
     return t.row<T>(query + token(r)) + (head + (row + r) % heads) * t.stride[1];
@@ -36,6 +42,7 @@ struct Task {
 };
 
 struct Problem {
+  const char* kernel;
   const Tensor &q, &k_pages, &v_pages, &page_tables, &out, &lse, &scales;
   float scale;
 
@@ -48,7 +55,7 @@ struct Problem {
   int64_t page(int64_t sequence, int64_t index) const {
     const int32_t page = page_tables.row<int32_t>(sequence)[index];
     if (page < 0 || page >= k_pages.size[0]) {
-      throw Error("attention: page_tables: expected pages in [0, " + std::to_string(k_pages.size[0]) +
+      throw Error(std::string(kernel) + ": page_tables: expected pages in [0, " + std::to_string(k_pages.size[0]) +
                   ") for sequence " + std::to_string(sequence) + ", found " + std::to_string(page));
     }
     return page;
@@ -114,9 +121,9 @@ class RowWalk {
   bool by_heads_;
 };
 
-// Calls f(task) for every task of at most max_rows rows, in the order of the batch.
+// Calls f(task) for every task, in the order of the batch.
 template <class F>
-static void for_tasks(const Args& args, int64_t max_rows, F&& f) {
+static void for_tasks(const Args& args, const TaskSizes& sizes, F&& f) {
   const Tensor &seq_lens = args.tensor(4), &query_starts = args.tensor(5), &kv_map = args.tensor(6),
                &kv_starts = args.tensor(9);
   for (int64_t sequence = 0; sequence < seq_lens.size[0]; ++sequence) {
@@ -136,10 +143,11 @@ static void for_tasks(const Args& args, int64_t max_rows, F&& f) {
                 heads[1],
                 0,
                 0,
+                sizes.part_tokens,
                 args.integer(0) != 0};
       const int64_t rows = task.queries * task.heads;
-      for (; task.row < rows; task.row += max_rows) {
-        task.rows = std::min(max_rows, rows - task.row);
+      for (; task.row < rows; task.row += sizes.rows) {
+        task.rows = std::min(sizes.rows, rows - task.row);
         f(task);
       }
     }
@@ -194,12 +202,12 @@ static inline Sums sums_of_part(float* parts, int64_t number, int64_t rows, int6
 // Calls f(owner, span) for all spans of all threads, in the order of the batch. token_cost(task): cost per token of a
 // task.
 template <class Cost, class F>
-static void for_spans(const Args& args, int64_t max_rows, Cost&& token_cost, int threads, F&& f) {
+static void for_spans(const Args& args, const TaskSizes& sizes, Cost&& token_cost, int threads, F&& f) {
   WorkPartition partition{0, threads};
   const auto cost = [&](const Task& task) { return token_cost(task) * (task.seen() + 1); };
-  for_tasks(args, max_rows, [&](const Task& task) { partition.total += cost(task); });
-  for_tasks(args, max_rows, [&](const Task& task) {
-    const int64_t parts = task.parts(), of_part = token_cost(task) * kPartTokens, all = cost(task);
+  for_tasks(args, sizes, [&](const Task& task) { partition.total += cost(task); });
+  for_tasks(args, sizes, [&](const Task& task) {
+    const int64_t parts = task.parts(), of_part = token_cost(task) * sizes.part_tokens, all = cost(task);
     const auto owner = [&](int64_t part) {
       return partition.owner(part * of_part, std::min(of_part, all - part * of_part));
     };
@@ -217,7 +225,7 @@ static void for_spans(const Args& args, int64_t max_rows, Cost&& token_cost, int
 // run(). For a task shared by several threads, the thread with the first part then calls merge(part, sums) for the
 // parts of the others, in order, and store_rows().
 template <class Runner, class Cost>
-static void run_spans(const Args& args, const Problem& problem, int64_t max_rows, Cost&& token_cost, Team& team) {
+static void run_spans(const Args& args, const Problem& problem, const TaskSizes& sizes, Cost&& token_cost, Team& team) {
   using Scratch = typename Runner::Scratch;
   struct Remainder {
     int owner;
@@ -241,7 +249,7 @@ static void run_spans(const Args& args, const Problem& problem, int64_t max_rows
     Runner(problem, *last, own, parts_in(&own)).run();
     sums_of_last = &own;
   };
-  for_spans(args, max_rows, token_cost, team.count, [&](int owner, const Span& span) {
+  for_spans(args, sizes, token_cost, team.count, [&](int owner, const Span& span) {
     shared = shared || !span.whole();
     if (owner == team.index) {
       if (last && Runner::can_join(*last, span)) {
@@ -267,17 +275,6 @@ static void run_spans(const Args& args, const Problem& problem, int64_t max_rows
     }
   }
   runner.store_rows();
-}
-
-// tensors: q, k pages, v pages, page_tables, seq_lens, query_starts, kv_map, out, lse or none, kv_starts or none,
-// scales of int8 pages or none; ints: causal; reals: scale
-static Problem checked_problem(const Args& args, Team& team) {
-  const Tensor &q = args.tensor(0), &kv_map = args.tensor(6);
-  const Problem problem{
-      q, args.tensor(1), args.tensor(2), args.tensor(3), args.tensor(7), args.tensor(8), args.tensor(10), args.real(0)};
-  check_batch(q, problem.page_tables, args.tensor(4), args.tensor(5), kv_map, args.tensor(9), args.integer(0) != 0);
-  clear_unserved_heads(problem.out, problem.lse, kv_map, team);
-  return problem;
 }
 
 }  // namespace tilerank::TR_RUNG

@@ -36,19 +36,21 @@ static inline Vec exp2(Vec x) {
 
 template <class T>
 struct VectorScratch {
-  static constexpr int64_t kScoreStride = kChunk + 16;
-  alignas(64) LeftOperand<T> q[kVectorTaskRows * kLeftRowStride<LeftOperand<T>>];
-  alignas(64) float s[kVectorTaskRows * kScoreStride];
-  alignas(64) LeftOperand<T> p[kVectorTaskRows * kLeftRowStride<LeftOperand<T>>];
+  using Value = T;
+  using Left = LeftRows<LeftOperand<T>, kMaxDim>;
+  using Probabilities = Left;
+  static constexpr int64_t kRows = kVectorTaskRows, kRowStep = kSumRows, kScoreStride = kChunk + 16;
+  alignas(64) LeftOperand<T> q[kRows * Left::kStride];
+  alignas(64) float s[kRows * kScoreStride];
+  alignas(64) LeftOperand<T> p[kRows * Left::kStride];
   alignas(64) LeftOperand<T> panel[kMaxDim * kChunk];  // widened keys of a page, or values of a chunk
   alignas(64) T masked[kMaxDim * kPageTokens];         // the first or the last page of values, masked tokens zeroed
   alignas(64) float key_factor[kChunk], value_factor[kChunk];
   // Sums over one part, and merged sums over all parts so far.
-  alignas(64) float o[kVectorTaskRows * kMaxDim], all_o[kVectorTaskRows * kMaxDim];
-  alignas(64) float sum[kVectorTaskRows * kLanes],
-      all_sum[kVectorTaskRows * kLanes];  // by lane; reduced at the end
-  alignas(64) float max[kVectorTaskRows], all_max[kVectorTaskRows], new_max[kVectorTaskRows], decay[kVectorTaskRows];
-  int64_t visible[kVectorTaskRows];
+  alignas(64) float o[kRows * kMaxDim], all_o[kRows * kMaxDim];
+  alignas(64) float sum[kRows * kLanes], all_sum[kRows * kLanes];  // by lane; reduced at the end
+  alignas(64) float max[kRows], all_max[kRows], new_max[kRows], decay[kRows];
+  int64_t visible[kRows];
 };
 
 }  // namespace tilerank::TR_RUNG

@@ -11,23 +11,18 @@
 // reading pages, which is faster in long runs.
 #include "attention/attention_product-inl.h"
 #include "attention/attention_vector_scratch-inl.h"
+#include "attention/attention_vector_sums-inl.h"
 
 namespace tilerank::TR_RUNG {
 
 template <class T>
-class VectorTask {
+class VectorTask : public VectorSums<VectorScratch<T>> {
  public:
   using Scratch = VectorScratch<T>;
 
   // parts: where the sums go if the span does not begin its task.
   VectorTask(const Problem& problem, const Span& span, Scratch& scratch, float* parts)
-      : problem_(problem),
-        scratch_(scratch),
-        padded_(problem.padded_dims()),
-        span_(span),
-        task_(span.all()),
-        head_rows_(span.task.rows),
-        parts_(parts),
+      : VectorSums<Scratch>(problem, span, scratch, parts),
         many_rows_(head_rows_ > kFewRows),
         prefetches_(problem.quantized() || !in_order<LeftOperand<T>, T>(head_rows_) || !follows_streams()) {}
 
@@ -42,78 +37,35 @@ class VectorTask {
       return;
     }
     load_queries();
-    for (int64_t part = span_.begin; part < span_.end; ++part) {
-      if (span_.begin > 0) {
-        attend(part, sums_of_part(parts_, part - span_.begin, task_.rows, padded_));
-      } else if (part == 0) {
-        attend(part, all());
-      } else {
-        const Sums sums{scratch_.o, scratch_.sum, scratch_.max};
-        attend(part, sums);
-        merge(part, sums);
-      }
-    }
-    if (span_.whole()) store_rows();
-  }
-
-  // Merges the sums over a part into those over all parts before it.
-  void merge(int64_t, const Sums& sums) {
-    for (int64_t r = 0; r < task_.rows; ++r) {
-      const float max = std::max(scratch_.all_max[r], sums.max[r]);
-      const Vec of_all = exp2(set(scratch_.all_max[r] - max)), of_part = exp2(set(sums.max[r] - max));
-      const auto add = [&](float* to, const float* from) { store(to, fma(load(from), of_part, load(to) * of_all)); };
-      add(scratch_.all_sum + r * kLanes, sums.weights + r * kLanes);
-      for (int64_t i = r * padded_; i < (r + 1) * padded_; i += kLanes) add(scratch_.all_o + i, sums.values + i);
-      scratch_.all_max[r] = max;
-    }
-  }
-
-  void store_rows() {
-    RowWalk row(task_);
-    for (int64_t r = 0; r < task_.rows; ++r, row.next()) {
-      const float of_row = sum(load(scratch_.all_sum + r * kLanes));
-      if (problem_.lse) *row.template element<float>(problem_.lse) = scratch_.all_max[r] * kLn2 + std::log(of_row);
-      const float* o = scratch_.all_o + r * padded_;
-      T* out = row.template element<T>(problem_.out);
-      for_lanes(problem_.value_dims(), [&](int64_t i, auto lanes) {
-        // + 0 turns a negative zero into a positive one, whatever was summed.
-        lanes.store(out + i, load(o + i) / set(of_row) + zero());
-      });
-    }
+    this->run_parts([&](int64_t part, const Sums& sums) { this->for_chunks(part, [&] { attend(sums); }); });
   }
 
  private:
-  static constexpr int64_t kScoreStride = Scratch::kScoreStride, kStride = kLeftRowStride<LeftOperand<T>>;
-
-  Sums all() { return {scratch_.all_o, scratch_.all_sum, scratch_.all_max}; }
+  using VectorSums<Scratch>::problem_, VectorSums<Scratch>::scratch_, VectorSums<Scratch>::padded_;
+  using VectorSums<Scratch>::span_, VectorSums<Scratch>::task_, VectorSums<Scratch>::head_rows_;
+  using VectorSums<Scratch>::begin_, VectorSums<Scratch>::pages_, VectorSums<Scratch>::first_row;
+  using Left = typename Scratch::Left;
+  static constexpr int64_t kScoreStride = Scratch::kScoreStride;
 
   void load_queries() {
     RowWalk row(task_);
     for (int64_t r = 0; r < task_.rows; ++r, row.next()) {
       const T* from = row.template element<T>(problem_.q);
-      LeftOperand<T>* to = scratch_.q + r * kStride;
+      LeftOperand<T>* to = scratch_.q + r * Left::kStride;
       for_lanes(problem_.key_dims(), [&](int64_t i, auto lanes) { store(to + i, lanes.load(from + i)); });
       scratch_.visible[r] = row.visible();
     }
   }
 
-  void attend(int64_t part, const Sums& sums) {
-    const int64_t last = std::min(task_.seen(), (part + 1) * kPartTokens),
-                  end = std::min(task_.seen(), span_.end * kPartTokens);
-    std::fill_n(sums.values, task_.rows * padded_, 0.0f);
-    std::fill_n(sums.weights, task_.rows * kLanes, 0.0f);
-    std::fill_n(sums.max, task_.rows, -std::numeric_limits<float>::infinity());
-    for (int64_t begin = part * kPartTokens; begin < last; begin += kChunk) {
-      begin_ = begin;
-      pages_ = (std::min(kChunk, last - begin) + kPageTokens - 1) / kPageTokens;
-      find_pages(begin + kChunk < end);
-      for_pages([&](int64_t i, int64_t head) { multiply_keys(i, head); });
-      softmax(sums);
-      if (many_rows_) {
-        multiply_panel(sums);
-      } else {
-        for_pages([&](int64_t i, int64_t head) { multiply_values(sums, i, head); });
-      }
+  // Adds a chunk to the sums.
+  void attend(const Sums& sums) {
+    find_pages();
+    for_pages([&](int64_t i, int64_t head) { multiply_keys(i, head); });
+    this->softmax(sums, [&](int64_t head) { load_key_factors(head); }, [&](int64_t head) { load_value_factors(head); });
+    if (many_rows_) {
+      multiply_panel(sums);
+    } else {
+      for_pages([&](int64_t i, int64_t head) { multiply_values(sums, i, head); });
     }
   }
 
@@ -126,16 +78,19 @@ class VectorTask {
   }
 
   // Looks up the pages of the chunk and the keys that are read after it.
-  void find_pages(bool more) {
+  void find_pages() {
     const auto number = [&](int64_t i) {
       return problem_.page(task_.sequence, task_.first_page + begin_ / kPageTokens + i);
     };
     for (int64_t i = 0; i < pages_; ++i) page_[i] = number(i);
-    next_ = more ? address(problem_.k_pages, number(kChunkPages), 0) : many_rows_ ? nullptr : keys_of_next_task();
+    next_ = this->continues() ? address(problem_.k_pages, number(kChunkPages), 0)
+            : many_rows_      ? nullptr
+                              : keys_of_next_task();
   }
   const char* keys_of_next_task() const {
-    return problem_.quantized() ? reinterpret_cast<const char*>(problem_.keys_after<int8_t>(task_, span_.heads))
-                                : reinterpret_cast<const char*>(problem_.keys_after<T>(task_, span_.heads));
+    return problem_.quantized()
+               ? reinterpret_cast<const char*>(problem_.template keys_after<int8_t>(task_, span_.heads))
+               : reinterpret_cast<const char*>(problem_.template keys_after<T>(task_, span_.heads));
   }
   const char* address(const Tensor& pages, int64_t page, int64_t head) const {
     return pages.as<char>() + (page * pages.stride[0] + (task_.kv_head + head) * pages.stride[1]) * element();
@@ -157,14 +112,6 @@ class VectorTask {
     n -= all;
     if (n < all) return values(n / span_.heads, n % span_.heads);
     return next_ ? next_ + (n - all) * problem_.k_pages.stride[1] * element() : nullptr;
-  }
-
-  // Returns a lower bound, in steps of kSumRows, of the first row of a head that attends to token `first` of the chunk
-  // or to a later one.
-  int64_t first_row(int64_t first) const {
-    int64_t r = 0;
-    while (r + kSumRows < head_rows_ && scratch_.visible[r + kSumRows - 1] <= begin_ + first) r += kSumRows;
-    return r;
   }
 
   template <class From>
@@ -199,7 +146,7 @@ class VectorTask {
       const int64_t operands = kPageTokens / 16 * dims / x;
       LinePrefetch lines[] = {ahead(next, dims, operands),
                               ahead(many_rows_ ? values(i, 0) : nullptr, padded_, operands)};
-      product(scratch_.q + first * kStride, head_rows_ - skipped,
+      product(Left{scratch_.q}.from(first), head_rows_ - skipped,
               RightOperand{keys, kPageTokens / 16, dims / x, 16 * dims}, {kNothing, 0},
               {scratch_.s + first * kScoreStride + i * kPageTokens, kScoreStride}, lines);
     };
@@ -254,7 +201,7 @@ class VectorTask {
       constexpr int64_t x = kPair<std::remove_cvref_t<decltype(*values)>>;
       LinePrefetch lines[] = {ahead(after((pages_ + i) * span_.heads + head), padded_, padded_ / 16 * kPageTokens / x),
                               ahead(nullptr, 0, 1)};
-      product(scratch_.p + first * kStride + i * kPageTokens, head_rows_ - skipped,
+      product(Left{scratch_.p + i * kPageTokens}.from(first), head_rows_ - skipped,
               RightOperand{values, padded_ / 16, kPageTokens / x, 16 * kPageTokens}, {o, padded_}, {o, padded_}, lines);
     };
     problem_.quantized() ? multiply(reinterpret_cast<const int8_t*>(from)) : multiply(reinterpret_cast<const T*>(from));
@@ -273,107 +220,37 @@ class VectorTask {
       LinePrefetch lines[] = {ahead(i == pages_ ? next_ : nullptr, problem_.key_dims(), operands),
                               ahead(nullptr, 0, 1)};
       float* const o = sums.values + first * padded_;
-      product(scratch_.p + first * kStride, end - first,
+      product(Left{scratch_.p}.from(first), end - first,
               RightOperand<LeftOperand<T>>{scratch_.panel, padded_ / 16, i * kPageTokens / x, 16 * kChunk},
               {o, padded_}, {o, padded_}, lines);
     }
   }
 
-  // Turns the scores of the chunk into probabilities and rescales the sums so far to the new maxima.
-  void softmax(const Sums& sums) {
-    const int64_t first_token = std::max<int64_t>(task_.first_token - begin_, 0), width = pages_ * kPageTokens;
-    const auto visible = [&](int64_t r) { return scratch_.visible[r] - begin_; };
-    const Vec scale = set(problem_.scale * kLog2E);
-    for (int64_t head = 0; head < span_.heads; ++head) {
-      const auto find = [&](const auto& factor) {
-        for_rows(head, [&](int64_t r) { find_max(r, first_token, visible(r), width, factor, sums.max[r]); });
-      };
-      if (problem_.quantized()) {
-        load_key_factors(head);
-        find([&](int64_t i) { return load(scratch_.key_factor + i); });
-      } else {
-        find([&](int64_t) { return scale; });
-      }
-    }
-    for (int64_t r = 0; r < task_.rows; r += kLanes) {
-      store(scratch_.decay + r, exp2(load(sums.max + r) - load(scratch_.new_max + r)));
-    }
-    if (!problem_.quantized()) std::fill_n(scratch_.value_factor, width, 1.0f);
-    for (int64_t head = 0; head < span_.heads; ++head) {
-      if (problem_.quantized()) load_value_factors(head);
-      for_rows(head, [&](int64_t r) {
-        if (visible(r) > 0) {
-          weigh_row(r, width, sums);
-        } else {
-          for (int64_t i = 0; i < width; i += kLanes) store(scratch_.p + r * kStride + i, zero());
-        }
-      });
-    }
-  }
-
-  template <class F>
-  void for_rows(int64_t head, const F& f) const {
-    for (int64_t r = head * head_rows_; r < (head + 1) * head_rows_; ++r) f(r);
-  }
-
-  // Scales the scores of a row, sets those of masked tokens to -inf and computes the new maximum.
-  template <class F>
-  void find_max(int64_t r, int64_t first_token, int64_t visible, int64_t width, const F& factor, float max_so_far) {
-    constexpr float minus_infinity = -std::numeric_limits<float>::infinity();
-    float* const s = scratch_.s + r * kScoreStride;
-    scratch_.new_max[r] = max_so_far;
-    if (visible <= 0) return;
-    Vec largest = set(minus_infinity);
-    for (int64_t i = 0; i < width; i += kLanes) {
-      const Vec x = load(s + i) * factor(i);
-      store(s + i, x);
-      largest = max(largest, x);
-    }
-    if (first_token > 0 || visible < width) {
-      std::fill(s, s + first_token, minus_infinity);
-      std::fill(s + std::min(visible, width), s + width, minus_infinity);
-      largest = set(minus_infinity);
-      for (int64_t i = 0; i < width; i += kLanes) largest = max(largest, load(s + i));
-    }
-    scratch_.new_max[r] = std::max(max_so_far, max_of(largest));
-  }
-
-  void weigh_row(int64_t r, int64_t width, const Sums& sums) {
-    const float* const s = scratch_.s + r * kScoreStride;
-    LeftOperand<T>* const p = scratch_.p + r * kStride;
-    const Vec max = set(scratch_.new_max[r]), decay = set(scratch_.decay[r]);
-    Vec total = load(sums.weights + r * kLanes) * decay;
-    for (int64_t i = 0; i < width; i += kLanes) {
-      const Vec e = exp2(load(s + i) - max);
-      total = total + e;
-      store(p + i, e * load(scratch_.value_factor + i));
-    }
-    store(sums.weights + r * kLanes, total);
-    if (scratch_.new_max[r] != sums.max[r]) {  // otherwise the factor is exactly 1
-      float* const o = sums.values + r * padded_;
-      for (int64_t i = 0; i < padded_; i += kLanes) store(o + i, load(o + i) * decay);
-    }
-    sums.max[r] = scratch_.new_max[r];
-  }
-
-  const Problem& problem_;
-  Scratch& scratch_;
-  const int64_t padded_;  // dims of a value, padded to whole groups of lanes
-  const Span& span_;
-  const Task task_;  // of all heads
-  const int64_t head_rows_;
-  float* const parts_;
-  const bool many_rows_;   // whether a head has many rows
-  const bool prefetches_;  // whether to prefetch
-  // The current chunk: its first token, its pages, and the keys that are read after it.
-  int64_t begin_ = 0, pages_ = 0, page_[kChunkPages];
-  const char* next_ = nullptr;
+  const bool many_rows_;        // whether a head has many rows
+  const bool prefetches_;       // whether to prefetch
+  int64_t page_[kChunkPages];   // numbers of the chunk's pages
+  const char* next_ = nullptr;  // the keys that are read after it
 };
+
+// tensors: q, k pages, v pages, page_tables, seq_lens, query_starts, kv_map, out, lse or none, kv_starts or none,
+// scales of int8 pages or none; ints: causal; reals: scale
+static Problem checked_problem(const Args& args, Team& team) {
+  const Tensor &q = args.tensor(0), &kv_map = args.tensor(6);
+  const Problem problem{
+      "attention",     q,           args.tensor(1), args.tensor(2), args.tensor(3), args.tensor(7), args.tensor(8),
+      args.tensor(10), args.real(0)};
+  check_batch(problem.kernel, q.size[0], problem.page_tables, args.tensor(4), args.tensor(5), args.tensor(9),
+              args.integer(0) != 0);
+  check_kv_map(kv_map, q.size[1]);
+  clear_unserved_heads(problem.out, problem.lse, kv_map, team);
+  return problem;
+}
 
 template <class T>
 static void attention_by_vectors(const Args& args, Team& team) {
   const Problem problem = checked_problem(args, team);
-  run_spans<VectorTask<T>>(args, problem, kVectorTaskRows, [](const Task& task) { return task.rows + 8; }, team);
+  run_spans<VectorTask<T>>(
+      args, problem, {kVectorTaskRows, kPartTokens}, [](const Task& task) { return task.rows + 8; }, team);
 }
 
 }  // namespace tilerank::TR_RUNG

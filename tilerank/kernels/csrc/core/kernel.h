@@ -100,7 +100,9 @@ class Pool;
 // A thread's view of the threads that run a kernel together.
 class Team {
  public:
-  Team(Pool* pool, int index, int count) : index(index), count(count), pool_(pool) {}
+  Team(Pool* pool, int index, int count) : Team(pool, index, count, index) {}
+  // A team of this thread alone, for a kernel that runs another one on a part of its work.
+  Team alone() const { return Team(pool_, 0, 1, worker_); }
   // Returns this thread's contiguous part of n items, in whole units (the last unit may be partial).
   Range share(int64_t n, int64_t unit = 1) const {
     const int64_t units = (n + unit - 1) / unit;
@@ -119,7 +121,10 @@ class Team {
   const int count;
 
  private:
+  Team(Pool* pool, int index, int count, int worker) : index(index), count(count), pool_(pool), worker_(worker) {}
+
   Pool* pool_;
+  int worker_;  // this thread's number in the pool
 };
 
 using Kernel = void (*)(const Args&, Team&);

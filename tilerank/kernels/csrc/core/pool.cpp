@@ -111,7 +111,7 @@ void Team::barrier() {
   if (count > 1) pool_->barrier(index);
 }
 
-void* Team::scratch(size_t bytes) { return pool_->scratch(index, bytes); }
+void* Team::scratch(size_t bytes) { return pool_->scratch(worker_, bytes); }
 const void* Team::scratch_of(int index) const { return pool_->scratch_[index].data; }
 
 Pool& Pool::instance() {
