@@ -1,4 +1,5 @@
-"""The scheduler, pages and encodings under random schedules, with a model of the caches that checks each step."""
+"""The scheduler, pages, states and encodings under random schedules, with a model of the caches that checks each
+step."""
 
 from collections import Counter
 
@@ -12,9 +13,10 @@ from tilerank.runtime.pages import Page, PagePool
 from tilerank.runtime.prompt import Medium, Place, Prompt
 from tilerank.runtime.rank_messages import Chunk
 from tilerank.runtime.sampling import SamplingParams
-from tilerank.runtime.scheduler import Scheduler, Sequence
+from tilerank.runtime.scheduler import Scheduled, Scheduler, Sequence
+from tilerank.runtime.state_pool import StatePool
 
-BLOCKS, MAX_RUNNING, CHUNK, BUDGET = 12, 4, 80, 3
+BLOCKS, MAX_RUNNING, CHUNK, BUDGET, STATES = 12, 4, 80, 3, 3
 COMMON = st.sampled_from((0, 20, PAGE_TOKENS, PAGE_TOKENS + 3, 2 * PAGE_TOKENS, 3 * PAGE_TOKENS))
 
 
@@ -43,6 +45,45 @@ def tree(pool: PagePool) -> list[Page]:
     return pages[1:]
 
 
+class Slots:
+    """The slots of states as a worker holds them: of each, the prompt keys of all tokens that its states have seen."""
+
+    def __init__(self, pool: StatePool) -> None:
+        self.pool = pool
+        self.seen: dict[int, tuple[int, ...]] = {}
+
+    def step(self, scheduled: Scheduled) -> None:
+        """Copy slots, then compute the chunks: each continues what its slot holds, unless it is a beginning."""
+        for source, target in self.pool.copies:
+            self.seen[target] = self.seen[source]
+        self.pool.copies.clear()
+        assert len({sequence.state_slot for sequence, _ in scheduled}) == len(scheduled)
+        for sequence, chunk in scheduled:
+            stop = chunk.start + len(chunk.token_ids)
+            if chunk.start:
+                assert self.seen[sequence.state_slot] == tuple(sequence.keys[: chunk.start])
+            self.seen[sequence.state_slot] = tuple(sequence.keys[:stop])
+
+    def check(self, running: list[Sequence]) -> None:
+        """Every slot is in one place, and every snapshot has seen the tokens up to the end of its page."""
+        pool, seen = self.pool, dict(self.seen)
+        taken = [sequence.state_slot for sequence in running]
+        assert sorted([*pool._free, *pool._snapshots.values(), *taken]) == list(range(pool.total))
+        assert pool.available == pool.total - len(running)
+        for source, target in pool.copies:
+            seen[target] = seen[source]
+        for page, slot in pool._snapshots.items():
+            assert isinstance(page, Page) and seen[slot] == path(page)
+
+
+def path(page: Page) -> tuple[int, ...]:
+    """Return the keys of a page and its ancestors; fails if it is not in the tree."""
+    if page.parent is None:
+        return ()
+    assert page.parent.children[page.keys] is page
+    return path(page.parent) + page.keys
+
+
 class FakeGrammarMask:
     """A mask whose state the test sets."""
 
@@ -52,12 +93,15 @@ class FakeGrammarMask:
 class Schedules(RuleBasedStateMachine):
     """Sequences arrive, run, end and are cancelled in any order.
 
-    memory: the content of a real cache. held: the digests of the encodings on a rank, by number.
+    memory: the content of a real cache. held: the digests of the encodings on a rank, by number. slots: None for a
+    model without states.
     """
+
+    slots: Slots | None = None
 
     def __init__(self) -> None:
         super().__init__()
-        self.pool = PagePool(BLOCKS)
+        self.pool = PagePool(BLOCKS, None if self.slots is None else self.slots.pool)
         self.encodings = EncoderCache(BUDGET)
         self.scheduler = Scheduler(self.pool, self.encodings, max_running=MAX_RUNNING, chunk_rows=CHUNK)
         self.memory: dict[int, tuple[int, ...]] = {}  # slot -> all prompt keys up to the one whose values are in it
@@ -140,6 +184,8 @@ class Schedules(RuleBasedStateMachine):
             table += chunk.new_pages
             self.check_media(sequence, chunk)
             self.write(sequence, chunk.start, chunk.token_ids, table, written)
+        if self.slots is not None:
+            self.slots.step(scheduled)
         self.scheduler.publish(scheduled)
         for sequence, chunk in scheduled:
             assert chunk.logits == (sequence.cached == len(sequence.tokens)) <= sequence.ready
@@ -185,14 +231,23 @@ class Schedules(RuleBasedStateMachine):
     def every_page_is_in_one_place(self) -> None:
         pool, running = self.pool, self.scheduler.running
         pages = tree(pool)
-        own = [block for sequence in running for block in sequence.table.own]
-        assert sorted(pool._empty + [page.number for page in pages] + own) == list(range(BLOCKS))
+        own = [block for s in running for block in s.table.numbers[len(s.table.shared) :]]
+        copies = [number for page in pages for number in page.copies]
+        assert sorted(pool._empty + [page.number for page in pages] + copies + own) == list(range(BLOCKS))
         for page in pages:
             users = [sequence for sequence in running if page in sequence.table.shared]
             assert page.users == len(users)
+            numbers = [sequence.table.numbers[sequence.table.shared.index(page)] for sequence in users]
+            assert sorted(n for n in numbers if n != page.number) == sorted(page.copies)
+            assert page.number in numbers or not users
             assert (page in pool._idle) == (not users)
             assert page.parent is not None and page.parent.children[page.keys] is page
         assert pool.free == len(pool._empty) + sum(not page.users for page in pages)
+
+    @invariant()
+    def every_slot_is_in_one_place(self) -> None:
+        if self.slots is not None:
+            self.slots.check(self.scheduler.running)
 
     @invariant()
     def encodings_are_held_for_those_who_need_them(self) -> None:
@@ -223,10 +278,20 @@ class Schedules(RuleBasedStateMachine):
             self.encode()
             self.step(0)
         assert self.pool.free == BLOCKS
+        if self.slots is not None:
+            self.slots.check([])
+
+
+class SchedulesWithStates(Schedules):
+    def __init__(self) -> None:
+        self.slots = Slots(StatePool(STATES))
+        super().__init__()
 
 
 TestSchedules = Schedules.TestCase
 TestSchedules.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
+TestSchedulesWithStates = SchedulesWithStates.TestCase
+TestSchedulesWithStates.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
 
 
 def finish(scheduler: Scheduler, *sequences: Sequence) -> int:

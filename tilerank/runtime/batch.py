@@ -22,13 +22,9 @@ TILE_ROWS = 16
 
 @dataclass
 class Held:
-    """What a worker remembers of a sequence between steps.
-
-    pages: its page table. state_slot: the slot of its states, -1 for models without states.
-    """
+    """What a worker remembers of a sequence between steps. pages: its page table."""
 
     pages: list[int] = field(default_factory=list)
-    state_slot: int = -1
 
 
 @dataclass(frozen=True)
@@ -98,10 +94,8 @@ class _Rows:
         self.slots: list[int] = []
         self.starts = [0]
         self.lengths: list[int] = []
-        self.state_slots: list[int] = []
 
-    def add(self, chunk: Chunk, held: Held) -> None:
-        pages = held.pages
+    def add(self, chunk: Chunk, pages: list[int]) -> None:
         span = range(chunk.start, chunk.start + len(chunk.token_ids))
         self.token_ids += chunk.token_ids
         shifted = range(span.start + chunk.shift, span.stop + chunk.shift)
@@ -110,17 +104,14 @@ class _Rows:
         self.slots += [pages[index // PAGE_TOKENS] * PAGE_TOKENS + index % PAGE_TOKENS for index in span]
         self.starts.append(len(self.token_ids))
         self.lengths.append(span.stop)
-        self.state_slots.append(held.state_slot)
 
-    def add_padding(self, token_id: int, position: int, index: int, slot: int, row: int) -> None:
-        """A row of a sequence that has `index` tokens before it; its key and value are stored in `slot`, and its states
-        are those of row `row`."""
+    def add_padding(self, token_id: int, position: int, index: int, slot: int) -> None:
+        """A row of a sequence that has `index` tokens before it; its key and value are stored in `slot`."""
         self.token_ids.append(token_id)
         for positions in self.positions:
             positions.append(position)
         self.slots.append(slot)
         self.lengths.append(index + 1)
-        self.state_slots.append(-1 - row)
 
 
 class BatchFiller:
@@ -172,7 +163,7 @@ class BatchFiller:
         by the number that inserts name."""
         rows = _Rows(self._axes)
         for chunk in step.chunks:
-            rows.add(chunk, held[chunk.sequence])
+            rows.add(chunk, held[chunk.sequence].pages)
         tables = [held[chunk.sequence].pages for chunk in step.chunks]
         width = max(map(len, tables))
         logit_rows = [
@@ -189,7 +180,7 @@ class BatchFiller:
             query_starts=torch.tensor(rows.starts, dtype=torch.int32),
             logit_rows=None if len(logit_rows) == len(rows.token_ids) else _logit_rows(logit_rows, step),
             inserts=_inserts(step, rows.starts, encodings),
-            state_slots=torch.tensor(rows.state_slots, dtype=torch.int32) if self._has_states else None,
+            state_slots=torch.tensor(step.state_slots, dtype=torch.int32) if self._has_states else None,
         )
 
     def padded(self, step: Step, held: Mapping[int, Held]) -> Batch:
@@ -197,20 +188,20 @@ class BatchFiller:
         whose values the next call overwrites."""
         rows = _Rows(self._axes)
         for row, chunk in enumerate(step.chunks):
-            rows.add(chunk, held[chunk.sequence])
-            self._set_table(row, chunk.sequence, held[chunk.sequence].pages)
+            pages = held[chunk.sequence].pages
+            rows.add(chunk, pages)
+            self._set_table(row, chunk.sequence, pages)
         size = padded_size(len(step.chunks))
         # The copy of the shortest sequence reads least. Its hidden state is that of the row it repeats, bit for bit.
-        repeated, shortest = min(enumerate(step.chunks), key=lambda item: item[1].start)
+        shortest = min(step.chunks, key=lambda chunk: chunk.start)
         for row in range(len(step.chunks), size):
             slot = self._spare_page * PAGE_TOKENS + row % PAGE_TOKENS
             if self._copy_padding:
                 self._set_table(row, shortest.sequence, held[shortest.sequence].pages)
-                position = shortest.start + shortest.shift
-                rows.add_padding(shortest.token_ids[0], position, shortest.start, slot, repeated)
+                rows.add_padding(shortest.token_ids[0], shortest.start + shortest.shift, shortest.start, slot)
             else:
                 self._clear_table(row)
-                rows.add_padding(0, 0, 0, slot, repeated)
+                rows.add_padding(0, 0, 0, slot)
         self._token_ids[:size] = array("q", rows.token_ids)
         for axis, positions in enumerate(rows.positions):
             start = axis * self._rows
@@ -218,7 +209,8 @@ class BatchFiller:
         self._slots[:size] = array("q", rows.slots)
         self._lengths[:size] = array("i", rows.lengths)
         if self._has_states:
-            self._state_slots[:size] = array("i", rows.state_slots)
+            padding = [-1 - step.chunks.index(shortest)] * (size - len(step.chunks))
+            self._state_slots[:size] = array("i", step.state_slots + padding)
         if size not in self._padded:
             self._padded[size] = self._shared(size)
         return self._padded[size]

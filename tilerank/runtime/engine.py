@@ -21,9 +21,10 @@ from .media_encoding import MediaEncoding
 from .pages import PagePool
 from .prompt import Prompt
 from .prompt_checks import check_media, check_prompt
-from .rank_messages import Chunk, Count, Step
+from .rank_messages import Count, Step
 from .sampling import Choice, Logprobs, SamplingParams
-from .scheduler import Scheduler, Sequence, next_chunk
+from .scheduler import Scheduled, Scheduler, Sequence, next_chunk
+from .state_pool import StatePool
 from .worker import MAX_RUNNING, Worker
 
 PREFILL_CHUNK = 2048
@@ -84,7 +85,7 @@ class Engine:
     def __init__(self, worker: Worker, mm_cache_bytes: int = MM_CACHE_BYTES) -> None:
         self.worker = worker
         self.card = worker.card
-        self._pool = PagePool(worker.pages)
+        self._pool = PagePool(worker.pages, StatePool(worker.states) if worker.states else None)
         self._encodings = EncoderCache(mm_cache_bytes)
         self._scheduler = Scheduler(self._pool, self._encodings, max_running=MAX_RUNNING, chunk_rows=PREFILL_CHUNK)
         self._encoding = MediaEncoding(worker, self._encodings)
@@ -132,7 +133,7 @@ class Engine:
         self._encoding.stop_if_unused()
         if not scheduled:  # all wait for the masks of their grammars, or for encodings
             return ended
-        logits = self._lead([chunk for _, chunk in scheduled])
+        logits = self._lead(scheduled)
         self._scheduler.publish(scheduled)
         self._prompt_tokens += sum(
             len(chunk.token_ids) for sequence, chunk in scheduled if chunk.start < sequence.prompt_len
@@ -177,7 +178,7 @@ class Engine:
                 self._encoding.advance(encoding, alone=True)
             while sequence.uncached:
                 chunk = next_chunk(sequence, SCORE_CHUNK, all_logits=True)
-                logits[chunk.start : sequence.cached] = self._lead([chunk])
+                logits[chunk.start : sequence.cached] = self._lead([(sequence, chunk)])
             return logits
         finally:
             self._scheduler.remove(sequence)
@@ -253,9 +254,18 @@ class Engine:
             return "stop"
         return "length" if len(sequence.tokens) - sequence.prompt_len >= sequence.params.max_new_tokens else None
 
-    def _lead(self, chunks: list[Chunk]) -> Tensor:
+    def _lead(self, scheduled: Scheduled) -> Tensor:
         """Announce a step and compute it. Returns its logits."""
-        step = Step(chunks, list(self._scheduler.finished), list(self._encodings.forgotten))
+        states = self._pool.states
+        step = Step(
+            [chunk for _, chunk in scheduled],
+            list(self._scheduler.finished),
+            list(self._encodings.forgotten),
+            [] if states is None else list(states.copies),
+            [] if states is None else [sequence.state_slot for sequence, _ in scheduled],
+        )
+        if states is not None:
+            states.copies.clear()
         self._scheduler.finished.clear()
         self._encodings.forgotten.clear()
         self.worker.announce(step)

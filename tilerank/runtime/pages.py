@@ -4,6 +4,9 @@ Only rank 0 keeps this; the other ranks receive the page numbers of each sequenc
 edges are one page long: each page continues its parent by PAGE_TOKENS tokens (RadixAttention, arXiv 2312.07104). Tokens
 are compared by their keys (prompt.py), so that equal placeholders of different media are different. A page that no
 sequence uses stays in the tree until its memory is needed; the least recently used page is evicted first.
+
+A model with states can use a page of the tree only if there is a snapshot of the states at its end or further on
+(state_pool.py). The tokens after the deepest snapshot are computed again, into pages of the sequence's own.
 """
 
 from collections.abc import Iterator, Sequence
@@ -12,13 +15,16 @@ from dataclasses import dataclass, field
 from tilerank.kernels.kv_pages import PAGE_TOKENS
 
 from .errors import EngineError
+from .state_pool import StatePool
 
 
 @dataclass(eq=False)
 class Page:
     """A full page of the tree: its tokens have the prompt keys `keys` and follow the tokens of its ancestors.
 
-    number: index of the page in the cache. users: number of sequences that use it.
+    number: index of the page in the cache. users: number of sequences that have it in their tables. copies: other
+    numbers that it has in some of these, because sequences that compute the same tokens at the same time fill a page
+    each.
     """
 
     number: int
@@ -26,32 +32,31 @@ class Page:
     parent: "Page | None"
     children: dict[tuple[int, ...], "Page"] = field(default_factory=dict)
     users: int = 0
+    copies: list[int] = field(default_factory=list)
 
 
 @dataclass(eq=False)
 class PageTable:
-    """The pages of one sequence in order: `shared` pages, which are in the tree, then the numbers of its `own` pages.
+    """The pages of one sequence in order.
 
-    private: another sequence has put the same tokens into the tree first, so this one's later pages cannot join it.
+    numbers: indices of its pages in the cache. shared: the pages of the tree with its first tokens; they have the same
+    numbers, except for copies. known: how many pages of the tree had its first tokens when the table was opened.
     """
 
+    numbers: list[int] = field(default_factory=list)
     shared: list[Page] = field(default_factory=list)
-    own: list[int] = field(default_factory=list)
-    private: bool = False
+    known: int = 0
 
     def __len__(self) -> int:
-        return len(self.shared) + len(self.own)
-
-    @property
-    def page_numbers(self) -> list[int]:
-        return [page.number for page in self.shared] + self.own
+        return len(self.numbers)
 
 
 class PagePool:
-    """All pages of the cache, numbered from 0 to `pages` - 1."""
+    """All pages of the cache, numbered from 0 to `pages` - 1. states: None for models without states."""
 
-    def __init__(self, pages: int) -> None:
+    def __init__(self, pages: int, states: StatePool | None = None) -> None:
         self.total = pages
+        self.states = states
         self._empty = list(range(pages - 1, -1, -1))  # taken from the end, lowest number first
         self._root = Page(-1, (), None)
         # Pages without users, in order of eviction. A sequence uses all ancestors of its pages and releases pages
@@ -64,7 +69,8 @@ class PagePool:
         return len(self._empty) + len(self._idle)
 
     def open(self, keys: Sequence[int]) -> PageTable:
-        """Return a table with the tree's pages for the beginning of `keys`.
+        """Return a table with the tree's pages for the beginning of `keys`, for models with states up to the deepest
+        snapshot.
 
         The last token is never covered, because its logits have to be computed.
         """
@@ -76,36 +82,50 @@ class PagePool:
                 break
             page = child
             table.shared.append(page)
+        table.known = len(table.shared)
+        while self.states is not None and table.shared and table.shared[-1] not in self.states:
+            table.shared.pop()
         for page in table.shared:
             if not page.users:
                 del self._idle[page]
             page.users += 1
+        table.numbers = [page.number for page in table.shared]
         return table
 
     def extend(self, table: PageTable, tokens: int) -> None:
         """Allocate pages until the table holds `tokens` tokens. The caller has checked `free`."""
         for _ in range(len(table), -(-tokens // PAGE_TOKENS)):
-            table.own.append(self._allocate())
+            table.numbers.append(self._allocate())
 
     def publish(self, table: PageTable, keys: Sequence[int]) -> None:
-        """Move the table's own pages that the computed `keys` fill into the tree."""
+        """Put the table's pages that the computed `keys` fill into the tree."""
         for page_keys in _pages(keys, start=len(table.shared)):
             parent = table.shared[-1] if table.shared else self._root
-            if table.private or page_keys in parent.children:
-                table.private = True
-                return
-            page = Page(table.own.pop(0), page_keys, parent, users=1)
-            parent.children[page_keys] = page
+            number = table.numbers[len(table.shared)]
+            page = parent.children.get(page_keys)
+            if page is None:
+                page = parent.children[page_keys] = Page(number, page_keys, parent)
+            elif page.users:
+                page.copies.append(number)
+            else:
+                del self._idle[page]
+                self._replace(page, number)
+            page.users += 1
             table.shared.append(page)
 
     def close(self, table: PageTable) -> None:
         """Release the table's pages. Those in the tree stay there until they are evicted."""
-        self._empty.extend(reversed(table.own))
-        for page in reversed(table.shared):
+        self._empty.extend(reversed(table.numbers[len(table.shared) :]))
+        for page, number in zip(reversed(table.shared), reversed(table.numbers[: len(table.shared)]), strict=True):
             page.users -= 1
-            if not page.users:
+            if number != page.number:
+                page.copies.remove(number)
+                self._empty.append(number)
+            elif not page.users:
                 self._idle[page] = None
-        table.shared, table.own = [], []
+            elif page.users == len(page.copies):
+                self._replace(page, page.copies.pop())
+        table.shared, table.numbers = [], []
 
     def _allocate(self) -> int:
         if self._empty:
@@ -115,7 +135,14 @@ class PagePool:
             raise EngineError(f"the KV cache has no free page; all {self.total} are in use")
         del self._idle[page]
         del page.parent.children[page.keys]
+        if self.states is not None:
+            self.states.drop(page)
         return page.number
+
+    def _replace(self, page: Page, number: int) -> None:
+        """Let a page of the tree be page `number` of the cache, which has the same tokens; no sequence uses the old."""
+        self._empty.append(page.number)
+        page.number = number
 
 
 def _pages(keys: Sequence[int], start: int = 0) -> Iterator[tuple[int, ...]]:

@@ -40,15 +40,15 @@ class Step(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """One forward pass over `chunks`. Before it, workers drop the sequences `finished` and the encodings `forgotten`,
     by number, and copy states.
 
-    state_copies: (from, to), slots of states, copied in this order. state_slots: (sequence, slot) of the sequences
-    whose first chunk this is, for models with states.
+    state_copies: (from, to), slots of states, copied in this order. state_slots: of the sequence of each chunk, for
+    models with states.
     """
 
     chunks: list[Chunk]
     finished: list[int]
     forgotten: list[int] = []
     state_copies: list[tuple[int, int]] = []
-    state_slots: list[tuple[int, int]] = []
+    state_slots: list[int] = []
 
 
 class Encode(msgspec.Struct, frozen=True, array_like=True, tag=True):

@@ -1,9 +1,13 @@
 """The scheduler of rank 0: continuous batching (Orca, OSDI 2022) with chunked prompts between decode steps.
 
-First come, first served. A sequence is admitted once there are pages for all of its tokens and memory for the encodings
-of its media, and gets another page whenever it fills one. If no page is free, the youngest running sequence is
-preempted: it releases what it holds and waits to be recomputed, mostly from pages that it left in the tree. The oldest
-sequence can therefore always continue.
+First come, first served. A sequence is admitted once there are pages for all of its tokens, memory for the encodings of
+its media and, for a model with states, a slot for them; it gets another page whenever it fills one. If no page is free,
+the youngest running sequence is preempted: it releases what it holds and waits to be recomputed, mostly from pages that
+it left in the tree. The oldest sequence can therefore always continue.
+
+Of a model with states, snapshots are taken (state_pool.py) where other prompts may continue: near the end of a prompt,
+where a prompt leaves the tree's tokens, and at the last full page of the generated tokens. A chunk of a prompt ends
+there.
 """
 
 from bisect import insort
@@ -17,10 +21,17 @@ from tilerank.kernels.kv_pages import PAGE_TOKENS
 
 from .encodings import EncoderCache, Encoding, Wanted
 from .grammar_masks import GrammarMask
-from .pages import PagePool, PageTable
+from .pages import Page, PagePool, PageTable
 from .prompt import Place, Prompt
 from .rank_messages import Chunk, Insert
 from .sampling import SamplingParams
+from .state_pool import StatePool
+
+SNAPSHOT_MARGIN = 8
+"""A prompt's snapshot leaves out at least so many of its last tokens. Those that open the answer of a chat, such as
+"<think>", are not repeated by the prompt of the next turn."""
+SNAPSHOT_TOKENS = 64
+"""A prompt is not cut for a snapshot that would save fewer tokens: the model's weights are read once more for it."""
 
 
 @dataclass(eq=False)
@@ -31,7 +42,9 @@ class Sequence:
     the KV cache holds the first `cached` of them. keys: what their pages are shared by (prompt.py). number: names the
     sequence in messages to the ranks; a new one for each admission, -1 while it waits. encodings: by medium, those of
     which it still has to insert tokens; none while it waits. pages_sent: how many of its pages the other ranks have
-    received.
+    received. state_slot: of a running sequence of a model with states. snapshots_at: the number of cached tokens that
+    it began with, and those at which snapshots are taken. newest_snapshot: the page of the last snapshot of generated
+    tokens.
     """
 
     request: int
@@ -46,6 +59,9 @@ class Sequence:
     table: PageTable = field(default_factory=PageTable)
     pages_sent: int = 0
     cached: int = 0
+    state_slot: int = -1
+    snapshots_at: set[int] = field(default_factory=set)
+    newest_snapshot: Page | None = None
 
     def __post_init__(self) -> None:
         self.tokens, self.keys = list(self.prompt.token_ids), list(self.prompt.keys)
@@ -87,11 +103,13 @@ class Sequence:
 
         The last token of a prompt is left out until its logits can be used. A medium that is not encoded yet ends the
         chunk at the last whole page before it: the tokens after that share no page with another sequence, and the step
-        that computes them later reads the weights anyway.
+        that computes them later reads the weights anyway. The place of a snapshot ends the chunk as well.
         """
         tokens = self.uncached - (not self.ready)
         if (place := self.blocking) is not None:
             tokens = min(tokens, place.start // PAGE_TOKENS * PAGE_TOKENS - self.cached)
+        if self.snapshots_at:
+            tokens = min([tokens, *(at - self.cached for at in self.snapshots_at if at > self.cached)])
         return max(tokens, 0)
 
     @property
@@ -121,6 +139,7 @@ class Scheduler:
         self.finished: list[int] = []  # numbers whose pages the ranks can drop; the engine sends and clears it
         self.preemptions = 0
         self._pool = pool
+        self._states = pool.states
         self._encodings = encodings
         self._max_running = max_running
         self._chunk_rows = chunk_rows
@@ -149,6 +168,8 @@ class Scheduler:
         assert encodings is not None and not self.running
         sequence.encodings = dict(enumerate(encodings))
         self._pool.extend(sequence.table, len(sequence.tokens))
+        if self._states is not None:
+            sequence.state_slot = self._states.take(None)
         sequence.number = next(self._numbers)
         self.running.append(sequence)
 
@@ -161,6 +182,8 @@ class Scheduler:
         rows = self._chunk_rows
         for sequence in self.running:
             if sequence.uncached > 1:
+                if self._states is not None and self.waiting:
+                    _snapshot_to_share(sequence, self.waiting[0])
                 rows -= self._schedule_prompt(sequence, rows, scheduled)
         for sequence in list(self.waiting) if rows and len(self.running) < self._max_running else ():
             if not rows or len(self.running) == self._max_running:
@@ -176,11 +199,13 @@ class Scheduler:
         return scheduled
 
     def publish(self, scheduled: Scheduled) -> None:
-        """Share the pages that the computed step has filled, and release the encodings that it has inserted whole."""
+        """Share the pages that the computed step has filled, take snapshots at their ends, and release the encodings
+        that the step has inserted whole."""
         for sequence, _ in scheduled:
-            table = sequence.table
-            if sequence.cached // PAGE_TOKENS > len(table.shared) and not table.private:
-                self._pool.publish(table, sequence.keys[: sequence.cached])
+            if sequence.cached // PAGE_TOKENS > len(sequence.table.shared):
+                self._pool.publish(sequence.table, sequence.keys[: sequence.cached])
+                if self._states is not None:
+                    self._take_snapshot(sequence, self._states)
             if sequence.encodings:
                 left = media_from(sequence.prompt, sequence.cached)
                 for medium in sequence.encodings.keys() - left:
@@ -192,6 +217,15 @@ class Scheduler:
             if (place := sequence.blocking) is not None:
                 return sequence.encodings[place.medium]
         return None
+
+    def _take_snapshot(self, sequence: Sequence, states: StatePool) -> None:
+        """Take the snapshot that is planned where the cached tokens end, or that of the generated tokens."""
+        page = sequence.table.shared[-1]
+        if sequence.cached in sequence.snapshots_at:
+            states.snapshot(page, sequence.state_slot)
+        elif sequence.cached % PAGE_TOKENS == 0 and sequence.cached > sequence.prompt_len:
+            states.snapshot(page, sequence.state_slot, replaced=sequence.newest_snapshot)
+            sequence.newest_snapshot = page
 
     def _schedule_decoding(self) -> Scheduled:
         scheduled: Scheduled = []
@@ -224,18 +258,22 @@ class Scheduler:
         the common pages for all.
         """
         for other in self.running:
-            table, usable = other.table, (min(len(other.tokens), len(sequence.tokens)) - 1) // PAGE_TOKENS
-            end = (len(table.shared) + 1) * PAGE_TOKENS
-            if len(table.shared) < usable and not table.private and other.keys[:end] == sequence.keys[:end]:
+            end = (len(other.table.shared) + 1) * PAGE_TOKENS
+            if end > _shareable(other, sequence) or other.keys[:end] != sequence.keys[:end]:
+                continue
+            if self._states is None or _snapshot_to_share(other, sequence):
                 return other
         return None
 
     def _admit(self, sequence: Sequence) -> bool:
-        """Allocate pages for all tokens of a sequence, and pin the encodings of the media that these do not cover yet.
+        """Allocate pages for all tokens of a sequence and a slot for its states, and pin the encodings of the media
+        that the tree's pages do not cover.
 
-        Returns False if the pages are not free, together with one more page for each running sequence, or if there is
-        no memory for the encodings.
+        Returns False if the pages are not free, together with one more page for each running sequence, if all slots are
+        in use, or if there is no memory for the encodings.
         """
+        if self._states is not None and not self._states.available:
+            return False
         table = self._pool.open(sequence.keys)
         missing = -(-len(sequence.tokens) // PAGE_TOKENS) - len(table)
         media = media_from(sequence.prompt, len(table) * PAGE_TOKENS)
@@ -246,6 +284,13 @@ class Scheduler:
             return False
         sequence.encodings = dict(zip(media, encodings, strict=True))
         sequence.cached = len(table) * PAGE_TOKENS
+        if self._states is not None:
+            sequence.state_slot = self._states.take(table.shared[-1] if table.shared else None)
+            end = (sequence.prompt_len - SNAPSHOT_MARGIN) // PAGE_TOKENS * PAGE_TOKENS
+            wanted = [*sorted(sequence.snapshots_at | {table.known * PAGE_TOKENS}), end]
+            sequence.snapshots_at = {sequence.cached}
+            for tokens in wanted:
+                _plan_snapshot(sequence, tokens)
         self._pool.extend(table, len(sequence.tokens))
         sequence.table, sequence.pages_sent, sequence.number = table, 0, next(self._numbers)
         return True
@@ -255,8 +300,40 @@ class Scheduler:
         for encoding in sequence.encodings.values():
             self._encodings.release(encoding)
         sequence.encodings = {}
+        if self._states is not None:
+            self._states.release(sequence.state_slot)
+            sequence.snapshots_at, sequence.newest_snapshot = set(), None
         self.finished.append(sequence.number)
         sequence.number, sequence.cached = -1, 0
+
+
+def _plan_snapshot(sequence: Sequence, tokens: int) -> None:
+    """Plan a snapshot of a sequence with `tokens` cached tokens, a number of full pages, if it saves enough of them."""
+    before = max((at for at in sequence.snapshots_at if at <= tokens), default=tokens)
+    if tokens > sequence.cached and tokens - before >= SNAPSHOT_TOKENS:
+        sequence.snapshots_at.add(tokens)
+
+
+def _shareable(one: Sequence, other: Sequence) -> int:
+    """Return the number of tokens that two sequences can share at most, in full pages. The last one is computed."""
+    return (min(len(one.tokens), len(other.tokens)) - 1) // PAGE_TOKENS * PAGE_TOKENS
+
+
+def _snapshot_to_share(provider: Sequence, sequence: Sequence) -> bool:
+    """Plan a snapshot where the tokens of the two sequences part: of `provider`, or of `sequence` if that one is past
+    this place. Returns whether `provider` will take one that `sequence` can continue."""
+    parts, end = 0, _shareable(provider, sequence)
+    while parts < end:
+        page = slice(parts, parts + PAGE_TOKENS)
+        if provider.keys[page] != sequence.keys[page]:
+            break
+        parts += PAGE_TOKENS
+    _plan_snapshot(provider, parts)
+    published = len(provider.table.shared) * PAGE_TOKENS
+    is_about_to = any(published < at <= parts for at in provider.snapshots_at)
+    if not is_about_to:
+        sequence.snapshots_at.add(parts)
+    return is_about_to
 
 
 def _arrival(sequence: Sequence) -> int:
@@ -273,7 +350,7 @@ def next_chunk(sequence: Sequence, rows: int, *, all_logits: bool = False) -> Ch
     sequence.cached += len(token_ids)
     new_pages = []
     if len(sequence.table) > sequence.pages_sent:
-        new_pages = sequence.table.page_numbers[sequence.pages_sent :]
+        new_pages = sequence.table.numbers[sequence.pages_sent :]
         sequence.pages_sent += len(new_pages)
     logits = len(token_ids) if all_logits else int(sequence.uncached == 0)
     positions, inserts = _positions(sequence, start), _inserts(sequence, start)

@@ -167,15 +167,13 @@ class Worker:
         for number in step.finished:
             self._held.pop(number, None)
         self._encodings.forget(step.forgotten)
-        for source, target in step.state_copies:
-            for states in self._states:
-                states.copy(source, target)
-        for number, slot in step.state_slots:
-            self._held[number] = Held(state_slot=slot)
         for chunk in step.chunks:
             self._held.setdefault(chunk.sequence, Held()).pages.extend(chunk.new_pages)
         group = self.team.group
         began, waited = time.perf_counter(), group.waited_s
+        for source, target in step.state_copies:
+            for states in self._states:
+                states.copy(source, target)
         logits = self._forward(step)
         self._counter.count(step, time.perf_counter() - began, group.waited_s - waited)
         return logits

@@ -1,0 +1,173 @@
+"""Snapshots of states: which prompts continue them, what is computed again, and what goes when memory is needed."""
+
+from dataclasses import dataclass, field
+
+import pytest
+
+from tests.runtime.test_scheduler import Slots, new_sequence
+from tilerank.kernels.kv_pages import PAGE_TOKENS
+from tilerank.runtime.encodings import EncoderCache
+from tilerank.runtime.pages import PagePool
+from tilerank.runtime.scheduler import Scheduler, Sequence
+from tilerank.runtime.state_pool import StatePool
+
+
+@dataclass
+class Machine:
+    """A scheduler with states, and slots that check that every sequence continues its own."""
+
+    pages: int = 40
+    states: int = 10
+    chunk_rows: int = 512
+    rows: dict[int, int] = field(default_factory=dict)  # computed, by request
+
+    def __post_init__(self) -> None:
+        self.pool = StatePool(self.states)
+        self.slots = Slots(self.pool)
+        self.scheduler = Scheduler(
+            PagePool(self.pages, self.pool), EncoderCache(0), max_running=8, chunk_rows=self.chunk_rows
+        )
+        self.requests = 0
+
+    def add(self, prompt: list[int], new_tokens: int = 1) -> Sequence:
+        sequence = new_sequence(list(prompt), new_tokens, self.requests)
+        self.requests += 1
+        self.scheduler.add(sequence)
+        return sequence
+
+    def step(self, token: int = 7) -> None:
+        scheduled = self.scheduler.schedule()
+        self.slots.step(scheduled)
+        self.scheduler.publish(scheduled)
+        for sequence, chunk in scheduled:
+            self.rows[sequence.request] = self.rows.get(sequence.request, 0) + len(chunk.token_ids)
+            if chunk.logits:
+                sequence.append(token)
+                if len(sequence.tokens) - sequence.prompt_len == sequence.params.max_new_tokens:
+                    self.scheduler.remove(sequence)
+        self.slots.check(self.scheduler.running)
+
+    def run(self, *sequences: Sequence) -> list[int]:
+        """Run until these are complete. Returns how many rows were computed for each."""
+        for _ in range(1000):
+            if not any(s in self.scheduler.running or s in self.scheduler.waiting for s in sequences):
+                break
+            self.step()
+        return [self.rows[sequence.request] for sequence in sequences]
+
+
+def tokens(count: int, start: int = 100) -> list[int]:
+    return list(range(start, start + count))
+
+
+def test_a_prompt_is_cut_for_its_snapshot() -> None:
+    """At the last full page that leaves out 8 tokens: 200 - 8 = 192 = 6 pages, 199 - 8 = 191 gives 5."""
+    for length, cut in ((200, 192), (199, 160), (72, 64), (71, 0), (33, 0)):
+        machine = Machine()
+        sequence = machine.add(tokens(length))
+        machine.step()
+        assert machine.rows[0] == (cut or length), length
+        machine.run(sequence)
+        assert machine.pool.snapshots == (cut > 0), length
+
+
+def test_every_turn_of_a_chat_continues_the_one_before() -> None:
+    """The answer is not repeated by the next prompt, nor are the last two tokens, which open it: "<think>"."""
+    machine, history = Machine(), tokens(150)
+    for turn in range(5):
+        cached = (len(history) - PAGE_TOKENS) // PAGE_TOKENS * PAGE_TOKENS if turn else 0
+        history += tokens(90, start=1000 * (turn + 1))
+        [rows] = machine.run(machine.add([*history, 1, 2], 40))
+        assert rows <= len(history) + 2 - cached + 39
+    assert machine.rows[0] == 240 + 2 + 39
+
+
+def test_generated_tokens_are_continued_too() -> None:
+    """The 100 prompt tokens and the first 66 - 1 generated ones fill 5 pages; a prompt repeats and extends them."""
+    machine = Machine()
+    first = machine.add(tokens(100), 66)
+    machine.run(first)
+    assert machine.rows[0] == 100 + 65
+    assert machine.pool.snapshots == 2  # of the prompt, and of 160 tokens; that of 128 has made room for the latter
+    assert machine.run(machine.add([*first.tokens, 8, 9], 1)) == [100 + 66 + 2 - 160]
+
+
+def test_a_common_beginning_is_computed_twice_and_then_continued() -> None:
+    """The first prompt has no snapshot where the others leave it. The second takes one there."""
+    machine, common = Machine(), tokens(130)
+    rows = [machine.run(machine.add(common + tokens(100, start=1000 * i)))[0] for i in range(1, 5)]
+    assert rows == [230, 230, 230 - 128, 230 - 128]
+
+
+def test_prompts_that_arrive_together_share_their_beginning() -> None:
+    machine, common = Machine(), tokens(130)
+    together = [machine.add(common + tokens(100, start=1000 * i)) for i in range(1, 5)]
+    assert machine.run(*together) == [230, 230, 230 - 128, 230 - 128]
+    # The first prompt, of several chunks, is cut where the later ones leave it.
+    machine, common = Machine(chunk_rows=70), tokens(130)
+    together = [machine.add(common + tokens(100, start=1000 * i)) for i in range(1, 4)]
+    assert machine.run(*together) == [230, 230 - 128, 230 - 128]
+
+
+@pytest.mark.parametrize("length", [200, 199, 192, 225])
+def test_the_choices_of_a_request_compute_its_prompt_once(length: int) -> None:
+    machine = Machine()
+    choices = [machine.add(tokens(length), 3) for _ in range(4)]
+    shared = (length - 8) // PAGE_TOKENS * PAGE_TOKENS
+    assert machine.run(*choices) == [length + 2, *[length + 2 - shared] * 3]
+
+
+def test_the_least_recently_used_snapshot_goes_first() -> None:
+    machine, prompts = Machine(states=4), [tokens(100, start=1000 * i) for i in range(5)]
+    for prompt in (prompts[0], prompts[1], prompts[2], prompts[0], prompts[3]):  # one slot is the running sequence's
+        machine.run(machine.add(prompt))
+    again = [machine.run(machine.add(prompts[i]))[0] for i in (0, 2, 3, 1)]
+    assert again == [100 - 64, 100 - 64, 100 - 64, 100]
+
+
+def test_a_snapshot_may_become_the_sequence_that_continues_it() -> None:
+    """There are two slots: the second sequence takes the only one with a snapshot, its own, and copies nothing."""
+    machine = Machine(states=2)
+    machine.run(machine.add(tokens(100)))
+    other = machine.add(tokens(40, start=900), 60)
+    machine.step()
+    second = machine.add(tokens(100), 60)
+    machine.step()
+    assert {other.state_slot, second.state_slot} == {0, 1} and machine.rows[second.request] == 100 - 64
+    waiting = machine.add(tokens(40, start=500))
+    machine.step()
+    assert waiting in machine.scheduler.waiting  # all slots are in use
+    machine.run(other, second, waiting)
+
+
+def test_an_evicted_page_takes_its_snapshot_along() -> None:
+    machine = Machine(pages=8)
+    machine.run(machine.add(tokens(100)))
+    assert machine.pool.snapshots == 1
+    large = machine.add(tokens(7 * PAGE_TOKENS, start=1000))  # of the three full pages, it leaves the first one
+    machine.run(large)
+    assert machine.run(machine.add(tokens(100))) == [100]
+
+
+def test_a_preempted_sequence_goes_on_from_its_newest_snapshot() -> None:
+    machine = Machine(pages=9)
+    old, young = machine.add(tokens(20), 150), machine.add(tokens(100, start=500), 100)
+    for _ in range(100):
+        machine.step()
+        if machine.scheduler.preemptions:
+            break
+    before = machine.rows[young.request]
+    assert 160 < before < 192 and young in machine.scheduler.waiting
+    machine.scheduler.remove(old)
+    machine.run(young)
+    assert machine.rows[young.request] == before + 199 - 160
+
+
+def test_a_score_uses_a_slot() -> None:
+    machine = Machine(states=1)
+    machine.run(machine.add(tokens(100)))
+    alone = new_sequence(tokens(50), 1, 9)
+    machine.scheduler.start_alone(alone)
+    assert alone.state_slot == 0 and not machine.pool.available
+    machine.scheduler.remove(alone)
+    assert machine.pool.available == 1
