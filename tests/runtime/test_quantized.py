@@ -20,7 +20,9 @@ IDS = random.Random(1).choices(range(VOCAB), k=40)
 
 INT8 = ["w8a8", "compressed", "moe-w8a8"]
 ACT_ORDER = ["gptq-act-order", "gptq-act-order-symmetric"]
-CODED = ["awq-32", "awq-128", "awq-keeps-attention", "gptq-32", "gptq-all-columns", "fp8", "moe-awq", "moe-fp8", *INT8]
+DELTA_NET = ["delta-net-fp8", "delta-net-awq"]
+INT4 = ["awq-32", "awq-128", "awq-keeps-attention", "gptq-32", "gptq-all-columns", "moe-awq"]
+CODED = [*INT4, "fp8", "moe-fp8", *INT8, *DELTA_NET]
 """The cases that every rank loads exactly (tests/loader/test_quantized_checkpoint.py)."""
 CASES = [*CODED, *ACT_ORDER]
 
@@ -73,12 +75,13 @@ def errors(found: Tensor, wanted: Tensor) -> Tensor:
 @pytest.mark.parametrize("tp", TP)
 def test_logits(base: Path, run: Run, tp: int) -> None:
     """The error is that of bf16 activations alone, which the dequantised weights in bf16 have as well. Int8 also rounds
-    activations to 8 bits, which makes the error a few times larger.
+    activations to 8 bits, which makes the error a few times larger. The bf16 of transformers has a mean error of up to
+    0.03 in delta nets of this depth (test_qwen3_5.py).
     """
     for case in CASES:
         wanted = reference(make(case, base)[1], IDS)
         coded, plain = (errors(run(tp)[name]["logits"], wanted).mean() for name in (case, f"{case}-plain"))
-        assert plain < 0.02
+        assert plain < (0.035 if case in DELTA_NET else 0.02)
         assert coded <= (3.5 if case in INT8 else 1.25) * plain, case
 
 

@@ -18,6 +18,8 @@ from safetensors.torch import load_file, save_file
 from tiny import make_checkpoint
 from torch import Tensor
 
+_PROJECTIONS = ("_proj.weight", "in_proj_qkv.weight", "in_proj_z.weight")
+
 Encoded = tuple[dict[str, Tensor], Tensor]  # tensors by the last part of their name; the weight that they encode
 
 
@@ -29,7 +31,7 @@ def encode(model_dir: Path, out: Path, layout: str, *, keep: tuple[str, ...] = (
     plain: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         module = name.removesuffix(".weight")
-        if tensor.ndim == 2 and name.endswith("_proj.weight") and not any(part in name for part in keep):
+        if tensor.ndim == 2 and name.endswith(_PROJECTIONS) and not any(part in name for part in keep):
             parts, plain[name] = encoder(tensor.float())
             coded |= {f"{module}.{end}": part.contiguous() for end, part in parts.items()}
         else:
@@ -213,6 +215,7 @@ LAYOUTS: dict[str, Callable[..., tuple[Callable[[Tensor], Encoded], dict[str, An
 SMALL = {"hidden": 192, "heads": 6, "kv_heads": 3, "inter": 224, "layers": 2, "vocab": 500}
 WIDE = {"hidden": 384, "heads": 6, "kv_heads": 6, "head_dim": 64, "inter": 640, "layers": 2, "vocab": 500}
 MIXTURE = SMALL | {"head_dim": 32, "experts": 4, "topk": 2}
+DELTA_NET = {"hidden": 192, "heads": 6, "kv_heads": 3, "head_dim": 64, "inter": 352, "layers": 4, "vocab": 500}
 PARTIAL = {"hidden": 192, "heads": 6, "kv_heads": 3, "head_dim": 64, "inter": 352, "layers": 2, "vocab": 500}
 
 CASES: dict[str, tuple[str, dict[str, Any], str, dict[str, Any]]] = {
@@ -234,6 +237,8 @@ CASES: dict[str, tuple[str, dict[str, Any], str, dict[str, Any]]] = {
     "moe-fp8": ("qwen3_moe", MIXTURE | {"moe_inter": 288}, "fp8", {}),
     "moe-block-int8": ("qwen3_moe", MIXTURE | {"moe_inter": 288}, "blockwise_int8", {}),
     "moe-w8a8": ("qwen3_moe", MIXTURE | {"moe_inter": 208}, "w8a8_int8", {}),
+    "delta-net-fp8": ("qwen3_5", DELTA_NET, "fp8", {}),
+    "delta-net-awq": ("qwen3_5", DELTA_NET, "awq", {"group": 32, "keep": ("linear_attn",)}),
     "compressed": ("llama3", PARTIAL, "compressed-tensors", {"keep": ("o_proj",)}),
 }
 

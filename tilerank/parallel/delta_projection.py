@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import accumulate, groupby
 
 from torch import Tensor
 
 from tilerank.kernels.heads import columns_of
 from tilerank.kernels.weight_formats import BlockFormat, Float, Format
 
-from .errors import ShardError
 from .linear import Linear
 from .parameters import Layer
 from .shard import Cut, Span
-from .sharding import Sharding, row_unit
+from .sharding import Sharding
 
 
 @dataclass(frozen=True)
@@ -110,15 +109,12 @@ class _Projection:
 
 
 def _projection(name: str, rows: list[Rows], sharding: Sharding) -> _Projection:
-    """Raises ShardError where the rows are not whole blocks of the format: they follow each other without gaps."""
-    held = sharding.fused_format([name], [part.stored for part in rows])
-    unit = row_unit(held) if isinstance(held, BlockFormat) else 1
-    for part in rows:
-        if part.span.size % unit:
-            raise ShardError(
-                f"{name}: cannot be held in {held}: expected a multiple of {unit} rows of each of q, k, v and z on a "
-                f"rank, found {part.span.size}"
-            )
+    """Choose blocks that have an edge wherever rows begin, in the checkpoint and in the stack, or end in the stack.
+
+    Raises ShardError where the kernels have no blocks that small.
+    """
+    edges = accumulate(part.span.size for part in rows)
+    held = sharding.fused_format([name], [*(part.stored for part in rows), *(Span(row, row + 1, 1) for row in edges)])
     return _Projection(name, rows, held)
 
 

@@ -76,9 +76,14 @@ def qwen3_5_moe(card: ModelCard, sharding: Sharding) -> Decoder:
 
 
 def _text_config(card: ModelCard, *, dense: bool) -> TextConfig:
-    kinds = (_DELTA_NET, FULL_ATTENTION)
+    """Files of text alone may lack the sections of positions, whose axes are equal without pictures."""
+    ropes = [card.text.object(key) for key in ("rope_parameters", "rope_scaling") if card.text.has(key)]
     config = read_text_config(
-        card.text, sectioned=True, usual_rotary_part=_ROTATED_PART, dense=dense, layer_kinds=kinds
+        card.text,
+        sectioned=card.fields.has("vision_config") or any(rope.has("mrope_section") for rope in ropes),
+        usual_rotary_part=_ROTATED_PART,
+        dense=dense,
+        layer_kinds=(_DELTA_NET, FULL_ATTENTION),
     )
     holder = card.fields if card.fields.has("tie_word_embeddings") else card.text
     return replace(config, zero_centered_norms=True, tie_word_embeddings=holder.flag("tie_word_embeddings"))
