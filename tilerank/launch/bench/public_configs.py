@@ -63,6 +63,53 @@ def _qwen3_vl(text: dict[str, Any], vision: dict[str, Any], *, tied: bool) -> di
     }
 
 
+def _qwen3_5(text: dict[str, Any], vision: dict[str, Any], *, tied: bool) -> dict[str, Any]:
+    name = "qwen3_5_moe" if "num_experts" in text else "qwen3_5"
+    rope = {"mrope_interleaved": True, "mrope_section": [11, 11, 10], "partial_rotary_factor": 0.25}
+    return {
+        "architectures": [f"Qwen3_5{'Moe' if 'num_experts' in text else ''}ForConditionalGeneration"],
+        "image_token_id": 248056,
+        "model_type": name,
+        "text_config": {
+            "attention_bias": False,
+            "attn_output_gate": True,
+            "dtype": "bfloat16",
+            "eos_token_id": 248044,
+            "full_attention_interval": 4,
+            "head_dim": 256,
+            "hidden_act": "silu",
+            "linear_conv_kernel_dim": 4,
+            "linear_key_head_dim": 128,
+            "linear_num_key_heads": 16,
+            "linear_value_head_dim": 128,
+            "mamba_ssm_dtype": "float32",
+            "max_position_embeddings": 262144,
+            "model_type": f"{name}_text",
+            "rms_norm_eps": 1e-6,
+            "rope_parameters": rope | {"rope_theta": 10000000, "rope_type": "default"},
+            "vocab_size": 248320,
+            **text,
+        },
+        "tie_word_embeddings": tied,
+        "video_token_id": 248057,
+        "vision_config": {
+            "deepstack_visual_indexes": [],
+            "hidden_act": "gelu_pytorch_tanh",
+            "in_channels": 3,
+            "model_type": name,
+            "num_heads": 16,
+            "num_position_embeddings": 2304,
+            "out_hidden_size": text["hidden_size"],
+            "patch_size": 16,
+            "spatial_merge_size": 2,
+            "temporal_patch_size": 2,
+            **vision,
+        },
+        "vision_end_token_id": 248054,
+        "vision_start_token_id": 248053,
+    }
+
+
 PUBLIC_CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3-0.6b": _QWEN3
     | {
@@ -117,6 +164,45 @@ PUBLIC_CONFIGS: dict[str, dict[str, Any]] = {
         vision={"deepstack_visual_indexes": [8, 16, 24], "depth": 27, "hidden_size": 1152, "intermediate_size": 4304},
         tied=False,
     ),
+    "qwen3.5-2b": _qwen3_5(
+        text={
+            "hidden_size": 2048,
+            "intermediate_size": 6144,
+            "linear_num_value_heads": 16,
+            "num_attention_heads": 8,
+            "num_hidden_layers": 24,
+            "num_key_value_heads": 2,
+        },
+        vision={"depth": 24, "hidden_size": 1024, "intermediate_size": 4096},
+        tied=True,
+    ),
+    "qwen3.5-9b": _qwen3_5(
+        text={
+            "hidden_size": 4096,
+            "intermediate_size": 12288,
+            "linear_num_value_heads": 32,
+            "num_attention_heads": 16,
+            "num_hidden_layers": 32,
+            "num_key_value_heads": 4,
+        },
+        vision={"depth": 27, "hidden_size": 1152, "intermediate_size": 4304},
+        tied=False,
+    ),
+    "qwen3.5-35b-a3b": _qwen3_5(
+        text={
+            "hidden_size": 2048,
+            "linear_num_value_heads": 32,
+            "moe_intermediate_size": 512,
+            "num_attention_heads": 16,
+            "num_experts": 256,
+            "num_experts_per_tok": 8,
+            "num_hidden_layers": 40,
+            "num_key_value_heads": 2,
+            "shared_expert_intermediate_size": 512,
+        },
+        vision={"depth": 27, "hidden_size": 1152, "intermediate_size": 4304},
+        tied=False,
+    ),
     "llama-3.2-3b": {
         "architectures": ["LlamaForCausalLM"],
         "attention_bias": False,
@@ -155,20 +241,20 @@ _PATCHES: dict[str, Any] = {
     "temporal_patch_size": 2,
 }
 
-PROCESSORS: dict[str, dict[str, dict[str, Any]]] = {
-    "qwen3_vl": {
-        "preprocessor_config.json": _PATCHES
-        | {
-            "image_processor_type": "Qwen2VLImageProcessorFast",
-            "processor_class": "Qwen3VLProcessor",
-            "size": {"longest_edge": 16777216, "shortest_edge": 65536},
-        },
-        "video_preprocessor_config.json": _PATCHES
-        | {
-            "processor_class": "Qwen3VLProcessor",
-            "size": {"longest_edge": 25165824, "shortest_edge": 4096},
-            "video_processor_type": "Qwen3VLVideoProcessor",
-        },
-    }
+_QWEN_VL: dict[str, dict[str, Any]] = {
+    "preprocessor_config.json": _PATCHES
+    | {
+        "image_processor_type": "Qwen2VLImageProcessorFast",
+        "processor_class": "Qwen3VLProcessor",
+        "size": {"longest_edge": 16777216, "shortest_edge": 65536},
+    },
+    "video_preprocessor_config.json": _PATCHES
+    | {
+        "processor_class": "Qwen3VLProcessor",
+        "size": {"longest_edge": 25165824, "shortest_edge": 4096},
+        "video_processor_type": "Qwen3VLVideoProcessor",
+    },
 }
+
+PROCESSORS = {"qwen3_vl": _QWEN_VL, "qwen3_5": _QWEN_VL, "qwen3_5_moe": _QWEN_VL}
 """The files of a family's processor, by `model_type`."""
