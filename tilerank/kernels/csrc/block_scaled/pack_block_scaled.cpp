@@ -70,10 +70,19 @@ static void put_int4(const Tensor& values, int64_t n, int64_t k, const uint8_t* 
   }
 }
 
+// Writes the codes of output n for inputs from k on.
 static void put_bytes(const Tensor& values, int64_t n, int64_t k, const uint8_t* codes, int64_t count) {
   const int64_t output = n % kHalfN / 4 * 16 + n % 4 * 2;
-  for (int64_t i = 0; i < count; ++i, ++k) {
-    tile_of(values, n, k)[k % kTileK / 4 * 64 + output + k % 4 / 2 * 8 + k % 2] = codes[i];
+  const uint8_t* const end = codes + count;
+  while (codes < end) {
+    uint8_t* const tile = tile_of(values, n, k) + output;
+    if (k % kTileK == 0 && end - codes >= kTileK) {
+      for (int64_t i = 0; i < kTileK; i += 2) std::memcpy(tile + i / 4 * 64 + i % 4 / 2 * 8, codes + i, 2);
+      codes += kTileK, k += kTileK;
+      continue;
+    }
+    tile[k % kTileK / 4 * 64 + k % 4 / 2 * 8 + k % 2] = *codes++;
+    ++k;
   }
 }
 
@@ -250,7 +259,11 @@ static void pack_codes(const Args& args, Team& team, uint8_t zero, const Put& pu
     const int64_t count = columns.end - columns.begin;
     for (int64_t row = rows.begin; row < rows.end; ++row) {
       const uint8_t* const from = source.row<const uint8_t>(row) + columns.begin * source.stride[1];
-      for (int64_t i = 0; i < count; ++i) codes[i] = static_cast<uint8_t>(from[i * source.stride[1]] - zero);
+      if (source.stride[1] == 1) {
+        for (int64_t i = 0; i < count; ++i) codes[i] = static_cast<uint8_t>(from[i] - zero);
+      } else {
+        for (int64_t i = 0; i < count; ++i) codes[i] = static_cast<uint8_t>(from[i * source.stride[1]] - zero);
+      }
       put(values, rectangle.row + row, rectangle.col + columns.begin, codes, count);
     }
   });
