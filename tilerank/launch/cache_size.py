@@ -1,4 +1,5 @@
-"""The size of the KV cache: as many tokens as --mem-fraction-static leaves beside weights and encoded media."""
+"""The size of the KV cache: as many tokens as --mem-fraction-static leaves beside weights and encoded media, with the
+states of sequences that belong to them (runtime/state_pool.py)."""
 
 from __future__ import annotations
 
@@ -7,6 +8,8 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from tilerank.runtime.state_pool import TOKENS_PER_STATE, most_tokens
 
 from .host.cgroup import Limits
 from .plan_types import NodeShare
@@ -27,8 +30,8 @@ def add_arguments(parser: argparse._ActionsContainer, *option: str, low: int = 1
         type=_fraction,
         default=DEFAULT_FRACTION,
         metavar="F",
-        help="share of each node's memory, and of the control group's limit, that weights, KV cache and encoded "
-        f"media may take together (default: {DEFAULT_FRACTION})",
+        help="share of each node's memory, and of the control group's limit, that weights, KV cache, states and "
+        f"encoded media may take together (default: {DEFAULT_FRACTION})",
     )
     parser.add_argument(
         "--max-total-tokens",
@@ -82,12 +85,14 @@ class CacheSize:
 
 @dataclass(frozen=True)
 class Demand:
-    """What the ranks of a host hold, in bytes. form: the format of their weights. media: for encoded media."""
+    """What the ranks of a host hold, in bytes. form: the format of their weights. media: for encoded media. state: one
+    state of a sequence, 0 for models without."""
 
     form: str
     weights: int
     media: int
     cache_per_token: int
+    state: int
     overhead: int
 
 
@@ -111,7 +116,8 @@ def largest(
     found = [CacheSize(requests * context, f"{requests} requests of {context:,} tokens, no more run at a time")]
     for node in nodes:
         if node.cache_per_token:
-            held = Demand(demand.form, node.weights, node.media, math.ceil(node.cache_per_token), node.overhead)
+            each = math.ceil(node.cache_per_token), math.ceil(node.state)
+            held = Demand(demand.form, node.weights, node.media, *each, node.overhead)
             found += _limits(f"node {node.node}", held, node.total, node.free, fraction)
     group, available = limits.memory_limit, limits.memory_available
     if group is not None and available is not None and demand.cache_per_token:
@@ -122,15 +128,17 @@ def largest(
 
 def _limits(where: str, held: Demand, total: int, free: int, fraction: float) -> Iterator[CacheSize]:
     weights, each = f"{size(held.weights)} of {held.form} weights", f"at {size(held.cache_per_token)} a token"
+    if held.state:
+        each += f" and {size(held.state)} for the states of every {TOKENS_PER_STATE:,} tokens"
     if held.media:
         weights += f", {size(held.media)} for media"
     share = int(fraction * total)
     yield CacheSize(
-        (share - held.weights - held.media) // held.cache_per_token,
+        most_tokens(share - held.weights - held.media, held.cache_per_token, held.state),
         f"{where}: --mem-fraction-static {fraction:g} of {size(total)} is {size(share)}, less {weights}, {each}",
     )
     yield CacheSize(
-        (free - held.weights - held.media - held.overhead) // held.cache_per_token,
+        most_tokens(free - held.weights - held.media - held.overhead, held.cache_per_token, held.state),
         f"{where}: {size(free)} free, less {weights} and {size(held.overhead)} for the processes, {each}",
     )
 

@@ -22,7 +22,7 @@ from .host.cpulist import format_cpulist
 from .host.placement import Placement, RankPlacement
 from .host.topology import read_topology
 from .logs import say
-from .plan_text import cache_text
+from .plan_text import cache_text, states_text
 from .quantize import quantization_of, resolve_dtype, resolve_kv_dtype
 from .rank import run_rank
 from .rendezvous import identify
@@ -140,6 +140,8 @@ class GenerateJob:
         tokens = cache_size.agreed(team.group, self._plan.cached_tokens if self._plan else None)
         if team.group.rank == 0 and self._plan:
             log.info("%s", cache_text(self._plan))
+            if self._plan.states:
+                log.info("%s", states_text(self._plan))
             if tokens < self._plan.cached_tokens:
                 log.info("another host has room for %s tokens only: that holds for all", f"{tokens:,}")
         return Worker(

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tilerank.loader.quantization_config import held_codes
+from tilerank.runtime.state_pool import num_states
 
 from . import cache_size, quantize
 from .cache_size import Demand
@@ -61,7 +62,7 @@ def plan_model(
     """
     from tilerank.loader.weight_formats import weight_formats
     from tilerank.parallel.sharding import Sharding
-    from tilerank.runtime.cache import bytes_per_token, expected_tokens
+    from tilerank.runtime.cache import bytes_per_state, bytes_per_token, expected_tokens, has_states
     from tilerank.runtime.registry import build_model
     from tilerank.runtime.worker import MAX_RUNNING
 
@@ -74,12 +75,14 @@ def plan_model(
         for rank in here or range(tp)
     ]
     shapes = {rectangle.name: rectangle.shape for rectangle in models[0].rectangles()}
+    with_states = has_states(models[0].cache_specs())
     heads = next(models[0].head_cuts(), None)
     ranks = tuple(
         RankShare(
             where,
             part.nbytes(),
             bytes_per_token(part.cache_specs()),
+            bytes_per_state(part.cache_specs()),
             part.encoder.nbytes() if part.encoder else 0,
             mm_cache_bytes if part.encoder else 0,
         )
@@ -97,6 +100,7 @@ def plan_model(
         expected_tokens=expected,
         cached_tokens=cached_tokens or 0,
         cache_reason=None,
+        states=num_states(cached_tokens or 0) if with_states else 0,
         dimensions=tuple(_dimensions(models[0])),
         attention=Attention(heads.strategy, heads.waste, heads.other_waste) if heads else None,
         ranks=ranks,
@@ -107,7 +111,7 @@ def plan_model(
     if cached_tokens is not None:
         return plan
     cache = cache_size.largest(
-        Demand(plan.form, plan.weights, plan.media, plan.cache_per_token, plan.overhead),
+        Demand(plan.form, plan.weights, plan.media, plan.cache_per_token, plan.state, plan.overhead),
         plan.nodes,
         topology.limits,
         mem_fraction,
@@ -115,7 +119,8 @@ def plan_model(
         requests=MAX_RUNNING,
         context=card.context_length,
     )
-    return dataclasses.replace(plan, cached_tokens=cache.tokens, cache_reason=cache.reason)
+    states = num_states(cache.tokens) if with_states else 0
+    return dataclasses.replace(plan, cached_tokens=cache.tokens, cache_reason=cache.reason, states=states)
 
 
 def _dimensions(model: Layer) -> Iterator[Dimension]:
@@ -143,6 +148,7 @@ def _node_shares(topology: Topology, ranks: tuple[RankShare, ...], sharers: int)
                 weights=round(sum(rank.weights * part for rank, part in parts)),
                 media=round(sum(rank.media * part for rank, part in parts)),
                 cache_per_token=sum(rank.cache_per_token * part for rank, part in parts),
+                state=sum(rank.state * part for rank, part in parts),
                 overhead=round(sum(RANK_OVERHEAD * part for _, part in parts)),
                 total=topology.node(node).memory_total // sharers,
                 free=topology.node(node).memory_free,
@@ -154,7 +160,8 @@ def _node_shares(topology: Topology, ranks: tuple[RankShare, ...], sharers: int)
 def as_json(plan: Plan) -> dict[str, Any]:
     """Return the plan and the totals derived from it, ready for JSON."""
     follows = {
-        name: getattr(plan, name) for name in ("weights", "media", "cache_per_token", "need", "available", "token_room")
+        name: getattr(plan, name)
+        for name in ("weights", "media", "cache_per_token", "state", "need", "available", "token_room")
     }
     return dataclasses.asdict(plan) | follows | {"refusal": plan.refusal()}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tilerank.parallel.shard import Span
+from tilerank.runtime.state_pool import MIN_STATES, TOKENS_PER_STATE
 
 from .host.cpulist import count, format_cpulist
 from .plan_types import Dimension, Plan, ReplicaPlans
@@ -73,7 +74,8 @@ def _strategy(plan: Plan) -> list[str]:
 
 
 def _places(plan: Plan) -> list[str]:
-    rows = [["", "weights", "KV per token", *_if(plan.cached_tokens, "KV cache"), "memory", "where"]]
+    caches = (*_if(plan.cached_tokens, "KV cache"), *_states(plan, "states"))
+    rows = [["", "weights", "KV per token", *caches, "memory", "where"]]
     for rank in plan.ranks:
         where = rank.placement
         rows.append(
@@ -82,6 +84,7 @@ def _places(plan: Plan) -> list[str]:
                 size(rank.weights),
                 size(rank.cache_per_token),
                 *_if(plan.cached_tokens, size(rank.cache_per_token * plan.cached_tokens)),
+                *_states(plan, size(rank.state * plan.states)),
                 f"node {format_cpulist(where.mem_nodes)}" if where.mem_nodes else "any node",
                 f"{where.reason}: CPUs {format_cpulist(where.cores)}" if where.cores else where.reason,
             ]
@@ -90,7 +93,7 @@ def _places(plan: Plan) -> list[str]:
 
 
 def _memory(plan: Plan) -> list[str]:
-    rows = [["", "ranks", "weights", *_if(plan.cached_tokens, "KV cache"), "free", "used"]]
+    rows = [["", "ranks", "weights", *_if(plan.cached_tokens, "KV cache"), *_states(plan, "states"), "free", "used"]]
     for node in plan.nodes:
         rows.append(
             [
@@ -98,8 +101,9 @@ def _memory(plan: Plan) -> list[str]:
                 format_cpulist(node.ranks),
                 size(node.weights),
                 *_if(plan.cached_tokens, size(node.cache_per_token * plan.cached_tokens)),
+                *_states(plan, size(node.state * plan.states)),
                 size(node.free),
-                percent(node.need(plan.cached_tokens) / node.free) if node.free else "full",
+                percent(node.need(plan.cached_tokens, plan.states) / node.free) if node.free else "full",
             ]
         )
     return table(rows)
@@ -110,10 +114,10 @@ def _verdict(plan: Plan) -> list[str]:
     if refusal is not None:
         return [f"Does not fit: {refusal}."]
     fits = f"Fits: {size(plan.need)} of {size(plan.available)}, processes included."
-    full = [node.node for node in plan.nodes if node.need(plan.cached_tokens) > node.free]
+    full = [node.node for node in plan.nodes if node.need(plan.cached_tokens, plan.states) > node.free]
     if full:
         return [fits, _overflow_note(full), *_media(plan)]
-    return [fits, f"{cache_text(plan)}.", *_media(plan)]
+    return [fits, f"{cache_text(plan)}.", *_states(plan, f"{states_text(plan)}."), *_media(plan)]
 
 
 def _media(plan: Plan) -> list[str]:
@@ -133,6 +137,19 @@ def cache_text(plan: Plan) -> str:
     return f"{_cache(plan)}: {plan.cache_reason}"
 
 
+def states_text(plan: Plan) -> str:
+    """Return how many states of sequences there is room for on this host, and why."""
+    return (
+        f"States of {plan.states:,} sequences, {size(plan.state * plan.states)}: one for every {TOKENS_PER_STATE:,} "
+        f"tokens of the KV cache, at least {MIN_STATES}; a running request takes one, and the others are snapshots "
+        "from which prompts with the same beginning continue"
+    )
+
+
+def _states(plan: Plan, cell: str) -> tuple[str, ...]:
+    return _if(plan.states, cell)
+
+
 def _cache(plan: Plan) -> str:
     return f"KV cache of {token_count(plan.cached_tokens)}, {size(plan.cache_per_token * plan.cached_tokens)}"
 
@@ -148,21 +165,24 @@ def render_replicas(replicas: ReplicaPlans) -> str:
     sections = [[head if replicas.reason is None else f"{head} ({replicas.reason})"], _cuts(first)]
     for number, plan in enumerate(plans):
         reason = "" if plan.cache_reason is None else f": {plan.cache_reason}"
-        sections.append([f"Replica {number}:", *_places(plan), f"{_cache(plan)}{reason}.", *_media(plan)])
+        states = _states(plan, f"{states_text(plan)}.")
+        sections.append([f"Replica {number}:", *_places(plan), f"{_cache(plan)}{reason}.", *states, *_media(plan)])
     sections += [_shared_memory(replicas), _shared_verdict(replicas)]
     return "\n\n".join("\n".join(lines) for lines in sections)
 
 
 def _shared_memory(replicas: ReplicaPlans) -> list[str]:
-    rows = [["", "replicas", "weights", "KV cache", "free", "used"]]
-    for index, node in enumerate(replicas.plans[0].nodes):
-        parts = [(number, plan.nodes[index], plan.cached_tokens) for number, plan in enumerate(replicas.plans)]
+    first = replicas.plans[0]
+    rows = [["", "replicas", "weights", "KV cache", *_states(first, "states"), "free", "used"]]
+    for index, node in enumerate(first.nodes):
+        parts = [(number, plan.nodes[index], plan) for number, plan in enumerate(replicas.plans)]
         rows.append(
             [
                 f"node {node.node}",
                 format_cpulist([number for number, part, _ in parts if part.ranks]),
                 size(sum(part.weights for _, part, _ in parts)),
-                size(sum(part.cache_per_token * tokens for _, part, tokens in parts)),
+                size(sum(part.cache_per_token * plan.cached_tokens for _, part, plan in parts)),
+                *_states(first, size(sum(part.state * plan.states for _, part, plan in parts))),
                 size(node.free),
                 percent(replicas.node_need(index) / node.free) if node.free else "full",
             ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tilerank.parallel.shard import Span
+from tilerank.runtime.state_pool import most_tokens
 
 from .host.cpulist import count
 from .host.placement import RankPlacement
@@ -46,7 +47,7 @@ class Attention:
 
 @dataclass(frozen=True)
 class RankShare:
-    """Where one rank runs, and the bytes of its weights and of one cached token.
+    """Where one rank runs, and the bytes of its weights, of one cached token and of one state of a sequence.
 
     encoder: bytes of the weights that encode media, a part of `weights`. media: bytes that encoded media may take.
     """
@@ -54,6 +55,7 @@ class RankShare:
     placement: RankPlacement
     weights: int
     cache_per_token: int
+    state: int = 0
     encoder: int = 0
     media: int = 0
 
@@ -71,12 +73,14 @@ class NodeShare:
     weights: int
     media: int
     cache_per_token: float
+    state: float
     overhead: int
     total: int
     free: int
 
-    def need(self, tokens: int) -> float:
-        return self.weights + self.media + self.overhead + self.cache_per_token * tokens
+    def need(self, tokens: int, states: int) -> float:
+        """Return the bytes of a cache of so many tokens and states, and all else."""
+        return self.weights + self.media + self.overhead + self.cache_per_token * tokens + self.state * states
 
 
 @dataclass(frozen=True)
@@ -84,7 +88,8 @@ class Plan:
     """How one replica of a model is cut over `tp` ranks, and what those of this host hold.
 
     expected_tokens: cached tokens that a step reads, for the cost rule of heads. cached_tokens: size of the KV cache.
-    cache_reason: the limit that this size follows from; None if the command line gave the size.
+    cache_reason: the limit that this size follows from; None if the command line gave the size. states: how many states
+    of sequences there is room for, 0 for models without.
     """
 
     model: str
@@ -99,6 +104,7 @@ class Plan:
     expected_tokens: int
     cached_tokens: int
     cache_reason: str | None
+    states: int
     dimensions: tuple[Dimension, ...]
     attention: Attention | None
     ranks: tuple[RankShare, ...]
@@ -126,9 +132,15 @@ class Plan:
         return sum(rank.cache_per_token for rank in self.ranks)
 
     @property
+    def state(self) -> int:
+        """Bytes of one state of a sequence on all ranks of this host."""
+        return sum(rank.state for rank in self.ranks)
+
+    @property
     def need(self) -> int:
         """Bytes that all ranks of this host need together."""
-        return self.weights + self.media + self.cache_per_token * self.cached_tokens + self.overhead
+        cache = self.cache_per_token * self.cached_tokens + self.state * self.states
+        return self.weights + self.media + cache + self.overhead
 
     @property
     def overhead(self) -> int:
@@ -145,15 +157,16 @@ class Plan:
 
     @property
     def token_room(self) -> int:
-        """Cached tokens that fit beside the weights on every node and within the control group."""
+        """Cached tokens that fit beside the weights on every node and within the control group, with their states."""
         rooms = [
-            (node.free - node.weights - node.media - node.overhead) / node.cache_per_token
+            most_tokens(node.free - node.weights - node.media - node.overhead, node.cache_per_token, node.state)
             for node in self.nodes
             if node.cache_per_token
         ]
         if self.group_available is not None and self.cache_per_token:
-            rooms.append((self.group_available - self.weights - self.media - self.overhead) / self.cache_per_token)
-        return max(0, int(min(rooms, default=0)))
+            room = self.group_available - self.weights - self.media - self.overhead
+            rooms.append(most_tokens(room, self.cache_per_token, self.state))
+        return max(0, min(rooms, default=0))
 
     def refusal(self) -> str | None:
         """Return why this cannot be loaded, in one sentence with numbers; None if it can."""
@@ -169,6 +182,7 @@ class Plan:
             f"{self.model}: not enough memory for {count(len(self.ranks), 'rank')}: "
             f"{size(self.weights)} of {self.form} weights, "
             f"{cache if self.cached_tokens else ''}"
+            f"{f'{size(self.state * self.states)} for {self.states:,} states, ' if self.states else ''}"
             f"{f'{size(self.media)} for media, ' if self.media else ''}{size(self.overhead)} for the processes, "
             f"{size(self.need)} together, but "
             f"{'this host has' if self.available == self.free else 'the control group allows'} {size(self.available)}"
@@ -195,7 +209,7 @@ class ReplicaPlans:
 
     def node_need(self, index: int) -> float:
         """Bytes that all replicas put on node number `index` of `nodes`."""
-        return sum(plan.nodes[index].need(plan.cached_tokens) for plan in self.plans)
+        return sum(plan.nodes[index].need(plan.cached_tokens, plan.states) for plan in self.plans)
 
     def refusal(self) -> str | None:
         """Return why this cannot be loaded, in one sentence; None if it can."""

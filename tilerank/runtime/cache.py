@@ -104,12 +104,6 @@ class RecurrentState:
 EXPECTED_TOKENS = 32768
 """The most cached tokens that the cost of a cut assumes by default."""
 
-TOKENS_PER_STATE = 2048
-"""There is one state for every so many tokens of the cache. In Qwen3.5 a state takes as much memory as the keys and
-values of 1,600 tokens."""
-MIN_STATES = 8
-"""The fewest states, so that small caches serve a few requests at once as well."""
-
 CacheSpec = PagedKV | PagedLatent | EncoderKV | RecurrentState
 
 
@@ -131,11 +125,6 @@ def has_states(specs: Sequence[CacheSpec]) -> bool:
 def bytes_per_state(specs: Sequence[CacheSpec]) -> int:
     """Return the bytes of one state of a sequence in all layers."""
     return sum(spec.nbytes(1) for spec in specs if spec.budget is Budget.STATES)
-
-
-def num_states(tokens: int) -> int:
-    """Return the number of states that are kept beside `tokens` cached tokens, by a model with states."""
-    return max(MIN_STATES, -(-tokens // TOKENS_PER_STATE))
 
 
 def num_pages(tokens: int) -> int:

@@ -1,12 +1,40 @@
 """Slots for the states of sequences, of models whose layers keep states instead of keys and values.
 
-Only rank 0 keeps this. A running sequence has a slot, which every step overwrites. A snapshot is a copy of such a slot
-at the end of a full page of the tree (pages.py): a prompt that begins with the same tokens starts from it. Snapshots
-take the slots that no sequence needs; the least recently used one is dropped first.
+Only rank 0 keeps the pool. A running sequence has a slot, which every step overwrites. A snapshot is a copy of such a
+slot at the end of a full page of the tree (pages.py): a prompt that begins with the same tokens starts from it.
+Snapshots take the slots that no sequence needs; the least recently used one is dropped first.
+
+The number of slots follows from the number of cached tokens, so that it is the same on every rank. Imports no torch,
+because plans use it.
 """
 
 from collections import OrderedDict
 from collections.abc import Hashable
+
+TOKENS_PER_STATE = 2048
+"""There is a slot for every so many tokens of the cache. In Qwen3.5-9B the states of a sequence take as much memory as
+the keys and values of 1,570 tokens."""
+MIN_STATES = 8
+"""The fewest slots, so that small caches also serve a few requests at once."""
+
+
+def num_states(tokens: int) -> int:
+    """Return the number of slots beside a cache of `tokens` tokens."""
+    return max(MIN_STATES, -(-tokens // TOKENS_PER_STATE)) if tokens else 0
+
+
+def most_tokens(nbytes: float, per_token: float, per_state: float) -> int:
+    """Return the largest number of tokens that fit in `nbytes` together with their slots, 0 or less if none do.
+
+    per_token, per_state: bytes of a token and of a slot. per_state is 0 for models without states.
+    """
+    if not per_state:
+        return int(nbytes // per_token)
+    whole = int(nbytes // (TOKENS_PER_STATE * per_token + per_state))  # slots, each with all of its tokens
+    return max(
+        min(slots * TOKENS_PER_STATE, int((nbytes - slots * per_state) // per_token))
+        for slots in (max(whole, MIN_STATES), max(whole + 1, MIN_STATES))
+    )
 
 
 class StatePool:

@@ -29,13 +29,14 @@ from tilerank.parallel.sharding import Sharding
 from . import rank_messages
 from .batch import BatchFiller, Held
 from .bytes_per_step import bytes_per_step
-from .cache import allocate, bytes_per_state, bytes_per_token, expected_tokens, has_states, num_pages, num_states
+from .cache import allocate, bytes_per_state, bytes_per_token, expected_tokens, has_states, num_pages
 from .counters import RankCounters, StepCounter
 from .encodings import HeldEncodings
 from .errors import EngineError
 from .model import Encoder
 from .rank_messages import Count, Encode, EncodePiece, Frames, Message, Step, Stop, StopEncode
 from .registry import build_model, read_supported_card
+from .state_pool import num_states
 from .step_graphs import StepGraphs
 
 log = logging.getLogger(__name__)
@@ -52,7 +53,7 @@ class Worker:
     (kernels/attention.py). strategy: how heads are cut (parallel/shard.py). context_length: the longest sequence,
     prompt and new tokens together, by default the model's. max_total_tokens: tokens in the KV cache, of all sequences
     that run (default: one context). states: slots for the states of sequences, if the model has any (default:
-    cache.py: num_states). cached_tokens: how many of them a step is expected to read, for the cost of a cut
+    state_pool.py: num_states). cached_tokens: how many of them a step is expected to read, for the cost of a cut
     (default: all). eager: compute steps while the model's Python runs instead of recording them first (step_graphs.py).
 
     Raises ConfigError, CheckpointError, ShardError, and EngineError for a context length that the model cannot have.
