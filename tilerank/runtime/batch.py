@@ -14,6 +14,7 @@ from torch import Tensor
 from tilerank.kernels import ops
 from tilerank.kernels.kv_pages import PAGE_TOKENS
 
+from .expansion import Expands, Expansion, expansion
 from .rank_messages import Chunk, Step
 
 TILE_ROWS = 16
@@ -64,7 +65,7 @@ class Batch:
     logits of all rows are computed. inserts: None in recorded decode steps. state_slots: [s] int32, where the states of
     a sequence are, no slot twice; None for models without states. A sequence whose tokens are all in this step begins
     with states of zeros. A padding row that repeats row j has the slot -1 - j: it gets the output of row j and touches
-    no state (kernels/delta.py).
+    no state (kernels/delta.py). expansion: None if no sequence is in the expanded form of latent attention.
     """
 
     token_ids: Tensor
@@ -76,6 +77,7 @@ class Batch:
     logit_rows: LogitRows | None = None
     inserts: Inserts | None = None
     state_slots: Tensor | None = None
+    expansion: Expansion | None = None
 
 
 def padded_size(sequences: int) -> int:
@@ -117,7 +119,7 @@ class _Rows:
 class BatchFiller:
     """Turns steps into batches: into new tensors, or, for decode steps, into the tensors that recorded steps read.
 
-    position_axes: as in Model. has_states: whether layers keep states of sequences. max_sequences, max_pages: the
+    position_axes, expands: as in Model. has_states: whether layers keep states. max_sequences, max_pages: the
     largest decode batch, and the longest page table. spare_page: a page of the cache that belongs to no sequence;
     padding rows store their keys and values there. copy_padding: padding rows repeat a row of the batch, so that in a
     mixture they choose no other experts; otherwise they are sequences of one token, whose attention reads next to
@@ -133,8 +135,10 @@ class BatchFiller:
         max_pages: int,
         spare_page: int,
         copy_padding: bool,
+        expands: Expands | None = None,
     ) -> None:
         self._axes = position_axes
+        self._expands = expands
         self._has_states = has_states
         self._max_sequences = max_sequences
         self._spare_page = spare_page
@@ -181,6 +185,7 @@ class BatchFiller:
             logit_rows=None if len(logit_rows) == len(rows.token_ids) else _logit_rows(logit_rows, step),
             inserts=_inserts(step, rows.starts, encodings),
             state_slots=torch.tensor(step.state_slots, dtype=torch.int32) if self._has_states else None,
+            expansion=expansion(self._expands, rows.starts, rows.lengths, tables) if self._expands else None,
         )
 
     def padded(self, step: Step, held: Mapping[int, Held]) -> Batch:

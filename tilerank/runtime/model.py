@@ -10,6 +10,7 @@ from tilerank.parallel.parameters import Layer
 
 from .batch import Batch
 from .cache import Cache, CacheSpec
+from .expansion import Expands
 
 
 class Encoder(Layer):
@@ -41,11 +42,13 @@ class Encoder(Layer):
 class Model(Layer):
     """A whole model, cut as its sharding says. Weights exist after `allocate()`.
 
-    position_axes: the number of positions of a token. encoder: None for a model of text alone.
+    position_axes: the number of positions of a token. encoder: None for a model of text alone. expands: which sequences
+    latent attention expands; None for a model without it.
     """
 
     position_axes: int = 1
     encoder: Encoder | None = None
+    expands: Expands | None = None
 
     @abstractmethod
     def cache_specs(self) -> list[CacheSpec]:

@@ -107,6 +107,7 @@ class Worker:
             max_pages=num_pages(min(self.max_total_tokens, self.card.context_length)),
             spare_page=self.pages,
             copy_padding=bool(step_bytes.experts),
+            expands=self._model.expands,
         )
         self._graphs = None if eager else self._step_graphs()
         self._counter = StepCounter(step_bytes)

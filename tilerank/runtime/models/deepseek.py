@@ -122,27 +122,26 @@ class RoutedMLP(FeedForward):
 
 
 class DeepseekDecoder(Decoder):
-    """A decoder that leaves out the layers after its last, which predict several tokens at once."""
+    """A decoder with latent attention. Layers after its last, which predict several tokens at once, are left out."""
+
+    def __init__(self, card: ModelCard, sharding: Sharding) -> None:
+        text, latent = read_latent_config(card.fields)
+        routed = read_routed_config(card.fields, text.num_layers)
+
+        def mixer(name: str, _: int) -> LatentAttention:
+            return LatentAttention(name, text.hidden_size, text.num_heads, latent, sharding)
+
+        def mlp(name: str, layer: int) -> FeedForward:
+            if layer < routed.dense_layers:
+                return GatedMLP(name, text.hidden_size, text.intermediate_size, sharding)
+            return RoutedMLP(name, text.hidden_size, routed, sharding)
+
+        super().__init__(card, text, sharding, DecoderNames(), mixer, mlp)
+        self.expands = latent.expands
 
     def ignore(self, name: str) -> bool:
         layer = re.match(r"model\.layers\.(\d+)\.", name)
         return super().ignore(name) or (layer is not None and int(layer[1]) >= len(self.layers))
 
 
-def deepseek_v3(card: ModelCard, sharding: Sharding) -> DeepseekDecoder:
-    """DeepseekV3ForCausalLM."""
-    text, latent = read_latent_config(card.fields)
-    routed = read_routed_config(card.fields, text.num_layers)
-
-    def mixer(name: str, _: int) -> LatentAttention:
-        return LatentAttention(name, text.hidden_size, text.num_heads, latent, sharding)
-
-    def mlp(name: str, layer: int) -> FeedForward:
-        if layer < routed.dense_layers:
-            return GatedMLP(name, text.hidden_size, text.intermediate_size, sharding)
-        return RoutedMLP(name, text.hidden_size, routed, sharding)
-
-    return DeepseekDecoder(card, text, sharding, DecoderNames(), mixer, mlp)
-
-
-MODELS = {"deepseek_v3": deepseek_v3, "kimi_k2": deepseek_v3}
+MODELS = {"deepseek_v3": DeepseekDecoder, "kimi_k2": DeepseekDecoder}

@@ -3,11 +3,14 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-from tilerank.kernels import ops
+from tilerank.kernels import core, ops
+from tilerank.kernels.attention import attention
 from tilerank.kernels.heads import join_heads, part_of_heads, split_heads
-from tilerank.kernels.latent import latent_attention, store_latent
+from tilerank.kernels.kv_pages import MAX_HEAD_DIM
+from tilerank.kernels.latent import expanded_pages, latent_attention, load_latent, store_latent
 from tilerank.kernels.latent_pages import LatentPages
 from tilerank.kernels.weight_formats import Float
 from tilerank.parallel.cost import Cost, Work, operand_type
@@ -19,6 +22,7 @@ from tilerank.parallel.sharding import Sharding
 
 from ..batch import Batch, LogitRows
 from ..cache import PagedLatent
+from ..expansion import Expansion, Runs
 from .decoder import Mixer
 
 _LATENT_EPS = 1e-6
@@ -45,18 +49,27 @@ class LatentConfig:
     score_factor: float
     bias: bool
 
+    def expands(self, rows: int, length: int) -> bool:
+        """Return whether computing keys and values of `length` tokens takes fewer operations than attention of the
+        last `rows` of them to latents (expansion.py)."""
+        dims = self.nope_dim + self.value_dim
+        pairs = rows * length - rows * (rows - 1) // 2
+        saved = pairs * (2 * self.latent - dims)  # products a head
+        fits = max(self.nope_dim + self.rope_dim, self.value_dim) <= MAX_HEAD_DIM
+        return fits and saved > length * self.latent * dims
+
 
 class LatentAttention(Mixer[LatentPages]):
     """out(softmax(q k^T) v), where k and v of all heads are projections of one latent a token, and a rotated key.
 
-    Every rank caches the latents of all tokens and computes its own heads. Queries are mapped to latents, so that
-    attention reads the cache alone (the absorbed form of kernels/latent.py).
+    Every rank caches the latents of all tokens and computes its own heads. Few queries are mapped to latents, so that
+    attention reads the cache alone; for many, latents are mapped to keys and values (kernels/latent.py).
     """
 
     def __init__(self, name: str, hidden: int, heads: int, config: LatentConfig, sharding: Sharding) -> None:
         self.config = c = config
         dim = c.nope_dim + c.rope_dim
-        self.cut = cut_latent_heads(heads, (dim, c.value_dim), sharding)
+        self.cut = cut_latent_heads(heads, (dim, c.nope_dim + c.value_dim, c.value_dim), sharding)
         self.heads = span = self.cut.spans[sharding.rank]
         names, sizes = [f"{name}.kv_a_proj_with_mqa"], [c.latent + c.rope_dim]
         self.query_norm: RMSNorm | None = None
@@ -70,11 +83,15 @@ class LatentAttention(Mixer[LatentPages]):
         self.absorbed = AbsorbedHeads(
             f"{name}.kv_b_proj", c.latent, heads, c.nope_dim, c.value_dim, sharding, span=span
         )
+        self.expand = HeadColumnsLinear(
+            f"{name}.kv_b_proj", c.latent, heads, c.nope_dim + c.value_dim, sharding, span=span
+        )
         values = span.scaled(c.value_dim)
         self.out = RowParallelLinear(f"{name}.o_proj", heads * c.value_dim, hidden, sharding, span=values, bias=c.bias)
         self.scale = dim**-0.5 * c.score_factor
         self.cache_spec = PagedLatent(c.latent, c.rope_dim, sharding.cache_dtype)
         self._activations = sharding.dtype
+        self._kv_map = torch.tensor([[head, 1] for head in range(span.size)], dtype=torch.int32)
 
     def __call__(
         self, x: Tensor, rope: Tensor, batch: Batch, cache: LatentPages, only: LogitRows | None = None
@@ -88,21 +105,59 @@ class LatentAttention(Mixer[LatentPages]):
         q_rope = part_of_heads(q, c.nope_dim, c.rope_dim)
         ops.rotary_(q_rope, rope_key[:, None], rope, neighbours=c.neighbours)
         store_latent(latent, rope_key, cache, batch.slots)
-        starts = batch.query_starts
         if only is not None:
-            q, starts = split_heads(only.take(join_heads(q)), 0, *q.shape[1:]), only.starts
-            q_rope = part_of_heads(q, c.nope_dim, c.rope_dim)
+            q = split_heads(only.take(join_heads(q)), 0, *q.shape[1:])
+            heads = self._absorbed(q, Runs(None, batch.page_tables, batch.seq_lens, only.starts), cache)
+        elif batch.expansion is not None:
+            heads = self._expanded(q, batch.expansion, cache)
+        else:
+            heads = self._absorbed(q, Runs(None, batch.page_tables, batch.seq_lens, batch.query_starts), cache)
+        return self.out(join_heads(heads))
+
+    def _absorbed(self, q: Tensor, runs: Runs, cache: LatentPages) -> Tensor:
+        """q [t, heads, nope + rope] -> [t, heads, value_dim]"""
+        c = self.config
         q_latent = self.absorbed.keys(part_of_heads(q, 0, c.nope_dim))
-        sums = latent_attention(q_latent, q_rope, cache, batch.page_tables, batch.seq_lens, starts, self.scale)
-        return self.out(join_heads(self.absorbed.values(sums)))
+        q_rope = part_of_heads(q, c.nope_dim, c.rope_dim)
+        tables, lengths, starts = runs.page_tables, runs.seq_lens, runs.query_starts
+        return self.absorbed.values(latent_attention(q_latent, q_rope, cache, tables, lengths, starts, self.scale))
+
+    def _expanded(self, q: Tensor, expansion: Expansion, cache: LatentPages) -> Tensor:
+        """The same for a step with sequences in the expanded form, one after the other, which bounds the memory."""
+        c = self.config
+        parts = []
+        for pages, runs in expansion.expanded:
+            latent, rope_key = load_latent(cache, pages, self._activations)
+            kv = self.expand(latent)
+            k, v = part_of_heads(kv, 0, c.nope_dim), part_of_heads(kv, c.nope_dim, c.value_dim)
+            tables, lengths, starts = runs.page_tables, runs.seq_lens, runs.query_starts
+            some = q if runs.rows is None else _take(q, runs.rows)
+            keys = expanded_pages(k, v, rope_key)
+            parts.append((runs, attention(some, keys, tables, lengths, starts, self._kv_map, self.scale)))
+        if (rest := expansion.absorbed) is not None:
+            assert rest.rows is not None
+            parts.append((rest, self._absorbed(_take(q, rest.rows), rest, cache)))
+        if len(parts) == 1:
+            return parts[0][1]
+        heads = core.empty((q.shape[0], self.heads.size, c.value_dim), q.dtype)
+        for runs, part in parts:
+            assert runs.rows is not None
+            ops.put_rows_(join_heads(heads), runs.rows, join_heads(part))
+        return heads
 
     def cost(self) -> Cost:
         c = self.config
         operations = 2 * self.heads.size * (2 * c.latent + c.rope_dim)  # scores, and sums of latents
-        return super().cost() + Cost(pair=Work(**{operand_type(Float(self._activations)): operations}))
+        pairs = Cost(pair=Work(**{operand_type(Float(self._activations)): operations}))
+        return super().cost() - self.expand.cost() + pairs  # that of the absorbed form, which has few rows
 
     def cost_of_caching(self) -> Cost:
         return self.latents.cost() + self.queries.cost()
 
     def cuts(self) -> Iterator[tuple[str, Cut]]:
         yield "heads", self.cut
+
+
+def _take(q: Tensor, rows: Tensor) -> Tensor:
+    """Return rows of q [t, heads, dim]."""
+    return split_heads(ops.take_rows(join_heads(q), rows), 0, *q.shape[1:])
