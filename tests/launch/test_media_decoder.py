@@ -9,6 +9,7 @@ import time
 import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +107,15 @@ def test_a_video_that_has_fewer_frames_than_it_says(decoder: MediaDecoder) -> No
     found = decode(decoder, "video", data, sample=sample)
     assert asked[0] == 40 and 1 < asked[1] < 40
     assert found.size[0] == 2 and found.indices == [0, asked[1] - 1]
+
+
+def test_the_processes_see_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TILERANK_API_KEY", "secret")
+    monkeypatch.setenv("PYTHONUTF8", "1")
+    with closing(MediaDecoder()) as decoder:
+        decode(decoder, "image", encoded(picture(5, 5)))
+        environment = Path(f"/proc/{pids(decoder)[0]}/environ").read_text()
+    assert "PYTHONUTF8=1" in environment and "secret" not in environment
 
 
 def test_many_threads(decoder: MediaDecoder) -> None:

@@ -87,9 +87,12 @@ def test_bandwidth_is_of_the_last_time_that_there_were_decode_steps() -> None:
     assert found["tilerank_all_reduce_wait_share"] == 0.25
 
 
-def test_a_stopped_engine_has_no_metrics() -> None:
+def test_a_stopped_engine_has_counters_alone() -> None:
     found = samples(EngineClient())
     assert found["tilerank_engine_up"] == 0
+    assert [found[f"tilerank_{name}_total"] for name in ("prompt_tokens", "generation_tokens", "num_preemptions")] == [
+        0
+    ] * 3
     assert not [name for name in found if re.search("rank|running|cache", name.removeprefix("tilerank_"))]
 
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from tilerank.runtime.prompt import MM_CACHE_BYTES
 from tilerank.runtime.state_pool import TOKENS_PER_STATE, most_tokens
 
 from .host.cgroup import Limits
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     from tilerank.parallel.group import Group
 
 DEFAULT_FRACTION = 0.8
-DEFAULT_MM_CACHE_GIB = 2.0
 
 
 def add_arguments(parser: argparse._ActionsContainer, *option: str, low: int = 1) -> None:
@@ -43,10 +43,10 @@ def add_arguments(parser: argparse._ActionsContainer, *option: str, low: int = 1
     parser.add_argument(
         "--mm-cache-gib",
         type=_gib,
-        default=DEFAULT_MM_CACHE_GIB,
+        default=MM_CACHE_BYTES / (1 << 30),
         metavar="GIB",
         help="memory for encoded pictures and videos on each rank of a model that takes them; those of one request "
-        f"must fit (default: {DEFAULT_MM_CACHE_GIB:g})",
+        f"must fit (default: {MM_CACHE_BYTES >> 30})",
     )
 
 

@@ -1,5 +1,6 @@
 """Decodes pictures and videos in processes of their own, which files of strangers may crash."""
 
+import os
 import queue
 import signal
 import socket
@@ -14,6 +15,8 @@ from tilerank.runtime.media.errors import MediaError
 PROCESSES = 2
 """Media that are decoded at the same time."""
 _OVERHEAD = 1 << 16
+_INHERITED = ("LD_", "PYTHON")
+"""Prefixes of the environment variables that the processes see. Others may be secrets, such as the API key."""
 
 
 class MediaDecoder(Decoder):
@@ -68,7 +71,9 @@ class _Process:
         before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
         try:
             command = [sys.executable, "-P", "-W", "ignore", "-m", "tilerank.runtime.media.decode_process"]
-            self._process = subprocess.Popen(command, stdin=theirs.fileno(), stdout=subprocess.DEVNULL)
+            environment = {name: value for name, value in os.environ.items() if name.startswith(_INHERITED)}
+            stdin = theirs.fileno()
+            self._process = subprocess.Popen(command, stdin=stdin, stdout=subprocess.DEVNULL, env=environment)
         except BaseException:
             ours.close()
             raise

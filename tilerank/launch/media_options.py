@@ -87,6 +87,8 @@ def media_reader(args: argparse.Namespace, processor: "Processor | None") -> "Me
 
     if processor is None:
         return None
+    if processor.convention:
+        log.info("%s", processor.convention)
     for module, what in (("PIL", "pictures"), ("av", "videos")):
         if find_spec(module) is None:
             log.warning("%s are refused: they need pip install 'tilerank[vision]'", what)

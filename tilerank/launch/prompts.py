@@ -3,6 +3,7 @@
 import argparse
 import codecs
 import json
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ from tilerank.runtime.prompt import Prompt
 from .errors import LaunchError
 from .host.cpulist import count
 from .media_decoder import MediaDecoder
+
+log = logging.getLogger(__name__)
 
 
 class _Line(msgspec.Struct, forbid_unknown_fields=True):
@@ -146,6 +149,8 @@ def encode(prompts: list[GivenPrompt], args: argparse.Namespace, tokenizer: Toke
     has media that cannot be used."""
     context = context_length(args, card)
     processor = load_processor(tokenizer.model_dir, tokenizer)
+    if processor is not None and processor.convention:
+        log.info("%s", processor.convention)
     with closing(MediaDecoder()) as decoder:
         encoder = _Encoder(tokenizer, processor, decoder, args.chat)
         encoded = [encoder.encode(prompt) for prompt in prompts]

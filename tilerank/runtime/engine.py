@@ -19,7 +19,7 @@ from .errors import RequestError
 from .grammar_masks import GrammarMasks, collect_masks
 from .media_encoding import MediaEncoding
 from .pages import PagePool
-from .prompt import Prompt
+from .prompt import MM_CACHE_BYTES, Prompt
 from .prompt_checks import check_media, check_prompt
 from .rank_messages import Count, Step
 from .sampling import Choice, Logprobs, SamplingParams
@@ -31,8 +31,6 @@ PREFILL_CHUNK = 2048
 """Prompt tokens of a step. It bounds the memory of activations, and the time that running sequences wait."""
 SCORE_CHUNK = 128
 """Rows of a step that computes the logits of all of them, each as wide as the vocabulary."""
-MM_CACHE_BYTES = 4 << 30
-"""Bytes of encoded media that a rank keeps by default."""
 
 
 @dataclass(frozen=True)

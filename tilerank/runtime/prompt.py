@@ -8,6 +8,9 @@ from functools import cached_property
 
 import msgspec
 
+MM_CACHE_BYTES = 2 << 30
+"""Bytes of encoded media that a rank keeps by default."""
+
 
 class Medium(msgspec.Struct, frozen=True, array_like=True):
     """A decoded picture, or the sampled frames of a video.

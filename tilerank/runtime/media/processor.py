@@ -11,9 +11,11 @@ class Processor(ABC):
     """The processor of a model directory.
 
     placeholders: what the chat template writes for a medium. Users may not write it (see messages.split_media).
+    convention: a sentence for the log on how prompts are written, where the model directory decides that.
     """
 
     placeholders: tuple[str, ...]
+    convention: str = ""
 
     @abstractmethod
     def prompt(self, text: str, media: Sequence[Frames]) -> Prompt:

@@ -1,6 +1,5 @@
 """The processor of Qwen3-VL and Qwen3.5, dense and MoE: like Qwen3VLProcessor of transformers 5.23."""
 
-import logging
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -23,8 +22,6 @@ from .qwen_vl_sizes import (
     timestamps,
     video_size,
 )
-
-log = logging.getLogger(__name__)
 
 _MAX_ID = 1 << 24
 
@@ -60,7 +57,8 @@ class QwenVLProcessor(Processor):
                     f"{config.path}: {kind}_token_id: found {id}, but the tokenizer encodes {token} as {found}"
                 )
             self._kinds[id] = kind
-        log.info("videos are written into prompts as by transformers %s", "5.23" if self._keeps_markers else "4.57")
+        version = "5.23" if self._keeps_markers else "4.57"
+        self.convention = f"videos are written into prompts as by transformers {version}"
 
     def prompt(self, text: str, media: Sequence[Frames]) -> Prompt:
         pieces = re.split("|".join(f"({re.escape(token)})" for token in self.placeholders), text)

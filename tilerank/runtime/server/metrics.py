@@ -78,6 +78,9 @@ class _EngineCollector(Collector):
         state, totals = self._client.state, self._client.totals
         yield _gauge("engine_up", "1 if an engine is ready, else 0", float(state is not None))
         yield _counter("engine_restarts", "Engines started after the first of each replica", self._client.restarts)
+        yield _counter("prompt_tokens", "Prompt tokens computed", totals.prompt_tokens)
+        yield _counter("generation_tokens", "Tokens generated", totals.generated_tokens)
+        yield _counter("num_preemptions", "Times that a request gave its pages to an older one", totals.preemptions)
         if state is None:
             return
         yield _gauge("num_requests_running", "Running requests", state.running)
@@ -85,9 +88,6 @@ class _EngineCollector(Collector):
         yield _gauge(
             "kv_cache_usage_perc", "Fraction of the KV cache that running requests use, 0 to 1", state.cache_used
         )
-        yield _counter("prompt_tokens", "Prompt tokens computed", totals.prompt_tokens)
-        yield _counter("generation_tokens", "Tokens generated", totals.generated_tokens)
-        yield _counter("num_preemptions", "Times that a request gave its pages to an older one", totals.preemptions)
         yield from _rank_metrics(self._client.rank_stats)
 
 
