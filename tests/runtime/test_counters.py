@@ -28,6 +28,31 @@ LAYER = HIDDEN * DIM * (2 * HEADS + 2 * KV_HEADS) + 3 * HIDDEN * WIDTH + 2 * HID
 WHOLE = 2 * (LAYERS * LAYER + VOCAB * HIDDEN + HIDDEN)  # bf16
 CACHED = LAYERS * 2 * KV_HEADS * DIM * 2
 
+QWEN35 = {
+    "model_type": "qwen3_5_text",
+    "hidden_size": 64,
+    "num_hidden_layers": 4,
+    "full_attention_interval": 4,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 16,
+    "linear_conv_kernel_dim": 4,
+    "intermediate_size": 128,
+    "vocab_size": 300,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 512,
+    "attention_bias": False,
+    "tie_word_embeddings": False,
+    "hidden_act": "silu",
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
+    "torch_dtype": "bfloat16",
+    "eos_token_id": 2,
+}
+
 
 def step_bytes(rank: int, size: int, model_dir: Path = DEMO) -> BytesPerStep:
     return bytes_per_step(build_model(read_card(model_dir), Sharding(rank, size, torch.bfloat16, None)))
@@ -49,6 +74,14 @@ def test_an_embedding_of_its_own_is_looked_up_not_read(tmp_path: Path) -> None:
     config = json.loads((DEMO / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))
     assert step_bytes(0, 1, tmp_path).weights == WHOLE
+
+
+def test_states_are_read_and_written(tmp_path: Path) -> None:
+    """Three layers of Qwen3.5 are delta nets: a matrix of 8 x 16 in fp32 for each of 4 heads, and 3 inputs in bf16."""
+    (tmp_path / "config.json").write_text(json.dumps(QWEN35))
+    found, state = step_bytes(0, 1, tmp_path), 3 * (4 * 8 * 16 * 4 + 3 * (2 * 2 * 8 + 4 * 16) * 2)
+    assert found.state == state and found.cached == 2 * 1 * 32 * 2
+    assert found.decode(5, 100) == found.weights + 100 * found.cached + 5 * 2 * state
 
 
 def test_experts_are_read_as_far_as_they_are_chosen(tmp_path: Path) -> None:

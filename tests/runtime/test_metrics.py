@@ -63,6 +63,13 @@ def test_ranks_that_have_done_nothing_yet() -> None:
     assert found['tilerank_rank_step_seconds_total{phase="decode",rank="1"}'] == 0
 
 
+def test_models_with_states_report_their_slots() -> None:
+    assert not [name for name in samples(client_that_heard(RANKS, STATE)) if "state_" in name]
+    found = samples(client_that_heard(RANKS, State(4096, 640, 0.25, 3, 2, 1, 1000, 50, 12, 5)))
+    assert found["tilerank_state_slots"] == 12 and found["tilerank_state_snapshots"] == 5
+    assert found["tilerank_state_slots_usage_perc"] == 3 / 12
+
+
 def test_rates_are_of_the_latest_report() -> None:
     """Rank 0 read 3000 bytes in 2 s, rank 1 1200 bytes in 1 s; they waited 1 of 4 s and 1.5 of 2 s."""
     client = client_that_heard(

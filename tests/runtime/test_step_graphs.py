@@ -37,6 +37,31 @@ TINY: dict[str, dict[str, Any]] = {
         "layers": 4,
     },
     "qwen3_vl_moe": {"family": "qwen3_vl_moe", "hidden": 96, "experts": 6, "moe_inter": 80, "vocab": 801, "layers": 4},
+    "qwen3_5": {
+        "family": "qwen3_5",
+        "hidden": 96,
+        "heads": 6,
+        "kv_heads": 3,
+        "head_dim": 32,
+        "inter": 200,
+        "vocab": 777,
+        "layers": 4,
+        "linear_num_key_heads": 5,
+        "linear_num_value_heads": 10,
+    },
+    "qwen3_5_moe": {
+        "family": "qwen3_5_moe",
+        "hidden": 112,
+        "heads": 4,
+        "kv_heads": 2,
+        "head_dim": 64,
+        "vocab": 801,
+        "layers": 4,
+        "linear_num_key_heads": 4,
+        "linear_num_value_heads": 4,
+        "experts": 6,
+        "moe_inter": 80,
+    },
 }
 
 
@@ -52,7 +77,8 @@ def compared(tp: int, threads: int, models: tuple[str, ...]) -> list[list[dict[s
 
 
 def test_every_family_is_compared() -> None:
-    assert set(TINY) == set(registry._builders())
+    builders = registry._builders()
+    assert {builders[model_type] for model_type in TINY} == set(builders.values())
 
 
 @pytest.mark.parametrize(("tp", "threads"), [(1, 1), (1, 2), (2, 1), (3, 2)])

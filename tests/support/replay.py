@@ -107,8 +107,12 @@ def choose_rows(team: Team, *, models: list[str]) -> list[dict[str, Any]]:
                     [Chunk(i, 0 if i else 70, ids[i] if i else ids[i][70:], [], n) for i, n in enumerate(counts)],
                     [Chunk(i, n, [3], [], 1) for i, n in enumerate(lengths)],
                 ]
-                batches = [worker._filler.fresh(Step(chunks, []), held, {}) for chunks in steps]
-                return [worker._model.forward(batch, worker._caches).clone() for batch in batches]
+                found = []
+                for chunks in steps:
+                    step = Step(chunks, [], state_slots=[chunk.sequence for chunk in chunks])
+                    batch = worker._filler.fresh(step, held, {})
+                    found.append(worker._model.forward(batch, worker._caches).clone())
+                return found
 
             _, prompts, after = logits(70, (30, 150, 40))
             case: dict[str, Any] = {"model": Path(model).name, "dtype": dtype, "after": digest(after)}
@@ -128,7 +132,14 @@ def compare(team: Team, *, models: list[str]) -> list[dict[str, Any]]:
         for dtype in ("float32", "bfloat16"):
             steps = {}
             for eager in (True, False):
-                worker = Worker(Path(model), team, dtype=getattr(torch, dtype), max_total_tokens=22 * 128, eager=eager)
+                worker = Worker(
+                    Path(model),
+                    team,
+                    dtype=getattr(torch, dtype),
+                    max_total_tokens=22 * 128,
+                    states=22 + 6,  # some of the snapshots have to go
+                    eager=eager,
+                )
                 if not eager:
                     run_blindfolded(worker)
                 steps[eager] = steps_of(worker, generate)

@@ -1,4 +1,4 @@
-"""The bytes that a decode step has to read from memory, on this rank."""
+"""The bytes that a decode step has to read from memory, and of states to write, on this rank."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from tilerank.parallel.cost import ExpertBytes
 
-from .cache import bytes_per_token
+from .cache import bytes_per_state, bytes_per_token
 from .model import Model
 
 
@@ -14,20 +14,23 @@ from .model import Model
 class BytesPerStep:
     """weights: what every step reads, which excludes the embedding table (a step reads a row of it for each token) and
     experts. experts: weights of experts, of which a step reads those that its tokens choose. cached: keys and values of
-    one token in all layers.
+    one token in all layers. state: the states of one sequence in all layers, which a step reads and writes.
     """
 
     weights: int
     experts: tuple[ExpertBytes, ...]
     cached: int
+    state: int = 0
 
     def decode(self, sequences: int, tokens: int) -> float:
         """Return the expected bytes of a step of `sequences` sequences that hold `tokens` tokens together, the new ones
         included."""
-        return self.weights + sum(part.chosen_by(sequences) for part in self.experts) + self.cached * tokens
+        experts = sum(part.chosen_by(sequences) for part in self.experts)
+        return self.weights + experts + self.cached * tokens + 2 * self.state * sequences
 
 
 def bytes_per_step(model: Model) -> BytesPerStep:
     """Add up the layers of a model, which need not be allocated."""
     cost = model.cost()
-    return BytesPerStep(cost.read, cost.experts, bytes_per_token(model.cache_specs()))
+    specs = model.cache_specs()
+    return BytesPerStep(cost.read, cost.experts, bytes_per_token(specs), bytes_per_state(specs))

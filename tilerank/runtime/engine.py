@@ -113,6 +113,8 @@ class Engine:
             "preemptions": scheduler.preemptions,
             "prompt_tokens": self._prompt_tokens,
             "generated_tokens": self._generated_tokens,
+            "state_slots": self.worker.states,
+            "snapshots": 0 if self._pool.states is None else self._pool.states.snapshots,
         }
 
     def cancel(self, number: int) -> None:

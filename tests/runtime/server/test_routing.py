@@ -52,9 +52,9 @@ def test_the_least_recently_used_blocks_are_evicted(monkeypatch: pytest.MonkeyPa
 
 
 def test_the_state_of_several_engines() -> None:
-    one = State(100, 300, 0.5, 1, 2, 3, 4, 5)
-    other = State(80, 100, 0.1, 10, 20, 30, 40, 50)
-    assert merge_states(one, other) == State(80, 400, 0.4, 11, 22, 33, 44, 55)
+    one = State(100, 300, 0.5, 1, 2, 3, 4, 5, 6, 7)
+    other = State(80, 100, 0.1, 10, 20, 30, 40, 50, 60, 70)
+    assert merge_states(one, other) == State(80, 400, 0.4, 11, 22, 33, 44, 55, 66, 77)
 
 
 def test_ranks_of_several_replicas_are_numbered_through() -> None:

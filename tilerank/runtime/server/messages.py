@@ -67,7 +67,8 @@ class State(msgspec.Struct, frozen=True, array_like=True, tag=4):
 
     cache_tokens: capacity of the KV cache in tokens. cache_used: fraction of its pages that running requests use.
     running, waiting: numbers of requests. preemptions, prompt_tokens (computed), generated_tokens: totals since the
-    start.
+    start. state_slots: slots for states of sequences, 0 for models without; a running request has one. snapshots: slots
+    that keep the states at the end of a common beginning of prompts.
     """
 
     context_length: int
@@ -78,6 +79,8 @@ class State(msgspec.Struct, frozen=True, array_like=True, tag=4):
     preemptions: int
     prompt_tokens: int
     generated_tokens: int
+    state_slots: int = 0
+    snapshots: int = 0
 
 
 class RankInfo(msgspec.Struct, frozen=True, array_like=True):
@@ -122,6 +125,8 @@ def merge_states(one: State, other: State) -> State:
         one.preemptions + other.preemptions,
         one.prompt_tokens + other.prompt_tokens,
         one.generated_tokens + other.generated_tokens,
+        one.state_slots + other.state_slots,
+        one.snapshots + other.snapshots,
     )
 
 

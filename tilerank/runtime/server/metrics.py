@@ -88,6 +88,11 @@ class _EngineCollector(Collector):
         yield _gauge(
             "kv_cache_usage_perc", "Fraction of the KV cache that running requests use, 0 to 1", state.cache_used
         )
+        if state.state_slots:
+            used = state.running / state.state_slots
+            yield _gauge("state_slots", "Slots for states of sequences; a running request has one", state.state_slots)
+            yield _gauge("state_slots_usage_perc", "Fraction of the slots that running requests use, 0 to 1", used)
+            yield _gauge("state_snapshots", "Slots that keep the states of beginnings of prompts", state.snapshots)
         yield from _rank_metrics(self._client.rank_stats)
 
 

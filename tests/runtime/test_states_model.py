@@ -1,0 +1,184 @@
+"""States of sequences with a tiny Qwen3.5: prompts that continue snapshots, chunks cut everywhere, preemption, padding.
+
+A prompt that continues a snapshot is compared with the same prompt computed whole. The delta rule rounds differently
+where a prompt is cut, so log-probabilities are compared with a tolerance.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from tiny import make_checkpoint
+
+from tilerank.kernels.kv_pages import PAGE_TOKENS
+from tilerank.kernels.state_slots import StateSlots
+from tilerank.parallel.channel import Channel
+from tilerank.parallel.group import SingleGroup
+from tilerank.parallel.join import Team
+from tilerank.runtime.engine import Engine, Request
+from tilerank.runtime.pages import PagePool
+from tilerank.runtime.prompt import Prompt
+from tilerank.runtime.sampling import SamplingParams
+from tilerank.runtime.scheduler import Scheduler
+from tilerank.runtime.state_pool import StatePool
+from tilerank.runtime.worker import Worker
+
+DENSE = {
+    "family": "qwen3_5",
+    "hidden": 96,
+    "heads": 6,
+    "kv_heads": 3,
+    "head_dim": 32,
+    "inter": 200,
+    "vocab": 600,
+    "layers": 4,
+    "linear_num_key_heads": 3,
+    "linear_num_value_heads": 6,
+}
+MIXTURE = DENSE | {"family": "qwen3_5_moe", "experts": 6, "topk": 2, "moe_inter": 80}
+TOLERANCE = 1e-4
+
+
+@dataclass(frozen=True)
+class Answer:
+    """tokens and their log-probabilities; computed: how many tokens of the prompt were computed."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    computed: int
+
+    def check(self, other: "Answer") -> None:
+        assert self.tokens == other.tokens
+        assert max(abs(a - b) for a, b in zip(self.logprobs, other.logprobs, strict=True)) < TOLERANCE
+
+
+@pytest.fixture(scope="module", params=[DENSE, MIXTURE], ids=["dense", "mixture"])
+def worker(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Worker:
+    model = make_checkpoint(tmp=tmp_path_factory.mktemp("states"), **request.param)
+    team = Team(SingleGroup(), Channel(0, None, {}, 10.0))
+    return Worker(model, team, dtype=torch.float32, max_total_tokens=2048, states=12)
+
+
+def fresh(worker: Worker, *, states: int = 12, pages: int | None = None, chunk_rows: int = 2048) -> Engine:
+    """Return an engine that has seen no prompt. Its slots hold what earlier ones have left there, and what these have
+    kept is lost."""
+    engine = Engine(worker)
+    worker._held.clear()  # numbers of sequences begin again
+    engine._pool = PagePool(pages or worker.pages, StatePool(states))
+    engine._scheduler = Scheduler(engine._pool, engine._encodings, max_running=8, chunk_rows=chunk_rows)
+    return engine
+
+
+def request(prompt: list[int], new: int) -> Request:
+    return Request(Prompt(prompt), SamplingParams(max_new_tokens=new, ignore_eos=True, logprobs=1))
+
+
+def ask(engine: Engine, prompt: list[int], new: int = 24) -> Answer:
+    before = engine.state()["prompt_tokens"]
+    events = list(engine.generate([request(prompt, new)]))
+    logprobs = [event.logprobs.chosen for event in events if event.logprobs is not None]
+    return Answer([event.token_id for event in events], logprobs, engine.state()["prompt_tokens"] - before)
+
+
+def prompt_of(length: int, seed: int = 0) -> list[int]:
+    return torch.randint(0, 600, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+@pytest.mark.parametrize("length", [1, 31, 32, 63, 64, 65, 129, 200])
+def test_chunks_cut_everywhere_give_the_answer_of_the_whole_prompt(worker: Worker, length: int) -> None:
+    prompt = prompt_of(length)
+    whole = ask(fresh(worker), prompt)
+    for rows in {1, 7, 64, 65, length - 1} - {0}:
+        ask(fresh(worker, chunk_rows=rows), prompt).check(whole)
+
+
+def test_a_chat_continues_its_snapshots(worker: Worker) -> None:
+    """Each turn repeats the prompt of the one before and what was answered, but not how the answer began."""
+    engine, history = fresh(worker), prompt_of(100)
+    prompts, answers = [], []
+    for turn in range(4):
+        prompts.append([*history, 5, 6])
+        answers.append(ask(engine, prompts[-1]))
+        history += [*answers[-1].tokens[2:], *prompt_of(90, seed=turn + 1)]
+    before = [PAGE_TOKENS + 8, *map(len, prompts)]
+    for prompt, answer, known in zip(prompts, answers, before, strict=False):
+        assert answer.computed <= len(prompt) - known + PAGE_TOKENS + 8
+        answer.check(ask(fresh(worker), prompt))
+
+
+def test_generated_tokens_are_continued(worker: Worker) -> None:
+    engine, prompt = fresh(worker), prompt_of(90)
+    first = ask(engine, prompt, 80)
+    longer = [*prompt, *first.tokens, *prompt_of(10, seed=1)]
+    second = ask(engine, longer)
+    assert second.computed == len(longer) - 160  # of 169 cached tokens
+    second.check(ask(fresh(worker), longer))
+
+
+def test_requests_with_one_beginning_continue_it_together(worker: Worker) -> None:
+    """The first is computed whole, and the second as well, up to where they part; the others continue from there."""
+    prompts = [[*prompt_of(140), *prompt_of(70, seed=i)] for i in range(1, 6)]
+    engine = fresh(worker)
+    tokens: list[list[int]] = [[] for _ in prompts]
+    for event in engine.generate([request(prompt, 24) for prompt in prompts]):
+        tokens[event.request].append(event.token_id)
+    assert tokens == [ask(fresh(worker), prompt).tokens for prompt in prompts]
+    assert engine.state()["prompt_tokens"] == 2 * 210 + 3 * (210 - 128)
+
+
+def test_the_preempted_give_the_answers_of_the_others(worker: Worker) -> None:
+    """There are pages for two of four sequences that grow, and slots for their snapshots only now and then."""
+    prompts = [prompt_of(40 + 9 * i, seed=i) for i in range(4)]
+    wanted = [ask(fresh(worker), prompt, 70).tokens for prompt in prompts]
+    for states in (4, 12):
+        engine = fresh(worker, states=states, pages=9)
+        tokens: list[list[int]] = [[] for _ in prompts]
+        for event in engine.generate([request(prompt, 70) for prompt in prompts]):
+            tokens[event.request].append(event.token_id)
+        assert tokens == wanted
+        assert engine.state()["preemptions"] > 0
+
+
+def test_no_step_touches_a_slot_of_no_sequence_in_it(worker: Worker) -> None:
+    """Three sequences decode in a step padded to four rows; the other slots keep what they hold, bit for bit."""
+    engine = fresh(worker, states=12)
+    layers = [cache for cache in worker._caches if isinstance(cache, StateSlots)]
+    for cache in layers:
+        cache.conv.fill_(7.0)
+        cache.state.fill_(-3.0)
+    events = engine.generate([request(prompt_of(20, seed=i), 10) for i in range(3)])
+    assert len(list(events)) == 30
+    assert layers and all((cache.conv[3:] == 7.0).all() and (cache.state[3:] == -3.0).all() for cache in layers)
+    assert not any((cache.state[:3] == -3.0).any() for cache in layers)
+
+
+def test_as_many_requests_run_as_there_are_slots(worker: Worker) -> None:
+    engine = fresh(worker, states=3)
+    for i in range(5):
+        engine.submit(request(prompt_of(20, seed=i), 4))
+    engine.step()
+    state = engine.state()
+    assert (state["running"], state["waiting"]) == (3, 2)
+    while engine.busy:
+        engine.step()
+
+
+def test_a_score_is_that_of_the_whole_prompt(worker: Worker) -> None:
+    """In chunks of 128 rows; the log-probabilities of an answer follow from the scores before its tokens."""
+    engine, prompt = fresh(worker), prompt_of(300)
+    answer = ask(engine, prompt, 8)
+    logits = engine.score(Prompt([*prompt, *answer.tokens]))
+    expected = logits[len(prompt) - 1 : -1].double().log_softmax(-1)
+    for token, logprob, row in zip(answer.tokens, answer.logprobs, expected, strict=True):
+        assert logprob == pytest.approx(float(row[token]), abs=TOLERANCE)
+
+
+def test_sizes_that_a_worker_derives(tmp_path: Path) -> None:
+    model = make_checkpoint(tmp=tmp_path, **DENSE)
+    team = Team(SingleGroup(), Channel(0, None, {}, 10.0))
+    found = Worker(model, team, dtype=torch.float32, max_total_tokens=20000)
+    slots = [cache.state.shape[0] for cache in found._caches if isinstance(cache, StateSlots)]
+    assert found.states == 10 and slots == [10] * 3
+    state = 3 * (6 * 32 * 32 * 4 + 3 * (2 * 3 * 32 + 6 * 32) * 4)
+    assert found.cache_bytes == state * 10 + found.cache_tokens * 2 * 3 * 32 * 4
