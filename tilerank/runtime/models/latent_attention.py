@@ -105,14 +105,14 @@ class LatentAttention(Mixer[LatentPages]):
         q_rope = part_of_heads(q, c.nope_dim, c.rope_dim)
         ops.rotary_(q_rope, rope_key[:, None], rope, neighbours=c.neighbours)
         store_latent(latent, rope_key, cache, batch.slots)
+        if batch.expansion is not None:
+            # All rows also where only some are used: the form, and so the bits, do not depend on that.
+            rows = join_heads(self._expanded(q, batch.expansion, cache))
+            return self.out(rows if only is None else only.take(rows))
+        starts = batch.query_starts
         if only is not None:
-            q = split_heads(only.take(join_heads(q)), 0, *q.shape[1:])
-            heads = self._absorbed(q, Runs(None, batch.page_tables, batch.seq_lens, only.starts), cache)
-        elif batch.expansion is not None:
-            heads = self._expanded(q, batch.expansion, cache)
-        else:
-            heads = self._absorbed(q, Runs(None, batch.page_tables, batch.seq_lens, batch.query_starts), cache)
-        return self.out(join_heads(heads))
+            q, starts = _take(q, only.rows), only.starts
+        return self.out(join_heads(self._absorbed(q, Runs(None, batch.page_tables, batch.seq_lens, starts), cache)))
 
     def _absorbed(self, q: Tensor, runs: Runs, cache: LatentPages) -> Tensor:
         """q [t, heads, nope + rope] -> [t, heads, value_dim]"""
