@@ -21,6 +21,15 @@ DEMO = Path(__file__).parents[2] / "assets" / "demo-lm"
 
 pytestmark = pytest.mark.skipif(core.isa() == "reference", reason="plain torch cannot be recorded")
 
+_DEEPSEEK = {
+    "family": "deepseek_v3",
+    "heads": 5,
+    "hidden": 112,
+    "inter": 200,
+    "experts": 8,
+    "moe_inter": 80,
+    "layers": 3,
+}
 # One model of each family, with heads, widths and vocabularies that three ranks cannot share evenly.
 TINY: dict[str, dict[str, Any]] = {
     "llama": {"family": "llama3", "heads": 10, "kv_heads": 5, "head_dim": 24, "hidden": 160, "vocab": 777, "layers": 2},
