@@ -80,6 +80,8 @@ SMALL: dict[str, Any] = {
     "num_experts": 12,
     "num_hidden_layers": 2,
     "vocab_size": 4200,
+    "kv_lora_rank": 64,
+    "q_lora_rank": 48,
 }
 
 
@@ -91,11 +93,30 @@ def test_transformers_gives_a_random_model_the_same_logits(
 ) -> None:
     monkeypatch.setitem(PUBLIC_CONFIGS, like, PUBLIC_CONFIGS[like] | SMALL)
     out = tmp_path / "made"
-    assert cli.main(["bench", "make-model", str(out), "--like", like, "--layers", "1"]) == 0
+    experts = ["--experts", "16"] if "n_routed_experts" in PUBLIC_CONFIGS[like] else []
+    assert cli.main(["bench", "make-model", str(out), "--like", like, "--layers", "1", *experts]) == 0
     assert "1 layers" in capsys.readouterr().out and list(tmp_path.iterdir()) == [out]
     assert read_card(out).eos_token_ids == read_card(DEMO).eos_token_ids
     ids = [5, 4199, 0, 77]
     assert torch.allclose(score(out, ids), transformers_score(out, ids), atol=1e-4)
+
+
+def test_a_mixture_may_have_fewer_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """The 8 experts of a token are from 4 of 8 groups, so that 16 is the least. Layers of both kinds are kept."""
+    monkeypatch.setitem(PUBLIC_CONFIGS, "deepseek-v3.1", PUBLIC_CONFIGS["deepseek-v3.1"] | SMALL)
+    make = ["bench", "make-model", str(tmp_path / "made"), "--like", "deepseek-v3.1", "--layers", "2", "--experts"]
+    for experts in ("8", "20", "257"):
+        assert cli.main([*make, experts]) == 1
+        assert f"--experts: expected 16 to 256 in multiples of 8 for deepseek-v3.1, found {experts}" in (
+            capsys.readouterr().err
+        )
+    assert cli.main([*make, "16"]) == 0
+    config = json.loads((tmp_path / "made" / "config.json").read_text())
+    assert (config["n_routed_experts"], config["first_k_dense_replace"]) == (16, 1)
+    ids = [5, 4199, 0, 77]
+    assert torch.allclose(score(tmp_path / "made", ids), transformers_score(tmp_path / "made", ids), atol=1e-4)
+    assert cli.main(["bench", "make-model", str(tmp_path / "b"), "--like", "qwen3-8b", "--experts", "8"]) == 1
+    assert "--experts: expected a mixture of experts, found qwen3-8b" in capsys.readouterr().err
 
 
 def tiny_vision_config(like: str) -> dict[str, Any]:

@@ -16,6 +16,8 @@ from .public_configs import PROCESSORS, PUBLIC_CONFIGS
 _ASSETS = Path(__file__).resolve().parents[3] / "assets"
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "chat_template.json")
 _TEXT_LAYERS = "num_hidden_layers"
+_DENSE_LAYERS = "first_k_dense_replace"
+_EXPERTS = ("n_routed_experts", "num_experts")
 _SPECIAL_IDS = (
     "bos_token_id",
     "eos_token_id",
@@ -34,6 +36,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--layers", type=whole_number(1), metavar="N", help="number of layers (default: as the public model)"
     )
     parser.add_argument(
+        "--experts", type=whole_number(1), metavar="N", help="experts of each mixture (default: as the public model)"
+    )
+    parser.add_argument(
         "--vision-layers",
         type=whole_number(1),
         metavar="N",
@@ -48,6 +53,7 @@ def run(args: argparse.Namespace) -> int:
     out: Path = args.out
     config = copy.deepcopy(PUBLIC_CONFIGS[args.like])
     _set_layers(config, args)
+    _set_experts(config, args)
     if out.exists():
         raise LaunchError(f"OUT_DIR: {out} exists; expected a directory that does not exist yet")
     if not out.absolute().parent.is_dir():
@@ -80,10 +86,29 @@ def _set_layers(config: dict[str, Any], args: argparse.Namespace) -> None:
             raise LaunchError(f"{option}: expected at most the {part[key]} {name} of {args.like}, found {layers}")
         if key == "depth":
             part["deepstack_visual_indexes"] = _spread(part["deepstack_visual_indexes"], part[key], layers)
+        if key == _TEXT_LAYERS and _DENSE_LAYERS in part:
+            part[_DENSE_LAYERS] = min(part[_DENSE_LAYERS], layers // 2)  # some layers keep their mixture
         part[key] = layers
     if vision := config.get("vision_config"):
         # Each DeepStack level belongs to a layer of the text but the last.
         vision["deepstack_visual_indexes"] = vision["deepstack_visual_indexes"][: _text(config)[_TEXT_LAYERS] - 1]
+
+
+def _set_experts(config: dict[str, Any], args: argparse.Namespace) -> None:
+    """Set the number of experts that was asked for. Raises LaunchError."""
+    if args.experts is None:
+        return
+    text = _text(config)
+    key = next((key for key in _EXPERTS if key in text), None)
+    if key is None:
+        raise LaunchError(f"--experts: expected a mixture of experts, found {args.like}")
+    chosen, groups = text["num_experts_per_tok"], text.get("n_group", 1)
+    least = -(-chosen // text.get("topk_group", 1)) * groups
+    if not least <= args.experts <= text[key] or args.experts % groups:
+        raise LaunchError(
+            f"--experts: expected {least} to {text[key]} in multiples of {groups} for {args.like}, found {args.experts}"
+        )
+    text[key] = args.experts
 
 
 def _spread(indexes: list[int], depth: int, new_depth: int) -> list[int]:

@@ -66,16 +66,16 @@ def model_work(
     """
     from tilerank.loader.weight_formats import weight_formats
     from tilerank.parallel.sharding import Sharding
-    from tilerank.runtime.cache import PagedKV, bytes_per_token
+    from tilerank.runtime.cache import Budget, bytes_per_token
     from tilerank.runtime.registry import build_model
 
     formats = weight_formats(card.quantization, dtype, quantization)
     model = build_model(card, Sharding(0, 1, dtype, None, formats=formats, kv_dtype=kv_dtype))
     specs = model.cache_specs()
     for spec in specs:
-        if not isinstance(spec, PagedKV):
+        if spec.budget is not Budget.TOKENS:
             raise LaunchError(
-                f"cannot count the work of a {type(spec).__name__} cache; expected layers with a PagedKV cache"
+                f"cannot count the work of a {type(spec).__name__} cache; expected caches that grow with the tokens"
             )
     body = model.cost_without_logits()
     return ModelWork(body, model.cost() - body, bytes_per_token(specs))
