@@ -151,6 +151,20 @@ def test_prompts_in_chunks_equal_transformers(reference: Path) -> None:
         assert result["wrong_tokens"] == [], result
 
 
+@needs_core
+@pytest.mark.parametrize("kv_dtype", [None, "int8"])
+def test_a_batch_gives_the_bits_of_single_requests(tmp_path: Path, kv_dtype: str | None) -> None:
+    """As in test_engine.py: in chunks, mixed with others, from shared pages, after giving way; in the absorbed form,
+    which this model always has, as keys and values are as large as two latents."""
+    dims = {"hidden": 96, "vocab": 4200, "layers": 3, "inter": 200, "moe_inter": 80}
+    dims["config"] = {"kv_lora_rank": 64, "qk_nope_head_dim": 64, "v_head_dim": 64}
+    model = str(make_checkpoint("deepseek_v3", tmp_path, seed=5, **dims))
+    cases = [(dtype, COMPILED[0]) for dtype in ("bfloat16", "float32")]
+    kwargs = {"cases": cases, "model": model, "kv_dtype": kv_dtype}
+    results = run_ranks(2, "batching:same_answers", kwargs=kwargs, timeout=300)[0]
+    assert results == {f"{rung} {dtype}": [] for dtype, rung in cases}
+
+
 QUANTISED = ["deepseek_v3_fp8", "deepseek_v3_int8", "deepseek_v3_int8_ct"]
 IDS = random.Random(1).choices(range(500), k=48)
 

@@ -83,14 +83,16 @@ WAYS: dict[str, Ask] = {
 }
 
 
-def same_answers(team: Team, *, cases: list[tuple[str, str]], kv_dtype: str | None = None) -> dict[str, Any]:
+def same_answers(
+    team: Team, *, cases: list[tuple[str, str]], kv_dtype: str | None = None, model: str = str(DEMO)
+) -> dict[str, Any]:
     """Return, on rank 0, by rung and dtype the ways of running the requests whose bits differ from those of one
-    batch."""
+    batch. model: a directory; its vocabulary has the demo model's ids."""
     result = {}
     for dtype, rung in cases:
         core.force_isa(rung)
         worker = Worker(
-            DEMO,
+            Path(model),
             team,
             dtype=getattr(torch, dtype),
             kv_dtype=getattr(torch, kv_dtype) if kv_dtype else None,
