@@ -3,7 +3,8 @@
     python reference_vl.py JOB.json
 
 JOB.json: {"out": directory, "models": [{"name", "family", "seed", ...dims}, ...], "new_tokens": n}. For every model it
-makes the checkpoint `out/<name>` and writes `out/<name>.safetensors` with, for medium i: `media.i.frames` uint8,
+makes the checkpoint `out/<name>`, unless it is there, and writes `out/<name>.safetensors` with, for medium i:
+`media.i.frames` uint8,
 `media.i.grid`, `media.i.float32` and `media.i.bfloat16`, the levels of its encoding. For prompt p, which has the media
 `p.media` (empty: text alone): `p.token_ids` (the prompt and n greedy tokens of fp32), `p.positions` [3, tokens],
 `p.places` (first token and number of tokens of each run of placeholders), `p.float32` and `p.bfloat16`, the logits of
@@ -119,7 +120,9 @@ def reference(model_dir: Path, new_tokens: int, seed: int) -> dict[str, Tensor]:
         model.generation_config.eos_token_id = None
         for i, (_, frames, grid, pixels) in enumerate(found):
             levels = model.model.visual(pixels.to(dtype), grid_thw=grid, return_dict=True)
-            answer[f"media.{i}.{name}"] = torch.stack([levels.pooler_output, *levels.deepstack_features]).float()
+            answer[f"media.{i}.{name}"] = torch.stack(
+                [levels.pooler_output, *getattr(levels, "deepstack_features", ())]
+            ).float()
             answer |= {f"media.{i}.frames": frames, f"media.{i}.grid": grid[0].clone()}
         for p, numbers in enumerate(PROMPTS):
             chosen = [found[number] for number in numbers]
@@ -140,7 +143,8 @@ def main(job: dict[str, Any]) -> None:
     out = Path(job["out"])
     for model in job["models"]:
         dims = {key: value for key, value in model.items() if key not in ("name", "family", "seed")}
-        make(model["family"], out / model["name"], model["seed"], dims)
+        if not (out / model["name"]).exists():
+            make(model["family"], out / model["name"], model["seed"], dims)
         tensors = reference(out / model["name"], job["new_tokens"], model["seed"])
         save_file(tensors, out / f"{model['name']}.safetensors")
 
