@@ -4,10 +4,10 @@
 
 JOB.json: {"out": directory, "models": [{"name", "family", "seed", ...dims}, ...], "new_tokens": n}. For every model it
 makes the checkpoint `out/<name>`, unless it is there, and writes `out/<name>.safetensors` with, for medium i:
-`media.i.frames` uint8, `media.i.grid`, `media.i.float32` and `media.i.bfloat16`, the levels of its encoding. For prompt
-p, which has the media `p.media` (empty: text alone): `p.token_ids` (the prompt and n greedy tokens of fp32), `p.positions` [3, tokens],
-`p.places` (first token and number of tokens of each run of placeholders), `p.float32` and `p.bfloat16`, the logits of
-one forward pass.
+`media.i.frames` uint8, `media.i.grid`, `media.i.float32` and `media.i.bfloat16`, the levels of its encoding. For
+prompt p, which has the media `p.media` (empty: text alone): `p.token_ids` (the prompt and n greedy tokens of fp32),
+`p.positions` [3, tokens], `p.places` (first token and number of tokens of each run of placeholders), `p.float32` and
+`p.bfloat16`, the logits of one forward pass.
 """
 
 import json
