@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from tests.runtime.test_scheduler import Slots, new_sequence
+from tests.runtime.test_scheduler import FakeGrammarMask, Slots, new_sequence
 from tilerank.kernels.kv_pages import PAGE_TOKENS
 from tilerank.runtime.encodings import EncoderCache
 from tilerank.runtime.pages import PagePool
@@ -61,8 +61,8 @@ def tokens(count: int, start: int = 100) -> list[int]:
 
 
 def test_a_prompt_is_cut_for_its_snapshot() -> None:
-    """At the last full page that leaves out 8 tokens: 200 - 8 = 192 = 6 pages, 199 - 8 = 191 gives 5."""
-    for length, cut in ((200, 192), (199, 160), (72, 64), (71, 0), (33, 0)):
+    """At the last 64 tokens that leave out 8: 200 - 8 = 192 = 3 * 64, 199 - 8 = 191 gives 2."""
+    for length, cut in ((200, 192), (199, 128), (72, 64), (71, 0), (33, 0)):
         machine = Machine()
         sequence = machine.add(tokens(length))
         machine.step()
@@ -75,21 +75,20 @@ def test_every_turn_of_a_chat_continues_the_one_before() -> None:
     """The answer is not repeated by the next prompt, nor are the last two tokens, which open it: "<think>"."""
     machine, history = Machine(), tokens(150)
     for turn in range(5):
-        cached = (len(history) - PAGE_TOKENS) // PAGE_TOKENS * PAGE_TOKENS if turn else 0
+        cached = (len(history) + 2 - 8) // 64 * 64 if turn else 0
         history += tokens(90, start=1000 * (turn + 1))
-        [rows] = machine.run(machine.add([*history, 1, 2], 40))
-        assert rows <= len(history) + 2 - cached + 39
+        assert machine.run(machine.add([*history, 1, 2], 40)) == [len(history) + 2 - cached + 39]
     assert machine.rows[0] == 240 + 2 + 39
 
 
 def test_generated_tokens_are_continued_too() -> None:
-    """The 100 prompt tokens and the first 66 - 1 generated ones fill 5 pages; a prompt repeats and extends them."""
+    """The 100 prompt tokens and the first 99 generated ones fill 3 * 64; a prompt repeats and extends them."""
     machine = Machine()
-    first = machine.add(tokens(100), 66)
+    first = machine.add(tokens(100), 100)
     machine.run(first)
-    assert machine.rows[0] == 100 + 65
-    assert machine.pool.snapshots == 2  # of the prompt, and of 160 tokens; that of 128 has made room for the latter
-    assert machine.run(machine.add([*first.tokens, 8, 9], 1)) == [100 + 66 + 2 - 160]
+    assert machine.rows[0] == 100 + 99
+    assert machine.pool.snapshots == 2  # of the prompt, and of 192 tokens; that of 128 has made room for the latter
+    assert machine.run(machine.add([*first.tokens, 8, 9], 1)) == [100 + 100 + 2 - 192]
 
 
 def test_a_common_beginning_is_computed_twice_and_then_continued() -> None:
@@ -109,11 +108,11 @@ def test_prompts_that_arrive_together_share_their_beginning() -> None:
     assert machine.run(*together) == [230, 230 - 128, 230 - 128]
 
 
-@pytest.mark.parametrize("length", [200, 199, 192, 225])
+@pytest.mark.parametrize("length", [200, 199, 192, 193, 194])
 def test_the_choices_of_a_request_compute_its_prompt_once(length: int) -> None:
     machine = Machine()
     choices = [machine.add(tokens(length), 3) for _ in range(4)]
-    shared = (length - 8) // PAGE_TOKENS * PAGE_TOKENS
+    shared = (length - 2) // 64 * 64  # two tokens are left, or more
     assert machine.run(*choices) == [length + 2, *[length + 2 - shared] * 3]
 
 
@@ -160,7 +159,40 @@ def test_a_preempted_sequence_goes_on_from_its_newest_snapshot() -> None:
     assert 160 < before < 192 and young in machine.scheduler.waiting
     machine.scheduler.remove(old)
     machine.run(young)
-    assert machine.rows[young.request] == before + 199 - 160
+    assert machine.rows[young.request] == before + 199 - 128
+
+
+def test_prompts_are_cut_at_blocks_and_leave_no_single_token() -> None:
+    """Two prompts share 150 rows: the second gets a whole block of what the first leaves, and the rest later."""
+    machine = Machine(chunk_rows=150)
+    first, second = machine.add(tokens(70), 9), machine.add(tokens(300, start=500), 9)
+    starts = []
+    for _ in range(6):
+        scheduled = machine.scheduler.schedule()
+        starts += [(chunk.start, len(chunk.token_ids)) for s, chunk in scheduled if s is second and s.uncached > 1]
+        machine.slots.step(scheduled)
+        machine.scheduler.publish(scheduled)
+        for sequence, chunk in scheduled:
+            if chunk.logits:
+                sequence.append(7)
+    assert first.cached > 70 and starts == [(0, 64), (64, 128), (192, 64)]
+    alone = Machine(chunk_rows=128)
+    single = alone.add(tokens(129))
+    alone.step()
+    assert alone.rows[0] == 64 and alone.run(single) == [129]
+
+
+def test_a_prompt_waits_for_its_mask_in_front_of_its_last_block() -> None:
+    machine = Machine()
+    sequence = machine.add(tokens(200), 2)
+    mask = FakeGrammarMask()
+    sequence.grammar_mask = mask  # type: ignore[assignment]
+    machine.step()
+    assert sequence.cached == 192 and not sequence.computable and not machine.scheduler.can_step
+    machine.step()
+    assert sequence.cached == 192
+    mask.ready = True
+    assert machine.run(sequence) == [201]
 
 
 def test_a_score_uses_a_slot() -> None:

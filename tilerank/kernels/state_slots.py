@@ -10,6 +10,10 @@ from torch import Tensor
 from . import check, core
 from .errors import KernelError
 
+BLOCK_TOKENS = 64
+"""Tokens that the delta rule computes together. A sequence that is cut at multiples of them has the bits of the whole
+sequence, unless a single token is left: that is computed in another form (kernels/delta.py)."""
+
 
 @dataclass(frozen=True)
 class StateSlots:

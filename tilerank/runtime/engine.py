@@ -228,7 +228,8 @@ class Engine:
     def _collect_grammar_masks(self) -> list[Event]:
         """Collects finished masks, and ends the sequences whose grammar is complete or has failed."""
         pending = [(s, m) for s in self._requests.values() if (m := s.grammar_mask) is not None and not m.ready]
-        collect_masks([m for _, m in pending], [m for s, m in pending if s.is_running and s.uncached == 1])
+        urgent = [m for s, m in pending if s.is_running and not s.computable and s.blocking is None]
+        collect_masks([m for _, m in pending], urgent)
         events: list[Event] = []
         for sequence, mask in pending:
             if mask.ready and mask.error is not None:

@@ -72,11 +72,12 @@ class PagePool:
         """Return a table with the tree's pages for the beginning of `keys`, for models with states up to the deepest
         snapshot.
 
-        The last token is never covered, because its logits have to be computed.
+        The last token is never covered, because its logits have to be computed, and for models with states the last
+        but one neither, because a single token would be computed in another form (kernels/state_slots.py).
         """
         table = PageTable()
         page = self._root
-        for page_keys in _pages(keys[:-1]):
+        for page_keys in _pages(keys[: -1 if self.states is None else -2]):
             child = page.children.get(page_keys)
             if child is None:
                 break

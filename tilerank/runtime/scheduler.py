@@ -6,8 +6,8 @@ the youngest running sequence is preempted: it releases what it holds and waits 
 it left in the tree. The oldest sequence can therefore always continue.
 
 Of a model with states, snapshots are taken (state_pool.py) where other prompts may continue: near the end of a prompt,
-where a prompt leaves the tree's tokens, and at the last full page of the generated tokens. A chunk of a prompt ends
-there.
+where a prompt leaves the tree's tokens, and at the end of the generated tokens. A chunk of a prompt ends there. Prompts
+and snapshots are cut at multiples of BLOCK_TOKENS alone, so that the bits of an answer do not depend on the cuts.
 """
 
 from bisect import insort
@@ -18,6 +18,7 @@ from itertools import count
 from torch import Tensor
 
 from tilerank.kernels.kv_pages import PAGE_TOKENS
+from tilerank.kernels.state_slots import BLOCK_TOKENS
 
 from .encodings import EncoderCache, Encoding, Wanted
 from .grammar_masks import GrammarMask
@@ -30,8 +31,6 @@ from .state_pool import StatePool
 SNAPSHOT_MARGIN = 8
 """A prompt's snapshot leaves out at least so many of its last tokens. Those that open the answer of a chat, such as
 "<think>", are not repeated by the prompt of the next turn."""
-SNAPSHOT_TOKENS = 64
-"""A prompt is not cut for a snapshot that would save fewer tokens: the model's weights are read once more for it."""
 
 
 @dataclass(eq=False)
@@ -42,9 +41,8 @@ class Sequence:
     the KV cache holds the first `cached` of them. keys: what their pages are shared by (prompt.py). number: names the
     sequence in messages to the ranks; a new one for each admission, -1 while it waits. encodings: by medium, those of
     which it still has to insert tokens; none while it waits. pages_sent: how many of its pages the other ranks have
-    received. state_slot: of a running sequence of a model with states. snapshots_at: the number of cached tokens that
-    it began with, and those at which snapshots are taken. newest_snapshot: the page of the last snapshot of generated
-    tokens.
+    received. state_slot: of a running sequence of a model with states, else -1. snapshots_at: numbers of cached tokens
+    at which snapshots are to be taken. newest_snapshot: the page of the last snapshot of generated tokens.
     """
 
     request: int
@@ -109,8 +107,18 @@ class Sequence:
         if (place := self.blocking) is not None:
             tokens = min(tokens, place.start // PAGE_TOKENS * PAGE_TOKENS - self.cached)
         if self.snapshots_at:
-            tokens = min([tokens, *(at - self.cached for at in self.snapshots_at if at > self.cached)])
-        return max(tokens, 0)
+            tokens = min(tokens, min(self.snapshots_at) - self.cached)
+        return self.cut(max(tokens, 0))
+
+    def cut(self, tokens: int) -> int:
+        """Return the number of tokens to compute where `tokens` could be: fewer for models with states if more tokens
+        follow."""
+        if self.state_slot < 0 or tokens == self.uncached:
+            return tokens
+        end = _blocks(self.cached + tokens)
+        if end + 1 == len(self.tokens) and end - BLOCK_TOKENS > self.cached:
+            end -= BLOCK_TOKENS  # no single token is left
+        return max(end - self.cached, 0)
 
     @property
     def uncached(self) -> int:
@@ -130,7 +138,8 @@ class Scheduler:
     """Decides which sequences take part in each step.
 
     max_running: limit of running sequences. chunk_rows: limit of prompt tokens in a step, which bounds how long
-    decoding sequences wait for a token. encodings: pinned while sequences need them.
+    decoding sequences wait for a token; at least BLOCK_TOKENS for a model with states. encodings: pinned while
+    sequences need them.
     """
 
     def __init__(self, pool: PagePool, encodings: EncoderCache, *, max_running: int, chunk_rows: int) -> None:
@@ -222,8 +231,9 @@ class Scheduler:
         """Take the snapshot that is planned where the cached tokens end, or that of the generated tokens."""
         page = sequence.table.shared[-1]
         if sequence.cached in sequence.snapshots_at:
+            sequence.snapshots_at.remove(sequence.cached)
             states.snapshot(page, sequence.state_slot)
-        elif sequence.cached % PAGE_TOKENS == 0 and sequence.cached > sequence.prompt_len:
+        elif sequence.cached % BLOCK_TOKENS == 0 and sequence.cached > sequence.prompt_len:
             states.snapshot(page, sequence.state_slot, replaced=sequence.newest_snapshot)
             sequence.newest_snapshot = page
 
@@ -239,7 +249,7 @@ class Scheduler:
 
     def _schedule_prompt(self, sequence: Sequence, rows: int, scheduled: Scheduled) -> int:
         """Schedule up to `rows` tokens of a prompt and return how many."""
-        rows = min(rows, sequence.computable)
+        rows = sequence.cut(min(rows, sequence.computable))
         if rows:
             scheduled.append((sequence, next_chunk(sequence, rows)))
         return rows
@@ -259,7 +269,7 @@ class Scheduler:
         """
         for other in self.running:
             end = (len(other.table.shared) + 1) * PAGE_TOKENS
-            if end > _shareable(other, sequence) or other.keys[:end] != sequence.keys[:end]:
+            if end >= min(len(other.tokens), len(sequence.tokens)) or other.keys[:end] != sequence.keys[:end]:
                 continue
             if self._states is None or _snapshot_to_share(other, sequence):
                 return other
@@ -286,11 +296,8 @@ class Scheduler:
         sequence.cached = len(table) * PAGE_TOKENS
         if self._states is not None:
             sequence.state_slot = self._states.take(table.shared[-1] if table.shared else None)
-            end = (sequence.prompt_len - SNAPSHOT_MARGIN) // PAGE_TOKENS * PAGE_TOKENS
-            wanted = [*sorted(sequence.snapshots_at | {table.known * PAGE_TOKENS}), end]
-            sequence.snapshots_at = {sequence.cached}
-            for tokens in wanted:
-                _plan_snapshot(sequence, tokens)
+            wanted = {_blocks(table.known * PAGE_TOKENS), _blocks(sequence.prompt_len - SNAPSHOT_MARGIN)}
+            sequence.snapshots_at = {at for at in sequence.snapshots_at | wanted if at > sequence.cached}
         self._pool.extend(table, len(sequence.tokens))
         sequence.table, sequence.pages_sent, sequence.number = table, 0, next(self._numbers)
         return True
@@ -302,35 +309,28 @@ class Scheduler:
         sequence.encodings = {}
         if self._states is not None:
             self._states.release(sequence.state_slot)
-            sequence.snapshots_at, sequence.newest_snapshot = set(), None
+            sequence.state_slot, sequence.snapshots_at, sequence.newest_snapshot = -1, set(), None
         self.finished.append(sequence.number)
         sequence.number, sequence.cached = -1, 0
 
 
-def _plan_snapshot(sequence: Sequence, tokens: int) -> None:
-    """Plan a snapshot of a sequence with `tokens` cached tokens, a number of full pages, if it saves enough of them."""
-    before = max((at for at in sequence.snapshots_at if at <= tokens), default=tokens)
-    if tokens > sequence.cached and tokens - before >= SNAPSHOT_TOKENS:
-        sequence.snapshots_at.add(tokens)
-
-
-def _shareable(one: Sequence, other: Sequence) -> int:
-    """Return the number of tokens that two sequences can share at most, in full pages. The last one is computed."""
-    return (min(len(one.tokens), len(other.tokens)) - 1) // PAGE_TOKENS * PAGE_TOKENS
+def _blocks(tokens: int) -> int:
+    """Return the tokens of the full blocks among the first `tokens`."""
+    return tokens // BLOCK_TOKENS * BLOCK_TOKENS
 
 
 def _snapshot_to_share(provider: Sequence, sequence: Sequence) -> bool:
     """Plan a snapshot where the tokens of the two sequences part: of `provider`, or of `sequence` if that one is past
     this place. Returns whether `provider` will take one that `sequence` can continue."""
-    parts, end = 0, _shareable(provider, sequence)
+    parts, end = 0, _blocks(min(len(provider.tokens), len(sequence.tokens)) - 2)
     while parts < end:
-        page = slice(parts, parts + PAGE_TOKENS)
-        if provider.keys[page] != sequence.keys[page]:
+        block = slice(parts, parts + BLOCK_TOKENS)
+        if provider.keys[block] != sequence.keys[block]:
             break
-        parts += PAGE_TOKENS
-    _plan_snapshot(provider, parts)
-    published = len(provider.table.shared) * PAGE_TOKENS
-    is_about_to = any(published < at <= parts for at in provider.snapshots_at)
+        parts += BLOCK_TOKENS
+    if parts > provider.cached:
+        provider.snapshots_at.add(parts)
+    is_about_to = any(at <= parts for at in provider.snapshots_at)
     if not is_about_to:
         sequence.snapshots_at.add(parts)
     return is_about_to
