@@ -16,6 +16,7 @@ from tiny import make_checkpoint
 from torch import Tensor
 
 from tilerank.launch.bench.public_configs import PUBLIC_CONFIGS
+from tilerank.launch.bench.work import model_work
 from tilerank.loader.card import read_card
 from tilerank.loader.checkpoint import Checkpoint
 from tilerank.loader.errors import ConfigError
@@ -149,6 +150,19 @@ def test_bytes_of_a_state(tmp_path: Path) -> None:
     specs = [spec for spec in model(tmp_path).cache_specs() if isinstance(spec, RecurrentState)]
     assert sum(spec.nbytes(1) for spec in specs) == 24 * (32 * 128 * 128 * 4 + 3 * 8192 * 2)
     assert sum(spec.nbytes(1) for spec in specs) / (1 << 20) == pytest.approx(48, abs=1.2)
+
+
+def test_a_step_reads_and_writes_states(tmp_path: Path) -> None:
+    """Beside the weights and, in 8 layers, the keys and values of 4 heads of 256 numbers for each token."""
+    write_config(tmp_path, NINE_B, {})
+    work = model_work(read_card(tmp_path), torch.bfloat16)
+    states = 24 * (32 * 128 * 128 * 4 + 3 * 8192 * 2)
+    assert work.decode(3, 100).nbytes == work.weights + 300 * 8 * 2 * 4 * 256 * 2 + 3 * 2 * states
+    # The parameters of the text but the embedding, in bf16: 24 delta nets, 8 attentions, 32 MLPs and the head.
+    delta_net = (2 * 2048 + 4096) * 4096 + 4096 * 4096 + 2 * 32 * 4096 + 8192 * 4 + 4096 * 4096
+    attention = 2 * 4096 * 4096 + 2 * 1024 * 4096 + 4096 * 4096
+    parameters = 24 * delta_net + 8 * attention + 32 * 3 * 4096 * 12288 + 248320 * 4096
+    assert work.weights / 2 == pytest.approx(parameters, rel=1e-4)
 
 
 @pytest.mark.parametrize("size, heads", [(2, [8, 8]), (3, [6, 5, 5]), (5, [4, 3, 3, 3, 3]), (6, [3, 3, 3, 3, 2, 2])])

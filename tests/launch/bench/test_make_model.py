@@ -150,6 +150,28 @@ def test_transformers_reads_a_random_vision_model(
     assert read_card(out).eos_token_ids == (486,)
 
 
+@pytest.mark.parametrize("like", ["qwen3.5-2b", "qwen3.5-35b-a3b"])
+def test_transformers_reads_a_random_model_of_delta_nets(
+    like: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers import AutoModelForImageTextToText
+
+    config = tiny_vision_config(like)
+    config["text_config"] |= {"head_dim": 64, "linear_num_key_heads": 4, "linear_num_value_heads": 8}
+    config["text_config"]["rope_parameters"] |= {"mrope_section": [4, 2, 2]}
+    config["text_config"] |= {"moe_intermediate_size": 64, "num_experts": 12, "shared_expert_intermediate_size": 64}
+    monkeypatch.setitem(PUBLIC_CONFIGS, like, config)
+    out = tmp_path / "made"
+    assert cli.main(["bench", "make-model", str(out), "--like", like, "--layers", "4", "--vision-layers", "2"]) == 0
+    options: Any = {"dtype": torch.float32, "output_loading_info": True}
+    model, loading = AutoModelForImageTextToText.from_pretrained(out, **options)
+    assert not any(loading[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    ids = [5, 480, 0, 77]
+    with torch.inference_mode():
+        theirs = model(torch.tensor([ids])).logits[0]
+    assert torch.allclose(score(out, ids), theirs, atol=1e-4)
+
+
 def test_a_text_of_few_layers_has_fewer_levels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(PUBLIC_CONFIGS, "qwen3-vl-2b", tiny_vision_config("qwen3-vl-2b"))
     assert cli.main(["bench", "make-model", str(tmp_path / "made"), "--like", "qwen3-vl-2b", "--layers", "2"]) == 0

@@ -22,12 +22,14 @@ class ModelWork:
 
     body: of every token, up to its keys and values of the last layer. end: the rest of the last layer and the head,
     for tokens whose logits are used: the last one of a prompt and every one after it. cached: bytes of the keys and
-    values of one token in all layers. picture: encoding the picture of a prompt, if prompts have one.
+    values of one token in all layers. state: bytes of the states of one sequence in all layers, which a step reads and
+    writes. picture: encoding the picture of a prompt, if prompts have one.
     """
 
     body: Cost
     end: Cost
     cached: int
+    state: int = 0
     picture: Work = field(default_factory=Work)
 
     @property
@@ -42,16 +44,16 @@ class ModelWork:
         """
         pairs = tokens * (tokens + 1) // 2
         body = self.body.work(batch * tokens, batch * pairs)
-        return self._reading(batch * tokens) + body + self.end.work(batch, batch * tokens) + self.picture * batch
+        return self._moving(batch * tokens, batch) + body + self.end.work(batch, batch * tokens) + self.picture * batch
 
     def decode(self, batch: int, context: float) -> Work:
         """One step of `batch` sequences that hold `context` tokens each, the new one included."""
         pairs = batch * context
-        return self._reading(pairs) + self.body.work(batch, pairs) + self.end.work(batch, pairs)
+        return self._moving(pairs, batch) + self.body.work(batch, pairs) + self.end.work(batch, pairs)
 
-    def _reading(self, tokens: float) -> Work:
-        """Reading the weights once, and what is cached of `tokens` tokens."""
-        return Work(self.weights + self.cached * tokens)
+    def _moving(self, tokens: float, sequences: int) -> Work:
+        """Reading the weights once and what is cached of `tokens` tokens, reading and writing the states."""
+        return Work(self.weights + self.cached * tokens + 2 * self.state * sequences)
 
 
 def model_work(
@@ -66,19 +68,19 @@ def model_work(
     """
     from tilerank.loader.weight_formats import weight_formats
     from tilerank.parallel.sharding import Sharding
-    from tilerank.runtime.cache import Budget, bytes_per_token
+    from tilerank.runtime.cache import Budget, bytes_per_state, bytes_per_token
     from tilerank.runtime.registry import build_model
 
     formats = weight_formats(card.quantization, dtype, quantization)
     model = build_model(card, Sharding(0, 1, dtype, None, formats=formats, kv_dtype=kv_dtype))
     specs = model.cache_specs()
     for spec in specs:
-        if spec.budget is not Budget.TOKENS:
+        if spec.budget is Budget.SOURCE_TOKENS:
             raise LaunchError(
-                f"cannot count the work of a {type(spec).__name__} cache; expected caches that grow with the tokens"
+                f"cannot count the work of a {type(spec).__name__} cache; expected caches of tokens and of states"
             )
     body = model.cost_without_logits()
-    return ModelWork(body, model.cost() - body, bytes_per_token(specs))
+    return ModelWork(body, model.cost() - body, bytes_per_token(specs), bytes_per_state(specs))
 
 
 def encoder_work(card: ModelCard, dtype: torch.dtype, grid: tuple[int, int, int]) -> dict[str, Work]:
@@ -89,7 +91,9 @@ def encoder_work(card: ModelCard, dtype: torch.dtype, grid: tuple[int, int, int]
     """
     from tilerank.runtime.models.vision_config import read_vision_config
 
-    c = read_vision_config(card.fields.object("vision_config"), card.text.integer("hidden_size", 1, 1 << 20))
+    vision = card.fields.object("vision_config")
+    deepstack = vision.has("deepstack_visual_indexes")
+    c = read_vision_config(vision, card.text.integer("hidden_size", 1, 1 << 20), deepstack=deepstack)
     hidden, joined = c.hidden_size, c.hidden_size * c.merge_size**2
     embedding = 3 * c.temporal_patch_size * c.patch_size**2 * hidden
     blocks = c.depth * (4 * hidden**2 + 2 * hidden * c.intermediate_size)
