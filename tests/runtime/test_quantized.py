@@ -22,7 +22,7 @@ INT8 = ["w8a8", "compressed", "moe-w8a8"]
 ACT_ORDER = ["gptq-act-order", "gptq-act-order-symmetric"]
 DELTA_NET = ["delta-net-fp8", "delta-net-awq"]
 INT4 = ["awq-32", "awq-128", "awq-keeps-attention", "gptq-32", "gptq-all-columns", "moe-awq"]
-CODED = [*INT4, "fp8", "moe-fp8", *INT8, *DELTA_NET]
+CODED = [*INT4, "fp8", "moe-fp8", "moe-block-int8", *INT8, *DELTA_NET]
 """The cases that every rank loads exactly (tests/loader/test_quantized_checkpoint.py)."""
 CASES = [*CODED, *ACT_ORDER]
 
