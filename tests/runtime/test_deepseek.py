@@ -23,6 +23,7 @@ from tilerank.launch.bench.public_configs import PUBLIC_CONFIGS
 from tilerank.loader.card import read_card
 from tilerank.loader.errors import ConfigError
 from tilerank.loader.weight_formats import weight_formats
+from tilerank.parallel.latent import AbsorbedHeads
 from tilerank.parallel.sharding import Sharding
 from tilerank.runtime.models.deepseek import read_latent_config
 from tilerank.runtime.registry import build_model
@@ -165,7 +166,7 @@ def test_a_batch_gives_the_bits_of_single_requests(tmp_path: Path, kv_dtype: str
     assert results == {f"{rung} {dtype}": [] for dtype, rung in cases}
 
 
-QUANTISED = ["deepseek_v3_fp8", "deepseek_v3_int8", "deepseek_v3_int8_ct"]
+QUANTISED = ["deepseek_v3_fp8", "deepseek_v3_int8_block", "deepseek_v3_int8", "deepseek_v3_int8_ct"]
 IDS = random.Random(1).choices(range(500), k=48)
 
 
@@ -195,7 +196,8 @@ def test_quantised_checkpoints_equal_their_dequantised_weights(
     quantised: dict[str, Path], tp: int, tmp_path: Path
 ) -> None:
     """The error against transformers with the dequantised weights in fp32 is that of bf16 activations alone, which
-    those weights have in bf16 as well. Int8 also rounds activations to 8 bits (test_quantized.py)."""
+    those weights have in bf16 as well. Int8 with a scale a row also rounds activations to 8 bits (test_quantized.py).
+    """
     cases = [
         {"name": family + suffix, "model": f"{path}{suffix}", "quantization": None, "strategy": "auto"}
         for family, path in quantised.items()
@@ -208,7 +210,18 @@ def test_quantised_checkpoints_equal_their_dequantised_weights(
         ours = [load_file(tmp_path / f"{family}{suffix}.safetensors")["logits"] for suffix in ("", "_dequant")]
         coded, plain, usual = (((x - wanted).abs().amax(-1) / wanted.abs().amax(-1)).mean() for x in (*ours, theirs))
         assert plain <= 1.1 * usual, family
-        assert coded <= (1.25 if family == "deepseek_v3_fp8" else 3.5) * plain, family
+        assert coded <= (1.25 if family in QUANTISED[:2] else 3.5) * plain, family
+
+
+def test_absorbed_weights_stay_in_eight_bits(quantised: dict[str, Path]) -> None:
+    """Two of the 8 heads map queries of 32 to latents of 128, and latents to values of 32: 2 * 2 * 32 * 128 codes, and
+    a few scales."""
+    for family, path in quantised.items():
+        card = read_card(path)
+        formats = weight_formats(card.quantization, torch.bfloat16, None)
+        model = build_model(card, Sharding(1, 4, torch.bfloat16, None, formats=formats))
+        (absorbed,) = {layer.nbytes() for layer in model.walk() if isinstance(layer, AbsorbedHeads)}
+        assert 16384 < absorbed < 1.1 * 16384, family
 
 
 @pytest.mark.parametrize(

@@ -107,6 +107,9 @@ class ChannelInt8(ByteEncoding):
     dtype = "I8"
 
     def encoded(self, rectangle: Rectangle, parameter: WeightParameter) -> Iterator[Read]:
+        if parameter.transposed:  # the scales belong to inputs, and the model reads them for itself
+            yield Read((self.codes(rectangle),), parameter, rectangle.row, _transposed, ByteCodes.write_codes)
+            return
         stored = (self.codes(rectangle), self.scales(rectangle))
         yield Read(stored, parameter, rectangle.row, part=_write_int8)
 
@@ -126,11 +129,17 @@ class BlockEncoding(ByteEncoding):
     """weight [n, k] and weight_scale_inv, one number for each block; blocks at the edges are smaller."""
 
     def encoded(self, rectangle: Rectangle, parameter: WeightParameter) -> Iterator[Read]:
-        held = parameter.format
+        held, row = parameter.format, rectangle.row
         assert isinstance(held, BlockFormat)
-        yield Read((self.codes(rectangle),), parameter, rectangle.row, part=ByteCodes.write_codes)
-        spread = partial(self.spread, rectangle, rows=held.block_n, columns=held.block_k)
-        yield Read((self.scales(rectangle),), parameter, rectangle.row, spread, _write_scales)
+        turn = _transposed if parameter.transposed else None
+        yield Read((self.codes(rectangle),), parameter, row, turn, ByteCodes.write_codes)
+        rows, columns = (held.block_k, held.block_n) if parameter.transposed else (held.block_n, held.block_k)
+
+        def spread(scales: Tensor) -> Tensor:
+            found = self.spread(rectangle, scales, rows, columns)
+            return _transposed(found) if parameter.transposed else found
+
+        yield Read((self.scales(rectangle),), parameter, row, spread, _write_scales)
 
     def scales(self, rectangle: Rectangle) -> Stored:
         (n, k), (rows, columns), (block_n, block_k) = rectangle.shape, rectangle.index, self.config.block
@@ -315,6 +324,10 @@ class GPTQ(PackedInt4):
             return False
         info = self._checkpoint.info(name)
         return not self._checkpoint.read(name, tuple(slice(0, size) for size in info.shape)).any()
+
+
+def _transposed(matrix: Tensor) -> Tensor:
+    return matrix.T.contiguous()
 
 
 def _module(rectangle: Rectangle) -> str:

@@ -7,16 +7,20 @@ needs whole latents; those from the latents to the heads are cut by heads.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from math import gcd
 
+import torch
 from torch import Tensor
 
 from tilerank.kernels.heads import split_heads
 from tilerank.kernels.latent import head_linear
-from tilerank.kernels.weight_formats import BlockFormat, Float
+from tilerank.kernels.weight_formats import BlockFormat, BlockInt8, Float, Format, Int8, Weight
+from tilerank.kernels.weight_formats.byte_codes import ByteCodes
 
 from .experts import ExpertsParameter
 from .linear import Linear
-from .parameters import Layer
+from .parameters import Layer, PlainParameter, whole_tiles
 from .shard import TILE, Cut, Span
 from .sharding import Sharding, row_unit
 
@@ -76,10 +80,22 @@ class HeadColumnsLinear(Linear):
         return split_heads(self.project(x), 0, self.span.size, self.dim)
 
 
-class _TransposedHeads(ExpertsParameter):
+class _KeyHeads(ExpertsParameter):
     """A matrix [n, k] for every head, filled from k rows of n elements. Rows of the parameter count head by head."""
 
+    transposed = True
+
+    def allocate(self) -> None:
+        super().allocate()
+        if not self.is_empty and isinstance(weight := self.packed.weight, ByteCodes):
+            # An int8 checkpoint with a scale a row has none for blocks. Other checkpoints overwrite these.
+            weight.scales.fill_(1)
+
+    def place(self, row: int) -> tuple[Weight, int]:
+        return self.packed.part(row // self.k), 0
+
     def write(self, rows: Tensor, row: int) -> None:
+        """Store rows that are held as floats."""
         head, column = divmod(row, self.k)
         self.packed.write(rows.T, head, col=column)
 
@@ -89,7 +105,10 @@ class AbsorbedHeads(Layer):
 
     Scores of q . (W_k c) are those of (q W_k) . c, so that few queries need no keys of the cached latents c:
     `keys` maps queries [t, heads, key_dim] to [t, heads, latent], and `values` maps sums of latents
-    [t, heads, latent] to [t, heads, value_dim]. Held as floats. span: this rank's heads.
+    [t, heads, latent] to [t, heads, value_dim]. span: this rank's heads.
+
+    Weights stay in the 8 bits of a quantised checkpoint where blocks with a scale fit heads, and are floats otherwise.
+    W_k is multiplied from its other side: a scale of one of its rows is a factor of a query (`key_scales`).
     """
 
     def __init__(
@@ -103,22 +122,43 @@ class AbsorbedHeads(Layer):
         *,
         span: Span,
     ) -> None:
-        held = Float(sharding.dtype)
-        self._keys = _TransposedHeads(span.size, latent, key_dim, held)
-        self._values = ExpertsParameter(span.size, value_dim, latent, held)
-        shape, rows = (heads * (key_dim + value_dim), latent), key_dim + value_dim
+        rows = key_dim + value_dim
+        of_keys, of_values = _absorbed_formats(name, key_dim, rows, sharding)
+        self._keys = _KeyHeads(span.size, latent, key_dim, of_keys)
+        self._values = ExpertsParameter(span.size, value_dim, latent, of_values)
+        self._key_scales: PlainParameter | None = None
+        if isinstance(of_values, Int8):
+            self._key_scales = PlainParameter((span.size * key_dim, 1), torch.float32)
+        shape, columns = (heads * rows, latent), slice(0, latent)
         for local, head in enumerate(range(span.start, span.stop)):
-            first, border = head * rows, head * rows + key_dim
-            columns = slice(0, latent)
-            self._keys.fill(f"{name}.weight", shape, slice(first, border), columns, row=local * key_dim)
-            self._values.fill(
-                f"{name}.weight", shape, slice(border, border + value_dim), columns, row=local * value_dim
-            )
-        if not span.real:  # the model uses the tensor all the same
-            self._values.fill(f"{name}.weight", shape, slice(0, 0), slice(0, 0))
+            keys = slice(head * rows, head * rows + key_dim)
+            self._keys.fill(f"{name}.weight", shape, keys, columns, row=local * key_dim)
+            values = slice(keys.stop, keys.stop + value_dim)
+            self._values.fill(f"{name}.weight", shape, values, columns, row=local * value_dim)
+            if self._key_scales is not None:
+                scales = f"{name}.weight_scale"
+                self._key_scales.fill(scales, (shape[0], 1), keys, slice(0, 1), row=local * key_dim)
+        self._key_dim = key_dim
 
     def keys(self, q: Tensor) -> Tensor:
-        return head_linear(q, self._keys.packed)
+        scales = None if self._key_scales is None else self._key_scales.data.view(-1, self._key_dim)
+        return head_linear(q, self._keys.packed, scales)
 
     def values(self, latent: Tensor) -> Tensor:
         return head_linear(latent, self._values.packed)
+
+
+def _absorbed_formats(name: str, key_dim: int, rows: int, sharding: Sharding) -> tuple[Format, Format]:
+    """Return the formats of W_k and W_v. rows: of both, for one head."""
+    floats, formats = Float(sharding.dtype), sharding.formats
+    if formats is None or formats.encoded is None or not formats.encoded(name):
+        return floats, floats
+    stored = formats.projections
+    if isinstance(stored, Int8):
+        return BlockInt8(block_k=gcd(128, whole_tiles(key_dim))), stored
+    if not isinstance(stored, BlockFormat):
+        return floats, floats
+    block = gcd(stored.block_n, key_dim, rows)  # has an edge where any head's keys or values begin
+    if block % TILE:
+        return floats, floats
+    return replace(stored, block_n=stored.block_k, block_k=block), replace(stored, block_n=block)

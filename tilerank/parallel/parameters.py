@@ -169,9 +169,13 @@ class Parameter(Layer):
 
 
 class WeightParameter(Parameter):
-    """One or more matrices [.., k] in a weight format."""
+    """One or more matrices [.., k] in a weight format.
+
+    transposed: a rectangle's rows become columns of a matrix.
+    """
 
     k: int
+    transposed = False
 
     def __init__(self, shape: tuple[int, ...], format: Format) -> None:
         super().__init__(shape)
