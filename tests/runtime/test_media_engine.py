@@ -23,7 +23,7 @@ from tilerank.runtime.errors import RequestError
 from tilerank.runtime.media_encoding import operations_of_piece
 from tilerank.runtime.prompt import Medium, Place, Prompt
 from tilerank.runtime.rank_messages import Encode, EncodePiece, Frames, Message, StopEncode
-from tilerank.runtime.scheduler import next_chunk
+from tilerank.runtime.sequence import next_chunk
 from tilerank.runtime.worker import Worker
 
 BITS = pytest.mark.skipif(not COMPILED, reason="in plain torch a row's bits depend on the batch")

@@ -13,7 +13,8 @@ from tilerank.runtime.pages import Page, PagePool
 from tilerank.runtime.prompt import Medium, Place, Prompt
 from tilerank.runtime.rank_messages import Chunk
 from tilerank.runtime.sampling import SamplingParams
-from tilerank.runtime.scheduler import Scheduled, Scheduler, Sequence
+from tilerank.runtime.scheduler import Scheduled, Scheduler
+from tilerank.runtime.sequence import Sequence
 from tilerank.runtime.state_pool import StatePool
 
 BLOCKS, MAX_RUNNING, CHUNK, BUDGET, STATES = 12, 4, 80, 3, 3

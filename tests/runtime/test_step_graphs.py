@@ -45,6 +45,7 @@ TINY: dict[str, dict[str, Any]] = {
         "vocab": 777,
         "layers": 4,
     },
+    "mllama": {"family": "mllama", "heads": 6, "kv_heads": 3, "hidden": 144, "inter": 200, "vocab": 777, "layers": 6},
     "qwen3_vl_moe": {"family": "qwen3_vl_moe", "hidden": 96, "experts": 6, "moe_inter": 80, "vocab": 801, "layers": 4},
     "qwen3_5": {
         "family": "qwen3_5",

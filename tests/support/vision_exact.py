@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tilerank.parallel.join import Team
 from tilerank.runtime.engine import Engine, Request
-from tilerank.runtime.prompt import Medium, Place, Prompt
+from tilerank.runtime.prompt import Medium, Place, Prompt, Segment, Sight
 from tilerank.runtime.sampling import SamplingParams
 from tilerank.runtime.worker import Worker
 
@@ -77,14 +77,19 @@ def media_prompt(wanted: dict[str, Tensor], p: int, length: int) -> Prompt:
     """The first `length` tokens of prompt p, with its media."""
     numbers = wanted[f"{p}.media"].tolist()
     media, places = [], []
-    runs = iter(wanted[f"{p}.places"].tolist())
+    has_source = f"{p}.source" in wanted  # reference_mllama.py
+    runs = iter(() if has_source else wanted[f"{p}.places"].tolist())
     for index, number in enumerate(numbers):
         frames, (t, rows, columns) = wanted[f"media.{number}.frames"], wanted[f"media.{number}.grid"].tolist()
         size = (frames.shape[0], frames.shape[1], frames.shape[2])
         media.append(Medium("image" if size[0] == 1 else "video", frames.numpy().tobytes(), size, (t, rows, columns)))
-        for part in range(t):
+        for part in range(0 if has_source else t):
             start, tokens = next(runs)
             places.append(Place(start, tokens, index, part * tokens))
+    if has_source:
+        source = [Segment(*part) for part in wanted[f"{p}.source"].tolist()]
+        sights = [Sight(start, first, n, bool(shown)) for start, first, n, shown in wanted[f"{p}.sights"].tolist()]
+        return Prompt(wanted[f"{p}.token_ids"][:length].tolist(), media, source=source, sights=sights)
     positions = wanted[f"{p}.positions"][:, :length].tolist() if numbers else []
     return Prompt(wanted[f"{p}.token_ids"][:length].tolist(), media, places, positions)
 

@@ -16,6 +16,7 @@ from tilerank.kernels.kv_pages import PAGE_TOKENS
 
 from .expansion import Expands, Expansion, expansion
 from .rank_messages import Chunk, Step
+from .source_runs import HeldSource, SourceFiller, SourceRuns
 
 TILE_ROWS = 16
 """From this batch size on, padded sizes are this far apart: a matrix tile computes so many rows anyway."""
@@ -26,6 +27,7 @@ class Held:
     """What a worker remembers of a sequence between steps. pages: its page table."""
 
     pages: list[int] = field(default_factory=list)
+    source: HeldSource = field(default_factory=HeldSource)
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,8 @@ class Batch:
     logits of all rows are computed. inserts: None in recorded decode steps. state_slots: [s] int32, where the states of
     a sequence are, no slot twice; None for models without states. A sequence whose tokens are all in this step begins
     with states of zeros. A padding row that repeats row j has the slot -1 - j: it gets the output of row j and touches
-    no state (kernels/delta.py). expansion: None if no sequence is in the expanded form of latent attention.
+    no state (kernels/delta.py). expansion: None if no sequence is in the expanded form of latent attention. source:
+    None for models without cross-attention.
     """
 
     token_ids: Tensor
@@ -78,6 +81,7 @@ class Batch:
     inserts: Inserts | None = None
     state_slots: Tensor | None = None
     expansion: Expansion | None = None
+    source: SourceRuns | None = None
 
 
 def padded_size(sequences: int) -> int:
@@ -120,7 +124,8 @@ class BatchFiller:
     """Turns steps into batches: into new tensors, or, for decode steps, into the tensors that recorded steps read.
 
     position_axes, expands: as in Model. has_states: whether layers keep states. max_sequences, max_pages: the
-    largest decode batch, and the longest page table. spare_page: a page of the cache that belongs to no sequence;
+    largest decode batch, and the longest page table. source_pages: of all sources together; 0 for models without
+    cross-attention. spare_page: a page of the cache that belongs to no sequence;
     padding rows store their keys and values there. copy_padding: padding rows repeat a row of the batch, so that in a
     mixture they choose no other experts; otherwise they are sequences of one token, whose attention reads next to
     nothing.
@@ -136,6 +141,7 @@ class BatchFiller:
         spare_page: int,
         copy_padding: bool,
         expands: Expands | None = None,
+        source_pages: int = 0,
     ) -> None:
         self._axes = position_axes
         self._expands = expands
@@ -152,6 +158,7 @@ class BatchFiller:
         self._page_tables = torch.full((rows, max_pages), spare_page, dtype=torch.int32)
         self._table_of: list[tuple[int, int] | None] = [None] * rows  # the sequence in a row, and how many pages of it
         self._query_starts = torch.arange(rows + 1, dtype=torch.int32)
+        self._sources = SourceFiller(rows, source_pages) if source_pages else None
         self._padded: dict[int, Batch] = {}
 
     def is_decode(self, step: Step) -> bool:
@@ -186,6 +193,7 @@ class BatchFiller:
             inserts=_inserts(step, rows.starts, encodings),
             state_slots=torch.tensor(step.state_slots, dtype=torch.int32) if self._has_states else None,
             expansion=expansion(self._expands, rows.starts, rows.lengths, tables) if self._expands else None,
+            source=self._sources.fresh(step, _sources(step, held)) if self._sources else None,
         )
 
     def padded(self, step: Step, held: Mapping[int, Held]) -> Batch:
@@ -216,6 +224,8 @@ class BatchFiller:
         if self._has_states:
             padding = [-1 - step.chunks.index(shortest)] * (size - len(step.chunks))
             self._state_slots[:size] = array("i", step.state_slots + padding)
+        if self._sources:
+            self._sources.fill(step, _sources(step, held), size)
         if size not in self._padded:
             self._padded[size] = self._shared(size)
         return self._padded[size]
@@ -229,6 +239,7 @@ class BatchFiller:
             seq_lens=torch.frombuffer(self._lengths, dtype=torch.int32)[:size],
             query_starts=self._query_starts[: size + 1],
             state_slots=torch.frombuffer(self._state_slots, dtype=torch.int32)[:size] if self._has_states else None,
+            source=self._sources.shared(size) if self._sources else None,
         )
 
     def _set_table(self, row: int, sequence: int, pages: list[int]) -> None:
@@ -240,6 +251,10 @@ class BatchFiller:
         if self._table_of[row] is not None:
             self._page_tables[row, 0] = self._spare_page
             self._table_of[row] = None
+
+
+def _sources(step: Step, held: Mapping[int, Held]) -> dict[int, HeldSource]:
+    return {chunk.sequence: held[chunk.sequence].source for chunk in step.chunks}
 
 
 def _inserts(step: Step, starts: list[int], encodings: Mapping[int, Tensor]) -> Inserts | None:

@@ -15,8 +15,6 @@ from tilerank.kernels.kv_pages import PAGE_TOKENS, KVPages
 from tilerank.kernels.latent_pages import LatentPages
 from tilerank.kernels.state_slots import StateSlots
 
-from .errors import EngineError
-
 Cache = KVPages | LatentPages | StateSlots
 """The cache of one layer."""
 
@@ -63,7 +61,7 @@ class PagedLatent:
 
 @dataclass(frozen=True)
 class EncoderKV:
-    """Keys and values of an encoder's output, for cross-attention: written once per request, of any length."""
+    """Keys and values of encodings, for cross-attention: written once a source (prompt.py), of any length."""
 
     kv_heads: int
     head_dim: int
@@ -73,6 +71,9 @@ class EncoderKV:
     def nbytes(self, tokens: int) -> int:
         """Return the bytes for `tokens` encoder tokens, of all requests together."""
         return num_pages(tokens) * KVPages.nbytes(1, self.kv_heads, self.head_dim, self.dtype)
+
+    def allocate(self, tokens: int) -> KVPages:
+        return KVPages.empty(num_pages(tokens), self.kv_heads, self.head_dim, self.dtype)
 
 
 @dataclass(frozen=True)
@@ -127,19 +128,23 @@ def bytes_per_state(specs: Sequence[CacheSpec]) -> int:
     return sum(spec.nbytes(1) for spec in specs if spec.budget is Budget.STATES)
 
 
+def bytes_per_source_page(specs: Sequence[CacheSpec]) -> int:
+    """Return the bytes of PAGE_TOKENS encoder tokens in all layers; 0 without layers of cross-attention."""
+    return sum(spec.nbytes(PAGE_TOKENS) for spec in specs if spec.budget is Budget.SOURCE_TOKENS)
+
+
+def has_sources(specs: Sequence[CacheSpec]) -> bool:
+    """Return whether a layer attends to encodings. Every rank of a model returns the same."""
+    return any(spec.budget is Budget.SOURCE_TOKENS for spec in specs)
+
+
 def num_pages(tokens: int) -> int:
     """Return the number of pages that `tokens` tokens of one sequence take."""
     return -(-tokens // PAGE_TOKENS)
 
 
-def allocate(specs: Sequence[CacheSpec], tokens: int, states: int = 0) -> list[Cache]:
-    """Allocate the caches of all layers, with pages for `tokens` tokens and with `states` slots for states.
-
-    Raises EngineError for a kind that cannot be allocated.
-    """
-    caches: list[Cache] = []
-    for layer, spec in enumerate(specs):
-        if isinstance(spec, EncoderKV):
-            raise EngineError(f"layer {layer} declares an EncoderKV cache, which cannot be allocated yet")
-        caches.append(spec.allocate(states if spec.budget is Budget.STATES else tokens))
-    return caches
+def allocate(specs: Sequence[CacheSpec], tokens: int, states: int = 0, source_tokens: int = 0) -> list[Cache]:
+    """Allocate the caches of all layers: pages for `tokens` tokens, pages for `source_tokens` tokens of encodings, and
+    `states` slots for states."""
+    sizes = {Budget.TOKENS: tokens, Budget.STATES: states, Budget.SOURCE_TOKENS: source_tokens}
+    return [spec.allocate(sizes[spec.budget]) for spec in specs]

@@ -23,7 +23,9 @@ from .prompt import MM_CACHE_BYTES, Prompt
 from .prompt_checks import check_media, check_prompt
 from .rank_messages import Count, Step
 from .sampling import Choice, Logprobs, SamplingParams
-from .scheduler import Scheduled, Scheduler, Sequence, next_chunk
+from .scheduler import Scheduled, Scheduler
+from .sequence import Sequence, next_chunk
+from .source_pool import SourcePool
 from .state_pool import StatePool
 from .worker import MAX_RUNNING, Worker
 
@@ -84,8 +86,16 @@ class Engine:
         self.worker = worker
         self.card = worker.card
         self._pool = PagePool(worker.pages, StatePool(worker.states) if worker.states else None)
-        self._encodings = EncoderCache(mm_cache_bytes)
-        self._scheduler = Scheduler(self._pool, self._encodings, max_running=MAX_RUNNING, chunk_rows=PREFILL_CHUNK)
+        # Of a model with cross-attention, the worker keeps keys and values of encodings in the other half.
+        self._sources = SourcePool(worker.source_pages) if worker.source_pages else None
+        self._encodings = EncoderCache(mm_cache_bytes // 2 if self._sources else mm_cache_bytes)
+        self._scheduler = Scheduler(
+            self._pool,
+            self._encodings,
+            max_running=MAX_RUNNING,
+            chunk_rows=PREFILL_CHUNK,
+            sources=self._sources,
+        )
         self._encoding = MediaEncoding(worker, self._encodings)
         self._grammar_masks = GrammarMasks(worker.model_dir, self.card.vocab_size)
         self._requests: dict[int, Sequence] = {}
@@ -176,6 +186,7 @@ class Engine:
         try:
             while (encoding := self._scheduler.next_encoding()) is not None:
                 self._encoding.advance(encoding, alone=True)
+            self._scheduler.store_source(sequence)
             while sequence.uncached:
                 chunk = next_chunk(sequence, SCORE_CHUNK, all_logits=True)
                 logits[chunk.start : sequence.cached] = self._lead([(sequence, chunk)])
@@ -199,9 +210,11 @@ class Engine:
         """Return a sequence for the request. Raises RequestError if it can never run with at least `new_tokens`."""
         prompt, worker, vocab, limit = request.prompt, self.worker, self.card.vocab_size, self.card.context_length
         try:
-            check_prompt(prompt, vocab, limit, worker.position_axes)
-            media = check_media(prompt, worker.encoder, worker.dtype.itemsize)
+            check_prompt(prompt, worker.input_ids, limit, worker.position_axes)
+            media = check_media(prompt, worker.encoder, worker.dtype.itemsize, crossing=self._sources is not None)
             self._encodings.check_fits(media)
+            if self._sources is not None:
+                self._sources.check_fits(sum(segment.count for segment in prompt.source))
         except RequestError as e:
             raise RequestError(f"{where}: {e}") from e
         bad = next((token for token in request.params.logit_bias if not 0 <= token < vocab), None)
@@ -264,7 +277,9 @@ class Engine:
             list(self._encodings.forgotten),
             [] if states is None else list(states.copies),
             [] if states is None else [sequence.state_slot for sequence, _ in scheduled],
+            list(self._scheduler.new_sources),
         )
+        self._scheduler.new_sources.clear()
         if states is not None:
             states.copies.clear()
         self._scheduler.finished.clear()

@@ -42,11 +42,13 @@ class Encoder(Layer):
 class Model(Layer):
     """A whole model, cut as its sharding says. Weights exist after `allocate()`.
 
-    position_axes: the number of positions of a token. encoder: None for a model of text alone. expands: which sequences
-    latent attention expands; None for a model without it.
+    position_axes: the number of positions of a token. spare_ids: how many ids, from the size of the vocabulary on, may
+    be in prompts and are never generated. encoder: None for a model of text alone. expands: which sequences latent
+    attention expands; None for a model without it.
     """
 
     position_axes: int = 1
+    spare_ids: int = 0
     encoder: Encoder | None = None
     expands: Expands | None = None
 
@@ -60,6 +62,11 @@ class Model(Layer):
 
         Calls kernels and makes views, and never reads values: steps are recorded (kernels/graph.py).
         """
+
+    def store_source(self, rows: Tensor, slots: Tensor, caches: Sequence[Cache]) -> None:
+        """Store the keys and values of encodings, rows [n, hidden], in slots [n] int64 of the caches of layers of
+        cross-attention. Models without such layers are never asked."""
+        raise NotImplementedError
 
     def cost_without_logits(self) -> Cost:
         """Return what a step reads and computes for tokens whose logits are not used: all of a prompt but the last."""

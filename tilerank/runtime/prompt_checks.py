@@ -25,15 +25,20 @@ def check_prompt(prompt: Prompt, vocab: int, context_length: int, axes: int) -> 
         raise RequestError(f"positions: expected numbers from 0 to {context_length - 1}, found {bad}")
 
 
-def check_media(prompt: Prompt, encoder: Encoder | None, itemsize: int) -> list[Wanted]:
-    """Check that places and media belong together. Returns what the encodings take, in values of `itemsize` bytes.
+def check_media(prompt: Prompt, encoder: Encoder | None, itemsize: int, *, crossing: bool = False) -> list[Wanted]:
+    """Check that media belong together with places or, for a model with cross-attention (`crossing`), with the source.
+    Returns what the encodings take, in values of `itemsize` bytes.
 
     Raises RequestError.
     """
-    if not prompt.media and not prompt.places:
+    if not prompt.media and not prompt.places and not prompt.source and not prompt.sights:
         return []
     if encoder is None:
         raise RequestError("the prompt has pictures or videos, but the model takes text alone")
+    if crossing:
+        return _check_source(prompt, encoder, itemsize)
+    if prompt.source or prompt.sights:
+        raise RequestError("the prompt has a source for cross-attention, but the model has none")
     counts = _counts(prompt)
     wanted = []
     for number, (medium, digest, count) in enumerate(zip(prompt.media, prompt.digests, counts, strict=True)):
@@ -44,6 +49,39 @@ def check_media(prompt: Prompt, encoder: Encoder | None, itemsize: int) -> list[
                 f"medium {number}: a grid of {medium.grid} has {tokens} tokens, found places for {count}"
             )
         wanted.append(Wanted(digest, medium, levels * tokens * hidden * itemsize))
+    return wanted
+
+
+def _check_source(prompt: Prompt, encoder: Encoder, itemsize: int) -> list[Wanted]:
+    """Check that the source consists of the media, and that sights are ranges of it."""
+    if prompt.places:
+        raise RequestError("the prompt has places of media, but the model sees media by cross-attention")
+    wanted, tokens_of = [], []
+    for number, (medium, digest) in enumerate(zip(prompt.media, prompt.digests, strict=True)):
+        _check_frames(number, medium)
+        levels, tokens, hidden = encoder.shape(medium.grid)
+        tokens_of.append(tokens)
+        wanted.append(Wanted(digest, medium, levels * tokens * hidden * itemsize))
+    for number, part in enumerate(prompt.source):
+        if not 0 <= part.medium < len(tokens_of):
+            raise RequestError(f"segment {number}: expected one of {len(tokens_of)} media, found {part.medium}")
+        if part.first < 0 or part.count < 1 or part.first + part.count > tokens_of[part.medium]:
+            raise RequestError(
+                f"segment {number}: expected tokens of the {tokens_of[part.medium]} of medium {part.medium}, found "
+                f"{part.count} from {part.first} on"
+            )
+    if unused := set(range(len(tokens_of))) - {part.medium for part in prompt.source}:
+        raise RequestError(f"medium {min(unused)}: expected it in the source of the prompt, found no segment of it")
+    total, before = sum(part.count for part in prompt.source), -1
+    for number, sight in enumerate(prompt.sights):
+        if not before < sight.start < len(prompt.token_ids):
+            raise RequestError(f"sight {number}: expected a token after {before} of the prompt, found {sight.start}")
+        if sight.first < 0 or sight.count < 0 or sight.first + sight.count > total:
+            raise RequestError(
+                f"sight {number}: expected a range of the {total} tokens of the source, found {sight.count} from "
+                f"{sight.first} on"
+            )
+        before = sight.start
     return wanted
 
 

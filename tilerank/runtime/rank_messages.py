@@ -18,12 +18,24 @@ class Insert(msgspec.Struct, frozen=True, array_like=True):
     encoding: int
 
 
+class StoreSource(msgspec.Struct, frozen=True, array_like=True):
+    """Store the keys and values of a source (prompt.py) in `pages` of every layer of cross-attention.
+
+    parts: (encoding, first, count): tokens of encodings, in order.
+    """
+
+    pages: list[int]
+    parts: list[tuple[int, int, int]]
+
+
 class Chunk(msgspec.Struct, frozen=True, array_like=True):
     """The next tokens of one sequence, whose keys and values are stored from index `start` on.
 
     new_pages: appended to the page table of the sequence. logits: of how many of the last tokens logits are computed.
     positions: three axes of as many numbers as there are tokens; if empty, the token at index i has position i +
-    `shift` on every axis. inserts: ascending; their rows take the place of embedded tokens.
+    `shift` on every axis. inserts: ascending; their rows take the place of embedded tokens. source_pages: of the source
+    of the sequence, in its first chunk. sights: (row, first, count, shown) from row 0 on, as in prompt.py: Sight; empty
+    if all rows see what the last row before them saw.
     """
 
     sequence: int
@@ -34,11 +46,13 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True):
     positions: list[list[int]] = []
     shift: int = 0
     inserts: list[Insert] = []
+    source_pages: list[int] = []
+    sights: list[tuple[int, int, int, bool]] = []
 
 
 class Step(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """One forward pass over `chunks`. Before it, workers drop the sequences `finished` and the encodings `forgotten`,
-    by number, and copy states.
+    by number, copy states, and store sources.
 
     state_copies: (from, to), slots of states, copied in this order. state_slots: of the sequence of each chunk, for
     models with states.
@@ -49,6 +63,7 @@ class Step(msgspec.Struct, frozen=True, array_like=True, tag=True):
     forgotten: list[int] = []
     state_copies: list[tuple[int, int]] = []
     state_slots: list[int] = []
+    sources: list[StoreSource] = []
 
 
 class Encode(msgspec.Struct, frozen=True, array_like=True, tag=True):

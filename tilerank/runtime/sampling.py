@@ -90,7 +90,8 @@ def _process(values: Tensor, row: Row) -> None:
     if p.logit_bias:
         values[list(p.logit_bias)] += torch.tensor(list(p.logit_bias.values()))
     if p.repetition_penalty != 1:
-        seen = torch.tensor(sorted(set(row.tokens)))
+        # Ids beyond the logits are placeholders of pictures, which are never generated.
+        seen = torch.tensor(sorted({token for token in row.tokens if token < len(values)}))
         old = values[seen]
         values[seen] = torch.where(old > 0, old / p.repetition_penalty, old * p.repetition_penalty)
     if p.presence_penalty or p.frequency_penalty:

@@ -12,123 +12,22 @@ and snapshots are cut at multiples of BLOCK_TOKENS alone, so that the bits of an
 
 from bisect import insort
 from collections import deque
-from dataclasses import dataclass, field
 from itertools import count
-
-from torch import Tensor
 
 from tilerank.kernels.kv_pages import PAGE_TOKENS
 from tilerank.kernels.state_slots import BLOCK_TOKENS
 
-from .encodings import EncoderCache, Encoding, Wanted
-from .grammar_masks import GrammarMask
-from .pages import Page, PagePool, PageTable
-from .prompt import Place, Prompt
-from .rank_messages import Chunk, Insert
-from .sampling import SamplingParams
+from .encodings import EncoderCache, Encoding
+from .pages import PagePool
+from .prompt import Prompt
+from .rank_messages import Chunk, StoreSource
+from .sequence import Sequence, full_blocks, media_from, next_chunk
+from .source_pool import Source, SourcePool
 from .state_pool import StatePool
 
 SNAPSHOT_MARGIN = 8
 """A prompt's snapshot leaves out at least so many of its last tokens. Those that open the answer of a chat, such as
 "<think>", are not repeated by the prompt of the next turn."""
-
-
-@dataclass(eq=False)
-class Sequence:
-    """A request that waits or runs.
-
-    media: what its encodings take, in the order of `prompt.media`. tokens: the prompt and the tokens generated so far;
-    the KV cache holds the first `cached` of them. keys: what their pages are shared by (prompt.py). number: names the
-    sequence in messages to the ranks; a new one for each admission, -1 while it waits. encodings: by medium, those of
-    which it still has to insert tokens; none while it waits. pages_sent: how many of its pages the other ranks have
-    received. state_slot: of a running sequence of a model with states, else -1. snapshots_at: numbers of cached tokens
-    at which snapshots are to be taken. newest_snapshot: the page of the last snapshot of generated tokens.
-    """
-
-    request: int
-    params: SamplingParams
-    prompt: Prompt
-    media: list[Wanted] = field(default_factory=list)
-    tokens: list[int] = field(init=False)
-    keys: list[int] = field(init=False)
-    number: int = -1
-    encodings: dict[int, Encoding] = field(default_factory=dict)
-    grammar_mask: GrammarMask | None = None
-    table: PageTable = field(default_factory=PageTable)
-    pages_sent: int = 0
-    cached: int = 0
-    state_slot: int = -1
-    snapshots_at: set[int] = field(default_factory=set)
-    newest_snapshot: Page | None = None
-
-    def __post_init__(self) -> None:
-        self.tokens, self.keys = list(self.prompt.token_ids), list(self.prompt.keys)
-
-    def append(self, token_id: int) -> None:
-        """Add a generated token."""
-        self.tokens.append(token_id)
-        self.keys.append(token_id)
-
-    @property
-    def prompt_len(self) -> int:
-        return len(self.prompt.token_ids)
-
-    @property
-    def is_running(self) -> bool:
-        return self.number >= 0
-
-    @property
-    def ready(self) -> bool:
-        """False while the mask that its next token needs is being computed."""
-        return self.grammar_mask is None or self.grammar_mask.ready
-
-    @property
-    def forbidden(self) -> Tensor | None:
-        """bool [vocab]: True for tokens that may not come next. None if all may."""
-        return None if self.grammar_mask is None else self.grammar_mask.forbidden
-
-    @property
-    def blocking(self) -> Place | None:
-        """The first uncached place whose medium is not encoded yet."""
-        if not self.encodings:
-            return None
-        pending = [place for place in self.prompt.places if place.start + place.count > self.cached]
-        return next((place for place in pending if not self.encodings[place.medium].ready), None)
-
-    @property
-    def computable(self) -> int:
-        """The number of tokens that can be computed now.
-
-        The last token of a prompt is left out until its logits can be used. A medium that is not encoded yet ends the
-        chunk at the last whole page before it: the tokens after that share no page with another sequence, and the step
-        that computes them later reads the weights anyway. The place of a snapshot ends the chunk as well.
-        """
-        tokens = self.uncached - (not self.ready)
-        if (place := self.blocking) is not None:
-            tokens = min(tokens, place.start // PAGE_TOKENS * PAGE_TOKENS - self.cached)
-        if self.snapshots_at:
-            tokens = min(tokens, min(self.snapshots_at) - self.cached)
-        return self.cut(max(tokens, 0))
-
-    def cut(self, tokens: int) -> int:
-        """Return the number of tokens to compute where `tokens` could be: fewer for models with states if more tokens
-        follow."""
-        if self.state_slot < 0 or tokens == self.uncached:
-            return tokens
-        end = _blocks(self.cached + tokens)
-        if end + 1 == len(self.tokens) and end - BLOCK_TOKENS > self.cached:
-            end -= BLOCK_TOKENS  # no single token is left
-        return max(end - self.cached, 0)
-
-    @property
-    def uncached(self) -> int:
-        """The number of tokens to compute before the next one can be sampled."""
-        return len(self.tokens) - self.cached
-
-    @property
-    def max_cached(self) -> int:
-        """The largest number of tokens that it ever caches. The last generated token is never computed."""
-        return self.prompt_len + self.params.max_new_tokens - 1
 
 
 Scheduled = list[tuple[Sequence, Chunk]]
@@ -139,17 +38,27 @@ class Scheduler:
 
     max_running: limit of running sequences. chunk_rows: limit of prompt tokens in a step, which bounds how long
     decoding sequences wait for a token; at least BLOCK_TOKENS for a model with states. encodings: pinned while
-    sequences need them.
+    sequences need them. sources: None for models without cross-attention.
     """
 
-    def __init__(self, pool: PagePool, encodings: EncoderCache, *, max_running: int, chunk_rows: int) -> None:
+    def __init__(
+        self,
+        pool: PagePool,
+        encodings: EncoderCache,
+        *,
+        max_running: int,
+        chunk_rows: int,
+        sources: SourcePool | None = None,
+    ) -> None:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # in order of arrival
         self.finished: list[int] = []  # numbers whose pages the ranks can drop; the engine sends and clears it
+        self.new_sources: list[StoreSource] = []  # to store before the next step; the engine sends and clears it
         self.preemptions = 0
         self._pool = pool
         self._states = pool.states
         self._encodings = encodings
+        self._sources = sources
         self._max_running = max_running
         self._chunk_rows = chunk_rows
         self._numbers = count()
@@ -176,11 +85,21 @@ class Scheduler:
         encodings = self._encodings.pin(sequence.media)
         assert encodings is not None and not self.running
         sequence.encodings = dict(enumerate(encodings))
+        sequence.source = self._pin_source(sequence.prompt)
+        assert sequence.source is not None or not sequence.prompt.source
         self._pool.extend(sequence.table, len(sequence.tokens))
         if self._states is not None:
             sequence.state_slot = self._states.take(None)
         sequence.number = next(self._numbers)
         self.running.append(sequence)
+
+    def store_source(self, sequence: Sequence) -> None:
+        """Before the first chunk of a sequence: let the ranks store its source, unless they have it."""
+        source = sequence.source
+        if source is not None and not source.stored:
+            parts = [(sequence.encodings[s.medium].number, s.first, s.count) for s in sequence.prompt.source]
+            self.new_sources.append(StoreSource(source.pages, parts))
+            source.stored = True
 
     def schedule(self) -> Scheduled:
         """Return the next step: all decoding sequences, then prompts in order of arrival.
@@ -251,6 +170,7 @@ class Scheduler:
         """Schedule up to `rows` tokens of a prompt and return how many."""
         rows = sequence.cut(min(rows, sequence.computable))
         if rows:
+            self.store_source(sequence)
             scheduled.append((sequence, next_chunk(sequence, rows)))
         return rows
 
@@ -284,29 +204,45 @@ class Scheduler:
         """
         if self._states is not None and not self._states.available:
             return False
+        source = self._pin_source(sequence.prompt)
+        if source is None and sequence.prompt.source:
+            return False
         table = self._pool.open(sequence.keys)
         missing = -(-len(sequence.tokens) // PAGE_TOKENS) - len(table)
         media = media_from(sequence.prompt, len(table) * PAGE_TOKENS)
+        if source is not None and not source.stored:
+            media = list(range(len(sequence.media)))
         fits = missing + len(self.running) <= self._pool.free
         encodings = self._encodings.pin([sequence.media[medium] for medium in media]) if fits else None
         if encodings is None:
             self._pool.close(table)
+            if source is not None and self._sources is not None:
+                self._sources.release(source)
             return False
+        sequence.source = source
         sequence.encodings = dict(zip(media, encodings, strict=True))
         sequence.cached = len(table) * PAGE_TOKENS
         if self._states is not None:
             sequence.state_slot = self._states.take(table.shared[-1] if table.shared else None)
-            wanted = {_blocks(table.known * PAGE_TOKENS), _blocks(sequence.prompt_len - SNAPSHOT_MARGIN)}
+            wanted = {full_blocks(table.known * PAGE_TOKENS), full_blocks(sequence.prompt_len - SNAPSHOT_MARGIN)}
             sequence.snapshots_at = {at for at in sequence.snapshots_at | wanted if at > sequence.cached}
         self._pool.extend(table, len(sequence.tokens))
         sequence.table, sequence.pages_sent, sequence.number = table, 0, next(self._numbers)
         return True
+
+    def _pin_source(self, prompt: Prompt) -> Source | None:
+        if self._sources is None or not prompt.source:
+            return None
+        return self._sources.pin(prompt.source_digest, sum(segment.count for segment in prompt.source))
 
     def _release(self, sequence: Sequence) -> None:
         self._pool.close(sequence.table)
         for encoding in sequence.encodings.values():
             self._encodings.release(encoding)
         sequence.encodings = {}
+        if sequence.source is not None and self._sources is not None:
+            self._sources.release(sequence.source)
+            sequence.source = None
         if self._states is not None:
             self._states.release(sequence.state_slot)
             sequence.state_slot, sequence.snapshots_at, sequence.newest_snapshot = -1, set(), None
@@ -314,15 +250,10 @@ class Scheduler:
         sequence.number, sequence.cached = -1, 0
 
 
-def _blocks(tokens: int) -> int:
-    """Return the tokens of the full blocks among the first `tokens`."""
-    return tokens // BLOCK_TOKENS * BLOCK_TOKENS
-
-
 def _snapshot_to_share(provider: Sequence, sequence: Sequence) -> bool:
     """Plan a snapshot where the tokens of the two sequences part: of `provider`, or of `sequence` if that one is past
     this place. Returns whether `provider` will take one that `sequence` can continue."""
-    parts, end = 0, _blocks(min(len(provider.tokens), len(sequence.tokens)) - 2)
+    parts, end = 0, full_blocks(min(len(provider.tokens), len(sequence.tokens)) - 2)
     while parts < end:
         block = slice(parts, parts + BLOCK_TOKENS)
         if provider.keys[block] != sequence.keys[block]:
@@ -338,45 +269,3 @@ def _snapshot_to_share(provider: Sequence, sequence: Sequence) -> bool:
 
 def _arrival(sequence: Sequence) -> int:
     return sequence.request
-
-
-def next_chunk(sequence: Sequence, rows: int, *, all_logits: bool = False) -> Chunk:
-    """Return the next tokens of a sequence, at most `rows`, and count them as cached.
-
-    Logits are computed for the last token of the sequence, or for all tokens of the chunk.
-    """
-    start = sequence.cached
-    token_ids = sequence.tokens[start : start + rows]
-    sequence.cached += len(token_ids)
-    new_pages = []
-    if len(sequence.table) > sequence.pages_sent:
-        new_pages = sequence.table.numbers[sequence.pages_sent :]
-        sequence.pages_sent += len(new_pages)
-    logits = len(token_ids) if all_logits else int(sequence.uncached == 0)
-    positions, inserts = _positions(sequence, start), _inserts(sequence, start)
-    return Chunk(sequence.number, start, token_ids, new_pages, logits, positions, sequence.prompt.shift, inserts)
-
-
-def media_from(prompt: Prompt, index: int) -> list[int]:
-    """Return the media that stand for tokens from `index` on, in the order of the prompt."""
-    return list(dict.fromkeys(place.medium for place in prompt.places if place.start + place.count > index))
-
-
-def _positions(sequence: Sequence, start: int) -> list[list[int]]:
-    """Return Chunk.positions of the tokens from `start` to `sequence.cached`."""
-    prompt, stop = sequence.prompt, sequence.cached
-    if not prompt.positions or start >= sequence.prompt_len:
-        return []
-    generated = range(sequence.prompt_len + prompt.shift, stop + prompt.shift)
-    return [[*axis[start:stop], *generated] for axis in prompt.positions]
-
-
-def _inserts(sequence: Sequence, start: int) -> list[Insert]:
-    """Return Chunk.inserts of the tokens from `start` to `sequence.cached`."""
-    inserts = []
-    for place in sequence.prompt.places if start < sequence.prompt_len else ():
-        begin, end = max(place.start, start), min(place.start + place.count, sequence.cached)
-        if begin < end:
-            number = sequence.encodings[place.medium].number
-            inserts.append(Insert(begin - start, place.first + begin - place.start, end - begin, number))
-    return inserts

@@ -29,18 +29,29 @@ from tilerank.parallel.sharding import Sharding
 from . import rank_messages
 from .batch import BatchFiller, Held
 from .bytes_per_step import bytes_per_step
-from .cache import allocate, bytes_per_state, bytes_per_token, expected_tokens, has_states, num_pages
+from .cache import (
+    allocate,
+    bytes_per_source_page,
+    bytes_per_state,
+    bytes_per_token,
+    expected_tokens,
+    has_sources,
+    has_states,
+    num_pages,
+)
 from .counters import RankCounters, StepCounter
 from .encodings import HeldEncodings
 from .errors import EngineError
 from .model import Encoder
-from .rank_messages import Count, Encode, EncodePiece, Frames, Message, Step, Stop, StopEncode
+from .rank_messages import Count, Encode, EncodePiece, Frames, Message, Step, Stop, StopEncode, StoreSource
 from .registry import build_model, read_supported_card
 from .state_pool import num_states
 from .step_graphs import StepGraphs
 
 log = logging.getLogger(__name__)
 
+SOURCE_BYTES = 1 << 30
+"""Bytes of keys and values of encodings that a rank keeps by default."""
 MAX_RUNNING = 256
 """Sequences in a decode step."""
 
@@ -54,7 +65,8 @@ class Worker:
     prompt and new tokens together, by default the model's. max_total_tokens: tokens in the KV cache, of all sequences
     that run (default: one context). states: slots for the states of sequences, if the model has any (default:
     state_pool.py: num_states). cached_tokens: how many of them a step is expected to read, for the cost of a cut
-    (default: all). eager: compute steps while the model's Python runs instead of recording them first (step_graphs.py).
+    (default: all). source_bytes: of keys and values of encodings, if the model has cross-attention. eager: compute
+    steps while the model's Python runs instead of recording them first (step_graphs.py).
 
     Raises ConfigError, CheckpointError, ShardError, and EngineError for a context length that the model cannot have.
     """
@@ -72,6 +84,7 @@ class Worker:
         max_total_tokens: int | None = None,
         states: int | None = None,
         cached_tokens: int | None = None,
+        source_bytes: int = SOURCE_BYTES,
         eager: bool = False,
     ) -> None:
         self.model_dir = model_dir
@@ -97,7 +110,9 @@ class Worker:
         self.states = (states or num_states(self.max_total_tokens)) if has_states(specs) else 0
         """Slots for states of sequences; 0 for models without states."""
         # The page after the last is the spare one of padding rows.
-        self._caches = allocate(specs, (self.pages + 1) * PAGE_TOKENS, self.states)
+        self.source_pages = self._source_pages(source_bytes)
+        """Pages for keys and values of encodings; 0 for models without cross-attention."""
+        self._caches = allocate(specs, (self.pages + 1) * PAGE_TOKENS, self.states, self.source_pages * PAGE_TOKENS)
         self._states = [cache for cache in self._caches if isinstance(cache, StateSlots)]
         step_bytes = bytes_per_step(self._model)
         self._filler = BatchFiller(
@@ -108,6 +123,7 @@ class Worker:
             spare_page=self.pages,
             copy_padding=bool(step_bytes.experts),
             expands=self._model.expands,
+            source_pages=self.source_pages,
         )
         self._graphs = None if eager else self._step_graphs()
         self._counter = StepCounter(step_bytes)
@@ -125,6 +141,11 @@ class Worker:
         return self._model.position_axes
 
     @property
+    def input_ids(self) -> int:
+        """The number of ids that prompts may have."""
+        return self.card.vocab_size + self._model.spare_ids
+
+    @property
     def encoder(self) -> Encoder | None:
         """What encodes media; None if the model takes text alone."""
         return self._model.encoder
@@ -137,7 +158,8 @@ class Worker:
     def cache_bytes(self) -> int:
         """Bytes of this rank's cache with every page and every slot in use."""
         specs = self._model.cache_specs()
-        return bytes_per_token(specs) * self.cache_tokens + bytes_per_state(specs) * self.states
+        sources = bytes_per_source_page(specs) * self.source_pages
+        return bytes_per_token(specs) * self.cache_tokens + bytes_per_state(specs) * self.states + sources
 
     def follow(self) -> None:
         """Ranks above 0: compute the announced steps until rank 0 stops. Raises GroupError if a rank is lost."""
@@ -170,15 +192,38 @@ class Worker:
             self._held.pop(number, None)
         self._encodings.forget(step.forgotten)
         for chunk in step.chunks:
-            self._held.setdefault(chunk.sequence, Held()).pages.extend(chunk.new_pages)
+            held = self._held.setdefault(chunk.sequence, Held())
+            held.pages.extend(chunk.new_pages)
+            if chunk.source_pages:
+                held.source.pages = chunk.source_pages
         group = self.team.group
         began, waited = time.perf_counter(), group.waited_s
         for source, target in step.state_copies:
             for states in self._states:
                 states.copy(source, target)
+        for sources in step.sources:
+            self._store_source(sources)
         logits = self._forward(step)
+        for chunk in step.chunks:
+            if chunk.sights:
+                self._held[chunk.sequence].source.sight = chunk.sights[-1][1:]
         self._counter.count(step, time.perf_counter() - began, group.waited_s - waited)
         return logits
+
+    def _store_source(self, source: StoreSource) -> None:
+        parts = [self._encodings.tensors[number][0, first : first + count] for number, first, count in source.parts]
+        rows, pages = torch.cat(parts), torch.tensor(source.pages)
+        slots = (pages[:, None] * PAGE_TOKENS + torch.arange(PAGE_TOKENS)).flatten()[: len(rows)]
+        self._model.store_source(rows, slots, self._caches)
+
+    def _source_pages(self, nbytes: int) -> int:
+        """Return how many pages of encodings fit in so many bytes on every rank. A collective for models that have
+        them."""
+        specs = self._model.cache_specs()
+        if not has_sources(specs):
+            return 0
+        pages = nbytes // max(bytes_per_source_page(specs), 1)
+        return int(self.team.group.all_gather(torch.tensor([pages])).min())
 
     def prepare_encode(self, message: Encode | Frames | StopEncode) -> None:
         """Start an encode, add frames to it, or drop it. All ranks call this with the same message."""

@@ -58,6 +58,9 @@ class Mixer(Layer, Generic[C]):
 
     cache_spec: CacheSpec
 
+    def store_source(self, rows: Tensor, slots: Tensor, cache: C) -> None:
+        """Store what the layer keeps of encodings (model.py: Model.store_source): nothing but in cross-attention."""
+
     @abstractmethod
     def __call__(self, x: Tensor, rope: Tensor, batch: Batch, cache: C, only: LogitRows | None = None) -> Tensor:
         """x[t, hidden] -> this rank's part of [t, hidden], a sum over the ranks.
@@ -74,14 +77,25 @@ class FeedForward(Layer):
     def __call__(self, x: Tensor) -> Tensor: ...
 
 
-class DecoderLayer(Layer):
-    """A mixer and an MLP, each after a norm."""
+class RowGate(Layer):
+    """Scales the output of an MLP, and hides rows of it."""
 
-    def __init__(self, mixer_norm: RMSNorm, mixer: Mixer[Any], mlp_norm: RMSNorm, mlp: FeedForward) -> None:
+    @abstractmethod
+    def __call__(self, x: Tensor, batch: Batch) -> None:
+        """Change x[t, hidden], this rank's part of a sum over the ranks, in place."""
+
+
+class DecoderLayer(Layer):
+    """A mixer and an MLP, each after a norm. mlp_gate: of the output of the MLP, if it has any."""
+
+    def __init__(
+        self, mixer_norm: RMSNorm, mixer: Mixer[Any], mlp_norm: RMSNorm, mlp: FeedForward, mlp_gate: RowGate | None
+    ) -> None:
         self.mixer_norm = mixer_norm
         self.mixer = mixer
         self.mlp_norm = mlp_norm
         self.mlp = mlp
+        self.mlp_gate = mlp_gate
 
 
 class Decoder(Model):
@@ -96,10 +110,15 @@ class Decoder(Model):
         mixer: Callable[[str, int], Mixer[Any]],
         mlp: Callable[[str, int], FeedForward],
         encoder: Encoder | None = None,
+        *,
+        mlp_gate: Callable[[int], RowGate | None] = lambda _: None,
+        spare_ids: int = 0,
     ) -> None:
-        """mixer, mlp: make those of a layer, from the name of the module and the number of the layer.
+        """mixer, mlp: make those of a layer, from the name of the module and the number of the layer. mlp_gate: makes
+        that of a layer, from its number.
 
-        encoder: its encodings have fewer levels beside the embeddings than the decoder has layers.
+        encoder: its encodings have fewer levels beside the embeddings than the decoder has layers. spare_ids: as in
+        Model; the embedding has rows for them, and then it is not tied to the head.
         """
         hidden, vocab, eps = config.hidden_size, card.vocab_size, config.rms_norm_eps
         self._names = names
@@ -111,7 +130,7 @@ class Decoder(Model):
             self.embedding = TiedEmbedding(names.embedding, vocab, hidden, sharding)
             self.head = self.embedding.logits
         else:
-            self.embedding = VocabParallelEmbedding(names.embedding, vocab, hidden, sharding)
+            self.embedding = VocabParallelEmbedding(names.embedding, vocab + spare_ids, hidden, sharding)
             self.head = ParallelLMHead(names.head, hidden, vocab, sharding)
         self.rope = RopeTable(config.rope, config.rotary_dim, card.context_length, sharding.dtype)
 
@@ -126,12 +145,14 @@ class Decoder(Model):
                 mixer(f"{name}.{mixer_name}", number),
                 norm(f"{name}.{names.mlp_norm}"),
                 mlp(f"{name}.{names.mlp}", number),
+                mlp_gate(number),
             )
 
         self.layers = [layer(number) for number in range(config.num_layers)]
         self.norm = norm(names.norm)
         self.encoder = encoder
         self.position_axes = config.rope.axes
+        self.spare_ids = spare_ids
 
     def cache_specs(self) -> list[CacheSpec]:
         return [layer.mixer.cache_spec for layer in self.layers]
@@ -153,10 +174,16 @@ class Decoder(Model):
                 stream.keep(only)
             x = stream.add(x, layer.mlp_norm)
             x = layer.mlp(x)
+            if layer.mlp_gate is not None:
+                layer.mlp_gate(x, batch)
             if inserts is not None and i + 1 < len(inserts.values):
                 stream.insert(inserts.rows, inserts.values[i + 1])
             x = stream.add(x, next_norm, update_all=batch.logit_rows is not None and i + 1 == last)
         return self.head(x)
+
+    def store_source(self, rows: Tensor, slots: Tensor, caches: Sequence[Cache]) -> None:
+        for layer, cache in zip(self.layers, caches, strict=True):
+            layer.mixer.store_source(rows, slots, cache)
 
     def cost_without_logits(self) -> Cost:
         *layers, last = self.layers

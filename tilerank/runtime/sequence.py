@@ -1,0 +1,180 @@
+"""A sequence: the tokens of one request while it waits and runs, and the messages that send its next tokens to the
+ranks."""
+
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from tilerank.kernels.kv_pages import PAGE_TOKENS
+from tilerank.kernels.state_slots import BLOCK_TOKENS
+
+from .encodings import Encoding, Wanted
+from .grammar_masks import GrammarMask
+from .pages import Page, PageTable
+from .prompt import Place, Prompt
+from .rank_messages import Chunk, Insert
+from .sampling import SamplingParams
+from .source_pool import Source
+
+
+@dataclass(eq=False)
+class Sequence:
+    """A request that waits or runs.
+
+    media: what its encodings take, in the order of `prompt.media`. tokens: the prompt and the tokens generated so far;
+    the KV cache holds the first `cached` of them. keys: what their pages are shared by (prompt.py). number: names the
+    sequence in messages to the ranks; a new one for each admission, -1 while it waits. encodings: by medium, those of
+    which it still has to insert tokens; none while it waits. pages_sent: how many of its pages the other ranks have
+    received. source: of a running sequence whose prompt has one. state_slot: of a running sequence of a model with
+    states, else -1. snapshots_at: numbers of cached tokens at which snapshots are to be taken. newest_snapshot: the
+    page of the last snapshot of generated tokens.
+    """
+
+    request: int
+    params: SamplingParams
+    prompt: Prompt
+    media: list[Wanted] = field(default_factory=list)
+    tokens: list[int] = field(init=False)
+    keys: list[int] = field(init=False)
+    number: int = -1
+    encodings: dict[int, Encoding] = field(default_factory=dict)
+    grammar_mask: GrammarMask | None = None
+    table: PageTable = field(default_factory=PageTable)
+    pages_sent: int = 0
+    cached: int = 0
+    source: Source | None = None
+    state_slot: int = -1
+    snapshots_at: set[int] = field(default_factory=set)
+    newest_snapshot: Page | None = None
+
+    def __post_init__(self) -> None:
+        self.tokens, self.keys = list(self.prompt.token_ids), list(self.prompt.keys)
+
+    def append(self, token_id: int) -> None:
+        """Add a generated token."""
+        self.tokens.append(token_id)
+        self.keys.append(token_id)
+
+    @property
+    def prompt_len(self) -> int:
+        return len(self.prompt.token_ids)
+
+    @property
+    def is_running(self) -> bool:
+        return self.number >= 0
+
+    @property
+    def ready(self) -> bool:
+        """False while the mask that its next token needs is being computed."""
+        return self.grammar_mask is None or self.grammar_mask.ready
+
+    @property
+    def forbidden(self) -> Tensor | None:
+        """bool [vocab]: True for tokens that may not come next. None if all may."""
+        return None if self.grammar_mask is None else self.grammar_mask.forbidden
+
+    @property
+    def blocking(self) -> Place | None:
+        """The first uncached place whose medium is not encoded yet; of a source, a place before the first token."""
+        if not self.encodings:
+            return None
+        if self.source is not None:
+            missing = (medium for medium, encoding in self.encodings.items() if not encoding.ready)
+            return None if self.source.stored else next((Place(0, 0, medium, 0) for medium in missing), None)
+        pending = [place for place in self.prompt.places if place.start + place.count > self.cached]
+        return next((place for place in pending if not self.encodings[place.medium].ready), None)
+
+    @property
+    def computable(self) -> int:
+        """The number of tokens that can be computed now.
+
+        The last token of a prompt is left out until its logits can be used. A medium that is not encoded yet ends the
+        chunk at the last whole page before it: the tokens after that share no page with another sequence, and the step
+        that computes them later reads the weights anyway. The place of a snapshot ends the chunk as well.
+        """
+        tokens = self.uncached - (not self.ready)
+        if (place := self.blocking) is not None:
+            tokens = min(tokens, place.start // PAGE_TOKENS * PAGE_TOKENS - self.cached)
+        if self.snapshots_at:
+            tokens = min(tokens, min(self.snapshots_at) - self.cached)
+        return self.cut(max(tokens, 0))
+
+    def cut(self, tokens: int) -> int:
+        """Return the number of tokens to compute where `tokens` could be: fewer for models with states if more tokens
+        follow."""
+        if self.state_slot < 0 or tokens == self.uncached:
+            return tokens
+        end = full_blocks(self.cached + tokens)
+        if end + 1 == len(self.tokens) and end - BLOCK_TOKENS > self.cached:
+            end -= BLOCK_TOKENS  # no single token is left
+        return max(end - self.cached, 0)
+
+    @property
+    def uncached(self) -> int:
+        """The number of tokens to compute before the next one can be sampled."""
+        return len(self.tokens) - self.cached
+
+    @property
+    def max_cached(self) -> int:
+        """The largest number of tokens that it ever caches. The last generated token is never computed."""
+        return self.prompt_len + self.params.max_new_tokens - 1
+
+
+def full_blocks(tokens: int) -> int:
+    """Return the tokens of the full blocks among the first `tokens`."""
+    return tokens // BLOCK_TOKENS * BLOCK_TOKENS
+
+
+def next_chunk(sequence: Sequence, rows: int, *, all_logits: bool = False) -> Chunk:
+    """Return the next tokens of a sequence, at most `rows`, and count them as cached.
+
+    Logits are computed for the last token of the sequence, or for all tokens of the chunk.
+    """
+    start = sequence.cached
+    token_ids = sequence.tokens[start : start + rows]
+    sequence.cached += len(token_ids)
+    new_pages = []
+    if len(sequence.table) > sequence.pages_sent:
+        new_pages = sequence.table.numbers[sequence.pages_sent :]
+        sequence.pages_sent += len(new_pages)
+    logits = len(token_ids) if all_logits else int(sequence.uncached == 0)
+    positions, inserts = _positions(sequence, start), _inserts(sequence, start)
+    is_first = sequence.pages_sent == len(new_pages)
+    pages = sequence.source.pages if sequence.source is not None and is_first else []
+    sights = _sights(sequence, start) if is_first or start < sequence.prompt_len else []
+    shift = sequence.prompt.shift
+    return Chunk(sequence.number, start, token_ids, new_pages, logits, positions, shift, inserts, pages, sights)
+
+
+def media_from(prompt: Prompt, index: int) -> list[int]:
+    """Return the media that stand for tokens from `index` on, in the order of the prompt."""
+    return list(dict.fromkeys(place.medium for place in prompt.places if place.start + place.count > index))
+
+
+def _positions(sequence: Sequence, start: int) -> list[list[int]]:
+    """Return Chunk.positions of the tokens from `start` to `sequence.cached`."""
+    prompt, stop = sequence.prompt, sequence.cached
+    if not prompt.positions or start >= sequence.prompt_len:
+        return []
+    generated = range(sequence.prompt_len + prompt.shift, stop + prompt.shift)
+    return [[*axis[start:stop], *generated] for axis in prompt.positions]
+
+
+def _inserts(sequence: Sequence, start: int) -> list[Insert]:
+    """Return Chunk.inserts of the tokens from `start` to `sequence.cached`."""
+    inserts = []
+    for place in sequence.prompt.places if start < sequence.prompt_len else ():
+        begin, end = max(place.start, start), min(place.start + place.count, sequence.cached)
+        if begin < end:
+            number = sequence.encodings[place.medium].number
+            inserts.append(Insert(begin - start, place.first + begin - place.start, end - begin, number))
+    return inserts
+
+
+def _sights(sequence: Sequence, start: int) -> list[tuple[int, int, int, bool]]:
+    """Return Chunk.sights of the tokens from `start` to `sequence.cached`."""
+    sights = [sight for sight in sequence.prompt.sights if sight.start < sequence.cached]
+    before = [sight for sight in sights if sight.start <= start]
+    rows = [(0, sight.first, sight.count, sight.shown) for sight in before[-1:]] or [(0, 0, 0, False)]
+    rows += [(sight.start - start, sight.first, sight.count, sight.shown) for sight in sights[len(before) :]]
+    return rows if sights else []
