@@ -258,6 +258,12 @@ def test_rule_refuses_batches_that_do_not_fit(change: dict[str, list[int]], expe
         delta.delta_rule(torch.cat(sequences.qkv), gate, gate, sequences.state, **batch, key_heads=1)
 
 
+def test_a_rank_without_heads_computes_nothing() -> None:
+    sequences = Sequences(Sizes(0, 0, 8, 8), [3, 1], torch.float32)
+    assert [part.shape for part in sequences.run([(0, 0, 3), (1, 0, 1)])] == [(3, 0), (1, 0)]
+    assert [part.shape for part in sequences.step([(1, 0, 1)])] == [(1, 0)]
+
+
 def test_rule_refuses_heads_that_do_not_fit() -> None:
     sequences = Sequences(Sizes(2, 3, 8, 8), [1], torch.float32)
     with pytest.raises(KernelError, match="key_heads: expected a divisor of 3 value heads, found 2"):

@@ -84,9 +84,7 @@ struct ChunkKeys {
       unit_row(p.q(first_row + i, key_head), dk, 1.0f / std::sqrt(static_cast<float>(dk)), q_row);
       unit_row(p.k(first_row + i, key_head), dk, 1.0f, k_row);
     }
-    for (int64_t column = 0; column < width; ++column) {
-      for (int64_t i = 0; i < kChunk; ++i) k_columns[column * kChunk + i] = i < rows ? k[i * width + column] : 0.0f;
-    }
+    for (int64_t i = 0; i < kChunk; i += kLanes) transpose_rows(i);
   }
 
   void multiply() {
@@ -99,6 +97,26 @@ struct ChunkKeys {
   }
 
  private:
+  // Writes rows i to i + kLanes of k as columns, those beyond `rows` as zeros.
+  void transpose_rows(int64_t i) const {
+#ifdef TR_AVX512
+    for (int64_t column = 0; column < width; column += kLanes) {
+      __m512i from[kLanes], to[kLanes];
+      for (int r = 0; r < kLanes; ++r) {
+        from[r] =
+            _mm512_castps_si512((i + r < rows ? load_columns(k + (i + r) * width + column, width - column) : zero()).v);
+      }
+      transpose(from, to);
+      const int64_t count = std::min<int64_t>(kLanes, width - column);
+      for (int64_t c = 0; c < count; ++c) _mm512_storeu_si512(k_columns + (column + c) * kChunk + i, to[c]);
+    }
+#else
+    for (int64_t column = 0; column < width; ++column) {
+      for (int64_t r = i; r < i + kLanes; ++r) k_columns[column * kChunk + r] = r < rows ? k[r * width + column] : 0.0f;
+    }
+#endif
+  }
+
   void multiply_block(const float* a, float* products, int64_t i, int64_t j) const {
     Block block;
     accumulate(a + i * width, width, k_columns + j, kChunk, dk, block);

@@ -6,6 +6,7 @@
 #define TR_SOURCE "delta/delta_rule.cpp"
 #include "simd/foreach_isa.h"
 #else
+#include "simd/transpose-inl.h"
 #include "delta/recurrent-inl.h"
 #include "delta/chunk-inl.h"
 #include "delta/chunk_vectors-inl.h"
