@@ -216,14 +216,32 @@ static void product_groups(LeftRows<A, Dims> a, int64_t rows, const RightOperand
                            SumRows<const float> before, SumRows<float> c, LinePrefetch (&ahead)[2]) {
   LinePrefetch idle{reinterpret_cast<const char*>(b.at), 0};
   int64_t r = 0, block = 0;
-  const auto blocks_of = [&](auto size) {
-    for (; r + size <= rows; r += size, ++block) {
-      product_block<size, G>(a.from(r), b, group, {before.row(r, 0), before.stride}, {c.row(r, 0), c.stride},
-                             block < 2 ? ahead[block] : idle);
-    }
+  const auto next_block = [&](auto size) {
+    product_block<size, G>(a.from(r), b, group, {before.row(r, 0), before.stride}, {c.row(r, 0), c.stride},
+                           block < 2 ? ahead[block] : idle);
+    r += size;
+    ++block;
   };
-  if constexpr (kMostRows > 4) blocks_of(std::integral_constant<int, kMostRows>{});
-  if constexpr (kMostRows > 8) blocks_of(std::integral_constant<int, 8>{});
+  const auto blocks_of = [&](auto size) {
+    while (r + size <= rows) next_block(size);
+  };
+  if constexpr (kMostRows > 8) {
+    // Blocks of about equal size: a small one takes almost as long as one of eight rows.
+    const auto balanced = [&](auto size) {
+      const auto wanted = [&] {
+        const int64_t left = rows - r, count = (left + kMostRows - 1) / kMostRows;
+        return left > 0 && (left + count - 1) / count == size;
+      };
+      while (wanted()) next_block(size);
+    };
+    balanced(std::integral_constant<int, 12>{});
+    balanced(std::integral_constant<int, 11>{});
+    balanced(std::integral_constant<int, 10>{});
+    balanced(std::integral_constant<int, 9>{});
+    blocks_of(std::integral_constant<int, 8>{});
+  } else if constexpr (kMostRows > 4) {
+    blocks_of(std::integral_constant<int, kMostRows>{});
+  }
   blocks_of(std::integral_constant<int, 4>{});
   blocks_of(std::integral_constant<int, 2>{});
   blocks_of(std::integral_constant<int, 1>{});

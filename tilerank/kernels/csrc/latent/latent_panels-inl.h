@@ -62,10 +62,10 @@ static void lanes_of_rows(const P* rows, int64_t dims, float* panel) {
 // panel[16 dims] of every group and token = rows of values; `stride` is that of a group.
 template <class P>
 static void lanes_of_dims(const P* rows, int64_t row_dims, int64_t tokens, int64_t dims, float* panel, int64_t stride) {
-  for (int64_t token = 0; token < kPageTokens; ++token) {
-    const P* const row = rows + token * row_dims;
-    for (int64_t i = 0; i < dims; i += kLanes) {
-      store(panel + i / 16 * stride + token * 16 + i % 16, token < tokens ? load_wide(row + i) : zero());
+  for (int64_t i = 0; i < dims; i += kLanes) {
+    float* const to = panel + i / 16 * stride + i % 16;
+    for (int64_t token = 0; token < kPageTokens; ++token) {
+      store(to + token * 16, token < tokens ? load_wide(rows + token * row_dims + i) : zero());
     }
   }
 }
@@ -91,14 +91,13 @@ static void lanes_of_dims(const P* rows, int64_t row_dims, int64_t tokens, int64
   alignas(64) static constexpr uint16_t kPairs[32] = {0, 32, 1, 33, 2,  34, 3,  35, 4,  36, 5,  37, 6,  38, 7,  39,
                                                       8, 40, 9, 41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47};
   const __m512i lower = _mm512_load_si512(kPairs), upper = _mm512_add_epi16(lower, _mm512_set1_epi16(16));
-  for (int64_t token = 0; token < kPageTokens; token += 2) {
-    const P* const row = rows + token * row_dims;
-    for (int64_t i = 0; i < dims; i += 32) {
-      const __m512i even = token < tokens ? load_32(row + i) : _mm512_setzero_si512();
-      const __m512i odd = token + 1 < tokens ? load_32(row + row_dims + i) : _mm512_setzero_si512();
-      bf16* const to = panel + i / 16 * stride + token * 16;
-      _mm512_store_si512(to, _mm512_permutex2var_epi16(even, lower, odd));
-      _mm512_store_si512(to + stride, _mm512_permutex2var_epi16(even, upper, odd));
+  for (int64_t i = 0; i < dims; i += 32, panel += 2 * stride) {
+    for (int64_t token = 0; token < kPageTokens; token += 2) {
+      const P* const row = rows + token * row_dims + i;
+      const __m512i even = token < tokens ? load_32(row) : _mm512_setzero_si512();
+      const __m512i odd = token + 1 < tokens ? load_32(row + row_dims) : _mm512_setzero_si512();
+      _mm512_store_si512(panel + token * 16, _mm512_permutex2var_epi16(even, lower, odd));
+      _mm512_store_si512(panel + stride + token * 16, _mm512_permutex2var_epi16(even, upper, odd));
     }
   }
 }

@@ -26,6 +26,8 @@ struct LatentScratch {
   using Left = LeftRows<LeftOperand<T>, kMostRowDims>;
   using Probabilities = LeftRows<LeftOperand<T>, kChunk>;
   static constexpr int64_t kRows = kLatentTaskRows, kScoreStride = kChunk + 16;
+  // Distance of groups of 16 dims in `values`: one cache line more than they have, so that they spread over the sets.
+  static constexpr int64_t kGroupStride = 16 * kChunk + 64 / static_cast<int64_t>(sizeof(LeftOperand<T>));
 #ifdef TR_AMX
   static constexpr int64_t kRowStep = 16;  // whole tiles
 #else
@@ -34,8 +36,8 @@ struct LatentScratch {
   alignas(64) LeftOperand<T> q[kRows * Left::kStride];
   alignas(64) float s[kRows * kScoreStride];
   alignas(64) LeftOperand<T> p[kRows * Probabilities::kStride];
-  alignas(64) LeftOperand<T> keys[kMostRowDims * kPageTokens];  // of a page
-  alignas(64) LeftOperand<T> values[kMostLatentDims * kChunk];  // of a chunk
+  alignas(64) LeftOperand<T> keys[kMostRowDims * kPageTokens];             // of a page
+  alignas(64) LeftOperand<T> values[kMostLatentDims / 16 * kGroupStride];  // of a chunk
   alignas(64) float key_factor[kChunk], value_factor[kChunk];
   // Sums over one part, and merged sums over all parts so far.
   alignas(64) float o[kRows * kMostLatentDims], all_o[kRows * kMostLatentDims];
@@ -180,7 +182,7 @@ class LatentTask : public VectorSums<LatentScratch<T>> {
   // Adds the values of the chunk, for each row up to the last page that it attends to.
   template <class P>
   void multiply_values(const Sums& sums) {
-    constexpr int64_t kStride = 16 * kChunk;
+    constexpr int64_t kStride = Scratch::kGroupStride;
     for (int64_t i = 0; i < pages_; ++i) {
       const int64_t tokens = std::min(task_.length - begin_ - i * kPageTokens, kPageTokens);
       lanes_of_dims(rows<P>(page_[i]), dims_, tokens, padded_, scratch_.values + i * 16 * kPageTokens, kStride);
