@@ -77,6 +77,15 @@ def test_attention_counts_cached_bytes_and_visible_pairs() -> None:
     pairs = 1 + 2 + 3 + 4 + 5
     assert found["extend attention 1 x 5 after 0 bfloat16"].work == Work(5 * token, bf16=4 * 32 * 128 * pairs)
     assert found["extend attention 1 x 5 after 5 bfloat16"].work == Work(10 * token, bf16=4 * 32 * 128 * (25 + pairs))
+    latents = 8 * 40 * (512 + 64)
+    products = 2 * 22 * 8 * 40 * (512 + 64 + 512)
+    assert found["latent attention 22 x 8 after 39 bfloat16"].work == Work(2 * latents, bf16=products)
+    assert found["latent attention 22 x 8 after 39 int8"].work == Work(latents + 8 * 40 * 2 * 4, bf16=products)
+    expanded = found["expanded attention 22 x 5 after 5 bfloat16"].work
+    assert expanded == Work(10 * (22 * 256 + 64) * 2, bf16=2 * 22 * (192 + 128) * (25 + pairs))
+    weights, product = 22 * 512 * 128, 2 * 8 * 22 * 512 * 128
+    assert found["head linear 22 x 8 x 512x128 bfloat16"].work == Work(2 * weights, bf16=product)
+    assert found["head linear 22 x 8 x 512x128 int8"].work == Work(weights + 22 * 512 * 8, int8=product)
     for entry in found.values():
         out = entry.run(1)
         # Means of standard normal values: unwritten memory and zeros would fail.

@@ -1,4 +1,8 @@
-"""Entries of `bench kernels` for attention over a paged cache: decode, bf16 and int8, and extend after a prefix."""
+"""Entries of `bench kernels` for attention over a paged cache: decode, bf16 and int8, and extend after a prefix.
+
+Latent attention has the sizes of DeepSeek-V3: absorbed decode with the heads of one of six ranks and with all, its
+products of single heads, and expanded extend.
+"""
 
 import argparse
 from collections.abc import Iterator
@@ -9,21 +13,37 @@ import torch
 
 from tilerank.kernels.attention import attention, store_kv
 from tilerank.kernels.kv_pages import PAGE_TOKENS, KVPages
-from tilerank.parallel.cost import Work
+from tilerank.kernels.latent import expanded_pages, head_linear, latent_attention, store_latent
+from tilerank.kernels.latent_pages import LatentPages
+from tilerank.kernels.packed_experts import PackedExperts
+from tilerank.kernels.weight import Format
+from tilerank.parallel.cost import Work, operand_type
 
 from .entry import Entry, cold_copies, replayed
+from .formats import WEIGHT_FORMATS
 
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 DECODE_BATCH = 8
+
+LATENT_HEADS = (22, 128)
+LATENT_DIM, ROPE_DIM, NOPE_DIM, VALUE_DIM = 512, 64, 128, 128
+HEAD_FORMATS = ("bfloat16", "int8", "fp8")
 
 
 def entries(args: argparse.Namespace) -> Iterator[Entry]:
     for cached in args.cached_tokens:
         for dtype in (torch.bfloat16, torch.int8):
             yield _attention("decode attention", DECODE_BATCH, cached - 1, 1, dtype)
+            for heads in LATENT_HEADS:
+                yield _latent_attention(heads, cached, dtype)
     for new in args.new_tokens:
         for prefix in (0, new):
             yield _attention("extend attention", 1, prefix, new, torch.bfloat16)
+            yield _expanded_attention(LATENT_HEADS[0], prefix, new)
+    for name in HEAD_FORMATS:
+        if name in args.formats:
+            for n, k in ((LATENT_DIM, NOPE_DIM), (VALUE_DIM, LATENT_DIM)):
+                yield _head_linear(LATENT_HEADS[0], n, k, name, WEIGHT_FORMATS[name])
 
 
 def _attention(kernel: str, batch: int, prefix: int, new: int, dtype: torch.dtype) -> Entry:
@@ -53,4 +73,68 @@ def _attention(kernel: str, batch: int, prefix: int, new: int, dtype: torch.dtyp
         str(dtype).removeprefix("torch."),
         Work(nbytes, bf16=4 * batch * HEADS * HEAD_DIM * pairs),
         replayed([partial(attention, q, cache, tables, lengths, starts, kv_map, HEAD_DIM**-0.5) for cache in caches]),
+    )
+
+
+def _latent_attention(heads: int, tokens: int, dtype: torch.dtype) -> Entry:
+    """Absorbed decode attention of sequences of `tokens` tokens each."""
+    pages = ceil(tokens / PAGE_TOKENS)
+    nbytes = DECODE_BATCH * tokens * LatentPages.nbytes(1, LATENT_DIM, ROPE_DIM, dtype) // PAGE_TOKENS
+    caches = [LatentPages.empty(DECODE_BATCH * pages, LATENT_DIM, ROPE_DIM, dtype) for _ in range(cold_copies(nbytes))]
+    slots = torch.arange(DECODE_BATCH * pages * PAGE_TOKENS)
+    for cache in caches:
+        latent, rope_key = (torch.randn(len(slots), dim).to(torch.bfloat16) for dim in (LATENT_DIM, ROPE_DIM))
+        store_latent(latent, rope_key, cache, slots)
+    q_latent, q_rope = (torch.randn(DECODE_BATCH, heads, dim).to(torch.bfloat16) for dim in (LATENT_DIM, ROPE_DIM))
+    tables = torch.arange(DECODE_BATCH * pages, dtype=torch.int32).view(DECODE_BATCH, pages)
+    lengths = torch.full((DECODE_BATCH,), tokens, dtype=torch.int32)
+    starts = torch.arange(DECODE_BATCH + 1, dtype=torch.int32)
+    scale = (NOPE_DIM + ROPE_DIM) ** -0.5
+    return Entry(
+        "latent attention",
+        f"{heads} x {DECODE_BATCH} after {tokens - 1}",
+        str(dtype).removeprefix("torch."),
+        Work(nbytes, bf16=2 * DECODE_BATCH * heads * tokens * (2 * LATENT_DIM + ROPE_DIM)),
+        replayed([partial(latent_attention, q_latent, q_rope, c, tables, lengths, starts, scale) for c in caches]),
+    )
+
+
+def _expanded_attention(heads: int, prefix: int, new: int) -> Entry:
+    """Attention of `new` tokens after `prefix` over keys and values expanded from latents, their storing included."""
+    tokens, head_dim = prefix + new, NOPE_DIM + ROPE_DIM
+    kv = torch.randn(tokens, heads, NOPE_DIM + VALUE_DIM).to(torch.bfloat16)
+    rope_key = torch.randn(tokens, ROPE_DIM).to(torch.bfloat16)
+    q = torch.randn(new, heads, head_dim).to(torch.bfloat16)
+    tables = torch.arange(ceil(tokens / PAGE_TOKENS), dtype=torch.int32)[None]
+    lengths, starts = torch.tensor([tokens], dtype=torch.int32), torch.tensor([0, new], dtype=torch.int32)
+    kv_map = torch.tensor([[head, 1] for head in range(heads)], dtype=torch.int32)
+
+    def run() -> torch.Tensor:
+        expanded = expanded_pages(kv[..., :NOPE_DIM], kv[..., NOPE_DIM:], rope_key)
+        return attention(q, expanded, tables, lengths, starts, kv_map, head_dim**-0.5)
+
+    pairs = new * prefix + new * (new + 1) // 2
+    return Entry(
+        "expanded attention",
+        f"{heads} x {new} after {prefix}",
+        "bfloat16",
+        Work(kv.nbytes + rope_key.nbytes, bf16=2 * heads * (head_dim + VALUE_DIM) * pairs),
+        replayed([run]),
+    )
+
+
+def _head_linear(heads: int, n: int, k: int, name: str, form: Format) -> Entry:
+    """The product of one token of every sequence with a matrix for each head."""
+    nbytes = PackedExperts.nbytes(heads, n, k, form)
+    weights = [PackedExperts.empty(heads, n, k, form) for _ in range(cold_copies(nbytes))]
+    for weight in weights:
+        for head in range(heads):
+            weight.write(torch.randn(n, k) / (2 * k**0.5), head)
+    x = torch.randn(DECODE_BATCH, heads, k).to(form.activations)
+    return Entry(
+        "head linear",
+        f"{heads} x {DECODE_BATCH} x {n}x{k}",
+        name,
+        Work(nbytes, **{operand_type(form): 2 * DECODE_BATCH * heads * n * k}),
+        replayed([partial(head_linear, x, weight) for weight in weights]),
     )
