@@ -20,10 +20,16 @@ from tilerank.launch.bench.work import model_work
 from tilerank.loader.card import read_card
 from tilerank.loader.checkpoint import Checkpoint
 from tilerank.loader.errors import ConfigError
+from tilerank.loader.quantization_config import Quantization
+from tilerank.loader.tokenizer import Tokenizer
+from tilerank.loader.weight_formats import weight_formats
 from tilerank.loader.weights import load_weights
+from tilerank.parallel.errors import ShardError
 from tilerank.parallel.parameters import PlainParameter
 from tilerank.parallel.sharding import Sharding
 from tilerank.runtime.cache import RecurrentState
+from tilerank.runtime.media.qwen_vl import QwenVLProcessor
+from tilerank.runtime.media.registry import load_processor
 from tilerank.runtime.models.decoder import Decoder
 from tilerank.runtime.models.delta_net import GatedDeltaNet
 from tilerank.runtime.registry import build_model
@@ -195,6 +201,22 @@ def test_more_ranks_than_key_heads(tmp_path: Path) -> None:
         assert not sum(r.elements for r in found.rectangles() if ".0.linear_attn.in_proj" in r.name)
 
 
+def test_heads_that_are_no_multiple_of_a_block_are_refused(tmp_path: Path) -> None:
+    """Of fp8, which is quantised while loading in blocks of 32 rows; other codes have a scale a row, or none."""
+    small = {"linear_key_head_dim": 24, "linear_value_head_dim": 24, "num_hidden_layers": 4}
+    write_config(tmp_path, nested(small), {})
+    card = read_card(tmp_path)
+    for codes in ("int8", "int4", "fp8"):
+        formats = weight_formats(None, torch.bfloat16, Quantization(codes))  # type: ignore[arg-type]
+        assert isinstance(build_model(card, Sharding(0, 2, torch.bfloat16, None, formats=formats)), Decoder)
+        sharding = Sharding(0, 3, torch.bfloat16, None, formats=formats)  # 6 heads of 24 rows: 4.5 blocks
+        if codes != "fp8":
+            assert isinstance(build_model(card, sharding), Decoder)
+            continue
+        with pytest.raises(ShardError, match=r"in_proj_qkv: cannot be held in .*: expected heads .* 32 rows on a rank"):
+            build_model(card, sharding)
+
+
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("checkpoints")
@@ -242,6 +264,13 @@ def test_the_files_decide_the_prefix(base: Path, tmp_path: Path, prefix: str, is
     wanted, ours = weights(loaded(alone)), weights(loaded(found))
     assert wanted.keys() == ours.keys() and len(wanted) > 40
     assert all(torch.equal(wanted[name], ours[name]) for name in wanted)
+
+
+def test_only_checkpoints_with_a_tower_have_a_processor(base: Path) -> None:
+    for text_alone in (True, False):
+        model_dir = make_checkpoint("qwen3_5", base, layers=4, hidden=64, vocab=400, text_alone=text_alone)
+        processor = load_processor(model_dir, Tokenizer(model_dir))
+        assert isinstance(processor, type(None) if text_alone else QwenVLProcessor)
 
 
 def test_float32_decays_are_kept_and_bf16_ones_are_read(base: Path) -> None:

@@ -11,10 +11,11 @@ from torch import Tensor
 from tilerank.kernels.heads import columns_of
 from tilerank.kernels.weight_formats import BlockFormat, Float, Format
 
+from .errors import ShardError
 from .linear import Linear
 from .parameters import Layer
 from .shard import Cut, Span
-from .sharding import Sharding
+from .sharding import Sharding, row_unit
 
 
 @dataclass(frozen=True)
@@ -113,8 +114,14 @@ def _projection(name: str, rows: list[Rows], sharding: Sharding) -> _Projection:
 
     Raises ShardError where the kernels have no blocks that small.
     """
-    edges = accumulate(part.span.size for part in rows)
+    edges = list(accumulate(part.span.size for part in rows))
     held = sharding.fused_format([name], [*(part.stored for part in rows), *(Span(row, row + 1, 1) for row in edges)])
+    unit = row_unit(held) if isinstance(held, BlockFormat) else 1
+    if any(row % unit for row in edges):
+        raise ShardError(
+            f"{name}: cannot be held in {held}: expected heads that take a multiple of {unit} rows on a rank, "
+            f"found {', '.join(str(part.span.size) for part in rows)} rows"
+        )
     return _Projection(name, rows, held)
 
 
