@@ -74,7 +74,7 @@ def score_in_chunks(engine: Engine, prompt: Prompt, cuts: list[int]) -> torch.Te
     parts = []
     for stop in [*cuts, len(prompt.token_ids)]:
         chunk = next_chunk(sequence, stop - sequence.cached, all_logits=True)
-        parts.append(engine._lead([chunk]).clone())
+        parts.append(engine._lead([(sequence, chunk)]).clone())
     engine._scheduler.remove(sequence)
     return torch.cat(parts)
 

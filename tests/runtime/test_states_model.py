@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from ranks import run_ranks
 from rungs import COMPILED
 from tiny import make_checkpoint
 
@@ -109,13 +110,7 @@ def test_chunks_cut_everywhere_give_the_scores_of_the_whole_prompt(
 
 
 def test_a_chat_continues_its_snapshots(worker: Worker) -> None:
-    """Each turn repeats the prompt of the one before and what was answered, but not how the answer began."""
-    engine, history = fresh(worker), prompt_of(100)
-    prompts, answers = [], []
-    for turn in range(4):
-        prompts.append([*history, 5, 6])
-        answers.append(ask(engine, prompts[-1]))
-        history += [*answers[-1].tokens[2:], *prompt_of(90, seed=turn + 1)]
+    prompts, answers = chat(fresh(worker))
     snapshots = [0, *((len(prompt) - 8) // 64 * 64 for prompt in prompts)]
     for prompt, answer, cached in zip(prompts, answers, snapshots, strict=False):
         assert answer.computed == len(prompt) - cached
@@ -123,6 +118,35 @@ def test_a_chat_continues_its_snapshots(worker: Worker) -> None:
         answer.check_near(whole)
         if COMPILED:
             assert answer.logprobs == whole.logprobs
+
+
+def chat(engine: Engine) -> tuple[list[list[int]], list[Answer]]:
+    """Return the prompts and the answers of four turns. Each repeats the prompt of the one before and what was
+    answered, but not how the answer began."""
+    history, prompts, answers = prompt_of(100), [], []
+    for turn in range(4):
+        prompts.append([*history, 5, 6])
+        answers.append(ask(engine, prompts[-1]))
+        history += [*answers[-1].tokens[2:], *prompt_of(90, seed=turn + 1)]
+    return prompts, answers
+
+
+def chat_on_ranks(team: Team, *, model: str) -> list[tuple[list[int], int]]:
+    worker = Worker(Path(model), team, dtype=torch.float32, max_total_tokens=2048, states=3)
+    if team.group.rank != 0:
+        worker.follow()
+        return []
+    _, answers = chat(Engine(worker))
+    worker.stop()
+    return [(answer.tokens, answer.computed) for answer in answers]
+
+
+@pytest.mark.parametrize("tp", [2, 5])
+def test_every_rank_continues_the_snapshots(worker: Worker, tp: int) -> None:
+    """Five ranks share three groups of heads: the last ones have no states."""
+    _, answers = chat(fresh(worker))
+    found = run_ranks(tp, "tests.runtime.test_states_model:chat_on_ranks", kwargs={"model": str(worker.model_dir)})[0]
+    assert [tuple(answer) for answer in found] == [(answer.tokens, answer.computed) for answer in answers]
 
 
 def test_generated_tokens_are_continued(worker: Worker) -> None:

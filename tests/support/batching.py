@@ -16,6 +16,7 @@ from tilerank.runtime.pages import PagePool
 from tilerank.runtime.prompt import Prompt
 from tilerank.runtime.sampling import SamplingParams
 from tilerank.runtime.scheduler import Scheduler
+from tilerank.runtime.state_pool import StatePool
 from tilerank.runtime.worker import MAX_RUNNING, Worker
 
 DEMO = Path(__file__).parents[2] / "assets" / "demo-lm"
@@ -69,8 +70,15 @@ def with_chunk(rows: int, ask: Ask) -> Ask:
 def forget(engine: Engine, *, pages: int | None = None, chunk_rows: int = module.PREFILL_CHUNK) -> None:
     """Make the engine share no page of an earlier request any more."""
     before = engine._scheduler
-    engine._pool = PagePool(pages or engine._pool.total)
-    engine._scheduler = Scheduler(engine._pool, engine._encodings, max_running=MAX_RUNNING, chunk_rows=chunk_rows)
+    states = engine._pool.states and StatePool(engine._pool.states.total)
+    engine._pool = PagePool(pages or engine._pool.total, states)
+    engine._scheduler = Scheduler(
+        engine._pool,
+        engine._encodings,
+        max_running=MAX_RUNNING,
+        chunk_rows=chunk_rows,
+        sources=engine._sources,
+    )
     # The ranks identify sequences by these numbers, and still have to receive which ones have finished.
     engine._scheduler._numbers, engine._scheduler.finished = before._numbers, before.finished
 
