@@ -2,10 +2,12 @@
 
 import json
 import random
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
 from functools import cache
+from itertools import accumulate
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -25,6 +27,7 @@ from tilerank.loader.errors import ConfigError
 from tilerank.loader.weight_formats import weight_formats
 from tilerank.parallel.latent import AbsorbedHeads
 from tilerank.parallel.sharding import Sharding
+from tilerank.runtime.expansion import Expansion, expansion
 from tilerank.runtime.models.deepseek import read_latent_config
 from tilerank.runtime.registry import build_model
 from tilerank.runtime.rope import RopeTable, inverse_frequencies
@@ -203,8 +206,22 @@ def test_quantised_checkpoints_equal_their_dequantised_weights(
         for family, path in quantised.items()
         for suffix in ("", "_dequant")
     ]
+    # Published files of int8 come without a quantization_config, or with that of the fp8 model they were made from.
+    int8, fp8 = quantised["deepseek_v3_int8"], quantised["deepseek_v3_fp8"]
+    stale = json.loads((fp8 / "config.json").read_text())["quantization_config"]
+    for name, config in (("none", {}), ("stale", {"quantization_config": stale})):
+        out = shutil.copytree(int8, tmp_path / name)
+        raw = json.loads((int8 / "config.json").read_text())
+        del raw["quantization_config"]
+        (out / "config.json").write_text(json.dumps(raw | config))
+        cases.append({"name": f"{name}-config", "model": str(out), "quantization": None, "strategy": "auto"})
     kwargs = {"cases": cases, "out": str(tmp_path), "ids": IDS, "new_tokens": 6}
     run_ranks(tp, "quantized_ranks:run", kwargs=kwargs, timeout=300)
+    same = [
+        load_file(tmp_path / f"{name}.safetensors")["logits"]
+        for name in ("deepseek_v3_int8", "none-config", "stale-config")
+    ]
+    assert torch.equal(same[0], same[1]) and torch.equal(same[0], same[2])
     for family, path in quantised.items():
         wanted, theirs = (transformers_logits(f"{path}_dequant", dtype) for dtype in (torch.float32, torch.bfloat16))
         ours = [load_file(tmp_path / f"{family}{suffix}.safetensors")["logits"] for suffix in ("", "_dequant")]
@@ -284,7 +301,9 @@ def test_the_config_of_transformers_5_is_read_alike(tmp_path: Path) -> None:
         ({"topk_group": 9}, "topk_group: expected an integer from 1 to 8, found 9"),
         ({"num_experts_per_tok": 129}, "num_experts_per_tok: expected an integer from 1 to 128, found 129"),
         ({"num_local_experts": 128}, "num_local_experts: expected the 256 of n_routed_experts, found 128"),
-        ({"kv_lora_rank": ABSENT}, "kv_lora_rank: expected an integer from 8 to 1048576, found no such key"),
+        ({"kv_lora_rank": ABSENT}, "kv_lora_rank: expected an integer from 8 to 512, found no such key"),
+        ({"v_head_dim": 12}, "v_head_dim: expected a multiple of 8 up to 4096, found 12"),
+        ({"qk_rope_head_dim": 128}, "qk_rope_head_dim: expected an integer from 8 to 64, found 128"),
         ({"routed_scaling_factor": 0}, "routed_scaling_factor: expected a number above 0"),
         ({"first_k_dense_replace": 62}, "first_k_dense_replace: expected an integer from 0 to 61, found 62"),
         ({"rope_interleave": 1}, "rope_interleave: expected true or false, found 1"),
@@ -294,6 +313,35 @@ def test_what_is_unsupported_or_inconsistent_is_refused(tmp_path: Path, changes:
     with pytest.raises(ConfigError) as caught:
         build_model(read_card(write_config(tmp_path, changes, V31)), Sharding(0, 1, torch.bfloat16, None))
     assert str(caught.value).startswith(f"{tmp_path / 'config.json'}: {sentence}")
+
+
+def test_many_rows_are_expanded(tmp_path: Path) -> None:
+    """By hand: per head, absorbing costs 512 + 64 + 512 products a pair, expanding 192 + 128 and 512 * 256 a token. A
+    prompt of r rows has r (r + 1) / 2 pairs: 768 (r + 1) / 2 > 131072 from r = 341 on. The last 171 rows of many
+    tokens have more than 131072 / 768 = 170.7 pairs a token, if the triangle is small."""
+    _, config = read_latent_config(read_card(write_config(tmp_path, {}, V31)).fields)
+    assert [config.expands(rows, rows) for rows in (1, 340, 341, 2048)] == [False, False, True, True]
+    assert [config.expands(rows, 100_000) for rows in (1, 170, 171)] == [False, False, True]
+
+    def made(*sequences: tuple[int, int, list[int]]) -> Expansion | None:
+        counts, lengths, tables = zip(*sequences, strict=True)
+        return expansion(config.expands, [0, *accumulate(counts)], lengths, tables)
+
+    assert made((1, 70, [4, 5, 6]), (300, 300, list(range(10)))) is None
+    assert made((2048, 8193, list(range(257)))) is None, "too long"
+    alone = made((400, 400, list(range(20, 33))))
+    assert alone is not None and alone.absorbed is None
+    ((pages, runs),) = alone.expanded
+    assert runs.rows is None and pages.tolist() == list(range(20, 33))
+    mixed = made((1, 70, [4, 5, 6]), (341, 341, list(range(20, 31))), (2, 33, [9, 8, 7]))
+    assert mixed is not None and mixed.absorbed is not None
+    ((pages, runs),), rest = mixed.expanded, mixed.absorbed
+    assert runs.rows is not None and runs.rows.tolist() == list(range(1, 342)) and pages.tolist() == list(range(20, 31))
+    assert runs.page_tables.tolist() == [list(range(11))]
+    assert (runs.seq_lens.tolist(), runs.query_starts.tolist()) == ([341], [0, 341])
+    assert rest.rows is not None and rest.rows.tolist() == [0, 342, 343]
+    assert rest.page_tables.tolist() == [[4, 5, 6], [9, 8, 0]]
+    assert (rest.seq_lens.tolist(), rest.query_starts.tolist()) == ([70, 33], [0, 1, 3])
 
 
 def test_layers_after_the_last_are_left_out(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tilerank.kernels import ops
+from tilerank.kernels.latent_pages import MAX_LATENT_DIM, MAX_ROPE_DIM
 from tilerank.kernels.moe import sigmoid_top_k
 from tilerank.loader.card import ModelCard
 from tilerank.loader.fields import Fields
@@ -51,20 +52,27 @@ class RoutedConfig:
 
 def read_latent_config(c: Fields) -> tuple[TextConfig, LatentConfig]:
     """Read the fields of the decoder and its attention. Raises ConfigError."""
-    nope = c.integer("qk_nope_head_dim", 8, _MAX_DIM)
-    rope = c.integer("qk_rope_head_dim", 8, _MAX_DIM)
+    nope, rope = _dim(c, "qk_nope_head_dim", _MAX_DIM), _dim(c, "qk_rope_head_dim", MAX_ROPE_DIM)
     text = read_text_config(c, head_dims=(nope + rope, rope))
     scaling = text.rope.scaling
     return text, LatentConfig(
         query_latent=c.integer("q_lora_rank", 1, MAX_WIDTH) if c.has("q_lora_rank") else None,
-        latent=c.integer("kv_lora_rank", 8, MAX_WIDTH),
+        latent=_dim(c, "kv_lora_rank", MAX_LATENT_DIM),
         nope_dim=nope,
         rope_dim=rope,
-        value_dim=c.integer("v_head_dim", 8, _MAX_DIM),
+        value_dim=_dim(c, "v_head_dim", _MAX_DIM),
         neighbours=c.flag("rope_interleave") if c.has("rope_interleave") else True,
         score_factor=scaling.score_factor if isinstance(scaling, YarnScaling) else 1.0,
         bias=c.flag("attention_bias"),
     )
+
+
+def _dim(c: Fields, key: str, most: int) -> int:
+    """Return a number of dimensions that the kernels of kernels/latent.py take."""
+    dim = c.integer(key, 8, most)
+    if dim % 8:
+        raise c.fail(key, f"a multiple of 8 up to {most}")
+    return dim
 
 
 def read_routed_config(c: Fields, num_layers: int) -> RoutedConfig:
