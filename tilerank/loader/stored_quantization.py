@@ -74,7 +74,11 @@ def _layout(dtypes: Mapping[str, str], says: object) -> Layout | None:
         for module in _modules(dtypes, (scale,))
         if dtypes.get(f"{module}.weight") == codes
     )
-    return max(found, key=lambda layout: (found[layout], says in _METHODS[layout])) if found else None
+
+    def support(layout: Layout) -> tuple[int, bool]:
+        return found[layout], says in _METHODS[layout]
+
+    return max(found, key=support) if found else None
 
 
 def _modules(dtypes: Mapping[str, str], ends: tuple[str, ...]) -> set[str]:
