@@ -28,7 +28,6 @@ from tilerank.runtime.cache import (
     allocate,
     num_pages,
 )
-from tilerank.runtime.errors import EngineError
 from tilerank.runtime.prompt import Medium
 from tilerank.runtime.rank_messages import (
     Chunk,
@@ -111,10 +110,12 @@ def test_refuses_states_that_no_kernel_takes(change: dict[str, object], says: st
         StateSlots.empty(**{**sizes, "dtype": BF16, **change})  # type: ignore[arg-type]
 
 
-def test_refuses_caches_without_an_allocator() -> None:
-    says = "layer 1 declares an EncoderKV cache, which cannot be allocated yet"
-    with pytest.raises(EngineError, match=f"^{says}$"):
-        allocate([PagedKV(1, 8, BF16), EncoderKV(1, 8, BF16)], 32)
+def test_sources_have_pages_of_their_own() -> None:
+    kv, source = PagedKV(1, 8, BF16), EncoderKV(2, 8, BF16)
+    pages, encoded = allocate([kv, source], 32, source_tokens=100)
+    assert isinstance(pages, KVPages) and isinstance(encoded, KVPages)
+    assert (pages.num_pages, encoded.num_pages) == (1, 4)
+    assert encoded.k.nbytes + encoded.v.nbytes == source.nbytes(100)
 
 
 def test_pages_of_tokens() -> None:
