@@ -74,11 +74,10 @@ def _layout(dtypes: Mapping[str, str], says: object) -> Layout | None:
         for module in _modules(dtypes, (scale,))
         if dtypes.get(f"{module}.weight") == codes
     )
-
-    def support(layout: Layout) -> tuple[int, bool]:
-        return found[layout], says in _METHODS[layout]
-
-    return max(found, key=support) if found else None
+    if not found:
+        return None
+    best: Layout = max(found, key=lambda layout: (found[layout], says in _METHODS[layout]))
+    return best
 
 
 def _modules(dtypes: Mapping[str, str], ends: tuple[str, ...]) -> set[str]:
