@@ -154,10 +154,12 @@ def encode(prompts: list[GivenPrompt], args: argparse.Namespace, tokenizer: Toke
     with closing(MediaDecoder()) as decoder:
         encoder = _Encoder(tokenizer, processor, decoder, args.chat)
         encoded = [encoder.encode(prompt) for prompt in prompts]
-    for prompt, ids in zip(prompts, (prompt.token_ids for prompt in encoded), strict=True):
+    for prompt, made in zip(prompts, encoded, strict=True):
+        ids = made.token_ids
         if not ids:
             raise LaunchError(f"{prompt.name} is empty: there is no token to continue")
-        if wrong := [id for id in ids if not 0 <= id < card.vocab_size]:
+        # The token of a picture may lie behind the vocabulary (mllama).
+        if wrong := [] if made.media else [id for id in ids if not 0 <= id < card.vocab_size]:
             raise LaunchError(f"{prompt.name}: token id {wrong[0]} is not in the vocabulary of {card.vocab_size}")
         if len(ids) >= context:
             raise LaunchError(
