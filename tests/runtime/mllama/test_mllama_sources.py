@@ -1,0 +1,256 @@
+"""The engine with sources of cross-attention: what rows see, shared and dropped sources, refusals."""
+
+import functools
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from batching import answers, forget, one_by_one
+from media_prompts import ask, text
+from rungs import COMPILED
+from tiny import make_checkpoint
+
+from tilerank.kernels.kv_pages import PAGE_TOKENS
+from tilerank.parallel.channel import Channel
+from tilerank.parallel.group import SingleGroup
+from tilerank.parallel.join import Team
+from tilerank.runtime import engine as module
+from tilerank.runtime.engine import Engine, Request
+from tilerank.runtime.errors import RequestError
+from tilerank.runtime.prompt import Medium, Place, Prompt, Segment, Sight
+from tilerank.runtime.rank_messages import Encode, Message, Step
+from tilerank.runtime.sequence import next_chunk
+from tilerank.runtime.source_pool import SourcePool
+from tilerank.runtime.worker import Worker
+
+BITS = pytest.mark.skipif(not COMPILED, reason="in plain torch a row's bits depend on the batch")
+VOCAB, SIDE, TOKENS = 777, 4, 68  # of make_tiny.py: patches of a tile's side, tokens of a picture
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint("mllama", tmp_path_factory.mktemp("sources"), vocab=VOCAB)
+
+
+def start(checkpoint: Path, *, eager: bool = False, source_bytes: int = 1 << 24) -> Engine:
+    team = Team(SingleGroup(), Channel(0, None, {}, 10.0))
+    return Engine(
+        Worker(checkpoint, team, dtype=torch.bfloat16, max_total_tokens=4096, eager=eager, source_bytes=source_bytes)
+    )
+
+
+@pytest.fixture(scope="module")
+def shared(checkpoint: Path) -> Engine:
+    return start(checkpoint)
+
+
+@pytest.fixture
+def engine(shared: Engine) -> Iterator[Engine]:
+    """An engine that has no page of an earlier test. After the test, nothing may be held."""
+    forget(shared)
+    yield shared
+    assert shared._pool.free == shared._pool.total and not shared.busy
+    assert shared._sources is not None
+    assert not [source for source in shared._sources._sources.values() if source.users or not source.stored]
+    assert not [e for e in shared._encodings._encodings.values() if e.users or not e.ready]
+
+
+def picture(seed: int, rows: int = 1, columns: int = 1) -> Medium:
+    """A picture of rows x columns tiles."""
+    height, width = 20 * rows, 30 * columns
+    pixels = random.Random(seed).randbytes(height * width * 3)
+    return Medium("image", pixels, (1, height, width), (1, SIDE * rows, SIDE * columns))
+
+
+def prompt(*parts: list[int] | Medium) -> Prompt:
+    """Text and pictures in order. Tokens see the tiles of the last picture; those before the first see everything."""
+    ids: list[int] = []
+    media: list[Medium] = []
+    sights: list[Sight] = []
+    total = TOKENS * sum(isinstance(part, Medium) for part in parts)
+    for part in parts:
+        if isinstance(part, list):
+            if total and not ids:
+                sights.append(Sight(0, 0, total, False))
+            ids += part
+            continue
+        tiles = part.grid[1] * part.grid[2] // SIDE**2
+        sights.append(Sight(len(ids), TOKENS * len(media), 17 * tiles, True))
+        media.append(part)
+        ids.append(VOCAB)
+    return Prompt(ids, media, source=[Segment(i, 0, TOKENS) for i in range(len(media))], sights=sights)
+
+
+def mixed(count: int) -> list[Request]:
+    """Prompts with none to three pictures of one to four tiles, and text of different lengths before and behind."""
+    draw = random.Random(5)
+    requests = []
+    for i in range(count):
+        parts: list[list[int] | Medium] = [text(i, draw.randrange(1, 50))] if i % 3 else []
+        for _ in range(draw.randrange(4)):
+            parts.append(picture(draw.randrange(12), *draw.choice([(1, 1), (2, 2), (1, 3), (2, 1)])))
+            parts.append(text(100 + i, draw.randrange(1, 12)))
+        requests.append(ask(prompt(*(parts or [text(i, 4)])), draw.randrange(1, 14)))
+    return requests
+
+
+def spy(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[Message]:
+    """What rank 0 sends from now on."""
+    sent: list[Message] = []
+    monkeypatch.setattr(engine.worker, "announce", sent.append)
+    return sent
+
+
+def stores(sent: list[Message]) -> int:
+    return sum(len(message.sources) for message in sent if isinstance(message, Step))
+
+
+def score_in_chunks(engine: Engine, whole: Prompt, cuts: list[int]) -> torch.Tensor:
+    sequence = engine._admissible("the text", Request(whole), new_tokens=0)
+    engine._scheduler.start_alone(sequence)
+    while (encoding := engine._scheduler.next_encoding()) is not None:
+        engine._encoding.advance(encoding, alone=True)
+    engine._scheduler.store_source(sequence)
+    parts = []
+    for stop in [*cuts, len(whole.token_ids)]:
+        chunk = next_chunk(sequence, stop - sequence.cached, all_logits=True)
+        parts.append(engine._lead([(sequence, chunk)]).clone())
+    engine._scheduler.remove(sequence)
+    return torch.cat(parts)
+
+
+@BITS
+def test_a_prompt_cut_anywhere_gives_the_same_bits(engine: Engine) -> None:
+    whole = prompt(text(1, 5), picture(1, 1, 3), text(2, 4), picture(2), picture(3, 2, 2), text(3, 6))
+    expected = engine.score(whole)
+    for cut in range(1, len(whole.token_ids)):
+        assert torch.equal(score_in_chunks(engine, whole, [cut]), expected), cut
+    assert torch.equal(score_in_chunks(engine, whole, list(range(1, len(whole.token_ids)))), expected)
+
+
+def test_tokens_see_only_what_is_shown_to_them(engine: Engine) -> None:
+    """Otherwise the tests here could not fail: another second picture changes the tokens from it on, and those before
+    the first picture, which see everything."""
+    one, other = (
+        engine.score(prompt(text(1, 3), picture(1), text(2, 4), picture(seed), text(3, 2))) for seed in (2, 3)
+    )
+    same = [torch.equal(a, b) for a, b in zip(one, other, strict=True)]
+    assert same[8:] == [False] * 3
+    assert not any(same[:3])
+
+
+@BITS
+def test_128_mixed_requests_give_the_bits_of_single_ones(engine: Engine) -> None:
+    requests = mixed(128)
+    alone = one_by_one(engine, requests)
+    forget(engine)
+    assert answers(engine, requests) == alone
+    assert answers(engine, requests) == alone  # from shared pages
+
+
+@BITS
+def test_chunks_cancels_and_preemption_change_no_bit(engine: Engine) -> None:
+    requests = mixed(24)
+    alone = one_by_one(engine, requests)
+    forget(engine, chunk_rows=7)
+    assert answers(engine, requests) == alone
+    forget(engine)
+    for steps in range(8):
+        number = engine.submit(ask(prompt(text(9, 3), picture(200 + steps), text(8, 2))))
+        for _ in range(steps):
+            engine.step()
+        if number in engine._requests:
+            engine.cancel(number)
+    assert answers(engine, requests) == alone
+    growing = [ask(prompt(text(i, 4), picture(40 + i), text(9, 3)), 60) for i in range(4)]
+    alone = one_by_one(engine, growing)
+    forget(engine, pages=8)
+    assert answers(engine, growing) == alone
+    assert engine._scheduler.preemptions > 0
+    forget(engine)
+
+
+@BITS
+def test_a_recorded_step_gives_the_bits_of_an_eager_one(engine: Engine, checkpoint: Path) -> None:
+    assert answers(start(checkpoint, eager=True), mixed(20)) == answers(engine, mixed(20))
+
+
+def test_prompts_with_the_same_pictures_share_their_source(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    sent = spy(engine, monkeypatch)
+    same = prompt(picture(70), text(1, 40))
+    first = answers(engine, [ask(same)] * 3)
+    assert stores(sent) == 1 and first[0] == first[1] == first[2]
+    before = engine._prompt_tokens
+    assert answers(engine, [ask(same)]) == first[:1]
+    assert engine._prompt_tokens - before == 41 - PAGE_TOKENS
+    assert stores(sent) == 1 and sum(isinstance(message, Encode) for message in sent) == 1
+    # The encoding of a picture serves another source with it.
+    answers(engine, [ask(prompt(picture(70), text(1, 4), picture(71), text(2, 3)))])
+    assert stores(sent) == 2 and sum(isinstance(message, Encode) for message in sent) == 2
+
+
+def test_sources_are_dropped_when_their_pages_are_needed(checkpoint: Path) -> None:
+    page = 2 * 2 * 2 * 32 * 32 * 2  # layers, keys and values, heads, dims, tokens, bytes
+    engine = start(checkpoint, source_bytes=7 * page)  # two sources of 68 tokens
+    assert engine.worker.source_pages == 7
+    requests = [ask(prompt(picture(80 + i), text(i, 9)), 5) for i in range(5)]
+    assert engine._sources is not None
+    alone = one_by_one(engine, requests)
+    assert answers(engine, requests) == alone or not COMPILED
+    assert engine._sources.used == 6
+    with pytest.raises(RequestError, match="take 9 pages, but the cache of encodings has 7"):
+        engine.submit(ask(prompt(*[picture(i) for i in range(4)], text(1, 3))))
+
+
+def test_a_source_without_its_keys_and_values_is_forgotten() -> None:
+    pool = SourcePool(6)
+    first = pool.pin(b"a", 2 * PAGE_TOKENS)
+    assert first is not None and pool.used == 2
+    pool.release(first)
+    assert pool.used == 0
+    second, third = pool.pin(b"b", 3 * PAGE_TOKENS), pool.pin(b"c", 3 * PAGE_TOKENS)
+    assert second is not None and third is not None and pool.pin(b"d", 1) is None
+    second.stored = third.stored = True
+    pool.release(third)
+    pool.release(second)
+    assert pool.pin(b"d", 1) is not None  # in place of c, which has been idle for longer
+    assert pool.pin(b"b", 3 * PAGE_TOKENS) is second and pool.used == 4
+
+
+SOURCE = functools.partial(Prompt, [1, VOCAB, 3], [picture(1)])
+
+
+@pytest.mark.parametrize(
+    ("bad", "says"),
+    [
+        (SOURCE(), "medium 0: expected it in the source of the prompt, found no segment of it"),
+        (SOURCE(source=[Segment(1, 0, 5)]), "segment 0: expected one of 1 media, found 1"),
+        (SOURCE(source=[Segment(0, 60, 9)]), "segment 0: expected tokens of the 68 of medium 0, found 9 from 60 on"),
+        (
+            SOURCE(source=[Segment(0, 0, 68)], sights=[Sight(1, 60, 9, True)]),
+            "sight 0: expected a range of the 68 tokens of the source, found 9 from 60 on",
+        ),
+        (
+            SOURCE(source=[Segment(0, 0, 68)], sights=[Sight(1, 0, 9, True), Sight(1, 0, 9, True)]),
+            "sight 1: expected a token after 1 of the prompt, found 1",
+        ),
+        (
+            SOURCE([Place(0, 1, 0, 0)]),
+            "the prompt has places of media, but the model sees media by cross-attention",
+        ),
+        (Prompt([1, VOCAB + 8]), "expected token ids from 0 to 784, found 785"),
+    ],
+)
+def test_refuses_prompts_that_do_not_fit_together(engine: Engine, bad: Prompt, says: str) -> None:
+    with pytest.raises(RequestError, match=f"the request: {says}"):
+        engine.submit(Request(bad))
+
+
+def test_a_model_without_cross_attention_refuses_a_source() -> None:
+    team = Team(SingleGroup(), Channel(0, None, {}, 10.0))
+    demo = Path(module.__file__).parents[2] / "assets" / "demo-vl"
+    engine = Engine(Worker(demo, team, dtype=torch.bfloat16, max_total_tokens=512))
+    with pytest.raises(RequestError, match="the prompt has a source for cross-attention, but the model has none"):
+        engine.submit(Request(Prompt([1, 2], source=[Segment(0, 0, 1)])))
