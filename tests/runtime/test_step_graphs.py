@@ -32,6 +32,8 @@ _DEEPSEEK = {
 }
 # One model of each family, with heads, widths and vocabularies that three ranks cannot share evenly.
 TINY: dict[str, dict[str, Any]] = {
+    "deepseek_v3": _DEEPSEEK | {"vocab": 777},
+    "kimi_k2": _DEEPSEEK | {"vocab": 777, "config": {"model_type": "kimi_k2", "n_group": 1, "topk_group": 1}},
     "llama": {"family": "llama3", "heads": 10, "kv_heads": 5, "head_dim": 24, "hidden": 160, "vocab": 777, "layers": 2},
     "qwen2": {"family": "qwen2", "heads": 7, "kv_heads": 1, "hidden": 112, "inter": 208, "vocab": 777, "layers": 2},
     "qwen3": {"family": "qwen3", "heads": 2, "kv_heads": 2, "head_dim": 40, "hidden": 130, "vocab": 801, "layers": 2},
