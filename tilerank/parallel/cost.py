@@ -16,7 +16,7 @@ OperandType = Literal["bf16", "int8", "fp32"]
 
 
 def operand_type(format: Format) -> OperandType:
-    """Return the type of the numbers that are multiplied with weights of `format`; codes are bf16 there, but for Int8."""
+    """Return the type of the numbers that are multiplied with weights of `format`: bf16 for codes other than Int8's."""
     from tilerank.kernels.weight_formats import Int8
 
     if isinstance(format, Int8):

@@ -24,7 +24,7 @@ from .prompt_checks import check_media, check_prompt
 from .rank_messages import Count, Step
 from .sampling import Choice, Logprobs, SamplingParams
 from .scheduler import Scheduled, Scheduler
-from .sequence import Sequence, next_chunk
+from .sequence import Sequence, next_chunk, sights_of
 from .source_pool import SourcePool
 from .state_pool import StatePool
 from .worker import MAX_RUNNING, Worker
@@ -278,6 +278,7 @@ class Engine:
             [] if states is None else list(states.copies),
             [] if states is None else [sequence.state_slot for sequence, _ in scheduled],
             list(self._scheduler.new_sources),
+            [sights for sequence, chunk in scheduled if (sights := sights_of(sequence, chunk)) is not None],
         )
         self._scheduler.new_sources.clear()
         if states is not None:

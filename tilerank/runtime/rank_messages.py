@@ -28,14 +28,24 @@ class StoreSource(msgspec.Struct, frozen=True, array_like=True):
     parts: list[tuple[int, int, int]]
 
 
+class Sights(msgspec.Struct, frozen=True, array_like=True):
+    """What the rows of a chunk see of the source of its sequence.
+
+    pages: of the source, in the first chunk of the sequence. rows: (row, first, count, shown), from row 0 on, as in
+    prompt.py: Sight. The rows of later chunks see what the last row saw, unless they have sights of their own.
+    """
+
+    sequence: int
+    pages: list[int]
+    rows: list[tuple[int, int, int, bool]]
+
+
 class Chunk(msgspec.Struct, frozen=True, array_like=True):
     """The next tokens of one sequence, whose keys and values are stored from index `start` on.
 
     new_pages: appended to the page table of the sequence. logits: of how many of the last tokens logits are computed.
     positions: three axes of as many numbers as there are tokens; if empty, the token at index i has position i +
-    `shift` on every axis. inserts: ascending; their rows take the place of embedded tokens. source_pages: of the source
-    of the sequence, in its first chunk. sights: (row, first, count, shown) from row 0 on, as in prompt.py: Sight; empty
-    if all rows see what the last row before them saw.
+    `shift` on every axis. inserts: ascending; their rows take the place of embedded tokens.
     """
 
     sequence: int
@@ -46,8 +56,6 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True):
     positions: list[list[int]] = []
     shift: int = 0
     inserts: list[Insert] = []
-    source_pages: list[int] = []
-    sights: list[tuple[int, int, int, bool]] = []
 
 
 class Step(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -64,6 +72,7 @@ class Step(msgspec.Struct, frozen=True, array_like=True, tag=True):
     state_copies: list[tuple[int, int]] = []
     state_slots: list[int] = []
     sources: list[StoreSource] = []
+    sights: list[Sights] = []
 
 
 class Encode(msgspec.Struct, frozen=True, array_like=True, tag=True):

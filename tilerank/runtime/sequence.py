@@ -12,7 +12,7 @@ from .encodings import Encoding, Wanted
 from .grammar_masks import GrammarMask
 from .pages import Page, PageTable
 from .prompt import Place, Prompt
-from .rank_messages import Chunk, Insert
+from .rank_messages import Chunk, Insert, Sights
 from .sampling import SamplingParams
 from .source_pool import Source
 
@@ -139,11 +139,20 @@ def next_chunk(sequence: Sequence, rows: int, *, all_logits: bool = False) -> Ch
         sequence.pages_sent += len(new_pages)
     logits = len(token_ids) if all_logits else int(sequence.uncached == 0)
     positions, inserts = _positions(sequence, start), _inserts(sequence, start)
-    is_first = sequence.pages_sent == len(new_pages)
-    pages = sequence.source.pages if sequence.source is not None and is_first else []
-    sights = _sights(sequence, start) if is_first or start < sequence.prompt_len else []
-    shift = sequence.prompt.shift
-    return Chunk(sequence.number, start, token_ids, new_pages, logits, positions, shift, inserts, pages, sights)
+    return Chunk(sequence.number, start, token_ids, new_pages, logits, positions, sequence.prompt.shift, inserts)
+
+
+def sights_of(sequence: Sequence, chunk: Chunk) -> Sights | None:
+    """Return what the rows of a chunk see of the source of its sequence; None if the ranks know it."""
+    start, stop = chunk.start, chunk.start + len(chunk.token_ids)
+    is_first = sequence.pages_sent == len(chunk.new_pages)
+    if sequence.source is None or not (is_first or start < sequence.prompt_len):
+        return None
+    sights = [sight for sight in sequence.prompt.sights if sight.start < stop]
+    before = [sight for sight in sights if sight.start <= start]
+    rows = [(0, sight.first, sight.count, sight.shown) for sight in before[-1:]] or [(0, 0, 0, False)]
+    rows += [(sight.start - start, sight.first, sight.count, sight.shown) for sight in sights[len(before) :]]
+    return Sights(sequence.number, sequence.source.pages if is_first else [], rows)
 
 
 def media_from(prompt: Prompt, index: int) -> list[int]:
@@ -169,12 +178,3 @@ def _inserts(sequence: Sequence, start: int) -> list[Insert]:
             number = sequence.encodings[place.medium].number
             inserts.append(Insert(begin - start, place.first + begin - place.start, end - begin, number))
     return inserts
-
-
-def _sights(sequence: Sequence, start: int) -> list[tuple[int, int, int, bool]]:
-    """Return Chunk.sights of the tokens from `start` to `sequence.cached`."""
-    sights = [sight for sight in sequence.prompt.sights if sight.start < sequence.cached]
-    before = [sight for sight in sights if sight.start <= start]
-    rows = [(0, sight.first, sight.count, sight.shown) for sight in before[-1:]] or [(0, 0, 0, False)]
-    rows += [(sight.start - start, sight.first, sight.count, sight.shown) for sight in sights[len(before) :]]
-    return rows if sights else []

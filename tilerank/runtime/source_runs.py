@@ -51,10 +51,11 @@ class SourceFiller:
 
     def fresh(self, step: Step, held: Mapping[int, HeldSource]) -> SourceRuns:
         """held: by the number of the sequence; as the worker remembers it before the step."""
+        rows_of = {sights.sequence: sights.rows for sights in step.sights}
         tables, starts, lengths, run_starts, shown = [], [], [], [0], list[float]()
         for chunk in step.chunks:
             source = held[chunk.sequence]
-            sights = chunk.sights or [(0, *source.sight)]
+            sights = rows_of.get(chunk.sequence) or [(0, *source.sight)]
             ends = [*(row for row, *_ in sights[1:]), len(chunk.token_ids)]
             for (row, first, count, is_shown), end in zip(sights, ends, strict=True):
                 tables.append(source.pages)
@@ -73,9 +74,10 @@ class SourceFiller:
 
     def fill(self, step: Step, held: Mapping[int, HeldSource], size: int) -> None:
         """Write a decode step of `size` rows to the shared tensors; its padding rows see nothing."""
+        rows_of = {sights.sequence: sights.rows for sights in step.sights}
         for row, chunk in enumerate(step.chunks):
             source = held[chunk.sequence]
-            first, count, is_shown = chunk.sights[0][1:] if chunk.sights else source.sight
+            _, first, count, is_shown = rows_of.get(chunk.sequence, [(0, *source.sight)])[0]
             self._starts[row], self._lengths[row], self._shown[row] = first, count, float(is_shown)
             if self._table_of[row] is not source.pages:
                 self._table_of[row] = source.pages

@@ -192,10 +192,10 @@ class Worker:
             self._held.pop(number, None)
         self._encodings.forget(step.forgotten)
         for chunk in step.chunks:
-            held = self._held.setdefault(chunk.sequence, Held())
-            held.pages.extend(chunk.new_pages)
-            if chunk.source_pages:
-                held.source.pages = chunk.source_pages
+            self._held.setdefault(chunk.sequence, Held()).pages.extend(chunk.new_pages)
+        for sights in step.sights:
+            if sights.pages:
+                self._held[sights.sequence].source.pages = sights.pages
         group = self.team.group
         began, waited = time.perf_counter(), group.waited_s
         for source, target in step.state_copies:
@@ -204,9 +204,8 @@ class Worker:
         for sources in step.sources:
             self._store_source(sources)
         logits = self._forward(step)
-        for chunk in step.chunks:
-            if chunk.sights:
-                self._held[chunk.sequence].source.sight = chunk.sights[-1][1:]
+        for sights in step.sights:
+            self._held[sights.sequence].source.sight = sights.rows[-1][1:]
         self._counter.count(step, time.perf_counter() - began, group.waited_s - waited)
         return logits
 
