@@ -81,7 +81,7 @@ def test_attention_counts_cached_bytes_and_visible_pairs() -> None:
     products = 2 * 22 * 8 * 40 * (512 + 64 + 512)
     assert found["latent attention 22 x 8 after 39 bfloat16"].work == Work(2 * latents, bf16=products)
     assert found["latent attention 22 x 8 after 39 int8"].work == Work(latents + 8 * 40 * 2 * 4, bf16=products)
-    expanded = found["expanded attention 22 x 5 after 5 bfloat16"].work
+    expanded = found["latent extend 22 x 5 after 5 bfloat16"].work
     assert expanded == Work(10 * (22 * 256 + 64) * 2, bf16=2 * 22 * (192 + 128) * (25 + pairs))
     weights, product = 22 * 512 * 128, 2 * 8 * 22 * 512 * 128
     assert found["head linear 22 x 8 x 512x128 bfloat16"].work == Work(2 * weights, bf16=product)
@@ -233,7 +233,8 @@ def test_bench_kernels_from_end_to_end(tmp_path: Path) -> None:
     result = run("bench", "kernels", *sizes, "--seconds", 0.001, "--json", file)
     assert result.status == 0, result.err
     rows = json.loads(file.read_text())
-    assert [row["kernel"] for row in rows] == 14 * ["linear"] + 2 * ["decode attention"] + 2 * ["extend attention"]
+    decode, extend = ["decode attention", *2 * ["latent attention"]], ["extend attention", "latent extend"]
+    assert [row["kernel"] for row in rows] == 14 * ["linear"] + 2 * decode + 2 * extend + 6 * ["head linear"]
     formats = {"bfloat16", "float32", "int8", "int4", "int4-g32", "fp8", "block-int8"}
     assert {row["format"] for row in rows if row["kernel"] == "linear"} == formats
     for row in rows:

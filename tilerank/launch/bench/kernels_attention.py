@@ -115,7 +115,7 @@ def _expanded_attention(heads: int, prefix: int, new: int) -> Entry:
 
     pairs = new * prefix + new * (new + 1) // 2
     return Entry(
-        "expanded attention",
+        "latent extend",
         f"{heads} x {new} after {prefix}",
         "bfloat16",
         Work(kv.nbytes + rope_key.nbytes, bf16=2 * heads * (head_dim + VALUE_DIM) * pairs),
@@ -127,9 +127,9 @@ def _head_linear(heads: int, n: int, k: int, name: str, form: Format) -> Entry:
     """The product of one token of every sequence with a matrix for each head."""
     nbytes = PackedExperts.nbytes(heads, n, k, form)
     weights = [PackedExperts.empty(heads, n, k, form) for _ in range(cold_copies(nbytes))]
+    rows = torch.randn(heads * n, k) / (2 * k**0.5)  # n is a multiple of 32, so the heads follow each other
     for weight in weights:
-        for head in range(heads):
-            weight.write(torch.randn(n, k) / (2 * k**0.5), head)
+        weight.weight.write(rows)
     x = torch.randn(DECODE_BATCH, heads, k).to(form.activations)
     return Entry(
         "head linear",
