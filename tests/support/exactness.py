@@ -12,10 +12,12 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from tilerank.kernels import core
+from tilerank.kernels.kv_pages import PAGE_TOKENS
 from tilerank.parallel.group import Group
 from tilerank.parallel.join import Team
 from tilerank.parallel.shard import Strategy
 from tilerank.runtime import engine as module
+from tilerank.runtime import sequence
 from tilerank.runtime.engine import Engine, Request
 from tilerank.runtime.prompt import Prompt
 from tilerank.runtime.sampling import SamplingParams
@@ -135,7 +137,9 @@ def compare(engine: Engine, wanted: dict[str, Tensor], new_tokens: int) -> dict[
 def in_chunks(
     team: Team, *, out: str, models: list[str], strategies: list[Strategy], chunk_rows: list[int], new_tokens: int
 ) -> list[dict[str, Any]]:
-    """Compare as `run` does in fp32, with prompts that are computed in chunks of at most so many tokens."""
+    """Compare as `run` does in fp32, with at most so many prompt tokens in a step. Models with states are cut at pages,
+    where otherwise they are cut at blocks of 64 tokens."""
+    sequence.BLOCK_TOKENS = PAGE_TOKENS
     results = []
     for rows in chunk_rows:
         module.PREFILL_CHUNK = rows
