@@ -4,6 +4,7 @@ import argparse
 import io
 import json
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from PIL import Image
 from tilerank.kernels import core, ops
 from tilerank.launch.bench import command
 from tilerank.launch.bench.launch_times import launch_times
-from tilerank.launch.bench.media import tower_parts
+from tilerank.launch.bench.media import _peers, tower_parts
 from tilerank.launch.bench.media_report import PARTS, TOWER_PARTS, rows_of, table
 from tilerank.launch.bench.peaks import Peaks
 from tilerank.launch.bench.pictures import PicturePrompts, random_frames, random_jpeg, size_of, sizes_of
@@ -164,6 +165,13 @@ def test_rows_are_of_the_median_run_and_shares_of_the_peaks() -> None:
 def test_refusals_come_before_any_work(words: tuple[str, ...], sentence: str) -> None:
     with pytest.raises(LaunchError, match=sentence):
         command.run(parse(*words))
+
+
+def test_peers_have_interpreters() -> None:
+    assert _peers("openvino=/a/python,transformers") == {"openvino": "/a/python", "transformers": sys.executable}
+    assert _peers("none") == {}
+    with pytest.raises(argparse.ArgumentTypeError, match="expected transformers, openvino or none, found 'vllm'"):
+        _peers("transformers,vllm")
 
 
 def test_bench_media_from_end_to_end(tmp_path: Path) -> None:

@@ -50,8 +50,8 @@ if TYPE_CHECKING:
     from .rank_job import RankMemory
 
 QUESTION = "What is in the picture?"
-PEERS = ("transformers",)
-_MODULES = ("transformers", "torchvision", "PIL")
+PEERS = {"transformers": ("transformers", "torchvision", "PIL"), "openvino": ("openvino_genai", "optimum", "PIL")}
+"""Systems to compare with, and the modules that their interpreters need."""
 _ENCODING = -1  # the number of its encodings; the engine counts from 0
 
 
@@ -68,7 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         dest="peers",
         type=_peers,
         default={"transformers": sys.executable},
-        metavar="NAME[=PYTHON]|none",
+        metavar="NAME[=PYTHON],...|none",
         help=f"peers from {', '.join(PEERS)}; PYTHON is the interpreter that has the peer, by default this one "
         "(default: transformers)",
     )
@@ -84,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
     _check_sizes(args)
     peers = {}
     for name, python in args.peers.items():
-        if obstacle := missing_module(python, _MODULES):
+        if obstacle := missing_module(python, PEERS[name]):
             print(f"{name}: skipped, {obstacle}")
         else:
             peers[name] = python
@@ -274,7 +274,10 @@ def _measure_peer(args: argparse.Namespace, name: str, python: str, cores: list[
 def _peers(text: str) -> dict[str, str]:
     if text == "none":
         return {}
-    name, _, python = text.partition("=")
-    if name not in PEERS:
-        raise argparse.ArgumentTypeError(f"expected {', '.join(PEERS)} or none, found {name!r}")
-    return {name: python or sys.executable}
+    found = {}
+    for peer in text.split(","):
+        name, _, python = peer.partition("=")
+        if name not in PEERS:
+            raise argparse.ArgumentTypeError(f"expected {', '.join(PEERS)} or none, found {name!r}")
+        found[name] = python or sys.executable
+    return found
