@@ -4,7 +4,7 @@ The bytes of their work are all operands read and written, although in a model m
 """
 
 import argparse
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch.nn import functional
@@ -13,7 +13,7 @@ from tilerank.kernels import core, delta, moe, ops
 from tilerank.kernels.reference import delta as delta_reference
 from tilerank.parallel.cost import Work
 
-from .entry import Call, Entry, cold_copies
+from .entry import Entry, cold_copies
 
 HIDDEN, WIDTH, VOCABULARY, EXPERTS = 4096, 12288, 151936, 128
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
@@ -148,16 +148,16 @@ def delta_step(rows: int) -> Entry:
     states = [core.alloc(nbytes, resident=True).view(torch.float32).view(shape) for _ in range(cold_copies(nbytes))]
     slots, lengths = torch.arange(rows, dtype=torch.int32), torch.full((rows,), 2, dtype=torch.int32)
 
-    def step_of(kernel: Callable[..., torch.Tensor]) -> Call:
-        return lambda number: kernel(qkv, a, b, a_log, dt_bias, states[number % len(states)], slots, lengths, KEY_HEADS)
+    def run(number: int) -> torch.Tensor:
+        state = states[number % len(states)]
+        return delta.delta_step(qkv, a, b, a_log, dt_bias, state, slots, lengths, KEY_HEADS)
 
     return Entry(
         "delta_step",
         f"{rows} x {VALUE_HEADS} x {DELTA_DIM}^2",
         "float32",
         Work(2 * nbytes),
-        step_of(delta.delta_step),
-        step_of(delta_reference.delta_step),
+        run,
     )
 
 
@@ -239,7 +239,6 @@ def sigmoid_gate(rows: int) -> Entry:
         "bfloat16",
         Work(3 * x.nbytes),
         lambda _: delta.sigmoid_gate_(x, gate),
-        lambda _: x.mul_(gate.sigmoid()),
     )
 
 
