@@ -45,7 +45,8 @@ def add_arguments(parser: argparse._ActionsContainer, *option: str, low: int = 1
         type=_gib,
         default=MM_CACHE_BYTES / (1 << 30),
         metavar="GIB",
-        help="memory for encoded pictures and videos on each rank of a model that takes them; those of one request "
+        help="memory for encoded pictures and videos on each rank of a model that takes them, half of it for keys "
+        "and values in models with cross-attention; those of one request "
         f"must fit (default: {MM_CACHE_BYTES >> 30})",
     )
 

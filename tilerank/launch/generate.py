@@ -154,6 +154,7 @@ class GenerateJob:
             context_length=args.context_length,
             max_total_tokens=tokens,
             cached_tokens=args.max_total_tokens or expected_tokens(self._card(card).context_length),
+            source_bytes=cache_size.mm_cache_bytes(args) // 2,
         )
 
     def _card(self, card: ModelCard) -> ModelCard:

@@ -216,13 +216,13 @@ class Worker:
         self._model.store_source(rows, slots, self._caches)
 
     def _source_pages(self, nbytes: int) -> int:
-        """Return how many pages of encodings fit in so many bytes on every rank. A collective for models that have
-        them."""
+        """Return how many pages of encodings fit in so many bytes on every rank, at least one for a model with
+        cross-attention. A collective."""
         specs = self._model.cache_specs()
         if not has_sources(specs):
             return 0
-        pages = nbytes // max(bytes_per_source_page(specs), 1)
-        return int(self.team.group.all_gather(torch.tensor([pages])).min())
+        pages = nbytes // max(bytes_per_source_page(specs), 1) if self._model.encoder else 0
+        return max(1, int(self.team.group.all_gather(torch.tensor([pages])).min()))
 
     def prepare_encode(self, message: Encode | Frames | StopEncode) -> None:
         """Start an encode, add frames to it, or drop it. All ranks call this with the same message."""
