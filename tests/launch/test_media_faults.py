@@ -62,15 +62,34 @@ def square(side: int, color: str) -> bytes:
 
 
 def pids(server: Server, mark: str) -> list[int]:
-    """Return the processes whose command line has the part `mark` or whose environment has the variable `mark`."""
+    """Return the processes whose command line has the part `mark` or whose environment has the variable `mark`.
+
+    Those that decode media do not inherit the environment by which a run finds its processes, so children are looked at
+    as well.
+    """
     found = []
-    for pid in server.running.pids():
-        environment, command = (
-            Path(f"/proc/{pid}/{name}").read_text(errors="replace") for name in ("environ", "cmdline")
-        )
+    own = server.running.pids()
+    children = [
+        int(stat.parent.name) for stat in Path("/proc").glob("[0-9]*/stat") if parent_of(int(stat.parent.name)) in own
+    ]
+    for pid in {*own, *children}:
+        try:
+            environment, command = (
+                Path(f"/proc/{pid}/{name}").read_text(errors="replace") for name in ("environ", "cmdline")
+            )
+        except (FileNotFoundError, ProcessLookupError):  # it has ended
+            continue
         if any(part == mark or part.startswith(f"{mark}=") for part in f"{environment}\0{command}".split("\0")):
             found.append(pid)
     return found
+
+
+def parent_of(pid: int) -> int | None:
+    """Return the parent of a process, or None if it has ended."""
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except (FileNotFoundError, ProcessLookupError):
+        return None
 
 
 def cpu_ticks(pid: int) -> int:
