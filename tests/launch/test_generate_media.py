@@ -60,7 +60,7 @@ def test_answers_on_the_test_pictures_are_those_of_transformers(tp: int, dtype: 
 
 
 def test_answers_in_conversations_are_those_of_transformers(tmp_path: Path) -> None:
-    """Of what the model was not trained on, so that each answer is its own kind of nonsense."""
+    """Pictures that the model was not trained on, so that every answer is different nonsense."""
     items = json.loads((TESTS / "answers.json").read_text())["items"]
     (tmp_path / "pictures").symlink_to(TESTS)
     first, second, third, fifth = (ask(f"pictures/{items[i]['file']}")["messages"][0] for i in (0, 1, 2, 4))

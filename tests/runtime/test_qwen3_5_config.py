@@ -202,7 +202,7 @@ def test_more_ranks_than_key_heads(tmp_path: Path) -> None:
 
 
 def test_heads_that_are_no_multiple_of_a_block_are_refused(tmp_path: Path) -> None:
-    """Of fp8, which is quantised while loading in blocks of 32 rows; other codes have a scale a row, or none."""
+    """Fp8 is quantised while loading in blocks of 32 rows; other codes have one scale per row, or none."""
     small = {"linear_key_head_dim": 24, "linear_value_head_dim": 24, "num_hidden_layers": 4}
     write_config(tmp_path, nested(small), {})
     card = read_card(tmp_path)

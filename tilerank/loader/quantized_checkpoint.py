@@ -77,7 +77,7 @@ class ByteEncoding(Encoding):
     """
 
     dtype: str
-    """Of the codes, as safetensors names it."""
+    """The dtype of the codes, as safetensors names it."""
 
     def floats(self, rectangle: Rectangle) -> Read:
         tensors = self._checkpoint.tensors

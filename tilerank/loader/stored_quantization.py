@@ -6,7 +6,7 @@ lists of modules that are wrong. A weight is quantised if it has codes and a sca
     X.weight I8, X.weight_scale             int8: one scale an output
     X.weight I8, X.weight_scale_inv         block_int8: one scale a block
     X.weight F8_E4M3, X.weight_scale_inv    fp8: one scale a block
-    X.qweight I32, X.qzeros, X.scales       awq or gptq, which quantization_config tells apart
+    X.qweight I32, X.qzeros, X.scales       awq or gptq; quantization_config says which
 """
 
 from collections import Counter

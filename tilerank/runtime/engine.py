@@ -86,7 +86,7 @@ class Engine:
         self.worker = worker
         self.card = worker.card
         self._pool = PagePool(worker.pages, StatePool(worker.states) if worker.states else None)
-        # Of a model with cross-attention, the worker keeps keys and values of encodings in the other half.
+        # The worker keeps the keys and values of cross-attention in the other half.
         self._sources = SourcePool(worker.source_pages) if worker.source_pages else None
         self._encodings = EncoderCache(mm_cache_bytes // 2 if self._sources else mm_cache_bytes)
         self._scheduler = Scheduler(

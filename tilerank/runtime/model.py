@@ -63,10 +63,10 @@ class Model(Layer):
         Calls kernels and makes views, and never reads values: steps are recorded (kernels/graph.py).
         """
 
+    @abstractmethod
     def store_source(self, rows: Tensor, slots: Tensor, caches: Sequence[Cache]) -> None:
         """Store the keys and values of encodings, rows [n, hidden], in slots [n] int64 of the caches of layers of
-        cross-attention. Models without such layers are never asked."""
-        raise NotImplementedError
+        cross-attention."""
 
     def cost_without_logits(self) -> Cost:
         """Return what a step reads and computes for tokens whose logits are not used: all of a prompt but the last."""

@@ -26,7 +26,7 @@ from ..expansion import Expansion, Runs
 from .decoder import Mixer
 
 _LATENT_EPS = 1e-6
-"""Of the norms of latents, whatever `rms_norm_eps` says."""
+"""Epsilon of the norms of latents, whatever `rms_norm_eps` says."""
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,7 @@ static inline void store_columns(T* p, Vec x, int64_t n) {
   }
 }
 
-// Of a key head: the rows of a chunk, n of them. `rows` is n rounded up to a multiple of `unit`; the rows between are
+// The n rows of a chunk for one key head. `rows` is n rounded up to a multiple of `unit`; the rows between are
 // zeros.
 struct ChunkKeys {
   int64_t n, rows, unit, dk;
@@ -126,7 +126,7 @@ struct ChunkKeys {
   }
 };
 
-// Of a value head: a chunk with its decays. With c the running sum of g from the chunk's beginning on:
+// A chunk with its decays for one value head. With c the running sum of g from the chunk's beginning on:
 struct ChunkDecays {
   float* lower;               // [kChunk, kChunk]: -beta_i * (k_i . k_j) * exp(c_i - c_j) for j < i, else 0
   float* scores;              // [kChunk, kChunk]: (q_i . k_j) * exp(c_i - c_j) for j <= i, else 0

@@ -28,7 +28,7 @@ struct Gates {
   Vec g, beta;
 };
 
-// Of the heads from `head` on. a, b: the row of a token.
+// Computes the gates of the heads from `head` on. a, b: the row of a token.
 template <class T, class Lanes>
 static inline Gates gates(const T* a, const T* b, const Tensor& a_log, const Tensor& dt_bias, int64_t head,
                           Lanes lanes) {

@@ -147,7 +147,7 @@ static inline Vec load_bytes(const uint8_t* p) {
 struct PatchShape {
   int64_t rows, columns, patch, merge, temporal;
 
-  // Of a patch of a band, without regard to time: blocks by row and column, and so within a block.
+  // Returns the place of a patch in its band, without regard to time: by block, then by row and column in the block.
   int64_t index(int64_t row, int64_t column) const {
     const int64_t block = row / merge * (columns / merge) + column / merge;
     return (block * merge + row % merge) * merge + column % merge;
