@@ -12,10 +12,10 @@ import yaml
 from command import run
 
 from tests.runtime.test_metrics import RANKS, STATE, client_that_heard
-from tilerank.runtime.server.fetch import FETCH_S
-from tilerank.runtime.server.media import DECODE_S
-from tilerank.runtime.server.media_budget import MAX_DECODED, MAX_ENCODED, MAX_HELD, MAX_WAITING
-from tilerank.runtime.server.metrics import Metrics
+from tilerank.runtime.server.media.fetch import FETCH_S
+from tilerank.runtime.server.media.loader import DECODE_S
+from tilerank.runtime.server.media.media_budget import MAX_DECODED, MAX_ENCODED, MAX_HELD, MAX_WAITING
+from tilerank.runtime.server.monitoring.metrics import Metrics
 from tilerank.runtime.server.request_body import MAX_BODIES, MAX_BODY, MAX_MEDIA_BODY
 
 ROOT = Path(__file__).parents[2]
@@ -102,7 +102,7 @@ def test_what_clients_see_is_what_the_server_says() -> None:
     assert f"frames take more than {MAX_WAITING >> 20} MiB" in TEXT
     assert f"| time to decode the media of a request | {DECODE_S:g} s |" in TEXT
     assert f"| time to fetch the media of a request | {FETCH_S:g} s |" in TEXT
-    source = "".join(path.read_text() for path in (ROOT / "tilerank" / "runtime" / "server").glob("*.py"))
+    source = "".join(path.read_text() for path in (ROOT / "tilerank" / "runtime" / "server").rglob("*.py"))
     documented = set(re.findall(r"^\| \d+ `(\w+)`", TEXT, re.M))
     assert documented <= set(re.findall(r'code="(\w+)"', source))
     assert set(re.findall(r'ApiError\(503, .*code="(\w+)"', source)) == set(re.findall(r"^\| 503 `(\w+)`", TEXT, re.M))

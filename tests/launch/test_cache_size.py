@@ -13,9 +13,9 @@ from media_files import DEMO_VL
 from ranks import run_ranks
 
 from tests.launch.test_plan import config_of, plan_on
-from tilerank.launch.cache_size import add_arguments, agreed, mm_cache_bytes
-from tilerank.launch.plan_text import render
-from tilerank.launch.plan_types import RANK_OVERHEAD
+from tilerank.launch.planning.cache_size import add_arguments, agreed, mm_cache_bytes
+from tilerank.launch.planning.plan_text import render
+from tilerank.launch.planning.plan_types import RANK_OVERHEAD
 from tilerank.loader.checkpoint import Checkpoint
 from tilerank.loader.quantization_config import Quantization
 from tilerank.runtime.registry import read_supported_card

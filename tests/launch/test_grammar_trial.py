@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 from command import DEMO
 
-from tilerank.launch.grammar_trial import GrammarTrial
+from tilerank.launch.serving.grammar_trial import GrammarTrial
 from tilerank.runtime.errors import RequestError
 
 

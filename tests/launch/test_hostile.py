@@ -18,7 +18,7 @@ import pytest
 from command import await_true
 from serving import PROMPTS, Server, serving
 
-from tilerank.launch.http_process import MAX_CONNECTIONS
+from tilerank.launch.serving.http_process import MAX_CONNECTIONS
 
 KEY = "the key"
 AUTHORIZED = {"Authorization": f"Bearer {KEY}"}

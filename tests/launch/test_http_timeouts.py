@@ -8,8 +8,8 @@ import pytest
 from uvicorn import Config
 from uvicorn.server import ServerState
 
-from tilerank.launch import http_timeouts as patience
-from tilerank.launch.http_timeouts import PatientProtocol
+from tilerank.launch.serving import http_timeouts as patience
+from tilerank.launch.serving.http_timeouts import PatientProtocol
 
 REQUEST = b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 2\r\n\r\nab"
 ENDLESS = 1e6

@@ -19,7 +19,7 @@ import pytest
 from media_files import encoded, noise, picture, video
 from PIL import Image
 
-from tilerank.launch.media_decoder import PROCESSES, MediaDecoder
+from tilerank.launch.serving.media_decoder import PROCESSES, MediaDecoder
 from tilerank.runtime.media.decoder import Frames, Limits
 from tilerank.runtime.media.errors import MediaError
 

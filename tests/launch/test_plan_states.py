@@ -8,9 +8,9 @@ import pytest
 from fake_sysfs import GIB, sockets
 from planning import plan_on
 
-from tilerank.launch.plan import as_json
-from tilerank.launch.plan_text import render
-from tilerank.launch.plan_types import RANK_OVERHEAD, Plan
+from tilerank.launch.planning.plan import as_json
+from tilerank.launch.planning.plan_text import render
+from tilerank.launch.planning.plan_types import RANK_OVERHEAD, Plan
 from tilerank.loader.card import read_card
 from tilerank.runtime.state_pool import most_tokens, num_states
 

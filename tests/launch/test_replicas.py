@@ -11,7 +11,7 @@ from fake_sysfs import GIB, SNC3, Machine, sockets
 from tilerank.launch import serve
 from tilerank.launch.host.placement import divide_placement, place
 from tilerank.launch.host.topology import read_topology
-from tilerank.launch.replicas import Appetite, divide
+from tilerank.launch.serving.replicas import Appetite, divide
 
 
 def never() -> Appetite:

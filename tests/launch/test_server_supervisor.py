@@ -17,8 +17,8 @@ import pytest
 from command import DEMO, ENDLESS, SOON_S, await_true, demo_copy, endless_copy, run
 from serving import PROMPTS, Server, greedy, serving
 
-from tilerank.launch.http_process import Http
-from tilerank.launch.http_process import run as run_http
+from tilerank.launch.serving.http_process import Http
+from tilerank.launch.serving.http_process import run as run_http
 from tilerank.loader.generation_config import SamplingDefaults
 from tilerank.loader.tokenizer import Tokenizer
 from tilerank.runtime.server.app import ServerSettings

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from tilerank.runtime.counters import RankCounters
 from tilerank.runtime.server.client import EngineClient
 from tilerank.runtime.server.messages import Counters, FromEngine, RankInfo, Ranks, State, encode
-from tilerank.runtime.server.metrics import Metrics
-from tilerank.runtime.server.recent_requests import RecentRequests
-from tilerank.runtime.server.status import status_json
+from tilerank.runtime.server.monitoring.metrics import Metrics
+from tilerank.runtime.server.monitoring.recent_requests import RecentRequests
+from tilerank.runtime.server.monitoring.status import status_json
 
 RANKS = Ranks(
     [

@@ -8,8 +8,8 @@ from fake_sysfs import Machine
 
 from tilerank.launch.host.placement import place
 from tilerank.launch.host.topology import read_topology
-from tilerank.launch.plan import plan_model
-from tilerank.launch.plan_types import Plan
+from tilerank.launch.planning.plan import plan_model
+from tilerank.launch.planning.plan_types import Plan
 from tilerank.loader.card import ModelCard, read_card
 
 DEMO = Path(__file__).parents[2] / "assets" / "demo-lm"

@@ -22,7 +22,7 @@ COMMANDS = {
     "doctor": "report what this machine offers and what is wrong with it",
     "bench": "measure this machine and the model on it",
 }
-MODULES = {"bench": ".bench.command"}
+MODULES = {"bench": ".bench.command", "plan": ".planning.plan"}
 """Module of each subcommand whose module is not named like it."""
 
 

@@ -16,13 +16,14 @@ from tilerank.loader.card import ModelCard, read_card
 from tilerank.loader.errors import ConfigError
 from tilerank.loader.tokenizer import Tokenizer, TokenStream
 
-from . import cache_size, prompts, quantize, start
+from . import prompts, quantize, start
 from .errors import LaunchError
 from .host.cpulist import format_cpulist
 from .host.placement import Placement, RankPlacement
 from .host.topology import read_topology
 from .logs import say
-from .plan_text import cache_text, states_text
+from .planning import cache_size
+from .planning.plan_text import cache_text, states_text
 from .quantize import quantization_of, resolve_dtype, resolve_kv_dtype
 from .rank import run_rank
 from .rendezvous import identify
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from tilerank.runtime.sampling import SamplingParams
     from tilerank.runtime.worker import Worker
 
-    from .plan_types import Plan
+    from .planning.plan_types import Plan
 
 log = logging.getLogger(__name__)
 
@@ -110,7 +111,7 @@ class GenerateJob:
     def memory_refusal(self, size: int, here: range, placement: Placement) -> str | None:
         from tilerank.runtime import registry
 
-        from .plan import plan_model
+        from .planning.plan import plan_model
 
         args = self._args
         self._plan = plan_model(

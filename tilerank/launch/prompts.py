@@ -23,7 +23,7 @@ from tilerank.runtime.prompt import Prompt
 
 from .errors import LaunchError
 from .host.cpulist import count
-from .media_decoder import MediaDecoder
+from .serving.media_decoder import MediaDecoder
 
 log = logging.getLogger(__name__)
 

@@ -24,7 +24,7 @@ from tilerank.loader.card import read_config_fields
 from tilerank.loader.generation_config import SamplingDefaults, read_sampling_defaults
 from tilerank.runtime.server.handover import connect, connections
 
-from . import cache_size, logs, media_options, ranks_table, start
+from . import logs, start
 from .doctor import own_version
 from .errors import LaunchError
 from .generate import GenerateJob, add_model_arguments, model_directory
@@ -32,12 +32,14 @@ from .host import cgroup
 from .host.placement import divide_placement
 from .host.topology import read_topology
 from .logs import say
+from .planning import cache_size, ranks_table
 from .process import ProcessSpec
 from .quantize import quantization_of
 from .rank import run_rank
 from .rendezvous import Identity, identify
-from .replicas import Appetite, divide, replica_count
-from .server_supervisor import supervise_server
+from .serving import media_options
+from .serving.replicas import Appetite, divide, replica_count
+from .serving.server_supervisor import supervise_server
 from .start import HostRanks, whole_number
 from .status import Reached, StatusPipe
 from .supervisor import END_S, Watch, supervise
@@ -180,7 +182,7 @@ class ServeJob(GenerateJob):
         """What the model takes on one rank."""
         from tilerank.runtime.registry import read_supported_card
 
-        from .plan import appetite_of
+        from .planning.plan import appetite_of
 
         return appetite_of(read_supported_card(self._model_dir), self._args.dtype, quantization_of(self._args))
 
@@ -272,11 +274,11 @@ def _http_process(argv: Sequence[str], listener: int, control: int, ranks: Seque
 def _be_http(args: argparse.Namespace) -> int:
     from tilerank.loader.tokenizer import Tokenizer
     from tilerank.runtime.media.registry import load_processor
+    from tilerank.runtime.server.answers.tool_formats import tool_parser
     from tilerank.runtime.server.app import ServerSettings
-    from tilerank.runtime.server.tool_formats import tool_parser
 
-    from .grammar_trial import GrammarTrial
-    from .http_process import Http, run
+    from .serving.grammar_trial import GrammarTrial
+    from .serving.http_process import Http, run
 
     logs.configure(0, args.log_level, prefix=False)
     model_dir = model_directory(args)

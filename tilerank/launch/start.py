@@ -17,7 +17,7 @@ from .host.binding import bind
 from .host.cpulist import count, format_cpulist
 from .host.placement import Placement, auto_ranks, place
 from .host.topology import Topology, read_topology
-from .plan_types import RANK_OVERHEAD
+from .planning.plan_types import RANK_OVERHEAD
 from .process import ProcessSpec
 from .rendezvous import IDENTITY_VARIABLES, Identity, starts_ranks
 from .supervisor import Watch, supervise

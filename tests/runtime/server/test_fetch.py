@@ -13,12 +13,12 @@ import pytest
 from web import Web, moved, ok
 
 from tilerank.runtime.media.errors import MediaError
-from tilerank.runtime.server import fetch as fetch_module
-from tilerank.runtime.server import http_get
 from tilerank.runtime.server.errors import ApiError
-from tilerank.runtime.server.fetch import Fetcher, FetchError
-from tilerank.runtime.server.http_get import is_public
-from tilerank.runtime.server.media_budget import MAX_DECODED, MAX_ENCODED, MAX_HELD, MediaBudget
+from tilerank.runtime.server.media import fetch as fetch_module
+from tilerank.runtime.server.media import http_get
+from tilerank.runtime.server.media.fetch import Fetcher, FetchError
+from tilerank.runtime.server.media.http_get import is_public
+from tilerank.runtime.server.media.media_budget import MAX_DECODED, MAX_ENCODED, MAX_HELD, MediaBudget
 
 # Self-signed for localhost, valid until 2126, and used by this file only.
 CERTIFICATE = """\

@@ -17,19 +17,19 @@ from command import DEMO
 from media_files import DEMO_VL, encoded, picture, video
 from web import Web, moved, ok
 
-from tilerank.launch.media_decoder import MediaDecoder
+from tilerank.launch.serving.media_decoder import MediaDecoder
 from tilerank.loader.generation_config import SamplingDefaults
 from tilerank.loader.tokenizer import Tokenizer
 from tilerank.runtime.media.decoder import Decoder
 from tilerank.runtime.media.registry import load_processor
 from tilerank.runtime.prompt import Prompt
-from tilerank.runtime.server import fetch, media_budget
+from tilerank.runtime.server.answers.tool_formats import HermesTools
 from tilerank.runtime.server.app import ServerSettings, make_app
 from tilerank.runtime.server.client import EngineClient
-from tilerank.runtime.server.fetch import Fetcher
-from tilerank.runtime.server.media import MediaReader
+from tilerank.runtime.server.media import fetch, media_budget
+from tilerank.runtime.server.media.fetch import Fetcher
+from tilerank.runtime.server.media.loader import MediaReader
 from tilerank.runtime.server.messages import State, Submit, Token, Tokens, encode, engine_inbox
-from tilerank.runtime.server.tool_formats import HermesTools
 
 TOKENIZER = Tokenizer(DEMO_VL)
 (IMAGE,) = TOKENIZER.encode("<|image_pad|>", False)

@@ -5,7 +5,7 @@ import pytest
 from tilerank.runtime.counters import RankCounters
 from tilerank.runtime.server import routing
 from tilerank.runtime.server.messages import Counters, RankInfo, Ranks, State, merge_states
-from tilerank.runtime.server.rank_stats import RankStats, merge
+from tilerank.runtime.server.monitoring.rank_stats import RankStats, merge
 from tilerank.runtime.server.routing import BLOCK_TOKENS, MAX_EXTRA_LOAD, SeenPrompts, block_hashes, choose_replica
 
 

@@ -19,15 +19,15 @@ from tilerank.loader.generation_config import SamplingDefaults
 from tilerank.loader.tokenizer import Tokenizer
 from tilerank.runtime.params import Logprobs, SamplingParams
 from tilerank.runtime.prompt import Prompt
+from tilerank.runtime.server.answers.completions import Delta
+from tilerank.runtime.server.answers.responses import ChatFormatter, TextFormatter
+from tilerank.runtime.server.answers.text import TextStream
+from tilerank.runtime.server.answers.tool_formats import HermesTools
 from tilerank.runtime.server.api import ChatCompletion, Completion, Message
 from tilerank.runtime.server.app import ServerSettings, make_app
 from tilerank.runtime.server.client import EngineClient
-from tilerank.runtime.server.completions import Delta
 from tilerank.runtime.server.messages import Cancel, State, Submit, Token, Tokens, encode, engine_inbox
 from tilerank.runtime.server.request_body import validation_error
-from tilerank.runtime.server.responses import ChatFormatter, TextFormatter
-from tilerank.runtime.server.text import TextStream
-from tilerank.runtime.server.tool_formats import HermesTools
 
 TOKENIZER = Tokenizer(DEMO)
 

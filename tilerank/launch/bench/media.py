@@ -18,7 +18,7 @@ from tilerank.parallel.cost import Work
 
 from ..errors import LaunchError
 from ..host.topology import read_topology
-from ..media_decoder import MediaDecoder
+from ..serving.media_decoder import MediaDecoder
 from ..start import whole_number
 from .json_rows import add_json_argument, check_json_argument, write_json
 from .media_report import rows_of, table

@@ -116,7 +116,7 @@ class EngineJob:
         return
 
     def memory_refusal(self, size: int, here: range, placement: Placement) -> str | None:
-        from ..plan import plan_model
+        from ..planning.plan import plan_model
 
         card = model_card(self._args.model)
         plan = plan_model(

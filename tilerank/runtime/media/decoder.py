@@ -1,4 +1,4 @@
-"""What decodes the media of requests. launch/media_decoder.py does, with processes."""
+"""What decodes the media of requests. launch/serving/media_decoder.py does, with processes."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence

@@ -25,21 +25,21 @@ from tilerank.loader.tokenizer import Tokenizer
 from ..errors import RequestError
 from ..params import SamplingParams
 from ..prompt import Prompt
-from . import status
+from .answers.completions import ActiveRequest, Delta
+from .answers.reasoning import Thinking
+from .answers.responses import ChatFormatter, Formatter, Json, TextFormatter
+from .answers.tools import ToolParser
 from .api import ChatCompletion, Completion, Detokenize, Sampling, Tokenize
 from .client import EngineClient, EngineGoneError, RefusedError
-from .completions import ActiveRequest, Delta
 from .errors import ApiError, error_response
 from .grammars import request_grammar
-from .media import MediaReader
-from .media_budget import MediaBudget
-from .metrics import Metrics
+from .media.loader import MediaReader
+from .media.media_budget import MediaBudget
+from .monitoring import status
+from .monitoring.metrics import Metrics
+from .monitoring.recent_requests import RecentRequests
 from .prompts import PromptBuilder
-from .reasoning import Thinking
-from .recent_requests import RecentRequests
 from .request_body import MAX_BODIES, MAX_BODY, MAX_MEDIA_BODIES, MAX_MEDIA_BODY, BodyReader, validation_error
-from .responses import ChatFormatter, Formatter, Json, TextFormatter
-from .tools import ToolParser
 
 log = logging.getLogger(__name__)
 

@@ -27,7 +27,7 @@ from .messages import (
     encode,
     merge_states,
 )
-from .rank_stats import RankStats, merge
+from .monitoring.rank_stats import RankStats, merge
 from .routing import SeenPrompts, block_hashes, choose_replica
 
 log = logging.getLogger(__name__)

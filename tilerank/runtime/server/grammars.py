@@ -8,10 +8,10 @@ from llguidance import regex_to_lark
 
 from tilerank.loader.tokenizer import Tokenizer
 
+from .answers.reasoning import BEGIN, END, Thinking, mark_token
+from .answers.tools import ToolParser, json_rule
 from .api import ChatCompletion, Sampling, Tool
 from .errors import ApiError
-from .reasoning import BEGIN, END, Thinking, mark_token
-from .tools import ToolParser, json_rule
 
 MAX_GRAMMAR = 128 << 10
 """Characters."""

@@ -12,12 +12,12 @@ from ..media.errors import MediaError
 from ..media.messages import split_media
 from ..media.processor import Processor
 from ..prompt import Prompt
+from .answers.reasoning import Thinking, thinking_after
+from .answers.tools import ToolParser
 from .api import Message, ReasoningEffort, TextPart
 from .errors import ApiError
-from .media import MediaReader
-from .media_budget import Share
-from .reasoning import Thinking, thinking_after
-from .tools import ToolParser
+from .media.loader import MediaReader
+from .media.media_budget import Share
 
 LONG_TEXT = 4096
 """Characters. Texts of this length or more are tokenised in a thread, so that other requests do not wait."""

@@ -7,7 +7,7 @@ import pydantic_core
 from starlette.requests import Request
 
 from .errors import ApiError
-from .media_budget import MAX_ENCODED
+from .media.media_budget import MAX_ENCODED
 
 MAX_BODY = 8 << 20
 """Bytes of one body, enough for a prompt of a million tokens. Parsed, it takes many times as much memory."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 from tilerank.parallel.shard import Span
 from tilerank.runtime.state_pool import MIN_STATES, TOKENS_PER_STATE
 
-from .host.cpulist import count, format_cpulist
+from ..host.cpulist import count, format_cpulist
+from ..text import percent, size, table, token_count
 from .plan_types import Dimension, Plan, ReplicaPlans
-from .text import percent, size, table, token_count
 
 _STRATEGIES = {
     "pad": "heads are padded with zero heads, so that all ranks have equal shapes",

@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 
-from ..media.decoder import Decoder, Frames
-from ..media.errors import MediaError
-from ..media.messages import Source
-from ..media.processor import Processor
-from .errors import ApiError
+from ...media.decoder import Decoder, Frames
+from ...media.errors import MediaError
+from ...media.messages import Source
+from ...media.processor import Processor
+from ..errors import ApiError
 from .fetch import Fetcher
 from .media_budget import Share
 

@@ -7,8 +7,8 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
-from .completions import ActiveRequest, Delta
-from .errors import ApiError
+from ..answers.completions import ActiveRequest, Delta
+from ..errors import ApiError
 
 MAX_KEPT = 20
 

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from urllib.parse import SplitResult, unquote, urljoin, urlsplit
 
-from ..media.messages import read_data_url
-from .errors import ApiError
+from ...media.messages import read_data_url
+from ..errors import ApiError
 from .http_get import GetError, get, is_public
 from .media_budget import MAX_ENCODED, Share
 

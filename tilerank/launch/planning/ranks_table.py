@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from .host.binding import local_memory
-from .host.cpulist import format_cpulist
-from .host.placement import RankPlacement
-from .text import percent, size, table
+from ..host.binding import local_memory
+from ..host.cpulist import format_cpulist
+from ..host.placement import RankPlacement
+from ..text import percent, size, table
 
 if TYPE_CHECKING:
     from tilerank.parallel.group import Group

@@ -7,9 +7,9 @@ from typing import Any
 
 from tilerank.loader.tokenizer import Tokenizer
 
-from ..params import Logprobs
+from ...params import Logprobs
+from ..messages import Token
 from .completions import Delta
-from .messages import Token
 from .tools import ToolCall, ToolParser
 
 Json = dict[str, Any]

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from .errors import ApiError
+from ..errors import ApiError
 
 MAX_ENCODED = 48 << 20
 """Bytes of the media of a request, as they are sent or fetched."""

@@ -11,13 +11,13 @@ from typing import Any
 from tilerank.loader.generation_config import SamplingDefaults
 from tilerank.loader.tokenizer import Tokenizer
 
-from ..errors import RequestError
-from ..params import SamplingParams
-from ..prompt import Prompt
-from .api import ChatCompletion, Completion, Sampling
-from .client import EngineClient, EngineGoneError, RefusedError
-from .errors import ApiError
-from .messages import Token
+from ...errors import RequestError
+from ...params import SamplingParams
+from ...prompt import Prompt
+from ..api import ChatCompletion, Completion, Sampling
+from ..client import EngineClient, EngineGoneError, RefusedError
+from ..errors import ApiError
+from ..messages import Token
 from .reasoning import Text, Thinking
 from .text import TextStream
 

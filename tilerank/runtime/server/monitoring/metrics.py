@@ -10,8 +10,8 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from .client import EngineClient
-from .completions import Delta
+from ..answers.completions import Delta
+from ..client import EngineClient
 from .rank_stats import RankStats
 
 Family = TypeVar("Family", GaugeMetricFamily, CounterMetricFamily)

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 from tilerank.runtime.prompt import MM_CACHE_BYTES
 from tilerank.runtime.state_pool import TOKENS_PER_STATE, most_tokens
 
-from .host.cgroup import Limits
+from ..host.cgroup import Limits
+from ..start import whole_number
+from ..text import size
 from .plan_types import NodeShare
-from .start import whole_number
-from .text import size
 
 if TYPE_CHECKING:
     from tilerank.parallel.group import Group

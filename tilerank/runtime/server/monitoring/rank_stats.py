@@ -5,8 +5,8 @@ from itertools import chain
 
 from msgspec.structs import replace
 
-from ..counters import RankCounters
-from .messages import Counters, RankInfo, Ranks
+from ...counters import RankCounters
+from ..messages import Counters, RankInfo, Ranks
 
 
 class RankStats:

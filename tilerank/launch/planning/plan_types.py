@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from tilerank.parallel.shard import Span
 from tilerank.runtime.state_pool import most_tokens
 
-from .host.cpulist import count
-from .host.placement import RankPlacement
-from .text import size
+from ..host.cpulist import count
+from ..host.placement import RankPlacement
+from ..text import size
 
 RANK_OVERHEAD = 300 << 20
 """Bytes of a rank beside weights and cache: interpreter, libraries, activations, the block that is being loaded."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from .host.placement import auto_ranks
-from .host.topology import Topology
-from .start import whole_number
-from .text import size
+from ..host.placement import auto_ranks
+from ..host.topology import Topology
+from ..start import whole_number
+from ..text import size
 
 MAX_REPLICAS = 256
 

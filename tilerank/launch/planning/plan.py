@@ -19,16 +19,17 @@ from typing import TYPE_CHECKING, Any
 from tilerank.loader.quantization_config import held_codes
 from tilerank.runtime.state_pool import num_states
 
-from . import cache_size, quantize
+from .. import quantize
+from ..host.placement import Placement, auto_ranks, divide_placement
+from ..host.topology import Topology, read_topology
+from ..quantize import quantization_of, resolve_dtype, resolve_kv_dtype
+from ..rendezvous import identify
+from ..serving.replicas import Appetite, Division, divide, replica_count
+from ..start import own_placement, own_topology, whole_number
+from . import cache_size
 from .cache_size import Demand
-from .host.placement import Placement, auto_ranks, divide_placement
-from .host.topology import Topology, read_topology
 from .plan_text import render, render_replicas
 from .plan_types import RANK_OVERHEAD, Attention, Dimension, NodeShare, Plan, RankShare, ReplicaPlans
-from .quantize import quantization_of, resolve_dtype, resolve_kv_dtype
-from .rendezvous import identify
-from .replicas import Appetite, Division, divide, replica_count
-from .start import own_placement, own_topology, whole_number
 
 if TYPE_CHECKING:
     from tilerank.loader.card import ModelCard

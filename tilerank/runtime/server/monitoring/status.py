@@ -10,7 +10,7 @@ from typing import Any
 
 from starlette.responses import HTMLResponse, Response
 
-from .client import EngineClient
+from ..client import EngineClient
 from .recent_requests import RecentRequests
 
 _PAGE = (Path(__file__).parent / "status.html").read_text(encoding="utf-8")
