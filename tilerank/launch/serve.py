@@ -275,7 +275,7 @@ def _be_http(args: argparse.Namespace) -> int:
     from tilerank.loader.tokenizer import Tokenizer
     from tilerank.runtime.media.registry import load_processor
     from tilerank.runtime.server.answers.tool_formats import tool_parser
-    from tilerank.runtime.server.app import ServerSettings
+    from tilerank.runtime.server.settings import ServerSettings
 
     from .serving.grammar_trial import GrammarTrial
     from .serving.http_process import Http, run

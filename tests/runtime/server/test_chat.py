@@ -20,9 +20,10 @@ from media_files import DEMO_VL
 from tilerank.loader.generation_config import SamplingDefaults
 from tilerank.loader.tokenizer import Tokenizer
 from tilerank.runtime.server.answers.tool_formats import DeepSeekTools, tool_parser
-from tilerank.runtime.server.app import ServerSettings, make_app
+from tilerank.runtime.server.app import make_app
 from tilerank.runtime.server.client import EngineClient
 from tilerank.runtime.server.messages import State, Submit, Token, Tokens, encode, engine_inbox
+from tilerank.runtime.server.settings import ServerSettings
 
 QWEN = (
     "{% if tools %}{{ tools | tojson }}<tool_call>{% endif %}"

@@ -24,12 +24,13 @@ from tilerank.runtime.media.decoder import Decoder
 from tilerank.runtime.media.registry import load_processor
 from tilerank.runtime.prompt import Prompt
 from tilerank.runtime.server.answers.tool_formats import HermesTools
-from tilerank.runtime.server.app import ServerSettings, make_app
+from tilerank.runtime.server.app import make_app
 from tilerank.runtime.server.client import EngineClient
 from tilerank.runtime.server.media import fetch, media_budget
 from tilerank.runtime.server.media.fetch import Fetcher
 from tilerank.runtime.server.media.loader import MediaReader
 from tilerank.runtime.server.messages import State, Submit, Token, Tokens, encode, engine_inbox
+from tilerank.runtime.server.settings import ServerSettings
 
 TOKENIZER = Tokenizer(DEMO_VL)
 (IMAGE,) = TOKENIZER.encode("<|image_pad|>", False)

@@ -10,10 +10,11 @@ from types import FrameType
 import uvicorn
 
 from tilerank.loader.tokenizer import Tokenizer
-from tilerank.runtime.server.app import ServerSettings, make_app
+from tilerank.runtime.server.app import make_app
 from tilerank.runtime.server.client import EngineClient
 from tilerank.runtime.server.drain import DrainMiddleware
 from tilerank.runtime.server.handover import receive_connection
+from tilerank.runtime.server.settings import ServerSettings
 
 from .http_timeouts import PatientProtocol
 

@@ -1,0 +1,56 @@
+"""Whether the server works, and how hard: /health, /health_generate, /metrics, /status and the status page."""
+
+from contextlib import aclosing
+
+import prometheus_client
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+
+from ...params import SamplingParams
+from ...prompt import Prompt
+from ..client import EngineGoneError, RefusedError
+from ..errors import ApiError
+from ..monitoring import status
+from .service import Service, until_disconnect
+
+
+class HealthEndpoints:
+    """Shows the state of the engine and of the requests."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    async def health(self, request: Request) -> Response:
+        """GET /health."""
+        if self._service.client.state is None:
+            raise ApiError(503, "The engine is not ready.", code="engine_gone")
+        return Response()
+
+    async def health_generate(self, request: Request) -> Response:
+        """GET /health_generate. Generates one token, which involves every rank."""
+        try:
+            await until_disconnect(request, self._generate())
+        except EngineGoneError as e:
+            raise ApiError(503, str(e), code="engine_gone") from e
+        except RefusedError as e:
+            raise ApiError(500, str(e)) from e
+        return Response()
+
+    async def _generate(self) -> None:
+        async with aclosing(self._service.client.generate(Prompt([0]), SamplingParams(max_new_tokens=1))) as tokens:
+            async for _ in tokens:
+                pass
+
+    async def metrics(self, request: Request) -> Response:
+        """GET /metrics."""
+        return PlainTextResponse(self._service.metrics.text(), media_type=prometheus_client.CONTENT_TYPE_LATEST)
+
+    async def status(self, request: Request) -> Response:
+        """GET /status."""
+        settings = self._service.settings
+        about = {"model": settings.model, "version": settings.version, "takes_media": settings.media is not None}
+        return JSONResponse(status.status_json(self._service.client, self._service.recent, about))
+
+    async def page(self, request: Request) -> Response:
+        """GET /, the status page."""
+        return status.page()

@@ -1,0 +1,85 @@
+"""What all endpoints share: the engine, the tokenizer, limits, and the reading of request bodies."""
+
+import asyncio
+import time
+from collections.abc import Awaitable
+from typing import TypeVar
+
+import pydantic
+from starlette.requests import ClientDisconnect, Request
+
+from tilerank.loader.tokenizer import Tokenizer
+
+from ..api import ChatCompletion, Tokenize
+from ..client import EngineClient
+from ..errors import ApiError
+from ..media.media_budget import MediaBudget
+from ..monitoring.metrics import Metrics
+from ..monitoring.recent_requests import RecentRequests
+from ..prompts import PromptBuilder
+from ..request_body import MAX_BODIES, MAX_BODY, MAX_MEDIA_BODIES, MAX_MEDIA_BODY, BodyReader, validation_error
+from ..settings import ServerSettings
+
+Body = TypeVar("Body", bound=pydantic.BaseModel)
+T = TypeVar("T")
+
+
+class Service:
+    """The state of one server. started: Unix time in seconds."""
+
+    def __init__(self, client: EngineClient, tokenizer: Tokenizer, settings: ServerSettings) -> None:
+        self.client = client
+        self.tokenizer = tokenizer
+        self.settings = settings
+        self.started = int(time.time())
+        self.metrics = Metrics(client)
+        self.recent = RecentRequests()
+        self.budget = MediaBudget()
+        self.prompts = PromptBuilder(tokenizer, settings.model, settings.tool_parser, settings.media)
+        self._body_reader = BodyReader(MAX_BODIES if settings.media is None else MAX_MEDIA_BODIES)
+
+    @property
+    def context_length(self) -> int | None:
+        """The context length in tokens; None if no engine is ready."""
+        state = self.client.state
+        return state.context_length if state else None
+
+    async def body(self, request: Request, kind: type[Body]) -> Body:
+        """Read and check the body of a request. Raises ApiError."""
+        takes_media = self.settings.media is not None and kind in (ChatCompletion, Tokenize)
+        data = await self._body_reader.read(request, MAX_MEDIA_BODY if takes_media else MAX_BODY)
+        try:
+            body = kind.model_validate_json(data)
+        except pydantic.ValidationError as e:
+            raise validation_error(data, e) from e
+        requested = getattr(body, "model", None)
+        if requested is not None and requested != self.settings.model:
+            raise ApiError(
+                404,
+                f"There is no model {requested!r}; this server serves {self.settings.model!r}.",
+                param="model",
+                code="model_not_found",
+            )
+        return body
+
+
+async def until_disconnect(request: Request, work: Awaitable[T]) -> T:
+    """Return the result of `work`. Cancels it and raises ClientDisconnect if the client disconnects first.
+
+    The request's body must have been read. Without this, a disconnect is noticed only when the answer is sent.
+    """
+
+    async def disconnected() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    working, waiting = asyncio.ensure_future(work), asyncio.create_task(disconnected())
+    try:
+        await asyncio.wait((working, waiting), return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientDisconnect
+        return working.result()
+    finally:
+        working.cancel()
+        waiting.cancel()
+        await asyncio.gather(working, waiting, return_exceptions=True)

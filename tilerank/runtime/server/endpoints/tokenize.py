@@ -1,0 +1,36 @@
+"""Text to tokens and back: /tokenize and /detokenize."""
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from ..api import Detokenize, Tokenize
+from ..errors import ApiError
+from .service import Service, until_disconnect
+
+
+class TokenizeEndpoints:
+    """Shows the tokens of texts and conversations."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    async def tokenize(self, request: Request) -> Response:
+        """POST /tokenize."""
+        service = self._service
+        body = await service.body(request, Tokenize)
+        if body.messages is not None:
+            with service.budget.share() as share:
+                build = service.prompts.from_messages(body.messages, body.chat_template_kwargs, None, None, share)
+                tokens = (await until_disconnect(request, build)).prompt.token_ids
+        else:
+            assert body.prompt is not None
+            tokens = await service.prompts.encode(body.prompt, body.add_special_tokens)
+        return JSONResponse({"tokens": tokens, "count": len(tokens), "max_model_len": service.context_length})
+
+    async def detokenize(self, request: Request) -> Response:
+        """POST /detokenize."""
+        body = await self._service.body(request, Detokenize)
+        known = self._service.tokenizer.num_tokens
+        if any(token >= known for token in body.tokens):
+            raise ApiError(400, f"expected token ids below {known}, found {max(body.tokens)}", param="tokens")
+        return JSONResponse({"prompt": self._service.tokenizer.decode(body.tokens)})

@@ -1,0 +1,28 @@
+"""What the server needs to know of its model and operator."""
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from tilerank.loader.generation_config import SamplingDefaults
+
+from .answers.tools import ToolParser
+from .media.loader import MediaReader
+
+
+@dataclass(frozen=True)
+class ServerSettings:
+    """The settings of the HTTP server.
+
+    model: name of the model in the API. version: of tilerank. api_key: the key that requests must have, None for none.
+    sampling: values of sampling fields that a request leaves out. tool_parser: for the model's tool calls, None if
+    their format is unknown. check_grammar: raises RequestError for a grammar that must not reach the engine. media:
+    reads pictures and videos, None if the model does not take any.
+    """
+
+    model: str
+    version: str
+    api_key: str | None
+    sampling: SamplingDefaults
+    tool_parser: type[ToolParser] | None
+    check_grammar: Callable[[str], Awaitable[None]]
+    media: MediaReader | None = None
