@@ -210,7 +210,7 @@ class Engine:
         """Return a sequence for the request. Raises RequestError if it can never run with at least `new_tokens`."""
         prompt, worker, vocab, limit = request.prompt, self.worker, self.card.vocab_size, self.card.context_length
         try:
-            check_prompt(prompt, worker.input_ids, limit, worker.position_axes)
+            check_prompt(prompt, worker.input_ids, limit, worker.position_axes, worker.source_axes)
             media = check_media(prompt, worker.encoder, worker.dtype.itemsize, crossing=self._sources is not None)
             self._encodings.check_fits(media)
             if self._sources is not None:

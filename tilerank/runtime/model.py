@@ -63,10 +63,15 @@ class Model(Layer):
         Calls kernels and makes views, and never reads values: steps are recorded (kernels/graph.py).
         """
 
+    @property
     @abstractmethod
-    def store_source(self, rows: Tensor, slots: Tensor, caches: Sequence[Cache]) -> None:
+    def rotates_source(self) -> bool:
+        """Whether layers of cross-attention rotate queries and keys by positions."""
+
+    @abstractmethod
+    def store_source(self, rows: Tensor, positions: Tensor | None, slots: Tensor, caches: Sequence[Cache]) -> None:
         """Store the keys and values of encodings, rows [n, hidden], in slots [n] int64 of the caches of layers of
-        cross-attention."""
+        cross-attention. positions: [axes, n] int64, None unless `rotates_source`."""
 
     def cost_without_logits(self) -> Cost:
         """Return what a step reads and computes for tokens whose logits are not used: all of a prompt but the last."""

@@ -5,6 +5,7 @@ Imports no torch, because the HTTP process builds prompts.
 
 import hashlib
 from functools import cached_property
+from itertools import pairwise
 
 import msgspec
 
@@ -66,6 +67,7 @@ class Prompt(msgspec.Struct, dict=True, array_like=True):
     (time, height, width) of as many numbers as there are tokens; empty where token i has position i on every axis.
     source: what tokens see by cross-attention, in this order, instead of media that stand for tokens. sights:
     ascending; tokens before the first see nothing, and generated tokens see what the last token of the prompt sees.
+    source_positions: three axes of as many numbers as the source has tokens; empty for models that do not rotate them.
     """
 
     token_ids: list[int]
@@ -74,6 +76,7 @@ class Prompt(msgspec.Struct, dict=True, array_like=True):
     positions: list[list[int]] = []
     source: list[Segment] = []
     sights: list[Sight] = []
+    source_positions: list[list[int]] = []
 
     @cached_property
     def digests(self) -> list[bytes]:
@@ -84,23 +87,48 @@ class Prompt(msgspec.Struct, dict=True, array_like=True):
     def keys(self) -> list[int]:
         """The token ids, where a placeholder is replaced by a negative number that identifies a part of a medium.
 
-        Prompts that begin with the same keys have the same keys and values in the cache. All tokens of a prompt with a
-        source have numbers that identify the source as well, because any token may see any part of it.
+        Prompts that begin with the same keys have the same keys and values in the cache. In a prompt with a source, a
+        number identifies as well what this token and those before it see.
         """
-        if self.source:
-            content = int.from_bytes(self.source_digest, "big")
-            return [-1 - (content ^ id) for id in self.token_ids]
         keys = list(self.token_ids)
+        for (start, seen), (stop, _) in pairwise([*self._seen, (len(keys), 0)]):
+            keys[start:stop] = [-1 - (seen ^ id) for id in keys[start:stop]]
         for place in self.places:
             content = int.from_bytes(self.digests[place.medium], "big")
             for i in range(place.count):
                 keys[place.start + i] = -1 - (content ^ (place.first + i))
         return keys
 
+    def key_of_generated(self, token_id: int) -> int:
+        """Return the key of a generated token."""
+        return -1 - (self._seen[-1][1] ^ token_id) if self._seen else token_id
+
+    @cached_property
+    def _seen(self) -> list[tuple[int, int]]:
+        """The first token of each sight, and 128 bits that identify what tokens have seen since the first sight."""
+        seen, digest, known = [], hashlib.blake2b(digest_size=16), 0
+        for sight in self.sights:
+            if (end := sight.first + sight.count) > known:
+                positions = [axis[known:end] for axis in self.source_positions]
+                digest.update(repr((self._parts(known, end), positions)).encode())
+                known = end
+            digest.update(repr((sight.first, sight.count, sight.shown)).encode())
+            seen.append((sight.start, int.from_bytes(digest.digest(), "big")))
+        return seen
+
+    def _parts(self, start: int, stop: int) -> list[tuple[bytes, int, int]]:
+        """Return tokens `start` to `stop` of the source as (digest of the medium, first, count)."""
+        parts, end = [], 0
+        for medium, first, count in map(msgspec.structs.astuple, self.source):
+            begin, end = end, end + count
+            if (taken := min(end, stop) - max(begin, start)) > 0:
+                parts.append((self.digests[medium], first + max(start - begin, 0), taken))
+        return parts
+
     @cached_property
     def source_digest(self) -> bytes:
         """Return 16 bytes that identify the source and what the tokens see of it."""
-        parts = repr((self.digests, self.source, self.sights)).encode()
+        parts = repr((self.digests, self.source, self.sights, self.source_positions)).encode()
         return hashlib.blake2b(parts, digest_size=16).digest()
 
     @cached_property

@@ -6,23 +6,34 @@ from .model import Encoder
 from .prompt import Medium, Prompt
 
 
-def check_prompt(prompt: Prompt, vocab: int, context_length: int, axes: int) -> None:
-    """Check token ids and positions. axes: of the model's positions. Raises RequestError."""
+def check_prompt(prompt: Prompt, vocab: int, context_length: int, axes: int, source_axes: int) -> None:
+    """Check token ids and positions. axes, source_axes: of the positions of tokens and of source tokens; 0 if these
+    have none. Raises RequestError."""
     if not prompt.token_ids:
         raise RequestError("the prompt is empty; expected at least one token")
     bad = next((token for token in prompt.token_ids if not 0 <= token < vocab), None)
     if bad is not None:
         raise RequestError(f"expected token ids from 0 to {vocab - 1}, found {bad}")
-    if not prompt.positions:
-        return
-    lengths = [len(axis) for axis in prompt.positions]
-    expected = [len(prompt.token_ids)] * axes
-    if axes == 1 or lengths != expected:
-        wanted = f"{axes} lists of {expected[0]} numbers" if axes > 1 else "none, because tokens have one position each"
-        raise RequestError(f"positions: expected {wanted}, found lists of {lengths}")
-    bad = next((value for axis in prompt.positions for value in axis if not 0 <= value < context_length), None)
+    if prompt.positions:
+        if axes == 1:
+            lengths = [len(axis) for axis in prompt.positions]
+            raise RequestError(
+                f"positions: expected none, because tokens have one position each, found lists of {lengths}"
+            )
+        _check_positions("positions", prompt.positions, len(prompt.token_ids), axes, context_length)
+    if prompt.source or prompt.source_positions:
+        tokens = sum(part.count for part in prompt.source)
+        _check_positions("source positions", prompt.source_positions, tokens, source_axes, context_length)
+
+
+def _check_positions(name: str, positions: list[list[int]], tokens: int, axes: int, context_length: int) -> None:
+    lengths = [len(axis) for axis in positions]
+    if lengths != [tokens] * axes:
+        wanted = f"{axes} lists of {tokens} numbers" if axes else "none, because cross-attention does not rotate keys"
+        raise RequestError(f"{name}: expected {wanted}, found lists of {lengths}")
+    bad = next((value for axis in positions for value in axis if not 0 <= value < context_length), None)
     if bad is not None:
-        raise RequestError(f"positions: expected numbers from 0 to {context_length - 1}, found {bad}")
+        raise RequestError(f"{name}: expected numbers from 0 to {context_length - 1}, found {bad}")
 
 
 def check_media(prompt: Prompt, encoder: Encoder | None, itemsize: int, *, crossing: bool = False) -> list[Wanted]:

@@ -21,11 +21,12 @@ class Insert(msgspec.Struct, frozen=True, array_like=True):
 class StoreSource(msgspec.Struct, frozen=True, array_like=True):
     """Store the keys and values of a source (prompt.py) in `pages` of every layer of cross-attention.
 
-    parts: (encoding, first, count): tokens of encodings, in order.
+    parts: (encoding, first, count): tokens of encodings, in order. positions: as Prompt.source_positions.
     """
 
     pages: list[int]
     parts: list[tuple[int, int, int]]
+    positions: list[list[int]] = []
 
 
 class Sights(msgspec.Struct, frozen=True, array_like=True):

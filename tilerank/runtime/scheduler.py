@@ -98,7 +98,7 @@ class Scheduler:
         source = sequence.source
         if source is not None and not source.stored:
             parts = [(sequence.encodings[s.medium].number, s.first, s.count) for s in sequence.prompt.source]
-            self.new_sources.append(StoreSource(source.pages, parts))
+            self.new_sources.append(StoreSource(source.pages, parts, sequence.prompt.source_positions))
             source.stored = True
 
     def schedule(self) -> Scheduled:

@@ -53,7 +53,7 @@ class Sequence:
     def append(self, token_id: int) -> None:
         """Add a generated token."""
         self.tokens.append(token_id)
-        self.keys.append(token_id)
+        self.keys.append(self.prompt.key_of_generated(token_id))
 
     @property
     def prompt_len(self) -> int:

@@ -141,6 +141,11 @@ class Worker:
         return self._model.position_axes
 
     @property
+    def source_axes(self) -> int:
+        """The number of axes of the position of a source token; 0 if cross-attention does not rotate keys."""
+        return self._model.position_axes if self._model.rotates_source else 0
+
+    @property
     def input_ids(self) -> int:
         """The number of ids that prompts may have."""
         return self.card.vocab_size + self._model.spare_ids
@@ -213,7 +218,8 @@ class Worker:
         parts = [self._encodings.tensors[number][0, first : first + count] for number, first, count in source.parts]
         rows, pages = torch.cat(parts), torch.tensor(source.pages)
         slots = (pages[:, None] * PAGE_TOKENS + torch.arange(PAGE_TOKENS)).flatten()[: len(rows)]
-        self._model.store_source(rows, slots, self._caches)
+        positions = torch.tensor(source.positions) if source.positions else None
+        self._model.store_source(rows, positions, slots, self._caches)
 
     def _source_pages(self, nbytes: int) -> int:
         """Return how many pages of encodings fit in so many bytes on every rank, at least one for a model with

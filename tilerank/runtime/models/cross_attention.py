@@ -5,10 +5,12 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from tilerank.kernels import ops
 from tilerank.kernels.attention import attention, store_kv
 from tilerank.kernels.heads import join_heads, split_heads
 from tilerank.kernels.kv_pages import KVPages
 from tilerank.kernels.vision import tanh_gate_
+from tilerank.loader.fields import Fields
 from tilerank.loader.padding import get_num_heads_padding_size
 from tilerank.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from tilerank.parallel.norm import RMSNorm
@@ -20,6 +22,14 @@ from ..batch import Batch, LogitRows
 from ..cache import EncoderKV
 from .decoder import Mixer, RowGate
 from .text_config import TextConfig
+
+
+def read_crossing_layers(text: Fields, layers: int) -> frozenset[int]:
+    """Read which layers are cross-attention. text: the fields of a language model of so many layers."""
+    listed = text.values.get("cross_attention_layers")
+    if not isinstance(listed, list) or any(type(i) is not int or not 0 <= i < layers - 1 for i in listed):
+        raise text.fail("cross_attention_layers", f"a list of layers from 0 to {layers - 2}, all but the last")
+    return frozenset(listed)
 
 
 class TanhGate(RowGate):
@@ -37,11 +47,21 @@ class TanhGate(RowGate):
 class CrossAttention(Mixer[KVPages]):
     """tanh(gate) * out(softmax(q k^T / sqrt(head_dim)) v), where k and v are those of the source of each row.
 
-    Query and key heads are normalised (`q_norm`, `k_norm`) and not rotated. A row that sees nothing gets zeros.
+    Query and key heads are normalised (`q_norm`, `k_norm`) and, if `rotates_source`, rotated by the positions of
+    tokens and of source tokens. A row that sees nothing gets zeros, also from projections with a bias.
     """
 
-    def __init__(self, name: str, config: TextConfig, sharding: Sharding, gate: str) -> None:
-        """gate: the name of its tensor."""
+    def __init__(
+        self,
+        name: str,
+        config: TextConfig,
+        sharding: Sharding,
+        gate: str,
+        *,
+        rotates_source: bool = False,
+        bias: bool = False,
+    ) -> None:
+        """gate: the name of its tensor. bias: of all projections."""
         heads, kv_heads, dim, hidden = config.num_heads, config.num_kv_heads, config.head_dim, config.hidden_size
         multiple = get_num_heads_padding_size(sharding.size, None, dim)
         self.heads = sharding.cut_heads(heads, kv_heads, dim, hidden, multiple)
@@ -52,36 +72,55 @@ class CrossAttention(Mixer[KVPages]):
             Cut(count * dim, dim, tuple(span.scaled(dim) for span in spans))
             for count, spans in ((heads, self.heads.q), (kv_heads, self.heads.kv))
         )
-        self.q = ColumnParallelLinear(f"{name}.q_proj", hidden, heads * dim, sharding, cut=queries)
+        self.q = ColumnParallelLinear(f"{name}.q_proj", hidden, heads * dim, sharding, cut=queries, bias=bias)
         self.k, self.v = (
-            ColumnParallelLinear(f"{name}.{part}", hidden, kv_heads * dim, sharding, cut=keys)
+            ColumnParallelLinear(f"{name}.{part}", hidden, kv_heads * dim, sharding, cut=keys, bias=bias)
             for part in ("k_proj", "v_proj")
         )
-        self.out = RowParallelLinear(f"{name}.o_proj", heads * dim, hidden, sharding, span=self.q.span)
+        self.out = RowParallelLinear(f"{name}.o_proj", heads * dim, hidden, sharding, span=self.q.span, bias=bias)
         self.q_norm, self.k_norm = (
             RMSNorm(f"{name}.{norm}", dim, config.rms_norm_eps, sharding) for norm in ("q_norm", "k_norm")
         )
         self.gate = PlainParameter((1,), sharding.dtype)
         self.gate.fill(gate, (1,), slice(0, 1))
         self.scale = dim**-0.5
+        self.rotates_source = rotates_source
+        self._has_bias = bias
         self.cache_spec = EncoderKV(self._kv_heads, dim, sharding.cache_dtype)
 
-    def store_source(self, rows: Tensor, slots: Tensor, cache: KVPages) -> None:
-        """Store the keys and values of an encoding: rows [n, hidden], slots [n] int64 (attention.py: store_kv)."""
-        k = self.k_norm(split_heads(self.k(rows), 0, self._kv_heads, self._dim))
+    def store_source(self, rows: Tensor, rope: Tensor | None, slots: Tensor, cache: KVPages) -> None:
+        """Store the keys and values of an encoding: rows [n, hidden], slots [n] int64 (attention.py: store_kv).
+
+        rope: [n, 2, head_dim / 2], what keys are rotated with, if they are.
+        """
+        projected = self.k(rows)
+        k = split_heads(projected, 0, self._kv_heads, self._dim)
+        if rope is None:
+            k = self.k_norm(k)
+        else:
+            self._norm_rotary(split_heads(projected, 0, 0, self._dim), k, rope)
         store_kv(k, split_heads(self.v(rows), 0, self._kv_heads, self._dim), cache, slots)
 
     def __call__(self, x: Tensor, rope: Tensor, batch: Batch, cache: KVPages, only: LogitRows | None = None) -> Tensor:
         source = batch.source
         assert source is not None and only is None  # mllama.py: the last layer is self-attention
-        q = self.q_norm(split_heads(self.q(x), 0, self._q_heads, self._dim))
+        projected = self.q(x)
+        q = split_heads(projected, 0, self._q_heads, self._dim)
+        if self.rotates_source:
+            self._norm_rotary(q, split_heads(projected, 0, 0, self._dim), rope)
+        else:
+            q = self.q_norm(q)
         tables, lengths, starts = source.page_tables, source.lengths, source.starts
         heads = attention(
             q, cache, tables, lengths, source.run_starts, self.kv_map, self.scale, causal=False, kv_starts=starts
         )
         part = self.out(join_heads(heads))
-        tanh_gate_(part, self.gate.data)
+        tanh_gate_(part, self.gate.data, source.shown if self._has_bias else None)
         return part
+
+    def _norm_rotary(self, q: Tensor, k: Tensor, rope: Tensor) -> None:
+        """Normalise and rotate heads in place; one of q and k has none."""
+        ops.norm_rotary_(q, k, self.q_norm.weight.data, self.k_norm.weight.data, self.q_norm.eps, rope)
 
     def cuts(self) -> Iterator[tuple[str, Cut]]:
         for name, spans in (("query heads", self.heads.q), ("KV heads", self.heads.kv)):

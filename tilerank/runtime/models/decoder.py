@@ -53,12 +53,13 @@ C = TypeVar("C", bound=Cache)
 class Mixer(Layer, Generic[C]):
     """The part of a layer that mixes tokens, such as self-attention, over a cache of kind C.
 
-    cache_spec: what it keeps of a sequence.
+    cache_spec: what it keeps of a sequence. rotates_source: whether it is cross-attention that rotates keys.
     """
 
     cache_spec: CacheSpec
+    rotates_source: bool = False
 
-    def store_source(self, rows: Tensor, slots: Tensor, cache: C) -> None:
+    def store_source(self, rows: Tensor, rope: Tensor | None, slots: Tensor, cache: C) -> None:
         """Store what the layer keeps of encodings (model.py: Model.store_source): nothing but in cross-attention."""
 
     @abstractmethod
@@ -181,9 +182,14 @@ class Decoder(Model):
             x = stream.add(x, next_norm, update_all=batch.logit_rows is not None and i + 1 == last)
         return self.head(x)
 
-    def store_source(self, rows: Tensor, slots: Tensor, caches: Sequence[Cache]) -> None:
+    @property
+    def rotates_source(self) -> bool:
+        return any(layer.mixer.rotates_source for layer in self.layers)
+
+    def store_source(self, rows: Tensor, positions: Tensor | None, slots: Tensor, caches: Sequence[Cache]) -> None:
+        rope = None if positions is None else self.rope.rows(positions)
         for layer, cache in zip(self.layers, caches, strict=True):
-            layer.mixer.store_source(rows, slots, cache)
+            layer.mixer.store_source(rows, rope, slots, cache)
 
     def cost_without_logits(self) -> Cost:
         *layers, last = self.layers

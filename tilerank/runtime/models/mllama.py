@@ -16,7 +16,7 @@ from tilerank.parallel.sharding import Sharding
 from ..media.mllama import read_tile_settings
 from ..media.settings import NESTED, PICTURES
 from .attention import SelfAttention
-from .cross_attention import CrossAttention, TanhGate
+from .cross_attention import CrossAttention, TanhGate, read_crossing_layers
 from .decoder import Decoder, DecoderNames, Mixer
 from .gated_mlp import GatedMLP
 from .mllama_vision import MllamaTower, read_mllama_vision_config
@@ -48,7 +48,7 @@ def mllama(card: ModelCard, sharding: Sharding) -> Decoder:
 def _decoder(
     card: ModelCard, c: TextConfig, text: Fields, sharding: Sharding, names: DecoderNames, tower: MllamaTower | None
 ) -> Decoder:
-    crossing = _crossing(text, c.num_layers)
+    crossing = read_crossing_layers(text, c.num_layers)
 
     def mixer(name: str, layer: int) -> Mixer[KVPages]:
         if layer in crossing:
@@ -73,14 +73,6 @@ def _decoder(
         mlp_gate=mlp_gate,
         spare_ids=_SPARE_IDS,
     )
-
-
-def _crossing(text: Fields, layers: int) -> frozenset[int]:
-    """Read which layers are cross-attention."""
-    listed = text.values.get("cross_attention_layers")
-    if not isinstance(listed, list) or any(type(i) is not int or not 0 <= i < layers - 1 for i in listed):
-        raise text.fail("cross_attention_layers", f"a list of layers from 0 to {layers - 2}, all but the last")
-    return frozenset(listed)
 
 
 MODELS = {"mllama": mllama, "mllama_text_model": mllama}
