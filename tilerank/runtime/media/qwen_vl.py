@@ -1,17 +1,16 @@
 """The processor of Qwen3-VL and Qwen3.5, dense and MoE: like Qwen3VLProcessor of transformers 5.23."""
 
-import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from tilerank.loader.card import read_config_fields
-from tilerank.loader.errors import ConfigError
 from tilerank.loader.tokenizer import Tokenizer
 
 from ..prompt import Medium, Place, Prompt
 from .decoder import Frames
 from .errors import MediaError
+from .placeholders import PlaceholderProcessor, name_medium
 from .processor import Processor
 from .qwen_vl_settings import read_settings
 from .qwen_vl_sizes import (
@@ -23,8 +22,6 @@ from .qwen_vl_sizes import (
     video_size,
 )
 
-_MAX_ID = 1 << 24
-
 
 class _Grid(NamedTuple):
     """The tokens from `first` on of medium `medium`: a picture, or a group of frames of a video."""
@@ -35,59 +32,31 @@ class _Grid(NamedTuple):
     columns: int
 
 
-class QwenVLProcessor(Processor):
+class QwenVLProcessor(PlaceholderProcessor):
     """Reads the settings of a model directory. Raises ConfigError."""
 
     def __init__(self, model_dir: Path, tokenizer: Tokenizer) -> None:
+        super().__init__(model_dir, tokenizer)
         settings = read_settings(model_dir)
         self._preprocessing, self._keeps_markers = settings.preprocessing, settings.keeps_markers
         self._picture, self._volume, self._sampling = settings.picture, settings.video, settings.sampling
-        self._tokenizer = tokenizer
-        names = tokenizer.special_tokens
-        self._start = names.get("vision_start_token", "<|vision_start|>")
-        self._end = names.get("vision_end_token", "<|vision_end|>")
-        self._tokens = {kind: names.get(f"{kind}_token", f"<|{kind}_pad|>") for kind in ("image", "video")}
-        self.placeholders = tuple(self._tokens.values())
-        config = read_config_fields(model_dir)
-        self._kinds: dict[int, str] = {}
-        for kind, token in self._tokens.items():
-            id = config.integer(f"{kind}_token_id", 0, _MAX_ID)
-            if (found := tokenizer.encode(token, add_special_tokens=False)) != [id]:
-                raise ConfigError(
-                    f"{config.path}: {kind}_token_id: found {id}, but the tokenizer encodes {token} as {found}"
-                )
-            self._kinds[id] = kind
         version = "5.23" if self._keeps_markers else "4.57"
         self.convention = f"videos are written into prompts as by transformers {version}"
 
     def prompt(self, text: str, media: Sequence[Frames]) -> Prompt:
-        pieces = re.split("|".join(f"({re.escape(token)})" for token in self.placeholders), text)
-        pieces = [piece for piece in pieces if piece is not None]
-        self._check_kinds([self._kind(piece) for piece in pieces[1::2]], media)
+        pieces = self._split(text, media)
         converted, grids = [], list[_Grid]()
         for index, frames in enumerate(media):
             try:
                 medium = Medium(frames.kind, frames.data, frames.size, self._grid(frames))
             except MediaError as failure:
-                number = sum(other.kind == frames.kind for other in media[: index + 1])
-                raise MediaError(f"{frames.kind} {number}: {failure}") from None
+                raise MediaError(f"{name_medium(media, index)}: {failure}") from None
             converted.append(medium)
             rows, columns = (side // self._preprocessing.merge for side in medium.grid[1:])
             grids += [_Grid(index, group * rows * columns, rows, columns) for group in range(medium.grid[0])]
             if frames.kind == "video":
                 self._write_groups(pieces, 2 * index + 1, frames)
-        ids = self._tokenizer.encode("".join(pieces), add_special_tokens=False)
-        if (found := sum(id in self._kinds for id in ids)) != len(grids):
-            raise MediaError(f"expected {len(grids)} placeholders of media in the tokens of the prompt, found {found}")
-        return _expand(ids, self._kinds, grids, converted)
-
-    def text_prompt(self, token_ids: list[int]) -> Prompt:
-        for id in token_ids:
-            if kind := self._kinds.get(id):
-                raise MediaError(
-                    f"the prompt contains {self._tokens[kind]}, but has no {kind}; send media as chat parts"
-                )
-        return Prompt(token_ids)
+        return _expand(self._encode(pieces, len(grids)), self._kinds, grids, converted)
 
     def sample(self, total: int, fps: float | None) -> list[int]:
         return sample_frames(total, fps, self._sampling)
@@ -96,20 +65,6 @@ class QwenVLProcessor(Processor):
         if kind == "image":
             return most_picture_tokens(self._preprocessing.token, self._picture)
         return most_video_tokens(self._preprocessing.token, self._preprocessing.temporal, self._volume, self._sampling)
-
-    def _kind(self, token: str) -> str:
-        return next(kind for kind, placeholder in self._tokens.items() if placeholder == token)
-
-    def _check_kinds(self, found: list[str], media: Sequence[Frames]) -> None:
-        expected = [frames.kind for frames in media]
-        for kind, token in self._tokens.items():
-            if found.count(kind) != expected.count(kind):
-                raise MediaError(
-                    f"expected one {token} in the prompt for each {kind}, found {found.count(kind)} for "
-                    f"{expected.count(kind)}; the text of a message may not contain {token}"
-                )
-        if found != expected:
-            raise MediaError(f"expected placeholders for {', '.join(expected)} in this order, found {', '.join(found)}")
 
     def _grid(self, frames: Frames) -> tuple[int, int, int]:
         count, height, width = frames.size

@@ -1,5 +1,6 @@
 """Reads how Qwen3-VL checkpoints want their pictures and videos: the processor's files of a model directory."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -89,28 +90,30 @@ def read_settings(model_dir: Path) -> Settings:
         raise ConfigError(f"{model_dir}: expected {VIDEOS}, or {NESTED} with video_processor, found neither")
     for fields in (nested, pictures, videos):
         if fields is not None:
-            _check_family(fields)
-    preprocessing = _preprocessing(pictures)
-    for_videos = _preprocessing(videos)
+            check_types(fields, _TYPES)
+    preprocessing = read_patches(pictures)
+    for_videos = read_patches(videos)
     if for_videos != preprocessing:
         raise ConfigError(f"{videos.path}: expected the patches of {pictures.path}, found {for_videos}")
-    _check_vision_config(model_dir, preprocessing, pictures)
+    check_vision_config(model_dir, preprocessing, pictures)
     return Settings(
         preprocessing=preprocessing,
-        picture=_area(pictures, old_keys=True),
-        video=_area(videos, old_keys=False),
+        picture=read_area(pictures, old_keys=True),
+        video=read_area(videos, old_keys=False),
         sampling=_sampling(videos),
         keeps_markers=not any(_is_version_4(fields) for fields in (nested, videos) if fields is not None),
     )
 
 
-def _check_family(fields: Fields) -> None:
-    for key, names in _TYPES.items():
+def check_types(fields: Fields, types: Mapping[str, Sequence[str]]) -> None:
+    """Raise ConfigError unless each of these keys, if it is there, has one of the values."""
+    for key, names in types.items():
         if fields.has(key) and fields.text(key) not in names:
             raise fields.fail(key, " or ".join(names))
 
 
-def _preprocessing(fields: Fields) -> Preprocessing:
+def read_patches(fields: Fields) -> Preprocessing:
+    """Read how pixels become patches."""
     check_steps(fields)
     return Preprocessing(
         patch=fields.integer("patch_size", 1, _MAX_SIDE),
@@ -122,7 +125,7 @@ def _preprocessing(fields: Fields) -> Preprocessing:
     )
 
 
-def _area(fields: Fields, *, old_keys: bool) -> Area:
+def read_area(fields: Fields, *, old_keys: bool) -> Area:
     """Read `size`. Its keys are areas, in spite of their names; older files have min_pixels and max_pixels."""
     size = fields.object("size") if fields.has("size") else None
     bounds = []
@@ -159,7 +162,8 @@ def _is_version_4(fields: Fields) -> bool:
     return fields.has("transformers_version") and fields.text("transformers_version").startswith("4.")
 
 
-def _check_vision_config(model_dir: Path, found: Preprocessing, fields: Fields) -> None:
+def check_vision_config(model_dir: Path, found: Preprocessing, fields: Fields) -> None:
+    """Raise ConfigError unless config.json has the patches `found` in `fields`."""
     vision = read_config_fields(model_dir).object("vision_config")
     keys = (
         ("patch_size", "patch_size", found.patch),

@@ -6,7 +6,7 @@ from .errors import MediaError
 from .qwen_vl_settings import Area, Sampling
 
 MAX_RATIO = 200
-_UNKNOWN_FPS = 24.0
+UNKNOWN_FPS = 24.0
 
 
 def picture_size(height: int, width: int, token: int, area: Area) -> tuple[int, int]:
@@ -14,12 +14,12 @@ def picture_size(height: int, width: int, token: int, area: Area) -> tuple[int, 
 
     smart_resize of image_processing_qwen2_vl.py. `round` rounds halves to even, there too.
     """
-    _check_ratio(height, width)
+    check_ratio(height, width)
     new_height, new_width = round(height / token) * token, round(width / token) * token
     if new_height * new_width > area.most:
-        return _shrink(height, width, token, math.sqrt((height * width) / area.most))
+        return shrink(height, width, token, math.sqrt((height * width) / area.most))
     if new_height * new_width < area.least:
-        return _grow(height, width, token, math.sqrt(area.least / (height * width)))
+        return grow(height, width, token, math.sqrt(area.least / (height * width)))
     return new_height, new_width
 
 
@@ -36,19 +36,19 @@ def video_size(
     if height < token or width < token:
         scale = max(token / height, token / width)
         height, width = int(height * scale), int(width * scale)
-    _check_ratio(height, width)
+    check_ratio(height, width)
     new_height, new_width = round(height / token) * token, round(width / token) * token
     volume = round(frames / temporal) * temporal * new_height * new_width
     if volume > most:
-        return _shrink(height, width, token, math.sqrt((frames * height * width) / most))
+        return shrink(height, width, token, math.sqrt((frames * height * width) / most))
     if volume < area.least:
-        return _grow(height, width, token, math.sqrt(area.least / (frames * height * width)))
+        return grow(height, width, token, math.sqrt(area.least / (frames * height * width)))
     return new_height, new_width
 
 
 def sample_frames(total: int, fps: float | None, sampling: Sampling) -> list[int]:
     """Return the numbers of the frames that are taken of a video of `total` frames."""
-    count = int(total / (fps or _UNKNOWN_FPS) * sampling.fps)
+    count = int(total / (fps or UNKNOWN_FPS) * sampling.fps)
     count = min(max(count, sampling.least), sampling.most, total)
     if count == 1:
         return [0]
@@ -59,7 +59,7 @@ def sample_frames(total: int, fps: float | None, sampling: Sampling) -> list[int
 def timestamps(indices: list[int], fps: float | None, temporal: int) -> list[float]:
     """Return the time of each group of `temporal` frames in seconds: the mean of its first and last frame."""
     padded = [*indices, *[indices[-1]] * (-len(indices) % temporal)]
-    times = [index / (fps or _UNKNOWN_FPS) for index in padded]
+    times = [index / (fps or UNKNOWN_FPS) for index in padded]
     return [(times[i] + times[i + temporal - 1]) / 2 for i in range(0, len(times), temporal)]
 
 
@@ -82,17 +82,17 @@ def most_video_tokens(token: int, temporal: int, area: Area, sampling: Sampling)
     return most
 
 
-def _check_ratio(height: int, width: int) -> None:
+def check_ratio(height: int, width: int) -> None:
     if max(height, width) / min(height, width) > MAX_RATIO:
         raise MediaError(f"expected sides of a ratio up to {MAX_RATIO}, found {width} x {height} pixels")
 
 
-def _shrink(height: int, width: int, token: int, by: float) -> tuple[int, int]:
+def shrink(height: int, width: int, token: int, by: float) -> tuple[int, int]:
     return (
         max(token, math.floor(height / by / token) * token),
         max(token, math.floor(width / by / token) * token),
     )
 
 
-def _grow(height: int, width: int, token: int, by: float) -> tuple[int, int]:
+def grow(height: int, width: int, token: int, by: float) -> tuple[int, int]:
     return math.ceil(height * by / token) * token, math.ceil(width * by / token) * token

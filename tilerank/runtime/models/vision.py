@@ -8,7 +8,7 @@ An encode is a sequence of tasks: a few rows of one layer each, so that no task 
 picture. The bits of a row do not depend on how the rows are cut.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import prod
 
@@ -35,7 +35,7 @@ from ..media.qwen_vl_settings import Preprocessing
 from ..model import Encoder
 from .vision_config import VisionConfig
 
-_EPS = 1e-6
+EPS = 1e-6
 _THETA = 10000.0
 ROW_UNIT = 32
 """Rows of the smallest task. Fewer would leave a tile of attention half empty."""
@@ -45,6 +45,7 @@ _TABLES = 1e5
 """Operations that take as long as computing the angles and positions of a patch."""
 
 Grid = tuple[int, int, int]
+AfterBlock = Callable[[int, Tensor], Iterator[float]]
 
 
 def cut_rows(rows: int, cost: float, limit: float, unit: int = 1) -> Iterator[tuple[slice, float]]:
@@ -167,9 +168,9 @@ class VisionBlock(Layer):
 
     def __init__(self, name: str, config: VisionConfig, sharding: Sharding) -> None:
         hidden = config.hidden_size
-        self.norm1 = LayerNorm(f"{name}.norm1", hidden, _EPS, sharding)
+        self.norm1 = LayerNorm(f"{name}.norm1", hidden, EPS, sharding)
         self.attention = VisionAttention(f"{name}.attn", config, sharding)
-        self.norm2 = LayerNorm(f"{name}.norm2", hidden, _EPS, sharding)
+        self.norm2 = LayerNorm(f"{name}.norm2", hidden, EPS, sharding)
         sizes = (hidden, config.intermediate_size, hidden)
         self.mlp = VisionMLP(f"{name}.mlp", sizes, "gelu_tanh", "vision MLP width", sharding)
         self._projection_cost = 6 * hidden**2
@@ -206,7 +207,7 @@ class Merger(Layer):
 
     def __init__(self, name: str, config: VisionConfig, sharding: Sharding, *, joins_first: bool) -> None:
         self._joined = joined = config.hidden_size * config.merge_size**2
-        self.norm = LayerNorm(f"{name}.norm", joined if joins_first else config.hidden_size, _EPS, sharding)
+        self.norm = LayerNorm(f"{name}.norm", joined if joins_first else config.hidden_size, EPS, sharding)
         sizes = (joined, joined, config.out_hidden_size)
         self.mlp = VisionMLP(name, sizes, "gelu", "vision merger width", sharding)
         self._cost = 2 * joined * (joined + config.out_hidden_size)
@@ -223,10 +224,9 @@ class Merger(Layer):
             out[rows] = self._sharding.sum(self.mlp(normed))
 
 
-class VisionTower(Encoder):
-    """The encoder of Qwen3-VL, under its names in the checkpoint.
+class VisionTransformer(Layer):
+    """The embedding of patches and the blocks of Qwen3-VL's encoder, under their names in the checkpoint.
 
-    Level 0 of an encoding is merged from the last block; DeepStack adds a level from each block of `config.deepstack`.
     preprocessing: None if the model directory does not say how frames become numbers; then nothing can be encoded.
     """
 
@@ -241,23 +241,13 @@ class VisionTower(Encoder):
         shape = self.positions.shape
         self.positions.fill(f"{name}.pos_embed.weight", shape, *(slice(0, size) for size in shape))
         self.blocks = [VisionBlock(f"{name}.blocks.{i}", config, sharding) for i in range(config.depth)]
-        self.merger = Merger(f"{name}.merger", config, sharding, joins_first=False)
-        self.deepstack = [
-            Merger(f"{name}.deepstack_merger_list.{i}", config, sharding, joins_first=True)
-            for i in range(len(config.deepstack))
-        ]
         self._dtype = sharding.dtype
 
-    def shape(self, grid: Grid) -> tuple[int, int, int]:
-        return 1 + len(self.deepstack), prod(grid) // self.config.merge_size**2, self.config.out_hidden_size
+    def tasks(self, frames: Tensor, grid: Grid, limit: float, after: AfterBlock) -> Iterator[float]:
+        """Compute the rows x [t, hidden] of all patches, block by block. Tasks as in VisionBlock.
 
-    def encode(self, frames: Tensor, grid: Grid, operations: float) -> Iterator[Tensor | None]:
-        levels = torch.empty(self.shape(grid), dtype=self._dtype)
-        yield from pieces(self._tasks(frames, grid, levels, operations), operations)
-        yield levels
-
-    def _tasks(self, frames: Tensor, grid: Grid, levels: Tensor, limit: float) -> Iterator[float]:
-        """Write the encoding to `levels`. Tasks as in VisionBlock."""
+        after: called with the number of every block and x, which later blocks overwrite; returns further tasks.
+        """
         t, rows, columns = grid
         of_frame = rows * columns
         yield _TABLES * t * of_frame
@@ -270,10 +260,7 @@ class VisionTower(Encoder):
         yield from self._embed(x, frames, grid, positions, limit)
         for i, block in enumerate(self.blocks):
             yield from block.tasks(x, layout, limit)
-            if i in self.config.deepstack:
-                level = self.config.deepstack.index(i)
-                yield from self.deepstack[level].tasks(x, levels[1 + level], limit)
-        yield from self.merger.tasks(x, levels[0], limit)
+            yield from after(i, x)
 
     def _embed(
         self, x: Tensor, frames: Tensor, grid: Grid, positions: tuple[Tensor, Tensor], limit: float
@@ -312,6 +299,42 @@ class VisionTower(Encoder):
             temporal=p.temporal,
             band=band,
         )
+
+
+class VisionTower(Encoder):
+    """The encoder of Qwen3-VL, under its names in the checkpoint.
+
+    Level 0 of an encoding is merged from the last block; DeepStack adds a level from each block of `config.deepstack`.
+    preprocessing: as in VisionTransformer.
+    """
+
+    def __init__(
+        self, name: str, config: VisionConfig, preprocessing: Preprocessing | None, sharding: Sharding
+    ) -> None:
+        self.config = config
+        self.transformer = VisionTransformer(name, config, preprocessing, sharding)
+        self.merger = Merger(f"{name}.merger", config, sharding, joins_first=False)
+        self.deepstack = [
+            Merger(f"{name}.deepstack_merger_list.{i}", config, sharding, joins_first=True)
+            for i in range(len(config.deepstack))
+        ]
+        self._dtype = sharding.dtype
+
+    def shape(self, grid: Grid) -> tuple[int, int, int]:
+        return 1 + len(self.deepstack), prod(grid) // self.config.merge_size**2, self.config.out_hidden_size
+
+    def encode(self, frames: Tensor, grid: Grid, operations: float) -> Iterator[Tensor | None]:
+        levels = torch.empty(self.shape(grid), dtype=self._dtype)
+
+        def merge(block: int, x: Tensor) -> Iterator[float]:
+            if block in self.config.deepstack:
+                level = self.config.deepstack.index(block)
+                yield from self.deepstack[level].tasks(x, levels[1 + level], operations)
+            if block == self.config.depth - 1:
+                yield from self.merger.tasks(x, levels[0], operations)
+
+        yield from pieces(self.transformer.tasks(frames, grid, operations, merge), operations)
+        yield levels
 
 
 def patch_places(rows: int, columns: int, merge: int) -> tuple[Tensor, Tensor]:
