@@ -34,7 +34,7 @@ def make_checkpoint(family: str, tmp: Path, seed: int = 0, **dims: object) -> Pa
     """Return the directory of a checkpoint of `family`, made below `tmp` unless this session has made it already.
 
     `dims` are the tool's options: hidden, heads, kv_heads, head_dim, layers, inter, vocab, tied, shards... For DeepSeek
-    `config` has fields of config.json that replace the tool's.
+    and MOSS-VL `config` has fields of the language model in config.json that replace the tool's.
     The directory is shared: a test that changes files works on a copy (shutil.copytree).
     """
     key = (family, seed, json.dumps(dims, sort_keys=True))

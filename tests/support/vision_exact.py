@@ -89,7 +89,11 @@ def media_prompt(wanted: dict[str, Tensor], p: int, length: int) -> Prompt:
     if has_source:
         source = [Segment(*part) for part in wanted[f"{p}.source"].tolist()]
         sights = [Sight(start, first, n, bool(shown)) for start, first, n, shown in wanted[f"{p}.sights"].tolist()]
-        return Prompt(wanted[f"{p}.token_ids"][:length].tolist(), media, source=source, sights=sights)
+        prompt = Prompt(wanted[f"{p}.token_ids"][:length].tolist(), media, source=source, sights=sights)
+        if source and f"{p}.source_positions" in wanted:  # reference_moss.py
+            prompt.positions = wanted[f"{p}.positions"][:, :length].tolist()
+            prompt.source_positions = wanted[f"{p}.source_positions"].tolist()
+        return prompt
     positions = wanted[f"{p}.positions"][:, :length].tolist() if numbers else []
     return Prompt(wanted[f"{p}.token_ids"][:length].tolist(), media, places, positions)
 

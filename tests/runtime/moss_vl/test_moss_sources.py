@@ -1,0 +1,203 @@
+"""The engine with frames of MOSS-VL as sources: chunks, batches, preemption, recorded steps, turns, refusals."""
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from batching import answers, forget, one_by_one
+from media_prompts import ask
+from rungs import COMPILED
+from tiny import make_checkpoint
+
+from tilerank.kernels.kv_pages import PAGE_TOKENS
+from tilerank.loader.tokenizer import Tokenizer
+from tilerank.parallel.channel import Channel
+from tilerank.parallel.group import SingleGroup
+from tilerank.parallel.join import Team
+from tilerank.runtime.engine import Engine, Request
+from tilerank.runtime.errors import RequestError
+from tilerank.runtime.media.decoder import Frames
+from tilerank.runtime.media.processor import Processor
+from tilerank.runtime.media.registry import load_processor
+from tilerank.runtime.prompt import Prompt
+from tilerank.runtime.sequence import next_chunk
+from tilerank.runtime.worker import Worker
+
+BITS = pytest.mark.skipif(not COMPILED, reason="in plain torch a row's bits depend on the batch")
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint("moss_vl", tmp_path_factory.mktemp("moss"))
+
+
+@pytest.fixture(scope="module")
+def processor(checkpoint: Path) -> Processor:
+    found = load_processor(checkpoint, Tokenizer(checkpoint))
+    assert found is not None
+    return found
+
+
+def start(checkpoint: Path, *, eager: bool = False) -> Engine:
+    team = Team(SingleGroup(), Channel(0, None, {}, 10.0))
+    return Engine(Worker(checkpoint, team, dtype=torch.bfloat16, max_total_tokens=4096, eager=eager))
+
+
+@pytest.fixture(scope="module")
+def shared(checkpoint: Path) -> Engine:
+    return start(checkpoint)
+
+
+@pytest.fixture
+def engine(shared: Engine) -> Iterator[Engine]:
+    """An engine that has no page of an earlier test. After the test, nothing may be held."""
+    forget(shared)
+    yield shared
+    assert shared._pool.free == shared._pool.total and not shared.busy
+    assert shared._sources is not None
+    assert not [source for source in shared._sources._sources.values() if source.users or not source.stored]
+
+
+def picture(seed: int, height: int, width: int) -> Frames:
+    return Frames("image", (1, height, width), random.Random(seed).randbytes(height * width * 3), [0], None)
+
+
+def video(seed: int, count: int) -> Frames:
+    pixels = random.Random(seed).randbytes(count * 40 * 64 * 3)
+    return Frames("video", (count, 40, 64), pixels, list(range(0, 7 * count, 7)), 4.0)
+
+
+WORDS = ("one", "cat", "sees", "blue", "under", "the", "stone", "and", "then")
+
+
+def words(seed: int, count: int) -> str:
+    draw = random.Random(seed)
+    return " ".join(draw.choice(WORDS) for _ in range(count))
+
+
+def mixed(processor: Processor, count: int) -> list[Request]:
+    """Prompts with none to three pictures and videos of many sizes, and text before, between and behind."""
+    draw = random.Random(count)
+    requests = []
+    for i in range(count):
+        text, media = words(i, draw.randrange(1, 30)), list[Frames]()
+        for _ in range(draw.randrange(4)):
+            if draw.random() < 0.3:
+                media.append(video(draw.randrange(4), draw.randrange(1, 6)))
+            else:
+                media.append(picture(draw.randrange(8), *draw.choice([(64, 64), (40, 200), (130, 70), (1, 1)])))
+            text += f"<|{media[-1].kind}|>" + words(50 + i, draw.randrange(3))
+        requests.append(ask(processor.prompt(text + words(90 + i, 2), media), draw.randrange(1, 14)))
+    return requests
+
+
+def cut_prompt(processor: Processor) -> Prompt:
+    media = [picture(1, 64, 96), picture(2, 40, 200), video(3, 3)]
+    return processor.prompt("a cat <|image|><|image|>sees <|video|>the stone", media)
+
+
+def score_in_chunks(engine: Engine, whole: Prompt, cuts: list[int]) -> torch.Tensor:
+    sequence = engine._admissible("the text", Request(whole), new_tokens=0)
+    engine._scheduler.start_alone(sequence)
+    while (encoding := engine._scheduler.next_encoding()) is not None:
+        engine._encoding.advance(encoding, alone=True)
+    engine._scheduler.store_source(sequence)
+    parts = []
+    for stop in [*cuts, len(whole.token_ids)]:
+        chunk = next_chunk(sequence, stop - sequence.cached, all_logits=True)
+        parts.append(engine._lead([(sequence, chunk)]).clone())
+    engine._scheduler.remove(sequence)
+    return torch.cat(parts)
+
+
+@BITS
+def test_a_prompt_cut_anywhere_gives_the_same_bits(engine: Engine, processor: Processor) -> None:
+    whole = cut_prompt(processor)
+    expected = engine.score(whole)
+    for cut in range(1, len(whole.token_ids)):
+        assert torch.equal(score_in_chunks(engine, whole, [cut]), expected), cut
+    assert torch.equal(score_in_chunks(engine, whole, list(range(1, len(whole.token_ids)))), expected)
+
+
+@BITS
+def test_tokens_see_the_frames_up_to_their_own_alone(engine: Engine, processor: Processor) -> None:
+    """Before the first frame, logits are those of text. Another frame changes its placeholder and what follows."""
+    text = "the cat <|image|>sees <|image|>the stone"
+    one, other = (processor.prompt(text, [picture(1, 64, 64), picture(seed, 64, 96)]) for seed in (2, 3))
+    first, second = (sight.start for sight in one.sights)
+    logits = engine.score(one)
+    alone = engine.score(processor.prompt("the cat ", []))
+    assert torch.equal(logits[: first - 1], alone[: first - 1])
+    same = [torch.equal(a, b) for a, b in zip(logits, engine.score(other), strict=True)]
+    assert same == [True] * second + [False] * (len(same) - second)
+
+
+@BITS
+def test_mixed_requests_give_the_bits_of_single_ones(engine: Engine, processor: Processor) -> None:
+    """In one batch, from shared pages, in small chunks, and where sequences give way to others."""
+    requests = mixed(processor, 48)
+    alone = one_by_one(engine, requests)
+    forget(engine)
+    assert answers(engine, requests) == alone
+    assert answers(engine, requests) == alone
+    forget(engine, chunk_rows=7)
+    assert answers(engine, requests) == alone
+    growing = [replace(request, params=replace(request.params, max_new_tokens=60)) for request in requests[:5]]
+    alone = one_by_one(engine, growing)
+    forget(engine, pages=14)
+    assert answers(engine, growing) == alone
+    assert engine._scheduler.preemptions > 0
+    forget(engine)
+
+
+@BITS
+def test_a_recorded_step_gives_the_bits_of_an_eager_one(engine: Engine, processor: Processor, checkpoint: Path) -> None:
+    assert answers(start(checkpoint, eager=True), mixed(processor, 12)) == answers(engine, mixed(processor, 12))
+
+
+@BITS
+def test_a_second_turn_shares_the_pages_of_the_first(engine: Engine, processor: Processor) -> None:
+    """Also if it has another picture, whose source holds the frames of the first turn as well."""
+    first, more = processor.prompt("<|image|>" + words(1, 60), [picture(1, 64, 96)]), picture(2, 130, 70)
+    [told] = answers(engine, [ask(first, 50)])
+    second = processor.prompt("<|image|>" + words(1, 60) + "<|image|>" + words(2, 4), [picture(1, 64, 96), more])
+    before = engine._prompt_tokens
+    found = answers(engine, [ask(second)])
+    assert engine._prompt_tokens - before < len(second.token_ids) - PAGE_TOKENS
+    # The generated tokens are shared as well.
+    continued = Prompt(**{name: getattr(first, name) for name in first.__struct_fields__})
+    continued.token_ids = [*first.token_ids, *(token for token, *_ in told)]
+    start = len(first.token_ids) + first.shift
+    continued.positions = [[*axis, *range(start, start + len(told))] for axis in first.positions]
+    before = engine._prompt_tokens
+    again = answers(engine, [ask(continued)])
+    computed = engine._prompt_tokens - before
+    assert computed <= PAGE_TOKENS < len(told)
+    forget(engine)
+    assert answers(engine, [ask(second)]) == found
+    assert answers(engine, [ask(continued)]) == again
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"source_positions": []}, "source positions: expected 3 lists of .* numbers, found lists of "),
+        ({"source_positions": [[5000]] * 3}, "source positions: expected 3 lists"),
+        ({"positions": [[0]]}, "positions: expected 3 lists"),
+    ],
+)
+def test_refuses_positions_that_do_not_fit(
+    engine: Engine, processor: Processor, change: dict[str, list[list[int]]], says: str
+) -> None:
+    prompt = processor.prompt("<|image|>", [picture(1, 64, 64)])
+    for name, value in change.items():
+        setattr(prompt, name, value)
+    with pytest.raises(RequestError, match=f"the request: {says}"):
+        engine.submit(Request(prompt))
+    far = processor.prompt("<|image|>", [picture(1, 64, 64)])
+    far.source_positions[1][0] = 4096
+    with pytest.raises(RequestError, match="source positions: expected numbers from 0 to 4095, found 4096"):
+        engine.submit(Request(far))
