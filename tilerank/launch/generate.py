@@ -16,7 +16,7 @@ from tilerank.loader.card import ModelCard, read_card
 from tilerank.loader.errors import ConfigError
 from tilerank.loader.tokenizer import Tokenizer, TokenStream
 
-from . import prompts, quantize, start
+from . import family_options, prompts, quantize, start
 from .errors import LaunchError
 from .host.cpulist import format_cpulist
 from .host.placement import Placement, RankPlacement
@@ -69,6 +69,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         "--dtype", choices=("auto", "bfloat16", "float32"), default="auto", help="auto: the checkpoint's"
     )
     quantize.add_arguments(model)
+    family_options.add_arguments(model)
     model.add_argument(
         "--strategy",
         choices=("auto", "pad", "split"),
@@ -115,7 +116,7 @@ class GenerateJob:
 
         args = self._args
         self._plan = plan_model(
-            self._card(registry.read_supported_card(self._model_dir)),
+            self._card(registry.read_supported_card(self._model_dir, args.mllama_intermediate)),
             size,
             model=str(self._model_dir),
             topology=read_topology(),
@@ -156,6 +157,7 @@ class GenerateJob:
             max_total_tokens=tokens,
             cached_tokens=args.max_total_tokens or expected_tokens(self._card(card).context_length),
             source_bytes=cache_size.mm_cache_bytes(args) // 2,
+            mllama_intermediate=args.mllama_intermediate,
         )
 
     def _card(self, card: ModelCard) -> ModelCard:

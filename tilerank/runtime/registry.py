@@ -13,6 +13,7 @@ from tilerank.loader.card import ModelCard, read_card, read_config_fields
 from tilerank.parallel.sharding import Sharding
 
 from . import models
+from .media.mllama_intermediate import Intermediate, with_intermediate
 from .model import Model
 
 Builder = Callable[[ModelCard, Sharding], Model]
@@ -23,12 +24,15 @@ def build_model(card: ModelCard, sharding: Sharding) -> Model:
     return _builders()[card.model_type](card, sharding)
 
 
-def read_supported_card(model_dir: Path) -> ModelCard:
-    """Read the card of a checkpoint. ConfigError names an unknown family before any field that it spells otherwise."""
+def read_supported_card(model_dir: Path, mllama_intermediate: Intermediate | None = None) -> ModelCard:
+    """Read the card of a checkpoint. ConfigError names an unknown family before any field that it spells otherwise.
+
+    mllama_intermediate: as in `with_intermediate`.
+    """
     fields = read_config_fields(model_dir)
     if fields.text("model_type") not in _builders():
         raise fields.fail("model_type", f"one of {', '.join(sorted(_builders()))}")
-    return read_card(model_dir)
+    return with_intermediate(read_card(model_dir), mllama_intermediate)
 
 
 @cache

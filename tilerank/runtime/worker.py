@@ -42,6 +42,7 @@ from .cache import (
 from .counters import RankCounters, StepCounter
 from .encodings import HeldEncodings
 from .errors import EngineError
+from .media.mllama_intermediate import Intermediate
 from .model import Encoder
 from .rank_messages import Count, Encode, EncodePiece, Frames, Message, Step, Stop, StopEncode, StoreSource
 from .registry import build_model, read_supported_card
@@ -65,8 +66,9 @@ class Worker:
     prompt and new tokens together, by default the model's. max_total_tokens: tokens in the KV cache, of all sequences
     that run (default: one context). states: slots for the states of sequences, if the model has any (default:
     state_pool.py: num_states). cached_tokens: how many of them a step is expected to read, for the cost of a cut
-    (default: all). source_bytes: of keys and values of encodings, if the model has cross-attention. eager: compute
-    steps while the model's Python runs instead of recording them first (step_graphs.py).
+    (default: all). source_bytes: of keys and values of encodings, if the model has cross-attention.
+    mllama_intermediate: as in media/mllama_intermediate.py. eager: compute steps while the model's Python runs instead
+    of recording them first (step_graphs.py).
 
     Raises ConfigError, CheckpointError, ShardError, and EngineError for a context length that the model cannot have.
     """
@@ -85,12 +87,13 @@ class Worker:
         states: int | None = None,
         cached_tokens: int | None = None,
         source_bytes: int = SOURCE_BYTES,
+        mllama_intermediate: Intermediate | None = None,
         eager: bool = False,
     ) -> None:
         self.model_dir = model_dir
         self.team = team
         self.dtype = dtype
-        self.card = _with_context_length(read_supported_card(model_dir), context_length)
+        self.card = _with_context_length(read_supported_card(model_dir, mllama_intermediate), context_length)
         self.max_total_tokens = max_total_tokens or expected_tokens(self.card.context_length)
         self.pages = num_pages(self.max_total_tokens)
         """Pages of the cache that sequences may have."""

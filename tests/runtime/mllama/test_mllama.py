@@ -9,7 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from exactness import row_errors
 from ranks import run_ranks
+from safetensors.torch import load_file
+
+from tilerank.parallel.channel import Channel
+from tilerank.parallel.group import SingleGroup
+from tilerank.parallel.join import Team
+from tilerank.runtime.worker import Worker
 
 NEW_TOKENS = 8
 TP = [1, 2, 3, 6]
@@ -95,6 +103,21 @@ def test_all_ranks_hold_the_same_bits(run: Run, tp: int) -> None:
     for case in run(tp, ""):
         assert case[0]["collectives"] > 0
         assert len({(rank["digest"], rank["collectives"]) for rank in case}) == 1, case[0]
+
+
+def test_intermediate_layers_as_transformers_takes_them(reference: Path) -> None:
+    """Their outputs, instead of their inputs; one of the layers is the last."""
+    wanted = load_file(reference / f"{MODEL['name']}.safetensors")
+    found = {}
+    for rule in ("meta", "transformers"):
+        team = Team(SingleGroup(), Channel(0, None, {}, 10.0))
+        worker = Worker(reference / MODEL["name"], team, dtype=torch.float32, mllama_intermediate=rule)
+        _, rows, columns = wanted["media.0.grid"].tolist()
+        assert worker.encoder is not None
+        *_, found[rule] = worker.encoder.encode(wanted["media.0.frames"], (1, rows, columns), 1e9)
+    for rule, name in (("meta", "media.0.float32"), ("transformers", "outputs")):
+        assert row_errors(found[rule], wanted[name]).max() <= 1e-4
+    assert row_errors(found["meta"], wanted["outputs"]).max() > 0.01
 
 
 def of_dtype(cases: list[list[Case]], dtype: str) -> list[list[Case]]:

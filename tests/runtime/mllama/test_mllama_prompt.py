@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from command import DEMO, run
 from tiny import make_checkpoint
 from transformers.models.mllama import image_processing_pil_mllama as hf_pictures
 from transformers.models.mllama import processing_mllama as hf_prompts
@@ -149,3 +150,11 @@ def test_settings_of_another_family(model_dir: Path, tmp_path: Path, change: dic
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(settings))
     with pytest.raises(ConfigError, match=sentence):
         read_tile_settings(tmp_path)
+
+
+def test_other_families_have_no_intermediate_layers() -> None:
+    found = run("plan", str(DEMO), "--mllama-intermediate", "meta")
+    assert found.status == 1
+    assert found.err.endswith(
+        "config.json: model_type: expected 'mllama' with --mllama-intermediate meta, found 'qwen3'\n"
+    )

@@ -7,7 +7,7 @@ checkpoint `out/<name>` and writes `out/<name>.safetensors` as reference_vl.py d
 `p.sights` [n, 4] in place of positions and places: the segments and sights of prompt.py, found in transformers' mask.
 
 transformers takes the outputs of the intermediate layers, but the model was trained with their inputs (families.md), so
-the layers before them are named to it.
+the layers before them are named to it. `outputs` is the encoding of picture 0 as transformers computes it by itself.
 """
 
 import json
@@ -95,6 +95,13 @@ def inputs(ids: Tensor, mask: Tensor, chosen: list[int], values: list[Tensor]) -
     return found
 
 
+def encoding(model: Any, picture: int, values: list[Tensor]) -> Tensor:
+    arguments = inputs(torch.tensor([0]), torch.ones(1, 1, TILES), [picture], values)
+    keys = ("pixel_values", "aspect_ratio_ids", "aspect_ratio_mask")
+    found = model.model.vision_model(*(arguments[key] for key in keys)).last_hidden_state
+    return model.model.multi_modal_projector(found).view(1, TILES * TOKENS, -1).float()
+
+
 def source_and_sights(mask: Tensor, chosen: list[int]) -> tuple[list[list[int]], list[list[int]]]:
     """Segments: the tiles with pixels of all pictures, then the empty ones. Sights: where rows of the mask change."""
     counts = [rows * columns * TOKENS for rows, columns in map(tiling, chosen)]
@@ -121,13 +128,12 @@ def reference(model_dir: Path, new_tokens: int, seed: int) -> dict[str, Tensor]:
         model: Any = MllamaForConditionalGeneration.from_pretrained(model_dir, dtype=dtype).eval()
         model.generation_config.eos_token_id = None
         tower, image = model.model.vision_model, model.config.image_token_index
+        if dtype is torch.float32:
+            answer["outputs"] = encoding(model, 0, values)
         tower.intermediate_layers_indices = [i - 1 for i in tower.intermediate_layers_indices]
         for i, picture in enumerate(frames):
-            arguments = inputs(torch.tensor([0]), torch.ones(1, 1, TILES), [i], values)
-            found = tower(*(arguments[key] for key in ("pixel_values", "aspect_ratio_ids", "aspect_ratio_mask")))
-            encoding = model.model.multi_modal_projector(found.last_hidden_state)
             side = TILE // PATCH
-            answer[f"media.{i}.{name}"] = encoding.view(1, TILES * TOKENS, -1).float()
+            answer[f"media.{i}.{name}"] = encoding(model, i, values)
             answer |= {
                 f"media.{i}.frames": picture,
                 f"media.{i}.grid": torch.tensor([1, *(side * count for count in tiling(i))]),

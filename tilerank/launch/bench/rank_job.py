@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from tilerank.loader.card import read_card
 
-from .. import quantize, start
+from .. import family_options, quantize, start
 from ..errors import LaunchError
 from ..host.placement import Placement, RankPlacement, auto_ranks
 from ..host.topology import Topology, read_topology
@@ -150,6 +150,7 @@ class EngineJob:
             kv_dtype=kv_dtype(self._args),
             strategy=self._args.strategy,
             max_total_tokens=self._total_tokens,
+            mllama_intermediate=self._args.mllama_intermediate,
         )
 
     def lead(self, worker: "Worker", size: int, placement: Placement) -> None:
@@ -166,6 +167,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
 def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=DTYPES, default="auto", help="auto: the checkpoint's dtype")
     quantize.add_arguments(parser)
+    family_options.add_arguments(parser)
     parser.add_argument(
         "--strategy", choices=("auto", "pad", "split"), default="auto", help="how heads that do not divide are cut"
     )

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from tilerank.loader.quantization_config import held_codes
 from tilerank.runtime.state_pool import num_states
 
-from .. import quantize
+from .. import family_options, quantize
 from ..host.placement import Placement, auto_ranks, divide_placement
 from ..host.topology import Topology, read_topology
 from ..quantize import quantization_of, resolve_dtype, resolve_kv_dtype
@@ -219,6 +219,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--dtype", default="auto", choices=("auto", "bfloat16", "float32"), help="of the weights")
     quantize.add_arguments(parser)
+    family_options.add_arguments(parser)
     cache_size.add_arguments(parser, "--cached-tokens", low=0)
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
 
@@ -233,7 +234,7 @@ def run(args: argparse.Namespace) -> int:
 
     machine, identity = read_topology(), identify(os.environ)
     topology = own_topology(args, identity, machine)
-    card, quantization = read_supported_card(args.model_dir), quantization_of(args)
+    card, quantization = read_supported_card(args.model_dir, args.mllama_intermediate), quantization_of(args)
     division = Division(args.tp or auto_ranks(topology), 1)
     if args.dp != 1:
         division = divide(topology, args.tp, args.dp, lambda: appetite_of(card, args.dtype, quantization))

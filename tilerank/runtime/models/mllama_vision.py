@@ -31,6 +31,7 @@ from tilerank.parallel.sharding import Sharding
 
 from ..errors import EngineError
 from ..media.mllama import TileSettings
+from ..media.mllama_intermediate import read_taken_layers
 from ..media.mllama_sizes import fit, tilings
 from ..model import Encoder
 from .text_config import MAX_WIDTH
@@ -47,8 +48,8 @@ Grid = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class MllamaVisionConfig:
-    """The shape of the tower. side: patches of a tile's side. tiles: the most of a picture. taken: layers whose inputs
-    become part of the encoding."""
+    """The shape of the tower. side: patches of a tile's side. tiles: the most of a picture. taken: as
+    `read_taken_layers` returns it."""
 
     hidden: int
     heads: int
@@ -86,9 +87,7 @@ def read_mllama_vision_config(c: Fields) -> MllamaVisionConfig:
         raise c.fail("hidden_size", f"{heads} heads of a multiple of 8 up to 256")
     image, patch = c.integer("image_size", 1, _MAX_SIDE), c.integer("patch_size", 1, _MAX_SIDE)
     layers = c.integer("num_hidden_layers", 1, _MAX_LAYERS)
-    listed = c.values.get("intermediate_layers_indices")
-    if not isinstance(listed, list) or any(type(i) is not int or not 0 <= i < layers for i in listed):
-        raise c.fail("intermediate_layers_indices", f"a list of layers from 0 to {layers - 1}")
+    taken = read_taken_layers(c, layers)
     config = MllamaVisionConfig(
         hidden=hidden,
         heads=heads,
@@ -98,11 +97,11 @@ def read_mllama_vision_config(c: Fields) -> MllamaVisionConfig:
         patch=patch,
         side=image // patch,
         tiles=c.integer("max_num_tiles", 1, 64),
-        taken=tuple(listed),
+        taken=taken,
         eps=c.number("norm_eps", 0.0, 1.0),
     )
     if c.integer("vision_output_dim", 1, MAX_WIDTH * 64) != config.output:
-        raise c.fail("vision_output_dim", f"{config.output}, {1 + len(listed)} times hidden_size")
+        raise c.fail("vision_output_dim", f"{config.output}, {1 + len(taken)} times hidden_size")
     return config
 
 
@@ -274,6 +273,8 @@ class MllamaTower(Encoder):
             if number in c.taken:
                 taken.append(x[:tokens].clone())
             yield from block.tasks(x, layout, limit)
+        if c.layers in c.taken:
+            taken.append(x[:tokens].clone())
         x = ops.add(self.norm_after(x), self._of_tiles(1, aspect))
         for block in self.global_blocks:
             yield from block.tasks(x, layout, limit)
