@@ -248,6 +248,11 @@ class ChatCompletion(Sampling):
         return self
 
     @property
+    def alternatives(self) -> int | None:
+        """The number of alternatives to list for each token; None for no log-probabilities."""
+        return self.top_logprobs or 0 if self.logprobs else None
+
+    @property
     def must_call(self) -> bool:
         return self.tool_choice not in ("none", "auto")
 

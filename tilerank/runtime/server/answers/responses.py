@@ -3,16 +3,14 @@
 import codecs
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
 from tilerank.loader.tokenizer import Tokenizer
 
 from ...params import Logprobs
 from ..messages import Token
+from .answer import Json
 from .completions import Delta
-from .tools import ToolCall, ToolParser
-
-Json = dict[str, Any]
+from .tools import ToolCall, ToolParser, split
 
 
 class _TokenText:
@@ -40,7 +38,7 @@ class _TokenText:
 
 
 class Formatter(ABC):
-    """Formats the answer to one API request.
+    """Formats the choices of one API request.
 
     prefix: of the answer's id. objects: the JSON "object" field of chunks and of the full response.
     """
@@ -159,9 +157,7 @@ class ChatFormatter(Formatter):
     def _content(self, delta: Delta) -> Json:
         parser = self._parsers[delta.index]
         content = _reasoning(delta.reasoning) if delta.reasoning else {}
-        if parser is None:
-            return content | ({"content": delta.text} if delta.text else {})
-        found = parser.push(delta.text) + (parser.flush() if delta.finish_reason else [])
+        found = split(parser, delta.text, last=delta.finish_reason is not None)
         text = "".join(piece for piece in found if isinstance(piece, str))
         calls = [self._call(delta.index, piece) for piece in found if isinstance(piece, ToolCall)]
         return content | ({"content": text} if text else {}) | ({"tool_calls": calls} if calls else {})

@@ -79,6 +79,13 @@ class ToolParser(ABC):
         return [f"{rule}: {json_rule(schema)}"]
 
 
+def split(parser: ToolParser | None, text: str, *, last: bool) -> list[Piece]:
+    """Return the pieces that new text completes. parser: None if there are no tools to call. last: no text follows."""
+    if parser is None:
+        return [text] if text else []
+    return parser.push(text) + (parser.flush() if last else [])
+
+
 def json_rule(schema: Schema) -> str:
     """Return the expression of a grammar for JSON that follows `schema`."""
     return f"%json {json.dumps({**schema, **_JSON_OPTIONS})}"

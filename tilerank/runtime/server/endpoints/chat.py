@@ -1,15 +1,15 @@
 """OpenAI's /v1/chat/completions and /v1/completions."""
 
-from functools import partial
-
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ..answers.responses import ChatFormatter, TextFormatter
-from ..api import ChatCompletion, Completion
-from ..errors import ApiError
-from .generation import answer, begin, checked_grammar
-from .service import Service, until_disconnect
+from ..answers.answer import Answer
+from ..answers.choices import ChoicesAnswer
+from ..answers.completions import ActiveRequest
+from ..answers.responses import ChatFormatter, Formatter, TextFormatter
+from ..api import ChatCompletion, Completion, Sampling
+from .generation import NewParser, activate, begin, checked_grammar, converse, finish
+from .service import Service
 
 
 class ChatEndpoints:
@@ -22,29 +22,22 @@ class ChatEndpoints:
         """POST /v1/completions."""
         service = self._service
         body = await service.body(request, Completion)
-        formatter = TextFormatter(service.tokenizer, body.logprobs)
         grammar = await checked_grammar(service, body, None)
         prompts = await service.prompts.from_texts(body.prompt)
-        begun = await begin(service, request, body, prompts, body.logprobs, grammar, formatter)
-        return await answer(request, body, begun, formatter)
+        active = activate(service, body, prompts, body.logprobs, grammar)
+        answer = self._answer(active, body, TextFormatter(service.tokenizer, body.logprobs))
+        return await finish(request, await begin(service, request, active, answer), body.stream)
 
     async def chat(self, request: Request) -> Response:
         """POST /v1/chat/completions."""
-        service, settings = self._service, self._service.settings
-        body = await service.body(request, ChatCompletion)
-        tools = body.template_tools()
-        if tools and settings.tool_parser is None:
-            raise ApiError(400, f"tools: the format of tool calls of {settings.model} is unknown", param="tools")
-        top = body.top_logprobs or 0 if body.logprobs else None
-        parser = settings.tool_parser if tools else None
-        schemas = {tool.function.name: tool.function.parameters or {} for tool in body.callable_tools}
-        formatter = ChatFormatter(service.tokenizer, top, partial(parser, schemas) if parser else None)
-        variables, effort = body.chat_template_kwargs, body.reasoning_effort
-        with service.budget.share() as share:
-            build = service.prompts.from_messages(body.messages, variables, effort, tools, share)
-            prompt, thinking = await until_disconnect(request, build)
-            prompts = [prompt]
-            del prompt  # pictures take much memory, and the client frees them once they are sent
-            grammar = await checked_grammar(service, body, parser, thinking)
-            begun = await begin(service, request, body, prompts, top, grammar, formatter, thinking)
-        return await answer(request, body, begun, formatter)
+        service = self._service
+        body = await service.body(request, ChatCompletion, media=True)
+
+        def new_answer(active: ActiveRequest, new_parser: NewParser | None) -> Answer:
+            return self._answer(active, body, ChatFormatter(service.tokenizer, body.alternatives, new_parser))
+
+        return await converse(service, request, body, new_answer)
+
+    def _answer(self, active: ActiveRequest, body: Sampling, formatter: Formatter) -> ChoicesAnswer:
+        usage = body.stream_options is not None and body.stream_options.include_usage
+        return ChoicesAnswer(active, self._service.settings.model, formatter, body.stream, usage)

@@ -1,32 +1,72 @@
-"""The way from a checked request to its answer, which all endpoints that generate text share."""
+"""The way from a checked request to its answer, which all endpoints that generate text share.
 
-import json
-from collections.abc import AsyncGenerator, AsyncIterator
+An endpoint translates its own form into that of /v1/chat/completions (api.py), and an Answer of its API (answers/)
+writes the generated text.
+"""
+
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
-from typing import Any, NamedTuple
+from functools import partial
+from typing import NamedTuple
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from ...errors import RequestError
 from ...prompt import Prompt
+from ..answers.answer import Answer, Json
 from ..answers.completions import ActiveRequest, Delta
 from ..answers.reasoning import Thinking
-from ..answers.responses import Formatter, Json
 from ..answers.tools import ToolParser
-from ..api import Sampling
+from ..api import ChatCompletion, Sampling
 from ..errors import ApiError
 from ..grammars import request_grammar
 from .service import Service, until_disconnect
 
+NewParser = Callable[[], ToolParser]
+
 
 class Begun(NamedTuple):
-    """A request whose first delta has arrived. envelope: what its answer begins with."""
+    """A request whose first delta has arrived."""
 
-    active: ActiveRequest
+    answer: Answer
     first: Delta
     rest: AsyncGenerator[Delta]
-    envelope: Json
+
+
+async def converse(
+    service: Service,
+    request: Request,
+    body: ChatCompletion,
+    new_answer: Callable[[ActiveRequest, NewParser | None], Answer],
+) -> Response:
+    """Answer a conversation. new_answer: gets what makes the parser of tool calls, None if there are no tools to call.
+
+    Empties `body.messages`.
+    """
+    tools = body.template_tools()
+    parser = tool_parser(service, tools)
+    schemas = {tool.function.name: tool.function.parameters or {} for tool in body.callable_tools}
+    new_parser = partial(parser, schemas) if parser else None
+    variables, effort = body.chat_template_kwargs, body.reasoning_effort
+    with service.budget.share() as share:
+        build = service.prompts.from_messages(body.messages, variables, effort, tools, share)
+        prompt, thinking = await until_disconnect(request, build)
+        prompts = [prompt]
+        del prompt  # pictures take much memory, and the client frees them once they are sent
+        grammar = await checked_grammar(service, body, parser, thinking)
+        active = activate(service, body, prompts, body.alternatives, grammar, thinking)
+        begun = await begin(service, request, active, new_answer(active, new_parser))
+    return await finish(request, begun, body.stream)
+
+
+def tool_parser(service: Service, tools: list[Json] | None) -> type[ToolParser] | None:
+    """Return the parser of tool calls; None if there are no tools. Raises ApiError if the model's format is unknown."""
+    parser = service.settings.tool_parser
+    if tools and parser is None:
+        model = service.settings.model
+        raise ApiError(400, f"tools: the format of tool calls of {model} is unknown", param="tools")
+    return parser if tools else None
 
 
 async def checked_grammar(
@@ -42,81 +82,72 @@ async def checked_grammar(
     return grammar
 
 
-async def begin(
+def activate(
     service: Service,
-    request: Request,
     body: Sampling,
     prompts: list[Prompt],
     top: int | None,
     grammar: str | None,
-    formatter: Formatter,
     thinking: Thinking = Thinking.NEVER,
-) -> Begun:
-    """Run a request up to its first delta. Empties `prompts`."""
+) -> ActiveRequest:
+    """Return the request, ready to run. top: alternatives to list for each token, None for no log-probabilities.
+
+    Empties `prompts`.
+    """
     logprobs = 0 if top is None else max(top, 1)
     defaults = service.settings.sampling
     active = ActiveRequest(service.client, service.tokenizer, defaults, prompts, body, logprobs, grammar, thinking)
     prompts.clear()
-    envelope: Json = {
-        "id": f"{formatter.prefix}-{active.id}",
-        "created": active.created,
-        "model": service.settings.model,
-    }
-    deltas = service.recent.track(envelope["id"], active, service.metrics.measure(active.deltas()))
+    return active
+
+
+async def begin(service: Service, request: Request, active: ActiveRequest, answer: Answer) -> Begun:
+    """Run a request up to its first delta."""
+    deltas = service.recent.track(answer.id, active, service.metrics.measure(active.deltas()))
     try:
         # The status line is sent after the first delta, so that a failed request gets an error status.
         first = await until_disconnect(request, anext(deltas))
     except (ApiError, ClientDisconnect):
         await deltas.aclose()
         raise
-    return Begun(active, first, deltas, envelope)
+    return Begun(answer, first, deltas)
 
 
-async def answer(request: Request, body: Sampling, begun: Begun, formatter: Formatter) -> Response:
+async def finish(request: Request, begun: Begun, stream: bool) -> Response:
     """Return the answer, or the beginning of a streamed one."""
-    active, first, deltas, envelope = begun
-    if body.stream:
-        usage = body.stream_options is not None and body.stream_options.include_usage
-        events = _events(first, deltas, active, envelope, formatter, usage)
-        return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
-    choices = await until_disconnect(request, _choices(first, deltas, formatter))
-    return JSONResponse(envelope | {"object": formatter.objects[1], "choices": choices, "usage": active.usage})
+    if stream:
+        headers = {"Cache-Control": "no-cache"}
+        return StreamingResponse(_events(begun), media_type="text/event-stream", headers=headers)
+    return JSONResponse(await until_disconnect(request, _whole(begun)))
 
 
-async def _choices(first: Delta, rest: AsyncGenerator[Delta], formatter: Formatter) -> list[Json]:
-    """Build the choices of a non-streamed answer."""
-    chunks: dict[int, list[Json]] = {}
-    async with aclosing(rest):
-        async for delta in _chain(first, rest):
-            chunk = formatter.chunk(delta)
-            if chunk is not None:
-                chunks.setdefault(delta.index, []).append(chunk)
-    return [formatter.choice(chunks[index]) for index in sorted(chunks)]
+async def _whole(begun: Begun) -> Json:
+    answer = begun.answer
+    async with aclosing(begun.rest):
+        answer.begin()
+        async for delta in _deltas(begun):
+            answer.add(delta)
+        answer.end()
+    return answer.whole()
 
 
-async def _chain(first: Delta, rest: AsyncIterator[Delta]) -> AsyncIterator[Delta]:
-    yield first
-    async for delta in rest:
-        yield delta
-
-
-async def _events(
-    first: Delta, rest: AsyncIterator[Delta], active: ActiveRequest, envelope: Json, formatter: Formatter, usage: bool
-) -> AsyncIterator[bytes]:
+async def _events(begun: Begun) -> AsyncIterator[bytes]:
     """Yield the server-sent events of a streamed answer."""
-    envelope = envelope | {"object": formatter.objects[0]}
-    extra: Json = {"usage": None} if usage else {}
+    answer = begun.answer
     try:
-        async for delta in _chain(first, rest):
-            chunk = formatter.chunk(delta)
-            if chunk is not None:
-                yield _event(envelope | {"choices": [chunk]} | extra)
-        if usage:
-            yield _event(envelope | {"choices": [], "usage": active.usage})
-        yield b"data: [DONE]\n\n"
+        for event in answer.begin():
+            yield event.encode()
+        async for delta in _deltas(begun):
+            for event in answer.add(delta):
+                yield event.encode()
+        for event in answer.end():
+            yield event.encode()
     except ApiError as e:
-        yield _event(e.body())
+        for event in answer.fail(e):
+            yield event.encode()
 
 
-def _event(data: dict[str, Any]) -> bytes:
-    return b"data: " + json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+async def _deltas(begun: Begun) -> AsyncIterator[Delta]:
+    yield begun.first
+    async for delta in begun.rest:
+        yield delta

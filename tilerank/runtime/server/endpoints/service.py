@@ -10,7 +10,6 @@ from starlette.requests import ClientDisconnect, Request
 
 from tilerank.loader.tokenizer import Tokenizer
 
-from ..api import ChatCompletion, Tokenize
 from ..client import EngineClient
 from ..errors import ApiError
 from ..media.media_budget import MediaBudget
@@ -44,9 +43,9 @@ class Service:
         state = self.client.state
         return state.context_length if state else None
 
-    async def body(self, request: Request, kind: type[Body]) -> Body:
-        """Read and check the body of a request. Raises ApiError."""
-        takes_media = self.settings.media is not None and kind in (ChatCompletion, Tokenize)
+    async def body(self, request: Request, kind: type[Body], *, media: bool = False) -> Body:
+        """Read and check the body of a request. media: may it hold pictures and videos? Raises ApiError."""
+        takes_media = media and self.settings.media is not None
         data = await self._body_reader.read(request, MAX_MEDIA_BODY if takes_media else MAX_BODY)
         try:
             body = kind.model_validate_json(data)

@@ -17,7 +17,7 @@ class TokenizeEndpoints:
     async def tokenize(self, request: Request) -> Response:
         """POST /tokenize."""
         service = self._service
-        body = await service.body(request, Tokenize)
+        body = await service.body(request, Tokenize, media=True)
         if body.messages is not None:
             with service.budget.share() as share:
                 build = service.prompts.from_messages(body.messages, body.chat_template_kwargs, None, None, share)
