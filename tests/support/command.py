@@ -16,7 +16,7 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 DEMO = Path(__file__).parents[2] / "assets" / "demo-lm"
 COMMAND = (sys.executable, "-m", "tilerank")
@@ -55,13 +55,14 @@ class Run:
         command: Sequence[str] = COMMAND,
         env: Mapping[str, str] | None = None,
         cwd: Path | None = None,
+        stdin: int | IO[bytes] = subprocess.DEVNULL,
     ) -> None:
         self.mark = f"{MARK}={uuid.uuid4().hex}"
         name, _, value = self.mark.partition("=")
         self._shm = shared_memory()
         self.process = subprocess.Popen(
             [*launcher, *command, *map(str, arguments)],
-            stdin=subprocess.DEVNULL,
+            stdin=stdin,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             bufsize=0,

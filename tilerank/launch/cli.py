@@ -10,28 +10,24 @@ import os
 import sys
 from collections.abc import Sequence
 from types import ModuleType
-from typing import NoReturn, TextIO
+from typing import TextIO
 
+from .arguments import Parser, parse, with_config
+from .doctor import own_version
 from .errors import SPOKEN_ERRORS
+from .hub import find_model
 from .logs import say
 
 COMMANDS = {
     "generate": "generate text from a Hugging Face directory",
     "serve": "serve a model over the OpenAI API",
+    "chat": "talk with a model in the terminal",
     "plan": "show how a model would be sharded and placed, without loading it",
     "doctor": "report what this machine offers and what is wrong with it",
     "bench": "measure this machine and the model on it",
 }
 MODULES = {"bench": ".bench.command", "plan": ".planning.plan"}
 """Module of each subcommand whose module is not named like it."""
-
-
-class _Parser(argparse.ArgumentParser):
-    """Prints one sentence for an error. The usage of a command with many options would hide it."""
-
-    def error(self, message: str) -> NoReturn:
-        say(f"tilerank: error: {message} ({self.prog} --help)")
-        raise SystemExit(2)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -72,22 +68,53 @@ def _run(argv: list[str]) -> int:
 
 
 def _parse(argv: list[str]) -> tuple[ModuleType, argparse.Namespace]:
-    """Return the subcommand's module and its arguments."""
-    parser = _Parser(
+    """Return the subcommand's module and its arguments, in which an id on the hub has become a directory."""
+    parser = _parser(argv[:1])
+    argv = with_config(argv)
+    for argument in argv:
+        if argument.startswith("--") and argument.endswith("=--"):  # argparse would silently drop such a value
+            parser.error(f"argument {argument.removesuffix('=--')}: expected a value, found '--'")
+    args = parse(parser, argv)
+    args.argv = argv  # for the ranks, which are started with the same command line
+    find_model(args)
+    return _module(args.command), args
+
+
+def _parser(commands: Sequence[str]) -> Parser:
+    """Return the parser. Only the subcommands in `commands` have their arguments, so that no other is imported."""
+    parser = Parser(
         prog="tilerank", description="Tensor-parallel runtime for large language and multimodal models on CPU servers."
+    )
+    parser.add_argument("--version", action="version", version=f"tilerank {own_version()}")
+    parser.add_argument(
+        "--print-completion", action=_Completion, help="print a script that completes this command in a shell"
     )
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, purpose in COMMANDS.items():
         subparser = subparsers.add_parser(name, help=purpose, description=purpose[0].upper() + purpose[1:] + ".")
-        if argv[:1] == [name]:
-            command = importlib.import_module(MODULES.get(name, f".{name}"), __package__)
-            command.add_arguments(subparser)
-    for argument in argv:
-        if argument.startswith("--") and argument.endswith("=--"):  # argparse would silently drop such a value
-            parser.error(f"argument {argument.removesuffix('=--')}: expected a value, found '--'")
-    args = parser.parse_args(argv)
-    args.argv = argv  # for the ranks, which are started with the same command line
-    return command, args
+        if name in commands:
+            subparser.add_argument(
+                "--config", metavar="FILE", help="YAML with options, which the command line overrides"
+            )
+            _module(name).add_arguments(subparser)
+    return parser
+
+
+class _Completion(argparse.Action):
+    """Prints the completion script of a shell and exits."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, help: str) -> None:
+        super().__init__(option_strings, dest, choices=("bash", "zsh", "tcsh"), help=help)
+
+    def __call__(self, *arguments: object) -> None:
+        import shtab
+
+        print(shtab.complete(_parser(list(COMMANDS)), str(arguments[2])))
+        raise SystemExit(0)
+
+
+def _module(command: str) -> ModuleType:
+    return importlib.import_module(MODULES.get(command, f".{command}"), __package__)
 
 
 def _occupy_standard_streams() -> None:

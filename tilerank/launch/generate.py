@@ -21,6 +21,7 @@ from .errors import LaunchError
 from .host.cpulist import format_cpulist
 from .host.placement import Placement, RankPlacement
 from .host.topology import read_topology
+from .hub import add_model_argument
 from .logs import say
 from .planning import cache_size
 from .planning.plan_text import cache_text, states_text
@@ -44,11 +45,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     prompts.add_arguments(parser)
     sampling = parser.add_argument_group("sampling")
     sampling.add_argument("--max-new-tokens", type=whole_number(1), default=128, metavar="N")
-    sampling.add_argument(
-        "--temperature", type=_number(0.0, 1e6), default=0.0, metavar="T", help="0: most likely token"
-    )
+    sampling.add_argument("--temperature", type=number(0.0, 1e6), default=0.0, metavar="T", help="0: most likely token")
     sampling.add_argument("--top-k", type=whole_number(0), default=0, metavar="K", help="0: all tokens")
-    sampling.add_argument("--top-p", type=_number(0.0, 1.0), default=1.0, metavar="P")
+    sampling.add_argument("--top-p", type=number(0.0, 1.0), default=1.0, metavar="P")
     sampling.add_argument(
         "--seed", type=whole_number(0, 2**64 - 1), metavar="N", help="for the same text again (default: random)"
     )
@@ -62,8 +61,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     """Which model, how it is held, and on which ranks."""
-    parser.add_argument("model", nargs="?", type=Path, metavar="MODEL_DIR", help="a Hugging Face model directory")
-    parser.add_argument("--model-path", type=Path, metavar="MODEL_DIR", help="the same as an option")
+    add_model_argument(parser, nargs="?")
+    parser.add_argument("--model-path", type=Path, metavar="MODEL", help="the same as an option")
     model = parser.add_argument_group("model")
     model.add_argument(
         "--dtype", choices=("auto", "bfloat16", "float32"), default="auto", help="auto: the checkpoint's"
@@ -296,16 +295,13 @@ def read_card_without_torch(model_dir: Path) -> ModelCard:
 
 
 def model_directory(args: argparse.Namespace) -> Path:
-    """MODEL_DIR or --model-path. LaunchError unless it is one directory."""
+    """MODEL or --model-path. LaunchError unless exactly one is given."""
     given = [path for path in (args.model, args.model_path) if path is not None]
     if not given:
-        raise LaunchError("no model given: tilerank generate MODEL_DIR --prompt TEXT")
+        rest = " --prompt TEXT" if args.command == "generate" else ""
+        raise LaunchError(f"no model given: tilerank {args.command} MODEL{rest}")
     if len(set(given)) > 1:
         raise LaunchError(f"two models given: {given[0]} and --model-path {given[1]}")
-    if not given[0].is_dir():
-        raise LaunchError(
-            f"{given[0]} is not a directory; a model is a local Hugging Face directory with a config.json"
-        )
     return Path(given[0])
 
 
@@ -330,7 +326,7 @@ def _count(n: int, what: str) -> str:
     return f"{n} {what}" if n == 1 else f"{n} {what}s"
 
 
-def _number(low: float, high: float) -> Callable[[str], float]:
+def number(low: float, high: float) -> Callable[[str], float]:
     """An argparse type: a number from `low` to `high`."""
 
     def parse(text: str) -> float:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from tilerank.loader.card import read_card
 
-from .. import family_options, quantize, start
+from .. import family_options, hub, quantize, start
 from ..errors import LaunchError
 from ..host.placement import Placement, RankPlacement, auto_ranks
 from ..host.topology import Topology, read_topology
@@ -161,7 +161,7 @@ class EngineJob:
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", type=Path, metavar="MODEL_DIR", help="a Hugging Face model directory")
+    hub.add_model_argument(parser)
 
 
 def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
@@ -174,9 +174,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def model_card(model_dir: Path) -> "ModelCard":
-    """Read the card. LaunchError if `model_dir` is not a directory, ConfigError if its config.json is refused."""
-    if not model_dir.is_dir():
-        raise LaunchError(f"{model_dir} is not a directory; expected a local Hugging Face directory with a config.json")
+    """Read the card. ConfigError if its config.json is refused."""
     return read_card(model_dir)
 
 

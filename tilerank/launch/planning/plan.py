@@ -13,7 +13,6 @@ import math
 import os
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tilerank.loader.quantization_config import held_codes
@@ -22,6 +21,7 @@ from tilerank.runtime.state_pool import num_states
 from .. import family_options, quantize
 from ..host.placement import Placement, auto_ranks, divide_placement
 from ..host.topology import Topology, read_topology
+from ..hub import add_model_argument
 from ..quantize import quantization_of, resolve_dtype, resolve_kv_dtype
 from ..rendezvous import identify
 from ..serving.replicas import Appetite, Division, divide, replica_count
@@ -193,7 +193,7 @@ def appetite_of(card: ModelCard, dtype: str, quantization: Quantization | None) 
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model_dir", metavar="MODEL_DIR", type=Path, help="a Hugging Face model directory")
+    add_model_argument(parser)
     parser.add_argument(
         "--tp",
         "--tensor-parallel-size",
@@ -234,7 +234,7 @@ def run(args: argparse.Namespace) -> int:
 
     machine, identity = read_topology(), identify(os.environ)
     topology = own_topology(args, identity, machine)
-    card, quantization = read_supported_card(args.model_dir, args.mllama_intermediate), quantization_of(args)
+    card, quantization = read_supported_card(args.model, args.mllama_intermediate), quantization_of(args)
     division = Division(args.tp or auto_ranks(topology), 1)
     if args.dp != 1:
         division = divide(topology, args.tp, args.dp, lambda: appetite_of(card, args.dtype, quantization))
@@ -243,7 +243,7 @@ def run(args: argparse.Namespace) -> int:
         plan_model(
             card,
             division.tp,
-            model=str(args.model_dir),
+            model=str(args.model),
             topology=topology,
             placement=placement,
             strategy=args.strategy,

@@ -1,0 +1,86 @@
+"""The command line itself: names that do not exist, --version, --config and completion."""
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+from command import DEMO, run
+
+from tilerank.launch.arguments import with_config
+from tilerank.launch.errors import LaunchError
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("serv", "x"), "there is no command 'serv'; did you mean serve? (tilerank --help)"),
+        (("bench", "modle"), "there is no bench 'modle'; did you mean model? (tilerank bench --help)"),
+        (
+            ("generate", DEMO, "--max-tokens", "3"),
+            "there is no option --max-tokens; did you mean --max-new-tokens? (tilerank generate --help)",
+        ),
+        (
+            ("serve", DEMO, "--gpu-memory-utilization=0.9"),
+            "there is no option --gpu-memory-utilization; did you mean --mem-fraction-static? (tilerank serve --help)",
+        ),
+        (("plan", DEMO, "--quantisation", "int8"), "there is no option --quantisation; did you mean --quantization? "),
+        (("plan", DEMO, "--colour"), "there is no option --colour (tilerank plan --help)"),
+        (("plan", DEMO, "other"), "unexpected argument 'other' (tilerank plan --help)"),
+    ],
+)
+def test_the_nearest_name(arguments: tuple[object, ...], sentence: str) -> None:
+    result = run(*arguments)
+    assert result.status == 2
+    assert result.errors[0].startswith(f"tilerank: error: {sentence}")
+
+
+@pytest.mark.parametrize("command", ["serve", "chat", "generate"])
+def test_a_command_without_a_model_says_how_it_is_called(command: str) -> None:
+    (error,) = run(command).errors
+    assert error.startswith(f"tilerank: error: no model given: tilerank {command} MODEL")
+
+
+def test_version() -> None:
+    assert run("--version").out.startswith("tilerank 0.")
+
+
+def test_completion_is_a_script_that_bash_accepts() -> None:
+    script = run("--print-completion", "bash").out
+    assert "--max-new-tokens" in script
+    assert subprocess.run(["bash", "-n"], input=script, text=True).returncode == 0
+
+
+def test_options_of_a_file_come_before_those_of_the_command_line(tmp_path: Path) -> None:
+    file = tmp_path / "serve.yaml"
+    file.write_text("model: org/name\ntp: 2\nignore_eos: true\njson: false\nimage: [a.png, b.png]\n")
+    assert with_config(["generate", "--config", str(file), "--tp", "3"]) == [
+        *("generate", "org/name", "--tp=2", "--ignore-eos", "--image=a.png", "--image=b.png", "--tp", "3")
+    ]
+
+
+def test_a_file_with_the_model_and_its_options(tmp_path: Path) -> None:
+    file = tmp_path / "plan.yaml"
+    file.write_text(f"model: {DEMO}\ntp: 3\njson: true\n")
+    found = json.loads(run("plan", f"--config={file}").out)
+    assert found["model"] == str(DEMO)
+    assert len(found["ranks"]) == 3
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        (None, "cannot be read: No such file"),
+        ("a: [", "is not YAML"),
+        ("- a", "expected a mapping of options, found list"),
+        ("tp: {a: 1}", "tp: expected text, a number"),
+    ],
+)
+def test_files_that_are_wrong(tmp_path: Path, content: str | None, sentence: str) -> None:
+    file = tmp_path / "file.yaml"
+    if content is not None:
+        file.write_text(content)
+    with pytest.raises(LaunchError, match=sentence):
+        with_config(["serve", "--config", str(file)])
+    with pytest.raises(LaunchError, match="expected a file"):
+        with_config(["serve", "--config"])

@@ -1,0 +1,49 @@
+"""`tilerank chat`: a conversation typed on standard input, with a server of its own and with one that runs."""
+
+import signal
+import subprocess
+from pathlib import Path
+
+from command import Run, endless_copy, run
+from media_files import DEMO_VL
+
+PICTURE = DEMO_VL.parent / "red-triangle.png"
+QUESTION = "What is in the picture?"
+
+
+def test_a_conversation_sees_pictures_and_can_begin_anew(tmp_path: Path) -> None:
+    typed = tmp_path / "typed"
+    typed.write_text(f"/image {PICTURE}\n{QUESTION}\n/image /no/such/file\n/reset\n{QUESTION}\n/exit\n")
+    with typed.open("rb") as stdin:
+        result = run("chat", DEMO_VL, "--max-new-tokens", 24, "--temperature", 0, stdin=stdin)
+    first, second = result.out.splitlines()
+    assert first == "a red triangle at the bottom left"
+    assert second != first
+    assert "/no/such/file cannot be read: No such file" in result.err
+    assert result.status == 0
+
+
+def test_ctrl_c_stops_the_answer_and_not_the_conversation(tmp_path: Path) -> None:
+    with Run("serve", endless_copy(tmp_path / "model"), "--port", 0) as server:
+        url = server.await_line("is served at").split()[-1]
+        with Run("chat", "--url", url, stdin=subprocess.PIPE) as chat:
+            stdin = chat.process.stdin
+            assert stdin is not None
+            stdin.write(b"In the beginning\n")
+            chat.await_output(20)
+            chat.process.send_signal(signal.SIGINT)
+            stdin.write(b"/reset\n/exit\n")
+            result = chat.finish()
+        assert result.status == 0
+        assert "[stopped]" in result.out
+        server.process.send_signal(signal.SIGTERM)
+        assert server.finish().status == 0
+
+
+def test_a_server_that_is_not_there() -> None:
+    with Run("chat", "--url", "http://127.0.0.1:9", stdin=subprocess.PIPE) as chat:
+        assert chat.process.stdin is not None
+        chat.process.stdin.write(b"hello\n")
+        chat.await_line("the server at http://127.0.0.1:9 does not answer: ")
+        chat.process.stdin.close()
+        assert chat.finish().status == 0

@@ -1,0 +1,160 @@
+"""Models by their id, against a stand-in of the hub on the loopback interface and against a filled cache."""
+
+import hashlib
+import json
+import re
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+from command import DEMO, Result, run
+
+MODEL = "demo/lm"
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+UNREACHABLE = "http://127.0.0.1:9"
+GENERATE = ("--prompt", "In the beginning", "--max-new-tokens", 4)
+
+
+class Hub:
+    """Serves directories as models. `requests` lists what was asked: method and path."""
+
+    def __init__(self, models: dict[str, Path]) -> None:
+        self.requests: list[tuple[str, str]] = []
+        self.sizes: dict[str, int] = {}  # that are claimed instead of true ones
+        hub = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_GET(self) -> None:
+                path = self.path.split("?")[0]
+                hub.requests.append((self.command, path))
+                if found := re.fullmatch(r"/api/models/([^/]+/[^/]+)(?:/(revision|tree)/([^/]+))?", path):
+                    self._describe(found[1], found[2], found[3] or "main")
+                elif found := re.fullmatch(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path):
+                    self._send_file(models[found[1]] / found[3])
+                else:
+                    self._answer(404)
+
+            do_HEAD = do_GET
+
+            def _describe(self, model: str, what: str, revision: str) -> None:
+                if model not in models:
+                    self._answer(404, headers={"X-Error-Code": "RepoNotFound"})
+                elif revision not in ("main", COMMIT):
+                    self._answer(404, headers={"X-Error-Code": "RevisionNotFound"})
+                else:
+                    files = [path for path in sorted(models[model].iterdir()) if path.is_file()]
+                    tree = [
+                        {"type": "file", "path": p.name, "size": hub.sizes.get(p.name, p.stat().st_size), "oid": tag(p)}
+                        for p in files
+                    ]
+                    info = {"id": model, "sha": COMMIT, "siblings": [{"rfilename": path.name} for path in files]}
+                    self._answer(200, json.dumps(tree if what == "tree" else info).encode())
+
+            def _send_file(self, path: Path) -> None:
+                size = hub.sizes.get(path.name, path.stat().st_size)
+                headers = {"X-Repo-Commit": COMMIT, "ETag": f'"{tag(path)}"', "X-Linked-Size": str(size)}
+                self._answer(200, path.read_bytes(), headers)
+
+            def _answer(self, status: int, body: bytes = b"{}", headers: dict[str, str] | None = None) -> None:
+                self.send_response(status)
+                for name, value in {**(headers or {}), "Content-Length": str(len(body))}.items():
+                    self.send_header(name, value)
+                self.end_headers()
+                if self.command != "HEAD":
+                    self.wfile.write(body)
+
+            def log_message(self, *arguments: object) -> None:
+                pass
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+
+def tag(path: Path) -> str:
+    return hashlib.sha1(path.read_bytes()).hexdigest()
+
+
+@pytest.fixture
+def hub(tmp_path: Path) -> Iterator[Hub]:
+    pickled = tmp_path / "pickled"
+    pickled.mkdir()
+    (pickled / "config.json").write_text("{}")
+    (pickled / "pytorch_model.bin").write_bytes(b"x")
+    hub = Hub({MODEL: DEMO, "demo/pickled": pickled})
+    yield hub
+    hub.close()
+
+
+def generate(model: str, home: Path, endpoint: str, *arguments: object, offline: int = 0) -> Result:
+    env = {"HF_HOME": str(home), "HF_ENDPOINT": endpoint, "HF_HUB_OFFLINE": str(offline)}
+    return run("generate", model, *GENERATE, *arguments, env=env)
+
+
+def test_an_id_is_downloaded_once_and_then_found_in_the_cache(hub: Hub, tmp_path: Path) -> None:
+    expected = run("generate", DEMO, *GENERATE).out
+    first = generate(MODEL, tmp_path, hub.url, "--tp", 2)
+    assert first.status == 0 and first.out == expected, first.err
+    assert "demo/lm: downloading 12.3 MiB into" in first.err
+    weights = f"/{MODEL}/resolve/{COMMIT}/model.safetensors"
+    assert hub.requests.count(("GET", weights)) == 1
+    again = generate(MODEL, tmp_path, hub.url)
+    assert again.out == expected and "downloading" not in again.err
+    assert hub.requests.count(("GET", weights)) == 1
+    asked = len(hub.requests)
+    assert generate(MODEL, tmp_path, hub.url, offline=1).out == expected
+    assert len(hub.requests) == asked
+    assert generate(MODEL, tmp_path, UNREACHABLE).out == expected
+
+
+def test_processes_that_another_launcher_starts_download_once(hub: Hub, tmp_path: Path) -> None:
+    env = {"HF_HOME": str(tmp_path), "HF_ENDPOINT": hub.url}
+    with ThreadPoolExecutor() as pool:
+        plans = list(pool.map(lambda _: run("plan", MODEL, "--json", env=env), range(3)))
+    assert [plan.status for plan in plans] == [0, 0, 0], plans[0].err
+    assert hub.requests.count(("GET", f"/{MODEL}/resolve/{COMMIT}/model.safetensors")) == 1
+
+
+@pytest.mark.parametrize(
+    ("model", "arguments", "sentence"),
+    [
+        (
+            "demo/none",
+            (),
+            "the hub has no model demo/none, or it is private .* demo/none is no directory here either.*",
+        ),
+        (MODEL, ("--revision", "v9"), "demo/lm on the hub has no revision v9"),
+        ("demo/pickled", (), "demo/pickled on the hub: expected a .safetensors file, found config.json"),
+        (str(DEMO), ("--revision", "main"), "--revision is for an id on the hub; this model is a directory"),
+        ("nowhere", (), "nowhere is not a directory; expected one .*, or an id on the hub such as .*"),
+    ],
+)
+def test_what_is_no_model_is_refused(
+    hub: Hub, tmp_path: Path, model: str, arguments: tuple[str, ...], sentence: str
+) -> None:
+    assert_refused(generate(model, tmp_path, hub.url, *arguments), sentence)
+
+
+def test_without_the_hub_and_without_a_copy(tmp_path: Path) -> None:
+    assert_refused(generate(MODEL, tmp_path, UNREACHABLE), "the cache does not hold .* hub cannot be reached; .*")
+    assert_refused(generate(MODEL, tmp_path, UNREACHABLE, offline=1), "the cache does not hold .*OFFLINE is set; .*")
+
+
+def test_a_model_larger_than_the_disk(hub: Hub, tmp_path: Path) -> None:
+    hub.sizes["model.safetensors"] = 1 << 60
+    assert_refused(generate(MODEL, tmp_path, hub.url), "demo/lm on the hub: .* to download, but .* free; HF_HOME .*")
+    assert not any(method == "GET" and path.endswith(".safetensors") for method, path in hub.requests)
+
+
+def assert_refused(result: Result, sentence: str) -> None:
+    assert result.status == 1
+    assert re.fullmatch(f"tilerank: error: {sentence}", result.errors[-1]), result.err

@@ -1,0 +1,111 @@
+"""The parser of the command line: errors in one sentence, the nearest name for an unknown one, --config files."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from .errors import LaunchError
+from .logs import say
+
+OTHER_NAMES = {
+    "--ctx-size": "--context-length",
+    "--gpu-memory-utilization": "--mem-fraction-static",
+    "--max-tokens": "--max-new-tokens",
+    "--n-predict": "--max-new-tokens",
+    "--threads": "--cores",
+}
+"""Options of other programs, and the name of the same thing here."""
+
+
+class Parser(argparse.ArgumentParser):
+    """Prints one sentence for an error. The usage of a command with many options would hide it."""
+
+    def error(self, message: str) -> NoReturn:
+        say(f"tilerank: error: {message} ({self.prog} --help)")
+        raise SystemExit(2)
+
+    def _check_value(self, action: argparse.Action, value: object) -> None:
+        """Name the nearest subcommand for one that does not exist."""
+        if isinstance(action, argparse._SubParsersAction) and value not in action.choices:
+            self.error(f"there is no {action.dest} {value!r}{_nearest(str(value), action.choices)}")
+        super()._check_value(action, value)
+
+
+def parse(parser: Parser, argv: Sequence[str]) -> argparse.Namespace:
+    """Parse `argv`. Exits with a sentence, as `Parser.error`, that names the subcommand and the nearest option."""
+    args, unknown = parser.parse_known_args(argv)
+    if not unknown:
+        return args
+    command = _subparser(parser, argv)
+    name = unknown[0].split("=", 1)[0]
+    if name.startswith("-"):
+        command.error(f"there is no option {name}{_nearest(name, command._option_string_actions)}")
+    return command.error(f"unexpected argument {name!r}")
+
+
+def _nearest(name: str, choices: Iterable[str]) -> str:
+    other = OTHER_NAMES.get(name)
+    found = [other] if other in (known := list(choices)) else difflib.get_close_matches(name, known, 1, 0.7)
+    return f"; did you mean {found[0]}?" if found else ""
+
+
+def _subparser(parser: Parser, argv: Sequence[str]) -> Parser:
+    """Return the parser of the subcommand that `argv` names, however deep."""
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for i, argument in enumerate(argv):
+                if argument in action.choices:
+                    return _subparser(action.choices[argument], argv[i + 1 :])
+    return parser
+
+
+def with_config(argv: Sequence[str]) -> list[str]:
+    """Return `argv` with the options that each `--config FILE` names before those of the command line, which win.
+
+    The file is YAML. Its keys are options without their dashes, `model` the model; true stands for an option without a
+    value, a list for an option that is given several times. LaunchError names what is wrong with a file.
+    """
+    rest, options, positional = list(argv), [], []
+    while (place := next((i for i, a in enumerate(rest) if a.split("=", 1)[0] == "--config"), None)) is not None:
+        text = rest.pop(place)
+        if "=" in text:
+            path = text.split("=", 1)[1]
+        elif place < len(rest):
+            path = rest.pop(place)
+        else:
+            raise LaunchError("--config: expected a file")
+        found = _read_config(Path(path))
+        model = found.pop("model", None)
+        positional += [] if model is None else [str(model)]
+        options += [argument for key, value in found.items() for argument in _as_arguments(path, key, value)]
+    return [*rest[:1], *positional, *options, *rest[1:]]
+
+
+def _read_config(path: Path) -> dict[str, object]:
+    import yaml
+
+    try:
+        content = yaml.safe_load(path.read_text())
+    except OSError as e:
+        raise LaunchError(f"--config: {path} cannot be read: {e.strerror}") from e
+    except (yaml.YAMLError, UnicodeDecodeError) as e:
+        raise LaunchError(f"--config: {path} is not YAML: {' '.join(str(e).split())}") from e
+    if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
+        raise LaunchError(f"--config: {path}: expected a mapping of options, found {type(content).__name__}")
+    return content
+
+
+def _as_arguments(path: str, key: str, value: object) -> list[str]:
+    option = f"--{key.replace('_', '-')}"
+    if value is True:
+        return [option]
+    if value is False or value is None:
+        return []
+    values = value if isinstance(value, list) else [value]
+    if not all(isinstance(v, str | int | float) for v in values):
+        raise LaunchError(f"--config: {path}: {key}: expected text, a number, true, false or a list of these")
+    return [f"{option}={v}" for v in values]

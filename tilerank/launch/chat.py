@@ -1,0 +1,232 @@
+"""`tilerank chat`: a conversation in the terminal, with a server that this command starts, or with one that runs."""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import contextlib
+import http.client
+import json
+import mimetypes
+import os
+import signal
+import subprocess
+import sys
+import threading
+import urllib.parse
+from collections.abc import Generator, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import IO, Any
+
+from .errors import LaunchError
+from .generate import add_model_arguments, model_directory, number
+from .logs import say
+from .process import die_with
+from .serving import media_options
+from .start import whole_number
+
+HELP = """\
+/system TEXT   the system prompt; the conversation begins anew
+/image FILE    a picture for the next message
+/reset         begin the conversation anew
+/help          this list
+/exit          end (also: Ctrl-D)
+Ctrl-C stops an answer."""
+SERVED_AT = " is served at "
+STOP_S = 30.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    _add_own_arguments(parser)
+    media_options.add_arguments(parser)
+    add_model_arguments(parser)
+
+
+def _add_own_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options that `tilerank serve` does not have."""
+    chat = parser.add_argument_group("chat")
+    chat.add_argument(
+        "--url", metavar="URL", help="a server that runs, such as http://127.0.0.1:8000 (default: start one)"
+    )
+    chat.add_argument("--system", metavar="TEXT", help="the system prompt")
+    chat.add_argument("--max-new-tokens", type=whole_number(1), metavar="N", help="longest answer")
+    chat.add_argument("--temperature", type=number(0.0, 2.0), metavar="T", help="0: most likely token")
+
+
+def run(args: argparse.Namespace) -> int:
+    options = {"max_completion_tokens": args.max_new_tokens, "temperature": args.temperature}
+    with _server(args) as address:
+        chat = Chat(address, {name: value for name, value in options.items() if value is not None}, args.system)
+        if sys.stdin.isatty():
+            with contextlib.suppress(ImportError):
+                import readline  # noqa: F401  input() edits lines and has a history, once this is imported
+            say(f"tilerank: {address} answers; /help lists the commands")
+        return _converse(chat)
+
+
+def _converse(chat: Chat) -> int:
+    prompt = "> " if sys.stdin.isatty() else ""
+    while True:
+        try:
+            line = input(prompt).strip()
+        except EOFError:
+            return 0
+        except KeyboardInterrupt:
+            print()
+            continue
+        command, _, rest = line.partition(" ")
+        try:
+            if command in ("/exit", "/quit"):
+                return 0
+            if line:
+                _obey(chat, command, rest.strip()) if line.startswith("/") else chat.ask(line)
+        except LaunchError as e:
+            say(f"tilerank: {e}")
+
+
+def _obey(chat: Chat, command: str, rest: str) -> None:
+    if command == "/reset":
+        chat.reset()
+    elif command == "/system":
+        chat.reset(rest)
+    elif command == "/image":
+        chat.add_image(Path(rest))
+    else:
+        print(HELP)
+
+
+class Chat:
+    """A conversation. Every question sends all of it, and the server finds what it has seen in its prefix cache."""
+
+    def __init__(self, address: str, options: dict[str, Any], system: str | None) -> None:
+        self._url = urllib.parse.urlsplit(address)
+        self._path = self._url.path.rstrip("/").removesuffix("/v1")
+        self._options = options
+        self.reset(system or "")
+
+    def reset(self, system: str | None = None) -> None:
+        """Forget the conversation; the system prompt becomes `system`, or stays as it is without one."""
+        if system is not None:
+            self._system = system
+        self._messages: list[dict[str, Any]] = [{"role": "system", "content": self._system}] if self._system else []
+        self._images: list[str] = []
+
+    def add_image(self, path: Path) -> None:
+        """Show the picture with the next question. LaunchError if the file cannot be read."""
+        try:
+            data = base64.b64encode(path.read_bytes()).decode()
+        except OSError as e:
+            raise LaunchError(f"{path} cannot be read: {e.strerror}") from e
+        self._images.append(f"data:{mimetypes.guess_type(path)[0] or 'image/png'};base64,{data}")
+
+    def ask(self, text: str) -> None:
+        """Print the answer as it comes. Ctrl-C stops it; what came of it stays in the conversation."""
+        parts: list[dict[str, Any]] = [{"type": "image_url", "image_url": {"url": url}} for url in self._images]
+        content = [*parts, {"type": "text", "text": text}] if parts else text
+        messages = [*self._messages, {"role": "user", "content": content}]
+        answer = ""
+        try:
+            with contextlib.closing(self._stream(messages)) as deltas:
+                for delta in deltas:
+                    answer += delta
+                    print(delta, end="", flush=True)
+        except KeyboardInterrupt:
+            print(" [stopped]", end="")
+        print()
+        self._messages = [*messages, {"role": "assistant", "content": answer}]
+        self._images = []
+
+    def _stream(self, messages: list[dict[str, Any]]) -> Generator[str]:
+        """Yield the text of the answer, and of the reasoning before it. LaunchError with the server's own sentence."""
+        body = json.dumps({"model": self._model(), "messages": messages, "stream": True, **self._options})
+        with self._request("POST", "/v1/chat/completions", body) as response:
+            for line in response:
+                data = line.removeprefix(b"data: ").strip()
+                if data == b"[DONE]":
+                    return
+                if not line.startswith(b"data: "):
+                    continue
+                event = json.loads(data)
+                if "error" in event:
+                    raise LaunchError(event["error"]["message"])
+                for choice in event["choices"]:
+                    yield choice["delta"].get("reasoning_content") or choice["delta"].get("content") or ""
+
+    def _model(self) -> str:
+        with self._request("GET", "/v1/models") as response:
+            return str(json.load(response)["data"][0]["id"])
+
+    @contextlib.contextmanager
+    def _request(self, method: str, path: str, body: str | None = None) -> Iterator[http.client.HTTPResponse]:
+        https = self._url.scheme == "https"
+        kind = http.client.HTTPSConnection if https else http.client.HTTPConnection
+        headers = {"Content-Type": "application/json"}
+        if key := os.environ.get("TILERANK_API_KEY"):
+            headers["Authorization"] = f"Bearer {key}"
+        with contextlib.closing(kind(self._url.netloc)) as connection:
+            try:
+                connection.request(method, self._path + path, body, headers)
+                response = connection.getresponse()
+                if response.status != 200:
+                    raise LaunchError(_sentence(response.read()))
+                yield response
+            except (OSError, http.client.HTTPException) as e:
+                raise LaunchError(f"the server at {self._url.geturl()} does not answer: {e}") from e
+
+
+def _sentence(body: bytes) -> str:
+    try:
+        return str(json.loads(body)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return body.decode(errors="replace")[:200]
+
+
+@contextlib.contextmanager
+def _server(args: argparse.Namespace) -> Iterator[str]:
+    """Yield the address of the server: --url, or one that runs until the conversation ends."""
+    if args.url is not None:
+        yield args.url
+        return
+    model_directory(args)  # one model is given
+    command = [sys.executable, "-P", "-m", "tilerank", "serve", *_for_serve(args.argv[1:]), "--port", "0"]
+    with subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,  # Ctrl-C is for the answer, not for the server
+        preexec_fn=partial(die_with, os.getpid()),
+    ) as process:
+        assert process.stderr is not None
+        try:
+            yield _address(process, process.stderr)
+        finally:
+            process.send_signal(signal.SIGTERM)
+            try:
+                process.wait(STOP_S)
+            finally:
+                process.kill()
+
+
+def _for_serve(argv: Sequence[str]) -> list[str]:
+    """Return the arguments of `tilerank chat` without those that `tilerank serve` does not have."""
+    own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    _add_own_arguments(own)
+    return own.parse_known_args(argv)[1]
+
+
+def _address(process: subprocess.Popen[str], lines: IO[str]) -> str:
+    """Wait until the server says where it listens; what it says until then, and warnings later, are shown."""
+    for line in lines:
+        if SERVED_AT in line:
+            threading.Thread(target=_show_errors, args=[lines], daemon=True).start()
+            return line.rsplit(SERVED_AT, 1)[1].strip()
+        sys.stderr.write(line)
+    raise SystemExit(process.wait() or 1)
+
+
+def _show_errors(lines: IO[str]) -> None:
+    for line in lines:
+        if "error" in line:
+            sys.stderr.write(line)
