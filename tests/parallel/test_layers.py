@@ -197,11 +197,11 @@ def test_column_then_row_with_ranks_that_hold_nothing(size, strategy, width):
         down = RowParallelLinear("down", width, 24, sharding, span=up.span, bias=True)
         fill(up, checkpoint)
         fill(down, checkpoint)
-        return sharding.sum(down(up(x).relu()))
+        return torch.stack([sharding.sum(down(up(x).relu())), sharding.sum(down(down.own_columns(whole)))])
 
-    up = F.linear(x, checkpoint["up.weight"], checkpoint["up.bias"]).relu()
-    expected = F.linear(up, checkpoint["down.weight"], checkpoint["down.bias"])
-    assert_all_equal_to(on_all_ranks(size, strategy, body), expected, depth=width)
+    whole = F.linear(x, checkpoint["up.weight"], checkpoint["up.bias"]).relu()
+    expected = F.linear(whole, checkpoint["down.weight"], checkpoint["down.bias"])
+    assert_all_equal_to(on_all_ranks(size, strategy, body), torch.stack([expected, expected]), depth=width)
 
 
 def test_column_cut_by_weight():

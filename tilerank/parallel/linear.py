@@ -119,6 +119,11 @@ class RowParallelLinear(Linear):
     def __call__(self, x: Tensor) -> Tensor:
         return self.project(x)
 
+    def own_columns(self, x: Tensor) -> Tensor:
+        """Return what this rank multiplies of inputs that every rank has whole: x[..., in] -> [..., span.size]."""
+        columns = x[..., self.span.start : self.span.stop]
+        return torch.nn.functional.pad(columns, (0, self.span.size - self.span.real)).contiguous()
+
 
 class QKVParallelLinear(Linear):
     """The query, key and value projections of an attention layer, cut by heads and computed as one.

@@ -305,9 +305,7 @@ class MllamaTower(Encoder):
     def _project(self, x: Tensor, taken: list[Tensor]) -> Tensor:
         """Return [tokens, decoder's hidden]. The layers' values of one column lie beside each other."""
         joined = torch.cat([x, torch.stack(taken, -1).flatten(1)], -1) if taken else x
-        span = self.projector.span
-        part = torch.nn.functional.pad(joined[:, span.start : span.stop], (0, span.size - span.real))
-        return self._sharding.sum(self.projector(part.contiguous()))
+        return self._sharding.sum(self.projector(self.projector.own_columns(joined)))
 
     @property
     def _filling(self) -> int:
