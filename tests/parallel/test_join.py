@@ -11,7 +11,10 @@ from typing import Any
 import pytest
 
 from tilerank.kernels import core
+from tilerank.parallel import callers as callers_module
+from tilerank.parallel import credentials
 from tilerank.parallel import join as at_join
+from tilerank.parallel.callers import MAX_CALLERS
 from tilerank.parallel.channel import LONGEST, Channel, open_link
 from tilerank.parallel.errors import GroupError
 from tilerank.parallel.join import Membership, join
@@ -24,14 +27,16 @@ def hello(rank: int, kind: int, secret: bytes) -> bytes:
     return struct.pack("<II16s", rank, kind, secret)
 
 
-def answer(greetings: list[bytes], monkeypatch: pytest.MonkeyPatch, patience_s: float = 10.0) -> dict[int, Any]:
+def answer(
+    greetings: list[bytes], monkeypatch: pytest.MonkeyPatch, patience_s: float = 10.0, hello_s: float = 0.2
+) -> dict[int, Any]:
     """Return what rank 0, waiting for rank 1 at a unix socket, accepts of connections that send these greetings."""
-    monkeypatch.setattr(at_join, "HELLO_S", 0.2)
+    monkeypatch.setattr(callers_module, "HELLO_S", hello_s)
     meeting: Any = types.SimpleNamespace(m=types.SimpleNamespace(rank=0), remaining=lambda: patience_s)
     with socket.socket(socket.AF_UNIX) as listener:
         name = "\0" + secrets.token_hex(16)
         listener.bind(name)
-        listener.listen()
+        listener.listen(len(greetings))
         callers = []
         for greeting in greetings:
             caller = socket.socket(socket.AF_UNIX)
@@ -54,7 +59,7 @@ def close(links: dict[int, Any]) -> None:
 def test_strangers_are_turned_away_and_the_rank_let_in(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    strangers = [hello(1, 0, bytes(16)), b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", b"short", hello(2, 0, SECRET)]
+    strangers = [hello(1, 0, bytes(16)), b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", hello(2, 0, SECRET)]
     links = answer([*strangers, hello(1, 1, SECRET), hello(1, 0, SECRET)], monkeypatch)
     assert list(links) == [1]
     assert caplog.text.count("refused a connection") == len(strangers)
@@ -67,9 +72,24 @@ def test_nobody_takes_the_place_of_a_rank_that_is_there(monkeypatch: pytest.Monk
         answer([first, again], monkeypatch, patience_s=0.3)
 
 
+def test_the_silent_delay_nobody(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """More of them than are kept, for longer than ranks wait."""
+    silent = [b"", b"short"] * MAX_CALLERS
+    links = answer([*silent, hello(1, 0, SECRET), hello(1, 1, SECRET)], monkeypatch, hello_s=60.0)
+    assert list(links) == [1]
+    assert caplog.text.count("without a hello") >= len(silent) - MAX_CALLERS
+    close(links)
+
+
+def test_the_silent_are_turned_away_in_time(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(GroupError, match="rank 1 did not connect"):
+        answer([b"short"], monkeypatch, patience_s=0.5)
+    assert "no hello within 0.2 s" in caplog.text
+
+
 def test_processes_of_other_users_are_turned_away(monkeypatch: pytest.MonkeyPatch) -> None:
     user = os.geteuid()
-    monkeypatch.setattr(at_join.os, "geteuid", lambda: user + 1)
+    monkeypatch.setattr(credentials.os, "geteuid", lambda: user + 1)
     with pytest.raises(GroupError, match="rank 1 did not connect"):
         answer([hello(1, 0, SECRET), hello(1, 1, SECRET)], monkeypatch, patience_s=0.3)
 

@@ -4,7 +4,6 @@ import datetime
 import hmac
 import json
 import logging
-import os
 import secrets
 import socket
 import struct
@@ -21,8 +20,9 @@ from torch.distributed import DistNetworkError, DistStoreError
 
 from tilerank.kernels import core
 
+from .callers import Callers, refuse
 from .channel import Channel, Link, open_link
-from .credentials import peer_credentials
+from .credentials import check_user
 from .errors import GroupError
 from .group import GlooGroup, Group, SingleGroup
 from .hosts import HostGroup, Hosts, Seat, address_of, host_id, hosts_of, route_to
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 HELLO = struct.Struct("<II16s")  # rank, which of the link's two sockets, secret
-HELLO_S = 5.0  # how long a connection that sends no hello may delay the ranks
 DATA, WATCH = 0, 1
 MARGIN_S = 2.0
 READY_POLL_S = 0.02
@@ -286,7 +285,7 @@ def _dial(meeting: _Meeting, peer: int, connect: Callable[[], socket.socket], se
         for kind in (DATA, WATCH):
             connection = connect()
             ends.append(connection)
-            _check_user(connection)
+            check_user(connection)
             connection.sendall(HELLO.pack(meeting.m.rank, kind, secret))
     except OSError as error:
         for end in ends:
@@ -299,36 +298,21 @@ def _dial(meeting: _Meeting, peer: int, connect: Callable[[], socket.socket], se
 
 def _answer(meeting: _Meeting, listener: socket.socket, peers: Iterable[int], secret: bytes) -> dict[int, Link]:
     """Accept both sockets of each of `peers`."""
+    until = time.monotonic() + meeting.remaining()
     waiting = {(peer, kind) for peer in peers for kind in (DATA, WATCH)}
     ends: dict[tuple[int, int], socket.socket] = {}
-    while waiting:
-        listener.settimeout(meeting.remaining())
-        try:
-            connection, _ = listener.accept()
-        except TimeoutError as error:
-            rank = min(waiting)[0]
-            raise GroupError(f"rank {rank} did not connect to rank {meeting.m.rank} in time") from error
-        try:
-            _check_user(connection)
-            connection.settimeout(min(HELLO_S, meeting.remaining()))
-            rank, kind, word = HELLO.unpack(connection.recv(HELLO.size, socket.MSG_WAITALL))
-            if not hmac.compare_digest(word, secret) or (rank, kind) not in waiting:
-                raise PermissionError("not one of the ranks")
-        except (OSError, struct.error) as error:
-            logger.warning("refused a connection to rank %d's channel: %s", meeting.m.rank, error)
-            connection.close()
-            continue
-        waiting.remove((rank, kind))
-        ends[rank, kind] = connection
+    with Callers(listener, HELLO.size) as callers:
+        while waiting:
+            for connection, hello in callers.hellos(until - time.monotonic()):
+                rank, kind, word = HELLO.unpack(hello)
+                if hmac.compare_digest(word, secret) and (rank, kind) in waiting:
+                    waiting.remove((rank, kind))
+                    ends[rank, kind] = connection
+                else:
+                    refuse(connection, "not one of the ranks")
+            if waiting and time.monotonic() >= until:
+                raise GroupError(f"rank {min(waiting)[0]} did not connect to rank {meeting.m.rank} in time")
     return {peer: open_link(peer, ends[peer, DATA], ends[peer, WATCH]) for peer, kind in ends if kind == DATA}
-
-
-def _check_user(connection: socket.socket) -> None:
-    """Refuse a peer of another user. An abstract socket has no permissions, so the kernel names the user."""
-    if connection.family == socket.AF_UNIX:
-        _, uid = peer_credentials(connection)
-        if uid != os.geteuid():
-            raise PermissionError(f"the process at the other end belongs to user {uid}, not {os.geteuid()}")
 
 
 def _family(address: str) -> socket.AddressFamily:
