@@ -19,6 +19,7 @@ from tilerank.parallel.channel import LONGEST, Channel, open_link
 from tilerank.parallel.errors import GroupError
 from tilerank.parallel.join import Membership, join
 from tilerank.parallel.shm import ShmGroup, create_segment
+from tilerank.parallel.watch import REPORT
 
 SECRET = bytes(range(16))
 
@@ -132,6 +133,19 @@ def test_nothing_is_sent_after_leaving() -> None:
     second.close()
     with pytest.raises(GroupError, match="rank 1 itself has left the group"):
         second.receive()
+
+
+def test_a_neighbour_with_a_report_of_an_unknown_kind_is_lost(caplog: pytest.LogCaptureFixture) -> None:
+    data, link = socket.socketpair(), socket.socketpair()
+    channel = Channel(0, None, {1: open_link(1, data[0], link[0])}, 5.0)
+    link[1].sendall(REPORT.pack(99, 1, 0))
+    assert channel.watch.await_failure()
+    with pytest.raises(GroupError, match="rank 1 is gone"):
+        channel.check()
+    assert "rank 1 sent a report of the unknown kind 99" in caplog.text
+    channel.close()
+    for end in (data[1], link[1]):
+        end.close()
 
 
 @pytest.mark.skipif(core.isa() == "reference", reason="shared memory needs the compiled core")

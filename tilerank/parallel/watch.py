@@ -47,6 +47,9 @@ class Reason(IntEnum):
     STUCK = 3
 
 
+_REASONS = frozenset(Reason)
+
+
 class Watch:
     """Watches the neighbours of `rank` over `links`, which are keyed by the neighbour's rank.
 
@@ -224,6 +227,9 @@ class Watch:
         for reason, rank, step in REPORT.iter_unpack(data[:whole]):
             if reason == Reason.LEFT:
                 self._leaving.setdefault(rank, time.monotonic() + LEAVE_S)
-            elif reason != HEARTBEAT:
+            elif reason in _REASONS:
                 self.fail(rank, Reason(reason), step, source=peer)
+            elif reason != HEARTBEAT:
+                logger.warning("rank %d sent a report of the unknown kind %d and counts as lost", peer, reason)
+                self.fail(peer, Reason.GONE)
         return True
