@@ -4,6 +4,7 @@ import functools
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -162,6 +163,57 @@ def test_stop_tokens_end_a_text_even_with_ignore_eos(engine: Engine) -> None:
     assert events[-1].finish_reason == "stop"
 
 
+@pytest.mark.parametrize("tp", [1, 2])
+def test_prompts_are_scored_as_transformers_scores_them(tp: int) -> None:
+    """In whatever chunks, beside requests that decode, with prefixes in the cache, and after a preemption."""
+    sequences = json.loads((DEMO / "eval_tokens.json").read_text())["sequences"]
+    prompts = [sequences[0][:200], sequences[0][:200], sequences[0][:170] + sequences[1][:30], sequences[2][:2], [5]]
+    results = run_ranks(tp, "batching:prompt_scores", kwargs={"prompts": prompts}, timeout=300)[0]
+    expected = [torch.log_softmax(logits, -1) for logits in transformers_logits(prompts)]
+    for way, found in results.items():
+        for i, ids in enumerate(prompts):
+            assert len(found[str(i)]) == len(ids) - 1, way
+            for row, token, (chosen, rank, top) in zip(expected[i], ids[1:], found[str(i)], strict=False):
+                assert chosen == pytest.approx(float(row[token]), abs=1e-4), way
+                best = row.topk(2)
+                assert [value for _, value in top] == pytest.approx(best.values.tolist(), abs=1e-4), way
+                close = ((row - row[token]).abs() < 1e-4).sum()
+                assert 0 <= rank - int((row > row[token] + 1e-4).sum()) <= close, way
+
+
+@functools.cache
+def transformers_model() -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32)
+
+
+@torch.inference_mode()
+def transformers_logits(prompts: list[list[int]]) -> list[torch.Tensor]:
+    return [transformers_model()(torch.tensor([ids])).logits[0] for ids in prompts]
+
+
+def test_filters_decide_what_comes(engine: Engine) -> None:
+    """min_new_tokens, allowed_token_ids and bad_words, and what happens if they leave nothing."""
+    plain = [event.token_id for event in run(engine, PROMPT, max_new_tokens=8, ignore_eos=True)]
+    ending = plain[2]
+
+    def tokens(**params: Any) -> list[int]:
+        return [event.token_id for event in run(engine, PROMPT, max_new_tokens=8, **params)]
+
+    assert tokens(stop_token_ids=(ending,)) == plain[:3]
+    later = tokens(stop_token_ids=(ending,), min_new_tokens=5)
+    assert len(later) >= 6 and ending not in later[:5]
+    assert set(tokens(allowed_token_ids=(5, 9, 300), ignore_eos=True)) <= {5, 9, 300}
+    assert tokens(bad_words=((plain[1], plain[2]),), ignore_eos=True)[:2] == plain[:2]
+    assert tokens(bad_words=((plain[1], plain[2]),), ignore_eos=True)[2] != plain[2]
+    assert tokens(bad_words=((plain[0],),), ignore_eos=True)[0] != plain[0]
+    assert tokens(bad_words=((5,),), allowed_token_ids=(5,), ignore_eos=True) == [5] * 8
+    for name in ("stop_token_ids", "allowed_token_ids", "bad_words"):
+        with pytest.raises(RequestError, match=f"{name}: expected token ids from 0 to 4095, found 4096"):
+            tokens(**{name: ((4096,),) if name == "bad_words" else (4096,)})
+
+
 def test_requests_come_and_go_between_steps(engine: Engine) -> None:
     """Each gets the tokens that it gets alone, whoever joins, leaves or is cancelled meanwhile."""
     wanted = [[e.token_id for e in run(engine, PROMPT[i:], max_new_tokens=20, ignore_eos=True)] for i in range(3)]
@@ -227,7 +279,9 @@ def test_scores_a_prompt_of_the_whole_context(engine: Engine) -> None:
 @pytest.mark.parametrize(
     ("params", "says"),
     [
-        ({"max_new_tokens": 0}, "max_new_tokens: expected at least 1, found 0"),
+        ({"max_new_tokens": -1}, "max_new_tokens: expected at least 0, found -1"),
+        ({"max_new_tokens": 3, "min_new_tokens": 4}, "min_new_tokens: expected 0 to max_new_tokens, found 4"),
+        ({"bad_words": ((),)}, "bad_words"),
         ({"temperature": float("nan")}, "temperature: expected a number from 0 to 1e\\+06, found nan"),
         ({"temperature": -0.5}, "temperature"),
         ({"temperature": float("inf")}, "temperature"),

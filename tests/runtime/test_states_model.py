@@ -103,9 +103,9 @@ def test_chunks_cut_everywhere_give_the_scores_of_the_whole_prompt(
     worker: Worker, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompt = Prompt(prompt_of(131))
-    monkeypatch.setattr(module, "SCORE_CHUNK", 131)
+    monkeypatch.setattr(module, "SCORE_ROWS", 131)
     whole = fresh(worker).score(prompt)
-    monkeypatch.setattr(module, "SCORE_CHUNK", rows)
+    monkeypatch.setattr(module, "SCORE_ROWS", rows)
     assert (fresh(worker).score(prompt) - whole).abs().max() < TOLERANCE
 
 

@@ -11,7 +11,7 @@ import torch
 from tilerank.kernels import core
 from tilerank.parallel.join import Team
 from tilerank.runtime import engine as module
-from tilerank.runtime.engine import Engine, Request
+from tilerank.runtime.engine import Engine, Request, Scored, TokenEvent
 from tilerank.runtime.pages import PagePool
 from tilerank.runtime.prompt import Prompt
 from tilerank.runtime.sampling import SamplingParams
@@ -137,11 +137,51 @@ def same_answers(
 def same_score(engine: Engine, rows: int) -> bool:
     prompt = requests()[-1].prompt
     whole = engine.score(prompt)
-    usual, module.SCORE_CHUNK = module.SCORE_CHUNK, rows
+    usual, module.SCORE_ROWS = module.SCORE_ROWS, rows
     try:
         return torch.equal(engine.score(prompt), whole)
     finally:
-        module.SCORE_CHUNK = usual
+        module.SCORE_ROWS = usual
+
+
+def scored_prompts(engine: Engine, prompts: list[list[int]]) -> dict[int, list[Any]]:
+    """Return [log-probability, rank, [[id, log-probability], ...]] of every token of the prompts but the first, which
+    are scored together with a request that decodes."""
+    decoding = engine.submit(Request(Prompt(prompts[0][:60]), SamplingParams(max_new_tokens=100, ignore_eos=True)))
+    numbers = [
+        engine.submit(Request(Prompt(ids), SamplingParams(max_new_tokens=i % 3, prompt_logprobs=2, ignore_eos=True)))
+        for i, ids in enumerate(prompts)
+    ]
+    found: dict[int, list[Any]] = {number: [] for number in numbers}
+    ends: dict[int, str | None] = {}
+    while engine.busy:
+        for event in engine.step():
+            if isinstance(event, Scored):
+                found[event.request] += [
+                    [one.chosen, one.rank, [list(pair) for pair in one.top]] for one in event.logprobs
+                ]
+            if isinstance(event, Scored | TokenEvent):
+                ends[event.request] = event.finish_reason
+    assert ends == dict.fromkeys([decoding, *numbers], "length")
+    return {i: found[number] for i, number in enumerate(numbers)}
+
+
+def prompt_scores(team: Team, *, prompts: list[list[int]]) -> dict[str, Any]:
+    """Return, on rank 0, the scores of prompts, as they come in large and small chunks, and with preemptions."""
+    worker = Worker(DEMO, team, dtype=torch.float32, max_total_tokens=4096)
+    if team.group.rank != 0:
+        worker.follow()
+        return {}
+    engine, result = Engine(worker), {}
+    result["whole"] = scored_prompts(engine, prompts)
+    result["again, with shared pages"] = scored_prompts(engine, prompts)
+    forget(engine, chunk_rows=13)
+    result["in chunks of 13"] = scored_prompts(engine, prompts)
+    forget(engine, pages=10, chunk_rows=4)
+    result["giving way"] = scored_prompts(engine, prompts)
+    assert engine._scheduler.preemptions
+    worker.stop()
+    return result
 
 
 def fails(team: Team, *, culprit: int) -> None:

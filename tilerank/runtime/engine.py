@@ -6,6 +6,7 @@ Each step goes to all ranks as one message (rank_messages.py); a Worker on every
 import time
 from collections.abc import Generator, Iterable
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -19,11 +20,12 @@ from .errors import RequestError
 from .grammar_masks import GrammarMasks, collect_masks
 from .media_encoding import MediaEncoding
 from .pages import PagePool
+from .params import Start
 from .prompt import MM_CACHE_BYTES, Prompt
 from .prompt_checks import check_media, check_prompt
 from .rank_messages import Count, Step
 from .sampling import Choice, Logprobs, SamplingParams
-from .scheduler import Scheduled, Scheduler
+from .scheduler import SCORE_ROWS, Scheduled, Scheduler
 from .sequence import Sequence, next_chunk, sights_of
 from .source_pool import SourcePool
 from .state_pool import StatePool
@@ -31,8 +33,6 @@ from .worker import MAX_RUNNING, Worker
 
 PREFILL_CHUNK = 2048
 """Prompt tokens of a step. It bounds the memory of activations, and the time that running sequences wait."""
-SCORE_CHUNK = 128
-"""Rows of a step that computes the logits of all of them, each as wide as the vocabulary."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class TokenEvent:
     """A generated token of request number `request`. The last token of a request has a finish_reason: "stop" (the
     token is an end-of-sequence or stop token) or "length".
 
-    time_s: when its step was done, on the clock of `time.monotonic`.
+    time_s: when its step was done, on the clock of `time.monotonic`. start: of the first event of a request.
     """
 
     request: int
@@ -56,6 +56,20 @@ class TokenEvent:
     time_s: float
     finish_reason: str | None = None
     logprobs: Logprobs | None = None
+    start: Start | None = None
+
+
+@dataclass(frozen=True)
+class Scored:
+    """Log-probabilities of the next tokens of the prompt of request number `request`, from the second token on.
+
+    finish_reason: "length" if the prompt is complete and no token is to be generated.
+    """
+
+    request: int
+    logprobs: list[Logprobs]
+    finish_reason: str | None = None
+    start: Start | None = None
 
 
 @dataclass(frozen=True)
@@ -73,7 +87,7 @@ class Failed:
     sentence: str
 
 
-Event = TokenEvent | Completed | Failed
+Event = Scored | TokenEvent | Completed | Failed
 
 
 class Engine:
@@ -85,6 +99,7 @@ class Engine:
     def __init__(self, worker: Worker, mm_cache_bytes: int = MM_CACHE_BYTES) -> None:
         self.worker = worker
         self.card = worker.card
+        self._eos = frozenset(worker.card.eos_token_ids)
         self._pool = PagePool(worker.pages, StatePool(worker.states) if worker.states else None)
         # The worker keeps the keys and values of cross-attention in the other half.
         self._sources = SourcePool(worker.source_pages) if worker.source_pages else None
@@ -125,6 +140,10 @@ class Engine:
             "generated_tokens": self._generated_tokens,
             "state_slots": self.worker.states,
             "snapshots": 0 if self._pool.states is None else self._pool.states.snapshots,
+            "source_pages": 0 if self._sources is None else self._sources.total,
+            "source_pages_used": 0 if self._sources is None else self._sources.in_use,
+            "queried_tokens": scheduler.queried_tokens,
+            "hit_tokens": scheduler.hit_tokens,
         }
 
     def cancel(self, number: int) -> None:
@@ -148,13 +167,9 @@ class Engine:
         self._prompt_tokens += sum(
             len(chunk.token_ids) for sequence, chunk in scheduled if chunk.start < sequence.prompt_len
         )
-        # A row of logits for every sequence but those whose prompt is not complete yet.
-        ready = [sequence for sequence, chunk in scheduled if chunk.logits]
-        rows = [sampling.Row(s.params, s.tokens, s.prompt_len, s.forbidden) for s in ready]
-        chosen = sampling.choose(logits, rows, self.worker.argmax)
-        now = time.monotonic()
-        self._generated_tokens += len(chosen)
-        return [*ended, *(self._take(sequence, choice, now) for sequence, choice in zip(ready, chosen, strict=True))]
+        if any(sequence.params.prompt_logprobs is not None for sequence, _ in scheduled):
+            ended += self._score_prompts(scheduled, logits)
+        return ended + self._sample(scheduled, logits)
 
     def generate(self, requests: Iterable[Request]) -> Generator[TokenEvent]:
         """Run all requests together and yield their tokens as they come, numbered as in `requests`, with seconds since
@@ -188,7 +203,7 @@ class Engine:
                 self._encoding.advance(encoding, alone=True)
             self._scheduler.store_source(sequence)
             while sequence.uncached:
-                chunk = next_chunk(sequence, SCORE_CHUNK, all_logits=True)
+                chunk = next_chunk(sequence, SCORE_ROWS, all_logits=True)
                 logits[chunk.start : sequence.cached] = self._lead([(sequence, chunk)])
             return logits
         finally:
@@ -217,11 +232,11 @@ class Engine:
                 self._sources.check_fits(sum(segment.count for segment in prompt.source))
         except RequestError as e:
             raise RequestError(f"{where}: {e}") from e
-        bad = next((token for token in request.params.logit_bias if not 0 <= token < vocab), None)
-        if bad is not None:
-            raise RequestError(f"{where}: logit_bias: expected token ids from 0 to {vocab - 1}, found {bad}")
+        for name, token in request.params.named_ids:
+            if not 0 <= token < vocab:
+                raise RequestError(f"{where}: {name}: expected token ids from 0 to {vocab - 1}, found {token}")
         length = len(prompt.token_ids)
-        if length + max(prompt.shift, 0) + new_tokens > limit:
+        if length + max(prompt.shift, 0) + min(new_tokens, request.params.max_new_tokens) > limit:
             raise RequestError(
                 f"{where}: the prompt has {length} tokens, but the context length is {limit}, "
                 "which the prompt and at least one new token must fit in"
@@ -253,6 +268,38 @@ class Engine:
                 events.append(Completed(sequence.request))
         return events
 
+    def _score_prompts(self, scheduled: Scheduled, logits: Tensor) -> list[Event]:
+        """Return the log-probabilities of the tokens of prompts that follow the rows of `logits`, before sampling
+        changes these."""
+        events: list[Event] = []
+        for (sequence, chunk), rows in zip(scheduled, _rows_of(scheduled), strict=True):
+            count, end = sequence.params.prompt_logprobs, chunk.start + len(chunk.token_ids)
+            first = end - chunk.logits + 1
+            following = sequence.prompt.token_ids[first : end + 1]
+            if count is not None and chunk.logits and following:
+                values = logits[rows.start : rows.start + len(following)]
+                logprobs = sampling.score(values, following, count)
+                events.append(Scored(sequence.request, logprobs, start=_start(sequence)))
+                sequence.scored = first + len(following) - 1
+        return events
+
+    def _sample(self, scheduled: Scheduled, logits: Tensor) -> list[Event]:
+        """Return the next token of every sequence whose tokens are all computed."""
+        ends = [(sequence, rows.stop - 1) for (sequence, _), rows in zip(scheduled, _rows_of(scheduled), strict=True)]
+        complete = [(sequence, row) for sequence, row in ends if not sequence.uncached]
+        ready = [sequence for sequence, _ in complete if sequence.params.max_new_tokens]
+        if len(ready) < len(logits):
+            logits = logits[[row for sequence, row in complete if sequence.params.max_new_tokens]]
+        rows = [sampling.Row(s.params, s.tokens, s.prompt_len, s.forbidden, self._ends(s.params)) for s in ready]
+        chosen = sampling.choose(logits, rows, self.worker.argmax) if rows else []
+        now = time.monotonic()
+        self._generated_tokens += len(chosen)
+        events: list[Event] = []
+        for sequence in [sequence for sequence, _ in complete if not sequence.params.max_new_tokens]:
+            self.cancel(sequence.request)
+            events.append(Scored(sequence.request, [], "length", _start(sequence)))
+        return [*events, *(self._take(sequence, choice, now) for sequence, choice in zip(ready, chosen, strict=True))]
+
     def _take(self, sequence: Sequence, choice: Choice, now: float) -> TokenEvent:
         sequence.append(choice.token_id)
         reason = self._finish_reason(sequence)
@@ -260,13 +307,17 @@ class Engine:
             self.cancel(sequence.request)
         elif sequence.grammar_mask is not None:
             sequence.grammar_mask.advance(choice.token_id)
-        return TokenEvent(sequence.request, choice.token_id, now, reason, choice.logprobs)
+        return TokenEvent(sequence.request, choice.token_id, now, reason, choice.logprobs, _start(sequence))
 
     def _finish_reason(self, sequence: Sequence) -> str | None:
-        last, params = sequence.tokens[-1], sequence.params
-        if last in params.stop_token_ids or (last in self.card.eos_token_ids and not params.ignore_eos):
+        if sequence.tokens[-1] in self._ends(sequence.params):
             return "stop"
         return "length" if len(sequence.tokens) - sequence.prompt_len >= sequence.params.max_new_tokens else None
+
+    def _ends(self, params: SamplingParams) -> frozenset[int]:
+        """Return the tokens that end a text."""
+        eos: frozenset[int] = frozenset() if params.ignore_eos else self._eos
+        return eos.union(params.stop_token_ids) if params.stop_token_ids else eos
 
     def _lead(self, scheduled: Scheduled) -> Tensor:
         """Announce a step and compute it. Returns its logits."""
@@ -287,3 +338,17 @@ class Engine:
         self._encodings.forgotten.clear()
         self.worker.announce(step)
         return self.worker.run(step)
+
+
+def _start(sequence: Sequence) -> Start | None:
+    """Return how a sequence began, once: for its first event."""
+    if sequence.has_begun or sequence.admitted_s is None:
+        return None
+    sequence.has_begun = True
+    return Start(sequence.hits, time.monotonic() - sequence.admitted_s)
+
+
+def _rows_of(scheduled: Scheduled) -> list[range]:
+    """Return the rows of logits of every chunk of a step."""
+    stops = list(accumulate(chunk.logits for _, chunk in scheduled))
+    return [range(stop - chunk.logits, stop) for stop, (_, chunk) in zip(stops, scheduled, strict=True)]

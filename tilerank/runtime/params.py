@@ -1,5 +1,6 @@
 """Sampling parameters and log-probabilities. Imports no torch, because the HTTP process uses them as well."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from .errors import RequestError
@@ -18,6 +19,10 @@ class SamplingParams:
     the given token ids. ignore_eos: continue after end-of-sequence tokens. stop_token_ids: end the text like
     end-of-sequence tokens, also with ignore_eos. logprobs: number of alternatives to report for each token. grammar:
     the text must follow it (grammar.py); ends at an end-of-sequence token, or when the grammar allows no further token.
+    max_new_tokens: 0 computes the prompt alone. min_new_tokens: tokens that end the text are left out before so many.
+    allowed_token_ids: no others are sampled; empty for all. bad_words: sequences of tokens that the text must not
+    contain. These and min_new_tokens give way where no other token is left. prompt_logprobs: number of alternatives to
+    report for each token of the prompt; None if it is not scored.
     """
 
     max_new_tokens: int = 128
@@ -34,10 +39,15 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     logprobs: int = 0
     grammar: str | None = None
+    min_new_tokens: int = 0
+    allowed_token_ids: tuple[int, ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
         for name, ok, expected in (
-            ("max_new_tokens", self.max_new_tokens >= 1, "at least 1"),
+            ("max_new_tokens", self.max_new_tokens >= 0, "at least 0"),
+            ("min_new_tokens", 0 <= self.min_new_tokens <= self.max_new_tokens, "0 to max_new_tokens"),
             ("temperature", 0 <= self.temperature <= MAX_TEMPERATURE, f"a number from 0 to {MAX_TEMPERATURE:g}"),
             ("top_k", 0 <= self.top_k < 1 << 31, "0 (off) or more"),
             ("top_p", 0 <= self.top_p <= 1, "a number from 0 to 1"),
@@ -48,23 +58,45 @@ class SamplingParams:
             ("logit_bias", all(abs(bias) <= 100 for bias in self.logit_bias.values()), "numbers from -100 to 100"),
             ("seed", 0 <= self.seed < 1 << 64, "an unsigned 64-bit integer"),
             ("logprobs", 0 <= self.logprobs <= 100, "a number from 0 to 100"),
+            ("prompt_logprobs", 0 <= (self.prompt_logprobs or 0) <= 100, "a number from 0 to 100"),
+            ("bad_words", all(self.bad_words), "at least one token each"),
         ):
             if not ok:
                 raise RequestError(f"{name}: expected {expected}, found {getattr(self, name)}")
 
     @property
     def changes_logits(self) -> bool:
-        """Do penalties, bias or min_p change the logits before sampling?"""
+        """Do penalties, bias, min_p or tokens that are left out change the logits before sampling?"""
         penalties = (self.repetition_penalty - 1, self.presence_penalty, self.frequency_penalty)
-        return any(penalties) or bool(self.logit_bias) or (self.min_p > 0 and self.temperature > 0)
+        filtered = self.min_new_tokens or self.allowed_token_ids or self.bad_words
+        return any(penalties) or bool(self.logit_bias or filtered) or (self.min_p > 0 and self.temperature > 0)
+
+    @property
+    def named_ids(self) -> Iterator[tuple[str, int]]:
+        """The token ids that the parameters name, each with the name of its parameter."""
+        yield from (("logit_bias", id) for id in self.logit_bias)
+        yield from (("stop_token_ids", id) for id in self.stop_token_ids)
+        yield from (("allowed_token_ids", id) for id in self.allowed_token_ids)
+        yield from (("bad_words", id) for word in self.bad_words for id in word)
+
+
+@dataclass(frozen=True)
+class Start:
+    """How a request began to run: the cache had its first `cached_tokens`, and its first token or the first scores of
+    its prompt came `after_s` seconds later."""
+
+    cached_tokens: int
+    after_s: float
 
 
 @dataclass(frozen=True)
 class Logprobs:
     """Log-probabilities (natural, before temperature, bias and penalties).
 
-    chosen: of the sampled token. top: (token id, log-probability) of the most likely tokens, the most likely first.
+    chosen: of the sampled token, or of a token of the prompt. top: (token id, log-probability) of the most likely
+    tokens, the most likely first. rank: how many tokens are at least as likely as the chosen one.
     """
 
     chosen: float
     top: tuple[tuple[int, float], ...]
+    rank: int

@@ -25,13 +25,14 @@ def uniform(seed: int, position: int) -> float:
 class Row:
     """A sequence to sample a token for: its parameters, and its tokens, of which the first `prompt_len` are the prompt.
 
-    forbidden: bool [vocab], True for tokens that its grammar does not allow next.
+    forbidden: bool [vocab], True for tokens that its grammar does not allow next. ends: the tokens that end it.
     """
 
     params: SamplingParams
     tokens: Sequence[int]
     prompt_len: int
     forbidden: Tensor | None = None
+    ends: frozenset[int] = frozenset()
 
     @property
     def changes_logits(self) -> bool:
@@ -79,14 +80,29 @@ def _sample(logits: Tensor, rows: Sequence[Row], argmax: Callable[[Tensor], Tens
     ).tolist()
 
 
+def score(logits: Tensor, token_ids: Sequence[int], count: int) -> list[Logprobs]:
+    """Return the log-probabilities of tokens of a prompt under the logits [m, vocab] of the tokens before them."""
+    # Row by row, because a copy of all logits may take more memory than the step itself.
+    return [_logprobs(row, token_id, count) for row, token_id in zip(logits, token_ids, strict=True)]
+
+
 def _process(values: Tensor, row: Row) -> None:
-    """Apply grammar, bias, penalties and min_p to logits [vocab], in place.
+    """Apply grammar, filters, bias, penalties and min_p to logits [vocab], in place.
 
     As in vLLM, min_p comes before top_k and top_p.
     """
     p = row.params
     if row.forbidden is not None:
         values.masked_fill_(row.forbidden, -math.inf)
+    if p.allowed_token_ids:
+        allowed = list(p.allowed_token_ids)
+        kept = values[allowed]
+        values.fill_(-math.inf)[allowed] = kept
+    if banned := _banned(row):
+        kept = values[banned]
+        values[banned] = -math.inf
+        if values.max() == -math.inf:
+            values[banned] = kept
     if p.logit_bias:
         values[list(p.logit_bias)] += torch.tensor(list(p.logit_bias.values()))
     if p.repetition_penalty != 1:
@@ -101,8 +117,20 @@ def _process(values: Tensor, row: Row) -> None:
         values[values < values.max() + p.temperature * math.log(p.min_p)] = -math.inf
 
 
+def _banned(row: Row) -> list[int]:
+    """Return the tokens that would complete a bad word, and those that would end the text too early."""
+    generated = len(row.tokens) - row.prompt_len
+    banned = set(row.ends) if generated < row.params.min_new_tokens else set()
+    for *begin, last in row.params.bad_words:
+        if len(begin) <= generated and list(row.tokens[len(row.tokens) - len(begin) :]) == begin:
+            banned.add(last)
+    return sorted(banned)
+
+
 def _logprobs(logits: Tensor, token_id: int, count: int) -> Logprobs:
     """Return the log-probabilities of logits [vocab]: those of `token_id` and of the `count` most likely tokens."""
     values = torch.log_softmax(logits, dim=-1)
     top = values.topk(min(count, values.shape[0]))
-    return Logprobs(float(values[token_id]), tuple(zip(top.indices.tolist(), top.values.tolist(), strict=True)))
+    chosen = values[token_id]
+    alternatives = tuple(zip(top.indices.tolist(), top.values.tolist(), strict=True))
+    return Logprobs(float(chosen), alternatives, int((values >= chosen).sum()))

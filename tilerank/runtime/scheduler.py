@@ -10,6 +10,7 @@ where a prompt leaves the tree's tokens, and at the end of the generated tokens.
 and snapshots are cut at multiples of BLOCK_TOKENS alone, so that the bits of an answer do not depend on the cuts.
 """
 
+import time
 from bisect import insort
 from collections import deque
 from itertools import count
@@ -29,6 +30,8 @@ SNAPSHOT_MARGIN = 8
 """A prompt's snapshot leaves out at least so many of its last tokens. Those that open the answer of a chat, such as
 "<think>", are not repeated by the prompt of the next turn."""
 
+SCORE_ROWS = 128
+"""Tokens of a step whose logits score prompts. It bounds the memory of logits, each as wide as the vocabulary."""
 
 Scheduled = list[tuple[Sequence, Chunk]]
 
@@ -55,6 +58,7 @@ class Scheduler:
         self.finished: list[int] = []  # numbers whose pages the ranks can drop; the engine sends and clears it
         self.new_sources: list[StoreSource] = []  # to store before the next step; the engine sends and clears it
         self.preemptions = 0
+        self.queried_tokens = self.hit_tokens = 0  # of the prompts admitted so far: all, and those in the cache
         self._pool = pool
         self._states = pool.states
         self._encodings = encodings
@@ -168,7 +172,9 @@ class Scheduler:
 
     def _schedule_prompt(self, sequence: Sequence, rows: int, scheduled: Scheduled) -> int:
         """Schedule up to `rows` tokens of a prompt and return how many."""
-        rows = sequence.cut(min(rows, sequence.computable))
+        if sequence.scoring:
+            rows = min(rows, SCORE_ROWS - sum(chunk.logits for _, chunk in scheduled if chunk.logits > 1))
+        rows = sequence.cut(max(min(rows, sequence.computable), 0))
         if rows:
             self.store_source(sequence)
             scheduled.append((sequence, next_chunk(sequence, rows)))
@@ -187,7 +193,7 @@ class Scheduler:
         The choices of one request, and requests with one system prompt, often arrive together: the first one computes
         the common pages for all.
         """
-        for other in self.running:
+        for other in self.running if not sequence.scoring else ():
             end = (len(other.table.shared) + 1) * PAGE_TOKENS
             if end >= min(len(other.tokens), len(sequence.tokens)) or other.keys[:end] != sequence.keys[:end]:
                 continue
@@ -207,7 +213,7 @@ class Scheduler:
         source = self._pin_source(sequence.prompt)
         if source is None and sequence.prompt.source:
             return False
-        table = self._pool.open(sequence.keys)
+        table = self._pool.open(sequence.reusable_keys)
         missing = -(-len(sequence.tokens) // PAGE_TOKENS) - len(table)
         media = media_from(sequence.prompt, len(table) * PAGE_TOKENS)
         if source is not None and not source.stored:
@@ -228,6 +234,10 @@ class Scheduler:
             sequence.snapshots_at = {at for at in sequence.snapshots_at | wanted if at > sequence.cached}
         self._pool.extend(table, len(sequence.tokens))
         sequence.table, sequence.pages_sent, sequence.number = table, 0, next(self._numbers)
+        if sequence.admitted_s is None:
+            sequence.admitted_s, sequence.hits = time.monotonic(), sequence.cached
+            self.queried_tokens += sequence.prompt_len
+            self.hit_tokens += sequence.hits
         return True
 
     def _pin_source(self, prompt: Prompt) -> Source | None:

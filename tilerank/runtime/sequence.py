@@ -27,7 +27,9 @@ class Sequence:
     which it still has to insert tokens; none while it waits. pages_sent: how many of its pages the other ranks have
     received. source: of a running sequence whose prompt has one. state_slot: of a running sequence of a model with
     states, else -1. snapshots_at: numbers of cached tokens at which snapshots are to be taken. newest_snapshot: the
-    page of the last snapshot of generated tokens.
+    page of the last snapshot of generated tokens. admitted_s: when it was first admitted, on the clock of
+    `time.monotonic`, with the first `hits` tokens in the cache; None before that. has_begun: the engine has reported
+    this. scored: the tokens of the prompt whose logits have been used, if they are wanted.
     """
 
     request: int
@@ -46,6 +48,10 @@ class Sequence:
     state_slot: int = -1
     snapshots_at: set[int] = field(default_factory=set)
     newest_snapshot: Page | None = None
+    admitted_s: float | None = None
+    hits: int = 0
+    has_begun: bool = False
+    scored: int = 0
 
     def __post_init__(self) -> None:
         self.tokens, self.keys = list(self.prompt.token_ids), list(self.prompt.keys)
@@ -115,9 +121,19 @@ class Sequence:
         return len(self.tokens) - self.cached
 
     @property
+    def scoring(self) -> bool:
+        """Whether logits of further tokens of the prompt are wanted, those of its last token aside."""
+        return self.params.prompt_logprobs is not None and self.scored < self.prompt_len - 1
+
+    @property
+    def reusable_keys(self) -> list[int]:
+        """The keys of the tokens that need not be computed if the cache has them, and of one more token."""
+        return self.keys[: self.scored + 1] if self.scoring else self.keys
+
+    @property
     def max_cached(self) -> int:
         """The largest number of tokens that it ever caches. The last generated token is never computed."""
-        return self.prompt_len + self.params.max_new_tokens - 1
+        return self.prompt_len + max(self.params.max_new_tokens - 1, 0)
 
 
 def full_blocks(tokens: int) -> int:
@@ -128,7 +144,8 @@ def full_blocks(tokens: int) -> int:
 def next_chunk(sequence: Sequence, rows: int, *, all_logits: bool = False) -> Chunk:
     """Return the next tokens of a sequence, at most `rows`, and count them as cached.
 
-    Logits are computed for the last token of the sequence, or for all tokens of the chunk.
+    Logits are computed for the last token of the sequence, for the tokens of a prompt that are to be scored, or for all
+    tokens of the chunk.
     """
     start = sequence.cached
     token_ids = sequence.tokens[start : start + rows]
@@ -138,6 +155,8 @@ def next_chunk(sequence: Sequence, rows: int, *, all_logits: bool = False) -> Ch
         new_pages = sequence.table.numbers[sequence.pages_sent :]
         sequence.pages_sent += len(new_pages)
     logits = len(token_ids) if all_logits else int(sequence.uncached == 0)
+    if sequence.scoring:
+        logits = max(sequence.cached - max(start, sequence.scored), 0)
     positions, inserts = _positions(sequence, start), _inserts(sequence, start)
     return Chunk(sequence.number, start, token_ids, new_pages, logits, positions, sequence.prompt.shift, inserts)
 

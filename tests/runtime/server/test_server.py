@@ -106,7 +106,7 @@ def test_every_token_has_a_log_probability_also_where_calls_are_looked_for() -> 
     for text in (f"I look. {CALL}", "1 < 2 and <tool", f"{CALL}\n{CALL}"):
         ids = TOKENIZER.encode(text, add_special_tokens=False)
         formatter, stream = ChatFormatter(TOKENIZER, 0, HermesTools), TOKENIZER.stream()
-        deltas = [Delta(0, stream.push(id), (Token(0, id, None, Logprobs(-float(id), ())),), None) for id in ids]
+        deltas = [Delta(0, stream.push(id), (Token(0, id, None, Logprobs(-float(id), (), 1)),), None) for id in ids]
         pieces = [
             piece for delta in [*deltas, Delta(0, "", (), "stop")] if (piece := formatter.chunk(delta)) is not None
         ]
@@ -120,7 +120,7 @@ def test_log_probabilities_of_tokens_that_are_parts_of_characters() -> None:
     ids = TOKENIZER.encode(text, add_special_tokens=False)
     assert len(ids) == 9  # H, é in 2, a space, the face in 4, world with its space
     # Two alternatives with the same text: the more likely one is listed.
-    tokens = tuple(Token(0, id, None, Logprobs(-1.0, ((ids[1], -0.5), (ids[2], -4.0)))) for id in ids)
+    tokens = tuple(Token(0, id, None, Logprobs(-1.0, ((ids[1], -0.5), (ids[2], -4.0)), 1)) for id in ids)
     stream = TOKENIZER.stream()
     deltas = [Delta(0, stream.push(token.token_id), (token,), None) for token in tokens]
     held = [Delta(0, "Hé", tokens[:4], None), Delta(0, " 😀 world", tokens[4:], "length")]  # a stop string was possible

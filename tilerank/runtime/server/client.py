@@ -16,6 +16,7 @@ from .messages import (
     Counters,
     Ended,
     FromEngine,
+    PromptScores,
     Ranks,
     Refused,
     State,
@@ -41,20 +42,24 @@ class RefusedError(Exception):
     """The engine cannot run the request. The message says why."""
 
 
-_Item = Token | Ended | EngineGoneError | RefusedError
+Progress = PromptScores | Token
+"""What a choice yields: the scores of its prompt, if it asked for them, and then its tokens."""
+_Item = Progress | Ended | EngineGoneError | RefusedError
 
 
 class Totals:
     """Counters summed over all engines, stopped ones included, so that Prometheus counters never decrease."""
 
     def __init__(self) -> None:
-        self.preemptions = self.prompt_tokens = self.generated_tokens = 0
+        self.preemptions = self.prompt_tokens = self.generated_tokens = self.queried_tokens = self.hit_tokens = 0
 
     def add(self, before: State, now: State) -> None:
         """Add what one engine has done between two of its states."""
         self.preemptions += now.preemptions - before.preemptions
         self.prompt_tokens += now.prompt_tokens - before.prompt_tokens
         self.generated_tokens += now.generated_tokens - before.generated_tokens
+        self.queried_tokens += now.queried_tokens - before.queried_tokens
+        self.hit_tokens += now.hit_tokens - before.hit_tokens
 
 
 class EngineConnection:
@@ -110,7 +115,7 @@ class EngineConnection:
     @contextmanager
     def submit(
         self, prompt: Prompt, params: SamplingParams, seeds: Sequence[int]
-    ) -> Iterator[list[AsyncGenerator[Token]]]:
+    ) -> Iterator[list[AsyncGenerator[Progress]]]:
         """See EngineClient.submit."""
         numbers = range(self._next_number, self._next_number + len(seeds))
         self._next_number = numbers.stop
@@ -124,7 +129,7 @@ class EngineConnection:
             for number in numbers:
                 self._cancel(number)
 
-    async def _tokens(self, number: int, queue: "asyncio.Queue[_Item]") -> AsyncGenerator[Token]:
+    async def _tokens(self, number: int, queue: "asyncio.Queue[_Item]") -> AsyncGenerator[Progress]:
         try:
             while not isinstance(item := await queue.get(), Ended):
                 if isinstance(item, Exception):
@@ -145,7 +150,7 @@ class EngineConnection:
             case Tokens(tokens):
                 for token in tokens:
                     self._put(token.number, token)
-            case Ended(number):
+            case PromptScores(number) | Ended(number):
                 self._put(number, message)
             case Refused(number, why):
                 self._put(number, RefusedError(why))
@@ -157,7 +162,7 @@ class EngineConnection:
                 self._on_ready()
 
     def _put(self, number: int, item: _Item) -> None:
-        last = not isinstance(item, Token) or item.finish_reason is not None
+        last = not isinstance(item, Progress) or item.finish_reason is not None
         self._line.receive(number, last=last)
         if number not in self._queues:  # cancelled, and the engine has not read the Cancel message yet
             return
@@ -207,8 +212,9 @@ class EngineClient:
 
     def submit(
         self, prompt: Prompt, params: SamplingParams, seeds: Sequence[int]
-    ) -> AbstractContextManager[list[AsyncGenerator[Token]]]:
-        """Submit a request with a choice for each of `seeds`. The context is a generator of tokens for each choice.
+    ) -> AbstractContextManager[list[AsyncGenerator[Progress]]]:
+        """Submit a request with a choice for each of `seeds`. The context is a generator for each choice, of its scores
+        and tokens.
 
         Closing the generator of a choice cancels it, and leaving the context cancels all that are incomplete. If a
         grammar allows no further token, the tokens end without a finish_reason. Raises EngineGoneError if no engine is
@@ -223,7 +229,7 @@ class EngineClient:
         engine.prompts.add(blocks)
         return engine.submit(prompt, params, seeds)
 
-    async def generate(self, prompt: Prompt, params: SamplingParams) -> AsyncGenerator[Token]:
+    async def generate(self, prompt: Prompt, params: SamplingParams) -> AsyncGenerator[Progress]:
         """Yield the tokens of a request with one choice. Closing the generator cancels it. Raises as in `submit`."""
         with self.submit(prompt, params, [params.seed]) as (tokens,):
             async with aclosing(tokens):

@@ -6,13 +6,14 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from ..engine import Completed, Engine, Failed, Request, TokenEvent
+from ..engine import Completed, Engine, Failed, Request, Scored, TokenEvent
 from ..errors import RequestError
 from .messages import (
     Cancel,
     Counters,
     Ended,
     FromEngine,
+    PromptScores,
     RankInfo,
     Ranks,
     Refused,
@@ -133,7 +134,11 @@ class _Session:
             number = self._client_numbers[event.request]
             match event:
                 case TokenEvent():
-                    tokens.append(Token(number, event.token_id, event.finish_reason, event.logprobs))
+                    tokens.append(Token(number, event.token_id, event.finish_reason, event.logprobs, event.start))
+                    if event.finish_reason is not None:
+                        self._forget(number)
+                case Scored():
+                    self._send(PromptScores(number, event.logprobs, event.finish_reason, event.start))
                     if event.finish_reason is not None:
                         self._forget(number)
                 case Completed():

@@ -6,7 +6,7 @@ from typing import Generic, TypeVar
 import msgspec
 
 from ..counters import RankCounters
-from ..params import Logprobs, SamplingParams
+from ..params import Logprobs, SamplingParams, Start
 from ..prompt import Prompt
 
 
@@ -34,19 +34,33 @@ class Token(msgspec.Struct, frozen=True, array_like=True):
     """A generated token of request `number`.
 
     The last one has a finish_reason: "length", or "stop" for an end-of-sequence or stop token, which is not part of the
-    text. If the grammar of a request allows no further token, no token has a finish_reason and `Ended` follows.
+    text. If the grammar of a request allows no further token, no token has a finish_reason and `Ended` follows. start:
+    of the first token, unless scores of the prompt came before it.
     """
 
     number: int
     token_id: int
     finish_reason: str | None
     logprobs: Logprobs | None
+    start: Start | None = None
 
 
 class Tokens(msgspec.Struct, frozen=True, array_like=True, tag=2):
     """The tokens of one step."""
 
     tokens: list[Token]
+
+
+class PromptScores(msgspec.Struct, frozen=True, array_like=True, tag=8):
+    """Log-probabilities of the next tokens of the prompt of request `number`, from the second token on.
+
+    finish_reason: "length" if the prompt is complete and no token follows.
+    """
+
+    number: int
+    logprobs: list[Logprobs]
+    finish_reason: str | None
+    start: Start | None = None
 
 
 class Refused(msgspec.Struct, frozen=True, array_like=True, tag=3):
@@ -67,8 +81,10 @@ class State(msgspec.Struct, frozen=True, array_like=True, tag=4):
 
     cache_tokens: capacity of the KV cache in tokens. cache_used: fraction of its pages that running requests use.
     running, waiting: numbers of requests. preemptions, prompt_tokens (computed), generated_tokens: totals since the
-    start. state_slots: slots for states of sequences, 0 for models without; a running request has one. snapshots: slots
-    that keep the states at the end of a common beginning of prompts.
+    start. source_pages, source_pages_used: pages for keys and values of encodings, 0 for models without
+    cross-attention, and how many of them running requests use. state_slots: slots for states of sequences, 0 for models without; a running request has one. snapshots: slots
+    that keep the states at the end of a common beginning of prompts. queried_tokens, hit_tokens: totals since the start
+    of the prompt tokens that were looked for in the cache and found there.
     """
 
     context_length: int
@@ -81,6 +97,10 @@ class State(msgspec.Struct, frozen=True, array_like=True, tag=4):
     generated_tokens: int
     state_slots: int = 0
     snapshots: int = 0
+    source_pages: int = 0
+    source_pages_used: int = 0
+    queried_tokens: int = 0
+    hit_tokens: int = 0
 
 
 class RankInfo(msgspec.Struct, frozen=True, array_like=True):
@@ -127,11 +147,15 @@ def merge_states(one: State, other: State) -> State:
         one.generated_tokens + other.generated_tokens,
         one.state_slots + other.state_slots,
         one.snapshots + other.snapshots,
+        one.source_pages + other.source_pages,
+        one.source_pages_used + other.source_pages_used,
+        one.queried_tokens + other.queried_tokens,
+        one.hit_tokens + other.hit_tokens,
     )
 
 
 ToEngine = Submit | Cancel
-FromEngine = Tokens | Ended | Refused | State | Ranks | Counters
+FromEngine = Tokens | PromptScores | Ended | Refused | State | Ranks | Counters
 
 _LENGTH_BYTES = 8
 M = TypeVar("M")

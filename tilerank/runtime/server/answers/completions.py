@@ -15,7 +15,7 @@ from ...errors import RequestError
 from ...params import SamplingParams
 from ...prompt import Prompt
 from ..api import ChatCompletion, Completion, Sampling
-from ..client import EngineClient, EngineGoneError, RefusedError
+from ..client import EngineClient, EngineGoneError, Progress, RefusedError
 from ..errors import ApiError
 from ..messages import Token
 from .reasoning import Text, Thinking
@@ -110,7 +110,7 @@ class ActiveRequest:
                 await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _run_choice(
-        self, index: int, stream: AsyncGenerator[Token], merged: "asyncio.Queue[Delta | ApiError]"
+        self, index: int, stream: AsyncGenerator[Progress], merged: "asyncio.Queue[Delta | ApiError]"
     ) -> None:
         try:
             async with aclosing(self._choice(index, stream)) as deltas:
@@ -121,11 +121,13 @@ class ActiveRequest:
         except EngineGoneError as e:
             merged.put_nowait(ApiError(503, str(e), code="engine_gone"))
 
-    async def _choice(self, index: int, stream: AsyncGenerator[Token]) -> AsyncGenerator[Delta]:
+    async def _choice(self, index: int, stream: AsyncGenerator[Progress]) -> AsyncGenerator[Delta]:
         text_stream = TextStream(self._tokenizer.stream(), self._stop, self._thinking)
         pending: list[Token] = []  # tokens whose text the stream still holds back
         async with aclosing(stream) as tokens:
             async for token in tokens:
+                if not isinstance(token, Token):
+                    continue
                 self.completion_tokens += 1
                 reason = token.finish_reason
                 text = Text()
