@@ -11,7 +11,7 @@ from tilerank.kernels import core
 from tilerank.kernels.errors import KernelError
 from tilerank.kernels.graph import Graph
 from tilerank.kernels.kv_pages import PAGE_TOKENS
-from tilerank.kernels.latent import latent_attention, load_latent, store_latent
+from tilerank.kernels.latent import join_queries, latent_attention, load_latent, store_latent, weigh_part
 from tilerank.kernels.latent_pages import LatentPages
 
 pytestmark = pytest.mark.usefixtures("rung")
@@ -81,6 +81,25 @@ class Sequences:
         )
         assert out.dtype == self.dtype
         return list(out.split([stop - start for _, start, stop in parts]))
+
+    def attend_to_part(self, part: int, parts: int, lse: Tensor) -> Tensor:
+        """Compute the last row of every sequence over a part of its pages: the first part of short ones is empty."""
+        edges = [
+            [-(-n // PAGE_TOKENS) * edge // parts * PAGE_TOKENS for edge in (part, part + 1)] for n in self.lengths
+        ]
+        q = torch.cat([q[-1:] for q in self.q])
+        return latent_attention(
+            q[..., : self.dims[0]],
+            q[..., self.dims[0] : sum(self.dims)],
+            self.cache,
+            self.tables,
+            ints(*(min(end, n) - first for (first, end), n in zip(edges, self.lengths, strict=True))),
+            torch.arange(len(q) + 1, dtype=torch.int32),
+            self.scale,
+            causal=False,
+            lse=lse,
+            kv_starts=ints(*(first for first, _ in edges)),
+        )
 
     def whole(self, i: int) -> Tensor:
         return self.attend([(i, 0, self.lengths[i])])[0]
@@ -209,6 +228,29 @@ def test_without_a_causal_mask_every_row_attends_to_all_tokens(dtype: torch.dtyp
     assert bool((lse[:3] == -math.inf).all())
 
 
+@pytest.mark.parametrize(("dtype", "cache_dtype"), CACHES, ids=str)
+@pytest.mark.parametrize("parts", [2, 3])
+def test_weighed_parts_add_up(dtype: torch.dtype, cache_dtype: torch.dtype, parts: int) -> None:
+    """Queries of several ranks, gathered, over parts of contexts, of which some are empty."""
+    sequences = Sequences([1, 32, 40, 129, 700], dtype, cache_dtype, 18, (64, 16))
+    q = torch.cat([q[-1:] for q in sequences.q])
+    joined = join_queries(q[:, :11, :64], q[:, :11, 64:80], 12)
+    assert joined.shape == (5, 12, 80) and joined.is_contiguous()
+    assert torch.equal(joined[:, :11], q[:, :11, :80])
+    lse = torch.empty(parts, 5, 18)
+    found = [sequences.attend_to_part(part, parts, lse[part]) for part in range(parts)]
+    weighed = [weigh_part(part, lse, i) for i, part in enumerate(found)]
+    assert all(part.is_contiguous() and part.dtype == dtype for part in weighed)
+    assert torch.equal(weigh_part(found[1][3:4, 5:9], lse[:, 3:4, 5:9].contiguous(), 1), weighed[1][3:4, 5:9])
+    for i in range(5):
+        exact, bound, wanted_lse = sequences.exact(i)
+        merged = sum(part[i].double() for part in weighed)
+        # In bf16 a part is rounded before and after it is weighed.
+        rounding = torch.finfo(dtype).eps * sum(part[i].double().abs() for part in weighed)
+        assert bool(((merged - exact[-1]).abs() <= 2 * bound[-1] + rounding).all()), i
+        torch.testing.assert_close(lse[:, i].logsumexp(0).double(), wanted_lse[-1], rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_non_finite_row_does_not_affect_other_rows(dtype: torch.dtype) -> None:
     sequences = Sequences([70], dtype, dtype)
@@ -254,6 +296,7 @@ def call(**changes: Tensor) -> Tensor:
         ({"query_starts": ints(0, 3, 5)}, "query_starts: expected 0 to 4, found 0 to 5"),
         ({"query_starts": ints(0, 2, 4)}, "query_starts: expected 0 to 1 queries of sequence 1, found 2"),
         ({"seq_lens": ints(40, -1)}, "seq_lens: expected at least 0 tokens of sequence 1, found -1"),
+        ({"kv_starts": ints(0, 16)}, "kv_starts: expected a multiple of 32 for sequence 1, found 16"),
         ({"lse": torch.zeros(4, 5)}, "lse: expected shape [4, 6], found [4, 5]"),
         ({"page_tables": ints([0], [2])}, "page_tables: expected 2 pages for sequence 0, found 1"),
         ({"page_tables": ints([0, 3], [2, 99])}, "page_tables: expected pages in [0, 3) for sequence 0, found 3"),

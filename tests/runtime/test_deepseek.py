@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from itertools import accumulate
 from pathlib import Path
@@ -27,7 +28,7 @@ from tilerank.loader.errors import ConfigError
 from tilerank.loader.weight_formats import weight_formats
 from tilerank.parallel.latent import AbsorbedHeads
 from tilerank.parallel.sharding import Sharding
-from tilerank.runtime.expansion import Expansion, expansion
+from tilerank.runtime.expansion import ContextPart, Expansion, expansion
 from tilerank.runtime.models.deepseek import read_latent_config
 from tilerank.runtime.registry import build_model
 from tilerank.runtime.rope import RopeTable, inverse_frequencies
@@ -153,6 +154,62 @@ def test_prompts_in_chunks_equal_transformers(reference: Path) -> None:
         assert result["logit_error"] <= 1e-4, result
         assert result["logprob_error"] <= 1e-4, result
         assert result["wrong_tokens"] == [], result
+
+
+@pytest.mark.parametrize(("tp", "model"), [(2, NAMES[0]), (3, NAMES[0]), (6, NAMES[2])])
+def test_contexts_over_ranks_equal_transformers(reference: Path, tp: int, model: str) -> None:
+    """Every rank reads a part of a context for all heads, also a rank without heads: the last model has 5. Steps mix
+    one row of a sequence with several of another, which are computed in different forms."""
+    job = {"out": str(reference), "models": [model], "strategies": ["auto"], "chunk_rows": [37], "kv_split": "on"}
+    ranks = run_ranks(tp, "exactness:in_chunks", kwargs=job | {"new_tokens": NEW_TOKENS}, timeout=300)
+    for result in ranks[0]:
+        assert result["logit_error"] <= 1e-4, result
+        assert result["logprob_error"] <= 1e-4, result
+        assert result["wrong_tokens"] == [], result
+    for found in ranks:
+        assert [result["digest"] for result in found] == [result["digest"] for result in ranks[0]]
+
+
+@needs_core
+def test_contexts_over_ranks_are_replayed(reference: Path) -> None:
+    """As in test_step_graphs.py: 44 requests, from 22 in a step down to one, the same bits as eager, on every rank."""
+    kwargs = {"models": [str(reference / NAMES[0])], "kv_split": "on"}
+    ranks = run_ranks(3, "replay:compare", kwargs=kwargs, timeout=300)
+    for found in ranks:
+        for case, first in zip(found, ranks[0], strict=True):
+            assert case["replayed"] == case["eager"] == first["eager"], case["dtype"]
+            assert case["sizes"] == [1, 2, 4, 8, 16, 32]
+
+
+def test_parts_of_a_context_cover_it_once() -> None:
+    for ranks in (2, 3, 6):
+        for length in range(1, 300):
+            parts = [ContextPart(rank, ranks).tokens(length) for rank in range(ranks)]
+            assert all(first % 32 == 0 for first, _ in parts)
+            assert [token for first, count in parts for token in range(first, first + count)] == list(range(length))
+            assert max(count for _, count in parts) <= 32 * -(-length // (32 * ranks))
+
+
+@pytest.mark.parametrize(
+    ("tp", "tokens", "kv_dtype", "expected"),
+    [
+        (6, 32768, None, True),  # 37.7 MB of latents for 22 heads, 6.3 MB for all
+        (6, 1024, None, False),  # 1.2 MB take less time than three collectives
+        (2, 131072, None, False),  # 64 heads take longer to compute than to read, as do 128 of half the tokens
+        (4, 32768, None, True),
+        (4, 32768, torch.int8, False),  # half the bytes for the same operations
+    ],
+)
+def test_contexts_are_split_where_it_pays(
+    tmp_path: Path, tp: int, tokens: int, kv_dtype: torch.dtype | None, expected: bool
+) -> None:
+    """With 2176 operations for each head and token of 1152 bytes, and 100 operations in the time of a byte."""
+    card = read_card(write_config(tmp_path, {"num_hidden_layers": 1, "first_k_dense_replace": 1}, V31))
+    for rank in range(tp):
+        sharding = Sharding(rank, tp, torch.bfloat16, None, cached_tokens=tokens, kv_dtype=kv_dtype)
+        assert build_model(card, sharding).context_part == (ContextPart(rank, tp) if expected else None)
+        for asked, found in (("on", ContextPart(rank, tp)), ("off", None)):
+            assert build_model(card, replace(sharding, kv_split=asked)).context_part == found
 
 
 @needs_core

@@ -16,6 +16,7 @@ from tilerank.kernels.kv_pages import PAGE_TOKENS
 from tilerank.parallel.group import Group
 from tilerank.parallel.join import Team
 from tilerank.parallel.shard import Strategy
+from tilerank.parallel.sharding import KVSplit
 from tilerank.runtime import engine as module
 from tilerank.runtime import sequence
 from tilerank.runtime.engine import Engine, Request
@@ -71,7 +72,13 @@ class Witness:
 
 
 def workers(
-    team: Team, out: str, models: list[str], strategies: list[Strategy], rungs: list[str], dtype: str
+    team: Team,
+    out: str,
+    models: list[str],
+    strategies: list[Strategy],
+    rungs: list[str],
+    dtype: str,
+    kv_split: KVSplit = "auto",
 ) -> Iterator[tuple[dict[str, Any], Worker, Witness]]:
     """Yield every model in every cut on every rung. `rungs` must share one layout of weights, as the compiled ones
     do."""
@@ -83,6 +90,7 @@ def workers(
                 replace(team, group=witness),
                 dtype=getattr(torch, dtype),
                 strategy=strategy,
+                kv_split=kv_split,
                 max_total_tokens=1024,
             )
             for rung in rungs:
@@ -135,7 +143,14 @@ def compare(engine: Engine, wanted: dict[str, Tensor], new_tokens: int) -> dict[
 
 
 def in_chunks(
-    team: Team, *, out: str, models: list[str], strategies: list[Strategy], chunk_rows: list[int], new_tokens: int
+    team: Team,
+    *,
+    out: str,
+    models: list[str],
+    strategies: list[Strategy],
+    chunk_rows: list[int],
+    new_tokens: int,
+    kv_split: KVSplit = "auto",
 ) -> list[dict[str, Any]]:
     """Compare as `run` does in fp32, with at most so many prompt tokens in a step. Models with states are cut at pages,
     where otherwise they are cut at blocks of 64 tokens."""
@@ -143,13 +158,14 @@ def in_chunks(
     results = []
     for rows in chunk_rows:
         module.PREFILL_CHUNK = rows
-        for case, worker, _ in workers(team, out, models, strategies, [core.isa()], "float32"):
+        for case, worker, witness in workers(team, out, models, strategies, [core.isa()], "float32", kv_split):
             if team.group.rank == 0:
                 wanted = load_file(f"{out}/{case['model']}.safetensors")
-                results.append(case | {"chunk_rows": rows} | compare(Engine(worker), wanted, new_tokens))
+                case |= {"chunk_rows": rows} | compare(Engine(worker), wanted, new_tokens)
                 worker.stop()
             else:
                 worker.follow()
+            results.append(case | {"digest": witness.digest()})
     return results
 
 

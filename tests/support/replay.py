@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 from tilerank.kernels.graph import Graph
 from tilerank.parallel.errors import GroupError
 from tilerank.parallel.join import Team
+from tilerank.parallel.sharding import KVSplit
 from tilerank.runtime.batch import Held
 from tilerank.runtime.engine import Engine, Request
 from tilerank.runtime.prompt import Prompt
@@ -125,7 +126,7 @@ def choose_rows(team: Team, *, models: list[str]) -> list[dict[str, Any]]:
     return results
 
 
-def compare(team: Team, *, models: list[str]) -> list[dict[str, Any]]:
+def compare(team: Team, *, models: list[str], kv_split: KVSplit = "auto") -> list[dict[str, Any]]:
     """Compare replayed steps with eager ones, for every model in both dtypes."""
     results = []
     for model in models:
@@ -137,6 +138,7 @@ def compare(team: Team, *, models: list[str]) -> list[dict[str, Any]]:
                     team,
                     dtype=getattr(torch, dtype),
                     max_total_tokens=22 * 128,
+                    kv_split=kv_split,
                     states=22 + 6,  # some of the snapshots have to go
                     eager=eager,
                 )

@@ -6,6 +6,9 @@ Few rows use the absorbed form, which reads nothing but the cache: with `head_li
 with `latent_attention`, score = q_latent . c + q_rope . r and o_latent = sum of p * c; with `head_linear`,
 o[h] = W_uv[h] o_latent[h].
 
+Ranks that all hold the whole cache may share a long context out: each attends to a part of it for the heads of all, and
+with `weigh_part` the results add up.
+
 Many rows use the expanded form, with fewer operations a pair of query and token, which pays for computing keys and
 values of all tokens from about latent_dim / 3 rows of a sequence on:
 
@@ -32,6 +35,8 @@ _STORE_LATENT = core.kernel("store_latent")
 _LOAD_LATENT = core.kernel("load_latent")
 _EXPANDED_PAGES = core.kernel("expanded_pages")
 _LATENT_ATTENTION = core.kernel("latent_attention")
+_JOIN_QUERIES = core.kernel("join_queries")
+_WEIGH_PART = core.kernel("weigh_part")
 _HEAD_LINEAR = core.kernel("head_linear")
 
 _LINE = 64
@@ -87,6 +92,7 @@ def latent_attention(
     *,
     causal: bool = True,
     lse: Tensor | None = None,
+    kv_starts: Tensor | None = None,
 ) -> Tensor:
     """Return the attention of all heads over the latents of a variable-length batch, the absorbed form.
 
@@ -99,8 +105,10 @@ def latent_attention(
     seq_lens: [s] int32; query_starts: [s + 1] int32, from 0 to t. scale: factor of the scores.
     causal=False: every row of sequence i attends to all seq_lens[i] tokens, such as a part of a longer sequence, and
     the number of rows is unrestricted. The output over no tokens is zero.
+    kv_starts: [s] int32, multiples of PAGE_TOKENS, the token of page_tables[i] at which the seq_lens[i] tokens begin
+    (default 0).
     lse: [t, heads] float32, receives the log-sum-exp of every row's scaled scores (-inf for a row that attends to
-    nothing). It allows merging results over parts of a sequence.
+    nothing). It allows merging results over parts of a sequence (`weigh_part`).
     Returns [t, heads, latent_dim] with contiguous rows (`core.empty_rows`). Scores, softmax and sums are fp32; with
     bfloat16 the rungs avx512_bf16 and amx round the probabilities before the product.
     A row's bits depend only on its own query and its own sequence, for any chunking and any batch.
@@ -114,15 +122,66 @@ def latent_attention(
     check.tensor("latent_attention", "query_starts", query_starts, (sequences + 1,), torch.int32)
     if lse is not None:
         check.tensor("latent_attention", "lse", lse, q_latent.shape[:2], torch.float32)
+    if kv_starts is not None:
+        check.tensor("latent_attention", "kv_starts", kv_starts, (sequences,), torch.int32)
     if core.isa() == "reference":
         return reference.latent_attention(
-            q_latent, q_rope, cache, page_tables, seq_lens, query_starts, scale, causal=causal, lse=lse
+            q_latent,
+            q_rope,
+            cache,
+            page_tables,
+            seq_lens,
+            query_starts,
+            scale,
+            causal=causal,
+            lse=lse,
+            kv_starts=kv_starts,
         )
     out = core.empty_rows(q_latent.shape, q_latent.dtype)
     batch = (page_tables, seq_lens, query_starts)
-    # In the order of `attention`, which also has a map of KV heads and the tokens at which sequences begin.
-    tensors = (q_latent, cache.data, q_rope, *batch, None, out, lse, None, cache.scales)
+    # In the order of `attention`, which also has a map of KV heads.
+    tensors = (q_latent, cache.data, q_rope, *batch, None, out, lse, kv_starts, cache.scales)
     core.launch(_LATENT_ATTENTION, tensors, (int(causal),), (scale,))
+    return out
+
+
+def join_queries(q_latent: Tensor, q_rope: Tensor, heads: int) -> Tensor:
+    """Return queries [t, heads, latent_dim + rope_dim], contiguous, for the ranks to gather.
+
+    q_latent: [t, h, latent_dim], q_rope: [t, h, rope_dim] for h up to `heads`, float32 or bfloat16, strided, with a
+    contiguous last dimension. Heads from h on hold anything.
+    Raises KernelError for an argument of another shape or dtype.
+    """
+    check.tensor("join_queries", "q_latent", q_latent, (None, None, None), check.ACTIVATION_DTYPES)
+    check.tensor("join_queries", "q_rope", q_rope, (*q_latent.shape[:2], None), q_latent.dtype)
+    tokens, held, dims = q_latent.shape
+    if held > heads:
+        raise KernelError(f"join_queries: q_latent: expected up to {heads} heads, found {held}")
+    if core.isa() == "reference":
+        return reference.join_queries(q_latent, q_rope, heads)
+    out = core.empty((tokens, heads, dims + q_rope.shape[2]), q_latent.dtype)
+    core.launch(_JOIN_QUERIES, (q_latent, q_rope, out))
+    return out
+
+
+def weigh_part(part: Tensor, lse: Tensor, rank: int) -> Tensor:
+    """Return the contribution of part `rank` of a context to the attention over all parts, [t, heads, dim] contiguous.
+
+    out[row, head] = part[row, head] * exp(lse[rank]) / sum over parts of exp(lse), so that the contributions of all
+    parts add up to the attention (flash-decoding, pytorch.org/blog/flash-decoding).
+    part: [t, heads, dim], the attention over the part, float32 or bfloat16, strided, with a contiguous last dimension.
+    lse: [parts, t, heads] float32, contiguous, the log-sum-exp of the scores of every part, of which one at least is
+    finite. Computed in fp32, rounded once.
+    Raises KernelError for an argument of another shape or dtype.
+    """
+    check.tensor("weigh_part", "part", part, (None, None, None), check.ACTIVATION_DTYPES)
+    check.tensor("weigh_part", "lse", lse, (None, *part.shape[:2]), torch.float32)
+    if not 0 <= rank < lse.shape[0]:
+        raise KernelError(f"weigh_part: rank: expected 0 to {lse.shape[0] - 1}, found {rank}")
+    if core.isa() == "reference":
+        return reference.weigh_part(part, lse, rank)
+    out = core.empty(part.shape, part.dtype)
+    core.launch(_WEIGH_PART, (part, lse, out), (rank,))
     return out
 
 

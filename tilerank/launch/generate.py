@@ -76,6 +76,12 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         help="heads that do not divide: padded, split unevenly, or whichever reads fewer bytes",
     )
     model.add_argument(
+        "--kv-split",
+        choices=("auto", "on", "off"),
+        default="auto",
+        help="latent attention (DeepSeek): every rank reads a part of a context for the heads of all, or if it pays",
+    )
+    model.add_argument(
         "--context-length", "--max-model-len", type=whole_number(2), metavar="N", help="tokens of a request"
     )
     cache_size.add_arguments(model)
@@ -121,6 +127,7 @@ class GenerateJob:
             topology=read_topology(),
             placement=placement,
             strategy=args.strategy,
+            kv_split=args.kv_split,
             dtype=args.dtype,
             quantization=quantization_of(args),
             kv_cache_dtype=args.kv_cache_dtype,
@@ -152,6 +159,7 @@ class GenerateJob:
             quantization=quantization,
             kv_dtype=resolve_kv_dtype(args.kv_cache_dtype, dtype),
             strategy=args.strategy,
+            kv_split=args.kv_split,
             context_length=args.context_length,
             max_total_tokens=tokens,
             cached_tokens=args.max_total_tokens or expected_tokens(self._card(card).context_length),

@@ -98,3 +98,24 @@ class Cost:
         """Operations of `tokens` tokens that see `pairs` keys together, and the bytes of the experts they choose."""
         chosen = sum(part.chosen_by(tokens) for part in self.experts)
         return self.token * tokens + self.pair * pairs + Work(chosen)
+
+
+OPERATIONS_PER_BYTE = 100
+"""Operations that a rank computes in the time of reading a byte: between servers with AMX and those with AVX-512."""
+
+COLLECTIVE_BYTES = 1 << 20
+"""Bytes that a rank reads in the time of a collective of few bytes in shared memory, about 5 us at 200 GB/s."""
+
+
+def context_split_pays(whole: Work, part: Work, exchanged: int) -> bool:
+    """Return whether ranks that all hold a context attend to it faster if each reads a part for the heads of all.
+
+    whole, part: what the slowest rank reads and computes of it for its own heads, and of a part for all heads.
+    exchanged: bytes of queries and results that every rank then reads, in three collectives. The figures above are the
+    same everywhere, because all ranks have to decide alike.
+    """
+
+    def bytes_of(work: Work) -> float:
+        return max(work.nbytes, work.flops / OPERATIONS_PER_BYTE)
+
+    return bytes_of(part) + exchanged + 3 * COLLECTIVE_BYTES < bytes_of(whole)

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import accumulate
 from math import gcd
 
 import torch
 from torch import Tensor
 
+from tilerank.kernels import core
 from tilerank.kernels.heads import split_heads
-from tilerank.kernels.latent import head_linear
+from tilerank.kernels.latent import head_linear, join_queries, weigh_part
 from tilerank.kernels.weight_formats import BlockFormat, BlockInt8, Float, Format, Int8, Weight
 from tilerank.kernels.weight_formats.byte_codes import ByteCodes
 
@@ -138,13 +140,17 @@ class AbsorbedHeads(Layer):
             if self._key_scales is not None:
                 scales = f"{name}.weight_scale"
                 self._key_scales.fill(scales, (shape[0], 1), keys, slice(0, 1), row=local * key_dim)
-        self._key_dim = key_dim
+        self._key_dim, self._latent, self._value_dim = key_dim, latent, value_dim
 
     def keys(self, q: Tensor) -> Tensor:
+        if self._keys.is_empty:
+            return core.empty((q.shape[0], 0, self._latent), q.dtype)
         scales = None if self._key_scales is None else self._key_scales.data.view(-1, self._key_dim)
         return head_linear(q, self._keys.packed, scales)
 
     def values(self, latent: Tensor) -> Tensor:
+        if self._values.is_empty:
+            return core.empty((latent.shape[0], 0, self._value_dim), latent.dtype)
         return head_linear(latent, self._values.packed)
 
 
@@ -162,3 +168,34 @@ def _absorbed_formats(name: str, key_dim: int, rows: int, sharding: Sharding) ->
     if block % TILE:
         return floats, floats
     return replace(stored, block_n=stored.block_k, block_k=block), replace(stored, block_n=block)
+
+
+class ContextSplit:
+    """Exchanges queries and results where every rank reads a part of a context for the heads of all ranks.
+
+    cut: of the heads. latent, dim: dimensions of a latent, and of a query: a latent and a rotated part.
+    """
+
+    def __init__(self, cut: Cut, latent: int, dim: int, sharding: Sharding) -> None:
+        self._heads, self._latent, self._dim, self._sharding = cut.total, latent, dim, sharding
+        self._own = cut.spans[sharding.rank]
+        self._most = max(span.size for span in cut.spans)
+        self._words = dim * sharding.dtype.itemsize // 4  # of a head, as the 4-byte values that are gathered
+        self._starts = torch.tensor([0, *accumulate(span.size * self._words for span in cut.spans)])
+
+    def gather(self, q_latent: Tensor, q_rope: Tensor) -> Tensor:
+        """Return the queries of all heads [t, heads, dim] from those of this rank."""
+        joined = join_queries(q_latent, q_rope, self._most)
+        words = joined.view(-1, self._most * self._dim).view(torch.float32)
+        everyone = self._sharding.gather_columns(words, self._starts, self._heads * self._words)
+        return split_heads(everyone.view(joined.dtype), 0, self._heads, self._dim)
+
+    def merge(self, part: Tensor, lse: Tensor) -> Tensor:
+        """Return the attention of this rank's heads [t, h, latent] to the whole context.
+
+        part: [t, heads, latent], that of all heads to this rank's part. lse: [t, heads] float32, its log-sum-exp.
+        """
+        lse = self._sharding.gather(lse)
+        merged = self._sharding.sum(weigh_part(part, lse, self._sharding.rank))
+        shape = (merged.shape[0], self._own.size, self._latent)
+        return core.view(merged, shape, merged.stride(), self._own.start * self._latent)

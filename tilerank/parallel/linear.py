@@ -203,7 +203,8 @@ class QKVParallelLinear(Linear):
 class GateUpParallelLinear(Layer):
     """The gated half of an MLP in one kernel: silu(gate(x)) * up(x), x[..., hidden] -> [..., span.size].
 
-    `span` is this rank's part of the width, and so of the down projection's inputs; it may be empty.
+    `span` is this rank's part of the width, and so of the down projection's inputs; it may be empty. dimension: the
+    name of the width in plans.
     """
 
     def __init__(
@@ -215,7 +216,9 @@ class GateUpParallelLinear(Layer):
         *,
         bias: bool = False,
         projections: Sequence[str] = ("gate_proj", "up_proj"),
+        dimension: str = "MLP width",
     ) -> None:
+        self._dimension = dimension
         self.cut = sharding.cut_width(width)
         self.span = self.cut.spans[sharding.rank]
         names = [f"{name}.{projection}" for projection in projections]
@@ -240,4 +243,4 @@ class GateUpParallelLinear(Layer):
         return gated if gated.shape[-1] == self.span.size else gated[..., : self.span.size]
 
     def cuts(self) -> Iterator[tuple[str, Cut]]:
-        yield "MLP width", self.cut
+        yield self._dimension, self.cut

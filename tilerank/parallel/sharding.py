@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import gcd, lcm
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
@@ -19,6 +19,8 @@ from .shard import TILE, Cut, HeadCut, Span, Strategy, cut_even_padded, cut_head
 
 if TYPE_CHECKING:
     from .group import Group
+
+KVSplit = Literal["auto", "on", "off"]
 
 _SAMPLE = 4096  # rows and columns of a matrix that is whole blocks in any format
 
@@ -49,7 +51,8 @@ class Sharding:
 
     A model receives one and hands it to its layers unread. dtype: of activations, and of weights that `formats` (None:
     all of them) leaves as floats. group: None for a plan, which computes nothing. cached_tokens: expected number of
-    tokens in the KV cache, for the cost rule of `cut_heads`. kv_dtype: of cached keys and values (default: `dtype`).
+    tokens in the KV cache, for the cost rules. kv_dtype: of cached keys and values (default: `dtype`). kv_split:
+    whether ranks that all hold the whole cache read a part of a context each, for the heads of all (auto: if it pays).
     """
 
     rank: int
@@ -60,6 +63,7 @@ class Sharding:
     cached_tokens: int = 0
     formats: WeightFormats | None = None
     kv_dtype: torch.dtype | None = None
+    kv_split: KVSplit = "auto"
 
     @property
     def cache_dtype(self) -> torch.dtype:
@@ -173,6 +177,10 @@ class Sharding:
     def gather_columns(self, x: Tensor, starts: Tensor, n: int) -> Tensor:
         """Return [m, n] fp32 whose columns starts[r] to starts[r + 1] are the first columns of x[m, w] of rank r."""
         return x[:, :n] if self.size == 1 else self._group.gather_columns(x, starts, n)
+
+    def gather(self, x: Tensor) -> Tensor:
+        """Return [size, *x.shape], the contiguous `x` of every rank."""
+        return self._group.all_gather(x)
 
     @property
     def _group(self) -> Group:

@@ -14,7 +14,7 @@ from torch import Tensor
 from tilerank.kernels import ops
 from tilerank.kernels.kv_pages import PAGE_TOKENS
 
-from .expansion import Expands, Expansion, expansion
+from .expansion import ContextPart, Expands, Expansion, Runs, expansion
 from .rank_messages import Chunk, Step
 from .source_runs import HeldSource, SourceFiller, SourceRuns
 
@@ -67,8 +67,8 @@ class Batch:
     logits of all rows are computed. inserts: None in recorded decode steps. state_slots: [s] int32, where the states of
     a sequence are, no slot twice; None for models without states. A sequence whose tokens are all in this step begins
     with states of zeros. A padding row that repeats row j has the slot -1 - j: it gets the output of row j and touches
-    no state (kernels/delta.py). expansion: None if no sequence is in the expanded form of latent attention. source:
-    None for models without cross-attention.
+    no state (kernels/delta.py). expansion: None if no sequence is in another form of latent attention than the absorbed
+    one. source: None for models without cross-attention.
     """
 
     token_ids: Tensor
@@ -123,12 +123,12 @@ class _Rows:
 class BatchFiller:
     """Turns steps into batches: into new tensors, or, for decode steps, into the tensors that recorded steps read.
 
-    position_axes, expands: as in Model. has_states: whether layers keep states. max_sequences, max_pages: the
-    largest decode batch, and the longest page table. source_pages: of all sources together; 0 for models without
-    cross-attention. spare_page: a page of the cache that belongs to no sequence;
-    padding rows store their keys and values there. copy_padding: padding rows repeat a row of the batch, so that in a
-    mixture they choose no other experts; otherwise they are sequences of one token, whose attention reads next to
-    nothing.
+    position_axes, expands: as in Model. context_part: what this rank reads of a context, if ranks share contexts out.
+    has_states: whether layers keep states. max_sequences, max_pages: the largest decode batch, and the longest page
+    table. source_pages: of all sources together; 0 for models without cross-attention. spare_page: a page of the cache
+    that belongs to no sequence; padding rows store their keys and values there. copy_padding: padding rows repeat a row
+    of the batch, so that in a mixture they choose no other experts; otherwise they are sequences of one token, whose
+    attention reads next to nothing.
     """
 
     def __init__(
@@ -141,10 +141,11 @@ class BatchFiller:
         spare_page: int,
         copy_padding: bool,
         expands: Expands | None = None,
+        context_part: ContextPart | None = None,
         source_pages: int = 0,
     ) -> None:
         self._axes = position_axes
-        self._expands = expands
+        self._expands, self._part = expands, context_part
         self._has_states = has_states
         self._max_sequences = max_sequences
         self._spare_page = spare_page
@@ -155,6 +156,7 @@ class BatchFiller:
         self._positions = array("q", bytes(8 * rows * position_axes))  # axis by axis
         self._rows = rows
         self._lengths, self._state_slots = (array("i", bytes(4 * rows)) for _ in range(2))
+        self._part_starts, self._part_lengths = (array("i", bytes(4 * rows)) for _ in range(2))
         self._page_tables = torch.full((rows, max_pages), spare_page, dtype=torch.int32)
         self._table_of: list[tuple[int, int] | None] = [None] * rows  # the sequence in a row, and how many pages of it
         self._query_starts = torch.arange(rows + 1, dtype=torch.int32)
@@ -192,7 +194,9 @@ class BatchFiller:
             logit_rows=None if len(logit_rows) == len(rows.token_ids) else _logit_rows(logit_rows, step),
             inserts=_inserts(step, rows.starts, encodings),
             state_slots=torch.tensor(step.state_slots, dtype=torch.int32) if self._has_states else None,
-            expansion=expansion(self._expands, rows.starts, rows.lengths, tables) if self._expands else None,
+            expansion=expansion(self._expands, rows.starts, rows.lengths, tables, self._part)
+            if self._expands
+            else None,
             source=self._sources.fresh(step, _sources(step, held)) if self._sources else None,
         )
 
@@ -221,6 +225,9 @@ class BatchFiller:
             self._positions[start : start + size] = array("q", positions)
         self._slots[:size] = array("q", rows.slots)
         self._lengths[:size] = array("i", rows.lengths)
+        if self._part:
+            for row, length in enumerate(rows.lengths):
+                self._part_starts[row], self._part_lengths[row] = self._part.tokens(length)
         if self._has_states:
             padding = [-1 - step.chunks.index(shortest)] * (size - len(step.chunks))
             self._state_slots[:size] = array("i", step.state_slots + padding)
@@ -239,8 +246,15 @@ class BatchFiller:
             seq_lens=torch.frombuffer(self._lengths, dtype=torch.int32)[:size],
             query_starts=self._query_starts[: size + 1],
             state_slots=torch.frombuffer(self._state_slots, dtype=torch.int32)[:size] if self._has_states else None,
+            expansion=Expansion((), self._split_runs(size), None) if self._part else None,
             source=self._sources.shared(size) if self._sources else None,
         )
+
+    def _split_runs(self, size: int) -> Runs:
+        starts, lengths = (
+            torch.frombuffer(values, dtype=torch.int32)[:size] for values in (self._part_starts, self._part_lengths)
+        )
+        return Runs(None, self._page_tables[:size], lengths, self._query_starts[: size + 1], starts)
 
     def _set_table(self, row: int, sequence: int, pages: list[int]) -> None:
         if self._table_of[row] != (sequence, len(pages)):

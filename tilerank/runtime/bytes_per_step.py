@@ -14,7 +14,8 @@ from .model import Model
 class BytesPerStep:
     """weights: what every step reads, which excludes the embedding table (a step reads a row of it for each token) and
     experts. experts: weights of experts, of which a step reads those that its tokens choose. cached: keys and values of
-    one token in all layers. state: the states of one sequence in all layers, which a step reads and writes.
+    one token in all layers, or this rank's share of reading them. state: the states of one sequence in all layers,
+    which a step reads and writes.
     """
 
     weights: int
@@ -33,4 +34,5 @@ def bytes_per_step(model: Model) -> BytesPerStep:
     """Add up the layers of a model, which need not be allocated."""
     cost = model.cost()
     specs = model.cache_specs()
-    return BytesPerStep(cost.read, cost.experts, bytes_per_token(specs), bytes_per_state(specs))
+    readers = model.context_part.ranks if model.context_part else 1
+    return BytesPerStep(cost.read, cost.experts, bytes_per_token(specs) // readers, bytes_per_state(specs))

@@ -1,7 +1,9 @@
-"""Which sequences of a step latent attention computes in the expanded form (kernels/latent.py).
+"""How latent attention computes the sequences of a step: absorbed, expanded (kernels/latent.py), or split over ranks.
 
-The expanded form takes fewer operations for many rows. The choice depends on a sequence's own rows and length alone, so
-that the bits of a row do not depend on the other sequences of a step; they do depend on how its prompt is cut.
+The expanded form takes fewer operations for many rows. If ranks share contexts out, a sequence with one row is split:
+every rank attends to a part of its tokens for the heads of all. The choice depends on a sequence's own rows and length
+alone, so that the bits of a row do not depend on the other sequences of a step; they do depend on how its prompt is
+cut.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,6 +12,8 @@ from itertools import pairwise
 
 import torch
 from torch import Tensor
+
+from tilerank.kernels.kv_pages import PAGE_TOKENS
 
 from .cache import num_pages
 
@@ -24,38 +28,66 @@ Expands = Callable[[int, int], bool]
 class Runs:
     """Sequences of a batch without the others.
 
-    rows: [m] int64, their rows in the batch, None if these are all; the others as in Batch.
+    rows: [m] int64, their rows in the batch, None if these are all; the others as in Batch. kv_starts: [s] int32, if
+    they are split: the first token of this rank's parts, of which seq_lens are then the lengths.
     """
 
     rows: Tensor | None
     page_tables: Tensor
     seq_lens: Tensor
     query_starts: Tensor
+    kv_starts: Tensor | None = None
 
 
 @dataclass(frozen=True)
 class Expansion:
     """expanded: for each expanded sequence its pages in the cache [p] int32, and the sequence itself, whose page i is
-    pages[i]. absorbed: the other sequences, None if there are none."""
+    pages[i]. split, absorbed: the sequences that are split, and the others; None if there are none."""
 
     expanded: tuple[tuple[Tensor, Runs], ...]
+    split: Runs | None
     absorbed: Runs | None
 
 
+@dataclass(frozen=True)
+class ContextPart:
+    """The part of every context that one of `ranks` ranks reads: whole pages, as many as the others or one more."""
+
+    rank: int
+    ranks: int
+
+    def tokens(self, length: int) -> tuple[int, int]:
+        """Return the first token and the number of tokens, of a sequence of `length` tokens."""
+        pages = num_pages(length)
+        first, end = (pages * edge // self.ranks * PAGE_TOKENS for edge in (self.rank, self.rank + 1))
+        return first, min(end, length) - first
+
+
 def expansion(
-    expands: Expands, starts: Sequence[int], lengths: Sequence[int], tables: Sequence[Sequence[int]]
+    expands: Expands,
+    starts: Sequence[int],
+    lengths: Sequence[int],
+    tables: Sequence[Sequence[int]],
+    part: ContextPart | None = None,
 ) -> Expansion | None:
-    """Return the expansion of a step; None if it has no expanded sequence.
+    """Return the expansion of a step; None if all sequences are absorbed.
 
     starts: the first row of every sequence, and the number of rows. lengths: tokens of the sequences, those of the step
-    included. tables: their pages.
+    included. tables: their pages. part: what this rank reads of a context, if ranks share contexts out.
     """
     counts = [stop - start for start, stop in pairwise(starts)]
-    chosen = [length <= MAX_TOKENS and expands(rows, length) for rows, length in zip(counts, lengths, strict=True)]
-    if not any(chosen):
+    split, expanded, absorbed = list[int](), list[int](), list[int]()
+    for i, (rows, length) in enumerate(zip(counts, lengths, strict=True)):
+        if part is not None and rows == 1:
+            split.append(i)
+        elif length <= MAX_TOKENS and expands(rows, length):
+            expanded.append(i)
+        else:
+            absorbed.append(i)
+    if not split and not expanded:
         return None
 
-    def runs(numbers: list[int], pages: list[list[int]]) -> Runs:
+    def runs(numbers: list[int], pages: list[list[int]], parts: Sequence[tuple[int, int]] = ()) -> Runs:
         rows = [row for i in numbers for row in range(starts[i], starts[i + 1])]
         width = max(map(len, pages))
         firsts = [0]
@@ -64,14 +96,19 @@ def expansion(
         return Runs(
             None if len(rows) == starts[-1] else torch.tensor(rows, dtype=torch.int64),
             torch.tensor([table + [0] * (width - len(table)) for table in pages], dtype=torch.int32),
-            torch.tensor([lengths[i] for i in numbers], dtype=torch.int32),
-            torch.tensor(firsts, dtype=torch.int32),
+            _int32([tokens for _, tokens in parts] or [lengths[i] for i in numbers]),
+            _int32(firsts),
+            _int32([first for first, _ in parts]) if parts else None,
         )
 
     used = [list(table[: num_pages(length)]) for table, length in zip(tables, lengths, strict=True)]
-    expanded = [i for i, is_chosen in enumerate(chosen) if is_chosen]
-    absorbed = [i for i, is_chosen in enumerate(chosen) if not is_chosen]
+    parts = [part.tokens(lengths[i]) for i in split] if part is not None else []
     return Expansion(
-        tuple((torch.tensor(used[i], dtype=torch.int32), runs([i], [list(range(len(used[i])))])) for i in expanded),
+        tuple((_int32(used[i]), runs([i], [list(range(len(used[i])))])) for i in expanded),
+        runs(split, [used[i] for i in split], parts) if split else None,
         runs(absorbed, [used[i] for i in absorbed]) if absorbed else None,
     )
+
+
+def _int32(values: list[int]) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32)

@@ -10,7 +10,7 @@ from tilerank.parallel.parameters import Layer
 
 from .batch import Batch
 from .cache import Cache, CacheSpec
-from .expansion import Expands
+from .expansion import ContextPart, Expands
 
 
 class Encoder(Layer):
@@ -44,13 +44,15 @@ class Model(Layer):
 
     position_axes: the number of positions of a token. spare_ids: how many ids, from the size of the vocabulary on, may
     be in prompts and are never generated. encoder: None for a model of text alone. expands: which sequences latent
-    attention expands; None for a model without it.
+    attention expands; None for a model without it. context_part: what this rank reads of a context, if ranks share
+    contexts out (expansion.py).
     """
 
     position_axes: int = 1
     spare_ids: int = 0
     encoder: Encoder | None = None
     expands: Expands | None = None
+    context_part: ContextPart | None = None
 
     @abstractmethod
     def cache_specs(self) -> list[CacheSpec]:

@@ -24,7 +24,7 @@ from tilerank.loader.weights import LoadReport, load_weights
 from tilerank.parallel.group import RecordableGroup
 from tilerank.parallel.join import Team
 from tilerank.parallel.shard import Strategy
-from tilerank.parallel.sharding import Sharding
+from tilerank.parallel.sharding import KVSplit, Sharding
 
 from . import rank_messages
 from .batch import BatchFiller, Held
@@ -62,7 +62,8 @@ class Worker:
 
     dtype: of weights, activations and cache: bfloat16 or float32. quantization: the projections are quantised while
     loading (a quantised checkpoint needs no asking), with dtype bfloat16. kv_dtype: int8 for a quantised cache
-    (kernels/attention.py). strategy: how heads are cut (parallel/shard.py). context_length: the longest sequence,
+    (kernels/attention.py). strategy: how heads are cut (parallel/shard.py). kv_split: whether ranks that all hold the
+    whole cache read a part of a context each (parallel/sharding.py). context_length: the longest sequence,
     prompt and new tokens together, by default the model's. max_total_tokens: tokens in the KV cache, of all sequences
     that run (default: one context). states: slots for the states of sequences, if the model has any (default:
     state_pool.py: num_states). cached_tokens: how many of them a step is expected to read, for the cost of a cut
@@ -82,6 +83,7 @@ class Worker:
         quantization: Quantization | None = None,
         kv_dtype: torch.dtype | None = None,
         strategy: Strategy = "auto",
+        kv_split: KVSplit = "auto",
         context_length: int | None = None,
         max_total_tokens: int | None = None,
         states: int | None = None,
@@ -100,7 +102,9 @@ class Worker:
         group = team.group
         formats = weight_formats(self.card.quantization, dtype, quantization)
         tokens = cached_tokens or self.max_total_tokens
-        sharding = Sharding(group.rank, group.size, dtype, group, strategy, tokens, formats, kv_dtype)
+        if kv_split == "auto" and len(team.hosts) > 1:
+            kv_split = "off"  # the rule counts collectives in shared memory
+        sharding = Sharding(group.rank, group.size, dtype, group, strategy, tokens, formats, kv_dtype, kv_split)
         self._model = build_model(self.card, sharding)
         self.load_report: LoadReport = load_weights(
             self._model,
@@ -126,6 +130,7 @@ class Worker:
             spare_page=self.pages,
             copy_padding=bool(step_bytes.experts),
             expands=self._model.expands,
+            context_part=self._model.context_part,
             source_pages=self.source_pages,
         )
         self._graphs = None if eager else self._step_graphs()

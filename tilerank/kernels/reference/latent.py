@@ -51,10 +51,11 @@ def latent_attention(
     *,
     causal: bool = True,
     lse: Tensor | None = None,
+    kv_starts: Tensor | None = None,
 ) -> Tensor:
     """Return the attention over one head of keys [latent, rope_key] and values latent, in fp32 with one rounding."""
     q = torch.cat([q_latent, q_rope], dim=2)
-    firsts = [0] * seq_lens.shape[0]
+    firsts = [0] * seq_lens.shape[0] if kv_starts is None else kv_starts.tolist()
     attention.check_batch(
         "latent_attention", q.shape[0], cache.num_pages, page_tables, seq_lens, query_starts, causal, firsts
     )
@@ -62,8 +63,13 @@ def latent_attention(
         lse.fill_(float("-inf"))
     out = torch.zeros(q_latent.shape, dtype=q.dtype)
     starts = query_starts.tolist()
-    for sequence, length in enumerate(seq_lens.tolist()):
-        pages = page_tables[sequence, : -(-length // PAGE_TOKENS)]
+    for sequence, (first, length) in enumerate(zip(firsts, seq_lens.tolist(), strict=True)):
+        if first % PAGE_TOKENS:
+            raise KernelError(
+                f"latent_attention: kv_starts: expected a multiple of {PAGE_TOKENS} for sequence {sequence}, "
+                f"found {first}"
+            )
+        pages = page_tables[sequence, first // PAGE_TOKENS : -(-(first + length) // PAGE_TOKENS)]
         latent, rope_key = load_latent(cache, pages, torch.float32 if cache.dtype == torch.int8 else cache.dtype)
         keys = torch.cat([latent, rope_key], dim=1)[:length].float()
         start, stop = starts[sequence : sequence + 2]
@@ -78,6 +84,17 @@ def latent_attention(
             values = keys[:seen, : cache.latent_dim].contiguous()
             out[row] = (torch.softmax(scores, dim=-1) @ values).to(q.dtype)
     return out
+
+
+def join_queries(q_latent: Tensor, q_rope: Tensor, heads: int) -> Tensor:
+    """Return both parts of the queries, with zeros for the heads that are not given."""
+    joined = torch.cat([q_latent, q_rope], dim=2)
+    return F.pad(joined, (0, 0, 0, heads - joined.shape[1]))
+
+
+def weigh_part(part: Tensor, lse: Tensor, rank: int) -> Tensor:
+    """Return the part times its weight, in fp32 with one rounding."""
+    return (part.float() * torch.softmax(lse, dim=0)[rank, ..., None]).to(part.dtype)
 
 
 def head_linear(x: Tensor, weight: PackedExperts, x_scales: Tensor | None = None) -> Tensor:

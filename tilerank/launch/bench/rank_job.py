@@ -126,6 +126,7 @@ class EngineJob:
             topology=read_topology(),
             placement=placement,
             strategy=self._args.strategy,
+            kv_split=self._args.kv_split,
             dtype=self._args.dtype,
             quantization=quantization_of(self._args),
             kv_cache_dtype=self._args.kv_cache_dtype,
@@ -149,6 +150,7 @@ class EngineJob:
             quantization=quantization_of(self._args),
             kv_dtype=kv_dtype(self._args),
             strategy=self._args.strategy,
+            kv_split=self._args.kv_split,
             max_total_tokens=self._total_tokens,
             mllama_intermediate=self._args.mllama_intermediate,
         )
@@ -170,6 +172,9 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     family_options.add_arguments(parser)
     parser.add_argument(
         "--strategy", choices=("auto", "pad", "split"), default="auto", help="how heads that do not divide are cut"
+    )
+    parser.add_argument(
+        "--kv-split", choices=("auto", "on", "off"), default="auto", help="whether ranks share contexts of latents out"
     )
 
 

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from tilerank.loader.quantization_config import Quantization
     from tilerank.parallel.parameters import Layer
     from tilerank.parallel.shard import Strategy
+    from tilerank.parallel.sharding import KVSplit
 
 
 def plan_model(
@@ -46,6 +47,7 @@ def plan_model(
     topology: Topology,
     placement: Placement,
     strategy: Strategy = "auto",
+    kv_split: KVSplit = "auto",
     dtype: str = "auto",
     quantization: Quantization | None = None,
     kv_cache_dtype: str = "auto",
@@ -71,8 +73,10 @@ def plan_model(
     torch_dtype = resolve_dtype(card, dtype, quantization)
     kv_dtype = resolve_kv_dtype(kv_cache_dtype, torch_dtype)
     formats = weight_formats(card.quantization, torch_dtype, quantization)
+    if kv_split == "auto" and here is not None and len(here) < tp:
+        kv_split = "off"  # as on the ranks: the rule counts collectives in shared memory
     models = [
-        build_model(card, Sharding(rank, tp, torch_dtype, None, strategy, expected, formats, kv_dtype))
+        build_model(card, Sharding(rank, tp, torch_dtype, None, strategy, expected, formats, kv_dtype, kv_split))
         for rank in here or range(tp)
     ]
     shapes = {rectangle.name: rectangle.shape for rectangle in models[0].rectangles()}
@@ -103,6 +107,7 @@ def plan_model(
         cache_reason=None,
         states=num_states(cached_tokens or 0) if with_states else 0,
         dimensions=tuple(_dimensions(models[0])),
+        splits_contexts=models[0].context_part is not None if models[0].expands and tp > 1 else None,
         attention=Attention(heads.strategy, heads.waste, heads.other_waste) if heads else None,
         ranks=ranks,
         nodes=_node_shares(topology, ranks, placement.sharers),
@@ -217,6 +222,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=("auto", "pad", "split"),
         help="how heads are cut: padded to equal shapes, split unevenly, or auto: whichever reads less",
     )
+    parser.add_argument(
+        "--kv-split",
+        choices=("auto", "on", "off"),
+        default="auto",
+        help="latent attention (DeepSeek): every rank reads a part of a context for the heads of all, or if it pays",
+    )
     parser.add_argument("--dtype", default="auto", choices=("auto", "bfloat16", "float32"), help="of the weights")
     quantize.add_arguments(parser)
     family_options.add_arguments(parser)
@@ -247,6 +258,7 @@ def run(args: argparse.Namespace) -> int:
             topology=topology,
             placement=placement,
             strategy=args.strategy,
+            kv_split=args.kv_split,
             dtype=args.dtype,
             quantization=quantization,
             kv_cache_dtype=args.kv_cache_dtype,

@@ -41,7 +41,7 @@ def _cuts(plan: Plan) -> list[str]:
     for rank in range(plan.tp):
         rows.append([f"rank {rank}", *(_range(dimension.spans[rank]) for dimension in plan.dimensions)])
     rows.append(["waste", *(percent(dimension.waste) for dimension in plan.dimensions)])
-    return [*table(rows), *_strategy(plan)]
+    return [*table(rows), *_strategy(plan), *_contexts(plan)]
 
 
 def _units(dimension: Dimension) -> str:
@@ -70,6 +70,22 @@ def _strategy(plan: Plan) -> list[str]:
         "",
         f"Strategy {taken.strategy}: {_STRATEGIES[taken.strategy]}.",
         f"Slowest rank against a perfect cut, {token_count(plan.expected_tokens)} cached: {costs}.",
+    ]
+
+
+def _contexts(plan: Plan) -> list[str]:
+    if plan.splits_contexts is None:
+        return []
+    cached = plan.ranks[0].cache_per_token
+    if not plan.splits_contexts:
+        return [
+            "",
+            f"Contexts: every rank reads all of a context for its own heads, {size(cached)} for each of its tokens.",
+        ]
+    return [
+        "",
+        f"Contexts: every rank reads 1/{plan.tp} of a context for the heads of all ranks, {size(cached / plan.tp)} for "
+        "each of its tokens.",
     ]
 
 

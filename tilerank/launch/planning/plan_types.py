@@ -106,6 +106,8 @@ class Plan:
     cache_reason: str | None
     states: int
     dimensions: tuple[Dimension, ...]
+    splits_contexts: bool | None
+    """Whether every rank reads a part of a context for the heads of all; None where ranks cannot."""
     attention: Attention | None
     ranks: tuple[RankShare, ...]
     nodes: tuple[NodeShare, ...]

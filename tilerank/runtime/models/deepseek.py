@@ -112,7 +112,11 @@ class RoutedMLP(FeedForward):
         self.bias = PlainParameter((c.count,), torch.float32)
         self.bias.fill(f"{name}.gate.e_score_correction_bias", (c.count,), slice(0, c.count))
         self.experts = ParallelExperts(f"{name}.experts", hidden, c.width, c.count, sharding, top_k=c.top_k)
-        self.shared = GatedMLP(f"{name}.shared_experts", hidden, c.shared, sharding) if c.shared else None
+        self.shared: GatedMLP | None = None
+        if c.shared:
+            self.shared = GatedMLP(
+                f"{name}.shared_experts", hidden, c.shared, sharding, dimension="shared expert width"
+            )
 
     def __call__(self, x: Tensor) -> Tensor:
         c = self.config
@@ -146,6 +150,9 @@ class DeepseekDecoder(Decoder):
 
         super().__init__(card, text, sharding, DecoderNames(), mixer, mlp)
         self.expands = latent.expands
+        first = self.layers[0].mixer
+        assert isinstance(first, LatentAttention)
+        self.context_part = first.context_part
 
     def ignore(self, name: str) -> bool:
         layer = re.match(r"model\.layers\.(\d+)\.", name)

@@ -9,10 +9,19 @@ from .decoder import FeedForward
 
 
 class GatedMLP(FeedForward):
-    """down(silu(gate(x)) * up(x)), `width` columns wide."""
+    """down(silu(gate(x)) * up(x)), `width` columns wide. dimension: the name of the width in plans."""
 
-    def __init__(self, name: str, hidden: int, width: int, sharding: Sharding, *, bias: bool = False) -> None:
-        self.gate_up = GateUpParallelLinear(name, hidden, width, sharding, bias=bias)
+    def __init__(
+        self,
+        name: str,
+        hidden: int,
+        width: int,
+        sharding: Sharding,
+        *,
+        bias: bool = False,
+        dimension: str = "MLP width",
+    ) -> None:
+        self.gate_up = GateUpParallelLinear(name, hidden, width, sharding, bias=bias, dimension=dimension)
         self.down = RowParallelLinear(f"{name}.down_proj", width, hidden, sharding, span=self.gate_up.span, bias=bias)
 
     def __call__(self, x: Tensor) -> Tensor:

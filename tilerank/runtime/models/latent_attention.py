@@ -13,8 +13,8 @@ from tilerank.kernels.kv_pages import MAX_HEAD_DIM
 from tilerank.kernels.latent import expanded_pages, latent_attention, load_latent, store_latent
 from tilerank.kernels.latent_pages import LatentPages
 from tilerank.kernels.weight_formats import Float
-from tilerank.parallel.cost import Cost, Work, operand_type
-from tilerank.parallel.latent import AbsorbedHeads, HeadColumnsLinear, JoinedLinear, cut_latent_heads
+from tilerank.parallel.cost import Cost, Work, context_split_pays, operand_type
+from tilerank.parallel.latent import AbsorbedHeads, ContextSplit, HeadColumnsLinear, JoinedLinear, cut_latent_heads
 from tilerank.parallel.linear import RowParallelLinear
 from tilerank.parallel.norm import RMSNorm
 from tilerank.parallel.shard import Cut
@@ -22,7 +22,7 @@ from tilerank.parallel.sharding import Sharding
 
 from ..batch import Batch, LogitRows
 from ..cache import PagedLatent
-from ..expansion import Expansion, Runs
+from ..expansion import ContextPart, Expansion, Runs
 from .decoder import Mixer
 
 _LATENT_EPS = 1e-6
@@ -64,6 +64,9 @@ class LatentAttention(Mixer[LatentPages]):
 
     Every rank caches the latents of all tokens and computes its own heads. Few queries are mapped to latents, so that
     attention reads the cache alone; for many, latents are mapped to keys and values (kernels/latent.py).
+
+    context_part: what this rank reads of a context for the heads of all ranks, where a sequence has one row in a step;
+    None if it reads whole contexts for its own heads.
     """
 
     def __init__(self, name: str, hidden: int, heads: int, config: LatentConfig, sharding: Sharding) -> None:
@@ -91,13 +94,17 @@ class LatentAttention(Mixer[LatentPages]):
         self.scale = dim**-0.5 * c.score_factor
         self.cache_spec = PagedLatent(c.latent, c.rope_dim, sharding.cache_dtype)
         self._activations = sharding.dtype
+        self.context_part: ContextPart | None = None
+        if self._splits_contexts(sharding):
+            self.context_part = ContextPart(sharding.rank, sharding.size)
+        self._context_split = ContextSplit(self.cut, c.latent, c.latent + c.rope_dim, sharding)
         self._kv_map = torch.tensor([[head, 1] for head in range(span.size)], dtype=torch.int32)
 
     def __call__(
         self, x: Tensor, rope: Tensor, batch: Batch, cache: LatentPages, only: LogitRows | None = None
     ) -> Tensor:
         c = self.config
-        if not self.heads.size:  # nothing on this rank reads the cache
+        if not self.heads.size and self.context_part is None:  # nothing on this rank reads the cache
             return self.out((x if only is None else only.take(x))[:, :0])
         *query_latent, joined = self.latents(x)
         q = self.queries(x if self.query_norm is None else self.query_norm(query_latent[0]))
@@ -107,7 +114,7 @@ class LatentAttention(Mixer[LatentPages]):
         store_latent(latent, rope_key, cache, batch.slots)
         if batch.expansion is not None:
             # All rows also where only some are used: the form, and so the bits, do not depend on that.
-            rows = join_heads(self._expanded(q, batch.expansion, cache))
+            rows = join_heads(self._in_forms(q, batch.expansion, cache))
             return self.out(rows if only is None else only.take(rows))
         starts = batch.query_starts
         if only is not None:
@@ -122,33 +129,81 @@ class LatentAttention(Mixer[LatentPages]):
         tables, lengths, starts = runs.page_tables, runs.seq_lens, runs.query_starts
         return self.absorbed.values(latent_attention(q_latent, q_rope, cache, tables, lengths, starts, self.scale))
 
-    def _expanded(self, q: Tensor, expansion: Expansion, cache: LatentPages) -> Tensor:
-        """The same for a step with sequences in the expanded form, one after the other, which bounds the memory."""
+    def _split(self, q: Tensor, runs: Runs, cache: LatentPages) -> Tensor:
+        """The same for sequences with one row each, of which this rank reads a part for the heads of all ranks."""
         c = self.config
+        q_latent = self.absorbed.keys(part_of_heads(q, 0, c.nope_dim))
+        everyone = self._context_split.gather(q_latent, part_of_heads(q, c.nope_dim, c.rope_dim))
+        q_latent, q_rope = part_of_heads(everyone, 0, c.latent), part_of_heads(everyone, c.latent, c.rope_dim)
+        lse = core.empty(everyone.shape[:2], torch.float32)
+        part = latent_attention(
+            q_latent,
+            q_rope,
+            cache,
+            runs.page_tables,
+            runs.seq_lens,
+            runs.query_starts,
+            self.scale,
+            causal=False,
+            lse=lse,
+            kv_starts=runs.kv_starts,
+        )
+        return self.absorbed.values(self._context_split.merge(part, lse))
+
+    def _expanded(self, q: Tensor, pages: Tensor, runs: Runs, cache: LatentPages) -> Tensor:
+        """The same for a sequence in the expanded form."""
+        c = self.config
+        latent, rope_key = load_latent(cache, pages, self._activations)
+        kv = self.expand(latent)
+        k, v = part_of_heads(kv, 0, c.nope_dim), part_of_heads(kv, c.nope_dim, c.value_dim)
+        keys = expanded_pages(k, v, rope_key)
+        return attention(q, keys, runs.page_tables, runs.seq_lens, runs.query_starts, self._kv_map, self.scale)
+
+    def _in_forms(self, q: Tensor, expansion: Expansion, cache: LatentPages) -> Tensor:
+        """The same for a step with sequences in several forms. Those in the expanded form are computed one after the
+        other, which bounds the memory."""
+
+        def rows_of(runs: Runs) -> Tensor:
+            return q if runs.rows is None else _take(q, runs.rows)
+
         parts = []
-        for pages, runs in expansion.expanded:
-            latent, rope_key = load_latent(cache, pages, self._activations)
-            kv = self.expand(latent)
-            k, v = part_of_heads(kv, 0, c.nope_dim), part_of_heads(kv, c.nope_dim, c.value_dim)
-            tables, lengths, starts = runs.page_tables, runs.seq_lens, runs.query_starts
-            some = q if runs.rows is None else _take(q, runs.rows)
-            keys = expanded_pages(k, v, rope_key)
-            parts.append((runs, attention(some, keys, tables, lengths, starts, self._kv_map, self.scale)))
-        if (rest := expansion.absorbed) is not None:
-            assert rest.rows is not None
-            parts.append((rest, self._absorbed(_take(q, rest.rows), rest, cache)))
-        if len(parts) == 1:
+        if self.heads.size:
+            for pages, runs in expansion.expanded:
+                parts.append((runs, self._expanded(rows_of(runs), pages, runs, cache)))
+            if (rest := expansion.absorbed) is not None:
+                parts.append((rest, self._absorbed(rows_of(rest), rest, cache)))
+        if (split := expansion.split) is not None:
+            parts.append((split, self._split(rows_of(split), split, cache)))
+        if len(parts) == 1 and parts[0][0].rows is None:
             return parts[0][1]
-        heads = core.empty((q.shape[0], self.heads.size, c.value_dim), q.dtype)
-        for runs, part in parts:
-            assert runs.rows is not None
-            ops.put_rows_(join_heads(heads), runs.rows, join_heads(part))
+        heads = core.empty((q.shape[0], self.heads.size, self.config.value_dim), q.dtype)
+        if self.heads.size:
+            for runs, part in parts:
+                assert runs.rows is not None
+                ops.put_rows_(join_heads(heads), runs.rows, join_heads(part))
         return heads
 
+    def _splits_contexts(self, sharding: Sharding) -> bool:
+        """Return whether ranks share contexts out, as asked for or if it pays for a row of `sharding.cached_tokens`."""
+        if sharding.kv_split != "auto" or sharding.size == 1:
+            return sharding.kv_split == "on" and sharding.size > 1
+        c, heads, tokens = self.config, self.cut.total, sharding.cached_tokens
+
+        def work(heads: int, tokens: int) -> Work:
+            return Work(self.cache_spec.nbytes(tokens), bf16=heads * tokens * self._operations)
+
+        most = max(span.size for span in self.cut.spans)
+        exchanged = heads * (2 * c.latent + c.latent + c.rope_dim) * sharding.dtype.itemsize
+        return context_split_pays(work(most, tokens), work(heads, -(-tokens // sharding.size)), exchanged)
+
+    @property
+    def _operations(self) -> int:
+        """Of a head, for each pair of a query and a token: a score, and adding to a sum of latents."""
+        return 2 * (2 * self.config.latent + self.config.rope_dim)
+
     def cost(self) -> Cost:
-        c = self.config
-        operations = 2 * self.heads.size * (2 * c.latent + c.rope_dim)  # scores, and sums of latents
-        pairs = Cost(pair=Work(**{operand_type(Float(self._activations)): operations}))
+        heads = self.heads.size if self.context_part is None else self.cut.total / self.context_part.ranks
+        pairs = Cost(pair=Work(**{operand_type(Float(self._activations)): heads * self._operations}))
         return super().cost() - self.expand.cost() + pairs  # that of the absorbed form, which has few rows
 
     def cost_of_caching(self) -> Cost:

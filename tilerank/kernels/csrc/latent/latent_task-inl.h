@@ -122,7 +122,7 @@ class LatentTask : public VectorSums<LatentScratch<T>> {
     problem_.quantized() ? multiply_values<int8_t>(sums) : multiply_values<T>(sums);
   }
 
-  int64_t number(int64_t i) const { return problem_.page(task_.sequence, begin_ / kPageTokens + i); }
+  int64_t number(int64_t i) const { return problem_.page(task_.sequence, task_.first_page + begin_ / kPageTokens + i); }
   template <class P>
   const P* rows(int64_t page) const {
     return problem_.k_pages.template row<P>(page);
@@ -214,7 +214,7 @@ class LatentTask : public VectorSums<LatentScratch<T>> {
 };
 
 // tensors: q_latent, data [pages, tokens, width], q_rope, page_tables, seq_lens, query_starts, none, out, lse or none,
-// none, scales of int8 pages or none; ints: causal; reals: scale
+// kv_starts or none, scales of int8 pages or none; ints: causal; reals: scale
 template <class T>
 static void latent_attention(const Args& args, Team& team) {
   const Tensor& q = args.tensor(0);
@@ -223,6 +223,12 @@ static void latent_attention(const Args& args, Team& team) {
                               args.tensor(2)};
   check_batch(problem.kernel, q.size[0], problem.page_tables, args.tensor(4), args.tensor(5), args.tensor(9),
               args.integer(0) != 0);
+  for (int64_t i = 0; args.tensor(9) && i < args.tensor(9).size[0]; ++i) {
+    const int32_t first = args.tensor(9).as<int32_t>()[i];
+    if (first % kPageTokens) {
+      attention_error(problem.kernel, "kv_starts: expected a multiple of ", kPageTokens, " for sequence ", i, first);
+    }
+  }
   int32_t heads[] = {0, static_cast<int32_t>(q.size[1])};
   Args batch = args;
   batch.tensors[6] = {heads, DType::i32, 2, {1, 2}, {2, 1}};
