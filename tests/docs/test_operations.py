@@ -84,8 +84,8 @@ def test_options_are_those_of_the_command() -> None:
 
 
 def test_metrics_are_those_of_the_server() -> None:
-    of_states = msgspec.structs.replace(STATE, state_slots=12)
-    text = Metrics(client_that_heard(RANKS, of_states)).text().decode()
+    every = msgspec.structs.replace(STATE, state_slots=12, source_pages=40)
+    text = Metrics(client_that_heard(RANKS, every)).text().decode()
     exported = {name for name in re.findall(r"^# TYPE (\S+)", text, re.M) if not name.endswith("_created")}
     documented = set(re.findall(r"\btilerank_[a-z0-9_]+", TEXT))
     assert documented == exported

@@ -5,6 +5,8 @@ import re
 import socket
 from collections.abc import Sequence
 
+from msgspec.structs import replace
+
 from tilerank.runtime.counters import RankCounters
 from tilerank.runtime.server.client import EngineClient
 from tilerank.runtime.server.messages import Counters, FromEngine, RankInfo, Ranks, State, encode
@@ -68,6 +70,14 @@ def test_models_with_states_report_their_slots() -> None:
     found = samples(client_that_heard(RANKS, State(4096, 640, 0.25, 3, 2, 1, 1000, 50, 12, 5)))
     assert found["tilerank_state_slots"] == 12 and found["tilerank_state_snapshots"] == 5
     assert found["tilerank_state_slots_usage_perc"] == 3 / 12
+
+
+def test_models_with_cross_attention_report_the_pages_of_sources() -> None:
+    assert not [name for name in samples(client_that_heard(RANKS, STATE)) if "source_" in name]
+    client = client_that_heard(RANKS, replace(STATE, source_pages=40, source_pages_used=10))
+    found, status = samples(client), status_json(client, RecentRequests(), {})
+    assert found["tilerank_source_pages"] == 40 and found["tilerank_source_pages_usage_perc"] == 10 / 40
+    assert (status["source_pages"], status["source_pages_used"]) == (40, 10)
 
 
 def test_rates_are_of_the_latest_report() -> None:

@@ -37,6 +37,10 @@ REQUIRED = (
     "prometheus-client",
     "numpy",
     "h11",
+    "huggingface_hub",
+    "pyyaml",
+    "shtab",
+    "tqdm",
 )
 OPTIONAL = ("pillow", "av", "transformers", "mpi4py")
 

@@ -38,6 +38,11 @@ class SourcePool:
         """The number of pages of all sources."""
         return self.total - len(self._free)
 
+    @property
+    def in_use(self) -> int:
+        """The number of pages of sources that running sequences have."""
+        return sum(len(source.pages) for source in self._sources.values() if source.users)
+
     def check_fits(self, tokens: int) -> None:
         """Raise RequestError if a source of so many tokens does not fit even alone."""
         if (pages := num_pages(tokens)) > self.total:

@@ -207,7 +207,7 @@ def test_sources_are_dropped_when_their_pages_are_needed(checkpoint: Path) -> No
 def test_a_source_without_its_keys_and_values_is_forgotten() -> None:
     pool = SourcePool(6)
     first = pool.pin(b"a", 2 * PAGE_TOKENS)
-    assert first is not None and pool.used == 2
+    assert first is not None and pool.used == pool.in_use == 2
     pool.release(first)
     assert pool.used == 0
     second, third = pool.pin(b"b", 3 * PAGE_TOKENS), pool.pin(b"c", 3 * PAGE_TOKENS)
@@ -215,6 +215,7 @@ def test_a_source_without_its_keys_and_values_is_forgotten() -> None:
     second.stored = third.stored = True
     pool.release(third)
     pool.release(second)
+    assert (pool.used, pool.in_use) == (6, 0)
     assert pool.pin(b"d", 1) is not None  # in place of c, which has been idle for longer
     assert pool.pin(b"b", 3 * PAGE_TOKENS) is second and pool.used == 4
 

@@ -81,10 +81,12 @@ class State(msgspec.Struct, frozen=True, array_like=True, tag=4):
 
     cache_tokens: capacity of the KV cache in tokens. cache_used: fraction of its pages that running requests use.
     running, waiting: numbers of requests. preemptions, prompt_tokens (computed), generated_tokens: totals since the
-    start. source_pages, source_pages_used: pages for keys and values of encodings, 0 for models without
-    cross-attention, and how many of them running requests use. state_slots: slots for states of sequences, 0 for models without; a running request has one. snapshots: slots
+    start. state_slots: slots for states of sequences, 0 for models without; a running request has one. snapshots: slots
     that keep the states at the end of a common beginning of prompts. queried_tokens, hit_tokens: totals since the start
     of the prompt tokens that were looked for in the cache and found there.
+
+    source_pages, source_pages_used: pages for keys and values of encodings, 0 for models without cross-attention, and
+    how many of them running requests use.
     """
 
     context_length: int

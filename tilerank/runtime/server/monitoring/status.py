@@ -32,6 +32,8 @@ def status_json(client: EngineClient, recent: RecentRequests, about: dict[str, A
         "context_length": state.context_length,
         "cache_tokens": state.cache_tokens,
         "cache_used": state.cache_used,
+        "source_pages": state.source_pages,
+        "source_pages_used": state.source_pages_used,
         "running": state.running,
         "waiting": state.waiting,
         "prompt_tokens": totals.prompt_tokens,
