@@ -5,7 +5,7 @@ import codecs
 import json
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,11 +14,12 @@ import msgspec
 
 from tilerank.loader.card import ModelCard
 from tilerank.loader.tokenizer import Tokenizer
-from tilerank.runtime.media.decoder import Frames
+from tilerank.runtime.media.decoder import Frames, Sampler
 from tilerank.runtime.media.errors import MediaError
 from tilerank.runtime.media.messages import Source, read_data_url, split_media
 from tilerank.runtime.media.processor import Processor
 from tilerank.runtime.media.registry import load_processor
+from tilerank.runtime.media.samplers import samplers
 from tilerank.runtime.prompt import Prompt
 
 from .errors import LaunchError
@@ -218,18 +219,30 @@ class _Encoder:
         if self._processor is None:
             # The template writes the special tokens itself.
             return Prompt(self._tokenizer.encode(text, add_special_tokens=False))
-        return self._processor.prompt(text, [self._read(source, folder) for source in sources])
+        files = [[_read_url(url, folder) for url in source.urls] for source in sources]
 
-    def _read(self, source: Source, folder: Path) -> Frames:
-        assert self._processor is not None
-        files = [_read_url(url, folder) for url in source.urls]
-        try:
-            return self._decoder.decode(source.kind, files, source.listed, self._processor.sample)
-        except MediaError as e:
-            where = (
-                source.urls[0] if not source.urls[0].lower().startswith("data:") else f"a data: URL of {source.kind}"
-            )
-            raise MediaError(f"{where}: {e}") from e
+        def describe(i: int) -> tuple[int, float | None]:
+            with _named(sources[i]):
+                return self._decoder.describe(files[i][0])
+
+        chosen = samplers(self._processor, sources, describe)
+        media = [self._decode(*one) for one in zip(sources, files, chosen, strict=True)]
+        return self._processor.prompt(text, media)
+
+    def _decode(self, source: Source, files: list[bytes], sample: Sampler) -> Frames:
+        with _named(source):
+            return self._decoder.decode(source.kind, files, source.listed, sample)
+
+
+@contextmanager
+def _named(source: Source) -> Iterator[None]:
+    """Let errors name where a medium comes from."""
+    try:
+        yield
+    except MediaError as e:
+        url = source.urls[0]
+        where = url if not url.lower().startswith("data:") else f"a data: URL of {source.kind}"
+        raise MediaError(f"{where}: {e}") from e
 
 
 def _joined(message: dict[str, Any]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import math
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,17 +17,26 @@ from tilerank.loader.errors import ConfigError
 from tilerank.loader.tokenizer import Tokenizer
 from tilerank.runtime.media.decoder import Frames
 from tilerank.runtime.media.errors import MediaError
+from tilerank.runtime.media.messages import Source
 from tilerank.runtime.media.moss_vl_settings import read_settings
-from tilerank.runtime.media.moss_vl_sizes import most_video_tokens, picture_sizes, sample_frames, video_sizes
+from tilerank.runtime.media.moss_vl_sizes import (
+    most_video_tokens,
+    picture_share,
+    sample_frames,
+    share_frames,
+    video_size,
+)
 from tilerank.runtime.media.processor import Processor
 from tilerank.runtime.media.qwen_vl_settings import Area, Sampling
 from tilerank.runtime.media.registry import load_processor
+from tilerank.runtime.media.samplers import samplers
 from tilerank.runtime.prompt import Prompt, Segment
 
 PICTURES, VIDEOS = "preprocessor_config.json", "video_preprocessor_config.json"
 IMAGE, VIDEO = ({"type": kind} for kind in ("image", "video"))
+# Bounds of the published checkpoints, whose budgets are 201326592 pixels.
 PUBLIC = Area(4096, 16777216)
-"""Bounds of the published checkpoints, whose budgets are 201326592 pixels."""
+PUBLIC_SIZE = {"shortest_edge": 4096, "longest_edge": 16777216}
 
 
 @pytest.fixture(scope="module")
@@ -134,7 +144,8 @@ def test_keys_identify_the_frames_that_tokens_may_have_seen(processor: Processor
     [
         ("<|image|>", [], "expected one <|image_pad|> in the prompt for each image, found 1 for 0"),
         ("hello", [picture(9, 9)], "expected one <|image_pad|> in the prompt for each image, found 0 for 1"),
-        ("<|video|>", [video(31, 64, [0], 1.0)], "expected frames of at least 32 x 32 pixels, found 64 x 31"),
+        ("<|video|>", [video(31, 64, [0], 1.0)], "video 1: expected frames of at least 32 x 32 pixels, found 64 x 31"),
+        ("<|image|>" * 2, [picture(9, 9), picture(1, 201)], "image 2: expected sides of a ratio up to 200"),
         ("<|video|>", [video(32, 32, list(range(769)), 1.0)], "video 1: expected at most 768 frames, found 769"),
     ],
 )
@@ -149,16 +160,25 @@ def test_users_may_write_no_placeholder(processor: Processor) -> None:
     assert set(processor.placeholders) == {"<|image|>", "<|video|>", "<|image_pad|>", "<|video_pad|>"}
 
 
-def test_pictures_share_their_budget_by_their_pixels() -> None:
+def test_pictures_share_their_budget_by_their_pixels(model_dir: Path, tmp_path: Path) -> None:
     """Each share is at least the least and at most the most of a picture; smart_resize is that of transformers."""
-    pictures = [(1, 1000, 1500), (1, 3000, 1000), (1, 40, 30)]
-    total = 1500_000 + 3_000_000 + 1200
-    shares = [int(2_000_000 * (pixels / total)) for pixels in (1500_000, 3_000_000)] + [4096]
-    expected = [
-        smart_resize(height, width, 32, 4096, share) for (_, height, width), share in zip(pictures, shares, strict=True)
-    ]
-    assert picture_sizes(pictures, 32, PUBLIC, 2_000_000) == expected
-    assert picture_sizes(pictures[:1], 32, PUBLIC, 201326592) == [smart_resize(1000, 1500, 32, 4096, 16777216)]
+    sizes, budget = [(1000, 1500), (3000, 1000), (40, 30)], 2_000_000
+    found = limited(model_dir, tmp_path, multi_image_max_pixels=budget, size=PUBLIC_SIZE)
+    media = found.prompt("<|image|>" * 3, [picture(*size) for size in sizes]).media
+    shares = [int(budget * (pixels / 4_501_200)) for pixels in (1_500_000, 3_000_000)] + [4096]
+    expected = [smart_resize(*size, 32, 4096, share) for size, share in zip(sizes, shares, strict=True)]
+    assert [(16 * rows, 16 * columns) for _, rows, columns in (medium.grid for medium in media)] == expected
+    assert picture_share(1_500_000, 1_500_000, PUBLIC, 201326592) == PUBLIC
+
+
+def limited(model_dir: Path, folder: Path, **fields: object) -> Processor:
+    """Return the processor of a checkpoint with other fields for pictures."""
+    for path in model_dir.glob("*.json"):
+        shutil.copy(path, folder)
+    (folder / PICTURES).write_text(json.dumps(json.loads((model_dir / PICTURES).read_text()) | fields))
+    found = load_processor(folder, Tokenizer(folder))
+    assert found is not None
+    return found
 
 
 @pytest.mark.parametrize(
@@ -177,7 +197,10 @@ def test_sizes_of_videos_are_those_of_the_remote_code(
     videos: list[tuple[int, int, int]], budget: int, expected: list[tuple[int, int]]
 ) -> None:
     """The numbers are what video_processing_moss_vl.py of the published checkpoints returned."""
-    assert video_sizes(videos, 32, PUBLIC, budget) == expected
+    total = sum(map(math.prod, videos))
+    shares = [int(budget * math.prod(video) / total) for video in videos]
+    found = [video_size(video, 32, PUBLIC, share) for video, share in zip(videos, shares, strict=True)]
+    assert found == expected
     bound = most_video_tokens(32, PUBLIC, budget, Sampling(1.0, 1, 256, None))
     for (frames, *_), (height, width) in zip(videos, expected, strict=True):
         assert frames * (height * width // 1024 + 1) <= bound
@@ -197,6 +220,21 @@ def test_sizes_of_videos_are_those_of_the_remote_code(
 def test_frames_are_taken_once_a_second(total: int, fps: float | None, expected: list[int]) -> None:
     assert sample_frames(total, fps, Sampling(1.0, 1, 256, None)) == expected
     assert len(sample_frames(100_000, 10.0, Sampling(1.0, 1, 256, None))) == 256
+
+
+def test_videos_share_the_frames_by_their_durations(processor: Processor) -> None:
+    """3.5 and 1.2 seconds share 765 frames beside one each: 569.68 and 195.32, so 570 and 195. A list of frames takes
+    no part."""
+    assert share_frames([3.5, 1.2], 767) == [571, 196]
+    assert share_frames([1.0, 1.0, 1.0], 8) == [3, 3, 2]
+    assert share_frames([5.0, 1.0], 1) == [1, 1]
+    assert share_frames([300.0, 30.0, 1000.0], 256) == [58, 7, 191]
+    sources = [Source("video", ("a",), False), Source("image", ("b",), False), Source("video", ("c",), True)]
+    assert samplers(processor, sources, {}.__getitem__) == [processor.sample] * 3
+    sources.append(Source("video", ("d",), False))
+    chosen = samplers(processor, sources, {0: (35, 10.0), 3: (100_000, 10.0)}.__getitem__)
+    assert [sample(35, 10.0) for sample in chosen[:3]] == [[0]] + [processor.sample(35, 10.0)] * 2
+    assert len(chosen[3](100_000, 10.0)) == 767
 
 
 @pytest.mark.parametrize(
@@ -221,7 +259,7 @@ def test_settings_of_published_checkpoints(model_dir: Path, tmp_path: Path) -> N
     for file in ("config.json", PICTURES, VIDEOS):
         shutil.copy(model_dir / file, tmp_path)
     assert read_settings(tmp_path).volume == read_settings(tmp_path).frame.most == 512 * 32 * 32
-    size = {"size": {"shortest_edge": 4096, "longest_edge": 16777216}}
+    size = {"size": PUBLIC_SIZE}
     budgets = {PICTURES: {"multi_image_max_pixels": 201326592}, VIDEOS: {"video_max_pixels": 409600, "min_frames": 1}}
     for name, more in budgets.items():
         (tmp_path / name).write_text(json.dumps(json.loads((model_dir / name).read_text()) | size | more))

@@ -86,7 +86,9 @@ def test_serve_two_turns(model_dir: Path, expected: list[list[int]]) -> None:
         {"role": "assistant", "content": "A cat."},
         {"role": "user", "content": [{"type": "text", "text": "And "}, shown]},
     ]
-    with serving("--model-path", model_dir) as server:
+    two: Any = [{"type": "video_url", "video_url": {"url": clip}}] * 2  # 35 frames each of the 768 that they share
+    in_two = f"<|im_start|>user\n{f'<|vision_start|>{FRAMES}<|vision_end|>' * 2}<|im_end|>\n{ASKED}"
+    with serving("--model-path", model_dir, "--limit-mm-per-prompt", '{"image": 2, "video": 2}') as server:
         create = server.client().chat.completions.create
         for conversation, tokens in zip((messages, messages + more), expected, strict=True):
             found = create(
@@ -98,6 +100,9 @@ def test_serve_two_turns(model_dir: Path, expected: list[list[int]]) -> None:
             )
             assert found.usage is not None and found.usage.prompt_tokens == len(tokens) - NEW_TOKENS
             assert found.choices[0].message.content == tokenizer.decode(tokens[-NEW_TOKENS:])
+        found = create(model=model_dir.name, messages=[{"role": "user", "content": two}], max_tokens=1)
+        assert found.usage is not None
+        assert found.usage.prompt_tokens == len(tokenizer.encode(in_two, add_special_tokens=False))
         written = [*messages, {"role": "user", "content": "<|image|>"}]
         refused = server.post("/v1/chat/completions", {"model": model_dir.name, "messages": written})
         assert refused.status_code == 400 and "the text contains <|image|>" in refused.text

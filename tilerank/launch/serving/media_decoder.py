@@ -29,6 +29,23 @@ class MediaDecoder(Decoder):
             self._idle.put(None)
 
     def decode(self, kind: str, files: Sequence[bytes], listed: bool, sample: Sampler) -> Frames:
+        fps, indices, frames = self._decode(kind == "video" and not listed, files, sample)
+        return _join(kind, frames, indices, fps)
+
+    def describe(self, video: bytes) -> tuple[int, float | None]:
+        totals = list[int]()
+
+        def none(total: int, _: float | None) -> list[int]:
+            totals.append(total)
+            return []
+
+        fps, *_ = self._decode(True, [video], none)
+        return totals[-1], fps
+
+    def _decode(
+        self, video: bool, files: Sequence[bytes], sample: Sampler
+    ) -> tuple[float | None, list[int], list[Frame]]:
+        """Return what `_Process.decode` returns."""
         for data in files:
             if len(data) > self._limits.bytes:
                 raise MediaError(f"expected a file of at most {self._limits.bytes} bytes, found {len(data)}")
@@ -36,7 +53,7 @@ class MediaDecoder(Decoder):
         try:
             if process is None or process.ended():
                 process = _Process()
-            fps, indices, frames = process.decode(kind == "video" and not listed, files, sample, self._limits)
+            return process.decode(video, files, sample, self._limits)
         except _RefusedError as refusal:
             raise MediaError(str(refusal)) from None
         except BaseException as failure:  # the process may be in the middle of a file
@@ -49,7 +66,6 @@ class MediaDecoder(Decoder):
             raise
         finally:
             self._idle.put(process)
-        return _join(kind, frames, indices, fps)
 
     def close(self) -> None:
         """End the processes. Only when no other thread decodes."""

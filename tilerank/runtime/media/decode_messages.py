@@ -25,7 +25,7 @@ class Found(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Take(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The numbers of the frames to return, ascending. A frame may be named more than once."""
+    """The numbers of the frames to return, ascending; none may be. A frame may be named more than once."""
 
     indices: list[int]
 

@@ -59,6 +59,8 @@ def _send_video(job: Decode, connection: Connection) -> None:
         take = connection.receive(_MAX_MESSAGE)
         if not isinstance(take, Take):
             raise Gone
+        if not take.indices:
+            return
         try:
             for height, width, rows in read_frames(data, take.indices, job.pixels, job.frame_bytes):
                 connection.send(Frame(height, width, rows))

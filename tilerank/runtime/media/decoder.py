@@ -44,3 +44,7 @@ class Decoder(ABC):
         kind: "image" or "video". files: one file, or if `listed`, the pictures that are the frames of a video, all of
         which are returned. sample: chooses the frames of another video.
         """
+
+    @abstractmethod
+    def describe(self, video: bytes) -> tuple[int, float | None]:
+        """Return total frames and frames per second of a video, None if unknown. As `decode`."""

@@ -4,18 +4,21 @@ A picture or a frame of a video takes one token of the prompt. Its encoding is n
 after it see it by cross-attention, together with the pictures and frames before it.
 """
 
+import math
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from tilerank.loader.tokenizer import Tokenizer
 
 from ..prompt import Medium, Prompt, Segment, Sight
-from .decoder import Frames
+from .decoder import Frames, Sampler
 from .errors import MediaError
 from .moss_vl_settings import read_settings
-from .moss_vl_sizes import most_video_tokens, picture_sizes, sample_frames, video_sizes
+from .moss_vl_sizes import most_video_tokens, picture_share, sample_frames, share_frames, video_size
 from .placeholders import PlaceholderProcessor, name_medium
-from .qwen_vl_sizes import UNKNOWN_FPS, most_picture_tokens
+from .qwen_vl_sizes import UNKNOWN_FPS, most_picture_tokens, picture_size
 
 _WRITTEN = {"image": "<|image|>", "video": "<|video|>"}
 """What chat templates write for a medium; the token of the vocabulary is another one."""
@@ -23,6 +26,8 @@ _WRITTEN = {"image": "<|image|>", "video": "<|video|>"}
 
 class MossVLProcessor(PlaceholderProcessor):
     """Reads the settings of a model directory. Raises ConfigError."""
+
+    shares_frames = True
 
     def __init__(self, model_dir: Path, tokenizer: Tokenizer) -> None:
         super().__init__(model_dir, tokenizer)
@@ -43,6 +48,11 @@ class MossVLProcessor(PlaceholderProcessor):
     def sample(self, total: int, fps: float | None) -> list[int]:
         return sample_frames(total, fps, self._settings.sampling)
 
+    def sample_together(self, videos: Sequence[tuple[int, float | None]]) -> list[Sampler]:
+        sampling = self._settings.sampling
+        shares = share_frames([total / (fps or UNKNOWN_FPS) for total, fps in videos], self._settings.frames)
+        return [partial(sample_frames, sampling=replace(sampling, most=min(sampling.most, share))) for share in shares]
+
     def most_tokens(self, kind: str) -> int:
         s = self._settings
         if kind == "image":
@@ -50,27 +60,29 @@ class MossVLProcessor(PlaceholderProcessor):
         return most_video_tokens(s.preprocessing.token, s.frame, s.volume, s.sampling)
 
     def _media(self, media: Sequence[Frames]) -> list[Medium]:
+        patch = self._settings.preprocessing.patch
+        pixels = [math.prod(frames.size) for frames in media]
+        converted = []
+        for index, frames in enumerate(media):
+            total = sum(own for own, other in zip(pixels, media, strict=True) if other.kind == frames.kind)
+            try:
+                height, width = self._size(frames, pixels[index], total)
+            except MediaError as failure:
+                raise MediaError(f"{name_medium(media, index)}: {failure}") from None
+            grid = (frames.size[0], height // patch, width // patch)
+            converted.append(Medium(frames.kind, frames.data, frames.size, grid))
+        return converted
+
+    def _size(self, frames: Frames, pixels: int, total: int) -> tuple[int, int]:
+        """Return height and width after resizing. pixels, total: of the medium, and of all media of its kind."""
         s = self._settings
-        token, patch = s.preprocessing.token, s.preprocessing.patch
-        sizes: dict[int, tuple[int, int]] = {}
-        for kind in _WRITTEN:
-            chosen = [index for index, frames in enumerate(media) if frames.kind == kind]
-            for index in chosen:
-                if media[index].size[0] > s.sampling.most:
-                    raise MediaError(
-                        f"{name_medium(media, index)}: expected at most {s.sampling.most} frames, found "
-                        f"{media[index].size[0]}"
-                    )
-            own = [media[index].size for index in chosen]
-            if kind == "image":
-                found = picture_sizes(own, token, s.picture, s.pictures)
-            else:
-                found = video_sizes(own, token, s.frame, s.volume)
-            sizes |= zip(chosen, found, strict=True)
-        return [
-            Medium(f.kind, f.data, f.size, (f.size[0], sizes[index][0] // patch, sizes[index][1] // patch))
-            for index, f in enumerate(media)
-        ]
+        count, height, width = frames.size
+        if frames.kind == "image":
+            area = picture_share(pixels, total, s.picture, s.pictures)
+            return picture_size(height, width, s.preprocessing.token, area)
+        if count > s.sampling.most:
+            raise MediaError(f"expected at most {s.sampling.most} frames, found {count}")
+        return video_size(frames.size, s.preprocessing.token, s.frame, int(s.volume * pixels / total))
 
     def _write_frames(self, video: Frames) -> str:
         """Return the time and the placeholder of each frame."""

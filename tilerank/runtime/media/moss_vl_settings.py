@@ -30,8 +30,8 @@ _MAX_FRAMES = 1 << 16
 @dataclass(frozen=True)
 class Settings:
     """picture, frame: bounds of the pixels of a picture and of a frame of a video. pictures, volume: the most pixels of
-    all pictures, and of all frames of all videos of a prompt, which share them by size. sampling: of all videos of a
-    prompt together."""
+    all pictures, and of all frames of all videos of a prompt, which share them by size. sampling: of one video alone.
+    frames: the most of all videos of a prompt, which share them by duration."""
 
     preprocessing: Preprocessing
     picture: Area
@@ -39,6 +39,7 @@ class Settings:
     frame: Area
     volume: int
     sampling: Sampling
+    frames: int
 
 
 def read_settings(model_dir: Path) -> Settings:
@@ -62,13 +63,15 @@ def read_settings(model_dir: Path) -> Settings:
     check_vision_config(model_dir, preprocessing, pictures)
     picture, frame = read_area(pictures, old_keys=True), read_area(videos, old_keys=False)
     volume = _budget(videos, "video_max_pixels")
+    frames = videos.integer("max_frames", 1, _MAX_FRAMES) if videos.has("max_frames") else 256
     return Settings(
         preprocessing=preprocessing,
         picture=picture,
         pictures=_budget(pictures, "multi_image_max_pixels") or picture.most,
         frame=frame,
         volume=volume or frame.most,
-        sampling=_sampling(videos, volume // frame.least if volume else _MAX_FRAMES),
+        sampling=_sampling(videos, frames, volume // frame.least if volume else frames),
+        frames=frames,
     )
 
 
@@ -76,14 +79,13 @@ def _budget(fields: Fields, key: str) -> int | None:
     return fields.integer(key, 1, _MAX_AREA) if fields.has(key) else None
 
 
-def _sampling(fields: Fields, most: int) -> Sampling:
-    """most: the frames for which there are pixels."""
+def _sampling(fields: Fields, frames: int, room: int) -> Sampling:
+    """frames: the most that may be taken. room: the frames for which there are pixels."""
     if fields.has("do_sample_frames") and not fields.flag("do_sample_frames"):
         raise fields.fail("do_sample_frames", "true")
-    frames = fields.integer("max_frames", 1, _MAX_FRAMES) if fields.has("max_frames") else 256
     return Sampling(
         fps=fields.number("video_fps", 0, 1e6) if fields.has("video_fps") else 1.0,
         least=fields.integer("min_frames", 1, frames) if fields.has("min_frames") else 1,
-        most=max(min(frames, most), 1),
+        most=max(min(frames, room), 1),
         frame_tokens=None,
     )

@@ -5,30 +5,21 @@ from collections.abc import Sequence
 
 from .errors import MediaError
 from .qwen_vl_settings import Area, Sampling
-from .qwen_vl_sizes import UNKNOWN_FPS, check_ratio, grow, most_picture_tokens, picture_size, shrink
-
-Size = tuple[int, int, int]
-"""Frames, height and width of a medium."""
+from .qwen_vl_sizes import UNKNOWN_FPS, check_ratio, grow, most_picture_tokens, shrink
 
 
-def picture_sizes(pictures: Sequence[Size], token: int, area: Area, budget: int) -> list[tuple[int, int]]:
-    """Return height and width of each picture after resizing. They share `budget` pixels in proportion to their own."""
-    total = sum(map(math.prod, pictures))
-    sizes = []
-    for _, height, width in pictures:
-        share = int(budget * (height * width / total))
-        sizes.append(picture_size(height, width, token, Area(area.least, min(max(share, area.least), area.most))))
-    return sizes
+def picture_share(pixels: int, total: int, area: Area, budget: int) -> Area:
+    """Return the bounds of a picture after resizing. All pictures of a prompt share `budget` pixels in proportion to
+    their own. pixels, total: those of the picture and of all pictures. area: the bounds of any picture."""
+    return Area(area.least, min(max(int(budget * (pixels / total)), area.least), area.most))
 
 
-def video_sizes(videos: Sequence[Size], token: int, frame: Area, budget: int) -> list[tuple[int, int]]:
-    """Return height and width of the frames of each video after resizing. frame: bounds of the pixels of a frame. All
-    frames of all videos share `budget` pixels in proportion to their own."""
-    total = sum(map(math.prod, videos))
-    return [_video_size(video, token, frame, int(budget * math.prod(video) / total)) for video in videos]
+def video_size(video: tuple[int, int, int], token: int, frame: Area, budget: int) -> tuple[int, int]:
+    """Return height and width of the frames of a video after resizing.
 
-
-def _video_size(video: Size, token: int, frame: Area, budget: int) -> tuple[int, int]:
+    video: the number of frames, their height and their width. frame: bounds of the pixels of a frame. budget: the most
+    of all frames together.
+    """
     count, height, width = video
     if min(height, width) < token:
         raise MediaError(f"expected frames of at least {token} x {token} pixels, found {width} x {height}")
@@ -54,6 +45,24 @@ def sample_frames(total: int, fps: float | None, sampling: Sampling) -> list[int
         return [0]
     step = (total - 1) / (count - 1)
     return [*(int(i * step) for i in range(count - 1)), total - 1]
+
+
+def share_frames(durations: Sequence[float], most: int) -> list[int]:
+    """Return how many frames each of several videos may have, `most` together but at least one each.
+
+    Beside the one, videos get frames in proportion to their durations in seconds; those left over by rounding down go
+    to the largest fractions.
+    """
+    rest = most - len(durations)
+    if rest <= 0:
+        return [1] * len(durations)
+    total = sum(durations)
+    shares = [rest * (duration / total) for duration in durations]
+    counts = [math.floor(share) for share in shares]
+    by_fraction = sorted(range(len(shares)), key=lambda i: counts[i] - shares[i])
+    for i in by_fraction[: rest - sum(counts)]:
+        counts[i] += 1
+    return [1 + count for count in counts]
 
 
 def most_video_tokens(token: int, frame: Area, budget: int, sampling: Sampling) -> int:

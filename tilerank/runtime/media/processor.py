@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 from ..prompt import Prompt
-from .decoder import Frames
+from .decoder import Frames, Sampler
 
 
 class Processor(ABC):
@@ -12,10 +12,12 @@ class Processor(ABC):
 
     placeholders: what the chat template writes for a medium. Users may not write it (see messages.split_media).
     convention: a sentence for the log on how prompts are written, where the model directory decides that.
+    shares_frames: whether the frames taken of a video depend on the other videos of its prompt.
     """
 
     placeholders: tuple[str, ...]
     convention: str = ""
+    shares_frames: bool = False
 
     @abstractmethod
     def prompt(self, text: str, media: Sequence[Frames]) -> Prompt:
@@ -31,6 +33,10 @@ class Processor(ABC):
     @abstractmethod
     def sample(self, total: int, fps: float | None) -> list[int]:
         """Return the numbers of the frames of a video that the model takes, ascending. fps: None if unknown."""
+
+    def sample_together(self, videos: Sequence[tuple[int, float | None]]) -> list[Sampler]:
+        """Return `sample` for each of the videos of a prompt, of which total frames and frames per second are given."""
+        return [self.sample] * len(videos)
 
     @abstractmethod
     def most_tokens(self, kind: str) -> int:

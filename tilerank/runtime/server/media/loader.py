@@ -10,6 +10,7 @@ from ...media.decoder import Decoder, Frames
 from ...media.errors import MediaError
 from ...media.messages import Source
 from ...media.processor import Processor
+from ...media.samplers import samplers
 from ..errors import ApiError
 from .fetch import Fetcher
 from .media_budget import Share
@@ -65,17 +66,15 @@ class MediaReader:
     async def _decode(
         self, lane: "_Lane", sources: Sequence[Source], fetched: list[bytes], share: Share
     ) -> list[Frames]:
-        files = iter(fetched)
+        left = iter(fetched)
+        files = [list(islice(left, len(source.urls))) for source in sources]
+        run = asyncio.get_running_loop().run_in_executor
+        chosen = await run(
+            lane.threads, samplers, self.processor, sources, lambda i: lane.decoder.describe(files[i][0])
+        )
         media = []
-        for source in sources:
-            frames = await asyncio.get_running_loop().run_in_executor(
-                lane.threads,
-                lane.decoder.decode,
-                source.kind,
-                list(islice(files, len(source.urls))),
-                source.listed,
-                self.processor.sample,
-            )
+        for source, own, sample in zip(sources, files, chosen, strict=True):
+            frames = await run(lane.threads, lane.decoder.decode, source.kind, own, source.listed, sample)
             share.add_decoded(len(frames.data))
             media.append(frames)
         share.drop_encoded()

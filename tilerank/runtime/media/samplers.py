@@ -1,0 +1,23 @@
+"""Which frames are taken of the videos of a prompt."""
+
+from collections.abc import Callable, Sequence
+
+from .decoder import Sampler
+from .messages import Source
+from .processor import Processor
+
+
+def samplers(
+    processor: Processor, sources: Sequence[Source], describe: Callable[[int], tuple[int, float | None]]
+) -> list[Sampler]:
+    """Return what chooses the frames of each medium of a prompt.
+
+    describe: returns total frames and frames per second of the video that is source number i, as Decoder.describe;
+    called where frames depend on other videos.
+    """
+    videos = [i for i, source in enumerate(sources) if source.kind == "video" and not source.listed]
+    if len(videos) < 2 or not processor.shares_frames:
+        return [processor.sample] * len(sources)
+    together = processor.sample_together([describe(i) for i in videos])
+    chosen = dict(zip(videos, together, strict=True))
+    return [chosen.get(i, processor.sample) for i in range(len(sources))]
