@@ -154,7 +154,6 @@ def test_rows_are_of_the_median_run_and_shares_of_the_peaks() -> None:
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (("media", "/nowhere"), "/nowhere: expected a model directory, found nothing"),
         (("media", str(DEMO)), "demo-lm takes text only; expected a model that takes pictures"),
         (("media", str(DEMO_VL), "--json", "/nowhere/x"), "expected a file in a writable directory"),
         (("media", str(DEMO_VL), "--size", "300x1"), "a picture of 300x1: image 1: "),

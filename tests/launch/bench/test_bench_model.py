@@ -204,7 +204,6 @@ def test_lists_of_numbers() -> None:
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (("model", "/nowhere"), "/nowhere: expected a model directory, found nothing"),
         (("model", str(DEMO), "--prompt-tokens", "4090"), "expected at most max_position_embeddings, 4096"),
         (("model", str(DEMO), "--json", "/nowhere/x"), "expected a file in a writable directory"),
         (("model", str(DEMO), "--json", "/proc/self"), "expected a file in a writable directory"),
