@@ -22,6 +22,7 @@ from tilerank.runtime.errors import RequestError
 from tilerank.runtime.media.decoder import Frames
 from tilerank.runtime.media.processor import Processor
 from tilerank.runtime.media.registry import load_processor
+from tilerank.runtime.models import moss_vision
 from tilerank.runtime.prompt import Prompt
 from tilerank.runtime.sequence import next_chunk
 from tilerank.runtime.worker import Worker
@@ -133,6 +134,25 @@ def test_tokens_see_the_frames_up_to_their_own_alone(engine: Engine, processor: 
     assert torch.equal(logits[: first - 1], alone[: first - 1])
     same = [torch.equal(a, b) for a, b in zip(logits, engine.score(other), strict=True)]
     assert same == [True] * second + [False] * (len(same) - second)
+
+
+@BITS
+def test_groups_of_frames_change_no_bit(engine: Engine, processor: Processor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of five frames: all at once, two at a time, and each alone. Frames are encoded like pictures of their own."""
+    [medium] = processor.prompt("<|video|>", [video(1, 5)]).media
+    _, rows, columns = medium.grid
+    frames = torch.frombuffer(bytearray(medium.frames), dtype=torch.uint8).view(*medium.size, 3)
+    assert engine.worker.encoder is not None
+    encode = engine.worker.encoder.encode
+    *_, whole = encode(frames, medium.grid, 1e6)
+    assert whole is not None
+    for patches in (2 * rows * columns, 1):
+        monkeypatch.setattr(moss_vision, "_GROUP", patches)
+        *_, found = encode(frames, medium.grid, 1e6)
+        assert found is not None and torch.equal(found, whole)
+    for i, own in enumerate(whole[0].view(5, -1, whole.shape[2])):
+        *_, alone = encode(frames[i : i + 1], (1, rows, columns), 1e6)
+        assert alone is not None and torch.equal(alone[0], own)
 
 
 @BITS
