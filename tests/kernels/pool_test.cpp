@@ -151,6 +151,31 @@ void test_fork(int threads, bool spin) {
   expect_works(pool, 3);
 }
 
+// A child that does not run anything before it forks itself.
+void test_fork_twice(int threads, bool spin) {
+  Pool& pool = Pool::instance();
+  pool.start({}, threads, spin);
+  expect_works(pool, 1);
+  const pid_t child = fork();
+  if (child == 0) {
+    const pid_t grandchild = fork();
+    alarm(20);
+    if (grandchild == 0) {
+      expect_works(pool, 2);
+      _exit(0);
+    }
+    int status = 1;
+    waitpid(grandchild, &status, 0);
+    EXPECT(status == 0);
+    expect_works(pool, 3);
+    _exit(0);
+  }
+  int status = 1;
+  waitpid(child, &status, 0);
+  EXPECT(status == 0);
+  expect_works(pool, 4);
+}
+
 void test_pinning(int threads, bool spin) {
   cpu_set_t before;
   sched_getaffinity(0, sizeof(before), &before);
@@ -207,6 +232,8 @@ int main(int, char** argv) {
     test_scratch(threads, spin);
   else if (name == "fork")
     test_fork(threads, spin);
+  else if (name == "fork twice")
+    test_fork_twice(threads, spin);
   else if (name == "pinning")
     test_pinning(threads, spin);
   else

@@ -43,7 +43,8 @@ def plain_program(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("threads", [1, 3])
-def test_a_forked_child_starts_its_own_threads(plain_program: Path, threads: int) -> None:
+@pytest.mark.parametrize("case", ["fork", "fork twice"])
+def test_a_forked_child_starts_its_own_threads(plain_program: Path, case: str, threads: int) -> None:
     # The thread sanitizer does not allow new threads after a fork.
-    result = subprocess.run([plain_program, "fork", str(threads), "sleep"], capture_output=True, text=True)
+    result = subprocess.run([plain_program, case, str(threads), "sleep"], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr

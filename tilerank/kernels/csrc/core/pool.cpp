@@ -125,7 +125,7 @@ Pool::Pool() {
 }
 
 void Pool::after_fork() {
-  forked_ = !workers_.empty();
+  forked_ = forked_ || !workers_.empty();  // a child that forks before its first run has no threads either
   workers_.clear();
   for (Signal* signal : {&generation_, &running_}) signal->reset();
   turn_.unlock();
