@@ -253,7 +253,8 @@ def ints(*values: int | list[int]) -> Tensor:
         ({"page_tables": ints([0, 3], [2, 99])}, "page_tables: expected pages in [0, 3) for sequence 0, found 3"),
         ({"page_tables": ints([0, -1], [2, 99])}, "page_tables: expected pages in [0, 3) for sequence 0, found -1"),
         ({"kv_map": ints([0, 3])}, "kv_map: expected shape [2, 2], found [1, 2]"),
-        ({"kv_map": ints([0, 3], [4, 3])}, "kv_map: expected query heads in [0, 6) for KV head 1, found 3 from 4"),
+        ({"kv_map": ints([0, 3], [4, 3])}, "kv_map: expected query heads in [3, 6) for KV head 1, found 3 from 4"),
+        ({"kv_map": ints([0, 3], [2, 3])}, "kv_map: expected query heads in [3, 6) for KV head 1, found 3 from 2"),
         ({"kv_map": ints([-1, 3], [3, 3])}, "kv_map: expected query heads in [0, 6) for KV head 0, found 3 from -1"),
     ],
 )

@@ -56,8 +56,8 @@ def attention(
     already written the keys and values of all of them.
     page_tables: [s, b] int32, the pages of each sequence in order; entries past ceil(seq_len / PAGE_TOKENS) are unused.
     seq_lens: [s] int32; query_starts: [s + 1] int32, from 0 to t.
-    kv_map: [kv_heads, 2] int32, the first query head and the number of query heads of every KV head. The output of a
-    query head without a KV head is zero. scale: factor of the scores.
+    kv_map: [kv_heads, 2] int32, the first query head and the number of query heads of every KV head, in ascending
+    order and without overlap. The output of a query head without a KV head is zero. scale: factor of the scores.
     causal=False: every row of sequence i attends to all seq_lens[i] tokens, and the number of rows is unrestricted.
     This serves bidirectional attention, and cross-attention over encoder tokens in pages of their own. The output over
     no tokens is zero.

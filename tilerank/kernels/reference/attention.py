@@ -136,9 +136,13 @@ def check_batch(
 
 
 def _check_kv_map(kv_map: Tensor, q_heads: int) -> None:
+    next_head = 0  # after the query heads of the KV heads before
     for head, (first, count) in enumerate(kv_map.tolist()):
-        if first < 0 or count < 0 or first + count > q_heads:
+        if count == 0:
+            continue
+        if first < next_head or count < 0 or first + count > q_heads:
             raise KernelError(
-                f"attention: kv_map: expected query heads in [0, {q_heads}) for KV head {head}, "
+                f"attention: kv_map: expected query heads in [{next_head}, {q_heads}) for KV head {head}, "
                 f"found {count} from {first}"
             )
+        next_head = first + count

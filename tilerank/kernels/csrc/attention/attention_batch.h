@@ -41,13 +41,18 @@ inline void check_batch(const char* kernel, int64_t rows, const Tensor& page_tab
   }
 }
 
+// No query head may have two KV heads, whose threads would write the same output.
 inline void check_kv_map(const Tensor& kv_map, int64_t query_heads) {
+  int64_t next = 0;  // after the query heads of the KV heads before
   for (int64_t head = 0; head < kv_map.size[0]; ++head) {
     const int32_t first = kv_map.row<int32_t>(head)[0], count = kv_map.row<int32_t>(head)[1];
-    if (first < 0 || count < 0 || int64_t{first} + count > query_heads) {
-      throw Error("attention: kv_map: expected query heads in [0, " + std::to_string(query_heads) + ") for KV head " +
-                  std::to_string(head) + ", found " + std::to_string(count) + " from " + std::to_string(first));
+    if (count == 0) continue;
+    if (first < next || count < 0 || int64_t{first} + count > query_heads) {
+      throw Error("attention: kv_map: expected query heads in [" + std::to_string(next) + ", " +
+                  std::to_string(query_heads) + ") for KV head " + std::to_string(head) + ", found " +
+                  std::to_string(count) + " from " + std::to_string(first));
     }
+    next = int64_t{first} + count;
   }
 }
 
