@@ -175,6 +175,32 @@ def test_activations_everywhere(rung: str, activation: Activation) -> None:
     torch.testing.assert_close(result, exact.float(), rtol=1e-6, atol=1e-6, equal_nan=True)
 
 
+@pytest.mark.parametrize("dtype", [BF16, F32], ids=["bf16", "f32"])
+def test_gates_beyond_the_range_of_their_exponential(rung: str, dtype: torch.dtype) -> None:
+    """silu is -0 where e^-gate exceeds fp32, whatever multiplies it."""
+    gates = torch.tensor([-3e38, -1e30, -1000.0, -100.0, -92.0, -89.0, -88.5, -88.0, -87.0, -20.0, 88.0, 3e38])
+    for up in (3e38, -3e38, 1.0):
+        x = torch.stack([gates, torch.full_like(gates, up)], dim=1).to(dtype)
+        weight = packed(in_turn(torch.tensor([[1.0, 0.0]] * 32), torch.tensor([[0.0, 1.0]] * 32)), dtype)
+        found = linear(x, weight, activation="silu_mul", out_dtype=F32)[:, 0]
+        torch.testing.assert_close(found, F.silu(x[:, 0].float()) * x[:, 1].float(), rtol=2e-6, atol=1e-36)
+
+
+@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "silu_mul"])
+def test_minus_infinity_is_no_number_or_zero(rung: str, activation: Activation) -> None:
+    rows = torch.tensor([[-torch.inf, 1.0]])
+    plain = torch.tensor([[1.0, 0.0]] * 32)
+    weight = packed(in_turn(plain, plain.flip(1)) if activation == "silu_mul" else plain, F32)
+    found = linear(rows * torch.tensor([1.0, 3e38]), weight, activation=activation)
+    assert ((found == 0) | found.isnan()).all()
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_no_rows(rung: str, activation: Activation | None) -> None:
+    width = 32 if activation == "silu_mul" else 64
+    assert linear(torch.empty(0, 3), packed(randn(64, 3), F32), activation=activation).shape == (0, width)
+
+
 @pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "silu_mul"])
 @pytest.mark.parametrize("k", [70, 1088])
 def test_an_activated_row_has_the_same_bits_in_every_batch(rung: str, activation: Activation, k: int) -> None:

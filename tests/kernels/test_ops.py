@@ -202,6 +202,15 @@ def test_silu_mul_is_exact_to_rounding(dtype: torch.dtype, rows: int, width: int
     assert_within(ops.silu_mul(gate_up), exact, bound)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "f32"])
+def test_silu_mul_of_gates_beyond_the_range_of_their_exponential(rung: str, dtype: torch.dtype) -> None:
+    gate = torch.tensor([-3e38, -1e30, -1000.0, -100.0, -89.0, -88.5, -88.0, -20.0, 88.0, 3e38], dtype=dtype)
+    for up in (3e38, -3e38, 1.0):
+        found = ops.silu_mul(torch.cat([gate, torch.full_like(gate, up)])[None])[0]
+        exact = torch.nn.functional.silu(gate) * torch.full_like(gate, up)
+        torch.testing.assert_close(found, exact, rtol=1e-2 if dtype is torch.bfloat16 else 2e-6, atol=1e-36)
+
+
 def test_silu_mul_rounds_as_transformers_does() -> None:
     gate_up = randn(16, 2 * 500, dtype=torch.bfloat16)
     gate, up = gate_up.chunk(2, -1)

@@ -34,7 +34,8 @@ def epilogue(
     if bias is not None:
         sums = sums + bias.float()
     if activation == "silu_mul":
-        gate, up = sums.view(sums.shape[0], -1, 2, BLOCK_N).unbind(2)  # blocks of gate and up alternate
+        blocks = sums.view(sums.shape[0], sums.shape[1] // (2 * BLOCK_N), 2, BLOCK_N)
+        gate, up = blocks.unbind(2)  # blocks of gate and up alternate
         sums = (F.silu(gate) * up).flatten(1)
     elif activation is not None:
         approximate = "tanh" if activation == "gelu_tanh" else "none"

@@ -158,8 +158,8 @@ static inline Vec exp(Vec x) {
 // Computes 1 + e^-x as exp does, with a shorter polynomial (within 8e-8). The division would take as long as all the
 // rest, so a 14-bit reciprocal and a Newton step replace it.
 static inline Vec silu(Vec x) {
-  x = max(set(-88.0f), x);  // the result is -5e-37 there; the bound keeps d within fp32
-  const Vec z = min(set(88.0f), x);
+  constexpr float kLeast = -88.72f;  // below, e^-x exceeds fp32 and the result is -0
+  const Vec z = min(set(88.0f), max(set(kLeast), x));  // NaN stays NaN
   const Vec n = round_to_int(z * set(-1.44269504088896341f));
   Vec r = fma(n, set(0.693359375f), z);
   r = fma(n, set(-2.12194440e-4f), r);
@@ -170,8 +170,9 @@ static inline Vec silu(Vec x) {
   p = fma(p, r, set(-0.9999996911f));
   p = fma(p, r, set(1.000000072f));
   const Vec d = set(1.0f) + scale_by_power(p, n);
-  const Vec y = {_mm512_rcp14_ps(d.v)};
-  return x * fma(y, Vec{_mm512_fnmadd_ps(d.v, y.v, set(1.0f).v)}, y);
+  const __m512 y = _mm512_rcp14_ps(d.v);
+  const __mmask16 inside = _mm512_cmp_ps_mask(x.v, set(kLeast).v, _CMP_NLT_UQ);
+  return x * Vec{_mm512_maskz_fmadd_ps(inside, y, _mm512_fnmadd_ps(d.v, y, set(1.0f).v), y)};
 }
 #else
 static inline Vec silu(Vec x) { return x / (set(1.0f) + exp(zero() - x)); }
