@@ -158,7 +158,7 @@ static inline Vec exp(Vec x) {
 // Computes 1 + e^-x as exp does, with a shorter polynomial (within 8e-8). The division would take as long as all the
 // rest, so a 14-bit reciprocal and a Newton step replace it.
 static inline Vec silu(Vec x) {
-  constexpr float kLeast = -88.72f;  // below, e^-x exceeds fp32 and the result is -0
+  constexpr float kLeast = -88.72f;                    // below, e^-x exceeds fp32 and the result is -0
   const Vec z = min(set(88.0f), max(set(kLeast), x));  // NaN stays NaN
   const Vec n = round_to_int(z * set(-1.44269504088896341f));
   Vec r = fma(n, set(0.693359375f), z);
