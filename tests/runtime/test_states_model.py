@@ -9,6 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from batching import answers
+from media_prompts import LARGE, SMALL, VIDEO, medium, text
+from media_prompts import ask as ask_for
+from media_prompts import prompt as prompt_with
 from ranks import run_ranks
 from rungs import COMPILED
 from tiny import make_checkpoint
@@ -193,6 +197,23 @@ def test_no_step_touches_a_slot_of_no_sequence_in_it(worker: Worker) -> None:
     assert len(list(events)) == 30
     assert layers and all((cache.conv[3:] == 7.0).all() and (cache.state[3:] == -3.0).all() for cache in layers)
     assert not any((cache.state[:3] == -3.0).any() for cache in layers)
+
+
+@needs_core
+def test_pictures_in_a_mixed_batch_give_the_bits_of_single_requests(worker: Worker) -> None:
+    """Steps of 64 rows end inside of a picture and between two: the state that one leaves is continued by the next."""
+    prompts = [
+        prompt_with(text(4, 90)),
+        prompt_with(text(1, 50), LARGE, text(2, 60), SMALL, text(3, 3)),
+        prompt_with(VIDEO, text(5, 70)),
+        prompt_with(text(6, 1)),
+    ]
+    requests = [ask_for(one, 8) for one in prompts]
+    alone = [answers(fresh(worker), [one])[0] for one in requests]
+    for rows in (2048, 64):
+        assert answers(fresh(worker, chunk_rows=rows), requests) == alone
+    other = prompt_with(text(1, 50), medium(9, 5, 8), text(2, 60), SMALL, text(3, 3))
+    assert answers(fresh(worker), [ask_for(other, 8)])[0] != alone[1]
 
 
 def test_as_many_requests_run_as_there_are_slots(worker: Worker) -> None:
