@@ -64,6 +64,7 @@ class Scheduler:
         self._encodings = encodings
         self._sources = sources
         self._max_running = max_running
+        assert self._states is None or full_blocks(chunk_rows), "no block of a prompt would fit in a step"
         self._chunk_rows = chunk_rows
         self._numbers = count()
 
