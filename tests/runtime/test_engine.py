@@ -3,6 +3,7 @@
 import functools
 import json
 import shutil
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,13 @@ import torch
 from batching import DEMO, requests
 from ranks import Ranks, eventually, run_ranks
 from rungs import COMPILED
+from safetensors.torch import load_file, save_file
 
+from tilerank.kernels.kv_pages import PAGE_TOKENS
 from tilerank.parallel.channel import Channel
 from tilerank.parallel.group import SingleGroup
 from tilerank.parallel.join import Team
-from tilerank.runtime.engine import Engine, Request, TokenEvent
+from tilerank.runtime.engine import Engine, Failed, Request, TokenEvent
 from tilerank.runtime.errors import EngineError, RequestError
 from tilerank.runtime.prompt import Prompt
 from tilerank.runtime.sampling import SamplingParams, uniform
@@ -258,6 +261,57 @@ def test_refuses_what_the_cache_can_never_hold() -> None:
         run(small, PROMPT, max_new_tokens=26)
     # The last token's keys are never needed.
     assert len(run(small, PROMPT, max_new_tokens=25, ignore_eos=True)) == 25
+
+
+POISON = 7
+
+
+@pytest.fixture(scope="module")
+def poisoned(tmp_path_factory: pytest.TempPathFactory) -> Engine:
+    """The demo model with a head of its own, in which the embedding of POISON is NaN."""
+    copy = Path(shutil.copytree(DEMO, tmp_path_factory.mktemp("poisoned") / "model"))
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}))
+    tensors = load_file(copy / "model.safetensors")
+    head = {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}
+    save_file(tensors | head, copy / "model.safetensors", {"format": "pt"})
+    engine = Engine(Worker(copy, single(), dtype=torch.float32, context_length=256, max_total_tokens=512))
+    engine.worker._model.embedding.table.data[POISON] = torch.nan  # type: ignore[attr-defined]
+    return engine
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("at", [5, 39], ids=["early", "last"])
+def test_requests_whose_logits_are_no_numbers_fail_alone(poisoned: Engine, temperature: float, at: int) -> None:
+    """Beside one with the same beginning; none of their pages is kept for later requests."""
+    engine, params = poisoned, SamplingParams(max_new_tokens=5, ignore_eos=True, temperature=temperature)
+    wrong = [*PROMPT[:at], POISON, *PROMPT[at:]]
+    assert POISON not in PROMPT
+    good = [PROMPT, PROMPT[3:]]
+    expected = [[event.token_id for event in run(engine, one, **asdict(params))] for one in good]
+    numbers = [engine.submit(Request(Prompt(prompt), params)) for prompt in (wrong, *good, wrong)]
+    found: dict[int, list[Any]] = {number: [] for number in numbers}
+    while engine.busy:
+        for event in engine.step():
+            found[event.request].append(event)
+    for number in (numbers[0], numbers[3]):
+        (event,) = found[number]
+        assert isinstance(event, Failed) and "computes NaN or infinity" in event.sentence
+    assert [[event.token_id for event in found[number]] for number in numbers[1:3]] == expected
+    pool = engine._pool
+    assert pool.free == pool.total
+    table = pool.open(wrong)
+    assert len(table) * PAGE_TOKENS <= at
+    pool.close(table)
+
+
+def test_a_score_that_is_no_number_fails_the_request(poisoned: Engine) -> None:
+    engine, params = poisoned, SamplingParams(max_new_tokens=2, prompt_logprobs=1)
+    number = engine.submit(Request(Prompt([*PROMPT, POISON, *PROMPT[:3]]), params))
+    events = []
+    while engine.busy:
+        events += engine.step()
+    assert [type(event) for event in events] == [Failed] and events[0].request == number
 
 
 def test_an_abandoned_batch_gives_its_pages_back(engine: Engine) -> None:

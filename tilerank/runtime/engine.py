@@ -146,9 +146,12 @@ class Engine:
             "hit_tokens": scheduler.hit_tokens,
         }
 
-    def cancel(self, number: int) -> None:
-        """End request `number`: it gets no more tokens, and what it holds is free at once."""
-        self._scheduler.remove(self._requests.pop(number))
+    def cancel(self, number: int, *, share: bool = True) -> None:
+        """End request `number`: it gets no more tokens, and what it holds is free at once.
+
+        share: whether later requests may use the pages that it has filled.
+        """
+        self._scheduler.remove(self._requests.pop(number), share=share)
         self._encoding.stop_if_unused()
 
     def step(self) -> list[Event]:
@@ -278,6 +281,9 @@ class Engine:
             following = sequence.prompt.token_ids[first : end + 1]
             if count is not None and chunk.logits and following:
                 values = logits[rows.start : rows.start + len(following)]
+                if not values.amax(dim=-1).isfinite().all():
+                    events.append(self._fail(sequence))
+                    continue
                 logprobs = sampling.score(values, following, count)
                 events.append(Scored(sequence.request, logprobs, start=_start(sequence)))
                 sequence.scored = first + len(following) - 1
@@ -286,7 +292,7 @@ class Engine:
     def _sample(self, scheduled: Scheduled, logits: Tensor) -> list[Event]:
         """Return the next token of every sequence whose tokens are all computed."""
         ends = [(sequence, rows.stop - 1) for (sequence, _), rows in zip(scheduled, _rows_of(scheduled), strict=True)]
-        complete = [(sequence, row) for sequence, row in ends if not sequence.uncached]
+        complete = [(sequence, row) for sequence, row in ends if sequence.is_running and not sequence.uncached]
         ready = [sequence for sequence, _ in complete if sequence.params.max_new_tokens]
         if len(ready) < len(logits):
             logits = logits[[row for sequence, row in complete if sequence.params.max_new_tokens]]
@@ -300,7 +306,9 @@ class Engine:
             events.append(Scored(sequence.request, [], "length", _start(sequence)))
         return [*events, *(self._take(sequence, choice, now) for sequence, choice in zip(ready, chosen, strict=True))]
 
-    def _take(self, sequence: Sequence, choice: Choice, now: float) -> TokenEvent:
+    def _take(self, sequence: Sequence, choice: Choice | None, now: float) -> TokenEvent | Failed:
+        if choice is None:
+            return self._fail(sequence)
         sequence.append(choice.token_id)
         reason = self._finish_reason(sequence)
         if reason is not None:
@@ -308,6 +316,15 @@ class Engine:
         elif sequence.grammar_mask is not None:
             sequence.grammar_mask.advance(choice.token_id)
         return TokenEvent(sequence.request, choice.token_id, now, reason, choice.logprobs, _start(sequence))
+
+    def _fail(self, sequence: Sequence) -> Failed:
+        """End a sequence whose logits are no numbers. Its pages may hold some that are none either."""
+        self.cancel(sequence.request, share=False)
+        return Failed(
+            sequence.request,
+            f"the model computes NaN or infinity for some of the {len(sequence.tokens)} tokens of this text: it overflows "
+            "in this precision, or its weights are damaged",
+        )
 
     def _finish_reason(self, sequence: Sequence) -> str | None:
         if sequence.tokens[-1] in self._ends(sequence.params):

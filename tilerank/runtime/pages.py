@@ -114,8 +114,9 @@ class PagePool:
             page.users += 1
             table.shared.append(page)
 
-    def close(self, table: PageTable) -> None:
-        """Release the table's pages. Those in the tree stay there until they are evicted."""
+    def close(self, table: PageTable, *, share: bool = True) -> None:
+        """Release the table's pages. Those in the tree stay there until they are evicted, or without `share` as long as
+        other sequences use them."""
         self._empty.extend(reversed(table.numbers[len(table.shared) :]))
         for page, number in zip(reversed(table.shared), reversed(table.numbers[: len(table.shared)]), strict=True):
             page.users -= 1
@@ -126,19 +127,30 @@ class PagePool:
                 self._idle[page] = None
             elif page.users == len(page.copies):
                 self._replace(page, page.copies.pop())
+            if not share and not page.users:
+                self._drop(page)
         table.shared, table.numbers = [], []
 
     def _allocate(self) -> int:
         if self._empty:
             return self._empty.pop()
         page = next(iter(self._idle), None)
-        if page is None or page.parent is None:
+        if page is None:
             raise EngineError(f"the KV cache has no free page; all {self.total} are in use")
-        del self._idle[page]
+        self._drop(page)
+        return self._empty.pop()
+
+    def _drop(self, page: Page) -> None:
+        """Remove a page that no sequence uses from the tree, with all pages that continue it."""
+        assert page.parent is not None
         del page.parent.children[page.keys]
-        if self.states is not None:
-            self.states.drop(page)
-        return page.number
+        dropped = [page]
+        for one in dropped:
+            dropped += one.children.values()
+            del self._idle[one]
+            if self.states is not None:
+                self.states.drop(one)
+            self._empty.append(one.number)
 
     def _replace(self, page: Page, number: int) -> None:
         """Let a page of the tree be page `number` of the cache, which has the same tokens; no sequence uses the old."""

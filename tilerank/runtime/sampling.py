@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tilerank.kernels import ops
+from tilerank.kernels.errors import KernelError
 
 from .params import Logprobs as Logprobs
 from .params import SamplingParams as SamplingParams
@@ -48,8 +49,8 @@ class Choice:
     logprobs: Logprobs | None
 
 
-def choose(logits: Tensor, rows: Sequence[Row], argmax: Callable[[Tensor], Tensor] = ops.argmax) -> list[Choice]:
-    """Sample the next token of each row of logits [m, vocab].
+def choose(logits: Tensor, rows: Sequence[Row], argmax: Callable[[Tensor], Tensor] = ops.argmax) -> list[Choice | None]:
+    """Sample the next token of each row of logits [m, vocab]. None for a row whose logits are NaN or infinite.
 
     Changes the logits in place, because copying them would take longer than all other work here. argmax: computes
     ops.argmax(logits).
@@ -60,11 +61,33 @@ def choose(logits: Tensor, rows: Sequence[Row], argmax: Callable[[Tensor], Tenso
             if row.params.logprobs:
                 raw[i] = logits[i].clone()
             _process(logits[i], row)
-    chosen = []
-    for i, (token_id, row) in enumerate(zip(_sample(logits, rows, argmax), rows, strict=True)):
+    chosen: list[Choice | None] = []
+    for i, (token_id, row) in enumerate(zip(_sample_numbers(logits, rows, argmax), rows, strict=True)):
+        if token_id is None:
+            chosen.append(None)
+            continue
         count = row.params.logprobs
         chosen.append(Choice(token_id, _logprobs(raw.get(i, logits[i]), token_id, count) if count else None))
     return chosen
+
+
+def _sample_numbers(logits: Tensor, rows: Sequence[Row], argmax: Callable[[Tensor], Tensor]) -> Sequence[int | None]:
+    """Return a token for each row; None if its logits have no finite maximum."""
+    try:
+        token_ids = _sample(logits, rows, argmax)
+        if logits[range(len(token_ids)), token_ids].isfinite().all():  # argmax takes infinity
+            return token_ids
+    except KernelError:
+        if logits.amax(dim=-1).isfinite().all():
+            raise
+    finite = logits.amax(dim=-1).isfinite().tolist()
+    numbers = [i for i, is_finite in enumerate(finite) if is_finite]
+    found: list[int | None] = [None] * len(rows)
+    if numbers:
+        token_ids = _sample(logits[numbers], [rows[i] for i in numbers], ops.argmax)
+        for i, token_id in zip(numbers, token_ids, strict=True):
+            found[i] = token_id
+    return found
 
 
 def _sample(logits: Tensor, rows: Sequence[Row], argmax: Callable[[Tensor], Tensor]) -> list[int]:

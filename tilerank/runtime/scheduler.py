@@ -72,11 +72,14 @@ class Scheduler:
         """Append a sequence to the queue. The caller has checked that the cache can hold its `max_cached` tokens."""
         self.waiting.append(sequence)
 
-    def remove(self, sequence: Sequence) -> None:
-        """Remove a sequence that is complete or cancelled, and release what it holds."""
+    def remove(self, sequence: Sequence, *, share: bool = True) -> None:
+        """Remove a sequence that is complete or cancelled, and release what it holds.
+
+        share: whether the pages that it has filled stay in the tree.
+        """
         if sequence in self.running:
             self.running.remove(sequence)
-            self._release(sequence)
+            self._release(sequence, share=share)
         else:
             self.waiting.remove(sequence)
 
@@ -246,8 +249,8 @@ class Scheduler:
             return None
         return self._sources.pin(prompt.source_digest, sum(segment.count for segment in prompt.source))
 
-    def _release(self, sequence: Sequence) -> None:
-        self._pool.close(sequence.table)
+    def _release(self, sequence: Sequence, *, share: bool = True) -> None:
+        self._pool.close(sequence.table, share=share)
         for encoding in sequence.encodings.values():
             self._encodings.release(encoding)
         sequence.encodings = {}
