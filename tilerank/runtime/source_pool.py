@@ -47,7 +47,8 @@ class SourcePool:
         """Raise RequestError if a source of so many tokens does not fit even alone."""
         if (pages := num_pages(tokens)) > self.total:
             raise RequestError(
-                f"the keys and values of its pictures take {pages} pages, but the cache of encodings has {self.total}"
+                f"the keys and values of its pictures and videos take {pages} pages, but the cache of encodings has "
+                f"{self.total}"
             )
 
     def pin(self, digest: bytes, tokens: int) -> Source | None:

@@ -65,7 +65,7 @@ def test_generate_with_a_picture_and_a_video(model_dir: Path, expected: list[lis
     (tmp_path / "a.png").write_bytes(PICTURE)
     (tmp_path / "b.mp4").write_bytes(VIDEO)
     media = ("--image", tmp_path / "a.png", "--video", tmp_path / "b.mp4")
-    options = ("--dtype", "float32", "--json", "--ignore-eos", "--max-new-tokens", NEW_TOKENS, "--tp", 2)
+    options = ("--dtype", "float32", "--json", "--ignore-eos", "--max-new-tokens", NEW_TOKENS)
     result = run("generate", model_dir, *options, *media, "--prompt", QUESTION)
     assert result.status == 0, result.err
     found = json.loads(result.out)

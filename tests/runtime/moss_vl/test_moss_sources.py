@@ -158,7 +158,7 @@ def test_groups_of_frames_change_no_bit(engine: Engine, processor: Processor, mo
 @BITS
 def test_mixed_requests_give_the_bits_of_single_ones(engine: Engine, processor: Processor) -> None:
     """In one batch, from shared pages, in small chunks, and where sequences give way to others."""
-    requests = mixed(processor, 48)
+    requests = mixed(processor, 32)
     alone = one_by_one(engine, requests)
     forget(engine)
     assert answers(engine, requests) == alone

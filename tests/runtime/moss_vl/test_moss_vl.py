@@ -62,8 +62,10 @@ def run(reference: Path) -> Run:
         job: dict[str, Any] = {"out": str(reference), "models": [MODELS[0]["name"]], "new_tokens": NEW_TOKENS}
         # Plain torch takes many times as long.
         job |= {"strategies": ["pad"] if isa else ["pad", "split"], "dtypes": ["float32"]}
+        if tp == 2 and not isa:
+            job["models"] = [model["name"] for model in MODELS]
         if tp == 3:
-            job |= {"models": [model["name"] for model in MODELS], "dtypes": ["float32", "bfloat16"]}
+            job["dtypes"] = ["float32", "bfloat16"]
         env = {"TILERANK_ISA": isa} if isa else {}
         ranks = run_ranks(tp, "vision_exact:run", kwargs=job, env=env, timeout=300)
         return [list(found) for found in zip(*ranks, strict=True)]
