@@ -1,11 +1,12 @@
 """Request bodies of the OpenAI API, with the sampling options that local servers add. Every field is bounded."""
 
 import json
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
+from pydantic import ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
 
-from .errors import ApiError
+from .fields import Body, RequestBody
+from .structured import Structured
 
 MAX_TOKENS = 1 << 20
 MAX_PARTS = 1 << 16
@@ -15,45 +16,24 @@ _Ids = Annotated[list[TokenId], Field(min_length=1, max_length=MAX_TOKENS)]
 TemplateVariables = dict[str, str | int | float | bool | None]
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 StopString = Annotated[str, Field(min_length=1, max_length=256)]
+Name = Annotated[str, Field(min_length=1, max_length=256)]
+Id = Annotated[str, Field(pattern="^[a-zA-Z0-9_.-]{1,128}$")]
 
 
-class _Body(BaseModel):
-    # Unknown fields are ignored. NaN and infinity are not JSON.
-    model_config = ConfigDict(extra="ignore", allow_inf_nan=False)
+class StreamOptions(Body):
+    """include_usage: a last chunk counts the tokens. continuous_usage_stats: every chunk does."""
 
-
-class StreamOptions(_Body):
+    model_config = ConfigDict(extra="forbid")
     include_usage: bool = False
+    continuous_usage_stats: bool = False
+    include_obfuscation: Literal[False] = False
 
 
-class JsonSchema(_Body):
-    """`definition`: the schema. Answers always follow it, whether the client sets `strict` or not."""
-
-    name: str = Field(pattern="^[a-zA-Z0-9_-]{1,64}$")
-    definition: dict[str, Any] = Field(alias="schema")
-
-
-class ResponseFormat(_Body):
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: JsonSchema | None = None
-
-    @model_validator(mode="after")
-    def _check_schema(self) -> "ResponseFormat":
-        if (self.type == "json_schema") != (self.json_schema is not None):
-            raise ValueError("json_schema is required for type json_schema, and not allowed for other types")
-        return self
-
-
-class Sampling(_Body):
+class Sampling(Structured):
     """The fields that chat and plain completions share.
 
     A sampling field that is None takes the model's default (loader/config.py: SamplingDefaults).
     """
-
-    # Fields of OpenAI and of other servers that would change the answer and are not implemented.
-    unsupported: ClassVar[frozenset[str]] = frozenset(
-        {"guided_json", "guided_choice", "guided_grammar", "structured_outputs", "use_beam_search"}
-    )
 
     model: str | None = Field(None, max_length=1024)
     n: int = Field(1, ge=1, le=16)
@@ -66,27 +46,26 @@ class Sampling(_Body):
     logit_bias: dict[TokenId, Annotated[float, Field(ge=-100, le=100)]] = Field({}, max_length=300)
     seed: int | None = Field(None, ge=-(1 << 63), lt=1 << 63)
     stop: StopString | Annotated[list[StopString], Field(max_length=16)] = Field([])
-    response_format: ResponseFormat | None = None
     # The fields below are not OpenAI's.
     top_k: int | None = Field(None, ge=-1, lt=1 << 31)  # -1 and 0 both turn it off
     min_p: float | None = Field(None, ge=0, le=1)
     # Logits divided by less than 0.01 may overflow.
     repetition_penalty: float | None = Field(None, ge=0.01, le=100)
+    min_tokens: int = Field(0, ge=0, le=MAX_TOKENS)
     stop_token_ids: list[TokenId] = Field([], max_length=64)
+    allowed_token_ids: list[TokenId] | None = Field(None, min_length=1, max_length=1 << 16)
+    bad_words: list[StopString] = Field([], max_length=64)
     ignore_eos: bool = False
-    guided_regex: str | None = Field(None, min_length=1, max_length=8192)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _check_names(cls, data: Any) -> Any:
-        """Refuse unsupported fields, and drop fields that are null, which take their defaults."""
-        if not isinstance(data, dict):
-            return data
-        for name in sorted(cls.unsupported & data.keys()):
-            if data[name]:
-                message = f"Unsupported parameter: '{name}' is not supported with this model."
-                raise ApiError(400, message, param=name, code="unsupported_parameter")
-        return {name: value for name, value in data.items() if value is not None}
+    include_stop_str_in_output: bool = False
+    no_stop_trim: bool = False  # SGLang's name of the same
+    skip_special_tokens: bool = True
+    truncate_prompt_tokens: int | None = Field(None, ge=-1, le=MAX_TOKENS)
+    cache_salt: Name | None = None
+    extra_key: Name | None = None  # SGLang's name of the same
+    request_id: Id | None = None
+    rid: Id | None = None  # SGLang's name of the same
+    return_token_ids: bool = False
+    return_tokens_as_token_ids: bool = False
 
     @field_validator("top_k")
     @classmethod
@@ -97,19 +76,27 @@ class Sampling(_Body):
     def _check_combinations(self) -> "Sampling":
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options requires stream: true")
-        if self.guided_regex is not None and self.response_format is not None:
-            raise ValueError("response_format and guided_regex cannot be combined")
+        if self.truncate_prompt_tokens == 0:
+            raise ValueError("truncate_prompt_tokens: expected -1 or at least 1, found 0")
         return self
 
     @property
     def stop_strings(self) -> list[str]:
         return [self.stop] if isinstance(self.stop, str) else self.stop
 
+    @property
+    def keeps_stop(self) -> bool:
+        """Does the stop string belong to the answer?"""
+        return self.include_stop_str_in_output or self.no_stop_trim
+
+    @property
+    def salt(self) -> str:
+        """Only requests with the same salt share cached prompts."""
+        return self.cache_salt or self.extra_key or ""
+
 
 class Completion(Sampling):
-    """POST /v1/completions."""
-
-    unsupported = Sampling.unsupported | {"echo", "suffix"}
+    """POST /v1/completions. echo: the answer begins with the prompt. prompt_logprobs: as in SamplingParams."""
 
     prompt: (
         _Ids
@@ -117,23 +104,34 @@ class Completion(Sampling):
         | str
         | Annotated[list[str], Field(min_length=1, max_length=64)]
     )
-    max_tokens: int = Field(16, ge=1, le=MAX_TOKENS)
+    max_tokens: int = Field(16, ge=0, le=MAX_TOKENS)
     logprobs: int | None = Field(None, ge=0, le=20)
     best_of: int | None = None
+    echo: bool = False
+    prompt_logprobs: int | None = Field(None, ge=0, le=20)
+    add_special_tokens: bool = True
 
     @model_validator(mode="after")
-    def _check_best_of(self) -> "Completion":
+    def _check_completion(self) -> "Completion":
         if self.best_of not in (None, self.n):
             raise ValueError(f"best_of: expected the value of n, {self.n}, found {self.best_of}")
+        if self.prompt_logprobs is not None and self.stream:
+            raise ValueError("prompt_logprobs cannot be combined with stream: true")
         return self
 
+    @property
+    def scores(self) -> int | None:
+        """How many alternatives are wanted for each token of the prompt; None if it is not scored."""
+        wanted = [self.prompt_logprobs, self.logprobs if self.echo else None]
+        return max((count for count in wanted if count is not None), default=None)
 
-class TextPart(_Body):
+
+class TextPart(Body):
     type: Literal["text"]
     text: str
 
 
-class MediaPart(_Body):
+class MediaPart(Body):
     """A picture or a video. runtime/media/messages.py reads its fields."""
 
     model_config = ConfigDict(extra="allow", allow_inf_nan=False)
@@ -151,12 +149,12 @@ Part = Annotated[
 ]
 
 
-class CalledFunction(_Body):
+class CalledFunction(Body):
     name: str
     arguments: str | dict[str, Any] = "{}"
 
 
-class EarlierCall(_Body):
+class EarlierCall(Body):
     """A tool call of an earlier turn."""
 
     id: str = ""
@@ -164,7 +162,7 @@ class EarlierCall(_Body):
     function: CalledFunction
 
 
-class Message(_Body):
+class Message(Body):
     """A message of a conversation. Additional fields are passed on to the chat template."""
 
     model_config = ConfigDict(extra="allow", allow_inf_nan=False)
@@ -197,34 +195,54 @@ def _object(arguments: str | dict[str, Any]) -> str | dict[str, Any]:
     return value if isinstance(value, dict) else arguments
 
 
-class Function(_Body):
+class Function(Body):
     name: str = Field(pattern="^[a-zA-Z0-9_.-]{1,128}$")
     description: str | None = None
     parameters: dict[str, Any] | None = None
 
 
-class Tool(_Body):
+class Tool(Body):
     """A tool that the model may call."""
 
     type: Literal["function"]
     function: Function
 
 
-class ChosenFunction(_Body):
+class ChosenFunction(Body):
     name: str
 
 
-class NamedTool(_Body):
+class NamedTool(Body):
     """The tool that the model must call."""
 
     type: Literal["function"]
     function: ChosenFunction
 
 
+class AllowedTools(Body):
+    mode: Literal["auto", "required"]
+    tools: list[NamedTool] = Field(min_length=1, max_length=128)
+
+
+class SomeTools(Body):
+    """The tools that the model may call, or one of which it must call."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
+class TemplateOptions(NamedTuple):
+    """How a conversation becomes a prompt, with the names and meanings of vLLM's fields."""
+
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    add_special_tokens: bool = False
+    documents: list[dict[str, str]] | None = None
+    thinking_token_budget: int | None = None
+
+
 class ChatCompletion(Sampling):
     """POST /v1/chat/completions."""
-
-    unsupported = Sampling.unsupported | {"chat_template", "functions", "function_call", "audio", "web_search_options"}
 
     messages: list[Message] = Field(min_length=1, max_length=4096)
     max_tokens: int | None = Field(None, ge=1, le=MAX_TOKENS)
@@ -232,10 +250,16 @@ class ChatCompletion(Sampling):
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=20)
     tools: list[Tool] = Field([], max_length=128)
-    tool_choice: Literal["none", "auto", "required"] | NamedTool = "auto"
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | SomeTools = "auto"
     parallel_tool_calls: bool = True
     chat_template_kwargs: TemplateVariables = Field({}, max_length=64)
+    documents: list[dict[str, str]] | None = Field(None, max_length=4096)
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    add_special_tokens: bool = False
     reasoning_effort: ReasoningEffort | None = None
+    include_reasoning: bool = True
+    thinking_token_budget: int | None = Field(None, ge=0, le=MAX_TOKENS)
 
     @model_validator(mode="after")
     def _check_chat_combinations(self) -> "ChatCompletion":
@@ -243,8 +267,12 @@ class ChatCompletion(Sampling):
             raise ValueError("top_logprobs requires logprobs: true")
         if self.must_call and not self.tools:
             raise ValueError("'tool_choice' is only allowed when 'tools' are specified.")
-        if self.must_call and not self.callable_tools:
+        if self._chosen_names - {tool.function.name for tool in self.tools}:
             raise ValueError("tool_choice: no tool has this function name")
+        if self.continue_final_message and (self.add_generation_prompt or self.messages[-1].role != "assistant"):
+            raise ValueError(
+                "continue_final_message requires add_generation_prompt: false and a final message of the assistant"
+            )
         return self
 
     @property
@@ -253,8 +281,15 @@ class ChatCompletion(Sampling):
         return self.top_logprobs or 0 if self.logprobs else None
 
     @property
+    def template_options(self) -> TemplateOptions:
+        return TemplateOptions(**{name: getattr(self, name) for name in TemplateOptions._fields})
+
+    @property
     def must_call(self) -> bool:
-        return self.tool_choice not in ("none", "auto")
+        choice = self.tool_choice
+        if isinstance(choice, SomeTools):
+            return choice.allowed_tools.mode == "required"
+        return choice not in ("none", "auto")
 
     @property
     def may_call_several(self) -> bool:
@@ -263,19 +298,30 @@ class ChatCompletion(Sampling):
 
     @property
     def callable_tools(self) -> list[Tool]:
-        choice = self.tool_choice
-        if isinstance(choice, NamedTool):
-            return [tool for tool in self.tools if tool.function.name == choice.function.name]
-        return [] if choice == "none" else self.tools
+        if isinstance(self.tool_choice, str):
+            return [] if self.tool_choice == "none" else self.tools
+        return [tool for tool in self.tools if tool.function.name in self._chosen_names]
+
+    @property
+    def _chosen_names(self) -> set[str]:
+        """The names of the functions that `tool_choice` names."""
+        match self.tool_choice:
+            case NamedTool(function=function):
+                return {function.name}
+            case SomeTools(allowed_tools=allowed):
+                return {tool.function.name for tool in allowed.tools}
+        return set()
 
     def template_tools(self) -> list[dict[str, Any]] | None:
         """Return the tools for the chat template; None if the model may call none."""
         if not self.callable_tools:
             return None
-        return [tool.model_dump(exclude_unset=True) for tool in self.tools]
+        # A model that need not call would also call others that it sees.
+        shown = self.callable_tools if isinstance(self.tool_choice, SomeTools) else self.tools
+        return [tool.model_dump(exclude_unset=True) for tool in shown]
 
 
-class Tokenize(_Body):
+class Tokenize(RequestBody):
     """POST /tokenize: a prompt, or messages for the chat template."""
 
     model: str | None = Field(None, max_length=1024)
@@ -291,7 +337,7 @@ class Tokenize(_Body):
         return self
 
 
-class Detokenize(_Body):
+class Detokenize(RequestBody):
     """POST /detokenize."""
 
     model: str | None = Field(None, max_length=1024)

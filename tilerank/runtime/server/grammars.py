@@ -1,10 +1,11 @@
-"""Builds the grammar of a request (runtime/grammar.py) from its response_format, regular expression and tools."""
+"""Builds the grammar of a request (runtime/grammar.py) from what its answer must follow, and from its tools."""
 
 import json
 import re
 from typing import Any
 
 from llguidance import regex_to_lark
+from llguidance.gbnf_to_lark import any_to_lark
 
 from tilerank.loader.tokenizer import Tokenizer
 
@@ -12,6 +13,7 @@ from .answers.reasoning import BEGIN, END, Thinking, mark_token
 from .answers.tools import ToolParser, json_rule
 from .api import ChatCompletion, Sampling, Tool
 from .errors import ApiError
+from .structured import Constraint, StructuralTag
 
 MAX_GRAMMAR = 128 << 10
 """Characters."""
@@ -29,21 +31,38 @@ def request_grammar(
     parser: defines the format of tool calls; None if there are no tools to call. thinking: the reasoning before the
     answer is free.
     """
-    answer = _answer_rule(body)
-    rules = [] if answer is None else [f"answer: {answer}"]
+    _check_size(body)
+    rules = [] if body.constraint is None else _answer_rules(body.constraint, tokenizer)
     alternatives = ["answer"] if rules else []
     if isinstance(body, ChatCompletion) and parser is not None and (body.must_call or rules):
         rules += _call_rules(body, tokenizer, parser)
         alternatives = ["calls"] if body.must_call else [*alternatives, "calls"]
     if not alternatives:
         return None
+    if body.allowed_token_ids is not None:
+        message = "allowed_token_ids cannot be combined with a constrained answer or forced tool calls"
+        raise ApiError(400, message, param="allowed_token_ids")
     begin, thinking_rules = _thinking_rules(tokenizer, thinking)
     grammar = "\n".join([f"start: {begin} final", f"final: {' | '.join(alternatives)}", *thinking_rules, *rules])
     if len(grammar) > MAX_GRAMMAR:
-        raise ApiError(
-            400, f"The schemas make a grammar of {len(grammar)} characters; at most {MAX_GRAMMAR} are allowed."
-        )
+        raise _too_large(len(grammar))
     return grammar
+
+
+def _check_size(body: Sampling) -> None:
+    """Refuse schemas that are too large before any work on them."""
+    constraint = body.constraint or Constraint()
+    tag = constraint.structural_tag
+    schemas: list[Any] = [constraint.json_schema, *(one.definition for one in (tag.structures if tag else ()))]
+    if isinstance(body, ChatCompletion):
+        schemas += [tool.function.parameters for tool in body.callable_tools]
+    size = sum(len(json.dumps(schema)) for schema in schemas if schema is not None)
+    if size > MAX_GRAMMAR:
+        raise _too_large(size)
+
+
+def _too_large(size: int) -> ApiError:
+    return ApiError(400, f"The schemas make a grammar of {size} characters; at most {MAX_GRAMMAR} are allowed.")
 
 
 def _thinking_rules(tokenizer: Tokenizer, thinking: Thinking) -> tuple[str, list[str]]:
@@ -60,13 +79,52 @@ def _thinking_rules(tokenizer: Tokenizer, thinking: Thinking) -> tuple[str, list
     return f"(<[{begin}]> {whole})?" if thinking is Thinking.OPTIONAL else whole, [*thought, line_breaks]
 
 
-def _answer_rule(body: Sampling) -> str | None:
-    if body.guided_regex is not None:
-        return f"/{regex_to_lark(body.guided_regex, '')}/"
-    requested = body.response_format
-    if requested is None or requested.type == "text":
-        return None
-    return json_rule({"type": "object"} if requested.json_schema is None else requested.json_schema.definition)
+def _answer_rules(constraint: Constraint, tokenizer: Tokenizer) -> list[str]:
+    """Return the rules of an answer that follows `constraint`, the first of them named `answer`."""
+    match constraint:
+        case Constraint(regex=str(regex)):
+            return [f"answer: /{regex_to_lark(regex, '')}/"]
+        case Constraint(grammar=str(grammar)):
+            return [f"answer: %lark {{\n{_lark(grammar)}\n}}"]
+        case Constraint(choices=[*choices]):
+            return [f"answer: {' | '.join(_quoted(choice) for choice in choices)}"]
+        case Constraint(structural_tag=StructuralTag() as tag):
+            return _tag_rules(tag, tokenizer)
+    assert constraint.json_schema is not None
+    return [f"answer: {json_rule(constraint.json_schema)}"]
+
+
+def _lark(grammar: str) -> str:
+    """Return a grammar of the request, which may be in GBNF, in Lark's format."""
+    try:
+        return any_to_lark(grammar)
+    except Exception as e:  # the library raises no other class
+        raise ApiError(400, f"the grammar: expected Lark or GBNF: {e}", code="invalid_grammar") from e
+
+
+def _tag_rules(tag: StructuralTag, tokenizer: Tokenizer) -> list[str]:
+    """Return the rules of free text with structures in it.
+
+    A lazy terminal ends where its trigger is written first, so that the rest of the structure must follow.
+    """
+    names = [f"tag_{i}" for i in range(len(tag.structures))]
+    rules = [f"answer: ({' | '.join(names)})* free_text", "free_text: FREE_TEXT", "FREE_TEXT: /(.|\\n)*/"]
+    for name, structure in zip(names, tag.structures, strict=True):
+        trigger = tag.trigger_of(structure)
+        assert trigger is not None, "checked by StructuralTag"
+        id, rest = mark_token(trigger, tokenizer), structure.begin.removeprefix(trigger)
+        if id is None:
+            rules.append(f"{name}_trigger[lazy]: FREE_TEXT {_quoted(trigger)}")
+            begin = f"{name}_trigger"
+        else:
+            begin = f"FREE_TEXT <[{id}]>"
+        parts = [begin, *(_quoted(rest) for _ in rest[:1]), json_rule(structure.definition)]
+        rules.append(f"{name}: {' '.join([*parts, *(_quoted(structure.end) for _ in structure.end[:1])])}")
+    return rules
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
 
 
 def _call_rules(body: ChatCompletion, tokenizer: Tokenizer, parser: type[ToolParser]) -> list[str]:

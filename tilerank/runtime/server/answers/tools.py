@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, NoReturn
 
+from .schemas import Schema, closed
+
 # Enough for the indentation of pretty-printed JSON. Some models would otherwise generate whitespace forever.
 _JSON_OPTIONS = {"x-guidance": {"whitespace_pattern": r"[ \n]{0,32}"}}
-
-Schema = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -87,8 +87,8 @@ def split(parser: ToolParser | None, text: str, *, last: bool) -> list[Piece]:
 
 
 def json_rule(schema: Schema) -> str:
-    """Return the expression of a grammar for JSON that follows `schema`."""
-    return f"%json {json.dumps({**schema, **_JSON_OPTIONS})}"
+    """Return the expression of a grammar for JSON that follows `schema`, with its objects closed."""
+    return f"%json {json.dumps({**closed(schema), **_JSON_OPTIONS})}"
 
 
 def parse_json(text: str, default: Any = None) -> Any:
