@@ -15,6 +15,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_res
 
 from tilerank.loader.errors import ConfigError
 from tilerank.loader.tokenizer import Tokenizer
+from tilerank.parallel.sharding import Sharding
 from tilerank.runtime.media.decoder import Frames
 from tilerank.runtime.media.errors import MediaError
 from tilerank.runtime.media.messages import Source
@@ -31,6 +32,7 @@ from tilerank.runtime.media.qwen_vl_settings import Area, Sampling
 from tilerank.runtime.media.registry import load_processor
 from tilerank.runtime.media.samplers import samplers
 from tilerank.runtime.prompt import Prompt, Segment
+from tilerank.runtime.registry import build_model, read_supported_card
 
 PICTURES, VIDEOS = "preprocessor_config.json", "video_preprocessor_config.json"
 IMAGE, VIDEO = ({"type": kind} for kind in ("image", "video"))
@@ -253,6 +255,25 @@ def test_settings_that_are_refused(model_dir: Path, tmp_path: Path, name: str, c
     (tmp_path / name).write_text(json.dumps(json.loads((model_dir / name).read_text()) | change))
     with pytest.raises(ConfigError, match=sentence):
         read_settings(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("part", "change", "sentence"),
+    [
+        ("text_config", {"cross_attention_layers": [7]}, "expected a list of layers from 0 to 6, all but the last"),
+        ("text_config", {"cross_attention_layers": None}, "expected a list of layers"),
+        ("text_config", {"rope_scaling": {"rope_type": "default"}}, "mrope_section: expected the frequencies"),
+        ("vision_config", {"out_hidden_size": 64}, "out_hidden_size: expected 128, found 64"),
+    ],
+)
+def test_configs_that_are_refused(model_dir: Path, tmp_path: Path, part: str, change: Any, sentence: str) -> None:
+    for path in model_dir.iterdir():
+        shutil.copy(path, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config[part] |= change
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match=sentence):
+        build_model(read_supported_card(tmp_path), Sharding(0, 1, torch.bfloat16, None))
 
 
 def test_settings_of_published_checkpoints(model_dir: Path, tmp_path: Path) -> None:
