@@ -203,6 +203,12 @@ def test_values_out_of_range_are_refused_by_name(arguments: list[str]) -> None:
     assert result.status == 2 and f"argument {arguments[0]}" in result.err
 
 
+def test_too_few_open_files() -> None:
+    result = run("generate", DEMO, "--prompt", "x", launcher=("bash", "-c", 'ulimit -n 20; exec "$@"', "bash"))
+    assert result.status == 1
+    assert result.errors == ["tilerank: error: this user may open 20 files (ulimit -Hn), expected at least 512"]
+
+
 def test_port_in_use() -> None:
     with listen("127.0.0.1", 0) as taken:
         port = taken.getsockname()[1]

@@ -167,6 +167,20 @@ def test_malformed_header(tmp_path: Path, header: str) -> None:
 # ---- index and files that disagree
 
 
+def test_a_file_too_large_to_map(tmp_path: Path) -> None:
+    """A file of holes, larger than the address space."""
+    path, size = tmp_path / "model.safetensors", 1 << 43
+    header = json.dumps({"x": {"dtype": "U8", "shape": [size], "data_offsets": [0, size]}}).encode()
+    with path.open("wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        try:
+            file.truncate(8 + len(header) + size)
+        except OSError:
+            pytest.skip("the file system takes no file of this size")
+    with pytest.raises(CheckpointError, match=f"a file of {8 + len(header) + size} bytes cannot be mapped"):
+        Checkpoint(tmp_path)
+
+
 def test_missing_shard(model_dir: Path) -> None:
     (model_dir / SHARDS[0]).unlink()
     assert refusal(model_dir) == f"{model_dir / SHARDS[0]}: no such file"

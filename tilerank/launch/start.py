@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import os
 import re
+import resource
 import sys
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -23,6 +24,8 @@ from .rendezvous import IDENTITY_VARIABLES, Identity, starts_ranks
 from .supervisor import Watch, supervise
 from .text import size as size_text
 
+MIN_FILES = 512
+"""Open files that a process needs beside the connections of a server."""
 # Kernels run on our own pinned threads; threads of torch and OpenMP would only compete for their cores.
 RANK_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GOMP_SPINCOUNT": "0", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 
@@ -129,6 +132,15 @@ def foreign_placement(args: argparse.Namespace, topology: Topology, identity: Id
 def check_arguments(args: argparse.Namespace) -> None:
     if args.bind != "auto" and args.cores != "auto":
         raise LaunchError(f"--cores {args.cores} and --bind {args.bind} contradict each other")
+    _allow_files()
+
+
+def _allow_files() -> None:
+    """Let this process and those that it starts open MIN_FILES files."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard < MIN_FILES:
+        raise LaunchError(f"this user may open {hard} files (ulimit -Hn), expected at least {MIN_FILES}")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, MIN_FILES), hard))
 
 
 def ours_to_start(args: argparse.Namespace, identity: Identity) -> bool:

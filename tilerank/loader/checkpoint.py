@@ -104,6 +104,8 @@ def _map(path: Path) -> Any:
         return safe_open(path, framework="pt")
     except OSError as failure:
         raise CheckpointError(f"{path}: cannot be read: {failure.strerror}") from failure
+    except RuntimeError as failure:  # torch cannot map it: it has more bytes than the address space
+        raise CheckpointError(f"{path}: a file of {size} bytes cannot be mapped: {failure}") from failure
     except SafetensorError as failure:
         raise CheckpointError(
             f"{path}: not a valid safetensors file: {_damage(path, size, length)}{failure}"

@@ -322,8 +322,8 @@ class Engine:
         self.cancel(sequence.request, share=False)
         return Failed(
             sequence.request,
-            f"the model computes NaN or infinity for some of the {len(sequence.tokens)} tokens of this text: it overflows "
-            "in this precision, or its weights are damaged",
+            f"the model computes NaN or infinity for some of the {len(sequence.tokens)} tokens of this text: it "
+            "overflows in this precision, or its weights are damaged",
         )
 
     def _finish_reason(self, sequence: Sequence) -> str | None:
