@@ -149,7 +149,14 @@ def test_two_threads_a_rank_give_the_bits_of_one(run: Run) -> None:
 
 
 def test_prompts_in_chunks_equal_transformers(reference: Path) -> None:
-    job = {"out": str(reference), "models": NAMES[:1], "strategies": ["auto"], "chunk_rows": [1, 37]}
+    """A chunk of 70 rows is in the expanded form, of three pieces where it ends with token 140."""
+    job = {
+        "out": str(reference),
+        "models": NAMES[:1],
+        "strategies": ["auto"],
+        "chunk_rows": [1, 70],
+        "piece_tokens": 32,
+    }
     for result in run_ranks(2, "exactness:in_chunks", kwargs=job | {"new_tokens": NEW_TOKENS}, timeout=300)[0]:
         assert result["logit_error"] <= 1e-4, result
         assert result["logprob_error"] <= 1e-4, result
@@ -385,20 +392,36 @@ def test_many_rows_are_expanded(tmp_path: Path) -> None:
         return expansion(config.expands, [0, *accumulate(counts)], lengths, tables)
 
     assert made((1, 70, [4, 5, 6]), (300, 300, list(range(10)))) is None
-    assert made((2048, 8193, list(range(257)))) is None, "too long"
     alone = made((400, 400, list(range(20, 33))))
     assert alone is not None and alone.absorbed is None
-    ((pages, runs),) = alone.expanded
-    assert runs.rows is None and pages.tolist() == list(range(20, 33))
+    (sequence,) = alone.expanded
+    ((pages, _),) = sequence.pieces
+    assert sequence.rows is None and pages.tolist() == list(range(20, 33))
     mixed = made((1, 70, [4, 5, 6]), (341, 341, list(range(20, 31))), (2, 33, [9, 8, 7]))
     assert mixed is not None and mixed.absorbed is not None
-    ((pages, runs),), rest = mixed.expanded, mixed.absorbed
-    assert runs.rows is not None and runs.rows.tolist() == list(range(1, 342)) and pages.tolist() == list(range(20, 31))
+    (sequence,), rest = mixed.expanded, mixed.absorbed
+    ((pages, runs),) = sequence.pieces
+    assert (
+        sequence.rows is not None
+        and sequence.rows.tolist() == list(range(1, 342))
+        and pages.tolist() == list(range(20, 31))
+    )
     assert runs.page_tables.tolist() == [list(range(11))]
     assert (runs.seq_lens.tolist(), runs.query_starts.tolist()) == ([341], [0, 341])
     assert rest.rows is not None and rest.rows.tolist() == [0, 342, 343]
     assert rest.page_tables.tolist() == [[4, 5, 6], [9, 8, 0]]
     assert (rest.seq_lens.tolist(), rest.query_starts.tolist()) == ([70, 33], [0, 1, 3])
+    long = made((2000, 14288, list(range(1, 448))))  # the rows begin with a piece, the third
+    assert long is not None
+    (sequence,) = long.expanded
+    assert [pages.tolist() for pages, _ in sequence.pieces] == [
+        list(range(1, 193)),
+        list(range(193, 385)),
+        list(range(385, 448)),
+    ]
+    assert [runs.seq_lens.tolist() for _, runs in sequence.pieces] == [[6144], [6144], [2000]]
+    assert [runs.query_starts.tolist() for _, runs in sequence.pieces] == [[0, 2000]] * 3
+    assert [runs.page_tables.tolist() for _, runs in sequence.pieces[1:]] == [[list(range(192))], [list(range(63))]]
 
 
 def test_layers_after_the_last_are_left_out(tmp_path: Path) -> None:

@@ -17,8 +17,9 @@ from tilerank.kernels.kv_pages import PAGE_TOKENS
 
 from .cache import num_pages
 
-MAX_TOKENS = 8192
-"""Keys and values of a longer sequence are not expanded: with 128 heads on one rank, these take 1.2 GB."""
+PIECE_TOKENS = 6144
+"""Keys and values of so many tokens are expanded at a time, and of the rows of the step with the last ones. With 128
+heads on one rank and 2,048 rows, these take 1.2 GB."""
 
 Expands = Callable[[int, int], bool]
 """Returns whether a sequence with so many rows in a step, and so many tokens, is computed in the expanded form."""
@@ -40,11 +41,22 @@ class Runs:
 
 
 @dataclass(frozen=True)
-class Expansion:
-    """expanded: for each expanded sequence its pages in the cache [p] int32, and the sequence itself, whose page i is
-    pages[i]. split, absorbed: the sequences that are split, and the others; None if there are none."""
+class Expanded:
+    """A sequence in the expanded form.
 
-    expanded: tuple[tuple[Tensor, Runs], ...]
+    rows: as in Runs. pieces: consecutive parts of its tokens, each with its pages in the cache [p] int32, and as a
+    sequence whose page i is pages[i]. The rows attend to all tokens of a piece; they are the last tokens of the last.
+    """
+
+    rows: Tensor | None
+    pieces: tuple[tuple[Tensor, Runs], ...]
+
+
+@dataclass(frozen=True)
+class Expansion:
+    """The sequences that are expanded, those that are split, and the others; None if there are none."""
+
+    expanded: tuple[Expanded, ...]
     split: Runs | None
     absorbed: Runs | None
 
@@ -80,21 +92,24 @@ def expansion(
     for i, (rows, length) in enumerate(zip(counts, lengths, strict=True)):
         if part is not None and rows == 1:
             split.append(i)
-        elif length <= MAX_TOKENS and expands(rows, length):
+        elif expands(rows, length):
             expanded.append(i)
         else:
             absorbed.append(i)
     if not split and not expanded:
         return None
 
-    def runs(numbers: list[int], pages: list[list[int]], parts: Sequence[tuple[int, int]] = ()) -> Runs:
+    def rows_of(numbers: list[int]) -> Tensor | None:
         rows = [row for i in numbers for row in range(starts[i], starts[i + 1])]
+        return None if len(rows) == starts[-1] else torch.tensor(rows, dtype=torch.int64)
+
+    def runs(numbers: list[int], pages: list[list[int]], parts: Sequence[tuple[int, int]] = ()) -> Runs:
         width = max(map(len, pages))
         firsts = [0]
         for i in numbers:
             firsts.append(firsts[-1] + counts[i])
         return Runs(
-            None if len(rows) == starts[-1] else torch.tensor(rows, dtype=torch.int64),
+            rows_of(numbers),
             torch.tensor([table + [0] * (width - len(table)) for table in pages], dtype=torch.int32),
             _int32([tokens for _, tokens in parts] or [lengths[i] for i in numbers]),
             _int32(firsts),
@@ -104,10 +119,21 @@ def expansion(
     used = [list(table[: num_pages(length)]) for table, length in zip(tables, lengths, strict=True)]
     parts = [part.tokens(lengths[i]) for i in split] if part is not None else []
     return Expansion(
-        tuple((_int32(used[i]), runs([i], [list(range(len(used[i])))])) for i in expanded),
+        tuple(Expanded(rows_of([i]), _pieces(used[i], counts[i], lengths[i])) for i in expanded),
         runs(split, [used[i] for i in split], parts) if split else None,
         runs(absorbed, [used[i] for i in absorbed]) if absorbed else None,
     )
+
+
+def _pieces(pages: list[int], rows: int, length: int) -> tuple[tuple[Tensor, Runs], ...]:
+    """Return the pieces of a sequence of `length` tokens, of which a step has the last `rows`."""
+    firsts = list(range(0, length - rows + 1, PIECE_TOKENS))
+    pieces = []
+    for first, end in pairwise([*firsts, length]):
+        own = pages[first // PAGE_TOKENS : num_pages(end)]
+        table = torch.arange(len(own), dtype=torch.int32)[None]
+        pieces.append((_int32(own), Runs(None, table, _int32([end - first]), _int32([0, rows]))))
+    return tuple(pieces)
 
 
 def _int32(values: list[int]) -> Tensor:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -10,7 +11,7 @@ from tilerank.kernels import core, ops
 from tilerank.kernels.attention import attention
 from tilerank.kernels.heads import join_heads, part_of_heads, split_heads
 from tilerank.kernels.kv_pages import MAX_HEAD_DIM
-from tilerank.kernels.latent import expanded_pages, latent_attention, load_latent, store_latent
+from tilerank.kernels.latent import expanded_pages, latent_attention, load_latent, store_latent, weigh_part
 from tilerank.kernels.latent_pages import LatentPages
 from tilerank.kernels.weight_formats import Float
 from tilerank.parallel.cost import Cost, Work, context_split_pays, operand_type
@@ -22,7 +23,7 @@ from tilerank.parallel.sharding import Sharding
 
 from ..batch import Batch, LogitRows
 from ..cache import PagedLatent
-from ..expansion import ContextPart, Expansion, Runs
+from ..expansion import ContextPart, Expanded, Expansion, Runs
 from .decoder import Mixer
 
 _LATENT_EPS = 1e-6
@@ -150,37 +151,45 @@ class LatentAttention(Mixer[LatentPages]):
         )
         return self.absorbed.values(self._context_split.merge(part, lse))
 
-    def _expanded(self, q: Tensor, pages: Tensor, runs: Runs, cache: LatentPages) -> Tensor:
-        """The same for a sequence in the expanded form."""
-        c = self.config
-        latent, rope_key = load_latent(cache, pages, self._activations)
-        kv = self.expand(latent)
-        k, v = part_of_heads(kv, 0, c.nope_dim), part_of_heads(kv, c.nope_dim, c.value_dim)
-        keys = expanded_pages(k, v, rope_key)
-        return attention(q, keys, runs.page_tables, runs.seq_lens, runs.query_starts, self._kv_map, self.scale)
+    def _expanded(self, q: Tensor, sequence: Expanded, cache: LatentPages) -> Tensor:
+        """The same for a sequence in the expanded form, piece by piece, which bounds the memory."""
+        c, parts = self.config, list[Tensor]()
+        last = len(sequence.pieces) - 1
+        lse = core.empty((last + 1, *q.shape[:2]), torch.float32)
+        for i, (pages, runs) in enumerate(sequence.pieces):
+            latent, rope_key = load_latent(cache, pages, self._activations)
+            kv = self.expand(latent)
+            k, v = part_of_heads(kv, 0, c.nope_dim), part_of_heads(kv, c.nope_dim, c.value_dim)
+            keys = expanded_pages(k, v, rope_key)
+            batch = (runs.page_tables, runs.seq_lens, runs.query_starts)
+            part = attention(q, keys, *batch, self._kv_map, self.scale, causal=i == last, lse=lse[i] if last else None)
+            parts.append(part)
+        if not last:
+            return parts[0]
+        return reduce(ops.add, [weigh_part(part, lse, i) for i, part in enumerate(parts)])
 
     def _in_forms(self, q: Tensor, expansion: Expansion, cache: LatentPages) -> Tensor:
         """The same for a step with sequences in several forms. Those in the expanded form are computed one after the
         other, which bounds the memory."""
 
-        def rows_of(runs: Runs) -> Tensor:
-            return q if runs.rows is None else _take(q, runs.rows)
+        def take(rows: Tensor | None) -> Tensor:
+            return q if rows is None else _take(q, rows)
 
-        parts = []
+        parts = list[tuple[Tensor | None, Tensor]]()
         if self.heads.size:
-            for pages, runs in expansion.expanded:
-                parts.append((runs, self._expanded(rows_of(runs), pages, runs, cache)))
+            for sequence in expansion.expanded:
+                parts.append((sequence.rows, self._expanded(take(sequence.rows), sequence, cache)))
             if (rest := expansion.absorbed) is not None:
-                parts.append((rest, self._absorbed(rows_of(rest), rest, cache)))
+                parts.append((rest.rows, self._absorbed(take(rest.rows), rest, cache)))
         if (split := expansion.split) is not None:
-            parts.append((split, self._split(rows_of(split), split, cache)))
-        if len(parts) == 1 and parts[0][0].rows is None:
+            parts.append((split.rows, self._split(take(split.rows), split, cache)))
+        if len(parts) == 1 and parts[0][0] is None:
             return parts[0][1]
         heads = core.empty((q.shape[0], self.heads.size, self.config.value_dim), q.dtype)
         if self.heads.size:
-            for runs, part in parts:
-                assert runs.rows is not None
-                ops.put_rows_(join_heads(heads), runs.rows, join_heads(part))
+            for rows, part in parts:
+                assert rows is not None
+                ops.put_rows_(join_heads(heads), rows, join_heads(part))
         return heads
 
     def _splits_contexts(self, sharding: Sharding) -> bool:
