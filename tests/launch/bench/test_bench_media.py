@@ -168,8 +168,9 @@ def test_refusals_come_before_any_work(words: tuple[str, ...], sentence: str) ->
 
 def test_peers_have_interpreters() -> None:
     assert _peers("openvino=/a/python,transformers") == {"openvino": "/a/python", "transformers": sys.executable}
+    assert _peers("llama.cpp") == {"llama.cpp": sys.executable}
     assert _peers("none") == {}
-    with pytest.raises(argparse.ArgumentTypeError, match="expected transformers, openvino or none, found 'vllm'"):
+    with pytest.raises(argparse.ArgumentTypeError, match=r"openvino, llama\.cpp or none, found 'vllm'"):
         _peers("transformers,vllm")
 
 

@@ -50,7 +50,11 @@ if TYPE_CHECKING:
     from .rank_job import RankMemory
 
 QUESTION = "What is in the picture?"
-PEERS = {"transformers": ("transformers", "torchvision", "PIL"), "openvino": ("openvino_genai", "optimum", "PIL")}
+PEERS = {
+    "transformers": ("transformers", "torchvision", "PIL"),
+    "openvino": ("openvino_genai", "optimum", "PIL"),
+    "llama.cpp": ("llama_cpp", "gguf"),
+}
 """Systems to compare with, and the modules that their interpreters need."""
 _ENCODING = -1  # the number of its encodings; the engine counts from 0
 
@@ -266,7 +270,7 @@ def _measure_peer(args: argparse.Namespace, name: str, python: str, cores: list[
         "sizes": [[base64.b64encode(random_jpeg(size, f"media {run}")).decode() for run in runs] for size in args.size],
     }
     with tempfile.TemporaryDirectory(prefix="tilerank-bench-") as scratch:
-        result = run_program(name, python, f"run_{name}_media.py", workload, Path(scratch))
+        result = run_program(name, python, f"run_{name.replace('.', '_')}_media.py", workload, Path(scratch))
     sizes = [{"size": size_text(size), "runs": of[1:]} for size, of in zip(args.size, result["sizes"], strict=True)]
     return {"version": result["version"], "dtype": dtype, "tp": args.tp, "sizes": sizes}
 
