@@ -3,39 +3,14 @@
 The chat templates have the form of Qwen3's, Qwen3.5's and DeepSeek-V3.1's.
 """
 
-import asyncio
-import json
-import socket
-from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx
 import openai
 import pytest
-import tokenizers
-from media_files import DEMO_VL
 
-from tilerank.loader.generation_config import SamplingDefaults
-from tilerank.loader.tokenizer import Tokenizer
-from tilerank.runtime.server.answers.tool_formats import DeepSeekTools, tool_parser
-from tilerank.runtime.server.app import make_app
-from tilerank.runtime.server.client import EngineClient
-from tilerank.runtime.server.messages import State, Submit, Token, Tokens, encode, engine_inbox
-from tilerank.runtime.server.settings import ServerSettings
+from tests.runtime.server.scripted import BOS, QWEN_3, QWEN_3_5, Server, make_model, run
 
-QWEN = (
-    "{% if tools %}{{ tools | tojson }}<tool_call>{% endif %}"
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
-    "{% if m.reasoning_content is string and (preserve_thinking is defined and preserve_thinking or loop.last) %}"
-    "<think>\n{{ m.reasoning_content }}\n</think>\n\n{% endif %}{{ m.content }}"
-    "{% for call in m.tool_calls %}{{ call.function.arguments | tojson }}{% endfor %}<|im_end|>\n{% endfor %}"
-    "<|im_start|>assistant\n"
-)
-OFF = "{% if enable_thinking is defined and enable_thinking is false %}<think>\n\n</think>\n\n"
-QWEN_3 = QWEN + OFF + "{% endif %}"
-QWEN_3_5 = QWEN + OFF + "{% else %}{{ reasoning_effort | default('') }}<think>\n{% endif %}"
 DEEPSEEK = (
     "{% if not thinking is defined %}{% set thinking = false %}{% endif %}{{ bos_token }}"
     "{% for m in messages %}{% if m['role'] == 'system' %}{{ m['content'] }}"
@@ -47,85 +22,13 @@ DEEPSEEK = (
     "{% endfor %}{% endif %}{% endfor %}"
     "<｜Assistant｜>{% if thinking %}<think>{% else %}</think>{% endif %}"
 )
-BOS = "<｜begin▁of▁sentence｜>"
 USER: Any = {"role": "user", "content": "Who?"}
 TOOLS: Any = [{"type": "function", "function": {"name": "now", "parameters": {"type": "object", "properties": {}}}}]
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model directory with the marks of Qwen and DeepSeek, whose tokenizer begins each text with BOS."""
-    directory = tmp_path_factory.mktemp("chat") / "model"
-    directory.mkdir()
-    inner = tokenizers.Tokenizer.from_file(str(DEMO_VL / "tokenizer.json"))
-    inner.add_tokens([tokenizers.AddedToken(mark, special=False, normalized=False) for mark in DeepSeekTools.MARKS])
-    inner.add_special_tokens([BOS])
-    processor = tokenizers.processors.TemplateProcessing(f"{BOS} $A", None, [(BOS, inner.token_to_id(BOS))])
-    inner.post_processor = processor
-    inner.save(str(directory / "tokenizer.json"))
-    (directory / "tokenizer_config.json").write_text(json.dumps({"bos_token": BOS}))
-    return directory
-
-
-class Server:
-    """The application without a socket. submits: what the engine got, which answers with the tokens of `answer`."""
-
-    def __init__(self, client: openai.AsyncOpenAI, tokenizer: Tokenizer) -> None:
-        self.client = client
-        self.tokenizer = tokenizer
-        self.answer = ""
-        self.submits: list[Submit] = []
-
-    async def ask(self, answer: str, *messages: Any, **fields: Any) -> Any:
-        self.answer = answer
-        return await self.client.chat.completions.create(model="it", messages=[*(messages or [USER])], **fields)
-
-    @property
-    def prompt(self) -> str:
-        """The text of the last prompt, special tokens included."""
-        inner = tokenizers.Tokenizer.from_file(str(self.tokenizer.model_dir / "tokenizer.json"))
-        return str(inner.decode(self.submits[-1].prompt.token_ids, skip_special_tokens=False))
-
-    async def answer_requests(self, incoming: asyncio.StreamReader, outgoing: asyncio.StreamWriter) -> None:
-        outgoing.write(encode(State(4096, 1 << 20, 0.0, 0, 0, 0, 0, 0)))
-        inbox = engine_inbox()
-        while data := await incoming.read(1 << 20):
-            for message in inbox.feed(data):
-                if isinstance(message, Submit):
-                    self.submits.append(message)
-                    for id in self.tokenizer.encode(self.answer, add_special_tokens=False):
-                        outgoing.write(encode(Tokens([Token(message.number, id, None, None)])))
-                    outgoing.write(encode(Tokens([Token(message.number, 0, "stop", None)])))
-
-
-@asynccontextmanager
-async def serving(model: Path, template: str) -> AsyncIterator[Server]:
-    async def check_grammar(grammar: str) -> None: ...
-
-    (model / "chat_template.jinja").write_text(template)
-    tokenizer = Tokenizer(model)
-    settings = ServerSettings("it", "0", None, SamplingDefaults(), tool_parser(tokenizer, ""), check_grammar)
-    engines, (ours, theirs) = EngineClient(), socket.socketpair()
-    attached = asyncio.create_task(engines.attach(0, ours))
-    transport = httpx.ASGITransport(make_app(engines, tokenizer, settings))
-    async with httpx.AsyncClient(transport=transport, timeout=60) as http:
-        client = openai.AsyncOpenAI(base_url="http://server/v1", api_key="any", max_retries=0, http_client=http)
-        server = Server(client, tokenizer)
-        incoming, outgoing = await asyncio.open_unix_connection(sock=theirs)
-        engine = asyncio.create_task(server.answer_requests(incoming, outgoing))
-        await engines.ready.wait()
-        yield server
-        engine.cancel()
-        outgoing.close()
-        await attached
-
-
-def run(model: Path, template: str, test: Callable[[Server], Coroutine[Any, Any, Any]]) -> Any:
-    async def running() -> Any:
-        async with serving(model, template) as server:
-            return await test(server)
-
-    return asyncio.run(running())
+    return make_model(tmp_path_factory.mktemp("chat") / "model")
 
 
 @pytest.mark.parametrize(

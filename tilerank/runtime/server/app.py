@@ -15,6 +15,7 @@ from .client import EngineClient
 from .endpoints.chat import ChatEndpoints
 from .endpoints.health import HealthEndpoints
 from .endpoints.models import ModelEndpoints
+from .endpoints.responses import ResponseEndpoints
 from .endpoints.service import Service
 from .endpoints.tokenize import TokenizeEndpoints
 from .errors import ApiError, error_response
@@ -28,26 +29,28 @@ def make_app(client: EngineClient, tokenizer: Tokenizer, settings: ServerSetting
     service = Service(client, tokenizer, settings)
     chat, health = ChatEndpoints(service), HealthEndpoints(service)
     models, tokenize = ModelEndpoints(service), TokenizeEndpoints(service)
-    guarded: dict[str, tuple[str, Handler]] = {
-        "/v1/chat/completions": ("POST", chat.chat),
-        "/v1/completions": ("POST", chat.complete),
-        "/v1/models": ("GET", models.models),
-        "/tokenize": ("POST", tokenize.tokenize),
-        "/detokenize": ("POST", tokenize.detokenize),
-        "/metrics": ("GET", health.metrics),
-        "/status": ("GET", health.status),
-    }
-    public: dict[str, tuple[str, Handler]] = {
-        "/": ("GET", health.page),
-        "/health": ("GET", health.health),
-        "/health_generate": ("GET", health.health_generate),
-        "/version": ("GET", models.version),
-    }
-    routes = [
-        Route(path, _guarded(handler, settings.api_key), methods=[method])
-        for path, (method, handler) in guarded.items()
+    responses = ResponseEndpoints(service)
+    guarded: list[tuple[str, str, Handler]] = [
+        ("POST", "/v1/chat/completions", chat.chat),
+        ("POST", "/v1/completions", chat.complete),
+        ("POST", "/v1/responses", responses.create),
+        ("GET", "/v1/responses/{id}", responses.retrieve),
+        ("DELETE", "/v1/responses/{id}", responses.delete),
+        ("POST", "/v1/responses/{id}/cancel", responses.cancel),
+        ("GET", "/v1/models", models.models),
+        ("POST", "/tokenize", tokenize.tokenize),
+        ("POST", "/detokenize", tokenize.detokenize),
+        ("GET", "/metrics", health.metrics),
+        ("GET", "/status", health.status),
     ]
-    routes += [Route(path, handler, methods=[method]) for path, (method, handler) in public.items()]
+    public: list[tuple[str, str, Handler]] = [
+        ("GET", "/", health.page),
+        ("GET", "/health", health.health),
+        ("GET", "/health_generate", health.health_generate),
+        ("GET", "/version", models.version),
+    ]
+    routes = [Route(path, _guarded(handler, settings.api_key), methods=[method]) for method, path, handler in guarded]
+    routes += [Route(path, handler, methods=[method]) for method, path, handler in public]
     return Starlette(
         routes=routes,
         exception_handlers={

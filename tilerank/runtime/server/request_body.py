@@ -1,5 +1,6 @@
 """Reads request bodies within limits, and describes what is wrong with an invalid one."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import pydantic
@@ -46,14 +47,14 @@ class BodyReader:
             self._bytes_held -= len(data)
 
 
-def validation_error(data: bytes, error: pydantic.ValidationError) -> ApiError:
-    """Return the API error for the first invalid field of the body `data`.
+def validation_error(data: bytes | Mapping[str, Any], error: pydantic.ValidationError) -> ApiError:
+    """Return the API error for the first invalid field of the body `data`, JSON or parsed.
 
     pydantic reports an error for every alternative of a union field. The error of the best-matching alternative is
     used: one that is not about the type, else the one that lies deepest.
     """
     errors = error.errors(include_url=False, include_context=False, include_input=False)
-    body = pydantic_core.from_json(data) if errors[0]["loc"] else None
+    body = pydantic_core.from_json(data) if errors[0]["loc"] and isinstance(data, bytes) else data
     candidates = [
         (not one["type"].endswith(("_type", "_parsing")), _path(body, one["loc"], one["type"] == "missing"), one["msg"])
         for one in errors

@@ -13,7 +13,7 @@ from .completions import Delta
 from .tools import ToolCall, ToolParser, split
 
 
-class _TokenText:
+class TokenText:
     """The bytes of the tokens of one choice.
 
     offset: index of the next token's first character in the text. A token that continues a character has the index of
@@ -64,10 +64,10 @@ class TextFormatter(Formatter):
     def __init__(self, tokenizer: Tokenizer, top: int | None) -> None:
         self._tokenizer = tokenizer
         self._top = top
-        self._token_texts: dict[int, _TokenText] = {}
+        self._token_texts: dict[int, TokenText] = {}
 
     def chunk(self, delta: Delta) -> Json:
-        token_text = self._token_texts.setdefault(delta.index, _TokenText(self._tokenizer))
+        token_text = self._token_texts.setdefault(delta.index, TokenText(self._tokenizer))
         logprobs = None if self._top is None else self._logprobs(delta.tokens, self._top, token_text)
         return {
             "index": delta.index,
@@ -82,7 +82,7 @@ class TextFormatter(Formatter):
             "logprobs": _concatenated(chunk["logprobs"] for chunk in chunks),
         }
 
-    def _logprobs(self, tokens: Sequence[Token], top: int, token_text: _TokenText) -> Json:
+    def _logprobs(self, tokens: Sequence[Token], top: int, token_text: TokenText) -> Json:
         found: Json = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for token in tokens:
             logprobs = _logprobs(token)
@@ -115,7 +115,7 @@ class ChatFormatter(Formatter):
         self._parsers: dict[int, ToolParser | None] = {}
         self._num_calls: dict[int, int] = {}
         self._pending: dict[int, list[Token]] = {}  # tokens whose text the parser holds back
-        self._token_texts: dict[int, _TokenText] = {}
+        self._token_texts: dict[int, TokenText] = {}
 
     def chunk(self, delta: Delta) -> Json | None:
         is_first = delta.index not in self._parsers
@@ -123,7 +123,7 @@ class ChatFormatter(Formatter):
             self._parsers[delta.index] = self._new_parser() if self._new_parser else None
             self._num_calls[delta.index] = 0
             self._pending[delta.index] = []
-            self._token_texts[delta.index] = _TokenText(self._tokenizer)
+            self._token_texts[delta.index] = TokenText(self._tokenizer)
         self._pending[delta.index] += delta.tokens
         content = self._content(delta)
         reason = delta.finish_reason
@@ -134,7 +134,10 @@ class ChatFormatter(Formatter):
         if is_first:
             content = {"role": "assistant", "content": ""} | content
         tokens, self._pending[delta.index] = self._pending[delta.index], []
-        logprobs = None if self._top is None else self._logprobs(tokens, self._top, self._token_texts[delta.index])
+        logprobs = None
+        if self._top is not None:
+            entries = token_entries(tokens, self._top, self._token_texts[delta.index])
+            logprobs = {"content": entries, "refusal": None}
         return {"index": delta.index, "delta": content, "logprobs": logprobs, "finish_reason": reason}
 
     def choice(self, chunks: Sequence[Json]) -> Json:
@@ -168,18 +171,21 @@ class ChatFormatter(Formatter):
         function = {"name": call.name, "arguments": call.arguments}
         return {"index": number, "id": call.id, "type": "function", "function": function}
 
-    def _logprobs(self, tokens: Sequence[Token], top: int, token_text: _TokenText) -> Json:
-        def entry(id: int, value: float) -> Json:
-            data = token_text.bytes_of(id)
-            return {"token": _text(data), "logprob": value, "bytes": list(data)}
 
-        content = []
-        for token in tokens:
-            logprobs = _logprobs(token)
-            alternatives = [entry(id, value) for id, value in logprobs.top[:top]]
-            content.append(entry(token.token_id, logprobs.chosen) | {"top_logprobs": alternatives})
-            token_text.advance(token.token_id)
-        return {"content": content, "refusal": None}
+def token_entries(tokens: Sequence[Token], top: int, token_text: TokenText) -> list[Json]:
+    """Return the log-probabilities of tokens, and of the `top` likeliest alternatives of each, as chats list them."""
+
+    def entry(id: int, value: float) -> Json:
+        data = token_text.bytes_of(id)
+        return {"token": _text(data), "logprob": value, "bytes": list(data)}
+
+    entries = []
+    for token in tokens:
+        logprobs = _logprobs(token)
+        alternatives = [entry(id, value) for id, value in logprobs.top[:top]]
+        entries.append(entry(token.token_id, logprobs.chosen) | {"top_logprobs": alternatives})
+        token_text.advance(token.token_id)
+    return entries
 
 
 def _reasoning(text: str) -> Json:

@@ -123,11 +123,11 @@ async def finish(request: Request, begun: Begun, stream: bool) -> Response:
 
 async def _whole(begun: Begun) -> Json:
     answer = begun.answer
-    async with aclosing(begun.rest):
-        answer.begin()
-        async for delta in _deltas(begun):
+    answer.begin()
+    async with aclosing(_deltas(begun)) as deltas:
+        async for delta in deltas:
             answer.add(delta)
-        answer.end()
+    answer.end()
     return answer.whole()
 
 
@@ -137,9 +137,10 @@ async def _events(begun: Begun) -> AsyncIterator[bytes]:
     try:
         for event in answer.begin():
             yield event.encode()
-        async for delta in _deltas(begun):
-            for event in answer.add(delta):
-                yield event.encode()
+        async with aclosing(_deltas(begun)) as deltas:
+            async for delta in deltas:
+                for event in answer.add(delta):
+                    yield event.encode()
         for event in answer.end():
             yield event.encode()
     except ApiError as e:
@@ -147,7 +148,11 @@ async def _events(begun: Begun) -> AsyncIterator[bytes]:
             yield event.encode()
 
 
-async def _deltas(begun: Begun) -> AsyncIterator[Delta]:
-    yield begun.first
-    async for delta in begun.rest:
-        yield delta
+async def _deltas(begun: Begun) -> AsyncGenerator[Delta]:
+    """Yield the deltas until the answer is complete or needs no more."""
+    async with aclosing(begun.rest):
+        yield begun.first
+        async for delta in begun.rest:
+            if begun.answer.stopped:
+                return
+            yield delta

@@ -1,0 +1,140 @@
+"""A server without a socket, whose engine gives scripted answers. The chat templates have the form of real ones."""
+
+import asyncio
+import json
+import socket
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import tokenizers
+from media_files import DEMO_VL
+
+from tilerank.loader.generation_config import SamplingDefaults
+from tilerank.loader.tokenizer import Tokenizer
+from tilerank.runtime.server.answers.tool_formats import DeepSeekTools, tool_parser
+from tilerank.runtime.server.app import make_app
+from tilerank.runtime.server.client import EngineClient
+from tilerank.runtime.server.media.loader import MediaReader
+from tilerank.runtime.server.messages import State, Submit, Token, Tokens, encode, engine_inbox
+from tilerank.runtime.server.settings import ServerSettings
+
+QWEN = (
+    "{% if tools %}{{ tools | tojson }}<tool_call>{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.reasoning_content is string and (preserve_thinking is defined and preserve_thinking or loop.last) %}"
+    "<think>\n{{ m.reasoning_content }}\n</think>\n\n{% endif %}{{ m.content }}"
+    "{% for call in m.tool_calls %}{{ call.function.arguments | tojson }}{% endfor %}<|im_end|>\n{% endfor %}"
+    "<|im_start|>assistant\n"
+)
+OFF = "{% if enable_thinking is defined and enable_thinking is false %}<think>\n\n</think>\n\n"
+QWEN_3 = QWEN + OFF + "{% endif %}"
+QWEN_3_5 = QWEN + OFF + "{% else %}{{ reasoning_effort | default('') }}<think>\n{% endif %}"
+BOS = "<｜begin▁of▁sentence｜>"
+ENOUGH = 1 << 20
+
+
+def make_model(directory: Path) -> Path:
+    """Write a model directory with the marks of Qwen and DeepSeek, whose tokenizer begins each text with BOS."""
+    directory.mkdir()
+    inner = tokenizers.Tokenizer.from_file(str(DEMO_VL / "tokenizer.json"))
+    inner.add_tokens([tokenizers.AddedToken(mark, special=False, normalized=False) for mark in DeepSeekTools.MARKS])
+    inner.add_special_tokens([BOS])
+    processor = tokenizers.processors.TemplateProcessing(f"{BOS} $A", None, [(BOS, inner.token_to_id(BOS))])
+    inner.post_processor = processor
+    inner.save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer_config.json").write_text(json.dumps({"bos_token": BOS}))
+    return directory
+
+
+class Server:
+    """The application. submits: what the engine got, which answers with the tokens of `answer` and `finish_reason`.
+
+    limit: the engine sends this many tokens of an answer and waits. cut: it then closes its connection.
+    """
+
+    def __init__(self, http: httpx.AsyncClient, tokenizer: Tokenizer) -> None:
+        self.http = http
+        self.client = openai.AsyncOpenAI(base_url="http://server/v1", api_key="any", max_retries=0, http_client=http)
+        self.tokenizer = tokenizer
+        self.answer = ""
+        self.finish_reason = "stop"
+        self.limit = ENOUGH
+        self.more = asyncio.Event()
+        self.cut = False
+        self.submits: list[Submit] = []
+
+    async def ask(self, answer: str, *messages: Any, **fields: Any) -> Any:
+        """Ask for a chat completion that is `answer`."""
+        self.answer = answer
+        user = {"role": "user", "content": "Who?"}
+        return await self.client.chat.completions.create(model="it", messages=[*(messages or [user])], **fields)
+
+    @property
+    def prompt(self) -> str:
+        """The text of the last prompt, special tokens included."""
+        inner = tokenizers.Tokenizer.from_file(str(self.tokenizer.model_dir / "tokenizer.json"))
+        return str(inner.decode(self.submits[-1].prompt.token_ids, skip_special_tokens=False))
+
+    def count(self, text: str) -> int:
+        """Return the number of tokens of a part of an answer."""
+        return len(self.tokenizer.encode(text, add_special_tokens=False))
+
+    async def answer_requests(self, incoming: asyncio.StreamReader, outgoing: asyncio.StreamWriter) -> None:
+        outgoing.write(encode(State(4096, 1 << 20, 0.0, 0, 0, 0, 0, 0)))
+        inbox = engine_inbox()
+        while data := await incoming.read(1 << 20):
+            for message in inbox.feed(data):
+                if isinstance(message, Submit):
+                    self.submits.append(message)
+                    await self._generate(message, outgoing)
+
+    async def _generate(self, submit: Submit, outgoing: asyncio.StreamWriter) -> None:
+        ids = self.tokenizer.encode(self.answer, add_special_tokens=False)
+        for i, id in enumerate(ids):
+            if i == self.limit:
+                await self.more.wait()
+                if self.cut:
+                    outgoing.close()
+                    return
+            last = self.finish_reason == "length" and i == len(ids) - 1
+            outgoing.write(encode(Tokens([Token(submit.number, id, "length" if last else None, None)])))
+        if self.finish_reason == "stop":
+            outgoing.write(encode(Tokens([Token(submit.number, 0, "stop", None)])))
+
+
+@asynccontextmanager
+async def serving(
+    model: Path, template: str, *, api_key: str | None = None, media: MediaReader | None = None
+) -> AsyncIterator[Server]:
+    async def check_grammar(grammar: str) -> None: ...
+
+    (model / "chat_template.jinja").write_text(template)
+    tokenizer = Tokenizer(model)
+    parser = tool_parser(tokenizer, "")
+    settings = ServerSettings("it", "0", api_key, SamplingDefaults(), parser, check_grammar, media)
+    engines, (ours, theirs) = EngineClient(), socket.socketpair()
+    attached = asyncio.create_task(engines.attach(0, ours))
+    transport = httpx.ASGITransport(make_app(engines, tokenizer, settings))
+    async with httpx.AsyncClient(transport=transport, base_url="http://server", timeout=60) as http:
+        server = Server(http, tokenizer)
+        incoming, outgoing = await asyncio.open_unix_connection(sock=theirs)
+        engine = asyncio.create_task(server.answer_requests(incoming, outgoing))
+        await engines.ready.wait()
+        yield server
+        engine.cancel()
+        outgoing.close()
+        await attached
+
+
+def run(model: Path, template: str, test: Callable[[Server], Coroutine[Any, Any, Any]], **options: Any) -> Any:
+    """Run a test with a server."""
+
+    async def running() -> Any:
+        async with serving(model, template, **options) as server:
+            return await test(server)
+
+    return asyncio.run(running())
