@@ -4,6 +4,7 @@ import functools
 import math
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -147,15 +148,14 @@ def test_pages_that_cover_a_picture_need_no_encoding(engine: Engine, monkeypatch
 
 
 def test_others_get_a_token_in_every_step_of_an_encode(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """36 patches in tasks of up to 32: 1 of tables, 3 of rows of blocks, 4 of each of 4 blocks, 1 of each of 4
-    mergers."""
+    """36 patches in tasks of up to 32: 3 of rows of blocks, 4 of each of 4 blocks, 1 of each of 4 mergers."""
     monkeypatch.setattr(media_encoding, "BESIDE_S", 0.0)
     monkeypatch.setattr(media_encoding, "operations_of_piece", smallest)
     sent = spy(engine, monkeypatch)
     talks = engine.submit(ask(prompt(text(1, 8)), 40))
     engine.step()
     looks = engine.submit(ask(prompt(text(2, 3), medium(70, 3, 3), text(3, 2)), 1))
-    pieces = 1 + 3 + 4 * 4 + 4
+    pieces = 3 + 4 * 4 + 4
     found = [[event.request for event in engine.step()] for _ in range(pieces + 1)]
     assert sum(isinstance(message, EncodePiece) for message in sent) == pieces
     assert found == [[talks]] * pieces + [[talks, looks]]
@@ -170,6 +170,35 @@ def test_pieces_are_begun_until_their_time_is_over(engine: Engine, monkeypatch: 
     looks = engine.submit(ask(prompt(text(2, 3), medium(71, 3, 3), text(3, 2)), 1))
     assert [[event.request for event in engine.step()] for _ in range(2)] == [[talks], [talks, looks]]
     engine.cancel(talks)
+
+
+def test_a_piece_is_begun_if_the_longest_of_the_last_would_end_in_time(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a clock on which only pieces take time, 50 ms between steps, and 25 ms expected of a piece at least."""
+    now, seconds, encode_piece = 0.0, iter([0.010] * 3 + [0.031] + [0.010] * 19), engine.worker.encode_piece
+
+    def timed() -> bool:
+        nonlocal now
+        now += next(seconds)
+        return encode_piece()
+
+    monkeypatch.setattr(media_encoding, "time", SimpleNamespace(perf_counter=lambda: now))
+    monkeypatch.setattr(engine.worker, "encode_piece", timed)
+    monkeypatch.setattr(media_encoding, "operations_of_piece", smallest)
+    engine._encoding._recent.clear()
+    talks = engine.submit(ask(prompt(text(1, 8)), 40))
+    engine.step()
+    looks = engine.submit(ask(prompt(text(2, 3), medium(74, 3, 3), text(3, 2)), 1))
+    engine.step()
+    sent = spy(engine, monkeypatch)
+    begun = []
+    for _ in range(5):
+        engine.step()
+        begun.append(sum(isinstance(message, EncodePiece) for message in sent))
+    assert begun == [3, 4, 6, 8, 10]
+    engine.cancel(talks)
+    engine.cancel(looks)
 
 
 def test_a_small_encode_is_one_piece(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

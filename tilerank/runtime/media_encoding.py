@@ -1,6 +1,7 @@
 """Rank 0 leads the encoding of media: one medium at a time, in pieces between the steps of other sequences."""
 
 import time
+from collections import deque
 
 import torch
 
@@ -11,14 +12,18 @@ from .prompt import Medium
 from .rank_messages import Encode, EncodePiece, Frames, StopEncode
 from .worker import Worker
 
-BESIDE_S = 0.025
-"""How long pieces are begun between two steps of other sequences, which wait at most 0.05 s with the last piece."""
+BESIDE_S = 0.05
+"""How long other sequences wait between two of their steps."""
 ALONE_S = 0.25
-"""How long pieces are begun before new requests are looked at, if no sequence can go on meanwhile."""
+"""How long new requests wait to be looked at, if no sequence can go on meanwhile."""
+_PIECE_S = 0.025
+"""How long a piece is expected to take at least, since pieces of different layers differ."""
+_RECENT = 16
+"""Pieces that say how long the next one takes."""
 _OPERATIONS = {"amx": 16e9, "avx512_bf16": 5e9, "avx512": 2e9, "avx2": 1e9, "reference": 0.5e9}
 """Operations that a thread computes in 10 to 25 ms on each rung."""
-PART_BYTES = 16 << 20
-"""Bytes of frames in a message."""
+PART_BYTES = 1 << 20
+"""Bytes of frames in a message. Copying them to all ranks takes a few milliseconds."""
 
 
 class MediaEncoding:
@@ -29,22 +34,23 @@ class MediaEncoding:
         self._cache = cache
         self._running: Encoding | None = None
         self._unsent = memoryview(b"")  # the rest of its frames
+        self._recent = deque[float](maxlen=_RECENT)  # seconds of the last pieces
 
     def advance(self, following: Encoding | None, *, alone: bool) -> None:
-        """Go on with the encode that runs, or start `following`. Computes at least one piece, and more until
-        BESIDE_S have passed, or ALONE_S if `alone`."""
+        """Go on with the encode that runs, or start `following`. Sends a part of its frames or computes a piece, and
+        further ones as long as the longest of the last pieces would end within BESIDE_S, or ALONE_S if `alone`."""
         end = time.perf_counter() + (ALONE_S if alone else BESIDE_S)
         if self._running is None:
             if following is None:
                 return
             self._start(following)
-        while self._unsent:
-            if time.perf_counter() >= end:
+        while self._running is not None:
+            if self._unsent:
+                self._prepare(Frames(self._next_part()))
+            else:
+                self._encode_piece()
+            if time.perf_counter() + max([_PIECE_S, *self._recent]) > end:
                 return
-            self._prepare(Frames(self._next_part()))
-        self._encode_piece()
-        while self._running is not None and time.perf_counter() < end:
-            self._encode_piece()
 
     def stop_if_unused(self) -> None:
         """Stop the encode that runs if no sequence needs it any more."""
@@ -73,8 +79,11 @@ class MediaEncoding:
         self._worker.prepare_encode(message)
 
     def _encode_piece(self) -> None:
+        began = time.perf_counter()
         self._worker.announce(EncodePiece())
-        if self._worker.encode_piece() and self._running is not None:
+        complete = self._worker.encode_piece()
+        self._recent.append(time.perf_counter() - began)
+        if complete and self._running is not None:
             self._running.medium = None
             self._end()
 

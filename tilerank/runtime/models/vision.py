@@ -43,6 +43,8 @@ _PIXEL = 1000.0
 """Operations that take as long as preprocessing a pixel of a frame, before and after resizing."""
 _TABLES = 1e5
 """Operations that take as long as computing the angles and positions of a patch."""
+_FRESH = 700.0
+"""Operations that take as long as the first write to a byte of memory."""
 
 Grid = tuple[int, int, int]
 AfterBlock = Callable[[int, Tensor], Iterator[float]]
@@ -173,7 +175,8 @@ class VisionBlock(Layer):
         self.norm2 = LayerNorm(f"{name}.norm2", hidden, EPS, sharding)
         sizes = (hidden, config.intermediate_size, hidden)
         self.mlp = VisionMLP(f"{name}.mlp", sizes, "gelu_tanh", "vision MLP width", sharding)
-        self._projection_cost = 6 * hidden**2
+        # The first block touches the memory of the queries, keys and values.
+        self._projection_cost = 6 * hidden**2 + _FRESH * 3 * hidden * sharding.dtype.itemsize
         self._rest_cost = 2 * hidden**2 + 4 * hidden * config.intermediate_size
         self._pair_cost = 4 * hidden
         self._sharding = sharding
@@ -241,7 +244,7 @@ class VisionTransformer(Layer):
         shape = self.positions.shape
         self.positions.fill(f"{name}.pos_embed.weight", shape, *(slice(0, size) for size in shape))
         self.blocks = [VisionBlock(f"{name}.blocks.{i}", config, sharding) for i in range(config.depth)]
-        self._dtype = sharding.dtype
+        self._dtype, self._ranks = sharding.dtype, sharding.size
 
     def tasks(self, frames: Tensor, grid: Grid, limit: float, after: AfterBlock) -> Iterator[float]:
         """Compute the rows x [t, hidden] of all patches, block by block. Tasks as in VisionBlock.
@@ -250,39 +253,36 @@ class VisionTransformer(Layer):
         """
         t, rows, columns = grid
         of_frame = rows * columns
-        yield _TABLES * t * of_frame
-        row, column = patch_places(rows, columns, self.config.merge_size)
-        angles = axial_angles(row, column, self.config.head_dim).repeat(t, 1, 1)
         sequences = PackedSequences(torch.arange(0, (t + 1) * of_frame, of_frame, dtype=torch.int32))
+        angles = torch.empty((t * of_frame, 2, self.config.head_dim // 2))
         layout = PatchLayout(angles, torch.arange(t * of_frame), sequences, of_frame)
-        positions = taps(row, column, rows, columns, self.config.position_side)
         x = core.empty((t * of_frame, self.config.hidden_size), self._dtype)
-        yield from self._embed(x, frames, grid, positions, limit)
+        yield from self._embed(x, angles, frames, grid, limit)
         for i, block in enumerate(self.blocks):
             yield from block.tasks(x, layout, limit)
             yield from after(i, x)
 
-    def _embed(
-        self, x: Tensor, frames: Tensor, grid: Grid, positions: tuple[Tensor, Tensor], limit: float
-    ) -> Iterator[float]:
-        """Write the embeddings of all patches to x [t, hidden]. positions: `taps` of a frame. Tasks as in
+    def _embed(self, x: Tensor, angles: Tensor, frames: Tensor, grid: Grid, limit: float) -> Iterator[float]:
+        """Write the embeddings of all patches to x [t, hidden], and their angles as in PatchLayout. Tasks as in
         VisionBlock; each is some rows of blocks of a frame."""
         t, rows, columns = grid
-        indices, weights = positions
-        temporal, merge = self.config.temporal_patch_size, self.config.merge_size
-        of_patch = 3 * temporal * self.config.patch_size**2
-        pixels = temporal * frames.shape[1] * frames.shape[2] / rows + columns * of_patch / 3
-        row_cost = 2 * columns * of_patch * self.config.hidden_size + _PIXEL * pixels
+        c = self.config
+        of_patch = 3 * c.temporal_patch_size * c.patch_size**2
+        pixels = c.temporal_patch_size * frames.shape[1] * frames.shape[2] / rows + columns * of_patch / 3
+        # Every rank computes all of it.
+        row_cost = self._ranks * (columns * (2 * of_patch * c.hidden_size + _TABLES) + _PIXEL * pixels)
+        table = angle_table(max(rows, columns), c.head_dim)
         for frame in range(t):
-            own = frames[frame * temporal : (frame + 1) * temporal]
-            for band, cost in cut_rows(rows, row_cost, limit, merge):
+            own = frames[frame * c.temporal_patch_size : (frame + 1) * c.temporal_patch_size]
+            for band, cost in cut_rows(rows, row_cost, limit, c.merge_size):
                 yield cost
-                values = self._patches(own, (1, rows, columns), band)
-                taken = slice(band.start * columns, band.stop * columns)
-                embedded = ops.add(
-                    self.embedding(values), interpolate_rows(self.positions.data, indices[taken], weights[taken])
-                )
-                x[frame * rows * columns :][taken] = embedded
+                embedded = self.embedding(self._patches(own, (1, rows, columns), band))
+                row, column = patch_places(band, columns, c.merge_size)
+                indices, weights = taps(row, column, rows, columns, c.position_side)
+                first = (frame * rows + band.start) * columns
+                taken = slice(first, first + len(row))
+                x[taken] = ops.add(embedded, interpolate_rows(self.positions.data, indices, weights))
+                angles[taken] = torch.cat([table[row], table[column]], 2)
 
     def _patches(self, frames: Tensor, grid: Grid, band: slice) -> Tensor:
         if (p := self._preprocessing) is None:
@@ -337,22 +337,22 @@ class VisionTower(Encoder):
         yield levels
 
 
-def patch_places(rows: int, columns: int, merge: int) -> tuple[Tensor, Tensor]:
-    """Return row and column [rows * columns] int64 of the patches of a frame, in their order, block by block."""
-    blocks = (rows // merge, merge, columns // merge, merge)
-    places = torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij")
+def patch_places(rows: slice, columns: int, merge: int) -> tuple[Tensor, Tensor]:
+    """Return row and column [n] int64 of the patches in some rows of a frame, in their order, block by block."""
+    first, end = rows.start, rows.stop
+    blocks = ((end - first) // merge, merge, columns // merge, merge)
+    places = torch.meshgrid(torch.arange(first, end), torch.arange(columns), indexing="ij")
     row, column = (place.reshape(blocks).transpose(1, 2).flatten() for place in places)
     return row, column
 
 
-def axial_angles(row: Tensor, column: Tensor, head_dim: int) -> Tensor:
-    """Return [n, 2, head_dim / 2] float32, cosines and sines: half of the frequencies follow the row of a patch, half
-    its column."""
+def angle_table(places: int, head_dim: int) -> Tensor:
+    """Return [places, 2, head_dim / 4] float32, cosines and sines of rows or columns: half of the frequencies of a head
+    follow the row of a patch, half its column."""
     half = head_dim // 2
     frequencies = 1.0 / _THETA ** (torch.arange(0, half, 2, dtype=torch.float32) / half)
-    angles = torch.outer(torch.arange(int(max(row.max(), column.max())) + 1).float(), frequencies)
-    table = torch.stack([angles.cos(), angles.sin()], 1)
-    return torch.cat([table[row], table[column]], 2)
+    angles = torch.outer(torch.arange(places).float(), frequencies)
+    return torch.stack([angles.cos(), angles.sin()], 1)
 
 
 def taps(row: Tensor, column: Tensor, rows: int, columns: int, side: int) -> tuple[Tensor, Tensor]:
