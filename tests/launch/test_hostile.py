@@ -220,16 +220,16 @@ def test_a_body_is_read_no_further_than_it_may_be_long(server: Server) -> None:
 
 
 def test_more_connections_than_there_may_be(server: Server) -> None:
-    """Further requests get 503 while one client holds all connections, and succeed afterwards."""
+    """Requests are answered while one client holds more connections than there may be."""
     held: list[socket.socket] = []
     try:
         for _ in range(MAX_CONNECTIONS + 100):
             held.append(socket.create_connection(("127.0.0.1", server.port), timeout=300))
-        await_true(lambda: server.get("/health").status_code == 503, 110, "it takes more than it says")
+        for _ in range(3):
+            assert server.get("/health").status_code == 200
     finally:
         for connection in held:
             connection.close()
-    await_true(lambda: server.get("/health").status_code == 200, 110, "it does not recover")
 
 
 def test_clients_that_disconnect_leave_nothing_behind(server: Server) -> None:

@@ -16,13 +16,16 @@ from tilerank.runtime.server.drain import DrainMiddleware
 from tilerank.runtime.server.handover import receive_connection
 from tilerank.runtime.server.settings import ServerSettings
 
+from ..logs import say
+from .acceptor import Acceptor
 from .http_timeouts import PatientProtocol
 
 MAX_HEADER = 64 << 10
 """Bytes of a request's line and headers."""
 MAX_CONNECTIONS = 4096
-OTHER_FILES = 1024
-"""Open ones beside the connections, and connections that are turned away."""
+"""Open at a time, if the limit of open files allows as many."""
+OTHER_FILES = 256
+"""Open ones beside the connections."""
 LAST_WORDS_S = 5
 """For clients that are slow to read the end of their answers."""
 
@@ -44,7 +47,7 @@ def run(http: Http, control: socket.socket, drain_s: float, on_ready: Callable[[
 
 
 async def _serve(http: Http, control: socket.socket, drain_s: float, on_ready: Callable[[], None]) -> None:
-    _allow_files(MAX_CONNECTIONS + OTHER_FILES)
+    connections = _allow_connections()
     loop = asyncio.get_running_loop()
     client = EngineClient()
     gate = DrainMiddleware(make_app(client, http.tokenizer, http.about))
@@ -56,13 +59,13 @@ async def _serve(http: Http, control: socket.socket, drain_s: float, on_ready: C
             access_log=False,
             lifespan="off",
             h11_max_incomplete_event_size=MAX_HEADER,
-            limit_concurrency=MAX_CONNECTIONS,
             timeout_graceful_shutdown=LAST_WORDS_S,
             server_header=False,
             http=PatientProtocol,
             ws="none",
         ),
         lambda: loop.call_soon_threadsafe(told_to_stop.set),
+        connections,
     )
     engines: set[asyncio.Task[None]] = set()
 
@@ -94,18 +97,38 @@ async def _serve(http: Http, control: socket.socket, drain_s: float, on_ready: C
     await asyncio.gather(*others, *engines, return_exceptions=True)
 
 
-def _allow_files(count: int) -> None:
-    """Raise the soft limit of open files: the usual 1024 protects programs that use select, and this one does not."""
+def _allow_connections() -> int:
+    """Return how many connections may be open, and raise the soft limit of open files for them.
+
+    The usual 1024 protects programs that use select, and this one does not.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(count, hard)), hard))
+    files = max(soft, min(MAX_CONNECTIONS + OTHER_FILES, hard))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (files, hard))
+    connections = min(MAX_CONNECTIONS, files - OTHER_FILES)
+    why = "" if connections == MAX_CONNECTIONS else f", because this user may open {hard} files (ulimit -Hn)"
+    say(f"tilerank: at most {connections} connections at a time{why}")
+    return connections
 
 
 class _Server(uvicorn.Server):
     """A server that accepts connections after a signal, too, and answers them with an error while it drains."""
 
-    def __init__(self, config: uvicorn.Config, on_signal: Callable[[], object]) -> None:
+    def __init__(self, config: uvicorn.Config, on_signal: Callable[[], object], connections: int) -> None:
         super().__init__(config)
         self._on_signal = on_signal
+        self._connections = connections
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Accept the connections of the listening socket with an Acceptor in place of asyncio's server."""
+        assert sockets is not None
+        config, state = self.config, self.server_state
+        await self.lifespan.startup()
+        self.servers = [
+            Acceptor(listener, lambda: PatientProtocol(config, state, self.lifespan.state), self._connections)  # type: ignore[misc]
+            for listener in sockets
+        ]
+        self.started = True
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self._on_signal()

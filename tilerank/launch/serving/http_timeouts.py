@@ -4,6 +4,8 @@ Every open connection holds one of a bounded number (slow loris), and an answer 
 """
 
 import asyncio
+import time
+from collections.abc import Callable
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -14,8 +16,14 @@ TAKE_S = 60.0
 
 
 class PatientProtocol(H11Protocol):
-    """uvicorn's HTTP protocol with deadlines."""
+    """uvicorn's HTTP protocol with deadlines.
 
+    waiting_since: when it began to wait for a request, on the clock of `time.monotonic`; None during a request.
+    on_lost: called at the end of the connection.
+    """
+
+    waiting_since: float | None = None
+    on_lost: Callable[[], None] = staticmethod(lambda: None)
     _sending: asyncio.TimerHandle | None = None  # runs while the client still has to send a request
     _taking: asyncio.TimerHandle | None = None
 
@@ -27,7 +35,7 @@ class PatientProtocol(H11Protocol):
         super().data_received(data)
         if self._sending is not None and self._has_request():
             self._sending.cancel()
-            self._sending = None
+            self._sending = self.waiting_since = None
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
@@ -49,8 +57,10 @@ class PatientProtocol(H11Protocol):
         for timer in (self._sending, self._taking):
             if timer is not None:
                 timer.cancel()
+        self.on_lost()
 
     def _await_request(self) -> None:
+        self.waiting_since = time.monotonic()
         self._sending = self.loop.call_later(REQUEST_S, self.transport.abort)
 
     def _has_request(self) -> bool:

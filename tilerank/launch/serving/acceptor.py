@@ -1,0 +1,101 @@
+"""Accepts HTTP connections, at most as many at a time as there may be."""
+
+import asyncio
+import errno
+import logging
+import socket
+import time
+from collections.abc import Callable
+from functools import partial
+
+from .http_timeouts import PatientProtocol
+
+log = logging.getLogger(__name__)
+
+BATCH = 100
+"""Connections that are accepted before other work has its turn."""
+GRACE_S = 1.0
+"""A connection may wait so long for its request before a new one takes its place."""
+RETRY_S = 0.2
+"""Between attempts while there is no place."""
+LOG_S = 1.0
+"""Between two lines about it."""
+_NO_FILES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+
+
+class Acceptor:
+    """Serves the connections of a listening socket, at most `limit` at a time.
+
+    When there are as many, the connection that has waited longest for a request gives its place to the next one. If all
+    have requests, new connections stay in the listening socket until one ends. make: returns the protocol of a new one.
+    """
+
+    def __init__(self, listener: socket.socket, make: Callable[[], PatientProtocol], limit: int) -> None:
+        self._listener = listener
+        self._make = make
+        self._limit = limit
+        self._open: set[PatientProtocol] = set()
+        self._starting: set[asyncio.Task[None]] = set()
+        self._loop = asyncio.get_running_loop()
+        self._retry: asyncio.TimerHandle | None = None
+        self._logged_at = -LOG_S
+        listener.setblocking(False)
+        self._loop.add_reader(listener, self._accept)
+
+    def close(self) -> None:
+        """Accept no more. Open connections stay open."""
+        self._loop.remove_reader(self._listener)
+        if self._retry is not None:
+            self._retry.cancel()
+
+    async def wait_closed(self) -> None:
+        """Return when the connections that were being accepted are."""
+        await asyncio.gather(*self._starting, return_exceptions=True)
+
+    def _accept(self) -> None:
+        for _ in range(BATCH):
+            if len(self._open) >= self._limit:
+                self._make_room()
+                return
+            try:
+                connection, _ = self._listener.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return
+            except OSError as failure:
+                if failure.errno not in _NO_FILES:
+                    raise
+                self._pause(f"no connection can be accepted: {failure.strerror}")
+                return
+            connection.setblocking(False)
+            protocol = self._make()
+            protocol.on_lost = partial(self._open.discard, protocol)
+            self._open.add(protocol)
+            task = self._loop.create_task(self._start(protocol, connection))
+            self._starting.add(task)
+            task.add_done_callback(self._starting.discard)
+
+    async def _start(self, protocol: PatientProtocol, connection: socket.socket) -> None:
+        try:
+            await self._loop.connect_accepted_socket(lambda: protocol, connection)
+        except BaseException:
+            self._open.discard(protocol)
+            raise
+
+    def _make_room(self) -> None:
+        waiting = [(since, one) for one in self._open if (since := one.waiting_since) is not None]
+        since, longest = min(waiting, key=lambda entry: entry[0], default=(0.0, None))
+        if longest is None or time.monotonic() - since < GRACE_S:
+            self._pause(f"all {self._limit} connections are in use; new ones wait")
+            return
+        self._log(f"all {self._limit} connections are in use; those without a request are closed")
+        longest.transport.abort()  # the listener is still readable when it has ended
+
+    def _pause(self, why: str) -> None:
+        self._log(why)
+        self._loop.remove_reader(self._listener)
+        self._retry = self._loop.call_later(RETRY_S, self._loop.add_reader, self._listener, self._accept)
+
+    def _log(self, sentence: str) -> None:
+        if time.monotonic() - self._logged_at >= LOG_S:
+            self._logged_at = time.monotonic()
+            log.warning("%s", sentence)
