@@ -110,7 +110,7 @@ def test_a_stopped_engine_has_counters_alone() -> None:
     assert [found[f"tilerank_{name}_total"] for name in ("prompt_tokens", "generation_tokens", "num_preemptions")] == [
         0
     ] * 3
-    assert not [name for name in found if re.search("rank|running|cache", name.removeprefix("tilerank_"))]
+    assert not [name for name in found if re.search("rank|running|kv_cache", name.removeprefix("tilerank_"))]
 
 
 def test_counters_never_go_down_when_a_replica_does() -> None:

@@ -25,12 +25,13 @@ from .files import is_listed, read_json_object, read_text, show
 FILE = "chat_template.jinja"
 FOLDER = "additional_chat_templates"  # a file NAME.jinja for each further template
 _CALL = {"needle": "x"}
+_RESULT = "the result"
 # Some templates want ids of nine characters.
 _TRIAL_CALL = {"id": "123456789", "type": "function", "function": {"name": "f", "arguments": _CALL}}
 _TRIAL = (
     {"role": "user", "content": "a"},
     {"role": "assistant", "content": "", "tool_calls": [_TRIAL_CALL]},
-    {"role": "tool", "content": "b", "name": "f", "tool_call_id": "123456789"},
+    {"role": "tool", "content": _RESULT, "name": "f", "tool_call_id": "123456789"},
 )
 """A conversation with a tool call, which shows in which form a template takes the arguments."""
 
@@ -84,12 +85,14 @@ class ChatTemplate:
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = False,
+        continue_final_message: bool = False,
         **variables: Any,
     ) -> str:
         """Return the text of a conversation.
 
         messages: the arguments of earlier tool calls are objects; a template that prints them as text gets their JSON.
-        add_generation_prompt: end the text with the beginning of the assistant's answer. tools: if given, the template
+        add_generation_prompt: end the text with the beginning of the assistant's answer. continue_final_message: end it
+        with the text of the last message, so that the model continues this message. tools: if given, the template
         named tool_use is used where there is one, as in transformers. variables: further variables of the template.
         Raises TokenizerError with the template's own message if it refuses the messages.
         """
@@ -100,11 +103,23 @@ class ChatTemplate:
             messages = [_with_json_arguments(message) for message in messages]
         values = {**variables, "tools": tools, "add_generation_prompt": add_generation_prompt}
         try:
-            return self._rendered(template, messages, values)
+            text = self._rendered(template, messages, values)
         except _RefusedError as failure:
             # The template may raise any exception; no code of this project runs inside it.
             cause = failure.__cause__
             raise TokenizerError(f"{template.where}: chat template {name} refused the messages: {cause}") from cause
+        return _cut(text, messages[-1]["content"]) if continue_final_message else text
+
+    @cached_property
+    def takes_calls(self) -> bool:
+        """Whether the templates print the tool calls of earlier turns and their results."""
+        template = self._template("tool_use" if "tool_use" in self._templates else "default")
+        calls = [_with_json_arguments(one) for one in _TRIAL] if self._prints_arguments else _TRIAL
+        try:
+            text = self._rendered(template, calls, {"tools": None, "add_generation_prompt": True})
+        except _RefusedError:
+            return False
+        return "needle" in text and _RESULT in text
 
     def _name(self, tools: Sequence[Mapping[str, Any]] | None) -> str:
         return "tool_use" if tools is not None and "tool_use" in self._templates else "default"
@@ -143,6 +158,20 @@ class ChatTemplate:
             return json.dumps(_CALL) in self._rendered(template, [_with_json_arguments(one) for one in _TRIAL], values)
         except _RefusedError:
             return False
+
+
+def _cut(text: str, content: Any) -> str:
+    """Return a rendered conversation up to the end of its last message, whose content is a text or has text parts."""
+    if isinstance(content, list):
+        content = next((part["text"] for part in reversed(content) if part.get("type") == "text"), "")
+    found = text.rfind(content.strip())
+    if not content.strip() or found < 0:
+        why = ValueError("continue_final_message: it does not print the text of the last message")
+        raise TokenizerError(f"the chat template: {why}") from why
+    for ending in (content.lstrip(), content.strip()):  # templates may strip the text
+        if text.startswith(ending, found):
+            return text[: found + len(ending)]
+    raise AssertionError("one of both was found")
 
 
 class _RefusedError(Exception):

@@ -95,9 +95,9 @@ class Tokenizer:
         alone = self.decode([id])
         return (alone if first else self.decode([id, id])[len(alone) :]).encode()
 
-    def stream(self) -> "TokenStream":
-        """Return a new incremental decoder for one text."""
-        return ByteStream(self) if self._decoder == "ByteLevel" else PieceStream(self)
+    def stream(self, *, special: bool = False) -> "TokenStream":
+        """Return a new incremental decoder for one text. special: special tokens are part of it."""
+        return ByteStream(self, special) if self._decoder == "ByteLevel" else PieceStream(self, special)
 
     def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
         """Return the text of a conversation (see ChatTemplate.render). Encode it with add_special_tokens=False."""
@@ -107,15 +107,21 @@ class Tokenizer:
         """Return the token's entry in the vocabulary; None for a special token or an unknown id."""
         return None if id in self._special_ids else self._inner.id_to_token(id)
 
+    def special_token(self, id: int) -> str:
+        """Return the text of a special token; an empty one for any other id."""
+        return (self._inner.id_to_token(id) or "") if id in self._special_ids else ""
+
 
 class TokenStream(ABC):
     """Decodes a text token by token. The results of all `push` calls and of `flush` add up to `decode` of all ids.
 
-    No later token can change a result, so that it never contains part of a character.
+    No later token can change a result, so that it never contains part of a character. special: special tokens are part
+    of the text, other than with `decode`.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, special: bool = False) -> None:
         self._tokenizer = tokenizer
+        self._special = special
 
     @abstractmethod
     def push(self, id: int) -> str:
@@ -129,13 +135,15 @@ class TokenStream(ABC):
 class ByteStream(TokenStream):
     """The decoder of byte-level vocabularies, in which every token is a string of bytes."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        super().__init__(tokenizer)
+    def __init__(self, tokenizer: Tokenizer, special: bool = False) -> None:
+        super().__init__(tokenizer, special)
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, id: int) -> str:
         token = self._tokenizer.token(id)
-        return "" if token is None else self._utf8.decode(_token_bytes(token))
+        if token is None:
+            return self._utf8.decode(self._tokenizer.special_token(id).encode()) if self._special else ""
+        return self._utf8.decode(_token_bytes(token))
 
     def flush(self) -> str:
         text = self._utf8.decode(b"", final=True)
@@ -146,15 +154,16 @@ class ByteStream(TokenStream):
 class PieceStream(TokenStream):
     """The decoder of sentencepiece-style vocabularies: a run of byte tokens (<0xE2>) is decoded as a whole."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        super().__init__(tokenizer)
+    def __init__(self, tokenizer: Tokenizer, special: bool = False) -> None:
+        super().__init__(tokenizer, special)
         self._context: list[int] = []  # the last decoded token, because the start of a text is decoded differently
         self._pending: list[int] = []
 
     def push(self, id: int) -> str:
         token = self._tokenizer.token(id)
         if token is None:
-            return ""
+            special = self._tokenizer.special_token(id) if self._special else ""
+            return self._release(None) + special if special else ""
         self._pending.append(id)
         return "" if _is_byte(token) else self._release(id)
 

@@ -68,6 +68,7 @@ class Prompt(msgspec.Struct, dict=True, array_like=True):
     source: what tokens see by cross-attention, in this order, instead of media that stand for tokens. sights:
     ascending; tokens before the first see nothing, and generated tokens see what the last token of the prompt sees.
     source_positions: three axes of as many numbers as the source has tokens; empty for models that do not rotate them.
+    salt: prompts share cached pages with those of the same salt alone.
     """
 
     token_ids: list[int]
@@ -77,6 +78,7 @@ class Prompt(msgspec.Struct, dict=True, array_like=True):
     source: list[Segment] = []
     sights: list[Sight] = []
     source_positions: list[list[int]] = []
+    salt: str = ""
 
     @cached_property
     def digests(self) -> list[bytes]:
@@ -85,7 +87,8 @@ class Prompt(msgspec.Struct, dict=True, array_like=True):
 
     @cached_property
     def keys(self) -> list[int]:
-        """The token ids, where a placeholder is replaced by a negative number that identifies a part of a medium.
+        """The token ids, where a placeholder is replaced by a negative number that identifies a part of a medium. The
+        first one holds the salt as well.
 
         Prompts that begin with the same keys have the same keys and values in the cache. In a prompt with a source, a
         number identifies as well what this token and those before it see.
@@ -97,6 +100,9 @@ class Prompt(msgspec.Struct, dict=True, array_like=True):
             content = int.from_bytes(self.digests[place.medium], "big")
             for i in range(place.count):
                 keys[place.start + i] = -1 - (content ^ (place.first + i))
+        if self.salt:
+            salt = hashlib.blake2b(self.salt.encode(), digest_size=16).digest()
+            keys[0] ^= int.from_bytes(salt, "big") << 128  # above the bits of ids and digests
         return keys
 
     def key_of_generated(self, token_id: int) -> int:

@@ -240,6 +240,14 @@ class TemplateOptions(NamedTuple):
     documents: list[dict[str, str]] | None = None
     thinking_token_budget: int | None = None
 
+    @property
+    def adds_variables(self) -> bool:
+        """Are there values for variables of the template?"""
+        return self.documents is not None or self.thinking_token_budget is not None
+
+
+DEFAULT_OPTIONS = TemplateOptions()
+
 
 class ChatCompletion(Sampling):
     """POST /v1/chat/completions."""

@@ -12,9 +12,9 @@ from ..media.errors import MediaError
 from ..media.messages import split_media
 from ..media.processor import Processor
 from ..prompt import Prompt
-from .answers.reasoning import Thinking, thinking_after
+from .answers.reasoning import BEGIN, END, Thinking, thinking_after
 from .answers.tools import ToolParser
-from .api import Message, ReasoningEffort, TextPart
+from .api import DEFAULT_OPTIONS, Message, ReasoningEffort, TemplateOptions, TextPart
 from .errors import ApiError
 from .media.loader import MediaReader
 from .media.media_budget import Share
@@ -34,6 +34,15 @@ class ChatPrompt(NamedTuple):
     thinking: Thinking
 
 
+class _TemplateRequest(NamedTuple):
+    """What the chat template gets beside the messages. See PromptBuilder.from_messages."""
+
+    variables: dict[str, Any]
+    effort: ReasoningEffort | None
+    tools: list[dict[str, Any]] | None
+    options: TemplateOptions
+
+
 class PromptBuilder:
     """Builds prompts for one model. Its methods raise ApiError.
 
@@ -49,14 +58,16 @@ class PromptBuilder:
         self._parser = parser
         self._media = media
 
-    async def from_texts(self, prompt: str | list[str] | list[int] | list[list[int]]) -> list[Prompt]:
+    async def from_texts(
+        self, prompt: str | list[str] | list[int] | list[list[int]], add_special_tokens: bool = True
+    ) -> list[Prompt]:
         """Return the prompts of /v1/completions."""
         if isinstance(prompt, str):
-            prompts = [await self.encode(prompt, True)]
+            prompts = [await self.encode(prompt, add_special_tokens)]
         elif isinstance(prompt[0], int):
             prompts = [[token for token in prompt if isinstance(token, int)]]
         else:
-            prompts = [await self.encode(one, True) if isinstance(one, str) else one for one in prompt]
+            prompts = [await self.encode(one, add_special_tokens) if isinstance(one, str) else one for one in prompt]
         if not all(prompts):
             raise ApiError(400, "The prompt is empty; expected at least one token.", param="prompt")
         if self._media is None:
@@ -73,27 +84,34 @@ class PromptBuilder:
         effort: ReasoningEffort | None,
         tools: list[dict[str, Any]] | None,
         share: Share,
+        options: TemplateOptions = DEFAULT_OPTIONS,
     ) -> ChatPrompt:
         """Return the prompt of a conversation. Empties `messages`, because media in data: URLs take much memory.
 
-        variables: of the chat template. effort: passed to templates that read a variable of reasoning.
+        variables: of the chat template. effort: passed to templates that read a variable of reasoning. options: of the
+        request, beside these.
         """
+        request = _TemplateRequest(variables, effort, tools, options)
         if self._media is None:
             _refuse_media(messages, self._model)
             plain = [message.for_template(parts=False) for message in messages]
-            text = await self._render(plain, variables, effort, tools)
+            text = await self._render(plain, request)
             # Templates print the begin-of-text token themselves where the model needs it.
-            return ChatPrompt(Prompt(await self.encode(text, False)), thinking_after(text, self._tokenizer))
+            ids = await self.encode(text, options.add_special_tokens)
+            return ChatPrompt(Prompt(ids), self._thinking(text, options))
+        if options.add_special_tokens:
+            message = "add_special_tokens: chats of a model that takes pictures have those of the template alone"
+            raise ApiError(400, message, param="add_special_tokens")
         processor = self._media.processor
         try:
             plain, sources = split_media(
                 [message.for_template(parts=True) for message in messages], processor.placeholders
             )
             messages.clear()
-            text = await self._render(plain, variables, effort, tools)
+            text = await self._render(plain, request)
             frames = await self._media.read(sources, share)
             prompt = await asyncio.to_thread(_with_digests, processor, text, frames)
-            return ChatPrompt(prompt, thinking_after(text, self._tokenizer))
+            return ChatPrompt(prompt, self._thinking(text, options))
         except MediaError as e:
             raise ApiError(400, f"messages: {e}", param="messages") from e
         except TokenizerError as e:
@@ -108,25 +126,33 @@ class PromptBuilder:
         except TokenizerError as e:
             raise ApiError(400, str(e)) from e
 
-    async def _render(
-        self,
-        messages: Sequence[dict[str, Any]],
-        variables: dict[str, Any],
-        effort: ReasoningEffort | None,
-        tools: list[dict[str, Any]] | None,
-    ) -> str:
+    def _thinking(self, text: str, options: TemplateOptions) -> Thinking:
+        """Return how the answer begins. A message that is continued may end within its reasoning."""
+        if not options.continue_final_message:
+            return thinking_after(text, self._tokenizer)
+        return Thinking.OPENED if text.rfind(BEGIN) > text.rfind(END) else Thinking.NEVER
+
+    async def _render(self, messages: Sequence[dict[str, Any]], request: _TemplateRequest) -> str:
+        variables, effort, tools, options = request
         reserved = _RESERVED & variables.keys()
         if reserved:
             raise ApiError(400, f"chat_template_kwargs: {min(reserved)} cannot be set", param="chat_template_kwargs")
 
         def render() -> str:
-            turns, chosen = messages, variables
-            if tools or variables or effort is not None:
+            turns, chosen = self._known_turns(messages), variables
+            if tools or variables or effort is not None or options.adds_variables:
                 known = self._tokenizer.chat_template.variables(tools)
                 chosen = _with_effort(_renamed_switch(variables, known), effort, known, self._model)
+                chosen = chosen | _option_variables(options, known, self._model)
                 if tools and self._parser is not None and "tools" not in known:
-                    turns = _with_tools(messages, self._parser.describe(tools))
-            return self._tokenizer.apply_chat_template(turns, tools=tools, add_generation_prompt=True, **chosen)
+                    turns = _with_tools(turns, self._parser.describe(tools))
+            return self._tokenizer.apply_chat_template(
+                turns,
+                tools=tools,
+                add_generation_prompt=options.add_generation_prompt,
+                continue_final_message=options.continue_final_message,
+                **chosen,
+            )
 
         try:
             return await asyncio.to_thread(render)  # in a thread, because a template may run for a long time
@@ -136,6 +162,45 @@ class PromptBuilder:
             if e.__cause__ is None:
                 message = f"{self._model} has no usable chat template. POST /v1/completions needs none."
             raise ApiError(400, message, param="messages") from e
+
+    def _known_turns(self, messages: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
+        """Return the messages in roles that the template has, with tool calls as text for one that has none."""
+        template = self._tokenizer.chat_template
+        if any(message["role"] == "developer" for message in messages) and "developer" not in template.source:
+            messages = [_in_role(message, "system" if message["role"] == "developer" else None) for message in messages]
+        has_calls = any(message.get("tool_calls") or message["role"] == "tool" for message in messages)
+        if not has_calls or template.takes_calls or self._parser is None:
+            return messages
+        return [_without_calls(message, self._parser) for message in messages]
+
+
+def _in_role(message: dict[str, Any], role: str | None) -> dict[str, Any]:
+    return message if role is None else {**message, "role": role}
+
+
+def _without_calls(message: dict[str, Any], parser: type[ToolParser]) -> dict[str, Any]:
+    """Return a message whose tool calls are text in the format of the model's calls, and whose role is not tool."""
+    if message["role"] == "tool":
+        return {"role": "user", "content": f"<tool_response>\n{message['content']}\n</tool_response>"}
+    calls = message.get("tool_calls")
+    if not calls:
+        return message
+    plain = {name: value for name, value in message.items() if name != "tool_calls"}
+    text = parser.write([(call["function"]["name"], call["function"]["arguments"]) for call in calls])
+    return {**plain, "content": "\n".join(filter(None, [message["content"], text]))}
+
+
+def _option_variables(options: TemplateOptions, known: frozenset[str], model: str) -> dict[str, Any]:
+    """Return the variables of the template that stand for fields of the request. Raises ApiError if it has none."""
+    found: dict[str, Any] = {}
+    for field, variable in (("documents", "documents"), ("thinking_token_budget", "thinking_budget")):
+        value = getattr(options, field)
+        if value is not None and variable not in known:
+            message = f"{field}: the chat template of {model} has no variable {variable}"
+            raise ApiError(400, message, param=field, code="unsupported_parameter")
+        if value is not None:
+            found[variable] = value
+    return found
 
 
 def _with_tools(messages: Sequence[dict[str, Any]], tools: str | None) -> Sequence[dict[str, Any]]:

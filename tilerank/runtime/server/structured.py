@@ -90,8 +90,12 @@ class ResponseFormat(Body):
         if (self.type == "json_schema") != (self.json_schema is not None):
             raise ValueError("json_schema is required for type json_schema, and not allowed for other types")
         if self.type == "structural_tag":
-            StructuralTag(structures=self.structures or [], triggers=self.triggers or [])
+            _ = self._structural_tag  # raises ValueError if it is none
         return self
+
+    @property
+    def _structural_tag(self) -> StructuralTag:
+        return StructuralTag(structures=self.structures or [], triggers=self.triggers or [])
 
     @property
     def constraint(self) -> Constraint | None:
@@ -99,7 +103,7 @@ class ResponseFormat(Body):
             case "text":
                 return None
             case "structural_tag":
-                return Constraint(structural_tag=StructuralTag(structures=self.structures, triggers=self.triggers))
+                return Constraint(structural_tag=self._structural_tag)
         return Constraint({"type": "object"} if self.json_schema is None else self.json_schema.definition)
 
 
@@ -152,8 +156,8 @@ class Structured(RequestBody):
         """Yield what is constrained, with the names of the fields."""
         if self.response_format is not None and (requested := self.response_format.constraint) is not None:
             yield "response_format", requested
-        nested = self.structured_outputs or StructuredOutputs()
-        given = (
+        nested = self.structured_outputs or StructuredOutputs.model_validate({})
+        given: tuple[tuple[str, str, Any], ...] = (
             ("structured_outputs.json", "json_schema", nested.json_value),
             ("structured_outputs.json_object", "json_schema", {"type": "object"} if nested.json_object else None),
             ("structured_outputs.regex", "regex", nested.regex),

@@ -3,21 +3,21 @@
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import ExitStack, aclosing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from tilerank.loader.generation_config import SamplingDefaults
 from tilerank.loader.tokenizer import Tokenizer
 
-from ...errors import RequestError
-from ...params import SamplingParams
+from ...params import Logprobs, Start
 from ...prompt import Prompt
 from ..api import ChatCompletion, Completion, Sampling
 from ..client import EngineClient, EngineGoneError, Progress, RefusedError
 from ..errors import ApiError
-from ..messages import Token
+from ..messages import PromptScores, Token
+from ..request_params import final_prompt, sampling_params, seeds
 from .reasoning import Text, Thinking
 from .text import TextStream
 
@@ -28,7 +28,9 @@ MAX_CHOICES = 128
 class Delta:
     """New text of choice `index`, the tokens that make it up, and with the last delta of a choice the finish_reason.
 
-    reasoning: new text of the reasoning, which comes before `text`, the answer.
+    reasoning: new text of the reasoning, which comes before `text`, the answer. ids: the ids of the new tokens, with
+    one that ends the text and is not among `tokens`. opening: of the first delta of a choice. `text` and `tokens` begin
+    with the prompt if the request wants its echo.
     """
 
     index: int
@@ -36,12 +38,28 @@ class Delta:
     tokens: tuple[Token, ...]
     finish_reason: str | None
     reasoning: str = ""
+    ids: tuple[int, ...] = ()
+    opening: "Opening | None" = None
+
+
+@dataclass(frozen=True)
+class Opening:
+    """What is known when a choice begins.
+
+    start: None from an engine that does not report it. prompt_ids: empty unless the request needs them.
+    prompt_logprobs: None unless the request wants them; the first token of a prompt has none.
+    """
+
+    start: Start | None
+    prompt_ids: Sequence[int] = ()
+    prompt_logprobs: Sequence[Logprobs | None] | None = None
 
 
 class ActiveRequest:
     """A running API request, with `body.n` choices for each of `prompts`.
 
-    logprobs, grammar: as in SamplingParams. thinking: how the answers begin. Raises ApiError if the request cannot run.
+    body: without messages, once the request runs. logprobs, grammar: as in SamplingParams. thinking: how the answers
+    begin. Raises ApiError if the request cannot run.
     """
 
     def __init__(
@@ -55,21 +73,26 @@ class ActiveRequest:
         grammar: str | None,
         thinking: Thinking = Thinking.NEVER,
     ) -> None:
-        self.id = secrets.token_hex(12)
+        if client.state is None:
+            raise ApiError(503, "The engine is not ready.", code="engine_gone")
+        context_length = client.state.context_length
+        prompts = [final_prompt(prompt, body, context_length) for prompt in prompts]
+        self.id = body.request_id or body.rid or secrets.token_hex(12)
         self.created = int(time.time())
         self.prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
+        self.cached_tokens: int | None = None
         self.completion_tokens = 0
         self.reasoning_tokens = 0
         self._client = client
-        self._tokenizer = tokenizer
-        self._defaults = asdict(defaults)
-        self._stop = body.stop_strings
+        self.tokenizer = tokenizer
+        self.body = body
         self._thinking = thinking
         if len(prompts) * body.n > MAX_CHOICES:
             raise ApiError(400, f"n: expected at most {MAX_CHOICES} choices, found {len(prompts) * body.n}", param="n")
-        self._submissions = [
-            (prompt, self._params(body, prompt, logprobs, grammar), _seeds(body)) for prompt in prompts
-        ]
+        wants_ids = body.return_token_ids or (isinstance(body, Completion) and (body.echo or body.scores is not None))
+        self._prompt_ids = [list(prompt.token_ids) if wants_ids else [] for prompt in prompts]
+        fields = (context_length, asdict(defaults), tokenizer, logprobs, grammar)
+        self._submissions = [(prompt, sampling_params(body, prompt, *fields), seeds(body)) for prompt in prompts]
 
     @property
     def usage(self) -> dict[str, Any]:
@@ -78,11 +101,13 @@ class ActiveRequest:
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
         }
+        if self.cached_tokens is not None:
+            usage["prompt_tokens_details"] = {"cached_tokens": self.cached_tokens}
         if self.reasoning_tokens:
             usage["completion_tokens_details"] = {"reasoning_tokens": self.reasoning_tokens}
         return usage
 
-    async def deltas(self) -> AsyncIterator[Delta]:
+    async def deltas(self) -> AsyncGenerator[Delta]:
         """Yield the deltas of all choices as they are generated. Raises ApiError if a choice fails."""
         merged: asyncio.Queue[Delta | ApiError] = asyncio.Queue()
         with ExitStack() as stack:
@@ -122,73 +147,97 @@ class ActiveRequest:
             merged.put_nowait(ApiError(503, str(e), code="engine_gone"))
 
     async def _choice(self, index: int, stream: AsyncGenerator[Progress]) -> AsyncGenerator[Delta]:
-        text_stream = TextStream(self._tokenizer.stream(), self._stop, self._thinking)
+        """Yield the deltas of one choice. The first one has its opening, and the echo of the prompt."""
+        opening = _OpeningBuilder()
+        async with aclosing(self._generated(index, stream, opening)) as deltas:
+            async for delta in deltas:
+                first = opening.take()
+                yield delta if first is None else self._opened(delta, *first)
+
+    async def _generated(
+        self, index: int, stream: AsyncGenerator[Progress], opening: "_OpeningBuilder"
+    ) -> AsyncGenerator[Delta]:
+        body = self.body
+        tokens_of_text = self.tokenizer.stream(special=not body.skip_special_tokens)
+        text_stream = TextStream(tokens_of_text, body.stop_strings, self._thinking, body.min_tokens, body.keeps_stop)
+        shows_end = isinstance(body, Completion) and body.echo  # whose clients count the tokens
         pending: list[Token] = []  # tokens whose text the stream still holds back
-        async with aclosing(stream) as tokens:
-            async for token in tokens:
-                if not isinstance(token, Token):
+        ids: list[int] = []
+        async with aclosing(stream) as progress:
+            async for item in progress:
+                opening.add(item)
+                if isinstance(item, PromptScores):
+                    if item.finish_reason is not None:
+                        yield Delta(index, "", (), item.finish_reason)
+                        return
                     continue
                 self.completion_tokens += 1
-                reason = token.finish_reason
-                text = Text()
-                if reason != "stop":
-                    pending.append(token)
+                ids.append(item.token_id)
+                reason, text = item.finish_reason, Text()
+                if reason != "stop" or shows_end:
+                    pending.append(item)
+                if reason != "stop" or body.keeps_stop:
                     before = text_stream.reasoning_tokens
-                    text = text_stream.push(token.token_id)
+                    text = text_stream.push(item.token_id)
                     self.reasoning_tokens += text_stream.reasoning_tokens - before
                 if reason is not None and not text_stream.stopped:
                     text += text_stream.flush()
                 if text_stream.stopped:
                     reason = "stop"
                 if text or reason is not None:
-                    yield Delta(index, text.answer, tuple(pending), reason, text.reasoning)
-                    pending = []
+                    yield self._delta(index, text, pending, reason, ids)
+                    pending, ids = [], []
                 if reason is not None:
                     return
             # Tokens end without a finish_reason if the grammar allows no further token.
-            text = text_stream.flush()
-            yield Delta(index, text.answer, tuple(pending), "stop", text.reasoning)
+            yield self._delta(index, text_stream.flush(), pending, "stop", ids)
 
-    def _params(self, body: Sampling, prompt: Prompt, logprobs: int, grammar: str | None) -> SamplingParams:
-        state = self._client.state
-        if state is None:
-            raise ApiError(503, "The engine is not ready.", code="engine_gone")
-        length = len(prompt.token_ids)
-        room = state.context_length - length
-        if room < 1:
-            raise ApiError(
-                400,
-                f"The prompt has {length} tokens, but the context length is {state.context_length}, and the "
-                "answer needs at least one token of it.",
-                param="messages" if isinstance(body, ChatCompletion) else "prompt",
-                code="context_length_exceeded",
-            )
-        requested = body.model_dump(include=set(self._defaults), exclude_none=True)
-        try:
-            return SamplingParams(
-                max_new_tokens=min(_max_tokens(body) or room, room),
-                presence_penalty=body.presence_penalty,
-                frequency_penalty=body.frequency_penalty,
-                logit_bias=body.logit_bias,
-                ignore_eos=body.ignore_eos,
-                stop_token_ids=tuple(body.stop_token_ids),
-                logprobs=logprobs,
-                grammar=grammar,
-                **(self._defaults | requested),
-            )
-        except RequestError as e:
-            raise ApiError(400, str(e)) from e
+    def _delta(self, index: int, text: Text, tokens: Sequence[Token], reason: str | None, ids: Sequence[int]) -> Delta:
+        is_shown = not isinstance(self.body, ChatCompletion) or self.body.include_reasoning
+        return Delta(index, text.answer, tuple(tokens), reason, text.reasoning if is_shown else "", tuple(ids))
+
+    def _opened(self, delta: Delta, start: Start | None, scores: Sequence[Logprobs]) -> Delta:
+        """Return the first delta of a choice with its opening, and with the echo of the prompt if it is wanted."""
+        body, (number, choice) = self.body, divmod(delta.index, self.body.n)
+        if start is not None and choice == 0:
+            self.cached_tokens = (self.cached_tokens or 0) + start.cached_tokens
+        prompt_ids = self._prompt_ids[number]
+        logprobs = [None, *scores] if scores else [None] * len(prompt_ids)
+        if isinstance(body, Completion) and body.echo:
+            tokens = [Token(0, id, None, of_id) for id, of_id in zip(prompt_ids, logprobs, strict=True)]
+            text = _prompt_text(body.prompt, number) or self.tokenizer.decode(prompt_ids)
+            delta = replace(delta, text=text + delta.text, tokens=(*tokens, *delta.tokens))
+        opening = Opening(
+            start,
+            prompt_ids,
+            logprobs if isinstance(body, Completion) and body.prompt_logprobs is not None else None,
+        )
+        return replace(delta, opening=opening)
 
 
-def _seeds(body: Sampling) -> list[int]:
-    """Return the seed of each choice."""
-    if body.seed is None:
-        return [secrets.randbits(63) for _ in range(body.n)]
-    return [(body.seed + choice) % (1 << 64) for choice in range(body.n)]
+class _OpeningBuilder:
+    """Collects what comes before the first delta of a choice: the scores of its prompt, and how it began."""
+
+    def __init__(self) -> None:
+        self._start: Start | None = None
+        self._scores: list[Logprobs] = []
+        self._is_open = True
+
+    def add(self, item: Progress) -> None:
+        self._start = self._start or item.start
+        if isinstance(item, PromptScores):
+            self._scores += item.logprobs
+
+    def take(self) -> tuple[Start | None, list[Logprobs]] | None:
+        """Return both, once: for the first delta."""
+        taken = (self._start, self._scores) if self._is_open else None
+        self._is_open = False
+        return taken
 
 
-def _max_tokens(body: Sampling) -> int | None:
-    if isinstance(body, ChatCompletion):
-        return body.max_completion_tokens or body.max_tokens
-    assert isinstance(body, Completion)
-    return body.max_tokens
+def _prompt_text(prompt: Any, number: int) -> str | None:
+    """Return the text of a prompt as the client wrote it; None for token ids."""
+    if isinstance(prompt, str):
+        return prompt
+    one = prompt[number]
+    return one if isinstance(one, str) else None

@@ -17,11 +17,12 @@ class TokenText:
     """The bytes of the tokens of one choice.
 
     offset: index of the next token's first character in the text. A token that continues a character has the index of
-    that character.
+    that character. by_id: tokens are named by their ids, because the bytes of some are the same.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, by_id: bool = False) -> None:
         self.offset = 0
+        self._by_id = by_id
         self._tokenizer = tokenizer
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._first = True
@@ -29,6 +30,10 @@ class TokenText:
     def bytes_of(self, id: int) -> bytes:
         """Return the bytes that a token would add if it came next."""
         return self._tokenizer.token_bytes(id, first=self._first)
+
+    def name(self, id: int) -> str:
+        """Return the name of a token in lists of log-probabilities."""
+        return f"token_id:{id}" if self._by_id else self.bytes_of(id).decode(errors="replace")
 
     def advance(self, id: int) -> None:
         """Append a token."""
@@ -56,18 +61,22 @@ class Formatter(ABC):
 
 
 class TextFormatter(Formatter):
-    """Formats answers of /v1/completions. `top`: alternatives to list for each token; None for no log-probabilities."""
+    """Formats answers of /v1/completions.
+
+    top: alternatives to list for each token; None for no log-probabilities. by_id: as in TokenText.
+    """
 
     prefix = "cmpl"
     objects = ("text_completion", "text_completion")
 
-    def __init__(self, tokenizer: Tokenizer, top: int | None) -> None:
+    def __init__(self, tokenizer: Tokenizer, top: int | None, by_id: bool = False) -> None:
         self._tokenizer = tokenizer
         self._top = top
+        self._by_id = by_id
         self._token_texts: dict[int, TokenText] = {}
 
     def chunk(self, delta: Delta) -> Json:
-        token_text = self._token_texts.setdefault(delta.index, TokenText(self._tokenizer))
+        token_text = self._token_texts.setdefault(delta.index, TokenText(self._tokenizer, self._by_id))
         logprobs = None if self._top is None else self._logprobs(delta.tokens, self._top, token_text)
         return {
             "index": delta.index,
@@ -85,14 +94,14 @@ class TextFormatter(Formatter):
     def _logprobs(self, tokens: Sequence[Token], top: int, token_text: TokenText) -> Json:
         found: Json = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for token in tokens:
-            logprobs = _logprobs(token)
-            found["tokens"].append(_text(token_text.bytes_of(token.token_id)))
-            found["token_logprobs"].append(logprobs.chosen)
+            logprobs = token.logprobs  # None for the first token of a prompt
+            found["tokens"].append(token_text.name(token.token_id))
+            found["token_logprobs"].append(None if logprobs is None else logprobs.chosen)
             alternatives: dict[str, float] = {}
-            for id, value in logprobs.top[:top]:
+            for id, value in () if logprobs is None else logprobs.top[:top]:
                 # Parts of characters have the same text. The most likely one is kept.
-                alternatives.setdefault(_text(token_text.bytes_of(id)), value)
-            found["top_logprobs"].append(alternatives)
+                alternatives.setdefault(token_text.name(id), value)
+            found["top_logprobs"].append(None if logprobs is None else alternatives)
             found["text_offset"].append(token_text.offset)
             token_text.advance(token.token_id)
         return found
@@ -101,16 +110,19 @@ class TextFormatter(Formatter):
 class ChatFormatter(Formatter):
     """Formats answers of /v1/chat/completions.
 
-    top: as in TextFormatter. new_parser: makes the parser that finds tool calls in the text of a choice; None if there
-    are no tools to call.
+    top, by_id: as in TextFormatter. new_parser: makes the parser that finds tool calls in the text of a choice; None if
+    there are no tools to call.
     """
 
     prefix = "chatcmpl"
     objects = ("chat.completion.chunk", "chat.completion")
 
-    def __init__(self, tokenizer: Tokenizer, top: int | None, new_parser: Callable[[], ToolParser] | None) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, top: int | None, new_parser: Callable[[], ToolParser] | None, by_id: bool = False
+    ) -> None:
         self._tokenizer = tokenizer
         self._top = top
+        self._by_id = by_id
         self._new_parser = new_parser
         self._parsers: dict[int, ToolParser | None] = {}
         self._num_calls: dict[int, int] = {}
@@ -123,7 +135,7 @@ class ChatFormatter(Formatter):
             self._parsers[delta.index] = self._new_parser() if self._new_parser else None
             self._num_calls[delta.index] = 0
             self._pending[delta.index] = []
-            self._token_texts[delta.index] = TokenText(self._tokenizer)
+            self._token_texts[delta.index] = TokenText(self._tokenizer, self._by_id)
         self._pending[delta.index] += delta.tokens
         content = self._content(delta)
         reason = delta.finish_reason
@@ -176,8 +188,7 @@ def token_entries(tokens: Sequence[Token], top: int, token_text: TokenText) -> l
     """Return the log-probabilities of tokens, and of the `top` likeliest alternatives of each, as chats list them."""
 
     def entry(id: int, value: float) -> Json:
-        data = token_text.bytes_of(id)
-        return {"token": _text(data), "logprob": value, "bytes": list(data)}
+        return {"token": token_text.name(id), "logprob": value, "bytes": list(token_text.bytes_of(id))}
 
     entries = []
     for token in tokens:
@@ -191,10 +202,6 @@ def token_entries(tokens: Sequence[Token], top: int, token_text: TokenText) -> l
 def _reasoning(text: str) -> Json:
     """Return the fields of a reasoning: DeepSeek's name, which most clients read, and that of newer servers."""
     return {"reasoning_content": text, "reasoning": text}
-
-
-def _text(data: bytes) -> str:
-    return data.decode(errors="replace")
 
 
 def _logprobs(token: Token) -> Logprobs:

@@ -11,11 +11,21 @@ class TextStream:
     """The text of one choice. `stopped`: a stop string was found in the answer, which ends before it.
 
     thinking: how the text begins. Stop strings do not end the reasoning. reasoning_tokens: tokens that belong to it,
-    the marks included.
+    the marks included. min_tokens: stop strings in the text of so many tokens are none. keeps_stop: the stop string
+    belongs to the text.
     """
 
-    def __init__(self, stream: TokenStream, stop: Sequence[str], thinking: Thinking = Thinking.NEVER) -> None:
+    def __init__(
+        self,
+        stream: TokenStream,
+        stop: Sequence[str],
+        thinking: Thinking = Thinking.NEVER,
+        min_tokens: int = 0,
+        keeps_stop: bool = False,
+    ) -> None:
         self.stopped = False
+        self._left = min_tokens
+        self._keeps_stop = keeps_stop
         self.reasoning_tokens = 0
         self._stream = stream
         self._splitter = ReasoningSplitter(thinking)
@@ -27,6 +37,9 @@ class TextStream:
         before = self._splitter.reasoning
         found = self._splitter.push(self._stream.push(token_id))
         self.reasoning_tokens += before or self._splitter.reasoning
+        if self._left:
+            self._left -= 1
+            return found
         return Text(found.reasoning, self._release(found.answer))
 
     def flush(self) -> Text:
@@ -40,7 +53,7 @@ class TextStream:
         found = [(text.index(stop) + len(stop), text.index(stop)) for stop in self._stop if stop in text]
         if found:
             self.stopped = True
-            return text[: min(found)[1]]  # the stop string that is complete first wins
+            return text[: min(found)[0 if self._keeps_stop else 1]]  # the stop string that is complete first wins
         keep = max((overlap(text, stop) for stop in self._stop), default=0)
         self._buffer = text[len(text) - keep :]
         return text[: len(text) - keep]

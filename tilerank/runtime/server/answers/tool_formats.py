@@ -119,6 +119,17 @@ class FunctionTools(MarkedTools):
     BETWEEN = "\n"
 
     @staticmethod
+    def write_arguments(arguments: Any) -> str:
+        if not isinstance(arguments, Mapping):
+            return str(arguments)
+        texts = {
+            name: one if isinstance(one, str) else json.dumps(one, ensure_ascii=False)
+            for name, one in arguments.items()
+        }
+        begin, end = FunctionTools.PARAMETER, FunctionTools.END_PARAMETER
+        return "".join(f"{begin}{name}>\n{text}\n{end}\n" for name, text in texts.items())
+
+    @staticmethod
     def argument_rules(rule: str, schema: Schema) -> list[str]:
         required = _list(schema.get("required"))
         definitions = {key: schema[key] for key in ("$defs", "definitions") if key in schema}

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, NoReturn
 
-from .schemas import Schema, closed
+from .schemas import Schema as Schema
+from .schemas import closed
 
 # Enough for the indentation of pretty-printed JSON. Some models would otherwise generate whitespace forever.
 _JSON_OPTIONS = {"x-guidance": {"whitespace_pattern": r"[ \n]{0,32}"}}
@@ -62,6 +63,19 @@ class ToolParser(ABC):
     @abstractmethod
     def flush(self) -> list[Piece]:
         """Return the remaining pieces. No text follows."""
+
+    @classmethod
+    def write(cls, calls: Sequence[tuple[str, Any]]) -> str:
+        """Return calls of an earlier answer, as (name, arguments), in this format."""
+        written = (
+            f"{cls.BEGIN_CALL % name}{cls.write_arguments(arguments)}{cls.END_CALL}" for name, arguments in calls
+        )
+        return f"{cls.BEGIN_CALLS}{cls.BETWEEN.join(written)}{cls.END_CALLS}"
+
+    @staticmethod
+    def write_arguments(arguments: Any) -> str:
+        """Return the arguments of a call, a JSON object or text, in this format."""
+        return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
 
     @staticmethod
     def describe(tools: Sequence[Mapping[str, Any]]) -> str | None:

@@ -23,9 +23,10 @@ class ChatEndpoints:
         service = self._service
         body = await service.body(request, Completion)
         grammar = await checked_grammar(service, body, None)
-        prompts = await service.prompts.from_texts(body.prompt)
+        prompts = await service.prompts.from_texts(body.prompt, body.add_special_tokens)
         active = activate(service, body, prompts, body.logprobs, grammar)
-        answer = self._answer(active, body, TextFormatter(service.tokenizer, body.logprobs))
+        formatter = TextFormatter(service.tokenizer, body.logprobs, body.return_tokens_as_token_ids)
+        answer = self._answer(active, body, formatter)
         return await finish(request, await begin(service, request, active, answer), body.stream)
 
     async def chat(self, request: Request) -> Response:
@@ -34,7 +35,8 @@ class ChatEndpoints:
         body = await service.body(request, ChatCompletion, media=True)
 
         def new_answer(active: ActiveRequest, new_parser: NewParser | None) -> Answer:
-            return self._answer(active, body, ChatFormatter(service.tokenizer, body.alternatives, new_parser))
+            by_id = body.return_tokens_as_token_ids
+            return self._answer(active, body, ChatFormatter(service.tokenizer, body.alternatives, new_parser, by_id))
 
         return await converse(service, request, body, new_answer)
 

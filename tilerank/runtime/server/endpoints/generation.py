@@ -21,6 +21,8 @@ from ..answers.tools import ToolParser
 from ..api import ChatCompletion, Sampling
 from ..errors import ApiError
 from ..grammars import request_grammar
+from ..media.media_budget import Share
+from ..prompts import ChatPrompt
 from .service import Service, until_disconnect
 
 NewParser = Callable[[], ToolParser]
@@ -48,16 +50,21 @@ async def converse(
     parser = tool_parser(service, tools)
     schemas = {tool.function.name: tool.function.parameters or {} for tool in body.callable_tools}
     new_parser = partial(parser, schemas) if parser else None
-    variables, effort = body.chat_template_kwargs, body.reasoning_effort
     with service.budget.share() as share:
-        build = service.prompts.from_messages(body.messages, variables, effort, tools, share)
-        prompt, thinking = await until_disconnect(request, build)
+        prompt, thinking = await conversation_prompt(service, request, body, share)
         prompts = [prompt]
         del prompt  # pictures take much memory, and the client frees them once they are sent
         grammar = await checked_grammar(service, body, parser, thinking)
         active = activate(service, body, prompts, body.alternatives, grammar, thinking)
         begun = await begin(service, request, active, new_answer(active, new_parser))
     return await finish(request, begun, body.stream)
+
+
+async def conversation_prompt(service: Service, request: Request, body: ChatCompletion, share: Share) -> ChatPrompt:
+    """Return the prompt of a conversation. Empties `body.messages`."""
+    variables, effort, tools = body.chat_template_kwargs, body.reasoning_effort, body.template_tools()
+    build = service.prompts.from_messages(body.messages, variables, effort, tools, share, body.template_options)
+    return await until_disconnect(request, build)
 
 
 def tool_parser(service: Service, tools: list[Json] | None) -> type[ToolParser] | None:
@@ -103,7 +110,7 @@ def activate(
 
 async def begin(service: Service, request: Request, active: ActiveRequest, answer: Answer) -> Begun:
     """Run a request up to its first delta."""
-    deltas = service.recent.track(answer.id, active, service.metrics.measure(active.deltas()))
+    deltas = service.recent.track(answer.id, active, service.metrics.measure(active))
     try:
         # The status line is sent after the first delta, so that a failed request gets an error status.
         first = await until_disconnect(request, anext(deltas))
@@ -117,7 +124,7 @@ async def finish(request: Request, begun: Begun, stream: bool) -> Response:
     """Return the answer, or the beginning of a streamed one."""
     if stream:
         headers = {"Cache-Control": "no-cache"}
-        return StreamingResponse(_events(begun), media_type="text/event-stream", headers=headers)
+        return StreamingResponse(_events(request, begun), media_type="text/event-stream", headers=headers)
     return JSONResponse(await until_disconnect(request, _whole(begun)))
 
 
@@ -131,7 +138,7 @@ async def _whole(begun: Begun) -> Json:
     return answer.whole()
 
 
-async def _events(begun: Begun) -> AsyncIterator[bytes]:
+async def _events(request: Request, begun: Begun) -> AsyncIterator[bytes]:
     """Yield the server-sent events of a streamed answer."""
     answer = begun.answer
     try:
@@ -144,6 +151,7 @@ async def _events(begun: Begun) -> AsyncIterator[bytes]:
         for event in answer.end():
             yield event.encode()
     except ApiError as e:
+        request.app.state.metrics.count_error(e.status)
         for event in answer.fail(e):
             yield event.encode()
 

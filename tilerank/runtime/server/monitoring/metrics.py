@@ -1,8 +1,9 @@
 """Prometheus metrics. Names after `tilerank_` are those that dashboards of other servers already use."""
 
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
+from dataclasses import dataclass
 from statistics import fmean
 from typing import TypeVar
 
@@ -10,7 +11,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from ..answers.completions import Delta
+from ..answers.completions import ActiveRequest, Delta
 from ..client import EngineClient
 from .rank_stats import RankStats
 
@@ -18,7 +19,18 @@ Family = TypeVar("Family", GaugeMetricFamily, CounterMetricFamily)
 
 _TTFT_BUCKETS_S = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60, 120)
 _INTER_TOKEN_BUCKETS_S = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
+_QUEUE_BUCKETS_S = (0.001, 0.01, 0.1, 0.5, 1, 2, 5, 10, 20, 60, 120, 300)
+_TOKENS_BUCKETS = (1, 16, 64, 256, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072, 262144)
 _E2E_BUCKETS_S = (0.1, 0.3, 1, 2, 5, 10, 20, 60, 120, 300, 600, 1800)
+
+
+@dataclass
+class _Choice:
+    """When the first and the last text of a choice came, and its tokens."""
+
+    first: float
+    last: float
+    tokens: int = 0
 
 
 class Metrics:
@@ -36,6 +48,22 @@ class Metrics:
         self._e2e = self._histogram(
             "e2e_request_latency_seconds", "Time from a request to the end of its answer", _E2E_BUCKETS_S
         )
+        self._queue = self._histogram(
+            "request_queue_time_seconds", "Time from a request until it runs", _QUEUE_BUCKETS_S
+        )
+        self._per_token = self._histogram(
+            "request_time_per_output_token_seconds",
+            "Mean time between the tokens of a choice after the first",
+            _INTER_TOKEN_BUCKETS_S,
+        )
+        self._prompt_length = self._histogram("request_prompt_tokens", "Tokens of a prompt", _TOKENS_BUCKETS)
+        self._text_length = self._histogram("request_generation_tokens", "Tokens of a choice", _TOKENS_BUCKETS)
+        self._errors = Counter(
+            "tilerank_request_errors",
+            "Requests answered with an error, by HTTP status; those that fail in a stream included",
+            ["code"],
+            registry=self._registry,
+        )
         self._finished = Counter(
             "tilerank_request_success",
             "Completed choices by finish reason",
@@ -47,20 +75,34 @@ class Metrics:
         """Return all metrics in Prometheus' text format."""
         return generate_latest(self._registry)
 
-    async def measure(self, deltas: AsyncIterator[Delta]) -> AsyncGenerator[Delta]:
-        """Yield the same deltas and record their latencies."""
+    def count_error(self, status: int) -> None:
+        """Count a request that is answered with an error."""
+        self._errors.labels(str(status)).inc()
+
+    async def measure(self, active: ActiveRequest) -> AsyncGenerator[Delta]:
+        """Run a request, yield its deltas and record their latencies."""
         began = time.monotonic()
-        last: dict[int, float] = {}
-        async with aclosing(deltas):  # type: ignore[type-var]
+        choices: dict[int, _Choice] = {}
+        self._prompt_length.observe(active.prompt_tokens)
+        deltas = active.deltas()
+        async with aclosing(deltas):
             async for delta in deltas:
                 now = time.monotonic()
-                if not last:
+                if not choices:
                     self._ttft.observe(now - began)
-                if delta.index in last:
-                    self._inter_token.observe(now - last[delta.index])
-                last[delta.index] = now
+                if (choice := choices.get(delta.index)) is None:
+                    choice = choices[delta.index] = _Choice(now, now)
+                    if delta.opening is not None and (start := delta.opening.start) is not None:
+                        self._queue.observe(max(now - began - start.after_s, 0.0))
+                else:
+                    self._inter_token.observe(now - choice.last)
+                choice.last = now
+                choice.tokens += len(delta.ids)
                 if delta.finish_reason is not None:
                     self._finished.labels(delta.finish_reason).inc()
+                    self._text_length.observe(choice.tokens)
+                    if choice.tokens > 1:
+                        self._per_token.observe((now - choice.first) / (choice.tokens - 1))
                 yield delta
         self._e2e.observe(time.monotonic() - began)
 
@@ -80,6 +122,8 @@ class _EngineCollector(Collector):
         yield _counter("engine_restarts", "Engines started after the first of each replica", self._client.restarts)
         yield _counter("prompt_tokens", "Prompt tokens computed", totals.prompt_tokens)
         yield _counter("generation_tokens", "Tokens generated", totals.generated_tokens)
+        yield _counter("prefix_cache_queries", "Prompt tokens that were looked for in the cache", totals.queried_tokens)
+        yield _counter("prefix_cache_hits", "Prompt tokens that were found there", totals.hit_tokens)
         yield _counter("num_preemptions", "Times that a request gave its pages to an older one", totals.preemptions)
         if state is None:
             return
