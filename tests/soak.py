@@ -259,7 +259,7 @@ async def _read_slowly(soak: Soak, client: httpx.AsyncClient, draw: random.Rando
 
 async def _nonsense(soak: Soak, client: httpx.AsyncClient, draw: random.Random) -> None:
     path, content, status = draw.choice(BAD)
-    answer = await client.post(path, content=content)
+    answer = await client.post(path, content=content, headers={"Content-Type": "application/json"})
     if answer.status_code == 503:
         raise UnavailableError
     assert answer.status_code == status and answer.json()["error"]["message"], (path, content, answer.text)

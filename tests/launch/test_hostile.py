@@ -62,7 +62,10 @@ def raw(server: Server, data: bytes) -> bytes:
         return found
 
 
-POST = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer the key\r\n"
+POST = (
+    b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer the key\r\n"
+    b"Content-Type: application/json\r\n"
+)
 
 
 def nested(depth: int, begin: bytes = b'{"a":', end: bytes = b"}") -> bytes:
@@ -159,24 +162,81 @@ def test_nothing_is_fetched(server: Server, kind: str) -> None:
 @pytest.mark.parametrize(
     ("data", "status"),
     [
-        (b"GET /\xff\xfe HTTP/1.1\r\nHost: a\r\n\r\n", 400),
+        (b"GET /\xff\xfe HTTP/1.1\r\nHost: localhost\r\n\r\n", 400),
         (b"GET /health HTTP/1.1\r\n\r\n", 400),  # no host
-        (b"POST /tokenize HTTP/1.1\r\nHost: a\r\nContent-Length: -5\r\n\r\n", 400),
-        (b"POST /tokenize HTTP/1.1\r\nHost: a\r\nContent-Length: 5\r\nContent-Length: 6\r\n\r\n", 400),
-        (b"POST /tokenize HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n", 400),
+        (b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Length: -5\r\n\r\n", 400),
+        (b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Length: 5\r\nContent-Length: 6\r\n\r\n", 400),
+        (b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n", 400),
         (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + b"\x00" * 100, 400),  # TLS
-        (b"GET /../../etc/passwd HTTP/1.1\r\nHost: a\r\n\r\n", 404),
-        (b"GET /%2e%2e/%2e%2e/etc/passwd HTTP/1.1\r\nHost: a\r\n\r\n", 404),
+        (b"GET /../../etc/passwd HTTP/1.1\r\nHost: localhost\r\n\r\n", 404),
+        (b"GET /%2e%2e/%2e%2e/etc/passwd HTTP/1.1\r\nHost: localhost\r\n\r\n", 404),
         # Authentication does not use a URL that is built from the Host header.
-        (b"GET /metrics HTTP/1.1\r\nHost: 127.0.0.1/health?\r\n\r\n", 401),
-        (b"GET /metrics HTTP/1.1\r\nHost: a\r\nX-Forwarded-Prefix: /health\r\nX-Original-URL: /health\r\n\r\n", 401),
-        (b"GET /metrics HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer \xff\xfe\r\n\r\n", 401),
-        (b"GET http://127.0.0.1/health@/metrics HTTP/1.1\r\nHost: a\r\n\r\n", 404),
+        (b"GET /metrics HTTP/1.1\r\nHost: 127.0.0.1:1/health?\r\n\r\n", 401),
+        (b"GET /metrics HTTP/1.1\r\nHost: 127.0.0.1/health?\r\n\r\n", 403),
+        (
+            b"GET /metrics HTTP/1.1\r\nHost: [::1]\r\nX-Forwarded-Prefix: /health\r\nX-Original-URL: /health\r\n\r\n",
+            401,
+        ),
+        (b"GET /metrics HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer \xff\xfe\r\n\r\n", 401),
+        (b"GET /version HTTP/1.0\r\n\r\n", 200),
+        (b"GET /health/ HTTP/1.1\r\nHost: localhost\r\n\r\n", 404),  # no redirect
+        (POST + b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n", 400),
+        (b"GET http://127.0.0.1/health@/metrics HTTP/1.1\r\nHost: localhost\r\n\r\n", 404),
     ],
     ids=lambda value: repr(value[:40]) if isinstance(value, bytes) else str(value),
 )
 def test_bytes_that_are_hardly_http(server: Server, data: bytes, status: int) -> None:
     assert raw(server, data).startswith(b"HTTP/1.1 %d " % status)
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({}, 200),
+        ({"Host": "LOCALHOST.:8000"}, 200),
+        ({"Host": "[::1]:8000"}, 200),
+        ({"Host": "127.1.2.3"}, 200),
+        ({"Host": "attacker.example"}, 403),
+        ({"Host": "attacker.example:8000"}, 403),
+        ({"Host": "localhost.attacker.example"}, 403),
+        ({"Host": "10.0.0.1"}, 403),
+        ({"Host": "localhost:8000", "Origin": "http://localhost:8000"}, 200),
+        ({"Host": "localhost:8000", "Origin": "http://localhost:8001"}, 403),
+        ({"Origin": "https://attacker.example"}, 403),
+        ({"Origin": "null"}, 403),
+        ({"Content-Type": "application/json; charset=utf-8"}, 200),
+        ({"Content-Type": "text/plain"}, 415),
+        ({"Content-Type": "application/x-www-form-urlencoded"}, 415),
+        ({"Content-Type": ""}, 415),
+    ],
+    ids=str,
+)
+def test_web_pages_of_others(server: Server, headers: dict[str, str], status: int) -> None:
+    """A page can post without a preflight, and read after DNS rebinding."""
+    answer = server.post("/tokenize", {"prompt": "x"}, headers=AUTHORIZED | headers)
+    assert answer.status_code == status, answer.text
+
+
+def test_names_and_pages_that_the_operator_allows() -> None:
+    options = (
+        "--tp",
+        1,
+        "--allowed-hosts",
+        "llm.example",
+        "--cors-origins",
+        "https://chat.example",
+        "--served-model-name",
+        "x",
+    )
+    with serving(*options) as server:
+        page = {"Origin": "https://chat.example"}
+        answer = server.post("/tokenize", {"prompt": "x"}, headers=page | {"Host": "LLM.example:80"})
+        assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (200, page["Origin"])
+        asked = page | {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
+        answer = httpx.options(server.url + "/v1/chat/completions", headers=asked)
+        assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (200, page["Origin"])
+        assert server.post("/tokenize", {"prompt": "x"}, headers={"Host": "other.example"}).status_code == 403
+        assert server.post("/tokenize", {"prompt": "x"}, headers={"Origin": "https://a.example"}).status_code == 403
 
 
 @pytest.mark.parametrize("begin", [b"GET /", b"GET /health HTTP/1.1\r\nX: ", b"GET /health HTTP/1.1\r\n"])

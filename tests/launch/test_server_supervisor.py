@@ -21,6 +21,7 @@ from tilerank.launch.serving.http_process import Http
 from tilerank.launch.serving.http_process import run as run_http
 from tilerank.loader.generation_config import SamplingDefaults
 from tilerank.loader.tokenizer import Tokenizer
+from tilerank.runtime.server.access import Access
 from tilerank.runtime.server.handover import connect, receive_connection
 from tilerank.runtime.server.messages import State, encode
 from tilerank.runtime.server.settings import ServerSettings
@@ -296,7 +297,7 @@ def test_who_is_still_unanswered_when_time_is_up_is_told() -> None:
     about = ServerSettings("silent", "0", None, SamplingDefaults(), None, check_grammar)
     with ThreadPoolExecutor(1) as pool:
         using = pool.submit(use)
-        run_http(Http(listener, Tokenizer(DEMO), about), http_control, 0.2, ready.set)
+        run_http(Http(listener, Tokenizer(DEMO), about, Access()), http_control, 0.2, ready.set)
         using.result()
     assert answers[0].status_code == 503
     assert answers[0].json()["error"]["message"] == "The server stopped before the answer was complete."

@@ -31,7 +31,8 @@ class Server:
 
     def post(self, path: str, body: Any, **options: Any) -> httpx.Response:
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
-        return httpx.post(self.url + path, content=content, timeout=300, **options)
+        headers = {"Content-Type": "application/json"} | options.pop("headers", {})
+        return httpx.post(self.url + path, content=content, timeout=300, headers=headers, **options)
 
     def gauge(self, name: str) -> float:
         found = re.search(rf"^tilerank_{name} (\S+)$", self.get("/metrics").text, re.M)

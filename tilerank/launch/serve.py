@@ -17,6 +17,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
+from ipaddress import ip_address
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -46,6 +47,7 @@ from .supervisor import END_S, Watch, supervise
 
 if TYPE_CHECKING:
     from tilerank.parallel.join import Team
+    from tilerank.runtime.server.access import Access
     from tilerank.runtime.worker import Worker
 
     from .host.placement import Placement, RankPlacement
@@ -75,6 +77,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     http.add_argument(
         "--api-key", metavar="KEY", help=f"that clients must show (better in {API_KEY}: others see options)"
+    )
+    http.add_argument(
+        "--allowed-hosts",
+        nargs="+",
+        action="extend",
+        metavar="NAME",
+        help="names that the Host header of requests may have, beside those of loopback (default: on a loopback --host "
+        "none, else any)",
+    )
+    http.add_argument(
+        "--cors-origins",
+        nargs="+",
+        action="extend",
+        metavar="ORIGIN",
+        help="web pages of other sites that may use the server, such as https://chat.example.org, or * (default: none)",
     )
     media_options.add_arguments(parser)
     add_model_arguments(parser)
@@ -294,8 +311,23 @@ def _be_http(args: argparse.Namespace) -> int:
         media_options.media_reader(args, load_processor(model_dir, tokenizer)),
     )
     status = StatusPipe.inherited()
-    run(Http(listener, tokenizer, about), control, DRAIN_S, lambda: status.send(Reached("serving")))
+    run(
+        Http(listener, tokenizer, about, _access(args, listener)),
+        control,
+        DRAIN_S,
+        lambda: status.send(Reached("serving")),
+    )
     return 0
+
+
+def _access(args: argparse.Namespace, listener: socket.socket) -> Access:
+    """Return whom the server answers. On loopback a name other than its own is that of an attacker's page."""
+    from tilerank.runtime.server.access import Access
+
+    loopback = ip_address(listener.getsockname()[0]).is_loopback
+    hosts = args.allowed_hosts or (() if loopback else None)
+    names = None if hosts is None else tuple(name.lower() for name in hosts)
+    return Access(names, tuple(args.cors_origins or ()))
 
 
 def _sampling(model_dir: Path) -> SamplingDefaults:

@@ -8,8 +8,11 @@ from dataclasses import dataclass
 from types import FrameType
 
 import uvicorn
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp
 
 from tilerank.loader.tokenizer import Tokenizer
+from tilerank.runtime.server.access import ANY, Access, AccessMiddleware
 from tilerank.runtime.server.app import make_app
 from tilerank.runtime.server.client import EngineClient
 from tilerank.runtime.server.drain import DrainMiddleware
@@ -32,11 +35,12 @@ LAST_WORDS_S = 5
 
 @dataclass(frozen=True)
 class Http:
-    """Where to listen, and what is served."""
+    """Where to listen, what is served, and to which web pages."""
 
     listener: socket.socket
     tokenizer: Tokenizer
     about: ServerSettings
+    access: Access
 
 
 def run(http: Http, control: socket.socket, drain_s: float, on_ready: Callable[[], None]) -> None:
@@ -50,11 +54,16 @@ async def _serve(http: Http, control: socket.socket, drain_s: float, on_ready: C
     connections = _allow_connections()
     loop = asyncio.get_running_loop()
     client = EngineClient()
-    gate = DrainMiddleware(make_app(client, http.tokenizer, http.about))
+    api = make_app(client, http.tokenizer, http.about)
+    api.router.redirect_slashes = False  # a redirect would send the client to what Host says
+    gate = DrainMiddleware(api)
+    app: ASGIApp = gate
+    if http.access.origins:
+        app = CORSMiddleware(app, allow_origins=http.access.origins, allow_methods=[ANY], allow_headers=[ANY])
     told_to_stop = asyncio.Event()
     server = _Server(
         uvicorn.Config(
-            gate,
+            AccessMiddleware(app, http.access),
             log_config=None,
             access_log=False,
             lifespan="off",
