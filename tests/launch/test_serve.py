@@ -132,7 +132,7 @@ def test_a_disconnected_request_is_cancelled(server: Server) -> None:
     for stream in (True, False):
         connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=300)
         body = {"prompt": PROMPTS[0], "max_tokens": 3500, "ignore_eos": True, "stream": stream}
-        connection.request("POST", "/v1/completions", json.dumps(body))
+        connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
         if stream:
             assert connection.getresponse().readline().startswith(b"data: ")
         else:
@@ -151,7 +151,7 @@ def test_a_disconnected_waiting_request_is_cancelled(tmp_path: Path) -> None:
 
         def ask(**body: Any) -> http.client.HTTPConnection:
             connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=300)
-            connection.request("POST", "/v1/completions", json.dumps(body))
+            connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
             return connection
 
         first = ask(prompt=[5] * 2000, max_tokens=60000, ignore_eos=True)

@@ -140,7 +140,7 @@ def test_a_client_that_leaves(server: Server) -> None:
     body = json.dumps(asking(image(large), QUESTION, max_tokens=3000, ignore_eos=True, stream=True))
     for wait_for_answer in (False, True):
         connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=300)
-        connection.request("POST", "/v1/chat/completions", body)
+        connection.request("POST", "/v1/chat/completions", body, {"Content-Type": "application/json"})
         if wait_for_answer:
             assert connection.getresponse().readline().startswith(b"data: ")
         connection.sock.close() if connection.sock else connection.close()

@@ -1,5 +1,6 @@
 """Whether the server works, and how hard: /health, /health_generate, /metrics, /status and the status page."""
 
+import asyncio
 from contextlib import aclosing
 
 import prometheus_client
@@ -19,6 +20,7 @@ class HealthEndpoints:
 
     def __init__(self, service: Service) -> None:
         self._service = service
+        self._probe: asyncio.Task[None] | None = None  # of /health_generate, shared by all who ask while it runs
 
     async def health(self, request: Request) -> Response:
         """GET /health."""
@@ -28,8 +30,11 @@ class HealthEndpoints:
 
     async def health_generate(self, request: Request) -> Response:
         """GET /health_generate. Generates one token, which involves every rank."""
+        if self._probe is None or self._probe.done():
+            self._probe = asyncio.create_task(self._generate())
+            self._probe.add_done_callback(_mark_retrieved)
         try:
-            await until_disconnect(request, self._generate())
+            await until_disconnect(request, asyncio.shield(self._probe))
         except EngineGoneError as e:
             raise ApiError(503, str(e), code="engine_gone") from e
         except RefusedError as e:
@@ -54,3 +59,9 @@ class HealthEndpoints:
     async def page(self, request: Request) -> Response:
         """GET /, the status page."""
         return status.page()
+
+
+def _mark_retrieved(probe: "asyncio.Task[None]") -> None:
+    """Keep asyncio from logging the error of a probe whose askers have all left."""
+    if not probe.cancelled():
+        probe.exception()

@@ -1,0 +1,58 @@
+"""/health_generate: any number of clients share one probe."""
+
+import asyncio
+from collections.abc import AsyncGenerator
+
+import httpx
+from command import DEMO
+
+from tilerank.loader.generation_config import SamplingDefaults
+from tilerank.loader.tokenizer import Tokenizer
+from tilerank.runtime.params import SamplingParams
+from tilerank.runtime.prompt import Prompt
+from tilerank.runtime.server.app import make_app
+from tilerank.runtime.server.client import EngineClient, EngineGoneError
+from tilerank.runtime.server.messages import Token
+from tilerank.runtime.server.settings import ServerSettings
+
+
+class Client(EngineClient):
+    """Counts its requests, which wait for `go_on` and then fail if there is an `error`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked = 0
+        self.go_on = asyncio.Event()
+        self.error: Exception | None = None
+
+    async def generate(self, prompt: Prompt, params: SamplingParams) -> AsyncGenerator[Token]:
+        self.asked += 1
+        await self.go_on.wait()
+        if self.error is not None:
+            raise self.error
+        yield Token(0, 1, "length", None)
+
+
+async def accept(grammar: str) -> None: ...
+
+
+def test_one_probe_answers_all_who_ask() -> None:
+    async def run() -> None:
+        client = Client()
+        settings = ServerSettings("demo", "0", None, SamplingDefaults(), None, accept)
+        transport = httpx.ASGITransport(make_app(client, Tokenizer(DEMO), settings))
+        async with httpx.AsyncClient(transport=transport, base_url="http://server") as http:
+            leaving = asyncio.create_task(http.get("/health_generate"))
+            asking = [asyncio.create_task(http.get("/health_generate")) for _ in range(20)]
+            await asyncio.sleep(0.05)
+            leaving.cancel()  # the first one, which began the probe
+            await asyncio.gather(leaving, return_exceptions=True)
+            client.go_on.set()
+            assert [answer.status_code for answer in await asyncio.gather(*asking)] == [200] * 20
+            assert client.asked == 1
+            client.error = EngineGoneError("No engine is ready.")
+            answers = await asyncio.gather(*(http.get("/health_generate") for _ in range(3)))
+            assert [answer.status_code for answer in answers] == [503] * 3
+            assert client.asked == 2
+
+    asyncio.run(asyncio.wait_for(run(), 60))
