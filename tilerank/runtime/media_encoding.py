@@ -19,7 +19,7 @@ ALONE_S = 0.25
 _PIECE_S = 0.025
 """How long a piece is expected to take at least, since pieces of different layers differ."""
 _RECENT = 16
-"""Pieces that say how long the next one takes."""
+"""The next piece is expected to take as long as the longest of so many before it."""
 _OPERATIONS = {"amx": 16e9, "avx512_bf16": 5e9, "avx512": 2e9, "avx2": 1e9, "reference": 0.5e9}
 """Operations that a thread computes in 10 to 25 ms on each rung."""
 PART_BYTES = 1 << 20
