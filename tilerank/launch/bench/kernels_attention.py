@@ -1,7 +1,7 @@
 """Entries of `bench kernels` for attention over a paged cache: decode, bf16 and int8, and extend after a prefix.
 
 Latent attention has the sizes of DeepSeek-V3: absorbed decode with the heads of one of six ranks and with all, its
-products of single heads, and expanded extend.
+products of single heads, what contexts over six ranks need around it, and expanded extend.
 """
 
 import argparse
@@ -13,7 +13,14 @@ import torch
 
 from tilerank.kernels.attention import attention, store_kv
 from tilerank.kernels.kv_pages import PAGE_TOKENS, KVPages
-from tilerank.kernels.latent import expanded_pages, head_linear, latent_attention, store_latent
+from tilerank.kernels.latent import (
+    expanded_pages,
+    head_linear,
+    join_queries,
+    latent_attention,
+    store_latent,
+    weigh_part,
+)
 from tilerank.kernels.latent_pages import LatentPages
 from tilerank.kernels.packed_experts import PackedExperts
 from tilerank.kernels.weight import Format
@@ -25,7 +32,7 @@ from .formats import WEIGHT_FORMATS
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 DECODE_BATCH = 8
 
-LATENT_HEADS = (22, 128)
+LATENT_HEADS, LATENT_RANKS = (22, 128), 6
 LATENT_DIM, ROPE_DIM, NOPE_DIM, VALUE_DIM = 512, 64, 128, 128
 HEAD_FORMATS = ("bfloat16", "int8", "fp8")
 
@@ -36,6 +43,7 @@ def entries(args: argparse.Namespace) -> Iterator[Entry]:
             yield _attention("decode attention", DECODE_BATCH, cached - 1, 1, dtype)
             for heads in LATENT_HEADS:
                 yield _latent_attention(heads, cached, dtype)
+    yield from _latent_parts()
     for new in args.new_tokens:
         for prefix in (0, new):
             yield _attention("extend attention", 1, prefix, new, torch.bfloat16)
@@ -96,6 +104,28 @@ def _latent_attention(heads: int, tokens: int, dtype: torch.dtype) -> Entry:
         str(dtype).removeprefix("torch."),
         Work(nbytes, bf16=2 * DECODE_BATCH * heads * tokens * (2 * LATENT_DIM + ROPE_DIM)),
         replayed([partial(latent_attention, q_latent, q_rope, c, tables, lengths, starts, scale) for c in caches]),
+    )
+
+
+def _latent_parts() -> Iterator[Entry]:
+    """The queries of a rank for the others, and weighing its part of all heads' results."""
+    held, heads = LATENT_HEADS
+    q_latent, q_rope = (torch.randn(DECODE_BATCH, held, dim).to(torch.bfloat16) for dim in (LATENT_DIM, ROPE_DIM))
+    yield Entry(
+        "join queries",
+        f"{held} x {DECODE_BATCH}",
+        "bfloat16",
+        Work(2 * (q_latent.nbytes + q_rope.nbytes)),
+        replayed([partial(join_queries, q_latent, q_rope, held)]),
+    )
+    part = torch.randn(DECODE_BATCH, heads, LATENT_DIM).to(torch.bfloat16)
+    lse = torch.randn(LATENT_RANKS, DECODE_BATCH, heads)
+    yield Entry(
+        "weigh part",
+        f"{heads} x {DECODE_BATCH} of {LATENT_RANKS}",
+        "bfloat16",
+        Work(2 * part.nbytes + lse.nbytes),
+        replayed([partial(weigh_part, part, lse, 0)]),
     )
 
 
