@@ -35,11 +35,12 @@ def check(trial: GrammarTrial, grammar: str) -> None:
 def trial() -> Iterator[GrammarTrial]:
     trial = GrammarTrial(DEMO)
     yield trial
-    if trial._process is not None:
-        assert trial._process.stdin is not None and trial._process.stdout is not None
-        trial._process.stdin.close()
-        trial._process.stdout.close()
-        assert trial._process.wait(110) == 0  # it ends when its input is closed
+    process = trial._process._process
+    if process is not None:
+        assert process.stdin is not None and process.stdout is not None
+        process.stdin.close()
+        process.stdout.close()
+        assert process.wait(110) == 0  # it ends when its input is closed
 
 
 def test_errors_say_what_is_wrong(trial: GrammarTrial) -> None:
@@ -60,19 +61,22 @@ def test_bombs_are_refused_and_the_next_grammar_is_judged(trial: GrammarTrial, b
 
 def test_a_killed_process_is_replaced(trial: GrammarTrial) -> None:
     check(trial, "start: /gone/")
-    assert trial._process is not None
-    os.kill(trial._process.pid, signal.SIGKILL)
-    os.waitid(os.P_PID, trial._process.pid, os.WEXITED | os.WNOWAIT)
+    process = trial._process._process
+    assert process is not None
+    os.kill(process.pid, signal.SIGKILL)
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
     check(trial, "start: /the next/")
 
 
 def test_signals_that_end_a_server_do_not_end_it(trial: GrammarTrial) -> None:
     """The whole process group gets these signals, and running requests are still answered."""
-    if trial._process is not None:
-        trial._process.kill()
-        trial._process.wait()
-    process = trial._process = trial._start()
+    if trial._process._process is not None:
+        trial._process._process.kill()
+        trial._process._process.wait()
+    trial._process.start()
+    process = trial._process._process
+    assert process is not None
     for number in (signal.SIGTERM, signal.SIGINT):
         os.kill(process.pid, number)
     check(trial, "start: /under way/")
-    assert trial._process is process and process.poll() is None
+    assert trial._process._process is process and process.poll() is None

@@ -294,6 +294,7 @@ def _be_http(args: argparse.Namespace) -> int:
     from tilerank.runtime.server.answers.tool_formats import tool_parser
     from tilerank.runtime.server.settings import ServerSettings
 
+    from .serving.chat_renderer import ChatRenderer
     from .serving.grammar_trial import GrammarTrial
     from .serving.http_process import Http, run
 
@@ -309,6 +310,7 @@ def _be_http(args: argparse.Namespace) -> int:
         tool_parser(tokenizer, read_config_fields(model_dir).text("model_type")),
         GrammarTrial(model_dir).check,
         media_options.media_reader(args, load_processor(model_dir, tokenizer)),
+        ChatRenderer(tokenizer),
     )
     status = StatusPipe.inherited()
     run(

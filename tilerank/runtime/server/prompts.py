@@ -18,6 +18,7 @@ from .api import DEFAULT_OPTIONS, Message, ReasoningEffort, TemplateOptions, Tex
 from .errors import ApiError
 from .media.loader import MediaReader
 from .media.media_budget import Share
+from .rendering import Renderer
 
 LONG_TEXT = 4096
 """Characters. Texts of this length or more are tokenised in a thread, so that other requests do not wait."""
@@ -47,16 +48,22 @@ class PromptBuilder:
     """Builds prompts for one model. Its methods raise ApiError.
 
     model: its name in messages. parser: of the model's tool calls. media: reads pictures and videos; None for a model
-    that reads text only.
+    that reads text only. renderer: of chat templates.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, model: str, parser: type[ToolParser] | None, media: MediaReader | None
+        self,
+        tokenizer: Tokenizer,
+        model: str,
+        parser: type[ToolParser] | None,
+        media: MediaReader | None,
+        renderer: Renderer,
     ) -> None:
         self._tokenizer = tokenizer
         self._model = model
         self._parser = parser
         self._media = media
+        self._renderer = renderer
 
     async def from_texts(
         self, prompt: str | list[str] | list[int] | list[list[int]], add_special_tokens: bool = True
@@ -138,24 +145,20 @@ class PromptBuilder:
         if reserved:
             raise ApiError(400, f"chat_template_kwargs: {min(reserved)} cannot be set", param="chat_template_kwargs")
 
-        def render() -> str:
-            turns, chosen = self._known_turns(messages), variables
+        try:
+            turns, chosen = await self._known_turns(messages), variables
             if tools or variables or effort is not None or options.adds_variables:
                 known = self._tokenizer.chat_template.variables(tools)
                 chosen = _with_effort(_renamed_switch(variables, known), effort, known, self._model)
                 chosen = chosen | _option_variables(options, known, self._model)
                 if tools and self._parser is not None and "tools" not in known:
                     turns = _with_tools(turns, self._parser.describe(tools))
-            return self._tokenizer.apply_chat_template(
-                turns,
-                tools=tools,
-                add_generation_prompt=options.add_generation_prompt,
-                continue_final_message=options.continue_final_message,
-                **chosen,
-            )
-
-        try:
-            return await asyncio.to_thread(render)  # in a thread, because a template may run for a long time
+            chosen = chosen | {
+                "tools": tools,
+                "add_generation_prompt": options.add_generation_prompt,
+                "continue_final_message": options.continue_final_message,
+            }
+            return await self._renderer.render(turns, chosen)
         except TokenizerError as e:
             # The cause alone, because the sentence names a file of the server.
             message = f"The chat template refused the messages: {e.__cause__}"
@@ -163,13 +166,13 @@ class PromptBuilder:
                 message = f"{self._model} has no usable chat template. POST /v1/completions needs none."
             raise ApiError(400, message, param="messages") from e
 
-    def _known_turns(self, messages: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
+    async def _known_turns(self, messages: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
         """Return the messages in roles that the template has, with tool calls as text for one that has none."""
         template = self._tokenizer.chat_template
         if any(message["role"] == "developer" for message in messages) and "developer" not in template.source:
             messages = [_in_role(message, "system" if message["role"] == "developer" else None) for message in messages]
         has_calls = any(message.get("tool_calls") or message["role"] == "tool" for message in messages)
-        if not has_calls or template.takes_calls or self._parser is None:
+        if not has_calls or self._parser is None or await self._renderer.takes_calls():
             return messages
         return [_without_calls(message, self._parser) for message in messages]
 

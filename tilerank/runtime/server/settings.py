@@ -7,6 +7,7 @@ from tilerank.loader.generation_config import SamplingDefaults
 
 from .answers.tools import ToolParser
 from .media.loader import MediaReader
+from .rendering import Renderer
 
 
 @dataclass(frozen=True)
@@ -16,7 +17,8 @@ class ServerSettings:
     model: name of the model in the API. version: of tilerank. api_key: the key that requests must have, None for none.
     sampling: values of sampling fields that a request leaves out. tool_parser: for the model's tool calls, None if
     their format is unknown. check_grammar: raises RequestError for a grammar that must not reach the engine. media:
-    reads pictures and videos, None if the model does not take any.
+    reads pictures and videos, None if the model does not take any. renderer: of chat templates, None for threads of
+    this process.
     """
 
     model: str
@@ -26,3 +28,4 @@ class ServerSettings:
     tool_parser: type[ToolParser] | None
     check_grammar: Callable[[str], Awaitable[None]]
     media: MediaReader | None = None
+    renderer: Renderer | None = None

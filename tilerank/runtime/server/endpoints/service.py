@@ -16,6 +16,7 @@ from ..media.media_budget import MediaBudget
 from ..monitoring.metrics import Metrics
 from ..monitoring.recent_requests import RecentRequests
 from ..prompts import PromptBuilder
+from ..rendering import ThreadRenderer
 from ..request_body import MAX_BODIES, MAX_BODY, MAX_MEDIA_BODIES, MAX_MEDIA_BODY, BodyReader, validation_error
 from ..settings import ServerSettings
 
@@ -34,7 +35,8 @@ class Service:
         self.metrics = Metrics(client)
         self.recent = RecentRequests()
         self.budget = MediaBudget()
-        self.prompts = PromptBuilder(tokenizer, settings.model, settings.tool_parser, settings.media)
+        renderer = settings.renderer or ThreadRenderer(tokenizer)
+        self.prompts = PromptBuilder(tokenizer, settings.model, settings.tool_parser, settings.media, renderer)
         self._body_reader = BodyReader(MAX_BODIES if settings.media is None else MAX_MEDIA_BODIES)
 
     @property
