@@ -11,9 +11,11 @@ from starlette.routing import Route
 
 from tilerank.loader.tokenizer import Tokenizer
 
+from .answers.message_answer import error_body
 from .client import EngineClient
 from .endpoints.chat import ChatEndpoints
 from .endpoints.health import HealthEndpoints
+from .endpoints.messages import MessageEndpoints
 from .endpoints.models import ModelEndpoints
 from .endpoints.responses import ResponseEndpoints
 from .endpoints.service import Service
@@ -29,7 +31,7 @@ def make_app(client: EngineClient, tokenizer: Tokenizer, settings: ServerSetting
     service = Service(client, tokenizer, settings)
     chat, health = ChatEndpoints(service), HealthEndpoints(service)
     models, tokenize = ModelEndpoints(service), TokenizeEndpoints(service)
-    responses = ResponseEndpoints(service)
+    responses, messages = ResponseEndpoints(service), MessageEndpoints(service)
     guarded: list[tuple[str, str, Handler]] = [
         ("POST", "/v1/chat/completions", chat.chat),
         ("POST", "/v1/completions", chat.complete),
@@ -37,6 +39,8 @@ def make_app(client: EngineClient, tokenizer: Tokenizer, settings: ServerSetting
         ("GET", "/v1/responses/{id}", responses.retrieve),
         ("DELETE", "/v1/responses/{id}", responses.delete),
         ("POST", "/v1/responses/{id}/cancel", responses.cancel),
+        ("POST", "/v1/messages", messages.create),
+        ("POST", "/v1/messages/count_tokens", messages.count_tokens),
         ("GET", "/v1/models", models.models),
         ("POST", "/tokenize", tokenize.tokenize),
         ("POST", "/detokenize", tokenize.detokenize),
@@ -68,19 +72,24 @@ def _guarded(handler: Handler, key: str | None) -> Handler:
     """Return the handler behind a check of the API key."""
 
     async def checked(request: Request) -> Response:
-        if key is not None:
-            scheme, _, given = request.headers.get("authorization", "").partition(" ")
-            if scheme.lower() != "bearer" or not hmac.compare_digest(given.strip().encode(), key.encode()):
-                raise ApiError(401, "Expected this server's API key as a bearer token.", code="invalid_api_key")
+        if key is not None and not hmac.compare_digest(_given_key(request).encode(), key.encode()):
+            message = "Expected this server's API key as a bearer token, or in the header x-api-key."
+            raise ApiError(401, message, code="invalid_api_key")
         return await handler(request)
 
     return checked
 
 
+def _given_key(request: Request) -> str:
+    scheme, _, token = request.headers.get("authorization", "").partition(" ")
+    return token.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
+
+
 async def _handle_api_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
     request.app.state.metrics.count_error(error.status)
-    return error_response(error)
+    is_message = request.scope["path"].startswith("/v1/messages")  # Anthropic's clients read errors in its form
+    return error_response(error, error_body(error) if is_message else None)
 
 
 async def _handle_http_exception(request: Request, error: Exception) -> Response:

@@ -22,7 +22,7 @@ class ApiError(Exception):
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
 
-def error_response(error: ApiError) -> Response:
-    """Return the HTTP response for an error. Status 503 gets a Retry-After header."""
+def error_response(error: ApiError, body: dict[str, Any] | None = None) -> Response:
+    """Return the HTTP response for an error. body: by default OpenAI's. Status 503 gets a Retry-After header."""
     headers = {"Retry-After": str(RETRY_AFTER_S)} if error.status == 503 else {}
-    return JSONResponse(error.body(), error.status, headers)
+    return JSONResponse(body or error.body(), error.status, headers)

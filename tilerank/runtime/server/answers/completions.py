@@ -14,7 +14,7 @@ from tilerank.loader.tokenizer import Tokenizer
 from ...params import Logprobs, Start
 from ...prompt import Prompt
 from ..api import ChatCompletion, Completion, Sampling
-from ..client import EngineClient, EngineGoneError, Progress, RefusedError
+from ..client import EngineClient, EngineGoneError, OverloadedError, Progress, RefusedError
 from ..errors import ApiError
 from ..messages import PromptScores, Token
 from ..request_params import final_prompt, sampling_params, seeds
@@ -83,6 +83,7 @@ class ActiveRequest:
         self.cached_tokens: int | None = None
         self.completion_tokens = 0
         self.reasoning_tokens = 0
+        self.stop_string: str | None = None  # that ended a choice
         self._client = client
         self.tokenizer = tokenizer
         self.body = body
@@ -112,6 +113,7 @@ class ActiveRequest:
         merged: asyncio.Queue[Delta | ApiError] = asyncio.Queue()
         with ExitStack() as stack:
             try:
+                self._client.check_room()
                 streams = [
                     stream
                     for submission in self._submissions
@@ -119,6 +121,8 @@ class ActiveRequest:
                 ]
             except EngineGoneError as e:
                 raise ApiError(503, str(e), code="engine_gone") from e
+            except OverloadedError as e:
+                raise ApiError(503, str(e), code="overloaded") from e
             self._submissions.clear()  # pictures take much memory, and the client frees them once they are sent
             tasks = [asyncio.create_task(self._run_choice(*choice, merged)) for choice in enumerate(streams)]
             open_choices = len(tasks)
@@ -183,7 +187,7 @@ class ActiveRequest:
                 if reason is not None and not text_stream.stopped:
                     text += text_stream.flush()
                 if text_stream.stopped:
-                    reason = "stop"
+                    reason, self.stop_string = "stop", text_stream.stop_string
                 if text or reason is not None:
                     yield self._delta(index, text, pending, reason, ids)
                     pending, ids = [], []

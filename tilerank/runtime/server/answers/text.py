@@ -24,6 +24,7 @@ class TextStream:
         keeps_stop: bool = False,
     ) -> None:
         self.stopped = False
+        self.stop_string: str | None = None  # the one that was found
         self._left = min_tokens
         self._keeps_stop = keeps_stop
         self.reasoning_tokens = 0
@@ -53,6 +54,7 @@ class TextStream:
         found = [(text.index(stop) + len(stop), text.index(stop)) for stop in self._stop if stop in text]
         if found:
             self.stopped = True
+            self.stop_string = text[min(found)[1] : min(found)[0]]
             return text[: min(found)[0 if self._keeps_stop else 1]]  # the stop string that is complete first wins
         keep = max((overlap(text, stop) for stop in self._stop), default=0)
         self._buffer = text[len(text) - keep :]
