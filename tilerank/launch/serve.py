@@ -79,6 +79,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--api-key", metavar="KEY", help=f"that clients must show (better in {API_KEY}: others see options)"
     )
     http.add_argument(
+        "--max-queued-requests",
+        type=whole_number(1),
+        default=1024,
+        metavar="N",
+        help="choices of requests that may wait; while as many do, further requests get 503 (default: 1024)",
+    )
+    http.add_argument(
         "--allowed-hosts",
         nargs="+",
         action="extend",
@@ -314,7 +321,7 @@ def _be_http(args: argparse.Namespace) -> int:
     )
     status = StatusPipe.inherited()
     run(
-        Http(listener, tokenizer, about, _access(args, listener)),
+        Http(listener, tokenizer, about, _access(args, listener), args.max_queued_requests),
         control,
         DRAIN_S,
         lambda: status.send(Reached("serving")),

@@ -14,9 +14,10 @@ from starlette.types import ASGIApp
 from tilerank.loader.tokenizer import Tokenizer
 from tilerank.runtime.server.access import ANY, Access, AccessMiddleware
 from tilerank.runtime.server.app import make_app
-from tilerank.runtime.server.client import EngineClient
+from tilerank.runtime.server.client import MAX_QUEUED, EngineClient
 from tilerank.runtime.server.drain import DrainMiddleware
 from tilerank.runtime.server.handover import receive_connection
+from tilerank.runtime.server.request_body import MAX_BODIES, MAX_MEDIA_BODIES, BodyMiddleware
 from tilerank.runtime.server.settings import ServerSettings
 
 from ..logs import say
@@ -41,6 +42,7 @@ class Http:
     tokenizer: Tokenizer
     about: ServerSettings
     access: Access
+    max_queued: int = MAX_QUEUED
 
 
 def run(http: Http, control: socket.socket, drain_s: float, on_ready: Callable[[], None]) -> None:
@@ -53,10 +55,10 @@ def run(http: Http, control: socket.socket, drain_s: float, on_ready: Callable[[
 async def _serve(http: Http, control: socket.socket, drain_s: float, on_ready: Callable[[], None]) -> None:
     connections = _allow_connections()
     loop = asyncio.get_running_loop()
-    client = EngineClient()
+    client = EngineClient(http.max_queued)
     api = make_app(client, http.tokenizer, http.about)
     api.router.redirect_slashes = False  # a redirect would send the client to what Host says
-    gate = DrainMiddleware(api)
+    gate = DrainMiddleware(BodyMiddleware(api, MAX_BODIES if http.about.media is None else MAX_MEDIA_BODIES))
     app: ASGIApp = gate
     if http.access.origins:
         app = CORSMiddleware(app, allow_origins=http.access.origins, allow_methods=[ANY], allow_headers=[ANY])

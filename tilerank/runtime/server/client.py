@@ -34,8 +34,18 @@ from .routing import SeenPrompts, block_hashes, choose_replica
 log = logging.getLogger(__name__)
 
 
+MAX_QUEUED = 1024
+"""Choices that may wait by default: a few times as many as run at a time."""
+MAX_QUEUED_TOKENS = 4 << 20
+"""Prompt tokens that may wait. Each takes about 36 bytes of this process."""
+
+
 class EngineGoneError(Exception):
     """No engine is ready, or the engine stopped before the request was complete."""
+
+
+class OverloadedError(Exception):
+    """As many requests wait as may."""
 
 
 class RefusedError(Exception):
@@ -89,6 +99,11 @@ class EngineConnection:
     def in_line(self) -> int:
         """The number of choices that wait until the engine can take them."""
         return len(self._line)
+
+    @property
+    def tokens_in_line(self) -> int:
+        """The tokens of their prompts."""
+        return self._line.waiting_tokens
 
     async def run(self, connection: socket.socket) -> None:
         """Receive messages over `connection` until the engine closes it. Then fail the incomplete requests."""
@@ -176,9 +191,13 @@ class EngineConnection:
 
 
 class EngineClient:
-    """Routes requests to the engines that are ready (routing.py), and sums up what the engines report."""
+    """Routes requests to the engines that are ready (routing.py), and sums up what the engines report.
 
-    def __init__(self) -> None:
+    max_queued: choices that may wait until an engine can take them.
+    """
+
+    def __init__(self, max_queued: int = MAX_QUEUED) -> None:
+        self._max_queued = max_queued
         self.restarts = 0  # engines after the first one of each replica
         self.totals = Totals()
         self.ready = asyncio.Event()  # set once the first engine can take requests
@@ -204,6 +223,14 @@ class EngineClient:
         self.restarts += replica in self._engines
         self._engines[replica] = engine = EngineConnection(self.totals, self.ready.set)
         await engine.run(connection)
+
+    def check_room(self) -> None:
+        """Raise OverloadedError if no further request may wait."""
+        engines = [engine for engine in self._engines.values() if engine.state is not None]
+        if sum(engine.in_line for engine in engines) >= self._max_queued:
+            raise OverloadedError(f"{self._max_queued} requests wait already, as many as may.")
+        if sum(engine.tokens_in_line for engine in engines) >= MAX_QUEUED_TOKENS:
+            raise OverloadedError(f"Requests with {MAX_QUEUED_TOKENS} tokens together wait already, as many as may.")
 
     def fail_requests(self, why: str) -> None:
         """Fail all incomplete requests with EngineGoneError."""

@@ -55,6 +55,11 @@ class Line:
         """The number of choices in line."""
         return len(self._in_line)
 
+    @property
+    def waiting_tokens(self) -> int:
+        """The prompt tokens of the requests in line."""
+        return sum(entry.tokens for entry in self._waiting)
+
     def add(self, submit: Submit) -> None:
         """Send a request, now or when the engine can take it."""
         numbers = range(submit.number, submit.number + len(submit.seeds))

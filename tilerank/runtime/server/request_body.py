@@ -1,11 +1,12 @@
 """Reads request bodies within limits, and describes what is wrong with an invalid one."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pydantic
 import pydantic_core
 from starlette.requests import Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .errors import ApiError
 from .media.media_budget import MAX_ENCODED
@@ -17,34 +18,66 @@ MAX_MEDIA_BODY = MAX_BODY + MAX_ENCODED // 3 * 4
 MAX_MARKS = 1 << 20
 """Commas, colons and opening brackets of a body that is longer than MAX_BODY: what makes it long must be media."""
 MAX_BODIES = 256 << 20
-"""Bytes of all bodies that are being read."""
+"""Bytes of all bodies that are being read, or whose requests have not begun to run."""
 MAX_MEDIA_BODIES = 1 << 30
 """The same for a model that takes media."""
 
 
-class BodyReader:
-    """Reads bodies of at most `max_held` bytes together."""
+_RELEASE = "tilerank.release_body"
 
-    def __init__(self, max_held: int) -> None:
+
+class BodyMiddleware:
+    """An ASGI application that wraps another and bounds the bodies of its requests to `max_held` bytes together.
+
+    A body counts until its request is released (`release_body`) or answered.
+    """
+
+    def __init__(self, app: ASGIApp, max_held: int) -> None:
+        self._app = app
         self._max_held = max_held
         self._bytes_held = 0
 
-    async def read(self, request: Request, max_bytes: int) -> bytes:
-        """Return the body of at most `max_bytes`. Raises ApiError with status 413 or 503 if it exceeds a limit."""
-        data = bytearray()
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        held = 0
+
+        async def counted() -> Message:
+            nonlocal held
+            message = await receive()
+            nbytes = len(message.get("body", b""))
+            held += nbytes
+            self._bytes_held += nbytes
+            if self._bytes_held > self._max_held:
+                raise ApiError(503, "The server is reading too many large requests.", code="overloaded")
+            return message
+
+        def release() -> None:
+            nonlocal held
+            self._bytes_held -= held
+            held = 0
+
         try:
-            async for piece in request.stream():
-                data += piece
-                self._bytes_held += len(piece)
-                if len(data) > max_bytes:
-                    raise ApiError(413, f"The body is larger than {max_bytes >> 20} MiB.")
-                if self._bytes_held > self._max_held:
-                    raise ApiError(503, "The server is reading too many large requests.", code="overloaded")
-            if len(data) > MAX_BODY and sum(map(data.count, b",:[{")) > MAX_MARKS:
-                raise ApiError(413, f"The body is larger than {MAX_BODY >> 20} MiB, and not because of media.")
-            return bytes(data)
+            await self._app({**scope, _RELEASE: release}, counted, send)
         finally:
-            self._bytes_held -= len(data)
+            release()
+
+
+def release_body(request: Request) -> None:
+    """Count the body of a request no longer: it is running."""
+    release: Callable[[], None] | None = request.scope.get(_RELEASE)
+    if release is not None:
+        release()
+
+
+async def read_body(request: Request, max_bytes: int) -> bytes:
+    """Return the body of at most `max_bytes`. Raises ApiError with status 413 or 503 if it exceeds a limit."""
+    data = bytearray()
+    async for piece in request.stream():
+        data += piece
+        if len(data) > max_bytes:
+            raise ApiError(413, f"The body is larger than {max_bytes >> 20} MiB.")
+    if len(data) > MAX_BODY and sum(map(data.count, b",:[{")) > MAX_MARKS:
+        raise ApiError(413, f"The body is larger than {MAX_BODY >> 20} MiB, and not because of media.")
+    return bytes(data)
 
 
 def validation_error(data: bytes | Mapping[str, Any], error: pydantic.ValidationError) -> ApiError:

@@ -23,6 +23,7 @@ from ..errors import ApiError
 from ..grammars import request_grammar
 from ..media.media_budget import Share
 from ..prompts import ChatPrompt
+from ..request_body import release_body
 from .service import Service, until_disconnect
 
 NewParser = Callable[[], ToolParser]
@@ -117,6 +118,7 @@ async def begin(service: Service, request: Request, active: ActiveRequest, answe
     except (ApiError, ClientDisconnect):
         await deltas.aclose()
         raise
+    release_body(request)
     return Begun(answer, first, deltas)
 
 

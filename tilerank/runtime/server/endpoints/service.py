@@ -17,7 +17,7 @@ from ..monitoring.metrics import Metrics
 from ..monitoring.recent_requests import RecentRequests
 from ..prompts import PromptBuilder
 from ..rendering import ThreadRenderer
-from ..request_body import MAX_BODIES, MAX_BODY, MAX_MEDIA_BODIES, MAX_MEDIA_BODY, BodyReader, validation_error
+from ..request_body import MAX_BODY, MAX_MEDIA_BODY, read_body, validation_error
 from ..settings import ServerSettings
 
 Body = TypeVar("Body", bound=pydantic.BaseModel)
@@ -37,7 +37,6 @@ class Service:
         self.budget = MediaBudget()
         renderer = settings.renderer or ThreadRenderer(tokenizer)
         self.prompts = PromptBuilder(tokenizer, settings.model, settings.tool_parser, settings.media, renderer)
-        self._body_reader = BodyReader(MAX_BODIES if settings.media is None else MAX_MEDIA_BODIES)
 
     @property
     def context_length(self) -> int | None:
@@ -48,20 +47,20 @@ class Service:
     async def body(self, request: Request, kind: type[Body], *, media: bool = False) -> Body:
         """Read and check the body of a request. media: may it hold pictures and videos? Raises ApiError."""
         takes_media = media and self.settings.media is not None
-        data = await self._body_reader.read(request, MAX_MEDIA_BODY if takes_media else MAX_BODY)
+        data = await read_body(request, MAX_MEDIA_BODY if takes_media else MAX_BODY)
         try:
             body = kind.model_validate_json(data)
         except pydantic.ValidationError as e:
             raise validation_error(data, e) from e
-        requested = getattr(body, "model", None)
-        if requested is not None and requested != self.settings.model:
-            raise ApiError(
-                404,
-                f"There is no model {requested!r}; this server serves {self.settings.model!r}.",
-                param="model",
-                code="model_not_found",
-            )
+        self.check_model(getattr(body, "model", None))
         return body
+
+    def check_model(self, requested: str | None) -> None:
+        """Raise ApiError if a request names another model than the one that is served."""
+        model = self.settings.model
+        if requested is not None and requested != model:
+            message = f"There is no model {requested!r}; this server serves {model!r}."
+            raise ApiError(404, message, param="model", code="model_not_found")
 
 
 async def until_disconnect(request: Request, work: Awaitable[T]) -> T:
