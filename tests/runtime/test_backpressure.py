@@ -20,8 +20,9 @@ from tilerank.runtime.engine import Engine, Event, Request
 from tilerank.runtime.errors import RequestError
 from tilerank.runtime.params import SamplingParams
 from tilerank.runtime.prompt import Prompt
+from tilerank.runtime.server import client as client_module
 from tilerank.runtime.server import line as line_module
-from tilerank.runtime.server.client import EngineClient, RefusedError
+from tilerank.runtime.server.client import EngineClient, OverloadedError, RefusedError
 from tilerank.runtime.server.engine_loop import serve_connections
 from tilerank.runtime.server.line import CHOICE_TOKENS, MAX_BYTES, MAX_TOKENS, Line
 from tilerank.runtime.server.messages import Cancel, Submit, ToEngine, Token
@@ -186,6 +187,35 @@ def test_abandoned_requests_do_not_hold_the_engine(served: Served) -> None:
                 assert served.steps - steps <= 3
             assert len(await collect(first)) == 20
         assert [len(request.prompt.token_ids) for request in served.submitted] == [5, 9]
+
+    served.run(work)
+
+
+def test_as_many_wait_as_may(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Choices and tokens of prompts are counted until they are sent or withdrawn."""
+    served.client = EngineClient(max_queued=3)
+    monkeypatch.setattr(line_module, "MAX_TOKENS", 0)  # one request at a time
+
+    async def work(served: Served) -> None:
+        client, params = served.client, SamplingParams(max_new_tokens=3, ignore_eos=True)
+        served.gate.clear()
+        with client.submit(Prompt(LONG[:5]), params, [0]) as (first,):
+            await served.at_the_gate()
+            with client.submit(Prompt(LONG[:6]), params, [1, 2]):
+                client.check_room()
+                monkeypatch.setattr(client_module, "MAX_QUEUED_TOKENS", 6)
+                with pytest.raises(OverloadedError, match="6 tokens"):
+                    client.check_room()
+                monkeypatch.setattr(client_module, "MAX_QUEUED_TOKENS", 1000)
+                with (
+                    client.submit(Prompt(LONG[:7]), params, [3]),
+                    pytest.raises(OverloadedError, match="3 requests wait already"),
+                ):
+                    client.check_room()
+                client.check_room()
+            served.gate.set()
+            assert len(await collect(first)) == 3
+        client.check_room()
 
     served.run(work)
 
