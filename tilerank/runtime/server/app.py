@@ -1,7 +1,6 @@
 """The OpenAI API over HTTP: routes, authentication, and error handlers. Endpoints are in endpoints/."""
 
 import hmac
-from collections.abc import Awaitable, Callable
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -12,18 +11,20 @@ from starlette.routing import Route
 from tilerank.loader.tokenizer import Tokenizer
 
 from .answers.message_answer import error_body
+from .api import ChatCompletion, Completion, Detokenize, Tokenize
 from .client import EngineClient
 from .endpoints.chat import ChatEndpoints
 from .endpoints.health import HealthEndpoints
 from .endpoints.messages import MessageEndpoints
 from .endpoints.models import ModelEndpoints
+from .endpoints.reference import Handler, Operation, ReferenceEndpoints
 from .endpoints.responses import ResponseEndpoints
 from .endpoints.service import Service
 from .endpoints.tokenize import TokenizeEndpoints
 from .errors import ApiError, error_response
+from .forms.message_request import CountTokensRequest, MessageRequest
+from .forms.response_request import ResponseRequest
 from .settings import ServerSettings
-
-Handler = Callable[[Request], Awaitable[Response]]
 
 
 def make_app(client: EngineClient, tokenizer: Tokenizer, settings: ServerSettings) -> Starlette:
@@ -32,29 +33,39 @@ def make_app(client: EngineClient, tokenizer: Tokenizer, settings: ServerSetting
     chat, health = ChatEndpoints(service), HealthEndpoints(service)
     models, tokenize = ModelEndpoints(service), TokenizeEndpoints(service)
     responses, messages = ResponseEndpoints(service), MessageEndpoints(service)
-    guarded: list[tuple[str, str, Handler]] = [
-        ("POST", "/v1/chat/completions", chat.chat),
-        ("POST", "/v1/completions", chat.complete),
-        ("POST", "/v1/responses", responses.create),
-        ("GET", "/v1/responses/{id}", responses.retrieve),
-        ("DELETE", "/v1/responses/{id}", responses.delete),
-        ("POST", "/v1/responses/{id}/cancel", responses.cancel),
-        ("POST", "/v1/messages", messages.create),
-        ("POST", "/v1/messages/count_tokens", messages.count_tokens),
-        ("GET", "/v1/models", models.models),
-        ("POST", "/tokenize", tokenize.tokenize),
-        ("POST", "/detokenize", tokenize.detokenize),
-        ("GET", "/metrics", health.metrics),
-        ("GET", "/status", health.status),
+    operations = [
+        Operation("POST", "/v1/chat/completions", chat.chat, ChatCompletion),
+        Operation("POST", "/v1/completions", chat.complete, Completion),
+        Operation("POST", "/v1/responses", responses.create, ResponseRequest),
+        Operation("GET", "/v1/responses/{id}", responses.retrieve),
+        Operation("DELETE", "/v1/responses/{id}", responses.delete),
+        Operation("POST", "/v1/responses/{id}/cancel", responses.cancel),
+        Operation("POST", "/v1/messages", messages.create, MessageRequest),
+        Operation("POST", "/v1/messages/count_tokens", messages.count_tokens, CountTokensRequest),
+        Operation("POST", "/v1/embeddings", models.embeddings),
+        Operation("GET", "/v1/models", models.models),
+        Operation("GET", "/v1/models/{model:path}", models.model),
+        Operation("POST", "/tokenize", tokenize.tokenize, Tokenize),
+        Operation("POST", "/detokenize", tokenize.detokenize, Detokenize),
+        Operation("GET", "/tokenizer_info", models.tokenizer_info),
+        Operation("GET", "/metrics", health.metrics),
+        Operation("GET", "/status", health.status),
+        Operation("GET", "/load", health.load),
+        Operation("GET", "/", health.page, public=True),
+        Operation("GET", "/health", health.health, public=True),
+        Operation("GET", "/ping", health.health, public=True),
+        Operation("GET", "/health_generate", health.health_generate, public=True),
+        Operation("GET", "/version", models.version, public=True),
     ]
-    public: list[tuple[str, str, Handler]] = [
-        ("GET", "/", health.page),
-        ("GET", "/health", health.health),
-        ("GET", "/health_generate", health.health_generate),
-        ("GET", "/version", models.version),
+    reference = ReferenceEndpoints(operations, settings.version, settings.api_key is not None)
+    operations += [
+        Operation("GET", "/openapi.json", reference.openapi, public=True),
+        Operation("GET", "/docs", reference.page, public=True),
     ]
-    routes = [Route(path, _guarded(handler, settings.api_key), methods=[method]) for method, path, handler in guarded]
-    routes += [Route(path, handler, methods=[method]) for method, path, handler in public]
+    routes = [
+        Route(one.path, one.handler if one.public else _guarded(one.handler, settings.api_key), methods=[one.method])
+        for one in operations
+    ]
     app = Starlette(
         routes=routes,
         exception_handlers={

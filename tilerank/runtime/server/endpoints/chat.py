@@ -19,7 +19,7 @@ class ChatEndpoints:
         self._service = service
 
     async def complete(self, request: Request) -> Response:
-        """POST /v1/completions."""
+        """POST /v1/completions. Continues texts."""
         service = self._service
         body = await service.body(request, Completion)
         grammar = await checked_grammar(service, body, None)
@@ -30,7 +30,7 @@ class ChatEndpoints:
         return await finish(request, await begin(service, request, active, answer), body.stream)
 
     async def chat(self, request: Request) -> Response:
-        """POST /v1/chat/completions."""
+        """POST /v1/chat/completions. Answers a conversation."""
         service = self._service
         body = await service.body(request, ChatCompletion, media=True)
 

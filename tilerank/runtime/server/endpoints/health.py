@@ -23,7 +23,7 @@ class HealthEndpoints:
         self._probe: asyncio.Task[None] | None = None  # of /health_generate, shared by all who ask while it runs
 
     async def health(self, request: Request) -> Response:
-        """GET /health."""
+        """GET /health, GET /ping. Fails while no engine is ready."""
         if self._service.client.state is None:
             raise ApiError(503, "The engine is not ready.", code="engine_gone")
         return Response()
@@ -46,18 +46,26 @@ class HealthEndpoints:
             async for _ in tokens:
                 pass
 
+    async def load(self, request: Request) -> Response:
+        """GET /load. Counts the requests that run and wait, for load balancers."""
+        state = self._service.client.state
+        if state is None:
+            raise ApiError(503, "The engine is not ready.", code="engine_gone")
+        used = {"running": state.running, "waiting": state.waiting, "kv_cache_usage": state.cache_used}
+        return JSONResponse({"server_load": state.running + state.waiting} | used)
+
     async def metrics(self, request: Request) -> Response:
-        """GET /metrics."""
+        """GET /metrics. Counts and times in Prometheus' format."""
         return PlainTextResponse(self._service.metrics.text(), media_type=prometheus_client.CONTENT_TYPE_LATEST)
 
     async def status(self, request: Request) -> Response:
-        """GET /status."""
+        """GET /status. What the status page shows."""
         settings = self._service.settings
         about = {"model": settings.model, "version": settings.version, "takes_media": settings.media is not None}
         return JSONResponse(status.status_json(self._service.client, self._service.recent, about))
 
     async def page(self, request: Request) -> Response:
-        """GET /, the status page."""
+        """GET /. The status page."""
         return status.page()
 
 

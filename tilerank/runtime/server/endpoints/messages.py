@@ -18,7 +18,7 @@ class MessageEndpoints:
         self._service = service
 
     async def create(self, request: Request) -> Response:
-        """POST /v1/messages."""
+        """POST /v1/messages. Answers a conversation in Anthropic's form."""
         service = self._service
         body = await service.body(request, MessageRequest, media=True)
         chat = body.chat()
@@ -30,7 +30,7 @@ class MessageEndpoints:
         return await converse(service, request, chat, new_answer)
 
     async def count_tokens(self, request: Request) -> Response:
-        """POST /v1/messages/count_tokens."""
+        """POST /v1/messages/count_tokens. Counts the tokens of a conversation."""
         service = self._service
         body = await service.body(request, CountTokensRequest, media=True)
         chat = body.chat()

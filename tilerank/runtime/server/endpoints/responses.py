@@ -43,7 +43,7 @@ class ResponseEndpoints:
         self._running: WeakValueDictionary[str, ResponseAnswer] = WeakValueDictionary()
 
     async def create(self, request: Request) -> Response:
-        """POST /v1/responses."""
+        """POST /v1/responses. Answers a conversation in OpenAI's newer form."""
         service = self._service
         body = await service.body(request, ResponseRequest, media=True)
         items = self._conversation(body)
@@ -68,13 +68,13 @@ class ResponseEndpoints:
         return await converse(service, request, chat, new_answer)
 
     async def retrieve(self, request: Request) -> Response:
-        """GET /v1/responses/{id}."""
+        """GET /v1/responses/{id}. Returns a stored response."""
         if names := request.query_params.keys() - {"include"}:
             raise ApiError(400, f"Unsupported parameter: '{min(names)}'.", param=min(names))
         return JSONResponse(self._find(request.path_params["id"]))
 
     async def delete(self, request: Request) -> Response:
-        """DELETE /v1/responses/{id}."""
+        """DELETE /v1/responses/{id}. Forgets a stored response."""
         id = request.path_params["id"]
         if not self._store.delete(id):
             raise self._gone(id, 404, None)

@@ -15,7 +15,7 @@ class TokenizeEndpoints:
         self._service = service
 
     async def tokenize(self, request: Request) -> Response:
-        """POST /tokenize."""
+        """POST /tokenize. Returns the tokens of a text or a conversation."""
         service = self._service
         body = await service.body(request, Tokenize, media=True)
         if body.messages is not None:
@@ -28,7 +28,7 @@ class TokenizeEndpoints:
         return JSONResponse({"tokens": tokens, "count": len(tokens), "max_model_len": service.context_length})
 
     async def detokenize(self, request: Request) -> Response:
-        """POST /detokenize."""
+        """POST /detokenize. Returns the text of tokens."""
         body = await self._service.body(request, Detokenize)
         known = self._service.tokenizer.num_tokens
         if any(token >= known for token in body.tokens):

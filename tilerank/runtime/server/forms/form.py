@@ -14,17 +14,27 @@ MAX_ITEMS = 4096
 
 SAMPLING = frozenset(
     {
+        "allowed_token_ids",
+        "bad_words",
+        "cache_salt",
         "chat_template_kwargs",
         "frequency_penalty",
+        "guided_choice",
+        "guided_grammar",
+        "guided_json",
+        "guided_regex",
         "ignore_eos",
         "logit_bias",
         "min_p",
+        "min_tokens",
         "presence_penalty",
         "repetition_penalty",
         "seed",
         "stop",
         "stop_token_ids",
+        "structured_outputs",
         "temperature",
+        "thinking_token_budget",
         "top_k",
         "top_p",
     }

@@ -1,0 +1,73 @@
+"""The small endpoints: what is served, how busy it is, and the reference of the API."""
+
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from tests.runtime.server.scripted import BOS, QWEN_3, Server, make_model, run
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("endpoints") / "model")
+
+
+def test_what_is_served(model: Path) -> None:
+    async def ask(server: Server) -> None:
+        listed = (await server.client.models.list()).data
+        assert [one.id for one in listed] == ["it"] and await server.client.models.retrieve("it") == listed[0]
+        other = await server.http.get("/v1/models/org/other")
+        assert (other.status_code, other.json()["error"]["code"]) == (404, "model_not_found")
+        info = (await server.http.get("/tokenizer_info")).json()
+        assert (info["bos_token"], info["chat_template"]) == (BOS, QWEN_3)
+        assert info["vocab_size"] == server.tokenizer.num_tokens
+        refused = await server.http.post("/v1/embeddings", json={"model": "it", "input": "a"})
+        assert refused.status_code == 400
+        assert refused.json()["error"]["message"] == "it generates text; this server has no embeddings."
+        assert (await server.http.get("/ping")).status_code == 200
+        idle = {"server_load": 0, "running": 0, "waiting": 0, "kv_cache_usage": 0.0}
+        assert (await server.http.get("/load")).json() == idle
+
+    run(model, QWEN_3, ask)
+
+
+class References(HTMLParser):
+    """Collects what a page loads or links."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str | None] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found += [value for name, value in attrs if name in ("src", "href", "action")]
+
+
+def test_the_reference_lists_what_there_is(model: Path) -> None:
+    async def ask(server: Server) -> None:
+        answer = await server.http.get("/openapi.json")
+        found = answer.json()
+        assert found["openapi"] == "3.1.0"
+        references = re.findall(r'"\$ref":"#/components/schemas/([^"]+)"', answer.text)
+        assert set(references) <= found["components"]["schemas"].keys() and "ChatCompletion" in references
+        for path, methods in found["paths"].items():
+            for method, about in methods.items():
+                asked = await server.http.request(
+                    method, re.sub("{.*}", "x", path), json={}, headers={"x-api-key": "k"}
+                )
+                assert asked.status_code != 405 and "Not found" not in asked.text, path
+                assert about["summary"].endswith(".") and not about["summary"].startswith(method.upper())
+                if "security" in about:
+                    asked = await server.http.request(method, re.sub("{.*}", "x", path), json={})
+                    assert asked.status_code == 401, path
+        chat = found["paths"]["/v1/chat/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]
+        fields = found["components"]["schemas"][chat["$ref"].rpartition("/")[2]]["properties"]
+        assert fields["top_logprobs"]["anyOf"][0]["maximum"] == 20
+        page = (await server.http.get("/docs")).text
+        assert all(path in page for path in found["paths"]) and "top_logprobs" in page
+        links = References()
+        links.feed(page)
+        assert links.found == ["openapi.json"]
+
+    run(model, QWEN_3, ask, api_key="k")
