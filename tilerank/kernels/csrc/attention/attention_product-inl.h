@@ -140,6 +140,8 @@ struct RightOperand {
   const B* at;
   int64_t groups, steps, stride;  // stride between groups, in elements
 };
+template <class B>
+RightOperand(const B*, int64_t, int64_t, int64_t) -> RightOperand<B>;  // clang before 17 deduces no aggregate
 
 // Left rows of up to Dims values. They are an odd number of cache lines apart, so that a block of rows does not fall
 // into a few sets of the cache. The distance is a constant, so that no row needs a register for its address.

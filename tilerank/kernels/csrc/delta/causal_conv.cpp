@@ -97,10 +97,10 @@ static void causal_conv(const Args& args, Team& team) {
   batch.check("causal_conv", args.tensor(2).size[0], x.size[0]);
   const size_t floats = (kMaxConvWidth + 2) * kConvChannels;
   float* const weights = static_cast<float*>(team.scratch(floats * sizeof(float)));
-  const auto [first, last] = team.share(x.size[1], 64);
+  const Range channels = team.share(x.size[1], 64);
   for_float(x.dtype, [&](auto type) {
-    for (int64_t begin = first; begin < last; begin += kConvChannels) {
-      conv_channels<decltype(type)>(args, batch, {begin, std::min(begin + kConvChannels, last)}, weights);
+    for (int64_t begin = channels.begin; begin < channels.end; begin += kConvChannels) {
+      conv_channels<decltype(type)>(args, batch, {begin, std::min(begin + kConvChannels, channels.end)}, weights);
     }
   });
 }

@@ -124,7 +124,7 @@ static inline void stream_blocks(const StreamedRows& rows, int64_t m, const char
 // Returns a `write` for stream_blocks that passes results of kParts blocks to finish.write (see multiply_stripe).
 template <int kParts, class Finish>
 static inline auto stream_finish(const Finish& finish, Range blocks) {
-  return [&finish, blocks](const PairSums& sums, int64_t block, int64_t row) {
+  return [=, &finish](const PairSums& sums, int64_t block, int64_t row) {
     const float *const first = sums[0] + row * kLanes, *const second = sums[1] + row * kLanes;
     if constexpr (kParts == 2) {
       finish.write({first, second}, {row, row + 1}, block / 2);

@@ -265,7 +265,7 @@ struct FirstTwo {
 #ifdef TR_AVX512
 static inline Two widen_words(__m512i words) {
   const __m512i upper = _mm512_set1_epi32(static_cast<int>(0xffff0000));
-  return {_mm512_castsi512_ps(_mm512_slli_epi32(words, 16)), _mm512_castsi512_ps(_mm512_and_si512(words, upper))};
+  return {{_mm512_castsi512_ps(_mm512_slli_epi32(words, 16))}, {_mm512_castsi512_ps(_mm512_and_si512(words, upper))}};
 }
 // The upper halves of even and odd lanes, alternating.
 static inline __m512i upper_words(__m512i even, __m512i odd) {
@@ -313,7 +313,7 @@ static inline Two load_pairs(const bf16* p) {
 #else
   const __m256i pairs = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
   const __m256i upper = _mm256_set1_epi32(static_cast<int>(0xffff0000));
-  return {_mm256_castsi256_ps(_mm256_slli_epi32(pairs, 16)), _mm256_castsi256_ps(_mm256_and_si256(pairs, upper))};
+  return {{_mm256_castsi256_ps(_mm256_slli_epi32(pairs, 16))}, {_mm256_castsi256_ps(_mm256_and_si256(pairs, upper))}};
 #endif
 }
 template <class F>
