@@ -61,6 +61,8 @@ CONTROL = "TILERANK_CONTROL"
 API_KEY = "TILERANK_API_KEY"
 DRAIN_S = 600.0
 """Longest wait for answers that are under way, once the server is told to stop; told again, it ends at once."""
+TERMINAL_DRAIN_S = 30.0
+"""The same where a person waits: the server runs in a terminal."""
 MAX_RESTARTS = 3
 
 
@@ -100,6 +102,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="ORIGIN",
         help="web pages of other sites that may use the server, such as https://chat.example.org, or * (default: none)",
     )
+    http.add_argument(
+        "--drain-timeout",
+        type=start.seconds,
+        metavar="S",
+        help="longest wait for answers that are under way when the server is told to stop "
+        f"(default: {TERMINAL_DRAIN_S:g} on a terminal, {DRAIN_S:g} elsewhere); told again, it ends at once",
+    )
     media_options.add_arguments(parser)
     add_model_arguments(parser)
     group = parser.add_argument_group("replicas")
@@ -124,6 +133,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     if HTTP_FDS in os.environ:
         return _be_http(args)
+    if args.drain_timeout is None:
+        args.drain_timeout = TERMINAL_DRAIN_S if sys.stderr is not None and sys.stderr.isatty() else DRAIN_S
+        args.argv = [*args.argv, f"--drain-timeout={args.drain_timeout:g}"]
     start.check_arguments(args)
     job = ServeJob(args)
     identity = identify(os.environ)
@@ -134,7 +146,7 @@ def run(args: argparse.Namespace) -> int:
         return run_rank(identity, args, job)
     replicas = _replicas(args, identity, job)
     if 0 not in replicas[0].here:
-        return supervise(replicas[0].specs(), _watch(args), end_s=DRAIN_S + END_S)
+        return supervise(replicas[0].specs(), _watch(args), end_s=args.drain_timeout + END_S)
     job.prepare()
     return _supervise(args, job, replicas)
 
@@ -179,7 +191,7 @@ def _supervise(args: argparse.Namespace, job: ServeJob, replicas: Sequence[HostR
             [partial(_leading, ranks) for ranks in replicas],
             _watch(args),
             max_restarts=max_restarts if args.nnodes == 1 else 0,
-            drain_s=DRAIN_S,
+            drain_s=args.drain_timeout,
             on_ready=job.say_ready,
         )
 
@@ -323,7 +335,7 @@ def _be_http(args: argparse.Namespace) -> int:
     run(
         Http(listener, tokenizer, about, _access(args, listener), args.max_queued_requests),
         control,
-        DRAIN_S,
+        args.drain_timeout,
         lambda: status.send(Reached("serving")),
     )
     return 0

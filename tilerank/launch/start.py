@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="preferred",
         help="strict: never take memory of another node; the kernel kills a rank whose node is full",
     )
-    ranks.add_argument("--dist-timeout", type=_seconds, default=60.0, metavar="S", help="longest wait for another rank")
+    ranks.add_argument("--dist-timeout", type=seconds, default=60.0, metavar="S", help="longest wait for another rank")
     ranks.add_argument("--collectives", choices=("auto", "gloo", "mpi"), default="auto", help="transport between ranks")
     ranks.add_argument(
         "--nnodes", type=whole_number(1), default=1, metavar="N", help="number of hosts; run the command once on each"
@@ -262,7 +262,7 @@ def whole_number(low: int, high: float = float("inf")) -> Callable[[str], int]:
     return parse
 
 
-def _seconds(text: str) -> float:
+def seconds(text: str) -> float:
     try:
         value = float(text)
     except ValueError:

@@ -1,8 +1,10 @@
 """The HTTP process: a loop of its own, outside of the ranks. Engines come and go over a control socket."""
 
 import asyncio
+import math
 import resource
 import socket
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import FrameType
@@ -32,6 +34,8 @@ OTHER_FILES = 256
 """Open ones beside the connections."""
 LAST_WORDS_S = 5
 """For clients that are slow to read the end of their answers."""
+COUNT_S = 1.0
+"""Between two counts of the requests that a stopping server still answers."""
 
 
 @dataclass(frozen=True)
@@ -90,9 +94,7 @@ async def _serve(http: Http, control: socket.socket, drain_s: float, on_ready: C
 
     async def stop_when_told() -> None:
         await told_to_stop.wait()
-        try:
-            await asyncio.wait_for(gate.drain(), drain_s)
-        except TimeoutError:
+        if not await _drained(gate, drain_s):
             client.fail_requests("The server stopped before the answer was complete.")
         server.should_exit = True
 
@@ -120,6 +122,20 @@ def _allow_connections() -> int:
     why = "" if connections == MAX_CONNECTIONS else f", because this user may open {hard} files (ulimit -Hn)"
     say(f"tilerank: at most {connections} connections at a time{why}")
     return connections
+
+
+async def _drained(gate: DrainMiddleware, within_s: float) -> bool:
+    """Return whether all requests are answered in time. Says how many are not, whenever that changes."""
+    deadline = time.monotonic() + within_s
+    drained = asyncio.create_task(gate.drain())
+    said = 0
+    while not drained.done() and (left := deadline - time.monotonic()) > 0:
+        if gate.running not in (0, said):
+            said = gate.running
+            requests = f"{said} request{'s' * (said != 1)}"
+            say(f"tilerank: draining: {requests}, at most {math.ceil(left)} s; press Ctrl-C again to stop now")
+        await asyncio.wait([drained], timeout=min(left, COUNT_S))
+    return drained.done()
 
 
 class _Server(uvicorn.Server):

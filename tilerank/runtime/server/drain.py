@@ -34,6 +34,11 @@ class DrainMiddleware:
             if not self._running:
                 self._idle.set()
 
+    @property
+    def running(self) -> int:
+        """Requests that are not answered yet."""
+        return self._running
+
     async def drain(self) -> None:
         """Refuse new requests from now on. Returns when all running requests are answered."""
         self._draining = True
