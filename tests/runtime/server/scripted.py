@@ -12,6 +12,7 @@ import httpx
 import openai
 import tokenizers
 from media_files import DEMO_VL
+from starlette.types import ASGIApp
 
 from tilerank.loader.generation_config import SamplingDefaults
 from tilerank.loader.tokenizer import Tokenizer
@@ -53,14 +54,16 @@ def make_model(directory: Path) -> Path:
 class Server:
     """The application. submits: what the engine got, which answers with the tokens of `answer` and `finish_reason`.
 
-    limit: the engine sends this many tokens of an answer and waits. cut: it then closes its connection.
+    answer: a text, or a function of the prompt. limit: the engine sends this many tokens of an answer and waits. cut:
+    it then closes its connection.
     """
 
-    def __init__(self, http: httpx.AsyncClient, tokenizer: Tokenizer) -> None:
+    def __init__(self, app: ASGIApp, http: httpx.AsyncClient, tokenizer: Tokenizer) -> None:
+        self.app = app
         self.http = http
         self.client = openai.AsyncOpenAI(base_url="http://server/v1", api_key="any", max_retries=0, http_client=http)
         self.tokenizer = tokenizer
-        self.answer = ""
+        self.answer: str | Callable[[str], str] = ""
         self.finish_reason = "stop"
         self.limit = ENOUGH
         self.more = asyncio.Event()
@@ -93,7 +96,8 @@ class Server:
                     await self._generate(message, outgoing)
 
     async def _generate(self, submit: Submit, outgoing: asyncio.StreamWriter) -> None:
-        ids = self.tokenizer.encode(self.answer, add_special_tokens=False)
+        answer = self.answer if isinstance(self.answer, str) else self.answer(self.prompt)
+        ids = self.tokenizer.encode(answer, add_special_tokens=False)
         for i, id in enumerate(ids):
             if i == self.limit:
                 await self.more.wait()
@@ -118,9 +122,10 @@ async def serving(
     settings = ServerSettings("it", "0", api_key, SamplingDefaults(), parser, check_grammar, media)
     engines, (ours, theirs) = EngineClient(), socket.socketpair()
     attached = asyncio.create_task(engines.attach(0, ours))
-    transport = httpx.ASGITransport(make_app(engines, tokenizer, settings))
+    app = make_app(engines, tokenizer, settings)
+    transport = httpx.ASGITransport(app)
     async with httpx.AsyncClient(transport=transport, base_url="http://server", timeout=60) as http:
-        server = Server(http, tokenizer)
+        server = Server(app, http, tokenizer)
         incoming, outgoing = await asyncio.open_unix_connection(sock=theirs)
         engine = asyncio.create_task(server.answer_requests(incoming, outgoing))
         await engines.ready.wait()

@@ -77,7 +77,7 @@ def test_events_of_thinking_text_and_a_call(model: Path) -> None:
         assert found[0]["message"]["usage"]["input_tokens"] == len(server.submits[-1].prompt.token_ids)
         assert found[0]["message"]["content"] == [] and found[0]["message"]["stop_reason"] is None
         assert found[-2]["delta"] == {"stop_reason": "tool_use", "stop_sequence": None}
-        assert found[-2]["usage"]["output_tokens"] == len(server.tokenizer.encode(server.answer, False)) + 1
+        assert found[-2]["usage"]["output_tokens"] == server.count(f"Why not?\n</think>\n\nSo: {CALL}") + 1
         blocks: dict[int, list[Any]] = {}
         for event in found[1:-2]:
             blocks.setdefault(event["index"], []).append(event)
@@ -93,7 +93,7 @@ def test_events_of_thinking_text_and_a_call(model: Path) -> None:
         assert "".join(delta["text"] for delta in deltas[1]) == "So: "
         assert blocks[2][0]["content_block"].items() >= {"type": "tool_use", "name": "now", "input": {}}.items()
         assert deltas[2] == [{"type": "input_json_delta", "partial_json": '{"zone": "Köln"}'}]
-        whole = await create(server, server.answer, tools=[TOOL])
+        whole = await create(server, f"Why not?\n</think>\n\nSo: {CALL}", tools=[TOOL])
         assert [block["type"] for block in whole["content"]] == ["thinking", "text", "tool_use"]
         assert whole["content"][2]["input"] == {"zone": "Köln"} and whole["stop_reason"] == "tool_use"
 
