@@ -102,7 +102,9 @@ BODIES: list[tuple[str, str, bytes | dict[str, Any], str]] = [
     ("a compressed body", COMPLETIONS, b"\x1f\x8b\x08\x00\x00\x00\x00\x00", "JSON"),
     ("a template", CHAT, {"messages": USER, "chat_template": "{{ 1 }}"}, "'chat_template' is not supported"),
     ("a template's self", CHAT, {"messages": USER, "chat_template_kwargs": {"self": 1}}, "self cannot be set"),
-    ("what is not built", COMPLETIONS, {"prompt": "x", "echo": True}, "Unsupported parameter: 'echo'"),
+    ("what is not built", COMPLETIONS, {"prompt": "x", "use_beam_search": True}, "parameter: 'use_beam_search'"),
+    ("an unknown field", CHAT, {"messages": USER, "never_heard_of": [1, {}]}, "has no field 'never_heard_of'"),
+    ("ids beyond the vocabulary", COMPLETIONS, {"prompt": "x", "stop_token_ids": [4096]}, "stop_token_ids: expected"),
     ("a suffix", COMPLETIONS, {"prompt": "x", "suffix": "y"}, "Unsupported parameter: 'suffix'"),
     ("best of more", COMPLETIONS, {"prompt": "x", "best_of": 3}, "best_of: expected the value of n"),
     ("functions of old", CHAT, {"messages": USER, "functions": [{"name": "f"}]}, "Unsupported parameter: 'functions'"),
@@ -123,13 +125,13 @@ def test_bodies(server: Server, path: str, body: Any, says: str) -> None:
     assert not re.search(r"/work|/tmp|/root|\.py|Traceback", answer.text)
 
 
-def test_null_and_unknown_fields_change_nothing(server: Server) -> None:
+def test_null_and_ignored_fields_change_nothing(server: Server) -> None:
     body = {"messages": USER, "max_tokens": 4, "temperature": 0}
     plain = post(server, CHAT, body).json()["choices"]
     fields = ("n", "stream", "stop", "tools", "tool_choice", "logit_bias", "seed", "top_p", "logprobs", "top_logprobs")
     fields += ("response_format", "stream_options", "presence_penalty", "parallel_tool_calls", "max_completion_tokens")
-    unknown = {"user": "me", "metadata": {"a": "b"}, "store": False, "service_tier": "auto", "never_heard_of": [1, {}]}
-    assert post(server, CHAT, body | dict.fromkeys(fields) | unknown).json()["choices"] == plain
+    ignored = {"user": "me", "metadata": {"a": "b"}, "store": False, "service_tier": "auto", "priority": 0}
+    assert post(server, CHAT, body | dict.fromkeys(fields) | ignored).json()["choices"] == plain
 
 
 def test_a_template_in_a_text_is_a_text(server: Server) -> None:

@@ -185,7 +185,7 @@ HOSTILE: list[tuple[str, Any, int, str]] = [
     ("/v1/completions", {"prompt": []}, 400, "prompt"),
     ("/v1/completions", {"prompt": [5] * 5000}, 400, "5000 tokens, but the context length is 4096"),
     ("/v1/completions", {"prompt": "x", "model": "other"}, 404, "no model 'other'"),
-    ("/v1/completions", {"prompt": "x", "echo": True}, 400, "echo"),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "echo": True}, 400, "echo"),
     ("/v1/completions", {"prompt": "x", "stream_options": {"include_usage": True}}, 400, "stream_options"),
     ("/v1/chat/completions", {"messages": []}, 400, "messages"),
     ("/v1/chat/completions", {"messages": [{"role": "user"}] * 5000}, 400, "messages"),
