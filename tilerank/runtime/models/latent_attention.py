@@ -87,6 +87,7 @@ class LatentAttention(Mixer[LatentPages]):
         self.absorbed = AbsorbedHeads(
             f"{name}.kv_b_proj", c.latent, heads, c.nope_dim, c.value_dim, sharding, span=span
         )
+        # The same weights again, which the loader reads one after the other: the second time from the page cache.
         self.expand = HeadColumnsLinear(
             f"{name}.kv_b_proj", c.latent, heads, c.nope_dim + c.value_dim, sharding, span=span
         )
