@@ -8,6 +8,8 @@ import pytest
 
 from tests.runtime.server.scripted import BOS, QWEN_3, Server, make_model, run
 
+ROOT = Path(__file__).parents[3]
+
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -66,6 +68,9 @@ def test_the_reference_lists_what_there_is(model: Path) -> None:
         assert fields["top_logprobs"]["anyOf"][0]["maximum"] == 20
         page = (await server.http.get("/docs")).text
         assert all(path in page for path in found["paths"]) and "top_logprobs" in page
+        table = re.findall(r"^\| ([A-Z]+) \| `(.+?)` \|", (ROOT / "docs" / "api.md").read_text(), re.M)
+        operations = [(method.upper(), path) for path, methods in found["paths"].items() for method in methods]
+        assert sorted(table) == sorted(operations)
         links = References()
         links.feed(page)
         assert links.found == ["openapi.json"]
