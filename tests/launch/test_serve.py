@@ -14,7 +14,7 @@ from typing import Any
 import openai
 import pytest
 from command import DEMO, await_true, endless_copy, run
-from serving import PROMPTS, Server, greedy, serving, tokenizer
+from serving import PROMPTS, Server, greedy, log_likelihoods, serving, tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -90,6 +90,42 @@ def test_seeds_choices_and_log_probabilities(server: Server) -> None:
     )
     content = chat.choices[0].logprobs and chat.choices[0].logprobs.content
     assert content and [len(entry.top_logprobs) for entry in content] == [2] * 3
+
+
+def test_prompts_are_scored_as_lm_eval_asks_for_it(server: Server) -> None:
+    """A choice's log-likelihood is the sum over its tokens; transformers computes the expected values."""
+    contexts = [tokenizer().encode(PROMPTS[0]), tokenizer().encode(PROMPTS[3] + " and")]
+    prompts = [[*context, *tokenizer().encode(" upon the earth")] for context in contexts]
+    expected = log_likelihoods(prompts)
+    shape = {"temperature": 0, "logprobs": 1, "seed": 1234, "echo": True}
+    for extra in (1, 0):
+        body = {"model": "demo-lm", "prompt": prompts, "max_tokens": extra} | shape
+        answer = server.post("/v1/completions", body).json()
+        for choice, ids, values in zip(answer["choices"], prompts, expected, strict=True):
+            logprobs = choice["logprobs"]
+            assert logprobs["token_logprobs"][0] is logprobs["top_logprobs"][0] is None
+            assert [len(values) for values in logprobs.values()] == [len(ids) + extra] * 4
+            assert logprobs["token_logprobs"][1 : len(ids)] == pytest.approx(values, abs=1e-4)
+            assert choice["text"].startswith(tokenizer().decode(ids)) and choice["finish_reason"] == "length"
+            best = [max(top.values()) for top in logprobs["top_logprobs"][1:]]
+            assert all(value <= top for value, top in zip(logprobs["token_logprobs"][1:], best, strict=True))
+        assert answer["usage"]["completion_tokens"] == 2 * extra
+    body = {"model": "demo-lm", "prompt": PROMPTS[0], "max_tokens": 0, "prompt_logprobs": 2}
+    (choice,) = server.post("/v1/completions", body).json()["choices"]
+    assert choice["text"] == "" and choice["prompt_logprobs"][0] is None
+    for id, value, entry in zip(contexts[0][1:], expected[0], choice["prompt_logprobs"][1:], strict=False):
+        assert entry[str(id)]["logprob"] == pytest.approx(value, abs=1e-4)
+        assert {1, 2} <= {one["rank"] for one in entry.values()} and len(entry) <= 3
+    assert server.gauge("kv_cache_usage_perc") == 0
+
+
+def test_usage_counts_cached_tokens(server: Server) -> None:
+    body = {"prompt": [[7] * 100], "max_tokens": 1}
+    used = [server.post("/v1/completions", body).json()["usage"]["prompt_tokens_details"] for _ in range(2)]
+    assert used == [{"cached_tokens": 0}, {"cached_tokens": 96}]
+    other = server.post("/v1/completions", body | {"cache_salt": "mine"}).json()["usage"]
+    assert other["prompt_tokens_details"] == {"cached_tokens": 0}
+    assert server.gauge("prefix_cache_hits_total") == 96
 
 
 def test_a_text_ends_before_a_stop_string_that_tokens_share(server: Server) -> None:

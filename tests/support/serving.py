@@ -59,13 +59,30 @@ def tokenizer() -> Any:
 
 
 @cache
-def greedy(text: str, count: int) -> str:
-    """Return transformers' greedy continuation in fp32."""
+def _model() -> Any:
     import torch
     from transformers import AutoModelForCausalLM
 
     torch.set_num_threads(1)
-    model = AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32)
+    return AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32)
+
+
+def log_likelihoods(prompts: list[list[int]]) -> list[list[float]]:
+    """Return transformers' log-probabilities in fp32 of every token but the first."""
+    import torch
+
+    with torch.inference_mode():
+        rows = [torch.log_softmax(_model()(torch.tensor([ids])).logits[0], -1) for ids in prompts]
+    return [
+        [float(row[id]) for row, id in zip(of, ids[1:], strict=False)] for of, ids in zip(rows, prompts, strict=True)
+    ]
+
+
+@cache
+def greedy(text: str, count: int) -> str:
+    """Return transformers' greedy continuation in fp32."""
+    import torch
+
     ids = torch.tensor([tokenizer().encode(text)])
-    out = model.generate(ids, max_new_tokens=count, do_sample=False)
+    out = _model().generate(ids, max_new_tokens=count, do_sample=False)
     return str(tokenizer().decode(out[0, ids.shape[1] :], skip_special_tokens=True))

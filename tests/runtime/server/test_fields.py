@@ -1,5 +1,6 @@
 """The fields that local servers add, with scripted answers of a stand-in for the engine."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +8,8 @@ import openai
 import pytest
 
 from tests.runtime.server.scripted import QWEN_3, QWEN_3_5, Server, make_model, run
+from tilerank.runtime.server.api import ChatCompletion, Completion
+from tilerank.runtime.server.fields import IGNORED, UNSUPPORTED
 
 USER: Any = {"role": "user", "content": "Who?"}
 CALL: Any = {"id": "1", "type": "function", "function": {"name": "now", "arguments": '{"zone": "Ur"}'}}
@@ -162,3 +165,12 @@ def test_what_the_server_does_not_do_is_refused_by_name(model: Path, fields: dic
         assert (await server.ask("Moses.", extra_body=neutral)).choices[0].message.content == "Moses."
 
     run(model, QWEN_3, ask)
+
+
+def test_the_documentation_names_every_field() -> None:
+    text = (Path(__file__).parents[3] / "docs" / "requests.md").read_text()
+    taken, rest = text.split("## Ignored")
+    ignored, refused = rest.split("## Refused")
+    fields = ChatCompletion.model_fields.keys() | Completion.model_fields.keys()
+    for part, names in ((taken, fields - {"best_of"}), (ignored, IGNORED), (refused, UNSUPPORTED.keys() | {"best_of"})):
+        assert set(re.findall(r"`([a-z_]+)`", part)) >= names
