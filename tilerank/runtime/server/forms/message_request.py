@@ -223,8 +223,9 @@ class MessageRequest(CountTokensRequest):
     service_tier: Literal["auto", "standard_only"] = "auto"
 
     def chat_fields(self) -> Json:
-        own = {"max_completion_tokens": self.max_tokens, "stop": self.stop_sequences, "stream": self.stream}
-        return super().chat_fields() | own
+        fields = super().chat_fields()
+        stop = self.stop_sequences or fields.get("stop")
+        return fields | {"max_completion_tokens": self.max_tokens, "stop": stop, "stream": self.stream}
 
 
 def _messages(system: str | list[TextBlock], messages: Sequence[InputMessage]) -> list[Json]:
