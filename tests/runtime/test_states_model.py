@@ -22,7 +22,7 @@ from tilerank.parallel.channel import Channel
 from tilerank.parallel.group import SingleGroup
 from tilerank.parallel.join import Team
 from tilerank.runtime import engine as module
-from tilerank.runtime.engine import Engine, Request
+from tilerank.runtime.engine import Engine, Request, Scored
 from tilerank.runtime.pages import PagePool
 from tilerank.runtime.prompt import Prompt
 from tilerank.runtime.sampling import SamplingParams
@@ -111,6 +111,22 @@ def test_chunks_cut_everywhere_give_the_scores_of_the_whole_prompt(
     whole = fresh(worker).score(prompt)
     monkeypatch.setattr(module, "SCORE_ROWS", rows)
     assert (fresh(worker).score(prompt) - whole).abs().max() < TOLERANCE
+
+
+def test_prompts_are_scored_beside_each_other(worker: Worker) -> None:
+    """Of three prompts, two of which are equal, in steps that they share."""
+    engine, prompts = fresh(worker), [prompt_of(150), prompt_of(200, 1), prompt_of(150)]
+    params = SamplingParams(max_new_tokens=2, ignore_eos=True, prompt_logprobs=0)
+    numbers = [engine.submit(Request(Prompt(prompt), params)) for prompt in prompts]
+    found: dict[int, list[float]] = {number: [] for number in numbers}
+    while engine.busy:
+        for event in engine.step():
+            if isinstance(event, Scored):
+                found[event.request] += [one.chosen for one in event.logprobs]
+    for number, prompt in zip(numbers, prompts, strict=True):
+        rows = torch.log_softmax(fresh(worker).score(Prompt(prompt)), -1)
+        expected = rows[torch.arange(len(prompt) - 1), prompt[1:]].tolist()
+        assert found[number] == pytest.approx(expected, abs=TOLERANCE)
 
 
 def test_a_chat_continues_its_snapshots(worker: Worker) -> None:

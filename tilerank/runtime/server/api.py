@@ -330,12 +330,18 @@ class ChatCompletion(Sampling):
 
 
 class Tokenize(RequestBody):
-    """POST /tokenize: a prompt, or messages for the chat template."""
+    """POST /tokenize: a prompt, or messages for the chat template.
+
+    add_special_tokens: by default those of a prompt, and none with messages.
+    """
 
     model: str | None = Field(None, max_length=1024)
     prompt: str | None = None
     messages: list[Message] | None = Field(None, min_length=1, max_length=4096)
-    add_special_tokens: bool = True
+    tools: list[Tool] = Field([], max_length=128)
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
     chat_template_kwargs: TemplateVariables = Field({}, max_length=64)
 
     @model_validator(mode="after")
@@ -343,6 +349,14 @@ class Tokenize(RequestBody):
         if (self.prompt is None) == (self.messages is None):
             raise ValueError("expected either prompt or messages")
         return self
+
+    @property
+    def template_options(self) -> TemplateOptions:
+        return TemplateOptions(self.add_generation_prompt, self.continue_final_message, bool(self.add_special_tokens))
+
+    def template_tools(self) -> list[dict[str, Any]] | None:
+        """Return the tools for the chat template; None if there are none."""
+        return [tool.model_dump(exclude_unset=True) for tool in self.tools] or None
 
 
 class Detokenize(RequestBody):

@@ -20,11 +20,12 @@ class TokenizeEndpoints:
         body = await service.body(request, Tokenize, media=True)
         if body.messages is not None:
             with service.budget.share() as share:
-                build = service.prompts.from_messages(body.messages, body.chat_template_kwargs, None, None, share)
+                variables, tools, options = body.chat_template_kwargs, body.template_tools(), body.template_options
+                build = service.prompts.from_messages(body.messages, variables, None, tools, share, options)
                 tokens = (await until_disconnect(request, build)).prompt.token_ids
         else:
             assert body.prompt is not None
-            tokens = await service.prompts.encode(body.prompt, body.add_special_tokens)
+            tokens = await service.prompts.encode(body.prompt, body.add_special_tokens is not False)
         return JSONResponse({"tokens": tokens, "count": len(tokens), "max_model_len": service.context_length})
 
     async def detokenize(self, request: Request) -> Response:
