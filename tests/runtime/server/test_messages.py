@@ -156,6 +156,7 @@ def test_tools_are_forced_and_tokens_are_counted(model: Path) -> None:
             "messages.0.content.0: expected a block of type text, image, tool_use, tool_result, thinking",
         ),
         ({"tool_choice": {"type": "any"}}, "'tool_choice' is only allowed when 'tools' are specified."),
+        ({"chat_template_kwargs": 3}, "chat_template_kwargs: Input should be"),
         ({"model": "other"}, "There is no model 'other'; this server serves 'it'."),
     ],
 )

@@ -15,6 +15,8 @@ Handler = Callable[[Request], Awaitable[Response]]
 _REFERENCE = "#/components/schemas/{model}"
 _STYLE = "body{font:1em/1.5 system-ui;max-width:60em;margin:2em auto;padding:0 1em}code{overflow-wrap:anywhere}"
 
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+
 
 class Operation(NamedTuple):
     """What the server does for a method and a path. body: of the request, None for none. public: needs no key."""
@@ -46,7 +48,7 @@ class ReferenceEndpoints:
 
     async def page(self, request: Request) -> Response:
         """GET /docs. Lists the operations and the fields of requests."""
-        return HTMLResponse(self._page())
+        return HTMLResponse(self._page(), headers={"Content-Security-Policy": _POLICY})
 
     def _openapi(self) -> Json:
         bodies = list(dict.fromkeys(one.body for one in self._operations if one.body is not None))

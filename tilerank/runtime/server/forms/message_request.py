@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
-from ..api import MAX_TOKENS, ChatCompletion, ReasoningEffort, StopString
+from ..api import MAX_TOKENS, ChatCompletion, ReasoningEffort, StopString, TemplateVariables
 from .form import MAX_ITEMS, Form, RequestForm, as_chat
 
 Json = dict[str, Any]
@@ -185,6 +185,7 @@ class CountTokensRequest(RequestForm):
     thinking: Thinking | None = None
     output_config: OutputConfig = OutputConfig()
     cache_control: CacheControl | None = None
+    chat_template_kwargs: TemplateVariables = Field({}, max_length=64)
 
     def chat(self) -> ChatCompletion:
         """Return the chat."""
@@ -193,7 +194,7 @@ class CountTokensRequest(RequestForm):
     def chat_fields(self) -> Json:
         """Return the fields of the chat; those that are None take their defaults."""
         choice, output = self.tool_choice, self.output_config.format
-        variables = dict(self.sampling.get("chat_template_kwargs", {}))
+        variables = dict(self.chat_template_kwargs)
         if self.thinking is not None and self.thinking.type != "adaptive":
             variables["enable_thinking"] = self.thinking.type == "enabled"
         turns = _messages(self.system, self.messages)
