@@ -50,7 +50,8 @@ class Choice:
 
 
 def choose(logits: Tensor, rows: Sequence[Row], argmax: Callable[[Tensor], Tensor] = ops.argmax) -> list[Choice | None]:
-    """Sample the next token of each row of logits [m, vocab]. None for a row whose logits are NaN or infinite.
+    """Sample the next token of each row of logits [m, vocab]. None for a row whose logits are NaN, or infinite where
+    probabilities are needed.
 
     Changes the logits in place, because copying them would take longer than all other work here. argmax: computes
     ops.argmax(logits).
@@ -67,16 +68,16 @@ def choose(logits: Tensor, rows: Sequence[Row], argmax: Callable[[Tensor], Tenso
             chosen.append(None)
             continue
         count = row.params.logprobs
-        chosen.append(Choice(token_id, _logprobs(raw.get(i, logits[i]), token_id, count) if count else None))
+        logprobs = _logprobs(raw.get(i, logits[i]), token_id, count) if count else None
+        is_number = logprobs is None or math.isfinite(logprobs.chosen)  # argmax takes infinity
+        chosen.append(Choice(token_id, logprobs) if is_number else None)
     return chosen
 
 
 def _sample_numbers(logits: Tensor, rows: Sequence[Row], argmax: Callable[[Tensor], Tensor]) -> Sequence[int | None]:
-    """Return a token for each row; None if its logits have no finite maximum."""
+    """Return a token for each row; None if no token can be sampled from its logits."""
     try:
-        token_ids = _sample(logits, rows, argmax)
-        if logits[range(len(token_ids)), token_ids].isfinite().all():  # argmax takes infinity
-            return token_ids
+        return _sample(logits, rows, argmax)
     except KernelError:
         if logits.amax(dim=-1).isfinite().all():
             raise
