@@ -28,7 +28,9 @@ from known import LONGEST, Known, known
 from serving import Server, serving
 
 OPTIONS = ("--tp", 2, "--max-total-tokens", 6144, "--max-restarts", 1000, "--dist-timeout", 20)
-"""The cache is full within seconds, so that pages are evicted and sequences preempted all the time."""
+OPTIONS += ("--max-queued-requests", 100_000)
+"""The cache is full within seconds, so that pages are evicted and sequences preempted all the time. Floods fill no
+queue, so that every refusal is due to a fault."""
 CLIENTS = 24
 HANGS_S = 400.0
 BACK_S = 10.0  # the last refusals caused by a fault may come this much later than the first answer
@@ -68,6 +70,7 @@ FAULTS = (
     Fault("TILERANK_RANK=0", signal.SIGSTOP),
     Fault("TILERANK_HTTP_FDS", signal.SIGKILL),
     Fault("TILERANK_RANK=0", signal.SIGKILL),
+    Fault("TILERANK_HTTP_FDS", signal.SIGSTOP),
     Fault("TILERANK_RANK=1", signal.SIGSTOP),
 )
 
@@ -105,7 +108,7 @@ class Soak:
 
     async def _client(self, client: httpx.AsyncClient, draw: random.Random) -> None:
         answered = {_greedy: 8, _several: 2, _seeded: 4, _formed: 2}
-        kinds = answered | {_hang_up: 3, _read_slowly: 1, _nonsense: 3, _half_a_request: 1}
+        kinds = answered | {_hang_up: 3, _read_slowly: 1, _nonsense: 3, _half_a_request: 1, _flood: 1}
         while not self.over:
             [kind] = draw.choices([*kinds], [*kinds.values()])
             name, began = kind.__name__.strip("_"), time.monotonic()
@@ -240,8 +243,8 @@ async def _read_slowly(soak: Soak, client: httpx.AsyncClient, draw: random.Rando
     narrow.setblocking(False)
     await asyncio.get_running_loop().sock_connect(narrow, ("127.0.0.1", soak.server.port))
     reader, writer = await asyncio.open_connection(sock=narrow, limit=4096)
-    head = f"POST {one.path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {len(content)}\r\n\r\n"
-    writer.write(head.encode() + content)
+    head = f"POST {one.path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Type: application/json\r\n"
+    writer.write(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
     said = bytearray()
     while piece := await reader.read(4096):
         said += piece
@@ -267,10 +270,22 @@ async def _nonsense(soak: Soak, client: httpx.AsyncClient, draw: random.Random) 
 
 async def _half_a_request(soak: Soak, client: httpx.AsyncClient, draw: random.Random) -> None:
     _, writer = await asyncio.open_connection("127.0.0.1", soak.server.port)
-    whole = b'POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{"prompt": "'
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    whole = head + b'Content-Length: 100\r\n\r\n{"prompt": "'
     writer.write(whole[: draw.randint(1, len(whole))])
     await asyncio.sleep(draw.random())
     writer.close()
+
+
+async def _flood(soak: Soak, client: httpx.AsyncClient, draw: random.Random) -> None:
+    """Ask for far more than the server can do, and leave."""
+    prompts = [[draw.randrange(3, 4096) for _ in range(500)] for _ in range(8)]
+    body = {"prompt": prompts, "n": 16, "max_tokens": 1000, "ignore_eos": True}
+    asking = [asyncio.create_task(client.post("/v1/completions", json=body)) for _ in range(4)]
+    await asyncio.wait(asking, timeout=draw.random())
+    for task in asking:
+        task.cancel()
+    await asyncio.gather(*asking, return_exceptions=True)
 
 
 async def ask(client: httpx.AsyncClient, path: str, body: dict[str, Any], stream: bool) -> Texts:
