@@ -31,7 +31,8 @@ class ModelCard:
     dtype: one of DTYPES, in which the weights were published. quantization: how the checkpoint stores its
     projections, by the headers of its files; None for floats. fields: all of config.json, for the family.
 
-    A model with a vision tower has the fields of its language model in `text_config`; `text` returns those.
+    A model with a vision tower has the fields of its language model in `text_config`, which Qwen3-Omni nests in
+    `thinker_config`; `text` returns those.
     """
 
     model_type: str
@@ -82,6 +83,7 @@ def read_config_fields(model_dir: Path) -> Fields:
 
 
 def _text(c: Fields) -> Fields:
+    c = c.object("thinker_config") if c.has("thinker_config") else c
     return c.object("text_config") if c.has("text_config") else c
 
 

@@ -52,7 +52,10 @@ class HeldEncodings:
         """Compute a piece. Returns whether the encoding is complete."""
         if self._pieces is None:
             assert self._encoder is not None and self._medium is not None
-            frames = torch.frombuffer(self._frames, dtype=torch.uint8).view(*self._medium.size, 3)
+            if self._medium.kind == "audio":
+                frames = torch.frombuffer(self._frames, dtype=torch.float32)
+            else:
+                frames = torch.frombuffer(self._frames, dtype=torch.uint8).view(*self._medium.size, 3)
             self._pieces = self._encoder.encode(frames, self._medium.grid, self._operations)
         encoding = next(self._pieces)
         if encoding is None:

@@ -14,7 +14,7 @@ from .expansion import ContextPart, Expands
 
 
 class Encoder(Layer):
-    """Turns a picture or a video into rows that replace the embeddings of its placeholders; cut over the ranks."""
+    """Turns a picture, video or sound into rows that replace the embeddings of its placeholders; cut over the ranks."""
 
     @abstractmethod
     def shape(self, grid: tuple[int, int, int]) -> tuple[int, int, int]:
@@ -22,8 +22,9 @@ class Encoder(Layer):
 
     @abstractmethod
     def encode(self, frames: Tensor, grid: tuple[int, int, int], operations: float) -> Iterator[Tensor | None]:
-        """Encode frames uint8 [n, height, width, 3], in pieces of up to `operations` operations on all ranks together,
-        or a little more where they cannot be cut. The bits do not depend on how an encode is cut.
+        """Encode frames uint8 [n, height, width, 3], or samples float32 [n] of sound, in pieces of up to `operations`
+        operations on all ranks together, or a little more where they cannot be cut. The bits do not depend on how an
+        encode is cut.
 
         A collective: all ranks call this with the same arguments and take the same number of pieces. Each `next`
         computes a piece. The last yields the encoding [levels, tokens, hidden] in the activation dtype, with the same

@@ -14,16 +14,22 @@ MM_CACHE_BYTES = 2 << 30
 
 
 class Medium(msgspec.Struct, frozen=True, array_like=True):
-    """A decoded picture, or the sampled frames of a video.
+    """A decoded picture, the sampled frames of a video, or sound.
 
-    kind: "image" or "video". frames: uint8 [n, height, width, 3], RGB, row by row; a picture has n = 1. size: (n,
-    height, width). grid: (t, h, w), the patches into which the encoder cuts the frames after it has resized them.
+    kind: "image", "video" or "audio". frames: uint8 [n, height, width, 3], RGB, row by row; a picture has n = 1. size:
+    (n, height, width). grid: (t, h, w), the patches into which the encoder cuts the frames after it has resized them.
+    Sound has samples float32 [n] as frames, the size (n, 1, 1), and the grid (f, 1, 1) for a spectrogram of f frames.
     """
 
     kind: str
     frames: bytes
     size: tuple[int, int, int]
     grid: tuple[int, int, int]
+
+    @property
+    def bytes_of_pixel(self) -> int:
+        """Bytes of a pixel, or of a sample."""
+        return 4 if self.kind == "audio" else 3
 
     def digest(self) -> bytes:
         """Return 16 bytes that identify what the encoder computes of this medium."""

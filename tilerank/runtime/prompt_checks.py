@@ -45,7 +45,7 @@ def check_media(prompt: Prompt, encoder: Encoder | None, itemsize: int, *, cross
     if not prompt.media and not prompt.places and not prompt.source and not prompt.sights:
         return []
     if encoder is None:
-        raise RequestError("the prompt has pictures or videos, but the model takes text alone")
+        raise RequestError("the prompt has media, but the model takes text alone")
     if crossing:
         return _check_source(prompt, encoder, itemsize)
     if prompt.source or prompt.sights:
@@ -102,10 +102,9 @@ def _check_frames(number: int, medium: Medium) -> None:
             f"medium {number}: expected a size and a grid of positive numbers, found {medium.size} and {medium.grid}"
         )
     frames, height, width = medium.size
-    if len(medium.frames) != frames * height * width * 3:
+    if len(medium.frames) != (expected := frames * height * width * medium.bytes_of_pixel):
         raise RequestError(
-            f"medium {number}: {frames} frames of {width} x {height} have {frames * height * width * 3} bytes, "
-            f"found {len(medium.frames)}"
+            f"medium {number}: {frames} frames of {width} x {height} have {expected} bytes, found {len(medium.frames)}"
         )
 
 

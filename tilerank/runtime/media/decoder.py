@@ -10,10 +10,11 @@ Sampler = Callable[[int, float | None], list[int]]
 
 @dataclass(frozen=True)
 class Frames:
-    """A decoded picture, or the sampled frames of a video.
+    """A decoded picture, the sampled frames of a video, or sound.
 
-    kind: "image" or "video". size: (n, height, width). data: uint8 RGB, row by row. indices: the number of each frame
-    in its video. fps: of the video, in frames per second; None if unknown.
+    kind: "image", "video" or "audio". size: (n, height, width). data: uint8 RGB, row by row. indices: the number of
+    each frame in its video. fps: of the video, in frames per second; None if unknown. Sound has n samples float32 as
+    data, and the size (n, 1, 1). sound: samples of the sound of a video that the model hears with it; empty for none.
     """
 
     kind: str
@@ -21,6 +22,7 @@ class Frames:
     data: bytes
     indices: list[int]
     fps: float | None
+    sound: bytes = b""
 
 
 @dataclass(frozen=True)

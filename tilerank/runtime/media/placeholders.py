@@ -1,4 +1,4 @@
-"""What the processors of Qwen3-VL and MOSS-VL share: one token of the prompt for each picture and video."""
+"""What the processors of Qwen and MOSS-VL share: one token of the prompt for each medium."""
 
 import re
 from collections.abc import Sequence
@@ -17,16 +17,22 @@ _MAX_ID = 1 << 24
 
 
 class PlaceholderProcessor(Processor):
-    """Reads the placeholders "image_token" and "video_token" of a model directory. Raises ConfigError."""
+    """Reads the placeholders "image_token" and "video_token" of a model directory. Raises ConfigError.
+
+    kinds: of media that have a placeholder.
+    """
+
+    kinds: tuple[str, ...] = ("image", "video")
 
     def __init__(self, model_dir: Path, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         names = tokenizer.special_tokens
         self._start = names.get("vision_start_token", "<|vision_start|>")
         self._end = names.get("vision_end_token", "<|vision_end|>")
-        self._tokens = {kind: names.get(f"{kind}_token", f"<|{kind}_pad|>") for kind in ("image", "video")}
+        self._tokens = {kind: names.get(f"{kind}_token", f"<|{kind}_pad|>") for kind in self.kinds}
         self.placeholders = tuple(self._tokens.values())
         config = read_config_fields(model_dir)
+        config = config.object("thinker_config") if config.has("thinker_config") else config
         self._kinds: dict[int, str] = {}
         """The kind of medium of each placeholder's id."""
         for kind, token in self._tokens.items():

@@ -164,7 +164,8 @@ def _is_version_4(fields: Fields) -> bool:
 
 def check_vision_config(model_dir: Path, found: Preprocessing, fields: Fields) -> None:
     """Raise ConfigError unless config.json has the patches `found` in `fields`."""
-    vision = read_config_fields(model_dir).object("vision_config")
+    config = read_config_fields(model_dir)
+    vision = (config.object("thinker_config") if config.has("thinker_config") else config).object("vision_config")
     keys = (
         ("patch_size", "patch_size", found.patch),
         ("spatial_merge_size", "merge_size", found.merge),

@@ -202,17 +202,32 @@ class VisionBlock(Layer):
         ops.add_rows_(x, layout.numbers[rows], self._sharding.sum(part))
 
 
+@dataclass(frozen=True)
+class MergerNames:
+    """Names in a checkpoint: of the mergers of DeepStack together, and of the parts of a merger."""
+
+    deepstack: str = "deepstack_merger_list"
+    norm: str = "norm"
+    projections: tuple[str, str] = ("linear_fc1", "linear_fc2")
+
+
+_MERGERS = MergerNames()
+
+
 class Merger(Layer):
     """Makes one token of a block of patches, the same bits on every rank.
 
-    joins_first: the norm is over the patches of a block together, instead of each alone.
+    joins_first: the norm is over the patches of a block together, instead of each alone. names: of its parts.
     """
 
-    def __init__(self, name: str, config: VisionConfig, sharding: Sharding, *, joins_first: bool) -> None:
+    def __init__(
+        self, name: str, config: VisionConfig, sharding: Sharding, *, joins_first: bool, names: MergerNames
+    ) -> None:
         self._joined = joined = config.hidden_size * config.merge_size**2
-        self.norm = LayerNorm(f"{name}.norm", joined if joins_first else config.hidden_size, EPS, sharding)
+        self.norm = LayerNorm(f"{name}.{names.norm}", joined if joins_first else config.hidden_size, EPS, sharding)
         sizes = (joined, joined, config.out_hidden_size)
-        self.mlp = VisionMLP(name, sizes, "gelu", "vision merger width", sharding)
+        projections = names.projections
+        self.mlp = VisionMLP(name, sizes, "gelu", "vision merger width", sharding, projections=projections)
         self._cost = 2 * joined * (joined + config.out_hidden_size)
         self._joins_first = joins_first
         self._sharding = sharding
@@ -309,13 +324,18 @@ class VisionTower(Encoder):
     """
 
     def __init__(
-        self, name: str, config: VisionConfig, preprocessing: Preprocessing | None, sharding: Sharding
+        self,
+        name: str,
+        config: VisionConfig,
+        preprocessing: Preprocessing | None,
+        sharding: Sharding,
+        names: MergerNames = _MERGERS,
     ) -> None:
         self.config = config
         self.transformer = VisionTransformer(name, config, preprocessing, sharding)
-        self.merger = Merger(f"{name}.merger", config, sharding, joins_first=False)
+        self.merger = Merger(f"{name}.merger", config, sharding, joins_first=False, names=names)
         self.deepstack = [
-            Merger(f"{name}.deepstack_merger_list.{i}", config, sharding, joins_first=True)
+            Merger(f"{name}.{names.deepstack}.{i}", config, sharding, joins_first=True, names=names)
             for i in range(len(config.deepstack))
         ]
         self._dtype = sharding.dtype

@@ -1,0 +1,110 @@
+"""Qwen3-Omni against transformers: spectrograms, the audio tower, prompts, logits and tokens."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+from safetensors.torch import load_file
+from torch import Tensor
+
+from tilerank.kernels.audio import log_mel, mel_filters
+from tilerank.runtime.media.sound import HOP, audio_tokens
+from tilerank.runtime.models.audio import normal
+
+NEW_TOKENS = 8
+CLIPS = [160, 161, 16000, 16001, 113120]
+"""Samples: 1 frame, 1 second and a sample more, 707 frames with a window of 8 chunks."""
+START, END = "<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n"
+CASES: dict[str, list[Any]] = {
+    "text": [["text", f"{START}In the beginning{END}"]],
+    "sound": [["text", START], ["audio", 16001], ["text", f"What?{END}"]],
+    "long_sound": [["text", START], ["audio", 150000], ["text", f"Transcribe.{END}"]],
+    "picture_and_sound": [["text", START], ["image", 90, 60], ["audio", 9000], ["text", f"Do they fit?{END}"]],
+    "video": [["text", START], ["video", 5, 40, 60, 0], ["text", f"What?{END}"], ["text", "Well"]],
+    "video_longer": [["text", START], ["video", 5, 40, 60, 20000], ["text", f"Who speaks?{END}"]],
+    "sound_longer": [["text", START], ["video", 3, 40, 60, 90000], ["text", f"Who speaks?{END}"]],
+}
+MODELS: list[dict[str, Any]] = [
+    {"name": "omni", "seed": 3, "heads": 6, "kv_heads": 3, "hidden": 112, "vocab": 2000, "experts": 7, "moe_inter": 80}
+]
+
+
+@pytest.fixture(scope="session")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory of a checkpoint and of what transformers makes of it (reference_omni.py)."""
+    out = tmp_path_factory.mktemp("omni")
+    job = out / "job.json"
+    what = {"out": str(out), "models": MODELS, "cases": CASES, "clips": CLIPS, "new_tokens": NEW_TOKENS}
+    job.write_text(json.dumps(what))
+    script = Path(__file__).parents[2] / "support" / "tools" / "reference_omni.py"
+    subprocess.run([sys.executable, str(script), str(job)], check=True, stdout=subprocess.DEVNULL, timeout=300)
+    return out
+
+
+@pytest.fixture(scope="session")
+def wanted(reference: Path) -> dict[str, Tensor]:
+    return load_file(reference / "omni.safetensors")
+
+
+@pytest.mark.parametrize("samples", CLIPS)
+def test_spectrograms_equal_transformers(wanted: dict[str, Tensor], samples: int) -> None:
+    """In fp32, whose rounding is most of the difference, except of the shortest clips."""
+    mel = normal(log_mel(wanted[f"clip.{samples}.samples"], mel_filters(), slice(0, samples // HOP)))
+    expected = wanted[f"clip.{samples}.mel"]
+    assert mel.shape == expected.shape
+    assert float((mel - expected).abs().max()) <= 1e-4
+    assert audio_tokens(len(mel)) == len(wanted[f"clip.{samples}.rows"])
+
+
+Run = Callable[[int], list[dict[str, Any]]]
+
+
+@pytest.fixture(scope="session")
+def run(reference: Path) -> Run:
+    """What each of so many ranks found."""
+
+    @cache
+    def run(tp: int) -> list[dict[str, Any]]:
+        kwargs = {"out": str(reference), "cases": CASES, "clips": CLIPS, "new_tokens": NEW_TOKENS}
+        return run_ranks(tp, "tests.runtime.omni.omni_ranks:run", kwargs=kwargs, timeout=200)
+
+    return run
+
+
+TP = [1, 2, 3, 6]
+
+
+@pytest.mark.parametrize("tp", TP)
+def test_tower_equals_transformers(run: Run, tp: int) -> None:
+    """Every row of every clip, on every rank, however the encode is cut."""
+    for rank in run(tp):
+        assert set(rank["clips"]) == {str(n) for n in CLIPS}
+        assert max(rank["clips"].values()) <= 1e-4, rank
+
+
+@pytest.mark.parametrize("tp", TP)
+def test_prompts_logits_and_tokens_equal_transformers(run: Run, tp: int) -> None:
+    """Ids and positions by our processor; logits of every position; greedy tokens of all cases in one batch."""
+    found = run(tp)[0]
+    assert found["prompts"] == []
+    assert set(found["logits"]) == set(CASES)
+    assert max(found["logits"].values()) <= 1e-4, found
+    assert found["wrong_tokens"] == []
+
+
+@pytest.mark.parametrize("tp", TP)
+def test_a_mixed_batch_has_the_bits_of_single_requests(run: Run, tp: int) -> None:
+    assert run(tp)[0]["same_bits"]
+
+
+@pytest.mark.parametrize("tp", TP[1:])
+def test_all_ranks_hold_the_same_bits(run: Run, tp: int) -> None:
+    found = run(tp)
+    assert len({rank["digest"] for rank in found}) == 1

@@ -1,0 +1,93 @@
+"""Sound: mel spectrograms, and convolutions as products.
+
+A wrong argument raises KernelError naming it, what was expected and what was found.
+"""
+
+from functools import cache
+from math import pi
+
+import torch
+from torch import Tensor
+
+from . import check, core
+from .errors import KernelError
+from .reference import audio as reference
+
+_LOG_MEL = core.kernel("log_mel")
+_UNFOLD = core.kernel("unfold")
+
+
+def log_mel(samples: Tensor, filters: Tensor, frames: slice, *, window: int = 400, hop: int = 160) -> Tensor:
+    """Return log10(max(mel, 1e-10)) of some frames of a spectrogram, as Whisper has it (arXiv 2212.04356).
+
+    samples: [n] float32, n >= 1. filters: [window / 2 + 1, mels] float64, what each frequency adds to each band.
+    Frame i is the squared magnitude of the Fourier transform of `window` samples around sample i * hop, times a
+    periodic Hann window. The clip is reflected at its ends, as often as necessary (numpy.pad, mode "reflect").
+    Returns [frames, mels] float32, computed in fp64.
+    """
+    check.tensor("log_mel", "samples", samples, (None,), torch.float32)
+    check.tensor("log_mel", "filters", filters, (window // 2 + 1, None), torch.float64)
+    if not samples.shape[0] or window % 2 or hop < 1:
+        raise KernelError(
+            f"log_mel: expected samples, an even window and a hop, found {samples.shape[0]}, {window} and {hop}"
+        )
+    if not 0 <= frames.start < frames.stop <= samples.shape[0] // hop + 1:
+        raise KernelError(
+            f"log_mel: frames: expected a range of {samples.shape[0] // hop + 1}, found {frames.start} to {frames.stop}"
+        )
+    if core.isa() == "reference":
+        return reference.log_mel(samples, filters, frames, window, hop)
+    out = core.empty((frames.stop - frames.start, filters.shape[1]), torch.float32)
+    core.launch(_LOG_MEL, (samples, *_transform(window), filters, out), (frames.start, hop))
+    return out
+
+
+def unfold(x: Tensor, rows: slice) -> Tensor:
+    """Return some rows of what a 3 x 3 convolution with stride 2 and padding 1 multiplies with its weights.
+
+    x: [a, b, c], contiguous: an input of c channels whose planes have b rows and a columns. Rows count the places of
+    the output, [ceil(a / 2), ceil(b / 2)]. Returns [rows, 9 * c], by (channel, row, column) of the weights, zero
+    outside of the planes. So the rows times weights [out, c, 3, 3] as a matrix are the convolution.
+    """
+    check.tensor("unfold", "x", x, (None, None, None), check.ACTIVATION_DTYPES)
+    if not x.is_contiguous():
+        raise KernelError(f"unfold: x: expected it contiguous, found strides {x.stride()}")
+    places = (x.shape[0] + 1) // 2 * ((x.shape[1] + 1) // 2)
+    if not 0 <= rows.start < rows.stop <= places:
+        raise KernelError(f"unfold: rows: expected a range of {places}, found {rows.start} to {rows.stop}")
+    if core.isa() == "reference":
+        return reference.unfold(x, rows)
+    out = core.empty((rows.stop - rows.start, 9 * x.shape[2]), x.dtype)
+    core.launch(_UNFOLD, (x, out), (rows.start,))
+    return out
+
+
+@cache
+def mel_filters(mels: int = 128, window: int = 400, rate: int = 16000) -> Tensor:
+    """Return [window / 2 + 1, mels] float64: triangles that are equally wide on the mel scale of Slaney's Auditory
+    Toolbox from 0 to rate / 2, each of the same area. Rounded to fp32, as Whisper's are."""
+    edge = 15.0  # mels at 1000 Hz, below which the scale is linear
+
+    def hertz(mel: Tensor) -> Tensor:
+        return torch.where(mel < edge, 200 / 3 * mel, 1000 * torch.exp((mel - edge) * _LOG_STEP))
+
+    top = edge + torch.log(torch.tensor(rate / 2 / 1000, dtype=torch.float64)) / _LOG_STEP
+    corners = hertz(torch.linspace(0, float(top), mels + 2, dtype=torch.float64))
+    frequencies = torch.linspace(0, rate / 2, window // 2 + 1, dtype=torch.float64)
+    slopes = corners - frequencies[:, None]
+    widths = corners.diff()
+    rising, falling = -slopes[:, :-2] / widths[:-1], slopes[:, 2:] / widths[1:]
+    filters = torch.minimum(rising, falling).clamp(min=0) * (2 / (corners[2:] - corners[:-2]))
+    return filters.float().double()
+
+
+_LOG_STEP = float(torch.log(torch.tensor(6.4, dtype=torch.float64)) / 27)
+
+
+@cache
+def _transform(window: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return a Hann window [window], and cosines and sines [window / 2 + 1, window / 2 + 1], float64."""
+    half = torch.arange(window // 2 + 1)
+    # The product is an exact integer, whose remainder keeps the angle small.
+    angles = torch.outer(half, half).remainder(window).double() * (2 * pi / window)
+    return torch.hann_window(window, dtype=torch.float64), angles.cos(), angles.sin()

@@ -1,0 +1,179 @@
+"""The processor of Qwen3-Omni: like Qwen3OmniMoeProcessor of transformers 5.23."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+
+from tilerank.loader.tokenizer import Tokenizer
+
+from ..prompt import Medium, Place, Prompt
+from .decoder import Frames
+from .errors import MediaError
+from .placeholders import PlaceholderProcessor, name_medium
+from .qwen3_omni_settings import FRAME, read_settings
+from .qwen_vl_sizes import UNKNOWN_FPS, most_picture_tokens, picture_size
+from .sound import HOP, MAX_SECONDS, RATE, audio_tokens
+
+_FPS = 2.0
+_MOST_FRAMES = 768
+_LEAST_FRAMES = 4
+_SECONDS_OF_FRAME = 1
+"""What transformers takes for the time between two frames of a video unless it is told."""
+
+Point = tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class _Token:
+    """A token of a medium: its number in the medium and its position from the begin of the block."""
+
+    medium: int
+    number: int
+    point: Point
+    id: int
+
+
+@dataclass(frozen=True)
+class _Block:
+    """What takes the place of a placeholder. length: of the positions, after which the text goes on."""
+
+    tokens: list[_Token]
+    length: int
+
+
+class QwenOmniProcessor(PlaceholderProcessor):
+    """Reads the settings of a model directory. Raises ConfigError."""
+
+    kinds = ("image", "video", "audio")
+    convention = "the pairs of frames of a video count as two seconds, as in transformers without an fps"
+
+    def __init__(self, model_dir: Path, tokenizer: Tokenizer) -> None:
+        super().__init__(model_dir, tokenizer)
+        settings = read_settings(model_dir)
+        self._preprocessing, self._picture = settings.preprocessing, settings.picture
+        self._step = settings.per_second * self._preprocessing.temporal * _SECONDS_OF_FRAME
+        names = tokenizer.special_tokens
+        self._audio_start = names.get("audio_bos_token", "<|audio_start|>")
+        self._audio_end = names.get("audio_eos_token", "<|audio_end|>")
+        self._ids = {kind: id for id, kind in self._kinds.items()}
+
+    def prompt(self, text: str, media: Sequence[Frames]) -> Prompt:
+        pieces = self._split(text, media)
+        converted, blocks = list[Medium](), list[_Block]()
+        for index, frames in enumerate(media):
+            try:
+                medium = self._medium(frames)
+                sound = _sound(frames.sound) if frames.sound else None
+            except MediaError as failure:
+                raise MediaError(f"{name_medium(media, index)}: {failure}") from None
+            number = len(converted)
+            converted.append(medium)
+            if sound is None:
+                blocks.append(self._block(medium, number))
+                continue
+            converted.append(sound)
+            pieces[2 * index + 1] = f"{self._audio_start}{pieces[2 * index + 1]}{self._audio_end}"
+            blocks.append(_interleaved(self._tokens_of(medium, number), self._tokens_of(sound, number + 1)))
+        return _expand(self._encode(pieces, len(blocks)), self._kinds, blocks, converted)
+
+    def sample(self, total: int, fps: float | None) -> list[int]:
+        """As Qwen2VLVideoProcessor with fps=2."""
+        count = total / (fps or UNKNOWN_FPS) * _FPS
+        most = min(_MOST_FRAMES, total) // 2 * 2
+        pairs = int(min(max(count, _LEAST_FRAMES), most, total)) // 2
+        if not pairs:
+            return [0]
+        return [int(i * (total / (2 * pairs))) for i in range(2 * pairs)]
+
+    def most_tokens(self, kind: str) -> int:
+        if kind == "image":
+            return most_picture_tokens(self._preprocessing.token, self._picture)
+        if kind == "audio":
+            return audio_tokens(MAX_SECONDS * RATE // HOP)
+        groups = _MOST_FRAMES // self._preprocessing.temporal
+        return groups * most_picture_tokens(self._preprocessing.token, FRAME)
+
+    def _medium(self, frames: Frames) -> Medium:
+        if frames.kind == "audio":
+            return _sound(frames.data)
+        count, height, width = frames.size
+        p = self._preprocessing
+        if count > _MOST_FRAMES:
+            raise MediaError(f"expected at most {_MOST_FRAMES} frames, found {count}")
+        area = self._picture if frames.kind == "image" else FRAME
+        new_height, new_width = picture_size(height, width, p.token, area)
+        grid = (-(-count // p.temporal), new_height // p.patch, new_width // p.patch)
+        return Medium(frames.kind, frames.data, frames.size, grid)
+
+    def _tokens_of(self, medium: Medium, number: int) -> list[_Token]:
+        id = self._ids[medium.kind]
+        if medium.kind == "audio":
+            return [_Token(number, i, (i, i, i), id) for i in range(audio_tokens(medium.grid[0]))]
+        groups, rows, columns = medium.grid[0], *(side // self._preprocessing.merge for side in medium.grid[1:])
+        points = [
+            (group * self._step, row, column)
+            for group in range(groups)
+            for row in range(rows)
+            for column in range(columns)
+        ]
+        return [_Token(number, i, point, id) for i, point in enumerate(points)]
+
+    def _block(self, medium: Medium, number: int) -> _Block:
+        tokens = self._tokens_of(medium, number)
+        return _Block(tokens, _end(tokens))
+
+
+PROCESSORS = {"qwen3_omni_moe": QwenOmniProcessor}
+
+
+def _sound(samples: bytes) -> Medium:
+    count = len(samples) // 4
+    if count < HOP:
+        raise MediaError(f"expected at least {HOP} samples of sound ({RATE} a second), found {count}")
+    return Medium("audio", samples, (count, 1, 1), (count // HOP, 1, 1))
+
+
+def _end(tokens: Sequence[_Token]) -> int:
+    """Return the position after the largest of these."""
+    return max(max(token.point) for token in tokens) + 1
+
+
+def _interleaved(video: list[_Token], sound: list[_Token]) -> _Block:
+    """Merge tokens by time, those of a video first where it is equal.
+
+    When one of both has ended, the rest of the other is one piece, and text goes on after the largest position of it.
+    """
+    merged, v, a = list[_Token](), 0, 0
+    while v < len(video) and a < len(sound):
+        if video[v].point[0] <= sound[a].point[0]:
+            merged.append(video[v])
+            v += 1
+        else:
+            merged.append(sound[a])
+            a += 1
+    rest = video[v:] + sound[a:]
+    return _Block(merged + rest, _end(rest))
+
+
+def _expand(ids: list[int], kinds: dict[int, str], blocks: list[_Block], media: list[Medium]) -> Prompt:
+    """Put blocks in the place of placeholders. Without pictures and videos, tokens are counted."""
+    expanded, places, points = list[int](), list[Place](), list[Point]()
+    position = 0
+    left: Iterator[_Block] = iter(blocks)
+    for id in ids:
+        if id not in kinds:
+            expanded.append(id)
+            points.append((position,) * 3)
+            position += 1
+            continue
+        block = next(left)
+        for number, run in groupby(block.tokens, lambda token: token.medium):
+            tokens = list(run)
+            places.append(Place(len(expanded), len(tokens), number, tokens[0].number))
+            expanded += [token.id for token in tokens]
+            points += [(position + t, position + h, position + w) for t, h, w in (token.point for token in tokens)]
+        position += block.length
+    if all(medium.kind == "audio" for medium in media):
+        return Prompt(expanded, media, places)
+    return Prompt(expanded, media, places, [list(axis) for axis in zip(*points, strict=True)])

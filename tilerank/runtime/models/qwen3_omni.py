@@ -1,0 +1,98 @@
+"""The thinker of Qwen3-Omni (arXiv 2509.17765): the decoder of Qwen3-MoE, and towers for pictures, videos and sound.
+
+The tower of pictures is that of Qwen3-VL under other names. The talker, which speaks, is left out of the checkpoint.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from math import prod
+
+import torch
+from torch import Tensor
+
+from tilerank.loader.card import ModelCard
+from tilerank.loader.files import is_listed
+from tilerank.parallel.parameters import Layer
+from tilerank.parallel.sharding import Sharding
+
+from ..media.qwen3_omni_settings import read_preprocessing
+from ..media.settings import NESTED, PICTURES
+from ..media.sound import audio_tokens
+from ..model import Encoder
+from .audio import AudioTower
+from .audio_config import read_audio_config
+from .decoder import Decoder, DecoderNames
+from .qwen import qwen3_decoder
+from .qwen_moe import read_experts_config, sparse_mlps
+from .text_config import read_text_config
+from .vision import Grid, MergerNames, VisionTower, pieces
+from .vision_config import read_vision_config
+
+_NAMES = DecoderNames(
+    embedding="thinker.model.embed_tokens",
+    norm="thinker.model.norm",
+    head="thinker.lm_head",
+    layer="thinker.model.layers.{}",
+    left_out=("talker.", "code2wav."),
+)
+_MERGERS = MergerNames(deepstack="merger_list", norm="ln_q", projections=("mlp.0", "mlp.2"))
+
+
+class OmniEncoder(Encoder):
+    """Encodes pictures and videos with one tower, and sound, whose grid is (frames, 1, 1), with another.
+
+    Sound has as many levels as pictures, of which all but the first are zeros.
+    """
+
+    def __init__(self, vision: VisionTower, audio: AudioTower, sharding: Sharding) -> None:
+        self.vision = vision
+        self.audio = audio
+        self._dtype = sharding.dtype
+
+    def shape(self, grid: Grid) -> tuple[int, int, int]:
+        levels, tokens, hidden = self.vision.shape(grid)
+        return levels, audio_tokens(grid[0]) if self._is_sound(grid) else tokens, hidden
+
+    def parts(self, grid: Grid) -> Iterator[tuple[Layer, int, int]]:
+        return self.audio.parts(grid[0]) if self._is_sound(grid) else self.vision.parts(grid)
+
+    def encode(self, frames: Tensor, grid: Grid, operations: float) -> Iterator[Tensor | None]:
+        if not self._is_sound(grid):
+            yield from self.vision.encode(frames, grid, operations)
+            return
+        levels = torch.zeros(self.shape(grid), dtype=self._dtype)
+        yield from pieces(self.audio.tasks(frames, levels[0], operations), operations)
+        yield levels
+
+    def _is_sound(self, grid: Grid) -> bool:
+        """Tokens of pictures are blocks of several patches."""
+        return prod(grid[1:]) == 1
+
+
+def qwen3_omni_moe(card: ModelCard, sharding: Sharding) -> Decoder:
+    """Qwen3OmniMoeForConditionalGeneration, without speech."""
+    thinker = card.fields.object("thinker_config")
+    c = read_text_config(thinker.object("text_config"), sectioned=True)
+    experts = read_experts_config(card.text, c.num_layers)
+    # The towers are held as floats, also where the decoder is quantised, and cache nothing.
+    floats = replace(sharding, cached_tokens=0, formats=None, kv_dtype=None)
+    fields = thinker.object("vision_config")
+    vision = read_vision_config(fields, c.hidden_size)
+    if len(vision.deepstack) >= c.num_layers:
+        raise fields.fail(
+            "deepstack_visual_indexes", f"fewer blocks than the {c.num_layers} layers of the language model"
+        )
+    if vision.merge_size < 2:
+        raise fields.fail("spatial_merge_size", "at least 2")
+    audio = read_audio_config(thinker.object("audio_config"), c.hidden_size)
+    model_dir = fields.path.parent
+    preprocessing = read_preprocessing(model_dir) if any(is_listed(model_dir, n) for n in (NESTED, PICTURES)) else None
+    encoder = OmniEncoder(
+        VisionTower("thinker.visual", vision, preprocessing, floats, _MERGERS),
+        AudioTower("thinker.audio_tower", audio, floats),
+        floats,
+    )
+    return qwen3_decoder(card, c, sharding, names=_NAMES, encoder=encoder, mlp=sparse_mlps(c, experts, sharding))
+
+
+MODELS = {"qwen3_omni_moe": qwen3_omni_moe}
