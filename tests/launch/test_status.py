@@ -2,11 +2,13 @@
 
 import os
 import re
+import shlex
 import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import browser
+import httpx
 import pytest
 from browser import Page
 from command import DEMO, Run, await_true, hold
@@ -146,10 +148,48 @@ def test_the_prompt_box_streams_an_answer(server: Server, page: Page) -> None:
     page.await_true("/ tokens in /.test(document.querySelector('#note').textContent)", "the answer does not end")
     tokens = int(page.text("#note").split()[0])
     assert 0 < tokens <= 40 and page.text("#answer").strip()
-    page.await_true("document.querySelector('#latest').innerText.includes('you: Who came? abracadabra')", "no row")
-    assert str(tokens) in page.text("#latest tr").split("\t")
+    page.await_true(f"document.querySelector('#latest tr').children[2].textContent === '{tokens}'", "no row")
+    page.await_true("document.querySelector('#first-token').innerText.includes('ms')", "no percentiles")
+    assert re.search(r"Ended in the last minute: .*\d+ (stop|length)", page.text("#ends"))
     assert "abracadabra" not in server.get("/status", headers=KEY).text
     assert page.run("document.querySelector('#stop').disabled") is True
+
+
+@needs_browser
+def test_a_conversation_has_a_history_and_settings(server: Server, page: Page) -> None:
+    """The prompt of the second question holds the first question, its answer and the system prompt."""
+
+    def prompt_tokens() -> int:
+        latest = status(server)["latest"]
+        assert isinstance(latest, list)
+        return int(latest[0]["prompt_tokens"])
+
+    page.run("document.querySelector('details').open = true")
+    page.write("#system", "Be brief")
+    page.write("#temperature", "0")
+    page.run("document.querySelector('#length').value = 8")
+    sizes = []
+    for question in ("Who came?", "And then?"):
+        page.write("#prompt", question)
+        page.click("#send")
+        page.await_true("/ tokens in /.test(document.querySelector('#note').textContent)", "the answer does not end")
+        sizes.append(prompt_tokens())
+    assert sizes[1] > sizes[0] + 8
+    turns = "[...document.querySelectorAll('.turn')].map((e) => e.className)"
+    assert page.run(turns) == ["turn user", "turn assistant", "turn user"]
+    page.click("#reset")
+    assert page.run(turns) == []
+
+
+@needs_browser
+def test_lines_that_connect_a_program(server: Server, page: Page) -> None:
+    assert page.text("#base-url") == f"{server.url}/v1"
+    curl = shlex.split(page.text("#curl"))
+    answer = httpx.post(curl[1], content=curl[-1], headers=KEY | {"Content-Type": "application/json"}, timeout=300)
+    assert answer.status_code == 200
+    names: dict[str, object] = {}
+    exec(page.text("#python"), names)
+    assert str(names["client"].base_url) == f"{server.url}/v1/"  # type: ignore[attr-defined]
 
 
 @needs_browser
@@ -175,7 +215,7 @@ def test_refusals_are_shown(page: Page) -> None:
 @needs_browser
 def test_the_page_fits_a_phone_in_light_and_dark(page: Page) -> None:
     colours = set()
-    for width in (320, 375, 1400):
+    for width in (320, 390, 1440):
         for dark in (False, True):
             page.look(width=width, dark=dark)
             assert page.run("document.documentElement.scrollWidth") <= width
@@ -187,7 +227,7 @@ def test_the_page_fits_a_phone_in_light_and_dark(page: Page) -> None:
     for _ in range(4):
         page.press("Tab")
         seen.append(page.run("document.activeElement.id || document.activeElement.className"))
-    assert seen == ["key", "length", "send", "scroll"]
+    assert seen == ["send", "reset", "", "key"]  # the third opens the settings
     labelled = "[...document.querySelectorAll('input, textarea')].every((field) => field.labels.length === 1)"
     assert page.run(labelled)
 

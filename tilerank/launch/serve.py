@@ -21,8 +21,9 @@ from ipaddress import ip_address
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tilerank.loader.card import read_config_fields
+from tilerank.loader.card import ModelCard, read_card, read_config_fields
 from tilerank.loader.generation_config import SamplingDefaults, read_sampling_defaults
+from tilerank.loader.quantization_config import held_codes
 from tilerank.runtime.server.handover import connect, connections
 
 from . import logs, start
@@ -330,6 +331,7 @@ def _be_http(args: argparse.Namespace) -> int:
         GrammarTrial(model_dir).check,
         media_options.media_reader(args, load_processor(model_dir, tokenizer)),
         ChatRenderer(tokenizer),
+        _weights(args, read_card(model_dir)),
     )
     status = StatusPipe.inherited()
     run(
@@ -349,6 +351,12 @@ def _access(args: argparse.Namespace, listener: socket.socket) -> Access:
     hosts = args.allowed_hosts or (() if loopback else None)
     names = None if hosts is None else tuple(name.lower() for name in hosts)
     return Access(names, tuple(args.cors_origins or ()))
+
+
+def _weights(args: argparse.Namespace, card: ModelCard) -> str:
+    """Return the format in which ranks hold the projections, for the status page."""
+    floats = "float32" if "float32" in (args.dtype, card.dtype if args.dtype == "auto" else None) else "bfloat16"
+    return held_codes(card.quantization, quantization_of(args)) or floats
 
 
 def _sampling(model_dir: Path) -> SamplingDefaults:

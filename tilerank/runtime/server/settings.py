@@ -18,7 +18,7 @@ class ServerSettings:
     sampling: values of sampling fields that a request leaves out. tool_parser: for the model's tool calls, None if
     their format is unknown. check_grammar: raises RequestError for a grammar that must not reach the engine. media:
     reads pictures and videos, None if the model does not take any. renderer: of chat templates, None for threads of
-    this process.
+    this process. weights: the format in which ranks hold them, such as bfloat16 or int4.
     """
 
     model: str
@@ -29,3 +29,4 @@ class ServerSettings:
     check_grammar: Callable[[str], Awaitable[None]]
     media: MediaReader | None = None
     renderer: Renderer | None = None
+    weights: str = "unknown"

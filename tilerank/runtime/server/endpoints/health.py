@@ -1,6 +1,7 @@
 """Whether the server works, and how hard: /health, /health_generate, /metrics, /status and the status page."""
 
 import asyncio
+import time
 from contextlib import aclosing
 
 import prometheus_client
@@ -61,8 +62,15 @@ class HealthEndpoints:
     async def status(self, request: Request) -> Response:
         """GET /status. What the status page shows."""
         settings = self._service.settings
-        about = {"model": settings.model, "version": settings.version, "takes_media": settings.media is not None}
-        return JSONResponse(status.status_json(self._service.client, self._service.recent, about))
+        about = {
+            "model": settings.model,
+            "version": settings.version,
+            "weights": settings.weights,
+            "takes_media": settings.media is not None,
+            "uptime_s": time.time() - self._service.started,
+        }
+        service = self._service
+        return JSONResponse(status.status_json(service.client, service.recent, service.metrics, about))
 
     async def page(self, request: Request) -> Response:
         """GET /. The status page."""

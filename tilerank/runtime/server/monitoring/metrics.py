@@ -13,6 +13,7 @@ from prometheus_client.registry import Collector
 
 from ..answers.completions import ActiveRequest, Delta
 from ..client import EngineClient
+from .latency_window import LatencyWindow
 from .rank_stats import RankStats
 
 Family = TypeVar("Family", GaugeMetricFamily, CounterMetricFamily)
@@ -34,9 +35,15 @@ class _Choice:
 
 
 class Metrics:
-    """The metrics of a server: latencies, measured in this process, and the reports of its engines."""
+    """The metrics of a server: latencies, measured in this process, and the reports of its engines.
+
+    first_token, inter_token: the latest of the values that the histograms count. errors: answers with an HTTP error.
+    """
 
     def __init__(self, client: EngineClient) -> None:
+        self.first_token = LatencyWindow()
+        self.inter_token = LatencyWindow()
+        self.errors = 0
         self._registry = CollectorRegistry()
         self._registry.register(_EngineCollector(client))
         self._ttft = self._histogram(
@@ -78,6 +85,7 @@ class Metrics:
     def count_error(self, status: int) -> None:
         """Count a request that is answered with an error."""
         self._errors.labels(str(status)).inc()
+        self.errors += 1
 
     async def measure(self, active: ActiveRequest) -> AsyncGenerator[Delta]:
         """Run a request, yield its deltas and record their latencies."""
@@ -90,12 +98,14 @@ class Metrics:
                 now = time.monotonic()
                 if not choices:
                     self._ttft.observe(now - began)
+                    self.first_token.add(now - began)
                 if (choice := choices.get(delta.index)) is None:
                     choice = choices[delta.index] = _Choice(now, now)
                     if delta.opening is not None and (start := delta.opening.start) is not None:
                         self._queue.observe(max(now - began - start.after_s, 0.0))
                 else:
                     self._inter_token.observe(now - choice.last)
+                    self.inter_token.add(now - choice.last)
                 choice.last = now
                 choice.tokens += len(delta.ids)
                 if delta.finish_reason is not None:

@@ -1,7 +1,7 @@
 """The most recent requests for the status page: times and sizes, never their text."""
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -11,6 +11,7 @@ from ..answers.completions import ActiveRequest, Delta
 from ..errors import ApiError
 
 MAX_KEPT = 20
+MINUTE_S = 60.0
 
 
 @dataclass(eq=False)
@@ -22,15 +23,17 @@ class _Request:
     began: float
     active: ActiveRequest | None
     completion_tokens: int = 0
+    first: float | None = None
     ended: float | None = None
     end: str | None = None
 
 
 class RecentRequests:
-    """The last MAX_KEPT requests."""
+    """The last MAX_KEPT requests, and how those of the last minute ended."""
 
     def __init__(self) -> None:
         self._requests: deque[_Request] = deque(maxlen=MAX_KEPT)
+        self._ends: deque[tuple[float, str]] = deque()
 
     async def track(self, id: str, active: ActiveRequest, deltas: AsyncIterator[Delta]) -> AsyncGenerator[Delta]:
         """Yield the same deltas and record the request. `id`: the request's id in the API."""
@@ -41,6 +44,7 @@ class RecentRequests:
             async with aclosing(deltas):  # type: ignore[type-var]
                 async for delta in deltas:
                     reason = delta.finish_reason or reason
+                    request.first = request.first or time.monotonic()
                     yield delta
             request.end = reason
         except ApiError:
@@ -50,6 +54,18 @@ class RecentRequests:
             request.ended = time.monotonic()
             request.completion_tokens, request.active = active.completion_tokens, None
             request.end = request.end or "cancelled"
+            self._ends.append((request.ended, request.end))
+            self._forget()
+
+    def ends(self) -> dict[str, int]:
+        """Return how many requests ended in the last minute, by finish reason, "failed" and "cancelled"."""
+        self._forget()
+        return dict(Counter(end for _, end in self._ends))
+
+    def _forget(self) -> None:
+        """Drop ends that are older than a minute."""
+        while self._ends and self._ends[0][0] < time.monotonic() - MINUTE_S:
+            self._ends.popleft()
 
     def as_json(self) -> list[dict[str, Any]]:
         """Return the requests as JSON objects, the newest first."""
@@ -58,6 +74,7 @@ class RecentRequests:
             {
                 "id": request.id,
                 "age_s": now - request.began,
+                "first_s": None if request.first is None else request.first - request.began,
                 "took_s": None if request.ended is None else request.ended - request.began,
                 "prompt_tokens": request.prompt_tokens,
                 "completion_tokens": (request.active or request).completion_tokens,

@@ -1,4 +1,4 @@
-"""The status page: one HTML file, which loads nothing from other servers, and the data that it polls."""
+"""The status page, which loads nothing from other servers, and the data that it polls."""
 
 import base64
 import hashlib
@@ -11,9 +11,21 @@ from typing import Any
 from starlette.responses import HTMLResponse, Response
 
 from ..client import EngineClient
+from .metrics import Metrics
 from .recent_requests import RecentRequests
 
-_PAGE = (Path(__file__).parent / "status.html").read_text(encoding="utf-8")
+_FILES = Path(__file__).parent / "page"
+
+
+def _assemble() -> str:
+    """Return the page with its style and scripts inside, so that it is one answer and its policy names their hashes."""
+    page = (_FILES / "status.html").read_text(encoding="utf-8")
+    for name in ("status.css", "load.js", "chat.js"):
+        page = page.replace(f"/* {name} */\n", (_FILES / name).read_text(encoding="utf-8"))
+    return page
+
+
+_PAGE = _assemble()
 
 
 def page() -> Response:
@@ -21,10 +33,20 @@ def page() -> Response:
     return HTMLResponse(_PAGE, headers=_HEADERS)
 
 
-def status_json(client: EngineClient, recent: RecentRequests, about: dict[str, Any]) -> dict[str, Any]:
+def status_json(
+    client: EngineClient, recent: RecentRequests, metrics: Metrics, about: dict[str, Any]
+) -> dict[str, Any]:
     """Return the data of the page as a JSON object that begins with `about`. It contains no prompts and no paths."""
     state, totals, rank_stats = client.state, client.totals, client.rank_stats
-    data = about | {"ready": state is not None, "restarts": client.restarts, "latest": recent.as_json()}
+    data = about | {
+        "ready": state is not None,
+        "restarts": client.restarts,
+        "latest": recent.as_json(),
+        "ended_in_last_minute": recent.ends(),
+        "first_token_s": metrics.first_token.percentiles(),
+        "inter_token_s": metrics.inter_token.percentiles(),
+        "errors": metrics.errors,
+    }
     if state is None:
         return data
     return data | {
@@ -38,6 +60,8 @@ def status_json(client: EngineClient, recent: RecentRequests, about: dict[str, A
         "waiting": state.waiting,
         "prompt_tokens": totals.prompt_tokens,
         "generated_tokens": totals.generated_tokens,
+        "cache_queried_tokens": totals.queried_tokens,
+        "cache_hit_tokens": totals.hit_tokens,
         "bytes_per_s": rank_stats.bytes_per_s,
         "ranks": [
             {
