@@ -11,7 +11,9 @@ from planning import plan_on
 from tilerank.launch.planning.plan import as_json
 from tilerank.launch.planning.plan_text import render
 from tilerank.launch.planning.plan_types import RANK_OVERHEAD, Plan
+from tilerank.launch.planning.ranks_table import render as render_ranks
 from tilerank.loader.card import read_card
+from tilerank.runtime.server.messages import RankInfo
 from tilerank.runtime.state_pool import most_tokens, num_states
 
 # 24 of 32 layers are delta nets: 32 heads of 128 x 128 in fp32, 3 inputs of 16 * 2 * 128 + 32 * 128 channels in bf16.
@@ -99,3 +101,11 @@ def test_the_most_tokens_are_the_last_ones_that_fit(per_state: int) -> None:
     for room in [*range(8 * per_state, 8 * per_state + 50), 49151, 49152, 60000, 88151, 88152, 100000, 123456]:
         most = most_tokens(room, 3, per_state)
         assert (most <= 0 or need(most) <= room) and need(max(most, 0) + 1) > room, room
+
+
+def test_the_table_of_ranks_has_the_slots_of_models_with_states() -> None:
+    rank = RankInfo(0, "here", "0", "0-1", "avx2", 3 * GIB, 2 * GIB, 1.0)
+    title, row = (line.split() for line in render_ranks([rank], 4096, 1024).splitlines())
+    assert title[title.index("tokens") + 1] == "states"
+    assert row[row.index("4,096") + 1] == "1,024"
+    assert "states" not in render_ranks([rank], 4096, 0)

@@ -227,7 +227,7 @@ class ServeJob(GenerateJob):
         worker = super().build(team, own)
         self._ranks = ranks_table.gather(team.group, own, worker)
         if own.rank == 0:
-            say(ranks_table.render(self._ranks, worker.cache_tokens))
+            say(ranks_table.render(self._ranks, worker.cache_tokens, worker.states))
         # The HTTP process hears it as well, answers what is under way and hangs up; that ends the ranks.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         return worker

@@ -45,10 +45,12 @@ def gather(group: Group, own: RankPlacement, worker: Worker) -> list[RankInfo]:
     return [decode(bytes(row[:length].tolist())) for row, length in zip(rows, lengths, strict=True)]
 
 
-def render(ranks: Sequence[RankInfo], tokens: int) -> str:
-    """Format the table. `tokens`: the capacity of the KV cache."""
+def render(ranks: Sequence[RankInfo], tokens: int, states: int) -> str:
+    """Format the table. tokens: the capacity of the KV cache. states: slots for states of sequences, 0 for models
+    without."""
     hosts = len({rank.host for rank in ranks}) > 1
-    rows = [["", "ISA", "weights", "KV cache", "tokens", "local", *(["host"] if hosts else []), "node", "cores"]]
+    slots, host = ["states"] if states else [], ["host"] if hosts else []
+    rows = [["", "ISA", "weights", "KV cache", "tokens", *slots, "local", *host, "node", "cores"]]
     for rank in ranks:
         rows.append(
             [
@@ -57,6 +59,7 @@ def render(ranks: Sequence[RankInfo], tokens: int) -> str:
                 size(rank.weight_bytes),
                 size(rank.cache_bytes),
                 f"{tokens:,}",
+                *([f"{states:,}"] if states else []),
                 "?" if rank.local_memory is None else percent(rank.local_memory),
                 *([rank.host] if hosts else []),
                 rank.nodes,
