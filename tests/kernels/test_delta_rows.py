@@ -14,16 +14,6 @@ from tilerank.kernels.errors import KernelError
 pytestmark = pytest.mark.usefixtures("rung")
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("rows", [0, 1, 5])
-def test_split_copies_the_columns_in_order(dtype: torch.dtype, rows: int) -> None:
-    x = inside_nan(randn(rows, 2 * 2 * 5 + 2 * 6 * 3 + 2 * 6, dtype=dtype))
-    parts = delta.split_qkvzba(x, 2, 6, 5, 3)
-    assert [part.shape[1] for part in parts] == [2 * 2 * 5 + 6 * 3, 6 * 3, 6, 6]
-    assert all(part.is_contiguous() for part in parts)
-    assert torch.equal(torch.cat(parts, 1), x)
-
-
 class Streams:
     """Random inputs of sequences, and the convolution of parts of them."""
 
@@ -203,7 +193,7 @@ def test_layer_equals_that_of_transformers(ratio: int) -> None:
         found = []
         for start, stop in pairwise([0, 1, 66, 129, 130, 131]):
             batch = (slots, torch.tensor([0, stop - start], dtype=torch.int32), torch.tensor([stop], dtype=torch.int32))
-            qkv, z, b, a = delta.split_qkvzba(fused[start:stop], keys, values, dk, dv)
+            qkv, z, b, a = fused[start:stop].split([2 * keys * dk + values * dv, values * dv, values, values], 1)
             qkv = delta.causal_conv(qkv, module.conv1d.weight[:, 0], conv, *batch)
             g, beta = delta.delta_gating(a, b, module.A_log, module.dt_bias)
             o = delta.delta_rule(qkv, g, beta, state, *batch, key_heads=keys)

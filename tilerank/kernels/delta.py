@@ -24,7 +24,6 @@ from . import check, core
 from .errors import KernelError
 from .reference import delta as reference
 
-_SPLIT_QKVZBA = core.kernel("split_qkvzba")
 _CAUSAL_CONV = core.kernel("causal_conv")
 _DELTA_GATING = core.kernel("delta_gating")
 _DELTA_RULE = core.kernel("delta_rule")
@@ -34,24 +33,6 @@ _SIGMOID_GATE = core.kernel("sigmoid_gate")
 
 MAX_CONV_WIDTH = 8
 MAX_HEAD_DIM = 256
-
-
-def split_qkvzba(
-    x: Tensor, key_heads: int, value_heads: int, key_dim: int, value_dim: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Copy the parts of a fused projection into tensors of their own.
-
-    x: [t, c + value_heads * value_dim + 2 * value_heads], the columns of q, k, v (together c = 2 * key_heads * key_dim
-    + value_heads * value_dim), z, b and a, in this order.
-    Returns qkv [t, c], z [t, value_heads * value_dim], b and a [t, value_heads], all contiguous.
-    """
-    widths = reference.part_widths(key_heads, value_heads, key_dim, value_dim)
-    check.tensor("split_qkvzba", "x", x, (None, sum(widths)), check.ACTIVATION_DTYPES)
-    if core.isa() == "reference":
-        return reference.split_qkvzba(x, key_heads, value_heads, key_dim, value_dim)
-    qkv, z, b, a = (core.empty((x.shape[0], width), x.dtype) for width in widths)
-    core.launch(_SPLIT_QKVZBA, (x, qkv, z, b, a))
-    return qkv, z, b, a
 
 
 def causal_conv(

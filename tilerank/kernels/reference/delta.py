@@ -13,21 +13,6 @@ CHUNK = 64
 EPS = 1e-6  # of the lengths of q and k
 
 
-def part_widths(key_heads: int, value_heads: int, key_dim: int, value_dim: int) -> tuple[int, int, int, int]:
-    """Return the numbers of columns of qkv, z, b and a."""
-    values = value_heads * value_dim
-    return 2 * key_heads * key_dim + values, values, value_heads, value_heads
-
-
-def split_qkvzba(
-    x: Tensor, key_heads: int, value_heads: int, key_dim: int, value_dim: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Copy the parts of a fused projection."""
-    widths = list(part_widths(key_heads, value_heads, key_dim, value_dim))
-    qkv, z, b, a = (part.clone() for part in torch.split(x, widths, dim=1))
-    return qkv, z, b, a
-
-
 def causal_conv(
     x: Tensor, weight: Tensor, conv: Tensor, slots: Tensor, query_starts: Tensor, seq_lens: Tensor
 ) -> Tensor:
