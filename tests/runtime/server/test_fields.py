@@ -8,8 +8,13 @@ import openai
 import pytest
 
 from tests.runtime.server.scripted import QWEN_3, QWEN_3_5, Server, make_model, run
+from tilerank.loader.tokenizer import Tokenizer
+from tilerank.runtime.params import Logprobs
+from tilerank.runtime.server.answers.completions import Delta
+from tilerank.runtime.server.answers.responses import ChatFormatter, TextFormatter
 from tilerank.runtime.server.api import ChatCompletion, Completion
 from tilerank.runtime.server.fields import IGNORED, UNSUPPORTED
+from tilerank.runtime.server.messages import Token
 
 USER: Any = {"role": "user", "content": "Who?"}
 CALL: Any = {"id": "1", "type": "function", "function": {"name": "now", "arguments": '{"zone": "Ur"}'}}
@@ -80,6 +85,29 @@ def test_stop_strings_and_tokens_in_answers(model: Path) -> None:
         assert shown == [answer.prompt_token_ids, *[None] * (len(chunks) - 1)]
 
     run(model, QWEN_3, ask)
+
+
+def test_an_echo_comes_first(model: Path) -> None:
+    async def ask(server: Server) -> None:
+        server.answer = " Moses and Ramses"
+        fields: Any = {"model": "it", "prompt": ["Who?", "es"], "echo": True, "stop": ["es"]}
+        whole = await server.client.completions.create(**fields)
+        assert [choice.text for choice in whole.choices] == ["Who? Mos", "es Mos"]
+        texts = [""] * 2
+        async for chunk in await server.client.completions.create(**fields, stream=True):
+            texts[chunk.choices[0].index] += chunk.choices[0].text
+        assert texts == [choice.text for choice in whole.choices]
+
+    run(model, QWEN_3, ask)
+
+
+def test_log_probabilities_may_name_tokens_by_their_ids(model: Path) -> None:
+    token = Token(0, 7, None, Logprobs(-1.0, ((9, -0.5),), 2))
+    plain, chat = TextFormatter(Tokenizer(model), 1, True), ChatFormatter(Tokenizer(model), 1, None, True)
+    logprobs = plain.chunk(Delta(0, "x", (token,), None))["logprobs"]
+    assert (logprobs["tokens"], logprobs["top_logprobs"]) == (["token_id:7"], [{"token_id:9": -0.5}])
+    chunk = chat.chunk(Delta(0, "x", (token,), None))
+    assert chunk is not None and chunk["logprobs"]["content"][0]["token"] == "token_id:7"
 
 
 @pytest.mark.parametrize("template", [SIMPLE, ALTERNATES])
