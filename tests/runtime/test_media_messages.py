@@ -9,6 +9,7 @@ from tilerank.runtime.media.errors import MediaError
 from tilerank.runtime.media.messages import Source, read_data_url, split_media
 
 TEXT = {"type": "text", "text": "Hello"}
+SOUND = Source("audio", ("data:;base64,YWJj",), False)
 
 
 def split(*parts: Any) -> tuple[Any, list[Source]]:
@@ -31,6 +32,9 @@ def split(*parts: Any) -> tuple[Any, list[Source]]:
         ({"type": "video", "video": "a"}, Source("video", ("a",), False)),
         ({"type": "video", "video": ["a", {"url": "b"}]}, Source("video", ("a", "b"), True)),
         ({"type": "video", "video": ["a"]}, Source("video", ("a",), True)),
+        ({"type": "input_audio", "input_audio": {"data": "YWJj", "format": "wav"}}, SOUND),
+        ({"type": "audio_url", "audio_url": {"url": "a"}}, Source("audio", ("a",), False)),
+        ({"type": "audio", "base64": "YWJj"}, SOUND),
     ],
 )
 def test_forms_of_parts(part: dict[str, Any], source: Source) -> None:
@@ -62,7 +66,9 @@ def test_media_are_in_the_order_of_the_text() -> None:
     ("part", "sentence"),
     [
         ("hello", "expected a part of type text, image_url, "),
-        ({"type": "input_audio", "input_audio": {}}, "found 'input_audio'"),
+        ({"type": "input_file", "file": {}}, "found 'input_file'"),
+        ({"type": "input_audio", "input_audio": {}}, "expected an object of data, sound in base64, and format, found"),
+        ({"type": "input_audio", "input_audio": "YWJj"}, "expected an object of data, sound in base64, and format"),
         ({"type": "text"}, "a part of type text"),
         ({"type": ["image"]}, "expected a part of type text"),
         ({"type": "image"}, "expected one of the fields image, url, path, base64, found none"),

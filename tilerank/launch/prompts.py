@@ -51,7 +51,7 @@ class GivenPrompt:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     source = parser.add_argument_group("prompts")
     source.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="may be given several times")
-    for kind in ("image", "video"):
+    for kind in ("image", "video", "audio"):
         source.add_argument(
             f"--{kind}",
             action="append",

@@ -75,9 +75,7 @@ def check_prompts(
     single = one_by_one(engine, requests)
     forget(engine)
     batch = answers(engine, requests)
-    generated = dict.fromkeys(cases, list[int]())
-    for name, request in zip(cases, requests, strict=True):
-        generated[name] = [event.token_id for event in engine.generate([request])]
+    generated = {name: [token for token, *_ in answer] for name, answer in zip(cases, batch, strict=True)}
     bad = [name for name in cases if generated[name] != wanted[f"{name}.ids"].tolist()[-new_tokens:]]
     return {"prompts": wrong, "logits": logits, "wrong_tokens": bad, "same_bits": single == batch}
 

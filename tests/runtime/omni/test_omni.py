@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from ranks import run_ranks
 from safetensors.torch import load_file
 from torch import Tensor

@@ -2,12 +2,13 @@
 
     python reference_omni.py JOB.json
 
-JOB.json: {"out": directory, "models": [{"name", "seed", ...dims}, ...], "cases": {name: [part, ...]}, "clips": [n, ...],
-"new_tokens": n}. A part is ["text", string], ["image", height, width], ["audio", samples], or ["video", frames, height,
-width, samples], whose sound the model hears if it has samples. For every model it makes the checkpoint `out/<name>` and
-writes `out/<name>.safetensors` with, for each case: `<case>.ids` (the prompt and n greedy tokens), `<case>.positions`
-[3, tokens], `<case>.logits` of one forward pass, and `<case>.<i>.pixels` or `<case>.<i>.samples` of part i; and for
-each clip of n samples `clip.<n>.samples`, `clip.<n>.mel` and `clip.<n>.rows`, the output of the tower. All in fp32.
+JOB.json: {"out": directory, "models": [{"name", "seed", ...dims}, ...], "cases": {name: [part, ...]}, "clips": [n,
+...], "new_tokens": n}. A part is ["text", string], ["image", height, width], ["audio", samples], or ["video", frames,
+height, width, samples], whose sound the model hears if it has samples. For every model it makes the checkpoint
+`out/<name>` and writes `out/<name>.safetensors` with, for each case: `<case>.ids` (the prompt and n greedy tokens),
+`<case>.positions` [3, tokens], `<case>.logits` of one forward pass, and `<case>.<i>.pixels` or `<case>.<i>.samples` of
+part i; and for each clip of n samples `clip.<n>.samples`, `clip.<n>.mel` and `clip.<n>.rows`, the output of the tower.
+All in fp32.
 """
 
 import json
@@ -26,6 +27,7 @@ import tvshim  # noqa: F401 - before transformers
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoProcessor, Qwen3OmniMoeForConditionalGeneration
+from transformers.models.qwen3_omni_moe.processing_qwen3_omni_moe import _get_feat_extract_output_lengths
 
 SIZE = {"shortest_edge": 128 * 32 * 32, "longest_edge": 768 * 32 * 32}
 """What the processor of Qwen3-Omni gives to that of videos."""
@@ -67,8 +69,7 @@ def case_inputs(processor: Any, parts: list[Any]) -> tuple[dict[str, Any], dict[
         heard = features(processor, clip)
         found.update(heard)
         length = int(heard["feature_attention_mask"].sum())
-        rest = -(-(-(-(-(-(length % 100) // 2)) // 2)) // 2)
-        return {"num_audio_tokens": [length // 100 * 13 + rest]}
+        return {"num_audio_tokens": [_get_feat_extract_output_lengths(length)]}
 
     for i, (kind, *what) in enumerate(parts):
         if kind == "text":

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import torch
 from torch.nn import functional
 
-from tilerank.kernels import pictures, vision
+from tilerank.kernels import audio, pictures, vision
 from tilerank.kernels.packed_sequences import attention_varlen
 from tilerank.parallel.cost import Work
 
@@ -31,6 +31,8 @@ def entries(args: argparse.Namespace) -> Iterator[Entry]:
     yield gelu()
     yield rotary_float()
     yield interpolate_rows()
+    yield log_mel()
+    yield unfold()
     for head_dim in HEAD_DIMS:
         yield attention(ATTENTION_PATCHES, head_dim)
 
@@ -98,6 +100,31 @@ def interpolate_rows() -> Entry:
         "bfloat16",
         Work(5 * PATCHES * HIDDEN * table.itemsize),
         lambda _: vision.interpolate_rows(table, rows, weights),
+    )
+
+
+def log_mel() -> Entry:
+    """The spectrogram of 10 seconds, in fp64: two products for the transform and one for the bands."""
+    samples, filters = torch.randn(160000), audio.mel_filters()
+    frames, mels = 1000, filters.shape[1]
+    return Entry(
+        "log_mel",
+        f"{frames} frames",
+        "float32",
+        Work(samples.nbytes + frames * mels * 4),
+        lambda _: audio.log_mel(samples, filters, slice(0, frames)),
+    )
+
+
+def unfold() -> Entry:
+    """What the second convolution of Qwen3-Omni's audio tower multiplies for a second of sound."""
+    x, rows = _bf16(50, 64, 480), 25 * 32
+    return Entry(
+        "unfold",
+        f"{rows} x {9 * x.shape[2]}",
+        "bfloat16",
+        Work(x.nbytes + rows * 9 * x.shape[2] * 2),
+        lambda _: audio.unfold(x, slice(0, rows)),
     )
 
 

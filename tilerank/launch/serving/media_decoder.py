@@ -1,4 +1,4 @@
-"""Decodes pictures and videos in processes of their own, which files of strangers may crash."""
+"""Decodes pictures, videos and sound in processes of their own, which files of strangers may crash."""
 
 import os
 import queue
@@ -29,7 +29,9 @@ class MediaDecoder(Decoder):
             self._idle.put(None)
 
     def decode(self, kind: str, files: Sequence[bytes], listed: bool, sample: Sampler) -> Frames:
-        fps, indices, frames = self._decode(kind == "video" and not listed, files, sample)
+        fps, indices, frames = self._decode("image" if listed else kind, files, sample)
+        if kind == "audio":
+            return Frames(kind, (frames[0].height, 1, 1), frames[0].data, [], None)
         return _join(kind, frames, indices, fps)
 
     def describe(self, video: bytes) -> tuple[int, float | None]:
@@ -39,11 +41,11 @@ class MediaDecoder(Decoder):
             totals.append(total)
             return []
 
-        fps, *_ = self._decode(True, [video], none)
+        fps, *_ = self._decode("video", [video], none)
         return totals[-1], fps
 
     def _decode(
-        self, video: bool, files: Sequence[bytes], sample: Sampler
+        self, kind: str, files: Sequence[bytes], sample: Sampler
     ) -> tuple[float | None, list[int], list[Frame]]:
         """Return what `_Process.decode` returns."""
         for data in files:
@@ -53,7 +55,7 @@ class MediaDecoder(Decoder):
         try:
             if process is None or process.ended():
                 process = _Process()
-            return process.decode(video, files, sample, self._limits)
+            return process.decode(kind, files, sample, self._limits)
         except _RefusedError as refusal:
             raise MediaError(str(refusal)) from None
         except BaseException as failure:  # the process may be in the middle of a file
@@ -99,12 +101,12 @@ class _Process:
         self._connection = Connection(ours)
 
     def decode(
-        self, video: bool, files: Sequence[bytes], sample: Sampler, limits: Limits
+        self, kind: str, files: Sequence[bytes], sample: Sampler, limits: Limits
     ) -> tuple[float | None, list[int], list[Frame]]:
         """Return frames per second, the numbers of the frames, and the frames."""
         connection = self._connection
         connection.set_deadline(limits.seconds)
-        connection.send(Decode(video, list(files), limits.pixels, limits.frame_bytes))
+        connection.send(Decode(kind, list(files), limits.pixels, limits.frame_bytes))
         fps, indices, frames = None, list(range(len(files))), list[Frame]()
         left = limits.frame_bytes
         while True:

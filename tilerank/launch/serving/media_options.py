@@ -1,4 +1,4 @@
-"""The options of `serve` for pictures and videos: where they may come from, and how many a request may have."""
+"""The options of `serve` for pictures, videos and sound: where they may come from, and how many a request may have."""
 
 import argparse
 import json
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-KINDS = ("image", "video")
+KINDS = ("image", "video", "audio")
 DEFAULT_LIMIT = 999
 """Media of each kind in a request."""
 _EXAMPLES = '\'{"image": 4, "video": 1}\' or image=4,video=1'
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("pictures and videos")
+    group = parser.add_argument_group("pictures, videos and sound")
     group.add_argument(
         "--allowed-media-domains",
         nargs="+",
@@ -89,7 +89,7 @@ def media_reader(args: argparse.Namespace, processor: "Processor | None") -> "Me
         return None
     if processor.convention:
         log.info("%s", processor.convention)
-    for module, what in (("PIL", "pictures"), ("av", "videos")):
+    for module, what in (("PIL", "pictures"), ("av", "videos and sound")):
         if find_spec(module) is None:
             log.warning("%s are refused: they need pip install 'tilerank[vision]'", what)
     limits: Mapping[str, int] = dict.fromkeys(KINDS, DEFAULT_LIMIT) | (args.limit_mm_per_prompt or {})

@@ -9,9 +9,10 @@ _LENGTH_BYTES = 8
 
 
 class Decode(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Decode `files`: a picture, a video, or pictures that are frames. The limits are those of decoder.Limits."""
+    """Decode `files`: pictures, which may be frames ("image"), a video, or sound ("audio"). The limits are those of
+    decoder.Limits."""
 
-    video: bool
+    kind: str
     files: list[bytes]
     pixels: int
     frame_bytes: int
@@ -31,6 +32,8 @@ class Take(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Frame(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """RGB rows of a picture or frame, or the samples of sound, whose width is 1."""
+
     height: int
     width: int
     data: bytes

@@ -9,6 +9,7 @@ import socket
 from .decode_messages import Connection, Decode, Done, Failed, Found, Frame, Gone, Take
 from .errors import MediaError
 from .pictures import read_picture
+from .sound_file import read_sound
 from .video import ShorterVideo, describe_video, read_frames
 
 MEMORY = 4 << 30
@@ -30,8 +31,11 @@ def main() -> None:
 def _answer(job: Decode, connection: Connection) -> Done | Failed:
     """Send all frames; return the message that ends the answer."""
     try:
-        if job.video:
+        if job.kind == "video":
             _send_video(job, connection)
+        elif job.kind == "audio":
+            samples = read_sound(job.files[0])
+            connection.send(Frame(len(samples) // 4, 1, samples))
         else:
             _send_pictures(job, connection)
     except MediaError as failure:

@@ -27,9 +27,9 @@ class Frames:
 
 @dataclass(frozen=True)
 class Limits:
-    """What one picture or video may take.
+    """What one medium may take.
 
-    bytes: of a file. pixels: of a picture or frame. frame_bytes: of all decoded frames. seconds: to decode.
+    bytes: of a file. pixels: of a picture or frame. frame_bytes: of all decoded frames or samples. seconds: to decode.
     """
 
     bytes: int = 256 << 20
@@ -43,8 +43,8 @@ class Decoder(ABC):
     def decode(self, kind: str, files: Sequence[bytes], listed: bool, sample: Sampler) -> Frames:
         """Decode one medium; blocks. May be called by any number of threads. Raises MediaError.
 
-        kind: "image" or "video". files: one file, or if `listed`, the pictures that are the frames of a video, all of
-        which are returned. sample: chooses the frames of another video.
+        kind: "image", "video" or "audio". files: one file, or if `listed`, the pictures that are the frames of a video,
+        all of which are returned. sample: chooses the frames of another video.
         """
 
     @abstractmethod

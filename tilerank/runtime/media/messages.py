@@ -1,4 +1,4 @@
-"""The pictures and videos of OpenAI chat messages. Nothing is fetched here."""
+"""The pictures, videos and sound of OpenAI chat messages. Nothing is fetched here."""
 
 import base64
 import binascii
@@ -10,7 +10,7 @@ from tilerank.loader.files import show
 from .errors import MediaError
 
 MAX_URLS = 4096
-"""Pictures, videos and frames of one conversation."""
+"""Media and frames of one conversation."""
 
 # type of a part -> kind of medium, and the keys under which it is found.
 _PARTS = {
@@ -19,13 +19,16 @@ _PARTS = {
     "input_image": ("image", ("image_url",)),
     "video_url": ("video", ("video_url",)),
     "video": ("video", ("video", "url", "path", "base64")),
+    "audio_url": ("audio", ("audio_url",)),
+    "audio": ("audio", ("audio", "url", "path", "base64")),
+    "input_audio": ("audio", ("input_audio",)),
 }
 
 
 class Source(NamedTuple):
     """Where a medium comes from.
 
-    kind: "image" or "video". urls: one URL or path; if `listed`, the pictures that are the frames of a video.
+    kind: "image", "video" or "audio". urls: one URL or path; if `listed`, the pictures that are the frames of a video.
     """
 
     kind: str
@@ -38,8 +41,8 @@ def split_media(
 ) -> tuple[list[dict[str, Any]], list[Source]]:
     """Return the messages as chat templates expect them, and their media in the order of the text.
 
-    Parts that are media become {"type": "image"} or {"type": "video"}. Raises MediaError for other types of parts, and
-    for text with one of the `placeholders`, which only the template may write.
+    Parts that are media become {"type": "image"}, or that of another kind. Raises MediaError for other types of parts,
+    and for text with one of the `placeholders`, which only the template may write.
     """
     sources: list[Source] = []
     converted = []
@@ -80,6 +83,8 @@ def _convert(part: Any, sources: list[Source]) -> dict[str, Any]:
         fields = f"the field {keys[0]}" if len(keys) == 1 else f"one of the fields {', '.join(keys)}"
         raise MediaError(f"a part of type {kind}: expected {fields}, found {', '.join(given) or 'none'}")
     value = part[given[0]]
+    if kind == "input_audio":
+        value = _inline_sound(value)
     if medium == "video" and isinstance(value, list | tuple) and given[0] != "base64":
         if not value:
             raise MediaError(f"a part of type {kind}: expected at least one frame, found an empty list")
@@ -88,6 +93,16 @@ def _convert(part: Any, sources: list[Source]) -> dict[str, Any]:
         url = _url(value, kind)
         sources.append(Source(medium, (f"data:;base64,{url}" if given[0] == "base64" else url,), False))
     return {"type": medium}
+
+
+def _inline_sound(value: Any) -> str:
+    """Return what {"data": base64, "format": "wav"} has as a URL. The file itself says what its format is."""
+    data = value.get("data") if isinstance(value, Mapping) else None
+    if not isinstance(data, str) or not data or not isinstance(value.get("format", ""), str):
+        raise MediaError(
+            f"a part of type input_audio: expected an object of data, sound in base64, and format, found {show(value)}"
+        )
+    return f"data:;base64,{data}"
 
 
 def _url(value: Any, kind: str) -> str:

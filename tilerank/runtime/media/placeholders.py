@@ -17,12 +17,7 @@ _MAX_ID = 1 << 24
 
 
 class PlaceholderProcessor(Processor):
-    """Reads the placeholders "image_token" and "video_token" of a model directory. Raises ConfigError.
-
-    kinds: of media that have a placeholder.
-    """
-
-    kinds: tuple[str, ...] = ("image", "video")
+    """Reads the placeholders "image_token" and those of other kinds of a model directory. Raises ConfigError."""
 
     def __init__(self, model_dir: Path, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer

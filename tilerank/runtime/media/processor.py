@@ -10,11 +10,13 @@ from .decoder import Frames, Sampler
 class Processor(ABC):
     """The processor of a model directory.
 
+    kinds: of media that the model takes.
     placeholders: what the chat template writes for a medium. Users may not write it (see messages.split_media).
     convention: a sentence for the log on how prompts are written, where the model directory decides that.
     shares_frames: whether the frames taken of a video depend on the other videos of its prompt.
     """
 
+    kinds: tuple[str, ...] = ("image", "video")
     placeholders: tuple[str, ...]
     convention: str = ""
     shares_frames: bool = False
@@ -40,4 +42,4 @@ class Processor(ABC):
 
     @abstractmethod
     def most_tokens(self, kind: str) -> int:
-        """Return an upper bound of the tokens that the encoder computes for one "image" or "video"."""
+        """Return an upper bound of the tokens that the encoder computes for one medium of a kind."""

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 
 from .decoder import Sampler
+from .errors import MediaError
 from .messages import Source
 from .processor import Processor
 
@@ -13,8 +14,11 @@ def samplers(
     """Return what chooses the frames of each medium of a prompt.
 
     describe: returns total frames and frames per second of the video that is source number i, as Decoder.describe;
-    called where frames depend on other videos.
+    called where frames depend on other videos. Raises MediaError for a medium of a kind that the model does not take.
     """
+    for source in sources:
+        if source.kind not in processor.kinds:
+            raise MediaError(f"the model takes {' and '.join(processor.kinds)}, found {source.kind}")
     videos = [i for i, source in enumerate(sources) if source.kind == "video" and not source.listed]
     if len(videos) < 2 or not processor.shares_frames:
         return [processor.sample] * len(sources)

@@ -132,7 +132,7 @@ class TextPart(Body):
 
 
 class MediaPart(Body):
-    """A picture or a video. runtime/media/messages.py reads its fields."""
+    """A picture, a video or sound. runtime/media/messages.py reads its fields."""
 
     model_config = ConfigDict(extra="allow", allow_inf_nan=False)
     type: str = Field(min_length=1, max_length=64)

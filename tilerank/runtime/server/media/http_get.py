@@ -97,7 +97,7 @@ async def _exchange(
     headers = [
         ("Host", url.netloc.encode("idna").decode()),
         ("User-Agent", "tilerank"),
-        ("Accept", "image/*, video/*"),
+        ("Accept", "image/*, video/*, audio/*"),
         ("Accept-Encoding", "identity"),
         ("Connection", "close"),
     ]

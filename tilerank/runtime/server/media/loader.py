@@ -1,4 +1,4 @@
-"""Fetches and decodes the pictures and videos of requests."""
+"""Fetches and decodes the media of requests."""
 
 import asyncio
 from collections import Counter
@@ -18,8 +18,8 @@ from .media_budget import Share
 DECODE_S = 60.0
 """For all media of a request together."""
 AT_A_TIME = {"image": 2, "video": 1}
-"""Requests with pictures alone, and requests with videos, whose media are decoded at the same time."""
-_NAMES = {"image": "pictures", "video": "videos"}
+"""Requests with pictures alone, and requests with videos or sound, whose media are decoded at the same time."""
+_NAMES = {"image": "pictures", "video": "videos", "audio": "clips of sound"}
 
 
 class MediaReader:
@@ -54,7 +54,7 @@ class MediaReader:
                     param="messages",
                 )
         fetched = await self._fetcher.fetch([url for source in sources for url in source.urls], share)
-        lane = self._lanes["video" if any(source.kind == "video" for source in sources) else "image"]
+        lane = self._lanes["image" if all(source.kind == "image" for source in sources) else "video"]
         async with lane.turns:
             await share.wait_for_room()
             try:

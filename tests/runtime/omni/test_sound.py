@@ -1,0 +1,154 @@
+"""Sound from a file to the prompt: what is decoded, and what is refused with a sentence."""
+
+import base64
+import io
+import json
+import wave
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import av
+import numpy as np
+import pytest
+import tiny
+from command import run
+from media_files import encoded, picture, video
+from serving import serving
+
+from tilerank.launch.serving.media_decoder import MediaDecoder
+from tilerank.loader.tokenizer import Tokenizer
+from tilerank.runtime.media.errors import MediaError
+from tilerank.runtime.media.sound import MAX_SECONDS, audio_tokens
+
+
+def tone(seconds: float, rate: int = 16000) -> Any:
+    """Float64 samples of 440 Hz."""
+    return 0.5 * np.sin(2 * np.pi * 440 * np.arange(round(seconds * rate)) / rate)
+
+
+def wav(samples: Any, rate: int = 16000) -> bytes:
+    """samples: [n] or [n, channels]."""
+    out = io.BytesIO()
+    with wave.open(out, "wb") as file:
+        file.setnchannels(1 if samples.ndim == 1 else samples.shape[1])
+        file.setsampwidth(2)
+        file.setframerate(rate)
+        file.writeframes(np.round(samples * 32767).astype("<i2").tobytes())
+    return out.getvalue()
+
+
+def compressed(form: str, codec: str, samples: Any, rate: int) -> bytes:
+    out = io.BytesIO()
+    with av.open(out, "w", format=form) as container:
+        stream: Any = container.add_stream(codec, rate=rate)
+        stream.layout = "mono"
+        shape = "s16" if codec == "flac" else "fltp"
+        values = np.round(samples * 32767).astype(np.int16) if shape == "s16" else samples.astype(np.float32)
+        frame = av.AudioFrame.from_ndarray(values[None], format=shape, layout="mono")
+        frame.sample_rate = rate
+        for ready in (frame, None):
+            container.mux(stream.encode(ready))
+    return out.getvalue()
+
+
+@pytest.fixture(scope="module")
+def decoder() -> Iterator[MediaDecoder]:
+    made = MediaDecoder()
+    yield made
+    made.close()
+
+
+def decode(decoder: MediaDecoder, data: bytes) -> Any:
+    found = decoder.decode("audio", [data], False, lambda *_: [])
+    assert (found.kind, found.size[1:]) == ("audio", (1, 1))
+    samples = np.frombuffer(found.data, np.float32)
+    assert len(samples) == found.size[0]
+    return samples
+
+
+def test_samples_of_the_rate_of_the_model_stay_as_they_are(decoder: MediaDecoder) -> None:
+    samples = tone(0.7)
+    found = decode(decoder, wav(samples))
+    assert np.array_equal(found, np.round(samples * 32767).astype(np.float32) / 32768)
+
+
+def test_channels_are_averaged(decoder: MediaDecoder) -> None:
+    samples = tone(0.5)
+    found = decode(decoder, wav(np.stack([samples, 0 * samples], 1)))
+    assert np.abs(found - samples / 2).max() < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("form", "codec", "rate"),
+    [("mp3", "libmp3lame", 44100), ("flac", "flac", 48000), ("ogg", "libopus", 48000), ("wav", "", 8000)],
+)
+def test_formats_and_rates(decoder: MediaDecoder, form: str, codec: str, rate: int) -> None:
+    """The tone is there, at 440 Hz and as loud, in as many samples as a second has."""
+    samples = tone(1.0, rate)
+    found = decode(decoder, compressed(form, codec, samples, rate) if codec else wav(samples, rate))
+    assert abs(len(found) - 16000) <= 1700  # mp3 pads to whole frames
+    middle = found[4000:12000]
+    spectrum = np.abs(np.fft.rfft(middle * np.hanning(8000)))
+    assert spectrum.argmax() == 220  # of 2 Hz each
+    assert abs(np.sqrt((middle**2).mean()) - 0.5 / 2**0.5) < 0.02
+
+
+HOUR = MAX_SECONDS * 8000
+
+
+BAD: list[tuple[str, bytes, str]] = [
+    ("not sound", b"hello, this is no sound at all" * 9, "the sound cannot be decoded"),
+    ("empty", b"", "found an empty file"),
+    ("picture", encoded(picture(20, 20)), "the sound cannot be decoded"),
+    ("silent video", video(3), "found a file of format .* without it"),
+    ("no samples", wav(np.zeros(0)), "without samples"),
+    ("768 kHz", wav(tone(0.01, 768000), 768000), "at most 192000 Hz and 8 channels, found 768000 Hz"),
+    ("64 channels", wav(np.zeros((100, 64))), "at most 192000 Hz and 8 channels, found .*64 channels"),
+    ("cut wav", wav(tone(4.0))[:64000], "cut off: the file says that it has 128044 bytes, found 64000"),
+    ("cut mp3", compressed("mp3", "libmp3lame", tone(4.0, 44100), 44100)[:16000], "file says that it has 4.00 s"),
+    ("cut flac", compressed("flac", "flac", tone(4.0), 16000)[:-9000], "cut off|cannot be decoded"),
+    ("long", wav(np.zeros(HOUR + 8000), 8000), "expected sound of at most 3600 s, found"),
+]
+
+
+@pytest.mark.parametrize(("data", "sentence"), [bad[1:] for bad in BAD], ids=[bad[0] for bad in BAD])
+def test_bad_files_are_refused(decoder: MediaDecoder, data: bytes, sentence: str) -> None:
+    with pytest.raises(MediaError, match=sentence):
+        decode(decoder, data)
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.make_checkpoint("qwen3_omni_moe", tmp_path_factory.mktemp("omni"), seed=3)
+
+
+def test_generate_and_serve_hear_the_same(model_dir: Path, tmp_path: Path) -> None:
+    """`--audio`, `input_audio` and `audio_url` give the same prompt and answer; bad sound gives an error of 400."""
+    data = wav(tone(1.3))
+    (tmp_path / "a.wav").write_bytes(data)
+    options = ("--dtype", "float32", "--json", "--ignore-eos", "--max-new-tokens", 6)
+    result = run("generate", model_dir, *options, "--audio", tmp_path / "a.wav", "--prompt", "What is it?")
+    assert result.status == 0, result.err
+    answer = json.loads(result.out)
+    tokenizer = Tokenizer(model_dir)
+    (pad,) = tokenizer.encode("<|audio_pad|>", add_special_tokens=False)
+    assert answer["prompt_token_ids"].count(pad) == audio_tokens(130)
+    plain = base64.b64encode(data).decode()
+    parts: list[Any] = [
+        {"type": "input_audio", "input_audio": {"data": plain, "format": "wav"}},
+        {"type": "audio_url", "audio_url": {"url": f"data:audio/wav;base64,{plain}"}},
+    ]
+    question = {"type": "text", "text": "What is it?"}
+    with serving("--model-path", model_dir) as server:
+        for part in parts:
+            body = {"messages": [{"role": "user", "content": [part, question]}], "temperature": 0, "max_tokens": 6}
+            found = server.post("/v1/chat/completions", body | {"ignore_eos": True, "return_token_ids": True})
+            assert found.status_code == 200, found.text
+            assert found.json()["usage"]["prompt_tokens"] == len(answer["prompt_token_ids"])
+            assert found.json()["choices"][0]["token_ids"] == answer["token_ids"]
+        for bad in (b"no sound", wav(np.zeros(0)), wav(tone(0.005)), wav(np.zeros((100, 64)))):
+            sound = {"data": base64.b64encode(bad).decode(), "format": "wav"}
+            content = [{"type": "input_audio", "input_audio": sound}, question]
+            found = server.post("/v1/chat/completions", {"messages": [{"role": "user", "content": content}]})
+            assert found.status_code == 400 and "sound" in found.json()["error"]["message"], found.text

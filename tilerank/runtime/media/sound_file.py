@@ -1,0 +1,112 @@
+"""Decodes sound with PyAV, in the process of decode_process.py."""
+
+import io
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from .errors import MediaError
+from .sound import MAX_CHANNELS, MAX_RATE, MAX_SECONDS, RATE
+
+if TYPE_CHECKING:
+    from av.audio.stream import AudioStream
+    from av.container import InputContainer
+
+# Demuxers, without those of playlists, which name other files and URLs.
+FORMATS = "wav,w64,mp3,flac,ogg,aac,aiff,mov,mp4,m4a,3gp,3g2,mj2,matroska,webm"
+_STREAMED = (1 << 31) - (1 << 16)
+_LOST = 0.5
+"""Seconds that a file may lack of what it says it has; encoders pad and cut a little."""
+
+
+def read_sound(data: bytes) -> bytes:
+    """Return float32 samples of one channel, `RATE` a second: the mean of the channels, resampled.
+
+    Raises MediaError for what is not sound, is too long or is cut off where the file says how long it is.
+    """
+    _check_riff(data)
+    parts, count = list[bytes](), 0
+    with _open(data) as (container, stream):
+        expected = _duration(stream)
+        for samples in _resampled(container, stream):
+            parts.append(samples.tobytes())
+            count += len(samples)
+            if count > MAX_SECONDS * RATE:
+                raise MediaError(f"expected sound of at most {MAX_SECONDS} s, found more")
+    if not count:
+        raise MediaError("expected sound, found a file without samples")
+    if count / RATE < expected - _LOST:
+        raise MediaError(
+            f"the sound is damaged or cut off: the file says that it has {expected:.2f} s, found {count / RATE:.2f} s"
+        )
+    return b"".join(parts)
+
+
+def _check_riff(data: bytes) -> None:
+    """Raise MediaError for a WAV file that is shorter than it says, which the demuxer takes as it is.
+
+    Streams, whose length was unknown when their header was written, have the largest size.
+    """
+    size = int.from_bytes(data[4:8], "little")
+    if data[:4] == b"RIFF" and len(data) - 8 < size < _STREAMED:
+        raise MediaError(f"the sound is cut off: the file says that it has {size + 8} bytes, found {len(data)}")
+
+
+def _duration(stream: "AudioStream") -> float:
+    """Return the seconds of a stream as the file gives them, 0 if it does not. Raises MediaError if they are many."""
+    seconds = float(stream.duration * stream.time_base) if stream.duration and stream.time_base else 0.0
+    if seconds > MAX_SECONDS:
+        raise MediaError(f"expected sound of at most {MAX_SECONDS} s, found {seconds:.0f} s")
+    return seconds
+
+
+def _resampled(container: "InputContainer", stream: "AudioStream") -> Iterator[Any]:
+    """Yield arrays of float32 samples, the mean of the channels."""
+    from av.audio.resampler import AudioResampler
+
+    resampler = AudioResampler(format="fltp", rate=RATE)
+    for frame in container.decode(stream):
+        if frame.sample_rate > MAX_RATE or len(frame.layout.channels) > MAX_CHANNELS:
+            raise MediaError(
+                f"expected at most {MAX_RATE} Hz and {MAX_CHANNELS} channels, found {frame.sample_rate} Hz and "
+                f"{len(frame.layout.channels)} channels"
+            )
+        for ready in resampler.resample(frame):
+            yield ready.to_ndarray().mean(0)
+    for ready in resampler.resample(None):
+        yield ready.to_ndarray().mean(0)
+
+
+@contextmanager
+def _open(data: bytes) -> Iterator[tuple["InputContainer", "AudioStream"]]:
+    """Open the first stream of sound. Errors of PyAV become MediaError."""
+    try:
+        import av
+    except ImportError as failure:
+        raise MediaError(f"sound needs PyAV, from pip install 'tilerank[vision]': {failure}") from failure
+    # No file or URL is opened besides the data.
+    options = {"format_whitelist": FORMATS, "protocol_whitelist": "none"}
+    try:
+        with av.open(io.BytesIO(data), "r", options=options, metadata_errors="ignore") as container:
+            if not container.streams.audio:
+                raise MediaError(f"expected sound, found a file of format {container.format.name} without it")
+            stream = container.streams.audio[0]
+            if stream.codec_context is None:
+                raise MediaError(
+                    f"the sound cannot be decoded: no decoder, found a file of format {container.format.name}"
+                )
+            rate, channels = stream.codec_context.sample_rate or 0, stream.codec_context.channels
+            if rate > MAX_RATE or channels > MAX_CHANNELS:
+                raise MediaError(
+                    f"expected sound of at most {MAX_RATE} Hz and {MAX_CHANNELS} channels, found {rate} Hz and "
+                    f"{channels} channels"
+                )
+            stream.codec_context.thread_count = 1
+            yield container, stream
+    except (MediaError, MemoryError):
+        raise
+    except av.FFmpegError as failure:
+        found = f"{len(data)} bytes that begin with {data[:12]!r}" if data else "an empty file"
+        raise MediaError(f"the sound cannot be decoded: {failure.strerror}; found {found}") from failure
+    except Exception as failure:
+        raise MediaError(f"the sound is damaged: {failure}") from failure
