@@ -151,6 +151,11 @@ def test_collectives_over_hosts_are_recorded() -> None:
         assert [found["equal"] for found in ranks.results(60)] == [[True] * 10] * 3
 
 
+def test_sums_of_many_rows_over_hosts_are_recorded() -> None:
+    with Ranks(3, "replay:record_a_sum_of_many_rows", hosts=HOSTS) as ranks:
+        assert ranks.results(60) == [True] * 3
+
+
 @pytest.mark.parametrize("victim", [0, 1, 2])
 def test_a_rank_of_either_host_killed_during_replay_is_named_by_the_others(victim: int) -> None:
     with Ranks(3, "replay:replay_in_lockstep_for_ever", timeout_s=300, hosts=HOSTS) as ranks:

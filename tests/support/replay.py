@@ -249,6 +249,27 @@ def record_collectives(team: Team) -> dict[str, Any]:
     return {"equal": equal, "closed": "nothing was raised"}
 
 
+def record_a_sum_of_many_rows(team: Team) -> bool:
+    """Sum rows that the kernels lay apart (core.empty_rows): the weights of a norm of ones, from every rank."""
+    from tilerank.kernels import ops
+    from tilerank.parallel.group import RecordableGroup
+
+    group = team.group
+    assert isinstance(group, RecordableGroup)
+    x, weight = torch.ones(20, 256), torch.arange(256, dtype=torch.float32)
+    own, residual = torch.zeros(20, 256), torch.zeros(20, 256)
+    apart = []
+
+    def step() -> Tensor:
+        rows = ops.add_rms_norm(x, own, weight, 0.0)
+        apart.append(not rows.is_contiguous())
+        return group.add_rms_norm(rows, residual, weight, 0.0, whole=True)
+
+    graph = Graph(step)
+    group.replay(graph.run)
+    return apart == [True] and torch.equal(residual, (group.size * weight).expand(20, 256))
+
+
 def gloo_is_refused(team: Team) -> str:
     from tilerank.kernels import ops
     from tilerank.kernels.errors import KernelError
