@@ -75,7 +75,7 @@ def test_models_with_states_report_their_slots() -> None:
 def test_models_with_cross_attention_report_the_pages_of_sources() -> None:
     assert not [name for name in samples(client_that_heard(RANKS, STATE)) if "source_" in name]
     client = client_that_heard(RANKS, replace(STATE, source_pages=40, source_pages_used=10))
-    found, status = samples(client), status_json(client, RecentRequests(), {})
+    found, status = samples(client), status_json(client, RecentRequests(), Metrics(client), {})
     assert found["tilerank_source_pages"] == 40 and found["tilerank_source_pages_usage_perc"] == 10 / 40
     assert (status["source_pages"], status["source_pages_used"]) == (40, 10)
 
@@ -131,7 +131,8 @@ def test_counters_never_go_down_when_a_replica_does() -> None:
             names = ("generation_tokens", "prompt_tokens", "num_preemptions")
             sums = samples(client)
             prompt, generated = (
-                status_json(client, RecentRequests(), {})[name] for name in ("prompt_tokens", "generated_tokens")
+                status_json(client, RecentRequests(), Metrics(client), {})[name]
+                for name in ("prompt_tokens", "generated_tokens")
             )
             assert (prompt, generated) == (
                 sums["tilerank_prompt_tokens_total"],
@@ -161,11 +162,13 @@ def test_counters_never_go_down_when_a_replica_does() -> None:
 
 def test_the_status_page_gets_the_same_values() -> None:
     client = client_that_heard(RANKS, counted((1, 1, 1000, 0.5), (1, 3, 900, 0.5)), STATE)
-    answer = status_json(client, RecentRequests(), {"model": "it"})
+    answer = status_json(client, RecentRequests(), Metrics(client), {"model": "it"})
     assert answer["ready"] is True and answer["model"] == "it" and answer["latest"] == []
     assert (answer["running"], answer["waiting"], answer["cache_tokens"]) == (3, 2, 640)
     assert answer["bytes_per_s"] == 1000 + 300
     assert [rank["wait_share"] for rank in answer["ranks"]] == [0.25, 0.125]
     assert [(rank["host"], rank["cores"]) for rank in answer["ranks"]] == [("one", "0-42"), ("two", "any")]
-    gone = status_json(EngineClient(), RecentRequests(), {"model": "it"})
-    assert gone == {"model": "it", "ready": False, "restarts": 0, "latest": []}
+    client = EngineClient()
+    gone = status_json(client, RecentRequests(), Metrics(client), {"model": "it"})
+    nothing = {"ended_in_last_minute": {}, "errors": 0, "first_token_s": None, "inter_token_s": None}
+    assert gone == {"model": "it", "ready": False, "restarts": 0, "latest": []} | nothing
