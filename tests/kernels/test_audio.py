@@ -7,6 +7,7 @@ from torch import Tensor
 
 from tilerank.kernels import audio
 from tilerank.kernels.errors import KernelError
+from tilerank.runtime.models.mel import mel_filters
 
 pytestmark = pytest.mark.usefixtures("rung")
 
@@ -24,7 +25,7 @@ def spectrogram(samples: Tensor, filters: Tensor) -> Tensor:
 def test_log_mel_equals_a_transform_in_fp64(samples: int) -> None:
     """Also of frames whose power is 1e-8 of that of the loudest, where sums in fp32 are wrong in the third digit."""
     clip = randn(samples) * torch.linspace(1, 1e-4, samples)
-    filters = audio.mel_filters()
+    filters = mel_filters()
     exact = spectrogram(clip, filters)
     found = audio.log_mel(clip, filters, slice(0, samples // 160 + 1))
     assert found.shape == exact.shape
@@ -32,7 +33,7 @@ def test_log_mel_equals_a_transform_in_fp64(samples: int) -> None:
 
 
 def test_log_mel_of_some_frames_has_the_bits_of_all() -> None:
-    clip, filters = randn(5000), audio.mel_filters()
+    clip, filters = randn(5000), mel_filters()
     whole = audio.log_mel(clip, filters, slice(0, 32))
     for frames in (slice(0, 1), slice(7, 20), slice(31, 32)):
         assert audio.log_mel(clip, filters, frames).equal(whole[frames])
@@ -40,7 +41,7 @@ def test_log_mel_of_some_frames_has_the_bits_of_all() -> None:
 
 def test_log_mel_reflects_short_clips_as_often_as_necessary() -> None:
     """As numpy.pad: a clip of 3 samples is a b c b a b c ..., and one of 1 sample is constant."""
-    filters = audio.mel_filters()
+    filters = mel_filters()
     for clip in (torch.tensor([0.3, -0.2, 0.9]), torch.tensor([0.7])):
         period = torch.cat([clip, clip.flip(0)[1:-1]])
         # 201 samples from the middle of the frame on, and 200 before it, which mirror them.
@@ -65,7 +66,7 @@ def test_unfold_makes_a_convolution_a_product(dtype: torch.dtype, a: int, b: int
 
 
 def test_wrong_arguments_are_refused() -> None:
-    filters = audio.mel_filters()
+    filters = mel_filters()
     with pytest.raises(KernelError, match="frames: expected a range of 2, found 1 to 3"):
         audio.log_mel(randn(200), filters, slice(1, 3))
     with pytest.raises(KernelError, match="expected samples, an even window and a hop, found 0"):

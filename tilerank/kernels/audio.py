@@ -36,7 +36,7 @@ def log_mel(samples: Tensor, filters: Tensor, frames: slice, *, window: int = 40
             f"log_mel: frames: expected a range of {samples.shape[0] // hop + 1}, found {frames.start} to {frames.stop}"
         )
     if core.isa() == "reference":
-        return reference.log_mel(samples, filters, frames, window, hop)
+        return reference.log_mel(samples, filters, frames, window=window, hop=hop)
     out = core.empty((frames.stop - frames.start, filters.shape[1]), torch.float32)
     core.launch(_LOG_MEL, (samples, *_transform(window), filters, out), (frames.start, hop))
     return out
@@ -60,28 +60,6 @@ def unfold(x: Tensor, rows: slice) -> Tensor:
     out = core.empty((rows.stop - rows.start, 9 * x.shape[2]), x.dtype)
     core.launch(_UNFOLD, (x, out), (rows.start,))
     return out
-
-
-@cache
-def mel_filters(mels: int = 128, window: int = 400, rate: int = 16000) -> Tensor:
-    """Return [window / 2 + 1, mels] float64: triangles that are equally wide on the mel scale of Slaney's Auditory
-    Toolbox from 0 to rate / 2, each of the same area. Rounded to fp32, as Whisper's are."""
-    edge = 15.0  # mels at 1000 Hz, below which the scale is linear
-
-    def hertz(mel: Tensor) -> Tensor:
-        return torch.where(mel < edge, 200 / 3 * mel, 1000 * torch.exp((mel - edge) * _LOG_STEP))
-
-    top = edge + torch.log(torch.tensor(rate / 2 / 1000, dtype=torch.float64)) / _LOG_STEP
-    corners = hertz(torch.linspace(0, float(top), mels + 2, dtype=torch.float64))
-    frequencies = torch.linspace(0, rate / 2, window // 2 + 1, dtype=torch.float64)
-    slopes = corners - frequencies[:, None]
-    widths = corners.diff()
-    rising, falling = -slopes[:, :-2] / widths[:-1], slopes[:, 2:] / widths[1:]
-    filters = torch.minimum(rising, falling).clamp(min=0) * (2 / (corners[2:] - corners[:-2]))
-    return filters.float().double()
-
-
-_LOG_STEP = float(torch.log(torch.tensor(6.4, dtype=torch.float64)) / 27)
 
 
 @cache

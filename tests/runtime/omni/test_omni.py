@@ -13,9 +13,9 @@ from ranks import run_ranks
 from safetensors.torch import load_file
 from torch import Tensor
 
-from tilerank.kernels.audio import log_mel, mel_filters
+from tilerank.kernels.audio import log_mel
 from tilerank.runtime.media.sound import HOP, audio_tokens
-from tilerank.runtime.models.audio import normal
+from tilerank.runtime.models.mel import mel_filters, normal
 
 NEW_TOKENS = 8
 CLIPS = [160, 161, 16000, 16001, 113120]

@@ -50,6 +50,9 @@ def image(data: bytes | str) -> dict[str, Any]:
     return {"type": "image_url", "image_url": {"url": data if isinstance(data, str) else data_url(data)}}
 
 
+SOUND = {"type": "input_audio", "input_audio": {"data": "YWJj", "format": "wav"}}
+
+
 def text(words: str) -> dict[str, Any]:
     return {"type": "text", "text": words}
 
@@ -253,7 +256,9 @@ def refused(answer: httpx.Response) -> str:
         ([{"type": "video", "video": []}], "messages: .*at least one frame"),
         ([{"type": "image_url"}], "messages: .*expected the field image_url, found none"),
         ([{"type": "image_url", "image_url": {"url": 5}}], "messages: .*expected a URL"),
-        ([{"type": "input_audio", "input_audio": {"data": "", "format": "wav"}}], "messages: .*found 'input_audio'"),
+        ([{"type": "input_file", "file": {"file_data": "a"}}], "messages: .*found 'input_file'"),
+        ([{"type": "input_audio", "input_audio": {"data": "", "format": "wav"}}], "messages: .*expected an object of data"),
+        ([SOUND, text("What?")], "messages: the model takes image and video, found audio"),
         ([text("see <|image_pad|>"), image(SMALL)], r"messages: .*contains <\|image_pad\|>"),
         ([text("<|image_"), text("pad|>")], r"messages: .*contains <\|image_pad\|>"),
         ([text("<|video_pad|>")], r"messages: .*contains <\|video_pad\|>"),

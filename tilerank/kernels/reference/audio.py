@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 
-def log_mel(samples: Tensor, filters: Tensor, frames: slice, window: int, hop: int) -> Tensor:
+def log_mel(samples: Tensor, filters: Tensor, frames: slice, *, window: int = 400, hop: int = 160) -> Tensor:
     n, half = samples.shape[0], window // 2
     first = frames.start * hop - half
     at = torch.arange(first, max((frames.stop - 1) * hop + half, first))

@@ -13,6 +13,7 @@ from torch.nn import functional
 from tilerank.kernels import audio, pictures, vision
 from tilerank.kernels.packed_sequences import attention_varlen
 from tilerank.parallel.cost import Work
+from tilerank.runtime.models.mel import mel_filters
 
 from .entry import Entry
 
@@ -105,7 +106,7 @@ def interpolate_rows() -> Entry:
 
 def log_mel() -> Entry:
     """The spectrogram of 10 seconds, in fp64: two products for the transform and one for the bands."""
-    samples, filters = torch.randn(160000), audio.mel_filters()
+    samples, filters = torch.randn(160000), mel_filters()
     frames, mels = 1000, filters.shape[1]
     return Entry(
         "log_mel",

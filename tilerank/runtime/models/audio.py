@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tilerank.kernels import core, ops
 from tilerank.kernels.attention import store_kv
-from tilerank.kernels.audio import log_mel, mel_filters, unfold
+from tilerank.kernels.audio import log_mel, unfold
 from tilerank.kernels.heads import join_heads
 from tilerank.kernels.kv_pages import KVPages
 from tilerank.kernels.packed_sequences import PackedSequences
@@ -30,6 +30,7 @@ from tilerank.parallel.sharding import Sharding
 
 from ..media.sound import HOP, audio_tokens
 from .audio_config import CHUNK, CHUNK_STEPS, AudioConfig
+from .mel import mel_filters, normal
 from .vision import ROW_UNIT, VisionMLP, cut_rows
 
 EPS = 1e-5
@@ -218,11 +219,6 @@ class AudioTower(Layer):
         for rows, cost in cut_rows(x.shape[0], self._out_cost, limit, ROW_UNIT):
             yield cost
             out[rows] = self._sharding.sum(self.mlp(self.norm(x[rows])))
-
-
-def normal(mel: Tensor) -> Tensor:
-    """Return a spectrogram of log_mel as the tower takes it: within 8 powers of ten of the loudest, and about 1."""
-    return (mel.clamp(min=float(mel.max()) - 8) + 4) / 4
 
 
 @cache

@@ -33,10 +33,10 @@ from tilerank.parallel.sharding import Sharding
 from ..errors import EngineError
 from ..media.qwen_vl_settings import Preprocessing
 from ..model import Encoder
+from .patch_places import angle_table, patch_places, taps
 from .vision_config import VisionConfig
 
 EPS = 1e-6
-_THETA = 10000.0
 ROW_UNIT = 32
 """Rows of the smallest task. Fewer would leave a tile of attention half empty."""
 _PIXEL = 1000.0
@@ -355,38 +355,3 @@ class VisionTower(Encoder):
 
         yield from pieces(self.transformer.tasks(frames, grid, operations, merge), operations)
         yield levels
-
-
-def patch_places(rows: slice, columns: int, merge: int) -> tuple[Tensor, Tensor]:
-    """Return row and column [n] int64 of the patches in some rows of a frame, in their order, block by block."""
-    first, end = rows.start, rows.stop
-    blocks = ((end - first) // merge, merge, columns // merge, merge)
-    places = torch.meshgrid(torch.arange(first, end), torch.arange(columns), indexing="ij")
-    row, column = (place.reshape(blocks).transpose(1, 2).flatten() for place in places)
-    return row, column
-
-
-def angle_table(places: int, head_dim: int) -> Tensor:
-    """Return [places, 2, head_dim / 4] float32, cosines and sines of rows or columns: half of the frequencies of a head
-    follow the row of a patch, half its column."""
-    half = head_dim // 2
-    frequencies = 1.0 / _THETA ** (torch.arange(0, half, 2, dtype=torch.float32) / half)
-    angles = torch.outer(torch.arange(places).float(), frequencies)
-    return torch.stack([angles.cos(), angles.sin()], 1)
-
-
-def taps(row: Tensor, column: Tensor, rows: int, columns: int, side: int) -> tuple[Tensor, Tensor]:
-    """Return rows [n, 4] int64 of a table of side x side positions and their weights [n, 4] float32.
-
-    They resample the table bilinearly to rows x columns patches, whose corners are those of the table.
-    """
-    indices, weights = [], []
-    for place, size in ((row, rows), (column, columns)):
-        source = place.float() * (side - 1) / max(size - 1, 1)
-        low = source.floor()
-        indices.append(torch.stack([low, low + 1], 1).long().clamp(max=side - 1))
-        upper = source - low
-        weights.append(torch.stack([1 - upper, upper], 1))
-    index = indices[0][:, :, None] * side + indices[1][:, None, :]
-    weight = weights[0][:, :, None] * weights[1][:, None, :]
-    return index.flatten(1), weight.flatten(1)
