@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 from command import DEMO, ENDLESS, SOON_S, Result, Run, await_true, demo_copy, endless_copy, hold, run
 
-from tilerank.launch.bootstrap import listen
 from tilerank.launch.prompts import read_prompts
 
 
@@ -209,11 +208,12 @@ def test_too_few_open_files() -> None:
     assert result.errors == ["tilerank: error: this user may open 20 files (ulimit -Hn), expected at least 512"]
 
 
-def test_port_in_use() -> None:
-    with listen("127.0.0.1", 0) as taken:
-        port = taken.getsockname()[1]
-        result = run("generate", DEMO, "--prompt", "x", "--tp", 2, "--master-port", port)
-    assert_refused(result, f"rank 0 cannot listen on 127.0.0.1 port {port}: Address already in use.*")
+def test_several_hosts_without_a_secret() -> None:
+    hosts = ("--nnodes", 2, "--node-rank", 0, "--master-addr", "192.0.2.1", "--master-port", 29700)
+    result = run("generate", DEMO, "--prompt", "x", "--tp", 2, *hosts)
+    assert_refused(
+        result, r"ranks on several hosts need TILERANK_SECRET.*=\$\(openssl rand -hex 32\) and give the same.*"
+    )
 
 
 def test_not_enough_memory() -> None:

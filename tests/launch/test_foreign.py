@@ -233,6 +233,7 @@ def test_torchrun_starts_a_server_again() -> None:
 
 
 HOSTS = ("10.77.13.1", "10.77.13.2")
+SECRET = {"TILERANK_SECRET": "known to both of the hosts"}
 
 
 @pytest.fixture
@@ -263,11 +264,15 @@ def namespaces() -> Iterator[list[str]]:
             ip("netns", "del", name)
 
 
+def start_host(namespace: str, *arguments: object) -> Run:
+    return Run(*arguments, launcher=("ip", "netns", "exec", namespace), env=SECRET)
+
+
 def test_two_hosts(expected: list[int], namespaces: list[str]) -> None:
     options = ("--tp", 4, "--nnodes", 2, "--master-addr", HOSTS[0], "--master-port", 29700)
     with ExitStack() as stack:
         hosts = [
-            stack.enter_context(Run(*SHORT, *options, "--node-rank", i, launcher=("ip", "netns", "exec", name)))
+            stack.enter_context(start_host(name, *SHORT, *options, "--node-rank", i))
             for i, name in enumerate(namespaces)
         ]
         results = [host.finish() for host in hosts]
@@ -280,7 +285,7 @@ def test_a_host_that_fails_ends_the_other(endless: tuple[object, ...], namespace
     options = ("--tp", 4, "--nnodes", 2, "--master-addr", HOSTS[0], "--master-port", 29700)
     with ExitStack() as stack:
         hosts = [
-            stack.enter_context(Run(*endless, *options, "--node-rank", i, launcher=("ip", "netns", "exec", name)))
+            stack.enter_context(start_host(name, *endless, *options, "--node-rank", i))
             for i, name in enumerate(namespaces)
         ]
         generating(hosts[0])
@@ -288,6 +293,19 @@ def test_a_host_that_fails_ends_the_other(endless: tuple[object, ...], namespace
         result = hosts[0].finish(SOON_S)
     assert result.status != 0
     assert len(result.errors) == 1 and re.search(r"rank [23]\b", result.errors[0]), result.err
+
+
+def test_torchrun_on_two_hosts(expected: list[int], namespaces: list[str]) -> None:
+    """Rank 0's port comes through the store of torchrun's agent, the proof of the secret does not."""
+    with ExitStack() as stack:
+        hosts = []
+        for i, name in enumerate(namespaces):
+            options = ("--nnodes", "2", "--node-rank", str(i), "--nproc-per-node", "1", "--master-addr", HOSTS[0])
+            launcher = ("ip", "netns", "exec", name, TORCHRUN[0], *options, "--master-port", "29701")
+            hosts.append(stack.enter_context(Run(*SHORT, launcher=launcher, command=MODULE, env=SECRET)))
+        results = [host.finish() for host in hosts]
+    assert tokens(results[0]) == expected
+    assert results[1].status == 0
 
 
 def test_mpirun_on_two_hosts_without_an_address(expected: list[int], namespaces: list[str], tmp_path: Path) -> None:

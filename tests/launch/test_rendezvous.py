@@ -8,7 +8,7 @@ import textwrap
 
 import pytest
 
-from tilerank.launch.bootstrap import find_store, interface_addresses, launcher_process, listen
+from tilerank.launch.bootstrap import Place, find_place, interface_addresses, launcher_process, listen
 from tilerank.launch.errors import LaunchError
 from tilerank.launch.rendezvous import (
     Identity,
@@ -174,15 +174,18 @@ SLURM_PORT = 20000 + 77 * 31
             id="no-agent",
         ),
         pytest.param(OPEN_MPI, (), Meeting("launcher"), id="openmpi-one-host"),
-        pytest.param(MPICH, (None, 29600), Meeting("launcher", port=29600), id="mpich-own-port"),
+        pytest.param(MPICH, (None, 29600), Meeting("launcher"), id="mpich-own-port"),
         pytest.param(
-            {**MPICH, "MASTER_ADDR": "10.0.0.9", "MASTER_PORT": "1234"},
+            {**MPICH, "MPI_LOCALNRANKS": "2", "MASTER_ADDR": "10.0.0.9", "MASTER_PORT": "1234"},
             (),
             Meeting("address", "10.0.0.9", 1234),
             id="mpich-given",
         ),
         pytest.param(
-            {**MPICH, "MASTER_ADDR": "a", "MASTER_PORT": "1"}, ("b", 2), Meeting("address", "b", 2), id="flags-win"
+            {**MPICH, "MPI_LOCALNRANKS": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"},
+            ("b", 2),
+            Meeting("address", "b", 2),
+            id="flags-win",
         ),
         pytest.param({**MPICH, "MPI_LOCALNRANKS": "2"}, (), Meeting("mpi"), id="mpich-hosts"),
         pytest.param({**OPEN_MPI, "OMPI_COMM_WORLD_SIZE": "6"}, (), Meeting("mpi"), id="openmpi-hosts"),
@@ -190,7 +193,9 @@ SLURM_PORT = 20000 + 77 * 31
         pytest.param(
             {**SRUN, "MASTER_ADDR": "node05"}, (), Meeting("address", "node05", SLURM_PORT), id="srun-address"
         ),
-        pytest.param({**PLAIN, "MASTER_PORT": "29500"}, (), Meeting("address", "127.0.0.1", 29500), id="plain"),
+        pytest.param({**PLAIN, "MASTER_PORT": "29500"}, (), Meeting("port", port=29500), id="plain"),
+        pytest.param({**TORCHRUN, "LOCAL_WORLD_SIZE": "4"}, (), Meeting("launcher"), id="torchrun-one-host"),
+        pytest.param({**OWN, "TILERANK_STORE": "@name"}, (), Meeting("given", "@name"), id="own-one-host"),
     ],
 )
 def test_meeting(env: dict[str, str], arguments: tuple[str | None, int | None], expected: Meeting) -> None:
@@ -251,25 +256,39 @@ def test_interface_addresses_are_not_loopback() -> None:
             assert listener.getsockname()[0] == address
 
 
-def test_only_rank_0_listens_at_a_given_address() -> None:
-    with listen("127.0.0.1", 0) as probe:
-        port = probe.getsockname()[1]
-    where = Meeting("address", "127.0.0.1", port)
-    assert find_store(Identity("environment", 1, 2, 1, 2), where).fd is None
-    store = find_store(Identity("environment", 0, 2, 0, 2), where)
-    assert store.fd is not None and (store.host, store.port) == ("127.0.0.1", port)
-    with socket.socket(fileno=store.fd) as listener:
-        assert listener.getsockname() == ("127.0.0.1", port)
+def test_only_rank_0_listens_and_on_one_host_not_for_the_network() -> None:
+    where = Meeting("port", port=4711)
+    name = f"@tilerank-{os.getuid()}-port-4711"
+    assert find_place(Identity("environment", 1, 2, 1, 2), where) == Place(name, 0, None)
+    place = find_place(Identity("environment", 0, 2, 0, 2), where)
+    assert place.host == name and place.fd is not None
+    with socket.socket(fileno=place.fd) as listener:
+        assert listener.getsockname() == b"\0" + name[1:].encode()
+        with pytest.raises(LaunchError, match=r"another rank 0 was started for port 4711 \(MASTER_PORT\)"):
+            find_place(Identity("environment", 0, 2, 0, 2), where)
+
+
+@pytest.mark.parametrize("where", [Meeting("address", "192.0.2.1", 1), Meeting("agent", "192.0.2.1", 1)])
+def test_several_hosts_need_a_secret(where: Meeting, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TILERANK_SECRET", raising=False)
+    with pytest.raises(LaunchError, match=r"need TILERANK_SECRET.* TILERANK_SECRET=\$\(openssl rand -hex 32\)"):
+        find_place(Identity("environment", 0, 2, 0, 1), where)
+    monkeypatch.setenv("TILERANK_SECRET", "short")
+    with pytest.raises(LaunchError, match="TILERANK_SECRET has 5 characters, expected at least 16"):
+        find_place(Identity("environment", 1, 2, 0, 1), where)
+    monkeypatch.setenv("TILERANK_SECRET", "s" * 16)
+    assert find_place(Identity("environment", 1, 2, 0, 1), where).secret == "s" * 16
 
 
 MEET = """
     import os, socket, sys
-    from tilerank.launch.bootstrap import find_store
+    from tilerank.launch.bootstrap import find_place
     from tilerank.launch.rendezvous import identify, meeting
     identity = identify(os.environ)
-    store = find_store(identity, meeting(identity, os.environ))
-    assert (store.fd is not None) == (identity.rank == 0)
-    print(identity.rank, store.host, store.port, flush=True)
+    place = find_place(identity, meeting(identity, os.environ))
+    assert (place.fd is not None) == (identity.rank == 0)
+    print(identity.rank, place.host, flush=True)
+    sys.stdin.read()  # rank 0 holds the name until all have it
 """
 
 
@@ -278,7 +297,7 @@ def start_rank(rank: int, *, wrapped: bool) -> "subprocess.Popen[str]":
     command = [sys.executable, "-c", textwrap.dedent(MEET)]
     if wrapped:  # with a second command, the shell does not replace itself by the first
         command = ["sh", "-c", '"$@"; exit $?', "sh", *command]
-    return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True)
+    return subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
 def test_children_of_one_launcher_find_rank_0() -> None:
@@ -287,15 +306,7 @@ def test_children_of_one_launcher_find_rank_0() -> None:
     lines = sorted(process.communicate(timeout=110)[0].split() for process in ranks)
     assert [process.returncode for process in ranks] == [0, 0, 0]
     assert [line[0] for line in lines] == ["0", "1", "2"]
-    assert len({tuple(line[1:]) for line in lines}) == 1 and lines[0][1] == "127.0.0.1"
-
-
-def test_missing_ranks_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tilerank.launch.bootstrap.RENDEZVOUS_S", 0.3)
-    with pytest.raises(LaunchError, match=r"ranks 1, 2 of 3 did not arrive within"):
-        find_store(Identity("MPICH", 0, 3, 0, 3), Meeting("launcher"))
-    with pytest.raises(LaunchError, match=r"rank 2 waited for rank 0 of 3, which did not arrive within"):
-        find_store(Identity("MPICH", 2, 3, 2, 3), Meeting("launcher"))
+    assert len({line[1] for line in lines}) == 1 and lines[0][1].startswith("@tilerank-")
 
 
 def test_two_first_ranks_of_one_launcher_are_refused() -> None:
@@ -303,13 +314,13 @@ def test_two_first_ranks_of_one_launcher_are_refused() -> None:
     with socket.socket(socket.AF_UNIX) as taken:
         taken.bind(f"\0tilerank-{os.getuid()}-{launcher.pid}-{launcher.started}")
         with pytest.raises(LaunchError, match=f"another rank 0 was started by MPICH .process {launcher.pid}"):
-            find_store(Identity("MPICH", 0, 3, 0, 3), Meeting("launcher"))
+            find_place(Identity("MPICH", 0, 3, 0, 3), Meeting("launcher"))
 
 
 def test_several_hosts_under_mpirun_need_mpi4py(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mpi4py", None)
     with pytest.raises(LaunchError, match=r"several hosts .* mpi4py is not installed: pip install 'tilerank\[mpi\]'"):
-        find_store(Identity("MPICH", 0, 4, 0, 2), Meeting("mpi"))
+        find_place(Identity("MPICH", 0, 4, 0, 2), Meeting("mpi"))
 
 
 def test_the_launcher_is_the_parent_where_nobody_wrote_variables() -> None:

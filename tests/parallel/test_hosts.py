@@ -2,9 +2,9 @@
 
 import json
 import os
+import secrets
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 from ranks import Ranks, run_ranks
-from torch.distributed import TCPStore
 
 from tests.parallel.test_group import needs_core
 from tilerank.parallel.hosts import Seat, address_of, hosts_of
@@ -112,19 +111,33 @@ def test_one_host_binds_loopback_only() -> None:
 
 
 def listening(team: Any) -> list[str]:
-    """Return the addresses, as in /proc/net/tcp, on which processes of this group listen."""
+    """Return the sockets of this process that listen: addresses as in /proc/net/tcp, and names of unix sockets."""
+    team.ready(30)
     team.group.barrier()
     inodes = {str(link.readlink()) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()}
     rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
     rows += [line.split() for line in Path("/proc/net/tcp6").read_text().splitlines()[1:]]
-    return [row[1].partition(":")[0] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in inodes]
+    tcp = [row[1].partition(":")[0] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in inodes]
+    unix = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
+    accepting = "00010000"  # flags of a listening unix socket
+    return tcp + [row[-1] for row in unix if row[3] == accepting and f"socket:[{row[6]}]" in inodes]
 
 
-@pytest.mark.parametrize("collectives", ["auto", "gloo"])
-def test_nothing_listens_beyond_loopback(collectives: str) -> None:
-    addresses = run_ranks(2, "tests.parallel.test_hosts:listening", collectives=collectives)
-    assert addresses[0], "rank 0 hosts the store"
+@needs_core
+def test_nothing_listens_once_the_ranks_are_connected() -> None:
+    assert run_ranks(2, "tests.parallel.test_hosts:listening") == ([[], []])
+
+
+def test_gloo_listens_on_loopback_only() -> None:
+    addresses = run_ranks(2, "tests.parallel.test_hosts:listening", collectives="gloo")
     assert {address for rank in addresses for address in rank} == {"0100007F"}
+
+
+@needs_core
+def test_only_gloo_listens_between_hosts(two_hosts: list[str]) -> None:
+    """gloo's sockets are of the leaders, 0 and 1; rank 0 does not listen at the address of the meeting any more."""
+    with start(two_hosts, "tests.parallel.test_hosts:listening") as ranks:
+        assert ranks.results(60) == [["01004D0A"], ["02004D0A"], [], []]
 
 
 MPIRUN = Path(sys.executable).parent / "mpirun"  # the MPI that mpi4py loads, not whichever is first on PATH
@@ -140,17 +153,14 @@ def gather_ranks(team: Any) -> list[Any]:
 
 
 def mpirun(size: int, target: str, **more: Any) -> list[Any]:
-    """Do what run_ranks does, with ranks numbered by MPI; this process hosts the store."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        address = listener.getsockname()
-        store = TCPStore(*address, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+    """Do what run_ranks does, with ranks numbered by MPI."""
     module, _, function = target.partition(":")
     job = {
         "rank": None,
         "size": size,
-        "store": address,
+        "store": (f"@{secrets.token_hex(16)}", 0),
         "fds": [],
-        "listen": False,
+        "listen": True,
         "namespace": None,
         "hosts": None,
         "threads": 1,
@@ -161,7 +171,6 @@ def mpirun(size: int, target: str, **more: Any) -> list[Any]:
     path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH", ""), str(support), str(support.parents[1])]))
     command = [str(MPIRUN), "-n", str(size), sys.executable, str(support / "ranks.py"), json.dumps(job)]
     done = subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, timeout=300, check=False)
-    del store
     said = (done.stdout + done.stderr).decode()
     assert done.returncode == 0, said
     # mpirun may join the lines of two ranks.

@@ -4,11 +4,14 @@ import os
 import secrets
 import socket
 import struct
+import threading
 import types
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
+from torch.distributed import TCPStore
 
 from tilerank.kernels import core
 from tilerank.parallel import callers as callers_module
@@ -16,38 +19,63 @@ from tilerank.parallel import credentials
 from tilerank.parallel import join as at_join
 from tilerank.parallel.callers import MAX_CALLERS
 from tilerank.parallel.channel import LONGEST, Channel, open_link
+from tilerank.parallel.credentials import ACCEPTED, HELLO, NONCE, OTHER_SECRET, REPLY, introduce
 from tilerank.parallel.errors import GroupError
-from tilerank.parallel.join import Membership, join
+from tilerank.parallel.join import join
+from tilerank.parallel.meeting import DATA, WATCH, Meeting, Membership
 from tilerank.parallel.shm import ShmGroup, create_segment
 from tilerank.parallel.watch import REPORT
 
-SECRET = bytes(range(16))
+SECRET = bytes(range(32))
 
 
-def hello(rank: int, kind: int, secret: bytes) -> bytes:
-    return struct.pack("<II16s", rank, kind, secret)
+def introduction(rank: int, kind: int, secret: bytes) -> Callable[[socket.socket], None]:
+    return lambda connection: introduce(connection, rank, kind, secret, 0)
+
+
+def greeting(data: bytes) -> Callable[[socket.socket], None]:
+    return lambda connection: connection.sendall(data)
+
+
+RANK_1 = [introduction(1, WATCH, SECRET), introduction(1, DATA, SECRET)]
 
 
 def answer(
-    greetings: list[bytes], monkeypatch: pytest.MonkeyPatch, patience_s: float = 10.0, hello_s: float = 0.2
-) -> dict[int, Any]:
-    """Return what rank 0, waiting for rank 1 at a unix socket, accepts of connections that send these greetings."""
+    acts: list[Callable[[socket.socket], None]],
+    monkeypatch: pytest.MonkeyPatch,
+    patience_s: float = 10.0,
+    hello_s: float = 0.2,
+) -> tuple[dict[int, Any], list[str]]:
+    """Return what rank 0, waiting for rank 1 at a unix socket, accepts of connections on which these acts run, and
+    the errors of the acts. A GroupError of rank 0 is raised after them."""
     monkeypatch.setattr(callers_module, "HELLO_S", hello_s)
-    meeting: Any = types.SimpleNamespace(m=types.SimpleNamespace(rank=0), remaining=lambda: patience_s)
+    meeting: Any = types.SimpleNamespace(m=types.SimpleNamespace(rank=0), remaining=lambda: patience_s, secret=SECRET)
+    errors: list[str] = []
+
+    def act(name: str) -> None:
+        for run in acts:
+            caller = socket.socket(socket.AF_UNIX)
+            opened.append(caller)
+            caller.settimeout(5)
+            caller.connect(name)
+            try:
+                run(caller)
+            except (GroupError, OSError) as error:
+                errors.append(str(error))
+
+    opened: list[socket.socket] = []
     with socket.socket(socket.AF_UNIX) as listener:
         name = "\0" + secrets.token_hex(16)
         listener.bind(name)
-        listener.listen(len(greetings))
-        callers = []
-        for greeting in greetings:
-            caller = socket.socket(socket.AF_UNIX)
-            caller.connect(name)
-            caller.sendall(greeting)
-            callers.append(caller)
+        listener.listen(len(acts))
+        thread = threading.Thread(target=act, args=[name])
+        thread.start()
         try:
-            return at_join._answer(meeting, listener, [1], SECRET)
+            return at_join._answer(meeting, listener, [1]), errors
         finally:
-            for caller in callers:
+            listener.close()
+            thread.join()
+            for caller in opened:
                 caller.close()
 
 
@@ -60,23 +88,72 @@ def close(links: dict[int, Any]) -> None:
 def test_strangers_are_turned_away_and_the_rank_let_in(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    strangers = [hello(1, 0, bytes(16)), b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", hello(2, 0, SECRET)]
-    links = answer([*strangers, hello(1, 1, SECRET), hello(1, 0, SECRET)], monkeypatch)
+    other = introduction(1, DATA, bytes(32))
+    strangers = [other, greeting(b"GET / HTTP/1.1\r\n\r\n".ljust(HELLO.size)), introduction(2, DATA, SECRET)]
+    links, errors = answer([*strangers, *RANK_1], monkeypatch)
     assert list(links) == [1]
     assert caplog.text.count("refused a connection") == len(strangers)
+    assert "it says that it is rank 1, but has another TILERANK_SECRET" in caplog.text
+    assert errors[0] == "rank 0 has another TILERANK_SECRET than rank 1; all ranks need the same"
     close(links)
 
 
+def test_a_hello_that_was_overheard_opens_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = []
+
+    def overhear(connection: socket.socket) -> None:
+        """Carry a rank's introduction over, and keep its hello."""
+        ours, theirs = socket.socketpair()
+        thread = threading.Thread(target=introduce, args=(theirs, 1, WATCH, SECRET, 0))
+        thread.start()
+        ours.sendall(connection.recv(NONCE, socket.MSG_WAITALL))
+        said.append(ours.recv(HELLO.size, socket.MSG_WAITALL))
+        connection.sendall(said[0])
+        ours.sendall(connection.recv(REPLY.size, socket.MSG_WAITALL))
+        thread.join()
+        ours.close()
+        theirs.close()
+
+    replies = []
+
+    def repeat(connection: socket.socket) -> None:
+        connection.recv(NONCE, socket.MSG_WAITALL)
+        connection.sendall(said[0])
+        replies.append(REPLY.unpack(connection.recv(REPLY.size, socket.MSG_WAITALL))[0])
+
+    links, errors = answer([overhear, repeat, RANK_1[1]], monkeypatch)
+    assert list(links) == [1] and not errors
+    assert replies == [OTHER_SECRET]
+    close(links)
+
+
+def test_a_rank_0_without_the_secret_is_noticed() -> None:
+    """It accepts whoever comes, but cannot prove anything: neither with a proof of its own nor with the rank's."""
+    for proof in (lambda hello: bytes(32), lambda hello: HELLO.unpack(hello)[3]):
+        ours, theirs = socket.socketpair()
+
+        def pretend(end: socket.socket = theirs, proof: Callable[[bytes], bytes] = proof) -> None:
+            end.sendall(bytes(NONCE))
+            end.sendall(REPLY.pack(ACCEPTED, proof(end.recv(HELLO.size, socket.MSG_WAITALL))))
+
+        thread = threading.Thread(target=pretend)
+        thread.start()
+        with pytest.raises(GroupError, match="rank 0 has another TILERANK_SECRET than rank 1"):
+            introduce(ours, 1, DATA, SECRET, 0)
+        thread.join()
+        ours.close()
+        theirs.close()
+
+
 def test_nobody_takes_the_place_of_a_rank_that_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    first, again = hello(1, 0, SECRET), hello(1, 0, SECRET)
     with pytest.raises(GroupError, match="rank 1 did not connect to rank 0 in time"):
-        answer([first, again], monkeypatch, patience_s=0.3)
+        answer([RANK_1[0], RANK_1[0]], monkeypatch, patience_s=0.5)
 
 
 def test_the_silent_delay_nobody(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """More of them than are kept, for longer than ranks wait."""
-    silent = [b"", b"short"] * MAX_CALLERS
-    links = answer([*silent, hello(1, 0, SECRET), hello(1, 1, SECRET)], monkeypatch, hello_s=60.0)
+    silent = [greeting(b""), greeting(b"short")] * MAX_CALLERS
+    links, _ = answer([*silent, *RANK_1], monkeypatch, hello_s=60.0)
     assert list(links) == [1]
     assert caplog.text.count("without a hello") >= len(silent) - MAX_CALLERS
     close(links)
@@ -84,7 +161,7 @@ def test_the_silent_delay_nobody(monkeypatch: pytest.MonkeyPatch, caplog: pytest
 
 def test_the_silent_are_turned_away_in_time(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(GroupError, match="rank 1 did not connect"):
-        answer([b"short"], monkeypatch, patience_s=0.5)
+        answer([greeting(b"short")], monkeypatch, patience_s=0.5)
     assert "no hello within 0.2 s" in caplog.text
 
 
@@ -92,7 +169,7 @@ def test_processes_of_other_users_are_turned_away(monkeypatch: pytest.MonkeyPatc
     user = os.geteuid()
     monkeypatch.setattr(credentials.os, "geteuid", lambda: user + 1)
     with pytest.raises(GroupError, match="rank 1 did not connect"):
-        answer([hello(1, 0, SECRET), hello(1, 1, SECRET)], monkeypatch, patience_s=0.3)
+        answer(RANK_1, monkeypatch, patience_s=0.3)
 
 
 def pair_of_channels() -> tuple[Channel, Channel]:
@@ -158,6 +235,59 @@ def test_shared_memory_goes_with_the_group_that_was_closed() -> None:
     second.close()
     del group
     assert alive() is None, "only the garbage collector would release it"
+
+
+def test_the_network_needs_a_secret() -> None:
+    with pytest.raises(GroupError, match="rank 1 has no secret, without which ranks on several hosts"):
+        join(Membership(1, 2, "127.0.0.1", 1))
+
+
+def test_two_secrets_are_named_on_both_sides(caplog: pytest.LogCaptureFixture) -> None:
+    """Rank 0 waits for the right one, and says at the end that there was another."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        fd = listener.detach()
+    said: list[str] = []
+
+    def stranger() -> None:
+        with pytest.raises(GroupError) as refused:
+            Meeting(Membership(1, 2, "127.0.0.1", port, secret="one", timeout_s=5))
+        said.append(str(refused.value))
+
+    thread = threading.Thread(target=stranger)
+    thread.start()
+    with pytest.raises(GroupError) as missing:
+        Meeting(Membership(0, 2, "127.0.0.1", port, fd, secret="another", timeout_s=1))
+    thread.join()
+    assert said == ["rank 0 has another TILERANK_SECRET than rank 1; all ranks need the same"]
+    expected = "rank 1 of 2 did not join within 1 s; a process with another TILERANK_SECRET was refused"
+    assert str(missing.value) == expected
+    assert "it says that it is rank 1, but has another TILERANK_SECRET" in caplog.text
+
+
+def test_the_port_comes_through_the_store_of_torchruns_agent() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as at_agent, socket.create_server(("127.0.0.1", 0)) as listener:
+        port, fd = at_agent.getsockname()[1], listener.detach()
+        agent = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=at_agent.detach())
+    met: dict[int, Meeting] = {}
+
+    def meet(rank: int) -> None:
+        where = ("127.0.0.1", port, fd if rank == 0 else None)
+        met[rank] = Meeting(Membership(rank, 3, *where, timeout_s=20, attempt=2, secret="all have it", agent=True))
+
+    threads = [threading.Thread(target=meet, args=[rank]) for rank in (1, 2, 0)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    met[1].set("key", b"value")
+    assert met[2].get("key") == met[0].get("key") == b"value"
+    assert [seat.rank for seat in met[2].seats] == [0, 1, 2]
+    with pytest.raises(OSError, match="refused"):  # all are there, so rank 0 does not listen any more
+        socket.create_connection(("127.0.0.1", int(agent.get("tilerank/2/port"))))
+    for meeting in met.values():
+        assert meeting.secret == b"all have it"
+        meeting.close()
 
 
 @pytest.mark.parametrize(("rank", "size"), [(2, 2), (-1, 2), (0, 0)])

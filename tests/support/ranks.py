@@ -5,8 +5,8 @@
 imported torch and nothing else, so every rank imports the module anew.
 
 Tests of failures use `Ranks` directly, to kill and stop single ranks. `present` leaves ranks out. `namespaces` puts
-each rank in a network namespace, where `store` is the address on which rank 0 listens. `hosts` gives each rank the name
-of a host, as if the ranks were on several.
+each rank in a network namespace, where `store` is the address on which rank 0 listens, and `SECRET` what ranks prove to
+have. `hosts` gives each rank the name of a host, as if the ranks were on several.
 """
 
 import contextlib
@@ -14,6 +14,7 @@ import ctypes
 import importlib
 import json
 import os
+import secrets
 import signal
 import socket
 import sys
@@ -26,6 +27,7 @@ from typing import Any
 from fork_server import Forked, fork
 
 CLONE_NEWNET = 0x40000000
+SECRET = "the secret of the ranks of a test"
 
 
 class RankFailed(AssertionError):
@@ -58,15 +60,16 @@ class Ranks:
         paths = [environ.get("PYTHONPATH", ""), str(support), str(support.parents[1])]
         environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
         environ |= env or {}
-        with socket.create_server(("127.0.0.1", 0)) as listener:
+        name = f"@tilerank-{secrets.token_hex(16)}"
+        with listen(name, 0) as listener:
             self.processes: list[Forked] = []
             self._output: list[list[bytes]] = []
             for rank in range(size) if present is None else present:
                 job = {
                     "rank": rank,
                     "size": size,
-                    "store": store or listener.getsockname(),
-                    "listen": rank == 0 and store is not None,
+                    "store": store or (name, 0),
+                    "listen": store is not None,
                     "hosts": hosts,
                     "namespace": namespaces[rank] if namespaces else None,
                     "module": module,
@@ -172,12 +175,23 @@ def enter(namespace: str) -> None:
             raise OSError(ctypes.get_errno(), f"cannot enter network namespace {namespace}")
 
 
+def listen(host: str, port: int) -> socket.socket:
+    """Return a listening socket: unix for "@name", an abstract name, otherwise TCP."""
+    if not host.startswith("@"):
+        return socket.create_server((host, port))
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind("\0" + host[1:])
+    listener.listen()
+    return listener
+
+
 def main(job: dict[str, Any]) -> None:
     import torch
 
     from tilerank.kernels import core
-    from tilerank.parallel import join as at_join
-    from tilerank.parallel.join import Membership, join
+    from tilerank.parallel import meeting as at_meeting
+    from tilerank.parallel.join import join
+    from tilerank.parallel.meeting import Membership
 
     torch.set_num_threads(1)
     core.start_pool(None, job["threads"], spin=False)
@@ -185,9 +199,10 @@ def main(job: dict[str, Any]) -> None:
     if job["namespace"]:
         enter(job["namespace"])
     if job["hosts"]:
-        at_join.host_id = lambda: job["hosts"][rank]
-    listen_fd = socket.create_server(tuple(job["store"])).detach() if job["listen"] else next(iter(job["fds"]), None)
-    member = Membership(rank, job["size"], *job["store"], listen_fd, timeout_s=job["timeout_s"])
+        at_meeting.host_id = lambda: job["hosts"][rank]
+    listens = job["listen"] and rank == 0
+    listen_fd = listen(*job["store"]).detach() if listens else next(iter(job["fds"]), None)
+    member = Membership(rank, job["size"], *job["store"], listen_fd, timeout_s=job["timeout_s"], secret=SECRET)
     function = getattr(importlib.import_module(job["module"]), job["function"])
     team = join(member, job["collectives"], spin=job["spin"])
     try:

@@ -1,20 +1,17 @@
-"""From a `Meeting` to an address: rank 0 binds a listening socket, the other ranks receive its address. No torch."""
+"""From a `Meeting` to an address: rank 0 binds a listening socket, the other ranks learn its address. No torch."""
 
 import contextlib
 import fcntl
 import os
+import secrets
 import socket
 import struct
-import time
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tilerank.parallel.credentials import peer_credentials
-
 from .errors import LaunchError
-from .rendezvous import Identity, Meeting
+from .rendezvous import Identity, Meeting, given_secret
 
 RENDEZVOUS_S = (
     120.0  # for all ranks to arrive, which includes importing torch from a cold network disk but not loading a model
@@ -25,12 +22,14 @@ _MARKERS = ("TILERANK_RANK", "TORCHELASTIC_RUN_ID", "OMPI_COMM_WORLD_RANK", "PMI
 
 
 @dataclass(frozen=True)
-class Store:
-    """Where the store is. Rank 0 serves it on the bound socket `fd`; with None, another process serves it."""
+class Place:
+    """Where the ranks meet, as parallel.meeting.Membership describes it. Rank 0 listens on the bound socket `fd`."""
 
     host: str
     port: int
     fd: int | None
+    secret: str = ""
+    agent: bool = False
     attempt: int = 0
 
 
@@ -42,23 +41,39 @@ class Process:
     started: int
 
 
-def find_store(identity: Identity, meeting: Meeting, *, fd: int | None = None, finalize: bool = True) -> Store:
-    """Return the store's address on every rank, once rank 0 has bound it.
+def find_place(identity: Identity, meeting: Meeting, *, fd: int | None = None, finalize: bool = True) -> Place:
+    """Return where the ranks meet, on every rank. Rank 0 has bound it.
 
     `fd` is the listening socket that our supervisor passed to rank 0. `finalize=False` keeps MPI running after it has
     carried the address; only collectives over MPI need that, and ranks that wait in MPI keep a core busy.
-    Raises LaunchError if the address cannot be bound or reached, or if ranks do not arrive within RENDEZVOUS_S.
+    Raises LaunchError if the address cannot be bound or reached, and without a secret for ranks on several hosts.
     """
-    if meeting.kind in ("given", "agent"):
-        return Store(meeting.host, meeting.port, fd, meeting.attempt)
-    if meeting.kind == "address":
-        if identity.rank != 0:
-            return Store(meeting.host, meeting.port, None)
-        listener = listen(meeting.host, meeting.port, one_host=identity.one_host)
-        return Store(meeting.host, listener.getsockname()[1], listener.detach())
-    if meeting.kind == "launcher":
-        return _meet_under_launcher(identity, meeting.port)
-    return _meet_over_mpi(identity, meeting.port, finalize=finalize)
+    if meeting.kind == "mpi":
+        return _meet_over_mpi(identity, meeting.port, finalize=finalize)
+    if meeting.kind in ("launcher", "port"):
+        return _local_place(identity, meeting)
+    if meeting.host.startswith("@"):
+        return Place(meeting.host, 0, fd)
+    secret = given_secret(os.environ)
+    if identity.rank == 0 and meeting.kind == "agent":
+        # The agent's host may resolve its own name to a loopback address, which other hosts do not reach.
+        fd = listen("::" if socket.has_dualstack_ipv6() else "0.0.0.0", 0).detach()
+    elif identity.rank == 0 and meeting.kind == "address":
+        fd = listen(meeting.host, meeting.port, one_host=False).detach()
+    return Place(meeting.host, meeting.port, fd, secret, meeting.kind == "agent", meeting.attempt)
+
+
+def listen_locally(name: str, taken: str) -> socket.socket:
+    """Return a unix socket listening at the abstract `name`, "@...". It vanishes with the process. `taken`: the error
+    if another process has it."""
+    listener = socket.socket(socket.AF_UNIX)
+    try:
+        listener.bind("\0" + name[1:])
+        listener.listen(1024)
+    except OSError as e:
+        listener.close()
+        raise LaunchError(taken) from e
+    return listener
 
 
 def listen(host: str, port: int, *, one_host: bool = True) -> socket.socket:
@@ -111,59 +126,19 @@ def _stat_fields(proc: Path, pid: int) -> list[str]:
     return (proc / str(pid) / "stat").read_text().rpartition(")")[2].split()
 
 
-def _meet_under_launcher(identity: Identity, port: int) -> Store:
-    """Send rank 0's port to every rank of the same launcher over an abstract unix socket.
-
-    The name vanishes with the socket, so nothing is left behind when a process dies. Both ends check the peer's user.
-    """
-    launcher = launcher_process()
-    name = f"\0tilerank-{os.getuid()}-{launcher.pid}-{launcher.started}"
-    deadline = time.monotonic() + RENDEZVOUS_S
-    if identity.rank != 0:
-        return Store("127.0.0.1", _ask_port(identity, name, deadline), None)
-    listener = listen("127.0.0.1", port)
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as door:
-        try:
-            door.bind(name)
-        except OSError as e:
-            raise LaunchError(f"another rank 0 was started by {identity.launcher} (process {launcher.pid})") from e
-        door.listen(identity.size)
-        missing = set(range(1, identity.size))
-        while missing:
-            door.settimeout(max(deadline - time.monotonic(), 0.01))
-            try:
-                visitor, _ = door.accept()
-            except TimeoutError as e:
-                raise LaunchError(
-                    f"{_ranks(missing)} of {identity.size} did not arrive within {RENDEZVOUS_S:.0f} s"
-                ) from e
-            with visitor, contextlib.suppress(OSError):
-                visitor.settimeout(PROBE_S)
-                if peer_credentials(visitor)[1] == os.getuid():
-                    (rank,) = struct.unpack("<I", visitor.recv(4, socket.MSG_WAITALL).ljust(4, b"\0"))
-                    visitor.sendall(struct.pack("<I", listener.getsockname()[1]))
-                    missing.discard(rank)
-    return Store("127.0.0.1", listener.getsockname()[1], listener.detach())
+def _local_place(identity: Identity, meeting: Meeting) -> Place:
+    """Return a unix socket whose name all ranks of this host can tell. Both ends of a connection check the user."""
+    if meeting.kind == "port":
+        name, by = f"port-{meeting.port}", f"for port {meeting.port} (MASTER_PORT)"
+    else:
+        launcher = launcher_process()
+        name, by = f"{launcher.pid}-{launcher.started}", f"by {identity.launcher} (process {launcher.pid})"
+    name = f"@tilerank-{os.getuid()}-{name}"
+    fd = listen_locally(name, f"another rank 0 was started {by}").detach() if identity.rank == 0 else None
+    return Place(name, 0, fd)
 
 
-def _ask_port(identity: Identity, name: str, deadline: float) -> int:
-    while time.monotonic() < deadline:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as door, contextlib.suppress(OSError):
-            door.settimeout(max(deadline - time.monotonic(), 0.01))
-            door.connect(name)
-            if (user := peer_credentials(door)[1]) != os.getuid():
-                raise LaunchError(f"user {user} occupies the socket at which the ranks of this job meet")
-            door.sendall(struct.pack("<I", identity.rank))
-            answer = door.recv(4, socket.MSG_WAITALL)
-            if len(answer) == 4:
-                return int(struct.unpack("<I", answer)[0])
-        time.sleep(0.02)
-    raise LaunchError(
-        f"rank {identity.rank} waited for rank 0 of {identity.size}, which did not arrive within {RENDEZVOUS_S:.0f} s"
-    )
-
-
-def _meet_over_mpi(identity: Identity, port: int, *, finalize: bool) -> Store:
+def _meet_over_mpi(identity: Identity, port: int, *, finalize: bool) -> Place:
     """Broadcast all addresses of rank 0 over MPI, and take the first one that every rank can reach."""
     mpi = _import_mpi(identity)
     mpi.Init()
@@ -174,7 +149,9 @@ def _meet_over_mpi(identity: Identity, port: int, *, finalize: bool) -> Store:
             f"mpi4py loaded reports rank {world.rank} of {world.size}: it does not belong to this mpirun"
         )
     listeners = [listen(address, port) for address in interface_addresses()] if identity.rank == 0 else []
-    offers = world.bcast([listener.getsockname() for listener in listeners], root=0)
+    # MPI carries the secret as it carries the addresses. One that was given is in every environment, so it stays there.
+    made = "" if "TILERANK_SECRET" in os.environ else secrets.token_hex(32)
+    offers, made = world.bcast(([listener.getsockname() for listener in listeners], made), root=0)
     reached = [int(_reachable(host, number)) for host, number in offers]
     everybody = [world.allreduce(own, op=mpi.MIN) for own in reached]
     if finalize:
@@ -190,7 +167,7 @@ def _meet_over_mpi(identity: Identity, port: int, *, finalize: bool) -> Store:
         if number != chosen:
             listener.close()
     host, number = offers[chosen]
-    return Store(host, number, listeners[chosen].detach() if listeners else None)
+    return Place(host, number, listeners[chosen].detach() if listeners else None, made or given_secret(os.environ))
 
 
 def _import_mpi(identity: Identity) -> Any:
@@ -227,8 +204,3 @@ def _reachable(host: str, port: int) -> bool:
             return True
     except OSError:
         return False
-
-
-def _ranks(ranks: Iterable[int]) -> str:
-    names = ", ".join(map(str, sorted(ranks)))
-    return f"rank{'s' if ',' in names else ''} {names}"

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 from tilerank.parallel.errors import GroupError
 
 from . import logs
-from .bootstrap import RENDEZVOUS_S, find_store, launcher_process
+from .bootstrap import RENDEZVOUS_S, find_place, launcher_process
 from .errors import SPOKEN_ERRORS, LaunchError
 from .host.binding import bind, inherited_notes
 from .host.placement import Placement, RankPlacement
@@ -106,13 +106,15 @@ def _live(identity: Identity, args: argparse.Namespace, job: Job[W], status: Sta
         job.prepare()
     where = meeting(identity, os.environ, args.master_addr, args.master_port)
     fd = os.environ.get("TILERANK_FD") if where.kind == "given" else None
-    store = find_store(identity, where, fd=None if fd is None else int(fd), finalize=args.collectives != "mpi")
+    place = find_place(identity, where, fd=None if fd is None else int(fd), finalize=args.collectives != "mpi")
+    os.environ.pop("TILERANK_SECRET", None)  # the processes that this one starts do not need it
     _reach(status, "joining")
 
     import torch
 
     from tilerank.kernels import core
-    from tilerank.parallel.join import Membership, join
+    from tilerank.parallel.join import join
+    from tilerank.parallel.meeting import Membership
 
     torch.set_num_threads(1)
     if identity.local_rank == 0:
@@ -126,12 +128,14 @@ def _live(identity: Identity, args: argparse.Namespace, job: Job[W], status: Sta
     member = Membership(
         identity.rank,
         identity.size,
-        store.host,
-        store.port,
-        store.fd,
+        place.host,
+        place.port,
+        place.fd,
         args.dist_timeout,
-        attempt=store.attempt,
+        attempt=place.attempt,
         join_timeout_s=max(RENDEZVOUS_S, args.dist_timeout),
+        secret=place.secret,
+        agent=place.agent,
     )
     team = join(member, args.collectives, spin=not placement.oversubscribed)
     _end_after_failure(team, identity, status)

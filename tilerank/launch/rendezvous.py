@@ -16,6 +16,8 @@ Launcher = Literal["tilerank", "torchrun", "Open MPI", "MPICH", "Slurm", "enviro
 # that two steps on one host seldom collide.
 SLURM_PORTS = range(20000, 30000)
 
+SHORTEST_SECRET = 16  # characters of TILERANK_SECRET
+
 
 @dataclass(frozen=True)
 class Identity:
@@ -34,19 +36,20 @@ class Identity:
 
 @dataclass(frozen=True)
 class Meeting:
-    """How the ranks find the store through which they exchange addresses.
+    """How the ranks find rank 0. On one host they meet at a unix socket, which other users cannot enter.
 
-    given: our supervisor has already bound it (host, port; rank 0 inherits the socket)
-    agent: another process, such as torchrun's agent, hosts it at host:port; never bind there
+    given: our supervisor has already bound it (rank 0 inherits the socket); host "@name" is a unix socket
+    agent: rank 0 picks a port and sends it through the store of torchrun's agent at host:port
     address: rank 0 binds host:port, all others connect to it
-    launcher: rank 0 picks a port and sends it to the other children of the same launcher process
+    port: rank 0 binds a unix socket named after the port
+    launcher: rank 0 binds a unix socket named after the launcher process, whose children all ranks are
     mpi: rank 0 picks a port and broadcasts its addresses over MPI
     """
 
-    kind: Literal["given", "agent", "address", "launcher", "mpi"]
+    kind: Literal["given", "agent", "address", "port", "launcher", "mpi"]
     host: str = ""
     port: int = 0
-    attempt: int = 0  # restarts of the ranks so far, where the store outlives them
+    attempt: int = 0  # restarts of the ranks so far, where the agent's store outlives them
 
 
 @dataclass(frozen=True)
@@ -140,8 +143,13 @@ def starts_ranks(identity: Identity) -> bool:
 def meeting(identity: Identity, env: Mapping[str, str], address: str | None = None, port: int | None = None) -> Meeting:
     """Return where the ranks of `identity` meet. `address` and `port` are --master-addr and --master-port if given."""
     if identity.launcher == "tilerank":
-        bound, _, number = env.get("TILERANK_STORE", "").rpartition(":")
+        given = _text(env, "TILERANK_STORE")
+        if given.startswith("@"):
+            return Meeting("given", given)
+        bound, _, number = given.rpartition(":")
         return Meeting("given", bound, _number(env, "TILERANK_STORE", number))
+    if identity.one_host and identity.launcher != "environment":
+        return Meeting("launcher")
     if identity.launcher == "torchrun" and env.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         attempt = _number(env, "TORCHELASTIC_RESTART_COUNT", env.get("TORCHELASTIC_RESTART_COUNT", "0"))
         return Meeting("agent", _text(env, "MASTER_ADDR"), _number(env, "MASTER_PORT"), attempt)
@@ -149,17 +157,30 @@ def meeting(identity: Identity, env: Mapping[str, str], address: str | None = No
     if host:
         if port is None and "MASTER_PORT" not in env and identity.launcher == "Slurm":
             port = _slurm_port(env)
-        return Meeting("address", host, _number(env, "MASTER_PORT") if port is None else port)
+        port = _number(env, "MASTER_PORT") if port is None else port
+        return Meeting("port", port=port) if identity.one_host else Meeting("address", host, port)
     if identity.launcher in ("torchrun", "environment"):
         raise LaunchError(
             f"rank {identity.rank} of {identity.size} has RANK and WORLD_SIZE but no MASTER_ADDR; "
             "set MASTER_ADDR and MASTER_PORT to the address and port of rank 0"
         )
-    if identity.one_host:
-        return Meeting("launcher", port=port or 0)
     if identity.launcher == "Slurm":
         return Meeting("address", first_host(_text(env, "SLURM_STEP_NODELIST")), port or _slurm_port(env))
     return Meeting("mpi", port=port or 0)
+
+
+def given_secret(env: Mapping[str, str]) -> str:
+    """Return the secret that ranks on several hosts were given. LaunchError without one."""
+    secret = env.get("TILERANK_SECRET", "")
+    how = (
+        "make one with TILERANK_SECRET=$(openssl rand -hex 32) and give the same to the command on every host, "
+        "in its environment"
+    )
+    if not secret:
+        raise LaunchError(f"ranks on several hosts need TILERANK_SECRET, so that no other machine can join them; {how}")
+    if len(secret) < SHORTEST_SECRET:
+        raise LaunchError(f"TILERANK_SECRET has {len(secret)} characters, expected at least {SHORTEST_SECRET}; {how}")
+    return secret
 
 
 def first_host(nodelist: str) -> str:

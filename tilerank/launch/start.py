@@ -5,6 +5,7 @@ import dataclasses
 import os
 import re
 import resource
+import secrets
 import sys
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -20,7 +21,7 @@ from .host.placement import Placement, auto_ranks, place
 from .host.topology import Topology, read_topology
 from .planning.plan_types import RANK_OVERHEAD
 from .process import ProcessSpec
-from .rendezvous import IDENTITY_VARIABLES, Identity, starts_ranks
+from .rendezvous import IDENTITY_VARIABLES, Identity, given_secret, starts_ranks
 from .supervisor import Watch, supervise
 from .text import size as size_text
 
@@ -63,7 +64,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--node-rank", type=whole_number(0), default=None, metavar="I", help="number of this host, from 0"
     )
     ranks.add_argument("--master-addr", metavar="HOST", help="address of rank 0's host, reachable from all hosts")
-    ranks.add_argument("--master-port", type=whole_number(1, 65535), metavar="PORT", help="port that rank 0 listens on")
+    ranks.add_argument(
+        "--master-port", type=whole_number(1, 65535), metavar="PORT", help="port at which ranks of several hosts meet"
+    )
     ranks.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="info")
 
 
@@ -82,6 +85,7 @@ def host_ranks(args: argparse.Namespace, topology: Topology) -> tuple[int, range
         raise LaunchError(f"--node-rank {args.node_rank} must be below --nnodes {args.nnodes}")
     if args.tp < args.nnodes:
         raise LaunchError(f"--tp {args.tp} leaves some of the {args.nnodes} hosts without a rank")
+    given_secret(os.environ)
     begin, end = (args.tp * node // args.nnodes for node in (args.node_rank, args.node_rank + 1))
     return args.tp, range(begin, end)
 
@@ -202,17 +206,19 @@ class HostRanks:
 
     def specs(self, hand_over: Mapping[str, int] | None = None) -> list[ProcessSpec]:
         """Return what starts the ranks once. `hand_over`: descriptors for rank 0, by the variable with their number."""
-        several = self._args.nnodes > 1
-        host = self._args.master_addr if several else "127.0.0.1"
-        port: int = self._args.master_port or 0
         for_rank_0 = dict(hand_over or {})
+        if self._args.nnodes > 1:
+            host, port = self._args.master_addr, self._args.master_port
+            where, bind_it = f"{host}:{port}", partial(bootstrap.listen, host, port, one_host=False)
+        else:
+            where = f"@tilerank-{secrets.token_hex(16)}"
+            bind_it = partial(bootstrap.listen_locally, where, f"the unix socket {where} is taken")
         if 0 in self.here:
-            listener = bootstrap.listen(host, port, one_host=not several)
-            port, for_rank_0["TILERANK_FD"] = listener.getsockname()[1], listener.detach()
+            for_rank_0["TILERANK_FD"] = bind_it().detach()
         environment = _environment(os.environ, self.placement) | {
             "TILERANK_SIZE": str(self._size),
             "TILERANK_LOCAL_SIZE": str(len(self.here)),
-            "TILERANK_STORE": f"{host}:{port}",
+            "TILERANK_STORE": where,
         }
         return [
             self._spec(local, rank, environment, {} if rank else for_rank_0) for local, rank in enumerate(self.here)

@@ -1,12 +1,15 @@
 """The connections at which a rank expects other ranks, and at which strangers may arrive as well."""
 
+import contextlib
 import logging
 import math
+import secrets
 import select
 import socket
 import time
+from dataclasses import dataclass
 
-from .credentials import check_user
+from .credentials import HELLO, NONCE, OTHER_SECRET, accepts, check_user, refusal
 
 logger = logging.getLogger(__name__)
 
@@ -16,18 +19,39 @@ MAX_CALLERS = 64
 """Connections without a hello. The oldest gives way to a new one: ranks send theirs at once."""
 
 
+@dataclass(frozen=True)
+class Caller:
+    """A connection whose other end has proven that it has the secret, and that waits for `reply`."""
+
+    connection: socket.socket
+    rank: int
+    kind: int
+    reply: bytes
+
+    def admit(self) -> bool:
+        """Prove that this rank has the secret, too. Return False if the caller has left."""
+        with contextlib.suppress(OSError):
+            self.connection.sendall(self.reply)
+            return True
+        self.connection.close()
+        return False
+
+
 class Callers:
     """The connections to a listener that have sent no whole hello yet, at most MAX_CALLERS of them.
 
-    hello_size: bytes of a hello. A connection that has not sent as many within HELLO_S is refused; it delays no other.
+    A connection that has not sent its hello (see credentials.py) within HELLO_S is refused; it delays no other.
+    `strangers`: the ranks that callers with another secret say they are.
     """
 
-    def __init__(self, listener: socket.socket, hello_size: int) -> None:
+    def __init__(self, listener: socket.socket, secret: bytes) -> None:
         self._listener = listener
-        self._hello_size = hello_size
+        self._secret = secret
         listener.setblocking(False)
+        self._nonces: dict[socket.socket, bytes] = {}
         self._said: dict[socket.socket, bytes] = {}  # in order of arrival
         self._until: dict[socket.socket, float] = {}
+        self.strangers: set[int] = set()
 
     def __enter__(self) -> "Callers":
         return self
@@ -36,8 +60,8 @@ class Callers:
         for connection in self._said:
             connection.close()
 
-    def hellos(self, timeout_s: float) -> list[tuple[socket.socket, bytes]]:
-        """Return the connections that have sent their hello. Waits at most so long, and may return none."""
+    def introduced(self, timeout_s: float) -> list[Caller]:
+        """Return those that have proven to have the secret. Waits at most so long, and may return none."""
         first = min(self._until.values(), default=math.inf)
         timeout_s = max(min(timeout_s, first - time.monotonic()), 0)
         ready, _, _ = select.select([self._listener, *self._said], [], [], timeout_s)
@@ -46,7 +70,7 @@ class Callers:
         found = []
         for connection in ready:
             if connection is not self._listener and self._receive(connection):
-                found.append((connection, self._forget(connection)))
+                found += self._check(connection)
         for connection in [one for one, until in self._until.items() if until <= time.monotonic()]:
             self._drop(connection, f"no hello within {HELLO_S:g} s")
         return found
@@ -56,14 +80,17 @@ class Callers:
             connection, _ = self._listener.accept()
         except BlockingIOError:  # it has left again
             return []
+        nonce = secrets.token_bytes(NONCE)
+        connection.setblocking(False)
         try:
             check_user(connection)
-        except PermissionError as error:
+            connection.sendall(nonce)  # fits into the buffer of a new connection
+        except OSError as error:  # PermissionError for another user
             refuse(connection, str(error))
             return []
         if len(self._said) == MAX_CALLERS:
             self._drop(next(iter(self._said)), f"more than {MAX_CALLERS} without a hello")
-        connection.setblocking(False)
+        self._nonces[connection] = nonce
         self._said[connection] = b""
         self._until[connection] = time.monotonic() + HELLO_S
         return [connection]
@@ -73,7 +100,7 @@ class Callers:
         if connection not in self._said:  # dropped a moment ago
             return False
         try:
-            data = connection.recv(self._hello_size - len(self._said[connection]))
+            data = connection.recv(HELLO.size - len(self._said[connection]))
         except BlockingIOError:
             return False
         except OSError as error:
@@ -83,17 +110,30 @@ class Callers:
             self._drop(connection, "it was closed before its hello")
             return False
         self._said[connection] += data
-        return len(self._said[connection]) == self._hello_size
+        return len(self._said[connection]) == HELLO.size
 
-    def _forget(self, connection: socket.socket) -> bytes:
-        del self._until[connection]
-        return self._said.pop(connection)
+    def _check(self, connection: socket.socket) -> list[Caller]:
+        nonce, hello = self._nonces[connection], self._said[connection]
+        self._forget(connection)
+        if (accepted := accepts(hello, nonce, self._secret)) is not None:
+            return [Caller(connection, *accepted)]
+        rank = HELLO.unpack(hello)[0]
+        self.strangers.add(rank)
+        refuse(connection, f"it says that it is rank {rank}, but has another TILERANK_SECRET", OTHER_SECRET)
+        return []
+
+    def _forget(self, connection: socket.socket) -> None:
+        del self._until[connection], self._said[connection], self._nonces[connection]
 
     def _drop(self, connection: socket.socket, why: str) -> None:
         self._forget(connection)
         refuse(connection, why)
 
 
-def refuse(connection: socket.socket, why: str) -> None:
-    logger.warning("refused a connection to this rank's channel: %s", why)
+def refuse(connection: socket.socket, why: str, code: int | None = None) -> None:
+    """Close the connection, and log why. `code`: what a rank at the other end is told."""
+    logger.warning("refused a connection to this rank: %s", why)
+    if code is not None:
+        with contextlib.suppress(OSError):
+            connection.sendall(refusal(code))
     connection.close()

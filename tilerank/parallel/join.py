@@ -1,31 +1,20 @@
 """Joining: from "I am rank r of n, the store is there" to a control channel and a group for collectives."""
 
-import datetime
-import hmac
-import json
 import logging
 import secrets
 import socket
-import struct
-import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future
-from dataclasses import asdict, dataclass, field
-from functools import partial
-from typing import TYPE_CHECKING, TypeVar
-
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
-from torch.distributed import DistNetworkError, DistStoreError
-
-from tilerank.kernels import core
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from .callers import Callers, refuse
 from .channel import Channel, Link, open_link
-from .credentials import check_user
+from .credentials import TAKEN, introduce
 from .errors import GroupError
 from .group import GlooGroup, Group, SingleGroup
-from .hosts import HostGroup, Hosts, Seat, address_of, host_id, hosts_of, route_to
+from .hosts import HostGroup, Hosts, Seat, address_of, hosts_of
+from .meeting import DATA, WATCH, Meeting, MeetingStore, Membership
 from .shm import ShmGroup, create_segment
 
 if TYPE_CHECKING:
@@ -33,39 +22,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-HELLO = struct.Struct("<II16s")  # rank, which of the link's two sockets, secret
-DATA, WATCH = 0, 1
 MARGIN_S = 2.0
 READY_POLL_S = 0.02
-ANSWER_S = 1.0  # added to the deadline for a request sent to the store at the very end
-LINGER_S = 2.0  # rank 0 keeps the store open this long so that the others, too, can see which ranks are missing
-
-T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Membership:
-    """The rank of this process, and where the ranks meet.
-
-    `store_host`, `store_port`: the TCPStore. Rank 0 hosts it on the listening socket `listen_fd`, which the launcher
-    has bound to loopback or to the address that other hosts use; the store then owns it. With None on rank 0, another
-    process hosts the store, such as torchrun's agent. `timeout_s` is the deadline of every wait in a collective, and of
-    joining unless `join_timeout_s` is given. `attempt` counts restarts of the group if the store outlives it.
-    """
-
-    rank: int
-    size: int
-    store_host: str
-    store_port: int
-    listen_fd: int | None = None
-    timeout_s: float = 60.0
-    attempt: int = 0
-    join_timeout_s: float | None = None
-
-    @property
-    def patience_s(self) -> float:
-        """Return the deadline of joining."""
-        return self.timeout_s if self.join_timeout_s is None else self.join_timeout_s
 
 
 @dataclass
@@ -75,7 +33,7 @@ class Team:
     group: Group
     channel: Channel
     hosts: Hosts = ((0,),)
-    _store: Store | None = field(default=None, repr=False)  # rank 0 serves it as long as the others may ask
+    _meeting: Meeting | None = field(default=None, repr=False)  # until all are ready
     _mpi: "MpiJob | None" = field(default=None, repr=False)
 
     def ready(self, timeout_s: float) -> None:
@@ -84,25 +42,30 @@ class Team:
         To be called once. The other ranks wait for rank 0's next message. GroupError if a rank is lost, or is not ready
         `timeout_s` after rank 0.
         """
-        if self._store is None:
+        if self._meeting is None:
             return
         if self.group.rank != 0:
-            self._store.set(f"ready/{self.group.rank}", "")
-            return
+            self._meeting.set(f"ready/{self.group.rank}", b"")
         deadline = time.monotonic() + timeout_s
-        for rank in range(1, self.group.size):
-            while not self._store.check([f"ready/{rank}"]):
+        for rank in range(1, self.group.size) if self.group.rank == 0 else ():
+            while not self._meeting.has(f"ready/{rank}"):
                 self.channel.check()
                 if time.monotonic() > deadline:
                     raise GroupError(f"rank {rank} was not ready {timeout_s:g} s after rank 0")
                 time.sleep(READY_POLL_S)
+        self._end_meeting()
 
     def close(self) -> None:
+        self._end_meeting()
         self.group.close()
         if self._mpi is not None and self.channel.watch.failed is None:
             self._mpi.close()
         self.channel.close()
-        self._store = None
+
+    def _end_meeting(self) -> None:
+        if self._meeting is not None:
+            self._meeting.close()
+            self._meeting = None
 
 
 def join(m: Membership, collectives: str = "auto", *, spin: bool = False) -> Team:
@@ -119,158 +82,50 @@ def join(m: Membership, collectives: str = "auto", *, spin: bool = False) -> Tea
         raise GroupError(f"rank {m.rank} of {m.size} is impossible: ranks are 0 to {m.size - 1}")
     if m.size == 1:
         return Team(SingleGroup(), Channel(0, None, {}, m.timeout_s))
-    deadline = time.monotonic() + m.patience_s
-    meeting = _Meeting(m, deadline)
-    seats = meeting.roll_call()
+    meeting = Meeting(m)
+    seats = meeting.seats
     hosts = hosts_of(seats)
-    channel = _connect(meeting, seats, hosts)
     try:
-        mpi = _mpi_job(m) if collectives == "mpi" else None
-        group = _Transports(meeting, seats, hosts, channel, mpi, spin).group(collectives)
+        channel = _connect(meeting, hosts)
+        try:
+            mpi = _mpi_job(m) if collectives == "mpi" else None
+            group = _Transports(meeting, seats, hosts, channel, mpi, spin).group(collectives)
+        except BaseException:
+            channel.close()
+            raise
     except BaseException:
-        channel.close()
+        meeting.close()
         raise
-    return Team(group, channel, hosts, meeting.store, mpi)
+    return Team(group, channel, hosts, meeting, mpi)
 
 
-class _Meeting:
-    """The store, with one deadline for all requests together."""
-
-    def __init__(self, m: Membership, deadline: float) -> None:
-        self.m = m
-        self._deadline = deadline
-        timeout = datetime.timedelta(seconds=m.patience_s)
-        hosted = m.rank == 0 and m.listen_fd is not None
-        try:
-            server = _within(
-                self.remaining(),
-                lambda: TCPStore(
-                    m.store_host,
-                    m.store_port,
-                    is_master=hosted,
-                    wait_for_workers=False,
-                    master_listen_fd=m.listen_fd if hosted else None,
-                    timeout=timeout,
-                ),
-            )
-        except (RuntimeError, TimeoutError) as error:
-            raise GroupError(
-                f"rank {m.rank} found no store at {m.store_host}:{m.store_port} within {m.patience_s:g} s; "
-                "rank 0, or the launcher, hosts it"
-            ) from error
-        self.store: Store = PrefixStore(f"tilerank/{m.attempt}", server)
-
-    def remaining(self) -> float:
-        return max(self._deadline - time.monotonic(), 0.001)
-
-    def get(self, key: str, owner: int) -> str:
-        """Return the value that rank `owner` stores under `key`."""
-        try:
-            return self._wait_for(key)
-        except DistStoreError as error:
-            raise GroupError(f"rank {owner} did not reach the point `{key}` in time") from error
-
-    def set(self, key: str, value: str) -> None:
-        self._ask(lambda: self.store.set(key, value))
-
-    def _wait_for(self, key: str) -> str:
-        """Return the value of `key`. DistStoreError if it is not stored in time."""
-        self._ask(lambda: self.store.wait([key], datetime.timedelta(seconds=self.remaining())))
-        return self._ask(lambda: self.store.get(key)).decode()
-
-    def _ask(self, call: Callable[[], T]) -> T:
-        m = self.m
-        try:
-            return _within(self.remaining() + ANSWER_S, call)
-        except TimeoutError as error:
-            why = f"did not answer rank {m.rank} within {m.patience_s:g} s: stopped, stuck or far too slow"
-            raise GroupError(f"the store at {m.store_host}:{m.store_port} (rank 0 or the launcher) {why}") from error
-        except DistNetworkError as error:
-            raise GroupError(f"rank 0, or the launcher, closed the store before rank {m.rank} had joined") from error
-
-    def roll_call(self) -> list[Seat]:
-        """Return the seats of all ranks, in rank order."""
-        m = self.m
-        lanes = 0 if core.isa() == "reference" else core.num_threads()
-        seat = Seat(m.rank, m.size, host_id(), route_to(m.store_host, m.store_port), lanes)
-        if self._ask(lambda: self.store.add(f"seats taken/{m.rank}", 1)) > 1:
-            raise GroupError(f"two processes say that they are rank {m.rank} of {m.size}")
-        self.set(f"seat/{m.rank}", json.dumps(asdict(seat)))
-        seats = []
-        for rank in range(m.size):
-            try:
-                seats.append(Seat(**json.loads(self._wait_for(f"seat/{rank}"))))
-            except DistStoreError as error:
-                raise self._absent(rank) from error
-        for other in seats:
-            if other.size != m.size:
-                raise GroupError(f"rank {m.rank} expects {m.size} ranks, but rank {other.rank} expects {other.size}")
-        return seats
-
-    def _absent(self, first: int) -> GroupError:
-        m = self.m
-        seats = {rank: f"seat/{rank}" for rank in range(first, m.size)}
-        missing = [rank for rank, seat in seats.items() if not self._ask(partial(self.store.check, [seat]))]
-        if m.rank == 0:
-            time.sleep(LINGER_S)
-        names = ", ".join(map(str, missing or [first]))
-        return GroupError(f"rank{'s' * (len(missing) > 1)} {names} of {m.size} did not join within {m.patience_s:g} s")
-
-
-def _within(seconds: float, call: Callable[[], T]) -> T:
-    """Return what `call` returns. TimeoutError if it takes longer; the call then continues in an abandoned thread.
-
-    torch's store client has no deadline of its own for most answers of a stopped server. If a server accepts the
-    connection and exits, the client connects again, with its whole deadline each time.
-    """
-    answer: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            answer.set_result(call())
-        except BaseException as error:  # noqa: BLE001
-            answer.set_exception(error)
-
-    threading.Thread(target=run, name="tilerank-store", daemon=True).start()
-    return answer.result(seconds)
-
-
-def _connect(meeting: _Meeting, seats: Sequence[Seat], hosts: Hosts) -> Channel:
+def _connect(meeting: Meeting, hosts: Hosts) -> Channel:
     """Build the tree: members to the leader of their host, leaders to rank 0."""
     rank = meeting.m.rank
     mine = next(ranks for ranks in hosts if rank in ranks)
     leader, members = mine[0], mine[1:]
     up: Link | None = None
     down: dict[int, Link] = {}
-    secret = _secret(meeting)
     if rank != leader:
-        name = meeting.get(f"unix/{leader}", leader)
-        up = _dial(meeting, leader, lambda: _local_socket(name), secret)
+        name = meeting.get(f"unix/{leader}").decode()
+        up = _dial(meeting, leader, lambda: _local_socket(name))
     elif members:
         with socket.socket(socket.AF_UNIX) as listener:
             name = f"tilerank-{secrets.token_hex(16)}"
             listener.bind("\0" + name)
             listener.listen(2 * len(members))
-            meeting.set(f"unix/{rank}", name)
-            down |= _answer(meeting, listener, members, secret)
+            meeting.set(f"unix/{rank}", name.encode())
+            down |= _answer(meeting, listener, members)
     others = [ranks[0] for ranks in hosts[1:]]
     if rank in others:
-        host, _, port = meeting.get("tcp", 0).rpartition(" ")
-        where = (host, int(port))
-        up = _dial(meeting, 0, lambda: socket.create_connection(where, meeting.remaining()), secret)
+        host, _, port = meeting.get("tcp").decode().rpartition(" ")
+        up = _dial(meeting, 0, lambda: socket.create_connection((host, int(port)), meeting.remaining()))
     elif rank == 0 and others:
-        address = address_of(0, seats, hosts)
+        address = address_of(0, meeting.seats, hosts)
         with socket.create_server((address, 0), family=_family(address), backlog=2 * len(others)) as listener:
-            meeting.set("tcp", f"{address} {listener.getsockname()[1]}")
-            down |= _answer(meeting, listener, others, secret)
+            meeting.set("tcp", f"{address} {listener.getsockname()[1]}".encode())
+            down |= _answer(meeting, listener, others)
     return Channel(rank, up, down, meeting.m.timeout_s)
-
-
-def _secret(meeting: _Meeting) -> bytes:
-    """Return the secret of this group, which only processes with access to the store can read."""
-    if meeting.m.rank == 0:
-        meeting.set("secret", secrets.token_hex(16))
-    return bytes.fromhex(meeting.get("secret", 0))
 
 
 def _local_socket(name: str) -> socket.socket:
@@ -279,37 +134,38 @@ def _local_socket(name: str) -> socket.socket:
     return connection
 
 
-def _dial(meeting: _Meeting, peer: int, connect: Callable[[], socket.socket], secret: bytes) -> Link:
+def _dial(meeting: Meeting, peer: int, connect: Callable[[], socket.socket]) -> Link:
     ends = []
     try:
         for kind in (DATA, WATCH):
             connection = connect()
             ends.append(connection)
-            check_user(connection)
-            connection.sendall(HELLO.pack(meeting.m.rank, kind, secret))
-    except OSError as error:
+            connection.settimeout(meeting.remaining())
+            introduce(connection, meeting.m.rank, kind, meeting.secret, peer)
+    except (OSError, GroupError) as error:
         for end in ends:
             end.close()
+        if isinstance(error, GroupError):
+            raise
         raise GroupError(
             f"rank {meeting.m.rank} could not connect to rank {peer}: {error.strerror or error}"
         ) from error
     return open_link(peer, *ends)
 
 
-def _answer(meeting: _Meeting, listener: socket.socket, peers: Iterable[int], secret: bytes) -> dict[int, Link]:
+def _answer(meeting: Meeting, listener: socket.socket, peers: Iterable[int]) -> dict[int, Link]:
     """Accept both sockets of each of `peers`."""
     until = time.monotonic() + meeting.remaining()
     waiting = {(peer, kind) for peer in peers for kind in (DATA, WATCH)}
     ends: dict[tuple[int, int], socket.socket] = {}
-    with Callers(listener, HELLO.size) as callers:
+    with Callers(listener, meeting.secret) as callers:
         while waiting:
-            for connection, hello in callers.hellos(until - time.monotonic()):
-                rank, kind, word = HELLO.unpack(hello)
-                if hmac.compare_digest(word, secret) and (rank, kind) in waiting:
-                    waiting.remove((rank, kind))
-                    ends[rank, kind] = connection
-                else:
-                    refuse(connection, "not one of the ranks")
+            for caller in callers.introduced(until - time.monotonic()):
+                if (caller.rank, caller.kind) not in waiting:
+                    refuse(caller.connection, f"rank {caller.rank} is not expected here", TAKEN)
+                elif caller.admit():
+                    waiting.remove((caller.rank, caller.kind))
+                    ends[caller.rank, caller.kind] = caller.connection
             if waiting and time.monotonic() >= until:
                 raise GroupError(f"rank {min(waiting)[0]} did not connect to rank {meeting.m.rank} in time")
     return {peer: open_link(peer, ends[peer, DATA], ends[peer, WATCH]) for peer, kind in ends if kind == DATA}
@@ -323,7 +179,7 @@ def _family(address: str) -> socket.AddressFamily:
 class _Transports:
     """Chooses the transport of the collectives and builds it. Every rank makes the same choice."""
 
-    meeting: _Meeting
+    meeting: Meeting
     seats: Sequence[Seat]
     hosts: Hosts
     channel: Channel
@@ -368,9 +224,13 @@ class _Transports:
             from .mpi import MpiGroup
 
             return MpiGroup(self.mpi, ranks.index(m.rank), timeout_s, watch, ranks)
-        store = PrefixStore("gloo", self.meeting.store)
         return GlooGroup(
-            store, ranks.index(m.rank), address_of(m.rank, self.seats, self.hosts), timeout_s, watch, ranks
+            MeetingStore(self.meeting),
+            ranks.index(m.rank),
+            address_of(m.rank, self.seats, self.hosts),
+            timeout_s,
+            watch,
+            ranks,
         )
 
 
