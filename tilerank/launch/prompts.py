@@ -19,7 +19,7 @@ from tilerank.runtime.media.errors import MediaError
 from tilerank.runtime.media.messages import Source, read_data_url, split_media
 from tilerank.runtime.media.processor import Processor
 from tilerank.runtime.media.registry import load_processor
-from tilerank.runtime.media.samplers import samplers
+from tilerank.runtime.media.samplers import check_kinds, samplers
 from tilerank.runtime.prompt import Prompt
 
 from .errors import LaunchError
@@ -219,6 +219,7 @@ class _Encoder:
         if self._processor is None:
             # The template writes the special tokens itself.
             return Prompt(self._tokenizer.encode(text, add_special_tokens=False))
+        check_kinds(self._processor, sources)
         files = [[_read_url(url, folder) for url in source.urls] for source in sources]
 
         def describe(i: int) -> tuple[int, float | None]:

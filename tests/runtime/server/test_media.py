@@ -257,7 +257,7 @@ def refused(answer: httpx.Response) -> str:
         ([{"type": "image_url"}], "messages: .*expected the field image_url, found none"),
         ([{"type": "image_url", "image_url": {"url": 5}}], "messages: .*expected a URL"),
         ([{"type": "input_file", "file": {"file_data": "a"}}], "messages: .*found 'input_file'"),
-        ([{"type": "input_audio", "input_audio": {"data": "", "format": "wav"}}], "messages: .*expected an object of data"),
+        ([{"type": "input_audio", "input_audio": {"data": "", "format": "wav"}}], "messages: .*an object of data"),
         ([SOUND, text("What?")], "messages: the model takes image and video, found audio"),
         ([text("see <|image_pad|>"), image(SMALL)], r"messages: .*contains <\|image_pad\|>"),
         ([text("<|image_"), text("pad|>")], r"messages: .*contains <\|image_pad\|>"),

@@ -12,8 +12,9 @@ def log_mel(samples: Tensor, filters: Tensor, frames: slice, *, window: int = 40
     at = at.remainder(period)
     clip = samples.double()[torch.where(at < n, at, period - at)]
     rows = clip.unfold(0, window, hop) * torch.hann_window(window, dtype=torch.float64)
-    power = torch.fft.rfft(rows, dim=1).abs() ** 2
-    return (power @ filters).clamp(min=1e-10).log10().float()
+    power: Tensor = torch.fft.rfft(rows, dim=1).abs() ** 2
+    bands: Tensor = power @ filters
+    return bands.clamp(min=1e-10).log10().float()
 
 
 def unfold(x: Tensor, rows: slice) -> Tensor:

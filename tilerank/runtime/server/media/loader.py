@@ -10,7 +10,7 @@ from ...media.decoder import Decoder, Frames
 from ...media.errors import MediaError
 from ...media.messages import Source
 from ...media.processor import Processor
-from ...media.samplers import samplers
+from ...media.samplers import check_kinds, samplers
 from ..errors import ApiError
 from .fetch import Fetcher
 from .media_budget import Share
@@ -45,6 +45,7 @@ class MediaReader:
         """Return the media, decoded. Raises ApiError or MediaError."""
         if not sources:
             return []
+        check_kinds(self.processor, sources)
         for kind, count in Counter(source.kind for source in sources).items():
             if count > self._limits[kind]:
                 raise ApiError(
