@@ -26,7 +26,7 @@ OWN = {
     "TILERANK_SIZE": "3",
     "TILERANK_LOCAL_RANK": "1",
     "TILERANK_LOCAL_SIZE": "3",
-    "TILERANK_STORE": "127.0.0.1:4711",
+    "TILERANK_MEETING": "127.0.0.1:4711",
 }
 TORCHRUN = {
     "TORCHELASTIC_RUN_ID": "none",
@@ -195,7 +195,7 @@ SLURM_PORT = 20000 + 77 * 31
         ),
         pytest.param({**PLAIN, "MASTER_PORT": "29500"}, (), Meeting("port", port=29500), id="plain"),
         pytest.param({**TORCHRUN, "LOCAL_WORLD_SIZE": "4"}, (), Meeting("launcher"), id="torchrun-one-host"),
-        pytest.param({**OWN, "TILERANK_STORE": "@name"}, (), Meeting("given", "@name"), id="own-one-host"),
+        pytest.param({**OWN, "TILERANK_MEETING": "@name"}, (), Meeting("given", "@name"), id="own-one-host"),
     ],
 )
 def test_meeting(env: dict[str, str], arguments: tuple[str | None, int | None], expected: Meeting) -> None:

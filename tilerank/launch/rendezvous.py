@@ -88,7 +88,7 @@ _CONVENTIONS = (
 # Variables that a supervisor removes from the environment of its ranks, because it assigns their numbers itself.
 IDENTITY_VARIABLES = re.compile(
     r"(RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|GROUP_RANK|MASTER_ADDR|MASTER_PORT|MPI_LOCALRANKID|MPI_LOCALNRANKS)$"
-    r"|(TILERANK_(RANK|SIZE|LOCAL_RANK|LOCAL_SIZE|STORE|FD|STATUS|CONTROL)|TORCHELASTIC_|OMPI_COMM_WORLD_|PMI_|PMIX_)"
+    r"|(TILERANK_(RANK|SIZE|LOCAL_RANK|LOCAL_SIZE|MEETING|FD|STATUS|CONTROL)|TORCHELASTIC_|OMPI_COMM_WORLD_|PMI_|PMIX_)"
 )
 
 
@@ -143,11 +143,11 @@ def starts_ranks(identity: Identity) -> bool:
 def meeting(identity: Identity, env: Mapping[str, str], address: str | None = None, port: int | None = None) -> Meeting:
     """Return where the ranks of `identity` meet. `address` and `port` are --master-addr and --master-port if given."""
     if identity.launcher == "tilerank":
-        given = _text(env, "TILERANK_STORE")
+        given = _text(env, "TILERANK_MEETING")
         if given.startswith("@"):
             return Meeting("given", given)
         bound, _, number = given.rpartition(":")
-        return Meeting("given", bound, _number(env, "TILERANK_STORE", number))
+        return Meeting("given", bound, _number(env, "TILERANK_MEETING", number))
     if identity.one_host and identity.launcher != "environment":
         return Meeting("launcher")
     if identity.launcher == "torchrun" and env.get("TORCHELASTIC_USE_AGENT_STORE") == "True":

@@ -218,7 +218,7 @@ class HostRanks:
         environment = _environment(os.environ, self.placement) | {
             "TILERANK_SIZE": str(self._size),
             "TILERANK_LOCAL_SIZE": str(len(self.here)),
-            "TILERANK_STORE": where,
+            "TILERANK_MEETING": where,
         }
         return [
             self._spec(local, rank, environment, {} if rank else for_rank_0) for local, rank in enumerate(self.here)
