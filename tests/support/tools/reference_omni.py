@@ -24,13 +24,37 @@ import numpy as np
 import tiny
 import torch
 import tvshim  # noqa: F401 - before transformers
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoProcessor, Qwen3OmniMoeForConditionalGeneration
 from transformers.models.qwen3_omni_moe.processing_qwen3_omni_moe import _get_feat_extract_output_lengths
 
 SIZE = {"shortest_edge": 128 * 32 * 32, "longest_edge": 768 * 32 * 32}
 """What the processor of Qwen3-Omni gives to that of videos."""
+
+
+CHANNELS = 104
+"""Of the convolutions: four tiles of 32, one of them in part, in place of the one of make_tiny.py."""
+
+
+def widen(model_dir: Path) -> None:
+    """Give the convolutions of a checkpoint CHANNELS channels, with random weights."""
+    config = json.loads((model_dir / "config.json").read_text())
+    audio = config["thinker_config"]["audio_config"]
+    audio["downsample_hidden_size"] = CHANNELS
+    (model_dir / "config.json").write_text(json.dumps(config))
+    inputs = {"conv2d1": 1, "conv2d2": CHANNELS, "conv2d3": CHANNELS}
+    shapes = {f"{name}.weight": (CHANNELS, count, 3, 3) for name, count in inputs.items()}
+    shapes |= {f"{name}.bias": (CHANNELS,) for name in inputs}
+    shapes |= {"conv_out.weight": (audio["d_model"], CHANNELS * audio["num_mel_bins"] // 8)}
+    draw = torch.Generator().manual_seed(4)
+    for file in model_dir.glob("*.safetensors"):
+        tensors = load_file(file)
+        for name in tensors:
+            if shape := shapes.get(name.removeprefix("thinker.audio_tower.")):
+                width = 1.5 * max(1, torch.Size(shape[1:]).numel()) ** -0.5
+                tensors[name] = (torch.randn(shape, generator=draw) * width).to(tensors[name].dtype)
+        save_file(tensors, file, metadata={"format": "pt"})
 
 
 def sound(samples: int) -> Any:
@@ -146,6 +170,7 @@ def main(job: dict[str, Any]) -> None:
     for model in job["models"]:
         dims = {key: value for key, value in model.items() if key not in ("name", "seed")}
         shutil.move(tiny.make_checkpoint("qwen3_omni_moe", out, model["seed"], **dims), out / model["name"])
+        widen(out / model["name"])
         save_file(reference(out / model["name"], job), out / f"{model['name']}.safetensors")
 
 
