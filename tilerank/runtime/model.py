@@ -32,6 +32,11 @@ class Encoder(Layer):
         residual after layer j of the decoder (DeepStack, arXiv 2406.04334).
         """
 
+    @abstractmethod
+    def parts(self, grid: tuple[int, int, int]) -> Iterator[tuple[Layer, int, int]]:
+        """Yield the layers that encode a medium with this grid, each with the number of its rows and of the pairs of
+        rows that attend to each other."""
+
     def cost(self) -> Cost:
         """Nothing: a step of the decoder does not run it."""
         return Cost()

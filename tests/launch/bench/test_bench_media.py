@@ -44,11 +44,25 @@ def test_work_of_a_tower_by_hand(tmp_path: Path) -> None:
     patches, per_patch = 2 * 60, 1536 * 1024 + 24 * (4 * 1024 * 1024 + 2 * 1024 * 4096)
     merger = 4096 * 4096 + 4096 * 2048
     linear = 2 * (patches * per_patch + patches // 4 * 4 * merger)
-    assert work["linear layers"] == Work(2 * (per_patch + 4 * merger), bf16=linear)
+    # Biases of the layers, and two vectors of each norm.
+    vectors = 1024 + 24 * (4 * 1024 + 4096 + 1024 + 4 * 1024) + 4 * (4096 + 2048) + 2 * 1024 + 3 * 2 * 4096
+    assert work["linear layers"] == Work(2 * (per_patch + 4 * merger + vectors), bf16=linear)
     # Two frames, in each of which 60 patches see 60 patches; a product and a sum in 16 heads of 64, for Q K^T and P V.
     assert work["attention"] == Work(24 * 4 * patches * 1024 * 2, bf16=24 * 2 * 60 * 60 * 4 * 16 * 64)
     whole = encoder_work(read_card(tmp_path), torch.float32, (2, 6, 10))
     assert whole["linear layers"] == Work(2 * work["linear layers"].nbytes, fp32=linear)
+
+
+def test_work_of_tiles_by_hand(tmp_path: Path) -> None:
+    """Llama-3.2-11B-Vision: 40 layers of 1280 and 5120 over the 4 x 1608 rows of a picture, of which one tile of 1601
+    is real: real rows see all, and the others see the real ones. Patches of 3 x 14 x 14, and a projector."""
+    (tmp_path / "config.json").write_text(json.dumps(PUBLIC_CONFIGS["llama-3.2-11b-vision"]))
+    work = encoder_work(read_card(tmp_path), torch.bfloat16, (1, 40, 40))
+    rows, block = 4 * 1608, 4 * 1280 * 1280 + 2 * 1280 * 5120
+    linear = 1600 * 3 * 14 * 14 * 1280 + rows * 40 * block + 4 * 1601 * 6 * 1280 * 4096
+    assert work["linear layers"].bf16 == 2 * linear
+    pairs = 1601 * rows + (rows - 1601) * 1601
+    assert work["attention"] == Work(40 * 4 * rows * 1280 * 2, bf16=40 * pairs * 4 * 1280)
 
 
 def test_public_processors_cut_pictures_as_their_configs_say() -> None:

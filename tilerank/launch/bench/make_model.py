@@ -17,7 +17,12 @@ _ASSETS = Path(__file__).resolve().parents[3] / "assets"
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "chat_template.json")
 _TEXT_LAYERS = "num_hidden_layers"
 _DENSE_LAYERS = "first_k_dense_replace"
+_CROSSING = "cross_attention_layers"
+_TAKEN = "intermediate_layers_indices"
 _EXPERTS = ("n_routed_experts", "num_experts")
+_DEMO_PICTURE = "<|image_pad|>"
+_PICTURE_TOKENS = {"image_token_index": "<|image|>"}
+"""Families that name the id of a picture's token otherwise than the demo model, and that token."""
 _SPECIAL_IDS = (
     "bos_token_id",
     "eos_token_id",
@@ -73,25 +78,36 @@ def run(args: argparse.Namespace) -> int:
 
 def _set_layers(config: dict[str, Any], args: argparse.Namespace) -> None:
     """Set the numbers of layers that were asked for. Raises LaunchError."""
-    parts = (
-        ("--layers", args.layers, _text(config), _TEXT_LAYERS, "layers"),
-        ("--vision-layers", args.vision_layers, config.get("vision_config"), "depth", "layers of the vision tower"),
-    )
-    for option, layers, part, key, name in parts:
-        if layers is None:
-            continue
-        if part is None:
-            raise LaunchError(f"{option}: expected a model with a vision tower, found {args.like}")
-        if layers > part[key]:
-            raise LaunchError(f"{option}: expected at most the {part[key]} {name} of {args.like}, found {layers}")
-        if key == "depth":
-            part["deepstack_visual_indexes"] = _spread(part["deepstack_visual_indexes"], part[key], layers)
-        if key == _TEXT_LAYERS and _DENSE_LAYERS in part:
-            part[_DENSE_LAYERS] = min(part[_DENSE_LAYERS], layers // 2)  # some layers keep their mixture
-        part[key] = layers
-    if vision := config.get("vision_config"):
+    text, vision = _text(config), config.get("vision_config")
+    if args.layers is not None:
+        _check_layers("--layers", args.layers, text[_TEXT_LAYERS], "layers", args.like)
+        if _DENSE_LAYERS in text:
+            text[_DENSE_LAYERS] = min(text[_DENSE_LAYERS], args.layers // 2)  # some layers keep their mixture
+        text[_TEXT_LAYERS] = args.layers
+    if _CROSSING in text:  # the last layer is self-attention
+        text[_CROSSING] = [layer for layer in text[_CROSSING] if layer < text[_TEXT_LAYERS] - 1]
+    if args.vision_layers is not None:
+        if vision is None:
+            raise LaunchError(f"--vision-layers: expected a model with a vision tower, found {args.like}")
+        _set_vision_layers(vision, args.vision_layers, args.like)
+    if vision and "depth" in vision:
         # Each DeepStack level belongs to a layer of the text but the last.
-        vision["deepstack_visual_indexes"] = vision["deepstack_visual_indexes"][: _text(config)[_TEXT_LAYERS] - 1]
+        vision["deepstack_visual_indexes"] = vision["deepstack_visual_indexes"][: text[_TEXT_LAYERS] - 1]
+
+
+def _set_vision_layers(vision: dict[str, Any], layers: int, like: str) -> None:
+    depth, taken = ("depth", "deepstack_visual_indexes") if "depth" in vision else (_TEXT_LAYERS, _TAKEN)
+    _check_layers("--vision-layers", layers, vision[depth], "layers of the vision tower", like)
+    vision[taken] = _spread(vision[taken], vision[depth], layers)
+    if taken == _TAKEN:
+        vision["vision_output_dim"] = vision["hidden_size"] * (1 + len(vision[taken]))
+        vision["num_global_layers"] = -(-vision["num_global_layers"] * layers // vision[depth])
+    vision[depth] = layers
+
+
+def _check_layers(option: str, layers: int, most: int, name: str, like: str) -> None:
+    if layers > most:
+        raise LaunchError(f"{option}: expected at most the {most} {name} of {like}, found {layers}")
 
 
 def _set_experts(config: dict[str, Any], args: argparse.Namespace) -> None:
@@ -128,7 +144,7 @@ def _write_checkpoint(model_dir: Path, config: dict[str, Any], seed: int) -> lis
 
     layers = f"{_text(config)[_TEXT_LAYERS]} layers"
     if vision := config.get("vision_config"):
-        layers += f" and {vision['depth']} of the vision tower"
+        layers += f" and {vision.get('depth') or vision[_TEXT_LAYERS]} of the vision tower"
     tokenizer = _copy_tokenizer(model_dir, config)
     for name, content in {"config.json": config, **PROCESSORS.get(config["model_type"], {})}.items():
         (model_dir / name).write_text(json.dumps(content, indent=2) + "\n")
@@ -159,9 +175,14 @@ def _copy_tokenizer(model_dir: Path, config: dict[str, Any]) -> str:
     demo_config = json.loads((demo / "config.json").read_text())
     if _text(demo_config)["vocab_size"] > _text(config)["vocab_size"]:
         return "no tokenizer (the demo model's is larger than the vocabulary)"
+    picture = {key: token for key, token in _PICTURE_TOKENS.items() if key in config}
     for name in _TOKENIZER_FILES:
         if (demo / name).is_file():
-            shutil.copyfile(demo / name, model_dir / name)
+            text = (demo / name).read_text(encoding="utf-8")
+            for token in picture.values():
+                text = text.replace(_DEMO_PICTURE, token)
+            (model_dir / name).write_text(text, encoding="utf-8")
+    config |= dict.fromkeys(picture, demo_config.get("image_token_id"))
     for found, part in ((demo_config, config), (_text(demo_config), _text(config))):
         part |= {name: found[name] for name in _SPECIAL_IDS if name in found}
     return "the demo model's tokenizer"

@@ -129,8 +129,11 @@ def _measure(args: argparse.Namespace, engine: Engine, placement: Placement, ran
     dtype, quantization, cache_dtype = engine_dtype(args), quantization_of(args), kv_dtype(args)
     work = model_work(engine.card, dtype, quantization, cache_dtype)
     if args.image:
-        parts = encoder_work(engine.card, dtype, picture_prompts(args.model).grid(args.image))
-        work = replace(work, picture=sum(parts.values(), start=Work()))
+        pictures = picture_prompts(args.model)
+        parts = encoder_work(engine.card, dtype, pictures.grid(args.image))
+        work = replace(
+            work, picture=sum(parts.values(), start=Work()), source_tokens=pictures.source_tokens(args.image)
+        )
     probe, one_token = RateProbe(cores_of(placement, read_topology())), work.prefill(1, 1)
 
     def timed(case: Case, seed: int) -> Timing:

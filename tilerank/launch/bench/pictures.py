@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
+from msgspec.structs import replace
+
 from tilerank.loader.tokenizer import Tokenizer
 from tilerank.runtime.media.decoder import Frames
 from tilerank.runtime.media.errors import MediaError
@@ -88,6 +90,8 @@ class PicturePrompts:
     def before(self, token_ids: Sequence[int], frames: Frames) -> Prompt:
         """Return the prompt of a picture, with what the chat template writes around it, before `token_ids`."""
         start = self.prompt(self.text(""), frames)
+        if not start.positions:  # those of tokens count up
+            return replace(start, token_ids=[*start.token_ids, *token_ids])
         position = max(map(max, start.positions)) + 1
         more = range(position, position + len(token_ids))
         positions = [[*axis, *more] for axis in start.positions]
@@ -100,6 +104,11 @@ class PicturePrompts:
     def grid(self, size: Size) -> tuple[int, int, int]:
         """Return the patches of a picture, as in prompt.py: Medium."""
         return self.prompt(self.text(""), _frames(size, b"")).media[0].grid
+
+    def source_tokens(self, size: Size) -> int:
+        """Return how many tokens of the encoding of a picture the last token of a prompt sees by cross-attention."""
+        sights = self.prompt(self.text(""), _frames(size, b"")).sights
+        return sights[-1].count if sights else 0
 
     def sample(self, total: int, fps: float | None) -> list[int]:
         """The argument of a decoder."""

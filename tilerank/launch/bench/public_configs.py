@@ -276,6 +276,54 @@ PUBLIC_CONFIGS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
         "vocab_size": 128256,
     },
+    "llama-3.2-11b-vision": {
+        "architectures": ["MllamaForConditionalGeneration"],
+        "image_token_index": 128256,
+        "model_type": "mllama",
+        "text_config": {
+            "bos_token_id": 128000,
+            "cross_attention_layers": [3, 8, 13, 18, 23, 28, 33, 38],
+            "eos_token_id": [128001, 128008, 128009],
+            "hidden_act": "silu",
+            "hidden_size": 4096,
+            "intermediate_size": 14336,
+            "max_position_embeddings": 131072,
+            "model_type": "mllama_text_model",
+            "num_attention_heads": 32,
+            "num_hidden_layers": 40,
+            "num_key_value_heads": 8,
+            "pad_token_id": 128004,
+            "rms_norm_eps": 1e-5,
+            "rope_scaling": {
+                "factor": 8.0,
+                "high_freq_factor": 4.0,
+                "low_freq_factor": 1.0,
+                "original_max_position_embeddings": 8192,
+                "rope_type": "llama3",
+            },
+            "rope_theta": 500000.0,
+            "tie_word_embeddings": False,
+            "torch_dtype": "bfloat16",
+            "vocab_size": 128256,
+        },
+        "torch_dtype": "bfloat16",
+        "vision_config": {
+            "attention_heads": 16,
+            "hidden_act": "gelu",
+            "hidden_size": 1280,
+            "image_size": 560,
+            "intermediate_layers_indices": [3, 7, 15, 23, 30],
+            "intermediate_size": 5120,
+            "max_num_tiles": 4,
+            "model_type": "mllama_vision_model",
+            "norm_eps": 1e-5,
+            "num_global_layers": 8,
+            "num_hidden_layers": 32,
+            "patch_size": 14,
+            "supported_aspect_ratios": [[1, 1], [1, 2], [1, 3], [1, 4], [2, 1], [2, 2], [3, 1], [4, 1]],
+            "vision_output_dim": 7680,
+        },
+    },
 }
 
 _PATCHES: dict[str, Any] = {
@@ -301,5 +349,23 @@ _QWEN_VL: dict[str, dict[str, Any]] = {
     },
 }
 
-PROCESSORS = {"qwen3_vl": _QWEN_VL, "qwen3_5": _QWEN_VL, "qwen3_5_moe": _QWEN_VL}
+_MLLAMA: dict[str, dict[str, Any]] = {
+    "preprocessor_config.json": {
+        "do_convert_rgb": True,
+        "do_normalize": True,
+        "do_pad": True,
+        "do_rescale": True,
+        "do_resize": True,
+        "image_mean": [0.48145466, 0.4578275, 0.40821073],
+        "image_processor_type": "MllamaImageProcessor",
+        "image_std": [0.26862954, 0.26130258, 0.27577711],
+        "max_image_tiles": 4,
+        "processor_class": "MllamaProcessor",
+        "resample": 2,
+        "rescale_factor": 1 / 255,
+        "size": {"height": 560, "width": 560},
+    },
+}
+
+PROCESSORS = {"mllama": _MLLAMA, "qwen3_vl": _QWEN_VL, "qwen3_5": _QWEN_VL, "qwen3_5_moe": _QWEN_VL}
 """The files of a family's processor, by `model_type`."""

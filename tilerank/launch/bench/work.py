@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING
 
 from tilerank.parallel.cost import Cost, Work
 
-from ..errors import LaunchError
-
 if TYPE_CHECKING:
     import torch
 
@@ -23,7 +21,8 @@ class ModelWork:
     body: of every token, up to its keys and values of the last layer. end: the rest of the last layer and the head,
     for tokens whose logits are used: the last one of a prompt and every one after it. cached: bytes of the keys and
     values of one token in all layers. state: bytes of the states of one sequence in all layers, which a step reads and
-    writes. picture: encoding the picture of a prompt, if prompts have one.
+    writes. picture: encoding the picture of a prompt, if prompts have one. source: bytes of the keys and values of a
+    token of an encoding in all layers of cross-attention. source_tokens: those that a sequence sees.
     """
 
     body: Cost
@@ -31,6 +30,8 @@ class ModelWork:
     cached: int
     state: int = 0
     picture: Work = field(default_factory=Work)
+    source: int = 0
+    source_tokens: int = 0
 
     @property
     def weights(self) -> int:
@@ -52,8 +53,10 @@ class ModelWork:
         return self._moving(pairs, batch) + self.body.work(batch, pairs) + self.end.work(batch, pairs)
 
     def _moving(self, tokens: float, sequences: int) -> Work:
-        """Reading the weights once and what is cached of `tokens` tokens, reading and writing the states."""
-        return Work(self.weights + self.cached * tokens + 2 * self.state * sequences)
+        """Reading the weights once, what is cached of `tokens` tokens and what sequences see of encodings, reading and
+        writing the states."""
+        of_sequence = 2 * self.state + self.source * self.source_tokens
+        return Work(self.weights + self.cached * tokens + of_sequence * sequences)
 
 
 def model_work(
@@ -62,49 +65,41 @@ def model_work(
     quantization: Quantization | None = None,
     kv_dtype: torch.dtype | None = None,
 ) -> ModelWork:
-    """Return the cost of our own model on one rank; nothing is allocated.
-
-    Raises LaunchError if the model has a cache whose cost for each token is not defined.
-    """
+    """Return the cost of our own model on one rank; nothing is allocated."""
+    from tilerank.kernels.kv_pages import PAGE_TOKENS
     from tilerank.loader.weight_formats import weight_formats
     from tilerank.parallel.sharding import Sharding
-    from tilerank.runtime.cache import Budget, bytes_per_state, bytes_per_token
+    from tilerank.runtime.cache import bytes_per_source_page, bytes_per_state, bytes_per_token
     from tilerank.runtime.registry import build_model
 
     formats = weight_formats(card.quantization, dtype, quantization)
     model = build_model(card, Sharding(0, 1, dtype, None, formats=formats, kv_dtype=kv_dtype))
     specs = model.cache_specs()
-    for spec in specs:
-        if spec.budget is Budget.SOURCE_TOKENS:
-            raise LaunchError(
-                f"cannot count the work of a {type(spec).__name__} cache; expected caches of tokens and of states"
-            )
     body = model.cost_without_logits()
-    return ModelWork(body, model.cost() - body, bytes_per_token(specs), bytes_per_state(specs))
+    return ModelWork(
+        body,
+        model.cost() - body,
+        bytes_per_token(specs),
+        bytes_per_state(specs),
+        source=bytes_per_source_page(specs) // PAGE_TOKENS,
+    )
 
 
 def encoder_work(card: ModelCard, dtype: torch.dtype, grid: tuple[int, int, int]) -> dict[str, Work]:
     """Return the work of the vision tower for one medium, without padding for ranks, by parts: "linear layers", with
-    the patch embedding and the mergers, and "attention".
+    norms, and "attention".
 
     grid: as in prompt.py: Medium. Linear layers read their weights once; attention reads and writes its operands.
     """
-    from tilerank.runtime.models.vision_config import read_vision_config
+    from tilerank.parallel.sharding import Sharding
+    from tilerank.runtime.registry import build_model
 
-    vision = card.fields.object("vision_config")
-    deepstack = vision.has("deepstack_visual_indexes")
-    c = read_vision_config(vision, card.text.integer("hidden_size", 1, 1 << 20), deepstack=deepstack)
-    hidden, joined = c.hidden_size, c.hidden_size * c.merge_size**2
-    embedding = 3 * c.temporal_patch_size * c.patch_size**2 * hidden
-    blocks = c.depth * (4 * hidden**2 + 2 * hidden * c.intermediate_size)
-    mergers = (1 + len(c.deepstack)) * joined * (joined + c.out_hidden_size)
-    frame = grid[1] * grid[2]
-    patches = grid[0] * frame
-    products = patches * (embedding + blocks) + patches // c.merge_size**2 * mergers
-    kind = "fp32" if dtype.itemsize == 4 else "bf16"
-    return {
-        "linear layers": Work((embedding + blocks + mergers) * dtype.itemsize, **{kind: 2 * products}),
-        "attention": Work(
-            4 * c.depth * patches * hidden * dtype.itemsize, **{kind: 4 * c.depth * patches * frame * hidden}
-        ),
-    }
+    encoder = build_model(card, Sharding(0, 1, dtype, None)).encoder
+    assert encoder is not None
+    products = attention = Work()
+    for layer, rows, pairs in encoder.parts(grid):
+        cost = layer.cost()
+        products += Work(cost.read) + cost.token * rows
+        # Four operations a pair for each column of the queries; queries, keys, values and outputs have as many.
+        attention += Work(cost.pair.flops * rows * dtype.itemsize) + cost.pair * pairs
+    return {"linear layers": products, "attention": attention}

@@ -12,6 +12,7 @@ from tilerank.kernels.kv_pages import KVPages
 from tilerank.kernels.vision import tanh_gate_
 from tilerank.loader.fields import Fields
 from tilerank.loader.padding import get_num_heads_padding_size
+from tilerank.parallel.cost import Cost
 from tilerank.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from tilerank.parallel.norm import RMSNorm
 from tilerank.parallel.parameters import PlainParameter
@@ -121,6 +122,10 @@ class CrossAttention(Mixer[KVPages]):
     def _norm_rotary(self, q: Tensor, k: Tensor, rope: Tensor) -> None:
         """Normalise and rotate heads in place; one of q and k has none."""
         ops.norm_rotary_(q, k, self.q_norm.weight.data, self.k_norm.weight.data, self.q_norm.eps, rope)
+
+    def cost(self) -> Cost:
+        """Without the projections to keys and values, which a step does not compute."""
+        return Cost.total(layer.cost() for layer in (self.q, self.q_norm, self.out, self.gate))
 
     def cuts(self) -> Iterator[tuple[str, Cut]]:
         for name, spans in (("query heads", self.heads.q), ("KV heads", self.heads.kv)):

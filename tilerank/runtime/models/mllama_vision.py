@@ -254,6 +254,15 @@ class MllamaTower(Encoder):
     def shape(self, grid: Grid) -> tuple[int, int, int]:
         return 1, self.config.tiles * self.config.rows, self._out_hidden
 
+    def parts(self, grid: Grid) -> Iterator[tuple[Layer, int, int]]:
+        c = self.config
+        tiles = grid[1] * grid[2] // c.side**2
+        real, rows = tiles * c.rows, c.tiles * (c.rows + self._filling)
+        yield self.embedding, grid[1] * grid[2], 0
+        for block in (*self.blocks, *self.global_blocks):
+            yield block, rows, real * rows + (rows - real) * real
+        yield self.projector, c.tiles * c.rows, 0
+
     def encode(self, frames: Tensor, grid: Grid, operations: float) -> Iterator[Tensor | None]:
         out = torch.empty(self.shape(grid), dtype=self._sharding.dtype)
         yield from pieces(self._tasks(frames, grid, out[0], operations), operations)

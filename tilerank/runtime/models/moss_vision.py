@@ -74,6 +74,10 @@ class MossTower(Encoder):
     def shape(self, grid: Grid) -> tuple[int, int, int]:
         return 1, grid[0] * (self._of_frame(grid) + 1), self.config.out_hidden_size
 
+    def parts(self, grid: Grid) -> Iterator[tuple[Layer, int, int]]:
+        yield from self.transformer.parts(grid)
+        yield self.merger, grid[0] * self._of_frame(grid), 0
+
     def encode(self, frames: Tensor, grid: Grid, operations: float) -> Iterator[Tensor | None]:
         out = torch.empty(self.shape(grid), dtype=self._dtype)
         yield from pieces(self._tasks(frames, grid, out[0], operations), operations)

@@ -261,6 +261,13 @@ class VisionTransformer(Layer):
         self.blocks = [VisionBlock(f"{name}.blocks.{i}", config, sharding) for i in range(config.depth)]
         self._dtype, self._ranks = sharding.dtype, sharding.size
 
+    def parts(self, grid: Grid) -> Iterator[tuple[Layer, int, int]]:
+        """Yield the layers below it, as in Encoder."""
+        patches, of_frame = prod(grid), grid[1] * grid[2]
+        yield self.embedding, patches, 0
+        for block in self.blocks:
+            yield block, patches, patches * of_frame
+
     def tasks(self, frames: Tensor, grid: Grid, limit: float, after: AfterBlock) -> Iterator[float]:
         """Compute the rows x [t, hidden] of all patches, block by block. Tasks as in VisionBlock.
 
@@ -342,6 +349,11 @@ class VisionTower(Encoder):
 
     def shape(self, grid: Grid) -> tuple[int, int, int]:
         return 1 + len(self.deepstack), prod(grid) // self.config.merge_size**2, self.config.out_hidden_size
+
+    def parts(self, grid: Grid) -> Iterator[tuple[Layer, int, int]]:
+        yield from self.transformer.parts(grid)
+        for merger in (self.merger, *self.deepstack):
+            yield merger, self.shape(grid)[1], 0
 
     def encode(self, frames: Tensor, grid: Grid, operations: float) -> Iterator[Tensor | None]:
         levels = torch.empty(self.shape(grid), dtype=self._dtype)
