@@ -8,7 +8,7 @@ PYTEST := $(BIN)/pytest -n 2 --dist worksteal
 # The first make in this clone builds while others wait: what it has built they find up to date.
 LOCKED := flock Makefile $(MAKE) --no-print-directory
 
-.PHONY: help core environment demo demo-vision test test-long soak test-numa test-sanitize test-amx lint types format clean
+.PHONY: help core environment demo demo-vision test test-long soak test-numa test-sanitize test-amx lint types wheel format clean
 
 help:
 	@grep -E '^# [a-z-]+:' $(MAKEFILE_LIST) | sed 's/^# //'
@@ -84,6 +84,12 @@ lint: environment
 # types: check the types with mypy
 types: environment
 	$(BIN)/mypy -p tilerank
+
+# wheel: a wheel in dist/ for other machines, named after the oldest glibc that it needs
+wheel: environment
+	rm -rf dist
+	$(BIN)/pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist/built .
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/auditwheel repair --wheel-dir dist dist/built/*.whl
 
 # format: rewrite the sources as `make lint` expects them
 format: environment

@@ -49,6 +49,8 @@ TINY: dict[str, dict[str, Any]] = {
     },
     "mllama": {"family": "mllama", "heads": 6, "kv_heads": 3, "hidden": 144, "inter": 200, "vocab": 777, "layers": 6},
     "qwen3_vl_moe": {"family": "qwen3_vl_moe", "hidden": 96, "experts": 6, "moe_inter": 80, "vocab": 801, "layers": 4},
+    "moss_vl": {"family": "moss_vl", "heads": 6, "kv_heads": 3, "hidden": 144, "inter": 200, "vocab": 777, "layers": 6},
+    "qwen3_omni_moe": {"family": "qwen3_omni_moe", "vocab": 801},
     "qwen3_5": {
         "family": "qwen3_5",
         "hidden": 96,

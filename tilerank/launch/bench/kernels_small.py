@@ -144,7 +144,7 @@ def delta_step(rows: int) -> Entry:
     """A decode step of a delta net: every row reads and writes a state, of which there are copies.
 
     Memory may be read and written at the same time, faster in total than it is read, so the share of the read rate can
-    exceed 1. The torch equivalent is the least work with the same bytes: it negates the states in place.
+    exceed 1.
     """
     qkv, a, b, a_log, dt_bias = _delta_inputs(rows)
     shape = (rows, VALUE_HEADS, DELTA_DIM, DELTA_DIM)
@@ -162,7 +162,6 @@ def delta_step(rows: int) -> Entry:
         "float32",
         Work(2 * nbytes),
         run,
-        lambda number: states[number % len(states)].neg_(),
     )
 
 

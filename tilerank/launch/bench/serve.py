@@ -314,8 +314,11 @@ def _request(text: str, new_tokens: int) -> bytes:
             "stream_options": {"include_usage": True},
         }
     ).encode()
-    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: {}\r\n\r\n"
-    return head.format(len(body)).encode() + body
+    head = (
+        "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
+        f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    )
+    return head.encode() + body
 
 
 async def _stream(
