@@ -89,7 +89,7 @@ types: environment
 wheel: environment
 	rm -rf dist
 	$(BIN)/pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist/built .
-	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/auditwheel repair --wheel-dir dist dist/built/*.whl
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/auditwheel repair --wheel-dir dist dist/built/*.whl
 
 # format: rewrite the sources as `make lint` expects them
 format: environment
