@@ -1,0 +1,19 @@
+# docker build -t tilerank .   The first stage compiles a wheel; the second has neither compiler nor sources.
+FROM python:3.11-slim-bookworm AS build
+RUN apt-get update && apt-get install -y --no-install-recommends g++
+COPY . /src
+RUN pip wheel --no-deps --wheel-dir /wheels /src
+
+FROM python:3.11-slim-bookworm
+# If the package index offers torch with CUDA only: --build-arg PIP_EXTRA_INDEX_URL=(the index of PyTorch's CPU builds)
+ARG PIP_EXTRA_INDEX_URL
+RUN --mount=type=bind,from=build,source=/wheels,target=/wheels \
+    pip install --no-cache-dir "$(echo /wheels/tilerank-*.whl)[vision]" && useradd --uid 1000 --create-home tilerank
+USER tilerank
+ENV HF_HOME=/home/tilerank/models
+VOLUME /home/tilerank/models
+EXPOSE 8000
+# The HTTP process answers /version by itself: ranks that load or restart are no reason to end the container.
+HEALTHCHECK --start-period=30s CMD ["python", "-c", "from urllib.request import urlopen; urlopen('http://127.0.0.1:8000/version', timeout=5)"]
+# docker run -p 8000:8000 tilerank Qwen/Qwen3-0.6B --tp auto
+ENTRYPOINT ["tilerank", "serve", "--host", "0.0.0.0"]
