@@ -38,7 +38,11 @@ def main(workload: dict[str, Any]) -> dict[str, Any]:
         ended = time.perf_counter()
         found = processor.image_processor(images=[picture], return_tensors="pt")
         processed = time.perf_counter()
-        model.model.visual(found["pixel_values"].to(dtype), grid_thw=found["image_grid_thw"])
+        pixels = found["pixel_values"].to(dtype)
+        if "image_grid_thw" in found:
+            model.model.visual(pixels, grid_thw=found["image_grid_thw"])
+        else:  # Llama-3.2-Vision
+            model.model.vision_model(pixels, found["aspect_ratio_ids"], found["aspect_ratio_mask"])
         encoded = time.perf_counter()
         return {
             "decode": decoded - began,
