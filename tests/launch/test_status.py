@@ -148,7 +148,7 @@ def test_the_prompt_box_streams_an_answer(server: Server, page: Page) -> None:
     page.await_true("/ tokens in /.test(document.querySelector('#note').textContent)", "the answer does not end")
     tokens = int(page.text("#note").split()[0])
     assert 0 < tokens <= 40 and page.text("#answer").strip()
-    page.await_true(f"document.querySelector('#latest tr').children[2].textContent === '{tokens}'", "no row")
+    page.await_true(f"document.querySelector('#latest tr')?.children[2].textContent === '{tokens}'", "no row")
     page.await_true("document.querySelector('#first-token').innerText.includes('ms')", "no percentiles")
     assert re.search(r"Ended in the last minute: .*\d+ (stop|length)", page.text("#ends"))
     assert "abracadabra" not in server.get("/status", headers=KEY).text

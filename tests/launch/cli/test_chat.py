@@ -24,9 +24,11 @@ def test_a_conversation_sees_pictures_and_can_begin_anew(tmp_path: Path) -> None
 
 
 def test_ctrl_c_stops_the_answer_and_not_the_conversation(tmp_path: Path) -> None:
-    with Run("serve", endless_copy(tmp_path / "model"), "--port", 0) as server:
+    model = endless_copy(tmp_path / "model")
+    (model / "generation_config.json").write_text('{"eos_token_id": 4091}')  # the answer does not end by itself
+    with Run("serve", model, "--port", 0) as server:
         url = server.await_line("is served at").split()[-1]
-        with Run("chat", "--url", url, stdin=subprocess.PIPE) as chat:
+        with Run("chat", "--url", url, "--temperature", 0, stdin=subprocess.PIPE) as chat:
             stdin = chat.process.stdin
             assert stdin is not None
             stdin.write(b"In the beginning\n")
