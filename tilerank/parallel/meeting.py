@@ -40,9 +40,9 @@ class Membership:
 
     `host`, `port`: the address of rank 0; "@name" is a unix socket with that abstract name, for ranks on one host. Rank
     0 passes its listening socket as `listen_fd`. With `agent`, it is the address of the TCPStore of torchrun's agent,
-    through which rank 0 sends its port. `secret`: shared by all ranks and no other process; may be empty on one host only.
-    `timeout_s` is the deadline of every wait in a collective, and of joining unless `join_timeout_s` is given.
-    `attempt` counts restarts of the group if the agent's store outlives it.
+    through which rank 0 sends its port. `secret`: shared by all ranks and by no other process; may be
+    empty on one host only. `timeout_s` is the deadline of every wait in a collective, and of joining unless
+    `join_timeout_s` is given. `attempt` counts restarts of the group if the agent's store outlives it.
     """
 
     rank: int

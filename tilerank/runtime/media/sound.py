@@ -5,11 +5,11 @@ RATE = 16000
 HOP = 160
 """Samples from one frame of a spectrogram to the next."""
 MAX_SECONDS = 3600
-"""Of a clip."""
+"""The longest clip that is accepted."""
 MAX_RATE = 192000
-"""Samples of a second of a file."""
+"""The highest sample rate of a file that is accepted, in Hz."""
 MAX_CHANNELS = 8
-"""Of a file."""
+"""The most channels of a file that are accepted."""
 _CHUNK, _CHUNK_TOKENS = 100, 13
 
 

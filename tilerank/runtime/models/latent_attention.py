@@ -208,7 +208,7 @@ class LatentAttention(Mixer[LatentPages]):
 
     @property
     def _operations(self) -> int:
-        """Of a head, for each pair of a query and a token: a score, and adding to a sum of latents."""
+        """The operations of a head for each pair of a query and a token: a score, and adding to a sum of latents."""
         return 2 * (2 * self.config.latent + self.config.rope_dim)
 
     def cost(self) -> Cost:

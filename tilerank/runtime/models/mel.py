@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 _LOG_STEP = log(6.4) / 27
-"""Of the frequency, from a mel to the next above 1000 Hz."""
+"""The logarithm of the ratio of the frequencies of two adjacent mels, above 1000 Hz."""
 
 
 @cache
