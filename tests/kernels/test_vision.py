@@ -187,8 +187,8 @@ def test_a_recording_computes_the_same(dtype: torch.dtype, rung: str) -> None:
 
     def step() -> Tensor:
         normed = vision.layer_norm(x, weight, bias, 1e-6)
-        heads = core.view(normed, (5, 2, 20), (40, 20, 1))
-        vision.rotary_float_(heads, heads, angles)
+        q, k = (core.view(normed, (5, 1, 20), (40, 20, 1), first) for first in (0, 20))
+        vision.rotary_float_(q, k, angles)
         hidden = ops.add(vision.gelu(normed, True), vision.gelu(normed, False))
         ops.put_rows_(hidden, rows[0, :1], vision.interpolate_rows(x, rows[:1], weights[:1]))
         ops.add_rows_(hidden, rows[1, :1], vision.interpolate_rows(x, rows[1:2], weights[1:2]))
