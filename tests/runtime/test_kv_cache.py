@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from tilerank.parallel.sharding import Sharding
-from tilerank.runtime.cache import PagedKV
+from tilerank.runtime.caches.cache import PagedKV
 from tilerank.runtime.registry import build_model, read_supported_card
 
 TP = [1, 2, 3]

@@ -19,7 +19,7 @@ from tilerank.loader.errors import ConfigError
 from tilerank.parallel.sharding import Sharding
 from tilerank.runtime import rank_messages
 from tilerank.runtime.batch import BatchFiller, Held
-from tilerank.runtime.cache import (
+from tilerank.runtime.caches.cache import (
     CacheSpec,
     EncoderKV,
     PagedKV,

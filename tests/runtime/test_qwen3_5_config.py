@@ -27,7 +27,7 @@ from tilerank.loader.weights import load_weights
 from tilerank.parallel.errors import ShardError
 from tilerank.parallel.parameters import PlainParameter
 from tilerank.parallel.sharding import Sharding
-from tilerank.runtime.cache import RecurrentState
+from tilerank.runtime.caches.cache import RecurrentState
 from tilerank.runtime.media.qwen_vl import QwenVLProcessor
 from tilerank.runtime.media.registry import load_processor
 from tilerank.runtime.models.decoder import Decoder

@@ -8,14 +8,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from tilerank.kernels.kv_pages import PAGE_TOKENS
-from tilerank.runtime.encodings import EncoderCache, Wanted
-from tilerank.runtime.pages import Page, PagePool
+from tilerank.runtime.caches.encodings import EncoderCache, Wanted
+from tilerank.runtime.caches.pages import Page, PagePool
+from tilerank.runtime.caches.state_pool import StatePool
 from tilerank.runtime.prompt import Medium, Place, Prompt
 from tilerank.runtime.rank_messages import Chunk
 from tilerank.runtime.sampling import SamplingParams
 from tilerank.runtime.scheduler import Scheduled, Scheduler
 from tilerank.runtime.sequence import Sequence
-from tilerank.runtime.state_pool import StatePool
 
 BLOCKS, MAX_RUNNING, CHUNK, BUDGET, STATES = 12, 4, 80, 3, 3
 COMMON = st.sampled_from((0, 20, PAGE_TOKENS, PAGE_TOKENS + 3, 2 * PAGE_TOKENS, 3 * PAGE_TOKENS))

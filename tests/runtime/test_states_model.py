@@ -22,12 +22,12 @@ from tilerank.parallel.channel import Channel
 from tilerank.parallel.group import SingleGroup
 from tilerank.parallel.join import Team
 from tilerank.runtime import engine as module
+from tilerank.runtime.caches.pages import PagePool
+from tilerank.runtime.caches.state_pool import StatePool
 from tilerank.runtime.engine import Engine, Request, Scored
-from tilerank.runtime.pages import PagePool
 from tilerank.runtime.prompt import Prompt
 from tilerank.runtime.sampling import SamplingParams
 from tilerank.runtime.scheduler import Scheduler
-from tilerank.runtime.state_pool import StatePool
 from tilerank.runtime.worker import Worker
 
 DENSE = {

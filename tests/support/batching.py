@@ -11,12 +11,12 @@ import torch
 from tilerank.kernels import core
 from tilerank.parallel.join import Team
 from tilerank.runtime import engine as module
+from tilerank.runtime.caches.pages import PagePool
+from tilerank.runtime.caches.state_pool import StatePool
 from tilerank.runtime.engine import Engine, Request, Scored, TokenEvent
-from tilerank.runtime.pages import PagePool
 from tilerank.runtime.prompt import Prompt
 from tilerank.runtime.sampling import SamplingParams
 from tilerank.runtime.scheduler import Scheduler
-from tilerank.runtime.state_pool import StatePool
 from tilerank.runtime.worker import MAX_RUNNING, Worker
 
 DEMO = Path(__file__).parents[2] / "assets" / "demo-lm"

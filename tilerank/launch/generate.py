@@ -139,7 +139,7 @@ class GenerateJob:
         return self._plan.refusal()
 
     def build(self, team: "Team", own: RankPlacement) -> "Worker":
-        from tilerank.runtime.cache import expected_tokens
+        from tilerank.runtime.caches.cache import expected_tokens
         from tilerank.runtime.worker import Worker
 
         args, quantization = self._args, quantization_of(self._args)

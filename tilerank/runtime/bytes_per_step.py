@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from tilerank.parallel.cost import ExpertBytes
 
-from .cache import bytes_per_state, bytes_per_token
+from .caches.cache import bytes_per_state, bytes_per_token
 from .model import Model
 
 

@@ -13,13 +13,15 @@ import torch
 from torch import Tensor
 
 from . import sampling
-from .cache import num_pages
+from .caches.cache import num_pages
+from .caches.encodings import EncoderCache
+from .caches.pages import PagePool
+from .caches.source_pool import SourcePool
+from .caches.state_pool import StatePool
 from .counters import RankCounters
-from .encodings import EncoderCache
 from .errors import RequestError
 from .grammar_masks import GrammarMasks, collect_masks
 from .media_encoding import MediaEncoding
-from .pages import PagePool
 from .params import Start
 from .prompt import MM_CACHE_BYTES, Prompt
 from .prompt_checks import check_media, check_prompt
@@ -27,8 +29,6 @@ from .rank_messages import Count, Step
 from .sampling import Choice, Logprobs, SamplingParams
 from .scheduler import SCORE_ROWS, Scheduled, Scheduler
 from .sequence import Sequence, next_chunk, sights_of
-from .source_pool import SourcePool
-from .state_pool import StatePool
 from .worker import MAX_RUNNING, Worker
 
 PREFILL_CHUNK = 2048

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tilerank.kernels.kv_pages import PAGE_TOKENS
 
-from .cache import num_pages
+from .caches.cache import num_pages
 
 PIECE_TOKENS = 6144
 """Keys and values of so many tokens are expanded at a time, and of the rows of the step with the last ones. With 128

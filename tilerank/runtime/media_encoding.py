@@ -7,7 +7,7 @@ import torch
 
 from tilerank.kernels import core
 
-from .encodings import EncoderCache, Encoding
+from .caches.encodings import EncoderCache, Encoding
 from .prompt import Medium
 from .rank_messages import Encode, EncodePiece, Frames, StopEncode
 from .worker import Worker

@@ -9,7 +9,7 @@ from tilerank.parallel.cost import Cost
 from tilerank.parallel.parameters import Layer
 
 from .batch import Batch
-from .cache import Cache, CacheSpec
+from .caches.cache import Cache, CacheSpec
 from .expansion import ContextPart, Expands
 
 

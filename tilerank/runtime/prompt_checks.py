@@ -1,6 +1,6 @@
 """Refuses prompts that cannot run, before they wait for anything."""
 
-from .encodings import Wanted
+from .caches.encodings import Wanted
 from .errors import RequestError
 from .model import Encoder
 from .prompt import Medium, Prompt

@@ -5,9 +5,10 @@ its media and, for a model with states, a slot for them; it gets another page wh
 the youngest running sequence is preempted: it releases what it holds and waits to be recomputed, mostly from pages that
 it left in the tree. The oldest sequence can therefore always continue.
 
-Of a model with states, snapshots are taken (state_pool.py) where other prompts may continue: near the end of a prompt,
-where a prompt leaves the tree's tokens, and at the end of the generated tokens. A chunk of a prompt ends there. Prompts
-and snapshots are cut at multiples of BLOCK_TOKENS alone, so that the bits of an answer do not depend on the cuts.
+Of a model with states, snapshots are taken (caches/state_pool.py) where other prompts may continue: near the end of a
+prompt, where a prompt leaves the tree's tokens, and at the end of the generated tokens. A chunk of a prompt ends there.
+Prompts and snapshots are cut at multiples of BLOCK_TOKENS alone, so that the bits of an answer do not depend on the
+cuts.
 """
 
 import time
@@ -18,13 +19,13 @@ from itertools import count
 from tilerank.kernels.kv_pages import PAGE_TOKENS
 from tilerank.kernels.state_slots import BLOCK_TOKENS
 
-from .encodings import EncoderCache, Encoding
-from .pages import PagePool
+from .caches.encodings import EncoderCache, Encoding
+from .caches.pages import PagePool
+from .caches.source_pool import Source, SourcePool
+from .caches.state_pool import StatePool
 from .prompt import Prompt
 from .rank_messages import Chunk, StoreSource
 from .sequence import Sequence, full_blocks, media_from, next_chunk
-from .source_pool import Source, SourcePool
-from .state_pool import StatePool
 
 SNAPSHOT_MARGIN = 8
 """A prompt's snapshot leaves out at least so many of its last tokens. Those that open the answer of a chat, such as

@@ -8,13 +8,13 @@ from torch import Tensor
 from tilerank.kernels.kv_pages import PAGE_TOKENS
 from tilerank.kernels.state_slots import BLOCK_TOKENS
 
-from .encodings import Encoding, Wanted
+from .caches.encodings import Encoding, Wanted
+from .caches.pages import Page, PageTable
+from .caches.source_pool import Source
 from .grammar_masks import GrammarMask
-from .pages import Page, PageTable
 from .prompt import Place, Prompt
 from .rank_messages import Chunk, Insert, Sights
 from .sampling import SamplingParams
-from .source_pool import Source
 
 
 @dataclass(eq=False)

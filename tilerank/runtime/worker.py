@@ -29,7 +29,7 @@ from tilerank.parallel.sharding import KVSplit, Sharding
 from . import rank_messages
 from .batch import BatchFiller, Held
 from .bytes_per_step import bytes_per_step
-from .cache import (
+from .caches.cache import (
     allocate,
     bytes_per_source_page,
     bytes_per_state,
@@ -39,14 +39,14 @@ from .cache import (
     has_states,
     num_pages,
 )
+from .caches.encodings import HeldEncodings
+from .caches.state_pool import num_states
 from .counters import RankCounters, StepCounter
-from .encodings import HeldEncodings
 from .errors import EngineError
 from .media.mllama_intermediate import Intermediate
 from .model import Encoder
 from .rank_messages import Count, Encode, EncodePiece, Frames, Message, Step, Stop, StopEncode, StoreSource
 from .registry import build_model, read_supported_card
-from .state_pool import num_states
 from .step_graphs import StepGraphs
 
 log = logging.getLogger(__name__)
@@ -66,7 +66,7 @@ class Worker:
     whole cache read a part of a context each (parallel/sharding.py). context_length: the longest sequence,
     prompt and new tokens together, by default the model's. max_total_tokens: tokens in the KV cache, of all sequences
     that run (default: one context). states: slots for the states of sequences, if the model has any (default:
-    state_pool.py: num_states). cached_tokens: how many of them a step is expected to read, for the cost of a cut
+    caches/state_pool.py: num_states). cached_tokens: how many of them a step is expected to read, for the cost of a cut
     (default: all). source_bytes: of keys and values of encodings, if the model has cross-attention.
     mllama_intermediate: as in media/mllama_intermediate.py. eager: compute steps while the model's Python runs instead
     of recording them first (step_graphs.py).

@@ -17,12 +17,12 @@ from tilerank.parallel.channel import Channel
 from tilerank.parallel.group import SingleGroup
 from tilerank.parallel.join import Team
 from tilerank.runtime import engine as module
+from tilerank.runtime.caches.source_pool import SourcePool
 from tilerank.runtime.engine import Engine, Request
 from tilerank.runtime.errors import RequestError
 from tilerank.runtime.prompt import Medium, Place, Prompt, Segment, Sight
 from tilerank.runtime.rank_messages import Encode, Message, Step
 from tilerank.runtime.sequence import next_chunk
-from tilerank.runtime.source_pool import SourcePool
 from tilerank.runtime.worker import Worker
 
 BITS = pytest.mark.skipif(not COMPILED, reason="in plain torch a row's bits depend on the batch")

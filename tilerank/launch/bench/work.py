@@ -69,7 +69,7 @@ def model_work(
     from tilerank.kernels.kv_pages import PAGE_TOKENS
     from tilerank.loader.weight_formats import weight_formats
     from tilerank.parallel.sharding import Sharding
-    from tilerank.runtime.cache import bytes_per_source_page, bytes_per_state, bytes_per_token
+    from tilerank.runtime.caches.cache import bytes_per_source_page, bytes_per_state, bytes_per_token
     from tilerank.runtime.registry import build_model
 
     formats = weight_formats(card.quantization, dtype, quantization)

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from tilerank.loader.quantization_config import held_codes
-from tilerank.runtime.state_pool import num_states
+from tilerank.runtime.caches.state_pool import num_states
 
 from .. import family_options, quantize
 from ..host.placement import Placement, auto_ranks, divide_placement
@@ -65,7 +65,7 @@ def plan_model(
     """
     from tilerank.loader.weight_formats import weight_formats
     from tilerank.parallel.sharding import Sharding
-    from tilerank.runtime.cache import bytes_per_state, bytes_per_token, expected_tokens, has_states
+    from tilerank.runtime.caches.cache import bytes_per_state, bytes_per_token, expected_tokens, has_states
     from tilerank.runtime.registry import build_model
     from tilerank.runtime.worker import MAX_RUNNING
 

@@ -13,7 +13,7 @@ from tilerank.parallel.norm import RMSNorm
 from tilerank.parallel.sharding import Sharding
 
 from ..batch import Batch, LogitRows
-from ..cache import PagedKV
+from ..caches.cache import PagedKV
 from .decoder import Mixer
 from .text_config import TextConfig
 

@@ -20,7 +20,7 @@ from tilerank.parallel.shard import Cut, HeadCut
 from tilerank.parallel.sharding import Sharding
 
 from ..batch import Batch, LogitRows
-from ..cache import EncoderKV
+from ..caches.cache import EncoderKV
 from .decoder import Mixer, RowGate
 from .text_config import TextConfig
 

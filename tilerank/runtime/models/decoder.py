@@ -21,7 +21,7 @@ from tilerank.parallel.parameters import Layer
 from tilerank.parallel.sharding import Sharding
 
 from ..batch import Batch, LogitRows
-from ..cache import Cache, CacheSpec
+from ..caches.cache import Cache, CacheSpec
 from ..model import Encoder, Model
 from ..rope import RopeTable
 from .stream import Stream

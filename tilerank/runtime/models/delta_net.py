@@ -18,7 +18,7 @@ from tilerank.parallel.parameters import PlainParameter
 from tilerank.parallel.sharding import Sharding
 
 from ..batch import Batch, LogitRows
-from ..cache import RecurrentState
+from ..caches.cache import RecurrentState
 from .decoder import Mixer
 
 

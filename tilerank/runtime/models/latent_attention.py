@@ -22,7 +22,7 @@ from tilerank.parallel.shard import Cut
 from tilerank.parallel.sharding import Sharding
 
 from ..batch import Batch, LogitRows
-from ..cache import PagedLatent
+from ..caches.cache import PagedLatent
 from ..expansion import ContextPart, Expanded, Expansion, Runs
 from .decoder import Mixer
 

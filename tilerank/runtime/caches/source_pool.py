@@ -7,8 +7,8 @@ until its pages are needed; the least recently used one is dropped first.
 from collections import OrderedDict
 from dataclasses import dataclass
 
+from ..errors import RequestError
 from .cache import num_pages
-from .errors import RequestError
 
 
 @dataclass(eq=False)

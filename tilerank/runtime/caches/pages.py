@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from tilerank.kernels.kv_pages import PAGE_TOKENS
 
-from .errors import EngineError
+from ..errors import EngineError
 from .state_pool import StatePool
 
 

@@ -13,10 +13,10 @@ from itertools import count
 import torch
 from torch import Tensor
 
-from .errors import RequestError
-from .model import Encoder
-from .prompt import Medium
-from .rank_messages import Encode
+from ..errors import RequestError
+from ..model import Encoder
+from ..prompt import Medium
+from ..rank_messages import Encode
 
 
 class HeldEncodings:
