@@ -1,10 +1,10 @@
 """Decodes sound with PyAV, in the process of decode_process.py."""
 
-import io
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from .container import open_stream
 from .errors import MediaError
 from .sound import MAX_CHANNELS, MAX_RATE, MAX_SECONDS, RATE
 
@@ -12,8 +12,6 @@ if TYPE_CHECKING:
     from av.audio.stream import AudioStream
     from av.container import InputContainer
 
-# Demuxers, without those of playlists, which name other files and URLs.
-FORMATS = "wav,w64,mp3,flac,ogg,aac,aiff,mov,mp4,m4a,3gp,3g2,mj2,matroska,webm"
 _STREAMED = (1 << 31) - (1 << 16)
 _LOST = 0.5
 """Seconds that a file may lack of what it says it has; encoders pad and cut a little."""
@@ -34,7 +32,7 @@ def read_sound(data: bytes) -> bytes:
             if count > MAX_SECONDS * RATE:
                 raise MediaError(f"expected sound of at most {MAX_SECONDS} s, found more")
     if not count:
-        raise MediaError("expected sound, found a file without samples")
+        raise MediaError("expected sound with samples, found none")
     if count / RATE < expected - _LOST:
         raise MediaError(
             f"the sound is damaged or cut off: the file says that it has {expected:.2f} s, found {count / RATE:.2f} s"
@@ -66,11 +64,7 @@ def _resampled(container: "InputContainer", stream: "AudioStream") -> Iterator[A
 
     resampler = AudioResampler(format="fltp", rate=RATE)
     for frame in container.decode(stream):
-        if frame.sample_rate > MAX_RATE or len(frame.layout.channels) > MAX_CHANNELS:
-            raise MediaError(
-                f"expected at most {MAX_RATE} Hz and {MAX_CHANNELS} channels, found {frame.sample_rate} Hz and "
-                f"{len(frame.layout.channels)} channels"
-            )
+        _check_layout(frame.sample_rate, len(frame.layout.channels))
         for ready in resampler.resample(frame):
             yield ready.to_ndarray().mean(0)
     for ready in resampler.resample(None):
@@ -79,34 +73,16 @@ def _resampled(container: "InputContainer", stream: "AudioStream") -> Iterator[A
 
 @contextmanager
 def _open(data: bytes) -> Iterator[tuple["InputContainer", "AudioStream"]]:
-    """Open the first stream of sound. Errors of PyAV become MediaError."""
-    try:
-        import av
-    except ImportError as failure:
-        raise MediaError(f"sound needs PyAV, from pip install 'tilerank[vision]': {failure}") from failure
-    # No file or URL is opened besides the data.
-    options = {"format_whitelist": FORMATS, "protocol_whitelist": "none"}
-    try:
-        with av.open(io.BytesIO(data), "r", options=options, metadata_errors="ignore") as container:
-            if not container.streams.audio:
-                raise MediaError(f"expected sound, found a file of format {container.format.name} without it")
-            stream = container.streams.audio[0]
-            if stream.codec_context is None:
-                raise MediaError(
-                    f"the sound cannot be decoded: no decoder, found a file of format {container.format.name}"
-                )
-            rate, channels = stream.codec_context.sample_rate or 0, stream.codec_context.channels
-            if rate > MAX_RATE or channels > MAX_CHANNELS:
-                raise MediaError(
-                    f"expected sound of at most {MAX_RATE} Hz and {MAX_CHANNELS} channels, found {rate} Hz and "
-                    f"{channels} channels"
-                )
-            stream.codec_context.thread_count = 1
-            yield container, stream
-    except (MediaError, MemoryError):
-        raise
-    except av.FFmpegError as failure:
-        found = f"{len(data)} bytes that begin with {data[:12]!r}" if data else "an empty file"
-        raise MediaError(f"the sound cannot be decoded: {failure.strerror}; found {found}") from failure
-    except Exception as failure:
-        raise MediaError(f"the sound is damaged: {failure}") from failure
+    """Open the first stream of sound. Raises MediaError."""
+    with open_stream(data, "audio") as (container, stream):
+        _check_layout(stream.codec_context.sample_rate or 0, stream.codec_context.channels)
+        stream.codec_context.thread_count = 1
+        yield container, stream
+
+
+def _check_layout(rate: int, channels: int) -> None:
+    if rate > MAX_RATE or channels > MAX_CHANNELS:
+        raise MediaError(
+            f"expected sound of at most {MAX_RATE} Hz and {MAX_CHANNELS} channels, found {rate} Hz and "
+            f"{channels} channels"
+        )

@@ -1,19 +1,17 @@
 """Decodes videos with PyAV, in the process of decode_process.py."""
 
-import io
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from .container import open_stream
 from .errors import MediaError
 
 if TYPE_CHECKING:
     from av.container import InputContainer
     from av.video.stream import VideoStream
 
-# Demuxers, without those of playlists, which name other files and URLs.
-FORMATS = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,mpegts,mpeg,flv,asf,ogg,gif"
 _THREADS = 2
 
 
@@ -69,35 +67,12 @@ def read_frames(data: bytes, indices: list[int], pixels: int, frame_bytes: int) 
 
 @contextmanager
 def _open(data: bytes, pixels: int) -> Iterator[tuple["InputContainer", "VideoStream"]]:
-    """Open the first video stream. Errors of PyAV become MediaError."""
-    try:
-        import av
-    except ImportError as failure:
-        raise MediaError(f"videos need PyAV, from pip install 'tilerank[vision]': {failure}") from failure
-    # No file or URL is opened besides the data.
-    options = {"format_whitelist": FORMATS, "protocol_whitelist": "none"}
-    try:
-        with av.open(io.BytesIO(data), "r", options=options, metadata_errors="ignore") as container:
-            if not container.streams.video:
-                raise MediaError(f"expected a video, found a file of format {container.format.name} without one")
-            stream = container.streams.video[0]
-            if stream.codec_context is None:
-                raise MediaError(
-                    f"the video cannot be decoded: no decoder, found a file of format {container.format.name}"
-                )
-            if not 1 <= stream.width * stream.height <= pixels:
-                raise MediaError(
-                    f"expected a video of 1 to {pixels} pixels a frame, found {stream.width} x {stream.height}"
-                )
-            stream.codec_context.options = {"max_pixels": str(pixels)}
-            stream.codec_context.thread_count = _THREADS
-            yield container, stream
-    except (MediaError, ShorterVideo, MemoryError):
-        raise
-    except av.EOFError:
-        raise MediaError("expected a video with frames, found none") from None
-    except av.FFmpegError as failure:
-        begin = f"{len(data)} bytes that begin with {data[:12]!r}" if data else "an empty file"
-        raise MediaError(f"the video cannot be decoded: {failure.strerror}; found {begin}") from failure
-    except Exception as failure:
-        raise MediaError(f"the video is damaged: {failure}") from failure
+    """Open the first video stream. Raises MediaError."""
+    with open_stream(data, "video") as (container, stream):
+        if not 1 <= stream.width * stream.height <= pixels:
+            raise MediaError(
+                f"expected a video of 1 to {pixels} pixels a frame, found {stream.width} x {stream.height}"
+            )
+        stream.codec_context.options = {"max_pixels": str(pixels)}
+        stream.codec_context.thread_count = _THREADS
+        yield container, stream
