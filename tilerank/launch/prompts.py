@@ -14,7 +14,7 @@ import msgspec
 
 from tilerank.loader.card import ModelCard
 from tilerank.loader.tokenizer import Tokenizer
-from tilerank.runtime.media.decoder import Frames, Sampler
+from tilerank.runtime.media.decoder import Frames, Sampler, decode_source
 from tilerank.runtime.media.errors import MediaError
 from tilerank.runtime.media.messages import Source, read_data_url, split_media
 from tilerank.runtime.media.processor import Processor
@@ -61,6 +61,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             metavar="FILE",
             help="put before the text of each --prompt, through the chat template; may be given several times",
         )
+    source.add_argument(
+        "--use-audio-in-video", action="store_true", help="the model hears the sound of videos as well (Qwen3-Omni)"
+    )
     source.add_argument(
         "--prompt-file",
         type=Path,
@@ -153,7 +156,7 @@ def encode(prompts: list[GivenPrompt], args: argparse.Namespace, tokenizer: Toke
     if processor is not None and processor.convention:
         log.info("%s", processor.convention)
     with closing(MediaDecoder()) as decoder:
-        encoder = _Encoder(tokenizer, processor, decoder, args.chat)
+        encoder = _Encoder(tokenizer, processor, decoder, args.chat, args.use_audio_in_video)
         encoded = [encoder.encode(prompt) for prompt in prompts]
     for prompt, made in zip(prompts, encoded, strict=True):
         ids = made.token_ids
@@ -188,13 +191,17 @@ def context_length(args: argparse.Namespace, card: ModelCard) -> int:
 
 
 class _Encoder:
-    """Turns prompts into those of the engine. processor: None for a model that takes text only."""
+    """Turns prompts into those of the engine. processor: None for a model that takes text only. heard: the model hears
+    the sound of videos."""
 
-    def __init__(self, tokenizer: Tokenizer, processor: Processor | None, decoder: MediaDecoder, chat: bool) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, processor: Processor | None, decoder: MediaDecoder, chat: bool, heard: bool
+    ) -> None:
         self._tokenizer = tokenizer
         self._processor = processor
         self._decoder = decoder
         self._chat = chat
+        self._heard = heard
 
     def encode(self, prompt: GivenPrompt) -> Prompt:
         """Raises LaunchError."""
@@ -210,7 +217,7 @@ class _Encoder:
 
     def _conversation(self, messages: Sequence[dict[str, Any]], folder: Path) -> Prompt:
         placeholders = self._processor.placeholders if self._processor else ()
-        converted, sources = split_media(messages, placeholders)
+        converted, sources = split_media(messages, placeholders, self._heard)
         if self._processor is None:
             if sources:
                 raise MediaError(f"{self._tokenizer.model_dir} takes text only, found {sources[0].kind} in the prompt")
@@ -232,7 +239,7 @@ class _Encoder:
 
     def _decode(self, source: Source, files: list[bytes], sample: Sampler) -> Frames:
         with _named(source):
-            return self._decoder.decode(source.kind, files, source.listed, sample)
+            return decode_source(self._decoder, source, files, sample)
 
 
 @contextmanager

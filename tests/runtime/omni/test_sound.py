@@ -5,6 +5,7 @@ import io
 import json
 import wave
 from collections.abc import Iterator
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,9 @@ from serving import serving
 
 from tilerank.launch.serving.media_decoder import MediaDecoder
 from tilerank.loader.tokenizer import Tokenizer
+from tilerank.runtime.media.decoder import decode_source
 from tilerank.runtime.media.errors import MediaError
+from tilerank.runtime.media.messages import Source
 from tilerank.runtime.media.sound import MAX_SECONDS, audio_tokens
 
 
@@ -49,6 +52,25 @@ def compressed(form: str, codec: str, samples: Any, rate: int) -> bytes:
         frame.sample_rate = rate
         for ready in (frame, None):
             container.mux(stream.encode(ready))
+    return out.getvalue()
+
+
+def film(seconds: float, samples: Any) -> bytes:
+    """A video of 2 frames a second, with sound of 16 kHz if there are samples."""
+    out = io.BytesIO()
+    with av.open(out, "w", format="matroska") as container:
+        seen = container.add_stream("mpeg4", rate=2)
+        seen.width, seen.height, seen.pix_fmt = 64, 48, "yuv420p"
+        heard = container.add_stream("pcm_s16le", rate=16000, layout="mono")
+        for i in range(round(2 * seconds)):
+            grey = np.full((48, 64, 3), 9 * i, np.uint8)
+            container.mux(seen.encode(av.VideoFrame.from_ndarray(grey, format="rgb24")))
+        container.mux(seen.encode())
+        values = np.round(samples * 32767).astype(np.int16)
+        frame = av.AudioFrame.from_ndarray(values[None], format="s16", layout="mono")
+        frame.sample_rate = 16000
+        for ready in (frame, None):
+            container.mux(heard.encode(ready))
     return out.getvalue()
 
 
@@ -118,22 +140,55 @@ def test_bad_files_are_refused(decoder: MediaDecoder, data: bytes, sentence: str
         decode(decoder, data)
 
 
+KINDS = ("audio", "video")
+
+
+def answer_of(*arguments: object) -> dict[str, Any]:
+    result = run(*arguments)
+    assert result.status == 0, result.err
+    found: dict[str, Any] = json.loads(result.out)
+    return found
+
+
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny.make_checkpoint("qwen3_omni_moe", tmp_path_factory.mktemp("omni"), seed=3)
 
 
+def test_the_sound_of_a_video(decoder: MediaDecoder) -> None:
+    """It is decoded exactly, beside the same frames."""
+    samples = tone(0.7)
+    file = film(2, samples)
+    source = Source("video", ("a.mkv",), False, True)
+    found = decode_source(decoder, source, [file], lambda total, _: list(range(total)))
+    assert found.size == (4, 48, 64)
+    expected = np.round(samples * 32767).astype(np.float32) / 32768
+    assert np.array_equal(np.frombuffer(found.sound, np.float32), expected)
+    silent = decode_source(decoder, source._replace(heard=False), [file], lambda total, _: list(range(total)))
+    assert (silent.data, silent.sound) == (found.data, b"")
+    with pytest.raises(MediaError, match=r"^use_audio_in_video: expected sound, found a file of format .* without"):
+        decode_source(decoder, source, [video(3)], lambda *_: [0])
+
+
 def test_generate_and_serve_hear_the_same(model_dir: Path, tmp_path: Path) -> None:
-    """`--audio`, `input_audio` and `audio_url` give the same prompt and answer; bad sound gives an error of 400."""
-    data = wav(tone(1.3))
+    """`--audio`, `input_audio` and `audio_url` give the same prompt and answer, and so do the names of the option with
+    which a video is heard; bad sound gives an error of 400."""
+    data, seen = wav(tone(1.3)), film(3, tone(2.4))
     (tmp_path / "a.wav").write_bytes(data)
-    options = ("--dtype", "float32", "--json", "--ignore-eos", "--max-new-tokens", 6)
-    result = run("generate", model_dir, *options, "--audio", tmp_path / "a.wav", "--prompt", "What is it?")
-    assert result.status == 0, result.err
-    answer = json.loads(result.out)
+    (tmp_path / "a.mkv").write_bytes(seen)
+    options = ("--dtype", "float32", "--json", "--ignore-eos", "--max-new-tokens", 6, "--prompt", "What is it?")
+    answer, film_answer = (
+        answer_of("generate", model_dir, *options, *media)
+        for media in (("--audio", tmp_path / "a.wav"), ("--video", tmp_path / "a.mkv", "--use-audio-in-video"))
+    )
     tokenizer = Tokenizer(model_dir)
-    (pad,) = tokenizer.encode("<|audio_pad|>", add_special_tokens=False)
+    (pad,), (picture_pad,) = (tokenizer.encode(f"<|{kind}_pad|>", add_special_tokens=False) for kind in KINDS)
     assert answer["prompt_token_ids"].count(pad) == audio_tokens(130)
+    # Three pairs of frames; those of 0 s and 2 s are before the sound of these times.
+    ids = film_answer["prompt_token_ids"]
+    order = [(id, len(list(same))) for id, same in groupby(ids) if id in (pad, picture_pad)]
+    tokens = ids.count(picture_pad) // 3
+    assert order == [(picture_pad, tokens), (pad, 26), (picture_pad, tokens), (pad, 5), (picture_pad, tokens)]
     plain = base64.b64encode(data).decode()
     parts: list[Any] = [
         {"type": "input_audio", "input_audio": {"data": plain, "format": "wav"}},
@@ -147,7 +202,18 @@ def test_generate_and_serve_hear_the_same(model_dir: Path, tmp_path: Path) -> No
             assert found.status_code == 200, found.text
             assert found.json()["usage"]["prompt_tokens"] == len(answer["prompt_token_ids"])
             assert found.json()["choices"][0]["token_ids"] == answer["token_ids"]
-        for bad in (b"no sound", wav(np.zeros(0)), wav(tone(0.005)), wav(np.zeros((100, 64)))):
+        url = f"data:video/x-matroska;base64,{base64.b64encode(seen).decode()}"
+        asked = {"role": "user", "content": [{"type": "video_url", "video_url": {"url": url}}, question]}
+        body = {"messages": [asked], "temperature": 0, "max_tokens": 6, "ignore_eos": True, "return_token_ids": True}
+        for heard in ({"use_audio_in_video": True}, {"mm_processor_kwargs": {"use_audio_in_video": True}}):
+            found = server.post("/v1/chat/completions", body | heard)
+            assert found.json()["usage"]["prompt_tokens"] == len(ids), found.text
+            assert found.json()["choices"][0]["token_ids"] == film_answer["token_ids"]
+        assert server.post("/v1/chat/completions", body).json()["usage"]["prompt_tokens"] == len(ids) - 33
+        found = server.post("/v1/chat/completions", body | {"mm_processor_kwargs": {"fps": 1}})
+        assert found.status_code == 400 and "mm_processor_kwargs.fps" in found.json()["error"]["message"]
+        shorts = (wav(np.zeros(n)) for n in (0, 1, 159))
+        for bad in (b"no sound", *shorts, wav(np.zeros((100, 64)))):
             sound = {"data": base64.b64encode(bad).decode(), "format": "wav"}
             content = [{"type": "input_audio", "input_audio": sound}, question]
             found = server.post("/v1/chat/completions", {"messages": [{"role": "user", "content": content}]})

@@ -205,6 +205,23 @@ def test_a_list_of_frames_is_a_video() -> None:
     run(test)
 
 
+@pytest.mark.parametrize(
+    ("part", "says"),
+    [
+        ({"video": data_url(CLIP)}, "the model takes image and video, not sound"),
+        ({"video": [data_url(SMALL)]}, "expected a file, found a part of type video with a list of frames"),
+    ],
+)
+def test_the_sound_of_videos_is_refused_by_name(part: dict[str, Any], says: str) -> None:
+    async def test(server: Server) -> None:
+        answer = await server.chat(user({"type": "video", **part}), mm_processor_kwargs={"use_audio_in_video": True})
+        assert refused(answer) == f"messages: use_audio_in_video: {says}" and not server.submits
+        pictures = await server.chat(user(image(SMALL)), use_audio_in_video=True)
+        assert pictures.status_code == 200
+
+    run(test)
+
+
 def test_text_alone_is_as_before() -> None:
     async def test(server: Server) -> None:
         for content in ("Who came?", [text("Who "), text("came?")]):

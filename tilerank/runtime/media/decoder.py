@@ -2,7 +2,10 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+from .errors import MediaError
+from .messages import Source
 
 Sampler = Callable[[int, float | None], list[int]]
 """Total frames and frames per second of a video (None if unknown) -> numbers of the frames to decode, ascending."""
@@ -50,3 +53,14 @@ class Decoder(ABC):
     @abstractmethod
     def describe(self, video: bytes) -> tuple[int, float | None]:
         """Return total frames and frames per second of a video, None if unknown. As `decode`."""
+
+
+def decode_source(decoder: Decoder, source: Source, files: Sequence[bytes], sample: Sampler) -> Frames:
+    """Decode the files of a medium, and the sound of a video that the model hears, as Decoder.decode."""
+    frames = decoder.decode(source.kind, files, source.listed, sample)
+    if not source.heard:
+        return frames
+    try:
+        return replace(frames, sound=decoder.decode("audio", files, False, sample).data)
+    except MediaError as failure:
+        raise MediaError(f"use_audio_in_video: {failure}") from failure

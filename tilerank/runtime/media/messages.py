@@ -29,27 +29,30 @@ class Source(NamedTuple):
     """Where a medium comes from.
 
     kind: "image", "video" or "audio". urls: one URL or path; if `listed`, the pictures that are the frames of a video.
+    heard: the model hears the sound of the video as well.
     """
 
     kind: str
     urls: tuple[str, ...]
     listed: bool
+    heard: bool = False
 
 
 def split_media(
-    messages: Sequence[Mapping[str, Any]], placeholders: Sequence[str] = ()
+    messages: Sequence[Mapping[str, Any]], placeholders: Sequence[str] = (), heard: bool = False
 ) -> tuple[list[dict[str, Any]], list[Source]]:
     """Return the messages as chat templates expect them, and their media in the order of the text.
 
     Parts that are media become {"type": "image"}, or that of another kind. Raises MediaError for other types of parts,
-    and for text with one of the `placeholders`, which only the template may write.
+    and for text with one of the `placeholders`, which only the template may write. heard: the model hears the sound of
+    all videos; raises MediaError for a video of frames, which has none.
     """
     sources: list[Source] = []
     converted = []
     for message in messages:
         content = message.get("content")
         if isinstance(content, list | tuple):
-            content = [_convert(part, sources) for part in content]
+            content = [_convert(part, sources, heard) for part in content]
         _check_text(content, placeholders)
         converted.append({**message, "content": content} if "content" in message else dict(message))
     if (count := sum(len(source.urls) for source in sources)) > MAX_URLS:
@@ -70,7 +73,7 @@ def read_data_url(url: str) -> bytes:
         raise MediaError(f"{show(url)}: not valid base64: {failure}") from None
 
 
-def _convert(part: Any, sources: list[Source]) -> dict[str, Any]:
+def _convert(part: Any, sources: list[Source], heard: bool) -> dict[str, Any]:
     kind = part.get("type") if isinstance(part, Mapping) else None
     if kind in ("text", "input_text") and isinstance(part.get("text"), str):
         return {"type": "text", "text": part["text"]}
@@ -88,10 +91,13 @@ def _convert(part: Any, sources: list[Source]) -> dict[str, Any]:
     if medium == "video" and isinstance(value, list | tuple) and given[0] != "base64":
         if not value:
             raise MediaError(f"a part of type {kind}: expected at least one frame, found an empty list")
+        if heard:
+            raise MediaError(f"use_audio_in_video: expected a file, found a part of type {kind} with a list of frames")
         sources.append(Source(medium, tuple(_url(frame, kind) for frame in value), True))
     else:
         url = _url(value, kind)
-        sources.append(Source(medium, (f"data:;base64,{url}" if given[0] == "base64" else url,), False))
+        urls = (f"data:;base64,{url}" if given[0] == "base64" else url,)
+        sources.append(Source(medium, urls, False, heard and medium == "video"))
     return {"type": medium}
 
 

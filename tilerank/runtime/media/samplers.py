@@ -13,6 +13,8 @@ def check_kinds(processor: Processor, sources: Sequence[Source]) -> None:
     for source in sources:
         if source.kind not in processor.kinds:
             raise MediaError(f"the model takes {' and '.join(processor.kinds)}, found {source.kind}")
+        if source.heard and "audio" not in processor.kinds:
+            raise MediaError(f"use_audio_in_video: the model takes {' and '.join(processor.kinds)}, not sound")
 
 
 def samplers(

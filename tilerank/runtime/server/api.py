@@ -232,13 +232,17 @@ class SomeTools(Body):
 
 
 class TemplateOptions(NamedTuple):
-    """How a conversation becomes a prompt, with the names and meanings of vLLM's fields."""
+    """How a conversation becomes a prompt, with the names and meanings of vLLM's fields.
+
+    hears_videos: the model hears the sound of videos (`use_audio_in_video`).
+    """
 
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     add_special_tokens: bool = False
     documents: list[dict[str, str]] | None = None
     thinking_token_budget: int | None = None
+    hears_videos: bool = False
 
     @property
     def adds_variables(self) -> bool:
@@ -247,6 +251,13 @@ class TemplateOptions(NamedTuple):
 
 
 DEFAULT_OPTIONS = TemplateOptions()
+
+
+class MediaSettings(Body):
+    """vLLM's settings of the processor of media."""
+
+    model_config = ConfigDict(extra="forbid")
+    use_audio_in_video: bool = False
 
 
 class ChatCompletion(Sampling):
@@ -268,6 +279,8 @@ class ChatCompletion(Sampling):
     reasoning_effort: ReasoningEffort | None = None
     include_reasoning: bool = True
     thinking_token_budget: int | None = Field(None, ge=0, le=MAX_TOKENS)
+    mm_processor_kwargs: MediaSettings = MediaSettings()
+    use_audio_in_video: bool = False
 
     @model_validator(mode="after")
     def _check_chat_combinations(self) -> "ChatCompletion":
@@ -287,6 +300,10 @@ class ChatCompletion(Sampling):
     def alternatives(self) -> int | None:
         """The number of alternatives to list for each token; None for no log-probabilities."""
         return self.top_logprobs or 0 if self.logprobs else None
+
+    @property
+    def hears_videos(self) -> bool:
+        return self.use_audio_in_video or self.mm_processor_kwargs.use_audio_in_video
 
     @property
     def template_options(self) -> TemplateOptions:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 
-from ...media.decoder import Decoder, Frames
+from ...media.decoder import Decoder, Frames, decode_source
 from ...media.errors import MediaError
 from ...media.messages import Source
 from ...media.processor import Processor
@@ -75,8 +75,8 @@ class MediaReader:
         )
         media = []
         for source, own, sample in zip(sources, files, chosen, strict=True):
-            frames = await run(lane.threads, lane.decoder.decode, source.kind, own, source.listed, sample)
-            share.add_decoded(len(frames.data))
+            frames = await run(lane.threads, decode_source, lane.decoder, source, own, sample)
+            share.add_decoded(len(frames.data) + len(frames.sound))
             media.append(frames)
         share.drop_encoded()
         return media
