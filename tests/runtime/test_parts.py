@@ -251,8 +251,8 @@ def test_a_padded_batch_is_the_fresh_one_and_rows_that_write_to_the_spare_page(c
 
 def test_a_batch_with_pieces_of_two_media() -> None:
     """Sequence 7 decodes 3 positions behind its index. Sequence 3 goes on inside one medium, up to the third token of
-    another one."""
-    one, other = (torch.arange(start, start + 24, dtype=torch.float32).view(2, 4, 3) for start in (0, 100))
+    another one, which has fewer levels (sound)."""
+    one, other = (torch.arange(0, 12 * n, dtype=torch.float32).view(n, 4, 3) for n in (3, 1))
     positions = [[5, 5, 8, 9, 9], [6, 6, 8, 9, 9], [6, 7, 8, 9, 10]]
     inserts = [Insert(0, 2, 2, 11), Insert(3, 0, 2, 12)]
     chunks = [Chunk(7, 33, [9], [], 1, shift=-3), Chunk(3, 30, [1, 1, 2, 1, 1], [6, 0], 0, positions, -20, inserts)]
@@ -263,7 +263,9 @@ def test_a_batch_with_pieces_of_two_media() -> None:
     assert batch.slots.tolist() == [2 * PAGE_TOKENS + 1, 6 * PAGE_TOKENS + 30, 6 * PAGE_TOKENS + 31, 0, 1, 2]
     assert batch.seq_lens.tolist() == [34, 35]
     assert batch.inserts is not None and batch.inserts.rows.tolist() == [1, 2, 4, 5]
-    assert torch.equal(batch.inserts.values, torch.cat([one[:, 2:4], other[:, 0:2]], 1))
+    assert torch.equal(batch.inserts.values, torch.cat([one[0, 2:4], other[0, 0:2]]))
+    deep = [(rows.tolist(), values.tolist()) for rows, values in batch.inserts.deep]
+    assert deep == [([1, 2], one[level, 2:4].tolist()) for level in (1, 2)]
     assert fills.fresh(Step(chunks[:1], []), held, {}).inserts is None
 
 

@@ -49,12 +49,14 @@ class LogitRows:
 class Inserts:
     """The m rows of a batch that take encoded media in place of embedded tokens.
 
-    rows: [m] int64, ascending. values: [levels, m, hidden]; level 0 replaces the embedded tokens, level j is added to
-    the residual stream after layer j - 1 (DeepStack).
+    rows: [m] int64, ascending. values: [m, hidden], which replace the embedded tokens. deep: for each further level,
+    the rows of media whose encodings have it and its values, in the same form; those of number j are added to the
+    residual stream after layer j (DeepStack).
     """
 
     rows: Tensor
     values: Tensor
+    deep: list[tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -276,9 +278,19 @@ def _inserts(step: Step, starts: list[int], encodings: Mapping[int, Tensor]) -> 
     parts = [(start, insert) for start, chunk in zip(starts, step.chunks, strict=False) for insert in chunk.inserts]
     if not parts:
         return None
-    rows = [row for start, i in parts for row in range(start + i.row, start + i.row + i.count)]
-    values = [encodings[i.encoding][:, i.first : i.first + i.count] for _, i in parts]
-    return Inserts(_int64(rows), torch.cat(values, 1))
+    runs = [
+        (range(start + i.row, start + i.row + i.count), encodings[i.encoding][:, i.first : i.first + i.count])
+        for start, i in parts
+    ]
+    first, *deep = (
+        _joined([(rows, values[level]) for rows, values in runs if level < len(values)])
+        for level in range(max(len(values) for _, values in runs))
+    )
+    return Inserts(*first, deep)
+
+
+def _joined(runs: list[tuple[range, Tensor]]) -> tuple[Tensor, Tensor]:
+    return _int64([row for rows, _ in runs for row in rows]), torch.cat([values for _, values in runs])
 
 
 def _logit_rows(rows: list[int], step: Step) -> LogitRows:

@@ -162,7 +162,7 @@ class Decoder(Model):
         """Return fp32 logits [m, vocab]. The last layer computes rows without logits only as far as their cache."""
         x, inserts = self.embedding(batch.token_ids), batch.inserts
         if inserts is not None:
-            ops.put_rows_(x, inserts.rows, inserts.values[0])
+            ops.put_rows_(x, inserts.rows, inserts.values)
         stream = Stream(x, self._ranks)
         rope = self.rope.rows(batch.positions)
         x = self.layers[0].mixer_norm(stream.rows())
@@ -177,8 +177,8 @@ class Decoder(Model):
             x = layer.mlp(x)
             if layer.mlp_gate is not None:
                 layer.mlp_gate(x, batch)
-            if inserts is not None and i + 1 < len(inserts.values):
-                stream.insert(inserts.rows, inserts.values[i + 1])
+            if inserts is not None and i < len(inserts.deep):
+                stream.insert(*inserts.deep[i])
             x = stream.add(x, next_norm, update_all=batch.logit_rows is not None and i + 1 == last)
         return self.head(x)
 

@@ -39,10 +39,8 @@ _MERGERS = MergerNames(deepstack="merger_list", norm="ln_q", projections=("mlp.0
 
 
 class OmniEncoder(Encoder):
-    """Encodes pictures and videos with one tower, and sound, whose grid is (frames, 1, 1), with another.
-
-    Sound has as many levels as pictures, of which all but the first are zeros.
-    """
+    """Encodes pictures and videos with one tower, and sound, whose grid is (frames, 1, 1) and which has one level, with
+    another."""
 
     def __init__(self, vision: VisionTower, audio: AudioTower, sharding: Sharding) -> None:
         self.vision = vision
@@ -50,8 +48,9 @@ class OmniEncoder(Encoder):
         self._dtype = sharding.dtype
 
     def shape(self, grid: Grid) -> tuple[int, int, int]:
-        levels, tokens, hidden = self.vision.shape(grid)
-        return levels, audio_tokens(grid[0]) if self._is_sound(grid) else tokens, hidden
+        if self._is_sound(grid):
+            return 1, audio_tokens(grid[0]), self.audio.config.out_hidden_size
+        return self.vision.shape(grid)
 
     def parts(self, grid: Grid) -> Iterator[tuple[Layer, int, int]]:
         return self.audio.parts(grid[0]) if self._is_sound(grid) else self.vision.parts(grid)
@@ -60,9 +59,9 @@ class OmniEncoder(Encoder):
         if not self._is_sound(grid):
             yield from self.vision.encode(frames, grid, operations)
             return
-        levels = torch.zeros(self.shape(grid), dtype=self._dtype)
-        yield from pieces(self.audio.tasks(frames, levels[0], operations), operations)
-        yield levels
+        out = torch.empty(self.shape(grid), dtype=self._dtype)
+        yield from pieces(self.audio.tasks(frames, out[0], operations), operations)
+        yield out
 
     def _is_sound(self, grid: Grid) -> bool:
         """Tokens of pictures are blocks of several patches."""
