@@ -9,6 +9,7 @@ from batching import answers, forget, one_by_one
 from exactness import Witness, row_errors
 from safetensors.torch import load_file
 from torch import Tensor
+from vision_exact import compare
 
 from tilerank.loader.tokenizer import Tokenizer
 from tilerank.parallel.join import Team
@@ -26,9 +27,11 @@ PIECE = 1e6
 def run(team: Team, *, out: str, cases: dict[str, list[Any]], clips: list[int], new_tokens: int) -> dict[str, Any]:
     wanted, model = load_file(f"{out}/omni.safetensors"), Path(out) / "omni"
     witness = Witness(team.group)
+    worker = Worker(model, replace(team, group=witness), dtype=torch.bfloat16, max_total_tokens=256)
+    rounded = rounded_errors(worker, wanted, clips)
     worker = Worker(model, replace(team, group=witness), dtype=torch.float32, max_total_tokens=4096)
     witness.start()
-    found: dict[str, Any] = {"clips": {n: clip_error(worker, wanted, n) for n in clips}}
+    found: dict[str, Any] = {"rounded": rounded, "clips": {n: clip_error(worker, wanted, n) for n in clips}}
     if team.group.rank == 0:
         found |= check_prompts(Engine(worker), model, cases, wanted, new_tokens)
         worker.stop()
@@ -49,6 +52,18 @@ def clip_error(worker: Worker, wanted: dict[str, Tensor], n: int) -> float:
         results.append(encoding[0])
     assert results[0].equal(results[1])
     return float(row_errors(results[0], rows).max())
+
+
+def rounded_errors(worker: Worker, wanted: dict[str, Tensor], clips: list[int]) -> dict[str, float]:
+    """Errors of the rows of all clips in bf16, ours and those of transformers, against fp32."""
+    assert worker.encoder is not None
+    rows = []
+    for n in clips:
+        *_, encoding = worker.encoder.encode(wanted[f"clip.{n}.samples"], (n // 160, 1, 1), PIECE)
+        assert encoding is not None and encoding.dtype is torch.bfloat16
+        rows.append(encoding[0].float())
+    theirs, exact = (torch.cat([wanted[f"clip.{n}.{key}"] for n in clips]) for key in ("bfloat16", "rows"))
+    return compare(torch.cat(rows), theirs, exact)
 
 
 def check_prompts(

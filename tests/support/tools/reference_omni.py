@@ -3,14 +3,16 @@
     python reference_omni.py JOB.json
 
 JOB.json: {"out": directory, "models": [{"name", "seed", ...dims}, ...], "cases": {name: [part, ...]}, "clips": [n,
-...], "new_tokens": n}. A part is ["text", string], ["image", height, width], ["audio", samples], or ["video", frames,
+...], "short": [n, ...], "new_tokens": n}. A part is ["text", string], ["image", height, width], ["audio", samples], or ["video", frames,
 height, width, samples], whose sound the model hears if it has samples. For every model it makes the checkpoint
 `out/<name>` and writes `out/<name>.safetensors` with, for each case: `<case>.ids` (the prompt and n greedy tokens),
 `<case>.positions` [3, tokens], `<case>.logits` of one forward pass, and `<case>.<i>.pixels` or `<case>.<i>.samples` of
 part i; and for each clip of n samples `clip.<n>.samples`, `clip.<n>.mel` and `clip.<n>.rows`, the output of the tower.
-All in fp32.
+All in fp32, but `clip.<n>.bfloat16`, the output of the tower in bf16. `refused`: those of the lengths `short` for which it
+makes no spectrogram.
 """
 
+import copy
 import json
 import shutil
 import sys
@@ -141,18 +143,30 @@ def positions(thinker: Any, arguments: dict[str, Any]) -> Tensor:
     return found[:, 0].contiguous()
 
 
+def is_refused(processor: Any, samples: int) -> bool:
+    """Does transformers raise an error for a clip?"""
+    try:
+        features(processor, sound(samples))
+    except ValueError:
+        return True
+    return False
+
+
 @torch.inference_mode()
 def reference(model_dir: Path, job: dict[str, Any]) -> dict[str, Tensor]:
     processor: Any = AutoProcessor.from_pretrained(model_dir)
     model: Any = Qwen3OmniMoeForConditionalGeneration.from_pretrained(model_dir, dtype=torch.float32)
     thinker = model.thinker.eval()
     thinker.generation_config.eos_token_id = None
-    answer: dict[str, Tensor] = {}
+    answer = {"refused": torch.tensor([n for n in job["short"] if is_refused(processor, n)])}
+    rounded = copy.deepcopy(thinker).to(torch.bfloat16)
     for n in job["clips"]:
         clip = sound(n)
         heard = features(processor, clip)
         rows = thinker.get_audio_features(**heard, return_dict=True).last_hidden_state
         answer |= {f"clip.{n}.samples": torch.from_numpy(clip), f"clip.{n}.rows": rows.contiguous()}
+        rows = rounded.get_audio_features(**heard, return_dict=True).last_hidden_state
+        answer[f"clip.{n}.bfloat16"] = rows.float()
         answer[f"clip.{n}.mel"] = heard["input_features"][0].T.contiguous()
     for name, parts in job["cases"].items():
         arguments, kept = case_inputs(processor, parts)
