@@ -46,8 +46,9 @@ def unfold(x: Tensor, rows: slice) -> Tensor:
     """Return some rows of what a 3 x 3 convolution with stride 2 and padding 1 multiplies with its weights.
 
     x: [a, b, c], contiguous: an input of c channels whose planes have b rows and a columns. Rows count the places of
-    the output, [ceil(a / 2), ceil(b / 2)]. Returns [rows, 9 * c], by (channel, row, column) of the weights, zero
-    outside of the planes. So the rows times weights [out, c, 3, 3] as a matrix are the convolution.
+    the output, [ceil(a / 2), ceil(b / 2)]. Returns [rows, 9 * c], by (column, row, channel) of the weights, zero
+    outside of the planes, with contiguous rows. So the rows times weights [out, c, 3, 3] with dimensions 1 and 3
+    exchanged, as a matrix, are the convolution.
     """
     check.tensor("unfold", "x", x, (None, None, None), check.ACTIVATION_DTYPES)
     if not x.is_contiguous():
@@ -57,15 +58,16 @@ def unfold(x: Tensor, rows: slice) -> Tensor:
         raise KernelError(f"unfold: rows: expected a range of {places}, found {rows.start} to {rows.stop}")
     if core.isa() == "reference":
         return reference.unfold(x, rows)
-    out = core.empty((rows.stop - rows.start, 9 * x.shape[2]), x.dtype)
+    out = core.empty_rows((rows.stop - rows.start, 9 * x.shape[2]), x.dtype)
     core.launch(_UNFOLD, (x, out), (rows.start,))
     return out
 
 
 @cache
 def _transform(window: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return a Hann window [window], and cosines and sines [window / 2 + 1, window / 2 + 1], float64."""
-    half = torch.arange(window // 2 + 1)
+    """Return a Hann window [window], and cosines and sines [window / 2 + 1, window / 4 + 1], float64."""
     # The product is an exact integer, whose remainder keeps the angle small.
-    angles = torch.outer(half, half).remainder(window).double() * (2 * pi / window)
+    angles = torch.outer(torch.arange(window // 2 + 1), torch.arange(window // 4 + 1)).remainder(window).double() * (
+        2 * pi / window
+    )
     return torch.hann_window(window, dtype=torch.float64), angles.cos(), angles.sin()

@@ -18,7 +18,6 @@ def log_mel(samples: Tensor, filters: Tensor, frames: slice, *, window: int = 40
 
 
 def unfold(x: Tensor, rows: slice) -> Tensor:
-    planes = x.permute(2, 1, 0)[None].float()  # [1, c, b, a]
-    taps = torch.nn.functional.unfold(planes, 3, padding=1, stride=2)[0]  # [c * 9, b' * a']
-    b, a = (x.shape[1] + 1) // 2, (x.shape[0] + 1) // 2
-    return taps.view(-1, b, a).permute(2, 1, 0).flatten(0, 1)[rows].to(x.dtype).contiguous()
+    padded = torch.nn.functional.pad(x, (0, 0, 1, 1, 1, 1))
+    taps = padded.unfold(0, 3, 2).unfold(1, 3, 2)  # [a', b', c, 3, 3], rows of the weights last
+    return taps.permute(0, 1, 3, 4, 2).flatten(0, 1).flatten(1)[rows]

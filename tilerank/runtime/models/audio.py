@@ -19,12 +19,13 @@ from tilerank.kernels.attention import store_kv
 from tilerank.kernels.audio import log_mel, unfold
 from tilerank.kernels.heads import join_heads
 from tilerank.kernels.kv_pages import KVPages
+from tilerank.kernels.linear import Activation
 from tilerank.kernels.packed_sequences import PackedSequences
 from tilerank.kernels.vision import gelu
 from tilerank.kernels.weight_formats import Float
 from tilerank.parallel.linear import Linear, QKVParallelLinear, RowParallelLinear
 from tilerank.parallel.norm import LayerNorm
-from tilerank.parallel.parameters import Layer, PlainParameter
+from tilerank.parallel.parameters import Layer, PackedParameter, PlainParameter
 from tilerank.parallel.shard import Cut, HeadCut, Span
 from tilerank.parallel.sharding import Sharding
 
@@ -38,18 +39,34 @@ _FRAME = 2e6
 """Operations that take as long as computing a frame of the spectrogram."""
 
 
+class ConvolutionParameter(PackedParameter):
+    """Weights [out, in, 3, 3] as a matrix that multiplies the rows of `unfold`."""
+
+    def write(self, rows: Tensor, row: int) -> None:
+        super().write(rows.transpose(1, 3), row)
+
+
 class Convolution(Linear):
     """A convolution of 3 x 3 with stride 2: this rank's channels out of its channels in.
 
-    inputs, outputs: this rank's spans of the channels. biased: this rank adds the bias.
+    inputs, outputs: this rank's spans of the channels. biased: this rank adds the bias. activation: of the outputs.
     """
 
     def __init__(
-        self, name: str, channels: tuple[int, int], inputs: Span, outputs: Span, sharding: Sharding, *, biased: bool
+        self,
+        name: str,
+        channels: tuple[int, int],
+        inputs: Span,
+        outputs: Span,
+        sharding: Sharding,
+        *,
+        biased: bool = True,
+        activation: Activation | None = None,
     ) -> None:
         """channels: of the inputs and the outputs in the checkpoint."""
         shape = (channels[1], channels[0], 3, 3)
-        super().__init__(outputs.size, 9 * inputs.size, Float(sharding.dtype), None)
+        self.weight = ConvolutionParameter(outputs.size, 9 * inputs.size, Float(sharding.dtype))
+        self.activation = activation
         rows, columns = slice(outputs.start, outputs.stop), slice(inputs.start, inputs.stop)
         self.weight.fill(f"{name}.weight", shape, rows, columns, slice(0, 3), slice(0, 3))
         self.bias = PlainParameter((outputs.size if biased else 0,), sharding.dtype)
@@ -57,7 +74,7 @@ class Convolution(Linear):
 
     def __call__(self, x: Tensor, rows: slice) -> Tensor:
         """x [a, b, inputs] -> these of the a / 2 * b / 2 rows [rows, outputs], rounded up."""
-        return self.project(unfold(x, rows))
+        return self.project(unfold(x, rows), activation=self.activation)
 
 
 class AudioConvolutions(Layer):
@@ -67,13 +84,14 @@ class AudioConvolutions(Layer):
     """
 
     def __init__(self, name: str, config: AudioConfig, sharding: Sharding) -> None:
-        channels, first = config.channels, sharding.rank == 0
+        channels = config.channels
         whole = Span(0, channels, channels)
         self._cut = sharding.cut(channels)
         own = self._cut.spans[sharding.rank]
-        self.first = Convolution(f"{name}.conv2d1", (1, channels), Span(0, 1, 1), whole, sharding, biased=True)
-        self.second = Convolution(f"{name}.conv2d2", (channels, channels), whole, own, sharding, biased=True)
-        self.third = Convolution(f"{name}.conv2d3", (channels, channels), own, whole, sharding, biased=first)
+        sizes = (channels, channels)
+        self.first = Convolution(f"{name}.conv2d1", (1, channels), Span(0, 1, 1), whole, sharding, activation="gelu")
+        self.second = Convolution(f"{name}.conv2d2", sizes, whole, own, sharding, activation="gelu")
+        self.third = Convolution(f"{name}.conv2d3", sizes, own, whole, sharding, biased=sharding.rank == 0)
         bands = config.mels // 8
         features = bands * channels
         self.out = RowParallelLinear(
@@ -89,12 +107,13 @@ class AudioConvolutions(Layer):
         ranks = self._sharding.size
         for number, (layer, cost) in enumerate(zip((self.first, self.second, self.third), self._costs, strict=True)):
             a, b = (x.shape[0] + 1) // 2, (x.shape[1] + 1) // 2
-            out = core.empty((a * b, layer.weight.n), x.dtype)
+            parts = list[Tensor]()
             for rows, operations in cut_rows(a * b, cost * ranks if number == 0 else cost, limit, ROW_UNIT):
                 yield operations
                 product = layer(x, rows)
-                out[rows] = gelu(self._sharding.sum(product) if number == 2 else product, False)
-            x = out.view(a, b, layer.weight.n)
+                parts.append(gelu(self._sharding.sum(product), False) if layer is self.third else product)
+            joined = parts[0] if len(parts) == 1 else torch.cat(parts)
+            x = joined.contiguous().view(a, b, layer.weight.n)
         yield self._out_cost * x.shape[0]
         features = x.permute(0, 2, 1).flatten(1)
         yield self._sharding.sum(self.out(self.out.own_columns(features)))

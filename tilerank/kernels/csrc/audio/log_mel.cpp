@@ -1,6 +1,7 @@
 // log_mel: frames of a mel spectrogram. The Fourier transform is a product, in doubles: a power of 1e-8 of the loudest
 // one still counts, and the rounding of fp32 sums would reach it. Windowed samples n and n_fft - n share a cosine and,
-// up to the sign, a sine.
+// up to the sign, a sine. So do frequencies k and half - k, for which the sums over even and over odd samples are added
+// or subtracted.
 #ifndef TR_RUNG
 #include <cmath>
 
@@ -17,17 +18,20 @@ static int64_t reflected(int64_t i, int64_t n) {
   return r < n ? r : period - r;
 }
 
-// tensors: samples [n] f32, window [2 * half] f64, cosines, sines [half + 1, half + 1] f64, filters [half + 1, mels]
-// f64, out [frames, mels] f32; ints: first frame, hop
+// tensors: samples [n] f32, window [2 * half] f64, cosines, sines [half + 1, half / 2 + 1] f64, filters [half + 1,
+// mels] f64, out [frames, mels] f32; ints: first frame, hop
 static void log_mel(const Args& args, Team& team) {
   const Tensor &samples = args.tensor(0), &filters = args.tensor(4), &out = args.tensor(5);
   const int64_t n = samples.size[0], bins = filters.size[0], half = bins - 1, mels = filters.size[1];
   const double* const window = args.tensor(1).as<double>();
   const double* const cosines = args.tensor(2).as<double>();
   const double* const sines = args.tensor(3).as<double>();
-  double* const even = static_cast<double*>(team.scratch(sizeof(double) * static_cast<size_t>(4 * bins + mels)));
-  double *const odd = even + bins, *const real = odd + bins, *const imaginary = real + bins;
-  double* const sums = imaginary + bins;
+  const int64_t low = half / 2 + 1;  // frequencies that are computed, and with them the others
+  double* const even =
+      static_cast<double*>(team.scratch(sizeof(double) * static_cast<size_t>(3 * bins + 4 * low + mels)));
+  double *const odd = even + bins, *const powers = odd + bins;
+  double *const real = powers + bins, *const imaginary = real + 2 * low;  // over even samples, then over odd ones
+  double* const sums = imaginary + 2 * low;
   const auto [first, last] = team.share(out.size[0]);
   for (int64_t frame = first; frame < last; ++frame) {
     const int64_t begin = (args.integer(0) + frame) * args.integer(1) - half;
@@ -42,18 +46,24 @@ static void log_mel(const Args& args, Team& team) {
       even[i] = a + b;
       odd[i] = a - b;
     }
-    for (int64_t k = 0; k < bins; ++k) real[k] = imaginary[k] = 0.0;
+    for (int64_t k = 0; k < 2 * low; ++k) real[k] = imaginary[k] = 0.0;
     for (int64_t i = 0; i < bins; ++i) {
       const double a = even[i], b = odd[i];
-      const double *const c = cosines + i * bins, *const s = sines + i * bins;
-      for (int64_t k = 0; k < bins; ++k) {
-        real[k] += a * c[k];
-        imaginary[k] += b * s[k];
+      const double *const c = cosines + i * low, *const s = sines + i * low;
+      double *const re = real + i % 2 * low, *const im = imaginary + i % 2 * low;
+      for (int64_t k = 0; k < low; ++k) {
+        re[k] += a * c[k];
+        im[k] += b * s[k];
       }
+    }
+    for (int64_t k = 0; k < low; ++k) {
+      const double a = real[k], b = real[low + k], c = imaginary[k], d = imaginary[low + k];
+      powers[k] = (a + b) * (a + b) + (c + d) * (c + d);
+      powers[half - k] = (a - b) * (a - b) + (c - d) * (c - d);
     }
     for (int64_t m = 0; m < mels; ++m) sums[m] = 0.0;
     for (int64_t k = 0; k < bins; ++k) {
-      const double power = real[k] * real[k] + imaginary[k] * imaginary[k];
+      const double power = powers[k];
       const double* const weights = filters.as<double>() + k * mels;
       for (int64_t m = 0; m < mels; ++m) sums[m] += power * weights[m];
     }
