@@ -5,10 +5,12 @@ import io
 import json
 import math
 import sys
+import wave
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny
 import torch
 from command import run
 from media_files import DEMO_VL
@@ -18,9 +20,19 @@ from tilerank.kernels import core, ops
 from tilerank.launch.bench import command
 from tilerank.launch.bench.launch_times import launch_times
 from tilerank.launch.bench.media import _peers, tower_parts
+from tilerank.launch.bench.media_inputs import (
+    Clip,
+    MediaPrompts,
+    clips_of,
+    random_file,
+    random_frames,
+    random_jpeg,
+    size_of,
+    size_text,
+    sizes_of,
+)
 from tilerank.launch.bench.media_report import PARTS, TOWER_PARTS, rows_of, table
 from tilerank.launch.bench.peaks import Peaks
-from tilerank.launch.bench.pictures import PicturePrompts, random_frames, random_jpeg, size_of, sizes_of
 from tilerank.launch.bench.public_configs import PROCESSORS, PUBLIC_CONFIGS
 from tilerank.launch.bench.work import encoder_work
 from tilerank.launch.errors import LaunchError
@@ -65,6 +77,21 @@ def test_work_of_tiles_by_hand(tmp_path: Path) -> None:
     assert work["attention"] == Work(40 * 4 * rows * 1280 * 2, bf16=40 * pairs * 4 * 1280)
 
 
+@pytest.fixture(scope="module")
+def hears(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.make_checkpoint("qwen3_omni_moe", tmp_path_factory.mktemp("omni"), seed=3)
+
+
+def test_work_of_a_tower_of_sound_by_hand(hears: Path) -> None:
+    """Qwen3-Omni of 3 layers of 64 and 136 with 24 channels: 10.5 s are 11 chunks, which are convolved whole, and 137
+    steps, in windows of 104."""
+    work = encoder_work(read_card(hears), torch.bfloat16, (1050, 1, 1))
+    convolutions = 11 * (50 * 64 * 9 * 24 + (25 * 32 + 13 * 16) * 9 * 24 * 24 + 13 * 16 * 24 * 64)
+    layers = 137 * (3 * (4 * 64 * 64 + 2 * 64 * 136) + 64 * 64 + 64 * 128)
+    assert work["linear layers"].bf16 == 2 * (convolutions + layers)
+    assert work["attention"].bf16 == 3 * (104**2 + 33**2) * 4 * 64
+
+
 def test_public_processors_cut_pictures_as_their_configs_say() -> None:
     for like in ("qwen3-vl-2b", "qwen3-vl-8b"):
         vision = PUBLIC_CONFIGS[like]["vision_config"]
@@ -79,6 +106,17 @@ def test_sizes() -> None:
             size_of(wrong)
 
 
+def test_clips() -> None:
+    assert clips_of("30,1,30") == [Clip(30), Clip(1)] and size_text(Clip(30)) == "30 s"
+    for wrong in ("0", "3601", "1.5", "a"):
+        with pytest.raises(argparse.ArgumentTypeError, match="expected seconds up to 3600, found"):
+            clips_of(wrong)
+    file = random_file(Clip(2), "a")
+    with wave.open(io.BytesIO(file)) as sound:
+        assert (sound.getframerate(), sound.getnframes(), sound.getnchannels()) == (16000, 32000, 1)
+    assert file == random_file(Clip(2), "a") != random_file(Clip(2), "b")
+
+
 def test_a_random_jpeg_is_a_picture_of_its_size_and_seed() -> None:
     file = random_jpeg((70, 33), "a")
     assert Image.open(io.BytesIO(file)).size == (70, 33)
@@ -87,7 +125,7 @@ def test_a_random_jpeg_is_a_picture_of_its_size_and_seed() -> None:
 
 def test_a_picture_before_tokens() -> None:
     """Patches of 8, merged to 16: a picture of 128 x 64 has 8 x 4 tokens."""
-    prompts = PicturePrompts(DEMO_VL)
+    prompts = MediaPrompts(DEMO_VL)
     prompt = prompts.before([7, 8, 9], random_frames((128, 64), "a"))
     assert prompts.grid((128, 64)) == prompt.media[0].grid == (1, 8, 16)
     assert len(prompt.token_ids) == prompts.tokens_before((128, 64)) + 3 and prompt.token_ids[-3:] == [7, 8, 9]
@@ -170,7 +208,8 @@ def test_rows_are_of_the_median_run_and_shares_of_the_peaks() -> None:
     [
         (("media", str(DEMO)), "demo-lm takes text only; expected a model that takes pictures"),
         (("media", str(DEMO_VL), "--json", "/nowhere/x"), "expected a file in a writable directory"),
-        (("media", str(DEMO_VL), "--size", "300x1"), "a picture of 300x1: image 1: "),
+        (("media", str(DEMO_VL), "--audio", "3"), "demo-vl takes image and video, not audio"),
+        (("media", str(DEMO_VL), "--size", "300x1"), r"a medium of size \(1, 1, 300\): image 1: "),
         (("model", str(DEMO), "--image", "64x64"), "demo-lm takes text only; expected a model that takes pictures"),
         (("model", str(DEMO_VL), "--image", "64x64", "--prompt-tokens", "4090"), "expected at most max_position_emb"),
     ],
@@ -211,13 +250,28 @@ def test_bench_media_from_end_to_end(tmp_path: Path) -> None:
     assert "demo-vl: bfloat16 on 2 ranks" in result.out and result.out.count("128x96") == len(rows) // 2
 
 
+def test_bench_media_with_sound(hears: Path, tmp_path: Path) -> None:
+    """A clip of 2 s has 26 tokens, and pictures are measured as well if a size is given."""
+    file = tmp_path / "rows.json"
+    options = ("--tp", 1, "--audio", 2, "--size", "64x64", "--repeat", 1, "--with", "none")
+    result = run("bench", "media", hears, *options, "--json", file)
+    assert (result.status, result.errors) == (0, []), result.err
+    rows = {(row["size"], row["part"]): row for row in json.loads(file.read_text())}
+    assert {(size, row["tokens"]) for (size, _), row in rows.items()} == {("2 s", 26), ("64x64", 4)}
+    assert 0 < rows["2 s", "decode"]["seconds"] < rows["2 s", "first token"]["seconds"]
+    if rows["2 s", "tower"]["peaks"]["isa"] != "reference":
+        assert rows["2 s", "preprocessing"]["seconds"] > 0
+    refused = run("bench", "media", hears, "--audio", 2, "--with", "openvino")
+    assert refused.status == 1 and "--audio: the only peer is transformers" in refused.err
+
+
 def test_bench_model_with_pictures(tmp_path: Path) -> None:
     file = tmp_path / "rows.json"
     options = ("--tp", 1, "--prompt-tokens", "8", "--batch", "1,2", "--new-tokens", 3, "--repeat", 1)
     result = run("bench", "model", DEMO_VL, *options, "--image", "128x96", "--json", file)
     assert (result.status, result.errors) == (0, []), result.err
     rows = json.loads(file.read_text())
-    before = PicturePrompts(DEMO_VL).tokens_before((128, 96))
+    before = MediaPrompts(DEMO_VL).tokens_before((128, 96))
     assert [(row["phase"], row["batch"]) for row in rows] == [
         (phase, batch) for batch in (1, 2) for phase in ("prefill", "decode")
     ]

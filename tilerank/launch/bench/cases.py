@@ -13,8 +13,8 @@ from math import ceil
 
 from ..errors import LaunchError
 from ..start import whole_number
+from .media_inputs import Size, media_prompts, size_of, size_text
 from .peaks import Rates
-from .pictures import Size, picture_prompts, size_of, size_text
 from .rank_job import model_card, whole_numbers
 
 
@@ -83,7 +83,7 @@ def add_image_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def cases_of(args: argparse.Namespace) -> list[Case]:
-    before = picture_prompts(args.model).tokens_before(args.image) if args.image else 0
+    before = media_prompts(args.model).tokens_before(args.image) if args.image else 0
     return [
         Case(batch, before + tokens, args.new_tokens, args.image, before)
         for tokens in args.prompt_tokens

@@ -18,7 +18,7 @@ BENCHES = {
     "kernels": "every kernel as a share of the machine's peaks, and its speedup over torch",
     "comm": "all-reduce and all-gather, in shared memory and over gloo, for two and more ranks",
     "model": "prefill and decode of a model as shares of the machine's limit",
-    "media": "a picture from its file to the first token, and the parts of the vision tower as shares of the limit",
+    "media": "a picture or sound from its file to the first token, and the parts of its tower as shares of the limit",
     "compare": "a model against other systems, with the same weights on the same cores, alternating",
     "serve": "a server under load over HTTP, against its engine alone",
     "make-model": "write a checkpoint of random weights in the shape of a public model",

@@ -1,4 +1,4 @@
-"""`tilerank bench media`: what a picture takes from its file to the first token, and the parts of the vision tower."""
+"""`tilerank bench media`: what a picture or sound takes from its file to the first token, and its tower by parts."""
 
 from __future__ import annotations
 
@@ -21,10 +21,21 @@ from ..host.topology import read_topology
 from ..serving.media_decoder import MediaDecoder
 from ..start import whole_number
 from .json_rows import add_json_argument, check_json_argument, write_json
+from .media_inputs import (
+    Clip,
+    MediaPrompts,
+    MediumSize,
+    clips_of,
+    kind_of,
+    media_prompts,
+    random_file,
+    random_jpeg,
+    size_text,
+    sizes_of,
+)
 from .media_report import rows_of, table
 from .peaks import RateProbe, mean_rates, peaks_of
 from .peer import missing_module, run_program
-from .pictures import PicturePrompts, Size, picture_prompts, random_jpeg, size_text, sizes_of
 from .rank_job import (
     EngineJob,
     add_engine_arguments,
@@ -49,7 +60,7 @@ if TYPE_CHECKING:
     from ..host.placement import Placement
     from .rank_job import RankMemory
 
-QUESTION = "What is in the picture?"
+QUESTIONS = {"image": "What is in the picture?", "audio": "What is said?"}
 PEERS = {
     "transformers": ("transformers", "torchvision", "PIL"),
     "openvino": ("openvino_genai", "optimum", "PIL"),
@@ -62,7 +73,10 @@ _ENCODING = -1  # the number of its encodings; the engine counts from 0
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser)
     parser.add_argument(
-        "--size", type=sizes_of, default=[(1024, 1024)], metavar="WxH,WxH", help="of pictures (default: 1024x1024)"
+        "--size", type=sizes_of, metavar="WxH,WxH", help="of pictures (default: 1024x1024, or none with --audio)"
+    )
+    parser.add_argument(
+        "--audio", type=clips_of, default=[], metavar="SECONDS,SECONDS", help="length of clips of sound"
     )
     parser.add_argument(
         "--repeat", type=whole_number(1), default=3, metavar="N", help="runs, of which the median is used (default: 3)"
@@ -86,6 +100,8 @@ def run(args: argparse.Namespace) -> int:
         return run_as_rank(args, MediaJob(args))
     check_json_argument(args)
     _check_sizes(args)
+    if args.audio and args.peers.keys() - {"transformers"}:
+        raise LaunchError("--audio: the only peer is transformers")
     peers = {}
     for name, python in args.peers.items():
         if obstacle := missing_module(python, PEERS[name]):
@@ -104,34 +120,49 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _sizes(args: argparse.Namespace) -> list[MediumSize]:
+    """Return the sizes of all media."""
+    pictures: list[MediumSize] = args.size or ([] if args.audio else [(1024, 1024)])
+    return [*pictures, *args.audio]
+
+
+def _tokens(prompts: MediaPrompts, size: MediumSize) -> int:
+    """Return the tokens of the prompt with a medium."""
+    return prompts.tokens_before(size, QUESTIONS[kind_of(size)])
+
+
 def _check_sizes(args: argparse.Namespace) -> None:
-    """Raise LaunchError if a prompt is longer than the model's context."""
-    prompts, limit = picture_prompts(args.model), model_card(args.model).context_length
-    for width, height in args.size:
-        random_jpeg((1, 1), "")  # refuses where Pillow is missing
-        if (tokens := prompts.tokens_before((width, height), QUESTION)) >= limit:
+    """Raise LaunchError for media that the model does not take, and prompts that are longer than its context."""
+    prompts, limit = media_prompts(args.model), model_card(args.model).context_length
+    for size in _sizes(args):
+        prompts.check(size)
+        if not isinstance(size, Clip):
+            random_jpeg((1, 1), "")  # refuses where Pillow is missing
+        if (tokens := _tokens(prompts, size)) >= limit:
             raise LaunchError(
-                f"--size {width}x{height} needs {tokens} positions and one for an answer; expected at most "
+                f"a medium of {size_text(size)} needs {tokens} positions and one for an answer; expected at most "
                 f"max_position_embeddings, {limit}"
             )
 
 
 class MediaJob(EngineJob):
-    """Measures pictures on rank 0, with an engine whose cache fits every prompt."""
+    """Measures media on rank 0, with an engine whose cache fits every prompt."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         from tilerank.kernels.kv_pages import PAGE_TOKENS
 
-        self._pictures, self._decoder = picture_prompts(args.model), MediaDecoder()
+        self._prompts, self._decoder = media_prompts(args.model), MediaDecoder()
+        self._sizes = _sizes(args)
         super().__init__(
             args,
-            total_tokens=max(self._pictures.tokens_before(size, QUESTION) for size in args.size) + PAGE_TOKENS,
-            measure=lambda *context: _measure(args, self._pictures, self._decoder, *context),
+            total_tokens=max(_tokens(self._prompts, size) for size in self._sizes) + PAGE_TOKENS,
+            measure=lambda *context: _measure(args, self._prompts, self._decoder, *context),
         )
 
     def prepare(self) -> None:
         """Start the process that decodes. Later, it would inherit the one core of the thread that measures."""
-        self._decoder.decode("image", [random_jpeg((1, 1), "")], False, self._pictures.sample)
+        smallest = Clip(1) if isinstance(self._sizes[0], Clip) else (1, 1)
+        self._decoder.decode(kind_of(smallest), [random_file(smallest, "")], False, self._prompts.sample)
 
     def lead(self, worker: Worker, size: int, placement: Placement) -> None:
         with closing(self._decoder):
@@ -140,7 +171,7 @@ class MediaJob(EngineJob):
 
 def _measure(
     args: argparse.Namespace,
-    prompts: PicturePrompts,
+    prompts: MediaPrompts,
     decoder: Decoder,
     engine: Engine,
     placement: Placement,
@@ -159,15 +190,15 @@ def _measure(
     probe = RateProbe(cores_of(placement, read_topology()))
     tower = Tower(engine.worker)
     sizes = []
-    for size in args.size:
+    for size in _sizes(args):
         grid = prompts.grid(size)
         work = encoder_work(engine.card, dtype, grid)
         total = sum(work.values(), start=Work())
-        _measure_picture(engine, tower, prompts, decoder, size, "warm-up")
+        _measure_medium(engine, tower, prompts, decoder, size, "warm-up")
         runs = []
         for number in range(args.repeat):
             before = probe.measure(total)
-            seconds = _measure_picture(engine, tower, prompts, decoder, size, str(number))
+            seconds = _measure_medium(engine, tower, prompts, decoder, size, str(number))
             runs.append(seconds | {"rates": mean_rates(before, probe.measure(total))})
         tokens = engine.worker.encoder.shape(grid)[1] if engine.worker.encoder else 0
         parts = {name: asdict(part) for name, part in work.items()}
@@ -180,16 +211,17 @@ def _measure(
     }
 
 
-def _measure_picture(
-    engine: Engine, tower: Tower, prompts: PicturePrompts, decoder: Decoder, size: Size, seed: str
+def _measure_medium(
+    engine: Engine, tower: Tower, prompts: MediaPrompts, decoder: Decoder, size: MediumSize, seed: str
 ) -> dict[str, float]:
-    """Return the seconds of each part for a new picture."""
+    """Return the seconds of each part for a new medium."""
     from tilerank.runtime.engine import Request
     from tilerank.runtime.sampling import SamplingParams
 
-    file, text = random_jpeg(size, f"media {seed}"), prompts.text(QUESTION)
+    kind = kind_of(size)
+    file, text = random_file(size, f"media {seed}"), prompts.text(QUESTIONS[kind], kind)
     began = time.perf_counter()
-    frames = decoder.decode("image", [file], False, prompts.sample)
+    frames = decoder.decode(kind, [file], False, prompts.sample)
     decoded = time.perf_counter()
     prompt: Prompt = prompts.prompt(text, frames)
     request = Request(prompt, SamplingParams(max_new_tokens=1, ignore_eos=True))
@@ -255,24 +287,34 @@ def _part_of(kernel: str) -> str:
         return "linear layers"
     if kernel.startswith("shm"):
         return "sums"
-    parts = {"patches": "preprocessing", "attention": "attention", "store_kv": "attention"}
+    parts = {
+        "patches": "preprocessing",
+        "log_mel": "preprocessing",
+        "attention": "attention",
+        "store_kv": "attention",
+        "add_rows": "sums",
+    }
     return parts.get(kernel) or {"layer_norm": "norms", "add": "sums"}.get(kernel, "other kernels")
 
 
 def _measure_peer(args: argparse.Namespace, name: str, python: str, cores: list[int], dtype: str) -> dict[str, Any]:
-    """Return the report of a peer, whose program of peers/ measures the same pictures."""
+    """Return the report of a peer, whose program of peers/ measures the same media."""
     runs = ["warm-up", *map(str, range(args.repeat))]
+    prompts, sizes = media_prompts(args.model), _sizes(args)
     workload = {
         "model": str(args.model.absolute()),
         "dtype": dtype,
         "cores": cores,
-        "text": picture_prompts(args.model).text(QUESTION),
-        "sizes": [[base64.b64encode(random_jpeg(size, f"media {run}")).decode() for run in runs] for size in args.size],
+        "texts": {kind: prompts.text(QUESTIONS[kind], kind) for kind in map(kind_of, sizes)},
+        "sizes": [
+            [kind_of(size), [base64.b64encode(random_file(size, f"media {run}")).decode() for run in runs]]
+            for size in sizes
+        ],
     }
     with tempfile.TemporaryDirectory(prefix="tilerank-bench-") as scratch:
         result = run_program(name, python, f"run_{name.replace('.', '_')}_media.py", workload, Path(scratch))
-    sizes = [{"size": size_text(size), "runs": of[1:]} for size, of in zip(args.size, result["sizes"], strict=True)]
-    return {"version": result["version"], "dtype": dtype, "tp": args.tp, "sizes": sizes}
+    found = [{"size": size_text(size), "runs": of[1:]} for size, of in zip(sizes, result["sizes"], strict=True)]
+    return {"version": result["version"], "dtype": dtype, "tp": args.tp, "sizes": found}
 
 
 def _peers(text: str) -> dict[str, str]:

@@ -75,7 +75,7 @@ def table(rows: Sequence[Row]) -> list[str]:
     found = {(row["system"], row["size"], row["part"]): row for row in rows}
     unit = f"of {compute_unit(rows[0]['peaks']['isa'])}"
     header = (
-        f"{'picture':<12}{'tokens':>8}  {'part':<18}{'ms':>10}{'of tower':>10}{'of limit':>10}{unit:>{len(unit) + 2}}"
+        f"{'medium':<12}{'tokens':>8}  {'part':<18}{'ms':>10}{'of tower':>10}{'of limit':>10}{unit:>{len(unit) + 2}}"
     )
     header += "".join(f"{peer + ' ms':>18}{'speedup':>9}" for peer in peers)
     lines = [header]

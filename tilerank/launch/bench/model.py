@@ -19,8 +19,8 @@ from ..quantize import quantization_of
 from .cases import Case, add_case_arguments, add_image_argument, cases_of, check_cases, prompts, timing_of
 from .chart import add_chart_argument, check_chart_argument, write_chart
 from .json_rows import add_json_argument, check_json_argument, write_json
+from .media_inputs import media_prompts, random_frames
 from .peaks import RateProbe, mean_rates, peaks_of
-from .pictures import picture_prompts, random_frames
 from .rank_job import (
     EngineJob,
     add_engine_arguments,
@@ -129,7 +129,7 @@ def _measure(args: argparse.Namespace, engine: Engine, placement: Placement, ran
     dtype, quantization, cache_dtype = engine_dtype(args), quantization_of(args), kv_dtype(args)
     work = model_work(engine.card, dtype, quantization, cache_dtype)
     if args.image:
-        pictures = picture_prompts(args.model)
+        pictures = media_prompts(args.model)
         parts = encoder_work(engine.card, dtype, pictures.grid(args.image))
         work = replace(
             work, picture=sum(parts.values(), start=Work()), source_tokens=pictures.source_tokens(args.image)
@@ -217,7 +217,7 @@ def _generate(engine: Engine, case: Case, seed: int, new_tokens: int | None = No
     if case.image is None:
         found = [Prompt(ids) for ids in token_ids]
     else:
-        pictures = picture_prompts(engine.worker.model_dir)
+        pictures = media_prompts(engine.worker.model_dir)
         frames = (random_frames(case.image, f"{seed} {number}") for number in range(case.batch))
         found = [pictures.before(ids, picture) for ids, picture in zip(token_ids, frames, strict=True)]
     return engine.generate([Request(prompt, params) for prompt in found])

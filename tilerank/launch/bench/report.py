@@ -11,8 +11,8 @@ import msgspec
 from tilerank.parallel.cost import Work
 
 from .cases import Case, Timing
+from .media_inputs import size_text
 from .peaks import Peaks, compute_unit, median_row, share_text
-from .pictures import size_text
 from .work import ModelWork
 
 OURS = "tilerank"

@@ -99,7 +99,17 @@ class AudioConvolutions(Layer):
         )
         self._costs = tuple(2 * 9 * a * b for a, b in ((1, channels), (channels, channels), (channels, channels)))
         self._out_cost = 2 * features * config.hidden_size
+        self._mels = config.mels
         self._sharding = sharding
+
+    def parts(self, frames: int) -> Iterator[tuple[Layer, int, int]]:
+        """Yield the layers that convolve so many frames, as in Encoder."""
+        chunks = -(-frames // CHUNK)
+        a, b = min(frames, CHUNK), self._mels
+        for layer in (self.first, self.second, self.third):
+            a, b = (a + 1) // 2, b // 2
+            yield layer, chunks * a * b, 0
+        yield self.out, chunks * a, 0
 
     def tasks(self, mel: Tensor, limit: float) -> Iterator[float | Tensor]:
         """Yield the operations of each task before it is computed, and at the end the steps [n, hidden]."""
@@ -205,10 +215,11 @@ class AudioTower(Layer):
 
     def parts(self, frames: int) -> Iterator[tuple[Layer, int, int]]:
         """Yield the layers that encode so many frames, as in Encoder."""
-        steps = audio_tokens(frames)
-        yield self.convolutions, steps, 0
+        yield from self.convolutions.parts(frames)
+        steps, window = audio_tokens(frames), self.config.window
+        pairs = steps // window * window**2 + (steps % window) ** 2
         for block in self.blocks:
-            yield block, steps, steps * min(steps, self.config.window)
+            yield block, steps, pairs
         yield self.mlp, steps, 0
 
     def tasks(self, samples: Tensor, out: Tensor, limit: float) -> Iterator[float]:

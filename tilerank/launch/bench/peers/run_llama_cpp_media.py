@@ -229,9 +229,9 @@ def main(workload: dict[str, Any], scratch: Path) -> dict[str, Any]:
     settings = json.loads((model / "preprocessor_config.json").read_text())
     pixels = (settings["patch_size"] * settings["merge_size"]) ** 2
     limits = (settings["size"]["shortest_edge"] // pixels, settings["size"]["longest_edge"] // pixels)
-    prompt = workload["text"].replace(IMAGE, mtmd_cpp.mtmd_default_marker().decode()).encode()
+    prompt = workload["texts"]["image"].replace(IMAGE, mtmd_cpp.mtmd_default_marker().decode()).encode()
     pipeline = Pipeline(text, vision, limits, limits[1] + 1024, len(workload["cores"]))
-    sizes = [[pipeline.run(base64.b64decode(file), prompt) for file in files] for files in workload["sizes"]]
+    sizes = [[pipeline.run(base64.b64decode(file), prompt) for file in files] for _, files in workload["sizes"]]
     return {"version": llama_cpp.__version__, "sizes": sizes}
 
 

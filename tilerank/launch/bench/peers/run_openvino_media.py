@@ -42,13 +42,13 @@ def main(workload: dict[str, Any], model_dir: Path) -> dict[str, Any]:
         picture = numpy.asarray(Image.open(io.BytesIO(data)).convert("RGB"))
         decoded = time.perf_counter()
         answer = pipeline.generate(
-            workload["text"], images=[openvino.Tensor(picture[None])], generation_config=settings
+            workload["texts"]["image"], images=[openvino.Tensor(picture[None])], generation_config=settings
         )
         ended = time.perf_counter()
         embedded_s = answer.perf_metrics.get_prepare_embeddings_duration().mean / 1000
         return {"decode": decoded - began, "tower": embedded_s, "first token": ended - began}
 
-    sizes = [[run(file) for file in files] for files in workload["sizes"]]
+    sizes = [[run(file) for file in files] for _, files in workload["sizes"]]
     return {"version": genai.__version__, "sizes": sizes}
 
 

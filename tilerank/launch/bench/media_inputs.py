@@ -1,11 +1,13 @@
-"""Pictures for benchmarks: random ones of any size, and prompts that begin with a picture."""
+"""Pictures and sound for benchmarks: random ones of any size, and prompts that begin with one."""
 
 import argparse
 import io
 import random
+import wave
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 from msgspec.structs import replace
 
@@ -13,6 +15,7 @@ from tilerank.loader.tokenizer import Tokenizer
 from tilerank.runtime.media.decoder import Frames
 from tilerank.runtime.media.errors import MediaError
 from tilerank.runtime.media.registry import load_processor
+from tilerank.runtime.media.sound import MAX_SECONDS, RATE
 from tilerank.runtime.prompt import Prompt
 
 from ..errors import LaunchError
@@ -26,6 +29,15 @@ Size = tuple[int, int]
 """Width and height in pixels."""
 
 
+class Clip(NamedTuple):
+    """The size of a clip of sound."""
+
+    seconds: int
+
+
+MediumSize = Size | Clip
+
+
 def size_of(text: str) -> Size:
     """An argparse type: "1024x768"."""
     width, x, height = text.partition("x")
@@ -36,8 +48,23 @@ def size_of(text: str) -> Size:
     return int(width), int(height)
 
 
-def size_text(size: Size) -> str:
-    return f"{size[0]}x{size[1]}"
+def size_text(size: MediumSize) -> str:
+    return f"{size.seconds} s" if isinstance(size, Clip) else f"{size[0]}x{size[1]}"
+
+
+def kind_of(size: MediumSize) -> str:
+    """Return the kind of a medium of this size, as in Frames."""
+    return "audio" if isinstance(size, Clip) else "image"
+
+
+def clips_of(text: str) -> list[Clip]:
+    """An argparse type: distinct numbers of seconds, separated by commas."""
+    found = []
+    for part in text.split(","):
+        if not part.isdecimal() or not 0 < int(part) <= MAX_SECONDS:
+            raise argparse.ArgumentTypeError(f"expected seconds up to {MAX_SECONDS}, found {part!r}")
+        found.append(Clip(int(part)))
+    return list(dict.fromkeys(found))
 
 
 def sizes_of(text: str) -> list[Size]:
@@ -49,6 +76,22 @@ def random_frames(size: Size, seed: str) -> Frames:
     """Return a decoded picture of random pixels."""
     width, height = size
     return _frames(size, random.Random(seed).randbytes(3 * width * height))
+
+
+def random_file(size: MediumSize, seed: str) -> bytes:
+    """Return a JPEG or WAV file."""
+    return random_wav(size, seed) if isinstance(size, Clip) else random_jpeg(size, seed)
+
+
+def random_wav(size: Clip, seed: str) -> bytes:
+    """Return the file of random samples of 16 bits, of one channel in the rate of the models."""
+    file = io.BytesIO()
+    with wave.open(file, "wb") as out:
+        out.setnchannels(1)
+        out.setsampwidth(2)
+        out.setframerate(RATE)
+        out.writeframes(random.Random(seed).randbytes(2 * RATE * size.seconds))
+    return file.getvalue()
 
 
 def random_jpeg(size: Size, seed: str) -> bytes:
@@ -64,8 +107,9 @@ def random_jpeg(size: Size, seed: str) -> bytes:
     return file.getvalue()
 
 
-class PicturePrompts:
-    """Makes prompts that begin with a picture, for the model in `model_dir`. LaunchError if it takes text only."""
+class MediaPrompts:
+    """Makes prompts that begin with a picture or sound, for the model in `model_dir`. LaunchError if it takes text
+    only."""
 
     def __init__(self, model_dir: Path) -> None:
         model_card(model_dir)
@@ -74,22 +118,28 @@ class PicturePrompts:
         if processor is None:
             raise LaunchError(f"{model_dir} takes text only; expected a model that takes pictures")
         self._processor = processor
+        self._model_dir = model_dir
 
-    def text(self, question: str) -> str:
-        """Return the text of a conversation in which the user sends a picture and a question."""
-        content = [{"type": "image"}, {"type": "text", "text": question}]
+    def check(self, size: MediumSize) -> None:
+        """Raise LaunchError if the model does not take media of this kind."""
+        if (kind := kind_of(size)) not in self._processor.kinds:
+            raise LaunchError(f"{self._model_dir} takes {' and '.join(self._processor.kinds)}, not {kind}")
+
+    def text(self, question: str, kind: str = "image") -> str:
+        """Return the text of a conversation in which the user sends a medium and a question."""
+        content = [{"type": kind}, {"type": "text", "text": question}]
         return self._tokenizer.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
 
     def prompt(self, text: str, frames: Frames) -> Prompt:
-        """Return the prompt of a text from `text` and its picture. LaunchError if the model cannot take it."""
+        """Return the prompt of a text from `text` and its medium. LaunchError if the model cannot take it."""
         try:
             return self._processor.prompt(text, [frames])
         except MediaError as e:
-            raise LaunchError(f"a picture of {frames.size[2]}x{frames.size[1]}: {e}") from e
+            raise LaunchError(f"a medium of size {frames.size}: {e}") from e
 
     def before(self, token_ids: Sequence[int], frames: Frames) -> Prompt:
-        """Return the prompt of a picture, with what the chat template writes around it, before `token_ids`."""
-        start = self.prompt(self.text(""), frames)
+        """Return the prompt of a medium, with what the chat template writes around it, before `token_ids`."""
+        start = self.prompt(self.text("", frames.kind), frames)
         if not start.positions:  # those of tokens count up
             return replace(start, token_ids=[*start.token_ids, *token_ids])
         position = max(map(max, start.positions)) + 1
@@ -97,18 +147,26 @@ class PicturePrompts:
         positions = [[*axis, *more] for axis in start.positions]
         return Prompt([*start.token_ids, *token_ids], start.media, start.places, positions)
 
-    def tokens_before(self, size: Size, question: str = "") -> int:
+    def tokens_before(self, size: MediumSize, question: str = "") -> int:
         """Return how many tokens `before` puts in front; with a question, those of the whole prompt."""
-        return len(self.prompt(self.text(question), _frames(size, b"")).token_ids)
+        return len(self._empty(size, question).token_ids)
 
-    def grid(self, size: Size) -> tuple[int, int, int]:
-        """Return the patches of a picture, as in prompt.py: Medium."""
-        return self.prompt(self.text(""), _frames(size, b"")).media[0].grid
+    def grid(self, size: MediumSize) -> tuple[int, int, int]:
+        """Return the grid of a medium, as in prompt.py: Medium."""
+        return self._empty(size).media[0].grid
 
     def source_tokens(self, size: Size) -> int:
         """Return how many tokens of the encoding of a picture the last token of a prompt sees by cross-attention."""
-        sights = self.prompt(self.text(""), _frames(size, b"")).sights
+        sights = self._empty(size).sights
         return sights[-1].count if sights else 0
+
+    def _empty(self, size: MediumSize, question: str = "") -> Prompt:
+        """Return the prompt of a medium without pixels, or of silence."""
+        if isinstance(size, Clip):
+            frames = Frames("audio", (RATE * size.seconds, 1, 1), bytes(4 * RATE * size.seconds), [], None)
+        else:
+            frames = _frames(size, b"")
+        return self.prompt(self.text(question, frames.kind), frames)
 
     def sample(self, total: int, fps: float | None) -> list[int]:
         """The argument of a decoder."""
@@ -116,9 +174,9 @@ class PicturePrompts:
 
 
 @cache
-def picture_prompts(model_dir: Path) -> PicturePrompts:
-    """Return the only `PicturePrompts` of a model, which takes time to make."""
-    return PicturePrompts(model_dir)
+def media_prompts(model_dir: Path) -> MediaPrompts:
+    """Return the only `MediaPrompts` of a model, which takes time to make."""
+    return MediaPrompts(model_dir)
 
 
 def _frames(size: Size, data: bytes) -> Frames:
