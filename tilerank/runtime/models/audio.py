@@ -225,15 +225,15 @@ class AudioTower(Layer):
     def tasks(self, samples: Tensor, out: Tensor, limit: float) -> Iterator[float]:
         """Write the tokens of samples [n] float32 to out [audio_tokens(n / HOP), out]. Tasks as in VisionBlock."""
         frames, c = samples.shape[0] // HOP, self.config
-        mel = core.empty((frames, c.mels), torch.float32)
+        mel, loudest = core.empty((frames, c.mels), torch.float32), -math.inf
         for rows, cost in cut_rows(frames, _FRAME * self._sharding.size, limit, ROW_UNIT):
             yield cost
             mel[rows] = log_mel(samples, mel_filters(c.mels), rows, hop=HOP)
-        mel = normal(mel).to(self._sharding.dtype)
+            loudest = max(loudest, float(mel[rows].max()))
         x = core.empty((audio_tokens(frames), c.hidden_size), self._sharding.dtype)
         positions = sinusoids(CHUNK_STEPS, c.hidden_size).to(x.dtype)
         for number, first in enumerate(range(0, frames, CHUNK)):
-            chunk = mel[first : first + CHUNK]
+            chunk = normal(mel[first : first + CHUNK], loudest).to(x.dtype)
             if number and chunk.shape[0] < CHUNK:
                 chunk = torch.nn.functional.pad(chunk, (0, 0, 0, CHUNK - chunk.shape[0]))
             taken = x[number * CHUNK_STEPS : (number + 1) * CHUNK_STEPS]

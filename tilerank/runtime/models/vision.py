@@ -51,8 +51,8 @@ AfterBlock = Callable[[int, Tensor], Iterator[float]]
 
 
 def cut_rows(rows: int, cost: float, limit: float, unit: int = 1) -> Iterator[tuple[slice, float]]:
-    """Cut rows that take `cost` operations each into parts of at most `limit`, or of `unit` rows, which are about equal.
-    Yields each part and its operations."""
+    """Cut rows that take `cost` operations each into about equal parts of at most `limit`, or of `unit` rows. Yields
+    each part and its operations."""
     units = -(-rows // unit)
     parts = -(-units // max(int(min(limit / cost, units * unit)) // unit, 1))
     step = -(-units // parts) * unit
