@@ -51,7 +51,9 @@ def test_log_mel_reflects_short_clips_as_often_as_necessary() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("a", "b", "channels"), [(100, 128, 1), (50, 64, 7), (25, 32, 24), (1, 16, 3), (13, 5, 33), (6, 1, 2)])
+@pytest.mark.parametrize(
+    ("a", "b", "channels"), [(100, 128, 1), (50, 64, 7), (25, 32, 24), (1, 16, 3), (13, 5, 33), (6, 1, 2)]
+)
 def test_unfold_makes_a_convolution_a_product(dtype: torch.dtype, a: int, b: int, channels: int) -> None:
     x, weight = randn(a, b, channels, dtype=dtype), randn(5, channels, 3, 3, dtype=dtype, seed=1)
     places = -(-a // 2) * -(-b // 2)
@@ -64,6 +66,7 @@ def test_unfold_makes_a_convolution_a_product(dtype: torch.dtype, a: int, b: int
     assert torch.allclose(rows.double() @ matrix.T, exact, rtol=0, atol=1e-12)
     middle = slice(places // 3, places // 3 + max(places // 2, 1))
     assert audio.unfold(x, middle).equal(rows[middle])
+    assert audio.unfold(x[..., :0].contiguous(), middle).shape == (len(rows[middle]), 0)
 
 
 def test_wrong_arguments_are_refused() -> None:
