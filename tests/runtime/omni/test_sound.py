@@ -119,6 +119,13 @@ def test_formats_and_rates(decoder: MediaDecoder, form: str, codec: str, rate: i
 HOUR = MAX_SECONDS * 8000
 
 
+def ten_hours() -> bytes:
+    """A FLAC file whose STREAMINFO says so: the last 36 of 64 bits from byte 18 on are the number of samples."""
+    data = compressed("flac", "flac", tone(1.0), 16000)
+    said = int.from_bytes(data[18:26], "big") >> 36 << 36 | 10 * MAX_SECONDS * 16000
+    return data[:18] + said.to_bytes(8, "big") + data[26:]
+
+
 BAD: list[tuple[str, bytes, str]] = [
     ("not sound", b"hello, this is no sound at all" * 9, "the sound cannot be decoded"),
     ("empty", b"", "found an empty file"),
@@ -130,6 +137,7 @@ BAD: list[tuple[str, bytes, str]] = [
     ("cut wav", wav(tone(4.0))[:64000], "cut off: the file says that it has 128044 bytes, found 64000"),
     ("cut mp3", compressed("mp3", "libmp3lame", tone(4.0, 44100), 44100)[:16000], "file says that it has 4.00 s"),
     ("cut flac", compressed("flac", "flac", tone(4.0), 16000)[:-9000], "cut off|cannot be decoded"),
+    ("10 hours", ten_hours(), "expected sound of at most 3600 s, found 36000 s"),
     ("long", wav(np.zeros(HOUR + 8000), 8000), "expected sound of at most 3600 s, found"),
 ]
 
