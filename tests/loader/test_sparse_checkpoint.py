@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from tilerank.kernels import core
-from tilerank.launch.bench.public_configs import PUBLIC_CONFIGS
+from tilerank.launch.bench.public.configs import PUBLIC_CONFIGS
 from tilerank.loader.card import read_card
 from tilerank.loader.checkpoint import INDEX, Checkpoint
 from tilerank.loader.weight_formats import weight_formats

@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 from tiny import make_checkpoint
 from torch import Tensor
 
-from tilerank.launch.bench.public_configs import PUBLIC_CONFIGS
+from tilerank.launch.bench.public.configs import PUBLIC_CONFIGS
 from tilerank.loader.card import read_card
 from tilerank.loader.errors import ConfigError
 from tilerank.loader.weight_formats import weight_formats

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from tiny import make_checkpoint
 from torch import Tensor
 
-from tilerank.launch.bench.public_configs import PUBLIC_CONFIGS
+from tilerank.launch.bench.public.configs import PUBLIC_CONFIGS
 from tilerank.launch.bench.work import model_work
 from tilerank.loader.card import read_card
 from tilerank.loader.checkpoint import Checkpoint

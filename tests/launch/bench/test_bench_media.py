@@ -33,7 +33,7 @@ from tilerank.launch.bench.media_inputs import (
 )
 from tilerank.launch.bench.media_report import PARTS, TOWER_PARTS, rows_of, table
 from tilerank.launch.bench.peaks import Peaks
-from tilerank.launch.bench.public_configs import PROCESSORS, PUBLIC_CONFIGS
+from tilerank.launch.bench.public.configs import PROCESSORS, PUBLIC_CONFIGS
 from tilerank.launch.bench.work import encoder_work
 from tilerank.launch.errors import LaunchError
 from tilerank.loader.card import read_card

@@ -14,7 +14,7 @@ from command import DEMO, run
 from tilerank.launch.bench import command
 from tilerank.launch.bench.cases import Case, Timing, cases_of, prompts, timing_of
 from tilerank.launch.bench.peaks import Peaks
-from tilerank.launch.bench.public_configs import PUBLIC_CONFIGS
+from tilerank.launch.bench.public.configs import PUBLIC_CONFIGS
 from tilerank.launch.bench.report import phase_rows
 from tilerank.launch.bench.work import ModelWork, model_work
 from tilerank.launch.errors import LaunchError

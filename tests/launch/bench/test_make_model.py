@@ -12,7 +12,8 @@ from command import DEMO
 from safetensors import safe_open
 
 from tilerank.launch import cli
-from tilerank.launch.bench.public_configs import PUBLIC_CONFIGS
+from tilerank.launch.bench.media_inputs import Clip, MediaPrompts
+from tilerank.launch.bench.public.configs import PUBLIC_CONFIGS
 from tilerank.loader.card import read_card
 from tilerank.loader.checkpoint import Checkpoint
 from tilerank.loader.random_weights import write_random_weights
@@ -86,7 +87,7 @@ SMALL: dict[str, Any] = {
 
 
 @pytest.mark.parametrize(
-    "like", [name for name in sorted(PUBLIC_CONFIGS) if "vision_config" not in PUBLIC_CONFIGS[name]]
+    "like", [name for name, c in sorted(PUBLIC_CONFIGS.items()) if not c.keys() & {"vision_config", "thinker_config"}]
 )
 def test_transformers_gives_a_random_model_the_same_logits(
     like: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -170,6 +171,34 @@ def test_transformers_reads_a_random_model_of_delta_nets(
     with torch.inference_mode():
         theirs = model(torch.tensor([ids])).logits[0]
     assert torch.allclose(score(out, ids), theirs, atol=1e-4)
+
+
+def test_transformers_reads_a_random_model_that_hears(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import Qwen3OmniMoeForConditionalGeneration
+
+    like = "qwen3-omni-30b-a3b"
+    config = copy.deepcopy(PUBLIC_CONFIGS[like])
+    thinker = config["thinker_config"]
+    thinker["text_config"] |= {"hidden_size": 96, "moe_intermediate_size": 64, "vocab_size": 600, "head_dim": 32}
+    thinker["text_config"] |= {"num_attention_heads": 4, "num_key_value_heads": 2}
+    thinker["text_config"]["rope_scaling"]["mrope_section"] = [6, 5, 5]
+    thinker["vision_config"] |= {"hidden_size": 64, "num_heads": 4, "intermediate_size": 72, "out_hidden_size": 96}
+    thinker["audio_config"] |= {"d_model": 64, "encoder_attention_heads": 4, "encoder_ffn_dim": 96, "output_dim": 96}
+    thinker["audio_config"] |= {"encoder_layers": 2, "downsample_hidden_size": 24}
+    monkeypatch.setitem(PUBLIC_CONFIGS, like, config)
+    out = tmp_path / "made"
+    layers = ("--layers", "2", "--vision-layers", "2", "--experts", "8")
+    assert cli.main(["bench", "make-model", str(out), "--like", like, *layers]) == 0
+    options: Any = {"dtype": torch.float32, "output_loading_info": True}
+    model, loading = Qwen3OmniMoeForConditionalGeneration.from_pretrained(out, **options)
+    assert not any(loading[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    ids = [5, 480, 0, 77]
+    with torch.inference_mode():
+        theirs = model.thinker(torch.tensor([ids])).logits[0]
+    assert torch.allclose(score(out, ids), theirs, atol=1e-4)
+    assert read_card(out).eos_token_ids == (486,)
+    prompts = MediaPrompts(out)
+    assert prompts.grid(Clip(2)) == (200, 1, 1) and prompts.tokens_before(Clip(2)) > 26
 
 
 def test_a_text_of_few_layers_has_fewer_levels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

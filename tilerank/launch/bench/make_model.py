@@ -10,7 +10,7 @@ from typing import Any
 
 from ..errors import LaunchError
 from ..start import whole_number
-from .public_configs import PROCESSORS, PUBLIC_CONFIGS
+from .public.configs import PROCESSORS, PUBLIC_CONFIGS
 
 # In a checkout of the repository. The installed package contains no model; the checkpoint then gets no tokenizer.
 _ASSETS = Path(__file__).resolve().parents[3] / "assets"
@@ -20,9 +20,31 @@ _DENSE_LAYERS = "first_k_dense_replace"
 _CROSSING = "cross_attention_layers"
 _TAKEN = "intermediate_layers_indices"
 _EXPERTS = ("n_routed_experts", "num_experts")
-_DEMO_PICTURE = "<|image_pad|>"
-_PICTURE_TOKENS = {"image_token_index": "<|image|>"}
-"""Families that name the id of a picture's token otherwise than the demo model, and that token."""
+_RENAMED = {
+    "mllama": {"<|image_pad|>": "<|image|>"},
+    "qwen3_omni_moe": {
+        "<|object_ref_start|>": "<|audio_start|>",
+        "<|object_ref_end|>": "<|audio_end|>",
+        "<|vision_pad|>": "<|audio_pad|>",
+    },
+}
+"""Tokens of the demo model that stand for those of a family, by `model_type`."""
+_TOKENS_OF_FIELDS = {
+    "audio_end_token_id": "<|audio_end|>",
+    "audio_start_token_id": "<|audio_start|>",
+    "audio_token_id": "<|audio_pad|>",
+    "image_token_index": "<|image|>",
+}
+_OMNI_TOKENS = {
+    "audio_bos_token": "<|audio_start|>",
+    "audio_eos_token": "<|audio_end|>",
+    "audio_token": "<|audio_pad|>",
+    "image_token": "<|image_pad|>",
+    "video_token": "<|video_pad|>",
+    "vision_bos_token": "<|vision_start|>",
+    "vision_eos_token": "<|vision_end|>",
+}
+"""What the processor of Qwen3-Omni in transformers reads of tokenizer_config.json."""
 _SPECIAL_IDS = (
     "bos_token_id",
     "eos_token_id",
@@ -78,7 +100,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _set_layers(config: dict[str, Any], args: argparse.Namespace) -> None:
     """Set the numbers of layers that were asked for. Raises LaunchError."""
-    text, vision = _text(config), config.get("vision_config")
+    text, vision = _text(config), _model(config).get("vision_config")
     if args.layers is not None:
         _check_layers("--layers", args.layers, text[_TEXT_LAYERS], "layers", args.like)
         if _DENSE_LAYERS in text:
@@ -132,9 +154,15 @@ def _spread(indexes: list[int], depth: int, new_depth: int) -> list[int]:
     return sorted({i for index in indexes if (i := (index + 1) * new_depth // depth - 1) >= 0})
 
 
+def _model(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of the whole model, or of the part that reads."""
+    part: dict[str, Any] = config.get("thinker_config", config)
+    return part
+
+
 def _text(config: dict[str, Any]) -> dict[str, Any]:
     """Return the fields of the language model."""
-    part: dict[str, Any] = config.get("text_config", config)
+    part: dict[str, Any] = _model(config).get("text_config", config)
     return part
 
 
@@ -143,7 +171,7 @@ def _write_checkpoint(model_dir: Path, config: dict[str, Any], seed: int) -> lis
     from tilerank.loader.random_weights import write_random_weights
 
     layers = f"{_text(config)[_TEXT_LAYERS]} layers"
-    if vision := config.get("vision_config"):
+    if vision := _model(config).get("vision_config"):
         layers += f" and {vision.get('depth') or vision[_TEXT_LAYERS]} of the vision tower"
     tokenizer = _copy_tokenizer(model_dir, config)
     for name, content in {"config.json": config, **PROCESSORS.get(config["model_type"], {})}.items():
@@ -169,20 +197,23 @@ def _copy_tokenizer(model_dir: Path, config: dict[str, Any]) -> str:
 
     Returns a phrase for the summary.
     """
-    demo = _ASSETS / ("demo-vl" if "vision_config" in config else "demo-lm")
+    demo = _ASSETS / ("demo-vl" if "vision_config" in _model(config) else "demo-lm")
     if not demo.is_dir():
         return f"no tokenizer (assets/{demo.name} was not found)"
     demo_config = json.loads((demo / "config.json").read_text())
     if _text(demo_config)["vocab_size"] > _text(config)["vocab_size"]:
         return "no tokenizer (the demo model's is larger than the vocabulary)"
-    picture = {key: token for key, token in _PICTURE_TOKENS.items() if key in config}
     for name in _TOKENIZER_FILES:
         if (demo / name).is_file():
             text = (demo / name).read_text(encoding="utf-8")
-            for token in picture.values():
-                text = text.replace(_DEMO_PICTURE, token)
+            for token, renamed in _RENAMED.get(config["model_type"], {}).items():
+                text = text.replace(token, renamed)
+            if name == "tokenizer_config.json" and config["model_type"] == "qwen3_omni_moe":
+                text = json.dumps(json.loads(text) | _OMNI_TOKENS, indent=2)
             (model_dir / name).write_text(text, encoding="utf-8")
-    config |= dict.fromkeys(picture, demo_config.get("image_token_id"))
-    for found, part in ((demo_config, config), (_text(demo_config), _text(config))):
+    for found, part in ((demo_config, _model(config)), (_text(demo_config), _text(config))):
         part |= {name: found[name] for name in _SPECIAL_IDS if name in found}
+    added = json.loads((model_dir / "tokenizer.json").read_text(encoding="utf-8"))["added_tokens"]
+    ids = {token["content"]: token["id"] for token in added}
+    _model(config).update({key: ids[token] for key, token in _TOKENS_OF_FIELDS.items() if key in _model(config)})
     return "the demo model's tokenizer"

@@ -1,4 +1,5 @@
-"""`tilerank bench media`: what a picture or sound takes from its file to the first token, and its tower by parts."""
+"""`tilerank bench media`: what a picture or sound takes from its file to the first token, its tower by parts, and the
+tokens after the first."""
 
 from __future__ import annotations
 
@@ -67,6 +68,8 @@ PEERS = {
     "llama.cpp": ("llama_cpp", "gguf"),
 }
 """Systems to compare with, and the modules that their interpreters need."""
+NEXT_TOKENS = 8
+"""Tokens after the first that are measured."""
 _ENCODING = -1  # the number of its encodings; the engine counts from 0
 
 
@@ -138,10 +141,10 @@ def _check_sizes(args: argparse.Namespace) -> None:
         prompts.check(size)
         if not isinstance(size, Clip):
             random_jpeg((1, 1), "")  # refuses where Pillow is missing
-        if (tokens := _tokens(prompts, size)) >= limit:
+        if (tokens := _tokens(prompts, size)) + NEXT_TOKENS >= limit:
             raise LaunchError(
-                f"a medium of {size_text(size)} needs {tokens} positions and one for an answer; expected at most "
-                f"max_position_embeddings, {limit}"
+                f"a medium of {size_text(size)} needs {tokens} positions and {1 + NEXT_TOKENS} for an answer; expected "
+                f"at most max_position_embeddings, {limit}"
             )
 
 
@@ -224,11 +227,14 @@ def _measure_medium(
     frames = decoder.decode(kind, [file], False, prompts.sample)
     decoded = time.perf_counter()
     prompt: Prompt = prompts.prompt(text, frames)
-    request = Request(prompt, SamplingParams(max_new_tokens=1, ignore_eos=True))
-    for _ in engine.generate([request]):
-        pass
-    ended = time.perf_counter()
-    return {"decode": decoded - began, "first token": ended - began, **tower.measure(prompt.media[0])}
+    request = Request(prompt, SamplingParams(max_new_tokens=1 + NEXT_TOKENS, ignore_eos=True))
+    first, *_, last = (time.perf_counter() for _ in engine.generate([request]))
+    return {
+        "decode": decoded - began,
+        "first token": first - began,
+        "next token": (last - first) / NEXT_TOKENS,
+        **tower.measure(prompt.media[0]),
+    }
 
 
 class Tower:
@@ -305,6 +311,7 @@ def _measure_peer(args: argparse.Namespace, name: str, python: str, cores: list[
         "model": str(args.model.absolute()),
         "dtype": dtype,
         "cores": cores,
+        "next_tokens": NEXT_TOKENS,
         "texts": {kind: prompts.text(QUESTIONS[kind], kind) for kind in map(kind_of, sizes)},
         "sizes": [
             [kind_of(size), [base64.b64encode(random_file(size, f"media {run}")).decode() for run in runs]]

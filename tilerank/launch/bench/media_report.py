@@ -13,9 +13,9 @@ from tilerank.parallel.cost import Work
 from .peaks import Peaks, compute_unit, share_text
 from .report import OURS, Report, Row
 
-PARTS = ("decode", "preprocessing", "tower", "first token")
+PARTS = ("decode", "preprocessing", "tower", "first token", "next token")
 """decode: a file to pixels. preprocessing: pixels to patches. tower: patches to tokens. first token: all of these, and
-the prompt in the language model."""
+the prompt in the language model. next token: one after the first, the mean of a run."""
 TOWER_PARTS = ("linear layers", "attention", "norms", "sums", "other kernels", "between kernels")
 
 
@@ -37,7 +37,7 @@ def rows_of(reports: Mapping[str, Report], model: str, peaks: Peaks) -> list[Row
             rates = [run["rates"] for run in own["runs"]]
             median_rates = {name: statistics.median(of[name] for of in rates) for name in rates[0]}
             tower = _median_run(size["runs"], "tower")
-            for part in (*PARTS[:3], *TOWER_PARTS, PARTS[3]):
+            for part in (*PARTS[:3], *TOWER_PARTS, *PARTS[3:]):
                 if part not in tower:
                     continue
                 run = tower if part in ("tower", *TOWER_PARTS) else _median_run(size["runs"], part)

@@ -1,10 +1,10 @@
 """The transformers library as a peer of `tilerank bench media`: `python run_transformers_media.py WORKLOAD RESULT`.
 
 Runs without tilerank in a Python environment that has transformers, torchvision and Pillow. WORKLOAD: `model`, `dtype`
-and `cores` as in bench/compare.py, `texts` (of the prompt, from the chat template, by kind of medium) and `sizes`, each
-a kind and a list of media: files in base64. RESULT: `version`, and `sizes`, each with a dict of seconds for each file:
-`decode`, `preprocessing` (its fast processor), `tower`, and `first token` (of all of these and one pass of the language
-model).
+and `cores` as in bench/compare.py, `texts` (of the prompt, from the chat template, by kind of medium), `next_tokens`
+(how many follow the first one) and `sizes`, each a kind and a list of media: files in base64. RESULT: `version`, and
+`sizes`, each with a dict of seconds for each file: `decode`, `preprocessing` (its fast processor), `tower`, `first
+token` (of all of these and one pass of the language model) and `next token` (the mean).
 """
 
 import base64
@@ -32,6 +32,19 @@ def main(workload: dict[str, Any]) -> dict[str, Any]:
     processor = library.AutoProcessor.from_pretrained(workload["model"], use_fast=True)
     model = library.AutoModelForMultimodalLM.from_pretrained(workload["model"], dtype=dtype)
     model = getattr(model, "thinker", model)
+    model.generation_config.eos_token_id = None
+    new_tokens = workload["next_tokens"] + 1
+
+    class Clock:
+        """Notes when `generate` yields its prompt and each token."""
+
+        def __init__(self) -> None:
+            self.times: list[float] = []
+
+        def put(self, _: Any) -> None:
+            self.times.append(time.perf_counter())
+
+        def end(self) -> None: ...
 
     def measured(
         data: bytes,
@@ -44,7 +57,9 @@ def main(workload: dict[str, Any]) -> dict[str, Any]:
         began = time.perf_counter()
         medium = decode(data)
         decoded = time.perf_counter()
-        model(**inputs_of(text, medium), use_cache=True, logits_to_keep=1).logits[:, -1].argmax(-1)
+        clock = Clock()
+        model.generate(**inputs_of(text, medium), max_new_tokens=new_tokens, do_sample=False, streamer=clock)
+        _, first, *_, last = clock.times
         ended = time.perf_counter()
         found = preprocess(medium)
         processed = time.perf_counter()
@@ -54,7 +69,8 @@ def main(workload: dict[str, Any]) -> dict[str, Any]:
             "decode": decoded - began,
             "preprocessing": processed - ended,
             "tower": encoded - processed,
-            "first token": ended - began,
+            "first token": first - began,
+            "next token": (last - first) / workload["next_tokens"],
         }
 
     def encode_picture(found: Any) -> None:

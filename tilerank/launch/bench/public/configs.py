@@ -5,6 +5,8 @@ The vision models have the settings of their processors, too.
 
 from typing import Any
 
+from . import omni
+
 _QWEN3 = {
     "architectures": ["Qwen3ForCausalLM"],
     "attention_bias": False,
@@ -248,6 +250,7 @@ PUBLIC_CONFIGS: dict[str, dict[str, Any]] = {
         vision={"depth": 27, "hidden_size": 1152, "intermediate_size": 4304},
         tied=False,
     ),
+    "qwen3-omni-30b-a3b": omni.CONFIG,
     "llama-3.2-3b": {
         "architectures": ["LlamaForCausalLM"],
         "attention_bias": False,
@@ -367,5 +370,11 @@ _MLLAMA: dict[str, dict[str, Any]] = {
     },
 }
 
-PROCESSORS = {"mllama": _MLLAMA, "qwen3_vl": _QWEN_VL, "qwen3_5": _QWEN_VL, "qwen3_5_moe": _QWEN_VL}
+PROCESSORS = {
+    "mllama": _MLLAMA,
+    "qwen3_vl": _QWEN_VL,
+    "qwen3_5": _QWEN_VL,
+    "qwen3_5_moe": _QWEN_VL,
+    "qwen3_omni_moe": omni.PROCESSOR,
+}
 """The files of a family's processor, by `model_type`."""

@@ -1,0 +1,1 @@
+"""The configs of public models that `bench make-model` imitates."""
