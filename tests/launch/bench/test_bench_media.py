@@ -170,12 +170,19 @@ def known_reports() -> dict[str, Any]:
     work = {"linear layers": {"nbytes": 1e9, "bf16": 8e12}, "attention": {"nbytes": 0.0, "bf16": 4e12}}
     parts = {"linear layers": 4.0, "attention": 2.0, "norms": 0.5, "sums": 0.25, "other kernels": 0.5}
     ours = [
-        {"decode": 1.0, "first token": token, "preprocessing": 0.5, "tower": tower, "rates": {"stream_read_gbs": rate}}
+        {
+            "decode": 1.0,
+            "first token": token,
+            "next token": token / 10,
+            "preprocessing": 0.5,
+            "tower": tower,
+            "rates": {"stream_read_gbs": rate},
+        }
         | parts
         | {"between kernels": tower - 7.25}
         for token, tower, rate in ((30.0, 10.0, 10.0), (20.0, 8.0, 30.0), (40.0, 12.0, 20.0))
     ]
-    theirs = [{"decode": 2.0, "first token": 90.0, "preprocessing": 5.0, "tower": 30.0}]
+    theirs = [{"decode": 2.0, "first token": 90.0, "next token": 6.0, "preprocessing": 5.0, "tower": 30.0}]
     return {
         "tilerank": {
             "isa": "amx",
@@ -200,7 +207,8 @@ def test_rows_are_of_the_median_run_and_shares_of_the_peaks() -> None:
     assert (peer["ours_ratio"], peer["tokens"], peer["peaks"]["stream_read_gbs"]) == (3.0, 2, 20.0)
     printed = table(list(rows.values()))
     assert len(printed) == 1 + len(PARTS) + len(TOWER_PARTS)
-    assert printed[0].endswith("transformers ms  speedup") and printed[-1].endswith("90000.0    3.00x")
+    assert printed[0].endswith("transformers ms  speedup")
+    assert printed[-2].endswith("90000.0    3.00x") and printed[-1].endswith("6000.0    2.00x")
 
 
 @pytest.mark.parametrize(
@@ -239,8 +247,9 @@ def test_bench_media_from_end_to_end(tmp_path: Path) -> None:
         parts = {part: row for (of, part), row in found.items() if of == size}
         assert all(row["tokens"] == tokens and row["tp"] == 2 and row["seconds"] >= 0 for row in parts.values())
         assert 0 < parts["decode"]["seconds"] < parts["first token"]["seconds"]
+        assert parts["next token"]["seconds"] > 0
         if parts["tower"]["peaks"]["isa"] == "reference":
-            assert set(parts) == {"decode", "tower", "first token"}
+            assert set(parts) == {"decode", "tower", "first token", "next token"}
             continue
         assert set(parts) == {*PARTS, *TOWER_PARTS}
         whole = sum(parts[part]["seconds"] for part in TOWER_PARTS)
