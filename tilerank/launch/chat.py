@@ -28,11 +28,13 @@ from .start import whole_number
 
 HELP = """\
 /system TEXT   the system prompt; the conversation begins anew
-/image FILE    a picture for the next message
+/image FILE    a picture for the next message; also /video and /audio
 /reset         begin the conversation anew
 /help          this list
 /exit          end (also: Ctrl-D)
 Ctrl-C stops an answer."""
+MEDIA = ("/image", "/video", "/audio")
+"""The commands that add a medium of the kind of their name."""
 SERVED_AT = " is served at "
 STOP_S = 30.0
 
@@ -52,10 +54,20 @@ def _add_own_arguments(parser: argparse.ArgumentParser) -> None:
     chat.add_argument("--system", metavar="TEXT", help="the system prompt")
     chat.add_argument("--max-new-tokens", type=whole_number(1), metavar="N", help="longest answer")
     chat.add_argument("--temperature", type=number(0.0, 2.0), metavar="T", help="0: most likely token")
+    chat.add_argument(
+        "--use-audio-in-video",
+        action="store_true",
+        default=None,
+        help="the model hears the sound of videos as well (Qwen3-Omni)",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
-    options = {"max_completion_tokens": args.max_new_tokens, "temperature": args.temperature}
+    options = {
+        "max_completion_tokens": args.max_new_tokens,
+        "temperature": args.temperature,
+        "use_audio_in_video": args.use_audio_in_video,
+    }
     with _server(args) as address:
         chat = Chat(address, {name: value for name, value in options.items() if value is not None}, args.system)
         if sys.stdin.isatty():
@@ -90,8 +102,8 @@ def _obey(chat: Chat, command: str, rest: str) -> None:
         chat.reset()
     elif command == "/system":
         chat.reset(rest)
-    elif command == "/image":
-        chat.add_image(Path(rest))
+    elif command in MEDIA:
+        chat.add_medium(command.removeprefix("/"), Path(rest))
     else:
         print(HELP)
 
@@ -110,20 +122,20 @@ class Chat:
         if system is not None:
             self._system = system
         self._messages: list[dict[str, Any]] = [{"role": "system", "content": self._system}] if self._system else []
-        self._images: list[str] = []
+        self._media: list[dict[str, Any]] = []
 
-    def add_image(self, path: Path) -> None:
-        """Show the picture with the next question. LaunchError if the file cannot be read."""
+    def add_medium(self, kind: str, path: Path) -> None:
+        """Send a picture, video or sound with the next question. LaunchError if the file cannot be read."""
         try:
             data = base64.b64encode(path.read_bytes()).decode()
         except OSError as e:
             raise LaunchError(f"{path} cannot be read: {e.strerror}") from e
-        self._images.append(f"data:{mimetypes.guess_type(path)[0] or 'image/png'};base64,{data}")
+        url = f"data:{mimetypes.guess_type(path)[0] or f'{kind}/unknown'};base64,{data}"
+        self._media.append({"type": f"{kind}_url", f"{kind}_url": {"url": url}})
 
     def ask(self, text: str) -> None:
         """Print the answer as it comes. Ctrl-C stops it; what came of it stays in the conversation."""
-        parts: list[dict[str, Any]] = [{"type": "image_url", "image_url": {"url": url}} for url in self._images]
-        content = [*parts, {"type": "text", "text": text}] if parts else text
+        content = [*self._media, {"type": "text", "text": text}] if self._media else text
         messages = [*self._messages, {"role": "user", "content": content}]
         answer = ""
         try:
@@ -135,7 +147,7 @@ class Chat:
             print(" [stopped]", end="")
         print()
         self._messages = [*messages, {"role": "assistant", "content": answer}]
-        self._images = []
+        self._media = []
 
     def _stream(self, messages: list[dict[str, Any]]) -> Generator[str]:
         """Yield the text of the answer, and of the reasoning before it. LaunchError with the server's own sentence."""

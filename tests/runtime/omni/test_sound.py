@@ -218,6 +218,16 @@ def test_generate_and_serve_hear_the_same(model_dir: Path, tmp_path: Path) -> No
             assert found.json()["usage"]["prompt_tokens"] == len(ids), found.text
             assert found.json()["choices"][0]["token_ids"] == film_answer["token_ids"]
         assert server.post("/v1/chat/completions", body).json()["usage"]["prompt_tokens"] == len(ids) - 33
+        typed = tmp_path / "typed"
+        typed.write_text(f"/video {tmp_path / 'a.mkv'}\n/audio {tmp_path / 'a.wav'}\nWhat is it?\n")
+        with typed.open("rb") as stdin:
+            chat = ("chat", "--url", server.url, "--temperature", 0, "--max-new-tokens", 6, "--use-audio-in-video")
+            said = run(*chat, stdin=stdin)
+        parts = [asked["content"][0], parts[0], question]
+        together = {"messages": [{"role": "user", "content": parts}], "temperature": 0, "max_tokens": 6}
+        found = server.post("/v1/chat/completions", together | {"use_audio_in_video": True})
+        assert found.json()["usage"]["prompt_tokens"] > len(ids) + audio_tokens(130)
+        assert said.status == 0 and said.out.strip("\n") == found.json()["choices"][0]["message"]["content"], said.err
         found = server.post("/v1/chat/completions", body | {"mm_processor_kwargs": {"fps": 1}})
         assert found.status_code == 400 and "mm_processor_kwargs.fps" in found.json()["error"]["message"]
         shorts = (wav(np.zeros(n)) for n in (0, 1, 159))
