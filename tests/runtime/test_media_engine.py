@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from batching import answers, forget, one_by_one
+from batching import answers, forget, one_by_one, score_in_chunks
 from media_prompts import SMALL, VIDEO, ask, medium, mixed, prompt, smallest, text
 from ranks import Ranks, eventually, run_ranks
 from rungs import COMPILED
@@ -24,7 +24,6 @@ from tilerank.runtime.errors import RequestError
 from tilerank.runtime.media_encoding import operations_of_piece
 from tilerank.runtime.prompt import Medium, Place, Prompt
 from tilerank.runtime.rank_messages import Encode, EncodePiece, Frames, Message, StopEncode
-from tilerank.runtime.sequence import next_chunk
 from tilerank.runtime.worker import Worker
 
 BITS = pytest.mark.skipif(not COMPILED, reason="in plain torch a row's bits depend on the batch")
@@ -65,19 +64,6 @@ def spy(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[Message]:
 
 def encodes(sent: list[Message]) -> int:
     return sum(isinstance(message, Encode) for message in sent)
-
-
-def score_in_chunks(engine: Engine, prompt: Prompt, cuts: list[int]) -> torch.Tensor:
-    sequence = engine._admissible("the text", Request(prompt), new_tokens=0)
-    engine._scheduler.start_alone(sequence)
-    while (encoding := engine._scheduler.next_encoding()) is not None:
-        engine._encoding.advance(encoding, alone=True)
-    parts = []
-    for stop in [*cuts, len(prompt.token_ids)]:
-        chunk = next_chunk(sequence, stop - sequence.cached, all_logits=True)
-        parts.append(engine._lead([(sequence, chunk)]).clone())
-    engine._scheduler.remove(sequence)
-    return torch.cat(parts)
 
 
 @BITS

@@ -17,6 +17,7 @@ from tilerank.runtime.engine import Engine, Request, Scored, TokenEvent
 from tilerank.runtime.prompt import Prompt
 from tilerank.runtime.sampling import SamplingParams
 from tilerank.runtime.scheduler import Scheduler
+from tilerank.runtime.sequence import next_chunk
 from tilerank.runtime.worker import MAX_RUNNING, Worker
 
 DEMO = Path(__file__).parents[2] / "assets" / "demo-lm"
@@ -55,6 +56,20 @@ def answers(engine: Engine, some: list[Request]) -> Answers:
 
 def one_by_one(engine: Engine, all_of_them: list[Request]) -> Answers:
     return [answers(engine, [request])[0] for request in all_of_them]
+
+
+def score_in_chunks(engine: Engine, prompt: Prompt, cuts: list[int]) -> torch.Tensor:
+    """Return what Engine.score returns for a prompt, computed in chunks that end at `cuts` and at its end."""
+    sequence = engine._admissible("the text", Request(prompt), new_tokens=0)
+    engine._scheduler.start_alone(sequence)
+    while (encoding := engine._scheduler.next_encoding()) is not None:
+        engine._encoding.advance(encoding, alone=True)
+    parts = []
+    for stop in [*cuts, len(prompt.token_ids)]:
+        chunk = next_chunk(sequence, stop - sequence.cached, all_logits=True)
+        parts.append(engine._lead([(sequence, chunk)]).clone())
+    engine._scheduler.remove(sequence)
+    return torch.cat(parts)
 
 
 def with_chunk(rows: int, ask: Ask) -> Ask:

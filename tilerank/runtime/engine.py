@@ -157,7 +157,8 @@ class Engine:
     def step(self) -> list[Event]:
         """Compute one step of the requests that run, and return the events of it.
 
-        Before it, pieces of the encoding that a prompt waits for are computed: few, if other sequences can go on.
+        Before it, pieces of the encoding or the source that a prompt waits for are computed: few, if other sequences
+        can go on.
         """
         ended = self._collect_grammar_masks()
         self._encoding.advance(self._scheduler.next_encoding(), alone=not self._scheduler.can_step)
@@ -204,7 +205,6 @@ class Engine:
         try:
             while (encoding := self._scheduler.next_encoding()) is not None:
                 self._encoding.advance(encoding, alone=True)
-            self._scheduler.store_source(sequence)
             while sequence.uncached:
                 chunk = next_chunk(sequence, SCORE_ROWS, all_logits=True)
                 logits[chunk.start : sequence.cached] = self._lead([(sequence, chunk)])
@@ -345,10 +345,8 @@ class Engine:
             list(self._encodings.forgotten),
             [] if states is None else list(states.copies),
             [] if states is None else [sequence.state_slot for sequence, _ in scheduled],
-            list(self._scheduler.new_sources),
             [sights for sequence, chunk in scheduled if (sights := sights_of(sequence, chunk)) is not None],
         )
-        self._scheduler.new_sources.clear()
         if states is not None:
             states.copies.clear()
         self._scheduler.finished.clear()

@@ -1,15 +1,22 @@
-"""Rank 0 leads the encoding of media: one medium at a time, in pieces between the steps of other sequences."""
+"""Rank 0 leads the encoding of media: one medium at a time, in pieces between the steps of other sequences.
+
+The keys and values of sources for cross-attention are computed in the same way.
+"""
 
 import time
 from collections import deque
+from collections.abc import Iterator
+from itertools import accumulate
 
 import torch
 
 from tilerank.kernels import core
+from tilerank.kernels.kv_pages import PAGE_TOKENS
 
 from .caches.encodings import EncoderCache, Encoding
+from .caches.source_pool import Source, Unstored
 from .prompt import Medium
-from .rank_messages import Encode, EncodePiece, Frames, StopEncode
+from .rank_messages import Encode, EncodePiece, Frames, StopEncode, StoreSource
 from .worker import Worker
 
 BESIDE_S = 0.05
@@ -27,18 +34,19 @@ PART_BYTES = 1 << 20
 
 
 class MediaEncoding:
-    """The encode that runs on all ranks, if any."""
+    """The encode that runs on all ranks, or the source that they store, if any."""
 
     def __init__(self, worker: Worker, cache: EncoderCache) -> None:
         self._worker = worker
         self._cache = cache
-        self._running: Encoding | None = None
+        self._running: Encoding | Source | None = None
         self._unsent = memoryview(b"")  # the rest of its frames
+        self._unstored = deque[StoreSource]()  # the rest of its pieces
         self._recent = deque[float](maxlen=_RECENT)  # seconds of the last pieces
 
-    def advance(self, following: Encoding | None, *, alone: bool) -> None:
-        """Go on with the encode that runs, or start `following`. Sends a part of its frames or computes a piece, and
-        further ones as long as the longest of the last pieces would end within BESIDE_S, or ALONE_S if `alone`."""
+    def advance(self, following: Encoding | Unstored | None, *, alone: bool) -> None:
+        """Go on with what runs, or start `following`. Sends a part of the frames or computes a piece, and further ones
+        as long as the longest of the last pieces would end within BESIDE_S, or ALONE_S if `alone`."""
         end = time.perf_counter() + (ALONE_S if alone else BESIDE_S)
         if self._running is None:
             if following is None:
@@ -47,28 +55,38 @@ class MediaEncoding:
         while self._running is not None:
             if self._unsent:
                 self._prepare(Frames(self._next_part()))
+            elif isinstance(self._running, Source):
+                self._store_piece(self._running)
             else:
-                self._encode_piece()
+                self._encode_piece(self._running)
             if time.perf_counter() + max([_PIECE_S, *self._recent]) > end:
                 return
 
     def stop_if_unused(self) -> None:
-        """Stop the encode that runs if no sequence needs it any more."""
-        if self._running is not None and not self._running.users:
+        """Stop what runs if no sequence needs it any more."""
+        running = self._running
+        if running is not None and not running.users:
             self._end()
-            self._prepare(StopEncode())
+            if isinstance(running, Encoding):
+                self._prepare(StopEncode())
 
-    def _start(self, encoding: Encoding) -> None:
-        assert encoding.medium is not None
-        medium = encoding.medium
+    def _start(self, following: Encoding | Unstored) -> None:
+        operations = operations_of_piece(self._worker.dtype, self._worker.team.group.size)
+        if isinstance(following, Unstored):
+            self._running = following.source
+            tokens = operations / max(self._worker.source_operations(following.message.parts[0][0]), 1)
+            self._unstored += pieces_of_source(following.message, max(int(tokens) // PAGE_TOKENS, 1))
+            return
+        encoding, medium = following, following.medium
+        assert medium is not None
         self._running, self._unsent = encoding, memoryview(medium.frames)
         first = Medium(medium.kind, self._next_part(), medium.size, medium.grid)
-        operations = operations_of_piece(self._worker.dtype, self._worker.team.group.size)
         self._prepare(Encode(encoding.number, first, operations, list(self._cache.forgotten)))
         self._cache.forgotten.clear()
 
     def _end(self) -> None:
         self._running, self._unsent = None, memoryview(b"")
+        self._unstored.clear()
 
     def _next_part(self) -> bytes:
         part, self._unsent = self._unsent[:PART_BYTES], self._unsent[PART_BYTES:]
@@ -78,14 +96,40 @@ class MediaEncoding:
         self._worker.announce(message)
         self._worker.prepare_encode(message)
 
-    def _encode_piece(self) -> None:
+    def _store_piece(self, source: Source) -> None:
+        began = time.perf_counter()
+        piece = self._unstored.popleft()
+        self._worker.announce(piece)
+        self._worker.store_source(piece)
+        self._recent.append(time.perf_counter() - began)
+        if not self._unstored:
+            source.stored = True
+            self._end()
+
+    def _encode_piece(self, encoding: Encoding) -> None:
         began = time.perf_counter()
         self._worker.announce(EncodePiece())
         complete = self._worker.encode_piece()
         self._recent.append(time.perf_counter() - began)
-        if complete and self._running is not None:
-            self._running.medium = None
+        if complete:
+            encoding.medium = None
             self._end()
+
+
+def pieces_of_source(whole: StoreSource, pages: int) -> Iterator[StoreSource]:
+    """Cut a source into pieces of so many pages each; the last may be smaller."""
+    total = sum(count for _, _, count in whole.parts)
+    ends = list(accumulate((count for _, _, count in whole.parts), initial=0))
+    for start in range(0, total, pages * PAGE_TOKENS):
+        stop = min(start + pages * PAGE_TOKENS, total)
+        parts = [
+            (number, first + max(start - begin, 0), min(stop, begin + count) - max(start, begin))
+            for (number, first, count), begin in zip(whole.parts, ends, strict=False)
+            if start < begin + count and begin < stop
+        ]
+        first_page = start // PAGE_TOKENS
+        positions = [axis[start:stop] for axis in whole.positions]
+        yield StoreSource(whole.pages[first_page : first_page + pages], parts, positions)
 
 
 def operations_of_piece(dtype: torch.dtype, ranks: int) -> float:

@@ -18,8 +18,9 @@ class Insert(msgspec.Struct, frozen=True, array_like=True):
     encoding: int
 
 
-class StoreSource(msgspec.Struct, frozen=True, array_like=True):
-    """Store the keys and values of a source (prompt.py) in `pages` of every layer of cross-attention.
+class StoreSource(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Store the keys and values of a source (prompt.py), or of some of its pages, in `pages` of every layer of
+    cross-attention.
 
     parts: (encoding, first, count): tokens of encodings, in order. positions: as Prompt.source_positions.
     """
@@ -61,7 +62,7 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True):
 
 class Step(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """One forward pass over `chunks`. Before it, workers drop the sequences `finished` and the encodings `forgotten`,
-    by number, copy states, and store sources.
+    by number, and copy states.
 
     state_copies: (from, to), slots of states, copied in this order. state_slots: of the sequence of each chunk, for
     models with states.
@@ -72,7 +73,6 @@ class Step(msgspec.Struct, frozen=True, array_like=True, tag=True):
     forgotten: list[int] = []
     state_copies: list[tuple[int, int]] = []
     state_slots: list[int] = []
-    sources: list[StoreSource] = []
     sights: list[Sights] = []
 
 
@@ -111,7 +111,7 @@ class Stop(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """The end of `Worker.follow`; nothing comes after it."""
 
 
-Message = Step | Encode | Frames | EncodePiece | StopEncode | Count | Stop
+Message = Step | Encode | Frames | EncodePiece | StopEncode | StoreSource | Count | Stop
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 
 

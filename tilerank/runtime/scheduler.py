@@ -21,7 +21,7 @@ from tilerank.kernels.state_slots import BLOCK_TOKENS
 
 from .caches.encodings import EncoderCache, Encoding
 from .caches.pages import PagePool
-from .caches.source_pool import Source, SourcePool
+from .caches.source_pool import Source, SourcePool, Unstored
 from .caches.state_pool import StatePool
 from .prompt import Prompt
 from .rank_messages import Chunk, StoreSource
@@ -57,7 +57,6 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # in order of arrival
         self.finished: list[int] = []  # numbers whose pages the ranks can drop; the engine sends and clears it
-        self.new_sources: list[StoreSource] = []  # to store before the next step; the engine sends and clears it
         self.preemptions = 0
         self.queried_tokens = self.hit_tokens = 0  # of the prompts admitted so far: all, and those in the cache
         self._pool = pool
@@ -102,14 +101,6 @@ class Scheduler:
         sequence.number = next(self._numbers)
         self.running.append(sequence)
 
-    def store_source(self, sequence: Sequence) -> None:
-        """Before the first chunk of a sequence: let the ranks store its source, unless they have it."""
-        source = sequence.source
-        if source is not None and not source.stored:
-            parts = [(sequence.encodings[s.medium].number, s.first, s.count) for s in sequence.prompt.source]
-            self.new_sources.append(StoreSource(source.pages, parts, sequence.prompt.source_positions))
-            source.stored = True
-
     def schedule(self) -> Scheduled:
         """Return the next step: all decoding sequences, then prompts in order of arrival.
 
@@ -148,11 +139,17 @@ class Scheduler:
                 for medium in sequence.encodings.keys() - left:
                     self._encodings.release(sequence.encodings.pop(medium))
 
-    def next_encoding(self) -> Encoding | None:
-        """Return the encoding to compute next, in order of arrival. None if no running sequence waits for one."""
+    def next_encoding(self) -> Encoding | Unstored | None:
+        """Return the encoding to compute or the source to store next, in order of arrival. None if no running sequence
+        waits for one."""
         for sequence in self.running:
             if (place := sequence.blocking) is not None:
-                return sequence.encodings[place.medium]
+                encoding = sequence.encodings[place.medium]
+                if sequence.source is None or not encoding.ready:
+                    return encoding
+                parts = [(sequence.encodings[s.medium].number, s.first, s.count) for s in sequence.prompt.source]
+                message = StoreSource(sequence.source.pages, parts, sequence.prompt.source_positions)
+                return Unstored(sequence.source, message)
         return None
 
     def _take_snapshot(self, sequence: Sequence, states: StatePool) -> None:
@@ -181,7 +178,6 @@ class Scheduler:
             rows = min(rows, SCORE_ROWS - sum(chunk.logits for _, chunk in scheduled if chunk.logits > 1))
         rows = sequence.cut(max(min(rows, sequence.computable), 0))
         if rows:
-            self.store_source(sequence)
             scheduled.append((sequence, next_chunk(sequence, rows)))
         return rows
 

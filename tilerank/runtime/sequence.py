@@ -81,12 +81,13 @@ class Sequence:
 
     @property
     def blocking(self) -> Place | None:
-        """The first uncached place whose medium is not encoded yet; of a source, a place before the first token."""
+        """The first uncached place whose medium is not encoded yet. For a source that is not stored, a place before the
+        first token, of a medium that is not encoded yet if there is one."""
         if not self.encodings:
             return None
         if self.source is not None:
-            missing = (medium for medium, encoding in self.encodings.items() if not encoding.ready)
-            return None if self.source.stored else next((Place(0, 0, medium, 0) for medium in missing), None)
+            media = sorted(self.encodings, key=lambda medium: self.encodings[medium].ready)
+            return None if self.source.stored else Place(0, 0, media[0], 0)
         pending = [place for place in self.prompt.places if place.start + place.count > self.cached]
         return next((place for place in pending if not self.encodings[place.medium].ready), None)
 

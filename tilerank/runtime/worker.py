@@ -30,6 +30,7 @@ from . import rank_messages
 from .batch import BatchFiller, Held
 from .bytes_per_step import bytes_per_step
 from .caches.cache import (
+    EncoderKV,
     allocate,
     bytes_per_source_page,
     bytes_per_state,
@@ -153,6 +154,13 @@ class Worker:
         """The number of axes of the position of a source token; 0 if cross-attention does not rotate keys."""
         return self._model.position_axes if self._model.rotates_source else 0
 
+    def source_operations(self, encoding: int) -> float:
+        """Return the operations that compute the keys and values of a token of this encoding, on all ranks together if
+        none has more heads than this one."""
+        specs = self._model.cache_specs()
+        columns = 2 * sum(spec.kv_heads * spec.head_dim for spec in specs if isinstance(spec, EncoderKV))
+        return 2.0 * self._encodings.tensors[encoding].shape[-1] * columns * self.team.group.size
+
     @property
     def input_ids(self) -> int:
         """The number of ids that prompts may have."""
@@ -184,6 +192,8 @@ class Worker:
                     self.encode_piece()
                 case Encode() | Frames() | StopEncode():
                     self.prepare_encode(message)
+                case StoreSource():
+                    self.store_source(message)
                 case Count():
                     self.gather_counters()
         self.team.group.barrier()
@@ -214,20 +224,21 @@ class Worker:
         for source, target in step.state_copies:
             for states in self._states:
                 states.copy(source, target)
-        for sources in step.sources:
-            self._store_source(sources)
         logits = self._forward(step)
         for sights in step.sights:
             self._held[sights.sequence].source.sight = sights.rows[-1][1:]
         self._counter.count(step, time.perf_counter() - began, group.waited_s - waited)
         return logits
 
-    def _store_source(self, source: StoreSource) -> None:
+    def store_source(self, source: StoreSource) -> None:
+        """Store keys and values of encodings. All ranks call this with the same message."""
+        began = time.perf_counter()
         parts = [self._encodings.tensors[number][0, first : first + count] for number, first, count in source.parts]
         rows, pages = torch.cat(parts), torch.tensor(source.pages)
         slots = (pages[:, None] * PAGE_TOKENS + torch.arange(PAGE_TOKENS)).flatten()[: len(rows)]
         positions = torch.tensor(source.positions) if source.positions else None
         self._model.store_source(rows, positions, slots, self._caches)
+        self._counter.count_encode(time.perf_counter() - began)
 
     def _source_pages(self, nbytes: int) -> int:
         """Return how many pages of encodings fit in so many bytes on every rank, at least one for a model with

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from batching import answers, forget, one_by_one
+from batching import answers, forget, one_by_one, score_in_chunks
 from media_prompts import ask, text
 from rungs import COMPILED
 from tiny import make_checkpoint
@@ -17,12 +17,12 @@ from tilerank.parallel.channel import Channel
 from tilerank.parallel.group import SingleGroup
 from tilerank.parallel.join import Team
 from tilerank.runtime import engine as module
+from tilerank.runtime import media_encoding
 from tilerank.runtime.caches.source_pool import SourcePool
 from tilerank.runtime.engine import Engine, Request
 from tilerank.runtime.errors import RequestError
 from tilerank.runtime.prompt import Medium, Place, Prompt, Segment, Sight
-from tilerank.runtime.rank_messages import Encode, Message, Step
-from tilerank.runtime.sequence import next_chunk
+from tilerank.runtime.rank_messages import Encode, Message, StoreSource
 from tilerank.runtime.worker import Worker
 
 BITS = pytest.mark.skipif(not COMPILED, reason="in plain torch a row's bits depend on the batch")
@@ -104,21 +104,7 @@ def spy(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[Message]:
 
 
 def stores(sent: list[Message]) -> int:
-    return sum(len(message.sources) for message in sent if isinstance(message, Step))
-
-
-def score_in_chunks(engine: Engine, whole: Prompt, cuts: list[int]) -> torch.Tensor:
-    sequence = engine._admissible("the text", Request(whole), new_tokens=0)
-    engine._scheduler.start_alone(sequence)
-    while (encoding := engine._scheduler.next_encoding()) is not None:
-        engine._encoding.advance(encoding, alone=True)
-    engine._scheduler.store_source(sequence)
-    parts = []
-    for stop in [*cuts, len(whole.token_ids)]:
-        chunk = next_chunk(sequence, stop - sequence.cached, all_logits=True)
-        parts.append(engine._lead([(sequence, chunk)]).clone())
-    engine._scheduler.remove(sequence)
-    return torch.cat(parts)
+    return sum(isinstance(message, StoreSource) for message in sent)
 
 
 @BITS
@@ -189,6 +175,37 @@ def test_prompts_with_the_same_pictures_share_their_source(engine: Engine, monke
     # The encoding of a picture serves another source with it.
     answers(engine, [ask(prompt(picture(70), text(1, 4), picture(71), text(2, 3)))])
     assert stores(sent) == 2 and sum(isinstance(message, Encode) for message in sent) == 2
+
+
+@BITS
+def test_others_get_a_token_in_every_step_of_a_store(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two pictures of 68 tokens are 5 pages, one in each piece here. A request that ends before the last piece leaves
+    nothing, and pieces give the bits of a whole source."""
+    assert engine._sources is not None
+    asked = ask(prompt(picture(90), text(2, 3), picture(91, 2, 2), text(3, 2)), 6)
+    expected = answers(engine, [asked])
+    forget(engine)
+    for source in list(engine._sources._idle.values()):
+        engine._sources._drop(source)
+    monkeypatch.setattr(media_encoding, "BESIDE_S", 0.0)
+    monkeypatch.setattr(media_encoding, "operations_of_piece", lambda *_: 1.0)
+    sent = spy(engine, monkeypatch)
+    talks = engine.submit(ask(prompt(text(1, 8)), 40))
+    engine.step()
+    looks = engine.submit(asked)
+    engine.step()  # admits it
+    for stored in range(1, 4):
+        assert [event.request for event in engine.step()] == [talks]
+        assert stores(sent) == stored
+    engine.cancel(looks)
+    assert engine._sources.used == 0
+    looks = engine.submit(asked)
+    found = [[event.request for event in engine.step()] for _ in range(6)]
+    assert found == [[talks]] * 5 + [[talks, looks]] and stores(sent) == 3 + 5
+    assert [len(message.pages) for message in sent if isinstance(message, StoreSource)] == [1] * 8
+    engine.cancel(talks)
+    engine.cancel(looks)
+    assert answers(engine, [asked]) == expected
 
 
 def test_sources_are_dropped_when_their_pages_are_needed(checkpoint: Path) -> None:

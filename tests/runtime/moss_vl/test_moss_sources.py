@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from batching import answers, forget, one_by_one
+from batching import answers, forget, one_by_one, score_in_chunks
 from media_prompts import ask
 from rungs import COMPILED
 from tiny import make_checkpoint
@@ -24,7 +24,6 @@ from tilerank.runtime.media.processor import Processor
 from tilerank.runtime.media.registry import load_processor
 from tilerank.runtime.models import moss_vision
 from tilerank.runtime.prompt import Prompt
-from tilerank.runtime.sequence import next_chunk
 from tilerank.runtime.worker import Worker
 
 BITS = pytest.mark.skipif(not COMPILED, reason="in plain torch a row's bits depend on the batch")
@@ -98,20 +97,6 @@ def mixed(processor: Processor, count: int) -> list[Request]:
 def cut_prompt(processor: Processor) -> Prompt:
     media = [picture(1, 64, 96), picture(2, 40, 200), video(3, 3)]
     return processor.prompt("a cat <|image|><|image|>sees <|video|>the stone", media)
-
-
-def score_in_chunks(engine: Engine, whole: Prompt, cuts: list[int]) -> torch.Tensor:
-    sequence = engine._admissible("the text", Request(whole), new_tokens=0)
-    engine._scheduler.start_alone(sequence)
-    while (encoding := engine._scheduler.next_encoding()) is not None:
-        engine._encoding.advance(encoding, alone=True)
-    engine._scheduler.store_source(sequence)
-    parts = []
-    for stop in [*cuts, len(whole.token_ids)]:
-        chunk = next_chunk(sequence, stop - sequence.cached, all_logits=True)
-        parts.append(engine._lead([(sequence, chunk)]).clone())
-    engine._scheduler.remove(sequence)
-    return torch.cat(parts)
 
 
 @BITS

@@ -8,12 +8,13 @@ from collections import OrderedDict
 from dataclasses import dataclass
 
 from ..errors import RequestError
+from ..rank_messages import StoreSource
 from .cache import num_pages
 
 
 @dataclass(eq=False)
 class Source:
-    """A source and its pages. stored: whether its keys and values are there, or will be after the next step.
+    """A source and its pages. stored: whether its keys and values are there.
 
     users: how many running sequences have it.
     """
@@ -22,6 +23,14 @@ class Source:
     pages: list[int]
     stored: bool = False
     users: int = 0
+
+
+@dataclass(frozen=True)
+class Unstored:
+    """A source whose encodings are all there, and the message that lets the ranks store it whole."""
+
+    source: Source
+    message: StoreSource
 
 
 class SourcePool:
