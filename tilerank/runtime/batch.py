@@ -70,7 +70,8 @@ class Batch:
     a sequence are, no slot twice; None for models without states. A sequence whose tokens are all in this step begins
     with states of zeros. A padding row that repeats row j has the slot -1 - j: it gets the output of row j and touches
     no state (kernels/delta.py). expansion: None if no sequence is in another form of latent attention than the absorbed
-    one. source: None for models without cross-attention.
+    one. source: None if no row sees anything by cross-attention; recorded decode steps of models with cross-attention
+    always have it.
     """
 
     token_ids: Tensor

@@ -49,8 +49,9 @@ class SourceFiller:
         self._shown = array("f", bytes(4 * rows))
         self._run_starts = torch.arange(rows + 1, dtype=torch.int32)
 
-    def fresh(self, step: Step, held: Mapping[int, HeldSource]) -> SourceRuns:
-        """held: by the number of the sequence; as the worker remembers it before the step."""
+    def fresh(self, step: Step, held: Mapping[int, HeldSource]) -> SourceRuns | None:
+        """Return None if no row sees anything. held: by the number of the sequence; as the worker remembers it before
+        the step."""
         rows_of = {sights.sequence: sights.rows for sights in step.sights}
         tables, starts, lengths, run_starts, shown = [], [], [], [0], list[float]()
         for chunk in step.chunks:
@@ -63,6 +64,8 @@ class SourceFiller:
                 lengths.append(count)
                 run_starts.append(run_starts[-1] + end - row)
                 shown += [float(is_shown)] * (end - row)
+        if not any(lengths):
+            return None
         width = max(1, *map(len, tables))
         return SourceRuns(
             page_tables=torch.tensor([table + [0] * (width - len(table)) for table in tables], dtype=torch.int32),

@@ -8,10 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 from command import DEMO, run
+from fake_sysfs import sockets
+from planning import plan_on
 from tiny import make_checkpoint
 from transformers.models.mllama import image_processing_pil_mllama as hf_pictures
 from transformers.models.mllama import processing_mllama as hf_prompts
 
+from tilerank.launch.bench.public.configs import PUBLIC_CONFIGS
+from tilerank.loader.card import read_card
 from tilerank.loader.errors import ConfigError
 from tilerank.loader.tokenizer import Tokenizer
 from tilerank.runtime.media.decoder import Frames
@@ -20,7 +24,7 @@ from tilerank.runtime.media.mllama import read_tile_settings
 from tilerank.runtime.media.mllama_sizes import choose_tiling, fit, tilings
 from tilerank.runtime.media.processor import Processor
 from tilerank.runtime.media.registry import load_processor
-from tilerank.runtime.prompt import Prompt
+from tilerank.runtime.prompt import MM_CACHE_BYTES, Prompt
 
 TILE = 56  # pixels, of make_tiny.py; a tile has 4 x 4 patches and a class token
 TOKENS = 17
@@ -158,3 +162,17 @@ def test_other_families_have_no_intermediate_layers() -> None:
     assert found.err.endswith(
         "config.json: model_type: expected 'mllama' with --mllama-intermediate meta, found 'qwen3'\n"
     )
+
+
+def test_plans_count_sources_with_encodings(tmp_path: Path) -> None:
+    """Llama-3.2-11B-Vision: 32 of its 40 layers are self-attention, with 8 KV heads of 128 in bf16. Sources share the
+    bytes of encoded media. The language model alone has neither sources nor layers that see them."""
+    whole = PUBLIC_CONFIGS["llama-3.2-11b-vision"]
+    found = {}
+    for name, config in (("whole", whole), ("text", whole["text_config"])):
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        plan = plan_on(sockets(2, 8), tmp_path, read_card(tmp_path), 2, mm_cache_bytes=MM_CACHE_BYTES)
+        found[name] = [(plan.num_layers, rank.media, rank.cache_per_token, rank.state) for rank in plan.ranks]
+    per_token = 32 * 2 * 8 * 128 * 2 // 2
+    assert found["whole"] == [(40, MM_CACHE_BYTES, per_token, 0)] * 2
+    assert found["text"] == [(32, 0, per_token, 0)] * 2

@@ -1,6 +1,7 @@
 """The engine with sources of cross-attention: what rows see, shared and dropped sources, refusals."""
 
 import functools
+import json
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +11,7 @@ import torch
 from batching import answers, forget, one_by_one, score_in_chunks
 from media_prompts import ask, text
 from rungs import COMPILED
+from safetensors.torch import load_file, save_file
 from tiny import make_checkpoint
 
 from tilerank.kernels.kv_pages import PAGE_TOKENS
@@ -21,6 +23,7 @@ from tilerank.runtime import media_encoding
 from tilerank.runtime.caches.source_pool import SourcePool
 from tilerank.runtime.engine import Engine, Request
 from tilerank.runtime.errors import RequestError
+from tilerank.runtime.models.cross_attention import CrossAttention
 from tilerank.runtime.prompt import Medium, Place, Prompt, Segment, Sight
 from tilerank.runtime.rank_messages import Encode, Message, StoreSource
 from tilerank.runtime.worker import Worker
@@ -272,3 +275,41 @@ def test_a_model_without_cross_attention_refuses_a_source() -> None:
     engine = Engine(Worker(demo, team, dtype=torch.bfloat16, max_total_tokens=512))
     with pytest.raises(RequestError, match="the prompt has a source for cross-attention, but the model has none"):
         engine.submit(Request(Prompt([1, 2], source=[Segment(0, 0, 1)])))
+
+
+@BITS
+def test_the_language_model_alone_is_llama(engine: Engine, checkpoint: Path, tmp_path: Path) -> None:
+    """Layers of cross-attention do nothing to text: a checkpoint of type mllama_text_model gives the bits of the whole
+    one, also beside a picture, and holds neither these layers nor pages for sources."""
+    config = json.loads((checkpoint / "config.json").read_text())
+    text_config = config["text_config"]
+    (tmp_path / "config.json").write_text(json.dumps(text_config | {"architectures": ["MllamaForCausalLM"]}))
+    tensors = {
+        name.removeprefix("language_model."): tensor
+        for file in checkpoint.glob("*.safetensors")
+        for name, tensor in load_file(file).items()
+        if name.startswith("language_model.")
+    }
+    save_file(tensors, tmp_path / "model.safetensors")
+    alone = start(tmp_path)
+    requests = [ask(prompt(text(i, 5 + 40 * i)), 6) for i in range(3)]
+    expected = answers(alone, requests)
+    assert one_by_one(engine, requests) == expected
+    forget(engine)
+    assert answers(engine, [*requests, ask(prompt(picture(95), text(9, 70)), 6)])[:3] == expected
+    assert alone.worker.source_pages == alone.state()["source_pages"] == 0 < engine.state()["source_pages"]
+    assert len(alone.worker._model.cache_specs()) + len(text_config["cross_attention_layers"]) == (
+        len(engine.worker._model.cache_specs())
+    )
+    with pytest.raises(RequestError, match="the prompt has media, but the model takes text alone"):
+        alone.submit(ask(prompt(picture(1))))
+
+
+def test_steps_of_text_leave_out_cross_attention(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> None:
+        raise AssertionError("cross-attention")
+
+    monkeypatch.setattr(CrossAttention, "__call__", fails)
+    engine.score(prompt(text(1, 5)))
+    with pytest.raises(AssertionError, match="cross-attention"):
+        engine.score(prompt(text(1, 5), picture(96)))

@@ -102,6 +102,9 @@ class CrossAttention(Mixer[KVPages]):
             self._norm_rotary(split_heads(projected, 0, 0, self._dim), k, rope)
         store_kv(k, split_heads(self.v(rows), 0, self._kv_heads, self._dim), cache, slots)
 
+    def is_idle(self, batch: Batch) -> bool:
+        return batch.source is None  # the gates and the MLP give zeros to rows that see nothing
+
     def __call__(self, x: Tensor, rope: Tensor, batch: Batch, cache: KVPages, only: LogitRows | None = None) -> Tensor:
         source = batch.source
         assert source is not None and only is None  # mllama.py: the last layer is self-attention

@@ -33,7 +33,8 @@ class DecoderNames:
     """Names of the modules in a checkpoint; the default is the layout of Llama and Qwen.
 
     `layer` has a place for the number of the layer; the four after it are relative to the layer. mixer: one name, or
-    one for each layer. left_out: beginnings of the names of tensors that the model does not use.
+    one for each layer. left_out: beginnings of the names of tensors that the model does not use; layers whose tensors
+    are left out are not built.
     """
 
     embedding: str = "model.embed_tokens"
@@ -61,6 +62,10 @@ class Mixer(Layer, Generic[C]):
 
     def store_source(self, rows: Tensor, rope: Tensor | None, slots: Tensor, cache: C) -> None:
         """Store what the layer keeps of encodings (model.py: Model.store_source): nothing but in cross-attention."""
+
+    def is_idle(self, batch: Batch) -> bool:
+        """Return whether the layer leaves every row of the batch as it is, so that it need not be computed."""
+        return False
 
     @abstractmethod
     def __call__(self, x: Tensor, rope: Tensor, batch: Batch, cache: C, only: LogitRows | None = None) -> Tensor:
@@ -149,7 +154,10 @@ class Decoder(Model):
                 mlp_gate(number),
             )
 
-        self.layers = [layer(number) for number in range(config.num_layers)]
+        names_of_layers = (f"{names.layer.format(number)}." for number in range(config.num_layers))
+        self.layers = [
+            layer(number) for number, name in enumerate(names_of_layers) if not name.startswith(names.left_out)
+        ]
         self.norm = norm(names.norm)
         self.encoder = encoder
         self.position_axes = config.rope.axes
@@ -165,10 +173,12 @@ class Decoder(Model):
             ops.put_rows_(x, inserts.rows, inserts.values)
         stream = Stream(x, self._ranks)
         rope = self.rope.rows(batch.positions)
-        x = self.layers[0].mixer_norm(stream.rows())
-        next_norms = [layer.mixer_norm for layer in self.layers[1:]] + [self.norm]
+        used = [i for i, layer in enumerate(self.layers) if not layer.mixer.is_idle(batch)]
+        x = self.layers[used[0]].mixer_norm(stream.rows())
+        next_norms = [self.layers[i].mixer_norm for i in used[1:]] + [self.norm]
         last = len(self.layers) - 1
-        for i, (layer, next_norm, cache) in enumerate(zip(self.layers, next_norms, caches, strict=True)):
+        for i, next_norm in zip(used, next_norms, strict=True):
+            layer, cache = self.layers[i], caches[i]
             only = batch.logit_rows if i == last else None
             x = layer.mixer(x, rope, batch, cache, only)
             if only is not None:

@@ -27,9 +27,13 @@ _SPARE_IDS = 8
 
 
 def mllama(card: ModelCard, sharding: Sharding) -> Decoder:
-    """MllamaForConditionalGeneration, and MllamaForCausalLM, whose prompts have no pictures."""
+    """MllamaForConditionalGeneration, and MllamaForCausalLM, whose prompts have no pictures: it is Llama without the
+    layers of cross-attention."""
     if not card.fields.has("text_config"):
-        return _decoder(card, read_text_config(card.fields), card.fields, sharding, DecoderNames(), None)
+        c = read_text_config(card.fields)
+        crossing = read_crossing_layers(card.fields, c.num_layers)
+        names = DecoderNames(left_out=tuple(f"model.layers.{layer}." for layer in crossing))
+        return _decoder(card, c, card.fields, sharding, names, None)
     text, vision = card.fields.object("text_config"), card.fields.object("vision_config")
     c = read_text_config(text)
     names = DecoderNames(
