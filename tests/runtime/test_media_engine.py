@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from batching import answers, forget, one_by_one, score_in_chunks
+from batching import answers, forget, one_by_one, score_in_chunks, spy
 from media_prompts import SMALL, VIDEO, ask, medium, mixed, prompt, smallest, text
 from ranks import Ranks, eventually, run_ranks
 from rungs import COMPILED
@@ -53,13 +53,6 @@ def engine(shared: Engine) -> Iterator[Engine]:
     assert shared._pool.free == shared._pool.total and not shared.busy
     assert not [e for e in shared._encodings._encodings.values() if e.users or not e.ready]
     assert shared._encoding._running is None
-
-
-def spy(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[Message]:
-    """What rank 0 sends from now on."""
-    sent: list[Message] = []
-    monkeypatch.setattr(engine.worker, "announce", sent.append)
-    return sent
 
 
 def encodes(sent: list[Message]) -> int:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from ranks import run_ranks
+from vision_exact import mean, of_dtype
 
 NEW_TOKENS = 8
 TP = [1, 2, 3, 6]
@@ -112,7 +113,7 @@ RUNS = [pytest.param((tp, ""), id=f"{tp}") for tp in TP] + [pytest.param((2, "re
 @pytest.mark.parametrize("ranks", RUNS)
 def test_encodings_in_fp32_equal_transformers(run: Run, ranks: tuple[int, str]) -> None:
     """All levels of two pictures and of a video with an odd number of frames, on every rank."""
-    for case in of_dtype(run(*ranks), "float32"):
+    for case in of_dtype(run(*ranks), "float32", NAMES):
         for rank in case:
             assert len(rank["tower"]) == 3
             assert max(errors["max"] for errors in rank["tower"]) <= 1e-4, rank
@@ -124,7 +125,7 @@ def test_logits_and_greedy_tokens_in_fp32_equal_transformers(run: Run, ranks: tu
 
     The longest prompt is scored in two chunks, with the edge between them inside a video.
     """
-    for case in of_dtype(run(*ranks), "float32"):
+    for case in of_dtype(run(*ranks), "float32", NAMES):
         assert len(case[0]["prompts"]) == 5
         assert max(errors["max"] for errors in case[0]["prompts"]) <= 1e-4, case[0]
         assert case[0]["wrong_tokens"] == [], case[0]
@@ -137,7 +138,7 @@ def test_bf16_is_as_exact_as_transformers(run: Run, tp: int) -> None:
     level, and so 28 rows here: over ten draws of their weights the mean was 0.90 to 1.13 times that of transformers,
     1.01 on average over three ranks. The weights of this test are one of them.
     """
-    for case in of_dtype(run(tp, ""), "bfloat16"):
+    for case in of_dtype(run(tp, ""), "bfloat16", NAMES):
         found = case[0]
         towers, prompts = found["tower"], found["prompts"]
         assert mean(towers, "mean") <= 1.1 * mean(towers, "hf_mean"), found
@@ -152,13 +153,3 @@ def test_all_ranks_hold_the_same_bits(run: Run, tp: int) -> None:
     for case in run(tp, ""):
         assert case[0]["collectives"] > 0
         assert len({(rank["digest"], rank["collectives"]) for rank in case}) == 1, case[0]
-
-
-def of_dtype(cases: list[list[Case]], dtype: str) -> list[list[Case]]:
-    found = [case for case in cases if case[0]["dtype"] == dtype]
-    assert {case[0]["model"] for case in found} == set(NAMES)
-    return found
-
-
-def mean(errors: list[dict[str, float]], key: str) -> float:
-    return sum(e[key] for e in errors) / len(errors)

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from tilerank.kernels import core
@@ -15,6 +16,7 @@ from tilerank.runtime.caches.pages import PagePool
 from tilerank.runtime.caches.state_pool import StatePool
 from tilerank.runtime.engine import Engine, Request, Scored, TokenEvent
 from tilerank.runtime.prompt import Prompt
+from tilerank.runtime.rank_messages import Message
 from tilerank.runtime.sampling import SamplingParams
 from tilerank.runtime.scheduler import Scheduler
 from tilerank.runtime.sequence import next_chunk
@@ -70,6 +72,13 @@ def score_in_chunks(engine: Engine, prompt: Prompt, cuts: list[int]) -> torch.Te
         parts.append(engine._lead([(sequence, chunk)]).clone())
     engine._scheduler.remove(sequence)
     return torch.cat(parts)
+
+
+def spy(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[Message]:
+    """Return a list of what rank 0 sends from now on."""
+    sent: list[Message] = []
+    monkeypatch.setattr(engine.worker, "announce", sent.append)
+    return sent
 
 
 def with_chunk(rows: int, ask: Ask) -> Ask:

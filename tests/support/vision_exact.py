@@ -1,5 +1,6 @@
 """Vision models against transformers, as rank processes see it: many models and cuts in one start of the ranks."""
 
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -117,3 +118,14 @@ def wrong_tokens(engine: Engine, wanted: dict[str, Tensor], new_tokens: int) -> 
     for event in engine.generate(requests):
         answers[event.request].append(event.token_id)
     return [p for p, answer in enumerate(answers) if answer != token_ids[p][-new_tokens:]]
+
+
+def of_dtype(cases: list[list[dict[str, Any]]], dtype: str, models: Collection[str] = ()) -> list[list[dict[str, Any]]]:
+    """Return the cases of a dtype, for each what every rank found. `models` must be among them, and any at all."""
+    found = [case for case in cases if case[0]["dtype"] == dtype]
+    assert found and {case[0]["model"] for case in found} >= set(models)
+    return found
+
+
+def mean(errors: list[dict[str, float]], key: str) -> float:
+    return sum(e[key] for e in errors) / len(errors)

@@ -13,6 +13,7 @@ import torch
 from exactness import row_errors
 from ranks import run_ranks
 from safetensors.torch import load_file
+from vision_exact import mean, of_dtype
 
 from tilerank.parallel.channel import Channel
 from tilerank.parallel.group import SingleGroup
@@ -118,13 +119,3 @@ def test_intermediate_layers_as_transformers_takes_them(reference: Path) -> None
     for rule, name in (("meta", "media.0.float32"), ("transformers", "outputs")):
         assert row_errors(found[rule], wanted[name]).max() <= 1e-4
     assert row_errors(found["meta"], wanted["outputs"]).max() > 0.01
-
-
-def of_dtype(cases: list[list[Case]], dtype: str) -> list[list[Case]]:
-    found = [case for case in cases if case[0]["dtype"] == dtype]
-    assert found
-    return found
-
-
-def mean(errors: list[dict[str, float]], key: str) -> float:
-    return sum(e[key] for e in errors) / len(errors)

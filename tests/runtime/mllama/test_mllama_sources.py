@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from batching import answers, forget, one_by_one, score_in_chunks
+from batching import answers, forget, one_by_one, score_in_chunks, spy
 from media_prompts import ask, text
 from rungs import COMPILED
 from safetensors.torch import load_file, save_file
@@ -97,13 +97,6 @@ def mixed(count: int) -> list[Request]:
             parts.append(text(100 + i, draw.randrange(1, 12)))
         requests.append(ask(prompt(*(parts or [text(i, 4)])), draw.randrange(1, 14)))
     return requests
-
-
-def spy(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[Message]:
-    """What rank 0 sends from now on."""
-    sent: list[Message] = []
-    monkeypatch.setattr(engine.worker, "announce", sent.append)
-    return sent
 
 
 def stores(sent: list[Message]) -> int:

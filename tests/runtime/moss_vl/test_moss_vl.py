@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from ranks import run_ranks
+from vision_exact import mean, of_dtype
 
 NEW_TOKENS = 8
 TP = [1, 2, 3, 6]
@@ -110,13 +111,3 @@ def test_all_ranks_hold_the_same_bits(run: Run, tp: int) -> None:
     for case in run(tp, ""):
         assert case[0]["collectives"] > 0
         assert len({(rank["digest"], rank["collectives"]) for rank in case}) == 1, case[0]
-
-
-def of_dtype(cases: list[list[Case]], dtype: str) -> list[list[Case]]:
-    found = [case for case in cases if case[0]["dtype"] == dtype]
-    assert found
-    return found
-
-
-def mean(errors: list[dict[str, float]], key: str) -> float:
-    return sum(e[key] for e in errors) / len(errors)
