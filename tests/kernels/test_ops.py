@@ -218,6 +218,15 @@ def test_silu_mul_rounds_as_transformers_does() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_silu_is_exact_to_rounding(rung: str, dtype: torch.dtype) -> None:
+    for rows, width in ((1, 1), (3, 17), (2, 600), (33, 130)):
+        x = (randn(rows, width + 5) * 20).to(dtype)[:, :width]
+        exact = x.double() * torch.sigmoid(x.double())
+        # As above, but without a product and its rounding.
+        assert_within(ops.silu(x), exact, exact.abs() * (5 * EPS32 + 1.01 * half_ulp(dtype)) + 1e-36)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_embedding_shards_add_up_to_the_table(dtype: torch.dtype) -> None:
     table = randn(50, 33, dtype=dtype)
     ids = torch.tensor([0, 49, 20, 19, 20, 7, 33])
@@ -281,6 +290,7 @@ ROW_KERNELS: dict[str, Callable[[Tensor], Tensor]] = {
     "rms_norm": lambda x: ops.rms_norm(x, randn(x.shape[1], dtype=x.dtype, seed=9), 1e-6),
     "add_rms_norm": lambda x: ops.add_rms_norm(x, x * 2, randn(x.shape[1], dtype=x.dtype, seed=9), 1e-6),
     "silu_mul": ops.silu_mul,
+    "silu": ops.silu,
 }
 
 

@@ -17,6 +17,7 @@ _ROPE_ROWS = core.kernel("rope_rows")
 _ROTARY = core.kernel("rotary")
 _NORM_ROTARY = core.kernel("norm_rotary")
 _SILU_MUL = core.kernel("silu_mul")
+_SILU = core.kernel("silu")
 _EMBEDDING = core.kernel("embedding")
 _TAKE_ROWS = core.kernel("take_rows")
 _PUT_ROWS = core.kernel("put_rows")
@@ -134,6 +135,19 @@ def silu_mul(gate_up: Tensor) -> Tensor:
         return reference.silu_mul(gate_up)
     out = core.empty((gate_up.shape[0], gate_up.shape[1] // 2), gate_up.dtype)
     core.launch(_SILU_MUL, (gate_up, out))
+    return out
+
+
+def silu(x: Tensor) -> Tensor:
+    """Return x * sigmoid(x), computed in fp32 and rounded once (Hendrycks and Gimpel, arXiv 1606.08415).
+
+    x: [..., d]. Returns [..., d], contiguous.
+    """
+    check.tensor("silu", "x", x, (*x.shape[:-1], None), check.ACTIVATION_DTYPES)
+    if core.isa() == "reference":
+        return reference.silu(x)
+    out = core.empty(x.shape, x.dtype)
+    core.launch(_SILU, (x, out))
     return out
 
 

@@ -95,6 +95,11 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
+def silu(x: Tensor) -> Tensor:
+    """x * sigmoid(x)"""
+    return F.silu(x.double()).to(x.dtype).contiguous()
+
+
 def embedding(ids: Tensor, weight: Tensor, first_row: int = 0) -> Tensor:
     """Return weight[ids - first_row], zeros for ids outside the shard."""
     rows = ids - first_row

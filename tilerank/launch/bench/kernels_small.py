@@ -84,6 +84,18 @@ def silu_mul(rows: int) -> Entry:
     )
 
 
+def silu(rows: int) -> Entry:
+    x = _bf16(rows, WIDTH)
+    return Entry(
+        "silu",
+        f"{rows} x {WIDTH}",
+        "bfloat16",
+        Work(2 * x.nbytes),
+        lambda _: ops.silu(x),
+        lambda _: functional.silu(x),
+    )
+
+
 def embedding(rows: int) -> Entry:
     table = torch.arange(VOCABULARY).to(torch.bfloat16).unsqueeze(1).expand(-1, HIDDEN).contiguous()
     ids = torch.randint(VOCABULARY, (rows,))
@@ -250,5 +262,5 @@ def _bf16(*shape: int) -> torch.Tensor:
 
 
 DELTA = (delta_rule, causal_conv, delta_gating, gated_norm, sigmoid_gate)
-SMALL = (rms_norm, add_rms_norm, rotary, silu_mul, embedding, softmax_top_k, *DELTA)
+SMALL = (rms_norm, add_rms_norm, rotary, silu_mul, silu, embedding, softmax_top_k, *DELTA)
 LARGE = (argmax, sample, delta_step)

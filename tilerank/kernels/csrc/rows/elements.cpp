@@ -1,4 +1,4 @@
-// add, gelu and tanh_gate: element by element, in fp32, rounded once where nothing else is said.
+// add, gelu, silu and tanh_gate: element by element, in fp32, rounded once where nothing else is said.
 #ifndef TR_RUNG
 #include "rows/rows.h"
 #define TR_SOURCE "rows/elements.cpp"
@@ -79,6 +79,21 @@ static void gelu(const Args& args, Team& team) {
   });
 }
 TR_KERNEL(gelu)
+
+// tensors: x, out
+static void silu(const Args& args, Team& team) {
+  const Tensor &x = args.tensor(0), &out = args.tensor(1);
+  const int64_t d = x.size[x.ndim - 1];
+  for_float(x.dtype, [&](auto type) {
+    using T = decltype(type);
+    for_pieces(x, team, [&](int64_t row, int64_t column, int64_t n) {
+      const T* const from = x.as<T>() + row_offset(x, row) + column;
+      T* const to = out.as<T>() + row * d + column;
+      for_lanes(n, [&](int64_t i, auto lanes) { lanes.store(to + i, silu(lanes.load(from + i))); });
+    });
+  });
+}
+TR_KERNEL(silu)
 
 // tensors: x [m, d], gate [1], shown [m] f32 or None. x *= tanh(gate), which is rounded, and 0 where shown is 0.
 static void tanh_gate(const Args& args, Team& team) {
