@@ -59,6 +59,19 @@ class Inserts:
     deep: list[tuple[Tensor, Tensor]]
 
 
+@dataclass
+class Kept:
+    """The m rows of a batch whose hidden states the talker reads.
+
+    layer: the number of the layer, from 1, whose output they are. rows: [m] int64. hidden: [m, hidden], set by the
+    model.
+    """
+
+    layer: int
+    rows: Tensor
+    hidden: Tensor | None = None
+
+
 @dataclass(frozen=True)
 class Batch:
     """t tokens of s sequences, one sequence after the other.
@@ -71,7 +84,7 @@ class Batch:
     with states of zeros. A padding row that repeats row j has the slot -1 - j: it gets the output of row j and touches
     no state (kernels/delta.py). expansion: None if no sequence is in another form of latent attention than the absorbed
     one. source: None if no row sees anything by cross-attention; recorded decode steps of models with cross-attention
-    always have it.
+    always have it. kept: None in recorded decode steps.
     """
 
     token_ids: Tensor
@@ -85,6 +98,7 @@ class Batch:
     state_slots: Tensor | None = None
     expansion: Expansion | None = None
     source: SourceRuns | None = None
+    kept: Kept | None = None
 
 
 def padded_size(sequences: int) -> int:
@@ -131,7 +145,7 @@ class BatchFiller:
     table. source_pages: of all sources together; 0 for models without cross-attention. spare_page: a page of the cache
     that belongs to no sequence; padding rows store their keys and values there. copy_padding: padding rows repeat a row
     of the batch, so that in a mixture they choose no other experts; otherwise they are sequences of one token, whose
-    attention reads next to nothing.
+    attention reads next to nothing. kept_layer: as in Kept; 0 for a model that does not speak.
     """
 
     def __init__(
@@ -146,12 +160,14 @@ class BatchFiller:
         expands: Expands | None = None,
         context_part: ContextPart | None = None,
         source_pages: int = 0,
+        kept_layer: int = 0,
     ) -> None:
         self._axes = position_axes
         self._expands, self._part = expands, context_part
         self._has_states = has_states
         self._max_sequences = max_sequences
         self._spare_page = spare_page
+        self._kept_layer = kept_layer
         self._copy_padding = copy_padding
         rows = padded_size(max_sequences)
         # Tensors over arrays: writing to an array takes a fraction of the time of writing to a tensor.
@@ -201,6 +217,7 @@ class BatchFiller:
             if self._expands
             else None,
             source=self._sources.fresh(step, _sources(step, held)) if self._sources else None,
+            kept=_kept(step, rows.starts, self._kept_layer),
         )
 
     def padded(self, step: Step, held: Mapping[int, Held]) -> Batch:
@@ -292,6 +309,18 @@ def _inserts(step: Step, starts: list[int], encodings: Mapping[int, Tensor]) -> 
 
 def _joined(runs: list[tuple[range, Tensor]]) -> tuple[Tensor, Tensor]:
     return _int64([row for rows, _ in runs for row in rows]), torch.cat([values for _, values in runs])
+
+
+def _kept(step: Step, starts: list[int], layer: int) -> Kept | None:
+    """Return the rows of media of the sequences that the step names. starts: as in _inserts."""
+    rows = [
+        row
+        for start, chunk in zip(starts, step.chunks, strict=False)
+        if chunk.sequence in step.kept
+        for i in chunk.inserts
+        for row in range(start + i.row, start + i.row + i.count)
+    ]
+    return Kept(layer, _int64(rows)) if rows else None
 
 
 def _logit_rows(rows: list[int], step: Step) -> LogitRows:

@@ -11,6 +11,7 @@ from tilerank.parallel.parameters import Layer
 from .batch import Batch
 from .caches.cache import Cache, CacheSpec
 from .expansion import ContextPart, Expands
+from .speaker import Speaker
 
 
 class Encoder(Layer):
@@ -51,12 +52,13 @@ class Model(Layer):
     position_axes: the number of positions of a token. spare_ids: how many ids, from the size of the vocabulary on, may
     be in prompts and are never generated. encoder: None for a model of text alone. expands: which sequences latent
     attention expands; None for a model without it. context_part: what this rank reads of a context, if ranks share
-    contexts out (expansion.py).
+    contexts out (expansion.py). speaker: None for a model that does not speak.
     """
 
     position_axes: int = 1
     spare_ids: int = 0
     encoder: Encoder | None = None
+    speaker: Speaker | None = None
     expands: Expands | None = None
     context_part: ContextPart | None = None
 

@@ -7,6 +7,7 @@ id.
 import msgspec
 
 from .prompt import Medium
+from .speech.speech_messages import SpeechStep
 
 
 class Insert(msgspec.Struct, frozen=True, array_like=True):
@@ -62,7 +63,7 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True):
 
 class Step(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """One forward pass over `chunks`. Before it, workers drop the sequences `finished` and the encodings `forgotten`,
-    by number, and copy states.
+    by number, and copy states. kept: sequences of whose media the talker reads hidden states.
 
     state_copies: (from, to), slots of states, copied in this order. state_slots: of the sequence of each chunk, for
     models with states.
@@ -74,6 +75,7 @@ class Step(msgspec.Struct, frozen=True, array_like=True, tag=True):
     state_copies: list[tuple[int, int]] = []
     state_slots: list[int] = []
     sights: list[Sights] = []
+    kept: list[int] = []
 
 
 class Encode(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -111,7 +113,7 @@ class Stop(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """The end of `Worker.follow`; nothing comes after it."""
 
 
-Message = Step | Encode | Frames | EncodePiece | StopEncode | StoreSource | Count | Stop
+Message = Step | SpeechStep | Encode | Frames | EncodePiece | StopEncode | StoreSource | Count | Stop
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 
 

@@ -48,6 +48,8 @@ from .media.mllama_intermediate import Intermediate
 from .model import Encoder
 from .rank_messages import Count, Encode, EncodePiece, Frames, Message, Step, Stop, StopEncode, StoreSource
 from .registry import build_model, read_supported_card
+from .speech.speech_messages import SpeechStep
+from .speech.speech_rank import TALKER_TOKENS, SpeechRank, Spoken
 from .step_graphs import StepGraphs
 
 log = logging.getLogger(__name__)
@@ -68,7 +70,8 @@ class Worker:
     prompt and new tokens together, by default the model's. max_total_tokens: tokens in the KV cache, of all sequences
     that run (default: one context). states: slots for the states of sequences, if the model has any (default:
     caches/state_pool.py: num_states). cached_tokens: how many of them a step is expected to read, for the cost of a cut
-    (default: all). source_bytes: of keys and values of encodings, if the model has cross-attention.
+    (default: all). source_bytes: of keys and values of encodings, if the model has cross-attention. talker_tokens: in
+    the cache of the talker, if the model speaks.
     mllama_intermediate: as in media/mllama_intermediate.py. eager: compute steps while the model's Python runs instead
     of recording them first (step_graphs.py).
 
@@ -90,6 +93,7 @@ class Worker:
         states: int | None = None,
         cached_tokens: int | None = None,
         source_bytes: int = SOURCE_BYTES,
+        talker_tokens: int = TALKER_TOKENS,
         mllama_intermediate: Intermediate | None = None,
         eager: bool = False,
     ) -> None:
@@ -133,11 +137,19 @@ class Worker:
             expands=self._model.expands,
             context_part=self._model.context_part,
             source_pages=self.source_pages,
+            kept_layer=self._model.speaker.kept_layer if self._model.speaker else 0,
         )
         self._graphs = None if eager else self._step_graphs()
         self._counter = StepCounter(step_bytes)
         self._held: dict[int, Held] = {}
         self._encodings = HeldEncodings(self._model.encoder)
+        self.speech: SpeechRank | None = None
+        """What computes speech; None if the model does not speak."""
+        if self._model.speaker is not None:
+            graphs = self._step_graphs() if self._graphs else None
+            self.speech = SpeechRank(
+                self._model.speaker, dtype, tokens=talker_tokens, max_frames=MAX_RUNNING, graphs=graphs
+            )
 
     @property
     def weight_bytes(self) -> int:
@@ -180,7 +192,8 @@ class Worker:
         """Bytes of this rank's cache with every page and every slot in use."""
         specs = self._model.cache_specs()
         sources = bytes_per_source_page(specs) * self.source_pages
-        return bytes_per_token(specs) * self.cache_tokens + bytes_per_state(specs) * self.states + sources
+        speech = self.speech.cache_bytes if self.speech else 0
+        return bytes_per_token(specs) * self.cache_tokens + bytes_per_state(specs) * self.states + sources + speech
 
     def follow(self) -> None:
         """Ranks above 0: compute the announced steps until rank 0 stops. Raises GroupError if a rank is lost."""
@@ -188,6 +201,8 @@ class Worker:
             match message:
                 case Step():
                     self.run(message)
+                case SpeechStep():
+                    self.speak(message)
                 case EncodePiece():
                     self.encode_piece()
                 case Encode() | Frames() | StopEncode():
@@ -229,6 +244,11 @@ class Worker:
             self._held[sights.sequence].source.sight = sights.rows[-1][1:]
         self._counter.count(step, time.perf_counter() - began, group.waited_s - waited)
         return logits
+
+    def speak(self, step: SpeechStep) -> Spoken:
+        """Compute a step of speech. All ranks call this with the same step."""
+        assert self.speech is not None
+        return self.speech.run(step)
 
     def store_source(self, source: StoreSource) -> None:
         """Store keys and values of encodings. All ranks call this with the same message."""
@@ -293,8 +313,13 @@ class Worker:
             return self._graphs.replay(lambda: model.forward(batch, caches), len(batch.token_ids), len(step.chunks))
         batch = self._filler.fresh(step, self._held, self._encodings.tensors)
         if self._graphs is None:
-            return model.forward(batch, caches)
-        return self._graphs.run_once(lambda: model.forward(batch, caches))
+            logits = model.forward(batch, caches)
+        else:
+            logits = self._graphs.run_once(lambda: model.forward(batch, caches))
+        if batch.kept is not None:
+            assert self.speech is not None and batch.kept.hidden is not None
+            self.speech.keep(step, batch.kept.hidden)
+        return logits
 
     def _step_graphs(self) -> StepGraphs | None:
         """Return None where steps cannot be recorded. All ranks agree on that, and rank 0 logs the reason."""

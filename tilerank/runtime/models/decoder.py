@@ -104,41 +104,24 @@ class DecoderLayer(Layer):
         self.mlp_gate = mlp_gate
 
 
-class Decoder(Model):
-    """A decoder-only language model, of text alone or with an encoder of media."""
+class DecoderLayers(Layer):
+    """The layers of a decoder and the norm after them, over rows of any origin."""
 
     def __init__(
         self,
-        card: ModelCard,
         config: TextConfig,
+        positions: int,
         sharding: Sharding,
         names: DecoderNames,
         mixer: Callable[[str, int], Mixer[Any]],
         mlp: Callable[[str, int], FeedForward],
-        encoder: Encoder | None = None,
-        *,
         mlp_gate: Callable[[int], RowGate | None] = lambda _: None,
-        spare_ids: int = 0,
     ) -> None:
-        """mixer, mlp: make those of a layer, from the name of the module and the number of the layer. mlp_gate: makes
-        that of a layer, from its number.
-
-        encoder: its encodings have fewer levels beside the embeddings than the decoder has layers. spare_ids: as in
-        Model; the embedding has rows for them, and then it is not tied to the head.
-        """
-        hidden, vocab, eps = config.hidden_size, card.vocab_size, config.rms_norm_eps
-        self._names = names
-        self._tied = config.tie_word_embeddings
+        """positions: the table of rotations has so many. mixer, mlp: make those of a layer, from the name of the module
+        and the number of the layer. mlp_gate: makes that of a layer, from its number."""
+        hidden, eps = config.hidden_size, config.rms_norm_eps
         self._ranks = sharding.size
-        self.embedding: VocabParallelEmbedding | TiedEmbedding
-        self.head: Callable[[Tensor], Tensor]
-        if self._tied:
-            self.embedding = TiedEmbedding(names.embedding, vocab, hidden, sharding)
-            self.head = self.embedding.logits
-        else:
-            self.embedding = VocabParallelEmbedding(names.embedding, vocab + spare_ids, hidden, sharding)
-            self.head = ParallelLMHead(names.head, hidden, vocab, sharding)
-        self.rope = RopeTable(config.rope, config.rotary_dim, card.context_length, sharding.dtype)
+        self.rope = RopeTable(config.rope, config.rotary_dim, positions, sharding.dtype)
 
         def norm(name: str) -> RMSNorm:
             return RMSNorm(name, hidden, eps, sharding, zero_centered=config.zero_centered_norms)
@@ -159,18 +142,16 @@ class Decoder(Model):
             layer(number) for number, name in enumerate(names_of_layers) if not name.startswith(names.left_out)
         ]
         self.norm = norm(names.norm)
-        self.encoder = encoder
-        self.position_axes = config.rope.axes
-        self.spare_ids = spare_ids
 
     def cache_specs(self) -> list[CacheSpec]:
         return [layer.mixer.cache_spec for layer in self.layers]
 
-    def forward(self, batch: Batch, caches: Sequence[Cache]) -> Tensor:
-        """Return fp32 logits [m, vocab]. The last layer computes rows without logits only as far as their cache."""
-        x, inserts = self.embedding(batch.token_ids), batch.inserts
-        if inserts is not None:
-            ops.put_rows_(x, inserts.rows, inserts.values)
+    def hidden(self, x: Tensor, batch: Batch, caches: Sequence[Cache]) -> Tensor:
+        """x[t, hidden], which is overwritten -> the normalised rows whose logits are computed, [m, hidden].
+
+        The last layer computes rows without logits only as far as their cache.
+        """
+        inserts, kept = batch.inserts, batch.kept
         stream = Stream(x, self._ranks)
         rope = self.rope.rows(batch.positions)
         used = [i for i, layer in enumerate(self.layers) if not layer.mixer.is_idle(batch)]
@@ -189,8 +170,55 @@ class Decoder(Model):
                 layer.mlp_gate(x, batch)
             if inserts is not None and i < len(inserts.deep):
                 stream.insert(*inserts.deep[i])
-            x = stream.add(x, next_norm, update_all=batch.logit_rows is not None and i + 1 == last)
-        return self.head(x)
+            keeps = kept is not None and i + 1 == kept.layer
+            x = stream.add(x, next_norm, update_all=keeps or (batch.logit_rows is not None and i + 1 == last))
+            if kept is not None and keeps:
+                kept.hidden = ops.take_rows(stream.rows(), kept.rows)
+        return x
+
+
+class Decoder(DecoderLayers, Model):
+    """A decoder-only language model, of text alone or with an encoder of media."""
+
+    def __init__(
+        self,
+        card: ModelCard,
+        config: TextConfig,
+        sharding: Sharding,
+        names: DecoderNames,
+        mixer: Callable[[str, int], Mixer[Any]],
+        mlp: Callable[[str, int], FeedForward],
+        encoder: Encoder | None = None,
+        *,
+        mlp_gate: Callable[[int], RowGate | None] = lambda _: None,
+        spare_ids: int = 0,
+    ) -> None:
+        """mixer, mlp, mlp_gate: as in DecoderLayers.
+
+        encoder: its encodings have fewer levels beside the embeddings than the decoder has layers. spare_ids: as in
+        Model; the embedding has rows for them, and then it is not tied to the head.
+        """
+        hidden, vocab = config.hidden_size, card.vocab_size
+        self._names = names
+        self._tied = config.tie_word_embeddings
+        self.embedding: VocabParallelEmbedding | TiedEmbedding
+        self.head: Callable[[Tensor], Tensor]
+        if self._tied:
+            self.embedding = TiedEmbedding(names.embedding, vocab, hidden, sharding)
+            self.head = self.embedding.logits
+        else:
+            self.embedding = VocabParallelEmbedding(names.embedding, vocab + spare_ids, hidden, sharding)
+            self.head = ParallelLMHead(names.head, hidden, vocab, sharding)
+        super().__init__(config, card.context_length, sharding, names, mixer, mlp, mlp_gate)
+        self.encoder = encoder
+        self.position_axes = config.rope.axes
+        self.spare_ids = spare_ids
+
+    def forward(self, batch: Batch, caches: Sequence[Cache]) -> Tensor:
+        x, inserts = self.embedding(batch.token_ids), batch.inserts
+        if inserts is not None:
+            ops.put_rows_(x, inserts.rows, inserts.values)
+        return self.head(self.hidden(x, batch, caches))
 
     @property
     def rotates_source(self) -> bool:

@@ -1,6 +1,6 @@
-"""The thinker of Qwen3-Omni (arXiv 2509.17765): the decoder of Qwen3-MoE, and towers for pictures, videos and sound.
+"""Qwen3-Omni (arXiv 2509.17765): the decoder of Qwen3-MoE, towers for pictures, videos and sound, and a talker.
 
-The tower of pictures is that of Qwen3-VL under other names. The talker, which speaks, is left out of the checkpoint.
+The tower of pictures is that of Qwen3-VL under other names. Releases that do not speak have no talker.
 """
 
 from collections.abc import Iterator
@@ -24,6 +24,7 @@ from .audio_config import read_audio_config
 from .decoder import Decoder, DecoderNames
 from .qwen import qwen3_decoder
 from .qwen_moe import read_experts_config, sparse_mlps
+from .talker import Talker
 from .text_config import read_text_config
 from .vision import Grid, MergerNames, VisionTower, pieces
 from .vision_config import read_vision_config
@@ -33,8 +34,8 @@ _NAMES = DecoderNames(
     norm="thinker.model.norm",
     head="thinker.lm_head",
     layer="thinker.model.layers.{}",
-    left_out=("talker.", "code2wav."),
 )
+_SPEECH = ("talker.", "code2wav.")
 _MERGERS = MergerNames(deepstack="merger_list", norm="ln_q", projections=("mlp.0", "mlp.2"))
 
 
@@ -69,7 +70,7 @@ class OmniEncoder(Encoder):
 
 
 def qwen3_omni_moe(card: ModelCard, sharding: Sharding) -> Decoder:
-    """Qwen3OmniMoeForConditionalGeneration, without speech."""
+    """Qwen3OmniMoeForConditionalGeneration."""
     thinker = card.fields.object("thinker_config")
     c = read_text_config(thinker.object("text_config"), sectioned=True)
     experts = read_experts_config(card.text, c.num_layers)
@@ -91,7 +92,14 @@ def qwen3_omni_moe(card: ModelCard, sharding: Sharding) -> Decoder:
         AudioTower("thinker.audio_tower", audio, floats),
         floats,
     )
-    return qwen3_decoder(card, c, sharding, names=_NAMES, encoder=encoder, mlp=sparse_mlps(c, experts, sharding))
+    speaks = card.fields.flag("enable_audio_output") or not card.fields.has("enable_audio_output")
+    names = replace(_NAMES, left_out=("code2wav.",) if speaks else _SPEECH)
+    mlp = sparse_mlps(c, experts, sharding)
+    decoder = qwen3_decoder(card, c, sharding, names=names, encoder=encoder, mlp=mlp)
+    if speaks:
+        talker, levels = card.fields.object("talker_config"), len(vision.deepstack)
+        decoder.speaker = Talker(card, talker, c, levels, sharding, lambda ids: decoder.embedding(ids))
+    return decoder
 
 
 MODELS = {"qwen3_omni_moe": qwen3_omni_moe}

@@ -24,7 +24,7 @@ class TalkerChunk(msgspec.Struct, frozen=True, array_like=True):
     tokens: list[int]
     indices: list[int]
     codes: list[int]
-    positions: list[list[float]]
+    positions: list[list[int]]
     new_pages: list[int]
     last: bool
 
@@ -42,7 +42,7 @@ class Frame(msgspec.Struct, frozen=True, array_like=True):
     draws: list[float]
     token: int
     start: int
-    position: float
+    position: int
     new_pages: list[int]
 
 

@@ -1,0 +1,124 @@
+"""What transformers says with Qwen3-Omni: the oracle of tests/runtime/omni/test_speech.py.
+
+    python reference_speech.py JOB.json
+
+JOB.json: {"out": directory, "seed": n, "dims": {...}, "cases": {name: [part, ...]}, "new_tokens": n, "frames": n,
+"samplings": n}; parts as in reference_omni.py. It makes the checkpoint `out/omni` and writes `out/omni.safetensors`
+with, for each case: `<case>.ids` (the prompt and n greedy tokens), the media of its parts, `<case>.positions` [3, rows]
+of the talker's rows, `<case>.codes` [frames, groups] of greedy frames, and `<case>.logits` [frames, vocab] of their
+first codes. Of the first frame of the first case it writes `draws` [samplings, groups - 1] and `sampled`, the codes
+that these numbers choose. All in fp32.
+"""
+
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import reference_omni
+import tiny
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import AutoProcessor, Qwen3OmniMoeForConditionalGeneration
+from transformers.cache_utils import DynamicCache
+
+TOP_K, TOP_P = 50, 0.8
+
+
+class Heard:
+    """What the modules of a talker got and gave while it spoke."""
+
+    def __init__(self, model: Any) -> None:
+        self.positions: list[Tensor] = []
+        self.hidden: list[Tensor] = []
+        self.logits: list[Tensor] = []
+        self.codes: list[Tensor] = []
+        talker = model.talker
+
+        def on_rows(_: Any, __: Any, kwargs: Any, found: Any) -> None:
+            self.positions.append(kwargs["position_ids"][-3:, 0])
+            self.hidden.append(found.last_hidden_state[0, -1])
+
+        talker.model.register_forward_hook(on_rows, with_kwargs=True)
+        talker.codec_head.register_forward_hook(lambda _, __, found: self.logits.append(found[0, -1].float()))
+        model.code2wav.chunked_decode = self.decode
+
+    def decode(self, codes: Tensor, **_: Any) -> Tensor:
+        self.codes.append(codes[0].T)
+        return torch.zeros(1, 1, 1)
+
+    def taken(self) -> dict[str, Tensor]:
+        found = {
+            "positions": torch.cat(self.positions, 1).long(),
+            "codes": self.codes[0].contiguous(),
+            "logits": torch.stack(self.logits),
+        }
+        for kept in (self.positions, self.hidden, self.logits, self.codes):
+            kept.clear()
+        return found
+
+
+def choose(logits: Tensor, draw: float) -> int:
+    """Inverse of the cumulative distribution, after top-k and top-p."""
+    p = torch.softmax(logits.double(), -1)
+    p = torch.where(p >= p.topk(TOP_K).values[-1], p, 0)
+    p, ids = (p / p.sum()).sort(descending=True, stable=True)
+    p = torch.where(p.cumsum(0) - p < TOP_P, p, 0)
+    return int(ids[int(torch.searchsorted((p / p.sum()).cumsum(0), torch.tensor(draw).double(), right=True))])
+
+
+def sampled(talker: Any, past: Tensor, first: int, draws: list[float]) -> list[int]:
+    """The codes of a frame: the first, and those that `draws` choose."""
+    predictor = talker.code_predictor
+    x = torch.stack([past, talker.model.codec_embedding.weight[first]])[None]
+    cache, codes = DynamicCache(), [first]
+    for i, draw in enumerate(draws):
+        hidden = predictor.model(inputs_embeds=x, past_key_values=cache, use_cache=True).last_hidden_state[0, -1]
+        codes.append(choose(predictor.lm_head[i](hidden), draw))
+        x = predictor.model.codec_embedding[i].weight[codes[-1]][None, None]
+    return codes
+
+
+@torch.inference_mode()
+def reference(model_dir: Path, job: dict[str, Any]) -> dict[str, Tensor]:
+    processor: Any = AutoProcessor.from_pretrained(model_dir)
+    model: Any = Qwen3OmniMoeForConditionalGeneration.from_pretrained(model_dir, dtype=torch.float32).eval()
+    # The talker counts the tokens of sound by a number that its own configuration lacks.
+    model.talker.config.audio_config = model.config.thinker_config.audio_config
+    heard = Heard(model)
+    answer: dict[str, Tensor] = {}
+    for name, parts in job["cases"].items():
+        arguments, kept = reference_omni.case_inputs(processor, parts)
+        ids, _ = model.generate(
+            **arguments,
+            return_audio=True,
+            thinker_max_new_tokens=job["new_tokens"],
+            thinker_do_sample=False,
+            thinker_eos_token_id=None,
+            talker_max_new_tokens=job["frames"] + 1,
+            talker_do_sample=False,
+            talker_repetition_penalty=1.0,
+        )
+        past = heard.hidden[0]
+        answer |= {f"{name}.{key}": value for key, value in (kept | heard.taken()).items()}
+        answer[f"{name}.ids"] = ids[0].clone()
+        if "draws" not in answer:
+            draws = torch.rand(job["samplings"], answer[f"{name}.codes"].shape[1] - 1)
+            first = int(answer[f"{name}.codes"][0, 0])
+            answer["draws"] = draws
+            answer["sampled"] = torch.tensor([sampled(model.talker, past, first, row) for row in draws.tolist()])
+    return answer
+
+
+def main(job: dict[str, Any]) -> None:
+    torch.set_num_threads(1)
+    torch.manual_seed(job["seed"])
+    out = Path(job["out"])
+    shutil.move(tiny.make_checkpoint("qwen3_omni_moe", out, job["seed"], **job["dims"]), out / "omni")
+    save_file(reference(out / "omni", job), out / "omni.safetensors")
+
+
+if __name__ == "__main__":
+    main(json.loads(Path(sys.argv[1]).read_text()))

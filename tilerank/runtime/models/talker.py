@@ -1,0 +1,126 @@
+"""The talker of Qwen3-Omni (arXiv 2509.17765): reads what was said and what is answered, and gives frames of codes.
+
+Its decoder is that of Qwen3-MoE with a shared expert (qwen3_5.py) and interleaved M-RoPE. A row is not an embedded
+token but a sum: the projected embedding of a token of the text model, or the projected hidden state of a medium's token
+in the text model, and the embeddings of codes.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from torch import Tensor
+
+from tilerank.kernels import ops
+from tilerank.loader.card import ModelCard
+from tilerank.loader.fields import Fields
+from tilerank.parallel.linear import ColumnParallelLinear, RowParallelLinear
+from tilerank.parallel.parameters import Layer
+from tilerank.parallel.sharding import Sharding
+
+from ..batch import Batch
+from ..caches.cache import Cache, CacheSpec
+from ..speaker import Additions, FrameInputs, Speaker, TalkerRows
+from .attention import SelfAttention
+from .code_predictor import CodePredictor
+from .decoder import Decoder, DecoderNames
+from .qwen3_5 import SharedSparseMLP
+from .qwen_moe import read_experts_config
+from .text_config import MAX_WIDTH, TextConfig, read_text_config
+
+_MAX_POSITIONS = 1 << 30
+_NAMES = DecoderNames(
+    embedding="talker.model.codec_embedding",
+    norm="talker.model.norm",
+    head="talker.codec_head",
+    layer="talker.model.layers.{}",
+)
+
+
+class Projection(Layer):
+    """fc2(silu(fc1(x))) with biases: x[t, in] of the text model -> [t, out] on every rank."""
+
+    def __init__(self, name: str, sizes: tuple[int, int, int], sharding: Sharding) -> None:
+        """sizes: of the inputs, between the two layers, and of the outputs."""
+        inputs, width, outputs = sizes
+        self.fc1 = ColumnParallelLinear(f"{name}.linear_fc1", inputs, width, sharding, bias=True)
+        self.fc2 = RowParallelLinear(f"{name}.linear_fc2", width, outputs, sharding, span=self.fc1.span, bias=True)
+        self._sharding = sharding
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._sharding.sum(self.fc2(ops.silu(self.fc1(x))))
+
+
+class Talker(Speaker):
+    """The talker and its code predictor. embed: ids[t] of the text model -> its embeddings [t, hidden]."""
+
+    def __init__(
+        self,
+        card: ModelCard,
+        fields: Fields,
+        thinker: TextConfig,
+        levels: int,
+        sharding: Sharding,
+        embed: Callable[[Tensor], Tensor],
+    ) -> None:
+        """fields: talker_config. thinker: the text model. levels: how many of its layers add a level of encodings.
+        Raises ConfigError."""
+        text = fields.object("text_config")
+        c = read_text_config(text, sectioned=True)
+        if fields.integer("thinker_hidden_size", 1, MAX_WIDTH) != thinker.hidden_size:
+            raise fields.fail("thinker_hidden_size", f"that of the text model, {thinker.hidden_size}")
+        # Hidden states are read before a level is added, and the residual has it added first.
+        self.kept_layer = fields.integer("accept_hidden_layer", levels + 1, thinker.num_layers - 1)
+        self.context_length = text.integer("max_position_embeddings", 1, _MAX_POSITIONS)
+        self.hidden = c.hidden_size
+        experts = replace(read_experts_config(text, c.num_layers), dense_layers=frozenset())
+        shared_width = text.integer("shared_expert_intermediate_size", 1, MAX_WIDTH)
+        bias = text.flag("attention_bias")
+
+        def mixer(name: str, _: int) -> SelfAttention:
+            return SelfAttention(name, c, sharding, qkv_bias=bias, out_bias=bias, head_norms=True)
+
+        def mlp(name: str, _: int) -> SharedSparseMLP:
+            return SharedSparseMLP(name, c.hidden_size, experts, shared_width, sharding)
+
+        own = replace(card, vocab_size=text.integer("vocab_size", 1, MAX_WIDTH), context_length=self.context_length)
+        self.decoder = Decoder(own, c, sharding, _NAMES, mixer, mlp)
+        self.predictor = CodePredictor(
+            "talker.code_predictor", fields.object("code_predictor_config"), c.hidden_size, sharding
+        )
+        self.codes = self.predictor.codes
+        sizes = thinker.hidden_size, c.intermediate_size, c.hidden_size
+        self.text_projection = Projection("talker.text_projection", sizes, sharding)
+        self.hidden_projection = Projection("talker.hidden_projection", sizes, sharding)
+        self._embed = embed
+
+    def cache_specs(self) -> list[CacheSpec]:
+        return self.decoder.cache_specs()
+
+    def frame_cache_specs(self) -> list[CacheSpec]:
+        return self.predictor.decoder.cache_specs()
+
+    def project(self, hidden: Tensor) -> Tensor:
+        return self.hidden_projection(hidden)
+
+    def read(self, batch: Batch, additions: Additions, caches: Sequence[Cache]) -> TalkerRows:
+        x = self._text(batch)
+        if additions.media is not None:
+            ops.put_rows_(x, *additions.media)
+        if additions.codes is not None:
+            rows, codes = additions.codes
+            ops.add_rows_(x, rows, self.decoder.embedding(codes))
+        return self._rows(x, batch, caches)
+
+    def speak(
+        self, batch: Batch, inputs: FrameInputs, caches: Sequence[Cache], frame_caches: Sequence[Cache]
+    ) -> TalkerRows:
+        first = self.decoder.embedding(inputs.first)
+        codes, total = self.predictor(inputs.past, first, inputs.choice, inputs.passes, frame_caches)
+        return self._rows(ops.add(total, self._text(batch)), batch, caches, codes)
+
+    def _text(self, batch: Batch) -> Tensor:
+        return self.text_projection(self._embed(batch.token_ids))
+
+    def _rows(self, x: Tensor, batch: Batch, caches: Sequence[Cache], codes: Sequence[Tensor] = ()) -> TalkerRows:
+        hidden = self.decoder.hidden(x, batch, caches)
+        return TalkerRows(self.decoder.head(hidden), hidden, codes)
