@@ -227,6 +227,16 @@ def test_silu_is_exact_to_rounding(rung: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_parts_are_summed_in_fp32_and_rounded_once(rung: str, dtype: torch.dtype) -> None:
+    for n, rows, width in ((1, 1, 1), (3, 3, 17), (16, 2, 600), (5, 33, 130)):
+        parts = randn(n + 1, rows, width + 5, dtype=dtype)[1:, :, :width]
+        total = torch.zeros(rows, width)
+        for part in parts:
+            total = total + part.float()
+        assert torch.equal(ops.sum_parts(parts), total.to(dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_embedding_shards_add_up_to_the_table(dtype: torch.dtype) -> None:
     table = randn(50, 33, dtype=dtype)
     ids = torch.tensor([0, 49, 20, 19, 20, 7, 33])
@@ -291,6 +301,7 @@ ROW_KERNELS: dict[str, Callable[[Tensor], Tensor]] = {
     "add_rms_norm": lambda x: ops.add_rms_norm(x, x * 2, randn(x.shape[1], dtype=x.dtype, seed=9), 1e-6),
     "silu_mul": ops.silu_mul,
     "silu": ops.silu,
+    "sum_parts": lambda x: ops.sum_parts(torch.stack([x, x * 3, x * 5])),
 }
 
 

@@ -23,6 +23,7 @@ _TAKE_ROWS = core.kernel("take_rows")
 _PUT_ROWS = core.kernel("put_rows")
 _ADD_ROWS = core.kernel("add_rows")
 _ADD = core.kernel("add")
+_SUM_PARTS = core.kernel("sum_parts")
 _REPEAT_ROW = core.kernel("repeat_row")
 _JOIN_COLUMNS = core.kernel("join_columns")
 _ARGMAX = core.kernel("argmax")
@@ -208,6 +209,16 @@ def add(x: Tensor, y: Tensor) -> Tensor:
         return reference.add(x, y)
     out = core.empty(x.shape, x.dtype)
     core.launch(_ADD, (x, y, out))
+    return out
+
+
+def sum_parts(parts: Tensor) -> Tensor:
+    """Return the sum of several matrices, added in order in fp32 and rounded once. parts: [n, m, d]. Returns [m, d]."""
+    check.tensor("sum_parts", "parts", parts, (None, None, None), check.ACTIVATION_DTYPES)
+    if core.isa() == "reference":
+        return reference.sum_parts(parts)
+    out = core.empty(parts.shape[1:], parts.dtype)
+    core.launch(_SUM_PARTS, (parts, out))
     return out
 
 

@@ -138,6 +138,14 @@ def _check_rows(name: str, rows: Tensor, limit: int) -> None:
         raise KernelError(f"{name}: rows: expected values in [0, {limit}), found {bad}")
 
 
+def sum_parts(parts: Tensor) -> Tensor:
+    """The sum over the first dimension, in order."""
+    total = torch.zeros(parts.shape[1:])
+    for part in parts:
+        total += part.float()
+    return total.to(parts.dtype)
+
+
 def repeat_row(row: Tensor | None, m: int, n: int, dtype: torch.dtype) -> Tensor:
     """Return a matrix [m, n] whose rows are `row`, or zeros."""
     return torch.zeros(m, n, dtype=dtype) if row is None else row.repeat(m, 1)

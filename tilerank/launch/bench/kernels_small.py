@@ -96,6 +96,18 @@ def silu(rows: int) -> Entry:
     )
 
 
+def sum_parts(rows: int) -> Entry:
+    parts = _bf16(16, rows, HIDDEN)
+    return Entry(
+        "sum_parts",
+        f"{rows} x 16 x {HIDDEN}",
+        "bfloat16",
+        Work(17 * parts[0].nbytes),
+        lambda _: ops.sum_parts(parts),
+        lambda _: parts.sum(0),
+    )
+
+
 def embedding(rows: int) -> Entry:
     table = torch.arange(VOCABULARY).to(torch.bfloat16).unsqueeze(1).expand(-1, HIDDEN).contiguous()
     ids = torch.randint(VOCABULARY, (rows,))
@@ -262,5 +274,5 @@ def _bf16(*shape: int) -> torch.Tensor:
 
 
 DELTA = (delta_rule, causal_conv, delta_gating, gated_norm, sigmoid_gate)
-SMALL = (rms_norm, add_rms_norm, rotary, silu_mul, silu, embedding, softmax_top_k, *DELTA)
+SMALL = (rms_norm, add_rms_norm, rotary, silu_mul, silu, sum_parts, embedding, softmax_top_k, *DELTA)
 LARGE = (argmax, sample, delta_step)

@@ -1,4 +1,4 @@
-// add, gelu, silu and tanh_gate: element by element, in fp32, rounded once where nothing else is said.
+// add, sum_parts, gelu, silu and tanh_gate: element by element, in fp32, rounded once where nothing else is said.
 #ifndef TR_RUNG
 #include "rows/rows.h"
 #define TR_SOURCE "rows/elements.cpp"
@@ -34,6 +34,27 @@ static void add(const Args& args, Team& team) {
   });
 }
 TR_KERNEL(add)
+
+// tensors: parts [n, m, d], out [m, d]
+static void sum_parts(const Args& args, Team& team) {
+  const Tensor &parts = args.tensor(0), &out = args.tensor(1);
+  const int64_t d = out.size[1];
+  for_float(parts.dtype, [&](auto type) {
+    using T = decltype(type);
+    for_pieces(out, team, [&](int64_t row, int64_t column, int64_t n) {
+      const T* const from = parts.as<T>() + row * parts.stride[1] + column;
+      T* const to = out.as<T>() + row * d + column;
+      for_lanes(n, [&](int64_t i, auto lanes) {
+        Vec total = zero();
+        for (int64_t part = 0; part < parts.size[0]; ++part) {
+          total = total + lanes.load(from + part * parts.stride[0] + i);
+        }
+        lanes.store(to + i, total);
+      });
+    });
+  });
+}
+TR_KERNEL(sum_parts)
 
 // x * Phi(x) = max(x, 0) - |x| / 2 * erfc(|x| / sqrt(2)). erfc(z) = t * exp(-z^2 + p(t)), t = 1 / (1 + z / 2), with the
 // polynomial p of Numerical Recipes ("erfcc"): within 1.2e-7, relatively, so that small results keep their digits.
