@@ -44,12 +44,13 @@ class Passes:
     """The passes of the code predictor for m frames; frame i has page i of its caches.
 
     batches: one for each code after the first. past, first: [m] int64, the rows of the first batch that take the last
-    hidden states of the talker and the embeddings of the first codes.
+    hidden states of the talker and the embeddings of the first codes. frames: [m] int64, 0 to m - 1.
     """
 
     batches: tuple[Batch, ...]
     past: Tensor
     first: Tensor
+    frames: Tensor
 
 
 @dataclass(frozen=True)

@@ -79,11 +79,14 @@ class CodePredictor(Layer):
         x = core.empty((2 * past.shape[0], self._hidden), past.dtype)
         ops.put_rows_(x, passes.past, past)
         ops.put_rows_(x, passes.first, first)
-        codes, total = [], first
+        codes, count = [], past.shape[0]
+        # The layers overwrite their rows.
+        summed = core.empty((self.codes, count, self._hidden), past.dtype)
+        ops.put_rows_(summed[0], passes.frames, first)
         for i, (batch, head, embedding) in enumerate(zip(passes.batches, self.heads, self.embeddings, strict=True)):
             logits = head(self.decoder.hidden(x, batch, caches))
             code = ops.sample(logits, choice.temperature, choice.top_k, choice.top_p, choice.draws[i])
             x = embedding(code)
             codes.append(code)
-            total = ops.add(total, x)
-        return codes, total
+            ops.put_rows_(summed[i + 1], passes.frames, x)
+        return codes, ops.sum_parts(summed)

@@ -1,6 +1,6 @@
-"""What a rank computes of speech: prompts of the talker, frames of codes, and sound.
+"""What a rank computes of speech: prompts of the talker, and frames of codes.
 
-A speaking sequence has pages in the talker's cache, and what the next frame and the sound read: the last hidden state
+A speaking sequence has pages in the talker's cache, and what the next frame and its sound read: the last hidden state
 of the talker, and the codes so far. A frame is one recorded step, with the choice of its codes inside.
 """
 
@@ -14,6 +14,7 @@ from tilerank.kernels.kv_pages import PAGE_TOKENS
 
 from ..batch import Batch, BatchFiller, Held, LogitRows, padded_size
 from ..caches.cache import allocate, bytes_per_token, num_pages
+from ..errors import EngineError
 from ..rank_messages import Chunk, Step
 from ..speaker import Additions, Choice, FrameInputs, Passes, Speaker, TalkerRows
 from ..step_graphs import StepGraphs
@@ -111,7 +112,11 @@ class SpeechRank:
             held.kept = indices, mine
 
     def run(self, step: SpeechStep) -> Spoken:
-        """Compute a step. All ranks call this with the same step."""
+        """Compute a step. All ranks call this with the same step. Raises EngineError if it asks for sound."""
+        if step.sounds:
+            raise EngineError(
+                f"speech of sequence {step.sounds[0].sequence}: expected codes alone, found sound to compute"
+            )
         for number in step.finished:
             self._held.pop(number, None)
         for chunk in step.chunks:
@@ -231,4 +236,4 @@ def _passes(m: int, groups: int) -> Passes:
         )
 
     spans = [range(2), *(range(i, i + 1) for i in range(2, groups))]
-    return Passes(tuple(map(batch, spans)), 2 * frames, 2 * frames + 1)
+    return Passes(tuple(map(batch, spans)), 2 * frames, 2 * frames + 1, frames)
