@@ -21,7 +21,7 @@ from ipaddress import ip_address
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tilerank.loader.card import ModelCard, read_card, read_config_fields
+from tilerank.loader.card import ModelCard, read_card
 from tilerank.loader.generation_config import SamplingDefaults, read_sampling_defaults
 from tilerank.loader.quantization_config import held_codes
 from tilerank.runtime.server.handover import connect, connections
@@ -313,6 +313,7 @@ def _be_http(args: argparse.Namespace) -> int:
     from tilerank.runtime.media.registry import load_processor
     from tilerank.runtime.server.answers.tool_formats import tool_parser
     from tilerank.runtime.server.settings import ServerSettings
+    from tilerank.runtime.speech.speech_settings import voices_of
 
     from .serving.chat_renderer import ChatRenderer
     from .serving.grammar_trial import GrammarTrial
@@ -322,16 +323,18 @@ def _be_http(args: argparse.Namespace) -> int:
     model_dir = model_directory(args)
     tokenizer = Tokenizer(model_dir)
     listener, control = (socket.socket(fileno=int(fd)) for fd in os.environ[HTTP_FDS].split(","))
+    card = read_card(model_dir)
     about = ServerSettings(
         args.served_model_name or model_dir.resolve().name,
         own_version() or "unknown",
         args.api_key or os.environ.get(API_KEY) or None,
         _sampling(model_dir),
-        tool_parser(tokenizer, read_config_fields(model_dir).text("model_type")),
+        tool_parser(tokenizer, card.model_type),
         GrammarTrial(model_dir).check,
         media_options.media_reader(args, load_processor(model_dir, tokenizer)),
         ChatRenderer(tokenizer),
-        _weights(args, read_card(model_dir)),
+        _weights(args, card),
+        voices_of(card),
     )
     status = StatusPipe.inherited()
     run(

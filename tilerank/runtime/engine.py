@@ -73,6 +73,18 @@ class Scored:
 
 
 @dataclass(frozen=True)
+class SoundEvent:
+    """The next sound of request number `request`: samples of 16 bits, little-endian, 24,000 a second.
+
+    A request that speaks ends with an event whose `last` is true, after the last token of its text.
+    """
+
+    request: int
+    samples: bytes
+    last: bool
+
+
+@dataclass(frozen=True)
 class Completed:
     """The grammar of request number `request` allows no further token. No token is generated for this."""
 
@@ -87,7 +99,7 @@ class Failed:
     sentence: str
 
 
-Event = Scored | TokenEvent | Completed | Failed
+Event = Scored | TokenEvent | SoundEvent | Completed | Failed
 
 
 class Engine:
@@ -226,6 +238,8 @@ class Engine:
 
     def _admissible(self, where: str, request: Request, new_tokens: int = 1) -> Sequence:
         """Return a sequence for the request. Raises RequestError if it can never run with at least `new_tokens`."""
+        if request.params.speech is not None:
+            raise RequestError(f"{where}: this engine does not speak")
         prompt, worker, vocab, limit = request.prompt, self.worker, self.card.vocab_size, self.card.context_length
         try:
             check_prompt(prompt, worker.input_ids, limit, worker.position_axes, worker.source_axes)

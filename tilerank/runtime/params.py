@@ -3,9 +3,17 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+import msgspec
+
 from .errors import RequestError
 
 MAX_TEMPERATURE = 1e6  # makes all tokens equally likely, and is far from overflowing fp32
+
+
+class SpeechParams(msgspec.Struct, frozen=True):
+    """The text is spoken as well. voice: one of the model's, in lower case (speech/speech_settings.py: voices_of)."""
+
+    voice: str
 
 
 @dataclass(frozen=True)
@@ -22,7 +30,7 @@ class SamplingParams:
     max_new_tokens: 0 computes the prompt alone. min_new_tokens: tokens that end the text are left out before so many.
     allowed_token_ids: no others are sampled; empty for all. bad_words: sequences of tokens that the text must not
     contain. These and min_new_tokens give way where no other token is left. prompt_logprobs: number of alternatives to
-    report for each token of the prompt; None if it is not scored.
+    report for each token of the prompt; None if it is not scored. speech: how the text is spoken; None for text alone.
     """
 
     max_new_tokens: int = 128
@@ -43,6 +51,7 @@ class SamplingParams:
     allowed_token_ids: tuple[int, ...] = ()
     bad_words: tuple[tuple[int, ...], ...] = ()
     prompt_logprobs: int | None = None
+    speech: SpeechParams | None = None
 
     def __post_init__(self) -> None:
         for name, ok, expected in (

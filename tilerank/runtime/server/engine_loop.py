@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from ..engine import Completed, Engine, Failed, Request, Scored, TokenEvent
+from ..engine import Completed, Engine, Failed, Request, Scored, SoundEvent, TokenEvent
 from ..errors import RequestError
 from .messages import (
     Cancel,
@@ -17,6 +17,7 @@ from .messages import (
     RankInfo,
     Ranks,
     Refused,
+    Sound,
     State,
     Submit,
     ToEngine,
@@ -60,6 +61,7 @@ class _Session:
         self._outbox = bytearray()
         self._client_numbers: dict[int, int] = {}  # the engine's number of a request -> the HTTP process's
         self._engine_numbers: dict[int, int] = {}  # the inverse
+        self._speaking: set[int] = set()  # the HTTP process's numbers of requests that end with sound
         self._state_sent_at = 0.0
         self._counters_sent_at = time.monotonic()
         self._counters_changed = False
@@ -129,13 +131,18 @@ class _Session:
 
     def _compute(self) -> None:
         self._counters_changed = True
-        tokens = []
+        tokens: list[Token] = []
+        sounds: list[Sound] = []
         for event in self._engine.step():
             number = self._client_numbers[event.request]
             match event:
                 case TokenEvent():
                     tokens.append(Token(number, event.token_id, event.finish_reason, event.logprobs, event.start))
-                    if event.finish_reason is not None:
+                    if event.finish_reason is not None and number not in self._speaking:
+                        self._forget(number)
+                case SoundEvent():
+                    sounds.append(Sound(number, event.samples, event.last))
+                    if event.last:
                         self._forget(number)
                 case Scored():
                     self._send(PromptScores(number, event.logprobs, event.finish_reason, event.start))
@@ -149,6 +156,8 @@ class _Session:
                     self._forget(number)
         if tokens:
             self._send(Tokens(tokens))
+        for sound in sounds:
+            self._send(sound)
         if not self._engine.busy or time.monotonic() - self._state_sent_at > STATE_INTERVAL_S:
             self._send_state()
 
@@ -166,6 +175,8 @@ class _Session:
                 self._send(Refused(number, str(e)))
                 continue
             self._client_numbers[request], self._engine_numbers[number] = number, request
+            if message.params.speech is not None:
+                self._speaking.add(number)
 
     def _cancel(self, number: int) -> None:
         if number not in self._engine_numbers:  # it has ended in the meantime
@@ -178,6 +189,7 @@ class _Session:
 
     def _forget(self, number: int) -> None:
         del self._client_numbers[self._engine_numbers.pop(number)]
+        self._speaking.discard(number)
 
     def _send(self, message: FromEngine) -> None:
         self._outbox += encode(message)

@@ -76,6 +76,17 @@ class Ended(msgspec.Struct, frozen=True, array_like=True, tag=7):
     number: int
 
 
+class Sound(msgspec.Struct, frozen=True, array_like=True, tag=9):
+    """The next sound of request `number`: samples of 16 bits, little-endian, 24,000 a second.
+
+    A request that speaks ends with a message whose `last` is true, after the last token of its text.
+    """
+
+    number: int
+    samples: bytes
+    last: bool
+
+
 class State(msgspec.Struct, frozen=True, array_like=True, tag=4):
     """The state of the engine. The first one means that the engine is ready.
 
@@ -157,7 +168,7 @@ def merge_states(one: State, other: State) -> State:
 
 
 ToEngine = Submit | Cancel
-FromEngine = Tokens | PromptScores | Ended | Refused | State | Ranks | Counters
+FromEngine = Tokens | PromptScores | Sound | Ended | Refused | State | Ranks | Counters
 
 _LENGTH_BYTES = 8
 M = TypeVar("M")

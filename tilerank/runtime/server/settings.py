@@ -18,7 +18,8 @@ class ServerSettings:
     sampling: values of sampling fields that a request leaves out. tool_parser: for the model's tool calls, None if
     their format is unknown. check_grammar: raises RequestError for a grammar that must not reach the engine. media:
     reads pictures and videos, None if the model does not take any. renderer: of chat templates, None for threads of
-    this process. weights: the format in which ranks hold them, such as bfloat16 or int4.
+    this process. weights: the format in which ranks hold them, such as bfloat16 or int4. voices: with which the
+    model speaks; none if it does not.
     """
 
     model: str
@@ -30,3 +31,4 @@ class ServerSettings:
     media: MediaReader | None = None
     renderer: Renderer | None = None
     weights: str = "unknown"
+    voices: tuple[str, ...] = ()
