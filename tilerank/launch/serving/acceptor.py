@@ -35,6 +35,7 @@ class Acceptor:
         self._make = make
         self._limit = limit
         self._open: set[PatientProtocol] = set()
+        self._waiting: dict[PatientProtocol, float] = {}  # for a request, since when; whoever waits longest comes first
         self._starting: set[asyncio.Task[None]] = set()
         self._loop = asyncio.get_running_loop()
         self._retry: asyncio.TimerHandle | None = None
@@ -54,8 +55,7 @@ class Acceptor:
 
     def _accept(self) -> None:
         for _ in range(BATCH):
-            if len(self._open) >= self._limit:
-                self._make_room()
+            if len(self._open) >= self._limit and not self._make_room():
                 return
             try:
                 connection, _ = self._listener.accept()
@@ -68,7 +68,9 @@ class Acceptor:
                 return
             connection.setblocking(False)
             protocol = self._make()
-            protocol.on_lost = partial(self._open.discard, protocol)
+            protocol.on_waiting = partial(self._wait, protocol)
+            protocol.on_request = partial(self._waiting.pop, protocol, None)
+            protocol.on_lost = partial(self._leave, protocol)
             self._open.add(protocol)
             task = self._loop.create_task(self._start(protocol, connection))
             self._starting.add(task)
@@ -78,17 +80,27 @@ class Acceptor:
         try:
             await self._loop.connect_accepted_socket(lambda: protocol, connection)
         except BaseException:
-            self._open.discard(protocol)
+            self._leave(protocol)
             raise
 
-    def _make_room(self) -> None:
-        waiting = [(since, one) for one in self._open if (since := one.waiting_since) is not None]
-        since, longest = min(waiting, key=lambda entry: entry[0], default=(0.0, None))
+    def _wait(self, protocol: PatientProtocol) -> None:
+        self._waiting[protocol] = time.monotonic()
+
+    def _leave(self, protocol: PatientProtocol) -> None:
+        self._open.discard(protocol)
+        self._waiting.pop(protocol, None)
+
+    def _make_room(self) -> bool:
+        """Return whether there is room now, because a connection ends for it: its file is closed before the next batch
+        is accepted."""
+        longest, since = next(iter(self._waiting.items()), (None, 0.0))
         if longest is None or time.monotonic() - since < GRACE_S:
             self._pause(f"all {self._limit} connections are in use; new ones wait")
-            return
+            return False
         self._log(f"all {self._limit} connections are in use; those without a request are closed")
-        longest.transport.abort()  # the listener is still readable when it has ended
+        longest.transport.abort()
+        self._leave(longest)
+        return True
 
     def _pause(self, why: str) -> None:
         self._log(why)

@@ -31,7 +31,7 @@ MAX_HEADER = 64 << 10
 MAX_CONNECTIONS = 4096
 """Open at a time, if the limit of open files allows as many."""
 OTHER_FILES = 256
-"""Open ones beside the connections."""
+"""Open ones beside the connections, and those of connections that are being closed for a batch of new ones."""
 LAST_WORDS_S = 5
 """For clients that are slow to read the end of their answers."""
 COUNT_S = 1.0

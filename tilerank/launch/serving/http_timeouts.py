@@ -4,7 +4,6 @@ Every open connection holds one of a bounded number (slow loris), and an answer 
 """
 
 import asyncio
-import time
 from collections.abc import Callable
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -18,11 +17,13 @@ TAKE_S = 60.0
 class PatientProtocol(H11Protocol):
     """uvicorn's HTTP protocol with deadlines.
 
-    waiting_since: when it began to wait for a request, on the clock of `time.monotonic`; None during a request.
+    on_waiting: called when it begins to wait for a request.
+    on_request: called when one has arrived.
     on_lost: called at the end of the connection.
     """
 
-    waiting_since: float | None = None
+    on_waiting: Callable[[], object] = staticmethod(lambda: None)
+    on_request: Callable[[], object] = staticmethod(lambda: None)
     on_lost: Callable[[], None] = staticmethod(lambda: None)
     _sending: asyncio.TimerHandle | None = None  # runs while the client still has to send a request
     _taking: asyncio.TimerHandle | None = None
@@ -35,7 +36,8 @@ class PatientProtocol(H11Protocol):
         super().data_received(data)
         if self._sending is not None and self._has_request():
             self._sending.cancel()
-            self._sending = self.waiting_since = None
+            self._sending = None
+            self.on_request()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
@@ -60,7 +62,7 @@ class PatientProtocol(H11Protocol):
         self.on_lost()
 
     def _await_request(self) -> None:
-        self.waiting_since = time.monotonic()
+        self.on_waiting()
         self._sending = self.loop.call_later(REQUEST_S, self.transport.abort)
 
     def _has_request(self) -> bool:
