@@ -8,8 +8,8 @@ import pytest
 from command import run
 
 ROOT = Path(__file__).parents[2]
-PAGES = ["README.md", "CONTRIBUTING.md", "docs/usage.md", "docs/operations.md", "docs/performance.md"]
-BENCHES = "peaks|kernels|comm|model|compare|serve|quality|make-model"
+PAGES = ["README.md", "CONTRIBUTING.md", *sorted(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md"))]
+BENCHES = "peaks|kernels|comm|model|compare|media|serve|quality|make-model"
 
 
 @cache
