@@ -1,4 +1,4 @@
-"""README.md and docs: every `tilerank` command uses subcommands and options that exist."""
+"""README.md and docs: commands use subcommands and options that exist, and links lead to existing headings."""
 
 import re
 from functools import cache
@@ -26,3 +26,18 @@ def test_options_in_commands_exist(page: str) -> None:
     for command, arguments in re.findall(pattern, text, re.M):
         used = set(re.findall(r"(?<=\s)--[a-z][a-z-]*", re.sub(r'"[^"]*"', "", arguments)))
         assert used <= options(command), f"{page}: tilerank {command}: no {sorted(used - options(command))}"
+
+
+def anchors(text: str) -> set[str]:
+    """Return the names of the headings of a page in links: lower case, no punctuation, hyphens for spaces."""
+    headings = re.findall(r"^#+ (.*)$", re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S), re.M)
+    return {re.sub(r"[^\w -]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", [*PAGES, "SECURITY.md", "CHANGELOG.md"])
+def test_links_lead_somewhere(page: str) -> None:
+    for link in re.findall(r"\]\((?!https?:)([^)\s]+)\)", (ROOT / page).read_text()):
+        path, _, anchor = link.partition("#")
+        target = (ROOT / page).parent / path if path else ROOT / page
+        assert target.exists(), f"{page}: {link}"
+        assert not anchor or anchor in anchors(target.read_text()), f"{page}: {link}"

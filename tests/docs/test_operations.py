@@ -1,4 +1,4 @@
-"""docs/operations.md: unit, manifests and scripts are well-formed; options, metrics and error codes exist."""
+"""Pages for operators: unit, manifests and scripts are well-formed; options, metrics and error codes exist."""
 
 import re
 import shutil
@@ -19,7 +19,8 @@ from tilerank.runtime.server.monitoring.metrics import Metrics
 from tilerank.runtime.server.request_body import MAX_BODIES, MAX_BODY, MAX_MEDIA_BODY
 
 ROOT = Path(__file__).parents[2]
-TEXT = (ROOT / "docs" / "operations.md").read_text()
+PAGES = ("operations", "media", "monitoring", "failures")
+TEXT = "\n".join((ROOT / "docs" / f"{page}.md").read_text() for page in PAGES)
 
 
 def blocks(language: str) -> list[str]:
