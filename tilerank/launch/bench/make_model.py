@@ -35,16 +35,19 @@ _TOKENS_OF_FIELDS = {
     "audio_token_id": "<|audio_pad|>",
     "image_token_index": "<|image|>",
 }
-_OMNI_TOKENS = {
-    "audio_bos_token": "<|audio_start|>",
-    "audio_eos_token": "<|audio_end|>",
-    "audio_token": "<|audio_pad|>",
-    "image_token": "<|image_pad|>",
-    "video_token": "<|video_pad|>",
-    "vision_bos_token": "<|vision_start|>",
-    "vision_eos_token": "<|vision_end|>",
+_TOKENS_OF_PROCESSOR = {
+    "mllama": {"bos_token": "<|endoftext|>"},
+    "qwen3_omni_moe": {
+        "audio_bos_token": "<|audio_start|>",
+        "audio_eos_token": "<|audio_end|>",
+        "audio_token": "<|audio_pad|>",
+        "image_token": "<|image_pad|>",
+        "video_token": "<|video_pad|>",
+        "vision_bos_token": "<|vision_start|>",
+        "vision_eos_token": "<|vision_end|>",
+    },
 }
-"""What the processor of Qwen3-Omni in transformers reads of tokenizer_config.json."""
+"""What the processors of transformers read of tokenizer_config.json, by `model_type`."""
 _SPECIAL_IDS = (
     "bos_token_id",
     "eos_token_id",
@@ -208,8 +211,9 @@ def _copy_tokenizer(model_dir: Path, config: dict[str, Any]) -> str:
             text = (demo / name).read_text(encoding="utf-8")
             for token, renamed in _RENAMED.get(config["model_type"], {}).items():
                 text = text.replace(token, renamed)
-            if name == "tokenizer_config.json" and config["model_type"] == "qwen3_omni_moe":
-                text = json.dumps(json.loads(text) | _OMNI_TOKENS, indent=2)
+            if name == "tokenizer_config.json":
+                tokens = _TOKENS_OF_PROCESSOR.get(config["model_type"], {})
+                text = json.dumps(json.loads(text) | tokens, indent=2)
             (model_dir / name).write_text(text, encoding="utf-8")
     for found, part in ((demo_config, _model(config)), (_text(demo_config), _text(config))):
         part |= {name: found[name] for name in _SPECIAL_IDS if name in found}
