@@ -21,6 +21,7 @@ class HealthEndpoints:
 
     def __init__(self, service: Service) -> None:
         self._service = service
+        self._began = time.monotonic()
         self._probe: asyncio.Task[None] | None = None  # of /health_generate, shared by all who ask while it runs
 
     async def health(self, request: Request) -> Response:
@@ -67,7 +68,7 @@ class HealthEndpoints:
             "version": settings.version,
             "weights": settings.weights,
             "takes_media": settings.media is not None,
-            "uptime_s": time.time() - self._service.started,
+            "uptime_s": time.monotonic() - self._began,
         }
         service = self._service
         return JSONResponse(status.status_json(service.client, service.recent, service.metrics, about))
