@@ -11,7 +11,10 @@ from dataclasses import dataclass
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from .errors import ApiError, error_response
+from .multipart_form import FORM
 
+FORM_PATHS = ("/v1/audio/transcriptions",)
+"""Whose requests are forms. Browsers send forms for any page, so that only Origin protects these."""
 ANY = "*"
 _SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
 
@@ -39,7 +42,7 @@ class AccessMiddleware:
             self._check_host(headers.get(b"host"))
             if scope["method"] not in _SAFE_METHODS:
                 self._check_origin(headers)
-                _check_type(headers)
+                _check_type(headers, FORM if scope["path"] in FORM_PATHS else "application/json")
         except ApiError as error:
             response = error_response(error)
             response.headers["Connection"] = "close"  # the body has not been read
@@ -71,14 +74,14 @@ def _check_framing(headers: Mapping[bytes, str]) -> None:
         raise ApiError(400, "Expected Content-Length or Transfer-Encoding, found both.")
 
 
-def _check_type(headers: Mapping[bytes, str]) -> None:
-    """Refuse a body of another type than JSON: browsers send that for any page."""
+def _check_type(headers: Mapping[bytes, str], expected: str) -> None:
+    """Refuse a body of another type than expected: JSON, for browsers send other types for any page."""
     if headers.get(b"content-length", "0") == "0" and b"transfer-encoding" not in headers:
         return
     kind = headers.get(b"content-type", "")
-    if kind.partition(";")[0].strip().lower() != "application/json":
+    if kind.partition(";")[0].strip().lower() != expected:
         found = repr(kind) if kind else "none"
-        raise ApiError(415, f"Content-Type: expected application/json, found {found}.")
+        raise ApiError(415, f"Content-Type: expected {expected}, found {found}.")
 
 
 def _name(host: str) -> str:

@@ -13,6 +13,7 @@ from tilerank.loader.tokenizer import Tokenizer
 from .answers.message_answer import error_body
 from .api import ChatCompletion, Completion, Detokenize, Tokenize
 from .client import EngineClient
+from .endpoints.audio import AudioEndpoints
 from .endpoints.chat import ChatEndpoints
 from .endpoints.health import HealthEndpoints
 from .endpoints.messages import MessageEndpoints
@@ -24,6 +25,8 @@ from .endpoints.tokenize import TokenizeEndpoints
 from .errors import ApiError, error_response
 from .forms.message_request import CountTokensRequest, MessageRequest
 from .forms.response_request import ResponseRequest
+from .forms.transcription_request import TranscriptionRequest
+from .multipart_form import FORM
 from .settings import ServerSettings
 
 
@@ -32,7 +35,7 @@ def make_app(client: EngineClient, tokenizer: Tokenizer, settings: ServerSetting
     service = Service(client, tokenizer, settings)
     chat, health = ChatEndpoints(service), HealthEndpoints(service)
     models, tokenize = ModelEndpoints(service), TokenizeEndpoints(service)
-    responses, messages = ResponseEndpoints(service), MessageEndpoints(service)
+    responses, messages, audio = ResponseEndpoints(service), MessageEndpoints(service), AudioEndpoints(service)
     operations = [
         Operation("POST", "/v1/chat/completions", chat.chat, ChatCompletion),
         Operation("POST", "/v1/completions", chat.complete, Completion),
@@ -42,6 +45,7 @@ def make_app(client: EngineClient, tokenizer: Tokenizer, settings: ServerSetting
         Operation("POST", "/v1/responses/{id}/cancel", responses.cancel),
         Operation("POST", "/v1/messages", messages.create, MessageRequest),
         Operation("POST", "/v1/messages/count_tokens", messages.count_tokens, CountTokensRequest),
+        Operation("POST", "/v1/audio/transcriptions", audio.transcribe, TranscriptionRequest, takes=FORM),
         Operation("POST", "/v1/embeddings", models.embeddings),
         Operation("GET", "/v1/models", models.models),
         Operation("GET", "/v1/models/{model:path}", models.model),

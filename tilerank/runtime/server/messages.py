@@ -98,6 +98,9 @@ class State(msgspec.Struct, frozen=True, array_like=True, tag=4):
 
     source_pages, source_pages_used: pages for keys and values of encodings, 0 for models without cross-attention, and
     how many of them running requests use.
+
+    speaking: requests that speak or wait for it. speech_frames, speech_samples: totals since the start. talker_pages,
+    talker_pages_used: pages of the talker's cache, 0 for models that do not speak, and how many of them are in use.
     """
 
     context_length: int
@@ -114,6 +117,11 @@ class State(msgspec.Struct, frozen=True, array_like=True, tag=4):
     source_pages_used: int = 0
     queried_tokens: int = 0
     hit_tokens: int = 0
+    speaking: int = 0
+    speech_frames: int = 0
+    speech_samples: int = 0
+    talker_pages: int = 0
+    talker_pages_used: int = 0
 
 
 class RankInfo(msgspec.Struct, frozen=True, array_like=True):
@@ -164,6 +172,11 @@ def merge_states(one: State, other: State) -> State:
         one.source_pages_used + other.source_pages_used,
         one.queried_tokens + other.queried_tokens,
         one.hit_tokens + other.hit_tokens,
+        one.speaking + other.speaking,
+        one.speech_frames + other.speech_frames,
+        one.speech_samples + other.speech_samples,
+        one.talker_pages + other.talker_pages,
+        one.talker_pages_used + other.talker_pages_used,
     )
 
 

@@ -15,6 +15,8 @@ MAX_BODY = 8 << 20
 """Bytes of one body, enough for a prompt of a million tokens. Parsed, it takes many times as much memory."""
 MAX_MEDIA_BODY = MAX_BODY + MAX_ENCODED // 3 * 4
 """Bytes of one body for a model that takes media, which data: URLs hold in base64."""
+MAX_FORM = MAX_ENCODED + (1 << 20)
+"""Bytes of a form with a file, which it holds as it is."""
 MAX_MARKS = 1 << 20
 """Commas, colons and opening brackets of a body that is longer than MAX_BODY: what makes it long must be media."""
 MAX_BODIES = 256 << 20
@@ -75,9 +77,15 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
         data += piece
         if len(data) > max_bytes:
             raise ApiError(413, f"The body is larger than {max_bytes >> 20} MiB.")
+    return bytes(data)
+
+
+async def read_json(request: Request, max_bytes: int) -> bytes:
+    """Return the body as `read_body`. Raises ApiError as well if parsing it would take too much memory."""
+    data = await read_body(request, max_bytes)
     if len(data) > MAX_BODY and sum(map(data.count, b",:[{")) > MAX_MARKS:
         raise ApiError(413, f"The body is larger than {MAX_BODY >> 20} MiB, and not because of media.")
-    return bytes(data)
+    return data
 
 
 def validation_error(data: bytes | Mapping[str, Any], error: pydantic.ValidationError) -> ApiError:

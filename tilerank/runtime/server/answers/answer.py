@@ -53,5 +53,5 @@ class Answer(ABC):
         """Return the last events of a request that failed."""
 
     @abstractmethod
-    def whole(self) -> Json:
-        """Return the whole answer."""
+    def whole(self) -> Json | str:
+        """Return the whole answer: JSON, or plain text."""

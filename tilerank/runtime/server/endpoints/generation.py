@@ -10,7 +10,7 @@ from functools import partial
 from typing import NamedTuple
 
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 
 from ...errors import RequestError
 from ...prompt import Prompt
@@ -127,10 +127,11 @@ async def finish(request: Request, begun: Begun, stream: bool) -> Response:
     if stream:
         headers = {"Cache-Control": "no-cache"}
         return StreamingResponse(_events(request, begun), media_type="text/event-stream", headers=headers)
-    return JSONResponse(await until_disconnect(request, _whole(begun)))
+    whole = await until_disconnect(request, _whole(begun))
+    return PlainTextResponse(whole) if isinstance(whole, str) else JSONResponse(whole)
 
 
-async def _whole(begun: Begun) -> Json:
+async def _whole(begun: Begun) -> Json | str:
     answer = begun.answer
     answer.begin()
     async with aclosing(_deltas(begun)) as deltas:

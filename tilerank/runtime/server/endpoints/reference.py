@@ -19,13 +19,17 @@ _POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-
 
 
 class Operation(NamedTuple):
-    """What the server does for a method and a path. body: of the request, None for none. public: needs no key."""
+    """What the server does for a method and a path.
+
+    body: of the request, None for none. public: needs no key. takes: the content type of the body.
+    """
 
     method: str
     path: str
     handler: Handler
     body: type[pydantic.BaseModel] | None = None
     public: bool = False
+    takes: str = "application/json"
 
     @property
     def summary(self) -> str:
@@ -71,7 +75,7 @@ class ReferenceEndpoints:
         described: Json = {"summary": one.summary, "responses": answers}
         if one.body is not None:
             schema = {"$ref": _REFERENCE.format(model=one.body.__name__)}
-            described["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
+            described["requestBody"] = {"required": True, "content": {one.takes: {"schema": schema}}}
         if "{" in path:
             name = path.partition("{")[2].partition("}")[0]
             described["parameters"] = [{"name": name, "in": "path", "required": True, "schema": {"type": "string"}}]

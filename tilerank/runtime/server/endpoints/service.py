@@ -17,7 +17,7 @@ from ..monitoring.metrics import Metrics
 from ..monitoring.recent_requests import RecentRequests
 from ..prompts import PromptBuilder
 from ..rendering import ThreadRenderer
-from ..request_body import MAX_BODY, MAX_MEDIA_BODY, read_body, validation_error
+from ..request_body import MAX_BODY, MAX_MEDIA_BODY, read_json, validation_error
 from ..settings import ServerSettings
 
 Body = TypeVar("Body", bound=pydantic.BaseModel)
@@ -47,7 +47,7 @@ class Service:
     async def body(self, request: Request, kind: type[Body], *, media: bool = False) -> Body:
         """Read and check the body of a request. media: may it hold pictures and videos? Raises ApiError."""
         takes_media = media and self.settings.media is not None
-        data = await read_body(request, MAX_MEDIA_BODY if takes_media else MAX_BODY)
+        data = await read_json(request, MAX_MEDIA_BODY if takes_media else MAX_BODY)
         try:
             body = kind.model_validate_json(data)
         except pydantic.ValidationError as e:

@@ -1,0 +1,194 @@
+"""/v1/audio/transcriptions through the official client, up to the prompt that the engine gets."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from tests.runtime.server.omni_model import TEMPLATE, make_omni, reader, wav
+from tests.runtime.server.scripted import QWEN_3, Server, make_model, run
+from tilerank.runtime.media.sound import audio_tokens
+from tilerank.runtime.server import multipart_form, request_body
+from tilerank.runtime.server.access import Access, AccessMiddleware
+from tilerank.runtime.server.errors import ApiError
+from tilerank.runtime.server.media.loader import MediaReader
+from tilerank.runtime.server.multipart_form import read_form
+
+PATH = "/v1/audio/transcriptions"
+SAMPLES = 16000 + 4801
+CLIP = ("clip.wav", wav(SAMPLES))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_omni(tmp_path_factory.mktemp("transcriptions") / "model")
+
+
+@pytest.fixture(scope="module")
+def media(model: Path) -> Iterator[MediaReader]:
+    with reader(model) as found:
+        yield found
+
+
+def user(words: str) -> str:
+    """The text of a prompt, whose sound has one placeholder for each token."""
+    sound = "<|audio_pad|>" * audio_tokens(SAMPLES // 160)
+    return f"<|im_start|>user\n<|audio_start|>{sound}<|audio_end|>{words}<|im_end|>\n<|im_start|>assistant"
+
+
+def test_a_clip_becomes_a_chat(model: Path, media: MediaReader) -> None:
+    async def test(server: Server) -> None:
+        server.answer = " In the beginning."
+        transcriptions = server.client.audio.transcriptions
+        found = await transcriptions.create(model="it", file=CLIP)
+        assert found.text == " In the beginning."
+        submit = server.submits[-1]
+        assert server.prompt == user("Transcribe the audio into text.")
+        assert (submit.prompt.media[0].kind, submit.prompt.media[0].size) == ("audio", (SAMPLES, 1, 1))
+        assert submit.params.temperature == 0
+        tokens = len(submit.prompt.token_ids), server.count(server.answer) + 1
+        assert found.usage is not None and found.usage.type == "tokens"
+        assert (found.usage.input_tokens, found.usage.output_tokens, found.usage.total_tokens) == (*tokens, sum(tokens))
+
+        text = await transcriptions.create(
+            model="it", file=CLIP, language="fr", prompt="Ur", temperature=0.5, response_format="text"
+        )
+        assert str(text) == " In the beginning.\n"
+        assert server.prompt == user("Transcribe the French audio into text.\nContext: Ur")
+        assert server.submits[-1].params.temperature == 0.5
+        await transcriptions.create(model="it", file=CLIP, language="zh")
+        assert server.prompt == user("请将这段中文语音转换为纯文本。")
+
+        stream = await transcriptions.create(model="it", file=CLIP, stream=True)
+        *deltas, done = [event async for event in stream]
+        assert (
+            len(deltas) > 1 and "".join(one.delta for one in deltas if one.type == "transcript.text.delta") == done.text
+        )
+        assert done.type == "transcript.text.done" and done.text == server.answer and done.usage is not None
+        assert done.usage.output_tokens == tokens[1]
+
+    run(model, TEMPLATE, test, media=media)
+
+
+@pytest.mark.parametrize(
+    ("file", "fields", "says"),
+    [
+        (b"no sound", {}, "file: the sound cannot be decoded"),
+        (wav(159), {}, "file: .*at least 160 samples"),
+        (wav(400, rate=768000), {}, "file: expected sound of at most 192000 Hz"),
+        (b"", {}, "file: .*at least 1 byte"),
+        (wav(400), {"language": "English"}, "language: expected a code of ISO 639, one of ar, de, .*found 'English'"),
+        (wav(400), {"response_format": "srt"}, "response_format: 'srt' needs times or speakers, .* expected 'json' or"),
+        (wav(400), {"response_format": "xml"}, "response_format: Input should be 'json' or 'text'"),
+        (wav(400), {"temperature": "1.5"}, "temperature: .*less than or equal to 1"),
+        (wav(400), {"timestamp_granularities[]": ["word", "segment"]}, "no field 'timestamp_granularities'"),
+        (wav(400), {"chunking_strategy": "auto"}, "no field 'chunking_strategy'"),
+        (wav(400), {"prompt": ["a", "b"]}, "prompt: expected the field once, found it again"),
+        (wav(400), {"prompt": "<|audio_pad|>"}, r"file: the text contains <\|audio_pad\|>"),
+    ],
+)
+def test_what_is_refused(model: Path, media: MediaReader, file: bytes, fields: dict[str, Any], says: str) -> None:
+    async def test(server: Server) -> None:
+        answer = await server.http.post(PATH, files={"file": ("a", file)}, data=fields)
+        assert answer.status_code == 400, answer.text
+        assert re.search(says, answer.json()["error"]["message"]), answer.text
+        assert not server.submits
+
+    run(model, TEMPLATE, test, media=media)
+
+
+def test_models_and_operators_that_allow_no_sound(model: Path, tmp_path: Path) -> None:
+    async def refused(server: Server) -> None:
+        with pytest.raises(openai.BadRequestError, match=r"at most 0 clips of sound .*, found 1"):
+            await server.client.audio.transcriptions.create(model="it", file=CLIP)
+        with pytest.raises(openai.NotFoundError, match="There is no model 'whisper-1'"):
+            await server.client.audio.transcriptions.create(model="whisper-1", file=CLIP)
+        text = await server.http.post(PATH, files={"other": ("a", b"")}, data={"file": "a"})
+        assert text.json()["error"]["message"] == "file: expected a file, found text"
+
+    async def deaf(server: Server) -> None:
+        with pytest.raises(openai.BadRequestError, match="it takes no sound, so it cannot transcribe any"):
+            await server.client.audio.transcriptions.create(model="it", file=CLIP)
+
+    with reader(model, audio=0) as media:
+        run(model, TEMPLATE, refused, media=media)
+    run(make_model(tmp_path / "deaf"), QWEN_3, deaf)
+
+
+def test_forms_are_bounded(model: Path, media: MediaReader, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tilerank.runtime.server.endpoints.audio.MAX_FORM", 1 << 20)
+
+    async def test(server: Server) -> None:
+        large = await server.http.post(PATH, files={"file": ("a", bytes(1 << 20))})
+        assert (large.status_code, large.json()["error"]["message"]) == (413, "The body is larger than 1 MiB.")
+        fields = {f"field{i}": "" for i in range(multipart_form.MAX_FIELDS)}
+        many = await server.http.post(PATH, files={"file": CLIP}, data=fields)
+        assert (many.status_code, many.json()["error"]["message"]) == (413, "The form has more than 64 fields.")
+        long = await server.http.post(PATH, files={"file": CLIP}, data={"prompt": "a" * (multipart_form.MAX_TEXT + 1)})
+        assert (long.status_code, long.json()["error"]["param"]) == (413, "prompt")
+        assert not server.submits
+
+    run(model, TEMPLATE, test, media=media)
+    assert request_body.MAX_FORM > 48 << 20
+
+
+HEAD = b'Content-Disposition: form-data; name="a"'
+
+
+@pytest.mark.parametrize(
+    ("body", "found"),
+    [
+        (b"--x--", []),
+        (b"--x\r\n" + HEAD + b"\r\n\r\n\r\n--x--\r\n", [("a", b"", False)]),
+        (b"--x\r\n" + HEAD + b"\r\n\r\n--x \r\n-\r\r\n--x--", [("a", b"--x \r\n-\r", False)]),
+        (
+            b"--x\r\n" + HEAD + b'; filename="\xc3\xa9"\r\nContent-Type: audio/wav\r\n\r\n\0\xff\r\n--x\r\n'
+            b"content-disposition: form-data; name=b\r\n\r\nc\r\n--x--",
+            [("a", b"\0\xff", True), ("b", b"c", False)],
+        ),
+        (b"", "does not begin with the boundary"),
+        (b"--y\r\n", "does not begin with the boundary"),
+        (b"--x", "cut off"),
+        (b"--x\r\n", "cut off"),
+        (b"--x\r\n" + HEAD + b"\r\n--x--", "cut off"),
+        (b"--x\r\n" + HEAD + b"\r\n\r\nlong", "cut off"),
+        (b"--x\r\n" + HEAD + b"\r\n\r\n\r\n--x", "cut off"),
+        (b"--x\r\n" + HEAD + b" " * 5000 + b"\r\n\r\n\r\n--x--", "cut off"),
+        (b"--x\r\n\r\n\r\n--x--", "expected a name"),
+        (b"--x\r\nContent-Type: a/b\r\n\r\n\r\n--x--", "expected a name"),
+        (b"--x\r\nContent-Disposition: attachment; name=a\r\n\r\n\r\n--x--", "expected a name"),
+        (b"--x\r\n" + HEAD + b"\r\nContent-Transfer-Encoding: base64\r\n\r\n\r\n--x--", "Content-Transfer-Encoding"),
+    ],
+)
+def test_forms(body: bytes, found: Any) -> None:
+    content_type = "multipart/form-data; boundary=x"
+    if isinstance(found, str):
+        with pytest.raises(ApiError, match=found):
+            read_form(content_type, body)
+    else:
+        assert read_form(content_type, body) == found
+
+
+@pytest.mark.parametrize("content_type", ["", "multipart/form-data", "multipart/mixed; boundary=x", "a; boundary=x"])
+def test_other_bodies_are_no_forms(content_type: str) -> None:
+    with pytest.raises(ApiError, match="expected multipart/form-data with a boundary"):
+        read_form(content_type, b"--x--")
+
+
+def test_forms_are_for_this_path_alone(model: Path, media: MediaReader) -> None:
+    """A browser sends forms for any page without asking. It says from which page they come."""
+
+    async def test(server: Server) -> None:
+        app = AccessMiddleware(server.app, Access())
+        server.http._transport.app = app  # type: ignore[attr-defined]
+        files = {"file": CLIP}
+        assert (await server.http.post(PATH, files=files)).status_code == 200
+        assert (await server.http.post(PATH, json={})).status_code == 415
+        assert (await server.http.post("/v1/chat/completions", files=files)).status_code == 415
+        assert (await server.http.post(PATH, files=files, headers={"Origin": "https://a.example"})).status_code == 403
+        assert (await server.http.post(PATH, files=files, headers={"Origin": "null"})).status_code == 403
+
+    run(model, TEMPLATE, test, media=media)
