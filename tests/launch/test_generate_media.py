@@ -1,6 +1,5 @@
 """`tilerank generate` with pictures and videos on the demo model that sees, with transformers as the judge."""
 
-import base64
 import json
 import re
 import subprocess
@@ -9,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from chat_parts import data_url, image, text, user
 from command import DEMO, Result, run
 from media_files import DEMO_VL, encoded, picture, video
 
@@ -31,13 +31,8 @@ def refusal(*arguments: object, model: Path = DEMO_VL) -> str:
     return result.errors[0].removeprefix("tilerank: error: ")
 
 
-def data_url(data: bytes) -> str:
-    return "data:image/png;base64," + base64.b64encode(data).decode()
-
-
 def ask(*urls: str) -> dict[str, Any]:
-    parts: list[dict[str, Any]] = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
-    return {"messages": [{"role": "user", "content": [*parts, {"type": "text", "text": QUESTION}]}]}
+    return {"messages": [user(*map(image, urls), text(QUESTION))]}
 
 
 def prompt_file(folder: Path, *lines: dict[str, Any]) -> Path:
@@ -106,7 +101,7 @@ def test_messages_of_a_prompt_file(tmp_path: Path) -> None:
     lines = [
         ask(data_url(data)),
         ask("inside/picture.png"),
-        {"messages": [{"role": "user", "content": [frames, {"type": "text", "text": "And now?"}]}]},
+        {"messages": [user(frames, text("And now?"))]},
         {"messages": ask(data_url(data))["messages"] + again},
         {"prompt": "no picture"},
     ]
@@ -119,7 +114,7 @@ def test_messages_of_a_prompt_file(tmp_path: Path) -> None:
 
 
 def test_messages_for_a_model_of_text(tmp_path: Path) -> None:
-    parts = [{"type": "text", "text": "Once upon"}, {"type": "text", "text": "a time"}]
+    parts = [text("Once upon"), text("a time")]
     lines = [{"messages": [{"role": "user", "content": content}]} for content in ("Once upon\na time", parts)]
     result = run("generate", DEMO, "--json", "--prompt-file", prompt_file(tmp_path, *lines), "--max-new-tokens", 1)
     one, two = (json.loads(line)["prompt_token_ids"] for line in result.out.splitlines())

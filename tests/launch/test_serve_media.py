@@ -10,6 +10,7 @@ from typing import Any
 import browser
 import openai
 import pytest
+from chat_parts import clip, data_url, image
 from command import DEMO, await_true, run
 from media_files import DEMO_VL, encoded, picture, video
 from serving import Server, serving
@@ -18,14 +19,6 @@ TRIANGLE = DEMO_VL.parent / "red-triangle.png"
 QUESTION = {"type": "text", "text": "What is in the picture?"}
 ANSWER = "a red triangle at the bottom left"
 PROMPT_TOKENS = 83  # of a template and a question of 29 tokens, and 6 x 9 of the picture: 97 x 137 becomes 96 x 144
-
-
-def data_url(data: bytes) -> str:
-    return f"data:image/png;base64,{base64.b64encode(data).decode()}"
-
-
-def image(url: str) -> dict[str, Any]:
-    return {"type": "image_url", "image_url": {"url": url}}
 
 
 def asking(*parts: dict[str, Any], **fields: Any) -> Any:
@@ -90,10 +83,10 @@ def test_tools_and_schemas(server: Server) -> None:
 
 
 def test_a_video_and_several_pictures_in_several_turns(server: Server) -> None:
-    clip = {"type": "video_url", "video_url": {"url": data_url(video(4, 64, 48, rate=2))}}
-    small = image(data_url(encoded(picture(60, 50))))
+    seen = clip(video(4, 64, 48, rate=2))
+    small = image(encoded(picture(60, 50)))
     messages = [
-        {"role": "user", "content": [small, clip, QUESTION]},
+        {"role": "user", "content": [small, seen, QUESTION]},
         {"role": "assistant", "content": ANSWER},
         {"role": "user", "content": [QUESTION, image(TRIANGLE_URL)]},
     ]
@@ -108,7 +101,7 @@ def test_a_video_and_several_pictures_in_several_turns(server: Server) -> None:
 
 def test_bad_media_cost_others_nothing(server: Server) -> None:
     """Pictures of different sizes, text and bad media at once: each gets what it gets alone."""
-    asked = [asking(image(data_url(encoded(picture(20 + 9 * i, 90 - 7 * i, seed=i)))), QUESTION) for i in range(8)]
+    asked = [asking(image(encoded(picture(20 + 9 * i, 90 - 7 * i, seed=i))), QUESTION) for i in range(8)]
     asked += [asking({"type": "text", "text": f"What is {i}?"}) for i in range(4)] + [PLAIN] * 4
     bad = [asking(image(url)) for url in ("data:;base64,AAAA", "http://127.0.0.1/x", "file:///etc/passwd", "x")] * 2
 

@@ -1,7 +1,6 @@
 """What URLs in messages may read, against a server of raw sockets and a directory with links."""
 
 import asyncio
-import base64
 import contextlib
 import os
 import socket
@@ -10,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from chat_parts import data_url
 from web import Web, moved, ok
 
 from tilerank.runtime.media.errors import MediaError
@@ -66,10 +66,6 @@ def anywhere(address: str) -> bool:
 
 def loopback_alone(address: str) -> bool:
     return address in ("127.0.0.1", "::1")
-
-
-def data_url(data: bytes) -> str:
-    return f"data:image/png;base64,{base64.b64encode(data).decode()}"
 
 
 def test_data_urls_are_always_read() -> None:

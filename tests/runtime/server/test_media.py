@@ -13,6 +13,7 @@ from typing import Any
 
 import httpx
 import pytest
+from chat_parts import clip, data_url, image, text, user
 from command import DEMO
 from media_files import DEMO_VL, encoded, picture, video
 from web import Web, moved, ok
@@ -38,27 +39,11 @@ TOKENIZER = Tokenizer(DEMO_VL)
 CHAT = "/v1/chat/completions"
 
 
-def data_url(data: bytes) -> str:
-    return f"data:application/octet-stream;base64,{base64.b64encode(data).decode()}"
-
-
 SMALL, WIDE = encoded(picture(60, 50)), encoded(picture(160, 32), "JPEG")
 CLIP = video(4, 64, 48, rate=2)
 
 
-def image(data: bytes | str) -> dict[str, Any]:
-    return {"type": "image_url", "image_url": {"url": data if isinstance(data, str) else data_url(data)}}
-
-
 SOUND = {"type": "input_audio", "input_audio": {"data": "YWJj", "format": "wav"}}
-
-
-def text(words: str) -> dict[str, Any]:
-    return {"type": "text", "text": words}
-
-
-def user(*parts: dict[str, Any]) -> dict[str, Any]:
-    return {"role": "user", "content": list(parts)}
 
 
 class Server:
@@ -143,7 +128,7 @@ def test_media_in_any_order_over_several_turns() -> None:
         answer = await server.chat(
             user(image(WIDE), text("a wide one"), image(SMALL)),
             {"role": "assistant", "content": "Yes."},
-            user(text("and a clip"), {"type": "video_url", "video_url": {"url": data_url(CLIP)}}, image(WIDE)),
+            user(text("and a clip"), clip(CLIP), image(WIDE)),
             n=2,
         )
         assert answer.status_code == 200, answer.text
@@ -269,7 +254,7 @@ def refused(answer: httpx.Response) -> str:
         ([image("http://example.com/x.png")], "--allowed-media-domains"),
         ([image("file:///etc/passwd")], "not below --allowed-local-media-path"),
         ([image("picture.png")], "expected a data:, http:, https: or file: URL"),
-        ([{"type": "video_url", "video_url": {"url": data_url(SMALL)}}], "messages: "),
+        ([clip(SMALL)], "messages: "),
         ([{"type": "video", "video": []}], "messages: .*at least one frame"),
         ([{"type": "image_url"}], "messages: .*expected the field image_url, found none"),
         ([{"type": "image_url", "image_url": {"url": 5}}], "messages: .*expected a URL"),
