@@ -76,13 +76,37 @@ class TalkerRows:
     codes: Sequence[Tensor] = ()
 
 
+class SoundState:
+    """What a vocoder keeps of a sound from one part to the next."""
+
+
+class Vocoder(Layer):
+    """Turns frames of codes into samples; whole on every rank.
+
+    frame_samples: samples of a frame. late_samples: how many fewer the first frame of a sound has.
+    """
+
+    frame_samples: int
+    late_samples: int
+
+    @abstractmethod
+    def begin(self) -> SoundState:
+        """Return the state of a sound that begins."""
+
+    @abstractmethod
+    def decode(self, codes: Tensor, state: SoundState) -> Tensor:
+        """Return the samples, float32 [n], of the next frames of a sound, and update its state. codes: [frames, codes
+        of a frame] int64."""
+
+
 class Speaker(Layer):
-    """Turns an answer into frames of codes; cut over the ranks.
+    """Turns an answer into frames of codes; cut over the ranks. vocoder: turns them into samples.
 
     kept_layer: the layer of the text model, counted from 1, whose output the talker reads at tokens of media. codes: of
     a frame. hidden: of the talker. context_length: rows of the talker's longest sequence.
     """
 
+    vocoder: Vocoder
     kept_layer: int
     codes: int
     hidden: int

@@ -148,7 +148,7 @@ class Worker:
         if self._model.speaker is not None:
             graphs = self._step_graphs() if self._graphs else None
             self.speech = SpeechRank(
-                self._model.speaker, dtype, tokens=talker_tokens, max_frames=MAX_RUNNING, graphs=graphs
+                self._model.speaker, dtype, group, tokens=talker_tokens, max_frames=MAX_RUNNING, graphs=graphs
             )
 
     @property

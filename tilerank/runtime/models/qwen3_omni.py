@@ -1,4 +1,4 @@
-"""Qwen3-Omni (arXiv 2509.17765): the decoder of Qwen3-MoE, towers for pictures, videos and sound, and a talker.
+"""Qwen3-Omni (arXiv 2509.17765): the decoder of Qwen3-MoE, towers for pictures, videos and sound, talker and code2wav.
 
 The tower of pictures is that of Qwen3-VL under other names. Releases that do not speak have no talker.
 """
@@ -19,11 +19,14 @@ from ..media.qwen3_omni_settings import read_preprocessing
 from ..media.settings import NESTED, PICTURES
 from ..media.sound import audio_tokens
 from ..model import Encoder
+from ..speech.sound_rank import CHUNK_FRAMES, CONTEXT_FRAMES
 from .audio import AudioTower
 from .audio_config import read_audio_config
 from .decoder import Decoder, DecoderNames
 from .qwen import qwen3_decoder
 from .qwen_moe import read_experts_config, sparse_mlps
+from .speech.code2wav import Code2Wav
+from .speech.code2wav_config import read_code2wav_config
 from .talker import Talker
 from .text_config import read_text_config
 from .vision import Grid, MergerNames, VisionTower, pieces
@@ -93,12 +96,15 @@ def qwen3_omni_moe(card: ModelCard, sharding: Sharding) -> Decoder:
         floats,
     )
     speaks = card.fields.flag("enable_audio_output") or not card.fields.has("enable_audio_output")
-    names = replace(_NAMES, left_out=("code2wav.",) if speaks else _SPEECH)
+    names = replace(_NAMES, left_out=() if speaks else _SPEECH)
     mlp = sparse_mlps(c, experts, sharding)
     decoder = qwen3_decoder(card, c, sharding, names=names, encoder=encoder, mlp=mlp)
     if speaks:
         talker, levels = card.fields.object("talker_config"), len(vision.deepstack)
-        decoder.speaker = Talker(card, talker, c, levels, sharding, lambda ids: decoder.embedding(ids))
+        speaker = Talker(card, talker, c, levels, sharding, lambda ids: decoder.embedding(ids))
+        code2wav = read_code2wav_config(card.fields.object("code2wav_config"), speaker.codes)
+        speaker.vocoder = Code2Wav("code2wav", code2wav, CHUNK_FRAMES + CONTEXT_FRAMES, floats)
+        decoder.speaker = speaker
     return decoder
 
 

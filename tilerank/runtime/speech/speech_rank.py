@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 
 from tilerank.kernels.kv_pages import PAGE_TOKENS
+from tilerank.parallel.group import Group
 
 from ..batch import Batch, BatchFiller, Held, LogitRows, padded_size
 from ..caches.cache import allocate, bytes_per_token, num_pages
-from ..errors import EngineError
 from ..rank_messages import Chunk, Step
 from ..speaker import Additions, Choice, FrameInputs, Passes, Speaker, TalkerRows
 from ..step_graphs import StepGraphs
+from .sound_rank import SoundRank
 from .speech_messages import Frame, SpeechStep, TalkerChunk
 
 TALKER_TOKENS = 32768
@@ -61,9 +62,17 @@ class SpeechRank:
     """
 
     def __init__(
-        self, speaker: Speaker, dtype: torch.dtype, *, tokens: int, max_frames: int, graphs: StepGraphs | None
+        self,
+        speaker: Speaker,
+        dtype: torch.dtype,
+        group: Group,
+        *,
+        tokens: int,
+        max_frames: int,
+        graphs: StepGraphs | None,
     ) -> None:
         self._speaker = speaker
+        self._sounds = SoundRank(speaker.vocoder, group)
         self._graphs = graphs
         self._held: dict[int, HeldSpeech] = {}
         self.pages = num_pages(tokens)
@@ -112,13 +121,10 @@ class SpeechRank:
             held.kept = indices, mine
 
     def run(self, step: SpeechStep) -> Spoken:
-        """Compute a step. All ranks call this with the same step. Raises EngineError if it asks for sound."""
-        if step.sounds:
-            raise EngineError(
-                f"speech of sequence {step.sounds[0].sequence}: expected codes alone, found sound to compute"
-            )
+        """Compute a step. All ranks call this with the same step. Raises EngineError if sounds have gaps."""
         for number in step.finished:
             self._held.pop(number, None)
+            self._sounds.forget(number)
         for chunk in step.chunks:
             self._held.setdefault(chunk.sequence, HeldSpeech()).pages.extend(chunk.new_pages)
         for frame in step.frames:
@@ -129,7 +135,8 @@ class SpeechRank:
         if step.frames:
             rows, codes = self._speak(step.frames)
             logits.append(rows)
-        return Spoken(torch.cat(logits) if logits else torch.zeros(0, 1), codes, [])
+        samples = self._sounds.run(step.sounds, {s.sequence: self._held[s.sequence].codes for s in step.sounds})
+        return Spoken(torch.cat(logits) if logits else torch.zeros(0, 1), codes, samples)
 
     def _read(self, chunks: Sequence[TalkerChunk]) -> Tensor:
         """Compute chunks of prompts. Returns logits [m, codes of the talker] of those that are the last of a prompt."""

@@ -1,0 +1,91 @@
+"""Causal convolutions over the rows of a sound, as products with packed weights.
+
+A row is a moment, its columns are channels. A wrong argument raises KernelError naming it, what was expected and what
+was found.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import check
+from .errors import KernelError
+from .linear import linear
+from .reference import convolution as reference
+from .weight import Weight, round_up
+
+TAP_UNIT = 32
+"""Columns of a weight that belong to a tap begin at a multiple of this (csrc/linear/pack.h: kTileK)."""
+
+
+class Snake(NamedTuple):
+    """SnakeBeta (arXiv 2006.08195): x + magnitude * sin(frequency * x)^2. Both: [n] float32, one of each channel."""
+
+    frequency: Tensor
+    magnitude: Tensor
+
+
+def tap_columns(channels: int, taps: int) -> int:
+    """Return how many columns of a weight belong to a tap; those after the channels are zero."""
+    return channels if taps == 1 else round_up(channels, TAP_UNIT)
+
+
+def convolve_(
+    x: Tensor,
+    w: Weight,
+    bias: Tensor | None = None,
+    *,
+    taps: int = 1,
+    dilation: int = 1,
+    scale: Tensor | None = None,
+    residual: Tensor | None = None,
+    out: Tensor | None = None,
+    snake: Snake | None = None,
+    activated: Tensor | None = None,
+) -> None:
+    """Write y[t] = residual[t] + scale * (bias + sum over i of weight_i @ x[t + i * dilation]) to `out`, and its snake
+    to `activated`; either may be None.
+
+    x: [m + (taps - 1) * dilation, c], dtype `w.format.activations`, with contiguous rows. w: [n, taps * tap_columns],
+    the weights of tap i from column i * tap_columns on. bias: [n] float32 or bfloat16; scale: [n] float32, default 1;
+    residual: [m, n] of x's dtype; out, activated: [m, n] float32 or bfloat16; all with contiguous rows. `out` may be
+    `residual`. All arithmetic is fp32, and each result is rounded once. A row of the results depends only on the rows
+    of x that it reads.
+    """
+    columns = tap_columns(x.shape[-1], taps)
+    if x.ndim != 2 or x.dtype != w.format.activations or w.k != taps * columns or x.stride(-1) != 1:
+        raise KernelError(
+            f"convolve_: x: expected rows of {taps} taps of {w.k} {w.format.activations} columns for the weight, found "
+            f"{list(x.shape)} {x.dtype}"
+        )
+    m = x.shape[0] - (taps - 1) * dilation
+    for name, given in (("out", out), ("activated", activated)):
+        if given is not None:
+            check.tensor("convolve_", name, given, (m, w.n), check.ACTIVATION_DTYPES)
+    if bias is not None:
+        check.tensor("convolve_", "bias", bias, (w.n,), check.ACTIVATION_DTYPES)
+    if scale is not None:
+        check.tensor("convolve_", "scale", scale, (w.n,), torch.float32)
+    if residual is not None:
+        check.tensor("convolve_", "residual", residual, (m, w.n), x.dtype)
+    if (snake is None) != (activated is None):
+        raise KernelError("convolve_: expected a snake and what receives it, found one of them")
+    if snake is not None:
+        check.tensor("convolve_", "frequency", snake.frequency, (w.n,), torch.float32)
+        check.tensor("convolve_", "magnitude", snake.magnitude, (w.n,), torch.float32)
+    if not m:
+        return
+    y = linear(reference.unfold(x, taps, dilation), w, bias, out_dtype=torch.float32)
+    reference.finish(y, scale, residual, out, snake, activated)
+
+
+def convolve_channels(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """Return bias + sum over i of weight[i] * x[t + i], a convolution of each channel alone, in fp32, rounded once.
+
+    x: [m + taps - 1, c]; weight: [taps, c], bias: [c], of its dtype. Returns [m, c].
+    """
+    check.tensor("convolve_channels", "x", x, (None, None), check.ACTIVATION_DTYPES)
+    check.tensor("convolve_channels", "weight", weight, (None, x.shape[1]), x.dtype)
+    check.tensor("convolve_channels", "bias", bias, (x.shape[1],), x.dtype)
+    return reference.convolve_channels(x, weight, bias)
