@@ -109,10 +109,16 @@ class GenerateJob:
         self._plan: Plan | None = None  # on the first rank of each host
 
     def prepare(self) -> None:
-        card = read_card_without_torch(self._model_dir)
-        quantize.check(self._args, card)
+        card = self.checked_card()
         self._tokenizer = Tokenizer(self._model_dir)
         self._prompts = prompts.encode(prompts.read_prompts(self._args), self._args, self._tokenizer, card)
+
+    def checked_card(self) -> ModelCard:
+        """Return the model's card. ConfigError or LaunchError for options that do not agree with it."""
+        card = read_card_without_torch(self._model_dir)
+        quantize.check(self._args, card)
+        prompts.context_length(self._args, card)
+        return card
 
     def memory_refusal(self, size: int, here: range, placement: Placement) -> str | None:
         from tilerank.runtime import registry

@@ -208,6 +208,7 @@ class ServeJob(GenerateJob):
         from tilerank.loader.tokenizer import Tokenizer
         from tilerank.runtime.media.registry import load_processor
 
+        self.checked_card()
         media_options.check(self._args, load_processor(self._model_dir, Tokenizer(self._model_dir)))
         read_sampling_defaults(self._model_dir)
         if CONTROL not in os.environ:
