@@ -68,9 +68,9 @@ test-sanitize: environment
 	    ASAN_OPTIONS=detect_leaks=0 PYTHONMALLOC=malloc $(call on_build,sanitized) $(PYTEST) $(CORE_TESTS)
 	$(BIN)/pytest $(THREAD_TESTS)
 
-AMX_TESTS := $(CORE_TESTS) $(addprefix tests/runtime/test_,exact.py engine.py kv_cache.py quantized.py)
+AMX_TESTS := $(addprefix tests/runtime/test_,exact.py engine.py kv_cache.py quantized.py)
 
-# test-amx: kernels and models on the amx rung of a core that emulates AMX tiles; needs AVX-512 with bf16, not AMX
+# test-amx: models on the amx rung of a core that emulates AMX tiles, as test-sanitize has the kernels; needs AVX-512 with bf16, not AMX
 test-amx: environment
 	$(call build,emulated,TILERANK_EMULATE_AMX=1)
 	TILERANK_TEST_RUNG=amx $(call on_build,emulated) $(PYTEST) --dist loadfile $(AMX_TESTS)
