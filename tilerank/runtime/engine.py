@@ -4,7 +4,7 @@ Each step goes to all ranks as one message (rank_messages.py); a Worker on every
 """
 
 import time
-from collections.abc import Generator, Iterable
+from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any
@@ -20,15 +20,24 @@ from .caches.source_pool import SourcePool
 from .caches.state_pool import StatePool
 from .counters import RankCounters
 from .errors import RequestError
+from .events import Completed as Completed
+from .events import Event as Event
+from .events import Failed as Failed
+from .events import Scored as Scored
+from .events import SoundEvent as SoundEvent
+from .events import TokenEvent as TokenEvent
 from .grammar_masks import GrammarMasks, collect_masks
 from .media_encoding import MediaEncoding
-from .params import Start
+from .params import SpeechParams, Start
 from .prompt import MM_CACHE_BYTES, Prompt
 from .prompt_checks import check_media, check_prompt
 from .rank_messages import Count, Step
-from .sampling import Choice, Logprobs, SamplingParams
+from .sampling import Choice, SamplingParams
 from .scheduler import SCORE_ROWS, Scheduled, Scheduler
 from .sequence import Sequence, next_chunk, sights_of
+from .speech.speaking import Speaking
+from .speech.speech_settings import read_speech_settings
+from .speech.talker_prompt import TalkerPrompt
 from .worker import MAX_RUNNING, Worker
 
 PREFILL_CHUNK = 2048
@@ -41,65 +50,6 @@ class Request:
 
     prompt: Prompt
     params: SamplingParams = field(default_factory=SamplingParams)
-
-
-@dataclass(frozen=True)
-class TokenEvent:
-    """A generated token of request number `request`. The last token of a request has a finish_reason: "stop" (the
-    token is an end-of-sequence or stop token) or "length".
-
-    time_s: when its step was done, on the clock of `time.monotonic`. start: of the first event of a request.
-    """
-
-    request: int
-    token_id: int
-    time_s: float
-    finish_reason: str | None = None
-    logprobs: Logprobs | None = None
-    start: Start | None = None
-
-
-@dataclass(frozen=True)
-class Scored:
-    """Log-probabilities of the next tokens of the prompt of request number `request`, from the second token on.
-
-    finish_reason: "length" if the prompt is complete and no token is to be generated.
-    """
-
-    request: int
-    logprobs: list[Logprobs]
-    finish_reason: str | None = None
-    start: Start | None = None
-
-
-@dataclass(frozen=True)
-class SoundEvent:
-    """The next sound of request number `request`: samples of 16 bits, little-endian, 24,000 a second.
-
-    A request that speaks ends with an event whose `last` is true, after the last token of its text.
-    """
-
-    request: int
-    samples: bytes
-    last: bool
-
-
-@dataclass(frozen=True)
-class Completed:
-    """The grammar of request number `request` allows no further token. No token is generated for this."""
-
-    request: int
-
-
-@dataclass(frozen=True)
-class Failed:
-    """Request number `request` gets no more tokens, because it cannot go on."""
-
-    request: int
-    sentence: str
-
-
-Event = Scored | TokenEvent | SoundEvent | Completed | Failed
 
 
 class Engine:
@@ -125,7 +75,9 @@ class Engine:
         )
         self._encoding = MediaEncoding(worker, self._encodings)
         self._grammar_masks = GrammarMasks(worker.model_dir, self.card.vocab_size)
-        self._requests: dict[int, Sequence] = {}
+        settings = read_speech_settings(self.card)
+        self._speaking = Speaking(worker, settings) if settings else None
+        self._requests: dict[int, Sequence] = {}  # whose texts are not complete
         self._next_request = 0
         self._prompt_tokens = self._generated_tokens = 0
 
@@ -135,8 +87,8 @@ class Engine:
 
     @property
     def busy(self) -> bool:
-        """Whether any request waits or runs."""
-        return bool(self._requests)
+        """Whether any request waits, runs or speaks."""
+        return bool(self._requests) or (self._speaking is not None and self._speaking.busy)
 
     def state(self) -> dict[str, Any]:
         """Return the fields of server/messages.py: State."""
@@ -156,6 +108,7 @@ class Engine:
             "source_pages_used": 0 if self._sources is None else self._sources.in_use,
             "queried_tokens": scheduler.queried_tokens,
             "hit_tokens": scheduler.hit_tokens,
+            **(self._speaking.state() if self._speaking else {}),
         }
 
     def cancel(self, number: int, *, share: bool = True) -> None:
@@ -163,15 +116,21 @@ class Engine:
 
         share: whether later requests may use the pages that it has filled.
         """
-        self._scheduler.remove(self._requests.pop(number), share=share)
-        self._encoding.stop_if_unused()
+        if number in self._requests:
+            self._scheduler.remove(self._requests.pop(number), share=share)
+            self._encoding.stop_if_unused()
+        if self._speaking is not None:
+            self._speaking.cancel(number)
 
     def step(self) -> list[Event]:
-        """Compute one step of the requests that run, and return the events of it.
+        """Compute one step of the texts that run, and one of the speeches, and return the events of both.
 
-        Before it, pieces of the encoding or the source that a prompt waits for are computed: few, if other sequences
+        Before them, pieces of the encoding or the source that a prompt waits for are computed: few, if other sequences
         can go on.
         """
+        return self._step_texts() + self._step_speeches()
+
+    def _step_texts(self) -> list[Event]:
         ended = self._collect_grammar_masks()
         self._encoding.advance(self._scheduler.next_encoding(), alone=not self._scheduler.can_step)
         scheduled = self._scheduler.schedule()
@@ -187,9 +146,18 @@ class Engine:
             ended += self._score_prompts(scheduled, logits)
         return ended + self._sample(scheduled, logits)
 
-    def generate(self, requests: Iterable[Request]) -> Generator[TokenEvent]:
+    def _step_speeches(self) -> list[Event]:
+        events: list[Event] = [] if self._speaking is None else [*self._speaking.step()]
+        for event in events:
+            if isinstance(event, Failed):
+                self.cancel(event.request)
+        return events
+
+    def generate(
+        self, requests: Iterable[Request], on_sound: Callable[[SoundEvent], None] | None = None
+    ) -> Generator[TokenEvent]:
         """Run all requests together and yield their tokens as they come, numbered as in `requests`, with seconds since
-        the call.
+        the call. on_sound: is called with the sound of those that speak, numbered in the same way.
 
         Raises RequestError for a request that cannot run, before any of them runs, or whose grammar fails.
         """
@@ -197,14 +165,16 @@ class Engine:
         sequences = [self._admissible(f"request {index}", request) for index, request in enumerate(requests)]
         index_of = {self._add(sequence): index for index, sequence in enumerate(sequences)}
         try:
-            while self._requests:
+            while self.busy:
                 for event in self.step():
                     if isinstance(event, Failed):
                         raise RequestError(f"request {index_of[event.request]}: {event.sentence}")
                     if isinstance(event, TokenEvent):
                         yield replace(event, request=index_of[event.request], time_s=event.time_s - began)
+                    if isinstance(event, SoundEvent) and on_sound is not None:
+                        on_sound(replace(event, request=index_of[event.request]))
         finally:
-            for number in index_of.keys() & self._requests.keys():
+            for number in index_of:
                 self.cancel(number)
 
     def score(self, prompt: Prompt) -> Tensor:
@@ -234,12 +204,17 @@ class Engine:
             sequence.grammar_mask = self._grammar_masks.open(sequence.params.grammar)
         self._requests[sequence.request] = sequence
         self._scheduler.add(sequence)
+        if self._speaking is not None and sequence.talker is not None:
+            self._speaking.add(sequence)
         return sequence.request
+
+    def _talker_prompt(self, request: Request, speech: SpeechParams) -> TalkerPrompt:
+        if self._speaking is None:
+            raise RequestError("speech: expected a model that speaks, found one without a talker")
+        return self._speaking.prompt(request.prompt, request.params, speech)
 
     def _admissible(self, where: str, request: Request, new_tokens: int = 1) -> Sequence:
         """Return a sequence for the request. Raises RequestError if it can never run with at least `new_tokens`."""
-        if request.params.speech is not None:
-            raise RequestError(f"{where}: this engine does not speak")
         prompt, worker, vocab, limit = request.prompt, self.worker, self.card.vocab_size, self.card.context_length
         try:
             check_prompt(prompt, worker.input_ids, limit, worker.position_axes, worker.source_axes)
@@ -247,6 +222,7 @@ class Engine:
             self._encodings.check_fits(media)
             if self._sources is not None:
                 self._sources.check_fits(sum(segment.count for segment in prompt.source))
+            talker = None if request.params.speech is None else self._talker_prompt(request, request.params.speech)
         except RequestError as e:
             raise RequestError(f"{where}: {e}") from e
         for name, token in request.params.named_ids:
@@ -260,7 +236,7 @@ class Engine:
             )
         new = min(request.params.max_new_tokens, max(limit - length - max(prompt.shift, 0), 1))
         params = replace(request.params, max_new_tokens=new)
-        sequence = Sequence(self._next_request, params, prompt, media)
+        sequence = Sequence(self._next_request, params, prompt, media, talker)
         if num_pages(sequence.max_cached) > self._pool.total:
             raise RequestError(
                 f"{where}: {length} prompt tokens and {new} new ones need a KV cache of "
@@ -325,7 +301,10 @@ class Engine:
             return self._fail(sequence)
         sequence.append(choice.token_id)
         reason = self._finish_reason(sequence)
-        if reason is not None:
+        if reason is not None and sequence.talker is not None and self._speaking is not None:
+            self._scheduler.remove(self._requests.pop(sequence.request))
+            self._speaking.end_text(sequence.request)
+        elif reason is not None:
             self.cancel(sequence.request)
         elif sequence.grammar_mask is not None:
             sequence.grammar_mask.advance(choice.token_id)
@@ -360,6 +339,7 @@ class Engine:
             [] if states is None else list(states.copies),
             [] if states is None else [sequence.state_slot for sequence, _ in scheduled],
             [sights for sequence, chunk in scheduled if (sights := sights_of(sequence, chunk)) is not None],
+            [] if self._speaking is None else self._speaking.kept(scheduled),
         )
         if states is not None:
             states.copies.clear()

@@ -15,6 +15,7 @@ from tilerank.parallel.sharding import Sharding
 from . import models
 from .media.mllama_intermediate import Intermediate, with_intermediate
 from .model import Model
+from .speech.speech_settings import silenced
 
 Builder = Callable[[ModelCard, Sharding], Model]
 
@@ -24,15 +25,18 @@ def build_model(card: ModelCard, sharding: Sharding) -> Model:
     return _builders()[card.model_type](card, sharding)
 
 
-def read_supported_card(model_dir: Path, mllama_intermediate: Intermediate | None = None) -> ModelCard:
+def read_supported_card(
+    model_dir: Path, mllama_intermediate: Intermediate | None = None, *, no_talker: bool = False
+) -> ModelCard:
     """Read the card of a checkpoint. ConfigError names an unknown family before any field that it spells otherwise.
 
-    mllama_intermediate: as in `with_intermediate`.
+    mllama_intermediate: as in `with_intermediate`. no_talker: for a model that speaks without its speech.
     """
     fields = read_config_fields(model_dir)
     if fields.text("model_type") not in _builders():
         raise fields.fail("model_type", f"one of {', '.join(sorted(_builders()))}")
-    return with_intermediate(read_card(model_dir), mllama_intermediate)
+    card = with_intermediate(read_card(model_dir), mllama_intermediate)
+    return silenced(card) if no_talker else card
 
 
 @cache

@@ -131,7 +131,7 @@ def _process(values: Tensor, row: Row) -> None:
         values[list(p.logit_bias)] += torch.tensor(list(p.logit_bias.values()))
     if p.repetition_penalty != 1:
         # Ids beyond the logits are placeholders of pictures, which are never generated.
-        seen = torch.tensor(sorted({token for token in row.tokens if token < len(values)}))
+        seen = torch.tensor(sorted({token for token in row.tokens if token < len(values)}), dtype=torch.int64)
         old = values[seen]
         values[seen] = torch.where(old > 0, old / p.repetition_penalty, old * p.repetition_penalty)
     if p.presence_penalty or p.frequency_penalty:

@@ -15,13 +15,15 @@ from .grammar_masks import GrammarMask
 from .prompt import Place, Prompt
 from .rank_messages import Chunk, Insert, Sights
 from .sampling import SamplingParams
+from .speech.talker_prompt import TalkerPrompt
 
 
 @dataclass(eq=False)
 class Sequence:
     """A request that waits or runs.
 
-    media: what its encodings take, in the order of `prompt.media`. tokens: the prompt and the tokens generated so far;
+    media: what its encodings take, in the order of `prompt.media`. talker: what its talker reads; None for text that is
+    not spoken. tokens: the prompt and the tokens generated so far;
     the KV cache holds the first `cached` of them. keys: what their pages are shared by (prompt.py). number: names the
     sequence in messages to the ranks; a new one for each admission, -1 while it waits. encodings: by medium, those of
     which it still has to insert tokens; none while it waits. pages_sent: how many of its pages the other ranks have
@@ -36,6 +38,7 @@ class Sequence:
     params: SamplingParams
     prompt: Prompt
     media: list[Wanted] = field(default_factory=list)
+    talker: TalkerPrompt | None = None
     tokens: list[int] = field(init=False)
     keys: list[int] = field(init=False)
     number: int = -1
@@ -129,6 +132,9 @@ class Sequence:
     @property
     def reusable_keys(self) -> list[int]:
         """The keys of the tokens that need not be computed if the cache has them, and of one more token."""
+        if self.talker is not None and self.prompt.places and len(self.tokens) == self.prompt_len:
+            # The talker needs the hidden states of media, which the cache does not have.
+            return self.keys[: self.prompt.places[0].start + 1]
         return self.keys[: self.scored + 1] if self.scoring else self.keys
 
     @property

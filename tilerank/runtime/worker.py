@@ -72,8 +72,8 @@ class Worker:
     caches/state_pool.py: num_states). cached_tokens: how many of them a step is expected to read, for the cost of a cut
     (default: all). source_bytes: of keys and values of encodings, if the model has cross-attention. talker_tokens: in
     the cache of the talker, if the model speaks.
-    mllama_intermediate: as in media/mllama_intermediate.py. eager: compute steps while the model's Python runs instead
-    of recording them first (step_graphs.py).
+    mllama_intermediate: as in media/mllama_intermediate.py. no_talker: leave speech out. eager: compute steps while the
+    model's Python runs instead of recording them first (step_graphs.py).
 
     Raises ConfigError, CheckpointError, ShardError, and EngineError for a context length that the model cannot have.
     """
@@ -95,12 +95,14 @@ class Worker:
         source_bytes: int = SOURCE_BYTES,
         talker_tokens: int = TALKER_TOKENS,
         mllama_intermediate: Intermediate | None = None,
+        no_talker: bool = False,
         eager: bool = False,
     ) -> None:
         self.model_dir = model_dir
         self.team = team
         self.dtype = dtype
-        self.card = _with_context_length(read_supported_card(model_dir, mllama_intermediate), context_length)
+        card = read_supported_card(model_dir, mllama_intermediate, no_talker=no_talker)
+        self.card = _with_context_length(card, context_length)
         self.max_total_tokens = max_total_tokens or expected_tokens(self.card.context_length)
         self.pages = num_pages(self.max_total_tokens)
         """Pages of the cache that sequences may have."""

@@ -1,8 +1,5 @@
 """The talker and the code predictor of Qwen3-Omni against transformers: logits of first codes, and all codes."""
 
-import json
-import subprocess
-import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -12,34 +9,7 @@ import pytest
 from ranks import run_ranks
 from rungs import COMPILED, RUNGS
 
-START, END = "<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n"
-CASES: dict[str, list[Any]] = {
-    "text": [["text", f"{START}Say hello.{END}"]],
-    "media": [
-        ["text", f"<|im_start|>system\nBe kind.<|im_end|>\n{START}"],
-        ["image", 90, 60],
-        ["audio", 9000],
-        ["text", f"Do they fit?{END}"],
-    ],
-    "turns": [["text", f"{START}One?{END}Yes.<|im_end|>\n{START}Two, and three?{END}"]],
-}
-"""A prompt of one turn; media after a system prompt, which the talker does not read; two turns of the user."""
-DIMS = {"heads": 6, "kv_heads": 3, "hidden": 112, "vocab": 2000, "experts": 7, "moe_inter": 80}
-NEW_TOKENS, FRAMES, SAMPLINGS = 6, 9, 5
-"""The talker speaks three tokens and the end of the text, and then goes on."""
-
-
-@pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory of a checkpoint and of what transformers says with it (reference_speech.py)."""
-    out = tmp_path_factory.mktemp("speech")
-    job = out / "job.json"
-    counts = {"new_tokens": NEW_TOKENS, "frames": FRAMES, "samplings": SAMPLINGS}
-    job.write_text(json.dumps({"out": str(out), "seed": 5, "dims": DIMS, "cases": CASES, **counts}))
-    script = Path(__file__).parents[2] / "support" / "tools" / "reference_speech.py"
-    subprocess.run([sys.executable, str(script), str(job)], check=True, stdout=subprocess.DEVNULL, timeout=300)
-    return out
-
+from tests.runtime.omni.speech_cases import CASES, FRAMES, NEW_TOKENS
 
 Run = Callable[..., list[dict[str, Any]]]
 

@@ -5,9 +5,9 @@
 JOB.json: {"out": directory, "seed": n, "dims": {...}, "cases": {name: [part, ...]}, "new_tokens": n, "frames": n,
 "samplings": n}; parts as in reference_omni.py. It makes the checkpoint `out/omni` and writes `out/omni.safetensors`
 with, for each case: `<case>.ids` (the prompt and n greedy tokens), the media of its parts, `<case>.positions` [3, rows]
-of the talker's rows, `<case>.codes` [frames, groups] of greedy frames, and `<case>.logits` [frames, vocab] of their
-first codes. Of the first frame of the first case it writes `draws` [samplings, groups - 1] and `sampled`, the codes
-that these numbers choose. All in fp32.
+of the talker's rows, `<case>.codes` [frames, groups] of greedy frames, `<case>.logits` [frames, vocab] of their first
+codes, and `<case>.wave` [samples]. Of the first frame of the first case it writes `draws` [samplings, groups - 1] and
+`sampled`, the codes that these numbers choose. All in fp32.
 """
 
 import json
@@ -43,11 +43,12 @@ class Heard:
 
         talker.model.register_forward_hook(on_rows, with_kwargs=True)
         talker.codec_head.register_forward_hook(lambda _, __, found: self.logits.append(found[0, -1].float()))
-        model.code2wav.chunked_decode = self.decode
+        self._decode, model.code2wav.chunked_decode = model.code2wav.chunked_decode, self.decode
 
-    def decode(self, codes: Tensor, **_: Any) -> Tensor:
+    def decode(self, codes: Tensor, **how: Any) -> Tensor:
         self.codes.append(codes[0].T)
-        return torch.zeros(1, 1, 1)
+        wave: Tensor = self._decode(codes, **how)
+        return wave
 
     def taken(self) -> dict[str, Tensor]:
         found = {
@@ -91,7 +92,7 @@ def reference(model_dir: Path, job: dict[str, Any]) -> dict[str, Tensor]:
     answer: dict[str, Tensor] = {}
     for name, parts in job["cases"].items():
         arguments, kept = reference_omni.case_inputs(processor, parts)
-        ids, _ = model.generate(
+        ids, wave = model.generate(
             **arguments,
             return_audio=True,
             thinker_max_new_tokens=job["new_tokens"],
@@ -99,11 +100,10 @@ def reference(model_dir: Path, job: dict[str, Any]) -> dict[str, Tensor]:
             thinker_eos_token_id=None,
             talker_max_new_tokens=job["frames"] + 1,
             talker_do_sample=False,
-            talker_repetition_penalty=1.0,
         )
         past = heard.hidden[0]
         answer |= {f"{name}.{key}": value for key, value in (kept | heard.taken()).items()}
-        answer[f"{name}.ids"] = ids[0].clone()
+        answer |= {f"{name}.ids": ids[0].clone(), f"{name}.wave": wave.flatten()}
         if "draws" not in answer:
             draws = torch.rand(job["samplings"], answer[f"{name}.codes"].shape[1] - 1)
             first = int(answer[f"{name}.codes"][0, 0])

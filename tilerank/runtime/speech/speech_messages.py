@@ -1,8 +1,8 @@
 """The messages of rank 0 about speech: one `SpeechStep` at a time, for all sequences that speak.
 
-A speaking sequence has the number of its text sequence. Its talker reads rows: those of the user's turns and of the
-beginning of the answer, then one for every frame. A frame is 80 ms of sound and has 16 codes: the talker gives the
-first, the code predictor the others.
+A speaking sequence has the number of its text sequence, until it is moved. Its talker reads rows: those of the user's
+turns and of the beginning of the answer, then one for every frame. A frame is 80 ms of sound and has 16 codes: the
+talker gives the first, the code predictor the others.
 """
 
 import msgspec
@@ -55,8 +55,10 @@ class Sound(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SpeechStep(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Drop the speech of the sequences `finished`; then compute chunks of talker prompts, frames, and sound.
+    """Compute chunks of talker prompts, then frames, then sound. Before that, workers drop the speech of the sequences
+    `finished`.
 
+    moved: (sequence, new number): these have lost their pages, and begin again under a new number.
     The logits of a step are those of its last chunks and then those of its frames, in this order.
     """
 
@@ -64,3 +66,4 @@ class SpeechStep(msgspec.Struct, frozen=True, array_like=True, tag=True):
     frames: list[Frame]
     sounds: list[Sound]
     finished: list[int]
+    moved: list[tuple[int, int]] = []

@@ -77,6 +77,10 @@ class SpeechRank:
         self._held: dict[int, HeldSpeech] = {}
         self.pages = num_pages(tokens)
         """Pages of the talker's cache that sequences may have."""
+        self.longest = min(self.pages * PAGE_TOKENS, speaker.context_length)
+        """Rows of the longest sequence of the talker."""
+        self.codes = speaker.codes
+        """Codes of a frame."""
         rows = padded_size(max_frames)
         self._caches = allocate(speaker.cache_specs(), (self.pages + 1) * PAGE_TOKENS)
         self._frame_caches = allocate(speaker.frame_cache_specs(), rows * PAGE_TOKENS)
@@ -100,7 +104,7 @@ class SpeechRank:
     @property
     def cache_bytes(self) -> int:
         """Bytes of this rank's cache with every page in use."""
-        return bytes_per_token(self._speaker.cache_specs()) * self.pages * PAGE_TOKENS
+        return talker_cache_bytes(self._speaker, self.pages * PAGE_TOKENS)
 
     def keep(self, step: Step, hidden: Tensor) -> None:
         """Keep hidden states [m, hidden of the text model] of tokens of media, those of `step.kept` in order. A
@@ -122,6 +126,9 @@ class SpeechRank:
 
     def run(self, step: SpeechStep) -> Spoken:
         """Compute a step. All ranks call this with the same step. Raises EngineError if sounds have gaps."""
+        for number, new in step.moved:
+            self._held[new] = HeldSpeech(kept=self._held.pop(number).kept)
+            self._sounds.forget(number)
         for number in step.finished:
             self._held.pop(number, None)
             self._sounds.forget(number)
@@ -219,6 +226,11 @@ class SpeechRank:
 
     def _run_once(self, forward: Callable[[], Tensor]) -> Tensor:
         return self._graphs.run_once(forward) if self._graphs else forward()
+
+
+def talker_cache_bytes(speaker: Speaker, tokens: int) -> int:
+    """Return the bytes that a rank needs to cache so many tokens of the talker, in whole pages."""
+    return bytes_per_token(speaker.cache_specs()) * num_pages(tokens) * PAGE_TOKENS
 
 
 def _chunk(chunk: TalkerChunk) -> Chunk:

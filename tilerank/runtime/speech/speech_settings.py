@@ -5,6 +5,8 @@ from dataclasses import dataclass, replace
 from tilerank.loader.card import ModelCard
 from tilerank.loader.fields import Fields
 
+SAMPLE_RATE = 24000
+"""Samples of speech in a second."""
 _SPEAKS = "enable_audio_output"
 _MAX_ID = (1 << 24) - 1
 _UNSPOKEN = 1024
@@ -18,7 +20,7 @@ class SpeechSettings:
     voices: codes of the talker by name, in lower case. start, user, assistant: token ids that open a turn and name its
     role. text_begin, text_end, text_pad: token ids that the talker reads before, after and long after a text.
     thinking: three codes that precede the voice; pad, begin: those that follow it. end: the code that ends speech.
-    codes: ids that a talker may choose as first codes are below this number, `end` aside.
+    vocab: how many codes the talker has; `codes`: how many of them it may choose for a frame, from 0 on.
     """
 
     voices: dict[str, int]
@@ -33,6 +35,7 @@ class SpeechSettings:
     begin: int
     end: int
     codes: int
+    vocab: int
 
 
 def speaks(fields: Fields) -> bool:
@@ -83,4 +86,5 @@ def read_speech_settings(card: ModelCard) -> SpeechSettings | None:
         begin=code("bos_id"),
         end=code("eos_token_id"),
         codes=vocab - _UNSPOKEN,
+        vocab=vocab,
     )

@@ -1,0 +1,214 @@
+"""The engine speaks: its codes and samples against transformers, and requests that come, wait and go."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from batching import DEMO, forget
+from ranks import run_ranks
+from safetensors.torch import load_file
+
+from tests.runtime.omni.speaking_ranks import Answer, Listener, differs, limits, prompts, request, speak, start
+from tests.runtime.omni.speech_cases import CASES, FRAMES
+from tilerank.parallel.channel import Channel
+from tilerank.parallel.group import SingleGroup
+from tilerank.parallel.join import Team
+from tilerank.runtime.engine import Engine, Failed, SoundEvent
+from tilerank.runtime.errors import RequestError
+from tilerank.runtime.params import SpeechParams
+from tilerank.runtime.prompt import Prompt
+from tilerank.runtime.speech.speech_messages import SpeechStep
+from tilerank.runtime.speech.speech_rank import Spoken
+from tilerank.runtime.worker import Worker
+
+
+@pytest.mark.parametrize(("tp", "eager"), [(1, False), (2, False), (3, False), (6, False), (1, True)])
+def test_an_engine_speaks_as_transformers_does(reference: Path, tp: int, eager: bool) -> None:
+    """Greedy codes and samples of each case alone, and of all together beside texts that are not spoken."""
+    job = {"out": str(reference), "cases": CASES, "frames": FRAMES, "eager": eager}
+    found = run_ranks(tp, "tests.runtime.omni.speaking_ranks:run", kwargs=job, timeout=200)[0]
+    assert {problem for way in found.values() for problems in way.values() for problem in problems} == set(), found
+
+
+def single() -> Team:
+    return Team(SingleGroup(), Channel(0, None, {}, 10.0))
+
+
+@pytest.fixture(scope="module")
+def made(reference: Path) -> Listener:
+    return Listener(Engine(start(single(), str(reference))))
+
+
+@pytest.fixture(scope="module")
+def wanted(reference: Path) -> dict[str, torch.Tensor]:
+    return load_file(reference / "omni.safetensors")
+
+
+@pytest.fixture(scope="module")
+def asked(reference: Path, wanted: dict[str, torch.Tensor]) -> dict[str, Prompt]:
+    return prompts(str(reference), CASES, wanted)
+
+
+@pytest.fixture
+def listener(made: Listener) -> Iterator[Listener]:
+    """An engine that ends speech after FRAMES frames. After the test, neither it nor the ranks may hold anything."""
+    with limits(FRAMES):
+        yield made
+    engine = made.engine
+    assert not engine.busy and engine._pool.free == engine._pool.total
+    assert engine._speaking is not None and engine._speaking._pool.free == engine._speaking._pool.total
+    assert engine.worker.speech is not None and not engine.worker.speech._held
+    assert not engine.worker.speech._sounds._held
+
+
+def contents(answers: list[Answer]) -> list[Any]:
+    return [(answer.tokens, answer.codes, answer.samples, answer.ended) for answer in answers]
+
+
+def test_pages_that_run_out_change_no_sound(reference: Path, asked: dict[str, Prompt], listener: Listener) -> None:
+    """Speeches wait for pages and lose them to older ones. Sound that was sent is not sent again."""
+    some = [request(asked[name], max_new_tokens=12) for name in ("text", "media", "turns", "text")]
+    small = Listener(Engine(start(single(), str(reference), talker_pages=5)))
+    with limits(60):
+        expected = contents([speak(listener, [one])[0] for one in some])
+        assert contents(speak(small, some)) == expected
+    speaking = small.engine._speaking
+    assert speaking is not None and speaking.preemptions > 1 and speaking._pool.free == 5
+    assert sum(len(step.moved) for step in small.steps) == speaking.preemptions
+
+
+def test_texts_that_are_preempted_go_on_speaking(asked: dict[str, Prompt], listener: Listener) -> None:
+    """Also before their media are heard by the talker: the ranks keep these again."""
+    some = [request(asked[name], max_new_tokens=70) for name in ("media", "text", "media", "turns")]
+    expected = contents([speak(listener, [one])[0] for one in some])
+    engine = listener.engine
+    before = engine._pool.total
+    for pages in (8, 9, 11):
+        forget(engine, pages=pages)
+        assert contents(speak(listener, some)) == expected
+        assert engine._scheduler.preemptions > 0
+    forget(engine, pages=before)
+
+
+def test_shared_pages_change_no_sound(
+    asked: dict[str, Prompt], wanted: dict[str, torch.Tensor], listener: Listener
+) -> None:
+    """The talker reads media that the cache has: those of the same prompt, now and before, spoken or not."""
+    forget(listener.engine)
+    speak(listener, [request(asked["media"], speaks=False)])
+    found = speak(listener, [request(asked["media"])] * 3) + speak(listener, [request(asked["media"])])
+    assert [differs(answer, wanted, "media") for answer in found] == [[]] * 4
+
+
+def test_a_request_ends_at_any_moment(asked: dict[str, Prompt], listener: Listener) -> None:
+    """Others go on. What it held is free at once, on the ranks as well."""
+    engine = listener.engine
+    expected = contents(speak(listener, [request(asked["text"])]))
+    for steps in range(1, 24, 2):
+        number = engine.submit(request(asked["media"]))
+        for _ in range(steps):
+            engine.step()
+        engine.cancel(number)
+        assert not engine.busy
+    for steps in range(1, 16, 3):
+        number = engine.submit(request(asked["media"]))
+        for _ in range(steps):
+            engine.step()
+        other = engine.submit(request(asked["text"]))
+        engine.step()
+        engine.cancel(number)
+        found = Answer()
+        while engine.busy:
+            for event in engine.step():
+                assert event.request == other
+                found.samples += event.samples if isinstance(event, SoundEvent) else b""
+        assert found.samples == expected[0][2]
+
+
+def test_numbers_that_are_none_fail_one_request(
+    asked: dict[str, Prompt], listener: Listener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, speak_once = listener.engine, listener.engine.worker.speak
+    expected = contents(speak(listener, [request(asked["turns"])]))
+    bad = engine.submit(request(asked["text"], max_new_tokens=40))
+    good = engine.submit(request(asked["turns"]))
+
+    def damaged(step: SpeechStep) -> Spoken:
+        spoken = speak_once(step)
+        assert engine._speaking is not None
+        speech = engine._speaking._speeches.get(bad)
+        for row, frame in enumerate(step.frames):
+            if speech is not None and frame.sequence == speech.number and speech.frames == 3:
+                spoken.logits[row - len(step.frames)] = float("nan")
+        return spoken
+
+    monkeypatch.setattr(engine.worker, "speak", damaged)
+    samples, failed = b"", []
+    while engine.busy:
+        for event in engine.step():
+            failed += [event] if isinstance(event, Failed) else []
+            samples += event.samples if isinstance(event, SoundEvent) and event.request == good else b""
+    assert [event.request for event in failed] == [bad]
+    assert failed[0].sentence.startswith("the talker computes NaN or infinity after 3 frames of this speech")
+    assert samples == expected[0][2]
+
+
+def test_seeds_give_speeches(asked: dict[str, Prompt], listener: Listener) -> None:
+    """The same seed gives the same codes and samples, whatever else speaks."""
+
+    def sampled(seed: int) -> Any:
+        return request(asked["text"], temperature=1e-5, seed=seed)
+
+    one, other = speak(listener, [sampled(1), sampled(2)])
+    (again,) = speak(listener, [sampled(1)])
+    assert contents([one]) == contents([again])
+    assert one.tokens == other.tokens and one.codes != other.codes
+    spread = [{codes[i] for codes in one.codes} for i in range(len(one.codes[0]))]
+    assert all(len(values) > 1 for values in spread)
+
+
+def test_the_first_sound_comes_while_the_text_is_written(asked: dict[str, Prompt], listener: Listener) -> None:
+    engine = listener.engine
+    engine.submit(request(asked["text"], max_new_tokens=30))
+    kinds = []
+    while engine.busy:
+        kinds += [type(event).__name__ for event in engine.step()]
+    assert 4 <= kinds[: kinds.index("SoundEvent")].count("TokenEvent") <= 7
+    assert kinds.count("TokenEvent") == 30 and kinds[-1] == "SoundEvent"
+
+
+def test_an_answer_of_its_end_alone_is_silent(asked: dict[str, Prompt], listener: Listener) -> None:
+    for name in ("text", "media"):
+        (answer,) = speak(listener, [request(asked[name], max_new_tokens=1)])
+        assert (len(answer.tokens), answer.codes, answer.samples, answer.ended) == (1, [], b"", 1)
+
+
+@pytest.mark.parametrize(
+    ("params", "sentence"),
+    [
+        ({"speech": SpeechParams("nobody")}, "voice: expected one of chelsie, ethan, aiden, found 'nobody'"),
+        ({"grammar": "start: /a+/"}, "without a grammar, of at least one new token, found a grammar"),
+        ({"max_new_tokens": 0}, "of at least one new token, found max_new_tokens 0"),
+    ],
+)
+def test_refusals(asked: dict[str, Prompt], listener: Listener, params: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(RequestError, match=sentence):
+        listener.engine.submit(request(asked["text"], **params))
+
+
+def test_prompts_that_can_never_be_spoken(reference: Path, asked: dict[str, Prompt], listener: Listener) -> None:
+    ids = asked["text"].token_ids
+    for prompt in (Prompt(ids[:-1]), Prompt(ids[3:-3]), Prompt([5])):
+        with pytest.raises(RequestError, match="expected a chat whose last turn is that of the assistant"):
+            listener.engine.submit(request(prompt))
+    long = Prompt([*ids[:3], *[7] * 30, *ids[3:]])
+    small = Engine(start(single(), str(reference), talker_pages=1))
+    with pytest.raises(
+        RequestError, match=r"\d+ tokens of the user's turns and one frame need to fit in the talker's 32"
+    ):
+        small.submit(request(long))
+    silent = Engine(Worker(DEMO, single(), dtype=torch.float32, max_total_tokens=512))
+    with pytest.raises(RequestError, match="expected a model that speaks"):
+        silent.submit(request(Prompt([5])))
