@@ -16,7 +16,7 @@ from tilerank.loader.card import ModelCard, read_card
 from tilerank.loader.errors import ConfigError
 from tilerank.loader.tokenizer import Tokenizer, TokenStream
 
-from . import family_options, prompts, quantize, start
+from . import family_options, prompts, quantize, speech_output, start
 from .errors import LaunchError
 from .host.cpulist import format_cpulist
 from .host.placement import Placement, RankPlacement
@@ -56,6 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--logprobs", type=whole_number(1, 100), metavar="N", help="with --json: the N most likely tokens at every step"
     )
     parser.add_argument("--json", action="store_true", help="one JSON line for each prompt")
+    speech_output.add_arguments(parser)
     add_model_arguments(parser)
 
 
@@ -111,7 +112,11 @@ class GenerateJob:
     def prepare(self) -> None:
         card = self.checked_card()
         self._tokenizer = Tokenizer(self._model_dir)
-        self._prompts = prompts.encode(prompts.read_prompts(self._args), self._args, self._tokenizer, card)
+        given = prompts.read_prompts(self._args)
+        self._speech = speech_output.read_speech(self._args, card, len(given))
+        if self._speech is not None:
+            self._args.chat = True
+        self._prompts = prompts.encode(given, self._args, self._tokenizer, card)
 
     def checked_card(self) -> ModelCard:
         """Return the model's card. ConfigError or LaunchError for options that do not agree with it."""
@@ -127,7 +132,9 @@ class GenerateJob:
 
         args = self._args
         self._plan = plan_model(
-            self._card(registry.read_supported_card(self._model_dir, args.mllama_intermediate)),
+            self._card(
+                registry.read_supported_card(self._model_dir, args.mllama_intermediate, no_talker=args.no_talker)
+            ),
             size,
             model=str(self._model_dir),
             topology=read_topology(),
@@ -171,6 +178,7 @@ class GenerateJob:
             cached_tokens=args.max_total_tokens or expected_tokens(self._card(card).context_length),
             source_bytes=cache_size.mm_cache_bytes(args) // 2,
             mllama_intermediate=args.mllama_intermediate,
+            no_talker=args.no_talker,
         )
 
     def _card(self, card: ModelCard) -> ModelCard:
@@ -183,9 +191,13 @@ class GenerateJob:
         answers = [Answer(prompt.token_ids, self._tokenizer.stream()) for prompt in self._prompts]
         output = JsonLines(answers, bool(self._args.logprobs)) if self._args.json else Text(answers)
         engine = Engine(worker, cache_size.mm_cache_bytes(self._args))
-        for event in engine.generate([Request(prompt, self._sampling()) for prompt in self._prompts]):
+        requests = [Request(prompt, self._sampling()) for prompt in self._prompts]
+        sound = bytearray()
+        for event in engine.generate(requests, on_sound=lambda part: sound.extend(part.samples)):
             answers[event.request].take(event)
             output.show()
+        if self._speech is not None:
+            speech_output.write_wav(self._args.audio_out, bytes(sound))
         say(summary(answers, size, placement, core.isa()))
 
     def _sampling(self) -> "SamplingParams":
@@ -200,6 +212,7 @@ class GenerateJob:
             seed=secrets.randbits(63) if args.seed is None else args.seed,
             ignore_eos=args.ignore_eos,
             logprobs=args.logprobs or 0,
+            speech=self._speech,
         )
 
 

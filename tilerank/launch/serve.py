@@ -222,7 +222,8 @@ class ServeJob(GenerateJob):
 
         from .planning.plan import appetite_of
 
-        return appetite_of(read_supported_card(self._model_dir), self._args.dtype, quantization_of(self._args))
+        card = read_supported_card(self._model_dir, no_talker=self._args.no_talker)
+        return appetite_of(card, self._args.dtype, quantization_of(self._args))
 
     def build(self, team: Team, own: RankPlacement) -> Worker:
         worker = super().build(team, own)
@@ -335,7 +336,7 @@ def _be_http(args: argparse.Namespace) -> int:
         media_options.media_reader(args, load_processor(model_dir, tokenizer)),
         ChatRenderer(tokenizer),
         _weights(args, card),
-        voices_of(card),
+        () if args.no_talker else voices_of(card),
     )
     status = StatusPipe.inherited()
     run(

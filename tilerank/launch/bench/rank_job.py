@@ -116,9 +116,11 @@ class EngineJob:
         return
 
     def memory_refusal(self, size: int, here: range, placement: Placement) -> str | None:
+        from tilerank.runtime.registry import read_supported_card
+
         from ..planning.plan import plan_model
 
-        card = model_card(self._args.model)
+        card = read_supported_card(self._args.model, no_talker=self._args.no_talker)
         plan = plan_model(
             replace(card, context_length=min(self._total_tokens, card.context_length)),
             size,
@@ -153,6 +155,7 @@ class EngineJob:
             kv_split=self._args.kv_split,
             max_total_tokens=self._total_tokens,
             mllama_intermediate=self._args.mllama_intermediate,
+            no_talker=self._args.no_talker,
         )
 
     def lead(self, worker: "Worker", size: int, placement: Placement) -> None:

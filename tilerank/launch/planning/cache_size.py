@@ -86,12 +86,13 @@ class CacheSize:
 
 @dataclass(frozen=True)
 class Demand:
-    """What the ranks of a host hold, in bytes. form: the format of their weights. media: for encoded media. state: one
-    state of a sequence, 0 for models without."""
+    """What the ranks of a host hold, in bytes. form: the format of their weights. media: for encoded media. talker: its
+    cache, 0 for models that do not speak. state: one state of a sequence, 0 for models without."""
 
     form: str
     weights: int
     media: int
+    talker: int
     cache_per_token: int
     state: int
     overhead: int
@@ -109,7 +110,7 @@ def largest(
 ) -> CacheSize:
     """Return the largest cache that fits everywhere, in whole pages; 0 tokens if there is no room for a page.
 
-    Weights, encoded media and cache may take `fraction` of a node's memory, and of each replica's part of the control
+    Weights, encoded media and caches may take `fraction` of a node's memory, and of each replica's part of the control
     group's limit, and no more than is free. More than `requests` requests of `context` tokens never run at a time.
     """
     from tilerank.kernels.kv_pages import PAGE_TOKENS
@@ -118,7 +119,7 @@ def largest(
     for node in nodes:
         if node.cache_per_token:
             each = math.ceil(node.cache_per_token), math.ceil(node.state)
-            held = Demand(demand.form, node.weights, node.media, *each, node.overhead)
+            held = Demand(demand.form, node.weights, node.media, node.talker, *each, node.overhead)
             found += _limits(f"node {node.node}", held, node.total, node.free, fraction)
     group, available = limits.memory_limit, limits.memory_available
     if group is not None and available is not None and demand.cache_per_token:
@@ -133,13 +134,16 @@ def _limits(where: str, held: Demand, total: int, free: int, fraction: float) ->
         each += f" and {size(held.state)} for the states of every {TOKENS_PER_STATE:,} tokens"
     if held.media:
         weights += f", {size(held.media)} for media"
+    if held.talker:
+        weights += f", {size(held.talker)} for speech"
+    fixed = held.weights + held.media + held.talker
     share = int(fraction * total)
     yield CacheSize(
-        most_tokens(share - held.weights - held.media, held.cache_per_token, held.state),
+        most_tokens(share - fixed, held.cache_per_token, held.state),
         f"{where}: --mem-fraction-static {fraction:g} of {size(total)} is {size(share)}, less {weights}, {each}",
     )
     yield CacheSize(
-        most_tokens(free - held.weights - held.media - held.overhead, held.cache_per_token, held.state),
+        most_tokens(free - fixed - held.overhead, held.cache_per_token, held.state),
         f"{where}: {size(free)} free, less {weights} and {size(held.overhead)} for the processes, {each}",
     )
 

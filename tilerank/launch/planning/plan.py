@@ -67,6 +67,7 @@ def plan_model(
     from tilerank.parallel.sharding import Sharding
     from tilerank.runtime.caches.cache import bytes_per_state, bytes_per_token, expected_tokens, has_states
     from tilerank.runtime.registry import build_model
+    from tilerank.runtime.speech.speech_rank import TALKER_TOKENS, talker_cache_bytes
     from tilerank.runtime.worker import MAX_RUNNING
 
     expected = expected_tokens(card.context_length) if cached_tokens is None else cached_tokens
@@ -90,6 +91,8 @@ def plan_model(
             bytes_per_state(part.cache_specs()),
             part.encoder.nbytes() if part.encoder else 0,
             mm_cache_bytes if part.encoder else 0,
+            part.speaker.nbytes() if part.speaker else 0,
+            talker_cache_bytes(part.speaker, TALKER_TOKENS) if part.speaker else 0,
         )
         for where, part in zip(placement.ranks, models, strict=True)
     )
@@ -117,7 +120,7 @@ def plan_model(
     if cached_tokens is not None:
         return plan
     cache = cache_size.largest(
-        Demand(plan.form, plan.weights, plan.media, plan.cache_per_token, plan.state, plan.overhead),
+        Demand(plan.form, plan.weights, plan.media, plan.talker, plan.cache_per_token, plan.state, plan.overhead),
         plan.nodes,
         topology.limits,
         mem_fraction,
@@ -153,6 +156,7 @@ def _node_shares(topology: Topology, ranks: tuple[RankShare, ...], sharers: int)
                 ranks=tuple(rank.placement.rank for rank, _ in parts),
                 weights=round(sum(rank.weights * part for rank, part in parts)),
                 media=round(sum(rank.media * part for rank, part in parts)),
+                talker=round(sum(rank.talker * part for rank, part in parts)),
                 cache_per_token=sum(rank.cache_per_token * part for rank, part in parts),
                 state=sum(rank.state * part for rank, part in parts),
                 overhead=round(sum(RANK_OVERHEAD * part for _, part in parts)),
@@ -167,7 +171,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
     """Return the plan and the totals derived from it, ready for JSON."""
     follows = {
         name: getattr(plan, name)
-        for name in ("weights", "media", "cache_per_token", "state", "need", "available", "token_room")
+        for name in ("weights", "media", "talker", "cache_per_token", "state", "need", "available", "token_room")
     }
     return dataclasses.asdict(plan) | follows | {"refusal": plan.refusal()}
 
@@ -245,7 +249,8 @@ def run(args: argparse.Namespace) -> int:
 
     machine, identity = read_topology(), identify(os.environ)
     topology = own_topology(args, identity, machine)
-    card, quantization = read_supported_card(args.model, args.mllama_intermediate), quantization_of(args)
+    card = read_supported_card(args.model, args.mllama_intermediate, no_talker=args.no_talker)
+    quantization = quantization_of(args)
     division = Division(args.tp or auto_ranks(topology), 1)
     if args.dp != 1:
         division = divide(topology, args.tp, args.dp, lambda: appetite_of(card, args.dtype, quantization))

@@ -132,8 +132,8 @@ def _verdict(plan: Plan) -> list[str]:
     fits = f"Fits: {size(plan.need)} of {size(plan.available)}, processes included."
     full = [node.node for node in plan.nodes if node.need(plan.cached_tokens, plan.states) > node.free]
     if full:
-        return [fits, _overflow_note(full), *_media(plan)]
-    return [fits, f"{cache_text(plan)}.", *_states(plan, f"{states_text(plan)}."), *_media(plan)]
+        return [fits, _overflow_note(full), *_media(plan), *_speech(plan)]
+    return [fits, f"{cache_text(plan)}.", *_states(plan, f"{states_text(plan)}."), *_media(plan), *_speech(plan)]
 
 
 def _media(plan: Plan) -> list[str]:
@@ -144,6 +144,13 @@ def _media(plan: Plan) -> list[str]:
         f"Pictures and videos: {size(encoder)} of the weights encode them; encoded, they take up to {size(most)} on "
         "each rank."
     ]
+
+
+def _speech(plan: Plan) -> list[str]:
+    if not plan.talker:
+        return []
+    weights, most = sum(rank.speaker for rank in plan.ranks), max(rank.talker for rank in plan.ranks)
+    return [f"Speech: {size(weights)} of the weights speak, and the talker's cache takes {size(most)} on each rank."]
 
 
 def cache_text(plan: Plan) -> str:
@@ -182,7 +189,9 @@ def render_replicas(replicas: ReplicaPlans) -> str:
     for number, plan in enumerate(plans):
         reason = "" if plan.cache_reason is None else f": {plan.cache_reason}"
         states = _states(plan, f"{states_text(plan)}.")
-        sections.append([f"Replica {number}:", *_places(plan), f"{_cache(plan)}{reason}.", *states, *_media(plan)])
+        sections.append(
+            [f"Replica {number}:", *_places(plan), f"{_cache(plan)}{reason}.", *states, *_media(plan), *_speech(plan)]
+        )
     sections += [_shared_memory(replicas), _shared_verdict(replicas)]
     return "\n\n".join("\n".join(lines) for lines in sections)
 

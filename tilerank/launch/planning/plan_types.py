@@ -50,6 +50,7 @@ class RankShare:
     """Where one rank runs, and the bytes of its weights, of one cached token and of one state of a sequence.
 
     encoder: bytes of the weights that encode media, a part of `weights`. media: bytes that encoded media may take.
+    speaker: bytes of the weights that speak, a part of `weights`. talker: bytes of the talker's cache.
     """
 
     placement: RankPlacement
@@ -58,6 +59,8 @@ class RankShare:
     state: int = 0
     encoder: int = 0
     media: int = 0
+    speaker: int = 0
+    talker: int = 0
 
 
 @dataclass(frozen=True)
@@ -72,6 +75,7 @@ class NodeShare:
     ranks: tuple[int, ...]
     weights: int
     media: int
+    talker: int
     cache_per_token: float
     state: float
     overhead: int
@@ -80,7 +84,12 @@ class NodeShare:
 
     def need(self, tokens: int, states: int) -> float:
         """Return the bytes of a cache of so many tokens and states, and all else."""
-        return self.weights + self.media + self.overhead + self.cache_per_token * tokens + self.state * states
+        return self.fixed + self.overhead + self.cache_per_token * tokens + self.state * states
+
+    @property
+    def fixed(self) -> int:
+        """Bytes that do not depend on the size of the KV cache, those of processes aside."""
+        return self.weights + self.media + self.talker
 
 
 @dataclass(frozen=True)
@@ -130,6 +139,16 @@ class Plan:
         return sum(rank.media for rank in self.ranks)
 
     @property
+    def talker(self) -> int:
+        """Bytes of the talker's cache on all ranks of this host."""
+        return sum(rank.talker for rank in self.ranks)
+
+    @property
+    def fixed(self) -> int:
+        """Bytes that do not depend on the size of the KV cache, those of processes aside."""
+        return self.weights + self.media + self.talker
+
+    @property
     def cache_per_token(self) -> int:
         return sum(rank.cache_per_token for rank in self.ranks)
 
@@ -142,7 +161,7 @@ class Plan:
     def need(self) -> int:
         """Bytes that all ranks of this host need together."""
         cache = self.cache_per_token * self.cached_tokens + self.state * self.states
-        return self.weights + self.media + cache + self.overhead
+        return self.fixed + cache + self.overhead
 
     @property
     def overhead(self) -> int:
@@ -161,12 +180,12 @@ class Plan:
     def token_room(self) -> int:
         """Cached tokens that fit beside the weights on every node and within the control group, with their states."""
         rooms = [
-            most_tokens(node.free - node.weights - node.media - node.overhead, node.cache_per_token, node.state)
+            most_tokens(node.free - node.fixed - node.overhead, node.cache_per_token, node.state)
             for node in self.nodes
             if node.cache_per_token
         ]
         if self.group_available is not None and self.cache_per_token:
-            room = self.group_available - self.weights - self.media - self.overhead
+            room = self.group_available - self.fixed - self.overhead
             rooms.append(most_tokens(room, self.cache_per_token, self.state))
         return max(0, min(rooms, default=0))
 
@@ -185,7 +204,8 @@ class Plan:
             f"{size(self.weights)} of {self.form} weights, "
             f"{cache if self.cached_tokens else ''}"
             f"{f'{size(self.state * self.states)} for {self.states:,} states, ' if self.states else ''}"
-            f"{f'{size(self.media)} for media, ' if self.media else ''}{size(self.overhead)} for the processes, "
+            f"{f'{size(self.media)} for media, ' if self.media else ''}"
+            f"{f'{size(self.talker)} for speech, ' if self.talker else ''}{size(self.overhead)} for the processes, "
             f"{size(self.need)} together, but "
             f"{'this host has' if self.available == self.free else 'the control group allows'} {size(self.available)}"
         )
