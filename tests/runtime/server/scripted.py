@@ -20,7 +20,7 @@ from tilerank.runtime.server.answers.tool_formats import DeepSeekTools, tool_par
 from tilerank.runtime.server.app import make_app
 from tilerank.runtime.server.client import EngineClient
 from tilerank.runtime.server.media.loader import MediaReader
-from tilerank.runtime.server.messages import State, Submit, Token, Tokens, encode, engine_inbox
+from tilerank.runtime.server.messages import Cancel, Sound, State, Submit, Token, Tokens, encode, engine_inbox
 from tilerank.runtime.server.settings import ServerSettings
 
 QWEN = (
@@ -54,8 +54,8 @@ def make_model(directory: Path) -> Path:
 class Server:
     """The application. submits: what the engine got, which answers with the tokens of `answer` and `finish_reason`.
 
-    answer: a text, or a function of the prompt. limit: the engine sends this many tokens of an answer and waits. cut:
-    it then closes its connection.
+    answer: a text, or a function of the prompt. sounds: those of an answer that speaks, one after each token. limit:
+    the engine sends this many tokens of an answer and waits. cut: it then closes its connection. cancelled: numbers.
     """
 
     def __init__(self, app: ASGIApp, http: httpx.AsyncClient, tokenizer: Tokenizer) -> None:
@@ -64,11 +64,13 @@ class Server:
         self.client = openai.AsyncOpenAI(base_url="http://server/v1", api_key="any", max_retries=0, http_client=http)
         self.tokenizer = tokenizer
         self.answer: str | Callable[[str], str] = ""
+        self.sounds: list[bytes] = []
         self.finish_reason = "stop"
         self.limit = ENOUGH
         self.more = asyncio.Event()
         self.cut = False
         self.submits: list[Submit] = []
+        self.cancelled: list[int] = []
 
     async def ask(self, answer: str, *messages: Any, **fields: Any) -> Any:
         """Ask for a chat completion that is `answer`."""
@@ -93,9 +95,13 @@ class Server:
             for message in inbox.feed(data):
                 if isinstance(message, Submit):
                     self.submits.append(message)
-                    await self._generate(message, outgoing)
+                    for number in range(message.number, message.number + len(message.seeds)):
+                        await self._generate(number, message.params.speech is not None, outgoing)
+                if isinstance(message, Cancel):
+                    self.cancelled.append(message.number)
 
-    async def _generate(self, submit: Submit, outgoing: asyncio.StreamWriter) -> None:
+    async def _generate(self, number: int, speaks: bool, outgoing: asyncio.StreamWriter) -> None:
+        sounds = [Sound(number, samples, False) for samples in self.sounds if speaks]
         answer = self.answer if isinstance(self.answer, str) else self.answer(self.prompt)
         ids = self.tokenizer.encode(answer, add_special_tokens=False)
         for i, id in enumerate(ids):
@@ -105,21 +111,30 @@ class Server:
                     outgoing.close()
                     return
             last = self.finish_reason == "length" and i == len(ids) - 1
-            outgoing.write(encode(Tokens([Token(submit.number, id, "length" if last else None, None)])))
+            outgoing.write(encode(Tokens([Token(number, id, "length" if last else None, None)])))
+            if sounds:
+                outgoing.write(encode(sounds.pop(0)))
         if self.finish_reason == "stop":
-            outgoing.write(encode(Tokens([Token(submit.number, 0, "stop", None)])))
+            outgoing.write(encode(Tokens([Token(number, 0, "stop", None)])))
+        for sound in [*sounds, Sound(number, b"", True)] if speaks else ():
+            outgoing.write(encode(sound))
 
 
 @asynccontextmanager
 async def serving(
-    model: Path, template: str, *, api_key: str | None = None, media: MediaReader | None = None
+    model: Path,
+    template: str,
+    *,
+    api_key: str | None = None,
+    media: MediaReader | None = None,
+    voices: tuple[str, ...] = (),
 ) -> AsyncIterator[Server]:
     async def check_grammar(grammar: str) -> None: ...
 
     (model / "chat_template.jinja").write_text(template)
     tokenizer = Tokenizer(model)
     parser = tool_parser(tokenizer, "")
-    settings = ServerSettings("it", "0", api_key, SamplingDefaults(), parser, check_grammar, media)
+    settings = ServerSettings("it", "0", api_key, SamplingDefaults(), parser, check_grammar, media, voices=voices)
     engines, (ours, theirs) = EngineClient(), socket.socketpair()
     attached = asyncio.create_task(engines.attach(0, ours))
     app = make_app(engines, tokenizer, settings)

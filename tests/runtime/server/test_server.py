@@ -23,8 +23,9 @@ from tilerank.runtime.server.answers.completions import Delta
 from tilerank.runtime.server.answers.responses import ChatFormatter, TextFormatter
 from tilerank.runtime.server.answers.text import TextStream
 from tilerank.runtime.server.answers.tool_formats import HermesTools
-from tilerank.runtime.server.api import ChatCompletion, Completion, Message
+from tilerank.runtime.server.api import ChatCompletion, Completion
 from tilerank.runtime.server.app import make_app
+from tilerank.runtime.server.chat_messages import Message
 from tilerank.runtime.server.client import EngineClient
 from tilerank.runtime.server.messages import Cancel, State, Submit, Token, Tokens, encode, engine_inbox
 from tilerank.runtime.server.request_body import validation_error

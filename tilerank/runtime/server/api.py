@@ -1,23 +1,21 @@
 """Request bodies of the OpenAI API, with the sampling options that local servers add. Every field is bounded."""
 
-import json
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
+from pydantic import ConfigDict, Field, field_validator, model_validator
 
+from ..params import SpeechParams
+from .chat_messages import Id, Message, Name
 from .fields import Body, RequestBody
+from .speech_fields import SpeechOutput
 from .structured import Structured
 
 MAX_TOKENS = 1 << 20
-MAX_PARTS = 1 << 16
-"""Parts of one message. The number of media has a limit of its own."""
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
 _Ids = Annotated[list[TokenId], Field(min_length=1, max_length=MAX_TOKENS)]
 TemplateVariables = dict[str, str | int | float | bool | None]
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 StopString = Annotated[str, Field(min_length=1, max_length=256)]
-Name = Annotated[str, Field(min_length=1, max_length=256)]
-Id = Annotated[str, Field(pattern="^[a-zA-Z0-9_.-]{1,128}$")]
 
 
 class StreamOptions(Body):
@@ -126,75 +124,6 @@ class Completion(Sampling):
         return max((count for count in wanted if count is not None), default=None)
 
 
-class TextPart(Body):
-    type: Literal["text"]
-    text: str
-
-
-class MediaPart(Body):
-    """A picture, a video or sound. runtime/media/messages.py reads its fields."""
-
-    model_config = ConfigDict(extra="allow", allow_inf_nan=False)
-    type: str = Field(min_length=1, max_length=64)
-
-
-def _part_tag(part: Any) -> str:
-    kind = part.get("type") if isinstance(part, dict) else getattr(part, "type", None)
-    return "text" if kind == "text" else "media"
-
-
-Part = Annotated[
-    Annotated[TextPart, Tag("text")] | Annotated[MediaPart, Tag("media")],
-    Discriminator(_part_tag),
-]
-
-
-class CalledFunction(Body):
-    name: str
-    arguments: str | dict[str, Any] = "{}"
-
-
-class EarlierCall(Body):
-    """A tool call of an earlier turn."""
-
-    id: str = ""
-    type: Literal["function"] = "function"
-    function: CalledFunction
-
-
-class Message(Body):
-    """A message of a conversation. Additional fields are passed on to the chat template."""
-
-    model_config = ConfigDict(extra="allow", allow_inf_nan=False)
-    role: str = Field(min_length=1, max_length=64)
-    content: str | Annotated[list[Part], Field(max_length=MAX_PARTS)] | None = None
-    tool_calls: list[EarlierCall] | None = Field(None, max_length=128)
-
-    def for_template(self, parts: bool) -> dict[str, Any]:
-        """Return the message for the chat template.
-
-        parts: does the template accept content in parts? Text parts become one string for templates that do not.
-        """
-        # Templates add the content to other texts, which fails for none.
-        message = {"content": ""} | self.model_dump(exclude_none=True)
-        if isinstance(self.content, list) and not parts:
-            message["content"] = "\n".join(part.text for part in self.content if isinstance(part, TextPart))
-        for call in self.tool_calls or []:
-            call.function.arguments = _object(call.function.arguments)
-        if self.tool_calls:
-            message["tool_calls"] = [call.model_dump() for call in self.tool_calls]
-        return message
-
-
-def _object(arguments: str | dict[str, Any]) -> str | dict[str, Any]:
-    """Parse the arguments of a call, for templates expect an object. Any other JSON stays a string."""
-    try:
-        value = json.loads(arguments) if isinstance(arguments, str) else arguments
-    except (ValueError, RecursionError):
-        return arguments
-    return value if isinstance(value, dict) else arguments
-
-
 class Function(Body):
     name: str = Field(pattern="^[a-zA-Z0-9_.-]{1,128}$")
     description: str | None = None
@@ -281,6 +210,8 @@ class ChatCompletion(Sampling):
     thinking_token_budget: int | None = Field(None, ge=0, le=MAX_TOKENS)
     mm_processor_kwargs: MediaSettings = MediaSettings()
     use_audio_in_video: bool = False
+    modalities: list[Literal["text", "audio"]] = Field(["text"], min_length=1, max_length=2)
+    audio: SpeechOutput | None = None
 
     @model_validator(mode="after")
     def _check_chat_combinations(self) -> "ChatCompletion":
@@ -295,6 +226,33 @@ class ChatCompletion(Sampling):
                 "continue_final_message requires add_generation_prompt: false and a final message of the assistant"
             )
         return self
+
+    @model_validator(mode="after")
+    def _check_speech(self) -> "ChatCompletion":
+        wanted = "audio" in self.modalities
+        if wanted != (self.audio is not None):
+            both = ('modalities with "audio"', "audio")
+            raise ValueError("{} requires {}".format(*(both if wanted else both[::-1])))
+        if self.audio is None:
+            return self
+        if self.stream and self.audio.format != "pcm16":
+            raise ValueError(f"audio.format: expected 'pcm16' with stream: true, found {self.audio.format!r}")
+        silent = {
+            "stop": self.stop_strings,
+            "tools": self.callable_tools,
+            "a constrained answer": self.constraint,
+            "continue_final_message": self.continue_final_message,
+            "add_generation_prompt: false": not self.add_generation_prompt,
+        }
+        for name, given in silent.items():
+            if given:
+                raise ValueError(f'{name} cannot be combined with modalities with "audio"')
+        return self
+
+    @property
+    def speech(self) -> SpeechParams | None:
+        """How the answer is spoken; None for text alone."""
+        return None if self.audio is None else SpeechParams(self.audio.voice)
 
     @property
     def alternatives(self) -> int | None:

@@ -25,6 +25,7 @@ from .endpoints.tokenize import TokenizeEndpoints
 from .errors import ApiError, error_response
 from .forms.message_request import CountTokensRequest, MessageRequest
 from .forms.response_request import ResponseRequest
+from .forms.speech_request import SpeechRequest
 from .forms.transcription_request import TranscriptionRequest
 from .multipart_form import FORM
 from .settings import ServerSettings
@@ -45,6 +46,7 @@ def make_app(client: EngineClient, tokenizer: Tokenizer, settings: ServerSetting
         Operation("POST", "/v1/responses/{id}/cancel", responses.cancel),
         Operation("POST", "/v1/messages", messages.create, MessageRequest),
         Operation("POST", "/v1/messages/count_tokens", messages.count_tokens, CountTokensRequest),
+        Operation("POST", "/v1/audio/speech", audio.speak, SpeechRequest),
         Operation("POST", "/v1/audio/transcriptions", audio.transcribe, TranscriptionRequest, takes=FORM),
         Operation("POST", "/v1/embeddings", models.embeddings),
         Operation("GET", "/v1/models", models.models),

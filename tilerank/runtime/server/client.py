@@ -19,6 +19,7 @@ from .messages import (
     PromptScores,
     Ranks,
     Refused,
+    Sound,
     State,
     Submit,
     ToEngine,
@@ -52,8 +53,8 @@ class RefusedError(Exception):
     """The engine cannot run the request. The message says why."""
 
 
-Progress = PromptScores | Token
-"""What a choice yields: the scores of its prompt, if it asked for them, and then its tokens."""
+Progress = PromptScores | Token | Sound
+"""What a choice yields: the scores of its prompt, if it asked for them, and then its tokens, and sound if it speaks."""
 _Item = Progress | Ended | EngineGoneError | RefusedError
 
 
@@ -62,6 +63,7 @@ class Totals:
 
     def __init__(self) -> None:
         self.preemptions = self.prompt_tokens = self.generated_tokens = self.queried_tokens = self.hit_tokens = 0
+        self.speech_frames = self.speech_samples = 0
 
     def add(self, before: State, now: State) -> None:
         """Add what one engine has done between two of its states."""
@@ -70,6 +72,8 @@ class Totals:
         self.generated_tokens += now.generated_tokens - before.generated_tokens
         self.queried_tokens += now.queried_tokens - before.queried_tokens
         self.hit_tokens += now.hit_tokens - before.hit_tokens
+        self.speech_frames += now.speech_frames - before.speech_frames
+        self.speech_samples += now.speech_samples - before.speech_samples
 
 
 class EngineConnection:
@@ -88,6 +92,7 @@ class EngineConnection:
         self._writer: asyncio.StreamWriter | None = None
         self._line = Line(self._send)
         self._queues: dict[int, asyncio.Queue[_Item]] = {}  # by the number of each incomplete choice
+        self._speaking: set[int] = set()  # the numbers of those that end with sound, not with a token
         self._next_number = 0
 
     @property
@@ -136,21 +141,24 @@ class EngineConnection:
         self._next_number = numbers.stop
         queues: list[asyncio.Queue[_Item]] = [asyncio.Queue() for _ in numbers]
         self._queues.update(zip(numbers, queues, strict=True))
+        if params.speech is not None:
+            self._speaking.update(numbers)
         self._line.add(Submit(numbers.start, prompt, params, list(seeds), prompt.digests))
         del prompt  # pictures take much memory, and this process needs them no longer than until they are sent
         try:
-            yield [self._tokens(number, queue) for number, queue in zip(numbers, queues, strict=True)]
+            speaks = params.speech is not None
+            yield [self._tokens(number, queue, speaks) for number, queue in zip(numbers, queues, strict=True)]
         finally:
             for number in numbers:
                 self._cancel(number)
 
-    async def _tokens(self, number: int, queue: "asyncio.Queue[_Item]") -> AsyncGenerator[Progress]:
+    async def _tokens(self, number: int, queue: "asyncio.Queue[_Item]", speaks: bool) -> AsyncGenerator[Progress]:
         try:
             while not isinstance(item := await queue.get(), Ended):
                 if isinstance(item, Exception):
                     raise item
                 yield item
-                if item.finish_reason is not None:
+                if _is_last(item, speaks):
                     return
         finally:
             self._cancel(number)
@@ -158,6 +166,7 @@ class EngineConnection:
     def _cancel(self, number: int) -> None:
         """Cancel a choice if it is incomplete."""
         if self._queues.pop(number, None) is not None:
+            self._speaking.discard(number)
             self._line.cancel(number)
 
     def _handle(self, message: FromEngine) -> None:
@@ -165,7 +174,7 @@ class EngineConnection:
             case Tokens(tokens):
                 for token in tokens:
                     self._put(token.number, token)
-            case PromptScores(number) | Ended(number):
+            case PromptScores(number) | Sound(number) | Ended(number):
                 self._put(number, message)
             case Refused(number, why):
                 self._put(number, RefusedError(why))
@@ -177,17 +186,25 @@ class EngineConnection:
                 self._on_ready()
 
     def _put(self, number: int, item: _Item) -> None:
-        last = not isinstance(item, Progress) or item.finish_reason is not None
+        last = _is_last(item, number in self._speaking)
         self._line.receive(number, last=last)
         if number not in self._queues:  # cancelled, and the engine has not read the Cancel message yet
             return
         self._queues[number].put_nowait(item)
         if last:
             del self._queues[number]
+            self._speaking.discard(number)
 
     def _send(self, message: ToEngine) -> None:
         if self._writer is not None and not self._writer.is_closing():
             self._writer.write(encode(message))
+
+
+def _is_last(item: _Item, speaks: bool) -> bool:
+    """Does a choice end with this item? speaks: it ends with sound."""
+    if isinstance(item, Sound):
+        return item.last
+    return not isinstance(item, Progress) or (item.finish_reason is not None and not speaks)
 
 
 class EngineClient:

@@ -33,7 +33,7 @@ _SCHEDULING = "requests run in order of arrival"
 _MEDIA = "the model's own settings apply"
 _ELSEWHERE = "this server has no such feature"
 UNSUPPORTED: Mapping[str, tuple[str, Collection[Any]]] = {
-    "audio": ("answers are text", ()),
+    "audio": ("chats have it", ()),
     "best_of": ("expected the value of n", (1,)),
     "bootstrap_host": (_ELSEWHERE, ()),
     "bootstrap_pair_key": (_ELSEWHERE, ()),
@@ -58,7 +58,7 @@ UNSUPPORTED: Mapping[str, tuple[str, Collection[Any]]] = {
     "media_io_kwargs": (_MEDIA, ()),
     "min_dynamic_patch": (_MEDIA, ()),
     "mm_processor_kwargs": (_MEDIA, ()),
-    "modalities": ("answers are text", (["text"],)),
+    "modalities": ("chats have it", (["text"],)),
     "moderation": (_ELSEWHERE, ()),
     "priority": (_SCHEDULING, ()),
     "prompt_embeds": ("expected text or token ids", ()),

@@ -14,7 +14,8 @@ from ..media.processor import Processor
 from ..prompt import Prompt
 from .answers.reasoning import BEGIN, END, Thinking, thinking_after
 from .answers.tools import ToolParser
-from .api import DEFAULT_OPTIONS, Message, ReasoningEffort, TemplateOptions, TextPart
+from .api import DEFAULT_OPTIONS, ReasoningEffort, TemplateOptions
+from .chat_messages import Message, TextPart
 from .errors import ApiError
 from .media.loader import MediaReader
 from .media.media_budget import Share

@@ -76,6 +76,7 @@ def sampling_params(
             logprobs=logprobs,
             prompt_logprobs=body.scores if isinstance(body, Completion) else None,
             grammar=grammar if new else None,
+            speech=body.speech if isinstance(body, ChatCompletion) else None,
             **(defaults | requested),
         )
     except RequestError as e:

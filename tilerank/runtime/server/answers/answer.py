@@ -26,6 +26,7 @@ class Event(NamedTuple):
 
 class Answer(ABC):
     """Writes the answer to one request, from its deltas. id: of the answer in the API. stopped: no delta is needed.
+    costly: whether `whole` takes long.
 
     The methods are called in this order: begin, add for each delta, then end; fail instead, at any time, if the request
     fails. They return the events of a streamed answer. `whole` is called after `end`, for an answer in one piece.
@@ -33,7 +34,7 @@ class Answer(ABC):
 
     def __init__(self, active: ActiveRequest, prefix: str) -> None:
         self.id = f"{prefix}{active.id}"
-        self.stopped = False
+        self.stopped = self.costly = False
         self._active = active
 
     def begin(self) -> list[Event]:

@@ -25,6 +25,7 @@ class ChoicesAnswer(Answer):
             "model": model,
             "object": chunk_object if stream else whole_object,
         }
+        self.costly = formatter.costly
         self._formatter = formatter
         self._stream = stream
         self._usage = usage

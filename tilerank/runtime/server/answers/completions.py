@@ -16,12 +16,14 @@ from ...prompt import Prompt
 from ..api import ChatCompletion, Completion, Sampling
 from ..client import EngineClient, EngineGoneError, OverloadedError, Progress, RefusedError
 from ..errors import ApiError
-from ..messages import PromptScores, Token
+from ..messages import PromptScores, Sound, Token
 from ..request_params import final_prompt, sampling_params, seeds
 from .reasoning import Text, Thinking
 from .text import TextStream
 
 MAX_CHOICES = 128
+BYTES_OF_FRAME = 1920 * 2
+"""Of a frame of speech, 80 ms of samples of 16 bits, which usage counts as a token."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,8 @@ class Delta:
 
     reasoning: new text of the reasoning, which comes before `text`, the answer. ids: the ids of the new tokens, with
     one that ends the text and is not among `tokens`. opening: of the first delta of a choice. `text` and `tokens` begin
-    with the prompt if the request wants its echo.
+    with the prompt if the request wants its echo. sound: new samples of the speech, as in messages.Sound; the last
+    delta of a choice that speaks comes with them.
     """
 
     index: int
@@ -40,6 +43,7 @@ class Delta:
     reasoning: str = ""
     ids: tuple[int, ...] = ()
     opening: "Opening | None" = None
+    sound: bytes = b""
 
 
 @dataclass(frozen=True)
@@ -83,6 +87,7 @@ class ActiveRequest:
         self.cached_tokens: int | None = None
         self.completion_tokens = 0
         self.reasoning_tokens = 0
+        self._sound_bytes: dict[int, int] = {}  # of the speech of each choice
         self.stop_string: str | None = None  # that ended a choice
         self._client = client
         self.tokenizer = tokenizer
@@ -97,15 +102,18 @@ class ActiveRequest:
 
     @property
     def usage(self) -> dict[str, Any]:
+        audio_tokens = sum(-(-nbytes // BYTES_OF_FRAME) for nbytes in self._sound_bytes.values())
+        completion_tokens = self.completion_tokens + audio_tokens
         usage: dict[str, Any] = {
             "prompt_tokens": self.prompt_tokens,
-            "completion_tokens": self.completion_tokens,
-            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "completion_tokens": completion_tokens,
+            "total_tokens": self.prompt_tokens + completion_tokens,
         }
         if self.cached_tokens is not None:
             usage["prompt_tokens_details"] = {"cached_tokens": self.cached_tokens}
-        if self.reasoning_tokens:
-            usage["completion_tokens_details"] = {"reasoning_tokens": self.reasoning_tokens}
+        details = {"reasoning_tokens": self.reasoning_tokens, "audio_tokens": audio_tokens}
+        if any(details.values()):
+            usage["completion_tokens_details"] = {name: count for name, count in details.items() if count}
         return usage
 
     async def deltas(self) -> AsyncGenerator[Delta]:
@@ -164,6 +172,8 @@ class ActiveRequest:
         body = self.body
         tokens_of_text = self.tokenizer.stream(special=not body.skip_special_tokens)
         text_stream = TextStream(tokens_of_text, body.stop_strings, self._thinking, body.min_tokens, body.keeps_stop)
+        speaks = isinstance(body, ChatCompletion) and body.audio is not None
+        text_end: str | None = None  # the finish_reason of a text that is still being spoken
         shows_end = isinstance(body, Completion) and body.echo  # whose clients count the tokens
         pending: list[Token] = []  # tokens whose text the stream still holds back
         ids: list[int] = []
@@ -173,6 +183,12 @@ class ActiveRequest:
                 if isinstance(item, PromptScores):
                     if item.finish_reason is not None:
                         yield Delta(index, "", (), item.finish_reason)
+                        return
+                    continue
+                if isinstance(item, Sound):
+                    self._sound_bytes[index] = self._sound_bytes.get(index, 0) + len(item.samples)
+                    yield Delta(index, "", (), text_end if item.last else None, sound=item.samples)
+                    if item.last:
                         return
                     continue
                 self.completion_tokens += 1
@@ -189,10 +205,11 @@ class ActiveRequest:
                 if text_stream.stopped:
                     reason, self.stop_string = "stop", text_stream.stop_string
                 if text or reason is not None:
-                    yield self._delta(index, text, pending, reason, ids)
+                    yield self._delta(index, text, pending, None if speaks else reason, ids)
                     pending, ids = [], []
-                if reason is not None:
+                if reason is not None and not speaks:
                     return
+                text_end = reason
             # Tokens end without a finish_reason if the grammar allows no further token.
             yield self._delta(index, text_stream.flush(), pending, "stop", ids)
 
@@ -228,6 +245,8 @@ class _OpeningBuilder:
         self._is_open = True
 
     def add(self, item: Progress) -> None:
+        if isinstance(item, Sound):
+            return
         self._start = self._start or item.start
         if isinstance(item, PromptScores):
             self._scores += item.logprobs

@@ -3,6 +3,7 @@
 import codecs
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
+from typing import ClassVar
 
 from tilerank.loader.tokenizer import Tokenizer
 
@@ -45,11 +46,13 @@ class TokenText:
 class Formatter(ABC):
     """Formats the choices of one API request.
 
-    prefix: of the answer's id. objects: the JSON "object" field of chunks and of the full response.
+    prefix: of the answer's id. objects: the JSON "object" field of chunks and of the full response. costly: whether
+    `choice` takes long.
     """
 
     prefix: str
     objects: tuple[str, str]
+    costly = False
 
     @abstractmethod
     def chunk(self, delta: Delta) -> Json | None:
@@ -111,11 +114,12 @@ class ChatFormatter(Formatter):
     """Formats answers of /v1/chat/completions.
 
     top, by_id: as in TextFormatter. new_parser: makes the parser that finds tool calls in the text of a choice; None if
-    there are no tools to call.
+    there are no tools to call. first: what the first delta of a choice has in any case.
     """
 
     prefix = "chatcmpl"
     objects = ("chat.completion.chunk", "chat.completion")
+    first: ClassVar[Json] = {"role": "assistant", "content": ""}
 
     def __init__(
         self, tokenizer: Tokenizer, top: int | None, new_parser: Callable[[], ToolParser] | None, by_id: bool = False
@@ -144,7 +148,7 @@ class ChatFormatter(Formatter):
         if not (content or is_first or reason):
             return None
         if is_first:
-            content = {"role": "assistant", "content": ""} | content
+            content = self.first | content
         tokens, self._pending[delta.index] = self._pending[delta.index], []
         logprobs = None
         if self._top is not None:
@@ -154,12 +158,11 @@ class ChatFormatter(Formatter):
 
     def choice(self, chunks: Sequence[Json]) -> Json:
         text, reasoning = (
-            "".join(chunk["delta"].get(field, "") for chunk in chunks) for field in ("content", "reasoning_content")
+            "".join(chunk["delta"].get(field) or "" for chunk in chunks) for field in ("content", "reasoning_content")
         )
         calls = [call for chunk in chunks for call in chunk["delta"].get("tool_calls", [])]
         message: Json = {"role": "assistant", "content": text or (None if calls else ""), "refusal": None}
-        if reasoning:
-            message |= _reasoning(reasoning)
+        message |= reasoning_fields(reasoning)
         if calls:
             message["tool_calls"] = [{key: call[key] for key in ("id", "type", "function")} for call in calls]
         return {
@@ -171,7 +174,7 @@ class ChatFormatter(Formatter):
 
     def _content(self, delta: Delta) -> Json:
         parser = self._parsers[delta.index]
-        content = _reasoning(delta.reasoning) if delta.reasoning else {}
+        content = reasoning_fields(delta.reasoning)
         found = split(parser, delta.text, last=delta.finish_reason is not None)
         text = "".join(piece for piece in found if isinstance(piece, str))
         calls = [self._call(delta.index, piece) for piece in found if isinstance(piece, ToolCall)]
@@ -199,9 +202,10 @@ def token_entries(tokens: Sequence[Token], top: int, token_text: TokenText) -> l
     return entries
 
 
-def _reasoning(text: str) -> Json:
-    """Return the fields of a reasoning: DeepSeek's name, which most clients read, and that of newer servers."""
-    return {"reasoning_content": text, "reasoning": text}
+def reasoning_fields(text: str) -> Json:
+    """Return the fields of a reasoning, if there is any: DeepSeek's name, which most clients read, and that of newer
+    servers."""
+    return {"reasoning_content": text, "reasoning": text} if text else {}
 
 
 def _logprobs(token: Token) -> Logprobs:

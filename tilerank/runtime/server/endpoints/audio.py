@@ -1,21 +1,30 @@
-"""OpenAI's /v1/audio/transcriptions."""
+"""OpenAI's /v1/audio/transcriptions and /v1/audio/speech."""
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
 
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
+from starlette.types import Send
 
+from ...prompt import Prompt
 from ..answers.answer import Answer
-from ..answers.completions import ActiveRequest
+from ..answers.completions import ActiveRequest, Delta
+from ..answers.sound_formats import CONTENT_TYPES, SoundStream, check_format
 from ..answers.transcription_answer import TranscriptionAnswer
 from ..errors import ApiError
+from ..forms.speech_request import SpeechRequest
 from ..forms.transcription_request import transcription_request
 from ..multipart_form import read_form
 from ..request_body import MAX_FORM, read_body
-from .generation import NewParser, converse
+from ..speech_fields import check_voice
+from .generation import NewParser, activate, conversation_prompt, converse, first_delta
 from .service import Service
 
 
 class AudioEndpoints:
-    """Turns sound into text."""
+    """Turns sound into text, and text into sound."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
@@ -39,6 +48,54 @@ class AudioEndpoints:
             return await converse(service, request, chat, new_answer)
         except ApiError as e:
             raise _about_file(e) from e
+
+    async def speak(self, request: Request) -> Response:
+        """POST /v1/audio/speech. Reads a text aloud."""
+        service = self._service
+        body = await service.body(request, SpeechRequest)
+        check_voice(body.voice, service.settings.voices, service.settings.model, "voice")
+        check_format(body.response_format, "response_format")
+        *before, last = await self._tokens(body.input)
+        chat = body.chat(last)
+        with service.budget.share() as share:
+            asked = (await conversation_prompt(service, request, chat, share)).prompt
+        active = activate(service, chat, [Prompt(asked.token_ids + before)], None, None)
+        first, rest = await first_delta(service, request, active, f"speech-{active.id}")
+        sound = _encoded(SoundStream(body.response_format), first, rest)
+        return _SoundResponse(request, sound, CONTENT_TYPES[body.response_format])
+
+    async def _tokens(self, text: str) -> list[int]:
+        """Return the tokens of a text to read. Raises ApiError for special ones, which would end it."""
+        tokenizer = self._service.tokenizer
+        ids = await self._service.prompts.encode(text, add_special_tokens=False)
+        if special := next(filter(None, map(tokenizer.special_token, ids)), None):
+            raise ApiError(400, f"input: expected text, found the special token {special}", param="input")
+        if not ids:
+            raise ApiError(400, "input: expected text of at least one token, found none", param="input")
+        return ids
+
+
+class _SoundResponse(StreamingResponse):
+    """Sends sound while it is made. If that fails, the connection is closed before the end of the response."""
+
+    def __init__(self, request: Request, sound: AsyncIterator[bytes], content_type: str) -> None:
+        super().__init__(sound, media_type=content_type, headers={"Cache-Control": "no-cache"})
+        self._metrics = request.app.state.metrics
+
+    async def stream_response(self, send: Send) -> None:
+        try:
+            await super().stream_response(send)
+        except ApiError as e:
+            self._metrics.count_error(e.status)
+
+
+async def _encoded(stream: SoundStream, first: Delta, rest: AsyncGenerator[Delta]) -> AsyncIterator[bytes]:
+    async with aclosing(rest):
+        yield await asyncio.to_thread(stream.push, first.sound)
+        async for delta in rest:
+            if data := await asyncio.to_thread(stream.push, delta.sound):
+                yield data
+        yield await asyncio.to_thread(stream.finish)
 
 
 def _about_file(error: ApiError) -> ApiError:

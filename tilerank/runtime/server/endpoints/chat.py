@@ -7,7 +7,12 @@ from ..answers.answer import Answer
 from ..answers.choices import ChoicesAnswer
 from ..answers.completions import ActiveRequest
 from ..answers.responses import ChatFormatter, Formatter, TextFormatter
+from ..answers.sound_formats import check_format
+from ..answers.spoken import SpokenFormatter, TranscriptStore
 from ..api import ChatCompletion, Completion, Sampling
+from ..chat_messages import Message
+from ..errors import ApiError
+from ..speech_fields import check_voice
 from .generation import NewParser, activate, begin, checked_grammar, converse, finish
 from .service import Service
 
@@ -17,6 +22,7 @@ class ChatEndpoints:
 
     def __init__(self, service: Service) -> None:
         self._service = service
+        self._transcripts = TranscriptStore()
 
     async def complete(self, request: Request) -> Response:
         """POST /v1/completions. Continues texts."""
@@ -33,12 +39,34 @@ class ChatEndpoints:
         """POST /v1/chat/completions. Answers a conversation."""
         service = self._service
         body = await service.body(request, ChatCompletion, media=True)
+        if (audio := body.audio) is not None:
+            check_voice(audio.voice, service.settings.voices, service.settings.model, "audio.voice")
+            check_format(audio.format, "audio.format")
+        for i, message in enumerate(body.messages):
+            self._recall(message, f"messages.{i}.audio.id")
 
         def new_answer(active: ActiveRequest, new_parser: NewParser | None) -> Answer:
-            by_id = body.return_tokens_as_token_ids
-            return self._answer(active, body, ChatFormatter(service.tokenizer, body.alternatives, new_parser, by_id))
+            return self._answer(active, body, self._formatter(body, new_parser))
 
         return await converse(service, request, body, new_answer)
+
+    def _recall(self, message: Message, where: str) -> None:
+        """Give a message that stands for an earlier speech its text. where: the path of its id."""
+        if message.audio is None or message.content:
+            return
+        message.content = message.audio.transcript or self._transcripts.get(message.audio.id)
+        if message.content is None:
+            text = (
+                f"{where}: there is no speech {message.audio.id!r}. The server keeps the texts of "
+                f"{self._transcripts.bounds}; send the transcript as content"
+            )
+            raise ApiError(400, text, param=where, code="audio_not_found")
+
+    def _formatter(self, body: ChatCompletion, new_parser: NewParser | None) -> Formatter:
+        tokenizer, top, by_id = self._service.tokenizer, body.alternatives, body.return_tokens_as_token_ids
+        if body.audio is None:
+            return ChatFormatter(tokenizer, top, new_parser, by_id)
+        return SpokenFormatter(tokenizer, top, by_id, body.audio.format, body.stream, self._transcripts.put)
 
     def _answer(self, active: ActiveRequest, body: Sampling, formatter: Formatter) -> ChoicesAnswer:
         usage = body.stream_options is not None and body.stream_options.include_usage

@@ -4,6 +4,7 @@ An endpoint translates its own form into that of /v1/chat/completions (api.py), 
 writes the generated text.
 """
 
+import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
 from functools import partial
@@ -111,7 +112,14 @@ def activate(
 
 async def begin(service: Service, request: Request, active: ActiveRequest, answer: Answer) -> Begun:
     """Run a request up to its first delta."""
-    deltas = service.recent.track(answer.id, active, service.metrics.measure(active))
+    return Begun(answer, *await first_delta(service, request, active, answer.id))
+
+
+async def first_delta(
+    service: Service, request: Request, active: ActiveRequest, id: str
+) -> tuple[Delta, AsyncGenerator[Delta]]:
+    """Run a request up to its first delta. Returns it, and the others. id: of the request in the API."""
+    deltas = service.recent.track(id, active, service.metrics.measure(active))
     try:
         # The status line is sent after the first delta, so that a failed request gets an error status.
         first = await until_disconnect(request, anext(deltas))
@@ -119,7 +127,7 @@ async def begin(service: Service, request: Request, active: ActiveRequest, answe
         await deltas.aclose()
         raise
     release_body(request)
-    return Begun(answer, first, deltas)
+    return first, deltas
 
 
 async def finish(request: Request, begun: Begun, stream: bool) -> Response:
@@ -138,7 +146,7 @@ async def _whole(begun: Begun) -> Json | str:
         async for delta in deltas:
             answer.add(delta)
     answer.end()
-    return answer.whole()
+    return await asyncio.to_thread(answer.whole) if answer.costly else answer.whole()
 
 
 async def _events(request: Request, begun: Begun) -> AsyncIterator[bytes]:

@@ -1,0 +1,90 @@
+"""The messages of a conversation, as requests have them."""
+
+import json
+from typing import Annotated, Any, Literal
+
+from pydantic import ConfigDict, Discriminator, Field, Tag
+
+from .fields import Body
+
+MAX_PARTS = 1 << 16
+"""Parts of one message. The number of media has a limit of its own."""
+Name = Annotated[str, Field(min_length=1, max_length=256)]
+Id = Annotated[str, Field(pattern="^[a-zA-Z0-9_.-]{1,128}$")]
+
+
+class TextPart(Body):
+    type: Literal["text"]
+    text: str
+
+
+class MediaPart(Body):
+    """A picture, a video or sound. runtime/media/messages.py reads its fields."""
+
+    model_config = ConfigDict(extra="allow", allow_inf_nan=False)
+    type: str = Field(min_length=1, max_length=64)
+
+
+def _part_tag(part: Any) -> str:
+    kind = part.get("type") if isinstance(part, dict) else getattr(part, "type", None)
+    return "text" if kind == "text" else "media"
+
+
+Part = Annotated[
+    Annotated[TextPart, Tag("text")] | Annotated[MediaPart, Tag("media")],
+    Discriminator(_part_tag),
+]
+
+
+class CalledFunction(Body):
+    name: str
+    arguments: str | dict[str, Any] = "{}"
+
+
+class EarlierCall(Body):
+    """A tool call of an earlier turn."""
+
+    id: str = ""
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+class EarlierSpeech(Body):
+    """The speech of an earlier turn: its id, or all that the answer had."""
+
+    id: Id
+    transcript: str | None = None
+
+
+class Message(Body):
+    """A message of a conversation. Additional fields are passed on to the chat template."""
+
+    model_config = ConfigDict(extra="allow", allow_inf_nan=False)
+    role: str = Field(min_length=1, max_length=64)
+    content: str | Annotated[list[Part], Field(max_length=MAX_PARTS)] | None = None
+    tool_calls: list[EarlierCall] | None = Field(None, max_length=128)
+    audio: EarlierSpeech | None = None
+
+    def for_template(self, parts: bool) -> dict[str, Any]:
+        """Return the message for the chat template.
+
+        parts: does the template accept content in parts? Text parts become one string for templates that do not.
+        """
+        # Templates add the content to other texts, which fails for none.
+        message = {"content": ""} | self.model_dump(exclude={"audio"}, exclude_none=True)
+        if isinstance(self.content, list) and not parts:
+            message["content"] = "\n".join(part.text for part in self.content if isinstance(part, TextPart))
+        for call in self.tool_calls or []:
+            call.function.arguments = _object(call.function.arguments)
+        if self.tool_calls:
+            message["tool_calls"] = [call.model_dump() for call in self.tool_calls]
+        return message
+
+
+def _object(arguments: str | dict[str, Any]) -> str | dict[str, Any]:
+    """Parse the arguments of a call, for templates expect an object. Any other JSON stays a string."""
+    try:
+        value = json.loads(arguments) if isinstance(arguments, str) else arguments
+    except (ValueError, RecursionError):
+        return arguments
+    return value if isinstance(value, dict) else arguments
