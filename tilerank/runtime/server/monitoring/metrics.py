@@ -11,6 +11,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from ...speech.speech_settings import SAMPLE_RATE
 from ..answers.completions import ActiveRequest, Delta
 from ..client import EngineClient
 from .latency_window import LatencyWindow
@@ -135,6 +136,8 @@ class _EngineCollector(Collector):
         yield _counter("prefix_cache_queries", "Prompt tokens that were looked for in the cache", totals.queried_tokens)
         yield _counter("prefix_cache_hits", "Prompt tokens that were found there", totals.hit_tokens)
         yield _counter("num_preemptions", "Times that a request gave its pages to an older one", totals.preemptions)
+        yield _counter("speech_frames", "Frames of speech computed, of 80 ms each", totals.speech_frames)
+        yield _counter("speech_seconds", "Seconds of speech sent", totals.speech_samples / SAMPLE_RATE)
         if state is None:
             return
         yield _gauge("num_requests_running", "Running requests", state.running)
@@ -151,6 +154,11 @@ class _EngineCollector(Collector):
             used = state.source_pages_used / state.source_pages
             yield _gauge("source_pages", "Pages for keys and values of encoded pictures and videos", state.source_pages)
             yield _gauge("source_pages_usage_perc", "Fraction of these pages that running requests use, 0 to 1", used)
+        if state.talker_pages:
+            used = state.talker_pages_used / state.talker_pages
+            yield _gauge("num_requests_speaking", "Requests that speak or wait for it", state.speaking)
+            yield _gauge("talker_pages", "Pages of the talker's cache", state.talker_pages)
+            yield _gauge("talker_pages_usage_perc", "Fraction of these pages that are in use, 0 to 1", used)
         yield from _rank_metrics(self._client.rank_stats)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from starlette.responses import HTMLResponse, Response
 
+from ...speech.speech_settings import SAMPLE_RATE
 from ..client import EngineClient
 from .metrics import Metrics
 from .recent_requests import RecentRequests
@@ -56,12 +57,17 @@ def status_json(
         "cache_used": state.cache_used,
         "source_pages": state.source_pages,
         "source_pages_used": state.source_pages_used,
+        "speaking": state.speaking,
+        "talker_pages": state.talker_pages,
+        "talker_pages_used": state.talker_pages_used,
         "running": state.running,
         "waiting": state.waiting,
         "prompt_tokens": totals.prompt_tokens,
         "generated_tokens": totals.generated_tokens,
         "cache_queried_tokens": totals.queried_tokens,
         "cache_hit_tokens": totals.hit_tokens,
+        "speech_frames": totals.speech_frames,
+        "speech_seconds": totals.speech_samples / SAMPLE_RATE,
         "bytes_per_s": rank_stats.bytes_per_s,
         "ranks": [
             {
