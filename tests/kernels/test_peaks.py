@@ -27,6 +27,7 @@ def small_cache(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_figures_are_possible() -> None:
     # No machine reads 1e4 GB/s from one core, none is slower than a disk.
     assert 0.01 < peaks.stream_read_gbs(1) < 1e4
+    assert 0.01 < peaks.stream_update_gbs(1) < 1e4
     assert 1e-4 < peaks.first_touch_gbs(1) < 1e4
     if len(CORES) > 1:
         assert 1 < peaks.core_to_core_ns(CORES[0], CORES[1]) < 1e9
@@ -64,7 +65,8 @@ def test_a_probe_measures_the_rates_that_limit_the_work(rung: str, monkeypatch: 
     core.force_isa(rung)
     try:
         probe = RateProbe(CORES[:1])
-        monkeypatch.setattr(probe._read, "gbs", lambda: 12.5)
+        monkeypatch.setattr(probe._stream, "read_gbs", lambda: 12.5)
+        monkeypatch.setattr(probe._stream, "update_gbs", lambda: 17.5)
         read, part = {"stream_read_gbs": 12.5}, {"amx": "amx_bf16_tflops"}.get(rung, "vector_bf16_tflops")
         both = {"amx": {"amx_bf16_tflops": 3.0, "amx_int8_tops": 6.0}}.get(
             rung, {"vector_bf16_tflops": 0.25, "vector_int8_tops": 0.75}
@@ -72,6 +74,7 @@ def test_a_probe_measures_the_rates_that_limit_the_work(rung: str, monkeypatch: 
         if rung == "reference":  # nothing multiplies there but torch
             both = {}
         assert probe.measure(Work(1e9)) == read
+        assert probe.measure(Work(updated=1e9)) == read | {"stream_update_gbs": 17.5}
         assert probe.measure(Work(1e9, bf16=1e9)) == read | {name: rate for name, rate in both.items() if name == part}
         assert probe.measure(Work(1e9, bf16=1e9, int8=1e9)) == read | both
     finally:
@@ -115,6 +118,7 @@ def arguments(*words: str) -> argparse.Namespace:
 @pytest.fixture
 def known_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peaks, "stream_read_gbs", lambda count, cores: 12.34 * count)
+    monkeypatch.setattr(peaks, "stream_update_gbs", lambda count, cores: 23.45 * count)
     monkeypatch.setattr(peaks, "first_touch_gbs", lambda count, cores: 4.56 * count)
     monkeypatch.setattr(peaks, "amx_tflops", lambda kind, count, cores: (3 if kind == "bf16" else 6) * count)
     vectors = {"fp32": 0.15, "bf16": 0.25, "int8": 0.75}
@@ -145,6 +149,7 @@ def test_bench_peaks_prints_and_writes_the_same(
     assert report["amx_int8_tops"][str(cores)] == 6 * cores and "vector_fp32_tflops" not in report
     assert "the load average was 7.2 before the start" in printed
     assert "12.34 GB/s" in printed and "3.00 TFLOP/s" in printed and "6.00 TOP/s" in printed
+    assert peaks_from(report, 0.0).stream_update_gbs == 23.45 * cores and "23.45 GB/s" in printed
     if cores > 1:
         assert 140.4 in report["core_to_core_ns"].values() and "140 ns, one way" in printed
 

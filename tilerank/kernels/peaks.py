@@ -21,11 +21,11 @@ except ImportError:
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "int8": "int8"}
 
 
-class StreamRead:
-    """Measures the read bandwidth of `threads` cores together.
+class MemoryStream:
+    """Measures the memory bandwidth of `threads` cores together.
 
-    Each core reads huge pages on its own NUMA node; together they exceed the last-level cache. The memory stays
-    allocated, so that the rate can be measured repeatedly.
+    Each core passes over huge pages on its own NUMA node; together they exceed the last-level cache. The memory stays
+    allocated, so that rates can be measured repeatedly.
     """
 
     def __init__(self, threads: int, cores: Sequence[int] | None = None) -> None:
@@ -34,14 +34,23 @@ class StreamRead:
         each = min(max(2 * _last_level_cache_bytes() // threads, 64 << 20), 1 << 30)
         self._memory = [core.alloc(each) for _ in self._cores]
 
-    def gbs(self) -> float:
-        """Return the bandwidth in GB/s (1e9 bytes); takes about 30 ms."""
+    def read_gbs(self) -> float:
+        """Return the bandwidth of reading in GB/s (1e9 bytes); takes about 30 ms."""
         return statistics.median(_C.measure_read(self._cores, self._memory)) / 1e9
+
+    def update_gbs(self) -> float:
+        """Return the bandwidth of reading and writing in place, in GB/s of both together; takes about 50 ms."""
+        return statistics.median(_C.measure_update(self._cores, self._memory)) / 1e9
 
 
 def stream_read_gbs(threads: int, cores: Sequence[int] | None = None) -> float:
-    """Return the bandwidth in GB/s that `StreamRead` measures."""
-    return StreamRead(threads, cores).gbs()
+    """Return the GB/s that `threads` cores together read from memory; see `MemoryStream`."""
+    return MemoryStream(threads, cores).read_gbs()
+
+
+def stream_update_gbs(threads: int, cores: Sequence[int] | None = None) -> float:
+    """Return the GB/s that `threads` cores together read from memory and write in place; see `MemoryStream`."""
+    return MemoryStream(threads, cores).update_gbs()
 
 
 def first_touch_gbs(threads: int, cores: Sequence[int] | None = None) -> float:

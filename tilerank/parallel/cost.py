@@ -28,23 +28,31 @@ def operand_type(format: Format) -> OperandType:
 class Work:
     """Bytes to read from memory, and operations (a product and a sum are two) by the type of their operands.
 
-    Each operand type has a peak rate of its own.
+    Each operand type has a peak rate of its own, and so have `updated` bytes, which are read and written in place: a
+    byte of memory counts twice there.
     """
 
     nbytes: float = 0.0
     bf16: float = 0.0
     int8: float = 0.0
     fp32: float = 0.0
+    updated: float = 0.0
 
     @property
     def flops(self) -> float:
         return self.bf16 + self.int8 + self.fp32
 
     def __add__(self, other: Work) -> Work:
-        return Work(self.nbytes + other.nbytes, self.bf16 + other.bf16, self.int8 + other.int8, self.fp32 + other.fp32)
+        return Work(
+            self.nbytes + other.nbytes,
+            self.bf16 + other.bf16,
+            self.int8 + other.int8,
+            self.fp32 + other.fp32,
+            self.updated + other.updated,
+        )
 
     def __mul__(self, times: float) -> Work:
-        return Work(self.nbytes * times, self.bf16 * times, self.int8 * times, self.fp32 * times)
+        return Work(self.nbytes * times, self.bf16 * times, self.int8 * times, self.fp32 * times, self.updated * times)
 
 
 @dataclass(frozen=True)

@@ -203,6 +203,14 @@ def test_shares_are_against_the_rates_of_a_measurement(monkeypatch: pytest.Monke
     assert row["peaks"]["stream_read_gbs"] == 20.0
 
 
+def test_a_row_that_updates_memory_is_a_share_of_the_update_rate() -> None:
+    entry = Entry("delta_step", "1 x 2 x 3", "float32", Work(updated=3e9), lambda _: None)
+    row = row_of(entry, [Measurement(0.2, None, READ | {"stream_update_gbs": 30.0})], PEAKS, "amx")
+    # 3 GB at 30 GB/s take 0.1 s.
+    assert row["stream_share"] == row["limit_share"] == pytest.approx(0.5) and row["bytes"] == 3e9
+    assert row["peaks"][row["stream_rate"]] == 30.0
+
+
 def test_the_time_of_a_call_is_the_median(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr(kernels.time, "perf_counter", lambda: now[0])

@@ -176,7 +176,8 @@ def seconds_per_call(call: Call, budget_s: float) -> float:
 def row_of(entry: Entry, measurements: Sequence[Measurement], peaks: Peaks, isa: str) -> dict[str, Any]:
     """Return the JSON row of the measurement with the median limit_share.
 
-    *_share: as in `Peaks`, against the rates of that measurement, which `peaks` in the row has as well.
+    *_share: as in `Peaks`, against the rates of that measurement, which `peaks` in the row has as well. stream_rate:
+    the name of the one that stream_share is a share of.
     torch_ratio: torch_seconds / seconds.
     """
     return median_row([_row_of_one(entry, one, peaks.with_rates(one.rates), isa) for one in measurements])
@@ -190,9 +191,10 @@ def _row_of_one(entry: Entry, measurement: Measurement, peaks: Peaks, isa: str) 
         "format": entry.format,
         "isa": isa,
         "seconds": seconds,
-        "bytes": work.nbytes,
+        "bytes": work.nbytes + work.updated,
         "flops": work.flops,
         "stream_share": peaks.stream_share(work, seconds),
+        "stream_rate": "stream_update_gbs" if work.updated else "stream_read_gbs",
         "amx_share": peaks.amx_share(work, seconds),
         "compute_share": peaks.compute_share(work, seconds),
         "limit_share": peaks.limit_seconds(work) / seconds,
@@ -203,11 +205,11 @@ def _row_of_one(entry: Entry, measurement: Measurement, peaks: Peaks, isa: str) 
 
 
 def _text(row: dict[str, Any], compute_width: int) -> str:
-    compute, read = share_text(row["compute_share"]), row["peaks"]["stream_read_gbs"]
+    compute, memory = share_text(row["compute_share"]), row["peaks"][row["stream_rate"]]
     against = "" if row["torch_seconds"] is None else f"{1e6 * row['torch_seconds']:>12.1f}{row['torch_ratio']:>7.2f}"
     return (
         f"{row['kernel']:<18}{row['shape']:<22}{row['format']:<10}{1e6 * row['seconds']:>11.1f}"
-        f"{row['limit_share']:>10.2f}{row['stream_share']:>9.2f}{read:>9.1f}{compute:>{compute_width}}{against}"
+        f"{row['limit_share']:>10.2f}{row['stream_share']:>9.2f}{memory:>9.1f}{compute:>{compute_width}}{against}"
     )
 
 

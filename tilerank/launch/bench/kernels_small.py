@@ -165,11 +165,7 @@ def sample(rows: int) -> Entry:
 
 
 def delta_step(rows: int) -> Entry:
-    """A decode step of a delta net: every row reads and writes a state, of which there are copies.
-
-    Memory may be read and written at the same time, faster in total than it is read, so the share of the read rate can
-    exceed 1.
-    """
+    """A decode step of a delta net: every row reads and writes a state, of which there are copies."""
     qkv, a, b, a_log, dt_bias = _delta_inputs(rows)
     shape = (rows, VALUE_HEADS, DELTA_DIM, DELTA_DIM)
     nbytes = torch.Size(shape).numel() * 4
@@ -184,7 +180,7 @@ def delta_step(rows: int) -> Entry:
         "delta_step",
         f"{rows} x {VALUE_HEADS} x {DELTA_DIM}^2",
         "float32",
-        Work(2 * nbytes),
+        Work(updated=2 * nbytes),
         run,
     )
 

@@ -48,6 +48,8 @@ class Peaks:
     isa: the rung in use.
     vector_fp32_tflops, vector_bf16_tflops, vector_int8_tops: vector products of the rung; None for "amx" and
     "reference".
+    stream_update_gbs: reading and writing memory in place with all cores, GB/s of both together; None unless it was
+    measured.
     """
 
     stream_read_gbs: float
@@ -60,10 +62,11 @@ class Peaks:
     vector_fp32_tflops: float | None = None
     vector_bf16_tflops: float | None = None
     vector_int8_tops: float | None = None
+    stream_update_gbs: float | None = None
 
     def stream_share(self, work: Work, seconds: float) -> float:
-        """Return the share of the read bandwidth that `work` uses if it takes `seconds`."""
-        return self._read_seconds(work) / seconds
+        """Return the share of the memory bandwidth that `work` uses if it takes `seconds`."""
+        return self._memory_seconds(work) / seconds
 
     def amx_share(self, work: Work, seconds: float) -> float | None:
         """Return `compute_share` if the rung is "amx", else None."""
@@ -77,11 +80,15 @@ class Peaks:
         return self._compute_seconds(work) / seconds or None
 
     def limit_seconds(self, work: Work) -> float:
-        """Return the time of `work` at the roofline: max(time to read its bytes, time to compute its operations)."""
-        return max(self._read_seconds(work), self._compute_seconds(work))
+        """Return the time of `work` at the roofline: max(time to move its bytes, time to compute its operations)."""
+        return max(self._memory_seconds(work), self._compute_seconds(work))
 
-    def _read_seconds(self, work: Work) -> float:
-        return work.nbytes / (self.stream_read_gbs * 1e9)
+    def _memory_seconds(self, work: Work) -> float:
+        seconds = work.nbytes / (self.stream_read_gbs * 1e9)
+        if work.updated:
+            assert self.stream_update_gbs is not None
+            seconds += work.updated / (self.stream_update_gbs * 1e9)
+        return seconds
 
     def _compute_seconds(self, work: Work) -> float:
         parts = [
@@ -114,16 +121,18 @@ class RateProbe:
     """
 
     def __init__(self, cores: Sequence[int]) -> None:
-        from tilerank.kernels.peaks import StreamRead
+        from tilerank.kernels.peaks import MemoryStream
 
         self._cores = list(cores)
-        self._read = StreamRead(len(self._cores), self._cores)
+        self._stream = MemoryStream(len(self._cores), self._cores)
 
     def measure(self, work: Work) -> Rates:
-        """Measure the read rate, and the compute rate of each operand type in `work`. Takes about 0.1 s."""
+        """Measure the read rate, the update rate and the compute rates that limit `work`. Takes about 0.1 s."""
         from tilerank.kernels import core
 
-        found = {"stream_read_gbs": self._read.gbs()}
+        found = {"stream_read_gbs": self._stream.read_gbs()}
+        if work.updated:
+            found["stream_update_gbs"] = self._stream.update_gbs()
         for name, kind, _ in COMPUTE:
             if getattr(work, kind) and _has_peak(core.isa(), name):
                 found[name] = _compute_peak(name, kind, len(self._cores), self._cores)
@@ -209,6 +218,7 @@ def measure_peaks(topology: Topology, cores: Sequence[int] | None = None) -> dic
         # Measured first: the other measurements free memory, which this one would get back without a page fault.
         "first_touch_gbs": {str(len(own)): peaks.first_touch_gbs(len(own), own)},
         "stream_read_gbs": {str(count): peaks.stream_read_gbs(count, own) for count in counts},
+        "stream_update_gbs": {str(count): peaks.stream_update_gbs(count, own) for count in counts},
     }
     rungs = core.isa_report()
     report["isa"] = next(rung.name for rung in rungs if rung.usable)
@@ -254,6 +264,7 @@ def peaks_from(report: dict[str, Any], load_average: float) -> Peaks:
     all_cores = str(len(report["cores"]))
     return Peaks(
         stream_read_gbs=report["stream_read_gbs"][all_cores],
+        stream_update_gbs=report["stream_update_gbs"][all_cores],
         core_to_core_ns=min(report["core_to_core_ns"].values(), default=None),
         first_touch_gbs=report["first_touch_gbs"][all_cores],
         load_average=load_average,
@@ -284,6 +295,7 @@ def _representatives(topology: Topology, cores: Sequence[int]) -> list[int]:
 def _text(report: dict[str, Any]) -> list[str]:
     rows = [
         ("stream read", "stream_read_gbs", "GB/s"),
+        ("stream update", "stream_update_gbs", "GB/s"),
         ("first touch", "first_touch_gbs", "GB/s"),
         *((f"{compute_unit(report['isa'])} {kind}", name, unit) for name, kind, unit in COMPUTE),
     ]

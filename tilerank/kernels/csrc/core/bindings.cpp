@@ -132,17 +132,22 @@ PYBIND11_MODULE(_C, m) {
   m.def("alloc", &alloc);
   m.def("drop_pages", &drop_pages);
   const auto no_gil = py::call_guard<py::gil_scoped_release>();
-  m.def("measure_read", [](const std::vector<int>& cores, const std::vector<py::object>& memory) {
-    std::vector<char*> data;
-    int64_t bytes = 0;
-    for (const py::object& part : memory) {
-      const dlpack::Tensor raw = borrow(part.ptr(), "measure_read");
-      data.push_back(static_cast<char*>(raw.data));
-      bytes = raw.shape[0];
-    }
-    py::gil_scoped_release unlocked;
-    return measure_read(cores, data, bytes);
-  });
+  // Lets a measurement of memory run on tensors of bytes, one for each core, all of one size.
+  const auto on_memory = [](auto measure) {
+    return [measure](const std::vector<int>& cores, const std::vector<py::object>& memory) {
+      std::vector<char*> data;
+      int64_t bytes = 0;
+      for (const py::object& part : memory) {
+        const dlpack::Tensor raw = borrow(part.ptr(), "peaks");
+        data.push_back(static_cast<char*>(raw.data));
+        bytes = raw.shape[0];
+      }
+      py::gil_scoped_release unlocked;
+      return measure(cores, data, bytes);
+    };
+  };
+  m.def("measure_read", on_memory(measure_read));
+  m.def("measure_update", on_memory(measure_update));
   m.def("measure_first_touch", &measure_first_touch, no_gil);
   m.def("measure_amx", &measure_amx, no_gil);
   m.def(

@@ -98,18 +98,36 @@ std::vector<double> rates(const std::vector<int>& cores, const std::function<dou
   return rounds;
 }
 
+// Returns the rates at which `pass` goes over the `bytes_per_core` at data[i] on core i, which writes them first.
+template <class Pass>
+std::vector<double> memory_rates(const std::vector<int>& cores, const std::vector<char*>& data, int64_t bytes_per_core,
+                                 const Pass& pass) {
+  std::vector<char> touched(cores.size());
+  return rates(cores, [&](int index) {
+    if (!touched[index]) std::memset(data[index], touched[index] = 1, static_cast<size_t>(bytes_per_core));
+    pass(data[index], bytes_per_core);
+    return static_cast<double>(bytes_per_core);
+  });
+}
+
+bool streams_avx512() {
+  if (!isa_obstacle(Isa::avx2).empty()) throw Error("memory rates are not available: " + isa_obstacle(Isa::avx2));
+  return isa_obstacle(Isa::avx512).empty();
+}
+
 }  // namespace
 
 std::vector<double> measure_read(const std::vector<int>& cores, const std::vector<char*>& data,
                                  int64_t bytes_per_core) {
-  if (!isa_obstacle(Isa::avx2).empty()) throw Error("stream read is not available: " + isa_obstacle(Isa::avx2));
-  const auto read_all = isa_obstacle(Isa::avx512).empty() ? avx512::read_all : avx2::read_all;
-  std::vector<char> touched(cores.size());
-  return rates(cores, [&](int index) {
-    if (!touched[index]) std::memset(data[index], touched[index] = 1, static_cast<size_t>(bytes_per_core));
-    read_all(data[index], bytes_per_core);
-    return static_cast<double>(bytes_per_core);
-  });
+  return memory_rates(cores, data, bytes_per_core, streams_avx512() ? avx512::read_all : avx2::read_all);
+}
+
+std::vector<double> measure_update(const std::vector<int>& cores, const std::vector<char*>& data,
+                                   int64_t bytes_per_core) {
+  std::vector<double> rounds =
+      memory_rates(cores, data, bytes_per_core, streams_avx512() ? avx512::update_all : avx2::update_all);
+  for (double& rate : rounds) rate *= 2;
+  return rounds;
 }
 
 double measure_first_touch(const std::vector<int>& cores, int64_t bytes_per_core) {
@@ -177,10 +195,12 @@ std::vector<double> measure_core_to_core(int core_a, int core_b) {
 
 namespace tilerank::TR_RUNG {
 
+constexpr int64_t kAhead = 2048;  // bytes to prefetch ahead
+
 void read_all(const char* data, int64_t bytes) {
   // Each line is loaded in four pieces, to take more instructions. With a single load per line, the reorder buffer
   // would reach past the prefetched lines, and its demand loads would take the place of prefetches.
-  constexpr int64_t kAhead = 2048, kPiece = 16;
+  constexpr int64_t kPiece = 16;
   __m128 sums[4] = {_mm_setzero_ps(), _mm_setzero_ps(), _mm_setzero_ps(), _mm_setzero_ps()};
   for (int64_t i = 0; i + 64 <= bytes; i += 64) {
     _mm_prefetch(data + i + kAhead, _MM_HINT_T0);
@@ -190,6 +210,15 @@ void read_all(const char* data, int64_t bytes) {
   }
   volatile float used = _mm_cvtss_f32(_mm_max_ps(_mm_max_ps(sums[0], sums[1]), _mm_max_ps(sums[2], sums[3])));
   (void)used;
+}
+
+void update_all(char* data, int64_t bytes) {
+  const Vec one = set(1);
+  for (int64_t i = 0; i + 64 <= bytes; i += 64) {
+    _mm_prefetch(data + i + kAhead, _MM_HINT_T0);
+    float* const line = reinterpret_cast<float*>(data + i);
+    for (int64_t lane = 0; lane < 16; lane += kLanes) store(line + lane, load(line + lane) + one);
+  }
 }
 
 }  // namespace tilerank::TR_RUNG

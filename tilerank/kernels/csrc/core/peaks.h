@@ -11,6 +11,9 @@ namespace tilerank {
 // Bytes per second that the cores together read from memory. Core i reads the `bytes_per_core` at data[i], which it
 // writes first, so that fresh pages are on its own node.
 std::vector<double> measure_read(const std::vector<int>& cores, const std::vector<char*>& data, int64_t bytes_per_core);
+// The same of reading floats and writing others in their place. Bytes count once as read and once as written.
+std::vector<double> measure_update(const std::vector<int>& cores, const std::vector<char*>& data,
+                                   int64_t bytes_per_core);
 // Bytes per second that the cores together write to `bytes_per_core` of new huge pages each; a single figure.
 double measure_first_touch(const std::vector<int>& cores, int64_t bytes_per_core);
 // Floating-point (or int8) operations per second of AMX tile products on all the cores; the rung must be usable.
@@ -23,11 +26,13 @@ std::vector<double> measure_core_to_core(int core_a, int core_b);
 
 namespace avx2 {
 void read_all(const char* data, int64_t bytes);
+void update_all(char* data, int64_t bytes);
 // Adds a product to each of twelve sums in every round; returns the number of operations.
 double multiply_vectors(int64_t rounds, DType operands);
 }  // namespace avx2
 namespace avx512 {
 void read_all(const char* data, int64_t bytes);
+void update_all(char* data, int64_t bytes);
 double multiply_vectors(int64_t rounds, DType operands);
 }  // namespace avx512
 namespace avx512_bf16 {
