@@ -9,11 +9,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from . import check
+from . import check, core
 from .errors import KernelError
-from .linear import linear
 from .reference import convolution as reference
 from .weight import Weight, round_up
+
+_CONVOLVE = {torch.float32: core.kernel("convolve_f32"), torch.bfloat16: core.kernel("convolve_bf16")}
+_CONVOLVE_CHANNELS = core.kernel("convolve_channels")
 
 TAP_UNIT = 32
 """Columns of a weight that belong to a tap begin at a multiple of this (csrc/linear/pack.h: kTileK)."""
@@ -49,35 +51,56 @@ def convolve_(
 
     x: [m + (taps - 1) * dilation, c], dtype `w.format.activations`, with contiguous rows. w: [n, taps * tap_columns],
     the weights of tap i from column i * tap_columns on. bias: [n] float32 or bfloat16; scale: [n] float32, default 1;
-    residual: [m, n] of x's dtype; out, activated: [m, n] float32 or bfloat16; all with contiguous rows. `out` may be
+    residual, out, activated: [m, n] float32 or bfloat16, with contiguous rows. `out` may be
     `residual`. All arithmetic is fp32, and each result is rounded once. A row of the results depends only on the rows
     of x that it reads.
     """
     columns = tap_columns(x.shape[-1], taps)
-    if x.ndim != 2 or x.dtype != w.format.activations or w.k != taps * columns or x.stride(-1) != 1:
+    m = x.shape[0] - (taps - 1) * dilation
+    if (
+        x.ndim != 2
+        or w.format.is_quantised
+        or x.dtype != w.format.activations
+        or w.k != taps * columns
+        or x.stride(-1) != 1
+    ):
         raise KernelError(
-            f"convolve_: x: expected rows of {taps} taps of {w.k} {w.format.activations} columns for the weight, found "
+            f"convolve_: x: expected {w.format.activations} rows for {taps} taps of a weight with {w.k} columns, found "
             f"{list(x.shape)} {x.dtype}"
         )
-    m = x.shape[0] - (taps - 1) * dilation
-    for name, given in (("out", out), ("activated", activated)):
-        if given is not None:
-            check.tensor("convolve_", name, given, (m, w.n), check.ACTIVATION_DTYPES)
-    if bias is not None:
-        check.tensor("convolve_", "bias", bias, (w.n,), check.ACTIVATION_DTYPES)
-    if scale is not None:
-        check.tensor("convolve_", "scale", scale, (w.n,), torch.float32)
-    if residual is not None:
-        check.tensor("convolve_", "residual", residual, (m, w.n), x.dtype)
+    if m < 0 or (out is None and activated is None):
+        raise KernelError(
+            f"convolve_: expected at least {(taps - 1) * dilation} rows and a tensor for the result, found {x.shape[0]}"
+        )
     if (snake is None) != (activated is None):
         raise KernelError("convolve_: expected a snake and what receives it, found one of them")
-    if snake is not None:
-        check.tensor("convolve_", "frequency", snake.frequency, (w.n,), torch.float32)
-        check.tensor("convolve_", "magnitude", snake.magnitude, (w.n,), torch.float32)
+    for name, rows in (("residual", residual), ("out", out), ("activated", activated)):
+        if rows is not None:
+            check.tensor("convolve_", name, rows, (m, w.n), check.ACTIVATION_DTYPES)
+    if bias is not None:
+        check.tensor("convolve_", "bias", bias, (w.n,), check.ACTIVATION_DTYPES)
+    for name, factors in (("scale", scale), ("frequency", snake and snake[0]), ("magnitude", snake and snake[1])):
+        if factors is not None:
+            check.tensor("convolve_", name, factors, (w.n,), torch.float32)
     if not m:
         return
-    y = linear(reference.unfold(x, taps, dilation), w, bias, out_dtype=torch.float32)
-    reference.finish(y, scale, residual, out, snake, activated)
+    if core.isa() == "reference" or w.is_plain:
+        reference.convolve_(
+            x,
+            w,
+            bias,
+            taps=taps,
+            dilation=dilation,
+            scale=scale,
+            residual=residual,
+            out=out,
+            snake=snake,
+            activated=activated,
+        )
+        return
+    frequency, magnitude = snake or (None, None)
+    tensors = (x, bias, scale, residual, out, frequency, magnitude, activated, *w.operands())
+    core.launch(_CONVOLVE[x.dtype], tensors, (taps, dilation))
 
 
 def convolve_channels(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -88,4 +111,11 @@ def convolve_channels(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     check.tensor("convolve_channels", "x", x, (None, None), check.ACTIVATION_DTYPES)
     check.tensor("convolve_channels", "weight", weight, (None, x.shape[1]), x.dtype)
     check.tensor("convolve_channels", "bias", bias, (x.shape[1],), x.dtype)
-    return reference.convolve_channels(x, weight, bias)
+    m = x.shape[0] - weight.shape[0] + 1
+    if m < 0:
+        raise KernelError(f"convolve_channels: x: expected at least {weight.shape[0] - 1} rows, found {x.shape[0]}")
+    if core.isa() == "reference":
+        return reference.convolve_channels(x, weight, bias)
+    out = core.empty((m, x.shape[1]), x.dtype)
+    core.launch(_CONVOLVE_CHANNELS, (x, weight, bias, out))
+    return out

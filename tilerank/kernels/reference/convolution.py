@@ -4,27 +4,25 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-_UNIT = 32
+from ..weight import Weight
 
 
-def unfold(x: Tensor, taps: int, dilation: int) -> Tensor:
-    """Return [m, taps * tap_columns], the rows of x that each row of the result reads."""
-    if taps == 1:
-        return x
-    m = x.shape[0] - (taps - 1) * dilation
-    padded = pad(x, (0, -x.shape[1] % _UNIT))
-    return torch.cat([padded[i * dilation : i * dilation + m] for i in range(taps)], 1)
-
-
-def finish(
-    y: Tensor,
-    scale: Tensor | None,
-    residual: Tensor | None,
-    out: Tensor | None,
-    snake: tuple[Tensor, Tensor] | None,
-    activated: Tensor | None,
+def convolve_(
+    x: Tensor,
+    w: Weight,
+    bias: Tensor | None = None,
+    *,
+    taps: int = 1,
+    dilation: int = 1,
+    scale: Tensor | None = None,
+    residual: Tensor | None = None,
+    out: Tensor | None = None,
+    snake: tuple[Tensor, Tensor] | None = None,
+    activated: Tensor | None = None,
 ) -> None:
-    """Write what `convolve_` makes of the biased sums y [m, n] float32."""
+    y = w.product(_unfold(x, taps, dilation, w.k // taps))
+    if bias is not None:
+        y = y + bias.float()
     if scale is not None:
         y = y * scale
     if residual is not None:
@@ -34,6 +32,13 @@ def finish(
         activated.copy_(y + magnitude * (y * frequency).sin() ** 2)
     if out is not None:
         out.copy_(y)
+
+
+def _unfold(x: Tensor, taps: int, dilation: int, columns: int) -> Tensor:
+    """Return [m, taps * columns], the rows of x that each row of the result reads, padded with zeros."""
+    m = x.shape[0] - (taps - 1) * dilation
+    padded = pad(x, (0, columns - x.shape[1]))
+    return torch.cat([padded[i * dilation : i * dilation + m] for i in range(taps)], 1)
 
 
 def convolve_channels(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:

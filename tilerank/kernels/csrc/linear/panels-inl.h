@@ -215,6 +215,31 @@ static inline void for_rows(int64_t rows, const F& f) {
   f(std::integral_constant<int, most>{});
 }
 
+// Reads inputs of a row as units, without the ones beyond the last.
+template <class T>
+static inline void read_units(const T* inputs, int64_t count, Unit<T>* to) {
+  if constexpr (kPaired<T>) {
+    std::memcpy(to, inputs, static_cast<size_t>(count) * sizeof(T));
+  } else {
+    for_lanes(count, [&](int64_t i, auto lanes) { lanes.store(to + i, lanes.load(inputs + i)); });
+  }
+}
+
+// to[unit * stride + row] = from[row][unit]
+template <class U>
+static inline void transpose_units(const U (&from)[16][16], int64_t rows, int64_t units, U* to, int64_t stride) {
+#ifdef TR_AVX512
+  __m512i lines[16], columns[16];
+  for (int r = 0; r < 16; ++r) lines[r] = _mm512_load_si512(from[r]);
+  transpose(lines, columns);
+  for (int64_t i = 0; i < units; ++i) _mm512_mask_storeu_epi32(to + i * stride, first_lanes(rows), columns[i]);
+#else
+  for (int64_t i = 0; i < units; ++i) {
+    for (int64_t r = 0; r < rows; ++r) to[i * stride + r] = from[r][i];
+  }
+#endif
+}
+
 // Rows packed as panels of about equal size: [parts of k, `part` units each][panels][units of the part][rows of the
 // panel].
 template <class T>
@@ -274,36 +299,14 @@ class RowPanels {
     if (count == 1) {
       const int64_t there = inputs(begin * kInputs, end * kInputs);
       std::fill(to + there / kInputs, to + end - begin, 0);
-      return read_units(row(first) + begin * kInputs, there, to);
+      return read_units<T>(row(first) + begin * kInputs, there, to);
     }
     for (int64_t unit = begin; unit < end; unit += kSome, to += kSome * count) {
       alignas(64) Unit<T> from[kSome][kSome] = {};
       const int64_t there = inputs(unit * kInputs, (unit + kSome) * kInputs);
-      for (int64_t r = 0; r < count; ++r) read_units(row(first + r) + unit * kInputs, there, from[r]);
-      transpose_units(from, count, std::min(kSome, end - unit), to);
+      for (int64_t r = 0; r < count; ++r) read_units<T>(row(first + r) + unit * kInputs, there, from[r]);
+      transpose_units(from, count, std::min(kSome, end - unit), to, count);
     }
-  }
-
-  static void read_units(const T* inputs, int64_t count, Unit<T>* to) {
-    if constexpr (kPaired<T>) {
-      std::memcpy(to, inputs, static_cast<size_t>(count) * sizeof(T));
-    } else {
-      for_lanes(count, [&](int64_t i, auto lanes) { lanes.store(to + i, lanes.load(inputs + i)); });
-    }
-  }
-
-  // to[unit][row] = from[row][unit]
-  static void transpose_units(const Unit<T> (&from)[16][16], int64_t rows, int64_t units, Unit<T>* to) {
-#ifdef TR_AVX512
-    __m512i lines[16], columns[16];
-    for (int r = 0; r < 16; ++r) lines[r] = _mm512_load_si512(from[r]);
-    transpose(lines, columns);
-    for (int64_t i = 0; i < units; ++i) _mm512_mask_storeu_epi32(to + i * rows, first_lanes(rows), columns[i]);
-#else
-    for (int64_t i = 0; i < units; ++i) {
-      for (int64_t r = 0; r < rows; ++r) to[i * rows + r] = from[r][i];
-    }
-#endif
   }
 
   const int64_t k_;

@@ -1,0 +1,29 @@
+// convolve_channels: a convolution of each channel alone, in fp32.
+#ifndef TR_RUNG
+#include "core/kernel.h"
+#define TR_SOURCE "convolution/convolve_channels.cpp"
+#include "simd/foreach_isa.h"
+#else
+namespace tilerank::TR_RUNG {
+
+// tensors: x, weight, bias, out
+static void convolve_channels(const Args& args, Team& team) {
+  const Tensor &x = args.tensor(0), &weight = args.tensor(1), &bias = args.tensor(2), &out = args.tensor(3);
+  const auto [first, last] = team.share(out.size[0]);
+  for_float(x.dtype, [&](auto type) {
+    using T = decltype(type);
+    for (int64_t row = first; row < last; ++row) {
+      for_lanes(out.size[1], [&](int64_t i, auto lanes) {
+        Vec total = lanes.load(bias.as<const T>() + i);
+        for (int64_t tap = 0; tap < weight.size[0]; ++tap) {
+          total = fma(lanes.load(weight.row<const T>(tap) + i), lanes.load(x.row<const T>(row + tap) + i), total);
+        }
+        lanes.store(out.row<T>(row) + i, total);
+      });
+    }
+  });
+}
+TR_KERNEL(convolve_channels)
+
+}  // namespace tilerank::TR_RUNG
+#endif
