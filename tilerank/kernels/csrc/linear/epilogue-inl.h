@@ -133,8 +133,7 @@ struct Epilogue {
       _mm512_stream_ps(out.row<float>(row) + column, left.v);
       _mm512_stream_ps(out.row<float>(row) + column + kLanes, right.v);
     } else {
-      const __m512i both = _mm512_inserti64x4(_mm512_castsi256_si512(narrow(left)), narrow(right), 1);
-      _mm512_stream_si512(reinterpret_cast<__m512i*>(out.row<bf16>(row) + column), both);
+      _mm512_stream_si512(reinterpret_cast<__m512i*>(out.row<bf16>(row) + column), narrow(left, right));
     }
   }
 #endif

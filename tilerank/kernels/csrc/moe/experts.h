@@ -65,7 +65,8 @@ class ExpertBatches {
     };
     if (pairs_ < kManyRows * count) return run(team.share(total));
     const int64_t pieces = kPieces * team.count;
-    for (Range taken; (taken = queue.next(pieces, pieces, team)).begin < taken.end;) {
+    for (Range taken = queue.next(pieces, pieces, team); taken.begin < taken.end;
+         taken = queue.next(pieces, pieces, team)) {
       run({taken.begin * total / pieces, taken.end * total / pieces});
     }
   }

@@ -30,6 +30,7 @@ static inline Vec load(const bf16* p, int64_t n) { return widen(_mm256_maskz_loa
 #ifdef TR_BF16
 // vcvtneps2bf16 treats subnormal inputs as zero, as AMX and vdpbf16ps do.
 static inline __m256i narrow(Vec x) { return (__m256i)_mm512_cvtneps_pbh(x.v); }
+static inline __m512i narrow(Vec left, Vec right) { return (__m512i)_mm512_cvtne2ps_pbh(right.v, left.v); }
 #else
 // Rounds to nearest even in the upper half: adds half of the last kept bit, less one if that bit is even. A NaN keeps
 // its top bits and becomes quiet.
@@ -41,6 +42,9 @@ static inline __m512i rounded_bits(Vec x) {
   return _mm512_mask_or_epi32(sum, nan, bits, _mm512_set1_epi32(0x400000));
 }
 static inline __m256i narrow(Vec x) { return _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded_bits(x), 16)); }
+static inline __m512i narrow(Vec left, Vec right) {
+  return _mm512_inserti64x4(_mm512_castsi256_si512(narrow(left)), narrow(right), 1);
+}
 #endif
 static inline void store(float* p, Vec x) { _mm512_storeu_ps(p, x.v); }
 static inline void store(float* p, Vec x, int64_t n) { _mm512_mask_storeu_ps(p, first_lanes(n), x.v); }
