@@ -177,7 +177,6 @@ def test_reasoning_can_be_left_out_and_bounded(model: Path) -> None:
     [
         ({"logits_processors": ["a"]}, "'logits_processors' is not supported: code of requests is not run"),
         ({"priority": 3}, "'priority' is not supported: requests run in order of arrival"),
-        ({"modalities": ["text", "audio"]}, "'modalities' is not supported: answers are text"),
         ({"echo": True}, "'echo' is not supported: /v1/completions has it"),
         ({"dry_multiplier": 0.8}, "this server has no field 'dry_multiplier'"),
         ({"stream_options": {"x": 1}, "stream": True}, "stream_options.x: Extra inputs are not permitted"),

@@ -98,6 +98,9 @@ def test_a_stream(model: Path) -> None:
         ends = [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices]
         assert ends == [None] * (len(ends) - 1) + ["stop"]
         assert chunks[-1].usage.completion_tokens_details.audio_tokens == FRAMES
+        metrics = (await server.http.get("/metrics")).text
+        assert "tilerank_time_to_first_sound_seconds_count 1.0" in metrics
+        assert f"tilerank_inter_token_latency_seconds_count {server.count(ANSWER)}.0" in metrics  # sound is no text
 
     ask(model, test)
 
@@ -261,6 +264,8 @@ def test_models_that_do_not_speak_and_servers_without_pyav(model: Path, monkeypa
             await server.ask(ANSWER, **SPOKEN)
         with pytest.raises(openai.BadRequestError, match="voice: it does not speak"):
             await server.client.audio.speech.create(model="it", input="Who?", voice="ethan")
+        with pytest.raises(openai.BadRequestError, match="'modalities' is not supported: chats have it"):
+            await server.client.completions.create(model="it", prompt="Who?", extra_body={"modalities": ["audio"]})
 
     async def plain(server: Server) -> None:
         server.answer = ANSWER

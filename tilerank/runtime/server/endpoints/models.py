@@ -46,5 +46,6 @@ class ModelEndpoints:
 
     def _model(self) -> dict[str, Any]:
         service = self._service
+        voices = {"voices": list(service.settings.voices)} if service.settings.voices else {}
         model = {"id": service.settings.model, "object": "model", "created": service.started, "owned_by": "tilerank"}
-        return model | {"max_model_len": service.context_length}
+        return model | {"max_model_len": service.context_length} | voices

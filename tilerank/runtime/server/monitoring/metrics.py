@@ -28,11 +28,12 @@ _E2E_BUCKETS_S = (0.1, 0.3, 1, 2, 5, 10, 20, 60, 120, 300, 600, 1800)
 
 @dataclass
 class _Choice:
-    """When the first and the last text of a choice came, and its tokens."""
+    """When the first and the last text of a choice came, its tokens, and whether it is heard already."""
 
     first: float
     last: float
     tokens: int = 0
+    heard: bool = False
 
 
 class Metrics:
@@ -49,6 +50,9 @@ class Metrics:
         self._registry.register(_EngineCollector(client))
         self._ttft = self._histogram(
             "time_to_first_token_seconds", "Time from a request to its first text", _TTFT_BUCKETS_S
+        )
+        self._first_sound = self._histogram(
+            "time_to_first_sound_seconds", "Time from a request to its first sound", _TTFT_BUCKETS_S
         )
         self._inter_token = self._histogram(
             "inter_token_latency_seconds", "Time between two pieces of text of a choice", _INTER_TOKEN_BUCKETS_S
@@ -104,16 +108,20 @@ class Metrics:
                     choice = choices[delta.index] = _Choice(now, now)
                     if delta.opening is not None and (start := delta.opening.start) is not None:
                         self._queue.observe(max(now - began - start.after_s, 0.0))
-                else:
+                elif delta.ids:
                     self._inter_token.observe(now - choice.last)
                     self.inter_token.add(now - choice.last)
-                choice.last = now
-                choice.tokens += len(delta.ids)
+                if delta.sound and not choice.heard:
+                    choice.heard = True
+                    self._first_sound.observe(now - began)
+                if delta.ids:  # sound comes on its own
+                    choice.last = now
+                    choice.tokens += len(delta.ids)
                 if delta.finish_reason is not None:
                     self._finished.labels(delta.finish_reason).inc()
                     self._text_length.observe(choice.tokens)
                     if choice.tokens > 1:
-                        self._per_token.observe((now - choice.first) / (choice.tokens - 1))
+                        self._per_token.observe((choice.last - choice.first) / (choice.tokens - 1))
                 yield delta
         self._e2e.observe(time.monotonic() - began)
 
