@@ -281,17 +281,26 @@ class Engine:
 
     def _sample(self, scheduled: Scheduled, logits: Tensor) -> list[Event]:
         """Return the next token of every sequence whose tokens are all computed."""
-        ends = [(sequence, rows.stop - 1) for (sequence, _), rows in zip(scheduled, _rows_of(scheduled), strict=True)]
-        complete = [(sequence, row) for sequence, row in ends if sequence.is_running and not sequence.uncached]
-        ready = [sequence for sequence, _ in complete if sequence.params.max_new_tokens]
-        if len(ready) < len(logits):
-            logits = logits[[row for sequence, row in complete if sequence.params.max_new_tokens]]
+        ready: list[Sequence] = []
+        rows_of_ready: list[int] = []
+        scored: list[Sequence] = []  # that get no token
+        stop = 0
+        for sequence, chunk in scheduled:
+            stop += chunk.logits
+            if sequence.is_running and not sequence.uncached:
+                if sequence.params.max_new_tokens:
+                    ready.append(sequence)
+                    rows_of_ready.append(stop - 1)
+                else:
+                    scored.append(sequence)
+        if len(ready) < logits.shape[0]:
+            logits = logits[rows_of_ready]
         rows = [sampling.Row(s.params, s.tokens, s.prompt_len, s.forbidden, self._ends(s.params)) for s in ready]
         chosen = sampling.choose(logits, rows, self.worker.argmax) if rows else []
         now = time.monotonic()
         self._generated_tokens += len(chosen)
         events: list[Event] = []
-        for sequence in [sequence for sequence, _ in complete if not sequence.params.max_new_tokens]:
+        for sequence in scored:
             self.cancel(sequence.request)
             events.append(Scored(sequence.request, [], "length", _start(sequence)))
         return [*events, *(self._take(sequence, choice, now) for sequence, choice in zip(ready, chosen, strict=True))]

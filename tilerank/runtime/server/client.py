@@ -89,7 +89,7 @@ class EngineConnection:
         self.prompts = SeenPrompts()
         self._totals = totals
         self._on_ready = on_ready
-        self._writer: asyncio.StreamWriter | None = None
+        self._transport: asyncio.Transport | None = None
         self._line = Line(self._send)
         self._queues: dict[int, asyncio.Queue[_Item]] = {}  # by the number of each incomplete choice
         self._speaking: set[int] = set()  # the numbers of those that end with sound, not with a token
@@ -112,17 +112,15 @@ class EngineConnection:
 
     async def run(self, connection: socket.socket) -> None:
         """Receive messages over `connection` until the engine closes it. Then fail the incomplete requests."""
-        reader, self._writer = await asyncio.open_unix_connection(sock=connection)
-        inbox = client_inbox()
+        receiver = _Receiver(self._handle)
+        self._transport, _ = await asyncio.get_running_loop().create_unix_connection(lambda: receiver, sock=connection)
         try:
-            while data := await reader.read(1 << 20):
-                for message in inbox.feed(data):
-                    self._handle(message)
+            await receiver.end
         except ConnectionResetError:
             log.debug("the engine closed its socket with unread messages")
         finally:
             self.state = None
-            self._writer.close()
+            self._transport.close()
             self._line.close()
             self.fail_requests("The engine stopped before the answer was complete.")
 
@@ -196,15 +194,37 @@ class EngineConnection:
             self._speaking.discard(number)
 
     def _send(self, message: ToEngine) -> None:
-        if self._writer is not None and not self._writer.is_closing():
-            self._writer.write(encode(message))
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.write(encode(message))
+
+
+class _Receiver(asyncio.Protocol):
+    """Handles messages as soon as they are received: a stream reader would take another turn of the event loop for each
+    token. end: done when the connection has ended, with its error if it has one."""
+
+    def __init__(self, handle: Callable[[FromEngine], None]) -> None:
+        self.end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._inbox = client_inbox()
+        self._handle = handle
+
+    def data_received(self, data: bytes) -> None:
+        for message in self._inbox.feed(data):
+            self._handle(message)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if self.end.done():
+            return
+        if error is None:
+            self.end.set_result(None)
+        else:
+            self.end.set_exception(error)
 
 
 def _is_last(item: _Item, speaks: bool) -> bool:
     """Does a choice end with this item? speaks: it ends with sound."""
-    if isinstance(item, Sound):
-        return item.last
-    return not isinstance(item, Progress) or (item.finish_reason is not None and not speaks)
+    if isinstance(item, Token | PromptScores):
+        return item.finish_reason is not None and not speaks
+    return item.last if isinstance(item, Sound) else True
 
 
 class EngineClient:

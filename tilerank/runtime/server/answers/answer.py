@@ -8,6 +8,7 @@ from ..errors import ApiError
 from .completions import ActiveRequest, Delta
 
 Json = dict[str, Any]
+_JSON = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 
 
 class Event(NamedTuple):
@@ -19,7 +20,7 @@ class Event(NamedTuple):
     def encode(self) -> bytes:
         """Return the bytes of the event."""
         data = self.data
-        text = data if isinstance(data, str) else json.dumps(data, ensure_ascii=False, separators=(",", ":"))
+        text = data if isinstance(data, str) else _JSON.encode(data)
         name = "" if self.name is None else f"event: {self.name}\n"
         return f"{name}data: {text}\n\n".encode()
 

@@ -118,7 +118,6 @@ class ActiveRequest:
 
     async def deltas(self) -> AsyncGenerator[Delta]:
         """Yield the deltas of all choices as they are generated. Raises ApiError if a choice fails."""
-        merged: asyncio.Queue[Delta | ApiError] = asyncio.Queue()
         with ExitStack() as stack:
             try:
                 self._client.check_room()
@@ -132,31 +131,15 @@ class ActiveRequest:
             except OverloadedError as e:
                 raise ApiError(503, str(e), code="overloaded") from e
             self._submissions.clear()  # pictures take much memory, and the client frees them once they are sent
-            tasks = [asyncio.create_task(self._run_choice(*choice, merged)) for choice in enumerate(streams)]
-            open_choices = len(tasks)
+            choices = [self._choice(index, stream) for index, stream in enumerate(streams)]
             try:
-                while open_choices:
-                    item = await merged.get()
-                    if isinstance(item, ApiError):
-                        raise item
-                    open_choices -= item.finish_reason is not None
-                    yield item
-            finally:
-                for task in tasks:
-                    task.cancel()
-                await asyncio.gather(*tasks, return_exceptions=True)
-
-    async def _run_choice(
-        self, index: int, stream: AsyncGenerator[Progress], merged: "asyncio.Queue[Delta | ApiError]"
-    ) -> None:
-        try:
-            async with aclosing(self._choice(index, stream)) as deltas:
-                async for delta in deltas:
-                    merged.put_nowait(delta)
-        except RefusedError as e:
-            merged.put_nowait(ApiError(400, str(e)))
-        except EngineGoneError as e:
-            merged.put_nowait(ApiError(503, str(e), code="engine_gone"))
+                async with aclosing(choices[0] if len(choices) == 1 else _merge(choices)) as deltas:
+                    async for delta in deltas:
+                        yield delta
+            except RefusedError as e:
+                raise ApiError(400, str(e)) from e
+            except EngineGoneError as e:
+                raise ApiError(503, str(e), code="engine_gone") from e
 
     async def _choice(self, index: int, stream: AsyncGenerator[Progress]) -> AsyncGenerator[Delta]:
         """Yield the deltas of one choice. The first one has its opening, and the echo of the prompt."""
@@ -236,6 +219,32 @@ class ActiveRequest:
         return replace(delta, opening=opening)
 
 
+async def _merge(choices: Sequence[AsyncGenerator[Delta]]) -> AsyncGenerator[Delta]:
+    """Yield the deltas of all choices as they come, up to the first error of one."""
+    merged: asyncio.Queue[Delta | Exception | None] = asyncio.Queue()  # None at the end of each
+
+    async def run(choice: AsyncGenerator[Delta]) -> None:
+        try:
+            async with aclosing(choice) as deltas:
+                async for delta in deltas:
+                    merged.put_nowait(delta)
+            merged.put_nowait(None)
+        except (RefusedError, EngineGoneError) as e:
+            merged.put_nowait(e)
+
+    tasks = [asyncio.create_task(run(choice)) for choice in choices]
+    try:
+        for _ in tasks:
+            while (item := await merged.get()) is not None:
+                if isinstance(item, Exception):
+                    raise item
+                yield item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
 class _OpeningBuilder:
     """Collects what comes before the first delta of a choice: the scores of its prompt, and how it began."""
 
@@ -245,7 +254,7 @@ class _OpeningBuilder:
         self._is_open = True
 
     def add(self, item: Progress) -> None:
-        if isinstance(item, Sound):
+        if not self._is_open or isinstance(item, Sound):
             return
         self._start = self._start or item.start
         if isinstance(item, PromptScores):

@@ -7,6 +7,7 @@ reasoning off.
 
 from dataclasses import dataclass
 from enum import Enum
+from functools import lru_cache
 
 from tilerank.loader.tokenizer import Tokenizer
 
@@ -34,6 +35,7 @@ def thinking_after(prompt: str, tokenizer: Tokenizer) -> Thinking:
     return Thinking.OPTIONAL
 
 
+@lru_cache(64)  # every chat asks
 def mark_token(mark: str, tokenizer: Tokenizer) -> int | None:
     """Return the token of a mark; None if the mark is several tokens."""
     ids = tokenizer.encode(mark, add_special_tokens=False)
