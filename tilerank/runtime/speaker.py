@@ -81,11 +81,12 @@ class SoundState:
 
 
 class Vocoder(Layer):
-    """Turns frames of codes into samples; whole on every rank.
+    """Turns frames of codes into samples; whole on every rank. Its cost counts frames as tokens.
 
-    frame_samples: samples of a frame. late_samples: how many fewer the first frame of a sound has.
+    codes: of a frame. frame_samples: samples of a frame. late_samples: how many fewer the first frame of a sound has.
     """
 
+    codes: int
     frame_samples: int
     late_samples: int
 

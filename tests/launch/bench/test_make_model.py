@@ -1,5 +1,6 @@
 """Checkpoints of random weights in the shape of public models."""
 
+import argparse
 import copy
 import json
 import math
@@ -12,8 +13,10 @@ from command import DEMO
 from safetensors import safe_open
 
 from tilerank.launch import cli
+from tilerank.launch.bench import make_model
 from tilerank.launch.bench.media_inputs import Clip, MediaPrompts
 from tilerank.launch.bench.public.configs import PUBLIC_CONFIGS
+from tilerank.launch.errors import LaunchError
 from tilerank.loader.card import read_card
 from tilerank.loader.checkpoint import Checkpoint
 from tilerank.loader.random_weights import write_random_weights
@@ -199,6 +202,27 @@ def test_transformers_reads_a_random_model_that_hears(tmp_path: Path, monkeypatc
     assert read_card(out).eos_token_ids == (486,)
     prompts = MediaPrompts(out)
     assert prompts.grid(Clip(2)) == (200, 1, 1) and prompts.tokens_before(Clip(2)) > 26
+
+
+def test_a_talker_has_layers_that_go_with_those_of_the_text(tmp_path: Path) -> None:
+    """With tensors of the talker and of code2wav, by the headers of the public release."""
+    args = argparse.Namespace(like="qwen3-omni-30b-a3b-instruct", layers=4, vision_layers=None, experts=None)
+    config = copy.deepcopy(PUBLIC_CONFIGS[args.like])
+    make_model._set_layers(config, args)
+    talker = config["talker_config"]
+    assert (talker["accept_hidden_layer"], talker["text_config"]["num_hidden_layers"]) == (3, 4)
+    assert config["thinker_config"]["vision_config"]["deepstack_visual_indexes"] == [8, 16]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    shapes = make_model._shapes(tmp_path)
+    assert shapes["talker.model.layers.3.mlp.shared_expert.gate_proj.weight"] == (768, 1024)
+    assert shapes["talker.code_predictor.lm_head.14.weight"] == (2048, 1024)
+    assert shapes["code2wav.code_embedding.weight"] == (16 * 2048, 1024)
+    assert shapes["code2wav.decoder.1.block.1.conv.weight"] == (1536, 768, 16)
+    assert shapes["code2wav.decoder.4.block.4.conv1.conv.weight"] == (96, 96, 7)
+    assert shapes["code2wav.decoder.6.conv.weight"] == (1, 96, 7)
+    args.layers = 1
+    with pytest.raises(LaunchError, match="--layers: expected at least 2"):
+        make_model._set_layers(copy.deepcopy(PUBLIC_CONFIGS[args.like]), args)
 
 
 def test_a_text_of_few_layers_has_fewer_levels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

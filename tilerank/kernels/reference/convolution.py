@@ -4,7 +4,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..weight import Weight
+from ..weight import Weight, round_up
+
+
+def tap_columns(channels: int, taps: int) -> int:
+    return channels if taps == 1 else round_up(channels, 32)
 
 
 def convolve_(
@@ -20,7 +24,7 @@ def convolve_(
     snake: tuple[Tensor, Tensor] | None = None,
     activated: Tensor | None = None,
 ) -> None:
-    y = w.product(_unfold(x, taps, dilation, w.k // taps))
+    y = w.product(_unfold(x, taps, dilation))
     if bias is not None:
         y = y + bias.float()
     if scale is not None:
@@ -34,10 +38,10 @@ def convolve_(
         out.copy_(y)
 
 
-def _unfold(x: Tensor, taps: int, dilation: int, columns: int) -> Tensor:
-    """Return [m, taps * columns], the rows of x that each row of the result reads, padded with zeros."""
+def _unfold(x: Tensor, taps: int, dilation: int) -> Tensor:
+    """Return [m, taps * tap_columns], the rows of x that each row of the result reads, padded with zeros."""
     m = x.shape[0] - (taps - 1) * dilation
-    padded = pad(x, (0, columns - x.shape[1]))
+    padded = pad(x, (0, tap_columns(x.shape[1], taps) - x.shape[1]))
     return torch.cat([padded[i * dilation : i * dilation + m] for i in range(taps)], 1)
 
 

@@ -1,7 +1,7 @@
-"""Entries of `bench kernels` for vision encoders: patches of pictures, and the kernels of an encoder's layers.
+"""Entries of `bench kernels` for pictures and sound: those of encoders, and of what makes sound.
 
-Sizes are those of the encoder of Qwen3-VL-8B, for attention also of Qwen3-VL-2B. The bytes of their work are all
-operands read and written.
+Sizes are those of the encoder of Qwen3-VL-8B, for attention also of Qwen3-VL-2B, and of Qwen3-Omni for sound. The bytes
+of their work are all operands read and written.
 """
 
 import argparse
@@ -10,8 +10,10 @@ from collections.abc import Iterator
 import torch
 from torch.nn import functional
 
-from tilerank.kernels import audio, pictures, vision
+from tilerank.kernels import audio, convolution, core, pictures, vision
+from tilerank.kernels.convolution import Snake, convolve_, tap_columns
 from tilerank.kernels.packed_sequences import attention_varlen
+from tilerank.kernels.weight_formats.floats import FloatWeight
 from tilerank.parallel.cost import Work
 from tilerank.runtime.models.mel import mel_filters
 
@@ -21,6 +23,8 @@ HIDDEN, WIDTH, HEADS, HEAD_DIM, SIDE = 1152, 4304, 16, 72, 48
 PATCHES = 1024
 ATTENTION_PATCHES, HEAD_DIMS = 4096, (64, HEAD_DIM)
 """A picture of 1024 x 1024 pixels, and the heads of both models."""
+CONVOLUTIONS = ((768, 512, 7), (768, 512, 1), (96, 30720, 7), (96, 30720, 1))
+"""Channels, rows and taps in the first and the last residual units of code2wav, for 16 frames."""
 PICTURES = (((1080, 1920), (68, 120)), ((3024, 4032), (64, 84)))
 """Height and width in pixels, then in patches: a frame of a video, hardly resized, and a photograph that shrinks."""
 
@@ -34,6 +38,9 @@ def entries(args: argparse.Namespace) -> Iterator[Entry]:
     yield interpolate_rows()
     yield log_mel()
     yield unfold()
+    for channels, rows, taps in CONVOLUTIONS:
+        yield convolve(channels, rows, taps)
+    yield convolve_channels()
     for head_dim in HEAD_DIMS:
         yield attention(ATTENTION_PATCHES, head_dim)
 
@@ -126,6 +133,37 @@ def unfold() -> Entry:
         "bfloat16",
         Work(x.nbytes + rows * 9 * x.shape[2] * 2),
         lambda _: audio.unfold(x, slice(0, rows)),
+    )
+
+
+def convolve(channels: int, rows: int, taps: int) -> Entry:
+    """A convolution and the snake of its result, as in a residual unit."""
+    dilation = 3 if taps > 1 else 1
+    x, bias = _bf16(rows + (taps - 1) * dilation, channels), _bf16(channels)
+    weight = FloatWeight.empty(channels, taps * tap_columns(channels, taps), torch.bfloat16)
+    weight.write(_bf16(channels, weight.k))
+    snake, activated = Snake(torch.ones(channels), torch.ones(channels)), core.empty((rows, channels), torch.bfloat16)
+    theirs, planes = _bf16(channels, channels, taps), x.T[None].contiguous()
+    return Entry(
+        "convolve_",
+        f"{rows} x {channels}, {taps} taps",
+        "bfloat16",
+        Work(x.nbytes + activated.nbytes + 2 * channels * weight.k, bf16=2 * rows * taps * channels**2),
+        lambda _: convolve_(x, weight, bias, taps=taps, dilation=dilation, snake=snake, activated=activated),
+        lambda _: functional.conv1d(planes, theirs, bias, dilation=dilation),
+    )
+
+
+def convolve_channels() -> Entry:
+    x, weight, bias = _bf16(64 + 6, 1024), _bf16(7, 1024), _bf16(1024)
+    planes, theirs = x.T[None].contiguous(), weight.T[:, None].contiguous()
+    return Entry(
+        "convolve_channels",
+        "64 x 1024, 7 taps",
+        "bfloat16",
+        Work(2 * x.nbytes),
+        lambda _: convolution.convolve_channels(x, weight, bias),
+        lambda _: functional.conv1d(planes, theirs, bias, groups=1024),
     )
 
 

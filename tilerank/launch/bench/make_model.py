@@ -116,8 +116,19 @@ def _set_layers(config: dict[str, Any], args: argparse.Namespace) -> None:
             raise LaunchError(f"--vision-layers: expected a model with a vision tower, found {args.like}")
         _set_vision_layers(vision, args.vision_layers, args.like)
     if vision and "depth" in vision:
-        # Each DeepStack level belongs to a layer of the text but the last.
-        vision["deepstack_visual_indexes"] = vision["deepstack_visual_indexes"][: text[_TEXT_LAYERS] - 1]
+        # Each DeepStack level belongs to a layer of the text but the last, and a talker reads a layer between them.
+        levels = text[_TEXT_LAYERS] - (2 if "talker_config" in config else 1)
+        vision["deepstack_visual_indexes"] = vision["deepstack_visual_indexes"][:levels]
+    if "talker_config" in config:
+        _set_talker_layers(config["talker_config"], text[_TEXT_LAYERS], args.like)
+
+
+def _set_talker_layers(talker: dict[str, Any], layers: int, like: str) -> None:
+    """Set the layers of a talker that go with `layers` of the text."""
+    if layers < 2:
+        raise LaunchError(f"--layers: expected at least 2 for {like}, whose talker reads a layer before the last")
+    talker["accept_hidden_layer"] = min(talker["accept_hidden_layer"], layers - 1)
+    talker["text_config"][_TEXT_LAYERS] = min(talker["text_config"][_TEXT_LAYERS], layers)
 
 
 def _set_vision_layers(vision: dict[str, Any], layers: int, like: str) -> None:

@@ -5,7 +5,7 @@ The vision models have the settings of their processors, too.
 
 from typing import Any
 
-from . import omni
+from . import omni, omni_speech
 
 _QWEN3 = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -251,6 +251,7 @@ PUBLIC_CONFIGS: dict[str, dict[str, Any]] = {
         tied=False,
     ),
     "qwen3-omni-30b-a3b": omni.CONFIG,
+    "qwen3-omni-30b-a3b-instruct": omni.CONFIG | omni_speech.SPEECH,
     "llama-3.2-3b": {
         "architectures": ["LlamaForCausalLM"],
         "attention_bias": False,

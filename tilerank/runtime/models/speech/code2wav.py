@@ -19,6 +19,7 @@ from tilerank.kernels import core, ops
 from tilerank.kernels.attention import attention, store_kv
 from tilerank.kernels.heads import join_heads
 from tilerank.kernels.kv_pages import PAGE_TOKENS, KVPages
+from tilerank.parallel.cost import Cost
 from tilerank.parallel.linear import ColumnParallelLinear, GateUpParallelLinear, QKVParallelLinear
 from tilerank.parallel.norm import LayerNorm, RMSNorm
 from tilerank.parallel.parameters import Layer, PlainParameter
@@ -186,7 +187,7 @@ class Code2Wav(Vocoder):
     def __init__(self, name: str, c: Code2WavConfig, longest: int, sharding: Sharding) -> None:
         alone = replace(sharding, rank=0, size=1, group=None, formats=None, kv_dtype=None)
         dtype = alone.dtype
-        self.frame_samples = c.frame_samples
+        self.codes, self.frame_samples = c.groups, c.frame_samples
         self.late_samples = sum(prod(c.rates[i:]) for i in range(len(c.rates)))
         table = (c.groups * c.codes, c.hidden_size)
         self.embedding = PlainParameter(table, dtype)
@@ -206,9 +207,8 @@ class Code2Wav(Vocoder):
         last, channels = len(c.rates) + 1, c.channels >> len(c.rates)
         self.snake = SnakeBeta(f"{own}.{last}", channels)
         self.last = CausalConvolution(f"{own}.{last + 1}.conv", (channels, 1), dtype, taps=TAPS)
-        self._window = c.window
         self._offsets = torch.arange(c.groups)[:, None] * c.codes
-        self._groups = c.groups
+        self._config = c
 
     def begin(self) -> Code2WavState:
         return Code2WavState()
@@ -234,13 +234,37 @@ class Code2Wav(Vocoder):
     def _transform(self, codes: Tensor, state: Code2WavState) -> Tensor:
         """Return the output [n, hidden] of the transformer for codes [n, groups] of the next frames."""
         ids = (codes.T + self._offsets).flatten()
-        parts = ops.embedding(ids, self.embedding.data).view(self._groups, len(codes), -1)
-        x = ops.sum_parts(parts).div_(self._groups)
-        window = Window(state.frames, len(codes), self._window, self.rope)
+        parts = ops.embedding(ids, self.embedding.data).view(self.codes, len(codes), -1)
+        x = ops.sum_parts(parts).div_(self.codes)
+        window = Window(state.frames, len(codes), self._config.window, self.rope)
         for layer in self.layers:
             layer(x, window, state.past)
         state.frames += len(codes)
         return self.norm(x)
+
+    def cost(self) -> Cost:
+        c, rows = self._config, 1
+        total = Cost.total(layer.cost() for layer in self.layers)
+        work = total.token + total.pair * c.window
+
+        def add(layer: Layer) -> None:
+            nonlocal work
+            work += layer.cost().token * rows
+
+        for upsample, ratio in zip(self.upsample, c.ratios, strict=True):
+            add(upsample.lengthen)
+            rows *= ratio
+            add(upsample.up)
+            add(upsample.down)
+        add(self.first)
+        for stage, rate in zip(self.stages, c.rates, strict=True):
+            add(stage.lengthen)
+            rows *= rate
+            for unit in stage.units:
+                add(unit)
+        add(self.last)
+        looked_up = self.embedding.nbytes() + self.rope.nbytes()
+        return Cost(self.nbytes() - looked_up, token=work)
 
     @staticmethod
     def _rows(layer: CausalConvolution, x: Tensor) -> int:

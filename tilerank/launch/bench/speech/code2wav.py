@@ -1,0 +1,186 @@
+"""`tilerank bench speech`: how fast frames of codes become samples, by the number of frames in a part of a sound."""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tilerank.parallel.cost import Work
+
+from ...errors import LaunchError
+from ...host.topology import read_topology
+from ...quantize import resolve_dtype
+from ...start import whole_number
+from ..json_rows import add_json_argument, check_json_argument, write_json
+from ..peaks import Peaks, RateProbe, Rates, bench_cores, compute_unit, mean_rates, peaks_of, share_text
+from ..peer import missing_module, run_program
+from ..rank_job import DTYPES, add_model_arguments, whole_numbers
+from ..report import OURS
+
+if TYPE_CHECKING:
+    import torch
+
+    from tilerank.runtime.speaker import Vocoder
+
+PEER = "transformers"
+PARTS = 4
+"""Parts of a sound that are measured, after a first one."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_model_arguments(parser)
+    parser.add_argument(
+        "--frames",
+        type=whole_numbers(1),
+        default=[4, 16, 48],
+        metavar="N,N",
+        help="frames in a part of a sound, of 80 ms each (default: 4,16,48)",
+    )
+    parser.add_argument(
+        "--repeat", type=whole_number(1), default=3, metavar="N", help="runs, of which the median is used (default: 3)"
+    )
+    parser.add_argument("--dtype", choices=DTYPES, default="auto", help="auto: the checkpoint's dtype")
+    parser.add_argument(
+        "--with",
+        dest="peer",
+        type=_peer,
+        default=PEER,
+        metavar=f"{PEER}[=PYTHON]|none",
+        help="PYTHON is the interpreter that has the peer, by default this one (default: transformers)",
+    )
+    add_json_argument(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    check_json_argument(args)
+    from tilerank.runtime.registry import read_supported_card
+
+    dtype = resolve_dtype(read_supported_card(args.model), args.dtype, None)
+    obstacle = missing_module(args.peer, [PEER]) if args.peer else None
+    if obstacle:
+        print(f"{PEER}: skipped, {obstacle}")
+    cores = bench_cores(read_topology())
+    peaks = peaks_of(cores)
+    rows = _own_rows(args, dtype, cores, peaks)
+    if args.peer and not obstacle:
+        rows += _peer_rows(args, rows, cores)
+    print(f"{args.model.name}: {rows[0]['dtype']} on {len(cores)} cores, {rows[0]['isa']}; {peaks.text()}\n")
+    print("\n".join(table(rows)))
+    write_json(args, rows)
+    return 0
+
+
+def _own_rows(args: argparse.Namespace, dtype: torch.dtype, cores: list[int], peaks: Peaks) -> list[dict[str, Any]]:
+    import torch
+
+    from tilerank.kernels import core
+    from tilerank.runtime.speech.speech_settings import SAMPLE_RATE
+
+    vocoder = load_vocoder(args.model, dtype)
+    core.start_pool(cores, spin=True)
+    torch.set_num_threads(1)
+    probe, cost = RateProbe(cores), vocoder.cost()
+    rows = []
+    for frames in args.frames:
+        work = Work(cost.read) + cost.work(frames, 0)
+        runs = [_measure(vocoder, frames, work, probe) for _ in range(args.repeat)]
+        seconds, rates = sorted(runs, key=lambda run: run[0])[(len(runs) - 1) // 2]
+        now = peaks.with_rates(rates)
+        rows.append(
+            {
+                "system": OURS,
+                "model": args.model.name,
+                "dtype": str(dtype).removeprefix("torch."),
+                "isa": core.isa(),
+                "frames": frames,
+                "seconds": seconds,
+                "sound_seconds": frames * vocoder.frame_samples / SAMPLE_RATE,
+                "real_time_factor": seconds * SAMPLE_RATE / (frames * vocoder.frame_samples),
+                "flops": work.flops,
+                "compute_share": now.compute_share(work, seconds),
+                "limit_share": now.limit_seconds(work) / seconds,
+                "peaks": now.as_json(),
+                "ours_ratio": 1.0,
+            }
+        )
+    return rows
+
+
+def load_vocoder(model_dir: Path, dtype: torch.dtype) -> Vocoder:
+    """Load what makes samples of codes, and nothing else of the model. LaunchError for a model that does not speak."""
+    from tilerank.loader.checkpoint import Checkpoint
+    from tilerank.loader.weights import load_weights
+    from tilerank.parallel.sharding import Sharding
+    from tilerank.runtime.registry import build_model, read_supported_card
+
+    model = build_model(read_supported_card(model_dir), Sharding(0, 1, dtype, None))
+    if model.speaker is None:
+        raise LaunchError(f"{model_dir}: expected a model that speaks, found one without a talker")
+    load_weights(model.speaker.vocoder, Checkpoint(model_dir), ignore=lambda _: True, progress=False)
+    return model.speaker.vocoder
+
+
+def _measure(vocoder: Vocoder, frames: int, work: Work, probe: RateProbe) -> tuple[float, Rates]:
+    """Return the mean seconds of a part of a sound, and the machine's rates at the time."""
+    import torch
+
+    codes, state = torch.zeros(frames, vocoder.codes, dtype=torch.int64), vocoder.begin()
+    vocoder.decode(codes, state)
+    before = probe.measure(work)
+    began = time.perf_counter()
+    for _ in range(PARTS):
+        vocoder.decode(codes, state)
+    seconds = (time.perf_counter() - began) / PARTS
+    return seconds, mean_rates(before, probe.measure(work))
+
+
+def _peer_rows(args: argparse.Namespace, own: list[dict[str, Any]], cores: list[int]) -> list[dict[str, Any]]:
+    """Return the rows of transformers, which computes the same frames as a sound of their own."""
+    workload = {
+        "model": str(args.model.absolute()),
+        "dtype": own[0]["dtype"],
+        "cores": cores,
+        "frames": args.frames,
+        "repeat": args.repeat,
+    }
+    with tempfile.TemporaryDirectory(prefix="tilerank-bench-") as scratch:
+        found = run_program(PEER, args.peer, f"run_{PEER}_speech.py", workload, Path(scratch))
+    rows = []
+    for row, runs in zip(own, found["seconds"], strict=True):
+        seconds = statistics.median(runs)
+        rows.append(
+            {name: row[name] for name in ("model", "dtype", "frames", "sound_seconds")}
+            | {"system": PEER, "version": found["version"], "seconds": seconds}
+            | {"real_time_factor": seconds / row["sound_seconds"], "ours_ratio": seconds / row["seconds"]}
+        )
+    return rows
+
+
+def table(rows: list[dict[str, Any]]) -> list[str]:
+    """Return a header and a line for each number of frames, with the time and the ratio of the peer."""
+    unit = f"of {compute_unit(rows[0]['peaks']['isa'])}"
+    peers = {row["frames"]: row for row in rows if row["system"] == PEER}
+    lines = [f"{'frames':<8}{'sound ms':>10}{'ms':>10}{'x real time':>13}{'of limit':>10}{unit:>{len(unit) + 2}}"]
+    lines[0] += f"{PEER + ' ms':>18}{'ratio':>8}" if peers else ""
+    for row in rows:
+        if row["system"] != OURS:
+            continue
+        line = f"{row['frames']:<8}{1e3 * row['sound_seconds']:>10.0f}{1e3 * row['seconds']:>10.1f}"
+        line += f"{1 / row['real_time_factor']:>13.2f}{share_text(row['limit_share']):>10}"
+        line += f"{share_text(row['compute_share']):>{len(unit) + 2}}"
+        if peer := peers.get(row["frames"]):
+            line += f"{1e3 * peer['seconds']:>18.1f}{peer['ours_ratio']:>8.2f}"
+        lines.append(line)
+    return lines
+
+
+def _peer(text: str) -> str | None:
+    name, _, python = text.partition("=")
+    if text != "none" and name != PEER:
+        raise argparse.ArgumentTypeError(f"expected {PEER} or none, found {name!r}")
+    return None if text == "none" else python or sys.executable
