@@ -20,7 +20,7 @@ from .speech_messages import Sound
 CHUNK_FRAMES, CONTEXT_FRAMES = 300, 25
 """Frames of a chunk, and those before it that are decoded for it."""
 
-PIECE = 16
+PIECE = 32
 """Frames that are decoded at a time, which bounds the memory of activations."""
 
 
