@@ -20,6 +20,15 @@ def test_take_rows(dtype: torch.dtype) -> None:
             assert torch.equal(ops.take_rows(x, index), x[index])
 
 
+def test_rows_of_more_than_2_31_elements() -> None:
+    """Only the pages that are used take memory."""
+    x = torch.empty((1 << 21) + 2, 1024, dtype=torch.bfloat16)
+    index, rows = torch.tensor([0, (1 << 21) - 1, 1 << 21, (1 << 21) + 1]), torch.randn(4, 1024).to(torch.bfloat16)
+    ops.put_rows_(x, index, rows)
+    assert torch.equal(ops.take_rows(x, index), rows) and torch.equal(x[index], rows)
+    assert torch.equal(ops.embedding(index, x), rows)
+
+
 @pytest.mark.parametrize("bad", [-1, 9])
 def test_take_rows_refuses_rows_out_of_range(bad: int) -> None:
     with pytest.raises(KernelError, match=rf"take_rows: rows: expected values in \[0, 9\), found {bad}"):

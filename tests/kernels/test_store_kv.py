@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tilerank.kernels import core
-from tilerank.kernels.attention import store_kv
+from tilerank.kernels.attention import attention, store_kv
 from tilerank.kernels.kv_pages import PAGE_TOKENS, KVPages
 from tilerank.kernels.reference.ops import quantise_rows
 
@@ -99,3 +99,22 @@ def test_codes_are_rounded_half_to_even(rung: str, count: int) -> None:
     assert keys[:count].tolist() == count * [[127, 0, 2, 2, 0, -2, -126, -127]]
     assert cache.scales is not None
     assert cache.scales[0, 0, :, :count].tolist() == 2 * [count * [1.0]]
+
+
+def test_a_cache_of_more_than_2_31_elements(rung: str) -> None:
+    """Only the pages that are used take memory."""
+    heads, d, used = 8, 128, 3
+    pages = (1 << 31) // (2 * heads * d * PAGE_TOKENS) + 5
+    random = torch.Generator().manual_seed(0)
+    tokens = used * PAGE_TOKENS - 5
+    k, v = (torch.randn(tokens, heads, d, generator=random).to(torch.bfloat16) for _ in range(2))
+    q = torch.randn(2, heads, d, generator=random).to(torch.bfloat16)
+    one_to_one = torch.tensor([[head, 1] for head in range(heads)], dtype=torch.int32)
+    found = []
+    for size, table in ((used, [0, 1, 2]), (pages, [pages - 1, 0, pages - 4])):
+        cache = KVPages.empty(size, heads, d, torch.bfloat16)
+        slots = (torch.tensor(table)[:, None] * PAGE_TOKENS + torch.arange(PAGE_TOKENS)).flatten()[:tokens]
+        store_kv(k, v, cache, slots)
+        of_sequence = (torch.tensor(numbers, dtype=torch.int32) for numbers in ([table], [tokens], [0, 2]))
+        found.append(attention(q, cache, *of_sequence, one_to_one, d**-0.5))
+    assert torch.equal(*found)
