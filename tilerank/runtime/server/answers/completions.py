@@ -5,7 +5,7 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import ExitStack, aclosing
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tilerank.loader.generation_config import SamplingDefaults
@@ -97,7 +97,7 @@ class ActiveRequest:
             raise ApiError(400, f"n: expected at most {MAX_CHOICES} choices, found {len(prompts) * body.n}", param="n")
         wants_ids = body.return_token_ids or (isinstance(body, Completion) and (body.echo or body.scores is not None))
         self._prompt_ids = [list(prompt.token_ids) if wants_ids else [] for prompt in prompts]
-        fields = (context_length, asdict(defaults), tokenizer, logprobs, grammar)
+        fields = (context_length, vars(defaults), tokenizer, logprobs, grammar)
         self._submissions = [(prompt, sampling_params(body, prompt, *fields), seeds(body)) for prompt in prompts]
 
     @property
