@@ -10,7 +10,7 @@ from tests.clients.live import live_server
 from tests.runtime.server.scripted import make_model
 
 SCRIPT = Path(__file__).parent / "node.mjs"
-PACKAGES = ["@ai-sdk/openai@3", "@anthropic-ai/sdk@1", "ai@6", "openai@6", "zod@4"]
+PACKAGES = ["@ai-sdk/openai@4", "@anthropic-ai/sdk@1", "ai@7", "openai@7", "zod@4"]
 CHECKS = 7
 
 
