@@ -114,6 +114,7 @@ def test_experts_count_chosen_experts_and_agree_with_torch(monkeypatch: pytest.M
 
 def test_vision_kernels_agree_with_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = {"HIDDEN": 64, "WIDTH": 48, "PATCHES": 5, "PICTURES": (((20, 70), (2, 4)),), "ATTENTION_PATCHES": 5}
+    sizes |= {"CONVOLUTIONS": ((40, 9, 7), (33, 4, 1)), "SOUND_ROWS": 3}
     for name, value in sizes.items():
         monkeypatch.setattr(kernels_vision, name, value)
     found = entries("--only", "vision")
@@ -122,6 +123,8 @@ def test_vision_kernels_agree_with_torch(monkeypatch: pytest.MonkeyPatch) -> Non
     assert found["rotary_float_ 5 x 16+16 x 72 bfloat16"].work == Work(2 * 5 * 32 * 72 * 2 + 5 * 72 * 4)
     attention = found["attention_varlen 5 x 16 x 72 bfloat16"].work
     assert attention == Work(4 * 5 * 16 * 72 * 2, bf16=5 * 5 * 16 * 4 * 72)
+    convolution = found["convolve_ 9 x 40, 7 taps bfloat16"].work
+    assert convolution == Work((9 + 18 + 9 + 7 * 40) * 40 * 2, bf16=2 * 9 * 7 * 40**2)
     compared = 0
     for entry in found.values():
         ours = entry.run(0)
@@ -130,7 +133,7 @@ def test_vision_kernels_agree_with_torch(monkeypatch: pytest.MonkeyPatch) -> Non
             assert isinstance(ours, torch.Tensor) and isinstance(theirs, torch.Tensor)
             torch.testing.assert_close(ours, theirs)
             compared += 1
-    assert len(found) == 9 and compared == 4
+    assert len(found) == 12 and compared == 7
 
 
 def test_small_kernels_agree_with_torch(monkeypatch: pytest.MonkeyPatch) -> None:

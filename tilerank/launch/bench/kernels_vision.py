@@ -10,8 +10,8 @@ from collections.abc import Iterator
 import torch
 from torch.nn import functional
 
-from tilerank.kernels import audio, convolution, core, pictures, vision
-from tilerank.kernels.convolution import Snake, convolve_, tap_columns
+from tilerank.kernels import audio, core, pictures, vision
+from tilerank.kernels.convolution import convolve_, convolve_channels, tap_columns
 from tilerank.kernels.packed_sequences import attention_varlen
 from tilerank.kernels.weight_formats.floats import FloatWeight
 from tilerank.parallel.cost import Work
@@ -25,6 +25,7 @@ ATTENTION_PATCHES, HEAD_DIMS = 4096, (64, HEAD_DIM)
 """A picture of 1024 x 1024 pixels, and the heads of both models."""
 CONVOLUTIONS = ((768, 512, 7), (768, 512, 1), (96, 30720, 7), (96, 30720, 1))
 """Channels, rows and taps in the first and the last residual units of code2wav, for 16 frames."""
+SOUND_ROWS = 64
 PICTURES = (((1080, 1920), (68, 120)), ((3024, 4032), (64, 84)))
 """Height and width in pixels, then in patches: a frame of a video, hardly resized, and a photograph that shrinks."""
 
@@ -40,7 +41,7 @@ def entries(args: argparse.Namespace) -> Iterator[Entry]:
     yield unfold()
     for channels, rows, taps in CONVOLUTIONS:
         yield convolve(channels, rows, taps)
-    yield convolve_channels()
+    yield channel_convolution()
     for head_dim in HEAD_DIMS:
         yield attention(ATTENTION_PATCHES, head_dim)
 
@@ -137,33 +138,40 @@ def unfold() -> Entry:
 
 
 def convolve(channels: int, rows: int, taps: int) -> Entry:
-    """A convolution and the snake of its result, as in a residual unit."""
     dilation = 3 if taps > 1 else 1
     x, bias = _bf16(rows + (taps - 1) * dilation, channels), _bf16(channels)
-    weight = FloatWeight.empty(channels, taps * tap_columns(channels, taps), torch.bfloat16)
-    weight.write(_bf16(channels, weight.k))
-    snake, activated = Snake(torch.ones(channels), torch.ones(channels)), core.empty((rows, channels), torch.bfloat16)
-    theirs, planes = _bf16(channels, channels, taps), x.T[None].contiguous()
+    planes, theirs = x.T[None].contiguous(), _bf16(channels, channels, taps)
+    columns = tap_columns(channels, taps)
+    weight = FloatWeight.empty(channels, taps * columns, torch.bfloat16)
+    for tap in range(taps):
+        weight.write(theirs[:, :, tap], 0, tap * columns)
+    out = core.empty((rows, channels), torch.bfloat16)
+
+    def run(_: int) -> torch.Tensor:
+        convolve_(x, weight, bias, taps=taps, dilation=dilation, out=out)
+        return out
+
     return Entry(
         "convolve_",
         f"{rows} x {channels}, {taps} taps",
         "bfloat16",
-        Work(x.nbytes + activated.nbytes + 2 * channels * weight.k, bf16=2 * rows * taps * channels**2),
-        lambda _: convolve_(x, weight, bias, taps=taps, dilation=dilation, snake=snake, activated=activated),
-        lambda _: functional.conv1d(planes, theirs, bias, dilation=dilation),
+        Work(x.nbytes + out.nbytes + theirs.nbytes, bf16=2 * rows * taps * channels**2),
+        run,
+        lambda _: functional.conv1d(planes, theirs, bias, dilation=dilation)[0].T,
     )
 
 
-def convolve_channels() -> Entry:
-    x, weight, bias = _bf16(64 + 6, 1024), _bf16(7, 1024), _bf16(1024)
+def channel_convolution() -> Entry:
+    """A convolution of each channel alone, of the last stage before the decoder of code2wav, for 16 frames."""
+    x, weight, bias = _bf16(SOUND_ROWS + 6, 1024), _bf16(7, 1024), _bf16(1024)
     planes, theirs = x.T[None].contiguous(), weight.T[:, None].contiguous()
     return Entry(
         "convolve_channels",
-        "64 x 1024, 7 taps",
+        f"{SOUND_ROWS} x 1024, 7 taps",
         "bfloat16",
         Work(2 * x.nbytes),
-        lambda _: convolution.convolve_channels(x, weight, bias),
-        lambda _: functional.conv1d(planes, theirs, bias, groups=1024),
+        lambda _: convolve_channels(x, weight, bias),
+        lambda _: functional.conv1d(planes, theirs, bias, groups=1024)[0].T,
     )
 
 
