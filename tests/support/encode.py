@@ -239,6 +239,7 @@ CASES: dict[str, tuple[str, dict[str, Any], str, dict[str, Any]]] = {
     "moe-w8a8": ("qwen3_moe", MIXTURE | {"moe_inter": 208}, "w8a8_int8", {}),
     "delta-net-fp8": ("qwen3_5", DELTA_NET, "fp8", {}),
     "delta-net-awq": ("qwen3_5", DELTA_NET, "awq", {"group": 32, "keep": ("linear_attn",)}),
+    "delta-net-gptq": ("qwen3_5", DELTA_NET, "gptq", {"group": 32, "keep": ("in_proj_b", "in_proj_a")}),
     "compressed": ("llama3", PARTIAL, "compressed-tensors", {"keep": ("o_proj",)}),
 }
 
