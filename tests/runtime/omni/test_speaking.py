@@ -198,6 +198,15 @@ def test_refusals(asked: dict[str, Prompt], listener: Listener, params: dict[str
         listener.engine.submit(request(asked["text"], **params))
 
 
+def test_a_text_in_the_prompt_is_spoken_as_a_generated_one(asked: dict[str, Prompt], listener: Listener) -> None:
+    """As /v1/audio/speech asks: the prompt has the text, but for its last token, the only one that may follow."""
+    generated = speak(listener, [request(asked["text"], max_new_tokens=12)])[0]
+    *before, last = generated.tokens
+    prompt = Prompt(asked["text"].token_ids + before)
+    read = speak(listener, [request(prompt, max_new_tokens=1, allowed_token_ids=(last,))])[0]
+    assert read.tokens == [last] and (read.codes, read.samples) == (generated.codes, generated.samples)
+
+
 def test_prompts_that_can_never_be_spoken(reference: Path, asked: dict[str, Prompt], listener: Listener) -> None:
     ids = asked["text"].token_ids
     for prompt in (Prompt(ids[:-1]), Prompt(ids[3:-3]), Prompt([5])):
