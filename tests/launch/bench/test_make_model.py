@@ -20,6 +20,7 @@ from tilerank.launch.errors import LaunchError
 from tilerank.loader.card import read_card
 from tilerank.loader.checkpoint import Checkpoint
 from tilerank.loader.random_weights import write_random_weights
+from tilerank.loader.tokenizer import Tokenizer
 from tilerank.parallel.channel import Channel
 from tilerank.parallel.group import SingleGroup
 from tilerank.parallel.join import Team
@@ -212,7 +213,11 @@ def test_a_talker_has_layers_that_go_with_those_of_the_text(tmp_path: Path) -> N
     talker = config["talker_config"]
     assert (talker["accept_hidden_layer"], talker["text_config"]["num_hidden_layers"]) == (3, 4)
     assert config["thinker_config"]["vision_config"]["deepstack_visual_indexes"] == [8, 16]
+    make_model._copy_tokenizer(tmp_path, config)
     (tmp_path / "config.json").write_text(json.dumps(config))
+    turn = Tokenizer(tmp_path).encode("<|im_start|>user\n")
+    assert [config["im_start_token_id"], config["user_token_id"]] == turn[:2]
+    assert talker["audio_token_id"] == config["thinker_config"]["audio_token_id"] < 500
     shapes = make_model._shapes(tmp_path)
     assert shapes["talker.model.layers.3.mlp.shared_expert.gate_proj.weight"] == (768, 1024)
     assert shapes["talker.code_predictor.lm_head.14.weight"] == (2048, 1024)

@@ -231,4 +231,17 @@ def _copy_tokenizer(model_dir: Path, config: dict[str, Any]) -> str:
     added = json.loads((model_dir / "tokenizer.json").read_text(encoding="utf-8"))["added_tokens"]
     ids = {token["content"]: token["id"] for token in added}
     _model(config).update({key: ids[token] for key, token in _TOKENS_OF_FIELDS.items() if key in _model(config)})
+    if "talker_config" in config:
+        _set_speech_tokens(config, ids, model_dir)
     return "the demo model's tokenizer"
+
+
+def _set_speech_tokens(config: dict[str, Any], ids: dict[str, int], model_dir: Path) -> None:
+    """Set the tokens by which a talker finds turns. A role is found by its first token, since it has several here."""
+    from tilerank.loader.tokenizer import Tokenizer
+
+    tokenizer = Tokenizer(model_dir)
+    config |= {f"{token}_token_id": ids[f"<|{token}|>"] for token in ("im_start", "im_end")}
+    config |= {f"{role}_token_id": tokenizer.encode(role)[0] for role in ("assistant", "system", "user")}
+    talker, thinker = config["talker_config"], config["thinker_config"]
+    talker |= {key: thinker[key] for key in ("audio_token_id", "image_token_id", "video_token_id")}
