@@ -15,6 +15,7 @@ from command import DEMO, Run, await_true, hold
 from serving import Server
 
 KEY = {"Authorization": "Bearer secret"}
+AXIS_END = "document.querySelector('#history').getBoundingClientRect().right"
 
 
 @pytest.fixture(scope="module")
@@ -219,6 +220,8 @@ def test_the_page_fits_a_phone_in_light_and_dark(page: Page) -> None:
         for dark in (False, True):
             page.look(width=width, dark=dark)
             assert page.run("document.documentElement.scrollWidth") <= width
+            end = "document.querySelector('#axis line').getBoundingClientRect().right"
+            page.await_true(f"Math.abs({end} - {AXIS_END}) < 8", "the chart keeps its width")
             colours.add(page.run("getComputedStyle(document.body).backgroundColor"))
     assert len(colours) == 2
     # The Tab key reaches every control in visual order.

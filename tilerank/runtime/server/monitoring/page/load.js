@@ -121,6 +121,8 @@ function chart() {
   at("axis").replaceChildren(...lines, ...times);
 }
 
+addEventListener("resize", chart);
+
 function drawn(tag, attributes, text) {
   const made = document.createElementNS("http://www.w3.org/2000/svg", tag);
   for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, value);
