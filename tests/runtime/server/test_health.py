@@ -1,9 +1,11 @@
-"""/health_generate: any number of clients share one probe."""
+"""/health_generate: any number of clients share one probe. The uptime of /status."""
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator
 
 import httpx
+import pytest
 from command import DEMO
 
 from tilerank.loader.generation_config import SamplingDefaults
@@ -36,12 +38,16 @@ class Client(EngineClient):
 async def accept(grammar: str) -> None: ...
 
 
+def connected(client: EngineClient) -> httpx.AsyncClient:
+    settings = ServerSettings("demo", "0", None, SamplingDefaults(), None, accept)
+    transport = httpx.ASGITransport(make_app(client, Tokenizer(DEMO), settings))
+    return httpx.AsyncClient(transport=transport, base_url="http://server")
+
+
 def test_one_probe_answers_all_who_ask() -> None:
     async def run() -> None:
         client = Client()
-        settings = ServerSettings("demo", "0", None, SamplingDefaults(), None, accept)
-        transport = httpx.ASGITransport(make_app(client, Tokenizer(DEMO), settings))
-        async with httpx.AsyncClient(transport=transport, base_url="http://server") as http:
+        async with connected(client) as http:
             leaving = asyncio.create_task(http.get("/health_generate"))
             asking = [asyncio.create_task(http.get("/health_generate")) for _ in range(20)]
             await asyncio.sleep(0.05)
@@ -54,5 +60,14 @@ def test_one_probe_answers_all_who_ask() -> None:
             answers = await asyncio.gather(*(http.get("/health_generate") for _ in range(3)))
             assert [answer.status_code for answer in answers] == [503] * 3
             assert client.asked == 2
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+
+
+def test_the_uptime_follows_no_jump_of_the_system_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run() -> None:
+        async with connected(Client()) as http:
+            monkeypatch.setattr(time, "time", lambda: 0.0)
+            assert 0 <= (await http.get("/status")).json()["uptime_s"] < 60
 
     asyncio.run(asyncio.wait_for(run(), 60))
