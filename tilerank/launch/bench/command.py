@@ -20,6 +20,7 @@ BENCHES = {
     "model": "prefill and decode of a model as shares of the machine's limit",
     "media": "a picture or sound from its file to the first token, and the parts of its tower as shares of the limit",
     "speech": "codes of speech to samples, as a share of the limit and of real time",
+    "speaking": "answers that are spoken at once, as seconds of sound made in a second",
     "compare": "a model against other systems, with the same weights on the same cores, alternating",
     "serve": "a server under load over HTTP, against its engine alone",
     "make-model": "write a checkpoint of random weights in the shape of a public model",
