@@ -19,6 +19,7 @@ from tilerank.runtime.engine import Engine, Failed, SoundEvent
 from tilerank.runtime.errors import RequestError
 from tilerank.runtime.params import SpeechParams
 from tilerank.runtime.prompt import Prompt
+from tilerank.runtime.sampling import SamplingParams
 from tilerank.runtime.speech.speech_messages import SpeechStep
 from tilerank.runtime.speech.speech_rank import Spoken
 from tilerank.runtime.worker import Worker
@@ -179,10 +180,17 @@ def test_the_first_sound_comes_while_the_text_is_written(asked: dict[str, Prompt
     assert kinds.count("TokenEvent") == 30 and kinds[-1] == "SoundEvent"
 
 
+def header(listener: Listener, prompt: Prompt) -> int:
+    """Return where the text of the answer begins, after the three tokens that open its turn."""
+    speaking = listener.engine._speaking
+    assert speaking is not None
+    return speaking.prompt(prompt, SamplingParams(), SpeechParams("ethan")).text_start
+
+
 def test_an_answer_of_its_end_alone_is_silent(asked: dict[str, Prompt], listener: Listener) -> None:
-    for name in ("text", "media"):
-        (answer,) = speak(listener, [request(asked[name], max_new_tokens=1)])
-        assert (len(answer.tokens), answer.codes, answer.samples, answer.ended) == (1, [], b"", 1)
+    prompt = Prompt(asked["text"].token_ids[: header(listener, asked["text"])])
+    (answer,) = speak(listener, [request(prompt, max_new_tokens=1)])
+    assert (len(answer.tokens), answer.codes, answer.samples, answer.ended) == (1, [], b"", 1)
 
 
 @pytest.mark.parametrize(
@@ -209,7 +217,8 @@ def test_a_text_in_the_prompt_is_spoken_as_a_generated_one(asked: dict[str, Prom
 
 def test_prompts_that_can_never_be_spoken(reference: Path, asked: dict[str, Prompt], listener: Listener) -> None:
     ids = asked["text"].token_ids
-    for prompt in (Prompt(ids[:-1]), Prompt(ids[3:-3]), Prompt([5])):
+    end = header(listener, asked["text"])
+    for prompt in (Prompt(ids[: end - 1]), Prompt(ids[: end - 3]), Prompt([5])):
         with pytest.raises(RequestError, match="expected a chat whose last turn is that of the assistant"):
             listener.engine.submit(request(prompt))
     long = Prompt([*ids[:3], *[7] * 30, *ids[3:]])
