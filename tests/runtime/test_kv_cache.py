@@ -11,12 +11,17 @@ import torch
 from batching import DEMO
 from ranks import run_ranks
 from rungs import COMPILED
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from tilerank.parallel.join import Team
 from tilerank.parallel.sharding import Sharding
 from tilerank.runtime.caches.cache import PagedKV
+from tilerank.runtime.engine import Engine, Request
+from tilerank.runtime.prompt import Prompt
 from tilerank.runtime.registry import build_model, read_supported_card
+from tilerank.runtime.sampling import SamplingParams
+from tilerank.runtime.worker import Worker
 
 TP = [1, 2, 3]
 PROMPT, NEW_TOKENS = 40, 12
@@ -50,6 +55,23 @@ def reference(ids: list[int], *, int8: bool = True) -> Tensor:
     return logits
 
 
+def logits_and_tokens(team: Team, *, out: str, ids: list[int], prompt: int, new_tokens: int) -> dict[str, Any]:
+    """Return, by dtype, on rank 0 the greedy tokens after the first `prompt` ids; write the logits of all ids to
+    `out`."""
+    found = {}
+    for name in ("float32", "bfloat16"):
+        worker = Worker(DEMO, team, dtype=getattr(torch, name), kv_dtype=torch.int8, max_total_tokens=512)
+        if team.group.rank == 0:
+            engine = Engine(worker)
+            save_file({"logits": engine.score(Prompt(ids))}, Path(out) / f"{name}.safetensors")
+            params = SamplingParams(max_new_tokens=new_tokens, ignore_eos=True)
+            found[name] = [event.token_id for event in engine.generate([Request(Prompt(ids[:prompt]), params)])]
+            worker.stop()
+        else:
+            worker.follow()
+    return found
+
+
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("kv")
@@ -61,7 +83,7 @@ def found(base: Path, tp: int) -> tuple[dict[str, list[int]], dict[str, Tensor]]
     out = base / f"tp{tp}"
     out.mkdir()
     kwargs = {"out": str(out), "ids": IDS, "prompt": PROMPT, "new_tokens": NEW_TOKENS}
-    tokens = run_ranks(tp, "kv_ranks:run", kwargs=kwargs, timeout=300)[0]
+    tokens = run_ranks(tp, "tests.runtime.test_kv_cache:logits_and_tokens", kwargs=kwargs, timeout=300)[0]
     return tokens, {name: load_file(out / f"{name}.safetensors")["logits"] for name in tokens}
 
 

@@ -12,7 +12,7 @@ from fake_sysfs import GIB, Machine, sockets
 from media_files import DEMO_VL
 from ranks import run_ranks
 
-from tests.launch.test_plan import config_of, plan_on
+from tests.launch.planning.test_plan import config_of, plan_on
 from tilerank.launch.planning.cache_size import add_arguments, agreed, mm_cache_bytes
 from tilerank.launch.planning.plan_text import render
 from tilerank.launch.planning.plan_types import RANK_OVERHEAD
@@ -135,7 +135,7 @@ def agree(team: Any, tokens: list[int | None]) -> int:
 
 def test_hosts_agree_on_the_least() -> None:
     """Ranks 0 and 2 are the first ones of their hosts."""
-    assert run_ranks(3, "tests.launch.test_cache_size:agree", kwargs={"tokens": [640, None, 320]}) == [320] * 3
+    assert run_ranks(3, "tests.launch.planning.test_cache_size:agree", kwargs={"tokens": [640, None, 320]}) == [320] * 3
 
 
 def test_ranks_say_how_large_it_is() -> None:
