@@ -122,6 +122,7 @@ def test_rows_are_shares_of_the_peaks() -> None:
     assert decode["limit_tokens_per_s"] == pytest.approx(2 / (1088 / 20e9))
     assert decode["peaks"] == {
         "stream_read_gbs": 20.0,
+        "stream_update_gbs": None,
         "amx_bf16_tflops": 4.0,
         "amx_int8_tops": 8.0,
         "core_to_core_ns": 100.0,

@@ -10,7 +10,7 @@ from tiny import make_checkpoint
 
 def test_rows_have_what_each_number_of_requests_made(tmp_path: Path) -> None:
     model = make_checkpoint("qwen3_omni_moe", tmp_path, seed=3)
-    result = run("bench", "speaking", model, "--tp", 1, "--requests", "1,2", "--frames", 6, "--json")
+    result = run("bench", "speaking", model, "--tp", 1, "--requests", "1,2", "--frames", 25, "--json")
     assert result.status == 0, result.err
     rows = json.loads(result.out)
     assert [row["requests"] for row in rows] == [1, 2]

@@ -30,7 +30,9 @@ if TYPE_CHECKING:
 PROMPT_TOKENS, TEXT_TOKENS = 30, 40
 """Of a user's turn, and of a spoken text."""
 WARM_UP = 32
-"""Frames of every request before those that are measured; sound comes in parts of 25 frames from then on."""
+"""Frames of every request before those that are measured."""
+LARGEST_PART = 25
+"""Frames of a part of sound from then on, of which every request has one at least."""
 TEXT_ID = 1000
 """A token that is in every vocabulary, and of no special meaning."""
 
@@ -45,7 +47,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="that speak at once (default: 1,4,16)",
     )
     parser.add_argument(
-        "--frames", type=whole_number(1), default=50, metavar="N", help="of each that are measured (default: 50)"
+        "--frames",
+        type=whole_number(LARGEST_PART),
+        default=50,
+        metavar="N",
+        help="of each that are measured (default: 50)",
     )
     add_engine_arguments(parser)
     add_json_argument(parser)
