@@ -38,7 +38,7 @@ test-long: environment
 # soak: half an hour of mixed load on a server, with cancels, kills and bad requests; MINUTES=N for another duration
 MINUTES ?= 30
 soak: environment
-	$(BIN)/python tests/soak.py $(MINUTES)
+	PYTHONPATH=tests/support $(BIN)/python tests/soak.py $(MINUTES)
 
 # test-numa: binding and page placement on six NUMA nodes, in a virtual machine that qemu emulates in software
 test-numa: environment

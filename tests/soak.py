@@ -1,4 +1,4 @@
-"""A server under mixed load for a given time: `python tests/soak.py MINUTES`, which `make soak` runs.
+"""A server under mixed load for a given time: `make soak`, which puts tests/support on the path.
 
 Clients stream, wait, disconnect, read slowly and send invalid requests, while ranks and the HTTP process are killed and
 stopped. Every request must get an answer or an error. Every answer must equal the one that the request gets alone. At
