@@ -35,6 +35,33 @@ def test_what_is_served(model: Path) -> None:
     run(model, QWEN_3, ask)
 
 
+def test_a_chat_is_rendered_as_it_would_be_asked(model: Path) -> None:
+    """A rendered prompt is the one that the engine gets of the same request, which alone reaches it."""
+    path = "/v1/chat/completions"
+    body = {
+        "messages": [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "Moses"}] * 2,
+        "tools": [{"type": "function", "function": {"name": "now"}}],
+        "chat_template_kwargs": {"enable_thinking": False},
+        "request_id": "mine",
+    }
+
+    async def ask(server: Server) -> None:
+        server.answer = "Moses."
+        for fields in ({}, {"truncate_prompt_tokens": 9}):
+            before = len(server.submits)
+            rendered = (await server.http.post(f"{path}/render", json=body | fields)).json()
+            assert len(server.submits) == before
+            assert (await server.http.post(path, json=body | fields)).status_code == 200
+            token_ids = server.submits[-1].prompt.token_ids
+            assert rendered == {"request_id": "chatcmpl-mine", "model": "it", "token_ids": list(token_ids)}
+        for wrong in ({"messages": []}, {"truncate": 3}, {"messages": long}):
+            refused = [await server.http.post(p, json=body | wrong) for p in (path, f"{path}/render")]
+            assert [one.status_code for one in refused] == [400, 400] and refused[0].json() == refused[1].json()
+
+    long = [{"role": "user", "content": "Moses " * 5000}]
+    run(model, QWEN_3, ask)
+
+
 class References(HTMLParser):
     """Collects what a page loads or links."""
 

@@ -39,6 +39,7 @@ def make_app(client: EngineClient, tokenizer: Tokenizer, settings: ServerSetting
     responses, messages, audio = ResponseEndpoints(service), MessageEndpoints(service), AudioEndpoints(service)
     operations = [
         Operation("POST", "/v1/chat/completions", chat.chat, ChatCompletion),
+        Operation("POST", "/v1/chat/completions/render", chat.render, ChatCompletion),
         Operation("POST", "/v1/completions", chat.complete, Completion),
         Operation("POST", "/v1/responses", responses.create, ResponseRequest),
         Operation("GET", "/v1/responses/{id}", responses.retrieve),

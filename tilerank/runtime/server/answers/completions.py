@@ -101,6 +101,11 @@ class ActiveRequest:
         self._submissions = [(prompt, sampling_params(body, prompt, *fields), seeds(body)) for prompt in prompts]
 
     @property
+    def prompts(self) -> list[Sequence[int]]:
+        """The token ids of each prompt, as the engine gets them; empty once the request runs."""
+        return [prompt.token_ids for prompt, _, _ in self._submissions]
+
+    @property
     def usage(self) -> dict[str, Any]:
         audio_tokens = sum(-(-nbytes // BYTES_OF_FRAME) for nbytes in self._sound_bytes.values())
         completion_tokens = self.completion_tokens + audio_tokens

@@ -1,7 +1,7 @@
 """OpenAI's /v1/chat/completions and /v1/completions."""
 
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 
 from ..answers.answer import Answer
 from ..answers.choices import ChoicesAnswer
@@ -13,7 +13,16 @@ from ..api import ChatCompletion, Completion, Sampling
 from ..chat_messages import Message
 from ..errors import ApiError
 from ..speech_fields import check_voice
-from .generation import NewParser, activate, begin, checked_grammar, converse, finish
+from .generation import (
+    NewParser,
+    activate,
+    begin,
+    checked_grammar,
+    conversation_prompt,
+    converse,
+    finish,
+    tool_parser,
+)
 from .service import Service
 
 
@@ -37,18 +46,35 @@ class ChatEndpoints:
 
     async def chat(self, request: Request) -> Response:
         """POST /v1/chat/completions. Answers a conversation."""
-        service = self._service
-        body = await service.body(request, ChatCompletion, media=True)
-        if (audio := body.audio) is not None:
-            check_voice(audio.voice, service.settings.voices, service.settings.model, "audio.voice")
-            check_format(audio.format, "audio.format")
-        for i, message in enumerate(body.messages):
-            self._recall(message, f"messages.{i}.audio.id")
+        body = await self._conversation(request)
 
         def new_answer(active: ActiveRequest, new_parser: NewParser | None) -> Answer:
             return self._answer(active, body, self._formatter(body, new_parser))
 
-        return await converse(service, request, body, new_answer)
+        return await converse(self._service, request, body, new_answer)
+
+    async def render(self, request: Request) -> Response:
+        """POST /v1/chat/completions/render. Returns the tokens of the prompt that a conversation becomes."""
+        service = self._service
+        body = await self._conversation(request)
+        tool_parser(service, body.template_tools())
+        with service.budget.share() as share:
+            prompt, thinking = await conversation_prompt(service, request, body, share)
+            active = activate(service, body, [prompt], body.alternatives, None, thinking)
+        (token_ids,) = active.prompts
+        id = f"{ChatFormatter.prefix}-{active.id}"
+        return JSONResponse({"request_id": id, "model": service.settings.model, "token_ids": token_ids})
+
+    async def _conversation(self, request: Request) -> ChatCompletion:
+        """Read the body of a chat, and give its messages the texts of earlier speeches."""
+        settings = self._service.settings
+        body = await self._service.body(request, ChatCompletion, media=True)
+        if (audio := body.audio) is not None:
+            check_voice(audio.voice, settings.voices, settings.model, "audio.voice")
+            check_format(audio.format, "audio.format")
+        for i, message in enumerate(body.messages):
+            self._recall(message, f"messages.{i}.audio.id")
+        return body
 
     def _recall(self, message: Message, where: str) -> None:
         """Give a message that stands for an earlier speech its text. where: the path of its id."""
