@@ -9,7 +9,7 @@ from command import run
 
 ROOT = Path(__file__).parents[2]
 PAGES = ["README.md", "CONTRIBUTING.md", *sorted(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md"))]
-BENCHES = "peaks|kernels|comm|model|compare|media|serve|quality|make-model"
+BENCHES = "peaks|kernels|comm|model|compare|media|speech|speaking|serve|quality|make-model"
 
 
 @cache
@@ -22,7 +22,7 @@ def options(command: str) -> set[str]:
 @pytest.mark.parametrize("page", PAGES)
 def test_options_in_commands_exist(page: str) -> None:
     text = (ROOT / page).read_text().replace("\\\n", " ")
-    pattern = rf"(?:(?<=[`$ /])|^)tilerank (generate|serve|plan|doctor|bench (?:{BENCHES}))\b([^`\n|]*)"
+    pattern = rf"(?:(?<=[`$ /])|^)tilerank (generate|serve|chat|plan|doctor|bench (?:{BENCHES}))\b([^`\n|]*)"
     for command, arguments in re.findall(pattern, text, re.M):
         used = set(re.findall(r"(?<=\s)--[a-z][a-z-]*", re.sub(r'"[^"]*"', "", arguments)))
         assert used <= options(command), f"{page}: tilerank {command}: no {sorted(used - options(command))}"
