@@ -248,7 +248,7 @@ class ServeJob(GenerateJob):
                 serve_connections(engine, connections(control), self._ranks)
 
     def say_ready(self) -> None:
-        say(f"tilerank: {self._model_dir} is served at {self._url}")
+        say(f"tilerank: {self._args.served_model_name or self._model_dir} is served at {self._url}")
 
 
 def _listen(host: str, port: int) -> socket.socket:
