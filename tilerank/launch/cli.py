@@ -14,7 +14,7 @@ from typing import TextIO
 
 from .arguments import Parser, parse, with_config
 from .doctor import own_version
-from .errors import SPOKEN_ERRORS
+from .errors import USER_ERRORS
 from .hub import find_model
 from .logs import say
 
@@ -50,7 +50,7 @@ def _run(argv: list[str]) -> int:
         if sys.stdout is not None:
             sys.stdout.flush()  # here an error becomes a sentence; at exit the interpreter would print a traceback
         return status
-    except SPOKEN_ERRORS as e:
+    except USER_ERRORS as e:
         say(f"tilerank: error: {e}")
         return 1
     except BrokenPipeError:

@@ -10,7 +10,7 @@ class LaunchError(RuntimeError):
     """The launch cannot continue. The message is one sentence for the user of the command."""
 
 
-SPOKEN_ERRORS: tuple[type[Exception], ...] = (
+USER_ERRORS: tuple[type[Exception], ...] = (
     KernelError,
     ShardError,
     GroupError,

@@ -22,7 +22,7 @@ from .host.cpulist import format_cpulist
 from .host.placement import Placement, RankPlacement
 from .host.topology import read_topology
 from .hub import add_model_argument
-from .logs import say
+from .logs import log_info_on_rank0, say
 from .planning import cache_size
 from .planning.plan_text import cache_text, states_text
 from .quantize import quantization_of, resolve_dtype, resolve_kv_dtype
@@ -159,12 +159,12 @@ class GenerateJob:
         card = read_card(self._model_dir)
         dtype = resolve_dtype(card, args.dtype, quantization)
         tokens = cache_size.agreed(team.group, self._plan.cached_tokens if self._plan else None)
-        if team.group.rank == 0 and self._plan:
-            log.info("%s", cache_text(self._plan))
+        if self._plan:
+            log_info_on_rank0(log, "%s", cache_text(self._plan))
             if self._plan.states:
-                log.info("%s", states_text(self._plan))
+                log_info_on_rank0(log, "%s", states_text(self._plan))
             if tokens < self._plan.cached_tokens:
-                log.info("another host has room for %s tokens only: that holds for all", f"{tokens:,}")
+                log_info_on_rank0(log, "another host has room for %s tokens only: that holds for all", f"{tokens:,}")
         return Worker(
             self._model_dir,
             team,
@@ -338,7 +338,7 @@ def _write_text(text: str) -> None:
 
 
 def _write(data: bytes) -> None:
-    if sys.stdout is None:  # closed from the start: nobody wants it
+    if sys.stdout is None:  # closed from the start
         return
     try:
         sys.stdout.buffer.write(data)

@@ -75,7 +75,7 @@ def download(model: str, revision: str | None) -> Path:
     snapshot = partial(
         snapshot_download, model, revision=revision, allow_patterns=list(FILES), ignore_patterns=list(OTHER_FILES)
     )
-    with _told_in_a_sentence(model, revision):
+    with _as_launch_errors(model, revision):
         if constants.HF_HUB_OFFLINE:
             return Path(snapshot(local_files_only=True))
         cache = Path(constants.HF_HUB_CACHE)
@@ -130,7 +130,7 @@ def _one_at_a_time(cache: Path, model: str) -> Iterator[None]:
 
 
 @contextmanager
-def _told_in_a_sentence(model: str, revision: str | None) -> Iterator[None]:
+def _as_launch_errors(model: str, revision: str | None) -> Iterator[None]:
     """Turn what huggingface_hub raises into a LaunchError."""
     from huggingface_hub import constants, errors
 

@@ -1,4 +1,4 @@
-"""The life of a rank process: identity, cores and memory, meeting point, torch, team, engine, the command's work.
+"""What a rank process does: it binds itself to its cores, meets the other ranks, builds its worker and runs its job.
 
 The order matters: memory that is allocated before the binding stays where it is, so torch is imported late.
 """
@@ -19,7 +19,7 @@ from tilerank.parallel.errors import GroupError
 
 from . import logs
 from .bootstrap import RENDEZVOUS_S, find_place, launcher_process
-from .errors import SPOKEN_ERRORS, LaunchError
+from .errors import USER_ERRORS, LaunchError
 from .host.binding import bind, inherited_notes
 from .host.placement import Placement, RankPlacement
 from .host.topology import read_topology
@@ -74,9 +74,9 @@ def run_rank(identity: Identity, args: argparse.Namespace, job: Job[W]) -> int:
         signal.signal(number, signal.SIG_DFL)
     code = 1
     try:
-        _live(identity, args, job, status)
+        _run(identity, args, job, status)
         code = 0
-    except SPOKEN_ERRORS as e:
+    except USER_ERRORS as e:
         _report(identity, status, e)
     finally:
         if code != 0:
@@ -96,12 +96,12 @@ def _report(identity: Identity, status: StatusPipe, error: Exception) -> None:
         logs.say(f"tilerank: error: rank {identity.rank}: {error}")
 
 
-def _live(identity: Identity, args: argparse.Namespace, job: Job[W], status: StatusPipe) -> None:
+def _run(identity: Identity, args: argparse.Namespace, job: Job[W], status: StatusPipe) -> None:
     if identity.launcher != "tilerank":
         check_tp(identity, args.tp)
     if identity.launcher in ("torchrun", "Open MPI", "MPICH"):
         _die_with_launcher()
-    placement, own = _settle(identity, args)
+    placement, own = _bind_process(identity, args)
     if identity.rank == 0:
         job.prepare()
     where = meeting(identity, os.environ, args.master_addr, args.master_port)
@@ -190,7 +190,7 @@ def _reach(status: StatusPipe, phase: Phase) -> None:
     log.debug("%s", phase)
 
 
-def _settle(identity: Identity, args: argparse.Namespace) -> tuple[Placement, RankPlacement]:
+def _bind_process(identity: Identity, args: argparse.Namespace) -> tuple[Placement, RankPlacement]:
     """Bind this process to its cores and memory, and log which settings of a foreign launcher are kept or replaced."""
     topology = read_topology()
     if identity.launcher == "tilerank":

@@ -1,7 +1,7 @@
 """`tilerank serve`: the OpenAI API in front of a model, on ranks that this command starts or another launcher started.
 
-Ranks and the HTTP process are children of this command and outlive each other (serving.py). Under another launcher
-rank 0 starts the HTTP process; then both end when the other does.
+Ranks and the HTTP process are children of this command and outlive each other (serving/server_supervisor.py). Under
+another launcher rank 0 starts the HTTP process; then both end when the other does.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ CONTROL = "TILERANK_CONTROL"
 """In the environment of rank 0: the socket over which connections to HTTP processes come, if it does not start one."""
 API_KEY = "TILERANK_API_KEY"
 DRAIN_S = 600.0
-"""Longest wait for answers that are under way, once the server is told to stop; told again, it ends at once."""
+"""Longest wait for answers that are under way once the server is to stop; a second signal ends it at once."""
 TERMINAL_DRAIN_S = 30.0
 """The same where a person waits: the server runs in a terminal."""
 MAX_RESTARTS = 3
@@ -133,7 +133,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     if HTTP_FDS in os.environ:
-        return _be_http(args)
+        return _run_http_process(args)
     if args.drain_timeout is None:
         args.drain_timeout = TERMINAL_DRAIN_S if sys.stderr is not None and sys.stderr.isatty() else DRAIN_S
         args.argv = [*args.argv, f"--drain-timeout={args.drain_timeout:g}"]
@@ -153,7 +153,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _refuse_for_others(args: argparse.Namespace, identity: Identity) -> None:
-    """What only a command can do that starts all ranks itself."""
+    """Refuse options that only a command can follow that starts all ranks itself. Raises LaunchError."""
     given = {"--dp": None if args.dp == 1 else args.dp or "auto", "--max-restarts": args.max_restarts or None}
     for option, value in given.items():
         if value is not None and identity.launcher != "tilerank":
@@ -161,7 +161,7 @@ def _refuse_for_others(args: argparse.Namespace, identity: Identity) -> None:
 
 
 def _replicas(args: argparse.Namespace, identity: Identity, job: ServeJob) -> list[HostRanks]:
-    """The groups of ranks that this command starts."""
+    """Return the groups of ranks that this command starts. Raises LaunchError."""
     machine = read_topology()
     topology = start.own_topology(args, identity, machine)
     if args.dp == 1:
@@ -183,7 +183,7 @@ def _watch(args: argparse.Namespace) -> Watch:
 
 
 def _supervise(args: argparse.Namespace, job: ServeJob, replicas: Sequence[HostRanks]) -> int:
-    """The server, as the parent of its processes. It keeps the listening socket open for them."""
+    """Run the server as the parent of its processes, and keep the listening socket open for them."""
     max_restarts = MAX_RESTARTS if args.max_restarts is None else args.max_restarts
     placed = [rank for ranks in replicas for rank in ranks.placement.ranks]
     with job.listener as listener:
@@ -217,7 +217,7 @@ class ServeJob(GenerateJob):
             self._url = f"http://{_url_host(host)}:{port}/v1"
 
     def appetite(self) -> Appetite:
-        """What the model takes on one rank."""
+        """Return what the model takes on one rank."""
         from tilerank.runtime.registry import read_supported_card
 
         from .planning.plan import appetite_of
@@ -230,7 +230,7 @@ class ServeJob(GenerateJob):
         self._ranks = ranks_table.gather(team.group, own, worker)
         if own.rank == 0:
             say(ranks_table.render(self._ranks, worker.cache_tokens, worker.states))
-        # The HTTP process hears it as well, answers what is under way and hangs up; that ends the ranks.
+        # The HTTP process gets this signal as well: it answers what is under way and closes, which ends the ranks.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         return worker
 
@@ -269,7 +269,7 @@ def _listen(host: str, port: int) -> socket.socket:
 
 @contextlib.contextmanager
 def _own_http(argv: list[str], listener: socket.socket, placement: Placement) -> Iterator[socket.socket]:
-    """An HTTP process of this rank, which ends when it is left; gives the socket over which its connection comes."""
+    """Start an HTTP process and yield the socket over which its connection comes. The process ends with the context."""
     to_http, http_control = socket.socketpair()
     to_engine, control = socket.socketpair()
     spec = _http_process(argv, listener.detach(), http_control.detach(), placement.ranks)
@@ -310,7 +310,7 @@ def _http_process(argv: Sequence[str], listener: int, control: int, ranks: Seque
     )
 
 
-def _be_http(args: argparse.Namespace) -> int:
+def _run_http_process(args: argparse.Namespace) -> int:
     from tilerank.loader.tokenizer import Tokenizer
     from tilerank.runtime.media.registry import load_processor
     from tilerank.runtime.server.answers.tool_formats import tool_parser
@@ -365,10 +365,11 @@ def _weights(args: argparse.Namespace, card: ModelCard) -> str:
 
 
 def _sampling(model_dir: Path) -> SamplingDefaults:
+    """Return what generation_config.json advises, and log what of it differs from the defaults."""
     advised, plain = read_sampling_defaults(model_dir), asdict(SamplingDefaults())
-    told = ", ".join(f"{name} {value:g}" for name, value in asdict(advised).items() if value != plain[name])
-    if told:
-        log.info("requests that do not say otherwise are sampled as generation_config.json advises: %s", told)
+    found = ", ".join(f"{name} {value:g}" for name, value in asdict(advised).items() if value != plain[name])
+    if found:
+        log.info("requests that do not say otherwise are sampled as generation_config.json advises: %s", found)
     return advised
 
 
