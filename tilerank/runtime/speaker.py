@@ -68,12 +68,11 @@ class TalkerRows:
     """What the talker computes of rows with logits.
 
     logits: fp32 [m, codes of the talker], of the first code of the next frames. hidden: [m, hidden], after the last
-    norm. codes: of frames, those after the first, [m] int64 each.
+    norm.
     """
 
     logits: Tensor
     hidden: Tensor
-    codes: Sequence[Tensor] = ()
 
 
 class SoundState:
@@ -103,11 +102,13 @@ class Vocoder(Layer):
 class Speaker(Layer):
     """Turns an answer into frames of codes; cut over the ranks. vocoder: turns them into samples.
 
-    kept_layer: the layer of the text model, counted from 1, whose output the talker reads at tokens of media. codes: of
-    a frame. hidden: of the talker. context_length: rows of the talker's longest sequence.
+    predictor: chooses the codes of frames after the first; its cost counts frames as tokens. kept_layer: the layer of
+    the text model, counted from 1, whose output the talker reads at tokens of media. codes: of a frame. hidden: of the
+    talker. context_length: rows of the talker's longest sequence.
     """
 
     vocoder: Vocoder
+    predictor: Layer
     kept_layer: int
     codes: int
     hidden: int
@@ -130,10 +131,14 @@ class Speaker(Layer):
         """Compute prompts. The tokens of `batch` are those of the text model."""
 
     @abstractmethod
-    def speak(
-        self, batch: Batch, inputs: FrameInputs, caches: Sequence[Cache], frame_caches: Sequence[Cache]
-    ) -> TalkerRows:
-        """Choose the codes of frames, and compute their rows. The tokens of `batch` are those that frames read."""
+    def choose(self, inputs: FrameInputs, frame_caches: Sequence[Cache]) -> tuple[list[Tensor], Tensor]:
+        """Return the codes of m frames after the first, [m] int64 each, and the sum of the embeddings of all codes,
+        [m, hidden]."""
+
+    @abstractmethod
+    def speak(self, batch: Batch, codes: Tensor, caches: Sequence[Cache]) -> TalkerRows:
+        """Compute the rows of frames. The tokens of `batch` are those that frames read. codes: the sums that `choose`
+        returns."""
 
     def cost(self) -> Cost:
         """Nothing: a step of the text model does not run it."""

@@ -1,11 +1,18 @@
-"""`tilerank bench speaking` on a small model: rows, and what it refuses."""
+"""`tilerank bench speaking`: rows of a small model, the work of the predictor by hand, and what it refuses."""
 
 import json
 from pathlib import Path
 
 import pytest
+import torch
 from command import DEMO, run
 from tiny import make_checkpoint
+
+from tilerank.launch.bench.public.configs import PUBLIC_CONFIGS
+from tilerank.launch.bench.work import predictor_cost
+from tilerank.loader.quantization_config import Quantization
+from tilerank.parallel.cost import Work
+from tilerank.runtime.registry import read_supported_card
 
 
 def test_rows_have_what_each_number_of_requests_made(tmp_path: Path) -> None:
@@ -15,9 +22,31 @@ def test_rows_have_what_each_number_of_requests_made(tmp_path: Path) -> None:
     rows = json.loads(result.out)
     assert [row["requests"] for row in rows] == [1, 2]
     for row in rows:
-        assert row.keys() == {"requests", "real_time", "first_sound_s", "frame_s", "sound_s", "text_s"}
+        shares = {"predictor_stream_share", "predictor_limit_share"}
+        seconds = {f"{name}_s" for name in ("first_sound", "frame", "predictor", "talker", "sound", "text")}
+        assert row.keys() == {"requests", "real_time", "peaks"} | seconds | shares
+        assert 0 < row["predictor_s"] < row["frame_s"] == pytest.approx(row["predictor_s"] + row["talker_s"])
         # Frames are a part of the time in which they were made.
         assert row["frame_s"] * row["real_time"] / row["requests"] <= 0.08
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+def test_work_of_the_predictor_by_hand(tmp_path: Path, quantized: bool) -> None:
+    """Five layers of 1024 and 3072 with 16 heads and 8 KV heads of 128, read 15 times a frame, and 15 heads of 2048."""
+    (tmp_path / "config.json").write_text(json.dumps(PUBLIC_CONFIGS["qwen3-omni-30b-a3b-instruct"]))
+    card = read_supported_card(tmp_path)
+    cost = predictor_cost(card, torch.bfloat16, Quantization("int8") if quantized else None)
+    layers = 5 * 1024 * ((16 + 8 + 8 + 16) * 128 + 3 * 3072)
+    heads = 15 * 2048 * 1024
+    norms = 15 * 2 * (5 * (2 * 1024 + 2 * 128) + 1024)
+    scales = 15 * 8 * (5 * ((16 + 8 + 8) * 128 + 2 * 3072 + 2 * 1024) + 2048)  # and the sums of the codes
+    operations = 2 * (16 * layers + heads)  # the first pass has two rows
+    if quantized:
+        assert cost.token == Work(int8=operations)
+        assert cost.read == 15 * layers + heads + norms + scales
+    else:
+        assert cost.token == Work(bf16=operations)
+        assert cost.read == 2 * (15 * layers + heads) + norms
 
 
 @pytest.mark.parametrize("options", [(), ("--no-talker",)])

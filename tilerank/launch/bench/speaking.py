@@ -3,29 +3,43 @@
 from __future__ import annotations
 
 import argparse
+import statistics
 import time
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from tilerank.loader.quantization_config import held_codes
+from tilerank.parallel.cost import Cost, Work
+
 from ..errors import LaunchError
+from ..host.topology import read_topology
+from ..quantize import quantization_of
 from ..start import whole_number
 from .json_rows import add_json_argument, check_json_argument, write_json
+from .peaks import Peaks, RateProbe, mean_rates, peaks_of
 from .rank_job import (
     EngineJob,
     add_engine_arguments,
     add_model_arguments,
     add_rank_arguments,
+    cores_of,
     engine_dtype,
     is_rank,
     model_card,
+    placement_of,
     run_as_rank,
     run_ranks,
     whole_numbers,
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from tilerank.runtime.engine import Engine, Request
     from tilerank.runtime.speech.speech_messages import SpeechStep
     from tilerank.runtime.speech.speech_rank import Spoken
+
+    from ..host.placement import Placement
 
 PROMPT_TOKENS, TEXT_TOKENS = 30, 40
 """Of a user's turn, and of a spoken text."""
@@ -65,48 +79,80 @@ def run(args: argparse.Namespace) -> int:
         raise LaunchError(f"{args.model}: expected a model that speaks, found one without a talker")
     if is_rank(args):
         tokens = max(args.requests) * (PROMPT_TOKENS + TEXT_TOKENS + 32)
-        job = EngineJob(args, total_tokens=tokens, measure=lambda engine, *_: _measure(args, engine))
+        job = EngineJob(
+            args, total_tokens=tokens, measure=lambda engine, placement, _: _measure(args, engine, placement)
+        )
         return run_as_rank(args, job)
     check_json_argument(args)
+    _, cores = placement_of(args)
+    peaks = peaks_of(cores)
     report = run_ranks(args, args.argv)
-    print(f"{args.model.name}: {report['dtype']}, {report['isa']}\n")
-    print("\n".join(table(report["rows"])))
-    write_json(args, report["rows"])
+    rows = [_with_shares(row, peaks) for row in report["rows"]]
+    print(f"{args.model.name}: {report['quantization'] or report['dtype']}, {report['isa']}; {peaks.text()}\n")
+    print("\n".join(table(rows)))
+    write_json(args, rows)
     return 0
+
+
+def _with_shares(row: dict[str, Any], peaks: Peaks) -> dict[str, Any]:
+    """Return the row with the shares of the predictor in place of its work and the rates of the machine."""
+    work, now = Work(**row.pop("predictor_work")), peaks.with_rates(row.pop("rates"))
+    seconds = row["predictor_s"]
+    shares = {
+        "predictor_stream_share": now.stream_share(work, seconds),
+        "predictor_limit_share": now.limit_seconds(work) / seconds,
+    }
+    return row | shares | {"peaks": now.as_json()}
 
 
 def table(rows: list[dict[str, Any]]) -> list[str]:
     """Return a header and a line for each number of requests."""
-    titles = ("x real time", 12), ("each", 8), ("first sound s", 15), ("frame ms", 10), ("sound ms", 10), ("text ms", 9)
-    lines = ["requests  " + "".join(f"{title:>{width}}" for title, width in titles)]
+    columns: list[tuple[str, int, Callable[[dict[str, Any]], str]]] = [
+        ("x real time", 14, lambda row: f"{row['real_time']:.2f}"),
+        ("each", 8, lambda row: f"{row['real_time'] / row['requests']:.2f}"),
+        ("first sound s", 15, lambda row: f"{row['first_sound_s']:.2f}"),
+        ("frame ms", 10, lambda row: f"{1e3 * row['frame_s']:.1f}"),
+        ("predictor ms", 14, lambda row: f"{1e3 * row['predictor_s']:.1f}"),
+        ("of read", 9, lambda row: f"{row['predictor_stream_share']:.2f}"),
+        ("of limit", 10, lambda row: f"{row['predictor_limit_share']:.2f}"),
+        ("talker ms", 11, lambda row: f"{1e3 * row['talker_s']:.1f}"),
+        ("sound ms", 10, lambda row: f"{1e3 * row['sound_s']:.1f}"),
+        ("text ms", 9, lambda row: f"{1e3 * row['text_s']:.1f}"),
+    ]
+    lines = ["requests" + "".join(f"{title:>{width}}" for title, width, _ in columns)]
     for row in rows:
-        lines.append(
-            f"{row['requests']:<10}{row['real_time']:>12.2f}{row['real_time'] / row['requests']:>8.2f}"
-            f"{row['first_sound_s']:>15.2f}{1e3 * row['frame_s']:>10.1f}{1e3 * row['sound_s']:>10.1f}"
-            f"{1e3 * row['text_s']:>9.1f}"
-        )
+        lines.append(f"{row['requests']:<8}" + "".join(f"{value(row):>{width}}" for _, width, value in columns))
     return lines
 
 
-def _measure(args: argparse.Namespace, engine: Engine) -> dict[str, Any]:
+def _measure(args: argparse.Namespace, engine: Engine, placement: Placement) -> dict[str, Any]:
     """Runs on rank 0."""
     from tilerank.kernels import core
 
+    from .work import predictor_cost
+
+    dtype, quantization = engine_dtype(args), quantization_of(args)
+    cost = predictor_cost(engine.card, dtype, quantization)
+    probe = RateProbe(cores_of(placement, read_topology()))
     return {
         "isa": core.isa(),
-        "dtype": str(engine_dtype(args)).removeprefix("torch."),
-        "rows": [_measure_together(engine, count, args.frames) for count in args.requests],
+        "dtype": str(dtype).removeprefix("torch."),
+        "quantization": held_codes(engine.card.quantization, quantization),
+        "rows": [_measure_together(engine, count, args.frames, cost, probe) for count in args.requests],
     }
 
 
 class _Clock:
-    """The seconds of steps of speech, with and without sound, and how many frames of each request they had."""
+    """The seconds of steps of speech, with and without sound, and how many frames of each request they had.
+
+    frames_s: of steps of frames alone, as a whole and of the code predictor.
+    """
 
     def __init__(self, engine: Engine) -> None:
         self.frames: dict[int, int] = {}
-        self.plain_s: list[float] = []
+        self.frames_s: list[tuple[float, float]] = []
         self.total_s = self.sound_frames = 0.0
-        self._speak = engine.worker.speak
+        self._speak, self._speech = engine.worker.speak, engine.worker.speech
 
     def speak(self, step: SpeechStep) -> Spoken:
         began = time.perf_counter()
@@ -117,14 +163,16 @@ class _Clock:
         self.sound_frames += sum(sound.end - sound.first for sound in step.sounds)
         self.total_s += seconds
         if not step.sounds and not step.chunks:
-            self.plain_s.append(seconds)
+            assert self._speech is not None
+            self.frames_s.append((seconds, self._speech.predictor_s))
         return spoken
 
 
-def _measure_together(engine: Engine, count: int, frames: int) -> dict[str, Any]:
+def _measure_together(engine: Engine, count: int, frames: int, cost: Cost, probe: RateProbe) -> dict[str, Any]:
     """Let `count` requests speak, and measure `frames` frames of each after the first ones.
 
-    frame_s: of a step of frames. sound_s: of the sound of one frame. text_s: of everything else, for a step.
+    cost: of the code predictor. frame_s: of a step of frames. predictor_s, talker_s: of the code predictor in it, and
+    of the rest. sound_s: of the sound of one frame. text_s: of everything else, for a step.
     """
     from tilerank.runtime.engine import SoundEvent
 
@@ -142,11 +190,14 @@ def _measure_together(engine: Engine, count: int, frames: int) -> dict[str, Any]
                     first.setdefault(event.request, time.perf_counter() - began)
 
     go_on(WARM_UP)
+    work = Work(cost.read) + cost.work(count, 0)
+    rates = probe.measure(work)
     before = sum(clock.frames.values()), clock.sound_frames, clock.total_s
-    clock.plain_s.clear()
+    clock.frames_s.clear()
     began_measuring = time.perf_counter()
     go_on(WARM_UP + frames)
     seconds = time.perf_counter() - began_measuring
+    rates = mean_rates(rates, probe.measure(work))
     made, sound_frames, speaking_s = (
         now - then
         for now, then in zip((sum(clock.frames.values()), clock.sound_frames, clock.total_s), before, strict=True)
@@ -154,15 +205,19 @@ def _measure_together(engine: Engine, count: int, frames: int) -> dict[str, Any]
     engine.worker.speak = clock._speak  # type: ignore[method-assign]
     for number in numbers:
         engine.cancel(number)
-    frame_s = sorted(clock.plain_s)[len(clock.plain_s) // 2]
+    frame_s, predictor_s = map(statistics.median, zip(*clock.frames_s, strict=True))
     steps = made / count
     return {
         "requests": count,
         "real_time": made * 0.08 / seconds,
         "first_sound_s": max(first.values()),
         "frame_s": frame_s,
+        "predictor_s": predictor_s,
+        "talker_s": frame_s - predictor_s,
         "sound_s": (speaking_s - steps * frame_s) / sound_frames,
         "text_s": (seconds - speaking_s) / steps,
+        "predictor_work": asdict(work),
+        "rates": rates,
     }
 
 

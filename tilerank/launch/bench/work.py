@@ -85,6 +85,18 @@ def model_work(
     )
 
 
+def predictor_cost(card: ModelCard, dtype: torch.dtype, quantization: Quantization | None) -> Cost:
+    """Return the cost of the code predictor of a model that speaks, without padding for ranks; frames are tokens."""
+    from tilerank.loader.weight_formats import weight_formats
+    from tilerank.parallel.sharding import Sharding
+    from tilerank.runtime.registry import build_model
+
+    formats = weight_formats(card.quantization, dtype, quantization)
+    speaker = build_model(card, Sharding(0, 1, dtype, None, formats=formats)).speaker
+    assert speaker is not None
+    return speaker.predictor.cost()
+
+
 def encoder_work(card: ModelCard, dtype: torch.dtype, grid: tuple[int, int, int]) -> dict[str, Work]:
     """Return the work of the vision tower for one medium, without padding for ranks, by parts: "linear layers", with
     norms, and "attention".

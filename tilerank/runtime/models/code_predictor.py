@@ -15,6 +15,7 @@ from torch import Tensor
 from tilerank.kernels import core, ops
 from tilerank.kernels.kv_pages import PAGE_TOKENS
 from tilerank.loader.fields import Fields
+from tilerank.parallel.cost import Cost
 from tilerank.parallel.embedding import ParallelLMHead
 from tilerank.parallel.parameters import Layer, PlainParameter
 from tilerank.parallel.sharding import Sharding
@@ -39,6 +40,10 @@ class CodeEmbedding(Layer):
 
     def __call__(self, ids: Tensor) -> Tensor:
         return ops.embedding(ids, self.table.data)
+
+    def cost(self) -> Cost:
+        """Nothing: a frame reads one row, not the table."""
+        return Cost()
 
 
 class CodePredictor(Layer):
@@ -90,3 +95,9 @@ class CodePredictor(Layer):
             codes.append(code)
             ops.put_rows_(summed[i + 1], passes.frames, x)
         return codes, ops.sum_parts(summed)
+
+    def cost(self) -> Cost:
+        """Return the cost of a frame, which counts as one token: every pass reads the layers and a head."""
+        layers = self.decoder.cost()
+        passes = Cost.total([layers] * (self.codes - 1)) + Cost(token=layers.token)  # the first has two rows
+        return passes + Cost.total(head.cost() for head in self.heads)

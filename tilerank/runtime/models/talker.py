@@ -53,6 +53,8 @@ class Projection(Layer):
 class Talker(Speaker):
     """The talker and its code predictor. embed: ids[t] of the text model -> its embeddings [t, hidden]."""
 
+    predictor: CodePredictor
+
     def __init__(
         self,
         card: ModelCard,
@@ -111,16 +113,16 @@ class Talker(Speaker):
             ops.add_rows_(x, rows, self.decoder.embedding(codes))
         return self._rows(x, batch, caches)
 
-    def speak(
-        self, batch: Batch, inputs: FrameInputs, caches: Sequence[Cache], frame_caches: Sequence[Cache]
-    ) -> TalkerRows:
+    def choose(self, inputs: FrameInputs, frame_caches: Sequence[Cache]) -> tuple[list[Tensor], Tensor]:
         first = self.decoder.embedding(inputs.first)
-        codes, total = self.predictor(inputs.past, first, inputs.choice, inputs.passes, frame_caches)
-        return self._rows(ops.add(total, self._text(batch)), batch, caches, codes)
+        return self.predictor(inputs.past, first, inputs.choice, inputs.passes, frame_caches)
+
+    def speak(self, batch: Batch, codes: Tensor, caches: Sequence[Cache]) -> TalkerRows:
+        return self._rows(ops.add(codes, self._text(batch)), batch, caches)
 
     def _text(self, batch: Batch) -> Tensor:
         return self.text_projection(self._embed(batch.token_ids))
 
-    def _rows(self, x: Tensor, batch: Batch, caches: Sequence[Cache], codes: Sequence[Tensor] = ()) -> TalkerRows:
+    def _rows(self, x: Tensor, batch: Batch, caches: Sequence[Cache]) -> TalkerRows:
         hidden = self.decoder.hidden(x, batch, caches)
-        return TalkerRows(self.decoder.head(hidden), hidden, codes)
+        return TalkerRows(self.decoder.head(hidden), hidden)

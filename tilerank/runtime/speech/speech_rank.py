@@ -4,12 +4,14 @@ A speaking sequence has pages in the talker's cache, and what the next frame and
 of the talker, and the codes so far. A frame is one recorded step, with the choice of its codes inside.
 """
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from tilerank.kernels.graph import between_launches
 from tilerank.kernels.kv_pages import PAGE_TOKENS
 from tilerank.parallel.group import Group
 
@@ -99,7 +101,11 @@ class SpeechRank:
         self._top_k = torch.full((rows,), TOP_K, dtype=torch.int32)
         self._top_p = torch.full((rows,), TOP_P)
         self._inputs: dict[int, FrameInputs] = {}  # by padded size
-        self._spoken: dict[int, TalkerRows] = {}  # what the recorded step of a padded size writes
+        # What the recorded step of a padded size writes: the codes after the first, and the talker's rows.
+        self._spoken: dict[int, tuple[Sequence[Tensor], TalkerRows]] = {}
+        self._began = 0.0  # when the last step of frames began
+        self.predictor_s = 0.0
+        """Seconds in which the codes of the last frames were chosen."""
 
     @property
     def cache_bytes(self) -> int:
@@ -206,16 +212,23 @@ class SpeechRank:
         inputs = self._frame_inputs(size)
 
         def forward() -> Tensor:
-            self._spoken[size] = self._speaker.speak(batch, inputs, self._caches, self._frame_caches)
-            return self._spoken[size].logits
+            others, total = self._speaker.choose(inputs, self._frame_caches)
+            between_launches(self._stop_predictor_clock)
+            rows = self._speaker.speak(batch, total, self._caches)
+            self._spoken[size] = others, rows
+            return rows.logits
 
+        self._began = time.perf_counter()
         logits = (self._graphs.replay(forward, size, count) if self._graphs else forward())[:count].clone()
-        spoken = self._spoken[size]
-        codes = torch.stack([self._first[:count], *(code[:count] for code in spoken.codes)], 1)
-        for mine, row, numbers in zip(held, spoken.hidden[:count].clone(), codes.tolist(), strict=True):
+        others, rows = self._spoken[size]
+        codes = torch.stack([self._first[:count], *(code[:count] for code in others)], 1)
+        for mine, row, numbers in zip(held, rows.hidden[:count].clone(), codes.tolist(), strict=True):
             mine.last = row
             mine.codes.append(numbers)
         return logits, codes
+
+    def _stop_predictor_clock(self) -> None:
+        self.predictor_s = time.perf_counter() - self._began
 
     def _frame_inputs(self, size: int) -> FrameInputs:
         if size not in self._inputs:
