@@ -14,97 +14,115 @@ import os
 import sys
 import time
 import wave
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 
-def main(workload: dict[str, Any]) -> dict[str, Any]:
-    os.sched_setaffinity(0, workload["cores"])  # before torch starts threads: they inherit it
-    import numpy
-    import torch
-    import transformers
-    from PIL import Image
+class Clock:
+    """A streamer of `generate` that notes when it yields its prompt and each token."""
 
-    torch.set_num_threads(len(workload["cores"]))
-    dtype = getattr(torch, workload["dtype"])
-    library: Any = transformers
-    processor = library.AutoProcessor.from_pretrained(workload["model"], use_fast=True)
-    model = library.AutoModelForMultimodalLM.from_pretrained(workload["model"], dtype=dtype)
-    model = getattr(model, "thinker", model)
-    model.generation_config.eos_token_id = None
-    new_tokens = workload["next_tokens"] + 1
+    def __init__(self) -> None:
+        self.times: list[float] = []
 
-    class Clock:
-        """Notes when `generate` yields its prompt and each token."""
+    def put(self, _: Any) -> None:
+        self.times.append(time.perf_counter())
 
-        def __init__(self) -> None:
-            self.times: list[float] = []
+    def end(self) -> None: ...
 
-        def put(self, _: Any) -> None:
-            self.times.append(time.perf_counter())
 
-        def end(self) -> None: ...
+class Pictures:
+    """The steps of a picture."""
 
-    def measured(
-        data: bytes,
-        text: str,
-        decode: Callable[[bytes], Any],
-        inputs_of: Callable[[str, Any], Any],
-        preprocess: Callable[[Any], Any],
-        encode: Callable[[Any], Any],
-    ) -> dict[str, float]:
-        began = time.perf_counter()
-        medium = decode(data)
-        decoded = time.perf_counter()
-        clock = Clock()
-        model.generate(**inputs_of(text, medium), max_new_tokens=new_tokens, do_sample=False, streamer=clock)
-        _, first, *_, last = clock.times
-        ended = time.perf_counter()
-        found = preprocess(medium)
-        processed = time.perf_counter()
-        encode(found)
-        encoded = time.perf_counter()
-        return {
-            "decode": decoded - began,
-            "preprocessing": processed - ended,
-            "tower": encoded - processed,
-            "first token": first - began,
-            "next token": (last - first) / workload["next_tokens"],
-        }
+    def __init__(self, processor: Any, model: Any) -> None:
+        from PIL import Image  # here, since `decode` is timed
 
-    def encode_picture(found: Any) -> None:
-        pixels = found["pixel_values"].to(dtype)
+        self._processor, self._model, self._open = processor, model, Image.open
+
+    def decode(self, data: bytes) -> Any:
+        return self._open(io.BytesIO(data)).convert("RGB")
+
+    def inputs(self, text: str, picture: Any) -> Any:
+        return self._processor(text=[text], images=[picture], return_tensors="pt")
+
+    def preprocess(self, picture: Any) -> Any:
+        return self._processor.image_processor(images=[picture], return_tensors="pt")
+
+    def encode(self, found: Any) -> None:
+        pixels = found["pixel_values"].to(self._model.dtype)
         if "image_grid_thw" in found:
-            model.model.visual(pixels, grid_thw=found["image_grid_thw"])
+            self._model.model.visual(pixels, grid_thw=found["image_grid_thw"])
         else:  # Llama-3.2-Vision
-            model.model.vision_model(pixels, found["aspect_ratio_ids"], found["aspect_ratio_mask"])
+            self._model.model.vision_model(pixels, found["aspect_ratio_ids"], found["aspect_ratio_mask"])
 
-    def read_sound(data: bytes) -> Any:
+
+class Sounds:
+    """The steps of a WAV file of one channel, 16 bits and 16 kHz."""
+
+    def __init__(self, processor: Any, model: Any) -> None:
+        import numpy
+
+        self._processor, self._model, self._numpy = processor, model, numpy
+
+    def decode(self, data: bytes) -> Any:
+        numpy = self._numpy
         with wave.open(io.BytesIO(data)) as file:
             return numpy.frombuffer(file.readframes(file.getnframes()), numpy.int16).astype(numpy.float32) / 32768
 
-    steps: dict[str, tuple[Any, ...]] = {
-        "image": (
-            lambda data: Image.open(io.BytesIO(data)).convert("RGB"),
-            lambda text, picture: processor(text=[text], images=[picture], return_tensors="pt"),
-            lambda picture: processor.image_processor(images=[picture], return_tensors="pt"),
-            encode_picture,
-        ),
-        "audio": (
-            read_sound,
-            lambda text, samples: processor(text=[text], audio=[samples], return_tensors="pt"),
-            lambda samples: processor.feature_extractor(
-                [samples], sampling_rate=16000, padding=True, truncation=False, return_tensors="pt"
-            ),
-            lambda found: model.get_audio_features(
-                found["input_features"], torch.ones(1, found["input_features"].shape[2], dtype=torch.long)
-            ),
-        ),
+    def inputs(self, text: str, samples: Any) -> Any:
+        return self._processor(text=[text], audio=[samples], return_tensors="pt")
+
+    def preprocess(self, samples: Any) -> Any:
+        return self._processor.feature_extractor(
+            [samples], sampling_rate=16000, padding=True, truncation=False, return_tensors="pt"
+        )
+
+    def encode(self, found: Any) -> None:
+        import torch
+
+        features = found["input_features"]
+        self._model.get_audio_features(features, torch.ones(1, features.shape[2], dtype=torch.long))
+
+
+def measured(model: Any, steps: Pictures | Sounds, data: bytes, text: str, next_tokens: int) -> dict[str, float]:
+    """Return the seconds of each step of one file."""
+    began = time.perf_counter()
+    medium = steps.decode(data)
+    decoded = time.perf_counter()
+    clock = Clock()
+    inputs = steps.inputs(text, medium)
+    model.generate(**inputs, max_new_tokens=next_tokens + 1, do_sample=False, streamer=clock)
+    _, first, *_, last = clock.times
+    ended = time.perf_counter()
+    found = steps.preprocess(medium)
+    processed = time.perf_counter()
+    steps.encode(found)
+    encoded = time.perf_counter()
+    return {
+        "decode": decoded - began,
+        "preprocessing": processed - ended,
+        "tower": encoded - processed,
+        "first token": first - began,
+        "next token": (last - first) / next_tokens,
     }
+
+
+def main(workload: dict[str, Any]) -> dict[str, Any]:
+    os.sched_setaffinity(0, workload["cores"])  # before torch starts threads: they inherit it
+    import torch
+    import transformers
+
+    torch.set_num_threads(len(workload["cores"]))
+    library: Any = transformers
+    processor = library.AutoProcessor.from_pretrained(workload["model"], use_fast=True)
+    dtype = getattr(torch, workload["dtype"])
+    model = library.AutoModelForMultimodalLM.from_pretrained(workload["model"], dtype=dtype)
+    model = getattr(model, "thinker", model)
+    model.generation_config.eos_token_id = None
+    steps: dict[str, Pictures | Sounds] = {"image": Pictures(processor, model), "audio": Sounds(processor, model)}
+    texts, next_tokens = workload["texts"], workload["next_tokens"]
     with torch.inference_mode():
         sizes = [
-            [measured(base64.b64decode(file), workload["texts"][kind], *steps[kind]) for file in files]
+            [measured(model, steps[kind], base64.b64decode(file), texts[kind], next_tokens) for file in files]
             for kind, files in workload["sizes"]
         ]
     return {"version": transformers.__version__, "sizes": sizes}
