@@ -20,17 +20,25 @@ class SpeechParams(msgspec.Struct, frozen=True):
 class SamplingParams:
     """How the tokens of a request are sampled, and when the request ends. Raises RequestError for bad values.
 
-    temperature: 0 takes the most likely token. top_k, top_p, min_p: filters, off at 0, 1 and 0. top_p 0 keeps one
-    token; min_p keeps tokens with p >= min_p * max(p). seed: the same seed gives the same text, whatever else is in the
-    batch. repetition_penalty (arXiv 1909.05858): applies to tokens of prompt and text, off at 1. presence_penalty,
-    frequency_penalty: as OpenAI defines them, for tokens of the text only, off at 0. logit_bias: added to the logits of
-    the given token ids. ignore_eos: continue after end-of-sequence tokens. stop_token_ids: end the text like
-    end-of-sequence tokens, also with ignore_eos. logprobs: number of alternatives to report for each token. grammar:
-    the text must follow it (grammar.py); ends at an end-of-sequence token, or when the grammar allows no further token.
-    max_new_tokens: 0 computes the prompt alone. min_new_tokens: tokens that end the text are left out before so many.
-    allowed_token_ids: no others are sampled; empty for all. bad_words: sequences of tokens that the text must not
-    contain. These and min_new_tokens give way where no other token is left. prompt_logprobs: number of alternatives to
-    report for each token of the prompt; None if it is not scored. speech: how the text is spoken; None for text alone.
+    max_new_tokens: 0 computes the prompt alone.
+    temperature: 0 takes the most likely token.
+    top_k, top_p, min_p: filters, off at 0, 1 and 0. top_p 0 keeps one token; min_p keeps tokens with p >= min_p *
+        max(p).
+    seed: the same seed gives the same text, whatever else is in the batch.
+    repetition_penalty (arXiv 1909.05858): applies to tokens of prompt and text, off at 1.
+    presence_penalty, frequency_penalty: as OpenAI defines them, for tokens of the text only, off at 0.
+    logit_bias: added to the logits of the given token ids.
+    ignore_eos: continue after end-of-sequence tokens.
+    stop_token_ids: end the text like end-of-sequence tokens, also with ignore_eos.
+    logprobs: number of alternatives to report for each token.
+    grammar: the text must follow it (grammar.py); ends at an end-of-sequence token, or when the grammar allows no
+        further token.
+    min_new_tokens: tokens that end the text are left out before so many.
+    allowed_token_ids: no others are sampled; empty for all.
+    bad_words: sequences of tokens that the text must not contain. These and min_new_tokens give way where no other
+        token is left.
+    prompt_logprobs: number of alternatives to report for each token of the prompt; None if it is not scored.
+    speech: how the text is spoken; None for text alone.
     """
 
     max_new_tokens: int = 128
@@ -75,7 +83,7 @@ class SamplingParams:
 
     @property
     def changes_logits(self) -> bool:
-        """Do penalties, bias, min_p or tokens that are left out change the logits before sampling?"""
+        """Whether penalties, bias, min_p or tokens that are left out change the logits before sampling."""
         penalties = (self.repetition_penalty - 1, self.presence_penalty, self.frequency_penalty)
         filtered = self.min_new_tokens or self.allowed_token_ids or self.bad_words
         return any(penalties) or bool(self.logit_bias or filtered) or (self.min_p > 0 and self.temperature > 0)

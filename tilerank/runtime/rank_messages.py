@@ -62,11 +62,13 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Step(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """One forward pass over `chunks`. Before it, workers drop the sequences `finished` and the encodings `forgotten`,
-    by number, and copy states. kept: sequences of whose media the talker reads hidden states.
+    """One forward pass over `chunks`. Before it, workers drop sequences and encodings, and copy states.
 
-    state_copies: (from, to), slots of states, copied in this order. state_slots: of the sequence of each chunk, for
-    models with states.
+    finished, forgotten: the numbers of the sequences and of the encodings to drop.
+    state_copies: (from, to), slots of states, copied in this order.
+    state_slots: of the sequence of each chunk, for models with states.
+    sights: of chunks whose rows see something of a source, unless the ranks know it.
+    kept: sequences of whose media the talker reads hidden states.
     """
 
     chunks: list[Chunk]

@@ -22,16 +22,22 @@ from .speech.talker_prompt import TalkerPrompt
 class Sequence:
     """A request that waits or runs.
 
-    media: what its encodings take, in the order of `prompt.media`. talker: what its talker reads; None for text that is
-    not spoken. tokens: the prompt and the tokens generated so far;
-    the KV cache holds the first `cached` of them. keys: what their pages are shared by (prompt.py). number: names the
-    sequence in messages to the ranks; a new one for each admission, -1 while it waits. encodings: by medium, those of
-    which it still has to insert tokens; none while it waits. pages_sent: how many of its pages the other ranks have
-    received. source: of a running sequence whose prompt has one. state_slot: of a running sequence of a model with
-    states, else -1. snapshots_at: numbers of cached tokens at which snapshots are to be taken. newest_snapshot: the
-    page of the last snapshot of generated tokens. admitted_s: when it was first admitted, on the clock of
-    `time.monotonic`, with the first `hits` tokens in the cache; None before that. has_begun: the engine has reported
-    this. scored: the tokens of the prompt whose logits have been used, if they are wanted.
+    request: its number, in order of arrival.
+    media: what its encodings take, in the order of `prompt.media`.
+    talker: what its talker reads; None for text that is not spoken.
+    tokens: the prompt and the tokens generated so far; the KV cache holds the first `cached` of them.
+    keys: what their pages are shared by (prompt.py).
+    number: names the sequence in messages to the ranks; a new one for each admission, -1 while it waits.
+    encodings: by medium, those of which it still has to insert tokens; none while it waits.
+    pages_sent: how many of its pages the other ranks have received.
+    source: of a running sequence whose prompt has one.
+    state_slot: of a running sequence of a model with states, else -1.
+    snapshots_at: numbers of cached tokens at which snapshots are to be taken.
+    newest_snapshot: the page of the last snapshot of generated tokens.
+    admitted_s: when it was first admitted, on the clock of `time.monotonic`, with the first `hits` tokens in the cache;
+        None before that.
+    has_begun: the engine has reported this.
+    scored: the tokens of the prompt whose logits have been used, if they are wanted.
     """
 
     request: int

@@ -63,17 +63,21 @@ MAX_RUNNING = 256
 class Worker:
     """One rank of `team`, with its shard of the model in `model_dir`. The constructor loads the weights.
 
-    dtype: of weights, activations and cache: bfloat16 or float32. quantization: the projections are quantised while
-    loading (a quantised checkpoint needs no asking), with dtype bfloat16. kv_dtype: int8 for a quantised cache
-    (kernels/attention.py). strategy: how heads are cut (parallel/shard.py). kv_split: whether ranks that all hold the
-    whole cache read a part of a context each (parallel/sharding.py). context_length: the longest sequence,
-    prompt and new tokens together, by default the model's. max_total_tokens: tokens in the KV cache, of all sequences
-    that run (default: one context). states: slots for the states of sequences, if the model has any (default:
-    caches/state_pool.py: num_states). cached_tokens: how many of them a step is expected to read, for the cost of a cut
-    (default: all). source_bytes: of keys and values of encodings, if the model has cross-attention. talker_tokens: in
-    the cache of the talker, if the model speaks.
-    mllama_intermediate: as in media/mllama_intermediate.py. no_talker: leave speech out. eager: compute steps while the
-    model's Python runs instead of recording them first (step_graphs.py).
+    dtype: of weights, activations and cache: bfloat16 or float32.
+    quantization: the projections are quantised while loading (a quantised checkpoint needs no asking), with dtype
+        bfloat16.
+    kv_dtype: int8 for a quantised cache (kernels/attention.py).
+    strategy: how heads are cut (parallel/shard.py).
+    kv_split: whether ranks that all hold the whole cache read a part of a context each (parallel/sharding.py).
+    context_length: the longest sequence, prompt and new tokens together, by default the model's.
+    max_total_tokens: tokens in the KV cache, of all sequences that run (default: one context).
+    states: slots for the states of sequences, if the model has any (default: caches/state_pool.py: num_states).
+    cached_tokens: how many of max_total_tokens a step is expected to read, for the cost of a cut (default: all).
+    source_bytes: of keys and values of encodings, if the model has cross-attention.
+    talker_tokens: in the cache of the talker, if the model speaks.
+    mllama_intermediate: as in media/mllama_intermediate.py.
+    no_talker: leave speech out.
+    eager: compute steps while the model's Python runs instead of recording them first (step_graphs.py).
 
     Raises ConfigError, CheckpointError, ShardError, and EngineError for a context length that the model cannot have.
     """
@@ -123,9 +127,9 @@ class Worker:
         specs = self._model.cache_specs()
         self.states = (states or num_states(self.max_total_tokens)) if has_states(specs) else 0
         """Slots for states of sequences; 0 for models without states."""
-        # The page after the last is the spare one of padding rows.
         self.source_pages = self._source_pages(source_bytes)
         """Pages for keys and values of encodings; 0 for models without cross-attention."""
+        # The page after the last is the spare one of padding rows.
         self._caches = allocate(specs, (self.pages + 1) * PAGE_TOKENS, self.states, self.source_pages * PAGE_TOKENS)
         self._states = [cache for cache in self._caches if isinstance(cache, StateSlots)]
         step_bytes = bytes_per_step(self._model)
