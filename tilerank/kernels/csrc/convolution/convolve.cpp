@@ -10,6 +10,7 @@
 #else
 #include "linear/panels-inl.h"
 #include "convolution/finish-inl.h"
+#include "convolution/stripes-inl.h"
 #include "convolution/taps-inl.h"
 
 namespace tilerank::TR_RUNG {
@@ -22,19 +23,14 @@ static void convolve(const Args& args, Team& team) {
   const Finish finish(args);
   const ShiftedRows<T> rows(args.tensor(0), args.integer(0), args.integer(1));
   const T* const weight = args.tensor(8).as<const T>();
-  const int64_t stripes = rows.stripes(), outputs = blocks(finish.columns, kBlockN);
-  const Range items = team.share(stripes * outputs);
   auto* const packed = static_cast<Unit<T>*>(team.scratch(rows.bytes()));
-  for (int64_t item = items.begin; item < items.end;) {
-    const int64_t stripe = item / outputs, first = stripe * outputs, end = std::min(items.end, first + outputs);
-    rows.pack(stripe, packed);
-    for (; item < end; ++item) {
-      const T* const block = weight + (item - first) * rows.block_elements();
-      rows.multiply(stripe, packed, block, [&](int64_t row, const float* sums, int64_t count) {
-        finish.write(row, count, (item - first) * kBlockN, sums);
+  for_stripes(
+      rows.stripes(), blocks(finish.columns, kBlockN), team, [&](int64_t stripe) { rows.pack(stripe, packed); },
+      [&](int64_t stripe, int64_t block, int64_t) {
+        rows.multiply(
+            stripe, packed, weight + block * rows.block_elements(),
+            [&](int64_t row, const float* sums, int64_t count) { finish.write(row, count, block * kBlockN, sums); });
       });
-    }
-  }
 }
 
 static void convolve_f32(const Args& args, Team& team) { convolve<float>(args, team); }

@@ -1,5 +1,5 @@
 // Products of shifted rows with a packed weight, compiled once per rung (no include guard; include after
-// linear/panels-inl.h).
+// linear/panels-inl.h and stripes-inl.h).
 //
 // A stripe of rows is packed once for all taps and outputs, as packed[unit][row] (panels-inl.h: units), so that a panel
 // of rows is found at any shift. The sums of a panel with a block of outputs stay in registers. They accumulate over
@@ -8,7 +8,6 @@
 
 namespace tilerank::TR_RUNG {
 
-constexpr int64_t kStripeBytes = 448 << 10;  // of packed rows, which stay in the L2 cache beside a block of the weight
 constexpr int64_t kMostRows = 16 * kPanelRows;
 
 template <class T>

@@ -73,6 +73,16 @@ static inline void pack_row(const bf16* from, int64_t k, const PackedRows& to, i
   }
 }
 
+// Packs the K-tiles `tiles` of row tile `row_tile` of x[m, k].
+static inline void pack_row_tile(const Tensor& x, const PackedRows& to, int64_t row_tile, Range tiles) {
+  const int64_t k = x.size[1], count = std::min(kTileRows, x.size[0] - row_tile * kTileRows);
+  for (int64_t t = tiles.begin; t < tiles.end; ++t) {
+    for (int64_t r = 0; r < count; ++r) {
+      pack_row(x.row<const bf16>(row_tile * kTileRows + r), k, to, row_tile, r, {t, t + 1});
+    }
+  }
+}
+
 // Locates the row tiles of a product. The first plain_tiles are read from x itself, the others are packed. Reading from
 // x pays if its rows are an odd number of cache lines apart; otherwise the rows of a tile fall into the same few cache
 // sets.

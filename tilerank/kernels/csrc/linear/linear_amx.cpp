@@ -21,16 +21,6 @@ namespace tilerank::TR_RUNG {
 // into the same sets of the L1 cache, and loading them for every block costs more than packing them once.
 constexpr int64_t kDirectRows = 8, kDirectInputs = 2048;
 
-// Packs the K-tiles `tiles` of row tile `row_tile`.
-static void pack_row_tile(const Tensor& x, const PackedRows& to, int64_t row_tile, Range tiles) {
-  const int64_t k = x.size[1], count = std::min(kTileRows, x.size[0] - row_tile * kTileRows);
-  for (int64_t t = tiles.begin; t < tiles.end; ++t) {
-    for (int64_t r = 0; r < count; ++r) {
-      pack_row(x.row<const bf16>(row_tile * kTileRows + r), k, to, row_tile, r, {t, t + 1});
-    }
-  }
-}
-
 static void pack_rows(const Tensor& x, const PackedRows& to, Team& team) {
   constexpr int64_t kPiece = 16;  // tiles
   const int64_t pieces = blocks(to.k_tiles, kPiece);
