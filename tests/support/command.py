@@ -219,5 +219,21 @@ def hold(rank: int, directory: Path) -> tuple[dict[str, str], Path]:
     `directory` that releases it when something is written to it."""
     fifo = directory / "go"
     os.mkfifo(fifo)
+    return _hooked(TILERANK_TEST_HOLD=f"{rank}:{fifo}"), fifo
+
+
+def known_peaks(isa: str) -> dict[str, str]:
+    """Return an environment in which `tilerank bench` takes the peaks of the machine as known. To measure them takes
+    seconds, and more on busy cores; the test of `bench kernels` does."""
+    rates = {"stream_read_gbs": 20.0, "stream_update_gbs": 25.0, "first_touch_gbs": 5.0, "core_to_core_ns": 100.0}
+    of_tiles = {"amx_bf16_tflops": 4.0, "amx_int8_tops": 8.0}
+    of_vectors = {"vector_fp32_tflops": 0.25, "vector_bf16_tflops": 0.5, "vector_int8_tops": 1.0}
+    compute = {"amx": of_tiles, "reference": {}}.get(isa, of_vectors)
+    known = dict.fromkeys(of_tiles) | rates | compute | {"isa": isa}
+    return _hooked(TILERANK_TEST_PEAKS=json.dumps(known))
+
+
+def _hooked(**variables: str) -> dict[str, str]:
+    """Return `variables`, and the PYTHONPATH that has the hooks which they configure."""
     path = os.pathsep.join(filter(None, [str(Path(__file__).parent / "hold"), os.environ.get("PYTHONPATH", "")]))
-    return {"PYTHONPATH": path, "TILERANK_TEST_HOLD": f"{rank}:{fifo}"}, fifo
+    return {"PYTHONPATH": path, **variables}

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from command import run
+from command import known_peaks, run
 
 from tilerank.kernels import core
 from tilerank.launch.bench import comm, command, kernels, kernels_experts, kernels_small, kernels_vision
@@ -244,23 +244,21 @@ def test_invalid_options_are_refused(words: tuple[str, str], capsys: pytest.Capt
 
 
 def test_bench_kernels_from_end_to_end(tmp_path: Path) -> None:
+    """Few rows: each takes a fifth of a second for the rates beside it. The tests above run all other entries."""
     file = tmp_path / "rows.json"
-    sizes = ("--only", "linear,attention", "--m", "1,4", "--shape", "64x64", "--cached-tokens", 32, "--new-tokens", 32)
+    sizes = ("--only", "linear", "--m", "1,4", "--shape", "64x64", "--formats", "bfloat16,float32,int8")
     result = run("bench", "kernels", *sizes, "--seconds", 0.001, "--json", file)
     assert result.status == 0, result.err
     rows = json.loads(file.read_text())
-    decode, extend = ["decode attention", *2 * ["latent attention"]], ["extend attention", "latent extend"]
-    parts = ["join queries", "weigh part"]
-    assert [row["kernel"] for row in rows] == 14 * ["linear"] + 2 * decode + parts + 2 * extend + 6 * ["head linear"]
-    formats = {"bfloat16", "float32", "int8", "int4", "int4-g32", "fp8", "block-int8"}
-    assert {row["format"] for row in rows if row["kernel"] == "linear"} == formats
+    assert [(row["kernel"], row["shape"], row["format"]) for row in rows] == [
+        ("linear", f"{m} x 64 x 64", name) for name in ("bfloat16", "float32", "int8") for m in (1, 4)
+    ]
     for row in rows:
         assert row["seconds"] > 0 and f"{row['kernel']:<18}{row['shape']}" in result.out
         assert math.isclose(
             row["stream_share"], row["bytes"] / row["seconds"] / (row["peaks"]["stream_read_gbs"] * 1e9)
         )
-        plain = row["kernel"] == "linear" and row["format"] in ("bfloat16", "float32")
-        assert not plain or row["torch_ratio"] > 0
+        assert row["format"] == "int8" or row["torch_ratio"] > 0
 
 
 def test_comm_rows_are_ratios() -> None:
@@ -286,7 +284,9 @@ def test_comm_refuses(words: tuple[str, ...], sentence: str) -> None:
 
 def test_bench_comm_from_end_to_end(tmp_path: Path) -> None:
     file = tmp_path / "rows.json"
-    result = run("bench", "comm", "--tp", 2, "--bytes", "64,4096", "--repeat", 3, "--json", file)
+    result = run(
+        "bench", "comm", "--tp", 2, "--bytes", "64,4096", "--repeat", 3, "--json", file, env=known_peaks(core.isa())
+    )
     assert (result.status, result.errors) == (0, []), result.err
     rows = json.loads(file.read_text())
     assert [(row["operation"], row["bytes"]) for row in rows] == [

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from command import DEMO, run
+from command import DEMO, known_peaks, run
 
+from tilerank.kernels import core
 from tilerank.launch.bench import command
 from tilerank.launch.bench.cases import Case, Timing, cases_of, prompts, timing_of
 from tilerank.launch.bench.peaks import Peaks
@@ -239,7 +240,7 @@ def test_other_launchers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_bench_model_from_end_to_end(tmp_path: Path) -> None:
     file = tmp_path / "rows.json"
     options = ("--tp", 2, "--prompt-tokens", "8,40", "--batch", "1,2", "--new-tokens", 3, "--repeat", 1)
-    result = run("bench", "model", DEMO, *options, "--json", file)
+    result = run("bench", "model", DEMO, *options, "--json", file, env=known_peaks(core.isa()))
     assert (result.status, result.errors) == (0, []), result.err
     rows = json.loads(file.read_text())
     found = [(row["phase"], row["prompt_tokens"], row["batch"]) for row in rows]

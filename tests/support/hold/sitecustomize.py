@@ -1,8 +1,10 @@
-"""Put on the PYTHONPATH of a command under test: the named rank waits before it loads weights.
+"""Put on the PYTHONPATH of a command under test, to hold a rank or to spare a benchmark the measurement of peaks.
 
-TILERANK_TEST_HOLD is RANK:FIFO; the rank continues once the FIFO is opened for writing.
+TILERANK_TEST_HOLD is RANK:FIFO; the rank waits before it loads weights, until the FIFO is opened for writing.
+TILERANK_TEST_PEAKS has the fields of `Peaks` in JSON.
 """
 
+import json
 import os
 from typing import Any
 
@@ -17,3 +19,8 @@ if fifo and os.environ.get("TILERANK_RANK") == rank:
             return load_weights(*args, **kwargs)
 
     weights.load_weights = held
+
+if known := os.environ.get("TILERANK_TEST_PEAKS"):
+    from tilerank.launch.bench import peaks
+
+    peaks.peaks_of = lambda cores: peaks.Peaks(**json.loads(known))
