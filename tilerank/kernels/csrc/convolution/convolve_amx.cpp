@@ -89,14 +89,17 @@ class TapProducts {
         steps_(rows.pieces * rows.taps),
         rows_a_step_(blocks(2 * kTileRows, std::max<int64_t>(steps_ - 1, 1))) {}
 
-  // Multiplies `rows`, of which the first is at `place`, with a block of the weight, and prefetches the next block.
+  // Multiplies `rows`, of which the first is at `place`, with a block of the weight. Several pairs of row tiles
+  // prefetch the next block meanwhile; a single pair reads the weight at the rate of memory, and prefetches a few steps
+  // ahead.
   void multiply(RowTiles::Place place, Range rows, const char* weight, int64_t block, int64_t next) {
     const int64_t bytes = steps_ * kBlockStep, pairs = blocks(rows.end - rows.begin, 2 * kTileRows);
     const int64_t fetched = blocks(kBlockStep / 64, pairs) * 64;
     for (int64_t pair = 0; pair < pairs; ++pair, place.data += 2 * place.second) {
       const Range own{rows.begin + pair * 2 * kTileRows, std::min(rows.begin + (pair + 1) * 2 * kTileRows, rows.end)};
       const bool two = own.end - own.begin > kTileRows;
-      const int64_t ahead = (next - block) * bytes + pair * fetched;
+      const int64_t ahead =
+          pairs > 1 ? (next - block) * bytes + pair * fetched : blocks(kStreamAhead / kBlockStep, taps_) * kBlockStep;
       two ? pass<2>(place, weight + block * bytes, ahead, fetched)
           : pass<1>(place, weight + block * bytes, ahead, fetched);
       unfinished_.all();
