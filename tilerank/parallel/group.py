@@ -4,48 +4,39 @@ Every transport sums in rank order with fp32 accumulation and rounds once. All r
 the result does not depend on the transport.
 """
 
-import contextlib
-import datetime
-import logging
 import time
-import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import ProcessGroupGloo, Store
 
 from tilerank.kernels import ops
 
 from .errors import GroupError
 from .watch import Reason, Watch
 
-logger = logging.getLogger(__name__)
-
 CHUNK = 4 << 20  # bytes per rank in one exchange of a large sum; bounds temporary memory
-
 
 Step = tuple[str, int, Tensor]  # "send" or "receive", the peer, its bytes
 
 
-class Group(Protocol):
+class Group(ABC):
     """The collectives of `size` ranks. All ranks call the same ones in the same order with the same shapes and dtypes.
 
     Every wait has a deadline and watches the peers. GroupError names the lost rank; every later call then fails, too.
     """
 
-    @property
-    def rank(self) -> int: ...
+    rank: int
+    size: int
 
     @property
-    def size(self) -> int: ...
-
-    @property
+    @abstractmethod
     def waited_s(self) -> float:
         """Return the seconds that this rank has waited for others in collectives so far. gloo and MPI count the time of
         the transfer as well."""
 
+    @abstractmethod
     def all_reduce(self, x: Tensor) -> Tensor:
         """Return the sum of fp32 or bf16 `x` over the ranks, same bits on all. A contiguous `x` is overwritten."""
 
@@ -61,10 +52,13 @@ class Group(Protocol):
     ) -> Tensor:
         """Return ops.add_rms_norm of the sum of `x` over the ranks, same bits on all. `x` may be overwritten.
 
-        Each rank updates only those rows of `residual` that it needs for its part of this call; the other rows become
-        stale, unless the call asks for the `whole` residual. The next call with these shapes needs the same rows.
+        Each rank may update only those rows of `residual` that it needs for its part of this call; the other rows
+        become stale, unless the call asks for the `whole` residual. The next call with these shapes needs the same
+        rows.
         """
+        return ops.add_rms_norm(self.all_reduce(x), residual, weight, eps, zero_centered=zero_centered)
 
+    @abstractmethod
     def all_gather(self, x: Tensor) -> Tensor:
         """Return `[size, *x.shape]`, the `x` of every rank. Any dtype."""
 
@@ -73,27 +67,31 @@ class Group(Protocol):
 
         starts: [size + 1] int64 from 0 to n, steps of at most w. `w` is the same on all ranks.
         """
+        return ops.join_columns(self.all_gather(checked_columns(x, starts, self.size)), starts, n)
 
+    @abstractmethod
     def broadcast(self, x: Tensor, root: int = 0) -> Tensor:
         """Return the `x` of rank `root`. Any dtype. A contiguous `x` is overwritten and returned."""
 
+    @abstractmethod
     def barrier(self) -> None:
         """Return once every rank has called."""
 
+    @abstractmethod
     def close(self) -> None:
         """Release the transport; no collective may follow."""
 
 
-@runtime_checkable
-class RecordableGroup(Group, Protocol):
+class RecordableGroup(Group):
     """A group whose collectives can be part of a recorded step (kernels/graph.py): each is a kernel, or a cut between
     two parts of the recording."""
 
+    @abstractmethod
     def replay(self, run: Callable[[], object]) -> None:
         """Call `run`, which replays recorded collectives. Raises GroupError where they would."""
 
 
-class SingleGroup:
+class SingleGroup(RecordableGroup):
     """A group of one."""
 
     rank = 0
@@ -102,18 +100,6 @@ class SingleGroup:
 
     def all_reduce(self, x: Tensor) -> Tensor:
         return checked_sum_dtype(x)
-
-    def add_rms_norm(
-        self,
-        x: Tensor,
-        residual: Tensor,
-        weight: Tensor,
-        eps: float,
-        *,
-        zero_centered: bool = False,
-        whole: bool = False,
-    ) -> Tensor:
-        return ops.add_rms_norm(self.all_reduce(x), residual, weight, eps, zero_centered=zero_centered)
 
     def all_gather(self, x: Tensor) -> Tensor:
         return x.unsqueeze(0)
@@ -135,7 +121,7 @@ class SingleGroup:
         return
 
 
-class PairwiseGroup:
+class PairwiseGroup(Group):
     """Every rank sends its data to every other rank and sums by itself; a subclass moves the bytes.
 
     The transport's own all_reduce is not used: gloo's accumulates bf16 in bf16, and each transport sums in an order of
@@ -149,9 +135,13 @@ class PairwiseGroup:
         self.size = size
         self._timeout_s = timeout_s
         self._watch = watch
-        self.waited_s = 0.0
+        self._waited_s = 0.0
         self._names = tuple(names)
         self._step = 0
+
+    @property
+    def waited_s(self) -> float:
+        return self._waited_s
 
     def all_reduce(self, x: Tensor) -> Tensor:
         checked_sum_dtype(x)
@@ -165,26 +155,11 @@ class PairwiseGroup:
             sum_in_rank_order(parts, part)
         return out
 
-    def add_rms_norm(
-        self,
-        x: Tensor,
-        residual: Tensor,
-        weight: Tensor,
-        eps: float,
-        *,
-        zero_centered: bool = False,
-        whole: bool = False,
-    ) -> Tensor:
-        return ops.add_rms_norm(self.all_reduce(x), residual, weight, eps, zero_centered=zero_centered)
-
     def all_gather(self, x: Tensor) -> Tensor:
         out = torch.empty((self.size, *x.shape), dtype=x.dtype)
         if x.numel():
             self._exchange(as_bytes(x), as_bytes(out).view(self.size, -1), "all_gather")
         return out
-
-    def gather_columns(self, x: Tensor, starts: Tensor, n: int) -> Tensor:
-        return ops.join_columns(self.all_gather(checked_columns(x, starts, self.size)), starts, n)
 
     def broadcast(self, x: Tensor, root: int = 0) -> Tensor:
         checked_root(root, self.size)
@@ -213,70 +188,14 @@ class PairwiseGroup:
         self._step += 1
         began = time.monotonic()
         self._transfer(steps, doing)
-        self.waited_s += time.monotonic() - began
+        self._waited_s += time.monotonic() - began
 
     def _stuck(self, peer: int) -> None:
         self._watch.fail(self._names[peer], Reason.STUCK, self._step)
 
+    @abstractmethod
     def _transfer(self, steps: Sequence[Step], doing: str) -> None:
         """Run all sends and receives at once and return when they are done. GroupError names the rank at fault."""
-        raise NotImplementedError
-
-
-class GlooGroup(PairwiseGroup):
-    """A group over TCP, through gloo. `address`: the local address to bind, at which the other ranks reach this one."""
-
-    def __init__(
-        self,
-        store: Store,
-        rank: int,
-        address: str,
-        timeout_s: float,
-        watch: Watch,
-        names: Sequence[int],
-    ) -> None:
-        super().__init__(rank, len(names), timeout_s, watch, names)
-        gloo: Any = ProcessGroupGloo  # its type stubs lack the members used here
-        options = gloo._Options()
-        options._timeout = datetime.timedelta(seconds=timeout_s)
-        options._threads = 1
-        # The address is explicit: by default gloo resolves the host's name, which is often a loopback address.
-        options._devices = [gloo.create_device(hostname=address)]
-        try:
-            backends = [gloo(store, rank, self.size, options)]
-        except RuntimeError as error:
-            watch.check("connecting gloo")
-            raise GroupError(f"rank {names[rank]}: gloo could not connect the ranks: {_first_line(error)}") from error
-        self._backends: list[Any] = backends
-        # An interpreter that exits while gloo's threads run is aborted.
-        self._release = weakref.finalize(self, _release, backends)
-
-    def close(self) -> None:
-        self._release()
-
-    def _transfer(self, steps: Sequence[Step], doing: str) -> None:
-        if not self._backends:
-            raise GroupError(f"{doing} in a group that was closed")
-        backend, deadline = self._backends[0], time.monotonic() + self._timeout_s
-        current = self.rank
-        try:
-            works = []
-            for kind, current, buffer in steps:
-                start = backend.send if kind == "send" else backend.recv
-                works.append((current, start([buffer], current, 0)))
-            for current, work in works:  # noqa: B007
-                work.wait(datetime.timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
-        except RuntimeError as error:
-            raise self._lost(current, doing, error) from error
-
-    def _lost(self, peer: int, doing: str, error: RuntimeError) -> GroupError:
-        """Return the error. gloo distinguishes a timeout only by its text; the watch has the first lost rank."""
-        if "Timed out" in str(error):
-            self._stuck(peer)
-        elif not self._watch.await_failure():
-            logger.debug("gloo: %s", _first_line(error))
-            self._watch.fail(self._names[peer], Reason.GONE)
-        return self._watch.error(doing)
 
 
 def sum_in_rank_order(parts: Tensor, out: Tensor) -> None:
@@ -310,15 +229,3 @@ def checked_columns(x: Tensor, starts: Tensor, size: int) -> Tensor:
 def checked_root(root: int, size: int) -> None:
     if not 0 <= root < size:
         raise GroupError(f"broadcast from rank {root} in a group of {size}")
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0]
-
-
-def _release(backends: list[Any]) -> None:
-    """Dropping the last reference joins gloo's threads."""
-    for backend in backends:
-        with contextlib.suppress(RuntimeError):  # the group is already broken
-            backend.shutdown()
-    backends.clear()

@@ -12,8 +12,10 @@ from .callers import Callers, refuse
 from .channel import Channel, Link, open_link
 from .credentials import TAKEN, introduce
 from .errors import GroupError
-from .group import GlooGroup, Group, SingleGroup
-from .hosts import HostGroup, Hosts, Seat, address_of, hosts_of
+from .gloo import GlooGroup
+from .group import Group, SingleGroup
+from .host_group import HostGroup
+from .hosts import Hosts, Seat, address_of, hosts_of
 from .meeting import DATA, WATCH, Meeting, MeetingStore, Membership
 from .shm import ShmGroup, create_segment
 

@@ -14,11 +14,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from tilerank.kernels import check, core, ops
+from tilerank.kernels import check, core
 from tilerank.kernels.errors import KernelError
 
 from .errors import GroupError
-from .group import as_bytes, checked_columns, checked_root, checked_sum_dtype
+from .group import RecordableGroup, as_bytes, checked_columns, checked_root, checked_sum_dtype
 from .watch import Reason, Watch
 
 MAGIC = 0x314D48534B4E5254  # as in shm_segment.h
@@ -54,7 +54,7 @@ def create_segment(ranks: int, lanes: int, slot: int = SLOT) -> int:
     return fd
 
 
-class ShmGroup:
+class ShmGroup(RecordableGroup):
     """The ranks of one host. Takes over the descriptor `fd` of their segment.
 
     `rank`: of this process within the segment. `names`: the ranks of the segment as errors name them.
@@ -116,7 +116,7 @@ class ShmGroup:
     ) -> Tensor:
         check.add_rms_norm(x, residual, weight)
         if not (x.stride(1) == 1 and residual.is_contiguous() and x.shape[1] * x.element_size() <= self._slot):
-            return ops.add_rms_norm(self.all_reduce(x), residual, weight, eps, zero_centered=zero_centered)
+            return super().add_rms_norm(x, residual, weight, eps, zero_centered=zero_centered)
         out = core.empty_rows(x.shape, x.dtype)
         tensors = (x, residual, weight, out)
         self._launch("all_reduce", self._add_rms_norm, tensors, int(zero_centered), int(whole), floats=(eps,))
