@@ -231,7 +231,7 @@ def test_a_group_that_was_stopped_as_a_whole_goes_on() -> None:
         assert ranks.results(LONG_S) == [3.0] * 3
 
 
-def test_stopped_while_idle_is_named_by_whoever_talks_to_it() -> None:
+def test_a_rank_that_stopped_while_idle_is_named_by_the_sender() -> None:
     with Ranks(3, "tests.parallel.test_faults:send_to_a_stopped_rank", timeout_s=4) as ranks:
         for said in survivors(ranks, 3, 2):
             assert said.startswith("rank 2 did not answer within 4 s"), said

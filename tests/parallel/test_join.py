@@ -43,13 +43,14 @@ RANK_1 = [introduction(1, WATCH, SECRET), introduction(1, DATA, SECRET)]
 def answer(
     acts: list[Callable[[socket.socket], None]],
     monkeypatch: pytest.MonkeyPatch,
-    patience_s: float = 10.0,
+    timeout_s: float = 10.0,
     hello_s: float = 0.2,
 ) -> tuple[dict[int, Any], list[str]]:
     """Return what rank 0, waiting for rank 1 at a unix socket, accepts of connections on which these acts run, and
     the errors of the acts. A GroupError of rank 0 is raised after them."""
     monkeypatch.setattr(callers_module, "HELLO_S", hello_s)
-    meeting: Any = types.SimpleNamespace(m=types.SimpleNamespace(rank=0), remaining=lambda: patience_s, secret=SECRET)
+    membership = types.SimpleNamespace(rank=0)
+    meeting: Any = types.SimpleNamespace(membership=membership, remaining=lambda: timeout_s, secret=SECRET)
     errors: list[str] = []
 
     def act(name: str) -> None:
@@ -128,7 +129,7 @@ def test_a_hello_that_was_overheard_opens_nothing(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_rank_0_without_the_secret_is_noticed() -> None:
-    """It accepts whoever comes, but cannot prove anything: neither with a proof of its own nor with the rank's."""
+    """It accepts every rank, but cannot prove anything: neither with a proof of its own nor with the rank's."""
     for proof in (lambda hello: bytes(32), lambda hello: HELLO.unpack(hello)[3]):
         ours, theirs = socket.socketpair()
 
@@ -147,7 +148,7 @@ def test_a_rank_0_without_the_secret_is_noticed() -> None:
 
 def test_nobody_takes_the_place_of_a_rank_that_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(GroupError, match="rank 1 did not connect to rank 0 in time"):
-        answer([RANK_1[0], RANK_1[0]], monkeypatch, patience_s=0.5)
+        answer([RANK_1[0], RANK_1[0]], monkeypatch, timeout_s=0.5)
 
 
 def test_the_silent_delay_nobody(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -161,7 +162,7 @@ def test_the_silent_delay_nobody(monkeypatch: pytest.MonkeyPatch, caplog: pytest
 
 def test_the_silent_are_turned_away_in_time(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(GroupError, match="rank 1 did not connect"):
-        answer([greeting(b"short")], monkeypatch, patience_s=0.5)
+        answer([greeting(b"short")], monkeypatch, timeout_s=0.5)
     assert "no hello within 0.2 s" in caplog.text
 
 
@@ -169,7 +170,7 @@ def test_processes_of_other_users_are_turned_away(monkeypatch: pytest.MonkeyPatc
     user = os.geteuid()
     monkeypatch.setattr(credentials.os, "geteuid", lambda: user + 1)
     with pytest.raises(GroupError, match="rank 1 did not connect"):
-        answer(RANK_1, monkeypatch, patience_s=0.3)
+        answer(RANK_1, monkeypatch, timeout_s=0.3)
 
 
 def pair_of_channels() -> tuple[Channel, Channel]:
@@ -243,7 +244,7 @@ def test_the_network_needs_a_secret() -> None:
 
 
 def test_two_secrets_are_named_on_both_sides(caplog: pytest.LogCaptureFixture) -> None:
-    """Rank 0 waits for the right one, and says at the end that there was another."""
+    """Rank 0 waits for the right one, and names the other in its error."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         fd = listener.detach()

@@ -1,4 +1,4 @@
-"""The connections at which a rank expects other ranks, and at which strangers may arrive as well."""
+"""Accepts the connections of other ranks and refuses those of any other process."""
 
 import contextlib
 import logging
@@ -41,7 +41,7 @@ class Callers:
     """The connections to a listener that have sent no whole hello yet, at most MAX_CALLERS of them.
 
     A connection that has not sent its hello (see credentials.py) within HELLO_S is refused; it delays no other.
-    `strangers`: the ranks that callers with another secret say they are.
+    `refused_secret`: a caller was refused because it has another secret.
     """
 
     def __init__(self, listener: socket.socket, secret: bytes) -> None:
@@ -49,29 +49,29 @@ class Callers:
         self._secret = secret
         listener.setblocking(False)
         self._nonces: dict[socket.socket, bytes] = {}
-        self._said: dict[socket.socket, bytes] = {}  # in order of arrival
-        self._until: dict[socket.socket, float] = {}
-        self.strangers: set[int] = set()
+        self._received: dict[socket.socket, bytes] = {}  # in order of arrival
+        self._deadlines: dict[socket.socket, float] = {}
+        self.refused_secret = False
 
     def __enter__(self) -> "Callers":
         return self
 
     def __exit__(self, *_: object) -> None:
-        for connection in self._said:
+        for connection in self._received:
             connection.close()
 
     def introduced(self, timeout_s: float) -> list[Caller]:
-        """Return those that have proven to have the secret. Waits at most so long, and may return none."""
-        first = min(self._until.values(), default=math.inf)
+        """Wait at most `timeout_s` and return the callers that have proven to have the secret, possibly none."""
+        first = min(self._deadlines.values(), default=math.inf)
         timeout_s = max(min(timeout_s, first - time.monotonic()), 0)
-        ready, _, _ = select.select([self._listener, *self._said], [], [], timeout_s)
+        ready, _, _ = select.select([self._listener, *self._received], [], [], timeout_s)
         if self._listener in ready:
             ready += self._accept()
         found = []
         for connection in ready:
             if connection is not self._listener and self._receive(connection):
                 found += self._check(connection)
-        for connection in [one for one, until in self._until.items() if until <= time.monotonic()]:
+        for connection in [one for one, deadline in self._deadlines.items() if deadline <= time.monotonic()]:
             self._drop(connection, f"no hello within {HELLO_S:g} s")
         return found
 
@@ -88,19 +88,19 @@ class Callers:
         except OSError as error:  # PermissionError for another user
             refuse(connection, str(error))
             return []
-        if len(self._said) == MAX_CALLERS:
-            self._drop(next(iter(self._said)), f"more than {MAX_CALLERS} without a hello")
+        if len(self._received) == MAX_CALLERS:
+            self._drop(next(iter(self._received)), f"more than {MAX_CALLERS} without a hello")
         self._nonces[connection] = nonce
-        self._said[connection] = b""
-        self._until[connection] = time.monotonic() + HELLO_S
+        self._received[connection] = b""
+        self._deadlines[connection] = time.monotonic() + HELLO_S
         return [connection]
 
     def _receive(self, connection: socket.socket) -> bool:
         """Return whether the hello is whole."""
-        if connection not in self._said:  # dropped a moment ago
+        if connection not in self._received:  # dropped a moment ago
             return False
         try:
-            data = connection.recv(HELLO.size - len(self._said[connection]))
+            data = connection.recv(HELLO.size - len(self._received[connection]))
         except BlockingIOError:
             return False
         except OSError as error:
@@ -109,21 +109,21 @@ class Callers:
         if not data:
             self._drop(connection, "it was closed before its hello")
             return False
-        self._said[connection] += data
-        return len(self._said[connection]) == HELLO.size
+        self._received[connection] += data
+        return len(self._received[connection]) == HELLO.size
 
     def _check(self, connection: socket.socket) -> list[Caller]:
-        nonce, hello = self._nonces[connection], self._said[connection]
+        nonce, hello = self._nonces[connection], self._received[connection]
         self._forget(connection)
         if (accepted := accepts(hello, nonce, self._secret)) is not None:
             return [Caller(connection, *accepted)]
         rank = HELLO.unpack(hello)[0]
-        self.strangers.add(rank)
+        self.refused_secret = True
         refuse(connection, f"it says that it is rank {rank}, but has another TILERANK_SECRET", OTHER_SECRET)
         return []
 
     def _forget(self, connection: socket.socket) -> None:
-        del self._until[connection], self._said[connection], self._nonces[connection]
+        del self._deadlines[connection], self._received[connection], self._nonces[connection]
 
     def _drop(self, connection: socket.socket, why: str) -> None:
         self._forget(connection)
@@ -131,7 +131,7 @@ class Callers:
 
 
 def refuse(connection: socket.socket, why: str, code: int | None = None) -> None:
-    """Close the connection, and log why. `code`: what a rank at the other end is told."""
+    """Close the connection, and log why. `code`: the reply that a rank at the other end gets first; None: none."""
     logger.warning("refused a connection to this rank: %s", why)
     if code is not None:
         with contextlib.suppress(OSError):

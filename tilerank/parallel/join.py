@@ -103,7 +103,7 @@ def join(m: Membership, collectives: str = "auto", *, spin: bool = False) -> Tea
 
 def _connect(meeting: Meeting, hosts: Hosts) -> Channel:
     """Build the tree: members to the leader of their host, leaders to rank 0."""
-    rank = meeting.m.rank
+    rank = meeting.membership.rank
     mine = next(ranks for ranks in hosts if rank in ranks)
     leader, members = mine[0], mine[1:]
     up: Link | None = None
@@ -127,7 +127,7 @@ def _connect(meeting: Meeting, hosts: Hosts) -> Channel:
         with socket.create_server((address, 0), family=_family(address), backlog=2 * len(others)) as listener:
             meeting.set("tcp", f"{address} {listener.getsockname()[1]}".encode())
             down |= _answer(meeting, listener, others)
-    return Channel(rank, up, down, meeting.m.timeout_s)
+    return Channel(rank, up, down, meeting.membership.timeout_s)
 
 
 def _local_socket(name: str) -> socket.socket:
@@ -143,14 +143,14 @@ def _dial(meeting: Meeting, peer: int, connect: Callable[[], socket.socket]) -> 
             connection = connect()
             ends.append(connection)
             connection.settimeout(meeting.remaining())
-            introduce(connection, meeting.m.rank, kind, meeting.secret, peer)
+            introduce(connection, meeting.membership.rank, kind, meeting.secret, peer)
     except (OSError, GroupError) as error:
         for end in ends:
             end.close()
         if isinstance(error, GroupError):
             raise
         raise GroupError(
-            f"rank {meeting.m.rank} could not connect to rank {peer}: {error.strerror or error}"
+            f"rank {meeting.membership.rank} could not connect to rank {peer}: {error.strerror or error}"
         ) from error
     return open_link(peer, *ends)
 
@@ -169,7 +169,7 @@ def _answer(meeting: Meeting, listener: socket.socket, peers: Iterable[int]) -> 
                     waiting.remove((caller.rank, caller.kind))
                     ends[caller.rank, caller.kind] = caller.connection
             if waiting and time.monotonic() >= until:
-                raise GroupError(f"rank {min(waiting)[0]} did not connect to rank {meeting.m.rank} in time")
+                raise GroupError(f"rank {min(waiting)[0]} did not connect to rank {meeting.membership.rank} in time")
     return {peer: open_link(peer, ends[peer, DATA], ends[peer, WATCH]) for peer, kind in ends if kind == DATA}
 
 
@@ -189,7 +189,7 @@ class _Transports:
     spin: bool
 
     def group(self, collectives: str) -> Group:
-        m, hosts = self.meeting.m, self.hosts
+        m, hosts = self.meeting.membership, self.hosts
         everyone = tuple(range(m.size))
         without = [seat.rank for seat in self.seats if not seat.lanes]
         if collectives == "gloo" or without or (collectives == "mpi" and len(hosts) == 1):
@@ -207,19 +207,19 @@ class _Transports:
         return HostGroup(m.rank, hosts, inside, between, self.channel.watch, m.timeout_s + 2 * MARGIN_S)
 
     def _say(self, text: str) -> None:
-        if self.meeting.m.rank == 0:
+        if self.meeting.membership.rank == 0:
             logger.info("collectives of %d ranks: %s", len(self.seats), text)
 
     def _inside(self, mine: tuple[int, ...]) -> ShmGroup:
         """Return the group over shared memory among the ranks of this host."""
-        m = self.meeting.m
+        m = self.meeting.membership
         lanes = min(self.seats[rank].lanes for rank in mine)
         fd = self.channel.share_fd(create_segment(len(mine), lanes) if m.rank == mine[0] else None)
         return ShmGroup(fd, mine.index(m.rank), mine, self.channel.watch, m.timeout_s, spin=self.spin)
 
     def _between(self, ranks: tuple[int, ...]) -> Group:
         """Return the group over gloo or MPI among `ranks`, which include this one."""
-        m, watch = self.meeting.m, self.channel.watch
+        m, watch = self.meeting.membership, self.channel.watch
         # Among leaders alone, a leader may be late because it still waits for a rank of its own host.
         timeout_s = m.timeout_s if len(ranks) == m.size else m.timeout_s + MARGIN_S
         if self.mpi is not None:

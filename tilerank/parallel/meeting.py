@@ -57,8 +57,8 @@ class Membership:
     agent: bool = False
 
     @property
-    def patience_s(self) -> float:
-        """Return the deadline of joining."""
+    def joining_s(self) -> float:
+        """Return the seconds that joining may take."""
         return self.timeout_s if self.join_timeout_s is None else self.join_timeout_s
 
     @property
@@ -83,14 +83,14 @@ class Meeting:
             )
         if m.rank == 0 and m.listen_fd is None:
             raise GroupError("rank 0 has no socket at which the other ranks could meet it")
-        self.m = m
-        self._deadline = time.monotonic() + m.patience_s
+        self.membership = m
+        self._deadline = time.monotonic() + m.joining_s
         self._secret_given = m.secret.encode()
         self._values: dict[str, bytes] = {}  # on rank 0
         self._changed = threading.Condition()
         self._connections: dict[int, socket.socket] = {}  # to all others on rank 0, to rank 0 elsewhere
         try:
-            self.seats, self.secret = self._receive_all() if m.rank == 0 else self._attend()
+            self.seats, self.secret = self._collect_seats() if m.rank == 0 else self._receive_seats()
         except BaseException:
             self.close()
             raise
@@ -102,7 +102,7 @@ class Meeting:
         return max(self._deadline - time.monotonic(), 0.001)
 
     def set(self, key: str, value: bytes) -> None:
-        if self.m.rank == 0:
+        if self.membership.rank == 0:
             with self._changed:
                 self._values[key] = value
                 self._changed.notify_all()
@@ -111,7 +111,7 @@ class Meeting:
 
     def get(self, key: str) -> bytes:
         """Return the value of `key` once a rank has set it."""
-        if self.m.rank != 0:
+        if self.membership.rank != 0:
             return bytes.fromhex(self._ask({"get": key}))
         with self._changed:
             if not self._changed.wait_for(lambda: key in self._values, self.remaining()):
@@ -130,32 +130,32 @@ class Meeting:
             connection.close()
         self._connections.clear()
 
-    def _receive_all(self) -> tuple[list[Seat], bytes]:
+    def _collect_seats(self) -> tuple[list[Seat], bytes]:
         """On rank 0: wait for all others, and send each the seats of all."""
-        m = self.m
+        m = self.membership
         with socket.socket(fileno=m.listen_fd) as listener:
             if m.agent:
                 port = str(listener.getsockname()[1])
                 self._with_agent(lambda store: store.set(f"tilerank/{m.attempt}/port", port))
             try:
-                seats = self._gather(listener)
+                seats = self._accept_all(listener)
             except GroupError as error:
-                self._tell({"error": str(error)})
+                self._send_to_all({"error": str(error)})
                 raise
         # Between hosts a secret of its own would be readable on the way.
         own = b"" if m.secret else secrets.token_bytes(32)
-        self._tell({"seats": [asdict(seat) for seat in seats], "secret": own.hex()})
+        self._send_to_all({"seats": [asdict(seat) for seat in seats], "secret": own.hex()})
         return seats, own or self._secret_given
 
-    def _gather(self, listener: socket.socket) -> list[Seat]:
-        m = self.m
+    def _accept_all(self, listener: socket.socket) -> list[Seat]:
+        m = self.membership
         seats = {0: self._own_seat()}
         with Callers(listener, self._secret_given) as callers:
             while missing := set(range(m.size)) - set(seats):
                 if time.monotonic() >= self._deadline:
                     names = ", ".join(map(str, sorted(missing)))
-                    text = f"rank{'s' * (len(missing) > 1)} {names} of {m.size} did not join within {m.patience_s:g} s"
-                    wrong = "; a process with another TILERANK_SECRET was refused" if callers.strangers else ""
+                    text = f"rank{'s' * (len(missing) > 1)} {names} of {m.size} did not join within {m.joining_s:g} s"
+                    wrong = "; a process with another TILERANK_SECRET was refused" if callers.refused_secret else ""
                     raise GroupError(text + wrong)
                 for caller in callers.introduced(self.remaining()):
                     if caller.kind != MEETING or caller.rank in seats:
@@ -173,11 +173,11 @@ class Meeting:
             seat = Seat(**_receive(self._connections[rank]))
         except OSError as error:
             raise GroupError(f"rank {rank} ended before it had joined: {error.strerror or error}") from error
-        if seat.size != self.m.size:
-            raise GroupError(f"rank 0 expects {self.m.size} ranks, but rank {rank} expects {seat.size}")
+        if seat.size != self.membership.size:
+            raise GroupError(f"rank 0 expects {self.membership.size} ranks, but rank {rank} expects {seat.size}")
         return seat
 
-    def _tell(self, message: Mapping[str, Any]) -> None:
+    def _send_to_all(self, message: Mapping[str, Any]) -> None:
         for connection in self._connections.values():
             with contextlib.suppress(OSError):  # it is gone; joining or the watch finds out which rank that was
                 _send(connection, message)
@@ -197,19 +197,19 @@ class Meeting:
                 except GroupError as error:
                     _send(connection, {"error": str(error)})
 
-    def _attend(self) -> tuple[list[Seat], bytes]:
+    def _receive_seats(self) -> tuple[list[Seat], bytes]:
         """On other ranks: find rank 0, and return the seats that it sends once all are there."""
-        connection = self._connections[0] = self._reach()
+        connection = self._connections[0] = self._reach_rank_0()
         # Rank 0 may have started later: its deadline passes first, and its sentence names the ranks that are missing.
-        self._deadline = time.monotonic() + self.m.patience_s
+        self._deadline = time.monotonic() + self.membership.joining_s
         answer = self._exchange(asdict(self._own_seat()))
         own = bytes.fromhex(answer["secret"])
         if own and connection.family != socket.AF_UNIX:
             raise GroupError("rank 0 has sent a secret over the network")
         return [Seat(**seat) for seat in answer["seats"]], own or self._secret_given
 
-    def _reach(self) -> socket.socket:
-        m, reason = self.m, "it was too late"
+    def _reach_rank_0(self) -> socket.socket:
+        m, reason = self.membership, "it was too late"
         port = int(self._with_agent(lambda store: store.get(f"tilerank/{m.attempt}/port"))) if m.agent else m.port
         while time.monotonic() < self._deadline:
             connection = None
@@ -229,21 +229,21 @@ class Meeting:
                 if connection is not None:
                     connection.close()
                 raise
-        raise GroupError(f"rank {m.rank} did not reach rank 0 at {m.where} within {m.patience_s:g} s: {reason}")
+        raise GroupError(f"rank {m.rank} did not reach rank 0 at {m.where} within {m.joining_s:g} s: {reason}")
 
     def _connect(self, port: int) -> socket.socket:
-        if not self.m.local:
-            return socket.create_connection((self.m.host, port), self.remaining())
+        if not self.membership.local:
+            return socket.create_connection((self.membership.host, port), self.remaining())
         connection = socket.socket(socket.AF_UNIX)
         try:
-            connection.connect("\0" + self.m.host[1:])
+            connection.connect("\0" + self.membership.host[1:])
         except OSError:
             connection.close()
             raise
         return connection
 
     def _own_seat(self) -> Seat:
-        m = self.m
+        m = self.membership
         lanes = 0 if core.isa() == "reference" else core.num_threads()
         address = "127.0.0.1" if m.local else route_to(m.host, m.port)
         return Seat(m.rank, m.size, host_id(), address, lanes)
@@ -252,13 +252,13 @@ class Meeting:
         return str(self._exchange(request)["value"])
 
     def _exchange(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        m, connection = self.m, self._connections[0]
+        m, connection = self.membership, self._connections[0]
         try:
             connection.settimeout(self.remaining() + ANSWER_S)
             _send(connection, request)
             answer = _receive(connection)
         except TimeoutError as error:
-            why = f"did not answer rank {m.rank} within {m.patience_s:g} s: stopped, stuck or far too slow"
+            why = f"did not answer rank {m.rank} within {m.joining_s:g} s: stopped, stuck or far too slow"
             raise GroupError(f"rank 0 at {m.where} {why}") from error
         except OSError as error:
             raise GroupError(f"rank 0 at {m.where} ended before rank {m.rank} had joined") from error
@@ -268,13 +268,13 @@ class Meeting:
 
     def _with_agent(self, call: Callable[[TCPStore], Any]) -> Any:
         """Return what `call` returns for the store of torchrun's agent. It is open, so nothing in it is trusted."""
-        m, done = self.m, Future[Any]()
-        patience = datetime.timedelta(seconds=m.patience_s)
+        m, done = self.membership, Future[Any]()
+        timeout = datetime.timedelta(seconds=m.joining_s)
 
         def run() -> None:
             try:
                 done.set_result(
-                    call(TCPStore(m.host, m.port, is_master=False, wait_for_workers=False, timeout=patience))
+                    call(TCPStore(m.host, m.port, is_master=False, wait_for_workers=False, timeout=timeout))
                 )
             except BaseException as error:  # noqa: BLE001
                 done.set_exception(error)
@@ -285,7 +285,7 @@ class Meeting:
             return done.result(self.remaining())
         except (RuntimeError, TimeoutError) as error:
             raise GroupError(
-                f"rank {m.rank} did not get rank 0's port from torchrun's store at {m.where} within {m.patience_s:g} s"
+                f"rank {m.rank} did not get rank 0's port from torchrun's store at {m.where} within {m.joining_s:g} s"
             ) from error
 
 
