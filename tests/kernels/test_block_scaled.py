@@ -14,7 +14,7 @@ from tilerank.kernels.linear import linear
 from tilerank.kernels.moe import moe, softmax_top_k
 from tilerank.kernels.packed_experts import PackedExperts
 from tilerank.kernels.weight_formats.block_int8 import BlockInt8
-from tilerank.kernels.weight_formats.byte_codes import BlockFormat, ByteCodes
+from tilerank.kernels.weight_formats.byte_codes import BlockFormat, ByteCodesWeight
 from tilerank.kernels.weight_formats.fp8 import Fp8
 from tilerank.kernels.weight_formats.int4 import Int4, Int4Weight
 
@@ -28,7 +28,7 @@ LONG_GROUPS = [
 ]  # longer than the pieces that are expanded at a time
 FORMATS: list[Form] = [Int4(32), Int4(64, True), Int4(128), Int4(128, True), Fp8(32, 32), Fp8(64, 96), Fp8(128, 128)]
 FORMATS += [BlockInt8(32, 32), BlockInt8(64, 96), BlockInt8(128, 128)]
-Weight = Int4Weight | ByteCodes
+Weight = Int4Weight | ByteCodesWeight
 Form = Int4 | Fp8 | BlockInt8
 
 
@@ -48,11 +48,11 @@ def filled(form: Form, n: int, k: int, seed: int = 0) -> tuple[Weight, Tensor]:
             weight.write_zeros(zeros)
         values = (codes.double() - by_input(zeros, form.group, k)) * by_input(scales, form.group, k)
         return weight, values
-    assert isinstance(weight, ByteCodes) and isinstance(form, BlockFormat)
+    assert isinstance(weight, ByteCodesWeight) and isinstance(form, BlockFormat)
     bits = torch.randint(0, 256, (n, k), generator=generator, dtype=torch.uint8)
     if isinstance(form, Fp8):
         bits[(bits & 127) == 127] = 3  # no NaN; a subnormal
-    codes8 = bits.view(weight.codes_dtype)
+    codes8 = bits.view(form.codes_dtype)
     scale_inv = torch.rand(-(-n // form.block_n), -(-k // form.block_k), generator=generator)
     weight.write_codes(codes8)
     weight.write_scales(scale_inv)

@@ -14,7 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from tilerank.kernels.weight_formats.byte_codes import BlockFormat, ByteCodes
+from tilerank.kernels.weight_formats.byte_codes import BlockFormat, ByteCodesWeight
 from tilerank.kernels.weight_formats.int4 import Int4, Int4Weight
 from tilerank.kernels.weight_formats.int8 import Int8Weight
 from tilerank.parallel.parameters import Rectangle, WeightParameter
@@ -108,7 +108,7 @@ class ChannelInt8(ByteEncoding):
 
     def encoded(self, rectangle: Rectangle, parameter: WeightParameter) -> Iterator[Read]:
         if parameter.transposed:  # the scales belong to inputs, and the model reads them for itself
-            yield Read((self.codes(rectangle),), parameter, rectangle.row, _transposed, ByteCodes.write_codes)
+            yield Read((self.codes(rectangle),), parameter, rectangle.row, _transposed, ByteCodesWeight.write_codes)
             return
         stored = (self.codes(rectangle), self.scales(rectangle))
         yield Read(stored, parameter, rectangle.row, part=_write_int8)
@@ -132,7 +132,7 @@ class BlockEncoding(ByteEncoding):
         held, row = parameter.format, rectangle.row
         assert isinstance(held, BlockFormat)
         turn = _transposed if parameter.transposed else None
-        yield Read((self.codes(rectangle),), parameter, row, turn, ByteCodes.write_codes)
+        yield Read((self.codes(rectangle),), parameter, row, turn, ByteCodesWeight.write_codes)
         rows, columns = (held.block_k, held.block_n) if parameter.transposed else (held.block_n, held.block_k)
 
         def spread(scales: Tensor) -> Tensor:
@@ -161,7 +161,7 @@ class BlockInt8(BlockEncoding):
     dtype = "I8"
 
 
-def _write_scales(weight: ByteCodes, scales: Tensor, row: int) -> None:
+def _write_scales(weight: ByteCodesWeight, scales: Tensor, row: int) -> None:
     weight.write_scales(scales, row // weight.format.block_n)
 
 

@@ -18,7 +18,7 @@ from tilerank.kernels import core
 from tilerank.kernels.heads import split_heads
 from tilerank.kernels.latent import head_linear, join_queries, weigh_part
 from tilerank.kernels.weight_formats import BlockFormat, BlockInt8, Float, Format, Int8, Weight
-from tilerank.kernels.weight_formats.byte_codes import ByteCodes
+from tilerank.kernels.weight_formats.byte_codes import ByteCodesWeight
 
 from .experts import ExpertsParameter
 from .linear import Linear
@@ -89,7 +89,7 @@ class _KeyHeads(ExpertsParameter):
 
     def allocate(self) -> None:
         super().allocate()
-        if not self.is_empty and isinstance(weight := self.packed.weight, ByteCodes):
+        if not self.is_empty and isinstance(weight := self.packed.weight, ByteCodesWeight):
             # An int8 checkpoint with a scale a row has none for blocks. Other checkpoints overwrite these.
             weight.scales.fill_(1)
 

@@ -1,4 +1,4 @@
-"""What weights with one scale per block of inputs share: memory, blocks of outputs, checks.
+"""What weights with one scale per block of inputs share: their memory, and products in plain torch.
 
 Their layout is that of csrc/block_scaled/block_scaled.h. x stays bfloat16 and the kernels expand codes to bfloat16.
 """
@@ -14,7 +14,7 @@ from torch import Tensor
 from .. import core
 from ..errors import KernelError
 from ..reference import weight_formats as reference
-from ..weight import BLOCK_N, SOURCE_DTYPES, TILE_ROWS, round_up
+from ..weight import BLOCK_N, TILE_ROWS, round_up
 
 TILE_K = 32
 """Inputs in a tile."""
@@ -80,38 +80,7 @@ class BlockScaledWeight(ABC):
     def unpack(self) -> Tensor: ...
 
 
-def check_sizes(where: str, n: int, k: int) -> None:
-    """Raise KernelError unless n and k are positive."""
-    if n < 1 or k < 1:
-        raise KernelError(f"{where}: n, k: expected positive sizes, found {n}, {k}")
-
-
 def check_unit(where: str, name: str, unit: int) -> None:
     """Raise KernelError unless `unit` is a positive multiple of TILE_K."""
     if unit < TILE_K or unit % TILE_K:
         raise KernelError(f"{where}: {name}: expected a multiple of {TILE_K}, found {unit}")
-
-
-def check_rectangle(
-    where: str, rows: Tensor, size: tuple[int, int], at: tuple[int, int], unit: tuple[int, int] = (1, 1)
-) -> None:
-    """Raise KernelError unless rows[r, c], placed at `at`, lies inside `size` and `at` is a multiple of `unit`."""
-    if rows.ndim != 2:
-        raise KernelError(f"{where}: expected a matrix, found {list(rows.shape)}")
-    (row, col), (r, c) = at, rows.shape
-    if row < 0 or col < 0 or row + r > size[0] or col + c > size[1]:
-        raise KernelError(
-            f"{where}: expected a rectangle inside {list(size)}, found {[r, c]} at row {row}, column {col}"
-        )
-    if row % unit[0] or col % unit[1]:
-        raise KernelError(
-            f"{where}: expected a rectangle that starts at a scale block, a multiple of {unit[0]} rows and {unit[1]} "
-            f"columns, found row {row}, column {col}"
-        )
-
-
-def floats(where: str, rows: Tensor) -> Tensor:
-    """Return rows in a dtype that the packing kernels read; raise KernelError unless they are floats."""
-    if not rows.is_floating_point():
-        raise KernelError(f"{where}: expected floats, found {rows.dtype}")
-    return (rows if rows.dtype in SOURCE_DTYPES else rows.to(torch.float32)).detach()

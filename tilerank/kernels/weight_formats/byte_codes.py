@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from ..errors import KernelError
 from ..weight import BLOCK_N, chosen_blocks
 from . import block_scaled
 from .block_scaled import HALF_N, TILE_K
+from .checks import check_rectangle, check_sizes, packable
 
 _PACK = core.kernel("pack_bytes")
 
@@ -26,18 +27,31 @@ _TILE_BYTES = HALF_N * TILE_K
 
 @dataclass(frozen=True)
 class BlockFormat(ABC):
-    """One scale per block of block_n outputs x block_k inputs, both multiples of 32."""
+    """One scale per block of block_n outputs x block_k inputs, both multiples of 32: value = code * scale.
+
+    A subclass gives the dtype of its codes, its compiled kernels, and how it quantises.
+    """
 
     block_n: int = 128
     block_k: int = 128
 
-    @property
-    def activations(self) -> torch.dtype:
-        return torch.bfloat16
+    codes_dtype: ClassVar[torch.dtype]
+    kernel: ClassVar[int]
+    """See `Weight.kernel`."""
+    moe_kernel: ClassVar[int]
+    quantise_kernel: ClassVar[int | None]
+    """Does what `quantise` does, on all threads; None: there is no such kernel."""
 
-    @property
-    def is_quantised(self) -> bool:
-        return True
+    activations = torch.bfloat16
+    is_quantised = True
+
+    @abstractmethod
+    def quantise(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Quantise rows[r, c] float32 in plain torch.
+
+        Returns codes [r, c] of `codes_dtype` and scales [row blocks, column blocks] float32. A block with an infinity
+        or NaN becomes NaN.
+        """
 
     @property
     def k_unit(self) -> int:
@@ -46,29 +60,24 @@ class BlockFormat(ABC):
     def nbytes(self, n: int, k: int) -> int:
         return block_scaled.nbytes(self._arrays(n, k))
 
-    @abstractmethod
-    def empty(self, n: int, k: int) -> ByteCodes: ...
-
-    def _allocate(self, n: int, k: int) -> tuple[Tensor, Tensor]:
-        """Return values and scales of zeros."""
+    def empty(self, n: int, k: int) -> ByteCodesWeight:
         values, scales = block_scaled.allocate(self._arrays(n, k))
-        return values, scales
+        return ByteCodesWeight(values, scales, n, k, self)
 
     def _arrays(self, n: int, k: int) -> block_scaled.Arrays:
         name = type(self).__name__
-        block_scaled.check_sizes(f"{name}Weight", n, k)
+        check_sizes(name, n, k)
         block_scaled.check_unit(name, "block_n", self.block_n)
         block_scaled.check_unit(name, "block_k", self.block_k)
         blocks, groups = block_scaled.blocks(n), -(-k // self.block_k)
-        values: tuple[tuple[int, ...], torch.dtype]
-        values = (blocks, groups, self.block_k // TILE_K, 2, _TILE_BYTES), torch.uint8
+        values: tuple[int, ...] = (blocks, groups, self.block_k // TILE_K, 2, _TILE_BYTES)
         if core.isa() == "reference":
-            values = (n, k), torch.uint8
-        return [values, ((blocks, groups), torch.float32)]
+            values = (n, k)
+        return [(values, torch.uint8), ((blocks, groups), torch.float32)]
 
 
 @dataclass(frozen=True)
-class ByteCodes(block_scaled.BlockScaledWeight):
+class ByteCodesWeight(block_scaled.BlockScaledWeight):
     """A weight[n, k] of codes and scales, in the layout of csrc/block_scaled/block_scaled.h.
 
     Where kernels run in plain torch, `values` are the bits of the codes, [n, k] uint8.
@@ -81,47 +90,54 @@ class ByteCodes(block_scaled.BlockScaledWeight):
     format: BlockFormat
 
     @property
-    @abstractmethod
-    def codes_dtype(self) -> torch.dtype: ...
+    def kernel(self) -> int:
+        return self.format.kernel
 
     @property
-    @abstractmethod
-    def kernel(self) -> int: ...
-
-    @property
-    @abstractmethod
-    def moe_kernel(self) -> int: ...
-
-    @abstractmethod
-    def write(self, rows: Tensor, row: int = 0, col: int = 0) -> None: ...
+    def moe_kernel(self) -> int:
+        return self.format.moe_kernel
 
     def operands(self) -> tuple[Tensor, ...]:
         return self.values, self.scales
 
+    def write(self, rows: Tensor, row: int = 0, col: int = 0) -> None:
+        """Quantise rows[r, c] into weight[row : row + r, col : col + c]; row and col must start a scale block.
+
+        rows: any floating-point dtype and strides. The scale of a block maps its largest magnitude to the largest code.
+        A block with an infinity or NaN becomes NaN.
+        """
+        where, block = "ByteCodesWeight.write: rows", (self.format.block_n, self.format.block_k)
+        rows = packable(where, rows)
+        check_rectangle(where, rows, (self.n, self.k), (row, col), block)
+        if self.format.quantise_kernel is not None and not self.is_plain:
+            core.launch(self.format.quantise_kernel, (self.values, self.scales, rows), (row, col, self.format.block_n))
+            return
+        codes, scales = self.format.quantise(rows.float())
+        self.write_codes(codes, row, col)
+        self.write_scales(scales, row // block[0], col // block[1])
+
     def write_codes(self, codes: Tensor, row: int = 0, col: int = 0) -> None:
-        """Pack codes[r, c] of `codes_dtype` into weight[row : row + r, col : col + c]."""
-        where = f"{type(self).__name__}.write_codes: codes"
-        if codes.dtype is not self.codes_dtype:
-            expected = str(self.codes_dtype).removeprefix("torch.")
-            raise KernelError(f"{where}: expected {expected}, found {codes.dtype}")
-        block_scaled.check_rectangle(where, codes, (self.n, self.k), (row, col))
+        """Pack codes[r, c] of `format.codes_dtype` into weight[row : row + r, col : col + c]."""
+        where, expected = "ByteCodesWeight.write_codes: codes", self.format.codes_dtype
+        if codes.dtype is not expected:
+            raise KernelError(f"{where}: expected {str(expected).removeprefix('torch.')}, found {codes.dtype}")
+        check_rectangle(where, codes, (self.n, self.k), (row, col))
         bits = codes.view(torch.uint8)
         if self.is_plain:
             self.values[row : row + codes.shape[0], col : col + codes.shape[1]] = bits
             return
         core.launch(_PACK, (self.values, bits), (row, col))
 
-    def write_scales(self, scale_inv: Tensor, row_block: int = 0, col_block: int = 0) -> None:
-        """Write the factors of the codes, scale_inv[row blocks, column blocks] floats, from the given blocks on."""
+    def write_scales(self, scales: Tensor, row_block: int = 0, col_block: int = 0) -> None:
+        """Write scales[row blocks, column blocks], floats, from the given blocks on."""
         size = -(-self.n // self.format.block_n), self.scales.shape[1]
-        where = f"{type(self).__name__}.write_scales: scale_inv"
-        block_scaled.check_rectangle(where, scale_inv, size, (row_block, col_block))
+        check_rectangle("ByteCodesWeight.write_scales: scales", scales, size, (row_block, col_block))
         repeats = self.format.block_n // BLOCK_N
-        place = self.scales[row_block * repeats :, col_block : col_block + scale_inv.shape[1]]
-        values = scale_inv.float().repeat_interleave(repeats, 0)[: place.shape[0]]
+        place = self.scales[row_block * repeats :, col_block : col_block + scales.shape[1]]
+        values = scales.float().repeat_interleave(repeats, 0)[: place.shape[0]]
         place[: values.shape[0]] = values
 
-    def part(self, row: int, n: int, step: int = 1) -> Self:
+    def part(self, row: int, n: int, step: int = 1) -> ByteCodesWeight:
         chosen = chosen_blocks(row, n, step)
         values = self.values[row : row + n] if self.is_plain else self.values[chosen]
         return replace(self, values=values, scales=self.scales[chosen], n=n)
@@ -132,16 +148,16 @@ class ByteCodes(block_scaled.BlockScaledWeight):
         return self._codes().float() * scales.repeat_interleave(self.format.block_k, 1)[:, : self.k]
 
     def _codes(self) -> Tensor:
-        """Return the codes, [n, k] of `codes_dtype`."""
+        """Return the codes, [n, k] of `format.codes_dtype`."""
         if self.is_plain:
-            return self.values.view(self.codes_dtype)
+            return self.values.view(self.format.codes_dtype)
         # [blocks, tiles, halves, lines, quads of outputs, pairs of inputs, outputs of a quad, inputs of a pair]
         data = self.values.reshape(self.values.shape[0], -1, 2, 8, 4, 2, 4, 2)
         plain = data.permute(0, 2, 4, 6, 1, 3, 5, 7).reshape(data.shape[0] * BLOCK_N, -1)
-        return plain[: self.n, : self.k].contiguous().view(self.codes_dtype)
+        return plain[: self.n, : self.k].contiguous().view(self.format.codes_dtype)
 
     def embedding(self, ids: Tensor, first_row: int = 0) -> Tensor:
         raise KernelError(
-            f"{type(self).__name__}.embedding: expected a bfloat16, float32 or int8 embedding table, "
+            "ByteCodesWeight.embedding: expected a bfloat16, float32 or int8 embedding table, "
             f"found {type(self.format).__name__}"
         )

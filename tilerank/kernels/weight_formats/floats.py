@@ -11,7 +11,8 @@ from .. import check, core
 from ..errors import KernelError
 from ..reference import ops as reference_ops
 from ..reference import weight_formats as reference
-from ..weight import BLOCK_N, SOURCE_DTYPES, TILE_ROWS, WORK_QUEUE_BYTES, chosen_blocks, round_up
+from ..weight import BLOCK_N, TILE_ROWS, WORK_QUEUE_BYTES, chosen_blocks, round_up
+from .checks import check_rectangle, check_sizes, packable
 
 _PACK = core.kernel("pack")
 _EMBEDDING = core.kernel("embedding_packed")
@@ -31,13 +32,8 @@ class Float:
     def activations(self) -> torch.dtype:
         return self.dtype
 
-    @property
-    def is_quantised(self) -> bool:
-        return False
-
-    @property
-    def k_unit(self) -> int:
-        return _TILE_K
+    is_quantised = False
+    k_unit = _TILE_K
 
     def nbytes(self, n: int, k: int) -> int:
         return FloatWeight.nbytes(n, k, self.dtype)
@@ -72,8 +68,7 @@ class FloatWeight:
         """Return the bytes that a weight[n, k] takes, padding included."""
         if dtype not in _LINEAR:
             raise KernelError(f"FloatWeight: dtype: expected bfloat16 or float32, found {dtype}")
-        if n < 1 or k < 1:
-            raise KernelError(f"FloatWeight: n, k: expected positive sizes, found {n}, {k}")
+        check_sizes("FloatWeight", n, k)
         rows, columns = (n, k) if core.isa() == "reference" else _padded(n, k, dtype)
         return rows * columns * dtype.itemsize
 
@@ -117,22 +112,12 @@ class FloatWeight:
 
         rows: any floating-point dtype and strides, for example a slice of a file mapping. Runs on all threads.
         """
-        if rows.ndim != 2 or not rows.is_floating_point():
-            raise KernelError(
-                f"FloatWeight.write: rows: expected a matrix of floats, found {list(rows.shape)} {rows.dtype}"
-            )
-        r, c = rows.shape
-        if row < 0 or col < 0 or row + r > self.n or col + c > self.k:
-            raise KernelError(
-                f"FloatWeight.write: rows: expected a rectangle inside [{self.n}, {self.k}], "
-                f"found [{r}, {c}] at row {row}, column {col}"
-            )
+        rows = packable("FloatWeight.write: rows", rows)
+        check_rectangle("FloatWeight.write: rows", rows, (self.n, self.k), (row, col))
         if self.is_plain:
-            self.data[row : row + r, col : col + c] = rows
+            self.data[row : row + rows.shape[0], col : col + rows.shape[1]] = rows
             return
-        if rows.dtype not in SOURCE_DTYPES:
-            rows = rows.to(torch.float32)
-        core.launch(_PACK, (self._blocks(), rows.detach()), (row, col))
+        core.launch(_PACK, (self._blocks(), rows), (row, col))
 
     def part(self, row: int, n: int, step: int = 1) -> FloatWeight:
         data = self.data[row : row + n] if self.is_plain else self._blocks()[chosen_blocks(row, n, step)]

@@ -18,11 +18,10 @@ from ..reference import weight_formats as reference
 from ..weight import BLOCK_N, chosen_blocks
 from . import block_scaled
 from .block_scaled import HALF_N, TILE_K
+from .checks import check_rectangle, check_sizes, packable
 
 _QUANTISE = core.kernel("quantise_int4")
 _PACK = core.kernel("pack_int4")
-_LINEAR = core.kernel("linear_int4")
-_MOE = core.kernel("moe_int4")
 
 _NONE = torch.empty(0)
 """Stands for an absent operand: kernels treat a tensor without data as absent. A recorded step creates no tensors, so
@@ -40,13 +39,8 @@ class Int4:
     group: int
     zero_points: bool = False
 
-    @property
-    def activations(self) -> torch.dtype:
-        return torch.bfloat16
-
-    @property
-    def is_quantised(self) -> bool:
-        return True
+    activations = torch.bfloat16
+    is_quantised = True
 
     @property
     def k_unit(self) -> int:
@@ -60,13 +54,11 @@ class Int4:
         return Int4Weight(values, scales, zeros[0] if zeros else None, n, k, self)
 
     def _arrays(self, n: int, k: int) -> block_scaled.Arrays:
-        block_scaled.check_sizes("Int4Weight", n, k)
+        check_sizes("Int4", n, k)
         block_scaled.check_unit("Int4", "group", self.group)
         blocks, groups = block_scaled.blocks(n), -(-k // self.group)
-        values: tuple[tuple[int, ...], torch.dtype]
-        values = (blocks, groups, self.group // TILE_K, 2, _TILE_BYTES), torch.uint8
-        if core.isa() == "reference":
-            values = (n, k), torch.int8
+        packed = (blocks, groups, self.group // TILE_K, 2, _TILE_BYTES), torch.uint8
+        values = ((n, k), torch.int8) if core.isa() == "reference" else packed
         by_group = blocks, groups, BLOCK_N
         zeros = [(by_group, torch.int8)] if self.zero_points else []
         return [values, (by_group, torch.float16), *zeros]
@@ -86,13 +78,8 @@ class Int4Weight(block_scaled.BlockScaledWeight):
     k: int
     format: Int4
 
-    @property
-    def kernel(self) -> int:
-        return _LINEAR
-
-    @property
-    def moe_kernel(self) -> int:
-        return _MOE
+    kernel = core.kernel("linear_int4")
+    moe_kernel = core.kernel("moe_int4")
 
     def operands(self) -> tuple[Tensor, ...]:
         return self.values, self.scales, _NONE if self.zeros is None else self.zeros
@@ -104,9 +91,9 @@ class Int4Weight(block_scaled.BlockScaledWeight):
         just covers the extreme values of a group are tried; the one with the least squared error is used. A group with
         an infinity or NaN becomes NaN. Inputs of the last group beyond the last column become 0.
         """
-        rows = block_scaled.floats("Int4Weight.write: rows", rows)
-        size, group = (self.n, self.k), self.format.group
-        block_scaled.check_rectangle("Int4Weight.write: rows", rows, size, (row, col), (1, group))
+        where, group = "Int4Weight.write: rows", self.format.group
+        rows = packable(where, rows)
+        check_rectangle(where, rows, (self.n, self.k), (row, col), (1, group))
         if not self.is_plain:
             core.launch(_QUANTISE, (self.values, self.scales, self.zeros, rows), (row, col))
             return
@@ -120,7 +107,7 @@ class Int4Weight(block_scaled.BlockScaledWeight):
         """Pack codes[r, c] uint8, 0 to 15, into weight[row : row + r, col : col + c]."""
         if codes.dtype is not torch.uint8:
             raise KernelError(f"Int4Weight.write_codes: codes: expected uint8, found {codes.dtype}")
-        block_scaled.check_rectangle("Int4Weight.write_codes: codes", codes, (self.n, self.k), (row, col))
+        check_rectangle("Int4Weight.write_codes: codes", codes, (self.n, self.k), (row, col))
         if self.is_plain:
             self.values[row : row + codes.shape[0], col : col + codes.shape[1]] = codes.to(torch.int8) - 8
             return
@@ -147,7 +134,7 @@ class Int4Weight(block_scaled.BlockScaledWeight):
         self._put(self.zeros, zeros.to(torch.int8) - 8, row, group)
 
     def _check_groups(self, name: str, values: Tensor, row: int, group: int) -> None:
-        block_scaled.check_rectangle(f"Int4Weight.{name}", values, (self.n, self.scales.shape[1]), (row, group))
+        check_rectangle(f"Int4Weight.{name}", values, (self.n, self.scales.shape[1]), (row, group))
 
     @staticmethod
     def _put(array: Tensor, values: Tensor, row: int, group: int) -> None:

@@ -16,13 +16,12 @@ from .. import check, core
 from ..errors import KernelError
 from ..reference import ops as reference_ops
 from ..reference import weight_formats as reference
-from ..weight import BLOCK_N, SOURCE_DTYPES, TILE_ROWS, chosen_blocks, round_up
+from ..weight import BLOCK_N, TILE_ROWS, chosen_blocks, round_up
+from .checks import packable
 
 _QUANTISE = core.kernel("quantise_int8")
 _PACK = core.kernel("pack_int8")
 _EMBEDDING = core.kernel("embedding_int8")
-_LINEAR = core.kernel("linear_int8")
-_MOE = core.kernel("moe_int8")
 
 # The layout is defined in csrc/linear/int8.h.
 _TILE_K = 64
@@ -35,17 +34,9 @@ _MAX_INPUTS = 1 << 17
 class Int8:
     """One symmetric scale per output; activations are quantised row by row at run time."""
 
-    @property
-    def activations(self) -> torch.dtype:
-        return torch.bfloat16
-
-    @property
-    def is_quantised(self) -> bool:
-        return True
-
-    @property
-    def k_unit(self) -> int:
-        return _TILE_K
+    activations = torch.bfloat16
+    is_quantised = True
+    k_unit = _TILE_K
 
     def nbytes(self, n: int, k: int) -> int:
         return Int8Weight.nbytes(n, k)
@@ -107,13 +98,8 @@ class Int8Weight:
     def is_plain(self) -> bool:
         return self.scales.ndim == 1
 
-    @property
-    def kernel(self) -> int:
-        return _LINEAR
-
-    @property
-    def moe_kernel(self) -> int:
-        return _MOE
+    kernel = core.kernel("linear_int8")
+    moe_kernel = core.kernel("moe_int8")
 
     def operands(self) -> tuple[Tensor, ...]:
         return self.codes, self.scales, self.sums
@@ -135,18 +121,13 @@ class Int8Weight:
         rows: any floating-point dtype and strides, for example a slice of a file mapping. Runs on all threads.
         A row with an infinity or NaN becomes NaN.
         """
-        if rows.ndim != 2 or not rows.is_floating_point():
-            raise KernelError(
-                f"Int8Weight.write: rows: expected a matrix of floats, found {list(rows.shape)} {rows.dtype}"
-            )
+        rows = packable("Int8Weight.write: rows", rows)
         self._check_rows("write", rows, row, col)
-        if rows.dtype not in SOURCE_DTYPES:
-            rows = rows.to(torch.float32)
         if self.is_plain:
             place = slice(row, row + rows.shape[0])
             self.codes[place], self.scales[place] = reference_ops.quantise_rows(rows.float())
             return
-        core.launch(_QUANTISE, (self.codes, self.scales, self.sums, rows.detach()), (row,))
+        core.launch(_QUANTISE, (self.codes, self.scales, self.sums, rows), (row,))
 
     def write_codes(self, codes: Tensor, scales: Tensor, row: int = 0) -> None:
         """Pack quantised rows: weight[row : row + r] = codes[r, k] int8 * scales[r] float32."""
