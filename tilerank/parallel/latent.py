@@ -24,7 +24,7 @@ from .experts import ExpertsParameter
 from .linear import Linear
 from .parameters import Layer, PlainParameter, whole_tiles
 from .shard import TILE, Cut, Span
-from .sharding import Sharding, row_unit
+from .sharding import Sharding, first_rows
 
 
 class JoinedLinear(Linear):
@@ -39,17 +39,11 @@ class JoinedLinear(Linear):
     ) -> None:
         spans = [Span(0, size, size) for size in sizes]
         held = sharding.fused_format(names, spans)
-        # Each projection begins a block of the format. The rows between them are zero, and their outputs are not used.
-        unit = row_unit(held) if isinstance(held, BlockFormat) else 1
-        self._columns: list[slice] = []
-        row = 0
-        for size in sizes:
-            row = -(-row // unit) * unit
-            self._columns.append(slice(row, row + size))
-            row += size
-        super().__init__(row, in_features, held, sharding.dtype if bias else None)
-        for name, span, columns in zip(names, spans, self._columns, strict=True):
-            self.fill_rows(name, (span.size, in_features), span, columns.start)
+        rows = first_rows(held, sizes)
+        self._columns = [slice(row, row + size) for row, size in zip(rows, sizes, strict=True)]
+        super().__init__(rows[-1] + sizes[-1], in_features, held, sharding.dtype if bias else None)
+        for name, span, row in zip(names, spans, rows, strict=True):
+            self.fill_rows(name, (span.size, in_features), span, row)
 
     def __call__(self, x: Tensor) -> list[Tensor]:
         rows = self.project(x)

@@ -20,12 +20,12 @@ from torch import Tensor
 from tilerank.kernels import ops
 from tilerank.kernels.heads import split_heads
 from tilerank.kernels.linear import Activation, linear
-from tilerank.kernels.weight_formats import BlockFormat, Float, Format
+from tilerank.kernels.weight_formats import Float, Format
 
 from .cost import Cost, Work, operand_type
 from .parameters import GatedBias, GatedParameter, Layer, PackedParameter, PlainParameter
 from .shard import Cut, HeadCut, Span
-from .sharding import Sharding, row_unit
+from .sharding import Sharding, first_rows
 
 
 class Linear(Layer):
@@ -163,12 +163,9 @@ class QKVParallelLinear(Linear):
         sizes = [heads * dim for heads, dim in zip((q_heads, kv_heads, kv_heads), dims, strict=True)]
         parts = [span.scaled(dim) for span, dim in zip((q, kv, kv), dims, strict=True)]
         held = sharding.fused_format(names, parts)
-        # Each part begins a block of the format. The rows between the parts are zero, and their outputs are not used.
-        unit = row_unit(held) if isinstance(held, BlockFormat) else 1
-        heights = [-(-part.size // unit) * unit for part in parts]
-        self._first_k, self._first_v = heights[0], heights[0] + heights[1]
+        rows = first_rows(held, [part.size for part in parts])
+        _, self._first_k, self._first_v = rows
         super().__init__(self._first_v + parts[2].size, hidden, held, sharding.dtype if bias else None)
-        rows = (0, self._first_k, self._first_v)
         if len(names) == 1:
             for first, part, row in zip((0, sizes[0], sizes[0] + sizes[1]), parts, rows, strict=True):
                 self.fill_rows(names[0], (sum(sizes), hidden), part, row, first)

@@ -30,6 +30,19 @@ def row_unit(format: Format) -> int:
     return lcm(TILE, format.block_n) if isinstance(format, BlockFormat) else TILE
 
 
+def first_rows(format: Format, sizes: Sequence[int]) -> list[int]:
+    """Return the row at which each of several parts of these sizes begins in a weight that stacks them.
+
+    Each part begins a block of the format. Rows between the parts are zero, and their outputs are not used.
+    """
+    unit = row_unit(format) if isinstance(format, BlockFormat) else 1
+    firsts, end = [], 0
+    for size in sizes:
+        firsts.append(-(-end // unit) * unit)
+        end = firsts[-1] + size
+    return firsts
+
+
 @dataclass(frozen=True)
 class WeightFormats:
     """The formats in which a model holds its weights.
