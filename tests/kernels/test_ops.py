@@ -12,7 +12,6 @@ from torch import Tensor
 
 from tilerank.kernels import check, core, ops
 from tilerank.kernels.errors import KernelError
-from tilerank.kernels.heads import join_heads, split_heads
 
 pytestmark = pytest.mark.usefixtures("rung")
 
@@ -357,20 +356,6 @@ def test_a_wrong_argument_is_named(call: Callable[[], object], sentence: str) ->
     with pytest.raises(KernelError) as error:
         call()
     assert str(error.value) == sentence
-
-
-def test_heads_are_views() -> None:
-    rows = core.empty_rows((40, 96), torch.bfloat16)
-    rows.copy_(randn(40, 96))
-    for x in (rows, rows[:0], rows[3:5], randn(40, 96)):
-        heads = split_heads(x, 16, 5, 16)
-        assert torch.equal(heads, x[:, 16:].unflatten(1, (5, 16)))
-        assert torch.equal(join_heads(heads), x[:, 16:])
-        assert split_heads(x, 96, 0, 16).shape == (len(x), 0, 16), "a rank without heads"
-        assert not len(x) or join_heads(heads).data_ptr() == x[:, 16:].data_ptr()
-    for apart in (heads[:, ::2], heads[:, :, ::2], heads.transpose(1, 2)):
-        with pytest.raises(KernelError, match="join_heads: x: expected strides"):
-            join_heads(apart)
 
 
 @pytest.mark.parametrize(

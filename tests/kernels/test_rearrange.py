@@ -1,10 +1,12 @@
-"""Copies and sums of rows on every rung, against indexing, adding, repeating and concatenating in torch."""
+"""Copies and sums of rows on every rung, against the same in torch, and views of rows as heads."""
 
 import pytest
 import torch
+from matrices import randn
 
-from tilerank.kernels import ops
+from tilerank.kernels import core, ops
 from tilerank.kernels.errors import KernelError
+from tilerank.kernels.heads import join_heads, split_heads
 
 pytestmark = pytest.mark.usefixtures("rung")
 
@@ -92,7 +94,7 @@ def test_repeat_row(m: int, n: int, dtype: torch.dtype) -> None:
 
 
 def test_repeat_row_refuses_other_types() -> None:
-    with pytest.raises(KernelError, match=r"repeat_row: dtype: expected float32 or bfloat16, found torch\.int64"):
+    with pytest.raises(KernelError, match=r"repeat_row: dtype: expected float32 or bfloat16, found int64"):
         ops.repeat_row(torch.ones(4, dtype=torch.int64), 2, 4, torch.int64)
 
 
@@ -118,3 +120,17 @@ def test_join_columns_refuses_columns_that_do_not_fit(starts: list[int]) -> None
 def test_join_columns_refuses_no_parts() -> None:
     with pytest.raises(KernelError, match="join_columns: parts: expected at least one, found none"):
         ops.join_columns(torch.empty(0, 2, 3), torch.tensor([0]), 4)
+
+
+def test_heads_are_views() -> None:
+    rows = core.empty_rows((40, 96), torch.bfloat16)
+    rows.copy_(randn(40, 96))
+    for x in (rows, rows[:0], rows[3:5], randn(40, 96)):
+        heads = split_heads(x, 16, 5, 16)
+        assert torch.equal(heads, x[:, 16:].unflatten(1, (5, 16)))
+        assert torch.equal(join_heads(heads), x[:, 16:])
+        assert split_heads(x, 96, 0, 16).shape == (len(x), 0, 16), "a rank without heads"
+        assert not len(x) or join_heads(heads).data_ptr() == x[:, 16:].data_ptr()
+    for apart in (heads[:, ::2], heads[:, :, ::2], heads.transpose(1, 2)):
+        with pytest.raises(KernelError, match="join_heads: x: expected strides"):
+            join_heads(apart)

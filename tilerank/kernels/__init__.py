@@ -1,1 +1,1 @@
-"""The compute: typed Python faces of the C++ core in csrc/, and a plain-torch reference of every kernel."""
+"""The compute: typed Python functions over the C++ core in csrc/, and a plain-torch reference of every kernel."""

@@ -32,8 +32,9 @@ def store_kv(k: Tensor, v: Tensor, cache: KVPages, slots: Tensor) -> None:
         core.launch(_STORE_KV, (k, v, cache.k, cache.v, slots, cache.scales))
 
 
-def _activations(cache: KVPages) -> torch.dtype | tuple[torch.dtype, ...]:
-    return check.ACTIVATION_DTYPES if cache.dtype == torch.int8 else cache.dtype
+def _activations(cache: KVPages) -> tuple[torch.dtype, ...]:
+    """Return the dtypes of what is stored into the cache and multiplied with it."""
+    return check.ACTIVATION_DTYPES if cache.dtype == torch.int8 else (cache.dtype,)
 
 
 def attention(

@@ -1,4 +1,4 @@
-"""Argument checks that the kernel faces share."""
+"""Argument checks that the Python functions of the kernels share."""
 
 import torch
 from torch import Tensor
@@ -40,6 +40,12 @@ def tensor(
         raise KernelError(f"{kernel}: {name}: expected a contiguous last dimension, found stride {value.stride(-1)}")
 
 
+def dtype(kernel: str, name: str, found: torch.dtype, accepted: tuple[torch.dtype, ...] = ACTIVATION_DTYPES) -> None:
+    """Raise KernelError unless the argument `name`, a dtype, is one of those accepted."""
+    if found not in accepted:
+        raise KernelError(f"{kernel}: {name}: expected {_dtypes(accepted)}, found {_dtypes((found,))}")
+
+
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor) -> None:
     """Check the arguments of `ops.add_rms_norm` and of its versions over several ranks."""
     tensor("add_rms_norm", "x", x, (None, None), ACTIVATION_DTYPES)
@@ -48,7 +54,8 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor) -> None:
 
 
 def _dtypes(dtypes: tuple[torch.dtype, ...]) -> str:
-    return " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+    *names, last = (str(dtype).removeprefix("torch.") for dtype in dtypes)
+    return f"{', '.join(names)} or {last}" if names else last
 
 
 def _shape(shape: tuple[int | None, ...]) -> str:

@@ -1,6 +1,7 @@
 """The compiled core: instruction sets, threads and memory of the kernels.
 
-A kernel face runs in plain torch (`reference/`) if `isa()` is "reference", otherwise it launches a compiled kernel.
+The function of a kernel runs in plain torch (`reference/`) if `isa()` is "reference"; otherwise it launches the
+compiled kernel.
 """
 
 import atexit

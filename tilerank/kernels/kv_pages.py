@@ -85,9 +85,7 @@ def _shapes(
     num_pages: int, kv_heads: int, head_dim: int, value_dim: int, dtype: torch.dtype
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the shapes of k and v. Raises KernelError for sizes or a dtype that the kernels do not support."""
-    if dtype not in DTYPES:
-        found = str(dtype).removeprefix("torch.")
-        raise KernelError(f"KVPages: dtype: expected float32, bfloat16 or int8, found {found}")
+    check.dtype("KVPages", "dtype", dtype, DTYPES)
     for name, dim in (("head_dim", head_dim), ("value_dim", value_dim)):
         if dim % 8 or not 0 < dim <= MAX_HEAD_DIM:
             raise KernelError(f"KVPages: {name}: expected a multiple of 8 up to {MAX_HEAD_DIM}, found {dim}")

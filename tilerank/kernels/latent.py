@@ -69,10 +69,7 @@ def load_latent(cache: LatentPages, pages: Tensor, dtype: torch.dtype) -> tuple[
     Raises KernelError for an argument of another shape or dtype, or a page outside the cache.
     """
     check.tensor("load_latent", "pages", pages, (None,), torch.int32)
-    accepted = check.ACTIVATION_DTYPES if cache.dtype == torch.int8 else (cache.dtype,)
-    if dtype not in accepted:
-        expected, found = (" or ".join(str(x).removeprefix("torch.") for x in xs) for xs in (accepted, (dtype,)))
-        raise KernelError(f"load_latent: dtype: expected {expected}, found {found}")
+    check.dtype("load_latent", "dtype", dtype, _activations(cache))
     if core.isa() == "reference":
         return reference.load_latent(cache, pages, dtype)
     tokens = pages.shape[0] * PAGE_TOKENS
@@ -236,5 +233,6 @@ def expanded_pages(k: Tensor, v: Tensor, rope_key: Tensor) -> KVPages:
     return cache
 
 
-def _activations(cache: LatentPages) -> torch.dtype | tuple[torch.dtype, ...]:
-    return check.ACTIVATION_DTYPES if cache.dtype == torch.int8 else cache.dtype
+def _activations(cache: LatentPages) -> tuple[torch.dtype, ...]:
+    """Return the dtypes of what is stored into the cache and multiplied with it."""
+    return check.ACTIVATION_DTYPES if cache.dtype == torch.int8 else (cache.dtype,)

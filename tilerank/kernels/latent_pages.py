@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from . import core
+from . import check, core
 from .errors import KernelError
 from .kv_pages import DTYPES, PAGE_TOKENS
 from .weight import round_up
@@ -60,9 +60,7 @@ class LatentPages:
 
 def _shape(num_pages: int, latent_dim: int, rope_dim: int, dtype: torch.dtype) -> tuple[int, ...]:
     """Return the shape of data. Raises KernelError for sizes or a dtype that the kernels do not support."""
-    if dtype not in DTYPES:
-        found = str(dtype).removeprefix("torch.")
-        raise KernelError(f"LatentPages: dtype: expected float32, bfloat16 or int8, found {found}")
+    check.dtype("LatentPages", "dtype", dtype, DTYPES)
     sizes = (("latent_dim", latent_dim, _ROW_UNIT, MAX_LATENT_DIM), ("rope_dim", rope_dim, 8, MAX_ROPE_DIM))
     for name, dim, unit, most in sizes:
         if dim % unit or not 0 < dim <= most:

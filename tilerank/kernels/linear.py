@@ -41,8 +41,7 @@ def linear(
         raise KernelError(
             f"linear: x: expected [..., {w.k}] {w.format.activations} for the weight, found {list(x.shape)} {x.dtype}"
         )
-    if out_dtype not in dtypes:
-        raise KernelError(f"linear: out_dtype: expected float32 or bfloat16, found {out_dtype}")
+    check.dtype("linear", "out_dtype", out_dtype)
     if bias is not None and (bias.shape != (w.n,) or bias.dtype not in dtypes or not bias.is_contiguous()):
         raise KernelError(
             f"linear: bias: expected contiguous [{w.n}] float32 or bfloat16, found {list(bias.shape)} {bias.dtype}"

@@ -224,8 +224,7 @@ def sum_parts(parts: Tensor) -> Tensor:
 
 def repeat_row(row: Tensor | None, m: int, n: int, dtype: torch.dtype) -> Tensor:
     """Return a matrix [m, n] whose rows all equal `row` [n], contiguous, of the same dtype; zeros if `row` is None."""
-    if dtype not in check.ACTIVATION_DTYPES:
-        raise KernelError(f"repeat_row: dtype: expected float32 or bfloat16, found {dtype}")
+    check.dtype("repeat_row", "dtype", dtype)
     if row is not None:
         check.tensor("repeat_row", "row", row, (n,), dtype)
     if core.isa() == "reference":
@@ -278,7 +277,8 @@ def sample(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, un
     token at least as probable as the k-th, ties included; top-p then keeps, in descending order of the renormalised p,
     the tokens before which less than top_p is accumulated, and always the first. Equal logits are ordered by id. The
     result is the first kept token whose cumulative probability exceeds uniform. Probabilities and sums are float64.
-    Raises KernelError naming the row if its logits contain NaN or +inf or are all -inf.
+    A row whose logits contain NaN or +inf or are all -inf gives -1, so that the other rows of a recorded step go on.
+    Raises KernelError naming the row of any other number out of its range.
     """
     check.tensor("sample", "logits", logits, (None, None), torch.float32)
     _check_vocabulary("sample", logits)

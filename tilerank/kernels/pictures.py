@@ -57,8 +57,7 @@ def patches(
         raise KernelError(f"patches: band: expected blocks of {merge} within {rows} rows, found {first} to {end}")
     if resample not in RESAMPLING:
         raise KernelError(f"patches: resample: expected one of {', '.join(RESAMPLING)}, found {resample!r}")
-    if dtype not in check.ACTIVATION_DTYPES:
-        raise KernelError(f"patches: dtype: expected float32 or bfloat16, found {dtype}")
+    check.dtype("patches", "dtype", dtype)
     if core.isa() == "reference":
         return reference.patches(
             frames,

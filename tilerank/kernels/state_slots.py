@@ -42,11 +42,9 @@ class StateSlots:
         """Return zeroed slots in memory of their own (`core.alloc`).
 
         width: of the convolution. A rank without heads has value_heads 0 and channels 0. Raises KernelError for a dtype
-        that is no activation's, and for sizes that are too small.
+        other than float32 and bfloat16, and for sizes that are too small.
         """
-        if dtype not in check.ACTIVATION_DTYPES:
-            found = str(dtype).removeprefix("torch.")
-            raise KernelError(f"StateSlots: dtype: expected float32 or bfloat16, found {found}")
+        check.dtype("StateSlots", "dtype", dtype)
         for name, size in {"slots": slots, "width": width, "key_dim": key_dim, "value_dim": value_dim}.items():
             if size < 1:
                 raise KernelError(f"StateSlots: expected {name} >= 1, found {size}")

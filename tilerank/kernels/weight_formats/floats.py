@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from .. import check, core
-from ..errors import KernelError
 from ..reference import ops as reference_ops
 from ..reference import weight_formats as reference
 from ..weight import BLOCK_N, TILE_ROWS, WORK_QUEUE_BYTES, chosen_blocks, round_up
@@ -66,8 +65,7 @@ class FloatWeight:
     @staticmethod
     def nbytes(n: int, k: int, dtype: torch.dtype) -> int:
         """Return the bytes that a weight[n, k] takes, padding included."""
-        if dtype not in _LINEAR:
-            raise KernelError(f"FloatWeight: dtype: expected bfloat16 or float32, found {dtype}")
+        check.dtype("FloatWeight", "dtype", dtype)
         check_sizes("FloatWeight", n, k)
         rows, columns = (n, k) if core.isa() == "reference" else _padded(n, k, dtype)
         return rows * columns * dtype.itemsize
