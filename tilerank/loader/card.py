@@ -46,7 +46,7 @@ class ModelCard:
 
     @property
     def text(self) -> Fields:
-        """The fields of the language model."""
+        """Return the fields of the language model."""
         return _text(self.fields)
 
 
@@ -95,7 +95,10 @@ def _special_ids(holders: Sequence[Fields], vocab_size: int) -> tuple[tuple[int,
 
 
 def _dtype(c: Fields, text: Fields) -> str:
-    """transformers 5 writes `dtype`, transformers 4 `torch_dtype`, at the top or beside the language model's fields."""
+    """Return the dtype of the weights.
+
+    transformers 5 writes `dtype`, transformers 4 `torch_dtype`, at the top or beside the language model's fields.
+    """
     keys = ("dtype", "torch_dtype")
     holder, key = next(((f, key) for f in (c, text) for key in keys if f.has(key)), (text, keys[1]))
     name = holder.text(key)

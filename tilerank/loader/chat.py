@@ -26,7 +26,7 @@ FILE = "chat_template.jinja"
 FOLDER = "additional_chat_templates"  # a file NAME.jinja for each further template
 _CALL = {"needle": "x"}
 _RESULT = "the result"
-# Some templates want ids of nine characters.
+# Some templates accept only ids of nine characters.
 _TRIAL_CALL = {"id": "123456789", "type": "function", "function": {"name": "f", "arguments": _CALL}}
 _TRIAL = (
     {"role": "user", "content": "a"},
@@ -147,7 +147,7 @@ class ChatTemplate:
 
     @cached_property
     def _prints_arguments(self) -> bool:
-        """Do the templates join the arguments of tool calls to text (DeepSeek), where an object fails or is no JSON?"""
+        """Whether the templates print the arguments of tool calls as text (DeepSeek), so that these must be JSON."""
         template = self._template("tool_use" if "tool_use" in self._templates else "default")
         values = {"tools": None, "add_generation_prompt": True}
         try:

@@ -21,7 +21,7 @@ class Fields:
         return ConfigError(f"{self.path}: {self.prefix}{key}: expected {expected}, found {found}")
 
     def has(self, key: str) -> bool:
-        """JSON null means absent, as it does to transformers."""
+        """Return whether the key has a value. JSON null counts as absent, as in transformers."""
         return self.values.get(key) is not None
 
     def integer(self, key: str, low: int, high: int) -> int:
@@ -30,13 +30,13 @@ class Fields:
             raise self.fail(key, f"an integer from {low} to {high}")
         return value
 
-    def number(self, key: str, low: float, to: float, *, above: bool = True) -> float:
-        """A number above `low`, or from it on, and at most `to`."""
+    def number(self, key: str, low: float, high: float, *, above: bool = True) -> float:
+        """Return a number above `low` (above=False: or equal to it) and at most `high`."""
         value: Any = self.values.get(key)
         # Integers of any length are JSON; comparing before converting keeps float() from overflowing.
         numeric = isinstance(value, int | float) and not isinstance(value, bool)
-        if not numeric or not low <= value <= to or (above and value == low):
-            raise self.fail(key, f"a number {'above' if above else 'from'} {low:g}, at most {to:g}")
+        if not numeric or not low <= value <= high or (above and value == low):
+            raise self.fail(key, f"a number {'above' if above else 'from'} {low:g}, at most {high:g}")
         return float(value)
 
     def text(self, key: str) -> str:
@@ -46,7 +46,7 @@ class Fields:
         return value
 
     def flag(self, key: str) -> bool:
-        """False when absent, which is the class default of every flag read here."""
+        """Return a flag; False when absent, which is the class default of every flag read here."""
         if not self.has(key):
             return False
         value = self.values[key]
@@ -61,7 +61,7 @@ class Fields:
         return Fields(self.path, value, f"{self.prefix}{key}.")
 
     def ids(self, key: str, vocab_size: int) -> tuple[int, ...]:
-        """A token id or a list of them, duplicates dropped."""
+        """Return one or several token ids, without duplicates."""
         value = self.values.get(key)
         ids = value if isinstance(value, list) else [value]
         if not all(type(i) is int and 0 <= i < vocab_size for i in ids):

@@ -1,4 +1,4 @@
-"""Quantisation as asked for, and as config.json's `quantization_config` says that the checkpoint has it.
+"""The quantisation that a command asks for, and the one that config.json's `quantization_config` describes.
 
 No torch: commands read it before they start ranks.
 """
@@ -30,7 +30,7 @@ _CODES: dict[Layout, Codes] = {"awq": "int4", "gptq": "int4", "fp8": "fp8", "int
 
 @dataclass(frozen=True)
 class Quantization:
-    """What a command asks for: codes of a checkpoint's projections. group: of int4, columns that share a scale."""
+    """The codes to which a command quantises projections. group: for int4, the number of columns that share a scale."""
 
     codes: Codes
     group: int | None = None
@@ -44,8 +44,8 @@ class QuantizationConfig:
     """What a quantised checkpoint holds in place of `X.weight`, for the modules that `converts` names.
 
     awq: X.qweight, X.qzeros, X.scales, packed along the outputs in AWQ's own order. gptq: the same and X.g_idx, codes
-    packed along the inputs. fp8: X.weight (e4m3) and X.weight_scale_inv, one a block. int8: X.weight and
-    X.weight_scale, one an output. block_int8: X.weight (int8) and X.weight_scale_inv, one a block.
+    packed along the inputs. fp8: X.weight (e4m3) and X.weight_scale_inv, one for each block. int8: X.weight and
+    X.weight_scale, one for each output. block_int8: X.weight (int8) and X.weight_scale_inv, one for each block.
     """
 
     layout: Layout
@@ -78,7 +78,7 @@ class QuantizationConfig:
         return f"{self.codes} ({self.layout})"
 
     def converts(self, module: str) -> bool:
-        """Whether a projection, such as model.layers.0.mlp.up_proj, is quantised."""
+        """Return whether a projection, such as model.layers.0.mlp.up_proj, is quantised."""
         if self.coded is not None:
             return module in self.coded
         if any(f".{name}." in f".{module}." for name in (*_NEVER, *self.kept)):
@@ -89,7 +89,7 @@ class QuantizationConfig:
 
 
 def check_agreement(stored: QuantizationConfig | None, asked: Quantization | None, dtype: str) -> None:
-    """ConfigError where a command asks for other codes than the checkpoint has, or for float32 activations."""
+    """Raise ConfigError if a command asks for other codes than the checkpoint has, or for float32 activations."""
     if stored is not None and asked is not None and not _same(stored, asked):
         raise ConfigError(
             f"quantization: expected none, or {stored} as the checkpoint is quantised already, found {asked}"
@@ -99,7 +99,7 @@ def check_agreement(stored: QuantizationConfig | None, asked: Quantization | Non
 
 
 def held_codes(stored: QuantizationConfig | None, asked: Quantization | None) -> Codes | None:
-    """As what a model holds its weights; None: floats."""
+    """Return the codes that a model holds its weights in; None: floats."""
     if stored is not None:
         return None if stored.act_order else stored.codes
     return None if asked is None else asked.codes
@@ -110,7 +110,7 @@ def _same(stored: QuantizationConfig, asked: Quantization) -> bool:
 
 
 def read_quantization(c: Fields) -> QuantizationConfig:
-    """From the object `quantization_config` itself. ConfigError for what is not supported, naming what is."""
+    """Read the object `quantization_config`. Raises ConfigError for what is not supported, naming what is."""
     method = c.text("quant_method")
     readers = {
         "awq": _awq,
@@ -189,7 +189,7 @@ def _w8a8_int8(c: Fields) -> QuantizationConfig:
 
 
 def _compressed_tensors(c: Fields) -> QuantizationConfig:
-    """Of its many forms the one of int8: a scale an output, activations quantised while computing."""
+    """Read the int8 form: one scale for each output, and activations that are quantised at run time."""
     _expect(c, "format", "int-quantized")
     if c.has("kv_cache_scheme"):
         raise c.fail("kv_cache_scheme", "no such key (quantised caches are not read from checkpoints)")
@@ -214,19 +214,19 @@ def _compressed_tensors(c: Fields) -> QuantizationConfig:
 
 
 def _layout_key(c: Fields, old: str) -> str:
-    """transformers 5 calls it `format` and gives priority to the older name."""
+    """Return the key of the layout: transformers 5 calls it `format` and gives priority to the `old` name."""
     return "format" if c.has("format") and not c.has(old) else old
 
 
 def _expect(c: Fields, key: str, value: int | str) -> None:
-    """The one value that is supported. True is no 1 in JSON."""
+    """Raise ConfigError unless the key has the one value that is supported. In JSON, true is not 1."""
     found = c.values.get(key)
     if type(found) is not type(value) or found != value:
         raise c.fail(key, f"{value!r}" if type(value) is not bool else f"{value}".lower())
 
 
 def _group(c: Fields, key: str) -> int:
-    """Columns that share a scale; -1 in the file means all of them."""
+    """Return how many columns share a scale, 0 for all of them, which the file gives as -1."""
     size = c.integer(key, -1, _MAX_GROUP)
     if size != -1 and (size < 32 or size % 32):
         raise c.fail(key, "-1 or a multiple of 32")
@@ -243,7 +243,7 @@ def _names(c: Fields, key: str) -> tuple[str, ...]:
 
 
 def _flat(c: Fields, key: str, lists: Any) -> tuple[str, ...]:
-    """[[name, ...], ...]: the lists are groups that were quantised one after the other."""
+    """Return the names in [[name, ...], ...], groups of modules that were quantised one after the other."""
     if not isinstance(lists, list) or any(not isinstance(names, list) for names in lists):
         raise c.fail(key, "a list of lists of names of modules")
     return tuple(name for names in lists for name in _names(_holding(c, key, names), key))
@@ -255,9 +255,9 @@ def _holding(c: Fields, key: str, value: object) -> Fields:
 
 
 def _pattern(c: Fields, key: str, pattern: str) -> str:
-    """A regular expression that cannot run for ever: a file from somewhere may not hang its reader.
+    """Return a regular expression that takes bounded time to match, because the file is not trusted.
 
-    Wherever it can go on in several ways, at a repetition or a group of alternatives, all of them are tried in turn.
+    Matching tries all ways to go on at every repetition and every group of alternatives, so their number is limited.
     """
     refusal: ConfigError = c.fail(
         key, f"regular expressions with at most {_MAX_BRANCHES} repetitions and groups, no group repeated"

@@ -1,8 +1,8 @@
 """Quantised checkpoints: where the codes, scales and zero points of a weight are stored, and how they are packed.
 
 A model declares rectangles of X.weight. Here each becomes rectangles of the tensors that the checkpoint has in place of
-X.weight (quantization_config.py). Codes are written unchanged. Dequantised are only weights that the model holds as
-floats, and GPTQ weights whose groups are permuted (desc_act).
+X.weight (quantization_config.py). Codes are written unchanged. Only weights that the model holds as floats, and GPTQ
+weights whose groups are permuted (desc_act), are dequantised.
 """
 
 from __future__ import annotations
@@ -29,12 +29,13 @@ _NIBBLES = 8  # codes in an int32
 
 
 def encoding_of(config: QuantizationConfig, checkpoint: Checkpoint) -> Encoding:
+    """Return what reads a checkpoint of this layout."""
     kinds: dict[Layout, type[Encoding]] = {
         "awq": AWQ,
         "gptq": GPTQ,
-        "fp8": BlockFp8,
-        "int8": ChannelInt8,
-        "block_int8": BlockInt8,
+        "fp8": Fp8Blocks,
+        "int8": Int8Channels,
+        "block_int8": Int8Blocks,
     }
     return kinds[config.layout](config, checkpoint)
 
@@ -73,7 +74,7 @@ class Encoding(ABC):
 class ByteEncoding(Encoding):
     """weight [n, k], codes of a byte, and a tensor of their scales.
 
-    A weight that the model holds as floats, such as a router or one that it multiplies with another, is dequantised.
+    A weight that the model holds as floats, such as a router, is dequantised.
     """
 
     dtype: str
@@ -101,7 +102,7 @@ class ByteEncoding(Encoding):
         return codes.float() * self.spread(rectangle, scales, 1, 1)
 
 
-class ChannelInt8(ByteEncoding):
+class Int8Channels(ByteEncoding):
     """weight [n, k] int8 and weight_scale [n, 1]."""
 
     dtype = "I8"
@@ -153,11 +154,11 @@ class BlockEncoding(ByteEncoding):
         return _repeated(scales, 1, own_columns, block_k, columns).contiguous()
 
 
-class BlockFp8(BlockEncoding):
+class Fp8Blocks(BlockEncoding):
     dtype = "F8_E4M3"
 
 
-class BlockInt8(BlockEncoding):
+class Int8Blocks(BlockEncoding):
     dtype = "I8"
 
 
@@ -308,7 +309,10 @@ class GPTQ(PackedInt4):
         return _nibbles(packed.T, self.order).T[:, _trim(rectangle.index[1])]
 
     def zeros(self, rectangle: Rectangle, packed: Tensor) -> Tensor:
-        """Some writers of symmetric files claim to store zero points less one and do not; they are 8 in any case."""
+        """Return the zero points.
+
+        Some writers of symmetric files claim to store zero points less one and do not; they are 8 in any case.
+        """
         stored = super().zeros(rectangle, packed)
         if self.config.symmetric:
             if not (torch.all(stored == 7) or torch.all(stored == 8)):
@@ -318,7 +322,7 @@ class GPTQ(PackedInt4):
         return (stored + int(self.config.zeros_minus_one)) & 15
 
     def leaves_out(self, name: str) -> bool:
-        """A bias of zeros, which some writers add to every module."""
+        """Return True for a bias of zeros, which some writers add to every module."""
         module, _, last = name.rpartition(".")
         if last != "bias" or f"{module}.qweight" not in self._checkpoint.tensors:
             return False
@@ -357,7 +361,7 @@ def _repeated(scales: Tensor, dim: int, part: slice, stored: int, held: int) -> 
 
 
 def _nibbles(packed: Tensor, order: tuple[int, ...]) -> Tensor:
-    """int32 [r, c] -> codes uint8 [8 * c, r]; nibble j of packed[r, c] is number order[j] of column c's eight."""
+    """Unpack int32 [r, c] to codes uint8 [8 * c, r]; nibble j of packed[r, c] becomes codes[8 * c + order[j], r]."""
     rows, columns = packed.shape
     pairs = packed.T.reshape(-1).view(torch.uint8).view(columns, rows, _NIBBLES // 2)  # little-endian: lowest first
     codes = torch.empty(columns, _NIBBLES, rows, dtype=torch.uint8)

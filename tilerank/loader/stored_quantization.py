@@ -3,9 +3,9 @@
 Files in use come without quantization_config, with one that was copied from the model they were made from, and with
 lists of modules that are wrong. A weight is quantised if it has codes and a scale beside it:
 
-    X.weight I8, X.weight_scale             int8: one scale an output
-    X.weight I8, X.weight_scale_inv         block_int8: one scale a block
-    X.weight F8_E4M3, X.weight_scale_inv    fp8: one scale a block
+    X.weight I8, X.weight_scale             int8: one scale for each output
+    X.weight I8, X.weight_scale_inv         block_int8: one scale for each block
+    X.weight F8_E4M3, X.weight_scale_inv    fp8: one scale for each block
     X.qweight I32, X.qzeros, X.scales       awq or gptq; quantization_config says which
 """
 
@@ -50,11 +50,11 @@ def find_quantization(model_dir: Path, config: Fields | None) -> QuantizationCon
         return None
     if any(name.endswith(".qweight") for name in dtypes):
         return _packed(model_dir, config, dtypes)
-    says = None if config is None else config.values.get("quant_method")
-    layout = _layout(dtypes, says)
+    method = None if config is None else config.values.get("quant_method")
+    layout = _layout(dtypes, method)
     if layout is not None:
         coded = {name.removesuffix(".weight") for name, dtype in dtypes.items() if _is_weight(name, dtype)}
-        return replace(_settings(layout, says, config), coded=frozenset(coded | _modules(dtypes, _SCALES)))
+        return replace(_settings(layout, method, config), coded=frozenset(coded | _modules(dtypes, _SCALES)))
     # Neither floats nor codes with scales. Without config.json's word the loader refuses the first tensor of this kind.
     return None if config is None else read_quantization(config)
 
@@ -63,8 +63,8 @@ def _is_weight(name: str, dtype: str) -> bool:
     return dtype in _CODES and name.endswith(".weight")
 
 
-def _layout(dtypes: Mapping[str, str], says: object) -> Layout | None:
-    """Return the layout of most weights, of as many the one that config.json says; None if there are none.
+def _layout(dtypes: Mapping[str, str], method: object) -> Layout | None:
+    """Return the layout that most weights have; config.json breaks a tie. None if no weight has a layout.
 
     A weight of another layout is refused when it is read, if the model needs it.
     """
@@ -76,28 +76,28 @@ def _layout(dtypes: Mapping[str, str], says: object) -> Layout | None:
     )
     if not found:
         return None
-    best: Layout = max(found, key=lambda layout: (found[layout], says in _METHODS[layout]))
+    best: Layout = max(found, key=lambda layout: (found[layout], method in _METHODS[layout]))
     return best
 
 
 def _modules(dtypes: Mapping[str, str], ends: tuple[str, ...]) -> set[str]:
-    """Return the names of the modules that have a tensor whose name ends so."""
+    """Return the names of the modules that have a tensor with one of these last parts of its name."""
     split = (name.rpartition(".") for name in dtypes)
     return {module for module, _, end in split if end in ends}
 
 
-def _settings(layout: Layout, says: object, config: Fields | None) -> QuantizationConfig:
+def _settings(layout: Layout, method: object, config: Fields | None) -> QuantizationConfig:
     """Return the settings in config.json if they are those of this layout, else its defaults."""
-    if config is not None and says in _METHODS[layout]:
+    if config is not None and method in _METHODS[layout]:
         found = read_quantization(config)
         if found.layout == layout:
             return found
     block = (0, 0) if layout == "int8" else _BLOCK
-    return QuantizationConfig(layout, block=block, overrides=str(says) if says else "nothing of it")
+    return QuantizationConfig(layout, block=block, overrides=str(method) if method else "nothing of it")
 
 
 def _packed(model_dir: Path, config: Fields | None, dtypes: Mapping[str, str]) -> QuantizationConfig:
-    """int4: the order of the codes and the zero points are known from config.json only."""
+    """Return the layout of int4 weights: only config.json says in which order codes and zero points are packed."""
     if config is None:
         name = next(name for name in dtypes if name.endswith(".qweight"))
         raise ConfigError(

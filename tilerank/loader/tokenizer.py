@@ -48,7 +48,7 @@ class Tokenizer:
 
     @property
     def num_tokens(self) -> int:
-        """The highest token id plus 1."""
+        """Return the highest token id plus 1."""
         return max(self._inner.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
     @cached_property
@@ -116,7 +116,7 @@ class TokenStream(ABC):
     """Decodes a text token by token. The results of all `push` calls and of `flush` add up to `decode` of all ids.
 
     No later token can change a result, so that it never contains part of a character. special: special tokens are part
-    of the text, other than with `decode`.
+    of the text, which `decode` leaves out.
     """
 
     def __init__(self, tokenizer: Tokenizer, special: bool = False) -> None:
@@ -237,7 +237,7 @@ def _decoder_type(where: Path, inner: tokenizers.Tokenizer) -> str:
 
 
 def _is_local(decoders: list[dict[str, Any]]) -> bool:
-    """Does a token's text depend on the previous token alone?
+    """Return whether a token's text depends on the previous token alone.
 
     `Strip` may remove at most one character from the start of the text and none from its end, and `Replace` may not
     work on joined tokens.
