@@ -194,9 +194,6 @@ def test_a_large_vocabulary(spread: float, top_k: int, top_p: float, vocabulary:
         ("uniform", 1.0, "a number in [0, 1)"),
         ("uniform", -0.1, "a number in [0, 1)"),
         ("uniform", math.nan, "a number in [0, 1)"),
-        ("logits", math.nan, "a finite maximum and otherwise finite numbers or -inf"),
-        ("logits", INF, "a finite maximum and otherwise finite numbers or -inf"),
-        ("logits", -INF, "a finite maximum and otherwise finite numbers or -inf"),
     ],
 )
 def test_a_wrong_value_is_named_with_its_row(name: str, value: float, expectation: str) -> None:
@@ -207,13 +204,21 @@ def test_a_wrong_value_is_named_with_its_row(name: str, value: float, expectatio
         "top_p": torch.ones(4),
         "uniform": torch.zeros(4),
     }
-    if value == -INF or name != "logits":
-        arguments[name][2] = value
-    else:
-        arguments[name][2, 3] = value
+    arguments[name][2] = value
     with pytest.raises(KernelError) as error:
         ops.sample(**arguments)
     assert str(error.value) == f"sample: {name}: expected {expectation}, found {value:g} in row 2"
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("top_k", [0, 2])
+def test_a_row_without_probabilities_gives_no_token(temperature: float, top_k: int) -> None:
+    """The other rows have theirs."""
+    logits = torch.zeros(5, 600)
+    logits[:, 599] = 60.0
+    expected = sample(logits, temperature, top_k)
+    logits[1, 3], logits[2, 3], logits[3] = math.nan, INF, -INF
+    assert sample(logits, temperature, top_k) == [expected[0], -1, -1, -1, expected[4]] == [599, -1, -1, -1, 599]
 
 
 def test_shapes_and_dtypes_are_checked() -> None:

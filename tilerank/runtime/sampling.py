@@ -76,32 +76,29 @@ def choose(logits: Tensor, rows: Sequence[Row], argmax: Callable[[Tensor], Tenso
 
 def _sample_numbers(logits: Tensor, rows: Sequence[Row], argmax: Callable[[Tensor], Tensor]) -> Sequence[int | None]:
     """Return a token for each row; None if no token can be sampled from its logits."""
-    try:
-        return _sample(logits, rows, argmax)
-    except KernelError:
-        if logits.amax(dim=-1).isfinite().all():
-            raise
-    finite = logits.amax(dim=-1).isfinite().tolist()
-    numbers = [i for i, is_finite in enumerate(finite) if is_finite]
-    found: list[int | None] = [None] * len(rows)
-    if numbers:
-        token_ids = _sample(logits[numbers], [rows[i] for i in numbers], ops.argmax)
-        for i, token_id in zip(numbers, token_ids, strict=True):
-            found[i] = token_id
-    return found
-
-
-def _sample(logits: Tensor, rows: Sequence[Row], argmax: Callable[[Tensor], Tensor]) -> list[int]:
     params = [row.params for row in rows]
     if all(p.temperature == 0 for p in params):
-        return argmax(logits).tolist()
-    return ops.sample(
+        return _likeliest(logits, argmax)
+    found = ops.sample(
         logits,
         torch.tensor([p.temperature for p in params], dtype=torch.float32),
         torch.tensor([p.top_k for p in params], dtype=torch.int32),
         torch.tensor([p.top_p for p in params], dtype=torch.float32),
         torch.tensor([uniform(row.params.seed, len(row.tokens)) for row in rows], dtype=torch.float32),
-    ).tolist()
+    )
+    return [None if token_id < 0 else token_id for token_id in found.tolist()]
+
+
+def _likeliest(logits: Tensor, argmax: Callable[[Tensor], Tensor]) -> Sequence[int | None]:
+    """Return the token of the largest logit of each row; None where one is NaN."""
+    try:
+        found: list[int] = argmax(logits).tolist()
+        return found
+    except KernelError:
+        broken = logits.isnan().any(dim=-1).tolist()
+        if not any(broken):
+            raise
+    return [None if nan else int(ops.argmax(row[None])) for row, nan in zip(logits, broken, strict=True)]
 
 
 def score(logits: Tensor, token_ids: Sequence[int], count: int) -> list[Logprobs]:

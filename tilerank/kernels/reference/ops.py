@@ -195,10 +195,7 @@ def _sample_row(row: int, logits: Tensor, temperature: float, top_k: int, top_p:
         raise KernelError(f"sample: uniform: expected a number in [0, 1), found {uniform:g} in row {row}")
     largest = float(logits.amax())  # NaN if any logit is NaN
     if not abs(largest) < float("inf"):
-        raise KernelError(
-            "sample: logits: expected a finite maximum and otherwise finite numbers or -inf, "
-            f"found {largest:g} in row {row}"
-        )
+        return -1
     ordered, index = logits.sort(descending=True, stable=True)  # equal logits: the smaller id first
     if temperature == 0:
         return int(index[0])

@@ -18,7 +18,7 @@
 namespace tilerank {
 namespace {
 
-constexpr const char* kLogits = "logits: expected a finite maximum and otherwise finite numbers or -inf";
+constexpr int64_t kNone = -1;  // for a row whose logits give no probabilities
 
 struct Candidate {
   float logit;
@@ -196,13 +196,13 @@ void sample_rows(const Args& args, Team& team, const Passes& passes) {
     if (!(uniform >= 0 && uniform < 1)) fail("uniform: expected a number in [0, 1)", uniform, row);
 
     const float* x = logits.row<float>(row);
-    const float nan = passes.largest_of_groups(x, n, of_groups);
-    if (std::isnan(nan)) fail(kLogits, static_cast<double>(nan), row);
+    int64_t& chosen = out.as<int64_t>()[row];
+    chosen = kNone;
+    if (std::isnan(passes.largest_of_groups(x, n, of_groups))) continue;
     const int32_t* const best = std::max_element(of_groups, of_groups + groups);
     int64_t i = (best - of_groups) / kGroups * kSpan;  // the first span that has the largest
     while (ordered(x[i]) != *best) ++i;
-    if (std::isinf(x[i])) fail(kLogits, static_cast<double>(x[i]), row);
-    int64_t& chosen = out.as<int64_t>()[row];
+    if (std::isinf(x[i])) continue;
     if (temperature == 0) {
       chosen = i;
       continue;
