@@ -89,6 +89,11 @@ class Vocoder(Layer):
     frame_samples: int
     late_samples: int
 
+    @property
+    @abstractmethod
+    def state_bytes(self) -> int:
+        """Bytes of the largest state of a sound."""
+
     @abstractmethod
     def begin(self) -> SoundState:
         """Return the state of a sound that begins."""

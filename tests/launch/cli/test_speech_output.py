@@ -19,6 +19,11 @@ from tilerank.runtime.registry import read_supported_card
 
 SPEECH = ("talker.", "code2wav.")
 TALKER = 3 * 2 * 2 * 32 * 2 * 32768  # layers, K and V, KV heads, head size, bytes, tokens
+FRAMES = 2 * 2 * 2 * 32 * 2 * 256 * 32  # the same of the code predictor: a page of 32 tokens for each of 256 requests
+CONVOLVED = (  # elements before a convolution: 6 rows of 7 taps, 3 and 9 times as many if they are dilated
+    3 * 6 * 64 + (96 + 48 + 24 + 12) + (6 + 18 + 54) * (48 + 24 + 12 + 6) + 6 * 6
+)
+SOUND = 2 * (2 * 2 * 64 * (71 + 31) + CONVOLVED)  # bytes; layers, K and V, width, frames of a window and of a page
 
 
 @pytest.fixture(scope="module")
@@ -76,21 +81,22 @@ def test_plans_count_what_speaks(model: Path, tmp_path: Path) -> None:
         plan, less = (plan_on(sockets(2, 8), tmp_path, one, tp, cached_tokens=1024) for one in (card, silent))
         speaker = sum(rank.speaker for rank in plan.ranks)
         assert speaker == plan.weights - less.weights >= tensors
-        assert [rank.talker for rank in plan.ranks] == [TALKER // tp] * tp and less.talker == 0
-        assert plan.need == plan.weights + TALKER + 1024 * plan.cache_per_token + tp * RANK_OVERHEAD
-        assert as_json(plan)["talker"] == TALKER
-    assert "of the weights speak, and the talker's cache takes 12.0 MiB on each rank." in render(plan)
+        each = (TALKER + FRAMES) // tp + 256 // tp * SOUND
+        assert [rank.speech for rank in plan.ranks] == [each] * tp and less.speech == 0
+        assert plan.need == plan.weights + tp * each + 1024 * plan.cache_per_token + tp * RANK_OVERHEAD
+        assert as_json(plan)["speech"] == tp * each
+    assert "of the weights speak; what they speak takes up to 22.4 MiB on each rank." in render(plan)
     assert "speak" not in render(less)
 
 
-def test_the_kv_cache_leaves_room_for_the_talker(model: Path, tmp_path: Path) -> None:
+def test_the_kv_cache_leaves_room_for_speech(model: Path, tmp_path: Path) -> None:
     """Node 0 has 64 GiB, of which half is free."""
     card = read_supported_card(model)
     plan = plan_on(sockets(2, 8), tmp_path, card, 2, cached_tokens=None, mem_fraction=0.0005)
     rank = plan.ranks[0]
-    room = int(0.0005 * 64 * GIB) - rank.weights - rank.talker
+    room = int(0.0005 * 64 * GIB) - rank.weights - rank.speech
     assert plan.cached_tokens == room // rank.cache_per_token // 32 * 32 > 0
-    assert plan.cache_reason is not None and ", 12.0 MiB for speech, at " in plan.cache_reason
+    assert plan.cache_reason is not None and ", 22.4 MiB for speech, at " in plan.cache_reason
 
 
 def test_a_checkpoint_says_that_it_does_not_speak(model: Path) -> None:

@@ -16,6 +16,7 @@ from rungs import COMPILED, RUNGS
 from tests.runtime.omni.sound_rank_job import load
 from tilerank.parallel.group import SingleGroup
 from tilerank.runtime.errors import EngineError
+from tilerank.runtime.models.speech.code2wav import Code2WavState
 from tilerank.runtime.speech.sound_rank import SoundRank
 from tilerank.runtime.speech.speech_messages import Sound
 
@@ -70,6 +71,18 @@ def test_a_long_sound_begins_anew_after_a_chunk(run: Run) -> None:
     """In parts that do not divide a chunk."""
     found = run(1, (LONG,), 77, (COMPILED[0],))[COMPILED[0]]
     assert max(found["errors"]) <= TOLERANCE
+
+
+def test_states_are_as_large_as_plans_say(reference: Path) -> None:
+    """After a window and all but one frame of a page, a layer of the transformer keeps most."""
+    model = load(reference / "omni", SingleGroup())
+    state = model.begin()
+    assert isinstance(state, Code2WavState)
+    sizes = []
+    for frames in (1, 72 + 30 - 1, 1, 30, 1):
+        model.decode(torch.zeros(frames, model.codes, dtype=torch.int64), state)
+        sizes.append(sum(kept.nbytes for kept in state.past.values()))
+    assert max(sizes) == sizes[1] == model.state_bytes
 
 
 def test_sounds_with_gaps_are_refused(reference: Path) -> None:

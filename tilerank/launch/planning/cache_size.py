@@ -86,13 +86,13 @@ class CacheSize:
 
 @dataclass(frozen=True)
 class Demand:
-    """What the ranks of a host hold, in bytes. form: the format of their weights. media: for encoded media. talker: its
-    cache, 0 for models that do not speak. state: one state of a sequence, 0 for models without."""
+    """What the ranks of a host hold, in bytes. form: the format of their weights. media: for encoded media. speech: for
+    sequences that speak, 0 for models that do not. state: one state of a sequence, 0 for models without."""
 
     form: str
     weights: int
     media: int
-    talker: int
+    speech: int
     cache_per_token: int
     state: int
     overhead: int
@@ -119,7 +119,7 @@ def largest(
     for node in nodes:
         if node.cache_per_token:
             each = math.ceil(node.cache_per_token), math.ceil(node.state)
-            held = Demand(demand.form, node.weights, node.media, node.talker, *each, node.overhead)
+            held = Demand(demand.form, node.weights, node.media, node.speech, *each, node.overhead)
             found += _limits(f"node {node.node}", held, node.total, node.free, fraction)
     group, available = limits.memory_limit, limits.memory_available
     if group is not None and available is not None and demand.cache_per_token:
@@ -134,9 +134,9 @@ def _limits(where: str, held: Demand, total: int, free: int, fraction: float) ->
         each += f" and {size(held.state)} for the states of every {TOKENS_PER_STATE:,} tokens"
     if held.media:
         weights += f", {size(held.media)} for media"
-    if held.talker:
-        weights += f", {size(held.talker)} for speech"
-    fixed = held.weights + held.media + held.talker
+    if held.speech:
+        weights += f", {size(held.speech)} for speech"
+    fixed = held.weights + held.media + held.speech
     share = int(fraction * total)
     yield CacheSize(
         most_tokens(share - fixed, held.cache_per_token, held.state),

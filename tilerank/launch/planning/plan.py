@@ -67,7 +67,7 @@ def plan_model(
     from tilerank.parallel.sharding import Sharding
     from tilerank.runtime.caches.cache import bytes_per_state, bytes_per_token, expected_tokens, has_states
     from tilerank.runtime.registry import build_model
-    from tilerank.runtime.speech.speech_rank import TALKER_TOKENS, talker_cache_bytes
+    from tilerank.runtime.speech.speech_rank import TALKER_TOKENS, speech_bytes
     from tilerank.runtime.worker import MAX_RUNNING
 
     expected = expected_tokens(card.context_length) if cached_tokens is None else cached_tokens
@@ -92,7 +92,7 @@ def plan_model(
             part.encoder.nbytes() if part.encoder else 0,
             mm_cache_bytes if part.encoder else 0,
             part.speaker.nbytes() if part.speaker else 0,
-            talker_cache_bytes(part.speaker, TALKER_TOKENS) if part.speaker else 0,
+            speech_bytes(part.speaker, tokens=TALKER_TOKENS, sequences=MAX_RUNNING, ranks=tp) if part.speaker else 0,
         )
         for where, part in zip(placement.ranks, models, strict=True)
     )
@@ -120,7 +120,7 @@ def plan_model(
     if cached_tokens is not None:
         return plan
     cache = cache_size.largest(
-        Demand(plan.form, plan.weights, plan.media, plan.talker, plan.cache_per_token, plan.state, plan.overhead),
+        Demand(plan.form, plan.weights, plan.media, plan.speech, plan.cache_per_token, plan.state, plan.overhead),
         plan.nodes,
         topology.limits,
         mem_fraction,
@@ -156,7 +156,7 @@ def _node_shares(topology: Topology, ranks: tuple[RankShare, ...], sharers: int)
                 ranks=tuple(rank.placement.rank for rank, _ in parts),
                 weights=round(sum(rank.weights * part for rank, part in parts)),
                 media=round(sum(rank.media * part for rank, part in parts)),
-                talker=round(sum(rank.talker * part for rank, part in parts)),
+                speech=round(sum(rank.speech * part for rank, part in parts)),
                 cache_per_token=sum(rank.cache_per_token * part for rank, part in parts),
                 state=sum(rank.state * part for rank, part in parts),
                 overhead=round(sum(RANK_OVERHEAD * part for _, part in parts)),
@@ -171,7 +171,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
     """Return the plan and the totals derived from it, ready for JSON."""
     follows = {
         name: getattr(plan, name)
-        for name in ("weights", "media", "talker", "cache_per_token", "state", "need", "available", "token_room")
+        for name in ("weights", "media", "speech", "cache_per_token", "state", "need", "available", "token_room")
     }
     return dataclasses.asdict(plan) | follows | {"refusal": plan.refusal()}
 

@@ -147,10 +147,10 @@ def _media(plan: Plan) -> list[str]:
 
 
 def _speech(plan: Plan) -> list[str]:
-    if not plan.talker:
+    if not plan.speech:
         return []
-    weights, most = sum(rank.speaker for rank in plan.ranks), max(rank.talker for rank in plan.ranks)
-    return [f"Speech: {size(weights)} of the weights speak, and the talker's cache takes {size(most)} on each rank."]
+    weights, most = sum(rank.speaker for rank in plan.ranks), max(rank.speech for rank in plan.ranks)
+    return [f"Speech: {size(weights)} of the weights speak; what they speak takes up to {size(most)} on each rank."]
 
 
 def cache_text(plan: Plan) -> str:

@@ -50,7 +50,7 @@ class RankShare:
     """Where one rank runs, and the bytes of its weights, of one cached token and of one state of a sequence.
 
     encoder: bytes of the weights that encode media, a part of `weights`. media: bytes that encoded media may take.
-    speaker: bytes of the weights that speak, a part of `weights`. talker: bytes of the talker's cache.
+    speaker: bytes of the weights that speak, a part of `weights`. speech: bytes that sequences which speak may take.
     """
 
     placement: RankPlacement
@@ -60,7 +60,7 @@ class RankShare:
     encoder: int = 0
     media: int = 0
     speaker: int = 0
-    talker: int = 0
+    speech: int = 0
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class NodeShare:
     ranks: tuple[int, ...]
     weights: int
     media: int
-    talker: int
+    speech: int
     cache_per_token: float
     state: float
     overhead: int
@@ -89,7 +89,7 @@ class NodeShare:
     @property
     def fixed(self) -> int:
         """Bytes that do not depend on the size of the KV cache, those of processes aside."""
-        return self.weights + self.media + self.talker
+        return self.weights + self.media + self.speech
 
 
 @dataclass(frozen=True)
@@ -139,14 +139,14 @@ class Plan:
         return sum(rank.media for rank in self.ranks)
 
     @property
-    def talker(self) -> int:
-        """Bytes of the talker's cache on all ranks of this host."""
-        return sum(rank.talker for rank in self.ranks)
+    def speech(self) -> int:
+        """Bytes that sequences which speak may take on all ranks of this host."""
+        return sum(rank.speech for rank in self.ranks)
 
     @property
     def fixed(self) -> int:
         """Bytes that do not depend on the size of the KV cache, those of processes aside."""
-        return self.weights + self.media + self.talker
+        return self.weights + self.media + self.speech
 
     @property
     def cache_per_token(self) -> int:
@@ -205,7 +205,7 @@ class Plan:
             f"{cache if self.cached_tokens else ''}"
             f"{f'{size(self.state * self.states)} for {self.states:,} states, ' if self.states else ''}"
             f"{f'{size(self.media)} for media, ' if self.media else ''}"
-            f"{f'{size(self.talker)} for speech, ' if self.talker else ''}{size(self.overhead)} for the processes, "
+            f"{f'{size(self.speech)} for speech, ' if self.speech else ''}{size(self.overhead)} for the processes, "
             f"{size(self.need)} together, but "
             f"{'this host has' if self.available == self.free else 'the control group allows'} {size(self.available)}"
         )

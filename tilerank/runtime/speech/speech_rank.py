@@ -83,6 +83,7 @@ class SpeechRank:
         """Rows of the longest sequence of the talker."""
         self.codes = speaker.codes
         """Codes of a frame."""
+        self._bytes = speech_bytes(speaker, tokens=tokens, sequences=max_frames, ranks=group.size)
         rows = padded_size(max_frames)
         self._caches = allocate(speaker.cache_specs(), (self.pages + 1) * PAGE_TOKENS)
         self._frame_caches = allocate(speaker.frame_cache_specs(), rows * PAGE_TOKENS)
@@ -109,8 +110,8 @@ class SpeechRank:
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes of this rank's cache with every page in use."""
-        return talker_cache_bytes(self._speaker, self.pages * PAGE_TOKENS)
+        """Bytes of this rank's caches with every page in use, and of all sounds."""
+        return self._bytes
 
     def keep(self, step: Step, hidden: Tensor) -> None:
         """Keep hidden states [m, hidden of the text model] of tokens of media, those of `step.kept` in order. A
@@ -241,9 +242,14 @@ class SpeechRank:
         return self._graphs.run_once(forward) if self._graphs else forward()
 
 
-def talker_cache_bytes(speaker: Speaker, tokens: int) -> int:
-    """Return the bytes that a rank needs to cache so many tokens of the talker, in whole pages."""
-    return bytes_per_token(speaker.cache_specs()) * num_pages(tokens) * PAGE_TOKENS
+def speech_bytes(speaker: Speaker, *, tokens: int, sequences: int, ranks: int) -> int:
+    """Return the bytes that a rank needs for the speech of so many sequences beside the weights: a cache of `tokens`
+    tokens of the talker in whole pages, a page of the code predictor's for each, and what its sounds keep between their
+    parts."""
+    talker = bytes_per_token(speaker.cache_specs()) * num_pages(tokens)
+    frames = bytes_per_token(speaker.frame_cache_specs()) * padded_size(sequences)
+    sounds = -(-sequences // ranks) * speaker.vocoder.state_bytes
+    return (talker + frames) * PAGE_TOKENS + sounds
 
 
 def _chunk(chunk: TalkerChunk) -> Chunk:

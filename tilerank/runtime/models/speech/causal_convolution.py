@@ -114,6 +114,11 @@ class CausalConvolution(Layer):
         self._inputs, self._dtype, self._past_rows = inputs, dtype, (taps - 1) * self.dilation
         self._before = before
 
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes that stay in `past` of a sound."""
+        return self._past_rows * self._inputs * self._dtype.itemsize
+
     def room(self, rows: int, past: Past) -> tuple[Tensor, Tensor]:
         """Return the input of the layer for so many new rows of a sound, and its uninitialised part for them."""
         before = past.get(self)
@@ -179,6 +184,12 @@ class DepthwiseConvolution(Layer):
         self.weight.fill(f"{name}.weight", shape, *(slice(0, size) for size in shape))
         self.bias = PlainParameter((channels,), dtype)
         _fill(self.bias, f"{name}.bias", channels)
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes that stay in `past` of a sound."""
+        taps, channels = self.weight.shape
+        return (taps - 1) * channels * self.weight.dtype.itemsize
 
     def __call__(self, x: Tensor, past: Past) -> Tensor:
         before = past.get(self)

@@ -82,6 +82,12 @@ class Code2WavLayer(Layer):
         scale = f"{name}.mlp_layer_scale.scale"
         self.down = CausalConvolution(f"{name}.mlp.down_proj", widths, dtype, bias=False, scale=scale)
         self._factor = c.head_dim**-0.5
+        self._kept = 2 * (c.window + PAGE_TOKENS - 2) * c.num_kv_heads * c.head_dim * dtype.itemsize
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes that stay in `past` of a sound at most: keys and values of a window, from the begin of a page on."""
+        return self._kept
 
     def __call__(self, x: Tensor, window: Window, past: Past) -> None:
         """Update x [n, hidden] in place."""
@@ -209,6 +215,11 @@ class Code2Wav(Vocoder):
         self.last = CausalConvolution(f"{own}.{last + 1}.conv", (channels, 1), dtype, taps=TAPS)
         self._offsets = torch.arange(c.groups)[:, None] * c.codes
         self._config = c
+
+    @property
+    def state_bytes(self) -> int:
+        keeping = (Code2WavLayer, CausalConvolution, DepthwiseConvolution)
+        return sum(layer.kept_bytes for layer in self.walk() if isinstance(layer, keeping))
 
     def begin(self) -> Code2WavState:
         return Code2WavState()
