@@ -1,5 +1,6 @@
 """The engine speaks: its codes and samples against transformers, and requests that come, wait and go."""
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -154,6 +155,40 @@ def test_numbers_that_are_none_fail_one_request(
     assert [event.request for event in failed] == [bad]
     assert failed[0].sentence.startswith("the talker computes NaN or infinity after 3 frames of this speech")
     assert samples == expected[0][2]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1e-5])
+def test_codes_that_cannot_be_chosen_fail_one_request(
+    reference: Path, asked: dict[str, Prompt], temperature: float
+) -> None:
+    """The code predictor alone computes NaN, in the fourth frame of the older of two speeches."""
+    engine = Engine(start(single(), str(reference), eager=True))
+    assert engine._speaking is not None and engine.worker.speech is not None
+    predictor: Any = engine.worker.speech._speaker.predictor
+
+    def damaged(x: torch.Tensor) -> torch.Tensor:
+        logits = whole(x)
+        speech = engine._speaking._speeches.get(bad)
+        if speech is not None and speech.frames == 4:
+            logits[0] = math.nan
+        return logits
+
+    whole = predictor.heads[2]
+    params = {"temperature": temperature, "seed": 3}
+    with limits(FRAMES):
+        expected = speak(Listener(engine), [request(asked["turns"], **params)])[0]
+        bad = engine.submit(request(asked["text"], **params))
+        good = engine.submit(request(asked["turns"], **params))
+        predictor.heads[2] = damaged
+        samples, failed = b"", []
+        while engine.busy:
+            for event in engine.step():
+                failed += [event] if isinstance(event, Failed) else []
+                samples += event.samples if isinstance(event, SoundEvent) and event.request == good else b""
+    assert [(event.request, event.sentence.split(":")[0]) for event in failed] == [
+        (bad, "the talker computes NaN or infinity after 4 frames of this speech")
+    ]
+    assert samples == expected.samples and not engine.worker.speech._held
 
 
 def test_seeds_give_speeches(asked: dict[str, Prompt], listener: Listener) -> None:

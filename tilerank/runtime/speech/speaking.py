@@ -230,7 +230,10 @@ class Speaking:
         step = SpeechStep(chunks, frames, sounds, self._finished, self._moved)
         self._finished, self._moved = [], []
         self._worker.announce(step)
-        return self._worker.speak(step)
+        spoken = self._worker.speak(step)
+        # A frame with a code for which there were no probabilities has no first code after it.
+        spoken.logits[len(spoken.logits) - len(frames) :][(spoken.codes < 0).any(1)] = torch.nan
+        return spoken
 
     def _take_codes(self, heard: list[Speech], logits: Tensor) -> list[SoundEvent | Failed]:
         """Choose the first code of the next frame of each speech, unless it is known from before."""
