@@ -273,6 +273,14 @@ class PlainParameter(Parameter):
         self.data[row : row + len(rows)] = rows
 
 
+class WholeParameter(PlainParameter):
+    """A stored tensor of any shape, whole on every rank."""
+
+    def __init__(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        super().__init__(shape, dtype)
+        self.fill(name, shape, *(slice(0, size) for size in shape))
+
+
 class GatedBias(PlainParameter):
     """The biases [width] of gate and up as one vector for `linear` with silu_mul: 32 elements of each in turn."""
 

@@ -4,7 +4,7 @@
     x += attention(norm(x));  x += mlp(norm(x))  per layer, within windows of steps;  project(gelu(project(norm(x))))
 
 A clip is encoded alone, as transformers does with a batch of one: the last chunk is padded with zeros if there is a
-whole one before it. An encode is a sequence of tasks, as in vision.py.
+whole one before it. An encode is a sequence of tasks, as in tower.py.
 """
 
 import math
@@ -15,28 +15,31 @@ import torch
 from torch import Tensor
 
 from tilerank.kernels import core, ops
-from tilerank.kernels.attention import store_kv
 from tilerank.kernels.audio import log_mel, unfold
-from tilerank.kernels.heads import join_heads
-from tilerank.kernels.kv_pages import KVPages
 from tilerank.kernels.linear import Activation
-from tilerank.kernels.packed_sequences import PackedSequences
 from tilerank.kernels.vision import gelu
 from tilerank.kernels.weight_formats import Float
-from tilerank.parallel.linear import Linear, QKVParallelLinear, RowParallelLinear
+from tilerank.parallel.linear import Linear, RowParallelLinear
 from tilerank.parallel.norm import LayerNorm
 from tilerank.parallel.parameters import Layer, PackedParameter, PlainParameter
-from tilerank.parallel.shard import Cut, HeadCut, Span
+from tilerank.parallel.shard import Cut, Span
 from tilerank.parallel.sharding import Sharding
 
 from ..media.sound import HOP, audio_tokens
 from .audio_config import CHUNK, CHUNK_STEPS, AudioConfig
-from .mel import mel_filters, normal
-from .vision import ROW_UNIT, VisionMLP, cut_rows
+from .mel import mel_filters, normalize_mel
+from .tower import ROW_UNIT, BlockNames, BlockShape, PackedLayout, TowerBlock, TowerMLP, cut_rows
 
-EPS = 1e-5
+_EPS = 1e-5
 _FRAME = 2e6
 """Operations that take as long as computing a frame of the spectrogram."""
+_BLOCK = BlockNames(
+    norms=("self_attn_layer_norm", "final_layer_norm"),
+    attention="self_attn",
+    qkv=("q_proj", "k_proj", "v_proj"),
+    out="out_proj",
+    mlp=("fc1", "fc2"),
+)
 
 
 class ConvolutionParameter(PackedParameter):
@@ -132,73 +135,6 @@ class AudioConvolutions(Layer):
         yield "audio channels", self._cut
 
 
-class AudioAttention(Layer):
-    """Attention of every step to those of its window, cut by heads."""
-
-    def __init__(self, name: str, config: AudioConfig, sharding: Sharding) -> None:
-        hidden, heads = config.hidden_size, config.num_heads
-        self.qkv = QKVParallelLinear(name, hidden, heads, heads, config.head_dim, sharding, bias=True)
-        self.out = RowParallelLinear(f"{name}.out_proj", hidden, hidden, sharding, span=self.qkv.q_columns, bias=True)
-        self.scale = config.head_dim**-0.5
-        self._dtype = sharding.dtype
-
-    def pages(self, windows: PackedSequences) -> KVPages:
-        """Return uninitialised pages for the keys and values of all steps."""
-        return windows.pages(self.qkv.kv_heads, self.qkv.head_dim, self._dtype)
-
-    def project(self, x: Tensor, rows: slice, windows: PackedSequences, pages: KVPages) -> Tensor:
-        """Return the queries [n, heads, head_dim] of n rows, and write their keys and values into `pages`.
-
-        x: [n, hidden], the input of these rows.
-        """
-        q, k, v = self.qkv(x)
-        store_kv(k, v, pages, windows.slots[rows])
-        return q
-
-    def attend(self, q: Tensor, first: int, windows: PackedSequences, pages: KVPages) -> Tensor:
-        """Return this rank's part of the output [n, hidden] for the queries of n rows from `first` on."""
-        return self.out(join_heads(windows.attend(q, first, pages, self.qkv.kv_map, self.scale)))
-
-    def cuts(self) -> Iterator[tuple[str, Cut]]:
-        spans = self.qkv.heads.q
-        yield "audio heads", Cut(max(span.stop for span in spans), 1, spans)
-
-    def head_cuts(self) -> Iterator[HeadCut]:
-        """None: the answer is about the heads of the decoder."""
-        yield from ()
-
-
-class AudioBlock(Layer):
-    """Attention and an MLP, each after a norm; the same bits on every rank."""
-
-    def __init__(self, name: str, config: AudioConfig, sharding: Sharding) -> None:
-        hidden = config.hidden_size
-        self.norm1 = LayerNorm(f"{name}.self_attn_layer_norm", hidden, EPS, sharding)
-        self.attention = AudioAttention(f"{name}.self_attn", config, sharding)
-        self.norm2 = LayerNorm(f"{name}.final_layer_norm", hidden, EPS, sharding)
-        sizes = (hidden, config.intermediate_size, hidden)
-        self.mlp = VisionMLP(name, sizes, "gelu", "audio MLP width", sharding, projections=("fc1", "fc2"))
-        self._projection_cost = 6 * hidden**2
-        self._rest_cost = 2 * hidden**2 + 4 * hidden * config.intermediate_size + 4 * hidden * config.window
-        self._sharding = sharding
-
-    def tasks(self, x: Tensor, windows: PackedSequences, limit: float) -> Iterator[float]:
-        """Update x [t, hidden] in place. Tasks as in VisionBlock."""
-        pages, numbers = self.attention.pages(windows), torch.arange(x.shape[0])
-        queries = []
-        for rows, cost in cut_rows(x.shape[0], self._projection_cost, limit, ROW_UNIT):
-            yield cost
-            queries.append((rows, self.attention.project(self.norm1(x[rows]), rows, windows, pages)))
-        for projected, q in queries:
-            for part, cost in cut_rows(q.shape[0], self._rest_cost, limit, ROW_UNIT):
-                yield cost
-                first = projected.start + part.start
-                rows = slice(first, first + part.stop - part.start)
-                attended = self.attention.attend(q[part], first, windows, pages)
-                ops.add_rows_(x, numbers[rows], self._sharding.sum(attended))
-                ops.add_rows_(x, numbers[rows], self._sharding.sum(self.mlp(self.norm2(x[rows]))))
-
-
 class AudioTower(Layer):
     """Turns samples of sound into tokens, under the names of the checkpoint."""
 
@@ -206,10 +142,12 @@ class AudioTower(Layer):
         hidden = config.hidden_size
         self.config = config
         self.convolutions = AudioConvolutions(name, config, sharding)
-        self.blocks = [AudioBlock(f"{name}.layers.{i}", config, sharding) for i in range(config.depth)]
-        self.norm = LayerNorm(f"{name}.ln_post", hidden, EPS, sharding)
+        shape = BlockShape(hidden, config.num_heads, config.intermediate_size, _EPS, "gelu", bias=True, kind="audio")
+        self.blocks = [TowerBlock(f"{name}.layers.{i}", shape, _BLOCK, sharding) for i in range(config.depth)]
+        self.norm = LayerNorm(f"{name}.ln_post", hidden, _EPS, sharding)
         sizes = (hidden, hidden, config.out_hidden_size)
-        self.mlp = VisionMLP(name, sizes, "gelu", "audio projection width", sharding, projections=("proj1", "proj2"))
+        projections = f"{name}.proj1", f"{name}.proj2"
+        self.mlp = TowerMLP(projections, sizes, "gelu", "audio projection width", sharding)
         self._out_cost = 2 * hidden * (hidden + config.out_hidden_size)
         self._sharding = sharding
 
@@ -223,7 +161,7 @@ class AudioTower(Layer):
         yield self.mlp, steps, 0
 
     def tasks(self, samples: Tensor, out: Tensor, limit: float) -> Iterator[float]:
-        """Write the tokens of samples [n] float32 to out [audio_tokens(n / HOP), out]. Tasks as in VisionBlock."""
+        """Write the tokens of samples [n] float32 to out [audio_tokens(n / HOP), out]. Tasks as in TowerBlock."""
         frames, c = samples.shape[0] // HOP, self.config
         mel, loudest = core.empty((frames, c.mels), torch.float32), -math.inf
         for rows, cost in cut_rows(frames, _FRAME * self._sharding.size, limit, ROW_UNIT):
@@ -233,7 +171,7 @@ class AudioTower(Layer):
         x = core.empty((audio_tokens(frames), c.hidden_size), self._sharding.dtype)
         positions = sinusoids(CHUNK_STEPS, c.hidden_size).to(x.dtype)
         for number, first in enumerate(range(0, frames, CHUNK)):
-            chunk = normal(mel[first : first + CHUNK], loudest).to(x.dtype)
+            chunk = normalize_mel(mel[first : first + CHUNK], loudest).to(x.dtype)
             if number and chunk.shape[0] < CHUNK:
                 chunk = torch.nn.functional.pad(chunk, (0, 0, 0, CHUNK - chunk.shape[0]))
             taken = x[number * CHUNK_STEPS : (number + 1) * CHUNK_STEPS]
@@ -243,7 +181,7 @@ class AudioTower(Layer):
                 else:
                     yield task
         edges = [*range(0, x.shape[0], c.window), x.shape[0]]
-        windows = PackedSequences(torch.tensor(edges, dtype=torch.int32))
+        windows = PackedLayout(torch.tensor(edges, dtype=torch.int32), c.window)
         for block in self.blocks:
             yield from block.tasks(x, windows, limit)
         for rows, cost in cut_rows(x.shape[0], self._out_cost, limit, ROW_UNIT):

@@ -4,15 +4,13 @@ from dataclasses import dataclass
 
 from tilerank.loader.fields import Fields
 
-from .text_config import MAX_WIDTH
+from .text_config import MAX_WIDTH, read_heads
 
 CHUNK = 100
 """Frames that are convolved together."""
 CHUNK_STEPS = 13
 """Steps that a whole chunk becomes."""
 _MAX_DEPTH = 1 << 10
-_MAX_HEADS = 1 << 10
-_MAX_HEAD_DIM = 256  # of the attention kernel
 
 
 @dataclass(frozen=True)
@@ -47,9 +45,7 @@ def read_audio_config(c: Fields, out_hidden_size: int) -> AudioConfig:
         raise c.fail("output_dim", f"the hidden_size {out_hidden_size} of the language model")
     if c.integer("n_window", 1, 1 << 16) != CHUNK // 2:
         raise c.fail("n_window", f"{CHUNK // 2}, since the processor counts with it")
-    hidden, heads = c.integer("d_model", 4, MAX_WIDTH), c.integer("encoder_attention_heads", 1, _MAX_HEADS)
-    if hidden % (8 * heads) or hidden > _MAX_HEAD_DIM * heads:
-        raise c.fail("d_model", f"{heads} heads of a multiple of 8 up to {_MAX_HEAD_DIM}")
+    hidden, heads = read_heads(c, "d_model", "encoder_attention_heads")
     window = c.integer("n_window_infer", CHUNK, 1 << 20)
     if window % CHUNK:
         raise c.fail("n_window_infer", f"a multiple of {CHUNK}")

@@ -14,7 +14,7 @@ from tilerank.kernels.weight_formats import Float
 from tilerank.parallel.cost import Cost, Work, operand_type
 from tilerank.parallel.delta_projection import DeltaHeads, DeltaProjection
 from tilerank.parallel.linear import RowParallelLinear
-from tilerank.parallel.parameters import PlainParameter
+from tilerank.parallel.parameters import PlainParameter, WholeParameter
 from tilerank.parallel.sharding import Sharding
 
 from ..batch import Batch, LogitRows
@@ -43,8 +43,7 @@ class GatedDeltaNet(Mixer[StateSlots]):
         self.a_log, self.dt_bias = (PlainParameter((held.value_heads,), torch.float32) for _ in range(2))
         for parameter, tensor in ((self.a_log, "A_log"), (self.dt_bias, "dt_bias")):
             parameter.fill(f"{name}.{tensor}", (heads.value_heads,), slice(values.start, values.stop))
-        self.norm = PlainParameter((heads.value_dim,), sharding.dtype)
-        self.norm.fill(f"{name}.norm.weight", (heads.value_dim,), slice(0, heads.value_dim))
+        self.norm = WholeParameter(f"{name}.norm.weight", (heads.value_dim,), sharding.dtype)
         width = heads.value_heads * heads.value_dim
         span = values.scaled(heads.value_dim)
         self.out = RowParallelLinear(f"{name}.out_proj", width, hidden, sharding, span=span)

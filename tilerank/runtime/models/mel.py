@@ -29,7 +29,7 @@ def mel_filters(mels: int = 128, window: int = 400, rate: int = 16000) -> Tensor
     return filters.float().double()
 
 
-def normal(mel: Tensor, loudest: float) -> Tensor:
+def normalize_mel(mel: Tensor, loudest: float) -> Tensor:
     """Return frames of log_mel as the tower takes them: within 8 powers of ten of the loudest value of the clip, and
     about 1."""
     return (mel.clamp(min=loudest - 8) + 4) / 4

@@ -9,24 +9,21 @@ those that fill up tiles: attention is two runs of rows of one call and needs no
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 import torch
 from torch import Tensor
 
 from tilerank.kernels import ops
-from tilerank.kernels.attention import attention, store_kv
-from tilerank.kernels.heads import join_heads
+from tilerank.kernels.attention import attention
 from tilerank.kernels.kv_pages import PAGE_TOKENS, KVPages
 from tilerank.kernels.pictures import patches
-from tilerank.kernels.vision import tanh_gate_
 from tilerank.kernels.weight_formats import Float
 from tilerank.loader.fields import Fields
-from tilerank.parallel.linear import Linear, QKVParallelLinear, RowParallelLinear
+from tilerank.parallel.linear import Linear, RowParallelLinear
 from tilerank.parallel.norm import LayerNorm
-from tilerank.parallel.parameters import Layer, PlainParameter
-from tilerank.parallel.shard import Cut, HeadCut
+from tilerank.parallel.parameters import Layer, WholeParameter
 from tilerank.parallel.sharding import Sharding
 
 from ..errors import EngineError
@@ -34,16 +31,22 @@ from ..media.mllama import TileSettings
 from ..media.mllama_intermediate import read_taken_layers
 from ..media.mllama_sizes import fit, tilings
 from ..model import Encoder
-from .text_config import MAX_WIDTH
-from .vision import ROW_UNIT, VisionMLP, cut_rows, pieces
+from .text_config import MAX_WIDTH, read_heads
+from .tower import ROW_UNIT, BlockNames, BlockShape, Grid, RowLayout, TowerBlock, cut_rows, pieces
 
 _EPS = 1e-5
 _TILE_UNIT = 8
 """Rows of a tile are filled up to a multiple of this."""
 _MAX_LAYERS = 1 << 10
 _MAX_SIDE = 1 << 13
-
-Grid = tuple[int, int, int]
+_BLOCK = BlockNames(
+    norms=("input_layernorm", "post_attention_layernorm"),
+    attention="self_attn",
+    qkv=("q_proj", "k_proj", "v_proj"),
+    out="o_proj",
+    mlp=("mlp.fc1", "mlp.fc2"),
+)
+_GATED_BLOCK = replace(_BLOCK, gates=("gate_attn", "gate_ffn"))
 
 
 @dataclass(frozen=True)
@@ -82,9 +85,7 @@ def read_mllama_vision_config(c: Fields) -> MllamaVisionConfig:
     """Read and check the fields of the tower. Raises ConfigError."""
     if c.has("hidden_act") and c.text("hidden_act") != "gelu":
         raise c.fail("hidden_act", "'gelu'")
-    hidden, heads = c.integer("hidden_size", 1, MAX_WIDTH), c.integer("attention_heads", 1, 1 << 10)
-    if hidden % (8 * heads) or hidden > 256 * heads:
-        raise c.fail("hidden_size", f"{heads} heads of a multiple of 8 up to 256")
+    hidden, heads = read_heads(c, "hidden_size", "attention_heads")
     image, patch = c.integer("image_size", 1, _MAX_SIDE), c.integer("patch_size", 1, _MAX_SIDE)
     layers = c.integer("num_hidden_layers", 1, _MAX_LAYERS)
     taken = read_taken_layers(c, layers)
@@ -105,112 +106,24 @@ def read_mllama_vision_config(c: Fields) -> MllamaVisionConfig:
     return config
 
 
-class _Table(PlainParameter):
-    """A stored tensor of any shape, whole on every rank."""
+class TileLayout(RowLayout):
+    """The rows of a picture, of which the first `real` ones are real. Real rows attend to all, padding to real rows."""
 
-    def __init__(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-        super().__init__(shape, dtype)
-        self.fill(name, shape, *(slice(0, size) for size in shape))
+    def __init__(self, total: int, real: int) -> None:
+        self.numbers = self.slots = torch.arange(total)
+        self.seen = total
+        self._real = real
+        # The pages of all rows, for each of two runs: the real rows and the padding.
+        self._tables = torch.arange(-(-total // PAGE_TOKENS), dtype=torch.int32).repeat(2, 1)
 
+    def pages(self, kv_heads: int, head_dim: int, dtype: torch.dtype) -> KVPages:
+        return KVPages.in_arena(self._tables.shape[1], kv_heads, head_dim, dtype)
 
-@dataclass(frozen=True)
-class TileRows:
-    """The rows of a picture. real: how many of them, the first ones, are real. numbers: [t] int64, 0 to t.
-
-    tables: [2, pages] int32, the pages of all rows, for two runs: the real rows and the padding.
-    """
-
-    real: int
-    numbers: Tensor
-    tables: Tensor
-
-    @staticmethod
-    def of(total: int, real: int) -> "TileRows":
-        pages = -(-total // PAGE_TOKENS)
-        return TileRows(real, torch.arange(total), torch.arange(pages, dtype=torch.int32).repeat(2, 1))
-
-    @property
-    def total(self) -> int:
-        return len(self.numbers)
-
-
-class TileAttention(Layer):
-    """Attention of real rows to all rows and of padding to real rows, cut by heads."""
-
-    def __init__(self, name: str, c: MllamaVisionConfig, sharding: Sharding) -> None:
-        dim = c.hidden // c.heads
-        self.qkv = QKVParallelLinear(name, c.hidden, c.heads, c.heads, dim, sharding)
-        self.out = RowParallelLinear(f"{name}.o_proj", c.hidden, c.hidden, sharding, span=self.qkv.q_columns)
-        self.scale = dim**-0.5
-        self._dtype = sharding.dtype
-
-    def pages(self, layout: TileRows) -> KVPages:
-        """Return uninitialised pages for the keys and values of all rows."""
-        return KVPages.in_arena(layout.tables.shape[1], self.qkv.kv_heads, self.qkv.head_dim, self._dtype)
-
-    def project(self, x: Tensor, rows: slice, layout: TileRows, pages: KVPages) -> Tensor:
-        """Return the queries [n, heads, head_dim] of n rows, and write their keys and values into `pages`.
-
-        x: [n, hidden], the input of these rows.
-        """
-        q, k, v = self.qkv(x)
-        store_kv(k, v, pages, layout.numbers[rows])
-        return q
-
-    def attend(self, q: Tensor, first: int, layout: TileRows, pages: KVPages) -> Tensor:
-        """Return this rank's part of the output [n, hidden] for the queries of n rows from `first` on."""
-        lengths = torch.tensor([layout.total, layout.real], dtype=torch.int32)
-        edges = torch.tensor([0, layout.real, layout.total], dtype=torch.int32)
-        starts = edges.clamp(first, first + q.shape[0]) - first
-        kv_map, scale = self.qkv.kv_map, self.scale
-        return self.out(join_heads(attention(q, pages, layout.tables, lengths, starts, kv_map, scale, causal=False)))
-
-    def cuts(self) -> Iterator[tuple[str, Cut]]:
-        spans = self.qkv.heads.q
-        yield "vision heads", Cut(max(span.stop for span in spans), 1, spans)
-
-    def head_cuts(self) -> Iterator[HeadCut]:
-        """None: the answer is about the heads of the decoder."""
-        yield from ()
-
-
-class TileBlock(Layer):
-    """Attention and an MLP, each after a norm; the same bits on every rank. gated: tanh of a number scales each."""
-
-    def __init__(self, name: str, c: MllamaVisionConfig, sharding: Sharding, *, gated: bool) -> None:
-        self.norm1 = LayerNorm(f"{name}.input_layernorm", c.hidden, c.eps, sharding)
-        self.attention = TileAttention(f"{name}.self_attn", c, sharding)
-        self.norm2 = LayerNorm(f"{name}.post_attention_layernorm", c.hidden, c.eps, sharding)
-        sizes = (c.hidden, c.width, c.hidden)
-        self.mlp = VisionMLP(f"{name}.mlp", sizes, "gelu", "vision MLP width", sharding, projections=("fc1", "fc2"))
-        self.gates = [_Table(f"{name}.{gate}", (1,), sharding.dtype) for gate in ("gate_attn", "gate_ffn") if gated]
-        self._projection_cost = 6 * c.hidden**2
-        self._rest_cost = 2 * c.hidden**2 + 4 * c.hidden * c.width
-        self._pair_cost = 4 * c.hidden
-        self._sharding = sharding
-
-    def tasks(self, x: Tensor, layout: TileRows, limit: float) -> Iterator[float]:
-        """Update x [t, hidden] in place. Each `next` first yields the operations of a task, at most `limit`, and the
-        one after it computes the task."""
-        pages = self.attention.pages(layout)
-        queries = []
-        for rows, cost in cut_rows(layout.total, self._projection_cost, limit, ROW_UNIT):
-            yield cost
-            queries.append((rows, self.attention.project(self.norm1(x[rows]), rows, layout, pages)))
-        row_cost = self._pair_cost * layout.total + self._rest_cost
-        for projected, q in queries:
-            for part, cost in cut_rows(q.shape[0], row_cost, limit, ROW_UNIT):
-                yield cost
-                first = projected.start + part.start
-                rows = slice(first, first + part.stop - part.start)
-                self._add(x, rows, layout, self.attention.attend(q[part], first, layout, pages), 0)
-                self._add(x, rows, layout, self.mlp(self.norm2(x[rows])), 1)
-
-    def _add(self, x: Tensor, rows: slice, layout: TileRows, part: Tensor, gate: int) -> None:
-        added = self._sharding.sum(part)
-        if self.gates:
-            tanh_gate_(added, self.gates[gate].data)
-        ops.add_rows_(x, layout.numbers[rows], added)
+    def attend(self, q: Tensor, first: int, pages: KVPages, kv_map: Tensor, scale: float) -> Tensor:
+        total, real = self.seen, self._real
+        lengths = torch.tensor([total, real], dtype=torch.int32)
+        starts = torch.tensor([0, real, total], dtype=torch.int32).clamp(first, first + q.shape[0]) - first
+        return attention(q, pages, self._tables, lengths, starts, kv_map, scale, causal=False)
 
 
 class MllamaTower(Encoder):
@@ -228,23 +141,23 @@ class MllamaTower(Encoder):
         shape = (c.hidden, 3, c.patch, c.patch)
         self.embedding = Linear(c.hidden, prod(shape[1:]), Float(dtype), None)
         self.embedding.weight.fill(f"{name}.patch_embedding.weight", shape, *(slice(0, size) for size in shape))
-        self.class_row = _Table(f"{name}.class_embedding", (c.hidden,), dtype)
+        self.class_row = WholeParameter(f"{name}.class_embedding", (c.hidden,), dtype)
         gated = f"{name}.gated_positional_embedding"
-        self.positions = _Table(f"{gated}.embedding", (c.rows, c.hidden), dtype)
-        self.tile_positions = _Table(f"{gated}.tile_embedding.weight", (c.ids, c.tiles * c.rows * c.hidden), dtype)
-        self.position_gate = _Table(f"{gated}.gate", (1,), dtype)
-        self.tile_tables = [
-            _Table(f"{name}.{when}_tile_positional_embedding.embedding.weight", (c.ids, c.tiles * c.hidden), dtype)
-            for when in ("pre", "post")
-        ]
-        self.tile_gates = [
-            _Table(f"{name}.{when}_tile_positional_embedding.gate", (1,), dtype) for when in ("pre", "post")
-        ]
+        self.positions = WholeParameter(f"{gated}.embedding", (c.rows, c.hidden), dtype)
+        of_tiles = c.tiles * c.rows * c.hidden
+        self.tile_positions = WholeParameter(f"{gated}.tile_embedding.weight", (c.ids, of_tiles), dtype)
+        self.position_gate = WholeParameter(f"{gated}.gate", (1,), dtype)
+        of_each = [f"{name}.{when}_tile_positional_embedding" for when in ("pre", "post")]
+        table = (c.ids, c.tiles * c.hidden)
+        self.tile_tables = [WholeParameter(f"{own}.embedding.weight", table, dtype) for own in of_each]
+        self.tile_gates = [WholeParameter(f"{own}.gate", (1,), dtype) for own in of_each]
         self.norm_before = LayerNorm(f"{name}.layernorm_pre", c.hidden, _EPS, sharding)
         self.norm_after = LayerNorm(f"{name}.layernorm_post", c.hidden, _EPS, sharding)
-        self.blocks = [TileBlock(f"{name}.transformer.layers.{i}", c, sharding, gated=False) for i in range(c.layers)]
+        block = BlockShape(c.hidden, c.heads, c.width, c.eps, "gelu", bias=False, kind="vision")
+        self.blocks = [TowerBlock(f"{name}.transformer.layers.{i}", block, _BLOCK, sharding) for i in range(c.layers)]
         self.global_blocks = [
-            TileBlock(f"{name}.global_transformer.layers.{i}", c, sharding, gated=True) for i in range(c.global_layers)
+            TowerBlock(f"{name}.global_transformer.layers.{i}", block, _GATED_BLOCK, sharding)
+            for i in range(c.global_layers)
         ]
         span = sharding.cut(c.output).spans[sharding.rank]
         self.projector = RowParallelLinear(
@@ -269,12 +182,12 @@ class MllamaTower(Encoder):
         yield out
 
     def _tasks(self, frames: Tensor, grid: Grid, out: Tensor, limit: float) -> Iterator[float]:
-        """Write the encoding to `out`. Tasks as in TileBlock."""
+        """Write the encoding to `out`. Tasks as in TowerBlock."""
         c = self.config
         rows, columns = grid[1] // c.side, grid[2] // c.side
         aspect, real = 1 + tilings(c.tiles).index((rows, columns)), rows * columns * c.rows
         tokens = c.tiles * c.rows
-        layout = TileRows.of(tokens + c.tiles * self._filling, real)
+        layout = TileLayout(tokens + c.tiles * self._filling, real)
         yield 2.0 * real * 3 * c.patch**2 * c.hidden
         x = self._embed(self._patches(frames, grid), aspect)
         taken: list[Tensor] = []

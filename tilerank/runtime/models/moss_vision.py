@@ -13,12 +13,13 @@ from torch import Tensor
 
 from tilerank.kernels import core
 from tilerank.parallel.norm import LayerNorm
-from tilerank.parallel.parameters import Layer, PlainParameter
+from tilerank.parallel.parameters import Layer, WholeParameter
 from tilerank.parallel.sharding import Sharding
 
 from ..media.qwen_vl_settings import Preprocessing
 from ..model import Encoder
-from .vision import EPS, ROW_UNIT, Grid, VisionMLP, VisionTransformer, cut_rows, pieces
+from .tower import ROW_UNIT, Grid, TowerMLP, cut_rows, pieces
+from .vision import EPS, VisionTransformer
 from .vision_config import VisionConfig
 
 _GROUP = 4096
@@ -33,19 +34,21 @@ class LevelMerger(Layer):
     def __init__(self, name: str, config: VisionConfig, levels: int, sharding: Sharding) -> None:
         self._joined = joined = config.hidden_size * levels * config.merge_size**2
         self.norms = [LayerNorm(f"{name}.norms.{i}", config.hidden_size, EPS, sharding) for i in range(levels)]
-        self.mlp = VisionMLP(name, (joined, joined, config.out_hidden_size), "gelu", "vision merger width", sharding)
+        sizes = (joined, joined, config.out_hidden_size)
+        projections = f"{name}.linear_fc1", f"{name}.linear_fc2"
+        self.mlp = TowerMLP(projections, sizes, "gelu", "vision merger width", sharding)
         self._cost = 2 * joined * (joined + config.out_hidden_size)
         self._sharding = sharding
 
     def take(self, x: Tensor, level: int, levels: Tensor, limit: float) -> Iterator[float]:
-        """Write x [t, hidden] to level `level` of levels [t, levels, hidden]. Tasks as in VisionBlock."""
+        """Write x [t, hidden] to level `level` of levels [t, levels, hidden]. Tasks as in TowerBlock."""
         for rows, cost in cut_rows(x.shape[0], _NORM_COST * x.shape[1], limit, ROW_UNIT):
             yield cost
             levels[rows, level] = self.norms[level](x[rows])
 
     def merge(self, levels: Tensor, out: Tensor, places: Tensor, limit: float) -> Iterator[float]:
         """Write the tokens of levels [t, levels, hidden] to rows `places` [t / merge^2] int64 of out [.., out]. Tasks
-        as in VisionBlock."""
+        as in TowerBlock."""
         blocks = levels.view(-1, self._joined)
         for rows, cost in cut_rows(blocks.shape[0], self._cost, limit, ROW_UNIT):
             yield cost
@@ -66,9 +69,7 @@ class MossTower(Encoder):
         self.transformer = VisionTransformer(name, config, preprocessing, sharding)
         self._taken = (config.depth - 1, *config.deepstack)
         self.merger = LevelMerger(f"{name}.merger", config, len(self._taken), sharding)
-        shape = (config.out_hidden_size,)
-        self.separator = PlainParameter(shape, sharding.dtype)
-        self.separator.fill(separator, shape, slice(0, shape[0]))
+        self.separator = WholeParameter(separator, (config.out_hidden_size,), sharding.dtype)
         self._dtype = sharding.dtype
 
     def shape(self, grid: Grid) -> tuple[int, int, int]:
@@ -84,7 +85,7 @@ class MossTower(Encoder):
         yield out
 
     def _tasks(self, frames: Tensor, grid: Grid, out: Tensor, limit: float) -> Iterator[float]:
-        """Write the encoding to `out`, some frames after the other. Tasks as in VisionBlock."""
+        """Write the encoding to `out`, some frames after the other. Tasks as in TowerBlock."""
         t, rows, columns = grid
         of_frame = self._of_frame(grid) + 1
         out[of_frame - 1 :: of_frame] = self.separator.data

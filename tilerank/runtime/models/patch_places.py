@@ -24,7 +24,7 @@ def angle_table(places: int, head_dim: int) -> Tensor:
     return torch.stack([angles.cos(), angles.sin()], 1)
 
 
-def taps(row: Tensor, column: Tensor, rows: int, columns: int, side: int) -> tuple[Tensor, Tensor]:
+def bilinear_taps(row: Tensor, column: Tensor, rows: int, columns: int, side: int) -> tuple[Tensor, Tensor]:
     """Return rows [n, 4] int64 of a table of side x side positions and their weights [n, 4] float32.
 
     They resample the table bilinearly to rows x columns patches, whose corners are those of the table.

@@ -1,8 +1,9 @@
-"""The fields of config.json that decoder-only text models share."""
+"""The fields of config.json that decoder-only text models share, and bounds of those of other parts."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from tilerank.kernels import kv_pages
 from tilerank.loader.fields import Fields
 from tilerank.loader.padding import resolve_head_dim
 
@@ -42,6 +43,7 @@ class TextConfig:
 def read_text_config(
     c: Fields,
     *,
+    whole: Fields | None = None,
     sectioned: bool = False,
     usual_rotary_part: float | None = None,
     dense: bool = True,
@@ -50,12 +52,14 @@ def read_text_config(
 ) -> TextConfig:
     """Read and check the fields. Raises ConfigError, also for features that would change the result if ignored.
 
-    c: the fields of the language model alone. sectioned: it has interleaved M-RoPE (rope.py). usual_rotary_part: as in
+    c: the fields of the language model alone. whole: those of the file, whose `tie_word_embeddings` comes first if they
+    are nested. sectioned: it has interleaved M-RoPE (rope.py). usual_rotary_part: as in
     `read_rotary_dim`. dense: it has dense MLPs. layer_kinds: those that `layer_types` may list. head_dims: the
     dimensions of a head, and those that are rotated, of latent attention, which has fields of its own for them and no
     KV heads.
     """
     _refuse_unsupported(c)
+    holder = whole if whole is not None and whole.has("tie_word_embeddings") else c
     num_layers = c.integer("num_hidden_layers", 1, _MAX_LAYERS)
     read_layer_types(c, num_layers, layer_kinds)
     hidden_size = c.integer("hidden_size", 1, MAX_WIDTH)
@@ -79,8 +83,17 @@ def read_text_config(
         intermediate_size=c.integer("intermediate_size", 1, MAX_WIDTH * 8) if dense else 0,
         rms_norm_eps=c.number("rms_norm_eps", 0.0, 1.0),
         rope=read_rope(c, rotary_dim if sectioned else None),
-        tie_word_embeddings=c.flag("tie_word_embeddings"),
+        tie_word_embeddings=holder.flag("tie_word_embeddings"),
     )
+
+
+def read_heads(c: Fields, hidden_key: str, heads_key: str) -> tuple[int, int]:
+    """Return the hidden size and the number of heads of a part that is no text model. Raises ConfigError for heads of a
+    size that the attention kernel does not take."""
+    hidden, heads, most = c.integer(hidden_key, 1, MAX_WIDTH), c.integer(heads_key, 1, 1 << 10), kv_pages.MAX_HEAD_DIM
+    if hidden % (8 * heads) or hidden > most * heads:
+        raise c.fail(hidden_key, f"{heads} heads of a multiple of 8 up to {most}")
+    return hidden, heads
 
 
 def read_layer_types(c: Fields, num_layers: int, kinds: Sequence[str]) -> list[str] | None:

@@ -5,11 +5,9 @@ from math import isqrt
 
 from tilerank.loader.fields import Fields
 
-from .text_config import MAX_WIDTH
+from .text_config import MAX_WIDTH, read_heads
 
 _MAX_DEPTH = 1 << 10
-_MAX_HEADS = 1 << 10
-_MAX_HEAD_DIM = 256  # of the attention kernel
 _MAX_SIDE = 1 << 10
 
 
@@ -37,11 +35,14 @@ class VisionConfig:
         return self.hidden_size // self.num_heads
 
 
-def read_vision_config(c: Fields, out_hidden_size: int, *, deepstack: bool = True) -> VisionConfig:
+def read_vision_config(
+    c: Fields, out_hidden_size: int, *, deepstack: bool = True, decoder_layers: int | None = None
+) -> VisionConfig:
     """Read and check the fields. Raises ConfigError, also for what would change the result if ignored.
 
     c: the fields of the tower alone. out_hidden_size: of the decoder. deepstack: False for a family whose towers make
-    no other levels, whatever the file lists.
+    no other levels, whatever the file lists. decoder_layers: how many layers the decoder has, if it adds levels after
+    them; there are fewer levels.
     """
     _expect(c, "hidden_act", "gelu_pytorch_tanh")
     _expect(c, "in_channels", 3)
@@ -51,9 +52,7 @@ def read_vision_config(c: Fields, out_hidden_size: int, *, deepstack: bool = Tru
         _expect(rope, "rope_type", "axial")
         if rope.number("rope_theta", 1.0, 1e15) != 10000.0:
             raise rope.fail("rope_theta", "10000")
-    hidden, heads = c.integer("hidden_size", 1, MAX_WIDTH), c.integer("num_heads", 1, _MAX_HEADS)
-    if hidden % (8 * heads) or hidden > _MAX_HEAD_DIM * heads:
-        raise c.fail("hidden_size", f"{heads} heads of a multiple of 8 up to {_MAX_HEAD_DIM}")
+    hidden, heads = read_heads(c, "hidden_size", "num_heads")
     positions = c.integer("num_position_embeddings", 1, _MAX_SIDE**2)
     if isqrt(positions) ** 2 != positions:
         raise c.fail("num_position_embeddings", "the square of an integer")
@@ -68,7 +67,7 @@ def read_vision_config(c: Fields, out_hidden_size: int, *, deepstack: bool = Tru
         temporal_patch_size=c.integer("temporal_patch_size", 1, 16),
         merge_size=c.integer("spatial_merge_size", 1, 16),
         position_side=isqrt(positions),
-        deepstack=_deepstack(c, depth) if deepstack else (),
+        deepstack=_deepstack(c, depth, decoder_layers) if deepstack else (),
     )
 
 
@@ -78,11 +77,13 @@ def _expect(c: Fields, key: str, value: int | str) -> None:
         raise c.fail(key, repr(value))
 
 
-def _deepstack(c: Fields, depth: int) -> tuple[int, ...]:
+def _deepstack(c: Fields, depth: int, decoder_layers: int | None) -> tuple[int, ...]:
     key = "deepstack_visual_indexes"
     blocks = c.values.get(key)
     if not isinstance(blocks, list) or any(type(i) is not int or not 0 <= i < depth for i in blocks):
         raise c.fail(key, f"a list of blocks from 0 to {depth - 1}")
     if blocks != sorted(set(blocks)):
         raise c.fail(key, "blocks in ascending order")
+    if decoder_layers is not None and len(blocks) >= decoder_layers:
+        raise c.fail(key, f"fewer blocks than the {decoder_layers} layers of the language model")
     return tuple(blocks)

@@ -22,7 +22,7 @@ from tilerank.kernels.kv_pages import PAGE_TOKENS, KVPages
 from tilerank.parallel.cost import Cost
 from tilerank.parallel.linear import ColumnParallelLinear, GateUpParallelLinear, QKVParallelLinear
 from tilerank.parallel.norm import LayerNorm, RMSNorm
-from tilerank.parallel.parameters import Layer, PlainParameter
+from tilerank.parallel.parameters import Layer, WholeParameter
 from tilerank.parallel.shard import Cut, HeadCut
 from tilerank.parallel.sharding import Sharding
 
@@ -196,8 +196,7 @@ class Code2Wav(Vocoder):
         self.codes, self.frame_samples = c.groups, c.frame_samples
         self.late_samples = sum(prod(c.rates[i:]) for i in range(len(c.rates)))
         table = (c.groups * c.codes, c.hidden_size)
-        self.embedding = PlainParameter(table, dtype)
-        self.embedding.fill(f"{name}.code_embedding.weight", table, *(slice(0, size) for size in table))
+        self.embedding = WholeParameter(f"{name}.code_embedding.weight", table, dtype)
         own = f"{name}.pre_transformer"
         self.rope = RopeTable(c.rope, c.head_dim, longest, dtype)
         self.layers = [Code2WavLayer(f"{own}.layers.{i}", c, alone) for i in range(c.depth)]

@@ -3,11 +3,10 @@
 from dataclasses import dataclass
 from math import prod
 
-from tilerank.kernels.kv_pages import MAX_HEAD_DIM
 from tilerank.loader.fields import Fields
 
 from ...rope import RopeConfig, read_rope
-from ..text_config import MAX_WIDTH
+from ..text_config import MAX_WIDTH, read_heads
 
 _MAX_DEPTH = 1 << 10
 _MAX_RATE = 1 << 10
@@ -53,9 +52,7 @@ def read_code2wav_config(c: Fields, groups: int) -> Code2WavConfig:
         raise c.fail("hidden_act", "'silu'")
     if c.integer("num_quantizers", 1, 1 << 10) != groups:
         raise c.fail("num_quantizers", f"the {groups} codes of a frame of the talker")
-    hidden, heads = c.integer("hidden_size", 1, MAX_WIDTH), c.integer("num_attention_heads", 1, 1 << 10)
-    if hidden % (8 * heads) or hidden > MAX_HEAD_DIM * heads:
-        raise c.fail("hidden_size", f"{heads} heads of a multiple of 8 up to {MAX_HEAD_DIM}")
+    hidden, heads = read_heads(c, "hidden_size", "num_attention_heads")
     kv_heads = c.integer("num_key_value_heads", 1, heads)
     if heads % kv_heads:
         raise c.fail("num_key_value_heads", f"a divisor of num_attention_heads ({heads})")
