@@ -26,7 +26,7 @@ static void gated_norm(const Args& args, Team& team) {
     using T = decltype(type);
     const auto head_of = [&](const Tensor& x, int64_t item) { return x.row<T>(item / heads) + item % heads * d; };
     const auto [first, last] = team.share(o.size[0] * heads);
-    // Several heads together: the roots of one after the other take longer than all the rest.
+    // The roots of several heads at once: one after the other, they would take longer than all the rest.
     for (int64_t begin = first; begin < last; begin += kLanes) {
       const int64_t end = std::min(begin + kLanes, last);
       float scales[kLanes] = {};
@@ -46,7 +46,7 @@ static void sigmoid_gate(const Args& args, Team& team) {
   const Tensor &x = args.tensor(0), &gate = args.tensor(1);
   const int64_t d = x.size[x.ndim - 1];
   const bool by_row = gate.size[gate.ndim - 1] == 1;
-  constexpr int64_t kPiece = 256;  // elements are independent, so a single row is dealt out, too
+  constexpr int64_t kPiece = 256;  // elements are independent, so even a single row is split over the threads
   const int64_t pieces = (d + kPiece - 1) / kPiece;
   for_float(x.dtype, [&](auto type) {
     using T = decltype(type);

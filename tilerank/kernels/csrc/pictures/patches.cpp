@@ -11,7 +11,7 @@ namespace tilerank::TR_RUNG {
 
 constexpr int64_t kSlack = 64;  // bytes behind a row of pixels that may be read or written
 
-// Of four pixels at p the channels as words, for pairs of pixels: r0 r1 g0 g1 b0 b1 0 0, r2 r3 g2 g3 b2 b3 0 0.
+// Returns the channels of four pixels as words, by pairs of pixels: r0 r1 g0 g1 b0 b1 0 0, r2 r3 g2 g3 b2 b3 0 0.
 static inline __m256i load_four_pixels(const uint8_t* p) {
   const __m256i turns = _mm256_setr_epi8(0, -1, 3, -1, 1, -1, 4, -1, 2, -1, 5, -1, -1, -1, -1, -1,  //
                                          6, -1, 9, -1, 7, -1, 10, -1, 8, -1, 11, -1, -1, -1, -1, -1);

@@ -1,4 +1,4 @@
-// argmax: the first of the largest.
+// argmax: the index of the first of the largest elements.
 #ifndef TR_RUNG
 #include "simd/float_order.h"
 #include "rows/rows.h"
@@ -9,7 +9,7 @@ namespace tilerank::TR_RUNG {
 
 constexpr int64_t kPiece = 4096;
 
-// The largest of a piece, as ordered() has it.
+// Returns the largest element of a piece, as ordered() maps it.
 static int32_t largest_of(const float* x, int64_t n, int64_t row) {
   int32_t largest = std::numeric_limits<int32_t>::min(), smallest = std::numeric_limits<int32_t>::max();
   for (int64_t i = 0; i < n; ++i) {
@@ -22,8 +22,8 @@ static int32_t largest_of(const float* x, int64_t n, int64_t row) {
   return largest;
 }
 
-// tensors: logits, out, scratch [rows, pieces] i32. A vocabulary is wide and a batch may be one row, so rows are dealt
-// out in pieces.
+// tensors: logits, out, scratch [rows, pieces] i32. A vocabulary is wide and a batch may have one row, so threads
+// share rows, in pieces.
 static void argmax(const Args& args, Team& team) {
   const Tensor &logits = args.tensor(0), &out = args.tensor(1), &largest = args.tensor(2);
   const int64_t n = logits.size[1], pieces = largest.size[1];

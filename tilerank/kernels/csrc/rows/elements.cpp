@@ -6,8 +6,8 @@
 #else
 namespace tilerank::TR_RUNG {
 
-// f(row, column, n) for this thread's pieces of a tensor [..., d]: elements are independent, so a single row is dealt
-// out too, in pieces of a few cache lines.
+// Calls f(row, column, n) for this thread's pieces of a tensor [..., d]. Elements are independent, so even a single row
+// is split over the threads, in pieces of a few cache lines.
 template <class F>
 static void for_pieces(const Tensor& x, Team& team, const F& f) {
   constexpr int64_t kPiece = 256;
@@ -123,7 +123,7 @@ static void tanh_gate(const Args& args, Team& team) {
     using T = decltype(type);
     Vec factor = zero();
     for_lanes(1, [&](int64_t, auto lanes) {
-      const Vec power = exp(lanes.load(gate.as<T>()) * set(2.0f));  // of the other lanes: of zero
+      const Vec power = exp(lanes.load(gate.as<T>()) * set(2.0f));  // the other lanes hold e^0
       factor = round_to<T>(set(sum(set(1.0f) - set(2.0f) / (power + set(1.0f)))));
     });
     for_pieces(x, team, [&](int64_t row, int64_t column, int64_t n) {

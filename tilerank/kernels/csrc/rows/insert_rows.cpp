@@ -1,4 +1,4 @@
-// put_rows and add_rows: into some rows of a matrix, such as those of the placeholders of pictures.
+// put_rows and add_rows write to some rows of a matrix, such as those of the placeholders of pictures.
 #ifndef TR_RUNG
 #include "rows/rows.h"
 #define TR_SOURCE "rows/insert_rows.cpp"
@@ -6,7 +6,7 @@
 #else
 namespace tilerank::TR_RUNG {
 
-// f(to, from) for this thread's rows, as pointers to T.
+// Calls f(to, from) for this thread's rows, as pointers to T.
 template <class T, class F>
 static void for_inserted_rows(const Args& args, Team& team, const F& f) {
   const Tensor &rows = args.tensor(0), &values = args.tensor(1), &x = args.tensor(2);

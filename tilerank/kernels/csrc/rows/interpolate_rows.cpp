@@ -1,4 +1,4 @@
-// interpolate_rows: weighted sums of four rows of a table, products and sums in fp32 and in order.
+// interpolate_rows: weighted sums of four rows of a table; products and sums are fp32, in order.
 #ifndef TR_RUNG
 #include "rows/rows.h"
 #define TR_SOURCE "rows/interpolate_rows.cpp"

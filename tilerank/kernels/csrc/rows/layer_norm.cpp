@@ -1,4 +1,5 @@
-// layer_norm: one row after the other, in fp32. The mean comes first, so that the variance loses no digits to it.
+// layer_norm, row by row, in fp32. The mean is subtracted before values are squared, so that the variance keeps its
+// digits.
 #ifndef TR_RUNG
 #include "rows/rows.h"
 #define TR_SOURCE "rows/layer_norm.cpp"

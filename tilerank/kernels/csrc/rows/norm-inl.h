@@ -1,8 +1,8 @@
-// The root-mean-square norm of one row, and the sum before it, for the rung that includes this file (no include guard).
+// The root-mean-square norm of one row, and the sum before it, compiled once per rung (no include guard).
 
 namespace tilerank::TR_RUNG {
 
-// Asks for a row that comes from memory, ahead of the work on it.
+// Prefetches a row of d elements.
 template <class T>
 static inline void fetch_row(const T* x, int64_t d) {
   for (int64_t i = 0; i < d; i += 64 / static_cast<int64_t>(sizeof(T))) {
@@ -24,19 +24,19 @@ static inline float sum_of_squares(const T* x, int64_t d) {
   return squares.sum();
 }
 
-// Of sums of squares of rows of d elements.
+// Returns 1 / sqrt(mean + eps) for the sums of squares of rows of d elements.
 static inline Vec norm_scale(Vec squares, int64_t d, float eps) {
   return set(1.0f) / sqrt(squares / set(static_cast<float>(d)) + set(eps));
 }
 
-// Plain or zero-centred (kernels/ops.py: rms_norm), not yet rounded to T.
+// Returns the norm, plain or zero-centred (kernels/ops.py: rms_norm), before it is rounded to T.
 template <class T>
 static inline Two norm_values(Two values, Vec scale, Two weights, bool zero_centered) {
   const Two normed = values * scale;
   return zero_centered ? normed * (weights + Two{set(1.0f), set(1.0f)}) : round_to<T>(normed) * weights;
 }
 
-// Asks for a row as the work on another goes on, a little at a time: all at once, requests wait for each other.
+// Prefetches a row during the work on another, a little at a time: prefetches at once would wait for each other.
 template <class T>
 struct NextRow {
   const T* row = nullptr;  // null: none
@@ -46,7 +46,7 @@ struct NextRow {
   }
 };
 
-// squares: their sum over x. `out` may be x itself.
+// out = the norm of x. squares: the sum of the squares of x. `out` may be x itself.
 template <class T>
 static inline void norm_row(const T* x, float squares, const T* weight, T* out, int64_t d, float eps,
                             bool zero_centered, const NextRow<T>& ahead = {}) {
@@ -57,7 +57,7 @@ static inline void norm_row(const T* x, float squares, const T* weight, T* out, 
   });
 }
 
-// Returns the sum of squares of what residual becomes.
+// residual += x. Returns the sum of the squares of the result.
 template <class T>
 static inline float add_row(const T* x, T* residual, int64_t d, const NextRow<T>& ahead = {}) {
   Squares squares;

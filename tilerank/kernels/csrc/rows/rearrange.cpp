@@ -1,4 +1,4 @@
-// take_rows, repeat_row and join_columns: the copies that a step needs between its computations.
+// take_rows, repeat_row and join_columns: copies of rows and columns.
 #ifndef TR_RUNG
 #include "rows/rows.h"
 #define TR_SOURCE "rows/rearrange.cpp"
@@ -51,7 +51,7 @@ static void join_columns(const Args& args, Team& team) {
     }
   }
   const size_t element = element_size(out);
-  // A vocabulary is wide and a batch may be one row: rows are dealt out in pieces.
+  // A vocabulary is wide and a batch may have one row, so threads share rows, in pieces.
   constexpr int64_t kPiece = 4096;
   const int64_t pieces = (parts.size[2] + kPiece - 1) / kPiece;
   const auto [first, last] = team.share(parts.size[0] * out.size[0] * pieces);

@@ -1,4 +1,4 @@
-// rms_norm and add_rms_norm: one row after the other, the row in cache between the two passes.
+// rms_norm and add_rms_norm, row by row: the second pass over a row finds it in the cache.
 #ifndef TR_RUNG
 #include "rows/rows.h"
 #define TR_SOURCE "rows/rms_norm.cpp"

@@ -1,4 +1,4 @@
-// rope_rows: gathers the cosines and sines of a step, which every layer then rotates its heads with.
+// rope_rows: gathers the cosines and sines of a step, with which every layer rotates its heads.
 #ifndef TR_RUNG
 #include "rows/rows.h"
 #define TR_SOURCE "rows/rope_rows.cpp"

@@ -1,5 +1,5 @@
-// rotary and rotary_float: pairs (i, i + half) of every head, or (2 i, 2 i + 1), in fp32, rounded once; norm_rotary: of
-// its root-mean-square norm.
+// rotary and rotary_float rotate pairs (i, i + half) or (2 i, 2 i + 1) of every head, in fp32, rounded once;
+// norm_rotary rotates the root-mean-square norm of every head.
 #ifndef TR_RUNG
 #include "rows/rows.h"
 #define TR_SOURCE "rows/rotary.cpp"
@@ -43,7 +43,7 @@ class Rotation {
     widen_row(cos + rows_.stride[1], half, s_);
     for_lanes(half, [&](int64_t i, auto lanes) { lanes.store(minus_s_ + i, zero() - lanes.load(s_ + i)); });
   }
-  // values(lanes, i): what the vectors of the head that begin at i and half + i are before.
+  // values(lanes, i) returns the two vectors to rotate, those of the head that begin at i and half + i.
   template <class H, class F>
   void rotate(H* head, const F& values) const {
     for_lanes(half, [&](int64_t i, auto lanes) {
@@ -69,11 +69,11 @@ struct Head {
   bool of_k;
   int64_t token;
 
-  // The projection's results come from memory; asked for a token ahead, between the work on this one.
+  // Prefetches the same head of the next token: the results of the projection come from memory.
   void fetch_next(int64_t d) const { fetch_row(x + to_next, d); }
 };
 
-// f(heads, how many) for this thread's heads of q and k, some at a time.
+// Calls f(heads, number of heads) for this thread's heads of q and k, up to kLanes at a time.
 template <class T, class F>
 static void for_heads(const Args& args, Team& team, const F& f) {
   const Tensor &q = args.tensor(0), &k = args.tensor(1);
@@ -91,7 +91,7 @@ static void for_heads(const Args& args, Team& team, const F& f) {
   }
 }
 
-// Heads of T, cosines and sines of R.
+// T: dtype of the heads, R: of the cosines and sines.
 template <class T, class R>
 static void rotate_heads(const Args& args, Team& team) {
   const Tensor& rows = args.tensor(2);
@@ -119,7 +119,7 @@ template <class T>
 static void rotate_neighbours(const Args& args, Team& team) {
   const Tensor& rows = args.tensor(2);
   const int64_t d = args.tensor(0).size[2], half = rows.size[2];
-  // For each dimension the cosine of its pair, and the sine with the sign of the neighbour's part.
+  // c: the cosine of every dimension's pair; s: its sine, negative for the first of a pair.
   float* const c = static_cast<float*>(team.scratch(sizeof(float) * static_cast<size_t>(6 * half)));
   float *const s = c + 2 * half, *const narrow = s + 2 * half;
   int64_t token = -1;
@@ -175,7 +175,7 @@ static void norm_rotary(const Args& args, Team& team) {
     for (int i = 0; i < 2; ++i) widen_row(args.tensor(3 + i).template as<T>(), d, weights + i * d);
     Rotation<T> rotation(rows, weights + 2 * d);
     for_heads<T>(args, team, [&](const Head<T>* heads, int64_t n) {
-      // Together: the roots of one head after the other take longer than all the rest.
+      // All roots at once: one after the other, they would take longer than all the rest.
       float scales[kLanes] = {};
       for (int64_t i = 0; i < n; ++i) scales[i] = sum_of_squares(heads[i].x, d);
       store(scales, norm_scale(load(scales), d, args.real(0)));

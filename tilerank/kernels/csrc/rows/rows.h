@@ -20,7 +20,7 @@ inline int64_t row_offset(const Tensor& t, int64_t row) {
   return offset;
 }
 
-// Every thread looks at all values before it writes, so that a wrong one stops all of them and leaves nothing
+// Every thread checks all values before it writes, so that a wrong one stops all of them and leaves nothing
 // half-written.
 inline void check_indices(const char* argument, const Tensor& indices, int64_t limit) {
   for (int64_t i = 0; i < indices.size[0]; ++i) {

@@ -18,7 +18,7 @@ static void silu_mul_row(const T* gate, const T* up, T* out, int64_t n) {
 static void silu_mul(const Args& args, Team& team) {
   const Tensor &gate_up = args.tensor(0), &out = args.tensor(1);
   const int64_t width = out.size[1];
-  // Elements are independent, so a single row is dealt out too: in pieces of a few cache lines.
+  // Elements are independent, so even a single row is split over the threads, in pieces of a few cache lines.
   constexpr int64_t kPiece = 256;
   const int64_t pieces = (width + kPiece - 1) / kPiece;
   for_float(gate_up.dtype, [&](auto type) {

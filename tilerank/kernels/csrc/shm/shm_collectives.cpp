@@ -273,7 +273,6 @@ static void add_norm_lane(shm::Lane& lane, const AddNorm<T>& op, Range chunk) {
 // Further integers: zero_centered, whole; real: eps. The sum of x over the ranks is added to residual, and out is the
 // norm of the result, with the bits of shm_all_reduce and add_rms_norm. Which rows of residual a rank updates depends
 // only on the shapes; the other rows become stale, unless `whole` is set.
-// on the shapes alone; the others become stale, unless it is to be whole.
 static void shm_add_rms_norm(const Args& args, Team& team) {
   const Tensor &x = args.tensor(0), &segment = args.tensor(4);
   for_float(x.dtype, [&](auto kind) {
