@@ -78,3 +78,12 @@ struct Int8Values {
 inline constexpr Int8Values kInt8Values;
 
 }  // namespace tilerank
+
+// Registers the kernels name_int4, name_fp8 and name_block_int8, which call name<Format>(args, team).
+#define TR_BLOCK_SCALED_KERNELS(name)             \
+  TR_BLOCK_SCALED_KERNEL(name##_int4, name<Int4>) \
+  TR_BLOCK_SCALED_KERNEL(name##_fp8, name<Fp8>)   \
+  TR_BLOCK_SCALED_KERNEL(name##_block_int8, name<BlockInt8>)
+#define TR_BLOCK_SCALED_KERNEL(name, run)                             \
+  static void name(const Args& args, Team& team) { run(args, team); } \
+  TR_KERNEL(name)

@@ -43,14 +43,7 @@ static void linear(const Args& args, Team& team) {
 }
 
 // operands: see block_scaled.h; scratch: BlockScaledRows::bytes, or none if every thread packs all rows for itself
-static void linear_int4(const Args& args, Team& team) { linear<Int4>(args, team); }
-TR_KERNEL(linear_int4)
-
-static void linear_fp8(const Args& args, Team& team) { linear<Fp8>(args, team); }
-TR_KERNEL(linear_fp8)
-
-static void linear_block_int8(const Args& args, Team& team) { linear<BlockInt8>(args, team); }
-TR_KERNEL(linear_block_int8)
+TR_BLOCK_SCALED_KERNELS(linear)
 
 }  // namespace tilerank::TR_RUNG
 #endif

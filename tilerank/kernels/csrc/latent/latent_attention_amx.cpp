@@ -14,13 +14,4 @@
 #include "simd/amx-inl.h"
 #include "attention/attention_task-inl.h"
 #include "latent/latent_task-inl.h"
-
-namespace tilerank::TR_RUNG {
-
-static void latent_attention(const Args& args, Team& team) {
-  for_float(args.tensor(0).dtype, [&](auto type) { latent_attention<decltype(type)>(args, team); });
-}
-TR_KERNEL(latent_attention)
-
-}  // namespace tilerank::TR_RUNG
 #endif

@@ -236,4 +236,9 @@ static void latent_attention(const Args& args, Team& team) {
   run_spans<LatentTask<T>>(batch, problem, {kLatentTaskRows, kLatentPartTokens}, token_cost, team);
 }
 
+static void latent_attention(const Args& args, Team& team) {
+  for_float(args.tensor(0).dtype, [&](auto type) { latent_attention<decltype(type)>(args, team); });
+}
+TR_KERNEL(latent_attention)
+
 }  // namespace tilerank::TR_RUNG

@@ -80,14 +80,7 @@ static void moe(const Args& args, Team& team) {
   sum_choices<bf16>(a, team);
 }
 
-static void moe_int4(const Args& args, Team& team) { moe<Int4>(args, team); }
-TR_KERNEL(moe_int4)
-
-static void moe_fp8(const Args& args, Team& team) { moe<Fp8>(args, team); }
-TR_KERNEL(moe_fp8)
-
-static void moe_block_int8(const Args& args, Team& team) { moe<BlockInt8>(args, team); }
-TR_KERNEL(moe_block_int8)
+TR_BLOCK_SCALED_KERNELS(moe)
 
 }  // namespace tilerank::TR_RUNG
 #endif
