@@ -1,4 +1,4 @@
-"""Reads how MOSS-VL checkpoints want their pictures and videos: the processor's files of a model directory."""
+"""Reads the settings of the processors of MOSS-VL from the files of a model directory."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,6 +40,11 @@ class Settings:
     volume: int
     sampling: Sampling
     frames: int
+
+
+def read_preprocessing(model_dir: Path) -> Preprocessing:
+    """Return how pixels become patches. Raises ConfigError, also if config.json says otherwise."""
+    return read_settings(model_dir).preprocessing
 
 
 def read_settings(model_dir: Path) -> Settings:

@@ -1,4 +1,4 @@
-"""Reads how Qwen3-Omni checkpoints want their media: the processor's files of a model directory."""
+"""Reads the settings of the processors of Qwen3-Omni from the files of a model directory."""
 
 from dataclasses import dataclass
 from pathlib import Path

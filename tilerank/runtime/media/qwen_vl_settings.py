@@ -1,4 +1,4 @@
-"""Reads how Qwen3-VL checkpoints want their pictures and videos: the processor's files of a model directory."""
+"""Reads the settings of the processors of Qwen3-VL from the files of a model directory."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,6 +1,8 @@
 """The fields that the settings files of image processors share, as transformers writes them."""
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 from tilerank.loader.errors import ConfigError
 from tilerank.loader.fields import Fields
@@ -8,6 +10,7 @@ from tilerank.loader.files import is_listed, read_json_object
 
 NESTED = "processor_config.json"
 PICTURES = "preprocessor_config.json"
+T = TypeVar("T")
 _RESAMPLE = {2: "bilinear", 3: "bicubic"}  # numbers of Pillow
 
 
@@ -16,6 +19,11 @@ def settings_file(model_dir: Path, name: str) -> Fields | None:
     if not is_listed(model_dir, name):
         return None
     return Fields(model_dir / name, read_json_object(model_dir, name, ConfigError))
+
+
+def read_if_listed(read: Callable[[Path], T], model_dir: Path) -> T | None:
+    """Return what `read` reads of the settings of pictures in a model directory, or None if it has none."""
+    return read(model_dir) if any(is_listed(model_dir, name) for name in (NESTED, PICTURES)) else None
 
 
 def section(fields: Fields | None, key: str) -> Fields | None:

@@ -1,6 +1,7 @@
 """Cross-attention of text to the encodings of pictures, whose keys and values are computed once and kept in pages."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -10,18 +11,21 @@ from tilerank.kernels.attention import attention, store_kv
 from tilerank.kernels.heads import join_heads, split_heads
 from tilerank.kernels.kv_pages import KVPages
 from tilerank.kernels.vision import tanh_gate_
+from tilerank.loader.card import ModelCard
 from tilerank.loader.fields import Fields
 from tilerank.loader.padding import get_num_heads_padding_size
 from tilerank.parallel.cost import Cost
 from tilerank.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from tilerank.parallel.norm import RMSNorm
-from tilerank.parallel.parameters import PlainParameter
+from tilerank.parallel.parameters import WholeParameter
 from tilerank.parallel.shard import Cut, HeadCut
 from tilerank.parallel.sharding import Sharding
 
 from ..batch import Batch, LogitRows
 from ..caches.cache import EncoderKV
-from .decoder import Mixer, RowGate
+from ..model import Encoder
+from .decoder import Decoder, DecoderNames, Mixer, RowGate
+from .gated_mlp import dense_mlps
 from .text_config import TextConfig
 
 
@@ -37,8 +41,7 @@ class TanhGate(RowGate):
     """Scales rows by tanh of a number of the checkpoint, and hides those that `batch.source` does not show."""
 
     def __init__(self, name: str, sharding: Sharding) -> None:
-        self.weight = PlainParameter((1,), sharding.dtype)
-        self.weight.fill(name, (1,), slice(0, 1))
+        self.weight = WholeParameter(name, (1,), sharding.dtype)
 
     def __call__(self, x: Tensor, batch: Batch) -> None:
         assert batch.source is not None
@@ -82,8 +85,7 @@ class CrossAttention(Mixer[KVPages]):
         self.q_norm, self.k_norm = (
             RMSNorm(f"{name}.{norm}", dim, config.rms_norm_eps, sharding) for norm in ("q_norm", "k_norm")
         )
-        self.gate = PlainParameter((1,), sharding.dtype)
-        self.gate.fill(gate, (1,), slice(0, 1))
+        self.gate = WholeParameter(gate, (1,), sharding.dtype)
         self.scale = dim**-0.5
         self.rotates_source = rotates_source
         self._has_bias = bias
@@ -107,7 +109,7 @@ class CrossAttention(Mixer[KVPages]):
 
     def __call__(self, x: Tensor, rope: Tensor, batch: Batch, cache: KVPages, only: LogitRows | None = None) -> Tensor:
         source = batch.source
-        assert source is not None and only is None  # mllama.py: the last layer is self-attention
+        assert source is not None and only is None  # the last layer is self-attention
         projected = self.q(x)
         q = split_heads(projected, 0, self._q_heads, self._dim)
         if self.rotates_source:
@@ -136,3 +138,48 @@ class CrossAttention(Mixer[KVPages]):
 
     def head_cuts(self) -> Iterator[HeadCut]:
         yield self.heads
+
+
+def crossing_decoder(
+    card: ModelCard,
+    c: TextConfig,
+    text: Fields,
+    sharding: Sharding,
+    names: DecoderNames,
+    self_attention: Callable[[str, int], Mixer[KVPages]],
+    tower: Encoder | None,
+    *,
+    rotates_source: bool = False,
+    bias: bool = False,
+    spare_ids: int = 0,
+) -> Decoder:
+    """Return a decoder with gated layers of cross-attention among those that `self_attention` makes.
+
+    text: the fields of the language model. names: without those of mixers. rotates_source, bias: of cross-attention.
+    spare_ids: as in Decoder. Raises ConfigError.
+    """
+    crossing = read_crossing_layers(text, c.num_layers)
+
+    def gate(layer: int, part: str) -> str:
+        return f"{names.layer.format(layer)}.cross_attn_{part}_gate"
+
+    def mixer(name: str, layer: int) -> Mixer[KVPages]:
+        if layer not in crossing:
+            return self_attention(name, layer)
+        return CrossAttention(name, c, sharding, gate(layer, "attn"), rotates_source=rotates_source, bias=bias)
+
+    def mlp_gate(layer: int) -> TanhGate | None:
+        return TanhGate(gate(layer, "mlp"), sharding) if layer in crossing else None
+
+    mixers = tuple("cross_attn" if layer in crossing else "self_attn" for layer in range(c.num_layers))
+    return Decoder(
+        card,
+        c,
+        sharding,
+        replace(names, mixer=mixers),
+        mixer,
+        dense_mlps(c, sharding),
+        tower,
+        mlp_gate=mlp_gate,
+        spare_ids=spare_ids,
+    )

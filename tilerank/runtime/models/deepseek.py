@@ -16,16 +16,16 @@ from tilerank.loader.card import ModelCard
 from tilerank.loader.fields import Fields
 from tilerank.parallel.experts import ParallelExperts
 from tilerank.parallel.linear import ReplicatedLinear
-from tilerank.parallel.parameters import PlainParameter
+from tilerank.parallel.parameters import WholeParameter
 from tilerank.parallel.sharding import Sharding
 
 from ..rope import YarnScaling
 from .decoder import Decoder, DecoderNames, FeedForward
 from .gated_mlp import GatedMLP
 from .latent_attention import LatentAttention, LatentConfig
+from .qwen_moe import read_expert_count
 from .text_config import MAX_WIDTH, TextConfig, read_text_config
 
-_MAX_EXPERTS = 1 << 14
 _MAX_SHARED = 1 << 8
 _MAX_DIM = 1 << 12
 
@@ -80,10 +80,7 @@ def read_routed_config(c: Fields, num_layers: int) -> RoutedConfig:
     for key, value in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc"), ("moe_layer_freq", 1)):
         if c.has(key) and c.values[key] != value:
             raise c.fail(key, repr(value))
-    key = "n_routed_experts" if c.has("n_routed_experts") else "num_local_experts"  # transformers 5 writes the latter
-    count = c.integer(key, 2, _MAX_EXPERTS)
-    if c.has("num_local_experts") and c.integer("num_local_experts", 2, _MAX_EXPERTS) != count:
-        raise c.fail("num_local_experts", f"the {count} of n_routed_experts")
+    count = read_expert_count(c, "n_routed_experts", 2)
     groups = c.integer("n_group", 1, count // 2)
     if count % groups:
         raise c.fail("n_group", f"a divisor of the {count} experts")
@@ -109,8 +106,7 @@ class RoutedMLP(FeedForward):
         self.config = c = config
         # Whole on every rank: all ranks compute the same bits and so choose the same experts.
         self.router = ReplicatedLinear(f"{name}.gate", hidden, c.count, sharding)
-        self.bias = PlainParameter((c.count,), torch.float32)
-        self.bias.fill(f"{name}.gate.e_score_correction_bias", (c.count,), slice(0, c.count))
+        self.bias = WholeParameter(f"{name}.gate.e_score_correction_bias", (c.count,), torch.float32)
         self.experts = ParallelExperts(f"{name}.experts", hidden, c.width, c.count, sharding, top_k=c.top_k)
         self.shared: GatedMLP | None = None
         if c.shared:

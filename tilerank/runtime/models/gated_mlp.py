@@ -1,11 +1,14 @@
 """The gated MLP (Shazeer, arXiv 2002.05202)."""
 
+from collections.abc import Callable
+
 from torch import Tensor
 
 from tilerank.parallel.linear import GateUpParallelLinear, RowParallelLinear
 from tilerank.parallel.sharding import Sharding
 
 from .decoder import FeedForward
+from .text_config import TextConfig
 
 
 class GatedMLP(FeedForward):
@@ -26,3 +29,12 @@ class GatedMLP(FeedForward):
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.down(self.gate_up(x))
+
+
+def dense_mlps(c: TextConfig, sharding: Sharding, *, bias: bool = False) -> Callable[[str, int], GatedMLP]:
+    """Return what makes the MLP of a layer from its name and the number of the layer, `intermediate_size` wide."""
+
+    def mlp(name: str, _: int) -> GatedMLP:
+        return GatedMLP(name, c.hidden_size, c.intermediate_size, sharding, bias=bias)
+
+    return mlp

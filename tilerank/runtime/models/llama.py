@@ -5,7 +5,7 @@ from tilerank.parallel.sharding import Sharding
 
 from .attention import SelfAttention
 from .decoder import Decoder, DecoderNames
-from .gated_mlp import GatedMLP
+from .gated_mlp import dense_mlps
 from .text_config import read_text_config
 
 
@@ -17,10 +17,7 @@ def llama(card: ModelCard, sharding: Sharding) -> Decoder:
     def mixer(name: str, _: int) -> SelfAttention:
         return SelfAttention(name, c, sharding, qkv_bias=bias, out_bias=bias, head_norms=False)
 
-    def mlp(name: str, _: int) -> GatedMLP:
-        return GatedMLP(name, c.hidden_size, c.intermediate_size, sharding, bias=mlp_bias)
-
-    return Decoder(card, c, sharding, DecoderNames(), mixer, mlp)
+    return Decoder(card, c, sharding, DecoderNames(), mixer, dense_mlps(c, sharding, bias=mlp_bias))
 
 
 MODELS = {"llama": llama}

@@ -12,7 +12,7 @@ from tilerank.parallel.sharding import Sharding
 from ..model import Encoder
 from .attention import SelfAttention
 from .decoder import Decoder, DecoderNames, FeedForward
-from .gated_mlp import GatedMLP
+from .gated_mlp import dense_mlps
 from .text_config import TextConfig, read_text_config
 
 _NAMES = DecoderNames()
@@ -25,10 +25,7 @@ def qwen2(card: ModelCard, sharding: Sharding) -> Decoder:
     def mixer(name: str, _: int) -> SelfAttention:
         return SelfAttention(name, c, sharding, qkv_bias=True, out_bias=False, head_norms=False)
 
-    def mlp(name: str, _: int) -> GatedMLP:
-        return GatedMLP(name, c.hidden_size, c.intermediate_size, sharding)
-
-    return Decoder(card, c, sharding, DecoderNames(), mixer, mlp)
+    return Decoder(card, c, sharding, DecoderNames(), mixer, dense_mlps(c, sharding))
 
 
 def qwen3(card: ModelCard, sharding: Sharding) -> Decoder:
@@ -51,10 +48,7 @@ def qwen3_decoder(
     def mixer(name: str, _: int) -> SelfAttention:
         return SelfAttention(name, c, sharding, qkv_bias=bias, out_bias=bias, head_norms=True)
 
-    def dense(name: str, _: int) -> FeedForward:
-        return GatedMLP(name, c.hidden_size, c.intermediate_size, sharding)
-
-    return Decoder(card, c, sharding, names, mixer, mlp or dense, encoder)
+    return Decoder(card, c, sharding, names, mixer, mlp or dense_mlps(c, sharding), encoder)
 
 
 MODELS = {"qwen2": qwen2, "qwen3": qwen3}

@@ -28,7 +28,7 @@ from tilerank.parallel.sharding import Sharding
 from .attention import SelfAttention
 from .decoder import Decoder, DecoderNames, FeedForward, Mixer
 from .delta_net import GatedDeltaNet
-from .gated_mlp import GatedMLP
+from .gated_mlp import GatedMLP, dense_mlps
 from .qwen3_vl import vision_tower
 from .qwen_moe import ExpertsConfig, SparseMLP, read_experts_config
 from .text_config import FULL_ATTENTION, MAX_HEADS, MAX_WIDTH, TextConfig, read_layer_types, read_text_config
@@ -55,11 +55,7 @@ class SharedSparseMLP(FeedForward):
 def qwen3_5(card: ModelCard, sharding: Sharding) -> Decoder:
     """Qwen3_5ForConditionalGeneration and, without vision_config, Qwen3_5ForCausalLM."""
     c = _text_config(card, dense=True)
-
-    def mlp(name: str, _: int) -> FeedForward:
-        return GatedMLP(name, c.hidden_size, c.intermediate_size, sharding)
-
-    return _decoder(card, c, sharding, mlp)
+    return _decoder(card, c, sharding, dense_mlps(c, sharding))
 
 
 def qwen3_5_moe(card: ModelCard, sharding: Sharding) -> Decoder:
@@ -80,13 +76,13 @@ def _text_config(card: ModelCard, *, dense: bool) -> TextConfig:
     ropes = [card.text.object(key) for key in ("rope_parameters", "rope_scaling") if card.text.has(key)]
     config = read_text_config(
         card.text,
+        whole=card.fields,
         sectioned=card.fields.has("vision_config") or any(rope.has("mrope_section") for rope in ropes),
         usual_rotary_part=_ROTATED_PART,
         dense=dense,
         layer_kinds=(_DELTA_NET, FULL_ATTENTION),
     )
-    holder = card.fields if card.fields.has("tie_word_embeddings") else card.text
-    return replace(config, zero_centered_norms=True, tie_word_embeddings=holder.flag("tie_word_embeddings"))
+    return replace(config, zero_centered_norms=True)
 
 
 def _decoder(card: ModelCard, c: TextConfig, sharding: Sharding, mlp: Callable[[str, int], FeedForward]) -> Decoder:

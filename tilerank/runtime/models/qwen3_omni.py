@@ -11,12 +11,11 @@ import torch
 from torch import Tensor
 
 from tilerank.loader.card import ModelCard
-from tilerank.loader.files import is_listed
 from tilerank.parallel.parameters import Layer
 from tilerank.parallel.sharding import Sharding
 
 from ..media.qwen3_omni_settings import read_preprocessing
-from ..media.settings import NESTED, PICTURES
+from ..media.settings import read_if_listed
 from ..media.sound import audio_tokens
 from ..model import Encoder
 from ..speech.sound_rank import CHUNK_FRAMES, CONTEXT_FRAMES
@@ -29,7 +28,8 @@ from .speech.code2wav import Code2Wav
 from .speech.code2wav_config import read_code2wav_config
 from .talker import Talker
 from .text_config import read_text_config
-from .vision import Grid, MergerNames, VisionTower, pieces
+from .tower import Grid, floats_alone, pieces
+from .vision import MergerNames, VisionTower
 from .vision_config import read_vision_config
 
 _NAMES = DecoderNames(
@@ -77,19 +77,13 @@ def qwen3_omni_moe(card: ModelCard, sharding: Sharding) -> Decoder:
     thinker = card.fields.object("thinker_config")
     c = read_text_config(thinker.object("text_config"), sectioned=True)
     experts = read_experts_config(card.text, c.num_layers)
-    # The towers are held as floats, also where the decoder is quantised, and cache nothing.
-    floats = replace(sharding, cached_tokens=0, formats=None, kv_dtype=None)
+    floats = floats_alone(sharding)
     fields = thinker.object("vision_config")
-    vision = read_vision_config(fields, c.hidden_size)
-    if len(vision.deepstack) >= c.num_layers:
-        raise fields.fail(
-            "deepstack_visual_indexes", f"fewer blocks than the {c.num_layers} layers of the language model"
-        )
+    vision = read_vision_config(fields, c.hidden_size, decoder_layers=c.num_layers)
     if vision.merge_size < 2:
         raise fields.fail("spatial_merge_size", "at least 2")
     audio = read_audio_config(thinker.object("audio_config"), c.hidden_size)
-    model_dir = fields.path.parent
-    preprocessing = read_preprocessing(model_dir) if any(is_listed(model_dir, n) for n in (NESTED, PICTURES)) else None
+    preprocessing = read_if_listed(read_preprocessing, fields.path.parent)
     encoder = OmniEncoder(
         VisionTower("thinker.visual", vision, preprocessing, floats, _MERGERS),
         AudioTower("thinker.audio_tower", audio, floats),

@@ -7,15 +7,15 @@ one, whatever `norm_topk_prob` says.
 from dataclasses import replace
 
 from tilerank.loader.card import ModelCard
-from tilerank.loader.files import is_listed
 from tilerank.parallel.sharding import Sharding
 
 from ..media.qwen_vl_settings import read_preprocessing
-from ..media.settings import NESTED, PICTURES
+from ..media.settings import read_if_listed
 from .decoder import Decoder, DecoderNames
 from .qwen import qwen3_decoder
 from .qwen_moe import read_experts_config, sparse_mlps
 from .text_config import TextConfig, read_text_config
+from .tower import floats_alone
 from .vision import VisionTower
 from .vision_config import read_vision_config
 
@@ -41,26 +41,15 @@ def qwen3_vl_moe(card: ModelCard, sharding: Sharding) -> Decoder:
 
 
 def _text_config(card: ModelCard) -> TextConfig:
-    text = card.fields.object("text_config")
-    holder = card.fields if card.fields.has("tie_word_embeddings") else text
-    return replace(read_text_config(text, sectioned=True), tie_word_embeddings=holder.flag("tie_word_embeddings"))
+    return read_text_config(card.fields.object("text_config"), whole=card.fields, sectioned=True)
 
 
 def vision_tower(card: ModelCard, text: TextConfig, sharding: Sharding, *, deepstack: bool = True) -> VisionTower:
-    """Return the tower. It is held as floats, also where the decoder is quantised, and caches nothing.
-
-    deepstack: as in `read_vision_config`.
-    """
+    """Return the tower of a checkpoint. deepstack: as in `read_vision_config`."""
     fields = card.fields.object("vision_config")
-    config = read_vision_config(fields, text.hidden_size, deepstack=deepstack)
-    if len(config.deepstack) >= text.num_layers:
-        raise fields.fail(
-            "deepstack_visual_indexes", f"fewer blocks than the {text.num_layers} layers of the language model"
-        )
-    model_dir = fields.path.parent
-    preprocessing = read_preprocessing(model_dir) if any(is_listed(model_dir, n) for n in (NESTED, PICTURES)) else None
-    floats = replace(sharding, cached_tokens=0, formats=None, kv_dtype=None)
-    return VisionTower("model.visual", config, preprocessing, floats)
+    config = read_vision_config(fields, text.hidden_size, deepstack=deepstack, decoder_layers=text.num_layers)
+    preprocessing = read_if_listed(read_preprocessing, fields.path.parent)
+    return VisionTower("model.visual", config, preprocessing, floats_alone(sharding))
 
 
 MODELS = {"qwen3_vl": qwen3_vl, "qwen3_vl_moe": qwen3_vl_moe}

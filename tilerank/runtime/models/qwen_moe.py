@@ -36,12 +36,18 @@ class ExpertsConfig:
     """Layers that keep a dense MLP, `intermediate_size` columns wide."""
 
 
+def read_expert_count(c: Fields, key: str, least: int) -> int:
+    """Return the number of experts: `key`, or `num_local_experts`, as transformers 5 writes it. Raises ConfigError."""
+    new_key = "num_local_experts"
+    count = c.integer(key if c.has(key) else new_key, least, _MAX_EXPERTS)
+    if c.has(new_key) and c.integer(new_key, least, _MAX_EXPERTS) != count:
+        raise c.fail(new_key, f"the {count} of {key}")
+    return count
+
+
 def read_experts_config(c: Fields, num_layers: int) -> ExpertsConfig:
     """Read the fields of the mixture. Layer i is sparse if i + 1 is a multiple of `decoder_sparse_step`."""
-    key = "num_experts" if c.has("num_experts") else "num_local_experts"  # transformers 5 writes the latter
-    count = c.integer(key, 1, _MAX_EXPERTS)
-    if c.has("num_local_experts") and c.integer("num_local_experts", 1, _MAX_EXPERTS) != count:
-        raise c.fail("num_local_experts", f"the {count} of num_experts")
+    count = read_expert_count(c, "num_experts", 1)
     step = c.integer("decoder_sparse_step", 1, 1 << 12) if c.has("decoder_sparse_step") else 1
     listed = c.values["mlp_only_layers"] if c.has("mlp_only_layers") else []
     if not isinstance(listed, list) or any(type(i) is not int or not 0 <= i < num_layers for i in listed):
