@@ -28,7 +28,7 @@ from tilerank.loader.errors import ConfigError
 from tilerank.loader.weight_formats import weight_formats
 from tilerank.parallel.latent import AbsorbedHeads
 from tilerank.parallel.sharding import Sharding
-from tilerank.runtime.expansion import ContextPart, Expansion, expansion
+from tilerank.runtime.latent_forms import ContextPart, LatentForms, latent_forms
 from tilerank.runtime.models.deepseek import read_latent_config
 from tilerank.runtime.registry import build_model
 from tilerank.runtime.rope import RopeTable, inverse_frequencies
@@ -387,9 +387,9 @@ def test_many_rows_are_expanded(tmp_path: Path) -> None:
     assert [config.expands(rows, rows) for rows in (1, 340, 341, 2048)] == [False, False, True, True]
     assert [config.expands(rows, 100_000) for rows in (1, 170, 171)] == [False, False, True]
 
-    def made(*sequences: tuple[int, int, list[int]]) -> Expansion | None:
+    def made(*sequences: tuple[int, int, list[int]]) -> LatentForms | None:
         counts, lengths, tables = zip(*sequences, strict=True)
-        return expansion(config.expands, [0, *accumulate(counts)], lengths, tables)
+        return latent_forms(config.expands, [0, *accumulate(counts)], lengths, tables)
 
     assert made((1, 70, [4, 5, 6]), (300, 300, list(range(10)))) is None
     alone = made((400, 400, list(range(20, 33))))

@@ -18,7 +18,7 @@ from tilerank.parallel.join import Team
 from tilerank.parallel.shard import Strategy
 from tilerank.parallel.sharding import KVSplit
 from tilerank.runtime import engine as module
-from tilerank.runtime import expansion, sequence
+from tilerank.runtime import latent_forms, sequence
 from tilerank.runtime.engine import Engine, Request
 from tilerank.runtime.prompt import Prompt
 from tilerank.runtime.sampling import SamplingParams
@@ -151,12 +151,12 @@ def in_chunks(
     chunk_rows: list[int],
     new_tokens: int,
     kv_split: KVSplit = "auto",
-    piece_tokens: int = expansion.PIECE_TOKENS,
+    piece_tokens: int = latent_forms.PIECE_TOKENS,
 ) -> list[dict[str, Any]]:
     """Compare as `run` does in fp32, with at most so many prompt tokens in a step. Models with states are cut at pages,
     where otherwise they are cut at blocks of 64 tokens. Latent attention expands so many tokens at a time."""
     sequence.BLOCK_TOKENS = PAGE_TOKENS
-    expansion.PIECE_TOKENS = piece_tokens
+    latent_forms.PIECE_TOKENS = piece_tokens
     results = []
     for rows in chunk_rows:
         module.PREFILL_CHUNK = rows

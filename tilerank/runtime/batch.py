@@ -14,7 +14,7 @@ from torch import Tensor
 from tilerank.kernels import ops
 from tilerank.kernels.kv_pages import PAGE_TOKENS
 
-from .expansion import ContextPart, Expands, Expansion, Runs, expansion
+from .latent_forms import ContextPart, Expands, LatentForms, Runs, latent_forms
 from .rank_messages import Chunk, Step
 from .source_runs import HeldSource, SourceFiller, SourceRuns
 
@@ -76,15 +76,21 @@ class Kept:
 class Batch:
     """t tokens of s sequences, one sequence after the other.
 
-    token_ids: [t] int64. positions: [axes, t] int64. slots: [t] int64, where keys and values are stored: page *
-    PAGE_TOKENS + offset. page_tables: [s, p] int32, the pages of every sequence in order. seq_lens: [s] int32, tokens
-    of a sequence including this step's. query_starts: [s + 1] int32, a sequence's first row. logit_rows: None if the
-    logits of all rows are computed. inserts: None in recorded decode steps. state_slots: [s] int32, where the states of
-    a sequence are, no slot twice; None for models without states. A sequence whose tokens are all in this step begins
-    with states of zeros. A padding row that repeats row j has the slot -1 - j: it gets the output of row j and touches
-    no state (kernels/delta.py). expansion: None if no sequence is in another form of latent attention than the absorbed
-    one. source: None if no row sees anything by cross-attention; recorded decode steps of models with cross-attention
-    always have it. kept: None in recorded decode steps.
+    token_ids: [t] int64.
+    positions: [axes, t] int64.
+    slots: [t] int64, where keys and values are stored: page * PAGE_TOKENS + offset.
+    page_tables: [s, p] int32, the pages of every sequence in order.
+    seq_lens: [s] int32, tokens of a sequence including this step's.
+    query_starts: [s + 1] int32, a sequence's first row.
+    logit_rows: None if the logits of all rows are computed.
+    inserts: None in recorded decode steps.
+    state_slots: [s] int32, where the states of a sequence are, no slot twice; None for models without states. A
+        sequence whose tokens are all in this step begins with states of zeros. A padding row that repeats row j has the
+        slot -1 - j: it gets the output of row j and touches no state (kernels/delta.py).
+    latent_forms: None if no sequence is in another form of latent attention than the absorbed one.
+    source: None if no row sees anything by cross-attention; recorded decode steps of models with cross-attention always
+        have it.
+    kept: None in recorded decode steps.
     """
 
     token_ids: Tensor
@@ -96,7 +102,7 @@ class Batch:
     logit_rows: LogitRows | None = None
     inserts: Inserts | None = None
     state_slots: Tensor | None = None
-    expansion: Expansion | None = None
+    latent_forms: LatentForms | None = None
     source: SourceRuns | None = None
     kept: Kept | None = None
 
@@ -140,12 +146,15 @@ class _Rows:
 class BatchFiller:
     """Turns steps into batches: into new tensors, or, for decode steps, into the tensors that recorded steps read.
 
-    position_axes, expands: as in Model. context_part: what this rank reads of a context, if ranks share contexts out.
-    has_states: whether layers keep states. max_sequences, max_pages: the largest decode batch, and the longest page
-    table. source_pages: of all sources together; 0 for models without cross-attention. spare_page: a page of the cache
-    that belongs to no sequence; padding rows store their keys and values there. copy_padding: padding rows repeat a row
-    of the batch, so that in a mixture they choose no other experts; otherwise they are sequences of one token, whose
-    attention reads next to nothing. kept_layer: as in Kept; 0 for a model that does not speak.
+    position_axes, expands: as in Model.
+    has_states: whether layers keep states.
+    max_sequences, max_pages: the largest decode batch, and the longest page table.
+    spare_page: a page of the cache that belongs to no sequence; padding rows store their keys and values there.
+    copy_padding: padding rows repeat a row of the batch, so that in a mixture they choose no other experts; otherwise
+        they are sequences of one token, whose attention reads next to nothing.
+    context_part: what this rank reads of a context, if ranks share contexts out.
+    source_pages: of all sources together; 0 for models without cross-attention.
+    kept_layer: as in Kept; 0 for a model that does not speak.
     """
 
     def __init__(
@@ -213,7 +222,7 @@ class BatchFiller:
             logit_rows=None if len(logit_rows) == len(rows.token_ids) else _logit_rows(logit_rows, step),
             inserts=_inserts(step, rows.starts, encodings),
             state_slots=torch.tensor(step.state_slots, dtype=torch.int32) if self._has_states else None,
-            expansion=expansion(self._expands, rows.starts, rows.lengths, tables, self._part)
+            latent_forms=latent_forms(self._expands, rows.starts, rows.lengths, tables, self._part)
             if self._expands
             else None,
             source=self._sources.fresh(step, _sources(step, held)) if self._sources else None,
@@ -266,7 +275,7 @@ class BatchFiller:
             seq_lens=torch.frombuffer(self._lengths, dtype=torch.int32)[:size],
             query_starts=self._query_starts[: size + 1],
             state_slots=torch.frombuffer(self._state_slots, dtype=torch.int32)[:size] if self._has_states else None,
-            expansion=Expansion((), self._split_runs(size), None) if self._part else None,
+            latent_forms=LatentForms((), self._split_runs(size), None) if self._part else None,
             source=self._sources.shared(size) if self._sources else None,
         )
 

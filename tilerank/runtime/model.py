@@ -1,4 +1,4 @@
-"""What the worker asks of a model; the files of `models/` answer."""
+"""The interfaces of a model and of an encoder of media, which the files of `models/` implement."""
 
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
@@ -10,7 +10,7 @@ from tilerank.parallel.parameters import Layer
 
 from .batch import Batch
 from .caches.cache import Cache, CacheSpec
-from .expansion import ContextPart, Expands
+from .latent_forms import ContextPart, Expands
 from .speaker import Speaker
 
 
@@ -49,10 +49,12 @@ class Encoder(Layer):
 class Model(Layer):
     """A whole model, cut as its sharding says. Weights exist after `allocate()`.
 
-    position_axes: the number of positions of a token. spare_ids: how many ids, from the size of the vocabulary on, may
-    be in prompts and are never generated. encoder: None for a model of text alone. expands: which sequences latent
-    attention expands; None for a model without it. context_part: what this rank reads of a context, if ranks share
-    contexts out (expansion.py). speaker: None for a model that does not speak.
+    position_axes: the number of positions of a token.
+    spare_ids: how many ids, from the size of the vocabulary on, may be in prompts and are never generated.
+    encoder: None for a model of text alone.
+    speaker: None for a model that does not speak.
+    expands: which sequences latent attention expands (latent_forms.py); None for a model without it.
+    context_part: what this rank reads of a context, if ranks share contexts out.
     """
 
     position_axes: int = 1

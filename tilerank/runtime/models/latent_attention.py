@@ -23,7 +23,7 @@ from tilerank.parallel.sharding import Sharding
 
 from ..batch import Batch, LogitRows
 from ..caches.cache import PagedLatent
-from ..expansion import ContextPart, Expanded, Expansion, Runs
+from ..latent_forms import ContextPart, Expanded, LatentForms, Runs
 from .decoder import Mixer
 
 _LATENT_EPS = 1e-6
@@ -52,7 +52,7 @@ class LatentConfig:
 
     def expands(self, rows: int, length: int) -> bool:
         """Return whether computing keys and values of `length` tokens takes fewer operations than attention of the
-        last `rows` of them to latents (expansion.py)."""
+        last `rows` of them to latents (latent_forms.py)."""
         dims = self.nope_dim + self.value_dim
         pairs = rows * length - rows * (rows - 1) // 2
         saved = pairs * (2 * self.latent - dims)  # products a head
@@ -114,9 +114,9 @@ class LatentAttention(Mixer[LatentPages]):
         q_rope = part_of_heads(q, c.nope_dim, c.rope_dim)
         ops.rotary_(q_rope, rope_key[:, None], rope, neighbours=c.neighbours)
         store_latent(latent, rope_key, cache, batch.slots)
-        if batch.expansion is not None:
+        if batch.latent_forms is not None:
             # All rows also where only some are used: the form, and so the bits, do not depend on that.
-            rows = join_heads(self._in_forms(q, batch.expansion, cache))
+            rows = join_heads(self._in_forms(q, batch.latent_forms, cache))
             return self.out(rows if only is None else only.take(rows))
         starts = batch.query_starts
         if only is not None:
@@ -169,7 +169,7 @@ class LatentAttention(Mixer[LatentPages]):
             return parts[0]
         return reduce(ops.add, [weigh_part(part, lse, i) for i, part in enumerate(parts)])
 
-    def _in_forms(self, q: Tensor, expansion: Expansion, cache: LatentPages) -> Tensor:
+    def _in_forms(self, q: Tensor, forms: LatentForms, cache: LatentPages) -> Tensor:
         """The same for a step with sequences in several forms. Those in the expanded form are computed one after the
         other, which bounds the memory."""
 
@@ -178,11 +178,11 @@ class LatentAttention(Mixer[LatentPages]):
 
         parts = list[tuple[Tensor | None, Tensor]]()
         if self.heads.size:
-            for sequence in expansion.expanded:
+            for sequence in forms.expanded:
                 parts.append((sequence.rows, self._expanded(take(sequence.rows), sequence, cache)))
-            if (rest := expansion.absorbed) is not None:
+            if (rest := forms.absorbed) is not None:
                 parts.append((rest.rows, self._absorbed(take(rest.rows), rest, cache)))
-        if (split := expansion.split) is not None:
+        if (split := forms.split) is not None:
             parts.append((split.rows, self._split(take(split.rows), split, cache)))
         if len(parts) == 1 and parts[0][0] is None:
             return parts[0][1]

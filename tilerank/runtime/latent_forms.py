@@ -53,7 +53,7 @@ class Expanded:
 
 
 @dataclass(frozen=True)
-class Expansion:
+class LatentForms:
     """The sequences that are expanded, those that are split, and the others; None if there are none."""
 
     expanded: tuple[Expanded, ...]
@@ -75,14 +75,14 @@ class ContextPart:
         return first, min(end, length) - first
 
 
-def expansion(
+def latent_forms(
     expands: Expands,
     starts: Sequence[int],
     lengths: Sequence[int],
     tables: Sequence[Sequence[int]],
     part: ContextPart | None = None,
-) -> Expansion | None:
-    """Return the expansion of a step; None if all sequences are absorbed.
+) -> LatentForms | None:
+    """Return the forms of the sequences of a step; None if all are absorbed.
 
     starts: the first row of every sequence, and the number of rows. lengths: tokens of the sequences, those of the step
     included. tables: their pages. part: what this rank reads of a context, if ranks share contexts out.
@@ -118,7 +118,7 @@ def expansion(
 
     used = [list(table[: num_pages(length)]) for table, length in zip(tables, lengths, strict=True)]
     parts = [part.tokens(lengths[i]) for i in split] if part is not None else []
-    return Expansion(
+    return LatentForms(
         tuple(Expanded(rows_of([i]), _pieces(used[i], counts[i], lengths[i])) for i in expanded),
         runs(split, [used[i] for i in split], parts) if split else None,
         runs(absorbed, [used[i] for i in absorbed]) if absorbed else None,
