@@ -19,7 +19,7 @@ from tilerank.runtime.media.decoder import Frames
 from tilerank.runtime.media.errors import MediaError
 from tilerank.runtime.media.registry import load_processor
 from tilerank.runtime.media.sound import HOP, audio_tokens
-from tilerank.runtime.models.mel import mel_filters, normal
+from tilerank.runtime.models.mel import mel_filters, normalize_mel
 
 NEW_TOKENS = 8
 CLIPS = [160, 161, 16000, 16001, 113120]
@@ -61,7 +61,7 @@ def wanted(reference: Path) -> dict[str, Tensor]:
 def test_spectrograms_equal_transformers(wanted: dict[str, Tensor], samples: int) -> None:
     """In fp32, whose rounding is most of the difference, except of the shortest clips."""
     mel = log_mel(wanted[f"clip.{samples}.samples"], mel_filters(), slice(0, samples // HOP))
-    mel = normal(mel, float(mel.max()))
+    mel = normalize_mel(mel, float(mel.max()))
     expected = wanted[f"clip.{samples}.mel"]
     assert mel.shape == expected.shape
     assert float((mel - expected).abs().max()) <= 1e-4
