@@ -2,7 +2,6 @@
 
 import logging
 import re
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from tilerank.parallel.parameters import Layer
 
 from .checkpoint import Checkpoint, some
 from .errors import CheckpointError
+from .progress_bar import ProgressBar
 from .quantization_config import QuantizationConfig
 from .quantized_checkpoint import Encoding, encoding_of
 from .rectangle import FLOATS, Read, place_of, read_floats
@@ -62,7 +62,7 @@ def load_weights(
         _log_formats(checkpoint.model_dir, quantization, reads)
     model.allocate()
     total = sum(read.nbytes(checkpoint) for read in reads)
-    meter = Progress(total, progress)
+    bar = ProgressBar(total, progress)
     try:
         for read in reads:
             views = [checkpoint.read(stored.name, stored.index) for stored in read.stored]
@@ -76,9 +76,9 @@ def load_weights(
                 stored.check_finite(checkpoint, view)
                 # The whole tensor, because the kernel may have mapped pages around the slice's edges.
                 core.drop_pages(torch.empty(0, dtype=torch.uint8).set_(view.untyped_storage()))
-            meter.advance(read.nbytes(checkpoint))
+            bar.advance(read.nbytes(checkpoint))
     finally:
-        meter.close()
+        bar.close()
     tensors = {stored.name for read in reads for stored in read.stored}
     report = LoadReport(len(tensors), total, time.monotonic() - started, peak_rss())
     log.debug(
@@ -151,48 +151,3 @@ def _reads(model: Layer, checkpoint: Checkpoint, encoding: Encoding | None) -> I
             yield read_floats(rectangle, place_of(rectangle, checkpoint))
         else:
             yield from encoding.reads(rectangle)
-
-
-class Progress:
-    """Shows how much of `total` bytes is loaded: a bar if stderr is a terminal, else a line every ten seconds."""
-
-    WIDTH = 30
-    SECONDS_BETWEEN_FRAMES = 0.1
-    SECONDS_BETWEEN_LINES = 10.0
-
-    def __init__(self, total: int, shown: bool) -> None:
-        self._total = max(total, 1)
-        self._done = 0
-        self._started = time.monotonic()
-        self._frame = self._started
-        self._bar = shown and sys.stderr.isatty()
-        self._lines = shown and not self._bar
-
-    def advance(self, nbytes: int) -> None:
-        self._done += nbytes
-        now = time.monotonic()
-        if self._bar and (self._done == self._total or now - self._frame > self.SECONDS_BETWEEN_FRAMES):
-            self._frame = now
-            sys.stderr.write(f"\r{self._text(now)}\033[K")
-            sys.stderr.flush()
-        elif self._lines and now - self._frame > self.SECONDS_BETWEEN_LINES:
-            self._frame = now
-            log.info("%s", self._text(now))
-
-    def close(self) -> None:
-        if self._bar:
-            sys.stderr.write("\n")
-            sys.stderr.flush()
-
-    def _text(self, now: float) -> str:
-        share = self._done / self._total
-        filled = int(share * self.WIDTH)
-        rate = self._done / max(now - self._started, 1e-9)
-        bar = "#" * filled + "." * (self.WIDTH - filled)
-        amount = f"{self._done / 1e9:.2f}/{self._total / 1e9:.2f} GB {rate / 1e9:.2f} GB/s"
-        left = "" if self._done >= self._total else f", {_duration((self._total - self._done) / max(rate, 1.0))} left"
-        return f"loading [{bar}] {share:4.0%} {amount}{left}"
-
-
-def _duration(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"

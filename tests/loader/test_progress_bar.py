@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from tilerank.loader.weights import Progress
+from tilerank.loader.progress_bar import ProgressBar
 
 
 class Terminal(io.StringIO):
@@ -30,10 +30,10 @@ def test_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
     monkeypatch.setattr(time, "monotonic", Clock(2.0))
-    meter = Progress(2_000_000_000, shown=True)
-    meter.advance(500_000_000)
-    meter.advance(1_500_000_000)
-    meter.close()
+    bar = ProgressBar(2_000_000_000, shown=True)
+    bar.advance(500_000_000)
+    bar.advance(1_500_000_000)
+    bar.close()
     frames = [frame.removesuffix("\033[K") for frame in terminal.getvalue().removesuffix("\n").split("\r")[1:]]
     assert frames == [
         "loading [" + "#" * 7 + "." * 23 + "]  25% 0.50/2.00 GB 0.25 GB/s, 6 s left",
@@ -46,12 +46,12 @@ def test_lines_in_a_log(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptu
     plain = io.StringIO()
     monkeypatch.setattr(sys, "stderr", plain)
     monkeypatch.setattr(time, "monotonic", Clock(4.0))
-    with caplog.at_level(logging.INFO, "tilerank.loader.weights"):
-        meter = Progress(10_000_000_000_000, shown=True)
+    with caplog.at_level(logging.INFO, "tilerank.loader.progress_bar"):
+        bar = ProgressBar(10_000_000_000_000, shown=True)
         for _ in range(7):
-            meter.advance(1_000_000_000)
-        meter.close()
-        Progress(10, shown=True).advance(10)
+            bar.advance(1_000_000_000)
+        bar.close()
+        ProgressBar(10, shown=True).advance(10)
     assert plain.getvalue() == ""
     assert [record.getMessage().split("]")[1] for record in caplog.records] == [
         "   0% 3.00/10000.00 GB 0.25 GB/s, 666 min left",
@@ -62,8 +62,8 @@ def test_lines_in_a_log(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptu
 def test_other_ranks_show_nothing(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
-    with caplog.at_level(logging.DEBUG, "tilerank.loader.weights"):
-        meter = Progress(10, shown=False)
-        meter.advance(10)
-        meter.close()
+    with caplog.at_level(logging.DEBUG, "tilerank.loader.progress_bar"):
+        bar = ProgressBar(10, shown=False)
+        bar.advance(10)
+        bar.close()
     assert (terminal.getvalue(), caplog.records) == ("", [])
