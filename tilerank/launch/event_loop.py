@@ -26,7 +26,9 @@ class Child(Protocol):
 
 @dataclass(eq=False)
 class Timer:
-    at: float  # by time.monotonic()
+    """An action that the loop calls once. at: when, on the clock of `time.monotonic`."""
+
+    at: float
     action: Callable[[], None]
 
 

@@ -28,10 +28,12 @@ def say(text: str) -> None:
 
 
 def log_info_on_rank0(logger: logging.Logger, message: str, *args: object) -> None:
+    """Log what is the same on all ranks once."""
     if _rank == 0:
         logger.info(message, *args)
 
 
 def log_debug_on_rank0(logger: logging.Logger, message: str, *args: object) -> None:
+    """As log_info_on_rank0, with --log-level debug."""
     if _rank == 0:
         logger.debug(message, *args)

@@ -134,6 +134,7 @@ def foreign_placement(args: argparse.Namespace, topology: Topology, identity: Id
 
 
 def check_arguments(args: argparse.Namespace) -> None:
+    """Raise LaunchError for options that contradict each other, or if this user may open too few files."""
     if args.bind != "auto" and args.cores != "auto":
         raise LaunchError(f"--cores {args.cores} and --bind {args.bind} contradict each other")
     _allow_files()
@@ -269,6 +270,7 @@ def whole_number(low: int, high: float = float("inf")) -> Callable[[str], int]:
 
 
 def seconds(text: str) -> float:
+    """An argparse type: a finite number of seconds above 0."""
     try:
         value = float(text)
     except ValueError:

@@ -11,6 +11,8 @@ Phase = Literal["starting", "joining", "loading", "generating", "serving"]
 
 
 class Reached(msgspec.Struct, tag="reached", frozen=True):
+    """The phase that a process has reached."""
+
     phase: Phase
 
 

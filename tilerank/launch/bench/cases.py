@@ -83,6 +83,7 @@ def add_image_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def cases_of(args: argparse.Namespace) -> list[Case]:
+    """Return a case for each length of the prompt and each batch, the tokens of a picture included."""
     before = media_prompts(args.model).tokens_before(args.image) if args.image else 0
     return [
         Case(batch, before + tokens, args.new_tokens, args.image, before)

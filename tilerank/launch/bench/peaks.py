@@ -140,6 +140,7 @@ class RateProbe:
 
 
 def mean_rates(before: Rates, after: Rates) -> Rates:
+    """Return the mean of each rate, for a figure that was measured between them."""
     return {name: (rate + after[name]) / 2 for name, rate in before.items()}
 
 
@@ -168,6 +169,7 @@ def compute_unit(isa: str) -> str:
 
 
 def share_text(share: float | None) -> str:
+    """Format a share with two digits; "-" for None."""
     return "-" if share is None else f"{share:.2f}"
 
 
@@ -256,6 +258,7 @@ def peaks_of(cores: Sequence[int]) -> Peaks:
 
 
 def load_note(load: float) -> str:
+    """Return the line that says how busy the machine was before a benchmark."""
     return f"note: the load average was {load:.1f} before the start; other processes lower the figures"
 
 

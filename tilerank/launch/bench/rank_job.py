@@ -54,6 +54,7 @@ def is_rank(args: argparse.Namespace) -> bool:
 
 
 def run_as_rank(args: argparse.Namespace, job: Job[W]) -> int:
+    """Run this rank of a benchmark and return its exit status."""
     return run_rank(identify(os.environ), args, job)
 
 
@@ -187,10 +188,12 @@ def model_card(model_dir: Path) -> "ModelCard":
 
 
 def engine_dtype(args: argparse.Namespace) -> "torch.dtype":
+    """Return the dtype of activations that the options and the checkpoint ask for."""
     return resolve_dtype(model_card(args.model), args.dtype, quantization_of(args))
 
 
 def kv_dtype(args: argparse.Namespace) -> "torch.dtype":
+    """Return the dtype of the KV cache. Raises LaunchError as resolve_kv_dtype does."""
     return resolve_kv_dtype(args.kv_cache_dtype, engine_dtype(args))
 
 

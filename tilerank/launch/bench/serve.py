@@ -162,6 +162,7 @@ def prompts(rng: random.Random, count: int, tokens: int) -> list[str]:
 
 
 def rows_of(offline: Metrics, over_http: Metrics) -> list[dict[str, Any]]:
+    """Return a row for each metric, of the engine alone and over HTTP, with their ratio."""
     return [
         {"what": name, "offline": offline[name], "http": over_http[name], "ratio": over_http[name] / offline[name]}
         for name in offline
@@ -169,10 +170,12 @@ def rows_of(offline: Metrics, over_http: Metrics) -> list[dict[str, Any]]:
 
 
 def same_prefix_share(metrics: Metrics) -> float:
+    """Return the time to the first token with a cached prefix over that without."""
     return metrics["same_prefix_s"] / metrics["new_prefix_s"]
 
 
 def table(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Format the rows of `rows_of` as lines."""
     lines = [f"{'':<36}{'offline':>12}{'HTTP':>12}{'HTTP vs offline':>20}"]
     for row in rows:
         title, offline, http = TITLES[row["what"]], row["offline"], row["http"]
