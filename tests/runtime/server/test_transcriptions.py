@@ -49,6 +49,7 @@ def test_a_clip_becomes_a_chat(model: Path, media: MediaReader) -> None:
         assert server.prompt == user("Transcribe the audio into text.")
         assert (submit.prompt.media[0].kind, submit.prompt.media[0].size) == ("audio", (SAMPLES, 1, 1))
         assert submit.params.temperature == 0
+        assert submit.params.max_new_tokens == 4096 - len(submit.prompt.token_ids)  # what remains of the context
         tokens = len(submit.prompt.token_ids), server.count(server.answer) + 1
         assert found.usage is not None and found.usage.type == "tokens"
         assert (found.usage.input_tokens, found.usage.output_tokens, found.usage.total_tokens) == (*tokens, sum(tokens))
