@@ -30,11 +30,11 @@ def renderer_of(directory: Path, template: str | None) -> ChatRenderer:
 
 
 def end(renderer: ChatRenderer) -> None:
-    for _ in range(chat_renderer.PROCESSES):
-        process = renderer._idle.get()._process
-        if process is not None:
-            process.kill()
-            process.communicate()
+    for one in renderer._pool.processes:
+        one.close()
+        if one._process is not None:
+            one._process.kill()
+            one._process.wait()
 
 
 async def render(renderer: ChatRenderer, text: str) -> str:
@@ -60,6 +60,20 @@ def test_renders_as_this_process_does(tmp_path: Path) -> None:
             await render(renderer, "refused")
         assert str(caught.value.__cause__) == "no ä"
         assert await renderer.takes_calls() is True
+
+    asyncio.run(asyncio.wait_for(run(), 100))
+    end(renderer)
+
+
+def test_an_abandoned_conversation_is_not_the_answer_to_another(tmp_path: Path) -> None:
+    renderer = renderer_of(tmp_path, TEMPLATE)
+
+    async def run() -> None:
+        for _ in range(3 * chat_renderer.PROCESSES):
+            abandoned = asyncio.create_task(render(renderer, "abandoned"))
+            await asyncio.sleep(0.01)
+            abandoned.cancel()
+        assert "wanted" in await render(renderer, "wanted")
 
     asyncio.run(asyncio.wait_for(run(), 100))
     end(renderer)

@@ -35,12 +35,10 @@ def check(trial: GrammarTrial, grammar: str) -> None:
 def trial() -> Iterator[GrammarTrial]:
     trial = GrammarTrial(DEMO)
     yield trial
-    process = trial._process._process
-    if process is not None:
-        assert process.stdin is not None and process.stdout is not None
-        process.stdin.close()
-        process.stdout.close()
-        assert process.wait(110) == 0  # it ends when its input is closed
+    [limited] = trial._pool.processes
+    limited.close()
+    if limited._process is not None:
+        assert limited._process.wait(110) == 0  # it ends when its input is closed
 
 
 def test_errors_say_what_is_wrong(trial: GrammarTrial) -> None:
@@ -61,7 +59,7 @@ def test_bombs_are_refused_and_the_next_grammar_is_judged(trial: GrammarTrial, b
 
 def test_a_killed_process_is_replaced(trial: GrammarTrial) -> None:
     check(trial, "start: /gone/")
-    process = trial._process._process
+    process = trial._pool.processes[0]._process
     assert process is not None
     os.kill(process.pid, signal.SIGKILL)
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
@@ -70,13 +68,14 @@ def test_a_killed_process_is_replaced(trial: GrammarTrial) -> None:
 
 def test_signals_that_end_a_server_do_not_end_it(trial: GrammarTrial) -> None:
     """The whole process group gets these signals, and running requests are still answered."""
-    if trial._process._process is not None:
-        trial._process._process.kill()
-        trial._process._process.wait()
-    trial._process.start()
-    process = trial._process._process
+    [limited] = trial._pool.processes
+    if limited._process is not None:
+        limited._process.kill()
+        limited._process.wait()
+    limited.start()
+    process = limited._process
     assert process is not None
     for number in (signal.SIGTERM, signal.SIGINT):
         os.kill(process.pid, number)
     check(trial, "start: /under way/")
-    assert trial._process._process is process and process.poll() is None
+    assert limited._process is process and process.poll() is None

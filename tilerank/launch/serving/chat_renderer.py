@@ -1,11 +1,8 @@
 """Renders the chat template of the model in separate processes: a template is a program, and may never end."""
 
-import asyncio
 import json
-import queue
 import sys
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +10,7 @@ from tilerank.loader.chat import ChatTemplate
 from tilerank.loader.errors import TokenizerError
 from tilerank.loader.tokenizer import Tokenizer
 
-from .limited_process import MEMORY, LimitedProcess, answer_all
+from .limited_process import MEMORY, LimitedPool, answer_all
 
 CPU_S = 2
 """Limit for one conversation."""
@@ -25,13 +22,10 @@ class ChatRenderer:
     """The HTTP process's end."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        self._threads = ThreadPoolExecutor(PROCESSES)  # wait for the processes
-        self._idle: queue.LifoQueue[LimitedProcess] = queue.LifoQueue()
         special_tokens = json.dumps(dict(tokenizer.special_tokens))
-        for _ in range(PROCESSES):
-            process = LimitedProcess(__name__, str(tokenizer.model_dir), special_tokens)
+        self._pool = LimitedPool(PROCESSES, __name__, str(tokenizer.model_dir), special_tokens)
+        for process in self._pool.processes:
             process.start()  # the first conversation need not wait for it
-            self._idle.put(process)
 
     async def render(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:
         """Return the text of a conversation."""
@@ -42,14 +36,7 @@ class ChatRenderer:
         return bool(await self._ask(None))
 
     async def _ask(self, question: list[Any] | None) -> str | bool:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, self._ask_process, question)
-
-    def _ask_process(self, question: list[Any] | None) -> str | bool:
-        process = self._idle.get()
-        try:
-            answer = process.ask(json.dumps(question))
-        finally:
-            self._idle.put(process)
+        answer = await self._pool.ask(json.dumps(question))
         if answer is None:
             cause = RuntimeError(f"it takes more than {CPU_S} s or {MEMORY >> 30} GiB")
             raise TokenizerError("the chat template was stopped") from cause

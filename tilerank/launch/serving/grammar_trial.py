@@ -4,16 +4,14 @@ The engine compiles an accepted grammar again, in parallel with its steps (runti
 grammar cannot move between processes.
 """
 
-import asyncio
 import sys
 from collections import OrderedDict
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from tilerank.runtime.errors import RequestError
 from tilerank.runtime.grammar import Vocabulary
 
-from .limited_process import MEMORY, LimitedProcess, answer_all
+from .limited_process import MEMORY, LimitedPool, answer_all
 
 CPU_S = 1
 """Limit for one grammar."""
@@ -26,19 +24,18 @@ class GrammarTrial:
 
     def __init__(self, model_dir: Path) -> None:
         self._good: OrderedDict[str, None] = OrderedDict()
-        self._thread = ThreadPoolExecutor(1)  # waits for the process, which compiles one grammar at a time
-        self._process = LimitedProcess(__name__, str(model_dir))
+        self._pool = LimitedPool(1, __name__, str(model_dir))
 
     async def check(self, grammar: str) -> None:
         """Raise RequestError if the grammar is wrong, or too expensive to compile."""
         if grammar not in self._good:
-            await asyncio.get_running_loop().run_in_executor(self._thread, self._try, grammar)
+            await self._try(grammar)
             self._good[grammar] = None
             if len(self._good) > KEPT:
                 self._good.popitem(last=False)
 
-    def _try(self, grammar: str) -> None:
-        refusal = self._process.ask(grammar)
+    async def _try(self, grammar: str) -> None:
+        refusal = await self._pool.ask(grammar)
         if refusal is None:
             raise RequestError(f"the grammar: compiling it takes more than {CPU_S} s or {MEMORY >> 30} GiB")
         if refusal:
