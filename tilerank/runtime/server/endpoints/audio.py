@@ -20,7 +20,7 @@ from ..multipart_form import read_form
 from ..request_body import MAX_FORM, read_body
 from ..speech_fields import check_voice
 from .generation import NewParser, activate, conversation_prompt, converse, first_delta
-from .service import Service
+from .service import Service, while_connected
 
 
 class AudioEndpoints:
@@ -57,10 +57,11 @@ class AudioEndpoints:
         check_format(body.response_format, "response_format")
         *before, last = await self._tokens(body.input)
         chat = body.chat(last)
-        with service.budget.share() as share:
-            asked = (await conversation_prompt(service, request, chat, share)).prompt
-        active = activate(service, chat, [Prompt(asked.token_ids + before)], None, None)
-        first, rest = await first_delta(service, request, active, f"speech-{active.id}")
+        with while_connected(request):
+            with service.budget.share() as share:
+                asked = (await conversation_prompt(service, chat, share)).prompt
+            active = activate(service, chat, [Prompt(asked.token_ids + before)], None, None)
+            first, rest = await first_delta(service, request, active, f"speech-{active.id}")
         sound = _encoded(SoundStream(body.response_format), first, rest)
         return _SoundResponse(request, sound, CONTENT_TYPES[body.response_format])
 

@@ -23,7 +23,7 @@ from .generation import (
     finish,
     tool_parser,
 )
-from .service import Service
+from .service import Service, while_connected
 
 
 class ChatEndpoints:
@@ -37,12 +37,13 @@ class ChatEndpoints:
         """POST /v1/completions. Continues texts."""
         service = self._service
         body = await service.body(request, Completion)
-        grammar = await checked_grammar(service, body, None)
-        prompts = await service.prompts.from_texts(body.prompt, body.add_special_tokens)
-        active = activate(service, body, prompts, body.logprobs, grammar)
-        formatter = TextFormatter(service.tokenizer, body.logprobs, body.return_tokens_as_token_ids)
-        answer = self._answer(active, body, formatter)
-        return await finish(request, await begin(service, request, active, answer), body.stream)
+        with while_connected(request):
+            grammar = await checked_grammar(service, body, None)
+            prompts = await service.prompts.from_texts(body.prompt, body.add_special_tokens)
+            active = activate(service, body, prompts, body.logprobs, grammar)
+            formatter = TextFormatter(service.tokenizer, body.logprobs, body.return_tokens_as_token_ids)
+            answer = self._answer(active, body, formatter)
+            return await finish(request, await begin(service, request, active, answer), body.stream)
 
     async def chat(self, request: Request) -> Response:
         """POST /v1/chat/completions. Answers a conversation."""
@@ -58,8 +59,8 @@ class ChatEndpoints:
         service = self._service
         body = await self._conversation(request)
         tool_parser(service, body.template_tools())
-        with service.budget.share() as share:
-            prompt, thinking = await conversation_prompt(service, request, body, share)
+        with while_connected(request), service.budget.share() as share:
+            prompt, thinking = await conversation_prompt(service, body, share)
             active = activate(service, body, [prompt], body.alternatives, None, thinking)
         (token_ids,) = active.prompts
         id = f"{ChatFormatter.prefix}-{active.id}"

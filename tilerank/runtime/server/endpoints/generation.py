@@ -10,7 +10,7 @@ from contextlib import aclosing
 from functools import partial
 from typing import NamedTuple
 
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 
 from ...errors import RequestError
@@ -25,7 +25,7 @@ from ..grammars import request_grammar
 from ..media.media_budget import Share
 from ..prompts import ChatPrompt
 from ..request_body import release_body
-from .service import Service, until_disconnect
+from .service import Service, while_connected
 
 NewParser = Callable[[], ToolParser]
 
@@ -52,21 +52,21 @@ async def converse(
     parser = tool_parser(service, tools)
     schemas = {tool.function.name: tool.function.parameters or {} for tool in body.callable_tools}
     new_parser = partial(parser, schemas) if parser else None
-    with service.budget.share() as share:
-        prompt, thinking = await conversation_prompt(service, request, body, share)
-        prompts = [prompt]
-        del prompt  # pictures take much memory, and the client frees them once they are sent
-        grammar = await checked_grammar(service, body, parser, thinking)
-        active = activate(service, body, prompts, body.alternatives, grammar, thinking)
-        begun = await begin(service, request, active, new_answer(active, new_parser))
-    return await finish(request, begun, body.stream)
+    with while_connected(request):
+        with service.budget.share() as share:
+            prompt, thinking = await conversation_prompt(service, body, share)
+            prompts = [prompt]
+            del prompt  # pictures take much memory, and the client frees them once they are sent
+            grammar = await checked_grammar(service, body, parser, thinking)
+            active = activate(service, body, prompts, body.alternatives, grammar, thinking)
+            begun = await begin(service, request, active, new_answer(active, new_parser))
+        return await finish(request, begun, body.stream)
 
 
-async def conversation_prompt(service: Service, request: Request, body: ChatCompletion, share: Share) -> ChatPrompt:
+async def conversation_prompt(service: Service, body: ChatCompletion, share: Share) -> ChatPrompt:
     """Return the prompt of a conversation. Empties `body.messages`."""
     variables, effort, tools = body.chat_template_kwargs, body.reasoning_effort, body.template_tools()
-    build = service.prompts.from_messages(body.messages, variables, effort, tools, share, body.template_options)
-    return await until_disconnect(request, build)
+    return await service.prompts.from_messages(body.messages, variables, effort, tools, share, body.template_options)
 
 
 def tool_parser(service: Service, tools: list[Json] | None) -> type[ToolParser] | None:
@@ -120,12 +120,8 @@ async def first_delta(
 ) -> tuple[Delta, AsyncGenerator[Delta]]:
     """Run a request up to its first delta. Returns it, and the others. id: of the request in the API."""
     deltas = service.recent.track(id, active, service.metrics.measure(active))
-    try:
-        # The status line is sent after the first delta, so that a failed request gets an error status.
-        first = await until_disconnect(request, anext(deltas))
-    except (ApiError, ClientDisconnect):
-        await deltas.aclose()
-        raise
+    # The status line is sent after the first delta, so that a failed request gets an error status.
+    first = await anext(deltas)
     release_body(request)
     return first, deltas
 
@@ -135,7 +131,7 @@ async def finish(request: Request, begun: Begun, stream: bool) -> Response:
     if stream:
         headers = {"Cache-Control": "no-cache"}
         return StreamingResponse(_events(request, begun), media_type="text/event-stream", headers=headers)
-    whole = await until_disconnect(request, _whole(begun))
+    whole = await _whole(begun)
     return PlainTextResponse(whole) if isinstance(whole, str) else JSONResponse(whole)
 
 

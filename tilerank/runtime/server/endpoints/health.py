@@ -13,7 +13,7 @@ from ...prompt import Prompt
 from ..client import EngineGoneError, RefusedError
 from ..errors import ApiError
 from ..monitoring import status
-from .service import Service, until_disconnect
+from .service import Service, while_connected
 
 
 class HealthEndpoints:
@@ -36,7 +36,8 @@ class HealthEndpoints:
             self._probe = asyncio.create_task(self._generate())
             self._probe.add_done_callback(_mark_retrieved)
         try:
-            await until_disconnect(request, asyncio.shield(self._probe))
+            with while_connected(request):
+                await asyncio.shield(self._probe)
         except EngineGoneError as e:
             raise ApiError(503, str(e), code="engine_gone") from e
         except RefusedError as e:

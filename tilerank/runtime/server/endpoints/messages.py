@@ -8,7 +8,7 @@ from ..answers.completions import ActiveRequest
 from ..answers.message_answer import MessageAnswer
 from ..forms.message_request import CountTokensRequest, MessageRequest
 from .generation import NewParser, conversation_prompt, converse
-from .service import Service
+from .service import Service, while_connected
 
 
 class MessageEndpoints:
@@ -35,6 +35,6 @@ class MessageEndpoints:
         body = await service.body(request, CountTokensRequest, media=True)
         chat = body.chat()
         body.messages.clear()
-        with service.budget.share() as share:
-            found = await conversation_prompt(service, request, chat, share)
+        with while_connected(request), service.budget.share() as share:
+            found = await conversation_prompt(service, chat, share)
         return JSONResponse({"input_tokens": len(found.prompt.token_ids)})

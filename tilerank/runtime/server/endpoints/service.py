@@ -2,7 +2,8 @@
 
 import asyncio
 import time
-from collections.abc import Awaitable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
 import pydantic
@@ -21,7 +22,6 @@ from ..request_body import MAX_BODY, MAX_MEDIA_BODY, read_json, validation_error
 from ..settings import ServerSettings
 
 Body = TypeVar("Body", bound=pydantic.BaseModel)
-T = TypeVar("T")
 
 
 class Service:
@@ -63,23 +63,29 @@ class Service:
             raise ApiError(404, message, param="model", code="model_not_found")
 
 
-async def until_disconnect(request: Request, work: Awaitable[T]) -> T:
-    """Return the result of `work`. Cancels it and raises ClientDisconnect if the client disconnects first.
+@contextmanager
+def while_connected(request: Request) -> Iterator[None]:
+    """Cancel what the context awaits, and raise ClientDisconnect, as soon as the client disconnects.
 
     The request's body must have been read. Without this, a disconnect is noticed only when the answer is sent.
     """
+    task = asyncio.current_task()
+    assert task is not None
+    is_gone = False
 
-    async def disconnected() -> None:
+    async def watch() -> None:
+        nonlocal is_gone
         while (await request.receive())["type"] != "http.disconnect":
             pass
+        is_gone = True
+        task.cancel()
 
-    working, waiting = asyncio.ensure_future(work), asyncio.create_task(disconnected())
+    watching = asyncio.create_task(watch())
     try:
-        await asyncio.wait((working, waiting), return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            raise ClientDisconnect
-        return working.result()
+        yield
+    except asyncio.CancelledError:
+        if not is_gone or task.uncancel():  # the server cancels the request as well
+            raise
+        raise ClientDisconnect from None
     finally:
-        working.cancel()
-        waiting.cancel()
-        await asyncio.gather(working, waiting, return_exceptions=True)
+        watching.cancel()

@@ -5,7 +5,7 @@ from starlette.responses import JSONResponse, Response
 
 from ..api import Detokenize, Tokenize
 from ..errors import ApiError
-from .service import Service, until_disconnect
+from .service import Service, while_connected
 
 
 class TokenizeEndpoints:
@@ -19,10 +19,10 @@ class TokenizeEndpoints:
         service = self._service
         body = await service.body(request, Tokenize, media=True)
         if body.messages is not None:
-            with service.budget.share() as share:
+            with while_connected(request), service.budget.share() as share:
                 variables, tools, options = body.chat_template_kwargs, body.template_tools(), body.template_options
                 build = service.prompts.from_messages(body.messages, variables, None, tools, share, options)
-                tokens = (await until_disconnect(request, build)).prompt.token_ids
+                tokens = (await build).prompt.token_ids
         else:
             assert body.prompt is not None
             tokens = await service.prompts.encode(body.prompt, body.add_special_tokens is not False)
