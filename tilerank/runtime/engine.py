@@ -235,7 +235,7 @@ class Engine:
                 "which the prompt and at least one new token must fit in"
             )
         new = min(request.params.max_new_tokens, max(limit - length - max(prompt.shift, 0), 1))
-        params = replace(request.params, max_new_tokens=new)
+        params = request.params if new == request.params.max_new_tokens else replace(request.params, max_new_tokens=new)
         sequence = Sequence(self._next_request, params, prompt, media, talker)
         if num_pages(sequence.max_cached) > self._pool.total:
             raise RequestError(

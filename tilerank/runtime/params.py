@@ -1,13 +1,27 @@
 """Sampling parameters and log-probabilities. Imports no torch, because the HTTP process uses them as well."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from math import inf
 
 import msgspec
 
 from .errors import RequestError
 
 MAX_TEMPERATURE = 1e6  # makes all tokens equally likely, and is far from overflowing fp32
+_RANGES: Mapping[str, tuple[float, float, str]] = {
+    "max_new_tokens": (0, inf, "at least 0"),
+    "temperature": (0, MAX_TEMPERATURE, f"a number from 0 to {MAX_TEMPERATURE:g}"),
+    "top_k": (0, (1 << 31) - 1, "0 (off) or more"),
+    "top_p": (0, 1, "a number from 0 to 1"),
+    "min_p": (0, 1, "a number from 0 to 1"),
+    "repetition_penalty": (0.01, 100, "a number from 0.01 to 100"),
+    "presence_penalty": (-100, 100, "a number from -100 to 100"),
+    "frequency_penalty": (-100, 100, "a number from -100 to 100"),
+    "seed": (0, (1 << 64) - 1, "an unsigned 64-bit integer"),
+    "logprobs": (0, 100, "a number from 0 to 100"),
+}
+"""The least and the greatest value of each parameter that is a number, and how an error describes them."""
 
 
 class SpeechParams(msgspec.Struct, frozen=True):
@@ -62,24 +76,20 @@ class SamplingParams:
     speech: SpeechParams | None = None
 
     def __post_init__(self) -> None:
-        for name, ok, expected in (
-            ("max_new_tokens", self.max_new_tokens >= 0, "at least 0"),
-            ("min_new_tokens", 0 <= self.min_new_tokens <= self.max_new_tokens, "0 to max_new_tokens"),
-            ("temperature", 0 <= self.temperature <= MAX_TEMPERATURE, f"a number from 0 to {MAX_TEMPERATURE:g}"),
-            ("top_k", 0 <= self.top_k < 1 << 31, "0 (off) or more"),
-            ("top_p", 0 <= self.top_p <= 1, "a number from 0 to 1"),
-            ("min_p", 0 <= self.min_p <= 1, "a number from 0 to 1"),
-            ("repetition_penalty", 0.01 <= self.repetition_penalty <= 100, "a number from 0.01 to 100"),
-            ("presence_penalty", abs(self.presence_penalty) <= 100, "a number from -100 to 100"),
-            ("frequency_penalty", abs(self.frequency_penalty) <= 100, "a number from -100 to 100"),
-            ("logit_bias", all(abs(bias) <= 100 for bias in self.logit_bias.values()), "numbers from -100 to 100"),
-            ("seed", 0 <= self.seed < 1 << 64, "an unsigned 64-bit integer"),
-            ("logprobs", 0 <= self.logprobs <= 100, "a number from 0 to 100"),
-            ("prompt_logprobs", 0 <= (self.prompt_logprobs or 0) <= 100, "a number from 0 to 100"),
-            ("bad_words", all(self.bad_words), "at least one token each"),
-        ):
-            if not ok:
-                raise RequestError(f"{name}: expected {expected}, found {getattr(self, name)}")
+        for name, (least, most, expected) in _RANGES.items():
+            if not least <= getattr(self, name) <= most:
+                raise self._wrong(name, expected)
+        if not 0 <= self.min_new_tokens <= self.max_new_tokens:
+            raise self._wrong("min_new_tokens", "0 to max_new_tokens")
+        if not 0 <= (self.prompt_logprobs or 0) <= 100:
+            raise self._wrong("prompt_logprobs", "a number from 0 to 100")
+        if not all(abs(bias) <= 100 for bias in self.logit_bias.values()):
+            raise self._wrong("logit_bias", "numbers from -100 to 100")
+        if not all(self.bad_words):
+            raise self._wrong("bad_words", "at least one token each")
+
+    def _wrong(self, name: str, expected: str) -> RequestError:
+        return RequestError(f"{name}: expected {expected}, found {getattr(self, name)}")
 
     @property
     def changes_logits(self) -> bool:

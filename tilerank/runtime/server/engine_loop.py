@@ -169,8 +169,9 @@ class _Session:
             if number in cancelled:
                 self._send(Ended(number))
                 continue
+            params = message.params if seed == message.params.seed else replace(message.params, seed=seed)
             try:
-                request = self._engine.submit(Request(prompt, replace(message.params, seed=seed)))
+                request = self._engine.submit(Request(prompt, params))
             except RequestError as e:
                 self._send(Refused(number, str(e)))
                 continue

@@ -40,6 +40,7 @@ def final_prompt(prompt: Prompt, body: Sampling, context_length: int) -> Prompt:
 def sampling_params(
     body: Sampling,
     prompt: Prompt,
+    seed: int,
     context_length: int,
     defaults: dict[str, Any],
     tokenizer: Tokenizer,
@@ -61,10 +62,11 @@ def sampling_params(
     if body.min_tokens > new:
         message = f"min_tokens: expected at most {new}, the most tokens of the answer, found {body.min_tokens}"
         raise ApiError(400, message, param="min_tokens")
-    requested = body.model_dump(include=set(defaults), exclude_none=True)
+    requested = {name: value for name in defaults if (value := getattr(body, name)) is not None}
     try:
         return SamplingParams(
             max_new_tokens=new,
+            seed=seed,
             min_new_tokens=body.min_tokens,
             presence_penalty=body.presence_penalty,
             frequency_penalty=body.frequency_penalty,

@@ -154,6 +154,8 @@ class Structured(RequestBody):
 
     def _constraints(self) -> Iterator[tuple[str, Constraint]]:
         """Yield what is constrained, with the names of the fields."""
+        if self.model_fields_set.isdisjoint(Structured.model_fields):  # most requests have none of them
+            return
         if self.response_format is not None and (requested := self.response_format.constraint) is not None:
             yield "response_format", requested
         nested = self.structured_outputs or StructuredOutputs.model_validate({})

@@ -11,7 +11,7 @@ from typing import Any
 from tilerank.loader.generation_config import SamplingDefaults
 from tilerank.loader.tokenizer import Tokenizer
 
-from ...params import Logprobs, Start
+from ...params import Logprobs, SamplingParams, Start
 from ...prompt import Prompt
 from ..api import ChatCompletion, Completion, Sampling
 from ..client import EngineClient, EngineGoneError, OverloadedError, Progress, RefusedError
@@ -98,7 +98,10 @@ class ActiveRequest:
         wants_ids = body.return_token_ids or (isinstance(body, Completion) and (body.echo or body.scores is not None))
         self._prompt_ids = [list(prompt.token_ids) if wants_ids else [] for prompt in prompts]
         fields = (context_length, vars(defaults), tokenizer, logprobs, grammar)
-        self._submissions = [(prompt, sampling_params(body, prompt, *fields), seeds(body)) for prompt in prompts]
+        self._submissions: list[tuple[Prompt, SamplingParams, list[int]]] = []
+        for prompt in prompts:
+            of_choices = seeds(body)
+            self._submissions.append((prompt, sampling_params(body, prompt, of_choices[0], *fields), of_choices))
 
     @property
     def prompts(self) -> list[Sequence[int]]:
