@@ -7,6 +7,9 @@ from pathlib import Path
 from command import Run, endless_copy, run
 from media_files import DEMO_VL
 
+from tests.clients.live import live_server
+from tests.runtime.server.scripted import make_model
+
 PICTURE = DEMO_VL.parent / "red-triangle.png"
 QUESTION = "What is in the picture?"
 
@@ -21,6 +24,24 @@ def test_a_conversation_sees_pictures_and_can_begin_anew(tmp_path: Path) -> None
     assert second != first
     assert "/no/such/file cannot be read: No such file" in result.err
     assert result.status == 0
+
+
+def test_a_conversation_has_a_history_and_a_system_prompt(tmp_path: Path) -> None:
+    prompts: list[str] = []
+
+    def answer(prompt: str) -> str:
+        prompts.append(prompt)
+        return "Moses."
+
+    typed = tmp_path / "typed"
+    typed.write_text("Who?\nAnd?\n/system Be brief.\nWho?\n")
+    with live_server(make_model(tmp_path / "model")) as (url, server), typed.open("rb") as stdin:
+        server.answer = answer
+        result = run("chat", "--url", url, stdin=stdin)
+    assert result.out == "Moses.\n" * 3
+    user, system = "<|im_start|>user\nWho?<|im_end|>\n", "<|im_start|>system\nBe brief.<|im_end|>\n"
+    more = "<|im_start|>assistant\nMoses.<|im_end|>\n<|im_start|>user\nAnd?<|im_end|>\n"
+    assert prompts == [f"{turns}<|im_start|>assistant\n" for turns in (user, user + more, system + user)]
 
 
 def test_ctrl_c_stops_the_answer_and_not_the_conversation(tmp_path: Path) -> None:
