@@ -137,6 +137,7 @@ BAD: list[tuple[str, bytes, str]] = [
     ("cut wav", wav(tone(4.0))[:64000], "cut off: the file says that it has 128044 bytes, found 64000"),
     ("cut mp3", compressed("mp3", "libmp3lame", tone(4.0, 44100), 44100)[:16000], "file says that it has 4.00 s"),
     ("cut flac", compressed("flac", "flac", tone(4.0), 16000)[:-9000], "cut off|cannot be decoded"),
+    ("cut ogg", compressed("ogg", "libopus", tone(4.0, 48000), 48000)[:-9000], "cut off: its last page has at least"),
     ("10 hours", ten_hours(), "expected sound of at most 3600 s, found 36000 s"),
     ("long", wav(np.zeros(HOUR + 8000), 8000), "expected sound of at most 3600 s, found"),
 ]

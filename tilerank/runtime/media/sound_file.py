@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from av.container import InputContainer
 
 _STREAMED = (1 << 31) - (1 << 16)
+_OGG_HEADER = 27
+"""Bytes of a page before the sizes of its segments, whose number is the last one."""
 _LOST = 0.5
 """Seconds that a file may lack of what it says it has; encoders pad and cut a little."""
 
@@ -23,6 +25,7 @@ def read_sound(data: bytes) -> bytes:
     Raises MediaError for what is not sound, is too long or is cut off where the file says how long it is.
     """
     _check_riff(data)
+    _check_ogg(data)
     parts, count = list[bytes](), 0
     with _open(data) as (container, stream):
         expected = _duration(stream)
@@ -48,6 +51,19 @@ def _check_riff(data: bytes) -> None:
     size = int.from_bytes(data[4:8], "little")
     if data[:4] == b"RIFF" and len(data) - 8 < size < _STREAMED:
         raise MediaError(f"the sound is cut off: the file says that it has {size + 8} bytes, found {len(data)}")
+
+
+def _check_ogg(data: bytes) -> None:
+    """Raise MediaError for an Ogg file whose last page is not whole (RFC 3533), which the demuxer leaves out."""
+    if data[:4] != b"OggS":
+        return
+    start = data.rfind(b"OggS")
+    header = data[start : start + _OGG_HEADER]
+    segments = header[-1] if len(header) == _OGG_HEADER else 0
+    sizes = data[start + len(header) :][:segments]
+    size = _OGG_HEADER + segments + sum(sizes)
+    if len(data) - start < size:
+        raise MediaError(f"the sound is cut off: its last page has at least {size} bytes, found {len(data) - start}")
 
 
 def _duration(stream: "AudioStream") -> float:
