@@ -79,12 +79,10 @@ class TextFormatter(Formatter):
         self._token_texts: dict[int, TokenText] = {}
 
     def chunk(self, delta: Delta) -> Json:
-        token_text = self._token_texts.setdefault(delta.index, TokenText(self._tokenizer, self._by_id))
-        logprobs = None if self._top is None else self._logprobs(delta.tokens, self._top, token_text)
         return {
             "index": delta.index,
             "text": delta.text,
-            "logprobs": logprobs,
+            "logprobs": None if self._top is None else self._logprobs(delta, self._top),
             "finish_reason": delta.finish_reason,
         }
 
@@ -94,9 +92,11 @@ class TextFormatter(Formatter):
             "logprobs": _concatenated(chunk["logprobs"] for chunk in chunks),
         }
 
-    def _logprobs(self, tokens: Sequence[Token], top: int, token_text: TokenText) -> Json:
+    def _logprobs(self, delta: Delta, top: int) -> Json:
+        if (token_text := self._token_texts.get(delta.index)) is None:
+            token_text = self._token_texts[delta.index] = TokenText(self._tokenizer, self._by_id)
         found: Json = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-        for token in tokens:
+        for token in delta.tokens:
             logprobs = token.logprobs  # None for the first token of a prompt
             found["tokens"].append(token_text.name(token.token_id))
             found["token_logprobs"].append(None if logprobs is None else logprobs.chosen)
