@@ -120,10 +120,7 @@ class TapProducts {
 
     void write(const float* const (&parts)[1], Range rows, int64_t block) const {
       for_sums(rows, [&](int64_t row, int64_t i) {
-        for (int64_t half = 0; half < 2; ++half) {
-          const float* const sums = parts[0] + i + half * kTileRows * kLanes;
-          finish.write_lanes(row, 1, block * kBlockN + half * kLanes, sums, kLanes);
-        }
+        finish.write(row, 1, block * kBlockN, parts[0] + i, kTileRows * kLanes);
       });
     }
   };

@@ -32,24 +32,22 @@ class Finish {
         activated_(args.tensor(7)) {}
 
   // Finishes `count` rows of a block of 32 columns from their sums, float[count][32]. Columns beyond the last are
-  // dropped.
-  void write(int64_t row, int64_t count, int64_t column, const float* sums) const {
-    for (int64_t i = 0; i < kBlockN; i += kLanes) write_lanes(row, count, column + i, sums + i, kBlockN);
-  }
-
-  // The same for kLanes columns, whose sums are `stride` floats apart from row to row.
-  void write_lanes(int64_t row, int64_t count, int64_t first, const float* sums, int64_t stride) const {
-    const int64_t lanes = std::min<int64_t>(kLanes, columns - first);
-    if (lanes <= 0) return;
-    const Vec bias = bias_ ? load_some(bias_, first, lanes) : zero();
-    const Vec scale = scale_ ? load(scale_.as<const float>() + first, lanes) : set(1.0f);
-    const Vec frequency = activated_ ? load(frequency_.as<const float>() + first, lanes) : zero();
-    const Vec magnitude = activated_ ? load(magnitude_.as<const float>() + first, lanes) : zero();
-    for (int64_t r = 0; r < count; ++r) {
-      Vec y = (load(sums + r * stride) + bias) * scale;
-      if (residual_) y = y + load_some(residual_, (row + r) * residual_.stride[0] + first, lanes);
-      if (activated_) store_some(activated_, row + r, first, lanes, fma(magnitude, squared_sine(y * frequency), y));
-      if (out_) store_some(out_, row + r, first, lanes, y);
+  // dropped. step: from a vector of the first row to the next one.
+  void write(int64_t row, int64_t count, int64_t column, const float* sums, int64_t step = kLanes) const {
+    for (int64_t v = 0; v < kBlockN / kLanes && column + v * kLanes < columns; ++v) {
+      const int64_t first = column + v * kLanes, lanes = std::min<int64_t>(kLanes, columns - first);
+      const Vec bias = bias_ ? load_some(bias_, first, lanes) : zero();
+      const Vec scale = scale_ ? load(scale_.as<const float>() + first, lanes) : set(1.0f);
+      const Vec frequency = activated_ ? load(frequency_.as<const float>() + first, lanes) : zero();
+      const Vec magnitude = activated_ ? load(magnitude_.as<const float>() + first, lanes) : zero();
+      for (int64_t r = 0; r < count; ++r) {
+        Vec y = (load(sums + r * kBlockN + v * step) + bias) * scale;
+        if (residual_) y = y + load_some(residual_, (row + r) * residual_.stride[0] + first, lanes);
+        if (activated_) {
+          store_some(activated_, row + r, first, lanes, fma(magnitude, squared_sine(y * frequency), y));
+        }
+        if (out_) store_some(out_, row + r, first, lanes, y);
+      }
     }
   }
 
