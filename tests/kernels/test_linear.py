@@ -88,7 +88,8 @@ def test_a_row_has_the_same_bits_in_every_batch(rung: str, dtype: torch.dtype, n
     count = 300 if rung != "reference" else 20
     x, weight, bias = randn(count, k).to(dtype), packed(randn(n, k, seed=1), dtype), randn(n, seed=2)
     alone = torch.cat([linear(row[None], weight, bias) for row in x])
-    for m in range(1, count + 1):
+    # All numbers of rows up to four tiles of 16 and five panels of 14; then all remainders of both, and a stripe.
+    for m in (m for m in range(1, count + 1) if m < 72 or m % 11 == 0 or abs(m - 224) < 2):
         assert torch.equal(linear(x[:m], weight, bias), alone[:m]), f"{m} rows"
     assert torch.equal(linear(x[count // 2 :], weight, bias), alone[count // 2 :])
 
@@ -107,7 +108,7 @@ def test_rows_around_every_panel_and_stripe(rung: str, dtype: torch.dtype, n: in
     weight, turns = packed(plain, dtype), packed(in_turn(plain[: n // 64 * 32], plain[-(n // 64 * 32) :]), dtype)
     whole, gated = linear(x, weight, out_dtype=F32), linear(x, turns, activation="silu_mul")
     assert_close(whole, x, plain)
-    for threads, m in itertools.product((1, 2, 3), (1, 2, 14, 15, 28, 29, 36, 168, 169, 222, 223, 224, 225, 449)):
+    for threads, m in itertools.product((1, 3), (1, 2, 14, 15, 28, 29, 36, 168, 169, 222, 223, 224, 225, 449)):
         core.start_pool(None, threads, spin=False)
         assert torch.equal(linear(x[:m], weight, out_dtype=F32), whole[:m]), f"{m} rows, {threads} threads"
         assert torch.equal(linear(x[:m], turns, activation="silu_mul"), gated[:m]), f"{m} rows, {threads} threads"
@@ -209,7 +210,7 @@ def test_an_activated_row_has_the_same_bits_in_every_batch(rung: str, activation
     residual = randn(count, 64 if activation == "silu_mul" else n, seed=3).to(BF16)
     for out_dtype in (BF16, F32):
         whole = linear(x, weight, bias, residual=residual, activation=activation, out_dtype=out_dtype)
-        for m in range(1, count):
+        for m in (m for m in range(1, count) if m < 36 or m % 5 == 0):
             part = linear(x[:m], weight, bias, residual=residual[:m], activation=activation, out_dtype=out_dtype)
             assert torch.equal(part, whole[:m]), m
 
