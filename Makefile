@@ -5,6 +5,8 @@ BIN    := $(VENV)/bin
 CORE   := pyproject.toml setup.py $(wildcard tilerank/kernels/csrc/*/*)
 # Most tests keep one core busy or wait for processes. Each worker takes neighbours, which share servers and models.
 PYTEST := $(BIN)/pytest -n 2 --dist worksteal
+# The tests start hundreds of processes, which would each compile the same modules.
+unexport PYTHONDONTWRITEBYTECODE
 # The first make in this clone builds while others wait: what it has built they find up to date.
 LOCKED := flock Makefile $(MAKE) --no-print-directory
 
@@ -44,7 +46,7 @@ soak: environment
 test-numa: environment
 	TILERANK_REQUIRE_NUMA=1 $(BIN)/pytest -m numa
 
-# Programs of their own under the thread sanitizer, which cannot be combined with another.
+# Programs of their own with TSan, which cannot be combined with another sanitizer; `make test` runs them.
 THREAD_TESTS := tests/kernels/test_pool.py tests/kernels/test_shm.py
 # Tests of the machine code that users get.
 CODE_TESTS := tests/kernels/test_instructions.py
@@ -61,12 +63,12 @@ endef
 # $(call on_build,NAME): the environment in which pytest, its workers and the ranks that tests start import build/NAME.
 on_build = PYTHONPATH=$(CURDIR)/build/$(1) PYTEST_ADDOPTS="-o 'pythonpath=$(CURDIR)/build/$(1) . tests/support'"
 
-# test-sanitize: the kernel tests with ASan and UBSan, AMX emulated where the CPU has none; pool, shm and graphs with TSan
+# test-sanitize: the kernel tests with ASan and UBSan, AMX emulated where the CPU has none
 test-sanitize: environment
 	$(call build,sanitized,TILERANK_SANITIZE=$(SANITIZERS) TILERANK_EMULATE_AMX=$(NO_AMX))
 	LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" \
-	    ASAN_OPTIONS=detect_leaks=0 PYTHONMALLOC=malloc $(call on_build,sanitized) $(PYTEST) $(CORE_TESTS)
-	$(BIN)/pytest $(THREAD_TESTS)
+	    ASAN_OPTIONS=detect_leaks=0 PYTHONMALLOC=malloc TILERANK_TEST_RUNG=compiled \
+	    $(call on_build,sanitized) $(PYTEST) $(CORE_TESTS)
 
 AMX_TESTS := $(addprefix tests/runtime/test_,exact.py engine.py kv_cache.py quantized.py)
 

@@ -1,6 +1,7 @@
 """The rungs of the ISA ladder as test parameters.
 
-TILERANK_TEST_RUNG limits the tests to one rung, which must then be usable (`make test-amx`).
+TILERANK_TEST_RUNG limits the tests to one rung, which must then be usable (`make test-amx`), or to the compiled ones
+(`make test-sanitize`, which finds nothing in plain torch).
 """
 
 import os
@@ -11,8 +12,10 @@ from tilerank.kernels import core
 
 ONLY = os.environ.get("TILERANK_TEST_RUNG")
 
-TESTED = [rung for rung in core.isa_report() if ONLY in (None, rung.name)]
-assert ONLY is None or [rung.usable for rung in TESTED] == [True], f"TILERANK_TEST_RUNG={ONLY}: {TESTED}"
+TESTED = [
+    rung for rung in core.isa_report() if ONLY in (None, rung.name) or (ONLY == "compiled" and rung.name != "reference")
+]
+assert ONLY in (None, "compiled") or [rung.usable for rung in TESTED] == [True], f"TILERANK_TEST_RUNG={ONLY}: {TESTED}"
 
 RUNGS = [
     pytest.param(rung.name, marks=[] if rung.usable else [pytest.mark.skip(reason=rung.reason)]) for rung in TESTED
