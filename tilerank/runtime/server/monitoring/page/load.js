@@ -11,7 +11,13 @@ const bytes = (n) => {
     n /= 1024;
   }
 };
-const seconds = (s) => s < 0.01 ? `${(s * 1000).toFixed(1)} ms` : s < 1 ? `${Math.round(s * 1000)} ms` : s < 90 ? `${s.toFixed(1)} s` : `${Math.round(s / 60)} min`;
+const seconds = (s) => {
+  if (s < 0.01) return `${(s * 1000).toFixed(1)} ms`;
+  if (s < 1) return `${Math.round(s * 1000)} ms`;
+  if (s < 90) return `${s.toFixed(1)} s`;
+  const minutes = Math.round(s / 60), hours = Math.round(s / 3600);
+  return minutes < 90 ? `${minutes} min` : hours < 48 ? `${hours} h` : `${Math.round(s / 86400)} days`;
+};
 const number = (n) => n.toLocaleString("en");
 
 function element(tag, text, name) {
