@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from vision_exact import compare
 
+from tilerank.kernels import core
 from tilerank.loader.tokenizer import Tokenizer
 from tilerank.parallel.join import Team
 from tilerank.runtime.engine import Engine, Request
@@ -24,7 +25,10 @@ PIECE = 1e6
 """Operations of a piece of an encode: a few rows of a layer."""
 
 
-def run(team: Team, *, out: str, cases: dict[str, list[Any]], clips: list[int], new_tokens: int) -> dict[str, Any]:
+def run(
+    team: Team, *, out: str, cases: dict[str, list[Any]], clips: list[int], new_tokens: int, rung: str
+) -> dict[str, Any]:
+    core.force_isa(rung)
     wanted, model = load_file(f"{out}/omni.safetensors"), Path(out) / "omni"
     witness = Witness(team.group)
     worker = Worker(model, replace(team, group=witness), dtype=torch.bfloat16, max_total_tokens=256)
@@ -78,7 +82,8 @@ def check_prompts(
         made = processor.prompt(text_of(parts), media_of(name, parts, wanted))
         counted = made.positions or [list(range(len(made.token_ids)))] * 3
         length = len(ids) - new_tokens
-        same_positions = torch.tensor(counted).equal(wanted[f"{name}.positions"][:, :length].long())
+        theirs = wanted[f"{name}.positions"][:, :length]  # floats, if there is a video
+        same_positions = torch.tensor(counted, dtype=theirs.dtype).equal(theirs)
         wrong += [] if made.token_ids == ids[:length] and same_positions else [name]
         requests.append(Request(made, params))
         # Scored with the tokens that transformers generated, whose positions follow the prompt's.

@@ -9,17 +9,29 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from ranks import run_ranks
+from rungs import COMPILED
 from safetensors.torch import load_file
 from torch import Tensor
 
+from tests.runtime.omni.omni_ranks import PIECE, media_of, text_of
+from tilerank.kernels import core
 from tilerank.kernels.audio import log_mel
 from tilerank.loader.tokenizer import Tokenizer
+from tilerank.parallel.channel import Channel
+from tilerank.parallel.group import SingleGroup
+from tilerank.parallel.join import Team
+from tilerank.runtime import media_encoding
+from tilerank.runtime.engine import Engine, Request
 from tilerank.runtime.media.decoder import Frames
 from tilerank.runtime.media.errors import MediaError
 from tilerank.runtime.media.registry import load_processor
 from tilerank.runtime.media.sound import HOP, audio_tokens
 from tilerank.runtime.models.mel import mel_filters, normalize_mel
+from tilerank.runtime.prompt import Prompt
+from tilerank.runtime.sampling import SamplingParams
+from tilerank.runtime.worker import Worker
 
 NEW_TOKENS = 8
 CLIPS = [160, 161, 16000, 16001, 113120]
@@ -82,16 +94,16 @@ def test_clips_without_a_frame_are_refused_as_in_transformers(reference: Path, w
             processor.prompt("<|audio_pad|>", [clip])
 
 
-Run = Callable[[int], list[dict[str, Any]]]
+Run = Callable[..., list[dict[str, Any]]]
 
 
 @pytest.fixture(scope="session")
 def run(reference: Path) -> Run:
-    """What each of so many ranks found."""
+    """What each of so many ranks found on a rung."""
 
     @cache
-    def run(tp: int) -> list[dict[str, Any]]:
-        kwargs = {"out": str(reference), "cases": CASES, "clips": CLIPS, "new_tokens": NEW_TOKENS}
+    def run(tp: int, rung: str = core.isa()) -> list[dict[str, Any]]:
+        kwargs = {"out": str(reference), "cases": CASES, "clips": CLIPS, "new_tokens": NEW_TOKENS, "rung": rung}
         return run_ranks(tp, "tests.runtime.omni.omni_ranks:run", kwargs=kwargs, timeout=200)
 
     return run
@@ -100,12 +112,23 @@ def run(reference: Path) -> Run:
 TP = [1, 2, 3, 6]
 
 
+def check_tower(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        assert set(rank["clips"]) == {str(n) for n in CLIPS}
+        assert max(rank["clips"].values()) <= 1e-4, rank
+
+
+def check_prompts(found: dict[str, Any]) -> None:
+    assert found["prompts"] == []
+    assert set(found["logits"]) == set(CASES)
+    assert max(found["logits"].values()) <= 1e-4, found
+    assert found["wrong_tokens"] == []
+
+
 @pytest.mark.parametrize("tp", TP)
 def test_tower_equals_transformers(run: Run, tp: int) -> None:
     """Every row of every clip, on every rank, however the encode is cut."""
-    for rank in run(tp):
-        assert set(rank["clips"]) == {str(n) for n in CLIPS}
-        assert max(rank["clips"].values()) <= 1e-4, rank
+    check_tower(run(tp))
 
 
 @pytest.mark.parametrize("tp", TP)
@@ -120,11 +143,16 @@ def test_tower_in_bf16_is_as_near_to_fp32_as_that_of_transformers(run: Run, tp: 
 @pytest.mark.parametrize("tp", TP)
 def test_prompts_logits_and_tokens_equal_transformers(run: Run, tp: int) -> None:
     """Ids and positions by our processor; logits of every position; greedy tokens of all cases in one batch."""
-    found = run(tp)[0]
-    assert found["prompts"] == []
-    assert set(found["logits"]) == set(CASES)
-    assert max(found["logits"].values()) <= 1e-4, found
-    assert found["wrong_tokens"] == []
+    check_prompts(run(tp)[0])
+
+
+@pytest.mark.parametrize("rung", [rung for rung in COMPILED if rung != core.isa()])
+def test_tower_logits_and_tokens_equal_transformers_on_every_rung(run: Run, rung: str) -> None:
+    """Of the compiled core; in plain torch, the same takes long."""
+    found = run(1, rung)
+    check_tower(found)
+    check_prompts(found[0])
+    assert found[0]["same_bits"]
 
 
 @pytest.mark.parametrize("tp", TP)
@@ -136,3 +164,24 @@ def test_a_mixed_batch_has_the_bits_of_single_requests(run: Run, tp: int) -> Non
 def test_all_ranks_hold_the_same_bits(run: Run, tp: int) -> None:
     found = run(tp)
     assert len({rank["digest"] for rank in found}) == 1
+
+
+def test_a_long_clip_holds_up_no_stream(
+    reference: Path, wanted: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With no time beside it, a stream gets a token after every piece of the encode."""
+    monkeypatch.setattr(media_encoding, "BESIDE_S", 0.0)
+    monkeypatch.setattr(media_encoding, "operations_of_piece", lambda *_: PIECE)
+    model, parts = reference / "omni", CASES["long_sound"]
+    processor = load_processor(model, Tokenizer(model))
+    assert processor is not None
+    heard = processor.prompt(text_of(parts), media_of("long_sound", parts, wanted))
+    team = Team(SingleGroup(), Channel(0, None, {}, 10.0))
+    engine = Engine(Worker(model, team, dtype=torch.float32, max_total_tokens=4096))
+    talks = engine.submit(Request(Prompt([5, 6, 7]), SamplingParams(max_new_tokens=3000, ignore_eos=True)))
+    engine.step()
+    hears = engine.submit(Request(heard, SamplingParams(max_new_tokens=1)))
+    steps = [[talks]]
+    while hears not in steps[-1]:
+        steps.append([event.request for event in engine.step()])
+    assert len(steps) > 100 and all(talks in step for step in steps)

@@ -39,9 +39,11 @@ CHANNELS = 104
 """Of the convolutions: four tiles of 32, one of them in part, in place of the one of make_tiny.py."""
 
 
-def widen(model_dir: Path) -> None:
-    """Give the convolutions of a checkpoint CHANNELS channels, with random weights."""
+def vary(model_dir: Path) -> None:
+    """Give the convolutions of a checkpoint CHANNELS channels, with random weights, and let the probabilities of chosen
+    experts be those among all."""
     config = json.loads((model_dir / "config.json").read_text())
+    config["thinker_config"]["text_config"]["norm_topk_prob"] = False
     audio = config["thinker_config"]["audio_config"]
     audio["downsample_hidden_size"] = CHANNELS
     (model_dir / "config.json").write_text(json.dumps(config))
@@ -184,7 +186,7 @@ def main(job: dict[str, Any]) -> None:
     for model in job["models"]:
         dims = {key: value for key, value in model.items() if key not in ("name", "seed")}
         shutil.move(tiny.make_checkpoint("qwen3_omni_moe", out, model["seed"], **dims), out / model["name"])
-        widen(out / model["name"])
+        vary(out / model["name"])
         save_file(reference(out / model["name"], job), out / f"{model['name']}.safetensors")
 
 
