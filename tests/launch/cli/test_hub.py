@@ -1,5 +1,6 @@
 """Models by their id, against a stand-in of the hub on the loopback interface and against a filled cache."""
 
+import json
 import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -10,6 +11,7 @@ from command import DEMO, Result, run
 from hub import COMMIT, Hub
 
 MODEL = "demo/lm"
+WEIGHTS = DEMO / "model.safetensors"
 UNREACHABLE = "http://127.0.0.1:9"
 GENERATE = ("--prompt", "In the beginning", "--max-new-tokens", 4)
 
@@ -26,8 +28,16 @@ def hub(tmp_path: Path) -> Iterator[Hub]:
 
 
 def generate(model: str, home: Path, endpoint: str, *arguments: object, offline: int = 0) -> Result:
-    env = {"HF_HOME": str(home), "HF_ENDPOINT": endpoint, "HF_HUB_OFFLINE": str(offline)}
-    return run("generate", model, *GENERATE, *arguments, env=env)
+    return run("generate", model, *GENERATE, *arguments, env=environment(home, endpoint, offline))
+
+
+def plan(model: str, home: Path, endpoint: str, offline: int = 0) -> Result:
+    """Finds the model as `generate` does, and starts no ranks."""
+    return run("plan", model, "--json", env=environment(home, endpoint, offline))
+
+
+def environment(home: Path, endpoint: str, offline: int) -> dict[str, str]:
+    return {"HF_HOME": str(home), "HF_ENDPOINT": endpoint, "HF_HUB_OFFLINE": str(offline)}
 
 
 def test_an_id_is_downloaded_once_and_then_found_in_the_cache(hub: Hub, tmp_path: Path) -> None:
@@ -37,13 +47,14 @@ def test_an_id_is_downloaded_once_and_then_found_in_the_cache(hub: Hub, tmp_path
     assert "demo/lm: downloading 12.3 MiB into" in first.err
     weights = f"/{MODEL}/resolve/{COMMIT}/model.safetensors"
     assert hub.requests.count(("GET", weights)) == 1
-    again = generate(MODEL, tmp_path, hub.url)
-    assert again.out == expected and "downloading" not in again.err
+    again = plan(MODEL, tmp_path, hub.url)
+    assert again.status == 0 and "downloading" not in again.err
     assert hub.requests.count(("GET", weights)) == 1
     asked = len(hub.requests)
-    assert generate(MODEL, tmp_path, hub.url, offline=1).out == expected
+    offline, unreachable = plan(MODEL, tmp_path, hub.url, offline=1), plan(MODEL, tmp_path, UNREACHABLE)
     assert len(hub.requests) == asked
-    assert generate(MODEL, tmp_path, UNREACHABLE).out == expected
+    found = [json.loads(result.out)["model"] for result in (again, offline, unreachable)]
+    assert len(set(found)) == 1 and (Path(found[0]) / "model.safetensors").read_bytes() == WEIGHTS.read_bytes()
 
 
 def test_processes_that_another_launcher_starts_download_once(hub: Hub, tmp_path: Path) -> None:
