@@ -23,27 +23,29 @@ from tilerank.runtime.speech.speech_messages import Sound
 NAME = "code2wav"
 
 
-def load(model_dir: Path, group: Group) -> Code2Wav:
+def load(model_dir: Path, group: Group, dtype: torch.dtype = torch.float32) -> Code2Wav:
     fields = read_supported_card(model_dir, None).fields
     groups = fields.object("talker_config").integer("num_code_groups", 1, 1 << 10)
     config = read_code2wav_config(fields.object("code2wav_config"), groups)
-    sharding = Sharding(group.rank, group.size, torch.float32, group)
+    sharding = Sharding(group.rank, group.size, dtype, group)
     model = Code2Wav(NAME, config, CHUNK_FRAMES + CONTEXT_FRAMES, sharding)
     load_weights(model, Checkpoint(model_dir), ignore=lambda name: not name.startswith(NAME), progress=False)
     return model
 
 
-def run(team: Team, *, out: str, frames: list[int], part: int, rungs: list[str]) -> dict[str, Any]:
+def run(team: Team, *, out: str, frames: list[int], part: int, rungs: list[str], dtype: str) -> dict[str, Any]:
     """Compute these sounds together, `part` frames of each at a time."""
     wanted = load_file(f"{out}/sounds.safetensors")
-    return {rung: check_rung(team, Path(out) / "omni", wanted, frames, part, rung) for rung in rungs}
+    found = {}
+    for rung in rungs:
+        core.force_isa(rung)
+        model = load(Path(out) / "omni", team.group, getattr(torch, dtype))
+        found[rung] = check(team, model, wanted, frames, part)
+    return found
 
 
-def check_rung(
-    team: Team, model_dir: Path, wanted: dict[str, Tensor], frames: list[int], part: int, rung: str
-) -> dict[str, Any]:
-    core.force_isa(rung)
-    sounds = SoundRank(load(model_dir, team.group), team.group)
+def check(team: Team, model: Code2Wav, wanted: dict[str, Tensor], frames: list[int], part: int) -> dict[str, Any]:
+    sounds = SoundRank(model, team.group)
     codes = {number: wanted[f"{count}.codes"].tolist() for number, count in enumerate(frames)}
     found: dict[int, list[Tensor]] = {number: [] for number in codes}
     for first in range(0, max(frames), part):

@@ -1,4 +1,4 @@
-"""code2wav of Qwen3-Omni against transformers, in fp32."""
+"""code2wav of Qwen3-Omni against transformers, in fp32, and the bits of its parts in bf16."""
 
 import json
 import subprocess
@@ -44,8 +44,10 @@ def run(reference: Path) -> Run:
     """What rank 0 found, by rung."""
 
     @cache
-    def run(tp: int, frames: tuple[int, ...], part: int, rungs: tuple[str, ...]) -> dict[str, Any]:
-        job = {"out": str(reference), "frames": list(frames), "part": part, "rungs": list(rungs)}
+    def run(
+        tp: int, frames: tuple[int, ...], part: int, rungs: tuple[str, ...], dtype: str = "float32"
+    ) -> dict[str, Any]:
+        job = {"out": str(reference), "frames": list(frames), "part": part, "rungs": list(rungs), "dtype": dtype}
         found: dict[str, Any] = run_ranks(tp, "tests.runtime.omni.sound_rank_job:run", kwargs=job, timeout=200)[0]
         return found
 
@@ -65,6 +67,13 @@ def test_sounds_are_shared_over_ranks(run: Run, tp: int) -> None:
     found = run(tp, frames, 1, (rung,))[rung]
     assert max(found["errors"]) <= TOLERANCE
     assert found["digest"] == run(1, frames, max(frames), (rung,))[rung]["digest"]
+
+
+def test_parts_in_bf16_have_the_bits_of_the_whole(run: Run) -> None:
+    """On the amx rung, in tiles of rows, which parts cut elsewhere."""
+    whole, parts = (run(1, (SHORT[0],), part, tuple(COMPILED), "bfloat16") for part in (SHORT[0], 2))
+    for rung in COMPILED:
+        assert parts[rung]["digest"] == whole[rung]["digest"]
 
 
 def test_a_long_sound_begins_anew_after_a_chunk(run: Run) -> None:
