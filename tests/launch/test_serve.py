@@ -128,6 +128,25 @@ def test_usage_counts_cached_tokens(server: Server) -> None:
     assert server.gauge("prefix_cache_hits_total") == 96
 
 
+def test_metrics_count_what_was_answered(server: Server) -> None:
+    """A prompt of 9 tokens with two answers of 5, and a request that names another model."""
+    growth = {
+        "request_prompt_tokens_sum": 9,
+        "request_generation_tokens_sum": 10,
+        "request_queue_time_seconds_count": 2,
+        "request_time_per_output_token_seconds_count": 2,
+        r'request_success_total\{finished_reason="length"\}': 2,
+        r'request_errors_total\{code="404"\}': 1,
+    }
+    found = []
+    for _ in range(2):  # a counter with a label is there once it counts
+        body = {"prompt": [7] * 9, "max_tokens": 5, "n": 2, "ignore_eos": True}
+        assert server.post("/v1/completions", body).status_code == 200
+        assert server.post("/v1/completions", body | {"model": "other"}).status_code == 404
+        found.append({name: server.gauge(name) for name in growth})
+    assert {name: found[1][name] - found[0][name] for name in growth} == growth
+
+
 def test_a_text_ends_before_a_stop_string_that_tokens_share(server: Server) -> None:
     whole = greedy(PROMPTS[0], 24)
     stop = whole[9:14]
