@@ -54,6 +54,8 @@ def test_table_has_the_ratio_of_the_peer() -> None:
     header, line = table([own, peer])
     assert header.split()[-2:] == ["ms", "ratio"]
     assert line.split() == ["4", "320", "50.0", "6.40", "0.80", "0.75", "200.0", "4.00"]
+    assert "of AVX-512" in header
+    assert "of AMX" in table([own | {"peaks": {"isa": "amx"}}])[0]
 
 
 def test_a_small_model(tmp_path_factory: pytest.TempPathFactory) -> None:
