@@ -9,6 +9,7 @@ from command import DEMO, run
 from tiny import make_checkpoint
 
 from tilerank.launch.bench.public.configs import PUBLIC_CONFIGS
+from tilerank.launch.bench.speaking import table
 from tilerank.launch.bench.work import predictor_cost
 from tilerank.loader.quantization_config import Quantization
 from tilerank.parallel.cost import Work
@@ -28,6 +29,15 @@ def test_rows_have_what_each_number_of_requests_made(tmp_path: Path) -> None:
         assert 0 < row["predictor_s"] < row["frame_s"] == pytest.approx(row["predictor_s"] + row["talker_s"])
         # Frames are a part of the time in which they were made.
         assert row["frame_s"] * row["real_time"] / row["requests"] <= 0.08
+
+
+def test_table_divides_a_frame() -> None:
+    row = {"requests": 4, "real_time": 2.0, "first_sound_s": 1.25, "frame_s": 0.06, "predictor_s": 0.045}
+    row |= {"predictor_stream_share": 0.8, "predictor_limit_share": 0.9, "talker_s": 0.015, "sound_s": 0.014}
+    header, line = table([row | {"text_s": 0.009}])
+    assert header.endswith("predictor ms  of read  of limit  talker ms  sound ms  text ms")
+    assert line.split() == ["4", "2.00", "0.50", "1.25", "60.0", "45.0", "0.80", "0.90", "15.0", "14.0", "9.0"]
+    assert len(header) == len(line)
 
 
 @pytest.mark.parametrize("quantized", [False, True])
