@@ -136,6 +136,13 @@ def test_the_page_shows_the_server(server: Server, page: Page) -> None:
     assert page.text("#running") == page.text("#waiting") == "0"
     assert re.search(r"^of [0-9,]+ tokens$", page.text("#cache-tokens"))
     assert page.text("#version")
+    assert re.fullmatch("bfloat16, context of 4,096 tokens, up for [0-9.]+ (m?s|min)", page.text("#about"))
+    assert all(re.fullmatch("[0-9,]+", page.text(name)) for name in ("#prompt-speed", "#errors"))
+    assert re.fullmatch("–|[0-9]+ %", page.text("#hits"))
+    labels = page.run("[...document.querySelectorAll('#axis text')].map((e) => e.textContent)")
+    assert labels[0] == "0" and labels[-2:] == ["2 min ago", "now"]
+    times = page.run("[0.0016, 0.5, 62, 5000, 93000, 400000].map(seconds)")
+    assert times == ["1.6 ms", "500 ms", "62.0 s", "83 min", "26 h", "5 days"]
     # Browsers log the 401 of the first poll, which had no key. Nothing else may be logged.
     assert [line for line in page.console if "401" not in line] == []
 
