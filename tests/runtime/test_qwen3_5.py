@@ -98,7 +98,7 @@ def run(reference: Path) -> Run:
         if rung == PLAIN:
             job |= {"models": NAMES[:1], "rungs": [PLAIN], "strategies": ["split"]}
         else:
-            strategies = {5: ["split"], 6: ["pad"]}.get(tp, ["pad", "split"])
+            strategies = {1: ["split"], 5: ["split"], 6: ["pad"]}.get(tp, ["pad", "split"])
             job |= {"models": NAMES, "rungs": COMPILED if tp == 2 else COMPILED[:1], "strategies": strategies}
         env = {"TILERANK_ISA": PLAIN} if rung == PLAIN else {}
         ranks = run_ranks(tp, "exactness:run", kwargs=job, env=env, threads=threads, timeout=300)

@@ -58,7 +58,7 @@ def run(reference: Path) -> Run:
         if isa:  # plain torch takes many times as long
             job |= {"strategies": ["pad"], "dtypes": ["float32"]}
         else:
-            job |= {"strategies": ["pad", "split"], "dtypes": ["float32", "bfloat16"]}
+            job |= {"strategies": ["pad", "split"] if tp > 1 else ["split"], "dtypes": ["float32", "bfloat16"]}
         env = {"TILERANK_ISA": isa} if isa else {}
         ranks = run_ranks(tp, "vision_exact:run", kwargs=job, env=env, timeout=300)
         return [list(found) for found in zip(*ranks, strict=True)]

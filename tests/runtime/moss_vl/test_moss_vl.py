@@ -62,7 +62,7 @@ def run(reference: Path) -> Run:
     def run(tp: int, isa: str) -> list[list[Case]]:
         job: dict[str, Any] = {"out": str(reference), "models": [MODELS[0]["name"]], "new_tokens": NEW_TOKENS}
         # Plain torch takes many times as long.
-        job |= {"strategies": ["pad"] if isa else ["pad", "split"], "dtypes": ["float32"]}
+        job |= {"strategies": ["pad"] if isa else ["pad", "split"] if tp > 1 else ["split"], "dtypes": ["float32"]}
         if tp == 2 and not isa:
             job["models"] = [model["name"] for model in MODELS]
         if tp == 3:
