@@ -1,6 +1,7 @@
 """Fixtures of the kernel tests."""
 
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +14,8 @@ from tilerank.kernels import core
 
 def pytest_configure() -> None:
     """Fail if the core under test is not the build that PYTHONPATH names (`make test-sanitize`)."""
+    # A shell starts jobs in the background with SIGINT ignored, and so would the commands that tests interrupt.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     for folder in filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)):
         if Path(folder, "tilerank").exists():
             assert Path(core.__file__).is_relative_to(folder), f"expected tilerank of {folder}, found {core.__file__}"
