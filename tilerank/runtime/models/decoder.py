@@ -168,12 +168,15 @@ class DecoderLayers(Layer):
             x = layer.mlp(x)
             if layer.mlp_gate is not None:
                 layer.mlp_gate(x, batch)
-            if inserts is not None and i < len(inserts.deep):
-                stream.insert(*inserts.deep[i])
             keeps = kept is not None and i + 1 == kept.layer
-            x = stream.add(x, next_norm, update_all=keeps or (batch.logit_rows is not None and i + 1 == last))
+            inserted = inserts.deep[i] if inserts is not None and i < len(inserts.deep) else None
+            is_read = keeps or inserted is not None or (batch.logit_rows is not None and i + 1 == last)
+            x = stream.add(x, next_norm, update_all=is_read)
             if kept is not None and keeps:
                 kept.hidden = ops.take_rows(stream.rows(), kept.rows)
+            if inserted is not None:
+                stream.insert(*inserted)
+                x = next_norm(stream.rows())
         return x
 
 

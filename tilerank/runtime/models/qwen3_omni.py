@@ -94,8 +94,8 @@ def qwen3_omni_moe(card: ModelCard, sharding: Sharding) -> Decoder:
     mlp = sparse_mlps(c, experts, sharding)
     decoder = qwen3_decoder(card, c, sharding, names=names, encoder=encoder, mlp=mlp)
     if speaks:
-        talker, levels = card.fields.object("talker_config"), len(vision.deepstack)
-        speaker = Talker(card, talker, c, levels, sharding, lambda ids: decoder.embedding(ids))
+        talker = card.fields.object("talker_config")
+        speaker = Talker(card, talker, c, sharding, lambda ids: decoder.embedding(ids))
         code2wav = read_code2wav_config(card.fields.object("code2wav_config"), speaker.codes)
         speaker.vocoder = Code2Wav("code2wav", code2wav, CHUNK_FRAMES + CONTEXT_FRAMES, floats)
         decoder.speaker = speaker

@@ -39,11 +39,8 @@ class Stream:
         return self._rows
 
     def insert(self, rows: Tensor, values: Tensor) -> None:
-        """Add values[m, hidden] to the rows [m] int64 of the stream.
-
-        Every rank adds to all of these rows, also to its stale ones, which are brought up to date before they are read.
-        """
-        ops.add_rows_(self._rows, rows, values)
+        """Add values[m, hidden] to the rows [m] int64 of the stream."""
+        ops.add_rows_(self.rows(), rows, values)
 
     def keep(self, rows: LogitRows) -> None:
         """Go on with these rows alone."""

@@ -60,18 +60,15 @@ class Talker(Speaker):
         card: ModelCard,
         fields: Fields,
         thinker: TextConfig,
-        levels: int,
         sharding: Sharding,
         embed: Callable[[Tensor], Tensor],
     ) -> None:
-        """fields: talker_config. thinker: the text model. levels: how many of its layers add a level of encodings.
-        Raises ConfigError."""
+        """fields: talker_config. thinker: the text model. Raises ConfigError."""
         text = fields.object("text_config")
         c = read_text_config(text, sectioned=True)
         if fields.integer("thinker_hidden_size", 1, MAX_WIDTH) != thinker.hidden_size:
             raise fields.fail("thinker_hidden_size", f"that of the text model, {thinker.hidden_size}")
-        # Hidden states are read before a level is added, and the residual has it added first.
-        self.kept_layer = fields.integer("accept_hidden_layer", levels + 1, thinker.num_layers - 1)
+        self.kept_layer = fields.integer("accept_hidden_layer", 1, thinker.num_layers - 1)
         self.context_length = text.integer("max_position_embeddings", 1, _MAX_POSITIONS)
         self.hidden = c.hidden_size
         experts = replace(read_experts_config(text, c.num_layers), dense_layers=frozenset())
