@@ -33,9 +33,13 @@ from .rank_job import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
+    from torch import Tensor
+
+    from tilerank.runtime.caches.cache import Cache
     from tilerank.runtime.engine import Engine, Request
+    from tilerank.runtime.speaker import FrameInputs, Speaker
     from tilerank.runtime.speech.speech_messages import SpeechStep
     from tilerank.runtime.speech.speech_rank import Spoken
 
@@ -134,12 +138,39 @@ def _measure(args: argparse.Namespace, engine: Engine, placement: Placement) -> 
     dtype, quantization = engine_dtype(args), quantization_of(args)
     cost = predictor_cost(engine.card, dtype, quantization)
     probe = RateProbe(cores_of(placement, read_topology()))
+    assert engine.worker.speech is not None
+    predictor = _PredictorClock(engine.worker.speech.speaker)
     return {
         "isa": core.isa(),
         "dtype": str(dtype).removeprefix("torch."),
         "quantization": held_codes(engine.card.quantization, quantization),
-        "rows": [_measure_together(engine, count, args.frames, cost, probe) for count in args.requests],
+        "rows": [_measure_together(engine, predictor, count, args.frames, cost, probe) for count in args.requests],
     }
+
+
+class _PredictorClock:
+    """Measures the code predictor in steps of frames that are recorded after this clock is made."""
+
+    def __init__(self, speaker: Speaker) -> None:
+        self.seconds = 0.0
+        """Of the last step of frames."""
+        self._began = 0.0
+        self._choose = speaker.choose
+        speaker.choose = self._timed  # type: ignore[method-assign]
+
+    def _timed(self, inputs: FrameInputs, frame_caches: Sequence[Cache]) -> tuple[list[Tensor], Tensor]:
+        from tilerank.kernels.graph import between_launches
+
+        between_launches(self._begin)
+        chosen = self._choose(inputs, frame_caches)
+        between_launches(self._end)
+        return chosen
+
+    def _begin(self) -> None:
+        self._began = time.perf_counter()
+
+    def _end(self) -> None:
+        self.seconds = time.perf_counter() - self._began
 
 
 class _Clock:
@@ -148,11 +179,11 @@ class _Clock:
     frames_s: of steps of frames alone, as a whole and of the code predictor.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, predictor: _PredictorClock) -> None:
         self.frames: dict[int, int] = {}
         self.frames_s: list[tuple[float, float]] = []
         self.total_s = self.sound_frames = 0.0
-        self._speak, self._speech = engine.worker.speak, engine.worker.speech
+        self._speak, self._predictor = engine.worker.speak, predictor
 
     def speak(self, step: SpeechStep) -> Spoken:
         began = time.perf_counter()
@@ -163,12 +194,13 @@ class _Clock:
         self.sound_frames += sum(sound.end - sound.first for sound in step.sounds)
         self.total_s += seconds
         if not step.sounds and not step.chunks:
-            assert self._speech is not None
-            self.frames_s.append((seconds, self._speech.predictor_s))
+            self.frames_s.append((seconds, self._predictor.seconds))
         return spoken
 
 
-def _measure_together(engine: Engine, count: int, frames: int, cost: Cost, probe: RateProbe) -> dict[str, Any]:
+def _measure_together(
+    engine: Engine, predictor: _PredictorClock, count: int, frames: int, cost: Cost, probe: RateProbe
+) -> dict[str, Any]:
     """Let `count` requests speak, and measure `frames` frames of each after the first ones.
 
     cost: of the code predictor. frame_s: of a step of frames. predictor_s, talker_s: of the code predictor in it, and
@@ -176,7 +208,7 @@ def _measure_together(engine: Engine, count: int, frames: int, cost: Cost, probe
     """
     from tilerank.runtime.engine import SoundEvent
 
-    clock = _Clock(engine)
+    clock = _Clock(engine, predictor)
     engine.worker.speak = clock.speak  # type: ignore[method-assign]
     began, first = time.perf_counter(), dict[int, float]()
     numbers = [engine.submit(_request(engine, seed)) for seed in range(count)]

@@ -4,14 +4,12 @@ A speaking sequence has pages in the talker's cache, and what the next frame and
 of the talker, and the codes so far. A frame is one recorded step, with the choice of its codes inside.
 """
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from tilerank.kernels.graph import between_launches
 from tilerank.kernels.kv_pages import PAGE_TOKENS
 from tilerank.parallel.group import Group
 
@@ -73,7 +71,7 @@ class SpeechRank:
         max_frames: int,
         graphs: StepGraphs | None,
     ) -> None:
-        self._speaker = speaker
+        self.speaker = speaker
         self._sounds = SoundRank(speaker.vocoder, group)
         self._graphs = graphs
         self._held: dict[int, HeldSpeech] = {}
@@ -104,9 +102,6 @@ class SpeechRank:
         self._inputs: dict[int, FrameInputs] = {}  # by padded size
         # What the recorded step of a padded size writes: the codes after the first, and the talker's rows.
         self._spoken: dict[int, tuple[Sequence[Tensor], TalkerRows]] = {}
-        self._began = 0.0  # when the last step of frames began
-        self.predictor_s = 0.0
-        """Seconds in which the codes of the last frames were chosen."""
 
     @property
     def cache_bytes(self) -> int:
@@ -116,7 +111,7 @@ class SpeechRank:
     def keep(self, step: Step, hidden: Tensor) -> None:
         """Keep hidden states [m, hidden of the text model] of tokens of media, those of `step.kept` in order. A
         collective."""
-        rows = self._run_once(lambda: self._speaker.project(hidden)).clone()
+        rows = self._run_once(lambda: self.speaker.project(hidden)).clone()
         for chunk in step.chunks:
             if chunk.sequence not in step.kept or not chunk.inserts:
                 continue
@@ -143,7 +138,7 @@ class SpeechRank:
             self._held.setdefault(chunk.sequence, HeldSpeech()).pages.extend(chunk.new_pages)
         for frame in step.frames:
             self._held[frame.sequence].pages.extend(frame.new_pages)
-        logits, codes = [], torch.zeros(0, self._speaker.codes, dtype=torch.int64)
+        logits, codes = [], torch.zeros(0, self.speaker.codes, dtype=torch.int64)
         if step.chunks:
             logits.append(self._read(step.chunks))
         if step.frames:
@@ -159,7 +154,7 @@ class SpeechRank:
         made: list[TalkerRows] = []
 
         def forward() -> Tensor:
-            made.append(self._speaker.read(batch, additions, self._caches))
+            made.append(self.speaker.read(batch, additions, self._caches))
             return made[0].logits
 
         logits = self._run_once(forward).clone()
@@ -213,13 +208,11 @@ class SpeechRank:
         inputs = self._frame_inputs(size)
 
         def forward() -> Tensor:
-            others, total = self._speaker.choose(inputs, self._frame_caches)
-            between_launches(self._stop_predictor_clock)
-            rows = self._speaker.speak(batch, total, self._caches)
+            others, total = self.speaker.choose(inputs, self._frame_caches)
+            rows = self.speaker.speak(batch, total, self._caches)
             self._spoken[size] = others, rows
             return rows.logits
 
-        self._began = time.perf_counter()
         logits = (self._graphs.replay(forward, size, count) if self._graphs else forward())[:count].clone()
         others, rows = self._spoken[size]
         codes = torch.stack([self._first[:count], *(code[:count] for code in others)], 1)
@@ -228,13 +221,10 @@ class SpeechRank:
             mine.codes.append(numbers)
         return logits, codes
 
-    def _stop_predictor_clock(self) -> None:
-        self.predictor_s = time.perf_counter() - self._began
-
     def _frame_inputs(self, size: int) -> FrameInputs:
         if size not in self._inputs:
             choice = Choice(self._draws[:, :size], self._temperature[:size], self._top_k[:size], self._top_p[:size])
-            passes = _passes(size, self._speaker.codes)
+            passes = _passes(size, self.speaker.codes)
             self._inputs[size] = FrameInputs(self._past[:size], self._first[:size], choice, passes)
         return self._inputs[size]
 
