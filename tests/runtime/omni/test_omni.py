@@ -148,7 +148,7 @@ def test_prompts_logits_and_tokens_equal_transformers(run: Run, tp: int) -> None
 
 @pytest.mark.parametrize("rung", [rung for rung in COMPILED if rung != core.isa()])
 def test_tower_logits_and_tokens_equal_transformers_on_every_rung(run: Run, rung: str) -> None:
-    """Of the compiled core; in plain torch, the same takes long."""
+    """Plain torch is left out, because it takes long."""
     found = run(1, rung)
     check_tower(found)
     check_prompts(found[0])

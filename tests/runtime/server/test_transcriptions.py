@@ -1,13 +1,16 @@
 """/v1/audio/transcriptions through the official client, up to the prompt that the engine gets."""
 
+import base64
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import openai
 import pytest
 
+from tests.runtime.omni import test_sound
 from tests.runtime.server.omni_model import TEMPLATE, make_omni, reader, wav
 from tests.runtime.server.scripted import QWEN_3, Server, make_model, run
 from tilerank.runtime.media.sound import audio_tokens
@@ -20,6 +23,10 @@ from tilerank.runtime.server.multipart_form import read_form
 PATH = "/v1/audio/transcriptions"
 SAMPLES = 16000 + 4801
 CLIP = ("clip.wav", wav(SAMPLES))
+SHORT = [(f"{n} samples", test_sound.wav(np.zeros(n)), "at least 160 samples") for n in (1, 159)]
+BAD = {name: (data, says) for name, data, says in [*test_sound.BAD, *SHORT]}
+BAD["empty"] = b"", "sound in base64|at least 1 byte"
+BAD["long"] = BAD["long"][0], "may have 48 MiB together|larger than"
 
 
 @pytest.fixture(scope="module")
@@ -191,5 +198,21 @@ def test_forms_are_for_this_path_alone(model: Path, media: MediaReader) -> None:
         assert (await server.http.post("/v1/chat/completions", files=files)).status_code == 415
         assert (await server.http.post(PATH, files=files, headers={"Origin": "https://a.example"})).status_code == 403
         assert (await server.http.post(PATH, files=files, headers={"Origin": "null"})).status_code == 403
+
+    run(model, TEMPLATE, test, media=media)
+
+
+def test_bad_sound_is_refused_here_and_in_chats(model: Path, media: MediaReader) -> None:
+    async def test(server: Server) -> None:
+        for name, (data, says) in BAD.items():
+            sound = {"data": base64.b64encode(data).decode(), "format": "wav"}
+            message = {"role": "user", "content": [{"type": "input_audio", "input_audio": sound}]}
+            chat = await server.http.post("/v1/chat/completions", json={"messages": [message]})
+            written = await server.http.post(PATH, files={"file": ("a", data)})
+            for answer in (chat, written):
+                assert answer.status_code == (413 if name == "long" else 400), (name, answer.text)
+                sentence = answer.json()["error"]["message"]
+                assert re.search(says, sentence) and "\n" not in sentence, (name, sentence)
+        assert not server.submits
 
     run(model, TEMPLATE, test, media=media)

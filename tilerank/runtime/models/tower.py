@@ -167,7 +167,7 @@ class TowerAttention(Layer):
         yield self._dimension, Cut(max(span.stop for span in spans), 1, spans)
 
     def head_cuts(self) -> Iterator[HeadCut]:
-        """None: the answer is about the heads of the decoder."""
+        """Yield nothing: only heads of the decoder are asked for."""
         yield from ()
 
 

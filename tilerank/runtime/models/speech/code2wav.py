@@ -281,7 +281,7 @@ class Code2Wav(Vocoder):
         return x.shape[0] - (layer.taps - 1) * layer.dilation
 
     def cuts(self) -> Iterator[tuple[str, Cut]]:
-        """None: it is whole on every rank."""
+        """Yield nothing: it is whole on every rank."""
         yield from ()
 
     def head_cuts(self) -> Iterator[HeadCut]:
