@@ -164,7 +164,7 @@ def test_codes_that_cannot_be_chosen_fail_one_request(
     """The code predictor alone computes NaN, in the fourth frame of the older of two speeches."""
     engine = Engine(start(single(), str(reference), eager=True))
     assert engine._speaking is not None and engine.worker.speech is not None
-    predictor: Any = engine.worker.speech._speaker.predictor
+    predictor: Any = engine.worker.speech.speaker.predictor
 
     def damaged(x: torch.Tensor) -> torch.Tensor:
         logits = whole(x)
