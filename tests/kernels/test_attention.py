@@ -2,6 +2,7 @@
 
 import math
 from itertools import accumulate
+from typing import Any
 
 import pytest
 import torch
@@ -107,7 +108,7 @@ def attend_all(batch: Batch, q: list[Tensor], **options: Tensor) -> list[Tensor]
     out = attention(
         torch.cat(q), batch.cache, batch.tables, lengths, starts, batch.kv_map, batch.scale, causal=False, **options
     )
-    return list(out.split([len(rows) for rows in q]))
+    return list(torch.split(out, [len(rows) for rows in q]))
 
 
 def full_attention(batch: Batch, i: int, q: Tensor) -> tuple[Tensor, Tensor]:
@@ -134,7 +135,7 @@ def test_without_a_causal_mask_every_row_attends_to_all_tokens(dtype: torch.dtyp
     found = attend_all(batch, q, lse=lse)
     # bf16: rounding of probabilities and of the result; fp32: a few roundings.
     tolerance = 2e-2 if dtype == torch.bfloat16 else 2e-6
-    for i, (rows, of_rows) in enumerate(zip(found, lse.split(counts), strict=True)):
+    for i, (rows, of_rows) in enumerate(zip(found, torch.split(lse, counts), strict=True)):
         exact, exact_lse = full_attention(batch, i, q[i])
         torch.testing.assert_close(rows.double(), exact, rtol=tolerance, atol=tolerance)
         torch.testing.assert_close(of_rows.double(), exact_lse, rtol=1e-5, atol=1e-5)
@@ -179,7 +180,8 @@ def test_views_of_a_fused_projection(dtype: torch.dtype) -> None:
     expected = batch.whole(0)
     fused = torch.cat([batch.q[0], batch.k[0], batch.v[0]], dim=1).flatten(1)
     heads = [batch.q_heads, 2, 2]
-    batch.q[0], batch.k[0], batch.v[0] = (part.view(50, -1, 16) for part in fused.split([h * 16 for h in heads], dim=1))
+    parts = torch.split(fused, [h * 16 for h in heads], dim=1)
+    batch.q[0], batch.k[0], batch.v[0] = (part.view(50, -1, 16) for part in parts)
     batch.cache.k.fill_(math.nan)
     batch.cache.v.fill_(math.nan)
     batch.store_all()
@@ -220,7 +222,7 @@ def test_nbytes_of_pages(dtype: torch.dtype, d: int) -> None:
 
 def call(**changes: Tensor) -> Tensor:
     """A valid call of two sequences (3 new of 40 tokens, 1 of 1), with one argument replaced."""
-    arguments = {
+    arguments: dict[str, Any] = {
         "q": torch.zeros(4, 6, 16),
         "page_tables": torch.tensor([[0, 1], [2, 99]], dtype=torch.int32),
         "seq_lens": torch.tensor([40, 1], dtype=torch.int32),

@@ -38,7 +38,7 @@ class Sequences:
         self.q = [torch.randn(n, HEADS, D, generator=random).to(dtype) for n in LENGTHS]
         pages = [-(-n // PAGE_TOKENS) for n in LENGTHS]
         self.cache = KVPages.empty(sum(pages), 1, D, cache_dtype)
-        order = torch.randperm(sum(pages), generator=random, dtype=torch.int32).split(pages)
+        order = torch.split(torch.randperm(sum(pages), generator=random, dtype=torch.int32), pages)
         self.tables = torch.stack([torch.nn.functional.pad(own, (0, max(pages) - len(own)), value=-1) for own in order])
         self.k, self.v = [], []
         for own, n in zip(order, LENGTHS, strict=True):
@@ -61,7 +61,7 @@ class Sequences:
         lengths = [part.stop for part in rows] if causal else LENGTHS
         starts = ints([0, *accumulate(counts)])
         out = attention(q, self.cache, self.tables, ints(lengths), starts, KV_MAP, D**-0.5, causal=causal, lse=lse)
-        return list(out.split(counts)), lse
+        return list(torch.split(out, counts)), lse
 
     def exact(self, i: int, row: int, seen: int) -> tuple[Tensor, Tensor]:
         scores = self.q[i][row, :4].double() @ self.k[i][:seen, 0].T * D**-0.5
@@ -122,7 +122,7 @@ def test_rows_over_all_tokens_or_none(dtype: torch.dtype, cache_dtype: torch.dty
     rows = [range(9)] * len(LENGTHS)
     found, lse = sequences.attend(rows, causal=False, threads=3)
     tolerance = 2e-2 if dtype == torch.bfloat16 else 1e-5
-    for i, (out, of_out) in enumerate(zip(found, lse.split(9), strict=True)):
+    for i, (out, of_out) in enumerate(zip(found, torch.split(lse, 9), strict=True)):
         if LENGTHS[i] == 0:
             assert not out.any()
             assert bool((of_out == -math.inf).all())

@@ -82,7 +82,7 @@ class Sources:
             causal=causal,
             kv_starts=ints(starts),
         )
-        return list(out.split(counts))
+        return list(torch.split(out, counts))
 
 
 def mixed_parts() -> list[tuple[int, int]]:
@@ -203,7 +203,7 @@ def test_packed_sequences_attend_a_few_rows_at_a_time(dtype: torch.dtype, d: int
 
 def test_grouped_heads_of_views_of_a_fused_projection() -> None:
     fused = torch.randn(50, 12, 80, generator=torch.Generator().manual_seed(4)).bfloat16()
-    q, k, v = fused.split([6, 3, 3], dim=1)
+    q, k, v = torch.split(fused, [6, 3, 3], dim=1)
     found = attention_varlen(q, k, v, ints([0, 20, 50]), 0.1)
     expected = exact_rows(q[20:], k[20:], v[20:], [(0, 2), (2, 2), (4, 2)], 0.1, causal=False)
     torch.testing.assert_close(found[20:].double(), expected, rtol=2e-2, atol=2e-2)

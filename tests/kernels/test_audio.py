@@ -127,8 +127,18 @@ def test_convolve_equals_torch(rung: str, dtype: torch.dtype, channels: int, out
         assert_within(out, exact, bound)
         exact, bound = exact + residual[:m].double(), bound + 2.0**-24 * (exact.abs() + residual[:m].double().abs())
         rounded, activated = residual[:m].clone(), inside_nan(torch.empty(m, outputs))
-        arguments = {"taps": taps, "dilation": dilation, "scale": scale}
-        convolve_(x, matrix, bias, **arguments, residual=rounded, out=rounded, snake=snake, activated=activated)
+        convolve_(
+            x,
+            matrix,
+            bias,
+            taps=taps,
+            dilation=dilation,
+            scale=scale,
+            residual=rounded,
+            out=rounded,
+            snake=snake,
+            activated=activated,
+        )
         assert_within(rounded, exact, bound + half_ulp(dtype) * (exact.abs() + bound))
         frequency, magnitude = (values.double() for values in snake)
         wave = exact + magnitude * (exact * frequency).sin() ** 2

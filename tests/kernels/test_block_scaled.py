@@ -211,7 +211,8 @@ def test_quantise(rung: str, form: Form, source: torch.dtype) -> None:
     error = weight.unpack().double() - plain.double()
     if isinstance(form, BlockFormat):
         largest = functional.pad(plain.double().abs(), (0, -k % form.block_k, 0, -n % form.block_n))
-        largest = largest.unflatten(1, (-1, form.block_k)).unflatten(0, (-1, form.block_n)).amax((1, 3))
+        by_columns = torch.unflatten(largest, 1, (-1, form.block_k))
+        largest = torch.unflatten(by_columns, 0, (-1, form.block_n)).amax((1, 3))
         steps = 448 if isinstance(form, Fp8) else 127
         scale = by_input((largest / steps).repeat_interleave(form.block_n, 0)[:n], form.block_k, k)
         assert error.square().mean().sqrt() < 0.03
@@ -220,7 +221,7 @@ def test_quantise(rung: str, form: Form, source: torch.dtype) -> None:
             return
         assert (error.abs() <= torch.maximum(plain.double().abs() * 2.0**-4, scale * 2.0**-10) * (1 + 1e-5)).all()
         return
-    groups = functional.pad(plain.double(), (0, -k % form.group)).unflatten(1, (-1, form.group))
+    groups = torch.unflatten(functional.pad(plain.double(), (0, -k % form.group)), 1, (-1, form.group))
     if form.zero_points:
         step = (groups.amax(-1).clamp(min=0) - groups.amin(-1).clamp(max=0)) / 15
     else:
@@ -236,8 +237,8 @@ def test_quantise_is_close_to_the_best_of_many_scales(rung: str, zero_points: bo
     plain = randn(16, 64)
     weight = Int4(32, zero_points).empty(16, 64)
     weight.write(plain)
-    found = (weight.unpack() - plain).square().unflatten(1, (2, 32)).sum(-1)
-    groups = plain.unflatten(1, (2, 32))
+    found = torch.unflatten((weight.unpack() - plain).square(), 1, (2, 32)).sum(-1)
+    groups = torch.unflatten(plain, 1, (2, 32))
     best = torch.full((16, 2), float("inf"))
     for scale in torch.linspace(-0.6, 0.6, 601):
         if scale == 0:

@@ -95,7 +95,7 @@ def test_a_rung_the_machine_lacks_is_refused_with_its_reason(any_machine: pytest
         ("avx512", "the CPU has no avx512f"),
         ("avx2", ""),
     ]
-    any_machine.setattr(core._C, "obstacles", lambda: obstacles)
+    any_machine.setattr("tilerank.kernels._C.obstacles", lambda: obstacles)
     assert core.isa() == "avx2"
     with pytest.raises(KernelError, match="found amx: the CPU has no amx_tile"):
         core.force_isa("amx")
@@ -325,8 +325,8 @@ def test_rows_lie_an_odd_number_of_cache_lines_apart() -> None:
         assert rows.stride(0) * dtype.itemsize == 64 * lines
         assert core.arena_bytes()[0] - before == shape[0] * 64 * lines, "every row has room"
         del rows
-    for shape in ((16, 1024), (17, 1000), (17, 0, 4), (17,)):  # few, not whole lines apart, empty, no rows
-        assert core.empty_rows(shape, torch.bfloat16).is_contiguous()
+    for plain in ((16, 1024), (17, 1000), (17, 0, 4), (17,)):  # few, not whole lines apart, empty, no rows
+        assert core.empty_rows(plain, torch.bfloat16).is_contiguous()
 
 
 def resident_bytes() -> int:

@@ -50,7 +50,7 @@ class Sequences:
         g, beta = delta.delta_gating(a, b, self.a_log, self.dt_bias)
         out = delta.delta_rule(qkv, g, beta, self.state, *self.batch(parts), self.sizes.key_heads)
         assert out.dtype == self.dtype
-        return list(out.split([stop - start for _, start, stop in parts]))
+        return list(torch.split(out, [stop - start for _, start, stop in parts]))
 
     def step(self, parts: list[tuple[int, int, int]]) -> list[Tensor]:
         """The same with `delta_step`, for parts of one row."""
@@ -59,7 +59,7 @@ class Sequences:
         )
         slots, _, lengths = self.batch(parts)
         out = delta.delta_step(qkv, a, b, self.a_log, self.dt_bias, self.state, slots, lengths, self.sizes.key_heads)
-        return list(out.split(1))
+        return list(torch.split(out, 1))
 
     def batch(self, parts: list[tuple[int, int, int]]) -> tuple[Tensor, Tensor, Tensor]:
         """Return slots, query_starts and seq_lens."""
@@ -143,7 +143,7 @@ def test_rule_continues_from_any_state() -> None:
     qkv, a, b = (torch.cat(rows) for rows in (sequences.qkv, sequences.a, sequences.b))
     g, beta = delta.delta_gating(a, b, sequences.a_log, sequences.dt_bias)
     lengths = torch.tensor([1000, 2], dtype=torch.int32)
-    found = delta.delta_rule(qkv, g, beta, sequences.state, slots, starts, lengths, 2).split([70, 1])
+    found = torch.split(delta.delta_rule(qkv, g, beta, sequences.state, slots, starts, lengths, 2), [70, 1])
     for i in range(2):
         assert_exact(sequences, i, found[i], first[i])
 

@@ -1,5 +1,6 @@
 """The row kernels of gated delta nets on every rung, against float64 arithmetic and the modules of transformers."""
 
+from collections.abc import Callable
 from itertools import accumulate, pairwise
 
 import pytest
@@ -30,7 +31,7 @@ class Streams:
             for values in ([i + 1 for i, _, _ in parts], [stop for _, _, stop in parts], [0, *accumulate(sizes)])
         )
         x = inside_nan(torch.cat([self.inputs[i][start:stop] for i, start, stop in parts]))
-        return list(delta.causal_conv(x, self.weight, self.conv, slots, starts, lengths).split(sizes))
+        return list(torch.split(delta.causal_conv(x, self.weight, self.conv, slots, starts, lengths), sizes))
 
     def assert_exact(self, i: int, found: Tensor) -> None:
         width = self.weight.shape[1]
@@ -180,7 +181,8 @@ def test_layer_equals_that_of_transformers(ratio: int) -> None:
         linear_value_head_dim=dv,
     )
     torch.manual_seed(ratio)
-    module = Qwen3_5GatedDeltaNet(config, 0).eval()
+    build: Callable[..., Qwen3_5GatedDeltaNet] = Qwen3_5GatedDeltaNet  # asks for the config of the whole model
+    module = build(config, 0).eval()
     x, cache = torch.randn(1, 131, 32), DynamicCache(config=config)
     conv, state = torch.full((1, 3, 2 * keys * dk + values * dv), float("nan")), torch.empty(1, values, dk, dv)
     slots = torch.zeros(1, dtype=torch.int32)
@@ -191,7 +193,8 @@ def test_layer_equals_that_of_transformers(ratio: int) -> None:
         found = []
         for start, stop in pairwise([0, 1, 66, 129, 130, 131]):
             batch = (slots, torch.tensor([0, stop - start], dtype=torch.int32), torch.tensor([stop], dtype=torch.int32))
-            qkv, z, b, a = fused[start:stop].split([2 * keys * dk + values * dv, values * dv, values, values], 1)
+            sizes = [2 * keys * dk + values * dv, values * dv, values, values]
+            qkv, z, b, a = torch.split(fused[start:stop], sizes, dim=1)
             qkv = delta.causal_conv(qkv, module.conv1d.weight[:, 0], conv, *batch)
             g, beta = delta.delta_gating(a, b, module.A_log, module.dt_bias)
             o = delta.delta_rule(qkv, g, beta, state, *batch, key_heads=keys)

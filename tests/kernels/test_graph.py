@@ -68,7 +68,7 @@ class Block:
     def __call__(self) -> Tensor:
         residual = ops.embedding(self.ids, self.table)
         x = ops.rms_norm(residual, self.norm, 1e-5)
-        q, k, v = linear(x, self.qkv).view(self.m, -1, self.dim).split([self.heads, 1, 1], dim=1)
+        q, k, v = torch.split(linear(x, self.qkv).view(self.m, -1, self.dim), [self.heads, 1, 1], dim=1)
         ops.rotary_(q, k, ops.rope_rows(self.turns, self.positions[None], self.axis_of))
         store_kv(k, v, self.cache, self.slots)
         seen = attention(q, self.cache, self.tables, self.lengths, self.query_starts, self.kv_map, self.dim**-0.5)
@@ -104,11 +104,12 @@ def test_the_copies_of_columns_and_rows_are_repeated() -> None:
     parts, starts = torch.randn(3, 2, 10), torch.tensor([0, 10, 13, 20])
     a, b, c = parts
     x, rows, row = torch.randn(5, 6), torch.tensor([4, 0, 4]), torch.randn(6)
-    for step, check in (
+    steps: list[tuple[Callable[[], Tensor], Callable[[], Tensor]]] = [
         (lambda: ops.join_columns(parts, starts, 20), lambda: torch.cat([a, b[:, :3], c[:, :7]], 1)),
         (lambda: ops.take_rows(x, rows), lambda: x[rows]),
         (lambda: ops.repeat_row(row, 4, 6, torch.float32), lambda: row.repeat(4, 1)),
-    ):
+    ]
+    for step, check in steps:
         graph = Graph(step)
         for _ in range(2):
             for value in (parts, x, row):
@@ -176,7 +177,7 @@ def test_views_pass() -> None:
 
     def step() -> Tensor:
         y = x.view(2, 2, 6).flatten(0, 1).unsqueeze(0).squeeze(0).transpose(0, 1).transpose(0, 1)
-        first, second = y.split(2)
+        first, second = torch.split(y, 2)
         assert first.expand(2, 6)[0].unsqueeze(0).shape == (1, 6)
         return ops.silu_mul(second[:, :4]).narrow(1, 0, 1)
 

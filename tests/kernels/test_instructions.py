@@ -7,8 +7,6 @@ import subprocess
 
 import pytest
 
-from tilerank.kernels import core
-
 RUNG = re.compile(r"tilerank::(avx2|avx512|avx512_bf16|amx)::")
 MASKS = r"%k[0-7]|zmm"
 UPPER_REGISTERS = r"%[xy]mm(1[6-9]|2\d|3[01])"
@@ -35,12 +33,14 @@ HAS = {"no rung": "^mov", "avx2": "%ymm", "avx512": "zmm", "avx512_bf16": "^vdpb
 @pytest.fixture(scope="module")
 def instructions() -> dict[str, list[tuple[str, str]]]:
     """The instructions of every rung, each after the function that contains it."""
-    if not core._C:
-        pytest.skip("no compiled core")
+    compiled = pytest.importorskip("tilerank.kernels._C", reason="no compiled core", exc_type=ImportError)
     if not shutil.which("objdump"):
         pytest.skip("no objdump (Debian package binutils)")
     disassembly = subprocess.run(
-        ["objdump", "-d", "-C", "--no-show-raw-insn", str(core._C.__file__)], capture_output=True, text=True, check=True
+        ["objdump", "-d", "-C", "--no-show-raw-insn", str(compiled.__file__)],
+        capture_output=True,
+        text=True,
+        check=True,
     )
     found: dict[str, list[tuple[str, str]]] = {rung: [] for rung in LACKS}
     function, rung = "", "no rung"

@@ -134,7 +134,7 @@ def test_results_without_an_epilogue_of_many_rows(rung: str, k: int, threads: in
     gated = linear(x, weight, activation="silu_mul")
     gate, up = sums.double().view(-1, 5, 2, 32).unbind(2)
     torch.testing.assert_close(gated.double(), (functional.silu(gate) * up).flatten(1), rtol=2**-8, atol=1e-6)
-    alone = torch.cat([linear(row, weight, activation="silu_mul") for row in x.split(1)])
+    alone = torch.cat([linear(row, weight, activation="silu_mul") for row in torch.split(x, 1)])
     assert torch.equal(gated, alone), "depends on the number of rows"
     core.start_pool(None, 1, spin=False)
 
@@ -276,7 +276,7 @@ class Experts:
     def expected(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """Compute the expected result; only silu comes from the rung, because its last bit may decide a rounding."""
         outputs = torch.full((*ids.shape, self.hidden), float("nan"))
-        for expert in ids.unique().tolist():
+        for expert in torch.unique(ids).tolist():
             tokens, choices = torch.where(ids == expert)
             gate, up = (product(x[tokens], self.plain_gate_up[expert, part]) for part in (0, 1))
             outputs[tokens, choices] = product(silu_mul(torch.cat([gate, up], dim=-1)), self.plain_down[expert])

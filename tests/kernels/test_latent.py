@@ -2,6 +2,7 @@
 
 import math
 from itertools import accumulate, pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -50,7 +51,7 @@ class Sequences:
             self.cache.data.fill_(math.nan)
         else:
             self.cache.scales.fill_(math.nan)
-        order = torch.randperm(sum(pages) + 2, generator=random, dtype=torch.int32).split([*pages, 2])
+        order = torch.split(torch.randperm(sum(pages) + 2, generator=random, dtype=torch.int32), [*pages, 2])
         # Entries past the end of a sequence must not be read, so they are out of range.
         self.tables = torch.full((len(lengths), max(pages) + 1), 10**6, dtype=torch.int32)
         self.keys: list[Tensor] = []
@@ -80,7 +81,7 @@ class Sequences:
             lse=lse,
         )
         assert out.dtype == self.dtype
-        return list(out.split([stop - start for _, start, stop in parts]))
+        return list(torch.split(out, [stop - start for _, start, stop in parts]))
 
     def attend_to_part(self, part: int, parts: int, lse: Tensor) -> Tensor:
         """Compute the last row of every sequence over a part of its pages: the first part of short ones is empty."""
@@ -276,7 +277,7 @@ def test_a_step_is_recorded(rung: str) -> None:
 
 def call(**changes: Tensor) -> Tensor:
     """A valid call of two sequences (3 new of 40 tokens, 1 of 1), with one argument replaced."""
-    arguments = {
+    arguments: dict[str, Any] = {
         "q_latent": torch.zeros(4, 6, 32),
         "q_rope": torch.zeros(4, 6, 8),
         "page_tables": ints([0, 1], [2, 99]),

@@ -156,7 +156,7 @@ def test_expanded_attention(dtype: torch.dtype, nope: int, rope_dim: int, value_
         """Attend with the first so many of the queries of both."""
         cache = expanded_pages(k, v, rope_key)
         assert (cache.num_pages, cache.kv_heads, cache.head_dim, cache.value_dim) == (7, 3, nope + rope_dim, value_dim)
-        chosen = torch.cat([part[:n] for part, n in zip(q.split(queries), rows, strict=True)])
+        chosen = torch.cat([part[:n] for part, n in zip(torch.split(q, queries), rows, strict=True)])
         seen = [length - of + n for length, of, n in zip(lengths, queries, rows, strict=True)]
         tables = ints([0, 1, -1, -1, -1], [2, 3, 4, 5, 6])
         return attention(chosen, cache, tables, ints(*seen), ints(0, rows[0], sum(rows)), kv_map, scale, lse=lse)
@@ -165,7 +165,7 @@ def test_expanded_attention(dtype: torch.dtype, nope: int, rope_dim: int, value_
     assert found.shape == (sum(queries), heads, value_dim)
     half_ulp = torch.finfo(dtype).eps / 2
     for length, count, first, part, of_rows, rows_of in zip(
-        lengths, queries, starts, found.split(queries), lse.split(queries), q.split(queries), strict=True
+        lengths, queries, starts, *(torch.split(x, queries) for x in (found, lse, q)), strict=True
     ):
         keys = torch.cat([k, rope_key[:, None].expand(-1, heads, -1)], dim=2)[first : first + length].double()
         values = v[first : first + length].double()

@@ -19,7 +19,8 @@ BF16, F32 = torch.bfloat16, torch.float32
 
 
 def packed(plain: Tensor, dtype: torch.dtype) -> FloatWeight:
-    weight = FloatWeight.empty(*plain.shape, dtype)
+    n, k = plain.shape
+    weight = FloatWeight.empty(n, k, dtype)
     weight.write(plain)
     return weight
 
@@ -117,7 +118,7 @@ def test_rows_around_every_panel_and_stripe(rung: str, dtype: torch.dtype, n: in
 
 def in_turn(gate: Tensor, up: Tensor) -> Tensor:
     """Interleave blocks of 32 rows of both matrices."""
-    return torch.stack([gate.unflatten(0, (-1, 32)), up.unflatten(0, (-1, 32))], dim=1).flatten(0, 2)
+    return torch.stack([torch.unflatten(part, 0, (-1, 32)) for part in (gate, up)], dim=1).flatten(0, 2)
 
 
 ACTIVATIONS: dict[Activation | None, Callable[[Tensor], Tensor]] = {
@@ -316,7 +317,7 @@ def test_nbytes_is_what_is_allocated(rung: str) -> None:
         (lambda w: linear(torch.zeros(2, 8), w, out_dtype=torch.float16), "out_dtype"),
         (lambda w: linear(torch.zeros(2, 8), w, residual=torch.zeros(2, 3)), r"residual: expected \[2, 4\]"),
         (lambda w: linear(torch.zeros(2, 8), w, activation="silu_mul"), "blocks of 32 gate and 32 up rows, found 4"),
-        (lambda w: linear(torch.zeros(2, 8), w, activation="relu"), "found 'relu'"),
+        (lambda w: linear(torch.zeros(2, 8), w, activation="relu"), "found 'relu'"),  # type: ignore[arg-type]
         (lambda w: w.write(torch.zeros(2, 8), 3), r"inside \[4, 8\], found \[2, 8\] at row 3"),
         (lambda w: w.write(torch.zeros(2, 2), 0, -1), "column -1"),
         (lambda w: w.write(torch.zeros(2, 2, dtype=torch.int32)), "matrix of floats"),

@@ -1,6 +1,7 @@
 """Routers and fused experts on every rung: against transformers, and bit for bit against the separate kernels."""
 
 import math
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,11 +22,15 @@ from tilerank.kernels.packed_experts import PackedExperts
 from tilerank.kernels.weight_formats.floats import Float, FloatWeight
 
 BF16, F32 = torch.bfloat16, torch.float32
+# transformers gives these no types.
+EXPERTS: Callable[[Qwen3MoeConfig], Any] = Qwen3MoeExperts
+ROUTER: Callable[[SimpleNamespace], Any] = Qwen3MoeTopKRouter
 DTYPES = pytest.mark.parametrize("dtype", [BF16, F32], ids=["bf16", "f32"])
 
 
 def packed(plain: Tensor) -> FloatWeight:
-    weight = FloatWeight.empty(*plain.shape, plain.dtype)
+    n, k = plain.shape
+    weight = FloatWeight.empty(n, k, plain.dtype)
     weight.write(plain)
     return weight
 
@@ -53,7 +58,7 @@ class Experts:
     def unfused(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """Compute the same with the separate kernels."""
         outputs = torch.full((*ids.shape, self.hidden), float("nan"))
-        for expert in ids.unique().tolist():
+        for expert in torch.unique(ids).tolist():
             tokens, choices = torch.where(ids == expert)
             gate, up = (linear(x[tokens], packed(rows)) for rows in self.plain_gate_up[expert].chunk(2))
             middle = silu_mul(torch.cat([gate, up], dim=-1))
@@ -134,7 +139,7 @@ def test_experts_agree_with_transformers(rung: str, dtype: torch.dtype) -> None:
     )
     config._experts_implementation = "grouped_mm"
     experts = Experts(16, 136, 80, dtype)
-    theirs = Qwen3MoeExperts(config)
+    theirs = EXPERTS(config)
     theirs.gate_up_proj.data, theirs.down_proj.data = experts.plain_gate_up, experts.plain_down
     x, ids, weights = experts.routed(60, 4, dtype)
     with torch.inference_mode():
@@ -188,7 +193,7 @@ def test_softmax_routing_equals_that_of_transformers(
     config = SimpleNamespace(
         num_experts_per_tok=top_k, num_experts=experts, norm_topk_prob=renormalize, hidden_size=experts
     )
-    router = Qwen3MoeTopKRouter(config)
+    router = ROUTER(config)
     router.weight.data = torch.eye(experts, dtype=dtype)
     # All probabilities differ, in bf16 as well, so that the order is unique.
     steps = torch.stack([torch.randperm(experts, generator=torch.Generator().manual_seed(i)) for i in range(23)])

@@ -124,7 +124,7 @@ def known_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     vectors = {"fp32": 0.15, "bf16": 0.25, "int8": 0.75}
     monkeypatch.setattr(peaks, "vector_tflops", lambda kind, count, cores: vectors[kind] * count)
     monkeypatch.setattr(peaks, "core_to_core_ns", lambda a, b: 140.4)
-    monkeypatch.setattr(core._C, "emulates_amx", False)
+    monkeypatch.setattr("tilerank.kernels._C.emulates_amx", False)
 
 
 def run_on(rungs: list[core.Rung], monkeypatch: pytest.MonkeyPatch, *words: str) -> None:
@@ -190,7 +190,7 @@ def test_bench_peaks_in_plain_torch(monkeypatch: pytest.MonkeyPatch, capsys: pyt
 
 
 def test_bench_refuses_to_measure_emulated_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(core._C, "emulates_amx", True)
+    monkeypatch.setattr("tilerank.kernels._C.emulates_amx", True)
     monkeypatch.delenv("TILERANK_ISA", raising=False)
     with pytest.raises(LaunchError, match="bench: expected AMX tiles of the CPU, found a build that emulates them"):
         command.run(arguments("peaks"))

@@ -127,7 +127,7 @@ def test_heads_are_views() -> None:
     rows.copy_(randn(40, 96))
     for x in (rows, rows[:0], rows[3:5], randn(40, 96)):
         heads = split_heads(x, 16, 5, 16)
-        assert torch.equal(heads, x[:, 16:].unflatten(1, (5, 16)))
+        assert torch.equal(heads, torch.unflatten(x[:, 16:], 1, (5, 16)))
         assert torch.equal(join_heads(heads), x[:, 16:])
         assert split_heads(x, 96, 0, 16).shape == (len(x), 0, 16), "a rank without heads"
         assert not len(x) or join_heads(heads).data_ptr() == x[:, 16:].data_ptr()

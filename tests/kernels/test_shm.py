@@ -8,8 +8,10 @@ import pytest
 
 from tests.kernels.test_pool import CSRC, FLAGS
 
-SOURCES = ("shm/shm_segment", "shm/shm_collectives")
-SOURCES += tuple(f"core/{name}" for name in ("graph", "pool", "arena", "registry", "cpu", "selftest", "selftest_amx"))
+SOURCES = (
+    *(f"shm/{name}" for name in ("shm_segment", "shm_collectives")),
+    *(f"core/{name}" for name in ("graph", "pool", "arena", "registry", "cpu", "selftest", "selftest_amx")),
+)
 
 
 @pytest.fixture(scope="module")

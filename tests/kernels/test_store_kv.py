@@ -115,6 +115,6 @@ def test_a_cache_of_more_than_2_31_elements(rung: str) -> None:
         cache = KVPages.empty(size, heads, d, torch.bfloat16)
         slots = (torch.tensor(table)[:, None] * PAGE_TOKENS + torch.arange(PAGE_TOKENS)).flatten()[:tokens]
         store_kv(k, v, cache, slots)
-        of_sequence = (torch.tensor(numbers, dtype=torch.int32) for numbers in ([table], [tokens], [0, 2]))
-        found.append(attention(q, cache, *of_sequence, one_to_one, d**-0.5))
+        tables, lengths, starts = (torch.tensor(numbers, dtype=torch.int32) for numbers in ([table], [tokens], [0, 2]))
+        found.append(attention(q, cache, tables, lengths, starts, one_to_one, d**-0.5))
     assert torch.equal(*found)
