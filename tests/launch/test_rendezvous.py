@@ -1,4 +1,4 @@
-"""Rank and meeting point from the recorded variables of real launchers, and the socket at which ranks meet."""
+"""Rank and rendezvous from the recorded variables of real launchers, and the socket at which ranks meet."""
 
 import os
 import socket
@@ -8,15 +8,15 @@ import textwrap
 
 import pytest
 
-from tilerank.launch.bootstrap import Place, find_place, interface_addresses, launcher_process, listen
+from tilerank.launch.bootstrap import RendezvousAddress, find_address, interface_addresses, launcher_process, listen
 from tilerank.launch.errors import LaunchError
 from tilerank.launch.rendezvous import (
     Identity,
-    Meeting,
+    RendezvousMethod,
     check_tp,
     first_host,
     identify,
-    meeting,
+    rendezvous_method,
     starts_ranks,
     tasks_on_host,
 )
@@ -26,7 +26,7 @@ OWN = {
     "TILERANK_SIZE": "3",
     "TILERANK_LOCAL_RANK": "1",
     "TILERANK_LOCAL_SIZE": "3",
-    "TILERANK_MEETING": "127.0.0.1:4711",
+    "TILERANK_RENDEZVOUS": "127.0.0.1:4711",
 }
 TORCHRUN = {
     "TORCHELASTIC_RUN_ID": "none",
@@ -136,7 +136,7 @@ def test_contradictions_are_refused(env: dict[str, str], words: list[str]) -> No
 
 def test_a_restart_count_that_is_no_number_is_refused() -> None:
     with pytest.raises(LaunchError, match="TORCHELASTIC_RESTART_COUNT=many is not a whole number"):
-        meeting(identify(TORCHRUN), {**TORCHRUN, "TORCHELASTIC_RESTART_COUNT": "many"})
+        rendezvous_method(identify(TORCHRUN), {**TORCHRUN, "TORCHELASTIC_RESTART_COUNT": "many"})
 
 
 def test_tp_must_be_what_the_launcher_started() -> None:
@@ -162,53 +162,60 @@ SLURM_PORT = 20000 + 77 * 31
 @pytest.mark.parametrize(
     ("env", "arguments", "expected"),
     [
-        pytest.param(OWN, (), Meeting("given", "127.0.0.1", 4711), id="own"),
-        pytest.param(TORCHRUN, (), Meeting("agent", "10.0.0.1", 29500), id="torchrun"),
+        pytest.param(OWN, (), RendezvousMethod("given", "127.0.0.1", 4711), id="own"),
+        pytest.param(TORCHRUN, (), RendezvousMethod("agent", "10.0.0.1", 29500), id="torchrun"),
         pytest.param(
-            {**TORCHRUN, "TORCHELASTIC_RESTART_COUNT": "2"}, (), Meeting("agent", "10.0.0.1", 29500, 2), id="restarted"
+            {**TORCHRUN, "TORCHELASTIC_RESTART_COUNT": "2"},
+            (),
+            RendezvousMethod("agent", "10.0.0.1", 29500, 2),
+            id="restarted",
         ),
         pytest.param(
             {**TORCHRUN, "TORCHELASTIC_USE_AGENT_STORE": "False"},
             (),
-            Meeting("address", "10.0.0.1", 29500),
+            RendezvousMethod("address", "10.0.0.1", 29500),
             id="no-agent",
         ),
-        pytest.param(OPEN_MPI, (), Meeting("launcher"), id="openmpi-one-host"),
-        pytest.param(MPICH, (None, 29600), Meeting("launcher"), id="mpich-own-port"),
+        pytest.param(OPEN_MPI, (), RendezvousMethod("launcher"), id="openmpi-one-host"),
+        pytest.param(MPICH, (None, 29600), RendezvousMethod("launcher"), id="mpich-own-port"),
         pytest.param(
             {**MPICH, "MPI_LOCALNRANKS": "2", "MASTER_ADDR": "10.0.0.9", "MASTER_PORT": "1234"},
             (),
-            Meeting("address", "10.0.0.9", 1234),
+            RendezvousMethod("address", "10.0.0.9", 1234),
             id="mpich-given",
         ),
         pytest.param(
             {**MPICH, "MPI_LOCALNRANKS": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"},
             ("b", 2),
-            Meeting("address", "b", 2),
+            RendezvousMethod("address", "b", 2),
             id="flags-win",
         ),
-        pytest.param({**MPICH, "MPI_LOCALNRANKS": "2"}, (), Meeting("mpi"), id="mpich-hosts"),
-        pytest.param({**OPEN_MPI, "OMPI_COMM_WORLD_SIZE": "6"}, (), Meeting("mpi"), id="openmpi-hosts"),
-        pytest.param(SRUN, (), Meeting("address", "node04", SLURM_PORT), id="srun-hosts"),
+        pytest.param({**MPICH, "MPI_LOCALNRANKS": "2"}, (), RendezvousMethod("mpi"), id="mpich-hosts"),
+        pytest.param({**OPEN_MPI, "OMPI_COMM_WORLD_SIZE": "6"}, (), RendezvousMethod("mpi"), id="openmpi-hosts"),
+        pytest.param(SRUN, (), RendezvousMethod("address", "node04", SLURM_PORT), id="srun-hosts"),
         pytest.param(
-            {**SRUN, "MASTER_ADDR": "node05"}, (), Meeting("address", "node05", SLURM_PORT), id="srun-address"
+            {**SRUN, "MASTER_ADDR": "node05"}, (), RendezvousMethod("address", "node05", SLURM_PORT), id="srun-address"
         ),
-        pytest.param({**PLAIN, "MASTER_PORT": "29500"}, (), Meeting("port", port=29500), id="plain"),
-        pytest.param({**TORCHRUN, "LOCAL_WORLD_SIZE": "4"}, (), Meeting("launcher"), id="torchrun-one-host"),
-        pytest.param({**OWN, "TILERANK_MEETING": "@name"}, (), Meeting("given", "@name"), id="own-one-host"),
+        pytest.param({**PLAIN, "MASTER_PORT": "29500"}, (), RendezvousMethod("port", port=29500), id="plain"),
+        pytest.param({**TORCHRUN, "LOCAL_WORLD_SIZE": "4"}, (), RendezvousMethod("launcher"), id="torchrun-one-host"),
+        pytest.param(
+            {**OWN, "TILERANK_RENDEZVOUS": "@name"}, (), RendezvousMethod("given", "@name"), id="own-one-host"
+        ),
     ],
 )
-def test_meeting(env: dict[str, str], arguments: tuple[str | None, int | None], expected: Meeting) -> None:
-    assert meeting(identify(env), env, *arguments) == expected
+def test_rendezvous_method(
+    env: dict[str, str], arguments: tuple[str | None, int | None], expected: RendezvousMethod
+) -> None:
+    assert rendezvous_method(identify(env), env, *arguments) == expected
 
 
 def test_plain_variables_need_an_address() -> None:
     env = {"RANK": "0", "WORLD_SIZE": "2"}
     with pytest.raises(LaunchError, match="no MASTER_ADDR"):
-        meeting(identify(env), env)
+        rendezvous_method(identify(env), env)
     env["MASTER_ADDR"] = "127.0.0.1"
     with pytest.raises(LaunchError, match="MASTER_PORT is not set"):
-        meeting(identify(env), env)
+        rendezvous_method(identify(env), env)
 
 
 @pytest.mark.parametrize(
@@ -257,37 +264,39 @@ def test_interface_addresses_are_not_loopback() -> None:
 
 
 def test_only_rank_0_listens_and_on_one_host_not_for_the_network() -> None:
-    where = Meeting("port", port=4711)
+    method = RendezvousMethod("port", port=4711)
     name = f"@tilerank-{os.getuid()}-port-4711"
-    assert find_place(Identity("environment", 1, 2, 1, 2), where) == Place(name, 0, None)
-    place = find_place(Identity("environment", 0, 2, 0, 2), where)
-    assert place.host == name and place.fd is not None
-    with socket.socket(fileno=place.fd) as listener:
+    assert find_address(Identity("environment", 1, 2, 1, 2), method) == RendezvousAddress(name, 0, None)
+    address = find_address(Identity("environment", 0, 2, 0, 2), method)
+    assert address.host == name and address.fd is not None
+    with socket.socket(fileno=address.fd) as listener:
         assert listener.getsockname() == b"\0" + name[1:].encode()
         with pytest.raises(LaunchError, match=r"another rank 0 was started for port 4711 \(MASTER_PORT\)"):
-            find_place(Identity("environment", 0, 2, 0, 2), where)
+            find_address(Identity("environment", 0, 2, 0, 2), method)
 
 
-@pytest.mark.parametrize("where", [Meeting("address", "192.0.2.1", 1), Meeting("agent", "192.0.2.1", 1)])
-def test_several_hosts_need_a_secret(where: Meeting, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "method", [RendezvousMethod("address", "192.0.2.1", 1), RendezvousMethod("agent", "192.0.2.1", 1)]
+)
+def test_several_hosts_need_a_secret(method: RendezvousMethod, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TILERANK_SECRET", raising=False)
     with pytest.raises(LaunchError, match=r"need TILERANK_SECRET.* TILERANK_SECRET=\$\(openssl rand -hex 32\)"):
-        find_place(Identity("environment", 0, 2, 0, 1), where)
+        find_address(Identity("environment", 0, 2, 0, 1), method)
     monkeypatch.setenv("TILERANK_SECRET", "short")
     with pytest.raises(LaunchError, match="TILERANK_SECRET has 5 characters, expected at least 16"):
-        find_place(Identity("environment", 1, 2, 0, 1), where)
+        find_address(Identity("environment", 1, 2, 0, 1), method)
     monkeypatch.setenv("TILERANK_SECRET", "s" * 16)
-    assert find_place(Identity("environment", 1, 2, 0, 1), where).secret == "s" * 16
+    assert find_address(Identity("environment", 1, 2, 0, 1), method).secret == "s" * 16
 
 
 MEET = """
     import os, socket, sys
-    from tilerank.launch.bootstrap import find_place
-    from tilerank.launch.rendezvous import identify, meeting
+    from tilerank.launch.bootstrap import find_address
+    from tilerank.launch.rendezvous import identify, rendezvous_method
     identity = identify(os.environ)
-    place = find_place(identity, meeting(identity, os.environ))
-    assert (place.fd is not None) == (identity.rank == 0)
-    print(identity.rank, place.host, flush=True)
+    address = find_address(identity, rendezvous_method(identity, os.environ))
+    assert (address.fd is not None) == (identity.rank == 0)
+    print(identity.rank, address.host, flush=True)
     sys.stdin.read()  # rank 0 holds the name until all have it
 """
 
@@ -314,13 +323,13 @@ def test_two_first_ranks_of_one_launcher_are_refused() -> None:
     with socket.socket(socket.AF_UNIX) as taken:
         taken.bind(f"\0tilerank-{os.getuid()}-{launcher.pid}-{launcher.started}")
         with pytest.raises(LaunchError, match=f"another rank 0 was started by MPICH .process {launcher.pid}"):
-            find_place(Identity("MPICH", 0, 3, 0, 3), Meeting("launcher"))
+            find_address(Identity("MPICH", 0, 3, 0, 3), RendezvousMethod("launcher"))
 
 
 def test_several_hosts_under_mpirun_need_mpi4py(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mpi4py", None)
     with pytest.raises(LaunchError, match=r"several hosts .* mpi4py is not installed: pip install 'tilerank\[mpi\]'"):
-        find_place(Identity("MPICH", 0, 4, 0, 2), Meeting("mpi"))
+        find_address(Identity("MPICH", 0, 4, 0, 2), RendezvousMethod("mpi"))
 
 
 def test_the_launcher_is_the_parent_where_nobody_wrote_variables() -> None:

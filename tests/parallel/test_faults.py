@@ -13,7 +13,7 @@ import torch
 from ranks import SECRET, Ranks, listen
 
 from tilerank.kernels import core
-from tilerank.parallel.callers import Caller, Callers
+from tilerank.parallel.handshakes import AuthenticatedPeer, PendingHandshakes
 
 LONG_S = 120.0  # for what takes a moment on an idle machine; less than the deadlines that must not expire
 TRANSPORTS = ["gloo"] if core.isa() == "reference" else ["auto", "gloo"]
@@ -272,12 +272,12 @@ def test_rank_0_stopped_while_the_ranks_join_is_given_up() -> None:
     store = f"@{secrets.token_hex(16)}", 0
     with (
         listen(*store) as listener,
-        Callers(listener, SECRET.encode()) as callers,
+        PendingHandshakes(listener, SECRET.encode()) as handshakes,
         Ranks(3, "tests.parallel.test_faults:idle", timeout_s=4, present=[1], store=store) as ranks,
     ):
-        arrived: list[Caller] = []
+        arrived: list[AuthenticatedPeer] = []
         while not arrived:
-            arrived = callers.introduced(LONG_S)
+            arrived = handshakes.completed(LONG_S)
         assert arrived[0].admit()  # and nothing more
         assert ranks.wait(0, LONG_S) == 1
         assert "did not answer rank 1 within 4 s" in ranks.output(0)

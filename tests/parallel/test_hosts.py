@@ -15,7 +15,7 @@ import pytest
 from ranks import Ranks, run_ranks
 
 from tests.parallel.test_group import needs_core
-from tilerank.parallel.hosts import Seat, address_of, hosts_of
+from tilerank.parallel.hosts import PeerInfo, address_of, hosts_of
 
 STORE = ("10.77.0.1", 29411)  # exists only inside the namespace
 
@@ -101,13 +101,13 @@ def test_stopped_on_the_other_host(two_hosts: list[str]) -> None:
 
 
 def test_ranks_are_grouped_by_host_not_by_number() -> None:
-    seats = [Seat(rank, 5, host, "", 1) for rank, host in enumerate("baabc")]
-    assert hosts_of(seats) == ((0, 3), (1, 2), (4,))
+    peers = [PeerInfo(rank, 5, host, "", 1) for rank, host in enumerate("baabc")]
+    assert hosts_of(peers) == ((0, 3), (1, 2), (4,))
 
 
 def test_one_host_binds_loopback_only() -> None:
-    seats = [Seat(rank, 2, "a", "192.0.2.1", 1) for rank in range(2)]
-    assert address_of(1, seats, hosts_of(seats)) == "127.0.0.1"
+    peers = [PeerInfo(rank, 2, "a", "192.0.2.1", 1) for rank in range(2)]
+    assert address_of(1, peers, hosts_of(peers)) == "127.0.0.1"
 
 
 def listening(team: Any) -> list[str]:
@@ -135,7 +135,7 @@ def test_gloo_listens_on_loopback_only() -> None:
 
 @needs_core
 def test_only_gloo_listens_between_hosts(two_hosts: list[str]) -> None:
-    """gloo's sockets are of the leaders, 0 and 1; rank 0 does not listen at the address of the meeting any more."""
+    """gloo's sockets are of the leaders, 0 and 1; rank 0 does not listen at the address of the rendezvous any more."""
     with start(two_hosts, "tests.parallel.test_hosts:listening") as ranks:
         assert ranks.results(60) == [["01004D0A"], ["02004D0A"], [], []]
 

@@ -14,15 +14,15 @@ import pytest
 from torch.distributed import TCPStore
 
 from tilerank.kernels import core
-from tilerank.parallel import callers as callers_module
 from tilerank.parallel import credentials
+from tilerank.parallel import handshakes as handshakes_module
 from tilerank.parallel import join as at_join
-from tilerank.parallel.callers import MAX_CALLERS
 from tilerank.parallel.channel import LONGEST, Channel, open_link
-from tilerank.parallel.credentials import ACCEPTED, HELLO, NONCE, OTHER_SECRET, REPLY, introduce
+from tilerank.parallel.credentials import ACCEPTED, HELLO, NONCE, OTHER_SECRET, REPLY, authenticate
 from tilerank.parallel.errors import GroupError
+from tilerank.parallel.handshakes import MAX_PENDING
 from tilerank.parallel.join import join
-from tilerank.parallel.meeting import DATA, WATCH, Meeting, Membership
+from tilerank.parallel.rendezvous import DATA, WATCH, Membership, Rendezvous
 from tilerank.parallel.shm import ShmGroup, create_segment
 from tilerank.parallel.watch import REPORT
 
@@ -30,7 +30,7 @@ SECRET = bytes(range(32))
 
 
 def introduction(rank: int, kind: int, secret: bytes) -> Callable[[socket.socket], None]:
-    return lambda connection: introduce(connection, rank, kind, secret, 0)
+    return lambda connection: authenticate(connection, rank, kind, secret, 0)
 
 
 def greeting(data: bytes) -> Callable[[socket.socket], None]:
@@ -48,19 +48,19 @@ def answer(
 ) -> tuple[dict[int, Any], list[str]]:
     """Return what rank 0, waiting for rank 1 at a unix socket, accepts of connections on which these acts run, and
     the errors of the acts. A GroupError of rank 0 is raised after them."""
-    monkeypatch.setattr(callers_module, "HELLO_S", hello_s)
+    monkeypatch.setattr(handshakes_module, "HELLO_S", hello_s)
     membership = types.SimpleNamespace(rank=0)
-    meeting: Any = types.SimpleNamespace(membership=membership, remaining=lambda: timeout_s, secret=SECRET)
+    rendezvous: Any = types.SimpleNamespace(membership=membership, remaining=lambda: timeout_s, secret=SECRET)
     errors: list[str] = []
 
     def act(name: str) -> None:
         for run in acts:
-            caller = socket.socket(socket.AF_UNIX)
-            opened.append(caller)
-            caller.settimeout(5)
-            caller.connect(name)
+            connection = socket.socket(socket.AF_UNIX)
+            opened.append(connection)
+            connection.settimeout(5)
+            connection.connect(name)
             try:
-                run(caller)
+                run(connection)
             except (GroupError, OSError) as error:
                 errors.append(str(error))
 
@@ -72,12 +72,12 @@ def answer(
         thread = threading.Thread(target=act, args=[name])
         thread.start()
         try:
-            return at_join._answer(meeting, listener, [1]), errors
+            return at_join._answer(rendezvous, listener, [1]), errors
         finally:
             listener.close()
             thread.join()
-            for caller in opened:
-                caller.close()
+            for connection in opened:
+                connection.close()
 
 
 def close(links: dict[int, Any]) -> None:
@@ -105,7 +105,7 @@ def test_a_hello_that_was_overheard_opens_nothing(monkeypatch: pytest.MonkeyPatc
     def overhear(connection: socket.socket) -> None:
         """Carry a rank's introduction over, and keep its hello."""
         ours, theirs = socket.socketpair()
-        thread = threading.Thread(target=introduce, args=(theirs, 1, WATCH, SECRET, 0))
+        thread = threading.Thread(target=authenticate, args=(theirs, 1, WATCH, SECRET, 0))
         thread.start()
         ours.sendall(connection.recv(NONCE, socket.MSG_WAITALL))
         said.append(ours.recv(HELLO.size, socket.MSG_WAITALL))
@@ -140,7 +140,7 @@ def test_a_rank_0_without_the_secret_is_noticed() -> None:
         thread = threading.Thread(target=pretend)
         thread.start()
         with pytest.raises(GroupError, match="rank 0 has another TILERANK_SECRET than rank 1"):
-            introduce(ours, 1, DATA, SECRET, 0)
+            authenticate(ours, 1, DATA, SECRET, 0)
         thread.join()
         ours.close()
         theirs.close()
@@ -153,10 +153,10 @@ def test_nobody_takes_the_place_of_a_rank_that_is_there(monkeypatch: pytest.Monk
 
 def test_the_silent_delay_nobody(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """More of them than are kept, for longer than ranks wait."""
-    silent = [greeting(b""), greeting(b"short")] * MAX_CALLERS
+    silent = [greeting(b""), greeting(b"short")] * MAX_PENDING
     links, _ = answer([*silent, *RANK_1], monkeypatch, hello_s=60.0)
     assert list(links) == [1]
-    assert caplog.text.count("without a hello") >= len(silent) - MAX_CALLERS
+    assert caplog.text.count("without a hello") >= len(silent) - MAX_PENDING
     close(links)
 
 
@@ -252,13 +252,13 @@ def test_two_secrets_are_named_on_both_sides(caplog: pytest.LogCaptureFixture) -
 
     def stranger() -> None:
         with pytest.raises(GroupError) as refused:
-            Meeting(Membership(1, 2, "127.0.0.1", port, secret="one", timeout_s=5))
+            Rendezvous(Membership(1, 2, "127.0.0.1", port, secret="one", timeout_s=5))
         said.append(str(refused.value))
 
     thread = threading.Thread(target=stranger)
     thread.start()
     with pytest.raises(GroupError) as missing:
-        Meeting(Membership(0, 2, "127.0.0.1", port, fd, secret="another", timeout_s=1))
+        Rendezvous(Membership(0, 2, "127.0.0.1", port, fd, secret="another", timeout_s=1))
     thread.join()
     assert said == ["rank 0 has another TILERANK_SECRET than rank 1; all ranks need the same"]
     expected = "rank 1 of 2 did not join within 1 s; a process with another TILERANK_SECRET was refused"
@@ -270,11 +270,11 @@ def test_the_port_comes_through_the_store_of_torchruns_agent() -> None:
     with socket.create_server(("127.0.0.1", 0)) as at_agent, socket.create_server(("127.0.0.1", 0)) as listener:
         port, fd = at_agent.getsockname()[1], listener.detach()
         agent = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=at_agent.detach())
-    met: dict[int, Meeting] = {}
+    met: dict[int, Rendezvous] = {}
 
     def meet(rank: int) -> None:
         where = ("127.0.0.1", port, fd if rank == 0 else None)
-        met[rank] = Meeting(Membership(rank, 3, *where, timeout_s=20, attempt=2, secret="all have it", agent=True))
+        met[rank] = Rendezvous(Membership(rank, 3, *where, timeout_s=20, attempt=2, secret="all have it", agent=True))
 
     threads = [threading.Thread(target=meet, args=[rank]) for rank in (1, 2, 0)]
     for thread in threads:
@@ -283,12 +283,12 @@ def test_the_port_comes_through_the_store_of_torchruns_agent() -> None:
         thread.join()
     met[1].set("key", b"value")
     assert met[2].get("key") == met[0].get("key") == b"value"
-    assert [seat.rank for seat in met[2].seats] == [0, 1, 2]
+    assert [info.rank for info in met[2].peers] == [0, 1, 2]
     with pytest.raises(OSError, match="refused"):  # all are there, so rank 0 does not listen any more
         socket.create_connection(("127.0.0.1", int(agent.get("tilerank/2/port"))))
-    for meeting in met.values():
-        assert meeting.secret == b"all have it"
-        meeting.close()
+    for rendezvous in met.values():
+        assert rendezvous.secret == b"all have it"
+        rendezvous.close()
 
 
 @pytest.mark.parametrize(("rank", "size"), [(2, 2), (-1, 2), (0, 0)])

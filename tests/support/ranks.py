@@ -189,9 +189,9 @@ def main(job: dict[str, Any]) -> None:
     import torch
 
     from tilerank.kernels import core
-    from tilerank.parallel import meeting as at_meeting
+    from tilerank.parallel import rendezvous as at_rendezvous
     from tilerank.parallel.join import join
-    from tilerank.parallel.meeting import Membership
+    from tilerank.parallel.rendezvous import Membership
 
     torch.set_num_threads(1)
     core.start_pool(None, job["threads"], spin=False)
@@ -199,7 +199,7 @@ def main(job: dict[str, Any]) -> None:
     if job["namespace"]:
         enter(job["namespace"])
     if job["hosts"]:
-        at_meeting.host_id = lambda: job["hosts"][rank]
+        at_rendezvous.host_id = lambda: job["hosts"][rank]
     listens = job["listen"] and rank == 0
     listen_fd = listen(*job["store"]).detach() if listens else next(iter(job["fds"]), None)
     member = Membership(rank, job["size"], *job["store"], listen_fd, timeout_s=job["timeout_s"], secret=SECRET)

@@ -1,4 +1,4 @@
-"""From a `Meeting` to an address: rank 0 binds a listening socket, the other ranks learn its address. No torch."""
+"""From a `RendezvousMethod` to an address: rank 0 binds a listening socket, the others learn its address. No torch."""
 
 import contextlib
 import fcntl
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from .errors import LaunchError
-from .rendezvous import Identity, Meeting, given_secret
+from .rendezvous import Identity, RendezvousMethod, given_secret
 
 RENDEZVOUS_S = (
     120.0  # for all ranks to arrive, which includes importing torch from a cold network disk but not loading a model
@@ -22,8 +22,8 @@ _MARKERS = ("TILERANK_RANK", "TORCHELASTIC_RUN_ID", "OMPI_COMM_WORLD_RANK", "PMI
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where the ranks meet, as parallel.meeting.Membership describes it. Rank 0 listens on the bound socket `fd`."""
+class RendezvousAddress:
+    """Where the ranks meet, as parallel.rendezvous.Membership describes it. Rank 0 listens on the bound socket `fd`."""
 
     host: str
     port: int
@@ -41,26 +41,28 @@ class Process:
     started: int
 
 
-def find_place(identity: Identity, meeting: Meeting, *, fd: int | None = None, finalize: bool = True) -> Place:
+def find_address(
+    identity: Identity, method: RendezvousMethod, *, fd: int | None = None, finalize: bool = True
+) -> RendezvousAddress:
     """Return where the ranks meet, on every rank. Rank 0 has bound it.
 
     `fd` is the listening socket that our supervisor passed to rank 0. `finalize=False` keeps MPI running after it has
     carried the address; only collectives over MPI need that, and ranks that wait in MPI keep a core busy.
     Raises LaunchError if the address cannot be bound or reached, and without a secret for ranks on several hosts.
     """
-    if meeting.kind == "mpi":
-        return _meet_over_mpi(identity, meeting.port, finalize=finalize)
-    if meeting.kind in ("launcher", "port"):
-        return _local_place(identity, meeting)
-    if meeting.host.startswith("@"):
-        return Place(meeting.host, 0, fd)
+    if method.kind == "mpi":
+        return _address_over_mpi(identity, method.port, finalize=finalize)
+    if method.kind in ("launcher", "port"):
+        return _local_address(identity, method)
+    if method.host.startswith("@"):
+        return RendezvousAddress(method.host, 0, fd)
     secret = given_secret(os.environ)
-    if identity.rank == 0 and meeting.kind == "agent":
+    if identity.rank == 0 and method.kind == "agent":
         # The agent's host may resolve its own name to a loopback address, which other hosts do not reach.
         fd = listen("::" if socket.has_dualstack_ipv6() else "0.0.0.0", 0).detach()
-    elif identity.rank == 0 and meeting.kind == "address":
-        fd = listen(meeting.host, meeting.port, one_host=False).detach()
-    return Place(meeting.host, meeting.port, fd, secret, meeting.kind == "agent", meeting.attempt)
+    elif identity.rank == 0 and method.kind == "address":
+        fd = listen(method.host, method.port, one_host=False).detach()
+    return RendezvousAddress(method.host, method.port, fd, secret, method.kind == "agent", method.attempt)
 
 
 def listen_locally(name: str, taken: str) -> socket.socket:
@@ -126,19 +128,19 @@ def _stat_fields(proc: Path, pid: int) -> list[str]:
     return (proc / str(pid) / "stat").read_text().rpartition(")")[2].split()
 
 
-def _local_place(identity: Identity, meeting: Meeting) -> Place:
+def _local_address(identity: Identity, method: RendezvousMethod) -> RendezvousAddress:
     """Return a unix socket whose name all ranks of this host can tell. Both ends of a connection check the user."""
-    if meeting.kind == "port":
-        name, by = f"port-{meeting.port}", f"for port {meeting.port} (MASTER_PORT)"
+    if method.kind == "port":
+        name, by = f"port-{method.port}", f"for port {method.port} (MASTER_PORT)"
     else:
         launcher = launcher_process()
         name, by = f"{launcher.pid}-{launcher.started}", f"by {identity.launcher} (process {launcher.pid})"
     name = f"@tilerank-{os.getuid()}-{name}"
     fd = listen_locally(name, f"another rank 0 was started {by}").detach() if identity.rank == 0 else None
-    return Place(name, 0, fd)
+    return RendezvousAddress(name, 0, fd)
 
 
-def _meet_over_mpi(identity: Identity, port: int, *, finalize: bool) -> Place:
+def _address_over_mpi(identity: Identity, port: int, *, finalize: bool) -> RendezvousAddress:
     """Broadcast all addresses of rank 0 over MPI, and take the first one that every rank can reach."""
     mpi = _import_mpi(identity)
     mpi.Init()
@@ -167,7 +169,9 @@ def _meet_over_mpi(identity: Identity, port: int, *, finalize: bool) -> Place:
         if number != chosen:
             listener.close()
     host, number = offers[chosen]
-    return Place(host, number, listeners[chosen].detach() if listeners else None, made or given_secret(os.environ))
+    return RendezvousAddress(
+        host, number, listeners[chosen].detach() if listeners else None, made or given_secret(os.environ)
+    )
 
 
 def _import_mpi(identity: Identity) -> Any:

@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 from tilerank.parallel.errors import GroupError
 
 from . import logs
-from .bootstrap import RENDEZVOUS_S, find_place, launcher_process
+from .bootstrap import RENDEZVOUS_S, find_address, launcher_process
 from .errors import USER_ERRORS, LaunchError
 from .host.binding import bind, inherited_notes
 from .host.placement import Placement, RankPlacement
 from .host.topology import read_topology
-from .rendezvous import Identity, check_tp, meeting
+from .rendezvous import Identity, check_tp, rendezvous_method
 from .start import RANK_ENVIRONMENT, foreign_placement, inherited_placement
 from .status import Failed, Phase, Reached, StatusPipe
 
@@ -104,9 +104,9 @@ def _run(identity: Identity, args: argparse.Namespace, job: Job[W], status: Stat
     placement, own = _bind_process(identity, args)
     if identity.rank == 0:
         job.prepare()
-    where = meeting(identity, os.environ, args.master_addr, args.master_port)
-    fd = os.environ.get("TILERANK_FD") if where.kind == "given" else None
-    place = find_place(identity, where, fd=None if fd is None else int(fd), finalize=args.collectives != "mpi")
+    method = rendezvous_method(identity, os.environ, args.master_addr, args.master_port)
+    fd = os.environ.get("TILERANK_FD") if method.kind == "given" else None
+    address = find_address(identity, method, fd=None if fd is None else int(fd), finalize=args.collectives != "mpi")
     os.environ.pop("TILERANK_SECRET", None)  # the processes that this one starts do not need it
     _reach(status, "joining")
 
@@ -114,7 +114,7 @@ def _run(identity: Identity, args: argparse.Namespace, job: Job[W], status: Stat
 
     from tilerank.kernels import core
     from tilerank.parallel.join import join
-    from tilerank.parallel.meeting import Membership
+    from tilerank.parallel.rendezvous import Membership
 
     torch.set_num_threads(1)
     if identity.local_rank == 0:
@@ -128,14 +128,14 @@ def _run(identity: Identity, args: argparse.Namespace, job: Job[W], status: Stat
     member = Membership(
         identity.rank,
         identity.size,
-        place.host,
-        place.port,
-        place.fd,
+        address.host,
+        address.port,
+        address.fd,
         args.dist_timeout,
-        attempt=place.attempt,
+        attempt=address.attempt,
         join_timeout_s=max(RENDEZVOUS_S, args.dist_timeout),
-        secret=place.secret,
-        agent=place.agent,
+        secret=address.secret,
+        agent=address.agent,
     )
     team = join(member, args.collectives, spin=not placement.oversubscribed)
     _end_after_failure(team, identity, status)

@@ -1,6 +1,6 @@
-"""The rank of this process and the meeting point: each launcher's environment as an `Identity` and a `Meeting`.
+"""Who this process is and how the ranks meet: each launcher's environment as an `Identity` and a `RendezvousMethod`.
 
-Pure functions over an environment mapping; `bootstrap.py` turns a `Meeting` into an address. Imports no torch.
+Pure functions over an environment mapping; `bootstrap.py` turns a `RendezvousMethod` into an address. Imports no torch.
 """
 
 import re
@@ -35,7 +35,7 @@ class Identity:
 
 
 @dataclass(frozen=True)
-class Meeting:
+class RendezvousMethod:
     """How the ranks find rank 0. On one host they meet at a unix socket, which other users cannot enter.
 
     given: our supervisor has already bound it (rank 0 inherits the socket); host "@name" is a unix socket
@@ -88,7 +88,7 @@ _CONVENTIONS = (
 # Variables that a supervisor removes from the environment of its ranks, because it assigns their numbers itself.
 IDENTITY_VARIABLES = re.compile(
     r"(RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|GROUP_RANK|MASTER_ADDR|MASTER_PORT|MPI_LOCALRANKID|MPI_LOCALNRANKS)$"
-    r"|(TILERANK_(RANK|SIZE|LOCAL_RANK|LOCAL_SIZE|MEETING|FD|STATUS|CONTROL)|TORCHELASTIC_|OMPI_COMM_WORLD_|PMI_|PMIX_)"
+    r"|(TILERANK_(RANK|SIZE|LOCAL_RANK|LOCAL_SIZE|RENDEZVOUS|FD|STATUS|CONTROL)|TORCHELASTIC_|OMPI_COMM_WORLD_|PMI_|PMIX_)"
 )
 
 
@@ -140,33 +140,35 @@ def starts_ranks(identity: Identity) -> bool:
     return identity.launcher == "none" or (identity.launcher == "Slurm" and identity.size == 1)
 
 
-def meeting(identity: Identity, env: Mapping[str, str], address: str | None = None, port: int | None = None) -> Meeting:
+def rendezvous_method(
+    identity: Identity, env: Mapping[str, str], address: str | None = None, port: int | None = None
+) -> RendezvousMethod:
     """Return where the ranks of `identity` meet. `address` and `port` are --master-addr and --master-port if given."""
     if identity.launcher == "tilerank":
-        given = _text(env, "TILERANK_MEETING")
+        given = _text(env, "TILERANK_RENDEZVOUS")
         if given.startswith("@"):
-            return Meeting("given", given)
+            return RendezvousMethod("given", given)
         bound, _, number = given.rpartition(":")
-        return Meeting("given", bound, _number(env, "TILERANK_MEETING", number))
+        return RendezvousMethod("given", bound, _number(env, "TILERANK_RENDEZVOUS", number))
     if identity.one_host and identity.launcher != "environment":
-        return Meeting("launcher")
+        return RendezvousMethod("launcher")
     if identity.launcher == "torchrun" and env.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         attempt = _number(env, "TORCHELASTIC_RESTART_COUNT", env.get("TORCHELASTIC_RESTART_COUNT", "0"))
-        return Meeting("agent", _text(env, "MASTER_ADDR"), _number(env, "MASTER_PORT"), attempt)
+        return RendezvousMethod("agent", _text(env, "MASTER_ADDR"), _number(env, "MASTER_PORT"), attempt)
     host = address or env.get("MASTER_ADDR")
     if host:
         if port is None and "MASTER_PORT" not in env and identity.launcher == "Slurm":
             port = _slurm_port(env)
         port = _number(env, "MASTER_PORT") if port is None else port
-        return Meeting("port", port=port) if identity.one_host else Meeting("address", host, port)
+        return RendezvousMethod("port", port=port) if identity.one_host else RendezvousMethod("address", host, port)
     if identity.launcher in ("torchrun", "environment"):
         raise LaunchError(
             f"rank {identity.rank} of {identity.size} has RANK and WORLD_SIZE but no MASTER_ADDR; "
             "set MASTER_ADDR and MASTER_PORT to the address and port of rank 0"
         )
     if identity.launcher == "Slurm":
-        return Meeting("address", first_host(_text(env, "SLURM_STEP_NODELIST")), port or _slurm_port(env))
-    return Meeting("mpi", port=port or 0)
+        return RendezvousMethod("address", first_host(_text(env, "SLURM_STEP_NODELIST")), port or _slurm_port(env))
+    return RendezvousMethod("mpi", port=port or 0)
 
 
 def given_secret(env: Mapping[str, str]) -> str:

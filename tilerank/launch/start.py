@@ -1,4 +1,4 @@
-"""From options to running ranks: their number, their cores and memory, and their meeting point. Imports no torch."""
+"""From options to running ranks: their number, their cores and memory, and their rendezvous. Imports no torch."""
 
 import argparse
 import dataclasses
@@ -219,7 +219,7 @@ class HostRanks:
         environment = _environment(os.environ, self.placement) | {
             "TILERANK_SIZE": str(self._size),
             "TILERANK_LOCAL_SIZE": str(len(self.here)),
-            "TILERANK_MEETING": where,
+            "TILERANK_RENDEZVOUS": where,
         }
         return [
             self._spec(local, rank, environment, {} if rank else for_rank_0) for local, rank in enumerate(self.here)

@@ -38,27 +38,27 @@ def check_user(connection: socket.socket) -> None:
             raise PermissionError(f"the process at the other end belongs to user {uid}, not {os.geteuid()}")
 
 
-def introduce(connection: socket.socket, rank: int, kind: int, secret: bytes, peer: int) -> None:
+def authenticate(connection: socket.socket, rank: int, kind: int, secret: bytes, peer: int) -> None:
     """Prove on a new connection to rank `peer` that this is `rank`, and check that `peer` has the secret, too.
 
     `kind`: what the connection is for. GroupError if either proof fails, OSError if the connection does.
     """
     check_user(connection)
     theirs, mine = receive_exactly(connection, NONCE), secrets.token_bytes(NONCE)
-    connection.sendall(HELLO.pack(rank, kind, mine, _proof(secret, b"caller", rank, kind, theirs, mine)))
+    connection.sendall(HELLO.pack(rank, kind, mine, _proof(secret, b"client", rank, kind, theirs, mine)))
     code, proof = REPLY.unpack(receive_exactly(connection, REPLY.size))
     if code == TAKEN:
         raise GroupError(f"rank {peer} has refused rank {rank}: two processes say that they are rank {rank}")
-    if code != ACCEPTED or not hmac.compare_digest(proof, _proof(secret, b"called", rank, kind, theirs, mine)):
+    if code != ACCEPTED or not hmac.compare_digest(proof, _proof(secret, b"server", rank, kind, theirs, mine)):
         raise GroupError(f"rank {peer} has another TILERANK_SECRET than rank {rank}; all ranks need the same")
 
 
 def accepts(hello: bytes, nonce: bytes, secret: bytes) -> tuple[int, int, bytes] | None:
     """Return (rank, kind, reply) for a hello that answers `nonce`, or None without the right proof."""
     rank, kind, theirs, proof = HELLO.unpack(hello)
-    if not hmac.compare_digest(proof, _proof(secret, b"caller", rank, kind, nonce, theirs)):
+    if not hmac.compare_digest(proof, _proof(secret, b"client", rank, kind, nonce, theirs)):
         return None
-    return rank, kind, REPLY.pack(ACCEPTED, _proof(secret, b"called", rank, kind, nonce, theirs))
+    return rank, kind, REPLY.pack(ACCEPTED, _proof(secret, b"server", rank, kind, nonce, theirs))
 
 
 def refusal(code: int) -> bytes:

@@ -11,7 +11,7 @@ Hosts = tuple[tuple[int, ...], ...]  # the ranks of each host, both in ascending
 
 
 @dataclass(frozen=True)
-class Seat:
+class PeerInfo:
     """What a rank publishes about itself when it joins."""
 
     rank: int
@@ -31,12 +31,12 @@ def host_id() -> str:
     return "/".join([boot, str(Path("/proc/self/ns/ipc").readlink()), str(Path("/proc/self/ns/net").readlink())])
 
 
-def hosts_of(seats: Sequence[Seat]) -> Hosts:
+def hosts_of(peers: Sequence[PeerInfo]) -> Hosts:
     """Group ranks by host, hosts in the order of their lowest rank. Launchers may assign ranks to hosts in any
     order."""
     hosts: dict[str, list[int]] = {}
-    for seat in seats:
-        hosts.setdefault(seat.host, []).append(seat.rank)
+    for info in peers:
+        hosts.setdefault(info.host, []).append(info.rank)
     return tuple(tuple(ranks) for ranks in hosts.values())
 
 
@@ -51,7 +51,7 @@ def route_to(host: str, port: int) -> str:
         raise GroupError(f"there is no route to {host}: {error.strerror or error}") from error
 
 
-def address_of(rank: int, seats: Sequence[Seat], hosts: Hosts) -> str:
+def address_of(rank: int, peers: Sequence[PeerInfo], hosts: Hosts) -> str:
     """Return the address of this rank that all other hosts can reach: loopback if there are no other hosts.
 
     The host of the store (rank 0's, or torchrun's agent beside it) may resolve its own name to a loopback address, so
@@ -60,5 +60,5 @@ def address_of(rank: int, seats: Sequence[Seat], hosts: Hosts) -> str:
     if len(hosts) == 1:
         return "127.0.0.1"
     if rank in hosts[0]:
-        return route_to(seats[hosts[1][0]].address, 9)
-    return seats[rank].address
+        return route_to(peers[hosts[1][0]].address, 9)
+    return peers[rank].address

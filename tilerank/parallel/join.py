@@ -8,15 +8,15 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from .callers import Callers, refuse
 from .channel import Channel, Link, open_link
-from .credentials import TAKEN, introduce
+from .credentials import TAKEN, authenticate
 from .errors import GroupError
 from .gloo import GlooGroup
 from .group import Group, SingleGroup
+from .handshakes import PendingHandshakes, refuse
 from .host_group import HostGroup
-from .hosts import Hosts, Seat, address_of, hosts_of
-from .meeting import DATA, WATCH, Meeting, MeetingStore, Membership
+from .hosts import Hosts, PeerInfo, address_of, hosts_of
+from .rendezvous import DATA, WATCH, Membership, Rendezvous, RendezvousStore
 from .shm import ShmGroup, create_segment
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ class Team:
     group: Group
     channel: Channel
     hosts: Hosts = ((0,),)
-    _meeting: Meeting | None = field(default=None, repr=False)  # until all are ready
+    _rendezvous: Rendezvous | None = field(default=None, repr=False)  # until all are ready
     _mpi: "MpiJob | None" = field(default=None, repr=False)
 
     def ready(self, timeout_s: float) -> None:
@@ -44,30 +44,30 @@ class Team:
         To be called once. The other ranks wait for rank 0's next message. GroupError if a rank is lost, or is not ready
         `timeout_s` after rank 0.
         """
-        if self._meeting is None:
+        if self._rendezvous is None:
             return
         if self.group.rank != 0:
-            self._meeting.set(f"ready/{self.group.rank}", b"")
+            self._rendezvous.set(f"ready/{self.group.rank}", b"")
         deadline = time.monotonic() + timeout_s
         for rank in range(1, self.group.size) if self.group.rank == 0 else ():
-            while not self._meeting.has(f"ready/{rank}"):
+            while not self._rendezvous.has(f"ready/{rank}"):
                 self.channel.check()
                 if time.monotonic() > deadline:
                     raise GroupError(f"rank {rank} was not ready {timeout_s:g} s after rank 0")
                 time.sleep(READY_POLL_S)
-        self._end_meeting()
+        self._end_rendezvous()
 
     def close(self) -> None:
-        self._end_meeting()
+        self._end_rendezvous()
         self.group.close()
         if self._mpi is not None and self.channel.watch.failed is None:
             self._mpi.close()
         self.channel.close()
 
-    def _end_meeting(self) -> None:
-        if self._meeting is not None:
-            self._meeting.close()
-            self._meeting = None
+    def _end_rendezvous(self) -> None:
+        if self._rendezvous is not None:
+            self._rendezvous.close()
+            self._rendezvous = None
 
 
 def join(m: Membership, collectives: str = "auto", *, spin: bool = False) -> Team:
@@ -84,50 +84,50 @@ def join(m: Membership, collectives: str = "auto", *, spin: bool = False) -> Tea
         raise GroupError(f"rank {m.rank} of {m.size} is impossible: ranks are 0 to {m.size - 1}")
     if m.size == 1:
         return Team(SingleGroup(), Channel(0, None, {}, m.timeout_s))
-    meeting = Meeting(m)
-    seats = meeting.seats
-    hosts = hosts_of(seats)
+    rendezvous = Rendezvous(m)
+    peers = rendezvous.peers
+    hosts = hosts_of(peers)
     try:
-        channel = _connect(meeting, hosts)
+        channel = _connect(rendezvous, hosts)
         try:
             mpi = _mpi_job(m) if collectives == "mpi" else None
-            group = _Transports(meeting, seats, hosts, channel, mpi, spin).group(collectives)
+            group = _Transports(rendezvous, peers, hosts, channel, mpi, spin).group(collectives)
         except BaseException:
             channel.close()
             raise
     except BaseException:
-        meeting.close()
+        rendezvous.close()
         raise
-    return Team(group, channel, hosts, meeting, mpi)
+    return Team(group, channel, hosts, rendezvous, mpi)
 
 
-def _connect(meeting: Meeting, hosts: Hosts) -> Channel:
+def _connect(rendezvous: Rendezvous, hosts: Hosts) -> Channel:
     """Build the tree: members to the leader of their host, leaders to rank 0."""
-    rank = meeting.membership.rank
+    rank = rendezvous.membership.rank
     mine = next(ranks for ranks in hosts if rank in ranks)
     leader, members = mine[0], mine[1:]
     up: Link | None = None
     down: dict[int, Link] = {}
     if rank != leader:
-        name = meeting.get(f"unix/{leader}").decode()
-        up = _dial(meeting, leader, lambda: _local_socket(name))
+        name = rendezvous.get(f"unix/{leader}").decode()
+        up = _dial(rendezvous, leader, lambda: _local_socket(name))
     elif members:
         with socket.socket(socket.AF_UNIX) as listener:
             name = f"tilerank-{secrets.token_hex(16)}"
             listener.bind("\0" + name)
             listener.listen(2 * len(members))
-            meeting.set(f"unix/{rank}", name.encode())
-            down |= _answer(meeting, listener, members)
+            rendezvous.set(f"unix/{rank}", name.encode())
+            down |= _answer(rendezvous, listener, members)
     others = [ranks[0] for ranks in hosts[1:]]
     if rank in others:
-        host, _, port = meeting.get("tcp").decode().rpartition(" ")
-        up = _dial(meeting, 0, lambda: socket.create_connection((host, int(port)), meeting.remaining()))
+        host, _, port = rendezvous.get("tcp").decode().rpartition(" ")
+        up = _dial(rendezvous, 0, lambda: socket.create_connection((host, int(port)), rendezvous.remaining()))
     elif rank == 0 and others:
-        address = address_of(0, meeting.seats, hosts)
+        address = address_of(0, rendezvous.peers, hosts)
         with socket.create_server((address, 0), family=_family(address), backlog=2 * len(others)) as listener:
-            meeting.set("tcp", f"{address} {listener.getsockname()[1]}".encode())
-            down |= _answer(meeting, listener, others)
-    return Channel(rank, up, down, meeting.membership.timeout_s)
+            rendezvous.set("tcp", f"{address} {listener.getsockname()[1]}".encode())
+            down |= _answer(rendezvous, listener, others)
+    return Channel(rank, up, down, rendezvous.membership.timeout_s)
 
 
 def _local_socket(name: str) -> socket.socket:
@@ -136,40 +136,40 @@ def _local_socket(name: str) -> socket.socket:
     return connection
 
 
-def _dial(meeting: Meeting, peer: int, connect: Callable[[], socket.socket]) -> Link:
+def _dial(rendezvous: Rendezvous, peer: int, connect: Callable[[], socket.socket]) -> Link:
     ends = []
     try:
         for kind in (DATA, WATCH):
             connection = connect()
             ends.append(connection)
-            connection.settimeout(meeting.remaining())
-            introduce(connection, meeting.membership.rank, kind, meeting.secret, peer)
+            connection.settimeout(rendezvous.remaining())
+            authenticate(connection, rendezvous.membership.rank, kind, rendezvous.secret, peer)
     except (OSError, GroupError) as error:
         for end in ends:
             end.close()
         if isinstance(error, GroupError):
             raise
         raise GroupError(
-            f"rank {meeting.membership.rank} could not connect to rank {peer}: {error.strerror or error}"
+            f"rank {rendezvous.membership.rank} could not connect to rank {peer}: {error.strerror or error}"
         ) from error
     return open_link(peer, *ends)
 
 
-def _answer(meeting: Meeting, listener: socket.socket, peers: Iterable[int]) -> dict[int, Link]:
+def _answer(rendezvous: Rendezvous, listener: socket.socket, peers: Iterable[int]) -> dict[int, Link]:
     """Accept both sockets of each of `peers`."""
-    until = time.monotonic() + meeting.remaining()
+    until = time.monotonic() + rendezvous.remaining()
     waiting = {(peer, kind) for peer in peers for kind in (DATA, WATCH)}
     ends: dict[tuple[int, int], socket.socket] = {}
-    with Callers(listener, meeting.secret) as callers:
+    with PendingHandshakes(listener, rendezvous.secret) as handshakes:
         while waiting:
-            for caller in callers.introduced(until - time.monotonic()):
-                if (caller.rank, caller.kind) not in waiting:
-                    refuse(caller.connection, f"rank {caller.rank} is not expected here", TAKEN)
-                elif caller.admit():
-                    waiting.remove((caller.rank, caller.kind))
-                    ends[caller.rank, caller.kind] = caller.connection
+            for arrived in handshakes.completed(until - time.monotonic()):
+                if (arrived.rank, arrived.kind) not in waiting:
+                    refuse(arrived.connection, f"rank {arrived.rank} is not expected here", TAKEN)
+                elif arrived.admit():
+                    waiting.remove((arrived.rank, arrived.kind))
+                    ends[arrived.rank, arrived.kind] = arrived.connection
             if waiting and time.monotonic() >= until:
-                raise GroupError(f"rank {min(waiting)[0]} did not connect to rank {meeting.membership.rank} in time")
+                raise GroupError(f"rank {min(waiting)[0]} did not connect to rank {rendezvous.membership.rank} in time")
     return {peer: open_link(peer, ends[peer, DATA], ends[peer, WATCH]) for peer, kind in ends if kind == DATA}
 
 
@@ -181,17 +181,17 @@ def _family(address: str) -> socket.AddressFamily:
 class _Transports:
     """Chooses the transport of the collectives and builds it. Every rank makes the same choice."""
 
-    meeting: Meeting
-    seats: Sequence[Seat]
+    rendezvous: Rendezvous
+    peers: Sequence[PeerInfo]
     hosts: Hosts
     channel: Channel
     mpi: "MpiJob | None"
     spin: bool
 
     def group(self, collectives: str) -> Group:
-        m, hosts = self.meeting.membership, self.hosts
+        m, hosts = self.rendezvous.membership, self.hosts
         everyone = tuple(range(m.size))
-        without = [seat.rank for seat in self.seats if not seat.lanes]
+        without = [info.rank for info in self.peers if not info.lanes]
         if collectives == "gloo" or without or (collectives == "mpi" and len(hosts) == 1):
             why = f", since shared memory needs the compiled core, which rank {without[0]} lacks" if without else ""
             self._say(f"{'MPI' if self.mpi else 'gloo'} between all ranks{why}")
@@ -207,19 +207,19 @@ class _Transports:
         return HostGroup(m.rank, hosts, inside, between, self.channel.watch, m.timeout_s + 2 * MARGIN_S)
 
     def _say(self, text: str) -> None:
-        if self.meeting.membership.rank == 0:
-            logger.info("collectives of %d ranks: %s", len(self.seats), text)
+        if self.rendezvous.membership.rank == 0:
+            logger.info("collectives of %d ranks: %s", len(self.peers), text)
 
     def _inside(self, mine: tuple[int, ...]) -> ShmGroup:
         """Return the group over shared memory among the ranks of this host."""
-        m = self.meeting.membership
-        lanes = min(self.seats[rank].lanes for rank in mine)
+        m = self.rendezvous.membership
+        lanes = min(self.peers[rank].lanes for rank in mine)
         fd = self.channel.share_fd(create_segment(len(mine), lanes) if m.rank == mine[0] else None)
         return ShmGroup(fd, mine.index(m.rank), mine, self.channel.watch, m.timeout_s, spin=self.spin)
 
     def _between(self, ranks: tuple[int, ...]) -> Group:
         """Return the group over gloo or MPI among `ranks`, which include this one."""
-        m, watch = self.meeting.membership, self.channel.watch
+        m, watch = self.rendezvous.membership, self.channel.watch
         # Among leaders alone, a leader may be late because it still waits for a rank of its own host.
         timeout_s = m.timeout_s if len(ranks) == m.size else m.timeout_s + MARGIN_S
         if self.mpi is not None:
@@ -227,9 +227,9 @@ class _Transports:
 
             return MpiGroup(self.mpi, ranks.index(m.rank), timeout_s, watch, ranks)
         return GlooGroup(
-            MeetingStore(self.meeting),
+            RendezvousStore(self.rendezvous),
             ranks.index(m.rank),
-            address_of(m.rank, self.seats, self.hosts),
+            address_of(m.rank, self.peers, self.hosts),
             timeout_s,
             watch,
             ranks,

@@ -1,7 +1,7 @@
 """Where ranks meet before they are connected: each connects to rank 0, and they exchange values through it.
 
-On one host the meeting is a unix socket with an abstract name, where the kernel names the user of each process; between
-hosts it is a TCP port, where every process proves that it has the ranks' secret (see credentials.py). Rank 0 stops
+On one host rank 0 listens at a unix socket with an abstract name, where the kernel names the user of each process;
+between hosts, at a TCP port, where every process proves that it has the ranks' secret (see credentials.py). It stops
 listening once all are there, and the connections end once all are ready.
 """
 
@@ -22,12 +22,12 @@ from torch._C._distributed_c10d import Store, TCPStore
 
 from tilerank.kernels import core
 
-from .callers import Callers, refuse
-from .credentials import TAKEN, introduce, receive_exactly
+from .credentials import TAKEN, authenticate, receive_exactly
 from .errors import GroupError
-from .hosts import Seat, host_id, route_to
+from .handshakes import PendingHandshakes, refuse
+from .hosts import PeerInfo, host_id, route_to
 
-MEETING, DATA, WATCH = range(3)  # what a connection is for
+RENDEZVOUS, DATA, WATCH = range(3)  # what a connection is for
 ANSWER_S = 2.0  # the answer of a rank 0 whose deadline has passed may take so long
 RETRY_S = 0.05
 LENGTH = struct.Struct("<I")
@@ -70,8 +70,10 @@ class Membership:
         return f"socket {self.host}" if self.local else f"{self.host}:{self.port}"
 
 
-class Meeting:
-    """This rank's part in the meeting. `seats`: those of all ranks, in rank order. `secret`: for further connections.
+class Rendezvous:
+    """This rank's part in the rendezvous.
+
+    `peers`: what each rank publishes, this one included, in rank order. `secret`: for further connections.
 
     GroupError names the ranks that are missing or that contradict.
     """
@@ -90,13 +92,13 @@ class Meeting:
         self._changed = threading.Condition()
         self._connections: dict[int, socket.socket] = {}  # to all others on rank 0, to rank 0 elsewhere
         try:
-            self.seats, self.secret = self._collect_seats() if m.rank == 0 else self._receive_seats()
+            self.peers, self.secret = self._collect_peers() if m.rank == 0 else self._receive_peers()
         except BaseException:
             self.close()
             raise
         if m.rank == 0:
             for connection in self._connections.values():
-                threading.Thread(target=self._serve, args=[connection], name="tilerank-meeting", daemon=True).start()
+                threading.Thread(target=self._serve, args=[connection], name="tilerank-rendezvous", daemon=True).start()
 
     def remaining(self) -> float:
         return max(self._deadline - time.monotonic(), 0.001)
@@ -130,52 +132,51 @@ class Meeting:
             connection.close()
         self._connections.clear()
 
-    def _collect_seats(self) -> tuple[list[Seat], bytes]:
-        """On rank 0: wait for all others, and send each the seats of all."""
+    def _collect_peers(self) -> tuple[list[PeerInfo], bytes]:
+        """On rank 0: wait for all others, and send each what all publish."""
         m = self.membership
         with socket.socket(fileno=m.listen_fd) as listener:
             if m.agent:
                 port = str(listener.getsockname()[1])
                 self._with_agent(lambda store: store.set(f"tilerank/{m.attempt}/port", port))
             try:
-                seats = self._accept_all(listener)
+                peers = self._accept_all(listener)
             except GroupError as error:
                 self._send_to_all({"error": str(error)})
                 raise
         # Between hosts a secret of its own would be readable on the way.
         own = b"" if m.secret else secrets.token_bytes(32)
-        self._send_to_all({"seats": [asdict(seat) for seat in seats], "secret": own.hex()})
-        return seats, own or self._secret_given
+        self._send_to_all({"peers": [asdict(info) for info in peers], "secret": own.hex()})
+        return peers, own or self._secret_given
 
-    def _accept_all(self, listener: socket.socket) -> list[Seat]:
+    def _accept_all(self, listener: socket.socket) -> list[PeerInfo]:
         m = self.membership
-        seats = {0: self._own_seat()}
-        with Callers(listener, self._secret_given) as callers:
-            while missing := set(range(m.size)) - set(seats):
+        peers = {0: self._own_info()}
+        with PendingHandshakes(listener, self._secret_given) as handshakes:
+            while missing := set(range(m.size)) - set(peers):
                 if time.monotonic() >= self._deadline:
                     names = ", ".join(map(str, sorted(missing)))
                     text = f"rank{'s' * (len(missing) > 1)} {names} of {m.size} did not join within {m.joining_s:g} s"
-                    wrong = "; a process with another TILERANK_SECRET was refused" if callers.refused_secret else ""
+                    wrong = "; a process with another TILERANK_SECRET was refused" if handshakes.refused_secret else ""
                     raise GroupError(text + wrong)
-                for caller in callers.introduced(self.remaining()):
-                    if caller.kind != MEETING or caller.rank in seats:
-                        refuse(
-                            caller.connection, f"two processes say that they are rank {caller.rank} of {m.size}", TAKEN
-                        )
-                    elif caller.admit():
-                        caller.connection.settimeout(self.remaining())
-                        self._connections[caller.rank] = caller.connection
-                        seats[caller.rank] = self._seat_of(caller.rank)
-        return [seats[rank] for rank in range(m.size)]
+                for arrived in handshakes.completed(self.remaining()):
+                    if arrived.kind != RENDEZVOUS or arrived.rank in peers:
+                        why = f"two processes say that they are rank {arrived.rank} of {m.size}"
+                        refuse(arrived.connection, why, TAKEN)
+                    elif arrived.admit():
+                        arrived.connection.settimeout(self.remaining())
+                        self._connections[arrived.rank] = arrived.connection
+                        peers[arrived.rank] = self._info_of(arrived.rank)
+        return [peers[rank] for rank in range(m.size)]
 
-    def _seat_of(self, rank: int) -> Seat:
+    def _info_of(self, rank: int) -> PeerInfo:
         try:
-            seat = Seat(**_receive(self._connections[rank]))
+            info = PeerInfo(**_receive(self._connections[rank]))
         except OSError as error:
             raise GroupError(f"rank {rank} ended before it had joined: {error.strerror or error}") from error
-        if seat.size != self.membership.size:
-            raise GroupError(f"rank 0 expects {self.membership.size} ranks, but rank {rank} expects {seat.size}")
-        return seat
+        if info.size != self.membership.size:
+            raise GroupError(f"rank 0 expects {self.membership.size} ranks, but rank {rank} expects {info.size}")
+        return info
 
     def _send_to_all(self, message: Mapping[str, Any]) -> None:
         for connection in self._connections.values():
@@ -189,7 +190,7 @@ class Meeting:
             while True:
                 request = _receive(connection)
                 if "set" in request:
-                    _send(connection, {"value": ""})  # before: the last value lets rank 0 close the meeting
+                    _send(connection, {"value": ""})  # before: the last value lets rank 0 close the rendezvous
                     self.set(request["set"], bytes.fromhex(request["value"]))
                     continue
                 try:
@@ -197,16 +198,16 @@ class Meeting:
                 except GroupError as error:
                     _send(connection, {"error": str(error)})
 
-    def _receive_seats(self) -> tuple[list[Seat], bytes]:
-        """On other ranks: find rank 0, and return the seats that it sends once all are there."""
+    def _receive_peers(self) -> tuple[list[PeerInfo], bytes]:
+        """On other ranks: find rank 0, and return what it sends once all are there."""
         connection = self._connections[0] = self._reach_rank_0()
         # Rank 0 may have started later: its deadline passes first, and its sentence names the ranks that are missing.
         self._deadline = time.monotonic() + self.membership.joining_s
-        answer = self._exchange(asdict(self._own_seat()))
+        answer = self._exchange(asdict(self._own_info()))
         own = bytes.fromhex(answer["secret"])
         if own and connection.family != socket.AF_UNIX:
             raise GroupError("rank 0 has sent a secret over the network")
-        return [Seat(**seat) for seat in answer["seats"]], own or self._secret_given
+        return [PeerInfo(**info) for info in answer["peers"]], own or self._secret_given
 
     def _reach_rank_0(self) -> socket.socket:
         m, reason = self.membership, "it was too late"
@@ -216,7 +217,7 @@ class Meeting:
             try:
                 connection = self._connect(port)
                 connection.settimeout(self.remaining())
-                introduce(connection, m.rank, MEETING, self._secret_given, 0)
+                authenticate(connection, m.rank, RENDEZVOUS, self._secret_given, 0)
                 return connection
             except OSError as error:
                 reason = str(error.strerror or error)
@@ -242,11 +243,11 @@ class Meeting:
             raise
         return connection
 
-    def _own_seat(self) -> Seat:
+    def _own_info(self) -> PeerInfo:
         m = self.membership
         lanes = 0 if core.isa() == "reference" else core.num_threads()
         address = "127.0.0.1" if m.local else route_to(m.host, m.port)
-        return Seat(m.rank, m.size, host_id(), address, lanes)
+        return PeerInfo(m.rank, m.size, host_id(), address, lanes)
 
     def _ask(self, request: Mapping[str, Any]) -> str:
         return str(self._exchange(request)["value"])
@@ -289,18 +290,18 @@ class Meeting:
             ) from error
 
 
-class MeetingStore(Store):
-    """A store over the meeting, for gloo, which calls these three methods."""
+class RendezvousStore(Store):
+    """A store over the rendezvous, for gloo, which calls these three methods."""
 
-    def __init__(self, meeting: Meeting) -> None:
+    def __init__(self, rendezvous: Rendezvous) -> None:
         super().__init__()
-        self._meeting = meeting
+        self._rendezvous = rendezvous
 
     def set(self, key: str, value: bytes) -> None:  # type: ignore[override]  # torch passes bytes
-        self._meeting.set(f"gloo/{key}", value)
+        self._rendezvous.set(f"gloo/{key}", value)
 
     def get(self, key: str) -> bytes:
-        return self._meeting.get(f"gloo/{key}")
+        return self._rendezvous.get(f"gloo/{key}")
 
     def wait(self, keys: list[str], timeout: datetime.timedelta | None = None) -> None:
         for key in keys:

@@ -15,12 +15,12 @@ logger = logging.getLogger(__name__)
 
 HELLO_S = 5.0
 """How long a connection may take to send its hello."""
-MAX_CALLERS = 64
-"""Connections without a hello. The oldest gives way to a new one: ranks send theirs at once."""
+MAX_PENDING = 64
+"""Connections without a whole hello. The oldest gives way to a new one: ranks send theirs at once."""
 
 
 @dataclass(frozen=True)
-class Caller:
+class AuthenticatedPeer:
     """A connection whose other end has proven that it has the secret, and that waits for `reply`."""
 
     connection: socket.socket
@@ -29,7 +29,7 @@ class Caller:
     reply: bytes
 
     def admit(self) -> bool:
-        """Prove that this rank has the secret, too. Return False if the caller has left."""
+        """Prove that this rank has the secret, too. Return False if the peer has left."""
         with contextlib.suppress(OSError):
             self.connection.sendall(self.reply)
             return True
@@ -37,11 +37,11 @@ class Caller:
         return False
 
 
-class Callers:
-    """The connections to a listener that have sent no whole hello yet, at most MAX_CALLERS of them.
+class PendingHandshakes:
+    """The connections to a listener that have sent no whole hello yet, at most MAX_PENDING of them.
 
     A connection that has not sent its hello (see credentials.py) within HELLO_S is refused; it delays no other.
-    `refused_secret`: a caller was refused because it has another secret.
+    `refused_secret`: a peer was refused because it has another secret.
     """
 
     def __init__(self, listener: socket.socket, secret: bytes) -> None:
@@ -53,15 +53,15 @@ class Callers:
         self._deadlines: dict[socket.socket, float] = {}
         self.refused_secret = False
 
-    def __enter__(self) -> "Callers":
+    def __enter__(self) -> "PendingHandshakes":
         return self
 
     def __exit__(self, *_: object) -> None:
         for connection in self._received:
             connection.close()
 
-    def introduced(self, timeout_s: float) -> list[Caller]:
-        """Wait at most `timeout_s` and return the callers that have proven to have the secret, possibly none."""
+    def completed(self, timeout_s: float) -> list[AuthenticatedPeer]:
+        """Wait at most `timeout_s` and return the peers that have proven to have the secret, possibly none."""
         first = min(self._deadlines.values(), default=math.inf)
         timeout_s = max(min(timeout_s, first - time.monotonic()), 0)
         ready, _, _ = select.select([self._listener, *self._received], [], [], timeout_s)
@@ -88,8 +88,8 @@ class Callers:
         except OSError as error:  # PermissionError for another user
             refuse(connection, str(error))
             return []
-        if len(self._received) == MAX_CALLERS:
-            self._drop(next(iter(self._received)), f"more than {MAX_CALLERS} without a hello")
+        if len(self._received) == MAX_PENDING:
+            self._drop(next(iter(self._received)), f"more than {MAX_PENDING} without a hello")
         self._nonces[connection] = nonce
         self._received[connection] = b""
         self._deadlines[connection] = time.monotonic() + HELLO_S
@@ -112,11 +112,11 @@ class Callers:
         self._received[connection] += data
         return len(self._received[connection]) == HELLO.size
 
-    def _check(self, connection: socket.socket) -> list[Caller]:
+    def _check(self, connection: socket.socket) -> list[AuthenticatedPeer]:
         nonce, hello = self._nonces[connection], self._received[connection]
         self._forget(connection)
         if (accepted := accepts(hello, nonce, self._secret)) is not None:
-            return [Caller(connection, *accepted)]
+            return [AuthenticatedPeer(connection, *accepted)]
         rank = HELLO.unpack(hello)[0]
         self.refused_secret = True
         refuse(connection, f"it says that it is rank {rank}, but has another TILERANK_SECRET", OTHER_SECRET)
