@@ -3,6 +3,7 @@
 import itertools
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -158,7 +159,7 @@ def test_videos_are_those_of_the_processor_of_transformers(torchvision_patches: 
 
 @pytest.mark.parametrize(("height", "width"), SIZES)
 def test_pictures_are_nearly_those_of_the_pillow_processor_of_transformers(height: int, width: int) -> None:
-    import tools.tvshim  # noqa: F401
+    import_module("tools.tvshim")  # before transformers
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
     frames = smooth_frames(height, width)
