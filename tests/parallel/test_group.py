@@ -4,6 +4,7 @@ import hashlib
 import os
 import random
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -222,11 +223,12 @@ def test_control_messages_reach_every_rank() -> None:
 
 def refuse(team: Any) -> list[str]:
     group, said = team.group, []
-    for wrong in (
+    attempts: list[Callable[[], object]] = [
         lambda: group.all_reduce(torch.zeros(2, dtype=torch.int32)),
         lambda: group.broadcast(torch.zeros(2), group.size),
         lambda: team.channel.send(b"") if group.rank else team.channel.receive(),
-    ):
+    ]
+    for wrong in attempts:
         with pytest.raises(RuntimeError) as error:
             wrong()
         said.append(str(error.value))

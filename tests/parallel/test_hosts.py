@@ -155,7 +155,7 @@ def gather_ranks(team: Any) -> list[Any]:
 def mpirun(size: int, target: str, **more: Any) -> list[Any]:
     """Do what run_ranks does, with ranks numbered by MPI."""
     module, _, function = target.partition(":")
-    job = {
+    job: dict[str, Any] = {
         "rank": None,
         "size": size,
         "store": (f"@{secrets.token_hex(16)}", 0),

@@ -11,10 +11,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from torch.distributed import TCPStore
+from torch._C._distributed_c10d import TCPStore
 
 from tilerank.kernels import core
-from tilerank.parallel import credentials
 from tilerank.parallel import handshakes as handshakes_module
 from tilerank.parallel import join as at_join
 from tilerank.parallel.channel import LONGEST, Channel, open_link
@@ -168,7 +167,7 @@ def test_the_silent_are_turned_away_in_time(monkeypatch: pytest.MonkeyPatch, cap
 
 def test_processes_of_other_users_are_turned_away(monkeypatch: pytest.MonkeyPatch) -> None:
     user = os.geteuid()
-    monkeypatch.setattr(credentials.os, "geteuid", lambda: user + 1)
+    monkeypatch.setattr(os, "geteuid", lambda: user + 1)
     with pytest.raises(GroupError, match="rank 1 did not connect"):
         answer(RANK_1, monkeypatch, timeout_s=0.3)
 

@@ -17,6 +17,7 @@ from tilerank.parallel.linear import (
 )
 from tilerank.parallel.norm import RMSNorm
 from tilerank.parallel.parameters import Layer
+from tilerank.parallel.shard import Strategy
 from tilerank.parallel.sharding import Sharding
 
 
@@ -39,14 +40,14 @@ class Block(Layer):
         self.down = RowParallelLinear(f"{name}.down_proj", 352, 64, sharding, span=self.gate_up.span)
 
 
-def models(size: int, strategy: str) -> Iterator[Everything]:
+def models(size: int, strategy: Strategy) -> Iterator[Everything]:
     for rank in range(size):
         yield Everything(Sharding(rank, size, torch.bfloat16, None, strategy))
 
 
 @sizes
 @strategies
-def test_rectangles_cover_every_tensor(size, strategy, monkeypatch):
+def test_rectangles_cover_every_tensor(size: int, strategy: Strategy, monkeypatch: pytest.MonkeyPatch) -> None:
     """The ranks together read every element, most elements once, and every rank names every tensor."""
     monkeypatch.setattr(parameters, "BLOCK_ELEMENTS", 5000)  # several blocks a tensor
     reads: dict[str, Tensor] = {}
@@ -72,7 +73,7 @@ def test_rectangles_cover_every_tensor(size, strategy, monkeypatch):
             assert (count == 1).all(), name
 
 
-def test_a_large_model_is_built_without_allocation_and_counts_its_bytes():
+def test_a_large_model_is_built_without_allocation_and_counts_its_bytes() -> None:
     """The decoder of a 70B model on three ranks, by hand: padding of the packed layout adds less than a per cent."""
     hidden, width, q_heads, kv_heads, head_dim, layers = 8192, 28672, 64, 8, 128, 80
 
@@ -90,7 +91,7 @@ def test_a_large_model_is_built_without_allocation_and_counts_its_bytes():
     assert not hasattr(ranks[0].qkv[0].weight, "packed")
 
 
-def test_what_is_not_filled_is_zero():
+def test_what_is_not_filled_is_zero() -> None:
     """With 8 query and 2 KV heads, rank 2 of 3 holds only padding, so its outputs are exactly zero."""
     qkv = QKVParallelLinear("a", 32, 8, 2, 8, Sharding(2, 3, torch.float32, None, "pad"), bias=True)
     qkv.allocate()
@@ -100,7 +101,7 @@ def test_what_is_not_filled_is_zero():
     assert not q.any() and not k.any() and not v.any()
 
 
-def test_heads_are_padded_to_a_multiple():
+def test_heads_are_padded_to_a_multiple() -> None:
     """6 query heads on 3 KV heads over 2 ranks: 3 are padded to 4 by default, to 8 with a multiple of 8."""
     for multiple, kv in ((None, [2, 2]), (8, [4, 4])):
         ranks = [Sharding(rank, 2, torch.float32, None, "pad") for rank in range(2)]
@@ -109,7 +110,7 @@ def test_heads_are_padded_to_a_multiple():
         assert [layer.q_heads for layer in layers] == [2 * heads for heads in kv]
 
 
-def test_checkpoint_dtype_does_not_matter():
+def test_checkpoint_dtype_does_not_matter() -> None:
     weight = torch.randn(64, 16).bfloat16()
     x = torch.randn(3, 16)
     outputs = []
@@ -121,7 +122,7 @@ def test_checkpoint_dtype_does_not_matter():
     assert torch.equal(outputs[0], outputs[2])
 
 
-def test_a_plan_does_not_compute():
+def test_a_plan_does_not_compute() -> None:
     head = ParallelLMHead("head", 16, 64, Sharding(0, 2, torch.float32, None))
     head.allocate()
     with pytest.raises(RuntimeError, match="built for planning"):

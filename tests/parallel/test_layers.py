@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from thread_ranks import assert_all_equal_to, fill, on_all_ranks, random_checkpoint, sizes, strategies
 from torch import Tensor
 
-from tilerank.kernels.weight_formats import Fp8, Int4, Int8
+from tilerank.kernels.weight_formats import Format, Fp8, Int4, Int8
 from tilerank.parallel.embedding import ParallelLMHead, TiedEmbedding, VocabParallelEmbedding
 from tilerank.parallel.experts import ParallelExperts
 from tilerank.parallel.linear import (
@@ -20,7 +20,7 @@ from tilerank.parallel.linear import (
 )
 from tilerank.parallel.norm import RMSNorm
 from tilerank.parallel.parameters import Layer
-from tilerank.parallel.shard import cut_uneven
+from tilerank.parallel.shard import Strategy, cut_uneven
 from tilerank.parallel.sharding import Sharding, WeightFormats
 
 
@@ -37,7 +37,7 @@ def plain_attention(q: Tensor, k: Tensor, v: Tensor, kv_of_q: list[int | None]) 
 @sizes
 @strategies
 @pytest.mark.parametrize(("q_heads", "kv_heads", "bias"), [(8, 2, False), (14, 2, True), (9, 9, True), (4, 2, True)])
-def test_attention(size, strategy, q_heads, kv_heads, bias):
+def test_attention(size: int, strategy: Strategy, q_heads: int, kv_heads: int, bias: bool) -> None:
     hidden, head_dim, tokens = 48, 8, 5
     q_rows, kv_rows = q_heads * head_dim, kv_heads * head_dim
     checkpoint = random_checkpoint(
@@ -76,7 +76,7 @@ def test_attention(size, strategy, q_heads, kv_heads, bias):
     def project(name: str, x: Tensor) -> Tensor:
         return F.linear(x, checkpoint[f"a.{name}.weight"], checkpoint[f"a.{name}.bias"] if bias else None)
 
-    q, k, v = (project(f"{n}_proj", x).unflatten(-1, (-1, head_dim)) for n in "qkv")
+    q, k, v = (torch.unflatten(project(f"{n}_proj", x), -1, (-1, head_dim)) for n in "qkv")
     attended = plain_attention(q, k, v, [head // (q_heads // kv_heads) for head in range(q_heads)])
     assert_all_equal_to(on_all_ranks(size, strategy, body), project("o_proj", attended.flatten(1)), depth=hidden)
 
@@ -85,9 +85,9 @@ def test_attention(size, strategy, q_heads, kv_heads, bias):
 @strategies
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("width", [352, 80, 30])
-def test_gated_mlp(size, strategy, bias, width):
+def test_gated_mlp(size: int, strategy: Strategy, bias: bool, width: int) -> None:
     hidden = 40
-    shapes = {
+    shapes: dict[str, tuple[int, ...]] = {
         f"m__{name}_proj__{kind}": shape
         for name, rows, columns in (("gate", width, hidden), ("up", width, hidden), ("down", hidden, width))
         for kind, shape in (("weight", (rows, columns)), ("bias", (rows,)))
@@ -115,7 +115,7 @@ def test_gated_mlp(size, strategy, bias, width):
 @sizes
 @strategies
 @pytest.mark.parametrize("width", [352, 250, 80, 30])
-def test_experts(size, strategy, width):
+def test_experts(size: int, strategy: Strategy, width: int) -> None:
     """The router is whole on every rank; every rank has some columns of each expert, or none."""
     hidden, count = 40, 5
     shapes = {"gate__weight": (count, hidden)}
@@ -140,19 +140,20 @@ def test_experts(size, strategy, width):
         return (F.silu(x @ gate.T) * (x @ up.T)) @ down.T
 
     weights, ids = (x @ checkpoint["gate.weight"].T).softmax(-1).topk(2)
-    expected = torch.stack(
-        [sum(w * expert(int(e), row) for w, e in zip(weights[i], ids[i], strict=True)) for i, row in enumerate(x)]
-    )
-    assert_all_equal_to(on_all_ranks(size, strategy, body), expected, depth=width)
+    rows = [
+        sum((w * expert(int(e), row) for w, e in zip(weights[i], ids[i], strict=True)), torch.zeros(hidden))
+        for i, row in enumerate(x)
+    ]
+    assert_all_equal_to(on_all_ranks(size, strategy, body), torch.stack(rows), depth=width)
 
 
 @pytest.mark.parametrize("strategy", ["pad", "split"])
 @pytest.mark.parametrize("format", [Int8(), Fp8(32, 128), Int4(32)], ids=repr)
 @pytest.mark.parametrize("size", [1, 4, 6])
-def test_quantised_layers_of_which_the_last_ranks_hold_nothing(size, format, strategy):
+def test_quantised_layers_of_which_the_last_ranks_hold_nothing(size: int, format: Format, strategy: Strategy) -> None:
     """A width of 80 is 1, 2 or 3 units. The tolerances cover the rounding of the formats."""
     hidden, width, count = 64, 80, 3
-    shapes = {}
+    shapes: dict[str, tuple[int, ...]] = {}
     for name in ("m", *(f"experts__{e}" for e in range(count))):
         shapes |= {f"{name}__{part}_proj__weight": (width, hidden) for part in ("gate", "up")}
         shapes[f"{name}__down_proj__weight"] = (hidden, width)
@@ -186,7 +187,7 @@ def test_quantised_layers_of_which_the_last_ranks_hold_nothing(size, format, str
 @sizes
 @strategies
 @pytest.mark.parametrize("width", [352, 350, 80, 33])
-def test_column_then_row_with_ranks_that_hold_nothing(size, strategy, width):
+def test_column_then_row_with_ranks_that_hold_nothing(size: int, strategy: Strategy, width: int) -> None:
     checkpoint = random_checkpoint(
         width, up__weight=(width, 24), up__bias=(width,), down__weight=(24, width), down__bias=(24,)
     )
@@ -204,7 +205,7 @@ def test_column_then_row_with_ranks_that_hold_nothing(size, strategy, width):
     assert_all_equal_to(on_all_ranks(size, strategy, body), torch.stack([expected, expected]), depth=width)
 
 
-def test_column_cut_by_weight():
+def test_column_cut_by_weight() -> None:
     """A node with fewer cores may get fewer units."""
     checkpoint = random_checkpoint(0, up__weight=(128, 16))
     x = torch.randn(2, 16)
@@ -223,7 +224,7 @@ def test_column_cut_by_weight():
 @strategies
 @pytest.mark.parametrize("vocab", [256, 250, 100])
 @pytest.mark.parametrize("tied", [False, True])
-def test_embedding_and_head(size, strategy, vocab, tied):
+def test_embedding_and_head(size: int, strategy: Strategy, vocab: int, tied: bool) -> None:
     checkpoint = random_checkpoint(vocab, embed__weight=(vocab, 24), head__weight=(vocab, 24))
     if tied:
         del checkpoint["head.weight"]
@@ -241,13 +242,14 @@ def test_embedding_and_head(size, strategy, vocab, tied):
         assert {rectangle.name for rectangle in layer.rectangles()} == checkpoint.keys()
         embedded = layer.embed(ids)
         assert torch.equal(embedded, checkpoint["embed.weight"][ids])
-        return layer.embed.logits(embedded) if tied else layer.head(embedded)
+        assert isinstance(layer.embed, TiedEmbedding) == tied
+        return layer.embed.logits(embedded) if isinstance(layer.embed, TiedEmbedding) else layer.head(embedded)
 
     head = checkpoint["embed.weight" if tied else "head.weight"]
     assert_all_equal_to(on_all_ranks(size, strategy, body), checkpoint["embed.weight"][ids] @ head.T, depth=24)
 
 
-def test_a_tied_weight_is_held_once():
+def test_a_tied_weight_is_held_once() -> None:
     sharding = Sharding(1, 3, torch.bfloat16, None)
     tied = TiedEmbedding("embed", 4096, 256, sharding)
     assert tied.nbytes() == ParallelLMHead("embed", 256, 4096, sharding).nbytes()
@@ -255,7 +257,7 @@ def test_a_tied_weight_is_held_once():
 
 
 @sizes
-def test_head_with_bias_and_logits_in_fp32(size):
+def test_head_with_bias_and_logits_in_fp32(size: int) -> None:
     checkpoint = random_checkpoint(1, head__weight=(70, 32), head__bias=(70,))
     x = torch.randn(2, 32).bfloat16()
 
@@ -271,7 +273,7 @@ def test_head_with_bias_and_logits_in_fp32(size):
 
 
 @pytest.mark.parametrize("zero_centered", [False, True])
-def test_norm_is_whole_on_every_rank(zero_centered):
+def test_norm_is_whole_on_every_rank(zero_centered: bool) -> None:
     checkpoint = random_checkpoint(2, norm__weight=(24,))
     x, residual, parts = torch.randn(3, 24), torch.randn(3, 24), torch.randn(3, 3, 24)
 
