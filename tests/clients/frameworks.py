@@ -71,7 +71,7 @@ def main(url: str) -> None:
         (Path(folder) / "extra-openai-models.yaml").write_text(
             f"- model_id: it\n  model_name: it\n  api_base: {api}\n  api_key_name: any\n"
         )
-        command = [Path(sys.executable).parent / "llm", "-m", "it", "--key", "any", "Who?"]
+        command = [str(Path(sys.executable).parent / "llm"), "-m", "it", "--key", "any", "Who?"]
         environment = os.environ | {"LLM_USER_PATH": folder}
         ran = subprocess.run(command, env=environment, capture_output=True, text=True, stdin=subprocess.DEVNULL)
     assert ran.stdout.strip() == "Moses came.", ran.stdout + ran.stderr

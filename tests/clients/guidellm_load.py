@@ -14,11 +14,12 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 STREAMS, REQUESTS, PROMPT_TOKENS, NEW_TOKENS = 3, 9, 32, 16
 
 
-def report_of(url: str, model_dir: str, path: str) -> dict[str, list[dict[str, object]]]:
+def report_of(url: str, model_dir: str, path: str) -> dict[str, list[dict[str, Any]]]:
     """Run a load of several streams and return guidellm's requests by how they ended."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.json"
@@ -30,7 +31,7 @@ def report_of(url: str, model_dir: str, path: str) -> dict[str, list[dict[str, o
             "data": f"kind=synthetic_text,prompt_tokens={PROMPT_TOKENS},output_tokens={NEW_TOKENS}",
             "output": f"kind=json,path={report}",
         }
-        command = [Path(sys.executable).parent / "guidellm", "run", "--disable-console"]
+        command = [str(Path(sys.executable).parent / "guidellm"), "run", "--disable-console"]
         for name, value in options.items():
             command += [f"--{name}", value]
         subprocess.run(command, check=True, env=os.environ | {"HF_HUB_OFFLINE": "1"}, stdin=subprocess.DEVNULL)

@@ -23,7 +23,7 @@ def test_frameworks(tmp_path: Path) -> None:
     environment = os.environ | {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}  # which it would download
     environment.pop("PYTHONPATH", None)
     with live_server(make_model(tmp_path / "model")) as (url, _):
-        command = [python, SCRIPT, url]
+        command = [str(python), str(SCRIPT), url]
         ran = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=200)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert ran.stdout.count("ok: ") == CHECKS
