@@ -32,7 +32,7 @@ def greedy(text: str, count: int) -> list[int]:
     from transformers import AutoModelForCausalLM
 
     torch.set_num_threads(1)
-    model = AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32)
+    model: Any = AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32)
     ids = torch.tensor([tokenizer().encode(text)])
     out = model.generate(ids, max_new_tokens=count, min_new_tokens=count, do_sample=False)
     return [int(token) for token in out[0, ids.shape[1] :]]

@@ -128,8 +128,8 @@ def test_bodies(server: Server, path: str, body: Any, says: str) -> None:
 def test_null_and_ignored_fields_change_nothing(server: Server) -> None:
     body = {"messages": USER, "max_tokens": 4, "temperature": 0}
     plain = post(server, CHAT, body).json()["choices"]
-    fields = ("n", "stream", "stop", "tools", "tool_choice", "logit_bias", "seed", "top_p", "logprobs", "top_logprobs")
-    fields += ("response_format", "stream_options", "presence_penalty", "parallel_tool_calls", "max_completion_tokens")
+    fields = ["n", "stream", "stop", "tools", "tool_choice", "logit_bias", "seed", "top_p", "logprobs", "top_logprobs"]
+    fields += ["response_format", "stream_options", "presence_penalty", "parallel_tool_calls", "max_completion_tokens"]
     ignored = {"user": "me", "metadata": {"a": "b"}, "store": False, "service_tier": "auto", "priority": 0}
     assert post(server, CHAT, body | dict.fromkeys(fields) | ignored).json()["choices"] == plain
 

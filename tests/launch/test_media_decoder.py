@@ -89,7 +89,7 @@ def test_frames_of_a_video(form: str, decoder: MediaDecoder) -> None:
 def test_frames_are_those_of_pyav(decoder: MediaDecoder) -> None:
     """As in read_video_pyav of transformers."""
     data = video(12)
-    with av.open(io.BytesIO(data)) as container:
+    with av.open(io.BytesIO(data), "r") as container:
         frames = [frame.to_ndarray(format="rgb24").tobytes() for frame in container.decode(video=0)]
     assert decode(decoder, "video", data).data == b"".join(frames)
 

@@ -5,6 +5,7 @@ starts reads affinity and policy back, and pages are counted by move_pages and b
 """
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ NODE_MIB = 256
 
 
 def qemu_machine(
-    cores: str, cpus: dict[int, str | None], memoryless: int | None, distances: dict[tuple[int, int], int]
+    cores: str, cpus: Mapping[int, str | None], memoryless: int | None, distances: dict[tuple[int, int], int]
 ) -> list[str]:
     """Return qemu's arguments. `cpus`: the CPUs of each node, None for a node without CPUs."""
     arguments = ["-cpu", "max,vendor=GenuineIntel", "-smp", cores]  # qemu hides hyper-threads of its default vendor

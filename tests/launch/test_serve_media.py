@@ -13,6 +13,8 @@ import pytest
 from chat_parts import clip, data_url, image
 from command import DEMO, await_true, run
 from media_files import DEMO_VL, encoded, picture, video
+from openai.types.chat import ChatCompletionFunctionToolParam
+from openai.types.shared_params import ResponseFormatJSONSchema
 from serving import Server, serving
 
 TRIANGLE = DEMO_VL.parent / "red-triangle.png"
@@ -66,18 +68,21 @@ def test_a_picture(server: Server) -> None:
 def test_tools_and_schemas(server: Server) -> None:
     """Of a model that has never seen any: the grammar alone makes the answer."""
     client = server.client()
-    parameters = {
+    parameters: dict[str, object] = {
         "type": "object",
         "properties": {"color": {"enum": ["red", "blue"]}},
         "required": ["color"],
         "additionalProperties": False,
     }
-    tool = {"type": "function", "function": {"name": "paint", "parameters": parameters}}
+    tool: ChatCompletionFunctionToolParam = {
+        "type": "function",
+        "function": {"name": "paint", "parameters": parameters},
+    }
     long = PLAIN | {"max_tokens": 800}
     called = client.chat.completions.create(**long, tools=[tool], tool_choice="required", parallel_tool_calls=False)
     (call,) = called.choices[0].message.tool_calls or []
     assert call.type == "function" and json.loads(call.function.arguments)["color"] in ("red", "blue")
-    schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": parameters}}
+    schema: ResponseFormatJSONSchema = {"type": "json_schema", "json_schema": {"name": "x", "schema": parameters}}
     answer = client.chat.completions.create(**long, response_format=schema)
     assert json.loads(answer.choices[0].message.content or "")["color"] in ("red", "blue")
 
@@ -85,7 +90,7 @@ def test_tools_and_schemas(server: Server) -> None:
 def test_a_video_and_several_pictures_in_several_turns(server: Server) -> None:
     seen = clip(video(4, 64, 48, rate=2))
     small = image(encoded(picture(60, 50)))
-    messages = [
+    messages: list[dict[str, Any]] = [
         {"role": "user", "content": [small, seen, QUESTION]},
         {"role": "assistant", "content": ANSWER},
         {"role": "user", "content": [QUESTION, image(TRIANGLE_URL)]},

@@ -6,6 +6,7 @@ import shlex
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import browser
 import httpx
@@ -195,9 +196,9 @@ def test_lines_that_connect_a_program(server: Server, page: Page) -> None:
     curl = shlex.split(page.text("#curl"))
     answer = httpx.post(curl[1], content=curl[-1], headers=KEY | {"Content-Type": "application/json"}, timeout=300)
     assert answer.status_code == 200
-    names: dict[str, object] = {}
+    names: dict[str, Any] = {}
     exec(page.text("#python"), names)
-    assert str(names["client"].base_url) == f"{server.url}/v1/"  # type: ignore[attr-defined]
+    assert str(names["client"].base_url) == f"{server.url}/v1/"
 
 
 @needs_browser

@@ -56,7 +56,7 @@ TOOLS: Any = [
     {"type": "function", "function": {"name": "meet", "parameters": Meet.model_json_schema()}},
     {"type": "function", "function": {"name": "now"}},
 ]
-ARGUMENTS = {"weather": Weather, "meet": Meet, "now": Strict}
+ARGUMENTS: dict[str, type[BaseModel]] = {"weather": Weather, "meet": Meet, "now": Strict}
 
 
 def test_the_client_parses_answers_into_models(server: Server) -> None:

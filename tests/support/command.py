@@ -16,7 +16,7 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Self
 
 DEMO = Path(__file__).parents[2] / "assets" / "demo-lm"
 COMMAND = (sys.executable, "-m", "tilerank")
@@ -77,7 +77,7 @@ class Run:
         for which, stream in self._streams.items():
             self._selector.register(stream, selectors.EVENT_READ, which)
 
-    def __enter__(self) -> "Run":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

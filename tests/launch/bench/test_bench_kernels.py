@@ -38,12 +38,19 @@ def entries(*words: str) -> dict[str, Entry]:
     return {f"{e.kernel} {e.shape} {e.format}": e for e in kernels.entries(parse("kernels", *words))}
 
 
+def tensor_of(entry: Entry, number: int = 0) -> torch.Tensor:
+    """Return the result of a kernel that makes one tensor."""
+    result = entry.run(number)
+    assert isinstance(result, torch.Tensor)
+    return result
+
+
 def test_linear_counts_weights_and_agrees_with_torch() -> None:
     found = entries("--only", "linear", "--m", "3", "--shape", "64x96")
     assert found["linear 3 x 64 x 96 bfloat16"].work == Work(64 * 96 * 2, bf16=2 * 3 * 64 * 96)
     assert found["linear 3 x 64 x 96 float32"].work == Work(64 * 96 * 4, fp32=2 * 3 * 64 * 96)
     for entry in found.values():
-        assert entry.run(0).shape == (3, 64)  # type: ignore[attr-defined]
+        assert tensor_of(entry).shape == (3, 64)
         if entry.torch is None:
             assert entry.format in ("int8", "int4", "int4-g32", "fp8", "block-int8")
             continue
@@ -52,8 +59,8 @@ def test_linear_counts_weights_and_agrees_with_torch() -> None:
             assert isinstance(ours, torch.Tensor) and isinstance(theirs, torch.Tensor)
             assert torch.allclose(ours.float(), theirs.float(), atol=0.02, rtol=0.02)
     one = found["linear 3 x 64 x 96 bfloat16"]
-    first = one.run(0).clone()  # type: ignore[attr-defined]
-    assert not torch.equal(first, one.run(1))  # type: ignore[arg-type]  # the next copy has other weights
+    first = tensor_of(one).clone()
+    assert not torch.equal(first, tensor_of(one, 1))  # the next copy has other weights
 
 
 def test_linear_counts_packed_bytes() -> None:
@@ -152,9 +159,10 @@ def test_small_kernels_agree_with_torch(monkeypatch: pytest.MonkeyPatch) -> None
             compared += 1
             theirs = entry.torch(1)
             if name.startswith("softmax_top_k"):  # ties may be broken either way: only the weights are unique
-                ours, theirs = ours[1], theirs[1]  # type: ignore[index]
-            pairs = zip(ours, theirs, strict=True) if isinstance(ours, tuple) else [(ours, theirs)]
-            for mine, other in pairs:
+                assert isinstance(ours, tuple) and isinstance(theirs, tuple)
+                ours, theirs = ours[1], theirs[1]
+            pairs = (one if isinstance(one, tuple) else (one,) for one in (ours, theirs))
+            for mine, other in zip(*pairs, strict=True):
                 assert isinstance(mine, torch.Tensor) and isinstance(other, torch.Tensor)
                 assert torch.allclose(mine.float(), other.float(), rtol=0.02, atol=0.01), name
     assert compared == 21
@@ -216,7 +224,7 @@ def test_a_row_that_updates_memory_is_a_share_of_the_update_rate() -> None:
 
 def test_the_time_of_a_call_is_the_median(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
-    monkeypatch.setattr(kernels.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr("tilerank.launch.bench.kernels.time.perf_counter", lambda: now[0])
     lengths = [9.0, 1.0, 2.0, 30.0]
 
     def call(number: int) -> None:

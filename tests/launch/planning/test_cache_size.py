@@ -10,9 +10,9 @@ import pytest
 from command import DEMO, run
 from fake_sysfs import GIB, Machine, sockets
 from media_files import DEMO_VL
+from planning import config_of, plan_on
 from ranks import run_ranks
 
-from tests.launch.planning.test_plan import config_of, plan_on
 from tilerank.launch.planning.cache_size import add_arguments, agreed, mm_cache_bytes
 from tilerank.launch.planning.plan_text import render
 from tilerank.launch.planning.plan_types import RANK_OVERHEAD
@@ -165,7 +165,7 @@ def test_encoded_media_take_a_part_of_the_share(tmp_path: Path) -> None:
     assert 2 * sum(sizes.values()) <= sum(rank.encoder for rank in plan.ranks) < 2.5 * sum(sizes.values())
     assert plan.cached_tokens == pages(0.3 * node - rank.weights - media, rank.cache_per_token)
     assert plan.need == plan.weights + 2 * media + 2 * RANK_OVERHEAD + plan.cached_tokens * plan.cache_per_token
-    assert "of bfloat16 weights, 2.00 GiB for media, at " in plan.cache_reason
+    assert plan.cache_reason is not None and "of bfloat16 weights, 2.00 GiB for media, at " in plan.cache_reason
     assert "encoded, they take up to 2.00 GiB on each rank." in render(plan)
     refusal = plan_on(
         machine, tmp_path, read_supported_card(model), 2, cached_tokens=1 << 30, mm_cache_bytes=media

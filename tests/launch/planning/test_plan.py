@@ -21,7 +21,7 @@ from tilerank.launch.text import size
 from tilerank.loader.card import ModelCard, read_card
 
 
-def test_one_rank_has_everything(tmp_path):
+def test_one_rank_has_everything(tmp_path: Path) -> None:
     """bf16, all sizes multiples of a tile: two bytes a parameter, K and V of 4 heads a token and layer."""
     plan = plan_on(sockets(1, 8), tmp_path, config_of(tmp_path), 1)
     assert plan.parameters == PARAMETERS
@@ -31,12 +31,12 @@ def test_one_rank_has_everything(tmp_path):
     assert (plan.dtype, plan.num_layers) == ("bfloat16", 48)
 
 
-def test_fp32_is_twice_as_much(tmp_path):
+def test_fp32_is_twice_as_much(tmp_path: Path) -> None:
     plan = plan_on(sockets(1, 8), tmp_path, config_of(tmp_path), 1, dtype="float32")
     assert (plan.weights, plan.cache_per_token) == (4 * (PARAMETERS + ROPE), 48 * 2 * 4 * 128 * 4)
 
 
-def test_six_nodes(tmp_path):
+def test_six_nodes(tmp_path: Path) -> None:
     """The published figures for 32 query and 4 KV heads over 6 ranks: 1.17 split, 1.50 padded."""
     plan = plan_on(Machine(SNC3), tmp_path, config_of(tmp_path), 6)
     assert plan.attention is not None
@@ -57,15 +57,15 @@ def test_six_nodes(tmp_path):
     assert plan.weights == 2 * (PARAMETERS + doubled + 5 * NORMS + head + 6 * ROPE)
 
 
-def test_padding_when_asked(tmp_path):
+def test_padding_when_asked(tmp_path: Path) -> None:
     plan = plan_on(Machine(SNC3), tmp_path, config_of(tmp_path), 6, strategy="pad")
     assert plan.attention is not None
-    assert (plan.attention.strategy, plan.attention.waste) == ("pad", pytest.approx(0.5))
+    assert plan.attention.strategy == "pad" and plan.attention.waste == pytest.approx(0.5)
     assert by_name(plan)["KV heads"].waste == pytest.approx(0.5)
     assert len({rank.weights for rank in plan.ranks}) == 1
 
 
-def test_cached_tokens_change_the_choice(tmp_path):
+def test_cached_tokens_change_the_choice(tmp_path: Path) -> None:
     """At 64 k cached tokens both strategies read 50 % too much, and ties go to padding."""
     plan = plan_on(Machine(SNC3), tmp_path, config_of(tmp_path), 6, cached_tokens=64 * 1024)
     assert plan.attention is not None
@@ -83,13 +83,13 @@ def test_cached_tokens_change_the_choice(tmp_path):
         ("bfloat16", "float32", "float32"),
     ],
 )
-def test_dtype(tmp_path, published, asked, expected):
+def test_dtype(tmp_path: Path, published: str, asked: str, expected: str) -> None:
     assert (
         plan_on(sockets(1, 8), tmp_path, config_of(tmp_path, torch_dtype=published), 1, dtype=asked).dtype == expected
     )
 
 
-def test_ranks_over_several_nodes_share_their_memory(tmp_path):
+def test_ranks_over_several_nodes_share_their_memory(tmp_path: Path) -> None:
     """Two ranks on four equal nodes: half of each rank's bytes on each of its nodes."""
     plan = plan_on(Machine([(0, 4), (0, 4), (1, 4), (1, 4)]), tmp_path, config_of(tmp_path), 2)
     assert [node.ranks for node in plan.nodes] == [(0,), (0,), (1,), (1,)]
@@ -97,18 +97,18 @@ def test_ranks_over_several_nodes_share_their_memory(tmp_path):
     assert plan.nodes[3].cache_per_token == plan.ranks[1].cache_per_token / 2
 
 
-def test_unbound_ranks_may_lie_anywhere(tmp_path):
+def test_unbound_ranks_may_lie_anywhere(tmp_path: Path) -> None:
     plan = plan_on(sockets(2, 4), tmp_path, config_of(tmp_path), 2, cores="none")
     assert [node.ranks for node in plan.nodes] == [(0, 1), (0, 1)]
     assert "any node" in render(plan)
 
 
-def test_node_without_cores_takes_nothing(tmp_path):
+def test_node_without_cores_takes_nothing(tmp_path: Path) -> None:
     plan = plan_on(Machine([(0, 4), (0, 0)]), tmp_path, config_of(tmp_path), 1)
     assert (plan.nodes[1].ranks, plan.nodes[1].weights) == ((), 0)
 
 
-def test_too_little_memory_is_refused_with_numbers(tmp_path):
+def test_too_little_memory_is_refused_with_numbers(tmp_path: Path) -> None:
     """Half of the invented memory is free: 2 x 3 GiB for 6.2 GiB of weights."""
     machine = sockets(2, 4)
     machine.memory = {0: 6 * GIB, 1: 6 * GIB}
@@ -124,7 +124,7 @@ def test_too_little_memory_is_refused_with_numbers(tmp_path):
     assert "1.83 GiB of KV cache for 20,000 tokens, " in with_cache
 
 
-def test_control_group_limit_counts(tmp_path):
+def test_control_group_limit_counts(tmp_path: Path) -> None:
     machine = sockets(2, 4)
     machine.cgroup = {
         "sys/fs/cgroup/memory.max": str(5 * GIB),
@@ -138,7 +138,7 @@ def test_control_group_limit_counts(tmp_path):
     assert refusal.endswith("but the control group allows 4.00 GiB")
 
 
-def test_one_node_too_small_is_a_note(tmp_path):
+def test_one_node_too_small_is_a_note(tmp_path: Path) -> None:
     """The memory policy is preferred, not strict: what a node cannot hold goes to another one."""
     machine = sockets(2, 4)
     machine.memory = {0: 4 * GIB}
@@ -148,13 +148,13 @@ def test_one_node_too_small_is_a_note(tmp_path):
     assert "Note: node 0 has too little memory: a part will lie on other nodes and be slower." in render(plan)
 
 
-def test_room_for_tokens(tmp_path):
+def test_room_for_tokens(tmp_path: Path) -> None:
     plan = plan_on(sockets(2, 4), tmp_path, config_of(tmp_path), 2)
     free = 32 * GIB - plan.ranks[0].weights - RANK_OVERHEAD
     assert plan.token_room == free // plan.ranks[0].cache_per_token
 
 
-def test_one_of_several_hosts(tmp_path):
+def test_one_of_several_hosts(tmp_path: Path) -> None:
     """Ranks 3 to 5 of 6 run here."""
     topology = read_topology(sockets(1, 6).write(tmp_path / "machine"))
     everything = plan_on(Machine(SNC3), tmp_path / "all", config_of(tmp_path), 6)
@@ -172,7 +172,7 @@ def test_one_of_several_hosts(tmp_path):
     assert plan.nodes[0].overhead == 3 * RANK_OVERHEAD
 
 
-def test_ranks_beyond_the_units_of_a_width_get_none(tmp_path):
+def test_ranks_beyond_the_units_of_a_width_get_none(tmp_path: Path) -> None:
     """A width of 704 is 22 units of 32 columns."""
     plan = plan_on(sockets(1, 4), tmp_path, read_card(DEMO), 24, cores="none")
     assert [span.size for span in by_name(plan)["MLP width"].spans] == [32] * 22 + [0, 0]
@@ -195,7 +195,7 @@ Slowest rank against a perfect cut, 0 tokens cached: +20.0 % with split, +50.0 %
 """
 
 
-def test_page(tmp_path):
+def test_page(tmp_path: Path) -> None:
     plan = plan_on(sockets(3, 4), tmp_path, read_card(DEMO), 3)
     page = render(plan)
     assert page.startswith(DEMO_PAGE)
@@ -204,17 +204,17 @@ def test_page(tmp_path):
     assert "KV cache of 0 tokens, 0 B, as asked; there is room for " in page
 
 
-def test_page_of_zeros(tmp_path):
+def test_page_of_zeros(tmp_path: Path) -> None:
     page = render(plan_on(sockets(3, 4), tmp_path, read_card(DEMO), 3, strategy="pad", cached_tokens=1000))
     assert "rank 2        4 zero     1 zero   512-703 + 64 zero   2752-4095 + 32 zero" in page
     assert "Slowest rank against a perfect cut, 1,000 tokens cached: +50.0 % with pad, +50.0 % with split." in page
 
 
-def test_page_of_an_even_cut(tmp_path):
+def test_page_of_an_even_cut(tmp_path: Path) -> None:
     assert "Heads divide evenly over the ranks." in render(plan_on(sockets(2, 4), tmp_path, read_card(DEMO), 2))
 
 
-def test_json_says_the_same(tmp_path):
+def test_json_says_the_same(tmp_path: Path) -> None:
     plan = plan_on(Machine(SNC3), tmp_path, config_of(tmp_path), 6)
     read = json.loads(json.dumps(as_json(plan)))
     assert read["parameters"] == PARAMETERS
@@ -227,11 +227,11 @@ def test_json_says_the_same(tmp_path):
     ("nbytes", "text"),
     [(0, "0 B"), (1023, "1023 B"), (1536, "1.50 KiB"), (300 << 20, "300 MiB"), (12.25 * GIB, "12.2 GiB")],
 )
-def test_size(nbytes, text):
+def test_size(nbytes: float, text: str) -> None:
     assert size(nbytes) == text
 
 
-def test_command(capsys):
+def test_command(capsys: pytest.CaptureFixture[str]) -> None:
     parser = argparse.ArgumentParser()
     command.add_arguments(parser)
     assert command.run(parser.parse_args([str(DEMO), "--tp", "3", "--json"])) == 0
@@ -247,7 +247,7 @@ def replicas_on(machine: Machine, root: Path, card: ModelCard, tp: int, dp: int,
     return ReplicaPlans(tuple(plans))
 
 
-def test_replicas_of_two_ranks_each(tmp_path):
+def test_replicas_of_two_ranks_each(tmp_path: Path) -> None:
     """Four nodes: each rank of each replica has one, with 32 GiB free, and the model takes 6.24 GiB of each pair."""
     replicas = replicas_on(Machine([(0, 4)] * 4), tmp_path, config_of(tmp_path), 2, 2, cached_tokens=1000)
     first, second = replicas.plans
@@ -268,7 +268,7 @@ def test_replicas_of_two_ranks_each(tmp_path):
     assert json.loads(json.dumps(replicas_as_json(replicas)))["replicas"][1]["tp"] == 2
 
 
-def test_replicas_that_fit_one_by_one_and_not_together(tmp_path):
+def test_replicas_that_fit_one_by_one_and_not_together(tmp_path: Path) -> None:
     """Two replicas on one node of 20 GiB, half of which is free: each takes 6.5 GiB."""
     machine = sockets(1, 8)
     machine.memory = {0: 20 * GIB}
@@ -278,7 +278,7 @@ def test_replicas_that_fit_one_by_one_and_not_together(tmp_path):
     assert "Does not fit: models/it: not enough memory for 2 replicas" in render_replicas(replicas)
 
 
-def test_command_with_replicas(capsys):
+def test_command_with_replicas(capsys: pytest.CaptureFixture[str]) -> None:
     parser = argparse.ArgumentParser()
     command.add_arguments(parser)
     assert command.run(parser.parse_args([str(DEMO), "--tp", "1", "--dp", "2", "--max-total-tokens", "64"])) == 0
@@ -287,6 +287,6 @@ def test_command_with_replicas(capsys):
     assert json.loads(capsys.readouterr().out)["dp"] == 2
 
 
-def test_arguments_are_read_without_torch():
+def test_arguments_are_read_without_torch() -> None:
     code = "import sys, tilerank.launch.planning.plan; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -2,6 +2,8 @@
 
 import argparse
 import json
+from pathlib import Path
+from typing import Any
 
 import pytest
 from fake_sysfs import SNC3, Machine, sockets
@@ -14,7 +16,7 @@ from tilerank.loader.errors import ConfigError
 from tilerank.loader.quantization_config import Quantization
 
 
-def test_experts_are_cut_by_their_width(tmp_path):
+def test_experts_are_cut_by_their_width(tmp_path: Path) -> None:
     """Qwen3-30B-A3B: 24 units of 32 columns. Router and norms are whole on every rank, the experts cut."""
     experts = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True}
     config = config_of(tmp_path, model_type="qwen3_moe", **experts)
@@ -31,14 +33,14 @@ def test_experts_are_cut_by_their_width(tmp_path):
     assert [span.size for span in cuts["expert width"].spans] == [32] * 24 + [0]
 
 
-def test_a_mixture_with_dense_layers_shows_both_widths(tmp_path):
+def test_a_mixture_with_dense_layers_shows_both_widths(tmp_path: Path) -> None:
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 96, "mlp_only_layers": [0, 47]}
     cuts = by_name(plan_on(sockets(1, 8), tmp_path, config_of(tmp_path, model_type="qwen3_moe", **experts), 3))
     assert [span.size for span in cuts["MLP width"].spans] == [2048] * 3
     assert [span.size for span in cuts["expert width"].spans] == [32] * 3
 
 
-def test_int8_is_a_byte_a_weight_and_a_scale_and_a_sum_a_row(tmp_path):
+def test_int8_is_a_byte_a_weight_and_a_scale_and_a_sum_a_row(tmp_path: Path) -> None:
     """Projections and head; the embedding table and norms stay bf16."""
     plan = plan_on(sockets(1, 8), tmp_path, config_of(tmp_path), 1, quantization=Quantization("int8"))
     rows = 48 * ((32 + 2 * 4) * 128 + 2048 + 2 * 6144 + 2048) + 151936
@@ -49,7 +51,7 @@ def test_int8_is_a_byte_a_weight_and_a_scale_and_a_sum_a_row(tmp_path):
     assert "3.34 billion parameters, int8, 1 rank" in render(plan)
 
 
-def test_an_int8_cache_is_a_byte_a_value_and_a_scale_a_token(tmp_path):
+def test_an_int8_cache_is_a_byte_a_value_and_a_scale_a_token(tmp_path: Path) -> None:
     """4 heads of 128: a rank of two has 2; scales are float32, one for keys and one for values."""
     plans = [
         plan_on(sockets(1, 8), tmp_path, config_of(tmp_path), 2, kv_cache_dtype=name, cached_tokens=1000)
@@ -62,7 +64,7 @@ def test_an_int8_cache_is_a_byte_a_value_and_a_scale_a_token(tmp_path):
         plan_on(sockets(1, 8), tmp_path, config_of(tmp_path), 1, kv_cache_dtype="bf16", dtype="float32")
 
 
-def test_a_quantised_checkpoint_is_planned_as_it_is(tmp_path):
+def test_a_quantised_checkpoint_is_planned_as_it_is(tmp_path: Path) -> None:
     """Groups of 128 columns: an MLP of 6144 is 48 units; heads of 128 are whole groups."""
     awq = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
     plan = plan_on(Machine(SNC3), tmp_path, config_of(tmp_path, quantization_config=awq), 6)
@@ -91,14 +93,14 @@ def test_a_quantised_checkpoint_is_planned_as_it_is(tmp_path):
         ),
     ],
 )
-def test_contradictions_are_refused(tmp_path, options, sentence):
+def test_contradictions_are_refused(tmp_path: Path, options: dict[str, Any], sentence: str) -> None:
     awq = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
     config = config_of(tmp_path, **({"quantization_config": awq} if options.pop("stored", False) else {}))
     with pytest.raises(ConfigError, match=f"^{sentence}"):
         plan_on(sockets(1, 8), tmp_path, config, 1, **options)
 
 
-def test_the_same_quantisation_may_be_asked_for(tmp_path):
+def test_the_same_quantisation_may_be_asked_for(tmp_path: Path) -> None:
     awq = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
     config = config_of(tmp_path, quantization_config=awq)
     asked = (None, Quantization("int4"), Quantization("int4", 128))
@@ -106,7 +108,7 @@ def test_the_same_quantisation_may_be_asked_for(tmp_path):
     assert len({plan.weights for plan in plans}) == 1
 
 
-def test_options_of_quantisation(capsys):
+def test_options_of_quantisation(capsys: pytest.CaptureFixture[str]) -> None:
     parser = argparse.ArgumentParser()
     command.add_arguments(parser)
     words = [str(DEMO), "--tp", "2", "--json", "--quantization"]
