@@ -22,7 +22,7 @@ from tilerank.runtime.params import SamplingParams
 from tilerank.runtime.prompt import Prompt
 from tilerank.runtime.server import client as client_module
 from tilerank.runtime.server import line as line_module
-from tilerank.runtime.server.client import EngineClient, OverloadedError, RefusedError
+from tilerank.runtime.server.client import EngineClient, OverloadedError, Progress, RefusedError
 from tilerank.runtime.server.engine_loop import serve_connections
 from tilerank.runtime.server.line import CHOICE_TOKENS, MAX_BYTES, MAX_TOKENS, Line
 from tilerank.runtime.server.messages import Cancel, Submit, ToEngine, Token
@@ -169,8 +169,12 @@ def served(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Served:
     return served
 
 
-async def collect(tokens: AsyncGenerator[Token]) -> list[int]:
-    return [token.token_id async for token in tokens]
+async def collect(choice: AsyncGenerator[Progress]) -> list[int]:
+    found = []
+    async for token in choice:
+        assert isinstance(token, Token)
+        found.append(token.token_id)
+    return found
 
 
 def test_abandoned_requests_do_not_hold_the_engine(served: Served) -> None:

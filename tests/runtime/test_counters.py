@@ -89,10 +89,10 @@ def test_experts_are_read_as_far_as_they_are_chosen(tmp_path: Path) -> None:
     experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 96, "norm_topk_prob": True}
     (tmp_path / "config.json").write_text(json.dumps(config | experts | {"model_type": "qwen3_moe"}))
     found = step_bytes(0, 1, tmp_path)
-    experts = LAYERS * 8 * 3 * HIDDEN * 96 * 2
-    assert found.experts == (ExpertBytes(experts, 2 / 8),)
-    assert found.decode(1, 0) == found.weights + experts / 4
-    assert found.decode(3, 0) == pytest.approx(found.weights + experts * (1 - 0.75**3))
+    nbytes = LAYERS * 8 * 3 * HIDDEN * 96 * 2
+    assert found.experts == (ExpertBytes(nbytes, 2 / 8),)
+    assert found.decode(1, 0) == found.weights + nbytes / 4
+    assert found.decode(3, 0) == pytest.approx(found.weights + nbytes * (1 - 0.75**3))
 
 
 def test_steps_with_a_piece_of_a_prompt_are_prefill() -> None:

@@ -27,7 +27,7 @@ from tilerank.loader.card import read_card
 from tilerank.loader.errors import ConfigError
 from tilerank.loader.weight_formats import weight_formats
 from tilerank.parallel.latent import AbsorbedHeads
-from tilerank.parallel.sharding import Sharding
+from tilerank.parallel.sharding import KVSplit, Sharding
 from tilerank.runtime.latent_forms import ContextPart, LatentForms, latent_forms
 from tilerank.runtime.models.deepseek import read_latent_config
 from tilerank.runtime.registry import build_model
@@ -212,6 +212,7 @@ def test_contexts_are_split_where_it_pays(
 ) -> None:
     """With 2176 operations for each head and token of 1152 bytes, and 100 operations in the time of a byte."""
     card = read_card(write_config(tmp_path, {"num_hidden_layers": 1, "first_k_dense_replace": 1}, V31))
+    asked: KVSplit
     for rank in range(tp):
         sharding = Sharding(rank, tp, torch.bfloat16, None, cached_tokens=tokens, kv_dtype=kv_dtype)
         assert build_model(card, sharding).context_part == (ContextPart(rank, tp) if expected else None)
@@ -224,7 +225,7 @@ def test_contexts_are_split_where_it_pays(
 def test_a_batch_gives_the_bits_of_single_requests(tmp_path: Path, kv_dtype: str | None) -> None:
     """As in test_engine.py: in chunks, mixed with others, from shared pages, after giving way; in the absorbed form,
     which this model always has, as keys and values are as large as two latents."""
-    dims = {"hidden": 96, "vocab": 4200, "layers": 3, "inter": 200, "moe_inter": 80}
+    dims: dict[str, Any] = {"hidden": 96, "vocab": 4200, "layers": 3, "inter": 200, "moe_inter": 80}
     dims["config"] = {"kv_lora_rank": 64, "qk_nope_head_dim": 64, "v_head_dim": 64}
     model = str(make_checkpoint("deepseek_v3", tmp_path, seed=5, **dims))
     cases = [(dtype, COMPILED[0]) for dtype in ("bfloat16", "float32")]
@@ -253,8 +254,8 @@ def quantised(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def transformers_logits(model_dir: str, dtype: torch.dtype) -> Tensor:
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype).eval()
-    found: Tensor = model(torch.tensor([IDS])).logits[0].float()
+    model: torch.nn.Module = AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype)
+    found: Tensor = model.eval()(torch.tensor([IDS])).logits[0].float()
     return found
 
 
@@ -320,13 +321,14 @@ def test_yarn_is_that_of_transformers(tmp_path: Path, changes: dict[str, Any]) -
     from transformers import DeepseekV3Config
     from transformers.models.deepseek_v3 import modeling_deepseek_v3 as theirs
 
+    mscale: Any = theirs.yarn_apply_mscale
     scaling = {key: value for key, value in (V31["rope_scaling"] | changes).items() if value is not ABSENT}
     write_config(tmp_path, {"rope_scaling": scaling}, V31)
     config = DeepseekV3Config.from_pretrained(tmp_path)
     rotary = theirs.DeepseekV3RotaryEmbedding(config)
     text, latent = read_latent_config(read_card(tmp_path).fields)
     assert torch.equal(inverse_frequencies(text.rope, 64), rotary.inv_freq)
-    assert latent.score_factor == pytest.approx(theirs.yarn_apply_mscale(config.rope_parameters, 1.0), rel=1e-12)
+    assert latent.score_factor == pytest.approx(mscale(config.rope_parameters, 1.0), rel=1e-12)
     table = RopeTable(text.rope, text.rotary_dim, 163840, torch.float32)
     table.allocate()
     some = torch.cat([torch.arange(0, 2000), torch.arange(161840, 163840)])

@@ -16,10 +16,12 @@ from safetensors.torch import load_file, save_file
 
 from tilerank.kernels.kv_pages import PAGE_TOKENS
 from tilerank.parallel.channel import Channel
+from tilerank.parallel.embedding import VocabParallelEmbedding
 from tilerank.parallel.group import SingleGroup
 from tilerank.parallel.join import Team
 from tilerank.runtime.engine import Engine, Failed, Request, TokenEvent
 from tilerank.runtime.errors import EngineError, RequestError
+from tilerank.runtime.models.decoder import Decoder
 from tilerank.runtime.prompt import Prompt
 from tilerank.runtime.sampling import SamplingParams, uniform
 from tilerank.runtime.worker import Worker
@@ -36,8 +38,8 @@ def engine() -> Engine:
     return Engine(Worker(DEMO, single(), dtype=torch.float32, context_length=256, max_total_tokens=512))
 
 
-def run(engine: Engine, prompt: list[int], **params: object) -> list[TokenEvent]:
-    return list(engine.generate([Request(Prompt(prompt), SamplingParams(**params))]))  # type: ignore[arg-type]
+def run(engine: Engine, prompt: list[int], **params: Any) -> list[TokenEvent]:
+    return list(engine.generate([Request(Prompt(prompt), SamplingParams(**params))]))
 
 
 @pytest.mark.skipif(not COMPILED, reason="in plain torch a row's bits depend on the batch; no compiled rung runs here")
@@ -226,6 +228,7 @@ def test_requests_come_and_go_between_steps(engine: Engine) -> None:
     def steps(count: int) -> None:
         for _ in range(count):
             for event in engine.step():
+                assert isinstance(event, TokenEvent)
                 found.setdefault(event.request, []).append(event.token_id)
 
     for i in range(3):
@@ -276,7 +279,9 @@ def poisoned(tmp_path_factory: pytest.TempPathFactory) -> Engine:
     head = {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}
     save_file(tensors | head, copy / "model.safetensors", {"format": "pt"})
     engine = Engine(Worker(copy, single(), dtype=torch.float32, context_length=256, max_total_tokens=512))
-    engine.worker._model.embedding.table.data[POISON] = torch.nan  # type: ignore[attr-defined]
+    model = engine.worker._model
+    assert isinstance(model, Decoder) and isinstance(model.embedding, VocabParallelEmbedding)
+    model.embedding.table.data[POISON] = torch.nan
     return engine
 
 
@@ -348,9 +353,9 @@ def test_scores_a_prompt_of_the_whole_context(engine: Engine) -> None:
         ({"logprobs": -1}, "logprobs"),
     ],
 )
-def test_refuses_sampling_parameters_that_mean_nothing(params: dict[str, float], says: str) -> None:
+def test_refuses_sampling_parameters_that_mean_nothing(params: dict[str, Any], says: str) -> None:
     with pytest.raises(RequestError, match=says):
-        SamplingParams(**params)  # type: ignore[arg-type]
+        SamplingParams(**params)
 
 
 @pytest.mark.parametrize("length", [1, 4097])

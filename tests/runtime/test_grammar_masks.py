@@ -21,8 +21,8 @@ from tilerank.runtime.engine import Completed, Engine, Event, Failed, Request, T
 from tilerank.runtime.errors import RequestError
 from tilerank.runtime.grammar import Vocabulary, allowed_tokens
 from tilerank.runtime.prompt import Prompt
-from tilerank.runtime.rank_messages import Chunk
 from tilerank.runtime.sampling import SamplingParams
+from tilerank.runtime.scheduler import Scheduled
 from tilerank.runtime.server.engine_loop import serve_connections
 from tilerank.runtime.server.messages import Submit, encode
 from tilerank.runtime.worker import Worker
@@ -140,13 +140,16 @@ def test_log_probabilities_are_those_of_the_free_text(engine: Engine) -> None:
 
 
 def test_others_of_the_batch_get_the_same_bits(engine: Engine) -> None:
-    free = [{"max_new_tokens": 30, "logprobs": 2}, {"max_new_tokens": 20, "temperature": 1.0, "seed": 7, "logprobs": 1}]
+    free: list[dict[str, Any]] = [
+        {"max_new_tokens": 30, "logprobs": 2},
+        {"max_new_tokens": 20, "temperature": 1.0, "seed": 7, "logprobs": 1},
+    ]
 
     def values(some: list[Event]) -> list[object]:
         return [(event.token_id, event.logprobs) for event in tokens(some)]
 
     alone = [values(events(engine, one)[0]) for one in free]
-    constrained = {"grammar": JSON, "max_new_tokens": 100}
+    constrained: dict[str, Any] = {"grammar": JSON, "max_new_tokens": 100}
     first, _, second, poem = events(engine, free[0], {"grammar": CHOICE, "temperature": 1.0}, free[1], constrained)
     assert [values(first), values(second)] == alone
     assert values(poem) == values(events(engine, constrained)[0])
@@ -190,10 +193,10 @@ def test_a_rank_is_lost_while_a_constrained_answer_ends(engine: Engine, monkeypa
     """The failure of the step is raised, although the answer ended before it."""
     compute = engine._lead
 
-    def lost_with_the_first_answer(chunks: list[Chunk]) -> torch.Tensor:
+    def lost_with_the_first_answer(scheduled: Scheduled) -> torch.Tensor:
         if set(engine._requests) == {1}:
             raise GroupError("rank 1 is gone")
-        return compute(chunks)
+        return compute(scheduled)
 
     monkeypatch.setattr(engine, "_lead", lost_with_the_first_answer)
     constrained = Submit(7, Prompt(PROMPT), SamplingParams(grammar=CHOICE), [0])

@@ -35,10 +35,11 @@ def rounded(x: Tensor) -> Tensor:
 
 
 @cache
-def model() -> Any:
+def model() -> torch.nn.Module:
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32).eval()
+    found: torch.nn.Module = AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32)
+    return found.eval()
 
 
 @torch.inference_mode()
@@ -47,8 +48,10 @@ def reference(ids: list[int], *, int8: bool = True) -> Tensor:
     from transformers import DynamicCache
 
     class Int8Cache(DynamicCache):
-        def update(self, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-            return super().update(rounded(keys), rounded(values), *args, **kwargs)
+        def update(
+            self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+        ) -> tuple[Tensor, Tensor]:
+            return super().update(rounded(key_states), rounded(value_states), layer_idx, *args, **kwargs)
 
     kept = Int8Cache() if int8 else DynamicCache()
     logits: Tensor = model()(torch.tensor([ids]), past_key_values=kept, use_cache=True).logits[0]

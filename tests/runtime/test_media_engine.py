@@ -280,12 +280,12 @@ GOOD = prompt(text(1, 4), SMALL, text(2, 3))
 
 def changed(**changes: object) -> Prompt:
     fields = {name: getattr(GOOD, name) for name in ("token_ids", "media", "places", "positions")}
-    return Prompt(**(fields | changes))  # type: ignore[arg-type]
+    return Prompt(**(fields | changes))
 
 
 def reshaped(**changes: object) -> Prompt:
     fields = {name: getattr(SMALL, name) for name in ("kind", "frames", "size", "grid")}
-    return changed(media=[Medium(**(fields | changes))])  # type: ignore[arg-type]
+    return changed(media=[Medium(**(fields | changes))])
 
 
 @pytest.mark.parametrize(

@@ -119,7 +119,7 @@ def test_counters_never_go_down_when_a_replica_does() -> None:
     The totals are 40, 40 + 7, the same while it is gone, and 40 + 7 + 5.
     """
 
-    async def listen() -> list[tuple[float, float, float]]:
+    async def listen() -> list[tuple[float, ...]]:
         client, found = EngineClient(), []
 
         async def hear(theirs: socket.socket, *messages: FromEngine) -> None:

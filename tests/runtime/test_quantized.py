@@ -37,9 +37,8 @@ def reference(model_dir: Path, ids: list[int]) -> Tensor:
     """Return transformers' logits in fp32."""
     from transformers import AutoModelForCausalLM
 
-    found: Tensor = (
-        AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()(torch.tensor([ids])).logits[0]
-    )
+    model: torch.nn.Module = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    found: Tensor = model.eval()(torch.tensor([ids])).logits[0]
     return found
 
 

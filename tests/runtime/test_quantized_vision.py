@@ -59,5 +59,5 @@ def test_logits_of_text_and_pictures(made: Path, tp: int) -> None:
 
 
 def mean(case: dict[str, Any], key: str = "mean") -> float:
-    errors = [prompt[key] for prompt in case["prompts"]]
+    errors: list[float] = [prompt[key] for prompt in case["prompts"]]
     return sum(errors) / len(errors)

@@ -26,6 +26,7 @@ from tilerank.loader.weight_formats import weight_formats
 from tilerank.loader.weights import load_weights
 from tilerank.parallel.errors import ShardError
 from tilerank.parallel.parameters import PlainParameter
+from tilerank.parallel.shard import Strategy
 from tilerank.parallel.sharding import Sharding
 from tilerank.runtime.caches.cache import RecurrentState
 from tilerank.runtime.media.qwen_vl import QwenVLProcessor
@@ -194,8 +195,9 @@ def test_more_ranks_than_key_heads(tmp_path: Path) -> None:
         tmp_path, nested({"num_hidden_layers": 4, "linear_num_key_heads": 4, "linear_num_value_heads": 16}), {}
     )
     card = read_card(tmp_path)
+    strategy: Strategy
     for strategy, heads in (("split", 0), ("pad", 4)):
-        found = build_model(card, Sharding(5, 6, torch.bfloat16, None, strategy))  # type: ignore[arg-type]
+        found = build_model(card, Sharding(5, 6, torch.bfloat16, None, strategy))
         spec = found.cache_specs()[0]
         assert isinstance(spec, RecurrentState) and spec.value_heads == heads
         assert not sum(r.elements for r in found.rectangles() if ".0.linear_attn.in_proj" in r.name)
@@ -207,7 +209,7 @@ def test_heads_that_are_no_multiple_of_a_block_are_refused(tmp_path: Path) -> No
     write_config(tmp_path, nested(small), {})
     card = read_card(tmp_path)
     for codes in ("int8", "int4", "fp8"):
-        formats = weight_formats(None, torch.bfloat16, Quantization(codes))  # type: ignore[arg-type]
+        formats = weight_formats(None, torch.bfloat16, Quantization(codes))
         assert isinstance(build_model(card, Sharding(0, 2, torch.bfloat16, None, formats=formats)), Decoder)
         sharding = Sharding(0, 3, torch.bfloat16, None, formats=formats)  # 6 heads of 24 rows: 4.5 blocks
         if codes != "fp8":

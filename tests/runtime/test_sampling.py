@@ -1,22 +1,30 @@
 """Penalties, bias and min_p against transformers' processors and arithmetic by hand; stop tokens."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from transformers.generation.logits_process import MinPLogitsWarper, RepetitionPenaltyLogitsProcessor
 
 from tilerank.runtime.errors import RequestError
-from tilerank.runtime.sampling import Row, SamplingParams, _process, choose
+from tilerank.runtime.sampling import Choice, Row, SamplingParams, _process, choose
 
 VOCAB = 50
 TOKENS = [3, 4, 3, 9, 4, 4, 30]  # the first three are the prompt
 
 
-def reshaped(logits: torch.Tensor, **params: object) -> torch.Tensor:
+def reshaped(logits: torch.Tensor, **params: Any) -> torch.Tensor:
     values = logits.clone()
-    _process(values, Row(SamplingParams(**params), TOKENS, 3))  # type: ignore[arg-type]
+    _process(values, Row(SamplingParams(**params), TOKENS, 3))
     return values
+
+
+def chosen_of(logits: torch.Tensor, rows: list[Row]) -> list[Choice]:
+    """Return the choice of each row, which all have one."""
+    found = [choice for choice in choose(logits, rows) if choice is not None]
+    assert len(found) == len(rows)
+    return found
 
 
 @pytest.fixture
@@ -34,7 +42,7 @@ def test_repetition_penalty_is_that_of_transformers(logits: torch.Tensor, penalt
 
 def test_min_p_is_that_of_transformers(logits: torch.Tensor) -> None:
     for min_p, temperature in ((0.05, 1.0), (0.3, 2.5), (1.0, 0.7)):
-        expected = MinPLogitsWarper(min_p)(torch.tensor([TOKENS]), logits[None] / temperature)[0]
+        expected = MinPLogitsWarper(min_p)(torch.LongTensor([TOKENS]), logits[None] / temperature)[0]
         found = reshaped(logits, min_p=min_p, temperature=temperature)
         assert torch.equal(found.isinf(), expected.isinf()) and 0 < expected.isinf().sum() < VOCAB
         assert torch.equal(found[~found.isinf()], logits[~found.isinf()])
@@ -47,7 +55,7 @@ def test_presence_and_frequency_count_the_text_alone(logits: torch.Tensor) -> No
     expected[4] -= 0.5 + 2 * 0.25
     expected[30] -= 0.75
     torch.testing.assert_close(found, expected)
-    fresh = choose(logits[None], [Row(SamplingParams(presence_penalty=1.0), TOKENS, len(TOKENS))])
+    fresh = chosen_of(logits[None], [Row(SamplingParams(presence_penalty=1.0), TOKENS, len(TOKENS))])
     assert [choice.token_id for choice in fresh] == [int(logits.argmax())]  # no text yet
 
 
@@ -62,7 +70,7 @@ def test_bias_penalties_and_grammars_decide_together(logits: torch.Tensor) -> No
     but_three = torch.ones(VOCAB, dtype=torch.bool)
     but_three[3] = False
     rows = [Row(p, TOKENS, 3, forbidden) for p, forbidden in zip(params, (None, None, None, but_three), strict=True)]
-    chosen = choose(torch.stack([logits] * 4), rows)
+    chosen = chosen_of(torch.stack([logits] * 4), rows)
     assert [choice.token_id for choice in chosen] == [best, second, 7, 3]
     # Log-probabilities are those of the raw logits.
     expected = torch.log_softmax(logits, -1)
@@ -85,6 +93,6 @@ def test_bias_penalties_and_grammars_decide_together(logits: torch.Tensor) -> No
         {"logit_bias": {1: 101.0}},
     ],
 )
-def test_meaningless_parameters_are_refused(params: dict[str, float]) -> None:
+def test_meaningless_parameters_are_refused(params: dict[str, Any]) -> None:
     with pytest.raises(RequestError, match=f"{next(iter(params))}: expected"):
-        SamplingParams(**params)  # type: ignore[arg-type]
+        SamplingParams(**params)

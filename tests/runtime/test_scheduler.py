@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from tilerank.kernels.kv_pages import PAGE_TOKENS
-from tilerank.runtime.caches.encodings import EncoderCache, Wanted
+from tilerank.runtime.caches.encodings import EncoderCache, Encoding, Wanted
 from tilerank.runtime.caches.pages import Page, PagePool
 from tilerank.runtime.caches.state_pool import StatePool
 from tilerank.runtime.prompt import Medium, Place, Prompt
@@ -165,6 +165,7 @@ class Schedules(RuleBasedStateMachine):
             for number in self.encodings.forgotten:
                 del self.held[number]
             self.encodings.forgotten.clear()
+            assert isinstance(encoding, Encoding)
             encoding.medium = None
             self.held[encoding.number] = encoding.digest
 
@@ -210,7 +211,7 @@ class Schedules(RuleBasedStateMachine):
             if place.start + i in span
         }
         for axis in range(3):
-            whole = (prompt.positions or [range(sequence.prompt_len)] * 3)[axis]
+            whole = (prompt.positions or [list(range(sequence.prompt_len))] * 3)[axis]
             expected = [whole[i] if i < sequence.prompt_len else i + prompt.shift for i in span]
             shifted = [i + chunk.shift for i in span]
             assert (chunk.positions[axis] if chunk.positions else shifted) == expected

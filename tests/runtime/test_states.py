@@ -201,6 +201,6 @@ def test_a_score_uses_a_slot() -> None:
     machine.run(machine.add(tokens(100)))
     alone = new_sequence(tokens(50), 1, 9)
     machine.scheduler.start_alone(alone)
-    assert alone.state_slot == 0 and not machine.pool.available
+    assert (alone.state_slot, machine.pool.available) == (0, 0)
     machine.scheduler.remove(alone)
     assert machine.pool.available == 1

@@ -6,6 +6,7 @@ snapshot is of generated tokens, or a chunk is cut inside a block of the delta r
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -30,7 +31,7 @@ from tilerank.runtime.sampling import SamplingParams
 from tilerank.runtime.scheduler import Scheduler
 from tilerank.runtime.worker import Worker
 
-DENSE = {
+DENSE: dict[str, Any] = {
     "family": "qwen3_5",
     "hidden": 96,
     "heads": 6,

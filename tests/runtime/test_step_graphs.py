@@ -11,7 +11,8 @@ from ranks import Ranks, run_ranks
 from tiny import make_checkpoint
 
 from tilerank.kernels import core
-from tilerank.parallel.join import Membership, join
+from tilerank.parallel.join import join
+from tilerank.parallel.rendezvous import Membership
 from tilerank.runtime import registry
 from tilerank.runtime.batch import Held, padded_size
 from tilerank.runtime.rank_messages import Chunk, Step
@@ -86,7 +87,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 @cache
-def compared(tp: int, threads: int, models: tuple[str, ...]) -> list[list[dict[str, Any]]]:
+def compared(tp: int, threads: int, models: tuple[str, ...]) -> list[tuple[dict[str, Any], ...]]:
     return list(zip(*run_ranks(tp, "replay:compare", kwargs={"models": list(models)}, threads=threads), strict=True))
 
 

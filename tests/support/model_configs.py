@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-LLAMA = {
+LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
     "hidden_act": "silu",

@@ -115,7 +115,9 @@ def test_intermediate_layers_as_transformers_takes_them(reference: Path) -> None
         worker = Worker(reference / MODEL["name"], team, dtype=torch.float32, mllama_intermediate=rule)
         _, rows, columns = wanted["media.0.grid"].tolist()
         assert worker.encoder is not None
-        *_, found[rule] = worker.encoder.encode(wanted["media.0.frames"], (1, rows, columns), 1e9)
+        *_, encoding = worker.encoder.encode(wanted["media.0.frames"], (1, rows, columns), 1e9)
+        assert encoding is not None
+        found[rule] = encoding
     for rule, name in (("meta", "media.0.float32"), ("transformers", "outputs")):
         assert row_errors(found[rule], wanted[name]).max() <= 1e-4
     assert row_errors(found["meta"], wanted["outputs"]).max() > 0.01

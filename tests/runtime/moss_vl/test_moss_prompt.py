@@ -232,9 +232,11 @@ def test_videos_share_the_frames_by_their_durations(processor: Processor) -> Non
     assert share_frames([5.0, 1.0], 1) == [1, 1]
     assert share_frames([300.0, 30.0, 1000.0], 256) == [58, 7, 191]
     sources = [Source("video", ("a",), False), Source("image", ("b",), False), Source("video", ("c",), True)]
-    assert samplers(processor, sources, {}.__getitem__) == [processor.sample] * 3
+    described: dict[int, tuple[int, float | None]] = {}
+    assert samplers(processor, sources, described.__getitem__) == [processor.sample] * 3
     sources.append(Source("video", ("d",), False))
-    chosen = samplers(processor, sources, {0: (35, 10.0), 3: (100_000, 10.0)}.__getitem__)
+    described |= {0: (35, 10.0), 3: (100_000, 10.0)}
+    chosen = samplers(processor, sources, described.__getitem__)
     assert [sample(35, 10.0) for sample in chosen[:3]] == [[0]] + [processor.sample(35, 10.0)] * 2
     assert len(chosen[3](100_000, 10.0)) == 767
 

@@ -41,7 +41,7 @@ def expected(model_dir: Path) -> list[list[int]]:
     """The tokens of the prompt and of the answer, after one turn and after two."""
     sys.path.insert(0, str(TOOL.parent))
     reference = importlib.import_module("reference_moss")
-    with av.open(io.BytesIO(VIDEO)) as container:
+    with av.open(io.BytesIO(VIDEO), "r") as container:
         decoded = [frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]
     shown = torch.from_numpy(np.asarray(picture(50, 70)).copy())[None]
     pixels = reference.pixel_values(shown, PICTURE_GRID)

@@ -14,7 +14,7 @@ from tests.runtime.omni.omni_ranks import media_of, text_of
 from tilerank.kernels.kv_pages import PAGE_TOKENS
 from tilerank.loader.tokenizer import Tokenizer
 from tilerank.parallel.join import Team
-from tilerank.runtime.engine import Engine, Request, SoundEvent
+from tilerank.runtime.engine import Engine, Request, SoundEvent, TokenEvent
 from tilerank.runtime.media.registry import load_processor
 from tilerank.runtime.params import SpeechParams
 from tilerank.runtime.prompt import Prompt
@@ -57,7 +57,8 @@ class Answer:
 
 def speak(listener: Listener, requests: list[Request]) -> list[Answer]:
     """Run requests together."""
-    engine, answers, numbers = listener.engine, [Answer() for _ in requests], {}
+    engine, answers = listener.engine, [Answer() for _ in requests]
+    numbers: dict[int, int] = {}
     known = {engine.submit(request): answer for request, answer in zip(requests, answers, strict=True)}
     assert engine._speaking is not None
     while engine.busy:
@@ -68,8 +69,9 @@ def speak(listener: Listener, requests: list[Request]) -> list[Answer]:
                 answer.samples += event.samples
                 answer.ended += event.last
             else:
-                answer.tokens.append(event.token_id)  # type: ignore[union-attr]
-        numbers |= {speech.request: speech.number for speech in speeches}
+                assert isinstance(event, TokenEvent)
+                answer.tokens.append(event.token_id)
+        numbers |= {speech.request: speech.number for speech in speeches if speech.number is not None}
     for request, number in numbers.items():
         known[request].codes = listener.codes.get(number, [])
     return answers
@@ -88,8 +90,8 @@ def prompts(out: str, cases: dict[str, list[Any]], wanted: dict[str, Tensor]) ->
 
 
 def start(team: Team, out: str, *, eager: bool = False, talker_pages: int = 64) -> Worker:
-    sizes = {"max_total_tokens": 4096, "talker_tokens": talker_pages * PAGE_TOKENS}
-    return Worker(Path(out) / "omni", team, dtype=torch.float32, eager=eager, **sizes)
+    tokens, model = talker_pages * PAGE_TOKENS, Path(out) / "omni"
+    return Worker(model, team, dtype=torch.float32, max_total_tokens=4096, talker_tokens=tokens, eager=eager)
 
 
 def run(team: Team, *, out: str, cases: dict[str, list[Any]], frames: int, eager: bool = False) -> dict[str, Any]:

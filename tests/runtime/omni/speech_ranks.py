@@ -178,8 +178,8 @@ def check_rung(
 ) -> dict[str, Any]:
     core.force_isa(rung)
     wanted, model = load_file(f"{out}/omni.safetensors"), Path(out) / "omni"
-    sizes = {"max_total_tokens": 4096, "talker_tokens": 64 * PAGE_TOKENS}
-    worker = Worker(model, team, dtype=torch.float32, eager=eager, **sizes)
+    tokens = 64 * PAGE_TOKENS
+    worker = Worker(model, team, dtype=torch.float32, max_total_tokens=4096, talker_tokens=tokens, eager=eager)
     processor = load_processor(model, Tokenizer(model))
     assert processor is not None
     pages, speech = Pages(), Speech(worker, frames)

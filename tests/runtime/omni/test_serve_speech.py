@@ -60,7 +60,7 @@ def generated(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> tupl
 
 
 def samples(data: bytes) -> bytes:
-    with wave.open(io.BytesIO(data)) as file:
+    with wave.open(io.BytesIO(data), "rb") as file:
         assert file.getparams()[:3] == (1, 2, 24000)
         return file.readframes(file.getnframes())
 

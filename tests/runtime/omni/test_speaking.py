@@ -163,18 +163,19 @@ def test_codes_that_cannot_be_chosen_fail_one_request(
 ) -> None:
     """The code predictor alone computes NaN, in the fourth frame of the older of two speeches."""
     engine = Engine(start(single(), str(reference), eager=True))
-    assert engine._speaking is not None and engine.worker.speech is not None
+    speaking = engine._speaking
+    assert speaking is not None and engine.worker.speech is not None
     predictor: Any = engine.worker.speech.speaker.predictor
 
     def damaged(x: torch.Tensor) -> torch.Tensor:
-        logits = whole(x)
-        speech = engine._speaking._speeches.get(bad)
+        logits: torch.Tensor = whole(x)
+        speech = speaking._speeches.get(bad)
         if speech is not None and speech.frames == 4:
             logits[0] = math.nan
         return logits
 
     whole = predictor.heads[2]
-    params = {"temperature": temperature, "seed": 3}
+    params: dict[str, Any] = {"temperature": temperature, "seed": 3}
     with limits(FRAMES):
         expected = speak(Listener(engine), [request(asked["turns"], **params)])[0]
         bad = engine.submit(request(asked["text"], **params))

@@ -61,7 +61,8 @@ class Server:
     def __init__(self, app: ASGIApp, http: httpx.AsyncClient, tokenizer: Tokenizer) -> None:
         self.app = app
         self.http = http
-        self.client = openai.AsyncOpenAI(base_url="http://server/v1", api_key="any", max_retries=0, http_client=http)
+        taken: Any = http  # openai declares a client of httpx2, and takes one of httpx as well
+        self.client = openai.AsyncOpenAI(base_url="http://server/v1", api_key="any", max_retries=0, http_client=taken)
         self.tokenizer = tokenizer
         self.answer: str | Callable[[str], str] = ""
         self.sounds: list[bytes] = []

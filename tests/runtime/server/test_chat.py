@@ -210,7 +210,8 @@ def test_an_effort_that_cannot_be_made_is_refused(
     async def ask(server: Server) -> None:
         with pytest.raises(openai.BadRequestError) as caught:
             await server.ask("a", **fields)
-        assert caught.value.body["message"] == sentence  # type: ignore[index]
+        body: Any = caught.value.body
+        assert body["message"] == sentence
         assert caught.value.param == "reasoning_effort"
 
     run(model, template, ask)

@@ -7,6 +7,7 @@ import socket
 import ssl
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from chat_parts import data_url
@@ -173,11 +174,11 @@ def test_the_checked_address_is_the_one_that_is_connected_to(web: Web, monkeypat
     looked_up: list[str] = []
     real = socket.getaddrinfo
 
-    def resolve(host: str, port: int, *args: object, **options: object) -> object:
+    def resolve(host: str, port: int, *args: Any, **options: Any) -> object:
         if host == "example.com":
             looked_up.append(host)
             return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", port))]
-        return real(host, port, *args, **options)  # type: ignore[arg-type]
+        return real(host, port, *args, **options)
 
     monkeypatch.setattr(socket, "getaddrinfo", resolve)
     assert read(Fetcher(["example.com"], None, loopback_alone), f"http://example.com:{web.port}/x") == [b"abc"]

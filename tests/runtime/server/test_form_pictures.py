@@ -2,7 +2,9 @@
 
 import base64
 
-from tests.runtime.server.test_media import SMALL, Server, data_url, image, run, runs, text, user
+from chat_parts import data_url, image, text, user
+
+from tests.runtime.server.test_media import SMALL, Server, run, runs
 
 
 def test_a_picture_in_the_forms_of_other_apis() -> None:

@@ -27,7 +27,7 @@ from tilerank.runtime.server.api import ChatCompletion, Completion
 from tilerank.runtime.server.app import make_app
 from tilerank.runtime.server.chat_messages import Message
 from tilerank.runtime.server.client import EngineClient
-from tilerank.runtime.server.messages import Cancel, State, Submit, Token, Tokens, encode, engine_inbox
+from tilerank.runtime.server.messages import Cancel, State, Submit, ToEngine, Token, Tokens, encode, engine_inbox
 from tilerank.runtime.server.request_body import validation_error
 from tilerank.runtime.server.settings import ServerSettings
 
@@ -68,7 +68,7 @@ def test_text_is_held_only_as_long_as_it_may_become_a_stop_string() -> None:
 @pytest.mark.parametrize("size", [1, 3, 1000])
 def test_messages_come_out_of_pieces_of_any_size(size: int) -> None:
     params = SamplingParams(max_new_tokens=5, temperature=0.5, logit_bias={3: -1.5}, stop_token_ids=(1, 2))
-    sent = [
+    sent: list[ToEngine] = [
         Submit(1, Prompt([5, 6]), params, [3]),
         Cancel(1),
         Submit(2, Prompt(list(range(300))), SamplingParams(), []),

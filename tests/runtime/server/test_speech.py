@@ -5,7 +5,7 @@ import base64
 import io
 import wave
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import av
 import httpx
@@ -19,6 +19,7 @@ from tilerank.runtime.params import SpeechParams
 from tilerank.runtime.server.answers import spoken
 from tilerank.runtime.server.answers.spoken import TranscriptStore
 
+Form = Literal["mp3", "opus", "aac", "flac", "wav", "pcm"]
 VOICES = ("ethan", "chelsie")
 ANSWER = "In the beginning"
 TONE = np.round(8000 * np.sin(2 * np.pi * 440 * np.arange(24000) / 24000)).astype("<i2")
@@ -44,7 +45,7 @@ def ask(model: Path, test: Any, voices: tuple[str, ...] = VOICES) -> None:
 
 def decoded(data: bytes) -> Any:
     """Samples of a file with 24,000 a second."""
-    with av.open(io.BytesIO(data)) as file:
+    with av.open(io.BytesIO(data), "r") as file:
         resampler = av.AudioResampler(format="s16", layout="mono", rate=24000)
         frames = [one for frame in [*file.decode(audio=0), None] for one in resampler.resample(frame)]
     return np.concatenate([frame.to_ndarray()[0] for frame in frames])
@@ -105,8 +106,8 @@ def test_a_stream(model: Path) -> None:
     ask(model, test)
 
 
-@pytest.mark.parametrize("form", ["mp3", "opus", "aac", "flac", "wav", "pcm"])
-def test_formats(model: Path, form: str) -> None:
+@pytest.mark.parametrize("form", get_args(Form))
+def test_formats(model: Path, form: Form) -> None:
     """Formats that lose are as long as the tone but for the padding of encoders, and have its pitch."""
 
     def check(data: bytes) -> None:
@@ -177,7 +178,7 @@ def test_speech_is_sent_while_it_is_made(model: Path) -> None:
 
         headers = [(b"content-type", b"application/json")]
         scope = {"type": "http", "method": "POST", "path": "/v1/audio/speech", "headers": headers, "query_string": b""}
-        asked = asyncio.create_task(server.app(scope, receive, send))
+        asked = asyncio.ensure_future(server.app(scope, receive, send))
         sent = b""
         while SOUNDS[0] not in sent:
             sent += (await asyncio.wait_for(received.get(), 60)).get("body", b"")
@@ -193,7 +194,7 @@ def test_speech_is_sent_while_it_is_made(model: Path) -> None:
         server.cut = True
         left.clear()
         messages = iter([{"type": "http.request", "body": httpx.Request("POST", "http://server", json=body).content}])
-        asked = asyncio.create_task(server.app(scope, receive, send))
+        asked = asyncio.ensure_future(server.app(scope, receive, send))
         server.more.set()
         await asyncio.wait_for(asked, 60)
         last = None
@@ -303,7 +304,7 @@ def test_earlier_speech(model: Path) -> None:
 
 def test_transcripts_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 1000.5
-    monkeypatch.setattr(spoken.time, "time", lambda: now)
+    monkeypatch.setattr("tilerank.runtime.server.answers.spoken.time.time", lambda: now)
     monkeypatch.setattr(spoken, "MAX_KEPT", 3)
     monkeypatch.setattr(spoken, "MAX_CHARACTERS", 10)
     store = TranscriptStore()
