@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from tilerank.kernels import ops
-from tilerank.kernels.vision import layer_norm
+from tilerank.kernels.tower_ops import layer_norm
 
 from .parameters import Layer, PlainParameter
 from .sharding import Sharding

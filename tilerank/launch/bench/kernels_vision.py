@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import torch
 from torch.nn import functional
 
-from tilerank.kernels import audio, core, pictures, vision
+from tilerank.kernels import audio, core, pictures, tower_ops
 from tilerank.kernels.convolution import convolve_, convolve_channels, tap_columns
 from tilerank.kernels.packed_sequences import attention_varlen
 from tilerank.kernels.weight_formats.floats import FloatWeight
@@ -70,7 +70,7 @@ def layer_norm() -> Entry:
         f"{PATCHES} x {HIDDEN}",
         "bfloat16",
         Work(2 * x.nbytes),
-        lambda _: vision.layer_norm(x, weight, bias, 1e-6),
+        lambda _: tower_ops.layer_norm(x, weight, bias, 1e-6),
         lambda _: functional.layer_norm(x, (HIDDEN,), weight, bias, 1e-6),
     )
 
@@ -82,7 +82,7 @@ def gelu() -> Entry:
         f"{PATCHES} x {WIDTH}",
         "bfloat16",
         Work(2 * x.nbytes),
-        lambda _: vision.gelu(x, True),
+        lambda _: tower_ops.gelu(x, True),
         lambda _: functional.gelu(x, approximate="tanh"),
     )
 
@@ -96,7 +96,7 @@ def rotary_float() -> Entry:
         f"{PATCHES} x {HEADS}+{HEADS} x {HEAD_DIM}",
         "bfloat16",
         Work(2 * (q.nbytes + k.nbytes) + angles.nbytes),
-        lambda _: vision.rotary_float_(q, k, angles),
+        lambda _: tower_ops.rotary_float_(q, k, angles),
     )
 
 
@@ -108,7 +108,7 @@ def interpolate_rows() -> Entry:
         f"{PATCHES} x {HIDDEN}",
         "bfloat16",
         Work(5 * PATCHES * HIDDEN * table.itemsize),
-        lambda _: vision.interpolate_rows(table, rows, weights),
+        lambda _: tower_ops.interpolate_rows(table, rows, weights),
     )
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from tilerank.kernels import core, ops
 from tilerank.kernels.audio import log_mel, unfold
 from tilerank.kernels.linear import Activation
-from tilerank.kernels.vision import gelu
+from tilerank.kernels.tower_ops import gelu
 from tilerank.kernels.weight_formats import Float
 from tilerank.parallel.linear import Linear, RowParallelLinear
 from tilerank.parallel.norm import LayerNorm

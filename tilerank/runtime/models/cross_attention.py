@@ -10,7 +10,7 @@ from tilerank.kernels import ops
 from tilerank.kernels.attention import attention, store_kv
 from tilerank.kernels.heads import join_heads, split_heads
 from tilerank.kernels.kv_pages import KVPages
-from tilerank.kernels.vision import tanh_gate_
+from tilerank.kernels.tower_ops import tanh_gate_
 from tilerank.loader.card import ModelCard
 from tilerank.loader.fields import Fields
 from tilerank.loader.padding import get_num_heads_padding_size

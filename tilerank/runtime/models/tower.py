@@ -19,7 +19,7 @@ from tilerank.kernels.heads import join_heads
 from tilerank.kernels.kv_pages import KVPages
 from tilerank.kernels.linear import Activation
 from tilerank.kernels.packed_sequences import PackedSequences
-from tilerank.kernels.vision import tanh_gate_
+from tilerank.kernels.tower_ops import tanh_gate_
 from tilerank.parallel.linear import ColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from tilerank.parallel.norm import LayerNorm
 from tilerank.parallel.parameters import Layer, WholeParameter

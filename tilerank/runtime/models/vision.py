@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tilerank.kernels import core, ops
 from tilerank.kernels.pictures import patches
-from tilerank.kernels.vision import interpolate_rows, rotary_float_
+from tilerank.kernels.tower_ops import interpolate_rows, rotary_float_
 from tilerank.kernels.weight_formats import Float
 from tilerank.parallel.linear import Linear
 from tilerank.parallel.norm import LayerNorm

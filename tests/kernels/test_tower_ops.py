@@ -1,4 +1,4 @@
-"""The row kernels of vision encoders on every rung, against float64 arithmetic and against torch's modules."""
+"""The row kernels of towers on every rung, against float64 arithmetic and against torch's modules."""
 
 from collections.abc import Callable
 
@@ -8,7 +8,7 @@ from matrices import DTYPES, EPS32, assert_same_rounding, assert_within, half_ul
 from torch import Tensor
 from torch.nn import functional
 
-from tilerank.kernels import core, ops, vision
+from tilerank.kernels import core, ops, tower_ops
 from tilerank.kernels.errors import KernelError
 from tilerank.kernels.graph import Graph
 
@@ -23,7 +23,7 @@ WIDTHS = [1, 3, 17, 33, 130, 1152]
 def test_layer_norm_is_exact_to_rounding(dtype: torch.dtype, offset: float, d: int) -> None:
     x = inside_nan((randn(5, d) + offset).to(dtype))
     weight, bias = randn(d, dtype=dtype, seed=1), randn(d, dtype=dtype, seed=2)
-    found = vision.layer_norm(x, weight, bias, 1e-6)
+    found = tower_ops.layer_norm(x, weight, bias, 1e-6)
 
     exact = functional.layer_norm(x.double(), (d,), weight.double(), bias.double(), 1e-6)
     scale = 1 / (x.double().var(-1, keepdim=True, correction=0) + 1e-6).sqrt()
@@ -39,8 +39,8 @@ def test_layer_norm_is_exact_to_rounding(dtype: torch.dtype, offset: float, d: i
 @pytest.mark.parametrize("layout", ["dense", "slice", "swapped"])
 def test_layer_norm_takes_any_leading_strides(layout: str) -> None:
     x, weight, bias = layouts(5, 3, 72, torch.bfloat16)[layout], randn(72).bfloat16(), randn(72, seed=1).bfloat16()
-    found = vision.layer_norm(x, weight, bias, 1e-6)
-    assert torch.equal(found, vision.layer_norm(x.contiguous().view(15, 72), weight, bias, 1e-6).view(5, 3, 72))
+    found = tower_ops.layer_norm(x, weight, bias, 1e-6)
+    assert torch.equal(found, tower_ops.layer_norm(x.contiguous().view(15, 72), weight, bias, 1e-6).view(5, 3, 72))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -49,7 +49,7 @@ def test_layer_norm_takes_any_leading_strides(layout: str) -> None:
 def test_gelu_is_exact_to_rounding(dtype: torch.dtype, tanh: bool, d: int) -> None:
     x = inside_nan((3 * randn(5, d)).to(dtype))
     exact = functional.gelu(x.double(), approximate="tanh" if tanh else "none")
-    found = vision.gelu(x, tanh)
+    found = tower_ops.gelu(x, tanh)
     assert found.is_contiguous()
     assert_within(found, exact, 8 * EPS32 * x.double().abs() + 1.01 * half_ulp(dtype) * exact.abs())
 
@@ -57,7 +57,7 @@ def test_gelu_is_exact_to_rounding(dtype: torch.dtype, tanh: bool, d: int) -> No
 @pytest.mark.parametrize("tanh", [False, True], ids=["erf", "tanh"])
 def test_gelu_of_large_and_special_values(tanh: bool) -> None:
     x = torch.tensor([[0.0, 1e4, -1e4, 1e38, -1e38, 100.0, -100.0, -12.0, float("nan")]])
-    found = vision.gelu(x, tanh)[0]
+    found = tower_ops.gelu(x, tanh)[0]
     assert found[:7].tolist() == [0.0, 1e4, 0.0, x[0, 3], 0.0, 100.0, 0.0]
     assert abs(float(found[7])) < 1e-6 and found[8].isnan()
 
@@ -65,7 +65,7 @@ def test_gelu_of_large_and_special_values(tanh: bool) -> None:
 @pytest.mark.parametrize("tanh", [False, True], ids=["erf", "tanh"])
 def test_gelu_rounds_as_torch_does(tanh: bool) -> None:
     x = randn(64, 300, dtype=torch.bfloat16)
-    assert_same_rounding(vision.gelu(x, tanh), functional.gelu(x, approximate="tanh" if tanh else "none"))
+    assert_same_rounding(tower_ops.gelu(x, tanh), functional.gelu(x, approximate="tanh" if tanh else "none"))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -81,7 +81,7 @@ def test_rotary_float_equals_that_of_transformers(dtype: torch.dtype, layout: st
     expected = apply_rotary_pos_emb_vision(q.double(), k.double(), cos, sin)
     exact = apply_rotary_pos_emb_vision(q, k, cos, sin)
     sizes = [x.double().abs() for x in (q, k)]
-    vision.rotary_float_(q, k, rows)
+    tower_ops.rotary_float_(q, k, rows)
     for found, rounded, want, size in zip((q, k), exact, expected, sizes, strict=True):
         most = size + size.roll(d // 2, -1)
         assert_within(found, want.double(), 3 * EPS32 * most + 1.01 * half_ulp(dtype) * want.double().abs())
@@ -94,11 +94,11 @@ def test_interpolate_rows_sums_four_rows(dtype: torch.dtype, d: int) -> None:
     table = inside_nan(randn(36, d, dtype=dtype))
     rows = torch.randint(0, 36, (9, 7))[:, 2:6]
     weights = torch.rand(9, 5)[:, :4]
-    found = vision.interpolate_rows(table, rows, weights)
+    found = tower_ops.interpolate_rows(table, rows, weights)
     products = table.double()[rows] * weights.double()[..., None]
     bound = 4 * EPS32 * products.abs().sum(1) + 1.01 * half_ulp(dtype) * products.sum(1).abs()
     assert_within(found, products.sum(1), bound)
-    assert found.dtype is dtype and torch.equal(found[3], vision.interpolate_rows(table, rows[3:4], weights[3:4])[0])
+    assert found.dtype is dtype and torch.equal(found[3], tower_ops.interpolate_rows(table, rows[3:4], weights[3:4])[0])
 
 
 def test_interpolate_rows_resamples_a_grid() -> None:
@@ -111,7 +111,7 @@ def test_interpolate_rows_resamples_a_grid() -> None:
     weights = torch.stack([y * x for y in (1 - down, down) for x in (1 - right, right)], -1).view(27, 4)
     grid = table.T.view(1, 20, 5, 5)
     expected = functional.interpolate(grid, (3, 9), mode="bilinear", align_corners=True).view(20, 27).T
-    torch.testing.assert_close(vision.interpolate_rows(table, rows, weights), expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close(tower_ops.interpolate_rows(table, rows, weights), expected, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("bad", [-1, 9])
@@ -120,7 +120,7 @@ def test_interpolate_rows_refuses_rows_out_of_range(bad: int, at: tuple[int, int
     rows = torch.zeros(3, 4, dtype=torch.int64)
     rows[at] = bad
     with pytest.raises(KernelError, match=rf"interpolate_rows: rows: expected values in \[0, 9\), found {bad}"):
-        vision.interpolate_rows(randn(9, 4), rows, torch.ones(3, 4))
+        tower_ops.interpolate_rows(randn(9, 4), rows, torch.ones(3, 4))
 
 
 X, ROWS = randn(4, 6), torch.zeros(4, 4, dtype=torch.int64)
@@ -129,24 +129,24 @@ X, ROWS = randn(4, 6), torch.zeros(4, 4, dtype=torch.int64)
 @pytest.mark.parametrize(
     ("call", "sentence"),
     [
-        (lambda: vision.layer_norm(X, X[0], X[0, :5], 1e-6), r"layer_norm: bias: expected shape \[6\], found \[5\]"),
-        (lambda: vision.layer_norm(X, X[0].bfloat16(), X[0], 1e-6), "layer_norm: weight: expected dtype float32"),
-        (lambda: vision.gelu(X.half(), True), "gelu: x: expected dtype float32 or bfloat16, found float16"),
-        (lambda: vision.gelu(X.T, True), "gelu: x: expected a contiguous last dimension"),
+        (lambda: tower_ops.layer_norm(X, X[0], X[0, :5], 1e-6), r"layer_norm: bias: expected shape \[6\], found \[5\]"),
+        (lambda: tower_ops.layer_norm(X, X[0].bfloat16(), X[0], 1e-6), "layer_norm: weight: expected dtype float32"),
+        (lambda: tower_ops.gelu(X.half(), True), "gelu: x: expected dtype float32 or bfloat16, found float16"),
+        (lambda: tower_ops.gelu(X.T, True), "gelu: x: expected a contiguous last dimension"),
         (
-            lambda: vision.rotary_float_(X[:, None], X[:, None], X.view(4, 2, 3).bfloat16()),
+            lambda: tower_ops.rotary_float_(X[:, None], X[:, None], X.view(4, 2, 3).bfloat16()),
             "rotary_float_: angles: expected dtype float32",
         ),
         (
-            lambda: vision.rotary_float_(X[:, None], X[:, None], X.view(4, 2, 3)[:, :, :2]),
+            lambda: tower_ops.rotary_float_(X[:, None], X[:, None], X.view(4, 2, 3)[:, :, :2]),
             r"rotary_float_: angles: expected shape \[4, 2, 3\], found \[4, 2, 2\]",
         ),
         (
-            lambda: vision.rotary_float_(X[:, None, :3], X[:, None, :3], X.view(4, 2, 3)[:, :, :1]),
+            lambda: tower_ops.rotary_float_(X[:, None, :3], X[:, None, :3], X.view(4, 2, 3)[:, :, :1]),
             "rotary_float_: q: expected an even head dimension, found 3",
         ),
-        (lambda: vision.interpolate_rows(X, ROWS[:, :3], X[:, :3]), "interpolate_rows: rows: expected shape"),
-        (lambda: vision.interpolate_rows(X, ROWS, X[:3, :4]), "interpolate_rows: weights: expected shape"),
+        (lambda: tower_ops.interpolate_rows(X, ROWS[:, :3], X[:, :3]), "interpolate_rows: rows: expected shape"),
+        (lambda: tower_ops.interpolate_rows(X, ROWS, X[:3, :4]), "interpolate_rows: weights: expected shape"),
     ],
 )
 def test_a_wrong_argument_is_named(call: Callable[[], object], sentence: str) -> None:
@@ -156,14 +156,14 @@ def test_a_wrong_argument_is_named(call: Callable[[], object], sentence: str) ->
 
 def rotated(q: Tensor) -> Tensor:
     heads, angles = ops.add(q, q).view(-1, 2, 20), torch.ones(q.shape[0], 2, 10)
-    vision.rotary_float_(heads, heads[:, :0], angles)
+    tower_ops.rotary_float_(heads, heads[:, :0], angles)
     return heads.view(-1, 40)
 
 
 ROW_KERNELS = {
-    "layer_norm": lambda x: vision.layer_norm(x, x.new_ones(40), x.new_ones(40), 1e-6),
-    "gelu-erf": lambda x: vision.gelu(x, False),
-    "gelu-tanh": lambda x: vision.gelu(x, True),
+    "layer_norm": lambda x: tower_ops.layer_norm(x, x.new_ones(40), x.new_ones(40), 1e-6),
+    "gelu-erf": lambda x: tower_ops.gelu(x, False),
+    "gelu-tanh": lambda x: tower_ops.gelu(x, True),
     "rotary_float": rotated,
 }
 
@@ -186,12 +186,12 @@ def test_a_recording_computes_the_same(dtype: torch.dtype, rung: str) -> None:
     angles, rows, weights = torch.zeros(5, 2, 10), torch.zeros(5, 4, dtype=torch.int64), torch.zeros(5, 4)
 
     def step() -> Tensor:
-        normed = vision.layer_norm(x, weight, bias, 1e-6)
+        normed = tower_ops.layer_norm(x, weight, bias, 1e-6)
         q, k = (core.view(normed, (5, 1, 20), (40, 20, 1), first) for first in (0, 20))
-        vision.rotary_float_(q, k, angles)
-        hidden = ops.add(vision.gelu(normed, True), vision.gelu(normed, False))
-        ops.put_rows_(hidden, rows[0, :1], vision.interpolate_rows(x, rows[:1], weights[:1]))
-        ops.add_rows_(hidden, rows[1, :1], vision.interpolate_rows(x, rows[1:2], weights[1:2]))
+        tower_ops.rotary_float_(q, k, angles)
+        hidden = ops.add(tower_ops.gelu(normed, True), tower_ops.gelu(normed, False))
+        ops.put_rows_(hidden, rows[0, :1], tower_ops.interpolate_rows(x, rows[:1], weights[:1]))
+        ops.add_rows_(hidden, rows[1, :1], tower_ops.interpolate_rows(x, rows[1:2], weights[1:2]))
         return hidden
 
     graph = Graph(step)
@@ -210,14 +210,14 @@ def test_tanh_gate_hides_rows_and_scales_the_rest(dtype: torch.dtype, d: int) ->
     shown = torch.tensor([1.0, 0.0, 0.0, 1.0])
     exact = x.double() * gate.double().tanh().to(dtype).double()
     exact[1:3] = 0
-    vision.tanh_gate_(x, gate, shown)
+    tower_ops.tanh_gate_(x, gate, shown)
     assert_within(x, exact, 1.01 * half_ulp(dtype) * exact.abs())
     rows = randn(3, d, dtype=dtype, seed=1)
     exact = rows.double() * gate.double().tanh().to(dtype).double()
-    vision.tanh_gate_(rows, gate)
+    tower_ops.tanh_gate_(rows, gate)
     assert_within(rows, exact, 1.01 * half_ulp(dtype) * exact.abs())
 
 
 def test_tanh_gate_names_a_wrong_argument() -> None:
     with pytest.raises(KernelError, match=r"tanh_gate_: shown: expected shape \[2\], found \[3\]"):
-        vision.tanh_gate_(randn(2, 8), randn(1), torch.ones(3))
+        tower_ops.tanh_gate_(randn(2, 8), randn(1), torch.ones(3))

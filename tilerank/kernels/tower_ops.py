@@ -1,4 +1,4 @@
-"""More row kernels, for vision models: LayerNorm, GELU, rotation, gates, and the resampling of position embeddings.
+"""More row kernels, for encoders of pictures and sound: LayerNorm, GELU, rotation, gates, and interpolation of rows.
 
 Every argument may be strided as long as its last dimension is contiguous. Activations are float32 or bfloat16. A row's
 result depends on that row alone. A wrong argument raises KernelError naming it, what was expected and what was found.
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from . import check, core
 from .errors import KernelError
-from .reference import vision as reference
+from .reference import tower_ops as reference
 
 _LAYER_NORM = core.kernel("layer_norm")
 _GELU = core.kernel("gelu")

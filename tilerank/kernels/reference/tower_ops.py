@@ -1,4 +1,4 @@
-"""`vision.py` in plain torch."""
+"""`tower_ops.py` in plain torch."""
 
 import torch
 import torch.nn.functional as F
