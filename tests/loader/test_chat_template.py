@@ -113,7 +113,10 @@ def test_arguments_of_earlier_calls_are_json_wherever_a_template_prints_them(
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": {"x": 1, "é": "'"}}}
     shutil.copy(DEMO / "tokenizer.json", tmp_path)
     (tmp_path / "chat_template.jinja").write_text(CALLS.replace("PRINT", printed))
-    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    chat: list[dict[str, Any]] = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+    ]
     assert Tokenizer(tmp_path).apply_chat_template(chat) == expected
 
 

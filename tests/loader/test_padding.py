@@ -2,6 +2,7 @@
 
 import math
 from types import SimpleNamespace as Config
+from typing import Any
 
 import pytest
 import torch
@@ -54,11 +55,11 @@ from tilerank.loader.padding import (
         pytest.param(Config(num_heads=16), 16, False, None, id="neither, vision"),
     ],
 )
-def test_head_dim(cfg, num_heads, text, expected):
+def test_head_dim(cfg: Any, num_heads: int, text: bool, expected: int | None) -> None:
     assert resolve_head_dim(cfg, num_heads, text) == expected
 
 
-def test_head_dim_of_no_heads():
+def test_head_dim_of_no_heads() -> None:
     with pytest.raises(ConfigError, match=r"4096.*at least 1 head, found 0"):
         resolve_head_dim(Config(hidden_size=4096), 0, True)
 
@@ -78,13 +79,13 @@ PADDING = {
 
 
 @pytest.mark.parametrize("case", PADDING, ids=str)
-def test_num_heads_padding_size(case):
-    block, head_dim = case
-    block = None if block is None else list(block)
+def test_num_heads_padding_size(case: tuple[tuple[int, int] | None, int | None]) -> None:
+    shape, head_dim = case
+    block = None if shape is None else list(shape)
     assert [get_num_heads_padding_size(tp, block, head_dim) for tp in range(1, 9)] == PADDING[case]
 
 
-def test_num_heads_padding_size_without_head_dim():
+def test_num_heads_padding_size_without_head_dim() -> None:
     assert get_num_heads_padding_size(3, [128, 128]) == 6
     assert get_num_heads_padding_size(3, None) == 3
 
@@ -98,29 +99,29 @@ def test_num_heads_padding_size_without_head_dim():
         ((128, 6, 4), (32, 192)),
     ],
 )
-def test_head_dim_and_projection_size(sizes, expected):
+def test_head_dim_and_projection_size(sizes: tuple[int, int, int], expected: tuple[int, int]) -> None:
     assert get_head_dim_and_projection_size(*sizes) == expected
 
 
 @pytest.mark.parametrize("original", [0, 17])
-def test_projection_of_fewer_heads_than_there_were(original):
+def test_projection_of_fewer_heads_than_there_were(original: int) -> None:
     with pytest.raises(ConfigError, match=f"{original} heads cannot be padded to 16"):
         get_head_dim_and_projection_size(1152, 16, original)
 
 
-def test_parts_are_padded_at_their_own_end():
+def test_parts_are_padded_at_their_own_end() -> None:
     q, k, v = torch.full((4, 3), 1.0), torch.full((2, 3), 2.0), torch.full((2, 3), 3.0)
     padded = pad_loaded_weight(torch.cat([q, k, v]), 0, [6, 3, 3])
     assert padded[:, 0].tolist() == [1, 1, 1, 1, 0, 0, 2, 2, 0, 3, 3, 0]
 
 
-def test_nothing_to_pad_copies_nothing():
+def test_nothing_to_pad_copies_nothing() -> None:
     weight = torch.randn(6, 2)
     assert pad_loaded_weight(weight, 0, [4, 2]) is weight
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.int8], ids=str)
-def test_dtype_stays(dtype):
+def test_dtype_stays(dtype: torch.dtype) -> None:
     padded = pad_loaded_weight(torch.ones(2, 4).to(dtype), 1, [3, 3])
     assert padded.dtype == dtype
     assert padded.float().tolist() == [[1, 1, 0, 1, 1, 0]] * 2
@@ -134,7 +135,7 @@ def test_dtype_stays(dtype):
         (7, [3, 3, 3], r"shape \[7, 4\] has 7 rows .*proportions 3 \+ 3 \+ 3 of 9"),
     ],
 )
-def test_parts_that_do_not_add_up(found, sizes, message):
+def test_parts_that_do_not_add_up(found: int, sizes: list[int], message: str) -> None:
     with pytest.raises(CheckpointError, match=message):
         pad_loaded_weight(torch.ones(found, 4), 0, sizes)
 
@@ -145,7 +146,7 @@ def test_parts_that_do_not_add_up(found, sizes, message):
     tp=st.integers(1, 8),
     dim=st.integers(0, 1),
 )
-def test_padded_heads_drop_nothing(heads, head_dim, tp, dim):
+def test_padded_heads_drop_nothing(heads: tuple[int, int], head_dim: int, tp: int, dim: int) -> None:
     """A fused q|k|v of group x kv heads, padded to tp: every real row is found where its part begins, the rest is 0."""
     group, kv = heads
     padded_kv = -(-kv // tp) * tp
@@ -153,13 +154,13 @@ def test_padded_heads_drop_nothing(heads, head_dim, tp, dim):
     sizes = [n * head_dim for n in (group * padded_kv, padded_kv, padded_kv)]
     fused = torch.cat(parts)
     padded = pad_loaded_weight(fused.T.contiguous() if dim else fused, dim, sizes)
-    for part, chunk in zip(parts, (padded.T if dim else padded).split(sizes), strict=True):
+    for part, chunk in zip(parts, torch.split(padded.T if dim else padded, sizes), strict=True):
         assert torch.equal(chunk[: len(part)], part)
         assert not chunk[len(part) :].any()
 
 
 @given(tp=st.integers(1, 8), head_dim=st.integers(1, 512), rows=st.sampled_from([32, 64, 96, 128]))
-def test_padding_size_is_a_multiple_of_tp_and_of_nothing_more_than_needed(tp, head_dim, rows):
+def test_padding_size_is_a_multiple_of_tp_and_of_nothing_more_than_needed(tp: int, head_dim: int, rows: int) -> None:
     size = get_num_heads_padding_size(tp, [rows, rows], head_dim)
     assert size % tp == 0
     assert (size == tp) == (head_dim % rows == 0 or math.lcm(head_dim, rows) == rows)

@@ -41,7 +41,7 @@ def stored(form: str, gate_up: Tensor, down: Tensor) -> dict[str, Tensor]:
         return {"x.gate_up_proj": gate_up, "x.down_proj": down}
     if form == "published":
         return {name: t.mT.contiguous() for name, t in stored("as in memory", gate_up, down).items()}
-    tensors = {}
+    tensors: dict[str, Tensor] = {}
     for expert in range(len(gate_up)):
         gate, up = gate_up[expert].chunk(2)
         parts = {"gate_proj": gate, "up_proj": up, "down_proj": down[expert]}

@@ -143,6 +143,7 @@ def within_half_a_step(found: torch.Tensor, wanted: torch.Tensor, asked: Quantiz
         return bool((error <= wanted.abs() * 1.01 / 16 + wanted.abs().max() / 448 * 2**-9).all())
     assert asked.group is not None
     tail = -wanted.shape[1] % asked.group
-    groups, errors = (torch.nn.functional.pad(x, (0, tail)).unflatten(1, (-1, asked.group)) for x in (wanted, error))
+    padded = (torch.nn.functional.pad(x, (0, tail)) for x in (wanted, error))
+    groups, errors = (torch.unflatten(x, 1, (-1, asked.group)) for x in padded)
     step = (groups.amax(2).clamp(min=0) - groups.amin(2).clamp(max=0)) / 15
     return bool((errors.square().mean(2).sqrt() <= step * 1.02 / 2).all())

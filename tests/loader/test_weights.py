@@ -16,14 +16,18 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny import make_checkpoint
 
-from tilerank.loader.card import read_card
+from tilerank.loader.card import ModelCard, read_card
 from tilerank.loader.checkpoint import INDEX, SINGLE, Checkpoint
 from tilerank.loader.errors import CheckpointError
 from tilerank.loader.weights import LoadReport, load_weights, peak_rss
+from tilerank.parallel.embedding import ParallelLMHead, VocabParallelEmbedding
 from tilerank.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from tilerank.parallel.norm import RMSNorm
 from tilerank.parallel.parameters import Layer, PackedParameter, PlainParameter
 from tilerank.parallel.sharding import Sharding
+from tilerank.runtime.models.attention import SelfAttention
+from tilerank.runtime.models.decoder import Decoder
+from tilerank.runtime.models.gated_mlp import GatedMLP
 from tilerank.runtime.models.text_config import read_text_config
 from tilerank.runtime.registry import build_model
 
@@ -36,6 +40,12 @@ def nothing(name: str) -> bool:
 
 def load(model: Layer, model_dir: Path, ignore: Callable[[str], bool] = nothing) -> LoadReport:
     return load_weights(model, Checkpoint(model_dir), ignore=ignore, progress=False)
+
+
+def decoder(card: ModelCard, sharding: Sharding) -> Decoder:
+    model = build_model(card, sharding)
+    assert isinstance(model, Decoder)
+    return model
 
 
 def tensors(model_dir: Path) -> dict[str, torch.Tensor]:
@@ -65,14 +75,16 @@ def test_every_rank_holds_its_rectangles(llama: Path, dtype: torch.dtype, size: 
     config = read_text_config(card.fields)
     seen = 0
     for rank in range(size):
-        model = build_model(card, Sharding(rank, size, dtype, None, strategy))
+        model = decoder(card, Sharding(rank, size, dtype, None, strategy))
         load(model, llama)
+        assert isinstance(model.embedding, VocabParallelEmbedding) and isinstance(model.head, ParallelLMHead)
         vocabulary = (model.embedding.span.start, model.embedding.span.stop)
         hidden = (0, config.hidden_size)
         expect(model.embedding.table.data, whole["model.embed_tokens.weight"], vocabulary, hidden)
         expect(model.head.weight.packed.unpack(), whole["lm_head.weight"], vocabulary, hidden)
         expect(model.norm.weight.data, whole["model.norm.weight"], hidden)
         name, attention, mlp = "model.layers.1", model.layers[1].mixer, model.layers[1].mlp
+        assert isinstance(attention, SelfAttention) and isinstance(mlp, GatedMLP)
         width = (mlp.gate_up.span.start, mlp.gate_up.span.stop)
         gate, up = (mlp.gate_up.weight.part(part).unpack() for part in (0, 1))
         expect(gate, whole[f"{name}.mlp.gate_proj.weight"], width, hidden)
@@ -83,7 +95,7 @@ def test_every_rank_holds_its_rectangles(llama: Path, dtype: torch.dtype, size: 
         if rows[0] < rows[1]:
             kv = attention.qkv.heads.kv[rank].scaled(config.head_dim)
             sizes = [attention.qkv.q_heads * config.head_dim, kv.size, kv.size]
-            q, k, v = attention.qkv.weight.packed.unpack().split(sizes)
+            q, k, v = torch.split(attention.qkv.weight.packed.unpack(), sizes)
             expect(q, whole[f"{name}.self_attn.q_proj.weight"], rows, hidden)
             expect(k, whole[f"{name}.self_attn.k_proj.weight"], (kv.start, kv.stop), hidden)
             expect(v, whole[f"{name}.self_attn.v_proj.weight"], (kv.start, kv.stop), hidden)
@@ -144,7 +156,7 @@ def test_tied_head_is_the_embedding(tmp_path: Path) -> None:
     assert "lm_head.weight" not in whole
     card = read_card(original)
     config = read_text_config(card.fields)
-    model = build_model(card, SINGLE_RANK)
+    model = decoder(card, SINGLE_RANK)
     load(model, original)
     columns = model.head(torch.eye(config.hidden_size))
     assert torch.equal(columns.T, whole["model.embed_tokens.weight"].float())
@@ -204,7 +216,7 @@ def refusal(model_dir: Path, monkeypatch: pytest.MonkeyPatch, ignore: Callable[[
 def rewrite(model_dir: Path, name: str, change: Callable[[torch.Tensor], torch.Tensor] | None) -> Path:
     """Change, add or (change=None) remove one tensor of a checkpoint; return its file."""
     index = json.loads((model_dir / INDEX).read_text())
-    file = model_dir / index["weight_map"].setdefault(name, "model-00002-of-00002.safetensors")
+    file: Path = model_dir / index["weight_map"].setdefault(name, "model-00002-of-00002.safetensors")
     held = load_file(file)
     if change is None:
         del held[name], index["weight_map"][name]
@@ -306,7 +318,7 @@ def big(tmp_path_factory: pytest.TempPathFactory) -> Any:
         parts = rectangle.name.split(".")
         shapes.setdefault(parts[2] if parts[1] == "layers" else parts[-2], {})[rectangle.name] = rectangle.shape
     generator = torch.Generator().manual_seed(0)
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for group, members in shapes.items():
         weights = {
             name: torch.randn(shape, generator=generator, dtype=torch.bfloat16) for name, shape in members.items()
