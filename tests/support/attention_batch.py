@@ -63,7 +63,7 @@ class Batch:
             self.scale,
         )
         assert out.dtype == self.dtype
-        return list(out.split([stop - start for _, start, stop in parts]))
+        return list(torch.split(out, [stop - start for _, start, stop in parts]))
 
     def whole(self, i: int) -> Tensor:
         return self.attend([(i, 0, self.lengths[i])])[0]

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -161,11 +162,8 @@ def same_answers(
 def same_score(engine: Engine, rows: int) -> bool:
     prompt = requests()[-1].prompt
     whole = engine.score(prompt)
-    usual, module.SCORE_ROWS = module.SCORE_ROWS, rows
-    try:
+    with mock.patch("tilerank.runtime.engine.SCORE_ROWS", rows):
         return torch.equal(engine.score(prompt), whole)
-    finally:
-        module.SCORE_ROWS = usual
 
 
 def scored_prompts(engine: Engine, prompts: list[list[int]]) -> dict[int, list[Any]]:

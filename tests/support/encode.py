@@ -121,7 +121,7 @@ def gptq(
 
     config: dict[str, Any] = {"quant_method": "gptq", "bits": 4, "group_size": group, "sym": sym}
     config["desc_act"] = act_order
-    rules = {f"-:.*{part.replace('.', '[.]')}": {} for part in keep}
+    rules: dict[str, dict[str, Any]] = {f"-:.*{part.replace('.', '[.]')}": {} for part in keep}
     return encoder, config | ({"dynamic": rules} if keep else {}) | ({"checkpoint_format": form} if form else {})
 
 

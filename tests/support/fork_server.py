@@ -91,8 +91,9 @@ def _start() -> socket.socket:
 def _serve(control: socket.socket, run: Callable[[dict[str, Any]], None]) -> None:
     children: dict[int, tuple[int, int]] = {}  # pidfd: (pid, descriptor that receives its exit status)
     while True:
-        readable, _, _ = select.select([control, *children], [], [])
-        for pidfd in set(readable) & set(children):
+        watched: list[socket.socket | int] = [control, *children]
+        readable, _, _ = select.select(watched, [], [])
+        for pidfd in set(children).intersection(readable):
             pid, status = children.pop(pidfd)
             os.write(status, STATUS.pack(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])))
             os.close(status)

@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from fork_server import Forked, fork
 
@@ -189,7 +190,6 @@ def main(job: dict[str, Any]) -> None:
     import torch
 
     from tilerank.kernels import core
-    from tilerank.parallel import rendezvous as at_rendezvous
     from tilerank.parallel.join import join
     from tilerank.parallel.rendezvous import Membership
 
@@ -199,10 +199,11 @@ def main(job: dict[str, Any]) -> None:
     if job["namespace"]:
         enter(job["namespace"])
     if job["hosts"]:
-        at_rendezvous.host_id = lambda: job["hosts"][rank]
+        mock.patch("tilerank.parallel.rendezvous.host_id", lambda: job["hosts"][rank]).start()
     listens = job["listen"] and rank == 0
     listen_fd = listen(*job["store"]).detach() if listens else next(iter(job["fds"]), None)
-    member = Membership(rank, job["size"], *job["store"], listen_fd, timeout_s=job["timeout_s"], secret=SECRET)
+    host, port = job["store"]
+    member = Membership(rank, job["size"], host, port, listen_fd, timeout_s=job["timeout_s"], secret=SECRET)
     function = getattr(importlib.import_module(job["module"]), job["function"])
     team = join(member, job["collectives"], spin=job["spin"])
     try:

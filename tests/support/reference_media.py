@@ -13,6 +13,7 @@ other import of transformers fail (see tools/tvshim.py).
 
 import json
 import sys
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -34,9 +35,11 @@ from transformers.video_utils import VideoMetadata
 @cache
 def loaded(directory: str) -> tuple[Any, Any]:
     """The processor, and a model without weights for its positions."""
+    build: Callable[..., Any] = AutoModelForImageTextToText.from_config
+    load: Callable[..., Any] = AutoProcessor.from_pretrained
     with torch.device("meta"):
-        model = AutoModelForImageTextToText.from_config(AutoConfig.from_pretrained(directory))
-    return AutoProcessor.from_pretrained(directory), model
+        model = build(AutoConfig.from_pretrained(directory))
+    return load(directory), model
 
 
 def prompt(case: dict[str, Any]) -> dict[str, Any]:
@@ -69,6 +72,12 @@ def size(module: Any, arguments: list[int]) -> list[int] | None:
         return None
 
 
+def pixels(path: str) -> np.ndarray[Any, Any]:
+    converted = convert_to_rgb(Image.open(path), return_numpy=True)
+    assert isinstance(converted, np.ndarray)
+    return converted
+
+
 def main(job_path: str, out_path: str) -> None:
     job = json.loads(Path(job_path).read_text())
     sampler = loaded(job["sampler"])[0].video_processor
@@ -80,7 +89,7 @@ def main(job_path: str, out_path: str) -> None:
             sampler.sample_frames(VideoMetadata(total_num_frames=total, fps=fps)).tolist()
             for total, fps in job["samples"]
         ],
-        "pictures": [convert_to_rgb(Image.open(path), return_numpy=True).tobytes().hex() for path in job["pictures"]],
+        "pictures": [pixels(path).tobytes().hex() for path in job["pictures"]],
     }
     Path(out_path).write_text(json.dumps(out))
 

@@ -43,7 +43,7 @@ def run_blindfolded(worker: Worker) -> None:
 
 
 def digest(logits: Tensor) -> str:
-    return hashlib.sha256(logits.contiguous().view(torch.uint8).numpy()).hexdigest()
+    return hashlib.sha256(logits.contiguous().view(torch.uint8).numpy().data).hexdigest()
 
 
 def steps_of(worker: Worker, act: Callable[[Engine], object]) -> list[str]:

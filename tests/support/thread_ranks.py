@@ -4,15 +4,15 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from tilerank.kernels import ops
 from tilerank.loader.rectangle import read_floats
+from tilerank.parallel.group import Group
 from tilerank.parallel.parameters import Layer
+from tilerank.parallel.shard import Strategy
 from tilerank.parallel.sharding import Sharding
 
 EPS = torch.finfo(torch.float32).eps
@@ -43,16 +43,14 @@ class Exchange:
 
 
 @dataclass
-class ThreadGroup:
+class ThreadGroup(Group):
     rank: int
     size: int
     exchange: Exchange = field(repr=False)
+    waited_s = 0.0
 
     def all_reduce(self, x: Tensor) -> Tensor:
         return self.exchange.swap(self.rank, x).float().sum(0).to(x.dtype)
-
-    def add_rms_norm(self, x: Tensor, *norm: Any, whole: bool, **options: Any) -> Tensor:
-        return ops.add_rms_norm(self.all_reduce(x), *norm, **options)
 
     def all_gather(self, x: Tensor) -> Tensor:
         return self.exchange.swap(self.rank, x)
@@ -81,7 +79,12 @@ def fill(layer: Layer, checkpoint: dict[str, Tensor]) -> None:
 
 
 def on_all_ranks(
-    size: int, strategy: str, body: Callable[[Sharding], Tensor], *, dtype: torch.dtype = torch.float32, cached: int = 0
+    size: int,
+    strategy: Strategy,
+    body: Callable[[Sharding], Tensor],
+    *,
+    dtype: torch.dtype = torch.float32,
+    cached: int = 0,
 ) -> list[Tensor]:
     """Return the results of `body` on every rank."""
     exchange = Exchange(size)
