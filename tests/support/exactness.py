@@ -2,10 +2,11 @@
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from safetensors.torch import load_file
@@ -18,14 +19,14 @@ from tilerank.parallel.join import Team
 from tilerank.parallel.shard import Strategy
 from tilerank.parallel.sharding import KVSplit
 from tilerank.runtime import engine as module
-from tilerank.runtime import latent_forms, sequence
+from tilerank.runtime import latent_forms
 from tilerank.runtime.engine import Engine, Request
 from tilerank.runtime.prompt import Prompt
 from tilerank.runtime.sampling import SamplingParams
 from tilerank.runtime.worker import Worker
 
 
-class Witness:
+class Witness(Group):
     """A group that keeps a hash of all results of its collectives."""
 
     def __init__(self, group: Group) -> None:
@@ -45,7 +46,7 @@ class Witness:
         return self._hash.hexdigest()
 
     def _seen(self, x: Tensor) -> Tensor:
-        self._hash.update(x.contiguous().view(torch.uint8).numpy())
+        self._hash.update(x.contiguous().view(torch.uint8).numpy().data)
         self.count += 1
         return x
 
@@ -155,7 +156,7 @@ def in_chunks(
 ) -> list[dict[str, Any]]:
     """Compare as `run` does in fp32, with at most so many prompt tokens in a step. Models with states are cut at pages,
     where otherwise they are cut at blocks of 64 tokens. Latent attention expands so many tokens at a time."""
-    sequence.BLOCK_TOKENS = PAGE_TOKENS
+    mock.patch("tilerank.runtime.sequence.BLOCK_TOKENS", PAGE_TOKENS).start()
     latent_forms.PIECE_TOKENS = piece_tokens
     results = []
     for rows in chunk_rows:
@@ -185,7 +186,11 @@ def errors(engine: Engine, wanted: dict[str, Tensor]) -> dict[str, float]:
         ours.append(row_errors(engine.score(Prompt(wanted[f"{i}.token_ids"].tolist())), exact))
         theirs.append(row_errors(wanted[f"{i}.bfloat16"], exact))
     a, b = torch.cat(ours), torch.cat(theirs)
-    statistics = {"mean": Tensor.mean, "median": Tensor.median, "max": Tensor.max}
+    statistics: dict[str, Callable[[Tensor], Tensor]] = {
+        "mean": Tensor.mean,
+        "median": Tensor.median,
+        "max": Tensor.max,
+    }
     return {f"{whose}{name}": float(f(x)) for whose, x in (("", a), ("hf_", b)) for name, f in statistics.items()}
 
 

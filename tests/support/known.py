@@ -35,7 +35,7 @@ def known(count: int) -> tuple[Known, ...]:
     from transformers import AutoModelForCausalLM
 
     torch.set_num_threads(1)
-    model = AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32)
+    model: Any = AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32)
     draw = random.Random(count)
     texts = json.loads((DEMO / "eval_tokens.json").read_text())["sequences"]
     beginning = [token for text in texts[:3] for token in text]

@@ -14,6 +14,8 @@ from tilerank.loader.quantization_config import Quantization
 from tilerank.loader.weight_formats import weight_formats
 from tilerank.loader.weights import load_weights
 from tilerank.parallel.sharding import Sharding
+from tilerank.runtime.models.attention import SelfAttention
+from tilerank.runtime.models.decoder import Decoder
 from tilerank.runtime.registry import build_model
 
 
@@ -23,8 +25,11 @@ def main(model_dir: Path, rank: int, size: int, quantization: Quantization | Non
     card = read_card(model_dir)
     formats = weight_formats(card.quantization, torch.bfloat16, quantization)
     model = build_model(card, Sharding(rank, size, torch.bfloat16, None, formats=formats))
+    assert isinstance(model, Decoder)
     report = load_weights(model, Checkpoint(model_dir), ignore=model.ignore, progress=False)
-    qkv = model.layers[-1].mixer.qkv
+    attention = model.layers[-1].mixer
+    assert isinstance(attention, SelfAttention)
+    qkv = attention.qkv
     print(
         json.dumps(
             {

@@ -11,6 +11,7 @@ prompt i: `i.token_ids` (the prompt and n greedy tokens of fp32), `i.float32` an
 import json
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,8 @@ def save_special(family: str, out: Path, seed: int, dims: dict[str, Any]) -> Non
             mlp_only_layers=[3],
         )
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config)
+    build: Callable[..., Any] = AutoModelForCausalLM.from_config
+    model = build(config)
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if weight.ndim >= 2:
@@ -72,7 +74,8 @@ def make(family: str, out: Path, seed: int, dims: dict[str, Any]) -> None:
 def reference(model_dir: Path, prompts: list[list[int]], new_tokens: int) -> dict[str, torch.Tensor]:
     answer = {}
     for dtype in (torch.float32, torch.bfloat16):
-        model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype).eval()
+        model: Any = AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype)
+        model.eval()
         model.generation_config.eos_token_id = None
         for i, prompt in enumerate(prompts):
             if dtype is torch.float32:

@@ -23,4 +23,5 @@ if fifo and os.environ.get("TILERANK_RANK") == rank:
 if known := os.environ.get("TILERANK_TEST_PEAKS"):
     from tilerank.launch.bench import peaks
 
-    peaks.peaks_of = lambda cores: peaks.Peaks(**json.loads(known))
+    figures = json.loads(known)
+    peaks.peaks_of = lambda cores: peaks.Peaks(**figures)
