@@ -17,7 +17,7 @@ import statistics
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,8 +27,10 @@ from command import await_true
 from known import LONGEST, Known, known
 from serving import Server, serving
 
-OPTIONS = ("--tp", 2, "--max-total-tokens", 6144, "--max-restarts", 1000, "--dist-timeout", 20)
-OPTIONS += ("--max-queued-requests", 100_000)
+OPTIONS = (
+    *("--tp", 2, "--max-total-tokens", 6144, "--max-restarts", 1000, "--dist-timeout", 20),
+    *("--max-queued-requests", 100_000),
+)
 """The cache is full within seconds, so that pages are evicted and sequences preempted all the time. Floods fill no
 queue, so that every refusal is due to a fault."""
 CLIENTS = 24
@@ -158,7 +160,11 @@ class Soak:
         for began, ended, what in self.lost:
             assert any(fault[0] <= ended and began <= fault[1] for fault in self.faults), f"for no reason: {what}"
         for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
-            await_true(lambda name=name: self.server.gauge(name) == 0, 120, f"{name} is not 0 without requests")
+
+            def is_zero(name: str = name) -> bool:
+                return self.server.gauge(name) == 0
+
+            await_true(is_zero, 120, f"{name} is not 0 without requests")
         said = self.server.running.heard()
         assert not re.search(r"^Traceback|Exception in", said, re.M), said
 
@@ -301,7 +307,7 @@ async def ask(client: httpx.AsyncClient, path: str, body: dict[str, Any], stream
     return dict(texts)
 
 
-async def _stream(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
+async def _stream(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> AsyncGenerator[dict[str, Any]]:
     async with client.stream("POST", path, json=body) as answer:
         if answer.status_code != 200:
             _check(answer.status_code, answer.headers, (await answer.aread()).decode())
