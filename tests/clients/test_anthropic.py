@@ -43,6 +43,12 @@ def test_a_message_and_its_stream(client: Any) -> None:
     assert "".join(event.text for event in events if event.type == "text") == "Moses came."
 
 
+def test_sampling_fields_go_into_the_body(live: tuple[str, Server], client: Any) -> None:
+    client.messages.create(messages=[USER], extra_body={"temperature": 0.5, "top_k": 3}, **FIELDS)
+    params = live[1].submits[-1].params
+    assert (params.temperature, params.top_k) == (0.5, 3)
+
+
 def test_a_tool_is_called_and_its_result_answered(client: Any) -> None:
     with client.messages.stream(messages=[USER], tools=[TOOL], **FIELDS) as stream:
         first = stream.get_final_message()
