@@ -11,9 +11,11 @@ RUN --mount=type=bind,from=build,source=/wheels,target=/wheels \
     pip install --no-cache-dir "$(echo /wheels/tilerank-*.whl)[vision]" && useradd --uid 1000 --create-home tilerank
 USER tilerank
 ENV HF_HOME=/home/tilerank/models
+# A new volume belongs to the owner of the image's folder of that name, and to root if there is none.
+RUN mkdir $HF_HOME
 VOLUME /home/tilerank/models
 EXPOSE 8000
 # The HTTP process answers /version by itself: ranks that load or restart are no reason to end the container.
 HEALTHCHECK --start-period=30s CMD ["python", "-c", "from urllib.request import urlopen; urlopen('http://127.0.0.1:8000/version', timeout=5)"]
-# docker run -p 8000:8000 tilerank Qwen/Qwen3-0.6B --tp auto
+# docker run -p 8000:8000 -v models:/home/tilerank/models tilerank Qwen/Qwen3-0.6B --tp auto
 ENTRYPOINT ["tilerank", "serve", "--host", "0.0.0.0"]

@@ -14,6 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from command import DEMO
+from hub import Hub
 
 ROOT = Path(__file__).parents[2]
 BASE = "python:3.11-slim-bookworm"  # Debian 12, whose own Python is 3.11
@@ -90,6 +92,7 @@ def build(stage: Stage, steps: list[tuple[str, str]], built: Stage | None, clone
         elif word == "ENV":
             stage.environment |= dict([rest.split("=")])
         elif word == "VOLUME":
+            # A volume on a folder that the image does not have belongs to root.
             (stage.root / rest[1:]).mkdir(parents=True, exist_ok=True)
         elif word == "ENTRYPOINT":
             entry = rest
@@ -112,7 +115,6 @@ def test_the_steps_of_the_image(tmp_path: Path) -> None:
     entry = build(image, second, built, clone)
     assert image.user == "tilerank"
     assert not (image.root / "usr/bin/g++").exists() and not (image.root / "src").exists()
-    shutil.copytree(ROOT / "assets" / "demo-lm", image.root / "models" / "demo-lm")
     with mounted("proc", image.root / "proc"), mounted("sysfs", image.root / "sys"):
         serve(image, entry, dict(second)["HEALTHCHECK"])
 
@@ -127,15 +129,24 @@ def mounted(kind: str, folder: Path) -> Iterator[None]:
 
 
 def serve(image: Stage, entry: str, health: str) -> None:
-    """Start the entry point, await the health check, and end it as a container engine does."""
-    command = [*json.loads(entry), "/models/demo-lm", "--port", "8000"]
-    inside = ["chroot", f"--userspec={image.user}", image.root, *command]
-    with subprocess.Popen(inside, env=image.environment, stderr=subprocess.PIPE, text=True) as server:
+    """Run the command that Dockerfile names, await the health check, and end it as a container engine does."""
+    named = re.search(r"^# docker run .* tilerank (\S+) (.*)$", (ROOT / "Dockerfile").read_text(), re.M)
+    assert named is not None
+    model, options = named.groups()
+    hub = Hub({model: DEMO})
+    inside = ["chroot", f"--userspec={image.user}", image.root, *json.loads(entry), model, *options.split()]
+    environment = image.environment | {"HF_ENDPOINT": hub.url}
+    with subprocess.Popen(inside, env=environment, stderr=subprocess.PIPE, text=True) as server:
         try:
             assert server.stderr is not None
-            assert any("is served at" in line for line in server.stderr)
+            said = ""
+            while "is served at" not in said:
+                line = server.stderr.readline()
+                assert line, said
+                said += line
             image.run(*json.loads(health.partition("CMD ")[2]))
             server.terminate()
             assert server.wait(60) == 0
         finally:
             server.kill()
+            hub.close()
