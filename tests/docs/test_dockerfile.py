@@ -10,7 +10,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
@@ -133,10 +133,13 @@ def serve(image: Stage, entry: str, health: str) -> None:
     named = re.search(r"^# docker run .* tilerank (\S+) (.*)$", (ROOT / "Dockerfile").read_text(), re.M)
     assert named is not None
     model, options = named.groups()
-    hub = Hub({model: DEMO})
     inside = ["chroot", f"--userspec={image.user}", image.root, *json.loads(entry), model, *options.split()]
-    environment = image.environment | {"HF_ENDPOINT": hub.url}
-    with subprocess.Popen(inside, env=environment, stderr=subprocess.PIPE, text=True) as server:
+    with (
+        closing(Hub({model: DEMO})) as hub,
+        subprocess.Popen(
+            inside, env=image.environment | {"HF_ENDPOINT": hub.url}, stderr=subprocess.PIPE, text=True
+        ) as server,
+    ):
         try:
             assert server.stderr is not None
             said = ""
@@ -149,4 +152,3 @@ def serve(image: Stage, entry: str, health: str) -> None:
             assert server.wait(60) == 0
         finally:
             server.kill()
-            hub.close()
