@@ -28,12 +28,12 @@ SANITIZE = os.environ.get("TILERANK_SANITIZE")
 LINK = []
 if SANITIZE:
     LINK = [f"-fsanitize={SANITIZE}"]
-    # -O1 loses track of what is initialised, hence no such warning. Registers by function, not by loop: among so many
-    # checks the latter takes a third of the time.
+    # -O1 loses track of what is initialised, hence no such warning. Registers are allocated by function; by loop, among
+    # so many checks, their allocation took a third of the time.
     FLAGS += [*LINK, "-fno-sanitize-recover=all", "-O1", "-fira-region=one", "-g1"]
     FLAGS += ["-Wno-maybe-uninitialized", "-Wno-uninitialized"]
-    # Less again: ASan checks by calls in functions with more than 400 accesses, which are the unrolled ones. With calls
-    # in all functions, a test of products took four times as long.
+    # ASan inserts calls, which compile faster, into functions with more than 400 accesses, which are the unrolled ones.
+    # With calls in all functions, a test of products took four times as long.
     FLAGS += ["--param=asan-instrumentation-with-call-threshold=400"]
 
 # TILERANK_EMULATE_AMX=1: a core whose amx rung runs on emulated tiles, on CPUs without AMX, for `make test-amx`. Its

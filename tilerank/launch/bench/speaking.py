@@ -153,7 +153,7 @@ class _PredictorClock:
 
     def __init__(self, speaker: Speaker) -> None:
         self.seconds = 0.0
-        """Of the last step of frames."""
+        """Seconds that the code predictor took in the last step of frames."""
         self._began = 0.0
         self._choose = speaker.choose
         speaker.choose = self._timed  # type: ignore[method-assign]
