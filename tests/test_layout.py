@@ -2,6 +2,8 @@
 
 import ast
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -49,18 +51,57 @@ def test_rooms_import_only_to_their_right() -> None:
 
 
 @pytest.mark.parametrize("room", ROOMS)
-def test_files_of_a_room_import_each_other_in_no_circle(room: str) -> None:
-    """Imports inside functions and for type checking count as well."""
+def test_files_and_folders_of_a_room_import_each_other_in_no_circle(room: str) -> None:
+    """Imports inside functions and for type checking count as well. A file beside folders counts as one of them."""
     files = {str(path.relative_to(HOUSE)): path for path in PY if room_of(path) == room}
     edges = {name: {target for target in imported_files(path) if target in files} for name, path in files.items()}
-    reachable = {name: closure(name, edges) for name in files}
-    circles = {
+    assert not circles(edges)
+    for level in range(2, max(name.count("/") for name in files) + 1):
+        assert not circles(by_folder(edges, level)), level
+
+
+def by_folder(edges: dict[str, set[str]], level: int) -> dict[str, set[str]]:
+    """Merge the files that lie in the same folder `level` folders deep, and drop the arrows inside of it."""
+    merged: dict[str, set[str]] = {}
+    for name, targets in edges.items():
+        folder = "/".join(name.split("/")[:level])
+        merged.setdefault(folder, set()).update("/".join(target.split("/")[:level]) for target in targets)
+    return {folder: targets - {folder} for folder, targets in merged.items()}
+
+
+def circles(edges: dict[str, set[str]]) -> list[list[str]]:
+    """Return the sets of nodes that reach each other."""
+    reachable = {name: closure(name, edges) for name in edges}
+    found = {
         frozenset({name} | {other for other in reachable[name] if name in reachable[other]})
-        for name in files
+        for name in edges
         if name in reachable[name]
     }
-    left = [sorted(circle) for circle in circles]
-    assert not left, left
+    return [sorted(circle) for circle in found]
+
+
+FLOORS = ["protocol", "media", "step", "models", "rank", "lead", "server"]  # each may import itself and those before it
+
+
+def test_floors_of_the_runtime_import_only_floors_before_them() -> None:
+    runtime = HOUSE / "runtime"
+    assert {path.name for path in runtime.iterdir() if path.name != "__pycache__"} == {"__init__.py", *FLOORS}
+    wrong = [
+        f"{path.relative_to(ROOT)} imports {target}"
+        for floor in FLOORS
+        for path in (runtime / floor).rglob("*.py")
+        for target in imported_files(path)
+        if target.startswith("runtime/") and FLOORS.index(target.split("/")[1]) > FLOORS.index(floor)
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("floor", ["protocol", "media"])
+def test_floors_of_messages_and_media_import_no_torch(floor: str) -> None:
+    """Imported in a fresh interpreter, so that what their own imports bring counts as well."""
+    modules = [f"tilerank.runtime.{floor}.{path.stem}" for path in (HOUSE / "runtime" / floor).glob("*.py")]
+    imports = "\n".join(f"import {module}" for module in modules)
+    subprocess.run([sys.executable, "-c", f"import sys\n{imports}\nassert 'torch' not in sys.modules"], check=True)
 
 
 def imported_files(path: Path) -> set[str]:
@@ -71,9 +112,10 @@ def imported_files(path: Path) -> set[str]:
             continue
         folder = path.parents[level - 1].joinpath(*module.split(".")) if module else path.parents[level - 1]
         for alias in node.names if isinstance(node, ast.ImportFrom) else ():
-            choices = (folder / f"{alias.name}.py", folder.with_suffix(".py"), folder / "__init__.py")
-            found |= {str(choice.relative_to(HOUSE)) for choice in choices[:1] if choice.exists()} or {
-                str(choice.relative_to(HOUSE)) for choice in choices[1:] if choice.exists()
+            modules = (folder / f"{alias.name}.py", folder / alias.name / "__init__.py")
+            owners = (folder.with_suffix(".py"), folder / "__init__.py")
+            found |= {str(module.relative_to(HOUSE)) for module in modules if module.exists()} or {
+                str(owner.relative_to(HOUSE)) for owner in owners if owner.exists()
             }
     return found
 

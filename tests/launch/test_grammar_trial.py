@@ -10,7 +10,7 @@ import pytest
 from command import DEMO
 
 from tilerank.launch.serving.grammar_trial import GrammarTrial
-from tilerank.runtime.errors import RequestError
+from tilerank.runtime.protocol.errors import RequestError
 
 
 # Without limits, compiling these takes minutes, or more memory than the machine has.

@@ -15,7 +15,7 @@ from tilerank.loader.weight_formats import weight_formats
 from tilerank.loader.weights import load_weights
 from tilerank.parallel import parameters
 from tilerank.parallel.sharding import Sharding
-from tilerank.runtime.registry import build_model
+from tilerank.runtime.rank.registry import build_model
 
 pytestmark = pytest.mark.usefixtures("restored")  # one thread of torch
 

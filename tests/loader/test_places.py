@@ -22,7 +22,7 @@ from tilerank.parallel.experts import FusedOrder, ParallelExperts
 from tilerank.parallel.linear import QKVParallelLinear
 from tilerank.parallel.parameters import Layer, WeightParameter
 from tilerank.parallel.sharding import Sharding, WeightFormats
-from tilerank.runtime.registry import build_model
+from tilerank.runtime.rank.registry import build_model
 
 COUNT, HIDDEN, WIDTH = 3, 64, 80
 

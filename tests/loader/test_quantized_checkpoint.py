@@ -19,7 +19,7 @@ from tilerank.loader.weight_formats import weight_formats
 from tilerank.loader.weights import load_weights
 from tilerank.parallel.parameters import Layer, Rectangle, WeightParameter
 from tilerank.parallel.sharding import Sharding
-from tilerank.runtime.registry import build_model
+from tilerank.runtime.rank.registry import build_model
 
 
 @pytest.fixture(scope="module")

@@ -24,7 +24,7 @@ from tilerank.loader.checkpoint import INDEX, Checkpoint
 from tilerank.loader.weight_formats import weight_formats
 from tilerank.loader.weights import load_weights
 from tilerank.parallel.sharding import Sharding
-from tilerank.runtime.registry import build_model
+from tilerank.runtime.rank.registry import build_model
 
 HIDDEN, DENSE, WIDTH, EXPERTS, VOCAB = 7168, 18432, 2048, 256, 1024
 HEADS, QUERIES, KEYS, ROPE, NOPE, VALUES = 128, 1536, 512, 64, 128, 128

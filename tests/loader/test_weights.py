@@ -29,7 +29,7 @@ from tilerank.runtime.models.attention import SelfAttention
 from tilerank.runtime.models.decoder import Decoder
 from tilerank.runtime.models.gated_mlp import GatedMLP
 from tilerank.runtime.models.text_config import read_text_config
-from tilerank.runtime.registry import build_model
+from tilerank.runtime.rank.registry import build_model
 
 SINGLE_RANK = Sharding(0, 1, torch.float32, None)
 

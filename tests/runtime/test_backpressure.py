@@ -16,17 +16,17 @@ from media_prompts import medium
 from tilerank.parallel.channel import Channel
 from tilerank.parallel.group import SingleGroup
 from tilerank.parallel.join import Team
-from tilerank.runtime.engine import Engine, Event, Request, TokenEvent
-from tilerank.runtime.errors import RequestError
-from tilerank.runtime.params import SamplingParams
-from tilerank.runtime.prompt import Prompt
+from tilerank.runtime.lead.engine import Engine, Event, Request, TokenEvent
+from tilerank.runtime.protocol.errors import RequestError
+from tilerank.runtime.protocol.params import SamplingParams
+from tilerank.runtime.protocol.prompt import Prompt
+from tilerank.runtime.rank.worker import Worker
 from tilerank.runtime.server import client as client_module
 from tilerank.runtime.server import line as line_module
 from tilerank.runtime.server.client import EngineClient, OverloadedError, Progress, RefusedError
 from tilerank.runtime.server.engine_loop import serve_connections
 from tilerank.runtime.server.line import CHOICE_TOKENS, MAX_BYTES, MAX_TOKENS, Line
 from tilerank.runtime.server.messages import Cancel, Submit, ToEngine, Token
-from tilerank.runtime.worker import Worker
 
 TEXT = json.loads((DEMO / "eval_tokens.json").read_text())["sequences"][3]
 LONG = TEXT[:200]

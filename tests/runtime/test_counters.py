@@ -14,14 +14,14 @@ from tests.parallel.test_group import needs_core
 from tilerank.loader.card import read_card
 from tilerank.parallel.cost import ExpertBytes
 from tilerank.parallel.sharding import Sharding
-from tilerank.runtime.bytes_per_step import BytesPerStep, bytes_per_step
-from tilerank.runtime.counters import RankCounters, StepCounter
-from tilerank.runtime.engine import Engine, Request
-from tilerank.runtime.prompt import Prompt
-from tilerank.runtime.rank_messages import Chunk, Step
-from tilerank.runtime.registry import build_model
-from tilerank.runtime.sampling import SamplingParams
-from tilerank.runtime.worker import Worker
+from tilerank.runtime.lead.engine import Engine, Request
+from tilerank.runtime.lead.sampling import SamplingParams
+from tilerank.runtime.protocol.prompt import Prompt
+from tilerank.runtime.protocol.rank_messages import Chunk, Step
+from tilerank.runtime.rank.counters import RankCounters, StepCounter
+from tilerank.runtime.rank.registry import build_model
+from tilerank.runtime.rank.worker import Worker
+from tilerank.runtime.step.bytes_per_step import BytesPerStep, bytes_per_step
 
 LAYERS, HIDDEN, VOCAB, HEADS, KV_HEADS, DIM, WIDTH = 6, 256, 4096, 8, 2, 64, 704  # the demo model, whose head is tied
 LAYER = HIDDEN * DIM * (2 * HEADS + 2 * KV_HEADS) + 3 * HIDDEN * WIDTH + 2 * HIDDEN + 2 * DIM

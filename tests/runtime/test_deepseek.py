@@ -28,10 +28,10 @@ from tilerank.loader.errors import ConfigError
 from tilerank.loader.weight_formats import weight_formats
 from tilerank.parallel.latent import AbsorbedHeads
 from tilerank.parallel.sharding import KVSplit, Sharding
-from tilerank.runtime.latent_forms import ContextPart, LatentForms, latent_forms
 from tilerank.runtime.models.deepseek import read_latent_config
-from tilerank.runtime.registry import build_model
-from tilerank.runtime.rope import RopeTable, inverse_frequencies
+from tilerank.runtime.rank.registry import build_model
+from tilerank.runtime.step.latent_forms import ContextPart, LatentForms, latent_forms
+from tilerank.runtime.step.rope import RopeTable, inverse_frequencies
 
 V31 = PUBLIC_CONFIGS["deepseek-v3.1"]
 NEW_TOKENS = 24

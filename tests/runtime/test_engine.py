@@ -19,12 +19,12 @@ from tilerank.parallel.channel import Channel
 from tilerank.parallel.embedding import VocabParallelEmbedding
 from tilerank.parallel.group import SingleGroup
 from tilerank.parallel.join import Team
-from tilerank.runtime.engine import Engine, Failed, Request, TokenEvent
-from tilerank.runtime.errors import EngineError, RequestError
+from tilerank.runtime.lead.engine import Engine, Failed, Request, TokenEvent
+from tilerank.runtime.lead.sampling import SamplingParams, uniform
 from tilerank.runtime.models.decoder import Decoder
-from tilerank.runtime.prompt import Prompt
-from tilerank.runtime.sampling import SamplingParams, uniform
-from tilerank.runtime.worker import Worker
+from tilerank.runtime.protocol.errors import EngineError, RequestError
+from tilerank.runtime.protocol.prompt import Prompt
+from tilerank.runtime.rank.worker import Worker
 
 PROMPT = json.loads((DEMO / "eval_tokens.json").read_text())["sequences"][3][:40]
 

@@ -16,16 +16,16 @@ from tilerank.parallel.channel import Channel
 from tilerank.parallel.errors import GroupError
 from tilerank.parallel.group import SingleGroup
 from tilerank.parallel.join import Team
-from tilerank.runtime import grammar_masks
-from tilerank.runtime.engine import Completed, Engine, Event, Failed, Request, TokenEvent
-from tilerank.runtime.errors import RequestError
-from tilerank.runtime.grammar import Vocabulary, allowed_tokens
-from tilerank.runtime.prompt import Prompt
-from tilerank.runtime.sampling import SamplingParams
-from tilerank.runtime.scheduler import Scheduled
+from tilerank.runtime.lead import grammar_masks
+from tilerank.runtime.lead.engine import Completed, Engine, Event, Failed, Request, TokenEvent
+from tilerank.runtime.lead.sampling import SamplingParams
+from tilerank.runtime.lead.scheduler import Scheduled
+from tilerank.runtime.protocol.errors import RequestError
+from tilerank.runtime.protocol.grammar import Vocabulary, allowed_tokens
+from tilerank.runtime.protocol.prompt import Prompt
+from tilerank.runtime.rank.worker import Worker
 from tilerank.runtime.server.engine_loop import serve_connections
 from tilerank.runtime.server.messages import Submit, encode
-from tilerank.runtime.worker import Worker
 
 TOKENIZER = Tokenizer(DEMO)
 PROMPT = TOKENIZER.encode("In the beginning God created the heaven and")

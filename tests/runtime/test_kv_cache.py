@@ -16,12 +16,12 @@ from torch import Tensor
 
 from tilerank.parallel.join import Team
 from tilerank.parallel.sharding import Sharding
-from tilerank.runtime.caches.cache import PagedKV
-from tilerank.runtime.engine import Engine, Request
-from tilerank.runtime.prompt import Prompt
-from tilerank.runtime.registry import build_model, read_supported_card
-from tilerank.runtime.sampling import SamplingParams
-from tilerank.runtime.worker import Worker
+from tilerank.runtime.lead.engine import Engine, Request
+from tilerank.runtime.lead.sampling import SamplingParams
+from tilerank.runtime.protocol.prompt import Prompt
+from tilerank.runtime.rank.registry import build_model, read_supported_card
+from tilerank.runtime.rank.worker import Worker
+from tilerank.runtime.step.cache import PagedKV
 
 TP = [1, 2, 3]
 PROMPT, NEW_TOKENS = 40, 12

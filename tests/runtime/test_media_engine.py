@@ -17,14 +17,14 @@ from tiny import make_checkpoint
 from tilerank.parallel.channel import Channel
 from tilerank.parallel.group import SingleGroup
 from tilerank.parallel.join import Team
-from tilerank.runtime import engine as module
-from tilerank.runtime import media_encoding
-from tilerank.runtime.engine import Engine, Request
-from tilerank.runtime.errors import RequestError
-from tilerank.runtime.media_encoding import operations_of_piece
-from tilerank.runtime.prompt import Medium, Place, Prompt
-from tilerank.runtime.rank_messages import Encode, EncodePiece, Frames, Message, StopEncode
-from tilerank.runtime.worker import Worker
+from tilerank.runtime.lead import engine as module
+from tilerank.runtime.lead import media_encoding
+from tilerank.runtime.lead.engine import Engine, Request
+from tilerank.runtime.lead.media_encoding import operations_of_piece
+from tilerank.runtime.protocol.errors import RequestError
+from tilerank.runtime.protocol.prompt import Medium, Place, Prompt
+from tilerank.runtime.protocol.rank_messages import Encode, EncodePiece, Frames, Message, StopEncode
+from tilerank.runtime.rank.worker import Worker
 
 BITS = pytest.mark.skipif(not COMPILED, reason="in plain torch a row's bits depend on the batch")
 

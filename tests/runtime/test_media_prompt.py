@@ -20,7 +20,7 @@ from tilerank.runtime.media.processor import Processor
 from tilerank.runtime.media.qwen_vl_settings import Area, Sampling
 from tilerank.runtime.media.qwen_vl_sizes import most_picture_tokens, most_video_tokens, picture_size, video_size
 from tilerank.runtime.media.registry import load_processor
-from tilerank.runtime.prompt import Prompt
+from tilerank.runtime.protocol.prompt import Prompt
 
 ORACLE = Path(__file__).parents[1] / "support" / "reference_media.py"
 IMAGE, VIDEO = ({"type": kind} for kind in ("image", "video"))

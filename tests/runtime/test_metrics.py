@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from msgspec.structs import replace
 
-from tilerank.runtime.counters import RankCounters
+from tilerank.runtime.rank.counters import RankCounters
 from tilerank.runtime.server.client import EngineClient
 from tilerank.runtime.server.messages import Counters, FromEngine, RankInfo, Ranks, State, encode
 from tilerank.runtime.server.monitoring.metrics import Metrics

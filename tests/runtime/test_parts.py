@@ -18,19 +18,9 @@ from tilerank.kernels.state_slots import StateSlots
 from tilerank.loader.card import read_card
 from tilerank.loader.errors import ConfigError
 from tilerank.parallel.sharding import Sharding
-from tilerank.runtime import rank_messages
-from tilerank.runtime.batch import BatchFiller, Held
-from tilerank.runtime.caches.cache import (
-    CacheSpec,
-    EncoderKV,
-    PagedKV,
-    PagedLatent,
-    RecurrentState,
-    allocate,
-    num_pages,
-)
-from tilerank.runtime.prompt import Medium
-from tilerank.runtime.rank_messages import (
+from tilerank.runtime.protocol import rank_messages
+from tilerank.runtime.protocol.prompt import Medium
+from tilerank.runtime.protocol.rank_messages import (
     Chunk,
     Count,
     Encode,
@@ -42,8 +32,18 @@ from tilerank.runtime.rank_messages import (
     Stop,
     StopEncode,
 )
-from tilerank.runtime.registry import build_model, read_supported_card
-from tilerank.runtime.rope import Llama3Scaling, RopeConfig, RopeTable, inverse_frequencies
+from tilerank.runtime.rank.registry import build_model, read_supported_card
+from tilerank.runtime.step.batch import BatchFiller, Held
+from tilerank.runtime.step.cache import (
+    CacheSpec,
+    EncoderKV,
+    PagedKV,
+    PagedLatent,
+    RecurrentState,
+    allocate,
+    num_pages,
+)
+from tilerank.runtime.step.rope import Llama3Scaling, RopeConfig, RopeTable, inverse_frequencies
 
 DEMO = Path(__file__).parents[2] / "assets" / "demo-lm"
 BF16 = torch.bfloat16

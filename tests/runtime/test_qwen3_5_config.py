@@ -28,12 +28,12 @@ from tilerank.parallel.errors import ShardError
 from tilerank.parallel.parameters import PlainParameter
 from tilerank.parallel.shard import Strategy
 from tilerank.parallel.sharding import Sharding
-from tilerank.runtime.caches.cache import RecurrentState
 from tilerank.runtime.media.qwen_vl import QwenVLProcessor
 from tilerank.runtime.media.registry import load_processor
 from tilerank.runtime.models.decoder import Decoder
 from tilerank.runtime.models.delta_net import GatedDeltaNet
-from tilerank.runtime.registry import build_model
+from tilerank.runtime.rank.registry import build_model
+from tilerank.runtime.step.cache import RecurrentState
 
 NINE_B = PUBLIC_CONFIGS["qwen3.5-9b"]
 TEXT: dict[str, Any] = NINE_B["text_config"]

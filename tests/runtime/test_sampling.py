@@ -7,8 +7,8 @@ import pytest
 import torch
 from transformers.generation.logits_process import MinPLogitsWarper, RepetitionPenaltyLogitsProcessor
 
-from tilerank.runtime.errors import RequestError
-from tilerank.runtime.sampling import Choice, Row, SamplingParams, _process, choose
+from tilerank.runtime.lead.sampling import Choice, Row, SamplingParams, _process, choose
+from tilerank.runtime.protocol.errors import RequestError
 
 VOCAB = 50
 TOKENS = [3, 4, 3, 9, 4, 4, 30]  # the first three are the prompt

@@ -8,14 +8,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from tilerank.kernels.kv_pages import PAGE_TOKENS
-from tilerank.runtime.caches.encodings import EncoderCache, Encoding, Wanted
-from tilerank.runtime.caches.pages import Page, PagePool
-from tilerank.runtime.caches.state_pool import StatePool
-from tilerank.runtime.prompt import Medium, Place, Prompt
-from tilerank.runtime.rank_messages import Chunk
-from tilerank.runtime.sampling import SamplingParams
-from tilerank.runtime.scheduler import Scheduled, Scheduler
-from tilerank.runtime.sequence import Sequence
+from tilerank.runtime.lead.encodings import EncoderCache, Encoding, Wanted
+from tilerank.runtime.lead.pages import Page, PagePool
+from tilerank.runtime.lead.sampling import SamplingParams
+from tilerank.runtime.lead.scheduler import Scheduled, Scheduler
+from tilerank.runtime.lead.sequence import Sequence
+from tilerank.runtime.lead.state_pool import StatePool
+from tilerank.runtime.protocol.prompt import Medium, Place, Prompt
+from tilerank.runtime.protocol.rank_messages import Chunk
 
 BLOCKS, MAX_RUNNING, CHUNK, BUDGET, STATES = 12, 4, 80, 3, 3
 COMMON = st.sampled_from((0, 20, PAGE_TOKENS, PAGE_TOKENS + 3, 2 * PAGE_TOKENS, 3 * PAGE_TOKENS))

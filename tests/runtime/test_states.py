@@ -6,11 +6,11 @@ import pytest
 
 from tests.runtime.test_scheduler import FakeGrammarMask, Slots, new_sequence
 from tilerank.kernels.kv_pages import PAGE_TOKENS
-from tilerank.runtime.caches.encodings import EncoderCache
-from tilerank.runtime.caches.pages import PagePool
-from tilerank.runtime.caches.state_pool import StatePool
-from tilerank.runtime.scheduler import Scheduler
-from tilerank.runtime.sequence import Sequence
+from tilerank.runtime.lead.encodings import EncoderCache
+from tilerank.runtime.lead.pages import PagePool
+from tilerank.runtime.lead.scheduler import Scheduler
+from tilerank.runtime.lead.sequence import Sequence
+from tilerank.runtime.lead.state_pool import StatePool
 
 
 @dataclass

@@ -22,14 +22,14 @@ from tilerank.kernels.state_slots import StateSlots
 from tilerank.parallel.channel import Channel
 from tilerank.parallel.group import SingleGroup
 from tilerank.parallel.join import Team
-from tilerank.runtime import engine as module
-from tilerank.runtime.caches.pages import PagePool
-from tilerank.runtime.caches.state_pool import StatePool
-from tilerank.runtime.engine import Engine, Request, Scored
-from tilerank.runtime.prompt import Prompt
-from tilerank.runtime.sampling import SamplingParams
-from tilerank.runtime.scheduler import Scheduler
-from tilerank.runtime.worker import Worker
+from tilerank.runtime.lead import engine as module
+from tilerank.runtime.lead.engine import Engine, Request, Scored
+from tilerank.runtime.lead.pages import PagePool
+from tilerank.runtime.lead.sampling import SamplingParams
+from tilerank.runtime.lead.scheduler import Scheduler
+from tilerank.runtime.lead.state_pool import StatePool
+from tilerank.runtime.protocol.prompt import Prompt
+from tilerank.runtime.rank.worker import Worker
 
 DENSE: dict[str, Any] = {
     "family": "qwen3_5",

@@ -13,10 +13,10 @@ from tiny import make_checkpoint
 from tilerank.kernels import core
 from tilerank.parallel.join import join
 from tilerank.parallel.rendezvous import Membership
-from tilerank.runtime import registry
-from tilerank.runtime.batch import Held, padded_size
-from tilerank.runtime.rank_messages import Chunk, Step
-from tilerank.runtime.worker import Worker
+from tilerank.runtime.protocol.rank_messages import Chunk, Step
+from tilerank.runtime.rank import registry
+from tilerank.runtime.rank.worker import Worker
+from tilerank.runtime.step.batch import Held, padded_size
 
 DEMO = Path(__file__).parents[2] / "assets" / "demo-lm"
 

@@ -14,8 +14,8 @@ from tilerank.parallel.group import RecordableGroup
 from tilerank.parallel.join import Team
 from tilerank.parallel.norm import RMSNorm
 from tilerank.parallel.sharding import Sharding
-from tilerank.runtime.batch import LogitRows
 from tilerank.runtime.models.stream import Stream
+from tilerank.runtime.step.batch import LogitRows
 
 ROWS, HIDDEN, EPS = 40, 1024, 1e-5
 

@@ -18,8 +18,8 @@ from tilerank.loader.errors import ConfigError
 from tilerank.parallel.sharding import Sharding
 from tilerank.runtime.models.qwen_moe import ExpertsConfig, read_experts_config
 from tilerank.runtime.models.text_config import TextConfig, read_text_config
-from tilerank.runtime.registry import build_model, read_supported_card
-from tilerank.runtime.rope import Llama3Scaling, RopeConfig
+from tilerank.runtime.rank.registry import build_model, read_supported_card
+from tilerank.runtime.step.rope import Llama3Scaling, RopeConfig
 
 DEMO = Path(__file__).parents[2] / "assets" / "demo-lm"
 

@@ -16,13 +16,13 @@ from tiny import make_checkpoint
 from tilerank.loader.card import read_card
 from tilerank.loader.errors import ConfigError
 from tilerank.parallel.sharding import Sharding
-from tilerank.runtime.bytes_per_step import bytes_per_step
-from tilerank.runtime.errors import EngineError
 from tilerank.runtime.models.decoder import Decoder
 from tilerank.runtime.models.text_config import read_text_config
 from tilerank.runtime.models.vision_config import VisionConfig, read_vision_config
-from tilerank.runtime.registry import build_model, read_supported_card
-from tilerank.runtime.rope import RopeConfig, axes_of_frequencies
+from tilerank.runtime.protocol.errors import EngineError
+from tilerank.runtime.rank.registry import build_model, read_supported_card
+from tilerank.runtime.step.bytes_per_step import bytes_per_step
+from tilerank.runtime.step.rope import RopeConfig, axes_of_frequencies
 
 TEXT: dict[str, Any] = {
     "attention_bias": False,

@@ -12,16 +12,17 @@ import torch
 
 from tilerank.kernels import core
 from tilerank.parallel.join import Team
-from tilerank.runtime import engine as module
-from tilerank.runtime.caches.pages import PagePool
-from tilerank.runtime.caches.state_pool import StatePool
-from tilerank.runtime.engine import Engine, Request, Scored, TokenEvent
-from tilerank.runtime.prompt import Prompt
-from tilerank.runtime.rank_messages import Message
-from tilerank.runtime.sampling import SamplingParams
-from tilerank.runtime.scheduler import Scheduler
-from tilerank.runtime.sequence import next_chunk
-from tilerank.runtime.worker import MAX_RUNNING, Worker
+from tilerank.runtime.lead import engine as module
+from tilerank.runtime.lead.engine import Engine, Request, Scored, TokenEvent
+from tilerank.runtime.lead.pages import PagePool
+from tilerank.runtime.lead.sampling import SamplingParams
+from tilerank.runtime.lead.scheduler import Scheduler
+from tilerank.runtime.lead.sequence import next_chunk
+from tilerank.runtime.lead.state_pool import StatePool
+from tilerank.runtime.protocol.prompt import Prompt
+from tilerank.runtime.protocol.rank_messages import Message
+from tilerank.runtime.protocol.sizes import MAX_RUNNING
+from tilerank.runtime.rank.worker import Worker
 
 DEMO = Path(__file__).parents[2] / "assets" / "demo-lm"
 LENGTHS = (1, 5, 31, 32, 33, 70, 150)  # around pages of 32 tokens, and above the largest chunk below
@@ -162,7 +163,7 @@ def same_answers(
 def same_score(engine: Engine, rows: int) -> bool:
     prompt = requests()[-1].prompt
     whole = engine.score(prompt)
-    with mock.patch("tilerank.runtime.engine.SCORE_ROWS", rows):
+    with mock.patch("tilerank.runtime.lead.engine.SCORE_ROWS", rows):
         return torch.equal(engine.score(prompt), whole)
 
 

@@ -18,12 +18,12 @@ from tilerank.parallel.group import Group
 from tilerank.parallel.join import Team
 from tilerank.parallel.shard import Strategy
 from tilerank.parallel.sharding import KVSplit
-from tilerank.runtime import engine as module
-from tilerank.runtime import latent_forms
-from tilerank.runtime.engine import Engine, Request
-from tilerank.runtime.prompt import Prompt
-from tilerank.runtime.sampling import SamplingParams
-from tilerank.runtime.worker import Worker
+from tilerank.runtime.lead import engine as module
+from tilerank.runtime.lead.engine import Engine, Request
+from tilerank.runtime.lead.sampling import SamplingParams
+from tilerank.runtime.protocol.prompt import Prompt
+from tilerank.runtime.rank.worker import Worker
+from tilerank.runtime.step import latent_forms
 
 
 class Witness(Group):
@@ -156,7 +156,7 @@ def in_chunks(
 ) -> list[dict[str, Any]]:
     """Compare as `run` does in fp32, with at most so many prompt tokens in a step. Models with states are cut at pages,
     where otherwise they are cut at blocks of 64 tokens. Latent attention expands so many tokens at a time."""
-    mock.patch("tilerank.runtime.sequence.BLOCK_TOKENS", PAGE_TOKENS).start()
+    mock.patch("tilerank.runtime.lead.sequence.BLOCK_TOKENS", PAGE_TOKENS).start()
     latent_forms.PIECE_TOKENS = piece_tokens
     results = []
     for rows in chunk_rows:

@@ -16,7 +16,7 @@ from tilerank.loader.weights import load_weights
 from tilerank.parallel.sharding import Sharding
 from tilerank.runtime.models.attention import SelfAttention
 from tilerank.runtime.models.decoder import Decoder
-from tilerank.runtime.registry import build_model
+from tilerank.runtime.rank.registry import build_model
 
 
 def main(model_dir: Path, rank: int, size: int, quantization: Quantization | None) -> None:

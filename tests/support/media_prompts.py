@@ -11,11 +11,11 @@ import torch
 from batching import Answers, answers, forget, one_by_one
 
 from tilerank.parallel.join import Team
-from tilerank.runtime import media_encoding
-from tilerank.runtime.engine import Engine, Request
-from tilerank.runtime.prompt import Medium, Place, Prompt
-from tilerank.runtime.sampling import SamplingParams
-from tilerank.runtime.worker import Worker
+from tilerank.runtime.lead import media_encoding
+from tilerank.runtime.lead.engine import Engine, Request
+from tilerank.runtime.lead.sampling import SamplingParams
+from tilerank.runtime.protocol.prompt import Medium, Place, Prompt
+from tilerank.runtime.rank.worker import Worker
 
 PLACEHOLDER = 7
 """The token id of all placeholders: the engine replaces its embedding."""

@@ -7,10 +7,10 @@ from safetensors.torch import save_file
 
 from tilerank.loader.quantization_config import Quantization
 from tilerank.parallel.join import Team
-from tilerank.runtime.engine import Engine, Request
-from tilerank.runtime.prompt import Prompt
-from tilerank.runtime.sampling import SamplingParams
-from tilerank.runtime.worker import Worker
+from tilerank.runtime.lead.engine import Engine, Request
+from tilerank.runtime.lead.sampling import SamplingParams
+from tilerank.runtime.protocol.prompt import Prompt
+from tilerank.runtime.rank.worker import Worker
 
 
 def run(team: Team, *, cases: list[dict[str, Any]], out: str, ids: list[int], new_tokens: int) -> list[dict[str, Any]]:

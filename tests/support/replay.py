@@ -14,12 +14,12 @@ from tilerank.kernels.graph import Graph
 from tilerank.parallel.errors import GroupError
 from tilerank.parallel.join import Team
 from tilerank.parallel.sharding import KVSplit
-from tilerank.runtime.batch import Held
-from tilerank.runtime.engine import Engine, Request
-from tilerank.runtime.prompt import Prompt
-from tilerank.runtime.rank_messages import Chunk, Step
-from tilerank.runtime.sampling import SamplingParams
-from tilerank.runtime.worker import Worker
+from tilerank.runtime.lead.engine import Engine, Request
+from tilerank.runtime.lead.sampling import SamplingParams
+from tilerank.runtime.protocol.prompt import Prompt
+from tilerank.runtime.protocol.rank_messages import Chunk, Step
+from tilerank.runtime.rank.worker import Worker
+from tilerank.runtime.step.batch import Held
 
 
 class Blindfold(TorchFunctionMode):
@@ -163,7 +163,7 @@ def stays_eager(team: Team, *, model: str) -> list[str]:
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("tilerank.runtime.worker")
+    logger = logging.getLogger("tilerank.runtime.rank.worker")
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     worker = Worker(Path(model), team, dtype=torch.float32, max_total_tokens=512)

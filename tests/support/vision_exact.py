@@ -11,10 +11,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from tilerank.parallel.join import Team
-from tilerank.runtime.engine import Engine, Request
-from tilerank.runtime.prompt import Medium, Place, Prompt, Segment, Sight
-from tilerank.runtime.sampling import SamplingParams
-from tilerank.runtime.worker import Worker
+from tilerank.runtime.lead.engine import Engine, Request
+from tilerank.runtime.lead.sampling import SamplingParams
+from tilerank.runtime.protocol.prompt import Medium, Place, Prompt, Segment, Sight
+from tilerank.runtime.rank.worker import Worker
 
 PIECE = 2e6
 """Operations of a piece of an encode: a few rows of a layer."""

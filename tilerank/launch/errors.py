@@ -3,7 +3,7 @@
 from tilerank.kernels.errors import KernelError
 from tilerank.loader.errors import CheckpointError, ConfigError, TokenizerError
 from tilerank.parallel.errors import GroupError, ShardError
-from tilerank.runtime.errors import EngineError, RequestError
+from tilerank.runtime.protocol.errors import EngineError, RequestError
 
 
 class LaunchError(RuntimeError):

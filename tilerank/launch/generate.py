@@ -32,9 +32,9 @@ from .start import whole_number
 
 if TYPE_CHECKING:
     from tilerank.parallel.join import Team
-    from tilerank.runtime.engine import TokenEvent
-    from tilerank.runtime.sampling import SamplingParams
-    from tilerank.runtime.worker import Worker
+    from tilerank.runtime.lead.engine import TokenEvent
+    from tilerank.runtime.lead.sampling import SamplingParams
+    from tilerank.runtime.rank.worker import Worker
 
     from .planning.plan_types import Plan
 
@@ -126,7 +126,7 @@ class GenerateJob:
         return card
 
     def memory_refusal(self, size: int, here: range, placement: Placement) -> str | None:
-        from tilerank.runtime import registry
+        from tilerank.runtime.rank import registry
 
         from .planning.plan import plan_model
 
@@ -152,8 +152,8 @@ class GenerateJob:
         return self._plan.refusal()
 
     def build(self, team: "Team", own: RankPlacement) -> "Worker":
-        from tilerank.runtime.caches.cache import expected_tokens
-        from tilerank.runtime.worker import Worker
+        from tilerank.runtime.rank.worker import Worker
+        from tilerank.runtime.step.cache import expected_tokens
 
         args, quantization = self._args, quantization_of(self._args)
         card = read_card(self._model_dir)
@@ -186,7 +186,7 @@ class GenerateJob:
 
     def lead(self, worker: "Worker", size: int, placement: Placement) -> None:
         from tilerank.kernels import core
-        from tilerank.runtime.engine import Engine, Request
+        from tilerank.runtime.lead.engine import Engine, Request
 
         answers = [Answer(prompt.token_ids, self._tokenizer.stream()) for prompt in self._prompts]
         output = JsonLines(answers, bool(self._args.logprobs)) if self._args.json else Text(answers)
@@ -201,7 +201,7 @@ class GenerateJob:
         say(summary(answers, size, placement, core.isa()))
 
     def _sampling(self) -> "SamplingParams":
-        from tilerank.runtime.sampling import SamplingParams
+        from tilerank.runtime.lead.sampling import SamplingParams
 
         args = self._args
         return SamplingParams(
@@ -316,7 +316,7 @@ def read_card_without_torch(model_dir: Path) -> ModelCard:
     try:
         return read_card(model_dir)
     except ConfigError:
-        from tilerank.runtime.registry import read_supported_card
+        from tilerank.runtime.rank.registry import read_supported_card
 
         return read_supported_card(model_dir)
 

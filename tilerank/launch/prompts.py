@@ -20,7 +20,7 @@ from tilerank.runtime.media.messages import Source, read_data_url, split_media
 from tilerank.runtime.media.processor import Processor
 from tilerank.runtime.media.registry import load_processor
 from tilerank.runtime.media.samplers import check_kinds, samplers
-from tilerank.runtime.prompt import Prompt
+from tilerank.runtime.protocol.prompt import Prompt
 
 from .errors import LaunchError
 from .host.cpulist import count

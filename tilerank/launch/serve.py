@@ -48,8 +48,8 @@ from .supervisor import END_S, Watch, supervise
 
 if TYPE_CHECKING:
     from tilerank.parallel.join import Team
+    from tilerank.runtime.rank.worker import Worker
     from tilerank.runtime.server.access import Access
-    from tilerank.runtime.worker import Worker
 
     from .host.placement import Placement, RankPlacement
 
@@ -218,7 +218,7 @@ class ServeJob(GenerateJob):
 
     def appetite(self) -> Appetite:
         """Return what the model takes on one rank."""
-        from tilerank.runtime.registry import read_supported_card
+        from tilerank.runtime.rank.registry import read_supported_card
 
         from .planning.plan import appetite_of
 
@@ -235,7 +235,7 @@ class ServeJob(GenerateJob):
         return worker
 
     def lead(self, worker: Worker, size: int, placement: Placement) -> None:
-        from tilerank.runtime.engine import Engine
+        from tilerank.runtime.lead.engine import Engine
         from tilerank.runtime.server.engine_loop import serve_connections
 
         engine = Engine(worker, cache_size.mm_cache_bytes(self._args))
@@ -313,9 +313,9 @@ def _http_process(argv: Sequence[str], listener: int, control: int, ranks: Seque
 def _run_http_process(args: argparse.Namespace) -> int:
     from tilerank.loader.tokenizer import Tokenizer
     from tilerank.runtime.media.registry import load_processor
+    from tilerank.runtime.protocol.speech_settings import voices_of
     from tilerank.runtime.server.answers.tool_formats import tool_parser
     from tilerank.runtime.server.settings import ServerSettings
-    from tilerank.runtime.speech.speech_settings import voices_of
 
     from .serving.chat_renderer import ChatRenderer
     from .serving.grammar_trial import GrammarTrial

@@ -8,8 +8,8 @@ import wave
 from pathlib import Path
 
 from tilerank.loader.card import ModelCard
-from tilerank.runtime.params import SpeechParams
-from tilerank.runtime.speech.speech_settings import SAMPLE_RATE, voices_of
+from tilerank.runtime.protocol.params import SpeechParams
+from tilerank.runtime.protocol.speech_settings import SAMPLE_RATE, voices_of
 
 from .errors import LaunchError
 

@@ -13,7 +13,7 @@ from tilerank.launch.bench.speaking import table
 from tilerank.launch.bench.work import predictor_cost
 from tilerank.loader.quantization_config import Quantization
 from tilerank.parallel.cost import Work
-from tilerank.runtime.registry import read_supported_card
+from tilerank.runtime.rank.registry import read_supported_card
 
 
 def test_rows_have_what_each_number_of_requests_made(tmp_path: Path) -> None:

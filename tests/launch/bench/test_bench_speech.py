@@ -13,7 +13,7 @@ from tilerank.launch.bench.public.configs import PUBLIC_CONFIGS
 from tilerank.launch.bench.speech.code2wav import PEER, table
 from tilerank.parallel.cost import Work
 from tilerank.parallel.sharding import Sharding
-from tilerank.runtime.registry import build_model, read_supported_card
+from tilerank.runtime.rank.registry import build_model, read_supported_card
 
 
 def test_work_of_a_frame_by_hand(tmp_path: Path) -> None:

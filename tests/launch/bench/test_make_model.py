@@ -24,10 +24,10 @@ from tilerank.loader.tokenizer import Tokenizer
 from tilerank.parallel.channel import Channel
 from tilerank.parallel.group import SingleGroup
 from tilerank.parallel.join import Team
-from tilerank.runtime.engine import Engine
+from tilerank.runtime.lead.engine import Engine
 from tilerank.runtime.models import qwen_moe
-from tilerank.runtime.prompt import Prompt
-from tilerank.runtime.worker import Worker
+from tilerank.runtime.protocol.prompt import Prompt
+from tilerank.runtime.rank.worker import Worker
 
 
 def test_shards_do_not_exceed_shard_bytes(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from tilerank.launch.planning.plan import as_json
 from tilerank.launch.planning.plan_text import render
 from tilerank.launch.planning.plan_types import RANK_OVERHEAD
 from tilerank.loader.card import read_card
-from tilerank.runtime.registry import read_supported_card
+from tilerank.runtime.rank.registry import read_supported_card
 
 SPEECH = ("talker.", "code2wav.")
 TALKER = 3 * 2 * 2 * 32 * 2 * 32768  # layers, K and V, KV heads, head size, bytes, tokens

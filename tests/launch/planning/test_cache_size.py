@@ -18,7 +18,7 @@ from tilerank.launch.planning.plan_text import render
 from tilerank.launch.planning.plan_types import RANK_OVERHEAD
 from tilerank.loader.checkpoint import Checkpoint
 from tilerank.loader.quantization_config import Quantization
-from tilerank.runtime.registry import read_supported_card
+from tilerank.runtime.rank.registry import read_supported_card
 
 # Half of an invented node's memory is free; two ranks on two nodes hold half of 6.24 GiB of weights each.
 

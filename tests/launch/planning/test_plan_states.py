@@ -13,7 +13,7 @@ from tilerank.launch.planning.plan_text import render
 from tilerank.launch.planning.plan_types import RANK_OVERHEAD, Plan
 from tilerank.launch.planning.ranks_table import render as render_ranks
 from tilerank.loader.card import read_card
-from tilerank.runtime.caches.state_pool import most_tokens, num_states
+from tilerank.runtime.protocol.sizes import most_tokens, num_states
 from tilerank.runtime.server.messages import RankInfo
 
 # 24 of 32 layers are delta nets: 32 heads of 128 x 128 in fp32, 3 inputs of 16 * 2 * 128 + 32 * 128 channels in bf16.

@@ -18,7 +18,7 @@ from vision_exact import mean, of_dtype
 from tilerank.parallel.channel import Channel
 from tilerank.parallel.group import SingleGroup
 from tilerank.parallel.join import Team
-from tilerank.runtime.worker import Worker
+from tilerank.runtime.rank.worker import Worker
 
 NEW_TOKENS = 8
 TP = [1, 2, 3, 6]

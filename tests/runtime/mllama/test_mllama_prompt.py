@@ -24,7 +24,7 @@ from tilerank.runtime.media.mllama import read_tile_settings
 from tilerank.runtime.media.mllama_sizes import choose_tiling, fit, tilings
 from tilerank.runtime.media.processor import Processor
 from tilerank.runtime.media.registry import load_processor
-from tilerank.runtime.prompt import MM_CACHE_BYTES, Prompt
+from tilerank.runtime.protocol.prompt import MM_CACHE_BYTES, Prompt
 
 TILE = 56  # pixels, of make_tiny.py; a tile has 4 x 4 patches and a class token
 TOKENS = 17

@@ -18,15 +18,15 @@ from tilerank.kernels.kv_pages import PAGE_TOKENS
 from tilerank.parallel.channel import Channel
 from tilerank.parallel.group import SingleGroup
 from tilerank.parallel.join import Team
-from tilerank.runtime import engine as module
-from tilerank.runtime import media_encoding
-from tilerank.runtime.caches.source_pool import SourcePool
-from tilerank.runtime.engine import Engine, Request
-from tilerank.runtime.errors import RequestError
+from tilerank.runtime.lead import engine as module
+from tilerank.runtime.lead import media_encoding
+from tilerank.runtime.lead.engine import Engine, Request
+from tilerank.runtime.lead.source_pool import SourcePool
 from tilerank.runtime.models.cross_attention import CrossAttention
-from tilerank.runtime.prompt import Medium, Place, Prompt, Segment, Sight
-from tilerank.runtime.rank_messages import Encode, Message, StoreSource
-from tilerank.runtime.worker import Worker
+from tilerank.runtime.protocol.errors import RequestError
+from tilerank.runtime.protocol.prompt import Medium, Place, Prompt, Segment, Sight
+from tilerank.runtime.protocol.rank_messages import Encode, Message, StoreSource
+from tilerank.runtime.rank.worker import Worker
 
 BITS = pytest.mark.skipif(not COMPILED, reason="in plain torch a row's bits depend on the batch")
 VOCAB, SIDE, TOKENS = 777, 4, 68  # of make_tiny.py: patches of a tile's side, tokens of a picture

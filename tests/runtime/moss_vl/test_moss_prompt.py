@@ -31,8 +31,8 @@ from tilerank.runtime.media.processor import Processor
 from tilerank.runtime.media.qwen_vl_settings import Area, Sampling
 from tilerank.runtime.media.registry import load_processor
 from tilerank.runtime.media.samplers import samplers
-from tilerank.runtime.prompt import Prompt, Segment
-from tilerank.runtime.registry import build_model, read_supported_card
+from tilerank.runtime.protocol.prompt import Prompt, Segment
+from tilerank.runtime.rank.registry import build_model, read_supported_card
 
 PICTURES, VIDEOS = "preprocessor_config.json", "video_preprocessor_config.json"
 IMAGE, VIDEO = ({"type": kind} for kind in ("image", "video"))

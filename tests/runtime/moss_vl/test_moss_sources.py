@@ -17,14 +17,14 @@ from tilerank.loader.tokenizer import Tokenizer
 from tilerank.parallel.channel import Channel
 from tilerank.parallel.group import SingleGroup
 from tilerank.parallel.join import Team
-from tilerank.runtime.engine import Engine, Request
-from tilerank.runtime.errors import RequestError
+from tilerank.runtime.lead.engine import Engine, Request
 from tilerank.runtime.media.decoder import Frames
 from tilerank.runtime.media.processor import Processor
 from tilerank.runtime.media.registry import load_processor
 from tilerank.runtime.models import moss_vision
-from tilerank.runtime.prompt import Prompt
-from tilerank.runtime.worker import Worker
+from tilerank.runtime.protocol.errors import RequestError
+from tilerank.runtime.protocol.prompt import Prompt
+from tilerank.runtime.rank.worker import Worker
 
 BITS = pytest.mark.skipif(not COMPILED, reason="in plain torch a row's bits depend on the batch")
 

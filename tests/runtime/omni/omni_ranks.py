@@ -14,12 +14,12 @@ from vision_exact import compare
 from tilerank.kernels import core
 from tilerank.loader.tokenizer import Tokenizer
 from tilerank.parallel.join import Team
-from tilerank.runtime.engine import Engine, Request
+from tilerank.runtime.lead.engine import Engine, Request
+from tilerank.runtime.lead.sampling import SamplingParams
 from tilerank.runtime.media.decoder import Frames
 from tilerank.runtime.media.registry import load_processor
-from tilerank.runtime.prompt import Prompt
-from tilerank.runtime.sampling import SamplingParams
-from tilerank.runtime.worker import Worker
+from tilerank.runtime.protocol.prompt import Prompt
+from tilerank.runtime.rank.worker import Worker
 
 PIECE = 1e6
 """Operations of a piece of an encode: a few rows of a layer."""

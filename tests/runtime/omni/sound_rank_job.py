@@ -16,9 +16,10 @@ from tilerank.parallel.join import Team
 from tilerank.parallel.sharding import Sharding
 from tilerank.runtime.models.speech.code2wav import Code2Wav
 from tilerank.runtime.models.speech.code2wav_config import read_code2wav_config
-from tilerank.runtime.registry import read_supported_card
-from tilerank.runtime.speech.sound_rank import CHUNK_FRAMES, CONTEXT_FRAMES, SoundRank
-from tilerank.runtime.speech.speech_messages import Sound
+from tilerank.runtime.protocol.sizes import CHUNK_FRAMES, CONTEXT_FRAMES
+from tilerank.runtime.protocol.speech_messages import Sound
+from tilerank.runtime.rank.registry import read_supported_card
+from tilerank.runtime.rank.sound_rank import SoundRank
 
 NAME = "code2wav"
 

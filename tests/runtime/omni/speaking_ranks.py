@@ -14,15 +14,15 @@ from tests.runtime.omni.omni_ranks import media_of, text_of
 from tilerank.kernels.kv_pages import PAGE_TOKENS
 from tilerank.loader.tokenizer import Tokenizer
 from tilerank.parallel.join import Team
-from tilerank.runtime.engine import Engine, Request, SoundEvent, TokenEvent
+from tilerank.runtime.lead import speaking
+from tilerank.runtime.lead.engine import Engine, Request, SoundEvent, TokenEvent
+from tilerank.runtime.lead.sampling import SamplingParams
 from tilerank.runtime.media.registry import load_processor
-from tilerank.runtime.params import SpeechParams
-from tilerank.runtime.prompt import Prompt
-from tilerank.runtime.sampling import SamplingParams
-from tilerank.runtime.speech import speaking
-from tilerank.runtime.speech.speech_messages import SpeechStep
-from tilerank.runtime.speech.speech_rank import Spoken
-from tilerank.runtime.worker import Worker
+from tilerank.runtime.protocol.params import SpeechParams
+from tilerank.runtime.protocol.prompt import Prompt
+from tilerank.runtime.protocol.speech_messages import SpeechStep
+from tilerank.runtime.rank.speech_rank import Spoken
+from tilerank.runtime.rank.worker import Worker
 
 Codes = list[list[int]]
 

@@ -17,13 +17,13 @@ from tilerank.kernels import core
 from tilerank.kernels.kv_pages import PAGE_TOKENS
 from tilerank.loader.tokenizer import Tokenizer
 from tilerank.parallel.join import Team
-from tilerank.runtime.caches.cache import num_pages
 from tilerank.runtime.media.registry import load_processor
-from tilerank.runtime.prompt import Prompt
-from tilerank.runtime.rank_messages import Chunk, Encode, Insert, Step
-from tilerank.runtime.speech.speech_messages import Frame, SpeechStep, TalkerChunk
-from tilerank.runtime.speech.speech_rank import Spoken
-from tilerank.runtime.worker import Worker
+from tilerank.runtime.protocol.prompt import Prompt
+from tilerank.runtime.protocol.rank_messages import Chunk, Encode, Insert, Step
+from tilerank.runtime.protocol.speech_messages import Frame, SpeechStep, TalkerChunk
+from tilerank.runtime.rank.speech_rank import Spoken
+from tilerank.runtime.rank.worker import Worker
+from tilerank.runtime.step.cache import num_pages
 
 CUT = 11
 """Prompts are computed in two chunks, of which the first has so many rows."""

@@ -15,10 +15,10 @@ from rungs import COMPILED, RUNGS
 
 from tests.runtime.omni.sound_rank_job import load
 from tilerank.parallel.group import SingleGroup
-from tilerank.runtime.errors import EngineError
 from tilerank.runtime.models.speech.code2wav import Code2WavState
-from tilerank.runtime.speech.sound_rank import SoundRank
-from tilerank.runtime.speech.speech_messages import Sound
+from tilerank.runtime.protocol.errors import EngineError
+from tilerank.runtime.protocol.speech_messages import Sound
+from tilerank.runtime.rank.sound_rank import SoundRank
 
 LONG, SHORT = 303, [5, 1]
 """Frames. A chunk has 300, after which the decoder begins anew."""

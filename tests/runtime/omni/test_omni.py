@@ -22,16 +22,16 @@ from tilerank.loader.tokenizer import Tokenizer
 from tilerank.parallel.channel import Channel
 from tilerank.parallel.group import SingleGroup
 from tilerank.parallel.join import Team
-from tilerank.runtime import media_encoding
-from tilerank.runtime.engine import Engine, Request
+from tilerank.runtime.lead import media_encoding
+from tilerank.runtime.lead.engine import Engine, Request
+from tilerank.runtime.lead.sampling import SamplingParams
 from tilerank.runtime.media.decoder import Frames
 from tilerank.runtime.media.errors import MediaError
 from tilerank.runtime.media.registry import load_processor
 from tilerank.runtime.media.sound import HOP, audio_tokens
 from tilerank.runtime.models.mel import mel_filters, normalize_mel
-from tilerank.runtime.prompt import Prompt
-from tilerank.runtime.sampling import SamplingParams
-from tilerank.runtime.worker import Worker
+from tilerank.runtime.protocol.prompt import Prompt
+from tilerank.runtime.rank.worker import Worker
 
 NEW_TOKENS = 8
 CLIPS = [160, 161, 16000, 16001, 113120]

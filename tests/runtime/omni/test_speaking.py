@@ -16,14 +16,14 @@ from tests.runtime.omni.speech_cases import CASES, FRAMES
 from tilerank.parallel.channel import Channel
 from tilerank.parallel.group import SingleGroup
 from tilerank.parallel.join import Team
-from tilerank.runtime.engine import Engine, Failed, SoundEvent
-from tilerank.runtime.errors import RequestError
-from tilerank.runtime.params import SpeechParams
-from tilerank.runtime.prompt import Prompt
-from tilerank.runtime.sampling import SamplingParams
-from tilerank.runtime.speech.speech_messages import SpeechStep
-from tilerank.runtime.speech.speech_rank import Spoken
-from tilerank.runtime.worker import Worker
+from tilerank.runtime.lead.engine import Engine, Failed, SoundEvent
+from tilerank.runtime.lead.sampling import SamplingParams
+from tilerank.runtime.protocol.errors import RequestError
+from tilerank.runtime.protocol.params import SpeechParams
+from tilerank.runtime.protocol.prompt import Prompt
+from tilerank.runtime.protocol.speech_messages import SpeechStep
+from tilerank.runtime.rank.speech_rank import Spoken
+from tilerank.runtime.rank.worker import Worker
 
 
 @pytest.mark.parametrize(("tp", "eager"), [(1, False), (2, False), (3, False), (6, False), (1, True)])

@@ -9,7 +9,7 @@ import pytest
 
 from tests.runtime.server.scripted import QWEN_3, QWEN_3_5, Server, make_model, run
 from tilerank.loader.tokenizer import Tokenizer
-from tilerank.runtime.params import Logprobs
+from tilerank.runtime.protocol.params import Logprobs
 from tilerank.runtime.server.answers.completions import Delta
 from tilerank.runtime.server.answers.responses import ChatFormatter, TextFormatter
 from tilerank.runtime.server.api import ChatCompletion, Completion

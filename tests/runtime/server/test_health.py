@@ -10,8 +10,8 @@ from command import DEMO
 
 from tilerank.loader.generation_config import SamplingDefaults
 from tilerank.loader.tokenizer import Tokenizer
-from tilerank.runtime.params import SamplingParams
-from tilerank.runtime.prompt import Prompt
+from tilerank.runtime.protocol.params import SamplingParams
+from tilerank.runtime.protocol.prompt import Prompt
 from tilerank.runtime.server.app import make_app
 from tilerank.runtime.server.client import EngineClient, EngineGoneError
 from tilerank.runtime.server.messages import Token

@@ -23,7 +23,7 @@ from tilerank.loader.generation_config import SamplingDefaults
 from tilerank.loader.tokenizer import Tokenizer
 from tilerank.runtime.media.decoder import Decoder
 from tilerank.runtime.media.registry import load_processor
-from tilerank.runtime.prompt import Prompt
+from tilerank.runtime.protocol.prompt import Prompt
 from tilerank.runtime.server.answers.tool_formats import HermesTools
 from tilerank.runtime.server.app import make_app
 from tilerank.runtime.server.client import EngineClient

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tilerank.runtime.counters import RankCounters
+from tilerank.runtime.rank.counters import RankCounters
 from tilerank.runtime.server import routing
 from tilerank.runtime.server.messages import Counters, RankInfo, Ranks, State, merge_states
 from tilerank.runtime.server.monitoring.rank_stats import RankStats, merge

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 from tilerank.loader.generation_config import SamplingDefaults
 from tilerank.loader.tokenizer import Tokenizer
-from tilerank.runtime.params import Logprobs, SamplingParams
-from tilerank.runtime.prompt import Prompt
+from tilerank.runtime.protocol.params import Logprobs, SamplingParams
+from tilerank.runtime.protocol.prompt import Prompt
 from tilerank.runtime.server.answers.completions import Delta
 from tilerank.runtime.server.answers.responses import ChatFormatter, TextFormatter
 from tilerank.runtime.server.answers.text import TextStream

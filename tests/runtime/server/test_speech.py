@@ -15,7 +15,7 @@ import pytest
 
 from tests.runtime.server.omni_model import TEMPLATE, make_omni
 from tests.runtime.server.scripted import Server, run
-from tilerank.runtime.params import SpeechParams
+from tilerank.runtime.protocol.params import SpeechParams
 from tilerank.runtime.server.answers import spoken
 from tilerank.runtime.server.answers.spoken import TranscriptStore
 

@@ -7,7 +7,7 @@ from command import DEMO
 from media_files import DEMO_VL
 
 from tilerank.loader.tokenizer import Tokenizer
-from tilerank.runtime.grammar import Vocabulary, allowed_tokens
+from tilerank.runtime.protocol.grammar import Vocabulary, allowed_tokens
 from tilerank.runtime.server.answers.schemas import closed
 from tilerank.runtime.server.api import Completion
 from tilerank.runtime.server.errors import ApiError

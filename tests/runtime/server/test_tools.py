@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from media_files import DEMO_VL
 
 from tilerank.loader.tokenizer import Tokenizer
-from tilerank.runtime.grammar import Vocabulary, allowed_tokens
+from tilerank.runtime.protocol.grammar import Vocabulary, allowed_tokens
 from tilerank.runtime.server.answers.tool_formats import (
     DeepSeekTools,
     FunctionTools,

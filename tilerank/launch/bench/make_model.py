@@ -200,7 +200,7 @@ def _shapes(model_dir: Path) -> dict[str, tuple[int, ...]]:
     import torch
 
     from tilerank.parallel.sharding import Sharding
-    from tilerank.runtime.registry import build_model, read_supported_card
+    from tilerank.runtime.rank.registry import build_model, read_supported_card
 
     model = build_model(read_supported_card(model_dir), Sharding(0, 1, torch.bfloat16, None))
     return {rectangle.name: rectangle.shape for rectangle in model.rectangles()}

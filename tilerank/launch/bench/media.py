@@ -53,10 +53,10 @@ from .rank_job import (
 from .report import OURS
 
 if TYPE_CHECKING:
-    from tilerank.runtime.engine import Engine
+    from tilerank.runtime.lead.engine import Engine
     from tilerank.runtime.media.decoder import Decoder
-    from tilerank.runtime.prompt import Medium, Prompt
-    from tilerank.runtime.worker import Worker
+    from tilerank.runtime.protocol.prompt import Medium, Prompt
+    from tilerank.runtime.rank.worker import Worker
 
     from ..host.placement import Placement
     from .rank_job import RankMemory
@@ -218,8 +218,8 @@ def _measure_medium(
     engine: Engine, tower: Tower, prompts: MediaPrompts, decoder: Decoder, size: MediumSize, seed: str
 ) -> dict[str, float]:
     """Return the seconds of each part for a new medium."""
-    from tilerank.runtime.engine import Request
-    from tilerank.runtime.sampling import SamplingParams
+    from tilerank.runtime.lead.engine import Request
+    from tilerank.runtime.lead.sampling import SamplingParams
 
     kind = kind_of(size)
     file, text = random_file(size, f"media {seed}"), prompts.text(QUESTIONS[kind], kind)
@@ -249,8 +249,8 @@ class Tower:
 
         The parts are missing on the rung "reference", which has no launches; there, "tower" includes preprocessing.
         """
-        from tilerank.runtime.media_encoding import PART_BYTES, operations_of_piece
-        from tilerank.runtime.rank_messages import Encode, EncodePiece, Frames
+        from tilerank.runtime.lead.media_encoding import PART_BYTES, operations_of_piece
+        from tilerank.runtime.protocol.rank_messages import Encode, EncodePiece, Frames
 
         from .launch_times import launch_times
 

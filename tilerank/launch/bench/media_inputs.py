@@ -16,7 +16,7 @@ from tilerank.runtime.media.decoder import Frames
 from tilerank.runtime.media.errors import MediaError
 from tilerank.runtime.media.registry import load_processor
 from tilerank.runtime.media.sound import MAX_SECONDS, RATE
-from tilerank.runtime.prompt import Prompt
+from tilerank.runtime.protocol.prompt import Prompt
 
 from ..errors import LaunchError
 from .rank_job import model_card

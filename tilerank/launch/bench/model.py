@@ -39,7 +39,7 @@ from .report import OURS, loading_text, rows_of, table
 if TYPE_CHECKING:
     from collections.abc import Generator
 
-    from tilerank.runtime.engine import Engine, TokenEvent
+    from tilerank.runtime.lead.engine import Engine, TokenEvent
 
     from ..host.placement import Placement
     from .cases import Timing
@@ -103,7 +103,7 @@ def new_tokens_of(case: Case) -> int:
 
     They suffice for `case.new_tokens` decode steps with all sequences after the last prompt is prefilled.
     """
-    from tilerank.runtime.engine import PREFILL_CHUNK
+    from tilerank.runtime.lead.engine import PREFILL_CHUNK
 
     return case.new_tokens + case.prefill_steps(PREFILL_CHUNK)
 
@@ -208,9 +208,9 @@ def _overhead_share(engine: Engine, case: Case) -> float | None:
 
 def _generate(engine: Engine, case: Case, seed: int, new_tokens: int | None = None) -> Generator[TokenEvent]:
     """Run the prompts of a case. new_tokens: of each (default: those of the case)."""
-    from tilerank.runtime.engine import Request
-    from tilerank.runtime.prompt import Prompt
-    from tilerank.runtime.sampling import SamplingParams
+    from tilerank.runtime.lead.engine import Request
+    from tilerank.runtime.lead.sampling import SamplingParams
+    from tilerank.runtime.protocol.prompt import Prompt
 
     params = SamplingParams(max_new_tokens=new_tokens or new_tokens_of(case), ignore_eos=True)
     token_ids = prompts(case, engine.card.vocab_size, seed)

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from tilerank.runtime.engine import Engine
+    from tilerank.runtime.lead.engine import Engine
 
 
 INT8_CACHE = "+int8-kv"
@@ -162,7 +162,7 @@ def read_tokens(args: argparse.Namespace) -> EvalTokens:
 
 def _measure(sequences: Sequence[list[int]], engine: Engine, *_: object) -> dict[str, Any]:
     from tilerank.kernels import core
-    from tilerank.runtime.prompt import Prompt
+    from tilerank.runtime.protocol.prompt import Prompt
 
     loss = sum(negative_log_likelihood(engine.score(Prompt(ids)), ids) for ids in sequences)
     return {"loss": loss, "tokens": sum(len(ids) - 1 for ids in sequences), "isa": core.isa()}

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
     from tilerank.loader.card import ModelCard
     from tilerank.parallel.join import Team
-    from tilerank.runtime.engine import Engine
-    from tilerank.runtime.worker import Worker
+    from tilerank.runtime.lead.engine import Engine
+    from tilerank.runtime.rank.worker import Worker
 
 DTYPES = ("auto", "bfloat16", "float32")
 
@@ -117,7 +117,7 @@ class EngineJob:
         return
 
     def memory_refusal(self, size: int, here: range, placement: Placement) -> str | None:
-        from tilerank.runtime.registry import read_supported_card
+        from tilerank.runtime.rank.registry import read_supported_card
 
         from ..planning.plan import plan_model
 
@@ -142,7 +142,7 @@ class EngineJob:
     def build(self, team: "Team", own: RankPlacement) -> "Worker":
         import torch
 
-        from tilerank.runtime.worker import Worker
+        from tilerank.runtime.rank.worker import Worker
 
         # Gathered before loading: ranks that share a disk finish loading far apart, which would exceed the deadline.
         self._pids = team.group.all_gather(torch.tensor([os.getpid()])).flatten().tolist()
@@ -160,7 +160,7 @@ class EngineJob:
         )
 
     def lead(self, worker: "Worker", size: int, placement: Placement) -> None:
-        from tilerank.runtime.engine import Engine
+        from tilerank.runtime.lead.engine import Engine
 
         ranks = [RankMemory(pid, nbytes) for pid, nbytes in zip(self._pids, self._weight_bytes, strict=True)]
         self._args.result.write_text(json.dumps(self._measure(Engine(worker), placement, ranks)))

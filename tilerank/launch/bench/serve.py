@@ -44,7 +44,7 @@ from .rank_job import (
 )
 
 if TYPE_CHECKING:
-    from tilerank.runtime.engine import Engine
+    from tilerank.runtime.lead.engine import Engine
 
     from ..host.placement import Placement
     from .rank_job import RankMemory
@@ -216,9 +216,9 @@ def _job(args: argparse.Namespace) -> EngineJob:
 
 def _complete_with(engine: Engine, tokenizer: Tokenizer) -> Complete:
     """Return a function that completes prompts with the engine, without a server. Runs on rank 0."""
-    from tilerank.runtime.engine import Request
-    from tilerank.runtime.prompt import Prompt
-    from tilerank.runtime.sampling import SamplingParams
+    from tilerank.runtime.lead.engine import Request
+    from tilerank.runtime.lead.sampling import SamplingParams
+    from tilerank.runtime.protocol.prompt import Prompt
 
     def complete(texts: Sequence[str], new_tokens: int) -> list[Completion]:
         params = SamplingParams(max_new_tokens=new_tokens, ignore_eos=True)

@@ -37,11 +37,11 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from tilerank.runtime.caches.cache import Cache
-    from tilerank.runtime.engine import Engine, Request
-    from tilerank.runtime.speaker import FrameInputs, Speaker
-    from tilerank.runtime.speech.speech_messages import SpeechStep
-    from tilerank.runtime.speech.speech_rank import Spoken
+    from tilerank.runtime.lead.engine import Engine, Request
+    from tilerank.runtime.protocol.speech_messages import SpeechStep
+    from tilerank.runtime.rank.speech_rank import Spoken
+    from tilerank.runtime.step.cache import Cache
+    from tilerank.runtime.step.speaker import FrameInputs, Speaker
 
     from ..host.placement import Placement
 
@@ -77,7 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from tilerank.runtime.speech.speech_settings import voices_of
+    from tilerank.runtime.protocol.speech_settings import voices_of
 
     if not voices_of(model_card(args.model)):
         raise LaunchError(f"{args.model}: expected a model that speaks, found one without a talker")
@@ -206,7 +206,7 @@ def _measure_together(
     cost: of the code predictor. frame_s: of a step of frames. predictor_s, talker_s: of the code predictor in it, and
     of the rest. sound_s: of the sound of one frame. text_s: of everything else, for a step.
     """
-    from tilerank.runtime.engine import SoundEvent
+    from tilerank.runtime.lead.engine import SoundEvent
 
     clock = _Clock(engine, predictor)
     engine.worker.speak = clock.speak  # type: ignore[method-assign]
@@ -254,11 +254,11 @@ def _measure_together(
 
 
 def _request(engine: Engine, seed: int) -> Request:
-    from tilerank.runtime.engine import Request
-    from tilerank.runtime.params import SpeechParams
-    from tilerank.runtime.prompt import Prompt
-    from tilerank.runtime.sampling import SamplingParams
-    from tilerank.runtime.speech.speech_settings import read_speech_settings
+    from tilerank.runtime.lead.engine import Request
+    from tilerank.runtime.lead.sampling import SamplingParams
+    from tilerank.runtime.protocol.params import SpeechParams
+    from tilerank.runtime.protocol.prompt import Prompt
+    from tilerank.runtime.protocol.speech_settings import read_speech_settings
 
     settings = read_speech_settings(engine.card)
     assert settings is not None

@@ -69,8 +69,8 @@ def model_work(
     from tilerank.kernels.kv_pages import PAGE_TOKENS
     from tilerank.loader.weight_formats import weight_formats
     from tilerank.parallel.sharding import Sharding
-    from tilerank.runtime.caches.cache import bytes_per_source_page, bytes_per_state, bytes_per_token
-    from tilerank.runtime.registry import build_model
+    from tilerank.runtime.rank.registry import build_model
+    from tilerank.runtime.step.cache import bytes_per_source_page, bytes_per_state, bytes_per_token
 
     formats = weight_formats(card.quantization, dtype, quantization)
     model = build_model(card, Sharding(0, 1, dtype, None, formats=formats, kv_dtype=kv_dtype))
@@ -89,7 +89,7 @@ def predictor_cost(card: ModelCard, dtype: torch.dtype, quantization: Quantizati
     """Return the cost of the code predictor of a model that speaks, without padding for ranks; frames are tokens."""
     from tilerank.loader.weight_formats import weight_formats
     from tilerank.parallel.sharding import Sharding
-    from tilerank.runtime.registry import build_model
+    from tilerank.runtime.rank.registry import build_model
 
     formats = weight_formats(card.quantization, dtype, quantization)
     speaker = build_model(card, Sharding(0, 1, dtype, None, formats=formats)).speaker
@@ -104,7 +104,7 @@ def encoder_work(card: ModelCard, dtype: torch.dtype, grid: tuple[int, int, int]
     grid: as in prompt.py: Medium. Linear layers read their weights once; attention reads and writes its operands.
     """
     from tilerank.parallel.sharding import Sharding
-    from tilerank.runtime.registry import build_model
+    from tilerank.runtime.rank.registry import build_model
 
     encoder = build_model(card, Sharding(0, 1, dtype, None)).encoder
     assert encoder is not None

@@ -1,5 +1,5 @@
 """The size of the KV cache: as many tokens as --mem-fraction-static leaves beside weights and encoded media, with the
-states of sequences that belong to them (runtime/caches/state_pool.py)."""
+states of sequences that belong to them (runtime/lead/state_pool.py)."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from tilerank.runtime.caches.state_pool import TOKENS_PER_STATE, most_tokens
-from tilerank.runtime.prompt import MM_CACHE_BYTES
+from tilerank.runtime.protocol.prompt import MM_CACHE_BYTES
+from tilerank.runtime.protocol.sizes import TOKENS_PER_STATE, most_tokens
 
 from ..host.cgroup import Limits
 from ..start import whole_number

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from tilerank.loader.quantization_config import held_codes
-from tilerank.runtime.caches.state_pool import num_states
+from tilerank.runtime.protocol.sizes import MAX_RUNNING, num_states
 
 from .. import family_options, quantize
 from ..host.placement import Placement, auto_ranks, divide_placement
@@ -65,10 +65,9 @@ def plan_model(
     """
     from tilerank.loader.weight_formats import weight_formats
     from tilerank.parallel.sharding import Sharding
-    from tilerank.runtime.caches.cache import bytes_per_state, bytes_per_token, expected_tokens, has_states
-    from tilerank.runtime.registry import build_model
-    from tilerank.runtime.speech.speech_rank import TALKER_TOKENS, speech_bytes
-    from tilerank.runtime.worker import MAX_RUNNING
+    from tilerank.runtime.rank.registry import build_model
+    from tilerank.runtime.rank.speech_rank import TALKER_TOKENS, speech_bytes
+    from tilerank.runtime.step.cache import bytes_per_state, bytes_per_token, expected_tokens, has_states
 
     expected = expected_tokens(card.context_length) if cached_tokens is None else cached_tokens
     torch_dtype = resolve_dtype(card, dtype, quantization)
@@ -192,8 +191,8 @@ def appetite_of(card: ModelCard, dtype: str, quantization: Quantization | None) 
     """Return the bytes of a whole model, and those that one token reads."""
     from tilerank.loader.weight_formats import weight_formats
     from tilerank.parallel.sharding import Sharding
-    from tilerank.runtime.bytes_per_step import bytes_per_step
-    from tilerank.runtime.registry import build_model
+    from tilerank.runtime.rank.registry import build_model
+    from tilerank.runtime.step.bytes_per_step import bytes_per_step
 
     torch_dtype = resolve_dtype(card, dtype, quantization)
     formats = weight_formats(card.quantization, torch_dtype, quantization)
@@ -245,7 +244,7 @@ def _tp(text: str) -> int | None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the plan. Returns 1 if the memory does not suffice, else 0."""
-    from tilerank.runtime.registry import read_supported_card
+    from tilerank.runtime.rank.registry import read_supported_card
 
     machine, identity = read_topology(), identify(os.environ)
     topology = own_topology(args, identity, machine)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tilerank.parallel.shard import Span
-from tilerank.runtime.caches.state_pool import MIN_STATES, TOKENS_PER_STATE
+from tilerank.runtime.lead.state_pool import MIN_STATES, TOKENS_PER_STATE
 
 from ..host.cpulist import count, format_cpulist
 from ..text import percent, size, table, token_count

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tilerank.parallel.shard import Span
-from tilerank.runtime.caches.state_pool import most_tokens
+from tilerank.runtime.protocol.sizes import most_tokens
 
 from ..host.cpulist import count
 from ..host.placement import RankPlacement

@@ -16,8 +16,8 @@ from ..text import percent, size, table
 
 if TYPE_CHECKING:
     from tilerank.parallel.group import Group
+    from tilerank.runtime.rank.worker import Worker
     from tilerank.runtime.server.messages import RankInfo
-    from tilerank.runtime.worker import Worker
 
 
 def gather(group: Group, own: RankPlacement, worker: Worker) -> list[RankInfo]:

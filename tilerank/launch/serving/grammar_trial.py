@@ -1,15 +1,15 @@
 """Compiles the grammars of requests in a separate process, before the engine receives them.
 
-The engine compiles an accepted grammar again, in parallel with its steps (runtime/grammar_masks.py), because a compiled
-grammar cannot move between processes.
+The engine compiles an accepted grammar again, in parallel with its steps (runtime/lead/grammar_masks.py), because a
+compiled grammar cannot move between processes.
 """
 
 import sys
 from collections import OrderedDict
 from pathlib import Path
 
-from tilerank.runtime.errors import RequestError
-from tilerank.runtime.grammar import Vocabulary
+from tilerank.runtime.protocol.errors import RequestError
+from tilerank.runtime.protocol.grammar import Vocabulary
 
 from .limited_process import MEMORY, LimitedPool, answer_all
 

@@ -1,6 +1,6 @@
 """Errors of media."""
 
-from ..errors import RequestError
+from ..protocol.errors import RequestError
 
 
 class MediaError(RequestError):

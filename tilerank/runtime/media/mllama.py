@@ -12,7 +12,7 @@ from tilerank.loader.card import read_config_fields
 from tilerank.loader.errors import ConfigError
 from tilerank.loader.tokenizer import Tokenizer
 
-from ..prompt import Medium, Prompt, Segment, Sight
+from ..protocol.prompt import Medium, Prompt, Segment, Sight
 from .decoder import Frames
 from .errors import MediaError
 from .mllama_sizes import choose_tiling

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tilerank.loader.tokenizer import Tokenizer
 
-from ..prompt import Medium, Prompt, Segment, Sight
+from ..protocol.prompt import Medium, Prompt, Segment, Sight
 from .decoder import Frames, Sampler
 from .errors import MediaError
 from .moss_vl_settings import read_settings

@@ -8,7 +8,7 @@ from tilerank.loader.card import read_config_fields
 from tilerank.loader.errors import ConfigError
 from tilerank.loader.tokenizer import Tokenizer
 
-from ..prompt import Prompt
+from ..protocol.prompt import Prompt
 from .decoder import Frames
 from .errors import MediaError
 from .processor import Processor

@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
-from ..prompt import Prompt
+from ..protocol.prompt import Prompt
 from .decoder import Frames, Sampler
 
 

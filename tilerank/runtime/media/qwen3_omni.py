@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tilerank.loader.tokenizer import Tokenizer
 
-from ..prompt import Medium, Place, Prompt
+from ..protocol.prompt import Medium, Place, Prompt
 from .decoder import Frames
 from .errors import MediaError
 from .placeholders import PlaceholderProcessor, name_medium

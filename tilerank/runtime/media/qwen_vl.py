@@ -7,7 +7,7 @@ from typing import NamedTuple
 from tilerank.loader.card import read_config_fields
 from tilerank.loader.tokenizer import Tokenizer
 
-from ..prompt import Medium, Place, Prompt
+from ..protocol.prompt import Medium, Place, Prompt
 from .decoder import Frames
 from .errors import MediaError
 from .placeholders import PlaceholderProcessor, name_medium

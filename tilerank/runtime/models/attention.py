@@ -12,8 +12,8 @@ from tilerank.parallel.linear import QKVParallelLinear, RowParallelLinear
 from tilerank.parallel.norm import RMSNorm
 from tilerank.parallel.sharding import Sharding
 
-from ..batch import Batch, LogitRows
-from ..caches.cache import PagedKV
+from ..step.batch import Batch, LogitRows
+from ..step.cache import PagedKV
 from .decoder import Mixer
 from .text_config import TextConfig
 

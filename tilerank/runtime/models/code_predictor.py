@@ -20,8 +20,8 @@ from tilerank.parallel.embedding import ParallelLMHead
 from tilerank.parallel.parameters import Layer, PlainParameter
 from tilerank.parallel.sharding import Sharding
 
-from ..caches.cache import Cache
-from ..speaker import Choice, Passes
+from ..step.cache import Cache
+from ..step.speaker import Choice, Passes
 from .attention import SelfAttention
 from .decoder import DecoderLayers, DecoderNames
 from .gated_mlp import GatedMLP

@@ -21,9 +21,9 @@ from tilerank.parallel.parameters import WholeParameter
 from tilerank.parallel.shard import Cut, HeadCut
 from tilerank.parallel.sharding import Sharding
 
-from ..batch import Batch, LogitRows
-from ..caches.cache import EncoderKV
-from ..model import Encoder
+from ..step.batch import Batch, LogitRows
+from ..step.cache import EncoderKV
+from ..step.model import Encoder
 from .decoder import Decoder, DecoderNames, Mixer, RowGate
 from .gated_mlp import dense_mlps
 from .text_config import TextConfig

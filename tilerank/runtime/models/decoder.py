@@ -20,10 +20,10 @@ from tilerank.parallel.norm import RMSNorm
 from tilerank.parallel.parameters import Layer
 from tilerank.parallel.sharding import Sharding
 
-from ..batch import Batch, LogitRows
-from ..caches.cache import Cache, CacheSpec
-from ..model import Encoder, Model
-from ..rope import RopeTable
+from ..step.batch import Batch, LogitRows
+from ..step.cache import Cache, CacheSpec
+from ..step.model import Encoder, Model
+from ..step.rope import RopeTable
 from .stream import Stream
 from .text_config import TextConfig
 

@@ -19,7 +19,7 @@ from tilerank.parallel.linear import ReplicatedLinear
 from tilerank.parallel.parameters import WholeParameter
 from tilerank.parallel.sharding import Sharding
 
-from ..rope import YarnScaling
+from ..step.rope import YarnScaling
 from .decoder import Decoder, DecoderNames, FeedForward
 from .gated_mlp import GatedMLP
 from .latent_attention import LatentAttention, LatentConfig

@@ -17,8 +17,8 @@ from tilerank.parallel.linear import RowParallelLinear
 from tilerank.parallel.parameters import PlainParameter, WholeParameter
 from tilerank.parallel.sharding import Sharding
 
-from ..batch import Batch, LogitRows
-from ..caches.cache import RecurrentState
+from ..step.batch import Batch, LogitRows
+from ..step.cache import RecurrentState
 from .decoder import Mixer
 
 

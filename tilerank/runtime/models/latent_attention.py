@@ -21,9 +21,9 @@ from tilerank.parallel.norm import RMSNorm
 from tilerank.parallel.shard import Cut
 from tilerank.parallel.sharding import Sharding
 
-from ..batch import Batch, LogitRows
-from ..caches.cache import PagedLatent
-from ..latent_forms import ContextPart, Expanded, LatentForms, Runs
+from ..step.batch import Batch, LogitRows
+from ..step.cache import PagedLatent
+from ..step.latent_forms import ContextPart, Expanded, LatentForms, Runs
 from .decoder import Mixer
 
 _LATENT_EPS = 1e-6

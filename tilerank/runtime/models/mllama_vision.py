@@ -26,11 +26,11 @@ from tilerank.parallel.norm import LayerNorm
 from tilerank.parallel.parameters import Layer, WholeParameter
 from tilerank.parallel.sharding import Sharding
 
-from ..errors import EngineError
 from ..media.mllama import TileSettings
 from ..media.mllama_intermediate import read_taken_layers
 from ..media.mllama_sizes import fit, tilings
-from ..model import Encoder
+from ..protocol.errors import EngineError
+from ..step.model import Encoder
 from .text_config import MAX_WIDTH, read_heads
 from .tower import ROW_UNIT, BlockNames, BlockShape, Grid, RowLayout, TowerBlock, cut_rows, pieces
 

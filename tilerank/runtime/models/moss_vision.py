@@ -17,7 +17,7 @@ from tilerank.parallel.parameters import Layer, WholeParameter
 from tilerank.parallel.sharding import Sharding
 
 from ..media.qwen_vl_settings import Preprocessing
-from ..model import Encoder
+from ..step.model import Encoder
 from .tower import ROW_UNIT, Grid, TowerMLP, cut_rows, pieces
 from .vision import EPS, VisionTransformer
 from .vision_config import VisionConfig

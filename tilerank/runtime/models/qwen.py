@@ -9,7 +9,7 @@ from collections.abc import Callable
 from tilerank.loader.card import ModelCard
 from tilerank.parallel.sharding import Sharding
 
-from ..model import Encoder
+from ..step.model import Encoder
 from .attention import SelfAttention
 from .decoder import Decoder, DecoderNames, FeedForward
 from .gated_mlp import dense_mlps

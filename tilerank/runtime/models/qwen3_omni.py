@@ -17,8 +17,8 @@ from tilerank.parallel.sharding import Sharding
 from ..media.qwen3_omni_settings import read_preprocessing
 from ..media.settings import read_if_listed
 from ..media.sound import audio_tokens
-from ..model import Encoder
-from ..speech.sound_rank import CHUNK_FRAMES, CONTEXT_FRAMES
+from ..protocol.sizes import CHUNK_FRAMES, CONTEXT_FRAMES
+from ..step.model import Encoder
 from .audio import AudioTower
 from .audio_config import read_audio_config
 from .decoder import Decoder, DecoderNames

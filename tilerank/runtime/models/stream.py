@@ -5,7 +5,7 @@ from torch import Tensor
 from tilerank.kernels import ops
 from tilerank.parallel.norm import RMSNorm
 
-from ..batch import LogitRows
+from ..step.batch import LogitRows
 
 
 class Stream:

@@ -17,9 +17,9 @@ from tilerank.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from tilerank.parallel.parameters import Layer
 from tilerank.parallel.sharding import Sharding
 
-from ..batch import Batch
-from ..caches.cache import Cache, CacheSpec
-from ..speaker import Additions, FrameInputs, Speaker, TalkerRows
+from ..step.batch import Batch
+from ..step.cache import Cache, CacheSpec
+from ..step.speaker import Additions, FrameInputs, Speaker, TalkerRows
 from .attention import SelfAttention
 from .code_predictor import CodePredictor
 from .decoder import Decoder, DecoderNames

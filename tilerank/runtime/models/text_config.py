@@ -7,7 +7,7 @@ from tilerank.kernels import kv_pages
 from tilerank.loader.fields import Fields
 from tilerank.loader.padding import resolve_head_dim
 
-from ..rope import RopeConfig, read_rope, read_rotary_dim
+from ..step.rope import RopeConfig, read_rope, read_rotary_dim
 
 # Bounds well above any published model: an absurd number becomes an error message instead of an allocation.
 MAX_WIDTH = 1 << 20

@@ -21,9 +21,9 @@ from tilerank.parallel.norm import LayerNorm
 from tilerank.parallel.parameters import Layer, WholeParameter
 from tilerank.parallel.sharding import Sharding
 
-from ..errors import EngineError
 from ..media.qwen_vl_settings import Preprocessing
-from ..model import Encoder
+from ..protocol.errors import EngineError
+from ..step.model import Encoder
 from .patch_places import angle_table, bilinear_taps, patch_places
 from .tower import ROW_UNIT, BlockNames, BlockShape, Grid, PackedLayout, TowerBlock, TowerMLP, cut_rows, pieces
 from .vision_config import VisionConfig

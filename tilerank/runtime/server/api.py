@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
-from ..params import SpeechParams
+from ..protocol.params import SpeechParams
 from .chat_messages import Id, Message, Name
 from .fields import Body, RequestBody
 from .speech_fields import SpeechOutput

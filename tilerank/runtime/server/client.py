@@ -9,8 +9,8 @@ from functools import reduce
 
 import msgspec
 
-from ..params import SamplingParams
-from ..prompt import Prompt
+from ..protocol.params import SamplingParams
+from ..protocol.prompt import Prompt
 from .line import Line
 from .messages import (
     Counters,

@@ -6,8 +6,8 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from ..engine import Completed, Engine, Failed, Request, Scored, SoundEvent, TokenEvent
-from ..errors import RequestError
+from ..lead.engine import Completed, Engine, Failed, Request, Scored, SoundEvent, TokenEvent
+from ..protocol.errors import RequestError
 from .messages import (
     Cancel,
     Counters,

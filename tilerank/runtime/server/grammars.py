@@ -1,4 +1,4 @@
-"""Builds the grammar of a request (runtime/grammar.py) from what its answer must follow, and from its tools."""
+"""Builds the grammar of a request (protocol/grammar.py) from what its answer must follow, and from its tools."""
 
 import json
 import re

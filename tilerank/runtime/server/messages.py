@@ -5,9 +5,9 @@ from typing import Generic, TypeVar
 
 import msgspec
 
-from ..counters import RankCounters
-from ..params import Logprobs, SamplingParams, Start
-from ..prompt import Prompt
+from ..protocol.params import Logprobs, SamplingParams, Start
+from ..protocol.prompt import Prompt
+from ..rank.counters import RankCounters
 
 
 class Submit(msgspec.Struct, frozen=True, array_like=True, tag=0):

@@ -11,7 +11,7 @@ from ..media.decoder import Frames
 from ..media.errors import MediaError
 from ..media.messages import split_media
 from ..media.processor import Processor
-from ..prompt import Prompt
+from ..protocol.prompt import Prompt
 from .answers.reasoning import BEGIN, END, Thinking, thinking_after
 from .answers.tools import ToolParser
 from .api import DEFAULT_OPTIONS, ReasoningEffort, TemplateOptions

@@ -6,9 +6,9 @@ from typing import Any
 from tilerank.loader.errors import TokenizerError
 from tilerank.loader.tokenizer import Tokenizer
 
-from ..errors import RequestError
-from ..params import SamplingParams
-from ..prompt import Prompt
+from ..protocol.errors import RequestError
+from ..protocol.params import SamplingParams
+from ..protocol.prompt import Prompt
 from .api import ChatCompletion, Completion, Sampling
 from .errors import ApiError
 

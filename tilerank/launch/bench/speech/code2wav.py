@@ -25,7 +25,7 @@ from ..report import OURS
 if TYPE_CHECKING:
     import torch
 
-    from tilerank.runtime.speaker import Vocoder
+    from tilerank.runtime.step.speaker import Vocoder
 
 PEER = "transformers"
 PARTS = 4
@@ -58,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     check_json_argument(args)
-    from tilerank.runtime.registry import read_supported_card
+    from tilerank.runtime.rank.registry import read_supported_card
 
     dtype = resolve_dtype(read_supported_card(args.model), args.dtype, None)
     obstacle = missing_module(args.peer, [PEER]) if args.peer else None
@@ -79,7 +79,7 @@ def _own_rows(args: argparse.Namespace, dtype: torch.dtype, cores: list[int], pe
     import torch
 
     from tilerank.kernels import core
-    from tilerank.runtime.speech.speech_settings import SAMPLE_RATE
+    from tilerank.runtime.protocol.speech_settings import SAMPLE_RATE
 
     vocoder = load_vocoder(args.model, dtype)
     core.start_pool(cores, spin=True)
@@ -116,7 +116,7 @@ def load_vocoder(model_dir: Path, dtype: torch.dtype) -> Vocoder:
     from tilerank.loader.checkpoint import Checkpoint
     from tilerank.loader.weights import load_weights
     from tilerank.parallel.sharding import Sharding
-    from tilerank.runtime.registry import build_model, read_supported_card
+    from tilerank.runtime.rank.registry import build_model, read_supported_card
 
     model = build_model(read_supported_card(model_dir), Sharding(0, 1, dtype, None))
     if model.speaker is None:

@@ -26,8 +26,8 @@ from tilerank.parallel.parameters import Layer, WholeParameter
 from tilerank.parallel.shard import Cut, HeadCut
 from tilerank.parallel.sharding import Sharding
 
-from ...rope import RopeTable
-from ...speaker import SoundState, Vocoder
+from ...step.rope import RopeTable
+from ...step.speaker import SoundState, Vocoder
 from .causal_convolution import CausalConvolution, DepthwiseConvolution, Past, SnakeBeta, TransposedConvolution
 from .code2wav_config import Code2WavConfig
 

@@ -5,7 +5,7 @@ from math import prod
 
 from tilerank.loader.fields import Fields
 
-from ...rope import RopeConfig, read_rope
+from ...step.rope import RopeConfig, read_rope
 from ..text_config import MAX_WIDTH, read_heads
 
 _MAX_DEPTH = 1 << 10

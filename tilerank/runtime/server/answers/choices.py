@@ -1,6 +1,6 @@
 """Answers in the form of /v1/chat/completions and /v1/completions: choices, as chunks or whole."""
 
-from ...params import Logprobs
+from ...protocol.params import Logprobs
 from ..api import ChatCompletion
 from ..errors import ApiError
 from .answer import Answer, Event, Json

@@ -11,8 +11,8 @@ from typing import Any
 from tilerank.loader.generation_config import SamplingDefaults
 from tilerank.loader.tokenizer import Tokenizer
 
-from ...params import Logprobs, SamplingParams, Start
-from ...prompt import Prompt
+from ...protocol.params import Logprobs, SamplingParams, Start
+from ...protocol.prompt import Prompt
 from ..api import ChatCompletion, Completion, Sampling
 from ..client import EngineClient, EngineGoneError, OverloadedError, Progress, RefusedError
 from ..errors import ApiError

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from tilerank.loader.tokenizer import Tokenizer
 
-from ...params import Logprobs
+from ...protocol.params import Logprobs
 from ..messages import Token
 from .answer import Json
 from .completions import Delta

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import IO, Any, NamedTuple, cast
 
-from ...speech.speech_settings import SAMPLE_RATE
+from ...protocol.speech_settings import SAMPLE_RATE
 from ..errors import ApiError
 
 _BIT_RATE = 64000

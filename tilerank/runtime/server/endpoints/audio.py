@@ -8,7 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Send
 
-from ...prompt import Prompt
+from ...protocol.prompt import Prompt
 from ..answers.answer import Answer
 from ..answers.completions import ActiveRequest, Delta
 from ..answers.sound_formats import CONTENT_TYPES, SoundStream, check_format

@@ -13,8 +13,8 @@ from typing import NamedTuple
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 
-from ...errors import RequestError
-from ...prompt import Prompt
+from ...protocol.errors import RequestError
+from ...protocol.prompt import Prompt
 from ..answers.answer import Answer, Json
 from ..answers.completions import ActiveRequest, Delta
 from ..answers.reasoning import Thinking

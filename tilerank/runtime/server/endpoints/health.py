@@ -8,8 +8,8 @@ import prometheus_client
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
-from ...params import SamplingParams
-from ...prompt import Prompt
+from ...protocol.params import SamplingParams
+from ...protocol.prompt import Prompt
 from ..client import EngineGoneError, RefusedError
 from ..errors import ApiError
 from ..monitoring import status

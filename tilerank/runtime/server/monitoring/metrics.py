@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from ...speech.speech_settings import SAMPLE_RATE
+from ...protocol.speech_settings import SAMPLE_RATE
 from ..answers.completions import ActiveRequest, Delta
 from ..client import EngineClient
 from .latency_window import LatencyWindow

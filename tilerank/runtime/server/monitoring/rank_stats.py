@@ -5,7 +5,7 @@ from itertools import chain
 
 from msgspec.structs import replace
 
-from ...counters import RankCounters
+from ...rank.counters import RankCounters
 from ..messages import Counters, RankInfo, Ranks
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from starlette.responses import HTMLResponse, Response
 
-from ...speech.speech_settings import SAMPLE_RATE
+from ...protocol.speech_settings import SAMPLE_RATE
 from ..client import EngineClient
 from .metrics import Metrics
 from .recent_requests import RecentRequests

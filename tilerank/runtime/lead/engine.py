@@ -1,0 +1,373 @@
+"""Rank 0's engine: it admits requests, schedules steps, samples tokens and follows grammars.
+
+Each step goes to all ranks as one message (rank_messages.py); a Worker on every rank, this one included, computes it.
+"""
+
+import time
+from collections.abc import Callable, Generator, Iterable
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..protocol.errors import RequestError
+from ..protocol.events import Completed as Completed
+from ..protocol.events import Event as Event
+from ..protocol.events import Failed as Failed
+from ..protocol.events import Scored as Scored
+from ..protocol.events import SoundEvent as SoundEvent
+from ..protocol.events import TokenEvent as TokenEvent
+from ..protocol.params import SpeechParams, Start
+from ..protocol.prompt import MM_CACHE_BYTES, Prompt
+from ..protocol.rank_messages import Count, Step
+from ..protocol.sizes import MAX_RUNNING
+from ..protocol.speech_settings import read_speech_settings
+from ..rank.counters import RankCounters
+from ..rank.worker import Worker
+from ..step.cache import num_pages
+from . import sampling
+from .encodings import EncoderCache
+from .grammar_masks import GrammarMasks, collect_masks
+from .media_encoding import MediaEncoding
+from .pages import PagePool
+from .prompt_checks import check_media, check_prompt
+from .sampling import Choice, SamplingParams
+from .scheduler import SCORE_ROWS, Scheduled, Scheduler
+from .sequence import Sequence, next_chunk, sights_of
+from .source_pool import SourcePool
+from .speaking import Speaking
+from .state_pool import StatePool
+from .talker_prompt import TalkerPrompt
+
+PREFILL_CHUNK = 2048
+"""Prompt tokens of a step. It bounds the memory of activations, and the time that running sequences wait."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """A prompt and what to do with it."""
+
+    prompt: Prompt
+    params: SamplingParams = field(default_factory=SamplingParams)
+
+
+class Engine:
+    """Serves requests with the model of `worker`, which is rank 0's. The other ranks run `Worker.follow`.
+
+    mm_cache_bytes: how many bytes of encoded media each rank keeps; requests whose media take more are refused.
+    """
+
+    def __init__(self, worker: Worker, mm_cache_bytes: int = MM_CACHE_BYTES) -> None:
+        self.worker = worker
+        self.card = worker.card
+        self._eos = frozenset(worker.card.eos_token_ids)
+        self._pool = PagePool(worker.pages, StatePool(worker.states) if worker.states else None)
+        # The worker keeps the keys and values of cross-attention in the other half.
+        self._sources = SourcePool(worker.source_pages) if worker.source_pages else None
+        self._encodings = EncoderCache(mm_cache_bytes // 2 if self._sources else mm_cache_bytes)
+        self._scheduler = Scheduler(
+            self._pool,
+            self._encodings,
+            max_running=MAX_RUNNING,
+            chunk_rows=PREFILL_CHUNK,
+            sources=self._sources,
+        )
+        self._encoding = MediaEncoding(worker, self._encodings)
+        self._grammar_masks = GrammarMasks(worker.model_dir, self.card.vocab_size)
+        settings = read_speech_settings(self.card)
+        self._speaking = Speaking(worker, settings) if settings else None
+        self._requests: dict[int, Sequence] = {}  # whose texts are not complete
+        self._next_request = 0
+        self._prompt_tokens = self._generated_tokens = 0
+
+    def submit(self, request: Request) -> int:
+        """Queue a request and return its number. Raises RequestError if it can never run."""
+        return self._add(self._admissible("the request", request))
+
+    @property
+    def busy(self) -> bool:
+        """Whether any request waits, runs or speaks."""
+        return bool(self._requests) or (self._speaking is not None and self._speaking.busy)
+
+    def state(self) -> dict[str, Any]:
+        """Return the fields of server/messages.py: State."""
+        scheduler = self._scheduler
+        return {
+            "context_length": self.card.context_length,
+            "cache_tokens": self.worker.cache_tokens,
+            "cache_used": 1 - self._pool.free / self._pool.total,
+            "running": len(scheduler.running),
+            "waiting": len(scheduler.waiting),
+            "preemptions": scheduler.preemptions,
+            "prompt_tokens": self._prompt_tokens,
+            "generated_tokens": self._generated_tokens,
+            "state_slots": self.worker.states,
+            "snapshots": 0 if self._pool.states is None else self._pool.states.snapshots,
+            "source_pages": 0 if self._sources is None else self._sources.total,
+            "source_pages_used": 0 if self._sources is None else self._sources.in_use,
+            "queried_tokens": scheduler.queried_tokens,
+            "hit_tokens": scheduler.hit_tokens,
+            **(self._speaking.state() if self._speaking else {}),
+        }
+
+    def cancel(self, number: int, *, share: bool = True) -> None:
+        """End request `number`: it gets no more tokens, and what it holds is free at once.
+
+        share: whether later requests may use the pages that it has filled.
+        """
+        if number in self._requests:
+            self._scheduler.remove(self._requests.pop(number), share=share)
+            self._encoding.stop_if_unused()
+        if self._speaking is not None:
+            self._speaking.cancel(number)
+
+    def step(self) -> list[Event]:
+        """Compute one step of the texts that run, and one of the speeches, and return the events of both.
+
+        Before them, pieces of the encoding or the source that a prompt waits for are computed: few, if other sequences
+        can go on.
+        """
+        return self._step_texts() + self._step_speeches()
+
+    def _step_texts(self) -> list[Event]:
+        ended = self._collect_grammar_masks()
+        self._encoding.advance(self._scheduler.next_encoding(), alone=not self._scheduler.can_step)
+        scheduled = self._scheduler.schedule()
+        self._encoding.stop_if_unused()
+        if not scheduled:  # all wait for the masks of their grammars, or for encodings
+            return ended
+        logits = self._lead(scheduled)
+        self._scheduler.publish(scheduled)
+        self._prompt_tokens += sum(
+            len(chunk.token_ids) for sequence, chunk in scheduled if chunk.start < sequence.prompt_len
+        )
+        if any(sequence.params.prompt_logprobs is not None for sequence, _ in scheduled):
+            ended += self._score_prompts(scheduled, logits)
+        return ended + self._sample(scheduled, logits)
+
+    def _step_speeches(self) -> list[Event]:
+        events: list[Event] = [] if self._speaking is None else [*self._speaking.step()]
+        for event in events:
+            if isinstance(event, Failed):
+                self.cancel(event.request)
+        return events
+
+    def generate(
+        self, requests: Iterable[Request], on_sound: Callable[[SoundEvent], None] | None = None
+    ) -> Generator[TokenEvent]:
+        """Run all requests together and yield their tokens as they come, numbered as in `requests`, with seconds since
+        the call. on_sound: is called with the sound of those that speak, numbered in the same way.
+
+        Raises RequestError for a request that cannot run, before any of them runs, or whose grammar fails.
+        """
+        began = time.monotonic()
+        sequences = [self._admissible(f"request {index}", request) for index, request in enumerate(requests)]
+        index_of = {self._add(sequence): index for index, sequence in enumerate(sequences)}
+        try:
+            while self.busy:
+                for event in self.step():
+                    if isinstance(event, Failed):
+                        raise RequestError(f"request {index_of[event.request]}: {event.sentence}")
+                    if isinstance(event, TokenEvent):
+                        yield replace(event, request=index_of[event.request], time_s=event.time_s - began)
+                    if isinstance(event, SoundEvent) and on_sound is not None:
+                        on_sound(replace(event, request=index_of[event.request]))
+        finally:
+            for number in index_of:
+                self.cancel(number)
+
+    def score(self, prompt: Prompt) -> Tensor:
+        """Return fp32 logits [len(token_ids), vocab], those of every position. No request may run."""
+        request = Request(prompt, SamplingParams(max_new_tokens=1))
+        sequence = self._admissible("the text", request, new_tokens=0)
+        # Shared pages are not used: the logits of a position come from computing it.
+        self._scheduler.start_alone(sequence)
+        logits = torch.empty(len(sequence.tokens), self.card.vocab_size)
+        try:
+            while (encoding := self._scheduler.next_encoding()) is not None:
+                self._encoding.advance(encoding, alone=True)
+            while sequence.uncached:
+                chunk = next_chunk(sequence, SCORE_ROWS, all_logits=True)
+                logits[chunk.start : sequence.cached] = self._lead([(sequence, chunk)])
+            return logits
+        finally:
+            self._scheduler.remove(sequence)
+
+    def counters(self) -> list[RankCounters]:
+        """Return what the steps of every rank have taken so far. Costs a message and a small collective."""
+        self.worker.announce(Count())
+        return self.worker.gather_counters()
+
+    def _add(self, sequence: Sequence) -> int:
+        if sequence.params.grammar is not None:
+            sequence.grammar_mask = self._grammar_masks.open(sequence.params.grammar)
+        self._requests[sequence.request] = sequence
+        self._scheduler.add(sequence)
+        if self._speaking is not None and sequence.talker is not None:
+            self._speaking.add(sequence)
+        return sequence.request
+
+    def _talker_prompt(self, request: Request, speech: SpeechParams) -> TalkerPrompt:
+        if self._speaking is None:
+            raise RequestError("speech: expected a model that speaks, found one without a talker")
+        return self._speaking.prompt(request.prompt, request.params, speech)
+
+    def _admissible(self, where: str, request: Request, new_tokens: int = 1) -> Sequence:
+        """Return a sequence for the request. Raises RequestError if it can never run with at least `new_tokens`."""
+        prompt, worker, vocab, limit = request.prompt, self.worker, self.card.vocab_size, self.card.context_length
+        try:
+            check_prompt(prompt, worker.input_ids, limit, worker.position_axes, worker.source_axes)
+            media = check_media(prompt, worker.encoder, worker.dtype.itemsize, crossing=self._sources is not None)
+            self._encodings.check_fits(media)
+            if self._sources is not None:
+                self._sources.check_fits(sum(segment.count for segment in prompt.source))
+            talker = None if request.params.speech is None else self._talker_prompt(request, request.params.speech)
+        except RequestError as e:
+            raise RequestError(f"{where}: {e}") from e
+        for name, token in request.params.named_ids:
+            if not 0 <= token < vocab:
+                raise RequestError(f"{where}: {name}: expected token ids from 0 to {vocab - 1}, found {token}")
+        length = len(prompt.token_ids)
+        if length + max(prompt.shift, 0) + min(new_tokens, request.params.max_new_tokens) > limit:
+            raise RequestError(
+                f"{where}: the prompt has {length} tokens, but the context length is {limit}, "
+                "which the prompt and at least one new token must fit in"
+            )
+        new = min(request.params.max_new_tokens, max(limit - length - max(prompt.shift, 0), 1))
+        params = request.params if new == request.params.max_new_tokens else replace(request.params, max_new_tokens=new)
+        sequence = Sequence(self._next_request, params, prompt, media, talker)
+        if num_pages(sequence.max_cached) > self._pool.total:
+            raise RequestError(
+                f"{where}: {length} prompt tokens and {new} new ones need a KV cache of "
+                f"{sequence.max_cached} tokens, "
+                f"found {self.worker.max_total_tokens}; raise the total tokens of the cache or ask for fewer new tokens"
+            )
+        self._next_request += 1
+        return sequence
+
+    def _collect_grammar_masks(self) -> list[Event]:
+        """Collects finished masks, and ends the sequences whose grammar is complete or has failed."""
+        pending = [(s, m) for s in self._requests.values() if (m := s.grammar_mask) is not None and not m.ready]
+        urgent = [m for s, m in pending if s.is_running and not s.computable and s.blocking is None]
+        collect_masks([m for _, m in pending], urgent)
+        events: list[Event] = []
+        for sequence, mask in pending:
+            if mask.ready and mask.error is not None:
+                self.cancel(sequence.request)
+                events.append(Failed(sequence.request, mask.error))
+            elif mask.ready and mask.complete:
+                self.cancel(sequence.request)
+                events.append(Completed(sequence.request))
+        return events
+
+    def _score_prompts(self, scheduled: Scheduled, logits: Tensor) -> list[Event]:
+        """Return the log-probabilities of the tokens of prompts that follow the rows of `logits`, before sampling
+        changes these."""
+        events: list[Event] = []
+        for (sequence, chunk), rows in zip(scheduled, _rows_of(scheduled), strict=True):
+            count, end = sequence.params.prompt_logprobs, chunk.start + len(chunk.token_ids)
+            first = end - chunk.logits + 1
+            following = sequence.prompt.token_ids[first : end + 1]
+            if count is not None and chunk.logits and following:
+                values = logits[rows.start : rows.start + len(following)]
+                if not values.amax(dim=-1).isfinite().all():
+                    events.append(self._fail(sequence))
+                    continue
+                logprobs = sampling.score(values, following, count)
+                events.append(Scored(sequence.request, logprobs, start=_start(sequence)))
+                sequence.scored = first + len(following) - 1
+        return events
+
+    def _sample(self, scheduled: Scheduled, logits: Tensor) -> list[Event]:
+        """Return the next token of every sequence whose tokens are all computed."""
+        ready: list[Sequence] = []
+        rows_of_ready: list[int] = []
+        scored: list[Sequence] = []  # that get no token
+        stop = 0
+        for sequence, chunk in scheduled:
+            stop += chunk.logits
+            if sequence.is_running and not sequence.uncached:
+                if sequence.params.max_new_tokens:
+                    ready.append(sequence)
+                    rows_of_ready.append(stop - 1)
+                else:
+                    scored.append(sequence)
+        if len(ready) < logits.shape[0]:
+            logits = logits[rows_of_ready]
+        rows = [sampling.Row(s.params, s.tokens, s.prompt_len, s.forbidden, self._ends(s.params)) for s in ready]
+        chosen = sampling.choose(logits, rows, self.worker.argmax) if rows else []
+        now = time.monotonic()
+        self._generated_tokens += len(chosen)
+        events: list[Event] = []
+        for sequence in scored:
+            self.cancel(sequence.request)
+            events.append(Scored(sequence.request, [], "length", _start(sequence)))
+        return [*events, *(self._take(sequence, choice, now) for sequence, choice in zip(ready, chosen, strict=True))]
+
+    def _take(self, sequence: Sequence, choice: Choice | None, now: float) -> TokenEvent | Failed:
+        if choice is None:
+            return self._fail(sequence)
+        sequence.append(choice.token_id)
+        reason = self._finish_reason(sequence)
+        if reason is not None and sequence.talker is not None and self._speaking is not None:
+            self._scheduler.remove(self._requests.pop(sequence.request))
+            self._speaking.end_text(sequence.request)
+        elif reason is not None:
+            self.cancel(sequence.request)
+        elif sequence.grammar_mask is not None:
+            sequence.grammar_mask.advance(choice.token_id)
+        return TokenEvent(sequence.request, choice.token_id, now, reason, choice.logprobs, _start(sequence))
+
+    def _fail(self, sequence: Sequence) -> Failed:
+        """End a sequence whose logits are no numbers. Its pages may hold some that are none either."""
+        self.cancel(sequence.request, share=False)
+        return Failed(
+            sequence.request,
+            f"the model computes NaN or infinity for some of the {len(sequence.tokens)} tokens of this text: it "
+            "overflows in this precision, or its weights are damaged",
+        )
+
+    def _finish_reason(self, sequence: Sequence) -> str | None:
+        if sequence.tokens[-1] in self._ends(sequence.params):
+            return "stop"
+        return "length" if len(sequence.tokens) - sequence.prompt_len >= sequence.params.max_new_tokens else None
+
+    def _ends(self, params: SamplingParams) -> frozenset[int]:
+        """Return the tokens that end a text."""
+        eos: frozenset[int] = frozenset() if params.ignore_eos else self._eos
+        return eos.union(params.stop_token_ids) if params.stop_token_ids else eos
+
+    def _lead(self, scheduled: Scheduled) -> Tensor:
+        """Announce a step and compute it. Returns its logits."""
+        states = self._pool.states
+        step = Step(
+            [chunk for _, chunk in scheduled],
+            list(self._scheduler.finished),
+            list(self._encodings.forgotten),
+            [] if states is None else list(states.copies),
+            [] if states is None else [sequence.state_slot for sequence, _ in scheduled],
+            [sights for sequence, chunk in scheduled if (sights := sights_of(sequence, chunk)) is not None],
+            [] if self._speaking is None else self._speaking.kept(scheduled),
+        )
+        if states is not None:
+            states.copies.clear()
+        self._scheduler.finished.clear()
+        self._encodings.forgotten.clear()
+        self.worker.announce(step)
+        return self.worker.run(step)
+
+
+def _start(sequence: Sequence) -> Start | None:
+    """Return how a sequence began, once: for its first event."""
+    if sequence.has_begun or sequence.admitted_s is None:
+        return None
+    sequence.has_begun = True
+    return Start(sequence.hits, time.monotonic() - sequence.admitted_s)
+
+
+def _rows_of(scheduled: Scheduled) -> list[range]:
+    """Return the rows of logits of every chunk of a step."""
+    stops = list(accumulate(chunk.logits for _, chunk in scheduled))
+    return [range(stop - chunk.logits, stop) for stop, (_, chunk) in zip(stops, scheduled, strict=True)]

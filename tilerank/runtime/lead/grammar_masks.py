@@ -1,0 +1,148 @@
+"""Grammar-constrained decoding on rank 0: for each sequence with a grammar, the mask of allowed next tokens.
+
+A grammar's author decides how long compilation and masks take, so neither runs in the thread that computes steps. Two
+threads of their own compile grammars and compute masks (llguidance releases the interpreter's lock). A sequence whose
+mask is late skips a step. Most masks take some ten microseconds.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections import OrderedDict
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..protocol.errors import RequestError
+from ..protocol.grammar import Vocabulary, allowed_tokens
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+log = logging.getLogger(__name__)
+
+GRACE_S = 0.005
+"""How long a step waits for all of its masks together."""
+BASE_BUDGET_S, TOKEN_BUDGET_S = 0.5, 0.01
+"""CPU time that the masks of one sequence may take: a fixed part, and a part for each token."""
+MAX_COMPILED = 64
+"""Compiled grammars to keep: most requests repeat an earlier grammar."""
+NICENESS = 10
+"""Both threads share a core with the thread that computes steps, which goes first."""
+
+
+@dataclass(frozen=True)
+class _State:
+    """The matcher after some tokens, and its mask.
+
+    forbidden: bool [vocab], True for tokens that may not come next; None if the grammar allows no further token.
+    """
+
+    matcher: LLMatcher
+    forbidden: Tensor | None
+
+
+class GrammarMask:
+    """The mask of one sequence. It changes only in `advance` and in `collect_masks`.
+
+    ready: the mask is computed. Only then the other attributes hold: `error` is a sentence if the grammar cannot be
+    followed any further, `complete` is True if no token can follow, and otherwise `forbidden`, bool [vocab], is True
+    for tokens that may not come next.
+    """
+
+    def __init__(self, masks: GrammarMasks, start: Future[_State]) -> None:
+        self.ready = False
+        self.error: str | None = None
+        self._masks = masks
+        self._cpu_s, self._tokens = 0.0, 0
+        self._state = start
+
+    @property
+    def complete(self) -> bool:
+        return self.forbidden is None
+
+    @property
+    def forbidden(self) -> Tensor | None:
+        return self._state.result().forbidden
+
+    def advance(self, token_id: int) -> None:
+        """Append a token to the sequence and start computing the next mask."""
+        # All sequences of a grammar share its first state, so the first token needs a copy of the matcher.
+        matcher = self._state.result().matcher
+        if self._tokens == 0:
+            matcher = matcher.deep_copy()
+        self._tokens += 1
+        self.ready = False
+        self._state = self._masks.mask_thread.submit(self._consume, matcher, token_id)
+
+    def _collect(self) -> None:
+        self.ready = self._state.done()
+        failure = self._state.exception() if self.ready else None
+        if isinstance(failure, RequestError):
+            self.error = str(failure)
+        elif failure is not None:  # a panic inside the library fails this request only
+            log.error("a grammar failed", exc_info=failure)
+            self.error = "the grammar failed; see the server's log"
+
+    def _consume(self, matcher: LLMatcher, token_id: int) -> _State:
+        began = time.thread_time()
+        matcher.consume_token(token_id)
+        state = self._masks.compute_state(matcher)
+        self._cpu_s += time.thread_time() - began
+        if self._cpu_s > BASE_BUDGET_S + TOKEN_BUDGET_S * self._tokens:
+            raise RequestError("the grammar: computing the allowed next tokens takes too long")
+        return state
+
+
+class GrammarMasks:
+    """Compiles grammars, keeps the last MAX_COMPILED, and makes masks for sequences.
+
+    vocab_size: number of columns of the logits, which may exceed the tokenizer's vocabulary.
+    """
+
+    def __init__(self, model_dir: Path, vocab_size: int) -> None:
+        # Two threads, so that masks never wait for the compilation of another request's grammar.
+        self.mask_thread = ThreadPoolExecutor(1, "mask", _lower_priority)
+        self._compile_thread = ThreadPoolExecutor(1, "grammar", _lower_priority)
+        self._vocabulary = Vocabulary(model_dir)
+        self._vocab_size = vocab_size
+        self._compiled: OrderedDict[str, Future[_State]] = OrderedDict()
+
+    def open(self, grammar: str) -> GrammarMask:
+        """Return the mask of a new sequence that follows `grammar` (grammar.py describes the format)."""
+        if grammar not in self._compiled:
+            self._compiled[grammar] = self._compile_thread.submit(self._compile, grammar)
+            if len(self._compiled) > MAX_COMPILED:
+                self._compiled.popitem(last=False)
+        self._compiled.move_to_end(grammar)
+        return GrammarMask(self, self._compiled[grammar])
+
+    def compute_state(self, matcher: LLMatcher) -> _State:
+        """Return the state of `matcher` with its mask. Raises RequestError if the mask cannot be computed."""
+        if matcher.is_stopped() and not matcher.is_error():
+            return _State(matcher, None)
+        bits = np.unpackbits(np.frombuffer(allowed_tokens(matcher), np.uint8), bitorder="little")
+        return _State(matcher, torch.from_numpy(bits[: self._vocab_size]) == 0)
+
+    def _compile(self, grammar: str) -> _State:
+        return self.compute_state(self._vocabulary.matcher(grammar))
+
+
+def collect_masks(masks: Sequence[GrammarMask], urgent: Sequence[GrammarMask]) -> None:
+    """Set `ready` and `error` of all `masks`. Waits up to GRACE_S for the `urgent` ones."""
+    if urgent:
+        wait([mask._state for mask in urgent], GRACE_S)
+    for mask in masks:
+        mask._collect()
+
+
+def _lower_priority() -> None:
+    os.nice(NICENESS)  # Linux applies it to the calling thread only.

@@ -1,0 +1,130 @@
+"""Refuses prompts that cannot run, before they wait for anything."""
+
+from ..protocol.errors import RequestError
+from ..protocol.prompt import Medium, Prompt
+from ..step.model import Encoder
+from .encodings import Wanted
+
+
+def check_prompt(prompt: Prompt, vocab: int, context_length: int, axes: int, source_axes: int) -> None:
+    """Check token ids and positions. axes, source_axes: of the positions of tokens and of source tokens; 0 if these
+    have none. Raises RequestError."""
+    if not prompt.token_ids:
+        raise RequestError("the prompt is empty; expected at least one token")
+    bad = next((token for token in prompt.token_ids if not 0 <= token < vocab), None)
+    if bad is not None:
+        raise RequestError(f"expected token ids from 0 to {vocab - 1}, found {bad}")
+    if prompt.positions:
+        if axes == 1:
+            lengths = [len(axis) for axis in prompt.positions]
+            raise RequestError(
+                f"positions: expected none, because tokens have one position each, found lists of {lengths}"
+            )
+        _check_positions("positions", prompt.positions, len(prompt.token_ids), axes, context_length)
+    if prompt.source or prompt.source_positions:
+        tokens = sum(part.count for part in prompt.source)
+        _check_positions("source positions", prompt.source_positions, tokens, source_axes, context_length)
+
+
+def _check_positions(name: str, positions: list[list[int]], tokens: int, axes: int, context_length: int) -> None:
+    lengths = [len(axis) for axis in positions]
+    if lengths != [tokens] * axes:
+        wanted = f"{axes} lists of {tokens} numbers" if axes else "none, because cross-attention does not rotate keys"
+        raise RequestError(f"{name}: expected {wanted}, found lists of {lengths}")
+    bad = next((value for axis in positions for value in axis if not 0 <= value < context_length), None)
+    if bad is not None:
+        raise RequestError(f"{name}: expected numbers from 0 to {context_length - 1}, found {bad}")
+
+
+def check_media(prompt: Prompt, encoder: Encoder | None, itemsize: int, *, crossing: bool = False) -> list[Wanted]:
+    """Check that media belong together with places or, for a model with cross-attention (`crossing`), with the source.
+    Returns what the encodings take, in values of `itemsize` bytes.
+
+    Raises RequestError.
+    """
+    if not prompt.media and not prompt.places and not prompt.source and not prompt.sights:
+        return []
+    if encoder is None:
+        raise RequestError("the prompt has media, but the model takes text alone")
+    if crossing:
+        return _check_source(prompt, encoder, itemsize)
+    if prompt.source or prompt.sights:
+        raise RequestError("the prompt has a source for cross-attention, but the model has none")
+    counts = _counts(prompt)
+    wanted = []
+    for number, (medium, digest, count) in enumerate(zip(prompt.media, prompt.digests, counts, strict=True)):
+        _check_frames(number, medium)
+        levels, tokens, hidden = encoder.shape(medium.grid)
+        if count != tokens:
+            raise RequestError(
+                f"medium {number}: a grid of {medium.grid} has {tokens} tokens, found places for {count}"
+            )
+        wanted.append(Wanted(digest, medium, levels * tokens * hidden * itemsize))
+    return wanted
+
+
+def _check_source(prompt: Prompt, encoder: Encoder, itemsize: int) -> list[Wanted]:
+    """Check that the source consists of the media, and that sights are ranges of it."""
+    if prompt.places:
+        raise RequestError("the prompt has places of media, but the model sees media by cross-attention")
+    wanted, tokens_of = [], []
+    for number, (medium, digest) in enumerate(zip(prompt.media, prompt.digests, strict=True)):
+        _check_frames(number, medium)
+        levels, tokens, hidden = encoder.shape(medium.grid)
+        tokens_of.append(tokens)
+        wanted.append(Wanted(digest, medium, levels * tokens * hidden * itemsize))
+    for number, part in enumerate(prompt.source):
+        if not 0 <= part.medium < len(tokens_of):
+            raise RequestError(f"segment {number}: expected one of {len(tokens_of)} media, found {part.medium}")
+        if part.first < 0 or part.count < 1 or part.first + part.count > tokens_of[part.medium]:
+            raise RequestError(
+                f"segment {number}: expected tokens of the {tokens_of[part.medium]} of medium {part.medium}, found "
+                f"{part.count} from {part.first} on"
+            )
+    if unused := set(range(len(tokens_of))) - {part.medium for part in prompt.source}:
+        raise RequestError(f"medium {min(unused)}: expected it in the source of the prompt, found no segment of it")
+    total, before = sum(part.count for part in prompt.source), -1
+    for number, sight in enumerate(prompt.sights):
+        if not before < sight.start < len(prompt.token_ids):
+            raise RequestError(f"sight {number}: expected a token after {before} of the prompt, found {sight.start}")
+        if sight.first < 0 or sight.count < 0 or sight.first + sight.count > total:
+            raise RequestError(
+                f"sight {number}: expected a range of the {total} tokens of the source, found {sight.count} from "
+                f"{sight.first} on"
+            )
+        before = sight.start
+    return wanted
+
+
+def _check_frames(number: int, medium: Medium) -> None:
+    if min(*medium.size, *medium.grid) < 1:
+        raise RequestError(
+            f"medium {number}: expected a size and a grid of positive numbers, found {medium.size} and {medium.grid}"
+        )
+    frames, height, width = medium.size
+    if len(medium.frames) != (expected := frames * height * width * medium.bytes_of_pixel):
+        raise RequestError(
+            f"medium {number}: {frames} frames of {width} x {height} have {expected} bytes, found {len(medium.frames)}"
+        )
+
+
+def _counts(prompt: Prompt) -> list[int]:
+    """Return for how many tokens of each medium there are places."""
+    counts = [0] * len(prompt.media)
+    end = 0
+    for number, place in enumerate(prompt.places):
+        if not 0 <= place.medium < len(counts):
+            raise RequestError(f"place {number}: expected one of {len(counts)} media, found medium {place.medium}")
+        if place.count < 1 or not end <= place.start <= len(prompt.token_ids) - place.count:
+            raise RequestError(
+                f"place {number}: expected tokens after place {number - 1} and within the prompt's "
+                f"{len(prompt.token_ids)}, found {place.count} from {place.start} on"
+            )
+        if place.first != counts[place.medium]:
+            raise RequestError(
+                f"place {number}: expected to go on with token {counts[place.medium]} of medium {place.medium}, "
+                f"found {place.first}"
+            )
+        end = place.start + place.count
+        counts[place.medium] += place.count
+    return counts

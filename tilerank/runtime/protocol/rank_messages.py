@@ -1,0 +1,127 @@
+"""The messages from rank 0 to the other ranks: one small typed message a step, and those that encode media.
+
+Workers remember the pages of running sequences, so a sequence in a decode step is its number, its length and one token
+id.
+"""
+
+import msgspec
+
+from .prompt import Medium
+from .speech_messages import SpeechStep
+
+
+class Insert(msgspec.Struct, frozen=True, array_like=True):
+    """Rows `row` to `row + count` of a chunk take tokens `first` to `first + count` of an encoding."""
+
+    row: int
+    first: int
+    count: int
+    encoding: int
+
+
+class StoreSource(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Store the keys and values of a source (prompt.py), or of some of its pages, in `pages` of every layer of
+    cross-attention.
+
+    parts: (encoding, first, count): tokens of encodings, in order. positions: as Prompt.source_positions.
+    """
+
+    pages: list[int]
+    parts: list[tuple[int, int, int]]
+    positions: list[list[int]] = []
+
+
+class Sights(msgspec.Struct, frozen=True, array_like=True):
+    """What the rows of a chunk see of the source of its sequence.
+
+    pages: of the source, in the first chunk of the sequence. rows: (row, first, count, shown), from row 0 on, as in
+    prompt.py: Sight. The rows of later chunks see what the last row saw, unless they have sights of their own.
+    """
+
+    sequence: int
+    pages: list[int]
+    rows: list[tuple[int, int, int, bool]]
+
+
+class Chunk(msgspec.Struct, frozen=True, array_like=True):
+    """The next tokens of one sequence, whose keys and values are stored from index `start` on.
+
+    new_pages: appended to the page table of the sequence. logits: of how many of the last tokens logits are computed.
+    positions: three axes of as many numbers as there are tokens; if empty, the token at index i has position i +
+    `shift` on every axis. inserts: ascending; their rows take the place of embedded tokens.
+    """
+
+    sequence: int
+    start: int
+    token_ids: list[int]
+    new_pages: list[int]
+    logits: int
+    positions: list[list[int]] = []
+    shift: int = 0
+    inserts: list[Insert] = []
+
+
+class Step(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """One forward pass over `chunks`. Before it, workers drop sequences and encodings, and copy states.
+
+    finished, forgotten: the numbers of the sequences and of the encodings to drop.
+    state_copies: (from, to), slots of states, copied in this order.
+    state_slots: of the sequence of each chunk, for models with states.
+    sights: of chunks whose rows see something of a source, unless the ranks know it.
+    kept: sequences of whose media the talker reads hidden states.
+    """
+
+    chunks: list[Chunk]
+    finished: list[int]
+    forgotten: list[int] = []
+    state_copies: list[tuple[int, int]] = []
+    state_slots: list[int] = []
+    sights: list[Sights] = []
+    kept: list[int] = []
+
+
+class Encode(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Start to encode `medium` as encoding `number`, in place of an encode that is not complete.
+
+    The frames of the medium may be incomplete: `Frames` messages follow. operations: of a piece, as in Encoder.encode.
+    forgotten: as in Step.
+    """
+
+    number: int
+    medium: Medium
+    operations: float
+    forgotten: list[int] = []
+
+
+class Frames(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """More of the frames of the medium whose encode was started."""
+
+    frames: bytes
+
+
+class EncodePiece(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Compute the next piece of the encode that was started, all frames of which have been sent."""
+
+
+class StopEncode(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Drop the encode that was started."""
+
+
+class Count(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Gather the counters of all ranks."""
+
+
+class Stop(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The end of `Worker.follow`; nothing comes after it."""
+
+
+Message = Step | SpeechStep | Encode | Frames | EncodePiece | StopEncode | StoreSource | Count | Stop
+_decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
+
+
+def encode(message: Message) -> bytes:
+    return msgspec.msgpack.encode(message)
+
+
+def decode(data: bytes) -> Message:
+    return _decoder.decode(data)

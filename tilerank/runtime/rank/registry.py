@@ -1,0 +1,48 @@
+"""The model families: every file of `models/` that runs checkpoints has a table MODELS.
+
+MODELS maps a `model_type` of config.json to a function (card, sharding) -> model.
+"""
+
+import importlib
+import pkgutil
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+from tilerank.loader.card import ModelCard, read_card, read_config_fields
+from tilerank.parallel.sharding import Sharding
+
+from .. import models
+from ..media.mllama_intermediate import Intermediate, with_intermediate
+from ..protocol.speech_settings import silenced
+from ..step.model import Model
+
+Builder = Callable[[ModelCard, Sharding], Model]
+
+
+def build_model(card: ModelCard, sharding: Sharding) -> Model:
+    """Build the model of a card; nothing is allocated. Raises ConfigError or ShardError."""
+    return _builders()[card.model_type](card, sharding)
+
+
+def read_supported_card(
+    model_dir: Path, mllama_intermediate: Intermediate | None = None, *, no_talker: bool = False
+) -> ModelCard:
+    """Read the card of a checkpoint. ConfigError names an unknown family before any field that it spells otherwise.
+
+    mllama_intermediate: as in `with_intermediate`. no_talker: for a model that speaks without its speech.
+    """
+    fields = read_config_fields(model_dir)
+    if fields.text("model_type") not in _builders():
+        raise fields.fail("model_type", f"one of {', '.join(sorted(_builders()))}")
+    card = with_intermediate(read_card(model_dir), mllama_intermediate)
+    return silenced(card) if no_talker else card
+
+
+@cache
+def _builders() -> dict[str, Builder]:
+    found: dict[str, Builder] = {}
+    for info in pkgutil.iter_modules(models.__path__):
+        module = importlib.import_module(f"{models.__name__}.{info.name}")
+        found |= getattr(module, "MODELS", {})
+    return found

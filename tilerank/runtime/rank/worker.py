@@ -1,0 +1,348 @@
+"""What every rank does: it loads its shard of the model and computes the steps that rank 0 announces.
+
+A step is one forward pass over chunks of several sequences. All ranks run the same model code on their own shards.
+"""
+
+import logging
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import torch
+from torch import Tensor
+
+from tilerank.kernels import core, ops
+from tilerank.kernels.graph import Profile
+from tilerank.kernels.kv_pages import PAGE_TOKENS
+from tilerank.kernels.state_slots import StateSlots
+from tilerank.loader.card import ModelCard
+from tilerank.loader.checkpoint import Checkpoint
+from tilerank.loader.quantization_config import Quantization
+from tilerank.loader.weight_formats import weight_formats
+from tilerank.loader.weights import LoadReport, load_weights
+from tilerank.parallel.group import RecordableGroup
+from tilerank.parallel.join import Team
+from tilerank.parallel.shard import Strategy
+from tilerank.parallel.sharding import KVSplit, Sharding
+
+from ..media.mllama_intermediate import Intermediate
+from ..protocol import rank_messages
+from ..protocol.errors import EngineError
+from ..protocol.rank_messages import Count, Encode, EncodePiece, Frames, Message, Step, Stop, StopEncode, StoreSource
+from ..protocol.sizes import MAX_RUNNING, num_states
+from ..protocol.speech_messages import SpeechStep
+from ..step.batch import BatchFiller, Held
+from ..step.bytes_per_step import bytes_per_step
+from ..step.cache import (
+    EncoderKV,
+    allocate,
+    bytes_per_source_page,
+    bytes_per_state,
+    bytes_per_token,
+    expected_tokens,
+    has_sources,
+    has_states,
+    num_pages,
+)
+from ..step.held_encodings import HeldEncodings
+from ..step.model import Encoder
+from ..step.step_graphs import StepGraphs
+from .counters import RankCounters, StepCounter
+from .registry import build_model, read_supported_card
+from .speech_rank import TALKER_TOKENS, SpeechRank, Spoken
+
+log = logging.getLogger(__name__)
+
+SOURCE_BYTES = 1 << 30
+"""Bytes of keys and values of encodings that a rank keeps by default."""
+
+
+class Worker:
+    """One rank of `team`, with its shard of the model in `model_dir`. The constructor loads the weights.
+
+    dtype: of weights, activations and cache: bfloat16 or float32.
+    quantization: the projections are quantised while loading (a quantised checkpoint needs no asking), with dtype
+        bfloat16.
+    kv_dtype: int8 for a quantised cache (kernels/attention.py).
+    strategy: how heads are cut (parallel/shard.py).
+    kv_split: whether ranks that all hold the whole cache read a part of a context each (parallel/sharding.py).
+    context_length: the longest sequence, prompt and new tokens together, by default the model's.
+    max_total_tokens: tokens in the KV cache, of all sequences that run (default: one context).
+    states: slots for the states of sequences, if the model has any (default: protocol/sizes.py: num_states).
+    cached_tokens: how many of max_total_tokens a step is expected to read, for the cost of a cut (default: all).
+    source_bytes: of keys and values of encodings, if the model has cross-attention.
+    talker_tokens: in the cache of the talker, if the model speaks.
+    mllama_intermediate: as in media/mllama_intermediate.py.
+    no_talker: leave speech out.
+    eager: compute steps while the model's Python runs instead of recording them first (step_graphs.py).
+
+    Raises ConfigError, CheckpointError, ShardError, and EngineError for a context length that the model cannot have.
+    """
+
+    def __init__(
+        self,
+        model_dir: Path,
+        team: Team,
+        *,
+        dtype: torch.dtype,
+        quantization: Quantization | None = None,
+        kv_dtype: torch.dtype | None = None,
+        strategy: Strategy = "auto",
+        kv_split: KVSplit = "auto",
+        context_length: int | None = None,
+        max_total_tokens: int | None = None,
+        states: int | None = None,
+        cached_tokens: int | None = None,
+        source_bytes: int = SOURCE_BYTES,
+        talker_tokens: int = TALKER_TOKENS,
+        mllama_intermediate: Intermediate | None = None,
+        no_talker: bool = False,
+        eager: bool = False,
+    ) -> None:
+        self.model_dir = model_dir
+        self.team = team
+        self.dtype = dtype
+        card = read_supported_card(model_dir, mllama_intermediate, no_talker=no_talker)
+        self.card = _with_context_length(card, context_length)
+        self.max_total_tokens = max_total_tokens or expected_tokens(self.card.context_length)
+        self.pages = num_pages(self.max_total_tokens)
+        """Pages of the cache that sequences may have."""
+        group = team.group
+        formats = weight_formats(self.card.quantization, dtype, quantization)
+        tokens = cached_tokens or self.max_total_tokens
+        if kv_split == "auto" and len(team.hosts) > 1:
+            kv_split = "off"  # the rule counts collectives in shared memory
+        sharding = Sharding(group.rank, group.size, dtype, group, strategy, tokens, formats, kv_dtype, kv_split)
+        self._model = build_model(self.card, sharding)
+        self.load_report: LoadReport = load_weights(
+            self._model,
+            Checkpoint(model_dir),
+            ignore=self._model.ignore,
+            progress=group.rank == 0,
+            quantization=self.card.quantization,
+        )
+        specs = self._model.cache_specs()
+        self.states = (states or num_states(self.max_total_tokens)) if has_states(specs) else 0
+        """Slots for states of sequences; 0 for models without states."""
+        self.source_pages = self._source_pages(source_bytes)
+        """Pages for keys and values of encodings; 0 for models without cross-attention."""
+        # The page after the last is the spare one of padding rows.
+        self._caches = allocate(specs, (self.pages + 1) * PAGE_TOKENS, self.states, self.source_pages * PAGE_TOKENS)
+        self._states = [cache for cache in self._caches if isinstance(cache, StateSlots)]
+        step_bytes = bytes_per_step(self._model)
+        self._filler = BatchFiller(
+            position_axes=self._model.position_axes,
+            has_states=self.states > 0,
+            max_sequences=MAX_RUNNING,
+            max_pages=num_pages(min(self.max_total_tokens, self.card.context_length)),
+            spare_page=self.pages,
+            copy_padding=bool(step_bytes.experts),
+            expands=self._model.expands,
+            context_part=self._model.context_part,
+            source_pages=self.source_pages,
+            kept_layer=self._model.speaker.kept_layer if self._model.speaker else 0,
+        )
+        self._graphs = None if eager else self._step_graphs()
+        self._counter = StepCounter(step_bytes)
+        self._held: dict[int, Held] = {}
+        self._encodings = HeldEncodings(self._model.encoder)
+        self.speech: SpeechRank | None = None
+        """What computes speech; None if the model does not speak."""
+        if self._model.speaker is not None:
+            graphs = self._step_graphs() if self._graphs else None
+            self.speech = SpeechRank(
+                self._model.speaker, dtype, group, tokens=talker_tokens, max_frames=MAX_RUNNING, graphs=graphs
+            )
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of this rank's weights."""
+        return self._model.nbytes()
+
+    @property
+    def position_axes(self) -> int:
+        """The number of axes of a token's position."""
+        return self._model.position_axes
+
+    @property
+    def source_axes(self) -> int:
+        """The number of axes of the position of a source token; 0 if cross-attention does not rotate keys."""
+        return self._model.position_axes if self._model.rotates_source else 0
+
+    def source_operations(self, encoding: int) -> float:
+        """Return the operations that compute the keys and values of a token of this encoding, on all ranks together if
+        none has more heads than this one."""
+        specs = self._model.cache_specs()
+        columns = 2 * sum(spec.kv_heads * spec.head_dim for spec in specs if isinstance(spec, EncoderKV))
+        return 2.0 * self._encodings.tensors[encoding].shape[-1] * columns * self.team.group.size
+
+    @property
+    def input_ids(self) -> int:
+        """The number of ids that prompts may have."""
+        return self.card.vocab_size + self._model.spare_ids
+
+    @property
+    def encoder(self) -> Encoder | None:
+        """What encodes media; None if the model takes text alone."""
+        return self._model.encoder
+
+    @property
+    def cache_tokens(self) -> int:
+        return self.pages * PAGE_TOKENS
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of this rank's cache with every page and every slot in use."""
+        specs = self._model.cache_specs()
+        sources = bytes_per_source_page(specs) * self.source_pages
+        speech = self.speech.cache_bytes if self.speech else 0
+        return bytes_per_token(specs) * self.cache_tokens + bytes_per_state(specs) * self.states + sources + speech
+
+    def follow(self) -> None:
+        """Ranks above 0: compute the announced steps until rank 0 stops. Raises GroupError if a rank is lost."""
+        while not isinstance(message := rank_messages.decode(self.team.channel.receive()), Stop):
+            match message:
+                case Step():
+                    self.run(message)
+                case SpeechStep():
+                    self.speak(message)
+                case EncodePiece():
+                    self.encode_piece()
+                case Encode() | Frames() | StopEncode():
+                    self.prepare_encode(message)
+                case StoreSource():
+                    self.store_source(message)
+                case Count():
+                    self.gather_counters()
+        self.team.group.barrier()
+
+    def announce(self, message: Message) -> None:
+        """Rank 0: send a message to the ranks that follow."""
+        self.team.channel.send(rank_messages.encode(message))
+
+    def stop(self) -> None:
+        """Rank 0: end `follow` on the other ranks. Returns when all have received the message: a rank that left before
+        would look lost to those that still wait for it."""
+        self.announce(Stop())
+        self.team.group.barrier()
+
+    def run(self, step: Step) -> Tensor:
+        """Compute a step. Returns fp32 logits [m, vocab] of the m tokens whose logits it asks for, valid until the next
+        call. All ranks call this with the same step."""
+        for number in step.finished:
+            self._held.pop(number, None)
+        self._encodings.forget(step.forgotten)
+        for chunk in step.chunks:
+            self._held.setdefault(chunk.sequence, Held()).pages.extend(chunk.new_pages)
+        for sights in step.sights:
+            if sights.pages:
+                self._held[sights.sequence].source.pages = sights.pages
+        group = self.team.group
+        began, waited = time.perf_counter(), group.waited_s
+        for source, target in step.state_copies:
+            for states in self._states:
+                states.copy(source, target)
+        logits = self._forward(step)
+        for sights in step.sights:
+            self._held[sights.sequence].source.sight = sights.rows[-1][1:]
+        self._counter.count(step, time.perf_counter() - began, group.waited_s - waited)
+        return logits
+
+    def speak(self, step: SpeechStep) -> Spoken:
+        """Compute a step of speech. All ranks call this with the same step."""
+        assert self.speech is not None
+        return self.speech.run(step)
+
+    def store_source(self, source: StoreSource) -> None:
+        """Store keys and values of encodings. All ranks call this with the same message."""
+        began = time.perf_counter()
+        parts = [self._encodings.tensors[number][0, first : first + count] for number, first, count in source.parts]
+        rows, pages = torch.cat(parts), torch.tensor(source.pages)
+        slots = (pages[:, None] * PAGE_TOKENS + torch.arange(PAGE_TOKENS)).flatten()[: len(rows)]
+        positions = torch.tensor(source.positions) if source.positions else None
+        self._model.store_source(rows, positions, slots, self._caches)
+        self._counter.count_encode(time.perf_counter() - began)
+
+    def _source_pages(self, nbytes: int) -> int:
+        """Return how many pages of encodings fit in so many bytes on every rank, at least one for a model with
+        cross-attention. A collective."""
+        specs = self._model.cache_specs()
+        if not has_sources(specs):
+            return 0
+        pages = nbytes // max(bytes_per_source_page(specs), 1) if self._model.encoder else 0
+        return max(1, int(self.team.group.all_gather(torch.tensor([pages])).min()))
+
+    def prepare_encode(self, message: Encode | Frames | StopEncode) -> None:
+        """Start an encode, add frames to it, or drop it. All ranks call this with the same message."""
+        match message:
+            case Encode():
+                self._encodings.start(message)
+            case Frames(frames):
+                self._encodings.add_frames(frames)
+            case StopEncode():
+                self._encodings.stop()
+
+    def encode_piece(self) -> bool:
+        """Compute a piece of the encode that was started. Returns whether the encoding is complete. All ranks call
+        this."""
+        began = time.perf_counter()
+        complete = self._encodings.advance()
+        self._counter.count_encode(time.perf_counter() - began)
+        return complete
+
+    def argmax(self, logits: Tensor) -> Tensor:
+        """ops.argmax of the logits of the last step."""
+        return ops.argmax(logits) if self._graphs is None else self._graphs.argmax(logits)
+
+    def gather_counters(self) -> list[RankCounters]:
+        """Return what the steps of every rank have taken so far. A collective: all ranks call this."""
+        mine = msgspec.structs.astuple(self._counter.counters)
+        rows = self.team.group.all_gather(torch.tensor(mine, dtype=torch.float64))
+        return [RankCounters(*row) for row in rows.tolist()]
+
+    def start_profiling(self) -> None:
+        """Measure the kernels of recorded decode steps from now on, for `profile`."""
+        if self._graphs is not None:
+            self._graphs.start_profiling()
+
+    def profile(self) -> Profile | None:
+        """Return where the time of the last step went; None if it was not a measured decode step."""
+        return self._graphs.profile() if self._graphs is not None else None
+
+    def _forward(self, step: Step) -> Tensor:
+        model, caches = self._model, self._caches
+        if self._graphs is not None and self._filler.is_decode(step):
+            batch = self._filler.padded(step, self._held)
+            return self._graphs.replay(lambda: model.forward(batch, caches), len(batch.token_ids), len(step.chunks))
+        batch = self._filler.fresh(step, self._held, self._encodings.tensors)
+        if self._graphs is None:
+            logits = model.forward(batch, caches)
+        else:
+            logits = self._graphs.run_once(lambda: model.forward(batch, caches))
+        if batch.kept is not None:
+            assert self.speech is not None and batch.kept.hidden is not None
+            self.speech.keep(step, batch.kept.hidden)
+        return logits
+
+    def _step_graphs(self) -> StepGraphs | None:
+        """Return None where steps cannot be recorded. All ranks agree on that, and rank 0 logs the reason."""
+        group = self.team.group
+        if core.isa() == "reference":
+            reason = "kernels run in plain torch"
+        elif not isinstance(group, RecordableGroup):
+            reason = f"collectives of {type(group).__name__} cannot be recorded"
+        else:
+            return StepGraphs(group)
+        if group.rank == 0:
+            log.info("steps run eagerly: %s", reason)
+        return None
+
+
+def _with_context_length(card: ModelCard, context_length: int | None) -> ModelCard:
+    limit = card.context_length
+    if context_length is None:
+        return card
+    if not 2 <= context_length <= limit:
+        raise EngineError(f"context length: expected 2 to the model's {limit} tokens, found {context_length}")
+    return replace(card, context_length=context_length)

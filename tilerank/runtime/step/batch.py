@@ -1,0 +1,342 @@
+"""One step as tensors: what the model's kernels read of a batch of sequences of different lengths.
+
+BatchFiller is the one place where positions, slots and page tables are derived from a step.
+"""
+
+from array import array
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from tilerank.kernels import ops
+from tilerank.kernels.kv_pages import PAGE_TOKENS
+
+from ..protocol.rank_messages import Chunk, Step
+from .latent_forms import ContextPart, Expands, LatentForms, Runs, latent_forms
+from .source_runs import HeldSource, SourceFiller, SourceRuns
+
+TILE_ROWS = 16
+"""From this batch size on, padded sizes are this far apart: a matrix tile computes so many rows anyway."""
+
+
+@dataclass
+class Held:
+    """What a worker remembers of a sequence between steps. pages: its page table."""
+
+    pages: list[int] = field(default_factory=list)
+    source: HeldSource = field(default_factory=HeldSource)
+
+
+@dataclass(frozen=True)
+class LogitRows:
+    """The m rows of a batch whose logits are computed, the last ones of each sequence.
+
+    rows: [m] int64. starts: [s + 1] int32, the first of a sequence's rows among them.
+    """
+
+    rows: Tensor
+    starts: Tensor
+
+    def take(self, x: Tensor) -> Tensor:
+        """x[t, d] -> [m, d]"""
+        return ops.take_rows(x, self.rows)
+
+
+@dataclass(frozen=True)
+class Inserts:
+    """The m rows of a batch that take encoded media in place of embedded tokens.
+
+    rows: [m] int64, ascending. values: [m, hidden], which replace the embedded tokens. deep: for each further level,
+    the rows of media whose encodings have it and its values, in the same form; those of number j are added to the
+    residual stream after layer j (DeepStack).
+    """
+
+    rows: Tensor
+    values: Tensor
+    deep: list[tuple[Tensor, Tensor]]
+
+
+@dataclass
+class Kept:
+    """The m rows of a batch whose hidden states the talker reads.
+
+    layer: the number of the layer, from 1, whose output they are. rows: [m] int64. hidden: [m, hidden], set by the
+    model.
+    """
+
+    layer: int
+    rows: Tensor
+    hidden: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Batch:
+    """t tokens of s sequences, one sequence after the other.
+
+    token_ids: [t] int64.
+    positions: [axes, t] int64.
+    slots: [t] int64, where keys and values are stored: page * PAGE_TOKENS + offset.
+    page_tables: [s, p] int32, the pages of every sequence in order.
+    seq_lens: [s] int32, tokens of a sequence including this step's.
+    query_starts: [s + 1] int32, a sequence's first row.
+    logit_rows: None if the logits of all rows are computed.
+    inserts: None in recorded decode steps.
+    state_slots: [s] int32, where the states of a sequence are, no slot twice; None for models without states. A
+        sequence whose tokens are all in this step begins with states of zeros. A padding row that repeats row j has the
+        slot -1 - j: it gets the output of row j and touches no state (kernels/delta.py).
+    latent_forms: None if no sequence is in another form of latent attention than the absorbed one.
+    source: None if no row sees anything by cross-attention; recorded decode steps of models with cross-attention always
+        have it.
+    kept: None in recorded decode steps.
+    """
+
+    token_ids: Tensor
+    positions: Tensor
+    slots: Tensor
+    page_tables: Tensor
+    seq_lens: Tensor
+    query_starts: Tensor
+    logit_rows: LogitRows | None = None
+    inserts: Inserts | None = None
+    state_slots: Tensor | None = None
+    latent_forms: LatentForms | None = None
+    source: SourceRuns | None = None
+    kept: Kept | None = None
+
+
+def padded_size(sequences: int) -> int:
+    """Return the batch size that is recorded for so many sequences: 1, 2, 4, 8, 16, then multiples of 16."""
+    if sequences <= TILE_ROWS:
+        return 1 << (sequences - 1).bit_length()
+    return -(-sequences // TILE_ROWS) * TILE_ROWS
+
+
+class _Rows:
+    """The rows of a step as Python lists, chunk by chunk. positions: one list for each axis."""
+
+    def __init__(self, axes: int) -> None:
+        self.token_ids: list[int] = []
+        self.positions: list[list[int]] = [[] for _ in range(axes)]
+        self.slots: list[int] = []
+        self.starts = [0]
+        self.lengths: list[int] = []
+
+    def add(self, chunk: Chunk, pages: list[int]) -> None:
+        span = range(chunk.start, chunk.start + len(chunk.token_ids))
+        self.token_ids += chunk.token_ids
+        shifted = range(span.start + chunk.shift, span.stop + chunk.shift)
+        for axis, positions in enumerate(self.positions):
+            positions += chunk.positions[axis] if chunk.positions else shifted
+        self.slots += [pages[index // PAGE_TOKENS] * PAGE_TOKENS + index % PAGE_TOKENS for index in span]
+        self.starts.append(len(self.token_ids))
+        self.lengths.append(span.stop)
+
+    def add_padding(self, token_id: int, position: int, index: int, slot: int) -> None:
+        """A row of a sequence that has `index` tokens before it; its key and value are stored in `slot`."""
+        self.token_ids.append(token_id)
+        for positions in self.positions:
+            positions.append(position)
+        self.slots.append(slot)
+        self.lengths.append(index + 1)
+
+
+class BatchFiller:
+    """Turns steps into batches: into new tensors, or, for decode steps, into the tensors that recorded steps read.
+
+    position_axes, expands: as in Model.
+    has_states: whether layers keep states.
+    max_sequences, max_pages: the largest decode batch, and the longest page table.
+    spare_page: a page of the cache that belongs to no sequence; padding rows store their keys and values there.
+    copy_padding: padding rows repeat a row of the batch, so that in a mixture they choose no other experts; otherwise
+        they are sequences of one token, whose attention reads next to nothing.
+    context_part: what this rank reads of a context, if ranks share contexts out.
+    source_pages: of all sources together; 0 for models without cross-attention.
+    kept_layer: as in Kept; 0 for a model that does not speak.
+    """
+
+    def __init__(
+        self,
+        *,
+        position_axes: int,
+        has_states: bool,
+        max_sequences: int,
+        max_pages: int,
+        spare_page: int,
+        copy_padding: bool,
+        expands: Expands | None = None,
+        context_part: ContextPart | None = None,
+        source_pages: int = 0,
+        kept_layer: int = 0,
+    ) -> None:
+        self._axes = position_axes
+        self._expands, self._part = expands, context_part
+        self._has_states = has_states
+        self._max_sequences = max_sequences
+        self._spare_page = spare_page
+        self._kept_layer = kept_layer
+        self._copy_padding = copy_padding
+        rows = padded_size(max_sequences)
+        # Tensors over arrays: writing to an array takes a fraction of the time of writing to a tensor.
+        self._token_ids, self._slots = (array("q", bytes(8 * rows)) for _ in range(2))
+        self._positions = array("q", bytes(8 * rows * position_axes))  # axis by axis
+        self._rows = rows
+        self._lengths, self._state_slots = (array("i", bytes(4 * rows)) for _ in range(2))
+        self._part_starts, self._part_lengths = (array("i", bytes(4 * rows)) for _ in range(2))
+        self._page_tables = torch.full((rows, max_pages), spare_page, dtype=torch.int32)
+        self._table_of: list[tuple[int, int] | None] = [None] * rows  # the sequence in a row, and how many pages of it
+        self._query_starts = torch.arange(rows + 1, dtype=torch.int32)
+        self._sources = SourceFiller(rows, source_pages) if source_pages else None
+        self._padded: dict[int, Batch] = {}
+
+    def is_decode(self, step: Step) -> bool:
+        """Return whether a recorded step can compute this one: every sequence has one token and one row of logits, and
+        neither inserts nor positions of its own."""
+        return len(step.chunks) <= self._max_sequences and all(
+            len(chunk.token_ids) == 1 and chunk.logits == 1 and not chunk.inserts and not chunk.positions
+            for chunk in step.chunks
+        )
+
+    def fresh(self, step: Step, held: Mapping[int, Held], encodings: Mapping[int, Tensor]) -> Batch:
+        """Return a batch of new tensors. held: by the number of the sequence. encodings: [levels, tokens, hidden] each,
+        by the number that inserts name."""
+        rows = _Rows(self._axes)
+        for chunk in step.chunks:
+            rows.add(chunk, held[chunk.sequence].pages)
+        tables = [held[chunk.sequence].pages for chunk in step.chunks]
+        width = max(map(len, tables))
+        logit_rows = [
+            row
+            for chunk, stop in zip(step.chunks, rows.starts[1:], strict=True)
+            for row in range(stop - chunk.logits, stop)
+        ]
+        return Batch(
+            token_ids=_int64(rows.token_ids),
+            positions=torch.stack([_int64(positions) for positions in rows.positions]),
+            slots=_int64(rows.slots),
+            page_tables=torch.tensor([table + [0] * (width - len(table)) for table in tables], dtype=torch.int32),
+            seq_lens=torch.tensor(rows.lengths, dtype=torch.int32),
+            query_starts=torch.tensor(rows.starts, dtype=torch.int32),
+            logit_rows=None if len(logit_rows) == len(rows.token_ids) else _logit_rows(logit_rows, step),
+            inserts=_inserts(step, rows.starts, encodings),
+            state_slots=torch.tensor(step.state_slots, dtype=torch.int32) if self._has_states else None,
+            latent_forms=latent_forms(self._expands, rows.starts, rows.lengths, tables, self._part)
+            if self._expands
+            else None,
+            source=self._sources.fresh(step, _sources(step, held)) if self._sources else None,
+            kept=_kept(step, rows.starts, self._kept_layer),
+        )
+
+    def padded(self, step: Step, held: Mapping[int, Held]) -> Batch:
+        """Fill the shared tensors with a decode step, padded to `padded_size` rows. The same size gives the same Batch,
+        whose values the next call overwrites."""
+        rows = _Rows(self._axes)
+        for row, chunk in enumerate(step.chunks):
+            pages = held[chunk.sequence].pages
+            rows.add(chunk, pages)
+            self._set_table(row, chunk.sequence, pages)
+        size = padded_size(len(step.chunks))
+        # The copy of the shortest sequence reads least. Its hidden state is that of the row it repeats, bit for bit.
+        shortest = min(step.chunks, key=lambda chunk: chunk.start)
+        for row in range(len(step.chunks), size):
+            slot = self._spare_page * PAGE_TOKENS + row % PAGE_TOKENS
+            if self._copy_padding:
+                self._set_table(row, shortest.sequence, held[shortest.sequence].pages)
+                rows.add_padding(shortest.token_ids[0], shortest.start + shortest.shift, shortest.start, slot)
+            else:
+                self._clear_table(row)
+                rows.add_padding(0, 0, 0, slot)
+        self._token_ids[:size] = array("q", rows.token_ids)
+        for axis, positions in enumerate(rows.positions):
+            start = axis * self._rows
+            self._positions[start : start + size] = array("q", positions)
+        self._slots[:size] = array("q", rows.slots)
+        self._lengths[:size] = array("i", rows.lengths)
+        if self._part:
+            for row, length in enumerate(rows.lengths):
+                self._part_starts[row], self._part_lengths[row] = self._part.tokens(length)
+        if self._has_states:
+            padding = [-1 - step.chunks.index(shortest)] * (size - len(step.chunks))
+            self._state_slots[:size] = array("i", step.state_slots + padding)
+        if self._sources:
+            self._sources.fill(step, _sources(step, held), size)
+        if size not in self._padded:
+            self._padded[size] = self._shared(size)
+        return self._padded[size]
+
+    def _shared(self, size: int) -> Batch:
+        return Batch(
+            token_ids=torch.frombuffer(self._token_ids, dtype=torch.int64)[:size],
+            positions=torch.frombuffer(self._positions, dtype=torch.int64).view(self._axes, self._rows)[:, :size],
+            slots=torch.frombuffer(self._slots, dtype=torch.int64)[:size],
+            page_tables=self._page_tables[:size],
+            seq_lens=torch.frombuffer(self._lengths, dtype=torch.int32)[:size],
+            query_starts=self._query_starts[: size + 1],
+            state_slots=torch.frombuffer(self._state_slots, dtype=torch.int32)[:size] if self._has_states else None,
+            latent_forms=LatentForms((), self._split_runs(size), None) if self._part else None,
+            source=self._sources.shared(size) if self._sources else None,
+        )
+
+    def _split_runs(self, size: int) -> Runs:
+        starts, lengths = (
+            torch.frombuffer(values, dtype=torch.int32)[:size] for values in (self._part_starts, self._part_lengths)
+        )
+        return Runs(None, self._page_tables[:size], lengths, self._query_starts[: size + 1], starts)
+
+    def _set_table(self, row: int, sequence: int, pages: list[int]) -> None:
+        if self._table_of[row] != (sequence, len(pages)):
+            self._page_tables[row, : len(pages)] = torch.tensor(pages, dtype=torch.int32)
+            self._table_of[row] = sequence, len(pages)
+
+    def _clear_table(self, row: int) -> None:
+        if self._table_of[row] is not None:
+            self._page_tables[row, 0] = self._spare_page
+            self._table_of[row] = None
+
+
+def _sources(step: Step, held: Mapping[int, Held]) -> dict[int, HeldSource]:
+    return {chunk.sequence: held[chunk.sequence].source for chunk in step.chunks}
+
+
+def _inserts(step: Step, starts: list[int], encodings: Mapping[int, Tensor]) -> Inserts | None:
+    """starts: the first row of each chunk."""
+    parts = [(start, insert) for start, chunk in zip(starts, step.chunks, strict=False) for insert in chunk.inserts]
+    if not parts:
+        return None
+    runs = [
+        (range(start + i.row, start + i.row + i.count), encodings[i.encoding][:, i.first : i.first + i.count])
+        for start, i in parts
+    ]
+    first, *deep = (
+        _joined([(rows, values[level]) for rows, values in runs if level < len(values)])
+        for level in range(max(len(values) for _, values in runs))
+    )
+    return Inserts(*first, deep)
+
+
+def _joined(runs: list[tuple[range, Tensor]]) -> tuple[Tensor, Tensor]:
+    return _int64([row for rows, _ in runs for row in rows]), torch.cat([values for _, values in runs])
+
+
+def _kept(step: Step, starts: list[int], layer: int) -> Kept | None:
+    """Return the rows of media of the sequences that the step names. starts: as in _inserts."""
+    rows = [
+        row
+        for start, chunk in zip(starts, step.chunks, strict=False)
+        if chunk.sequence in step.kept
+        for i in chunk.inserts
+        for row in range(start + i.row, start + i.row + i.count)
+    ]
+    return Kept(layer, _int64(rows)) if rows else None
+
+
+def _logit_rows(rows: list[int], step: Step) -> LogitRows:
+    starts = accumulate((chunk.logits for chunk in step.chunks), initial=0)
+    return LogitRows(torch.tensor(rows, dtype=torch.int64), torch.tensor(list(starts), dtype=torch.int32))
+
+
+def _int64(values: list[int]) -> Tensor:
+    """Return a tensor of one or more numbers, in a seventh of the time that torch.tensor takes for a prompt's."""
+    return torch.frombuffer(array("q", values), dtype=torch.int64)

@@ -1,0 +1,38 @@
+"""The bytes that a decode step has to read from memory, and of states to write, on this rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tilerank.parallel.cost import ExpertBytes
+
+from .cache import bytes_per_state, bytes_per_token
+from .model import Model
+
+
+@dataclass(frozen=True)
+class BytesPerStep:
+    """weights: what every step reads, which excludes the embedding table (a step reads a row of it for each token) and
+    experts. experts: weights of experts, of which a step reads those that its tokens choose. cached: keys and values of
+    one token in all layers, or this rank's share of reading them. state: the states of one sequence in all layers,
+    which a step reads and writes.
+    """
+
+    weights: int
+    experts: tuple[ExpertBytes, ...]
+    cached: int
+    state: int = 0
+
+    def decode(self, sequences: int, tokens: int) -> float:
+        """Return the expected bytes of a step of `sequences` sequences that hold `tokens` tokens together, the new ones
+        included."""
+        experts = sum(part.chosen_by(sequences) for part in self.experts)
+        return self.weights + experts + self.cached * tokens + 2 * self.state * sequences
+
+
+def bytes_per_step(model: Model) -> BytesPerStep:
+    """Add up the layers of a model, which need not be allocated."""
+    cost = model.cost()
+    specs = model.cache_specs()
+    readers = model.context_part.ranks if model.context_part else 1
+    return BytesPerStep(cost.read, cost.experts, bytes_per_token(specs) // readers, bytes_per_state(specs))

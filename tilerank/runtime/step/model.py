@@ -1,0 +1,94 @@
+"""The interfaces of a model and of an encoder of media, which the files of `models/` implement."""
+
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+
+from torch import Tensor
+
+from tilerank.parallel.cost import Cost
+from tilerank.parallel.parameters import Layer
+
+from .batch import Batch
+from .cache import Cache, CacheSpec
+from .latent_forms import ContextPart, Expands
+from .speaker import Speaker
+
+
+class Encoder(Layer):
+    """Turns a picture, video or sound into rows that replace the embeddings of its placeholders; cut over the ranks."""
+
+    @abstractmethod
+    def shape(self, grid: tuple[int, int, int]) -> tuple[int, int, int]:
+        """Return (levels, tokens, hidden) of the encoding of a medium with this grid (prompt.py: Medium)."""
+
+    @abstractmethod
+    def encode(self, frames: Tensor, grid: tuple[int, int, int], operations: float) -> Iterator[Tensor | None]:
+        """Encode frames uint8 [n, height, width, 3], or samples float32 [n] of sound, in pieces of up to `operations`
+        operations on all ranks together, or a little more where they cannot be cut. The bits do not depend on how an
+        encode is cut.
+
+        A collective: all ranks call this with the same arguments and take the same number of pieces. Each `next`
+        computes a piece. The last yields the encoding [levels, tokens, hidden] in the activation dtype, with the same
+        bits on every rank, and the others yield None. Level 0 replaces the embeddings; level j + 1 is added to the
+        residual after layer j of the decoder (DeepStack, arXiv 2406.04334).
+        """
+
+    @abstractmethod
+    def parts(self, grid: tuple[int, int, int]) -> Iterator[tuple[Layer, int, int]]:
+        """Yield the layers that encode a medium with this grid, each with the number of its rows and of the pairs of
+        rows that attend to each other."""
+
+    def cost(self) -> Cost:
+        """Nothing: a step of the decoder does not run it."""
+        return Cost()
+
+    def cost_of_caching(self) -> Cost:
+        return Cost()
+
+
+class Model(Layer):
+    """A whole model, cut as its sharding says. Weights exist after `allocate()`.
+
+    position_axes: the number of positions of a token.
+    spare_ids: how many ids, from the size of the vocabulary on, may be in prompts and are never generated.
+    encoder: None for a model of text alone.
+    speaker: None for a model that does not speak.
+    expands: which sequences latent attention expands (latent_forms.py); None for a model without it.
+    context_part: what this rank reads of a context, if ranks share contexts out.
+    """
+
+    position_axes: int = 1
+    spare_ids: int = 0
+    encoder: Encoder | None = None
+    speaker: Speaker | None = None
+    expands: Expands | None = None
+    context_part: ContextPart | None = None
+
+    @abstractmethod
+    def cache_specs(self) -> list[CacheSpec]:
+        """Return what each layer keeps between steps, in the order of `forward`'s caches."""
+
+    @abstractmethod
+    def forward(self, batch: Batch, caches: Sequence[Cache]) -> Tensor:
+        """Return fp32 logits [m, vocab] of the batch's m logit rows, the same bits on every rank.
+
+        Calls kernels and makes views, and never reads values: steps are recorded (kernels/graph.py).
+        """
+
+    @property
+    @abstractmethod
+    def rotates_source(self) -> bool:
+        """Whether layers of cross-attention rotate queries and keys by positions."""
+
+    @abstractmethod
+    def store_source(self, rows: Tensor, positions: Tensor | None, slots: Tensor, caches: Sequence[Cache]) -> None:
+        """Store the keys and values of encodings, rows [n, hidden], in slots [n] int64 of the caches of layers of
+        cross-attention. positions: [axes, n] int64, None unless `rotates_source`."""
+
+    def cost_without_logits(self) -> Cost:
+        """Return what a step reads and computes for tokens whose logits are not used: all of a prompt but the last."""
+        return self.cost()
+
+    @abstractmethod
+    def ignore(self, name: str) -> bool:
+        """Return whether this tensor of a checkpoint is left out on purpose."""
