@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from command import DEMO, ENDLESS, SOON_S, Result, Run, await_true, demo_copy, endless_copy, hold, run
 
-from tilerank.launch.prompts import read_prompts
+from tilerank.launch.commands.prompts import read_prompts
 
 
 def assert_refused(result: Result, sentence: str, status: int = 1) -> None:
@@ -232,7 +232,7 @@ def held(tmp_path: Path) -> tuple[dict[str, str], Path]:
 def test_rank_killed_while_loading(held: tuple[dict[str, str], Path]) -> None:
     arguments = ["generate", DEMO, "--tp", 3, "--prompt", "x", "--log-level", "debug"]
     with Run(*arguments, env=held[0]) as running:
-        running.await_line("[rank 1] DEBUG tilerank.launch.rank: loading")
+        running.await_line("[rank 1] DEBUG tilerank.launch.ranks.rank: loading")
         pid = running.rank_pid(1)
         assert pid is not None
         os.kill(pid, signal.SIGKILL)
@@ -243,7 +243,7 @@ def test_rank_killed_while_loading(held: tuple[dict[str, str], Path]) -> None:
 def test_a_rank_may_load_longer_than_the_deadline_of_collectives(held: tuple[dict[str, str], Path]) -> None:
     options = ["--max-new-tokens", 2, "--dist-timeout", 4, "--log-level", "debug"]
     with Run("generate", DEMO, "--tp", 2, "--prompt", "x", *options, env=held[0]) as running:
-        running.await_line("[rank 1] DEBUG tilerank.launch.rank: loading")
+        running.await_line("[rank 1] DEBUG tilerank.launch.ranks.rank: loading")
         running.await_line("DEBUG tilerank.loader.weights: loaded")
         time.sleep(5)
         held[1].write_text("go")

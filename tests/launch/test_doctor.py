@@ -14,8 +14,8 @@ import pytest
 from fake_sysfs import GIB, SNC3, Machine, sockets
 
 from tilerank.kernels import core
-from tilerank.launch import doctor
-from tilerank.launch.doctor import Finding, examine, library_findings, machine_findings, mpi_findings, mpi_name
+from tilerank.launch.commands import doctor
+from tilerank.launch.commands.doctor import Finding, examine, library_findings, machine_findings, mpi_findings, mpi_name
 from tilerank.launch.host.topology import read_topology
 
 

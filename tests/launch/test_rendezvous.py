@@ -8,9 +8,15 @@ import textwrap
 
 import pytest
 
-from tilerank.launch.bootstrap import RendezvousAddress, find_address, interface_addresses, launcher_process, listen
 from tilerank.launch.errors import LaunchError
-from tilerank.launch.rendezvous import (
+from tilerank.launch.ranks.bootstrap import (
+    RendezvousAddress,
+    find_address,
+    interface_addresses,
+    launcher_process,
+    listen,
+)
+from tilerank.launch.ranks.rendezvous import (
     Identity,
     RendezvousMethod,
     check_tp,
@@ -291,8 +297,8 @@ def test_several_hosts_need_a_secret(method: RendezvousMethod, monkeypatch: pyte
 
 MEET = """
     import os, socket, sys
-    from tilerank.launch.bootstrap import find_address
-    from tilerank.launch.rendezvous import identify, rendezvous_method
+    from tilerank.launch.ranks.bootstrap import find_address
+    from tilerank.launch.ranks.rendezvous import identify, rendezvous_method
     identity = identify(os.environ)
     address = find_address(identity, rendezvous_method(identity, os.environ))
     assert (address.fd is not None) == (identity.rank == 0)

@@ -8,10 +8,10 @@ import pytest
 from command import DEMO
 from fake_sysfs import GIB, SNC3, Machine, sockets
 
-from tilerank.launch import serve
+from tilerank.launch.commands import serve
 from tilerank.launch.host.placement import divide_placement, place
 from tilerank.launch.host.topology import read_topology
-from tilerank.launch.serving.replicas import Appetite, divide
+from tilerank.launch.planning.replicas import Appetite, divide
 
 
 def never() -> Appetite:

@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 from command import SOON_S, Run, await_true
 
-from tilerank.launch.supervisor import SETTLE_S, SUSPECT_S, TERMINATE_S, Failure, Outcome, cause
+from tilerank.launch.processes.supervisor import SETTLE_S, SUSPECT_S, TERMINATE_S, Failure, Outcome, cause
 
 # The supervising process. Its ranks run the program in argv[1] with their rank as argv[1].
 SUPERVISOR = """
     import os, sys
-    from tilerank.launch.process import ProcessSpec
-    from tilerank.launch.supervisor import Watch, supervise
+    from tilerank.launch.processes.process import ProcessSpec
+    from tilerank.launch.processes.supervisor import Watch, supervise
     from pathlib import Path
     from tilerank.launch.host import cgroup
     from tilerank.launch.errors import LaunchError
@@ -54,7 +54,7 @@ SUPERVISOR = """
 # handler may interrupt it.
 PREAMBLE = """
     import os, signal, sys, time
-    from tilerank.launch.status import Failed, Reached, StatusPipe
+    from tilerank.launch.processes.status import Failed, Reached, StatusPipe
     rank = int(sys.argv[1])
     status = StatusPipe(int(os.environ["TILERANK_STATUS"]))
     def tell(text):
@@ -327,8 +327,8 @@ def test_a_rank_that_cannot_be_started_is_named() -> None:
     code = """
         import os, sys
         from tilerank.launch.errors import LaunchError
-        from tilerank.launch.process import ProcessSpec
-        from tilerank.launch.supervisor import Watch, supervise
+        from tilerank.launch.processes.process import ProcessSpec
+        from tilerank.launch.processes.supervisor import Watch, supervise
         specs = [ProcessSpec("rank 0", ["sleep", "60"], os.environ), ProcessSpec("rank 1", ["/no/such/program"], {})]
         try:
             supervise(specs, Watch())

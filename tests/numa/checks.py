@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tilerank.launch import doctor
+from tilerank.launch.commands import doctor
 from tilerank.launch.errors import LaunchError
 from tilerank.launch.host.binding import bind, local_share, memory_policy_refusal, page_nodes
 from tilerank.launch.host.cgroup import oom_kills

@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import TextIO
 
-from .arguments import Parser, parse, with_config
-from .doctor import own_version
+from .commands.doctor import own_version
 from .errors import USER_ERRORS
-from .hub import find_model
 from .logs import say
+from .options.arguments import Parser, parse, with_config
+from .options.hub import find_model
 
 COMMANDS = {
     "generate": "generate text from a Hugging Face directory",
@@ -26,8 +26,6 @@ COMMANDS = {
     "doctor": "report what this machine offers and what is wrong with it",
     "bench": "measure this machine and the model on it",
 }
-MODULES = {"bench": ".bench.command", "plan": ".planning.plan"}
-"""Module of each subcommand whose module is not named like it."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -114,7 +112,7 @@ class _Completion(argparse.Action):
 
 
 def _module(command: str) -> ModuleType:
-    return importlib.import_module(MODULES.get(command, f".{command}"), __package__)
+    return importlib.import_module(".bench.command" if command == "bench" else f".commands.{command}", __package__)
 
 
 def _occupy_standard_streams() -> None:

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from command import DEMO, run
 
-from tilerank.launch.arguments import with_config
 from tilerank.launch.errors import LaunchError
+from tilerank.launch.options.arguments import with_config
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,7 @@ from planning import plan_on
 from safetensors import safe_open
 from tiny import make_checkpoint
 
-from tilerank.launch.planning.plan import as_json
-from tilerank.launch.planning.plan_text import render
+from tilerank.launch.planning.plan_text import as_json, render
 from tilerank.launch.planning.plan_types import RANK_OVERHEAD
 from tilerank.loader.card import read_card
 from tilerank.runtime.rank.registry import read_supported_card

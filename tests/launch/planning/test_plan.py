@@ -11,11 +11,11 @@ import pytest
 from fake_sysfs import GIB, SNC3, Machine, sockets
 from planning import DEMO, NORMS, PARAMETERS, ROPE, by_name, config_of, plan_on
 
+from tilerank.launch.commands import plan as command
 from tilerank.launch.host.placement import divide_placement, place
 from tilerank.launch.host.topology import read_topology
-from tilerank.launch.planning import plan as command
-from tilerank.launch.planning.plan import as_json, plan_model, replicas_as_json
-from tilerank.launch.planning.plan_text import render, render_replicas
+from tilerank.launch.planning.plan import plan_model
+from tilerank.launch.planning.plan_text import as_json, render, render_replicas, replicas_as_json
 from tilerank.launch.planning.plan_types import RANK_OVERHEAD, ReplicaPlans
 from tilerank.launch.text import size
 from tilerank.loader.card import ModelCard, read_card
@@ -288,5 +288,5 @@ def test_command_with_replicas(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_arguments_are_read_without_torch() -> None:
-    code = "import sys, tilerank.launch.planning.plan; sys.exit('torch' in sys.modules)"
+    code = "import sys, tilerank.launch.commands.plan; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -9,8 +9,8 @@ import pytest
 from fake_sysfs import SNC3, Machine, sockets
 from planning import DEMO, NORMS, PARAMETERS, ROPE, by_name, config_of, plan_on
 
+from tilerank.launch.commands import plan as command
 from tilerank.launch.errors import LaunchError
-from tilerank.launch.planning import plan as command
 from tilerank.launch.planning.plan_text import render
 from tilerank.loader.errors import ConfigError
 from tilerank.loader.quantization_config import Quantization

@@ -8,10 +8,9 @@ import pytest
 from fake_sysfs import GIB, sockets
 from planning import plan_on
 
-from tilerank.launch.planning.plan import as_json
-from tilerank.launch.planning.plan_text import render
+from tilerank.launch.planning.plan_text import as_json, render
 from tilerank.launch.planning.plan_types import RANK_OVERHEAD, Plan
-from tilerank.launch.planning.ranks_table import render as render_ranks
+from tilerank.launch.ranks.ranks_table import render as render_ranks
 from tilerank.loader.card import read_card
 from tilerank.runtime.protocol.sizes import most_tokens, num_states
 from tilerank.runtime.server.messages import RankInfo

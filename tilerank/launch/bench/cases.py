@@ -12,7 +12,7 @@ from itertools import pairwise
 from math import ceil
 
 from ..errors import LaunchError
-from ..start import whole_number
+from ..options.arguments import whole_number
 from .media_inputs import Size, media_prompts, size_of, size_text
 from .peaks import Rates
 from .rank_job import model_card, whole_numbers

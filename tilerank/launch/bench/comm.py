@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import LaunchError
 from ..host.placement import auto_ranks
 from ..host.topology import read_topology
-from ..start import whole_number
+from ..options.arguments import whole_number
 from .json_rows import add_json_argument, check_json_argument, write_json
 from .peaks import Peaks, peaks_of
 from .rank_job import add_rank_arguments, is_rank, placement_of, run_as_rank, run_ranks, whole_numbers

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import LaunchError
-from ..start import whole_number
+from ..options.arguments import whole_number
 from .public.configs import PROCESSORS, PUBLIC_CONFIGS
 
 # In a checkout of the repository. The installed package contains no model; the checkpoint then gets no tokenizer.

@@ -19,8 +19,8 @@ from tilerank.parallel.cost import Work
 
 from ..errors import LaunchError
 from ..host.topology import read_topology
+from ..options.arguments import whole_number
 from ..serving.media_decoder import MediaDecoder
-from ..start import whole_number
 from .json_rows import add_json_argument, check_json_argument, write_json
 from .media_inputs import (
     Clip,

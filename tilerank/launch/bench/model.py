@@ -15,7 +15,7 @@ from tilerank.parallel.cost import Work
 
 from ..errors import LaunchError
 from ..host.topology import read_topology
-from ..quantize import quantization_of
+from ..options.quantize import quantization_of
 from .cases import Case, add_case_arguments, add_image_argument, cases_of, check_cases, prompts, timing_of
 from .chart import add_chart_argument, check_chart_argument, write_chart
 from .json_rows import add_json_argument, check_json_argument, write_json

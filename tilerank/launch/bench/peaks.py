@@ -18,7 +18,7 @@ from tilerank.parallel.cost import Work
 from ..errors import LaunchError
 from ..host.cpulist import format_cpulist, parse_cpulist
 from ..host.topology import Topology, read_topology
-from ..process import die_with
+from ..processes.process import die_with
 from .json_rows import add_json_argument, check_json_argument, write_json
 
 COMPUTE = (

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import LaunchError
-from ..process import die_with
+from ..processes.process import die_with
 
 
 def missing_module(python: str, modules: Sequence[str]) -> str | None:

@@ -11,9 +11,9 @@ import msgspec
 
 from tilerank.loader.quantization_config import INT4_GROUPS
 
-from .. import quantize
 from ..errors import LaunchError
-from ..start import whole_number
+from ..options import quantize
+from ..options.arguments import whole_number
 from .json_rows import add_json_argument, check_json_argument, write_json
 from .rank_job import (
     EngineJob,

@@ -11,13 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 from tilerank.loader.card import read_card
 
-from .. import family_options, hub, quantize, start
 from ..errors import LaunchError
 from ..host.placement import Placement, RankPlacement, auto_ranks
 from ..host.topology import Topology, read_topology
-from ..quantize import quantization_of, resolve_dtype, resolve_kv_dtype
-from ..rank import Job, W, run_rank
-from ..rendezvous import identify
+from ..options import family_options, hub, quantize
+from ..options.arguments import whole_number
+from ..options.quantize import quantization_of, resolve_dtype, resolve_kv_dtype
+from ..ranks import start
+from ..ranks.rank import Job, W, run_rank
+from ..ranks.rendezvous import identify
 from .peaks import bench_cores
 
 if TYPE_CHECKING:
@@ -199,5 +201,5 @@ def kv_dtype(args: argparse.Namespace) -> "torch.dtype":
 
 def whole_numbers(low: int) -> Callable[[str], list[int]]:
     """Return an argparse type for distinct whole numbers >= `low`, separated by commas."""
-    parse = start.whole_number(low)
+    parse = whole_number(low)
     return lambda text: list(dict.fromkeys(parse(part) for part in text.split(",")))

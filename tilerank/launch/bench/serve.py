@@ -29,8 +29,8 @@ from typing import IO, TYPE_CHECKING, Any
 from tilerank.loader.tokenizer import Tokenizer
 
 from ..errors import LaunchError
-from ..process import die_with
-from ..start import whole_number
+from ..options.arguments import whole_number
+from ..processes.process import die_with
 from .json_rows import add_json_argument, check_json_argument, write_json
 from .rank_job import (
     EngineJob,

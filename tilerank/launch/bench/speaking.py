@@ -13,8 +13,8 @@ from tilerank.parallel.cost import Cost, Work
 
 from ..errors import LaunchError
 from ..host.topology import read_topology
-from ..quantize import quantization_of
-from ..start import whole_number
+from ..options.arguments import whole_number
+from ..options.quantize import quantization_of
 from .json_rows import add_json_argument, check_json_argument, write_json
 from .peaks import Peaks, RateProbe, mean_rates, peaks_of
 from .rank_job import (

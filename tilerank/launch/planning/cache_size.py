@@ -13,7 +13,7 @@ from tilerank.runtime.protocol.prompt import MM_CACHE_BYTES
 from tilerank.runtime.protocol.sizes import TOKENS_PER_STATE, most_tokens
 
 from ..host.cgroup import Limits
-from ..start import whole_number
+from ..options.arguments import whole_number
 from ..text import size
 from .plan_types import NodeShare
 

@@ -1,35 +1,26 @@
-"""`tilerank plan`: how a model would be cut, what each node would hold, and where the ranks would run.
+"""The plan of a model on this host: builds every rank's model without allocating anything and asks its layers.
 
-`plan_model` builds every rank's model without allocating anything and asks its layers. The command prints the result;
-other commands refuse to load a model if `Plan.refusal` returns a reason.
+`tilerank plan` prints it; other commands refuse to load a model if `Plan.refusal` returns a reason.
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import json
 import math
-import os
 from collections import Counter
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from tilerank.loader.quantization_config import held_codes
 from tilerank.runtime.protocol.sizes import MAX_RUNNING, num_states
 
-from .. import family_options, quantize
-from ..host.placement import Placement, auto_ranks, divide_placement
-from ..host.topology import Topology, read_topology
-from ..hub import add_model_argument
-from ..quantize import quantization_of, resolve_dtype, resolve_kv_dtype
-from ..rendezvous import identify
-from ..serving.replicas import Appetite, Division, divide, replica_count
-from ..start import own_placement, own_topology, whole_number
+from ..host.placement import Placement
+from ..host.topology import Topology
+from ..options.quantize import resolve_dtype, resolve_kv_dtype
 from . import cache_size
 from .cache_size import Demand
-from .plan_text import render, render_replicas
-from .plan_types import RANK_OVERHEAD, Attention, Dimension, NodeShare, Plan, RankShare, ReplicaPlans
+from .plan_types import RANK_OVERHEAD, Attention, Dimension, NodeShare, Plan, RankShare
+from .replicas import Appetite
 
 if TYPE_CHECKING:
     from tilerank.loader.card import ModelCard
@@ -166,27 +157,6 @@ def _node_shares(topology: Topology, ranks: tuple[RankShare, ...], sharers: int)
     return tuple(shares)
 
 
-def as_json(plan: Plan) -> dict[str, Any]:
-    """Return the plan and the totals derived from it, ready for JSON."""
-    follows = {
-        name: getattr(plan, name)
-        for name in ("weights", "media", "speech", "cache_per_token", "state", "need", "available", "token_room")
-    }
-    return dataclasses.asdict(plan) | follows | {"refusal": plan.refusal()}
-
-
-def replicas_as_json(replicas: ReplicaPlans) -> dict[str, Any]:
-    """Return all replicas' plans and what they need together, ready for JSON."""
-    return {
-        "dp": len(replicas.plans),
-        "reason": replicas.reason,
-        "need": replicas.need,
-        "available": replicas.available,
-        "refusal": replicas.refusal(),
-        "replicas": [as_json(plan) for plan in replicas.plans],
-    }
-
-
 def appetite_of(card: ModelCard, dtype: str, quantization: Quantization | None) -> Appetite:
     """Return the bytes of a whole model, and those that one token reads."""
     from tilerank.loader.weight_formats import weight_formats
@@ -198,83 +168,3 @@ def appetite_of(card: ModelCard, dtype: str, quantization: Quantization | None) 
     formats = weight_formats(card.quantization, torch_dtype, quantization)
     model = build_model(card, Sharding(0, 1, torch_dtype, None, formats=formats))
     return Appetite(model.nbytes(), round(bytes_per_step(model).decode(1, 0)))
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_model_argument(parser)
-    parser.add_argument(
-        "--tp",
-        "--tensor-parallel-size",
-        type=_tp,
-        metavar="auto|N",
-        help="number of ranks that a layer is cut over (auto: one per NUMA node)",
-    )
-    parser.add_argument(
-        "--dp",
-        "--data-parallel-size",
-        type=replica_count,
-        default=1,
-        metavar="auto|N",
-        help="replicas of the model, each on --tp ranks of its own, as `serve --dp` places them (default: 1)",
-    )
-    parser.add_argument("--cores", default="auto", help='cores of each rank, "0-39|43-82"; auto or none')
-    parser.set_defaults(bind="auto")
-    parser.add_argument(
-        "--strategy",
-        default="auto",
-        choices=("auto", "pad", "split"),
-        help="how heads are cut: padded to equal shapes, split unevenly, or auto: whichever reads less",
-    )
-    parser.add_argument(
-        "--kv-split",
-        choices=("auto", "on", "off"),
-        default="auto",
-        help="latent attention (DeepSeek): every rank reads a part of a context for the heads of all, or if it pays",
-    )
-    parser.add_argument("--dtype", default="auto", choices=("auto", "bfloat16", "float32"), help="of the weights")
-    quantize.add_arguments(parser)
-    family_options.add_arguments(parser)
-    cache_size.add_arguments(parser, "--cached-tokens", low=0)
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
-
-
-def _tp(text: str) -> int | None:
-    return None if text == "auto" else whole_number(1)(text)
-
-
-def run(args: argparse.Namespace) -> int:
-    """Print the plan. Returns 1 if the memory does not suffice, else 0."""
-    from tilerank.runtime.rank.registry import read_supported_card
-
-    machine, identity = read_topology(), identify(os.environ)
-    topology = own_topology(args, identity, machine)
-    card = read_supported_card(args.model, args.mllama_intermediate, no_talker=args.no_talker)
-    quantization = quantization_of(args)
-    division = Division(args.tp or auto_ranks(topology), 1)
-    if args.dp != 1:
-        division = divide(topology, args.tp, args.dp, lambda: appetite_of(card, args.dtype, quantization))
-    whole = own_placement(args, identity, machine, division.tp * division.dp)
-    plans = tuple(
-        plan_model(
-            card,
-            division.tp,
-            model=str(args.model),
-            topology=topology,
-            placement=placement,
-            strategy=args.strategy,
-            kv_split=args.kv_split,
-            dtype=args.dtype,
-            quantization=quantization,
-            kv_cache_dtype=args.kv_cache_dtype,
-            cached_tokens=args.max_total_tokens,
-            mem_fraction=args.mem_fraction_static,
-            mm_cache_bytes=cache_size.mm_cache_bytes(args),
-        )
-        for placement in (divide_placement(whole, division.dp) if division.dp > 1 else [whole])
-    )
-    if len(plans) == 1:
-        print(json.dumps(as_json(plans[0])) if args.json else render(plans[0]))
-        return 0 if plans[0].refusal() is None else 1
-    replicas = ReplicaPlans(plans, division.reason)
-    print(json.dumps(replicas_as_json(replicas)) if args.json else render_replicas(replicas))
-    return 0 if replicas.refusal() is None else 1

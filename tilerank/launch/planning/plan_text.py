@@ -1,9 +1,12 @@
-"""A plan as a page of text for a terminal."""
+"""A plan as a page of text for a terminal, or as JSON."""
 
 from __future__ import annotations
 
+import dataclasses
+from typing import Any
+
 from tilerank.parallel.shard import Span
-from tilerank.runtime.lead.state_pool import MIN_STATES, TOKENS_PER_STATE
+from tilerank.runtime.protocol.sizes import MIN_STATES, TOKENS_PER_STATE
 
 from ..host.cpulist import count, format_cpulist
 from ..text import percent, size, table, token_count
@@ -227,3 +230,24 @@ def _shared_verdict(replicas: ReplicaPlans) -> list[str]:
 
 def _overflow_note(full: list[int]) -> str:
     return f"Note: node {format_cpulist(full)} has too little memory: a part will lie on other nodes and be slower."
+
+
+def as_json(plan: Plan) -> dict[str, Any]:
+    """Return the plan and the totals derived from it, ready for JSON."""
+    follows = {
+        name: getattr(plan, name)
+        for name in ("weights", "media", "speech", "cache_per_token", "state", "need", "available", "token_room")
+    }
+    return dataclasses.asdict(plan) | follows | {"refusal": plan.refusal()}
+
+
+def replicas_as_json(replicas: ReplicaPlans) -> dict[str, Any]:
+    """Return all replicas' plans and what they need together, ready for JSON."""
+    return {
+        "dp": len(replicas.plans),
+        "reason": replicas.reason,
+        "need": replicas.need,
+        "available": replicas.available,
+        "refusal": replicas.refusal(),
+        "replicas": [as_json(plan) for plan in replicas.plans],
+    }

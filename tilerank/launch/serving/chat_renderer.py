@@ -10,7 +10,7 @@ from tilerank.loader.chat import ChatTemplate
 from tilerank.loader.errors import TokenizerError
 from tilerank.loader.tokenizer import Tokenizer
 
-from .limited_process import MEMORY, LimitedPool, answer_all
+from ..processes.limited_process import MEMORY, LimitedPool, answer_all
 
 CPU_S = 2
 """Limit for one conversation."""

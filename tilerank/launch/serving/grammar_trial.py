@@ -11,7 +11,7 @@ from pathlib import Path
 from tilerank.runtime.protocol.errors import RequestError
 from tilerank.runtime.protocol.grammar import Vocabulary
 
-from .limited_process import MEMORY, LimitedPool, answer_all
+from ..processes.limited_process import MEMORY, LimitedPool, answer_all
 
 CPU_S = 1
 """Limit for one grammar."""

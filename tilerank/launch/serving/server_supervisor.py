@@ -12,11 +12,11 @@ from functools import partial
 
 from tilerank.runtime.server.handover import connect
 
-from ..event_loop import Loop
 from ..logs import say
-from ..process import ProcessSpec
-from ..status import Phase
-from ..supervisor import END_S, TERMINATE_S, Group, Watch
+from ..processes.event_loop import Loop
+from ..processes.process import ProcessSpec
+from ..processes.status import Phase
+from ..processes.supervisor import END_S, TERMINATE_S, Group, Watch
 
 HOUR_S = 3600.0
 

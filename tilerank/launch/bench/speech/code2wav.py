@@ -14,8 +14,8 @@ from tilerank.parallel.cost import Work
 
 from ...errors import LaunchError
 from ...host.topology import read_topology
-from ...quantize import resolve_dtype
-from ...start import whole_number
+from ...options.arguments import whole_number
+from ...options.quantize import resolve_dtype
 from ..json_rows import add_json_argument, check_json_argument, write_json
 from ..peaks import Peaks, RateProbe, Rates, bench_cores, compute_unit, mean_rates, peaks_of, share_text
 from ..peer import missing_module, run_program

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .errors import LaunchError
+from ..errors import LaunchError
 from .rendezvous import Identity, RendezvousMethod, given_secret
 
 RENDEZVOUS_S = (

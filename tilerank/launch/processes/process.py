@@ -12,9 +12,9 @@ from typing import Protocol
 
 import msgspec
 
-from .errors import LaunchError
+from ..errors import LaunchError
+from ..logs import say
 from .event_loop import Loop, Timer
-from .logs import say
 from .status import Failed, Phase, Reached, decode
 
 _PR_SET_PDEATHSIG = 1

@@ -16,9 +16,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from .errors import LaunchError
-from .logs import say
-from .text import size
+from ..errors import LaunchError
+from ..logs import say
+from ..text import size
 
 if TYPE_CHECKING:
     from huggingface_hub import DryRunFileInfo

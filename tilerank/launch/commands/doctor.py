@@ -18,11 +18,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .errors import LaunchError
-from .host.binding import huge_pages, memory_policy_refusal
-from .host.cpulist import count, format_cpulist, read_int
-from .host.placement import auto_ranks, place
-from .host.topology import Topology, read_topology
+from ..errors import LaunchError
+from ..host.binding import huge_pages, memory_policy_refusal
+from ..host.cpulist import count, format_cpulist, read_int
+from ..host.placement import auto_ranks, place
+from ..host.topology import Topology, read_topology
 
 REQUIRED = (
     "torch",

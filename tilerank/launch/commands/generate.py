@@ -5,7 +5,6 @@ import logging
 import os
 import secrets
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,19 +15,21 @@ from tilerank.loader.card import ModelCard, read_card
 from tilerank.loader.errors import ConfigError
 from tilerank.loader.tokenizer import Tokenizer, TokenStream
 
-from . import family_options, prompts, quantize, speech_output, start
-from .errors import LaunchError
-from .host.cpulist import format_cpulist
-from .host.placement import Placement, RankPlacement
-from .host.topology import read_topology
-from .hub import add_model_argument
-from .logs import log_info_on_rank0, say
-from .planning import cache_size
-from .planning.plan_text import cache_text, states_text
-from .quantize import quantization_of, resolve_dtype, resolve_kv_dtype
-from .rank import run_rank
-from .rendezvous import identify
-from .start import whole_number
+from ..errors import LaunchError
+from ..host.cpulist import format_cpulist
+from ..host.placement import Placement, RankPlacement
+from ..host.topology import read_topology
+from ..logs import log_info_on_rank0, say
+from ..options import family_options, quantize
+from ..options.arguments import number, whole_number
+from ..options.hub import add_model_argument
+from ..options.quantize import quantization_of, resolve_dtype, resolve_kv_dtype
+from ..planning import cache_size
+from ..planning.plan_text import cache_text, states_text
+from ..ranks import start
+from ..ranks.rank import run_rank
+from ..ranks.rendezvous import identify
+from . import prompts, speech_output
 
 if TYPE_CHECKING:
     from tilerank.parallel.join import Team
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from tilerank.runtime.lead.sampling import SamplingParams
     from tilerank.runtime.rank.worker import Worker
 
-    from .planning.plan_types import Plan
+    from ..planning.plan_types import Plan
 
 log = logging.getLogger(__name__)
 
@@ -128,7 +129,7 @@ class GenerateJob:
     def memory_refusal(self, size: int, here: range, placement: Placement) -> str | None:
         from tilerank.runtime.rank import registry
 
-        from .planning.plan import plan_model
+        from ..planning.plan import plan_model
 
         args = self._args
         self._plan = plan_model(
@@ -351,18 +352,3 @@ def _write(data: bytes) -> None:
 
 def _count(n: int, what: str) -> str:
     return f"{n} {what}" if n == 1 else f"{n} {what}s"
-
-
-def number(low: float, high: float) -> Callable[[str], float]:
-    """An argparse type: a number from `low` to `high`."""
-
-    def parse(text: str) -> float:
-        try:
-            value = float(text)
-        except ValueError:
-            value = float("nan")
-        if not low <= value <= high:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a number from {low:g} to {high:g}")
-        return value
-
-    return parse

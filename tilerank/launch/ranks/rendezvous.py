@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from .errors import LaunchError
+from ..errors import LaunchError
 
 Launcher = Literal["tilerank", "torchrun", "Open MPI", "MPICH", "Slurm", "environment", "none"]
 

@@ -5,8 +5,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from ..logs import say
 from .event_loop import Loop, Timer
-from .logs import say
 from .process import Process, ProcessSpec
 from .status import Phase
 

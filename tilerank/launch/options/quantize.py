@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from tilerank.loader.quantization_config import DEFAULT_INT4_GROUP, INT4_GROUPS, Quantization, check_agreement
 
-from .errors import LaunchError
+from ..errors import LaunchError
 
 if TYPE_CHECKING:
     import torch

@@ -22,9 +22,9 @@ from tilerank.runtime.media.registry import load_processor
 from tilerank.runtime.media.samplers import check_kinds, samplers
 from tilerank.runtime.protocol.prompt import Prompt
 
-from .errors import LaunchError
-from .host.cpulist import count
-from .serving.media_decoder import MediaDecoder
+from ..errors import LaunchError
+from ..host.cpulist import count
+from ..serving.media_decoder import MediaDecoder
 
 log = logging.getLogger(__name__)
 

@@ -3,27 +3,27 @@
 import argparse
 import dataclasses
 import os
-import re
 import resource
 import secrets
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 
 import msgspec
 
+from ..errors import LaunchError
+from ..host import cgroup
+from ..host.binding import bind
+from ..host.cpulist import count, format_cpulist
+from ..host.placement import Placement, auto_ranks, place
+from ..host.topology import Topology, read_topology
+from ..options.arguments import seconds, whole_number
+from ..planning.plan_types import RANK_OVERHEAD
+from ..processes.process import ProcessSpec
+from ..processes.supervisor import Watch, supervise
+from ..text import size as size_text
 from . import bootstrap
-from .errors import LaunchError
-from .host import cgroup
-from .host.binding import bind
-from .host.cpulist import count, format_cpulist
-from .host.placement import Placement, auto_ranks, place
-from .host.topology import Topology, read_topology
-from .planning.plan_types import RANK_OVERHEAD
-from .process import ProcessSpec
 from .rendezvous import IDENTITY_VARIABLES, Identity, given_secret, starts_ranks
-from .supervisor import Watch, supervise
-from .text import size as size_text
 
 MIN_FILES = 512
 """Open files that a process needs beside the connections of a server."""
@@ -252,29 +252,3 @@ def _environment(env: Mapping[str, str], placement: Placement) -> dict[str, str]
 
 def _auto_or_count(text: str) -> int | None:
     return None if text == "auto" else whole_number(1)(text)
-
-
-def whole_number(low: int, high: float = float("inf")) -> Callable[[str], int]:
-    """An argparse type: a whole number from `low` to `high`."""
-
-    bounds = f"from {low}{f' to {high}' * (high < float('inf'))}"
-
-    def parse(text: str) -> int:
-        if re.fullmatch(r"-?[0-9]{19,}", text) and high == float("inf"):
-            raise argparse.ArgumentTypeError(f"{text} is too large; expected at most 18 digits")
-        if not re.fullmatch(r"-?[0-9]{1,4000}", text) or not low <= int(text) <= high:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number {bounds}")
-        return int(text)
-
-    return parse
-
-
-def seconds(text: str) -> float:
-    """An argparse type: a finite number of seconds above 0."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds")
-    return value

@@ -26,32 +26,34 @@ from tilerank.loader.generation_config import SamplingDefaults, read_sampling_de
 from tilerank.loader.quantization_config import held_codes
 from tilerank.runtime.server.handover import connect, connections
 
-from . import logs, start
+from .. import logs
+from ..errors import LaunchError
+from ..host import cgroup
+from ..host.placement import divide_placement
+from ..host.topology import read_topology
+from ..logs import say
+from ..options.arguments import seconds, whole_number
+from ..options.quantize import quantization_of
+from ..planning import cache_size
+from ..planning.replicas import Appetite, divide, replica_count
+from ..processes.process import ProcessSpec
+from ..processes.status import Reached, StatusPipe
+from ..processes.supervisor import END_S, Watch, supervise
+from ..ranks import ranks_table, start
+from ..ranks.rank import run_rank
+from ..ranks.rendezvous import Identity, identify
+from ..ranks.start import HostRanks
+from ..serving import media_options
+from ..serving.server_supervisor import supervise_server
 from .doctor import own_version
-from .errors import LaunchError
 from .generate import GenerateJob, add_model_arguments, model_directory
-from .host import cgroup
-from .host.placement import divide_placement
-from .host.topology import read_topology
-from .logs import say
-from .planning import cache_size, ranks_table
-from .process import ProcessSpec
-from .quantize import quantization_of
-from .rank import run_rank
-from .rendezvous import Identity, identify
-from .serving import media_options
-from .serving.replicas import Appetite, divide, replica_count
-from .serving.server_supervisor import supervise_server
-from .start import HostRanks, whole_number
-from .status import Reached, StatusPipe
-from .supervisor import END_S, Watch, supervise
 
 if TYPE_CHECKING:
     from tilerank.parallel.join import Team
     from tilerank.runtime.rank.worker import Worker
     from tilerank.runtime.server.access import Access
 
-    from .host.placement import Placement, RankPlacement
+    from ..host.placement import Placement, RankPlacement
 
 log = logging.getLogger(__name__)
 
@@ -105,7 +107,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     http.add_argument(
         "--drain-timeout",
-        type=start.seconds,
+        type=seconds,
         metavar="S",
         help="longest wait for answers that are under way when the server is told to stop "
         f"(default: {TERMINAL_DRAIN_S:g} on a terminal, {DRAIN_S:g} elsewhere); told again, it ends at once",
@@ -220,7 +222,7 @@ class ServeJob(GenerateJob):
         """Return what the model takes on one rank."""
         from tilerank.runtime.rank.registry import read_supported_card
 
-        from .planning.plan import appetite_of
+        from ..planning.plan import appetite_of
 
         card = read_supported_card(self._model_dir, no_talker=self._args.no_talker)
         return appetite_of(card, self._args.dtype, quantization_of(self._args))
@@ -317,9 +319,9 @@ def _run_http_process(args: argparse.Namespace) -> int:
     from tilerank.runtime.server.answers.tool_formats import tool_parser
     from tilerank.runtime.server.settings import ServerSettings
 
-    from .serving.chat_renderer import ChatRenderer
-    from .serving.grammar_trial import GrammarTrial
-    from .serving.http_process import Http, run
+    from ..serving.chat_renderer import ChatRenderer
+    from ..serving.grammar_trial import GrammarTrial
+    from ..serving.http_process import Http, run
 
     logs.configure(0, args.log_level, prefix=False)
     model_dir = model_directory(args)

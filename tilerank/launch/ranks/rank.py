@@ -17,15 +17,15 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from tilerank.parallel.errors import GroupError
 
-from . import logs
+from .. import logs
+from ..errors import USER_ERRORS, LaunchError
+from ..host.binding import bind, inherited_notes
+from ..host.placement import Placement, RankPlacement
+from ..host.topology import read_topology
+from ..processes.status import Failed, Phase, Reached, StatusPipe
 from .bootstrap import RENDEZVOUS_S, find_address, launcher_process
-from .errors import USER_ERRORS, LaunchError
-from .host.binding import bind, inherited_notes
-from .host.placement import Placement, RankPlacement
-from .host.topology import read_topology
 from .rendezvous import Identity, check_tp, rendezvous_method
 from .start import RANK_ENVIRONMENT, foreign_placement, inherited_placement
-from .status import Failed, Phase, Reached, StatusPipe
 
 if TYPE_CHECKING:
     from tilerank.parallel.join import Team

@@ -19,12 +19,12 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
-from .errors import LaunchError
-from .generate import add_model_arguments, model_directory, number
-from .logs import say
-from .process import die_with
-from .serving import media_options
-from .start import whole_number
+from ..errors import LaunchError
+from ..logs import say
+from ..options.arguments import number, whole_number
+from ..processes.process import die_with
+from ..serving import media_options
+from .generate import add_model_arguments, model_directory
 
 HELP = """\
 /system TEXT   the system prompt; the conversation begins anew

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ..host.placement import auto_ranks
 from ..host.topology import Topology
-from ..start import whole_number
+from ..options.arguments import whole_number
 from ..text import size
 
 MAX_REPLICAS = 256

@@ -11,7 +11,7 @@ from tilerank.loader.card import ModelCard
 from tilerank.runtime.protocol.params import SpeechParams
 from tilerank.runtime.protocol.speech_settings import SAMPLE_RATE, voices_of
 
-from .errors import LaunchError
+from ..errors import LaunchError
 
 _USUAL = "ethan"
 """The voice by default, where the model has it (transformers: the `generate` of Qwen3-Omni)."""

@@ -1,15 +1,17 @@
-"""The parser of the command line: errors in one sentence, the nearest name for an unknown one, --config files."""
+"""The parser of the command line: errors in one sentence, the nearest name for an unknown one, --config files, and the
+types of numbers."""
 
 from __future__ import annotations
 
 import argparse
 import difflib
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from .errors import LaunchError
-from .logs import say
+from ..errors import LaunchError
+from ..logs import say
 
 OTHER_NAMES = {
     "--ctx-size": "--context-length",
@@ -109,3 +111,44 @@ def _as_arguments(path: str, key: str, value: object) -> list[str]:
     if not all(isinstance(v, str | int | float) for v in values):
         raise LaunchError(f"--config: {path}: {key}: expected text, a number, true, false or a list of these")
     return [f"{option}={v}" for v in values]
+
+
+def whole_number(low: int, high: float = float("inf")) -> Callable[[str], int]:
+    """An argparse type: a whole number from `low` to `high`."""
+
+    bounds = f"from {low}{f' to {high}' * (high < float('inf'))}"
+
+    def parse(text: str) -> int:
+        if re.fullmatch(r"-?[0-9]{19,}", text) and high == float("inf"):
+            raise argparse.ArgumentTypeError(f"{text} is too large; expected at most 18 digits")
+        if not re.fullmatch(r"-?[0-9]{1,4000}", text) or not low <= int(text) <= high:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number {bounds}")
+        return int(text)
+
+    return parse
+
+
+def seconds(text: str) -> float:
+    """An argparse type: a finite number of seconds above 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds")
+    return value
+
+
+def number(low: float, high: float) -> Callable[[str], float]:
+    """An argparse type: a number from `low` to `high`."""
+
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = float("nan")
+        if not low <= value <= high:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a number from {low:g} to {high:g}")
+        return value
+
+    return parse

@@ -1,0 +1,1 @@
+"""The subcommands that run a model, plan it or examine this machine: each has `add_arguments` and `run`."""

@@ -1,0 +1,101 @@
+"""`tilerank plan`: how a model would be cut, what each node would hold, and where the ranks would run."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+
+from ..host.placement import auto_ranks, divide_placement
+from ..host.topology import read_topology
+from ..options import family_options, quantize
+from ..options.arguments import whole_number
+from ..options.hub import add_model_argument
+from ..options.quantize import quantization_of
+from ..planning import cache_size
+from ..planning.plan import appetite_of, plan_model
+from ..planning.plan_text import as_json, render, render_replicas, replicas_as_json
+from ..planning.plan_types import ReplicaPlans
+from ..planning.replicas import Division, divide, replica_count
+from ..ranks.rendezvous import identify
+from ..ranks.start import own_placement, own_topology
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_model_argument(parser)
+    parser.add_argument(
+        "--tp",
+        "--tensor-parallel-size",
+        type=_tp,
+        metavar="auto|N",
+        help="number of ranks that a layer is cut over (auto: one per NUMA node)",
+    )
+    parser.add_argument(
+        "--dp",
+        "--data-parallel-size",
+        type=replica_count,
+        default=1,
+        metavar="auto|N",
+        help="replicas of the model, each on --tp ranks of its own, as `serve --dp` places them (default: 1)",
+    )
+    parser.add_argument("--cores", default="auto", help='cores of each rank, "0-39|43-82"; auto or none')
+    parser.set_defaults(bind="auto")
+    parser.add_argument(
+        "--strategy",
+        default="auto",
+        choices=("auto", "pad", "split"),
+        help="how heads are cut: padded to equal shapes, split unevenly, or auto: whichever reads less",
+    )
+    parser.add_argument(
+        "--kv-split",
+        choices=("auto", "on", "off"),
+        default="auto",
+        help="latent attention (DeepSeek): every rank reads a part of a context for the heads of all, or if it pays",
+    )
+    parser.add_argument("--dtype", default="auto", choices=("auto", "bfloat16", "float32"), help="of the weights")
+    quantize.add_arguments(parser)
+    family_options.add_arguments(parser)
+    cache_size.add_arguments(parser, "--cached-tokens", low=0)
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+
+
+def _tp(text: str) -> int | None:
+    return None if text == "auto" else whole_number(1)(text)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the plan. Returns 1 if the memory does not suffice, else 0."""
+    from tilerank.runtime.rank.registry import read_supported_card
+
+    machine, identity = read_topology(), identify(os.environ)
+    topology = own_topology(args, identity, machine)
+    card = read_supported_card(args.model, args.mllama_intermediate, no_talker=args.no_talker)
+    quantization = quantization_of(args)
+    division = Division(args.tp or auto_ranks(topology), 1)
+    if args.dp != 1:
+        division = divide(topology, args.tp, args.dp, lambda: appetite_of(card, args.dtype, quantization))
+    whole = own_placement(args, identity, machine, division.tp * division.dp)
+    plans = tuple(
+        plan_model(
+            card,
+            division.tp,
+            model=str(args.model),
+            topology=topology,
+            placement=placement,
+            strategy=args.strategy,
+            kv_split=args.kv_split,
+            dtype=args.dtype,
+            quantization=quantization,
+            kv_cache_dtype=args.kv_cache_dtype,
+            cached_tokens=args.max_total_tokens,
+            mem_fraction=args.mem_fraction_static,
+            mm_cache_bytes=cache_size.mm_cache_bytes(args),
+        )
+        for placement in (divide_placement(whole, division.dp) if division.dp > 1 else [whole])
+    )
+    if len(plans) == 1:
+        print(json.dumps(as_json(plans[0])) if args.json else render(plans[0]))
+        return 0 if plans[0].refusal() is None else 1
+    replicas = ReplicaPlans(plans, division.reason)
+    print(json.dumps(replicas_as_json(replicas)) if args.json else render_replicas(replicas))
+    return 0 if replicas.refusal() is None else 1

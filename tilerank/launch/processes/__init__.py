@@ -1,0 +1,1 @@
+"""Child processes: their start, output, messages, limits and end. Imports no torch."""
