@@ -12,11 +12,11 @@ import yaml
 from command import run
 
 from tests.runtime.test_metrics import RANKS, STATE, client_that_heard
-from tilerank.runtime.server.media.fetch import FETCH_S
-from tilerank.runtime.server.media.loader import DECODE_S
-from tilerank.runtime.server.media.media_budget import MAX_DECODED, MAX_ENCODED, MAX_HELD, MAX_WAITING
+from tilerank.runtime.server.chat.media import DECODE_S
+from tilerank.runtime.server.http.body import MAX_BODIES, MAX_BODY, MAX_MEDIA_BODY
+from tilerank.runtime.server.http.fetch import FETCH_S
+from tilerank.runtime.server.http.media_budget import MAX_DECODED, MAX_ENCODED, MAX_HELD, MAX_WAITING
 from tilerank.runtime.server.monitoring.metrics import Metrics
-from tilerank.runtime.server.request_body import MAX_BODIES, MAX_BODY, MAX_MEDIA_BODY
 
 ROOT = Path(__file__).parents[2]
 PAGES = ("operations", "media", "monitoring", "failures")

@@ -21,12 +21,12 @@ from tilerank.runtime.protocol.errors import RequestError
 from tilerank.runtime.protocol.params import SamplingParams
 from tilerank.runtime.protocol.prompt import Prompt
 from tilerank.runtime.rank.worker import Worker
-from tilerank.runtime.server import client as client_module
-from tilerank.runtime.server import line as line_module
-from tilerank.runtime.server.client import EngineClient, OverloadedError, Progress, RefusedError
-from tilerank.runtime.server.engine_loop import serve_connections
-from tilerank.runtime.server.line import CHOICE_TOKENS, MAX_BYTES, MAX_TOKENS, Line
-from tilerank.runtime.server.messages import Cancel, Submit, ToEngine, Token
+from tilerank.runtime.server.link import client as client_module
+from tilerank.runtime.server.link import request_queue as line_module
+from tilerank.runtime.server.link.client import EngineClient, OverloadedError, Progress, RefusedError
+from tilerank.runtime.server.link.engine_loop import serve_connections
+from tilerank.runtime.server.link.messages import Cancel, Submit, ToEngine, Token
+from tilerank.runtime.server.link.request_queue import CHOICE_TOKENS, MAX_BYTES, MAX_TOKENS, Line
 
 TEXT = json.loads((DEMO / "eval_tokens.json").read_text())["sequences"][3]
 LONG = TEXT[:200]

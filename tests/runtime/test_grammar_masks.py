@@ -24,8 +24,8 @@ from tilerank.runtime.protocol.errors import RequestError
 from tilerank.runtime.protocol.grammar import Vocabulary, allowed_tokens
 from tilerank.runtime.protocol.prompt import Prompt
 from tilerank.runtime.rank.worker import Worker
-from tilerank.runtime.server.engine_loop import serve_connections
-from tilerank.runtime.server.messages import Submit, encode
+from tilerank.runtime.server.link.engine_loop import serve_connections
+from tilerank.runtime.server.link.messages import Submit, encode
 
 TOKENIZER = Tokenizer(DEMO)
 PROMPT = TOKENIZER.encode("In the beginning God created the heaven and")

@@ -13,7 +13,7 @@ from tilerank.launch.planning.plan_types import RANK_OVERHEAD, Plan
 from tilerank.launch.ranks.ranks_table import render as render_ranks
 from tilerank.loader.card import read_card
 from tilerank.runtime.protocol.sizes import most_tokens, num_states
-from tilerank.runtime.server.messages import RankInfo
+from tilerank.runtime.server.link.messages import RankInfo
 
 # 24 of 32 layers are delta nets: 32 heads of 128 x 128 in fp32, 3 inputs of 16 * 2 * 128 + 32 * 128 channels in bf16.
 STATE = 24 * (32 * 128 * 128 * 4 + 3 * 8192 * 2)

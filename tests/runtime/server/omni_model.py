@@ -15,8 +15,8 @@ from media_files import DEMO_VL
 from tilerank.launch.serving.media_decoder import MediaDecoder
 from tilerank.loader.tokenizer import Tokenizer
 from tilerank.runtime.media.registry import load_processor
-from tilerank.runtime.server.media.fetch import Fetcher
-from tilerank.runtime.server.media.loader import MediaReader
+from tilerank.runtime.server.chat.media import MediaReader
+from tilerank.runtime.server.http.fetch import Fetcher
 
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n"

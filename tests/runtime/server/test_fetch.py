@@ -14,12 +14,12 @@ from chat_parts import data_url
 from web import Web, moved, ok
 
 from tilerank.runtime.media.errors import MediaError
-from tilerank.runtime.server.errors import ApiError
-from tilerank.runtime.server.media import fetch as fetch_module
-from tilerank.runtime.server.media import http_get
-from tilerank.runtime.server.media.fetch import Fetcher, FetchError
-from tilerank.runtime.server.media.http_get import is_public
-from tilerank.runtime.server.media.media_budget import MAX_DECODED, MAX_ENCODED, MAX_HELD, MediaBudget
+from tilerank.runtime.server.http import fetch as fetch_module
+from tilerank.runtime.server.http import get
+from tilerank.runtime.server.http.errors import ApiError
+from tilerank.runtime.server.http.fetch import Fetcher, FetchError
+from tilerank.runtime.server.http.get import is_public
+from tilerank.runtime.server.http.media_budget import MAX_DECODED, MAX_ENCODED, MAX_HELD, MediaBudget
 
 # Self-signed for localhost, valid until 2126, and used by this file only.
 CERTIFICATE = """\
@@ -253,7 +253,7 @@ def test_certificates_are_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     fetcher = Fetcher(["localhost", "127.0.0.1"], None, loopback_alone)
     with pytest.raises(FetchError, match="certificate is not valid: self-signed certificate"):
         read(fetcher, url)
-    monkeypatch.setattr(http_get, "_tls", lambda: ssl.create_default_context(cadata=CERTIFICATE))
+    monkeypatch.setattr(get, "_tls", lambda: ssl.create_default_context(cadata=CERTIFICATE))
     assert read(fetcher, url) == [b"abc"]
     with pytest.raises(FetchError, match="certificate is not valid: IP address mismatch"):
         read(fetcher, url.replace("localhost", "127.0.0.1"))

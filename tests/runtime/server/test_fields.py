@@ -10,11 +10,11 @@ import pytest
 from tests.runtime.server.scripted import QWEN_3, QWEN_3_5, Server, make_model, run
 from tilerank.loader.tokenizer import Tokenizer
 from tilerank.runtime.protocol.params import Logprobs
-from tilerank.runtime.server.answers.completions import Delta
-from tilerank.runtime.server.answers.responses import ChatFormatter, TextFormatter
-from tilerank.runtime.server.api import ChatCompletion, Completion
-from tilerank.runtime.server.fields import IGNORED, UNSUPPORTED
-from tilerank.runtime.server.messages import Token
+from tilerank.runtime.server.apis.completions.choices import ChatFormatter, TextFormatter
+from tilerank.runtime.server.chat.deltas import Delta
+from tilerank.runtime.server.chat.fields import IGNORED, UNSUPPORTED
+from tilerank.runtime.server.chat.request import ChatCompletion, Completion
+from tilerank.runtime.server.link.messages import Token
 
 USER: Any = {"role": "user", "content": "Who?"}
 CALL: Any = {"id": "1", "type": "function", "function": {"name": "now", "arguments": '{"zone": "Ur"}'}}

@@ -12,10 +12,10 @@ from tilerank.loader.generation_config import SamplingDefaults
 from tilerank.loader.tokenizer import Tokenizer
 from tilerank.runtime.protocol.params import SamplingParams
 from tilerank.runtime.protocol.prompt import Prompt
+from tilerank.runtime.server.apis.settings import ServerSettings
 from tilerank.runtime.server.app import make_app
-from tilerank.runtime.server.client import EngineClient, EngineGoneError
-from tilerank.runtime.server.messages import Token
-from tilerank.runtime.server.settings import ServerSettings
+from tilerank.runtime.server.link.client import EngineClient, EngineGoneError
+from tilerank.runtime.server.link.messages import Token
 
 
 class Client(EngineClient):

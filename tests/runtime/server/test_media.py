@@ -24,14 +24,14 @@ from tilerank.loader.tokenizer import Tokenizer
 from tilerank.runtime.media.decoder import Decoder
 from tilerank.runtime.media.registry import load_processor
 from tilerank.runtime.protocol.prompt import Prompt
-from tilerank.runtime.server.answers.tool_formats import HermesTools
+from tilerank.runtime.server.apis.settings import ServerSettings
 from tilerank.runtime.server.app import make_app
-from tilerank.runtime.server.client import EngineClient
-from tilerank.runtime.server.media import fetch, media_budget
-from tilerank.runtime.server.media.fetch import Fetcher
-from tilerank.runtime.server.media.loader import MediaReader
-from tilerank.runtime.server.messages import State, Submit, Token, Tokens, encode, engine_inbox
-from tilerank.runtime.server.settings import ServerSettings
+from tilerank.runtime.server.chat.media import MediaReader
+from tilerank.runtime.server.chat.tool_formats import HermesTools
+from tilerank.runtime.server.http import fetch, media_budget
+from tilerank.runtime.server.http.fetch import Fetcher
+from tilerank.runtime.server.link.client import EngineClient
+from tilerank.runtime.server.link.messages import State, Submit, Token, Tokens, encode, engine_inbox
 
 TOKENIZER = Tokenizer(DEMO_VL)
 (IMAGE,) = TOKENIZER.encode("<|image_pad|>", False)

@@ -11,11 +11,11 @@ from media_files import DEMO_VL
 
 from tilerank.loader.tokenizer import Tokenizer
 from tilerank.runtime.protocol.grammar import Vocabulary, allowed_tokens
-from tilerank.runtime.server.answers.reasoning import ReasoningSplitter, Text, Thinking, thinking_after
-from tilerank.runtime.server.answers.text import TextStream
-from tilerank.runtime.server.answers.tool_formats import HermesTools
-from tilerank.runtime.server.api import ChatCompletion
-from tilerank.runtime.server.grammars import request_grammar
+from tilerank.runtime.server.chat.grammars import request_grammar
+from tilerank.runtime.server.chat.reasoning import ReasoningSplitter, Text, Thinking, thinking_after
+from tilerank.runtime.server.chat.request import ChatCompletion
+from tilerank.runtime.server.chat.text import TextStream
+from tilerank.runtime.server.chat.tool_formats import HermesTools
 
 MARKS_ARE_TEXT, MARKS_ARE_TOKENS = Tokenizer(DEMO), Tokenizer(DEMO_VL)
 

@@ -7,8 +7,8 @@ import httpx
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tilerank.runtime.server.errors import ApiError
-from tilerank.runtime.server.request_body import BodyMiddleware, read_body, release_body
+from tilerank.runtime.server.http.body import BodyMiddleware, read_body, release_body
+from tilerank.runtime.server.http.errors import ApiError
 
 
 def test_bodies_are_bounded_together_until_they_are_released() -> None:

@@ -10,7 +10,7 @@ import pydantic
 import pytest
 
 from tests.runtime.server.scripted import QWEN_3, QWEN_3_5, Server, make_model, run
-from tilerank.runtime.server.endpoints.response_store import ResponseStore
+from tilerank.runtime.server.apis.responses.store import ResponseStore
 
 TOOL: Any = {
     "type": "function",

@@ -3,10 +3,10 @@
 import pytest
 
 from tilerank.runtime.rank.counters import RankCounters
-from tilerank.runtime.server import routing
-from tilerank.runtime.server.messages import Counters, RankInfo, Ranks, State, merge_states
-from tilerank.runtime.server.monitoring.rank_stats import RankStats, merge
-from tilerank.runtime.server.routing import BLOCK_TOKENS, MAX_EXTRA_LOAD, SeenPrompts, block_hashes, choose_replica
+from tilerank.runtime.server.link import routing
+from tilerank.runtime.server.link.messages import Counters, RankInfo, Ranks, State, merge_states
+from tilerank.runtime.server.link.rank_stats import RankStats, merge
+from tilerank.runtime.server.link.routing import BLOCK_TOKENS, MAX_EXTRA_LOAD, SeenPrompts, block_hashes, choose_replica
 
 
 @pytest.mark.parametrize(

@@ -19,17 +19,17 @@ from tilerank.loader.generation_config import SamplingDefaults
 from tilerank.loader.tokenizer import Tokenizer
 from tilerank.runtime.protocol.params import Logprobs, SamplingParams
 from tilerank.runtime.protocol.prompt import Prompt
-from tilerank.runtime.server.answers.completions import Delta
-from tilerank.runtime.server.answers.responses import ChatFormatter, TextFormatter
-from tilerank.runtime.server.answers.text import TextStream
-from tilerank.runtime.server.answers.tool_formats import HermesTools
-from tilerank.runtime.server.api import ChatCompletion, Completion
+from tilerank.runtime.server.apis.completions.choices import ChatFormatter, TextFormatter
+from tilerank.runtime.server.apis.settings import ServerSettings
 from tilerank.runtime.server.app import make_app
-from tilerank.runtime.server.chat_messages import Message
-from tilerank.runtime.server.client import EngineClient
-from tilerank.runtime.server.messages import Cancel, State, Submit, ToEngine, Token, Tokens, encode, engine_inbox
-from tilerank.runtime.server.request_body import validation_error
-from tilerank.runtime.server.settings import ServerSettings
+from tilerank.runtime.server.chat.deltas import Delta
+from tilerank.runtime.server.chat.messages import Message
+from tilerank.runtime.server.chat.request import ChatCompletion, Completion
+from tilerank.runtime.server.chat.text import TextStream
+from tilerank.runtime.server.chat.tool_formats import HermesTools
+from tilerank.runtime.server.http.body import validation_error
+from tilerank.runtime.server.link.client import EngineClient
+from tilerank.runtime.server.link.messages import Cancel, State, Submit, ToEngine, Token, Tokens, encode, engine_inbox
 
 TOKENIZER = Tokenizer(DEMO)
 

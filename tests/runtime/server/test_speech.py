@@ -16,8 +16,8 @@ import pytest
 from tests.runtime.server.omni_model import TEMPLATE, make_omni
 from tests.runtime.server.scripted import Server, run
 from tilerank.runtime.protocol.params import SpeechParams
-from tilerank.runtime.server.answers import spoken
-from tilerank.runtime.server.answers.spoken import TranscriptStore
+from tilerank.runtime.server.apis.completions import spoken
+from tilerank.runtime.server.apis.completions.spoken import TranscriptStore
 
 Form = Literal["mp3", "opus", "aac", "flac", "wav", "pcm"]
 VOICES = ("ethan", "chelsie")
@@ -276,7 +276,7 @@ def test_models_that_do_not_speak_and_servers_without_pyav(model: Path, monkeypa
         assert speech.content.endswith(WHOLE)
 
     ask(model, mute, voices=())
-    monkeypatch.setattr("tilerank.runtime.server.answers.sound_formats.find_spec", lambda name: None)
+    monkeypatch.setattr("tilerank.runtime.server.chat.sound_formats.find_spec", lambda name: None)
     ask(model, plain)
 
 
@@ -304,7 +304,7 @@ def test_earlier_speech(model: Path) -> None:
 
 def test_transcripts_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 1000.5
-    monkeypatch.setattr("tilerank.runtime.server.answers.spoken.time.time", lambda: now)
+    monkeypatch.setattr("tilerank.runtime.server.apis.completions.spoken.time.time", lambda: now)
     monkeypatch.setattr(spoken, "MAX_KEPT", 3)
     monkeypatch.setattr(spoken, "MAX_CHARACTERS", 10)
     store = TranscriptStore()

@@ -8,10 +8,10 @@ from media_files import DEMO_VL
 
 from tilerank.loader.tokenizer import Tokenizer
 from tilerank.runtime.protocol.grammar import Vocabulary, allowed_tokens
-from tilerank.runtime.server.answers.schemas import closed
-from tilerank.runtime.server.api import Completion
-from tilerank.runtime.server.errors import ApiError
-from tilerank.runtime.server.grammars import request_grammar
+from tilerank.runtime.server.chat.grammars import request_grammar
+from tilerank.runtime.server.chat.request import Completion
+from tilerank.runtime.server.chat.schemas import closed
+from tilerank.runtime.server.http.errors import ApiError
 
 TOKENIZER, VOCABULARY = Tokenizer(DEMO), Vocabulary(DEMO)
 POINT: dict[str, Any] = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}

@@ -15,17 +15,17 @@ from media_files import DEMO_VL
 
 from tilerank.loader.tokenizer import Tokenizer
 from tilerank.runtime.protocol.grammar import Vocabulary, allowed_tokens
-from tilerank.runtime.server.answers.tool_formats import (
+from tilerank.runtime.server.chat.grammars import request_grammar
+from tilerank.runtime.server.chat.request import ChatCompletion
+from tilerank.runtime.server.chat.tool_formats import (
     DeepSeekTools,
     FunctionTools,
     HermesTools,
     LlamaTools,
     tool_parser,
 )
-from tilerank.runtime.server.answers.tools import ToolCall, ToolParser
-from tilerank.runtime.server.api import ChatCompletion
-from tilerank.runtime.server.errors import ApiError
-from tilerank.runtime.server.grammars import request_grammar
+from tilerank.runtime.server.chat.tools import ToolCall, ToolParser
+from tilerank.runtime.server.http.errors import ApiError
 
 
 def parsed(parser: ToolParser, text: str, sizes: list[int]) -> tuple[str, list[tuple[str, str]]]:

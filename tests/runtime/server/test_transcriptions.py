@@ -15,11 +15,11 @@ from tests.runtime.omni import test_sound
 from tests.runtime.server.omni_model import TEMPLATE, make_omni, reader, wav
 from tests.runtime.server.scripted import QWEN_3, Server, make_model, run
 from tilerank.runtime.media.sound import audio_tokens
-from tilerank.runtime.server import multipart_form, request_body
-from tilerank.runtime.server.access import Access, AccessMiddleware
-from tilerank.runtime.server.errors import ApiError
-from tilerank.runtime.server.media.loader import MediaReader
-from tilerank.runtime.server.multipart_form import read_form
+from tilerank.runtime.server.chat.media import MediaReader
+from tilerank.runtime.server.http import body, form
+from tilerank.runtime.server.http.access import Access, AccessMiddleware
+from tilerank.runtime.server.http.errors import ApiError
+from tilerank.runtime.server.http.form import read_form
 
 PATH = "/v1/audio/transcriptions"
 SAMPLES = 16000 + 4801
@@ -127,20 +127,20 @@ def test_models_and_operators_that_allow_no_sound(model: Path, tmp_path: Path) -
 
 
 def test_forms_are_bounded(model: Path, media: MediaReader, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tilerank.runtime.server.endpoints.audio.MAX_FORM", 1 << 20)
+    monkeypatch.setattr("tilerank.runtime.server.apis.audio.routes.MAX_FORM", 1 << 20)
 
     async def test(server: Server) -> None:
         large = await server.http.post(PATH, files={"file": ("a", bytes(1 << 20))})
         assert (large.status_code, large.json()["error"]["message"]) == (413, "The body is larger than 1 MiB.")
-        fields = {f"field{i}": "" for i in range(multipart_form.MAX_FIELDS)}
+        fields = {f"field{i}": "" for i in range(form.MAX_FIELDS)}
         many = await server.http.post(PATH, files={"file": CLIP}, data=fields)
         assert (many.status_code, many.json()["error"]["message"]) == (413, "The form has more than 64 fields.")
-        long = await server.http.post(PATH, files={"file": CLIP}, data={"prompt": "a" * (multipart_form.MAX_TEXT + 1)})
+        long = await server.http.post(PATH, files={"file": CLIP}, data={"prompt": "a" * (form.MAX_TEXT + 1)})
         assert (long.status_code, long.json()["error"]["param"]) == (413, "prompt")
         assert not server.submits
 
     run(model, TEMPLATE, test, media=media)
-    assert request_body.MAX_FORM > 48 << 20
+    assert body.MAX_FORM > 48 << 20
 
 
 HEAD = b'Content-Disposition: form-data; name="a"'

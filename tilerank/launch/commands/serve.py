@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 from tilerank.loader.card import ModelCard, read_card
 from tilerank.loader.generation_config import SamplingDefaults, read_sampling_defaults
 from tilerank.loader.quantization_config import held_codes
-from tilerank.runtime.server.handover import connect, connections
+from tilerank.runtime.server.link.handover import connect, connections
 
 from .. import logs
 from ..errors import LaunchError
@@ -51,7 +51,7 @@ from .generate import GenerateJob, add_model_arguments, model_directory
 if TYPE_CHECKING:
     from tilerank.parallel.join import Team
     from tilerank.runtime.rank.worker import Worker
-    from tilerank.runtime.server.access import Access
+    from tilerank.runtime.server.http.access import Access
 
     from ..host.placement import Placement, RankPlacement
 
@@ -238,7 +238,7 @@ class ServeJob(GenerateJob):
 
     def lead(self, worker: Worker, size: int, placement: Placement) -> None:
         from tilerank.runtime.lead.engine import Engine
-        from tilerank.runtime.server.engine_loop import serve_connections
+        from tilerank.runtime.server.link.engine_loop import serve_connections
 
         engine = Engine(worker, cache_size.mm_cache_bytes(self._args))
         if CONTROL in os.environ:
@@ -316,8 +316,8 @@ def _run_http_process(args: argparse.Namespace) -> int:
     from tilerank.loader.tokenizer import Tokenizer
     from tilerank.runtime.media.registry import load_processor
     from tilerank.runtime.protocol.speech_settings import voices_of
-    from tilerank.runtime.server.answers.tool_formats import tool_parser
-    from tilerank.runtime.server.settings import ServerSettings
+    from tilerank.runtime.server.apis.settings import ServerSettings
+    from tilerank.runtime.server.chat.tool_formats import tool_parser
 
     from ..serving.chat_renderer import ChatRenderer
     from ..serving.grammar_trial import GrammarTrial
@@ -352,7 +352,7 @@ def _run_http_process(args: argparse.Namespace) -> int:
 
 def _access(args: argparse.Namespace, listener: socket.socket) -> Access:
     """Return whom the server answers. On loopback a name other than its own is that of an attacker's page."""
-    from tilerank.runtime.server.access import Access
+    from tilerank.runtime.server.http.access import Access
 
     loopback = ip_address(listener.getsockname()[0]).is_loopback
     hosts = args.allowed_hosts or (() if loopback else None)

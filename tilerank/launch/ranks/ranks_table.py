@@ -17,7 +17,7 @@ from ..text import percent, size, table
 if TYPE_CHECKING:
     from tilerank.parallel.group import Group
     from tilerank.runtime.rank.worker import Worker
-    from tilerank.runtime.server.messages import RankInfo
+    from tilerank.runtime.server.link.messages import RankInfo
 
 
 def gather(group: Group, own: RankPlacement, worker: Worker) -> list[RankInfo]:
@@ -25,7 +25,7 @@ def gather(group: Group, own: RankPlacement, worker: Worker) -> list[RankInfo]:
     import torch
 
     from tilerank.kernels import core
-    from tilerank.runtime.server.messages import RankInfo
+    from tilerank.runtime.server.link.messages import RankInfo
 
     info = RankInfo(
         rank=group.rank,

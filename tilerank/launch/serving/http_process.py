@@ -14,13 +14,13 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
 from tilerank.loader.tokenizer import Tokenizer
-from tilerank.runtime.server.access import ANY, Access, AccessMiddleware
+from tilerank.runtime.server.apis.settings import ServerSettings
 from tilerank.runtime.server.app import make_app
-from tilerank.runtime.server.client import MAX_QUEUED, EngineClient
-from tilerank.runtime.server.drain import DrainMiddleware
-from tilerank.runtime.server.handover import receive_connection
-from tilerank.runtime.server.request_body import MAX_BODIES, MAX_MEDIA_BODIES, BodyMiddleware
-from tilerank.runtime.server.settings import ServerSettings
+from tilerank.runtime.server.http.access import ANY, Access, AccessMiddleware
+from tilerank.runtime.server.http.body import MAX_BODIES, MAX_MEDIA_BODIES, BodyMiddleware
+from tilerank.runtime.server.http.drain import DrainMiddleware
+from tilerank.runtime.server.link.client import MAX_QUEUED, EngineClient
+from tilerank.runtime.server.link.handover import receive_connection
 
 from ..logs import say
 from .acceptor import Acceptor

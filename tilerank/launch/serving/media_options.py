@@ -12,7 +12,7 @@ from ..errors import LaunchError
 
 if TYPE_CHECKING:
     from tilerank.runtime.media.processor import Processor
-    from tilerank.runtime.server.media.loader import MediaReader
+    from tilerank.runtime.server.chat.media import MediaReader
 
 log = logging.getLogger(__name__)
 
@@ -79,9 +79,9 @@ def check(args: argparse.Namespace, processor: "Processor | None") -> None:
 def media_reader(args: argparse.Namespace, processor: "Processor | None") -> "MediaReader | None":
     """Return what reads the media of requests; None for a model that reads text only."""
     from tilerank.runtime.media.decoder import Limits
-    from tilerank.runtime.server.media.fetch import Fetcher
-    from tilerank.runtime.server.media.loader import MediaReader
-    from tilerank.runtime.server.media.media_budget import MAX_DECODED, MAX_ENCODED
+    from tilerank.runtime.server.chat.media import MediaReader
+    from tilerank.runtime.server.http.fetch import Fetcher
+    from tilerank.runtime.server.http.media_budget import MAX_DECODED, MAX_ENCODED
 
     from .media_decoder import MediaDecoder
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from tilerank.runtime.server.handover import connect
+from tilerank.runtime.server.link.handover import connect
 
 from ..logs import say
 from ..processes.event_loop import Loop

@@ -92,7 +92,7 @@ class Engine:
         return bool(self._requests) or (self._speaking is not None and self._speaking.busy)
 
     def state(self) -> dict[str, Any]:
-        """Return the fields of server/messages.py: State."""
+        """Return the fields of server/link/messages.py: State."""
         scheduler = self._scheduler
         return {
             "context_length": self.card.context_length,

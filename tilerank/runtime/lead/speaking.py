@@ -104,7 +104,7 @@ class Speaking:
         return bool(self._speeches)
 
     def state(self) -> dict[str, Any]:
-        """Return the fields of server/messages.py: State that are about speech."""
+        """Return the fields of server/link/messages.py: State that are about speech."""
         return {
             "speaking": len(self._speeches),
             "speech_frames": self.frames,

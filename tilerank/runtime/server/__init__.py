@@ -1,1 +1,4 @@
-"""The OpenAI API over HTTP, in a process of its own beside the ranks."""
+"""The HTTP process: serves APIs beside the ranks, without torch and without the model.
+
+Order of the folders, each of which imports only those before it: link, http, chat, monitoring, apis, and app.py.
+"""

@@ -10,25 +10,25 @@ from starlette.routing import Route
 
 from tilerank.loader.tokenizer import Tokenizer
 
-from .answers.message_answer import error_body
-from .api import ChatCompletion, Completion, Detokenize, Tokenize
-from .client import EngineClient
-from .endpoints.audio import AudioEndpoints
-from .endpoints.chat import ChatEndpoints
-from .endpoints.health import HealthEndpoints
-from .endpoints.messages import MessageEndpoints
-from .endpoints.models import ModelEndpoints
-from .endpoints.reference import Handler, Operation, ReferenceEndpoints
-from .endpoints.responses import ResponseEndpoints
-from .endpoints.service import Service
-from .endpoints.tokenize import TokenizeEndpoints
-from .errors import ApiError, error_response
-from .forms.message_request import CountTokensRequest, MessageRequest
-from .forms.response_request import ResponseRequest
-from .forms.speech_request import SpeechRequest
-from .forms.transcription_request import TranscriptionRequest
-from .multipart_form import FORM
-from .settings import ServerSettings
+from .apis.audio.routes import AudioEndpoints
+from .apis.audio.speech_body import SpeechRequest
+from .apis.audio.transcription_body import TranscriptionRequest
+from .apis.completions.routes import ChatEndpoints
+from .apis.health import HealthEndpoints
+from .apis.messages.answer import error_body
+from .apis.messages.body import CountTokensRequest, MessageRequest
+from .apis.messages.routes import MessageEndpoints
+from .apis.models import ModelEndpoints
+from .apis.reference import Handler, Operation, ReferenceEndpoints
+from .apis.responses.body import ResponseRequest
+from .apis.responses.routes import ResponseEndpoints
+from .apis.service import Service
+from .apis.settings import ServerSettings
+from .apis.tokenize import TokenizeEndpoints
+from .chat.request import ChatCompletion, Completion, Detokenize, Tokenize
+from .http.errors import ApiError, error_response
+from .http.form import FORM
+from .link.client import EngineClient
 
 
 def make_app(client: EngineClient, tokenizer: Tokenizer, settings: ServerSettings) -> Starlette:

@@ -12,10 +12,10 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from ...protocol.speech_settings import SAMPLE_RATE
-from ..answers.completions import ActiveRequest, Delta
-from ..client import EngineClient
+from ..chat.deltas import ActiveRequest, Delta
+from ..link.client import EngineClient
+from ..link.rank_stats import RankStats
 from .latency_window import LatencyWindow
-from .rank_stats import RankStats
 
 Family = TypeVar("Family", GaugeMetricFamily, CounterMetricFamily)
 

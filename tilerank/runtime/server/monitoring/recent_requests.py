@@ -7,8 +7,8 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
-from ..answers.completions import ActiveRequest, Delta
-from ..errors import ApiError
+from ..chat.deltas import ActiveRequest, Delta
+from ..http.errors import ApiError
 
 MAX_KEPT = 20
 MINUTE_S = 60.0

@@ -11,7 +11,7 @@ from typing import Any
 from starlette.responses import HTMLResponse, Response
 
 from ...protocol.speech_settings import SAMPLE_RATE
-from ..client import EngineClient
+from ..link.client import EngineClient
 from .metrics import Metrics
 from .recent_requests import RecentRequests
 

@@ -1,0 +1,100 @@
+"""OpenAI's /v1/chat/completions and /v1/completions."""
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from ...chat.deltas import ActiveRequest
+from ...chat.messages import Message
+from ...chat.request import ChatCompletion, Completion, Sampling
+from ...chat.sound_formats import check_format
+from ...chat.speech_fields import check_voice
+from ...http.errors import ApiError
+from ..answer import Answer
+from ..generation import (
+    NewParser,
+    activate,
+    begin,
+    checked_grammar,
+    conversation_prompt,
+    converse,
+    finish,
+    tool_parser,
+)
+from ..service import Service, while_connected
+from .answer import ChoicesAnswer
+from .choices import ChatFormatter, Formatter, TextFormatter
+from .spoken import SpokenFormatter, TranscriptStore
+
+
+class ChatEndpoints:
+    """Answers conversations and plain prompts."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._transcripts = TranscriptStore()
+
+    async def complete(self, request: Request) -> Response:
+        """POST /v1/completions. Continues texts."""
+        service = self._service
+        body = await service.body(request, Completion)
+        with while_connected(request):
+            grammar = await checked_grammar(service, body, None)
+            prompts = await service.prompts.from_texts(body.prompt, body.add_special_tokens)
+            active = activate(service, body, prompts, body.logprobs, grammar)
+            formatter = TextFormatter(service.tokenizer, body.logprobs, body.return_tokens_as_token_ids)
+            answer = self._answer(active, body, formatter)
+            return await finish(request, await begin(service, request, active, answer), body.stream)
+
+    async def chat(self, request: Request) -> Response:
+        """POST /v1/chat/completions. Answers a conversation."""
+        body = await self._conversation(request)
+
+        def new_answer(active: ActiveRequest, new_parser: NewParser | None) -> Answer:
+            return self._answer(active, body, self._formatter(body, new_parser))
+
+        return await converse(self._service, request, body, new_answer)
+
+    async def render(self, request: Request) -> Response:
+        """POST /v1/chat/completions/render. Returns the tokens of the prompt that a conversation becomes."""
+        service = self._service
+        body = await self._conversation(request)
+        tool_parser(service, body.template_tools())
+        with while_connected(request), service.budget.share() as share:
+            prompt, thinking = await conversation_prompt(service, body, share)
+            active = activate(service, body, [prompt], body.alternatives, None, thinking)
+        (token_ids,) = active.prompts
+        id = f"{ChatFormatter.prefix}-{active.id}"
+        return JSONResponse({"request_id": id, "model": service.settings.model, "token_ids": token_ids})
+
+    async def _conversation(self, request: Request) -> ChatCompletion:
+        """Read the body of a chat, and give its messages the texts of earlier speeches."""
+        settings = self._service.settings
+        body = await self._service.body(request, ChatCompletion, media=True)
+        if (audio := body.audio) is not None:
+            check_voice(audio.voice, settings.voices, settings.model, "audio.voice")
+            check_format(audio.format, "audio.format")
+        for i, message in enumerate(body.messages):
+            self._recall(message, f"messages.{i}.audio.id")
+        return body
+
+    def _recall(self, message: Message, where: str) -> None:
+        """Give a message that stands for an earlier speech its text. where: the path of its id."""
+        if message.audio is None or message.content:
+            return
+        message.content = message.audio.transcript or self._transcripts.get(message.audio.id)
+        if message.content is None:
+            text = (
+                f"{where}: there is no speech {message.audio.id!r}. The server keeps the texts of "
+                f"{self._transcripts.bounds}; send the transcript as content"
+            )
+            raise ApiError(400, text, param=where, code="audio_not_found")
+
+    def _formatter(self, body: ChatCompletion, new_parser: NewParser | None) -> Formatter:
+        tokenizer, top, by_id = self._service.tokenizer, body.alternatives, body.return_tokens_as_token_ids
+        if body.audio is None:
+            return ChatFormatter(tokenizer, top, new_parser, by_id)
+        return SpokenFormatter(tokenizer, top, by_id, body.audio.format, body.stream, self._transcripts.put)
+
+    def _answer(self, active: ActiveRequest, body: Sampling, formatter: Formatter) -> ChoicesAnswer:
+        usage = body.stream_options is not None and body.stream_options.include_usage
+        return ChoicesAnswer(active, self._service.settings.model, formatter, body.stream, usage)

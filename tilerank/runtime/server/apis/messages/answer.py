@@ -1,0 +1,127 @@
+"""Answers in the form of Anthropic's /v1/messages: content blocks, and the events that build them up."""
+
+import json
+from typing import Any
+
+from ...chat.deltas import ActiveRequest, Delta
+from ...chat.tools import ToolCall, ToolParser, split
+from ...http.errors import ApiError
+from ..answer import Answer, Event, Json
+
+UNSIGNED = "unsigned"
+"""The signature of reasoning, which clients must send back. This server signs nothing."""
+_ERRORS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large"}
+_ERRORS |= {429: "rate_limit_error", 503: "overloaded_error"}
+
+
+class MessageAnswer(Answer):
+    """A message with one block for the reasoning, each piece of text and each call.
+
+    parser: of tool calls; None if there are no tools to call.
+    """
+
+    def __init__(self, active: ActiveRequest, model: str, parser: ToolParser | None) -> None:
+        super().__init__(active, "msg_")
+        self._message: Json = {
+            "id": self.id,
+            "type": "message",
+            "role": "assistant",
+            "model": model,
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+        }
+        self._parser = parser
+        self._open: tuple[str, list[str]] | None = None  # the type of the block that is being written, and its texts
+        self._has_calls = False
+        self._finish_reason: str | None = None
+
+    def begin(self) -> list[Event]:
+        return [_event("message_start", message=self._message | {"usage": _usage(self._active.usage)})]
+
+    def add(self, delta: Delta) -> list[Event]:
+        events = self._write("thinking", delta.reasoning) if delta.reasoning else []
+        for piece in split(self._parser, delta.text, last=delta.finish_reason is not None):
+            events += self._call(piece) if isinstance(piece, ToolCall) else self._write("text", piece)
+        self._finish_reason = delta.finish_reason
+        return events
+
+    def end(self) -> list[Event]:
+        reason, stop_sequence = "end_turn", self._active.stop_string
+        if self._finish_reason == "length":
+            reason = "max_tokens"
+        elif stop_sequence is not None:
+            reason = "stop_sequence"
+        elif self._has_calls:
+            reason = "tool_use"
+        ended = {"stop_reason": reason, "stop_sequence": stop_sequence}
+        events = self._close()
+        self._message |= ended
+        usage = _usage(self._active.usage)
+        return [*events, _event("message_delta", delta=ended, usage=usage), _event("message_stop")]
+
+    def fail(self, error: ApiError) -> list[Event]:
+        return [Event(error_body(error), "error")]
+
+    def whole(self) -> Json:
+        return self._message | {"usage": _usage(self._active.usage)}
+
+    def _write(self, kind: str, text: str) -> list[Event]:
+        events = []
+        if self._open is None or self._open[0] != kind:
+            events = self._close()
+            self._open = (kind, [])
+            block = {"type": kind, kind: ""} | ({"signature": ""} if kind == "thinking" else {})
+            events.append(self._block_event("start", content_block=block))
+        self._open[1].append(text)
+        return [*events, self._block_event("delta", delta={"type": f"{kind}_delta", kind: text})]
+
+    def _close(self) -> list[Event]:
+        """End the open block."""
+        if self._open is None:
+            return []
+        (kind, texts), self._open = self._open, None
+        block: Json = {"type": kind, kind: "".join(texts)}
+        events = []
+        if kind == "thinking":
+            block["signature"] = UNSIGNED
+            events.append(self._block_event("delta", delta={"type": "signature_delta", "signature": UNSIGNED}))
+        events.append(self._block_event("stop"))
+        self._message["content"].append(block)
+        return events
+
+    def _call(self, call: ToolCall) -> list[Event]:
+        events = self._close()
+        self._has_calls = True
+        block = {"type": "tool_use", "id": call.id, "name": call.name, "input": {}}
+        events += [
+            self._block_event("start", content_block=block),
+            self._block_event("delta", delta={"type": "input_json_delta", "partial_json": call.arguments}),
+            self._block_event("stop"),
+        ]
+        self._message["content"].append(block | {"input": json.loads(call.arguments)})
+        return events
+
+    def _block_event(self, what: str, **fields: Any) -> Event:
+        return _event(f"content_block_{what}", index=len(self._message["content"]), **fields)
+
+
+def error_body(error: ApiError) -> Json:
+    """Return an error in Anthropic's form."""
+    kind = _ERRORS.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
+    return {"type": "error", "error": {"type": kind, "message": str(error)}}
+
+
+def _event(name: str, **fields: Any) -> Event:
+    return Event({"type": name, **fields}, name)
+
+
+def _usage(usage: Json) -> Json:
+    """Return the counts of a chat under Anthropic's names. Cached tokens are not counted among the others."""
+    cached = usage.get("prompt_tokens_details", {}).get("cached_tokens", 0)
+    return {
+        "input_tokens": usage["prompt_tokens"] - cached,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": cached,
+        "output_tokens": usage["completion_tokens"],
+    }

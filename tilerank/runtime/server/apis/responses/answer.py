@@ -1,0 +1,225 @@
+"""Answers in the form of OpenAI's /v1/responses: output items, and the events that build them up."""
+
+import secrets
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from ...chat.deltas import ActiveRequest, Delta
+from ...chat.tools import ToolCall, ToolParser, split
+from ...http.errors import ApiError
+from ..answer import Answer, Event, Json
+from ..completions.choices import TokenText, token_entries
+
+
+class _Kind(NamedTuple):
+    """How a kind of text is sent. field: of the item, which lists the parts. part_index: name of
+    the field that counts them."""
+
+    item: str
+    prefix: str
+    field: str
+    part: str
+    part_event: str
+    text_event: str
+    part_index: str
+
+
+_MESSAGE = _Kind(
+    "message", "msg_", "content", "output_text", "response.content_part", "response.output_text", "content_index"
+)
+_REASONING = _Kind(
+    "reasoning", "rs_", "content", "reasoning_text", "response.content_part", "response.reasoning_text", "content_index"
+)
+_SUMMARY = _Kind(
+    "reasoning",
+    "rs_",
+    "summary",
+    "summary_text",
+    "response.reasoning_summary_part",
+    "response.reasoning_summary_text",
+    "summary_index",
+)
+
+
+class _Open(NamedTuple):
+    """The item that is being written. It has one part, of text."""
+
+    kind: _Kind
+    id: str
+    texts: list[str]
+    logprobs: list[Json]
+
+
+class ResponseAnswer(Answer):
+    """A response with one output item for the reasoning, each piece of text and each call.
+
+    about: fields of the response that repeat the request. parser: of tool calls; None if there are no tools to call.
+    top: alternatives to list for each token of the text; None for no log-probabilities. summary: is the reasoning sent
+    as a summary? on_end: gets the complete response.
+    """
+
+    def __init__(
+        self,
+        active: ActiveRequest,
+        about: Json,
+        parser: ToolParser | None,
+        top: int | None,
+        token_text: TokenText,
+        summary: bool,
+        on_end: Callable[[Json], None],
+    ) -> None:
+        super().__init__(active, "resp_")
+        self.response: Json = {
+            "id": self.id,
+            "object": "response",
+            "created_at": active.created,
+            "status": "in_progress",
+            "background": False,
+            "completed_at": None,
+            "error": None,
+            "incomplete_details": None,
+            **about,
+            "output": [],
+            "usage": None,
+        }
+        self._parser = parser
+        self._top = top
+        self._token_text = token_text
+        self._reasoning = _SUMMARY if summary else _REASONING
+        self._on_end = on_end
+        self._sequence = 0
+        self._open: _Open | None = None
+        self._logprobs: list[Json] = []  # of tokens whose text the parser holds back
+        self._finish_reason: str | None = None
+
+    def begin(self) -> list[Event]:
+        return [self._lifecycle("response.created"), self._lifecycle("response.in_progress")]
+
+    def add(self, delta: Delta) -> list[Event]:
+        self._finish_reason = delta.finish_reason
+        if self._top is not None:
+            entries = token_entries(delta.tokens, self._top, self._token_text)
+            self._logprobs += [] if delta.reasoning and not delta.text else entries
+        events = self._write(self._reasoning, delta.reasoning) if delta.reasoning else []
+        for piece in split(self._parser, delta.text, last=delta.finish_reason is not None):
+            if isinstance(piece, ToolCall):
+                events += [*self._close("completed"), *self._call(piece)]
+            else:
+                events += self._write(_MESSAGE, piece)
+        return events
+
+    def end(self) -> list[Event]:
+        usage = self._active.usage
+        self.response["usage"] = _usage(usage)
+        if self.stopped:
+            self.response["status"] = "cancelled"
+        elif self._finish_reason == "length":
+            self.response |= {"status": "incomplete", "incomplete_details": {"reason": "max_output_tokens"}}
+        else:
+            self.response |= {"status": "completed", "completed_at": int(time.time())}
+        completed = self.response["status"] == "completed"
+        events = self._close("completed" if completed else "incomplete")
+        self._on_end(self.response)
+        return [*events, self._lifecycle("response.completed" if completed else "response.incomplete")]
+
+    def fail(self, error: ApiError) -> list[Event]:
+        self.response |= {"status": "failed", "error": {"code": "server_error", "message": str(error)}}
+        events = self._close("incomplete")
+        self._on_end(self.response)
+        return [*events, self._lifecycle("response.failed")]
+
+    def whole(self) -> Json:
+        return self.response
+
+    def _write(self, kind: _Kind, text: str) -> list[Event]:
+        events = []
+        if self._open is None or self._open.kind is not kind:
+            events = self._close("completed")
+            self._open = opened = _Open(kind, f"{kind.prefix}{secrets.token_hex(12)}", [], [])
+            events.append(self._item_event("added", _item(opened, None, "in_progress")))
+            events.append(self._text_event(opened, f"{kind.part_event}.added", part=_part(opened, "")))
+        opened = self._open
+        opened.texts.append(text)
+        logprobs, self._logprobs = self._logprobs, []
+        opened.logprobs.extend(logprobs)
+        extra = {"logprobs": logprobs} if kind is _MESSAGE else {}
+        events.append(self._text_event(opened, f"{kind.text_event}.delta", delta=text, **extra))
+        return events
+
+    def _close(self, status: str) -> list[Event]:
+        """End the open item."""
+        if self._open is None:
+            return []
+        opened, self._open = self._open, None
+        kind, text = opened.kind, "".join(opened.texts)
+        extra = {"logprobs": opened.logprobs} if kind is _MESSAGE else {}
+        item = _item(opened, text, status)
+        events = [
+            self._text_event(opened, f"{kind.text_event}.done", text=text, **extra),
+            self._text_event(opened, f"{kind.part_event}.done", part=_part(opened, text)),
+            self._item_event("done", item),
+        ]
+        self.response["output"].append(item)
+        return events
+
+    def _call(self, call: ToolCall) -> list[Event]:
+        item = {"id": f"fc_{secrets.token_hex(12)}", "type": "function_call", "status": "completed"}
+        item |= {"arguments": call.arguments, "call_id": call.id, "name": call.name}
+        index = len(self.response["output"])
+        where = {"item_id": item["id"], "output_index": index}
+        events = [
+            self._item_event("added", item | {"status": "in_progress", "arguments": ""}),
+            self._event("response.function_call_arguments.delta", where | {"delta": call.arguments}),
+            self._event(
+                "response.function_call_arguments.done", where | {"arguments": call.arguments, "name": call.name}
+            ),
+            self._item_event("done", item),
+        ]
+        self._logprobs = []
+        self.response["output"].append(item)
+        return events
+
+    def _lifecycle(self, name: str) -> Event:
+        return self._event(name, {"response": self.response})
+
+    def _item_event(self, what: str, item: Json) -> Event:
+        where = {"output_index": len(self.response["output"]), "item": item}
+        return self._event(f"response.output_item.{what}", where)
+
+    def _text_event(self, opened: _Open, name: str, **fields: Any) -> Event:
+        where = {"item_id": opened.id, "output_index": len(self.response["output"]), opened.kind.part_index: 0}
+        return self._event(name, where | fields)
+
+    def _event(self, name: str, fields: Json) -> Event:
+        sequence, self._sequence = self._sequence, self._sequence + 1
+        return Event({"type": name, "sequence_number": sequence, **fields}, name)
+
+
+def _item(opened: _Open, text: str | None, status: str) -> Json:
+    """Return the item. text: of its part, None if it has none yet."""
+    parts = [] if text is None else [_part(opened, text)]
+    item: Json = {"id": opened.id, "type": opened.kind.item, "status": status}
+    if opened.kind is _MESSAGE:
+        return item | {"role": "assistant", "content": parts}
+    return item | {"summary": [], opened.kind.field: parts}
+
+
+def _part(opened: _Open, text: str) -> Json:
+    part: Json = {"type": opened.kind.part, "text": text}
+    if opened.kind is _MESSAGE:
+        part |= {"annotations": [], "logprobs": opened.logprobs if text else []}
+    return part
+
+
+def _usage(usage: Json) -> Json:
+    """Return the counts of a chat under the names of this API."""
+    cached = usage.get("prompt_tokens_details", {}).get("cached_tokens", 0)
+    reasoning = usage.get("completion_tokens_details", {}).get("reasoning_tokens", 0)
+    return {
+        "input_tokens": usage["prompt_tokens"],
+        "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
+        "output_tokens": usage["completion_tokens"],
+        "output_tokens_details": {"reasoning_tokens": reasoning},
+        "total_tokens": usage["total_tokens"],
+    }

@@ -1,0 +1,103 @@
+"""Translates the fields of a request into the parameters of the engine."""
+
+import secrets
+from typing import Any
+
+from tilerank.loader.errors import TokenizerError
+from tilerank.loader.tokenizer import Tokenizer
+
+from ...protocol.errors import RequestError
+from ...protocol.params import SamplingParams
+from ...protocol.prompt import Prompt
+from ..http.errors import ApiError
+from .request import ChatCompletion, Completion, Sampling
+
+
+def seeds(body: Sampling) -> list[int]:
+    """Return the seed of each choice."""
+    if body.seed is None:
+        return [secrets.randbits(63) for _ in range(body.n)]
+    return [(body.seed + choice) % (1 << 64) for choice in range(body.n)]
+
+
+def final_prompt(prompt: Prompt, body: Sampling, context_length: int) -> Prompt:
+    """Return the prompt, with its last tokens alone if the request wants it truncated, and with the request's salt.
+
+    Raises ApiError for a prompt with pictures that would be truncated.
+    """
+    limit = body.truncate_prompt_tokens
+    if limit == -1:
+        limit = max(context_length - max(max_tokens(body) or 1, 1), 1)
+    if limit is not None and len(prompt.token_ids) > limit:
+        if prompt.media:
+            message = "truncate_prompt_tokens: a prompt with pictures or videos cannot be truncated"
+            raise ApiError(400, message, param="truncate_prompt_tokens")
+        prompt = Prompt(prompt.token_ids[-limit:])
+    prompt.salt = body.salt
+    return prompt
+
+
+def sampling_params(
+    body: Sampling,
+    prompt: Prompt,
+    seed: int,
+    context_length: int,
+    defaults: dict[str, Any],
+    tokenizer: Tokenizer,
+    logprobs: int,
+    grammar: str | None,
+) -> SamplingParams:
+    """Return the parameters of a request. defaults: of fields that it leaves out. Raises ApiError."""
+    length, wanted = len(prompt.token_ids), max_tokens(body)
+    room = context_length - length
+    if room < min(1, 1 if wanted is None else wanted):
+        raise ApiError(
+            400,
+            f"The prompt has {length} tokens, but the context length is {context_length}, and the "
+            "answer needs at least one token of it.",
+            param="messages" if isinstance(body, ChatCompletion) else "prompt",
+            code="context_length_exceeded",
+        )
+    new = room if wanted is None else min(wanted, room)
+    if body.min_tokens > new:
+        message = f"min_tokens: expected at most {new}, the most tokens of the answer, found {body.min_tokens}"
+        raise ApiError(400, message, param="min_tokens")
+    requested = {name: value for name in defaults if (value := getattr(body, name)) is not None}
+    try:
+        return SamplingParams(
+            max_new_tokens=new,
+            seed=seed,
+            min_new_tokens=body.min_tokens,
+            presence_penalty=body.presence_penalty,
+            frequency_penalty=body.frequency_penalty,
+            logit_bias=body.logit_bias,
+            ignore_eos=body.ignore_eos,
+            stop_token_ids=tuple(body.stop_token_ids),
+            allowed_token_ids=tuple(body.allowed_token_ids or ()),
+            bad_words=_bad_words(body.bad_words, tokenizer),
+            logprobs=logprobs,
+            prompt_logprobs=body.scores if isinstance(body, Completion) else None,
+            grammar=grammar if new else None,
+            speech=body.speech if isinstance(body, ChatCompletion) else None,
+            **(defaults | requested),
+        )
+    except RequestError as e:
+        raise ApiError(400, str(e)) from e
+
+
+def max_tokens(body: Sampling) -> int | None:
+    """Return the most tokens of an answer that the request wants; None for no limit."""
+    if isinstance(body, ChatCompletion):
+        return body.max_completion_tokens or body.max_tokens
+    assert isinstance(body, Completion)
+    return body.max_tokens
+
+
+def _bad_words(words: list[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
+    """Return the tokens of each word, at the beginning of a text and after a space."""
+    try:
+        forms = [form for word in words for form in (word, f" {word.lstrip()}")]
+        tokens = [tuple(tokenizer.encode(form, add_special_tokens=False)) for form in forms]
+    except TokenizerError as e:
+        raise ApiError(400, f"bad_words: {e}", param="bad_words") from e
+    return tuple(dict.fromkeys(word for word in tokens if word))

@@ -1,0 +1,341 @@
+"""Request bodies of the OpenAI API, with the sampling options that local servers add. Every field is bounded."""
+
+from typing import Annotated, Any, Literal, NamedTuple
+
+from pydantic import ConfigDict, Field, field_validator, model_validator
+
+from ...protocol.params import SpeechParams
+from .fields import Body, RequestBody
+from .messages import Id, Message, Name
+from .speech_fields import SpeechOutput
+from .structured import Structured
+
+MAX_TOKENS = 1 << 20
+TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
+_Ids = Annotated[list[TokenId], Field(min_length=1, max_length=MAX_TOKENS)]
+TemplateVariables = dict[str, str | int | float | bool | None]
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+StopString = Annotated[str, Field(min_length=1, max_length=256)]
+
+
+class StreamOptions(Body):
+    """include_usage: a last chunk counts the tokens. continuous_usage_stats: every chunk does."""
+
+    model_config = ConfigDict(extra="forbid")
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+    include_obfuscation: Literal[False] = False
+
+
+class Sampling(Structured):
+    """The fields that chat and plain completions share.
+
+    A sampling field that is None takes the model's default (loader/generation_config.py: SamplingDefaults).
+    """
+
+    model: str | None = Field(None, max_length=1024)
+    n: int = Field(1, ge=1, le=16)
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = Field(None, ge=0, le=1)
+    presence_penalty: float = Field(0.0, ge=-2, le=2)
+    frequency_penalty: float = Field(0.0, ge=-2, le=2)
+    logit_bias: dict[TokenId, Annotated[float, Field(ge=-100, le=100)]] = Field({}, max_length=300)
+    seed: int | None = Field(None, ge=-(1 << 63), lt=1 << 63)
+    stop: StopString | Annotated[list[StopString], Field(max_length=16)] = Field([])
+    # The fields below are not OpenAI's.
+    top_k: int | None = Field(None, ge=-1, lt=1 << 31)  # -1 and 0 both turn it off
+    min_p: float | None = Field(None, ge=0, le=1)
+    # Logits divided by less than 0.01 may overflow.
+    repetition_penalty: float | None = Field(None, ge=0.01, le=100)
+    min_tokens: int = Field(0, ge=0, le=MAX_TOKENS)
+    stop_token_ids: list[TokenId] = Field([], max_length=64)
+    allowed_token_ids: list[TokenId] | None = Field(None, min_length=1, max_length=1 << 16)
+    bad_words: list[StopString] = Field([], max_length=64)
+    ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    no_stop_trim: bool = False  # SGLang's name of the same
+    skip_special_tokens: bool = True
+    truncate_prompt_tokens: int | None = Field(None, ge=-1, le=MAX_TOKENS)
+    cache_salt: Name | None = None
+    extra_key: Name | None = None  # SGLang's name of the same
+    request_id: Id | None = None
+    rid: Id | None = None  # SGLang's name of the same
+    return_token_ids: bool = False
+    return_tokens_as_token_ids: bool = False
+
+    @field_validator("top_k")
+    @classmethod
+    def _normalize_top_k(cls, value: int | None) -> int | None:
+        return value if value is None else max(value, 0)
+
+    @model_validator(mode="after")
+    def _check_combinations(self) -> "Sampling":
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options requires stream: true")
+        if self.truncate_prompt_tokens == 0:
+            raise ValueError("truncate_prompt_tokens: expected -1 or at least 1, found 0")
+        return self
+
+    @property
+    def stop_strings(self) -> list[str]:
+        return [self.stop] if isinstance(self.stop, str) else self.stop
+
+    @property
+    def keeps_stop(self) -> bool:
+        """Does the stop string belong to the answer?"""
+        return self.include_stop_str_in_output or self.no_stop_trim
+
+    @property
+    def salt(self) -> str:
+        """Only requests with the same salt share cached prompts."""
+        return self.cache_salt or self.extra_key or ""
+
+
+class Completion(Sampling):
+    """POST /v1/completions. echo: the answer begins with the prompt. prompt_logprobs: as in SamplingParams."""
+
+    prompt: (
+        _Ids
+        | Annotated[list[_Ids], Field(min_length=1, max_length=64)]
+        | str
+        | Annotated[list[str], Field(min_length=1, max_length=64)]
+    )
+    max_tokens: int = Field(16, ge=0, le=MAX_TOKENS)
+    logprobs: int | None = Field(None, ge=0, le=20)
+    best_of: int | None = None
+    echo: bool = False
+    prompt_logprobs: int | None = Field(None, ge=0, le=20)
+    add_special_tokens: bool = True
+
+    @model_validator(mode="after")
+    def _check_completion(self) -> "Completion":
+        if self.best_of not in (None, self.n):
+            raise ValueError(f"best_of: expected the value of n, {self.n}, found {self.best_of}")
+        if self.prompt_logprobs is not None and self.stream:
+            raise ValueError("prompt_logprobs cannot be combined with stream: true")
+        return self
+
+    @property
+    def scores(self) -> int | None:
+        """How many alternatives are wanted for each token of the prompt; None if it is not scored."""
+        wanted = [self.prompt_logprobs, self.logprobs if self.echo else None]
+        return max((count for count in wanted if count is not None), default=None)
+
+
+class Function(Body):
+    name: str = Field(pattern="^[a-zA-Z0-9_.-]{1,128}$")
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class Tool(Body):
+    """A tool that the model may call."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class ChosenFunction(Body):
+    name: str
+
+
+class NamedTool(Body):
+    """The tool that the model must call."""
+
+    type: Literal["function"]
+    function: ChosenFunction
+
+
+class AllowedTools(Body):
+    mode: Literal["auto", "required"]
+    tools: list[NamedTool] = Field(min_length=1, max_length=128)
+
+
+class SomeTools(Body):
+    """The tools that the model may call, or one of which it must call."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
+class TemplateOptions(NamedTuple):
+    """How a conversation becomes a prompt, with the names and meanings of vLLM's fields.
+
+    hears_videos: the model hears the sound of videos (`use_audio_in_video`).
+    """
+
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    add_special_tokens: bool = False
+    documents: list[dict[str, str]] | None = None
+    thinking_token_budget: int | None = None
+    hears_videos: bool = False
+
+    @property
+    def adds_variables(self) -> bool:
+        """Are there values for variables of the template?"""
+        return self.documents is not None or self.thinking_token_budget is not None
+
+
+DEFAULT_OPTIONS = TemplateOptions()
+
+
+class MediaSettings(Body):
+    """vLLM's settings of the processor of media."""
+
+    model_config = ConfigDict(extra="forbid")
+    use_audio_in_video: bool = False
+
+
+class ChatCompletion(Sampling):
+    """POST /v1/chat/completions."""
+
+    messages: list[Message] = Field(min_length=1, max_length=4096)
+    max_tokens: int | None = Field(None, ge=1, le=MAX_TOKENS)
+    max_completion_tokens: int | None = Field(None, ge=1, le=MAX_TOKENS)
+    logprobs: bool = False
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+    tools: list[Tool] = Field([], max_length=128)
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | SomeTools = "auto"
+    parallel_tool_calls: bool = True
+    chat_template_kwargs: TemplateVariables = Field({}, max_length=64)
+    documents: list[dict[str, str]] | None = Field(None, max_length=4096)
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    add_special_tokens: bool = False
+    reasoning_effort: ReasoningEffort | None = None
+    include_reasoning: bool = True
+    thinking_token_budget: int | None = Field(None, ge=0, le=MAX_TOKENS)
+    mm_processor_kwargs: MediaSettings = MediaSettings()
+    use_audio_in_video: bool = False
+    modalities: list[Literal["text", "audio"]] = Field(["text"], min_length=1, max_length=2)
+    audio: SpeechOutput | None = None
+
+    @model_validator(mode="after")
+    def _check_chat_combinations(self) -> "ChatCompletion":
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs requires logprobs: true")
+        if self.must_call and not self.tools:
+            raise ValueError("'tool_choice' is only allowed when 'tools' are specified.")
+        if self._chosen_names - {tool.function.name for tool in self.tools}:
+            raise ValueError("tool_choice: no tool has this function name")
+        if self.continue_final_message and (self.add_generation_prompt or self.messages[-1].role != "assistant"):
+            raise ValueError(
+                "continue_final_message requires add_generation_prompt: false and a final message of the assistant"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_speech(self) -> "ChatCompletion":
+        wanted = "audio" in self.modalities
+        if wanted != (self.audio is not None):
+            both = ('modalities with "audio"', "audio")
+            raise ValueError("{} requires {}".format(*(both if wanted else both[::-1])))
+        if self.audio is None:
+            return self
+        if self.stream and self.audio.format != "pcm16":
+            raise ValueError(f"audio.format: expected 'pcm16' with stream: true, found {self.audio.format!r}")
+        silent = {
+            "stop": self.stop_strings,
+            "tools": self.callable_tools,
+            "a constrained answer": self.constraint,
+            "continue_final_message": self.continue_final_message,
+            "add_generation_prompt: false": not self.add_generation_prompt,
+        }
+        for name, given in silent.items():
+            if given:
+                raise ValueError(f'{name} cannot be combined with modalities with "audio"')
+        return self
+
+    @property
+    def speech(self) -> SpeechParams | None:
+        """How the answer is spoken; None for text alone."""
+        return None if self.audio is None else SpeechParams(self.audio.voice)
+
+    @property
+    def alternatives(self) -> int | None:
+        """The number of alternatives to list for each token; None for no log-probabilities."""
+        return self.top_logprobs or 0 if self.logprobs else None
+
+    @property
+    def hears_videos(self) -> bool:
+        return self.use_audio_in_video or self.mm_processor_kwargs.use_audio_in_video
+
+    @property
+    def template_options(self) -> TemplateOptions:
+        return TemplateOptions(**{name: getattr(self, name) for name in TemplateOptions._fields})
+
+    @property
+    def must_call(self) -> bool:
+        choice = self.tool_choice
+        if isinstance(choice, SomeTools):
+            return choice.allowed_tools.mode == "required"
+        return choice not in ("none", "auto")
+
+    @property
+    def may_call_several(self) -> bool:
+        """May the model call several tools in one answer?"""
+        return self.parallel_tool_calls and not isinstance(self.tool_choice, NamedTool)
+
+    @property
+    def callable_tools(self) -> list[Tool]:
+        if isinstance(self.tool_choice, str):
+            return [] if self.tool_choice == "none" else self.tools
+        return [tool for tool in self.tools if tool.function.name in self._chosen_names]
+
+    @property
+    def _chosen_names(self) -> set[str]:
+        """The names of the functions that `tool_choice` names."""
+        match self.tool_choice:
+            case NamedTool(function=function):
+                return {function.name}
+            case SomeTools(allowed_tools=allowed):
+                return {tool.function.name for tool in allowed.tools}
+        return set()
+
+    def template_tools(self) -> list[dict[str, Any]] | None:
+        """Return the tools for the chat template; None if the model may call none."""
+        if not self.callable_tools:
+            return None
+        # A model that need not call would also call others that it sees.
+        shown = self.callable_tools if isinstance(self.tool_choice, SomeTools) else self.tools
+        return [tool.model_dump(exclude_unset=True) for tool in shown]
+
+
+class Tokenize(RequestBody):
+    """POST /tokenize: a prompt, or messages for the chat template.
+
+    add_special_tokens: by default those of a prompt, and none with messages.
+    """
+
+    model: str | None = Field(None, max_length=1024)
+    prompt: str | None = None
+    messages: list[Message] | None = Field(None, min_length=1, max_length=4096)
+    tools: list[Tool] = Field([], max_length=128)
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template_kwargs: TemplateVariables = Field({}, max_length=64)
+
+    @model_validator(mode="after")
+    def _check_input(self) -> "Tokenize":
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("expected either prompt or messages")
+        return self
+
+    @property
+    def template_options(self) -> TemplateOptions:
+        return TemplateOptions(self.add_generation_prompt, self.continue_final_message, bool(self.add_special_tokens))
+
+    def template_tools(self) -> list[dict[str, Any]] | None:
+        """Return the tools for the chat template; None if there are none."""
+        return [tool.model_dump(exclude_unset=True) for tool in self.tools] or None
+
+
+class Detokenize(RequestBody):
+    """POST /detokenize."""
+
+    model: str | None = Field(None, max_length=1024)
+    tokens: list[TokenId] = Field(max_length=MAX_TOKENS)

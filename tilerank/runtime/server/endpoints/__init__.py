@@ -1,1 +1,0 @@
-"""The endpoints of the server: one file a topic."""

@@ -1,1 +1,0 @@
-"""Request bodies of other APIs than OpenAI's chats, and their translation into chats (api.py)."""

@@ -1,0 +1,122 @@
+"""Reads request bodies within limits, and describes what is wrong with an invalid one."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pydantic
+import pydantic_core
+from starlette.requests import Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from .errors import ApiError
+from .media_budget import MAX_ENCODED
+
+MAX_BODY = 8 << 20
+"""Bytes of one body, enough for a prompt of a million tokens. Parsed, it takes many times as much memory."""
+MAX_MEDIA_BODY = MAX_BODY + MAX_ENCODED // 3 * 4
+"""Bytes of one body for a model that takes media, which data: URLs hold in base64."""
+MAX_FORM = MAX_ENCODED + (1 << 20)
+"""Bytes of a form with a file, which it holds as it is."""
+MAX_MARKS = 1 << 20
+"""Commas, colons and opening brackets of a body that is longer than MAX_BODY: what makes it long must be media."""
+MAX_BODIES = 256 << 20
+"""Bytes of all bodies that are being read, or whose requests have not begun to run."""
+MAX_MEDIA_BODIES = 1 << 30
+"""The same for a model that takes media."""
+
+
+_RELEASE = "tilerank.release_body"
+
+
+class BodyMiddleware:
+    """An ASGI application that wraps another and bounds the bodies of its requests to `max_held` bytes together.
+
+    A body counts until its request is released (`release_body`) or answered.
+    """
+
+    def __init__(self, app: ASGIApp, max_held: int) -> None:
+        self._app = app
+        self._max_held = max_held
+        self._bytes_held = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        held = 0
+
+        async def counted() -> Message:
+            nonlocal held
+            message = await receive()
+            nbytes = len(message.get("body", b""))
+            held += nbytes
+            self._bytes_held += nbytes
+            if self._bytes_held > self._max_held:
+                raise ApiError(503, "The server is reading too many large requests.", code="overloaded")
+            return message
+
+        def release() -> None:
+            nonlocal held
+            self._bytes_held -= held
+            held = 0
+
+        try:
+            await self._app({**scope, _RELEASE: release}, counted, send)
+        finally:
+            release()
+
+
+def release_body(request: Request) -> None:
+    """Count the body of a request no longer: it is running."""
+    release: Callable[[], None] | None = request.scope.get(_RELEASE)
+    if release is not None:
+        release()
+
+
+async def read_body(request: Request, max_bytes: int) -> bytes:
+    """Return the body of at most `max_bytes`. Raises ApiError with status 413 or 503 if it exceeds a limit."""
+    data = bytearray()
+    async for piece in request.stream():
+        data += piece
+        if len(data) > max_bytes:
+            raise ApiError(413, f"The body is larger than {max_bytes >> 20} MiB.")
+    return bytes(data)
+
+
+async def read_json(request: Request, max_bytes: int) -> bytes:
+    """Return the body as `read_body`. Raises ApiError as well if parsing it would take too much memory."""
+    data = await read_body(request, max_bytes)
+    if len(data) > MAX_BODY and sum(map(data.count, b",:[{")) > MAX_MARKS:
+        raise ApiError(413, f"The body is larger than {MAX_BODY >> 20} MiB, and not because of media.")
+    return data
+
+
+def validation_error(data: bytes | Mapping[str, Any], error: pydantic.ValidationError) -> ApiError:
+    """Return the API error for the first invalid field of the body `data`, JSON or parsed.
+
+    pydantic reports an error for every alternative of a union field. The error of the best-matching alternative is
+    used: one that is not about the type, else the one that lies deepest.
+    """
+    errors = error.errors(include_url=False, include_context=False, include_input=False)
+    body = pydantic_core.from_json(data) if errors[0]["loc"] and isinstance(data, bytes) else data
+    candidates = [
+        (not one["type"].endswith(("_type", "_parsing")), _path(body, one["loc"], one["type"] == "missing"), one["msg"])
+        for one in errors
+        if one["loc"][:1] == errors[0]["loc"][:1]
+    ]
+    _, path, message = max(candidates, key=lambda one: (one[0], len(one[1])))
+    where, message = ".".join(path), message.removeprefix("Value error, ")  # pydantic's prefix for our own validators
+    return ApiError(400, f"{where}: {message}" if where else message, param=where or None)
+
+
+def _path(value: Any, loc: tuple[int | str, ...], missing: bool) -> list[str]:
+    """Return pydantic's `loc` without its names of union alternatives. missing: the last part names an absent field."""
+    path = []
+    for i, part in enumerate(loc):
+        if isinstance(part, int):
+            exists = isinstance(value, list)
+        else:
+            exists = isinstance(value, dict) and part in value
+        if exists:
+            value = value[part]
+        elif part != "[key]" and not (missing and i == len(loc) - 1):
+            continue
+        path.append(str(part))
+    return path

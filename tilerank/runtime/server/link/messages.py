@@ -1,0 +1,226 @@
+"""Messages between the HTTP process and rank 0: typed, each preceded by its length, over a socket pair."""
+
+from collections.abc import Iterator
+from typing import Generic, TypeVar
+
+import msgspec
+
+from ...protocol.params import Logprobs, SamplingParams, Start
+from ...protocol.prompt import Prompt
+from ...rank.counters import RankCounters
+
+
+class Submit(msgspec.Struct, frozen=True, array_like=True, tag=0):
+    """A new request with a choice for each of `seeds`, which take the place of `params.seed`.
+
+    number: the request number of the first choice, which the HTTP process chooses; the others follow it. digests: of
+    the prompt's media, so that the engine need not compute them.
+    """
+
+    number: int
+    prompt: Prompt
+    params: SamplingParams
+    seeds: list[int]
+    digests: list[bytes] = []
+
+
+class Cancel(msgspec.Struct, frozen=True, array_like=True, tag=1):
+    """Stop request `number`: its client has disconnected, or needs no further token."""
+
+    number: int
+
+
+class Token(msgspec.Struct, frozen=True, array_like=True):
+    """A generated token of request `number`.
+
+    The last one has a finish_reason: "length", or "stop" for an end-of-sequence or stop token, which is not part of the
+    text. If the grammar of a request allows no further token, no token has a finish_reason and `Ended` follows. start:
+    of the first token, unless scores of the prompt came before it.
+    """
+
+    number: int
+    token_id: int
+    finish_reason: str | None
+    logprobs: Logprobs | None
+    start: Start | None = None
+
+
+class Tokens(msgspec.Struct, frozen=True, array_like=True, tag=2):
+    """The tokens of one step."""
+
+    tokens: list[Token]
+
+
+class PromptScores(msgspec.Struct, frozen=True, array_like=True, tag=8):
+    """Log-probabilities of the next tokens of the prompt of request `number`, from the second token on.
+
+    finish_reason: "length" if the prompt is complete and no token follows.
+    """
+
+    number: int
+    logprobs: list[Logprobs]
+    finish_reason: str | None
+    start: Start | None = None
+
+
+class Refused(msgspec.Struct, frozen=True, array_like=True, tag=3):
+    """Request `number` cannot run, or cannot continue. `message` says why."""
+
+    number: int
+    message: str
+
+
+class Ended(msgspec.Struct, frozen=True, array_like=True, tag=7):
+    """Request `number` ends without a further token: its grammar allows none, or it has been cancelled."""
+
+    number: int
+
+
+class Sound(msgspec.Struct, frozen=True, array_like=True, tag=9):
+    """The next sound of request `number`: samples of 16 bits, little-endian, 24,000 a second.
+
+    A request that speaks ends with a message whose `last` is true, after the last token of its text.
+    """
+
+    number: int
+    samples: bytes
+    last: bool
+
+
+class State(msgspec.Struct, frozen=True, array_like=True, tag=4):
+    """The state of the engine. The first one means that the engine is ready.
+
+    cache_tokens: capacity of the KV cache in tokens. cache_used: fraction of its pages that running requests use.
+    running, waiting: numbers of requests. preemptions, prompt_tokens (computed), generated_tokens: totals since the
+    start. state_slots: slots for states of sequences, 0 for models without; a running request has one. snapshots: slots
+    that keep the states at the end of a common beginning of prompts. queried_tokens, hit_tokens: totals since the start
+    of the prompt tokens that were looked for in the cache and found there.
+
+    source_pages, source_pages_used: pages for keys and values of encodings, 0 for models without cross-attention, and
+    how many of them running requests use.
+
+    speaking: requests that speak or wait for it. speech_frames, speech_samples: totals since the start. talker_pages,
+    talker_pages_used: pages of the talker's cache, 0 for models that do not speak, and how many of them are in use.
+    """
+
+    context_length: int
+    cache_tokens: int
+    cache_used: float
+    running: int
+    waiting: int
+    preemptions: int
+    prompt_tokens: int
+    generated_tokens: int
+    state_slots: int = 0
+    snapshots: int = 0
+    source_pages: int = 0
+    source_pages_used: int = 0
+    queried_tokens: int = 0
+    hit_tokens: int = 0
+    speaking: int = 0
+    speech_frames: int = 0
+    speech_samples: int = 0
+    talker_pages: int = 0
+    talker_pages_used: int = 0
+
+
+class RankInfo(msgspec.Struct, frozen=True, array_like=True):
+    """A loaded rank.
+
+    nodes, cores: lists in the kernel's format ("0-3,8"), or "any" if the rank is not bound. weight_bytes, cache_bytes:
+    memory of this rank. local_memory: fraction of its memory on the nodes of its cores, None if unknown.
+    """
+
+    rank: int
+    host: str
+    nodes: str
+    cores: str
+    isa: str
+    weight_bytes: int
+    cache_bytes: int
+    local_memory: float | None
+
+
+class Ranks(msgspec.Struct, frozen=True, array_like=True, tag=5):
+    """The ranks of the engine, sent once before its first State."""
+
+    ranks: list[RankInfo]
+
+
+class Counters(msgspec.Struct, frozen=True, array_like=True, tag=6):
+    """The counters of every rank, in order of rank."""
+
+    ranks: list[RankCounters]
+
+
+def merge_states(one: State, other: State) -> State:
+    """Return the state of two engines taken as one: sums, and the shorter context length."""
+    tokens = one.cache_tokens + other.cache_tokens
+    used = one.cache_used * one.cache_tokens + other.cache_used * other.cache_tokens
+    return State(
+        min(one.context_length, other.context_length),
+        tokens,
+        used / tokens if tokens else 0.0,
+        one.running + other.running,
+        one.waiting + other.waiting,
+        one.preemptions + other.preemptions,
+        one.prompt_tokens + other.prompt_tokens,
+        one.generated_tokens + other.generated_tokens,
+        one.state_slots + other.state_slots,
+        one.snapshots + other.snapshots,
+        one.source_pages + other.source_pages,
+        one.source_pages_used + other.source_pages_used,
+        one.queried_tokens + other.queried_tokens,
+        one.hit_tokens + other.hit_tokens,
+        one.speaking + other.speaking,
+        one.speech_frames + other.speech_frames,
+        one.speech_samples + other.speech_samples,
+        one.talker_pages + other.talker_pages,
+        one.talker_pages_used + other.talker_pages_used,
+    )
+
+
+ToEngine = Submit | Cancel
+FromEngine = Tokens | PromptScores | Sound | Ended | Refused | State | Ranks | Counters
+
+_LENGTH_BYTES = 8
+M = TypeVar("M")
+
+
+def encode(message: ToEngine | FromEngine) -> bytes:
+    """Return the message as bytes, its length first."""
+    data = msgspec.msgpack.encode(message)
+    return len(data).to_bytes(_LENGTH_BYTES, "big") + data
+
+
+class Inbox(Generic[M]):
+    """Splits the bytes of a stream into messages."""
+
+    def __init__(self, decoder: msgspec.msgpack.Decoder[M]) -> None:
+        self._decoder = decoder
+        self._buffer = bytearray()
+
+    @property
+    def partial(self) -> bool:
+        """Whether a part of a message has been received."""
+        return bool(self._buffer)
+
+    def feed(self, data: bytes) -> Iterator[M]:
+        """Append received bytes and yield the messages that are complete."""
+        self._buffer += data
+        while len(self._buffer) >= _LENGTH_BYTES:
+            end = _LENGTH_BYTES + int.from_bytes(self._buffer[:_LENGTH_BYTES], "big")
+            if len(self._buffer) < end:
+                return
+            with memoryview(self._buffer) as view, view[_LENGTH_BYTES:end] as data_of_message:
+                message = self._decoder.decode(data_of_message)
+            del self._buffer[:end]
+            yield message
+
+
+def engine_inbox() -> Inbox[ToEngine]:
+    return Inbox(msgspec.msgpack.Decoder(ToEngine))
+
+
+def client_inbox() -> Inbox[FromEngine]:
+    return Inbox(msgspec.msgpack.Decoder(FromEngine))

@@ -1,1 +1,0 @@
-"""Pictures and videos of requests: which may be read, how much of them, and from where."""
