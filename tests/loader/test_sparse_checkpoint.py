@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from tilerank.kernels import core
-from tilerank.launch.bench.public.configs import PUBLIC_CONFIGS
+from tilerank.launch.bench.public import public_config
 from tilerank.loader.card import read_card
 from tilerank.loader.checkpoint import INDEX, Checkpoint
 from tilerank.loader.weight_formats import weight_formats
@@ -29,7 +29,7 @@ from tilerank.runtime.rank.registry import build_model
 HIDDEN, DENSE, WIDTH, EXPERTS, VOCAB = 7168, 18432, 2048, 256, 1024
 HEADS, QUERIES, KEYS, ROPE, NOPE, VALUES = 128, 1536, 512, 64, 128, 128
 QUANTISATION = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
-CONFIG = PUBLIC_CONFIGS["deepseek-v3.1"] | {
+CONFIG = public_config("deepseek-v3.1") | {
     "num_hidden_layers": 2,
     "first_k_dense_replace": 1,
     "vocab_size": VOCAB,

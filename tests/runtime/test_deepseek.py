@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 from tiny import make_checkpoint
 from torch import Tensor
 
-from tilerank.launch.bench.public.configs import PUBLIC_CONFIGS
+from tilerank.launch.bench.public import public_config
 from tilerank.loader.card import read_card
 from tilerank.loader.errors import ConfigError
 from tilerank.loader.weight_formats import weight_formats
@@ -33,7 +33,7 @@ from tilerank.runtime.rank.registry import build_model
 from tilerank.runtime.step.latent_forms import ContextPart, LatentForms, latent_forms
 from tilerank.runtime.step.rope import RopeTable, inverse_frequencies
 
-V31 = PUBLIC_CONFIGS["deepseek-v3.1"]
+V31 = public_config("deepseek-v3.1")
 NEW_TOKENS = 24
 TP = [1, 2, 3, 5, 6]
 TINY = {"family": "deepseek_v3", "hidden": 128, "inter": 200, "vocab": 500, "layers": 3, "moe_inter": 80}

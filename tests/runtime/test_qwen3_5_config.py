@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from tiny import make_checkpoint
 from torch import Tensor
 
-from tilerank.launch.bench.public.configs import PUBLIC_CONFIGS
+from tilerank.launch.bench.public import public_config
 from tilerank.launch.bench.work import model_work
 from tilerank.loader.card import read_card
 from tilerank.loader.checkpoint import Checkpoint
@@ -35,7 +35,7 @@ from tilerank.runtime.models.delta_net import GatedDeltaNet
 from tilerank.runtime.rank.registry import build_model
 from tilerank.runtime.step.cache import RecurrentState
 
-NINE_B = PUBLIC_CONFIGS["qwen3.5-9b"]
+NINE_B = public_config("qwen3.5-9b")
 TEXT: dict[str, Any] = NINE_B["text_config"]
 KINDS = ["linear_attention", "linear_attention", "linear_attention", "full_attention"] * 8
 
@@ -66,7 +66,7 @@ def shapes(found: Decoder) -> dict[str, tuple[int, ...]]:
 def test_names_and_shapes_are_those_of_transformers(tmp_path: Path, like: str) -> None:
     from transformers import AutoConfig, Qwen3_5ForConditionalGeneration
 
-    write_config(tmp_path, PUBLIC_CONFIGS[like], {})
+    write_config(tmp_path, public_config(like), {})
     with torch.device("meta"):
         theirs = Qwen3_5ForConditionalGeneration(AutoConfig.from_pretrained(tmp_path)).state_dict()
     found = model(tmp_path)
@@ -80,7 +80,7 @@ def test_a_mixture_has_every_projection_of_transformers(tmp_path: Path) -> None:
     """Our names are those of experts that are stored apart; transformers 5 has them in two tensors."""
     from transformers import AutoConfig, Qwen3_5MoeForConditionalGeneration
 
-    write_config(tmp_path, PUBLIC_CONFIGS["qwen3.5-35b-a3b"], {})
+    write_config(tmp_path, public_config("qwen3.5-35b-a3b"), {})
     with torch.device("meta"):
         theirs = Qwen3_5MoeForConditionalGeneration(AutoConfig.from_pretrained(tmp_path)).state_dict()
     ours = shapes(model(tmp_path))

@@ -33,7 +33,7 @@ from tilerank.launch.bench.media_inputs import (
 )
 from tilerank.launch.bench.media_report import PARTS, TOWER_PARTS, rows_of, table
 from tilerank.launch.bench.peaks import Peaks
-from tilerank.launch.bench.public.configs import PROCESSORS, PUBLIC_CONFIGS
+from tilerank.launch.bench.public import processor_files, public_config
 from tilerank.launch.bench.work import encoder_work
 from tilerank.launch.errors import LaunchError
 from tilerank.loader.card import read_card
@@ -51,7 +51,7 @@ def parse(*words: str) -> argparse.Namespace:
 
 def test_work_of_a_tower_by_hand(tmp_path: Path) -> None:
     """Qwen3-VL-2B: 24 layers of 1024 and 4096, patches of 3 x 2 x 16 x 16, four mergers of 4 x 1024 to 2048."""
-    (tmp_path / "config.json").write_text(json.dumps(PUBLIC_CONFIGS["qwen3-vl-2b"]))
+    (tmp_path / "config.json").write_text(json.dumps(public_config("qwen3-vl-2b")))
     work = encoder_work(read_card(tmp_path), torch.bfloat16, (2, 6, 10))
     patches, per_patch = 2 * 60, 1536 * 1024 + 24 * (4 * 1024 * 1024 + 2 * 1024 * 4096)
     merger = 4096 * 4096 + 4096 * 2048
@@ -68,7 +68,7 @@ def test_work_of_a_tower_by_hand(tmp_path: Path) -> None:
 def test_work_of_tiles_by_hand(tmp_path: Path) -> None:
     """Llama-3.2-11B-Vision: 40 layers of 1280 and 5120 over the 4 x 1608 rows of a picture, of which one tile of 1601
     is real: real rows see all, and the others see the real ones. Patches of 3 x 14 x 14, and a projector."""
-    (tmp_path / "config.json").write_text(json.dumps(PUBLIC_CONFIGS["llama-3.2-11b-vision"]))
+    (tmp_path / "config.json").write_text(json.dumps(public_config("llama-3.2-11b-vision")))
     work = encoder_work(read_card(tmp_path), torch.bfloat16, (1, 40, 40))
     rows, block = 4 * 1608, 4 * 1280 * 1280 + 2 * 1280 * 5120
     linear = 1600 * 3 * 14 * 14 * 1280 + rows * 40 * block + 4 * 1601 * 6 * 1280 * 4096
@@ -94,8 +94,8 @@ def test_work_of_a_tower_of_sound_by_hand(hears: Path) -> None:
 
 def test_public_processors_cut_pictures_as_their_configs_say() -> None:
     for like in ("qwen3-vl-2b", "qwen3-vl-8b"):
-        vision = PUBLIC_CONFIGS[like]["vision_config"]
-        for settings in PROCESSORS["qwen3_vl"].values():
+        vision = public_config(like)["vision_config"]
+        for settings in processor_files("qwen3_vl").values():
             assert settings["patch_size"] == vision["patch_size"] and settings["merge_size"] == 2
 
 

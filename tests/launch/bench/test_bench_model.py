@@ -15,7 +15,7 @@ from tilerank.kernels import core
 from tilerank.launch.bench import command
 from tilerank.launch.bench.cases import Case, Timing, cases_of, prompts, timing_of
 from tilerank.launch.bench.peaks import Peaks
-from tilerank.launch.bench.public.configs import PUBLIC_CONFIGS
+from tilerank.launch.bench.public import public_config
 from tilerank.launch.bench.report import phase_rows
 from tilerank.launch.bench.work import ModelWork, model_work
 from tilerank.launch.errors import LaunchError
@@ -66,7 +66,7 @@ def test_work_of_int8_weights() -> None:
 
 def test_work_of_a_mixture_of_experts_by_hand(tmp_path: Path) -> None:
     """Qwen3-30B-A3B of two layers: hidden 2048, 32 and 4 heads of 128, 8 of 128 experts of width 768."""
-    config = PUBLIC_CONFIGS["qwen3-30b-a3b"] | {"num_hidden_layers": 2}
+    config = public_config("qwen3-30b-a3b") | {"num_hidden_layers": 2}
     (tmp_path / "config.json").write_text(json.dumps(config))
     work = model_work(read_card(tmp_path), torch.bfloat16)
     qkv, rest, expert = 2048 * (32 + 4 + 4) * 128, 32 * 128 * 2048 + 2048 * 128, 3 * 2048 * 768  # rest: out and router

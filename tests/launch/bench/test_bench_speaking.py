@@ -8,7 +8,7 @@ import torch
 from command import DEMO, run
 from tiny import make_checkpoint
 
-from tilerank.launch.bench.public.configs import PUBLIC_CONFIGS
+from tilerank.launch.bench.public import public_config
 from tilerank.launch.bench.speaking import table
 from tilerank.launch.bench.work import predictor_cost
 from tilerank.loader.quantization_config import Quantization
@@ -43,7 +43,7 @@ def test_table_divides_a_frame() -> None:
 @pytest.mark.parametrize("quantized", [False, True])
 def test_work_of_the_predictor_by_hand(tmp_path: Path, quantized: bool) -> None:
     """Five layers of 1024 and 3072 with 16 heads and 8 KV heads of 128, read 15 times a frame, and 15 heads of 2048."""
-    (tmp_path / "config.json").write_text(json.dumps(PUBLIC_CONFIGS["qwen3-omni-30b-a3b-instruct"]))
+    (tmp_path / "config.json").write_text(json.dumps(public_config("qwen3-omni-30b-a3b-instruct")))
     card = read_supported_card(tmp_path)
     cost = predictor_cost(card, torch.bfloat16, Quantization("int8") if quantized else None)
     layers = 5 * 1024 * ((16 + 8 + 8 + 16) * 128 + 3 * 3072)

@@ -9,7 +9,7 @@ import torch
 from command import DEMO, known_peaks, run
 
 from tilerank.kernels import core
-from tilerank.launch.bench.public.configs import PUBLIC_CONFIGS
+from tilerank.launch.bench.public import public_config
 from tilerank.launch.bench.speech.code2wav import PEER, table
 from tilerank.parallel.cost import Work
 from tilerank.parallel.sharding import Sharding
@@ -19,7 +19,7 @@ from tilerank.runtime.rank.registry import build_model, read_supported_card
 def test_work_of_a_frame_by_hand(tmp_path: Path) -> None:
     """Eight layers of 1024 and 3072 with a window of 72; rows double twice; from 1536 channels at 4 rows of a frame to
     96 at 1920."""
-    (tmp_path / "config.json").write_text(json.dumps(PUBLIC_CONFIGS["qwen3-omni-30b-a3b-instruct"]))
+    (tmp_path / "config.json").write_text(json.dumps(public_config("qwen3-omni-30b-a3b-instruct")))
     model = build_model(read_supported_card(tmp_path), Sharding(2, 3, torch.bfloat16, None))
     assert model.speaker is not None
     cost = model.speaker.vocoder.cost()

@@ -15,7 +15,7 @@ from safetensors import safe_open
 from tilerank.launch import cli
 from tilerank.launch.bench import make_model
 from tilerank.launch.bench.media_inputs import Clip, MediaPrompts
-from tilerank.launch.bench.public.configs import PUBLIC_CONFIGS
+from tilerank.launch.bench.public import PUBLIC_MODELS, public_config
 from tilerank.launch.errors import LaunchError
 from tilerank.loader.card import read_card
 from tilerank.loader.checkpoint import Checkpoint
@@ -48,7 +48,7 @@ def test_tokens_of_a_random_moe_model_choose_different_experts(tmp_path: Path, m
     like = "qwen3-30b-a3b"
     sizes = {"hidden_size": 512, "moe_intermediate_size": 32, "num_experts": 64, "num_experts_per_tok": 2}
     sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2}
-    monkeypatch.setitem(PUBLIC_CONFIGS, like, PUBLIC_CONFIGS[like] | {"vocab_size": 4200} | sizes)
+    imitate(monkeypatch, like, public_config(like) | {"vocab_size": 4200} | sizes)
     out = tmp_path / "made"
     assert cli.main(["bench", "make-model", str(out), "--like", like, "--layers", "3"]) == 0
     experts_per_layer = []
@@ -63,6 +63,13 @@ def test_tokens_of_a_random_moe_model_choose_different_experts(tmp_path: Path, m
     ids = torch.randperm(4200, generator=torch.Generator().manual_seed(0))[:24].tolist()
     Engine(Worker(out, team, dtype=torch.float32, max_total_tokens=64, eager=True)).score(Prompt(ids))
     assert len(experts_per_layer) == 3 and min(experts_per_layer) >= 26  # expected by chance: 64 (1 - (62/64)^24) = 34
+
+
+def imitate(monkeypatch: pytest.MonkeyPatch, like: str, config: dict[str, Any]) -> None:
+    """Let `make-model --like` take `config` for that of the public model `like`."""
+    monkeypatch.setattr(
+        make_model, "public_config", lambda name: copy.deepcopy(config) if name == like else public_config(name)
+    )
 
 
 def score(model_dir: Path, ids: list[int]) -> torch.Tensor:
@@ -99,14 +106,14 @@ SMALL: dict[str, Any] = {
 
 
 @pytest.mark.parametrize(
-    "like", [name for name, c in sorted(PUBLIC_CONFIGS.items()) if not c.keys() & {"vision_config", "thinker_config"}]
+    "like", [name for name in PUBLIC_MODELS if not public_config(name).keys() & {"vision_config", "thinker_config"}]
 )
 def test_transformers_gives_a_random_model_the_same_logits(
     like: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(PUBLIC_CONFIGS, like, PUBLIC_CONFIGS[like] | SMALL)
+    imitate(monkeypatch, like, public_config(like) | SMALL)
     out = tmp_path / "made"
-    experts = ["--experts", "16"] if "n_routed_experts" in PUBLIC_CONFIGS[like] else []
+    experts = ["--experts", "16"] if "n_routed_experts" in public_config(like) else []
     assert cli.main(["bench", "make-model", str(out), "--like", like, "--layers", "1", *experts]) == 0
     assert "1 layers" in capsys.readouterr().out and list(tmp_path.iterdir()) == [out]
     assert read_card(out).eos_token_ids == read_card(DEMO).eos_token_ids
@@ -116,7 +123,7 @@ def test_transformers_gives_a_random_model_the_same_logits(
 
 def test_a_mixture_may_have_fewer_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     """The 8 experts of a token are from 4 of 8 groups, so that 16 is the least. Layers of both kinds are kept."""
-    monkeypatch.setitem(PUBLIC_CONFIGS, "deepseek-v3.1", PUBLIC_CONFIGS["deepseek-v3.1"] | SMALL)
+    imitate(monkeypatch, "deepseek-v3.1", public_config("deepseek-v3.1") | SMALL)
     make = ["bench", "make-model", str(tmp_path / "made"), "--like", "deepseek-v3.1", "--layers", "2", "--experts"]
     for experts in ("8", "20", "257"):
         assert cli.main([*make, experts]) == 1
@@ -133,7 +140,7 @@ def test_a_mixture_may_have_fewer_experts(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def tiny_vision_config(like: str) -> dict[str, Any]:
-    config = copy.deepcopy(PUBLIC_CONFIGS[like])
+    config = public_config(like)
     config["text_config"] |= {"hidden_size": 96, "intermediate_size": 128, "vocab_size": 600}
     config["text_config"] |= {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 5}
     config["vision_config"] |= {"hidden_size": 64, "num_heads": 4, "intermediate_size": 72, "out_hidden_size": 96}
@@ -146,7 +153,7 @@ def test_transformers_reads_a_random_vision_model(
 ) -> None:
     from transformers import Qwen3VLForConditionalGeneration
 
-    monkeypatch.setitem(PUBLIC_CONFIGS, like, tiny_vision_config(like))
+    imitate(monkeypatch, like, tiny_vision_config(like))
     out = tmp_path / "made"
     assert cli.main(["bench", "make-model", str(out), "--like", like, "--layers", "4", "--vision-layers", "6"]) == 0
     assert "4 layers and 6 of the vision tower" in capsys.readouterr().out
@@ -171,7 +178,7 @@ def test_transformers_reads_a_random_model_of_delta_nets(
     config["text_config"] |= {"head_dim": 64, "linear_num_key_heads": 4, "linear_num_value_heads": 8}
     config["text_config"]["rope_parameters"] |= {"mrope_section": [4, 2, 2]}
     config["text_config"] |= {"moe_intermediate_size": 64, "num_experts": 12, "shared_expert_intermediate_size": 64}
-    monkeypatch.setitem(PUBLIC_CONFIGS, like, config)
+    imitate(monkeypatch, like, config)
     out = tmp_path / "made"
     assert cli.main(["bench", "make-model", str(out), "--like", like, "--layers", "4", "--vision-layers", "2"]) == 0
     model = load_whole(AutoModelForImageTextToText, out)
@@ -185,7 +192,7 @@ def test_transformers_reads_a_random_model_that_hears(tmp_path: Path, monkeypatc
     from transformers import Qwen3OmniMoeForConditionalGeneration
 
     like = "qwen3-omni-30b-a3b"
-    config = copy.deepcopy(PUBLIC_CONFIGS[like])
+    config = public_config(like)
     thinker = config["thinker_config"]
     thinker["text_config"] |= {"hidden_size": 96, "moe_intermediate_size": 64, "vocab_size": 600, "head_dim": 32}
     thinker["text_config"] |= {"num_attention_heads": 4, "num_key_value_heads": 2}
@@ -193,7 +200,7 @@ def test_transformers_reads_a_random_model_that_hears(tmp_path: Path, monkeypatc
     thinker["vision_config"] |= {"hidden_size": 64, "num_heads": 4, "intermediate_size": 72, "out_hidden_size": 96}
     thinker["audio_config"] |= {"d_model": 64, "encoder_attention_heads": 4, "encoder_ffn_dim": 96, "output_dim": 96}
     thinker["audio_config"] |= {"encoder_layers": 2, "downsample_hidden_size": 24}
-    monkeypatch.setitem(PUBLIC_CONFIGS, like, config)
+    imitate(monkeypatch, like, config)
     out = tmp_path / "made"
     layers = ("--layers", "2", "--vision-layers", "2", "--experts", "8")
     assert cli.main(["bench", "make-model", str(out), "--like", like, *layers]) == 0
@@ -210,7 +217,7 @@ def test_transformers_reads_a_random_model_that_hears(tmp_path: Path, monkeypatc
 def test_a_talker_has_layers_that_go_with_those_of_the_text(tmp_path: Path) -> None:
     """With tensors of the talker and of code2wav, by the headers of the public release."""
     args = argparse.Namespace(like="qwen3-omni-30b-a3b-instruct", layers=4, vision_layers=None, experts=None)
-    config = copy.deepcopy(PUBLIC_CONFIGS[args.like])
+    config = public_config(args.like)
     make_model._set_layers(config, args)
     talker = config["talker_config"]
     assert (talker["accept_hidden_layer"], talker["text_config"]["num_hidden_layers"]) == (3, 4)
@@ -229,11 +236,11 @@ def test_a_talker_has_layers_that_go_with_those_of_the_text(tmp_path: Path) -> N
     assert shapes["code2wav.decoder.6.conv.weight"] == (1, 96, 7)
     args.layers = 1
     with pytest.raises(LaunchError, match="--layers: expected at least 2"):
-        make_model._set_layers(copy.deepcopy(PUBLIC_CONFIGS[args.like]), args)
+        make_model._set_layers(public_config(args.like), args)
 
 
 def test_a_text_of_few_layers_has_fewer_levels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(PUBLIC_CONFIGS, "qwen3-vl-2b", tiny_vision_config("qwen3-vl-2b"))
+    imitate(monkeypatch, "qwen3-vl-2b", tiny_vision_config("qwen3-vl-2b"))
     assert cli.main(["bench", "make-model", str(tmp_path / "made"), "--like", "qwen3-vl-2b", "--layers", "2"]) == 0
     config = json.loads((tmp_path / "made" / "config.json").read_text())
     assert config["vision_config"]["deepstack_visual_indexes"] == [5]
@@ -242,15 +249,13 @@ def test_a_text_of_few_layers_has_fewer_levels(tmp_path: Path, monkeypatch: pyte
 def test_a_tokenizer_larger_than_the_vocabulary_is_not_copied(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    tiny = PUBLIC_CONFIGS["qwen3-0.6b"] | SMALL | {"vocab_size": 4095, "bos_token_id": 1, "eos_token_id": 2}
-    monkeypatch.setitem(PUBLIC_CONFIGS, "qwen3-0.6b", tiny)
+    tiny = public_config("qwen3-0.6b") | SMALL | {"vocab_size": 4095, "bos_token_id": 1, "eos_token_id": 2}
+    imitate(monkeypatch, "qwen3-0.6b", tiny)
     assert cli.main(["bench", "make-model", str(tmp_path / "made"), "--like", "qwen3-0.6b"]) == 0
     assert "no tokenizer" in capsys.readouterr().out and not (tmp_path / "made" / "tokenizer.json").exists()
 
 
 def test_a_failed_checkpoint_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(
-        PUBLIC_CONFIGS, "qwen3-0.6b", {"model_type": "unheard-of", "num_hidden_layers": 1, "vocab_size": 1}
-    )
+    imitate(monkeypatch, "qwen3-0.6b", {"model_type": "unheard-of", "num_hidden_layers": 1, "vocab_size": 1})
     assert cli.main(["bench", "make-model", str(tmp_path / "made"), "--like", "qwen3-0.6b"]) == 1
     assert list(tmp_path.iterdir()) == []

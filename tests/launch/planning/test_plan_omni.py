@@ -8,11 +8,11 @@ import pytest
 from fake_sysfs import SNC3, Machine
 from planning import by_name, plan_on
 
-from tilerank.launch.bench.public.configs import PUBLIC_CONFIGS
+from tilerank.launch.bench.public import public_config
 from tilerank.launch.planning.plan_types import Plan
 from tilerank.loader.card import read_card
 
-CONFIG = PUBLIC_CONFIGS["qwen3-omni-30b-a3b-instruct"]
+CONFIG = public_config("qwen3-omni-30b-a3b-instruct")
 
 
 def plan_of(tmp_path: Path, config: dict[str, Any], tp: int) -> Plan:

@@ -14,7 +14,7 @@ from tiny import make_checkpoint
 from transformers.models.mllama import image_processing_pil_mllama as hf_pictures
 from transformers.models.mllama import processing_mllama as hf_prompts
 
-from tilerank.launch.bench.public.configs import PUBLIC_CONFIGS
+from tilerank.launch.bench.public import public_config
 from tilerank.loader.card import read_card
 from tilerank.loader.errors import ConfigError
 from tilerank.loader.tokenizer import Tokenizer
@@ -167,7 +167,7 @@ def test_other_families_have_no_intermediate_layers() -> None:
 def test_plans_count_sources_with_encodings(tmp_path: Path) -> None:
     """Llama-3.2-11B-Vision: 32 of its 40 layers are self-attention, with 8 KV heads of 128 in bf16. Sources share the
     bytes of encoded media. The language model alone has neither sources nor layers that see them."""
-    whole = PUBLIC_CONFIGS["llama-3.2-11b-vision"]
+    whole = public_config("llama-3.2-11b-vision")
     found = {}
     for name, config in (("whole", whole), ("text", whole["text_config"])):
         (tmp_path / "config.json").write_text(json.dumps(config))

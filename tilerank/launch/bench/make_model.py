@@ -1,7 +1,6 @@
 """`tilerank bench make-model`: writes a checkpoint of random weights in the shape of a public model."""
 
 import argparse
-import copy
 import json
 import shutil
 import tempfile
@@ -10,7 +9,7 @@ from typing import Any
 
 from ..errors import LaunchError
 from ..options.arguments import whole_number
-from .public.configs import PROCESSORS, PUBLIC_CONFIGS
+from .public import PUBLIC_MODELS, processor_files, public_config
 
 # In a checkout of the repository. The installed package contains no model; the checkpoint then gets no tokenizer.
 _ASSETS = Path(__file__).resolve().parents[3] / "assets"
@@ -61,7 +60,7 @@ _SPECIAL_IDS = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("out", type=Path, metavar="OUT_DIR", help="the directory to create")
-    parser.add_argument("--like", choices=sorted(PUBLIC_CONFIGS), required=True, help="the public model to imitate")
+    parser.add_argument("--like", choices=PUBLIC_MODELS, required=True, help="the public model to imitate")
     parser.add_argument(
         "--layers", type=whole_number(1), metavar="N", help="number of layers (default: as the public model)"
     )
@@ -81,7 +80,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     out: Path = args.out
-    config = copy.deepcopy(PUBLIC_CONFIGS[args.like])
+    config = public_config(args.like)
     _set_layers(config, args)
     _set_experts(config, args)
     if out.exists():
@@ -188,7 +187,7 @@ def _write_checkpoint(model_dir: Path, config: dict[str, Any], seed: int) -> lis
     if vision := _model(config).get("vision_config"):
         layers += f" and {vision.get('depth') or vision[_TEXT_LAYERS]} of the vision tower"
     tokenizer = _copy_tokenizer(model_dir, config)
-    for name, content in {"config.json": config, **PROCESSORS.get(config["model_type"], {})}.items():
+    for name, content in {"config.json": config, **processor_files(config["model_type"])}.items():
         (model_dir / name).write_text(json.dumps(content, indent=2) + "\n")
     shapes = _shapes(model_dir)
     total = write_random_weights(model_dir, shapes, seed)
