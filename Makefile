@@ -85,7 +85,7 @@ lint: environment
 
 # types: check the types with mypy
 types: environment
-	$(BIN)/mypy tilerank tests
+	$(BIN)/mypy tilerank tests benchmarks
 
 # wheel: a wheel in dist/ for other machines, named after the oldest glibc that it needs
 wheel: environment

@@ -8,8 +8,13 @@ import pytest
 from command import run
 
 ROOT = Path(__file__).parents[2]
-PAGES = ["README.md", "CONTRIBUTING.md", *sorted(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md"))]
-BENCHES = "peaks|kernels|comm|model|compare|media|speech|speaking|serve|quality|make-model"
+PAGES = [
+    "README.md",
+    "CONTRIBUTING.md",
+    "benchmarks/README.md",
+    *sorted(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md")),
+]
+BENCHES = "peaks|kernels|comm|model|media|speech|speaking|serve|quality|make-model"
 
 
 @cache

@@ -4,7 +4,6 @@ import argparse
 import io
 import json
 import math
-import sys
 import wave
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from PIL import Image
 from tilerank.kernels import core, ops
 from tilerank.launch.bench import command
 from tilerank.launch.bench.launch_times import launch_times
-from tilerank.launch.bench.media import _peers, tower_parts
+from tilerank.launch.bench.media import tower_parts
 from tilerank.launch.bench.media_inputs import (
     Clip,
     MediaPrompts,
@@ -227,17 +226,9 @@ def test_refusals_come_before_any_work(words: tuple[str, ...], sentence: str) ->
         command.run(parse(*words))
 
 
-def test_peers_have_interpreters() -> None:
-    assert _peers("openvino=/a/python,transformers") == {"openvino": "/a/python", "transformers": sys.executable}
-    assert _peers("llama.cpp") == {"llama.cpp": sys.executable}
-    assert _peers("none") == {}
-    with pytest.raises(argparse.ArgumentTypeError, match=r"openvino, llama\.cpp or none, found 'vllm'"):
-        _peers("transformers,vllm")
-
-
 def test_bench_media_from_end_to_end(tmp_path: Path) -> None:
     file = tmp_path / "rows.json"
-    options = ("--tp", 2, "--size", "128x96,64x64", "--repeat", 1, "--with", "none")
+    options = ("--tp", 2, "--size", "128x96,64x64", "--repeat", 1)
     result = run("bench", "media", DEMO_VL, *options, "--json", file, env=known_peaks(core.isa()))
     assert (result.status, result.errors) == (0, []), result.err
     rows = json.loads(file.read_text())
@@ -262,7 +253,7 @@ def test_bench_media_from_end_to_end(tmp_path: Path) -> None:
 def test_bench_media_with_sound(hears: Path, tmp_path: Path) -> None:
     """A clip of 2 s has 26 tokens, and pictures are measured as well if a size is given."""
     file = tmp_path / "rows.json"
-    options = ("--tp", 1, "--audio", 2, "--size", "64x64", "--repeat", 1, "--with", "none")
+    options = ("--tp", 1, "--audio", 2, "--size", "64x64", "--repeat", 1)
     result = run("bench", "media", hears, *options, "--json", file, env=known_peaks(core.isa()))
     assert (result.status, result.errors) == (0, []), result.err
     rows = {(row["size"], row["part"]): row for row in json.loads(file.read_text())}
@@ -270,8 +261,6 @@ def test_bench_media_with_sound(hears: Path, tmp_path: Path) -> None:
     assert 0 < rows["2 s", "decode"]["seconds"] < rows["2 s", "first token"]["seconds"]
     if rows["2 s", "tower"]["peaks"]["isa"] != "reference":
         assert rows["2 s", "preprocessing"]["seconds"] > 0
-    refused = run("bench", "media", hears, "--audio", 2, "--with", "openvino")
-    assert refused.status == 1 and "--audio: the only peer is transformers" in refused.err
 
 
 def test_bench_model_with_pictures(tmp_path: Path) -> None:

@@ -72,7 +72,6 @@ def add_case_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--repeat", type=whole_number(1), default=3, metavar="N", help="runs, of which the median is used (default: 3)"
     )
-    parser.set_defaults(image=None)
     parser.add_argument("--first-seed", type=whole_number(0), default=0, help=argparse.SUPPRESS)
 
 

@@ -1,4 +1,4 @@
-"""Draws rows of `bench model` or `bench compare` as an SVG bar chart of the shares of the machine's limit."""
+"""Draws rows of `bench model`, of one or several systems, as an SVG bar chart of the shares of the machine's limit."""
 
 import argparse
 import statistics

@@ -21,7 +21,6 @@ BENCHES = {
     "media": "a picture or sound from its file to the first token, and the parts of its tower as shares of the limit",
     "speech": "codes of speech to samples, as a share of the limit and of real time",
     "speaking": "answers that are spoken at once, as seconds of sound made in a second",
-    "compare": "a model against other systems, with the same weights on the same cores, alternating",
     "serve": "a server under load over HTTP, against its engine alone",
     "make-model": "write a checkpoint of random weights in the shape of a public model",
     "quality": "perplexity of a model on given texts, for each dtype and number of ranks",

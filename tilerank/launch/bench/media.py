@@ -4,13 +4,9 @@ tokens after the first."""
 from __future__ import annotations
 
 import argparse
-import base64
-import sys
-import tempfile
 import time
 from contextlib import closing
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from msgspec import structs
@@ -35,8 +31,7 @@ from .media_inputs import (
     sizes_of,
 )
 from .media_report import rows_of, table
-from .peaks import RateProbe, mean_rates, peaks_of
-from .peer import missing_module, run_program
+from .peaks import Peaks, RateProbe, mean_rates, peaks_of
 from .rank_job import (
     EngineJob,
     add_engine_arguments,
@@ -50,7 +45,7 @@ from .rank_job import (
     run_as_rank,
     run_ranks,
 )
-from .report import OURS
+from .report import OURS, Report
 
 if TYPE_CHECKING:
     from tilerank.runtime.lead.engine import Engine
@@ -62,12 +57,6 @@ if TYPE_CHECKING:
     from .rank_job import RankMemory
 
 QUESTIONS = {"image": "What is in the picture?", "audio": "What is said?"}
-PEERS = {
-    "transformers": ("transformers", "torchvision", "PIL"),
-    "openvino": ("openvino_genai", "optimum", "PIL"),
-    "llama.cpp": ("llama_cpp", "gguf"),
-}
-"""Systems to compare with, and the modules that their interpreters need."""
 NEXT_TOKENS = 8
 """Tokens after the first that are measured."""
 _ENCODING = -1  # the number of its encodings; the engine counts from 0
@@ -84,15 +73,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--repeat", type=whole_number(1), default=3, metavar="N", help="runs, of which the median is used (default: 3)"
     )
-    parser.add_argument(
-        "--with",
-        dest="peers",
-        type=_peers,
-        default={"transformers": sys.executable},
-        metavar="NAME[=PYTHON],...|none",
-        help=f"peers from {', '.join(PEERS)}; PYTHON is the interpreter that has the peer, by default this one "
-        "(default: transformers)",
-    )
     add_engine_arguments(parser)
     add_json_argument(parser)
     add_rank_arguments(parser)
@@ -102,28 +82,23 @@ def run(args: argparse.Namespace) -> int:
     if is_rank(args):
         return run_as_rank(args, MediaJob(args))
     check_json_argument(args)
-    _check_sizes(args)
-    if args.audio and args.peers.keys() - {"transformers"}:
-        raise LaunchError("--audio: the only peer is transformers")
-    peers = {}
-    for name, python in args.peers.items():
-        if obstacle := missing_module(python, PEERS[name]):
-            print(f"{name}: skipped, {obstacle}")
-        else:
-            peers[name] = python
-    placement, cores = placement_of(args)
+    check_sizes(args)
+    _, cores = placement_of(args)
     peaks = peaks_of(cores)
-    report = run_ranks(args, args.argv)
-    reports = {OURS: report} | {name: _measure_peer(args, name, peers[name], cores, report["dtype"]) for name in peers}
-    rows = rows_of(reports, args.model.name, peaks)
-    ranks = len(placement.ranks)
-    print(f"{args.model.name}: {report['dtype']} on {ranks} rank{'s' * (ranks > 1)}, {report['isa']}; {peaks.text()}\n")
-    print("\n".join(table(rows)))
-    write_json(args, rows)
+    show(args, {OURS: run_ranks(args, args.argv)}, peaks)
     return 0
 
 
-def _sizes(args: argparse.Namespace) -> list[MediumSize]:
+def show(args: argparse.Namespace, reports: dict[str, Report], peaks: Peaks) -> None:
+    """Print the reports of tilerank and of systems beside it as a table, and write their rows where --json says."""
+    rows, own = rows_of(reports, args.model.name, peaks), reports[OURS]
+    ranks = own["tp"]
+    print(f"{args.model.name}: {own['dtype']} on {ranks} rank{'s' * (ranks > 1)}, {own['isa']}; {peaks.text()}\n")
+    print("\n".join(table(rows)))
+    write_json(args, rows)
+
+
+def sizes_in(args: argparse.Namespace) -> list[MediumSize]:
     """Return the sizes of all media."""
     pictures: list[MediumSize] = args.size or ([] if args.audio else [(1024, 1024)])
     return [*pictures, *args.audio]
@@ -134,10 +109,10 @@ def _tokens(prompts: MediaPrompts, size: MediumSize) -> int:
     return prompts.tokens_before(size, QUESTIONS[kind_of(size)])
 
 
-def _check_sizes(args: argparse.Namespace) -> None:
+def check_sizes(args: argparse.Namespace) -> None:
     """Raise LaunchError for media that the model does not take, and prompts that are longer than its context."""
     prompts, limit = media_prompts(args.model), model_card(args.model).context_length
-    for size in _sizes(args):
+    for size in sizes_in(args):
         prompts.check(size)
         if not isinstance(size, Clip):
             random_jpeg((1, 1), "")  # refuses where Pillow is missing
@@ -155,7 +130,7 @@ class MediaJob(EngineJob):
         from tilerank.kernels.kv_pages import PAGE_TOKENS
 
         self._prompts, self._decoder = media_prompts(args.model), MediaDecoder()
-        self._sizes = _sizes(args)
+        self._sizes = sizes_in(args)
         super().__init__(
             args,
             total_tokens=max(_tokens(self._prompts, size) for size in self._sizes) + PAGE_TOKENS,
@@ -193,7 +168,7 @@ def _measure(
     probe = RateProbe(cores_of(placement, read_topology()))
     tower = Tower(engine.worker)
     sizes = []
-    for size in _sizes(args):
+    for size in sizes_in(args):
         grid = prompts.grid(size)
         work = encoder_work(engine.card, dtype, grid)
         total = sum(work.values(), start=Work())
@@ -301,36 +276,3 @@ def _part_of(kernel: str) -> str:
         "add_rows": "sums",
     }
     return parts.get(kernel) or {"layer_norm": "norms", "add": "sums"}.get(kernel, "other kernels")
-
-
-def _measure_peer(args: argparse.Namespace, name: str, python: str, cores: list[int], dtype: str) -> dict[str, Any]:
-    """Return the report of a peer, whose program of peers/ measures the same media."""
-    runs = ["warm-up", *map(str, range(args.repeat))]
-    prompts, sizes = media_prompts(args.model), _sizes(args)
-    workload = {
-        "model": str(args.model.absolute()),
-        "dtype": dtype,
-        "cores": cores,
-        "next_tokens": NEXT_TOKENS,
-        "texts": {kind: prompts.text(QUESTIONS[kind], kind) for kind in map(kind_of, sizes)},
-        "sizes": [
-            [kind_of(size), [base64.b64encode(random_file(size, f"media {run}")).decode() for run in runs]]
-            for size in sizes
-        ],
-    }
-    with tempfile.TemporaryDirectory(prefix="tilerank-bench-") as scratch:
-        result = run_program(name, python, f"run_{name.replace('.', '_')}_media.py", workload, Path(scratch))
-    found = [{"size": size_text(size), "runs": of[1:]} for size, of in zip(sizes, result["sizes"], strict=True)]
-    return {"version": result["version"], "dtype": dtype, "tp": args.tp, "sizes": found}
-
-
-def _peers(text: str) -> dict[str, str]:
-    if text == "none":
-        return {}
-    found = {}
-    for peer in text.split(","):
-        name, _, python = peer.partition("=")
-        if name not in PEERS:
-            raise argparse.ArgumentTypeError(f"expected {', '.join(PEERS)} or none, found {name!r}")
-        found[name] = python or sys.executable
-    return found

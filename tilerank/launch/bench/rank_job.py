@@ -42,17 +42,25 @@ def add_rank_arguments(parser: argparse.ArgumentParser) -> None:
 def is_rank(args: argparse.Namespace) -> bool:
     """Return whether this process is a rank of a benchmark, as opposed to the command that the user started.
 
-    LaunchError under another launcher: the command must measure the peaks of the cores before ranks start on them.
+    Raises as `check_command` does.
+    """
+    if identify(os.environ).launcher == "tilerank":
+        return True
+    check_command(args)
+    return False
+
+
+def check_command(args: argparse.Namespace) -> None:
+    """Raise LaunchError under another launcher, or for options of ranks that contradict each other.
+
+    The command must measure the peaks of the cores before ranks start on them.
     """
     identity = identify(os.environ)
-    if identity.launcher == "tilerank":
-        return True
     if identity.launcher != "none" or args.nnodes > 1:
         rank = f"rank {identity.rank} of {identity.size} of another launcher"
         found = f"--nnodes {args.nnodes}" if identity.launcher == "none" else rank
         raise LaunchError(f"bench starts its own ranks, on this machine only; found {found}")
     start.check_arguments(args)
-    return False
 
 
 def run_as_rank(args: argparse.Namespace, job: Job[W]) -> int:

@@ -1,4 +1,4 @@
-"""Turns the timings of `bench model` and `bench compare` into JSON rows and a table, for one or several systems."""
+"""Turns the timings of `bench model`, and of systems beside it, into JSON rows and a table."""
 
 from __future__ import annotations
 

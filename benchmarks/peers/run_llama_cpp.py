@@ -1,7 +1,7 @@
-"""llama.cpp as a peer of `tilerank bench compare`: `python run_llama_cpp.py WORKLOAD RESULT`.
+"""llama.cpp as a peer of benchmarks/compare.py: `python run_llama_cpp.py WORKLOAD RESULT`.
 
-Runs without tilerank in a Python environment that has llama-cpp-python, and gguf to convert the model. bench/compare.py
-describes WORKLOAD and RESULT. A step is one llama_decode and the argmax of its logits.
+Runs without tilerank in a Python environment that has llama-cpp-python, and gguf to convert the model. The docstring of
+PEERS in benchmarks/compare.py describes WORKLOAD and RESULT. A step is one llama_decode and the argmax of its logits.
 """
 
 import json

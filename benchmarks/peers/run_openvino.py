@@ -1,7 +1,8 @@
-"""OpenVINO GenAI as a peer of `tilerank bench compare`: `python run_openvino.py WORKLOAD RESULT`.
+"""OpenVINO GenAI as a peer of benchmarks/compare.py: `python run_openvino.py WORKLOAD RESULT`.
 
 Runs without tilerank in a Python environment that has openvino-genai, and optimum-intel to convert the model.
-bench/compare.py describes WORKLOAD and RESULT. A step is one step of its continuous batching pipeline over all prompts.
+The docstring of PEERS in benchmarks/compare.py describes WORKLOAD and RESULT. A step is one step of its continuous
+batching pipeline over all prompts.
 """
 
 import json

@@ -1,10 +1,10 @@
-"""The transformers library as a peer of `tilerank bench media`: `python run_transformers_media.py WORKLOAD RESULT`.
+"""transformers as a peer of benchmarks/compare_media.py: `python run_transformers_media.py WORKLOAD RESULT`.
 
 Runs without tilerank in a Python environment that has transformers, torchvision and Pillow. WORKLOAD: `model`, `dtype`
-and `cores` as in bench/compare.py, `texts` (of the prompt, from the chat template, by kind of medium), `next_tokens`
-(how many follow the first one) and `sizes`, each a kind and a list of media: files in base64. RESULT: `version`, and
-`sizes`, each with a dict of seconds for each file: `decode`, `preprocessing` (its fast processor), `tower`, `first
-token` (of all of these and one pass of the language model) and `next token` (the mean).
+and `cores` as in benchmarks/compare.py, `texts` (of the prompt, from the chat template, by kind of medium),
+`next_tokens` (how many follow the first one) and `sizes`, each a kind and a list of media: files in base64.
+RESULT: `version`, and `sizes`, each with a dict of seconds for each file: `decode`, `preprocessing` (its fast
+processor), `tower`, `first token` (of all of these and one pass of the language model) and `next token` (the mean).
 """
 
 import base64

@@ -1,7 +1,8 @@
-"""The transformers library as a peer of `tilerank bench compare`: `python run_transformers.py WORKLOAD RESULT`.
+"""The transformers library as a peer of benchmarks/compare.py: `python run_transformers.py WORKLOAD RESULT`.
 
-Runs without tilerank in a Python environment that has transformers. bench/compare.py describes WORKLOAD and RESULT. A
-step is one eager forward pass with a cache and an argmax, without the rest of `generate`.
+Runs without tilerank in a Python environment that has transformers. The docstring of PEERS in benchmarks/compare.py
+describes WORKLOAD and RESULT. A step is one eager forward pass with a cache and an argmax, without the rest of
+`generate`.
 """
 
 import json

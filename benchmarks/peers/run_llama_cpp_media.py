@@ -1,4 +1,4 @@
-"""llama.cpp's mtmd as a peer of `tilerank bench media`: `python run_llama_cpp_media.py WORKLOAD RESULT`.
+"""llama.cpp's mtmd as a peer of benchmarks/compare_media.py: `python run_llama_cpp_media.py WORKLOAD RESULT`.
 
 Runs without tilerank in a Python environment that has llama-cpp-python, and gguf to convert the model. WORKLOAD and
 RESULT are those of run_transformers_media.py; `preprocessing` includes the tokens of the text. The converted model lies

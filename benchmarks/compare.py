@@ -1,4 +1,9 @@
-"""`tilerank bench compare`: tilerank and its peers with the same model, prompts and cores, alternating; medians."""
+"""Measures tilerank and its peers with the same model, prompts and cores, alternating; prints the medians.
+
+    python -m benchmarks.compare MODEL_DIR --with transformers,openvino,llama.cpp,vllm
+
+It takes the options of `tilerank bench model` as well, except --image.
+"""
 
 from __future__ import annotations
 
@@ -7,27 +12,21 @@ import contextlib
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
+from tilerank.launch.bench.cases import cases_of, check_cases, prompts, timing_of
+from tilerank.launch.bench.chart import check_chart_argument, write_chart
+from tilerank.launch.bench.json_rows import check_json_argument, write_json
+from tilerank.launch.bench.model import measure_model, new_tokens_of
+from tilerank.launch.bench.peaks import peaks_of
+from tilerank.launch.bench.rank_job import check_command, model_card, placement_of
+from tilerank.launch.bench.report import OURS, Report, merged, rows_of, table
+from tilerank.launch.errors import LaunchError
 from tilerank.loader.quantization_config import DEFAULT_INT4_GROUP
 
-from .cases import add_case_arguments, cases_of, check_cases, prompts, timing_of
-from .chart import add_chart_argument, check_chart_argument, write_chart
-from .json_rows import add_json_argument, check_json_argument, write_json
-from .model import measure_model, model_job, new_tokens_of
-from .peaks import peaks_of
-from .peer import missing_module, run_program
-from .rank_job import (
-    add_engine_arguments,
-    add_model_arguments,
-    add_rank_arguments,
-    is_rank,
-    model_card,
-    placement_of,
-    run_as_rank,
-)
-from .report import OURS, Report, merged, rows_of, table
+from . import script
+from .peer import Peer, add_peers_argument, ready_peers
 
 PEERS: dict[str, tuple[str, str | None, tuple[str, ...]]] = {
     "llama.cpp": ("llama_cpp", "run_llama_cpp.py", ("int8", "int4")),
@@ -52,60 +51,34 @@ It binds itself to `cores`.
 """
 
 
-@dataclass(frozen=True)
-class Peer:
-    """A system to compare with, and the Python interpreter in whose environment it is installed."""
-
-    name: str
-    python: str
-
-    def obstacle(self, quantization: str | None = None) -> str | None:
-        """Return why the peer cannot be measured with weights quantised so, or None if it can."""
-        module, program, quantizations = PEERS[self.name]
-        if program is None:
-            return "bench compare does not support it yet"
-        if quantization is not None and quantization not in quantizations:
-            return f"bench compare does not support --quantization {quantization} for it"
-        return missing_module(self.python, [module])
+def obstacle(peer: Peer, quantization: str | None = None) -> str | None:
+    """Return why a peer cannot be measured with weights quantised so, or None if it can."""
+    module, program, quantizations = PEERS[peer.name]
+    if program is None:
+        return "no program runs it yet"
+    if quantization is not None and quantization not in quantizations:
+        return f"its program does not support --quantization {quantization}"
+    return peer.missing_module([module])
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_model_arguments(parser)
-    parser.add_argument(
-        "--with",
-        dest="peers",
-        type=_peers,
-        default=[Peer("transformers", sys.executable)],
-        metavar="NAME[=PYTHON],...",
-        help=f"peers from {', '.join(PEERS)}; PYTHON is the interpreter that has the peer, by default this one "
-        "(default: transformers)",
-    )
+def add_own_arguments(parser: argparse.ArgumentParser) -> None:
+    add_peers_argument(parser, PEERS)
     parser.add_argument(
         "--scratch",
         type=Path,
         metavar="DIR",
         help="keep the weights that peers convert in DIR, for later runs (default: a temporary directory)",
     )
-    add_case_arguments(parser)
-    add_engine_arguments(parser)
-    add_json_argument(parser)
-    add_chart_argument(parser)
-    add_rank_arguments(parser)
 
 
-def run(args: argparse.Namespace) -> int:
-    if is_rank(args):
-        return run_as_rank(args, model_job(args))
+def compare(args: argparse.Namespace) -> int:
+    if args.image:
+        raise LaunchError("--image: peers are compared with text only")
+    check_command(args)
     check_json_argument(args)
     check_chart_argument(args)
     check_cases(args)
-    peers = []
-    for peer in args.peers:
-        obstacle = peer.obstacle(args.quantization)
-        if obstacle is None:
-            peers.append(peer)
-        else:
-            print(f"{peer.name}: skipped, {obstacle}")
+    peers = ready_peers(args.peers, lambda peer: obstacle(peer, args.quantization))
     _, cores = placement_of(args)
     peaks = peaks_of(cores)
     print(peaks.text(), flush=True)
@@ -153,7 +126,7 @@ def _measure_peer(
         ],
     }
     start = time.monotonic()
-    report = run_program(peer.name, peer.python, str(PEERS[peer.name][1]), workload, peer_scratch)
+    report = peer.run(str(PEERS[peer.name][1]), workload, peer_scratch)
     timings = [
         [asdict(timing_of([(prompt, seconds) for prompt, seconds in events], case))]
         for case, events in zip(cases, report["events"], strict=True)
@@ -161,11 +134,5 @@ def _measure_peer(
     return report | {"ready_s": report["ready_at"] - start, "timings": timings}
 
 
-def _peers(text: str) -> list[Peer]:
-    peers = []
-    for part in text.split(","):
-        name, _, python = part.partition("=")
-        if name not in PEERS:
-            raise argparse.ArgumentTypeError(f"expected some of {', '.join(PEERS)}, found {name!r}")
-        peers.append(Peer(name, python or sys.executable))
-    return peers
+if __name__ == "__main__":
+    sys.exit(script.main("model", add_own_arguments, compare, __doc__.splitlines()[0]))

@@ -1,8 +1,8 @@
-"""The transformers library as a peer of `tilerank bench speech`: `python run_transformers_speech.py WORKLOAD RESULT`.
+"""transformers as a peer of benchmarks/compare_speech.py: `python run_transformers_speech.py WORKLOAD RESULT`.
 
 Runs without tilerank in a Python environment that has transformers. WORKLOAD: `model`, `dtype` and `cores` as in
-bench/compare.py, `frames` (of each sound) and `repeat`. RESULT: `version`, and `seconds`, for each number of frames a
-list of the seconds that code2wav took. Its weights are random, on which the time does not depend.
+benchmarks/compare.py, `frames` (of each sound) and `repeat`. RESULT: `version`, and `seconds`, for each number of
+frames a list of the seconds that code2wav took. Its weights are random, on which the time does not depend.
 """
 
 import json

@@ -1,7 +1,7 @@
-"""vLLM's CPU backend as a peer of `tilerank bench compare`: `python run_vllm.py WORKLOAD RESULT`.
+"""vLLM's CPU backend as a peer of benchmarks/compare.py: `python run_vllm.py WORKLOAD RESULT`.
 
-Runs without tilerank in a Python environment that has vLLM. bench/compare.py describes WORKLOAD and RESULT. A step is
-one step of its engine, in this process, with one worker that has a thread for each core.
+Runs without tilerank in a Python environment that has vLLM. The docstring of PEERS in benchmarks/compare.py describes
+WORKLOAD and RESULT. A step is one step of its engine, in this process, with one worker that has a thread for each core.
 """
 
 import json

@@ -3,31 +3,26 @@
 from __future__ import annotations
 
 import argparse
-import statistics
-import sys
-import tempfile
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from tilerank.parallel.cost import Work
 
-from ...errors import LaunchError
-from ...host.topology import read_topology
-from ...options.arguments import whole_number
-from ...options.quantize import resolve_dtype
-from ..json_rows import add_json_argument, check_json_argument, write_json
-from ..peaks import Peaks, RateProbe, Rates, bench_cores, compute_unit, mean_rates, peaks_of, share_text
-from ..peer import missing_module, run_program
-from ..rank_job import DTYPES, add_model_arguments, whole_numbers
-from ..report import OURS
+from ..errors import LaunchError
+from ..host.topology import read_topology
+from ..options.arguments import whole_number
+from ..options.quantize import resolve_dtype
+from .json_rows import add_json_argument, check_json_argument, write_json
+from .peaks import Peaks, RateProbe, Rates, bench_cores, compute_unit, mean_rates, peaks_of, share_text
+from .rank_job import DTYPES, add_model_arguments, whole_numbers
+from .report import OURS, Row
 
 if TYPE_CHECKING:
     import torch
 
     from tilerank.runtime.step.speaker import Vocoder
 
-PEER = "transformers"
 PARTS = 4
 """Parts of a sound that are measured, after a first one."""
 
@@ -45,47 +40,39 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--repeat", type=whole_number(1), default=3, metavar="N", help="runs, of which the median is used (default: 3)"
     )
     parser.add_argument("--dtype", choices=DTYPES, default="auto", help="auto: the checkpoint's dtype")
-    parser.add_argument(
-        "--with",
-        dest="peer",
-        type=_peer,
-        default=PEER,
-        metavar=f"{PEER}[=PYTHON]|none",
-        help="PYTHON is the interpreter that has the peer, by default this one (default: transformers)",
-    )
     add_json_argument(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     check_json_argument(args)
-    from tilerank.runtime.rank.registry import read_supported_card
-
-    dtype = resolve_dtype(read_supported_card(args.model), args.dtype, None)
-    obstacle = missing_module(args.peer, [PEER]) if args.peer else None
-    if obstacle:
-        print(f"{PEER}: skipped, {obstacle}")
     cores = bench_cores(read_topology())
-    peaks = peaks_of(cores)
-    rows = _own_rows(args, dtype, cores, peaks)
-    if args.peer and not obstacle:
-        rows += _peer_rows(args, rows, cores)
-    print(f"{args.model.name}: {rows[0]['dtype']} on {len(cores)} cores, {rows[0]['isa']}; {peaks.text()}\n")
-    print("\n".join(table(rows)))
-    write_json(args, rows)
+    show(args, cores, *measure(args, cores))
     return 0
 
 
-def _own_rows(args: argparse.Namespace, dtype: torch.dtype, cores: list[int], peaks: Peaks) -> list[dict[str, Any]]:
+def show(args: argparse.Namespace, cores: list[int], rows: list[Row], peaks: Peaks) -> None:
+    """Print rows of tilerank and of a system beside it as a table, and write them where --json says."""
+    own = rows[0]
+    print(f"{args.model.name}: {own['dtype']} on {len(cores)} cores, {own['isa']}; {peaks.text()}\n")
+    print("\n".join(table(rows)))
+    write_json(args, rows)
+
+
+def measure(args: argparse.Namespace, cores: list[int]) -> tuple[list[Row], Peaks]:
+    """Return the rows of tilerank, and the peaks of the cores."""
     import torch
 
     from tilerank.kernels import core
     from tilerank.runtime.protocol.speech_settings import SAMPLE_RATE
+    from tilerank.runtime.rank.registry import read_supported_card
 
+    dtype = resolve_dtype(read_supported_card(args.model), args.dtype, None)
+    peaks = peaks_of(cores)
     vocoder = load_vocoder(args.model, dtype)
     core.start_pool(cores, spin=True)
     torch.set_num_threads(1)
     probe, cost = RateProbe(cores), vocoder.cost()
-    rows = []
+    rows: list[Row] = []
     for frames in args.frames:
         work = Work(cost.read) + cost.work(frames, 0)
         runs = [_measure(vocoder, frames, work, probe) for _ in range(args.repeat)]
@@ -108,7 +95,7 @@ def _own_rows(args: argparse.Namespace, dtype: torch.dtype, cores: list[int], pe
                 "ours_ratio": 1.0,
             }
         )
-    return rows
+    return rows, peaks
 
 
 def load_vocoder(model_dir: Path, dtype: torch.dtype) -> Vocoder:
@@ -139,48 +126,20 @@ def _measure(vocoder: Vocoder, frames: int, work: Work, probe: RateProbe) -> tup
     return seconds, mean_rates(before, probe.measure(work))
 
 
-def _peer_rows(args: argparse.Namespace, own: list[dict[str, Any]], cores: list[int]) -> list[dict[str, Any]]:
-    """Return the rows of transformers, which computes the same frames as a sound of their own."""
-    workload = {
-        "model": str(args.model.absolute()),
-        "dtype": own[0]["dtype"],
-        "cores": cores,
-        "frames": args.frames,
-        "repeat": args.repeat,
-    }
-    with tempfile.TemporaryDirectory(prefix="tilerank-bench-") as scratch:
-        found = run_program(PEER, args.peer, f"run_{PEER}_speech.py", workload, Path(scratch))
-    rows = []
-    for row, runs in zip(own, found["seconds"], strict=True):
-        seconds = statistics.median(runs)
-        rows.append(
-            {name: row[name] for name in ("model", "dtype", "frames", "sound_seconds")}
-            | {"system": PEER, "version": found["version"], "seconds": seconds}
-            | {"real_time_factor": seconds / row["sound_seconds"], "ours_ratio": seconds / row["seconds"]}
-        )
-    return rows
-
-
-def table(rows: list[dict[str, Any]]) -> list[str]:
-    """Return a header and a line for each number of frames, with the time and the ratio of the peer."""
+def table(rows: list[Row]) -> list[str]:
+    """Return a header and a line for each number of frames, with the time and the ratio of a peer, if there is one."""
     unit = f"of {compute_unit(rows[0]['peaks']['isa'])}"
-    peers = {row["frames"]: row for row in rows if row["system"] == PEER}
+    peers = {row["frames"]: row for row in rows if row["system"] != OURS}
     lines = [f"{'frames':<8}{'sound ms':>10}{'ms':>10}{'x real time':>13}{'of limit':>10}{unit:>{len(unit) + 2}}"]
-    lines[0] += f"{PEER + ' ms':>18}{'ratio':>8}" if peers else ""
+    for peer in dict.fromkeys(row["system"] for row in peers.values()):
+        lines[0] += f"{peer + ' ms':>18}{'ratio':>8}"
     for row in rows:
         if row["system"] != OURS:
             continue
         line = f"{row['frames']:<8}{1e3 * row['sound_seconds']:>10.0f}{1e3 * row['seconds']:>10.1f}"
         line += f"{1 / row['real_time_factor']:>13.2f}{share_text(row['limit_share']):>10}"
         line += f"{share_text(row['compute_share']):>{len(unit) + 2}}"
-        if peer := peers.get(row["frames"]):
-            line += f"{1e3 * peer['seconds']:>18.1f}{peer['ours_ratio']:>8.2f}"
+        if other := peers.get(row["frames"]):
+            line += f"{1e3 * other['seconds']:>18.1f}{other['ours_ratio']:>8.2f}"
         lines.append(line)
     return lines
-
-
-def _peer(text: str) -> str | None:
-    name, _, python = text.partition("=")
-    if text != "none" and name != PEER:
-        raise argparse.ArgumentTypeError(f"expected {PEER} or none, found {name!r}")
-    return None if text == "none" else python or sys.executable

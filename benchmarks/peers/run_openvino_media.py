@@ -1,4 +1,4 @@
-"""OpenVINO GenAI as a peer of `tilerank bench media`: `python run_openvino_media.py WORKLOAD RESULT`.
+"""OpenVINO GenAI as a peer of benchmarks/compare_media.py: `python run_openvino_media.py WORKLOAD RESULT`.
 
 Runs without tilerank in a Python environment that has openvino-genai, Pillow, and optimum-intel with a version of
 transformers from which it can convert the model (4.57 for Qwen3-VL). WORKLOAD and RESULT are those of
