@@ -15,7 +15,7 @@ from uvicorn.server import ServerState
 from tests.launch.test_http_timeouts import REQUEST, App
 from tilerank.launch.serving import acceptor as acceptor_module
 from tilerank.launch.serving.acceptor import Acceptor
-from tilerank.launch.serving.http_timeouts import PatientProtocol
+from tilerank.launch.serving.http_timeouts import DeadlineProtocol
 
 
 @asynccontextmanager
@@ -24,7 +24,7 @@ async def accepting(app: Any, limit: int) -> AsyncIterator[int]:
     config = Config(app, log_config=None, lifespan="off")
     config.load()
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        acceptor = Acceptor(listener, partial(PatientProtocol, config, ServerState(), {}), limit)
+        acceptor = Acceptor(listener, partial(DeadlineProtocol, config, ServerState(), {}), limit)
         yield listener.getsockname()[1]
         acceptor.close()
         await acceptor.wait_closed()

@@ -30,11 +30,8 @@ def renderer_of(directory: Path, template: str | None) -> ChatRenderer:
 
 
 def end(renderer: ChatRenderer) -> None:
-    for one in renderer._pool.processes:
-        one.close()
-        if one._process is not None:
-            one._process.kill()
-            one._process.wait()
+    for process in renderer.pool.processes:
+        process.end()
 
 
 async def render(renderer: ChatRenderer, text: str) -> str:

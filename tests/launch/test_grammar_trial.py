@@ -7,7 +7,7 @@ import signal
 from collections.abc import Iterator
 
 import pytest
-from command import DEMO
+from command import DEMO, await_true
 
 from tilerank.launch.serving.grammar_trial import GrammarTrial
 from tilerank.runtime.protocol.errors import RequestError
@@ -35,10 +35,10 @@ def check(trial: GrammarTrial, grammar: str) -> None:
 def trial() -> Iterator[GrammarTrial]:
     trial = GrammarTrial(DEMO)
     yield trial
-    [limited] = trial._pool.processes
-    limited.close()
-    if limited._process is not None:
-        assert limited._process.wait(110) == 0  # it ends when its input is closed
+    [process] = trial.pool.processes
+    process.close()
+    await_true(lambda: process.pid is None, 110, "the process does not end when its input is closed")
+    assert process.end() == "ended with status 0"
 
 
 def test_errors_say_what_is_wrong(trial: GrammarTrial) -> None:
@@ -59,23 +59,21 @@ def test_bombs_are_refused_and_the_next_grammar_is_judged(trial: GrammarTrial, b
 
 def test_a_killed_process_is_replaced(trial: GrammarTrial) -> None:
     check(trial, "start: /gone/")
-    process = trial._pool.processes[0]._process
-    assert process is not None
-    os.kill(process.pid, signal.SIGKILL)
-    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    pid = trial.pool.processes[0].pid
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
     check(trial, "start: /the next/")
 
 
 def test_signals_that_end_a_server_do_not_end_it(trial: GrammarTrial) -> None:
     """The whole process group gets these signals, and running requests are still answered."""
-    [limited] = trial._pool.processes
-    if limited._process is not None:
-        limited._process.kill()
-        limited._process.wait()
-    limited.start()
-    process = limited._process
-    assert process is not None
+    [process] = trial.pool.processes
+    process.end()
+    process.connect()
+    pid = process.pid
+    assert pid is not None
     for number in (signal.SIGTERM, signal.SIGINT):
-        os.kill(process.pid, number)
+        os.kill(pid, number)
     check(trial, "start: /under way/")
-    assert limited._process is process and process.poll() is None
+    assert process.pid == pid

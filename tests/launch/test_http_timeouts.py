@@ -8,8 +8,8 @@ import pytest
 from uvicorn import Config
 from uvicorn.server import ServerState
 
-from tilerank.launch.serving import http_timeouts as patience
-from tilerank.launch.serving.http_timeouts import PatientProtocol
+from tilerank.launch.serving import http_timeouts
+from tilerank.launch.serving.http_timeouts import DeadlineProtocol
 
 REQUEST = b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 2\r\n\r\nab"
 ENDLESS = 1e6
@@ -35,14 +35,14 @@ class App:
         self.ended.set()
 
 
-async def connected(app: Any) -> tuple[PatientProtocol, asyncio.StreamReader, asyncio.StreamWriter]:
+async def connected(app: Any) -> tuple[DeadlineProtocol, asyncio.StreamReader, asyncio.StreamWriter]:
     """Return the server's end of a connection, and the client's."""
-    made: asyncio.Future[PatientProtocol] = asyncio.get_running_loop().create_future()
+    made: asyncio.Future[DeadlineProtocol] = asyncio.get_running_loop().create_future()
     config = Config(app, log_config=None, lifespan="off", timeout_keep_alive=10**6)
     config.load()
 
-    def protocol() -> PatientProtocol:
-        made.set_result(PatientProtocol(config, ServerState(), {}))
+    def protocol() -> DeadlineProtocol:
+        made.set_result(DeadlineProtocol(config, ServerState(), {}))
         return made.result()
 
     server = await asyncio.get_running_loop().create_server(protocol, "127.0.0.1", 0)
@@ -61,13 +61,13 @@ async def gone(reader: asyncio.StreamReader) -> bool:
 @pytest.mark.parametrize("sent", [b"", REQUEST[:20], REQUEST[:-1]], ids=["nothing", "half a head", "half a body"])
 def test_who_does_not_get_done_with_a_request(monkeypatch: pytest.MonkeyPatch, sent: bytes) -> None:
     async def run() -> None:
-        monkeypatch.setattr(patience, "REQUEST_S", ENDLESS)
+        monkeypatch.setattr(http_timeouts, "REQUEST_S", ENDLESS)
         protocol, reader, writer = await connected(App())
         writer.write(sent)
         await writer.drain()
         assert protocol._sending is not None
         protocol._sending.cancel()
-        monkeypatch.setattr(patience, "REQUEST_S", 0)
+        monkeypatch.setattr(http_timeouts, "REQUEST_S", 0)
         protocol._await_request()
         assert await gone(reader)
 
@@ -78,7 +78,7 @@ def test_who_waits_for_an_answer_may_wait(monkeypatch: pytest.MonkeyPatch) -> No
     """The deadline for the next request starts anew after the answer."""
 
     async def run() -> None:
-        monkeypatch.setattr(patience, "REQUEST_S", ENDLESS)
+        monkeypatch.setattr(http_timeouts, "REQUEST_S", ENDLESS)
         app = App()
         protocol, reader, writer = await connected(app)
         for _ in range(2):
@@ -100,8 +100,8 @@ def test_who_waits_for_an_answer_may_wait(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize("takes", [True, False])
 def test_who_does_not_take_an_answer(monkeypatch: pytest.MonkeyPatch, takes: bool) -> None:
     async def run() -> None:
-        monkeypatch.setattr(patience, "REQUEST_S", ENDLESS)
-        monkeypatch.setattr(patience, "TAKE_S", ENDLESS if takes else 0)
+        monkeypatch.setattr(http_timeouts, "REQUEST_S", ENDLESS)
+        monkeypatch.setattr(http_timeouts, "TAKE_S", ENDLESS if takes else 0)
         app = App(pieces=1000)  # more than the buffers hold
         protocol, reader, writer = await connected(app)
         writer.write(REQUEST)

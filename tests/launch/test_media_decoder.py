@@ -253,7 +253,7 @@ def test_damaged_files_end_no_process(decoder: MediaDecoder) -> None:
 
 
 def pids(decoder: MediaDecoder) -> list[int]:
-    return [process._process.pid for process in decoder._idle.queue if process is not None]
+    return [process.pid for process in decoder.processes if process.pid is not None]
 
 
 def test_a_killed_process_is_started_again() -> None:

@@ -23,7 +23,7 @@ SIDE = 1600
 TRIANGLE = (DEMO_VL.parent / "red-triangle.png").read_bytes()
 ANSWER = "a red triangle at the bottom left"
 LOST = [(0, signal.SIGKILL), (1, signal.SIGKILL), (1, signal.SIGSTOP)]
-DECODER = "tilerank.runtime.media.decode_process"
+DECODER = "tilerank.launch.serving.media_decoder"
 HTTP = "TILERANK_HTTP_FDS"  # the HTTP process, and those that it started later
 GONE = {
     "message": "The engine stopped before the answer was complete.",

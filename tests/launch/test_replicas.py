@@ -11,10 +11,10 @@ from fake_sysfs import GIB, SNC3, Machine, sockets
 from tilerank.launch.commands import serve
 from tilerank.launch.host.placement import divide_placement, place
 from tilerank.launch.host.topology import read_topology
-from tilerank.launch.planning.replicas import Appetite, divide
+from tilerank.launch.planning.replicas import ModelBytes, divide
 
 
-def never() -> Appetite:
+def never() -> ModelBytes:
     raise AssertionError("the model's size does not matter here")
 
 
@@ -54,14 +54,14 @@ def test_the_fewest_nodes_that_hold_and_read_it_well(
 ) -> None:
     machine = Machine(SNC3, memory=dict.fromkeys(range(6), memory * GIB))
     topology = read_topology(machine.write(tmp_path))
-    division = divide(topology, None, None, lambda: Appetite(weights * GIB, token * GIB))
+    division = divide(topology, None, None, lambda: ModelBytes(weights * GIB, token * GIB))
     assert (division.tp, division.dp) == expected
     assert division.reason is not None and division.reason.endswith(says)
 
 
 def test_the_node_with_the_least_memory_counts(tmp_path: Path) -> None:
     topology = read_topology(Machine([(0, 8), (1, 8)], memory={0: 64 * GIB, 1: 16 * GIB}).write(tmp_path))
-    division = divide(topology, None, None, lambda: Appetite(9 * GIB, 4 * GIB))
+    division = divide(topology, None, None, lambda: ModelBytes(9 * GIB, 4 * GIB))
     assert (division.tp, division.dp) == (2, 1)
 
 
@@ -80,9 +80,9 @@ def test_what_the_demo_model_takes() -> None:
             values += sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
     parser = argparse.ArgumentParser()
     serve.add_arguments(parser)
-    appetite = serve.ServeJob(parser.parse_args([str(DEMO), "--dtype", "float32"])).appetite()
-    assert appetite.token == 4 * values
-    assert appetite.token <= appetite.weights < 1.1 * appetite.token
+    model = serve.ServeJob(parser.parse_args([str(DEMO), "--dtype", "float32"])).model_bytes()
+    assert model.token == 4 * values
+    assert model.token <= model.weights < 1.1 * model.token
 
 
 def test_replicas_get_neighbouring_nodes(tmp_path: Path) -> None:

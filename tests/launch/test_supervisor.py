@@ -54,7 +54,7 @@ SUPERVISOR = """
 # handler may interrupt it.
 PREAMBLE = """
     import os, signal, sys, time
-    from tilerank.launch.processes.status import Failed, Reached, StatusPipe
+    from tilerank.launch.processes.status import ErrorReport, Reached, StatusPipe
     rank = int(sys.argv[1])
     status = StatusPipe(int(os.environ["TILERANK_STATUS"]))
     def tell(text):
@@ -141,19 +141,19 @@ def test_ranks_are_prepared_and_have_no_input() -> None:
             id="exited",
         ),
         pytest.param(
-            'if rank == 2: status.send(Failed("no room", False)); os._exit(1)\ntime.sleep(600)',
+            'if rank == 2: status.send(ErrorReport("no room", False)); os._exit(1)\ntime.sleep(600)',
             1,
             "rank 2: no room",
             id="own-words",
         ),
         pytest.param(
-            'if rank == 0: status.send(Failed("the prompt is too long", False)); os._exit(1)\ntime.sleep(600)',
+            'if rank == 0: status.send(ErrorReport("the prompt is too long", False)); os._exit(1)\ntime.sleep(600)',
             1,
             "the prompt is too long",
             id="rank-0-speaks-for-all",
         ),
         pytest.param(
-            'await_all(3); status.send(Failed("shape (3, 4) expected", False)); os._exit(1)',
+            'await_all(3); status.send(ErrorReport("shape (3, 4) expected", False)); os._exit(1)',
             1,
             r"shape \(3, 4\) expected",
             id="all-say-so",
@@ -164,7 +164,7 @@ def test_ranks_are_prepared_and_have_no_input() -> None:
             if rank == 1:
                 time.sleep(0.5)
                 os.kill(os.getpid(), 9)
-            status.send(Failed("rank 1 is gone", True))
+            status.send(ErrorReport("rank 1 is gone", True))
             os._exit(1)
             """,
             137,
@@ -174,7 +174,7 @@ def test_ranks_are_prepared_and_have_no_input() -> None:
         pytest.param(
             """
             if rank == 1: os.kill(os.getpid(), signal.SIGSTOP)
-            status.send(Failed("rank 1 did not answer within 8 s", True))
+            status.send(ErrorReport("rank 1 did not answer within 8 s", True))
             os._exit(1)
             """,
             1,
@@ -299,7 +299,7 @@ def test_a_stopped_rank_is_the_cause_also_if_others_report_it_first() -> None:
     program = """
         if rank == 1: os.kill(os.getpid(), signal.SIGSTOP)
         time.sleep(1.5)
-        status.send(Failed("rank 1 did not answer within 1 s", True))
+        status.send(ErrorReport("rank 1 did not answer within 1 s", True))
         os._exit(1)
     """
     status, _, err = run(program, 3, LONGEST_STOP_S="2")

@@ -21,11 +21,12 @@ from tilerank.runtime.lead.engine import Completed, Engine, Event, Failed, Reque
 from tilerank.runtime.lead.sampling import SamplingParams
 from tilerank.runtime.lead.scheduler import Scheduled
 from tilerank.runtime.protocol.errors import RequestError
+from tilerank.runtime.protocol.framing import encode
 from tilerank.runtime.protocol.grammar import Vocabulary, allowed_tokens
 from tilerank.runtime.protocol.prompt import Prompt
 from tilerank.runtime.rank.worker import Worker
 from tilerank.runtime.server.link.engine_loop import serve_connections
-from tilerank.runtime.server.link.messages import Submit, encode
+from tilerank.runtime.server.link.messages import Submit
 
 TOKENIZER = Tokenizer(DEMO)
 PROMPT = TOKENIZER.encode("In the beginning God created the heaven and")

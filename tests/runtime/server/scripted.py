@@ -16,12 +16,13 @@ from starlette.types import ASGIApp
 
 from tilerank.loader.generation_config import SamplingDefaults
 from tilerank.loader.tokenizer import Tokenizer
+from tilerank.runtime.protocol.framing import encode
 from tilerank.runtime.server.apis.settings import ServerSettings
 from tilerank.runtime.server.app import make_app
 from tilerank.runtime.server.chat.media import MediaReader
 from tilerank.runtime.server.chat.tool_formats import DeepSeekTools, tool_parser
 from tilerank.runtime.server.link.client import EngineClient
-from tilerank.runtime.server.link.messages import Cancel, Sound, State, Submit, Token, Tokens, encode, engine_inbox
+from tilerank.runtime.server.link.messages import Cancel, Sound, State, Submit, Token, Tokens, engine_inbox
 
 QWEN = (
     "{% if tools %}{{ tools | tojson }}<tool_call>{% endif %}"

@@ -23,6 +23,7 @@ from tilerank.loader.generation_config import SamplingDefaults
 from tilerank.loader.tokenizer import Tokenizer
 from tilerank.runtime.media.decoder import Decoder
 from tilerank.runtime.media.registry import load_processor
+from tilerank.runtime.protocol.framing import encode
 from tilerank.runtime.protocol.prompt import Prompt
 from tilerank.runtime.server.apis.settings import ServerSettings
 from tilerank.runtime.server.app import make_app
@@ -31,7 +32,7 @@ from tilerank.runtime.server.chat.tool_formats import HermesTools
 from tilerank.runtime.server.http import fetch, media_budget
 from tilerank.runtime.server.http.fetch import Fetcher
 from tilerank.runtime.server.link.client import EngineClient
-from tilerank.runtime.server.link.messages import State, Submit, Token, Tokens, encode, engine_inbox
+from tilerank.runtime.server.link.messages import State, Submit, Token, Tokens, engine_inbox
 
 TOKENIZER = Tokenizer(DEMO_VL)
 (IMAGE,) = TOKENIZER.encode("<|image_pad|>", False)

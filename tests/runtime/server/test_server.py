@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from tilerank.loader.generation_config import SamplingDefaults
 from tilerank.loader.tokenizer import Tokenizer
+from tilerank.runtime.protocol.framing import encode
 from tilerank.runtime.protocol.params import Logprobs, SamplingParams
 from tilerank.runtime.protocol.prompt import Prompt
 from tilerank.runtime.server.apis.completions.choices import ChatFormatter, TextFormatter
@@ -29,7 +30,7 @@ from tilerank.runtime.server.chat.text import TextStream
 from tilerank.runtime.server.chat.tool_formats import HermesTools
 from tilerank.runtime.server.http.body import validation_error
 from tilerank.runtime.server.link.client import EngineClient
-from tilerank.runtime.server.link.messages import Cancel, State, Submit, ToEngine, Token, Tokens, encode, engine_inbox
+from tilerank.runtime.server.link.messages import Cancel, State, Submit, ToEngine, Token, Tokens, engine_inbox
 
 TOKENIZER = Tokenizer(DEMO)
 

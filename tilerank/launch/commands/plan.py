@@ -13,7 +13,7 @@ from ..options.arguments import whole_number
 from ..options.hub import add_model_argument
 from ..options.quantize import quantization_of
 from ..planning import cache_size
-from ..planning.plan import appetite_of, plan_model
+from ..planning.plan import model_bytes, plan_model
 from ..planning.plan_text import as_json, render, render_replicas, replicas_as_json
 from ..planning.plan_types import ReplicaPlans
 from ..planning.replicas import Division, divide, replica_count
@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
     quantization = quantization_of(args)
     division = Division(args.tp or auto_ranks(topology), 1)
     if args.dp != 1:
-        division = divide(topology, args.tp, args.dp, lambda: appetite_of(card, args.dtype, quantization))
+        division = divide(topology, args.tp, args.dp, lambda: model_bytes(card, args.dtype, quantization))
     whole = own_placement(args, identity, machine, division.tp * division.dp)
     plans = tuple(
         plan_model(

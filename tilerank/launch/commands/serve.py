@@ -35,7 +35,7 @@ from ..logs import say
 from ..options.arguments import seconds, whole_number
 from ..options.quantize import quantization_of
 from ..planning import cache_size
-from ..planning.replicas import Appetite, divide, replica_count
+from ..planning.replicas import ModelBytes, divide, replica_count
 from ..processes.process import ProcessSpec
 from ..processes.status import Reached, StatusPipe
 from ..processes.supervisor import END_S, Watch, supervise
@@ -169,7 +169,7 @@ def _replicas(args: argparse.Namespace, identity: Identity, job: ServeJob) -> li
     if args.dp == 1:
         size, here = start.host_ranks(args, topology)
         return [HostRanks(args, size, here, start.own_placement(args, identity, machine, len(here)))]
-    division = divide(topology, args.tp, args.dp, job.appetite)
+    division = divide(topology, args.tp, args.dp, job.model_bytes)
     if division.reason is not None:
         say(f"tilerank: --tp {division.tp} --dp {division.dp}: {division.reason}")
     whole = start.own_placement(args, identity, machine, division.tp * division.dp)
@@ -218,14 +218,14 @@ class ServeJob(GenerateJob):
             host, port = self.listener.getsockname()[:2]
             self._url = f"http://{_url_host(host)}:{port}/v1"
 
-    def appetite(self) -> Appetite:
+    def model_bytes(self) -> ModelBytes:
         """Return what the model takes on one rank."""
         from tilerank.runtime.rank.registry import read_supported_card
 
-        from ..planning.plan import appetite_of
+        from ..planning.plan import model_bytes
 
         card = read_supported_card(self._model_dir, no_talker=self._args.no_talker)
-        return appetite_of(card, self._args.dtype, quantization_of(self._args))
+        return model_bytes(card, self._args.dtype, quantization_of(self._args))
 
     def build(self, team: Team, own: RankPlacement) -> Worker:
         worker = super().build(team, own)

@@ -20,7 +20,7 @@ from ..options.quantize import resolve_dtype, resolve_kv_dtype
 from . import cache_size
 from .cache_size import Demand
 from .plan_types import RANK_OVERHEAD, Attention, Dimension, NodeShare, Plan, RankShare
-from .replicas import Appetite
+from .replicas import ModelBytes
 
 if TYPE_CHECKING:
     from tilerank.loader.card import ModelCard
@@ -157,7 +157,7 @@ def _node_shares(topology: Topology, ranks: tuple[RankShare, ...], sharers: int)
     return tuple(shares)
 
 
-def appetite_of(card: ModelCard, dtype: str, quantization: Quantization | None) -> Appetite:
+def model_bytes(card: ModelCard, dtype: str, quantization: Quantization | None) -> ModelBytes:
     """Return the bytes of a whole model, and those that one token reads."""
     from tilerank.loader.weight_formats import weight_formats
     from tilerank.parallel.sharding import Sharding
@@ -167,4 +167,4 @@ def appetite_of(card: ModelCard, dtype: str, quantization: Quantization | None) 
     torch_dtype = resolve_dtype(card, dtype, quantization)
     formats = weight_formats(card.quantization, torch_dtype, quantization)
     model = build_model(card, Sharding(0, 1, torch_dtype, None, formats=formats))
-    return Appetite(model.nbytes(), round(bytes_per_step(model).decode(1, 0)))
+    return ModelBytes(model.nbytes(), round(bytes_per_step(model).decode(1, 0)))

@@ -20,7 +20,7 @@ WEIGHT_SHARE = 0.5
 
 
 @dataclass(frozen=True)
-class Appetite:
+class ModelBytes:
     """The needs of a whole model in bytes: its weights, and the bytes that one token reads of them."""
 
     weights: int
@@ -41,8 +41,8 @@ class Division:
     reason: str | None = None
 
 
-def divide(topology: Topology, tp: int | None, dp: int | None, appetite: Callable[[], Appetite]) -> Division:
-    """Return the given numbers, with the best choice in place of None. `appetite` is called only if it matters."""
+def divide(topology: Topology, tp: int | None, dp: int | None, model: Callable[[], ModelBytes]) -> Division:
+    """Return the given numbers, with the best choice in place of None. `model` is called only if it matters."""
     nodes = auto_ranks(topology)
     if tp is not None and dp is not None:
         return Division(tp, dp)
@@ -52,10 +52,10 @@ def divide(topology: Topology, tp: int | None, dp: int | None, appetite: Callabl
         return Division(tp, max(1, nodes // tp), f"{_nodes(nodes)} for replicas of {tp} ranks")
     if nodes == 1:
         return Division(1, 1, "there is one NUMA node")
-    return _by_size(nodes, _smallest_memory(topology), appetite())
+    return _by_size(nodes, _smallest_memory(topology), model())
 
 
-def _by_size(nodes: int, memory: int, model: Appetite) -> Division:
+def _by_size(nodes: int, memory: int, model: ModelBytes) -> Division:
     """Return replicas on the fewest nodes whose memory holds the weights and whose bandwidth reads them fast enough."""
     tp, refused = 1, ""
     while tp < nodes:

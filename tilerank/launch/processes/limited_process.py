@@ -1,6 +1,6 @@
-"""Runs untrusted programs, such as grammars and chat templates, in a child process with limits of time and memory.
+"""Runs what strangers send, such as grammars, chat templates and media, in child processes with limits.
 
-Their cost is only known once they have run. In a process of their own, the kernel can stop one without harm to others.
+Its cost is only known once it has run. In a process of its own, the kernel can stop it without harm to others.
 """
 
 import asyncio
@@ -12,34 +12,24 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
-from typing import IO
+from typing import Generic, TypeVar
+
+import msgspec
+
+from tilerank.runtime.protocol.framing import ClosedError, Connection, Inbox, encode
 
 MEMORY = 4 << 30
 """Limit of the address space, in bytes."""
-_LENGTH_BYTES = 4
+_END_S = 0.1
+"""For a process to end by itself once its socket is closed."""
 _INHERITED = ("LD_", "PYTHON")
 """Prefixes of the environment variables that the processes see. Others may be secrets, such as the API key."""
-
-
-class LimitedPool:
-    """`count` processes `python -m module *arguments`, each of which calls `answer_all`. Started when needed."""
-
-    def __init__(self, count: int, module: str, *arguments: str) -> None:
-        self.processes = [LimitedProcess(module, *arguments) for _ in range(count)]
-        self._idle: asyncio.LifoQueue[LimitedProcess] = asyncio.LifoQueue()
-        for process in self.processes:
-            self._idle.put_nowait(process)
-
-    async def ask(self, question: str) -> str | None:
-        """Return the answer; None if the process exceeded a limit."""
-        process = await self._idle.get()
-        asking = asyncio.create_task(process.ask(question))
-        asking.add_done_callback(lambda _: self._idle.put_nowait(process))
-        return await asyncio.shield(asking)  # a process answers an abandoned question before the next one
+Q = TypeVar("Q")
+A = TypeVar("A")
 
 
 class LimitedProcess:
-    """The parent's end of one process."""
+    """The parent's end of a process `python -m module *arguments`, which calls `answer_all` with its standard input."""
 
     def __init__(self, module: str, *arguments: str) -> None:
         self._command = [sys.executable, "-P", "-m", module, *arguments]
@@ -47,23 +37,29 @@ class LimitedProcess:
         self._socket: socket.socket | None = None
 
     @property
-    def is_running(self) -> bool:
-        """Whether the process runs: it may have been killed to free memory."""
-        return self._process is not None and self._process.poll() is None
+    def pid(self) -> int | None:
+        """The process, if it runs: it may have been killed to free memory."""
+        return self._process.pid if self._process is not None and self._process.poll() is None else None
 
-    def start(self) -> None:
-        """Start the process. Another one that it replaces has ended."""
+    def connect(self) -> socket.socket:
+        """Return the socket of the process, which is started if it does not run."""
+        if self.pid is None:
+            self._start()
+        assert self._socket is not None
+        return self._socket
+
+    def _start(self) -> None:
         self.close()
         self._socket, theirs = socket.socketpair()
-        self._socket.setblocking(False)
         # The terminal sends these signals to both processes, but this one must keep working until the HTTP process
         # has drained its requests. The child inherits the blocked signals, so there is no unprotected moment.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
         try:
             environment = {name: value for name, value in os.environ.items() if name.startswith(_INHERITED)}
             with theirs:
-                end = theirs.fileno()
-                self._process = subprocess.Popen(self._command, stdin=end, stdout=end, env=environment)
+                self._process = subprocess.Popen(
+                    self._command, stdin=theirs.fileno(), stdout=subprocess.DEVNULL, env=environment
+                )
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
@@ -72,57 +68,67 @@ class LimitedProcess:
         if self._socket is not None:
             self._socket.close()
 
-    async def ask(self, question: str) -> str | None:
-        """Return the answer; None if the process exceeded a limit. To be awaited by one task at a time."""
-        if not self.is_running:
-            await asyncio.to_thread(self.start)
-        assert self._process is not None and self._socket is not None
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-            await asyncio.get_running_loop().sock_sendall(self._socket, _message(question))
-            if (answer := await _receive(self._socket)) is not None:
-                return answer
-        self._process.kill()
-        await asyncio.to_thread(self._process.wait)
+    def end(self) -> str:
+        """End the process now, if it runs; return how it ended."""
+        self.close()
+        if self._process is None:
+            return "could not be started"
+        try:
+            code = self._process.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            code = self._process.wait()
+        return f"was ended by signal {-code}" if code < 0 else f"ended with status {code}"
+
+
+class LimitedPool(Generic[A]):
+    """`count` processes, each of which answers one question after the other. answers: decodes the answers."""
+
+    def __init__(self, count: int, answers: msgspec.msgpack.Decoder[A], module: str, *arguments: str) -> None:
+        self.processes = [LimitedProcess(module, *arguments) for _ in range(count)]
+        self._answers = answers
+        self._idle: asyncio.LifoQueue[LimitedProcess] = asyncio.LifoQueue()
+        for process in self.processes:
+            self._idle.put_nowait(process)
+
+    async def ask(self, question: object) -> A | None:
+        """Return the answer; None if the process exceeded a limit."""
+        process = await self._idle.get()
+        asking = asyncio.create_task(self._ask(process, question))
+        asking.add_done_callback(lambda _: self._idle.put_nowait(process))
+        return await asyncio.shield(asking)  # a process answers an abandoned question before the next one
+
+    async def _ask(self, process: LimitedProcess, question: object) -> A | None:
+        loop, inbox = asyncio.get_running_loop(), Inbox(self._answers)
+        connection = await asyncio.to_thread(process.connect) if process.pid is None else process.connect()
+        connection.setblocking(False)
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError, ClosedError):
+            await loop.sock_sendall(connection, encode(question))
+            while data := await loop.sock_recv(connection, 1 << 20):
+                for answer in inbox.feed(data):
+                    return answer
+        await asyncio.to_thread(process.end)
         return None
 
 
-def answer_all(answer: Callable[[str], str], cpu_s: int) -> None:
-    """In the child: answer each question, in at most `cpu_s` seconds, until the other end closes the pipe.
+def answer_all(connection: Connection[Q], answer: Callable[[Q], object], cpu_s: int | None = None) -> None:
+    """In the child: answer each question, if `cpu_s` is given in at most so many seconds, until the parent closes.
 
     CPU time is counted, so that a busy machine does not refuse a good program.
     """
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
-    while (question := _read(sys.stdin.buffer)) is not None:
-        used = resource.getrusage(resource.RUSAGE_SELF)
-        # The limit is in whole seconds of the whole process; beyond it the kernel kills the process.
-        end = int(used.ru_utime + used.ru_stime) + 1 + cpu_s
-        resource.setrlimit(resource.RLIMIT_CPU, (end, resource.RLIM_INFINITY))
-        sys.stdout.buffer.write(_message(answer(question)))
-        sys.stdout.buffer.flush()
+    with contextlib.suppress(ClosedError):
+        while True:
+            question = connection.receive()
+            if cpu_s is not None:
+                used = resource.getrusage(resource.RUSAGE_SELF)
+                # The limit is in whole seconds of the whole process; beyond it the kernel kills the process.
+                end = int(used.ru_utime + used.ru_stime) + 1 + cpu_s
+                resource.setrlimit(resource.RLIMIT_CPU, (end, resource.RLIM_INFINITY))
+            connection.send(answer(question))
 
 
-def _message(text: str) -> bytes:
-    data = text.encode()
-    return len(data).to_bytes(_LENGTH_BYTES, "big") + data
-
-
-async def _receive(connection: socket.socket) -> str | None:
-    """Return the next message, or None once the other end has closed."""
-    loop, data, end = asyncio.get_running_loop(), bytearray(), _LENGTH_BYTES
-    while len(data) < end:
-        received = await loop.sock_recv(connection, 1 << 20)
-        if not received:
-            return None
-        data += received
-        if len(data) >= _LENGTH_BYTES:
-            end = _LENGTH_BYTES + int.from_bytes(data[:_LENGTH_BYTES], "big")
-    return data[_LENGTH_BYTES:].decode()
-
-
-def _read(stream: IO[bytes]) -> str | None:
-    """Return the next message, or None once the other end has closed."""
-    head = stream.read(_LENGTH_BYTES)
-    length = int.from_bytes(head, "big")
-    data = stream.read(length) if len(head) == _LENGTH_BYTES else b""
-    return data.decode() if len(head) == _LENGTH_BYTES and len(data) == length else None
+def to_parent(questions: msgspec.msgpack.Decoder[Q]) -> Connection[Q]:
+    """In the child: return the connection over which the parent asks."""
+    return Connection(socket.socket(fileno=0), questions)

@@ -10,15 +10,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
-import msgspec
-
 from ..errors import LaunchError
 from ..logs import say
 from .event_loop import Loop, Timer
-from .status import Failed, Phase, Reached, decode
+from .status import ErrorReport, Phase, Reached, status_inbox
 
 _PR_SET_PDEATHSIG = 1
-_LINE_LIMIT = 1 << 16
+_READ = 1 << 16
+"""Bytes of output that are read at a time, and the most of a line that is not complete yet."""
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -63,13 +62,16 @@ class Process:
     def __init__(self, loop: Loop, spec: ProcessSpec, listener: Listener, longest_stop_s: float) -> None:
         self.spec = spec
         self.phase: Phase = "starting"
-        self.failed: Failed | None = None
+        self.failed: ErrorReport | None = None
         """The error that the process has reported."""
         self.running = True
         self._loop = loop
         self._listener = listener
         self._longest_stop_s = longest_stop_s
-        self._patience: Timer | None = None
+        self._until_stuck: Timer | None = None
+        self._status = status_inbox()
+        self._line = b""
+        """What the process has written of a line."""
         status_read, status_write = os.pipe()
         error_read, error_write = os.pipe()
         refusal_read, refusal_write = os.pipe()
@@ -95,7 +97,7 @@ class Process:
                 os.close(fd)
         self._pidfd = os.pidfd_open(self._process.pid)
         loop.watch(self._pidfd, self._on_end)
-        self._pipes = [_Pipe(loop, status_read, self._take_status), _Pipe(loop, error_read, self._print_line)]
+        self._pipes = [_Pipe(loop, status_read, self._take_status), _Pipe(loop, error_read, self._print_lines)]
         loop.children.append(self)
 
     def __str__(self) -> str:
@@ -110,9 +112,9 @@ class Process:
         change = os.WSTOPPED | os.WCONTINUED | os.WNOHANG
         with contextlib.suppress(ChildProcessError):
             while self.running and (found := os.waitid(os.P_PID, self._process.pid, change)) is not None:
-                self._loop.cancel(self._patience)
+                self._loop.cancel(self._until_stuck)
                 if found.si_code == os.CLD_STOPPED:
-                    self._patience = self._loop.after(self._longest_stop_s, partial(self._listener.stuck, self))
+                    self._until_stuck = self._loop.after(self._longest_stop_s, partial(self._listener.stuck, self))
 
     def kill(self) -> None:
         """End the process now, without a call of the listener."""
@@ -127,52 +129,49 @@ class Process:
     def _reap(self) -> int:
         code = self._process.wait()
         self.running = False
-        self._loop.cancel(self._patience)
+        self._loop.cancel(self._until_stuck)
         self._loop.close_fd(self._pidfd)
         self._loop.children.remove(self)
         for pipe in self._pipes:  # the last lines explain why it ended
             pipe.close()
         return code
 
-    def _take_status(self, line: bytes) -> None:
-        try:
-            message = decode(line)
-        except msgspec.DecodeError:
-            return  # truncated by the end of the process
-        if isinstance(message, Reached):
-            self.phase = message.phase
-            self._listener.reached(self)
-        else:
-            self.failed = message
+    def _take_status(self, data: bytes) -> None:
+        for message in self._status.feed(data):
+            if isinstance(message, Reached):
+                self.phase = message.phase
+                self._listener.reached(self)
+            else:
+                self.failed = message
 
-    def _print_line(self, line: bytes) -> None:
-        say(f"[{self.spec.label}] {line.decode(errors='backslashreplace')}")
+    def _print_lines(self, data: bytes) -> None:
+        *lines, self._line = (self._line + data).split(b"\n")
+        if self._line and (not data or len(self._line) > _READ):
+            lines.append(self._line)
+            self._line = b""
+        for line in lines:
+            say(f"[{self.spec.label}] {line.decode(errors='backslashreplace')}")
 
 
 class _Pipe:
-    """The reading end of a process's output, split into lines."""
+    """The reading end of a process's output. take: called with what has arrived, and with nothing at the end."""
 
     def __init__(self, loop: Loop, fd: int, take: Callable[[bytes], None]) -> None:
         self._loop = loop
         self._fd: int | None = fd
         self._take = take
-        self._rest = b""
         os.set_blocking(fd, False)
         loop.watch(fd, self._read)
 
     def _read(self) -> None:
-        """Pass on the lines that have arrived."""
         assert self._fd is not None
         try:
-            data = os.read(self._fd, _LINE_LIMIT)
+            data = os.read(self._fd, _READ)
         except BlockingIOError:
             return
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        for line in lines:
-            self._take(line)
-        if len(self._rest) > _LINE_LIMIT:
-            self._flush()
-        if not data:
+        if data:
+            self._take(data)
+        else:
             self._close()
 
     def close(self) -> None:
@@ -183,14 +182,9 @@ class _Pipe:
 
     def _close(self) -> None:
         if self._fd is not None:
-            self._flush()
+            self._take(b"")
             self._loop.close_fd(self._fd)
             self._fd = None
-
-    def _flush(self) -> None:
-        if self._rest:
-            self._take(self._rest)
-        self._rest = b""
 
 
 def die_with(parent: int) -> None:

@@ -1,5 +1,4 @@
-"""Messages from a process to its supervisor, in lines of JSON: the phase it has reached, or the error it failed
-with."""
+"""Messages from a process to its supervisor: the phase it has reached, or the error it failed with."""
 
 import contextlib
 import os
@@ -7,28 +6,26 @@ from typing import Literal
 
 import msgspec
 
+from tilerank.runtime.protocol.framing import Inbox, encode
+
 Phase = Literal["starting", "joining", "loading", "generating", "serving"]
 
 
-class Reached(msgspec.Struct, tag="reached", frozen=True):
+class Reached(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """The phase that a process has reached."""
 
     phase: Phase
 
 
-class Failed(msgspec.Struct, tag="failed", frozen=True):
+class ErrorReport(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """An error sentence. `consequence`: the rank only noticed that another one is gone."""
 
     sentence: str
     consequence: bool
 
 
-Message = Reached | Failed
-_decoder: msgspec.json.Decoder[Message] = msgspec.json.Decoder(Message)
-
-
-def decode(line: bytes) -> Message:
-    return _decoder.decode(line)
+def status_inbox() -> Inbox[Reached | ErrorReport]:
+    return Inbox(msgspec.msgpack.Decoder(Reached | ErrorReport))
 
 
 class StatusPipe:
@@ -49,8 +46,8 @@ class StatusPipe:
     def connected(self) -> bool:
         return self._fd is not None
 
-    def send(self, message: Message) -> None:
+    def send(self, message: Reached | ErrorReport) -> None:
         if self._fd is not None:
             # The supervisor may be gone; the kernel is then about to kill this process as well.
             with contextlib.suppress(BrokenPipeError):
-                os.write(self._fd, msgspec.json.encode(message) + b"\n")
+                os.write(self._fd, encode(message))

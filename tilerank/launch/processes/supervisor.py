@@ -175,11 +175,11 @@ class Group:
 
     def _fail(self, failure: Failure) -> None:
         self._failures.append(failure)
-        patience_s = SUSPECT_S if failure.consequence else SETTLE_S
+        wait_s = SUSPECT_S if failure.consequence else SETTLE_S
         if self._decision is None:
-            self._decision = self._loop.after(patience_s, self._decide)
+            self._decision = self._loop.after(wait_s, self._decide)
         else:
-            self._loop.hasten(self._decision, patience_s)
+            self._loop.hasten(self._decision, wait_s)
 
     def _decide(self) -> None:
         # Processes that have reported an error but have not exited yet count as well.

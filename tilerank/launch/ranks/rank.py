@@ -22,7 +22,7 @@ from ..errors import USER_ERRORS, LaunchError
 from ..host.binding import bind, inherited_notes
 from ..host.placement import Placement, RankPlacement
 from ..host.topology import read_topology
-from ..processes.status import Failed, Phase, Reached, StatusPipe
+from ..processes.status import ErrorReport, Phase, Reached, StatusPipe
 from .bootstrap import RENDEZVOUS_S, find_address, launcher_process
 from .rendezvous import Identity, check_tp, rendezvous_method
 from .start import RANK_ENVIRONMENT, foreign_placement, inherited_placement
@@ -91,7 +91,7 @@ def run_rank(identity: Identity, args: argparse.Namespace, job: Job[W]) -> int:
 
 def _report(identity: Identity, status: StatusPipe, error: Exception) -> None:
     if status.connected:
-        status.send(Failed(str(error), consequence=isinstance(error, GroupError)))
+        status.send(ErrorReport(str(error), consequence=isinstance(error, GroupError)))
     else:
         logs.say(f"tilerank: error: rank {identity.rank}: {error}")
 

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 
-from .http_timeouts import PatientProtocol
+from .http_timeouts import DeadlineProtocol
 
 log = logging.getLogger(__name__)
 
@@ -30,12 +30,12 @@ class Acceptor:
     have requests, new connections stay in the listening socket until one ends. make: returns the protocol of a new one.
     """
 
-    def __init__(self, listener: socket.socket, make: Callable[[], PatientProtocol], limit: int) -> None:
+    def __init__(self, listener: socket.socket, make: Callable[[], DeadlineProtocol], limit: int) -> None:
         self._listener = listener
         self._make = make
         self._limit = limit
-        self._open: set[PatientProtocol] = set()
-        self._waiting: dict[PatientProtocol, float] = {}  # for a request, since when; whoever waits longest comes first
+        self._open: set[DeadlineProtocol] = set()
+        self._waiting: dict[DeadlineProtocol, float] = {}  # for a request, since when; in that order
         self._starting: set[asyncio.Task[None]] = set()
         self._loop = asyncio.get_running_loop()
         self._retry: asyncio.TimerHandle | None = None
@@ -76,17 +76,17 @@ class Acceptor:
             self._starting.add(task)
             task.add_done_callback(self._starting.discard)
 
-    async def _start(self, protocol: PatientProtocol, connection: socket.socket) -> None:
+    async def _start(self, protocol: DeadlineProtocol, connection: socket.socket) -> None:
         try:
             await self._loop.connect_accepted_socket(lambda: protocol, connection)
         except BaseException:
             self._leave(protocol)
             raise
 
-    def _wait(self, protocol: PatientProtocol) -> None:
+    def _wait(self, protocol: DeadlineProtocol) -> None:
         self._waiting[protocol] = time.monotonic()
 
-    def _leave(self, protocol: PatientProtocol) -> None:
+    def _leave(self, protocol: DeadlineProtocol) -> None:
         self._open.discard(protocol)
         self._waiting.pop(protocol, None)
 

@@ -6,11 +6,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from tilerank.loader.chat import ChatTemplate
 from tilerank.loader.errors import TokenizerError
 from tilerank.loader.tokenizer import Tokenizer
 
-from ..processes.limited_process import MEMORY, LimitedPool, answer_all
+from ..processes.limited_process import MEMORY, LimitedPool, answer_all, to_parent
 
 CPU_S = 2
 """Limit for one conversation."""
@@ -18,14 +20,24 @@ PROCESSES = 2
 """Conversations that are rendered at the same time."""
 
 
+class Rendered(msgspec.Struct, frozen=True, array_like=True):
+    """The text of a conversation, or whether the template takes calls. error: why there is none. reason: what the
+    template gave for it, if anything."""
+
+    found: str | bool | None
+    error: str | None = None
+    reason: str | None = None
+
+
 class ChatRenderer:
     """The HTTP process's end."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         special_tokens = json.dumps(dict(tokenizer.special_tokens))
-        self._pool = LimitedPool(PROCESSES, __name__, str(tokenizer.model_dir), special_tokens)
-        for process in self._pool.processes:
-            process.start()  # the first conversation need not wait for it
+        answers = msgspec.msgpack.Decoder(Rendered)
+        self.pool = LimitedPool(PROCESSES, answers, __name__, str(tokenizer.model_dir), special_tokens)
+        for process in self.pool.processes:
+            process.connect()  # starts it, so that the first conversation need not wait
 
     async def render(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:
         """Return the text of a conversation."""
@@ -35,31 +47,29 @@ class ChatRenderer:
         """Return ChatTemplate.takes_calls."""
         return bool(await self._ask(None))
 
-    async def _ask(self, question: list[Any] | None) -> str | bool:
-        answer = await self._pool.ask(json.dumps(question))
+    async def _ask(self, question: list[Any] | None) -> str | bool | None:
+        # Questions are JSON in text, because schemas of tools may have whole numbers that MessagePack cannot hold.
+        answer = await self.pool.ask(json.dumps(question))
         if answer is None:
             cause = RuntimeError(f"it takes more than {CPU_S} s or {MEMORY >> 30} GiB")
             raise TokenizerError("the chat template was stopped") from cause
-        found, sentence, reason = json.loads(answer)
-        if sentence is not None:
-            raise TokenizerError(sentence) from (None if reason is None else RuntimeError(reason))
-        return found  # type: ignore[no-any-return]
+        if answer.error is not None:
+            raise TokenizerError(answer.error) from (None if answer.reason is None else RuntimeError(answer.reason))
+        return answer.found
 
 
 def main(model_dir: Path, special_tokens: Mapping[str, str]) -> None:
-    """Answer each question with [answer, error, the reason that the template gave]: the text of a conversation, or for
-    null whether the template takes calls."""
+    """Answer each question: a conversation and variables of the template, or null for whether it takes calls."""
     template = ChatTemplate(model_dir, special_tokens)
 
-    def answer(question: str) -> str:
+    def answer(question: str) -> Rendered:
         asked = json.loads(question)
         try:
-            found = template.takes_calls if asked is None else template.render(asked[0], **asked[1])
+            return Rendered(template.takes_calls if asked is None else template.render(asked[0], **asked[1]))
         except TokenizerError as e:
-            return json.dumps([None, str(e), None if e.__cause__ is None else str(e.__cause__)])
-        return json.dumps([found, None, None])
+            return Rendered(None, str(e), None if e.__cause__ is None else str(e.__cause__))
 
-    answer_all(answer, CPU_S)
+    answer_all(to_parent(msgspec.msgpack.Decoder(str)), answer, CPU_S)
 
 
 if __name__ == "__main__":

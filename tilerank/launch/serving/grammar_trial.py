@@ -8,15 +8,18 @@ import sys
 from collections import OrderedDict
 from pathlib import Path
 
+import msgspec
+
 from tilerank.runtime.protocol.errors import RequestError
 from tilerank.runtime.protocol.grammar import Vocabulary
 
-from ..processes.limited_process import MEMORY, LimitedPool, answer_all
+from ..processes.limited_process import MEMORY, LimitedPool, answer_all, to_parent
 
 CPU_S = 1
 """Limit for one grammar."""
 KEPT = 256
 """Number of accepted grammars that are remembered."""
+_text = msgspec.msgpack.Decoder(str)
 
 
 class GrammarTrial:
@@ -24,29 +27,27 @@ class GrammarTrial:
 
     def __init__(self, model_dir: Path) -> None:
         self._good: OrderedDict[str, None] = OrderedDict()
-        self._pool = LimitedPool(1, __name__, str(model_dir))
+        self.pool = LimitedPool(1, _text, __name__, str(model_dir))
 
     async def check(self, grammar: str) -> None:
         """Raise RequestError if the grammar is wrong, or too expensive to compile."""
-        if grammar not in self._good:
-            await self._try(grammar)
-            self._good[grammar] = None
-            if len(self._good) > KEPT:
-                self._good.popitem(last=False)
-
-    async def _try(self, grammar: str) -> None:
-        refusal = await self._pool.ask(grammar)
+        if grammar in self._good:
+            return
+        refusal = await self.pool.ask(grammar)
         if refusal is None:
             raise RequestError(f"the grammar: compiling it takes more than {CPU_S} s or {MEMORY >> 30} GiB")
         if refusal:
             raise RequestError(refusal)
+        self._good[grammar] = None
+        if len(self._good) > KEPT:
+            self._good.popitem(last=False)
 
 
 def main(model_dir: Path) -> None:
     """Answer each grammar with an error sentence, empty if it compiles."""
     vocabulary = Vocabulary(model_dir)
     _refusal(vocabulary, "start: /x/")  # loads the tokens before the first limit applies
-    answer_all(lambda grammar: _refusal(vocabulary, grammar), CPU_S)
+    answer_all(to_parent(_text), lambda grammar: _refusal(vocabulary, grammar), CPU_S)
 
 
 def _refusal(vocabulary: Vocabulary, grammar: str) -> str:

@@ -24,7 +24,7 @@ from tilerank.runtime.server.link.handover import receive_connection
 
 from ..logs import say
 from .acceptor import Acceptor
-from .http_timeouts import PatientProtocol
+from .http_timeouts import DeadlineProtocol
 
 MAX_HEADER = 64 << 10
 """Bytes of a request's line and headers."""
@@ -76,7 +76,7 @@ async def _serve(http: Http, control: socket.socket, drain_s: float, on_ready: C
             h11_max_incomplete_event_size=MAX_HEADER,
             timeout_graceful_shutdown=LAST_WORDS_S,
             server_header=False,
-            http=PatientProtocol,
+            http=DeadlineProtocol,
             ws="none",
         ),
         lambda: loop.call_soon_threadsafe(told_to_stop.set),
@@ -152,7 +152,7 @@ class _Server(uvicorn.Server):
         config, state = self.config, self.server_state
         await self.lifespan.startup()
         self.servers = [
-            Acceptor(listener, lambda: PatientProtocol(config, state, self.lifespan.state), self._connections)  # type: ignore[misc]
+            Acceptor(listener, lambda: DeadlineProtocol(config, state, self.lifespan.state), self._connections)  # type: ignore[misc]
             for listener in sockets
         ]
         self.started = True

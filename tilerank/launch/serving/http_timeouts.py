@@ -14,7 +14,7 @@ TAKE_S = 60.0
 """For reading as much of an answer as fills the buffers in between."""
 
 
-class PatientProtocol(H11Protocol):
+class DeadlineProtocol(H11Protocol):
     """uvicorn's HTTP protocol with deadlines.
 
     on_waiting: called when it begins to wait for a request.

@@ -1,32 +1,81 @@
 """Decodes pictures, videos and sound in processes of their own, which files of strangers may crash."""
 
-import os
 import queue
-import signal
-import socket
-import subprocess
-import sys
+import warnings
 from collections.abc import Sequence
 
-from tilerank.runtime.media.decode_messages import Connection, Decode, Done, Failed, Found, Frame, Gone, Take
+import msgspec
+
 from tilerank.runtime.media.decoder import Decoder, Frames, Limits, Sampler
 from tilerank.runtime.media.errors import MediaError
+from tilerank.runtime.media.pictures import read_picture
+from tilerank.runtime.media.sound_file import read_sound
+from tilerank.runtime.media.video import ShorterVideo, describe_video, read_frames
+from tilerank.runtime.protocol.framing import ClosedError, Connection
+
+from ..processes.limited_process import MEMORY, LimitedProcess, answer_all, to_parent
 
 PROCESSES = 2
 """Media that are decoded at the same time."""
 _OVERHEAD = 1 << 16
-_INHERITED = ("LD_", "PYTHON")
-"""Prefixes of the environment variables that the processes see. Others may be secrets, such as the API key."""
+
+
+class DecodeFiles(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Decode `files`: pictures, which may be frames ("image"), a video, or sound ("audio"). The limits are those of
+    decoder.Limits."""
+
+    kind: str
+    files: list[bytes]
+    pixels: int
+    frame_bytes: int
+
+
+class VideoFound(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """A video has `total` frames; the answer is TakeFrames. It is sent again if decoding finds another number."""
+
+    total: int
+    fps: float | None
+
+
+class TakeFrames(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The numbers of the frames to return, ascending; none may be. A frame may be named more than once."""
+
+    indices: list[int]
+
+
+class DecodedFrame(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """RGB rows of a picture or frame, or the samples of sound, whose width is 1."""
+
+    height: int
+    width: int
+    data: bytes
+
+
+class Decoded(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """All frames have been sent."""
+
+
+class Undecodable(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The files cannot be decoded; `message` is a sentence for the user."""
+
+    message: str
+
+
+_to_process: msgspec.msgpack.Decoder[DecodeFiles | TakeFrames] = msgspec.msgpack.Decoder(DecodeFiles | TakeFrames)
+_from_process: msgspec.msgpack.Decoder[VideoFound | DecodedFrame | Decoded | Undecodable] = msgspec.msgpack.Decoder(
+    VideoFound | DecodedFrame | Decoded | Undecodable
+)
 
 
 class MediaDecoder(Decoder):
     """Decodes media for any number of threads. Processes are started when needed, and again after their death."""
 
     def __init__(self, limits: Limits | None = None) -> None:
+        self.processes = [LimitedProcess(__name__) for _ in range(PROCESSES)]
         self._limits = limits or Limits()
-        self._idle: queue.LifoQueue[_Process | None] = queue.LifoQueue()
-        for _ in range(PROCESSES):
-            self._idle.put(None)
+        self._idle: queue.LifoQueue[LimitedProcess] = queue.LifoQueue()
+        for process in self.processes:
+            self._idle.put(process)
 
     def decode(self, kind: str, files: Sequence[bytes], listed: bool, sample: Sampler) -> Frames:
         fps, indices, frames = self._decode("image" if listed else kind, files, sample)
@@ -46,101 +95,53 @@ class MediaDecoder(Decoder):
 
     def _decode(
         self, kind: str, files: Sequence[bytes], sample: Sampler
-    ) -> tuple[float | None, list[int], list[Frame]]:
-        """Return what `_Process.decode` returns."""
+    ) -> tuple[float | None, list[int], list[DecodedFrame]]:
+        """Return frames per second, the numbers of the frames, and the frames."""
         for data in files:
             if len(data) > self._limits.bytes:
                 raise MediaError(f"expected a file of at most {self._limits.bytes} bytes, found {len(data)}")
         process = self._idle.get()
         try:
-            if process is None or process.ended():
-                process = _Process()
-            return process.decode(kind, files, sample, self._limits)
-        except _RefusedError as refusal:
-            raise MediaError(str(refusal)) from None
+            found = self._ask(process, kind, files, sample)
         except BaseException as failure:  # the process may be in the middle of a file
-            died, process = process, None
-            reason = died.end() if died else "could not be started"
+            reason = process.end()
             if isinstance(failure, TimeoutError):
                 raise MediaError(f"decoding takes more than {self._limits.seconds:g} s") from failure
-            if isinstance(failure, Gone):
+            if isinstance(failure, ClosedError):
                 raise MediaError(f"the file cannot be decoded: the process that decodes {reason}") from failure
             raise
         finally:
             self._idle.put(process)
+        if isinstance(found, Undecodable):
+            raise MediaError(found.message)
+        return found
+
+    def _ask(
+        self, process: LimitedProcess, kind: str, files: Sequence[bytes], sample: Sampler
+    ) -> tuple[float | None, list[int], list[DecodedFrame]] | Undecodable:
+        limits = self._limits
+        connection = Connection(process.connect(), _from_process)
+        connection.set_deadline(limits.seconds)
+        connection.send(DecodeFiles(kind, list(files), limits.pixels, limits.frame_bytes))
+        fps, indices, frames = None, list(range(len(files))), list[DecodedFrame]()
+        left = limits.frame_bytes
+        while not isinstance(message := connection.receive(left + _OVERHEAD), Decoded | Undecodable):
+            if isinstance(message, DecodedFrame):
+                frames.append(message)
+                left -= len(message.data)
+            else:
+                fps, indices, left = message.fps, sample(message.total, message.fps), limits.frame_bytes
+                frames.clear()
+                connection.send(TakeFrames(indices))
+        return message if isinstance(message, Undecodable) else (fps, indices, frames)
 
     def close(self) -> None:
         """End the processes. Only when no other thread decodes."""
-        for _ in range(PROCESSES):
-            if process := self._idle.get():
-                process.end()
-        for _ in range(PROCESSES):
-            self._idle.put(None)
+        for process in self.processes:
+            process.end()
 
 
-class _RefusedError(Exception):
-    """The process cannot decode a file, and waits for the next."""
-
-
-class _Process:
-    def __init__(self) -> None:
-        ours, theirs = socket.socketpair()
-        # A terminal sends these signals to this process, too, which ends when its socket is closed.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
-        try:
-            command = [sys.executable, "-P", "-W", "ignore", "-m", "tilerank.runtime.media.decode_process"]
-            environment = {name: value for name, value in os.environ.items() if name.startswith(_INHERITED)}
-            stdin = theirs.fileno()
-            self._process = subprocess.Popen(command, stdin=stdin, stdout=subprocess.DEVNULL, env=environment)
-        except BaseException:
-            ours.close()
-            raise
-        finally:
-            theirs.close()
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        self._connection = Connection(ours)
-
-    def decode(
-        self, kind: str, files: Sequence[bytes], sample: Sampler, limits: Limits
-    ) -> tuple[float | None, list[int], list[Frame]]:
-        """Return frames per second, the numbers of the frames, and the frames."""
-        connection = self._connection
-        connection.set_deadline(limits.seconds)
-        connection.send(Decode(kind, list(files), limits.pixels, limits.frame_bytes))
-        fps, indices, frames = None, list(range(len(files))), list[Frame]()
-        left = limits.frame_bytes
-        while True:
-            message = connection.receive(left + _OVERHEAD)
-            if isinstance(message, Frame):
-                frames.append(message)
-                left -= len(message.data)
-            elif isinstance(message, Found):
-                fps, indices, left = message.fps, sample(message.total, message.fps), limits.frame_bytes
-                frames.clear()
-                connection.send(Take(indices))
-            elif isinstance(message, Failed):
-                raise _RefusedError(message.message)
-            elif isinstance(message, Done):
-                return fps, indices, frames
-            else:
-                raise Gone
-
-    def ended(self) -> bool:
-        """Return whether the process has ended by itself, or because somebody needed its memory."""
-        return self._process.poll() is not None
-
-    def end(self) -> str:
-        """Kill the process, if it runs; return how it ended."""
-        self._connection.close()
-        try:
-            code = self._process.wait(0.1)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            code = self._process.wait()
-        return f"was ended by signal {-code}" if code < 0 else f"ended with status {code}"
-
-
-def _join(kind: str, frames: list[Frame], indices: list[int], fps: float | None) -> Frames:
+def _join(kind: str, frames: list[DecodedFrame], indices: list[int], fps: float | None) -> Frames:
     height, width = frames[0].height, frames[0].width
     for number, frame in enumerate(frames):
         if (frame.height, frame.width) != (height, width):
@@ -149,3 +150,59 @@ def _join(kind: str, frames: list[Frame], indices: list[int], fps: float | None)
                 "like the first"
             )
     return Frames(kind, (len(frames), height, width), b"".join(frame.data for frame in frames), indices, fps)
+
+
+def main() -> None:
+    """In the process: decode the files of each job."""
+    warnings.simplefilter("ignore")  # of files, which their users see as errors
+    connection = to_parent(_to_process)
+    answer_all(connection, lambda job: _answer(job, connection))
+
+
+def _answer(job: DecodeFiles | TakeFrames, connection: Connection[DecodeFiles | TakeFrames]) -> Decoded | Undecodable:
+    """Send all frames; return the message that ends the answer."""
+    assert isinstance(job, DecodeFiles), job
+    try:
+        if job.kind == "video":
+            _send_video(job, connection)
+        elif job.kind == "audio":
+            samples = read_sound(job.files[0])
+            connection.send(DecodedFrame(len(samples) // 4, 1, samples))
+        else:
+            _send_pictures(job, connection)
+    except MediaError as failure:
+        return Undecodable(str(failure))
+    except MemoryError:
+        return Undecodable(f"decoding takes more than {MEMORY >> 30} GiB of memory")
+    return Decoded()
+
+
+def _send_pictures(job: DecodeFiles, connection: Connection[DecodeFiles | TakeFrames]) -> None:
+    needed = 0
+    for data in job.files:
+        height, width, rows = read_picture(data, job.pixels)
+        needed += len(rows)
+        if needed > job.frame_bytes:
+            raise MediaError(f"expected frames of at most {job.frame_bytes} bytes together, found more")
+        connection.send(DecodedFrame(height, width, rows))
+
+
+def _send_video(job: DecodeFiles, connection: Connection[DecodeFiles | TakeFrames]) -> None:
+    data = job.files[0]
+    total, fps = describe_video(data, job.pixels)
+    while True:
+        connection.send(VideoFound(total, fps))
+        take = connection.receive()
+        assert isinstance(take, TakeFrames), take
+        if not take.indices:
+            return
+        try:
+            for height, width, rows in read_frames(data, take.indices, job.pixels, job.frame_bytes):
+                connection.send(DecodedFrame(height, width, rows))
+            return
+        except ShorterVideo as shorter:
+            total = shorter.total
+
+
+if __name__ == "__main__":
+    main()

@@ -1,4 +1,4 @@
-"""Decodes pictures with Pillow, in the process of decode_process.py."""
+"""Decodes pictures with Pillow, in a process of launch/serving/media_decoder.py."""
 
 import io
 from typing import TYPE_CHECKING

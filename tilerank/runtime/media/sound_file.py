@@ -1,4 +1,4 @@
-"""Decodes sound with PyAV, in the process of decode_process.py."""
+"""Decodes sound with PyAV, in a process of launch/serving/media_decoder.py."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

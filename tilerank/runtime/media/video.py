@@ -1,4 +1,4 @@
-"""Decodes videos with PyAV, in the process of decode_process.py."""
+"""Decodes videos with PyAV, in a process of launch/serving/media_decoder.py."""
 
 from collections import Counter
 from collections.abc import Iterator

@@ -9,6 +9,7 @@ from functools import reduce
 
 import msgspec
 
+from ...protocol.framing import encode
 from ...protocol.params import SamplingParams
 from ...protocol.prompt import Prompt
 from .messages import (
@@ -25,7 +26,6 @@ from .messages import (
     Token,
     Tokens,
     client_inbox,
-    encode,
     merge_states,
 )
 from .rank_stats import RankStats, merge

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from ...lead.engine import Completed, Engine, Failed, Request, Scored, SoundEvent, TokenEvent
 from ...protocol.errors import RequestError
+from ...protocol.framing import encode
 from .messages import (
     Cancel,
     Counters,
@@ -23,7 +24,6 @@ from .messages import (
     ToEngine,
     Token,
     Tokens,
-    encode,
     engine_inbox,
 )
 

@@ -1,10 +1,8 @@
-"""Messages between the HTTP process and rank 0: typed, each preceded by its length, over a socket pair."""
-
-from collections.abc import Iterator
-from typing import Generic, TypeVar
+"""Messages between the HTTP process and rank 0, over a socket pair."""
 
 import msgspec
 
+from ...protocol.framing import Inbox
 from ...protocol.params import Logprobs, SamplingParams, Start
 from ...protocol.prompt import Prompt
 from ...rank.counters import RankCounters
@@ -182,40 +180,6 @@ def merge_states(one: State, other: State) -> State:
 
 ToEngine = Submit | Cancel
 FromEngine = Tokens | PromptScores | Sound | Ended | Refused | State | Ranks | Counters
-
-_LENGTH_BYTES = 8
-M = TypeVar("M")
-
-
-def encode(message: ToEngine | FromEngine) -> bytes:
-    """Return the message as bytes, its length first."""
-    data = msgspec.msgpack.encode(message)
-    return len(data).to_bytes(_LENGTH_BYTES, "big") + data
-
-
-class Inbox(Generic[M]):
-    """Splits the bytes of a stream into messages."""
-
-    def __init__(self, decoder: msgspec.msgpack.Decoder[M]) -> None:
-        self._decoder = decoder
-        self._buffer = bytearray()
-
-    @property
-    def partial(self) -> bool:
-        """Whether a part of a message has been received."""
-        return bool(self._buffer)
-
-    def feed(self, data: bytes) -> Iterator[M]:
-        """Append received bytes and yield the messages that are complete."""
-        self._buffer += data
-        while len(self._buffer) >= _LENGTH_BYTES:
-            end = _LENGTH_BYTES + int.from_bytes(self._buffer[:_LENGTH_BYTES], "big")
-            if len(self._buffer) < end:
-                return
-            with memoryview(self._buffer) as view, view[_LENGTH_BYTES:end] as data_of_message:
-                message = self._decoder.decode(data_of_message)
-            del self._buffer[:end]
-            yield message
 
 
 def engine_inbox() -> Inbox[ToEngine]:
