@@ -79,10 +79,10 @@ def test_plans_count_what_speaks(model: Path, tmp_path: Path) -> None:
         card, silent = read_supported_card(model), read_supported_card(model, no_talker=True)
         plan, less = (plan_on(sockets(2, 8), tmp_path, one, tp, cached_tokens=1024) for one in (card, silent))
         speaker = sum(rank.speaker for rank in plan.ranks)
-        assert speaker == plan.weights - less.weights >= tensors
+        assert speaker == plan.memory.weights - less.memory.weights >= tensors
         each = (TALKER + FRAMES) // tp + 256 // tp * SOUND
-        assert [rank.speech for rank in plan.ranks] == [each] * tp and less.speech == 0
-        assert plan.need == plan.weights + tp * each + 1024 * plan.cache_per_token + tp * RANK_OVERHEAD
+        assert [rank.speech for rank in plan.ranks] == [each] * tp and less.memory.speech == 0
+        assert plan.need == plan.memory.weights + tp * each + 1024 * plan.memory.cache_per_token + tp * RANK_OVERHEAD
         assert as_json(plan)["speech"] == tp * each
     assert "of the weights speak; what they speak takes up to 22.4 MiB on each rank." in render(plan)
     assert "speak" not in render(less)

@@ -27,7 +27,7 @@ def sized(machine: Machine, tmp_path: Path, tp: int = 2, **options: Any) -> Any:
     return plan_on(machine, tmp_path, config_of(tmp_path), tp, cached_tokens=None, **options)
 
 
-def pages(nbytes: float, each: int) -> int:
+def pages(nbytes: float, each: float) -> int:
     return int(nbytes / each / 32) * 32
 
 
@@ -68,13 +68,13 @@ def test_the_share_is_of_the_control_group_s_limit(tmp_path: Path) -> None:
     machine = sockets(2, 8)
     machine.cgroup = limited(16 * GIB, GIB)
     plan = sized(machine, tmp_path, mem_fraction=0.5)
-    assert plan.cached_tokens == pages(0.5 * 16 * GIB - plan.weights, 2 * plan.ranks[0].cache_per_token)
+    assert plan.cached_tokens == pages(0.5 * 16 * GIB - plan.memory.weights, 2 * plan.ranks[0].cache_per_token)
     assert plan.cache_reason.startswith(
         "the control group: --mem-fraction-static 0.5 of 16.0 GiB is 8.00 GiB, less 6.2"
     )
     machine.cgroup = limited(16 * GIB, 7 * GIB)
     plan = sized(machine, tmp_path, mem_fraction=0.9)
-    room = 9 * GIB - plan.weights - 2 * RANK_OVERHEAD
+    room = 9 * GIB - plan.memory.weights - 2 * RANK_OVERHEAD
     assert plan.cached_tokens == pages(room, 2 * plan.ranks[0].cache_per_token)
     assert plan.cache_reason.startswith("the control group: 9.00 GiB free, less ")
 
@@ -117,7 +117,7 @@ def test_heads_are_cut_for_one_context_not_for_all_of_the_cache(tmp_path: Path) 
     plan = sized(Machine([(0, 8)] * 6), tmp_path, 6)
     assert plan.expected_tokens == 32768 < plan.cached_tokens
     expected = plan_on(Machine([(0, 8)] * 6), tmp_path, config_of(tmp_path), 6, cached_tokens=32768)
-    assert plan.attention == expected.attention and plan.weights == expected.weights
+    assert plan.attention == expected.attention and plan.memory.weights == expected.memory.weights
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "1.01", "nan", "inf", "much"])
@@ -161,10 +161,13 @@ def test_encoded_media_take_a_part_of_the_share(tmp_path: Path) -> None:
         machine, tmp_path, read_supported_card(model), 2, cached_tokens=None, mem_fraction=0.3, mm_cache_bytes=media
     )
     rank = plan.ranks[0]
-    assert plan.media == 2 * media
+    assert plan.memory.media == 2 * media
     assert 2 * sum(sizes.values()) <= sum(rank.encoder for rank in plan.ranks) < 2.5 * sum(sizes.values())
     assert plan.cached_tokens == pages(0.3 * node - rank.weights - media, rank.cache_per_token)
-    assert plan.need == plan.weights + 2 * media + 2 * RANK_OVERHEAD + plan.cached_tokens * plan.cache_per_token
+    assert (
+        plan.need
+        == plan.memory.weights + 2 * media + 2 * RANK_OVERHEAD + plan.cached_tokens * plan.memory.cache_per_token
+    )
     assert plan.cache_reason is not None and "of bfloat16 weights, 2.00 GiB for media, at " in plan.cache_reason
     assert "encoded, they take up to 2.00 GiB on each rank." in render(plan)
     refusal = plan_on(
@@ -172,7 +175,7 @@ def test_encoded_media_take_a_part_of_the_share(tmp_path: Path) -> None:
     ).refusal()
     assert refusal is not None and "4.00 GiB for media, " in refusal
     text = sized(sockets(2, 8), tmp_path, mm_cache_bytes=media)
-    assert text.media == 0 and "Pictures" not in render(text)
+    assert text.memory.media == 0 and "Pictures" not in render(text)
 
 
 def test_no_size_of_the_media_cache(capsys: pytest.CaptureFixture[str]) -> None:

@@ -25,15 +25,15 @@ def test_one_rank_has_everything(tmp_path: Path) -> None:
     """bf16, all sizes multiples of a tile: two bytes a parameter, K and V of 4 heads a token and layer."""
     plan = plan_on(sockets(1, 8), tmp_path, config_of(tmp_path), 1)
     assert plan.parameters == PARAMETERS
-    assert plan.weights == 2 * (PARAMETERS + ROPE)
-    assert plan.cache_per_token == 48 * 2 * 4 * 128 * 2
+    assert plan.memory.weights == 2 * (PARAMETERS + ROPE)
+    assert plan.memory.cache_per_token == 48 * 2 * 4 * 128 * 2
     assert all(dimension.waste == 0 for dimension in plan.dimensions)
     assert (plan.dtype, plan.num_layers) == ("bfloat16", 48)
 
 
 def test_fp32_is_twice_as_much(tmp_path: Path) -> None:
     plan = plan_on(sockets(1, 8), tmp_path, config_of(tmp_path), 1, dtype="float32")
-    assert (plan.weights, plan.cache_per_token) == (4 * (PARAMETERS + ROPE), 48 * 2 * 4 * 128 * 4)
+    assert (plan.memory.weights, plan.memory.cache_per_token) == (4 * (PARAMETERS + ROPE), 48 * 2 * 4 * 128 * 4)
 
 
 def test_six_nodes(tmp_path: Path) -> None:
@@ -54,7 +54,7 @@ def test_six_nodes(tmp_path: Path) -> None:
     # Every KV head is held twice; norms are whole on every rank; the head is as high as its highest part.
     doubled = 48 * 4 * (2 * 128 * 2048)
     head = (25344 * 6 - 151936) * 2048
-    assert plan.weights == 2 * (PARAMETERS + doubled + 5 * NORMS + head + 6 * ROPE)
+    assert plan.memory.weights == 2 * (PARAMETERS + doubled + 5 * NORMS + head + 6 * ROPE)
 
 
 def test_padding_when_asked(tmp_path: Path) -> None:
@@ -70,7 +70,7 @@ def test_cached_tokens_change_the_choice(tmp_path: Path) -> None:
     plan = plan_on(Machine(SNC3), tmp_path, config_of(tmp_path), 6, cached_tokens=64 * 1024)
     assert plan.attention is not None
     assert plan.attention.strategy == "pad"
-    assert plan.need == plan.weights + 64 * 1024 * plan.cache_per_token + 6 * RANK_OVERHEAD
+    assert plan.need == plan.memory.weights + 64 * 1024 * plan.memory.cache_per_token + 6 * RANK_OVERHEAD
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ def test_experts_are_cut_by_their_width(tmp_path: Path) -> None:
     plan = plan_on(sockets(1, 8), tmp_path, config, 1)
     attention = 2048 * 128 * (2 * 32 + 2 * 4) + 2 * 2048 + 2 * 128
     assert plan.parameters == 48 * (attention + 128 * (2048 + 3 * 2048 * 768)) + 2 * 151936 * 2048 + 2048
-    assert plan.weights == 2 * (plan.parameters + ROPE)
+    assert plan.memory.weights == 2 * (plan.parameters + ROPE)
     assert "expert width" in render(plan)
     cuts = by_name(plan_on(Machine(SNC3), tmp_path, config, 25, cores="none"))
     assert [span.size for span in cuts["expert width"].spans] == [32] * 24 + [0]
@@ -46,7 +46,7 @@ def test_int8_is_a_byte_a_weight_and_a_scale_and_a_sum_a_row(tmp_path: Path) -> 
     rows = 48 * ((32 + 2 * 4) * 128 + 2048 + 2 * 6144 + 2048) + 151936
     table = 151936 * 2048
     assert plan.parameters == PARAMETERS
-    assert plan.weights == (PARAMETERS - NORMS - table) + 8 * rows + 2 * (NORMS + table + ROPE)
+    assert plan.memory.weights == (PARAMETERS - NORMS - table) + 8 * rows + 2 * (NORMS + table + ROPE)
     assert (plan.dtype, plan.quantization) == ("bfloat16", "int8")
     assert "3.34 billion parameters, int8, 1 rank" in render(plan)
 
@@ -105,7 +105,7 @@ def test_the_same_quantisation_may_be_asked_for(tmp_path: Path) -> None:
     config = config_of(tmp_path, quantization_config=awq)
     asked = (None, Quantization("int4"), Quantization("int4", 128))
     plans = [plan_on(sockets(1, 8), tmp_path / f"{i}", config, 1, quantization=one) for i, one in enumerate(asked)]
-    assert len({plan.weights for plan in plans}) == 1
+    assert len({plan.memory.weights for plan in plans}) == 1
 
 
 def test_options_of_quantisation(capsys: pytest.CaptureFixture[str]) -> None:

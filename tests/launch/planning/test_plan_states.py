@@ -63,14 +63,14 @@ def test_states_and_tokens_fit_together(tmp_path: Path) -> None:
     room = int(0.4 * 64 * GIB) - rank.weights
     assert found.states == -(-found.cached_tokens // 2048) > 100
 
-    def need(tokens: int) -> int:
+    def need(tokens: int) -> float:
         return tokens * rank.cache_per_token + -(-tokens // 2048) * rank.state
 
     assert need(found.cached_tokens) <= room < need(found.cached_tokens + 32)
     assert found.cache_reason is not None
     assert found.cache_reason.endswith("at 16.0 KiB a token and 24.6 MiB for the states of every 2,048 tokens")
     cache = found.cached_tokens * TOKEN + found.states * STATE
-    assert found.need == found.weights + cache + 2 * RANK_OVERHEAD
+    assert found.need == found.memory.weights + cache + 2 * RANK_OVERHEAD
 
 
 def test_a_given_size_has_its_states(tmp_path: Path) -> None:
@@ -94,7 +94,7 @@ def test_the_text_says_how_many_states_there_are_and_why(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("per_state", [0, 7, 5000])
 def test_the_most_tokens_are_the_last_ones_that_fit(per_state: int) -> None:
-    def need(tokens: int) -> int:
+    def need(tokens: int) -> float:
         return 3 * tokens + (num_states(tokens) * per_state if per_state else 0)
 
     for room in [*range(8 * per_state, 8 * per_state + 50), 49151, 49152, 60000, 88151, 88152, 100000, 123456]:

@@ -146,7 +146,7 @@ class EngineJob:
             cached_tokens=self._total_tokens,
             here=here,
         )
-        self._weight_bytes = [rank.weights for rank in plan.ranks]
+        self._weight_bytes = [int(rank.weights) for rank in plan.ranks]
         return plan.refusal()
 
     def build(self, team: "Team", own: RankPlacement) -> "Worker":

@@ -6,16 +6,16 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from tilerank.runtime.protocol.prompt import MM_CACHE_BYTES
-from tilerank.runtime.protocol.sizes import TOKENS_PER_STATE, most_tokens
+from tilerank.runtime.protocol.sizes import TOKENS_PER_STATE
 
 from ..host.cgroup import Limits
 from ..options.arguments import whole_number
 from ..text import size
-from .plan_types import NodeShare
+from .plan_types import MemoryUse, NodeShare
 
 if TYPE_CHECKING:
     from tilerank.parallel.group import Group
@@ -84,22 +84,9 @@ class CacheSize:
     reason: str
 
 
-@dataclass(frozen=True)
-class Demand:
-    """What the ranks of a host hold, in bytes. form: the format of their weights. media: for encoded media. speech: for
-    sequences that speak, 0 for models that do not. state: one state of a sequence, 0 for models without."""
-
-    form: str
-    weights: int
-    media: int
-    speech: int
-    cache_per_token: int
-    state: int
-    overhead: int
-
-
 def largest(
-    demand: Demand,
+    form: str,
+    memory: MemoryUse,
     nodes: Sequence[NodeShare],
     limits: Limits,
     fraction: float,
@@ -110,6 +97,7 @@ def largest(
 ) -> CacheSize:
     """Return the largest cache that fits everywhere, in whole pages; 0 tokens if there is no room for a page.
 
+    form: the format of the weights, for the sentence. memory, nodes: what all ranks of this host hold, and where.
     Weights, encoded media and caches may take `fraction` of a node's memory, and of each replica's part of the control
     group's limit, and no more than is free. More than `requests` requests of `context` tokens never run at a time.
     """
@@ -118,32 +106,30 @@ def largest(
     found = [CacheSize(requests * context, f"{requests} requests of {context:,} tokens, no more run at a time")]
     for node in nodes:
         if node.cache_per_token:
-            each = math.ceil(node.cache_per_token), math.ceil(node.state)
-            held = Demand(demand.form, node.weights, node.media, node.speech, *each, node.overhead)
-            found += _limits(f"node {node.node}", held, node.total, node.free, fraction)
+            held = replace(node, cache_per_token=math.ceil(node.cache_per_token), state=math.ceil(node.state))
+            found += _limits(f"node {node.node}", form, held, node.total, node.free, fraction)
     group, available = limits.memory_limit, limits.memory_available
-    if group is not None and available is not None and demand.cache_per_token:
-        found += _limits("the control group", demand, group // replicas, available, fraction)
+    if group is not None and available is not None and memory.cache_per_token:
+        found += _limits("the control group", form, memory, group // replicas, available, fraction)
     tightest = min(found, key=lambda limit: limit.tokens)
     return CacheSize(max(0, tightest.tokens // PAGE_TOKENS * PAGE_TOKENS), tightest.reason)
 
 
-def _limits(where: str, held: Demand, total: int, free: int, fraction: float) -> Iterator[CacheSize]:
-    weights, each = f"{size(held.weights)} of {held.form} weights", f"at {size(held.cache_per_token)} a token"
+def _limits(where: str, form: str, held: MemoryUse, total: int, free: int, fraction: float) -> Iterator[CacheSize]:
+    weights, each = f"{size(held.weights)} of {form} weights", f"at {size(held.cache_per_token)} a token"
     if held.state:
         each += f" and {size(held.state)} for the states of every {TOKENS_PER_STATE:,} tokens"
     if held.media:
         weights += f", {size(held.media)} for media"
     if held.speech:
         weights += f", {size(held.speech)} for speech"
-    fixed = held.weights + held.media + held.speech
     share = int(fraction * total)
     yield CacheSize(
-        most_tokens(share - fixed, held.cache_per_token, held.state),
+        held.tokens(share - held.fixed),
         f"{where}: --mem-fraction-static {fraction:g} of {size(total)} is {size(share)}, less {weights}, {each}",
     )
     yield CacheSize(
-        most_tokens(free - fixed - held.overhead, held.cache_per_token, held.state),
+        held.tokens(free - held.fixed - held.overhead),
         f"{where}: {size(free)} free, less {weights} and {size(held.overhead)} for the processes, {each}",
     )
 

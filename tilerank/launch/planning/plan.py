@@ -18,8 +18,7 @@ from ..host.placement import Placement
 from ..host.topology import Topology
 from ..options.quantize import resolve_dtype, resolve_kv_dtype
 from . import cache_size
-from .cache_size import Demand
-from .plan_types import RANK_OVERHEAD, Attention, Dimension, NodeShare, Plan, RankShare
+from .plan_types import RANK_OVERHEAD, Attention, Dimension, MemoryUse, NodeShare, Plan, RankShare
 from .replicas import ModelBytes
 
 if TYPE_CHECKING:
@@ -76,13 +75,16 @@ def plan_model(
     ranks = tuple(
         RankShare(
             where,
-            part.nbytes(),
-            bytes_per_token(part.cache_specs()),
-            bytes_per_state(part.cache_specs()),
             part.encoder.nbytes() if part.encoder else 0,
-            mm_cache_bytes if part.encoder else 0,
             part.speaker.nbytes() if part.speaker else 0,
-            speech_bytes(part.speaker, tokens=TALKER_TOKENS, sequences=MAX_RUNNING, ranks=tp) if part.speaker else 0,
+            weights=part.nbytes(),
+            cache_per_token=bytes_per_token(part.cache_specs()),
+            state=bytes_per_state(part.cache_specs()),
+            media=mm_cache_bytes if part.encoder else 0,
+            speech=speech_bytes(part.speaker, tokens=TALKER_TOKENS, sequences=MAX_RUNNING, ranks=tp)
+            if part.speaker
+            else 0,
+            overhead=RANK_OVERHEAD,
         )
         for where, part in zip(placement.ranks, models, strict=True)
     )
@@ -110,7 +112,8 @@ def plan_model(
     if cached_tokens is not None:
         return plan
     cache = cache_size.largest(
-        Demand(plan.form, plan.weights, plan.media, plan.speech, plan.cache_per_token, plan.state, plan.overhead),
+        plan.form,
+        plan.memory,
         plan.nodes,
         topology.limits,
         mem_fraction,
@@ -140,18 +143,19 @@ def _node_shares(topology: Topology, ranks: tuple[RankShare, ...], sharers: int)
     shares = []
     for node in topology.allowed_mems:
         parts = [(rank, home[node] / home.total()) for rank, home in zip(ranks, homes, strict=True) if home[node]]
+        held = sum((rank * part for rank, part in parts), MemoryUse())
         shares.append(
             NodeShare(
-                node=node,
-                ranks=tuple(rank.placement.rank for rank, _ in parts),
-                weights=round(sum(rank.weights * part for rank, part in parts)),
-                media=round(sum(rank.media * part for rank, part in parts)),
-                speech=round(sum(rank.speech * part for rank, part in parts)),
-                cache_per_token=sum(rank.cache_per_token * part for rank, part in parts),
-                state=sum(rank.state * part for rank, part in parts),
-                overhead=round(sum(RANK_OVERHEAD * part for _, part in parts)),
-                total=topology.node(node).memory_total // sharers,
-                free=topology.node(node).memory_free,
+                node,
+                tuple(rank.placement.rank for rank, _ in parts),
+                topology.node(node).memory_total // sharers,
+                topology.node(node).memory_free,
+                weights=round(held.weights),
+                cache_per_token=held.cache_per_token,
+                state=held.state,
+                media=round(held.media),
+                speech=round(held.speech),
+                overhead=round(held.overhead),
             )
         )
     return tuple(shares)

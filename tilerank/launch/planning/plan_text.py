@@ -16,6 +16,9 @@ _STRATEGIES = {
     "pad": "heads are padded with zero heads, so that all ranks have equal shapes",
     "split": "query heads are split unevenly, and a KV head on a border is held by both neighbours",
 }
+_RANK = ("placement", "weights", "cache_per_token", "state", "encoder", "media", "speaker", "speech")
+_NODE = ("node", "ranks", "weights", "media", "speech", "cache_per_token", "state", "overhead", "total", "free")
+"""What JSON says of a rank and of a node, in this order."""
 
 
 def render(plan: Plan) -> str:
@@ -150,7 +153,7 @@ def _media(plan: Plan) -> list[str]:
 
 
 def _speech(plan: Plan) -> list[str]:
-    if not plan.speech:
+    if not plan.memory.speech:
         return []
     weights, most = sum(rank.speaker for rank in plan.ranks), max(rank.speech for rank in plan.ranks)
     return [f"Speech: {size(weights)} of the weights speak; what they speak takes up to {size(most)} on each rank."]
@@ -166,9 +169,9 @@ def cache_text(plan: Plan) -> str:
 def states_text(plan: Plan) -> str:
     """Return how many states of sequences there is room for on this host, and why."""
     return (
-        f"States of {plan.states:,} sequences, {size(plan.state * plan.states)}: one for every {TOKENS_PER_STATE:,} "
-        f"tokens of the KV cache, at least {MIN_STATES}; a running request takes one, and the others are snapshots "
-        "from which prompts with the same beginning continue"
+        f"States of {plan.states:,} sequences, {size(plan.memory.state * plan.states)}: one for every "
+        f"{TOKENS_PER_STATE:,} tokens of the KV cache, at least {MIN_STATES}; a running request takes one, "
+        "and the others are snapshots from which prompts with the same beginning continue"
     )
 
 
@@ -177,7 +180,7 @@ def _states(plan: Plan, cell: str) -> tuple[str, ...]:
 
 
 def _cache(plan: Plan) -> str:
-    return f"KV cache of {token_count(plan.cached_tokens)}, {size(plan.cache_per_token * plan.cached_tokens)}"
+    return f"KV cache of {token_count(plan.cached_tokens)}, {size(plan.memory.cache_per_token * plan.cached_tokens)}"
 
 
 def _if(condition: object, *cells: str) -> tuple[str, ...]:
@@ -234,11 +237,13 @@ def _overflow_note(full: list[int]) -> str:
 
 def as_json(plan: Plan) -> dict[str, Any]:
     """Return the plan and the totals derived from it, ready for JSON."""
-    follows = {
-        name: getattr(plan, name)
-        for name in ("weights", "media", "speech", "cache_per_token", "state", "need", "available", "token_room")
+    memory = {name: getattr(plan.memory, name) for name in ("weights", "media", "speech", "cache_per_token", "state")}
+    totals = {name: getattr(plan, name) for name in ("need", "available", "token_room")}
+    shares = {
+        "ranks": [{name: share[name] for name in _RANK} for share in map(dataclasses.asdict, plan.ranks)],
+        "nodes": [{name: share[name] for name in _NODE} for share in map(dataclasses.asdict, plan.nodes)],
     }
-    return dataclasses.asdict(plan) | follows | {"refusal": plan.refusal()}
+    return dataclasses.asdict(plan) | shares | memory | totals | {"refusal": plan.refusal()}
 
 
 def replicas_as_json(replicas: ReplicaPlans) -> dict[str, Any]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from functools import cached_property
 
 from tilerank.parallel.shard import Span
 from tilerank.runtime.protocol.sizes import most_tokens
@@ -45,27 +46,59 @@ class Attention:
     other_waste: float | None
 
 
-@dataclass(frozen=True)
-class RankShare:
-    """Where one rank runs, and the bytes of its weights, of one cached token and of one state of a sequence.
+@dataclass(frozen=True, kw_only=True)
+class MemoryUse:
+    """Bytes that ranks hold. Those of several ranks add up; times a share, they are the part on one memory node."""
 
-    encoder: bytes of the weights that encode media, a part of `weights`. media: bytes that encoded media may take.
-    speaker: bytes of the weights that speak, a part of `weights`. speech: bytes that sequences which speak may take.
+    weights: float = 0
+    cache_per_token: float = 0
+    state: float = 0
+    """One state of a sequence; 0 for models without."""
+    media: float = 0
+    """What encoded pictures, videos and sound may take."""
+    speech: float = 0
+    """What sequences that speak may take."""
+    overhead: float = 0
+    """Processes: see RANK_OVERHEAD."""
+
+    def __add__(self, other: MemoryUse) -> MemoryUse:
+        return MemoryUse(**{name: getattr(self, name) + getattr(other, name) for name in _KINDS})
+
+    def __mul__(self, share: float) -> MemoryUse:
+        return MemoryUse(**{name: getattr(self, name) * share for name in _KINDS})
+
+    @property
+    def fixed(self) -> float:
+        """Bytes that do not depend on the size of the KV cache, those of processes aside."""
+        return self.weights + self.media + self.speech
+
+    def need(self, tokens: int, states: int) -> float:
+        """Return the bytes of a cache of so many tokens and states, and all else."""
+        return self.fixed + self.cache_per_token * tokens + self.state * states + self.overhead
+
+    def tokens(self, nbytes: float) -> int:
+        """Return how many cached tokens, with their states, fit into `nbytes`; 0 or less if none do."""
+        return most_tokens(nbytes, self.cache_per_token, self.state)
+
+
+_KINDS = tuple(field.name for field in fields(MemoryUse))
+
+
+@dataclass(frozen=True)
+class RankShare(MemoryUse):
+    """Where one rank runs, and what it holds.
+
+    encoder: bytes of the weights that encode media, a part of `weights`. speaker: the same of those that speak.
     """
 
     placement: RankPlacement
-    weights: int
-    cache_per_token: int
-    state: int = 0
     encoder: int = 0
-    media: int = 0
     speaker: int = 0
-    speech: int = 0
 
 
 @dataclass(frozen=True)
-class NodeShare:
-    """What ranks put on one memory node, in bytes.
+class NodeShare(MemoryUse):
+    """What ranks put on one memory node.
 
     ranks: those that run near the node. total: the node's memory, divided by the number of replicas that share it.
     free: includes page cache that can be dropped.
@@ -73,23 +106,8 @@ class NodeShare:
 
     node: int
     ranks: tuple[int, ...]
-    weights: int
-    media: int
-    speech: int
-    cache_per_token: float
-    state: float
-    overhead: int
     total: int
     free: int
-
-    def need(self, tokens: int, states: int) -> float:
-        """Return the bytes of a cache of so many tokens and states, and all else."""
-        return self.fixed + self.overhead + self.cache_per_token * tokens + self.state * states
-
-    @property
-    def fixed(self) -> int:
-        """Bytes that do not depend on the size of the KV cache, those of processes aside."""
-        return self.weights + self.media + self.speech
 
 
 @dataclass(frozen=True)
@@ -129,43 +147,15 @@ class Plan:
         """The format of the weights."""
         return self.quantization or self.dtype
 
-    @property
-    def weights(self) -> int:
-        return sum(rank.weights for rank in self.ranks)
+    @cached_property
+    def memory(self) -> MemoryUse:
+        """What all ranks of this host hold."""
+        return sum(self.ranks, MemoryUse())
 
     @property
-    def media(self) -> int:
-        """Bytes that encoded pictures and videos may take on all ranks of this host."""
-        return sum(rank.media for rank in self.ranks)
-
-    @property
-    def speech(self) -> int:
-        """Bytes that sequences which speak may take on all ranks of this host."""
-        return sum(rank.speech for rank in self.ranks)
-
-    @property
-    def fixed(self) -> int:
-        """Bytes that do not depend on the size of the KV cache, those of processes aside."""
-        return self.weights + self.media + self.speech
-
-    @property
-    def cache_per_token(self) -> int:
-        return sum(rank.cache_per_token for rank in self.ranks)
-
-    @property
-    def state(self) -> int:
-        """Bytes of one state of a sequence on all ranks of this host."""
-        return sum(rank.state for rank in self.ranks)
-
-    @property
-    def need(self) -> int:
+    def need(self) -> float:
         """Bytes that all ranks of this host need together."""
-        cache = self.cache_per_token * self.cached_tokens + self.state * self.states
-        return self.fixed + cache + self.overhead
-
-    @property
-    def overhead(self) -> int:
-        return len(self.ranks) * RANK_OVERHEAD
+        return self.memory.need(self.cached_tokens, self.states)
 
     @property
     def free(self) -> int:
@@ -179,14 +169,9 @@ class Plan:
     @property
     def token_room(self) -> int:
         """Cached tokens that fit beside the weights on every node and within the control group, with their states."""
-        rooms = [
-            most_tokens(node.free - node.fixed - node.overhead, node.cache_per_token, node.state)
-            for node in self.nodes
-            if node.cache_per_token
-        ]
-        if self.group_available is not None and self.cache_per_token:
-            room = self.group_available - self.fixed - self.overhead
-            rooms.append(most_tokens(room, self.cache_per_token, self.state))
+        rooms = [node.tokens(node.free - node.fixed - node.overhead) for node in self.nodes if node.cache_per_token]
+        if self.group_available is not None and self.memory.cache_per_token:
+            rooms.append(self.memory.tokens(self.group_available - self.memory.fixed - self.memory.overhead))
         return max(0, min(rooms, default=0))
 
     def refusal(self) -> str | None:
@@ -198,14 +183,16 @@ class Plan:
                 f"{self.model}: no room for a KV cache: {self.cache_reason}; a size given by --max-total-tokens is "
                 "held against the host's memory as a whole"
             )
-        cache = f"{size(self.cache_per_token * self.cached_tokens)} of KV cache for {self.cached_tokens:,} tokens, "
+        memory = self.memory
+        cache = f"{size(memory.cache_per_token * self.cached_tokens)} of KV cache for {self.cached_tokens:,} tokens, "
         return (
             f"{self.model}: not enough memory for {count(len(self.ranks), 'rank')}: "
-            f"{size(self.weights)} of {self.form} weights, "
+            f"{size(memory.weights)} of {self.form} weights, "
             f"{cache if self.cached_tokens else ''}"
-            f"{f'{size(self.state * self.states)} for {self.states:,} states, ' if self.states else ''}"
-            f"{f'{size(self.media)} for media, ' if self.media else ''}"
-            f"{f'{size(self.speech)} for speech, ' if self.speech else ''}{size(self.overhead)} for the processes, "
+            f"{f'{size(memory.state * self.states)} for {self.states:,} states, ' if self.states else ''}"
+            f"{f'{size(memory.media)} for media, ' if memory.media else ''}"
+            f"{f'{size(memory.speech)} for speech, ' if memory.speech else ''}"
+            f"{size(memory.overhead)} for the processes, "
             f"{size(self.need)} together, but "
             f"{'this host has' if self.available == self.free else 'the control group allows'} {size(self.available)}"
         )
@@ -220,7 +207,7 @@ class ReplicaPlans:
     reason: str | None = None
 
     @property
-    def need(self) -> int:
+    def need(self) -> float:
         """Bytes of all ranks of all replicas."""
         return sum(plan.need for plan in self.plans)
 
