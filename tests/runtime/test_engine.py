@@ -20,6 +20,7 @@ from tilerank.parallel.embedding import VocabParallelEmbedding
 from tilerank.parallel.group import SingleGroup
 from tilerank.parallel.join import Team
 from tilerank.runtime.lead.engine import Engine, Failed, Request, TokenEvent
+from tilerank.runtime.lead.pages import PagePool
 from tilerank.runtime.lead.sampling import SamplingParams, uniform
 from tilerank.runtime.models.decoder import Decoder
 from tilerank.runtime.protocol.errors import EngineError, RequestError
@@ -237,7 +238,7 @@ def test_requests_come_and_go_between_steps(engine: Engine) -> None:
     engine.cancel(numbers[1])
     steps(16)
     assert [found[number] for number in numbers] == [wanted[0], wanted[1][:8], wanted[2]]
-    assert engine._pool.free == engine._pool.total
+    assert engine.state()["cache_used"] == 0
     with pytest.raises(RequestError, match="the request: the prompt is empty"):
         engine.submit(Request(Prompt([])))
 
@@ -303,11 +304,9 @@ def test_requests_whose_logits_are_no_numbers_fail_alone(poisoned: Engine, tempe
         (event,) = found[number]
         assert isinstance(event, Failed) and "computes NaN or infinity" in event.sentence
     assert [[event.token_id for event in found[number]] for number in numbers[1:3]] == expected
-    pool = engine._pool
-    assert pool.free == pool.total
-    table = pool.open(wrong)
-    assert len(table) * PAGE_TOKENS <= at
-    pool.close(table)
+    assert engine.state()["cache_used"] == 0
+    (pool,) = (kind for kind in engine.scheduler.kinds if isinstance(kind, PagePool))
+    assert len(pool.prefix(wrong)) * PAGE_TOKENS <= at
 
 
 def test_a_score_that_is_no_number_fails_the_request(poisoned: Engine) -> None:
@@ -324,9 +323,9 @@ def test_an_abandoned_batch_gives_its_pages_back(engine: Engine) -> None:
         events = engine.generate([Request(Prompt(PROMPT), SamplingParams(max_new_tokens=50, seed=i)) for i in range(3)])
         next(events)
         events.close()
-    assert engine._pool.free == engine._pool.total
+    assert engine.state()["cache_used"] == 0
     assert len(run(engine, PROMPT, max_new_tokens=200, ignore_eos=True)) == 200
-    assert engine._pool.free == engine._pool.total
+    assert engine.state()["cache_used"] == 0
 
 
 def test_scores_a_prompt_of_the_whole_context(engine: Engine) -> None:

@@ -19,7 +19,7 @@ from tilerank.parallel.join import Team
 from tilerank.runtime.lead import grammar_masks
 from tilerank.runtime.lead.engine import Completed, Engine, Event, Failed, Request, TokenEvent
 from tilerank.runtime.lead.sampling import SamplingParams
-from tilerank.runtime.lead.scheduler import Scheduled
+from tilerank.runtime.lead.sequence import Scheduled
 from tilerank.runtime.protocol.errors import RequestError
 from tilerank.runtime.protocol.framing import encode
 from tilerank.runtime.protocol.grammar import Vocabulary, allowed_tokens
@@ -162,7 +162,7 @@ def test_survives_preemption(engine: Engine) -> None:
     (alone,) = events(engine, long)
     assert len(alone) > 90
     found = events(engine, long, long, long, long)
-    assert engine._scheduler.preemptions > 0
+    assert engine.state()["preemptions"] > 0
     assert [text(one) for one in found] == [text(alone)] * 4
 
 
@@ -217,7 +217,7 @@ def end_of(engine: Engine, grammar: str) -> list[Event]:
     while engine.busy:
         found += engine.step()
     assert sum(event.request == free for event in found) == 8
-    assert engine._pool.free == engine._pool.total
+    assert engine.state()["cache_used"] == 0
     return [event for event in found if event.request == constrained]
 
 

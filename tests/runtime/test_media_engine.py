@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from batching import answers, forget, one_by_one, score_in_chunks, spy
+from batching import answers, evict, forget, one_by_one, pinned, score_in_chunks, spy
 from media_prompts import SMALL, VIDEO, ask, medium, mixed, prompt, smallest, text
 from ranks import Ranks, eventually, run_ranks
 from rungs import COMPILED
@@ -17,10 +17,11 @@ from tiny import make_checkpoint
 from tilerank.parallel.channel import Channel
 from tilerank.parallel.group import SingleGroup
 from tilerank.parallel.join import Team
+from tilerank.runtime.lead import encodings, media_encoding
 from tilerank.runtime.lead import engine as module
-from tilerank.runtime.lead import media_encoding
+from tilerank.runtime.lead.encodings import EncoderCache
 from tilerank.runtime.lead.engine import Engine, Request
-from tilerank.runtime.lead.media_encoding import operations_of_piece
+from tilerank.runtime.lead.media_encoding import MediaEncoding, operations_of_piece
 from tilerank.runtime.protocol.errors import RequestError
 from tilerank.runtime.protocol.prompt import Medium, Place, Prompt
 from tilerank.runtime.protocol.rank_messages import Encode, EncodePiece, Frames, Message, StopEncode
@@ -50,9 +51,14 @@ def engine(shared: Engine) -> Iterator[Engine]:
     """An engine that has no page of an earlier test. After the test, nothing may be held."""
     forget(shared)
     yield shared
-    assert shared._pool.free == shared._pool.total and not shared.busy
-    assert not [e for e in shared._encodings._encodings.values() if e.users or not e.ready]
-    assert shared._encoding._running is None
+    assert shared.state()["cache_used"] == 0 and not shared.busy
+    assert not pinned(shared)
+    assert not shared.encoding.busy
+
+
+def encoded(engine: Engine) -> int:
+    """Return the bytes of all encodings that rank 0 counts."""
+    return sum(kind.pool.used for kind in engine.scheduler.kinds if isinstance(kind, EncoderCache))
 
 
 def encodes(sent: list[Message]) -> int:
@@ -94,7 +100,7 @@ def test_preempted_prompts_insert_their_pictures_again(engine: Engine) -> None:
     expected = one_by_one(engine, requests)
     forget(engine, pages=8)
     assert answers(engine, requests) == expected
-    assert engine._scheduler.preemptions > 0
+    assert engine.state()["preemptions"] > 0
     forget(engine)
 
 
@@ -103,9 +109,9 @@ def test_the_same_picture_is_encoded_and_computed_once(engine: Engine, monkeypat
     same = prompt(text(1, 20), picture, text(2, 10))
     first = answers(engine, [ask(same)] * 3)
     assert encodes(sent) == 1 and first[0] == first[1] == first[2]
-    before = engine._prompt_tokens
+    before = engine.state()["prompt_tokens"]
     assert answers(engine, [ask(same)]) == first[:1]
-    assert engine._prompt_tokens - before == 78 - 64  # two whole pages are found
+    assert engine.state()["prompt_tokens"] - before == 78 - 64  # two whole pages are found
     # The encoding is found by a prompt that shares no page.
     answers(engine, [ask(prompt(text(3, 20), picture, text(2, 10)))])
     assert encodes(sent) == 1
@@ -119,8 +125,7 @@ def test_the_same_picture_is_encoded_and_computed_once(engine: Engine, monkeypat
 def test_pages_that_cover_a_picture_need_no_encoding(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     covered = prompt(text(1, 4), medium(60, 4, 7), text(2, 20))  # the picture ends with the first page
     first = answers(engine, [ask(covered)])
-    engine._encodings._encodings.clear()
-    engine._encodings._idle.clear()
+    evict(engine, EncoderCache)
     sent = spy(engine, monkeypatch)
     assert answers(engine, [ask(covered)]) == first
     assert encodes(sent) == 0
@@ -165,7 +170,7 @@ def test_a_piece_is_begun_if_the_longest_of_the_last_would_end_in_time(
     monkeypatch.setattr(media_encoding, "time", SimpleNamespace(perf_counter=lambda: now))
     monkeypatch.setattr(engine.worker, "encode_piece", timed)
     monkeypatch.setattr(media_encoding, "operations_of_piece", smallest)
-    engine._encoding._recent.clear()
+    engine.encoding = MediaEncoding(engine.worker)
     talks = engine.submit(ask(prompt(text(1, 8)), 40))
     engine.step()
     looks = engine.submit(ask(prompt(text(2, 3), medium(74, 3, 3), text(3, 2)), 1))
@@ -212,7 +217,7 @@ def test_a_cancelled_encode_leaves_nothing(engine: Engine, monkeypatch: pytest.M
     monkeypatch.setattr(media_encoding, "ALONE_S", 0.0)
     monkeypatch.setattr(media_encoding, "operations_of_piece", smallest)
     wanted = prompt(text(1, 3), medium(80, 3, 4), text(2, 2))
-    held, used = engine.worker._encodings, engine._encodings.used
+    held, used = engine.worker._encodings, encoded(engine)
     sent = spy(engine, monkeypatch)
     number = engine.submit(ask(wanted))
     for _ in range(steps):
@@ -220,7 +225,7 @@ def test_a_cancelled_encode_leaves_nothing(engine: Engine, monkeypatch: pytest.M
     engine.cancel(number)
     assert sum(isinstance(message, StopEncode) for message in sent) == (steps > 1)
     assert held._pieces is None and not held._frames and held._medium is None
-    assert engine._encodings.used == used and engine._pool.free == engine._pool.total
+    assert encoded(engine) == used and engine.state()["cache_used"] == 0
     # Another request needs the picture too: one of two is cancelled, and the encode goes on.
     pair = [engine.submit(ask(wanted)), engine.submit(ask(prompt(text(5, 3), *wanted.media)))]
     for _ in range(steps):
@@ -228,17 +233,15 @@ def test_a_cancelled_encode_leaves_nothing(engine: Engine, monkeypatch: pytest.M
     engine.cancel(pair[0])
     events = [event for _ in range(40) for event in engine.step()]
     assert [event.request for event in events] == [pair[1]] * 6
-    engine._encodings._encodings.clear()
-    engine._encodings._idle.clear()
+    evict(engine, EncoderCache)
 
 
 def test_frames_are_sent_in_parts(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     request = ask(prompt(text(1, 3), medium(90, 3, 4), text(2, 2)))
     whole = answers(engine, [request])
     forget(engine)
-    engine._encodings._encodings.clear()
-    engine._encodings._idle.clear()
-    monkeypatch.setattr(media_encoding, "PART_BYTES", 5000)
+    evict(engine, EncoderCache)
+    monkeypatch.setattr(encodings, "PART_BYTES", 5000)
     sent = spy(engine, monkeypatch)
     assert answers(engine, [request]) == whole
     parts = [message.frames for message in sent if isinstance(message, Frames)]
@@ -259,7 +262,7 @@ def test_encodings_are_evicted_within_the_budget(checkpoint: Path, monkeypatch: 
         before = encodes(sent)
         forget(engine)
         answers(engine, [ask(prompt(text(1, 3), *(pictures[i] for i in which), text(2, 2)))])
-        assert engine._encodings.used <= 2 * nbytes
+        assert encoded(engine) <= 2 * nbytes
         return encodes(sent) - before
 
     assert [look(0), look(1), look(0), look(2), look(0), look(1)] == [1, 1, 0, 1, 0, 1]

@@ -2,20 +2,21 @@
 step."""
 
 from collections import Counter
+from collections.abc import Hashable
 
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from tilerank.kernels.kv_pages import PAGE_TOKENS
-from tilerank.runtime.lead.encodings import EncoderCache, Encoding, Wanted
+from tilerank.runtime.lead.encodings import Encoder, EncoderCache
 from tilerank.runtime.lead.pages import Page, PagePool
 from tilerank.runtime.lead.sampling import SamplingParams
-from tilerank.runtime.lead.scheduler import Scheduled, Scheduler
-from tilerank.runtime.lead.sequence import Sequence
-from tilerank.runtime.lead.state_pool import StatePool
+from tilerank.runtime.lead.scheduler import Scheduler
+from tilerank.runtime.lead.sequence import Scheduled, Sequence
+from tilerank.runtime.lead.states import StatePool
 from tilerank.runtime.protocol.prompt import Medium, Place, Prompt
-from tilerank.runtime.protocol.rank_messages import Chunk
+from tilerank.runtime.protocol.rank_messages import Chunk, Step
 
 BLOCKS, MAX_RUNNING, CHUNK, BUDGET, STATES = 12, 4, 80, 3, 3
 COMMON = st.sampled_from((0, 20, PAGE_TOKENS, PAGE_TOKENS + 3, 2 * PAGE_TOKENS, 3 * PAGE_TOKENS))
@@ -25,8 +26,8 @@ def new_sequence(prompt: list[int], new_tokens: int, request: int = 0) -> Sequen
     return Sequence(request, SamplingParams(max_new_tokens=new_tokens), Prompt(prompt))
 
 
-def with_picture(before: list[int], kind: int, tokens: int, after: list[int]) -> tuple[Prompt, list[Wanted]]:
-    """A prompt with picture number `kind` twice, the second time cut in two places."""
+def with_picture(before: list[int], kind: int, tokens: int, after: list[int]) -> tuple[Prompt, list[int]]:
+    """Return a prompt with picture number `kind` twice, the second time cut in two places, and the bytes of both."""
     medium, digest = Medium("image", b"", (1, 1, 1), (1, 1, 1)), bytes([kind] * 16)
     places = [Place(len(before), tokens, 0, 0), Place(len(before) + tokens + 1, 1, 1, 0)]
     if tokens > 1:
@@ -35,7 +36,16 @@ def with_picture(before: list[int], kind: int, tokens: int, after: list[int]) ->
     positions = [[1000 * axis + 2 * i for i in range(len(token_ids))] for axis in range(3)]
     prompt = Prompt(token_ids, [medium, medium], places, positions)
     prompt.digests = [digest, digest]
-    return prompt, [Wanted(digest, medium, 1 + kind % 2)] * 2
+    return prompt, [1 + kind % 2] * 2
+
+
+def step_of(scheduler: Scheduler, scheduled: Scheduled) -> Step:
+    """Return the message of a step, as Engine makes it."""
+    step = Step([chunk for _, chunk in scheduled], list(scheduler.finished))
+    scheduler.finished.clear()
+    for kind in scheduler.kinds:
+        kind.announce(step, scheduled)
+    return step
 
 
 def tree(pool: PagePool) -> list[Page]:
@@ -53,27 +63,28 @@ class Slots:
         self.pool = pool
         self.seen: dict[int, tuple[int, ...]] = {}
 
-    def step(self, scheduled: Scheduled) -> None:
+    def step(self, scheduled: Scheduled, step: Step) -> None:
         """Copy slots, then compute the chunks: each continues what its slot holds, unless it is a beginning."""
-        for source, target in self.pool.copies:
+        for source, target in step.state_copies:
             self.seen[target] = self.seen[source]
-        self.pool.copies.clear()
-        assert len({sequence.state_slot for sequence, _ in scheduled}) == len(scheduled)
-        for sequence, chunk in scheduled:
+        assert len(set(step.state_slots)) == len(scheduled)
+        for (sequence, chunk), slot in zip(scheduled, step.state_slots, strict=True):
             stop = chunk.start + len(chunk.token_ids)
             if chunk.start:
-                assert self.seen[sequence.state_slot] == tuple(sequence.keys[: chunk.start])
-            self.seen[sequence.state_slot] = tuple(sequence.keys[:stop])
+                assert self.seen[slot] == tuple(sequence.keys[: chunk.start])
+            self.seen[slot] = tuple(sequence.keys[:stop])
 
     def check(self, running: list[Sequence]) -> None:
         """Every slot is in one place, and every snapshot has seen the tokens up to the end of its page."""
         pool, seen = self.pool, dict(self.seen)
-        taken = [sequence.state_slot for sequence in running]
-        assert sorted([*pool._free, *pool._snapshots.values(), *taken]) == list(range(pool.total))
-        assert pool.available == pool.total - len(running)
+        snapshots = {entry.key: entry.numbers[0] for entry in pool.pool.idle}
+        taken = {*snapshots.values(), *map(pool.slot, running)}
+        assert len(taken) == len(snapshots) + len(running) == pool.pool.used
+        assert taken <= set(range(pool.pool.capacity))
+        assert pool.available == pool.pool.capacity - len(running)
         for source, target in pool.copies:
             seen[target] = seen[source]
-        for page, slot in pool._snapshots.items():
+        for page, slot in snapshots.items():
             assert isinstance(page, Page) and seen[slot] == path(page)
 
 
@@ -102,11 +113,12 @@ class Schedules(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.pool = PagePool(BLOCKS, None if self.slots is None else self.slots.pool)
+        states = [] if self.slots is None else [self.slots.pool]
+        self.pool = PagePool(BLOCKS, states)
         self.encodings = EncoderCache(BUDGET)
-        self.scheduler = Scheduler(self.pool, self.encodings, max_running=MAX_RUNNING, chunk_rows=CHUNK)
+        self.scheduler = Scheduler([*states, self.pool, self.encodings], MAX_RUNNING, CHUNK)
         self.memory: dict[int, tuple[int, ...]] = {}  # slot -> all prompt keys up to the one whose values are in it
-        self.held: dict[int, bytes] = {}
+        self.held: dict[int, Hashable] = {}
         self.tables: dict[int, list[int]] = {}  # as another rank holds them
         self.alive: list[Sequence] = []
         self.requests = 0
@@ -126,8 +138,8 @@ class Schedules(RuleBasedStateMachine):
         start, end = [begin] * common, [2 + self.requests % 3] * own
         sequence = new_sequence(start + end, new, self.requests)
         if picture is not None:
-            prompt, media = with_picture(start, *picture, end)
-            sequence = Sequence(self.requests, SamplingParams(max_new_tokens=new), prompt, media)
+            prompt, nbytes = with_picture(start, *picture, end)
+            sequence = Sequence(self.requests, SamplingParams(max_new_tokens=new), prompt, nbytes)
         self.requests += 1
         if constrained:
             sequence.grammar_mask = FakeGrammarMask()  # type: ignore[assignment]
@@ -160,25 +172,26 @@ class Schedules(RuleBasedStateMachine):
                 break
 
     def encode(self) -> None:
-        encoding = self.scheduler.next_encoding()
-        if encoding is not None:
-            for number in self.encodings.forgotten:
-                del self.held[number]
-            self.encodings.forgotten.clear()
-            assert isinstance(encoding, Encoding)
-            encoding.medium = None
-            self.held[encoding.number] = encoding.digest
+        work = self.scheduler.next_work()
+        if work is not None:
+            self.forget(self.encodings.evicted)
+            self.encodings.evicted.clear()
+            assert isinstance(work, Encoder)
+            work.entry.complete()
+            self.held[work.entry.number] = work.entry.key
+
+    def forget(self, numbers: list[int]) -> None:
+        for number in numbers:
+            del self.held[number]
 
     def step(self, token: int) -> None:
         scheduled = self.scheduler.schedule()
-        waits = self.scheduler.next_encoding() is not None or not all(sequence.ready for sequence in self.alive)
+        waits = self.scheduler.next_work() is not None or not all(sequence.ready for sequence in self.alive)
         assert scheduled or waits, "a sequence waits, and nothing runs"
-        for number in self.encodings.forgotten:
-            del self.held[number]
-        self.encodings.forgotten.clear()
-        for number in self.scheduler.finished:
+        step = step_of(self.scheduler, scheduled)
+        self.forget(step.forgotten)
+        for number in step.finished:
             self.tables.pop(number, None)  # it may end before its first step, which waits for its mask
-        self.scheduler.finished.clear()
         assert sum(len(chunk.token_ids) for s, chunk in scheduled if len(chunk.token_ids) > 1) <= CHUNK
         written: set[int] = set()
         for sequence, chunk in scheduled:
@@ -187,7 +200,7 @@ class Schedules(RuleBasedStateMachine):
             self.check_media(sequence, chunk)
             self.write(sequence, chunk.start, chunk.token_ids, table, written)
         if self.slots is not None:
-            self.slots.step(scheduled)
+            self.slots.step(scheduled, step)
         self.scheduler.publish(scheduled)
         for sequence, chunk in scheduled:
             assert chunk.logits == (sequence.cached == len(sequence.tokens)) <= sequence.ready
@@ -233,13 +246,14 @@ class Schedules(RuleBasedStateMachine):
     def every_page_is_in_one_place(self) -> None:
         pool, running = self.pool, self.scheduler.running
         pages = tree(pool)
-        own = [block for s in running for block in s.table.numbers[len(s.table.shared) :]]
+        tables = [pool.tables[sequence] for sequence in running]
+        own = [block for table in tables for block in table.numbers[len(table.shared) :]]
         copies = [number for page in pages for number in page.copies]
         assert sorted(pool._empty + [page.number for page in pages] + copies + own) == list(range(BLOCKS))
         for page in pages:
-            users = [sequence for sequence in running if page in sequence.table.shared]
+            users = [table for table in tables if page in table.shared]
             assert page.users == len(users)
-            numbers = [sequence.table.numbers[sequence.table.shared.index(page)] for sequence in users]
+            numbers = [table.numbers[table.shared.index(page)] for table in users]
             assert sorted(n for n in numbers if n != page.number) == sorted(page.copies)
             assert page.number in numbers or not users
             assert (page in pool._idle) == (not users)
@@ -254,13 +268,13 @@ class Schedules(RuleBasedStateMachine):
     @invariant()
     def encodings_are_held_for_those_who_need_them(self) -> None:
         cache, running = self.encodings, self.scheduler.running
-        assert cache.used <= BUDGET
-        known = {encoding.number for encoding in cache._encodings.values() if encoding.ready}
-        assert known == self.held.keys() - set(cache.forgotten)
-        users = Counter(encoding for sequence in running for encoding in sequence.encodings.values())
-        for digest, encoding in cache._encodings.items():
+        assert cache.pool.used == sum(encoding.size for encoding in cache.pool.entries) <= BUDGET
+        known = {encoding.number for encoding in cache.pool.entries if encoding.ready}
+        assert known == self.held.keys() - set(cache.evicted)
+        users = Counter(encoding for sequence in running for encoding in cache.of(sequence).values())
+        for encoding in cache.pool.entries:
             assert encoding.users == users.pop(encoding, 0)
-            assert (digest in cache._idle) == (not encoding.users) and (encoding.users or encoding.ready)
+            assert (encoding in cache.pool.idle) == (not encoding.users) and (encoding.users or encoding.ready)
         assert not users
 
     @invariant()
@@ -313,7 +327,7 @@ def finish(scheduler: Scheduler, *sequences: Sequence) -> int:
 
 
 def test_a_second_prompt_computes_only_what_is_new() -> None:
-    scheduler = Scheduler(PagePool(20), EncoderCache(0), max_running=4, chunk_rows=512)
+    scheduler = Scheduler([PagePool(20)], 4, 512)
     common = list(range(100))
     first = new_sequence([*common, 1], 1)
     scheduler.add(first)
@@ -332,7 +346,7 @@ def test_a_common_prompt_is_computed_once() -> None:
     """Choices of one prompt, and prompts with a common beginning, arrive at the same time."""
     prompt = list(range(100))
     for prompts in ([prompt] * 4, [[*prompt[:96], *([i] * 50)] for i in range(4)]):
-        scheduler = Scheduler(PagePool(40), EncoderCache(0), max_running=8, chunk_rows=40)
+        scheduler = Scheduler([PagePool(40)], 8, 40)
         alone = new_sequence(list(prompts[0]), 1)
         rest = [new_sequence(list(prompt), 1, i + 1) for i, prompt in enumerate(prompts[1:])]
         stranger = new_sequence([7] * 30, 1, 9)
@@ -344,7 +358,7 @@ def test_a_common_prompt_is_computed_once() -> None:
 
 def test_the_least_recently_used_page_goes_first() -> None:
     pool = PagePool(4)
-    scheduler = Scheduler(pool, EncoderCache(0), max_running=1, chunk_rows=512)
+    scheduler = Scheduler([pool], 1, 512)
     prompts = [[i] * PAGE_TOKENS + [9] for i in range(3)]
     for prompt in (prompts[0], prompts[1], prompts[0], prompts[2]):  # each leaves one page, and 0 is used again
         sequence = new_sequence(list(prompt), 1)
@@ -359,7 +373,7 @@ def test_the_least_recently_used_page_goes_first() -> None:
 
 def test_the_youngest_is_preempted_and_resumed() -> None:
     pool = PagePool(4)
-    scheduler = Scheduler(pool, EncoderCache(0), max_running=4, chunk_rows=512)
+    scheduler = Scheduler([pool], 4, 512)
     old, young = new_sequence([1] * 31, 70, 0), new_sequence([2] * 31, 40, 1)
     scheduler.add(old)
     scheduler.add(young)

@@ -4,13 +4,12 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from tests.runtime.test_scheduler import FakeGrammarMask, Slots, new_sequence
+from tests.runtime.test_scheduler import FakeGrammarMask, Slots, new_sequence, step_of
 from tilerank.kernels.kv_pages import PAGE_TOKENS
-from tilerank.runtime.lead.encodings import EncoderCache
 from tilerank.runtime.lead.pages import PagePool
 from tilerank.runtime.lead.scheduler import Scheduler
 from tilerank.runtime.lead.sequence import Sequence
-from tilerank.runtime.lead.state_pool import StatePool
+from tilerank.runtime.lead.states import StatePool
 
 
 @dataclass
@@ -25,9 +24,7 @@ class Machine:
     def __post_init__(self) -> None:
         self.pool = StatePool(self.states)
         self.slots = Slots(self.pool)
-        self.scheduler = Scheduler(
-            PagePool(self.pages, self.pool), EncoderCache(0), max_running=8, chunk_rows=self.chunk_rows
-        )
+        self.scheduler = Scheduler([self.pool, PagePool(self.pages, [self.pool])], 8, self.chunk_rows)
         self.requests = 0
 
     def add(self, prompt: list[int], new_tokens: int = 1) -> Sequence:
@@ -38,7 +35,7 @@ class Machine:
 
     def step(self, token: int = 7) -> None:
         scheduled = self.scheduler.schedule()
-        self.slots.step(scheduled)
+        self.slots.step(scheduled, step_of(self.scheduler, scheduled))
         self.scheduler.publish(scheduled)
         for sequence, chunk in scheduled:
             self.rows[sequence.request] = self.rows.get(sequence.request, 0) + len(chunk.token_ids)
@@ -69,7 +66,7 @@ def test_a_prompt_is_cut_for_its_snapshot() -> None:
         machine.step()
         assert machine.rows[0] == (cut or length), length
         machine.run(sequence)
-        assert machine.pool.snapshots == (cut > 0), length
+        assert len(machine.pool.pool.idle) == (cut > 0), length
 
 
 def test_every_turn_of_a_chat_continues_the_one_before() -> None:
@@ -88,7 +85,8 @@ def test_generated_tokens_are_continued_too() -> None:
     first = machine.add(tokens(100), 100)
     machine.run(first)
     assert machine.rows[0] == 100 + 99
-    assert machine.pool.snapshots == 2  # of the prompt, and of 192 tokens; that of 128 has made room for the latter
+    # One of the prompt, and one of 192 tokens, for which that of 128 has made room.
+    assert len(machine.pool.pool.idle) == 2
     assert machine.run(machine.add([*first.tokens, 8, 9], 1)) == [100 + 100 + 2 - 192]
 
 
@@ -133,7 +131,7 @@ def test_a_snapshot_may_become_the_sequence_that_continues_it() -> None:
     machine.step()
     second = machine.add(tokens(100), 60)
     machine.step()
-    assert {other.state_slot, second.state_slot} == {0, 1} and machine.rows[second.request] == 100 - 64
+    assert {*map(machine.pool.slot, (other, second))} == {0, 1} and machine.rows[second.request] == 100 - 64
     waiting = machine.add(tokens(40, start=500))
     machine.step()
     assert waiting in machine.scheduler.waiting  # all slots are in use
@@ -143,7 +141,7 @@ def test_a_snapshot_may_become_the_sequence_that_continues_it() -> None:
 def test_an_evicted_page_takes_its_snapshot_along() -> None:
     machine = Machine(pages=8)
     machine.run(machine.add(tokens(100)))
-    assert machine.pool.snapshots == 1
+    assert len(machine.pool.pool.idle) == 1
     large = machine.add(tokens(7 * PAGE_TOKENS, start=1000))  # of the three full pages, it leaves the first one
     machine.run(large)
     assert machine.run(machine.add(tokens(100))) == [100]
@@ -171,7 +169,7 @@ def test_prompts_are_cut_at_blocks_and_leave_no_single_token() -> None:
     for _ in range(6):
         scheduled = machine.scheduler.schedule()
         starts += [(chunk.start, len(chunk.token_ids)) for s, chunk in scheduled if s is second and s.uncached > 1]
-        machine.slots.step(scheduled)
+        machine.slots.step(scheduled, step_of(machine.scheduler, scheduled))
         machine.scheduler.publish(scheduled)
         for sequence, chunk in scheduled:
             if chunk.logits:
@@ -189,7 +187,7 @@ def test_a_prompt_waits_for_its_mask_in_front_of_its_last_block() -> None:
     mask = FakeGrammarMask()
     sequence.grammar_mask = mask  # type: ignore[assignment]
     machine.step()
-    assert sequence.cached == 192 and not sequence.computable and not machine.scheduler.can_step
+    assert sequence.cached == 192 and not machine.scheduler.computable(sequence) and not machine.scheduler.can_step
     machine.step()
     assert sequence.cached == 192
     mask.ready = True
@@ -200,7 +198,7 @@ def test_a_score_uses_a_slot() -> None:
     machine = Machine(states=1)
     machine.run(machine.add(tokens(100)))
     alone = new_sequence(tokens(50), 1, 9)
-    machine.scheduler.start_alone(alone)
-    assert (alone.state_slot, machine.pool.available) == (0, 0)
+    assert machine.scheduler.admit(alone)
+    assert (machine.pool.slot(alone), machine.pool.available) == (0, 0)
     machine.scheduler.remove(alone)
     assert machine.pool.available == 1

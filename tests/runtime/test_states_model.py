@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from batching import answers
+from batching import answers, forget
 from media_prompts import LARGE, SMALL, VIDEO, medium, text
 from media_prompts import ask as ask_for
 from media_prompts import prompt as prompt_with
@@ -24,10 +24,7 @@ from tilerank.parallel.group import SingleGroup
 from tilerank.parallel.join import Team
 from tilerank.runtime.lead import engine as module
 from tilerank.runtime.lead.engine import Engine, Request, Scored
-from tilerank.runtime.lead.pages import PagePool
 from tilerank.runtime.lead.sampling import SamplingParams
-from tilerank.runtime.lead.scheduler import Scheduler
-from tilerank.runtime.lead.state_pool import StatePool
 from tilerank.runtime.protocol.prompt import Prompt
 from tilerank.runtime.rank.worker import Worker
 
@@ -73,8 +70,7 @@ def fresh(worker: Worker, *, states: int = 12, pages: int | None = None, chunk_r
     kept is lost."""
     engine = Engine(worker)
     worker._held.clear()  # numbers of sequences begin again
-    engine._pool = PagePool(pages or worker.pages, StatePool(states))
-    engine._scheduler = Scheduler(engine._pool, engine._encodings, max_running=8, chunk_rows=chunk_rows)
+    forget(engine, states=states, pages=pages, chunk_rows=chunk_rows)
     return engine
 
 

@@ -13,15 +13,16 @@ import torch
 from tilerank.kernels import core
 from tilerank.parallel.join import Team
 from tilerank.runtime.lead import engine as module
+from tilerank.runtime.lead.encodings import EncoderCache
 from tilerank.runtime.lead.engine import Engine, Request, Scored, TokenEvent
+from tilerank.runtime.lead.lru_pool import Entry, LruPool
 from tilerank.runtime.lead.pages import PagePool
 from tilerank.runtime.lead.sampling import SamplingParams
-from tilerank.runtime.lead.scheduler import Scheduler
-from tilerank.runtime.lead.sequence import next_chunk
-from tilerank.runtime.lead.state_pool import StatePool
+from tilerank.runtime.lead.sequence import Sequence, next_chunk
+from tilerank.runtime.lead.sources import SourcePool
+from tilerank.runtime.lead.states import StatePool
 from tilerank.runtime.protocol.prompt import Prompt
-from tilerank.runtime.protocol.rank_messages import Message
-from tilerank.runtime.protocol.sizes import MAX_RUNNING
+from tilerank.runtime.protocol.rank_messages import Chunk, Message
 from tilerank.runtime.rank.worker import Worker
 
 DEMO = Path(__file__).parents[2] / "assets" / "demo-lm"
@@ -64,16 +65,13 @@ def one_by_one(engine: Engine, all_of_them: list[Request]) -> Answers:
 
 def score_in_chunks(engine: Engine, prompt: Prompt, cuts: list[int]) -> torch.Tensor:
     """Return what Engine.score returns for a prompt, computed in chunks that end at `cuts` and at its end."""
-    sequence = engine._admissible("the text", Request(prompt), new_tokens=0)
-    engine._scheduler.start_alone(sequence)
-    while (encoding := engine._scheduler.next_encoding()) is not None:
-        engine._encoding.advance(encoding, alone=True)
-    parts = []
-    for stop in [*cuts, len(prompt.token_ids)]:
-        chunk = next_chunk(sequence, stop - sequence.cached, all_logits=True)
-        parts.append(engine._lead([(sequence, chunk)]).clone())
-    engine._scheduler.remove(sequence)
-    return torch.cat(parts)
+    ends = iter([*cuts, len(prompt.token_ids)])
+
+    def cut(sequence: Sequence, _: int) -> Chunk:
+        return next_chunk(sequence, next(ends) - sequence.cached)
+
+    with mock.patch.object(module, "next_chunk", cut):
+        return engine.score(prompt)
 
 
 def spy(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[Message]:
@@ -93,20 +91,31 @@ def with_chunk(rows: int, ask: Ask) -> Ask:
     return run
 
 
-def forget(engine: Engine, *, pages: int | None = None, chunk_rows: int = module.PREFILL_CHUNK) -> None:
-    """Make the engine share no page of an earlier request any more."""
-    before = engine._scheduler
-    states = engine._pool.states and StatePool(engine._pool.states.total)
-    engine._pool = PagePool(pages or engine._pool.total, states)
-    engine._scheduler = Scheduler(
-        engine._pool,
-        engine._encodings,
-        max_running=MAX_RUNNING,
-        chunk_rows=chunk_rows,
-        sources=engine._sources,
-    )
-    # The ranks identify sequences by these numbers, and still have to receive which ones have finished.
-    engine._scheduler._numbers, engine._scheduler.finished = before._numbers, before.finished
+def pinned(engine: Engine) -> list[Entry]:
+    """Return the encodings and sources that sequences have or that are not computed. None of them may be left over."""
+    pools = [kind.pool for kind in engine.scheduler.kinds if isinstance(kind, EncoderCache | SourcePool)]
+    return [entry for pool in pools for entry in pool.entries if entry.users or not entry.ready]
+
+
+def evict(engine: Engine, kind: type[EncoderCache] | type[SourcePool]) -> None:
+    """Let rank 0 forget encodings or sources that no sequence needs."""
+    for found in engine.scheduler.kinds:
+        if isinstance(found, kind):
+            pool: LruPool[Any] = found.pool
+            for entry in list(pool.idle):
+                pool.remove(entry)
+
+
+def forget(
+    engine: Engine, *, pages: int | None = None, states: int | None = None, chunk_rows: int = module.PREFILL_CHUNK
+) -> None:
+    """Make the engine share no page of an earlier request any more. pages, states: all of the worker's by default."""
+    worker, scheduler = engine.worker, engine.scheduler
+    slots = [StatePool(states or worker.states)] if worker.states else []
+    sources = [kind for kind in scheduler.kinds if isinstance(kind, SourcePool)]
+    encodings = [kind for kind in scheduler.kinds if isinstance(kind, EncoderCache)]
+    scheduler.kinds = [*slots, *sources, PagePool(pages or worker.pages, slots), *encodings]
+    scheduler.chunk_rows, scheduler.preemptions = chunk_rows, 0
 
 
 WAYS: dict[str, Ask] = {
@@ -154,7 +163,7 @@ def same_answers(
         wanted = answers(engine, growing)
         forget(engine, pages=7)
         differ += [] if answers(engine, growing) == wanted else ["giving way"]
-        differ += [] if engine._scheduler.preemptions else ["no sequence was preempted"]
+        differ += [] if engine.state()["preemptions"] else ["no sequence was preempted"]
         worker.stop()
         result[f"{rung} {dtype}"] = differ
     return result
@@ -202,7 +211,7 @@ def prompt_scores(team: Team, *, prompts: list[list[int]]) -> dict[str, Any]:
     result["in chunks of 13"] = scored_prompts(engine, prompts)
     forget(engine, pages=10, chunk_rows=4)
     result["giving way"] = scored_prompts(engine, prompts)
-    assert engine._scheduler.preemptions
+    assert engine.state()["preemptions"]
     worker.stop()
     return result
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from batching import answers, forget, one_by_one, score_in_chunks, spy
+from batching import answers, evict, forget, one_by_one, pinned, score_in_chunks, spy
 from media_prompts import ask, text
 from rungs import COMPILED
 from safetensors.torch import load_file, save_file
@@ -18,10 +18,10 @@ from tilerank.kernels.kv_pages import PAGE_TOKENS
 from tilerank.parallel.channel import Channel
 from tilerank.parallel.group import SingleGroup
 from tilerank.parallel.join import Team
-from tilerank.runtime.lead import engine as module
 from tilerank.runtime.lead import media_encoding
 from tilerank.runtime.lead.engine import Engine, Request
-from tilerank.runtime.lead.source_pool import SourcePool
+from tilerank.runtime.lead.lru_pool import NumberedEntry, NumberedPool
+from tilerank.runtime.lead.sources import SourcePool
 from tilerank.runtime.models.cross_attention import CrossAttention
 from tilerank.runtime.protocol.errors import RequestError
 from tilerank.runtime.protocol.prompt import Medium, Place, Prompt, Segment, Sight
@@ -54,10 +54,8 @@ def engine(shared: Engine) -> Iterator[Engine]:
     """An engine that has no page of an earlier test. After the test, nothing may be held."""
     forget(shared)
     yield shared
-    assert shared._pool.free == shared._pool.total and not shared.busy
-    assert shared._sources is not None
-    assert not [source for source in shared._sources._sources.values() if source.users or not source.stored]
-    assert not [e for e in shared._encodings._encodings.values() if e.users or not e.ready]
+    assert shared.state()["cache_used"] == 0 and not shared.busy
+    assert not pinned(shared)
 
 
 def picture(seed: int, rows: int = 1, columns: int = 1) -> Medium:
@@ -97,6 +95,11 @@ def mixed(count: int) -> list[Request]:
             parts.append(text(100 + i, draw.randrange(1, 12)))
         requests.append(ask(prompt(*(parts or [text(i, 4)])), draw.randrange(1, 14)))
     return requests
+
+
+def source_pages(engine: Engine) -> int:
+    """Return the pages of all sources that rank 0 counts."""
+    return sum(kind.pool.used for kind in engine.scheduler.kinds if isinstance(kind, SourcePool))
 
 
 def stores(sent: list[Message]) -> int:
@@ -143,14 +146,13 @@ def test_chunks_cancels_and_preemption_change_no_bit(engine: Engine) -> None:
         number = engine.submit(ask(prompt(text(9, 3), picture(200 + steps), text(8, 2))))
         for _ in range(steps):
             engine.step()
-        if number in engine._requests:
-            engine.cancel(number)
+        engine.cancel(number)
     assert answers(engine, requests) == alone
     growing = [ask(prompt(text(i, 4), picture(40 + i), text(9, 3)), 60) for i in range(4)]
     alone = one_by_one(engine, growing)
     forget(engine, pages=8)
     assert answers(engine, growing) == alone
-    assert engine._scheduler.preemptions > 0
+    assert engine.state()["preemptions"] > 0
     forget(engine)
 
 
@@ -164,9 +166,9 @@ def test_prompts_with_the_same_pictures_share_their_source(engine: Engine, monke
     same = prompt(picture(70), text(1, 40))
     first = answers(engine, [ask(same)] * 3)
     assert stores(sent) == 1 and first[0] == first[1] == first[2]
-    before = engine._prompt_tokens
+    before = engine.state()["prompt_tokens"]
     assert answers(engine, [ask(same)]) == first[:1]
-    assert engine._prompt_tokens - before == 41 - PAGE_TOKENS
+    assert engine.state()["prompt_tokens"] - before == 41 - PAGE_TOKENS
     assert stores(sent) == 1 and sum(isinstance(message, Encode) for message in sent) == 1
     # The encoding of a picture serves another source with it.
     answers(engine, [ask(prompt(picture(70), text(1, 4), picture(71), text(2, 3)))])
@@ -177,12 +179,10 @@ def test_prompts_with_the_same_pictures_share_their_source(engine: Engine, monke
 def test_others_get_a_token_in_every_step_of_a_store(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two pictures of 68 tokens are 5 pages, one in each piece here. A request that ends before the last piece leaves
     nothing, and pieces give the bits of a whole source."""
-    assert engine._sources is not None
     asked = ask(prompt(picture(90), text(2, 3), picture(91, 2, 2), text(3, 2)), 6)
     expected = answers(engine, [asked])
     forget(engine)
-    for source in list(engine._sources._idle.values()):
-        engine._sources._drop(source)
+    evict(engine, SourcePool)
     monkeypatch.setattr(media_encoding, "BESIDE_S", 0.0)
     monkeypatch.setattr(media_encoding, "operations_of_piece", lambda *_: 1.0)
     sent = spy(engine, monkeypatch)
@@ -194,7 +194,7 @@ def test_others_get_a_token_in_every_step_of_a_store(engine: Engine, monkeypatch
         assert [event.request for event in engine.step()] == [talks]
         assert stores(sent) == stored
     engine.cancel(looks)
-    assert engine._sources.used == 0
+    assert engine.state()["source_pages_used"] == 0 and not source_pages(engine)
     looks = engine.submit(asked)
     found = [[event.request for event in engine.step()] for _ in range(6)]
     assert found == [[talks]] * 5 + [[talks, looks]] and stores(sent) == 3 + 5
@@ -209,28 +209,32 @@ def test_sources_are_dropped_when_their_pages_are_needed(checkpoint: Path) -> No
     engine = start(checkpoint, source_bytes=7 * page)  # two sources of 68 tokens
     assert engine.worker.source_pages == 7
     requests = [ask(prompt(picture(80 + i), text(i, 9)), 5) for i in range(5)]
-    assert engine._sources is not None
     alone = one_by_one(engine, requests)
     assert answers(engine, requests) == alone or not COMPILED
-    assert engine._sources.used == 6
+    assert source_pages(engine) == 6
     with pytest.raises(RequestError, match="take 9 pages, but the cache of encodings has 7"):
         engine.submit(ask(prompt(*[picture(i) for i in range(4)], text(1, 3))))
 
 
 def test_a_source_without_its_keys_and_values_is_forgotten() -> None:
-    pool = SourcePool(6)
-    first = pool.pin(b"a", 2 * PAGE_TOKENS)
-    assert first is not None and pool.used == pool.in_use == 2
-    pool.release(first)
+    pool = NumberedPool(6)
+
+    def pin(key: bytes, pages: int) -> NumberedEntry | None:
+        found = pool.pin([NumberedEntry(key, pages)])
+        return found[0] if found else None
+
+    first = pin(b"a", 2)
+    assert first is not None and pool.used == pool.pinned == 2
+    pool.unpin(first)
     assert pool.used == 0
-    second, third = pool.pin(b"b", 3 * PAGE_TOKENS), pool.pin(b"c", 3 * PAGE_TOKENS)
-    assert second is not None and third is not None and pool.pin(b"d", 1) is None
-    second.stored = third.stored = True
-    pool.release(third)
-    pool.release(second)
-    assert (pool.used, pool.in_use) == (6, 0)
-    assert pool.pin(b"d", 1) is not None  # in place of c, which has been idle for longer
-    assert pool.pin(b"b", 3 * PAGE_TOKENS) is second and pool.used == 4
+    second, third = pin(b"b", 3), pin(b"c", 3)
+    assert second is not None and third is not None and pin(b"d", 1) is None
+    second.ready = third.ready = True
+    pool.unpin(third)
+    pool.unpin(second)
+    assert (pool.used, pool.pinned) == (6, 0)
+    assert pin(b"d", 1) is not None  # in place of c, which has been idle for longer
+    assert pin(b"b", 3) is second and pool.used == 4
 
 
 SOURCE = functools.partial(Prompt, [1, VOCAB, 3], [picture(1)])
@@ -264,7 +268,7 @@ def test_refuses_prompts_that_do_not_fit_together(engine: Engine, bad: Prompt, s
 
 def test_a_model_without_cross_attention_refuses_a_source() -> None:
     team = Team(SingleGroup(), Channel(0, None, {}, 10.0))
-    demo = Path(module.__file__).parents[2] / "assets" / "demo-vl"
+    demo = Path(__file__).parents[3] / "assets" / "demo-vl"
     engine = Engine(Worker(demo, team, dtype=torch.bfloat16, max_total_tokens=512))
     with pytest.raises(RequestError, match="the prompt has a source for cross-attention, but the model has none"):
         engine.submit(Request(Prompt([1, 2], source=[Segment(0, 0, 1)])))
@@ -290,7 +294,7 @@ def test_the_language_model_alone_is_llama(engine: Engine, checkpoint: Path, tmp
     assert one_by_one(engine, requests) == expected
     forget(engine)
     assert answers(engine, [*requests, ask(prompt(picture(95), text(9, 70)), 6)])[:3] == expected
-    assert alone.worker.source_pages == alone.state()["source_pages"] == 0 < engine.state()["source_pages"]
+    assert alone.worker.source_pages == 0 < engine.state()["source_pages"] and "source_pages" not in alone.state()
     assert len(alone.worker._model.cache_specs()) + len(text_config["cross_attention_layers"]) == (
         len(engine.worker._model.cache_specs())
     )

@@ -14,7 +14,7 @@ from tests.runtime.omni.omni_ranks import media_of, text_of
 from tilerank.kernels.kv_pages import PAGE_TOKENS
 from tilerank.loader.tokenizer import Tokenizer
 from tilerank.parallel.join import Team
-from tilerank.runtime.lead import speaking
+from tilerank.runtime.lead import speech_scheduler
 from tilerank.runtime.lead.engine import Engine, Request, SoundEvent, TokenEvent
 from tilerank.runtime.lead.sampling import SamplingParams
 from tilerank.runtime.media.registry import load_processor
@@ -60,9 +60,8 @@ def speak(listener: Listener, requests: list[Request]) -> list[Answer]:
     engine, answers = listener.engine, [Answer() for _ in requests]
     numbers: dict[int, int] = {}
     known = {engine.submit(request): answer for request, answer in zip(requests, answers, strict=True)}
-    assert engine._speaking is not None
     while engine.busy:
-        speeches = list(engine._speaking._speeches.values())
+        speeches = list(engine.speaking.speeches.values())
         for event in engine.step():
             answer = known[event.request]
             if isinstance(event, SoundEvent):
@@ -109,7 +108,7 @@ def run(team: Team, *, out: str, cases: dict[str, list[Any]], frames: int, eager
     with limits(frames):
         listener = Listener(engine)
         results = {"alone": [speak(listener, [one])[0] for one in requests]}
-        for rows in (speaking.CHUNK_ROWS, 7):
+        for rows in (speech_scheduler.CHUNK_ROWS, 7):
             forget(engine)
             with limits(frames, rows):
                 results[f"together, {rows} rows"] = speak(listener, [*texts, *requests])[len(texts) :]
@@ -135,9 +134,9 @@ def differs(answer: Answer, wanted: dict[str, Tensor], name: str) -> list[str]:
 
 
 @contextmanager
-def limits(frames: int, rows: int = speaking.CHUNK_ROWS) -> Iterator[None]:
+def limits(frames: int, rows: int = speech_scheduler.CHUNK_ROWS) -> Iterator[None]:
     """End speech after so many frames, and read so many rows of prompts in a step."""
-    before = speaking.MAX_FRAMES, speaking.CHUNK_ROWS
-    speaking.MAX_FRAMES, speaking.CHUNK_ROWS = frames, rows
+    before = speech_scheduler.MAX_FRAMES, speech_scheduler.CHUNK_ROWS
+    speech_scheduler.MAX_FRAMES, speech_scheduler.CHUNK_ROWS = frames, rows
     yield
-    speaking.MAX_FRAMES, speaking.CHUNK_ROWS = before
+    speech_scheduler.MAX_FRAMES, speech_scheduler.CHUNK_ROWS = before

@@ -59,8 +59,8 @@ def listener(made: Listener) -> Iterator[Listener]:
     with limits(FRAMES):
         yield made
     engine = made.engine
-    assert not engine.busy and engine._pool.free == engine._pool.total
-    assert engine._speaking is not None and engine._speaking._pool.free == engine._speaking._pool.total
+    assert not engine.busy and engine.state()["cache_used"] == 0
+    assert engine.state()["talker_pages_used"] == 0
     assert engine.worker.speech is not None and not engine.worker.speech._held
     assert not engine.worker.speech._sounds._held
 
@@ -76,9 +76,9 @@ def test_pages_that_run_out_change_no_sound(reference: Path, asked: dict[str, Pr
     with limits(60):
         expected = contents([speak(listener, [one])[0] for one in some])
         assert contents(speak(small, some)) == expected
-    speaking = small.engine._speaking
-    assert speaking is not None and speaking.preemptions > 1 and speaking._pool.free == 5
-    assert sum(len(step.moved) for step in small.steps) == speaking.preemptions
+    state, speaking = small.engine.state(), small.engine.speaking
+    assert (state["talker_pages"], state["talker_pages_used"]) == (5, 0)
+    assert sum(len(step.moved) for step in small.steps) == speaking.preemptions > 1
 
 
 def test_texts_that_are_preempted_go_on_speaking(asked: dict[str, Prompt], listener: Listener) -> None:
@@ -86,12 +86,11 @@ def test_texts_that_are_preempted_go_on_speaking(asked: dict[str, Prompt], liste
     some = [request(asked[name], max_new_tokens=70) for name in ("media", "text", "media", "turns")]
     expected = contents([speak(listener, [one])[0] for one in some])
     engine = listener.engine
-    before = engine._pool.total
     for pages in (8, 9, 11):
         forget(engine, pages=pages)
         assert contents(speak(listener, some)) == expected
-        assert engine._scheduler.preemptions > 0
-    forget(engine, pages=before)
+        assert engine.state()["preemptions"] > 0
+    forget(engine)
 
 
 def test_shared_pages_change_no_sound(
@@ -139,8 +138,7 @@ def test_numbers_that_are_none_fail_one_request(
 
     def damaged(step: SpeechStep) -> Spoken:
         spoken = speak_once(step)
-        assert engine._speaking is not None
-        speech = engine._speaking._speeches.get(bad)
+        speech = engine.speaking.speeches.get(bad)
         for row, frame in enumerate(step.frames):
             if speech is not None and frame.sequence == speech.number and speech.frames == 3:
                 spoken.logits[row - len(step.frames)] = float("nan")
@@ -163,13 +161,12 @@ def test_codes_that_cannot_be_chosen_fail_one_request(
 ) -> None:
     """The code predictor alone computes NaN, in the fourth frame of the older of two speeches."""
     engine = Engine(start(single(), str(reference), eager=True))
-    speaking = engine._speaking
-    assert speaking is not None and engine.worker.speech is not None
+    assert engine.worker.speech is not None
     predictor: Any = engine.worker.speech.speaker.predictor
 
     def damaged(x: torch.Tensor) -> torch.Tensor:
         logits: torch.Tensor = whole(x)
-        speech = speaking._speeches.get(bad)
+        speech = engine.speaking.speeches.get(bad)
         if speech is not None and speech.frames == 4:
             logits[0] = math.nan
         return logits
@@ -218,9 +215,7 @@ def test_the_first_sound_comes_while_the_text_is_written(asked: dict[str, Prompt
 
 def header(listener: Listener, prompt: Prompt) -> int:
     """Return where the text of the answer begins, after the three tokens that open its turn."""
-    speaking = listener.engine._speaking
-    assert speaking is not None
-    return speaking.prompt(prompt, SamplingParams(), SpeechParams("ethan")).text_start
+    return listener.engine.speaking.prompt(prompt, SamplingParams(), SpeechParams("ethan")).text_start
 
 
 def test_an_answer_of_its_end_alone_is_silent(asked: dict[str, Prompt], listener: Listener) -> None:

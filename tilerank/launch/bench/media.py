@@ -224,7 +224,8 @@ class Tower:
 
         The parts are missing on the rung "reference", which has no launches; there, "tower" includes preprocessing.
         """
-        from tilerank.runtime.lead.media_encoding import PART_BYTES, operations_of_piece
+        from tilerank.runtime.lead.encodings import PART_BYTES
+        from tilerank.runtime.lead.media_encoding import operations_of_piece
         from tilerank.runtime.protocol.rank_messages import Encode, EncodePiece, Frames
 
         from .launch_times import launch_times

@@ -1,5 +1,5 @@
 """The size of the KV cache: as many tokens as --mem-fraction-static leaves beside weights and encoded media, with the
-states of sequences that belong to them (runtime/lead/state_pool.py)."""
+states of sequences that belong to them (runtime/lead/states.py)."""
 
 from __future__ import annotations
 

@@ -1,109 +1,156 @@
 """The encodings of media that the ranks hold, as rank 0 counts them.
 
 An encoding has a number, which Encode messages and inserts name. Encodings are kept by the digest of their medium, so
-that requests with the same picture share one. An encoding that no sequence needs stays until its memory is needed;
-the least recently used one is evicted first.
+that requests with the same picture share one. A sequence pins those of its media until it has inserted their tokens.
 """
 
-from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import count
 
+from tilerank.kernels.kv_pages import PAGE_TOKENS
+
 from ..protocol.errors import RequestError
-from ..protocol.prompt import Medium
+from ..protocol.prompt import Medium, Prompt
+from ..protocol.rank_messages import Chunk, Encode, EncodePiece, Frames, Insert, Step, StopEncode
+from ..rank.worker import Worker
+from .cache_kind import CacheKind, Work
+from .lru_pool import Entry, LruPool, total_size
+from .sequence import Scheduled, Sequence
 
-
-@dataclass(frozen=True)
-class Wanted:
-    """A medium of a request. nbytes: of its encoding, on each rank."""
-
-    digest: bytes
-    medium: Medium
-    nbytes: int
+PART_BYTES = 1 << 20
+"""Bytes of frames in a message. Copying them to all ranks takes a few milliseconds."""
 
 
 @dataclass(eq=False)
-class Encoding:
-    """An encoding that is computed or will be.
+class Encoding(Entry):
+    """An encoding. size: its bytes on each rank. medium: None once it is computed."""
 
-    medium: None once it is computed. users: how many sequences still have to insert tokens of it.
-    """
+    medium: Medium | None = None
+    number: int = -1
 
-    number: int
-    digest: bytes
-    nbytes: int
-    medium: Medium | None
-    users: int = 0
-
-    @property
-    def ready(self) -> bool:
-        return self.medium is None
+    def complete(self) -> None:
+        """Note that the ranks hold it."""
+        self.ready, self.medium = True, None
 
 
-class EncoderCache:
-    """Rank 0's list of encodings, of at most `budget` bytes on each rank.
-
-    forgotten: numbers of evicted encodings; the engine sends and clears it.
-    """
+class EncoderCache(CacheKind[Sequence]):
+    """The encodings, of at most `budget` bytes on each rank."""
 
     def __init__(self, budget: int) -> None:
-        self.budget = budget
-        self.forgotten: list[int] = []
-        self._encodings: dict[bytes, Encoding] = {}
-        self._idle: OrderedDict[bytes, Encoding] = OrderedDict()  # without users, in order of eviction
+        self.evicted: list[int] = []
+        """The numbers of encodings that the ranks have to drop."""
+        self.pool = LruPool[Encoding](budget, on_evict=lambda encoding: self.evicted.append(encoding.number))
+        self._pinned: dict[Sequence, dict[int, Encoding]] = {}  # by sequence and medium
         self._numbers = count()
 
-    @property
-    def used(self) -> int:
-        """Bytes of all encodings, those included that are not computed yet."""
-        return _nbytes(self._encodings.values())
+    def of(self, sequence: Sequence) -> dict[int, Encoding]:
+        """Return the encodings that a running sequence still needs, by medium."""
+        return self._pinned.get(sequence, {})
 
-    def check_fits(self, media: Sequence[Wanted]) -> None:
-        """Raise RequestError if the encodings of these media do not fit in the budget together."""
-        nbytes = _nbytes({wanted.digest: wanted for wanted in media}.values())
-        if nbytes > self.budget:
+    def check_fits(self, sequence: Sequence) -> None:
+        wanted = _wanted(sequence, range(len(sequence.encoding_bytes)))
+        nbytes = total_size({encoding.key: encoding for encoding in wanted}.values())
+        if nbytes > self.pool.capacity:
             raise RequestError(
-                f"the encodings of its pictures and videos take {nbytes} bytes, but the encoder cache has {self.budget}"
+                f"the encodings of its pictures and videos take {nbytes} bytes, but the encoder cache has "
+                f"{self.pool.capacity}"
             )
 
-    def pin(self, media: Sequence[Wanted]) -> list[Encoding] | None:
-        """Return encodings for a sequence that needs all of `media`, or None if they do not fit beside the encodings
-        that other sequences need."""
-        by_digest = {wanted.digest: wanted for wanted in media}
-        new = [wanted for digest, wanted in by_digest.items() if digest not in self._encodings]
-        free = self.budget - self.used
-        evictable = [encoding for digest, encoding in self._idle.items() if digest not in by_digest]
-        if _nbytes(new) > free + _nbytes(evictable):
-            return None
-        for encoding in evictable:
-            if _nbytes(new) <= free:
-                break
-            free += encoding.nbytes
-            self._drop(encoding)
-            self.forgotten.append(encoding.number)
-        for wanted in new:
-            self._encodings[wanted.digest] = Encoding(next(self._numbers), wanted.digest, wanted.nbytes, wanted.medium)
-        pinned = [self._encodings[wanted.digest] for wanted in media]
+    def reserve(self, sequence: Sequence) -> bool:
+        media = _media_from(sequence.prompt, sequence.cached)
+        if sequence.stores_source:
+            media = list(range(len(sequence.encoding_bytes)))
+        pinned = self.pool.pin(_wanted(sequence, media))
+        if pinned is None:
+            return False
         for encoding in pinned:
-            encoding.users += 1
-            self._idle.pop(encoding.digest, None)
-        return pinned
+            if encoding.number < 0:
+                encoding.number = next(self._numbers)
+        if pinned:
+            self._pinned[sequence] = dict(zip(media, pinned, strict=True))
+        return True
 
-    def release(self, encoding: Encoding) -> None:
-        """End one use of an encoding. It stays, unless it has never been computed."""
-        encoding.users -= 1
-        if encoding.users:
-            return
-        if encoding.ready:
-            self._idle[encoding.digest] = encoding
-        else:
-            self._drop(encoding)
+    def release(self, sequence: Sequence, *, share: bool = True) -> None:
+        for encoding in self._pinned.pop(sequence, {}).values():
+            self.pool.unpin(encoding)
 
-    def _drop(self, encoding: Encoding) -> None:
-        del self._encodings[encoding.digest]
-        self._idle.pop(encoding.digest, None)
+    def limit(self, sequence: Sequence, tokens: int) -> int:
+        """A medium that is not encoded yet ends the chunk at the last whole page before it: the tokens after that share
+        no page with another sequence, and the step that computes them later reads the weights anyway."""
+        encodings = self.of(sequence)
+        for place in sequence.prompt.places if encodings else ():
+            if place.start + place.count > sequence.cached and not encodings[place.medium].ready:
+                return max(min(tokens, place.start // PAGE_TOKENS * PAGE_TOKENS - sequence.cached), 0)
+        return tokens
+
+    def work(self, sequence: Sequence) -> Work | None:
+        encoding = next((encoding for encoding in self.of(sequence).values() if not encoding.ready), None)
+        return None if encoding is None else Encoder(encoding, self.evicted)
+
+    def announce(self, step: Step, scheduled: Scheduled) -> None:
+        step.forgotten.extend(self.evicted)
+        self.evicted.clear()
+        for sequence, chunk in scheduled:
+            if encodings := self.of(sequence):
+                chunk.inserts.extend(_inserts(sequence.prompt, encodings, chunk))
+
+    def publish(self, sequence: Sequence) -> None:
+        if encodings := self.of(sequence):
+            left = _media_from(sequence.prompt, sequence.cached)
+            for medium in encodings.keys() - left:
+                self.pool.unpin(encodings.pop(medium))
 
 
-def _nbytes(parts: Iterable[Wanted | Encoding]) -> int:
-    return sum(part.nbytes for part in parts)
+class Encoder(Work):
+    """The encode of a medium on all ranks. evicted: the encodings to drop before it."""
+
+    def __init__(self, encoding: Encoding, evicted: list[int]) -> None:
+        self.entry: Encoding = encoding
+        self._evicted = evicted
+
+    def pieces(self, worker: Worker, operations: float) -> Iterator[bool]:
+        medium = self.entry.medium
+        assert medium is not None
+        frames = memoryview(medium.frames)
+        first = Medium(medium.kind, bytes(frames[:PART_BYTES]), medium.size, medium.grid)
+        _prepare(worker, Encode(self.entry.number, first, operations, list(self._evicted)))
+        self._evicted.clear()
+        yield False
+        for start in range(PART_BYTES, len(frames), PART_BYTES):
+            _prepare(worker, Frames(bytes(frames[start : start + PART_BYTES])))
+            yield False
+        while not self.entry.ready:
+            worker.announce(EncodePiece())
+            if worker.encode_piece():
+                self.entry.complete()
+            yield True
+
+    def stop(self, worker: Worker) -> None:
+        _prepare(worker, StopEncode())
+
+
+def _wanted(sequence: Sequence, media: Iterable[int]) -> list[Encoding]:
+    """Return the encodings of some media of a sequence, as if none of them were there."""
+    prompt = sequence.prompt
+    return [Encoding(prompt.digests[i], sequence.encoding_bytes[i], medium=prompt.media[i]) for i in media]
+
+
+def _media_from(prompt: Prompt, index: int) -> list[int]:
+    """Return the media that stand for tokens from `index` on, in the order of the prompt."""
+    return list(dict.fromkeys(place.medium for place in prompt.places if place.start + place.count > index))
+
+
+def _inserts(prompt: Prompt, encodings: dict[int, Encoding], chunk: Chunk) -> Iterator[Insert]:
+    """Yield the inserts of a chunk of a prompt."""
+    for place in prompt.places:
+        begin = max(place.start, chunk.start)
+        end = min(place.start + place.count, chunk.start + len(chunk.token_ids))
+        if begin < end:
+            number = encodings[place.medium].number
+            yield Insert(begin - chunk.start, place.first + begin - place.start, end - begin, number)
+
+
+def _prepare(worker: Worker, message: Encode | Frames | StopEncode) -> None:
+    worker.announce(message)
+    worker.prepare_encode(message)

@@ -19,7 +19,7 @@ from ..protocol.events import Failed as Failed
 from ..protocol.events import Scored as Scored
 from ..protocol.events import SoundEvent as SoundEvent
 from ..protocol.events import TokenEvent as TokenEvent
-from ..protocol.params import SpeechParams, Start
+from ..protocol.params import Start
 from ..protocol.prompt import MM_CACHE_BYTES, Prompt
 from ..protocol.rank_messages import Count, Step
 from ..protocol.sizes import MAX_RUNNING
@@ -28,18 +28,18 @@ from ..rank.counters import RankCounters
 from ..rank.worker import Worker
 from ..step.cache import num_pages
 from . import sampling
+from .cache_kind import CacheKind
 from .encodings import EncoderCache
 from .grammar_masks import GrammarMasks, collect_masks
 from .media_encoding import MediaEncoding
 from .pages import PagePool
 from .prompt_checks import check_media, check_prompt
 from .sampling import Choice, SamplingParams
-from .scheduler import SCORE_ROWS, Scheduled, Scheduler
-from .sequence import Sequence, next_chunk, sights_of
-from .source_pool import SourcePool
-from .speaking import Speaking
-from .state_pool import StatePool
-from .talker_prompt import TalkerPrompt
+from .scheduler import SCORE_ROWS, Scheduler
+from .sequence import Scheduled, Sequence, next_chunk
+from .sources import SourcePool
+from .speech_scheduler import SpeechScheduler
+from .states import StatePool
 
 PREFILL_CHUNK = 2048
 """Prompt tokens of a step. It bounds the memory of activations, and the time that running sequences wait."""
@@ -63,21 +63,10 @@ class Engine:
         self.worker = worker
         self.card = worker.card
         self._eos = frozenset(worker.card.eos_token_ids)
-        self._pool = PagePool(worker.pages, StatePool(worker.states) if worker.states else None)
-        # The worker keeps the keys and values of cross-attention in the other half.
-        self._sources = SourcePool(worker.source_pages) if worker.source_pages else None
-        self._encodings = EncoderCache(mm_cache_bytes // 2 if self._sources else mm_cache_bytes)
-        self._scheduler = Scheduler(
-            self._pool,
-            self._encodings,
-            max_running=MAX_RUNNING,
-            chunk_rows=PREFILL_CHUNK,
-            sources=self._sources,
-        )
-        self._encoding = MediaEncoding(worker, self._encodings)
+        self.scheduler = Scheduler(cache_kinds(worker, mm_cache_bytes), MAX_RUNNING, PREFILL_CHUNK)
+        self.speaking = SpeechScheduler(worker, read_speech_settings(self.card))
+        self.encoding = MediaEncoding(worker)
         self._grammar_masks = GrammarMasks(worker.model_dir, self.card.vocab_size)
-        settings = read_speech_settings(self.card)
-        self._speaking = Speaking(worker, settings) if settings else None
         self._requests: dict[int, Sequence] = {}  # whose texts are not complete
         self._next_request = 0
         self._prompt_tokens = self._generated_tokens = 0
@@ -89,27 +78,23 @@ class Engine:
     @property
     def busy(self) -> bool:
         """Whether any request waits, runs or speaks."""
-        return bool(self._requests) or (self._speaking is not None and self._speaking.busy)
+        return bool(self._requests) or self.speaking.busy
 
     def state(self) -> dict[str, Any]:
         """Return the fields of server/link/messages.py: State."""
-        scheduler = self._scheduler
-        return {
+        scheduler, found = self.scheduler, self.speaking.state()
+        for kind in scheduler.kinds:
+            found |= kind.report()
+        return found | {
             "context_length": self.card.context_length,
             "cache_tokens": self.worker.cache_tokens,
-            "cache_used": 1 - self._pool.free / self._pool.total,
             "running": len(scheduler.running),
             "waiting": len(scheduler.waiting),
             "preemptions": scheduler.preemptions,
             "prompt_tokens": self._prompt_tokens,
             "generated_tokens": self._generated_tokens,
-            "state_slots": self.worker.states,
-            "snapshots": 0 if self._pool.states is None else self._pool.states.snapshots,
-            "source_pages": 0 if self._sources is None else self._sources.total,
-            "source_pages_used": 0 if self._sources is None else self._sources.in_use,
             "queried_tokens": scheduler.queried_tokens,
             "hit_tokens": scheduler.hit_tokens,
-            **(self._speaking.state() if self._speaking else {}),
         }
 
     def cancel(self, number: int, *, share: bool = True) -> None:
@@ -118,10 +103,9 @@ class Engine:
         share: whether later requests may use the pages that it has filled.
         """
         if number in self._requests:
-            self._scheduler.remove(self._requests.pop(number), share=share)
-            self._encoding.stop_if_unused()
-        if self._speaking is not None:
-            self._speaking.cancel(number)
+            self.scheduler.remove(self._requests.pop(number), share=share)
+            self.encoding.stop_if_unused()
+        self.speaking.cancel(number)
 
     def step(self) -> list[Event]:
         """Compute one step of the texts that run, and one of the speeches, and return the events of both.
@@ -133,13 +117,13 @@ class Engine:
 
     def _step_texts(self) -> list[Event]:
         ended = self._collect_grammar_masks()
-        self._encoding.advance(self._scheduler.next_encoding(), alone=not self._scheduler.can_step)
-        scheduled = self._scheduler.schedule()
-        self._encoding.stop_if_unused()
+        self.encoding.advance(self.scheduler.next_work(), alone=not self.scheduler.can_step)
+        scheduled = self.scheduler.schedule()
+        self.encoding.stop_if_unused()
         if not scheduled:  # all wait for the masks of their grammars, or for encodings
             return ended
         logits = self._lead(scheduled)
-        self._scheduler.publish(scheduled)
+        self.scheduler.publish(scheduled)
         self._prompt_tokens += sum(
             len(chunk.token_ids) for sequence, chunk in scheduled if chunk.start < sequence.prompt_len
         )
@@ -148,7 +132,7 @@ class Engine:
         return ended + self._sample(scheduled, logits)
 
     def _step_speeches(self) -> list[Event]:
-        events: list[Event] = [] if self._speaking is None else [*self._speaking.step()]
+        events: list[Event] = [*self.speaking.step()]
         for event in events:
             if isinstance(event, Failed):
                 self.cancel(event.request)
@@ -181,19 +165,19 @@ class Engine:
     def score(self, prompt: Prompt) -> Tensor:
         """Return fp32 logits [len(token_ids), vocab], those of every position. No request may run."""
         request = Request(prompt, SamplingParams(max_new_tokens=1))
-        sequence = self._admissible("the text", request, new_tokens=0)
-        # Shared pages are not used: the logits of a position come from computing it.
-        self._scheduler.start_alone(sequence)
+        sequence = self._admissible("the text", request, new_tokens=0, all_logits=True)
+        admitted = self.scheduler.admit(sequence)
+        assert admitted, "another request runs"
         logits = torch.empty(len(sequence.tokens), self.card.vocab_size)
         try:
-            while (encoding := self._scheduler.next_encoding()) is not None:
-                self._encoding.advance(encoding, alone=True)
+            while (work := self.scheduler.next_work()) is not None:
+                self.encoding.advance(work, alone=True)
             while sequence.uncached:
-                chunk = next_chunk(sequence, SCORE_ROWS, all_logits=True)
+                chunk = next_chunk(sequence, SCORE_ROWS)
                 logits[chunk.start : sequence.cached] = self._lead([(sequence, chunk)])
             return logits
         finally:
-            self._scheduler.remove(sequence)
+            self.scheduler.remove(sequence)
 
     def counters(self) -> list[RankCounters]:
         """Return what the steps of every rank have taken so far. Costs a message and a small collective."""
@@ -204,53 +188,54 @@ class Engine:
         if sequence.params.grammar is not None:
             sequence.grammar_mask = self._grammar_masks.open(sequence.params.grammar)
         self._requests[sequence.request] = sequence
-        self._scheduler.add(sequence)
-        if self._speaking is not None and sequence.talker is not None:
-            self._speaking.add(sequence)
+        self.scheduler.add(sequence)
+        if sequence.talker is not None:
+            self.speaking.add_text(sequence)
         return sequence.request
 
-    def _talker_prompt(self, request: Request, speech: SpeechParams) -> TalkerPrompt:
-        if self._speaking is None:
-            raise RequestError("speech: expected a model that speaks, found one without a talker")
-        return self._speaking.prompt(request.prompt, request.params, speech)
-
-    def _admissible(self, where: str, request: Request, new_tokens: int = 1) -> Sequence:
+    def _admissible(self, where: str, request: Request, new_tokens: int = 1, *, all_logits: bool = False) -> Sequence:
         """Return a sequence for the request. Raises RequestError if it can never run with at least `new_tokens`."""
-        prompt, worker, vocab, limit = request.prompt, self.worker, self.card.vocab_size, self.card.context_length
+        prompt, params, worker = request.prompt, request.params, self.worker
+        vocab, limit = self.card.vocab_size, self.card.context_length
         try:
             check_prompt(prompt, worker.input_ids, limit, worker.position_axes, worker.source_axes)
-            media = check_media(prompt, worker.encoder, worker.dtype.itemsize, crossing=self._sources is not None)
-            self._encodings.check_fits(media)
-            if self._sources is not None:
-                self._sources.check_fits(sum(segment.count for segment in prompt.source))
-            talker = None if request.params.speech is None else self._talker_prompt(request, request.params.speech)
+            nbytes = check_media(prompt, worker.encoder, worker.dtype.itemsize, crossing=worker.source_pages > 0)
+            talker = None if params.speech is None else self.speaking.prompt(prompt, params, params.speech)
         except RequestError as e:
             raise RequestError(f"{where}: {e}") from e
-        for name, token in request.params.named_ids:
+        for name, token in params.named_ids:
             if not 0 <= token < vocab:
                 raise RequestError(f"{where}: {name}: expected token ids from 0 to {vocab - 1}, found {token}")
         length = len(prompt.token_ids)
-        if length + max(prompt.shift, 0) + min(new_tokens, request.params.max_new_tokens) > limit:
+        room = limit - length - max(prompt.shift, 0)
+        if room < min(new_tokens, params.max_new_tokens):
             raise RequestError(
                 f"{where}: the prompt has {length} tokens, but the context length is {limit}, "
                 "which the prompt and at least one new token must fit in"
             )
-        new = min(request.params.max_new_tokens, max(limit - length - max(prompt.shift, 0), 1))
-        params = request.params if new == request.params.max_new_tokens else replace(request.params, max_new_tokens=new)
-        sequence = Sequence(self._next_request, params, prompt, media, talker)
-        if num_pages(sequence.max_cached) > self._pool.total:
+        if params.max_new_tokens > max(room, 1):
+            params = replace(params, max_new_tokens=max(room, 1))
+        sequence = Sequence(self._next_request, params, prompt, nbytes, talker, all_logits)
+        if num_pages(sequence.max_cached) > worker.pages:
             raise RequestError(
-                f"{where}: {length} prompt tokens and {new} new ones need a KV cache of "
+                f"{where}: {length} prompt tokens and {params.max_new_tokens} new ones need a KV cache of "
                 f"{sequence.max_cached} tokens, "
-                f"found {self.worker.max_total_tokens}; raise the total tokens of the cache or ask for fewer new tokens"
+                f"found {worker.max_total_tokens}; raise the total tokens of the cache or ask for fewer new tokens"
             )
+        try:
+            for kind in self.scheduler.kinds:
+                kind.check_fits(sequence)
+        except RequestError as e:
+            raise RequestError(f"{where}: {e}") from e
         self._next_request += 1
         return sequence
 
     def _collect_grammar_masks(self) -> list[Event]:
         """Collects finished masks, and ends the sequences whose grammar is complete or has failed."""
+        scheduler = self.scheduler
         pending = [(s, m) for s in self._requests.values() if (m := s.grammar_mask) is not None and not m.ready]
-        urgent = [m for s, m in pending if s.is_running and not s.computable and s.blocking is None]
+        waits_for_mask = [(s, m) for s, m in pending if s.is_running and not scheduler.computable(s)]
+        urgent = [m for s, m in waits_for_mask if scheduler.work(s) is None]
         collect_masks([m for _, m in pending], urgent)
         events: list[Event] = []
         for sequence, mask in pending:
@@ -311,9 +296,9 @@ class Engine:
             return self._fail(sequence)
         sequence.append(choice.token_id)
         reason = self._finish_reason(sequence)
-        if reason is not None and sequence.talker is not None and self._speaking is not None:
-            self._scheduler.remove(self._requests.pop(sequence.request))
-            self._speaking.end_text(sequence.request)
+        if reason is not None and sequence.talker is not None:
+            self.scheduler.remove(self._requests.pop(sequence.request))
+            self.speaking.end_text(sequence.request)
         elif reason is not None:
             self.cancel(sequence.request)
         elif sequence.grammar_mask is not None:
@@ -341,22 +326,23 @@ class Engine:
 
     def _lead(self, scheduled: Scheduled) -> Tensor:
         """Announce a step and compute it. Returns its logits."""
-        states = self._pool.states
-        step = Step(
-            [chunk for _, chunk in scheduled],
-            list(self._scheduler.finished),
-            list(self._encodings.forgotten),
-            [] if states is None else list(states.copies),
-            [] if states is None else [sequence.state_slot for sequence, _ in scheduled],
-            [sights for sequence, chunk in scheduled if (sights := sights_of(sequence, chunk)) is not None],
-            [] if self._speaking is None else self._speaking.kept(scheduled),
-        )
-        if states is not None:
-            states.copies.clear()
-        self._scheduler.finished.clear()
-        self._encodings.forgotten.clear()
+        step = Step([chunk for _, chunk in scheduled], list(self.scheduler.finished))
+        self.scheduler.finished.clear()
+        for kind in self.scheduler.kinds:
+            kind.announce(step, scheduled)
+        step.kept.extend(self.speaking.kept(scheduled))
         self.worker.announce(step)
         return self.worker.run(step)
+
+
+def cache_kinds(worker: Worker, mm_cache_bytes: int) -> list[CacheKind[Sequence]]:
+    """Return the kinds of cache of a model, in the order in which they are asked at admission: states and sources
+    before the pages, which depend on the states, and these before the encodings of what they do not hold."""
+    states = [StatePool(worker.states)] if worker.states else []
+    # The worker keeps the keys and values of cross-attention in the other half.
+    encodings = EncoderCache(mm_cache_bytes // 2 if worker.source_pages else mm_cache_bytes)
+    sources = [SourcePool(worker.source_pages, encodings)] if worker.source_pages else []
+    return [*states, *sources, PagePool(worker.pages, states), encodings]
 
 
 def _start(sequence: Sequence) -> Start | None:

@@ -5,17 +5,21 @@ edges are one page long: each page continues its parent by PAGE_TOKENS tokens (R
 are compared by their keys (prompt.py), so that equal placeholders of different media are different. A page that no
 sequence uses stays in the tree until its memory is needed; the least recently used page is evicted first.
 
-A model with states can use a page of the tree only if there is a snapshot of the states at its end or further on
-(state_pool.py). The tokens after the deepest snapshot are computed again, into pages of the sequence's own.
+A sequence can use a page of the tree only as far as the other kinds of cache of its model can share it as well. The
+tokens after that are computed again, into pages of the sequence's own.
 """
 
-from collections.abc import Iterator, Sequence
+from collections import abc
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 from tilerank.kernels.kv_pages import PAGE_TOKENS
 
 from ..protocol.errors import EngineError
-from .state_pool import StatePool
+from ..protocol.rank_messages import Chunk, Step
+from ..step.cache import num_pages
+from .cache_kind import CacheKind, PagedSequence
 
 
 @dataclass(eq=False)
@@ -40,23 +44,26 @@ class PageTable:
     """The pages of one sequence in order.
 
     numbers: indices of its pages in the cache. shared: the pages of the tree with its first tokens; they have the same
-    numbers, except for copies. known: how many pages of the tree had its first tokens when the table was opened.
+    numbers, except for copies. sent: how many of its pages the other ranks have received.
     """
 
     numbers: list[int] = field(default_factory=list)
     shared: list[Page] = field(default_factory=list)
-    known: int = 0
+    sent: int = 0
 
     def __len__(self) -> int:
         return len(self.numbers)
 
 
-class PagePool:
-    """All pages of the cache, numbered from 0 to `pages` - 1. states: None for models without states."""
+class PagePool(CacheKind[PagedSequence]):
+    """All pages of the cache, numbered from 0 to `pages` - 1. beside: the other kinds of cache that a sequence has to
+    continue where it continues pages of the tree."""
 
-    def __init__(self, pages: int, states: StatePool | None = None) -> None:
+    def __init__(self, pages: int, beside: abc.Sequence[CacheKind[Any]] = ()) -> None:
         self.total = pages
-        self.states = states
+        self.tables: dict[PagedSequence, PageTable] = {}
+        """Those of the running sequences."""
+        self._beside = beside
         self._empty = list(range(pages - 1, -1, -1))  # taken from the end, lowest number first
         self._root = Page(-1, (), None)
         # Pages without users, in order of eviction. A sequence uses all ancestors of its pages and releases pages
@@ -68,55 +75,57 @@ class PagePool:
         """The number of pages that can be allocated."""
         return len(self._empty) + len(self._idle)
 
-    def open(self, keys: Sequence[int]) -> PageTable:
-        """Return a table with the tree's pages for the beginning of `keys`, for models with states up to the deepest
-        snapshot.
-
-        The last token is never covered, because its logits have to be computed, and for models with states the last
-        but one neither, because a single token would be computed in another form (kernels/state_slots.py).
-        """
-        table = PageTable()
-        page = self._root
-        for page_keys in _pages(keys[: -1 if self.states is None else -2]):
+    def prefix(self, keys: abc.Sequence[int]) -> list[Page]:
+        """Return the pages of the tree for the beginning of `keys`."""
+        pages, page = [], self._root
+        for page_keys in _pages(keys):
             child = page.children.get(page_keys)
             if child is None:
                 break
             page = child
-            table.shared.append(page)
-        table.known = len(table.shared)
-        while self.states is not None and table.shared and table.shared[-1] not in self.states:
-            table.shared.pop()
-        for page in table.shared:
+            pages.append(page)
+        return pages
+
+    def new_pages(self, sequence: PagedSequence) -> list[int]:
+        """Return the pages of a sequence that the other ranks have not received, and count them as sent."""
+        table = self.tables[sequence]
+        new = table.numbers[table.sent :] if len(table) > table.sent else []
+        table.sent += len(new)
+        return new
+
+    def reserve(self, sequence: PagedSequence) -> bool:
+        """Use the pages of the tree that begin with a sequence's tokens. Returns False unless the other pages are free,
+        and one more for each running sequence.
+
+        The last token is never covered, because its logits have to be computed.
+        """
+        shared = self.prefix(sequence.reusable_keys[:-1])
+        for kind in self._beside:
+            del shared[kind.shared(sequence, shared) :]
+        for page in shared:
             if not page.users:
                 del self._idle[page]
             page.users += 1
-        table.numbers = [page.number for page in table.shared]
-        return table
+        running, table = len(self.tables), PageTable([page.number for page in shared], shared)
+        self.tables[sequence], sequence.cached = table, len(table) * PAGE_TOKENS
+        if num_pages(sequence.length) - len(table) + running <= self.free:
+            return True
+        self.release(sequence)
+        return False
 
-    def extend(self, table: PageTable, tokens: int) -> None:
-        """Allocate pages until the table holds `tokens` tokens. The caller has checked `free`."""
-        for _ in range(len(table), -(-tokens // PAGE_TOKENS)):
-            table.numbers.append(self._allocate())
+    def commit(self, sequence: PagedSequence) -> None:
+        self._extend(sequence, sequence.length)
 
-    def publish(self, table: PageTable, keys: Sequence[int]) -> None:
-        """Put the table's pages that the computed `keys` fill into the tree."""
-        for page_keys in _pages(keys, start=len(table.shared)):
-            parent = table.shared[-1] if table.shared else self._root
-            number = table.numbers[len(table.shared)]
-            page = parent.children.get(page_keys)
-            if page is None:
-                page = parent.children[page_keys] = Page(number, page_keys, parent)
-            elif page.users:
-                page.copies.append(number)
-            else:
-                del self._idle[page]
-                self._replace(page, number)
-            page.users += 1
-            table.shared.append(page)
+    def grow(self, sequence: PagedSequence) -> bool:
+        if len(self.tables[sequence]) * PAGE_TOKENS <= sequence.cached and not self.free:
+            return False
+        self._extend(sequence, sequence.cached + 1)
+        return True
 
-    def close(self, table: PageTable, *, share: bool = True) -> None:
-        """Release the table's pages. Those in the tree stay there until they are evicted, or without `share` as long as
-        other sequences use them."""
+    def release(self, sequence: PagedSequence, *, share: bool = True) -> None:
+        """Release the pages of a sequence. Those in the tree stay there until they are evicted, or without `share` as
+        long as other sequences use them."""
+        table, sequence.cached = self.tables.pop(sequence), 0
         self._empty.extend(reversed(table.numbers[len(table.shared) :]))
         for page, number in zip(reversed(table.shared), reversed(table.numbers[: len(table.shared)]), strict=True):
             page.users -= 1
@@ -129,7 +138,44 @@ class PagePool:
                 self._replace(page, page.copies.pop())
             if not share and not page.users:
                 self._drop(page)
-        table.shared, table.numbers = [], []
+
+    def announce(self, step: Step, scheduled: list[tuple[PagedSequence, Chunk]]) -> None:
+        for sequence, chunk in scheduled:
+            chunk.new_pages.extend(self.new_pages(sequence))
+
+    def publish(self, sequence: PagedSequence) -> None:
+        """Put the pages that the computed tokens fill into the tree."""
+        table = self.tables[sequence]
+        if sequence.cached // PAGE_TOKENS == len(table.shared):
+            return
+        for page_keys in _pages(sequence.keys[: sequence.cached], len(table.shared)):
+            parent = table.shared[-1] if table.shared else self._root
+            number = table.numbers[len(table.shared)]
+            page = parent.children.get(page_keys)
+            if page is None:
+                page = parent.children[page_keys] = Page(number, page_keys, parent)
+            elif page.users:
+                page.copies.append(number)
+            else:
+                del self._idle[page]
+                self._replace(page, number)
+            page.users += 1
+            table.shared.append(page)
+        for kind in self._beside:
+            kind.filled(sequence, table.shared[-1])
+
+    def will_share(self, running: PagedSequence, waiting: PagedSequence) -> bool:
+        end = (len(self.tables[running].shared) + 1) * PAGE_TOKENS
+        return end < min(running.length, waiting.length) and running.keys[:end] == waiting.keys[:end]
+
+    def report(self) -> dict[str, Any]:
+        return {"cache_used": 1 - self.free / self.total}
+
+    def _extend(self, sequence: PagedSequence, tokens: int) -> None:
+        """Allocate pages until a sequence has those of `tokens` tokens."""
+        table = self.tables[sequence]
+        for _ in range(len(table), num_pages(tokens)):
+            table.numbers.append(self._allocate())
 
     def _allocate(self) -> int:
         if self._empty:
@@ -148,8 +194,8 @@ class PagePool:
         for one in dropped:
             dropped += one.children.values()
             del self._idle[one]
-            if self.states is not None:
-                self.states.drop(one)
+            for kind in self._beside:
+                kind.drop(one)
             self._empty.append(one.number)
 
     def _replace(self, page: Page, number: int) -> None:
@@ -158,7 +204,7 @@ class PagePool:
         page.number = number
 
 
-def _pages(keys: Sequence[int], start: int = 0) -> Iterator[tuple[int, ...]]:
+def _pages(keys: abc.Sequence[int], start: int = 0) -> Iterator[tuple[int, ...]]:
     """Yield the tokens of each full page, from page `start` on."""
     for first in range(start * PAGE_TOKENS, len(keys) - PAGE_TOKENS + 1, PAGE_TOKENS):
         yield tuple(keys[first : first + PAGE_TOKENS])

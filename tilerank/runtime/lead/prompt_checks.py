@@ -3,7 +3,6 @@
 from ..protocol.errors import RequestError
 from ..protocol.prompt import Medium, Prompt
 from ..step.model import Encoder
-from .encodings import Wanted
 
 
 def check_prompt(prompt: Prompt, vocab: int, context_length: int, axes: int, source_axes: int) -> None:
@@ -36,9 +35,9 @@ def _check_positions(name: str, positions: list[list[int]], tokens: int, axes: i
         raise RequestError(f"{name}: expected numbers from 0 to {context_length - 1}, found {bad}")
 
 
-def check_media(prompt: Prompt, encoder: Encoder | None, itemsize: int, *, crossing: bool = False) -> list[Wanted]:
+def check_media(prompt: Prompt, encoder: Encoder | None, itemsize: int, *, crossing: bool = False) -> list[int]:
     """Check that media belong together with places or, for a model with cross-attention (`crossing`), with the source.
-    Returns what the encodings take, in values of `itemsize` bytes.
+    Returns the bytes of the encodings, in values of `itemsize` bytes.
 
     Raises RequestError.
     """
@@ -51,28 +50,28 @@ def check_media(prompt: Prompt, encoder: Encoder | None, itemsize: int, *, cross
     if prompt.source or prompt.sights:
         raise RequestError("the prompt has a source for cross-attention, but the model has none")
     counts = _counts(prompt)
-    wanted = []
-    for number, (medium, digest, count) in enumerate(zip(prompt.media, prompt.digests, counts, strict=True)):
+    nbytes = []
+    for number, (medium, count) in enumerate(zip(prompt.media, counts, strict=True)):
         _check_frames(number, medium)
         levels, tokens, hidden = encoder.shape(medium.grid)
         if count != tokens:
             raise RequestError(
                 f"medium {number}: a grid of {medium.grid} has {tokens} tokens, found places for {count}"
             )
-        wanted.append(Wanted(digest, medium, levels * tokens * hidden * itemsize))
-    return wanted
+        nbytes.append(levels * tokens * hidden * itemsize)
+    return nbytes
 
 
-def _check_source(prompt: Prompt, encoder: Encoder, itemsize: int) -> list[Wanted]:
+def _check_source(prompt: Prompt, encoder: Encoder, itemsize: int) -> list[int]:
     """Check that the source consists of the media, and that sights are ranges of it."""
     if prompt.places:
         raise RequestError("the prompt has places of media, but the model sees media by cross-attention")
-    wanted, tokens_of = [], []
-    for number, (medium, digest) in enumerate(zip(prompt.media, prompt.digests, strict=True)):
+    nbytes, tokens_of = [], []
+    for number, medium in enumerate(prompt.media):
         _check_frames(number, medium)
         levels, tokens, hidden = encoder.shape(medium.grid)
         tokens_of.append(tokens)
-        wanted.append(Wanted(digest, medium, levels * tokens * hidden * itemsize))
+        nbytes.append(levels * tokens * hidden * itemsize)
     for number, part in enumerate(prompt.source):
         if not 0 <= part.medium < len(tokens_of):
             raise RequestError(f"segment {number}: expected one of {len(tokens_of)} media, found {part.medium}")
@@ -93,7 +92,7 @@ def _check_source(prompt: Prompt, encoder: Encoder, itemsize: int) -> list[Wante
                 f"{sight.first} on"
             )
         before = sight.start
-    return wanted
+    return nbytes
 
 
 def _check_frames(number: int, medium: Medium) -> None:

@@ -1,11 +1,9 @@
-"""Rank 0's part of speech: which sequences speak, in which steps, and the first code of every frame.
+"""The scheduler of speeches: which speak in a step, which rows of prompts are read, and the first code of every frame.
 
 A speech reads its prompt in chunks, and then a frame in every step. A frame reads the next token of the text and waits
 while this has not been generated; after the text it reads its end, and then padding.
 
-First come, first served, as in scheduler.py: a speech is admitted once there are pages of the talker's cache for its
-whole prompt and one more for each that runs. If no page is free, the youngest is preempted. It is computed again later,
-with the same codes, and sound that has been sent is dropped.
+A speech that is preempted is computed again later, with the same codes, and sound that has been sent is dropped.
 """
 
 import hashlib
@@ -17,8 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilerank.kernels.kv_pages import PAGE_TOKENS
-
 from ..protocol.errors import RequestError
 from ..protocol.events import Failed, SoundEvent
 from ..protocol.params import SamplingParams, SpeechParams
@@ -28,11 +24,10 @@ from ..protocol.speech_messages import Frame, Sound, SpeechStep, TalkerChunk
 from ..protocol.speech_settings import SpeechSettings
 from ..rank.speech_rank import Spoken
 from ..rank.worker import Worker
-from ..step.cache import num_pages
+from .base_scheduler import BaseScheduler
 from .pages import PagePool
 from .sampling import Row, choose, uniform
-from .scheduler import Scheduled
-from .sequence import Sequence
+from .sequence import Scheduled, Sequence
 from .speech import Speech
 from .talker_prompt import TalkerPrompt, talker_prompt
 
@@ -48,30 +43,34 @@ _DRAWS = 1 << 32
 """From this position on, the numbers of a seed choose the other codes of frames."""
 
 
-class Speaking:
+class SpeechScheduler(BaseScheduler[Speech]):
     """The speeches of all requests of an engine. Their numbers are those of text sequences, or negative.
 
-    frames, samples: computed since the start. preemptions: how often a speech lost its pages.
+    settings: None for a model that does not speak. frames, samples: computed since the start.
     """
 
-    def __init__(self, worker: Worker, settings: SpeechSettings) -> None:
-        assert worker.speech is not None
-        self.frames = self.samples = self.preemptions = 0
+    def __init__(self, worker: Worker, settings: SpeechSettings | None) -> None:
+        self.pages = PagePool(worker.speech.pages if worker.speech else 0)
+        super().__init__([self.pages], MAX_RUNNING)
+        self.frames = self.samples = 0
         self._worker = worker
         self._settings = settings
-        self._pool = PagePool(worker.speech.pages)
-        self._longest = worker.speech.longest
-        self._others = worker.speech.codes - 1
-        self._speeches: dict[int, Speech] = {}  # by request, in order of arrival
+        self._longest = worker.speech.longest if worker.speech else 0
+        self._others = worker.speech.codes - 1 if worker.speech else 0
+        self.speeches: dict[int, Speech] = {}  # by request, in order of arrival
         self._finished: list[int] = []
         self._moved: list[tuple[int, int]] = []
         self._numbers = count(-1, -1)
-        self._forbidden = torch.zeros(settings.vocab, dtype=torch.bool)
-        self._forbidden[settings.codes :] = True
-        self._forbidden[settings.end] = False
+        self._forbidden: Tensor | None = None  # as in sampling.py: Row
+        if settings is not None:
+            self._forbidden = torch.zeros(settings.vocab, dtype=torch.bool)
+            self._forbidden[settings.codes :] = True
+            self._forbidden[settings.end] = False
 
     def prompt(self, prompt: Prompt, params: SamplingParams, speech: SpeechParams) -> TalkerPrompt:
         """Return what the talker reads of a request. Raises RequestError if it can never speak."""
+        if self._settings is None:
+            raise RequestError("speech: expected a model that speaks, found one without a talker")
         if params.grammar is not None or not params.max_new_tokens:
             found = "a grammar" if params.grammar is not None else "max_new_tokens 0"
             raise RequestError(f"speech: expected a text without a grammar, of at least one new token, found {found}")
@@ -87,37 +86,39 @@ class Speaking:
             )
         return talker
 
-    def add(self, text: Sequence) -> None:
+    def add_text(self, text: Sequence) -> None:
         """Let a request speak. `text.talker` is what `prompt` returned."""
-        assert text.talker is not None
+        assert text.talker is not None and self._settings is not None
         params = replace(SAMPLED, seed=_seed(text.params.seed))
         if text.params.temperature == 0:
             params = replace(params, temperature=0.0)
         most = min(MAX_FRAMES, self._longest - text.talker.rows)
-        self._speeches[text.request] = Speech(text, text.talker, self._settings, params, most)
+        speech = Speech(text, text.talker, self._settings, params, most)
+        self.speeches[text.request] = speech
+        self.add(speech)
 
     def __contains__(self, request: int) -> bool:
-        return request in self._speeches
+        return request in self.speeches
 
     @property
     def busy(self) -> bool:
-        return bool(self._speeches)
+        return bool(self.speeches)
 
     def state(self) -> dict[str, Any]:
         """Return the fields of server/link/messages.py: State that are about speech."""
         return {
-            "speaking": len(self._speeches),
+            "speaking": len(self.speeches),
             "speech_frames": self.frames,
             "speech_samples": self.samples,
-            "talker_pages": self._pool.total,
-            "talker_pages_used": self._pool.total - self._pool.free,
+            "talker_pages": self.pages.total,
+            "talker_pages_used": self.pages.total - self.pages.free,
         }
 
     def kept(self, scheduled: Scheduled) -> list[int]:
         """Return Step.kept. The numbers of texts whose prompts are computed name their speeches."""
         kept = []
         for text, chunk in scheduled:
-            speech = self._speeches.get(text.request)
+            speech = self.speeches.get(text.request)
             if speech is None or len(text.tokens) > text.prompt_len:
                 continue
             if speech.number is not None and speech.number != text.number:
@@ -129,77 +130,66 @@ class Speaking:
 
     def end_text(self, request: int) -> None:
         """No token follows in the text of a request."""
-        self._speeches[request].text_ended = True
+        self.speeches[request].text_ended = True
 
     def cancel(self, request: int) -> None:
         """End the speech of a request, if it has one, and release what it holds."""
-        if (speech := self._speeches.pop(request, None)) is not None:
-            self._release(speech)
+        if request in self.speeches:
+            self._end(self.speeches[request])
             self._send_last()
 
     def step(self) -> list[SoundEvent | Failed]:
         """Compute the next frames of all that speak, chunks of prompts, and parts of sound. Returns new sound."""
-        running = [speech for speech in self._speeches.values() if speech.is_running]
-        speaking, frames = self._next_frames(running)
+        speaking, frames = self._next_frames()
         reading, chunks = self._next_chunks()
         sounds = self._next_sounds()
         events: list[SoundEvent | Failed] = []
         if frames or chunks or sounds:
             spoken = self._run(chunks, frames, [sound for _, sound in sounds])
-            heard = [speech for speech, chunk in zip(reading, chunks, strict=True) if chunk.last] + speaking
-            events += self._take_codes(heard, spoken.logits)
+            chosen_for = [speech for speech, chunk in zip(reading, chunks, strict=True) if chunk.last] + speaking
+            events += self._take_codes(chosen_for, spoken.logits)
             for (speech, sound), samples in zip(sounds, spoken.samples, strict=True):
-                if speech.request in self._speeches:
+                if speech.request in self.speeches:
                     events += self._take_sound(speech, sound, samples)
-        for speech in [speech for speech in self._speeches.values() if speech.text_ended and speech.complete]:
+        for speech in [speech for speech in self.speeches.values() if speech.text_ended and speech.complete]:
             self._end(speech)
             events.append(SoundEvent(speech.request, b"", last=True))
         self._send_last()
         return events
 
-    def _next_frames(self, running: list[Speech]) -> tuple[list[Speech], list[Frame]]:
+    def preempt(self) -> Speech:
+        """Take the pages of the youngest speech that runs. It is computed again under a new number."""
+        youngest, number = super().preempt(), next(self._numbers)
+        self._moved.append((youngest.number_on_ranks, number))
+        youngest.restart(number)
+        return youngest
+
+    def _next_frames(self) -> tuple[list[Speech], list[Frame]]:
         """Return the frames that can be computed, with their speeches."""
         speaking, frames = [], []
-        for speech in running:
+        for speech in list(self.running):
             token = speech.next_text
-            if speech.read < speech.prompt.rows or token is None or not self._make_room(speech):
+            if speech.cached < speech.prompt.rows or token is None or not self.grow(speech):
                 continue
-            start = speech.prompt.rows + speech.frames
-            self._pool.extend(speech.table, start + 1)
             first, draws = speech.codes[speech.frames], list[float]()
             if speech.params.temperature:
                 at = _DRAWS + speech.frames * self._others
                 draws = [uniform(speech.params.seed, at + i) for i in range(self._others)]
+            start, pages = speech.cached, self.pages.new_pages(speech)
             position = start + speech.prompt.shift
-            frames.append(Frame(speech.named, first, draws, token, start, position, speech.next_pages()))
+            frames.append(Frame(speech.number_on_ranks, first, draws, token, start, position, pages))
             speaking.append(speech)
-            speech.frames += 1
+            speech.cached, speech.frames = start + 1, speech.frames + 1
         self.frames += len(frames)
         return speaking, frames
-
-    def _make_room(self, speech: Speech) -> bool:
-        """Have a free page if its next frame needs one. Returns False if this has preempted the speech itself."""
-        full = len(speech.table) * PAGE_TOKENS == speech.prompt.rows + speech.frames
-        while speech.is_running and full and not self._pool.free:
-            self._preempt()
-        return speech.is_running
-
-    def _preempt(self) -> None:
-        """Take the pages of the youngest speech that runs."""
-        youngest = next(speech for speech in reversed(self._speeches.values()) if speech.is_running)
-        self._pool.close(youngest.table)
-        number = next(self._numbers)
-        self._moved.append((youngest.named, number))
-        youngest.restart(number)
-        self.preemptions += 1
 
     def _next_chunks(self) -> tuple[list[Speech], list[TalkerChunk]]:
         """Return the next rows of prompts, and the speeches that they belong to. Admits those that wait."""
         rows, reading, chunks = CHUNK_ROWS, list[Speech](), list[TalkerChunk]()
         for speech in self._admitted():
-            count = min(speech.prompt.rows - speech.read, rows)
-            if count:
-                chunks.append(_next_chunk(speech, count))
+            count = min(speech.prompt.rows - speech.cached, rows)
+            if count > 0:
+                chunks.append(_next_chunk(speech, count, self.pages.new_pages(speech)))
                 reading.append(speech)
                 rows -= count
             if not rows:
@@ -208,23 +198,21 @@ class Speaking:
 
     def _admitted(self) -> Iterator[Speech]:
         """Yield the speeches that run, in order of arrival, and then those that can be admitted."""
-        running = [speech for speech in self._speeches.values() if speech.is_running]
-        yield from running
-        waiting = [speech for speech in self._speeches.values() if speech.can_begin]
-        for number, speech in enumerate(waiting, len(running)):
-            if num_pages(speech.prompt.rows) + number > self._pool.free or number >= MAX_RUNNING:
+        yield from list(self.running)
+        for speech in [speech for speech in self.waiting if speech.can_begin]:
+            if self.is_full or not self.admit(speech):
                 return
-            self._pool.extend(speech.table, speech.prompt.rows)
+            self.waiting.remove(speech)
             yield speech
 
     def _next_sounds(self) -> list[tuple[Speech, Sound]]:
         """Return the next parts of sound, of frames that are computed once this step's are."""
         sounds = []
-        for speech in self._speeches.values():
-            there = speech.frames - speech.voiced
-            part = min(max(speech.voiced, FIRST_PART), LARGEST_PART)
-            if there >= part or (there and speech.frames == speech.total):
-                sounds.append((speech, Sound(speech.named, speech.voiced, speech.voiced + min(there, part))))
+        for speech in self.speeches.values():
+            first, ready = speech.decoded, speech.frames - speech.decoded
+            part = min(max(first, FIRST_PART), LARGEST_PART)
+            if ready >= part or (ready > 0 and speech.frames == speech.total):
+                sounds.append((speech, Sound(speech.number_on_ranks, first, first + min(ready, part))))
         return sounds
 
     def _run(self, chunks: list[TalkerChunk], frames: list[Frame], sounds: list[Sound]) -> Spoken:
@@ -236,11 +224,11 @@ class Speaking:
         spoken.logits[len(spoken.logits) - len(frames) :][(spoken.codes < 0).any(1)] = torch.nan
         return spoken
 
-    def _take_codes(self, heard: list[Speech], logits: Tensor) -> list[SoundEvent | Failed]:
+    def _take_codes(self, speeches: list[Speech], logits: Tensor) -> list[SoundEvent | Failed]:
         """Choose the first code of the next frame of each speech, unless it is known from before."""
         events: list[SoundEvent | Failed] = []
-        new = [(row, speech) for row, speech in enumerate(heard) if len(speech.codes) == speech.frames]
-        if len(new) < len(heard):
+        new = [(row, speech) for row, speech in enumerate(speeches) if len(speech.codes) == speech.frames]
+        if len(new) < len(speeches):
             logits = logits[[row for row, _ in new]]
         rows = [Row(speech.params, speech.codes, 0, self._forbidden) for _, speech in new]
         for (_, speech), choice in zip(new, choose(logits, rows) if rows else (), strict=True):
@@ -249,9 +237,9 @@ class Speaking:
                 events.append(_failed(speech))
                 continue
             speech.codes.append(choice.token_id)
-            if choice.token_id == self._settings.end or len(speech.codes) > speech.most_frames:
+            if choice.token_id == speech.settings.end or len(speech.codes) > speech.most_frames:
                 speech.total = len(speech.codes) - 1
-                self._pool.close(speech.table)
+                self.release(speech)
         return events
 
     def _take_sound(self, speech: Speech, sound: Sound, samples: Tensor) -> list[SoundEvent | Failed]:
@@ -259,44 +247,42 @@ class Speaking:
         if not samples.isfinite().all():
             self._end(speech)
             return [_failed(speech)]
-        new = samples[max(speech.sent - speech.made, 0) :]
-        speech.voiced, speech.made = sound.end, speech.made + len(samples)
+        new = samples[max(speech.sent - speech.samples, 0) :]
+        speech.decoded, speech.samples = sound.end, speech.samples + len(samples)
         speech.sent += len(new)
         self.samples += len(new)
         return [SoundEvent(speech.request, _pcm(new), last=False)] if len(new) else []
 
     def _end(self, speech: Speech) -> None:
-        del self._speeches[speech.request]
-        self._release(speech)
-
-    def _release(self, speech: Speech) -> None:
-        self._pool.close(speech.table)
+        del self.speeches[speech.request]
+        if speech.total is None:
+            self.remove(speech)
         if speech.number is not None:
             self._finished.append(speech.number)
 
     def _send_last(self) -> None:
         """Let the ranks drop what no speech needs, if no step will follow soon."""
-        if self._finished and not self._speeches:
+        if self._finished and not self.speeches:
             self._run([], [], [])
 
 
-def _next_chunk(speech: Speech, count: int) -> TalkerChunk:
+def _next_chunk(speech: Speech, count: int, new_pages: list[int]) -> TalkerChunk:
     """Return the next `count` rows of the prompt of a speech, and count them as read."""
-    prompt, start = speech.prompt, speech.read
-    speech.read = end = start + count
+    prompt, start = speech.prompt, speech.cached
+    speech.cached = end = start + count
     tokens, last = prompt.tokens[start:end], end == prompt.rows
     if last:
-        token = speech.text(0)
+        token = speech.text_token(0)
         assert token is not None
         tokens.append(token)
     return TalkerChunk(
-        speech.named,
+        speech.number_on_ranks,
         start,
         tokens,
         prompt.indices[start:end],
         prompt.codes[start:end],
         [axis[start:end] for axis in prompt.positions],
-        speech.next_pages(),
+        new_pages,
         last,
     )
 

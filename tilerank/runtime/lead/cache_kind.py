@@ -1,0 +1,114 @@
+"""What every kind of cache answers: pages, states, sources and encodings, which rank 0 gives to sequences.
+
+The ranks hold the caches. Rank 0 alone decides what a sequence has of each, and the messages of a step say so. The
+schedulers loop over the kinds of their model and name none.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Hashable, Iterator, Sequence
+from typing import Any, Generic, Protocol, TypeVar
+
+from ..protocol.rank_messages import Chunk, Step
+from ..rank.worker import Worker
+from .lru_pool import Entry
+
+
+class PagedSequence(Protocol):
+    """A sequence of tokens whose keys and values are in pages. cached: the number of its tokens that are there."""
+
+    cached: int
+
+    @property
+    def request(self) -> int:
+        """The number of its request, in order of arrival."""
+
+    @property
+    def length(self) -> int:
+        """The number of its tokens."""
+
+    @property
+    def keys(self) -> Sequence[int]:
+        """What its pages are shared by, one number a token (prompt.py)."""
+
+    @property
+    def reusable_keys(self) -> Sequence[int]:
+        """The keys of the tokens that need not be computed if the cache has them, and of one more token."""
+
+
+S = TypeVar("S", contravariant=True)
+
+
+class CacheKind(Generic[S]):
+    """A kind of cache. Each method does nothing by default, for a kind that has no part in it.
+
+    Admission is a transaction: every kind of a model reserves what a sequence needs, in the order of the model's list,
+    and then all of them commit. If one cannot, those before it release what they have reserved.
+    """
+
+    def check_fits(self, sequence: S) -> None:
+        """Raise RequestError if a sequence does not fit even alone."""
+
+    def reserve(self, sequence: S) -> bool:
+        """Hold what there is already for a sequence, and check that there is room for the rest. Returns False, and
+        holds nothing, if there is none."""
+        return True
+
+    def commit(self, sequence: S) -> None:
+        """Give a sequence what it has reserved."""
+
+    def grow(self, sequence: S) -> bool:
+        """Give a running sequence room for the next token. Returns False if there is none."""
+        return True
+
+    def release(self, sequence: S, *, share: bool = True) -> None:
+        """Take back what a sequence has. share: whether later sequences may use what it leaves."""
+
+    def limit(self, sequence: S, tokens: int) -> int:
+        """Return how many of the next `tokens` tokens of a sequence can be computed in one step now."""
+        return tokens
+
+    def work(self, sequence: S) -> "Work | None":
+        """Return what has to be computed before a running sequence can go on; None if nothing has to be."""
+        return None
+
+    def announce(self, step: Step, scheduled: list[tuple[S, Chunk]]) -> None:
+        """Add to a step what the ranks need for its sequences, and what has happened since the step before it."""
+
+    def publish(self, sequence: S) -> None:
+        """Share what the computed step of a sequence has filled, and release what it does not need any more."""
+
+    def will_share(self, running: S, waiting: S) -> bool:
+        """Return whether a running sequence is about to fill what a waiting one could share, and plan that it does."""
+        return True
+
+    def shared(self, sequence: S, pages: Sequence[Hashable]) -> int:
+        """Return how many of these pages, which begin with the tokens of a sequence, it can share."""
+        return len(pages)
+
+    def filled(self, sequence: S, page: Hashable) -> None:
+        """`page` has become the last shared page of a sequence."""
+
+    def drop(self, page: Hashable) -> None:
+        """Drop what belongs to `page`, which is dropped."""
+
+    def report(self) -> dict[str, Any]:
+        """Return the fields of server/link/messages.py: State that are about this kind."""
+        return {}
+
+
+class Work(ABC):
+    """An encoding or a source, which all ranks compute in pieces between the steps of other sequences.
+
+    entry: of the pool that it belongs to; `ready` once it is complete.
+    """
+
+    entry: Entry
+
+    @abstractmethod
+    def pieces(self, worker: Worker, operations: float) -> Iterator[bool]:
+        """Start when first advanced, and then lead a piece of about `operations` operations each time, until the entry
+        is ready. Yields whether it was computed, rather than sent."""
+
+    @abstractmethod
+    def stop(self, worker: Worker) -> None:
+        """End it before it is complete."""

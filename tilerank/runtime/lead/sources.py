@@ -1,0 +1,126 @@
+"""Pages for the sources of prompts: the keys and values that layers of cross-attention keep of encoded media.
+
+Prompts with the same source (prompt.py) share its pages. Its keys and values are computed once, from the encodings of
+all media of a prompt.
+"""
+
+from collections.abc import Iterator
+from itertools import accumulate
+from typing import Any
+
+from tilerank.kernels.kv_pages import PAGE_TOKENS
+
+from ..protocol.errors import RequestError
+from ..protocol.rank_messages import Chunk, Sights, Step, StoreSource
+from ..rank.worker import Worker
+from ..step.cache import num_pages
+from .cache_kind import CacheKind, Work
+from .encodings import EncoderCache
+from .lru_pool import NumberedEntry, NumberedPool
+from .sequence import Scheduled, Sequence
+
+
+class SourcePool(CacheKind[Sequence]):
+    """All pages of the caches of sources, numbered from 0 to `pages` - 1. A source is ready once it is stored."""
+
+    def __init__(self, pages: int, encodings: EncoderCache) -> None:
+        self.pool = NumberedPool(pages)
+        self._encodings = encodings
+        self._pinned: dict[Sequence, NumberedEntry] = {}
+        self._sent: set[Sequence] = set()  # those whose pages the ranks have received
+
+    def check_fits(self, sequence: Sequence) -> None:
+        if (pages := _pages(sequence)) > self.pool.capacity:
+            raise RequestError(
+                f"the keys and values of its pictures and videos take {pages} pages, but the cache of encodings has "
+                f"{self.pool.capacity}"
+            )
+
+    def reserve(self, sequence: Sequence) -> bool:
+        sequence.stores_source = False
+        if not sequence.prompt.source:
+            return True
+        pinned = self.pool.pin([NumberedEntry(sequence.prompt.source_digest, _pages(sequence))])
+        if pinned is None:
+            return False
+        (self._pinned[sequence],) = pinned
+        sequence.stores_source = not pinned[0].ready
+        return True
+
+    def release(self, sequence: Sequence, *, share: bool = True) -> None:
+        if (source := self._pinned.pop(sequence, None)) is not None:
+            self.pool.unpin(source)
+        self._sent.discard(sequence)
+
+    def limit(self, sequence: Sequence, tokens: int) -> int:
+        source = self._pinned.get(sequence)
+        return tokens if source is None or source.ready else 0
+
+    def work(self, sequence: Sequence) -> Work | None:
+        source, encodings = self._pinned.get(sequence), self._encodings.of(sequence)
+        if source is None or source.ready or not all(encoding.ready for encoding in encodings.values()):
+            return None
+        prompt = sequence.prompt
+        parts = [(encodings[part.medium].number, part.first, part.count) for part in prompt.source]
+        return Store(source, StoreSource(source.numbers, parts, prompt.source_positions))
+
+    def announce(self, step: Step, scheduled: Scheduled) -> None:
+        for sequence, chunk in scheduled:
+            source = self._pinned.get(sequence)
+            if source is not None and (sequence not in self._sent or chunk.start < sequence.prompt_len):
+                pages = [] if sequence in self._sent else source.numbers
+                step.sights.append(Sights(sequence.number, pages, _rows(sequence, chunk)))
+                self._sent.add(sequence)
+
+    def report(self) -> dict[str, Any]:
+        return {"source_pages": self.pool.capacity, "source_pages_used": self.pool.pinned}
+
+
+class Store(Work):
+    """The computation of the keys and values of a source whose encodings are there. message: stores it whole."""
+
+    def __init__(self, source: NumberedEntry, message: StoreSource) -> None:
+        self.entry = source
+        self._message = message
+
+    def pieces(self, worker: Worker, operations: float) -> Iterator[bool]:
+        tokens = int(operations / max(worker.source_operations(self._message.parts[0][0]), 1))
+        pieces = list(pieces_of_source(self._message, max(tokens // PAGE_TOKENS, 1)))
+        yield False
+        for left, piece in zip(reversed(range(len(pieces))), pieces, strict=True):
+            worker.announce(piece)
+            worker.store_source(piece)
+            self.entry.ready = not left
+            yield True
+
+    def stop(self, worker: Worker) -> None:
+        """The pages that are written already are those of a source that is dropped."""
+
+
+def pieces_of_source(whole: StoreSource, pages: int) -> Iterator[StoreSource]:
+    """Cut a source into pieces of so many pages each; the last may be smaller."""
+    total = sum(count for _, _, count in whole.parts)
+    ends = list(accumulate((count for _, _, count in whole.parts), initial=0))
+    for start in range(0, total, pages * PAGE_TOKENS):
+        stop = min(start + pages * PAGE_TOKENS, total)
+        parts = [
+            (number, first + max(start - begin, 0), min(stop, begin + count) - max(start, begin))
+            for (number, first, count), begin in zip(whole.parts, ends, strict=False)
+            if start < begin + count and begin < stop
+        ]
+        first_page = start // PAGE_TOKENS
+        positions = [axis[start:stop] for axis in whole.positions]
+        yield StoreSource(whole.pages[first_page : first_page + pages], parts, positions)
+
+
+def _pages(sequence: Sequence) -> int:
+    return num_pages(sum(segment.count for segment in sequence.prompt.source))
+
+
+def _rows(sequence: Sequence, chunk: Chunk) -> list[tuple[int, int, int, bool]]:
+    """Return Sights.rows of a chunk."""
+    start, stop = chunk.start, chunk.start + len(chunk.token_ids)
+    sights = [sight for sight in sequence.prompt.sights if sight.start < stop]
+    before = [sight for sight in sights if sight.start <= start]
+    rows = [(0, sight.first, sight.count, sight.shown) for sight in before[-1:]] or [(0, 0, 0, False)]
+    return rows + [(sight.start - start, sight.first, sight.count, sight.shown) for sight in sights[len(before) :]]

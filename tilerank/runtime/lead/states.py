@@ -1,0 +1,168 @@
+"""Slots for the states of sequences, of models whose layers keep states instead of keys and values.
+
+A running sequence has a slot, which every step overwrites. A snapshot is a copy of such a slot at the end of a full
+page of the tree (pages.py): a prompt that begins with the same tokens starts from it. Snapshots take the slots that no
+sequence needs; the least recently used one is dropped first.
+
+Snapshots are taken where other prompts may continue: near the end of a prompt, where a prompt leaves the tree's tokens,
+and at the end of the generated tokens. A chunk of a prompt ends there. Prompts and snapshots are cut at multiples of
+BLOCK_TOKENS alone, so that the bits of an answer do not depend on the cuts.
+
+The number of slots follows from the number of cached tokens (protocol/sizes.py), so that it is the same on every rank.
+"""
+
+from collections import abc
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Any
+
+from tilerank.kernels.kv_pages import PAGE_TOKENS
+from tilerank.kernels.state_slots import BLOCK_TOKENS
+
+from ..protocol.rank_messages import Step
+from .cache_kind import CacheKind
+from .lru_pool import NumberedEntry, NumberedPool
+from .sequence import Scheduled, Sequence
+
+SNAPSHOT_MARGIN = 8
+"""A prompt's snapshot leaves out at least so many of its last tokens. Those that open the answer of a chat, such as
+"<think>", are not repeated by the prompt of the next turn."""
+
+
+@dataclass(eq=False)
+class _States:
+    """The states of a sequence.
+
+    slot: where they are, once the sequence is admitted. known: how many of its first tokens the tree has. page: at
+    whose end its states are taken from a snapshot; None if it begins. newest: the page of the last snapshot of its
+    generated tokens.
+    """
+
+    slot: NumberedEntry | None = None
+    known: int = 0
+    page: Hashable | None = None
+    newest: Hashable | None = None
+
+
+class StatePool(CacheKind[Sequence]):
+    """All slots, numbered from 0 to `slots` - 1. A snapshot has the page at whose end it was taken as its key."""
+
+    def __init__(self, slots: int) -> None:
+        self.pool = NumberedPool(slots)
+        self.copies: list[tuple[int, int]] = []
+        """(from, to), slots to copy in this order before the next step."""
+        self._states: dict[Sequence, _States] = {}
+
+    @property
+    def available(self) -> int:
+        """The number of slots that no sequence has; snapshots are in some of them."""
+        return self.pool.capacity - self.pool.pinned
+
+    def slot(self, sequence: Sequence) -> int:
+        """Return the slot of a running sequence."""
+        slot = self._states[sequence].slot
+        assert slot is not None
+        return slot.numbers[0]
+
+    def reserve(self, sequence: Sequence) -> bool:
+        if not self.available:
+            return False
+        self._states[sequence] = _States()
+        return True
+
+    def shared(self, sequence: Sequence, pages: abc.Sequence[Hashable]) -> int:
+        """Return how many pages there are up to the last one with a snapshot.
+
+        The last token but one is never covered, because a single token would be computed in another form
+        (kernels/state_slots.py).
+        """
+        states = self._states[sequence]
+        known = min(len(pages), max(len(sequence.reusable_keys) - 2, 0) // PAGE_TOKENS)
+        count = next((count for count in range(known, 0, -1) if pages[count - 1] in self.pool), 0)
+        states.known, states.page = known * PAGE_TOKENS, pages[count - 1] if count else None
+        return count
+
+    def commit(self, sequence: Sequence) -> None:
+        states, source = self._states[sequence], None
+        if states.page is not None:
+            self.pool.touch(states.page)
+            (source,) = self.pool[states.page].numbers
+        pinned = self.pool.pin([NumberedEntry(sequence, 1)])
+        assert pinned is not None, "no slot is left of those that are available"
+        (states.slot,) = pinned
+        (slot,) = states.slot.numbers
+        if source is not None and source != slot:  # the snapshot itself may have been the only one to drop
+            self.copies.append((source, slot))
+        ends = {full_blocks(states.known), full_blocks(sequence.prompt_len - SNAPSHOT_MARGIN)}
+        sequence.snapshots_at = {at for at in sequence.snapshots_at | ends if at > sequence.cached}
+
+    def release(self, sequence: Sequence, *, share: bool = True) -> None:
+        states = self._states.pop(sequence)
+        if states.slot is not None:
+            self.pool.unpin(states.slot)
+            sequence.snapshots_at = set()
+
+    def limit(self, sequence: Sequence, tokens: int) -> int:
+        """End chunks at the next snapshot, and at the end of a block if more tokens follow."""
+        if sequence.snapshots_at:
+            tokens = min(tokens, min(sequence.snapshots_at) - sequence.cached)
+        if tokens == sequence.uncached:
+            return tokens
+        end = full_blocks(sequence.cached + tokens)
+        if end + 1 == sequence.length and end - BLOCK_TOKENS > sequence.cached:
+            end -= BLOCK_TOKENS  # no single token is left
+        return max(end - sequence.cached, 0)
+
+    def announce(self, step: Step, scheduled: Scheduled) -> None:
+        step.state_copies.extend(self.copies)
+        self.copies.clear()
+        step.state_slots.extend(self.slot(sequence) for sequence, _ in scheduled)
+
+    def will_share(self, running: Sequence, waiting: Sequence) -> bool:
+        """Plan a snapshot where the tokens of the two sequences part: of the running one, or of the waiting one if the
+        other is past this place. Returns whether the running one will take a snapshot that the other can continue."""
+        parts, end = 0, full_blocks(min(running.length, waiting.length) - 2)
+        while parts < end:
+            block = slice(parts, parts + BLOCK_TOKENS)
+            if running.keys[block] != waiting.keys[block]:
+                break
+            parts += BLOCK_TOKENS
+        if parts > running.cached:
+            running.snapshots_at.add(parts)
+        is_about_to = any(at <= parts for at in running.snapshots_at)
+        if not is_about_to:
+            waiting.snapshots_at.add(parts)
+        return is_about_to
+
+    def filled(self, sequence: Sequence, page: Hashable) -> None:
+        """Take the snapshot that is planned where the cached tokens end, or that of the generated tokens."""
+        states = self._states[sequence]
+        if sequence.cached in sequence.snapshots_at:
+            sequence.snapshots_at.remove(sequence.cached)
+            self._take_snapshot(sequence, page)
+        elif sequence.cached % BLOCK_TOKENS == 0 and sequence.cached > sequence.prompt_len:
+            if states.newest is not None and page not in self.pool:
+                self.drop(states.newest)
+            self._take_snapshot(sequence, page)
+            states.newest = page
+
+    def drop(self, page: Hashable) -> None:
+        if page in self.pool:
+            self.pool.remove(self.pool[page])
+
+    def report(self) -> dict[str, Any]:
+        return {"state_slots": self.pool.capacity, "snapshots": len(self.pool.idle)}
+
+    def _take_snapshot(self, sequence: Sequence, page: Hashable) -> None:
+        """Copy the states of a sequence for `page`, unless there is a snapshot of it or all slots are in use."""
+        if page in self.pool:
+            self.pool.touch(page)
+            return
+        snapshot = NumberedEntry(page, 1, ready=True)
+        if self.pool.add_idle(snapshot):
+            self.copies.append((self.slot(sequence), snapshot.numbers[0]))
+
+
+def full_blocks(tokens: int) -> int:
+    """Return the tokens of the full blocks among the first `tokens`."""
+    return tokens // BLOCK_TOKENS * BLOCK_TOKENS
