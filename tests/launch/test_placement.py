@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tilerank.launch.errors import LaunchError
-from tilerank.launch.host.cgroup import Limits
+from tilerank.launch.host.cgroup import CgroupLimits
 from tilerank.launch.host.placement import Placement, auto_ranks, place
 from tilerank.launch.host.topology import Core, Node, Topology, read_topology
 
@@ -260,7 +260,7 @@ def topologies(draw: st.DrawFn) -> Topology:
         allowed_cpus=tuple(sorted(draw(st.sets(st.sampled_from(online), min_size=1)))),
         allowed_mems=tuple(sorted(with_memory)),
         inherited_cpus=tuple(online),
-        limits=Limits(cpu_quota=quota),
+        limits=CgroupLimits(cpu_quota=quota),
     )
 
 

@@ -18,7 +18,7 @@ from tilerank.launch.processes.supervisor import SETTLE_S, SUSPECT_S, TERMINATE_
 SUPERVISOR = """
     import os, sys
     from tilerank.launch.processes.process import ProcessSpec
-    from tilerank.launch.processes.supervisor import Watch, supervise
+    from tilerank.launch.processes.supervisor import WatchedConditions, supervise
     from pathlib import Path
     from tilerank.launch.host import cgroup
     from tilerank.launch.errors import LaunchError
@@ -45,7 +45,7 @@ SUPERVISOR = """
         for r in range(size)
     ]
     try:
-        sys.exit(supervise(specs, Watch(oom_kills, longest_stop_s)))
+        sys.exit(supervise(specs, WatchedConditions(oom_kills, longest_stop_s)))
     except LaunchError as e:
         sys.exit(f"refused: {e}")
 """
@@ -328,10 +328,10 @@ def test_a_rank_that_cannot_be_started_is_named() -> None:
         import os, sys
         from tilerank.launch.errors import LaunchError
         from tilerank.launch.processes.process import ProcessSpec
-        from tilerank.launch.processes.supervisor import Watch, supervise
+        from tilerank.launch.processes.supervisor import WatchedConditions, supervise
         specs = [ProcessSpec("rank 0", ["sleep", "60"], os.environ), ProcessSpec("rank 1", ["/no/such/program"], {})]
         try:
-            supervise(specs, Watch())
+            supervise(specs, WatchedConditions())
         except LaunchError as e:
             print(e)
     """

@@ -189,8 +189,8 @@ class GenerateJob:
         from tilerank.kernels import core
         from tilerank.runtime.lead.engine import Engine, Request
 
-        answers = [Answer(prompt.token_ids, self._tokenizer.stream()) for prompt in self._prompts]
-        output = JsonLines(answers, bool(self._args.logprobs)) if self._args.json else Text(answers)
+        answers = [PromptAnswer(prompt.token_ids, self._tokenizer.stream()) for prompt in self._prompts]
+        output = JsonLines(answers, bool(self._args.logprobs)) if self._args.json else TextOutput(answers)
         engine = Engine(worker, cache_size.mm_cache_bytes(self._args))
         requests = [Request(prompt, self._sampling()) for prompt in self._prompts]
         sound = bytearray()
@@ -217,7 +217,7 @@ class GenerateJob:
         )
 
 
-class Answer:
+class PromptAnswer:
     """What one prompt has got so far, and when."""
 
     def __init__(self, prompt_ids: list[int], stream: TokenStream) -> None:
@@ -250,10 +250,10 @@ class Answer:
         return (len(self.token_ids) - 1) / elapsed if elapsed > 0 else None
 
 
-class Text:
+class TextOutput:
     """Answers for a reader: one prompt's text as it comes, several prompts' as each is done, in order."""
 
-    def __init__(self, answers: list[Answer]) -> None:
+    def __init__(self, answers: list[PromptAnswer]) -> None:
         self._answers = answers
         self._shown = 0  # characters of the only answer, or answers
 
@@ -272,7 +272,7 @@ class Text:
 class JsonLines:
     """Answers for a program: one line for each prompt, in order."""
 
-    def __init__(self, answers: list[Answer], logprobs: bool) -> None:
+    def __init__(self, answers: list[PromptAnswer], logprobs: bool) -> None:
         self._answers = answers
         self._logprobs = logprobs
         self._shown = 0
@@ -294,7 +294,7 @@ class JsonLines:
             self._shown += 1
 
 
-def summary(answers: list[Answer], size: int, placement: Placement, isa: str) -> str:
+def summary(answers: list[PromptAnswer], size: int, placement: Placement, isa: str) -> str:
     """How it went and on what: a few lines for stderr."""
     tokens = sum(len(answer.token_ids) for answer in answers)
     first = min(answer.ttft_s for answer in answers)

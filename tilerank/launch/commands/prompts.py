@@ -156,7 +156,7 @@ def encode(prompts: list[GivenPrompt], args: argparse.Namespace, tokenizer: Toke
     if processor is not None and processor.convention:
         log.info("%s", processor.convention)
     with closing(MediaDecoder()) as decoder:
-        encoder = _Encoder(tokenizer, processor, decoder, args.chat, args.use_audio_in_video)
+        encoder = _PromptEncoder(tokenizer, processor, decoder, args.chat, args.use_audio_in_video)
         encoded = [encoder.encode(prompt) for prompt in prompts]
     for prompt, made in zip(prompts, encoded, strict=True):
         ids = made.token_ids
@@ -190,7 +190,7 @@ def context_length(args: argparse.Namespace, card: ModelCard) -> int:
     return args.context_length or longest
 
 
-class _Encoder:
+class _PromptEncoder:
     """Turns prompts into those of the engine. processor: None for a model that takes text only. heard: the model hears
     the sound of videos."""
 

@@ -38,7 +38,7 @@ from ..planning import cache_size
 from ..planning.replicas import ModelBytes, divide, replica_count
 from ..processes.process import ProcessSpec
 from ..processes.status import Reached, StatusPipe
-from ..processes.supervisor import END_S, Watch, supervise
+from ..processes.supervisor import END_S, WatchedConditions, supervise
 from ..ranks import ranks_table, start
 from ..ranks.rank import run_rank
 from ..ranks.rendezvous import Identity, identify
@@ -179,9 +179,9 @@ def _replicas(args: argparse.Namespace, identity: Identity, job: ServeJob) -> li
     ]
 
 
-def _watch(args: argparse.Namespace) -> Watch:
+def _watch(args: argparse.Namespace) -> WatchedConditions:
     # Clients of a rank that is stopped wait no longer than other ranks do, which need not be waiting for it.
-    return Watch(cgroup.oom_kills, args.dist_timeout)
+    return WatchedConditions(cgroup.oom_kills, args.dist_timeout)
 
 
 def _supervise(args: argparse.Namespace, job: ServeJob, replicas: Sequence[HostRanks]) -> int:

@@ -17,7 +17,7 @@ _UNLIMITED = 1 << 60  # version 1 writes "no limit" as a huge number, rounded to
 
 
 @dataclass(frozen=True)
-class Limits:
+class CgroupLimits:
     """Limits of this process's group; None means that no group sets one."""
 
     cpus: tuple[int, ...] | None = None
@@ -39,10 +39,10 @@ class Limits:
         return max(0, self.memory_limit - self.memory_usage)
 
 
-def read_limits(root: Path = Path("/")) -> Limits:
+def read_limits(root: Path = Path("/")) -> CgroupLimits:
     """Return the limits of the calling process's group below `root` (a test's tree or "/")."""
     limit, usage = _memory(root)
-    return Limits(
+    return CgroupLimits(
         cpus=_cpuset(root, "cpuset.cpus.effective", "cpuset.effective_cpus", "cpuset.cpus"),
         mems=_cpuset(root, "cpuset.mems.effective", "cpuset.effective_mems", "cpuset.mems"),
         cpu_quota=_cpu_quota(root),

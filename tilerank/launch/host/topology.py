@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ..errors import LaunchError
-from .cgroup import Limits, read_limits
+from .cgroup import CgroupLimits, read_limits
 from .cpulist import format_cpulist, parse_cpulist, read_cpulist, read_int, read_text
 
 
@@ -46,7 +46,7 @@ class Topology:
     allowed_cpus: tuple[int, ...]  # online and in the cgroup's cpuset
     allowed_mems: tuple[int, ...]  # nodes with memory that the cpuset lets us use
     inherited_cpus: tuple[int, ...]  # the affinity mask this process was started with
-    limits: Limits
+    limits: CgroupLimits
 
     @property
     def online(self) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from tilerank.runtime.protocol.prompt import MM_CACHE_BYTES
 from tilerank.runtime.protocol.sizes import TOKENS_PER_STATE
 
-from ..host.cgroup import Limits
+from ..host.cgroup import CgroupLimits
 from ..options.arguments import whole_number
 from ..text import size
 from .plan_types import MemoryUse, NodeShare
@@ -88,7 +88,7 @@ def largest(
     form: str,
     memory: MemoryUse,
     nodes: Sequence[NodeShare],
-    limits: Limits,
+    limits: CgroupLimits,
     fraction: float,
     *,
     replicas: int,

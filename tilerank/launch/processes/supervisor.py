@@ -37,7 +37,7 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class Watch:
+class WatchedConditions:
     """Conditions that are watched in addition to the ends of the processes.
 
     `oom_kills` returns how many processes of our cgroup the kernel has killed so far for lack of memory. A process may
@@ -48,7 +48,7 @@ class Watch:
     longest_stop_s: float = float("inf")
 
 
-def supervise(specs: Sequence[ProcessSpec], watch: Watch, *, end_s: float = END_S) -> int:
+def supervise(specs: Sequence[ProcessSpec], watch: WatchedConditions, *, end_s: float = END_S) -> int:
     """Run one group to its end and return the exit status for the command.
 
     `end_s`: seconds that the processes get to exit in when the user requests the end. The sentence about the first
@@ -62,7 +62,7 @@ def supervise(specs: Sequence[ProcessSpec], watch: Watch, *, end_s: float = END_
         group.end(number, end_s if signals == 1 else 0)
 
     loop = Loop(on_signal)
-    group = Group(loop, watch)
+    group = ProcessGroup(loop, watch)
     try:
         group.start(specs)
         loop.run(lambda: group.running)
@@ -86,7 +86,7 @@ def cause(failures: Sequence[Failure]) -> Outcome:
     return Outcome(first.status, first.sentence if shared else f"{first.name}: {first.sentence}")
 
 
-class Group:
+class ProcessGroup:
     """Processes that are started together and end together.
 
     `on_phase` is called when the leader enters a phase, `on_end` when all processes are gone. `outcome` is then the
@@ -97,7 +97,7 @@ class Group:
     def __init__(
         self,
         loop: Loop,
-        watch: Watch,
+        watch: WatchedConditions,
         *,
         on_phase: Callable[[Phase], None] = lambda _: None,
         on_end: Callable[[], None] = lambda: None,

@@ -34,7 +34,7 @@ class RendezvousAddress:
 
 
 @dataclass(frozen=True)
-class Process:
+class LauncherProcess:
     """A process, identified beyond reuse of its pid by `started`, its start in clock ticks since boot."""
 
     pid: int
@@ -105,7 +105,7 @@ def listen(host: str, port: int, *, one_host: bool = True) -> socket.socket:
     return listener
 
 
-def launcher_process(proc: Path = Path("/proc")) -> Process:
+def launcher_process(proc: Path = Path("/proc")) -> LauncherProcess:
     """Return the process that all ranks of this host descend from: the nearest ancestor that is not part of a rank.
 
     A wrapper script or a pyenv shim between mpirun and us carries the rank variables, too; the launcher has none.
@@ -120,7 +120,7 @@ def launcher_process(proc: Path = Path("/proc")) -> Process:
         if not any(entry.startswith(f"{marker}=".encode()) for entry in environment):
             break
         pid = int(_stat_fields(proc, pid)[1])
-    return Process(pid, int(_stat_fields(proc, pid)[19]))
+    return LauncherProcess(pid, int(_stat_fields(proc, pid)[19]))
 
 
 def _stat_fields(proc: Path, pid: int) -> list[str]:

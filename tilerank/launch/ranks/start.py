@@ -20,7 +20,7 @@ from ..host.topology import Topology, read_topology
 from ..options.arguments import seconds, whole_number
 from ..planning.plan_types import RANK_OVERHEAD
 from ..processes.process import ProcessSpec
-from ..processes.supervisor import Watch, supervise
+from ..processes.supervisor import WatchedConditions, supervise
 from ..text import size as size_text
 from . import bootstrap
 from .rendezvous import IDENTITY_VARIABLES, Identity, given_secret, starts_ranks
@@ -170,7 +170,7 @@ def start_ranks(args: argparse.Namespace, identity: Identity) -> int:
     machine = read_topology()
     size, here = host_ranks(args, own_topology(args, identity, machine))
     ranks = HostRanks(args, size, here, own_placement(args, identity, machine, len(here)))
-    watch = Watch(cgroup.oom_kills, max(bootstrap.RENDEZVOUS_S, args.dist_timeout))
+    watch = WatchedConditions(cgroup.oom_kills, max(bootstrap.RENDEZVOUS_S, args.dist_timeout))
     return supervise(ranks.specs(), watch)
 
 

@@ -32,7 +32,7 @@ MAX_CONNECTIONS = 4096
 """Open at a time, if the limit of open files allows as many."""
 OTHER_FILES = 256
 """Open ones beside the connections, and those of connections that are being closed for a batch of new ones."""
-LAST_WORDS_S = 5
+CLOSE_S = 5
 """For clients that are slow to read the end of their answers."""
 COUNT_S = 1.0
 """Between two counts of the requests that a stopping server still answers."""
@@ -50,8 +50,8 @@ class Http:
 
 
 def run(http: Http, control: socket.socket, drain_s: float, on_ready: Callable[[], None]) -> None:
-    """Serves the engines to which connections come over `control`, until SIGTERM or SIGINT, or until the other end of
-    `control` is closed. Then new requests are turned away; those under way are answered if that takes at most `drain_s`
+    """Serve the engines whose connections arrive over `control`, until SIGTERM or SIGINT, or until the other end of
+    `control` is closed. New requests are then refused; those under way are answered if that takes at most `drain_s`
     seconds, and fail after that. `on_ready` is called when the first engine can take requests."""
     asyncio.run(_serve(http, control, drain_s, on_ready))
 
@@ -66,20 +66,20 @@ async def _serve(http: Http, control: socket.socket, drain_s: float, on_ready: C
     app: ASGIApp = gate
     if http.access.origins:
         app = CORSMiddleware(app, allow_origins=http.access.origins, allow_methods=[ANY], allow_headers=[ANY])
-    told_to_stop = asyncio.Event()
-    server = _Server(
+    stop_requested = asyncio.Event()
+    server = _HttpServer(
         uvicorn.Config(
             AccessMiddleware(app, http.access),
             log_config=None,
             access_log=False,
             lifespan="off",
             h11_max_incomplete_event_size=MAX_HEADER,
-            timeout_graceful_shutdown=LAST_WORDS_S,
+            timeout_graceful_shutdown=CLOSE_S,
             server_header=False,
             http=DeadlineProtocol,
             ws="none",
         ),
-        lambda: loop.call_soon_threadsafe(told_to_stop.set),
+        lambda: loop.call_soon_threadsafe(stop_requested.set),
         connections,
     )
     engines: set[asyncio.Task[None]] = set()
@@ -88,22 +88,22 @@ async def _serve(http: Http, control: socket.socket, drain_s: float, on_ready: C
         taken = receive_connection(control)
         if taken is None:
             loop.remove_reader(control)
-            told_to_stop.set()
+            stop_requested.set()
         else:
             engines.add(asyncio.create_task(client.attach(*taken)))
 
-    async def stop_when_told() -> None:
-        await told_to_stop.wait()
+    async def stop_when_requested() -> None:
+        await stop_requested.wait()
         if not await _drained(gate, drain_s):
             client.fail_requests("The server stopped before the answer was complete.")
         server.should_exit = True
 
-    async def tell_when_ready() -> None:
+    async def announce_when_ready() -> None:
         await client.ready.wait()
         on_ready()
 
     loop.add_reader(control, on_control)
-    others = [asyncio.create_task(task()) for task in (stop_when_told, tell_when_ready)]
+    others = [asyncio.create_task(task()) for task in (stop_when_requested, announce_when_ready)]
     await server.serve(sockets=[http.listener])
     for task in (*others, *engines):
         task.cancel()
@@ -138,7 +138,7 @@ async def _drained(gate: DrainMiddleware, within_s: float) -> bool:
     return drained.done()
 
 
-class _Server(uvicorn.Server):
+class _HttpServer(uvicorn.Server):
     """A server that accepts connections after a signal, too, and answers them with an error while it drains."""
 
     def __init__(self, config: uvicorn.Config, on_signal: Callable[[], object], connections: int) -> None:

@@ -16,7 +16,7 @@ from ..logs import say
 from ..processes.event_loop import Loop
 from ..processes.process import ProcessSpec
 from ..processes.status import Phase
-from ..processes.supervisor import END_S, TERMINATE_S, Group, Watch
+from ..processes.supervisor import END_S, TERMINATE_S, ProcessGroup, WatchedConditions
 
 HOUR_S = 3600.0
 
@@ -27,19 +27,19 @@ Specs = Callable[[int], Sequence[ProcessSpec]]
 def supervise_server(
     http: Specs,
     replicas: Sequence[Specs],
-    watch: Watch,
+    watch: WatchedConditions,
     *,
     max_restarts: int,
     drain_s: float,
     on_ready: Callable[[], None],
 ) -> int:
-    """Runs a server until the user ends it, and returns the exit status for the command: 0 if all was answered.
+    """Run a server until the user ends it, and return the exit status for the command: 0 if all was answered.
 
     `replicas`: groups of ranks. `max_restarts`: how often a part is started again within an hour; one that never was
     ready is not. `drain_s`: what the HTTP process takes at most to end in. `on_ready` is called once, when all are
     ready. Raises LaunchError if a process cannot be started.
     """
-    server = _Server(http, replicas, watch, max_restarts, drain_s, on_ready)
+    server = _ServerSupervisor(http, replicas, watch, max_restarts, drain_s, on_ready)
     try:
         return server.run()
     finally:
@@ -52,7 +52,7 @@ class _Part:
     def __init__(self, name: str, specs: Specs) -> None:
         self.name = name
         self.specs = specs
-        self.group: Group | None = None
+        self.group: ProcessGroup | None = None
         self.control: socket.socket | None = None
         self.ready = False
         self.was_ready = False  # once
@@ -62,8 +62,8 @@ class _Part:
     def running(self) -> bool:
         return self.group is not None and self.group.running
 
-    def hang_up(self) -> None:
-        """Tells it, if it still runs, that no connection will come any more."""
+    def close_control(self) -> None:
+        """Close the control socket: the processes of this part get no further connection."""
         if self.control is not None:
             self.control.close()
         self.control = None
@@ -73,12 +73,12 @@ class _Part:
             self.group.end(number, within_s)
 
 
-class _Server:
+class _ServerSupervisor:
     def __init__(
         self,
         http: Specs,
         replicas: Sequence[Specs],
-        watch: Watch,
+        watch: WatchedConditions,
         max_restarts: int,
         drain_s: float,
         on_ready: Callable[[], None],
@@ -106,13 +106,13 @@ class _Server:
         for part in self._parts:
             if part.group is not None:
                 part.group.kill()
-            part.hang_up()
+            part.close_control()
         self._loop.close()
 
     def _start(self, part: _Part) -> None:
         part.ready = False
         part.control, theirs = socket.socketpair()
-        part.group = Group(
+        part.group = ProcessGroup(
             self._loop, self._watch, on_phase=partial(self._on_phase, part), on_end=partial(self._on_end, part)
         )
         part.group.start(part.specs(theirs.detach()))
@@ -146,7 +146,7 @@ class _Server:
             self._end_ranks()
 
     def _on_end(self, part: _Part) -> None:
-        part.hang_up()
+        part.close_control()
         assert part.group is not None and part.group.outcome is not None
         outcome = part.group.outcome
         if self._ending:
@@ -183,5 +183,5 @@ class _Server:
         """End the ranks by closing their connections: they ignore SIGTERM, which may have reached the whole control
         group while requests were still running."""
         for replica in self._replicas:
-            replica.hang_up()
+            replica.close_control()
             self._loop.after(END_S, partial(replica.end, signal.SIGKILL, 0))
