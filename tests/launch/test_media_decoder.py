@@ -21,7 +21,7 @@ from PIL import Image
 
 from tilerank.launch.serving.media_decoder import PROCESSES, MediaDecoder
 from tilerank.runtime.media.decoder import Frames, Limits
-from tilerank.runtime.media.errors import MediaError
+from tilerank.runtime.protocol.errors import MediaError
 
 
 @pytest.fixture(scope="module")

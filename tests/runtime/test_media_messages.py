@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from tilerank.runtime.media.errors import MediaError
 from tilerank.runtime.media.messages import Source, read_data_url, split_media
+from tilerank.runtime.protocol.errors import MediaError
 
 TEXT = {"type": "text", "text": "Hello"}
 SOUND = Source("audio", ("data:;base64,YWJj",), False)

@@ -14,12 +14,18 @@ from tiny import make_checkpoint
 
 from tilerank.loader.tokenizer import Tokenizer
 from tilerank.runtime.media.decoder import Frames
-from tilerank.runtime.media.errors import MediaError
 from tilerank.runtime.media.pictures import read_picture
 from tilerank.runtime.media.processor import Processor
-from tilerank.runtime.media.qwen_vl_settings import Area, Sampling
-from tilerank.runtime.media.qwen_vl_sizes import most_picture_tokens, most_video_tokens, picture_size, video_size
+from tilerank.runtime.media.qwen_vl import (
+    Area,
+    FrameSampling,
+    most_picture_tokens,
+    most_video_tokens,
+    picture_size,
+    video_size,
+)
 from tilerank.runtime.media.registry import load_processor
+from tilerank.runtime.protocol.errors import MediaError
 from tilerank.runtime.protocol.prompt import Prompt
 
 ORACLE = Path(__file__).parents[1] / "support" / "reference_media.py"
@@ -216,7 +222,7 @@ def test_picture_sizes_are_those_of_transformers(expected: Any) -> None:
 
 
 def test_video_sizes_are_those_of_transformers(expected: Any) -> None:
-    sampling = Sampling(2.0, 4, 64, None)
+    sampling = FrameSampling(2.0, 4, 64, None)
     for arguments, size in zip(VIDEO_SIZES, expected["video_sizes"], strict=True):
         frames, height, width, temporal, token, least, most = arguments
         area = Area(least, most)
@@ -242,7 +248,7 @@ def test_colours_are_those_of_transformers(name: str, expected: Any) -> None:
 def test_most_tokens_of_the_published_settings() -> None:
     """16384 tokens of 32 x 32 pixels in 16777216."""
     assert most_picture_tokens(32, Area(65536, 16777216)) == 16384
-    assert most_video_tokens(32, 2, Area(4096, 25165824), Sampling(2.0, 4, 768, None)) >= 25165824 // 2048
+    assert most_video_tokens(32, 2, Area(4096, 25165824), FrameSampling(2.0, 4, 768, None)) >= 25165824 // 2048
 
 
 # ---- refusals

@@ -16,7 +16,10 @@ OperandType = Literal["bf16", "int8", "fp32"]
 
 
 def operand_type(format: Format) -> OperandType:
-    """Return the type of the numbers that are multiplied with weights of `format`: bf16 for codes other than Int8's."""
+    """Return the type in which kernels multiply activations with weights of `format`.
+
+    Int8 is multiplied with int8 activations. All other codes are converted and multiplied with bf16.
+    """
     from tilerank.kernels.weight_formats import Int8
 
     if isinstance(format, Int8):

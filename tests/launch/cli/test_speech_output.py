@@ -76,7 +76,7 @@ def test_plans_count_what_speaks(model: Path, tmp_path: Path) -> None:
             names = [name for name in content.keys() if name.startswith(SPEECH)]  # noqa: SIM118
             tensors += sum(2 * content.get_tensor(name).numel() for name in names)
     for tp in (1, 2):
-        card, silent = read_supported_card(model), read_supported_card(model, no_talker=True)
+        card, silent = read_supported_card(model), read_supported_card(model, {"--no-talker": "on"})
         plan, less = (plan_on(sockets(2, 8), tmp_path, one, tp, cached_tokens=1024) for one in (card, silent))
         speaker = sum(rank.speaker for rank in plan.ranks)
         assert speaker == plan.memory.weights - less.memory.weights >= tensors
@@ -102,4 +102,4 @@ def test_a_checkpoint_says_that_it_does_not_speak(model: Path) -> None:
     """As the releases that think and caption do."""
     card = read_card(model)
     assert card.fields.flag("enable_audio_output")
-    assert not read_supported_card(model, no_talker=True).fields.flag("enable_audio_output")
+    assert not read_supported_card(model, {"--no-talker": "on"}).fields.flag("enable_audio_output")

@@ -112,7 +112,8 @@ def test_intermediate_layers_as_transformers_takes_them(reference: Path) -> None
     found = {}
     for rule in ("meta", "transformers"):
         team = Team(SingleGroup(), Channel(0, None, {}, 10.0))
-        worker = Worker(reference / MODEL["name"], team, dtype=torch.float32, mllama_intermediate=rule)
+        options = {"--mllama-intermediate": rule}
+        worker = Worker(reference / MODEL["name"], team, dtype=torch.float32, family_options=options)
         _, rows, columns = wanted["media.0.grid"].tolist()
         assert worker.encoder is not None
         *_, encoding = worker.encoder.encode(wanted["media.0.frames"], (1, rows, columns), 1e9)

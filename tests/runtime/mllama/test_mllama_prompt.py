@@ -19,11 +19,10 @@ from tilerank.loader.card import read_card
 from tilerank.loader.errors import ConfigError
 from tilerank.loader.tokenizer import Tokenizer
 from tilerank.runtime.media.decoder import Frames
-from tilerank.runtime.media.errors import MediaError
-from tilerank.runtime.media.mllama import read_tile_settings
-from tilerank.runtime.media.mllama_sizes import choose_tiling, fit, tilings
+from tilerank.runtime.media.mllama import choose_tiling, fit, read_tile_settings, tilings
 from tilerank.runtime.media.processor import Processor
 from tilerank.runtime.media.registry import load_processor
+from tilerank.runtime.protocol.errors import MediaError
 from tilerank.runtime.protocol.prompt import MM_CACHE_BYTES, Prompt
 
 TILE = 56  # pixels, of make_tiny.py; a tile has 4 x 4 patches and a class token

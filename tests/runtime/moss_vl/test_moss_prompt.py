@@ -17,20 +17,19 @@ from tilerank.loader.errors import ConfigError
 from tilerank.loader.tokenizer import Tokenizer
 from tilerank.parallel.sharding import Sharding
 from tilerank.runtime.media.decoder import Frames
-from tilerank.runtime.media.errors import MediaError
 from tilerank.runtime.media.messages import Source
-from tilerank.runtime.media.moss_vl_settings import read_settings
-from tilerank.runtime.media.moss_vl_sizes import (
+from tilerank.runtime.media.moss_vl import (
     most_video_tokens,
     picture_share,
+    read_settings,
     sample_frames,
     share_frames,
     video_size,
 )
-from tilerank.runtime.media.processor import Processor
-from tilerank.runtime.media.qwen_vl_settings import Area, Sampling
+from tilerank.runtime.media.processor import Processor, samplers
+from tilerank.runtime.media.qwen_vl import Area, FrameSampling
 from tilerank.runtime.media.registry import load_processor
-from tilerank.runtime.media.samplers import samplers
+from tilerank.runtime.protocol.errors import MediaError
 from tilerank.runtime.protocol.prompt import Prompt, Segment
 from tilerank.runtime.rank.registry import build_model, read_supported_card
 
@@ -203,7 +202,7 @@ def test_sizes_of_videos_are_those_of_the_remote_code(
     shares = [int(budget * math.prod(video) / total) for video in videos]
     found = [video_size(video, 32, PUBLIC, share) for video, share in zip(videos, shares, strict=True)]
     assert found == expected
-    bound = most_video_tokens(32, PUBLIC, budget, Sampling(1.0, 1, 256, None))
+    bound = most_video_tokens(32, PUBLIC, budget, FrameSampling(1.0, 1, 256, None))
     for (frames, *_), (height, width) in zip(videos, expected, strict=True):
         assert frames * (height * width // 1024 + 1) <= bound
 
@@ -220,8 +219,8 @@ def test_sizes_of_videos_are_those_of_the_remote_code(
     ],
 )
 def test_frames_are_taken_once_a_second(total: int, fps: float | None, expected: list[int]) -> None:
-    assert sample_frames(total, fps, Sampling(1.0, 1, 256, None)) == expected
-    assert len(sample_frames(100_000, 10.0, Sampling(1.0, 1, 256, None))) == 256
+    assert sample_frames(total, fps, FrameSampling(1.0, 1, 256, None)) == expected
+    assert len(sample_frames(100_000, 10.0, FrameSampling(1.0, 1, 256, None))) == 256
 
 
 def test_videos_share_the_frames_by_their_durations(processor: Processor) -> None:
@@ -288,4 +287,4 @@ def test_settings_of_published_checkpoints(model_dir: Path, tmp_path: Path) -> N
         (tmp_path / name).write_text(json.dumps(json.loads((model_dir / name).read_text()) | size | more))
     found = read_settings(tmp_path)
     assert (found.picture, found.pictures, found.frame, found.volume) == (PUBLIC, 201326592, PUBLIC, 409600)
-    assert found.sampling == Sampling(1.0, 1, 100, None)  # of 4096 pixels each
+    assert found.sampling == FrameSampling(1.0, 1, 100, None)  # of 4096 pixels each

@@ -21,7 +21,7 @@ from tilerank.runtime.lead.engine import Engine, Request
 from tilerank.runtime.media.decoder import Frames
 from tilerank.runtime.media.processor import Processor
 from tilerank.runtime.media.registry import load_processor
-from tilerank.runtime.models import moss_vision
+from tilerank.runtime.models import moss_vl
 from tilerank.runtime.protocol.errors import RequestError
 from tilerank.runtime.protocol.prompt import Prompt
 from tilerank.runtime.rank.worker import Worker
@@ -131,7 +131,7 @@ def test_groups_of_frames_change_no_bit(engine: Engine, processor: Processor, mo
     *_, whole = encode(frames, medium.grid, 1e6)
     assert whole is not None
     for patches in (2 * rows * columns, 1):
-        monkeypatch.setattr(moss_vision, "_GROUP", patches)
+        monkeypatch.setattr(moss_vl, "_GROUP", patches)
         *_, found = encode(frames, medium.grid, 1e6)
         assert found is not None and torch.equal(found, whole)
     for i, own in enumerate(whole[0].view(5, -1, whole.shape[2])):

@@ -25,7 +25,7 @@ NAME = "code2wav"
 
 
 def load(model_dir: Path, group: Group, dtype: torch.dtype = torch.float32) -> Code2Wav:
-    fields = read_supported_card(model_dir, None).fields
+    fields = read_supported_card(model_dir).fields
     groups = fields.object("talker_config").integer("num_code_groups", 1, 1 << 10)
     config = read_code2wav_config(fields.object("code2wav_config"), groups)
     sharding = Sharding(group.rank, group.size, dtype, group)

@@ -26,10 +26,10 @@ from tilerank.runtime.lead import media_encoding
 from tilerank.runtime.lead.engine import Engine, Request
 from tilerank.runtime.lead.sampling import SamplingParams
 from tilerank.runtime.media.decoder import Frames
-from tilerank.runtime.media.errors import MediaError
+from tilerank.runtime.media.qwen3_omni import HOP, audio_tokens
 from tilerank.runtime.media.registry import load_processor
-from tilerank.runtime.media.sound import HOP, audio_tokens
-from tilerank.runtime.models.mel import mel_filters, normalize_mel
+from tilerank.runtime.models.audio import mel_filters, normalize_mel
+from tilerank.runtime.protocol.errors import MediaError
 from tilerank.runtime.protocol.prompt import Prompt
 from tilerank.runtime.rank.worker import Worker
 

@@ -20,9 +20,10 @@ from serving import serving
 from tilerank.launch.serving.media_decoder import MediaDecoder
 from tilerank.loader.tokenizer import Tokenizer
 from tilerank.runtime.media.decoder import decode_source
-from tilerank.runtime.media.errors import MediaError
 from tilerank.runtime.media.messages import Source
-from tilerank.runtime.media.sound import MAX_SECONDS, audio_tokens
+from tilerank.runtime.media.qwen3_omni import audio_tokens
+from tilerank.runtime.media.streams import MAX_SECONDS
+from tilerank.runtime.protocol.errors import MediaError
 
 
 def tone(seconds: float, rate: int = 16000) -> Any:

@@ -135,7 +135,7 @@ async def serving(
 
     (model / "chat_template.jinja").write_text(template)
     tokenizer = Tokenizer(model)
-    parser = tool_parser(tokenizer, "")
+    parser = tool_parser(tokenizer, None)
     settings = ServerSettings("it", "0", api_key, SamplingDefaults(), parser, check_grammar, media, voices=voices)
     engines, (ours, theirs) = EngineClient(), socket.socketpair()
     attached = asyncio.create_task(engines.attach(0, ours))

@@ -13,7 +13,7 @@ import pytest
 from chat_parts import data_url
 from web import Web, moved, ok
 
-from tilerank.runtime.media.errors import MediaError
+from tilerank.runtime.protocol.errors import MediaError
 from tilerank.runtime.server.http import fetch as fetch_module
 from tilerank.runtime.server.http import get
 from tilerank.runtime.server.http.errors import ApiError

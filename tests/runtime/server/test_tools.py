@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from media_files import DEMO_VL
 
 from tilerank.loader.tokenizer import Tokenizer
+from tilerank.runtime.media.registry import family_of
 from tilerank.runtime.protocol.grammar import Vocabulary, allowed_tokens
 from tilerank.runtime.server.chat.grammars import request_grammar
 from tilerank.runtime.server.chat.request import ChatCompletion
@@ -269,4 +270,4 @@ def test_the_chat_template_decides_on_the_format(
 ) -> None:
     shutil.copy(DEMO / "tokenizer.json", tmp_path)
     (tmp_path / "chat_template.jinja").write_text(template)
-    assert tool_parser(Tokenizer(tmp_path), model_type) is expected
+    assert tool_parser(Tokenizer(tmp_path), family_of(model_type).tool_calls) is expected

@@ -13,9 +13,9 @@ from msgspec.structs import replace
 
 from tilerank.loader.tokenizer import Tokenizer
 from tilerank.runtime.media.decoder import Frames
-from tilerank.runtime.media.errors import MediaError
 from tilerank.runtime.media.registry import load_processor
-from tilerank.runtime.media.sound import MAX_SECONDS, RATE
+from tilerank.runtime.media.streams import MAX_SECONDS, RATE
+from tilerank.runtime.protocol.errors import MediaError
 from tilerank.runtime.protocol.prompt import Prompt
 
 from ..errors import LaunchError

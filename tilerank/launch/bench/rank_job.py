@@ -131,7 +131,7 @@ class EngineJob:
 
         from ..planning.plan import plan_model
 
-        card = read_supported_card(self._args.model, no_talker=self._args.no_talker)
+        card = read_supported_card(self._args.model, family_options.given(self._args))
         plan = plan_model(
             replace(card, context_length=min(self._total_tokens, card.context_length)),
             size,
@@ -165,8 +165,7 @@ class EngineJob:
             strategy=self._args.strategy,
             kv_split=self._args.kv_split,
             max_total_tokens=self._total_tokens,
-            mllama_intermediate=self._args.mllama_intermediate,
-            no_talker=self._args.no_talker,
+            family_options=family_options.given(self._args),
         )
 
     def lead(self, worker: "Worker", size: int, placement: Placement) -> None:

@@ -123,6 +123,7 @@ class GenerateJob:
         """Return the model's card. ConfigError or LaunchError for options that do not agree with it."""
         card = read_card_without_torch(self._model_dir)
         quantize.check(self._args, card)
+        family_options.check(self._args, card)
         prompts.context_length(self._args, card)
         return card
 
@@ -133,9 +134,7 @@ class GenerateJob:
 
         args = self._args
         self._plan = plan_model(
-            self._card(
-                registry.read_supported_card(self._model_dir, args.mllama_intermediate, no_talker=args.no_talker)
-            ),
+            self._card(registry.read_supported_card(self._model_dir, family_options.given(args))),
             size,
             model=str(self._model_dir),
             topology=read_topology(),
@@ -178,8 +177,7 @@ class GenerateJob:
             max_total_tokens=tokens,
             cached_tokens=args.max_total_tokens or expected_tokens(self._card(card).context_length),
             source_bytes=cache_size.mm_cache_bytes(args) // 2,
-            mllama_intermediate=args.mllama_intermediate,
-            no_talker=args.no_talker,
+            family_options=family_options.given(args),
         )
 
     def _card(self, card: ModelCard) -> ModelCard:

@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
 
     machine, identity = read_topology(), identify(os.environ)
     topology = own_topology(args, identity, machine)
-    card = read_supported_card(args.model, args.mllama_intermediate, no_talker=args.no_talker)
+    card = read_supported_card(args.model, family_options.given(args))
     quantization = quantization_of(args)
     division = Division(args.tp or auto_ranks(topology), 1)
     if args.dp != 1:

@@ -15,11 +15,10 @@ import msgspec
 from tilerank.loader.card import ModelCard
 from tilerank.loader.tokenizer import Tokenizer
 from tilerank.runtime.media.decoder import Frames, Sampler, decode_source
-from tilerank.runtime.media.errors import MediaError
 from tilerank.runtime.media.messages import Source, read_data_url, split_media
-from tilerank.runtime.media.processor import Processor
+from tilerank.runtime.media.processor import Processor, check_kinds, samplers
 from tilerank.runtime.media.registry import load_processor
-from tilerank.runtime.media.samplers import check_kinds, samplers
+from tilerank.runtime.protocol.errors import MediaError
 from tilerank.runtime.protocol.prompt import Prompt
 
 from ..errors import LaunchError

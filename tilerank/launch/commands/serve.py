@@ -32,6 +32,7 @@ from ..host import cgroup
 from ..host.placement import divide_placement
 from ..host.topology import read_topology
 from ..logs import say
+from ..options import family_options
 from ..options.arguments import seconds, whole_number
 from ..options.quantize import quantization_of
 from ..planning import cache_size
@@ -224,7 +225,7 @@ class ServeJob(GenerateJob):
 
         from ..planning.plan import model_bytes
 
-        card = read_supported_card(self._model_dir, no_talker=self._args.no_talker)
+        card = read_supported_card(self._model_dir, family_options.given(self._args))
         return model_bytes(card, self._args.dtype, quantization_of(self._args))
 
     def build(self, team: Team, own: RankPlacement) -> Worker:
@@ -314,7 +315,7 @@ def _http_process(argv: Sequence[str], listener: int, control: int, ranks: Seque
 
 def _run_http_process(args: argparse.Namespace) -> int:
     from tilerank.loader.tokenizer import Tokenizer
-    from tilerank.runtime.media.registry import load_processor
+    from tilerank.runtime.media.registry import family_of, load_processor, with_options
     from tilerank.runtime.protocol.speech_settings import voices_of
     from tilerank.runtime.server.apis.settings import ServerSettings
     from tilerank.runtime.server.chat.tool_formats import tool_parser
@@ -327,18 +328,18 @@ def _run_http_process(args: argparse.Namespace) -> int:
     model_dir = model_directory(args)
     tokenizer = Tokenizer(model_dir)
     listener, control = (socket.socket(fileno=int(fd)) for fd in os.environ[HTTP_FDS].split(","))
-    card = read_card(model_dir)
+    card = with_options(read_card(model_dir), family_options.given(args))
     about = ServerSettings(
         args.served_model_name or model_dir.resolve().name,
         own_version() or "unknown",
         args.api_key or os.environ.get(API_KEY) or None,
         _sampling(model_dir),
-        tool_parser(tokenizer, card.model_type),
+        tool_parser(tokenizer, family_of(card.model_type).tool_calls),
         GrammarTrial(model_dir).check,
         media_options.media_reader(args, load_processor(model_dir, tokenizer)),
         ChatRenderer(tokenizer),
         _weights(args, card),
-        () if args.no_talker else voices_of(card),
+        voices_of(card),
     )
     status = StatusPipe.inherited()
     run(

@@ -8,10 +8,12 @@ import wave
 from pathlib import Path
 
 from tilerank.loader.card import ModelCard
+from tilerank.runtime.media.registry import with_options
 from tilerank.runtime.protocol.params import SpeechParams
 from tilerank.runtime.protocol.speech_settings import SAMPLE_RATE, voices_of
 
 from ..errors import LaunchError
+from ..options import family_options
 
 _USUAL = "ethan"
 """The voice by default, where the model has it (transformers: the `generate` of Qwen3-Omni)."""
@@ -35,9 +37,10 @@ def read_speech(args: argparse.Namespace, card: ModelCard, prompts: int) -> Spee
         if args.voice is not None:
             raise LaunchError("--voice needs --audio-out")
         return None
-    voices = () if args.no_talker else voices_of(card)
+    options = family_options.given(args)
+    voices = voices_of(with_options(card, options))
     if not voices:
-        found = "--no-talker" if args.no_talker else f"{card.model_type}, which does not"
+        found = ", ".join(options) if voices_of(card) else f"{card.model_type}, which does not"
         raise LaunchError(f"--audio-out: expected a model that speaks, found {found}")
     if prompts != 1:
         raise LaunchError(f"--audio-out: expected one prompt, found {prompts}")

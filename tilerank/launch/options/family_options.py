@@ -1,17 +1,26 @@
-"""Options of one model family: `--mllama-intermediate` and `--no-talker`."""
+"""The options of single model families, such as `--no-talker`, as the families declare them. Imports no torch."""
 
 import argparse
 
-from tilerank.runtime.media.mllama_intermediate import INTERMEDIATE
+from tilerank.loader.card import ModelCard
+from tilerank.runtime.media.family import FamilyOptions
+from tilerank.runtime.media.registry import all_options, with_options
 
 
 def add_arguments(parser: argparse._ActionsContainer) -> None:
-    parser.add_argument(
-        "--mllama-intermediate",
-        choices=INTERMEDIATE,
-        help="Llama-3.2-Vision: take the inputs of the tower's intermediate layers, with which it was trained, or "
-        "their outputs, as transformers 5.23 does, to compare with it (default: meta)",
-    )
-    parser.add_argument(
-        "--no-talker", action="store_true", help="Qwen3-Omni: leave the weights of speech out; it answers in text alone"
-    )
+    for option in all_options():
+        if option.choices:
+            parser.add_argument(option.name, choices=option.choices, help=option.help)
+        else:
+            parser.add_argument(option.name, action="store_const", const="on", help=option.help)
+
+
+def given(args: argparse.Namespace) -> FamilyOptions:
+    """Return the family options of a command line that are given."""
+    values = {option.name: getattr(args, option.name.strip("-").replace("-", "_")) for option in all_options()}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def check(args: argparse.Namespace, card: ModelCard) -> None:
+    """Raise ConfigError for an option that the family of the model does not have."""
+    with_options(card, given(args))

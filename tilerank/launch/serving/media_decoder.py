@@ -7,10 +7,9 @@ from collections.abc import Sequence
 import msgspec
 
 from tilerank.runtime.media.decoder import Decoder, Frames, Limits, Sampler
-from tilerank.runtime.media.errors import MediaError
 from tilerank.runtime.media.pictures import read_picture
-from tilerank.runtime.media.sound_file import read_sound
-from tilerank.runtime.media.video import ShorterVideo, describe_video, read_frames
+from tilerank.runtime.media.streams import ShorterVideo, describe_video, read_frames, read_sound
+from tilerank.runtime.protocol.errors import MediaError
 from tilerank.runtime.protocol.framing import ClosedError, Connection
 
 from ..processes.limited_process import MEMORY, LimitedProcess, answer_all, to_parent

@@ -1,1 +1,1 @@
-"""Pictures and videos of prompts: decoding, and the processor of each family. Imports no torch."""
+"""What families are without torch: media and processors, options, tool calls. Also the decoding of media."""

@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from .errors import MediaError
+from ..protocol.errors import MediaError
 from .messages import Source
 
 Sampler = Callable[[int, float | None], list[int]]

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from tilerank.loader.files import show
 
-from .errors import MediaError
+from ..protocol.errors import MediaError
 
 MAX_URLS = 4096
 """Media and frames of one conversation."""

@@ -3,21 +3,22 @@
 A picture takes one token of the prompt. Its encoding is not inserted there: the tokens see it by cross-attention.
 """
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
-from tilerank.loader.card import read_config_fields
-from tilerank.loader.errors import ConfigError
+from tilerank.loader.card import ModelCard, read_config_fields
+from tilerank.loader.fields import Fields
 from tilerank.loader.tokenizer import Tokenizer
 
+from ..protocol.errors import MediaError
 from ..protocol.prompt import Medium, Prompt, Segment, Sight
 from .decoder import Frames
-from .errors import MediaError
-from .mllama_sizes import choose_tiling
+from .family import Family, FamilyOption
 from .processor import Processor
-from .settings import NESTED, PICTURES, channels, check_steps, resampling, section, settings_file
+from .settings import PICTURES, channels, check_steps, find_section, resampling
 
 _MAX_ID = 1 << 24
 _MAX_SIDE = 1 << 13
@@ -46,9 +47,7 @@ class TileSettings:
 
 def read_tile_settings(model_dir: Path) -> TileSettings:
     """Read the settings. Raises ConfigError, also if config.json says otherwise."""
-    fields = section(settings_file(model_dir, NESTED), "image_processor") or settings_file(model_dir, PICTURES)
-    if fields is None:
-        raise ConfigError(f"{model_dir}: expected {PICTURES}, or {NESTED} with image_processor, found neither")
+    fields = find_section(model_dir, "image_processor", PICTURES)
     if fields.has("image_processor_type") and not fields.text("image_processor_type").startswith(
         "MllamaImageProcessor"
     ):
@@ -125,9 +124,6 @@ class MllamaProcessor(Processor):
         return text.removesuffix(rest) + begin + rest
 
 
-PROCESSORS = {"mllama": MllamaProcessor}
-
-
 def _source(counts: list[int], whole: int) -> list[Segment]:
     """Return the tiles with pixels of all pictures, `counts` tokens each, and then the empty tiles of all, so that what
     a token may see is one range. whole: tokens of the encoding of a picture."""
@@ -151,3 +147,69 @@ def _sights(places: list[int], counts: list[int], settings: TileSettings) -> lis
             first = medium
         sights.append(Sight(place, starts[first], starts[medium + 1] - starts[first], True))
     return sights
+
+
+def tilings(most: int) -> list[tuple[int, int]]:
+    """Return the rows and columns of every tiling of at most `most` tiles, in the order of the aspect ratio ids, which
+    begin with 1."""
+    sides = range(1, most + 1)
+    return [(rows, columns) for rows in sides for columns in sides if rows * columns <= most]
+
+
+def choose_tiling(height: int, width: int, tile: int, most: int) -> tuple[int, int]:
+    """Return rows and columns of tiles for a picture: get_optimal_tiled_canvas of image_processing_mllama.py.
+
+    That is the smallest magnification, or else the least reduction; among equals the tiling of the fewest tiles.
+    """
+    scales = {(rows, columns): min(rows * tile / height, columns * tile / width) for rows, columns in tilings(most)}
+    larger = [scale for scale in scales.values() if scale >= 1]
+    chosen = min(larger) if larger else max(scales.values())
+    return min((tiling for tiling, scale in scales.items() if scale == chosen), key=math.prod)
+
+
+def fit(height: int, width: int, rows: int, columns: int, tile: int) -> tuple[int, int]:
+    """Return the height and width to which a picture is resized within rows x columns tiles, its aspect ratio about
+    kept: get_image_size_fit_to_canvas of image_processing_mllama.py."""
+    most_height, most_width = min(max(height, tile), rows * tile), min(max(width, tile), columns * tile)
+    vertical, horizontal = most_height / height, most_width / width
+    if horizontal < vertical:
+        return min(math.floor(height * horizontal) or 1, most_height), most_width
+    return most_height, min(math.floor(width * vertical) or 1, most_width)
+
+
+_TAKEN = "intermediate_layers_indices"
+
+
+def read_taken_layers(vision: Fields, layers: int) -> tuple[int, ...]:
+    """Read the layers of the tower whose inputs become part of an encoding; `layers`, the number of layers, stands for
+    the output of the last."""
+    listed = vision.values.get(_TAKEN)
+    if not isinstance(listed, list) or any(type(i) is not int or not 0 <= i <= layers for i in listed):
+        raise vision.fail(_TAKEN, f"a list of layers from 0 to {layers}")
+    return tuple(listed)
+
+
+def _with_intermediate(card: ModelCard, rule: str) -> ModelCard:
+    """Return the card of a model whose encodings have these values. Raises ConfigError for other families.
+
+    The model was trained with the inputs of the layers (Meta's `ImageTransformer`). transformers 5.23 takes their
+    outputs (huggingface/transformers#40083), which are the inputs of the next layers.
+    """
+    if card.model_type not in FAMILIES:
+        raise card.fields.fail("model_type", f"'mllama' with --mllama-intermediate {rule}")
+    if rule == "meta":
+        return card
+    vision = card.fields.object("vision_config")
+    layers = read_taken_layers(vision, vision.integer("num_hidden_layers", 1, 1 << 10) - 1)
+    values = {**card.fields.values, "vision_config": {**vision.values, _TAKEN: [layer + 1 for layer in layers]}}
+    return replace(card, fields=Fields(card.fields.path, values))
+
+
+_INTERMEDIATE = FamilyOption(
+    "--mllama-intermediate",
+    "Llama-3.2-Vision: take the inputs of the tower's intermediate layers, with which it was trained, or "
+    "their outputs, as transformers 5.23 does, to compare with it (default: meta)",
+    _with_intermediate,
+    choices=("meta", "transformers"),
+)
+FAMILIES = {"mllama": Family(MllamaProcessor, tool_calls="llama", options=(_INTERMEDIATE,))}

@@ -6,22 +6,105 @@ after it see it by cross-attention, together with the pictures and frames before
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from tilerank.loader.errors import ConfigError
+from tilerank.loader.fields import Fields
 from tilerank.loader.tokenizer import Tokenizer
 
+from ..protocol.errors import MediaError
 from ..protocol.prompt import Medium, Prompt, Segment, Sight
 from .decoder import Frames, Sampler
-from .errors import MediaError
-from .moss_vl_settings import read_settings
-from .moss_vl_sizes import most_video_tokens, picture_share, sample_frames, share_frames, video_size
+from .family import Family
 from .placeholders import PlaceholderProcessor, name_medium
-from .qwen_vl_sizes import UNKNOWN_FPS, most_picture_tokens, picture_size
+from .qwen_vl import (
+    UNKNOWN_FPS,
+    VIDEOS,
+    Area,
+    FrameSampling,
+    Preprocessing,
+    check_ratio,
+    check_vision_config,
+    grow,
+    most_picture_tokens,
+    picture_size,
+    read_area,
+    read_patches,
+    shrink,
+)
+from .settings import NESTED, PICTURES, check_types, find_section, settings_file
 
 _WRITTEN = {"image": "<|image|>", "video": "<|video|>"}
 """What chat templates write for a medium; the token of the vocabulary is another one."""
+
+_TYPES = {
+    "image_processor_type": ("MossVLImageProcessorFast", "MossVLImageProcessor"),
+    "video_processor_type": ("MossVLVideoProcessor",),
+    "processor_class": ("MossVLProcessor",),
+}
+_MAX_AREA = 1 << 40
+_MAX_FRAMES = 1 << 16
+
+
+@dataclass(frozen=True)
+class MossVLSettings:
+    """picture, frame: bounds of the pixels of a picture and of a frame of a video. pictures, volume: the most pixels of
+    all pictures, and of all frames of all videos of a prompt, which share them by size. sampling: of one video alone.
+    frames: the most of all videos of a prompt, which share them by duration."""
+
+    preprocessing: Preprocessing
+    picture: Area
+    pictures: int
+    frame: Area
+    volume: int
+    sampling: FrameSampling
+    frames: int
+
+
+def read_settings(model_dir: Path) -> MossVLSettings:
+    """Read the settings. Raises ConfigError that names the file and the field."""
+    nested = settings_file(model_dir, NESTED)
+    pictures = find_section(model_dir, "image_processor", PICTURES)
+    videos = find_section(model_dir, "video_processor", VIDEOS)
+    for fields in (nested, pictures, videos):
+        check_types(fields, _TYPES)
+    preprocessing = read_patches(pictures)
+    if preprocessing.temporal != 1:
+        raise pictures.fail("temporal_patch_size", "1")
+    for_videos = read_patches(videos)
+    if for_videos != preprocessing:
+        raise ConfigError(f"{videos.path}: expected the patches of {pictures.path}, found {for_videos}")
+    check_vision_config(model_dir, preprocessing, pictures)
+    picture, frame = read_area(pictures, old_keys=True), read_area(videos, old_keys=False)
+    volume = _budget(videos, "video_max_pixels")
+    frames = videos.integer("max_frames", 1, _MAX_FRAMES) if videos.has("max_frames") else 256
+    return MossVLSettings(
+        preprocessing=preprocessing,
+        picture=picture,
+        pictures=_budget(pictures, "multi_image_max_pixels") or picture.most,
+        frame=frame,
+        volume=volume or frame.most,
+        sampling=_sampling(videos, frames, volume // frame.least if volume else frames),
+        frames=frames,
+    )
+
+
+def _budget(fields: Fields, key: str) -> int | None:
+    return fields.integer(key, 1, _MAX_AREA) if fields.has(key) else None
+
+
+def _sampling(fields: Fields, frames: int, room: int) -> FrameSampling:
+    """frames: the most that may be taken. room: the frames for which there are pixels."""
+    if fields.has("do_sample_frames") and not fields.flag("do_sample_frames"):
+        raise fields.fail("do_sample_frames", "true")
+    return FrameSampling(
+        fps=fields.number("video_fps", 0, 1e6) if fields.has("video_fps") else 1.0,
+        least=fields.integer("min_frames", 1, frames) if fields.has("min_frames") else 1,
+        most=max(min(frames, room), 1),
+        frame_tokens=None,
+    )
 
 
 class MossVLProcessor(PlaceholderProcessor):
@@ -91,9 +174,6 @@ class MossVLProcessor(PlaceholderProcessor):
         return f"{self._start}{''.join(frames)}{self._end}"
 
 
-PROCESSORS = {"moss_vl": MossVLProcessor}
-
-
 def _with_source(ids: list[int], kinds: dict[int, str], media: list[Medium], merge: int) -> Prompt:
     """Return the prompt with positions, and with all frames as its source.
 
@@ -123,3 +203,72 @@ def _with_source(ids: list[int], kinds: dict[int, str], media: list[Medium], mer
     tokens_of = [t * (rows * columns // merge**2 + 1) for t, rows, columns in (medium.grid for medium in media)]
     source = [Segment(index, 0, count) for index, count in enumerate(tokens_of)]
     return Prompt(ids, media, [], [positions] * 3, source, sights, source_positions)
+
+
+def picture_share(pixels: int, total: int, area: Area, budget: int) -> Area:
+    """Return the bounds of a picture after resizing. All pictures of a prompt share `budget` pixels in proportion to
+    their own. pixels, total: those of the picture and of all pictures. area: the bounds of any picture."""
+    return Area(area.least, min(max(int(budget * (pixels / total)), area.least), area.most))
+
+
+def video_size(video: tuple[int, int, int], token: int, frame: Area, budget: int) -> tuple[int, int]:
+    """Return height and width of the frames of a video after resizing.
+
+    video: the number of frames, their height and their width. frame: bounds of the pixels of a frame. budget: the most
+    of all frames together.
+    """
+    count, height, width = video
+    if min(height, width) < token:
+        raise MediaError(f"expected frames of at least {token} x {token} pixels, found {width} x {height}")
+    check_ratio(height, width)
+    new_height, new_width = round(height / token) * token, round(width / token) * token
+    if new_height * new_width > frame.most:
+        new_height, new_width = shrink(height, width, token, math.sqrt(height * width / frame.most))
+    volume = count * new_height * new_width
+    if volume > budget:
+        new_height, new_width = shrink(height, width, token, math.sqrt(count * height * width / budget))
+    elif volume < frame.least:
+        new_height, new_width = grow(height, width, token, math.sqrt(frame.least / (count * height * width)))
+    if new_height * new_width < frame.least:
+        new_height, new_width = grow(height, width, token, math.sqrt(frame.least / (height * width)))
+    return new_height, new_width
+
+
+def sample_frames(total: int, fps: float | None, sampling: FrameSampling) -> list[int]:
+    """Return the numbers of the frames that are taken of a video of `total` frames."""
+    count = math.ceil(total / (fps or UNKNOWN_FPS) * sampling.fps - 1e-6)
+    count = min(max(count, sampling.least), sampling.most, total)
+    if count == 1:
+        return [0]
+    step = (total - 1) / (count - 1)
+    return [*(int(i * step) for i in range(count - 1)), total - 1]
+
+
+def share_frames(durations: Sequence[float], most: int) -> list[int]:
+    """Return how many frames each of several videos may have, `most` together but at least one each.
+
+    Beside the one, videos get frames in proportion to their durations in seconds; those left over by rounding down go
+    to the largest fractions.
+    """
+    rest = most - len(durations)
+    if rest <= 0:
+        return [1] * len(durations)
+    total = sum(durations)
+    shares = [rest * (duration / total) for duration in durations]
+    counts = [math.floor(share) for share in shares]
+    by_fraction = sorted(range(len(shares)), key=lambda i: counts[i] - shares[i])
+    for i in by_fraction[: rest - sum(counts)]:
+        counts[i] += 1
+    return [1 + count for count in counts]
+
+
+def most_video_tokens(token: int, frame: Area, budget: int, sampling: FrameSampling) -> int:
+    """Return an upper bound of the tokens of a video, with a separator after each frame."""
+    most = 0
+    for frames in range(1, sampling.most + 1):
+        area = Area(frame.least, max(min(frame.most, budget // frames), frame.least))
+        most = max(most, frames * (most_picture_tokens(token, area) + 1))
+    return most
+
+
+FAMILIES = {"moss_vl": Family(MossVLProcessor)}

@@ -3,7 +3,7 @@
 import io
 from typing import TYPE_CHECKING
 
-from .errors import MediaError
+from ..protocol.errors import MediaError
 
 if TYPE_CHECKING:
     from PIL.Image import Image

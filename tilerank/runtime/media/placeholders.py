@@ -8,9 +8,9 @@ from tilerank.loader.card import read_config_fields
 from tilerank.loader.errors import ConfigError
 from tilerank.loader.tokenizer import Tokenizer
 
+from ..protocol.errors import MediaError
 from ..protocol.prompt import Prompt
 from .decoder import Frames
-from .errors import MediaError
 from .processor import Processor
 
 _MAX_ID = 1 << 24

@@ -1,10 +1,12 @@
-"""What a family's processor does: it makes prompts of text and decoded media."""
+"""What a family's processor does: it makes prompts of text and decoded media. Also which media and frames it takes."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+from ..protocol.errors import MediaError
 from ..protocol.prompt import Prompt
 from .decoder import Frames, Sampler
+from .messages import Source
 
 
 class Processor(ABC):
@@ -43,3 +45,28 @@ class Processor(ABC):
     @abstractmethod
     def most_tokens(self, kind: str) -> int:
         """Return an upper bound of the tokens that the encoder computes for one medium of a kind."""
+
+
+def check_kinds(processor: Processor, sources: Sequence[Source]) -> None:
+    """Raise MediaError for a medium of a kind that the model does not take."""
+    for source in sources:
+        if source.kind not in processor.kinds:
+            raise MediaError(f"the model takes {' and '.join(processor.kinds)}, found {source.kind}")
+        if source.heard and "audio" not in processor.kinds:
+            raise MediaError(f"use_audio_in_video: the model takes {' and '.join(processor.kinds)}, not sound")
+
+
+def samplers(
+    processor: Processor, sources: Sequence[Source], describe: Callable[[int], tuple[int, float | None]]
+) -> list[Sampler]:
+    """Return what chooses the frames of each medium of a prompt.
+
+    describe: returns total frames and frames per second of the video that is source number i, as Decoder.describe;
+    called where frames depend on other videos.
+    """
+    videos = [i for i, source in enumerate(sources) if source.kind == "video" and not source.listed]
+    if len(videos) < 2 or not processor.shares_frames:
+        return [processor.sample] * len(sources)
+    together = processor.sample_together([describe(i) for i in videos])
+    chosen = dict(zip(videos, together, strict=True))
+    return [chosen.get(i, processor.sample) for i in range(len(sources))]

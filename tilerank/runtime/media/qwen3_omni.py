@@ -5,15 +5,84 @@ from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 
+from tilerank.loader.card import read_config_fields
+from tilerank.loader.errors import ConfigError
+from tilerank.loader.fields import Fields
 from tilerank.loader.tokenizer import Tokenizer
 
+from ..protocol.errors import MediaError
 from ..protocol.prompt import Medium, Place, Prompt
+from ..protocol.speech_settings import silenced
 from .decoder import Frames
-from .errors import MediaError
+from .family import Family, FamilyOption
 from .placeholders import PlaceholderProcessor, name_medium
-from .qwen3_omni_settings import FRAME, read_settings
-from .qwen_vl_sizes import UNKNOWN_FPS, most_picture_tokens, picture_size
-from .sound import HOP, MAX_SECONDS, RATE, audio_tokens
+from .qwen_vl import (
+    UNKNOWN_FPS,
+    Area,
+    Preprocessing,
+    check_vision_config,
+    most_picture_tokens,
+    picture_size,
+    read_area,
+    read_patches,
+)
+from .settings import NESTED, PICTURES, check_types, section, settings_file
+from .streams import MAX_SECONDS, RATE
+
+_TYPES = {
+    "image_processor_type": ("Qwen2VLImageProcessor", "Qwen2VLImageProcessorFast"),
+    "feature_extractor_type": ("WhisperFeatureExtractor",),
+    "processor_class": ("Qwen3OmniMoeProcessor",),
+}
+_FRAME = Area(128 * 32 * 32, 768 * 32 * 32)
+"""Bounds of the pixels of a frame of a video: transformers' processor of Qwen3-Omni, whatever the files say."""
+HOP = 160
+"""Samples from one frame of a spectrogram to the next."""
+CHUNK = 100
+"""Frames of a spectrogram that are convolved together."""
+CHUNK_STEPS = 13
+"""Tokens that a whole chunk becomes."""
+_SOUND = {"sampling_rate": RATE, "n_fft": 400, "hop_length": HOP}
+
+
+@dataclass(frozen=True)
+class OmniSettings:
+    """picture: bounds of the pixels of a picture. per_second: positions of a second of a video."""
+
+    preprocessing: Preprocessing
+    picture: Area
+    per_second: int
+
+
+def read_settings(model_dir: Path) -> OmniSettings:
+    """Read the settings. Raises ConfigError that names the file and the field."""
+    nested, plain = settings_file(model_dir, NESTED), settings_file(model_dir, PICTURES)
+    pictures = section(nested, "image_processor") or plain
+    sound = section(nested, "feature_extractor") or plain
+    if pictures is None or sound is None:
+        raise ConfigError(
+            f"{model_dir}: expected {PICTURES}, or {NESTED} with image_processor and feature_extractor, found neither"
+        )
+    for fields in (nested, pictures, sound):
+        check_types(fields, _TYPES)
+    preprocessing = read_patches(pictures)
+    check_vision_config(model_dir, preprocessing, pictures)
+    thinker = read_config_fields(model_dir).object("thinker_config")
+    _check_sound(sound, thinker.object("audio_config").integer("num_mel_bins", 1, 1 << 10))
+    return OmniSettings(
+        preprocessing=preprocessing,
+        picture=read_area(pictures, old_keys=True),
+        per_second=thinker.integer("position_id_per_seconds", 1, 1 << 10),
+    )
+
+
+def _check_sound(fields: Fields, mels: int) -> None:
+    for key, value in {**_SOUND, "feature_size": mels}.items():
+        if fields.integer(key, 1, 1 << 20) != value:
+            raise fields.fail(key, str(value))
+    if fields.has("dither") and fields.values["dither"] != 0:
+        raise fields.fail("dither", "0")
+
 
 _FPS = 2.0
 _MOST_FRAMES = 768
@@ -92,7 +161,7 @@ class QwenOmniProcessor(PlaceholderProcessor):
         if kind == "audio":
             return audio_tokens(MAX_SECONDS * RATE // HOP)
         groups = _MOST_FRAMES // self._preprocessing.temporal
-        return groups * most_picture_tokens(self._preprocessing.token, FRAME)
+        return groups * most_picture_tokens(self._preprocessing.token, _FRAME)
 
     def _medium(self, frames: Frames) -> Medium:
         if frames.kind == "audio":
@@ -101,7 +170,7 @@ class QwenOmniProcessor(PlaceholderProcessor):
         p = self._preprocessing
         if count > _MOST_FRAMES:
             raise MediaError(f"expected at most {_MOST_FRAMES} frames, found {count}")
-        area = self._picture if frames.kind == "image" else FRAME
+        area = self._picture if frames.kind == "image" else _FRAME
         new_height, new_width = picture_size(height, width, p.token, area)
         grid = (-(-count // p.temporal), new_height // p.patch, new_width // p.patch)
         return Medium(frames.kind, frames.data, frames.size, grid)
@@ -124,7 +193,12 @@ class QwenOmniProcessor(PlaceholderProcessor):
         return _Block(tokens, _end(tokens))
 
 
-PROCESSORS = {"qwen3_omni_moe": QwenOmniProcessor}
+def audio_tokens(frames: int) -> int:
+    """Return the tokens of a spectrogram of so many frames: three convolutions halve each chunk, rounding up."""
+    whole, rest = divmod(frames, CHUNK)
+    for _ in range(3):
+        rest = -(-rest // 2)
+    return whole * CHUNK_STEPS + rest
 
 
 def _sound(samples: bytes) -> Medium:
@@ -177,3 +251,11 @@ def _expand(ids: list[int], kinds: dict[int, str], blocks: list[_Block], media: 
     if all(medium.kind == "audio" for medium in media):
         return Prompt(expanded, media, places)
     return Prompt(expanded, media, places, [list(axis) for axis in zip(*points, strict=True)])
+
+
+_NO_TALKER = FamilyOption(
+    "--no-talker",
+    "Qwen3-Omni: leave the weights of speech out; it answers in text alone",
+    lambda card, _: silenced(card),
+)
+FAMILIES = {"qwen3_omni_moe": Family(QwenOmniProcessor, tool_calls="hermes", options=(_NO_TALKER,))}

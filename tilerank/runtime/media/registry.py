@@ -1,33 +1,47 @@
-"""The processors of the families that take media: files of this folder with a table PROCESSORS.
+"""The families as launching and serving see them: files of this folder with a table FAMILIES.
 
-PROCESSORS maps a `model_type` of config.json to a function (model_dir, tokenizer) -> processor, or None for a model
-directory that takes text only.
+FAMILIES maps a `model_type` of config.json to a record `Family`. A family without an entry has the default one.
 """
 
 import importlib
 import pkgutil
-from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
-from tilerank.loader.card import read_config_fields
+from tilerank.loader.card import ModelCard, read_config_fields
 from tilerank.loader.tokenizer import Tokenizer
 
+from .family import Family, FamilyOption, FamilyOptions
 from .processor import Processor
 
-Builder = Callable[[Path, Tokenizer], Processor | None]
+
+def family_of(model_type: str) -> Family:
+    return _families().get(model_type, Family())
 
 
 def load_processor(model_dir: Path, tokenizer: Tokenizer) -> Processor | None:
     """Return the processor of a model directory; None if it takes text only. Raises ConfigError."""
-    build = _builders().get(read_config_fields(model_dir).text("model_type"))
+    build = family_of(read_config_fields(model_dir).text("model_type")).processor
     return build(model_dir, tokenizer) if build else None
 
 
+def all_options() -> list[FamilyOption]:
+    """Return the options of all families."""
+    return list({option.name: option for family in _families().values() for option in family.options}.values())
+
+
+def with_options(card: ModelCard, options: FamilyOptions) -> ModelCard:
+    """Return the card of the same model with these options. Raises ConfigError for an option of another family."""
+    for option in all_options():
+        if option.name in options:
+            card = option.apply(card, options[option.name])
+    return card
+
+
 @cache
-def _builders() -> dict[str, Builder]:
-    found: dict[str, Builder] = {}
+def _families() -> dict[str, Family]:
+    found: dict[str, Family] = {}
     for info in pkgutil.iter_modules([str(Path(__file__).parent)]):
         module = importlib.import_module(f"{__package__}.{info.name}")
-        found |= getattr(module, "PROCESSORS", {})
+        found |= getattr(module, "FAMILIES", {})
     return found

@@ -1,6 +1,6 @@
 """The fields that the settings files of image processors share, as transformers writes them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -29,6 +29,23 @@ def read_if_listed(read: Callable[[Path], T], model_dir: Path) -> T | None:
 def section(fields: Fields | None, key: str) -> Fields | None:
     """Return the object under `key`, or None."""
     return fields.object(key) if fields is not None and fields.has(key) else None
+
+
+def find_section(model_dir: Path, key: str, *files: str) -> Fields:
+    """Return the object `key` of the nested file, or else the first of `files` that exists. Raises ConfigError."""
+    found = section(settings_file(model_dir, NESTED), key)
+    for name in files:
+        found = found or settings_file(model_dir, name)
+    if found is None:
+        raise ConfigError(f"{model_dir}: expected {files[0]}, or {NESTED} with {key}, found neither")
+    return found
+
+
+def check_types(fields: Fields | None, types: Mapping[str, Sequence[str]]) -> None:
+    """Raise ConfigError unless each of these keys, if it is there, has one of the values."""
+    for key, names in types.items():
+        if fields is not None and fields.has(key) and fields.text(key) not in names:
+            raise fields.fail(key, " or ".join(names))
 
 
 def check_steps(fields: Fields, *more: str) -> None:

@@ -1,1 +1,1 @@
-"""The model families, one file each; every file has a table MODELS from `model_type` to a class."""
+"""The model families, one file each with a table MODELS from `model_type` to a builder, and the layers they share."""

@@ -9,6 +9,7 @@ whole one before it. An encode is a sequence of tasks, as in tower.py.
 
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -19,18 +20,21 @@ from tilerank.kernels.audio import log_mel, unfold
 from tilerank.kernels.linear import Activation
 from tilerank.kernels.tower_ops import gelu
 from tilerank.kernels.weight_formats import Float
+from tilerank.loader.fields import Fields
 from tilerank.parallel.linear import Linear, RowParallelLinear
 from tilerank.parallel.norm import LayerNorm
 from tilerank.parallel.parameters import Layer, PackedParameter, PlainParameter
 from tilerank.parallel.shard import Cut, Span
 from tilerank.parallel.sharding import Sharding
 
-from ..media.sound import HOP, audio_tokens
-from .audio_config import CHUNK, CHUNK_STEPS, AudioConfig
-from .mel import mel_filters, normalize_mel
+from ..media.qwen3_omni import CHUNK, CHUNK_STEPS, HOP, audio_tokens
+from .text_config import MAX_WIDTH, read_heads
 from .tower import ROW_UNIT, BlockNames, BlockShape, PackedLayout, TowerBlock, TowerMLP, cut_rows
 
 _EPS = 1e-5
+_MAX_DEPTH = 1 << 10
+_LOG_STEP = math.log(6.4) / 27
+"""The logarithm of the ratio of the frequencies of two adjacent mels, above 1000 Hz."""
 _FRAME = 2e6
 """Operations that take as long as computing a frame of the spectrogram."""
 _BLOCK = BlockNames(
@@ -40,6 +44,57 @@ _BLOCK = BlockNames(
     out="out_proj",
     mlp=("fc1", "fc2"),
 )
+
+
+@dataclass(frozen=True)
+class AudioConfig:
+    """The shape of an audio tower; counts are the model's own, before any padding for ranks.
+
+    channels: of the convolutions. window: steps that attend to each other. mels: bands of the spectrogram.
+    """
+
+    depth: int
+    hidden_size: int
+    num_heads: int
+    intermediate_size: int
+    out_hidden_size: int
+    channels: int
+    window: int
+    mels: int
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden_size // self.num_heads
+
+
+def read_audio_config(c: Fields, out_hidden_size: int) -> AudioConfig:
+    """Read and check the fields. Raises ConfigError, also for what would change the result if ignored.
+
+    out_hidden_size: of the decoder.
+    """
+    if c.text("activation_function") != "gelu":
+        raise c.fail("activation_function", "'gelu'")
+    if c.integer("output_dim", 1, MAX_WIDTH) != out_hidden_size:
+        raise c.fail("output_dim", f"the hidden_size {out_hidden_size} of the language model")
+    if c.integer("n_window", 1, 1 << 16) != CHUNK // 2:
+        raise c.fail("n_window", f"{CHUNK // 2}, since the processor counts with it")
+    hidden, heads = read_heads(c, "d_model", "encoder_attention_heads")
+    window = c.integer("n_window_infer", CHUNK, 1 << 20)
+    if window % CHUNK:
+        raise c.fail("n_window_infer", f"a multiple of {CHUNK}")
+    mels = c.integer("num_mel_bins", 8, 1 << 10)
+    if mels % 8:
+        raise c.fail("num_mel_bins", "a multiple of 8")
+    return AudioConfig(
+        depth=c.integer("encoder_layers", 1, _MAX_DEPTH),
+        hidden_size=hidden,
+        num_heads=heads,
+        intermediate_size=c.integer("encoder_ffn_dim", 1, MAX_WIDTH),
+        out_hidden_size=out_hidden_size,
+        channels=c.integer("downsample_hidden_size", 1, MAX_WIDTH),
+        window=window // CHUNK * CHUNK_STEPS,
+        mels=mels,
+    )
 
 
 class ConvolutionParameter(PackedParameter):
@@ -196,3 +251,31 @@ def sinusoids(count: int, dim: int) -> Tensor:
     frequencies = torch.exp(torch.arange(half).float() * -(math.log(10000) / (half - 1)))
     angles = torch.outer(torch.arange(count).float(), frequencies)
     return torch.cat([angles.sin(), angles.cos()], 1)
+
+
+@cache
+def mel_filters(mels: int = 128, window: int = 400, rate: int = 16000) -> Tensor:
+    """Return the bands of a spectrogram as WhisperFeatureExtractor of transformers 5.23 has them.
+
+    [window / 2 + 1, mels] float64: triangles that are equally wide on the mel scale of Slaney's Auditory
+    Toolbox from 0 to rate / 2, each of the same area. Rounded to fp32, as Whisper's are.
+    """
+    edge = 15.0  # mels at 1000 Hz, below which the scale is linear
+
+    def hertz(mel: Tensor) -> Tensor:
+        return torch.where(mel < edge, 200 / 3 * mel, 1000 * torch.exp((mel - edge) * _LOG_STEP))
+
+    top = edge + torch.log(torch.tensor(rate / 2 / 1000, dtype=torch.float64)) / _LOG_STEP
+    corners = hertz(torch.linspace(0, float(top), mels + 2, dtype=torch.float64))
+    frequencies = torch.linspace(0, rate / 2, window // 2 + 1, dtype=torch.float64)
+    slopes = corners - frequencies[:, None]
+    widths = corners.diff()
+    rising, falling = -slopes[:, :-2] / widths[:-1], slopes[:, 2:] / widths[1:]
+    filters = torch.minimum(rising, falling).clamp(min=0) * (2 / (corners[2:] - corners[:-2]))
+    return filters.float().double()
+
+
+def normalize_mel(mel: Tensor, loudest: float) -> Tensor:
+    """Return frames of log_mel as the tower takes them: within 8 powers of ten of the loudest value of the clip, and
+    about 1."""
+    return (mel.clamp(min=loudest - 8) + 4) / 4

@@ -1,4 +1,4 @@
-"""The decoder that text models share: embedding, layers of a mixer and an MLP, a norm, and the output head.
+"""The decoder of all text models: an embedding, layers, a last norm and the output head. A layer is a mixer and an MLP.
 
     x += mixer(norm(x));  x += mlp(norm(x))        per layer, then the last norm and the head
 

@@ -1,6 +1,6 @@
 """Qwen3-Omni (arXiv 2509.17765): the decoder of Qwen3-MoE, towers for pictures, videos and sound, talker and code2wav.
 
-The tower of pictures is that of Qwen3-VL under other names. Releases that do not speak have no talker.
+The vision tower is that of Qwen3-VL under other tensor names. Checkpoints of releases that do not speak have no talker.
 """
 
 from collections.abc import Iterator
@@ -14,13 +14,12 @@ from tilerank.loader.card import ModelCard
 from tilerank.parallel.parameters import Layer
 from tilerank.parallel.sharding import Sharding
 
-from ..media.qwen3_omni_settings import read_preprocessing
+from ..media.qwen3_omni import audio_tokens, read_settings
 from ..media.settings import read_if_listed
-from ..media.sound import audio_tokens
 from ..protocol.sizes import CHUNK_FRAMES, CONTEXT_FRAMES
+from ..protocol.speech_settings import speaks
 from ..step.model import Encoder
-from .audio import AudioTower
-from .audio_config import read_audio_config
+from .audio import AudioTower, read_audio_config
 from .decoder import Decoder, DecoderNames
 from .qwen import qwen3_decoder
 from .qwen_moe import read_experts_config, sparse_mlps
@@ -83,17 +82,17 @@ def qwen3_omni_moe(card: ModelCard, sharding: Sharding) -> Decoder:
     if vision.merge_size < 2:
         raise fields.fail("spatial_merge_size", "at least 2")
     audio = read_audio_config(thinker.object("audio_config"), c.hidden_size)
-    preprocessing = read_if_listed(read_preprocessing, fields.path.parent)
+    preprocessing = read_if_listed(lambda folder: read_settings(folder).preprocessing, fields.path.parent)
     encoder = OmniEncoder(
         VisionTower("thinker.visual", vision, preprocessing, floats, _MERGERS),
         AudioTower("thinker.audio_tower", audio, floats),
         floats,
     )
-    speaks = card.fields.flag("enable_audio_output") or not card.fields.has("enable_audio_output")
-    names = replace(_NAMES, left_out=() if speaks else _SPEECH)
+    speaking = speaks(card.fields)
+    names = replace(_NAMES, left_out=() if speaking else _SPEECH)
     mlp = sparse_mlps(c, experts, sharding)
     decoder = qwen3_decoder(card, c, sharding, names=names, encoder=encoder, mlp=mlp)
-    if speaks:
+    if speaking:
         talker = card.fields.object("talker_config")
         speaker = Talker(card, talker, c, sharding, lambda ids: decoder.embedding(ids))
         code2wav = read_code2wav_config(card.fields.object("code2wav_config"), speaker.codes)

@@ -9,7 +9,7 @@ from dataclasses import replace
 from tilerank.loader.card import ModelCard
 from tilerank.parallel.sharding import Sharding
 
-from ..media.qwen_vl_settings import read_preprocessing
+from ..media.qwen_vl import read_settings
 from ..media.settings import read_if_listed
 from .decoder import Decoder, DecoderNames
 from .qwen import qwen3_decoder
@@ -48,7 +48,7 @@ def vision_tower(card: ModelCard, text: TextConfig, sharding: Sharding, *, deeps
     """Return the tower of a checkpoint. deepstack: as in `read_vision_config`."""
     fields = card.fields.object("vision_config")
     config = read_vision_config(fields, text.hidden_size, deepstack=deepstack, decoder_layers=text.num_layers)
-    preprocessing = read_if_listed(read_preprocessing, fields.path.parent)
+    preprocessing = read_if_listed(lambda folder: read_settings(folder).preprocessing, fields.path.parent)
     return VisionTower("model.visual", config, preprocessing, floats_alone(sharding))
 
 

@@ -7,3 +7,7 @@ class EngineError(RuntimeError):
 
 class RequestError(ValueError):
     """A request cannot run. The message says which one and why."""
+
+
+class MediaError(RequestError):
+    """A picture, video or sound of a request cannot be used. The message says what was expected and what was found."""

@@ -13,8 +13,8 @@ from tilerank.loader.card import ModelCard, read_card, read_config_fields
 from tilerank.parallel.sharding import Sharding
 
 from .. import models
-from ..media.mllama_intermediate import Intermediate, with_intermediate
-from ..protocol.speech_settings import silenced
+from ..media.family import NO_OPTIONS, FamilyOptions
+from ..media.registry import with_options
 from ..step.model import Model
 
 Builder = Callable[[ModelCard, Sharding], Model]
@@ -25,18 +25,15 @@ def build_model(card: ModelCard, sharding: Sharding) -> Model:
     return _builders()[card.model_type](card, sharding)
 
 
-def read_supported_card(
-    model_dir: Path, mllama_intermediate: Intermediate | None = None, *, no_talker: bool = False
-) -> ModelCard:
+def read_supported_card(model_dir: Path, options: FamilyOptions = NO_OPTIONS) -> ModelCard:
     """Read the card of a checkpoint. ConfigError names an unknown family before any field that it spells otherwise.
 
-    mllama_intermediate: as in `with_intermediate`. no_talker: for a model that speaks without its speech.
+    options: of its family.
     """
     fields = read_config_fields(model_dir)
     if fields.text("model_type") not in _builders():
         raise fields.fail("model_type", f"one of {', '.join(sorted(_builders()))}")
-    card = with_intermediate(read_card(model_dir), mllama_intermediate)
-    return silenced(card) if no_talker else card
+    return with_options(read_card(model_dir), options)
 
 
 @cache

@@ -26,7 +26,7 @@ from tilerank.parallel.join import Team
 from tilerank.parallel.shard import Strategy
 from tilerank.parallel.sharding import KVSplit, Sharding
 
-from ..media.mllama_intermediate import Intermediate
+from ..media.family import NO_OPTIONS, FamilyOptions
 from ..protocol import rank_messages
 from ..protocol.errors import EngineError
 from ..protocol.rank_messages import Count, Encode, EncodePiece, Frames, Message, Step, Stop, StopEncode, StoreSource
@@ -73,8 +73,7 @@ class Worker:
     cached_tokens: how many of max_total_tokens a step is expected to read, for the cost of a cut (default: all).
     source_bytes: of keys and values of encodings, if the model has cross-attention.
     talker_tokens: in the cache of the talker, if the model speaks.
-    mllama_intermediate: as in media/mllama_intermediate.py.
-    no_talker: leave speech out.
+    family_options: those of the model's family.
     eager: compute steps while the model's Python runs instead of recording them first (step_graphs.py).
 
     Raises ConfigError, CheckpointError, ShardError, and EngineError for a context length that the model cannot have.
@@ -96,14 +95,13 @@ class Worker:
         cached_tokens: int | None = None,
         source_bytes: int = SOURCE_BYTES,
         talker_tokens: int = TALKER_TOKENS,
-        mllama_intermediate: Intermediate | None = None,
-        no_talker: bool = False,
+        family_options: FamilyOptions = NO_OPTIONS,
         eager: bool = False,
     ) -> None:
         self.model_dir = model_dir
         self.team = team
         self.dtype = dtype
-        card = read_supported_card(model_dir, mllama_intermediate, no_talker=no_talker)
+        card = read_supported_card(model_dir, family_options)
         self.card = _with_context_length(card, context_length)
         self.max_total_tokens = max_total_tokens or expected_tokens(self.card.context_length)
         self.pages = num_pages(self.max_total_tokens)

@@ -51,10 +51,11 @@ class Model(Layer):
 
     position_axes: the number of positions of a token.
     spare_ids: how many ids, from the size of the vocabulary on, may be in prompts and are never generated.
-    encoder: None for a model of text alone.
+    encoder: of media; None for a model that takes text only.
     speaker: None for a model that does not speak.
-    expands: which sequences latent attention expands (latent_forms.py); None for a model without it.
-    context_part: what this rank reads of a context, if ranks share contexts out.
+    expands: decides for which sequences latent attention computes keys and values (latent_forms.py); None for a model
+        without latent attention.
+    context_part: the part of every context that this rank reads; None if each rank reads whole contexts.
     """
 
     position_axes: int = 1

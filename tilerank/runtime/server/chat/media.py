@@ -7,10 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 
 from ...media.decoder import Decoder, Frames, decode_source
-from ...media.errors import MediaError
 from ...media.messages import Source
-from ...media.processor import Processor
-from ...media.samplers import check_kinds, samplers
+from ...media.processor import Processor, check_kinds, samplers
+from ...protocol.errors import MediaError
 from ..http.errors import ApiError
 from ..http.fetch import Fetcher
 from ..http.media_budget import Share

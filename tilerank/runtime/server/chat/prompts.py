@@ -8,9 +8,9 @@ from tilerank.loader.errors import TokenizerError
 from tilerank.loader.tokenizer import Tokenizer
 
 from ...media.decoder import Frames
-from ...media.errors import MediaError
 from ...media.messages import split_media
 from ...media.processor import Processor
+from ...protocol.errors import MediaError
 from ...protocol.prompt import Prompt
 from ..http.errors import ApiError
 from ..http.media_budget import Share

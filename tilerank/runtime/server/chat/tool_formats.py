@@ -254,10 +254,14 @@ def _objects(text: str) -> list[Any]:
     return found
 
 
-def tool_parser(tokenizer: Tokenizer, model_type: str) -> type[ToolParser] | None:
-    """Return the parser for the format that the chat template uses; None if it is unknown.
+TOOL_FORMATS: dict[str, type[ToolParser]] = {"hermes": HermesTools, "llama": LlamaTools}
+"""The formats that chat templates do not always show, by the names that families have for them."""
 
-    A template that names no format leaves the choice to `model_type`.
+
+def tool_parser(tokenizer: Tokenizer, usual: str | None) -> type[ToolParser] | None:
+    """Return the parser for the format that the chat template shows; None if it is unknown.
+
+    usual: the name of the family's format, if it has one, which holds for a template that shows none.
     """
     try:
         template = tokenizer.chat_template.source
@@ -268,6 +272,6 @@ def tool_parser(tokenizer: Tokenizer, model_type: str) -> type[ToolParser] | Non
         return None if "```json" in template else DeepSeekTools
     if FunctionTools.FUNCTION in template and FunctionTools.PARAMETER in template:
         return FunctionTools
-    if HermesTools.BEGIN in template or model_type.startswith("qwen"):
+    if HermesTools.BEGIN in template:
         return HermesTools
-    return LlamaTools if model_type in ("llama", "mllama") else None
+    return None if usual is None else TOOL_FORMATS[usual]

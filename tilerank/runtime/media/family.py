@@ -1,0 +1,41 @@
+"""What a family says of itself without torch, in the table FAMILIES of its file: processor, options, tool calls."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from tilerank.loader.card import ModelCard
+from tilerank.loader.tokenizer import Tokenizer
+
+from .processor import Processor
+
+FamilyOptions = Mapping[str, str]
+"""The values of the family options that are given, by the name of the option."""
+NO_OPTIONS: FamilyOptions = {}
+
+
+@dataclass(frozen=True)
+class FamilyOption:
+    """An option of the command line that one family has, such as --no-talker.
+
+    apply: returns the card of the same model with a value of the option. Raises ConfigError for a model that does not
+    have the option. choices: its values; a switch has none, and the value "on".
+    """
+
+    name: str
+    help: str
+    apply: Callable[[ModelCard, str], ModelCard]
+    choices: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Family:
+    """What launching and serving ask of a family. The default is that of a family that says nothing.
+
+    processor: returns that of a model directory, or None if the model takes text only. tool_calls: the name of their
+    format where the chat template does not show it (server: TOOL_FORMATS); None if it always does.
+    """
+
+    processor: Callable[[Path, Tokenizer], Processor | None] | None = None
+    tool_calls: str | None = None
+    options: tuple[FamilyOption, ...] = ()
