@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from thread_ranks import fill
 
 from tilerank.loader.errors import CheckpointError, ConfigError
 from tilerank.loader.padding import (
@@ -16,6 +17,9 @@ from tilerank.loader.padding import (
     pad_loaded_weight,
     resolve_head_dim,
 )
+from tilerank.parallel.shard import Span
+from tilerank.parallel.sharding import Sharding
+from tilerank.runtime.models.audio import Convolution
 
 
 @pytest.mark.parametrize(
@@ -164,3 +168,16 @@ def test_padding_size_is_a_multiple_of_tp_and_of_nothing_more_than_needed(tp: in
     size = get_num_heads_padding_size(tp, [rows, rows], head_dim)
     assert size % tp == 0
     assert (size == tp) == (head_dim % rows == 0 or math.lcm(head_dim, rows) == rows)
+
+
+def test_filters_of_padded_channels() -> None:
+    """40 channels on 2 ranks of equal shapes: 32 on the first, 8 and 24 of zeros on the second."""
+    weight = torch.randn(8, 40, 3, 3)
+    for rank, real in enumerate((32, 8)):
+        sharding = Sharding(rank, 2, torch.float32, None, "pad")
+        inputs = sharding.cut(40).spans[rank]
+        layer = Convolution("c", (40, 8), inputs, Span(0, 8, 8), sharding)
+        fill(layer, {"c.weight": weight, "c.bias": torch.zeros(8)})
+        held = layer.weight.packed.unpack().view(8, 3, 3, 32).transpose(1, 3)
+        assert torch.equal(held[:, :real], weight[:, 32 * rank :][:, :real])
+        assert not held[:, real:].any()

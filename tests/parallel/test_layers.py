@@ -20,7 +20,7 @@ from tilerank.parallel.linear import (
 )
 from tilerank.parallel.norm import RMSNorm
 from tilerank.parallel.parameters import Layer
-from tilerank.parallel.shard import Strategy, cut_uneven
+from tilerank.parallel.shard import Cut, Span, Strategy
 from tilerank.parallel.sharding import Sharding, WeightFormats
 
 
@@ -205,13 +205,13 @@ def test_column_then_row_with_ranks_that_hold_nothing(size: int, strategy: Strat
     assert_all_equal_to(on_all_ranks(size, strategy, body), torch.stack([expected, expected]), depth=width)
 
 
-def test_column_cut_by_weight() -> None:
-    """A node with fewer cores may get fewer units."""
+def test_column_cut_by_hand() -> None:
+    cut = Cut(128, 32, (Span(0, 96, 96), Span(96, 128, 32)))
     checkpoint = random_checkpoint(0, up__weight=(128, 16))
     x = torch.randn(2, 16)
 
     def body(sharding: Sharding) -> Tensor:
-        up = ColumnParallelLinear("up", 16, 128, sharding, cut=cut_uneven(128, 2, 32, [3, 1]))
+        up = ColumnParallelLinear("up", 16, 128, sharding, cut=cut)
         fill(up, checkpoint)
         return up(x)
 

@@ -221,20 +221,6 @@ def test_uneven(total: int, tp: int, unit: int) -> None:
     assert all(span.size == span.real for span in cut.spans)
 
 
-@given(total=sizes, unit=units, weights=st.lists(st.integers(1, 64), min_size=1, max_size=8))
-def test_uneven_by_weight(total: int, unit: int, weights: list[int]) -> None:
-    cut = cut_uneven(total, len(weights), unit, weights)
-    covered(cut.spans, total)
-    counts = [-(-span.real // unit) for span in cut.spans]
-    if cut.units >= len(weights):
-        assert min(counts) >= 1
-    # Moving one unit off the slowest rank onto any other must not help.
-    slowest = max(count / weight for count, weight in zip(counts, weights, strict=True))
-    at = next(r for r, n in enumerate(counts) if n / weights[r] == slowest)
-    if counts[at] > 1:
-        assert all((n + 1) / w >= slowest for r, (n, w) in enumerate(zip(counts, weights, strict=True)) if r != at)
-
-
 @pytest.mark.parametrize(
     ("total", "tp", "unit", "expected"),
     [
@@ -251,11 +237,6 @@ def test_uneven_by_hand(total: int, tp: int, unit: int, expected: list[int]) -> 
     assert lengths(cut_uneven(total, tp, unit)) == expected
 
 
-def test_nodes_with_fewer_cores_get_fewer_units() -> None:
-    """128 units over 43 + 43 + 42 cores: one unit a core."""
-    assert lengths(cut_uneven(128 * 32, 3, 32, [43, 43, 42])) == [43 * 32, 43 * 32, 42 * 32]
-
-
 def test_waste() -> None:
     assert cut_uneven(352, 6, 32).waste == pytest.approx(64 / (352 / 6) - 1)
     assert cut_even_padded(352, 6, 32).waste == pytest.approx(64 * 6 / 352 - 1)
@@ -267,9 +248,3 @@ def test_sizes_below_one(arguments: tuple[int, int, int]) -> None:
     for cut in (cut_even_padded, cut_uneven):
         with pytest.raises(ShardError, match="all three must be at least 1"):
             cut(*arguments)
-
-
-@pytest.mark.parametrize("weights", [[1, 1], [1, 0, 1], [1, -1, 1]])
-def test_weights_that_make_no_sense(weights: list[int]) -> None:
-    with pytest.raises(ShardError, match="3 ranks need 3 weights above 0"):
-        cut_uneven(352, 3, 32, weights)

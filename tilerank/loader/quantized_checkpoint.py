@@ -21,7 +21,6 @@ from tilerank.parallel.parameters import Rectangle, WeightParameter
 
 from .checkpoint import Checkpoint
 from .errors import CheckpointError
-from .padding import pad_loaded_weight
 from .quantization_config import Layout, QuantizationConfig
 from .rectangle import EXPONENTS, FLOATS, Read, Stored, place_of, read_floats, scales_of
 
@@ -109,10 +108,11 @@ class Int8Channels(ByteEncoding):
 
     def encoded(self, rectangle: Rectangle, parameter: WeightParameter) -> Iterator[Read]:
         if parameter.transposed:  # the scales belong to inputs, and the model reads them for itself
-            yield Read((self.codes(rectangle),), parameter, rectangle.row, _transposed, ByteCodesWeight.write_codes)
+            codes = (self.codes(rectangle),)
+            yield Read(codes, parameter, rectangle.row, _transposed, ByteCodesWeight.write_codes, parameter.k)
             return
         stored = (self.codes(rectangle), self.scales(rectangle))
-        yield Read(stored, parameter, rectangle.row, part=_write_int8)
+        yield Read(stored, parameter, rectangle.row, part=_write_int8, columns=parameter.k)
 
     def scales(self, rectangle: Rectangle) -> Stored:
         index = _unless_empty(rectangle, rectangle.index[0], slice(0, 1))
@@ -123,7 +123,7 @@ class Int8Channels(ByteEncoding):
 
 
 def _write_int8(weight: Int8Weight, codes: Tensor, scales: Tensor, row: int) -> None:
-    weight.write_codes(pad_loaded_weight(codes, 1, (weight.k,)), scales.float().flatten(), row)
+    weight.write_codes(codes, scales.float().flatten(), row)
 
 
 class BlockEncoding(ByteEncoding):
@@ -133,14 +133,15 @@ class BlockEncoding(ByteEncoding):
         held, row = parameter.format, rectangle.row
         assert isinstance(held, BlockFormat)
         turn = _transposed if parameter.transposed else None
-        yield Read((self.codes(rectangle),), parameter, row, turn, ByteCodesWeight.write_codes)
+        yield Read((self.codes(rectangle),), parameter, row, turn, ByteCodesWeight.write_codes, parameter.k)
         rows, columns = (held.block_k, held.block_n) if parameter.transposed else (held.block_n, held.block_k)
 
         def spread(scales: Tensor) -> Tensor:
             found = self.spread(rectangle, scales, rows, columns)
             return _transposed(found) if parameter.transposed else found
 
-        yield Read((self.scales(rectangle),), parameter, row, spread, _write_scales)
+        blocks = -(-parameter.k // held.block_k)
+        yield Read((self.scales(rectangle),), parameter, row, spread, _write_scales, blocks)
 
     def scales(self, rectangle: Rectangle) -> Stored:
         (n, k), (rows, columns), (block_n, block_k) = rectangle.shape, rectangle.index, self.config.block
@@ -182,16 +183,16 @@ class PackedInt4(Encoding):
             raise self.refusal(name, f"sizes in multiples of {_NIBBLES}, found a weight [{n}, {k}]")
         held, row = parameter.format, rectangle.row
         assert isinstance(held, Int4)
-        yield Read(self.stored_codes(rectangle), parameter, row, partial(self.codes, rectangle), Int4Weight.write_codes)
+        codes = partial(self.codes, rectangle)
+        yield Read(self.stored_codes(rectangle), parameter, row, codes, Int4Weight.write_codes, parameter.k)
+        groups = -(-parameter.k // held.group)
         scales = partial(self.scales, rectangle, held.group)
         zeros, stored_scales = self.stored_zeros(rectangle), self.stored_scales(rectangle)
         if held.zero_points:
-            yield Read(
-                (zeros,), parameter, row, partial(self.held_zeros, rectangle, held.group), Int4Weight.write_zeros
-            )
-            yield Read((stored_scales,), parameter, row, scales, Int4Weight.write_scales)
-        else:
-            yield Read((stored_scales, zeros), parameter, row, scales, Int4Weight.write_scales)
+            held_zeros = partial(self.held_zeros, rectangle, held.group)
+            yield Read((zeros,), parameter, row, held_zeros, Int4Weight.write_zeros, groups)
+        of_scales = (stored_scales,) if held.zero_points else (stored_scales, zeros)
+        yield Read(of_scales, parameter, row, scales, Int4Weight.write_scales, groups)
 
     @abstractmethod
     def stored_codes(self, rectangle: Rectangle) -> tuple[Stored, ...]:

@@ -77,7 +77,8 @@ class Read:
 
     transform: makes one tensor of those read, such as a slice of a fused tensor, its transpose, or dequantised values
     (None: they are written as they are). part: the method of the parameter's weight that writes this part of it, its
-    codes, scales or zero points; called as part(weight, *tensors, row). None: the tensor holds values.
+    codes, scales or zero points; called as part(weight, *tensors, row). None: the tensor holds values. columns: those
+    that the weight has of the part; where the rank's cut is padded, the first tensor has fewer, and zeros follow.
     """
 
     stored: tuple[Stored, ...]
@@ -85,6 +86,7 @@ class Read:
     row: int
     transform: Callable[..., Tensor] | None = None
     part: Callable[..., None] | None = None
+    columns: int = 0
 
     @property
     def elements(self) -> int:
@@ -102,7 +104,7 @@ class Read:
         else:
             assert isinstance(self.parameter, WeightParameter)
             weight, row = self.parameter.place(self.row)
-            self.part(weight, *tensors, row)
+            self.part(weight, pad_loaded_weight(tensors[0], 1, (self.columns,)), *tensors[1:], row)
 
 
 def read_floats(rectangle: Rectangle, place: Place | None = None) -> Read:
@@ -136,7 +138,7 @@ def scales_of(stored: Tensor) -> Tensor:
 
 
 def _whole_rows(rows: Tensor, parameter: Parameter) -> Tensor:
-    """Pad rows with zeros to the weight's width where they are quantised, since scales are chosen for whole rows."""
-    if isinstance(parameter, WeightParameter) and parameter.is_quantised:
-        return pad_loaded_weight(rows, 1, (parameter.k,))
-    return rows
+    """Pad rows to the width of a weight. A parameter of filters, which have more dimensions, does so itself."""
+    if not isinstance(parameter, WeightParameter) or parameter.transposed or rows.ndim != 2:
+        return rows
+    return pad_loaded_weight(rows, 1, (parameter.k,))

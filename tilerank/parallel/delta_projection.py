@@ -53,12 +53,15 @@ class DeltaProjection(Layer):
     x[t, hidden] -> qkv [t, held.channels], z [t, held.value_heads * value_dim], b and a [t, held.value_heads], views of
     one tensor if the projections have one format. A key head and its value heads are on one rank, whose heads are
     `held`. Key heads are dealt out as evenly as possible, or padded with zero heads to equal parts if that is asked
-    for; with fewer key heads than ranks the last ranks may have none. channels: the rows of this rank in a tensor with
-    a row for each column of qkv, in the order of its columns. values: this rank's value heads.
+    for; with fewer key heads than ranks the last ranks may have none. head_multiple: as in QKVParallelLinear. channels:
+    the rows of this rank in a tensor with a row for each column of qkv, in the order of its columns. values: this
+    rank's value heads.
     """
 
-    def __init__(self, name: str, hidden: int, heads: DeltaHeads, sharding: Sharding) -> None:
-        self.cut = sharding.cut(heads.key_heads, 1)
+    def __init__(
+        self, name: str, hidden: int, heads: DeltaHeads, sharding: Sharding, *, head_multiple: int | None = None
+    ) -> None:
+        self.cut = sharding.cut(heads.key_heads, (head_multiple or sharding.size) // sharding.size)
         keys = self.cut.spans[sharding.rank]
         self.values = values = keys.scaled(heads.value_heads // heads.key_heads)
         self.held = DeltaHeads(keys.size, values.size, heads.key_dim, heads.value_dim)

@@ -191,10 +191,7 @@ class WeightParameter(Parameter):
         raise NotImplementedError
 
     def write(self, rows: Tensor, row: int) -> None:
-        """Store rows [r, k], or columns from 0 on of a weight that is held as floats, from `row` on.
-
-        The k elements of a row may have several dimensions, as those of a convolution.
-        """
+        """Store rows [r, k] from `row` on. Their k elements may have several dimensions, as those of a convolution."""
         weight, row = self.place(row)
         weight.write(rows.flatten(1), row)
 

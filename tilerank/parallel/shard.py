@@ -8,7 +8,7 @@ head whose query heads lie on two ranks, where the cost rule of `cut_heads` deci
 
 import heapq
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache, partial
@@ -66,43 +66,20 @@ def cut_even_padded(total: int, tp: int, unit: int = 1) -> Cut:
     return Cut(total, unit, tuple(Span(a, b, size) for a, b in pairwise(edges)))
 
 
-def cut_uneven(total: int, tp: int, unit: int = 1, weights: Sequence[float] | None = None) -> Cut:
+def cut_uneven(total: int, tp: int, unit: int = 1) -> Cut:
     """Cut into whole units as evenly as possible, without padding; only the last unit may be partial.
 
-    weights: relative speeds of the ranks, such as the cores of their nodes; the largest units / weight is minimal. A
-    rank gets an empty span only if there are fewer units than ranks; the last ranks do.
+    The first ranks get the larger parts. If there are fewer units than ranks, the last ranks get an empty span.
     """
     _check(total, tp, unit)
-    units = -(-total // unit)
-    if weights is None:
-        share, extra = divmod(units, tp)
-        counts = [share + (rank < extra) for rank in range(tp)]
-    else:
-        counts = _deal(units, tp, weights)
-    edges = [0]
-    for count in counts:
-        edges.append(min(edges[-1] + count * unit, total))
+    share, extra = divmod(-(-total // unit), tp)
+    edges = [min((share * rank + min(rank, extra)) * unit, total) for rank in range(tp + 1)]
     return Cut(total, unit, tuple(Span(a, b, b - a) for a, b in pairwise(edges)))
 
 
 def _check(total: int, tp: int, unit: int) -> None:
     if total < 1 or tp < 1 or unit < 1:
         raise ShardError(f"cannot cut {total} items in units of {unit} over {tp} ranks: all three must be at least 1")
-
-
-def _deal(units: int, tp: int, weights: Sequence[float]) -> list[int]:
-    """Return units for each rank that minimise the largest units / weight; each unit goes where that grows least."""
-    if len(weights) != tp or not all(weight > 0 for weight in weights):
-        raise ShardError(f"{tp} ranks need {tp} weights above 0, found {list(weights)}")
-    first = 1 if units >= tp else 0
-    counts = [first] * tp
-    queue = [((first + 1) / weight, rank) for rank, weight in enumerate(weights)]
-    heapq.heapify(queue)
-    for _ in range(units - first * tp):
-        _, rank = queue[0]
-        counts[rank] += 1
-        heapq.heapreplace(queue, ((counts[rank] + 1) / weights[rank], rank))
-    return counts
 
 
 @dataclass(frozen=True)

@@ -167,6 +167,14 @@ class Sharding:
             bytes_per_kv=self.cache_dtype.itemsize,
         )
 
+    def head_block(self, head_dim: int) -> tuple[int, int] | None:
+        """Return rows and columns of the blocks in which heads of this size are held; None if no rows share a scale.
+
+        A block of a checkpoint that spans heads is held as smaller ones, each with its scale (`format_of`).
+        """
+        held = self._projections
+        return (gcd(held.block_n, head_dim), held.block_k) if isinstance(held, BlockFormat) else None
+
     def sum(self, x: Tensor) -> Tensor:
         """Return the sum of `x` over the ranks; may overwrite `x`."""
         return x if self.size == 1 else self._group.all_reduce(x)

@@ -7,7 +7,6 @@ from tilerank.kernels.attention import attention, store_kv
 from tilerank.kernels.delta import sigmoid_gate_
 from tilerank.kernels.heads import join_heads, part_of_heads, split_heads
 from tilerank.kernels.kv_pages import KVPages
-from tilerank.loader.padding import get_head_dim_and_projection_size, get_num_heads_padding_size
 from tilerank.parallel.linear import QKVParallelLinear, RowParallelLinear
 from tilerank.parallel.norm import RMSNorm
 from tilerank.parallel.sharding import Sharding
@@ -15,6 +14,7 @@ from tilerank.parallel.sharding import Sharding
 from ..step.batch import Batch, LogitRows
 from ..step.cache import PagedKV
 from .decoder import Mixer
+from .padded_heads import attention_scale, head_multiple
 from .text_config import TextConfig
 
 
@@ -47,12 +47,9 @@ class SelfAttention(Mixer[KVPages]):
             dim,
             sharding,
             bias=qkv_bias,
-            # Quantisation blocks set no multiple: where heads begin inside a block, its scales are repeated.
-            head_multiple=get_num_heads_padding_size(sharding.size, None, dim),
+            head_multiple=head_multiple(dim, sharding),
             gated=gated,
         )
-        padded_heads = sum(span.size for span in self.qkv.heads.q)
-        head_dim, _ = get_head_dim_and_projection_size(heads * dim, padded_heads, heads)
         self.out = RowParallelLinear(
             f"{name}.o_proj", heads * dim, hidden, sharding, span=self.qkv.q_columns, bias=out_bias
         )
@@ -61,7 +58,7 @@ class SelfAttention(Mixer[KVPages]):
             for norm in (("q_norm", "k_norm") if head_norms else ())
         ]
         self.gated = gated
-        self.scale = head_dim**-0.5
+        self.scale = attention_scale(heads * dim, self.qkv.heads, heads)
         self.cache_spec = PagedKV(self.qkv.kv_heads, dim, sharding.cache_dtype)
 
     def __call__(self, x: Tensor, rope: Tensor, batch: Batch, cache: KVPages, only: LogitRows | None = None) -> Tensor:

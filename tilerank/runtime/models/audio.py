@@ -21,6 +21,7 @@ from tilerank.kernels.linear import Activation
 from tilerank.kernels.tower_ops import gelu
 from tilerank.kernels.weight_formats import Float
 from tilerank.loader.fields import Fields
+from tilerank.loader.padding import pad_loaded_weight
 from tilerank.parallel.linear import Linear, RowParallelLinear
 from tilerank.parallel.norm import LayerNorm
 from tilerank.parallel.parameters import Layer, PackedParameter, PlainParameter
@@ -32,6 +33,8 @@ from .text_config import MAX_WIDTH, read_heads
 from .tower import ROW_UNIT, BlockNames, BlockShape, PackedLayout, TowerBlock, TowerMLP, cut_rows
 
 _EPS = 1e-5
+_TAPS = 9
+"""Elements of a filter of 3 x 3."""
 _MAX_DEPTH = 1 << 10
 _LOG_STEP = math.log(6.4) / 27
 """The logarithm of the ratio of the frequencies of two adjacent mels, above 1000 Hz."""
@@ -56,15 +59,12 @@ class AudioConfig:
     depth: int
     hidden_size: int
     num_heads: int
+    head_dim: int
     intermediate_size: int
     out_hidden_size: int
     channels: int
     window: int
     mels: int
-
-    @property
-    def head_dim(self) -> int:
-        return self.hidden_size // self.num_heads
 
 
 def read_audio_config(c: Fields, out_hidden_size: int) -> AudioConfig:
@@ -78,7 +78,7 @@ def read_audio_config(c: Fields, out_hidden_size: int) -> AudioConfig:
         raise c.fail("output_dim", f"the hidden_size {out_hidden_size} of the language model")
     if c.integer("n_window", 1, 1 << 16) != CHUNK // 2:
         raise c.fail("n_window", f"{CHUNK // 2}, since the processor counts with it")
-    hidden, heads = read_heads(c, "d_model", "encoder_attention_heads")
+    hidden, heads, head_dim = read_heads(c, "d_model", "encoder_attention_heads")
     window = c.integer("n_window_infer", CHUNK, 1 << 20)
     if window % CHUNK:
         raise c.fail("n_window_infer", f"a multiple of {CHUNK}")
@@ -89,6 +89,7 @@ def read_audio_config(c: Fields, out_hidden_size: int) -> AudioConfig:
         depth=c.integer("encoder_layers", 1, _MAX_DEPTH),
         hidden_size=hidden,
         num_heads=heads,
+        head_dim=head_dim,
         intermediate_size=c.integer("encoder_ffn_dim", 1, MAX_WIDTH),
         out_hidden_size=out_hidden_size,
         channels=c.integer("downsample_hidden_size", 1, MAX_WIDTH),
@@ -101,7 +102,8 @@ class ConvolutionParameter(PackedParameter):
     """Weights [out, in, 3, 3] as a matrix that multiplies the rows of `unfold`."""
 
     def write(self, rows: Tensor, row: int) -> None:
-        super().write(rows.transpose(1, 3), row)
+        padded = pad_loaded_weight(rows, 1, (self.k // _TAPS,))
+        super().write(padded.transpose(1, 3), row)
 
 
 class Convolution(Linear):
@@ -123,7 +125,7 @@ class Convolution(Linear):
     ) -> None:
         """channels: of the inputs and the outputs in the checkpoint."""
         shape = (channels[1], channels[0], 3, 3)
-        self.weight = ConvolutionParameter(outputs.size, 9 * inputs.size, Float(sharding.dtype))
+        self.weight = ConvolutionParameter(outputs.size, _TAPS * inputs.size, Float(sharding.dtype))
         self.activation = activation
         rows, columns = slice(outputs.start, outputs.stop), slice(inputs.start, inputs.stop)
         self.weight.fill(f"{name}.weight", shape, rows, columns, slice(0, 3), slice(0, 3))
@@ -155,7 +157,7 @@ class AudioConvolutions(Layer):
         self.out = RowParallelLinear(
             f"{name}.conv_out", features, config.hidden_size, sharding, span=own.scaled(bands), bias=False
         )
-        self._costs = tuple(2 * 9 * a * b for a, b in ((1, channels), (channels, channels), (channels, channels)))
+        self._costs = tuple(2 * _TAPS * a * b for a, b in ((1, channels), (channels, channels), (channels, channels)))
         self._out_cost = 2 * features * config.hidden_size
         self._mels = config.mels
         self._sharding = sharding
@@ -197,7 +199,8 @@ class AudioTower(Layer):
         hidden = config.hidden_size
         self.config = config
         self.convolutions = AudioConvolutions(name, config, sharding)
-        shape = BlockShape(hidden, config.num_heads, config.intermediate_size, _EPS, "gelu", bias=True, kind="audio")
+        heads = (config.num_heads, config.head_dim)
+        shape = BlockShape(hidden, *heads, config.intermediate_size, _EPS, "gelu", bias=True, kind="audio")
         self.blocks = [TowerBlock(f"{name}.layers.{i}", shape, _BLOCK, sharding) for i in range(config.depth)]
         self.norm = LayerNorm(f"{name}.ln_post", hidden, _EPS, sharding)
         sizes = (hidden, hidden, config.out_hidden_size)

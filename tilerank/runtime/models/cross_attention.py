@@ -13,7 +13,6 @@ from tilerank.kernels.kv_pages import KVPages
 from tilerank.kernels.tower_ops import tanh_gate_
 from tilerank.loader.card import ModelCard
 from tilerank.loader.fields import Fields
-from tilerank.loader.padding import get_num_heads_padding_size
 from tilerank.parallel.cost import Cost
 from tilerank.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from tilerank.parallel.norm import RMSNorm
@@ -26,6 +25,7 @@ from ..step.cache import EncoderKV
 from ..step.model import Encoder
 from .decoder import Decoder, DecoderNames, Mixer, RowGate
 from .gated_mlp import dense_mlps
+from .padded_heads import attention_scale, head_multiple
 from .text_config import TextConfig
 
 
@@ -67,8 +67,7 @@ class CrossAttention(Mixer[KVPages]):
     ) -> None:
         """gate: the name of its tensor. bias: of all projections."""
         heads, kv_heads, dim, hidden = config.num_heads, config.num_kv_heads, config.head_dim, config.hidden_size
-        multiple = get_num_heads_padding_size(sharding.size, None, dim)
-        self.heads = sharding.cut_heads(heads, kv_heads, dim, hidden, multiple)
+        self.heads = sharding.cut_heads(heads, kv_heads, dim, hidden, head_multiple(dim, sharding))
         self._dim = dim
         self._q_heads, self._kv_heads = self.heads.q[sharding.rank].size, self.heads.kv[sharding.rank].size
         self.kv_map = torch.tensor(self.heads.kv_map[sharding.rank], dtype=torch.int32)
@@ -86,7 +85,7 @@ class CrossAttention(Mixer[KVPages]):
             RMSNorm(f"{name}.{norm}", dim, config.rms_norm_eps, sharding) for norm in ("q_norm", "k_norm")
         )
         self.gate = WholeParameter(gate, (1,), sharding.dtype)
-        self.scale = dim**-0.5
+        self.scale = attention_scale(heads * dim, self.heads, heads)
         self.rotates_source = rotates_source
         self._has_bias = bias
         self.cache_spec = EncoderKV(self._kv_heads, dim, sharding.cache_dtype)

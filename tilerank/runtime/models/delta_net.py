@@ -20,6 +20,7 @@ from tilerank.parallel.sharding import Sharding
 from ..step.batch import Batch, LogitRows
 from ..step.cache import RecurrentState
 from .decoder import Mixer
+from .padded_heads import head_multiple
 
 
 class GatedDeltaNet(Mixer[StateSlots]):
@@ -31,7 +32,8 @@ class GatedDeltaNet(Mixer[StateSlots]):
     def __init__(
         self, name: str, hidden: int, heads: DeltaHeads, conv_width: int, eps: float, sharding: Sharding
     ) -> None:
-        self.projection = DeltaProjection(name, hidden, heads, sharding)
+        multiple = head_multiple(heads.key_dim, sharding)
+        self.projection = DeltaProjection(name, hidden, heads, sharding, head_multiple=multiple)
         held, values = self.projection.held, self.projection.values
         self.held = held
         self.conv = PlainParameter((held.channels, 1, conv_width), sharding.dtype)

@@ -65,6 +65,7 @@ class MllamaVisionConfig:
 
     hidden: int
     heads: int
+    head_dim: int
     width: int
     layers: int
     global_layers: int
@@ -94,13 +95,14 @@ def read_mllama_vision_config(c: Fields) -> MllamaVisionConfig:
     """Read and check the fields of the tower. Raises ConfigError."""
     if c.has("hidden_act") and c.text("hidden_act") != "gelu":
         raise c.fail("hidden_act", "'gelu'")
-    hidden, heads = read_heads(c, "hidden_size", "attention_heads")
+    hidden, heads, head_dim = read_heads(c, "hidden_size", "attention_heads")
     image, patch = c.integer("image_size", 1, _MAX_SIDE), c.integer("patch_size", 1, _MAX_SIDE)
     layers = c.integer("num_hidden_layers", 1, _MAX_LAYERS)
     taken = read_taken_layers(c, layers)
     config = MllamaVisionConfig(
         hidden=hidden,
         heads=heads,
+        head_dim=head_dim,
         width=c.integer("intermediate_size", 1, MAX_WIDTH),
         layers=layers,
         global_layers=c.integer("num_global_layers", 0, _MAX_LAYERS),
@@ -162,7 +164,7 @@ class MllamaTower(Encoder):
         self.tile_gates = [WholeParameter(f"{own}.gate", (1,), dtype) for own in of_each]
         self.norm_before = LayerNorm(f"{name}.layernorm_pre", c.hidden, _EPS, sharding)
         self.norm_after = LayerNorm(f"{name}.layernorm_post", c.hidden, _EPS, sharding)
-        block = BlockShape(c.hidden, c.heads, c.width, c.eps, "gelu", bias=False, kind="vision")
+        block = BlockShape(c.hidden, c.heads, c.head_dim, c.width, c.eps, "gelu", bias=False, kind="vision")
         self.blocks = [TowerBlock(f"{name}.transformer.layers.{i}", block, _BLOCK, sharding) for i in range(c.layers)]
         self.global_blocks = [
             TowerBlock(f"{name}.global_transformer.layers.{i}", block, _GATED_BLOCK, sharding)

@@ -87,13 +87,18 @@ def read_text_config(
     )
 
 
-def read_heads(c: Fields, hidden_key: str, heads_key: str) -> tuple[int, int]:
-    """Return the hidden size and the number of heads of a part that is no text model. Raises ConfigError for heads of a
-    size that the attention kernel does not take."""
+def read_heads(c: Fields, hidden_key: str, heads_key: str) -> tuple[int, int, int]:
+    """Return the hidden size, the number of heads and their size, of a part that is no text model.
+
+    Raises ConfigError for heads of a size that the attention kernel does not take.
+    """
     hidden, heads, most = c.integer(hidden_key, 1, MAX_WIDTH), c.integer(heads_key, 1, 1 << 10), kv_pages.MAX_HEAD_DIM
     if hidden % (8 * heads) or hidden > most * heads:
         raise c.fail(hidden_key, f"{heads} heads of a multiple of 8 up to {most}")
-    return hidden, heads
+    head_dim = resolve_head_dim({**c.values, "hidden_size": hidden}, heads, is_text_config=False)
+    if head_dim != hidden // heads:
+        raise c.fail("head_dim", f"{hidden // heads}, since {heads} heads divide {hidden_key} ({hidden})")
+    return hidden, heads, head_dim
 
 
 def read_layer_types(c: Fields, num_layers: int, kinds: Sequence[str]) -> list[str] | None:

@@ -26,6 +26,8 @@ from tilerank.parallel.parameters import Layer, WholeParameter
 from tilerank.parallel.shard import Cut, HeadCut
 from tilerank.parallel.sharding import Sharding
 
+from .padded_heads import attention_scale, head_multiple
+
 ROW_UNIT = 32
 """Rows of the smallest task. Fewer would leave a tile of attention half empty."""
 _FRESH = 700.0
@@ -118,11 +120,15 @@ class BlockNames:
 
 @dataclass(frozen=True)
 class BlockShape:
-    """The shape of a block. width: of the MLP. bias: of all projections of attention. kind: begins the names of its cut
-    dimensions in plans."""
+    """The shape of a block.
+
+    head_dim: of a head, before any padding of their number. width: of the MLP. bias: of all projections of attention.
+    kind: begins the names of its cut dimensions in plans.
+    """
 
     hidden: int
     heads: int
+    head_dim: int
     width: int
     eps: float
     activation: Activation
@@ -135,12 +141,21 @@ class TowerAttention(Layer):
 
     def __init__(self, name: str, shape: BlockShape, names: BlockNames, sharding: Sharding) -> None:
         hidden, heads, bias = shape.hidden, shape.heads, shape.bias
-        dim = hidden // heads
-        self.qkv = QKVParallelLinear(name, hidden, heads, heads, dim, sharding, bias=bias, projections=names.qkv)
+        self.qkv = QKVParallelLinear(
+            name,
+            hidden,
+            heads,
+            heads,
+            shape.head_dim,
+            sharding,
+            bias=bias,
+            projections=names.qkv,
+            head_multiple=head_multiple(shape.head_dim, sharding),
+        )
         self.out = RowParallelLinear(
             f"{name}.{names.out}", hidden, hidden, sharding, span=self.qkv.q_columns, bias=bias
         )
-        self.scale = dim**-0.5
+        self.scale = attention_scale(hidden, self.qkv.heads, heads)
         self._dtype = sharding.dtype
         self._dimension = f"{shape.kind} heads"
 

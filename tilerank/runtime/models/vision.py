@@ -117,8 +117,8 @@ class VisionTransformer(Layer):
     def __init__(
         self, name: str, config: VisionConfig, preprocessing: Preprocessing | None, sharding: Sharding
     ) -> None:
-        hidden, heads, width = config.hidden_size, config.num_heads, config.intermediate_size
-        shape = BlockShape(hidden, heads, width, EPS, "gelu_tanh", bias=True, kind="vision")
+        hidden, heads, width = config.hidden_size, (config.num_heads, config.head_dim), config.intermediate_size
+        shape = BlockShape(hidden, *heads, width, EPS, "gelu_tanh", bias=True, kind="vision")
         self.config = config
         self._preprocessing = preprocessing
         self.embedding = PatchEmbedding(f"{name}.patch_embed.proj", config, sharding)

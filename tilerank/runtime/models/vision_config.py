@@ -22,6 +22,7 @@ class VisionConfig:
     depth: int
     hidden_size: int
     num_heads: int
+    head_dim: int
     intermediate_size: int
     out_hidden_size: int
     patch_size: int
@@ -29,10 +30,6 @@ class VisionConfig:
     merge_size: int
     position_side: int
     deepstack: tuple[int, ...]
-
-    @property
-    def head_dim(self) -> int:
-        return self.hidden_size // self.num_heads
 
 
 def read_vision_config(
@@ -52,7 +49,7 @@ def read_vision_config(
         _expect(rope, "rope_type", "axial")
         if rope.number("rope_theta", 1.0, 1e15) != 10000.0:
             raise rope.fail("rope_theta", "10000")
-    hidden, heads = read_heads(c, "hidden_size", "num_heads")
+    hidden, heads, head_dim = read_heads(c, "hidden_size", "num_heads")
     positions = c.integer("num_position_embeddings", 1, _MAX_SIDE**2)
     if isqrt(positions) ** 2 != positions:
         raise c.fail("num_position_embeddings", "the square of an integer")
@@ -61,6 +58,7 @@ def read_vision_config(
         depth=depth,
         hidden_size=hidden,
         num_heads=heads,
+        head_dim=head_dim,
         intermediate_size=c.integer("intermediate_size", 1, MAX_WIDTH),
         out_hidden_size=out_hidden_size,
         patch_size=c.integer("patch_size", 1, 256),

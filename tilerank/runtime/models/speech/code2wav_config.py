@@ -23,6 +23,7 @@ class Code2WavConfig:
     hidden_size: int
     num_heads: int
     num_kv_heads: int
+    head_dim: int
     intermediate_size: int
     window: int
     attention_bias: bool
@@ -33,10 +34,6 @@ class Code2WavConfig:
     channels: int
     ratios: tuple[int, ...]
     rates: tuple[int, ...]
-
-    @property
-    def head_dim(self) -> int:
-        return self.hidden_size // self.num_heads
 
     @property
     def frame_samples(self) -> int:
@@ -52,7 +49,7 @@ def read_code2wav_config(c: Fields, groups: int) -> Code2WavConfig:
         raise c.fail("hidden_act", "'silu'")
     if c.integer("num_quantizers", 1, 1 << 10) != groups:
         raise c.fail("num_quantizers", f"the {groups} codes of a frame of the talker")
-    hidden, heads = read_heads(c, "hidden_size", "num_attention_heads")
+    hidden, heads, head_dim = read_heads(c, "hidden_size", "num_attention_heads")
     kv_heads = c.integer("num_key_value_heads", 1, heads)
     if heads % kv_heads:
         raise c.fail("num_key_value_heads", f"a divisor of num_attention_heads ({heads})")
@@ -65,6 +62,7 @@ def read_code2wav_config(c: Fields, groups: int) -> Code2WavConfig:
         hidden_size=hidden,
         num_heads=heads,
         num_kv_heads=kv_heads,
+        head_dim=head_dim,
         intermediate_size=c.integer("intermediate_size", 1, MAX_WIDTH),
         window=c.integer("sliding_window", 1, 1 << 16),
         attention_bias=c.flag("attention_bias"),
