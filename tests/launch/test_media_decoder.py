@@ -20,7 +20,7 @@ from media_files import encoded, noise, picture, video
 from PIL import Image
 
 from tilerank.launch.serving.media_decoder import PROCESSES, MediaDecoder
-from tilerank.runtime.media.decoder import Frames, Limits
+from tilerank.runtime.media.decoder import Frames, MediaLimits
 from tilerank.runtime.protocol.errors import MediaError
 
 
@@ -167,12 +167,12 @@ def test_a_decompression_bomb(decoder: MediaDecoder) -> None:
 
 
 def test_a_file_that_is_too_large() -> None:
-    decoder = MediaDecoder(Limits(bytes=100))
+    decoder = MediaDecoder(MediaLimits(bytes=100))
     assert refusal(decoder, "image", bytes(101)) == "expected a file of at most 100 bytes, found 101"
 
 
 def test_frames_that_are_too_large() -> None:
-    decoder = MediaDecoder(Limits(frame_bytes=10 * 64 * 48 * 3))
+    decoder = MediaDecoder(MediaLimits(frame_bytes=10 * 64 * 48 * 3))
     data = video(11)
     assert "found 11 frames of 64 x 48 pixels, which take 101376" in refusal(decoder, "video", data)
     assert decode(decoder, "video", data, sample=lambda total, fps: every(10, fps)).size[0] == 10
@@ -286,7 +286,7 @@ def test_a_process_that_dies_while_it_decodes() -> None:
 
 
 def test_a_file_that_takes_too_long() -> None:
-    decoder = MediaDecoder(Limits(seconds=0.5))
+    decoder = MediaDecoder(MediaLimits(seconds=0.5))
 
     def wait(total: int, fps: float | None) -> list[int]:
         time.sleep(0.6)

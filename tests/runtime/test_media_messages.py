@@ -5,14 +5,14 @@ from typing import Any
 
 import pytest
 
-from tilerank.runtime.media.messages import Source, read_data_url, split_media
+from tilerank.runtime.media.messages import MediaSource, read_data_url, split_media
 from tilerank.runtime.protocol.errors import MediaError
 
 TEXT = {"type": "text", "text": "Hello"}
-SOUND = Source("audio", ("data:;base64,YWJj",), False)
+SOUND = MediaSource("audio", ("data:;base64,YWJj",), False)
 
 
-def split(*parts: Any) -> tuple[Any, list[Source]]:
+def split(*parts: Any) -> tuple[Any, list[MediaSource]]:
     (message,), sources = split_media([{"role": "user", "content": list(parts), "name": "Ann"}])
     assert (message["role"], message["name"]) == ("user", "Ann")
     return message["content"], sources
@@ -21,23 +21,23 @@ def split(*parts: Any) -> tuple[Any, list[Source]]:
 @pytest.mark.parametrize(
     ("part", "source"),
     [
-        ({"type": "image_url", "image_url": {"url": "a", "detail": "low"}}, Source("image", ("a",), False)),
-        ({"type": "image_url", "image_url": "a"}, Source("image", ("a",), False)),
-        ({"type": "input_image", "image_url": "a"}, Source("image", ("a",), False)),
-        ({"type": "image", "image": "a"}, Source("image", ("a",), False)),
-        ({"type": "image", "url": "a", "path": None}, Source("image", ("a",), False)),
-        ({"type": "image", "path": "a"}, Source("image", ("a",), False)),
-        ({"type": "image", "base64": "YWJj"}, Source("image", ("data:;base64,YWJj",), False)),
-        ({"type": "video_url", "video_url": {"url": "a"}}, Source("video", ("a",), False)),
-        ({"type": "video", "video": "a"}, Source("video", ("a",), False)),
-        ({"type": "video", "video": ["a", {"url": "b"}]}, Source("video", ("a", "b"), True)),
-        ({"type": "video", "video": ["a"]}, Source("video", ("a",), True)),
+        ({"type": "image_url", "image_url": {"url": "a", "detail": "low"}}, MediaSource("image", ("a",), False)),
+        ({"type": "image_url", "image_url": "a"}, MediaSource("image", ("a",), False)),
+        ({"type": "input_image", "image_url": "a"}, MediaSource("image", ("a",), False)),
+        ({"type": "image", "image": "a"}, MediaSource("image", ("a",), False)),
+        ({"type": "image", "url": "a", "path": None}, MediaSource("image", ("a",), False)),
+        ({"type": "image", "path": "a"}, MediaSource("image", ("a",), False)),
+        ({"type": "image", "base64": "YWJj"}, MediaSource("image", ("data:;base64,YWJj",), False)),
+        ({"type": "video_url", "video_url": {"url": "a"}}, MediaSource("video", ("a",), False)),
+        ({"type": "video", "video": "a"}, MediaSource("video", ("a",), False)),
+        ({"type": "video", "video": ["a", {"url": "b"}]}, MediaSource("video", ("a", "b"), True)),
+        ({"type": "video", "video": ["a"]}, MediaSource("video", ("a",), True)),
         ({"type": "input_audio", "input_audio": {"data": "YWJj", "format": "wav"}}, SOUND),
-        ({"type": "audio_url", "audio_url": {"url": "a"}}, Source("audio", ("a",), False)),
+        ({"type": "audio_url", "audio_url": {"url": "a"}}, MediaSource("audio", ("a",), False)),
         ({"type": "audio", "base64": "YWJj"}, SOUND),
     ],
 )
-def test_forms_of_parts(part: dict[str, Any], source: Source) -> None:
+def test_forms_of_parts(part: dict[str, Any], source: MediaSource) -> None:
     assert split(part, TEXT) == ([{"type": source.kind}, TEXT], [source])
 
 

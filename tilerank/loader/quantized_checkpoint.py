@@ -22,14 +22,14 @@ from tilerank.parallel.parameters import Rectangle, WeightParameter
 from .checkpoint import Checkpoint
 from .errors import CheckpointError
 from .quantization_config import Layout, QuantizationConfig
-from .rectangle import EXPONENTS, FLOATS, Read, Stored, place_of, read_floats, scales_of
+from .rectangle import EXPONENTS, FLOATS, Read, StoredRectangle, place_of, read_floats, scales_of
 
 _NIBBLES = 8  # codes in an int32
 
 
-def encoding_of(config: QuantizationConfig, checkpoint: Checkpoint) -> Encoding:
+def encoding_of(config: QuantizationConfig, checkpoint: Checkpoint) -> WeightEncoding:
     """Return what reads a checkpoint of this layout."""
-    kinds: dict[Layout, type[Encoding]] = {
+    kinds: dict[Layout, type[WeightEncoding]] = {
         "awq": AWQ,
         "gptq": GPTQ,
         "fp8": Fp8Blocks,
@@ -39,7 +39,7 @@ def encoding_of(config: QuantizationConfig, checkpoint: Checkpoint) -> Encoding:
     return kinds[config.layout](config, checkpoint)
 
 
-class Encoding(ABC):
+class WeightEncoding(ABC):
     """How a checkpoint stores its quantised weights."""
 
     def __init__(self, config: QuantizationConfig, checkpoint: Checkpoint) -> None:
@@ -70,7 +70,7 @@ class Encoding(ABC):
         return CheckpointError(f"{self._checkpoint.info(name).file}: tensor {name}: expected {expected}")
 
 
-class ByteEncoding(Encoding):
+class ByteEncoding(WeightEncoding):
     """weight [n, k], codes of a byte, and a tensor of their scales.
 
     A weight that the model holds as floats, such as a router, is dequantised.
@@ -86,11 +86,11 @@ class ByteEncoding(Encoding):
         stored = (self.codes(rectangle), self.scales(rectangle))
         return Read(stored, rectangle.parameter, rectangle.row, partial(self._dequantised, rectangle))
 
-    def codes(self, rectangle: Rectangle) -> Stored:
-        return Stored(rectangle.name, rectangle.shape, (self.dtype,), rectangle.index)
+    def codes(self, rectangle: Rectangle) -> StoredRectangle:
+        return StoredRectangle(rectangle.name, rectangle.shape, (self.dtype,), rectangle.index)
 
     @abstractmethod
-    def scales(self, rectangle: Rectangle) -> Stored:
+    def scales(self, rectangle: Rectangle) -> StoredRectangle:
         """Return the scales of the rectangle's codes."""
 
     @abstractmethod
@@ -114,9 +114,9 @@ class Int8Channels(ByteEncoding):
         stored = (self.codes(rectangle), self.scales(rectangle))
         yield Read(stored, parameter, rectangle.row, part=_write_int8, columns=parameter.k)
 
-    def scales(self, rectangle: Rectangle) -> Stored:
+    def scales(self, rectangle: Rectangle) -> StoredRectangle:
         index = _unless_empty(rectangle, rectangle.index[0], slice(0, 1))
-        return Stored(f"{rectangle.name}_scale", (rectangle.shape[0], 1), FLOATS, index)
+        return StoredRectangle(f"{rectangle.name}_scale", (rectangle.shape[0], 1), FLOATS, index)
 
     def spread(self, rectangle: Rectangle, scales: Tensor, rows: int, columns: int) -> Tensor:
         return scales.float()
@@ -143,11 +143,11 @@ class BlockEncoding(ByteEncoding):
         blocks = -(-parameter.k // held.block_k)
         yield Read((self.scales(rectangle),), parameter, row, spread, _write_scales, blocks)
 
-    def scales(self, rectangle: Rectangle) -> Stored:
+    def scales(self, rectangle: Rectangle) -> StoredRectangle:
         (n, k), (rows, columns), (block_n, block_k) = rectangle.shape, rectangle.index, self.config.block
         index = _unless_empty(rectangle, _whole(rows, block_n), _whole(columns, block_k))
         shape = (-(-n // block_n), -(-k // block_k))
-        return Stored(f"{rectangle.name}_scale_inv", shape, (*FLOATS, *EXPONENTS), index)
+        return StoredRectangle(f"{rectangle.name}_scale_inv", shape, (*FLOATS, *EXPONENTS), index)
 
     def spread(self, rectangle: Rectangle, scales: Tensor, rows: int, columns: int) -> Tensor:
         (own_rows, own_columns), (block_n, block_k) = rectangle.index, self.config.block
@@ -167,7 +167,7 @@ def _write_scales(weight: ByteCodesWeight, scales: Tensor, row: int) -> None:
     weight.write_scales(scales, row // weight.format.block_n)
 
 
-class PackedInt4(Encoding):
+class PackedInt4(WeightEncoding):
     """qweight, int32 of eight codes each; qzeros [groups, n / 8], packed along the outputs; scales [groups, n].
 
     The dequantised weight is weight[o, i] = (code[o, i] - zero[g, o]) * scale[g, o] with g = i // group.
@@ -195,23 +195,23 @@ class PackedInt4(Encoding):
         yield Read(of_scales, parameter, row, scales, Int4Weight.write_scales, groups)
 
     @abstractmethod
-    def stored_codes(self, rectangle: Rectangle) -> tuple[Stored, ...]:
+    def stored_codes(self, rectangle: Rectangle) -> tuple[StoredRectangle, ...]:
         """Return the tensors that `codes` takes."""
 
     @abstractmethod
     def codes(self, rectangle: Rectangle, packed: Tensor) -> Tensor:
         """Return codes [rows, columns] uint8 of the rectangle."""
 
-    def stored_zeros(self, rectangle: Rectangle) -> Stored:
+    def stored_zeros(self, rectangle: Rectangle) -> StoredRectangle:
         (n, k), (rows, columns) = rectangle.shape, rectangle.index
         groups = _whole(columns, self.group(k))
         index = _unless_empty(rectangle, groups, _whole(rows, _NIBBLES))
-        return Stored(f"{_module(rectangle)}.qzeros", (-(-k // self.group(k)), n // _NIBBLES), ("I32",), index)
+        return StoredRectangle(f"{_module(rectangle)}.qzeros", (-(-k // self.group(k)), n // _NIBBLES), ("I32",), index)
 
-    def stored_scales(self, rectangle: Rectangle) -> Stored:
+    def stored_scales(self, rectangle: Rectangle) -> StoredRectangle:
         (n, k), (rows, columns) = rectangle.shape, rectangle.index
         index = _unless_empty(rectangle, _whole(columns, self.group(k)), rows)
-        return Stored(f"{_module(rectangle)}.scales", (-(-k // self.group(k)), n), FLOATS, index)
+        return StoredRectangle(f"{_module(rectangle)}.scales", (-(-k // self.group(k)), n), FLOATS, index)
 
     def group(self, k: int) -> int:
         """Return how many of `k` columns share a scale."""
@@ -240,10 +240,10 @@ class AWQ(PackedInt4):
 
     order = (0, 2, 4, 6, 1, 3, 5, 7)
 
-    def stored_codes(self, rectangle: Rectangle) -> tuple[Stored, ...]:
+    def stored_codes(self, rectangle: Rectangle) -> tuple[StoredRectangle, ...]:
         (n, k), (rows, columns) = rectangle.shape, rectangle.index
         index = _unless_empty(rectangle, columns, _whole(rows, _NIBBLES))
-        return (Stored(f"{_module(rectangle)}.qweight", (k, n // _NIBBLES), ("I32",), index),)
+        return (StoredRectangle(f"{_module(rectangle)}.qweight", (k, n // _NIBBLES), ("I32",), index),)
 
     def codes(self, rectangle: Rectangle, packed: Tensor) -> Tensor:
         return _nibbles(packed, self.order)[_trim(rectangle.index[0])]
@@ -257,7 +257,7 @@ class GPTQ(PackedInt4):
 
     order = (0, 1, 2, 3, 4, 5, 6, 7)
 
-    def stored_codes(self, rectangle: Rectangle) -> tuple[Stored, ...]:
+    def stored_codes(self, rectangle: Rectangle) -> tuple[StoredRectangle, ...]:
         groups = self._stored_groups(rectangle)
         packed = self._stored_packed(rectangle)
         return (packed, groups) if groups.name in self._checkpoint.tensors else (packed,)
@@ -281,8 +281,10 @@ class GPTQ(PackedInt4):
         (n, k), (rows, _) = rectangle.shape, rectangle.index
         count = -(-k // self.group(k))
         every, eights = slice(0, count), _whole(rows, _NIBBLES)
-        zeros = Stored(f"{module}.qzeros", (count, n // _NIBBLES), ("I32",), _unless_empty(rectangle, every, eights))
-        scales = Stored(f"{module}.scales", (count, n), FLOATS, _unless_empty(rectangle, every, rows))
+        zeros = StoredRectangle(
+            f"{module}.qzeros", (count, n // _NIBBLES), ("I32",), _unless_empty(rectangle, every, eights)
+        )
+        scales = StoredRectangle(f"{module}.scales", (count, n), FLOATS, _unless_empty(rectangle, every, rows))
         stored = (self._stored_packed(rectangle), zeros, scales, self._stored_groups(rectangle))
         return Read(stored, rectangle.parameter, rectangle.row, partial(self._dequantised, rectangle))
 
@@ -297,14 +299,14 @@ class GPTQ(PackedInt4):
         zeros = self.zeros(rectangle, packed_zeros).float()
         return (codes - zeros[:, groups]) * scales.T.float()[:, groups]
 
-    def _stored_packed(self, rectangle: Rectangle) -> Stored:
+    def _stored_packed(self, rectangle: Rectangle) -> StoredRectangle:
         (n, k), (rows, columns) = rectangle.shape, rectangle.index
         index = _unless_empty(rectangle, _whole(columns, _NIBBLES), rows)
-        return Stored(f"{_module(rectangle)}.qweight", (k // _NIBBLES, n), ("I32",), index)
+        return StoredRectangle(f"{_module(rectangle)}.qweight", (k // _NIBBLES, n), ("I32",), index)
 
-    def _stored_groups(self, rectangle: Rectangle) -> Stored:
+    def _stored_groups(self, rectangle: Rectangle) -> StoredRectangle:
         index = _unless_empty(rectangle, rectangle.index[1])
-        return Stored(f"{_module(rectangle)}.g_idx", rectangle.shape[1:], ("I32",), index)
+        return StoredRectangle(f"{_module(rectangle)}.g_idx", rectangle.shape[1:], ("I32",), index)
 
     def _unpacked(self, rectangle: Rectangle, packed: Tensor) -> Tensor:
         return _nibbles(packed.T, self.order).T[:, _trim(rectangle.index[1])]

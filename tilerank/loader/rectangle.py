@@ -10,7 +10,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from tilerank.parallel.parameters import Parameter, Place, Rectangle, WeightParameter
+from tilerank.parallel.parameters import FusedPlace, Parameter, Rectangle, WeightParameter
 
 from .checkpoint import Checkpoint
 from .errors import CheckpointError
@@ -26,7 +26,7 @@ SIZES = {"BF16": 2, "F16": 2, "F32": 4, "F8_E4M3": 1, "I8": 1, "I32": 4, "U8": 1
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredRectangle:
     """Rectangle `index` of a stored tensor, which has to have shape `shape` and one of `dtypes` (safetensors' names).
 
     optional: the checkpoint may lack the tensor; then nothing is read or written.
@@ -81,7 +81,7 @@ class Read:
     that the weight has of the part; where the rank's cut is padded, the first tensor has fewer, and zeros follow.
     """
 
-    stored: tuple[Stored, ...]
+    stored: tuple[StoredRectangle, ...]
     parameter: Parameter
     row: int
     transform: Callable[..., Tensor] | None = None
@@ -107,16 +107,16 @@ class Read:
             self.part(weight, pad_loaded_weight(tensors[0], 1, (self.columns,)), *tensors[1:], row)
 
 
-def read_floats(rectangle: Rectangle, place: Place | None = None) -> Read:
+def read_floats(rectangle: Rectangle, place: FusedPlace | None = None) -> Read:
     """Read a rectangle as floats that are stored under its own name, or in `place`."""
     if place is None:
-        stored = Stored(rectangle.name, rectangle.shape, FLOATS, rectangle.index, rectangle.optional)
+        stored = StoredRectangle(rectangle.name, rectangle.shape, FLOATS, rectangle.index, rectangle.optional)
         return Read((stored,), rectangle.parameter, rectangle.row)
-    stored = Stored(place.name, place.shape, FLOATS, place.index(rectangle.index), rectangle.optional)
+    stored = StoredRectangle(place.name, place.shape, FLOATS, place.index(rectangle.index), rectangle.optional)
     return Read((stored,), rectangle.parameter, rectangle.row, place.extract)
 
 
-def place_of(rectangle: Rectangle, checkpoint: Checkpoint) -> Place | None:
+def place_of(rectangle: Rectangle, checkpoint: Checkpoint) -> FusedPlace | None:
     """Return the place where the checkpoint stores the weight; None for a tensor of its own name.
 
     Places of one name differ in shape. The first is returned if the tensor is missing or fits none, for the message.

@@ -17,7 +17,7 @@ from .checkpoint import Checkpoint, some
 from .errors import CheckpointError
 from .progress_bar import ProgressBar
 from .quantization_config import QuantizationConfig
-from .quantized_checkpoint import Encoding, encoding_of
+from .quantized_checkpoint import WeightEncoding, encoding_of
 from .rectangle import FLOATS, Read, place_of, read_floats
 
 log = logging.getLogger(__name__)
@@ -120,7 +120,7 @@ def peak_rss() -> int:
 
 
 def _agreed(
-    model: Layer, checkpoint: Checkpoint, ignore: Callable[[str], bool], encoding: Encoding | None
+    model: Layer, checkpoint: Checkpoint, ignore: Callable[[str], bool], encoding: WeightEncoding | None
 ) -> list[Read]:
     """Return what this rank has to read, in storage order, once model and checkpoint are known to agree."""
     reads = list(_reads(model, checkpoint, encoding))
@@ -145,7 +145,7 @@ def _agreed(
     return sorted(found, key=place)
 
 
-def _reads(model: Layer, checkpoint: Checkpoint, encoding: Encoding | None) -> Iterator[Read]:
+def _reads(model: Layer, checkpoint: Checkpoint, encoding: WeightEncoding | None) -> Iterator[Read]:
     for rectangle in model.rectangles():
         if encoding is None:
             yield read_floats(rectangle, place_of(rectangle, checkpoint))

@@ -16,7 +16,7 @@ from tilerank.kernels.packed_experts import PackedExperts
 from tilerank.kernels.weight_formats import Format, Weight
 
 from .cost import Cost, ExpertBytes
-from .parameters import Layer, Place, WeightParameter
+from .parameters import FusedPlace, Layer, WeightParameter
 from .shard import Cut
 from .sharding import Sharding
 
@@ -122,7 +122,7 @@ class ParallelExperts(Layer):
 
 def _fused(
     name: str, shape: tuple[int, int, int], origin: tuple[int, int, int], order: FusedOrder | None
-) -> tuple[Place, ...]:
+) -> tuple[FusedPlace, ...]:
     """Return the places of a projection in a tensor of all experts.
 
     shape and origin: in the order [experts, out, in], which transformers 5 has in memory and writes for every family.
@@ -132,6 +132,6 @@ def _fused(
         return ()
     experts, rows, columns = shape
     expert, row, column = origin
-    straight = Place(name, shape, origin)
-    transposed = Place(name, (experts, columns, rows), (expert, column, row), transposed=True)
+    straight = FusedPlace(name, shape, origin)
+    transposed = FusedPlace(name, (experts, columns, rows), (expert, column, row), transposed=True)
     return (transposed, straight) if order == "in_out" else (straight, transposed)

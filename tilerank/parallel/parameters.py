@@ -24,7 +24,7 @@ HUGE_PAGE = 2 << 20
 
 
 @dataclass(frozen=True)
-class Place:
+class FusedPlace:
     """A part of a stored tensor: where a checkpoint may keep a weight instead of in a tensor of the weight's own name.
 
     name, shape: of the stored tensor. origin: the index of the weight's first element, one number for each dimension.
@@ -67,7 +67,7 @@ class Rectangle:
     parameter: Parameter
     row: int = 0
     optional: bool = False
-    places: tuple[Place, ...] = ()
+    places: tuple[FusedPlace, ...] = ()
 
     @property
     def elements(self) -> int:
@@ -146,7 +146,7 @@ class Parameter(Layer):
         self._filled_from: list[Rectangle] = []
 
     def fill(
-        self, name: str, shape: tuple[int, ...], *index: slice, row: int = 0, places: tuple[Place, ...] = ()
+        self, name: str, shape: tuple[int, ...], *index: slice, row: int = 0, places: tuple[FusedPlace, ...] = ()
     ) -> None:
         """Declare that rows from `row` on come from rectangle `index` of checkpoint tensor `name` of shape `shape`."""
         self._filled_from.append(Rectangle(name, shape, index, self, row, places=places))

@@ -17,7 +17,7 @@ from tilerank.loader.errors import ConfigError
 from tilerank.loader.tokenizer import Tokenizer
 from tilerank.parallel.sharding import Sharding
 from tilerank.runtime.media.decoder import Frames
-from tilerank.runtime.media.messages import Source
+from tilerank.runtime.media.messages import MediaSource
 from tilerank.runtime.media.moss_vl import (
     most_video_tokens,
     picture_share,
@@ -230,10 +230,14 @@ def test_videos_share_the_frames_by_their_durations(processor: Processor) -> Non
     assert share_frames([1.0, 1.0, 1.0], 8) == [3, 3, 2]
     assert share_frames([5.0, 1.0], 1) == [1, 1]
     assert share_frames([300.0, 30.0, 1000.0], 256) == [58, 7, 191]
-    sources = [Source("video", ("a",), False), Source("image", ("b",), False), Source("video", ("c",), True)]
+    sources = [
+        MediaSource("video", ("a",), False),
+        MediaSource("image", ("b",), False),
+        MediaSource("video", ("c",), True),
+    ]
     described: dict[int, tuple[int, float | None]] = {}
     assert samplers(processor, sources, described.__getitem__) == [processor.sample] * 3
-    sources.append(Source("video", ("d",), False))
+    sources.append(MediaSource("video", ("d",), False))
     described |= {0: (35, 10.0), 3: (100_000, 10.0)}
     chosen = samplers(processor, sources, described.__getitem__)
     assert [sample(35, 10.0) for sample in chosen[:3]] == [[0]] + [processor.sample(35, 10.0)] * 2

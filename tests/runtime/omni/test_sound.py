@@ -20,7 +20,7 @@ from serving import serving
 from tilerank.launch.serving.media_decoder import MediaDecoder
 from tilerank.loader.tokenizer import Tokenizer
 from tilerank.runtime.media.decoder import decode_source
-from tilerank.runtime.media.messages import Source
+from tilerank.runtime.media.messages import MediaSource
 from tilerank.runtime.media.qwen3_omni import audio_tokens
 from tilerank.runtime.media.streams import MAX_SECONDS
 from tilerank.runtime.protocol.errors import MediaError
@@ -169,7 +169,7 @@ def test_the_sound_of_a_video(decoder: MediaDecoder) -> None:
     """It is decoded exactly, beside the same frames."""
     samples = tone(0.7)
     file = film(2, samples)
-    source = Source("video", ("a.mkv",), False, True)
+    source = MediaSource("video", ("a.mkv",), False, True)
     found = decode_source(decoder, source, [file], lambda total, _: list(range(total)))
     assert found.size == (4, 48, 64)
     expected = np.round(samples * 32767).astype(np.float32) / 32768

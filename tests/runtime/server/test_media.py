@@ -21,7 +21,7 @@ from web import Web, moved, ok
 from tilerank.launch.serving.media_decoder import MediaDecoder
 from tilerank.loader.generation_config import SamplingDefaults
 from tilerank.loader.tokenizer import Tokenizer
-from tilerank.runtime.media.decoder import Decoder
+from tilerank.runtime.media.decoder import FileDecoder
 from tilerank.runtime.media.registry import load_processor
 from tilerank.runtime.protocol.framing import encode
 from tilerank.runtime.protocol.prompt import Prompt
@@ -67,7 +67,7 @@ async def serving(
     *,
     allowed: Callable[[str], bool] = lambda address: True,
     limits: dict[str, int] | None = None,
-    decoder: Decoder | None = None,
+    decoder: FileDecoder | None = None,
     media: bool = True,
 ) -> AsyncIterator[Server]:
     async def check_grammar(grammar: str) -> None: ...

@@ -49,7 +49,7 @@ from .report import OURS, Report
 
 if TYPE_CHECKING:
     from tilerank.runtime.lead.engine import Engine
-    from tilerank.runtime.media.decoder import Decoder
+    from tilerank.runtime.media.decoder import FileDecoder
     from tilerank.runtime.protocol.prompt import Medium, Prompt
     from tilerank.runtime.rank.worker import Worker
 
@@ -150,7 +150,7 @@ class MediaJob(EngineJob):
 def _measure(
     args: argparse.Namespace,
     prompts: MediaPrompts,
-    decoder: Decoder,
+    decoder: FileDecoder,
     engine: Engine,
     placement: Placement,
     _: list[RankMemory],
@@ -190,7 +190,7 @@ def _measure(
 
 
 def _measure_medium(
-    engine: Engine, tower: Tower, prompts: MediaPrompts, decoder: Decoder, size: MediumSize, seed: str
+    engine: Engine, tower: Tower, prompts: MediaPrompts, decoder: FileDecoder, size: MediumSize, seed: str
 ) -> dict[str, float]:
     """Return the seconds of each part for a new medium."""
     from tilerank.runtime.lead.engine import Request

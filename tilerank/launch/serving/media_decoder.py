@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from tilerank.runtime.media.decoder import Decoder, Frames, Limits, Sampler
+from tilerank.runtime.media.decoder import FileDecoder, Frames, MediaLimits, Sampler
 from tilerank.runtime.media.pictures import read_picture
 from tilerank.runtime.media.streams import ShorterVideo, describe_video, read_frames, read_sound
 from tilerank.runtime.protocol.errors import MediaError
@@ -66,12 +66,12 @@ _from_process: msgspec.msgpack.Decoder[VideoFound | DecodedFrame | Decoded | Und
 )
 
 
-class MediaDecoder(Decoder):
+class MediaDecoder(FileDecoder):
     """Decodes media for any number of threads. Processes are started when needed, and again after their death."""
 
-    def __init__(self, limits: Limits | None = None) -> None:
+    def __init__(self, limits: MediaLimits | None = None) -> None:
         self.processes = [LimitedProcess(__name__) for _ in range(PROCESSES)]
-        self._limits = limits or Limits()
+        self._limits = limits or MediaLimits()
         self._idle: queue.LifoQueue[LimitedProcess] = queue.LifoQueue()
         for process in self.processes:
             self._idle.put(process)

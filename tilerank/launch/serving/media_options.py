@@ -78,7 +78,7 @@ def check(args: argparse.Namespace, processor: "Processor | None") -> None:
 
 def media_reader(args: argparse.Namespace, processor: "Processor | None") -> "MediaReader | None":
     """Return what reads the media of requests; None for a model that reads text only."""
-    from tilerank.runtime.media.decoder import Limits
+    from tilerank.runtime.media.decoder import MediaLimits
     from tilerank.runtime.server.chat.media import MediaReader
     from tilerank.runtime.server.http.fetch import Fetcher
     from tilerank.runtime.server.http.media_budget import MAX_DECODED, MAX_ENCODED
@@ -95,5 +95,5 @@ def media_reader(args: argparse.Namespace, processor: "Processor | None") -> "Me
     limits: Mapping[str, int] = dict.fromkeys(KINDS, DEFAULT_LIMIT) | (args.limit_mm_per_prompt or {})
     fetcher = Fetcher(args.allowed_media_domains or (), args.allowed_local_media_path)
     return MediaReader(
-        processor, lambda: MediaDecoder(Limits(bytes=MAX_ENCODED, frame_bytes=MAX_DECODED)), fetcher, limits
+        processor, lambda: MediaDecoder(MediaLimits(bytes=MAX_ENCODED, frame_bytes=MAX_DECODED)), fetcher, limits
     )

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from ..protocol.errors import MediaError
-from .messages import Source
+from .messages import MediaSource
 
 Sampler = Callable[[int, float | None], list[int]]
 """Total frames and frames per second of a video (None if unknown) -> numbers of the frames to decode, ascending."""
@@ -29,7 +29,7 @@ class Frames:
 
 
 @dataclass(frozen=True)
-class Limits:
+class MediaLimits:
     """What one medium may take.
 
     bytes: of a file. pixels: of a picture or frame. frame_bytes: of all decoded frames or samples. seconds: to decode.
@@ -41,7 +41,7 @@ class Limits:
     seconds: float = 60.0
 
 
-class Decoder(ABC):
+class FileDecoder(ABC):
     @abstractmethod
     def decode(self, kind: str, files: Sequence[bytes], listed: bool, sample: Sampler) -> Frames:
         """Decode one medium; blocks. May be called by any number of threads. Raises MediaError.
@@ -55,8 +55,8 @@ class Decoder(ABC):
         """Return total frames and frames per second of a video, None if unknown. As `decode`."""
 
 
-def decode_source(decoder: Decoder, source: Source, files: Sequence[bytes], sample: Sampler) -> Frames:
-    """Decode the files of a medium, and the sound of a video that the model hears, as Decoder.decode."""
+def decode_source(decoder: FileDecoder, source: MediaSource, files: Sequence[bytes], sample: Sampler) -> Frames:
+    """Decode the files of a medium, and the sound of a video that the model hears, as FileDecoder.decode."""
     frames = decoder.decode(source.kind, files, source.listed, sample)
     if not source.heard:
         return frames

@@ -25,7 +25,7 @@ _PARTS = {
 }
 
 
-class Source(NamedTuple):
+class MediaSource(NamedTuple):
     """Where a medium comes from.
 
     kind: "image", "video" or "audio". urls: one URL or path; if `listed`, the pictures that are the frames of a video.
@@ -40,14 +40,14 @@ class Source(NamedTuple):
 
 def split_media(
     messages: Sequence[Mapping[str, Any]], placeholders: Sequence[str] = (), heard: bool = False
-) -> tuple[list[dict[str, Any]], list[Source]]:
+) -> tuple[list[dict[str, Any]], list[MediaSource]]:
     """Return the messages as chat templates expect them, and their media in the order of the text.
 
     Parts that are media become {"type": "image"}, or that of another kind. Raises MediaError for other types of parts,
     and for text with one of the `placeholders`, which only the template may write. heard: the model hears the sound of
     all videos; raises MediaError for a video of frames, which has none.
     """
-    sources: list[Source] = []
+    sources: list[MediaSource] = []
     converted = []
     for message in messages:
         content = message.get("content")
@@ -73,7 +73,7 @@ def read_data_url(url: str) -> bytes:
         raise MediaError(f"{show(url)}: not valid base64: {failure}") from None
 
 
-def _convert(part: Any, sources: list[Source], heard: bool) -> dict[str, Any]:
+def _convert(part: Any, sources: list[MediaSource], heard: bool) -> dict[str, Any]:
     kind = part.get("type") if isinstance(part, Mapping) else None
     if kind in ("text", "input_text") and isinstance(part.get("text"), str):
         return {"type": "text", "text": part["text"]}
@@ -93,11 +93,11 @@ def _convert(part: Any, sources: list[Source], heard: bool) -> dict[str, Any]:
             raise MediaError(f"a part of type {kind}: expected at least one frame, found an empty list")
         if heard:
             raise MediaError(f"use_audio_in_video: expected a file, found a part of type {kind} with a list of frames")
-        sources.append(Source(medium, tuple(_url(frame, kind) for frame in value), True))
+        sources.append(MediaSource(medium, tuple(_url(frame, kind) for frame in value), True))
     else:
         url = _url(value, kind)
         urls = (f"data:;base64,{url}" if given[0] == "base64" else url,)
-        sources.append(Source(medium, urls, False, heard and medium == "video"))
+        sources.append(MediaSource(medium, urls, False, heard and medium == "video"))
     return {"type": medium}
 
 

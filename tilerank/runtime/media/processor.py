@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from ..protocol.errors import MediaError
 from ..protocol.prompt import Prompt
 from .decoder import Frames, Sampler
-from .messages import Source
+from .messages import MediaSource
 
 
 class Processor(ABC):
@@ -47,7 +47,7 @@ class Processor(ABC):
         """Return an upper bound of the tokens that the encoder computes for one medium of a kind."""
 
 
-def check_kinds(processor: Processor, sources: Sequence[Source]) -> None:
+def check_kinds(processor: Processor, sources: Sequence[MediaSource]) -> None:
     """Raise MediaError for a medium of a kind that the model does not take."""
     for source in sources:
         if source.kind not in processor.kinds:
@@ -57,11 +57,11 @@ def check_kinds(processor: Processor, sources: Sequence[Source]) -> None:
 
 
 def samplers(
-    processor: Processor, sources: Sequence[Source], describe: Callable[[int], tuple[int, float | None]]
+    processor: Processor, sources: Sequence[MediaSource], describe: Callable[[int], tuple[int, float | None]]
 ) -> list[Sampler]:
     """Return what chooses the frames of each medium of a prompt.
 
-    describe: returns total frames and frames per second of the video that is source number i, as Decoder.describe;
+    describe: returns total frames and frames per second of the video that is source number i, as FileDecoder.describe;
     called where frames depend on other videos.
     """
     videos = [i for i, source in enumerate(sources) if source.kind == "video" and not source.listed]

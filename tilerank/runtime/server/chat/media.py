@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 
-from ...media.decoder import Decoder, Frames, decode_source
-from ...media.messages import Source
+from ...media.decoder import FileDecoder, Frames, decode_source
+from ...media.messages import MediaSource
 from ...media.processor import Processor, check_kinds, samplers
 from ...protocol.errors import MediaError
 from ..http.errors import ApiError
@@ -31,7 +31,7 @@ class MediaReader:
     def __init__(
         self,
         processor: Processor,
-        new_decoder: Callable[[], Decoder],
+        new_decoder: Callable[[], FileDecoder],
         fetcher: Fetcher,
         limits: Mapping[str, int],
     ) -> None:
@@ -40,7 +40,7 @@ class MediaReader:
         self._limits = limits
         self._lanes = {kind: _Lane(count, new_decoder()) for kind, count in AT_A_TIME.items()}
 
-    async def read(self, sources: Sequence[Source], share: Share) -> list[Frames]:
+    async def read(self, sources: Sequence[MediaSource], share: Share) -> list[Frames]:
         """Return the media, decoded. Raises ApiError or MediaError."""
         if not sources:
             return []
@@ -64,7 +64,7 @@ class MediaReader:
                 raise MediaError(f"decoding the media takes more than {DECODE_S:g} s") from e
 
     async def _decode(
-        self, lane: "_Lane", sources: Sequence[Source], fetched: list[bytes], share: Share
+        self, lane: "_Lane", sources: Sequence[MediaSource], fetched: list[bytes], share: Share
     ) -> list[Frames]:
         left = iter(fetched)
         files = [list(islice(left, len(source.urls))) for source in sources]
@@ -84,7 +84,7 @@ class MediaReader:
 class _Lane:
     """Decodes the media of `count` requests at the same time."""
 
-    def __init__(self, count: int, decoder: Decoder) -> None:
+    def __init__(self, count: int, decoder: FileDecoder) -> None:
         self.turns = asyncio.Semaphore(count)
         self.threads = ThreadPoolExecutor(count)  # waits for the processes that decode
         self.decoder = decoder
