@@ -31,7 +31,7 @@ SLOT = 256 << 10  # bytes per lane and buffer: small enough to stay in cache, la
 SPIN_PAUSES = 4000  # about 100 us
 
 
-def segment_size(ranks: int, lanes: int, slot: int = SLOT) -> int:
+def segment_size(ranks: int, lanes: int, slot: int) -> int:
     """Return the bytes of the memory that `ranks` ranks share. The kernel allocates each page when it is first used."""
     return PAGE + ranks * _control_size(lanes) + ranks * 2 * lanes * slot
 
@@ -40,14 +40,14 @@ def _control_size(lanes: int) -> int:
     return -(-lanes * LINE // PAGE) * PAGE
 
 
-def create_segment(ranks: int, lanes: int, slot: int = SLOT) -> int:
+def create_segment(ranks: int, lanes: int) -> int:
     """Return the descriptor of a new segment with its header written."""
     fd = os.memfd_create("tilerank", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
-        os.ftruncate(fd, segment_size(ranks, lanes, slot))
+        os.ftruncate(fd, segment_size(ranks, lanes, SLOT))
         # Sealed: a process that truncated it would cause bus errors in the others.
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
-        os.pwrite(fd, HEADER.pack(MAGIC, ranks, lanes, slot), 0)
+        os.pwrite(fd, HEADER.pack(MAGIC, ranks, lanes, SLOT), 0)
     except OSError:
         os.close(fd)
         raise

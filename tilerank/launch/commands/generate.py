@@ -19,13 +19,13 @@ from ..errors import LaunchError
 from ..host.cpulist import format_cpulist
 from ..host.placement import Placement, RankPlacement
 from ..host.topology import read_topology
-from ..logs import log_info_on_rank0, say
+from ..logs import log_debug_on_rank0, log_info_on_rank0, say
 from ..options import family_options, quantize
 from ..options.arguments import number, whole_number
 from ..options.hub import add_model_argument
 from ..options.quantize import quantization_of, resolve_dtype, resolve_kv_dtype
 from ..planning import cache_size
-from ..planning.plan_text import cache_text, states_text
+from ..planning.plan_text import cache_text, render, states_text
 from ..ranks import start
 from ..ranks.rank import run_rank
 from ..ranks.rendezvous import identify
@@ -160,6 +160,7 @@ class GenerateJob:
         dtype = resolve_dtype(card, args.dtype, quantization)
         tokens = cache_size.agreed(team.group, self._plan.cached_tokens if self._plan else None)
         if self._plan:
+            log_debug_on_rank0(log, "the ranks and their parts:\n%s", render(self._plan))
             log_info_on_rank0(log, "%s", cache_text(self._plan))
             if self._plan.states:
                 log_info_on_rank0(log, "%s", states_text(self._plan))
