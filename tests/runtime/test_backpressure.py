@@ -16,17 +16,18 @@ from media_prompts import medium
 from tilerank.parallel.channel import Channel
 from tilerank.parallel.group import SingleGroup
 from tilerank.parallel.join import Team
-from tilerank.runtime.lead.engine import Engine, Event, Request, TokenEvent
+from tilerank.runtime.lead.engine import Engine, Request
 from tilerank.runtime.protocol.errors import RequestError
+from tilerank.runtime.protocol.events import Event, TokenEvent
 from tilerank.runtime.protocol.params import SamplingParams
 from tilerank.runtime.protocol.prompt import Prompt
 from tilerank.runtime.rank.worker import Worker
 from tilerank.runtime.server.link import client as client_module
-from tilerank.runtime.server.link import request_queue as line_module
+from tilerank.runtime.server.link import request_queue as queue_module
 from tilerank.runtime.server.link.client import EngineClient, OverloadedError, Progress, RefusedError
 from tilerank.runtime.server.link.engine_loop import serve_connections
-from tilerank.runtime.server.link.messages import Cancel, Submit, ToEngine, Token
-from tilerank.runtime.server.link.request_queue import CHOICE_TOKENS, MAX_BYTES, MAX_TOKENS, Line
+from tilerank.runtime.server.link.messages import Cancel, Submit, ToEngine
+from tilerank.runtime.server.link.request_queue import CHOICE_TOKENS, MAX_BYTES, MAX_TOKENS, RequestQueue
 
 TEXT = json.loads((DEMO / "eval_tokens.json").read_text())["sequences"][3]
 LONG = TEXT[:200]
@@ -38,14 +39,14 @@ def submit(number: int, tokens: int, choices: int = 1, nbytes: int = 0) -> Submi
     return Submit(number, Prompt([1] * tokens, media), SamplingParams(), [0] * choices)
 
 
-def line() -> tuple[Line, list[ToEngine]]:
+def request_queue() -> tuple[RequestQueue, list[ToEngine]]:
     sent: list[ToEngine] = []
-    return Line(sent.append), sent
+    return RequestQueue(sent.append), sent
 
 
 def test_prompts_are_sent_while_the_engine_has_room() -> None:
     """Two prompts fill it; the third is sent once the first has started, whatever follows it."""
-    queue, sent = line()
+    queue, sent = request_queue()
     half = MAX_TOKENS // 2 - CHOICE_TOKENS
     requests = [submit(i, half) for i in range(3)] + [submit(3, 1)]
     for request in requests:
@@ -60,7 +61,7 @@ def test_prompts_are_sent_while_the_engine_has_room() -> None:
 
 
 def test_a_prompt_larger_than_all_room_is_sent_alone() -> None:
-    queue, sent = line()
+    queue, sent = request_queue()
     sizes = [(MAX_TOKENS * 3, 0), (1, 1), (1, MAX_BYTES), (1, 1)]
     requests = [submit(i, tokens, nbytes=nbytes) for i, (tokens, nbytes) in enumerate(sizes)]
     for request in requests:
@@ -73,8 +74,8 @@ def test_a_prompt_larger_than_all_room_is_sent_alone() -> None:
 
 def test_media_that_the_engine_holds_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """They are held until the last choice of a request has ended; text passes."""
-    monkeypatch.setattr(line_module, "MAX_HELD", 10)
-    queue, sent = line()
+    monkeypatch.setattr(queue_module, "MAX_HELD", 10)
+    queue, sent = request_queue()
     first, large, small, text = submit(0, 1, 2, nbytes=6), submit(2, 1, nbytes=5), submit(3, 1, nbytes=1), submit(4, 1)
     for request in (first, large, small, text):
         queue.add(request)
@@ -85,8 +86,8 @@ def test_media_that_the_engine_holds_are_bounded(monkeypatch: pytest.MonkeyPatch
     assert sent == [first, text, large, small]
 
 
-def test_a_request_that_is_cancelled_in_line_is_never_sent() -> None:
-    queue, sent = line()
+def test_a_request_that_is_cancelled_in_the_queue_is_never_sent() -> None:
+    queue, sent = request_queue()
     requests = [submit(0, MAX_TOKENS), submit(1, 5), submit(2, 5, choices=3), submit(5, 5)]
     for request in requests:
         queue.add(request)
@@ -172,7 +173,7 @@ def served(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Served:
 async def collect(choice: AsyncGenerator[Progress]) -> list[int]:
     found = []
     async for token in choice:
-        assert isinstance(token, Token)
+        assert isinstance(token, TokenEvent)
         found.append(token.token_id)
     return found
 
@@ -190,7 +191,7 @@ def test_abandoned_requests_do_not_hold_the_engine(served: Served) -> None:
                     leaving.enter_context(served.client.submit(Prompt([i, *LONG]), params, [1, 2, 3]))
                 await asyncio.sleep(0.01)
                 state = served.client.state
-                assert state is not None and state.waiting > 300  # in line, where they cost nothing
+                assert state is not None and state.waiting > 300  # queued, where they cost nothing
             one = SamplingParams(max_new_tokens=1, ignore_eos=True)
             with served.client.submit(Prompt(LONG[:9]), one, [0]) as (last,):
                 await asyncio.sleep(0.01)
@@ -207,7 +208,7 @@ def test_abandoned_requests_do_not_hold_the_engine(served: Served) -> None:
 def test_as_many_wait_as_may(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """Choices and tokens of prompts are counted until they are sent or withdrawn."""
     served.client = EngineClient(max_queued=3)
-    monkeypatch.setattr(line_module, "MAX_TOKENS", 0)  # one request at a time
+    monkeypatch.setattr(queue_module, "MAX_TOKENS", 0)  # one request at a time
 
     async def work(served: Served) -> None:
         client, params = served.client, SamplingParams(max_new_tokens=3, ignore_eos=True)
@@ -262,7 +263,7 @@ def test_a_closed_choice_ends_alone(served: Served, engine: Engine) -> None:
     served.run(work)
 
 
-def test_a_refused_request_leaves_the_line(served: Served) -> None:
+def test_a_refused_request_leaves_the_queue(served: Served) -> None:
     async def work(served: Served) -> None:
         for _ in range(50):
             with served.client.submit(Prompt(LONG * 2), SamplingParams(), [0, 1]) as streams:

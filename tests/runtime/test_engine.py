@@ -19,11 +19,12 @@ from tilerank.parallel.channel import Channel
 from tilerank.parallel.embedding import VocabParallelEmbedding
 from tilerank.parallel.group import SingleGroup
 from tilerank.parallel.join import Team
-from tilerank.runtime.lead.engine import Engine, Failed, Request, TokenEvent
+from tilerank.runtime.lead.engine import Engine, Request
 from tilerank.runtime.lead.pages import PagePool
 from tilerank.runtime.lead.sampling import SamplingParams, uniform
 from tilerank.runtime.models.decoder import Decoder
 from tilerank.runtime.protocol.errors import EngineError, RequestError
+from tilerank.runtime.protocol.events import FailedEvent, TokenEvent
 from tilerank.runtime.protocol.prompt import Prompt
 from tilerank.runtime.rank.worker import Worker
 
@@ -302,7 +303,7 @@ def test_requests_whose_logits_are_no_numbers_fail_alone(poisoned: Engine, tempe
             found[event.request].append(event)
     for number in (numbers[0], numbers[3]):
         (event,) = found[number]
-        assert isinstance(event, Failed) and "computes NaN or infinity" in event.sentence
+        assert isinstance(event, FailedEvent) and "computes NaN or infinity" in event.sentence
     assert [[event.token_id for event in found[number]] for number in numbers[1:3]] == expected
     assert engine.state()["cache_used"] == 0
     (pool,) = (kind for kind in engine.scheduler.kinds if isinstance(kind, PagePool))
@@ -315,7 +316,7 @@ def test_a_score_that_is_no_number_fails_the_request(poisoned: Engine) -> None:
     events = []
     while engine.busy:
         events += engine.step()
-    assert [type(event) for event in events] == [Failed] and events[0].request == number
+    assert [type(event) for event in events] == [FailedEvent] and events[0].request == number
 
 
 def test_an_abandoned_batch_gives_its_pages_back(engine: Engine) -> None:

@@ -17,10 +17,11 @@ from tilerank.parallel.errors import GroupError
 from tilerank.parallel.group import SingleGroup
 from tilerank.parallel.join import Team
 from tilerank.runtime.lead import grammar_masks
-from tilerank.runtime.lead.engine import Completed, Engine, Event, Failed, Request, TokenEvent
+from tilerank.runtime.lead.engine import Engine, Request
 from tilerank.runtime.lead.sampling import SamplingParams
 from tilerank.runtime.lead.sequence import Scheduled
 from tilerank.runtime.protocol.errors import RequestError
+from tilerank.runtime.protocol.events import EndedEvent, Event, FailedEvent, TokenEvent
 from tilerank.runtime.protocol.framing import encode
 from tilerank.runtime.protocol.grammar import Vocabulary, allowed_tokens
 from tilerank.runtime.protocol.prompt import Prompt
@@ -96,7 +97,7 @@ def test_takes_the_likeliest_token_that_the_language_has(engine: Engine) -> None
     assert branches > 0
     assert text(found) in LANGUAGE
     assert [event.finish_reason for event in generated] == [None] * len(generated)
-    assert found == [*generated, Completed(generated[0].request)]
+    assert found == [*generated, EndedEvent(generated[0].request)]
 
 
 def test_special_tokens_named_outside_the_tokenizer_are_no_text(tmp_path: Path) -> None:
@@ -129,7 +130,7 @@ def test_holds_with_any_other_parameters(engine: Engine, params: dict[str, Any])
     value = json.loads(text(poem))
     assert set(value) == {"title", "lines"} and len(value["title"]) <= 12 and 2 <= len(value["lines"]) <= 3
     assert all(type(line) is int and 0 <= line < 100 for line in value["lines"])
-    assert isinstance(word[-1], Completed) and isinstance(poem[-1], Completed)
+    assert isinstance(word[-1], EndedEvent) and isinstance(poem[-1], EndedEvent)
 
 
 def test_log_probabilities_are_those_of_the_free_text(engine: Engine) -> None:
@@ -187,7 +188,7 @@ def test_other_requests_do_not_wait_for_a_grammar(engine: Engine, monkeypatch: p
             while engine.busy:
                 found += engine.step()
         words = [event for event in found if event.request == constrained]
-        assert text(words) in LANGUAGE and isinstance(words[-1], Completed)
+        assert text(words) in LANGUAGE and isinstance(words[-1], EndedEvent)
 
 
 def test_a_rank_is_lost_while_a_constrained_answer_ends(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -229,7 +230,7 @@ def test_a_grammar_that_fails_ends_its_own_request_alone(engine: Engine, monkeyp
         ("start: /x{1000000}/", "too many expressions"),  # after the first token
     ):
         *_, failed = end_of(engine, grammar)
-        assert isinstance(failed, Failed) and says in failed.sentence and "\n" not in failed.sentence
+        assert isinstance(failed, FailedEvent) and says in failed.sentence and "\n" not in failed.sentence
     with pytest.raises(RequestError, match=r"request 0: the grammar: .*unclosed group"):
         list(engine.generate([Request(Prompt(PROMPT), SamplingParams(grammar="start: /(/"))]))
 
@@ -237,7 +238,7 @@ def test_a_grammar_that_fails_ends_its_own_request_alone(engine: Engine, monkeyp
         patch.setattr(grammar_masks, "BASE_BUDGET_S", -1e9)  # every mask takes longer
         *before, failed = end_of(engine, CHOICE)
         assert len(before) == 1
-        assert isinstance(failed, Failed) and "takes too long" in failed.sentence
+        assert isinstance(failed, FailedEvent) and "takes too long" in failed.sentence
 
     class PanicException(BaseException):
         """Stands for the exception of the library's Rust code, which is not a subclass of Exception."""
@@ -247,7 +248,7 @@ def test_a_grammar_that_fails_ends_its_own_request_alone(engine: Engine, monkeyp
 
     monkeypatch.setattr(grammar_masks.GrammarMasks, "compute_state", panics)
     (failed,) = end_of(engine, "start: /another/")
-    assert isinstance(failed, Failed) and "see the server's log" in failed.sentence
+    assert isinstance(failed, FailedEvent) and "see the server's log" in failed.sentence
 
 
 def test_a_complete_grammar_without_an_end_token(tmp_path: Path) -> None:
@@ -258,4 +259,4 @@ def test_a_complete_grammar_without_an_end_token(tmp_path: Path) -> None:
         (model / name).write_text(json.dumps(values))
     engine = Engine(Worker(model, Team(SingleGroup(), Channel(0, None, {}, 10.0)), dtype=torch.float32))
     (found,) = events(engine, {"grammar": "start: /[0-9]{4}/"})
-    assert len(text(found)) == 4 and isinstance(found[-1], Completed)
+    assert len(text(found)) == 4 and isinstance(found[-1], EndedEvent)

@@ -23,8 +23,9 @@ from tilerank.parallel.channel import Channel
 from tilerank.parallel.group import SingleGroup
 from tilerank.parallel.join import Team
 from tilerank.runtime.lead import engine as module
-from tilerank.runtime.lead.engine import Engine, Request, Scored
+from tilerank.runtime.lead.engine import Engine, Request
 from tilerank.runtime.lead.sampling import SamplingParams
+from tilerank.runtime.protocol.events import ScoredEvent
 from tilerank.runtime.protocol.prompt import Prompt
 from tilerank.runtime.rank.worker import Worker
 
@@ -118,7 +119,7 @@ def test_prompts_are_scored_beside_each_other(worker: Worker) -> None:
     found: dict[int, list[float]] = {number: [] for number in numbers}
     while engine.busy:
         for event in engine.step():
-            if isinstance(event, Scored):
+            if isinstance(event, ScoredEvent):
                 found[event.request] += [one.chosen for one in event.logprobs]
     for number, prompt in zip(numbers, prompts, strict=True):
         rows = torch.log_softmax(fresh(worker).score(Prompt(prompt)), -1)

@@ -14,13 +14,14 @@ from tilerank.kernels import core
 from tilerank.parallel.join import Team
 from tilerank.runtime.lead import engine as module
 from tilerank.runtime.lead.encodings import EncoderCache
-from tilerank.runtime.lead.engine import Engine, Request, Scored, TokenEvent
+from tilerank.runtime.lead.engine import Engine, Request
 from tilerank.runtime.lead.lru_pool import Entry, LruPool
 from tilerank.runtime.lead.pages import PagePool
 from tilerank.runtime.lead.sampling import SamplingParams
 from tilerank.runtime.lead.sequence import Sequence, next_chunk
 from tilerank.runtime.lead.sources import SourcePool
 from tilerank.runtime.lead.states import StatePool
+from tilerank.runtime.protocol.events import ScoredEvent, TokenEvent
 from tilerank.runtime.protocol.prompt import Prompt
 from tilerank.runtime.protocol.rank_messages import Chunk, Message
 from tilerank.runtime.rank.worker import Worker
@@ -188,11 +189,11 @@ def scored_prompts(engine: Engine, prompts: list[list[int]]) -> dict[int, list[A
     ends: dict[int, str | None] = {}
     while engine.busy:
         for event in engine.step():
-            if isinstance(event, Scored):
+            if isinstance(event, ScoredEvent):
                 found[event.request] += [
                     [one.chosen, one.rank, [list(pair) for pair in one.top]] for one in event.logprobs
                 ]
-            if isinstance(event, Scored | TokenEvent):
+            if isinstance(event, ScoredEvent | TokenEvent):
                 ends[event.request] = event.finish_reason
     assert ends == dict.fromkeys([decoding, *numbers], "length")
     return {i: found[number] for i, number in enumerate(numbers)}

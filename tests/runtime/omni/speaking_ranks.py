@@ -15,9 +15,10 @@ from tilerank.kernels.kv_pages import PAGE_TOKENS
 from tilerank.loader.tokenizer import Tokenizer
 from tilerank.parallel.join import Team
 from tilerank.runtime.lead import speech_scheduler
-from tilerank.runtime.lead.engine import Engine, Request, SoundEvent, TokenEvent
+from tilerank.runtime.lead.engine import Engine, Request
 from tilerank.runtime.lead.sampling import SamplingParams
 from tilerank.runtime.media.registry import load_processor
+from tilerank.runtime.protocol.events import SoundEvent, TokenEvent
 from tilerank.runtime.protocol.params import SpeechParams
 from tilerank.runtime.protocol.prompt import Prompt
 from tilerank.runtime.protocol.speech_messages import SpeechStep

@@ -16,9 +16,10 @@ from tests.runtime.omni.speech_cases import CASES, FRAMES
 from tilerank.parallel.channel import Channel
 from tilerank.parallel.group import SingleGroup
 from tilerank.parallel.join import Team
-from tilerank.runtime.lead.engine import Engine, Failed, SoundEvent
+from tilerank.runtime.lead.engine import Engine
 from tilerank.runtime.lead.sampling import SamplingParams
 from tilerank.runtime.protocol.errors import RequestError
+from tilerank.runtime.protocol.events import FailedEvent, SoundEvent
 from tilerank.runtime.protocol.params import SpeechParams
 from tilerank.runtime.protocol.prompt import Prompt
 from tilerank.runtime.protocol.speech_messages import SpeechStep
@@ -148,7 +149,7 @@ def test_numbers_that_are_none_fail_one_request(
     samples, failed = b"", []
     while engine.busy:
         for event in engine.step():
-            failed += [event] if isinstance(event, Failed) else []
+            failed += [event] if isinstance(event, FailedEvent) else []
             samples += event.samples if isinstance(event, SoundEvent) and event.request == good else b""
     assert [event.request for event in failed] == [bad]
     assert failed[0].sentence.startswith("the talker computes NaN or infinity after 3 frames of this speech")
@@ -181,7 +182,7 @@ def test_codes_that_cannot_be_chosen_fail_one_request(
         samples, failed = b"", []
         while engine.busy:
             for event in engine.step():
-                failed += [event] if isinstance(event, Failed) else []
+                failed += [event] if isinstance(event, FailedEvent) else []
                 samples += event.samples if isinstance(event, SoundEvent) and event.request == good else b""
     assert [(event.request, event.sentence.split(":")[0]) for event in failed] == [
         (bad, "the talker computes NaN or infinity after 4 frames of this speech")

@@ -16,13 +16,14 @@ from starlette.types import ASGIApp
 
 from tilerank.loader.generation_config import SamplingDefaults
 from tilerank.loader.tokenizer import Tokenizer
+from tilerank.runtime.protocol.events import SoundEvent, TokenEvent
 from tilerank.runtime.protocol.framing import encode
 from tilerank.runtime.server.apis.settings import ServerSettings
 from tilerank.runtime.server.app import make_app
 from tilerank.runtime.server.chat.media import MediaReader
 from tilerank.runtime.server.chat.tool_formats import DeepSeekTools, tool_parser
 from tilerank.runtime.server.link.client import EngineClient
-from tilerank.runtime.server.link.messages import Cancel, Sound, State, Submit, Token, Tokens, engine_inbox
+from tilerank.runtime.server.link.messages import Cancel, Events, State, Submit, engine_inbox
 
 QWEN = (
     "{% if tools %}{{ tools | tojson }}<tool_call>{% endif %}"
@@ -103,7 +104,7 @@ class Server:
                     self.cancelled.append(message.number)
 
     async def _generate(self, number: int, speaks: bool, outgoing: asyncio.StreamWriter) -> None:
-        sounds = [Sound(number, samples, False) for samples in self.sounds if speaks]
+        sounds = [SoundEvent(number, samples, False) for samples in self.sounds if speaks]
         answer = self.answer if isinstance(self.answer, str) else self.answer(self.prompt)
         ids = self.tokenizer.encode(answer, add_special_tokens=False)
         for i, id in enumerate(ids):
@@ -113,13 +114,13 @@ class Server:
                     outgoing.close()
                     return
             last = self.finish_reason == "length" and i == len(ids) - 1
-            outgoing.write(encode(Tokens([Token(number, id, "length" if last else None, None)])))
+            outgoing.write(encode(Events([TokenEvent(number, id, 0.0, "length" if last else None)])))
             if sounds:
-                outgoing.write(encode(sounds.pop(0)))
+                outgoing.write(encode(Events([sounds.pop(0)])))
         if self.finish_reason == "stop":
-            outgoing.write(encode(Tokens([Token(number, 0, "stop", None)])))
-        for sound in [*sounds, Sound(number, b"", True)] if speaks else ():
-            outgoing.write(encode(sound))
+            outgoing.write(encode(Events([TokenEvent(number, 0, 0.0, "stop")])))
+        for sound in [*sounds, SoundEvent(number, b"", True)] if speaks else ():
+            outgoing.write(encode(Events([sound])))
 
 
 @asynccontextmanager

@@ -9,12 +9,12 @@ import pytest
 
 from tests.runtime.server.scripted import QWEN_3, QWEN_3_5, Server, make_model, run
 from tilerank.loader.tokenizer import Tokenizer
+from tilerank.runtime.protocol.events import TokenEvent
 from tilerank.runtime.protocol.params import Logprobs
 from tilerank.runtime.server.apis.completions.choices import ChatFormatter, TextFormatter
 from tilerank.runtime.server.chat.deltas import Delta
 from tilerank.runtime.server.chat.fields import IGNORED, UNSUPPORTED
 from tilerank.runtime.server.chat.request import ChatCompletion, Completion
-from tilerank.runtime.server.link.messages import Token
 
 USER: Any = {"role": "user", "content": "Who?"}
 CALL: Any = {"id": "1", "type": "function", "function": {"name": "now", "arguments": '{"zone": "Ur"}'}}
@@ -102,7 +102,7 @@ def test_an_echo_comes_first(model: Path) -> None:
 
 
 def test_log_probabilities_may_name_tokens_by_their_ids(model: Path) -> None:
-    token = Token(0, 7, None, Logprobs(-1.0, ((9, -0.5),), 2))
+    token = TokenEvent(0, 7, 0.0, logprobs=Logprobs(-1.0, ((9, -0.5),), 2))
     plain, chat = TextFormatter(Tokenizer(model), 1, True), ChatFormatter(Tokenizer(model), 1, None, True)
     logprobs = plain.chunk(Delta(0, "x", (token,), None))["logprobs"]
     assert (logprobs["tokens"], logprobs["top_logprobs"]) == (["token_id:7"], [{"token_id:9": -0.5}])

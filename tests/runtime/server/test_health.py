@@ -10,12 +10,12 @@ from command import DEMO
 
 from tilerank.loader.generation_config import SamplingDefaults
 from tilerank.loader.tokenizer import Tokenizer
+from tilerank.runtime.protocol.events import TokenEvent
 from tilerank.runtime.protocol.params import SamplingParams
 from tilerank.runtime.protocol.prompt import Prompt
 from tilerank.runtime.server.apis.settings import ServerSettings
 from tilerank.runtime.server.app import make_app
 from tilerank.runtime.server.link.client import EngineClient, EngineGoneError
-from tilerank.runtime.server.link.messages import Token
 
 
 class Client(EngineClient):
@@ -27,12 +27,12 @@ class Client(EngineClient):
         self.go_on = asyncio.Event()
         self.error: Exception | None = None
 
-    async def generate(self, prompt: Prompt, params: SamplingParams) -> AsyncGenerator[Token]:
+    async def generate(self, prompt: Prompt, params: SamplingParams) -> AsyncGenerator[TokenEvent]:
         self.asked += 1
         await self.go_on.wait()
         if self.error is not None:
             raise self.error
-        yield Token(0, 1, "length", None)
+        yield TokenEvent(0, 1, 0.0, "length")
 
 
 async def accept(grammar: str) -> None: ...

@@ -23,6 +23,7 @@ from tilerank.loader.generation_config import SamplingDefaults
 from tilerank.loader.tokenizer import Tokenizer
 from tilerank.runtime.media.decoder import FileDecoder
 from tilerank.runtime.media.registry import load_processor
+from tilerank.runtime.protocol.events import TokenEvent
 from tilerank.runtime.protocol.framing import encode
 from tilerank.runtime.protocol.prompt import Prompt
 from tilerank.runtime.server.apis.settings import ServerSettings
@@ -32,7 +33,7 @@ from tilerank.runtime.server.chat.tool_formats import HermesTools
 from tilerank.runtime.server.http import fetch, media_budget
 from tilerank.runtime.server.http.fetch import Fetcher
 from tilerank.runtime.server.link.client import EngineClient
-from tilerank.runtime.server.link.messages import State, Submit, Token, Tokens, engine_inbox
+from tilerank.runtime.server.link.messages import Events, State, Submit, engine_inbox
 
 TOKENIZER = Tokenizer(DEMO_VL)
 (IMAGE,) = TOKENIZER.encode("<|image_pad|>", False)
@@ -104,7 +105,7 @@ async def _be_engine(server: Server, incoming: asyncio.StreamReader, outgoing: a
             if isinstance(message, Submit):
                 server.submits.append(message)
                 numbers = range(message.number, message.number + len(message.seeds))
-                outgoing.write(encode(Tokens([Token(number, 65, "length", None) for number in numbers])))
+                outgoing.write(encode(Events([TokenEvent(number, 65, 0.0, "length") for number in numbers])))
 
 
 def run(test: Callable[[Server], Coroutine[Any, Any, Any]], **options: Any) -> Any:

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from tilerank.loader.generation_config import SamplingDefaults
 from tilerank.loader.tokenizer import Tokenizer
+from tilerank.runtime.protocol.events import TokenEvent
 from tilerank.runtime.protocol.framing import encode
 from tilerank.runtime.protocol.params import Logprobs, SamplingParams
 from tilerank.runtime.protocol.prompt import Prompt
@@ -30,7 +31,7 @@ from tilerank.runtime.server.chat.text import TextStream
 from tilerank.runtime.server.chat.tool_formats import HermesTools
 from tilerank.runtime.server.http.body import validation_error
 from tilerank.runtime.server.link.client import EngineClient
-from tilerank.runtime.server.link.messages import Cancel, State, Submit, ToEngine, Token, Tokens, engine_inbox
+from tilerank.runtime.server.link.messages import Cancel, Events, State, Submit, ToEngine, engine_inbox
 
 TOKENIZER = Tokenizer(DEMO)
 
@@ -108,7 +109,10 @@ def test_every_token_has_a_log_probability_also_where_calls_are_looked_for() -> 
     for text in (f"I look. {CALL}", "1 < 2 and <tool", f"{CALL}\n{CALL}"):
         ids = TOKENIZER.encode(text, add_special_tokens=False)
         formatter, stream = ChatFormatter(TOKENIZER, 0, HermesTools), TOKENIZER.stream()
-        deltas = [Delta(0, stream.push(id), (Token(0, id, None, Logprobs(-float(id), (), 1)),), None) for id in ids]
+        deltas = [
+            Delta(0, stream.push(id), (TokenEvent(0, id, 0.0, logprobs=Logprobs(-float(id), (), 1)),), None)
+            for id in ids
+        ]
         pieces = [
             piece for delta in [*deltas, Delta(0, "", (), "stop")] if (piece := formatter.chunk(delta)) is not None
         ]
@@ -122,7 +126,7 @@ def test_log_probabilities_of_tokens_that_are_parts_of_characters() -> None:
     ids = TOKENIZER.encode(text, add_special_tokens=False)
     assert len(ids) == 9  # H, é in 2, a space, the face in 4, world with its space
     # Two alternatives with the same text: the more likely one is listed.
-    tokens = tuple(Token(0, id, None, Logprobs(-1.0, ((ids[1], -0.5), (ids[2], -4.0)), 1)) for id in ids)
+    tokens = tuple(TokenEvent(0, id, 0.0, logprobs=Logprobs(-1.0, ((ids[1], -0.5), (ids[2], -4.0)), 1)) for id in ids)
     stream = TOKENIZER.stream()
     deltas = [Delta(0, stream.push(token.token_id), (token,), None) for token in tokens]
     held = [Delta(0, "Hé", tokens[:4], None), Delta(0, " 😀 world", tokens[4:], "length")]  # a stop string was possible
@@ -224,7 +228,7 @@ def test_missing_fields_take_the_values_of_the_model(body: dict[str, object], ex
             answer = asyncio.create_task(http.post("/v1/completions", json={"prompt": "a"} | body))
             (submit,) = engine_inbox().feed(await reader.read(1 << 16))
             assert isinstance(submit, Submit)
-            writer.write(encode(Tokens([Token(submit.number, 5, "length", None)])))
+            writer.write(encode(Events([TokenEvent(submit.number, 5, 0.0, "length")])))
             assert (await answer).status_code == 200
         writer.close()
         await talking

@@ -39,7 +39,8 @@ from .report import OURS, loading_text, rows_of, table
 if TYPE_CHECKING:
     from collections.abc import Generator
 
-    from tilerank.runtime.lead.engine import Engine, TokenEvent
+    from tilerank.runtime.lead.engine import Engine
+    from tilerank.runtime.protocol.events import TokenEvent
 
     from ..host.placement import Placement
     from .cases import Timing

@@ -206,7 +206,7 @@ def _measure_together(
     cost: of the code predictor. frame_s: of a step of frames. predictor_s, talker_s: of the code predictor in it, and
     of the rest. sound_s: of the sound of one frame. text_s: of everything else, for a step.
     """
-    from tilerank.runtime.lead.engine import SoundEvent
+    from tilerank.runtime.protocol.events import SoundEvent
 
     clock = _Clock(engine, predictor)
     engine.worker.speak = clock.speak  # type: ignore[method-assign]

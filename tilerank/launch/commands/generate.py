@@ -33,8 +33,8 @@ from . import prompts, speech_output
 
 if TYPE_CHECKING:
     from tilerank.parallel.join import Team
-    from tilerank.runtime.lead.engine import TokenEvent
     from tilerank.runtime.lead.sampling import SamplingParams
+    from tilerank.runtime.protocol.events import TokenEvent
     from tilerank.runtime.rank.worker import Worker
 
     from ..planning.plan_types import Plan

@@ -9,16 +9,12 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor
 
 from ..protocol.errors import RequestError
-from ..protocol.events import Completed as Completed
-from ..protocol.events import Event as Event
-from ..protocol.events import Failed as Failed
-from ..protocol.events import Scored as Scored
-from ..protocol.events import SoundEvent as SoundEvent
-from ..protocol.events import TokenEvent as TokenEvent
+from ..protocol.events import EndedEvent, Event, FailedEvent, ScoredEvent, SoundEvent, TokenEvent
 from ..protocol.params import Start
 from ..protocol.prompt import MM_CACHE_BYTES, Prompt
 from ..protocol.rank_messages import Count, Step
@@ -134,7 +130,7 @@ class Engine:
     def _step_speeches(self) -> list[Event]:
         events: list[Event] = [*self.speaking.step()]
         for event in events:
-            if isinstance(event, Failed):
+            if isinstance(event, FailedEvent):
                 self.cancel(event.request)
         return events
 
@@ -152,12 +148,14 @@ class Engine:
         try:
             while self.busy:
                 for event in self.step():
-                    if isinstance(event, Failed):
+                    if isinstance(event, FailedEvent):
                         raise RequestError(f"request {index_of[event.request]}: {event.sentence}")
                     if isinstance(event, TokenEvent):
-                        yield replace(event, request=index_of[event.request], time_s=event.time_s - began)
+                        yield msgspec.structs.replace(
+                            event, request=index_of[event.request], time_s=event.time_s - began
+                        )
                     if isinstance(event, SoundEvent) and on_sound is not None:
-                        on_sound(replace(event, request=index_of[event.request]))
+                        on_sound(msgspec.structs.replace(event, request=index_of[event.request]))
         finally:
             for number in index_of:
                 self.cancel(number)
@@ -241,10 +239,10 @@ class Engine:
         for sequence, mask in pending:
             if mask.ready and mask.error is not None:
                 self.cancel(sequence.request)
-                events.append(Failed(sequence.request, mask.error))
+                events.append(FailedEvent(sequence.request, mask.error))
             elif mask.ready and mask.complete:
                 self.cancel(sequence.request)
-                events.append(Completed(sequence.request))
+                events.append(EndedEvent(sequence.request))
         return events
 
     def _score_prompts(self, scheduled: Scheduled, logits: Tensor) -> list[Event]:
@@ -261,7 +259,7 @@ class Engine:
                     events.append(self._fail(sequence))
                     continue
                 logprobs = sampling.score(values, following, count)
-                events.append(Scored(sequence.request, logprobs, start=_start(sequence)))
+                events.append(ScoredEvent(sequence.request, logprobs, start=_start(sequence)))
                 sequence.scored = first + len(following) - 1
         return events
 
@@ -288,10 +286,10 @@ class Engine:
         events: list[Event] = []
         for sequence in scored:
             self.cancel(sequence.request)
-            events.append(Scored(sequence.request, [], "length", _start(sequence)))
+            events.append(ScoredEvent(sequence.request, [], "length", _start(sequence)))
         return [*events, *(self._take(sequence, choice, now) for sequence, choice in zip(ready, chosen, strict=True))]
 
-    def _take(self, sequence: Sequence, choice: Choice | None, now: float) -> TokenEvent | Failed:
+    def _take(self, sequence: Sequence, choice: Choice | None, now: float) -> TokenEvent | FailedEvent:
         if choice is None:
             return self._fail(sequence)
         sequence.append(choice.token_id)
@@ -305,10 +303,10 @@ class Engine:
             sequence.grammar_mask.advance(choice.token_id)
         return TokenEvent(sequence.request, choice.token_id, now, reason, choice.logprobs, _start(sequence))
 
-    def _fail(self, sequence: Sequence) -> Failed:
+    def _fail(self, sequence: Sequence) -> FailedEvent:
         """End a sequence whose logits are no numbers. Its pages may hold some that are none either."""
         self.cancel(sequence.request, share=False)
-        return Failed(
+        return FailedEvent(
             sequence.request,
             f"the model computes NaN or infinity for some of the {len(sequence.tokens)} tokens of this text: it "
             "overflows in this precision, or its weights are damaged",

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..protocol.errors import RequestError
-from ..protocol.events import Failed, SoundEvent
+from ..protocol.events import FailedEvent, SoundEvent
 from ..protocol.params import SamplingParams, SpeechParams
 from ..protocol.prompt import Prompt
 from ..protocol.sizes import MAX_RUNNING
@@ -138,12 +138,12 @@ class SpeechScheduler(BaseScheduler[Speech]):
             self._end(self.speeches[request])
             self._send_last()
 
-    def step(self) -> list[SoundEvent | Failed]:
+    def step(self) -> list[SoundEvent | FailedEvent]:
         """Compute the next frames of all that speak, chunks of prompts, and parts of sound. Returns new sound."""
         speaking, frames = self._next_frames()
         reading, chunks = self._next_chunks()
         sounds = self._next_sounds()
-        events: list[SoundEvent | Failed] = []
+        events: list[SoundEvent | FailedEvent] = []
         if frames or chunks or sounds:
             spoken = self._run(chunks, frames, [sound for _, sound in sounds])
             chosen_for = [speech for speech, chunk in zip(reading, chunks, strict=True) if chunk.last] + speaking
@@ -224,9 +224,9 @@ class SpeechScheduler(BaseScheduler[Speech]):
         spoken.logits[len(spoken.logits) - len(frames) :][(spoken.codes < 0).any(1)] = torch.nan
         return spoken
 
-    def _take_codes(self, speeches: list[Speech], logits: Tensor) -> list[SoundEvent | Failed]:
+    def _take_codes(self, speeches: list[Speech], logits: Tensor) -> list[SoundEvent | FailedEvent]:
         """Choose the first code of the next frame of each speech, unless it is known from before."""
-        events: list[SoundEvent | Failed] = []
+        events: list[SoundEvent | FailedEvent] = []
         new = [(row, speech) for row, speech in enumerate(speeches) if len(speech.codes) == speech.frames]
         if len(new) < len(speeches):
             logits = logits[[row for row, _ in new]]
@@ -242,7 +242,7 @@ class SpeechScheduler(BaseScheduler[Speech]):
                 self.release(speech)
         return events
 
-    def _take_sound(self, speech: Speech, sound: Sound, samples: Tensor) -> list[SoundEvent | Failed]:
+    def _take_sound(self, speech: Speech, sound: Sound, samples: Tensor) -> list[SoundEvent | FailedEvent]:
         """Return the samples that the client does not have yet."""
         if not samples.isfinite().all():
             self._end(speech)
@@ -287,8 +287,8 @@ def _next_chunk(speech: Speech, count: int, new_pages: list[int]) -> TalkerChunk
     )
 
 
-def _failed(speech: Speech) -> Failed:
-    return Failed(
+def _failed(speech: Speech) -> FailedEvent:
+    return FailedEvent(
         speech.request,
         f"the talker computes NaN or infinity after {speech.frames} frames of this speech: it overflows in this "
         "precision, or its weights are damaged",

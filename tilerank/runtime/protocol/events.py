@@ -1,16 +1,15 @@
-"""What the engine reports of its requests."""
+"""What the engine reports of its requests, as it is also sent to the HTTP process."""
 
-from dataclasses import dataclass
+import msgspec
 
 from .params import Logprobs, Start
 
 
-@dataclass(frozen=True)
-class TokenEvent:
-    """A generated token of request number `request`. The last token of a request has a finish_reason: "stop" (the
-    token is an end-of-sequence or stop token) or "length".
+class TokenEvent(msgspec.Struct, frozen=True, array_like=True, tag=0):
+    """A generated token of request number `request`.
 
-    time_s: when its step was done, on the clock of `time.monotonic`. start: of the first event of a request.
+    The last one has a finish_reason: "length", or "stop" for an end-of-sequence or stop token, which is not part of the
+    text. time_s: when its step was done, on the clock of `time.monotonic`. start: of the first event of a request.
     """
 
     request: int
@@ -21,8 +20,7 @@ class TokenEvent:
     start: Start | None = None
 
 
-@dataclass(frozen=True)
-class Scored:
+class ScoredEvent(msgspec.Struct, frozen=True, array_like=True, tag=1):
     """Log-probabilities of the next tokens of the prompt of request number `request`, from the second token on.
 
     finish_reason: "length" if the prompt is complete and no token is to be generated.
@@ -34,8 +32,7 @@ class Scored:
     start: Start | None = None
 
 
-@dataclass(frozen=True)
-class SoundEvent:
+class SoundEvent(msgspec.Struct, frozen=True, array_like=True, tag=2):
     """The next sound of request number `request`: samples of 16 bits, little-endian, 24,000 a second.
 
     A request that speaks ends with an event whose `last` is true, after the last token of its text.
@@ -46,19 +43,27 @@ class SoundEvent:
     last: bool
 
 
-@dataclass(frozen=True)
-class Completed:
-    """The grammar of request number `request` allows no further token. No token is generated for this."""
+class EndedEvent(msgspec.Struct, frozen=True, array_like=True, tag=3):
+    """Request number `request` ends without a further token: its grammar allows none, or it has been cancelled."""
 
     request: int
 
 
-@dataclass(frozen=True)
-class Failed:
-    """Request number `request` gets no more tokens, because it cannot go on."""
+class FailedEvent(msgspec.Struct, frozen=True, array_like=True, tag=4):
+    """Request number `request` cannot run, or cannot go on. `sentence` says why."""
 
     request: int
     sentence: str
 
 
-Event = Scored | TokenEvent | SoundEvent | Completed | Failed
+Event = TokenEvent | ScoredEvent | SoundEvent | EndedEvent | FailedEvent
+
+
+def is_last(event: Event, speaks: bool) -> bool:
+    """Does a request end with this event? speaks: it ends with sound."""
+    match event:
+        case TokenEvent() | ScoredEvent():
+            return event.finish_reason is not None and not speaks
+        case SoundEvent():
+            return event.last
+    return True

@@ -11,11 +11,11 @@ from typing import Any
 from tilerank.loader.generation_config import SamplingDefaults
 from tilerank.loader.tokenizer import Tokenizer
 
+from ...protocol.events import ScoredEvent, SoundEvent, TokenEvent
 from ...protocol.params import Logprobs, SamplingParams, Start
 from ...protocol.prompt import Prompt
 from ..http.errors import ApiError
 from ..link.client import EngineClient, EngineGoneError, OverloadedError, Progress, RefusedError
-from ..link.messages import PromptScores, Sound, Token
 from .params import final_prompt, sampling_params, seeds
 from .reasoning import Text, Thinking
 from .request import ChatCompletion, Completion, Sampling
@@ -32,13 +32,13 @@ class Delta:
 
     reasoning: new text of the reasoning, which comes before `text`, the answer. ids: the ids of the new tokens, with
     one that ends the text and is not among `tokens`. opening: of the first delta of a choice. `text` and `tokens` begin
-    with the prompt if the request wants its echo. sound: new samples of the speech, as in messages.Sound; the last
+    with the prompt if the request wants its echo. sound: new samples of the speech, as in SoundEvent; the last
     delta of a choice that speaks comes with them.
     """
 
     index: int
     text: str
-    tokens: tuple[Token, ...]
+    tokens: tuple[TokenEvent, ...]
     finish_reason: str | None
     reasoning: str = ""
     ids: tuple[int, ...] = ()
@@ -166,17 +166,17 @@ class ActiveRequest:
         speaks = isinstance(body, ChatCompletion) and body.audio is not None
         text_end: str | None = None  # the finish_reason of a text that is still being spoken
         shows_end = isinstance(body, Completion) and body.echo  # whose clients count the tokens
-        pending: list[Token] = []  # tokens whose text the stream still holds back
+        pending: list[TokenEvent] = []  # tokens whose text the stream still holds back
         ids: list[int] = []
         async with aclosing(stream) as progress:
             async for item in progress:
                 opening.add(item)
-                if isinstance(item, PromptScores):
+                if isinstance(item, ScoredEvent):
                     if item.finish_reason is not None:
                         yield Delta(index, "", (), item.finish_reason)
                         return
                     continue
-                if isinstance(item, Sound):
+                if isinstance(item, SoundEvent):
                     self._sound_bytes[index] = self._sound_bytes.get(index, 0) + len(item.samples)
                     yield Delta(index, "", (), text_end if item.last else None, sound=item.samples)
                     if item.last:
@@ -204,7 +204,9 @@ class ActiveRequest:
             # Tokens end without a finish_reason if the grammar allows no further token.
             yield self._delta(index, text_stream.flush(), pending, "stop", ids)
 
-    def _delta(self, index: int, text: Text, tokens: Sequence[Token], reason: str | None, ids: Sequence[int]) -> Delta:
+    def _delta(
+        self, index: int, text: Text, tokens: Sequence[TokenEvent], reason: str | None, ids: Sequence[int]
+    ) -> Delta:
         is_shown = not isinstance(self.body, ChatCompletion) or self.body.include_reasoning
         return Delta(index, text.answer, tuple(tokens), reason, text.reasoning if is_shown else "", tuple(ids))
 
@@ -216,7 +218,7 @@ class ActiveRequest:
         prompt_ids = self._prompt_ids[number]
         logprobs = [None, *scores] if scores else [None] * len(prompt_ids)
         if isinstance(body, Completion) and body.echo:
-            tokens = [Token(0, id, None, of_id) for id, of_id in zip(prompt_ids, logprobs, strict=True)]
+            tokens = [TokenEvent(0, id, 0.0, logprobs=of_id) for id, of_id in zip(prompt_ids, logprobs, strict=True)]
             text = _prompt_text(body.prompt, number) or self.tokenizer.decode(prompt_ids)
             delta = replace(delta, text=text + delta.text, tokens=(*tokens, *delta.tokens))
         opening = Opening(
@@ -262,10 +264,10 @@ class _OpeningBuilder:
         self._is_open = True
 
     def add(self, item: Progress) -> None:
-        if not self._is_open or isinstance(item, Sound):
+        if not self._is_open or isinstance(item, SoundEvent):
             return
         self._start = self._start or item.start
-        if isinstance(item, PromptScores):
+        if isinstance(item, ScoredEvent):
             self._scores += item.logprobs
 
     def take(self) -> tuple[Start | None, list[Logprobs]] | None:

@@ -9,27 +9,13 @@ from functools import reduce
 
 import msgspec
 
+from ...protocol.events import EndedEvent, Event, FailedEvent, ScoredEvent, SoundEvent, TokenEvent, is_last
 from ...protocol.framing import encode
 from ...protocol.params import SamplingParams
 from ...protocol.prompt import Prompt
-from .messages import (
-    Counters,
-    Ended,
-    FromEngine,
-    PromptScores,
-    Ranks,
-    Refused,
-    Sound,
-    State,
-    Submit,
-    ToEngine,
-    Token,
-    Tokens,
-    client_inbox,
-    merge_states,
-)
+from .messages import Counters, Events, FromEngine, Ranks, State, Submit, ToEngine, client_inbox, merge_states
 from .rank_stats import RankStats, merge
-from .request_queue import Line
+from .request_queue import RequestQueue
 from .routing import SeenPrompts, block_hashes, choose_replica
 
 log = logging.getLogger(__name__)
@@ -53,9 +39,9 @@ class RefusedError(Exception):
     """The engine cannot run the request. The message says why."""
 
 
-Progress = PromptScores | Token | Sound
+Progress = ScoredEvent | TokenEvent | SoundEvent
 """What a choice yields: the scores of its prompt, if it asked for them, and then its tokens, and sound if it speaks."""
-_Item = Progress | Ended | EngineGoneError | RefusedError
+_Item = Event | EngineGoneError
 
 
 class Totals:
@@ -90,7 +76,7 @@ class EngineConnection:
         self._totals = totals
         self._on_ready = on_ready
         self._transport: asyncio.Transport | None = None
-        self._line = Line(self._send)
+        self._queue = RequestQueue(self._send)
         self._queues: dict[int, asyncio.Queue[_Item]] = {}  # by the number of each incomplete choice
         self._speaking: set[int] = set()  # the numbers of those that end with sound, not with a token
         self._next_number = 0
@@ -101,14 +87,14 @@ class EngineConnection:
         return len(self._queues)
 
     @property
-    def in_line(self) -> int:
+    def queued(self) -> int:
         """The number of choices that wait until the engine can take them."""
-        return len(self._line)
+        return len(self._queue)
 
     @property
-    def tokens_in_line(self) -> int:
+    def queued_tokens(self) -> int:
         """The tokens of their prompts."""
-        return self._line.waiting_tokens
+        return self._queue.waiting_tokens
 
     async def run(self, connection: socket.socket) -> None:
         """Receive messages over `connection` until the engine closes it. Then fail the incomplete requests."""
@@ -121,7 +107,7 @@ class EngineConnection:
         finally:
             self.state = None
             self._transport.close()
-            self._line.close()
+            self._queue.close()
             self.fail_requests("The engine stopped before the answer was complete.")
 
     def fail_requests(self, why: str) -> None:
@@ -141,7 +127,7 @@ class EngineConnection:
         self._queues.update(zip(numbers, queues, strict=True))
         if params.speech is not None:
             self._speaking.update(numbers)
-        self._line.add(Submit(numbers.start, prompt, params, list(seeds), prompt.digests))
+        self._queue.add(Submit(numbers.start, prompt, params, list(seeds), prompt.digests))
         del prompt  # pictures take much memory, and this process needs them no longer than until they are sent
         try:
             speaks = params.speech is not None
@@ -152,11 +138,13 @@ class EngineConnection:
 
     async def _tokens(self, number: int, queue: "asyncio.Queue[_Item]", speaks: bool) -> AsyncGenerator[Progress]:
         try:
-            while not isinstance(item := await queue.get(), Ended):
-                if isinstance(item, Exception):
+            while not isinstance(item := await queue.get(), EndedEvent):
+                if isinstance(item, EngineGoneError):
                     raise item
+                if isinstance(item, FailedEvent):
+                    raise RefusedError(item.sentence)
                 yield item
-                if _is_last(item, speaks):
+                if is_last(item, speaks):
                     return
         finally:
             self._cancel(number)
@@ -165,17 +153,13 @@ class EngineConnection:
         """Cancel a choice if it is incomplete."""
         if self._queues.pop(number, None) is not None:
             self._speaking.discard(number)
-            self._line.cancel(number)
+            self._queue.cancel(number)
 
     def _handle(self, message: FromEngine) -> None:
         match message:
-            case Tokens(tokens):
-                for token in tokens:
-                    self._put(token.number, token)
-            case PromptScores(number) | Sound(number) | Ended(number):
-                self._put(number, message)
-            case Refused(number, why):
-                self._put(number, RefusedError(why))
+            case Events(events):
+                for event in events:
+                    self._put(event.request, event)
             case Ranks() | Counters():
                 self.rank_stats.add(message)
             case State():
@@ -183,12 +167,12 @@ class EngineConnection:
                 self.state = message
                 self._on_ready()
 
-    def _put(self, number: int, item: _Item) -> None:
-        last = _is_last(item, number in self._speaking)
-        self._line.receive(number, last=last)
+    def _put(self, number: int, event: Event) -> None:
+        last = is_last(event, number in self._speaking)
+        self._queue.receive(number, last=last)
         if number not in self._queues:  # cancelled, and the engine has not read the Cancel message yet
             return
-        self._queues[number].put_nowait(item)
+        self._queues[number].put_nowait(event)
         if last:
             del self._queues[number]
             self._speaking.discard(number)
@@ -220,13 +204,6 @@ class _Receiver(asyncio.Protocol):
             self.end.set_exception(error)
 
 
-def _is_last(item: _Item, speaks: bool) -> bool:
-    """Does a choice end with this item? speaks: it ends with sound."""
-    if isinstance(item, Token | PromptScores):
-        return item.finish_reason is not None and not speaks
-    return item.last if isinstance(item, Sound) else True
-
-
 class EngineClient:
     """Routes requests to the engines that are ready (routing.py), and sums up what the engines report.
 
@@ -242,9 +219,9 @@ class EngineClient:
 
     @property
     def state(self) -> State | None:
-        """The state of all ready engines taken as one; None if there is none. Requests in line here are waiting."""
+        """The state of all ready engines taken as one; None if there is none. Requests queued here are waiting."""
         states = [
-            msgspec.structs.replace(engine.state, waiting=engine.state.waiting + engine.in_line)
+            msgspec.structs.replace(engine.state, waiting=engine.state.waiting + engine.queued)
             for engine in self._engines.values()
             if engine.state is not None
         ]
@@ -264,9 +241,9 @@ class EngineClient:
     def check_room(self) -> None:
         """Raise OverloadedError if no further request may wait."""
         engines = [engine for engine in self._engines.values() if engine.state is not None]
-        if sum(engine.in_line for engine in engines) >= self._max_queued:
+        if sum(engine.queued for engine in engines) >= self._max_queued:
             raise OverloadedError(f"{self._max_queued} requests wait already, as many as may.")
-        if sum(engine.tokens_in_line for engine in engines) >= MAX_QUEUED_TOKENS:
+        if sum(engine.queued_tokens for engine in engines) >= MAX_QUEUED_TOKENS:
             raise OverloadedError(f"Requests with {MAX_QUEUED_TOKENS} tokens together wait already, as many as may.")
 
     def fail_requests(self, why: str) -> None:

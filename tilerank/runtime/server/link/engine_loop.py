@@ -6,26 +6,13 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from ...lead.engine import Completed, Engine, Failed, Request, Scored, SoundEvent, TokenEvent
+import msgspec
+
+from ...lead.engine import Engine, Request
 from ...protocol.errors import RequestError
+from ...protocol.events import EndedEvent, Event, FailedEvent, is_last
 from ...protocol.framing import encode
-from .messages import (
-    Cancel,
-    Counters,
-    Ended,
-    FromEngine,
-    PromptScores,
-    RankInfo,
-    Ranks,
-    Refused,
-    Sound,
-    State,
-    Submit,
-    ToEngine,
-    Token,
-    Tokens,
-    engine_inbox,
-)
+from .messages import Cancel, Counters, Events, FromEngine, RankInfo, Ranks, State, Submit, ToEngine, engine_inbox
 
 STATE_INTERVAL_S = 0.25
 """Shortest time between two State messages while requests run."""
@@ -131,33 +118,14 @@ class _Session:
 
     def _compute(self) -> None:
         self._counters_changed = True
-        tokens: list[Token] = []
-        sounds: list[Sound] = []
+        events: list[Event] = []
         for event in self._engine.step():
             number = self._client_numbers[event.request]
-            match event:
-                case TokenEvent():
-                    tokens.append(Token(number, event.token_id, event.finish_reason, event.logprobs, event.start))
-                    if event.finish_reason is not None and number not in self._speaking:
-                        self._forget(number)
-                case SoundEvent():
-                    sounds.append(Sound(number, event.samples, event.last))
-                    if event.last:
-                        self._forget(number)
-                case Scored():
-                    self._send(PromptScores(number, event.logprobs, event.finish_reason, event.start))
-                    if event.finish_reason is not None:
-                        self._forget(number)
-                case Completed():
-                    self._send(Ended(number))
-                    self._forget(number)
-                case Failed():
-                    self._send(Refused(number, event.sentence))
-                    self._forget(number)
-        if tokens:
-            self._send(Tokens(tokens))
-        for sound in sounds:
-            self._send(sound)
+            events.append(msgspec.structs.replace(event, request=number))
+            if is_last(event, number in self._speaking):
+                self._forget(number)
+        if events:
+            self._send(Events(events))
         if not self._engine.busy or time.monotonic() - self._state_sent_at > STATE_INTERVAL_S:
             self._send_state()
 
@@ -167,13 +135,13 @@ class _Session:
             prompt.digests = message.digests
         for number, seed in enumerate(message.seeds, message.number):
             if number in cancelled:
-                self._send(Ended(number))
+                self._send(Events([EndedEvent(number)]))
                 continue
             params = message.params if seed == message.params.seed else replace(message.params, seed=seed)
             try:
                 request = self._engine.submit(Request(prompt, params))
             except RequestError as e:
-                self._send(Refused(number, str(e)))
+                self._send(Events([FailedEvent(number, str(e))]))
                 continue
             self._client_numbers[request], self._engine_numbers[number] = number, request
             if message.params.speech is not None:
@@ -184,7 +152,7 @@ class _Session:
             return
         self._engine.cancel(self._engine_numbers[number])
         self._forget(number)
-        self._send(Ended(number))
+        self._send(Events([EndedEvent(number)]))
         if not self._engine.busy:
             self._send_state()
 

@@ -2,8 +2,9 @@
 
 import msgspec
 
+from ...protocol.events import Event
 from ...protocol.framing import Inbox
-from ...protocol.params import Logprobs, SamplingParams, Start
+from ...protocol.params import SamplingParams
 from ...protocol.prompt import Prompt
 from ...rank.counters import RankCounters
 
@@ -28,64 +29,13 @@ class Cancel(msgspec.Struct, frozen=True, array_like=True, tag=1):
     number: int
 
 
-class Token(msgspec.Struct, frozen=True, array_like=True):
-    """A generated token of request `number`.
+class Events(msgspec.Struct, frozen=True, array_like=True, tag=2):
+    """What one step reports of its requests, which have the numbers of the HTTP process here."""
 
-    The last one has a finish_reason: "length", or "stop" for an end-of-sequence or stop token, which is not part of the
-    text. If the grammar of a request allows no further token, no token has a finish_reason and `Ended` follows. start:
-    of the first token, unless scores of the prompt came before it.
-    """
-
-    number: int
-    token_id: int
-    finish_reason: str | None
-    logprobs: Logprobs | None
-    start: Start | None = None
+    events: list[Event]
 
 
-class Tokens(msgspec.Struct, frozen=True, array_like=True, tag=2):
-    """The tokens of one step."""
-
-    tokens: list[Token]
-
-
-class PromptScores(msgspec.Struct, frozen=True, array_like=True, tag=8):
-    """Log-probabilities of the next tokens of the prompt of request `number`, from the second token on.
-
-    finish_reason: "length" if the prompt is complete and no token follows.
-    """
-
-    number: int
-    logprobs: list[Logprobs]
-    finish_reason: str | None
-    start: Start | None = None
-
-
-class Refused(msgspec.Struct, frozen=True, array_like=True, tag=3):
-    """Request `number` cannot run, or cannot continue. `message` says why."""
-
-    number: int
-    message: str
-
-
-class Ended(msgspec.Struct, frozen=True, array_like=True, tag=7):
-    """Request `number` ends without a further token: its grammar allows none, or it has been cancelled."""
-
-    number: int
-
-
-class Sound(msgspec.Struct, frozen=True, array_like=True, tag=9):
-    """The next sound of request `number`: samples of 16 bits, little-endian, 24,000 a second.
-
-    A request that speaks ends with a message whose `last` is true, after the last token of its text.
-    """
-
-    number: int
-    samples: bytes
-    last: bool
-
-
-class State(msgspec.Struct, frozen=True, array_like=True, tag=4):
+class State(msgspec.Struct, frozen=True, array_like=True, tag=3):
     """The state of the engine. The first one means that the engine is ready.
 
     cache_tokens: capacity of the KV cache in tokens. cache_used: fraction of its pages that running requests use.
@@ -139,13 +89,13 @@ class RankInfo(msgspec.Struct, frozen=True, array_like=True):
     local_memory: float | None
 
 
-class Ranks(msgspec.Struct, frozen=True, array_like=True, tag=5):
+class Ranks(msgspec.Struct, frozen=True, array_like=True, tag=4):
     """The ranks of the engine, sent once before its first State."""
 
     ranks: list[RankInfo]
 
 
-class Counters(msgspec.Struct, frozen=True, array_like=True, tag=6):
+class Counters(msgspec.Struct, frozen=True, array_like=True, tag=5):
     """The counters of every rank, in order of rank."""
 
     ranks: list[RankCounters]
@@ -179,7 +129,7 @@ def merge_states(one: State, other: State) -> State:
 
 
 ToEngine = Submit | Cancel
-FromEngine = Tokens | PromptScores | Sound | Ended | Refused | State | Ranks | Counters
+FromEngine = Events | State | Ranks | Counters
 
 
 def engine_inbox() -> Inbox[ToEngine]:

@@ -2,7 +2,7 @@
 
 The engine gets prompts in order of arrival, a bounded amount ahead of what it has started: enough to fill its steps,
 and little enough that it reads the message that cancels a request soon after the client is gone. A request that is
-cancelled in line never reaches the engine.
+cancelled in the queue never reaches the engine.
 """
 
 from collections import deque
@@ -26,7 +26,7 @@ have to encode them again."""
 class _Entry:
     """A request, without its prompt once that is sent.
 
-    cancelled: numbers of choices cancelled while it is in line. started: the engine has sent a message about one of
+    cancelled: numbers of choices cancelled while it is queued. started: the engine has sent a message about one of
     them. left: how many have not ended.
     """
 
@@ -41,23 +41,23 @@ class _Entry:
         self.left = len(self.numbers)
 
 
-class Line:
+class RequestQueue:
     """The requests to one engine. send: sends a message to it."""
 
     def __init__(self, send: Callable[[ToEngine], None]) -> None:
         self._send = send
         self._waiting: deque[_Entry] = deque()
-        self._in_line: dict[int, _Entry] = {}  # by the number of each choice
+        self._queued: dict[int, _Entry] = {}  # by the number of each choice
         self._sent: dict[int, _Entry] = {}  # the same for choices that have not ended
         self._tokens = self._nbytes = self._held = 0  # what MAX_TOKENS, MAX_BYTES and MAX_HELD limit
 
     def __len__(self) -> int:
-        """The number of choices in line."""
-        return len(self._in_line)
+        """The number of queued choices."""
+        return len(self._queued)
 
     @property
     def waiting_tokens(self) -> int:
-        """The prompt tokens of the requests in line."""
+        """The prompt tokens of the queued requests."""
         return sum(entry.tokens for entry in self._waiting)
 
     def add(self, submit: Submit) -> None:
@@ -66,12 +66,12 @@ class Line:
         tokens = len(submit.prompt.token_ids) + CHOICE_TOKENS * len(numbers)
         entry = _Entry(submit, numbers, tokens, sum(len(medium.frames) for medium in submit.prompt.media))
         self._waiting.append(entry)
-        self._in_line.update(dict.fromkeys(numbers, entry))
+        self._queued.update(dict.fromkeys(numbers, entry))
         self._advance()
 
     def cancel(self, number: int) -> None:
-        """Cancel a choice, in line or in the engine."""
-        entry = self._in_line.get(number)
+        """Cancel a choice, in the queue or in the engine."""
+        entry = self._queued.get(number)
         if entry is None:
             self._send(Cancel(number))
             return
@@ -101,7 +101,7 @@ class Line:
     def close(self) -> None:
         """Drop all requests: the engine is gone."""
         self._waiting.clear()
-        self._in_line.clear()
+        self._queued.clear()
         self._sent.clear()
 
     def _advance(self) -> None:
@@ -133,7 +133,7 @@ class Line:
 
     def _leave(self, entry: _Entry) -> None:
         for number in entry.numbers:
-            del self._in_line[number]
+            del self._queued[number]
 
 
 def _has_room(used: int, wanted: int, limit: int) -> bool:

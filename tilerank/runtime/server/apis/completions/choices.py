@@ -7,10 +7,10 @@ from typing import ClassVar
 
 from tilerank.loader.tokenizer import Tokenizer
 
+from ....protocol.events import TokenEvent
 from ....protocol.params import Logprobs
 from ...chat.deltas import Delta
 from ...chat.tools import ToolCall, ToolParser, split
-from ...link.messages import Token
 from ..answer import Json
 
 
@@ -130,7 +130,7 @@ class ChatFormatter(Formatter):
         self._new_parser = new_parser
         self._parsers: dict[int, ToolParser | None] = {}
         self._num_calls: dict[int, int] = {}
-        self._pending: dict[int, list[Token]] = {}  # tokens whose text the parser holds back
+        self._pending: dict[int, list[TokenEvent]] = {}  # tokens whose text the parser holds back
         self._token_texts: dict[int, TokenText] = {}
 
     def chunk(self, delta: Delta) -> Json | None:
@@ -187,7 +187,7 @@ class ChatFormatter(Formatter):
         return {"index": number, "id": call.id, "type": "function", "function": function}
 
 
-def token_entries(tokens: Sequence[Token], top: int, token_text: TokenText) -> list[Json]:
+def token_entries(tokens: Sequence[TokenEvent], top: int, token_text: TokenText) -> list[Json]:
     """Return the log-probabilities of tokens, and of the `top` likeliest alternatives of each, as chats list them."""
 
     def entry(id: int, value: float) -> Json:
@@ -208,7 +208,7 @@ def reasoning_fields(text: str) -> Json:
     return {"reasoning_content": text, "reasoning": text} if text else {}
 
 
-def _logprobs(token: Token) -> Logprobs:
+def _logprobs(token: TokenEvent) -> Logprobs:
     assert token.logprobs is not None, "the request asked for log-probabilities"
     return token.logprobs
 
