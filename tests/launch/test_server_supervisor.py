@@ -22,7 +22,7 @@ from tilerank.launch.serving.http_process import run as run_http
 from tilerank.loader.generation_config import SamplingDefaults
 from tilerank.loader.tokenizer import Tokenizer
 from tilerank.runtime.protocol.framing import encode
-from tilerank.runtime.server.apis.settings import ServerSettings
+from tilerank.runtime.server.apis.service import ServerSettings
 from tilerank.runtime.server.http.access import Access
 from tilerank.runtime.server.link.handover import connect, receive_connection
 from tilerank.runtime.server.link.messages import State

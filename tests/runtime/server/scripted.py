@@ -18,7 +18,8 @@ from tilerank.loader.generation_config import SamplingDefaults
 from tilerank.loader.tokenizer import Tokenizer
 from tilerank.runtime.protocol.events import SoundEvent, TokenEvent
 from tilerank.runtime.protocol.framing import encode
-from tilerank.runtime.server.apis.settings import ServerSettings
+from tilerank.runtime.protocol.params import Logprobs
+from tilerank.runtime.server.apis.service import ServerSettings
 from tilerank.runtime.server.app import make_app
 from tilerank.runtime.server.chat.media import MediaReader
 from tilerank.runtime.server.chat.tool_formats import DeepSeekTools, tool_parser
@@ -58,6 +59,7 @@ class Server:
 
     answer: a text, or a function of the prompt. sounds: those of an answer that speaks, one after each token. limit:
     the engine sends this many tokens of an answer and waits. cut: it then closes its connection. cancelled: numbers.
+    logprobs: gives those of a token.
     """
 
     def __init__(self, app: ASGIApp, http: httpx.AsyncClient, tokenizer: Tokenizer) -> None:
@@ -69,6 +71,7 @@ class Server:
         self.answer: str | Callable[[str], str] = ""
         self.sounds: list[bytes] = []
         self.finish_reason = "stop"
+        self.logprobs: Callable[[int], Logprobs | None] = lambda id: None
         self.limit = ENOUGH
         self.more = asyncio.Event()
         self.cut = False
@@ -114,7 +117,7 @@ class Server:
                     outgoing.close()
                     return
             last = self.finish_reason == "length" and i == len(ids) - 1
-            outgoing.write(encode(Events([TokenEvent(number, id, 0.0, "length" if last else None)])))
+            outgoing.write(encode(Events([TokenEvent(number, id, 0.0, "length" if last else None, self.logprobs(id))])))
             if sounds:
                 outgoing.write(encode(Events([sounds.pop(0)])))
         if self.finish_reason == "stop":

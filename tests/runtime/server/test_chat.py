@@ -10,6 +10,7 @@ import openai
 import pytest
 
 from tests.runtime.server.scripted import BOS, QWEN_3, QWEN_3_5, Server, make_model, run
+from tilerank.runtime.protocol.params import Logprobs
 
 DEEPSEEK = (
     "{% if not thinking is defined %}{% set thinking = false %}{% endif %}{{ bos_token }}"
@@ -83,6 +84,48 @@ def test_a_tool_call_after_reasoning(model: Path) -> None:
         assert whole.choices[0].finish_reason == "tool_calls"
 
     run(model, QWEN_3_5, ask)
+
+
+WEATHER = '<tool_call>\n{"name": "weather", "arguments": {"city": "Köln", "days": [1, 2]}}\n</tool_call>'
+
+
+def test_tool_calls_as_a_stream_and_whole(model: Path) -> None:
+    """The format of the API, by hand: content first, then numbered calls, then the finish reason."""
+
+    async def ask(server: Server) -> None:
+        answer = f"Looking. {WEATHER}{WEATHER}"
+        chunks = [chunk async for chunk in await server.ask(answer, tools=TOOLS, stream=True)]
+        deltas = [chunk.choices[0].delta for chunk in chunks]
+        assert deltas[0].role == "assistant"
+        first = next(i for i, delta in enumerate(deltas) if delta.tool_calls)
+        assert "".join(delta.content or "" for delta in deltas[:first]) == "Looking. "
+        assert not any(delta.content for delta in deltas[first:])
+        calls = [call for delta in deltas for call in delta.tool_calls or []]
+        found = [(call.index, call.type, call.function.name) for call in calls]
+        assert found == [(0, "function", "weather"), (1, "function", "weather")] and calls[0].id != calls[1].id
+        reasons = [chunk.choices[0].finish_reason for chunk in chunks]
+        assert reasons == [None] * (len(chunks) - 1) + ["tool_calls"]
+        message = (await server.ask(answer, tools=TOOLS)).choices[0].message
+        assert message.content == "Looking. "
+        assert [call.function.arguments for call in message.tool_calls] == ['{"city": "Köln", "days": [1, 2]}'] * 2
+
+    run(model, QWEN_3, ask)
+
+
+@pytest.mark.parametrize("answer", [f"I look. {WEATHER}", "1 < 2 and <tool", f"{WEATHER}\n{WEATHER}"])
+def test_every_token_has_a_log_probability_also_where_calls_are_looked_for(model: Path, answer: str) -> None:
+    """Text that may become a call is held back; chunks contain the tokens of the text that they contain."""
+
+    async def ask(server: Server) -> None:
+        server.logprobs = lambda id: Logprobs(-float(id), (), 1)
+        expected = [-float(id) for id in server.tokenizer.encode(answer, add_special_tokens=False)]
+        whole = await server.ask(answer, tools=TOOLS, logprobs=True)
+        assert [entry.logprob for entry in whole.choices[0].logprobs.content] == expected
+        chunks = [chunk async for chunk in await server.ask(answer, tools=TOOLS, logprobs=True, stream=True)]
+        entries = [entry for chunk in chunks for entry in chunk.choices[0].logprobs.content]
+        assert [entry.logprob for entry in entries] == expected
+
+    run(model, QWEN_3, ask)
 
 
 def test_a_stream_of_calls_of_deepseek(model: Path) -> None:

@@ -11,10 +11,11 @@ from tests.runtime.server.scripted import QWEN_3, QWEN_3_5, Server, make_model, 
 from tilerank.loader.tokenizer import Tokenizer
 from tilerank.runtime.protocol.events import TokenEvent
 from tilerank.runtime.protocol.params import Logprobs
+from tilerank.runtime.server.apis.completions.body import Completion
 from tilerank.runtime.server.apis.completions.choices import ChatFormatter, TextFormatter
 from tilerank.runtime.server.chat.deltas import Delta
 from tilerank.runtime.server.chat.fields import IGNORED, UNSUPPORTED
-from tilerank.runtime.server.chat.request import ChatCompletion, Completion
+from tilerank.runtime.server.chat.request import ChatCompletion
 
 USER: Any = {"role": "user", "content": "Who?"}
 CALL: Any = {"id": "1", "type": "function", "function": {"name": "now", "arguments": '{"zone": "Ur"}'}}
@@ -103,11 +104,10 @@ def test_an_echo_comes_first(model: Path) -> None:
 
 def test_log_probabilities_may_name_tokens_by_their_ids(model: Path) -> None:
     token = TokenEvent(0, 7, 0.0, logprobs=Logprobs(-1.0, ((9, -0.5),), 2))
-    plain, chat = TextFormatter(Tokenizer(model), 1, True), ChatFormatter(Tokenizer(model), 1, None, True)
-    logprobs = plain.chunk(Delta(0, "x", (token,), None))["logprobs"]
+    plain, chat = TextFormatter(Tokenizer(model), 1, True), ChatFormatter(Tokenizer(model), 1, True)
+    logprobs = plain.chunk(Delta(0, ("x",), (token,), None))["logprobs"]
     assert (logprobs["tokens"], logprobs["top_logprobs"]) == (["token_id:7"], [{"token_id:9": -0.5}])
-    chunk = chat.chunk(Delta(0, "x", (token,), None))
-    assert chunk is not None and chunk["logprobs"]["content"][0]["token"] == "token_id:7"
+    assert chat.chunk(Delta(0, ("x",), (token,), None))["logprobs"]["content"][0]["token"] == "token_id:7"
 
 
 @pytest.mark.parametrize("template", [SIMPLE, ALTERNATES])

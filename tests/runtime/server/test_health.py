@@ -13,7 +13,7 @@ from tilerank.loader.tokenizer import Tokenizer
 from tilerank.runtime.protocol.events import TokenEvent
 from tilerank.runtime.protocol.params import SamplingParams
 from tilerank.runtime.protocol.prompt import Prompt
-from tilerank.runtime.server.apis.settings import ServerSettings
+from tilerank.runtime.server.apis.service import ServerSettings
 from tilerank.runtime.server.app import make_app
 from tilerank.runtime.server.link.client import EngineClient, EngineGoneError
 

@@ -26,7 +26,7 @@ from tilerank.runtime.media.registry import load_processor
 from tilerank.runtime.protocol.events import TokenEvent
 from tilerank.runtime.protocol.framing import encode
 from tilerank.runtime.protocol.prompt import Prompt
-from tilerank.runtime.server.apis.settings import ServerSettings
+from tilerank.runtime.server.apis.service import ServerSettings
 from tilerank.runtime.server.app import make_app
 from tilerank.runtime.server.chat.media import MediaReader
 from tilerank.runtime.server.chat.tool_formats import HermesTools

@@ -21,14 +21,14 @@ from tilerank.runtime.protocol.events import TokenEvent
 from tilerank.runtime.protocol.framing import encode
 from tilerank.runtime.protocol.params import Logprobs, SamplingParams
 from tilerank.runtime.protocol.prompt import Prompt
+from tilerank.runtime.server.apis.completions.body import Completion
 from tilerank.runtime.server.apis.completions.choices import ChatFormatter, TextFormatter
-from tilerank.runtime.server.apis.settings import ServerSettings
+from tilerank.runtime.server.apis.service import ServerSettings
 from tilerank.runtime.server.app import make_app
 from tilerank.runtime.server.chat.deltas import Delta
 from tilerank.runtime.server.chat.messages import Message
-from tilerank.runtime.server.chat.request import ChatCompletion, Completion
+from tilerank.runtime.server.chat.request import ChatCompletion
 from tilerank.runtime.server.chat.text import TextStream
-from tilerank.runtime.server.chat.tool_formats import HermesTools
 from tilerank.runtime.server.http.body import validation_error
 from tilerank.runtime.server.link.client import EngineClient
 from tilerank.runtime.server.link.messages import Cancel, Events, State, Submit, ToEngine, engine_inbox
@@ -80,46 +80,6 @@ def test_messages_come_out_of_pieces_of_any_size(size: int) -> None:
     assert [message for at in range(0, len(data), size) for message in inbox.feed(data[at : at + size])] == sent
 
 
-CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Köln", "days": [1, 2]}}\n</tool_call>'
-WEATHER = ("weather", '{"city": "Köln", "days": [1, 2]}')
-
-
-def test_a_chat_with_tool_calls_as_a_stream_and_whole() -> None:
-    """The format of the API, by hand: content first, then numbered calls, then the finish reason."""
-    formatter = ChatFormatter(TOKENIZER, None, HermesTools)
-    texts = ["Look", "ing. <tool", CALL[5:], CALL, ""]
-    deltas = [Delta(0, text, (), None) for text in texts[:-1]] + [Delta(0, "", (), "stop")]
-    pieces = [piece for piece in map(formatter.chunk, deltas) if piece is not None]
-    assert [piece["delta"].get("content") for piece in pieces[:2]] == ["Look", "ing. "]
-    assert pieces[0]["delta"]["role"] == "assistant"
-    calls = [call for piece in pieces for call in piece["delta"].get("tool_calls", [])]
-    assert [(call["index"], call["type"], call["function"]["name"]) for call in calls] == [
-        (0, "function", "weather"),
-        (1, "function", "weather"),
-    ]
-    assert [piece["finish_reason"] for piece in pieces][-1] == "tool_calls"
-    whole = formatter.choice(pieces)
-    assert whole["message"]["content"] == "Looking. "
-    assert [call["function"]["arguments"] for call in whole["message"]["tool_calls"]] == [WEATHER[1]] * 2
-    assert len({call["id"] for call in calls}) == 2
-
-
-def test_every_token_has_a_log_probability_also_where_calls_are_looked_for() -> None:
-    """Text that may become a call is held back; chunks contain the tokens of the text that they contain."""
-    for text in (f"I look. {CALL}", "1 < 2 and <tool", f"{CALL}\n{CALL}"):
-        ids = TOKENIZER.encode(text, add_special_tokens=False)
-        formatter, stream = ChatFormatter(TOKENIZER, 0, HermesTools), TOKENIZER.stream()
-        deltas = [
-            Delta(0, stream.push(id), (TokenEvent(0, id, 0.0, logprobs=Logprobs(-float(id), (), 1)),), None)
-            for id in ids
-        ]
-        pieces = [
-            piece for delta in [*deltas, Delta(0, "", (), "stop")] if (piece := formatter.chunk(delta)) is not None
-        ]
-        found = [entry["logprob"] for entry in formatter.choice(pieces)["logprobs"]["content"]]
-        assert found == [-float(id) for id in ids]
-
-
 def test_log_probabilities_of_tokens_that_are_parts_of_characters() -> None:
     """`bytes` are those of the token; its offset is that of the character that it is part of."""
     text = "Hé 😀 world"
@@ -128,15 +88,18 @@ def test_log_probabilities_of_tokens_that_are_parts_of_characters() -> None:
     # Two alternatives with the same text: the more likely one is listed.
     tokens = tuple(TokenEvent(0, id, 0.0, logprobs=Logprobs(-1.0, ((ids[1], -0.5), (ids[2], -4.0)), 1)) for id in ids)
     stream = TOKENIZER.stream()
-    deltas = [Delta(0, stream.push(token.token_id), (token,), None) for token in tokens]
-    held = [Delta(0, "Hé", tokens[:4], None), Delta(0, " 😀 world", tokens[4:], "length")]  # a stop string was possible
+    deltas = [Delta(0, (stream.push(token.token_id),), (token,), None) for token in tokens]
+    held = [
+        Delta(0, ("Hé",), tokens[:4], None),
+        Delta(0, (" 😀 world",), tokens[4:], "length"),
+    ]  # a stop string was possible
     for pieces in (deltas, held):
-        plain, chat = TextFormatter(TOKENIZER, 2), ChatFormatter(TOKENIZER, 2, None)
+        plain, chat = TextFormatter(TOKENIZER, 2), ChatFormatter(TOKENIZER, 2)
         logprobs = plain.choice([plain.chunk(delta) for delta in pieces])["logprobs"]
         assert logprobs["text_offset"] == [0, 1, 1, 2, 3, 3, 3, 3, 4]
         assert logprobs["tokens"] == ["H", "\ufffd", "\ufffd", " ", "\ufffd", "\ufffd", "\ufffd", "\ufffd", " world"]
         assert logprobs["top_logprobs"] == [{"\ufffd": -0.5}] * 9
-        entries = chat.choice([piece for delta in pieces if (piece := chat.chunk(delta))])["logprobs"]["content"]
+        entries = chat.choice([chat.chunk(delta) for delta in pieces])["logprobs"]["content"]
         assert b"".join(bytes(entry["bytes"]) for entry in entries) == text.encode()
         assert [entry["token"] for entry in entries] == logprobs["tokens"]
         assert [alternative["bytes"] for alternative in entries[0]["top_logprobs"]] == [[0xC3], [0xA9]]

@@ -8,8 +8,8 @@ from media_files import DEMO_VL
 
 from tilerank.loader.tokenizer import Tokenizer
 from tilerank.runtime.protocol.grammar import Vocabulary, allowed_tokens
+from tilerank.runtime.server.apis.completions.body import Completion
 from tilerank.runtime.server.chat.grammars import request_grammar
-from tilerank.runtime.server.chat.request import Completion
 from tilerank.runtime.server.chat.schemas import closed
 from tilerank.runtime.server.http.errors import ApiError
 

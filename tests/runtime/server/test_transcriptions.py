@@ -127,7 +127,7 @@ def test_models_and_operators_that_allow_no_sound(model: Path, tmp_path: Path) -
 
 
 def test_forms_are_bounded(model: Path, media: MediaReader, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tilerank.runtime.server.apis.audio.routes.MAX_FORM", 1 << 20)
+    monkeypatch.setattr("tilerank.runtime.server.apis.audio.transcriptions.MAX_FORM", 1 << 20)
 
     async def test(server: Server) -> None:
         large = await server.http.post(PATH, files={"file": ("a", bytes(1 << 20))})

@@ -317,7 +317,7 @@ def _run_http_process(args: argparse.Namespace) -> int:
     from tilerank.loader.tokenizer import Tokenizer
     from tilerank.runtime.media.registry import family_of, load_processor, with_options
     from tilerank.runtime.protocol.speech_settings import voices_of
-    from tilerank.runtime.server.apis.settings import ServerSettings
+    from tilerank.runtime.server.apis.service import ServerSettings
     from tilerank.runtime.server.chat.tool_formats import tool_parser
 
     from ..serving.chat_renderer import ChatRenderer

@@ -14,7 +14,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
 from tilerank.loader.tokenizer import Tokenizer
-from tilerank.runtime.server.apis.settings import ServerSettings
+from tilerank.runtime.server.apis.service import ServerSettings
 from tilerank.runtime.server.app import make_app
 from tilerank.runtime.server.http.access import ANY, Access, AccessMiddleware
 from tilerank.runtime.server.http.body import MAX_BODIES, MAX_MEDIA_BODIES, BodyMiddleware

@@ -1,4 +1,4 @@
-"""The OpenAI API over HTTP: routes, authentication, and error handlers. Endpoints are in endpoints/."""
+"""The APIs over HTTP: routes, authentication, and error handlers."""
 
 import hmac
 
@@ -10,9 +10,9 @@ from starlette.routing import Route
 
 from tilerank.loader.tokenizer import Tokenizer
 
-from .apis.audio.routes import AudioEndpoints
-from .apis.audio.speech_body import SpeechRequest
-from .apis.audio.transcription_body import TranscriptionRequest
+from .apis.audio.speech import SpeechEndpoints, SpeechRequest
+from .apis.audio.transcriptions import TranscriptionEndpoints, TranscriptionRequest
+from .apis.completions.body import Completion
 from .apis.completions.routes import ChatEndpoints
 from .apis.health import HealthEndpoints
 from .apis.messages.answer import error_body
@@ -22,10 +22,9 @@ from .apis.models import ModelEndpoints
 from .apis.reference import Handler, Operation, ReferenceEndpoints
 from .apis.responses.body import ResponseRequest
 from .apis.responses.routes import ResponseEndpoints
-from .apis.service import Service
-from .apis.settings import ServerSettings
-from .apis.tokenize import TokenizeEndpoints
-from .chat.request import ChatCompletion, Completion, Detokenize, Tokenize
+from .apis.service import ServerSettings, Service
+from .apis.tokenize import Detokenize, Tokenize, TokenizeEndpoints
+from .chat.request import ChatCompletion
 from .http.errors import ApiError, error_response
 from .http.form import FORM
 from .link.client import EngineClient
@@ -36,7 +35,8 @@ def make_app(client: EngineClient, tokenizer: Tokenizer, settings: ServerSetting
     service = Service(client, tokenizer, settings)
     chat, health = ChatEndpoints(service), HealthEndpoints(service)
     models, tokenize = ModelEndpoints(service), TokenizeEndpoints(service)
-    responses, messages, audio = ResponseEndpoints(service), MessageEndpoints(service), AudioEndpoints(service)
+    responses, messages = ResponseEndpoints(service), MessageEndpoints(service)
+    speech, transcriptions = SpeechEndpoints(service), TranscriptionEndpoints(service)
     operations = [
         Operation("POST", "/v1/chat/completions", chat.chat, ChatCompletion),
         Operation("POST", "/v1/chat/completions/render", chat.render, ChatCompletion),
@@ -47,8 +47,8 @@ def make_app(client: EngineClient, tokenizer: Tokenizer, settings: ServerSetting
         Operation("POST", "/v1/responses/{id}/cancel", responses.cancel),
         Operation("POST", "/v1/messages", messages.create, MessageRequest),
         Operation("POST", "/v1/messages/count_tokens", messages.count_tokens, CountTokensRequest),
-        Operation("POST", "/v1/audio/speech", audio.speak, SpeechRequest),
-        Operation("POST", "/v1/audio/transcriptions", audio.transcribe, TranscriptionRequest, takes=FORM),
+        Operation("POST", "/v1/audio/speech", speech.speak, SpeechRequest),
+        Operation("POST", "/v1/audio/transcriptions", transcriptions.transcribe, TranscriptionRequest, takes=FORM),
         Operation("POST", "/v1/embeddings", models.embeddings),
         Operation("GET", "/v1/models", models.models),
         Operation("GET", "/v1/models/{model:path}", models.model),

@@ -1,27 +1,56 @@
-"""What all endpoints share: the engine, the tokenizer, limits, and the reading of request bodies."""
+"""What all APIs share: the state of a server, the reading of bodies, and the way from a chat to its answer."""
 
 import asyncio
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
+from contextlib import aclosing, contextmanager
+from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 import pydantic
 from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
 
+from tilerank.loader.generation_config import SamplingDefaults
 from tilerank.loader.tokenizer import Tokenizer
 
-from ..chat.prompts import PromptBuilder
-from ..chat.rendering import ThreadRenderer
-from ..http.body import MAX_BODY, MAX_MEDIA_BODY, read_json, validation_error
+from ...protocol.errors import RequestError
+from ...protocol.prompt import Prompt
+from ..chat.deltas import Delta
+from ..chat.generation import Generation
+from ..chat.grammars import request_grammar
+from ..chat.media import MediaReader
+from ..chat.prompts import ChatPrompt, PromptBuilder
+from ..chat.reasoning import Thinking
+from ..chat.rendering import Renderer, ThreadRenderer
+from ..chat.request import ChatCompletion, Sampling
+from ..chat.tools import ToolParser
+from ..http.body import MAX_BODY, MAX_MEDIA_BODY, read_json, release_body, validation_error
 from ..http.errors import ApiError
-from ..http.media_budget import MediaBudget
+from ..http.media_budget import MediaBudget, Share
 from ..link.client import EngineClient
 from ..monitoring.metrics import Metrics
 from ..monitoring.recent_requests import RecentRequests
-from .settings import ServerSettings
+from .answer import Answer, respond
 
 Body = TypeVar("Body", bound=pydantic.BaseModel)
+
+
+@dataclass(frozen=True)
+class ServerSettings:
+    """What the server needs of its model and its operator."""
+
+    model: str  # its name in the API
+    version: str  # of tilerank
+    api_key: str | None  # that requests must have; None for none
+    sampling: SamplingDefaults  # the values of fields that a request leaves out
+    tool_parser: type[ToolParser] | None  # of the model's tool calls; None if their format is unknown
+    check_grammar: Callable[[str], Awaitable[None]]  # raises RequestError for one that must not reach the engine
+    media: MediaReader | None = None  # reads pictures, videos and sound; None if the model takes none
+    renderer: Renderer | None = None  # of chat templates; None for threads of this process
+    weights: str = "unknown"  # the format in which ranks hold them, such as bfloat16 or int4
+    voices: tuple[str, ...] = ()  # with which the model speaks; none if it does not
 
 
 class Service:
@@ -61,6 +90,83 @@ class Service:
         if requested is not None and requested != model:
             message = f"There is no model {requested!r}; this server serves {model!r}."
             raise ApiError(404, message, param="model", code="model_not_found")
+
+    async def prompt(self, chat: ChatCompletion, share: Share) -> ChatPrompt:
+        """Return the prompt of a chat, whose messages are emptied. share: for its media."""
+        return await self.prompts.from_messages(chat.messages, chat.template, share)
+
+    async def generation(
+        self, chat: ChatCompletion, share: Share, *, begun: Sequence[int] = (), runs: bool = True
+    ) -> Generation:
+        """Return the generation of a chat, whose messages are emptied. share: for its media.
+
+        begun: tokens of the answer that are a part of the prompt. runs: False if only the prompt is needed.
+        """
+        parser, tools = self.settings.tool_parser, chat.callable_tools
+        if tools and parser is None:
+            message = f"tools: the format of tool calls of {self.settings.model} is unknown"
+            raise ApiError(400, message, param="tools")
+        prompt, thinking = await self.prompt(chat, share)
+        prompts = [Prompt(prompt.token_ids + list(begun)) if begun else prompt]
+        del prompt  # pictures take much memory, and the client frees them once they are sent
+        grammar = await self.grammar(chat, parser if tools else None, thinking) if runs else None
+        schemas = {tool.function.name: tool.function.parameters or {} for tool in tools}
+        new_parser = partial(parser, schemas) if tools and parser is not None else None
+        return self.generation_of(chat, prompts, grammar, thinking, new_parser)
+
+    def generation_of(
+        self,
+        body: Sampling,
+        prompts: list[Prompt],
+        grammar: str | None,
+        thinking: Thinking = Thinking.NEVER,
+        new_parser: Callable[[], ToolParser] | None = None,
+    ) -> Generation:
+        """Return a Generation, for whose parameters see there."""
+        defaults = self.settings.sampling
+        return Generation(self.client, self.tokenizer, defaults, body, prompts, grammar, thinking, new_parser)
+
+    async def grammar(
+        self, body: Sampling, parser: type[ToolParser] | None = None, thinking: Thinking = Thinking.NEVER
+    ) -> str | None:
+        """Return the grammar of the answer; None if any text is allowed. Raises ApiError if it cannot be followed."""
+        grammar = request_grammar(body, self.tokenizer, parser, thinking)
+        if grammar is not None:
+            try:
+                await self.settings.check_grammar(grammar)
+            except RequestError as e:
+                raise ApiError(400, str(e), code="invalid_grammar") from e
+        return grammar
+
+    async def answer(
+        self,
+        request: Request,
+        new_generation: Callable[[Share], Awaitable[Generation]],
+        new_answer: Callable[[Generation], Answer],
+    ) -> Response:
+        """Answer a request. new_generation: gets the share of its media. new_answer: makes the answer of its API."""
+        with while_connected(request):
+            with self.budget.share() as share:
+                generation = await new_generation(share)
+                answer = new_answer(generation)
+                deltas = await self.begin(request, generation, answer.id)
+            return await respond(request, answer, deltas, generation.body.stream)
+
+    async def begin(self, request: Request, generation: Generation, id: str) -> AsyncGenerator[Delta]:
+        """Run a request up to its first delta. Returns all of its deltas. id: of the request in the API."""
+        measured = self.metrics.measure(generation)
+        deltas = generation.shown(self.recent.track(id, generation.usage, measured))
+        # The status line is sent after the first delta, so that a failed request gets an error status.
+        first = await anext(deltas)
+        release_body(request)
+        return _chained(first, deltas)
+
+
+async def _chained(first: Delta, rest: AsyncGenerator[Delta]) -> AsyncGenerator[Delta]:
+    async with aclosing(rest):
+        yield first
+        async for delta in rest:
+            yield delta
 
 
 @contextmanager

@@ -1,11 +1,51 @@
 """Text to tokens and back: /tokenize and /detokenize."""
 
+from pydantic import Field, model_validator
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from ..chat.request import Detokenize, Tokenize
+from ..chat.fields import RequestBody
+from ..chat.messages import Message
+from ..chat.request import MAX_TOKENS, TemplateOptions, TemplateRequest, TemplateVariables, TokenId, Tool
 from ..http.errors import ApiError
 from .service import Service, while_connected
+
+
+class Tokenize(RequestBody):
+    """POST /tokenize: a prompt, or messages for the chat template.
+
+    add_special_tokens: by default those of a prompt, and none with messages.
+    """
+
+    model: str | None = Field(None, max_length=1024)
+    prompt: str | None = None
+    messages: list[Message] | None = Field(None, min_length=1, max_length=4096)
+    tools: list[Tool] = Field([], max_length=128)
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template_kwargs: TemplateVariables = Field({}, max_length=64)
+
+    @model_validator(mode="after")
+    def _check_input(self) -> "Tokenize":
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("expected either prompt or messages")
+        return self
+
+    @property
+    def template(self) -> TemplateRequest:
+        tools = [tool.model_dump(exclude_unset=True) for tool in self.tools] or None
+        options = TemplateOptions(
+            self.add_generation_prompt, self.continue_final_message, bool(self.add_special_tokens)
+        )
+        return TemplateRequest(self.chat_template_kwargs, None, tools, options)
+
+
+class Detokenize(RequestBody):
+    """POST /detokenize."""
+
+    model: str | None = Field(None, max_length=1024)
+    tokens: list[TokenId] = Field(max_length=MAX_TOKENS)
 
 
 class TokenizeEndpoints:
@@ -20,9 +60,8 @@ class TokenizeEndpoints:
         body = await service.body(request, Tokenize, media=True)
         if body.messages is not None:
             with while_connected(request), service.budget.share() as share:
-                variables, tools, options = body.chat_template_kwargs, body.template_tools(), body.template_options
-                build = service.prompts.from_messages(body.messages, variables, None, tools, share, options)
-                tokens = (await build).prompt.token_ids
+                found = await service.prompts.from_messages(body.messages, body.template, share)
+            tokens = found.prompt.token_ids
         else:
             assert body.prompt is not None
             tokens = await service.prompts.encode(body.prompt, body.add_special_tokens is not False)

@@ -1,49 +1,44 @@
-"""Runs one API request as one or more engine requests, and turns their tokens into deltas of choices."""
+"""Turns what the engine reports of a choice into deltas: text, reasoning, tool calls and sound."""
 
-import asyncio
-import secrets
-import time
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import ExitStack, aclosing
-from dataclasses import dataclass, replace
-from typing import Any
+from contextlib import aclosing
+from dataclasses import dataclass, field, replace
 
-from tilerank.loader.generation_config import SamplingDefaults
 from tilerank.loader.tokenizer import Tokenizer
 
-from ...protocol.events import ScoredEvent, SoundEvent, TokenEvent
-from ...protocol.params import Logprobs, SamplingParams, Start
-from ...protocol.prompt import Prompt
-from ..http.errors import ApiError
-from ..link.client import EngineClient, EngineGoneError, OverloadedError, Progress, RefusedError
-from .params import final_prompt, sampling_params, seeds
+from ...protocol.events import SoundEvent, TokenEvent
+from ...protocol.params import Logprobs, Start
+from ..link.client import Progress
 from .reasoning import Text, Thinking
-from .request import ChatCompletion, Completion, Sampling
+from .request import Sampling
 from .text import TextStream
+from .tools import Piece, ToolParser, split
 
-MAX_CHOICES = 128
 BYTES_OF_FRAME = 1920 * 2
 """Of a frame of speech, 80 ms of samples of 16 bits, which usage counts as a token."""
 
 
-@dataclass(frozen=True)
-class Delta:
-    """New text of choice `index`, the tokens that make it up, and with the last delta of a choice the finish_reason.
+@dataclass
+class Usage:
+    """The tokens of a request so far. cached_tokens: of its prompts; None if the engine does not report them."""
 
-    reasoning: new text of the reasoning, which comes before `text`, the answer. ids: the ids of the new tokens, with
-    one that ends the text and is not among `tokens`. opening: of the first delta of a choice. `text` and `tokens` begin
-    with the prompt if the request wants its echo. sound: new samples of the speech, as in SoundEvent; the last
-    delta of a choice that speaks comes with them.
-    """
+    prompt_tokens: int
+    cached_tokens: int | None = None
+    text_tokens: int = 0
+    reasoning_tokens: int = 0
+    sound_bytes: dict[int, int] = field(default_factory=dict)  # of the speech of each choice
 
-    index: int
-    text: str
-    tokens: tuple[TokenEvent, ...]
-    finish_reason: str | None
-    reasoning: str = ""
-    ids: tuple[int, ...] = ()
-    opening: "Opening | None" = None
-    sound: bytes = b""
+    @property
+    def audio_tokens(self) -> int:
+        return sum(-(-nbytes // BYTES_OF_FRAME) for nbytes in self.sound_bytes.values())
+
+    @property
+    def completion_tokens(self) -> int:
+        return self.text_tokens + self.audio_tokens
+
+    @property
+    def total_tokens(self) -> int:
+        return self.prompt_tokens + self.completion_tokens
 
 
 @dataclass(frozen=True)
@@ -59,227 +54,131 @@ class Opening:
     prompt_logprobs: Sequence[Logprobs | None] | None = None
 
 
-class ActiveRequest:
-    """A running API request, with `body.n` choices for each of `prompts`.
+@dataclass(frozen=True)
+class Delta:
+    """What is new of choice `index`.
 
-    body: without messages, once the request runs. logprobs, grammar: as in SamplingParams. thinking: how the answers
-    begin. Raises ApiError if the request cannot run.
+    pieces: text of the answer and tool calls. tokens: those that make up the text. finish_reason: of the last delta.
+    reasoning: new text of the reasoning, which comes before the answer. ids: of the new tokens, with one that ends the
+    text and is not among `tokens`. opening: of the first delta. Text and tokens begin with the prompt if the request
+    wants its echo. sound: new samples of the speech, as in SoundEvent, with which a choice that speaks ends.
+    stop_string: the one that ends the text.
+    """
+
+    index: int
+    pieces: tuple[Piece, ...]
+    tokens: tuple[TokenEvent, ...]
+    finish_reason: str | None
+    reasoning: str = ""
+    ids: tuple[int, ...] = ()
+    opening: Opening | None = None
+    sound: bytes = b""
+    stop_string: str | None = None
+
+    @property
+    def text(self) -> str:
+        return "".join(piece for piece in self.pieces if isinstance(piece, str))
+
+    @property
+    def shows(self) -> bool:
+        """Has it anything for the client beside tokens?"""
+        return bool(self.opening or self.pieces or self.reasoning or self.sound or self.finish_reason)
+
+
+class ChoiceDeltas:
+    """The deltas of choice `index` of a request.
+
+    prompt_ids: of its prompt, empty unless the request needs them. echo: text with which the answer begins. thinking:
+    how it begins. parser: finds tool calls; None if there are no tools to call. usage: of the request.
     """
 
     def __init__(
         self,
-        client: EngineClient,
-        tokenizer: Tokenizer,
-        defaults: SamplingDefaults,
-        prompts: Sequence[Prompt],
+        index: int,
         body: Sampling,
-        logprobs: int,
-        grammar: str | None,
-        thinking: Thinking = Thinking.NEVER,
+        tokenizer: Tokenizer,
+        prompt_ids: Sequence[int],
+        echo: str,
+        thinking: Thinking,
+        parser: ToolParser | None,
+        usage: Usage,
     ) -> None:
-        if client.state is None:
-            raise ApiError(503, "The engine is not ready.", code="engine_gone")
-        context_length = client.state.context_length
-        prompts = [final_prompt(prompt, body, context_length) for prompt in prompts]
-        self.id = body.request_id or body.rid or secrets.token_hex(12)
-        self.created = int(time.time())
-        self.prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
-        self.cached_tokens: int | None = None
-        self.completion_tokens = 0
-        self.reasoning_tokens = 0
-        self._sound_bytes: dict[int, int] = {}  # of the speech of each choice
-        self.stop_string: str | None = None  # that ended a choice
-        self._client = client
-        self.tokenizer = tokenizer
-        self.body = body
-        self._thinking = thinking
-        if len(prompts) * body.n > MAX_CHOICES:
-            raise ApiError(400, f"n: expected at most {MAX_CHOICES} choices, found {len(prompts) * body.n}", param="n")
-        wants_ids = body.return_token_ids or (isinstance(body, Completion) and (body.echo or body.scores is not None))
-        self._prompt_ids = [list(prompt.token_ids) if wants_ids else [] for prompt in prompts]
-        fields = (context_length, vars(defaults), tokenizer, logprobs, grammar)
-        self._submissions: list[tuple[Prompt, SamplingParams, list[int]]] = []
-        for prompt in prompts:
-            of_choices = seeds(body)
-            self._submissions.append((prompt, sampling_params(body, prompt, of_choices[0], *fields), of_choices))
-
-    @property
-    def prompts(self) -> list[Sequence[int]]:
-        """The token ids of each prompt, as the engine gets them; empty once the request runs."""
-        return [prompt.token_ids for prompt, _, _ in self._submissions]
-
-    @property
-    def usage(self) -> dict[str, Any]:
-        audio_tokens = sum(-(-nbytes // BYTES_OF_FRAME) for nbytes in self._sound_bytes.values())
-        completion_tokens = self.completion_tokens + audio_tokens
-        usage: dict[str, Any] = {
-            "prompt_tokens": self.prompt_tokens,
-            "completion_tokens": completion_tokens,
-            "total_tokens": self.prompt_tokens + completion_tokens,
-        }
-        if self.cached_tokens is not None:
-            usage["prompt_tokens_details"] = {"cached_tokens": self.cached_tokens}
-        details = {"reasoning_tokens": self.reasoning_tokens, "audio_tokens": audio_tokens}
-        if any(details.values()):
-            usage["completion_tokens_details"] = {name: count for name, count in details.items() if count}
-        return usage
-
-    async def deltas(self) -> AsyncGenerator[Delta]:
-        """Yield the deltas of all choices as they are generated. Raises ApiError if a choice fails."""
-        with ExitStack() as stack:
-            try:
-                self._client.check_room()
-                streams = [
-                    stream
-                    for submission in self._submissions
-                    for stream in stack.enter_context(self._client.submit(*submission))
-                ]
-            except EngineGoneError as e:
-                raise ApiError(503, str(e), code="engine_gone") from e
-            except OverloadedError as e:
-                raise ApiError(503, str(e), code="overloaded") from e
-            self._submissions.clear()  # pictures take much memory, and the client frees them once they are sent
-            choices = [self._choice(index, stream) for index, stream in enumerate(streams)]
-            try:
-                async with aclosing(choices[0] if len(choices) == 1 else _merge(choices)) as deltas:
-                    async for delta in deltas:
-                        yield delta
-            except RefusedError as e:
-                raise ApiError(400, str(e)) from e
-            except EngineGoneError as e:
-                raise ApiError(503, str(e), code="engine_gone") from e
-
-    async def _choice(self, index: int, stream: AsyncGenerator[Progress]) -> AsyncGenerator[Delta]:
-        """Yield the deltas of one choice. The first one has its opening, and the echo of the prompt."""
-        opening = _OpeningBuilder()
-        async with aclosing(self._generated(index, stream, opening)) as deltas:
-            async for delta in deltas:
-                first = opening.take()
-                yield delta if first is None else self._opened(delta, *first)
-
-    async def _generated(
-        self, index: int, stream: AsyncGenerator[Progress], opening: "_OpeningBuilder"
-    ) -> AsyncGenerator[Delta]:
-        body = self.body
-        tokens_of_text = self.tokenizer.stream(special=not body.skip_special_tokens)
-        text_stream = TextStream(tokens_of_text, body.stop_strings, self._thinking, body.min_tokens, body.keeps_stop)
-        speaks = isinstance(body, ChatCompletion) and body.audio is not None
-        text_end: str | None = None  # the finish_reason of a text that is still being spoken
-        shows_end = isinstance(body, Completion) and body.echo  # whose clients count the tokens
-        pending: list[TokenEvent] = []  # tokens whose text the stream still holds back
-        ids: list[int] = []
-        async with aclosing(stream) as progress:
-            async for item in progress:
-                opening.add(item)
-                if isinstance(item, ScoredEvent):
-                    if item.finish_reason is not None:
-                        yield Delta(index, "", (), item.finish_reason)
-                        return
-                    continue
-                if isinstance(item, SoundEvent):
-                    self._sound_bytes[index] = self._sound_bytes.get(index, 0) + len(item.samples)
-                    yield Delta(index, "", (), text_end if item.last else None, sound=item.samples)
-                    if item.last:
-                        return
-                    continue
-                self.completion_tokens += 1
-                ids.append(item.token_id)
-                reason, text = item.finish_reason, Text()
-                if reason != "stop" or shows_end:
-                    pending.append(item)
-                if reason != "stop" or body.keeps_stop:
-                    before = text_stream.reasoning_tokens
-                    text = text_stream.push(item.token_id)
-                    self.reasoning_tokens += text_stream.reasoning_tokens - before
-                if reason is not None and not text_stream.stopped:
-                    text += text_stream.flush()
-                if text_stream.stopped:
-                    reason, self.stop_string = "stop", text_stream.stop_string
-                if text or reason is not None:
-                    yield self._delta(index, text, pending, None if speaks else reason, ids)
-                    pending, ids = [], []
-                if reason is not None and not speaks:
-                    return
-                text_end = reason
-            # Tokens end without a finish_reason if the grammar allows no further token.
-            yield self._delta(index, text_stream.flush(), pending, "stop", ids)
-
-    def _delta(
-        self, index: int, text: Text, tokens: Sequence[TokenEvent], reason: str | None, ids: Sequence[int]
-    ) -> Delta:
-        is_shown = not isinstance(self.body, ChatCompletion) or self.body.include_reasoning
-        return Delta(index, text.answer, tuple(tokens), reason, text.reasoning if is_shown else "", tuple(ids))
-
-    def _opened(self, delta: Delta, start: Start | None, scores: Sequence[Logprobs]) -> Delta:
-        """Return the first delta of a choice with its opening, and with the echo of the prompt if it is wanted."""
-        body, (number, choice) = self.body, divmod(delta.index, self.body.n)
-        if start is not None and choice == 0:
-            self.cached_tokens = (self.cached_tokens or 0) + start.cached_tokens
-        prompt_ids = self._prompt_ids[number]
-        logprobs = [None, *scores] if scores else [None] * len(prompt_ids)
-        if isinstance(body, Completion) and body.echo:
-            tokens = [TokenEvent(0, id, 0.0, logprobs=of_id) for id, of_id in zip(prompt_ids, logprobs, strict=True)]
-            text = _prompt_text(body.prompt, number) or self.tokenizer.decode(prompt_ids)
-            delta = replace(delta, text=text + delta.text, tokens=(*tokens, *delta.tokens))
-        opening = Opening(
-            start,
-            prompt_ids,
-            logprobs if isinstance(body, Completion) and body.prompt_logprobs is not None else None,
-        )
-        return replace(delta, opening=opening)
-
-
-async def _merge(choices: Sequence[AsyncGenerator[Delta]]) -> AsyncGenerator[Delta]:
-    """Yield the deltas of all choices as they come, up to the first error of one."""
-    merged: asyncio.Queue[Delta | Exception | None] = asyncio.Queue()  # None at the end of each
-
-    async def run(choice: AsyncGenerator[Delta]) -> None:
-        try:
-            async with aclosing(choice) as deltas:
-                async for delta in deltas:
-                    merged.put_nowait(delta)
-            merged.put_nowait(None)
-        except (RefusedError, EngineGoneError) as e:
-            merged.put_nowait(e)
-
-    tasks = [asyncio.create_task(run(choice)) for choice in choices]
-    try:
-        for _ in tasks:
-            while (item := await merged.get()) is not None:
-                if isinstance(item, Exception):
-                    raise item
-                yield item
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
-class _OpeningBuilder:
-    """Collects what comes before the first delta of a choice: the scores of its prompt, and how it began."""
-
-    def __init__(self) -> None:
+        self._index = index
+        self._body = body
+        self._prompt_ids = prompt_ids
+        self._echo = echo
+        self._parser = parser
+        self._usage = usage
+        tokens = tokenizer.stream(special=not body.skip_special_tokens)
+        self._text = TextStream(tokens, body.stop_strings, thinking, body.min_tokens, body.keeps_stop)
+        self._text_end: str | None = None  # the finish_reason of a text that is still being spoken
+        self._pending: list[TokenEvent] = []  # tokens whose text is still held back
+        self._ids: list[int] = []
+        self._is_open = False
         self._start: Start | None = None
         self._scores: list[Logprobs] = []
+
+    async def read(self, stream: AsyncGenerator[Progress]) -> AsyncGenerator[Delta]:
+        """Yield the deltas of what the engine reports, up to one with a finish_reason."""
+        async with aclosing(stream) as events:
+            async for event in events:
+                if (delta := self._take(event)) is not None:
+                    yield self._opened(delta)
+                    if delta.finish_reason is not None:
+                        return
+        # Tokens end without a finish_reason if the grammar allows no further token.
+        yield self._opened(self._delta(self._text.flush(), "stop"))
+
+    def _take(self, event: Progress) -> Delta | None:
+        """Return the delta of an event, if there is anything that no later event can change."""
+        if isinstance(event, SoundEvent):
+            self._usage.sound_bytes[self._index] = self._usage.sound_bytes.get(self._index, 0) + len(event.samples)
+            return Delta(self._index, (), (), self._text_end if event.last else None, sound=event.samples)
+        self._start = self._start or event.start
+        if isinstance(event, TokenEvent):
+            return self._take_token(event)
+        self._scores += event.logprobs
+        return None if event.finish_reason is None else Delta(self._index, (), (), event.finish_reason)
+
+    def _take_token(self, event: TokenEvent) -> Delta | None:
+        body, reason, text = self._body, event.finish_reason, Text()
+        self._usage.text_tokens += 1
+        self._ids.append(event.token_id)
+        if reason != "stop" or body.echoes:  # clients that want an echo count the tokens
+            self._pending.append(event)
+        if reason != "stop" or body.keeps_stop:
+            before = self._text.reasoning_tokens
+            text = self._text.push(event.token_id)
+            self._usage.reasoning_tokens += self._text.reasoning_tokens - before
+        if reason is not None and not self._text.stopped:
+            text += self._text.flush()
+        if self._text.stopped:
+            reason = "stop"
+        if not text and reason is None:
+            return None
+        if body.speech is not None:
+            self._text_end, reason = reason, None
+        return self._delta(text, reason)
+
+    def _delta(self, text: Text, reason: str | None) -> Delta:
+        pieces = tuple(split(self._parser, text.answer, last=reason is not None))
+        tokens, self._pending = tuple(self._pending), []
+        ids, self._ids = tuple(self._ids), []
+        reasoning = text.reasoning if self._body.shows_reasoning else ""
+        return Delta(self._index, pieces, tokens, reason, reasoning, ids, stop_string=self._text.stop_string)
+
+    def _opened(self, delta: Delta) -> Delta:
+        """Return a delta, the first one with its opening and with the echo of the prompt if it is wanted."""
+        if self._is_open:
+            return delta
         self._is_open = True
-
-    def add(self, item: Progress) -> None:
-        if not self._is_open or isinstance(item, SoundEvent):
-            return
-        self._start = self._start or item.start
-        if isinstance(item, ScoredEvent):
-            self._scores += item.logprobs
-
-    def take(self) -> tuple[Start | None, list[Logprobs]] | None:
-        """Return both, once: for the first delta."""
-        taken = (self._start, self._scores) if self._is_open else None
-        self._is_open = False
-        return taken
-
-
-def _prompt_text(prompt: Any, number: int) -> str | None:
-    """Return the text of a prompt as the client wrote it; None for token ids."""
-    if isinstance(prompt, str):
-        return prompt
-    one = prompt[number]
-    return one if isinstance(one, str) else None
+        if self._start is not None and self._index % self._body.n == 0:
+            self._usage.cached_tokens = (self._usage.cached_tokens or 0) + self._start.cached_tokens
+        logprobs = [None, *self._scores] if self._scores else [None] * len(self._prompt_ids)
+        if self._body.echoes:
+            echoed = (
+                TokenEvent(0, id, 0.0, logprobs=of_id) for id, of_id in zip(self._prompt_ids, logprobs, strict=True)
+            )
+            delta = replace(delta, pieces=(self._echo + delta.text,), tokens=(*echoed, *delta.tokens))
+        shown = logprobs if self._body.shows_scores else None
+        return replace(delta, opening=Opening(self._start, self._prompt_ids, shown))

@@ -11,7 +11,7 @@ from tilerank.loader.tokenizer import Tokenizer
 
 from ..http.errors import ApiError
 from .reasoning import BEGIN, END, Thinking, mark_token
-from .request import ChatCompletion, Sampling, Tool
+from .request import Sampling, Tool
 from .structured import Constraint, StructuralTag
 from .tools import ToolParser, json_rule
 
@@ -34,7 +34,7 @@ def request_grammar(
     _check_size(body)
     rules = [] if body.constraint is None else _answer_rules(body.constraint, tokenizer)
     alternatives = ["answer"] if rules else []
-    if isinstance(body, ChatCompletion) and parser is not None and (body.must_call or rules):
+    if parser is not None and (body.must_call or rules):
         rules += _call_rules(body, tokenizer, parser)
         alternatives = ["calls"] if body.must_call else [*alternatives, "calls"]
     if not alternatives:
@@ -54,8 +54,7 @@ def _check_size(body: Sampling) -> None:
     constraint = body.constraint or Constraint()
     tag = constraint.structural_tag
     schemas: list[Any] = [constraint.json_schema, *(one.definition for one in (tag.structures if tag else ()))]
-    if isinstance(body, ChatCompletion):
-        schemas += [tool.function.parameters for tool in body.callable_tools]
+    schemas += [tool.function.parameters for tool in body.callable_tools]
     size = sum(len(json.dumps(schema)) for schema in schemas if schema is not None)
     if size > MAX_GRAMMAR:
         raise _too_large(size)
@@ -127,7 +126,7 @@ def _quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def _call_rules(body: ChatCompletion, tokenizer: Tokenizer, parser: type[ToolParser]) -> list[str]:
+def _call_rules(body: Sampling, tokenizer: Tokenizer, parser: type[ToolParser]) -> list[str]:
     # Each tool's schema is a rule of its own, because its references begin at its root.
     tools = body.callable_tools
     any_call = " | ".join(f"call_{i}" for i in range(len(tools)))

@@ -10,7 +10,7 @@ from ...protocol.errors import RequestError
 from ...protocol.params import SamplingParams
 from ...protocol.prompt import Prompt
 from ..http.errors import ApiError
-from .request import ChatCompletion, Completion, Sampling
+from .request import Sampling
 
 
 def seeds(body: Sampling) -> list[int]:
@@ -27,7 +27,7 @@ def final_prompt(prompt: Prompt, body: Sampling, context_length: int) -> Prompt:
     """
     limit = body.truncate_prompt_tokens
     if limit == -1:
-        limit = max(context_length - max(max_tokens(body) or 1, 1), 1)
+        limit = max(context_length - max(body.limit or 1, 1), 1)
     if limit is not None and len(prompt.token_ids) > limit:
         if prompt.media:
             message = "truncate_prompt_tokens: a prompt with pictures or videos cannot be truncated"
@@ -44,18 +44,17 @@ def sampling_params(
     context_length: int,
     defaults: dict[str, Any],
     tokenizer: Tokenizer,
-    logprobs: int,
     grammar: str | None,
 ) -> SamplingParams:
     """Return the parameters of a request. defaults: of fields that it leaves out. Raises ApiError."""
-    length, wanted = len(prompt.token_ids), max_tokens(body)
+    length, wanted = len(prompt.token_ids), body.limit
     room = context_length - length
     if room < min(1, 1 if wanted is None else wanted):
         raise ApiError(
             400,
             f"The prompt has {length} tokens, but the context length is {context_length}, and the "
             "answer needs at least one token of it.",
-            param="messages" if isinstance(body, ChatCompletion) else "prompt",
+            param=body.source,
             code="context_length_exceeded",
         )
     new = room if wanted is None else min(wanted, room)
@@ -75,22 +74,14 @@ def sampling_params(
             stop_token_ids=tuple(body.stop_token_ids),
             allowed_token_ids=tuple(body.allowed_token_ids or ()),
             bad_words=_bad_words(body.bad_words, tokenizer),
-            logprobs=logprobs,
-            prompt_logprobs=body.scores if isinstance(body, Completion) else None,
+            logprobs=0 if body.alternatives is None else max(body.alternatives, 1),
+            prompt_logprobs=body.scores,
             grammar=grammar if new else None,
-            speech=body.speech if isinstance(body, ChatCompletion) else None,
+            speech=body.speech,
             **(defaults | requested),
         )
     except RequestError as e:
         raise ApiError(400, str(e)) from e
-
-
-def max_tokens(body: Sampling) -> int | None:
-    """Return the most tokens of an answer that the request wants; None for no limit."""
-    if isinstance(body, ChatCompletion):
-        return body.max_completion_tokens or body.max_tokens
-    assert isinstance(body, Completion)
-    return body.max_tokens
 
 
 def _bad_words(words: list[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:

@@ -18,7 +18,7 @@ from .media import MediaReader
 from .messages import Message, TextPart
 from .reasoning import BEGIN, END, Thinking, thinking_after
 from .rendering import Renderer
-from .request import DEFAULT_OPTIONS, ReasoningEffort, TemplateOptions
+from .request import ReasoningEffort, TemplateOptions, TemplateRequest
 from .tools import ToolParser
 
 LONG_TEXT = 4096
@@ -34,15 +34,6 @@ class ChatPrompt(NamedTuple):
 
     prompt: Prompt
     thinking: Thinking
-
-
-class _TemplateRequest(NamedTuple):
-    """What the chat template gets beside the messages. See PromptBuilder.from_messages."""
-
-    variables: dict[str, Any]
-    effort: ReasoningEffort | None
-    tools: list[dict[str, Any]] | None
-    options: TemplateOptions
 
 
 class PromptBuilder:
@@ -85,21 +76,12 @@ class PromptBuilder:
         except MediaError as e:
             raise ApiError(400, f"prompt: {e}", param="prompt") from e
 
-    async def from_messages(
-        self,
-        messages: list[Message],
-        variables: dict[str, Any],
-        effort: ReasoningEffort | None,
-        tools: list[dict[str, Any]] | None,
-        share: Share,
-        options: TemplateOptions = DEFAULT_OPTIONS,
-    ) -> ChatPrompt:
+    async def from_messages(self, messages: list[Message], request: TemplateRequest, share: Share) -> ChatPrompt:
         """Return the prompt of a conversation. Empties `messages`, because media in data: URLs take much memory.
 
-        variables: of the chat template. effort: passed to templates that read a variable of reasoning. options: of the
-        request, beside these.
+        share: for the media of the messages.
         """
-        request = _TemplateRequest(variables, effort, tools, options)
+        options = request.options
         if self._media is None:
             _refuse_media(messages, self._model)
             plain = [message.for_template(parts=False) for message in messages]
@@ -142,7 +124,7 @@ class PromptBuilder:
             return thinking_after(text, self._tokenizer)
         return Thinking.OPENED if text.rfind(BEGIN) > text.rfind(END) else Thinking.NEVER
 
-    async def _render(self, messages: Sequence[dict[str, Any]], request: _TemplateRequest) -> str:
+    async def _render(self, messages: Sequence[dict[str, Any]], request: TemplateRequest) -> str:
         variables, effort, tools, options = request
         reserved = _RESERVED & variables.keys()
         if reserved:

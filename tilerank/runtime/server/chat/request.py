@@ -1,18 +1,18 @@
-"""Request bodies of the OpenAI API, with the sampling options that local servers add. Every field is bounded."""
+"""A chat: what every API becomes. Its fields are those of OpenAI and of local servers, and every one is bounded."""
 
-from typing import Annotated, Any, Literal, NamedTuple
+from collections.abc import Collection
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
-from pydantic import ConfigDict, Field, field_validator, model_validator
+from pydantic import BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 from ...protocol.params import SpeechParams
-from .fields import Body, RequestBody
+from ..http.errors import ApiError
+from .fields import Body
 from .messages import Id, Message, Name
-from .speech_fields import SpeechOutput
 from .structured import Structured
 
 MAX_TOKENS = 1 << 20
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
-_Ids = Annotated[list[TokenId], Field(min_length=1, max_length=MAX_TOKENS)]
 TemplateVariables = dict[str, str | int | float | bool | None]
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 StopString = Annotated[str, Field(min_length=1, max_length=256)]
@@ -28,11 +28,13 @@ class StreamOptions(Body):
 
 
 class Sampling(Structured):
-    """The fields that chat and plain completions share.
+    """The fields that chats and plain prompts share. A chat is ChatCompletion; apis/completions/ has plain prompts.
 
     A sampling field that is None takes the model's default (loader/generation_config.py: SamplingDefaults).
     """
 
+    source: ClassVar[str] = "prompt"
+    """The field that the prompt is made of."""
     model: str | None = Field(None, max_length=1024)
     n: int = Field(1, ge=1, le=16)
     stream: bool = False
@@ -92,36 +94,57 @@ class Sampling(Structured):
         """Only requests with the same salt share cached prompts."""
         return self.cache_salt or self.extra_key or ""
 
+    @property
+    def limit(self) -> int | None:
+        """The most tokens of the answer; None for no limit."""
+        raise NotImplementedError
 
-class Completion(Sampling):
-    """POST /v1/completions. echo: the answer begins with the prompt. prompt_logprobs: as in SamplingParams."""
-
-    prompt: (
-        _Ids
-        | Annotated[list[_Ids], Field(min_length=1, max_length=64)]
-        | str
-        | Annotated[list[str], Field(min_length=1, max_length=64)]
-    )
-    max_tokens: int = Field(16, ge=0, le=MAX_TOKENS)
-    logprobs: int | None = Field(None, ge=0, le=20)
-    best_of: int | None = None
-    echo: bool = False
-    prompt_logprobs: int | None = Field(None, ge=0, le=20)
-    add_special_tokens: bool = True
-
-    @model_validator(mode="after")
-    def _check_completion(self) -> "Completion":
-        if self.best_of not in (None, self.n):
-            raise ValueError(f"best_of: expected the value of n, {self.n}, found {self.best_of}")
-        if self.prompt_logprobs is not None and self.stream:
-            raise ValueError("prompt_logprobs cannot be combined with stream: true")
-        return self
+    @property
+    def alternatives(self) -> int | None:
+        """The number of alternatives to list for each token; None for no log-probabilities."""
+        raise NotImplementedError
 
     @property
     def scores(self) -> int | None:
-        """How many alternatives are wanted for each token of the prompt; None if it is not scored."""
-        wanted = [self.prompt_logprobs, self.logprobs if self.echo else None]
-        return max((count for count in wanted if count is not None), default=None)
+        """The number of alternatives to list for each token of the prompt; None if it is not scored."""
+        return None
+
+    @property
+    def shows_scores(self) -> bool:
+        """Are the scores of the prompt listed apart from those of the answer?"""
+        return False
+
+    @property
+    def echoes(self) -> bool:
+        """Does the answer begin with the prompt?"""
+        return False
+
+    def prompt_text(self, number: int) -> str | None:
+        """Return the text of a prompt as the client wrote it; None for messages and token ids."""
+        return None
+
+    @property
+    def speech(self) -> SpeechParams | None:
+        """How the answer is spoken; None for text alone."""
+        return None
+
+    @property
+    def shows_reasoning(self) -> bool:
+        return True
+
+    @property
+    def must_call(self) -> bool:
+        """Must the answer call a tool?"""
+        return False
+
+    @property
+    def may_call_several(self) -> bool:
+        """May the model call several tools in one answer?"""
+        return False
+
+    @property
+    def callable_tools(self) -> "list[Tool]":
+        return []
 
 
 class Function(Body):
@@ -160,6 +183,30 @@ class SomeTools(Body):
     allowed_tools: AllowedTools
 
 
+def _voice_name(value: Any) -> Any:
+    """Return the name of a voice, which may be given as {"id": NAME}, in lower case."""
+    name = value.get("id") if isinstance(value, dict) else value
+    return name.lower() if isinstance(name, str) else name
+
+
+Voice = Annotated[str, Field(min_length=1, max_length=256), BeforeValidator(_voice_name)]
+
+
+class SpeechOutput(Body):
+    """How the answer of a chat is spoken."""
+
+    voice: Voice
+    format: Literal["wav", "aac", "mp3", "flac", "opus", "pcm16"]
+
+
+def check_voice(voice: str, voices: Collection[str], model: str, param: str) -> None:
+    """Raise ApiError unless a model with these `voices` has this one. param: the field that names it."""
+    if not voices:
+        raise ApiError(400, f"{param}: {model} does not speak", param=param, code="unsupported_parameter")
+    if voice not in voices:
+        raise ApiError(400, f"{param}: expected one of {', '.join(voices)}, found {voice!r}", param=param)
+
+
 class TemplateOptions(NamedTuple):
     """How a conversation becomes a prompt, with the names and meanings of vLLM's fields.
 
@@ -179,7 +226,16 @@ class TemplateOptions(NamedTuple):
         return self.documents is not None or self.thinking_token_budget is not None
 
 
-DEFAULT_OPTIONS = TemplateOptions()
+class TemplateRequest(NamedTuple):
+    """What the chat template gets beside the messages.
+
+    effort: passed to templates that read a variable of reasoning. tools: None if the model may call none.
+    """
+
+    variables: dict[str, Any]
+    effort: ReasoningEffort | None
+    tools: list[dict[str, Any]] | None
+    options: TemplateOptions
 
 
 class MediaSettings(Body):
@@ -190,8 +246,9 @@ class MediaSettings(Body):
 
 
 class ChatCompletion(Sampling):
-    """POST /v1/chat/completions."""
+    """A conversation to be answered: POST /v1/chat/completions, and what other APIs become."""
 
+    source: ClassVar[str] = "messages"
     messages: list[Message] = Field(min_length=1, max_length=4096)
     max_tokens: int | None = Field(None, ge=1, le=MAX_TOKENS)
     max_completion_tokens: int | None = Field(None, ge=1, le=MAX_TOKENS)
@@ -250,22 +307,29 @@ class ChatCompletion(Sampling):
         return self
 
     @property
+    def limit(self) -> int | None:
+        return self.max_completion_tokens or self.max_tokens
+
+    @property
     def speech(self) -> SpeechParams | None:
-        """How the answer is spoken; None for text alone."""
         return None if self.audio is None else SpeechParams(self.audio.voice)
 
     @property
     def alternatives(self) -> int | None:
-        """The number of alternatives to list for each token; None for no log-probabilities."""
         return self.top_logprobs or 0 if self.logprobs else None
+
+    @property
+    def shows_reasoning(self) -> bool:
+        return self.include_reasoning
 
     @property
     def hears_videos(self) -> bool:
         return self.use_audio_in_video or self.mm_processor_kwargs.use_audio_in_video
 
     @property
-    def template_options(self) -> TemplateOptions:
-        return TemplateOptions(**{name: getattr(self, name) for name in TemplateOptions._fields})
+    def template(self) -> TemplateRequest:
+        options = TemplateOptions(**{name: getattr(self, name) for name in TemplateOptions._fields})
+        return TemplateRequest(self.chat_template_kwargs, self.reasoning_effort, self._template_tools(), options)
 
     @property
     def must_call(self) -> bool:
@@ -276,7 +340,6 @@ class ChatCompletion(Sampling):
 
     @property
     def may_call_several(self) -> bool:
-        """May the model call several tools in one answer?"""
         return self.parallel_tool_calls and not isinstance(self.tool_choice, NamedTool)
 
     @property
@@ -295,47 +358,10 @@ class ChatCompletion(Sampling):
                 return {tool.function.name for tool in allowed.tools}
         return set()
 
-    def template_tools(self) -> list[dict[str, Any]] | None:
+    def _template_tools(self) -> list[dict[str, Any]] | None:
         """Return the tools for the chat template; None if the model may call none."""
         if not self.callable_tools:
             return None
         # A model that need not call would also call others that it sees.
         shown = self.callable_tools if isinstance(self.tool_choice, SomeTools) else self.tools
         return [tool.model_dump(exclude_unset=True) for tool in shown]
-
-
-class Tokenize(RequestBody):
-    """POST /tokenize: a prompt, or messages for the chat template.
-
-    add_special_tokens: by default those of a prompt, and none with messages.
-    """
-
-    model: str | None = Field(None, max_length=1024)
-    prompt: str | None = None
-    messages: list[Message] | None = Field(None, min_length=1, max_length=4096)
-    tools: list[Tool] = Field([], max_length=128)
-    add_special_tokens: bool | None = None
-    add_generation_prompt: bool = True
-    continue_final_message: bool = False
-    chat_template_kwargs: TemplateVariables = Field({}, max_length=64)
-
-    @model_validator(mode="after")
-    def _check_input(self) -> "Tokenize":
-        if (self.prompt is None) == (self.messages is None):
-            raise ValueError("expected either prompt or messages")
-        return self
-
-    @property
-    def template_options(self) -> TemplateOptions:
-        return TemplateOptions(self.add_generation_prompt, self.continue_final_message, bool(self.add_special_tokens))
-
-    def template_tools(self) -> list[dict[str, Any]] | None:
-        """Return the tools for the chat template; None if there are none."""
-        return [tool.model_dump(exclude_unset=True) for tool in self.tools] or None
-
-
-class Detokenize(RequestBody):
-    """POST /detokenize."""
-
-    model: str | None = Field(None, max_length=1024)
-    tokens: list[TokenId] = Field(max_length=MAX_TOKENS)

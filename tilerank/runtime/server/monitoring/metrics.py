@@ -12,7 +12,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from ...protocol.speech_settings import SAMPLE_RATE
-from ..chat.deltas import ActiveRequest, Delta
+from ..chat.deltas import Delta
+from ..chat.generation import Generation
 from ..link.client import EngineClient
 from ..link.rank_stats import RankStats
 from .latency_window import LatencyWindow
@@ -92,12 +93,12 @@ class Metrics:
         self._errors.labels(str(status)).inc()
         self.errors += 1
 
-    async def measure(self, active: ActiveRequest) -> AsyncGenerator[Delta]:
+    async def measure(self, generation: Generation) -> AsyncGenerator[Delta]:
         """Run a request, yield its deltas and record their latencies."""
         began = time.monotonic()
         choices: dict[int, _Choice] = {}
-        self._prompt_length.observe(active.prompt_tokens)
-        deltas = active.deltas()
+        self._prompt_length.observe(generation.usage.prompt_tokens)
+        deltas = generation.run()
         async with aclosing(deltas):
             async for delta in deltas:
                 now = time.monotonic()

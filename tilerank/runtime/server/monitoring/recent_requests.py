@@ -2,12 +2,12 @@
 
 import time
 from collections import Counter, deque
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
-from ..chat.deltas import ActiveRequest, Delta
+from ..chat.deltas import Delta, Usage
 from ..http.errors import ApiError
 
 MAX_KEPT = 20
@@ -16,13 +16,11 @@ MINUTE_S = 60.0
 
 @dataclass(eq=False)
 class _Request:
-    """active: None once the request has ended, because it holds the prompt. end: why it has ended."""
+    """Times are those of time.monotonic. end: why the request has ended."""
 
     id: str
-    prompt_tokens: int
+    usage: Usage
     began: float
-    active: ActiveRequest | None
-    completion_tokens: int = 0
     first: float | None = None
     ended: float | None = None
     end: str | None = None
@@ -35,13 +33,13 @@ class RecentRequests:
         self._requests: deque[_Request] = deque(maxlen=MAX_KEPT)
         self._ends: deque[tuple[float, str]] = deque()
 
-    async def track(self, id: str, active: ActiveRequest, deltas: AsyncIterator[Delta]) -> AsyncGenerator[Delta]:
+    async def track(self, id: str, usage: Usage, deltas: AsyncGenerator[Delta]) -> AsyncGenerator[Delta]:
         """Yield the same deltas and record the request. `id`: the request's id in the API."""
-        request = _Request(id, active.prompt_tokens, time.monotonic(), active)
+        request = _Request(id, usage, time.monotonic())
         self._requests.appendleft(request)
         reason = None
         try:
-            async with aclosing(deltas):  # type: ignore[type-var]
+            async with aclosing(deltas):
                 async for delta in deltas:
                     reason = delta.finish_reason or reason
                     request.first = request.first or time.monotonic()
@@ -52,7 +50,6 @@ class RecentRequests:
             raise
         finally:
             request.ended = time.monotonic()
-            request.completion_tokens, request.active = active.completion_tokens, None
             request.end = request.end or "cancelled"
             self._ends.append((request.ended, request.end))
             self._forget()
@@ -76,8 +73,8 @@ class RecentRequests:
                 "age_s": now - request.began,
                 "first_s": None if request.first is None else request.first - request.began,
                 "took_s": None if request.ended is None else request.ended - request.began,
-                "prompt_tokens": request.prompt_tokens,
-                "completion_tokens": (request.active or request).completion_tokens,
+                "prompt_tokens": request.usage.prompt_tokens,
+                "completion_tokens": request.usage.text_tokens,
                 "end": request.end,
             }
             for request in self._requests

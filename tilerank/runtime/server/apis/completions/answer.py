@@ -1,13 +1,12 @@
 """Answers in the form of /v1/chat/completions and /v1/completions: choices, as chunks or whole."""
 
 from ....protocol.params import Logprobs
-from ...chat.deltas import ActiveRequest, Delta
-from ...chat.request import ChatCompletion
-from ...http.errors import ApiError
-from ..answer import Answer, Event, Json
+from ...chat.deltas import Delta, Usage
+from ...chat.generation import Generation
+from ..answer import Answer, Json, ServerSentEvent
 from .choices import Formatter
 
-_DONE = Event("[DONE]")
+_DONE = ServerSentEvent("[DONE]")
 
 
 class ChoicesAnswer(Answer):
@@ -16,12 +15,12 @@ class ChoicesAnswer(Answer):
     stream: are the choices sent in chunks? usage: does a last chunk of the stream count the tokens?
     """
 
-    def __init__(self, active: ActiveRequest, model: str, formatter: Formatter, stream: bool, usage: bool) -> None:
-        super().__init__(active, f"{formatter.prefix}-")
+    def __init__(self, generation: Generation, model: str, formatter: Formatter, stream: bool, usage: bool) -> None:
+        super().__init__(generation, f"{formatter.prefix}-")
         chunk_object, whole_object = formatter.objects
         self._envelope: Json = {
             "id": self.id,
-            "created": active.created,
+            "created": generation.created,
             "model": model,
             "object": chunk_object if stream else whole_object,
         }
@@ -30,29 +29,21 @@ class ChoicesAnswer(Answer):
         self._stream = stream
         self._usage = usage
         self._chunks: dict[int, list[Json]] = {}  # of each choice of a whole answer
-        self._ids: dict[int, list[int]] = {}  # of the tokens of each choice whose chunk is still to come
 
-    def add(self, delta: Delta) -> list[Event]:
-        chunk = self._formatter.chunk(delta)
-        self._ids.setdefault(delta.index, []).extend(delta.ids)
-        if chunk is None:
-            return []
-        chunk |= self._additions(delta)
+    def add(self, delta: Delta) -> list[ServerSentEvent]:
+        chunk = self._formatter.chunk(delta) | self._additions(delta)
         if not self._stream:
             self._chunks.setdefault(delta.index, []).append(chunk)
             return []
-        shared = {name: chunk.pop(name) for name in self._shared_names if name in chunk}
-        options = self._active.body.stream_options
+        shared = {name: chunk.pop(name) for name in self._formatter.shared if name in chunk}
+        options = self._generation.body.stream_options
         counted = options is not None and options.continuous_usage_stats
-        usage = {"usage": self._active.usage if counted else None} if self._usage or counted else {}
-        return [Event(self._envelope | shared | {"choices": [chunk]} | usage)]
+        usage = {"usage": usage_json(self._generation.usage) if counted else None} if self._usage or counted else {}
+        return [ServerSentEvent(self._envelope | shared | {"choices": [chunk]} | usage)]
 
-    def end(self) -> list[Event]:
-        last = Event(self._envelope | {"choices": [], "usage": self._active.usage})
+    def end(self) -> list[ServerSentEvent]:
+        last = ServerSentEvent(self._envelope | {"choices": [], "usage": usage_json(self._generation.usage)})
         return [last, _DONE] if self._usage else [_DONE]
-
-    def fail(self, error: ApiError) -> list[Event]:
-        return [Event(error.body())]
 
     def whole(self) -> Json:
         choices: list[Json] = []
@@ -62,20 +53,15 @@ class ChoicesAnswer(Answer):
             choice |= {name: chunks[0][name] for name in ("prompt_token_ids", "prompt_logprobs") if name in chunks[0]}
             if "token_ids" in chunks[0]:
                 choice["token_ids"] = [id for chunk in chunks for id in chunk["token_ids"]]
-            shared |= {name: choice.pop(name) for name in self._shared_names if name in choice}
+            shared |= {name: choice.pop(name) for name in self._formatter.shared if name in choice}
             choices.append(choice)
-        return self._envelope | shared | {"choices": choices, "usage": self._active.usage}
-
-    @property
-    def _shared_names(self) -> tuple[str, ...]:
-        """What all choices of an answer share. All choices of a chat have the same prompt."""
-        return ("prompt_token_ids",) if isinstance(self._active.body, ChatCompletion) else ()
+        return self._envelope | shared | {"choices": choices, "usage": usage_json(self._generation.usage)}
 
     def _additions(self, delta: Delta) -> Json:
         """Return the fields of a chunk that other servers have: token ids, and scores of the prompt."""
         added: Json = {}
-        if self._active.body.return_token_ids:
-            added["token_ids"] = self._ids.pop(delta.index, [])
+        if self._generation.body.return_token_ids:
+            added["token_ids"] = list(delta.ids)
             if delta.opening is not None:
                 added["prompt_token_ids"] = list(delta.opening.prompt_ids)
         if delta.opening is not None and delta.opening.prompt_logprobs is not None:
@@ -91,8 +77,23 @@ class ChoicesAnswer(Answer):
             *((one, value, rank) for rank, (one, value) in enumerate(score.top, 1)),
             (id, score.chosen, score.rank),
         ]
-        wanted = getattr(self._active.body, "prompt_logprobs", None) or 0
+        wanted = getattr(self._generation.body, "prompt_logprobs", None) or 0
         return {
-            str(one): {"logprob": value, "rank": rank, "decoded_token": self._active.tokenizer.decode([one])}
+            str(one): {"logprob": value, "rank": rank, "decoded_token": self._generation.tokenizer.decode([one])}
             for one, value, rank in [*ranked[:wanted], ranked[-1]]
         }
+
+
+def usage_json(usage: Usage) -> Json:
+    """Return the counts of tokens under OpenAI's names."""
+    counts: Json = {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.total_tokens,
+    }
+    if usage.cached_tokens is not None:
+        counts["prompt_tokens_details"] = {"cached_tokens": usage.cached_tokens}
+    details = {"reasoning_tokens": usage.reasoning_tokens, "audio_tokens": usage.audio_tokens}
+    if any(details.values()):
+        counts["completion_tokens_details"] = {name: count for name, count in details.items() if count}
+    return counts

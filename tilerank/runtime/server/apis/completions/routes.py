@@ -1,27 +1,20 @@
 """OpenAI's /v1/chat/completions and /v1/completions."""
 
+from functools import partial
+
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from ...chat.deltas import ActiveRequest
+from ...chat.generation import Generation
 from ...chat.messages import Message
-from ...chat.request import ChatCompletion, Completion, Sampling
+from ...chat.request import ChatCompletion, check_voice
 from ...chat.sound_formats import check_format
-from ...chat.speech_fields import check_voice
 from ...http.errors import ApiError
+from ...http.media_budget import Share
 from ..answer import Answer
-from ..generation import (
-    NewParser,
-    activate,
-    begin,
-    checked_grammar,
-    conversation_prompt,
-    converse,
-    finish,
-    tool_parser,
-)
 from ..service import Service, while_connected
 from .answer import ChoicesAnswer
+from .body import Completion
 from .choices import ChatFormatter, Formatter, TextFormatter
 from .spoken import SpokenFormatter, TranscriptStore
 
@@ -37,33 +30,31 @@ class ChatEndpoints:
         """POST /v1/completions. Continues texts."""
         service = self._service
         body = await service.body(request, Completion)
-        with while_connected(request):
-            grammar = await checked_grammar(service, body, None)
+
+        async def new_generation(share: Share) -> Generation:
+            grammar = await service.grammar(body)
             prompts = await service.prompts.from_texts(body.prompt, body.add_special_tokens)
-            active = activate(service, body, prompts, body.logprobs, grammar)
-            formatter = TextFormatter(service.tokenizer, body.logprobs, body.return_tokens_as_token_ids)
-            answer = self._answer(active, body, formatter)
-            return await finish(request, await begin(service, request, active, answer), body.stream)
+            return service.generation_of(body, prompts, grammar)
+
+        formatter = TextFormatter(service.tokenizer, body.logprobs, body.return_tokens_as_token_ids)
+        return await service.answer(request, new_generation, lambda one: self._answer(one, formatter))
 
     async def chat(self, request: Request) -> Response:
         """POST /v1/chat/completions. Answers a conversation."""
+        service = self._service
         body = await self._conversation(request)
-
-        def new_answer(active: ActiveRequest, new_parser: NewParser | None) -> Answer:
-            return self._answer(active, body, self._formatter(body, new_parser))
-
-        return await converse(self._service, request, body, new_answer)
+        formatter = self._formatter(body)
+        new_generation = partial(service.generation, body)
+        return await service.answer(request, new_generation, lambda one: self._answer(one, formatter))
 
     async def render(self, request: Request) -> Response:
         """POST /v1/chat/completions/render. Returns the tokens of the prompt that a conversation becomes."""
         service = self._service
         body = await self._conversation(request)
-        tool_parser(service, body.template_tools())
         with while_connected(request), service.budget.share() as share:
-            prompt, thinking = await conversation_prompt(service, body, share)
-            active = activate(service, body, [prompt], body.alternatives, None, thinking)
-        (token_ids,) = active.prompts
-        id = f"{ChatFormatter.prefix}-{active.id}"
+            generation = await service.generation(body, share, runs=False)
+        (token_ids,) = generation.prompts
+        id = f"{ChatFormatter.prefix}-{generation.id}"
         return JSONResponse({"request_id": id, "model": service.settings.model, "token_ids": token_ids})
 
     async def _conversation(self, request: Request) -> ChatCompletion:
@@ -89,12 +80,13 @@ class ChatEndpoints:
             )
             raise ApiError(400, text, param=where, code="audio_not_found")
 
-    def _formatter(self, body: ChatCompletion, new_parser: NewParser | None) -> Formatter:
+    def _formatter(self, body: ChatCompletion) -> Formatter:
         tokenizer, top, by_id = self._service.tokenizer, body.alternatives, body.return_tokens_as_token_ids
         if body.audio is None:
-            return ChatFormatter(tokenizer, top, new_parser, by_id)
+            return ChatFormatter(tokenizer, top, by_id)
         return SpokenFormatter(tokenizer, top, by_id, body.audio.format, body.stream, self._transcripts.put)
 
-    def _answer(self, active: ActiveRequest, body: Sampling, formatter: Formatter) -> ChoicesAnswer:
+    def _answer(self, generation: Generation, formatter: Formatter) -> Answer:
+        body = generation.body
         usage = body.stream_options is not None and body.stream_options.include_usage
-        return ChoicesAnswer(active, self._service.settings.model, formatter, body.stream, usage)
+        return ChoicesAnswer(generation, self._service.settings.model, formatter, body.stream, usage)

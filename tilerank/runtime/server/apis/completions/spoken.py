@@ -64,7 +64,7 @@ class SpokenFormatter(ChatFormatter):
         stream: bool,
         keep: Callable[[str, str], int],
     ) -> None:
-        super().__init__(tokenizer, top, None, by_id)
+        super().__init__(tokenizer, top, by_id)
         self._form = form
         self._stream = stream
         self._keep = keep

@@ -3,10 +3,11 @@
 import json
 from typing import Any
 
-from ...chat.deltas import ActiveRequest, Delta
-from ...chat.tools import ToolCall, ToolParser, split
+from ...chat.deltas import Delta, Usage
+from ...chat.generation import Generation
+from ...chat.tools import ToolCall
 from ...http.errors import ApiError
-from ..answer import Answer, Event, Json
+from ..answer import Answer, Json, ServerSentEvent
 
 UNSIGNED = "unsigned"
 """The signature of reasoning, which clients must send back. This server signs nothing."""
@@ -15,13 +16,10 @@ _ERRORS |= {429: "rate_limit_error", 503: "overloaded_error"}
 
 
 class MessageAnswer(Answer):
-    """A message with one block for the reasoning, each piece of text and each call.
+    """A message with one block for the reasoning, each piece of text and each call."""
 
-    parser: of tool calls; None if there are no tools to call.
-    """
-
-    def __init__(self, active: ActiveRequest, model: str, parser: ToolParser | None) -> None:
-        super().__init__(active, "msg_")
+    def __init__(self, generation: Generation, model: str) -> None:
+        super().__init__(generation, "msg_")
         self._message: Json = {
             "id": self.id,
             "type": "message",
@@ -31,23 +29,23 @@ class MessageAnswer(Answer):
             "stop_reason": None,
             "stop_sequence": None,
         }
-        self._parser = parser
         self._open: tuple[str, list[str]] | None = None  # the type of the block that is being written, and its texts
         self._has_calls = False
         self._finish_reason: str | None = None
+        self._stop_string: str | None = None
 
-    def begin(self) -> list[Event]:
-        return [_event("message_start", message=self._message | {"usage": _usage(self._active.usage)})]
+    def begin(self) -> list[ServerSentEvent]:
+        return [_event("message_start", message=self._message | {"usage": _usage(self._generation.usage)})]
 
-    def add(self, delta: Delta) -> list[Event]:
+    def add(self, delta: Delta) -> list[ServerSentEvent]:
         events = self._write("thinking", delta.reasoning) if delta.reasoning else []
-        for piece in split(self._parser, delta.text, last=delta.finish_reason is not None):
+        for piece in delta.pieces:
             events += self._call(piece) if isinstance(piece, ToolCall) else self._write("text", piece)
-        self._finish_reason = delta.finish_reason
+        self._finish_reason, self._stop_string = delta.finish_reason, delta.stop_string
         return events
 
-    def end(self) -> list[Event]:
-        reason, stop_sequence = "end_turn", self._active.stop_string
+    def end(self) -> list[ServerSentEvent]:
+        reason, stop_sequence = "end_turn", self._stop_string
         if self._finish_reason == "length":
             reason = "max_tokens"
         elif stop_sequence is not None:
@@ -57,16 +55,16 @@ class MessageAnswer(Answer):
         ended = {"stop_reason": reason, "stop_sequence": stop_sequence}
         events = self._close()
         self._message |= ended
-        usage = _usage(self._active.usage)
+        usage = _usage(self._generation.usage)
         return [*events, _event("message_delta", delta=ended, usage=usage), _event("message_stop")]
 
-    def fail(self, error: ApiError) -> list[Event]:
-        return [Event(error_body(error), "error")]
+    def fail(self, error: ApiError) -> list[ServerSentEvent]:
+        return [ServerSentEvent(error_body(error), "error")]
 
     def whole(self) -> Json:
-        return self._message | {"usage": _usage(self._active.usage)}
+        return self._message | {"usage": _usage(self._generation.usage)}
 
-    def _write(self, kind: str, text: str) -> list[Event]:
+    def _write(self, kind: str, text: str) -> list[ServerSentEvent]:
         events = []
         if self._open is None or self._open[0] != kind:
             events = self._close()
@@ -76,7 +74,7 @@ class MessageAnswer(Answer):
         self._open[1].append(text)
         return [*events, self._block_event("delta", delta={"type": f"{kind}_delta", kind: text})]
 
-    def _close(self) -> list[Event]:
+    def _close(self) -> list[ServerSentEvent]:
         """End the open block."""
         if self._open is None:
             return []
@@ -90,7 +88,7 @@ class MessageAnswer(Answer):
         self._message["content"].append(block)
         return events
 
-    def _call(self, call: ToolCall) -> list[Event]:
+    def _call(self, call: ToolCall) -> list[ServerSentEvent]:
         events = self._close()
         self._has_calls = True
         block = {"type": "tool_use", "id": call.id, "name": call.name, "input": {}}
@@ -102,7 +100,7 @@ class MessageAnswer(Answer):
         self._message["content"].append(block | {"input": json.loads(call.arguments)})
         return events
 
-    def _block_event(self, what: str, **fields: Any) -> Event:
+    def _block_event(self, what: str, **fields: Any) -> ServerSentEvent:
         return _event(f"content_block_{what}", index=len(self._message["content"]), **fields)
 
 
@@ -112,16 +110,16 @@ def error_body(error: ApiError) -> Json:
     return {"type": "error", "error": {"type": kind, "message": str(error)}}
 
 
-def _event(name: str, **fields: Any) -> Event:
-    return Event({"type": name, **fields}, name)
+def _event(name: str, **fields: Any) -> ServerSentEvent:
+    return ServerSentEvent({"type": name, **fields}, name)
 
 
-def _usage(usage: Json) -> Json:
-    """Return the counts of a chat under Anthropic's names. Cached tokens are not counted among the others."""
-    cached = usage.get("prompt_tokens_details", {}).get("cached_tokens", 0)
+def _usage(usage: Usage) -> Json:
+    """Return the counts of tokens under Anthropic's names. Cached tokens are not counted among the others."""
+    cached = usage.cached_tokens or 0
     return {
-        "input_tokens": usage["prompt_tokens"] - cached,
+        "input_tokens": usage.prompt_tokens - cached,
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": cached,
-        "output_tokens": usage["completion_tokens"],
+        "output_tokens": usage.completion_tokens,
     }

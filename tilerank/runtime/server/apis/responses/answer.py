@@ -5,11 +5,12 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from ...chat.deltas import ActiveRequest, Delta
-from ...chat.tools import ToolCall, ToolParser, split
+from ...chat.deltas import Delta, Usage
+from ...chat.generation import Generation
+from ...chat.logprobs import TokenText, token_entries
+from ...chat.tools import ToolCall
 from ...http.errors import ApiError
-from ..answer import Answer, Event, Json
-from ..completions.choices import TokenText, token_entries
+from ..answer import Answer, Json, ServerSentEvent
 
 
 class _Kind(NamedTuple):
@@ -54,26 +55,16 @@ class _Open(NamedTuple):
 class ResponseAnswer(Answer):
     """A response with one output item for the reasoning, each piece of text and each call.
 
-    about: fields of the response that repeat the request. parser: of tool calls; None if there are no tools to call.
-    top: alternatives to list for each token of the text; None for no log-probabilities. summary: is the reasoning sent
-    as a summary? on_end: gets the complete response.
+    about: fields of the response that repeat the request. summary: is the reasoning sent as a summary? on_end: gets the
+    complete response.
     """
 
-    def __init__(
-        self,
-        active: ActiveRequest,
-        about: Json,
-        parser: ToolParser | None,
-        top: int | None,
-        token_text: TokenText,
-        summary: bool,
-        on_end: Callable[[Json], None],
-    ) -> None:
-        super().__init__(active, "resp_")
+    def __init__(self, generation: Generation, about: Json, summary: bool, on_end: Callable[[Json], None]) -> None:
+        super().__init__(generation, "resp_")
         self.response: Json = {
             "id": self.id,
             "object": "response",
-            "created_at": active.created,
+            "created_at": generation.created,
             "status": "in_progress",
             "background": False,
             "completed_at": None,
@@ -83,36 +74,34 @@ class ResponseAnswer(Answer):
             "output": [],
             "usage": None,
         }
-        self._parser = parser
-        self._top = top
-        self._token_text = token_text
+        self._top = generation.body.alternatives
+        self._token_text = TokenText(generation.tokenizer)
         self._reasoning = _SUMMARY if summary else _REASONING
         self._on_end = on_end
         self._sequence = 0
         self._open: _Open | None = None
-        self._logprobs: list[Json] = []  # of tokens whose text the parser holds back
+        self._logprobs: list[Json] = []  # of tokens whose text is still to be written
         self._finish_reason: str | None = None
 
-    def begin(self) -> list[Event]:
+    def begin(self) -> list[ServerSentEvent]:
         return [self._lifecycle("response.created"), self._lifecycle("response.in_progress")]
 
-    def add(self, delta: Delta) -> list[Event]:
+    def add(self, delta: Delta) -> list[ServerSentEvent]:
         self._finish_reason = delta.finish_reason
         if self._top is not None:
             entries = token_entries(delta.tokens, self._top, self._token_text)
-            self._logprobs += [] if delta.reasoning and not delta.text else entries
+            self._logprobs = [] if delta.reasoning else entries
         events = self._write(self._reasoning, delta.reasoning) if delta.reasoning else []
-        for piece in split(self._parser, delta.text, last=delta.finish_reason is not None):
+        for piece in delta.pieces:
             if isinstance(piece, ToolCall):
                 events += [*self._close("completed"), *self._call(piece)]
             else:
                 events += self._write(_MESSAGE, piece)
         return events
 
-    def end(self) -> list[Event]:
-        usage = self._active.usage
-        self.response["usage"] = _usage(usage)
-        if self.stopped:
+    def end(self) -> list[ServerSentEvent]:
+        self.response["usage"] = _usage(self._generation.usage)
+        if self._generation.is_stopped:
             self.response["status"] = "cancelled"
         elif self._finish_reason == "length":
             self.response |= {"status": "incomplete", "incomplete_details": {"reason": "max_output_tokens"}}
@@ -123,7 +112,7 @@ class ResponseAnswer(Answer):
         self._on_end(self.response)
         return [*events, self._lifecycle("response.completed" if completed else "response.incomplete")]
 
-    def fail(self, error: ApiError) -> list[Event]:
+    def fail(self, error: ApiError) -> list[ServerSentEvent]:
         self.response |= {"status": "failed", "error": {"code": "server_error", "message": str(error)}}
         events = self._close("incomplete")
         self._on_end(self.response)
@@ -132,7 +121,11 @@ class ResponseAnswer(Answer):
     def whole(self) -> Json:
         return self.response
 
-    def _write(self, kind: _Kind, text: str) -> list[Event]:
+    def cancel(self) -> None:
+        """End the answer with what it has."""
+        self._generation.is_stopped = True
+
+    def _write(self, kind: _Kind, text: str) -> list[ServerSentEvent]:
         events = []
         if self._open is None or self._open.kind is not kind:
             events = self._close("completed")
@@ -147,7 +140,7 @@ class ResponseAnswer(Answer):
         events.append(self._text_event(opened, f"{kind.text_event}.delta", delta=text, **extra))
         return events
 
-    def _close(self, status: str) -> list[Event]:
+    def _close(self, status: str) -> list[ServerSentEvent]:
         """End the open item."""
         if self._open is None:
             return []
@@ -163,7 +156,7 @@ class ResponseAnswer(Answer):
         self.response["output"].append(item)
         return events
 
-    def _call(self, call: ToolCall) -> list[Event]:
+    def _call(self, call: ToolCall) -> list[ServerSentEvent]:
         item = {"id": f"fc_{secrets.token_hex(12)}", "type": "function_call", "status": "completed"}
         item |= {"arguments": call.arguments, "call_id": call.id, "name": call.name}
         index = len(self.response["output"])
@@ -180,20 +173,20 @@ class ResponseAnswer(Answer):
         self.response["output"].append(item)
         return events
 
-    def _lifecycle(self, name: str) -> Event:
+    def _lifecycle(self, name: str) -> ServerSentEvent:
         return self._event(name, {"response": self.response})
 
-    def _item_event(self, what: str, item: Json) -> Event:
+    def _item_event(self, what: str, item: Json) -> ServerSentEvent:
         where = {"output_index": len(self.response["output"]), "item": item}
         return self._event(f"response.output_item.{what}", where)
 
-    def _text_event(self, opened: _Open, name: str, **fields: Any) -> Event:
+    def _text_event(self, opened: _Open, name: str, **fields: Any) -> ServerSentEvent:
         where = {"item_id": opened.id, "output_index": len(self.response["output"]), opened.kind.part_index: 0}
         return self._event(name, where | fields)
 
-    def _event(self, name: str, fields: Json) -> Event:
+    def _event(self, name: str, fields: Json) -> ServerSentEvent:
         sequence, self._sequence = self._sequence, self._sequence + 1
-        return Event({"type": name, "sequence_number": sequence, **fields}, name)
+        return ServerSentEvent({"type": name, "sequence_number": sequence, **fields}, name)
 
 
 def _item(opened: _Open, text: str | None, status: str) -> Json:
@@ -212,14 +205,12 @@ def _part(opened: _Open, text: str) -> Json:
     return part
 
 
-def _usage(usage: Json) -> Json:
-    """Return the counts of a chat under the names of this API."""
-    cached = usage.get("prompt_tokens_details", {}).get("cached_tokens", 0)
-    reasoning = usage.get("completion_tokens_details", {}).get("reasoning_tokens", 0)
+def _usage(usage: Usage) -> Json:
+    """Return the counts of tokens under the names of this API."""
     return {
-        "input_tokens": usage["prompt_tokens"],
-        "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
-        "output_tokens": usage["completion_tokens"],
-        "output_tokens_details": {"reasoning_tokens": reasoning},
-        "total_tokens": usage["total_tokens"],
+        "input_tokens": usage.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": usage.cached_tokens or 0, "cache_write_tokens": 0},
+        "output_tokens": usage.completion_tokens,
+        "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
+        "total_tokens": usage.total_tokens,
     }

@@ -1,16 +1,15 @@
 """OpenAI's /v1/responses: create, read, cancel and delete."""
 
 import json
+from functools import partial
 from weakref import WeakValueDictionary
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from ...chat.deltas import ActiveRequest
+from ...chat.generation import Generation
 from ...http.errors import ApiError
 from ..answer import Answer, Json
-from ..completions.choices import TokenText
-from ..generation import NewParser, converse
 from ..service import Service
 from .answer import ResponseAnswer
 from .body import ResponseRequest
@@ -51,21 +50,18 @@ class ResponseEndpoints:
         kept = _encoded(items) if body.store else None
         body.input = ""  # pictures take much memory
         items.clear()
-        about = self._about(body)
-        top = chat.alternatives
+        about, summary = self._about(body), body.reasoning.summary is not None
 
         def on_end(response: Json) -> None:
             if kept is not None:
                 self._store.put(response, kept)
 
-        def new_answer(active: ActiveRequest, new_parser: NewParser | None) -> Answer:
-            parser = new_parser() if new_parser else None
-            text, summary = TokenText(service.tokenizer), body.reasoning.summary is not None
-            answer = ResponseAnswer(active, about, parser, top, text, summary, on_end)
+        def new_answer(generation: Generation) -> Answer:
+            answer = ResponseAnswer(generation, about, summary, on_end)
             self._running[answer.id] = answer
             return answer
 
-        return await converse(service, request, chat, new_answer)
+        return await service.answer(request, partial(service.generation, chat), new_answer)
 
     async def retrieve(self, request: Request) -> Response:
         """GET /v1/responses/{id}. Returns a stored response."""
@@ -86,7 +82,7 @@ class ResponseEndpoints:
         response = self._find(id)
         if response["status"] != "in_progress":
             raise ApiError(400, f"The response {id} cannot be cancelled: it is {response['status']}.")
-        self._running[id].stopped = True
+        self._running[id].cancel()
         return JSONResponse(response | {"status": "cancelled"})
 
     def _find(self, id: str) -> Json:

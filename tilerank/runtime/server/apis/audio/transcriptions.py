@@ -1,18 +1,25 @@
-"""Requests of /v1/audio/transcriptions: a form with a file of sound, which becomes a chat about it."""
+"""OpenAI's /v1/audio/transcriptions: a form with a file of sound, which becomes a chat about it."""
 
 import base64
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Annotated, Any, Literal
 
 import pydantic
 from pydantic import BeforeValidator, Field
+from starlette.requests import Request
+from starlette.responses import Response
 
+from ...chat.deltas import Delta
 from ...chat.fields import RequestBody
+from ...chat.generation import Generation
 from ...chat.request import ChatCompletion
-from ...http.body import validation_error
+from ...http.body import MAX_FORM, read_body, validation_error
 from ...http.errors import ApiError
-from ...http.form import FormField
+from ...http.form import FormField, read_form
+from ..answer import Answer, Json, ServerSentEvent
 from ..form import as_chat
+from ..service import Service
 
 LANGUAGES = {
     "ar": "Arabic",
@@ -99,3 +106,68 @@ def _validated(given: Mapping[str, Any]) -> TranscriptionRequest:
         return TranscriptionRequest.model_validate(given)
     except pydantic.ValidationError as e:
         raise validation_error(given, e) from e
+
+
+class TranscriptionAnswer(Answer):
+    """The text of a clip of sound. as_text: the whole answer is text alone, not JSON."""
+
+    def __init__(self, generation: Generation, as_text: bool) -> None:
+        super().__init__(generation, "transcription-")
+        self._as_text = as_text
+        self._texts: list[str] = []
+
+    def add(self, delta: Delta) -> list[ServerSentEvent]:
+        if not delta.text:
+            return []
+        self._texts.append(delta.text)
+        return [ServerSentEvent({"type": "transcript.text.delta", "delta": delta.text})]
+
+    def end(self) -> list[ServerSentEvent]:
+        return [ServerSentEvent({"type": "transcript.text.done"} | self._transcription())]
+
+    def whole(self) -> Json | str:
+        transcription = self._transcription()
+        return f"{transcription['text']}\n" if self._as_text else transcription
+
+    def _transcription(self) -> Json:
+        usage = self._generation.usage
+        counts = {
+            "type": "tokens",
+            "input_tokens": usage.prompt_tokens,
+            "output_tokens": usage.completion_tokens,
+            "total_tokens": usage.total_tokens,
+        }
+        return {"text": "".join(self._texts), "usage": counts}
+
+
+class TranscriptionEndpoints:
+    """Turns sound into text."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    async def transcribe(self, request: Request) -> Response:
+        """POST /v1/audio/transcriptions. Writes down what is said in a file."""
+        service, model = self._service, self._service.settings.model
+        media = service.settings.media
+        if media is None or "audio" not in media.processor.kinds:
+            raise ApiError(400, f"{model} takes no sound, so it cannot transcribe any.", code="unsupported_endpoint")
+        content_type = request.headers.get("content-type", "")
+        body = transcription_request(read_form(content_type, await read_body(request, MAX_FORM)))
+        service.check_model(body.model)
+        chat, as_text = body.chat(), body.response_format == "text"
+        del body  # a file takes much memory
+
+        try:
+            new_generation = partial(service.generation, chat)
+            return await service.answer(request, new_generation, lambda one: TranscriptionAnswer(one, as_text))
+        except ApiError as e:
+            raise _about_file(e) from e
+
+
+def _about_file(error: ApiError) -> ApiError:
+    """Return the error with the name that the only medium of the messages has in the form."""
+    if error.param != "messages":
+        return error
+    message = f"file: {str(error).removeprefix('messages: ')}"
+    return ApiError(error.status, message, param="file", code=error.code)
