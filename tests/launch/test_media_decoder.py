@@ -20,7 +20,7 @@ from media_files import encoded, noise, picture, video
 from PIL import Image
 
 from tilerank.launch.serving.media_decoder import PROCESSES, MediaDecoder
-from tilerank.runtime.media.decoder import Frames, MediaLimits
+from tilerank.runtime.media.decoder import DecodedMedium, MediaLimits
 from tilerank.runtime.protocol.errors import MediaError
 
 
@@ -35,7 +35,7 @@ def every(total: int, fps: float | None) -> list[int]:
     return list(range(total))
 
 
-def decode(decoder: MediaDecoder, kind: str, *files: bytes, sample: Any = every) -> Frames:
+def decode(decoder: MediaDecoder, kind: str, *files: bytes, sample: Any = every) -> DecodedMedium:
     return decoder.decode(kind, files, len(files) > 1, sample)
 
 
@@ -51,7 +51,7 @@ def refusal(decoder: MediaDecoder, kind: str, *files: bytes, sample: Any = every
 def test_a_picture(decoder: MediaDecoder) -> None:
     image = picture(13, 9)
     found = decode(decoder, "image", encoded(image))
-    assert found == Frames("image", (1, 9, 13), image.tobytes(), [0], None)
+    assert found == DecodedMedium("image", (1, 9, 13), image.tobytes(), [0], None)
 
 
 def test_a_picture_of_one_pixel(decoder: MediaDecoder) -> None:
@@ -68,7 +68,7 @@ def test_the_orientation_of_a_photo_is_ignored(decoder: MediaDecoder) -> None:
 def test_pictures_are_the_frames_of_a_video(decoder: MediaDecoder) -> None:
     images = [picture(13, 9, seed=seed) for seed in range(3)]
     found = decode(decoder, "video", *map(encoded, images))
-    assert found == Frames("video", (3, 9, 13), b"".join(image.tobytes() for image in images), [0, 1, 2], None)
+    assert found == DecodedMedium("video", (3, 9, 13), b"".join(image.tobytes() for image in images), [0, 1, 2], None)
 
 
 @pytest.mark.parametrize("form", ["mp4", "matroska", "webm", "avi"])

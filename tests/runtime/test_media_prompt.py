@@ -13,7 +13,7 @@ from media_files import DEMO_VL, encoded, modes
 from tiny import make_checkpoint
 
 from tilerank.loader.tokenizer import Tokenizer
-from tilerank.runtime.media.decoder import Frames
+from tilerank.runtime.media.decoder import DecodedMedium
 from tilerank.runtime.media.pictures import read_picture
 from tilerank.runtime.media.processor import Processor
 from tilerank.runtime.media.qwen_vl import (
@@ -141,13 +141,13 @@ def template(directory: Path, messages: list[Any]) -> str:
     return ours(directory)[0].apply_chat_template(messages, add_generation_prompt=True)
 
 
-def image_frames(height: int, width: int) -> Frames:
-    return Frames("image", (1, height, width), bytes(height * width * 3), [0], None)
+def image_frames(height: int, width: int) -> DecodedMedium:
+    return DecodedMedium("image", (1, height, width), bytes(height * width * 3), [0], None)
 
 
-def sampled(directory: Path, total: int, fps: float | None, height: int, width: int) -> Frames:
+def sampled(directory: Path, total: int, fps: float | None, height: int, width: int) -> DecodedMedium:
     indices = ours(directory)[1].sample(total, fps)
-    return Frames("video", (len(indices), height, width), bytes(len(indices) * height * width * 3), indices, fps)
+    return DecodedMedium("video", (len(indices), height, width), bytes(len(indices) * height * width * 3), indices, fps)
 
 
 # ---- prompts
@@ -254,7 +254,7 @@ def test_most_tokens_of_the_published_settings() -> None:
 # ---- refusals
 
 
-def refusal(text: str, *media: Frames) -> str:
+def refusal(text: str, *media: DecodedMedium) -> str:
     with pytest.raises(MediaError) as caught:
         ours(DEMO_VL)[1].prompt(text, media)
     return str(caught.value)
@@ -279,7 +279,7 @@ def test_media_that_the_model_cannot_take_are_named() -> None:
     assert refusal("<|image_pad|>" * 2, image_frames(64, 64), image_frames(1, 201)) == (
         "image 2: expected sides of a ratio up to 200, found 201 x 1 pixels"
     )
-    short = Frames("video", (1, 64, 64), bytes(64 * 64 * 3), [0], None)
+    short = DecodedMedium("video", (1, 64, 64), bytes(64 * 64 * 3), [0], None)
     assert refusal("<|video_pad|>", short) == "video 1: expected a video of at least 2 frames, found 1"
-    long = Frames("video", (769, 1, 1), bytes(769 * 3), list(range(769)), None)
+    long = DecodedMedium("video", (769, 1, 1), bytes(769 * 3), list(range(769)), None)
     assert refusal("<|video_pad|>", long) == "video 1: expected at most 768 frames, found 769"

@@ -18,7 +18,7 @@ from tilerank.launch.bench.public import public_config
 from tilerank.loader.card import read_card
 from tilerank.loader.errors import ConfigError
 from tilerank.loader.tokenizer import Tokenizer
-from tilerank.runtime.media.decoder import Frames
+from tilerank.runtime.media.decoder import DecodedMedium
 from tilerank.runtime.media.mllama import choose_tiling, fit, read_tile_settings, tilings
 from tilerank.runtime.media.processor import Processor
 from tilerank.runtime.media.registry import load_processor
@@ -42,8 +42,8 @@ def processor(model_dir: Path) -> Processor:
     return found
 
 
-def picture(height: int, width: int) -> Frames:
-    return Frames("image", (1, height, width), bytes(height * width * 3), [0], None)
+def picture(height: int, width: int) -> DecodedMedium:
+    return DecodedMedium("image", (1, height, width), bytes(height * width * 3), [0], None)
 
 
 def test_tilings_and_sizes_are_those_of_transformers() -> None:
@@ -110,7 +110,7 @@ def test_the_text_begins_where_transformers_begins_it(processor: Processor, mode
 
 
 def test_keys_identify_the_pictures_and_what_is_seen_of_them(processor: Processor) -> None:
-    one, other = picture(64, 64), Frames("image", (1, 64, 64), b"\1" * (64 * 64 * 3), [0], None)
+    one, other = picture(64, 64), DecodedMedium("image", (1, 64, 64), b"\1" * (64 * 64 * 3), [0], None)
     text = "<|image|>What is this?"
     keys = processor.prompt(text, [one]).keys
     assert processor.prompt(text + " And more", [one]).keys[: len(keys)] == keys
@@ -125,13 +125,13 @@ def test_keys_identify_the_pictures_and_what_is_seen_of_them(processor: Processo
         ("hello", [picture(9, 9)], "expected one <|image|> in the prompt for each picture, found 0 for 1"),
         (
             "<|image|>",
-            [Frames("video", (1, 9, 9), bytes(243), [0], None)],
+            [DecodedMedium("video", (1, 9, 9), bytes(243), [0], None)],
             "medium 1: .* pictures alone, found a video",
         ),
     ],
 )
 def test_a_prompt_that_does_not_match_its_media(
-    processor: Processor, text: str, media: list[Frames], sentence: str
+    processor: Processor, text: str, media: list[DecodedMedium], sentence: str
 ) -> None:
     with pytest.raises(MediaError, match=sentence.replace("|", r"\|")):
         processor.prompt(text, media)

@@ -16,7 +16,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_res
 from tilerank.loader.errors import ConfigError
 from tilerank.loader.tokenizer import Tokenizer
 from tilerank.parallel.sharding import Sharding
-from tilerank.runtime.media.decoder import Frames
+from tilerank.runtime.media.decoder import DecodedMedium
 from tilerank.runtime.media.messages import MediaSource
 from tilerank.runtime.media.moss_vl import (
     most_video_tokens,
@@ -52,12 +52,12 @@ def processor(model_dir: Path) -> Processor:
     return found
 
 
-def picture(height: int, width: int, value: int = 0) -> Frames:
-    return Frames("image", (1, height, width), bytes([value]) * (height * width * 3), [0], None)
+def picture(height: int, width: int, value: int = 0) -> DecodedMedium:
+    return DecodedMedium("image", (1, height, width), bytes([value]) * (height * width * 3), [0], None)
 
 
-def video(height: int, width: int, indices: list[int], fps: float | None) -> Frames:
-    return Frames("video", (len(indices), height, width), bytes(len(indices) * height * width * 3), indices, fps)
+def video(height: int, width: int, indices: list[int], fps: float | None) -> DecodedMedium:
+    return DecodedMedium("video", (len(indices), height, width), bytes(len(indices) * height * width * 3), indices, fps)
 
 
 def turn(role: str, *parts: dict[str, str] | str) -> dict[str, Any]:
@@ -66,7 +66,7 @@ def turn(role: str, *parts: dict[str, str] | str) -> dict[str, Any]:
 
 
 # Messages, media, the text between <|im_start|> and <|im_end|> of each turn, and rows and columns of tokens of a frame.
-CASES: dict[str, tuple[list[Any], list[Frames], list[str], list[tuple[int, int]]]] = {
+CASES: dict[str, tuple[list[Any], list[DecodedMedium], list[str], list[tuple[int, int]]]] = {
     "text": ([turn("user", "Hello")], [], ["user\nHello"], []),
     "picture": ([turn("user", IMAGE, "What?")], [picture(70, 50)], ["user\n<|image_pad|>What?"], [(2, 2)]),
     "pictures in a row": (
@@ -151,7 +151,7 @@ def test_keys_identify_the_frames_that_tokens_may_have_seen(processor: Processor
     ],
 )
 def test_a_prompt_that_does_not_match_its_media(
-    processor: Processor, text: str, media: list[Frames], sentence: str
+    processor: Processor, text: str, media: list[DecodedMedium], sentence: str
 ) -> None:
     with pytest.raises(MediaError, match=sentence.replace("|", r"\|")):
         processor.prompt(text, media)

@@ -18,7 +18,7 @@ from tilerank.parallel.channel import Channel
 from tilerank.parallel.group import SingleGroup
 from tilerank.parallel.join import Team
 from tilerank.runtime.lead.engine import Engine, Request
-from tilerank.runtime.media.decoder import Frames
+from tilerank.runtime.media.decoder import DecodedMedium
 from tilerank.runtime.media.processor import Processor
 from tilerank.runtime.media.registry import load_processor
 from tilerank.runtime.models import moss_vl
@@ -60,13 +60,13 @@ def engine(shared: Engine) -> Iterator[Engine]:
     assert not pinned(shared)
 
 
-def picture(seed: int, height: int, width: int) -> Frames:
-    return Frames("image", (1, height, width), random.Random(seed).randbytes(height * width * 3), [0], None)
+def picture(seed: int, height: int, width: int) -> DecodedMedium:
+    return DecodedMedium("image", (1, height, width), random.Random(seed).randbytes(height * width * 3), [0], None)
 
 
-def video(seed: int, count: int) -> Frames:
+def video(seed: int, count: int) -> DecodedMedium:
     pixels = random.Random(seed).randbytes(count * 40 * 64 * 3)
-    return Frames("video", (count, 40, 64), pixels, list(range(0, 7 * count, 7)), 4.0)
+    return DecodedMedium("video", (count, 40, 64), pixels, list(range(0, 7 * count, 7)), 4.0)
 
 
 WORDS = ("one", "cat", "sees", "blue", "under", "the", "stone", "and", "then")
@@ -82,7 +82,7 @@ def mixed(processor: Processor, count: int) -> list[Request]:
     draw = random.Random(count)
     requests = []
     for i in range(count):
-        text, media = words(i, draw.randrange(1, 30)), list[Frames]()
+        text, media = words(i, draw.randrange(1, 30)), list[DecodedMedium]()
         for _ in range(draw.randrange(4)):
             if draw.random() < 0.3:
                 media.append(video(draw.randrange(4), draw.randrange(1, 6)))

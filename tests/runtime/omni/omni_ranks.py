@@ -16,7 +16,7 @@ from tilerank.loader.tokenizer import Tokenizer
 from tilerank.parallel.join import Team
 from tilerank.runtime.lead.engine import Engine, Request
 from tilerank.runtime.lead.sampling import SamplingParams
-from tilerank.runtime.media.decoder import Frames
+from tilerank.runtime.media.decoder import DecodedMedium
 from tilerank.runtime.media.registry import load_processor
 from tilerank.runtime.protocol.prompt import Prompt
 from tilerank.runtime.rank.worker import Worker
@@ -110,15 +110,17 @@ def text_of(parts: list[Any]) -> str:
     return "".join(part[1] if part[0] == "text" else marks[part[0]] for part in parts)
 
 
-def media_of(name: str, parts: list[Any], wanted: dict[str, Tensor]) -> list[Frames]:
+def media_of(name: str, parts: list[Any], wanted: dict[str, Tensor]) -> list[DecodedMedium]:
     media = []
     for i, part in enumerate(parts):
         samples = wanted.get(f"{name}.{i}.samples")
         heard = b"" if samples is None else samples.numpy().tobytes()
         if part[0] == "audio":
-            media.append(Frames("audio", (len(heard) // 4, 1, 1), heard, [], None))
+            media.append(DecodedMedium("audio", (len(heard) // 4, 1, 1), heard, [], None))
         elif part[0] != "text":
             pixels = wanted[f"{name}.{i}.pixels"]
             n, height, width, _ = pixels.shape
-            media.append(Frames(part[0], (n, height, width), pixels.numpy().tobytes(), list(range(n)), None, heard))
+            media.append(
+                DecodedMedium(part[0], (n, height, width), pixels.numpy().tobytes(), list(range(n)), None, heard)
+            )
     return media

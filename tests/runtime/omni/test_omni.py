@@ -25,7 +25,7 @@ from tilerank.parallel.join import Team
 from tilerank.runtime.lead import media_encoding
 from tilerank.runtime.lead.engine import Engine, Request
 from tilerank.runtime.lead.sampling import SamplingParams
-from tilerank.runtime.media.decoder import Frames
+from tilerank.runtime.media.decoder import DecodedMedium
 from tilerank.runtime.media.qwen3_omni import HOP, audio_tokens
 from tilerank.runtime.media.registry import load_processor
 from tilerank.runtime.models.audio import mel_filters, normalize_mel
@@ -86,7 +86,7 @@ def test_clips_without_a_frame_are_refused_as_in_transformers(reference: Path, w
     processor = load_processor(reference / "omni", Tokenizer(reference / "omni"))
     assert processor is not None
     for n in SHORT:
-        clip = Frames("audio", (n, 1, 1), bytes(4 * n), [], None)
+        clip = DecodedMedium("audio", (n, 1, 1), bytes(4 * n), [], None)
         if n >= HOP:
             assert processor.prompt("<|audio_pad|>", [clip]).media[0].grid == (1, 1, 1)
             continue

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from tilerank.loader.tokenizer import Tokenizer
-from tilerank.runtime.media.decoder import Frames
+from tilerank.runtime.media.decoder import DecodedMedium
 from tilerank.runtime.media.registry import load_processor
 from tilerank.runtime.media.streams import MAX_SECONDS, RATE
 from tilerank.runtime.protocol.errors import MediaError
@@ -53,7 +53,7 @@ def size_text(size: MediumSize) -> str:
 
 
 def kind_of(size: MediumSize) -> str:
-    """Return the kind of a medium of this size, as in Frames."""
+    """Return the kind of a medium of this size, as in DecodedMedium."""
     return "audio" if isinstance(size, Clip) else "image"
 
 
@@ -72,7 +72,7 @@ def sizes_of(text: str) -> list[Size]:
     return list(dict.fromkeys(size_of(part) for part in text.split(",")))
 
 
-def random_frames(size: Size, seed: str) -> Frames:
+def random_frames(size: Size, seed: str) -> DecodedMedium:
     """Return a decoded picture of random pixels."""
     width, height = size
     return _frames(size, random.Random(seed).randbytes(3 * width * height))
@@ -130,14 +130,14 @@ class MediaPrompts:
         content = [{"type": kind}, {"type": "text", "text": question}]
         return self._tokenizer.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
 
-    def prompt(self, text: str, frames: Frames) -> Prompt:
+    def prompt(self, text: str, frames: DecodedMedium) -> Prompt:
         """Return the prompt of a text from `text` and its medium. LaunchError if the model cannot take it."""
         try:
             return self._processor.prompt(text, [frames])
         except MediaError as e:
             raise LaunchError(f"a medium of size {frames.size}: {e}") from e
 
-    def before(self, token_ids: Sequence[int], frames: Frames) -> Prompt:
+    def before(self, token_ids: Sequence[int], frames: DecodedMedium) -> Prompt:
         """Return the prompt of a medium, with what the chat template writes around it, before `token_ids`."""
         start = self.prompt(self.text("", frames.kind), frames)
         if not start.positions:  # those of tokens count up
@@ -163,7 +163,7 @@ class MediaPrompts:
     def _empty(self, size: MediumSize, question: str = "") -> Prompt:
         """Return the prompt of a medium without pixels, or of silence."""
         if isinstance(size, Clip):
-            frames = Frames("audio", (RATE * size.seconds, 1, 1), bytes(4 * RATE * size.seconds), [], None)
+            frames = DecodedMedium("audio", (RATE * size.seconds, 1, 1), bytes(4 * RATE * size.seconds), [], None)
         else:
             frames = _frames(size, b"")
         return self.prompt(self.text(question, frames.kind), frames)
@@ -179,6 +179,6 @@ def media_prompts(model_dir: Path) -> MediaPrompts:
     return MediaPrompts(model_dir)
 
 
-def _frames(size: Size, data: bytes) -> Frames:
+def _frames(size: Size, data: bytes) -> DecodedMedium:
     width, height = size
-    return Frames("image", (1, height, width), data, [0], None)
+    return DecodedMedium("image", (1, height, width), data, [0], None)

@@ -14,7 +14,7 @@ import msgspec
 
 from tilerank.loader.card import ModelCard
 from tilerank.loader.tokenizer import Tokenizer
-from tilerank.runtime.media.decoder import Frames, Sampler, decode_source
+from tilerank.runtime.media.decoder import DecodedMedium, Sampler, decode_source
 from tilerank.runtime.media.messages import MediaSource, read_data_url, split_media
 from tilerank.runtime.media.processor import Processor, check_kinds, samplers
 from tilerank.runtime.media.registry import load_processor
@@ -236,7 +236,7 @@ class _PromptEncoder:
         media = [self._decode(*one) for one in zip(sources, files, chosen, strict=True)]
         return self._processor.prompt(text, media)
 
-    def _decode(self, source: MediaSource, files: list[bytes], sample: Sampler) -> Frames:
+    def _decode(self, source: MediaSource, files: list[bytes], sample: Sampler) -> DecodedMedium:
         with _named(source):
             return decode_source(self._decoder, source, files, sample)
 

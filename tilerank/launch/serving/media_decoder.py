@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from tilerank.runtime.media.decoder import FileDecoder, Frames, MediaLimits, Sampler
+from tilerank.runtime.media.decoder import DecodedMedium, FileDecoder, MediaLimits, Sampler
 from tilerank.runtime.media.pictures import read_picture
 from tilerank.runtime.media.streams import ShorterVideo, describe_video, read_frames, read_sound
 from tilerank.runtime.protocol.errors import MediaError
@@ -76,10 +76,10 @@ class MediaDecoder(FileDecoder):
         for process in self.processes:
             self._idle.put(process)
 
-    def decode(self, kind: str, files: Sequence[bytes], listed: bool, sample: Sampler) -> Frames:
+    def decode(self, kind: str, files: Sequence[bytes], listed: bool, sample: Sampler) -> DecodedMedium:
         fps, indices, frames = self._decode("image" if listed else kind, files, sample)
         if kind == "audio":
-            return Frames(kind, (frames[0].height, 1, 1), frames[0].data, [], None)
+            return DecodedMedium(kind, (frames[0].height, 1, 1), frames[0].data, [], None)
         return _join(kind, frames, indices, fps)
 
     def describe(self, video: bytes) -> tuple[int, float | None]:
@@ -140,7 +140,7 @@ class MediaDecoder(FileDecoder):
             process.end()
 
 
-def _join(kind: str, frames: list[DecodedFrame], indices: list[int], fps: float | None) -> Frames:
+def _join(kind: str, frames: list[DecodedFrame], indices: list[int], fps: float | None) -> DecodedMedium:
     height, width = frames[0].height, frames[0].width
     for number, frame in enumerate(frames):
         if (frame.height, frame.width) != (height, width):
@@ -148,7 +148,7 @@ def _join(kind: str, frames: list[DecodedFrame], indices: list[int], fps: float 
                 f"frame {number} of the video has {frame.width} x {frame.height} pixels, expected {width} x {height} "
                 "like the first"
             )
-    return Frames(kind, (len(frames), height, width), b"".join(frame.data for frame in frames), indices, fps)
+    return DecodedMedium(kind, (len(frames), height, width), b"".join(frame.data for frame in frames), indices, fps)
 
 
 def main() -> None:

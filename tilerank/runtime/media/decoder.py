@@ -12,7 +12,7 @@ Sampler = Callable[[int, float | None], list[int]]
 
 
 @dataclass(frozen=True)
-class Frames:
+class DecodedMedium:
     """A decoded picture, the sampled frames of a video, or sound.
 
     kind: "image", "video" or "audio". size: (n, height, width). data: uint8 RGB, row by row. indices: the number of
@@ -43,7 +43,7 @@ class MediaLimits:
 
 class FileDecoder(ABC):
     @abstractmethod
-    def decode(self, kind: str, files: Sequence[bytes], listed: bool, sample: Sampler) -> Frames:
+    def decode(self, kind: str, files: Sequence[bytes], listed: bool, sample: Sampler) -> DecodedMedium:
         """Decode one medium; blocks. May be called by any number of threads. Raises MediaError.
 
         kind: "image", "video" or "audio". files: one file, or if `listed`, the pictures that are the frames of a video,
@@ -55,7 +55,7 @@ class FileDecoder(ABC):
         """Return total frames and frames per second of a video, None if unknown. As `decode`."""
 
 
-def decode_source(decoder: FileDecoder, source: MediaSource, files: Sequence[bytes], sample: Sampler) -> Frames:
+def decode_source(decoder: FileDecoder, source: MediaSource, files: Sequence[bytes], sample: Sampler) -> DecodedMedium:
     """Decode the files of a medium, and the sound of a video that the model hears, as FileDecoder.decode."""
     frames = decoder.decode(source.kind, files, source.listed, sample)
     if not source.heard:

@@ -15,7 +15,7 @@ from tilerank.loader.tokenizer import Tokenizer
 
 from ..protocol.errors import MediaError
 from ..protocol.prompt import Medium, Prompt, Segment, Sight
-from .decoder import Frames
+from .decoder import DecodedMedium
 from .family import Family, FamilyOption
 from .processor import Processor
 from .settings import PICTURES, channels, check_steps, find_section, resampling
@@ -80,7 +80,7 @@ class MllamaProcessor(Processor):
         if (found := tokenizer.encode(self._token, add_special_tokens=False)) != [self._id]:
             raise config.fail("image_token_index", f"{found}, as the tokenizer encodes {self._token}")
 
-    def prompt(self, text: str, media: Sequence[Frames]) -> Prompt:
+    def prompt(self, text: str, media: Sequence[DecodedMedium]) -> Prompt:
         for number, frames in enumerate(media, 1):
             if frames.kind != "image":
                 raise MediaError(f"medium {number}: the model takes pictures alone, found a {frames.kind}")

@@ -16,7 +16,7 @@ from tilerank.loader.tokenizer import Tokenizer
 
 from ..protocol.errors import MediaError
 from ..protocol.prompt import Medium, Prompt, Segment, Sight
-from .decoder import Frames, Sampler
+from .decoder import DecodedMedium, Sampler
 from .family import Family
 from .placeholders import PlaceholderProcessor, name_medium
 from .qwen_vl import (
@@ -117,7 +117,7 @@ class MossVLProcessor(PlaceholderProcessor):
         self._settings = read_settings(model_dir)
         self.placeholders = (*_WRITTEN.values(), *self._tokens.values())
 
-    def prompt(self, text: str, media: Sequence[Frames]) -> Prompt:
+    def prompt(self, text: str, media: Sequence[DecodedMedium]) -> Prompt:
         for kind, written in _WRITTEN.items():
             text = text.replace(written, self._tokens[kind])
         pieces = self._split(text, media)
@@ -142,7 +142,7 @@ class MossVLProcessor(PlaceholderProcessor):
             return most_picture_tokens(s.preprocessing.token, s.picture) + 1
         return most_video_tokens(s.preprocessing.token, s.frame, s.volume, s.sampling)
 
-    def _media(self, media: Sequence[Frames]) -> list[Medium]:
+    def _media(self, media: Sequence[DecodedMedium]) -> list[Medium]:
         patch = self._settings.preprocessing.patch
         pixels = [math.prod(frames.size) for frames in media]
         converted = []
@@ -156,7 +156,7 @@ class MossVLProcessor(PlaceholderProcessor):
             converted.append(Medium(frames.kind, frames.data, frames.size, grid))
         return converted
 
-    def _size(self, frames: Frames, pixels: int, total: int) -> tuple[int, int]:
+    def _size(self, frames: DecodedMedium, pixels: int, total: int) -> tuple[int, int]:
         """Return height and width after resizing. pixels, total: of the medium, and of all media of its kind."""
         s = self._settings
         count, height, width = frames.size
@@ -167,7 +167,7 @@ class MossVLProcessor(PlaceholderProcessor):
             raise MediaError(f"expected at most {s.sampling.most} frames, found {count}")
         return video_size(frames.size, s.preprocessing.token, s.frame, int(s.volume * pixels / total))
 
-    def _write_frames(self, video: Frames) -> str:
+    def _write_frames(self, video: DecodedMedium) -> str:
         """Return the time and the placeholder of each frame."""
         times = [index / (video.fps or UNKNOWN_FPS) for index in video.indices]
         frames = (f"<|time_start|>{time:.1f} seconds<|time_end|>{self._tokens['image']}" for time in times)

@@ -10,7 +10,7 @@ from tilerank.loader.tokenizer import Tokenizer
 
 from ..protocol.errors import MediaError
 from ..protocol.prompt import Prompt
-from .decoder import Frames
+from .decoder import DecodedMedium
 from .processor import Processor
 
 _MAX_ID = 1 << 24
@@ -46,7 +46,7 @@ class PlaceholderProcessor(Processor):
                 )
         return Prompt(token_ids)
 
-    def _split(self, text: str, media: Sequence[Frames]) -> list[str]:
+    def _split(self, text: str, media: Sequence[DecodedMedium]) -> list[str]:
         """Return the text in pieces, of which those with odd numbers are the placeholders of the media in order."""
         pieces = re.split("|".join(f"({re.escape(token)})" for token in self._tokens.values()), text)
         pieces = [piece for piece in pieces if piece is not None]
@@ -70,7 +70,7 @@ class PlaceholderProcessor(Processor):
         return ids
 
 
-def name_medium(media: Sequence[Frames], index: int) -> str:
+def name_medium(media: Sequence[DecodedMedium], index: int) -> str:
     """Return how errors name a medium: "image 2" is the second picture."""
     kind = media[index].kind
     return f"{kind} {sum(other.kind == kind for other in media[: index + 1])}"

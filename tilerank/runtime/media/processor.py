@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 
 from ..protocol.errors import MediaError
 from ..protocol.prompt import Prompt
-from .decoder import Frames, Sampler
+from .decoder import DecodedMedium, Sampler
 from .messages import MediaSource
 
 
@@ -24,7 +24,7 @@ class Processor(ABC):
     shares_frames: bool = False
 
     @abstractmethod
-    def prompt(self, text: str, media: Sequence[Frames]) -> Prompt:
+    def prompt(self, text: str, media: Sequence[DecodedMedium]) -> Prompt:
         """Return the prompt of a text from the chat template and its media, in the order of the text.
 
         Raises MediaError for a medium that the model cannot take, and if placeholders and media do not match.

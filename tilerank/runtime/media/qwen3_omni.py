@@ -13,7 +13,7 @@ from tilerank.loader.tokenizer import Tokenizer
 from ..protocol.errors import MediaError
 from ..protocol.prompt import Medium, Place, Prompt
 from ..protocol.speech_settings import silenced
-from .decoder import Frames
+from .decoder import DecodedMedium
 from .family import Family, FamilyOption
 from .placeholders import PlaceholderProcessor, name_medium
 from .qwen_vl import (
@@ -127,7 +127,7 @@ class QwenOmniProcessor(PlaceholderProcessor):
         self._audio_end = names.get("audio_eos_token", "<|audio_end|>")
         self._ids = {kind: id for id, kind in self._kinds.items()}
 
-    def prompt(self, text: str, media: Sequence[Frames]) -> Prompt:
+    def prompt(self, text: str, media: Sequence[DecodedMedium]) -> Prompt:
         pieces = self._split(text, media)
         converted, blocks = list[Medium](), list[_Block]()
         for index, frames in enumerate(media):
@@ -163,7 +163,7 @@ class QwenOmniProcessor(PlaceholderProcessor):
         groups = _MOST_FRAMES // self._preprocessing.temporal
         return groups * most_picture_tokens(self._preprocessing.token, _FRAME)
 
-    def _medium(self, frames: Frames) -> Medium:
+    def _medium(self, frames: DecodedMedium) -> Medium:
         if frames.kind == "audio":
             return _sound(frames.data)
         count, height, width = frames.size

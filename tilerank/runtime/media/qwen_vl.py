@@ -13,7 +13,7 @@ from tilerank.loader.tokenizer import Tokenizer
 
 from ..protocol.errors import MediaError
 from ..protocol.prompt import Medium, Place, Prompt
-from .decoder import Frames
+from .decoder import DecodedMedium
 from .family import Family
 from .placeholders import PlaceholderProcessor, name_medium
 from .processor import Processor
@@ -190,7 +190,7 @@ class QwenVLProcessor(PlaceholderProcessor):
         version = "5.23" if self._keeps_markers else "4.57"
         self.convention = f"videos are written into prompts as by transformers {version}"
 
-    def prompt(self, text: str, media: Sequence[Frames]) -> Prompt:
+    def prompt(self, text: str, media: Sequence[DecodedMedium]) -> Prompt:
         pieces = self._split(text, media)
         converted, grids = [], list[_Grid]()
         for index, frames in enumerate(media):
@@ -213,7 +213,7 @@ class QwenVLProcessor(PlaceholderProcessor):
             return most_picture_tokens(self._preprocessing.token, self._picture)
         return most_video_tokens(self._preprocessing.token, self._preprocessing.temporal, self._volume, self._sampling)
 
-    def _grid(self, frames: Frames) -> tuple[int, int, int]:
+    def _grid(self, frames: DecodedMedium) -> tuple[int, int, int]:
         count, height, width = frames.size
         p = self._preprocessing
         if frames.kind == "image":
@@ -224,7 +224,7 @@ class QwenVLProcessor(PlaceholderProcessor):
         new_height, new_width = video_size(count, height, width, p.token, p.temporal, self._volume, self._sampling)
         return -(-count // p.temporal), new_height // p.patch, new_width // p.patch
 
-    def _write_groups(self, pieces: list[str], at: int, video: Frames) -> None:
+    def _write_groups(self, pieces: list[str], at: int, video: DecodedMedium) -> None:
         """Replace the placeholder of a video by the time and the placeholder of each group of frames."""
         if not self._keeps_markers and pieces[at - 1].endswith(self._start) and pieces[at + 1].startswith(self._end):
             pieces[at - 1] = pieces[at - 1].removesuffix(self._start)

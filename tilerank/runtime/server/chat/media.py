@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 
-from ...media.decoder import FileDecoder, Frames, decode_source
+from ...media.decoder import DecodedMedium, FileDecoder, decode_source
 from ...media.messages import MediaSource
 from ...media.processor import Processor, check_kinds, samplers
 from ...protocol.errors import MediaError
@@ -40,7 +40,7 @@ class MediaReader:
         self._limits = limits
         self._lanes = {kind: _Lane(count, new_decoder()) for kind, count in AT_A_TIME.items()}
 
-    async def read(self, sources: Sequence[MediaSource], share: Share) -> list[Frames]:
+    async def read(self, sources: Sequence[MediaSource], share: Share) -> list[DecodedMedium]:
         """Return the media, decoded. Raises ApiError or MediaError."""
         if not sources:
             return []
@@ -65,7 +65,7 @@ class MediaReader:
 
     async def _decode(
         self, lane: "_Lane", sources: Sequence[MediaSource], fetched: list[bytes], share: Share
-    ) -> list[Frames]:
+    ) -> list[DecodedMedium]:
         left = iter(fetched)
         files = [list(islice(left, len(source.urls))) for source in sources]
         run = asyncio.get_running_loop().run_in_executor

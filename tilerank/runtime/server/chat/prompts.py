@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from tilerank.loader.errors import TokenizerError
 from tilerank.loader.tokenizer import Tokenizer
 
-from ...media.decoder import Frames
+from ...media.decoder import DecodedMedium
 from ...media.messages import split_media
 from ...media.processor import Processor
 from ...protocol.errors import MediaError
@@ -239,7 +239,7 @@ def _with_effort(
     return variables | chosen
 
 
-def _with_digests(processor: Processor, text: str, frames: list[Frames]) -> Prompt:
+def _with_digests(processor: Processor, text: str, frames: list[DecodedMedium]) -> Prompt:
     """Return the prompt, and compute the digests of its media here, for they take long."""
     prompt = processor.prompt(text, frames)
     assert len(prompt.digests) >= len(frames)  # a video with its sound is two media
