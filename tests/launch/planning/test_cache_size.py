@@ -13,7 +13,8 @@ from media_files import DEMO_VL
 from planning import config_of, plan_on
 from ranks import run_ranks
 
-from tilerank.launch.planning.cache_size import add_arguments, agreed, mm_cache_bytes
+from tilerank.launch.options.model import add_arguments, mm_cache_bytes
+from tilerank.launch.planning.cache_size import agreed
 from tilerank.launch.planning.plan_text import render
 from tilerank.launch.planning.plan_types import RANK_OVERHEAD
 from tilerank.loader.checkpoint import Checkpoint

@@ -21,10 +21,11 @@ from typing import IO, Any
 
 from ..errors import LaunchError
 from ..logs import say
+from ..options import model
 from ..options.arguments import number, whole_number
 from ..processes.process import die_with
+from ..ranks import start
 from ..serving import media_options
-from .generate import add_model_arguments, model_directory
 
 HELP = """\
 /system TEXT   the system prompt; the conversation begins anew
@@ -42,7 +43,8 @@ STOP_S = 30.0
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_own_arguments(parser)
     media_options.add_arguments(parser)
-    add_model_arguments(parser)
+    model.add_arguments(parser)
+    start.add_arguments(parser)
 
 
 def _add_own_arguments(parser: argparse.ArgumentParser) -> None:
@@ -200,7 +202,7 @@ def _server(args: argparse.Namespace) -> Iterator[str]:
     if args.url is not None:
         yield args.url
         return
-    model_directory(args)  # one model is given
+    model.model_directory(args)  # one model is given
     command = [sys.executable, "-P", "-m", "tilerank", "serve", *_for_serve(args.argv[1:]), "--port", "0"]
     with subprocess.Popen(
         command,

@@ -6,13 +6,11 @@ import os
 import secrets
 import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from tilerank.loader.card import ModelCard, read_card
-from tilerank.loader.errors import ConfigError
 from tilerank.loader.tokenizer import Tokenizer, TokenStream
 
 from ..errors import LaunchError
@@ -20,9 +18,8 @@ from ..host.cpulist import format_cpulist
 from ..host.placement import Placement, RankPlacement
 from ..host.topology import read_topology
 from ..logs import log_debug_on_rank0, log_info_on_rank0, say
-from ..options import family_options, quantize
+from ..options import family_options, model
 from ..options.arguments import number, whole_number
-from ..options.hub import add_model_argument
 from ..options.quantize import quantization_of, resolve_dtype, resolve_kv_dtype
 from ..planning import cache_size
 from ..planning.plan_text import cache_text, render, states_text
@@ -58,35 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--json", action="store_true", help="one JSON line for each prompt")
     speech_output.add_arguments(parser)
-    add_model_arguments(parser)
-
-
-def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    """Which model, how it is held, and on which ranks."""
-    add_model_argument(parser, nargs="?")
-    parser.add_argument("--model-path", type=Path, metavar="MODEL", help="the same as an option")
-    model = parser.add_argument_group("model")
-    model.add_argument(
-        "--dtype", choices=("auto", "bfloat16", "float32"), default="auto", help="auto: the checkpoint's"
-    )
-    quantize.add_arguments(model)
-    family_options.add_arguments(model)
-    model.add_argument(
-        "--strategy",
-        choices=("auto", "pad", "split"),
-        default="auto",
-        help="heads that do not divide: padded, split unevenly, or whichever reads fewer bytes",
-    )
-    model.add_argument(
-        "--kv-split",
-        choices=("auto", "on", "off"),
-        default="auto",
-        help="latent attention (DeepSeek): every rank reads a part of a context for the heads of all, or if it pays",
-    )
-    model.add_argument(
-        "--context-length", "--max-model-len", type=whole_number(2), metavar="N", help="tokens of a request"
-    )
-    cache_size.add_arguments(model)
+    model.add_arguments(parser)
     start.add_arguments(parser)
 
 
@@ -107,25 +76,17 @@ class GenerateJob:
 
     def __init__(self, args: argparse.Namespace) -> None:
         self._args = args
-        self._model_dir = model_directory(args)
+        self._model_dir = model.model_directory(args)
         self._plan: Plan | None = None  # on the first rank of each host
 
     def prepare(self) -> None:
-        card = self.checked_card()
+        card = model.checked_card(self._args, self._model_dir)
         self._tokenizer = Tokenizer(self._model_dir)
         given = prompts.read_prompts(self._args)
         self._speech = speech_output.read_speech(self._args, card, len(given))
         if self._speech is not None:
             self._args.chat = True
         self._prompts = prompts.encode(given, self._args, self._tokenizer, card)
-
-    def checked_card(self) -> ModelCard:
-        """Return the model's card. ConfigError or LaunchError for options that do not agree with it."""
-        card = read_card_without_torch(self._model_dir)
-        quantize.check(self._args, card)
-        family_options.check(self._args, card)
-        prompts.context_length(self._args, card)
-        return card
 
     def memory_refusal(self, size: int, here: range, placement: Placement) -> str | None:
         from tilerank.runtime.rank import registry
@@ -146,7 +107,7 @@ class GenerateJob:
             kv_cache_dtype=args.kv_cache_dtype,
             cached_tokens=args.max_total_tokens,
             mem_fraction=args.mem_fraction_static,
-            mm_cache_bytes=cache_size.mm_cache_bytes(args),
+            mm_cache_bytes=model.mm_cache_bytes(args),
             here=here,
         )
         return self._plan.refusal()
@@ -177,12 +138,12 @@ class GenerateJob:
             context_length=args.context_length,
             max_total_tokens=tokens,
             cached_tokens=args.max_total_tokens or expected_tokens(self._card(card).context_length),
-            source_bytes=cache_size.mm_cache_bytes(args) // 2,
+            source_bytes=model.mm_cache_bytes(args) // 2,
             family_options=family_options.given(args),
         )
 
     def _card(self, card: ModelCard) -> ModelCard:
-        return replace(card, context_length=prompts.context_length(self._args, card))
+        return replace(card, context_length=model.context_length(self._args, card))
 
     def lead(self, worker: "Worker", size: int, placement: Placement) -> None:
         from tilerank.kernels import core
@@ -190,7 +151,7 @@ class GenerateJob:
 
         answers = [PromptAnswer(prompt.token_ids, self._tokenizer.stream()) for prompt in self._prompts]
         output = JsonLines(answers, bool(self._args.logprobs)) if self._args.json else TextOutput(answers)
-        engine = Engine(worker, cache_size.mm_cache_bytes(self._args))
+        engine = Engine(worker, model.mm_cache_bytes(self._args))
         requests = [Request(prompt, self._sampling()) for prompt in self._prompts]
         sound = bytearray()
         for event in engine.generate(requests, on_sound=lambda part: sound.extend(part.samples)):
@@ -308,28 +269,6 @@ def summary(answers: list[PromptAnswer], size: int, placement: Placement, isa: s
     if here < size:
         lines.append(f"  {_count(size - here, 'rank')} on other hosts")
     return "\n".join(lines)
-
-
-def read_card_without_torch(model_dir: Path) -> ModelCard:
-    """Return the model's card. torch is imported only to find out whether a card that is wrong is of a known family,
-    since a family that is unknown is named before the fields that it spells otherwise."""
-    try:
-        return read_card(model_dir)
-    except ConfigError:
-        from tilerank.runtime.rank.registry import read_supported_card
-
-        return read_supported_card(model_dir)
-
-
-def model_directory(args: argparse.Namespace) -> Path:
-    """MODEL or --model-path. LaunchError unless exactly one is given."""
-    given = [path for path in (args.model, args.model_path) if path is not None]
-    if not given:
-        rest = " --prompt TEXT" if args.command == "generate" else ""
-        raise LaunchError(f"no model given: tilerank {args.command} MODEL{rest}")
-    if len(set(given)) > 1:
-        raise LaunchError(f"two models given: {given[0]} and --model-path {given[1]}")
-    return Path(given[0])
 
 
 def _write_text(text: str) -> None:

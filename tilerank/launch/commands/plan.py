@@ -8,11 +8,10 @@ import os
 
 from ..host.placement import auto_ranks, divide_placement
 from ..host.topology import read_topology
-from ..options import family_options, quantize
+from ..options import family_options, model
 from ..options.arguments import whole_number
 from ..options.hub import add_model_argument
 from ..options.quantize import quantization_of
-from ..planning import cache_size
 from ..planning.plan import model_bytes, plan_model
 from ..planning.plan_text import as_json, render, render_replicas, replicas_as_json
 from ..planning.plan_types import ReplicaPlans
@@ -40,22 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--cores", default="auto", help='cores of each rank, "0-39|43-82"; auto or none')
     parser.set_defaults(bind="auto")
-    parser.add_argument(
-        "--strategy",
-        default="auto",
-        choices=("auto", "pad", "split"),
-        help="how heads are cut: padded to equal shapes, split unevenly, or auto: whichever reads less",
-    )
-    parser.add_argument(
-        "--kv-split",
-        choices=("auto", "on", "off"),
-        default="auto",
-        help="latent attention (DeepSeek): every rank reads a part of a context for the heads of all, or if it pays",
-    )
-    parser.add_argument("--dtype", default="auto", choices=("auto", "bfloat16", "float32"), help="of the weights")
-    quantize.add_arguments(parser)
-    family_options.add_arguments(parser)
-    cache_size.add_arguments(parser, "--cached-tokens", low=0)
+    model.add_plan_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
 
 
@@ -89,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
             kv_cache_dtype=args.kv_cache_dtype,
             cached_tokens=args.max_total_tokens,
             mem_fraction=args.mem_fraction_static,
-            mm_cache_bytes=cache_size.mm_cache_bytes(args),
+            mm_cache_bytes=model.mm_cache_bytes(args),
         )
         for placement in (divide_placement(whole, division.dp) if division.dp > 1 else [whole])
     )

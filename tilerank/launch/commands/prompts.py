@@ -23,6 +23,7 @@ from tilerank.runtime.protocol.prompt import Prompt
 
 from ..errors import LaunchError
 from ..host.cpulist import count
+from ..options.model import context_length
 from ..serving.media_decoder import MediaDecoder
 
 log = logging.getLogger(__name__)
@@ -177,16 +178,6 @@ def encode(prompts: list[GivenPrompt], args: argparse.Namespace, tokenizer: Toke
                     f"--max-total-tokens {args.max_total_tokens}; raise it or lower --max-new-tokens"
                 )
     return encoded
-
-
-def context_length(args: argparse.Namespace, card: ModelCard) -> int:
-    """Tokens of a prompt and its answer together. LaunchError for more than the model's positions."""
-    longest = card.context_length
-    if args.context_length is not None and args.context_length > longest:
-        raise LaunchError(
-            f"--context-length {args.context_length} is more than the model's max_position_embeddings {longest}"
-        )
-    return args.context_length or longest
 
 
 class _PromptEncoder:

@@ -32,10 +32,9 @@ from ..host import cgroup
 from ..host.placement import divide_placement
 from ..host.topology import read_topology
 from ..logs import say
-from ..options import family_options
+from ..options import family_options, model
 from ..options.arguments import seconds, whole_number
 from ..options.quantize import quantization_of
-from ..planning import cache_size
 from ..planning.replicas import ModelBytes, divide, replica_count
 from ..processes.process import ProcessSpec
 from ..processes.status import Reached, StatusPipe
@@ -47,7 +46,7 @@ from ..ranks.start import HostRanks
 from ..serving import media_options
 from ..serving.server_supervisor import supervise_server
 from .doctor import own_version
-from .generate import GenerateJob, add_model_arguments, model_directory
+from .generate import GenerateJob
 
 if TYPE_CHECKING:
     from tilerank.parallel.join import Team
@@ -114,7 +113,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f"(default: {TERMINAL_DRAIN_S:g} on a terminal, {DRAIN_S:g} elsewhere); told again, it ends at once",
     )
     media_options.add_arguments(parser)
-    add_model_arguments(parser)
+    model.add_arguments(parser)
+    start.add_arguments(parser)
     group = parser.add_argument_group("replicas")
     group.add_argument(
         "--dp",
@@ -211,7 +211,7 @@ class ServeJob(GenerateJob):
         from tilerank.loader.tokenizer import Tokenizer
         from tilerank.runtime.media.registry import load_processor
 
-        self.checked_card()
+        model.checked_card(self._args, self._model_dir)
         media_options.check(self._args, load_processor(self._model_dir, Tokenizer(self._model_dir)))
         read_sampling_defaults(self._model_dir)
         if CONTROL not in os.environ:
@@ -241,7 +241,7 @@ class ServeJob(GenerateJob):
         from tilerank.runtime.lead.engine import Engine
         from tilerank.runtime.server.link.engine_loop import serve_connections
 
-        engine = Engine(worker, cache_size.mm_cache_bytes(self._args))
+        engine = Engine(worker, model.mm_cache_bytes(self._args))
         if CONTROL in os.environ:
             with socket.socket(fileno=int(os.environ[CONTROL])) as control:
                 serve_connections(engine, connections(control), self._ranks)
@@ -325,7 +325,7 @@ def _run_http_process(args: argparse.Namespace) -> int:
     from ..serving.http_process import Http, run
 
     logs.configure(0, args.log_level, prefix=False)
-    model_dir = model_directory(args)
+    model_dir = model.model_directory(args)
     tokenizer = Tokenizer(model_dir)
     listener, control = (socket.socket(fileno=int(fd)) for fd in os.environ[HTTP_FDS].split(","))
     card = with_options(read_card(model_dir), family_options.given(args))

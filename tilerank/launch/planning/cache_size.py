@@ -3,77 +3,19 @@ states of sequences that belong to them (runtime/lead/states.py)."""
 
 from __future__ import annotations
 
-import argparse
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from tilerank.runtime.protocol.prompt import MM_CACHE_BYTES
 from tilerank.runtime.protocol.sizes import TOKENS_PER_STATE
 
 from ..host.cgroup import CgroupLimits
-from ..options.arguments import whole_number
 from ..text import size
 from .plan_types import MemoryUse, NodeShare
 
 if TYPE_CHECKING:
     from tilerank.parallel.group import Group
-
-DEFAULT_FRACTION = 0.8
-
-
-def add_arguments(parser: argparse._ActionsContainer, *option: str, low: int = 1) -> None:
-    """Add the options of the cache's size. option: further names of --max-total-tokens; low: its minimum."""
-    parser.add_argument(
-        "--mem-fraction-static",
-        type=_fraction,
-        default=DEFAULT_FRACTION,
-        metavar="F",
-        help="share of each node's memory, and of the control group's limit, that weights, KV cache, states and "
-        f"encoded media may take together (default: {DEFAULT_FRACTION})",
-    )
-    parser.add_argument(
-        "--max-total-tokens",
-        *option,
-        type=whole_number(low),
-        metavar="N",
-        help="tokens in the KV cache, of all requests together (default: as many as there is room for)",
-    )
-    parser.add_argument(
-        "--mm-cache-gib",
-        type=_gib,
-        default=MM_CACHE_BYTES / (1 << 30),
-        metavar="GIB",
-        help="memory for encoded pictures and videos on each rank of a model that takes them, half of it for keys "
-        "and values in models with cross-attention; those of one request "
-        f"must fit (default: {MM_CACHE_BYTES >> 30})",
-    )
-
-
-def mm_cache_bytes(args: argparse.Namespace) -> int:
-    """Return the bytes that encoded media may take on each rank."""
-    return int(args.mm_cache_gib * (1 << 30))
-
-
-def _gib(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value <= 1 << 20:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of GiB; expected 0 or more")
-    return value
-
-
-def _fraction(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value <= 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a share of the memory; expected above 0, at most 1")
-    return value
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from tilerank.runtime.protocol.sizes import MAX_RUNNING, num_states
 
 from ..host.placement import Placement
 from ..host.topology import Topology
+from ..options.model import DEFAULT_FRACTION
 from ..options.quantize import resolve_dtype, resolve_kv_dtype
 from . import cache_size
 from .plan_types import RANK_OVERHEAD, Attention, Dimension, MemoryUse, NodeShare, Plan, RankShare
@@ -42,7 +43,7 @@ def plan_model(
     quantization: Quantization | None = None,
     kv_cache_dtype: str = "auto",
     cached_tokens: int | None = None,
-    mem_fraction: float = cache_size.DEFAULT_FRACTION,
+    mem_fraction: float = DEFAULT_FRACTION,
     mm_cache_bytes: int = 0,
     here: range | None = None,
 ) -> Plan:
