@@ -33,7 +33,7 @@ from tilerank.runtime.protocol.rank_messages import (
     StopEncode,
 )
 from tilerank.runtime.rank.registry import build_model, read_supported_card
-from tilerank.runtime.step.batch import BatchFiller, Held
+from tilerank.runtime.step.batch import BatchContent, BatchFiller, BatchLimits, RankSequence
 from tilerank.runtime.step.cache import (
     CacheSpec,
     EncoderKV,
@@ -179,21 +179,14 @@ def test_strange_messages_are_refused(data: bytes) -> None:
         rank_messages.decode(data)
 
 
-def filler(*, position_axes: int = 1, has_states: bool = False, copy_padding: bool = False) -> BatchFiller:
-    return BatchFiller(
-        position_axes=position_axes,
-        has_states=has_states,
-        max_sequences=5,
-        max_pages=4,
-        spare_page=9,
-        copy_padding=copy_padding,
-    )
+def filler(**content: Any) -> BatchFiller:
+    return BatchFiller(BatchContent(**content), BatchLimits(sequences=5, pages=4, spare_page=9))
 
 
 def test_a_batch_of_a_decoding_sequence_and_a_chunk_of_a_prompt() -> None:
     """Sequence 7 has 33 tokens cached and decodes; sequence 3 gets prompt tokens 30 to 34, logits of the last."""
     chunks = [Chunk(7, 33, [9], [], 1), Chunk(3, 30, [1, 2, 3, 4, 5], [6, 0], 1)]
-    batch = filler().fresh(Step(chunks, []), {7: Held([4, 2, 5]), 3: Held([6, 0])}, {})
+    batch = filler().fresh(Step(chunks, []), {7: RankSequence([4, 2, 5]), 3: RankSequence([6, 0])}, {})
     assert batch.token_ids.tolist() == [9, 1, 2, 3, 4, 5]
     assert batch.positions.tolist() == [[33, 30, 31, 32, 33, 34]]
     page = PAGE_TOKENS
@@ -206,7 +199,7 @@ def test_a_batch_of_a_decoding_sequence_and_a_chunk_of_a_prompt() -> None:
 
 
 def test_a_batch_with_logits_of_no_row_or_of_all() -> None:
-    held = {0: Held([0]), 1: Held([1])}
+    held = {0: RankSequence([0]), 1: RankSequence([1])}
     some = filler().fresh(Step([Chunk(0, 0, [1, 2], [0], 0), Chunk(1, 0, [3, 4, 5], [1], 3)], []), held, {}).logit_rows
     assert some is not None and (some.rows.tolist(), some.starts.tolist()) == ([2, 3, 4], [0, 0, 3])
     none = filler().fresh(Step([Chunk(0, 0, [1, 2], [0], 0)], []), held, {}).logit_rows
@@ -229,7 +222,7 @@ def test_a_padded_batch_is_the_fresh_one_and_rows_that_write_to_the_spare_page(c
     """Three decoding sequences padded to four rows; the shortest has 5 tokens before this one."""
     fills, page = filler(copy_padding=copy_padding), PAGE_TOKENS
     step = Step([Chunk(7, 33, [9], [], 1), Chunk(3, 5, [8], [], 1), Chunk(4, 70, [7], [], 1)], [])
-    held = {7: Held([4, 2]), 3: Held([6]), 4: Held([1, 3, 5])}
+    held = {7: RankSequence([4, 2]), 3: RankSequence([6]), 4: RankSequence([1, 3, 5])}
     fresh, padded = fills.fresh(step, held, {}), fills.padded(step, held)
     assert padded.token_ids[:3].tolist() == fresh.token_ids.tolist()
     assert padded.positions[:, :3].tolist() == fresh.positions.tolist()
@@ -257,7 +250,7 @@ def test_a_batch_with_pieces_of_two_media() -> None:
     positions = [[5, 5, 8, 9, 9], [6, 6, 8, 9, 9], [6, 7, 8, 9, 10]]
     inserts = [Insert(0, 2, 2, 11), Insert(3, 0, 2, 12)]
     chunks = [Chunk(7, 33, [9], [], 1, shift=-3), Chunk(3, 30, [1, 1, 2, 1, 1], [6, 0], 0, positions, -20, inserts)]
-    held = {7: Held([4, 2]), 3: Held([6, 0])}
+    held = {7: RankSequence([4, 2]), 3: RankSequence([6, 0])}
     fills = filler(position_axes=3)
     batch = fills.fresh(Step(chunks, []), held, {11: one, 12: other})
     assert batch.positions.tolist() == [[30, *axis] for axis in positions]
@@ -284,7 +277,7 @@ def test_steps_with_inserts_or_positions_are_not_decode_steps() -> None:
 def test_a_padded_batch_has_positions_on_every_axis(copy_padding: bool) -> None:
     fills = filler(position_axes=3, copy_padding=copy_padding)
     chunks = [Chunk(7, 33, [9], [], 1, shift=-3), Chunk(3, 5, [8], [], 1, shift=-2), Chunk(4, 70, [7], [], 1)]
-    padded = fills.padded(Step(chunks, []), {7: Held([4, 2]), 3: Held([6]), 4: Held([1, 3, 5])})
+    padded = fills.padded(Step(chunks, []), {7: RankSequence([4, 2]), 3: RankSequence([6]), 4: RankSequence([1, 3, 5])})
     assert padded.positions.tolist() == [[30, 3, 70, 3 if copy_padding else 0]] * 3
     assert padded.seq_lens.tolist() == [34, 6, 71, 6 if copy_padding else 1]
 
@@ -294,7 +287,10 @@ def test_a_batch_has_the_slots_of_states(copy_padding: bool) -> None:
     """A padding row repeats the states of the shortest sequence, which is in row 1, and has none of its own."""
     fills = filler(has_states=True, copy_padding=copy_padding)
     chunks = [Chunk(7, 33, [9], [], 1), Chunk(3, 5, [8], [], 1), Chunk(4, 70, [7], [], 1)]
-    step, held = Step(chunks, [], state_slots=[5, 0, 2]), {7: Held([4, 2]), 3: Held([6]), 4: Held([1, 3, 5])}
+    step, held = (
+        Step(chunks, [], state_slots=[5, 0, 2]),
+        {7: RankSequence([4, 2]), 3: RankSequence([6]), 4: RankSequence([1, 3, 5])},
+    )
     fresh, padded = fills.fresh(step, held, {}).state_slots, fills.padded(step, held).state_slots
     assert fresh is not None and fresh.tolist() == [5, 0, 2] and fresh.dtype is torch.int32
     assert padded is not None and padded.tolist() == [5, 0, 2, -2] and padded.dtype is torch.int32

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers.generation.logits_process import MinPLogitsWarper, RepetitionPenaltyLogitsProcessor
 
-from tilerank.runtime.lead.sampling import Choice, Row, SamplingParams, _process, choose
+from tilerank.runtime.lead.sampling import Row, SampledToken, SamplingParams, _process, choose
 from tilerank.runtime.protocol.errors import RequestError
 
 VOCAB = 50
@@ -20,7 +20,7 @@ def reshaped(logits: torch.Tensor, **params: Any) -> torch.Tensor:
     return values
 
 
-def chosen_of(logits: torch.Tensor, rows: list[Row]) -> list[Choice]:
+def chosen_of(logits: torch.Tensor, rows: list[Row]) -> list[SampledToken]:
     """Return the choice of each row, which all have one."""
     found = [choice for choice in choose(logits, rows) if choice is not None]
     assert len(found) == len(rows)

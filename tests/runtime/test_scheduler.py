@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from tilerank.kernels.kv_pages import PAGE_TOKENS
-from tilerank.runtime.lead.encodings import Encoder, EncoderCache
+from tilerank.runtime.lead.encodings import EncoderCache, EncodeWork
 from tilerank.runtime.lead.pages import Page, PagePool
 from tilerank.runtime.lead.sampling import SamplingParams
 from tilerank.runtime.lead.scheduler import Scheduler
@@ -176,7 +176,7 @@ class Schedules(RuleBasedStateMachine):
         if work is not None:
             self.forget(self.encodings.evicted)
             self.encodings.evicted.clear()
-            assert isinstance(work, Encoder)
+            assert isinstance(work, EncodeWork)
             work.entry.complete()
             self.held[work.entry.number] = work.entry.key
 

@@ -16,7 +16,7 @@ from tilerank.parallel.rendezvous import Membership
 from tilerank.runtime.protocol.rank_messages import Chunk, Step
 from tilerank.runtime.rank import registry
 from tilerank.runtime.rank.worker import Worker
-from tilerank.runtime.step.batch import Held, padded_size
+from tilerank.runtime.step.batch import RankSequence, padded_size
 
 DEMO = Path(__file__).parents[2] / "assets" / "demo-lm"
 
@@ -214,7 +214,7 @@ def test_plain_torch_stays_eager_and_says_so_once() -> None:
 
 
 def hold(worker: Worker, tables: dict[int, list[int]]) -> None:
-    worker._held = {number: Held(pages) for number, pages in tables.items()}
+    worker._held = {number: RankSequence(pages) for number, pages in tables.items()}
 
 
 def test_a_profile_counts_the_kernels_of_a_step() -> None:

@@ -15,7 +15,7 @@ from tilerank.parallel.join import Team
 from tilerank.runtime.lead import engine as module
 from tilerank.runtime.lead.encodings import EncoderCache
 from tilerank.runtime.lead.engine import Engine, Request
-from tilerank.runtime.lead.lru_pool import Entry, LruPool
+from tilerank.runtime.lead.lru_pool import LruPool, PoolEntry
 from tilerank.runtime.lead.pages import PagePool
 from tilerank.runtime.lead.sampling import SamplingParams
 from tilerank.runtime.lead.sequence import Sequence, next_chunk
@@ -92,7 +92,7 @@ def with_chunk(rows: int, ask: Ask) -> Ask:
     return run
 
 
-def pinned(engine: Engine) -> list[Entry]:
+def pinned(engine: Engine) -> list[PoolEntry]:
     """Return the encodings and sources that sequences have or that are not computed. None of them may be left over."""
     pools = [kind.pool for kind in engine.scheduler.kinds if isinstance(kind, EncoderCache | SourcePool)]
     return [entry for pool in pools for entry in pool.entries if entry.users or not entry.ready]

@@ -19,7 +19,7 @@ from tilerank.runtime.lead.sampling import SamplingParams
 from tilerank.runtime.protocol.prompt import Prompt
 from tilerank.runtime.protocol.rank_messages import Chunk, Step
 from tilerank.runtime.rank.worker import Worker
-from tilerank.runtime.step.batch import Held
+from tilerank.runtime.step.batch import RankSequence
 
 
 class Blindfold(TorchFunctionMode):
@@ -101,7 +101,7 @@ def choose_rows(team: Team, *, models: list[str]) -> list[dict[str, Any]]:
             def logits(
                 piece: int, counts: tuple[int, ...], worker: Worker = worker, pages: Iterator[int] = pages
             ) -> list[Tensor]:
-                held = {i: Held([next(pages) for _ in range(n // 32 + 1)]) for i, n in enumerate(lengths)}
+                held = {i: RankSequence([next(pages) for _ in range(n // 32 + 1)]) for i, n in enumerate(lengths)}
                 ids = [[(7 * i + j * j) % 700 for j in range(n)] for i, n in enumerate(lengths)]
                 steps = [
                     [Chunk(0, 0, ids[0][:70], [], piece)],

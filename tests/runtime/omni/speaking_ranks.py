@@ -22,7 +22,7 @@ from tilerank.runtime.protocol.events import SoundEvent, TokenEvent
 from tilerank.runtime.protocol.params import SpeechParams
 from tilerank.runtime.protocol.prompt import Prompt
 from tilerank.runtime.protocol.speech_messages import SpeechStep
-from tilerank.runtime.rank.speech_rank import Spoken
+from tilerank.runtime.rank.speech_rank import SpeechOutputs
 from tilerank.runtime.rank.worker import Worker
 
 Codes = list[list[int]]
@@ -38,7 +38,7 @@ class Listener:
         self._speak = engine.worker.speak
         engine.worker.speak = self.speak  # type: ignore[method-assign]
 
-    def speak(self, step: SpeechStep) -> Spoken:
+    def speak(self, step: SpeechStep) -> SpeechOutputs:
         spoken = self._speak(step)
         self.steps.append(step)
         for frame, codes in zip(step.frames, spoken.codes.tolist(), strict=True):

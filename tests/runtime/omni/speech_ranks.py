@@ -21,7 +21,7 @@ from tilerank.runtime.media.registry import load_processor
 from tilerank.runtime.protocol.prompt import Prompt
 from tilerank.runtime.protocol.rank_messages import Chunk, Encode, Insert, Step
 from tilerank.runtime.protocol.speech_messages import Frame, SpeechStep, TalkerChunk
-from tilerank.runtime.rank.speech_rank import Spoken
+from tilerank.runtime.rank.speech_rank import SpeechOutputs
 from tilerank.runtime.rank.worker import Worker
 from tilerank.runtime.step.cache import num_pages
 
@@ -131,7 +131,7 @@ class Speech:
         """Speak these cases together. Returns the logits and codes of every step of each."""
         found: list[list[Tensor]] = [[] for _ in cases]
 
-        def check(spoken: Spoken, number: int) -> None:
+        def check(spoken: SpeechOutputs, number: int) -> None:
             for case, logits, kept in zip(cases, spoken.logits, found, strict=True):
                 error = float(row_errors(logits[None], case.logits[number : number + 1]).max())
                 self.errors[case.name] = max(self.errors.get(case.name, 0.0), error)

@@ -23,7 +23,7 @@ from tilerank.runtime.protocol.events import FailedEvent, SoundEvent
 from tilerank.runtime.protocol.params import SpeechParams
 from tilerank.runtime.protocol.prompt import Prompt
 from tilerank.runtime.protocol.speech_messages import SpeechStep
-from tilerank.runtime.rank.speech_rank import Spoken
+from tilerank.runtime.rank.speech_rank import SpeechOutputs
 from tilerank.runtime.rank.worker import Worker
 
 
@@ -137,7 +137,7 @@ def test_numbers_that_are_none_fail_one_request(
     bad = engine.submit(request(asked["text"], max_new_tokens=40))
     good = engine.submit(request(asked["turns"]))
 
-    def damaged(step: SpeechStep) -> Spoken:
+    def damaged(step: SpeechStep) -> SpeechOutputs:
         spoken = speak_once(step)
         speech = engine.speaking.speeches.get(bad)
         for row, frame in enumerate(step.frames):

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
     from tilerank.runtime.lead.engine import Engine, Request
     from tilerank.runtime.protocol.speech_messages import SpeechStep
-    from tilerank.runtime.rank.speech_rank import Spoken
+    from tilerank.runtime.rank.speech_rank import SpeechOutputs
     from tilerank.runtime.step.cache import Cache
     from tilerank.runtime.step.speaker import FrameInputs, Speaker
 
@@ -185,7 +185,7 @@ class _Clock:
         self.total_s = self.sound_frames = 0.0
         self._speak, self._predictor = engine.worker.speak, predictor
 
-    def speak(self, step: SpeechStep) -> Spoken:
+    def speak(self, step: SpeechStep) -> SpeechOutputs:
         began = time.perf_counter()
         spoken = self._speak(step)
         seconds = time.perf_counter() - began

@@ -10,7 +10,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from ..protocol.rank_messages import Chunk, Step
 from ..rank.worker import Worker
-from .lru_pool import Entry
+from .lru_pool import PoolEntry
 
 
 class PagedSequence(Protocol):
@@ -67,7 +67,7 @@ class CacheKind(Generic[S]):
         """Return how many of the next `tokens` tokens of a sequence can be computed in one step now."""
         return tokens
 
-    def work(self, sequence: S) -> "Work | None":
+    def work(self, sequence: S) -> "MediaWork | None":
         """Return what has to be computed before a running sequence can go on; None if nothing has to be."""
         return None
 
@@ -96,13 +96,13 @@ class CacheKind(Generic[S]):
         return {}
 
 
-class Work(ABC):
+class MediaWork(ABC):
     """An encoding or a source, which all ranks compute in pieces between the steps of other sequences.
 
     entry: of the pool that it belongs to; `ready` once it is complete.
     """
 
-    entry: Entry
+    entry: PoolEntry
 
     @abstractmethod
     def pieces(self, worker: Worker, operations: float) -> Iterator[bool]:

@@ -14,8 +14,8 @@ from ..protocol.errors import RequestError
 from ..protocol.prompt import Medium, Prompt
 from ..protocol.rank_messages import Chunk, Encode, EncodePiece, Frames, Insert, Step, StopEncode
 from ..rank.worker import Worker
-from .cache_kind import CacheKind, Work
-from .lru_pool import Entry, LruPool, total_size
+from .cache_kind import CacheKind, MediaWork
+from .lru_pool import LruPool, PoolEntry, total_size
 from .sequence import Scheduled, Sequence
 
 PART_BYTES = 1 << 20
@@ -23,7 +23,7 @@ PART_BYTES = 1 << 20
 
 
 @dataclass(eq=False)
-class Encoding(Entry):
+class Encoding(PoolEntry):
     """An encoding. size: its bytes on each rank. medium: None once it is computed."""
 
     medium: Medium | None = None
@@ -84,9 +84,9 @@ class EncoderCache(CacheKind[Sequence]):
                 return max(min(tokens, place.start // PAGE_TOKENS * PAGE_TOKENS - sequence.cached), 0)
         return tokens
 
-    def work(self, sequence: Sequence) -> Work | None:
+    def work(self, sequence: Sequence) -> MediaWork | None:
         encoding = next((encoding for encoding in self.of(sequence).values() if not encoding.ready), None)
-        return None if encoding is None else Encoder(encoding, self.evicted)
+        return None if encoding is None else EncodeWork(encoding, self.evicted)
 
     def announce(self, step: Step, scheduled: Scheduled) -> None:
         step.forgotten.extend(self.evicted)
@@ -102,7 +102,7 @@ class EncoderCache(CacheKind[Sequence]):
                 self.pool.unpin(encodings.pop(medium))
 
 
-class Encoder(Work):
+class EncodeWork(MediaWork):
     """The encode of a medium on all ranks. evicted: the encodings to drop before it."""
 
     def __init__(self, encoding: Encoding, evicted: list[int]) -> None:

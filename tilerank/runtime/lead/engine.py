@@ -30,7 +30,7 @@ from .grammar_masks import GrammarMasks, collect_masks
 from .media_encoding import MediaEncoding
 from .pages import PagePool
 from .prompt_checks import check_media, check_prompt
-from .sampling import Choice, SamplingParams
+from .sampling import SampledToken, SamplingParams
 from .scheduler import SCORE_ROWS, Scheduler
 from .sequence import Scheduled, Sequence, next_chunk
 from .sources import SourcePool
@@ -289,7 +289,7 @@ class Engine:
             events.append(ScoredEvent(sequence.request, [], "length", _start(sequence)))
         return [*events, *(self._take(sequence, choice, now) for sequence, choice in zip(ready, chosen, strict=True))]
 
-    def _take(self, sequence: Sequence, choice: Choice | None, now: float) -> TokenEvent | FailedEvent:
+    def _take(self, sequence: Sequence, choice: SampledToken | None, now: float) -> TokenEvent | FailedEvent:
         if choice is None:
             return self._fail(sequence)
         sequence.append(choice.token_id)
@@ -304,7 +304,7 @@ class Engine:
         return TokenEvent(sequence.request, choice.token_id, now, reason, choice.logprobs, _start(sequence))
 
     def _fail(self, sequence: Sequence) -> FailedEvent:
-        """End a sequence whose logits are no numbers. Its pages may hold some that are none either."""
+        """End a sequence whose logits are NaN or infinite. Its pages, which may hold such values, are not shared."""
         self.cancel(sequence.request, share=False)
         return FailedEvent(
             sequence.request,

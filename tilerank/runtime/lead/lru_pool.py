@@ -7,7 +7,7 @@ from typing import Generic, TypeVar
 
 
 @dataclass(eq=False)
-class Entry:
+class PoolEntry:
     """Something that is computed once and shared by its key.
 
     size: what it takes of the pool's capacity. users: how often it is pinned. ready: whether it is computed.
@@ -19,7 +19,7 @@ class Entry:
     ready: bool = False
 
 
-E = TypeVar("E", bound=Entry)
+E = TypeVar("E", bound=PoolEntry)
 
 
 class LruPool(Generic[E]):
@@ -116,7 +116,7 @@ class LruPool(Generic[E]):
 
 
 @dataclass(eq=False)
-class NumberedEntry(Entry):
+class NumberedEntry(PoolEntry):
     """An entry that has `size` of the numbers of its pool."""
 
     numbers: list[int] = field(default_factory=list)
@@ -138,5 +138,5 @@ class NumberedPool(LruPool[NumberedEntry]):
         entry.numbers = [self._free.pop() for _ in range(entry.size)]
 
 
-def total_size(entries: Iterable[Entry]) -> int:
+def total_size(entries: Iterable[PoolEntry]) -> int:
     return sum(entry.size for entry in entries)

@@ -42,14 +42,16 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Choice:
+class SampledToken:
     """A sampled token. logprobs: None if the request did not ask for them."""
 
     token_id: int
     logprobs: Logprobs | None
 
 
-def choose(logits: Tensor, rows: Sequence[Row], argmax: Callable[[Tensor], Tensor] = ops.argmax) -> list[Choice | None]:
+def choose(
+    logits: Tensor, rows: Sequence[Row], argmax: Callable[[Tensor], Tensor] = ops.argmax
+) -> list[SampledToken | None]:
     """Sample the next token of each row of logits [m, vocab]. None for a row whose logits are NaN, or infinite where
     probabilities are needed.
 
@@ -62,7 +64,7 @@ def choose(logits: Tensor, rows: Sequence[Row], argmax: Callable[[Tensor], Tenso
             if row.params.logprobs:
                 raw[i] = logits[i].clone()
             _process(logits[i], row)
-    chosen: list[Choice | None] = []
+    chosen: list[SampledToken | None] = []
     for i, (token_id, row) in enumerate(zip(_sample_numbers(logits, rows, argmax), rows, strict=True)):
         if token_id is None:
             chosen.append(None)
@@ -70,7 +72,7 @@ def choose(logits: Tensor, rows: Sequence[Row], argmax: Callable[[Tensor], Tenso
         count = row.params.logprobs
         logprobs = _logprobs(raw.get(i, logits[i]), token_id, count) if count else None
         is_number = logprobs is None or math.isfinite(logprobs.chosen)  # argmax takes infinity
-        chosen.append(Choice(token_id, logprobs) if is_number else None)
+        chosen.append(SampledToken(token_id, logprobs) if is_number else None)
     return chosen
 
 

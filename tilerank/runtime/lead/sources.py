@@ -5,16 +5,16 @@ all media of a prompt.
 """
 
 from collections.abc import Iterator
-from itertools import accumulate
 from typing import Any
 
 from tilerank.kernels.kv_pages import PAGE_TOKENS
 
 from ..protocol.errors import RequestError
+from ..protocol.prompt import Segment, cut_segments
 from ..protocol.rank_messages import Chunk, Sights, Step, StoreSource
 from ..rank.worker import Worker
 from ..step.cache import num_pages
-from .cache_kind import CacheKind, Work
+from .cache_kind import CacheKind, MediaWork
 from .encodings import EncoderCache
 from .lru_pool import NumberedEntry, NumberedPool
 from .sequence import Scheduled, Sequence
@@ -56,13 +56,13 @@ class SourcePool(CacheKind[Sequence]):
         source = self._pinned.get(sequence)
         return tokens if source is None or source.ready else 0
 
-    def work(self, sequence: Sequence) -> Work | None:
+    def work(self, sequence: Sequence) -> MediaWork | None:
         source, encodings = self._pinned.get(sequence), self._encodings.of(sequence)
         if source is None or source.ready or not all(encoding.ready for encoding in encodings.values()):
             return None
         prompt = sequence.prompt
-        parts = [(encodings[part.medium].number, part.first, part.count) for part in prompt.source]
-        return Store(source, StoreSource(source.numbers, parts, prompt.source_positions))
+        parts = [Segment(encodings[part.medium].number, part.first, part.count) for part in prompt.source]
+        return StoreWork(source, StoreSource(source.numbers, parts, prompt.source_positions))
 
     def announce(self, step: Step, scheduled: Scheduled) -> None:
         for sequence, chunk in scheduled:
@@ -76,7 +76,7 @@ class SourcePool(CacheKind[Sequence]):
         return {"source_pages": self.pool.capacity, "source_pages_used": self.pool.pinned}
 
 
-class Store(Work):
+class StoreWork(MediaWork):
     """The computation of the keys and values of a source whose encodings are there. message: stores it whole."""
 
     def __init__(self, source: NumberedEntry, message: StoreSource) -> None:
@@ -84,7 +84,7 @@ class Store(Work):
         self._message = message
 
     def pieces(self, worker: Worker, operations: float) -> Iterator[bool]:
-        tokens = int(operations / max(worker.source_operations(self._message.parts[0][0]), 1))
+        tokens = int(operations / max(worker.source_operations(self._message.parts[0].medium), 1))
         pieces = list(pieces_of_source(self._message, max(tokens // PAGE_TOKENS, 1)))
         yield False
         for left, piece in zip(reversed(range(len(pieces))), pieces, strict=True):
@@ -99,18 +99,10 @@ class Store(Work):
 
 def pieces_of_source(whole: StoreSource, pages: int) -> Iterator[StoreSource]:
     """Cut a source into pieces of so many pages each; the last may be smaller."""
-    total = sum(count for _, _, count in whole.parts)
-    ends = list(accumulate((count for _, _, count in whole.parts), initial=0))
-    for start in range(0, total, pages * PAGE_TOKENS):
-        stop = min(start + pages * PAGE_TOKENS, total)
-        parts = [
-            (number, first + max(start - begin, 0), min(stop, begin + count) - max(start, begin))
-            for (number, first, count), begin in zip(whole.parts, ends, strict=False)
-            if start < begin + count and begin < stop
-        ]
-        first_page = start // PAGE_TOKENS
+    for first in range(0, len(whole.pages), pages):
+        start, stop = first * PAGE_TOKENS, (first + pages) * PAGE_TOKENS
         positions = [axis[start:stop] for axis in whole.positions]
-        yield StoreSource(whole.pages[first_page : first_page + pages], parts, positions)
+        yield StoreSource(whole.pages[first : first + pages], cut_segments(whole.parts, start, stop), positions)
 
 
 def _pages(sequence: Sequence) -> int:

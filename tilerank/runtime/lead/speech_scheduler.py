@@ -22,7 +22,7 @@ from ..protocol.prompt import Prompt
 from ..protocol.sizes import MAX_RUNNING
 from ..protocol.speech_messages import Frame, Sound, SpeechStep, TalkerChunk
 from ..protocol.speech_settings import SpeechSettings
-from ..rank.speech_rank import Spoken
+from ..rank.speech_rank import SpeechOutputs
 from ..rank.worker import Worker
 from .base_scheduler import BaseScheduler
 from .pages import PagePool
@@ -215,7 +215,7 @@ class SpeechScheduler(BaseScheduler[Speech]):
                 sounds.append((speech, Sound(speech.number_on_ranks, first, first + min(ready, part))))
         return sounds
 
-    def _run(self, chunks: list[TalkerChunk], frames: list[Frame], sounds: list[Sound]) -> Spoken:
+    def _run(self, chunks: list[TalkerChunk], frames: list[Frame], sounds: list[Sound]) -> SpeechOutputs:
         step = SpeechStep(chunks, frames, sounds, self._finished, self._moved)
         self._finished, self._moved = [], []
         self._worker.announce(step)

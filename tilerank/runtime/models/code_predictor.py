@@ -21,7 +21,7 @@ from tilerank.parallel.parameters import Layer, PlainParameter
 from tilerank.parallel.sharding import Sharding
 
 from ..step.cache import Cache
-from ..step.speaker import Choice, Passes
+from ..step.speaker import CodeSampling, Passes
 from .attention import SelfAttention
 from .decoder import DecoderLayers, DecoderNames
 from .gated_mlp import GatedMLP
@@ -74,7 +74,7 @@ class CodePredictor(Layer):
         self._hidden = hidden
 
     def __call__(
-        self, past: Tensor, first: Tensor, choice: Choice, passes: Passes, caches: Sequence[Cache]
+        self, past: Tensor, first: Tensor, choice: CodeSampling, passes: Passes, caches: Sequence[Cache]
     ) -> tuple[list[Tensor], Tensor]:
         """Return the other codes, [m] int64 each, and the sum of the embeddings of all codes, [m, hidden].
 

@@ -47,17 +47,28 @@ class Place(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Segment(msgspec.Struct, frozen=True, array_like=True):
-    """Tokens `first` to `first + count` of the encoding of medium `medium`."""
+    """Tokens `first` to `first + count` of an encoding. medium: its number in the prompt, or in messages to the ranks
+    that of the encoding."""
 
     medium: int
     first: int
     count: int
 
 
-class Sight(msgspec.Struct, frozen=True, array_like=True):
-    """From token `start` of a prompt on, tokens see `count` tokens of its source, from `first` on.
+def cut_segments(segments: list[Segment], start: int, stop: int) -> list[Segment]:
+    """Return tokens `start` to `stop` of those that segments have one after the other."""
+    parts, end = [], 0
+    for segment in segments:
+        begin, end = end, end + segment.count
+        if (taken := min(end, stop) - max(begin, start)) > 0:
+            parts.append(Segment(segment.medium, segment.first + max(start - begin, 0), taken))
+    return parts
 
-    shown: False for tokens that leave out the MLP of cross-attention layers.
+
+class Sight(msgspec.Struct, frozen=True, array_like=True):
+    """Tokens from `start` of a prompt on attend to tokens `first` to `first + count` of its source.
+
+    shown: False if they skip the MLPs of the layers of cross-attention.
     """
 
     start: int
@@ -122,20 +133,13 @@ class Prompt(msgspec.Struct, dict=True, array_like=True):
         for sight in self.sights:
             if (end := sight.first + sight.count) > known:
                 positions = [axis[known:end] for axis in self.source_positions]
-                digest.update(repr((self._parts(known, end), positions)).encode())
+                parts = cut_segments(self.source, known, end)
+                content = [(self.digests[part.medium], part.first, part.count) for part in parts]
+                digest.update(repr((content, positions)).encode())
                 known = end
             digest.update(repr((sight.first, sight.count, sight.shown)).encode())
             seen.append((sight.start, int.from_bytes(digest.digest(), "big")))
         return seen
-
-    def _parts(self, start: int, stop: int) -> list[tuple[bytes, int, int]]:
-        """Return tokens `start` to `stop` of the source as (digest of the medium, first, count)."""
-        parts, end = [], 0
-        for medium, first, count in map(msgspec.structs.astuple, self.source):
-            begin, end = end, end + count
-            if (taken := min(end, stop) - max(begin, start)) > 0:
-                parts.append((self.digests[medium], first + max(start - begin, 0), taken))
-        return parts
 
     @cached_property
     def source_digest(self) -> bytes:

@@ -6,7 +6,7 @@ id.
 
 import msgspec
 
-from .prompt import Medium
+from .prompt import Medium, Segment
 from .speech_messages import SpeechStep
 
 
@@ -23,11 +23,11 @@ class StoreSource(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Store the keys and values of a source (prompt.py), or of some of its pages, in `pages` of every layer of
     cross-attention.
 
-    parts: (encoding, first, count): tokens of encodings, in order. positions: as Prompt.source_positions.
+    parts: tokens of encodings, in order. positions: as Prompt.source_positions.
     """
 
     pages: list[int]
-    parts: list[tuple[int, int, int]]
+    parts: list[Segment]
     positions: list[list[int]] = []
 
 

@@ -23,7 +23,7 @@ PIECE = 32
 
 
 @dataclass
-class HeldSound:
+class RankSound:
     """A sound of which `frames` frames have been decoded. state: of the chunk that the last one belongs to; on other
     ranks than the one that computes it, nothing."""
 
@@ -37,7 +37,7 @@ class SoundRank:
     def __init__(self, vocoder: Vocoder, group: Group) -> None:
         self._vocoder = vocoder
         self._group = group
-        self._held: dict[int, HeldSound] = {}
+        self._held: dict[int, RankSound] = {}
 
     def forget(self, sequence: int) -> None:
         self._held.pop(sequence, None)
@@ -51,7 +51,7 @@ class SoundRank:
         group, lengths = self._group, []
         mine: list[Tensor] = []
         for sound in sounds:
-            held = self._held.setdefault(sound.sequence, HeldSound())
+            held = self._held.setdefault(sound.sequence, RankSound())
             known = len(codes[sound.sequence])
             if sound.first != held.frames or not sound.first < sound.end <= known:
                 raise EngineError(
@@ -86,7 +86,7 @@ class SoundRank:
             places[rank] += length
         return found
 
-    def _decode(self, held: HeldSound, end: int, codes: Sequence[Sequence[int]]) -> list[Tensor]:
+    def _decode(self, held: RankSound, end: int, codes: Sequence[Sequence[int]]) -> list[Tensor]:
         """Return the samples of the frames up to `end`, in several tensors."""
         parts = []
         for first, last in _pieces(held.frames, end, CHUNK_FRAMES):

@@ -15,9 +15,9 @@ from tilerank.parallel.group import Group
 
 from ..protocol.rank_messages import Chunk, Step
 from ..protocol.speech_messages import Frame, SpeechStep, TalkerChunk
-from ..step.batch import Batch, BatchFiller, Held, LogitRows, padded_size
+from ..step.batch import Batch, BatchContent, BatchFiller, BatchLimits, LogitRows, RankSequence, padded_size
 from ..step.cache import allocate, bytes_per_token, num_pages
-from ..step.speaker import Additions, Choice, FrameInputs, Passes, Speaker, TalkerRows
+from ..step.speaker import Additions, CodeSampling, FrameInputs, Passes, Speaker, TalkerRows
 from ..step.step_graphs import StepGraphs
 from .sound_rank import SoundRank
 
@@ -29,7 +29,7 @@ TOP_K, TOP_P = 50, 0.8
 
 
 @dataclass(frozen=True)
-class Spoken:
+class SpeechOutputs:
     """What a speech step computed.
 
     logits: fp32 [m, codes of the talker], of the last chunks and then of the frames. codes: [frames, codes of a frame]
@@ -42,8 +42,8 @@ class Spoken:
 
 
 @dataclass
-class HeldSpeech(Held):
-    """What a rank remembers of the speech of a sequence.
+class RankSpeech(RankSequence):
+    """What a rank keeps of the speech of a sequence.
 
     last: [hidden], the last hidden state of the talker. codes: those of each frame. kept: indices in the text sequence,
     ascending, and their rows [n, hidden], the projected hidden states of tokens of media.
@@ -74,7 +74,7 @@ class SpeechRank:
         self.speaker = speaker
         self._sounds = SoundRank(speaker.vocoder, group)
         self._graphs = graphs
-        self._held: dict[int, HeldSpeech] = {}
+        self._held: dict[int, RankSpeech] = {}
         self.pages = num_pages(tokens)
         """Pages of the talker's cache that sequences may have."""
         self.longest = min(self.pages * PAGE_TOKENS, speaker.context_length)
@@ -86,12 +86,8 @@ class SpeechRank:
         self._caches = allocate(speaker.cache_specs(), (self.pages + 1) * PAGE_TOKENS)
         self._frame_caches = allocate(speaker.frame_cache_specs(), rows * PAGE_TOKENS)
         self._filler = BatchFiller(
-            position_axes=3,
-            has_states=False,
-            max_sequences=max_frames,
-            max_pages=num_pages(min(tokens, speaker.context_length)),
-            spare_page=self.pages,
-            copy_padding=True,
+            BatchContent(position_axes=3, copy_padding=True),
+            BatchLimits(max_frames, num_pages(min(tokens, speaker.context_length)), self.pages),
         )
         self._first = torch.zeros(rows, dtype=torch.int64)
         self._past = torch.zeros(rows, speaker.hidden, dtype=dtype)
@@ -118,7 +114,7 @@ class SpeechRank:
             found = [range(chunk.start + i.row, chunk.start + i.row + i.count) for i in chunk.inserts]
             indices = torch.cat([torch.tensor(part) for part in found])
             mine, rows = rows[: len(indices)], rows[len(indices) :]
-            held = self._held.setdefault(chunk.sequence, HeldSpeech())
+            held = self._held.setdefault(chunk.sequence, RankSpeech())
             if held.kept is not None:
                 # A sequence that was preempted computes its tokens again.
                 before = int(torch.searchsorted(held.kept[0], chunk.start))
@@ -126,16 +122,16 @@ class SpeechRank:
                 mine = torch.cat([held.kept[1][:before], mine])
             held.kept = indices, mine
 
-    def run(self, step: SpeechStep) -> Spoken:
+    def run(self, step: SpeechStep) -> SpeechOutputs:
         """Compute a step. All ranks call this with the same step. Raises EngineError if sounds have gaps."""
         for number, new in step.moved:
-            self._held[new] = HeldSpeech(kept=self._held.pop(number).kept)
+            self._held[new] = RankSpeech(kept=self._held.pop(number).kept)
             self._sounds.forget(number)
         for number in step.finished:
             self._held.pop(number, None)
             self._sounds.forget(number)
         for chunk in step.chunks:
-            self._held.setdefault(chunk.sequence, HeldSpeech()).pages.extend(chunk.new_pages)
+            self._held.setdefault(chunk.sequence, RankSpeech()).pages.extend(chunk.new_pages)
         for frame in step.frames:
             self._held[frame.sequence].pages.extend(frame.new_pages)
         logits, codes = [], torch.zeros(0, self.speaker.codes, dtype=torch.int64)
@@ -145,7 +141,7 @@ class SpeechRank:
             rows, codes = self._speak(step.frames)
             logits.append(rows)
         samples = self._sounds.run(step.sounds, {s.sequence: self._held[s.sequence].codes for s in step.sounds})
-        return Spoken(torch.cat(logits) if logits else torch.zeros(0, 1), codes, samples)
+        return SpeechOutputs(torch.cat(logits) if logits else torch.zeros(0, 1), codes, samples)
 
     def _read(self, chunks: Sequence[TalkerChunk]) -> Tensor:
         """Compute chunks of prompts. Returns logits [m, codes of the talker] of those that are the last of a prompt."""
@@ -223,7 +219,9 @@ class SpeechRank:
 
     def _frame_inputs(self, size: int) -> FrameInputs:
         if size not in self._inputs:
-            choice = Choice(self._draws[:, :size], self._temperature[:size], self._top_k[:size], self._top_p[:size])
+            choice = CodeSampling(
+                self._draws[:, :size], self._temperature[:size], self._top_k[:size], self._top_p[:size]
+            )
             passes = _passes(size, self.speaker.codes)
             self._inputs[size] = FrameInputs(self._past[:size], self._first[:size], choice, passes)
         return self._inputs[size]

@@ -32,7 +32,7 @@ from ..protocol.errors import EngineError
 from ..protocol.rank_messages import Count, Encode, EncodePiece, Frames, Message, Step, Stop, StopEncode, StoreSource
 from ..protocol.sizes import MAX_RUNNING, num_states
 from ..protocol.speech_messages import SpeechStep
-from ..step.batch import BatchFiller, Held
+from ..step.batch import BatchFiller, BatchLimits, RankSequence
 from ..step.bytes_per_step import bytes_per_step
 from ..step.cache import (
     EncoderKV,
@@ -45,12 +45,12 @@ from ..step.cache import (
     has_states,
     num_pages,
 )
-from ..step.held_encodings import HeldEncodings
 from ..step.model import Encoder
+from ..step.rank_encodings import RankEncodings
 from ..step.step_graphs import StepGraphs
 from .counters import RankCounters, StepCounter
 from .registry import build_model, read_supported_card
-from .speech_rank import TALKER_TOKENS, SpeechRank, Spoken
+from .speech_rank import TALKER_TOKENS, SpeechOutputs, SpeechRank
 
 log = logging.getLogger(__name__)
 
@@ -129,22 +129,13 @@ class Worker:
         self._caches = allocate(specs, (self.pages + 1) * PAGE_TOKENS, self.states, self.source_pages * PAGE_TOKENS)
         self._states = [cache for cache in self._caches if isinstance(cache, StateSlots)]
         step_bytes = bytes_per_step(self._model)
-        self._filler = BatchFiller(
-            position_axes=self._model.position_axes,
-            has_states=self.states > 0,
-            max_sequences=MAX_RUNNING,
-            max_pages=num_pages(min(self.max_total_tokens, self.card.context_length)),
-            spare_page=self.pages,
-            copy_padding=bool(step_bytes.experts),
-            expands=self._model.expands,
-            context_part=self._model.context_part,
-            source_pages=self.source_pages,
-            kept_layer=self._model.speaker.kept_layer if self._model.speaker else 0,
-        )
+        longest = num_pages(min(self.max_total_tokens, self.card.context_length))
+        limits = BatchLimits(MAX_RUNNING, longest, self.pages, self.source_pages)
+        self._filler = BatchFiller(self._model.batch_content(), limits)
         self._graphs = None if eager else self._step_graphs()
         self._counter = StepCounter(step_bytes)
-        self._held: dict[int, Held] = {}
-        self._encodings = HeldEncodings(self._model.encoder)
+        self._held: dict[int, RankSequence] = {}
+        self._encodings = RankEncodings(self._model.encoder)
         self.speech: SpeechRank | None = None
         """What computes speech; None if the model does not speak."""
         if self._model.speaker is not None:
@@ -232,7 +223,7 @@ class Worker:
             self._held.pop(number, None)
         self._encodings.forget(step.forgotten)
         for chunk in step.chunks:
-            self._held.setdefault(chunk.sequence, Held()).pages.extend(chunk.new_pages)
+            self._held.setdefault(chunk.sequence, RankSequence()).pages.extend(chunk.new_pages)
         for sights in step.sights:
             if sights.pages:
                 self._held[sights.sequence].source.pages = sights.pages
@@ -247,7 +238,7 @@ class Worker:
         self._counter.count(step, time.perf_counter() - began, group.waited_s - waited)
         return logits
 
-    def speak(self, step: SpeechStep) -> Spoken:
+    def speak(self, step: SpeechStep) -> SpeechOutputs:
         """Compute a step of speech. All ranks call this with the same step."""
         assert self.speech is not None
         return self.speech.run(step)
@@ -255,8 +246,9 @@ class Worker:
     def store_source(self, source: StoreSource) -> None:
         """Store keys and values of encodings. All ranks call this with the same message."""
         began = time.perf_counter()
-        parts = [self._encodings.tensors[number][0, first : first + count] for number, first, count in source.parts]
-        rows, pages = torch.cat(parts), torch.tensor(source.pages)
+        tensors = self._encodings.tensors
+        rows = torch.cat([tensors[part.medium][0, part.first : part.first + part.count] for part in source.parts])
+        pages = torch.tensor(source.pages)
         slots = (pages[:, None] * PAGE_TOKENS + torch.arange(PAGE_TOKENS)).flatten()[: len(rows)]
         positions = torch.tensor(source.positions) if source.positions else None
         self._model.store_source(rows, positions, slots, self._caches)
@@ -305,7 +297,7 @@ class Worker:
             self._graphs.start_profiling()
 
     def profile(self) -> Profile | None:
-        """Return where the time of the last step went; None if it was not a measured decode step."""
+        """Return the time of every kernel of the last step; None if that was not a measured decode step."""
         return self._graphs.profile() if self._graphs is not None else None
 
     def _forward(self, step: Step) -> Tensor:

@@ -16,18 +16,18 @@ from tilerank.kernels.kv_pages import PAGE_TOKENS
 
 from ..protocol.rank_messages import Chunk, Step
 from .latent_forms import ContextPart, Expands, LatentForms, Runs, latent_forms
-from .source_runs import HeldSource, SourceFiller, SourceRuns
+from .source_runs import RankSource, SourceFiller, SourceRuns
 
 TILE_ROWS = 16
 """From this batch size on, padded sizes are this far apart: a matrix tile computes so many rows anyway."""
 
 
 @dataclass
-class Held:
-    """What a worker remembers of a sequence between steps. pages: its page table."""
+class RankSequence:
+    """What a worker keeps of a sequence between steps. pages: its page table."""
 
     pages: list[int] = field(default_factory=list)
-    source: HeldSource = field(default_factory=HeldSource)
+    source: RankSource = field(default_factory=RankSource)
 
 
 @dataclass(frozen=True)
@@ -49,9 +49,9 @@ class LogitRows:
 class Inserts:
     """The m rows of a batch that take encoded media in place of embedded tokens.
 
-    rows: [m] int64, ascending. values: [m, hidden], which replace the embedded tokens. deep: for each further level,
-    the rows of media whose encodings have it and its values, in the same form; those of number j are added to the
-    residual stream after layer j (DeepStack).
+    rows: [m] int64, ascending. values: [m, hidden], which replace the embedded tokens. deep: for each further level of
+    the encodings, the rows whose medium has this level, and their values, in the same form. Those at index j are added
+    to the residual stream after layer j (DeepStack).
     """
 
     rows: Tensor
@@ -61,10 +61,10 @@ class Inserts:
 
 @dataclass
 class Kept:
-    """The m rows of a batch whose hidden states the talker reads.
+    """The m rows of a batch whose hidden states are kept for the talker.
 
-    layer: the number of the layer, from 1, whose output they are. rows: [m] int64. hidden: [m, hidden], set by the
-    model.
+    layer: the number of the layer, from 1, whose output is kept. rows: [m] int64. hidden: [m, hidden], the output; the
+    model sets it.
     """
 
     layer: int
@@ -143,66 +143,72 @@ class _Rows:
         self.lengths.append(index + 1)
 
 
-class BatchFiller:
-    """Turns steps into batches: into new tensors, or, for decode steps, into the tensors that recorded steps read.
+@dataclass(frozen=True)
+class BatchContent:
+    """What the batches of a model hold.
 
-    position_axes, expands: as in Model.
+    position_axes: the number of positions of a token.
     has_states: whether layers keep states.
-    max_sequences, max_pages: the largest decode batch, and the longest page table.
-    spare_page: a page of the cache that belongs to no sequence; padding rows store their keys and values there.
     copy_padding: padding rows repeat a row of the batch, so that in a mixture they choose no other experts; otherwise
         they are sequences of one token, whose attention reads next to nothing.
+    expands: which sequences latent attention expands (latent_forms.py); None for a model without it.
     context_part: what this rank reads of a context, if ranks share contexts out.
-    source_pages: of all sources together; 0 for models without cross-attention.
     kept_layer: as in Kept; 0 for a model that does not speak.
     """
 
-    def __init__(
-        self,
-        *,
-        position_axes: int,
-        has_states: bool,
-        max_sequences: int,
-        max_pages: int,
-        spare_page: int,
-        copy_padding: bool,
-        expands: Expands | None = None,
-        context_part: ContextPart | None = None,
-        source_pages: int = 0,
-        kept_layer: int = 0,
-    ) -> None:
-        self._axes = position_axes
-        self._expands, self._part = expands, context_part
-        self._has_states = has_states
-        self._max_sequences = max_sequences
-        self._spare_page = spare_page
-        self._kept_layer = kept_layer
-        self._copy_padding = copy_padding
-        rows = padded_size(max_sequences)
+    position_axes: int = 1
+    has_states: bool = False
+    copy_padding: bool = False
+    expands: Expands | None = None
+    context_part: ContextPart | None = None
+    kept_layer: int = 0
+
+
+@dataclass(frozen=True)
+class BatchLimits:
+    """The largest batches of a rank.
+
+    sequences, pages: the largest decode batch, and the longest page table.
+    spare_page: a page of the cache that belongs to no sequence; padding rows store their keys and values there.
+    source_pages: of all sources together; 0 for models without cross-attention.
+    """
+
+    sequences: int
+    pages: int
+    spare_page: int
+    source_pages: int = 0
+
+
+class BatchFiller:
+    """Turns steps into batches: into new tensors, or, for decode steps, into the tensors that recorded steps read."""
+
+    def __init__(self, content: BatchContent, limits: BatchLimits) -> None:
+        self._content, self._limits = content, limits
+        rows = padded_size(limits.sequences)
         # Tensors over arrays: writing to an array takes a fraction of the time of writing to a tensor.
         self._token_ids, self._slots = (array("q", bytes(8 * rows)) for _ in range(2))
-        self._positions = array("q", bytes(8 * rows * position_axes))  # axis by axis
+        self._positions = array("q", bytes(8 * rows * content.position_axes))  # axis by axis
         self._rows = rows
         self._lengths, self._state_slots = (array("i", bytes(4 * rows)) for _ in range(2))
         self._part_starts, self._part_lengths = (array("i", bytes(4 * rows)) for _ in range(2))
-        self._page_tables = torch.full((rows, max_pages), spare_page, dtype=torch.int32)
+        self._page_tables = torch.full((rows, limits.pages), limits.spare_page, dtype=torch.int32)
         self._table_of: list[tuple[int, int] | None] = [None] * rows  # the sequence in a row, and how many pages of it
         self._query_starts = torch.arange(rows + 1, dtype=torch.int32)
-        self._sources = SourceFiller(rows, source_pages) if source_pages else None
+        self._sources = SourceFiller(rows, limits.source_pages) if limits.source_pages else None
         self._padded: dict[int, Batch] = {}
 
     def is_decode(self, step: Step) -> bool:
         """Return whether a recorded step can compute this one: every sequence has one token and one row of logits, and
         neither inserts nor positions of its own."""
-        return len(step.chunks) <= self._max_sequences and all(
+        return len(step.chunks) <= self._limits.sequences and all(
             len(chunk.token_ids) == 1 and chunk.logits == 1 and not chunk.inserts and not chunk.positions
             for chunk in step.chunks
         )
 
-    def fresh(self, step: Step, held: Mapping[int, Held], encodings: Mapping[int, Tensor]) -> Batch:
+    def fresh(self, step: Step, held: Mapping[int, RankSequence], encodings: Mapping[int, Tensor]) -> Batch:
         """Return a batch of new tensors. held: by the number of the sequence. encodings: [levels, tokens, hidden] each,
         by the number that inserts name."""
-        rows = _Rows(self._axes)
+        content, rows = self._content, _Rows(self._content.position_axes)
         for chunk in step.chunks:
             rows.add(chunk, held[chunk.sequence].pages)
         tables = [held[chunk.sequence].pages for chunk in step.chunks]
@@ -221,18 +227,18 @@ class BatchFiller:
             query_starts=torch.tensor(rows.starts, dtype=torch.int32),
             logit_rows=None if len(logit_rows) == len(rows.token_ids) else _logit_rows(logit_rows, step),
             inserts=_inserts(step, rows.starts, encodings),
-            state_slots=torch.tensor(step.state_slots, dtype=torch.int32) if self._has_states else None,
-            latent_forms=latent_forms(self._expands, rows.starts, rows.lengths, tables, self._part)
-            if self._expands
+            state_slots=torch.tensor(step.state_slots, dtype=torch.int32) if content.has_states else None,
+            latent_forms=latent_forms(content.expands, rows.starts, rows.lengths, tables, content.context_part)
+            if content.expands
             else None,
             source=self._sources.fresh(step, _sources(step, held)) if self._sources else None,
-            kept=_kept(step, rows.starts, self._kept_layer),
+            kept=_kept(step, rows.starts, content.kept_layer),
         )
 
-    def padded(self, step: Step, held: Mapping[int, Held]) -> Batch:
+    def padded(self, step: Step, held: Mapping[int, RankSequence]) -> Batch:
         """Fill the shared tensors with a decode step, padded to `padded_size` rows. The same size gives the same Batch,
         whose values the next call overwrites."""
-        rows = _Rows(self._axes)
+        rows = _Rows(self._content.position_axes)
         for row, chunk in enumerate(step.chunks):
             pages = held[chunk.sequence].pages
             rows.add(chunk, pages)
@@ -241,8 +247,8 @@ class BatchFiller:
         # The copy of the shortest sequence reads least. Its hidden state is that of the row it repeats, bit for bit.
         shortest = min(step.chunks, key=lambda chunk: chunk.start)
         for row in range(len(step.chunks), size):
-            slot = self._spare_page * PAGE_TOKENS + row % PAGE_TOKENS
-            if self._copy_padding:
+            slot = self._limits.spare_page * PAGE_TOKENS + row % PAGE_TOKENS
+            if self._content.copy_padding:
                 self._set_table(row, shortest.sequence, held[shortest.sequence].pages)
                 rows.add_padding(shortest.token_ids[0], shortest.start + shortest.shift, shortest.start, slot)
             else:
@@ -254,10 +260,10 @@ class BatchFiller:
             self._positions[start : start + size] = array("q", positions)
         self._slots[:size] = array("q", rows.slots)
         self._lengths[:size] = array("i", rows.lengths)
-        if self._part:
+        if self._content.context_part:
             for row, length in enumerate(rows.lengths):
-                self._part_starts[row], self._part_lengths[row] = self._part.tokens(length)
-        if self._has_states:
+                self._part_starts[row], self._part_lengths[row] = self._content.context_part.tokens(length)
+        if self._content.has_states:
             padding = [-1 - step.chunks.index(shortest)] * (size - len(step.chunks))
             self._state_slots[:size] = array("i", step.state_slots + padding)
         if self._sources:
@@ -267,15 +273,18 @@ class BatchFiller:
         return self._padded[size]
 
     def _shared(self, size: int) -> Batch:
+        content = self._content
         return Batch(
             token_ids=torch.frombuffer(self._token_ids, dtype=torch.int64)[:size],
-            positions=torch.frombuffer(self._positions, dtype=torch.int64).view(self._axes, self._rows)[:, :size],
+            positions=torch.frombuffer(self._positions, dtype=torch.int64).view(content.position_axes, self._rows)[
+                :, :size
+            ],
             slots=torch.frombuffer(self._slots, dtype=torch.int64)[:size],
             page_tables=self._page_tables[:size],
             seq_lens=torch.frombuffer(self._lengths, dtype=torch.int32)[:size],
             query_starts=self._query_starts[: size + 1],
-            state_slots=torch.frombuffer(self._state_slots, dtype=torch.int32)[:size] if self._has_states else None,
-            latent_forms=LatentForms((), self._split_runs(size), None) if self._part else None,
+            state_slots=torch.frombuffer(self._state_slots, dtype=torch.int32)[:size] if content.has_states else None,
+            latent_forms=LatentForms((), self._split_runs(size), None) if content.context_part else None,
             source=self._sources.shared(size) if self._sources else None,
         )
 
@@ -292,11 +301,11 @@ class BatchFiller:
 
     def _clear_table(self, row: int) -> None:
         if self._table_of[row] is not None:
-            self._page_tables[row, 0] = self._spare_page
+            self._page_tables[row, 0] = self._limits.spare_page
             self._table_of[row] = None
 
 
-def _sources(step: Step, held: Mapping[int, Held]) -> dict[int, HeldSource]:
+def _sources(step: Step, held: Mapping[int, RankSequence]) -> dict[int, RankSource]:
     return {chunk.sequence: held[chunk.sequence].source for chunk in step.chunks}
 
 

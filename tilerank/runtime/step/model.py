@@ -8,8 +8,8 @@ from torch import Tensor
 from tilerank.parallel.cost import Cost
 from tilerank.parallel.parameters import Layer
 
-from .batch import Batch
-from .cache import Cache, CacheSpec
+from .batch import Batch, BatchContent
+from .cache import Cache, CacheSpec, has_states
 from .latent_forms import ContextPart, Expands
 from .speaker import Speaker
 
@@ -50,7 +50,8 @@ class Model(Layer):
     """A whole model, cut as its sharding says. Weights exist after `allocate()`.
 
     position_axes: the number of positions of a token.
-    spare_ids: how many ids, from the size of the vocabulary on, may be in prompts and are never generated.
+    spare_ids: the number of ids after those of the vocabulary that prompts may have, such as placeholders of pictures.
+        They are never generated.
     encoder: of media; None for a model that takes text only.
     speaker: None for a model that does not speak.
     expands: decides for which sequences latent attention computes keys and values (latent_forms.py); None for a model
@@ -68,6 +69,17 @@ class Model(Layer):
     @abstractmethod
     def cache_specs(self) -> list[CacheSpec]:
         """Return what each layer keeps between steps, in the order of `forward`'s caches."""
+
+    def batch_content(self) -> BatchContent:
+        """Return what its batches hold."""
+        return BatchContent(
+            self.position_axes,
+            has_states(self.cache_specs()),
+            bool(self.cost().experts),
+            self.expands,
+            self.context_part,
+            self.speaker.kept_layer if self.speaker else 0,
+        )
 
     @abstractmethod
     def forward(self, batch: Batch, caches: Sequence[Cache]) -> Tensor:

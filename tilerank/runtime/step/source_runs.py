@@ -11,9 +11,9 @@ from ..protocol.rank_messages import Step
 
 
 @dataclass
-class HeldSource:
-    """What a worker remembers of the source of a sequence. pages: its page table. sight: first, count and shown of the
-    last row (prompt.py: Sight)."""
+class RankSource:
+    """What a worker keeps of the source of a sequence. pages: its page table. sight: first, count and shown of the last
+    row (prompt.py: Sight)."""
 
     pages: list[int] = field(default_factory=list)
     sight: tuple[int, int, bool] = (0, 0, False)
@@ -49,7 +49,7 @@ class SourceFiller:
         self._shown = array("f", bytes(4 * rows))
         self._run_starts = torch.arange(rows + 1, dtype=torch.int32)
 
-    def fresh(self, step: Step, held: Mapping[int, HeldSource]) -> SourceRuns | None:
+    def fresh(self, step: Step, held: Mapping[int, RankSource]) -> SourceRuns | None:
         """Return None if no row sees anything. held: by the number of the sequence; as the worker remembers it before
         the step."""
         rows_of = {sights.sequence: sights.rows for sights in step.sights}
@@ -75,7 +75,7 @@ class SourceFiller:
             shown=torch.tensor(shown, dtype=torch.float32),
         )
 
-    def fill(self, step: Step, held: Mapping[int, HeldSource], size: int) -> None:
+    def fill(self, step: Step, held: Mapping[int, RankSource], size: int) -> None:
         """Write a decode step of `size` rows to the shared tensors; its padding rows see nothing."""
         rows_of = {sights.sequence: sights.rows for sights in step.sights}
         for row, chunk in enumerate(step.chunks):

@@ -26,7 +26,7 @@ class Additions:
 
 
 @dataclass(frozen=True)
-class Choice:
+class CodeSampling:
     """How the codes of m frames after the first are chosen; ops.sample has the meaning of the numbers.
 
     draws: [codes - 1, m] float32. temperature: [m] float32, 0 for the likeliest codes. top_k: [m] int32. top_p: [m]
@@ -59,7 +59,7 @@ class FrameInputs:
 
     past: Tensor
     first: Tensor
-    choice: Choice
+    choice: CodeSampling
     passes: Passes
 
 

@@ -10,7 +10,7 @@ from ..protocol.rank_messages import Encode
 from .model import Encoder
 
 
-class HeldEncodings:
+class RankEncodings:
     """The encodings of a rank, and the encode that runs, if any.
 
     tensors: [levels, tokens, hidden] each, by number.
