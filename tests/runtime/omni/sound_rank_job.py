@@ -17,7 +17,7 @@ from tilerank.parallel.sharding import Sharding
 from tilerank.runtime.models.speech.code2wav import Code2Wav
 from tilerank.runtime.models.speech.code2wav_config import read_code2wav_config
 from tilerank.runtime.protocol.sizes import CHUNK_FRAMES, CONTEXT_FRAMES
-from tilerank.runtime.protocol.speech_messages import Sound
+from tilerank.runtime.protocol.speech_messages import SoundPart
 from tilerank.runtime.rank.registry import read_supported_card
 from tilerank.runtime.rank.sound_rank import SoundRank
 
@@ -50,7 +50,7 @@ def check(team: Team, model: Code2Wav, wanted: dict[str, Tensor], frames: list[i
     codes = {number: wanted[f"{count}.codes"].tolist() for number, count in enumerate(frames)}
     found: dict[int, list[Tensor]] = {number: [] for number in codes}
     for first in range(0, max(frames), part):
-        step = [Sound(i, first, min(first + part, count)) for i, count in enumerate(frames) if first < count]
+        step = [SoundPart(i, first, min(first + part, count)) for i, count in enumerate(frames) if first < count]
         samples = sounds.run(step, codes)
         assert len(samples) == (0 if team.group.rank else len(step))
         for sound, own in zip(step, samples, strict=team.group.rank == 0):

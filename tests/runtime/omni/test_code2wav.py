@@ -17,7 +17,7 @@ from tests.runtime.omni.sound_rank_job import load
 from tilerank.parallel.group import SingleGroup
 from tilerank.runtime.models.speech.code2wav import Code2WavState
 from tilerank.runtime.protocol.errors import EngineError
-from tilerank.runtime.protocol.speech_messages import Sound
+from tilerank.runtime.protocol.speech_messages import SoundPart
 from tilerank.runtime.rank.sound_rank import SoundRank
 
 LONG, SHORT = 303, [5, 1]
@@ -97,9 +97,9 @@ def test_states_are_as_large_as_plans_say(reference: Path) -> None:
 def test_sounds_with_gaps_are_refused(reference: Path) -> None:
     sounds = SoundRank(load(reference / "omni", SingleGroup()), SingleGroup())
     codes = torch.zeros(4, 8, dtype=torch.int64).tolist()
-    assert len(sounds.run([Sound(2, 0, 1)], {2: codes})[0])
+    assert len(sounds.run([SoundPart(2, 0, 1)], {2: codes})[0])
     for first, end in ((2, 3), (0, 1), (1, 5), (1, 1)):
         with pytest.raises(EngineError, match=rf"sound of sequence 2: .* 1 up to at most 4, found {first} to {end}"):
-            sounds.run([Sound(2, first, end)], {2: codes})
+            sounds.run([SoundPart(2, first, end)], {2: codes})
     sounds.forget(2)
-    assert len(sounds.run([Sound(2, 0, 1)], {2: codes})[0])
+    assert len(sounds.run([SoundPart(2, 0, 1)], {2: codes})[0])

@@ -20,7 +20,7 @@ from ..protocol.events import FailedEvent, SoundEvent
 from ..protocol.params import SamplingParams, SpeechParams
 from ..protocol.prompt import Prompt
 from ..protocol.sizes import MAX_RUNNING
-from ..protocol.speech_messages import Frame, Sound, SpeechStep, TalkerChunk
+from ..protocol.speech_messages import Frame, SoundPart, SpeechStep, TalkerChunk
 from ..protocol.speech_settings import SpeechSettings
 from ..rank.speech_rank import SpeechOutputs
 from ..rank.worker import Worker
@@ -205,17 +205,17 @@ class SpeechScheduler(BaseScheduler[Speech]):
             self.waiting.remove(speech)
             yield speech
 
-    def _next_sounds(self) -> list[tuple[Speech, Sound]]:
+    def _next_sounds(self) -> list[tuple[Speech, SoundPart]]:
         """Return the next parts of sound, of frames that are computed once this step's are."""
         sounds = []
         for speech in self.speeches.values():
             first, ready = speech.decoded, speech.frames - speech.decoded
             part = min(max(first, FIRST_PART), LARGEST_PART)
             if ready >= part or (ready > 0 and speech.frames == speech.total):
-                sounds.append((speech, Sound(speech.number_on_ranks, first, first + min(ready, part))))
+                sounds.append((speech, SoundPart(speech.number_on_ranks, first, first + min(ready, part))))
         return sounds
 
-    def _run(self, chunks: list[TalkerChunk], frames: list[Frame], sounds: list[Sound]) -> SpeechOutputs:
+    def _run(self, chunks: list[TalkerChunk], frames: list[Frame], sounds: list[SoundPart]) -> SpeechOutputs:
         step = SpeechStep(chunks, frames, sounds, self._finished, self._moved)
         self._finished, self._moved = [], []
         self._worker.announce(step)
@@ -242,7 +242,7 @@ class SpeechScheduler(BaseScheduler[Speech]):
                 self.release(speech)
         return events
 
-    def _take_sound(self, speech: Speech, sound: Sound, samples: Tensor) -> list[SoundEvent | FailedEvent]:
+    def _take_sound(self, speech: Speech, sound: SoundPart, samples: Tensor) -> list[SoundEvent | FailedEvent]:
         """Return the samples that the client does not have yet."""
         if not samples.isfinite().all():
             self._end(speech)

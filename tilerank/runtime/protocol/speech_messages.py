@@ -46,7 +46,7 @@ class Frame(msgspec.Struct, frozen=True, array_like=True):
     new_pages: list[int]
 
 
-class Sound(msgspec.Struct, frozen=True, array_like=True):
+class SoundPart(msgspec.Struct, frozen=True, array_like=True):
     """Compute the samples of frames `first` to `end` of a sequence, all of which have been computed."""
 
     sequence: int
@@ -64,6 +64,6 @@ class SpeechStep(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
     chunks: list[TalkerChunk]
     frames: list[Frame]
-    sounds: list[Sound]
+    sounds: list[SoundPart]
     finished: list[int]
     moved: list[tuple[int, int]] = []

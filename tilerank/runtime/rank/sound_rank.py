@@ -15,7 +15,7 @@ from tilerank.parallel.group import Group
 
 from ..protocol.errors import EngineError
 from ..protocol.sizes import CHUNK_FRAMES, CONTEXT_FRAMES
-from ..protocol.speech_messages import Sound
+from ..protocol.speech_messages import SoundPart
 from ..step.speaker import SoundState, Vocoder
 
 PIECE = 32
@@ -42,7 +42,7 @@ class SoundRank:
     def forget(self, sequence: int) -> None:
         self._held.pop(sequence, None)
 
-    def run(self, sounds: Sequence[Sound], codes: Mapping[int, Sequence[Sequence[int]]]) -> list[Tensor]:
+    def run(self, sounds: Sequence[SoundPart], codes: Mapping[int, Sequence[Sequence[int]]]) -> list[Tensor]:
         """Return the samples of sounds, float32 [n] each, on rank 0; on other ranks nothing.
 
         codes: those of all frames of each sequence so far. Sounds of a sequence come in order and without gaps. A
@@ -66,7 +66,7 @@ class SoundRank:
             return list(torch.split(torch.cat(mine), lengths)) if mine else []
         return self._gather(sounds, lengths, mine)
 
-    def _gather(self, sounds: Sequence[Sound], lengths: Sequence[int], mine: Sequence[Tensor]) -> list[Tensor]:
+    def _gather(self, sounds: Sequence[SoundPart], lengths: Sequence[int], mine: Sequence[Tensor]) -> list[Tensor]:
         size = self._group.size
         totals = [0] * size
         for sound, length in zip(sounds, lengths, strict=True):
@@ -112,7 +112,7 @@ class SoundRank:
             for first, last in _pieces(0, len(codes), PIECE)
         )
 
-    def _length(self, sound: Sound) -> int:
+    def _length(self, sound: SoundPart) -> int:
         """Return the number of samples of a sound. The first frame of a chunk has fewer than the others."""
         chunks = -(-sound.end // CHUNK_FRAMES) - -(-sound.first // CHUNK_FRAMES)
         return (sound.end - sound.first) * self._vocoder.frame_samples - chunks * self._vocoder.late_samples
