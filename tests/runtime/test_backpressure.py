@@ -21,6 +21,7 @@ from tilerank.runtime.protocol.errors import RequestError
 from tilerank.runtime.protocol.events import Event, TokenEvent
 from tilerank.runtime.protocol.params import SamplingParams
 from tilerank.runtime.protocol.prompt import Prompt
+from tilerank.runtime.rank.rank_config import RankConfig
 from tilerank.runtime.rank.worker import Worker
 from tilerank.runtime.server.link import client as client_module
 from tilerank.runtime.server.link import request_queue as queue_module
@@ -141,7 +142,7 @@ class Served:
 @pytest.fixture(scope="module")
 def engine() -> Engine:
     team = Team(SingleGroup(), Channel(0, None, {}, 10.0))
-    return Engine(Worker(DEMO, team, dtype=torch.float32, context_length=256, max_total_tokens=8192))
+    return Engine(Worker(DEMO, team, RankConfig(dtype=torch.float32, context_length=256, max_total_tokens=8192)))
 
 
 @pytest.fixture

@@ -19,6 +19,7 @@ from tilerank.runtime.lead.sampling import SamplingParams
 from tilerank.runtime.protocol.prompt import Prompt
 from tilerank.runtime.protocol.rank_messages import Chunk, Step
 from tilerank.runtime.rank.counters import RankCounters, StepCounter
+from tilerank.runtime.rank.rank_config import RankConfig
 from tilerank.runtime.rank.registry import build_model
 from tilerank.runtime.rank.worker import Worker
 from tilerank.runtime.step.bytes_per_step import BytesPerStep, bytes_per_step
@@ -107,7 +108,7 @@ def test_steps_with_a_piece_of_a_prompt_are_prefill() -> None:
 
 
 def run_engine(team: Any) -> list[list[float]]:
-    worker = Worker(DEMO, team, dtype=torch.bfloat16, max_total_tokens=512)
+    worker = Worker(DEMO, team, RankConfig(dtype=torch.bfloat16, max_total_tokens=512))
     if team.group.rank != 0:
         worker.follow()
         return []

@@ -26,6 +26,7 @@ from tilerank.runtime.models.decoder import Decoder
 from tilerank.runtime.protocol.errors import EngineError, RequestError
 from tilerank.runtime.protocol.events import FailedEvent, TokenEvent
 from tilerank.runtime.protocol.prompt import Prompt
+from tilerank.runtime.rank.rank_config import RankConfig
 from tilerank.runtime.rank.worker import Worker
 
 PROMPT = json.loads((DEMO / "eval_tokens.json").read_text())["sequences"][3][:40]
@@ -37,7 +38,7 @@ def single() -> Team:
 
 @pytest.fixture(scope="module")
 def engine() -> Engine:
-    return Engine(Worker(DEMO, single(), dtype=torch.float32, context_length=256, max_total_tokens=512))
+    return Engine(Worker(DEMO, single(), RankConfig(dtype=torch.float32, context_length=256, max_total_tokens=512)))
 
 
 def run(engine: Engine, prompt: list[int], **params: Any) -> list[TokenEvent]:
@@ -156,7 +157,7 @@ def test_ends_at_any_end_of_sequence_token(engine: Engine, tmp_path: Path) -> No
     model = tmp_path / "model"
     shutil.copytree(DEMO, model)
     (model / "generation_config.json").write_text(json.dumps({"eos_token_id": [4095, end]}))
-    other = Engine(Worker(model, single(), dtype=torch.float32, max_total_tokens=512))
+    other = Engine(Worker(model, single(), RankConfig(dtype=torch.float32, max_total_tokens=512)))
     events = run(other, PROMPT, max_new_tokens=12)
     assert [event.token_id for event in events] == whole[: whole.index(end) + 1]
     assert events[-1].finish_reason == "stop"
@@ -261,7 +262,7 @@ def test_refuses_a_request_before_any_of_them_runs(engine: Engine, prompt: list[
 
 
 def test_refuses_what_the_cache_can_never_hold() -> None:
-    small = Engine(Worker(DEMO, single(), dtype=torch.bfloat16, max_total_tokens=64))
+    small = Engine(Worker(DEMO, single(), RankConfig(dtype=torch.bfloat16, max_total_tokens=64)))
     with pytest.raises(RequestError, match="need a KV cache of 65 tokens, found 64"):
         run(small, PROMPT, max_new_tokens=26)
     # The last token's keys are never needed.
@@ -280,7 +281,7 @@ def poisoned(tmp_path_factory: pytest.TempPathFactory) -> Engine:
     tensors = load_file(copy / "model.safetensors")
     head = {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}
     save_file(tensors | head, copy / "model.safetensors", {"format": "pt"})
-    engine = Engine(Worker(copy, single(), dtype=torch.float32, context_length=256, max_total_tokens=512))
+    engine = Engine(Worker(copy, single(), RankConfig(dtype=torch.float32, context_length=256, max_total_tokens=512)))
     model = engine.worker._model
     assert isinstance(model, Decoder) and isinstance(model.embedding, VocabParallelEmbedding)
     model.embedding.table.data[POISON] = torch.nan
@@ -361,7 +362,7 @@ def test_refuses_sampling_parameters_that_mean_nothing(params: dict[str, Any], s
 @pytest.mark.parametrize("length", [1, 4097])
 def test_refuses_a_context_that_the_model_does_not_have(length: int) -> None:
     with pytest.raises(EngineError, match=f"context length: expected 2 to the model's 4096 tokens, found {length}"):
-        Worker(DEMO, single(), dtype=torch.bfloat16, context_length=length)
+        Worker(DEMO, single(), RankConfig(dtype=torch.bfloat16, context_length=length))
 
 
 @pytest.mark.parametrize("culprit", [0, 2])

@@ -25,6 +25,7 @@ from tilerank.runtime.protocol.events import EndedEvent, Event, FailedEvent, Tok
 from tilerank.runtime.protocol.framing import encode
 from tilerank.runtime.protocol.grammar import Vocabulary, allowed_tokens
 from tilerank.runtime.protocol.prompt import Prompt
+from tilerank.runtime.rank.rank_config import RankConfig
 from tilerank.runtime.rank.worker import Worker
 from tilerank.runtime.server.link.engine_loop import serve_connections
 from tilerank.runtime.server.link.messages import Submit
@@ -54,7 +55,7 @@ JSON = f"start: %json {json.dumps(POEM)}"
 @pytest.fixture
 def engine() -> Iterator[Engine]:
     team = Team(SingleGroup(), Channel(0, None, {}, 10.0))
-    yield Engine(Worker(DEMO, team, dtype=torch.float32, context_length=256, max_total_tokens=512))
+    yield Engine(Worker(DEMO, team, RankConfig(dtype=torch.float32, context_length=256, max_total_tokens=512)))
 
 
 def events(engine: Engine, *asked: dict[str, Any]) -> list[list[Event]]:
@@ -257,6 +258,6 @@ def test_a_complete_grammar_without_an_end_token(tmp_path: Path) -> None:
     for name in ("config.json", "generation_config.json"):
         values = {key: value for key, value in json.loads((DEMO / name).read_text()).items() if "eos" not in key}
         (model / name).write_text(json.dumps(values))
-    engine = Engine(Worker(model, Team(SingleGroup(), Channel(0, None, {}, 10.0)), dtype=torch.float32))
+    engine = Engine(Worker(model, Team(SingleGroup(), Channel(0, None, {}, 10.0)), RankConfig(dtype=torch.float32)))
     (found,) = events(engine, {"grammar": "start: /[0-9]{4}/"})
     assert len(text(found)) == 4 and isinstance(found[-1], EndedEvent)

@@ -19,6 +19,7 @@ from tilerank.parallel.sharding import Sharding
 from tilerank.runtime.lead.engine import Engine, Request
 from tilerank.runtime.lead.sampling import SamplingParams
 from tilerank.runtime.protocol.prompt import Prompt
+from tilerank.runtime.rank.rank_config import RankConfig
 from tilerank.runtime.rank.registry import build_model, read_supported_card
 from tilerank.runtime.rank.worker import Worker
 from tilerank.runtime.step.cache import PagedKV
@@ -63,7 +64,7 @@ def logits_and_tokens(team: Team, *, out: str, ids: list[int], prompt: int, new_
     `out`."""
     found = {}
     for name in ("float32", "bfloat16"):
-        worker = Worker(DEMO, team, dtype=getattr(torch, name), kv_dtype=torch.int8, max_total_tokens=512)
+        worker = Worker(DEMO, team, RankConfig(dtype=getattr(torch, name), kv_dtype=torch.int8, max_total_tokens=512))
         if team.group.rank == 0:
             engine = Engine(worker)
             save_file({"logits": engine.score(Prompt(ids))}, Path(out) / f"{name}.safetensors")

@@ -25,6 +25,7 @@ from tilerank.runtime.lead.media_encoding import MediaEncoding, operations_of_pi
 from tilerank.runtime.protocol.errors import RequestError
 from tilerank.runtime.protocol.prompt import Medium, Place, Prompt
 from tilerank.runtime.protocol.rank_messages import Encode, EncodePiece, Frames, Message, StopEncode
+from tilerank.runtime.rank.rank_config import RankConfig
 from tilerank.runtime.rank.worker import Worker
 
 BITS = pytest.mark.skipif(not COMPILED, reason="in plain torch a row's bits depend on the batch")
@@ -37,7 +38,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def start(checkpoint: Path, *, eager: bool = False, mm_cache_bytes: int = 1 << 30) -> Engine:
     team = Team(SingleGroup(), Channel(0, None, {}, 10.0))
-    worker = Worker(checkpoint, team, dtype=torch.bfloat16, max_total_tokens=2048, eager=eager)
+    worker = Worker(checkpoint, team, RankConfig(dtype=torch.bfloat16, max_total_tokens=2048, eager=eager))
     return Engine(worker, mm_cache_bytes)
 
 
@@ -328,7 +329,7 @@ def test_a_model_of_text_refuses_pictures() -> None:
     from batching import DEMO
 
     team = Team(SingleGroup(), Channel(0, None, {}, 10.0))
-    engine = Engine(Worker(DEMO, team, dtype=torch.float32, max_total_tokens=512))
+    engine = Engine(Worker(DEMO, team, RankConfig(dtype=torch.float32, max_total_tokens=512)))
     with pytest.raises(RequestError, match="positions: expected none"):
         engine.submit(Request(GOOD))
     with pytest.raises(RequestError, match="the model takes text alone"):

@@ -27,6 +27,7 @@ from tilerank.runtime.lead.engine import Engine, Request
 from tilerank.runtime.lead.sampling import SamplingParams
 from tilerank.runtime.protocol.events import ScoredEvent
 from tilerank.runtime.protocol.prompt import Prompt
+from tilerank.runtime.rank.rank_config import RankConfig
 from tilerank.runtime.rank.worker import Worker
 
 DENSE: dict[str, Any] = {
@@ -63,7 +64,7 @@ class Answer:
 def worker(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Worker:
     model = make_checkpoint(tmp=tmp_path_factory.mktemp("states"), **request.param)
     team = Team(SingleGroup(), Channel(0, None, {}, 10.0))
-    return Worker(model, team, dtype=torch.float32, max_total_tokens=2048, states=12)
+    return Worker(model, team, RankConfig(dtype=torch.float32, max_total_tokens=2048, states=12))
 
 
 def fresh(worker: Worker, *, states: int = 12, pages: int | None = None, chunk_rows: int = 2048) -> Engine:
@@ -150,7 +151,7 @@ def chat(engine: Engine) -> tuple[list[list[int]], list[Answer]]:
 
 
 def chat_on_ranks(team: Team, *, model: str) -> list[tuple[list[int], int]]:
-    worker = Worker(Path(model), team, dtype=torch.float32, max_total_tokens=2048, states=3)
+    worker = Worker(Path(model), team, RankConfig(dtype=torch.float32, max_total_tokens=2048, states=3))
     if team.group.rank != 0:
         worker.follow()
         return []
@@ -254,7 +255,7 @@ def test_a_score_is_that_of_the_whole_prompt(worker: Worker) -> None:
 def test_sizes_that_a_worker_derives(tmp_path: Path) -> None:
     model = make_checkpoint(tmp=tmp_path, **DENSE)
     team = Team(SingleGroup(), Channel(0, None, {}, 10.0))
-    found = Worker(model, team, dtype=torch.float32, max_total_tokens=20000)
+    found = Worker(model, team, RankConfig(dtype=torch.float32, max_total_tokens=20000))
     slots = [cache.state.shape[0] for cache in found._caches if isinstance(cache, StateSlots)]
     assert found.states == 10 and slots == [10] * 3
     state = 3 * (6 * 32 * 32 * 4 + 3 * (2 * 3 * 32 + 6 * 32) * 4)

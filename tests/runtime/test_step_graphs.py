@@ -15,6 +15,7 @@ from tilerank.parallel.join import join
 from tilerank.parallel.rendezvous import Membership
 from tilerank.runtime.protocol.rank_messages import Chunk, Step
 from tilerank.runtime.rank import registry
+from tilerank.runtime.rank.rank_config import RankConfig
 from tilerank.runtime.rank.worker import Worker
 from tilerank.runtime.step.batch import RankSequence, padded_size
 
@@ -218,7 +219,7 @@ def hold(worker: Worker, tables: dict[int, list[int]]) -> None:
 
 
 def test_a_profile_counts_the_kernels_of_a_step() -> None:
-    worker = Worker(DEMO, join(Membership(0, 1, "", 0)), dtype=torch.float32, max_total_tokens=128)
+    worker = Worker(DEMO, join(Membership(0, 1, "", 0)), RankConfig(dtype=torch.float32, max_total_tokens=128))
     hold(worker, {0: [0, 1], 1: [2], 2: [3]})
     step = Step([Chunk(0, 40, [7], [], 1), Chunk(1, 0, [3], [], 1), Chunk(2, 31, [5], [], 1)], [])
     logits = worker.run(step).clone()
@@ -238,7 +239,7 @@ def test_a_profile_counts_the_kernels_of_a_step() -> None:
 def test_padding_rows_of_a_mixture_choose_no_other_experts(checkpoints: dict[str, str]) -> None:
     """Padding rows repeat the shortest sequence's row, bit for bit, in every layer, so the router sees nothing new."""
     folder = Path(checkpoints["qwen3_moe"])
-    worker = Worker(folder, join(Membership(0, 1, "", 0)), dtype=torch.float32, max_total_tokens=256)
+    worker = Worker(folder, join(Membership(0, 1, "", 0)), RankConfig(dtype=torch.float32, max_total_tokens=256))
     assert worker._graphs is not None
     hold(worker, {0: [0, 1], 1: [2], 2: [3]})
     for position in range(40):

@@ -24,6 +24,7 @@ from tilerank.runtime.lead.states import StatePool
 from tilerank.runtime.protocol.events import ScoredEvent, TokenEvent
 from tilerank.runtime.protocol.prompt import Prompt
 from tilerank.runtime.protocol.rank_messages import Chunk, Message
+from tilerank.runtime.rank.rank_config import RankConfig
 from tilerank.runtime.rank.worker import Worker
 
 DEMO = Path(__file__).parents[2] / "assets" / "demo-lm"
@@ -138,10 +139,12 @@ def same_answers(
         worker = Worker(
             Path(model),
             team,
-            dtype=getattr(torch, dtype),
-            kv_dtype=getattr(torch, kv_dtype) if kv_dtype else None,
-            strategy="split",
-            max_total_tokens=2048,
+            RankConfig(
+                dtype=getattr(torch, dtype),
+                kv_dtype=getattr(torch, kv_dtype) if kv_dtype else None,
+                strategy="split",
+                max_total_tokens=2048,
+            ),
         )
         if team.group.rank != 0:
             worker.follow()
@@ -201,7 +204,7 @@ def scored_prompts(engine: Engine, prompts: list[list[int]]) -> dict[int, list[A
 
 def prompt_scores(team: Team, *, prompts: list[list[int]]) -> dict[str, Any]:
     """Return, on rank 0, the scores of prompts, as they come in large and small chunks, and with preemptions."""
-    worker = Worker(DEMO, team, dtype=torch.float32, max_total_tokens=4096)
+    worker = Worker(DEMO, team, RankConfig(dtype=torch.float32, max_total_tokens=4096))
     if team.group.rank != 0:
         worker.follow()
         return {}
@@ -219,7 +222,7 @@ def prompt_scores(team: Team, *, prompts: list[list[int]]) -> dict[str, Any]:
 
 def fails(team: Team, *, culprit: int) -> None:
     """Let the step of one rank raise in the middle of a request."""
-    worker = Worker(DEMO, team, dtype=torch.bfloat16)
+    worker = Worker(DEMO, team, RankConfig(dtype=torch.bfloat16))
     if team.group.rank == culprit:
         run, calls = worker.run, iter(range(100))
 

@@ -22,6 +22,7 @@ from tilerank.runtime.lead import engine as module
 from tilerank.runtime.lead.engine import Engine, Request
 from tilerank.runtime.lead.sampling import SamplingParams
 from tilerank.runtime.protocol.prompt import Prompt
+from tilerank.runtime.rank.rank_config import RankConfig
 from tilerank.runtime.rank.worker import Worker
 from tilerank.runtime.step import latent_forms
 
@@ -89,10 +90,7 @@ def workers(
             worker = Worker(
                 Path(out) / model,
                 replace(team, group=witness),
-                dtype=getattr(torch, dtype),
-                strategy=strategy,
-                kv_split=kv_split,
-                max_total_tokens=1024,
+                RankConfig(dtype=getattr(torch, dtype), strategy=strategy, kv_split=kv_split, max_total_tokens=1024),
             )
             for rung in rungs:
                 core.force_isa(rung)
@@ -203,7 +201,7 @@ def perplexities(team: Team, *, model_dir: str, dtypes: list[str]) -> dict[str, 
     sequences = json.loads(Path(model_dir, "eval_tokens.json").read_text())["sequences"]
     answer = {}
     for dtype in dtypes:
-        worker = Worker(Path(model_dir), team, dtype=getattr(torch, dtype))
+        worker = Worker(Path(model_dir), team, RankConfig(dtype=getattr(torch, dtype)))
         if team.group.rank != 0:
             worker.follow()
             continue

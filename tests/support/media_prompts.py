@@ -15,6 +15,7 @@ from tilerank.runtime.lead import media_encoding
 from tilerank.runtime.lead.engine import Engine, Request
 from tilerank.runtime.lead.sampling import SamplingParams
 from tilerank.runtime.protocol.prompt import Medium, Place, Prompt
+from tilerank.runtime.rank.rank_config import RankConfig
 from tilerank.runtime.rank.worker import Worker
 
 PLACEHOLDER = 7
@@ -83,7 +84,7 @@ def same_answers(team: Team, *, model: str) -> list[str]:
     wanted: Answers | None = None
     differ = []
     for eager in (True, False):
-        worker = Worker(Path(model), team, dtype=torch.bfloat16, max_total_tokens=2048, eager=eager)
+        worker = Worker(Path(model), team, RankConfig(dtype=torch.bfloat16, max_total_tokens=2048, eager=eager))
         if team.group.rank != 0:
             worker.follow()
             continue
@@ -117,7 +118,7 @@ def smallest(dtype: torch.dtype, ranks: int) -> float:
 
 def fails(team: Team, *, model: str, culprit: int) -> None:
     """One rank's encoder raises in the middle of an encode."""
-    worker = Worker(Path(model), team, dtype=torch.bfloat16, max_total_tokens=512)
+    worker = Worker(Path(model), team, RankConfig(dtype=torch.bfloat16, max_total_tokens=512))
     if team.group.rank == culprit:
         encoder: Any = worker.encoder
         encode = encoder.encode

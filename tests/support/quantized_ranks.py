@@ -10,6 +10,7 @@ from tilerank.parallel.join import Team
 from tilerank.runtime.lead.engine import Engine, Request
 from tilerank.runtime.lead.sampling import SamplingParams
 from tilerank.runtime.protocol.prompt import Prompt
+from tilerank.runtime.rank.rank_config import RankConfig
 from tilerank.runtime.rank.worker import Worker
 
 
@@ -24,10 +25,12 @@ def run(team: Team, *, cases: list[dict[str, Any]], out: str, ids: list[int], ne
         worker = Worker(
             Path(case["model"]),
             team,
-            dtype=torch.bfloat16,
-            quantization=None if asked is None else Quantization(*asked),
-            strategy=case["strategy"],
-            max_total_tokens=256,
+            RankConfig(
+                dtype=torch.bfloat16,
+                quantization=None if asked is None else Quantization(*asked),
+                strategy=case["strategy"],
+                max_total_tokens=256,
+            ),
         )
         result: dict[str, Any] = {"name": case["name"], "bytes_read": worker.load_report.bytes_read}
         if team.group.rank == 0:

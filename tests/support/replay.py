@@ -18,6 +18,7 @@ from tilerank.runtime.lead.engine import Engine, Request
 from tilerank.runtime.lead.sampling import SamplingParams
 from tilerank.runtime.protocol.prompt import Prompt
 from tilerank.runtime.protocol.rank_messages import Chunk, Step
+from tilerank.runtime.rank.rank_config import RankConfig
 from tilerank.runtime.rank.worker import Worker
 from tilerank.runtime.step.batch import RankSequence
 
@@ -95,7 +96,9 @@ def choose_rows(team: Team, *, models: list[str]) -> list[dict[str, Any]]:
     results = []
     for model in models:
         for dtype in ("float32", "bfloat16"):
-            worker = Worker(Path(model), team, dtype=getattr(torch, dtype), max_total_tokens=2048, eager=True)
+            worker = Worker(
+                Path(model), team, RankConfig(dtype=getattr(torch, dtype), max_total_tokens=2048, eager=True)
+            )
             pages = iter(range(64))
 
             def logits(
@@ -136,11 +139,13 @@ def compare(team: Team, *, models: list[str], kv_split: KVSplit = "auto") -> lis
                 worker = Worker(
                     Path(model),
                     team,
-                    dtype=getattr(torch, dtype),
-                    max_total_tokens=22 * 128,
-                    kv_split=kv_split,
-                    states=22 + 6,  # some of the snapshots have to go
-                    eager=eager,
+                    RankConfig(
+                        dtype=getattr(torch, dtype),
+                        max_total_tokens=22 * 128,
+                        kv_split=kv_split,
+                        states=22 + 6,  # some of the snapshots have to go
+                        eager=eager,
+                    ),
                 )
                 if not eager:
                     run_blindfolded(worker)
@@ -166,14 +171,14 @@ def stays_eager(team: Team, *, model: str) -> list[str]:
     logger = logging.getLogger("tilerank.runtime.rank.worker")
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
-    worker = Worker(Path(model), team, dtype=torch.float32, max_total_tokens=512)
+    worker = Worker(Path(model), team, RankConfig(dtype=torch.float32, max_total_tokens=512))
     assert worker._graphs is None
     steps_of(worker, lambda e: list(e.generate([Request(Prompt([1, 2]), SamplingParams(max_new_tokens=4))])))
     return said
 
 
 def replay_for_ever(team: Team, *, model: str) -> str:
-    worker = Worker(Path(model), team, dtype=torch.bfloat16, max_total_tokens=512)
+    worker = Worker(Path(model), team, RankConfig(dtype=torch.bfloat16, max_total_tokens=512))
     assert worker._graphs is not None
     events = 0
 

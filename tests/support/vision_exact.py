@@ -14,6 +14,7 @@ from tilerank.parallel.join import Team
 from tilerank.runtime.lead.engine import Engine, Request
 from tilerank.runtime.lead.sampling import SamplingParams
 from tilerank.runtime.protocol.prompt import Medium, Place, Prompt, Segment, Sight
+from tilerank.runtime.rank.rank_config import RankConfig
 from tilerank.runtime.rank.worker import Worker
 
 PIECE = 2e6
@@ -33,9 +34,11 @@ def run(
                 worker = Worker(
                     Path(out) / model,
                     replace(team, group=witness),
-                    dtype=getattr(torch, dtype),
-                    strategy=strategy,  # type: ignore[arg-type]
-                    max_total_tokens=1024,
+                    RankConfig(
+                        dtype=getattr(torch, dtype),
+                        strategy=strategy,  # type: ignore[arg-type]
+                        max_total_tokens=1024,
+                    ),
                 )
                 witness.start()
                 case: dict[str, Any] = {"model": model, "strategy": strategy, "dtype": dtype}

@@ -27,6 +27,7 @@ from tilerank.parallel.join import Team
 from tilerank.runtime.lead.engine import Engine
 from tilerank.runtime.models import qwen_moe
 from tilerank.runtime.protocol.prompt import Prompt
+from tilerank.runtime.rank.rank_config import RankConfig
 from tilerank.runtime.rank.worker import Worker
 
 
@@ -61,7 +62,7 @@ def test_tokens_of_a_random_moe_model_choose_different_experts(tmp_path: Path, m
     monkeypatch.setattr(qwen_moe, "softmax_top_k", spy)
     team = Team(SingleGroup(), Channel(0, None, {}, 1.0))
     ids = torch.randperm(4200, generator=torch.Generator().manual_seed(0))[:24].tolist()
-    Engine(Worker(out, team, dtype=torch.float32, max_total_tokens=64, eager=True)).score(Prompt(ids))
+    Engine(Worker(out, team, RankConfig(dtype=torch.float32, max_total_tokens=64, eager=True))).score(Prompt(ids))
     assert len(experts_per_layer) == 3 and min(experts_per_layer) >= 26  # expected by chance: 64 (1 - (62/64)^24) = 34
 
 
@@ -74,7 +75,7 @@ def imitate(monkeypatch: pytest.MonkeyPatch, like: str, config: dict[str, Any]) 
 
 def score(model_dir: Path, ids: list[int]) -> torch.Tensor:
     team = Team(SingleGroup(), Channel(0, None, {}, 1.0))
-    return Engine(Worker(model_dir, team, dtype=torch.float32, max_total_tokens=64)).score(Prompt(ids))
+    return Engine(Worker(model_dir, team, RankConfig(dtype=torch.float32, max_total_tokens=64))).score(Prompt(ids))
 
 
 def transformers_score(model_dir: Path, ids: list[int]) -> torch.Tensor:

@@ -18,6 +18,7 @@ from vision_exact import mean, of_dtype
 from tilerank.parallel.channel import Channel
 from tilerank.parallel.group import SingleGroup
 from tilerank.parallel.join import Team
+from tilerank.runtime.rank.rank_config import RankConfig
 from tilerank.runtime.rank.worker import Worker
 
 NEW_TOKENS = 8
@@ -113,7 +114,7 @@ def test_intermediate_layers_as_transformers_takes_them(reference: Path) -> None
     for rule in ("meta", "transformers"):
         team = Team(SingleGroup(), Channel(0, None, {}, 10.0))
         options = {"--mllama-intermediate": rule}
-        worker = Worker(reference / MODEL["name"], team, dtype=torch.float32, family_options=options)
+        worker = Worker(reference / MODEL["name"], team, RankConfig(dtype=torch.float32, family_options=options))
         _, rows, columns = wanted["media.0.grid"].tolist()
         assert worker.encoder is not None
         *_, encoding = worker.encoder.encode(wanted["media.0.frames"], (1, rows, columns), 1e9)

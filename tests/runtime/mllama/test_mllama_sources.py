@@ -26,6 +26,7 @@ from tilerank.runtime.models.cross_attention import CrossAttention
 from tilerank.runtime.protocol.errors import RequestError
 from tilerank.runtime.protocol.prompt import Medium, Place, Prompt, Segment, Sight
 from tilerank.runtime.protocol.rank_messages import Encode, Message, StoreSource
+from tilerank.runtime.rank.rank_config import RankConfig
 from tilerank.runtime.rank.worker import Worker
 
 BITS = pytest.mark.skipif(not COMPILED, reason="in plain torch a row's bits depend on the batch")
@@ -40,7 +41,11 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def start(checkpoint: Path, *, eager: bool = False, source_bytes: int = 1 << 24) -> Engine:
     team = Team(SingleGroup(), Channel(0, None, {}, 10.0))
     return Engine(
-        Worker(checkpoint, team, dtype=torch.bfloat16, max_total_tokens=4096, eager=eager, source_bytes=source_bytes)
+        Worker(
+            checkpoint,
+            team,
+            RankConfig(dtype=torch.bfloat16, max_total_tokens=4096, eager=eager, source_bytes=source_bytes),
+        )
     )
 
 
@@ -269,7 +274,7 @@ def test_refuses_prompts_that_do_not_fit_together(engine: Engine, bad: Prompt, s
 def test_a_model_without_cross_attention_refuses_a_source() -> None:
     team = Team(SingleGroup(), Channel(0, None, {}, 10.0))
     demo = Path(__file__).parents[3] / "assets" / "demo-vl"
-    engine = Engine(Worker(demo, team, dtype=torch.bfloat16, max_total_tokens=512))
+    engine = Engine(Worker(demo, team, RankConfig(dtype=torch.bfloat16, max_total_tokens=512)))
     with pytest.raises(RequestError, match="the prompt has a source for cross-attention, but the model has none"):
         engine.submit(Request(Prompt([1, 2], source=[Segment(0, 0, 1)])))
 

@@ -24,6 +24,7 @@ from tilerank.runtime.media.registry import load_processor
 from tilerank.runtime.models import moss_vl
 from tilerank.runtime.protocol.errors import RequestError
 from tilerank.runtime.protocol.prompt import Prompt
+from tilerank.runtime.rank.rank_config import RankConfig
 from tilerank.runtime.rank.worker import Worker
 
 BITS = pytest.mark.skipif(not COMPILED, reason="in plain torch a row's bits depend on the batch")
@@ -43,7 +44,7 @@ def processor(checkpoint: Path) -> Processor:
 
 def start(checkpoint: Path, *, eager: bool = False) -> Engine:
     team = Team(SingleGroup(), Channel(0, None, {}, 10.0))
-    return Engine(Worker(checkpoint, team, dtype=torch.bfloat16, max_total_tokens=4096, eager=eager))
+    return Engine(Worker(checkpoint, team, RankConfig(dtype=torch.bfloat16, max_total_tokens=4096, eager=eager)))
 
 
 @pytest.fixture(scope="module")

@@ -19,6 +19,7 @@ from tilerank.runtime.lead.sampling import SamplingParams
 from tilerank.runtime.media.decoder import DecodedMedium
 from tilerank.runtime.media.registry import load_processor
 from tilerank.runtime.protocol.prompt import Prompt
+from tilerank.runtime.rank.rank_config import RankConfig
 from tilerank.runtime.rank.worker import Worker
 
 PIECE = 1e6
@@ -31,9 +32,9 @@ def run(
     core.force_isa(rung)
     wanted, model = load_file(f"{out}/omni.safetensors"), Path(out) / "omni"
     witness = Witness(team.group)
-    worker = Worker(model, replace(team, group=witness), dtype=torch.bfloat16, max_total_tokens=256)
+    worker = Worker(model, replace(team, group=witness), RankConfig(dtype=torch.bfloat16, max_total_tokens=256))
     rounded = rounded_errors(worker, wanted, clips)
-    worker = Worker(model, replace(team, group=witness), dtype=torch.float32, max_total_tokens=4096)
+    worker = Worker(model, replace(team, group=witness), RankConfig(dtype=torch.float32, max_total_tokens=4096))
     witness.start()
     found: dict[str, Any] = {"rounded": rounded, "clips": {n: clip_error(worker, wanted, n) for n in clips}}
     if team.group.rank == 0:

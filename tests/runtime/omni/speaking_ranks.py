@@ -22,6 +22,7 @@ from tilerank.runtime.protocol.events import SoundEvent, TokenEvent
 from tilerank.runtime.protocol.params import SpeechParams
 from tilerank.runtime.protocol.prompt import Prompt
 from tilerank.runtime.protocol.speech_messages import SpeechStep
+from tilerank.runtime.rank.rank_config import RankConfig
 from tilerank.runtime.rank.speech_rank import SpeechOutputs
 from tilerank.runtime.rank.worker import Worker
 
@@ -91,7 +92,9 @@ def prompts(out: str, cases: dict[str, list[Any]], wanted: dict[str, Tensor]) ->
 
 def start(team: Team, out: str, *, eager: bool = False, talker_pages: int = 64) -> Worker:
     tokens, model = talker_pages * PAGE_TOKENS, Path(out) / "omni"
-    return Worker(model, team, dtype=torch.float32, max_total_tokens=4096, talker_tokens=tokens, eager=eager)
+    return Worker(
+        model, team, RankConfig(dtype=torch.float32, max_total_tokens=4096, talker_tokens=tokens, eager=eager)
+    )
 
 
 def run(team: Team, *, out: str, cases: dict[str, list[Any]], frames: int, eager: bool = False) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from tilerank.runtime.media.registry import load_processor
 from tilerank.runtime.protocol.prompt import Prompt
 from tilerank.runtime.protocol.rank_messages import Chunk, Encode, Insert, Step
 from tilerank.runtime.protocol.speech_messages import Frame, SpeechStep, TalkerChunk
+from tilerank.runtime.rank.rank_config import RankConfig
 from tilerank.runtime.rank.speech_rank import SpeechOutputs
 from tilerank.runtime.rank.worker import Worker
 from tilerank.runtime.step.cache import num_pages
@@ -179,7 +180,9 @@ def check_rung(
     core.force_isa(rung)
     wanted, model = load_file(f"{out}/omni.safetensors"), Path(out) / "omni"
     tokens = 64 * PAGE_TOKENS
-    worker = Worker(model, team, dtype=torch.float32, max_total_tokens=4096, talker_tokens=tokens, eager=eager)
+    worker = Worker(
+        model, team, RankConfig(dtype=torch.float32, max_total_tokens=4096, talker_tokens=tokens, eager=eager)
+    )
     processor = load_processor(model, Tokenizer(model))
     assert processor is not None
     pages, speech = Pages(), Speech(worker, frames)

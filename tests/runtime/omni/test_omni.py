@@ -31,6 +31,7 @@ from tilerank.runtime.media.registry import load_processor
 from tilerank.runtime.models.audio import mel_filters, normalize_mel
 from tilerank.runtime.protocol.errors import MediaError
 from tilerank.runtime.protocol.prompt import Prompt
+from tilerank.runtime.rank.rank_config import RankConfig
 from tilerank.runtime.rank.worker import Worker
 
 NEW_TOKENS = 8
@@ -177,7 +178,7 @@ def test_a_long_clip_holds_up_no_stream(
     assert processor is not None
     heard = processor.prompt(text_of(parts), media_of("long_sound", parts, wanted))
     team = Team(SingleGroup(), Channel(0, None, {}, 10.0))
-    engine = Engine(Worker(model, team, dtype=torch.float32, max_total_tokens=4096))
+    engine = Engine(Worker(model, team, RankConfig(dtype=torch.float32, max_total_tokens=4096)))
     talks = engine.submit(Request(Prompt([5, 6, 7]), SamplingParams(max_new_tokens=3000, ignore_eos=True)))
     engine.step()
     hears = engine.submit(Request(heard, SamplingParams(max_new_tokens=1)))

@@ -23,6 +23,7 @@ from tilerank.runtime.protocol.events import FailedEvent, SoundEvent
 from tilerank.runtime.protocol.params import SpeechParams
 from tilerank.runtime.protocol.prompt import Prompt
 from tilerank.runtime.protocol.speech_messages import SpeechStep
+from tilerank.runtime.rank.rank_config import RankConfig
 from tilerank.runtime.rank.speech_rank import SpeechOutputs
 from tilerank.runtime.rank.worker import Worker
 
@@ -259,6 +260,6 @@ def test_prompts_that_can_never_be_spoken(reference: Path, asked: dict[str, Prom
         RequestError, match=r"\d+ tokens of the user's turns and one frame need to fit in the talker's 32"
     ):
         small.submit(request(long))
-    silent = Engine(Worker(DEMO, single(), dtype=torch.float32, max_total_tokens=512))
+    silent = Engine(Worker(DEMO, single(), RankConfig(dtype=torch.float32, max_total_tokens=512)))
     with pytest.raises(RequestError, match="expected a model that speaks"):
         silent.submit(request(Prompt([5])))

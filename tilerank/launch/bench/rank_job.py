@@ -152,6 +152,7 @@ class EngineJob:
     def build(self, team: "Team", own: RankPlacement) -> "Worker":
         import torch
 
+        from tilerank.runtime.rank.rank_config import RankConfig
         from tilerank.runtime.rank.worker import Worker
 
         # Gathered before loading: ranks that share a disk finish loading far apart, which would exceed the deadline.
@@ -159,13 +160,15 @@ class EngineJob:
         return Worker(
             self._args.model,
             team,
-            dtype=engine_dtype(self._args),
-            quantization=quantization_of(self._args),
-            kv_dtype=kv_dtype(self._args),
-            strategy=self._args.strategy,
-            kv_split=self._args.kv_split,
-            max_total_tokens=self._total_tokens,
-            family_options=family_options.given(self._args),
+            RankConfig(
+                dtype=engine_dtype(self._args),
+                quantization=quantization_of(self._args),
+                kv_dtype=kv_dtype(self._args),
+                strategy=self._args.strategy,
+                kv_split=self._args.kv_split,
+                max_total_tokens=self._total_tokens,
+                family_options=family_options.given(self._args),
+            ),
         )
 
     def lead(self, worker: "Worker", size: int, placement: Placement) -> None:

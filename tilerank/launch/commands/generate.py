@@ -113,6 +113,7 @@ class GenerateJob:
         return self._plan.refusal()
 
     def build(self, team: "Team", own: RankPlacement) -> "Worker":
+        from tilerank.runtime.rank.rank_config import RankConfig
         from tilerank.runtime.rank.worker import Worker
         from tilerank.runtime.step.cache import expected_tokens
 
@@ -130,16 +131,18 @@ class GenerateJob:
         return Worker(
             self._model_dir,
             team,
-            dtype=dtype,
-            quantization=quantization,
-            kv_dtype=resolve_kv_dtype(args.kv_cache_dtype, dtype),
-            strategy=args.strategy,
-            kv_split=args.kv_split,
-            context_length=args.context_length,
-            max_total_tokens=tokens,
-            cached_tokens=args.max_total_tokens or expected_tokens(self._card(card).context_length),
-            source_bytes=model.mm_cache_bytes(args) // 2,
-            family_options=family_options.given(args),
+            RankConfig(
+                dtype=dtype,
+                quantization=quantization,
+                kv_dtype=resolve_kv_dtype(args.kv_cache_dtype, dtype),
+                strategy=args.strategy,
+                kv_split=args.kv_split,
+                context_length=args.context_length,
+                max_total_tokens=tokens,
+                cached_tokens=args.max_total_tokens or expected_tokens(self._card(card).context_length),
+                source_bytes=model.mm_cache_bytes(args) // 2,
+                family_options=family_options.given(args),
+            ),
         )
 
     def _card(self, card: ModelCard) -> ModelCard:

@@ -18,15 +18,12 @@ from tilerank.kernels.kv_pages import PAGE_TOKENS
 from tilerank.kernels.state_slots import StateSlots
 from tilerank.loader.card import ModelCard
 from tilerank.loader.checkpoint import Checkpoint
-from tilerank.loader.quantization_config import Quantization
 from tilerank.loader.weight_formats import weight_formats
 from tilerank.loader.weights import LoadReport, load_weights
 from tilerank.parallel.group import RecordableGroup
 from tilerank.parallel.join import Team
-from tilerank.parallel.shard import Strategy
-from tilerank.parallel.sharding import KVSplit, Sharding
+from tilerank.parallel.sharding import Sharding
 
-from ..media.family import NO_OPTIONS, FamilyOptions
 from ..protocol import rank_messages
 from ..protocol.errors import EngineError
 from ..protocol.rank_messages import Count, Encode, EncodePiece, Frames, Message, Step, Stop, StopEncode, StoreSource
@@ -49,69 +46,36 @@ from ..step.model import Encoder
 from ..step.rank_encodings import RankEncodings
 from ..step.step_graphs import StepGraphs
 from .counters import RankCounters, StepCounter
+from .rank_config import RankConfig
 from .registry import build_model, read_supported_card
-from .speech_rank import TALKER_TOKENS, SpeechOutputs, SpeechRank
+from .speech_rank import SpeechOutputs, SpeechRank
 
 log = logging.getLogger(__name__)
-
-SOURCE_BYTES = 1 << 30
-"""Bytes of keys and values of encodings that a rank keeps by default."""
 
 
 class Worker:
     """One rank of `team`, with its shard of the model in `model_dir`. The constructor loads the weights.
 
-    dtype: of weights, activations and cache: bfloat16 or float32.
-    quantization: the projections are quantised while loading (a quantised checkpoint needs no asking), with dtype
-        bfloat16.
-    kv_dtype: int8 for a quantised cache (kernels/attention.py).
-    strategy: how heads are cut (parallel/shard.py).
-    kv_split: whether ranks that all hold the whole cache read a part of a context each (parallel/sharding.py).
-    context_length: the longest sequence, prompt and new tokens together, by default the model's.
-    max_total_tokens: tokens in the KV cache, of all sequences that run (default: one context).
-    states: slots for the states of sequences, if the model has any (default: protocol/sizes.py: num_states).
-    cached_tokens: how many of max_total_tokens a step is expected to read, for the cost of a cut (default: all).
-    source_bytes: of keys and values of encodings, if the model has cross-attention.
-    talker_tokens: in the cache of the talker, if the model speaks.
-    family_options: those of the model's family.
-    eager: compute steps while the model's Python runs instead of recording them first (step_graphs.py).
-
     Raises ConfigError, CheckpointError, ShardError, and EngineError for a context length that the model cannot have.
     """
 
-    def __init__(
-        self,
-        model_dir: Path,
-        team: Team,
-        *,
-        dtype: torch.dtype,
-        quantization: Quantization | None = None,
-        kv_dtype: torch.dtype | None = None,
-        strategy: Strategy = "auto",
-        kv_split: KVSplit = "auto",
-        context_length: int | None = None,
-        max_total_tokens: int | None = None,
-        states: int | None = None,
-        cached_tokens: int | None = None,
-        source_bytes: int = SOURCE_BYTES,
-        talker_tokens: int = TALKER_TOKENS,
-        family_options: FamilyOptions = NO_OPTIONS,
-        eager: bool = False,
-    ) -> None:
+    def __init__(self, model_dir: Path, team: Team, config: RankConfig) -> None:
         self.model_dir = model_dir
         self.team = team
-        self.dtype = dtype
-        card = read_supported_card(model_dir, family_options)
-        self.card = _with_context_length(card, context_length)
-        self.max_total_tokens = max_total_tokens or expected_tokens(self.card.context_length)
+        self.dtype = config.dtype
+        card = read_supported_card(model_dir, config.family_options)
+        self.card = _with_context_length(card, config.context_length)
+        self.max_total_tokens = config.max_total_tokens or expected_tokens(self.card.context_length)
         self.pages = num_pages(self.max_total_tokens)
         """Pages of the cache that sequences may have."""
         group = team.group
-        formats = weight_formats(self.card.quantization, dtype, quantization)
-        tokens = cached_tokens or self.max_total_tokens
-        if kv_split == "auto" and len(team.hosts) > 1:
-            kv_split = "off"  # the rule counts collectives in shared memory
-        sharding = Sharding(group.rank, group.size, dtype, group, strategy, tokens, formats, kv_dtype, kv_split)
+        formats = weight_formats(self.card.quantization, config.dtype, config.quantization)
+        tokens = config.cached_tokens or self.max_total_tokens
+        # The rule of "auto" counts collectives in shared memory.
+        kv_split = "off" if config.kv_split == "auto" and len(team.hosts) > 1 else config.kv_split
+        sharding = Sharding(
+            group.rank, group.size, config.dtype, group, config.strategy, tokens, formats, config.kv_dtype, kv_split
+        )
         self._model = build_model(self.card, sharding)
         self.load_report: LoadReport = load_weights(
             self._model,
@@ -121,9 +85,9 @@ class Worker:
             quantization=self.card.quantization,
         )
         specs = self._model.cache_specs()
-        self.states = (states or num_states(self.max_total_tokens)) if has_states(specs) else 0
+        self.states = (config.states or num_states(self.max_total_tokens)) if has_states(specs) else 0
         """Slots for states of sequences; 0 for models without states."""
-        self.source_pages = self._source_pages(source_bytes)
+        self.source_pages = self._source_pages(config.source_bytes)
         """Pages for keys and values of encodings; 0 for models without cross-attention."""
         # The page after the last is the spare one of padding rows.
         self._caches = allocate(specs, (self.pages + 1) * PAGE_TOKENS, self.states, self.source_pages * PAGE_TOKENS)
@@ -132,7 +96,7 @@ class Worker:
         longest = num_pages(min(self.max_total_tokens, self.card.context_length))
         limits = BatchLimits(MAX_RUNNING, longest, self.pages, self.source_pages)
         self._filler = BatchFiller(self._model.batch_content(), limits)
-        self._graphs = None if eager else self._step_graphs()
+        self._graphs = None if config.eager else self._step_graphs()
         self._counter = StepCounter(step_bytes)
         self._held: dict[int, RankSequence] = {}
         self._encodings = RankEncodings(self._model.encoder)
@@ -141,7 +105,12 @@ class Worker:
         if self._model.speaker is not None:
             graphs = self._step_graphs() if self._graphs else None
             self.speech = SpeechRank(
-                self._model.speaker, dtype, group, tokens=talker_tokens, max_frames=MAX_RUNNING, graphs=graphs
+                self._model.speaker,
+                config.dtype,
+                group,
+                tokens=config.talker_tokens,
+                max_frames=MAX_RUNNING,
+                graphs=graphs,
             )
 
     @property

@@ -1,0 +1,50 @@
+"""What every rank of a model is configured with."""
+
+from dataclasses import dataclass, field
+
+import torch
+
+from tilerank.loader.quantization_config import Quantization
+from tilerank.parallel.shard import Strategy
+from tilerank.parallel.sharding import KVSplit
+
+from ..media.family import FamilyOptions
+from .speech_rank import TALKER_TOKENS
+
+SOURCE_BYTES = 1 << 30
+"""Bytes of keys and values of encodings that a rank keeps by default."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankConfig:
+    """How a rank loads and computes a model, the same on every rank.
+
+    dtype: of weights, activations and cache: bfloat16 or float32.
+    quantization: the projections are quantised while loading (a quantised checkpoint needs no asking), with dtype
+        bfloat16.
+    kv_dtype: int8 for a quantised cache (kernels/attention.py).
+    strategy: how heads are cut (parallel/shard.py).
+    kv_split: whether ranks that all hold the whole cache read a part of a context each (parallel/sharding.py).
+    context_length: the longest sequence, prompt and new tokens together, by default the model's.
+    max_total_tokens: tokens in the KV cache, of all sequences that run (default: one context).
+    states: slots for the states of sequences, if the model has any (default: protocol/sizes.py: num_states).
+    cached_tokens: how many of max_total_tokens a step is expected to read, for the cost of a cut (default: all).
+    source_bytes: of keys and values of encodings, if the model has cross-attention.
+    talker_tokens: in the cache of the talker, if the model speaks.
+    family_options: those of the model's family.
+    eager: compute steps while the model's Python runs instead of recording them first (step_graphs.py).
+    """
+
+    dtype: torch.dtype
+    quantization: Quantization | None = None
+    kv_dtype: torch.dtype | None = None
+    strategy: Strategy = "auto"
+    kv_split: KVSplit = "auto"
+    context_length: int | None = None
+    max_total_tokens: int | None = None
+    states: int | None = None
+    cached_tokens: int | None = None
+    source_bytes: int = SOURCE_BYTES
+    talker_tokens: int = TALKER_TOKENS
+    family_options: FamilyOptions = field(default_factory=dict)
+    eager: bool = False
