@@ -3,20 +3,12 @@
 import io
 import json
 import wave
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import tokenizers
 from media_files import DEMO_VL
-
-from tilerank.launch.serving.media_decoder import MediaDecoder
-from tilerank.loader.tokenizer import Tokenizer
-from tilerank.runtime.media.registry import load_processor
-from tilerank.runtime.server.chat.media import MediaReader
-from tilerank.runtime.server.http.fetch import Fetcher
 
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n"
@@ -60,18 +52,6 @@ def make_omni(directory: Path) -> Path:
     for name, content in files.items():
         (directory / name).write_text(json.dumps(content))
     return directory
-
-
-@contextmanager
-def reader(model: Path, **limits: int) -> Iterator[MediaReader]:
-    """What reads the media of requests to the model."""
-    processor = load_processor(model, Tokenizer(model))
-    assert processor is not None
-    decoder = MediaDecoder()
-    try:
-        yield MediaReader(processor, lambda: decoder, Fetcher([], None), {"image": 9, "video": 9, "audio": 9} | limits)
-    finally:
-        decoder.close()
 
 
 def wav(samples: int, rate: int = 16000) -> bytes:

@@ -3,8 +3,8 @@
 import asyncio
 import json
 import socket
-from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +14,19 @@ import tokenizers
 from media_files import DEMO_VL
 from starlette.types import ASGIApp
 
+from tilerank.launch.serving.media_decoder import MediaDecoder
 from tilerank.loader.generation_config import SamplingDefaults
 from tilerank.loader.tokenizer import Tokenizer
+from tilerank.runtime.media.registry import load_processor
 from tilerank.runtime.protocol.events import SoundEvent, TokenEvent
 from tilerank.runtime.protocol.framing import encode
 from tilerank.runtime.protocol.params import Logprobs
+from tilerank.runtime.protocol.prompt import Prompt
 from tilerank.runtime.server.apis.service import ServerSettings
 from tilerank.runtime.server.app import make_app
 from tilerank.runtime.server.chat.media import MediaReader
 from tilerank.runtime.server.chat.tool_formats import DeepSeekTools, tool_parser
+from tilerank.runtime.server.http.fetch import Fetcher
 from tilerank.runtime.server.link.client import EngineClient
 from tilerank.runtime.server.link.messages import Cancel, Events, State, Submit, engine_inbox
 
@@ -84,6 +88,14 @@ class Server:
         user = {"role": "user", "content": "Who?"}
         return await self.client.chat.completions.create(model="it", messages=[*(messages or [user])], **fields)
 
+    async def chat(self, *messages: Any, **fields: Any) -> httpx.Response:
+        """Post a chat as it is."""
+        return await self.http.post("/v1/chat/completions", json={"messages": messages} | fields)
+
+    @property
+    def prompts(self) -> list[Prompt]:
+        return [submit.prompt for submit in self.submits]
+
     @property
     def prompt(self) -> str:
         """The text of the last prompt, special tokens included."""
@@ -129,18 +141,23 @@ class Server:
 @asynccontextmanager
 async def serving(
     model: Path,
-    template: str,
+    template: str | None,
     *,
     api_key: str | None = None,
     media: MediaReader | None = None,
     voices: tuple[str, ...] = (),
+    sampling: SamplingDefaults | None = None,
 ) -> AsyncIterator[Server]:
+    """Serve a model directory. template: written into it; None for its own."""
+
     async def check_grammar(grammar: str) -> None: ...
 
-    (model / "chat_template.jinja").write_text(template)
+    if template is not None:
+        (model / "chat_template.jinja").write_text(template)
     tokenizer = Tokenizer(model)
-    parser = tool_parser(tokenizer, None)
-    settings = ServerSettings("it", "0", api_key, SamplingDefaults(), parser, check_grammar, media, voices=voices)
+    parser = tool_parser(tokenizer, "hermes")
+    defaults = sampling or SamplingDefaults()
+    settings = ServerSettings("it", "0", api_key, defaults, parser, check_grammar, media, voices=voices)
     engines, (ours, theirs) = EngineClient(), socket.socketpair()
     attached = asyncio.create_task(engines.attach(0, ours))
     app = make_app(engines, tokenizer, settings)
@@ -156,7 +173,7 @@ async def serving(
         await attached
 
 
-def run(model: Path, template: str, test: Callable[[Server], Coroutine[Any, Any, Any]], **options: Any) -> Any:
+def run(model: Path, template: str | None, test: Callable[[Server], Coroutine[Any, Any, Any]], **options: Any) -> Any:
     """Run a test with a server."""
 
     async def running() -> Any:
@@ -164,3 +181,18 @@ def run(model: Path, template: str, test: Callable[[Server], Coroutine[Any, Any,
             return await test(server)
 
     return asyncio.run(running())
+
+
+@contextmanager
+def reader(
+    model: Path, *, decoder: MediaDecoder | None = None, fetcher: Fetcher | None = None, **limits: int
+) -> Iterator[MediaReader]:
+    """What reads the media of requests to a model. limits: as in MediaReader."""
+    processor = load_processor(model, Tokenizer(model))
+    assert processor is not None
+    made = decoder or MediaDecoder()
+    most = dict.fromkeys(("image", "video", "audio"), 999) | limits
+    try:
+        yield MediaReader(processor, lambda: made, fetcher or Fetcher([], None), most)
+    finally:
+        made.close()

@@ -4,7 +4,8 @@ import base64
 
 from chat_parts import data_url, image, text, user
 
-from tests.runtime.server.test_media import SMALL, Server, run, runs
+from tests.runtime.server.scripted import Server
+from tests.runtime.server.test_media import SMALL, run, runs
 
 
 def test_a_picture_in_the_forms_of_other_apis() -> None:

@@ -4,11 +4,10 @@ import asyncio
 import base64
 import json
 import re
-import socket
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Coroutine, Mapping
 from itertools import groupby
+from types import MappingProxyType
 from typing import Any
 
 import httpx
@@ -18,22 +17,13 @@ from command import DEMO
 from media_files import DEMO_VL, encoded, picture, video
 from web import Web, moved, ok
 
+from tests.runtime.server import scripted
+from tests.runtime.server.scripted import Server
 from tilerank.launch.serving.media_decoder import MediaDecoder
-from tilerank.loader.generation_config import SamplingDefaults
 from tilerank.loader.tokenizer import Tokenizer
-from tilerank.runtime.media.decoder import FileDecoder
-from tilerank.runtime.media.registry import load_processor
-from tilerank.runtime.protocol.events import TokenEvent
-from tilerank.runtime.protocol.framing import encode
 from tilerank.runtime.protocol.prompt import Prompt
-from tilerank.runtime.server.apis.service import ServerSettings
-from tilerank.runtime.server.app import make_app
-from tilerank.runtime.server.chat.media import MediaReader
-from tilerank.runtime.server.chat.tool_formats import HermesTools
 from tilerank.runtime.server.http import fetch, media_budget
 from tilerank.runtime.server.http.fetch import Fetcher
-from tilerank.runtime.server.link.client import EngineClient
-from tilerank.runtime.server.link.messages import Events, State, Submit, engine_inbox
 
 TOKENIZER = Tokenizer(DEMO_VL)
 (IMAGE,) = TOKENIZER.encode("<|image_pad|>", False)
@@ -48,72 +38,17 @@ CLIP = video(4, 64, 48, rate=2)
 SOUND = {"type": "input_audio", "input_audio": {"data": "YWJj", "format": "wav"}}
 
 
-class Server:
-    """The application without a socket, and an engine that answers each choice with one token. submits: what it got."""
-
-    def __init__(self, http: httpx.AsyncClient) -> None:
-        self.http = http
-        self.submits: list[Submit] = []
-
-    @property
-    def prompts(self) -> list[Prompt]:
-        return [submit.prompt for submit in self.submits]
-
-    async def chat(self, *messages: dict[str, Any], **fields: Any) -> httpx.Response:
-        return await self.http.post(CHAT, json={"messages": messages} | fields)
-
-
-@asynccontextmanager
-async def serving(
+def run(
+    test: Callable[[Server], Coroutine[Any, Any, Any]],
     *,
     allowed: Callable[[str], bool] = lambda address: True,
-    limits: dict[str, int] | None = None,
-    decoder: FileDecoder | None = None,
-    media: bool = True,
-) -> AsyncIterator[Server]:
-    async def check_grammar(grammar: str) -> None: ...
-
-    model = DEMO_VL if media else DEMO
-    tokenizer = Tokenizer(model)
-    processor = load_processor(model, tokenizer)
-    reader, made = None, decoder or MediaDecoder()
-    if processor is not None:
-        fetcher = Fetcher(["localhost"], DEMO_VL.parent, allowed)
-        reader = MediaReader(processor, lambda: made, fetcher, {"image": 999, "video": 999} | (limits or {}))
-    settings = ServerSettings("it", "0", None, SamplingDefaults(), HermesTools, check_grammar, reader)
-    client, (ours, theirs) = EngineClient(), socket.socketpair()
-    attached = asyncio.create_task(client.attach(0, ours))
-    app = httpx.ASGITransport(make_app(client, tokenizer, settings))
-    async with httpx.AsyncClient(transport=app, base_url="http://server", timeout=60) as http:
-        server = Server(http)
-        incoming, outgoing = await asyncio.open_unix_connection(sock=theirs)
-        engine = asyncio.create_task(_be_engine(server, incoming, outgoing))
-        await client.ready.wait()
-        yield server
-        engine.cancel()
-        outgoing.close()
-        await attached
-    if isinstance(made, MediaDecoder):
-        made.close()
-
-
-async def _be_engine(server: Server, incoming: asyncio.StreamReader, outgoing: asyncio.StreamWriter) -> None:
-    outgoing.write(encode(State(4096, 1 << 20, 0.0, 0, 0, 0, 0, 0)))
-    inbox = engine_inbox()
-    while data := await incoming.read(1 << 20):
-        for message in inbox.feed(data):
-            if isinstance(message, Submit):
-                server.submits.append(message)
-                numbers = range(message.number, message.number + len(message.seeds))
-                outgoing.write(encode(Events([TokenEvent(number, 65, 0.0, "length") for number in numbers])))
-
-
-def run(test: Callable[[Server], Coroutine[Any, Any, Any]], **options: Any) -> Any:
-    async def running() -> Any:
-        async with serving(**options) as server:
-            return await test(server)
-
-    return asyncio.run(running())
+    decoder: MediaDecoder | None = None,
+    limits: Mapping[str, int] = MappingProxyType({}),
+) -> None:
+    """Run a test with a server of DEMO_VL. allowed: says which addresses may be read."""
+    fetcher = Fetcher(["localhost"], DEMO_VL.parent, allowed)
+    with scripted.reader(DEMO_VL, decoder=decoder, fetcher=fetcher, **limits) as media:
+        scripted.run(DEMO_VL, None, test, media=media)
 
 
 def runs(prompt: Prompt) -> list[tuple[str, int]]:
@@ -311,6 +246,7 @@ def test_urls_that_hang_or_lead_elsewhere(monkeypatch: pytest.MonkeyPatch) -> No
     web.answers["/file"] = moved("file:///etc/passwd")
 
     async def test(server: Server) -> None:
+        assert (await server.chat(user(image(SMALL)))).status_code == 200  # starts the process that decodes
         hanging = asyncio.create_task(server.chat(user(image(f"{web.url}/hangs"))))
         while not web.asked:
             await asyncio.sleep(0.01)
@@ -319,7 +255,7 @@ def test_urls_that_hang_or_lead_elsewhere(monkeypatch: pytest.MonkeyPatch) -> No
         assert "was not read within 2 s" in refused(await hanging)
         assert "169.254.169.254" in refused(await server.chat(user(image(f"{web.url}/private"))))
         assert "file: URL" in refused(await server.chat(user(image(f"{web.url}/file"))))
-        assert len(server.submits) == 1
+        assert len(server.submits) == 2
 
     run(test)
 
@@ -401,4 +337,4 @@ def test_a_model_of_text_alone_names_itself() -> None:
         assert (await server.chat(user(text("a"), text("b")))).status_code == 200
         assert not server.prompts[0].media
 
-    run(test, media=False)
+    scripted.run(DEMO, None, test)

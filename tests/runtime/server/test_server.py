@@ -3,18 +3,17 @@
 import asyncio
 import json
 import shutil
-import socket
 import threading
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pydantic
 import pytest
 from command import DEMO
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.runtime.server.scripted import Server, run
 from tilerank.loader.generation_config import SamplingDefaults
 from tilerank.loader.tokenizer import Tokenizer
 from tilerank.runtime.protocol.events import TokenEvent
@@ -23,15 +22,12 @@ from tilerank.runtime.protocol.params import Logprobs, SamplingParams
 from tilerank.runtime.protocol.prompt import Prompt
 from tilerank.runtime.server.apis.completions.body import Completion
 from tilerank.runtime.server.apis.completions.choices import ChatFormatter, TextFormatter
-from tilerank.runtime.server.apis.service import ServerSettings
-from tilerank.runtime.server.app import make_app
 from tilerank.runtime.server.chat.deltas import Delta
 from tilerank.runtime.server.chat.messages import Message
 from tilerank.runtime.server.chat.request import ChatCompletion
 from tilerank.runtime.server.chat.text import TextStream
 from tilerank.runtime.server.http.body import validation_error
-from tilerank.runtime.server.link.client import EngineClient
-from tilerank.runtime.server.link.messages import Cancel, Events, State, Submit, ToEngine, engine_inbox
+from tilerank.runtime.server.link.messages import Cancel, Submit, ToEngine, engine_inbox
 
 TOKENIZER = Tokenizer(DEMO)
 
@@ -117,20 +113,10 @@ def test_earlier_calls_reach_the_template_as_objects() -> None:
     assert rendered["tool_calls"][0]["function"] == {"name": "f", "arguments": {"x": 1}}
 
 
-def asking(engines: EngineClient, tokenizer: Tokenizer, sampling: SamplingDefaults | None = None) -> httpx.AsyncClient:
-    """Return a client of a server without a socket."""
-
-    async def check_grammar(grammar: str) -> None: ...
-
-    about = ServerSettings("base", "0", None, sampling or SamplingDefaults(), None, check_grammar)
-    app = make_app(engines, tokenizer, about)
-    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server")
-
-
 @pytest.mark.parametrize(
     ("template", "sentence"),
     [
-        (None, "base has no usable chat template. POST /v1/completions needs none."),
+        (None, "it has no usable chat template. POST /v1/completions needs none."),
         ("{% break %}", "The chat template refused the messages: 'break' outside loop (<template>, line 11)"),
         ("{{ raise_exception('no system') }}", "The chat template refused the messages: no system"),
     ],
@@ -141,32 +127,30 @@ def test_messages_without_a_usable_template(tmp_path: Path, template: str | None
     if template is not None:
         (tmp_path / "chat_template.jinja").write_text(template)
 
-    async def asked() -> httpx.Response:
-        async with asking(EngineClient(), Tokenizer(tmp_path)) as client:
-            return await client.post("/tokenize", json={"messages": [{"role": "user", "content": "a"}]})
+    async def ask(server: Server) -> Any:
+        return await server.http.post("/tokenize", json={"messages": [{"role": "user", "content": "a"}]})
 
-    answer = asyncio.run(asked())
+    answer = run(tmp_path, None, ask)
     assert (answer.status_code, answer.json()["error"]["message"]) == (400, sentence)
 
 
 def test_others_are_answered_while_a_template_is_at_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    tokenizer, answered = Tokenizer(DEMO), threading.Event()
+    answered = threading.Event()
 
     def render(*messages: object, **variables: object) -> str:
         assert answered.wait(60)
         return "In the beginning"
 
-    monkeypatch.setattr(tokenizer, "apply_chat_template", render)
+    async def ask(server: Server) -> None:
+        monkeypatch.setattr(server.tokenizer, "apply_chat_template", render)
+        body = {"messages": [{"role": "user", "content": "a"}]}
+        chat = asyncio.create_task(server.http.post("/tokenize", json=body))
+        assert (await server.http.post("/tokenize", json={"prompt": "a"})).status_code == 200
+        assert not chat.done()
+        answered.set()
+        assert (await chat).json()["tokens"] == TOKENIZER.encode("In the beginning", False)
 
-    async def asked() -> httpx.Response:
-        async with asking(EngineClient(), tokenizer) as client:
-            chat = asyncio.create_task(client.post("/tokenize", json={"messages": [{"role": "user", "content": "a"}]}))
-            assert (await client.post("/tokenize", json={"prompt": "a"})).status_code == 200
-            assert not chat.done()
-            answered.set()
-            return await chat
-
-    assert asyncio.run(asked()).json()["tokens"] == TOKENIZER.encode("In the beginning", False)
+    run(DEMO, None, ask)
 
 
 @pytest.mark.parametrize(
@@ -181,23 +165,11 @@ def test_others_are_answered_while_a_template_is_at_work(monkeypatch: pytest.Mon
 def test_missing_fields_take_the_values_of_the_model(body: dict[str, object], expected: tuple[float, ...]) -> None:
     advised = SamplingDefaults(temperature=0.6, top_k=20, top_p=0.95, repetition_penalty=1.05)
 
-    async def submitted() -> SamplingParams:
-        client, (ours, engines) = EngineClient(), socket.socketpair()
-        talking = asyncio.create_task(client.attach(0, ours))
-        reader, writer = await asyncio.open_unix_connection(sock=engines)
-        writer.write(encode(State(64, 64, 0.0, 0, 0, 0, 0, 0)))
-        await client.ready.wait()
-        async with asking(client, TOKENIZER, advised) as http:
-            answer = asyncio.create_task(http.post("/v1/completions", json={"prompt": "a"} | body))
-            (submit,) = engine_inbox().feed(await reader.read(1 << 16))
-            assert isinstance(submit, Submit)
-            writer.write(encode(Events([TokenEvent(submit.number, 5, 0.0, "length")])))
-            assert (await answer).status_code == 200
-        writer.close()
-        await talking
-        return submit.params
+    async def ask(server: Server) -> SamplingParams:
+        assert (await server.http.post("/v1/completions", json={"prompt": "a"} | body)).status_code == 200
+        return server.submits[-1].params
 
-    params = asyncio.run(submitted())
+    params = run(DEMO, None, ask, sampling=advised)
     found = (params.temperature, params.top_k, params.top_p, params.min_p, params.repetition_penalty)
     assert found == expected
 

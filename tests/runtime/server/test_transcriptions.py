@@ -12,8 +12,8 @@ import openai
 import pytest
 
 from tests.runtime.omni import test_sound
-from tests.runtime.server.omni_model import TEMPLATE, make_omni, reader, wav
-from tests.runtime.server.scripted import QWEN_3, Server, make_model, run
+from tests.runtime.server.omni_model import TEMPLATE, make_omni, wav
+from tests.runtime.server.scripted import QWEN_3, Server, make_model, reader, run
 from tilerank.runtime.media.qwen3_omni import audio_tokens
 from tilerank.runtime.server.chat.media import MediaReader
 from tilerank.runtime.server.http import body, form

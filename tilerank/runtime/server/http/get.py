@@ -28,7 +28,7 @@ class GetError(Exception):
 
 
 @dataclass(frozen=True)
-class Answer:
+class GetResult:
     """An answer with status 200 and its body, or one that redirects to the URL `location`."""
 
     body: bytes = b""
@@ -43,7 +43,7 @@ def is_public(address: str) -> bool:
     return ip.version == 4 or (ip in _PUBLIC_IPV6 and ip.sixtofour is None and ip.teredo is None)
 
 
-async def get(url: SplitResult, on_bytes: Callable[[int], None], is_allowed: Callable[[str], bool]) -> Answer:
+async def get(url: SplitResult, on_bytes: Callable[[int], None], is_allowed: Callable[[str], bool]) -> GetResult:
     """Return the answer to a GET request for an http or https URL. Raises GetError.
 
     on_bytes: called with the number of bytes of each piece of the body, may raise. is_allowed: of an IP address; every
@@ -92,7 +92,7 @@ def _tls() -> ssl.SSLContext:
 
 async def _exchange(
     url: SplitResult, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, on_bytes: Callable[[int], None]
-) -> Answer:
+) -> GetResult:
     connection = h11.Connection(h11.CLIENT, max_incomplete_event_size=HEAD_BYTES)
     headers = [
         ("Host", url.netloc.encode("idna").decode()),
@@ -114,14 +114,14 @@ async def _exchange(
         elif isinstance(event, h11.Response):
             fields = {name: value.decode("latin-1") for name, value in event.headers}
             if event.status_code in _REDIRECTS and b"location" in fields:
-                return Answer(location=fields[b"location"])
+                return GetResult(location=fields[b"location"])
             if event.status_code != 200:
                 raise GetError(f"was answered with status {event.status_code}")
         elif isinstance(event, h11.Data):
             body += event.data
             on_bytes(len(event.data))
         elif isinstance(event, h11.EndOfMessage):
-            return Answer(body=bytes(body))
+            return GetResult(body=bytes(body))
 
 
 _QUERY = "/?%:@!$&'()*+,;=~[]"

@@ -1,6 +1,7 @@
 """Prometheus metrics. Names after `tilerank_` are those that dashboards of other servers already use."""
 
 import time
+from collections import deque
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -16,7 +17,6 @@ from ..chat.deltas import Delta
 from ..chat.generation import Generation
 from ..link.client import EngineClient
 from ..link.rank_stats import RankStats
-from .latency_window import LatencyWindow
 
 Family = TypeVar("Family", GaugeMetricFamily, CounterMetricFamily)
 
@@ -25,16 +25,35 @@ _INTER_TOKEN_BUCKETS_S = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1
 _QUEUE_BUCKETS_S = (0.001, 0.01, 0.1, 0.5, 1, 2, 5, 10, 20, 60, 120, 300)
 _TOKENS_BUCKETS = (1, 16, 64, 256, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072, 262144)
 _E2E_BUCKETS_S = (0.1, 0.3, 1, 2, 5, 10, 20, 60, 120, 300, 600, 1800)
+KEPT = 2000
+"""Latest measurements, of which the status page shows percentiles. Histograms of all are in the metrics."""
+
+
+class LatencyWindow:
+    """The last KEPT values, in seconds."""
+
+    def __init__(self) -> None:
+        self._values: deque[float] = deque(maxlen=KEPT)
+
+    def add(self, value: float) -> None:
+        self._values.append(value)
+
+    def percentiles(self) -> dict[str, float] | None:
+        """Return the 50th, 95th and 99th percentile, the nearest value each; None without values."""
+        ordered = sorted(self._values)
+        if not ordered:
+            return None
+        return {f"p{p}": ordered[round(p / 100 * (len(ordered) - 1))] for p in (50, 95, 99)}
 
 
 @dataclass
-class _Choice:
-    """When the first and the last text of a choice came, its tokens, and whether it is heard already."""
+class _ChoiceTimes:
+    """When the first and the last text of a choice came, its tokens, and whether its sound has begun."""
 
     first: float
     last: float
     tokens: int = 0
-    heard: bool = False
+    has_sound: bool = False
 
 
 class Metrics:
@@ -96,7 +115,7 @@ class Metrics:
     async def measure(self, generation: Generation) -> AsyncGenerator[Delta]:
         """Run a request, yield its deltas and record their latencies."""
         began = time.monotonic()
-        choices: dict[int, _Choice] = {}
+        choices: dict[int, _ChoiceTimes] = {}
         self._prompt_length.observe(generation.usage.prompt_tokens)
         deltas = generation.run()
         async with aclosing(deltas):
@@ -106,14 +125,14 @@ class Metrics:
                     self._ttft.observe(now - began)
                     self.first_token.add(now - began)
                 if (choice := choices.get(delta.index)) is None:
-                    choice = choices[delta.index] = _Choice(now, now)
+                    choice = choices[delta.index] = _ChoiceTimes(now, now)
                     if delta.opening is not None and (start := delta.opening.start) is not None:
                         self._queue.observe(max(now - began - start.after_s, 0.0))
                 elif delta.ids:
                     self._inter_token.observe(now - choice.last)
                     self.inter_token.add(now - choice.last)
-                if delta.sound and not choice.heard:
-                    choice.heard = True
+                if delta.sound and not choice.has_sound:
+                    choice.has_sound = True
                     self._first_sound.observe(now - began)
                 if delta.ids:  # sound comes on its own
                     choice.last = now

@@ -30,7 +30,7 @@ class TextBlock(Block):
     citations: None = None
 
 
-class Source(Form):
+class ImageSource(Form):
     """Where a picture comes from."""
 
     type: Literal["base64", "url"]
@@ -39,7 +39,7 @@ class Source(Form):
     url: str | None = None
 
     @model_validator(mode="after")
-    def _check_source(self) -> "Source":
+    def _check_source(self) -> "ImageSource":
         if (self.type == "url") != (self.url is not None) or (self.type == "base64") != (self.data is not None):
             raise ValueError("type url has the field url, and type base64 has the fields media_type and data")
         return self
@@ -52,7 +52,7 @@ class Source(Form):
 
 class ImageBlock(Block):
     type: Literal["image"]
-    source: Source
+    source: ImageSource
 
 
 class ToolUseBlock(Block):
@@ -149,7 +149,7 @@ class ToolChoice(Form):
         return "required" if self.type == "any" else self.type
 
 
-class Thinking(Form):
+class ThinkingConfig(Form):
     """Turns reasoning on or off, where the chat template has a switch. adaptive: the template's default.
 
     budget_tokens: a hint. max_tokens bounds reasoning and answer together.
@@ -182,7 +182,7 @@ class CountTokensRequest(RequestForm):
     system: str | list[TextBlock] = ""
     tools: list[CustomTool] = Field([], max_length=128)
     tool_choice: ToolChoice | None = None
-    thinking: Thinking | None = None
+    thinking: ThinkingConfig | None = None
     output_config: OutputConfig = OutputConfig()
     cache_control: CacheControl | None = None
     chat_template_kwargs: TemplateVariables = Field({}, max_length=64)

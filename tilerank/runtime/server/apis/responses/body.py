@@ -29,7 +29,7 @@ class ChosenTool(Form):
     name: str
 
 
-class AllowedTools(Form):
+class AllowedFunctions(Form):
     """The functions that the model may call, of those in `tools`."""
 
     type: Literal["allowed_tools"]
@@ -63,7 +63,7 @@ class TextFormat(Form):
         return {"type": self.type, "json_schema": given}
 
 
-class TextConfig(Form):
+class TextOutput(Form):
     format: TextFormat = TextFormat()
     verbosity: Literal["medium"] = "medium"
 
@@ -75,7 +75,7 @@ class Reasoning(Form):
     summary: Literal["auto", "detailed"] | None = None
 
 
-class StreamOptions(Form):
+class ResponseStreamOptions(Form):
     include_obfuscation: Literal[False] = False
 
 
@@ -92,15 +92,15 @@ class ResponseRequest(RequestForm):
     previous_response_id: str | None = Field(None, max_length=256)
     max_output_tokens: int | None = Field(None, ge=1, le=MAX_TOKENS)
     tools: list[FunctionTool] = Field([], max_length=128)
-    tool_choice: Literal["none", "auto", "required"] | ChosenTool | AllowedTools = "auto"
+    tool_choice: Literal["none", "auto", "required"] | ChosenTool | AllowedFunctions = "auto"
     parallel_tool_calls: bool = True
-    text: TextConfig = TextConfig()
+    text: TextOutput = TextOutput()
     reasoning: Reasoning = Reasoning()
     include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] = Field([], max_length=8)
     top_logprobs: int = Field(0, ge=0, le=20)
     store: bool = True
     stream: bool = False
-    stream_options: StreamOptions = StreamOptions()
+    stream_options: ResponseStreamOptions = ResponseStreamOptions()
     background: Literal[False] = False
     truncation: Literal["disabled"] = "disabled"
     service_tier: Literal["auto", "default"] = "auto"
@@ -129,7 +129,7 @@ class ResponseRequest(RequestForm):
         return as_chat(fields | self.sampling)
 
     def _allowed_tools(self) -> list[FunctionTool]:
-        if not isinstance(self.tool_choice, AllowedTools):
+        if not isinstance(self.tool_choice, AllowedFunctions):
             return self.tools
         allowed = {tool.name for tool in self.tool_choice.tools}
         if unknown := allowed - {tool.name for tool in self.tools}:
@@ -141,7 +141,7 @@ def _chat_tool(tool: FunctionTool) -> Json:
     return {"type": "function", "function": tool.model_dump(exclude={"type"}, exclude_none=True)}
 
 
-def _chat_choice(choice: str | ChosenTool | AllowedTools) -> str | Json:
+def _chat_choice(choice: str | ChosenTool | AllowedFunctions) -> str | Json:
     if isinstance(choice, str):
         return choice
     if isinstance(choice, ChosenTool):

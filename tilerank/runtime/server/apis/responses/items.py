@@ -12,7 +12,7 @@ _Status = Literal["in_progress", "completed", "incomplete"]
 Json = dict[str, Any]
 
 
-class TextPart(Form):
+class TextItemPart(Form):
     """Text of a message. annotations, logprobs: of earlier answers, which the model does not see."""
 
     type: Literal["input_text", "output_text", "reasoning_text", "summary_text"]
@@ -22,7 +22,7 @@ class TextPart(Form):
     prompt_cache_breakpoint: Any = None
 
 
-class ImagePart(Form):
+class ImageItemPart(Form):
     """A picture. detail: a hint that this server does not need; models have a resolution of their own."""
 
     type: Literal["input_image"]
@@ -39,7 +39,7 @@ def _part_tag(part: Any) -> str | None:
 
 
 Part = Annotated[
-    Annotated[TextPart, Tag("text")] | Annotated[ImagePart, Tag("image")],
+    Annotated[TextItemPart, Tag("text")] | Annotated[ImageItemPart, Tag("image")],
     Discriminator(
         _part_tag,
         custom_error_type="part",
@@ -65,8 +65,8 @@ class ReasoningItem(Form):
 
     type: Literal["reasoning"]
     id: _Id | None = None
-    summary: list[TextPart] = Field([], max_length=1 << 10)
-    content: list[TextPart] = Field([], max_length=1 << 10)
+    summary: list[TextItemPart] = Field([], max_length=1 << 10)
+    content: list[TextItemPart] = Field([], max_length=1 << 10)
     status: _Status | None = None
 
 
@@ -170,7 +170,7 @@ def _text(content: Content) -> str:
     """Return the text of a message that holds no pictures, or leaves them out."""
     if isinstance(content, str):
         return content
-    return "\n".join(part.text for part in content if isinstance(part, TextPart))
+    return "\n".join(part.text for part in content if isinstance(part, TextItemPart))
 
 
 def _chat_content(content: Content) -> str | list[Json]:
@@ -179,7 +179,7 @@ def _chat_content(content: Content) -> str | list[Json]:
         return content
     return [
         {"type": "text", "text": part.text}
-        if isinstance(part, TextPart)
+        if isinstance(part, TextItemPart)
         else {"type": "image_url", "image_url": {"url": part.image_url}}
         for part in content
     ]
