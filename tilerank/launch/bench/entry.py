@@ -19,40 +19,39 @@ COLD_BYTES, MAX_COPIES = 1 << 30, 64
 """Calls cycle through copies of the weights or the cached tokens that exceed most last-level caches in total, so that
 operands come from memory as they do in a model."""
 
-Call = Callable[[int], object]
-"""Takes the number of the call, which selects the copy of the operands."""
+Calls = Sequence[Callable[[], object]]
 
 
 @dataclass(frozen=True)
 class Entry:
     """One kernel on one shape.
 
-    format: weight or cache format; for kernels without either, the dtype of the activations.
-    run: calls the kernel. torch: calls the torch equivalent, if there is one.
+    calls: of the kernel, each with its own copy of the operands that come from memory; measuring cycles through them.
+    torch_calls: the same of the torch equivalent, if there is one. format: weight or cache format; for kernels without
+    either, the dtype of the activations.
     """
 
     kernel: str
     shape: str
-    format: str
     work: Work
-    run: Call
-    torch: Call | None = None
+    calls: Calls
+    torch_calls: Calls = ()
+    format: str = "bfloat16"
 
 
-def replayed(calls: Sequence[Callable[[], Tensor]]) -> Call:
-    """Return a call that replays recordings of `calls` in turn.
+def replayed(calls: Sequence[Callable[[], Tensor]]) -> Calls:
+    """Return calls that replay recordings of `calls`.
 
     The runtime replays recorded steps, too: no Python runs between kernels, so none displaces their data from the
-    caches. A result is valid until the next call. On the rung "reference", which cannot record, `calls` run directly.
+    caches. A result is valid until the next call. The rung "reference" cannot record; there, `calls` are returned.
     """
     from tilerank.kernels import core
     from tilerank.kernels.graph import Graph
 
     if core.isa() == "reference":
-        return lambda number: calls[number % len(calls)]()
-    graphs = [Graph(calls[0])]
-    graphs += [Graph(call, share=graphs[0]) for call in calls[1:]]
-    return lambda number: graphs[number % len(graphs)].run()
+        return calls
+    first = Graph(calls[0])
+    return [first.run, *(Graph(call, share=first).run for call in calls[1:])]
 
 
 def cold_copies(nbytes: int) -> int:

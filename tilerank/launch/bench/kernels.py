@@ -2,6 +2,7 @@
 
 import argparse
 import importlib
+import itertools
 import os
 import statistics
 import time
@@ -12,7 +13,7 @@ from typing import Any
 from tilerank.parallel.cost import Work
 
 from ..host.topology import read_topology
-from .entry import Call, Entry
+from .entry import Calls, Entry
 from .json_rows import add_json_argument, check_json_argument, write_json
 from .peaks import (
     Peaks,
@@ -148,28 +149,28 @@ def measure(entry: Entry, measure_rates: Callable[[Work], Rates], budget_s: floa
     found: list[Measurement] = []
     before = measure_rates(entry.work)
     for _ in range(REPEATS):
-        seconds = seconds_per_call(entry.run, budget_s / REPEATS)
-        torch_seconds = None if entry.torch is None else seconds_per_call(entry.torch, budget_s / REPEATS)
+        seconds = seconds_per_call(entry.calls, budget_s / REPEATS)
+        torch_seconds = seconds_per_call(entry.torch_calls, budget_s / REPEATS) if entry.torch_calls else None
         after = measure_rates(entry.work)
         found.append(Measurement(seconds, torch_seconds, mean_rates(before, after)))
         before = after
     return found
 
 
-def seconds_per_call(call: Call, budget_s: float) -> float:
+def seconds_per_call(calls: Calls, budget_s: float) -> float:
     """Return the median time of a call, from three or more calls in `budget_s`, after a warm-up of `budget_s` / 5."""
-    number = 0
+    following = itertools.cycle(calls)
     warm_up_end = time.perf_counter() + budget_s / 5
-    while number == 0 or time.perf_counter() < warm_up_end:
-        call(number)
-        number += 1
+    next(following)()
+    while time.perf_counter() < warm_up_end:
+        next(following)()
     seconds: list[float] = []
     end = time.perf_counter() + budget_s
     while len(seconds) < 3 or time.perf_counter() < end:
+        call = next(following)
         start = time.perf_counter()
-        call(number)
+        call()
         seconds.append(time.perf_counter() - start)
-        number += 1
     return statistics.median(seconds)
 
 

@@ -23,7 +23,6 @@ from tilerank.kernels.latent import (
 )
 from tilerank.kernels.latent_pages import LatentPages
 from tilerank.kernels.packed_experts import PackedExperts
-from tilerank.kernels.weight import Format
 from tilerank.parallel.cost import Work, operand_type
 
 from .entry import Entry, cold_copies, replayed
@@ -51,7 +50,7 @@ def entries(args: argparse.Namespace) -> Iterator[Entry]:
     for name in HEAD_FORMATS:
         if name in args.formats:
             for n, k in ((LATENT_DIM, NOPE_DIM), (VALUE_DIM, LATENT_DIM)):
-                yield _head_linear(LATENT_HEADS[0], n, k, name, WEIGHT_FORMATS[name])
+                yield _head_linear(LATENT_HEADS[0], n, k, name)
 
 
 def _attention(kernel: str, batch: int, prefix: int, new: int, dtype: torch.dtype) -> Entry:
@@ -59,112 +58,98 @@ def _attention(kernel: str, batch: int, prefix: int, new: int, dtype: torch.dtyp
 
     The bytes of its work are the keys and values of all prefix + new tokens.
     """
-    tokens = prefix + new
-    pages = ceil(tokens / PAGE_TOKENS)
-    nbytes = batch * tokens * KVPages.nbytes(1, KV_HEADS, HEAD_DIM, dtype) // PAGE_TOKENS
-    count = cold_copies(nbytes) if new == 1 else 1
-    caches = [KVPages.empty(batch * pages, KV_HEADS, HEAD_DIM, dtype) for _ in range(count)]
-    slots = torch.arange(batch * pages * PAGE_TOKENS)
+    tables, lengths, starts = _sequences(batch, prefix + new, new)
+    nbytes = batch * (prefix + new) * KVPages.nbytes(1, KV_HEADS, HEAD_DIM, dtype) // PAGE_TOKENS
+    count, slots = cold_copies(nbytes) if new == 1 else 1, _slots(tables)
+    caches = [KVPages.empty(tables.numel(), KV_HEADS, HEAD_DIM, dtype) for _ in range(count)]
     for cache in caches:
-        k, v = (torch.randn(len(slots), KV_HEADS, HEAD_DIM).to(torch.bfloat16) for _ in range(2))
-        store_kv(k, v, cache, slots)
-    q = torch.randn(batch * new, HEADS, HEAD_DIM).to(torch.bfloat16)
-    tables = torch.arange(batch * pages, dtype=torch.int32).view(batch, pages)
-    lengths = torch.full((batch,), tokens, dtype=torch.int32)
-    starts = torch.arange(batch + 1, dtype=torch.int32) * new
-    group = HEADS // KV_HEADS
+        store_kv(_bf16(len(slots), KV_HEADS, HEAD_DIM), _bf16(len(slots), KV_HEADS, HEAD_DIM), cache, slots)
+    q, group = _bf16(batch * new, HEADS, HEAD_DIM), HEADS // KV_HEADS
     kv_map = torch.tensor([[head * group, group] for head in range(KV_HEADS)], dtype=torch.int32)
-    pairs = new * prefix + new * (new + 1) // 2
-    return Entry(
-        kernel,
-        f"{batch} x {new} after {prefix}",
-        str(dtype).removeprefix("torch."),
-        Work(nbytes, bf16=4 * batch * HEADS * HEAD_DIM * pairs),
-        replayed([partial(attention, q, cache, tables, lengths, starts, kv_map, HEAD_DIM**-0.5) for cache in caches]),
-    )
+    work = Work(nbytes, bf16=4 * batch * HEADS * HEAD_DIM * _pairs(prefix, new))
+    calls = [partial(attention, q, cache, tables, lengths, starts, kv_map, HEAD_DIM**-0.5) for cache in caches]
+    return Entry(kernel, f"{batch} x {new} after {prefix}", work, replayed(calls), format=_name(dtype))
 
 
 def _latent_attention(heads: int, tokens: int, dtype: torch.dtype) -> Entry:
     """Absorbed decode attention of sequences of `tokens` tokens each."""
-    pages = ceil(tokens / PAGE_TOKENS)
+    tables, lengths, starts = _sequences(DECODE_BATCH, tokens, 1)
     nbytes = DECODE_BATCH * tokens * LatentPages.nbytes(1, LATENT_DIM, ROPE_DIM, dtype) // PAGE_TOKENS
-    caches = [LatentPages.empty(DECODE_BATCH * pages, LATENT_DIM, ROPE_DIM, dtype) for _ in range(cold_copies(nbytes))]
-    slots = torch.arange(DECODE_BATCH * pages * PAGE_TOKENS)
+    slots = _slots(tables)
+    caches = [LatentPages.empty(tables.numel(), LATENT_DIM, ROPE_DIM, dtype) for _ in range(cold_copies(nbytes))]
     for cache in caches:
-        latent, rope_key = (torch.randn(len(slots), dim).to(torch.bfloat16) for dim in (LATENT_DIM, ROPE_DIM))
-        store_latent(latent, rope_key, cache, slots)
-    q_latent, q_rope = (torch.randn(DECODE_BATCH, heads, dim).to(torch.bfloat16) for dim in (LATENT_DIM, ROPE_DIM))
-    tables = torch.arange(DECODE_BATCH * pages, dtype=torch.int32).view(DECODE_BATCH, pages)
-    lengths = torch.full((DECODE_BATCH,), tokens, dtype=torch.int32)
-    starts = torch.arange(DECODE_BATCH + 1, dtype=torch.int32)
+        store_latent(_bf16(len(slots), LATENT_DIM), _bf16(len(slots), ROPE_DIM), cache, slots)
+    q = _bf16(DECODE_BATCH, heads, LATENT_DIM), _bf16(DECODE_BATCH, heads, ROPE_DIM)
     scale = (NOPE_DIM + ROPE_DIM) ** -0.5
-    return Entry(
-        "latent attention",
-        f"{heads} x {DECODE_BATCH} after {tokens - 1}",
-        str(dtype).removeprefix("torch."),
-        Work(nbytes, bf16=2 * DECODE_BATCH * heads * tokens * (2 * LATENT_DIM + ROPE_DIM)),
-        replayed([partial(latent_attention, q_latent, q_rope, c, tables, lengths, starts, scale) for c in caches]),
-    )
+    work = Work(nbytes, bf16=2 * DECODE_BATCH * heads * tokens * (2 * LATENT_DIM + ROPE_DIM))
+    calls = [partial(latent_attention, *q, cache, tables, lengths, starts, scale) for cache in caches]
+    shape = f"{heads} x {DECODE_BATCH} after {tokens - 1}"
+    return Entry("latent attention", shape, work, replayed(calls), format=_name(dtype))
 
 
 def _latent_parts() -> Iterator[Entry]:
     """The queries of a rank for the others, and weighing its part of all heads' results."""
     held, heads = LATENT_HEADS
-    q_latent, q_rope = (torch.randn(DECODE_BATCH, held, dim).to(torch.bfloat16) for dim in (LATENT_DIM, ROPE_DIM))
-    yield Entry(
-        "join queries",
-        f"{held} x {DECODE_BATCH}",
-        "bfloat16",
-        Work(2 * (q_latent.nbytes + q_rope.nbytes)),
-        replayed([partial(join_queries, q_latent, q_rope, held)]),
-    )
-    part = torch.randn(DECODE_BATCH, heads, LATENT_DIM).to(torch.bfloat16)
-    lse = torch.randn(LATENT_RANKS, DECODE_BATCH, heads)
-    yield Entry(
-        "weigh part",
-        f"{heads} x {DECODE_BATCH} of {LATENT_RANKS}",
-        "bfloat16",
-        Work(2 * part.nbytes + lse.nbytes),
-        replayed([partial(weigh_part, part, lse, 0)]),
-    )
+    q_latent, q_rope = _bf16(DECODE_BATCH, held, LATENT_DIM), _bf16(DECODE_BATCH, held, ROPE_DIM)
+    work = Work(2 * (q_latent.nbytes + q_rope.nbytes))
+    joined = replayed([partial(join_queries, q_latent, q_rope, held)])
+    yield Entry("join queries", f"{held} x {DECODE_BATCH}", work, joined)
+    part, lse = _bf16(DECODE_BATCH, heads, LATENT_DIM), torch.randn(LATENT_RANKS, DECODE_BATCH, heads)
+    work, weighed = Work(2 * part.nbytes + lse.nbytes), replayed([partial(weigh_part, part, lse, 0)])
+    yield Entry("weigh part", f"{heads} x {DECODE_BATCH} of {LATENT_RANKS}", work, weighed)
 
 
 def _expanded_attention(heads: int, prefix: int, new: int) -> Entry:
     """Attention of `new` tokens after `prefix` over keys and values expanded from latents, their storing included."""
-    tokens, head_dim = prefix + new, NOPE_DIM + ROPE_DIM
-    kv = torch.randn(tokens, heads, NOPE_DIM + VALUE_DIM).to(torch.bfloat16)
-    rope_key = torch.randn(tokens, ROPE_DIM).to(torch.bfloat16)
-    q = torch.randn(new, heads, head_dim).to(torch.bfloat16)
-    tables = torch.arange(ceil(tokens / PAGE_TOKENS), dtype=torch.int32)[None]
-    lengths, starts = torch.tensor([tokens], dtype=torch.int32), torch.tensor([0, new], dtype=torch.int32)
+    head_dim = NOPE_DIM + ROPE_DIM
+    kv, rope_key = _bf16(prefix + new, heads, NOPE_DIM + VALUE_DIM), _bf16(prefix + new, ROPE_DIM)
+    q, sequences = _bf16(new, heads, head_dim), _sequences(1, prefix + new, new)
     kv_map = torch.tensor([[head, 1] for head in range(heads)], dtype=torch.int32)
 
     def run() -> torch.Tensor:
         expanded = expanded_pages(kv[..., :NOPE_DIM], kv[..., NOPE_DIM:], rope_key)
-        return attention(q, expanded, tables, lengths, starts, kv_map, head_dim**-0.5)
+        return attention(q, expanded, *sequences, kv_map, head_dim**-0.5)
 
-    pairs = new * prefix + new * (new + 1) // 2
-    return Entry(
-        "latent extend",
-        f"{heads} x {new} after {prefix}",
-        "bfloat16",
-        Work(kv.nbytes + rope_key.nbytes, bf16=2 * heads * (head_dim + VALUE_DIM) * pairs),
-        replayed([run]),
-    )
+    operations = 2 * heads * (head_dim + VALUE_DIM) * _pairs(prefix, new)
+    work = Work(kv.nbytes + rope_key.nbytes, bf16=operations)
+    return Entry("latent extend", f"{heads} x {new} after {prefix}", work, replayed([run]))
 
 
-def _head_linear(heads: int, n: int, k: int, name: str, form: Format) -> Entry:
+def _head_linear(heads: int, n: int, k: int, name: str) -> Entry:
     """The product of one token of every sequence with a matrix for each head."""
+    form = WEIGHT_FORMATS[name]
     nbytes = PackedExperts.nbytes(heads, n, k, form)
     weights = [PackedExperts.empty(heads, n, k, form) for _ in range(cold_copies(nbytes))]
     rows = torch.randn(heads * n, k) / (2 * k**0.5)  # n is a multiple of 32, so the heads follow each other
     for weight in weights:
         weight.weight.write(rows)
     x = torch.randn(DECODE_BATCH, heads, k).to(form.activations)
-    return Entry(
-        "head linear",
-        f"{heads} x {DECODE_BATCH} x {n}x{k}",
-        name,
-        Work(nbytes, **{operand_type(form): 2 * DECODE_BATCH * heads * n * k}),
-        replayed([partial(head_linear, x, weight) for weight in weights]),
-    )
+    work = Work(nbytes, **{operand_type(form): 2 * DECODE_BATCH * heads * n * k})
+    calls = replayed([partial(head_linear, x, weight) for weight in weights])
+    return Entry("head linear", f"{heads} x {DECODE_BATCH} x {n}x{k}", work, calls, format=name)
+
+
+def _sequences(batch: int, tokens: int, new: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return page tables, lengths and query starts of sequences of `tokens` tokens each, of which `new` are new."""
+    pages = ceil(tokens / PAGE_TOKENS)
+    tables = torch.arange(batch * pages, dtype=torch.int32).view(batch, pages)
+    lengths = torch.full((batch,), tokens, dtype=torch.int32)
+    return tables, lengths, torch.arange(batch + 1, dtype=torch.int32) * new
+
+
+def _slots(tables: torch.Tensor) -> torch.Tensor:
+    """Return the slots of all tokens of the pages of `tables`."""
+    return torch.arange(tables.numel() * PAGE_TOKENS)
+
+
+def _pairs(prefix: int, new: int) -> int:
+    """Return the pairs of a query and a key that it sees, of `new` tokens after `prefix`."""
+    return new * prefix + new * (new + 1) // 2
+
+
+def _bf16(*shape: int) -> torch.Tensor:
+    return torch.randn(shape).to(torch.bfloat16)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -43,23 +43,12 @@ def _experts(name: str, tokens: list[int]) -> Iterator[Entry]:
         # The first assignment, shifted by some experts: all have the same work and read different weights.
         routings = [((first + i * (EXPERTS // ROUTINGS)) % EXPERTS).to(torch.int32) for i in range(ROUTINGS)]
         weights = torch.full((m, TOP_K), 1 / TOP_K)
-        yield Entry(
-            "experts",
-            f"{m} x {TOP_K} of {EXPERTS}",
-            name,
-            Work(
-                len(set(first.flatten().tolist())) * expert_bytes,
-                **{operand_type(weight_format): 2 * m * TOP_K * 3 * WIDTH * HIDDEN},
-            ),
-            replayed([partial(moe, x, gate_up, down, ids, weights) for ids in routings]),
-            (
-                lambda number, x=x, routings=routings, weights=weights: loop_of_linears(  # type: ignore[misc]
-                    x, plain_gate_up, plain_down, routings[number % ROUTINGS], weights
-                )
-            )
-            if name == "bfloat16"
-            else None,
-        )
+        chosen = len(set(first.flatten().tolist()))
+        work = Work(chosen * expert_bytes, **{operand_type(weight_format): 2 * m * TOP_K * 3 * WIDTH * HIDDEN})
+        ours = replayed([partial(moe, x, gate_up, down, ids, weights) for ids in routings])
+        theirs = [partial(loop_of_linears, x, plain_gate_up, plain_down, ids, weights) for ids in routings]
+        in_torch = theirs if name == "bfloat16" else ()
+        yield Entry("experts", f"{m} x {TOP_K} of {EXPERTS}", work, ours, in_torch, format=name)
 
 
 def loop_of_linears(x: Tensor, gate_up: Tensor, down: Tensor, ids: Tensor, weights: Tensor) -> Tensor:

@@ -23,23 +23,17 @@ def entries(args: argparse.Namespace) -> Iterator[Entry]:
 def _linear(name: str, n: int, k: int, ms: Sequence[int]) -> Iterator[Entry]:
     """Entries of one weight [n, k]. The bytes of their work are the packed weight; x and the output are not counted."""
     weight_format = WEIGHT_FORMATS[name]
-    count = cold_copies(weight_format.nbytes(n, k))
     first = torch.empty(n, k, dtype=weight_format.activations).normal_(0, 0.02)
-    plain = [first.roll(number, 0) for number in range(count)]
+    plain = [first.roll(number, 0) for number in range(cold_copies(weight_format.nbytes(n, k)))]
     packed = []
     for weight in plain:
         packed.append(weight_format.empty(n, k))
         packed[-1].write(weight)
-    in_torch = name in ("bfloat16", "float32")
-    if not in_torch:
-        plain.clear()
+    if name not in ("bfloat16", "float32"):
+        plain.clear()  # torch has no product with these formats
     for m in ms:
         x = torch.randn(m, k).to(weight_format.activations)
-        yield Entry(
-            "linear",
-            f"{m} x {n} x {k}",
-            name,
-            Work(weight_format.nbytes(n, k), **{operand_type(weight_format): 2 * m * n * k}),
-            replayed([partial(linear, x, weight) for weight in packed]),
-            (lambda number, x=x: functional.linear(x, plain[number % count])) if in_torch else None,  # type: ignore[misc]
-        )
+        work = Work(weight_format.nbytes(n, k), **{operand_type(weight_format): 2 * m * n * k})
+        ours = replayed([partial(linear, x, weight) for weight in packed])
+        theirs = [partial(functional.linear, x, weight) for weight in plain]
+        yield Entry("linear", f"{m} x {n} x {k}", work, ours, theirs, format=name)

@@ -6,6 +6,7 @@ of their work are all operands read and written.
 
 import argparse
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 from torch.nn import functional
@@ -33,12 +34,8 @@ PICTURES = (((1080, 1920), (68, 120)), ((3024, 4032), (64, 84)))
 def entries(args: argparse.Namespace) -> Iterator[Entry]:
     for size, grid in PICTURES:
         yield patches(size, grid)
-    yield layer_norm()
-    yield gelu()
-    yield rotary_float()
-    yield interpolate_rows()
-    yield log_mel()
-    yield unfold()
+    yield from of_patches()
+    yield from of_spectrograms()
     for channels, rows, taps in CONVOLUTIONS:
         yield convolve(channels, rows, taps)
     yield channel_convolution()
@@ -50,91 +47,42 @@ def patches(size: tuple[int, int], grid: tuple[int, int]) -> Entry:
     height, width = size
     frames = torch.randint(0, 256, (1, height, width, 3), dtype=torch.uint8)
     half = (0.5, 0.5, 0.5)
-
-    def run(_: int) -> object:
-        return pictures.patches(frames, (1, *grid), mean=half, std=half, resample="bicubic", dtype=torch.bfloat16)
-
-    return Entry(
-        "patches",
-        f"{height} x {width} pixels",
-        "bfloat16",
-        Work(frames.nbytes + grid[0] * grid[1] * 1536 * 2),
-        run,
-    )
+    work = Work(frames.nbytes + grid[0] * grid[1] * 1536 * 2)
+    run = partial(pictures.patches, frames, (1, *grid), mean=half, std=half, resample="bicubic", dtype=torch.bfloat16)
+    return Entry("patches", f"{height} x {width} pixels", work, [run])
 
 
-def layer_norm() -> Entry:
+def of_patches() -> Iterator[Entry]:
+    """The kernels between the products of a tower."""
     x, weight, bias = _bf16(PATCHES, HIDDEN), _bf16(HIDDEN), _bf16(HIDDEN)
-    return Entry(
-        "layer_norm",
-        f"{PATCHES} x {HIDDEN}",
-        "bfloat16",
-        Work(2 * x.nbytes),
-        lambda _: tower_ops.layer_norm(x, weight, bias, 1e-6),
-        lambda _: functional.layer_norm(x, (HIDDEN,), weight, bias, 1e-6),
-    )
+    shape, norm = f"{PATCHES} x {HIDDEN}", partial(functional.layer_norm, x, (HIDDEN,), weight, bias, 1e-6)
+    yield Entry("layer_norm", shape, Work(2 * x.nbytes), [partial(tower_ops.layer_norm, x, weight, bias, 1e-6)], [norm])
 
+    y = _bf16(PATCHES, WIDTH)
+    gelu = partial(functional.gelu, y, approximate="tanh")
+    yield Entry("gelu", f"{PATCHES} x {WIDTH}", Work(2 * y.nbytes), [partial(tower_ops.gelu, y, True)], [gelu])
 
-def gelu() -> Entry:
-    x = _bf16(PATCHES, WIDTH)
-    return Entry(
-        "gelu",
-        f"{PATCHES} x {WIDTH}",
-        "bfloat16",
-        Work(2 * x.nbytes),
-        lambda _: tower_ops.gelu(x, True),
-        lambda _: functional.gelu(x, approximate="tanh"),
-    )
-
-
-def rotary_float() -> Entry:
     q, k = _bf16(PATCHES, HEADS, HEAD_DIM), _bf16(PATCHES, HEADS, HEAD_DIM)
     turns = torch.rand(PATCHES, HEAD_DIM // 2) * 6
     angles = torch.stack([turns.cos(), turns.sin()], 1)
-    return Entry(
-        "rotary_float_",
-        f"{PATCHES} x {HEADS}+{HEADS} x {HEAD_DIM}",
-        "bfloat16",
-        Work(2 * (q.nbytes + k.nbytes) + angles.nbytes),
-        lambda _: tower_ops.rotary_float_(q, k, angles),
-    )
+    work, rotated = Work(2 * (q.nbytes + k.nbytes) + angles.nbytes), f"{PATCHES} x {HEADS}+{HEADS} x {HEAD_DIM}"
+    yield Entry("rotary_float_", rotated, work, [partial(tower_ops.rotary_float_, q, k, angles)])
 
-
-def interpolate_rows() -> Entry:
     table, weights = _bf16(SIDE * SIDE, HIDDEN), torch.rand(PATCHES, 4)
-    rows = torch.randint(SIDE * SIDE, (PATCHES, 4))
-    return Entry(
-        "interpolate_rows",
-        f"{PATCHES} x {HIDDEN}",
-        "bfloat16",
-        Work(5 * PATCHES * HIDDEN * table.itemsize),
-        lambda _: tower_ops.interpolate_rows(table, rows, weights),
-    )
+    rows, work = torch.randint(SIDE * SIDE, (PATCHES, 4)), Work(5 * PATCHES * HIDDEN * table.itemsize)
+    yield Entry("interpolate_rows", shape, work, [partial(tower_ops.interpolate_rows, table, rows, weights)])
 
 
-def log_mel() -> Entry:
-    """The spectrogram of 10 seconds, in fp64: two products for the transform and one for the bands."""
-    samples, filters = torch.randn(160000), mel_filters()
-    frames, mels = 1000, filters.shape[1]
-    return Entry(
-        "log_mel",
-        f"{frames} frames",
-        "float32",
-        Work(samples.nbytes + frames * mels * 4),
-        lambda _: audio.log_mel(samples, filters, slice(0, frames)),
-    )
-
-
-def unfold() -> Entry:
-    """What the second convolution of Qwen3-Omni's audio tower multiplies for a second of sound."""
+def of_spectrograms() -> Iterator[Entry]:
+    """The spectrogram of 10 seconds, in fp64: two products for the transform and one for the bands; then what the
+    second convolution of Qwen3-Omni's audio tower multiplies for a second of sound."""
+    samples, filters, frames = torch.randn(160000), mel_filters(), 1000
+    work = Work(samples.nbytes + frames * filters.shape[1] * 4)
+    log_mel = partial(audio.log_mel, samples, filters, slice(0, frames))
+    yield Entry("log_mel", f"{frames} frames", work, [log_mel], format="float32")
     x, rows = _bf16(50, 64, 480), 25 * 32
-    return Entry(
-        "unfold",
-        f"{rows} x {9 * x.shape[2]}",
-        "bfloat16",
-        Work(x.nbytes + rows * 9 * x.shape[2] * 2),
-        lambda _: audio.unfold(x, slice(0, rows)),
-    )
+    work = Work(x.nbytes + rows * 9 * x.shape[2] * 2)
+    yield Entry("unfold", f"{rows} x {9 * x.shape[2]}", work, [partial(audio.unfold, x, slice(0, rows))])
 
 
 def convolve(channels: int, rows: int, taps: int) -> Entry:
@@ -147,32 +95,23 @@ def convolve(channels: int, rows: int, taps: int) -> Entry:
         weight.write(theirs[:, :, tap], 0, tap * columns)
     out = core.empty((rows, channels), torch.bfloat16)
 
-    def run(_: int) -> torch.Tensor:
+    def run() -> torch.Tensor:
         convolve_(x, weight, bias, taps=taps, dilation=dilation, out=out)
         return out
 
-    return Entry(
-        "convolve_",
-        f"{rows} x {channels}, {taps} taps",
-        "bfloat16",
-        Work(x.nbytes + out.nbytes + theirs.nbytes, bf16=2 * rows * taps * channels**2),
-        run,
-        lambda _: functional.conv1d(planes, theirs, bias, dilation=dilation)[0].T,
-    )
+    work = Work(x.nbytes + out.nbytes + theirs.nbytes, bf16=2 * rows * taps * channels**2)
+    in_torch = partial(functional.conv1d, planes, theirs, bias, dilation=dilation)
+    return Entry("convolve_", f"{rows} x {channels}, {taps} taps", work, [run], [lambda: in_torch()[0].T])
 
 
 def channel_convolution() -> Entry:
     """A convolution of each channel alone, of the last stage before the decoder of code2wav, for 16 frames."""
     x, weight, bias = _bf16(SOUND_ROWS + 6, 1024), _bf16(7, 1024), _bf16(1024)
     planes, theirs = x.T[None].contiguous(), weight.T[:, None].contiguous()
-    return Entry(
-        "convolve_channels",
-        f"{SOUND_ROWS} x 1024, 7 taps",
-        "bfloat16",
-        Work(2 * x.nbytes),
-        lambda _: convolve_channels(x, weight, bias),
-        lambda _: functional.conv1d(planes, theirs, bias, groups=1024)[0].T,
-    )
+    run = partial(convolve_channels, x, weight, bias)
+    in_torch = partial(functional.conv1d, planes, theirs, bias, groups=1024)
+    shape = f"{SOUND_ROWS} x 1024, 7 taps"
+    return Entry("convolve_channels", shape, Work(2 * x.nbytes), [run], [lambda: in_torch()[0].T])
 
 
 def attention(patches: int, head_dim: int) -> Entry:
@@ -180,14 +119,11 @@ def attention(patches: int, head_dim: int) -> Entry:
     q, k, v = (_bf16(patches, HEADS, head_dim) for _ in range(3))
     edges = torch.tensor([0, patches], dtype=torch.int32)
     q_heads, k_heads, v_heads = (x.transpose(0, 1)[None] for x in (q, k, v))
-    return Entry(
-        "attention_varlen",
-        f"{patches} x {HEADS} x {head_dim}",
-        "bfloat16",
-        Work(4 * q.nbytes, bf16=4 * HEADS * head_dim * patches**2),
-        lambda _: attention_varlen(q, k, v, edges, head_dim**-0.5),
-        lambda _: functional.scaled_dot_product_attention(q_heads, k_heads, v_heads)[0].transpose(0, 1),
-    )
+    in_torch = partial(functional.scaled_dot_product_attention, q_heads, k_heads, v_heads)
+    run = partial(attention_varlen, q, k, v, edges, head_dim**-0.5)
+    work = Work(4 * q.nbytes, bf16=4 * HEADS * head_dim * patches**2)
+    shape = f"{patches} x {HEADS} x {head_dim}"
+    return Entry("attention_varlen", shape, work, [run], [lambda: in_torch()[0].transpose(0, 1)])
 
 
 def _bf16(*shape: int) -> torch.Tensor:
