@@ -17,12 +17,13 @@ from pathlib import Path
 
 from tilerank.launch.bench.cases import cases_of, check_cases, prompts, timing_of
 from tilerank.launch.bench.chart import check_chart_argument, write_chart
-from tilerank.launch.bench.json_rows import check_json_argument, write_json
+from tilerank.launch.bench.harness import check_json_argument, write_json
 from tilerank.launch.bench.model import measure_model, new_tokens_of
 from tilerank.launch.bench.peaks import peaks_of
-from tilerank.launch.bench.rank_job import check_command, model_card, placement_of
+from tilerank.launch.bench.rank_job import check_command, placement_of
 from tilerank.launch.bench.report import OURS, Report, merged, rows_of, table
 from tilerank.launch.errors import LaunchError
+from tilerank.loader.card import read_card
 from tilerank.loader.quantization_config import DEFAULT_INT4_GROUP
 
 from . import script
@@ -107,7 +108,7 @@ def _measure_ours(args: argparse.Namespace, number: int) -> Report:
 def _measure_peer(
     args: argparse.Namespace, peer: Peer, cores: list[int], dtype: str, number: int, scratch: Path
 ) -> Report:
-    vocab, cases = model_card(args.model).vocab_size, cases_of(args)
+    vocab, cases = read_card(args.model).vocab_size, cases_of(args)
     peer_scratch = scratch.absolute() / peer.name
     peer_scratch.mkdir(parents=True, exist_ok=True)
     workload = {

@@ -13,7 +13,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tilerank.launch.bench.json_rows import check_json_argument
+from tilerank.launch.bench.harness import check_json_argument
 from tilerank.launch.bench.media import NEXT_TOKENS, QUESTIONS, check_sizes, show, sizes_in
 from tilerank.launch.bench.media_inputs import kind_of, media_prompts, random_file, size_text
 from tilerank.launch.bench.peaks import peaks_of

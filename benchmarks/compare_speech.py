@@ -13,9 +13,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tilerank.launch.bench.json_rows import check_json_argument
+from tilerank.launch.bench.harness import Row, check_json_argument
 from tilerank.launch.bench.peaks import bench_cores
-from tilerank.launch.bench.report import Row
 from tilerank.launch.bench.speech import measure, show
 from tilerank.launch.host.topology import read_topology
 

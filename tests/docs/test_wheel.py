@@ -5,6 +5,7 @@ import subprocess
 import sys
 import tarfile
 import tomllib
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,10 @@ def test_a_wheel_of_the_sdist_generates_in_a_bare_environment(tmp_path: Path) ->
     path = {"PATH": f"{build}:{os.defpath}"}
     subprocess.run([build / "auditwheel", "repair", "--wheel-dir", wheels, wheel], env=os.environ | path, check=True)
     (portable,) = wheels.glob("tilerank-*-manylinux*.whl")
+    with zipfile.ZipFile(portable) as files:
+        held = set(files.namelist())
+    assert "tilerank/launch/bench/public/processors.json" in held
+    assert not any(name.startswith(("benchmarks", "tests")) for name in held)
     bare = environment(tmp_path / "bare", portable)
     result = subprocess.run(
         [bare / "tilerank", "generate", DEMO, "--tp", "3", "--prompt", "In the beginning God"],

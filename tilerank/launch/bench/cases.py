@@ -11,11 +11,14 @@ from dataclasses import dataclass
 from itertools import pairwise
 from math import ceil
 
+from tilerank.loader.card import read_card
+
 from ..errors import LaunchError
 from ..options.arguments import whole_number
+from .harness import add_repeat_argument
 from .media_inputs import Size, media_prompts, size_of, size_text
 from .peaks import Rates
-from .rank_job import model_card, whole_numbers
+from .rank_job import whole_numbers
 
 
 @dataclass(frozen=True)
@@ -69,13 +72,8 @@ def add_case_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--new-tokens", type=whole_number(1), default=32, metavar="N", help="decode steps in a run (default: 32)"
     )
-    parser.add_argument(
-        "--repeat", type=whole_number(1), default=3, metavar="N", help="runs, of which the median is used (default: 3)"
-    )
+    add_repeat_argument(parser)
     parser.add_argument("--first-seed", type=whole_number(0), default=0, help=argparse.SUPPRESS)
-
-
-def add_image_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--image", type=size_of, metavar="WxH", help="put a new picture of this size before the tokens of each prompt"
     )
@@ -93,7 +91,7 @@ def cases_of(args: argparse.Namespace) -> list[Case]:
 
 def check_cases(args: argparse.Namespace) -> None:
     """Raise LaunchError if a case is longer than the model's context."""
-    limit = model_card(args.model).context_length
+    limit = read_card(args.model).context_length
     longest = max(case.prompt_tokens + case.new_tokens + 1 for case in cases_of(args))
     if longest > limit:
         options = f"--prompt-tokens {max(args.prompt_tokens)} and --new-tokens {args.new_tokens}"

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import LaunchError
-from .output_file import is_writable, write_file
+from .harness import is_writable, write_file
 from .peaks import compute_peak_texts
 
 WIDTH, LEFT, RIGHT = 880, 190, 130

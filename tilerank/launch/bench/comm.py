@@ -11,13 +11,13 @@ import argparse
 import json
 import statistics
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..errors import LaunchError
 from ..host.placement import auto_ranks
 from ..host.topology import read_topology
 from ..options.arguments import whole_number
-from .json_rows import add_json_argument, check_json_argument, write_json
+from .harness import Column, Row, add_json_argument, check_json_argument, header, line, write_json
 from .peaks import Peaks, peaks_of
 from .rank_job import add_rank_arguments, is_rank, placement_of, run_as_rank, run_ranks, whole_numbers
 
@@ -32,6 +32,17 @@ if TYPE_CHECKING:
 OPERATIONS = ("all_reduce", "all_gather")
 WARM_UP = 10
 RECORDED = 32  # collectives in one graph
+COLUMNS = [
+    Column("operation", 12, lambda row: row["operation"]),
+    Column("ranks", -6, lambda row: str(row["ranks"])),
+    Column("bytes", -9, lambda row: str(row["bytes"])),
+    Column("us", -11, lambda row: f"{1e6 * row['seconds']:.1f}"),
+    Column("latencies", -11, lambda row: "-" if row["latency_ratio"] is None else f"{row['latency_ratio']:.0f}"),
+    Column("eager us", -11, lambda row: f"{1e6 * row['eager_seconds']:.1f}"),
+    Column("gloo us", -11, lambda row: f"{1e6 * row['gloo_seconds']:.1f}"),
+    Column("ratio", -8, lambda row: f"{row['gloo_ratio']:.1f}"),
+    Column("", 0, lambda row: "  more ranks than cores" if row["oversubscribed"] else ""),
+]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -60,12 +71,12 @@ def run(args: argparse.Namespace) -> int:
     max_ranks = args.tp or max(2, auto_ranks(read_topology()))
     if max_ranks < 2:
         raise LaunchError("bench comm needs two ranks or more; found --tp 1")
-    rows: list[dict[str, Any]] = []
+    rows: list[Row] = []
     for ranks in range(2, max_ranks + 1):
         placement, cores = placement_of(args, ranks)
         if not rows:
             peaks = peaks_of(cores)
-            print(f"{peaks.text()}\n\n{_HEADER}")
+            print(f"{peaks.text()}\n\n{header(COLUMNS)}")
         # Each kind runs in processes of its own, as `generate` starts them. The last --collectives takes effect.
         shared, gloo = (
             run_ranks(args, [*args.argv, "--collectives", kind, "--log-level", "warning"], ranks)
@@ -73,14 +84,12 @@ def run(args: argparse.Namespace) -> int:
         )
         for row in rows_of(shared, gloo, ranks, placement.oversubscribed, peaks):
             rows.append(row)
-            print(_text(row), flush=True)
+            print(line(COLUMNS, row), flush=True)
     write_json(args, rows)
     return 0
 
 
-def rows_of(
-    shared: list[dict[str, Any]], gloo: list[dict[str, Any]], ranks: int, oversubscribed: bool, peaks: Peaks
-) -> list[dict[str, Any]]:
+def rows_of(shared: list[Row], gloo: list[Row], ranks: int, oversubscribed: bool, peaks: Peaks) -> list[Row]:
     """Return one JSON row for each operation and size.
 
     seconds: inside a recorded graph, or of a call from Python if collectives cannot be recorded.
@@ -137,7 +146,7 @@ class CollectiveTimer:
     def stop(self) -> None:
         return
 
-    def measure(self) -> list[dict[str, Any]]:
+    def measure(self) -> list[Row]:
         rows = []
         for operation in OPERATIONS:
             for nbytes in self._sizes:
@@ -195,17 +204,3 @@ class CollectiveTimer:
             call()
             seconds.append(time.perf_counter() - start)
         return statistics.median(seconds[WARM_UP:])
-
-
-_HEADER = (
-    f"{'operation':<12}{'ranks':>6}{'bytes':>9}{'us':>11}{'latencies':>11}{'eager us':>11}{'gloo us':>11}{'ratio':>8}"
-)
-
-
-def _text(row: dict[str, Any]) -> str:
-    latencies = "-" if row["latency_ratio"] is None else f"{row['latency_ratio']:.0f}"
-    return (
-        f"{row['operation']:<12}{row['ranks']:>6}{row['bytes']:>9}{1e6 * row['seconds']:>11.1f}{latencies:>11}"
-        f"{1e6 * row['eager_seconds']:>11.1f}{1e6 * row['gloo_seconds']:>11.1f}{row['gloo_ratio']:>8.1f}"
-        f"{'  more ranks than cores' if row['oversubscribed'] else ''}"
-    )

@@ -11,7 +11,7 @@ import signal
 from collections.abc import Iterator
 
 from ..errors import LaunchError
-from .json_rows import run_with_json
+from .harness import run_with_json
 
 BENCHES = {
     "peaks": "memory bandwidth, compute peaks and core-to-core latency of the cores this process may use",

@@ -8,13 +8,12 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from tilerank.parallel.cost import Work
 
 from ..host.topology import read_topology
 from .entry import Calls, Entry
-from .json_rows import add_json_argument, check_json_argument, write_json
+from .harness import Column, Row, add_json_argument, check_json_argument, header, line, median_by, write_json
 from .peaks import (
     Peaks,
     RateProbe,
@@ -22,7 +21,6 @@ from .peaks import (
     bench_cores,
     compute_unit,
     mean_rates,
-    median_row,
     peaks_of,
     share_text,
 )
@@ -112,16 +110,13 @@ def run(args: argparse.Namespace) -> int:
     torch.ones(1 << 20).add_(1.0)  # starts torch's threads before this thread is pinned: they inherit its affinity
     core.start_pool(cores, spin=True)
     print(f"{core.isa()} on {len(cores)} cores; {peaks.text()}\n")
-    compute_column = f"  of {compute_unit(peaks.isa)}"
-    print(
-        f"{'kernel':<18}{'shape':<22}{'format':<10}{'us':>11}{'of limit':>10}{'of read':>9}{'at GB/s':>9}"
-        f"{compute_column}{'torch us':>12}{'ratio':>7}"
-    )
+    columns = columns_of(peaks.isa)
+    print(header(columns))
     rows = []
     probe = RateProbe(cores)
     for entry in entries(args):
         rows.append(row_of(entry, measure(entry, probe.measure, args.seconds), peaks, core.isa()))
-        print(_text(rows[-1], len(compute_column)), flush=True)
+        print(line(columns, rows[-1]), flush=True)
     write_json(args, rows)
     return 0
 
@@ -174,17 +169,17 @@ def seconds_per_call(calls: Calls, budget_s: float) -> float:
     return statistics.median(seconds)
 
 
-def row_of(entry: Entry, measurements: Sequence[Measurement], peaks: Peaks, isa: str) -> dict[str, Any]:
+def row_of(entry: Entry, measurements: Sequence[Measurement], peaks: Peaks, isa: str) -> Row:
     """Return the JSON row of the measurement with the median limit_share.
 
     *_share: as in `Peaks`, against the rates of that measurement, which `peaks` in the row has as well. stream_rate:
     the name of the one that stream_share is a share of.
     torch_ratio: torch_seconds / seconds.
     """
-    return median_row([_row_of_one(entry, one, peaks.with_rates(one.rates), isa) for one in measurements])
+    return median_by([_row_of_one(entry, one, peaks.with_rates(one.rates), isa) for one in measurements], "limit_share")
 
 
-def _row_of_one(entry: Entry, measurement: Measurement, peaks: Peaks, isa: str) -> dict[str, Any]:
+def _row_of_one(entry: Entry, measurement: Measurement, peaks: Peaks, isa: str) -> Row:
     work, seconds = entry.work, measurement.seconds
     return {
         "kernel": entry.kernel,
@@ -192,26 +187,28 @@ def _row_of_one(entry: Entry, measurement: Measurement, peaks: Peaks, isa: str) 
         "format": entry.format,
         "isa": isa,
         "seconds": seconds,
-        "bytes": work.nbytes + work.updated,
-        "flops": work.flops,
-        "stream_share": peaks.stream_share(work, seconds),
+        **peaks.shares(work, seconds),
         "stream_rate": "stream_update_gbs" if work.updated else "stream_read_gbs",
-        "amx_share": peaks.amx_share(work, seconds),
-        "compute_share": peaks.compute_share(work, seconds),
-        "limit_share": peaks.limit_seconds(work) / seconds,
         "torch_seconds": measurement.torch_seconds,
         "torch_ratio": None if measurement.torch_seconds is None else measurement.torch_seconds / seconds,
-        "peaks": peaks.as_json(),
     }
 
 
-def _text(row: dict[str, Any], compute_width: int) -> str:
-    compute, memory = share_text(row["compute_share"]), row["peaks"][row["stream_rate"]]
-    against = "" if row["torch_seconds"] is None else f"{1e6 * row['torch_seconds']:>12.1f}{row['torch_ratio']:>7.2f}"
-    return (
-        f"{row['kernel']:<18}{row['shape']:<22}{row['format']:<10}{1e6 * row['seconds']:>11.1f}"
-        f"{row['limit_share']:>10.2f}{row['stream_share']:>9.2f}{memory:>9.1f}{compute:>{compute_width}}{against}"
-    )
+def columns_of(isa: str) -> list[Column]:
+    """Return the columns of the table on the rung `isa`."""
+    compute = f"of {compute_unit(isa)}"
+    return [
+        Column("kernel", 18, lambda row: row["kernel"]),
+        Column("shape", 22, lambda row: row["shape"]),
+        Column("format", 10, lambda row: row["format"]),
+        Column("us", -11, lambda row: f"{1e6 * row['seconds']:.1f}"),
+        Column("of limit", -10, lambda row: f"{row['limit_share']:.2f}"),
+        Column("of read", -9, lambda row: f"{row['stream_share']:.2f}"),
+        Column("at GB/s", -9, lambda row: f"{row['peaks'][row['stream_rate']]:.1f}"),
+        Column(compute, -2 - len(compute), lambda row: share_text(row["compute_share"])),
+        Column("torch us", -12, lambda row: "" if row["torch_ratio"] is None else f"{1e6 * row['torch_seconds']:.1f}"),
+        Column("ratio", -7, lambda row: "" if row["torch_ratio"] is None else f"{row['torch_ratio']:.2f}"),
+    ]
 
 
 def _list(names: Sequence[str]) -> str:

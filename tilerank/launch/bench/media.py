@@ -7,17 +7,19 @@ import argparse
 import time
 from contextlib import closing
 from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from msgspec import structs
 
+from tilerank.loader.card import read_card
 from tilerank.parallel.cost import Work
 
 from ..errors import LaunchError
 from ..host.topology import read_topology
-from ..options.arguments import whole_number
+from ..options.hub import add_model_argument
 from ..serving.media_decoder import MediaDecoder
-from .json_rows import add_json_argument, check_json_argument, write_json
+from .harness import add_json_argument, add_repeat_argument, check_json_argument, write_json
 from .media_inputs import (
     Clip,
     MediaPrompts,
@@ -31,16 +33,14 @@ from .media_inputs import (
     sizes_of,
 )
 from .media_report import rows_of, table
-from .peaks import Peaks, RateProbe, mean_rates, peaks_of
+from .peaks import Peaks, RateProbe, peaks_of
 from .rank_job import (
     EngineJob,
     add_engine_arguments,
-    add_model_arguments,
     add_rank_arguments,
     cores_of,
     engine_dtype,
     is_rank,
-    model_card,
     placement_of,
     run_as_rank,
     run_ranks,
@@ -63,16 +63,14 @@ _ENCODING = -1  # the number of its encodings; the engine counts from 0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_model_arguments(parser)
+    add_model_argument(parser)
     parser.add_argument(
         "--size", type=sizes_of, metavar="WxH,WxH", help="of pictures (default: 1024x1024, or none with --audio)"
     )
     parser.add_argument(
         "--audio", type=clips_of, default=[], metavar="SECONDS,SECONDS", help="length of clips of sound"
     )
-    parser.add_argument(
-        "--repeat", type=whole_number(1), default=3, metavar="N", help="runs, of which the median is used (default: 3)"
-    )
+    add_repeat_argument(parser)
     add_engine_arguments(parser)
     add_json_argument(parser)
     add_rank_arguments(parser)
@@ -111,7 +109,7 @@ def _tokens(prompts: MediaPrompts, size: MediumSize) -> int:
 
 def check_sizes(args: argparse.Namespace) -> None:
     """Raise LaunchError for media that the model does not take, and prompts that are longer than its context."""
-    prompts, limit = media_prompts(args.model), model_card(args.model).context_length
+    prompts, limit = media_prompts(args.model), read_card(args.model).context_length
     for size in sizes_in(args):
         prompts.check(size)
         if not isinstance(size, Clip):
@@ -175,9 +173,9 @@ def _measure(
         _measure_medium(engine, tower, prompts, decoder, size, "warm-up")
         runs = []
         for number in range(args.repeat):
-            before = probe.measure(total)
-            seconds = _measure_medium(engine, tower, prompts, decoder, size, str(number))
-            runs.append(seconds | {"rates": mean_rates(before, probe.measure(total))})
+            run = partial(_measure_medium, engine, tower, prompts, decoder, size, str(number))
+            seconds, rates = probe.around(total, run)
+            runs.append({**seconds, "rates": rates})
         tokens = engine.worker.encoder.shape(grid)[1] if engine.worker.encoder else 0
         parts = {name: asdict(part) for name, part in work.items()}
         sizes.append({"size": size_text(size), "tokens": tokens, "work": parts, "runs": runs})

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
+from tilerank.loader.card import read_card
 from tilerank.loader.tokenizer import Tokenizer
 from tilerank.runtime.media.decoder import DecodedMedium
 from tilerank.runtime.media.registry import load_processor
@@ -19,7 +20,6 @@ from tilerank.runtime.protocol.errors import MediaError
 from tilerank.runtime.protocol.prompt import Prompt
 
 from ..errors import LaunchError
-from .rank_job import model_card
 
 MAX_SIDE = 1 << 14
 _DETAIL = 16
@@ -112,7 +112,7 @@ class MediaPrompts:
     only."""
 
     def __init__(self, model_dir: Path) -> None:
-        model_card(model_dir)
+        read_card(model_dir)
         self._tokenizer = Tokenizer(model_dir)
         processor = load_processor(model_dir, self._tokenizer)
         if processor is None:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
 from tilerank.parallel.cost import Work
 
+from .harness import Column, Row, median_by
+from .harness import table as lines_of
 from .peaks import Peaks, compute_unit, share_text
-from .report import OURS, Report, Row
+from .report import OURS, Report
 
 PARTS = ("decode", "preprocessing", "tower", "first token", "next token")
 """decode: a file to pixels. preprocessing: pixels to patches. tower: patches to tokens. first token: all of these, and
@@ -36,11 +37,11 @@ def rows_of(reports: Mapping[str, Report], model: str, peaks: Peaks) -> list[Row
             work["tower"] = sum(work.values(), start=Work())
             rates = [run["rates"] for run in own["runs"]]
             median_rates = {name: statistics.median(of[name] for of in rates) for name in rates[0]}
-            tower = _median_run(size["runs"], "tower")
+            tower = median_by(size["runs"], "tower")
             for part in (*PARTS[:3], *TOWER_PARTS, *PARTS[3:]):
                 if part not in tower:
                     continue
-                run = tower if part in ("tower", *TOWER_PARTS) else _median_run(size["runs"], part)
+                run = tower if part in ("tower", *TOWER_PARTS) else median_by(size["runs"], part)
                 shares = _shares(work.get(part), run[part], peaks.with_rates(run.get("rates", median_rates)))
                 tower_share = run[part] / run["tower"] if part in TOWER_PARTS else None
                 rows.append(
@@ -53,46 +54,38 @@ def rows_of(reports: Mapping[str, Report], model: str, peaks: Peaks) -> list[Row
     return rows
 
 
-def _median_run(runs: Sequence[dict[str, Any]], part: str) -> dict[str, Any]:
-    return sorted(runs, key=lambda run: float(run[part]))[(len(runs) - 1) // 2]
-
-
 def _shares(work: Work | None, seconds: float, peaks: Peaks) -> Row:
-    if work is None:
-        return dict.fromkeys(("bytes", "flops", "compute_share", "limit_share")) | {"peaks": peaks.as_json()}
-    return {
-        "bytes": work.nbytes,
-        "flops": work.flops,
-        "compute_share": peaks.compute_share(work, seconds),
-        "limit_share": peaks.limit_seconds(work) / seconds,
-        "peaks": peaks.as_json(),
-    }
+    found = {} if work is None else peaks.shares(work, seconds)
+    names = ("bytes", "flops", "compute_share", "limit_share")
+    return {name: found.get(name) for name in names} | {"peaks": peaks.as_json()}
 
 
 def table(rows: Sequence[Row]) -> list[str]:
     """Return a header and a line for each size and part; each peer has columns for its time and the speedup."""
     peers = list(dict.fromkeys(row["system"] for row in rows if row["system"] != OURS))
-    found = {(row["system"], row["size"], row["part"]): row for row in rows}
+    found = {(row["system"], row["size"], row["part"]): row | {"milliseconds": 1000 * row["seconds"]} for row in rows}
     unit = f"of {compute_unit(rows[0]['peaks']['isa'])}"
-    header = (
-        f"{'medium':<12}{'tokens':>8}  {'part':<18}{'ms':>10}{'of tower':>10}{'of limit':>10}{unit:>{len(unit) + 2}}"
-    )
-    header += "".join(f"{peer + ' ms':>18}{'speedup':>9}" for peer in peers)
-    lines = [header]
-    for row in rows:
-        if row["system"] != OURS:
-            continue
-        part = f"  {row['part']}" if row["part"] in TOWER_PARTS else row["part"]
-        line = f"{row['size']:<12}{row['tokens']:>8}  {part:<18}{1000 * row['seconds']:>10.1f}"
-        line += "".join(_share(row[name], 10) for name in ("tower_share", "limit_share"))
-        line += _share(row["compute_share"], len(unit) + 2)
-        for peer in peers:
-            other = found.get((peer, row["size"], row["part"]))
-            if other is not None:
-                line += f"{1000 * other['seconds']:>18.1f}{other['ours_ratio']:>8.2f}x"
-        lines.append(line.rstrip())
-    return lines
+
+    def of_peer(peer: str, text: str) -> Callable[[Row], str]:
+        """Return what formats the row of a peer for the same size and part, if there is one."""
+        return lambda row: text.format(**other) if (other := found.get((peer, row["size"], row["part"]))) else ""
+
+    columns = [
+        Column("medium", 12, lambda row: row["size"]),
+        Column("tokens", -8, lambda row: str(row["tokens"])),
+        Column("  part", 20, lambda row: f"    {row['part']}" if row["part"] in TOWER_PARTS else f"  {row['part']}"),
+        Column("ms", -10, lambda row: f"{1000 * row['seconds']:.1f}"),
+        Column("of tower", -10, lambda row: _share(row["tower_share"])),
+        Column("of limit", -10, lambda row: _share(row["limit_share"])),
+        Column(unit, -2 - len(unit), lambda row: _share(row["compute_share"])),
+    ]
+    for peer in peers:
+        columns += [
+            Column(f"{peer} ms", -18, of_peer(peer, "{milliseconds:.1f}")),
+            Column("speedup", -9, of_peer(peer, "{ours_ratio:.2f}x")),
+        ]
+    return lines_of(columns, [row for row in rows if row["system"] == OURS])
 
 
-def _share(share: float | None, width: int) -> str:
-    return " " * width if share is None else f"{share_text(share):>{width}}"
+def _share(share: float | None) -> str:
+    return "" if share is None else share_text(share)

@@ -15,16 +15,16 @@ from tilerank.parallel.cost import Work
 
 from ..errors import LaunchError
 from ..host.topology import read_topology
+from ..options.hub import add_model_argument
 from ..options.quantize import quantization_of
-from .cases import Case, add_case_arguments, add_image_argument, cases_of, check_cases, prompts, timing_of
+from .cases import Case, add_case_arguments, cases_of, check_cases, prompts, timing_of
 from .chart import add_chart_argument, check_chart_argument, write_chart
-from .json_rows import add_json_argument, check_json_argument, write_json
+from .harness import add_json_argument, check_json_argument, write_json
 from .media_inputs import media_prompts, random_frames
-from .peaks import RateProbe, mean_rates, peaks_of
+from .peaks import RateProbe, peaks_of
 from .rank_job import (
     EngineJob,
     add_engine_arguments,
-    add_model_arguments,
     add_rank_arguments,
     cores_of,
     engine_dtype,
@@ -52,9 +52,8 @@ PROFILED_STEPS = 16
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_model_arguments(parser)
+    add_model_argument(parser)
     add_case_arguments(parser)
-    add_image_argument(parser)
     add_engine_arguments(parser)
     add_json_argument(parser)
     add_chart_argument(parser)
@@ -138,9 +137,8 @@ def _measure(args: argparse.Namespace, engine: Engine, placement: Placement, ran
     probe, one_token = RateProbe(cores_of(placement, read_topology())), work.prefill(1, 1)
 
     def timed(case: Case, seed: int) -> Timing:
-        before = probe.measure(one_token)
-        timing = _time(engine, case, seed)
-        return replace(timing, rates=mean_rates(before, probe.measure(one_token)))
+        timing, rates = probe.around(one_token, lambda: _time(engine, case, seed))
+        return replace(timing, rates=rates)
 
     timings = [[timed(case, args.first_seed + i) for i in range(args.repeat)] for case in cases]
     return {

@@ -8,10 +8,10 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from tilerank.parallel.cost import Work
 
@@ -19,7 +19,7 @@ from ..errors import LaunchError
 from ..host.cpulist import format_cpulist, parse_cpulist
 from ..host.topology import Topology, read_topology
 from ..processes.process import die_with
-from .json_rows import add_json_argument, check_json_argument, write_json
+from .harness import add_json_argument, check_json_argument, write_json
 
 COMPUTE = (
     ("amx_bf16_tflops", "bf16", "TFLOP/s"),
@@ -30,6 +30,7 @@ COMPUTE = (
 )
 """Compute peaks: name in `Peaks` and in JSON, type of the operands, unit."""
 
+T = TypeVar("T")
 Rates = dict[str, float]
 """Some fields of `Peaks`, by name."""
 
@@ -78,6 +79,18 @@ class Peaks:
         None if no operation of `work` has a known peak, such as fp32 on the rung "amx".
         """
         return self._compute_seconds(work) / seconds or None
+
+    def shares(self, work: Work, seconds: float) -> dict[str, Any]:
+        """Return the fields of a JSON row for `work` that takes `seconds`, with these peaks."""
+        return {
+            "bytes": work.nbytes + work.updated,
+            "flops": work.flops,
+            "stream_share": self.stream_share(work, seconds),
+            "amx_share": self.amx_share(work, seconds),
+            "compute_share": self.compute_share(work, seconds),
+            "limit_share": self.limit_seconds(work) / seconds,
+            "peaks": self.as_json(),
+        }
 
     def limit_seconds(self, work: Work) -> float:
         """Return the time of `work` at the roofline: max(time to move its bytes, time to compute its operations)."""
@@ -138,6 +151,12 @@ class RateProbe:
                 found[name] = _compute_peak(name, kind, len(self._cores), self._cores)
         return found
 
+    def around(self, work: Work, run: Callable[[], T]) -> tuple[T, Rates]:
+        """Return the result of `run`, and the rates that limit `work`: the mean of those just before and after it."""
+        before = self.measure(work)
+        result = run()
+        return result, mean_rates(before, self.measure(work))
+
 
 def mean_rates(before: Rates, after: Rates) -> Rates:
     """Return the mean of each rate, for a figure that was measured between them."""
@@ -156,11 +175,6 @@ def _compute_peak(name: str, kind: str, threads: int, cores: Sequence[int]) -> f
     from tilerank.kernels import peaks
 
     return (peaks.amx_tflops if name.startswith("amx") else peaks.vector_tflops)(kind, threads, cores)
-
-
-def median_row(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the row with the median limit_share. All figures of a row belong to the same run."""
-    return sorted(rows, key=lambda row: float(row["limit_share"]))[(len(rows) - 1) // 2]
 
 
 def compute_unit(isa: str) -> str:

@@ -5,23 +5,23 @@ from __future__ import annotations
 import argparse
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
+from tilerank.loader.card import read_card
 from tilerank.loader.quantization_config import INT4_GROUPS
 
 from ..errors import LaunchError
 from ..options import quantize
 from ..options.arguments import whole_number
-from .json_rows import add_json_argument, check_json_argument, write_json
+from ..options.hub import add_model_argument
+from .harness import Column, Row, add_json_argument, check_json_argument, header, line, write_json
 from .rank_job import (
     EngineJob,
     add_engine_arguments,
-    add_model_arguments,
     add_rank_arguments,
     is_rank,
-    model_card,
     run_as_rank,
     run_ranks,
     whole_numbers,
@@ -53,6 +53,15 @@ _INT4 = [f"int4-{group}" for group in INT4_GROUPS]
 _DEFAULT = ["bfloat16", f"bfloat16{INT8_CACHE}", "float32", "int8", f"int8{INT8_CACHE}", "fp8", *_INT4]
 
 
+COLUMNS = [
+    Column("dtype", 16, lambda row: row["dtype"]),
+    Column("ranks", -6, lambda row: str(row["tp"])),
+    Column("perplexity", -13, lambda row: f"{row['perplexity']:.4f}"),
+    Column("of reference", -14, lambda row: "-" if row["reference_ratio"] is None else f"{row['reference_ratio']:.5f}"),
+    Column("of first", -10, lambda row: f"{row['first_ratio']:.5f}"),
+]
+
+
 class EvalTokens(msgspec.Struct):
     """The contents of a --tokens file: texts as token ids, and their perplexities from another implementation."""
 
@@ -63,7 +72,7 @@ class EvalTokens(msgspec.Struct):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_model_arguments(parser)
+    add_model_argument(parser)
     parser.add_argument(
         "--tokens",
         type=Path,
@@ -98,8 +107,8 @@ def run(args: argparse.Namespace) -> int:
     if args.kv_cache_dtype != "auto":
         raise LaunchError(f"bench quality takes lists: --dtypes bfloat16{INT8_CACHE} instead of --kv-cache-dtype")
     texts = read_tokens(args)
-    rows: list[dict[str, Any]] = []
-    print(f"{'dtype':<16}{'ranks':>6}{'perplexity':>13}{'of reference':>14}{'of first':>10}")
+    rows: list[Row] = []
+    print(header(COLUMNS))
     for dtype in args.dtypes:
         for ranks in args.ranks:
             argv = [*args.argv, *DTYPE_OPTIONS[dtype], "--log-level", "warning"]
@@ -108,14 +117,12 @@ def run(args: argparse.Namespace) -> int:
             if args.limit is not None:
                 expected = None  # the file has the perplexity of all sequences
             rows.append(row_of(dtype, ranks, found, expected, rows[0]["perplexity"] if rows else None))
-            print(_text(rows[-1]), flush=True)
+            print(line(COLUMNS, rows[-1]), flush=True)
     write_json(args, rows)
     return 0
 
 
-def row_of(
-    dtype: str, ranks: int, found: dict[str, Any], expected: float | None, first: float | None
-) -> dict[str, Any]:
+def row_of(dtype: str, ranks: int, found: Row, expected: float | None, first: float | None) -> Row:
     """Return a JSON row. found: the sum of losses and the number of tokens, from the ranks.
 
     reference_ratio: perplexity / expected, the file's. first_ratio: perplexity / first, the first row's.
@@ -138,7 +145,7 @@ def read_tokens(args: argparse.Namespace) -> EvalTokens:
 
     LaunchError unless each sequence has two tokens or more, fits the context, and has only ids of the vocabulary.
     """
-    card = model_card(args.model)
+    card = read_card(args.model)
     path: Path = args.tokens or args.model / "eval_tokens.json"
     try:
         texts = msgspec.json.decode(path.read_bytes(), type=EvalTokens)
@@ -160,7 +167,7 @@ def read_tokens(args: argparse.Namespace) -> EvalTokens:
     return texts
 
 
-def _measure(sequences: Sequence[list[int]], engine: Engine, *_: object) -> dict[str, Any]:
+def _measure(sequences: Sequence[list[int]], engine: Engine, *_: object) -> Row:
     from tilerank.kernels import core
     from tilerank.runtime.protocol.prompt import Prompt
 
@@ -181,8 +188,3 @@ def _dtypes(text: str) -> list[str]:
     if unknown := [name for name in names if name not in DTYPE_OPTIONS]:
         raise argparse.ArgumentTypeError(f"expected some of {', '.join(DTYPE_OPTIONS)}, found {unknown[0]!r}")
     return names
-
-
-def _text(row: dict[str, Any]) -> str:
-    reference = "-" if row["reference_ratio"] is None else f"{row['reference_ratio']:.5f}"
-    return f"{row['dtype']:<16}{row['tp']:>6}{row['perplexity']:>13.4f}{reference:>14}{row['first_ratio']:>10.5f}"

@@ -14,7 +14,7 @@ from tilerank.loader.card import read_card
 from ..errors import LaunchError
 from ..host.placement import Placement, RankPlacement, auto_ranks
 from ..host.topology import Topology, read_topology
-from ..options import family_options, hub, quantize
+from ..options import family_options, quantize
 from ..options.arguments import whole_number
 from ..options.quantize import quantization_of, resolve_dtype, resolve_kv_dtype
 from ..ranks import start
@@ -25,7 +25,6 @@ from .peaks import bench_cores
 if TYPE_CHECKING:
     import torch
 
-    from tilerank.loader.card import ModelCard
     from tilerank.parallel.join import Team
     from tilerank.runtime.lead.engine import Engine
     from tilerank.runtime.rank.worker import Worker
@@ -178,10 +177,6 @@ class EngineJob:
         self._args.result.write_text(json.dumps(self._measure(Engine(worker), placement, ranks)))
 
 
-def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    hub.add_model_argument(parser)
-
-
 def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=DTYPES, default="auto", help="auto: the checkpoint's dtype")
     quantize.add_arguments(parser)
@@ -194,14 +189,9 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def model_card(model_dir: Path) -> "ModelCard":
-    """Read the card. ConfigError if its config.json is refused."""
-    return read_card(model_dir)
-
-
 def engine_dtype(args: argparse.Namespace) -> "torch.dtype":
     """Return the dtype of activations that the options and the checkpoint ask for."""
-    return resolve_dtype(model_card(args.model), args.dtype, quantization_of(args))
+    return resolve_dtype(read_card(args.model), args.dtype, quantization_of(args))
 
 
 def kv_dtype(args: argparse.Namespace) -> "torch.dtype":

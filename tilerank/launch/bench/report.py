@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -11,8 +11,10 @@ import msgspec
 from tilerank.parallel.cost import Work
 
 from .cases import Case, Timing
+from .harness import Column, Row, median_by
+from .harness import table as lines_of
 from .media_inputs import size_text
-from .peaks import Peaks, compute_unit, median_row, share_text
+from .peaks import Peaks, compute_unit, share_text
 from .work import ModelWork
 
 OURS = "tilerank"
@@ -24,8 +26,6 @@ timings: for each case, its runs as dicts of `Timing`. load_s, ready_s: seconds 
 Optional: version, isa, dtype, quantization, kv_cache_dtype, tp, load_bytes; weight_bytes, loaded_rss and peak_rss, in
 bytes, for each rank; overhead_share, for each case. tilerank's report also has work, a `ModelWork` as a dict.
 """
-
-Row = dict[str, Any]
 
 _SETTINGS = ("version", "isa", "dtype", "quantization", "kv_cache_dtype", "tp", "load_s", "ready_s", "load_bytes")
 _MEMORY = ("weight_bytes", "loaded_rss", "peak_rss")
@@ -61,7 +61,7 @@ def rows_of(reports: Mapping[str, Report], cases: Sequence[Case], model: str, pe
                 for timing in msgspec.convert(report["timings"][index], list[Timing])
             ]
             for phase in zip(*runs, strict=True):
-                rows.append({"system": system, "model": model, **median_row(phase), **settings})
+                rows.append({"system": system, "model": model, **median_by(phase, "limit_share"), **settings})
     ours = {_case_key(row): row["tokens_per_s"] for row in rows if row["system"] == OURS}
     for row in rows:
         row["ours_ratio"] = ours[_case_key(row)] / row["tokens_per_s"]
@@ -86,18 +86,8 @@ def phase_rows(case: Case, timing: Timing, work: ModelWork, peaks: Peaks, overhe
 
 
 def _shares(tokens: int, seconds: float, work: Work, peaks: Peaks) -> Row:
-    limit = peaks.limit_seconds(work)
-    return {
-        "tokens_per_s": tokens / seconds,
-        "bytes": work.nbytes,
-        "flops": work.flops,
-        "stream_share": peaks.stream_share(work, seconds),
-        "amx_share": peaks.amx_share(work, seconds),
-        "compute_share": peaks.compute_share(work, seconds),
-        "limit_tokens_per_s": tokens / limit,
-        "limit_share": limit / seconds,
-        "peaks": peaks.as_json(),
-    }
+    rates = {"tokens_per_s": tokens / seconds, "limit_tokens_per_s": tokens / peaks.limit_seconds(work)}
+    return rates | peaks.shares(work, seconds)
 
 
 def loading_text(report: Report, peaks: Peaks) -> str:
@@ -119,29 +109,24 @@ def table(rows: Sequence[Row]) -> list[str]:
     """Return a header and a line for each row, by phase and case; for several systems, with their names and ratios."""
     several = len({row["system"] for row in rows}) > 1
     compute = f"of {compute_unit(rows[0]['peaks']['isa'])}"
-    columns: list[tuple[str, int, Callable[[Row], str]]] = [
-        ("phase", 8, lambda row: str(row["phase"])),
-        ("prompt", -7, lambda row: str(row["prompt_tokens"])),
-        ("batch", -6, lambda row: str(row["batch"])),
-        *([("  system", 16, lambda row: f"  {row['system']}")] if several else []),
-        ("tokens/s", -11, lambda row: f"{row['tokens_per_s']:.1f}"),
-        ("limit", -11, lambda row: f"{row['limit_tokens_per_s']:.1f}"),
-        ("of limit", -9, lambda row: f"{row['limit_share']:.2f}"),
-        ("of read", -9, lambda row: f"{row['stream_share']:.2f}"),
-        (compute, -2 - len(compute), lambda row: share_text(row["compute_share"])),
-        ("first token", -13, lambda row: f"{row['ttft_s']:.3f} s" if "ttft_s" in row else ""),
-        ("step", -11, lambda row: f"{1000 * row['tpot_s']:.2f} ms" if "tpot_s" in row else ""),
-        ("overhead", -11, lambda row: "" if row.get("overhead_share") is None else f"{row['overhead_share']:.1%}"),
-        *([("speedup", -9, _speedup)] if several else []),
+    columns = [
+        Column("phase", 8, lambda row: str(row["phase"])),
+        Column("prompt", -7, lambda row: str(row["prompt_tokens"])),
+        Column("batch", -6, lambda row: str(row["batch"])),
+        *([Column("  system", 16, lambda row: f"  {row['system']}")] if several else []),
+        Column("tokens/s", -11, lambda row: f"{row['tokens_per_s']:.1f}"),
+        Column("limit", -11, lambda row: f"{row['limit_tokens_per_s']:.1f}"),
+        Column("of limit", -9, lambda row: f"{row['limit_share']:.2f}"),
+        Column("of read", -9, lambda row: f"{row['stream_share']:.2f}"),
+        Column(compute, -2 - len(compute), lambda row: share_text(row["compute_share"])),
+        Column("first token", -13, lambda row: f"{row['ttft_s']:.3f} s" if "ttft_s" in row else ""),
+        Column("step", -11, lambda row: f"{1000 * row['tpot_s']:.2f} ms" if "tpot_s" in row else ""),
+        Column(
+            "overhead", -11, lambda row: "" if row.get("overhead_share") is None else f"{row['overhead_share']:.1%}"
+        ),
+        *([Column("speedup", -9, _speedup)] if several else []),
     ]
-    lines = ["".join(_cell(title, width) for title, width, _ in columns)]
-    for row in sorted(rows, key=_case_key):
-        lines.append("".join(_cell(value(row), width) for _, width, value in columns))
-    return [line.rstrip() for line in lines]
-
-
-def _cell(text: str, width: int) -> str:
-    return f"{text:<{width}}" if width > 0 else f"{text:>{-width}}"
+    return lines_of(columns, sorted(rows, key=_case_key))
 
 
 def _speedup(row: Row) -> str:

@@ -26,19 +26,19 @@ from dataclasses import dataclass
 from functools import partial
 from typing import IO, TYPE_CHECKING, Any
 
+from tilerank.loader.card import read_card
 from tilerank.loader.tokenizer import Tokenizer
 
 from ..errors import LaunchError
 from ..options.arguments import whole_number
+from ..options.hub import add_model_argument
 from ..processes.process import die_with
-from .json_rows import add_json_argument, check_json_argument, write_json
+from .harness import add_json_argument, add_repeat_argument, check_json_argument, write_json
 from .rank_job import (
     EngineJob,
     add_engine_arguments,
-    add_model_arguments,
     add_rank_arguments,
     is_rank,
-    model_card,
     run_as_rank,
     run_ranks,
 )
@@ -78,7 +78,7 @@ Metrics = dict[str, float]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_model_arguments(parser)
+    add_model_argument(parser)
     _add_load_arguments(parser)
     add_engine_arguments(parser)
     add_rank_arguments(parser)
@@ -97,9 +97,7 @@ def _add_load_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--prefix-tokens", type=positive, default=1000, metavar="N", help="length of a shared prefix (default: 1000)"
     )
-    parser.add_argument(
-        "--repeat", type=positive, default=3, metavar="N", help="runs, of which the median is used (default: 3)"
-    )
+    add_repeat_argument(parser)
     add_json_argument(parser)
 
 
@@ -189,7 +187,7 @@ def table(rows: Sequence[dict[str, Any]]) -> list[str]:
 
 def _check_length(args: argparse.Namespace) -> None:
     longest = max(args.prompt_tokens + args.new_tokens, args.prefix_tokens + SUFFIX_TOKENS + 1)
-    limit = model_card(args.model).context_length
+    limit = read_card(args.model).context_length
     if longest > limit:
         raise LaunchError(
             f"--prompt-tokens, --new-tokens and --prefix-tokens: expected at most {limit} positions, found {longest}"

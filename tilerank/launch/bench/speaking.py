@@ -6,26 +6,27 @@ import argparse
 import statistics
 import time
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from tilerank.loader.card import read_card
 from tilerank.loader.quantization_config import held_codes
 from tilerank.parallel.cost import Cost, Work
 
 from ..errors import LaunchError
 from ..host.topology import read_topology
 from ..options.arguments import whole_number
+from ..options.hub import add_model_argument
 from ..options.quantize import quantization_of
-from .json_rows import add_json_argument, check_json_argument, write_json
-from .peaks import Peaks, RateProbe, mean_rates, peaks_of
+from .harness import Column, Row, add_json_argument, check_json_argument, write_json
+from .harness import table as lines_of
+from .peaks import Peaks, RateProbe, peaks_of
 from .rank_job import (
     EngineJob,
     add_engine_arguments,
-    add_model_arguments,
     add_rank_arguments,
     cores_of,
     engine_dtype,
     is_rank,
-    model_card,
     placement_of,
     run_as_rank,
     run_ranks,
@@ -33,7 +34,7 @@ from .rank_job import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from torch import Tensor
 
@@ -56,7 +57,7 @@ TEXT_ID = 1000
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_model_arguments(parser)
+    add_model_argument(parser)
     parser.add_argument(
         "--requests",
         type=whole_numbers(1),
@@ -79,7 +80,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from tilerank.runtime.protocol.speech_settings import voices_of
 
-    if not voices_of(model_card(args.model)):
+    if not voices_of(read_card(args.model)):
         raise LaunchError(f"{args.model}: expected a model that speaks, found one without a talker")
     if is_rank(args):
         tokens = max(args.requests) * (PROMPT_TOKENS + TEXT_TOKENS + 32)
@@ -98,7 +99,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _with_shares(row: dict[str, Any], peaks: Peaks) -> dict[str, Any]:
+def _with_shares(row: Row, peaks: Peaks) -> Row:
     """Return the row with the shares of the predictor in place of its work and the rates of the machine."""
     work, now = Work(**row.pop("predictor_work")), peaks.with_rates(row.pop("rates"))
     seconds = row["predictor_s"]
@@ -109,27 +110,25 @@ def _with_shares(row: dict[str, Any], peaks: Peaks) -> dict[str, Any]:
     return row | shares | {"peaks": now.as_json()}
 
 
-def table(rows: list[dict[str, Any]]) -> list[str]:
+def table(rows: list[Row]) -> list[str]:
     """Return a header and a line for each number of requests."""
-    columns: list[tuple[str, int, Callable[[dict[str, Any]], str]]] = [
-        ("x real time", 14, lambda row: f"{row['real_time']:.2f}"),
-        ("each", 8, lambda row: f"{row['real_time'] / row['requests']:.2f}"),
-        ("first sound s", 15, lambda row: f"{row['first_sound_s']:.2f}"),
-        ("frame ms", 10, lambda row: f"{1e3 * row['frame_s']:.1f}"),
-        ("predictor ms", 14, lambda row: f"{1e3 * row['predictor_s']:.1f}"),
-        ("of read", 9, lambda row: f"{row['predictor_stream_share']:.2f}"),
-        ("of limit", 10, lambda row: f"{row['predictor_limit_share']:.2f}"),
-        ("talker ms", 11, lambda row: f"{1e3 * row['talker_s']:.1f}"),
-        ("sound ms", 10, lambda row: f"{1e3 * row['sound_s']:.1f}"),
-        ("text ms", 9, lambda row: f"{1e3 * row['text_s']:.1f}"),
+    columns = [
+        Column("requests", 8, lambda row: str(row["requests"])),
+        Column("x real time", -14, lambda row: f"{row['real_time']:.2f}"),
+        Column("each", -8, lambda row: f"{row['real_time'] / row['requests']:.2f}"),
+        Column("first sound s", -15, lambda row: f"{row['first_sound_s']:.2f}"),
+        Column("frame ms", -10, lambda row: f"{1e3 * row['frame_s']:.1f}"),
+        Column("predictor ms", -14, lambda row: f"{1e3 * row['predictor_s']:.1f}"),
+        Column("of read", -9, lambda row: f"{row['predictor_stream_share']:.2f}"),
+        Column("of limit", -10, lambda row: f"{row['predictor_limit_share']:.2f}"),
+        Column("talker ms", -11, lambda row: f"{1e3 * row['talker_s']:.1f}"),
+        Column("sound ms", -10, lambda row: f"{1e3 * row['sound_s']:.1f}"),
+        Column("text ms", -9, lambda row: f"{1e3 * row['text_s']:.1f}"),
     ]
-    lines = ["requests" + "".join(f"{title:>{width}}" for title, width, _ in columns)]
-    for row in rows:
-        lines.append(f"{row['requests']:<8}" + "".join(f"{value(row):>{width}}" for _, width, value in columns))
-    return lines
+    return lines_of(columns, rows)
 
 
-def _measure(args: argparse.Namespace, engine: Engine, placement: Placement) -> dict[str, Any]:
+def _measure(args: argparse.Namespace, engine: Engine, placement: Placement) -> Row:
     """Runs on rank 0."""
     from tilerank.kernels import core
 
@@ -200,7 +199,7 @@ class _Clock:
 
 def _measure_together(
     engine: Engine, predictor: _PredictorClock, count: int, frames: int, cost: Cost, probe: RateProbe
-) -> dict[str, Any]:
+) -> Row:
     """Let `count` requests speak, and measure `frames` frames of each after the first ones.
 
     cost: of the code predictor. frame_s: of a step of frames. predictor_s, talker_s: of the code predictor in it, and
@@ -223,13 +222,15 @@ def _measure_together(
 
     go_on(WARM_UP)
     work = Work(cost.read) + cost.work(count, 0)
-    rates = probe.measure(work)
     before = sum(clock.frames.values()), clock.sound_frames, clock.total_s
     clock.frames_s.clear()
-    began_measuring = time.perf_counter()
-    go_on(WARM_UP + frames)
-    seconds = time.perf_counter() - began_measuring
-    rates = mean_rates(rates, probe.measure(work))
+
+    def measured() -> float:
+        began_measuring = time.perf_counter()
+        go_on(WARM_UP + frames)
+        return time.perf_counter() - began_measuring
+
+    seconds, rates = probe.around(work, measured)
     made, sound_frames, speaking_s = (
         now - then
         for now, then in zip((sum(clock.frames.values()), clock.sound_frames, clock.total_s), before, strict=True)

@@ -11,12 +11,13 @@ from tilerank.parallel.cost import Work
 
 from ..errors import LaunchError
 from ..host.topology import read_topology
-from ..options.arguments import whole_number
+from ..options.hub import add_model_argument
 from ..options.quantize import resolve_dtype
-from .json_rows import add_json_argument, check_json_argument, write_json
-from .peaks import Peaks, RateProbe, Rates, bench_cores, compute_unit, mean_rates, peaks_of, share_text
-from .rank_job import DTYPES, add_model_arguments, whole_numbers
-from .report import OURS, Row
+from .harness import Column, Row, add_json_argument, add_repeat_argument, check_json_argument, median_by, write_json
+from .harness import table as lines_of
+from .peaks import Peaks, RateProbe, bench_cores, compute_unit, peaks_of, share_text
+from .rank_job import DTYPES, whole_numbers
+from .report import OURS
 
 if TYPE_CHECKING:
     import torch
@@ -28,7 +29,7 @@ PARTS = 4
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_model_arguments(parser)
+    add_model_argument(parser)
     parser.add_argument(
         "--frames",
         type=whole_numbers(1),
@@ -36,9 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N,N",
         help="frames in a part of a sound, of 80 ms each (default: 4,16,48)",
     )
-    parser.add_argument(
-        "--repeat", type=whole_number(1), default=3, metavar="N", help="runs, of which the median is used (default: 3)"
-    )
+    add_repeat_argument(parser)
     parser.add_argument("--dtype", choices=DTYPES, default="auto", help="auto: the checkpoint's dtype")
     add_json_argument(parser)
 
@@ -76,8 +75,9 @@ def measure(args: argparse.Namespace, cores: list[int]) -> tuple[list[Row], Peak
     for frames in args.frames:
         work = Work(cost.read) + cost.work(frames, 0)
         runs = [_measure(vocoder, frames, work, probe) for _ in range(args.repeat)]
-        seconds, rates = sorted(runs, key=lambda run: run[0])[(len(runs) - 1) // 2]
-        now = peaks.with_rates(rates)
+        run = median_by(runs, "seconds")
+        seconds = run["seconds"]
+        shares = peaks.with_rates(run["rates"]).shares(work, seconds)
         rows.append(
             {
                 "system": OURS,
@@ -88,12 +88,9 @@ def measure(args: argparse.Namespace, cores: list[int]) -> tuple[list[Row], Peak
                 "seconds": seconds,
                 "sound_seconds": frames * vocoder.frame_samples / SAMPLE_RATE,
                 "real_time_factor": seconds * SAMPLE_RATE / (frames * vocoder.frame_samples),
-                "flops": work.flops,
-                "compute_share": now.compute_share(work, seconds),
-                "limit_share": now.limit_seconds(work) / seconds,
-                "peaks": now.as_json(),
                 "ours_ratio": 1.0,
             }
+            | {name: shares[name] for name in ("flops", "compute_share", "limit_share", "peaks")}
         )
     return rows, peaks
 
@@ -112,34 +109,38 @@ def load_vocoder(model_dir: Path, dtype: torch.dtype) -> Vocoder:
     return model.speaker.vocoder
 
 
-def _measure(vocoder: Vocoder, frames: int, work: Work, probe: RateProbe) -> tuple[float, Rates]:
-    """Return the mean seconds of a part of a sound, and the machine's rates at the time."""
+def _measure(vocoder: Vocoder, frames: int, work: Work, probe: RateProbe) -> Row:
+    """Return the mean "seconds" of a part of a sound, and the machine's "rates" at the time."""
     import torch
 
     codes, state = torch.zeros(frames, vocoder.codes, dtype=torch.int64), vocoder.begin()
     vocoder.decode(codes, state)
-    before = probe.measure(work)
-    began = time.perf_counter()
-    for _ in range(PARTS):
-        vocoder.decode(codes, state)
-    seconds = (time.perf_counter() - began) / PARTS
-    return seconds, mean_rates(before, probe.measure(work))
+
+    def run() -> float:
+        began = time.perf_counter()
+        for _ in range(PARTS):
+            vocoder.decode(codes, state)
+        return (time.perf_counter() - began) / PARTS
+
+    seconds, rates = probe.around(work, run)
+    return {"seconds": seconds, "rates": rates}
 
 
 def table(rows: list[Row]) -> list[str]:
     """Return a header and a line for each number of frames, with the time and the ratio of a peer, if there is one."""
     unit = f"of {compute_unit(rows[0]['peaks']['isa'])}"
     peers = {row["frames"]: row for row in rows if row["system"] != OURS}
-    lines = [f"{'frames':<8}{'sound ms':>10}{'ms':>10}{'x real time':>13}{'of limit':>10}{unit:>{len(unit) + 2}}"]
+    columns = [
+        Column("frames", 8, lambda row: str(row["frames"])),
+        Column("sound ms", -10, lambda row: f"{1e3 * row['sound_seconds']:.0f}"),
+        Column("ms", -10, lambda row: f"{1e3 * row['seconds']:.1f}"),
+        Column("x real time", -13, lambda row: f"{1 / row['real_time_factor']:.2f}"),
+        Column("of limit", -10, lambda row: share_text(row["limit_share"])),
+        Column(unit, -2 - len(unit), lambda row: share_text(row["compute_share"])),
+    ]
     for peer in dict.fromkeys(row["system"] for row in peers.values()):
-        lines[0] += f"{peer + ' ms':>18}{'ratio':>8}"
-    for row in rows:
-        if row["system"] != OURS:
-            continue
-        line = f"{row['frames']:<8}{1e3 * row['sound_seconds']:>10.0f}{1e3 * row['seconds']:>10.1f}"
-        line += f"{1 / row['real_time_factor']:>13.2f}{share_text(row['limit_share']):>10}"
-        line += f"{share_text(row['compute_share']):>{len(unit) + 2}}"
-        if other := peers.get(row["frames"]):
-            line += f"{1e3 * other['seconds']:>18.1f}{other['ours_ratio']:>8.2f}"
-        lines.append(line)
-    return lines
+        columns += [
+            Column(f"{peer} ms", -18, lambda row: f"{1e3 * peers[row['frames']]['seconds']:.1f}"),
+            Column("ratio", -8, lambda row: f"{peers[row['frames']]['ours_ratio']:.2f}"),
+        ]
+    return lines_of(columns, [row for row in rows if row["system"] == OURS])
