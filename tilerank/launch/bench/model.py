@@ -16,7 +16,7 @@ from tilerank.parallel.cost import Work
 from ..errors import LaunchError
 from ..host.topology import read_topology
 from ..options.hub import add_model_argument
-from ..options.quantize import quantization_of
+from ..options.model import quantization_of
 from .cases import Case, add_case_arguments, cases_of, check_cases, prompts, timing_of
 from .chart import add_chart_argument, check_chart_argument, write_chart
 from .harness import add_json_argument, check_json_argument, write_json

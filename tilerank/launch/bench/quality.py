@@ -13,9 +13,9 @@ from tilerank.loader.card import read_card
 from tilerank.loader.quantization_config import INT4_GROUPS
 
 from ..errors import LaunchError
-from ..options import quantize
 from ..options.arguments import whole_number
 from ..options.hub import add_model_argument
+from ..options.model import CODES
 from .harness import Column, Row, add_json_argument, check_json_argument, header, line, write_json
 from .rank_job import (
     EngineJob,
@@ -40,7 +40,7 @@ INT8_CACHE = "+int8-kv"
 DTYPE_OPTIONS = {
     "bfloat16": ["--dtype", "bfloat16"],
     "float32": ["--dtype", "float32"],
-    **{codes: ["--dtype", "bfloat16", "--quantization", codes] for codes in quantize.CODES},
+    **{codes: ["--dtype", "bfloat16", "--quantization", codes] for codes in CODES},
     **{
         f"int4-{group}": ["--dtype", "bfloat16", "--quantization", "int4", "--quantization-group", f"{group}"]
         for group in INT4_GROUPS

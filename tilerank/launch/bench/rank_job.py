@@ -14,9 +14,9 @@ from tilerank.loader.card import read_card
 from ..errors import LaunchError
 from ..host.placement import Placement, RankPlacement, auto_ranks
 from ..host.topology import Topology, read_topology
-from ..options import family_options, quantize
+from ..options import model
 from ..options.arguments import whole_number
-from ..options.quantize import quantization_of, resolve_dtype, resolve_kv_dtype
+from ..options.model import quantization_of, resolve_dtype, resolve_kv_dtype
 from ..ranks import start
 from ..ranks.rank import Job, W, run_rank
 from ..ranks.rendezvous import identify
@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from tilerank.parallel.join import Team
     from tilerank.runtime.lead.engine import Engine
     from tilerank.runtime.rank.worker import Worker
-
-DTYPES = ("auto", "bfloat16", "float32")
 
 
 def add_rank_arguments(parser: argparse.ArgumentParser) -> None:
@@ -130,7 +128,7 @@ class EngineJob:
 
         from ..planning.plan import plan_model
 
-        card = read_supported_card(self._args.model, family_options.given(self._args))
+        card = read_supported_card(self._args.model, model.given_family_options(self._args))
         plan = plan_model(
             replace(card, context_length=min(self._total_tokens, card.context_length)),
             size,
@@ -166,7 +164,7 @@ class EngineJob:
                 strategy=self._args.strategy,
                 kv_split=self._args.kv_split,
                 max_total_tokens=self._total_tokens,
-                family_options=family_options.given(self._args),
+                family_options=model.given_family_options(self._args),
             ),
         )
 
@@ -178,14 +176,9 @@ class EngineJob:
 
 
 def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--dtype", choices=DTYPES, default="auto", help="auto: the checkpoint's dtype")
-    quantize.add_arguments(parser)
-    family_options.add_arguments(parser)
-    parser.add_argument(
-        "--strategy", choices=("auto", "pad", "split"), default="auto", help="how heads that do not divide are cut"
-    )
-    parser.add_argument(
-        "--kv-split", choices=("auto", "on", "off"), default="auto", help="whether ranks share contexts of latents out"
+    model.add_format_arguments(parser, "auto: the checkpoint's dtype")
+    model.add_cut_arguments(
+        parser, "how heads that do not divide are cut", "whether ranks share contexts of latents out"
     )
 
 

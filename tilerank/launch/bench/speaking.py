@@ -16,7 +16,7 @@ from ..errors import LaunchError
 from ..host.topology import read_topology
 from ..options.arguments import whole_number
 from ..options.hub import add_model_argument
-from ..options.quantize import quantization_of
+from ..options.model import quantization_of
 from .harness import Column, Row, add_json_argument, check_json_argument, write_json
 from .harness import table as lines_of
 from .peaks import Peaks, RateProbe, peaks_of

@@ -12,11 +12,11 @@ from tilerank.parallel.cost import Work
 from ..errors import LaunchError
 from ..host.topology import read_topology
 from ..options.hub import add_model_argument
-from ..options.quantize import resolve_dtype
+from ..options.model import DTYPES, resolve_dtype
 from .harness import Column, Row, add_json_argument, add_repeat_argument, check_json_argument, median_by, write_json
 from .harness import table as lines_of
 from .peaks import Peaks, RateProbe, bench_cores, compute_unit, peaks_of, share_text
-from .rank_job import DTYPES, whole_numbers
+from .rank_job import whole_numbers
 from .report import OURS
 
 if TYPE_CHECKING:

@@ -18,9 +18,9 @@ from ..host.cpulist import format_cpulist
 from ..host.placement import Placement, RankPlacement
 from ..host.topology import read_topology
 from ..logs import log_debug_on_rank0, log_info_on_rank0, say
-from ..options import family_options, model
+from ..options import model
 from ..options.arguments import number, whole_number
-from ..options.quantize import quantization_of, resolve_dtype, resolve_kv_dtype
+from ..options.model import quantization_of, resolve_dtype, resolve_kv_dtype
 from ..planning import cache_size
 from ..planning.plan_text import cache_text, render, states_text
 from ..ranks import start
@@ -95,7 +95,7 @@ class GenerateJob:
 
         args = self._args
         self._plan = plan_model(
-            self._card(registry.read_supported_card(self._model_dir, family_options.given(args))),
+            self._card(registry.read_supported_card(self._model_dir, model.given_family_options(args))),
             size,
             model=str(self._model_dir),
             topology=read_topology(),
@@ -141,7 +141,7 @@ class GenerateJob:
                 max_total_tokens=tokens,
                 cached_tokens=args.max_total_tokens or expected_tokens(self._card(card).context_length),
                 source_bytes=model.mm_cache_bytes(args) // 2,
-                family_options=family_options.given(args),
+                family_options=model.given_family_options(args),
             ),
         )
 

@@ -8,10 +8,10 @@ import os
 
 from ..host.placement import auto_ranks, divide_placement
 from ..host.topology import read_topology
-from ..options import family_options, model
+from ..options import model
 from ..options.arguments import whole_number
 from ..options.hub import add_model_argument
-from ..options.quantize import quantization_of
+from ..options.model import quantization_of
 from ..planning.plan import model_bytes, plan_model
 from ..planning.plan_text import as_json, render, render_replicas, replicas_as_json
 from ..planning.plan_types import ReplicaPlans
@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
 
     machine, identity = read_topology(), identify(os.environ)
     topology = own_topology(args, identity, machine)
-    card = read_supported_card(args.model, family_options.given(args))
+    card = read_supported_card(args.model, model.given_family_options(args))
     quantization = quantization_of(args)
     division = Division(args.tp or auto_ranks(topology), 1)
     if args.dp != 1:

@@ -32,9 +32,9 @@ from ..host import cgroup
 from ..host.placement import divide_placement
 from ..host.topology import read_topology
 from ..logs import say
-from ..options import family_options, model
+from ..options import model
 from ..options.arguments import seconds, whole_number
-from ..options.quantize import quantization_of
+from ..options.model import quantization_of
 from ..planning.replicas import ModelBytes, divide, replica_count
 from ..processes.process import ProcessSpec
 from ..processes.status import Reached, StatusPipe
@@ -225,7 +225,7 @@ class ServeJob(GenerateJob):
 
         from ..planning.plan import model_bytes
 
-        card = read_supported_card(self._model_dir, family_options.given(self._args))
+        card = read_supported_card(self._model_dir, model.given_family_options(self._args))
         return model_bytes(card, self._args.dtype, quantization_of(self._args))
 
     def build(self, team: Team, own: RankPlacement) -> Worker:
@@ -328,7 +328,7 @@ def _run_http_process(args: argparse.Namespace) -> int:
     model_dir = model.model_directory(args)
     tokenizer = Tokenizer(model_dir)
     listener, control = (socket.socket(fileno=int(fd)) for fd in os.environ[HTTP_FDS].split(","))
-    card = with_options(read_card(model_dir), family_options.given(args))
+    card = with_options(read_card(model_dir), model.given_family_options(args))
     about = ServerSettings(
         args.served_model_name or model_dir.resolve().name,
         own_version() or "unknown",

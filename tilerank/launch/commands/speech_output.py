@@ -13,7 +13,7 @@ from tilerank.runtime.protocol.params import SpeechParams
 from tilerank.runtime.protocol.speech_settings import SAMPLE_RATE, voices_of
 
 from ..errors import LaunchError
-from ..options import family_options
+from ..options import model
 
 _USUAL = "ethan"
 """The voice by default, where the model has it (transformers: the `generate` of Qwen3-Omni)."""
@@ -37,7 +37,7 @@ def read_speech(args: argparse.Namespace, card: ModelCard, prompts: int) -> Spee
         if args.voice is not None:
             raise LaunchError("--voice needs --audio-out")
         return None
-    options = family_options.given(args)
+    options = model.given_family_options(args)
     voices = voices_of(with_options(card, options))
     if not voices:
         found = ", ".join(options) if voices_of(card) else f"{card.model_type}, which does not"

@@ -2,16 +2,26 @@
 
 import argparse
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tilerank.loader.card import ModelCard, read_card
 from tilerank.loader.errors import ConfigError
+from tilerank.loader.quantization_config import DEFAULT_INT4_GROUP, INT4_GROUPS, Quantization, check_agreement
+from tilerank.runtime.media.family import FamilyOptions
+from tilerank.runtime.media.registry import all_options, with_options
 from tilerank.runtime.protocol.prompt import MM_CACHE_BYTES
 
 from ..errors import LaunchError
-from . import family_options, quantize
 from .arguments import whole_number
 from .hub import add_model_argument
 
+if TYPE_CHECKING:
+    import torch
+
+DTYPES = ("auto", "bfloat16", "float32")
+CODES = ("int8", "int4", "fp8")
+KV_DTYPES = ("auto", "bfloat16", "bf16", "int8")
+KV_SPLIT_HELP = "latent attention (DeepSeek): every rank reads a part of a context for the heads of all, or if it pays"
 DEFAULT_FRACTION = 0.8
 """Of a node's memory: see --mem-fraction-static."""
 
@@ -21,8 +31,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_argument(parser, nargs="?")
     parser.add_argument("--model-path", type=Path, metavar="MODEL", help="the same as an option")
     model = parser.add_argument_group("model")
-    _add_format_arguments(model, "auto: the checkpoint's")
-    _add_cut_arguments(model, "heads that do not divide: padded, split unevenly, or whichever reads fewer bytes")
+    add_format_arguments(model, "auto: the checkpoint's")
+    add_cut_arguments(model, "heads that do not divide: padded, split unevenly, or whichever reads fewer bytes")
     model.add_argument(
         "--context-length", "--max-model-len", type=whole_number(2), metavar="N", help="tokens of a request"
     )
@@ -31,27 +41,45 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     """Add those of `tilerank plan`, which can plan for a cache of no tokens."""
-    _add_cut_arguments(
+    add_cut_arguments(
         parser, "how heads are cut: padded to equal shapes, split unevenly, or auto: whichever reads less"
     )
-    _add_format_arguments(parser, "of the weights")
+    add_format_arguments(parser, "of the weights")
     _add_cache_arguments(parser, "--cached-tokens", low=0)
 
 
-def _add_format_arguments(parser: argparse._ActionsContainer, dtype: str) -> None:
-    parser.add_argument("--dtype", choices=("auto", "bfloat16", "float32"), default="auto", help=dtype)
-    quantize.add_arguments(parser)
-    family_options.add_arguments(parser)
-
-
-def _add_cut_arguments(parser: argparse._ActionsContainer, strategy: str) -> None:
-    parser.add_argument("--strategy", choices=("auto", "pad", "split"), default="auto", help=strategy)
+def add_format_arguments(parser: argparse._ActionsContainer, dtype: str) -> None:
+    """Add the options of the formats of weights and cache, and those of families. dtype: the help of --dtype."""
+    parser.add_argument("--dtype", choices=DTYPES, default="auto", help=dtype)
     parser.add_argument(
-        "--kv-split",
-        choices=("auto", "on", "off"),
-        default="auto",
-        help="latent attention (DeepSeek): every rank reads a part of a context for the heads of all, or if it pays",
+        "--quantization",
+        choices=CODES,
+        help="quantise the weights of projections while loading (default: as stored in the checkpoint)",
     )
+    parser.add_argument(
+        "--quantization-group",
+        type=int,
+        choices=INT4_GROUPS,
+        metavar="N",
+        help=f"int4: columns that share a scale, {', '.join(map(str, INT4_GROUPS))} (default: {DEFAULT_INT4_GROUP})",
+    )
+    parser.add_argument(
+        "--kv-cache-dtype",
+        choices=KV_DTYPES,
+        default="auto",
+        help="dtype of cached keys and values; int8 has one scale per token and head (auto: that of the activations)",
+    )
+    for option in all_options():
+        if option.choices:
+            parser.add_argument(option.name, choices=option.choices, help=option.help)
+        else:
+            parser.add_argument(option.name, action="store_const", const="on", help=option.help)
+
+
+def add_cut_arguments(parser: argparse._ActionsContainer, strategy: str, kv_split: str = KV_SPLIT_HELP) -> None:
+    """Add the options of how a model is cut. strategy, kv_split: their help."""
+    parser.add_argument("--strategy", choices=("auto", "pad", "split"), default="auto", help=strategy)
+    parser.add_argument("--kv-split", choices=("auto", "on", "off"), default="auto", help=kv_split)
 
 
 def _add_cache_arguments(parser: argparse._ActionsContainer, *option: str, low: int = 1) -> None:
@@ -116,8 +144,10 @@ def model_directory(args: argparse.Namespace) -> Path:
 def checked_card(args: argparse.Namespace, model_dir: Path) -> ModelCard:
     """Return the model's card. ConfigError or LaunchError for options that do not agree with it."""
     card = _read_card(model_dir)
-    quantize.check(args, card)
-    family_options.check(args, card)
+    check_agreement(card.quantization, quantization_of(args), args.dtype)
+    if args.kv_cache_dtype not in ("auto", "int8"):  # these two are always valid, and torch need not be imported
+        resolve_kv_dtype(args.kv_cache_dtype, resolve_dtype(card, args.dtype, quantization_of(args)))
+    with_options(card, given_family_options(args))
     context_length(args, card)
     return card
 
@@ -146,3 +176,43 @@ def context_length(args: argparse.Namespace, card: ModelCard) -> int:
 def mm_cache_bytes(args: argparse.Namespace) -> int:
     """Return the bytes that encoded media may take on each rank."""
     return int(args.mm_cache_gib * (1 << 30))
+
+
+def quantization_of(args: argparse.Namespace) -> Quantization | None:
+    """Return what the command line asks for. Raises LaunchError for a group without int4."""
+    if args.quantization_group is not None and args.quantization != "int4":
+        raise LaunchError("--quantization-group needs --quantization int4")
+    return None if args.quantization is None else Quantization(args.quantization, args.quantization_group)
+
+
+def resolve_dtype(card: ModelCard, dtype: str, quantization: Quantization | None) -> "torch.dtype":
+    """Return the dtype of activations and unquantised weights.
+
+    "auto": float32 if the checkpoint is, else bfloat16, which float16 is converted to; bfloat16 with quantised weights.
+    """
+    import torch
+
+    if dtype == "auto":
+        floats = quantization is None and card.quantization is None
+        return torch.float32 if floats and card.dtype == "float32" else torch.bfloat16
+    return {"bfloat16": torch.bfloat16, "float32": torch.float32}[dtype]
+
+
+def resolve_kv_dtype(name: str, dtype: "torch.dtype") -> "torch.dtype":
+    """Return the dtype of the KV cache. Raises LaunchError if no kernel combines it with activations of `dtype`."""
+    import torch
+
+    if name == "int8":
+        return torch.int8
+    if name != "auto" and dtype != torch.bfloat16:
+        raise LaunchError(
+            f"--kv-cache-dtype {name} needs --dtype bfloat16, found {str(dtype).removeprefix('torch.')}; "
+            "the cache has the dtype of the activations, or int8"
+        )
+    return dtype
+
+
+def given_family_options(args: argparse.Namespace) -> FamilyOptions:
+    """Return the family options of a command line that are given."""
+    values = {option.name: getattr(args, option.name.strip("-").replace("-", "_")) for option in all_options()}
+    return {name: value for name, value in values.items() if value is not None}

@@ -16,8 +16,7 @@ from tilerank.runtime.protocol.sizes import MAX_RUNNING, num_states
 
 from ..host.placement import Placement
 from ..host.topology import Topology
-from ..options.model import DEFAULT_FRACTION
-from ..options.quantize import resolve_dtype, resolve_kv_dtype
+from ..options.model import DEFAULT_FRACTION, resolve_dtype, resolve_kv_dtype
 from . import cache_size
 from .plan_types import RANK_OVERHEAD, Attention, Dimension, MemoryUse, NodeShare, Plan, RankShare
 from .replicas import ModelBytes
