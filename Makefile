@@ -47,7 +47,7 @@ test-numa: environment
 	TILERANK_REQUIRE_NUMA=1 $(BIN)/pytest -m numa
 
 # Programs of their own with TSan, which cannot be combined with another sanitizer; `make test` runs them.
-THREAD_TESTS := tests/kernels/test_pool.py tests/kernels/test_shm.py
+THREAD_TESTS := tests/kernels/test_threads.py
 # Tests of the machine code that users get.
 CODE_TESTS := tests/kernels/test_instructions.py
 CORE_TESTS := $(filter-out $(THREAD_TESTS) $(CODE_TESTS),$(wildcard tests/kernels/test_*.py))

@@ -210,7 +210,9 @@ FACES = sorted(path.name for path in (KERNELS / "reference").glob("*.py") if pat
 
 def test_every_file_that_launches_kernels_has_a_reference() -> None:
     """core.py launches only on behalf of other files; weight formats compute in plain torch themselves."""
-    launching = {path.name for path in KERNELS.glob("*.py") if "core.launch(" in path.read_text()}
+    launching = {
+        path.name for path in KERNELS.glob("*.py") if re.search(r"core\.launch\(|= Contract\(", path.read_text())
+    }
     assert launching == set(FACES)
 
 
@@ -234,14 +236,21 @@ def functions(path: Path) -> dict[str, list[str]]:
 
 
 def test_every_launch_has_a_path_in_plain_torch() -> None:
-    """A function that launches a kernel first checks for the reference rung or for a weight made for plain torch."""
+    """A function that launches a kernel by itself, or through a contract without a reference, first checks for the
+    reference rung or for a weight made for plain torch.
+    """
     wrong = []
     for path in sorted(KERNELS.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.FunctionDef):
-                source = ast.unparse(node)
-                if "core.launch(" in source and not re.search(r"core\.isa\(\) == 'reference'|\.is_plain", source):
-                    wrong.append(f"{path.relative_to(ROOT)}:{node.lineno}")
+        tree = ast.parse(path.read_text())
+        launches = [r"\bcore\.launch\("]
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Assign) and re.match(r"Contract\([^,]*\)$", ast.unparse(node.value)):
+                launches.append(rf"\b{ast.unparse(node.targets[0])}(\.run)?\(")
+        for node in (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)):
+            source = ast.unparse(node)
+            checks = re.search(r"core\.isa\(\) == 'reference'|\.is_plain", source)
+            if re.search("|".join(launches), source) and not checks:
+                wrong.append(f"{path.relative_to(ROOT)}:{node.lineno}")
     assert not wrong, wrong
 
 

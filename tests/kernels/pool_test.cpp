@@ -1,4 +1,4 @@
-// The pool under the thread sanitizer: runs one case by name; exit status 0 if it holds. See test_pool.py.
+// The pool under the thread sanitizer: runs one case by name; exit status 0 if it holds. See test_threads.py.
 #include <sched.h>
 #include <sys/wait.h>
 #include <unistd.h>

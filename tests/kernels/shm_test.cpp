@@ -1,5 +1,5 @@
 // Collectives in shared memory and recorded graphs under the thread sanitizer: runs one case by name; exit status 0 if
-// it holds. See test_shm.py. Ranks are threads here, because the sanitizer watches a single process.
+// it holds. See test_threads.py. Ranks are threads here, because the sanitizer watches a single process.
 #include <sys/mman.h>
 
 #include <atomic>

@@ -250,7 +250,7 @@ def ints(*values: int | list[int]) -> Tensor:
         ({"seq_lens": ints(40, -1)}, "seq_lens: expected at least 0 tokens of sequence 1, found -1"),
         ({"lse": torch.zeros(4, 5)}, "lse: expected shape [4, 6], found [4, 5]"),
         ({"query_starts": ints(0, 5, 4)}, "query_starts: expected 0 to 1 queries of sequence 1, found -1"),
-        ({"page_tables": ints([0, 1])}, "page_tables: expected shape [2, any], found [1, 2]"),
+        ({"page_tables": ints([0, 1])}, "seq_lens: expected shape [1], found [2]"),
         ({"page_tables": ints([0], [2])}, "page_tables: expected 2 pages for sequence 0, found 1"),
         ({"page_tables": ints([0, 3], [2, 99])}, "page_tables: expected pages in [0, 3) for sequence 0, found 3"),
         ({"page_tables": ints([0, -1], [2, 99])}, "page_tables: expected pages in [0, 3) for sequence 0, found -1"),

@@ -1,4 +1,4 @@
-"""The compiled core: rungs, launch, memory. The thread pool has a test of its own (test_pool.py)."""
+"""The compiled core: rungs, launch, memory. The thread pool has a test of its own (test_threads.py)."""
 
 import os
 import random

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from matrices import DTYPES, EPS32, assert_same_rounding, assert_within, half_ulp, layouts, randn
 from torch import Tensor
 
-from tilerank.kernels import check, core, ops
+from tilerank.kernels import core, ops
 from tilerank.kernels.errors import KernelError
 
 pytestmark = pytest.mark.usefixtures("rung")
@@ -337,7 +337,7 @@ Q, TABLE, AXES = torch.zeros(4, 2, 6), torch.zeros(5, 2, 3), torch.zeros(3, dtyp
             "rope_rows: positions: expected values in [0, 5), found -1",
         ),
         (lambda: ops.rope_rows(TABLE, IDS[None], AXES + 1), "rope_rows: axis_of: expected values in [0, 1), found 1"),
-        (lambda: ops.rotary_(Q, Q, TABLE), "rotary_: q: expected shape [5, any, any], found [4, 2, 6]"),
+        (lambda: ops.rotary_(Q, Q, TABLE), "rotary_: rows: expected shape [4, 2, any], found [5, 2, 3]"),
         (
             lambda: ops.rotary_(Q, Q, torch.zeros(4, 2, 4)),
             "rotary_: rows: expected at most 3 frequencies, found 4",
@@ -356,41 +356,3 @@ def test_a_wrong_argument_is_named(call: Callable[[], object], sentence: str) ->
     with pytest.raises(KernelError) as error:
         call()
     assert str(error.value) == sentence
-
-
-@pytest.mark.parametrize(
-    "x",
-    [
-        torch.zeros(3, 4),
-        torch.zeros(3, 4, dtype=torch.bfloat16),
-        torch.zeros(3, 4, dtype=torch.int8),
-        torch.zeros(3, 4, dtype=torch.complex64),
-        torch.zeros(4, 3).T,
-        torch.zeros(3, 8)[:, ::2],
-        torch.zeros(8, 1)[::2].T,
-        torch.zeros(3, 0),
-        torch.zeros(1),
-        torch.zeros(()),
-        torch.zeros(3, 4, device="meta"),
-    ],
-    ids=str,
-)
-def test_the_fast_check_accepts_exactly_what_the_full_check_accepts(x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
-    def passes(shape: tuple[int | None, ...], dtype: torch.dtype | tuple[torch.dtype, ...]) -> bool:
-        try:
-            check.tensor("any", "x", x, shape, dtype)
-        except KernelError:
-            return False
-        return True
-
-    cases = [
-        (shape, dtype)
-        for shape in ((3, 4), (None, 4), (3, None), (None,), (4, 3), (3, 4, 1), (1, 4), (), (3, 0))
-        for dtype in (torch.float32, torch.bfloat16, torch.int8, check.ACTIVATION_DTYPES, (torch.int8, torch.complex64))
-    ]
-    found = [core.fits(x, *case) for case in cases]
-    monkeypatch.setattr(core, "fits", lambda *_: False)
-    wanted = [passes(*case) for case in cases]
-    assert not any(f and not w for f, w in zip(found, wanted, strict=True))
-    if x.is_cpu and x.dtype != torch.complex64 and x.is_contiguous() and core.isa_report()[0].name != "reference":
-        assert found == wanted, "right arguments are found out slowly"

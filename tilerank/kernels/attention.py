@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from . import check, core
+from .contract import Contract
 from .kv_pages import KVPages
 from .reference import attention as reference
 
-_STORE_KV = core.kernel("store_kv")
-_ATTENTION = core.kernel("attention")
+_STORE_KV = Contract(
+    "store_kv: k[t, cache.kv_heads, cache.head_dim]:cache.activations v[t, cache.kv_heads, cache.value_dim]:k cache.k "
+    "cache.v cache.scales? slots[t]:i64",
+    reference.store_kv,
+)
 
 
 def store_kv(k: Tensor, v: Tensor, cache: KVPages, slots: Tensor) -> None:
@@ -22,19 +24,15 @@ def store_kv(k: Tensor, v: Tensor, cache: KVPages, slots: Tensor) -> None:
     slots: [t] int64, slot = page * PAGE_TOKENS + offset, no slot twice.
     Raises KernelError for an argument of another shape or dtype, or a slot outside the cache.
     """
-    check.tensor("store_kv", "slots", slots, (None,), torch.int64)
-    shape = (slots.shape[0], cache.kv_heads)
-    check.tensor("store_kv", "k", k, (*shape, cache.head_dim), _activations(cache))
-    check.tensor("store_kv", "v", v, (*shape, cache.value_dim), k.dtype)
-    if core.isa() == "reference":
-        reference.store_kv(k, v, cache, slots)
-    else:
-        core.launch(_STORE_KV, (k, v, cache.k, cache.v, slots, cache.scales))
+    _STORE_KV.run(k, v, cache, slots)
 
 
-def _activations(cache: KVPages) -> tuple[torch.dtype, ...]:
-    """Return the dtypes of what is stored into the cache and multiplied with it."""
-    return check.ACTIVATION_DTYPES if cache.dtype == torch.int8 else (cache.dtype,)
+_ATTENTION = Contract(
+    "attention: q[t, hq, cache.head_dim]:cache.activations cache.k cache.v cache.scales? page_tables[s, _]:i32 "
+    "seq_lens[s]:i32 query_starts[s + 1]:i32 kv_map[cache.kv_heads, 2]:i32 scale:float causal:bool lse[t, hq]?:f32 "
+    "kv_starts[s]?:i32 -> apart out[t, hq, cache.value_dim]:q",
+    reference.attention,
+)
 
 
 def attention(
@@ -72,20 +70,4 @@ def attention(
     sequence, for any chunking and any batch, if the values of the sequence are finite (0 * inf is NaN).
     Raises KernelError for an argument of another shape or dtype, or page tables and lengths that do not fit the cache.
     """
-    check.tensor("attention", "q", q, (None, None, cache.head_dim), _activations(cache))
-    check.tensor("attention", "seq_lens", seq_lens, (None,), torch.int32)
-    check.tensor("attention", "page_tables", page_tables, (seq_lens.shape[0], None), torch.int32)
-    check.tensor("attention", "query_starts", query_starts, (seq_lens.shape[0] + 1,), torch.int32)
-    check.tensor("attention", "kv_map", kv_map, (cache.kv_heads, 2), torch.int32)
-    if lse is not None:
-        check.tensor("attention", "lse", lse, q.shape[:2], torch.float32)
-    if kv_starts is not None:
-        check.tensor("attention", "kv_starts", kv_starts, (seq_lens.shape[0],), torch.int32)
-    if core.isa() == "reference":
-        return reference.attention(
-            q, cache, page_tables, seq_lens, query_starts, kv_map, scale, causal=causal, lse=lse, kv_starts=kv_starts
-        )
-    out = core.empty_rows((*q.shape[:2], cache.value_dim), q.dtype)
-    tensors = (q, cache.k, cache.v, page_tables, seq_lens, query_starts, kv_map, out, lse, kv_starts, cache.scales)
-    core.launch(_ATTENTION, tensors, (int(causal),), (scale,))
-    return out
+    return _ATTENTION(q, cache, page_tables, seq_lens, query_starts, kv_map, scale, causal, lse, kv_starts)

@@ -9,12 +9,15 @@ from math import pi
 import torch
 from torch import Tensor
 
-from . import check, core
+from . import core
+from .contract import Contract
 from .errors import KernelError
 from .reference import audio as reference
 
-_LOG_MEL = core.kernel("log_mel")
-_UNFOLD = core.kernel("unfold")
+_LOG_MEL = Contract(
+    "log_mel: samples[n]:f32 length:size filters[length // 2 + 1, mels]:f64 frames:size first_frame:int hop:int "
+    "window[length]:f64 cosines[_, _]:f64 sines[_, _]:f64 -> out[frames, mels]:f32"
+)
 
 
 def log_mel(samples: Tensor, filters: Tensor, frames: slice, *, window: int = 400, hop: int = 160) -> Tensor:
@@ -25,8 +28,7 @@ def log_mel(samples: Tensor, filters: Tensor, frames: slice, *, window: int = 40
     periodic Hann window. The clip is reflected at its ends, as often as necessary (numpy.pad, mode "reflect").
     Returns [frames, mels] float32, computed in fp64.
     """
-    check.tensor("log_mel", "samples", samples, (None,), torch.float32)
-    check.tensor("log_mel", "filters", filters, (window // 2 + 1, None), torch.float64)
+    _LOG_MEL.check(samples, window, filters)
     if not samples.shape[0] or window % 2 or hop < 1:
         raise KernelError(
             f"log_mel: expected samples, an even window and a hop, found {samples.shape[0]}, {window} and {hop}"
@@ -37,9 +39,11 @@ def log_mel(samples: Tensor, filters: Tensor, frames: slice, *, window: int = 40
         )
     if core.isa() == "reference":
         return reference.log_mel(samples, filters, frames, window=window, hop=hop)
-    out = core.empty((frames.stop - frames.start, filters.shape[1]), torch.float32)
-    core.launch(_LOG_MEL, (samples, *_transform(window), filters, out), (frames.start, hop))
-    return out
+    count = frames.stop - frames.start
+    return _LOG_MEL(samples, window, filters, count, frames.start, hop, *_transform(window))
+
+
+_UNFOLD = Contract("unfold: x[a, b, c]:f32|bf16 rows:size first:int -> apart out[rows, 9 * c]:x")
 
 
 def unfold(x: Tensor, rows: slice) -> Tensor:
@@ -50,7 +54,7 @@ def unfold(x: Tensor, rows: slice) -> Tensor:
     outside of the planes, with contiguous rows. So the rows times weights [out, c, 3, 3] with dimensions 1 and 3
     exchanged, as a matrix, are the convolution.
     """
-    check.tensor("unfold", "x", x, (None, None, None), check.ACTIVATION_DTYPES)
+    _UNFOLD.check(x)
     if not x.is_contiguous():
         raise KernelError(f"unfold: x: expected it contiguous, found strides {x.stride()}")
     places = (x.shape[0] + 1) // 2 * ((x.shape[1] + 1) // 2)
@@ -58,9 +62,7 @@ def unfold(x: Tensor, rows: slice) -> Tensor:
         raise KernelError(f"unfold: rows: expected a range of {places}, found {rows.start} to {rows.stop}")
     if core.isa() == "reference":
         return reference.unfold(x, rows)
-    out = core.empty_rows((rows.stop - rows.start, 9 * x.shape[2]), x.dtype)
-    core.launch(_UNFOLD, (x, out), (rows.start,))
-    return out
+    return _UNFOLD(x, rows.stop - rows.start, rows.start)
 
 
 @cache

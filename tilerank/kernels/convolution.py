@@ -9,13 +9,20 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from . import check, core
+from . import core
+from .contract import Contract
 from .errors import KernelError
 from .reference import convolution as reference
 from .weight import Weight, round_up
 
-_CONVOLVE = {torch.float32: core.kernel("convolve_f32"), torch.bfloat16: core.kernel("convolve_bf16")}
-_CONVOLVE_CHANNELS = core.kernel("convolve_channels")
+_CONVOLVE_LINE = (
+    "convolve_: x m:size n:size bias[n]?:f32|bf16 taps:int dilation:int scale[n]?:f32 residual[m, n]?:f32|bf16 "
+    "out[m, n]?:f32|bf16 frequency[n]?:f32 magnitude[n]?:f32 activated[m, n]?:f32|bf16 weight"
+)
+_CONVOLVE = {
+    torch.float32: Contract(_CONVOLVE_LINE, kernel="convolve_f32"),
+    torch.bfloat16: Contract(_CONVOLVE_LINE, kernel="convolve_bf16"),
+}
 
 TAP_UNIT = 32
 """Columns of a weight that belong to a tap begin at a multiple of this (csrc/linear/pack.h: kTileK)."""
@@ -74,14 +81,10 @@ def convolve_(
         )
     if (snake is None) != (activated is None):
         raise KernelError("convolve_: expected a snake and what receives it, found one of them")
-    for name, rows in (("residual", residual), ("out", out), ("activated", activated)):
-        if rows is not None:
-            check.tensor("convolve_", name, rows, (m, w.n), check.ACTIVATION_DTYPES)
-    if bias is not None:
-        check.tensor("convolve_", "bias", bias, (w.n,), check.ACTIVATION_DTYPES)
-    for name, factors in (("scale", scale), ("frequency", snake and snake[0]), ("magnitude", snake and snake[1])):
-        if factors is not None:
-            check.tensor("convolve_", name, factors, (w.n,), torch.float32)
+    frequency, magnitude = snake or (None, None)
+    convolve = _CONVOLVE[x.dtype]
+    arguments = (x, m, w.n, bias, taps, dilation, scale, residual, out, frequency, magnitude, activated)
+    convolve.check(*arguments)
     if not m:
         return
     if core.isa() == "reference" or w.is_plain:
@@ -98,9 +101,13 @@ def convolve_(
             activated=activated,
         )
         return
-    frequency, magnitude = snake or (None, None)
-    tensors = (x, bias, scale, residual, out, frequency, magnitude, activated, *w.operands())
-    core.launch(_CONVOLVE[x.dtype], tensors, (taps, dilation))
+    convolve.run(*arguments, *w.operands())
+
+
+_CONVOLVE_CHANNELS = Contract(
+    "convolve_channels: x[n, c]:f32|bf16 weight[taps, c]:x bias[c]:x -> out[n - taps + 1, c]:x",
+    reference.convolve_channels,
+)
 
 
 def convolve_channels(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -108,14 +115,7 @@ def convolve_channels(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
     x: [m + taps - 1, c]; weight: [taps, c], bias: [c], of its dtype. Returns [m, c].
     """
-    check.tensor("convolve_channels", "x", x, (None, None), check.ACTIVATION_DTYPES)
-    check.tensor("convolve_channels", "weight", weight, (None, x.shape[1]), x.dtype)
-    check.tensor("convolve_channels", "bias", bias, (x.shape[1],), x.dtype)
-    m = x.shape[0] - weight.shape[0] + 1
-    if m < 0:
+    _CONVOLVE_CHANNELS.check(x, weight)
+    if x.shape[0] < weight.shape[0] - 1:
         raise KernelError(f"convolve_channels: x: expected at least {weight.shape[0] - 1} rows, found {x.shape[0]}")
-    if core.isa() == "reference":
-        return reference.convolve_channels(x, weight, bias)
-    out = core.empty((m, x.shape[1]), x.dtype)
-    core.launch(_CONVOLVE_CHANNELS, (x, weight, bias, out))
-    return out
+    return _CONVOLVE_CHANNELS(x, weight, bias)

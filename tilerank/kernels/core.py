@@ -100,9 +100,30 @@ def _use(name: str) -> None:
         _C.set_isa(name)
 
 
-def kernel(name: str) -> int:
-    """Return the number of a compiled kernel for `launch`, or -1 without the compiled core."""
-    return _C.kernel(name) if _C else -1
+def kernel(name: str, parameters: Sequence[str] | None = None) -> int:
+    """Return the number of a compiled kernel, or -1 without the compiled core.
+
+    parameters: their declarations in C++. Raises KernelError if the kernel was compiled with others.
+    """
+    if not _C:
+        return -1
+    number = _C.kernel(name)
+    if parameters is not None and _C.parameters(number) != ", ".join(("Team& team", *parameters)):
+        raise KernelError(
+            f"{name}: expected a kernel compiled with ({', '.join(parameters)}), found ({_C.parameters(number)}): the "
+            "compiled core is of other sources than the Python code, build it again"
+        )
+    return number
+
+
+def contract(name: str, operands: list[tuple[object, ...]]) -> "_C.Contract | None":
+    """Return the compiled part of a contract (contract.py), or None without the compiled core."""
+    return _C.Contract(name, operands) if _C else None
+
+
+def dtype_bits(dtypes: Sequence[torch.dtype]) -> int:
+    """Return a set of dtypes as csrc/core/contract.h has them."""
+    return sum(1 << _DTYPES[dtype] for dtype in dtypes) if _C else 0
 
 
 def launch(
@@ -171,11 +192,6 @@ def view(x: Tensor, shape: Sequence[int], strides: Sequence[int], first: int = 0
     """
     made = _C.view(x, shape, strides, first) if _C and _isa != "reference" else None
     return x.as_strided(shape, strides, x.storage_offset() + first) if made is None else made
-
-
-def fits(value: Tensor, shape: tuple[int | None, ...], dtype: torch.dtype | tuple[torch.dtype, ...]) -> bool:
-    """Return True if `check.tensor` certainly accepts the tensor; if False, the full check decides."""
-    return _C.fits(value, shape, dtype) if _C else False
 
 
 def arena_bytes() -> tuple[int, int]:

@@ -17,22 +17,21 @@ A wrong argument raises KernelError naming it, what was expected and what was fo
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from . import check, core
+from .contract import Contract
 from .errors import KernelError
 from .reference import delta as reference
 
-_CAUSAL_CONV = core.kernel("causal_conv")
-_DELTA_GATING = core.kernel("delta_gating")
-_DELTA_RULE = core.kernel("delta_rule")
-_DELTA_STEP = core.kernel("delta_step")
-_GATED_NORM = core.kernel("gated_norm")
-_SIGMOID_GATE = core.kernel("sigmoid_gate")
-
 MAX_CONV_WIDTH = 8
 MAX_HEAD_DIM = 256
+
+
+_CAUSAL_CONV = Contract(
+    "causal_conv: x[t, c]:f32|bf16 weight[c, width]:x conv[n, width - 1, c]:x slots[s]:i32 query_starts[s + 1]:i32 "
+    "seq_lens[s]:i32 -> out[t, c]:x",
+    reference.causal_conv,
+)
 
 
 def causal_conv(
@@ -45,18 +44,17 @@ def causal_conv(
     int32; query_starts: [s + 1] int32.
     Returns [t, c], contiguous: silu(sum over i of weight[:, i] * input[row - (width - 1) + i]), in fp32, rounded once.
     """
-    check.tensor("causal_conv", "x", x, (None, None), check.ACTIVATION_DTYPES)
-    check.tensor("causal_conv", "weight", weight, (x.shape[1], None), x.dtype)
-    width = weight.shape[1]
-    if not 1 <= width <= MAX_CONV_WIDTH:
-        raise KernelError(f"causal_conv: weight: expected a width of 1 to {MAX_CONV_WIDTH}, found {width}")
-    check.tensor("causal_conv", "conv", conv, (None, width - 1, x.shape[1]), x.dtype)
-    _check_batch("causal_conv", slots, query_starts, seq_lens)
-    if core.isa() == "reference":
-        return reference.causal_conv(x, weight, conv, slots, query_starts, seq_lens)
-    out = core.empty(x.shape, x.dtype)
-    core.launch(_CAUSAL_CONV, (x, weight, conv, slots, query_starts, seq_lens, out))
-    return out
+    _CAUSAL_CONV.check(x, weight)
+    if not 1 <= weight.shape[1] <= MAX_CONV_WIDTH:
+        raise KernelError(f"causal_conv: weight: expected a width of 1 to {MAX_CONV_WIDTH}, found {weight.shape[1]}")
+    return _CAUSAL_CONV(x, weight, conv, slots, query_starts, seq_lens)
+
+
+_DELTA_GATING = Contract(
+    "delta_gating: a[t, heads]:f32|bf16 b[t, heads]:a a_log[heads]:f32|bf16 dt_bias[heads]:f32|bf16 "
+    "-> g[t, heads]:f32 beta[t, heads]:f32",
+    reference.delta_gating,
+)
 
 
 def delta_gating(a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
@@ -66,12 +64,16 @@ def delta_gating(a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor) -> tuple[
     Returns g = -exp(a_log) * softplus(a + dt_bias) in fp32 and beta = sigmoid(b), rounded to b's dtype as transformers
     does: both [t, value_heads] float32, contiguous.
     """
-    _check_gates("delta_gating", a, b, a_log, dt_bias)
-    if core.isa() == "reference":
-        return reference.delta_gating(a, b, a_log, dt_bias)
-    g, beta = core.empty(a.shape, torch.float32), core.empty(a.shape, torch.float32)
-    core.launch(_DELTA_GATING, (a, b, a_log, dt_bias, g, beta))
+    g, beta = _DELTA_GATING.run(a, b, a_log, dt_bias)
     return g, beta
+
+
+_DELTA_RULE = Contract(
+    "delta_rule: qkv[t, 2 * key_heads * dk + heads * dv]:f32|bf16 g[t, heads]:f32 beta[t, heads]:f32 "
+    "state[n, heads, dk, dv]:f32 slots[s]:i32 query_starts[s + 1]:i32 seq_lens[s]:i32 key_heads:int "
+    "-> out[t, heads * dv]:qkv",
+    reference.delta_rule,
+)
 
 
 def delta_rule(
@@ -95,15 +97,17 @@ def delta_rule(
     one row is computed as written here, one of several rows in chunks of 64 (Yang et al., section 3.3). A row's bits
     depend only on its sequence's state and rows in this step.
     """
-    shape = _check_rule("delta_rule", qkv, g, state, key_heads)
-    check.tensor("delta_rule", "g", g, (qkv.shape[0], None), torch.float32)
-    check.tensor("delta_rule", "beta", beta, g.shape, torch.float32)
-    _check_batch("delta_rule", slots, query_starts, seq_lens)
-    if core.isa() == "reference":
-        return reference.delta_rule(qkv, g, beta, state, slots, query_starts, seq_lens, key_heads)
-    out = core.empty(shape, qkv.dtype)
-    core.launch(_DELTA_RULE, (qkv, g, beta, state, slots, query_starts, seq_lens, out), (key_heads,))
-    return out
+    _DELTA_RULE.check(qkv, g, beta, state)
+    _check_states("delta_rule", state, key_heads)
+    return _DELTA_RULE(qkv, g, beta, state, slots, query_starts, seq_lens, key_heads)
+
+
+_DELTA_STEP = Contract(
+    "delta_step: qkv[s, 2 * key_heads * dk + heads * dv]:f32|bf16 a[s, heads]:qkv b[s, heads]:a a_log[heads]:f32|bf16 "
+    "dt_bias[heads]:f32|bf16 state[n, heads, dk, dv]:f32 slots[s]:i32 seq_lens[s]:i32 key_heads:int "
+    "-> out[s, heads * dv]:qkv",
+    reference.delta_step,
+)
 
 
 def delta_step(
@@ -122,16 +126,14 @@ def delta_step(
     qkv: [s, 2 * key_heads * dk + value_heads * dv]; the other arguments are those of `delta_gating` and `delta_rule`.
     Every state is read from memory and written once.
     """
-    shape = _check_rule("delta_step", qkv, a, state, key_heads)
-    _check_gates("delta_step", a, b, a_log, dt_bias)
-    check.tensor("delta_step", "a", a, (qkv.shape[0], None), qkv.dtype)
-    check.tensor("delta_step", "slots", slots, (qkv.shape[0],), torch.int32)
-    check.tensor("delta_step", "seq_lens", seq_lens, (qkv.shape[0],), torch.int32)
-    if core.isa() == "reference":
-        return reference.delta_step(qkv, a, b, a_log, dt_bias, state, slots, seq_lens, key_heads)
-    out = core.empty(shape, qkv.dtype)
-    core.launch(_DELTA_STEP, (qkv, a, b, a_log, dt_bias, state, slots, seq_lens, out), (key_heads,))
-    return out
+    _DELTA_STEP.check(qkv, a, b, a_log, dt_bias, state)
+    _check_states("delta_step", state, key_heads)
+    return _DELTA_STEP(qkv, a, b, a_log, dt_bias, state, slots, seq_lens, key_heads)
+
+
+_GATED_NORM = Contract(
+    "gated_norm: o[t, c]:f32|bf16 z[t, c]:o weight[d]:o eps:float -> apart out[t, c]:o", reference.gated_norm
+)
 
 
 def gated_norm(o: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -141,16 +143,13 @@ def gated_norm(o: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
     (`core.empty_rows`). The norm is rounded before and after the product with weight; silu and its product are fp32,
     rounded once.
     """
-    check.tensor("gated_norm", "weight", weight, (None,), check.ACTIVATION_DTYPES)
-    check.tensor("gated_norm", "o", o, (None, None), weight.dtype)
-    check.tensor("gated_norm", "z", z, o.shape, weight.dtype)
+    _GATED_NORM.check(o, z, weight)
     if o.shape[1] % max(weight.shape[0], 1):
         raise KernelError(f"gated_norm: o: expected heads of {weight.shape[0]} columns, found {o.shape[1]} columns")
-    if core.isa() == "reference":
-        return reference.gated_norm(o, z, weight, eps)
-    out = core.empty_rows(o.shape, o.dtype)
-    core.launch(_GATED_NORM, (o, z, weight, out), (), (eps,))
-    return out
+    return _GATED_NORM(o, z, weight, eps)
+
+
+_SIGMOID_GATE = Contract("sigmoid_gate_: x[..., d]:f32|bf16 gate[..., w]:x", reference.sigmoid_gate_)
 
 
 def sigmoid_gate_(x: Tensor, gate: Tensor) -> None:
@@ -159,32 +158,13 @@ def sigmoid_gate_(x: Tensor, gate: Tensor) -> None:
     x: [..., d]; gate: the same shape and dtype, or [..., 1], a number for each row. The output gate of Qwen3.5's
     attention, whose gate is a part of the query projection, and the gate of the shared expert of Qwen3.5-MoE.
     """
-    check.tensor("sigmoid_gate_", "x", x, (*x.shape[:-1], None), check.ACTIVATION_DTYPES)
-    check.tensor("sigmoid_gate_", "gate", gate, (*x.shape[:-1], None), x.dtype)
+    _SIGMOID_GATE.check(x, gate)
     if gate.shape[-1] not in (1, x.shape[-1]):
         raise KernelError(f"sigmoid_gate_: gate: expected {x.shape[-1]} or 1 columns, found {gate.shape[-1]}")
-    if core.isa() == "reference":
-        reference.sigmoid_gate_(x, gate)
-    else:
-        core.launch(_SIGMOID_GATE, (x, gate))
+    _SIGMOID_GATE.run(x, gate)
 
 
-def _check_batch(kernel: str, slots: Tensor, query_starts: Tensor, seq_lens: Tensor) -> None:
-    check.tensor(kernel, "slots", slots, (None,), torch.int32)
-    check.tensor(kernel, "seq_lens", seq_lens, slots.shape, torch.int32)
-    check.tensor(kernel, "query_starts", query_starts, (slots.shape[0] + 1,), torch.int32)
-
-
-def _check_gates(kernel: str, a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor) -> None:
-    check.tensor(kernel, "a", a, (None, None), check.ACTIVATION_DTYPES)
-    check.tensor(kernel, "b", b, a.shape, a.dtype)
-    check.tensor(kernel, "a_log", a_log, a.shape[1:], check.ACTIVATION_DTYPES)
-    check.tensor(kernel, "dt_bias", dt_bias, a.shape[1:], check.ACTIVATION_DTYPES)
-
-
-def _check_rule(kernel: str, qkv: Tensor, gates: Tensor, state: Tensor, key_heads: int) -> tuple[int, int]:
-    """Check the shapes of a delta rule and return that of its output."""
-    check.tensor(kernel, "state", state, (None, None, None, None), torch.float32)
+def _check_states(kernel: str, state: Tensor, key_heads: int) -> None:
     _, value_heads, dk, dv = state.shape
     if state.stride()[1:3] != (dk * dv, dv):
         raise KernelError(f"{kernel}: state: expected contiguous slots, found strides {list(state.stride())}")
@@ -194,7 +174,3 @@ def _check_rule(kernel: str, qkv: Tensor, gates: Tensor, state: Tensor, key_head
         )
     if value_heads % key_heads if key_heads > 0 else value_heads:
         raise KernelError(f"{kernel}: key_heads: expected a divisor of {value_heads} value heads, found {key_heads}")
-    check.tensor(kernel, "qkv", qkv, (None, 2 * key_heads * dk + value_heads * dv), check.ACTIVATION_DTYPES)
-    if gates.dim() == 2 and gates.shape[1] != value_heads:
-        raise KernelError(f"{kernel}: state: expected {gates.shape[1]} value heads, found {value_heads}")
-    return qkv.shape[0], value_heads * dv

@@ -42,6 +42,11 @@ class KVPages:
     dtype: torch.dtype
     scales: Tensor | None = None
 
+    @property
+    def activations(self) -> tuple[torch.dtype, ...]:
+        """The dtypes of what is stored into the cache and multiplied with it."""
+        return check.ACTIVATION_DTYPES if self.dtype == torch.int8 else (self.dtype,)
+
     @staticmethod
     def nbytes(num_pages: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
         """Return the bytes that `empty` allocates for the same arguments."""

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from . import check, core
+from .contract import Contract
 from .errors import KernelError
 from .kv_pages import PAGE_TOKENS, KVPages
 from .latent_pages import LatentPages
@@ -31,16 +32,17 @@ from .packed_experts import PackedExperts
 from .reference import latent as reference
 from .weight import round_up
 
-_STORE_LATENT = core.kernel("store_latent")
-_LOAD_LATENT = core.kernel("load_latent")
-_EXPANDED_PAGES = core.kernel("expanded_pages")
-_LATENT_ATTENTION = core.kernel("latent_attention")
-_JOIN_QUERIES = core.kernel("join_queries")
-_WEIGH_PART = core.kernel("weigh_part")
 _HEAD_LINEAR = core.kernel("head_linear")
 
 _LINE = 64
 """Bytes of a cache line."""
+
+
+_STORE_LATENT = Contract(
+    "store_latent: latent[t, cache.latent_dim]:cache.activations rope_key[t, cache.rope_dim]:latent cache.data "
+    "cache.scales? slots[t]:i64",
+    reference.store_latent,
+)
 
 
 def store_latent(latent: Tensor, rope_key: Tensor, cache: LatentPages, slots: Tensor) -> None:
@@ -52,13 +54,14 @@ def store_latent(latent: Tensor, rope_key: Tensor, cache: LatentPages, slots: Te
     slots: [t] int64, slot = page * PAGE_TOKENS + offset, no slot twice.
     Raises KernelError for an argument of another shape or dtype, or a slot outside the cache.
     """
-    check.tensor("store_latent", "slots", slots, (None,), torch.int64)
-    check.tensor("store_latent", "latent", latent, (slots.shape[0], cache.latent_dim), _activations(cache))
-    check.tensor("store_latent", "rope_key", rope_key, (slots.shape[0], cache.rope_dim), latent.dtype)
-    if core.isa() == "reference":
-        reference.store_latent(latent, rope_key, cache, slots)
-    else:
-        core.launch(_STORE_LATENT, (latent, rope_key, cache.data, slots, cache.scales))
+    _STORE_LATENT.run(latent, rope_key, cache, slots)
+
+
+_LOAD_LATENT = Contract(
+    "load_latent: cache.data cache.scales? pages[n]:i32 dtype:cache.activations "
+    f"-> apart latent[{PAGE_TOKENS} * n, cache.latent_dim]:dtype rope_key[{PAGE_TOKENS} * n, cache.rope_dim]:dtype",
+    reference.load_latent,
+)
 
 
 def load_latent(cache: LatentPages, pages: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -68,14 +71,17 @@ def load_latent(cache: LatentPages, pages: Tensor, dtype: torch.dtype) -> tuple[
     int8 cache. Rows of slots that were never written hold anything.
     Raises KernelError for an argument of another shape or dtype, or a page outside the cache.
     """
-    check.tensor("load_latent", "pages", pages, (None,), torch.int32)
-    check.dtype("load_latent", "dtype", dtype, _activations(cache))
-    if core.isa() == "reference":
-        return reference.load_latent(cache, pages, dtype)
-    tokens = pages.shape[0] * PAGE_TOKENS
-    latent, rope_key = core.empty_rows((tokens, cache.latent_dim), dtype), core.empty((tokens, cache.rope_dim), dtype)
-    core.launch(_LOAD_LATENT, (cache.data, pages, latent, rope_key, cache.scales))
+    latent, rope_key = _LOAD_LATENT.run(cache, pages, dtype)
     return latent, rope_key
+
+
+_LATENT_ATTENTION = Contract(
+    "latent_attention: q_latent[t, heads, cache.latent_dim]:cache.activations "
+    "q_rope[t, heads, cache.rope_dim]:q_latent cache.data cache.scales? page_tables[s, _]:i32 seq_lens[s]:i32 "
+    "query_starts[s + 1]:i32 scale:float causal:bool lse[t, heads]?:f32 kv_starts[s]?:i32 "
+    "-> apart out[t, heads, cache.latent_dim]:q_latent",
+    reference.latent_attention,
+)
 
 
 def latent_attention(
@@ -111,35 +117,16 @@ def latent_attention(
     A row's bits depend only on its own query and its own sequence, for any chunking and any batch.
     Raises KernelError for an argument of another shape or dtype, or page tables and lengths that do not fit the cache.
     """
-    sequences = seq_lens.shape[0]
-    check.tensor("latent_attention", "q_latent", q_latent, (None, None, cache.latent_dim), _activations(cache))
-    check.tensor("latent_attention", "q_rope", q_rope, (*q_latent.shape[:2], cache.rope_dim), q_latent.dtype)
-    check.tensor("latent_attention", "seq_lens", seq_lens, (None,), torch.int32)
-    check.tensor("latent_attention", "page_tables", page_tables, (sequences, None), torch.int32)
-    check.tensor("latent_attention", "query_starts", query_starts, (sequences + 1,), torch.int32)
-    if lse is not None:
-        check.tensor("latent_attention", "lse", lse, q_latent.shape[:2], torch.float32)
-    if kv_starts is not None:
-        check.tensor("latent_attention", "kv_starts", kv_starts, (sequences,), torch.int32)
-    if core.isa() == "reference":
-        return reference.latent_attention(
-            q_latent,
-            q_rope,
-            cache,
-            page_tables,
-            seq_lens,
-            query_starts,
-            scale,
-            causal=causal,
-            lse=lse,
-            kv_starts=kv_starts,
-        )
-    out = core.empty_rows(q_latent.shape, q_latent.dtype)
-    batch = (page_tables, seq_lens, query_starts)
-    # In the order of `attention`, which also has a map of KV heads.
-    tensors = (q_latent, cache.data, q_rope, *batch, None, out, lse, kv_starts, cache.scales)
-    core.launch(_LATENT_ATTENTION, tensors, (int(causal),), (scale,))
-    return out
+    return _LATENT_ATTENTION(
+        q_latent, q_rope, cache, page_tables, seq_lens, query_starts, scale, causal, lse, kv_starts
+    )
+
+
+_JOIN_QUERIES = Contract(
+    "join_queries: q_latent[t, h, latent]:f32|bf16 q_rope[t, h, rope]:q_latent heads:size "
+    "-> out[t, heads, latent + rope]:q_latent",
+    reference.join_queries,
+)
 
 
 def join_queries(q_latent: Tensor, q_rope: Tensor, heads: int) -> Tensor:
@@ -149,16 +136,16 @@ def join_queries(q_latent: Tensor, q_rope: Tensor, heads: int) -> Tensor:
     contiguous last dimension. Heads from h on hold anything.
     Raises KernelError for an argument of another shape or dtype.
     """
-    check.tensor("join_queries", "q_latent", q_latent, (None, None, None), check.ACTIVATION_DTYPES)
-    check.tensor("join_queries", "q_rope", q_rope, (*q_latent.shape[:2], None), q_latent.dtype)
-    tokens, held, dims = q_latent.shape
-    if held > heads:
-        raise KernelError(f"join_queries: q_latent: expected up to {heads} heads, found {held}")
-    if core.isa() == "reference":
-        return reference.join_queries(q_latent, q_rope, heads)
-    out = core.empty((tokens, heads, dims + q_rope.shape[2]), q_latent.dtype)
-    core.launch(_JOIN_QUERIES, (q_latent, q_rope, out))
-    return out
+    _JOIN_QUERIES.check(q_latent, q_rope)
+    if q_latent.shape[1] > heads:
+        raise KernelError(f"join_queries: q_latent: expected up to {heads} heads, found {q_latent.shape[1]}")
+    return _JOIN_QUERIES(q_latent, q_rope, heads)
+
+
+_WEIGH_PART = Contract(
+    "weigh_part: part[t, heads, d]:f32|bf16 lse[parts, t, heads]:f32 rank:int -> out[t, heads, d]:part",
+    reference.weigh_part,
+)
 
 
 def weigh_part(part: Tensor, lse: Tensor, rank: int) -> Tensor:
@@ -171,15 +158,10 @@ def weigh_part(part: Tensor, lse: Tensor, rank: int) -> Tensor:
     finite. Computed in fp32, rounded once.
     Raises KernelError for an argument of another shape or dtype.
     """
-    check.tensor("weigh_part", "part", part, (None, None, None), check.ACTIVATION_DTYPES)
-    check.tensor("weigh_part", "lse", lse, (None, *part.shape[:2]), torch.float32)
+    _WEIGH_PART.check(part, lse)
     if not 0 <= rank < lse.shape[0]:
         raise KernelError(f"weigh_part: rank: expected 0 to {lse.shape[0] - 1}, found {rank}")
-    if core.isa() == "reference":
-        return reference.weigh_part(part, lse, rank)
-    out = core.empty(part.shape, part.dtype)
-    core.launch(_WEIGH_PART, (part, lse, out), (rank,))
-    return out
+    return _WEIGH_PART(part, lse, rank)
 
 
 def head_linear(x: Tensor, weight: PackedExperts, x_scales: Tensor | None = None) -> Tensor:
@@ -213,6 +195,11 @@ def head_linear(x: Tensor, weight: PackedExperts, x_scales: Tensor | None = None
     return out
 
 
+_EXPANDED_PAGES = Contract(
+    "expanded_pages: k[n, heads, nope]:f32|bf16 v[n, heads, value_dim]:k rope_key[n, rope]:k cache.k cache.v"
+)
+
+
 def expanded_pages(k: Tensor, v: Tensor, rope_key: Tensor) -> KVPages:
     """Return the keys [k, rope_key] and the values v of n tokens as pages for `attention`, in the arena.
 
@@ -221,18 +208,11 @@ def expanded_pages(k: Tensor, v: Tensor, rope_key: Tensor) -> KVPages:
     nope + rope_dim and value_dim up to 256.
     Raises KernelError for an argument of another shape or dtype.
     """
-    check.tensor("expanded_pages", "k", k, (None, None, None), check.ACTIVATION_DTYPES)
-    check.tensor("expanded_pages", "v", v, (*k.shape[:2], None), k.dtype)
-    check.tensor("expanded_pages", "rope_key", rope_key, (k.shape[0], None), k.dtype)
+    _EXPANDED_PAGES.check(k, v, rope_key)
     if core.isa() == "reference":
         return reference.expanded_pages(k, v, rope_key)
     tokens, heads, nope = k.shape
     pages, head_dim = max(-(-tokens // PAGE_TOKENS), 1), nope + rope_key.shape[1]
     cache = KVPages.in_arena(pages, heads, head_dim, k.dtype, value_dim=v.shape[2])
-    core.launch(_EXPANDED_PAGES, (k, v, cache.k, cache.v, None, None, rope_key))
+    _EXPANDED_PAGES.run(k, v, rope_key, cache)
     return cache
-
-
-def _activations(cache: LatentPages) -> tuple[torch.dtype, ...]:
-    """Return the dtypes of what is stored into the cache and multiplied with it."""
-    return check.ACTIVATION_DTYPES if cache.dtype == torch.int8 else (cache.dtype,)

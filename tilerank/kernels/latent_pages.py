@@ -37,6 +37,11 @@ class LatentPages:
     dtype: torch.dtype
     scales: Tensor | None = None
 
+    @property
+    def activations(self) -> tuple[torch.dtype, ...]:
+        """The dtypes of what is stored into the cache and multiplied with it."""
+        return check.ACTIVATION_DTYPES if self.dtype == torch.int8 else (self.dtype,)
+
     @staticmethod
     def nbytes(num_pages: int, latent_dim: int, rope_dim: int, dtype: torch.dtype) -> int:
         """Return the bytes that `empty` allocates for the same arguments."""

@@ -7,29 +7,13 @@ result depends on that row alone. A wrong argument raises KernelError naming it,
 import torch
 from torch import Tensor
 
-from . import check, core
+from .contract import Contract
 from .errors import KernelError
 from .reference import ops as reference
 
-_RMS_NORM = core.kernel("rms_norm")
-_ADD_RMS_NORM = core.kernel("add_rms_norm")
-_ROPE_ROWS = core.kernel("rope_rows")
-_ROTARY = core.kernel("rotary")
-_NORM_ROTARY = core.kernel("norm_rotary")
-_SILU_MUL = core.kernel("silu_mul")
-_SILU = core.kernel("silu")
-_EMBEDDING = core.kernel("embedding")
-_TAKE_ROWS = core.kernel("take_rows")
-_PUT_ROWS = core.kernel("put_rows")
-_ADD_ROWS = core.kernel("add_rows")
-_ADD = core.kernel("add")
-_SUM_PARTS = core.kernel("sum_parts")
-_REPEAT_ROW = core.kernel("repeat_row")
-_JOIN_COLUMNS = core.kernel("join_columns")
-_ARGMAX = core.kernel("argmax")
-_SAMPLE = core.kernel("sample")
-
-_ARGMAX_PIECE = 4096  # as in argmax.cpp
+_RMS_NORM = Contract(
+    "rms_norm: x[..., d]:f32|bf16 weight[d]:x eps:float zero_centered:bool -> out[..., d]:x", reference.rms_norm
+)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, zero_centered: bool = False) -> Tensor:
@@ -39,13 +23,13 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, zero_centered: bool = Fal
     Default (Llama, Qwen2, Qwen3): normalised in fp32, rounded to x.dtype, multiplied by weight in x.dtype.
     zero_centered (Qwen3.5): normalised * (1 + weight) in fp32, rounded once.
     """
-    check.tensor("rms_norm", "x", x, (*x.shape[:-1], None), check.ACTIVATION_DTYPES)
-    check.tensor("rms_norm", "weight", weight, (x.shape[-1],), x.dtype)
-    if core.isa() == "reference":
-        return reference.rms_norm(x, weight, eps, zero_centered=zero_centered)
-    out = core.empty(x.shape, x.dtype)
-    core.launch(_RMS_NORM, (x, weight, out), (zero_centered,), (eps,))
-    return out
+    return _RMS_NORM(x, weight, eps, zero_centered)
+
+
+ADD_RMS_NORM = Contract(
+    "add_rms_norm: x[m, d]:f32|bf16 residual[m, d]:x weight[d]:x eps:float zero_centered:bool -> apart out[m, d]:x",
+    reference.add_rms_norm,
+)
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, zero_centered: bool = False) -> Tensor:
@@ -53,12 +37,13 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, zer
 
     x, residual: [m, d] of one dtype; weight: [d]. Returns [m, d] with contiguous rows (`core.empty_rows`).
     """
-    check.add_rms_norm(x, residual, weight)
-    if core.isa() == "reference":
-        return reference.add_rms_norm(x, residual, weight, eps, zero_centered=zero_centered)
-    out = core.empty_rows(x.shape, x.dtype)
-    core.launch(_ADD_RMS_NORM, (x, residual, weight, out), (zero_centered,), (eps,))
-    return out
+    return ADD_RMS_NORM(x, residual, weight, eps, zero_centered)
+
+
+_ROPE_ROWS = Contract(
+    "rope_rows: table[p, 2, h]:f32|bf16 positions[axes, t]:i64 axis_of[h]:i64 -> out[t, 2, h]:table",
+    reference.rope_rows,
+)
 
 
 def rope_rows(table: Tensor, positions: Tensor, axis_of: Tensor) -> Tensor:
@@ -68,14 +53,10 @@ def rope_rows(table: Tensor, positions: Tensor, axis_of: Tensor) -> Tensor:
     M-RoPE (Qwen2-VL, arXiv 2409.12191) three. axis_of: [h] int64, the axis whose position frequency i follows.
     Returns [t, 2, h].
     """
-    check.tensor("rope_rows", "table", table, (None, 2, None), check.ACTIVATION_DTYPES)
-    check.tensor("rope_rows", "positions", positions, (None, None), torch.int64)
-    check.tensor("rope_rows", "axis_of", axis_of, (table.shape[2],), torch.int64)
-    if core.isa() == "reference":
-        return reference.rope_rows(table, positions, axis_of)
-    out = core.empty((positions.shape[1], 2, table.shape[2]), table.dtype)
-    core.launch(_ROPE_ROWS, (table, positions, axis_of, out))
-    return out
+    return _ROPE_ROWS(table, positions, axis_of)
+
+
+_ROTARY = Contract("rotary_: q[t, hq, d]:f32|bf16 k[t, hk, d]:q rows[t, 2, h]:q neighbours:bool", reference.rotary_)
 
 
 def rotary_(q: Tensor, k: Tensor, rows: Tensor, *, neighbours: bool = False) -> None:
@@ -85,11 +66,16 @@ def rotary_(q: Tensor, k: Tensor, rows: Tensor, *, neighbours: bool = False) -> 
     dims are rotated in pairs (i, i + r / 2), the half-split form of Llama and Qwen, or if `neighbours` in pairs
     (2 i, 2 i + 1), the form of the paper and of DeepSeek; the rest stays. Products and sum are fp32, rounded once.
     """
-    _check_rotary("rotary_", q, k, rows)
-    if core.isa() == "reference":
-        reference.rotary_(q, k, rows, neighbours=neighbours)
-    else:
-        core.launch(_ROTARY, (q, k, rows), (neighbours,))
+    _ROTARY.check(q, k, rows, neighbours)
+    _check_frequencies("rotary_", q, rows)
+    _ROTARY.run(q, k, rows, neighbours)
+
+
+_NORM_ROTARY = Contract(
+    "norm_rotary_: q[t, hq, d]:f32|bf16 k[t, hk, d]:q q_weight[d]:q k_weight[d]:q eps:float rows[t, 2, h]:q "
+    "zero_centered:bool",
+    reference.norm_rotary_,
+)
 
 
 def norm_rotary_(
@@ -106,21 +92,17 @@ def norm_rotary_(
 
     q_weight, k_weight: [d], of the dtype of q and k; the other arguments are those of `rms_norm` and `rotary_`.
     """
-    _check_rotary("norm_rotary_", q, k, rows)
-    check.tensor("norm_rotary_", "q_weight", q_weight, (q.shape[2],), q.dtype)
-    check.tensor("norm_rotary_", "k_weight", k_weight, (q.shape[2],), q.dtype)
-    if core.isa() == "reference":
-        reference.norm_rotary_(q, k, q_weight, k_weight, eps, rows, zero_centered=zero_centered)
-    else:
-        core.launch(_NORM_ROTARY, (q, k, rows, q_weight, k_weight), (zero_centered,), (eps,))
+    _NORM_ROTARY.check(q, k, q_weight, k_weight, eps, rows, zero_centered)
+    _check_frequencies("norm_rotary_", q, rows)
+    _NORM_ROTARY.run(q, k, q_weight, k_weight, eps, rows, zero_centered)
 
 
-def _check_rotary(name: str, q: Tensor, k: Tensor, rows: Tensor) -> None:
-    check.tensor(name, "rows", rows, (None, 2, None), check.ACTIVATION_DTYPES)
-    check.tensor(name, "q", q, (rows.shape[0], None, None), rows.dtype)
-    check.tensor(name, "k", k, (rows.shape[0], None, q.shape[2]), rows.dtype)
+def _check_frequencies(name: str, q: Tensor, rows: Tensor) -> None:
     if 2 * rows.shape[2] > q.shape[2]:
         raise KernelError(f"{name}: rows: expected at most {q.shape[2] // 2} frequencies, found {rows.shape[2]}")
+
+
+_SILU_MUL = Contract("silu_mul: gate_up[m, n]:f32|bf16 -> out[m, n // 2]:gate_up", reference.silu_mul)
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
@@ -129,14 +111,13 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     gate_up: [m, 2 * i], gate in the first i columns, up in the others. Returns [m, i]. silu is computed in fp32 and
     rounded to the activation dtype; the product is rounded again, as in transformers.
     """
-    check.tensor("silu_mul", "gate_up", gate_up, (None, None), check.ACTIVATION_DTYPES)
+    _SILU_MUL.check(gate_up)
     if gate_up.shape[1] % 2:
         raise KernelError(f"silu_mul: gate_up: expected an even number of columns, found {gate_up.shape[1]}")
-    if core.isa() == "reference":
-        return reference.silu_mul(gate_up)
-    out = core.empty((gate_up.shape[0], gate_up.shape[1] // 2), gate_up.dtype)
-    core.launch(_SILU_MUL, (gate_up, out))
-    return out
+    return _SILU_MUL(gate_up)
+
+
+_SILU = Contract("silu: x[..., d]:f32|bf16 -> out[..., d]:x", reference.silu)
 
 
 def silu(x: Tensor) -> Tensor:
@@ -144,12 +125,12 @@ def silu(x: Tensor) -> Tensor:
 
     x: [..., d]. Returns [..., d], contiguous.
     """
-    check.tensor("silu", "x", x, (*x.shape[:-1], None), check.ACTIVATION_DTYPES)
-    if core.isa() == "reference":
-        return reference.silu(x)
-    out = core.empty(x.shape, x.dtype)
-    core.launch(_SILU, (x, out))
-    return out
+    return _SILU(x)
+
+
+_EMBEDDING = Contract(
+    "embedding: ids[t]:i64 weight[v, d]:f32|bf16 first_row:int -> out[t, d]:weight", reference.embedding
+)
 
 
 def embedding(ids: Tensor, weight: Tensor, first_row: int = 0) -> Tensor:
@@ -157,82 +138,62 @@ def embedding(ids: Tensor, weight: Tensor, first_row: int = 0) -> Tensor:
 
     ids: [t] int64; weight: [v, d]. Returns [t, d]. Ids outside [first_row, first_row + v) give zeros.
     """
-    check.tensor("embedding", "ids", ids, (None,), torch.int64)
-    check.tensor("embedding", "weight", weight, (None, None), check.ACTIVATION_DTYPES)
-    if core.isa() == "reference":
-        return reference.embedding(ids, weight, first_row)
-    out = core.empty((ids.shape[0], weight.shape[1]), weight.dtype)
-    core.launch(_EMBEDDING, (ids, weight, out), (first_row,))
-    return out
+    return _EMBEDDING(ids, weight, first_row)
+
+
+_TAKE_ROWS = Contract("take_rows: x[t, d]:f32|bf16 rows[m]:i64 -> out[m, d]:x", reference.take_rows)
 
 
 def take_rows(x: Tensor, rows: Tensor) -> Tensor:
     """Return x[rows]. x: [t, d]; rows: [m] int64, each in [0, t). Returns [m, d]."""
-    check.tensor("take_rows", "rows", rows, (None,), torch.int64)
-    check.tensor("take_rows", "x", x, (None, None), check.ACTIVATION_DTYPES)
-    if core.isa() == "reference":
-        return reference.take_rows(x, rows)
-    out = core.empty((rows.shape[0], x.shape[1]), x.dtype)
-    core.launch(_TAKE_ROWS, (rows, x, out))
-    return out
+    return _TAKE_ROWS(x, rows)
+
+
+_PUT_ROWS = Contract("put_rows_: x[t, d]:f32|bf16 rows[m]:i64 values[m, d]:x", reference.put_rows_)
 
 
 def put_rows_(x: Tensor, rows: Tensor, values: Tensor) -> None:
     """Set x[rows] = values, in place. x: [t, d]; rows: [m] int64, each in [0, t), none twice; values: [m, d]."""
-    _check_rows("put_rows_", x, rows, values)
-    if core.isa() == "reference":
-        reference.put_rows_(x, rows, values)
-    else:
-        core.launch(_PUT_ROWS, (rows, values, x))
+    _PUT_ROWS.run(x, rows, values)
+
+
+_ADD_ROWS = Contract("add_rows_: x[t, d]:f32|bf16 rows[m]:i64 values[m, d]:x", reference.add_rows_)
 
 
 def add_rows_(x: Tensor, rows: Tensor, values: Tensor) -> None:
     """Add values to x[rows] in place, rounded to the dtype. The arguments are those of `put_rows_`."""
-    _check_rows("add_rows_", x, rows, values)
-    if core.isa() == "reference":
-        reference.add_rows_(x, rows, values)
-    else:
-        core.launch(_ADD_ROWS, (rows, values, x))
+    _ADD_ROWS.run(x, rows, values)
 
 
-def _check_rows(name: str, x: Tensor, rows: Tensor, values: Tensor) -> None:
-    check.tensor(name, "x", x, (None, None), check.ACTIVATION_DTYPES)
-    check.tensor(name, "rows", rows, (None,), torch.int64)
-    check.tensor(name, "values", values, (rows.shape[0], x.shape[1]), x.dtype)
+_ADD = Contract("add: x[..., d]:f32|bf16 y[..., d]:x -> out[..., d]:x", reference.add)
 
 
 def add(x: Tensor, y: Tensor) -> Tensor:
     """Return x + y, rounded to their dtype. x, y: [..., d] of one shape and dtype. Returns [..., d], contiguous."""
-    check.tensor("add", "x", x, (*x.shape[:-1], None), check.ACTIVATION_DTYPES)
-    check.tensor("add", "y", y, x.shape, x.dtype)
-    if core.isa() == "reference":
-        return reference.add(x, y)
-    out = core.empty(x.shape, x.dtype)
-    core.launch(_ADD, (x, y, out))
-    return out
+    return _ADD(x, y)
+
+
+_SUM_PARTS = Contract("sum_parts: parts[n, m, d]:f32|bf16 -> out[m, d]:parts", reference.sum_parts)
 
 
 def sum_parts(parts: Tensor) -> Tensor:
     """Return the sum of several matrices, added in order in fp32 and rounded once. parts: [n, m, d]. Returns [m, d]."""
-    check.tensor("sum_parts", "parts", parts, (None, None, None), check.ACTIVATION_DTYPES)
-    if core.isa() == "reference":
-        return reference.sum_parts(parts)
-    out = core.empty(parts.shape[1:], parts.dtype)
-    core.launch(_SUM_PARTS, (parts, out))
-    return out
+    return _SUM_PARTS(parts)
+
+
+_REPEAT_ROW = Contract(
+    "repeat_row: row[n]?:dtype m:size n:size dtype:f32|bf16 -> out[m, n]:dtype", reference.repeat_row
+)
 
 
 def repeat_row(row: Tensor | None, m: int, n: int, dtype: torch.dtype) -> Tensor:
     """Return a matrix [m, n] whose rows all equal `row` [n], contiguous, of the same dtype; zeros if `row` is None."""
-    check.dtype("repeat_row", "dtype", dtype)
-    if row is not None:
-        check.tensor("repeat_row", "row", row, (n,), dtype)
-    if core.isa() == "reference":
-        return reference.repeat_row(row, m, n, dtype)
-    out = core.empty((m, n), dtype)
-    if out.numel():
-        core.launch(_REPEAT_ROW, (row, out))
-    return out
+    return _REPEAT_ROW(row, m, n, dtype)
+
+
+_JOIN_COLUMNS = Contract(
+    "join_columns: parts[r, m, w]:f32|bf16 starts[r + 1]:i64 n:size -> out[m, n]:parts", reference.join_columns
+)
 
 
 def join_columns(parts: Tensor, starts: Tensor, n: int) -> Tensor:
@@ -241,15 +202,13 @@ def join_columns(parts: Tensor, starts: Tensor, n: int) -> Tensor:
     parts: [r, m, w], r >= 1; starts: [r + 1] int64, ascending from 0 to n. Columns starts[i] to starts[i + 1] of the
     result are the first columns of part i. Returns [m, n].
     """
-    check.tensor("join_columns", "parts", parts, (None, None, None), check.ACTIVATION_DTYPES)
-    check.tensor("join_columns", "starts", starts, (parts.shape[0] + 1,), torch.int64)
+    _JOIN_COLUMNS.check(parts)
     if not parts.shape[0]:
         raise KernelError("join_columns: parts: expected at least one, found none")
-    if core.isa() == "reference":
-        return reference.join_columns(parts, starts, n)
-    out = core.empty((parts.shape[1], n), parts.dtype)
-    core.launch(_JOIN_COLUMNS, (parts, starts, out))
-    return out
+    return _JOIN_COLUMNS(parts, starts, n)
+
+
+_ARGMAX = Contract("argmax: logits[m, v]:f32 -> out[m]:i64 largest[m, (v + 4095) // 4096]:i32", reference.argmax)
 
 
 def argmax(logits: Tensor) -> Tensor:
@@ -258,14 +217,15 @@ def argmax(logits: Tensor) -> Tensor:
     logits: [m, v] float32, v >= 1. Returns [m] int64. -inf is allowed; a row of only -inf gives 0.
     Raises KernelError naming the row if it contains NaN.
     """
-    check.tensor("argmax", "logits", logits, (None, None), torch.float32)
+    _ARGMAX.check(logits)
     _check_vocabulary("argmax", logits)
-    if core.isa() == "reference":
-        return reference.argmax(logits)
-    rows, columns = logits.shape
-    out = core.empty((rows,), torch.int64)
-    core.launch(_ARGMAX, (logits, out, core.empty((rows, -(-columns // _ARGMAX_PIECE)), torch.int32)))
-    return out
+    return _ARGMAX(logits)
+
+
+_SAMPLE = Contract(
+    "sample: logits[m, v]:f32 temperature[m]:f32 top_k[m]:i32 top_p[m]:f32 uniform[m]:f32 -> out[m]:i64",
+    reference.sample,
+)
 
 
 def sample(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, uniform: Tensor) -> Tensor:
@@ -280,18 +240,9 @@ def sample(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, un
     A row whose logits contain NaN or +inf or are all -inf gives -1, so that the other rows of a recorded step go on.
     Raises KernelError naming the row of any other number out of its range.
     """
-    check.tensor("sample", "logits", logits, (None, None), torch.float32)
+    _SAMPLE.check(logits)
     _check_vocabulary("sample", logits)
-    rows = (logits.shape[0],)
-    check.tensor("sample", "temperature", temperature, rows, torch.float32)
-    check.tensor("sample", "top_k", top_k, rows, torch.int32)
-    check.tensor("sample", "top_p", top_p, rows, torch.float32)
-    check.tensor("sample", "uniform", uniform, rows, torch.float32)
-    if core.isa() == "reference":
-        return reference.sample(logits, temperature, top_k, top_p, uniform)
-    out = core.empty(logits.shape[:1], torch.int64)
-    core.launch(_SAMPLE, (logits, temperature, top_k, top_p, uniform, out))
-    return out
+    return _SAMPLE(logits, temperature, top_k, top_p, uniform)
 
 
 def _check_vocabulary(kernel: str, logits: Tensor) -> None:

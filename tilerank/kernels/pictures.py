@@ -4,12 +4,19 @@ import torch
 from torch import Tensor
 
 from . import check, core
+from .contract import Contract
 from .errors import KernelError
 from .reference import pictures as reference
 
-_PATCHES = core.kernel("patches")
-
 RESAMPLING = ("bilinear", "bicubic")
+
+
+_PATCHES = Contract(
+    "patches: frames[n, h, w, 3]:u8 rows:int columns:int patch:int merge:int temporal:int bicubic:bool height:int "
+    "width:int first_row:int red_mean:float green_mean:float blue_mean:float red_std:float green_std:float "
+    "blue_std:float dtype:f32|bf16 "
+    "-> out[(n + temporal - 1) // temporal * rows * columns, 3 * temporal * patch * patch]:dtype"
+)
 
 
 def patches(
@@ -39,7 +46,7 @@ def patches(
     band: returns only these rows of patches of every frame, whole blocks.
     Raises KernelError for a frame that is empty, or another argument that does not fit.
     """
-    check.tensor("patches", "frames", frames, (None, None, None, 3), torch.uint8)
+    _PATCHES.check(frames)
     n, height, width, _ = frames.shape
     t, rows, columns = grid
     if not (n and height and width):
@@ -72,7 +79,5 @@ def patches(
             size=size,
             band=band,
         )
-    out = core.empty((t * (end - first) * columns, 3 * temporal * patch * patch), dtype)
-    sizes = (end - first, columns, patch, merge, temporal, int(resample == "bicubic"), *size, first)
-    core.launch(_PATCHES, (frames, out), sizes, (*mean, *std))
-    return out
+    sizes = (end - first, columns, patch, merge, temporal, resample == "bicubic", *size, first)
+    return _PATCHES(frames, *sizes, *mean, *std, dtype)

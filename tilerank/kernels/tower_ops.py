@@ -4,18 +4,15 @@ Every argument may be strided as long as its last dimension is contiguous. Activ
 result depends on that row alone. A wrong argument raises KernelError naming it, what was expected and what was found.
 """
 
-import torch
 from torch import Tensor
 
-from . import check, core
+from .contract import Contract
 from .errors import KernelError
 from .reference import tower_ops as reference
 
-_LAYER_NORM = core.kernel("layer_norm")
-_GELU = core.kernel("gelu")
-_ROTARY_FLOAT = core.kernel("rotary_float")
-_INTERPOLATE_ROWS = core.kernel("interpolate_rows")
-_TANH_GATE = core.kernel("tanh_gate")
+_LAYER_NORM = Contract(
+    "layer_norm: x[..., d]:f32|bf16 weight[d]:x bias[d]:x eps:float -> out[..., d]:x", reference.layer_norm
+)
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
@@ -23,14 +20,10 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
 
     x: [..., d]; weight, bias: [d] of the same dtype. Returns [..., d], contiguous. Computed in fp32, rounded once.
     """
-    check.tensor("layer_norm", "x", x, (*x.shape[:-1], None), check.ACTIVATION_DTYPES)
-    check.tensor("layer_norm", "weight", weight, (x.shape[-1],), x.dtype)
-    check.tensor("layer_norm", "bias", bias, (x.shape[-1],), x.dtype)
-    if core.isa() == "reference":
-        return reference.layer_norm(x, weight, bias, eps)
-    out = core.empty(x.shape, x.dtype)
-    core.launch(_LAYER_NORM, (x, weight, bias, out), (), (eps,))
-    return out
+    return _LAYER_NORM(x, weight, bias, eps)
+
+
+_GELU = Contract("gelu: x[..., d]:f32|bf16 tanh:bool -> out[..., d]:x", reference.gelu)
 
 
 def gelu(x: Tensor, tanh: bool) -> Tensor:
@@ -40,12 +33,12 @@ def gelu(x: Tensor, tanh: bool) -> Tensor:
     tanh=False: x * Phi(x), with Phi the normal distribution function. tanh=True: its approximation
     x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x^3))).
     """
-    check.tensor("gelu", "x", x, (*x.shape[:-1], None), check.ACTIVATION_DTYPES)
-    if core.isa() == "reference":
-        return reference.gelu(x, tanh)
-    out = core.empty(x.shape, x.dtype)
-    core.launch(_GELU, (x, out), (tanh,))
-    return out
+    return _GELU(x, tanh)
+
+
+_ROTARY_FLOAT = Contract(
+    "rotary_float_: q[t, hq, d]:f32|bf16 k[t, hk, d]:q angles[t, 2, d // 2]:f32", reference.rotary_float_
+)
 
 
 def rotary_float_(q: Tensor, k: Tensor, angles: Tensor) -> None:
@@ -54,15 +47,16 @@ def rotary_float_(q: Tensor, k: Tensor, angles: Tensor) -> None:
     q: [t, hq, d]; k: [t, hk, d]; angles: [t, 2, d / 2] float32, cosines and sines. All d dims are rotated in pairs
     (i, i + d / 2). Products and sum are fp32, rounded once. The 2-D rotation of Qwen2-VL's encoder (arXiv 2409.12191).
     """
-    check.tensor("rotary_float_", "q", q, (None, None, None), check.ACTIVATION_DTYPES)
-    check.tensor("rotary_float_", "k", k, (q.shape[0], None, q.shape[2]), q.dtype)
+    _ROTARY_FLOAT.check(q, k)
     if q.shape[2] % 2:
         raise KernelError(f"rotary_float_: q: expected an even head dimension, found {q.shape[2]}")
-    check.tensor("rotary_float_", "angles", angles, (q.shape[0], 2, q.shape[2] // 2), torch.float32)
-    if core.isa() == "reference":
-        reference.rotary_float_(q, k, angles)
-    else:
-        core.launch(_ROTARY_FLOAT, (q, k, angles))
+    _ROTARY_FLOAT.run(q, k, angles)
+
+
+_INTERPOLATE_ROWS = Contract(
+    "interpolate_rows: table[p, d]:f32|bf16 rows[t, 4]:i64 weights[t, 4]:f32 -> out[t, d]:table",
+    reference.interpolate_rows,
+)
 
 
 def interpolate_rows(table: Tensor, rows: Tensor, weights: Tensor) -> Tensor:
@@ -71,14 +65,10 @@ def interpolate_rows(table: Tensor, rows: Tensor, weights: Tensor) -> Tensor:
     table: [p, d]; rows: [t, 4] int64, each in [0, p); weights: [t, 4] float32.
     Returns [t, d] of the table's dtype: sum over i of weights[:, i] * table[rows[:, i]], in fp32, rounded once.
     """
-    check.tensor("interpolate_rows", "table", table, (None, None), check.ACTIVATION_DTYPES)
-    check.tensor("interpolate_rows", "rows", rows, (None, 4), torch.int64)
-    check.tensor("interpolate_rows", "weights", weights, rows.shape, torch.float32)
-    if core.isa() == "reference":
-        return reference.interpolate_rows(table, rows, weights)
-    out = core.empty((rows.shape[0], table.shape[1]), table.dtype)
-    core.launch(_INTERPOLATE_ROWS, (table, rows, weights, out))
-    return out
+    return _INTERPOLATE_ROWS(table, rows, weights)
+
+
+_TANH_GATE = Contract("tanh_gate_: x[m, d]:f32|bf16 gate[1]:x shown[m]?:f32", reference.tanh_gate_)
 
 
 def tanh_gate_(x: Tensor, gate: Tensor, shown: Tensor | None = None) -> None:
@@ -87,11 +77,4 @@ def tanh_gate_(x: Tensor, gate: Tensor, shown: Tensor | None = None) -> None:
     x: [m, d]; gate: [1] of the same dtype, whose tanh is rounded to it before the product. shown: [m] float32; rows
     whose number is 0 become 0.
     """
-    check.tensor("tanh_gate_", "x", x, (None, None), check.ACTIVATION_DTYPES)
-    check.tensor("tanh_gate_", "gate", gate, (1,), x.dtype)
-    if shown is not None:
-        check.tensor("tanh_gate_", "shown", shown, (x.shape[0],), torch.float32)
-    if core.isa() == "reference":
-        reference.tanh_gate_(x, gate, shown)
-    else:
-        core.launch(_TANH_GATE, (x, gate, shown))
+    _TANH_GATE.run(x, gate, shown)

@@ -14,8 +14,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from tilerank.kernels import check, core
+from tilerank.kernels import core
 from tilerank.kernels.errors import KernelError
+from tilerank.kernels.ops import ADD_RMS_NORM
 
 from .errors import GroupError
 from .group import RecordableGroup, as_bytes, checked_columns, checked_root, checked_sum_dtype
@@ -114,7 +115,7 @@ class ShmGroup(RecordableGroup):
         zero_centered: bool = False,
         whole: bool = False,
     ) -> Tensor:
-        check.add_rms_norm(x, residual, weight)
+        ADD_RMS_NORM.check(x, residual, weight)
         if not (x.stride(1) == 1 and residual.is_contiguous() and x.shape[1] * x.element_size() <= self._slot):
             return super().add_rms_norm(x, residual, weight, eps, zero_centered=zero_centered)
         out = core.empty_rows(x.shape, x.dtype)

@@ -8,13 +8,16 @@ import torch
 from torch import Tensor
 
 from .. import check, core
+from ..contract import Contract
 from ..reference import ops as reference_ops
 from ..reference import weight_formats as reference
 from ..weight import BLOCK_N, TILE_ROWS, WORK_QUEUE_BYTES, chosen_blocks, round_up
 from .checks import check_rectangle, check_sizes, packable
 
 _PACK = core.kernel("pack")
-_EMBEDDING = core.kernel("embedding_packed")
+_EMBEDDING = Contract(
+    "FloatWeight.embedding: ids[t]:i64 first_row:int n:int k:int weight -> out[t, k]:weight", kernel="embedding_packed"
+)
 _LINEAR = {torch.bfloat16: core.kernel("linear_bf16"), torch.float32: core.kernel("linear_f32")}
 _MOE = {torch.bfloat16: core.kernel("moe_bf16"), torch.float32: core.kernel("moe_f32")}
 
@@ -130,12 +133,10 @@ class FloatWeight:
 
         ids: [t] int64; ids outside [first_row, first_row + n) give zeros. Returns [t, k].
         """
-        check.tensor("FloatWeight.embedding", "ids", ids, (None,), torch.int64)
+        _EMBEDDING.check(ids)
         if core.isa() == "reference" or self.is_plain:
             return reference_ops.embedding(ids, self.data if self.is_plain else self.unpack(), first_row)
-        out = core.empty((ids.shape[0], self.k), self.dtype)
-        core.launch(_EMBEDDING, (ids, self.data, out), (first_row, self.n, self.k))
-        return out
+        return _EMBEDDING(ids, first_row, self.n, self.k, self.data)
 
     def unpack(self) -> Tensor:
         if self.is_plain:

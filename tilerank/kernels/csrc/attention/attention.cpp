@@ -15,10 +15,9 @@
 
 namespace tilerank::TR_RUNG {
 
-static void attention(const Args& args, Team& team) {
-  for_float(args.tensor(0).dtype, [&](auto type) { attention_by_vectors<decltype(type)>(args, team); });
+static void run_attention(const Problem& problem, Team& team) {
+  for_float(problem.q.dtype, [&](auto type) { attention_by_vectors<decltype(type)>(problem, team); });
 }
-TR_KERNEL(attention)
 
 }  // namespace tilerank::TR_RUNG
 #endif

@@ -305,17 +305,16 @@ class AnyTask : public InterleavedTask {
   StreamTask stream_;
 };
 
-static void attention(const Args& args, Team& team) {
-  if (args.tensor(0).dtype == DType::f32) {
-    attention_by_vectors<float>(args, team);
+static void run_attention(const Problem& problem, Team& team) {
+  if (problem.q.dtype == DType::f32) {
+    attention_by_vectors<float>(problem, team);
     return;
   }
   // Few rows are bound by memory: reading a page costs about as much as the arithmetic of four groups.
   const auto token_cost = [](const Task& task) { return (task.rows + kGroup - 1 + 4 * kGroup) / kGroup; };
-  run_spans<AnyTask>(args, checked_problem(args, team), {kTaskRows, kPartTokens}, token_cost, team);
+  run_spans<AnyTask>(problem, {kTaskRows, kPartTokens}, token_cost, team);
   _mm_sfence();  // for non-temporal stores of rows
 }
-TR_KERNEL(attention)
 
 }  // namespace tilerank::TR_RUNG
 #endif

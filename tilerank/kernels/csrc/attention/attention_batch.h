@@ -4,7 +4,7 @@
 #include <limits>
 
 #include "attention/kv_pages.h"
-#include "core/kernel.h"
+#include "core/entry.h"
 
 namespace tilerank {
 

@@ -43,8 +43,11 @@ struct Task {
 
 struct Problem {
   const char* kernel;
-  const Tensor &q, &k_pages, &v_pages, &page_tables, &out, &lse, &scales;
+  const Tensor &q, &k_pages, &v_pages, &scales;                              // scales: of int8 pages, or none
+  const Tensor &page_tables, &seq_lens, &query_starts, &kv_map, &kv_starts;  // kv_starts: or none
   float scale;
+  bool causal;
+  const Tensor &out, &lse;  // lse: or none
 
   bool quantized() const { return k_pages.dtype == DType::i8; }
   int64_t key_dims() const { return q.size[2]; }
@@ -123,13 +126,12 @@ class RowWalk {
 
 // Calls f(task) for every task, in the order of the batch.
 template <class F>
-static void for_tasks(const Args& args, const TaskSizes& sizes, F&& f) {
-  const Tensor &seq_lens = args.tensor(4), &query_starts = args.tensor(5), &kv_map = args.tensor(6),
-               &kv_starts = args.tensor(9);
+static void for_tasks(const Problem& problem, const TaskSizes& sizes, F&& f) {
+  const Tensor &seq_lens = problem.seq_lens, &kv_map = problem.kv_map, &kv_starts = problem.kv_starts;
   for (int64_t sequence = 0; sequence < seq_lens.size[0]; ++sequence) {
     const int64_t length = seq_lens.as<int32_t>()[sequence];
     const int64_t first = kv_starts && length > 0 ? kv_starts.as<int32_t>()[sequence] : 0;
-    const int32_t* start = query_starts.as<int32_t>() + sequence;
+    const int32_t* start = problem.query_starts.as<int32_t>() + sequence;
     for (int64_t kv_head = 0; kv_head < kv_map.size[0]; ++kv_head) {
       const int32_t* heads = kv_map.row<int32_t>(kv_head);
       Task task{sequence,
@@ -144,7 +146,7 @@ static void for_tasks(const Args& args, const TaskSizes& sizes, F&& f) {
                 0,
                 0,
                 sizes.part_tokens,
-                args.integer(0) != 0};
+                problem.causal};
       const int64_t rows = task.queries * task.heads;
       for (; task.row < rows; task.row += sizes.rows) {
         task.rows = std::min(sizes.rows, rows - task.row);
@@ -202,11 +204,11 @@ static inline Sums sums_of_part(float* parts, int64_t number, int64_t rows, int6
 // Calls f(owner, span) for all spans of all threads, in the order of the batch. token_cost(task): cost per token of a
 // task.
 template <class Cost, class F>
-static void for_spans(const Args& args, const TaskSizes& sizes, Cost&& token_cost, int threads, F&& f) {
+static void for_spans(const Problem& problem, const TaskSizes& sizes, Cost&& token_cost, int threads, F&& f) {
   WorkPartition partition{0, threads};
   const auto cost = [&](const Task& task) { return token_cost(task) * (task.seen() + 1); };
-  for_tasks(args, sizes, [&](const Task& task) { partition.total += cost(task); });
-  for_tasks(args, sizes, [&](const Task& task) {
+  for_tasks(problem, sizes, [&](const Task& task) { partition.total += cost(task); });
+  for_tasks(problem, sizes, [&](const Task& task) {
     const int64_t parts = task.parts(), of_part = token_cost(task) * sizes.part_tokens, all = cost(task);
     const auto owner = [&](int64_t part) {
       return partition.owner(part * of_part, std::min(of_part, all - part * of_part));
@@ -225,7 +227,7 @@ static void for_spans(const Args& args, const TaskSizes& sizes, Cost&& token_cos
 // run(). For a task shared by several threads, the thread with the first part then calls merge(part, sums) for the
 // parts of the others, in order, and store_rows().
 template <class Runner, class Cost>
-static void run_spans(const Args& args, const Problem& problem, const TaskSizes& sizes, Cost&& token_cost, Team& team) {
+static void run_spans(const Problem& problem, const TaskSizes& sizes, Cost&& token_cost, Team& team) {
   using Scratch = typename Runner::Scratch;
   struct Remainder {
     int owner;
@@ -249,7 +251,7 @@ static void run_spans(const Args& args, const Problem& problem, const TaskSizes&
     Runner(problem, *last, own, parts_in(&own)).run();
     sums_of_last = &own;
   };
-  for_spans(args, sizes, token_cost, team.count, [&](int owner, const Span& span) {
+  for_spans(problem, sizes, token_cost, team.count, [&](int owner, const Span& span) {
     shared = shared || !span.whole();
     if (owner == team.index) {
       if (last && Runner::can_join(*last, span)) {

@@ -232,25 +232,25 @@ class VectorTask : public VectorSums<VectorScratch<T>> {
   const char* next_ = nullptr;  // the keys that are read after it
 };
 
-// tensors: q, k pages, v pages, page_tables, seq_lens, query_starts, kv_map, out, lse or none, kv_starts or none,
-// scales of int8 pages or none; ints: causal; reals: scale
-static Problem checked_problem(const Args& args, Team& team) {
-  const Tensor &q = args.tensor(0), &kv_map = args.tensor(6);
-  const Problem problem{
-      "attention",     q,           args.tensor(1), args.tensor(2), args.tensor(3), args.tensor(7), args.tensor(8),
-      args.tensor(10), args.real(0)};
-  check_batch(problem.kernel, q.size[0], problem.page_tables, args.tensor(4), args.tensor(5), args.tensor(9),
-              args.integer(0) != 0);
-  check_kv_map(kv_map, q.size[1]);
-  clear_unserved_heads(problem.out, problem.lse, kv_map, team);
-  return problem;
+template <class T>
+static void attention_by_vectors(const Problem& problem, Team& team) {
+  run_spans<VectorTask<T>>(
+      problem, {kVectorTaskRows, kPartTokens}, [](const Task& task) { return task.rows + 8; }, team);
 }
 
-template <class T>
-static void attention_by_vectors(const Args& args, Team& team) {
-  const Problem problem = checked_problem(args, team);
-  run_spans<VectorTask<T>>(
-      args, problem, {kVectorTaskRows, kPartTokens}, [](const Task& task) { return task.rows + 8; }, team);
+// Computes the attention of a checked problem. Defined by the file that includes this one.
+static void run_attention(const Problem& problem, Team& team);
+
+TR_ENTRY(attention, Team& team, const Tensor& q, const Tensor& cache_k, const Tensor& cache_v,
+         const Tensor& cache_scales, const Tensor& page_tables, const Tensor& seq_lens, const Tensor& query_starts,
+         const Tensor& kv_map, float scale, bool causal, const Tensor& lse, const Tensor& kv_starts,
+         const Tensor& out) {
+  const Problem problem{"attention",  q,      cache_k,   cache_v, cache_scales, page_tables, seq_lens,
+                        query_starts, kv_map, kv_starts, scale,   causal,       out,         lse};
+  check_batch(problem.kernel, q.size[0], page_tables, seq_lens, query_starts, kv_starts, causal);
+  check_kv_map(kv_map, q.size[1]);
+  clear_unserved_heads(out, lse, kv_map, team);
+  run_attention(problem, team);
 }
 
 }  // namespace tilerank::TR_RUNG

@@ -4,6 +4,7 @@
 #include <type_traits>
 
 #include "attention/kv_pages.h"
+#include "core/entry.h"
 #include "linear/pack.h"
 #include "rows/rows.h"
 #define TR_SOURCE "attention/store_kv.cpp"
@@ -167,16 +168,21 @@ static void store_values(const TokenRows<T>& v, int64_t count, T* values, int64_
   for (int64_t i = 0; i < count; ++i) store_value(v.at + i * v.stride, v.dims, values, offset + i);
 }
 
-// tensors: k, v, k pages [pages, heads, ...], v pages, slots or none (token i goes to slot i), scales of int8 pages or
-// none; tail: [tokens, dims], the last dims of the keys of all heads, or none. T: dtype of k and v, P: dtype of the
-// pages.
+struct StoredTokens {
+  const Tensor &k, &v, &k_pages, &v_pages;
+  const Tensor& slots;   // or none: token i goes to slot i
+  const Tensor& scales;  // of int8 pages, or none
+  const Tensor& tail;    // [tokens, dims], the last dims of the keys of all heads, or none
+};
+
+// T: dtype of k and v, P: dtype of the pages.
 template <class T, class P>
-static void store_all(const Args& args, const Tensor* tail, Team& team) {
+static void store_all(const StoredTokens& stored, Team& team) {
   constexpr bool kCodes = !std::is_same_v<T, P>;
-  const Tensor &k = args.tensor(0), &v = args.tensor(1), &k_pages = args.tensor(2), &v_pages = args.tensor(3),
-               &slots = args.tensor(4), &scales = args.tensor(5);
+  const Tensor &k = stored.k, &v = stored.v, &k_pages = stored.k_pages, &v_pages = stored.v_pages;
+  const Tensor &slots = stored.slots, &scales = stored.scales, &tail = stored.tail;
   const int64_t tokens = k.size[0], heads = k.size[1], value_dims = v.size[2];
-  const int64_t key_dims = k.size[2] + (tail ? tail->size[1] : 0);
+  const int64_t key_dims = k.size[2] + (tail ? tail.size[1] : 0);
   // Pages consist of whole cache lines if they begin with one, except that a row of int8 pairs is half a line.
   const auto in_lines = [](const Tensor& pages) { return reinterpret_cast<uintptr_t>(pages.as<char>()) % 64 == 0; };
   const bool streams = !kCodes &&
@@ -228,7 +234,7 @@ static void store_all(const Args& args, const Tensor* tail, Team& team) {
       } else {
         store_keys(key, count, keys, key_dims, offset, streams);
         if (tail) {
-          const TokenRows<T> rest{tail->row<T>(token), tail->stride[0], tail->size[1]};
+          const TokenRows<T> rest{tail.row<T>(token), tail.stride[0], tail.size[1]};
           store_keys(rest, count, keys + key.dims * 16, key_dims, offset, streams);
         }
         store_values(value, count, values, offset, streams);
@@ -240,23 +246,23 @@ static void store_all(const Args& args, const Tensor* tail, Team& team) {
 #endif
 }
 
-static void store_kv(const Args& args, Team& team) {
-  check_indices("store_kv: slots", args.tensor(4), args.tensor(2).size[0] * kPageTokens);
-  for_float(args.tensor(0).dtype, [&](auto type) {
+TR_ENTRY(store_kv, Team& team, const Tensor& k, const Tensor& v, const Tensor& cache_k, const Tensor& cache_v,
+         const Tensor& cache_scales, const Tensor& slots) {
+  check_indices("store_kv: slots", slots, cache_k.size[0] * kPageTokens);
+  for_float(k.dtype, [&](auto type) {
     using T = decltype(type);
-    args.tensor(5) ? store_all<T, int8_t>(args, nullptr, team) : store_all<T, T>(args, nullptr, team);
+    const StoredTokens stored{k, v, cache_k, cache_v, slots, cache_scales, Tensor{}};
+    cache_scales ? store_all<T, int8_t>(stored, team) : store_all<T, T>(stored, team);
   });
 }
-TR_KERNEL(store_kv)
 
-// tensors: those of store_kv, then the tail
-static void expanded_pages(const Args& args, Team& team) {
-  for_float(args.tensor(0).dtype, [&](auto type) {
+TR_ENTRY(expanded_pages, Team& team, const Tensor& k, const Tensor& v, const Tensor& rope_key, const Tensor& cache_k,
+         const Tensor& cache_v) {
+  for_float(k.dtype, [&](auto type) {
     using T = decltype(type);
-    store_all<T, T>(args, &args.tensor(6), team);
+    store_all<T, T>({k, v, cache_k, cache_v, Tensor{}, Tensor{}, rope_key}, team);
   });
 }
-TR_KERNEL(expanded_pages)
 
 }  // namespace tilerank::TR_RUNG
 #endif

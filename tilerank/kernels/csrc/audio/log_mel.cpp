@@ -3,9 +3,9 @@
 // up to the sign, a sine. So do frequencies k and half - k, for which the sums over even and over odd samples are added
 // or subtracted.
 #ifndef TR_RUNG
+#include "core/entry.h"
 #include <cmath>
 
-#include "core/kernel.h"
 #define TR_SOURCE "audio/log_mel.cpp"
 #include "simd/foreach_isa.h"
 #else
@@ -18,14 +18,9 @@ static int64_t reflected(int64_t i, int64_t n) {
   return r < n ? r : period - r;
 }
 
-// tensors: samples [n] f32, window [2 * half] f64, cosines, sines [half + 1, half / 2 + 1] f64, filters [half + 1,
-// mels] f64, out [frames, mels] f32; ints: first frame, hop
-static void log_mel(const Args& args, Team& team) {
-  const Tensor &samples = args.tensor(0), &filters = args.tensor(4), &out = args.tensor(5);
+TR_ENTRY(log_mel, Team& team, const Tensor& samples, const Tensor& filters, int64_t first_frame, int64_t hop,
+         const Tensor& window, const Tensor& cosines, const Tensor& sines, const Tensor& out) {
   const int64_t n = samples.size[0], bins = filters.size[0], half = bins - 1, mels = filters.size[1];
-  const double* const window = args.tensor(1).as<double>();
-  const double* const cosines = args.tensor(2).as<double>();
-  const double* const sines = args.tensor(3).as<double>();
   const int64_t low = half / 2 + 1;  // frequencies that are computed, and with them the others
   double* const even =
       static_cast<double*>(team.scratch(sizeof(double) * static_cast<size_t>(3 * bins + 4 * low + mels)));
@@ -34,9 +29,9 @@ static void log_mel(const Args& args, Team& team) {
   double* const sums = imaginary + 2 * low;
   const auto [first, last] = team.share(out.size[0]);
   for (int64_t frame = first; frame < last; ++frame) {
-    const int64_t begin = (args.integer(0) + frame) * args.integer(1) - half;
+    const int64_t begin = (first_frame + frame) * hop - half;
     const auto sample = [&](int64_t i) {
-      return window[i] * static_cast<double>(samples.as<float>()[reflected(begin + i, n)]);
+      return window.as<double>()[i] * static_cast<double>(samples.as<float>()[reflected(begin + i, n)]);
     };
     even[0] = sample(0);
     even[half] = sample(half);
@@ -49,7 +44,7 @@ static void log_mel(const Args& args, Team& team) {
     for (int64_t k = 0; k < 2 * low; ++k) real[k] = imaginary[k] = 0.0;
     for (int64_t i = 0; i < bins; ++i) {
       const double a = even[i], b = odd[i];
-      const double *const c = cosines + i * low, *const s = sines + i * low;
+      const double *const c = cosines.as<double>() + i * low, *const s = sines.as<double>() + i * low;
       double *const re = real + i % 2 * low, *const im = imaginary + i % 2 * low;
       for (int64_t k = 0; k < low; ++k) {
         re[k] += a * c[k];
@@ -73,7 +68,6 @@ static void log_mel(const Args& args, Team& team) {
     }
   }
 }
-TR_KERNEL(log_mel)
 
 }  // namespace tilerank::TR_RUNG
 #endif

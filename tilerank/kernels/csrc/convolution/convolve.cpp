@@ -1,7 +1,7 @@
 // convolve: causal convolutions over rows, as products of shifted rows with a packed weight, and what follows them.
 #ifndef TR_RUNG
 #include "core/cpu.h"
-#include "core/kernel.h"
+#include "core/entry.h"
 #include "linear/pack.h"
 
 #define TR_SOURCE "convolution/convolve.cpp"
@@ -15,14 +15,8 @@
 
 namespace tilerank::TR_RUNG {
 
-// tensors: x, bias or none, scale or none, residual or none, out or none, frequency and magnitude or none, activated or
-//          none, the packed weight
-// ints: taps, dilation
 template <class T>
-static void convolve(const Args& args, Team& team) {
-  const Finish finish(args);
-  const ShiftedRows<T> rows(args.tensor(0), args.integer(0), args.integer(1));
-  const T* const weight = args.tensor(8).as<const T>();
+static void convolve(const ShiftedRows<T>& rows, const T* weight, const Finish& finish, Team& team) {
   auto* const packed = static_cast<Unit<T>*>(team.scratch(rows.bytes()));
   for_stripes(
       rows.stripes(), blocks(finish.columns, kBlockN), team, [&](int64_t stripe) { rows.pack(stripe, packed); },
@@ -33,11 +27,19 @@ static void convolve(const Args& args, Team& team) {
       });
 }
 
-static void convolve_f32(const Args& args, Team& team) { convolve<float>(args, team); }
-TR_KERNEL(convolve_f32)
+TR_ENTRY(convolve_f32, Team& team, const Tensor& x, const Tensor& bias, int64_t taps, int64_t dilation,
+         const Tensor& scale, const Tensor& residual, const Tensor& out, const Tensor& frequency,
+         const Tensor& magnitude, const Tensor& activated, const Tensor& weight) {
+  convolve<float>({x, taps, dilation}, weight.as<const float>(),
+                  {bias, scale, residual, out, frequency, magnitude, activated}, team);
+}
 
-static void convolve_bf16(const Args& args, Team& team) { convolve<bf16>(args, team); }
-TR_KERNEL(convolve_bf16)
+TR_ENTRY(convolve_bf16, Team& team, const Tensor& x, const Tensor& bias, int64_t taps, int64_t dilation,
+         const Tensor& scale, const Tensor& residual, const Tensor& out, const Tensor& frequency,
+         const Tensor& magnitude, const Tensor& activated, const Tensor& weight) {
+  convolve<bf16>({x, taps, dilation}, weight.as<const bf16>(),
+                 {bias, scale, residual, out, frequency, magnitude, activated}, team);
+}
 
 }  // namespace tilerank::TR_RUNG
 #endif

@@ -8,7 +8,7 @@
 #include <numeric>
 #include <type_traits>
 
-#include "core/kernel.h"
+#include "core/entry.h"
 #include "linear/pack.h"
 
 #define TR_ONLY_AMX
@@ -173,11 +173,11 @@ class TapProducts {
   alignas(64) float sums_[kPairSums];
 };
 
-// tensors and ints: as in convolve.cpp
-static void convolve_bf16(const Args& args, Team& team) {
-  const Finish finish(args);
-  const ShiftedTiles rows(args.tensor(0), args.integer(0), args.integer(1));
-  const char* const weight = args.tensor(8).as<const char>();
+TR_ENTRY(convolve_bf16, Team& team, const Tensor& x, const Tensor& bias, int64_t taps, int64_t dilation,
+         const Tensor& scale, const Tensor& residual, const Tensor& out, const Tensor& frequency,
+         const Tensor& magnitude, const Tensor& activated, const Tensor& weight) {
+  const Finish finish{bias, scale, residual, out, frequency, magnitude, activated};
+  const ShiftedTiles rows(x, taps, dilation);
   char* const memory = static_cast<char*>(team.scratch(rows.bytes()));
   const Tiles tiles(panel_tiles(rows.m));
   TapProducts products(finish, rows);
@@ -186,11 +186,10 @@ static void convolve_bf16(const Args& args, Team& team) {
       rows.stripes(), blocks(finish.columns, kBlockN), team,
       [&](int64_t stripe) { place = rows.place(stripe, memory); },
       [&](int64_t stripe, int64_t block, int64_t next) {
-        products.multiply(place, rows.rows(stripe), weight, block, next);
+        products.multiply(place, rows.rows(stripe), weight.as<const char>(), block, next);
       });
   products.complete();
 }
-TR_KERNEL(convolve_bf16)
 
 }  // namespace tilerank::TR_RUNG
 #endif

@@ -1,14 +1,12 @@
 // convolve_channels: a convolution of each channel alone, in fp32.
 #ifndef TR_RUNG
-#include "core/kernel.h"
+#include "core/entry.h"
 #define TR_SOURCE "convolution/convolve_channels.cpp"
 #include "simd/foreach_isa.h"
 #else
 namespace tilerank::TR_RUNG {
 
-// tensors: x, weight, bias, out
-static void convolve_channels(const Args& args, Team& team) {
-  const Tensor &x = args.tensor(0), &weight = args.tensor(1), &bias = args.tensor(2), &out = args.tensor(3);
+TR_ENTRY(convolve_channels, Team& team, const Tensor& x, const Tensor& weight, const Tensor& bias, const Tensor& out) {
   const auto [first, last] = team.share(out.size[0]);
   for_float(x.dtype, [&](auto type) {
     using T = decltype(type);
@@ -23,7 +21,6 @@ static void convolve_channels(const Args& args, Team& team) {
     }
   });
 }
-TR_KERNEL(convolve_channels)
 
 }  // namespace tilerank::TR_RUNG
 #endif

@@ -21,15 +21,17 @@ static inline Vec squared_sine(Vec x) {
 
 class Finish {
  public:
-  explicit Finish(const Args& args)
-      : columns(args.tensor(args.tensor(4) ? 4 : 7).size[1]),
-        bias_(args.tensor(1)),
-        scale_(args.tensor(2)),
-        residual_(args.tensor(3)),
-        out_(args.tensor(4)),
-        frequency_(args.tensor(5)),
-        magnitude_(args.tensor(6)),
-        activated_(args.tensor(7)) {}
+  // Any of the arguments may be none, but not both `out` and `activated`.
+  Finish(const Tensor& bias, const Tensor& scale, const Tensor& residual, const Tensor& out, const Tensor& frequency,
+         const Tensor& magnitude, const Tensor& activated)
+      : columns((out ? out : activated).size[1]),
+        bias_(bias),
+        scale_(scale),
+        residual_(residual),
+        out_(out),
+        frequency_(frequency),
+        magnitude_(magnitude),
+        activated_(activated) {}
 
   // Finishes `count` rows of a block of 32 columns from their sums, float[count][32]. Columns beyond the last are
   // dropped. step: from a vector of the first row to the next one.

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "core/arena.h"
+#include "core/contract.h"
 #include "core/cpu.h"
 #include "core/graph.h"
 #include "core/peaks.h"
@@ -43,7 +44,15 @@ void expect_at_most(int limit, Py_ssize_t found, const char* what) {
   }
 }
 
-void record(int id, const Call& call, const py::tuple& tensors) {
+// Runs a call, or adds it to the recording in progress. tensors: those of the arguments, in their order.
+template <class Tensors>
+void run(int id, Call& call, const Tensors& tensors) {
+  call.kernel = find_kernel(id, current);
+  if (!recording) {
+    py::gil_scoped_release unlocked;
+    Pool::instance().run(&call, 1);
+    return;
+  }
   recording->graph.add(id, call);
   for (int i = 0; i < call.args.num_tensors; ++i) {
     const void* const data = call.args.tensors[i].data;
@@ -53,7 +62,6 @@ void record(int id, const Call& call, const py::tuple& tensors) {
 
 void launch(int id, const py::tuple& tensors, const py::tuple& ints, const py::tuple& floats) {
   Call call;
-  call.kernel = find_kernel(id, current);
   Args& args = call.args;
   args.num_tensors = static_cast<int>(tensors.size());
   args.num_ints = static_cast<int>(ints.size());
@@ -67,12 +75,16 @@ void launch(int id, const py::tuple& tensors, const py::tuple& ints, const py::t
   for (int i = 0; i < args.num_ints; ++i) args.ints[i] = PyLong_AsLongLong(PyTuple_GET_ITEM(ints.ptr(), i));
   for (int i = 0; i < args.num_floats; ++i) args.floats[i] = PyFloat_AsDouble(PyTuple_GET_ITEM(floats.ptr(), i));
   if (PyErr_Occurred()) throw py::error_already_set();
-  if (recording) {
-    record(id, call, tensors);
-    return;
-  }
-  py::gil_scoped_release unlocked;
-  Pool::instance().run(&call, 1);
+  run(id, call, tensors);
+}
+
+// Runs a kernel by its contract and returns its outputs, or None if the arguments do not fit.
+py::object run_contract(const Contract& contract, int id, const py::tuple& arguments) {
+  Call call;
+  std::vector<py::object> tensors;
+  if (!contract.bind(arguments, arena(), call.args, tensors)) return py::none();
+  run(id, call, tensors);
+  return contract.outputs(tensors);
 }
 
 }  // namespace
@@ -100,6 +112,7 @@ PYBIND11_MODULE(_C, m) {
     }
   });
   m.def("kernel", &kernel_id);
+  m.def("parameters", &kernel_parameters);
   m.def("kernels", [] {
     py::dict all;
     for (const auto& [name, rungs] : registered_kernels()) {
@@ -124,7 +137,6 @@ PYBIND11_MODULE(_C, m) {
     for (const DTypeName& type : kDTypes) names.emplace_back(type.name);
     return names;
   });
-  m.def("fits", &fits);
   m.def("empty",
         [](const std::vector<int64_t>& shape, int dtype, bool apart) { return empty(arena(), shape, dtype, apart); });
   m.def("view", [](const py::object& of, const std::vector<int64_t>& shape, const std::vector<int64_t>& strides,
@@ -158,6 +170,10 @@ PYBIND11_MODULE(_C, m) {
       no_gil);
   m.def("measure_core_to_core", &measure_core_to_core, no_gil);
   m.def("arena_bytes", [] { return std::pair(Arena::instance()->used(), Arena::instance()->mapped()); });
+  py::class_<Contract>(m, "Contract")
+      .def(py::init<std::string, const py::list&>())
+      .def("fits", &Contract::fits)
+      .def("run", &run_contract);
   py::class_<Graph::Profile>(m, "Profile")
       .def_property_readonly("entries",
                              [](const Graph::Profile& self) {

@@ -6,24 +6,24 @@
 //      region opens):
 //
 //        #ifndef TR_RUNG
-//        #include "core/kernel.h"
+//        #include "core/entry.h"
 //        #define TR_SOURCE "<folder>/foo.cpp"
 //        #include "simd/foreach_isa.h"
 //        #else
 //        namespace tilerank::TR_RUNG {
-//        static void foo(const Args& args, Team& team) {
-//          const Tensor& x = args.tensor(0);
+//        TR_ENTRY(foo, Team& team, const Tensor& x, float eps, const Tensor& out) {
+//          const int64_t d = x.size[1];
 //          auto [first, last] = team.share(x.size[0]);
 //          ...
 //        }
-//        TR_KERNEL(foo)
 //        }
 //        #endif
 //
 //      An AMX version is foo_amx.cpp of the same shape with `#define TR_ONLY_AMX` before foreach_isa.h. Without one,
-//      the amx rung runs the avx512_bf16 kernel.
-//   2. A function in kernels/*.py: checks shapes and dtypes, allocates the result with core.empty, calls
-//      core.launch(core.kernel("foo"), tensors, ints, floats), or the reference if core.isa() == "reference".
+//      the amx rung runs the avx512_bf16 kernel. Kernels whose operands depend on the format of a weight take `const
+//      Args& args, Team& team` and are registered by TR_KERNEL.
+//   2. A function in kernels/*.py and beside it the contract of the kernel, one line that says its operands, sizes and
+//      dtypes (kernels/contract.py): Contract("foo: x[m, d]:f32|bf16 eps:float -> out[m, d]:x", reference.foo).
 //   3. A function of the same name in kernels/reference/, in plain torch: the definition of correctness.
 //   4. A test in tests/kernels/, parametrised over the rungs.
 //

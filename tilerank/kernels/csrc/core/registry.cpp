@@ -4,6 +4,7 @@
 #include <map>
 
 #include "core/cpu.h"
+#include "core/entry.h"
 
 namespace tilerank {
 namespace {
@@ -11,6 +12,7 @@ namespace {
 struct Entry {
   std::string name;
   std::array<Kernel, kIsas> versions{};
+  std::string parameters{};
 };
 
 std::vector<Entry>& entries() {
@@ -31,6 +33,12 @@ void register_kernel(const char* name, Isa isa, Kernel kernel) {
   entries()[known->second].versions[static_cast<int>(isa)] = kernel;
 }
 
+void note_parameters(const char* name, const char* parameters) {
+  std::string& known = entries()[ids().at(name)].parameters;
+  if (known.empty()) known = parameters;
+  if (known != parameters) known += std::string(" or ") + parameters;  // fits no contract
+}
+
 int kernel_id(const std::string& name) {
   const auto known = ids().find(name);
   if (known == ids().end()) throw Error("kernel: expected the name of a registered kernel, found \"" + name + "\"");
@@ -45,6 +53,7 @@ static const Entry& entry_of(int id) {
 }
 
 const std::string& kernel_name(int id) { return entry_of(id).name; }
+const std::string& kernel_parameters(int id) { return entry_of(id).parameters; }
 
 Kernel find_kernel(int id, Isa isa) {
   const Entry& entry = entry_of(id);

@@ -10,6 +10,7 @@ namespace tilerank {
 // Returns the kernel's number, for launch. Throws Error for a name that is not registered.
 int kernel_id(const std::string& name);
 const std::string& kernel_name(int id);
+const std::string& kernel_parameters(int id);  // as its source has them
 // Returns the kernel's version for the best rung up to `isa`. Throws Error if there is none.
 Kernel find_kernel(int id, Isa isa);
 // Returns every name with the rungs that have a version of it.

@@ -100,28 +100,6 @@ void attach_tensors(py::type tensor, const py::list& dtypes) {
   for (const py::handle dtype : dtypes) dtype_objects.push_back(dtype.inc_ref().ptr());
 }
 
-bool fits(const py::object& object, const py::tuple& shape, const py::object& dtype) {
-  if (!PyObject_TypeCheck(object.ptr(), tensor_type)) return false;
-  dlpack::Tensor raw;
-  if (exchange->borrow(object.ptr(), &raw) != 0) {
-    PyErr_Clear();
-    return false;
-  }
-  const DTypeName* const known = find_dtype(raw.dtype);
-  if (!known || raw.device.type != dlpack::kCpu || raw.ndim != static_cast<int32_t>(shape.size())) return false;
-  PyObject* const found = dtype_objects[static_cast<size_t>(known - kDTypes)];
-  bool wanted = dtype.ptr() == found;
-  if (PyTuple_Check(dtype.ptr())) {
-    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(dtype.ptr()); ++i) wanted |= PyTuple_GET_ITEM(dtype.ptr(), i) == found;
-  }
-  for (int i = 0; i < raw.ndim && wanted; ++i) {
-    PyObject* const size = PyTuple_GET_ITEM(shape.ptr(), i);
-    if (size != Py_None) wanted = PyLong_Check(size) && PyLong_AsLongLong(size) == raw.shape[i];
-  }
-  if (PyErr_Occurred()) PyErr_Clear();
-  return wanted && (raw.ndim == 0 || raw.shape[raw.ndim - 1] <= 1 || raw.strides[raw.ndim - 1] == 1);
-}
-
 dlpack::Tensor borrow(PyObject* object, const char* where) {
   if (!exchange || !PyObject_TypeCheck(object, tensor_type)) {
     throw Error(std::string(where) + ": expected a tensor, found " + Py_TYPE(object)->tp_name);
@@ -132,12 +110,10 @@ dlpack::Tensor borrow(PyObject* object, const char* where) {
   return raw;
 }
 
-Tensor read_tensor(PyObject* object, const char* where) {
-  Tensor tensor{};
-  if (object == Py_None) return tensor;
+uint32_t find_tensor(PyObject* object, const char* where, Tensor& tensor) {
   const dlpack::Tensor raw = borrow(object, where);
   const DTypeName* const known = find_dtype(raw.dtype);
-  if (!known) throw Error(std::string(where) + ": a tensor has a dtype that no kernel supports");
+  if (!known) return 0;
   if (raw.ndim > kMaxDims) {
     throw Error(std::string(where) + ": expected at most " + std::to_string(kMaxDims) + " dimensions, found " +
                 std::to_string(raw.ndim));
@@ -148,6 +124,25 @@ Tensor read_tensor(PyObject* object, const char* where) {
   for (int i = 0; i < raw.ndim; ++i) {
     tensor.size[i] = raw.shape[i];
     tensor.stride[i] = raw.strides[i];
+  }
+  return uint32_t{1} << (known - kDTypes);
+}
+
+uint32_t find_dtypes(PyObject* object) {
+  uint32_t found = 0;
+  if (PyTuple_Check(object)) {
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(object); ++i) found |= find_dtypes(PyTuple_GET_ITEM(object, i));
+  }
+  for (size_t i = 0; i < dtype_objects.size(); ++i) {
+    if (dtype_objects[i] == object) found |= uint32_t{1} << i;
+  }
+  return found;
+}
+
+Tensor read_tensor(PyObject* object, const char* where) {
+  Tensor tensor{};
+  if (object != Py_None && !find_tensor(object, where, tensor)) {
+    throw Error(std::string(where) + ": a tensor has a dtype that no kernel supports");
   }
   return tensor;
 }

@@ -38,14 +38,15 @@ inline constexpr DTypeName kDTypes[] = {
 // called before all other functions. Throws Error if the type does not support DLPack.
 void attach_tensors(py::type tensor, const py::list& dtypes);
 
-// Fast path: true if the object certainly is a CPU tensor of this dtype (or one of a tuple) and shape (None: any size)
-// whose last dimension is contiguous. kernels/check.py then need not run the full check, which takes ten times as long
-// but returns the reason.
-bool fits(const py::object& object, const py::tuple& shape, const py::object& dtype);
-
 // Returns the tensor's memory and layout without taking ownership. Throws Error, whose sentence begins with `where`,
 // for anything but a CPU tensor.
 dlpack::Tensor borrow(PyObject* object, const char* where);
+
+// Sets `tensor` and returns the bit of its dtype in the order of kDTypes, or 0 if no kernel supports the dtype.
+uint32_t find_tensor(PyObject* object, const char* where, Tensor& tensor);
+
+// Returns the bits of a dtype of torch, or of a tuple of them.
+uint32_t find_dtypes(PyObject* object);
 
 // Returns the tensor as an argument of a kernel; None becomes a tensor without memory.
 Tensor read_tensor(PyObject* object, const char* where);

@@ -53,10 +53,9 @@ static void replace_window(const ConvInputs<T>& inputs, int64_t n, int64_t chann
   }
 }
 
-// tensors: x, weight, conv, slots, query_starts, seq_lens, out
 template <class T>
-static void conv_channels(const Args& args, const DeltaBatch& batch, Range range, float* weights) {
-  const Tensor &x = args.tensor(0), &weight = args.tensor(1), &conv = args.tensor(2), &out = args.tensor(6);
+static void conv_channels(const Tensor& x, const Tensor& weight, const Tensor& conv, const Tensor& out,
+                          const DeltaBatch& batch, Range range, float* weights) {
   const int64_t width = weight.size[1], channels = range.end - range.begin;
   T* const zeros = reinterpret_cast<T*>(weights + kMaxConvWidth * kConvChannels);
   std::fill_n(zeros, kConvChannels, T{});
@@ -90,21 +89,20 @@ static void conv_channels(const Args& args, const DeltaBatch& batch, Range range
   }
 }
 
-static void causal_conv(const Args& args, Team& team) {
-  const Tensor &x = args.tensor(0), &slots = args.tensor(3);
-  const DeltaBatch batch = {slots.as<int32_t>(), args.tensor(4).as<int32_t>(), args.tensor(5).as<int32_t>(),
-                            slots.size[0]};
-  batch.check("causal_conv", args.tensor(2).size[0], x.size[0]);
+TR_ENTRY(causal_conv, Team& team, const Tensor& x, const Tensor& weight, const Tensor& conv, const Tensor& slots,
+         const Tensor& query_starts, const Tensor& seq_lens, const Tensor& out) {
+  const DeltaBatch batch = {slots.as<int32_t>(), query_starts.as<int32_t>(), seq_lens.as<int32_t>(), slots.size[0]};
+  batch.check("causal_conv", conv.size[0], x.size[0]);
   const size_t floats = (kMaxConvWidth + 2) * kConvChannels;
   float* const weights = static_cast<float*>(team.scratch(floats * sizeof(float)));
   const Range channels = team.share(x.size[1], 64);
   for_float(x.dtype, [&](auto type) {
     for (int64_t begin = channels.begin; begin < channels.end; begin += kConvChannels) {
-      conv_channels<decltype(type)>(args, batch, {begin, std::min(begin + kConvChannels, channels.end)}, weights);
+      const Range range = {begin, std::min(begin + kConvChannels, channels.end)};
+      conv_channels<decltype(type)>(x, weight, conv, out, batch, range, weights);
     }
   });
 }
-TR_KERNEL(causal_conv)
 
 }  // namespace tilerank::TR_RUNG
 #endif

@@ -2,7 +2,7 @@
 #pragma once
 #include <algorithm>
 
-#include "core/kernel.h"
+#include "core/entry.h"
 
 namespace tilerank {
 

@@ -11,13 +11,4 @@
 #include "delta/chunk-inl.h"
 #include "delta/chunk_vectors-inl.h"
 #include "delta/rule-inl.h"
-
-namespace tilerank::TR_RUNG {
-
-static void delta_rule(const Args& args, Team& team) {
-  for_float(args.tensor(0).dtype, [&](auto type) { run_rule<decltype(type), VectorPanel>(args, team); });
-}
-TR_KERNEL(delta_rule)
-
-}  // namespace tilerank::TR_RUNG
 #endif

@@ -1,4 +1,4 @@
-// delta_rule with AMX tiles, for bf16; fp32 stays with vectors, whose products are exact to fp32.
+// delta_rule with AMX tiles, for bf16.
 #ifndef TR_RUNG
 #include <type_traits>
 
@@ -14,16 +14,4 @@
 #include "delta/chunk_vectors-inl.h"
 #include "delta/chunk_tiles-inl.h"
 #include "delta/rule-inl.h"
-
-namespace tilerank::TR_RUNG {
-
-static void delta_rule(const Args& args, Team& team) {
-  for_float(args.tensor(0).dtype, [&](auto type) {
-    using T = decltype(type);
-    run_rule<T, std::conditional_t<std::is_same_v<T, bf16>, TilePanel, VectorPanel> >(args, team);
-  });
-}
-TR_KERNEL(delta_rule)
-
-}  // namespace tilerank::TR_RUNG
 #endif

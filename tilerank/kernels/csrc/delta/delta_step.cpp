@@ -13,8 +13,8 @@ namespace tilerank::TR_RUNG {
 
 // A task is the columns `piece` of a value head of a sequence.
 template <class T>
-static void step_sequences(const Args& args, const DeltaProblem<T>& p, Team& team) {
-  const Tensor &a = args.tensor(1), &b = args.tensor(2);
+static void step_sequences(const Tensor& a, const Tensor& b, const Tensor& a_log, const Tensor& dt_bias,
+                           const DeltaProblem<T>& p, Team& team) {
   const int64_t heads = p.batch.sequences * p.value_heads;
   if (!heads) return;
   // Whole states are read fastest; few of them are split so that all threads take part.
@@ -31,7 +31,7 @@ static void step_sequences(const Args& args, const DeltaProblem<T>& p, Team& tea
     if (p.batch.is_padding(i)) continue;
     const Range range = {piece * width, std::min((piece + 1) * width, p.dv)};
     if (range.begin >= range.end) continue;
-    const Gates gate = gates(a.row<T>(i), b.row<T>(i), args.tensor(3), args.tensor(4), head, FirstLanes{1});
+    const Gates gate = gates(a.row<T>(i), b.row<T>(i), a_log, dt_bias, head, FirstLanes{1});
     alignas(64) float g[kLanes], beta[kLanes];
     store(g, gate.g);
     store(beta, gate.beta);
@@ -40,17 +40,16 @@ static void step_sequences(const Args& args, const DeltaProblem<T>& p, Team& tea
   }
 }
 
-// tensors: qkv, a, b, a_log, dt_bias, state, slots, seq_lens, out; ints: key_heads
-static void delta_step(const Args& args, Team& team) {
-  const Tensor &qkv = args.tensor(0), &state = args.tensor(5), &slots = args.tensor(6);
-  const DeltaBatch batch = {slots.as<int32_t>(), nullptr, args.tensor(7).as<int32_t>(), slots.size[0]};
+TR_ENTRY(delta_step, Team& team, const Tensor& qkv, const Tensor& a, const Tensor& b, const Tensor& a_log,
+         const Tensor& dt_bias, const Tensor& state, const Tensor& slots, const Tensor& seq_lens, int64_t key_heads,
+         const Tensor& out) {
+  const DeltaBatch batch = {slots.as<int32_t>(), nullptr, seq_lens.as<int32_t>(), slots.size[0]};
   batch.check("delta_step", state.size[0], qkv.size[0]);
   for_float(qkv.dtype, [&](auto type) {
-    const DeltaProblem<decltype(type)> problem(qkv, state, args.tensor(8), args.integer(0), batch);
-    step_sequences(args, problem, team);
+    const DeltaProblem<decltype(type)> problem(qkv, state, out, key_heads, batch);
+    step_sequences(a, b, a_log, dt_bias, problem, team);
   });
 }
-TR_KERNEL(delta_step)
 
 }  // namespace tilerank::TR_RUNG
 #endif

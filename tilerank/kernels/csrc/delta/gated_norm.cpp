@@ -1,5 +1,6 @@
 // gated_norm and sigmoid_gate: what follows the delta rule and the attention of a layer.
 #ifndef TR_RUNG
+#include "core/entry.h"
 #include "rows/rows.h"
 #define TR_SOURCE "delta/gated_norm.cpp"
 #include "simd/foreach_isa.h"
@@ -18,9 +19,7 @@ static void gated_norm_head(const T* o, const T* z, const T* weight, T* out, int
   });
 }
 
-// tensors: o, z, weight, out; floats: eps
-static void gated_norm(const Args& args, Team& team) {
-  const Tensor &o = args.tensor(0), &z = args.tensor(1), &weight = args.tensor(2), &out = args.tensor(3);
+TR_ENTRY(gated_norm, Team& team, const Tensor& o, const Tensor& z, const Tensor& weight, float eps, const Tensor& out) {
   const int64_t d = weight.size[0], heads = d ? o.size[1] / d : 0;
   for_float(o.dtype, [&](auto type) {
     using T = decltype(type);
@@ -31,7 +30,7 @@ static void gated_norm(const Args& args, Team& team) {
       const int64_t end = std::min(begin + kLanes, last);
       float scales[kLanes] = {};
       for (int64_t item = begin; item < end; ++item) scales[item - begin] = sum_of_squares(head_of(o, item), d);
-      store(scales, norm_scale(load(scales), d, args.real(0)));
+      store(scales, norm_scale(load(scales), d, eps));
       for (int64_t item = begin; item < end; ++item) {
         gated_norm_head(head_of(o, item), head_of(z, item), weight.as<T>(), head_of(out, item), d,
                         set(scales[item - begin]));
@@ -39,11 +38,9 @@ static void gated_norm(const Args& args, Team& team) {
     }
   });
 }
-TR_KERNEL(gated_norm)
 
-// tensors: x, gate [..., d] or [..., 1]
-static void sigmoid_gate(const Args& args, Team& team) {
-  const Tensor &x = args.tensor(0), &gate = args.tensor(1);
+// gate: [..., d] or [..., 1]
+TR_ENTRY(sigmoid_gate, Team& team, const Tensor& x, const Tensor& gate) {
   const int64_t d = x.size[x.ndim - 1];
   const bool by_row = gate.size[gate.ndim - 1] == 1;
   constexpr int64_t kPiece = 256;  // elements are independent, so even a single row is split over the threads
@@ -67,7 +64,6 @@ static void sigmoid_gate(const Args& args, Team& team) {
     }
   });
 }
-TR_KERNEL(sigmoid_gate)
 
 }  // namespace tilerank::TR_RUNG
 #endif

@@ -48,14 +48,13 @@ static void for_tasks(const DeltaProblem<T>& p, const Team& team, const F& f) {
   }
 }
 
-// tensors: qkv, g, beta, state, slots, query_starts, seq_lens, out; ints: key_heads
 template <class T, class Panel>
 class Rule {
  public:
-  Rule(const Args& args, const DeltaProblem<T>& problem, Team& team)
+  Rule(const Tensor& g, const Tensor& beta, const DeltaProblem<T>& problem, Team& team)
       : p_(problem),
-        g_(args.tensor(1)),
-        beta_(args.tensor(2)),
+        g_(g),
+        beta_(beta),
         panels_(panels_of(problem.dv)),
         width_((problem.dk + Panel::kUnit - 1) / Panel::kUnit * Panel::kUnit),
         memory_(static_cast<float*>(team.scratch(sizeof(float) * static_cast<size_t>(floats())))),
@@ -150,15 +149,26 @@ class Rule {
   float* const states_;  // [units of a task, width_, kPanel]
 };
 
-template <class T, class Panel>
-static void run_rule(const Args& args, Team& team) {
-  const Tensor &qkv = args.tensor(0), &state = args.tensor(3), &slots = args.tensor(4);
-  const DeltaBatch batch = {slots.as<int32_t>(), args.tensor(5).as<int32_t>(), args.tensor(6).as<int32_t>(),
-                            slots.size[0]};
+// fp32 stays with vectors, whose products are exact to fp32.
+#ifdef TR_AMX
+template <class T>
+using RulePanel = std::conditional_t<std::is_same_v<T, bf16>, TilePanel, VectorPanel>;
+#else
+template <class T>
+using RulePanel = VectorPanel;
+#endif
+
+TR_ENTRY(delta_rule, Team& team, const Tensor& qkv, const Tensor& g, const Tensor& beta, const Tensor& state,
+         const Tensor& slots, const Tensor& query_starts, const Tensor& seq_lens, int64_t key_heads,
+         const Tensor& out) {
+  const DeltaBatch batch = {slots.as<int32_t>(), query_starts.as<int32_t>(), seq_lens.as<int32_t>(), slots.size[0]};
   batch.check("delta_rule", state.size[0], qkv.size[0]);
-  const DeltaProblem<T> problem(qkv, state, args.tensor(7), args.integer(0), batch);
-  Rule<T, Panel> rule(args, problem, team);
-  for_tasks(problem, team, [&](const RuleTask& task) { rule.run(task); });
+  for_float(qkv.dtype, [&](auto type) {
+    using T = decltype(type);
+    const DeltaProblem<T> problem(qkv, state, out, key_heads, batch);
+    Rule<T, RulePanel<T>> rule(g, beta, problem, team);
+    for_tasks(problem, team, [&](const RuleTask& task) { rule.run(task); });
+  });
 }
 
 }  // namespace tilerank::TR_RUNG

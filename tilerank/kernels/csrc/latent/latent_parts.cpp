@@ -1,16 +1,14 @@
 // join_queries and weigh_part: latent attention over a context of which every rank reads a part for all heads.
 #ifndef TR_RUNG
+#include "core/entry.h"
 #include <limits>
 
-#include "core/kernel.h"
 #define TR_SOURCE "latent/latent_parts.cpp"
 #include "simd/foreach_isa.h"
 #else
 namespace tilerank::TR_RUNG {
 
-// tensors: q_latent[t, heads, latent], q_rope[t, heads, rope], out[t, most, latent + rope] contiguous, most >= heads
-static void join_queries(const Args& args, Team& team) {
-  const Tensor &q_latent = args.tensor(0), &q_rope = args.tensor(1), &out = args.tensor(2);
+TR_ENTRY(join_queries, Team& team, const Tensor& q_latent, const Tensor& q_rope, const Tensor& out) {
   const int64_t heads = q_latent.size[1], dims = q_latent.size[2], all_dims = out.size[2];
   for_float(out.dtype, [&](auto type) {
     using T = decltype(type);
@@ -27,11 +25,8 @@ static void join_queries(const Args& args, Team& team) {
     }
   });
 }
-TR_KERNEL(join_queries)
 
-// tensors: part[t, heads, dims], lse[ranks, t, heads] f32 contiguous, out[t, heads, dims] contiguous; ints: rank
-static void weigh_part(const Args& args, Team& team) {
-  const Tensor &part = args.tensor(0), &lse = args.tensor(1), &out = args.tensor(2);
+TR_ENTRY(weigh_part, Team& team, const Tensor& part, const Tensor& lse, int64_t rank, const Tensor& out) {
   const int64_t rows = part.size[0], heads = part.size[1], dims = part.size[2], ranks = lse.size[0];
   const int64_t groups = (heads + kLanes - 1) / kLanes;
   for_float(part.dtype, [&](auto type) {
@@ -41,11 +36,11 @@ static void weigh_part(const Args& args, Team& team) {
       const int64_t row = item / groups, head = item % groups * kLanes, count = std::min<int64_t>(heads - head, kLanes);
       alignas(64) float weights[kLanes];
       for_lanes(count, [&](int64_t, auto lanes) {
-        const auto of = [&](int64_t rank) { return lanes.load(lse.as<float>() + (rank * rows + row) * heads + head); };
+        const auto of = [&](int64_t i) { return lanes.load(lse.as<float>() + (i * rows + row) * heads + head); };
         Vec most = of(0), sum = zero();
-        for (int64_t rank = 1; rank < ranks; ++rank) most = max(most, of(rank));
-        for (int64_t rank = 0; rank < ranks; ++rank) sum = sum + exp(of(rank) - most);
-        store(weights, exp(of(args.integer(0)) - most) / sum);
+        for (int64_t i = 1; i < ranks; ++i) most = max(most, of(i));
+        for (int64_t i = 0; i < ranks; ++i) sum = sum + exp(of(i) - most);
+        store(weights, exp(of(rank) - most) / sum);
       });
       for (int64_t i = 0; i < count; ++i) {
         const T* const from = part.row<const T>(row) + (head + i) * part.stride[1];
@@ -56,7 +51,6 @@ static void weigh_part(const Args& args, Team& team) {
     }
   });
 }
-TR_KERNEL(weigh_part)
 
 }  // namespace tilerank::TR_RUNG
 #endif

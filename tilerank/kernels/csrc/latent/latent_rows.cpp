@@ -3,6 +3,7 @@
 #include <type_traits>
 
 #include "attention/kv_pages.h"
+#include "core/entry.h"
 #include "linear/pack.h"
 #include "rows/rows.h"
 #define TR_SOURCE "latent/latent_rows.cpp"
@@ -12,12 +13,10 @@
 
 namespace tilerank::TR_RUNG {
 
-// tensors: latent, rope_key, data [pages, tokens, width], slots, scales of int8 pages or none. T: dtype of latent, P:
-// dtype of the pages.
+// data: [pages, tokens, width]; scales: of int8 pages, or none. T: dtype of latent, P: dtype of the pages.
 template <class T, class P>
-static void store_rows(const Args& args, Team& team) {
-  const Tensor &latent = args.tensor(0), &rope_key = args.tensor(1), &data = args.tensor(2), &slots = args.tensor(3),
-               &scales = args.tensor(4);
+static void store_rows(const Tensor& latent, const Tensor& rope_key, const Tensor& data, const Tensor& scales,
+                       const Tensor& slots, Team& team) {
   const int64_t dims = latent.size[1], rope_dims = rope_key.size[1], width = data.size[2];
   const auto [first, last] = team.share(slots.size[0]);
   for (int64_t token = first; token < last; ++token) {
@@ -40,14 +39,15 @@ static void store_rows(const Args& args, Team& team) {
   }
 }
 
-static void store_latent(const Args& args, Team& team) {
-  check_indices("store_latent: slots", args.tensor(3), args.tensor(2).size[0] * kPageTokens);
-  for_float(args.tensor(0).dtype, [&](auto type) {
+TR_ENTRY(store_latent, Team& team, const Tensor& latent, const Tensor& rope_key, const Tensor& cache_data,
+         const Tensor& cache_scales, const Tensor& slots) {
+  check_indices("store_latent: slots", slots, cache_data.size[0] * kPageTokens);
+  for_float(latent.dtype, [&](auto type) {
     using T = decltype(type);
-    args.tensor(4) ? store_rows<T, int8_t>(args, team) : store_rows<T, T>(args, team);
+    const auto store = cache_scales ? store_rows<T, int8_t> : store_rows<T, T>;
+    store(latent, rope_key, cache_data, cache_scales, slots, team);
   });
 }
-TR_KERNEL(store_latent)
 
 static inline Vec load_codes(const int8_t* p) {
 #ifdef TR_AVX512
@@ -57,11 +57,10 @@ static inline Vec load_codes(const int8_t* p) {
 #endif
 }
 
-// tensors: data, pages i32, latent, rope_key, scales of int8 pages or none. T: dtype of latent.
+// The arguments are those of store_rows.
 template <class T>
-static void load_rows(const Args& args, Team& team) {
-  const Tensor &data = args.tensor(0), &pages = args.tensor(1), &latent = args.tensor(2), &rope_key = args.tensor(3),
-               &scales = args.tensor(4);
+static void load_rows(const Tensor& data, const Tensor& scales, const Tensor& pages, const Tensor& latent,
+                      const Tensor& rope_key, Team& team) {
   const int64_t dims = latent.size[1], rope_dims = rope_key.size[1];
   const auto [first, last] = team.share(latent.size[0]);
   for (int64_t token = first; token < last; ++token) {
@@ -85,18 +84,18 @@ static void load_rows(const Args& args, Team& team) {
   }
 }
 
-static void load_latent(const Args& args, Team& team) {
-  const Tensor &data = args.tensor(0), &pages = args.tensor(1);
+TR_ENTRY(load_latent, Team& team, const Tensor& cache_data, const Tensor& cache_scales, const Tensor& pages,
+         const Tensor& latent, const Tensor& rope_key) {
   for (int64_t i = 0; i < pages.size[0]; ++i) {
     const int32_t page = pages.as<int32_t>()[i * pages.stride[0]];
-    if (page < 0 || page >= data.size[0]) {
-      throw Error("load_latent: pages: expected values in [0, " + std::to_string(data.size[0]) + "), found " +
+    if (page < 0 || page >= cache_data.size[0]) {
+      throw Error("load_latent: pages: expected values in [0, " + std::to_string(cache_data.size[0]) + "), found " +
                   std::to_string(page));
     }
   }
-  for_float(args.tensor(2).dtype, [&](auto type) { load_rows<decltype(type)>(args, team); });
+  for_float(latent.dtype,
+            [&](auto type) { load_rows<decltype(type)>(cache_data, cache_scales, pages, latent, rope_key, team); });
 }
-TR_KERNEL(load_latent)
 
 }  // namespace tilerank::TR_RUNG
 #endif

@@ -213,32 +213,25 @@ class LatentTask : public VectorSums<LatentScratch<T>> {
   int64_t next_ = -1;                 // the page that is read after them
 };
 
-// tensors: q_latent, data [pages, tokens, width], q_rope, page_tables, seq_lens, query_starts, none, out, lse or none,
-// kv_starts or none, scales of int8 pages or none; ints: causal; reals: scale
-template <class T>
-static void latent_attention(const Args& args, Team& team) {
-  const Tensor& q = args.tensor(0);
-  const LatentProblem problem{{"latent_attention", q, args.tensor(1), args.tensor(1), args.tensor(3), args.tensor(7),
-                               args.tensor(8), args.tensor(10), args.real(0)},
-                              args.tensor(2)};
-  check_batch(problem.kernel, q.size[0], problem.page_tables, args.tensor(4), args.tensor(5), args.tensor(9),
-              args.integer(0) != 0);
-  for (int64_t i = 0; args.tensor(9) && i < args.tensor(9).size[0]; ++i) {
-    const int32_t first = args.tensor(9).as<int32_t>()[i];
+TR_ENTRY(latent_attention, Team& team, const Tensor& q_latent, const Tensor& q_rope, const Tensor& cache_data,
+         const Tensor& cache_scales, const Tensor& page_tables, const Tensor& seq_lens, const Tensor& query_starts,
+         float scale, bool causal, const Tensor& lse, const Tensor& kv_starts, const Tensor& out) {
+  int32_t heads[] = {0, static_cast<int32_t>(q_latent.size[1])};
+  const Tensor one_head{heads, DType::i32, 2, {1, 2}, {2, 1}};  // of the cache, for all heads of q
+  const LatentProblem problem{{"latent_attention", q_latent, cache_data, cache_data, cache_scales, page_tables,
+                               seq_lens, query_starts, one_head, kv_starts, scale, causal, out, lse},
+                              q_rope};
+  check_batch(problem.kernel, q_latent.size[0], page_tables, seq_lens, query_starts, kv_starts, causal);
+  for (int64_t i = 0; kv_starts && i < kv_starts.size[0]; ++i) {
+    const int32_t first = kv_starts.as<int32_t>()[i];
     if (first % kPageTokens) {
       attention_error(problem.kernel, "kv_starts: expected a multiple of ", kPageTokens, " for sequence ", i, first);
     }
   }
-  int32_t heads[] = {0, static_cast<int32_t>(q.size[1])};
-  Args batch = args;
-  batch.tensors[6] = {heads, DType::i32, 2, {1, 2}, {2, 1}};
   const auto token_cost = [](const Task& task) { return task.rows + 8; };
-  run_spans<LatentTask<T>>(batch, problem, {kLatentTaskRows, kLatentPartTokens}, token_cost, team);
+  for_float(q_latent.dtype, [&](auto type) {
+    run_spans<LatentTask<decltype(type)>>(problem, {kLatentTaskRows, kLatentPartTokens}, token_cost, team);
+  });
 }
-
-static void latent_attention(const Args& args, Team& team) {
-  for_float(args.tensor(0).dtype, [&](auto type) { latent_attention<decltype(type)>(args, team); });
-}
-TR_KERNEL(latent_attention)
 
 }  // namespace tilerank::TR_RUNG

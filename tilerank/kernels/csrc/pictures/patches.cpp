@@ -2,7 +2,7 @@
 // frame: its input rows are resized horizontally into a window, the window vertically into a strip of as many rows as a
 // patch has, and the strip is cut. Bytes of a pixel stay together (RGBRGB...) until it is cut.
 #ifndef TR_RUNG
-#include "core/kernel.h"
+#include "core/entry.h"
 #include "pictures/resampling.h"
 #define TR_SOURCE "pictures/patches.cpp"
 #include "simd/foreach_isa.h"
@@ -180,21 +180,15 @@ static void cut_strip(const uint8_t* strip, int64_t pitch, const PatchShape& sha
   }
 }
 
-// tensors: frames [n, h, w, 3] u8, out; ints: rows of the band and columns of patches, patch, merge, temporal, bicubic,
-// height and width after resizing, at most those of the patches, first row of the band; floats: means and deviations of
-// the channels
-static void patches(const Args& args, Team& team) {
-  const Tensor &frames = args.tensor(0), &out = args.tensor(1);
-  const PatchShape shape = {args.integer(0), args.integer(1), args.integer(2), args.integer(3), args.integer(4)};
-  const int64_t n = frames.size[0], full_width = shape.columns * shape.patch, first_row = args.integer(8);
-  const bool bicubic = args.integer(5) != 0;
-  const int64_t height = args.integer(6), width = args.integer(7);
+// rows: of patches in the band, from first_row on. height, width: after resizing, at most those of the patches.
+TR_ENTRY(patches, Team& team, const Tensor& frames, int64_t rows, int64_t columns, int64_t patch, int64_t merge,
+         int64_t temporal, bool bicubic, int64_t height, int64_t width, int64_t first_row, float red_mean,
+         float green_mean, float blue_mean, float red_std, float green_std, float blue_std, const Tensor& out) {
+  const PatchShape shape = {rows, columns, patch, merge, temporal};
+  const int64_t n = frames.size[0], full_width = shape.columns * shape.patch;
   const Resampling x(frames.size[2], width, bicubic), y(frames.size[1], height, bicubic);
-  float means[3], deviations[3];
-  for (int c = 0; c < 3; ++c) {
-    means[c] = 255.0f * args.real(c);
-    deviations[c] = 255.0f * args.real(3 + c);
-  }
+  const float means[] = {255.0f * red_mean, 255.0f * green_mean, 255.0f * blue_mean};
+  const float deviations[] = {255.0f * red_std, 255.0f * green_std, 255.0f * blue_std};
 
   const int64_t pitch = (3 * full_width + 2 * kSlack - 1) / kSlack * kSlack;
   const int64_t strip_bytes = shape.patch * pitch;
@@ -234,7 +228,6 @@ static void patches(const Args& args, Team& team) {
     });
   }
 }
-TR_KERNEL(patches)
 
 }  // namespace tilerank::TR_RUNG
 #endif

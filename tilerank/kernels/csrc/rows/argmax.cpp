@@ -1,5 +1,6 @@
 // argmax: the index of the first of the largest elements.
 #ifndef TR_RUNG
+#include "core/entry.h"
 #include "simd/float_order.h"
 #include "rows/rows.h"
 #define TR_SOURCE "rows/argmax.cpp"
@@ -22,10 +23,9 @@ static int32_t largest_of(const float* x, int64_t n, int64_t row) {
   return largest;
 }
 
-// tensors: logits, out, scratch [rows, pieces] i32. A vocabulary is wide and a batch may have one row, so threads
-// share rows, in pieces.
-static void argmax(const Args& args, Team& team) {
-  const Tensor &logits = args.tensor(0), &out = args.tensor(1), &largest = args.tensor(2);
+// largest: of every piece of a row. A vocabulary is wide and a batch may have one row, so threads share rows, in
+// pieces.
+TR_ENTRY(argmax, Team& team, const Tensor& logits, const Tensor& out, const Tensor& largest) {
   const int64_t n = logits.size[1], pieces = largest.size[1];
   const auto [first, last] = team.share(logits.size[0] * pieces);
   for (int64_t item = first; item < last; ++item) {
@@ -42,7 +42,6 @@ static void argmax(const Args& args, Team& team) {
     out.as<int64_t>()[row] = i;
   }
 }
-TR_KERNEL(argmax)
 
 }  // namespace tilerank::TR_RUNG
 #endif

@@ -1,5 +1,6 @@
 // add, sum_parts, gelu, silu and tanh_gate: element by element, in fp32, rounded once where nothing else is said.
 #ifndef TR_RUNG
+#include "core/entry.h"
 #include "rows/rows.h"
 #define TR_SOURCE "rows/elements.cpp"
 #include "simd/foreach_isa.h"
@@ -19,9 +20,7 @@ static void for_pieces(const Tensor& x, Team& team, const F& f) {
   }
 }
 
-// tensors: x, y, out
-static void add(const Args& args, Team& team) {
-  const Tensor &x = args.tensor(0), &y = args.tensor(1), &out = args.tensor(2);
+TR_ENTRY(add, Team& team, const Tensor& x, const Tensor& y, const Tensor& out) {
   const int64_t d = x.size[x.ndim - 1];
   for_float(x.dtype, [&](auto type) {
     using T = decltype(type);
@@ -33,11 +32,8 @@ static void add(const Args& args, Team& team) {
     });
   });
 }
-TR_KERNEL(add)
 
-// tensors: parts [n, m, d], out [m, d]
-static void sum_parts(const Args& args, Team& team) {
-  const Tensor &parts = args.tensor(0), &out = args.tensor(1);
+TR_ENTRY(sum_parts, Team& team, const Tensor& parts, const Tensor& out) {
   const int64_t d = out.size[1];
   for_float(parts.dtype, [&](auto type) {
     using T = decltype(type);
@@ -54,7 +50,6 @@ static void sum_parts(const Args& args, Team& team) {
     });
   });
 }
-TR_KERNEL(sum_parts)
 
 // x * Phi(x) = max(x, 0) - |x| / 2 * erfc(|x| / sqrt(2)). erfc(z) = t * exp(-z^2 + p(t)), t = 1 / (1 + z / 2), with the
 // polynomial p of Numerical Recipes ("erfcc"): within 1.2e-7, relatively, so that small results keep their digits.
@@ -81,11 +76,8 @@ static inline Vec gelu_tanh(Vec x) {
   return x / (set(1.0f) + exp(u * set(-1.59576912160573071f)));
 }
 
-// tensors: x, out; ints: tanh
-static void gelu(const Args& args, Team& team) {
-  const Tensor &x = args.tensor(0), &out = args.tensor(1);
+TR_ENTRY(gelu, Team& team, const Tensor& x, bool tanh, const Tensor& out) {
   const int64_t d = x.size[x.ndim - 1];
-  const bool tanh = args.integer(0) != 0;
   for_float(x.dtype, [&](auto type) {
     using T = decltype(type);
     for_pieces(x, team, [&](int64_t row, int64_t column, int64_t n) {
@@ -99,11 +91,8 @@ static void gelu(const Args& args, Team& team) {
     });
   });
 }
-TR_KERNEL(gelu)
 
-// tensors: x, out
-static void silu(const Args& args, Team& team) {
-  const Tensor &x = args.tensor(0), &out = args.tensor(1);
+TR_ENTRY(silu, Team& team, const Tensor& x, const Tensor& out) {
   const int64_t d = x.size[x.ndim - 1];
   for_float(x.dtype, [&](auto type) {
     using T = decltype(type);
@@ -114,11 +103,9 @@ static void silu(const Args& args, Team& team) {
     });
   });
 }
-TR_KERNEL(silu)
 
-// tensors: x [m, d], gate [1], shown [m] f32 or None. x *= tanh(gate), which is rounded, and 0 where shown is 0.
-static void tanh_gate(const Args& args, Team& team) {
-  const Tensor &x = args.tensor(0), &gate = args.tensor(1), &shown = args.tensor(2);
+// x *= tanh(gate), which is rounded, and 0 where shown is 0. shown: or none.
+TR_ENTRY(tanh_gate, Team& team, const Tensor& x, const Tensor& gate, const Tensor& shown) {
   for_float(x.dtype, [&](auto type) {
     using T = decltype(type);
     Vec factor = zero();
@@ -133,7 +120,6 @@ static void tanh_gate(const Args& args, Team& team) {
     });
   });
 }
-TR_KERNEL(tanh_gate)
 
 }  // namespace tilerank::TR_RUNG
 #endif

@@ -1,7 +1,7 @@
 // embedding_packed: rows of a packed weight, zeros for ids that this shard does not hold. For embeddings that share
 // their weight with the output head.
 #ifndef TR_RUNG
-#include "core/kernel.h"
+#include "core/entry.h"
 #include "linear/pack.h"
 
 #define TR_SOURCE "rows/embedding_packed.cpp"
@@ -29,16 +29,14 @@ static inline void unpack_row(float* to, const float* data, int64_t n, int64_t k
   for (int64_t column = columns.begin; column < columns.end; ++column) to[column] = outputs[column * kBlockN];
 }
 
-// tensors: ids, the whole packed weight (flat), out; ints: first_row, n, k
-static void embedding_packed(const Args& args, Team& team) {
-  const Tensor &ids = args.tensor(0), &weight = args.tensor(1), &out = args.tensor(2);
-  const int64_t n = args.integer(1), k = args.integer(2);
+TR_ENTRY(embedding_packed, Team& team, const Tensor& ids, int64_t first_row, int64_t n, int64_t k, const Tensor& weight,
+         const Tensor& out) {
   // Tasks of 512 columns: a lone row of a decode step is read by several threads, since its pairs lie far apart.
   constexpr int64_t kColumns = 512;
   const int64_t parts = blocks(k, kColumns);
   const Range tasks = team.share(ids.size[0] * parts);
   for (int64_t task = tasks.begin; task < tasks.end; ++task) {
-    const int64_t row = ids.as<int64_t>()[task / parts * ids.stride[0]] - args.integer(0);
+    const int64_t row = ids.as<int64_t>()[task / parts * ids.stride[0]] - first_row;
     const int64_t column = task % parts * kColumns;
     const Range columns{column, std::min(column + kColumns, k)};
     for_float(weight.dtype, [&](auto type) {
@@ -52,7 +50,6 @@ static void embedding_packed(const Args& args, Team& team) {
     });
   }
 }
-TR_KERNEL(embedding_packed)
 
 }  // namespace tilerank::TR_RUNG
 #endif

@@ -1,14 +1,14 @@
 // interpolate_rows: weighted sums of four rows of a table; products and sums are fp32, in order.
 #ifndef TR_RUNG
+#include "core/entry.h"
 #include "rows/rows.h"
 #define TR_SOURCE "rows/interpolate_rows.cpp"
 #include "simd/foreach_isa.h"
 #else
 namespace tilerank::TR_RUNG {
 
-// tensors: table, rows [t, 4] i64, weights [t, 4] f32, out
-static void interpolate_rows(const Args& args, Team& team) {
-  const Tensor &table = args.tensor(0), &rows = args.tensor(1), &weights = args.tensor(2), &out = args.tensor(3);
+TR_ENTRY(interpolate_rows, Team& team, const Tensor& table, const Tensor& rows, const Tensor& weights,
+         const Tensor& out) {
   for (int64_t tap = 0; tap < 4; ++tap) {
     Tensor one = rows;
     one.data = rows.as<int64_t>() + tap;
@@ -32,7 +32,6 @@ static void interpolate_rows(const Args& args, Team& team) {
     }
   });
 }
-TR_KERNEL(interpolate_rows)
 
 }  // namespace tilerank::TR_RUNG
 #endif

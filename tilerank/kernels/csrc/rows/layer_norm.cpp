@@ -1,6 +1,7 @@
 // layer_norm, row by row, in fp32. The mean is subtracted before values are squared, so that the variance keeps its
 // digits.
 #ifndef TR_RUNG
+#include "core/entry.h"
 #include "rows/rows.h"
 #define TR_SOURCE "rows/layer_norm.cpp"
 #include "simd/foreach_isa.h"
@@ -29,21 +30,19 @@ static void layer_norm_row(const T* x, const T* weight, const T* bias, T* out, i
   });
 }
 
-// tensors: x, weight, bias, out; floats: eps
-static void layer_norm(const Args& args, Team& team) {
-  const Tensor &x = args.tensor(0), &weight = args.tensor(1), &bias = args.tensor(2), &out = args.tensor(3);
+TR_ENTRY(layer_norm, Team& team, const Tensor& x, const Tensor& weight, const Tensor& bias, float eps,
+         const Tensor& out) {
   const int64_t d = weight.size[0];
   float* const centered = static_cast<float*>(team.scratch(sizeof(float) * static_cast<size_t>(d)));
   for_float(x.dtype, [&](auto type) {
     using T = decltype(type);
     const auto [first, last] = team.share(d ? row_count(x) : 0);
     for (int64_t row = first; row < last; ++row) {
-      layer_norm_row(x.as<T>() + row_offset(x, row), weight.as<T>(), bias.as<T>(), out.as<T>() + row * d, d,
-                     args.real(0), centered);
+      layer_norm_row(x.as<T>() + row_offset(x, row), weight.as<T>(), bias.as<T>(), out.as<T>() + row * d, d, eps,
+                     centered);
     }
   });
 }
-TR_KERNEL(layer_norm)
 
 }  // namespace tilerank::TR_RUNG
 #endif

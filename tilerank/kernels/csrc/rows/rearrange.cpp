@@ -1,5 +1,6 @@
 // take_rows, repeat_row and join_columns: copies of rows and columns.
 #ifndef TR_RUNG
+#include "core/entry.h"
 #include "rows/rows.h"
 #define TR_SOURCE "rows/rearrange.cpp"
 #include "simd/foreach_isa.h"
@@ -8,9 +9,7 @@ namespace tilerank::TR_RUNG {
 
 static inline size_t element_size(const Tensor& t) { return t.dtype == DType::f32 ? 4 : 2; }
 
-// tensors: rows i64, x, out
-static void take_rows(const Args& args, Team& team) {
-  const Tensor &rows = args.tensor(0), &x = args.tensor(1), &out = args.tensor(2);
+TR_ENTRY(take_rows, Team& team, const Tensor& x, const Tensor& rows, const Tensor& out) {
   check_indices("take_rows: rows", rows, x.size[0]);
   const size_t element = element_size(x), bytes = static_cast<size_t>(x.size[1]) * element;
   const auto [first, last] = team.share(bytes ? out.size[0] : 0);  // without columns there may be no memory
@@ -20,13 +19,11 @@ static void take_rows(const Args& args, Team& team) {
                 x.as<char>() + static_cast<size_t>(row * x.stride[0]) * element, bytes);
   }
 }
-TR_KERNEL(take_rows)
 
-// tensors: row or None (zeros), out
-static void repeat_row(const Args& args, Team& team) {
-  const Tensor &row = args.tensor(0), &out = args.tensor(1);
+// row: none for zeros.
+TR_ENTRY(repeat_row, Team& team, const Tensor& row, const Tensor& out) {
   const size_t bytes = static_cast<size_t>(out.size[1]) * element_size(out);
-  const auto [first, last] = team.share(out.size[0]);
+  const auto [first, last] = team.share(bytes ? out.size[0] : 0);  // without columns there may be no memory
   for (int64_t i = first; i < last; ++i) {
     char* const to = out.as<char>() + static_cast<size_t>(i) * bytes;
     if (row) {
@@ -36,11 +33,8 @@ static void repeat_row(const Args& args, Team& team) {
     }
   }
 }
-TR_KERNEL(repeat_row)
 
-// tensors: parts [r, m, w], starts [r + 1] i64, out [m, n]
-static void join_columns(const Args& args, Team& team) {
-  const Tensor &parts = args.tensor(0), &starts = args.tensor(1), &out = args.tensor(2);
+TR_ENTRY(join_columns, Team& team, const Tensor& parts, const Tensor& starts, const Tensor& out) {
   const int64_t* const start = starts.as<int64_t>();
   for (int64_t r = 0; r < parts.size[0]; ++r) {
     const int64_t width = start[r + 1] - start[r];
@@ -64,7 +58,6 @@ static void join_columns(const Args& args, Team& team) {
                 parts.as<char>() + static_cast<size_t>(from) * element, static_cast<size_t>(width) * element);
   }
 }
-TR_KERNEL(join_columns)
 
 }  // namespace tilerank::TR_RUNG
 #endif

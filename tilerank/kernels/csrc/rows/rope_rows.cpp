@@ -1,14 +1,14 @@
 // rope_rows: gathers the cosines and sines of a step, with which every layer rotates its heads.
 #ifndef TR_RUNG
+#include "core/entry.h"
 #include "rows/rows.h"
 #define TR_SOURCE "rows/rope_rows.cpp"
 #include "simd/foreach_isa.h"
 #else
 namespace tilerank::TR_RUNG {
 
-// tensors: table [p, 2, h], positions [axes, t] i64, axis_of [h] i64, out [t, 2, h]
-static void rope_rows(const Args& args, Team& team) {
-  const Tensor &table = args.tensor(0), &positions = args.tensor(1), &axis_of = args.tensor(2), &out = args.tensor(3);
+TR_ENTRY(rope_rows, Team& team, const Tensor& table, const Tensor& positions, const Tensor& axis_of,
+         const Tensor& out) {
   check_indices("rope_rows: axis_of", axis_of, positions.size[0]);
   for (int64_t axis = 0; axis < positions.size[0]; ++axis) {
     Tensor one = positions;
@@ -34,7 +34,6 @@ static void rope_rows(const Args& args, Team& team) {
     }
   }
 }
-TR_KERNEL(rope_rows)
 
 }  // namespace tilerank::TR_RUNG
 #endif

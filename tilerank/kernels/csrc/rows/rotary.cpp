@@ -1,6 +1,7 @@
 // rotary and rotary_float rotate pairs (i, i + half) or (2 i, 2 i + 1) of every head, in fp32, rounded once;
 // norm_rotary rotates the root-mean-square norm of every head.
 #ifndef TR_RUNG
+#include "core/entry.h"
 #include "rows/rows.h"
 #define TR_SOURCE "rows/rotary.cpp"
 #include "simd/foreach_isa.h"
@@ -75,8 +76,7 @@ struct Head {
 
 // Calls f(heads, number of heads) for this thread's heads of q and k, up to kLanes at a time.
 template <class T, class F>
-static void for_heads(const Args& args, Team& team, const F& f) {
-  const Tensor &q = args.tensor(0), &k = args.tensor(1);
+static void for_heads(const Tensor& q, const Tensor& k, Team& team, const F& f) {
   const int64_t q_heads = q.size[1], heads = q_heads + k.size[1];
   Head<T> some[kLanes];
   const auto [first, last] = team.share(q.size[0] * heads);
@@ -93,11 +93,10 @@ static void for_heads(const Args& args, Team& team, const F& f) {
 
 // T: dtype of the heads, R: of the cosines and sines.
 template <class T, class R>
-static void rotate_heads(const Args& args, Team& team) {
-  const Tensor& rows = args.tensor(2);
-  const int64_t d = args.tensor(0).size[2], half = rows.size[2];
+static void rotate_heads(const Tensor& q, const Tensor& k, const Tensor& rows, Team& team) {
+  const int64_t d = q.size[2], half = rows.size[2];
   Rotation<R> rotation(rows, static_cast<float*>(team.scratch(sizeof(float) * Rotation<R>::count(half))));
-  for_heads<T>(args, team, [&](const Head<T>* heads, int64_t n) {
+  for_heads<T>(q, k, team, [&](const Head<T>* heads, int64_t n) {
     for (const auto* head = heads; head < heads + n; ++head) {
       head->fetch_next(d);
       rotation.go_to(head->token);
@@ -116,14 +115,13 @@ static inline Vec swap_neighbours(Vec x) {
 }
 
 template <class T>
-static void rotate_neighbours(const Args& args, Team& team) {
-  const Tensor& rows = args.tensor(2);
-  const int64_t d = args.tensor(0).size[2], half = rows.size[2];
+static void rotate_neighbours(const Tensor& q, const Tensor& k, const Tensor& rows, Team& team) {
+  const int64_t d = q.size[2], half = rows.size[2];
   // c: the cosine of every dimension's pair; s: its sine, negative for the first of a pair.
   float* const c = static_cast<float*>(team.scratch(sizeof(float) * static_cast<size_t>(6 * half)));
   float *const s = c + 2 * half, *const narrow = s + 2 * half;
   int64_t token = -1;
-  for_heads<T>(args, team, [&](const Head<T>* heads, int64_t n) {
+  for_heads<T>(q, k, team, [&](const Head<T>* heads, int64_t n) {
     for (const auto* head = heads; head < heads + n; ++head) {
       head->fetch_next(d);
       if (head->token != token) {
@@ -145,40 +143,35 @@ static void rotate_neighbours(const Args& args, Team& team) {
   });
 }
 
-// tensors: q, k, rows [t, 2, h]; ints: whether the pairs are neighbours
-static void rotary(const Args& args, Team& team) {
-  for_float(args.tensor(2).dtype, [&](auto type) {
-    if (args.integer(0) != 0) {
-      rotate_neighbours<decltype(type)>(args, team);
+TR_ENTRY(rotary, Team& team, const Tensor& q, const Tensor& k, const Tensor& rows, bool neighbours) {
+  for_float(rows.dtype, [&](auto type) {
+    if (neighbours) {
+      rotate_neighbours<decltype(type)>(q, k, rows, team);
     } else {
-      rotate_heads<decltype(type), decltype(type)>(args, team);
+      rotate_heads<decltype(type), decltype(type)>(q, k, rows, team);
     }
   });
 }
-TR_KERNEL(rotary)
 
-// tensors: q, k, angles [t, 2, h] f32
-static void rotary_float(const Args& args, Team& team) {
-  for_float(args.tensor(0).dtype, [&](auto type) { rotate_heads<decltype(type), float>(args, team); });
+TR_ENTRY(rotary_float, Team& team, const Tensor& q, const Tensor& k, const Tensor& angles) {
+  for_float(q.dtype, [&](auto type) { rotate_heads<decltype(type), float>(q, k, angles, team); });
 }
-TR_KERNEL(rotary_float)
 
-// tensors: q, k, rows [t, 2, h], weights of q and k; ints: zero_centered; floats: eps
-static void norm_rotary(const Args& args, Team& team) {
-  const Tensor& rows = args.tensor(2);
-  const int64_t d = args.tensor(0).size[2], half = rows.size[2];
-  const bool zero_centered = args.integer(0) != 0;
+TR_ENTRY(norm_rotary, Team& team, const Tensor& q, const Tensor& k, const Tensor& q_weight, const Tensor& k_weight,
+         float eps, const Tensor& rows, bool zero_centered) {
+  const int64_t d = q.size[2], half = rows.size[2];
   for_float(rows.dtype, [&](auto type) {
     using T = decltype(type);
     const size_t floats = static_cast<size_t>(2 * d) + Rotation<T>::count(half);
     float* const weights = static_cast<float*>(team.scratch(sizeof(float) * floats));
-    for (int i = 0; i < 2; ++i) widen_row(args.tensor(3 + i).template as<T>(), d, weights + i * d);
+    widen_row(q_weight.as<T>(), d, weights);
+    widen_row(k_weight.as<T>(), d, weights + d);
     Rotation<T> rotation(rows, weights + 2 * d);
-    for_heads<T>(args, team, [&](const Head<T>* heads, int64_t n) {
+    for_heads<T>(q, k, team, [&](const Head<T>* heads, int64_t n) {
       // All roots at once: one after the other, they would take longer than all the rest.
       float scales[kLanes] = {};
       for (int64_t i = 0; i < n; ++i) scales[i] = sum_of_squares(heads[i].x, d);
-      store(scales, norm_scale(load(scales), d, args.real(0)));
+      store(scales, norm_scale(load(scales), d, eps));
       for (int64_t i = 0; i < n; ++i) {
         const Head<T>& head = heads[i];
         const float* const weight = weights + (head.of_k ? d : 0);
@@ -198,7 +191,6 @@ static void norm_rotary(const Args& args, Team& team) {
     });
   });
 }
-TR_KERNEL(norm_rotary)
 
 }  // namespace tilerank::TR_RUNG
 #endif

@@ -5,6 +5,7 @@
 // classes of tokens about equally likely, and only the class in which the cumulative mass passes the wanted one is put
 // in order.
 #ifndef TR_RUNG
+#include "core/entry.h"
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
@@ -177,17 +178,16 @@ class Row {
   std::vector<Candidate> members_;
 };
 
-// tensors: logits, temperature, top_k, top_p, uniform, out
-void sample_rows(const Args& args, Team& team, const Passes& passes) {
-  const Tensor &logits = args.tensor(0), &out = args.tensor(5);
+void sample_rows(const Tensor& logits, const Tensor& temperatures, const Tensor& top_ks, const Tensor& top_ps,
+                 const Tensor& uniforms, const Tensor& out, Team& team, const Passes& passes) {
   const int64_t n = logits.size[1], groups = (n + kSpan - 1) / kSpan * kGroups;
   auto* const of_groups = static_cast<int32_t*>(team.scratch(static_cast<size_t>(groups * 4 + n)));
   auto* const classes = reinterpret_cast<uint8_t*>(of_groups + groups);
-  const auto number = [&](int tensor, int64_t row) -> double { return *args.tensor(tensor).row<float>(row); };
   const auto [first, last] = team.share(logits.size[0]);
   for (int64_t row = first; row < last; ++row) {
-    const double temperature = number(1, row), top_p = number(3, row), uniform = number(4, row);
-    const int32_t top_k = *args.tensor(2).row<int32_t>(row);
+    const double temperature = *temperatures.row<float>(row), top_p = *top_ps.row<float>(row);
+    const double uniform = *uniforms.row<float>(row);
+    const int32_t top_k = *top_ks.row<int32_t>(row);
     if (!(temperature >= 0 && std::isfinite(temperature))) {
       fail("temperature: expected a finite number >= 0", temperature, row);
     }
@@ -292,8 +292,10 @@ static void masses(const float* x, int64_t n, double largest, double inverse_tem
   }
 }
 
-static void sample(const Args& args, Team& team) { sample_rows(args, team, {largest_of_groups, masses}); }
-TR_KERNEL(sample)
+TR_ENTRY(sample, Team& team, const Tensor& logits, const Tensor& temperature, const Tensor& top_k, const Tensor& top_p,
+         const Tensor& uniform, const Tensor& out) {
+  sample_rows(logits, temperature, top_k, top_p, uniform, out, team, {largest_of_groups, masses});
+}
 
 }  // namespace tilerank::TR_RUNG
 #endif

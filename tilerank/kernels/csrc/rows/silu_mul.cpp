@@ -1,5 +1,6 @@
 // silu_mul: silu in fp32 rounded to the activation dtype, times up.
 #ifndef TR_RUNG
+#include "core/entry.h"
 #include "rows/rows.h"
 #define TR_SOURCE "rows/silu_mul.cpp"
 #include "simd/foreach_isa.h"
@@ -14,9 +15,7 @@ static void silu_mul_row(const T* gate, const T* up, T* out, int64_t n) {
   });
 }
 
-// tensors: gate_up, out
-static void silu_mul(const Args& args, Team& team) {
-  const Tensor &gate_up = args.tensor(0), &out = args.tensor(1);
+TR_ENTRY(silu_mul, Team& team, const Tensor& gate_up, const Tensor& out) {
   const int64_t width = out.size[1];
   // Elements are independent, so even a single row is split over the threads, in pieces of a few cache lines.
   constexpr int64_t kPiece = 256;
@@ -31,7 +30,6 @@ static void silu_mul(const Args& args, Team& team) {
     }
   });
 }
-TR_KERNEL(silu_mul)
 
 }  // namespace tilerank::TR_RUNG
 #endif
