@@ -1,6 +1,7 @@
 // store_kv: writes the keys and values of tokens into the pages of the cache (kv_pages.h). expanded_pages: the same for
 // keys that end with dims which all heads share.
 #ifndef TR_RUNG
+#include <array>
 #include <type_traits>
 
 #include "attention/kv_pages.h"
@@ -10,6 +11,7 @@
 #define TR_SOURCE "attention/store_kv.cpp"
 #include "simd/foreach_isa.h"
 #else
+#include "simd/blocks-inl.h"
 #include "linear/int8_rows-inl.h"
 #include "simd/transpose-inl.h"
 

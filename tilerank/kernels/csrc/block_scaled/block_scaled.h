@@ -28,62 +28,47 @@ alignas(32) inline constexpr uint16_t kInt4Values[16] = {0x0000, 0x3f80, 0x4000,
                                                          0x40c0, 0x40e0, 0xc100, 0xc0e0, 0xc0c0, 0xc0a0,
                                                          0xc080, 0xc040, 0xc000, 0xbf80};
 
-// The low and the high bytes of kInt4Values, repeated four times.
-struct Int4Bytes {
-  alignas(64) uint8_t low[64], high[64];
+// The bits of the bf16 value of an fp8 code without its sign.
+constexpr int fp8_value(int code) {
+  if (code == 0) return 0;
+  if (code == 127) return 0x7fc0;
+  const int exponent = code >> 3, mantissa = code & 7;
+  if (exponent != 0) return (exponent + 120) << 7 | mantissa << 4;
+  const int shift = mantissa >= 4 ? 2 : mantissa >= 2 ? 1 : 0;  // mantissa * 2^-9: subnormal in fp8, normal in bf16
+  return (118 + shift) << 7 | ((mantissa << (7 - shift)) & 0x7f);
+}
 
-  constexpr Int4Bytes() : low(), high() {
-    for (int i = 0; i < 64; ++i) {
-      low[i] = static_cast<uint8_t>(kInt4Values[i % 16]);
-      high[i] = static_cast<uint8_t>(kInt4Values[i % 16] >> 8);
+// The bits of the bf16 value of a magnitude of int8. 128 has the place of 0.
+constexpr int int8_value(int place) {
+  int mantissa = place == 0 ? 128 : place, exponent = 134;  // of 128 to 255
+  for (; mantissa < 128; --exponent) mantissa *= 2;
+  return exponent << 7 | (mantissa & 0x7f);
+}
+
+constexpr int int4_value(int code) { return kInt4Values[code % 16]; }
+
+// The low and the high byte of the value of every code.
+template <int kCodes>
+struct ValueBytes {
+  alignas(64) uint8_t low[kCodes] = {}, high[kCodes] = {};
+
+  constexpr explicit ValueBytes(int (*value)(int)) {
+    for (int code = 0; code < kCodes; ++code) {
+      low[code] = static_cast<uint8_t>(value(code));
+      high[code] = static_cast<uint8_t>(value(code) >> 8);
     }
   }
 };
-inline constexpr Int4Bytes kInt4Bytes;
-
-// The low and the high byte of the bf16 value of every fp8 code without its sign.
-struct Fp8Values {
-  alignas(64) uint8_t low[128], high[128];
-
-  constexpr Fp8Values() : low(), high() {
-    for (int code = 0; code < 128; ++code) {
-      const int exponent = code >> 3, mantissa = code & 7;
-      int value = (exponent + 120) << 7 | mantissa << 4;
-      if (exponent == 0) {  // mantissa * 2^-9: subnormal in fp8, normal in bf16
-        const int shift = mantissa >= 4 ? 2 : mantissa >= 2 ? 1 : 0;
-        value = mantissa == 0 ? 0 : (118 + shift) << 7 | ((mantissa << (7 - shift)) & 0x7f);
-      }
-      if (code == 127) value = 0x7fc0;
-      low[code] = static_cast<uint8_t>(value);
-      high[code] = static_cast<uint8_t>(value >> 8);
-    }
-  }
-};
-inline constexpr Fp8Values kFp8Values;
-
-// The low and the high byte of the bf16 value of every magnitude of an int8 code. 128 has the place of 0.
-struct Int8Values {
-  alignas(64) uint8_t low[128], high[128];
-
-  constexpr Int8Values() : low(), high() {
-    for (int place = 0; place < 128; ++place) {
-      int mantissa = place == 0 ? 128 : place, exponent = 134;  // of 128 to 255
-      for (; mantissa < 128; --exponent) mantissa *= 2;
-      const int value = exponent << 7 | (mantissa & 0x7f);
-      low[place] = static_cast<uint8_t>(value);
-      high[place] = static_cast<uint8_t>(value >> 8);
-    }
-  }
-};
-inline constexpr Int8Values kInt8Values;
+inline constexpr ValueBytes<64> kInt4Bytes{int4_value};  // the table of 16 codes, four times
+inline constexpr ValueBytes<128> kFp8Values{fp8_value}, kInt8Values{int8_value};
 
 }  // namespace tilerank
 
-// Registers the kernels name_int4, name_fp8 and name_block_int8, which call name<Format>(args, team).
-#define TR_BLOCK_SCALED_KERNELS(name)             \
-  TR_BLOCK_SCALED_KERNEL(name##_int4, name<Int4>) \
-  TR_BLOCK_SCALED_KERNEL(name##_fp8, name<Fp8>)   \
-  TR_BLOCK_SCALED_KERNEL(name##_block_int8, name<BlockInt8>)
+// Registers the kernels name_int4, name_fp8 and name_block_int8, which call run<Format>(args, team).
+#define TR_BLOCK_SCALED_KERNELS(name, run)       \
+  TR_BLOCK_SCALED_KERNEL(name##_int4, run<Int4>) \
+  TR_BLOCK_SCALED_KERNEL(name##_fp8, run<Fp8>)   \
+  TR_BLOCK_SCALED_KERNEL(name##_block_int8, run<BlockInt8>)
 #define TR_BLOCK_SCALED_KERNEL(name, run)                             \
   static void name(const Args& args, Team& team) { run(args, team); } \
   TR_KERNEL(name)

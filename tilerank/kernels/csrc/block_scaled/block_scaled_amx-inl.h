@@ -11,13 +11,9 @@ namespace tilerank::TR_RUNG {
 
 // Returns the sum of the inputs of one row over `tiles` K-tiles.
 static inline float sum_of_inputs(const char* row, int64_t tile_stride, int64_t tiles) {
-  Vec even = zero(), odd = zero();
-  for (int64_t t = 0; t < tiles; ++t) {
-    const __m512i pairs = _mm512_loadu_si512(row + t * tile_stride);
-    even = even + Vec{_mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16))};
-    odd = odd + Vec{_mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32(static_cast<int>(0xffff0000u))))};
-  }
-  return sum(even + odd);
+  Two sums = {zero(), zero()};
+  for (int64_t t = 0; t < tiles; ++t) sums = sums + load_pairs(reinterpret_cast<const bf16*>(row + t * tile_stride));
+  return sum(sums.a + sums.b);
 }
 
 // Cache blocking of many rows. k is split into panels of whole K-blocks. The panel of a weight block is expanded once
@@ -269,14 +265,21 @@ static void multiply_block_scaled_band(const PackedRows& rows, Range stripe, con
   products.complete();
 }
 
+// Multiplies a stripe of rows with the blocks of `results`, in bands; finish as in multiply_stripe.
 template <int kParts, class Format, class Finish>
-static void multiply_block_scaled_band(const PackedRows& rows, Range stripe, const Format& weight, Range band,
-                                       int64_t m, const BlockScaledTileScratch& memory, const Finish& finish) {
-  if constexpr (Format::kMayHaveZeros) {
-    if (weight.has_zeros())
-      return multiply_block_scaled_band<kParts, true>(rows, stripe, weight, band, m, memory, finish);
+static void multiply_block_scaled_stripe(const PackedRows& rows, Range stripe, const Format& weight, Range results,
+                                         int64_t m, const BlockScaledTileScratch& memory, const Finish& finish) {
+  const int64_t end = results.end * kParts;
+  for (int64_t block = results.begin * kParts; block < end; block += BlockScaledBlocking::kBand) {
+    const Range band{block, std::min(block + BlockScaledBlocking::kBand, end)};
+    if constexpr (Format::kMayHaveZeros) {
+      if (weight.has_zeros()) {
+        multiply_block_scaled_band<kParts, true>(rows, stripe, weight, band, m, memory, finish);
+        continue;
+      }
+    }
+    multiply_block_scaled_band<kParts, false>(rows, stripe, weight, band, m, memory, finish);
   }
-  multiply_block_scaled_band<kParts, false>(rows, stripe, weight, band, m, memory, finish);
 }
 
 }  // namespace tilerank::TR_RUNG

@@ -311,12 +311,6 @@ static void multiply_band_of_codes(const BlockScaledRows& rows, Range chosen, co
 #include "block_scaled/block_scaled_expanded-inl.h"
 #endif
 
-static inline std::array<Vec, kVecs> load_row(const float* totals) {
-  std::array<Vec, kVecs> row;
-  for (int v = 0; v < kVecs; ++v) row[v] = load(totals + v * kLanes);
-  return row;
-}
-
 // Computes the results `own` of the panels `chosen`. A result takes kParts consecutive blocks of the weight. emit(row,
 // result, const float* const (&totals)[kParts]) receives the totals of each row. memory: a BlockScaledScratch
 template <int kParts, class Format, class Emit>

@@ -25,8 +25,7 @@ struct FewRows {
     for (int64_t r = 0; r < m; ++r) {
       const bf16* const from = row(r);
       for (int64_t t = 0; t < to.k_tiles; ++t) {
-        const __mmask32 mask = static_cast<__mmask32>((uint64_t{1} << std::min(kTileK, k - t * kTileK)) - 1);
-        _mm512_store_si512(memory + t * to.tile_stride + r * 64, _mm512_maskz_loadu_epi16(mask, from + t * kTileK));
+        copy_line(memory + t * to.tile_stride + r * 64, from + t * kTileK, std::min(kTileK, k - t * kTileK));
       }
     }
     return to;
@@ -45,12 +44,7 @@ struct FewRows {
 };
 
 // The tile configuration of stream_block_scaled for m rows.
-static inline TileConfig block_scaled_stream_tiles(int64_t m) {
-  TileConfig config;
-  for (int tile = 0; tile < 5; ++tile) config.set(tile, static_cast<int>(m), 64);
-  for (int tile = 5; tile < 7; ++tile) config.set(tile, kTileRows, 64);
-  return config;
-}
+static inline TileConfig block_scaled_stream_tiles(int64_t m) { return tile_shapes(m, 5); }
 
 // A position in the blocks of a weight, which are passed two at a time. The last of an odd number is paired with
 // itself.

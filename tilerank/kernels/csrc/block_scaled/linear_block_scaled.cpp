@@ -8,6 +8,7 @@
 #define TR_SOURCE "block_scaled/linear_block_scaled.cpp"
 #include "simd/foreach_isa.h"
 #else
+#include "simd/blocks-inl.h"
 #include "linear/epilogue-inl.h"
 #include "block_scaled/block_scaled_rows-inl.h"
 
@@ -29,8 +30,7 @@ static void linear(const Args& args, const Format& weight, const Epilogue& epilo
     const Range stripe{panel, std::min(panel + kStripePanels, rows.panels.panels)};
     multiply_results<kParts>(rows, stripe, weight, own, k, memory,
                              [&](int64_t row, int64_t result, const float* const(&totals)[kParts]) {
-                               const auto sums = load_row(totals[0]), up = load_row(totals[kParts - 1]);
-                               epilogue.write(row, result, sums.data(), kParts == 2 ? up.data() : nullptr);
+                               epilogue.write(row, result, load32(totals[0]), load32(totals[kParts - 1]));
                              });
   }
 }
@@ -43,7 +43,7 @@ static void linear(const Args& args, Team& team) {
 }
 
 // operands: see block_scaled.h; scratch: BlockScaledRows::bytes, or none if every thread packs all rows for itself
-TR_BLOCK_SCALED_KERNELS(linear)
+TR_BLOCK_SCALED_KERNELS(linear, linear)
 
 }  // namespace tilerank::TR_RUNG
 #endif

@@ -7,27 +7,13 @@
 #define TR_SOURCE "block_scaled/linear_block_scaled_amx.cpp"
 #include "simd/foreach_isa.h"
 #else
+#include "simd/blocks-inl.h"
 #include "linear/epilogue-inl.h"
 #include "block_scaled/block_scaled_amx-inl.h"
+#include "linear/finish_amx-inl.h"
 #include "block_scaled/block_scaled_stream_amx-inl.h"
 
 namespace tilerank::TR_RUNG {
-
-// Passes sums in tiles to the epilogue.
-template <int kParts>
-struct BlockScaledFinish {
-  const Epilogue& epilogue;
-
-  void prefetch(Range rows, int64_t result) const { epilogue.prefetch(rows, result, prefetch_write); }
-  void write(const float* const (&parts)[kParts], Range rows, int64_t result) const {
-    for_sums(rows, [&](int64_t row, int64_t i) {
-      const auto sums = [&](int part) {
-        return std::array{load(parts[part] + i), load(parts[part] + i + kTileRows * kLanes)};
-      };
-      epilogue.write(row, result, sums(0).data(), kParts == 2 ? sums(kParts - 1).data() : nullptr);
-    });
-  }
-};
 
 static void pack_rows(const Tensor& x, const PackedRows& to, Team& team) {
   constexpr int64_t kPiece = 64;  // tiles: 4 KiB of a row
@@ -61,7 +47,7 @@ static void linear_few_rows(const Tensor& x, const Format& weight, const Epilogu
   const FewRows rows = packed ? FewRows::pack(row, m, k, memory, k_block_sums)
                               : FewRows{x.as<const char>(), 64, 64, m, k_tiles, k_block_sums};
   const Tiles tiles(block_scaled_stream_tiles(m));
-  stream_block_scaled<kParts>(rows, weight, own, expanded, BlockScaledFinish<kParts>{epilogue});
+  stream_block_scaled<kParts>(rows, weight, own, expanded, ProductFinish<kParts, Epilogue>{epilogue});
 }
 
 template <int kParts, class Format>
@@ -73,20 +59,11 @@ static void linear_many_rows(const Args& args, const Format& weight, const Epilo
   team.barrier();
   const Tiles tiles(panel_tiles(kTileRows));
   const BlockScaledTileScratch memory(team.scratch(BlockScaledTileScratch::bytes(panel)), panel);
-  // Threads form a grid. Rows are split first, as long as each thread keeps enough of them to amortise reading the
-  // weight; then outputs.
-  int row_threads = 1;
-  while (team.count % (row_threads * 2) == 0 && rows.row_tiles >= row_threads * 2 * 32) row_threads *= 2;
-  const Team row_team(nullptr, team.index % row_threads, row_threads);
-  const Team column_team(nullptr, team.index / row_threads, team.count / row_threads);
-  const Range own_rows = row_team.share(rows.row_tiles, 2), own = column_team.share(epilogue.results);
-  for (int64_t tile = own_rows.begin; tile < own_rows.end; tile += BlockScaledBlocking::kStripe) {
-    const Range stripe{tile, std::min(tile + BlockScaledBlocking::kStripe, own_rows.end)};
-    for (int64_t block = own.begin * kParts; block < own.end * kParts; block += BlockScaledBlocking::kBand) {
-      const Range band{block, std::min(block + BlockScaledBlocking::kBand, own.end * kParts)};
-      multiply_block_scaled_band<kParts>(rows, stripe, weight, band, m, memory, BlockScaledFinish<kParts>{epilogue});
-    }
-  }
+  const Grid grid(team, rows.row_tiles, epilogue.results, 32);
+  grid.for_stripes(BlockScaledBlocking::kStripe, [&](Range stripe) {
+    multiply_block_scaled_stripe<kParts>(rows, stripe, weight, grid.results, m, memory,
+                                         ProductFinish<kParts, Epilogue>{epilogue});
+  });
 }
 
 template <int kParts, class Format>
@@ -105,7 +82,7 @@ static void linear(const Args& args, Team& team) {
 }
 
 // operands: see block_scaled.h; scratch: packed rows, round_up(m, 16) * round_up(k, 32) bf16, if m > 16
-TR_BLOCK_SCALED_KERNELS(linear)
+TR_BLOCK_SCALED_KERNELS(linear, linear)
 
 }  // namespace tilerank::TR_RUNG
 #endif

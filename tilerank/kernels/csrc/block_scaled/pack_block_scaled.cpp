@@ -4,22 +4,9 @@
 #define TR_SOURCE "block_scaled/pack_block_scaled.cpp"
 #include "simd/foreach_isa.h"
 #else
+#include "linear/source_rows-inl.h"
 
 namespace tilerank::TR_RUNG {
-
-static inline float as_float(const float* p) { return *p; }
-static inline float as_float(const double* p) { return static_cast<float>(*p); }
-static inline float as_float(const f16* p) { return _cvtsh_ss(p->bits); }
-static inline float as_float(const bf16* p) { return to_float(*p); }
-
-template <class F>
-static void for_source(DType dtype, const F& f) {
-  if (dtype == DType::f32) return f(float{});
-  if (dtype == DType::bf16) return f(bf16{});
-  if (dtype == DType::f16) return f(f16{});
-  if (dtype == DType::f64) return f(double{});
-  throw Error("quantise: expected rows of a floating-point dtype");
-}
 
 // The position of a rectangle of source rows in a weight. It is split into pieces of whole blocks of outputs x whole
 // tiles of the destination, so that no two threads write the same byte.
@@ -156,7 +143,7 @@ static void quantise_int4(const Args& args, Team& team) {
   char* const memory = static_cast<char*>(team.scratch(static_cast<size_t>(padded) * (sizeof(float) + 1)));
   float* const x = reinterpret_cast<float*>(memory);
   uint8_t* const codes = reinterpret_cast<uint8_t*>(x + padded);
-  for_source(source.dtype, [&](auto type) {
+  for_source("quantise", source.dtype, [&](auto type) {
     using T = decltype(type);
     rectangle.for_pieces(kBlockN, k_block_inputs, team, [&](Range rows, Range columns) {
       const int64_t count = columns.end - columns.begin, k_block = (rectangle.col + columns.begin) / k_block_inputs;
@@ -214,7 +201,7 @@ static void quantise_fp8(const Args& args, Team& team) {
   const size_t size = static_cast<size_t>(block_n * k_block_inputs);
   float* const x = static_cast<float*>(team.scratch(size * sizeof(float) + static_cast<size_t>(k_block_inputs)));
   uint8_t* const codes = reinterpret_cast<uint8_t*>(x + size);
-  for_source(source.dtype, [&](auto type) {
+  for_source("quantise", source.dtype, [&](auto type) {
     using T = decltype(type);
     rectangle.for_pieces(block_n, k_block_inputs, team, [&](Range rows, Range columns) {
       const int64_t count = columns.end - columns.begin, k_block = (rectangle.col + columns.begin) / k_block_inputs;

@@ -1,5 +1,7 @@
 // convolve: causal convolutions over rows, as products of shifted rows with a packed weight, and what follows them.
 #ifndef TR_RUNG
+#include <array>
+
 #include "core/cpu.h"
 #include "core/entry.h"
 #include "linear/pack.h"
@@ -8,6 +10,7 @@
 #include "simd/foreach_isa.h"
 
 #else
+#include "simd/blocks-inl.h"
 #include "linear/panels-inl.h"
 #include "convolution/finish-inl.h"
 #include "convolution/stripes-inl.h"

@@ -5,6 +5,7 @@
 // are still in the L1 cache; the weight streams from L2. The order does not depend on the number of rows, so neither do
 // the bits of a row.
 #ifndef TR_RUNG
+#include <array>
 #include <numeric>
 #include <type_traits>
 
@@ -16,6 +17,7 @@
 #include "simd/foreach_isa.h"
 
 #else
+#include "simd/blocks-inl.h"
 #include "linear/gemm_amx-inl.h"
 #include "convolution/finish-inl.h"
 #include "convolution/stripes-inl.h"

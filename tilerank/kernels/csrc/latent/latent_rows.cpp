@@ -1,5 +1,6 @@
 // store_latent and load_latent: the rows of the latent cache (layout: LatentPages in kernels/latent_pages.py).
 #ifndef TR_RUNG
+#include <array>
 #include <type_traits>
 
 #include "attention/kv_pages.h"
@@ -9,6 +10,7 @@
 #define TR_SOURCE "latent/latent_rows.cpp"
 #include "simd/foreach_isa.h"
 #else
+#include "simd/blocks-inl.h"
 #include "linear/int8_rows-inl.h"
 
 namespace tilerank::TR_RUNG {

@@ -37,6 +37,19 @@ static inline Vec gelu_tanh(Vec x) {
   return x / (set(1.0f) + exp(zero() - u2));
 }
 
+// Writes bare sums or their silu_mul, in bf16 and whole blocks, with non-temporal stores. It takes few instructions:
+// with more of them the reorder buffer would not reach the loads of the next tiles.
+template <int kParts>
+struct PlainStream {
+  bf16* out;
+  int64_t stride;
+
+  void write(int64_t row, int64_t result, Vec32 sums, const Vec32& up) const {
+    for (int v = 0; kParts == 2 && v < kBlockN / kLanes; ++v) sums[v] = silu(sums[v]) * up[v];
+    stream(out + row * stride + result * kBlockN, sums);
+  }
+};
+
 struct Epilogue {
   const Tensor &bias, &residual, &out;
   const Activation activation;
@@ -50,32 +63,33 @@ struct Epilogue {
         parts(activation == Activation::silu_mul ? 2 : 1),
         results((out.size[1] + kBlockN - 1) / kBlockN),
         streams_(kLanes == 16 && out.size[0] * row_bytes() >= kStreamBytes && row_bytes() % 64 == 0) {}
-#ifdef TR_AVX512
   ~Epilogue() {
-    if (streams_) _mm_sfence();
+    if (streams_) end_streams();
   }
-#endif
   Epilogue(const Epilogue&) = delete;
   Epilogue& operator=(const Epilogue&) = delete;
 
-  // Writes one row of a result from its sums, kBlockN / kLanes vectors per part; with two parts `sums` is the gate and
-  // `up` the up projection. Columns beyond the last are dropped.
-  void write(int64_t row, int64_t result, const Vec* sums, const Vec* up = nullptr) const {
-#ifdef TR_AVX512
-    if (streams_ && (result + 1) * kBlockN <= out.size[1]) return stream(row, result, sums, up);
-#endif
+  // Writes one row of a result from its sums; with two parts `sums` is the gate and `up` the up projection, otherwise
+  // `up` is not used. Columns beyond the last are dropped.
+  void write(int64_t row, int64_t result, const Vec32& sums, const Vec32& up) const {
+    const int64_t first = result * kBlockN;
+    if (kLanes == 16 && streams_ && first + kBlockN <= out.size[1]) return write_line(row, first, sums, up);
     for (int v = 0; v < kBlockN / kLanes; ++v) {
-      const int64_t column = result * kBlockN + v * kLanes;
+      const int64_t column = first + v * kLanes;
       const int64_t count = std::min<int64_t>(kLanes, out.size[1] - column);
-      if (count > 0) write(row, column, count, finished(row, column, count, sums[v], up ? up[v] : zero()));
+      if (count > 0) write_some(row, column, count, finished(row, column, count, sums[v], up[v]));
     }
   }
 
-  // Whether results are bare sums or their silu_mul, in bf16 and whole blocks, written with non-temporal stores. Such
-  // results need no more than the finishes that bypass this class.
-  bool streams_plain() const {
-    return streams_ && !bias && !residual && out.dtype == DType::bf16 && out.size[1] % kBlockN == 0 &&
-           (activation == Activation::none || activation == Activation::silu_mul);
+  // Calls f(to) with the destination of results of kParts blocks: this, or a PlainStream that does the same.
+  template <int kParts, class F>
+  void with_destination(const F& f) const {
+    const bool plain = streams_ && !bias && !residual && out.dtype == DType::bf16 && out.size[1] % kBlockN == 0;
+    if (plain && (activation == Activation::none || activation == Activation::silu_mul)) {
+      f(PlainStream<kParts>{out.as<bf16>(), out.stride[0]});
+    } else {
+      f(*this);
+    }
   }
 
   template <class F>
@@ -114,7 +128,7 @@ struct Epilogue {
     return sums;
   }
 
-  void write(int64_t row, int64_t column, int64_t count, Vec value) const {
+  void write_some(int64_t row, int64_t column, int64_t count, Vec value) const {
     if (out.dtype == DType::f32) {
       store(out.row<float>(row) + column, value, count);
     } else {
@@ -122,21 +136,18 @@ struct Epilogue {
     }
   }
 
-#ifdef TR_AVX512
   // Writes whole cache lines with non-temporal stores. Ordinary stores would first read each line, which interrupts the
   // stream of the weight, and rows of `out` that are a power of two apart would evict each other.
-  void stream(int64_t row, int64_t result, const Vec* sums, const Vec* up) const {
-    const int64_t column = result * kBlockN;
-    const Vec left = finished(row, column, kLanes, sums[0], up ? up[0] : zero());
-    const Vec right = finished(row, column + kLanes, kLanes, sums[1], up ? up[1] : zero());
+  void write_line(int64_t row, int64_t column, Vec32 sums, const Vec32& up) const {
+    for (int v = 0; v < kBlockN / kLanes; ++v) {
+      sums[v] = finished(row, column + v * kLanes, kLanes, sums[v], up[v]);
+    }
     if (out.dtype == DType::f32) {
-      _mm512_stream_ps(out.row<float>(row) + column, left.v);
-      _mm512_stream_ps(out.row<float>(row) + column + kLanes, right.v);
+      stream(out.row<float>(row) + column, sums);
     } else {
-      _mm512_stream_si512(reinterpret_cast<__m512i*>(out.row<bf16>(row) + column), narrow(left, right));
+      stream(out.row<bf16>(row) + column, sums);
     }
   }
-#endif
 
   static constexpr int64_t kStreamBytes = 16 << 10;  // smaller outputs stay in the cache
   const bool streams_;

@@ -67,9 +67,8 @@ struct PackedRows {
 static inline void pack_row(const bf16* from, int64_t k, const PackedRows& to, int64_t row_tile, int64_t r,
                             Range tiles) {
   for (int64_t t = tiles.begin; t < tiles.end; ++t) {
-    const __mmask32 mask = static_cast<__mmask32>((uint64_t{1} << std::min(kTileK, k - t * kTileK)) - 1);
-    _mm512_store_si512(to.tiles(t / to.panel, row_tile) + t % to.panel * kTileBytes + r * 64,
-                       _mm512_maskz_loadu_epi16(mask, from + t * kTileK));
+    copy_line(to.tiles(t / to.panel, row_tile) + t % to.panel * kTileBytes + r * 64, from + t * kTileK,
+              std::min(kTileK, k - t * kTileK));
   }
 }
 
@@ -121,13 +120,17 @@ struct TilePrefetch {
   }
 };
 
-// The tile configuration of a Pass with row tiles of `rows` rows.
-static inline TileConfig panel_tiles(int64_t rows) {
+// The shapes of tiles for products of row tiles of at most `rows` rows: the first `of_rows` tiles hold rows or sums.
+static inline TileConfig tile_shapes(int64_t rows, int of_rows) {
   TileConfig config;
-  for (int tile = 0; tile < 6; ++tile) config.set(tile, static_cast<int>(std::min(rows, kTileRows)), 64);
-  for (int tile = 6; tile < 8; ++tile) config.set(tile, kTileRows, 64);
+  for (int tile = 0; tile < 8; ++tile) {
+    config.set(tile, static_cast<int>(tile < of_rows ? std::min(rows, kTileRows) : kTileRows), 64);
+  }
   return config;
 }
+
+// The tile configuration of a Pass with row tiles of `rows` rows.
+static inline TileConfig panel_tiles(int64_t rows) { return tile_shapes(rows, 6); }
 
 // Calls f(row, i) for every row of `rows`. i is the index of the row's first 16 columns among sums that begin with the
 // first of the rows; its other 16 columns are one tile further.

@@ -13,19 +13,17 @@ constexpr int kInt8VecsAtOnce = 2;  // vectors of a block that a micro-kernel mu
 // with a vector of weights. pack_codes stores the quads of all rows side by side; the next quads follow `stride` bytes
 // later.
 #ifdef TR_AVX512
-// vpdpbusd takes unsigned bytes on one side, so x is stored as code + 128; Int8Stripe::values subtracts the excess.
+// vpdpbusd takes unsigned bytes on one side, so x is stored as code + 128; Int8Block::values subtracts the excess.
 // Intermediate sums may wrap around.
 constexpr int64_t kQuadBytes = 4;
 constexpr int kInt8Rows = 14;
 
-static inline Ints dot(Ints sum, Ints x, Ints weight) { return _mm512_dpbusd_epi32(sum, x, weight); }
-
 static inline void pack_codes(char* to, int64_t stride, const int8_t (&codes)[kInt8Rows][kInt8TileK], int64_t rows) {
   Ints lines[16] = {}, quads[16];
-  for (int r = 0; r < kInt8Rows; ++r) lines[r] = _mm512_xor_si512(load_ints(codes[r]), _mm512_set1_epi8(-128));
+  for (int r = 0; r < kInt8Rows; ++r) lines[r] = differ(load_ints(codes[r]), bytes(-128));
   transpose(lines, quads);
   for (const Ints quad : quads) {
-    _mm512_mask_storeu_epi32(to, first_lanes(rows), quad);
+    store(to, quad, rows);
     to += stride;
   }
 }
@@ -47,19 +45,7 @@ static inline void pack_codes(char* to, int64_t stride, const int8_t (&codes)[kI
 static inline Ints load_word(const char* p) {
   int32_t word;
   std::memcpy(&word, p, 4);
-#ifdef TR_AVX512
-  return _mm512_set1_epi32(word);
-#else
-  return _mm256_set1_epi32(word);
-#endif
-}
-
-static inline Ints add(Ints a, Ints b) {
-#ifdef TR_AVX512
-  return _mm512_add_epi32(a, b);
-#else
-  return _mm256_add_epi32(a, b);
-#endif
+  return words(word);
 }
 
 // Calls f(r) for every r < R; f must be inline as well. Unrolled through a fold instead of a loop, because GCC
@@ -76,17 +62,17 @@ static inline void dot_quads(const char* x, const int8_t* weight, Ints (&sums)[R
   const Ints left = load_ints(weight), right = load_ints(weight + kInt8BlockStep / 2);
   for_int8_rows<R>([&](int r) __attribute__((always_inline)) {
     const Ints word = load_word(x + r * kQuadBytes);
-    sums[r][0] = dot(sums[r][0], word, left);
-    sums[r][1] = dot(sums[r][1], word, right);
+    sums[r][0] = add_dot(sums[r][0], word, left);
+    sums[r][1] = add_dot(sums[r][1], word, right);
   });
 #else
   const Ints left = load_ints(weight), right = load_ints(weight + 32);
-  const Ints left_even = _mm256_srai_epi16(_mm256_slli_epi16(left, 8), 8), left_odd = _mm256_srai_epi16(left, 8);
-  const Ints right_even = _mm256_srai_epi16(_mm256_slli_epi16(right, 8), 8), right_odd = _mm256_srai_epi16(right, 8);
+  const Ints left_even = shift_halves_right<8>(shift_halves_left<8>(left)), left_odd = shift_halves_right<8>(left);
+  const Ints right_even = shift_halves_right<8>(shift_halves_left<8>(right)), right_odd = shift_halves_right<8>(right);
   for_int8_rows<R>([&](int r) __attribute__((always_inline)) {
     const Ints x_even = load_word(x + r * kQuadBytes), x_odd = load_word(x + r * kQuadBytes + 4);
-    sums[r][0] = add(sums[r][0], add(_mm256_madd_epi16(left_even, x_even), _mm256_madd_epi16(left_odd, x_odd)));
-    sums[r][1] = add(sums[r][1], add(_mm256_madd_epi16(right_even, x_even), _mm256_madd_epi16(right_odd, x_odd)));
+    sums[r][0] = add(sums[r][0], add(dot(left_even, x_even), dot(left_odd, x_odd)));
+    sums[r][1] = add(sums[r][1], add(dot(right_even, x_even), dot(right_odd, x_odd)));
   });
 #endif
 }
@@ -112,7 +98,7 @@ static inline void dot_in_order(const char* x, const int8_t* weight, Int8Prefetc
       _mm_prefetch(ahead.at, _MM_HINT_T0);
       const Ints w = load_ints(weight + v * kInt8BlockStep / 2 + quad * 64);
       for_int8_rows<R>([&](int r) __attribute__((always_inline)) {
-        sums[r][v] = dot(sums[r][v], load_word(x + (quad * R + r) * kQuadBytes), w);
+        sums[r][v] = add_dot(sums[r][v], load_word(x + (quad * R + r) * kQuadBytes), w);
       });
     }
   }
@@ -164,6 +150,19 @@ struct Int8Block {
       : codes(weight[0].as<const int8_t>() + block * int8_row_bytes(k) * kBlockN),
         scales(weight[1].as<const float>() + block * kBlockN),
         sums(weight[2].as<const int32_t>() + block * kBlockN) {}
+
+  // Returns the fp32 products of a row with the block, computed from its integer sums.
+  Vec32 values(const Ints* row_sums, float row_scale) const {
+    Vec32 to;
+    for (int v = 0; v < kInt8Vecs; ++v) {
+      Ints exact = row_sums[v];
+#ifdef TR_AVX512
+      exact = subtract(exact, shift_left<7>(load_ints(sums + v * kLanes)));
+#endif
+      to[v] = scaled(exact, row_scale, scales + v * kLanes);
+    }
+    return to;
+  }
 };
 
 // Quantised rows that are multiplied with one block of the weight before the next, in tiles of about equal size:
@@ -212,16 +211,21 @@ struct Int8Stripe {
     }
   }
 
-  // to = the fp32 products of a row with a block, computed from its integer sums.
-  static void values(const Ints* sums, int64_t row, float row_scale, const Int8Block& block, Vec (&to)[kInt8Vecs]) {
-    for (int v = 0; v < kInt8Vecs; ++v) {
-      Ints exact = sums[row * kInt8Vecs + v];
-#ifdef TR_AVX512
-      exact = _mm512_sub_epi32(exact, _mm512_slli_epi32(load_ints(block.sums + v * kLanes), 7));
-#endif
-      to[v] = scaled(exact, row_scale, block.scales + v * kLanes);
+  // Computes a result of all rows from `parts` blocks (1 or 2) of a weight, from `block` on. emit(row, sums, last)
+  // receives the products of a row with the first and the last of them. sums: kSums integers
+  template <class Emit>
+  void multiply(const Tensor* weight, int64_t block, int64_t parts, Ints* sums, const float* row_scales,
+                const Emit& emit) const {
+    const Int8Block first(weight, block, k), last(weight, block + parts - 1, k);
+    Ints* const last_sums = sums + (parts - 1) * kMostRows * kInt8Vecs;
+    multiply(first.codes, sums);
+    if (parts == 2) multiply(last.codes, last_sums);
+    for (int64_t row = 0; row < rows; ++row) {
+      const Vec32 values = first.values(sums + row * kInt8Vecs, row_scales[row]);
+      emit(row, values, parts == 2 ? last.values(last_sums + row * kInt8Vecs, row_scales[row]) : values);
     }
   }
+  static constexpr int64_t kSums = 2 * kMostRows * kInt8Vecs;
 
  private:
   // Quantises rows of one tile.

@@ -30,11 +30,18 @@ static inline float quantise_into(const T* from, int64_t k, const PackedRows& to
   });
 }
 
-// Returns the 32 products of a row with a block, from its sums in two tiles.
-static inline std::array<Vec, 2> scaled_tiles(const float* sums, float row_scale, const float* scales) {
-  return {scaled(load_ints(sums), row_scale, scales),
-          scaled(load_ints(sums + kTileRows * kLanes), row_scale, scales + kLanes)};
-}
+// How the exact sums of a block become values: by the scale of the row and those of the outputs.
+struct Int8Scaling {
+  const float *row_scales, *scales;
+
+  Vec32 values(const float* sums, int64_t step, int64_t row, int64_t block) const {
+    Vec32 to;
+    for (int v = 0; v < 2; ++v) {
+      to[v] = scaled(load_ints(sums + v * step), row_scales[row], scales + block * kBlockN + v * kLanes);
+    }
+    return to;
+  }
+};
 
 // Computes results of at most 16 rows, which are packed in one panel; finish as in multiply_stripe.
 template <int kParts, class Finish>

@@ -3,18 +3,6 @@
 
 namespace tilerank::TR_RUNG {
 
-#ifdef TR_AVX512
-using Ints = __m512i;  // kLanes 32-bit integers
-static inline Ints bits_of(Vec x) { return _mm512_castps_si512(x.v); }
-static inline Vec to_vec(Ints x) { return {_mm512_cvtepi32_ps(x)}; }
-static inline Ints load_ints(const void* p) { return _mm512_loadu_si512(p); }
-#else
-using Ints = __m256i;
-static inline Ints bits_of(Vec x) { return _mm256_castps_si256(x.v); }
-static inline Vec to_vec(Ints x) { return {_mm256_cvtepi32_ps(x)}; }
-static inline Ints load_ints(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
-#endif
-
 // x ~ code * scale with code = round(x * inverse), ties to even, rounded once.
 struct Quantiser {
   float scale, inverse;

@@ -1,5 +1,7 @@
 // Products with bf16 and fp32 weights in vectors.
 #ifndef TR_RUNG
+#include <array>
+
 #include "core/cpu.h"
 #include "core/work_queue.h"
 #include "core/kernel.h"
@@ -9,6 +11,7 @@
 #include "simd/foreach_isa.h"
 
 #else
+#include "simd/blocks-inl.h"
 #include "linear/epilogue-inl.h"
 #include "linear/panels-inl.h"
 #include "linear/products-inl.h"
@@ -46,12 +49,7 @@ static void linear(const Args& args, Team& team) {
   const PackedBlocks<T> weight{args.tensor(5).as<const T>(), x.size[1]};
   void* const memory = team.scratch(products_bytes<T>(rows.m));
   const auto emit = [&](int64_t row, int64_t result, const float* first, const float* last) {
-    Vec sums[kVecs], up[kVecs];
-    for (int v = 0; v < kVecs; ++v) {
-      sums[v] = load(first + v * kLanes);
-      up[v] = load(last + v * kLanes);
-    }
-    epilogue.write(row, result, sums, up);
+    epilogue.write(row, result, load32(first), load32(last));
   };
   if (rows.panels < kManyPanels) {  // bound by memory: each thread reads a contiguous run of blocks
     return multiply_results(rows, weight, epilogue.parts, team.share(epilogue.results), memory, emit);

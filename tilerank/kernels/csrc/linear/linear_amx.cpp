@@ -10,8 +10,10 @@
 #include "simd/foreach_isa.h"
 
 #else
+#include "simd/blocks-inl.h"
 #include "linear/epilogue-inl.h"
 #include "linear/gemm_amx-inl.h"
+#include "linear/finish_amx-inl.h"
 #include "linear/stream_amx-inl.h"
 #include "linear/stream_rows_amx-inl.h"
 
@@ -31,41 +33,6 @@ static void pack_rows(const Tensor& x, const PackedRows& to, Team& team) {
   }
 }
 
-// Passes sums in tiles to the epilogue.
-template <int kParts>
-struct LinearFinish {
-  const Epilogue& epilogue;
-
-  void write(const float* const (&parts)[kParts], Range rows, int64_t result) const {
-    for_sums(rows, [&](int64_t row, int64_t i) {
-      const auto sums = [&](int part) {
-        return std::array{load(parts[part] + i), load(parts[part] + i + kTileRows * kLanes)};
-      };
-      epilogue.write(row, result, sums(0).data(), kParts == 2 ? sums(kParts - 1).data() : nullptr);
-    });
-  }
-};
-
-// LinearFinish for Epilogue::streams_plain(). It takes few instructions: with more of them the reorder buffer would not
-// reach the loads of the next tiles.
-template <int kParts>
-struct StreamFinish {
-  bf16* out;
-  int64_t stride;
-
-  void write(const float* const (&parts)[kParts], Range rows, int64_t result) const {
-    for_sums(rows, [&](int64_t row, int64_t i) {
-      const auto value = [&](int64_t at) {
-        const Vec sum = load(parts[0] + at);
-        return kParts == 2 ? silu(sum) * load(parts[kParts - 1] + at) : sum;
-      };
-      const Vec left = value(i), right = value(i + kTileRows * kLanes);
-      _mm512_stream_si512(reinterpret_cast<__m512i*>(out + row * stride + result * kBlockN),
-                          (__m512i)_mm512_cvtne2ps_pbh(right.v, left.v));
-    });
-  }
-};
-
 // At most 16 rows. If they must be packed, every thread packs all of them for itself, which is cheaper than a barrier.
 template <int kParts>
 static void linear_few_rows(const Tensor& x, const Tensor& weight, const Epilogue& epilogue, Team& team) {
@@ -77,7 +44,7 @@ static void linear_few_rows(const Tensor& x, const Tensor& weight, const Epilogu
     pack_row_tile(x, packed, 0, {0, k_tiles});
     rows = {packed.data, 64, kTileBytes};
   }
-  const LinearFinish<kParts> finish{epilogue};
+  const ProductFinish<kParts, Epilogue> finish{epilogue};
   const Tiles tiles(stream_tiles(m));
   const Range share = team.share(epilogue.results), own{share.begin * kParts, share.end * kParts};
   stream_blocks<Bf16Dot>(rows, m, weight.as<const char>(), own, k_tiles, stream_finish<kParts>(finish, own));
@@ -86,21 +53,14 @@ static void linear_few_rows(const Tensor& x, const Tensor& weight, const Epilogu
 template <int kParts, class Finish>
 static void linear_many_rows(int64_t m, const RowTiles& rows, const Blocking& blocking, const char* weight,
                              int64_t results, const Finish& finish, Team& team) {
+  constexpr int64_t kOwnTiles = 64;
   const Tiles tiles(panel_tiles(kTileRows));
   float* const sums = static_cast<float*>(team.scratch(band_sums<kParts>(rows.packed, blocking) * sizeof(float)));
-  // Threads form a grid. Rows are split first, as long as each thread keeps enough of them to amortise reading the
-  // weight; then outputs.
-  constexpr int64_t kOwnTiles = 64;
-  const int64_t row_tiles = blocks(m, kTileRows);
-  int row_threads = 1;
-  while (team.count % (row_threads * 2) == 0 && row_tiles >= row_threads * 2 * kOwnTiles) row_threads *= 2;
-  const Team row_team(nullptr, team.index % row_threads, row_threads);
-  const Team column_team(nullptr, team.index / row_threads, team.count / row_threads);
-  const Range own_rows = row_team.share(row_tiles, 2), own = column_team.share(results);
-  for (int64_t tile = own_rows.begin; tile < own_rows.end; tile += blocking.stripe) {
-    const Range stripe{tile, std::min(tile + blocking.stripe, own_rows.end)};
-    multiply_stripe<Bf16Dot, kParts>(rows, stripe, weight, own, blocking, m, sums, finish, stripe.end == own_rows.end);
-  }
+  const Grid grid(team, blocks(m, kTileRows), results, kOwnTiles);
+  grid.for_stripes(blocking.stripe, [&](Range stripe) {
+    multiply_stripe<Bf16Dot, kParts>(rows, stripe, weight, grid.results, blocking, m, sums, finish,
+                                     stripe.end == grid.row_tiles.end);
+  });
 }
 
 template <int kParts>
@@ -126,19 +86,15 @@ static void linear(const Args& args, const Epilogue& epilogue, Team& team) {
     pack_rows(rest, rows.packed, team);
     team.barrier();
   }
-  const auto multiply = [&](const auto& finish) {
+  epilogue.with_destination<kParts>([&]<class To>(const To& to) {
+    const ProductFinish<kParts, To> finish{to};
     if (streamed) {
       float* const sums = static_cast<float*>(team.scratch(streamed_sums<kParts>() * sizeof(float)));
       return multiply_streamed<Bf16Dot, kParts>(rows.packed, x.size[0], weight.as<const char>(),
                                                 team.share(epilogue.results), sums, finish);
     }
     linear_many_rows<kParts>(x.size[0], rows, blocking, weight.as<const char>(), epilogue.results, finish, team);
-  };
-  if (epilogue.streams_plain()) {
-    multiply(StreamFinish<kParts>{epilogue.out.as<bf16>(), epilogue.out.stride[0]});
-  } else {
-    multiply(LinearFinish<kParts>{epilogue});
-  }
+  });
 }
 
 // operands: the packed weight; scratch: packed rows, round_up(m, 16) * round_up(k, 32) bf16, if m > 16

@@ -1,5 +1,6 @@
 // Products with int8 weights in vectors: rows are quantised at run time, sums are exact integers, one scaling follows.
 #ifndef TR_RUNG
+#include <array>
 #include <utility>
 
 #include "core/cpu.h"
@@ -10,6 +11,7 @@
 #include "simd/foreach_isa.h"
 
 #else
+#include "simd/blocks-inl.h"
 #include "linear/epilogue-inl.h"
 #include "linear/int8_rows-inl.h"
 #include "linear/gemm_int8-inl.h"
@@ -55,8 +57,7 @@ static void linear_int8(const Args& args, Team& team) {
   const Epilogue epilogue(args);
   const int64_t m = x.size[0], k = x.size[1];
   const bool alone = !args.tensor(4);
-  constexpr int64_t kPartSums = Int8Stripe::kMostRows * kInt8Vecs;
-  constexpr size_t kSumsBytes = 2 * kPartSums * sizeof(Ints);
+  constexpr size_t kSumsBytes = Int8Stripe::kSums * sizeof(Ints);
   char* const memory = static_cast<char*>(team.scratch(kSumsBytes + (alone ? Int8Stripes::bytes(m, k) : 0)));
   Ints* const sums = reinterpret_cast<Ints*>(memory);
   const Int8Stripes stripes(m, k, alone ? memory + kSumsBytes : args.tensor(4).as<char>());
@@ -67,17 +68,11 @@ static void linear_int8(const Args& args, Team& team) {
   for (int64_t task = share.begin; task < share.end; ++task) {
     const int64_t stripe = task / epilogue.results, result = task % epilogue.results,
                   first = stripes.rows(stripe).begin;
-    const Int8Stripe rows = stripes[stripe];
-    const float* const row_scales = stripes.row_scales() + first;
-    const auto block_of = [&](int64_t part) { return Int8Block(&weight, result * epilogue.parts + part, k); };
-    for (int64_t part = 0; part < epilogue.parts; ++part) rows.multiply(block_of(part).codes, sums + part * kPartSums);
-    for (int64_t row = 0; row < rows.rows; ++row) {
-      Vec parts[2][kInt8Vecs];
-      for (int64_t part = 0; part < epilogue.parts; ++part) {
-        rows.values(sums + part * kPartSums, row, row_scales[row], block_of(part), parts[part]);
-      }
-      epilogue.write(first + row, result, parts[0], parts[1]);
-    }
+    const auto emit = [&](int64_t row, const Vec32& values, const Vec32& up) {
+      epilogue.write(first + row, result, values, up);
+    };
+    stripes[stripe].multiply(&weight, result * epilogue.parts, epilogue.parts, sums, stripes.row_scales() + first,
+                             emit);
   }
 }
 TR_KERNEL(linear_int8)

@@ -1,5 +1,7 @@
 // pack: converts rows of a weight to bf16 or fp32 and packs them (pack.h).
 #ifndef TR_RUNG
+#include <array>
+
 #include "core/kernel.h"
 #include "linear/pack.h"
 
@@ -7,14 +9,11 @@
 #include "simd/foreach_isa.h"
 
 #else
+#include "simd/blocks-inl.h"
+#include "linear/source_rows-inl.h"
 #include "simd/transpose-inl.h"
 
 namespace tilerank::TR_RUNG {
-
-static inline float load_one(const float* p) { return *p; }
-static inline float load_one(const double* p) { return static_cast<float>(*p); }
-static inline float load_one(const bf16* p) { return to_float(*p); }
-static inline float load_one(const f16* p) { return _cvtsh_ss(p->bits); }
 
 // to[i] = from[i * stride] for i < n
 template <class To, class From>
@@ -37,7 +36,7 @@ static void convert(To* to, const From* from, int64_t stride, int64_t n) {
   for (int64_t i = 0; i < n; i += kLanes) {
     const int64_t part = std::min<int64_t>(kLanes, n - i);
     float values[kLanes] = {};
-    for (int64_t j = 0; j < part; ++j) values[j] = load_one(from + (i + j) * stride);
+    for (int64_t j = 0; j < part; ++j) values[j] = as_float(from + (i + j) * stride);
     store(to + i, load(values), part);
   }
 }
@@ -83,14 +82,14 @@ static void pack_row(float* block, const From* from, int64_t stride, const Corne
 // Packs 16 source rows of 32 columns, `stride` elements apart, into one bf16 tile: a transpose of pairs.
 static inline void pack_tile(bf16* tile, const bf16* from, int64_t stride) {
 #ifdef TR_AVX512
-  __m512i rows[16], pairs[16];
+  Ints rows[16], pairs[16];
   for (int i = 0; i < 16; ++i) {
-    rows[i] = _mm512_loadu_si512(from + i * stride);
+    rows[i] = load_ints(from + i * stride);
     _mm_prefetch(reinterpret_cast<const char*>(from + i * stride + 8 * kTileK), _MM_HINT_T0);
   }
   transpose(rows, pairs);
   // Non-temporal stores: the weight is not read before all of it is packed.
-  for (int i = 0; i < 16; ++i) _mm512_stream_si512(reinterpret_cast<__m512i*>(tile + 32 * i), pairs[i]);
+  for (int i = 0; i < 16; ++i) stream(tile + 32 * i, pairs[i]);
 #else
   for (int output = 0; output < 16; ++output) {
     for (int pair = 0; pair < 16; ++pair) {
@@ -143,33 +142,18 @@ static void pack_rectangle(const Tensor& data, const Tensor& rows, const Corner&
       pack_row(to, rows.row<const From>(row), rows.stride[1], at, row, rest);
     }
   }
-#ifdef TR_AVX512
-  _mm_sfence();
-#endif
-}
-
-template <class To>
-static void pack_from(const Tensor& data, const Tensor& rows, const Corner& at, Team& team) {
-  switch (rows.dtype) {
-    case DType::f32:
-      return pack_rectangle<To, float>(data, rows, at, team);
-    case DType::f64:
-      return pack_rectangle<To, double>(data, rows, at, team);
-    case DType::f16:
-      return pack_rectangle<To, f16>(data, rows, at, team);
-    case DType::bf16:
-      return pack_rectangle<To, bf16>(data, rows, at, team);
-    default:
-      throw Error("pack: expected rows of a floating-point dtype");
-  }
+  end_streams();
 }
 
 // tensors: data[blocks of 32 outputs, elements of a block] with any block stride, rows[r, c] with any strides;
 // ints: row, col
 static void pack(const Args& args, Team& team) {
   const Corner at{args.integer(0), args.integer(1)};
-  for_float(args.tensor(0).dtype,
-            [&](auto type) { pack_from<decltype(type)>(args.tensor(0), args.tensor(1), at, team); });
+  const Tensor &data = args.tensor(0), &rows = args.tensor(1);
+  for_float(data.dtype, [&](auto to) {
+    for_source("pack", rows.dtype,
+               [&](auto from) { pack_rectangle<decltype(to), decltype(from)>(data, rows, at, team); });
+  });
 }
 TR_KERNEL(pack)
 

@@ -1,5 +1,7 @@
 // Int8 weights: quantise_int8 quantises and packs rows, pack_int8 packs quantised rows, embedding_int8 looks up rows.
 #ifndef TR_RUNG
+#include <array>
+
 #include "linear/int8.h"
 #include "core/kernel.h"
 
@@ -7,7 +9,9 @@
 #include "simd/foreach_isa.h"
 
 #else
+#include "simd/blocks-inl.h"
 #include "linear/int8_rows-inl.h"
+#include "linear/source_rows-inl.h"
 
 namespace tilerank::TR_RUNG {
 
@@ -40,11 +44,6 @@ struct Int8Blocks {
   }
 };
 
-static inline float as_float(const float* p) { return *p; }
-static inline float as_float(const double* p) { return static_cast<float>(*p); }
-static inline float as_float(const f16* p) { return _cvtsh_ss(p->bits); }
-static inline float as_float(const bf16* p) { return to_float(*p); }
-
 template <class T>
 static void quantise_and_pack(const Int8Blocks& weight, const Tensor& rows, int64_t first, Team& team) {
   const int64_t k = rows.size[1], stride = rows.stride[1];
@@ -66,18 +65,8 @@ static void quantise_and_pack(const Int8Blocks& weight, const Tensor& rows, int6
 static void quantise_int8(const Args& args, Team& team) {
   const Int8Blocks weight{args.tensor(0), args.tensor(1), args.tensor(2)};
   const Tensor& rows = args.tensor(3);
-  switch (rows.dtype) {
-    case DType::f32:
-      return quantise_and_pack<float>(weight, rows, args.integer(0), team);
-    case DType::f64:
-      return quantise_and_pack<double>(weight, rows, args.integer(0), team);
-    case DType::f16:
-      return quantise_and_pack<f16>(weight, rows, args.integer(0), team);
-    case DType::bf16:
-      return quantise_and_pack<bf16>(weight, rows, args.integer(0), team);
-    default:
-      throw Error("quantise_int8: expected rows of a floating-point dtype");
-  }
+  for_source("quantise_int8", rows.dtype,
+             [&](auto type) { quantise_and_pack<decltype(type)>(weight, rows, args.integer(0), team); });
 }
 TR_KERNEL(quantise_int8)
 

@@ -82,10 +82,10 @@ static inline void store_sums(float* to, const Vec (&sums)[R][kVecs]) {
 static inline Vec broadcast(float unit) { return set(unit); }
 #ifdef TR_BF16
 struct PairVec {
-  __m512i v;
+  Ints v;
 };
-static inline PairVec broadcast(uint32_t unit) { return {_mm512_set1_epi32(static_cast<int>(unit))}; }
-static inline Vec fma(PairVec a, PairVec b, Vec c) { return {_mm512_dpbf16_ps(c.v, (__m512bh)a.v, (__m512bh)b.v)}; }
+static inline PairVec broadcast(uint32_t unit) { return {words(static_cast<int32_t>(unit))}; }
+static inline Vec fma(PairVec a, PairVec b, Vec c) { return add_dot(c, a.v, b.v); }
 #endif
 
 // sums += one unit of R rows x its weights; weight(v) loads vector v. Keeps the smaller operand in registers.
@@ -136,7 +136,7 @@ constexpr int64_t kUnitsOfPair = kPaired<bf16> ? 1 : 2;
 // The weights of a pair of inputs for kLanes outputs, as operands of the product.
 #ifdef TR_BF16
 using Pair = PairVec;
-static inline Pair load_pair(const bf16* p) { return {_mm512_loadu_si512(p)}; }
+static inline Pair load_pair(const bf16* p) { return {load_ints(p)}; }
 #else
 using Pair = Two;
 static inline Pair load_pair(const bf16* p) { return load_pairs(p); }
@@ -184,7 +184,7 @@ template <int R, class A>
     for (const bf16* pair = weight; pair != end; pair += 32, x += R * kUnits) {
       ahead.fetch(kUnits);
 #ifdef TR_BF16
-      add_unit<R>(x, [&](int v) { return PairVec{_mm512_loadu_si512(vector_of_pair(pair, v))}; }, sums);
+      add_unit<R>(x, [&](int v) { return load_pair(vector_of_pair(pair, v)); }, sums);
 #else
       add_unit<R>(x, [&](int v) { return load_pairs(vector_of_pair(pair, v)).a; }, sums);
       const bf16* again = pair;
@@ -229,10 +229,10 @@ static inline void read_units(const T* inputs, int64_t count, Unit<T>* to) {
 template <class U>
 static inline void transpose_units(const U (&from)[16][16], int64_t rows, int64_t units, U* to, int64_t stride) {
 #ifdef TR_AVX512
-  __m512i lines[16], columns[16];
-  for (int r = 0; r < 16; ++r) lines[r] = _mm512_load_si512(from[r]);
+  Ints lines[16], columns[16];
+  for (int r = 0; r < 16; ++r) lines[r] = load_ints(from[r]);
   transpose(lines, columns);
-  for (int64_t i = 0; i < units; ++i) _mm512_mask_storeu_epi32(to + i * stride, first_lanes(rows), columns[i]);
+  for (int64_t i = 0; i < units; ++i) store(to + i * stride, columns[i], rows);
 #else
   for (int64_t i = 0; i < units; ++i) {
     for (int64_t r = 0; r < rows; ++r) to[i * stride + r] = from[r][i];

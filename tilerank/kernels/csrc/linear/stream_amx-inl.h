@@ -9,12 +9,7 @@
 namespace tilerank::TR_RUNG {
 
 // The tile configuration of stream_blocks for m rows.
-static inline TileConfig stream_tiles(int64_t m) {
-  TileConfig config;
-  for (int tile = 0; tile < 5; ++tile) config.set(tile, static_cast<int>(m), 64);
-  for (int tile = 5; tile < 8; ++tile) config.set(tile, kTileRows, 64);
-  return config;
-}
+static inline TileConfig stream_tiles(int64_t m) { return tile_shapes(m, 5); }
 
 // One tile of rows. K-tile t begins at data + t * tile_stride.
 struct StreamedRows {

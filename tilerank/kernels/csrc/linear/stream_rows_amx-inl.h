@@ -16,14 +16,6 @@ static inline bool streams_rows(int64_t row_tiles, int64_t k_tiles) {
 
 constexpr int64_t kStreamedSums = 2 * kTileRows * kLanes;  // sums of a row tile with a block: two tiles side by side
 
-// The tile configuration of stream_rows for m rows.
-static inline TileConfig streamed_tiles(int64_t m) {
-  TileConfig config;
-  for (int tile = 0; tile < 6; ++tile) config.set(tile, static_cast<int>(std::min(m, kTileRows)), 64);
-  for (int tile = 6; tile < 8; ++tile) config.set(tile, kTileRows, 64);
-  return config;
-}
-
 // sums = kRowTiles row tiles x a block. Calls meanwhile() at every step; its work overlaps with the wait for memory.
 template <class Dot, int kRowTiles, class F>
 static inline void stream_rows(const PackedRows& packed, const char* weight, float* sums, const F& meanwhile) {
@@ -137,7 +129,7 @@ static void multiply_streamed(const PackedRows& rows, int64_t m, const char* wei
 template <class Dot, int kParts, class Finish>
 static void multiply_streamed(const PackedRows& rows, int64_t m, const char* weight, Range results, float* sums,
                               const Finish& finish) {
-  const Tiles tiles(streamed_tiles(m));
+  const Tiles tiles(panel_tiles(m));
   if (rows.row_tiles == 1) {
     multiply_streamed<Dot, kParts, 1>(rows, m, weight, results, sums, finish);
   } else if (rows.row_tiles == 2) {

@@ -5,6 +5,7 @@
 // number of pauses before a wait sleeps, its deadline in milliseconds. parallel/shm.py calls them. parallel/group.py
 // defines their results (sum_in_rank_order).
 #ifndef TR_RUNG
+#include <array>
 
 #include "core/kernel.h"
 #include "shm/shm_segment.h"
@@ -12,6 +13,7 @@
 #include "simd/foreach_isa.h"
 
 #else
+#include "simd/blocks-inl.h"
 #include "rows/norm-inl.h"
 
 namespace tilerank::TR_RUNG {
@@ -19,83 +21,16 @@ namespace tilerank::TR_RUNG {
 // From this size on a sum is divided among the ranks: each rank sums one part of all ranks' data, not all of it.
 constexpr int64_t kScatterBytes = 32 << 10;
 
-// Rounds to nearest even by integer arithmetic on every rung. vcvtneps2bf16 flushes subnormals, but torch does not, and
-// so neither do the other transports.
-static inline uint32_t round_bf16(float x) {
-  uint32_t bits;
-  std::memcpy(&bits, &x, 4);
-  if ((bits & 0x7fffffff) > 0x7f800000) return 0x7fc0;
-  return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
-}
-
-static inline void store_one(float* p, float x) { *p = x; }
-static inline void store_one(bf16* p, float x) { p->bits = static_cast<uint16_t>(round_bf16(x)); }
-static inline float load_one(const float* p) { return *p; }
-static inline float load_one(const bf16* p) {
-  const uint32_t bits = static_cast<uint32_t>(p->bits) << 16;
-  float x;
-  std::memcpy(&x, &bits, 4);
-  return x;
-}
-
-// A group of values that are summed at once.
-template <class T>
-struct Lump {
-  static constexpr int kSize = kLanes;
-  Vec values;
-  static Lump load(const T* p) { return {TR_RUNG::load(p)}; }
-  void add(const Lump& other) { values = values + other.values; }
-  void store(T* p) const { TR_RUNG::store(p, values); }  // bf16 is rounded by integers below AVX-512
-};
-
-#ifdef TR_AVX512
-// 32 bf16 values, the even and the odd ones as fp32.
-template <>
-struct Lump<bf16> {
-  static constexpr int kSize = 32;
-  __m512 even, odd;
-
-  static Lump load(const bf16* p) {
-    const __m512i both = _mm512_loadu_si512(p);
-    return {_mm512_castsi512_ps(_mm512_slli_epi32(both, 16)),
-            _mm512_castsi512_ps(_mm512_and_si512(both, _mm512_set1_epi32(static_cast<int>(0xffff0000u))))};
-  }
-  void add(const Lump& other) {
-    even = _mm512_add_ps(even, other.even);
-    odd = _mm512_add_ps(odd, other.odd);
-  }
-  // Rounds every lane to bf16, in its upper half.
-  static __m512i rounded(__m512 x) {
-    const __m512i bits = _mm512_castps_si512(x);
-    const __m512i last = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
-    const __m512i sum = _mm512_add_epi32(bits, _mm512_add_epi32(last, _mm512_set1_epi32(0x7fff)));
-    return _mm512_mask_mov_epi32(sum, _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), _mm512_set1_epi32(0x7fc00000));
-  }
-  void store(bf16* p) const {
-    const __m512i low = _mm512_srli_epi32(rounded(even), 16);
-    _mm512_storeu_si512(p, _mm512_mask_blend_epi16(0xaaaaaaaau, low, rounded(odd)));
-  }
-};
-#endif
-
-// out[i] = parts[0][i] + parts[1][i] + ..., in fp32, in this order; `out` may be one of the parts.
+// out[i] = parts[0][i] + parts[1][i] + ..., in fp32, in this order; `out` may be one of the parts. bf16 is rounded by
+// integer arithmetic on every rung: vcvtneps2bf16 flushes subnormals, but torch does not, and so neither do the other
+// transports.
 template <class T>
 static void sum_parts(const T* const* parts, int ranks, int64_t n, T* out) {
-  constexpr int kUnroll = 2, kSize = Lump<T>::kSize;
-  int64_t i = 0;
-  for (; i + kUnroll * kSize <= n; i += kUnroll * kSize) {
-    Lump<T> total[kUnroll];
-    for (int u = 0; u < kUnroll; ++u) total[u] = Lump<T>::load(parts[0] + i + u * kSize);
-    for (int r = 1; r < ranks; ++r) {
-      for (int u = 0; u < kUnroll; ++u) total[u].add(Lump<T>::load(parts[r] + i + u * kSize));
-    }
-    for (int u = 0; u < kUnroll; ++u) total[u].store(out + i + u * kSize);
-  }
-  for (; i < n; ++i) {
-    float total = load_one(parts[0] + i);
-    for (int r = 1; r < ranks; ++r) total += load_one(parts[r] + i);
-    store_one(out + i, total);
-  }
+  for_two(n, [&](int64_t i, auto two) {
+    Two total = two.load(parts[0] + i);
+    for (int r = 1; r < ranks; ++r) total = total + two.load(parts[r] + i);
+    store_exactly(two, out + i, total);
+  });
 }
 
 // Copies into a slot, whose lines are in the caches of other cores. A string move claims the lines without reading
@@ -115,9 +50,19 @@ static inline void fetch(const void* posted, int64_t bytes) {
   }
 }
 
+// The part of n items of the rank or lane `index`, in whole units.
 static Range part_of(int64_t n, int index, int count, int64_t unit) {
-  const int64_t units = (n + unit - 1) / unit;
-  return {std::min(units * index / count * unit, n), std::min(units * (index + 1) / count * unit, n)};
+  return Team(nullptr, index, count).share(n, unit);
+}
+
+// Calls f(rank) for every other rank, once it has published its part of the step.
+template <class F>
+static void for_others(shm::Lane& lane, const F& f) {
+  for (int distance = 1; distance < lane.ranks(); ++distance) {
+    const int rank = (lane.rank() + distance) % lane.ranks();
+    lane.wait_for(rank);
+    f(rank);
+  }
 }
 
 // One step: every rank posts all its data and computes the whole sum.
@@ -150,12 +95,10 @@ static void sum_by_parts(shm::Lane& lane, T* x, int64_t n) {
   sum_parts(parts, lane.ranks(), mine.end - mine.begin, x + mine.begin);
   post(posted + mine.begin, x + mine.begin, bytes(mine));
   lane.publish();
-  for (int distance = 1; distance < lane.ranks(); ++distance) {
-    const int r = (lane.rank() + distance) % lane.ranks();
+  for_others(lane, [&](int r) {
     const Range theirs = part(r);
-    lane.wait_for(r);
     std::memcpy(x + theirs.begin, lane.slot<T>(r) + theirs.begin, bytes(theirs));
-  }
+  });
 }
 
 template <class T>
@@ -257,14 +200,12 @@ static void add_norm_lane(shm::Lane& lane, const AddNorm<T>& op, Range chunk) {
   }
   if (scattered) {
     lane.publish();
-    for (int distance = 1; distance < lane.ranks(); ++distance) {
-      const int r = (lane.rank() + distance) % lane.ranks();
+    for_others(lane, [&](int r) {
       const Range theirs = part(r);
-      lane.wait_for(r);
       for (int64_t row = theirs.begin; row < theirs.end; ++row) {
         op.collect(lane.slot<T>(r) + row * d, chunk.begin + row);
       }
-    }
+    });
   }
   lane.leave();
 }
@@ -304,11 +245,9 @@ static void shm_all_gather(const Args& args, Team& team) {
       post(lane.slot(lane.rank()), x.as<char>() + done, count);
       lane.publish();
       if (count > 0) std::memcpy(out.row<char>(lane.rank()) + done, x.as<char>() + done, count);
-      for (int distance = 1; distance < lane.ranks(); ++distance) {
-        const int r = (lane.rank() + distance) % lane.ranks();
-        lane.wait_for(r);
+      for_others(lane, [&](int r) {
         if (count > 0) std::memcpy(out.row<char>(r) + done, lane.slot(r), count);
-      }
+      });
       lane.leave();
       done += static_cast<int64_t>(count);
     } while (done < part.end);
@@ -355,11 +294,7 @@ static void shm_gather_columns(const Args& args, Team& team) {
       post(lane.slot(lane.rank()), own, static_cast<size_t>(count));
       lane.publish();
       place_columns(x, out, starts, lane.rank(), own, begin, count);
-      for (int distance = 1; distance < lane.ranks(); ++distance) {
-        const int r = (lane.rank() + distance) % lane.ranks();
-        lane.wait_for(r);
-        place_columns(x, out, starts, r, lane.slot(r), begin, count);
-      }
+      for_others(lane, [&](int r) { place_columns(x, out, starts, r, lane.slot(r), begin, count); });
       lane.leave();
     }
   });

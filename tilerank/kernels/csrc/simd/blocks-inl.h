@@ -1,0 +1,209 @@
+// What products with blocks of 32 outputs and sums of bf16 need beyond simd-inl.h, for the rung that includes this file
+// (no include guard: a kernel file includes it before the headers that use it).
+//
+//   Vec32 x = load32(p)         32 floats in 32 / kLanes vectors; load32(p, step): vector v from p + v * step
+//   store(p, x)                 rounds to nearest even if p is bf16*
+//   stream(p, x)                the same, in whole cache lines that are not read first; end_streams() orders them
+//   store_exactly(two, p, x)    two.store(p, x) that does not treat subnormal numbers as zero on any rung
+//   Ints                        kLanes words of 32 bits, twice as many halves of 16 bits, or four times as many bytes
+
+namespace tilerank::TR_RUNG {
+
+using Vec32 = std::array<Vec, 32 / kLanes>;
+static inline Vec32 load32(const float* p, int64_t step = kLanes) {
+  Vec32 x;
+  for (int v = 0; v < 32 / kLanes; ++v) x[v] = load(p + v * step);
+  return x;
+}
+template <class T>
+static inline void store(T* p, const Vec32& x) {
+  for (int v = 0; v < 32 / kLanes; ++v) store(p + v * kLanes, x[v]);
+}
+#ifdef TR_AVX512
+static inline void stream(float* p, const Vec32& x) {
+  _mm512_stream_ps(p, x[0].v);
+  _mm512_stream_ps(p + kLanes, x[1].v);
+}
+static inline void stream(bf16* p, const Vec32& x) {
+  _mm512_stream_si512(reinterpret_cast<__m512i*>(p), narrow(x[0], x[1]));
+}
+// Copies n <= 32 numbers, then zeros, into a cache line.
+static inline void copy_line(void* to, const bf16* from, int64_t n) {
+  _mm512_store_si512(to, _mm512_maskz_loadu_epi16(first_words(n), from));
+}
+#else
+template <class T>
+static inline void stream(T* p, const Vec32& x) {
+  store(p, x);
+}
+#endif
+static inline void end_streams() { _mm_sfence(); }
+
+template <class Some, class T>
+static inline void store_exactly(const Some& two, T* p, Two x) {
+  two.store(p, x);
+}
+#ifdef TR_AVX512
+// Rounds to nearest even in the upper half, by integer arithmetic.
+static inline __m512i rounded_exactly(Vec x) {
+  const __m512i bits = _mm512_castps_si512(x.v);
+  const __m512i last = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+  const __m512i sum = _mm512_add_epi32(bits, _mm512_add_epi32(last, _mm512_set1_epi32(0x7fff)));
+  return _mm512_mask_mov_epi32(sum, _mm512_cmp_ps_mask(x.v, x.v, _CMP_UNORD_Q), _mm512_set1_epi32(0x7fc00000));
+}
+static inline __m512i rounded_words(Two x) { return upper_words(rounded_exactly(x.a), rounded_exactly(x.b)); }
+static inline void store_exactly(const AllTwo&, bf16* p, Two x) { _mm512_storeu_si512(p, rounded_words(x)); }
+static inline void store_exactly(const FirstTwo& two, bf16* p, Two x) {
+  _mm512_mask_storeu_epi16(p, first_words(two.n), rounded_words(x));
+}
+#endif
+
+#ifdef TR_AVX512
+#define TR_VECTOR(operation) _mm512_##operation
+using Ints = __m512i;
+static inline Ints load_ints(const void* p) { return _mm512_loadu_si512(p); }
+static inline Ints bits_of(Vec x) { return _mm512_castps_si512(x.v); }
+static inline Vec vec_of(Ints bits) { return {_mm512_castsi512_ps(bits)}; }
+// a | (b & c)
+static inline Ints or_and(Ints a, Ints b, Ints c) { return _mm512_ternarylogic_epi64(a, b, c, 0xf8); }
+// The 64-bit parts 0, 2, ... of x, then 1, 3, ...
+static inline Ints even_parts_first(Ints x) {
+  return _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7), x);
+}
+static inline Ints both(Ints a, Ints b) { return _mm512_and_si512(a, b); }
+static inline Ints differ(Ints a, Ints b) { return _mm512_xor_si512(a, b); }
+// sum += the products of unsigned bytes of x and signed bytes of y, four in each word; it may wrap around.
+static inline Ints add_dot(Ints sum, Ints x, Ints y) { return _mm512_dpbusd_epi32(sum, x, y); }
+// Writes the first n words.
+static inline void store(void* p, Ints x, int64_t n) { _mm512_mask_storeu_epi32(p, first_lanes(n), x); }
+static inline void store(void* p, Ints x) { _mm512_storeu_si512(p, x); }
+static inline void stream(void* p, Ints x) { _mm512_stream_si512(static_cast<__m512i*>(p), x); }
+static inline Ints abs_bytes(Ints x) { return _mm512_abs_epi8(x); }
+// Bits of a where those of `which` are set, of b elsewhere.
+static inline Ints choose(Ints which, Ints a, Ints b) { return _mm512_ternarylogic_epi64(which, a, b, 0xca); }
+// The entry of a table for every index, of which only the lowest bits count.
+static inline Vec lookup(Vec table, Ints indices) { return {_mm512_permutexvar_ps(indices, table.v)}; }
+// The same of 16 halves; `table` is aligned.
+static inline Ints lookup_halves(const uint16_t* table, Ints indices) {
+  const __m256i entries = _mm256_load_si256(reinterpret_cast<const __m256i*>(table));
+  return _mm512_permutexvar_epi16(indices, _mm512_broadcast_i64x4(entries));
+}
+// The lower (0) or upper (1) half of a vector: kLanes halves.
+template <int kUpper>
+static inline __m256i half_of(Ints x) {
+  return _mm512_extracti64x4_epi64(x, kUpper);
+}
+static inline Vec load(const f16* p) {
+  return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))};
+}
+static inline Vec load(const int8_t* p) {
+  return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))))};
+}
+#else
+#define TR_VECTOR(operation) _mm256_##operation
+using Ints = __m256i;
+static inline Ints load_ints(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
+static inline Ints bits_of(Vec x) { return _mm256_castps_si256(x.v); }
+static inline Vec vec_of(Ints bits) { return {_mm256_castsi256_ps(bits)}; }
+static inline Ints or_and(Ints a, Ints b, Ints c) { return _mm256_or_si256(a, _mm256_and_si256(b, c)); }
+static inline Ints both(Ints a, Ints b) { return _mm256_and_si256(a, b); }
+// The sums of the products of two halves in each word.
+static inline Ints dot(Ints x, Ints y) { return _mm256_madd_epi16(x, y); }
+static inline Ints even_parts_first(Ints x) { return _mm256_permute4x64_epi64(x, _MM_SHUFFLE(3, 1, 2, 0)); }
+template <int kUpper>
+static inline __m128i half_of(Ints x) {
+  return _mm256_extracti128_si256(x, kUpper);
+}
+static inline Vec load(const f16* p) { return {_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))}; }
+static inline Vec load(const int8_t* p) {
+  return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))))};
+}
+#endif
+
+static inline Ints words(int32_t x) { return TR_VECTOR(set1_epi32)(x); }
+static inline Ints halves(int x) { return TR_VECTOR(set1_epi16)(static_cast<int16_t>(x)); }
+static inline Ints bytes(int x) { return TR_VECTOR(set1_epi8)(static_cast<char>(x)); }
+static inline Vec to_vec(Ints x) { return {TR_VECTOR(cvtepi32_ps)(x)}; }
+static inline Ints add(Ints a, Ints b) { return TR_VECTOR(add_epi32)(a, b); }
+static inline Ints subtract(Ints a, Ints b) { return TR_VECTOR(sub_epi32)(a, b); }
+static inline Ints add_halves(Ints a, Ints b) { return TR_VECTOR(add_epi16)(a, b); }
+// Shifts: left, right with copies of the sign, and down with zeros.
+template <int kBits>
+static inline Ints shift_left(Ints x) {
+  return TR_VECTOR(slli_epi32)(x, kBits);
+}
+template <int kBits>
+static inline Ints shift_right(Ints x) {
+  return TR_VECTOR(srai_epi32)(x, kBits);
+}
+template <int kBits>
+static inline Ints shift_down(Ints x) {
+  return TR_VECTOR(srli_epi32)(x, kBits);
+}
+template <int kBits>
+static inline Ints shift_halves_left(Ints x) {
+  return TR_VECTOR(slli_epi16)(x, kBits);
+}
+template <int kBits>
+static inline Ints shift_halves_right(Ints x) {
+  return TR_VECTOR(srai_epi16)(x, kBits);
+}
+template <int kBits>
+static inline Ints shift_halves_down(Ints x) {
+  return TR_VECTOR(srli_epi16)(x, kBits);
+}
+
+// kLanes halves as floats: the bits of f16, or integers.
+template <class Half>
+static inline Vec floats_of_f16(Half x) {
+  return {TR_VECTOR(cvtph_ps)(x)};
+}
+template <class Half>
+static inline Vec floats_of_int16(Half x) {
+  return to_vec(TR_VECTOR(cvtepi16_epi32)(x));
+}
+#undef TR_VECTOR
+
+#ifdef TR_BF16
+// The entry of a table of 64 bytes for every index, of which only the low six bits count.
+static inline Ints lookup_bytes(Ints table, Ints indices) { return _mm512_permutexvar_epi8(indices, table); }
+
+// A table of 128 bytes.
+class ByteTable {
+ public:
+  explicit ByteTable(const uint8_t* table) : first_(load_ints(table)), second_(load_ints(table + 64)) {}
+  // The entries of 64 indices, of which only the low seven bits count.
+  Ints operator[](Ints indices) const { return _mm512_permutex2var_epi8(first_, indices, second_); }
+  // The same, but 0 where the byte of `chosen` is 0.
+  Ints where(Ints chosen, Ints indices) const {
+    return _mm512_maskz_permutex2var_epi8(_mm512_test_epi8_mask(chosen, chosen), first_, indices, second_);
+  }
+
+ private:
+  const Ints first_, second_;
+};
+
+// The low and the high bytes of 64 bf16 values; interleaved, they form pairs of inputs.
+struct BytesOfBf16 {
+  Ints low, high;
+
+  Ints lower() const { return _mm512_unpacklo_epi8(low, high); }
+  Ints upper() const { return _mm512_unpackhi_epi8(low, high); }
+};
+
+// sums + the products of the pairs of bf16 of a and b
+static inline Vec add_dot(Vec sums, Ints a, Ints b) { return {_mm512_dpbf16_ps(sums.v, (__m512bh)a, (__m512bh)b)}; }
+#endif
+
+#ifdef TR_AMX
+// Loads a line after prefetching another one, if any. Inline assembly fixes the order: GCC would otherwise move the
+// prefetches of a tile together and load one line three times.
+static inline Ints load_in_turn(const char* p, const char* ahead) {
+  if (ahead) asm volatile("prefetcht0 %0" ::"m"(*ahead));
+  Ints line;
+  asm volatile("vmovdqu64 %1, %0" : "=v"(line) : "m"(*reinterpret_cast<const char (*)[64]>(p)));
+  return line;
+}
+#endif
+
+}  // namespace tilerank::TR_RUNG
