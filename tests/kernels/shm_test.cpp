@@ -11,6 +11,7 @@
 #include <thread>
 #include <vector>
 
+#include "core/cpu.h"
 #include "core/graph.h"
 #include "core/registry.h"
 #include "shm/shm_segment.h"
@@ -72,7 +73,8 @@ struct Rank {
     for (int64_t i : {int64_t{rank}, pauses, timeout_ms}) args.ints[args.num_ints++] = i;
     for (int64_t i : more) args.ints[args.num_ints++] = i;
     args.floats[args.num_floats++] = real;
-    const Kernel run = find_kernel(kernel_id(kernel), Isa::avx512);
+    static const Isa isa = isa_obstacle(Isa::avx512).empty() ? Isa::avx512 : Isa::avx2;
+    const Kernel run = find_kernel(kernel_id(kernel), isa);
     std::vector<std::thread> others;
     for (int index = 1; index < segment.lanes; ++index) {
       others.emplace_back([&, index] {

@@ -1,11 +1,13 @@
 """`tilerank bench speaking`: rows of a small model, the work of the predictor by hand, and what it refuses."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from command import DEMO, run
+from safetensors.torch import load_file, save_file
 from tiny import make_checkpoint
 
 from tilerank.launch.bench.public import public_config
@@ -16,9 +18,20 @@ from tilerank.parallel.cost import Work
 from tilerank.runtime.rank.registry import read_supported_card
 
 
+def endless(tmp_path: Path) -> Path:
+    """Return a model whose speech does not end: the logit of the end is 0, which is not among the 50 largest."""
+    model = Path(shutil.copytree(make_checkpoint("qwen3_omni_moe", tmp_path, seed=3), tmp_path / "endless"))
+    end = json.loads((model / "config.json").read_text())["talker_config"]["codec_eos_token_id"]
+    name = "talker.codec_head.weight"
+    file = model / json.loads((model / "model.safetensors.index.json").read_text())["weight_map"][name]
+    tensors = load_file(file)
+    tensors[name][end] = 0
+    save_file(tensors, file, {"format": "pt"})
+    return model
+
+
 def test_rows_have_what_each_number_of_requests_made(tmp_path: Path) -> None:
-    model = make_checkpoint("qwen3_omni_moe", tmp_path, seed=3)
-    result = run("bench", "speaking", model, "--tp", 1, "--requests", "1,2", "--frames", 25, "--json")
+    result = run("bench", "speaking", endless(tmp_path), "--tp", 1, "--requests", "1,2", "--frames", 25, "--json")
     assert result.status == 0, result.err
     rows = json.loads(result.out)
     assert [row["requests"] for row in rows] == [1, 2]
