@@ -91,7 +91,7 @@ class Contract:
         self.reference = reference
         passed = [operand for operand in shown if operand.kind not in "sd"]
         parameters = [f"{_PARAMETERS.get(each.type, 'const Tensor&')} {each.name.replace('.', '_')}" for each in passed]
-        self._kernel = core.kernel(kernel or self.name.removesuffix("_"), parameters)
+        self.kernel = core.kernel(kernel or self.name.removesuffix("_"), parameters)
         self._compiled = core.contract(self.name, self._table())
 
     def __call__(self, *arguments: object) -> Tensor:
@@ -110,7 +110,7 @@ class Contract:
             results = self.reference(**dict(zip(self.arguments, arguments, strict=True)))
             return results if isinstance(results, tuple) else (results,)
         assert self._compiled is not None
-        outputs = self._compiled.run(self._kernel, arguments)
+        outputs = self._compiled.run(self.kernel, arguments)
         if outputs is None:
             self._check(arguments)
             raise KernelError(f"{self.name}: expected arguments that fit the contract")

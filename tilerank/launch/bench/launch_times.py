@@ -7,18 +7,20 @@ from collections.abc import Iterator
 from torch import Tensor
 
 from tilerank.kernels import core
+from tilerank.kernels.contract import Contract
 
 
 @contextlib.contextmanager
 def launch_times() -> Iterator[dict[int, float]]:
     """Time kernels inside the context. Yields the seconds of all launches of each kernel, by its number.
 
-    The number is that of `core.kernel`. The time of a launch is that of its slowest thread.
+    The number is that of `core.kernel`. The time of a launch is that of its slowest thread, and of the check of its
+    arguments where a contract says them.
     """
     seconds: dict[int, float] = {}
-    launch = core.launch
+    launch, run = core.launch, Contract.run
 
-    def timed(
+    def timed_launch(
         kernel: int,
         tensors: tuple[Tensor | None, ...],
         ints: tuple[int, ...] = (),
@@ -28,8 +30,17 @@ def launch_times() -> Iterator[dict[int, float]]:
         launch(kernel, tensors, ints, floats)
         seconds[kernel] = seconds.get(kernel, 0.0) + time.perf_counter() - began
 
-    core.launch = timed
+    def timed_run(contract: Contract, *arguments: object) -> tuple[Tensor, ...]:
+        began = time.perf_counter()
+        outputs = run(contract, *arguments)
+        if core.isa() != "reference":
+            seconds[contract.kernel] = seconds.get(contract.kernel, 0.0) + time.perf_counter() - began
+        return outputs
+
+    core.launch = timed_launch
+    Contract.run = timed_run  # type: ignore[method-assign, assignment]
     try:
         yield seconds
     finally:
         core.launch = launch
+        Contract.run = run  # type: ignore[method-assign]

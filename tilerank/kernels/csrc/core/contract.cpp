@@ -98,8 +98,8 @@ bool Contract::match(const py::tuple& arguments, Known& known, Args& args, std::
   int next = 0;
   for (const Operand& operand : operands_) {
     if (operand.kind != 't' || !given(operand)) continue;
-    const Tensor& tensor = args.tensors[next++];
-    if (tensor && !match_sizes(operand, tensor, known)) return false;
+    const int number = next++;
+    if (!tensors[number].is_none() && !match_sizes(operand, args.tensors[number], known)) return false;
   }
   return true;
 }
