@@ -154,7 +154,7 @@ def in_chunks(
 ) -> list[dict[str, Any]]:
     """Compare as `run` does in fp32, with at most so many prompt tokens in a step. Models with states are cut at pages,
     where otherwise they are cut at blocks of 64 tokens. Latent attention expands so many tokens at a time."""
-    mock.patch("tilerank.runtime.lead.sequence.BLOCK_TOKENS", PAGE_TOKENS).start()
+    mock.patch("tilerank.runtime.lead.states.BLOCK_TOKENS", PAGE_TOKENS).start()
     latent_forms.PIECE_TOKENS = piece_tokens
     results = []
     for rows in chunk_rows:
