@@ -30,7 +30,7 @@ def run_python(code: str, **environ: str) -> subprocess.CompletedProcess[str]:
 
 DOCTOR = """
 import argparse, sys
-from tilerank.launch import doctor
+from tilerank.launch.commands import doctor
 parser = argparse.ArgumentParser()
 doctor.add_arguments(parser)
 sys.exit(doctor.run(parser.parse_args(["--json"])))
@@ -207,6 +207,6 @@ def test_wrong_isa_is_an_error() -> None:
 
 def test_looking_at_the_machine_needs_no_torch() -> None:
     """The supervisor and doctor must start quickly, and even where torch is broken."""
-    modules = "from tilerank.launch import doctor, errors, host; from tilerank.launch.host import binding, placement"
+    modules = "from tilerank.launch.commands import doctor; from tilerank.launch.host import binding, placement"
     done = run_python(f"import sys; {modules}; sys.exit('torch' in sys.modules)")
     assert done.returncode == 0, done.stderr

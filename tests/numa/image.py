@@ -102,11 +102,13 @@ def build(directory: Path) -> Path:
     _copy(root, "/bin", [busybox])
     _copy(root, "/", [HERE / "checks.py", HERE / "init"], flat=True)
     package = REPOSITORY / "tilerank"
-    rooms = ("runtime", "loader", "parallel", "kernels")  # launch.errors names their exceptions
+    errors = ("runtime/protocol", "loader", "parallel", "kernels")  # launch.errors names their exceptions
     for module in [
         *package.glob("launch/*.py"),
+        *package.glob("launch/commands/*.py"),
         *package.glob("launch/host/*.py"),
-        *(package / room / f"{name}.py" for room in rooms for name in ("__init__", "errors")),
+        *(package / folder / f"{name}.py" for folder in errors for name in ("__init__", "errors")),
+        package / "runtime" / "__init__.py",
         package / "__init__.py",
     ]:
         _copy(root, f"/{module.parent.relative_to(REPOSITORY)}", [module], flat=True)
