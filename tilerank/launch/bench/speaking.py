@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from ..host.placement import Placement
 
 PROMPT_TOKENS, TEXT_TOKENS = 30, 40
-"""Of a user's turn, and of a spoken text."""
+"""Tokens of a user's turn, and of a spoken text."""
 WARM_UP = 32
 """Frames of every request before those that are measured."""
 LARGEST_PART = 25

@@ -23,7 +23,7 @@ CODES = ("int8", "int4", "fp8")
 KV_DTYPES = ("auto", "bfloat16", "bf16", "int8")
 KV_SPLIT_HELP = "latent attention (DeepSeek): every rank reads a part of a context for the heads of all, or if it pays"
 DEFAULT_FRACTION = 0.8
-"""Of a node's memory: see --mem-fraction-static."""
+"""The share of a node's memory that ranks may use by default (--mem-fraction-static)."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

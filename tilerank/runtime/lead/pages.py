@@ -62,7 +62,7 @@ class PagePool(CacheKind[PagedSequence]):
     def __init__(self, pages: int, beside: abc.Sequence[CacheKind[Any]] = ()) -> None:
         self.total = pages
         self.tables: dict[PagedSequence, PageTable] = {}
-        """Those of the running sequences."""
+        """The page tables of the running sequences."""
         self._beside = beside
         self._empty = list(range(pages - 1, -1, -1))  # taken from the end, lowest number first
         self._root = Page(-1, (), None)

@@ -15,7 +15,7 @@ from .text import TextStream
 from .tools import Piece, ToolParser, split
 
 BYTES_OF_FRAME = 1920 * 2
-"""Of a frame of speech, 80 ms of samples of 16 bits, which usage counts as a token."""
+"""Bytes of a frame of speech: 80 ms of 16-bit samples, which usage counts as one token."""
 
 
 @dataclass
