@@ -313,8 +313,9 @@ def test_absorbed_weights_stay_in_eight_bits(quantised: dict[str, Path]) -> None
         {"factor": 4, "original_max_position_embeddings": 32768, "mscale": ABSENT, "mscale_all_dim": ABSENT},
         {"mscale": 0.707, "mscale_all_dim": 1.2, "beta_fast": 20, "beta_slow": 2, "truncate": False},
         {"attention_factor": 1.3},
+        {"factor": 32, "beta_fast": 1.0, "beta_slow": 1.0},
     ],
-    ids=["deepseek", "qwen", "mscale", "attention-factor"],
+    ids=["deepseek", "qwen", "mscale", "attention-factor", "kimi-k2"],
 )
 def test_yarn_is_that_of_transformers(tmp_path: Path, changes: dict[str, Any]) -> None:
     """Frequencies, tables and the factor of the scores, with the angles of the public model up to its last position."""
@@ -327,7 +328,7 @@ def test_yarn_is_that_of_transformers(tmp_path: Path, changes: dict[str, Any]) -
     config = DeepseekV3Config.from_pretrained(tmp_path)
     rotary = theirs.DeepseekV3RotaryEmbedding(config)
     text, latent = read_latent_config(read_card(tmp_path).fields)
-    assert torch.equal(inverse_frequencies(text.rope, 64), rotary.inv_freq)
+    assert torch.equal(inverse_frequencies(text.rope, 64, 163840), rotary.inv_freq)
     assert latent.score_factor == pytest.approx(mscale(config.rope_parameters, 1.0), rel=1e-12)
     table = RopeTable(text.rope, text.rotary_dim, 163840, torch.float32)
     table.allocate()

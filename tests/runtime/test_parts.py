@@ -1,6 +1,6 @@
-"""Small parts of the engine, by hand or against transformers: caches, pages, steps, batches, rotary tables,
-families."""
+"""Small parts of the engine, by hand or against transformers: caches, pages, steps, batches, families."""
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -43,14 +43,11 @@ from tilerank.runtime.step.cache import (
     allocate,
     num_pages,
 )
-from tilerank.runtime.step.rope import Llama3Scaling, RopeConfig, RopeTable, inverse_frequencies
 
 DEMO = Path(__file__).parents[2] / "assets" / "demo-lm"
 BF16 = torch.bfloat16
 
 # Llama 3.1 8B and Qwen3 8B, from their config.json.
-LLAMA = RopeConfig(500000.0, Llama3Scaling(8.0, 1.0, 4.0, 8192))
-QWEN = RopeConfig(1000000.0)
 
 
 @pytest.mark.parametrize(
@@ -299,37 +296,28 @@ def test_a_batch_has_the_slots_of_states(copy_padding: bool) -> None:
     assert filler().padded(step, held).state_slots is None and filler().fresh(step, held, {}).state_slots is None
 
 
-@pytest.mark.parametrize("rope", [LLAMA, QWEN], ids=["llama3", "default"])
-@pytest.mark.parametrize("dtype", [torch.float32, BF16], ids=str)
-def test_rotary_tables_are_those_of_transformers(rope: RopeConfig, dtype: torch.dtype) -> None:
-    """Compare at the scale of the public models, up to their last position."""
-    from transformers import LlamaConfig
-    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
-
-    positions = 131072
-    parameters: dict[str, object] = {"rope_theta": rope.theta, "rope_type": "default"}
-    if rope.scaling is not None:
-        parameters |= {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-        parameters |= {"original_max_position_embeddings": 8192}
-    config = LlamaConfig(
-        hidden_size=4096, num_attention_heads=32, max_position_embeddings=positions, rope_parameters=parameters
-    )
-    theirs = LlamaRotaryEmbedding(config)
-    assert torch.equal(inverse_frequencies(rope, 128), theirs.inv_freq)
-    table = RopeTable(rope, 128, positions, dtype)
-    assert table.nbytes() == positions * 128 * dtype.itemsize
-    table.allocate()
-    some = torch.cat([torch.arange(0, 5000), torch.arange(positions - 5000, positions)])
-    cos, sin = theirs(torch.zeros(1, dtype=dtype), some[None])
-    assert torch.equal(table.table[some, 0], cos[0, :, :64])
-    assert torch.equal(table.table[some, 1], sin[0, :, :64])
-
-
 def test_an_unknown_family_is_refused_with_those_that_run(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
     says = "model_type: expected one of deepseek_v3, .*llama, .*qwen3_vl_moe, found 'gpt2'"
     with pytest.raises(ConfigError, match=f"{re.escape(str(tmp_path / 'config.json'))}: {says}"):
         read_supported_card(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "needs"),
+    [
+        ("qwen4_exp", "the hyper-connections, sparse attention and embeddings of n-grams of Qwen3.8-Flash-Next"),
+        ("deepseek_v32", "the sparse attention of DeepSeek-V3.2"),
+    ],
+)
+def test_a_relative_that_does_not_run_is_refused_with_what_is_missing(
+    tmp_path: Path, model_type: str, needs: str
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    with pytest.raises(ConfigError) as refused:
+        read_supported_card(tmp_path)
+    ending = f" ({model_type} needs {needs}, not supported yet), found '{model_type}'"
+    assert str(refused.value).endswith(ending)
 
 
 def test_a_model_declares_before_it_allocates() -> None:

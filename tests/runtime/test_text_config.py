@@ -15,11 +15,11 @@ from tiny import make_checkpoint
 
 from tilerank.loader.card import read_card, read_config_fields
 from tilerank.loader.errors import ConfigError
+from tilerank.loader.rope import Llama3Scaling, RopeConfig
 from tilerank.parallel.sharding import Sharding
 from tilerank.runtime.models.qwen_moe import ExpertsConfig, read_experts_config
 from tilerank.runtime.models.text_config import TextConfig, read_text_config
 from tilerank.runtime.rank.registry import build_model, read_supported_card
-from tilerank.runtime.step.rope import Llama3Scaling, RopeConfig
 
 DEMO = Path(__file__).parents[2] / "assets" / "demo-lm"
 
@@ -170,13 +170,21 @@ def test_a_needed_key_is_missing(tmp_path: Path, key: str) -> None:
         ),
         ({"layer_types": ["full_attention"]}, "layer_types: expected one entry for each of the 32 layers"),
         (
-            {"rope_scaling": {"rope_type": "dynamic", "factor": 4}},
-            "rope_scaling.rope_type: expected one of default, llama3, yarn, found 'dynamic'",
+            {"rope_scaling": {"rope_type": "ntk", "factor": 4}},
+            "rope_scaling.rope_type: expected one of default, linear, dynamic, llama3, yarn, longrope, found 'ntk'",
         ),
-        ({"rope_scaling": {"type": "su"}}, "rope_scaling.type: expected one of default, llama3, yarn, found 'su'"),
         (
-            {"rope_scaling": {"type": "yarn", "factor": 4, "beta_fast": 1}},
-            "rope_scaling.beta_slow: expected a number below beta_fast (1), found no such key",
+            {"rope_scaling": {"type": "su"}},
+            "rope_scaling.type: expected one of default, linear, dynamic, llama3, yarn, longrope, found 'su'",
+        ),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": 4, "beta_fast": 0.5}},
+            "rope_scaling.beta_slow: expected at most beta_fast (0.5), found no such key",
+        ),
+        ({"rope_scaling": {"type": "linear"}}, "rope_scaling.factor: expected a number above 0, at most 1e+06"),
+        (
+            {"rope_scaling": {"type": "longrope", "factor": 4, "short_factor": [1.0] * 63}},
+            "rope_scaling.short_factor: expected 64 numbers above 0, one for each frequency, found [1.0, ",
         ),
         ({"rope_scaling": {"factor": 4}}, "rope_scaling.rope_type: expected a string, found no such key"),
         ({"rope_scaling": 8}, "rope_scaling: expected an object, found 8"),
@@ -189,7 +197,7 @@ def test_a_needed_key_is_missing(tmp_path: Path, key: str) -> None:
             "rope_scaling.high_freq_factor: expected a number above low_freq_factor (4), found 4.0",
         ),
         (
-            {"rope_scaling": {k: v for k, v in LLAMA["rope_scaling"].items() if k[0] != "o"}},
+            {"rope_scaling": {**LLAMA["rope_scaling"], "original_max_position_embeddings": 0}},
             "rope_scaling.original_max_position_embeddings: expected an integer",
         ),
         (

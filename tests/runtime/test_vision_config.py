@@ -15,14 +15,15 @@ from tiny import make_checkpoint
 
 from tilerank.loader.card import read_card
 from tilerank.loader.errors import ConfigError
+from tilerank.loader.rope import RopeConfig
 from tilerank.parallel.sharding import Sharding
 from tilerank.runtime.models.decoder import Decoder
-from tilerank.runtime.models.text_config import read_text_config
+from tilerank.runtime.models.text_config import USUAL_SECTIONS, read_text_config
 from tilerank.runtime.models.vision_config import VisionConfig, read_vision_config
 from tilerank.runtime.protocol.errors import EngineError
 from tilerank.runtime.rank.registry import build_model, read_supported_card
 from tilerank.runtime.step.bytes_per_step import bytes_per_step
-from tilerank.runtime.step.rope import RopeConfig, axes_of_frequencies
+from tilerank.runtime.step.rope import axes_of_frequencies
 
 TEXT: dict[str, Any] = {
     "attention_bias": False,
@@ -130,7 +131,7 @@ def test_both_dialects_read_alike(family: str, tmp_path_factory: pytest.TempPath
     assert "rope_parameters" in resaved["text_config"]
     cards = read_card(old), read_card(tmp_path)
     assert cards[0] == cards[1]
-    texts = [read_text_config(card.text, sectioned=True) for card in cards]
+    texts = [read_text_config(card.text, sections=USUAL_SECTIONS) for card in cards]
     assert texts[0].rope == texts[1].rope == RopeConfig(5e6, sections=(6, 5, 5))
     assert texts[0].hidden_size == texts[1].hidden_size == reference.text_config.hidden_size
     towers = [read_vision_config(card.fields.object("vision_config"), texts[0].hidden_size) for card in cards]
@@ -155,6 +156,7 @@ def test_axes_of_the_published_sections() -> None:
         {"rope_type": "mrope", "mrope_section": [24, 20, 20]},
         {"type": "mrope", "mrope_section": [24, 20, 20], "interleaved": True},
         {"rope_type": "default", "mrope_section": [24, 20, 20], "mrope_interleaved": None},
+        {"rope_type": "default"},  # the sections of transformers
     ],
 )
 def test_spellings_of_the_sections(tmp_path: Path, scaling: dict[str, Any]) -> None:
@@ -171,8 +173,8 @@ def test_spellings_of_the_sections(tmp_path: Path, scaling: dict[str, Any]) -> N
         ("text", {"rope_theta": None}, "text_config.rope_theta: expected a number above 1"),
         (
             "text",
-            {"rope_scaling": {"rope_type": "default"}},
-            "text_config.rope_scaling.mrope_section: expected the frequencies of three axes, 64 together, found no",
+            {"head_dim": 64, "rope_scaling": {"rope_type": "default"}},
+            "text_config.rope_scaling.mrope_section: expected the frequencies of three axes, 32 together, found no",
         ),
         (
             "text",
@@ -186,8 +188,8 @@ def test_spellings_of_the_sections(tmp_path: Path, scaling: dict[str, Any]) -> N
         ),
         (
             "text",
-            {"rope_scaling": {"mrope_section": [24, 20, 20], "rope_type": "yarn"}},
-            "text_config.rope_scaling.rope_type: expected default or mrope, found 'yarn'",
+            {"rope_scaling": {"mrope_section": [24, 20, 20], "rope_type": "ntk"}},
+            "text_config.rope_scaling.rope_type: expected one of default, linear, dynamic, llama3, yarn, longrope, ",
         ),
         (
             "text",
@@ -245,7 +247,7 @@ def test_mutated_config_never_raises_anything_else(tmp_path: Path, data: st.Data
     small = QWEN3_VL_8B | {"text_config": TEXT | {"num_hidden_layers": 4}, "vision_config": VISION | {"depth": 25}}
     (tmp_path / "config.json").write_bytes(data.draw(json_mutations(json.dumps(small))))
     try:
-        text = read_text_config(read_card(tmp_path).text, sectioned=True)
+        text = read_text_config(read_card(tmp_path).text, sections=USUAL_SECTIONS)
         vision = read_vision_config(read_card(tmp_path).fields.object("vision_config"), text.hidden_size)
     except ConfigError as refused:
         assert str(tmp_path) in str(refused)

@@ -12,13 +12,13 @@ from .fields import Fields
 from .files import read_json_object
 from .generation_config import read_generation_config
 from .quantization_config import QuantizationConfig
+from .rope import read_context_length
 from .stored_quantization import find_quantization
 
 DTYPES = ("bfloat16", "float16", "float32")
 
 # Bounds well above any published model: an absurd number becomes an error message instead of an allocation.
 _MAX_VOCABULARY = 1 << 24
-_MAX_POSITIONS = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def read_card(model_dir: Path) -> ModelCard:
     return ModelCard(
         model_type=c.text("model_type"),
         vocab_size=vocab_size,
-        context_length=text.integer("max_position_embeddings", 1, _MAX_POSITIONS),
+        context_length=read_context_length(text),
         eos_token_ids=eos_token_ids,
         bos_token_id=bos_token_id,
         dtype=_dtype(c, text),

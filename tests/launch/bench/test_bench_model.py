@@ -206,7 +206,7 @@ def test_lists_of_numbers() -> None:
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (("model", str(DEMO), "--prompt-tokens", "4090"), "expected at most max_position_embeddings, 4096"),
+        (("model", str(DEMO), "--prompt-tokens", "4090"), "the model's context has 4096"),
         (("model", str(DEMO), "--json", "/nowhere/x"), "expected a file in a writable directory"),
         (("model", str(DEMO), "--json", "/proc/self"), "expected a file in a writable directory"),
         (("model", str(DEMO), "--chart", "/nowhere/x.svg"), "--chart: expected a .svg file in a writable directory"),

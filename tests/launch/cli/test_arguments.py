@@ -44,7 +44,7 @@ def test_a_command_without_a_model_says_how_it_is_called(command: str) -> None:
 def test_a_context_longer_than_the_model_allows_is_refused_before_anything_starts() -> None:
     result = run("serve", DEMO, "--port", 0, "--context-length", 5000)
     assert result.status == 1
-    error = "tilerank: error: --context-length 5000 is more than the model's max_position_embeddings 4096"
+    error = "tilerank: error: --context-length 5000 is more than the 4096 tokens of the model's context"
     assert result.err.splitlines() == [error]
 
 

@@ -97,7 +97,7 @@ def check_cases(args: argparse.Namespace) -> None:
         options = f"--prompt-tokens {max(args.prompt_tokens)} and --new-tokens {args.new_tokens}"
         if args.image:
             options = f"--image {size_text(args.image)}, {options}"
-        raise LaunchError(f"{options} need {longest} positions; expected at most max_position_embeddings, {limit}")
+        raise LaunchError(f"{options} need {longest} positions; the model's context has {limit}")
 
 
 def prompts(case: Case, vocab: int, seed: int) -> list[list[int]]:

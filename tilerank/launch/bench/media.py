@@ -116,8 +116,8 @@ def check_sizes(args: argparse.Namespace) -> None:
             random_jpeg((1, 1), "")  # refuses where Pillow is missing
         if (tokens := _tokens(prompts, size)) + NEXT_TOKENS >= limit:
             raise LaunchError(
-                f"a medium of {size_text(size)} needs {tokens} positions and {1 + NEXT_TOKENS} for an answer; expected "
-                f"at most max_position_embeddings, {limit}"
+                f"a medium of {size_text(size)} needs {tokens} positions and {1 + NEXT_TOKENS} for an answer; the "
+                f"model's context has {limit}"
             )
 
 

@@ -164,11 +164,11 @@ def _read_card(model_dir: Path) -> ModelCard:
 
 
 def context_length(args: argparse.Namespace, card: ModelCard) -> int:
-    """Tokens of a prompt and its answer together. LaunchError for more than the model's positions."""
+    """Tokens of a prompt and its answer together. LaunchError for more than the model's context."""
     longest = card.context_length
     if args.context_length is not None and args.context_length > longest:
         raise LaunchError(
-            f"--context-length {args.context_length} is more than the model's max_position_embeddings {longest}"
+            f"--context-length {args.context_length} is more than the {longest} tokens of the model's context"
         )
     return args.context_length or longest
 

@@ -19,7 +19,6 @@ from tilerank.parallel.linear import ReplicatedLinear
 from tilerank.parallel.parameters import WholeParameter
 from tilerank.parallel.sharding import Sharding
 
-from ..step.rope import YarnScaling
 from .decoder import Decoder, DecoderNames, FeedForward
 from .gated_mlp import GatedMLP
 from .latent_attention import LatentAttention, LatentConfig
@@ -54,7 +53,6 @@ def read_latent_config(c: Fields) -> tuple[TextConfig, LatentConfig]:
     """Read the fields of the decoder and its attention. Raises ConfigError."""
     nope, rope = _dim(c, "qk_nope_head_dim", _MAX_DIM), _dim(c, "qk_rope_head_dim", MAX_ROPE_DIM)
     text = read_text_config(c, head_dims=(nope + rope, rope))
-    scaling = text.rope.scaling
     return text, LatentConfig(
         query_latent=c.integer("q_lora_rank", 1, MAX_WIDTH) if c.has("q_lora_rank") else None,
         latent=_dim(c, "kv_lora_rank", MAX_LATENT_DIM),
@@ -62,7 +60,7 @@ def read_latent_config(c: Fields) -> tuple[TextConfig, LatentConfig]:
         rope_dim=rope,
         value_dim=_dim(c, "v_head_dim", _MAX_DIM),
         neighbours=c.flag("rope_interleave") if c.has("rope_interleave") else True,
-        score_factor=scaling.score_factor if isinstance(scaling, YarnScaling) else 1.0,
+        score_factor=text.rope.score_factor,
         bias=c.flag("attention_bias"),
     )
 
@@ -156,3 +154,4 @@ class DeepseekDecoder(Decoder):
 
 
 MODELS = {"deepseek_v3": DeepseekDecoder, "kimi_k2": DeepseekDecoder}
+MISSING = {"deepseek_v32": "the sparse attention of DeepSeek-V3.2"}

@@ -29,7 +29,7 @@ from ..step.model import Encoder
 from .attention import SelfAttention
 from .cross_attention import crossing_decoder
 from .decoder import Decoder, DecoderNames
-from .text_config import read_text_config
+from .text_config import USUAL_SECTIONS, read_text_config
 from .tower import ROW_UNIT, Grid, TowerMLP, cut_rows, floats_alone, pieces
 from .vision import EPS, VisionTransformer
 from .vision_config import VisionConfig, read_vision_config
@@ -128,7 +128,7 @@ class MossTower(Encoder):
 def moss_vl(card: ModelCard, sharding: Sharding) -> Decoder:
     """MossVLForConditionalGeneration."""
     text = card.fields.object("text_config")
-    c, bias = read_text_config(text, whole=card.fields, sectioned=True), text.flag("attention_bias")
+    c, bias = read_text_config(text, whole=card.fields, sections=USUAL_SECTIONS), text.flag("attention_bias")
     names = DecoderNames(
         embedding="model.language_model.embed_tokens",
         norm="model.language_model.norm",

@@ -21,6 +21,7 @@ from tilerank.kernels.delta import MAX_CONV_WIDTH, MAX_HEAD_DIM, sigmoid_gate_
 from tilerank.loader.card import ModelCard
 from tilerank.loader.fields import Fields
 from tilerank.loader.headers import stored_dtypes
+from tilerank.loader.rope import Sections
 from tilerank.parallel.delta_projection import DeltaHeads
 from tilerank.parallel.linear import ReplicatedLinear
 from tilerank.parallel.sharding import Sharding
@@ -35,6 +36,7 @@ from .text_config import FULL_ATTENTION, MAX_HEADS, MAX_WIDTH, TextConfig, read_
 
 _DELTA_NET = "linear_attention"
 _ROTATED_PART = 0.25
+_SECTIONS: Sections = (11, 11, 10)
 _PUBLISHED, _TEXT_ALONE = "model.language_model", "model"
 
 
@@ -74,10 +76,11 @@ def qwen3_5_moe(card: ModelCard, sharding: Sharding) -> Decoder:
 def _text_config(card: ModelCard, *, dense: bool) -> TextConfig:
     """Files of text alone may lack the sections of positions, whose axes are equal without pictures."""
     ropes = [card.text.object(key) for key in ("rope_parameters", "rope_scaling") if card.text.has(key)]
+    sectioned = card.fields.has("vision_config") or any(rope.has("mrope_section") for rope in ropes)
     config = read_text_config(
         card.text,
         whole=card.fields,
-        sectioned=card.fields.has("vision_config") or any(rope.has("mrope_section") for rope in ropes),
+        sections=_SECTIONS if sectioned else None,
         usual_rotary_part=_ROTATED_PART,
         dense=dense,
         layer_kinds=(_DELTA_NET, FULL_ATTENTION),
@@ -155,3 +158,4 @@ MODELS = {
     "qwen3_5_moe": qwen3_5_moe,
     "qwen3_5_moe_text": qwen3_5_moe,
 }
+MISSING = {"qwen4_exp": "the hyper-connections, sparse attention and embeddings of n-grams of Qwen3.8-Flash-Next"}

@@ -26,7 +26,7 @@ from .qwen_moe import read_experts_config, sparse_mlps
 from .speech.code2wav import Code2Wav
 from .speech.code2wav_config import read_code2wav_config
 from .talker import Talker
-from .text_config import read_text_config
+from .text_config import USUAL_SECTIONS, read_text_config
 from .tower import Grid, floats_alone, pieces
 from .vision import MergerNames, VisionTower
 from .vision_config import read_vision_config
@@ -74,7 +74,7 @@ class OmniEncoder(Encoder):
 def qwen3_omni_moe(card: ModelCard, sharding: Sharding) -> Decoder:
     """Qwen3OmniMoeForConditionalGeneration."""
     thinker = card.fields.object("thinker_config")
-    c = read_text_config(thinker.object("text_config"), sectioned=True)
+    c = read_text_config(thinker.object("text_config"), sections=USUAL_SECTIONS)
     experts = read_experts_config(card.text, c.num_layers)
     floats = floats_alone(sharding)
     fields = thinker.object("vision_config")

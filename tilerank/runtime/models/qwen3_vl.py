@@ -14,7 +14,7 @@ from ..media.settings import read_if_listed
 from .decoder import Decoder, DecoderNames
 from .qwen import qwen3_decoder
 from .qwen_moe import read_experts_config, sparse_mlps
-from .text_config import TextConfig, read_text_config
+from .text_config import USUAL_SECTIONS, TextConfig, read_text_config
 from .tower import floats_alone
 from .vision import VisionTower
 from .vision_config import read_vision_config
@@ -41,7 +41,7 @@ def qwen3_vl_moe(card: ModelCard, sharding: Sharding) -> Decoder:
 
 
 def _text_config(card: ModelCard) -> TextConfig:
-    return read_text_config(card.fields.object("text_config"), whole=card.fields, sectioned=True)
+    return read_text_config(card.fields.object("text_config"), whole=card.fields, sections=USUAL_SECTIONS)
 
 
 def vision_tower(card: ModelCard, text: TextConfig, sharding: Sharding, *, deepstack: bool = True) -> VisionTower:

@@ -13,6 +13,7 @@ from torch import Tensor
 from tilerank.kernels import ops
 from tilerank.loader.card import ModelCard
 from tilerank.loader.fields import Fields
+from tilerank.loader.rope import read_context_length
 from tilerank.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from tilerank.parallel.parameters import Layer
 from tilerank.parallel.sharding import Sharding
@@ -25,9 +26,8 @@ from .code_predictor import CodePredictor
 from .decoder import Decoder, DecoderNames
 from .qwen3_5 import SharedSparseMLP
 from .qwen_moe import read_experts_config
-from .text_config import MAX_WIDTH, TextConfig, read_text_config
+from .text_config import MAX_WIDTH, USUAL_SECTIONS, TextConfig, read_text_config
 
-_MAX_POSITIONS = 1 << 30
 _NAMES = DecoderNames(
     embedding="talker.model.codec_embedding",
     norm="talker.model.norm",
@@ -65,11 +65,11 @@ class Talker(Speaker):
     ) -> None:
         """fields: talker_config. thinker: the text model. Raises ConfigError."""
         text = fields.object("text_config")
-        c = read_text_config(text, sectioned=True)
+        c = read_text_config(text, sections=USUAL_SECTIONS)
         if fields.integer("thinker_hidden_size", 1, MAX_WIDTH) != thinker.hidden_size:
             raise fields.fail("thinker_hidden_size", f"that of the text model, {thinker.hidden_size}")
         self.kept_layer = fields.integer("accept_hidden_layer", 1, thinker.num_layers - 1)
-        self.context_length = text.integer("max_position_embeddings", 1, _MAX_POSITIONS)
+        self.context_length = read_context_length(text)
         self.hidden = c.hidden_size
         experts = replace(read_experts_config(text, c.num_layers), dense_layers=frozenset())
         shared_width = text.integer("shared_expert_intermediate_size", 1, MAX_WIDTH)

@@ -18,6 +18,7 @@ from tilerank.kernels.kv_pages import PAGE_TOKENS
 from tilerank.kernels.state_slots import StateSlots
 from tilerank.loader.card import ModelCard
 from tilerank.loader.checkpoint import Checkpoint
+from tilerank.loader.rope import long_factors_note
 from tilerank.loader.weight_formats import weight_formats
 from tilerank.loader.weights import LoadReport, load_weights
 from tilerank.parallel.group import RecordableGroup
@@ -77,6 +78,9 @@ class Worker:
             group.rank, group.size, config.dtype, group, config.strategy, tokens, formats, config.kv_dtype, kv_split
         )
         self._model = build_model(self.card, sharding)
+        note = long_factors_note(self.card.text, self.card.context_length)
+        if group.rank == 0 and note is not None:
+            log.info("%s", note)
         self.load_report: LoadReport = load_weights(
             self._model,
             Checkpoint(model_dir),

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from math import prod
 
 from tilerank.loader.fields import Fields
+from tilerank.loader.rope import RopeConfig, read_rope
 
-from ...step.rope import RopeConfig, read_rope
 from ..text_config import MAX_WIDTH, read_heads
 
 _MAX_DEPTH = 1 << 10
@@ -67,7 +67,7 @@ def read_code2wav_config(c: Fields, groups: int) -> Code2WavConfig:
         window=c.integer("sliding_window", 1, 1 << 16),
         attention_bias=c.flag("attention_bias"),
         eps=c.number("rms_norm_eps", 0.0, 1.0),
-        rope=read_rope(c),
+        rope=read_rope(c, head_dim),
         groups=groups,
         codes=c.integer("codebook_size", 1, MAX_WIDTH),
         channels=channels,
