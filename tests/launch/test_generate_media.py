@@ -138,7 +138,8 @@ def test_the_demo_of_the_makefile() -> None:
 
 def test_a_model_of_text_takes_no_picture() -> None:
     found = refusal("--image", PICTURE, "--prompt", QUESTION, model=DEMO)
-    assert found == f"prompt 1: {DEMO} takes text only, found image in the prompt"
+    expected = "messages.0.content.0: {} reads text only; expected a part of type 'text', found 'image'"
+    assert found == f"prompt 1: {expected.format(DEMO)}"
 
 
 def test_media_without_a_prompt() -> None:

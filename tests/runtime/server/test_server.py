@@ -3,7 +3,6 @@
 import asyncio
 import json
 import shutil
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from tilerank.runtime.server.apis.completions.body import Completion
 from tilerank.runtime.server.apis.completions.choices import ChatFormatter, TextFormatter
 from tilerank.runtime.server.chat.deltas import Delta
 from tilerank.runtime.server.chat.messages import Message
+from tilerank.runtime.server.chat.rendering import DirectRenderer
 from tilerank.runtime.server.chat.request import ChatCompletion
 from tilerank.runtime.server.chat.text import TextStream
 from tilerank.runtime.server.http.body import validation_error
@@ -116,7 +116,7 @@ def test_earlier_calls_reach_the_template_as_objects() -> None:
 @pytest.mark.parametrize(
     ("template", "sentence"),
     [
-        (None, "it has no usable chat template. POST /v1/completions needs none."),
+        (None, "it has no usable chat template; a plain prompt needs none."),
         ("{% break %}", "The chat template refused the messages: 'break' outside loop (<template>, line 11)"),
         ("{{ raise_exception('no system') }}", "The chat template refused the messages: no system"),
     ],
@@ -135,14 +135,14 @@ def test_messages_without_a_usable_template(tmp_path: Path, template: str | None
 
 
 def test_others_are_answered_while_a_template_is_at_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    answered = threading.Event()
+    answered = asyncio.Event()
 
-    def render(*messages: object, **variables: object) -> str:
-        assert answered.wait(60)
+    async def render(*given: object) -> str:
+        await answered.wait()
         return "In the beginning"
 
     async def ask(server: Server) -> None:
-        monkeypatch.setattr(server.tokenizer, "apply_chat_template", render)
+        monkeypatch.setattr(DirectRenderer, "render", render)
         body = {"messages": [{"role": "user", "content": "a"}]}
         chat = asyncio.create_task(server.http.post("/tokenize", json=body))
         assert (await server.http.post("/tokenize", json={"prompt": "a"})).status_code == 200

@@ -1,23 +1,25 @@
 """The prompts of the command line or of a file, checked and turned into token ids. No torch in here."""
 
 import argparse
+import asyncio
 import codecs
 import json
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from tilerank.loader.card import ModelCard
 from tilerank.loader.tokenizer import Tokenizer
 from tilerank.runtime.media.decoder import DecodedMedium, Sampler, decode_source
-from tilerank.runtime.media.messages import MediaSource, read_data_url, split_media
+from tilerank.runtime.media.messages import MediaSource, read_data_url
 from tilerank.runtime.media.processor import Processor, check_kinds, samplers
-from tilerank.runtime.media.registry import load_processor
+from tilerank.runtime.media.registry import family_of, load_processor
 from tilerank.runtime.protocol.errors import MediaError
 from tilerank.runtime.protocol.prompt import Prompt
 
@@ -25,6 +27,9 @@ from ..errors import LaunchError
 from ..host.cpulist import count
 from ..options.model import context_length
 from ..serving.media_decoder import MediaDecoder
+
+if TYPE_CHECKING:
+    from tilerank.runtime.server.chat.prompts import PromptBuilder
 
 log = logging.getLogger(__name__)
 
@@ -155,8 +160,7 @@ def encode(prompts: list[GivenPrompt], args: argparse.Namespace, tokenizer: Toke
     processor = load_processor(tokenizer.model_dir, tokenizer)
     if processor is not None and processor.convention:
         log.info("%s", processor.convention)
-    with closing(MediaDecoder()) as decoder:
-        encoder = _PromptEncoder(tokenizer, processor, decoder, args.chat, args.use_audio_in_video)
+    with closing(_PromptEncoder(tokenizer, card, processor, args.chat, args.use_audio_in_video)) as encoder:
         encoded = [encoder.encode(prompt) for prompt in prompts]
     for prompt, made in zip(prompts, encoded, strict=True):
         ids = made.token_ids
@@ -185,51 +189,72 @@ class _PromptEncoder:
     the sound of videos."""
 
     def __init__(
-        self, tokenizer: Tokenizer, processor: Processor | None, decoder: MediaDecoder, chat: bool, heard: bool
+        self, tokenizer: Tokenizer, card: ModelCard, processor: Processor | None, chat: bool, heard: bool
     ) -> None:
         self._tokenizer = tokenizer
+        self._card = card
         self._processor = processor
-        self._decoder = decoder
         self._chat = chat
         self._heard = heard
+        self._decoder = MediaDecoder()
 
     def encode(self, prompt: GivenPrompt) -> Prompt:
         """Raises LaunchError."""
         try:
             if prompt.messages is not None:
-                return self._conversation(prompt.messages, prompt.folder)
+                return asyncio.run(self._conversation(prompt.messages, prompt.folder))
             if prompt.text is not None and self._chat:
-                return self._conversation([{"role": "user", "content": prompt.text}], prompt.folder)
+                return asyncio.run(self._conversation([{"role": "user", "content": prompt.text}], prompt.folder))
             ids = self._tokenizer.encode(prompt.text) if prompt.text is not None else list(prompt.token_ids or ())
             return self._processor.text_prompt(ids) if self._processor else Prompt(ids)
         except MediaError as e:
             raise LaunchError(f"{prompt.name}: {e}") from e
 
-    def _conversation(self, messages: Sequence[dict[str, Any]], folder: Path) -> Prompt:
-        placeholders = self._processor.placeholders if self._processor else ()
-        converted, sources = split_media(messages, placeholders, self._heard)
-        if self._processor is None:
-            if sources:
-                raise MediaError(f"{self._tokenizer.model_dir} takes text only, found {sources[0].kind} in the prompt")
-            converted = [_joined(message) for message in converted]
-        text = self._tokenizer.apply_chat_template(converted, add_generation_prompt=True)
-        if self._processor is None:
-            # The template writes the special tokens itself.
-            return Prompt(self._tokenizer.encode(text, add_special_tokens=False))
-        check_kinds(self._processor, sources)
+    def close(self) -> None:
+        self._decoder.close()
+
+    @cached_property
+    def _conversations(self) -> "PromptBuilder":
+        from tilerank.runtime.server.chat.prompts import PromptBuilder
+        from tilerank.runtime.server.chat.rendering import DirectRenderer
+        from tilerank.runtime.server.chat.tool_formats import tool_parser
+
+        parser = tool_parser(self._tokenizer, family_of(self._card.model_type).tool_calls)
+        model = str(self._tokenizer.model_dir)
+        return PromptBuilder(self._tokenizer, model, parser, self._processor, DirectRenderer(self._tokenizer))
+
+    async def _conversation(self, messages: Sequence[dict[str, Any]], folder: Path) -> Prompt:
+        import pydantic
+
+        from tilerank.runtime.server.chat.request import ChatCompletion
+        from tilerank.runtime.server.http.body import validation_error
+        from tilerank.runtime.server.http.errors import ApiError
+
+        body = {"messages": list(messages), "use_audio_in_video": self._heard}
+        try:
+            chat = ChatCompletion.model_validate(body)
+            read = partial(self._read, folder)
+            return (await self._conversations.from_messages(chat.messages, chat.template, read)).prompt
+        except pydantic.ValidationError as e:
+            raise MediaError(str(validation_error(body, e))) from e
+        except ApiError as e:
+            raise MediaError(str(e)) from e
+
+    async def _read(self, folder: Path, sources: Sequence[MediaSource]) -> list[DecodedMedium]:
+        processor = self._processor
+        assert processor is not None
+        check_kinds(processor, sources)
         files = [[_read_url(url, folder) for url in source.urls] for source in sources]
 
         def describe(i: int) -> tuple[int, float | None]:
             with _named(sources[i]):
                 return self._decoder.describe(files[i][0])
 
-        chosen = samplers(self._processor, sources, describe)
-        media = [self._decode(*one) for one in zip(sources, files, chosen, strict=True)]
-        return self._processor.prompt(text, media)
-
-    def _decode(self, source: MediaSource, files: list[bytes], sample: Sampler) -> DecodedMedium:
-        with _named(source):
-            return decode_source(self._decoder, source, files, sample)
+        media = []
+        for source, own, sample in zip(sources, files, samplers(processor, sources, describe), strict=True):
+            with _named(source):
+                media.append(decode_source(self._decoder, source, own, sample))
+        return media
 
 
 @contextmanager
@@ -241,14 +266,6 @@ def _named(source: MediaSource) -> Iterator[None]:
         url = source.urls[0]
         where = url if not url.lower().startswith("data:") else f"a data: URL of {source.kind}"
         raise MediaError(f"{where}: {e}") from e
-
-
-def _joined(message: dict[str, Any]) -> dict[str, Any]:
-    """Return a message whose text parts are one string, since few templates of text models support parts."""
-    content = message.get("content")
-    if not isinstance(content, list):
-        return message
-    return {**message, "content": "\n".join(part["text"] for part in content)}
 
 
 def _read_url(url: str, folder: Path) -> bytes:

@@ -12,19 +12,23 @@ import pydantic
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
+from tilerank.loader.errors import TokenizerError
 from tilerank.loader.generation_config import SamplingDefaults
 from tilerank.loader.tokenizer import Tokenizer
 
-from ...protocol.errors import RequestError
+from ...media.decoder import DecodedMedium
+from ...media.messages import MediaSource
+from ...protocol.errors import MediaError, RequestError
 from ...protocol.prompt import Prompt
 from ..chat.deltas import Delta
 from ..chat.generation import Generation
 from ..chat.grammars import request_grammar
 from ..chat.media import MediaReader
+from ..chat.messages import Message
 from ..chat.prompts import ChatPrompt, PromptBuilder
 from ..chat.reasoning import Thinking
-from ..chat.rendering import Renderer, ThreadRenderer
-from ..chat.request import ChatCompletion, Sampling
+from ..chat.rendering import DirectRenderer, Renderer
+from ..chat.request import ChatCompletion, Sampling, TemplateRequest
 from ..chat.tools import ToolParser
 from ..http.body import MAX_BODY, MAX_MEDIA_BODY, read_json, release_body, validation_error
 from ..http.errors import ApiError
@@ -48,7 +52,7 @@ class ServerSettings:
     tool_parser: type[ToolParser] | None  # of the model's tool calls; None if their format is unknown
     check_grammar: Callable[[str], Awaitable[None]]  # raises RequestError for one that must not reach the engine
     media: MediaReader | None = None  # reads pictures, videos and sound; None if the model takes none
-    renderer: Renderer | None = None  # of chat templates; None for threads of this process
+    renderer: Renderer | None = None  # of chat templates; None to render in the event loop
     weights: str = "unknown"  # the format in which ranks hold them, such as bfloat16 or int4
     voices: tuple[str, ...] = ()  # with which the model speaks; none if it does not
 
@@ -64,8 +68,9 @@ class Service:
         self.metrics = Metrics(client)
         self.recent = RecentRequests()
         self.budget = MediaBudget()
-        renderer = settings.renderer or ThreadRenderer(tokenizer)
-        self.prompts = PromptBuilder(tokenizer, settings.model, settings.tool_parser, settings.media, renderer)
+        processor = settings.media and settings.media.processor
+        renderer = settings.renderer or DirectRenderer(tokenizer)
+        self.prompts = PromptBuilder(tokenizer, settings.model, settings.tool_parser, processor, renderer)
 
     @property
     def context_length(self) -> int | None:
@@ -91,9 +96,19 @@ class Service:
             message = f"There is no model {requested!r}; this server serves {model!r}."
             raise ApiError(404, message, param="model", code="model_not_found")
 
-    async def prompt(self, chat: ChatCompletion, share: Share) -> ChatPrompt:
-        """Return the prompt of a chat, whose messages are emptied. share: for its media."""
-        return await self.prompts.from_messages(chat.messages, chat.template, share)
+    async def prompt(self, messages: list[Message], template: TemplateRequest, share: Share) -> ChatPrompt:
+        """Return the prompt of a conversation, which is emptied. share: for its media. Raises ApiError."""
+
+        async def read(sources: Sequence[MediaSource]) -> list[DecodedMedium]:
+            assert self.settings.media is not None
+            return await self.settings.media.read(sources, share)
+
+        try:
+            return await self.prompts.from_messages(messages, template, read)
+        except MediaError as e:
+            raise ApiError(400, f"messages: {e}", param="messages") from e
+        except TokenizerError as e:
+            raise ApiError(400, str(e), param="messages") from e
 
     async def generation(
         self, chat: ChatCompletion, share: Share, *, begun: Sequence[int] = (), runs: bool = True
@@ -106,7 +121,7 @@ class Service:
         if tools and parser is None:
             message = f"tools: the format of tool calls of {self.settings.model} is unknown"
             raise ApiError(400, message, param="tools")
-        prompt, thinking = await self.prompt(chat, share)
+        prompt, thinking = await self.prompt(chat.messages, chat.template, share)
         prompts = [Prompt(prompt.token_ids + list(begun)) if begun else prompt]
         del prompt  # pictures take much memory, and the client frees them once they are sent
         grammar = await self.grammar(chat, parser if tools else None, thinking) if runs else None

@@ -60,7 +60,7 @@ class TokenizeEndpoints:
         body = await service.body(request, Tokenize, media=True)
         if body.messages is not None:
             with while_connected(request), service.budget.share() as share:
-                found = await service.prompts.from_messages(body.messages, body.template, share)
+                found = await service.prompt(body.messages, body.template, share)
             tokens = found.prompt.token_ids
         else:
             assert body.prompt is not None

@@ -1,20 +1,18 @@
 """Builds the prompts of requests: text and messages in, token ids and media out."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, NamedTuple
 
 from tilerank.loader.errors import TokenizerError
 from tilerank.loader.tokenizer import Tokenizer
 
 from ...media.decoder import DecodedMedium
-from ...media.messages import split_media
+from ...media.messages import MediaSource, split_media
 from ...media.processor import Processor
 from ...protocol.errors import MediaError
 from ...protocol.prompt import Prompt
 from ..http.errors import ApiError
-from ..http.media_budget import Share
-from .media import MediaReader
 from .messages import Message, TextPart
 from .reasoning import BEGIN, END, Thinking, thinking_after
 from .rendering import Renderer
@@ -27,6 +25,8 @@ _RESERVED = {"self", "messages", "tools", "add_generation_prompt"}
 _SWITCHES = ("enable_thinking", "thinking")
 """The variable that turns reasoning on and off has one of these names: Qwen's or DeepSeek's."""
 _EFFORT = "reasoning_effort"
+ReadMedia = Callable[[Sequence[MediaSource]], Awaitable[list[DecodedMedium]]]
+"""Returns the media of a conversation, decoded. Raises MediaError, or an error of its own."""
 
 
 class ChatPrompt(NamedTuple):
@@ -37,10 +37,10 @@ class ChatPrompt(NamedTuple):
 
 
 class PromptBuilder:
-    """Builds prompts for one model. Its methods raise ApiError.
+    """Builds prompts for one model: those of the HTTP server and of `tilerank generate`. Its methods raise ApiError.
 
-    model: its name in messages. parser: of the model's tool calls. media: reads pictures and videos; None for a model
-    that reads text only. renderer: of chat templates.
+    model: its name in messages. parser: of the model's tool calls. processor: of pictures, videos and sound; None for a
+    model that reads text only. renderer: of chat templates.
     """
 
     def __init__(
@@ -48,13 +48,13 @@ class PromptBuilder:
         tokenizer: Tokenizer,
         model: str,
         parser: type[ToolParser] | None,
-        media: MediaReader | None,
+        processor: Processor | None,
         renderer: Renderer,
     ) -> None:
         self._tokenizer = tokenizer
         self._model = model
         self._parser = parser
-        self._media = media
+        self._processor = processor
         self._renderer = renderer
 
     async def from_texts(
@@ -69,20 +69,20 @@ class PromptBuilder:
             prompts = [await self.encode(one, add_special_tokens) if isinstance(one, str) else one for one in prompt]
         if not all(prompts):
             raise ApiError(400, "The prompt is empty; expected at least one token.", param="prompt")
-        if self._media is None:
+        if self._processor is None:
             return [Prompt(ids) for ids in prompts]
         try:
-            return [self._media.processor.text_prompt(ids) for ids in prompts]
+            return [self._processor.text_prompt(ids) for ids in prompts]
         except MediaError as e:
             raise ApiError(400, f"prompt: {e}", param="prompt") from e
 
-    async def from_messages(self, messages: list[Message], request: TemplateRequest, share: Share) -> ChatPrompt:
+    async def from_messages(self, messages: list[Message], request: TemplateRequest, read: ReadMedia) -> ChatPrompt:
         """Return the prompt of a conversation. Empties `messages`, because media in data: URLs take much memory.
 
-        share: for the media of the messages.
+        Raises MediaError and TokenizerError as well, for media and text that cannot be used.
         """
-        options = request.options
-        if self._media is None:
+        options, processor = request.options, self._processor
+        if processor is None:
             _refuse_media(messages, self._model)
             plain = [message.for_template(parts=False) for message in messages]
             text = await self._render(plain, request)
@@ -92,22 +92,14 @@ class PromptBuilder:
         if options.add_special_tokens:
             message = "add_special_tokens: chats of a model that takes pictures have those of the template alone"
             raise ApiError(400, message, param="add_special_tokens")
-        processor = self._media.processor
-        try:
-            plain, sources = split_media(
-                [message.for_template(parts=True) for message in messages],
-                processor.placeholders,
-                options.hears_videos,
-            )
-            messages.clear()
-            text = await self._render(plain, request)
-            frames = await self._media.read(sources, share)
-            prompt = await asyncio.to_thread(_with_digests, processor, text, frames)
-            return ChatPrompt(prompt, self._thinking(text, options))
-        except MediaError as e:
-            raise ApiError(400, f"messages: {e}", param="messages") from e
-        except TokenizerError as e:
-            raise ApiError(400, str(e), param="messages") from e
+        plain, sources = split_media(
+            [message.for_template(parts=True) for message in messages], processor.placeholders, options.hears_videos
+        )
+        messages.clear()
+        text = await self._render(plain, request)
+        media = await read(sources)
+        prompt = await asyncio.to_thread(_with_digests, processor, text, media)
+        return ChatPrompt(prompt, self._thinking(text, options))
 
     async def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         """Return the token ids of a text."""
@@ -148,7 +140,7 @@ class PromptBuilder:
             # The cause alone, because the sentence names a file of the server.
             message = f"The chat template refused the messages: {e.__cause__}"
             if e.__cause__ is None:
-                message = f"{self._model} has no usable chat template. POST /v1/completions needs none."
+                message = f"{self._model} has no usable chat template; a plain prompt needs none."
             raise ApiError(400, message, param="messages") from e
 
     async def _known_turns(self, messages: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:

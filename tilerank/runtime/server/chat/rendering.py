@@ -1,6 +1,5 @@
 """How the server has chat templates rendered."""
 
-import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
@@ -8,7 +7,7 @@ from tilerank.loader.tokenizer import Tokenizer
 
 
 class Renderer(Protocol):
-    """Renders the chat template of the model, outside of the event loop. Raises TokenizerError; its cause is the
+    """Renders the chat template of the model. Raises TokenizerError; its cause is the
     template's own error unless there is no template."""
 
     async def render(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:
@@ -18,14 +17,14 @@ class Renderer(Protocol):
         """Return ChatTemplate.takes_calls."""
 
 
-class ThreadRenderer:
-    """Renders in threads of this process, which a template that never ends would hold for ever."""
+class DirectRenderer:
+    """Renders in the calling thread, which a template that never ends blocks for ever."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
 
     async def render(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:
-        return await asyncio.to_thread(self._tokenizer.apply_chat_template, messages, **variables)
+        return self._tokenizer.apply_chat_template(messages, **variables)
 
     async def takes_calls(self) -> bool:
-        return await asyncio.to_thread(lambda: self._tokenizer.chat_template.takes_calls)
+        return self._tokenizer.chat_template.takes_calls

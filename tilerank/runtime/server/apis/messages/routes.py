@@ -32,5 +32,5 @@ class MessageEndpoints:
         chat = body.chat()
         body.messages.clear()
         with while_connected(request), service.budget.share() as share:
-            found = await service.prompt(chat, share)
+            found = await service.prompt(chat.messages, chat.template, share)
         return JSONResponse({"input_tokens": len(found.prompt.token_ids)})
