@@ -25,7 +25,8 @@ from tilerank.runtime.protocol.framing import encode
 from tilerank.runtime.server.apis.service import ServerSettings
 from tilerank.runtime.server.http.access import Access
 from tilerank.runtime.server.link.handover import connect, receive_connection
-from tilerank.runtime.server.link.messages import State
+from tilerank.runtime.protocol.engine_state import EngineState
+
 
 LONG = {"prompt": PROMPTS[0], "max_tokens": 100_000, "ignore_eos": True}
 Options = tuple[object, ...]
@@ -285,7 +286,7 @@ def test_who_is_still_unanswered_when_time_is_up_is_told() -> None:
         with control, engine:
             await_health(503)
             assert not ready.is_set(), "it is said to be ready without an engine that is"
-            engine.sendall(encode(State(64, 64, 0.0, 0, 0, 0, 0, 0)))
+            engine.sendall(encode(EngineState(64, 64, 0.0, 0, 0, 0, 0, 0)))
             await_health(200)
             assert ready.wait(120)
             asking = threading.Thread(

@@ -259,7 +259,7 @@ def test_a_closed_choice_ends_alone(served: Served, engine: Engine) -> None:
             assert await anext(one)
             await one.aclose()
             assert len(await collect(other)) == 30
-        assert engine.state()["cache_used"] == 0
+        assert engine.state().cache_used == 0
 
     served.run(work)
 

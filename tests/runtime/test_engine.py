@@ -240,7 +240,7 @@ def test_requests_come_and_go_between_steps(engine: Engine) -> None:
     engine.cancel(numbers[1])
     steps(16)
     assert [found[number] for number in numbers] == [wanted[0], wanted[1][:8], wanted[2]]
-    assert engine.state()["cache_used"] == 0
+    assert engine.state().cache_used == 0
     with pytest.raises(RequestError, match="the request: the prompt is empty"):
         engine.submit(Request(Prompt([])))
 
@@ -306,7 +306,7 @@ def test_requests_whose_logits_are_no_numbers_fail_alone(poisoned: Engine, tempe
         (event,) = found[number]
         assert isinstance(event, FailedEvent) and "computes NaN or infinity" in event.sentence
     assert [[event.token_id for event in found[number]] for number in numbers[1:3]] == expected
-    assert engine.state()["cache_used"] == 0
+    assert engine.state().cache_used == 0
     (pool,) = (kind for kind in engine.scheduler.kinds if isinstance(kind, PagePool))
     assert len(pool.prefix(wrong)) * PAGE_TOKENS <= at
 
@@ -325,9 +325,9 @@ def test_an_abandoned_batch_gives_its_pages_back(engine: Engine) -> None:
         events = engine.generate([Request(Prompt(PROMPT), SamplingParams(max_new_tokens=50, seed=i)) for i in range(3)])
         next(events)
         events.close()
-    assert engine.state()["cache_used"] == 0
+    assert engine.state().cache_used == 0
     assert len(run(engine, PROMPT, max_new_tokens=200, ignore_eos=True)) == 200
-    assert engine.state()["cache_used"] == 0
+    assert engine.state().cache_used == 0
 
 
 def test_scores_a_prompt_of_the_whole_context(engine: Engine) -> None:

@@ -164,7 +164,7 @@ def test_survives_preemption(engine: Engine) -> None:
     (alone,) = events(engine, long)
     assert len(alone) > 90
     found = events(engine, long, long, long, long)
-    assert engine.state()["preemptions"] > 0
+    assert engine.state().preemptions > 0
     assert [text(one) for one in found] == [text(alone)] * 4
 
 
@@ -219,7 +219,7 @@ def end_of(engine: Engine, grammar: str) -> list[Event]:
     while engine.busy:
         found += engine.step()
     assert sum(event.request == free for event in found) == 8
-    assert engine.state()["cache_used"] == 0
+    assert engine.state().cache_used == 0
     return [event for event in found if event.request == constrained]
 
 

@@ -52,7 +52,7 @@ def engine(shared: Engine) -> Iterator[Engine]:
     """An engine that has no page of an earlier test. After the test, nothing may be held."""
     forget(shared)
     yield shared
-    assert shared.state()["cache_used"] == 0 and not shared.busy
+    assert shared.state().cache_used == 0 and not shared.busy
     assert not pinned(shared)
     assert not shared.encoding.busy
 
@@ -101,7 +101,7 @@ def test_preempted_prompts_insert_their_pictures_again(engine: Engine) -> None:
     expected = one_by_one(engine, requests)
     forget(engine, pages=8)
     assert answers(engine, requests) == expected
-    assert engine.state()["preemptions"] > 0
+    assert engine.state().preemptions > 0
     forget(engine)
 
 
@@ -110,9 +110,9 @@ def test_the_same_picture_is_encoded_and_computed_once(engine: Engine, monkeypat
     same = prompt(text(1, 20), picture, text(2, 10))
     first = answers(engine, [ask(same)] * 3)
     assert encodes(sent) == 1 and first[0] == first[1] == first[2]
-    before = engine.state()["prompt_tokens"]
+    before = engine.state().prompt_tokens
     assert answers(engine, [ask(same)]) == first[:1]
-    assert engine.state()["prompt_tokens"] - before == 78 - 64  # two whole pages are found
+    assert engine.state().prompt_tokens - before == 78 - 64  # two whole pages are found
     # The encoding is found by a prompt that shares no page.
     answers(engine, [ask(prompt(text(3, 20), picture, text(2, 10)))])
     assert encodes(sent) == 1
@@ -226,7 +226,7 @@ def test_a_cancelled_encode_leaves_nothing(engine: Engine, monkeypatch: pytest.M
     engine.cancel(number)
     assert sum(isinstance(message, StopEncode) for message in sent) == (steps > 1)
     assert held._pieces is None and not held._frames and held._medium is None
-    assert encoded(engine) == used and engine.state()["cache_used"] == 0
+    assert encoded(engine) == used and engine.state().cache_used == 0
     # Another request needs the picture too: one of two is cancelled, and the encode goes on.
     pair = [engine.submit(ask(wanted)), engine.submit(ask(prompt(text(5, 3), *wanted.media)))]
     for _ in range(steps):

@@ -10,7 +10,8 @@ from msgspec.structs import replace
 from tilerank.runtime.protocol.framing import encode
 from tilerank.runtime.rank.counters import RankCounters
 from tilerank.runtime.server.link.client import EngineClient
-from tilerank.runtime.server.link.messages import Counters, FromEngine, RankInfo, Ranks, State
+from tilerank.runtime.protocol.engine_state import EngineState
+from tilerank.runtime.server.link.messages import Counters, FromEngine, RankInfo, Ranks
 from tilerank.runtime.server.monitoring.metrics import Metrics
 from tilerank.runtime.server.monitoring.recent_requests import RecentRequests
 from tilerank.runtime.server.monitoring.status import status_json
@@ -21,7 +22,7 @@ RANKS = Ranks(
         RankInfo(1, "two", "any", "any", "avx2", 900, 400, None),
     ]
 )
-STATE = State(4096, 640, 0.25, 3, 2, 1, 1000, 50)
+STATE = EngineState(4096, 640, 0.25, 3, 2, 1, 1000, 50)
 
 
 def client_that_heard(*messages: FromEngine) -> EngineClient:
@@ -68,7 +69,7 @@ def test_ranks_that_have_done_nothing_yet() -> None:
 
 def test_models_with_states_report_their_slots() -> None:
     assert not [name for name in samples(client_that_heard(RANKS, STATE)) if "state_" in name]
-    found = samples(client_that_heard(RANKS, State(4096, 640, 0.25, 3, 2, 1, 1000, 50, 12, 5)))
+    found = samples(client_that_heard(RANKS, EngineState(4096, 640, 0.25, 3, 2, 1, 1000, 50, 12, 5)))
     assert found["tilerank_state_slots"] == 12 and found["tilerank_state_snapshots"] == 5
     assert found["tilerank_state_slots_usage_perc"] == 3 / 12
 
@@ -141,8 +142,8 @@ def test_counters_never_go_down_when_a_replica_does() -> None:
             )
             found.append(tuple(sums[f"tilerank_{name}_total"] for name in names))
 
-        def state(*counts: int) -> State:
-            return State(4096, 640, 0.25, 3, 2, *counts)
+        def state(*counts: int) -> EngineState:
+            return EngineState(4096, 640, 0.25, 3, 2, *counts)
 
         pairs = [socket.socketpair() for _ in range(3)]
         talks = [asyncio.create_task(client.attach(replica, pairs[replica][0])) for replica in (0, 1)]

@@ -81,10 +81,10 @@ def request(prompt: list[int], new: int) -> Request:
 
 
 def ask(engine: Engine, prompt: list[int], new: int = 24) -> Answer:
-    before = engine.state()["prompt_tokens"]
+    before = engine.state().prompt_tokens
     events = list(engine.generate([request(prompt, new)]))
     logprobs = [event.logprobs.chosen for event in events if event.logprobs is not None]
-    return Answer([event.token_id for event in events], logprobs, engine.state()["prompt_tokens"] - before)
+    return Answer([event.token_id for event in events], logprobs, engine.state().prompt_tokens - before)
 
 
 def prompt_of(length: int, seed: int = 0) -> list[int]:
@@ -185,7 +185,7 @@ def test_requests_with_one_beginning_continue_it_together(worker: Worker) -> Non
     for event in engine.generate([request(prompt, 24) for prompt in prompts]):
         tokens[event.request].append(event.token_id)
     assert tokens == [ask(fresh(worker), prompt).tokens for prompt in prompts]
-    assert engine.state()["prompt_tokens"] == 2 * 210 + 3 * (210 - 128)
+    assert engine.state().prompt_tokens == 2 * 210 + 3 * (210 - 128)
 
 
 def test_the_preempted_give_the_answers_of_the_others(worker: Worker) -> None:
@@ -198,7 +198,7 @@ def test_the_preempted_give_the_answers_of_the_others(worker: Worker) -> None:
         for event in engine.generate([request(prompt, 70) for prompt in prompts]):
             tokens[event.request].append(event.token_id)
         assert tokens == wanted
-        assert engine.state()["preemptions"] > 0
+        assert engine.state().preemptions > 0
 
 
 def test_no_step_touches_a_slot_of_no_sequence_in_it(worker: Worker) -> None:
@@ -237,7 +237,7 @@ def test_as_many_requests_run_as_there_are_slots(worker: Worker) -> None:
         engine.submit(request(prompt_of(20, seed=i), 4))
     engine.step()
     state = engine.state()
-    assert (state["running"], state["waiting"]) == (3, 2)
+    assert (state.running, state.waiting) == (3, 2)
     while engine.busy:
         engine.step()
 

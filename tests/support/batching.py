@@ -167,7 +167,7 @@ def same_answers(
         wanted = answers(engine, growing)
         forget(engine, pages=7)
         differ += [] if answers(engine, growing) == wanted else ["giving way"]
-        differ += [] if engine.state()["preemptions"] else ["no sequence was preempted"]
+        differ += [] if engine.state().preemptions else ["no sequence was preempted"]
         worker.stop()
         result[f"{rung} {dtype}"] = differ
     return result
@@ -215,7 +215,7 @@ def prompt_scores(team: Team, *, prompts: list[list[int]]) -> dict[str, Any]:
     result["in chunks of 13"] = scored_prompts(engine, prompts)
     forget(engine, pages=10, chunk_rows=4)
     result["giving way"] = scored_prompts(engine, prompts)
-    assert engine.state()["preemptions"]
+    assert engine.state().preemptions
     worker.stop()
     return result
 

@@ -59,7 +59,7 @@ def engine(shared: Engine) -> Iterator[Engine]:
     """An engine that has no page of an earlier test. After the test, nothing may be held."""
     forget(shared)
     yield shared
-    assert shared.state()["cache_used"] == 0 and not shared.busy
+    assert shared.state().cache_used == 0 and not shared.busy
     assert not pinned(shared)
 
 
@@ -157,7 +157,7 @@ def test_chunks_cancels_and_preemption_change_no_bit(engine: Engine) -> None:
     alone = one_by_one(engine, growing)
     forget(engine, pages=8)
     assert answers(engine, growing) == alone
-    assert engine.state()["preemptions"] > 0
+    assert engine.state().preemptions > 0
     forget(engine)
 
 
@@ -171,9 +171,9 @@ def test_prompts_with_the_same_pictures_share_their_source(engine: Engine, monke
     same = prompt(picture(70), text(1, 40))
     first = answers(engine, [ask(same)] * 3)
     assert stores(sent) == 1 and first[0] == first[1] == first[2]
-    before = engine.state()["prompt_tokens"]
+    before = engine.state().prompt_tokens
     assert answers(engine, [ask(same)]) == first[:1]
-    assert engine.state()["prompt_tokens"] - before == 41 - PAGE_TOKENS
+    assert engine.state().prompt_tokens - before == 41 - PAGE_TOKENS
     assert stores(sent) == 1 and sum(isinstance(message, Encode) for message in sent) == 1
     # The encoding of a picture serves another source with it.
     answers(engine, [ask(prompt(picture(70), text(1, 4), picture(71), text(2, 3)))])
@@ -199,7 +199,7 @@ def test_others_get_a_token_in_every_step_of_a_store(engine: Engine, monkeypatch
         assert [event.request for event in engine.step()] == [talks]
         assert stores(sent) == stored
     engine.cancel(looks)
-    assert engine.state()["source_pages_used"] == 0 and not source_pages(engine)
+    assert engine.state().source_pages_used == 0 and not source_pages(engine)
     looks = engine.submit(asked)
     found = [[event.request for event in engine.step()] for _ in range(6)]
     assert found == [[talks]] * 5 + [[talks, looks]] and stores(sent) == 3 + 5
@@ -299,7 +299,7 @@ def test_the_language_model_alone_is_llama(engine: Engine, checkpoint: Path, tmp
     assert one_by_one(engine, requests) == expected
     forget(engine)
     assert answers(engine, [*requests, ask(prompt(picture(95), text(9, 70)), 6)])[:3] == expected
-    assert alone.worker.source_pages == 0 < engine.state()["source_pages"] and "source_pages" not in alone.state()
+    assert alone.worker.source_pages == alone.state().source_pages == 0 < engine.state().source_pages
     assert len(alone.worker._model.cache_specs()) + len(text_config["cross_attention_layers"]) == (
         len(engine.worker._model.cache_specs())
     )

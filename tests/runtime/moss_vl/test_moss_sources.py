@@ -57,7 +57,7 @@ def engine(shared: Engine) -> Iterator[Engine]:
     """An engine that has no page of an earlier test. After the test, nothing may be held."""
     forget(shared)
     yield shared
-    assert shared.state()["cache_used"] == 0 and not shared.busy
+    assert shared.state().cache_used == 0 and not shared.busy
     assert not pinned(shared)
 
 
@@ -154,7 +154,7 @@ def test_mixed_requests_give_the_bits_of_single_ones(engine: Engine, processor: 
     alone = one_by_one(engine, growing)
     forget(engine, pages=14)
     assert answers(engine, growing) == alone
-    assert engine.state()["preemptions"] > 0
+    assert engine.state().preemptions > 0
     forget(engine)
 
 
@@ -169,17 +169,17 @@ def test_a_second_turn_shares_the_pages_of_the_first(engine: Engine, processor: 
     first, more = processor.prompt("<|image|>" + words(1, 60), [picture(1, 64, 96)]), picture(2, 130, 70)
     [told] = answers(engine, [ask(first, 50)])
     second = processor.prompt("<|image|>" + words(1, 60) + "<|image|>" + words(2, 4), [picture(1, 64, 96), more])
-    before = engine.state()["prompt_tokens"]
+    before = engine.state().prompt_tokens
     found = answers(engine, [ask(second)])
-    assert engine.state()["prompt_tokens"] - before < len(second.token_ids) - PAGE_TOKENS
+    assert engine.state().prompt_tokens - before < len(second.token_ids) - PAGE_TOKENS
     # The generated tokens are shared as well.
     continued = Prompt(**{name: getattr(first, name) for name in first.__struct_fields__})
     continued.token_ids = [*first.token_ids, *(token for token, *_ in told)]
     start = len(first.token_ids) + first.shift
     continued.positions = [[*axis, *range(start, start + len(told))] for axis in first.positions]
-    before = engine.state()["prompt_tokens"]
+    before = engine.state().prompt_tokens
     again = answers(engine, [ask(continued)])
-    computed = engine.state()["prompt_tokens"] - before
+    computed = engine.state().prompt_tokens - before
     assert computed <= PAGE_TOKENS < len(told)
     forget(engine)
     assert answers(engine, [ask(second)]) == found

@@ -61,8 +61,8 @@ def listener(made: Listener) -> Iterator[Listener]:
     with limits(FRAMES):
         yield made
     engine = made.engine
-    assert not engine.busy and engine.state()["cache_used"] == 0
-    assert engine.state()["talker_pages_used"] == 0
+    assert not engine.busy and engine.state().cache_used == 0
+    assert engine.state().talker_pages_used == 0
     assert engine.worker.speech is not None and not engine.worker.speech._held
     assert not engine.worker.speech._sounds._held
 
@@ -79,7 +79,7 @@ def test_pages_that_run_out_change_no_sound(reference: Path, asked: dict[str, Pr
         expected = contents([speak(listener, [one])[0] for one in some])
         assert contents(speak(small, some)) == expected
     state, speaking = small.engine.state(), small.engine.speaking
-    assert (state["talker_pages"], state["talker_pages_used"]) == (5, 0)
+    assert (state.talker_pages, state.talker_pages_used) == (5, 0)
     assert sum(len(step.moved) for step in small.steps) == speaking.preemptions > 1
 
 
@@ -91,7 +91,7 @@ def test_texts_that_are_preempted_go_on_speaking(asked: dict[str, Prompt], liste
     for pages in (8, 9, 11):
         forget(engine, pages=pages)
         assert contents(speak(listener, some)) == expected
-        assert engine.state()["preemptions"] > 0
+        assert engine.state().preemptions > 0
     forget(engine)
 
 

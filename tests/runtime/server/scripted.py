@@ -28,7 +28,8 @@ from tilerank.runtime.server.chat.media import MediaReader
 from tilerank.runtime.server.chat.tool_formats import DeepSeekTools, tool_parser
 from tilerank.runtime.server.http.fetch import Fetcher
 from tilerank.runtime.server.link.client import EngineClient
-from tilerank.runtime.server.link.messages import Cancel, Events, State, Submit, engine_inbox
+from tilerank.runtime.protocol.engine_state import EngineState
+from tilerank.runtime.server.link.messages import Cancel, Events, Submit, engine_inbox
 
 QWEN = (
     "{% if tools %}{{ tools | tojson }}<tool_call>{% endif %}"
@@ -107,7 +108,7 @@ class Server:
         return len(self.tokenizer.encode(text, add_special_tokens=False))
 
     async def answer_requests(self, incoming: asyncio.StreamReader, outgoing: asyncio.StreamWriter) -> None:
-        outgoing.write(encode(State(4096, 1 << 20, 0.0, 0, 0, 0, 0, 0)))
+        outgoing.write(encode(EngineState(4096, 1 << 20, 0.0, 0, 0, 0, 0, 0)))
         inbox = engine_inbox()
         while data := await incoming.read(1 << 20):
             for message in inbox.feed(data):

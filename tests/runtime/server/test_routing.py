@@ -4,7 +4,8 @@ import pytest
 
 from tilerank.runtime.rank.counters import RankCounters
 from tilerank.runtime.server.link import routing
-from tilerank.runtime.server.link.messages import Counters, RankInfo, Ranks, State, merge_states
+from tilerank.runtime.protocol.engine_state import EngineState
+from tilerank.runtime.server.link.messages import Counters, RankInfo, Ranks
 from tilerank.runtime.server.link.rank_stats import RankStats, merge
 from tilerank.runtime.server.link.routing import BLOCK_TOKENS, MAX_EXTRA_LOAD, SeenPrompts, block_hashes, choose_replica
 
@@ -52,9 +53,9 @@ def test_the_least_recently_used_blocks_are_evicted(monkeypatch: pytest.MonkeyPa
 
 
 def test_the_state_of_several_engines() -> None:
-    one = State(100, 300, 0.5, 1, 2, 3, 4, 5, 6, 7)
-    other = State(80, 100, 0.1, 10, 20, 30, 40, 50, 60, 70)
-    assert merge_states(one, other) == State(80, 400, 0.4, 11, 22, 33, 44, 55, 66, 77)
+    one = EngineState(100, 300, 0.5, 1, 2, 3, 4, 5, 6, 7)
+    other = EngineState(80, 100, 0.1, 10, 20, 30, 40, 50, 60, 70)
+    assert one + other == EngineState(80, 400, 0.4, 11, 22, 33, 44, 55, 66, 77)
 
 
 def test_ranks_of_several_replicas_are_numbered_through() -> None:

@@ -6,8 +6,9 @@ schedulers loop over the kinds of their model and name none.
 
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterator, Sequence
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
+from ..protocol.engine_state import EngineState
 from ..protocol.rank_messages import Chunk, Step
 from ..rank.worker import Worker
 from .lru_pool import PoolEntry
@@ -91,9 +92,8 @@ class CacheKind(Generic[S]):
     def drop(self, page: Hashable) -> None:
         """Drop what belongs to `page`, which is dropped."""
 
-    def report(self) -> dict[str, Any]:
-        """Return the fields of server/link/messages.py: State that are about this kind."""
-        return {}
+    def report(self, state: EngineState) -> None:
+        """Set the fields of `state` that are about this kind."""
 
 
 class MediaWork(ABC):

@@ -13,6 +13,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from ..protocol.engine_state import EngineState
 from ..protocol.errors import RequestError
 from ..protocol.events import EndedEvent, Event, FailedEvent, ScoredEvent, SoundEvent, TokenEvent
 from ..protocol.params import Start
@@ -76,22 +77,23 @@ class Engine:
         """Whether any request waits, runs or speaks."""
         return bool(self._requests) or self.speaking.busy
 
-    def state(self) -> dict[str, Any]:
-        """Return the fields of server/link/messages.py: State."""
-        scheduler, found = self.scheduler, self.speaking.state()
+    def state(self) -> EngineState:
+        scheduler = self.scheduler
+        state = EngineState(
+            self.card.context_length,
+            self.worker.cache_tokens,
+            running=len(scheduler.running),
+            waiting=len(scheduler.waiting),
+            preemptions=scheduler.preemptions,
+            prompt_tokens=self._prompt_tokens,
+            generated_tokens=self._generated_tokens,
+            queried_tokens=scheduler.queried_tokens,
+            hit_tokens=scheduler.hit_tokens,
+        )
         for kind in scheduler.kinds:
-            found |= kind.report()
-        return found | {
-            "context_length": self.card.context_length,
-            "cache_tokens": self.worker.cache_tokens,
-            "running": len(scheduler.running),
-            "waiting": len(scheduler.waiting),
-            "preemptions": scheduler.preemptions,
-            "prompt_tokens": self._prompt_tokens,
-            "generated_tokens": self._generated_tokens,
-            "queried_tokens": scheduler.queried_tokens,
-            "hit_tokens": scheduler.hit_tokens,
-        }
+            kind.report(state)
+        self.speaking.report(state)
+        return state
 
     def cancel(self, number: int, *, share: bool = True) -> None:
         """End request `number`: it gets no more tokens, and what it holds is free at once.

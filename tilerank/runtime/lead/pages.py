@@ -16,6 +16,7 @@ from typing import Any
 
 from tilerank.kernels.kv_pages import PAGE_TOKENS
 
+from ..protocol.engine_state import EngineState
 from ..protocol.errors import EngineError
 from ..protocol.rank_messages import Chunk, Step
 from ..step.cache import num_pages
@@ -168,8 +169,8 @@ class PagePool(CacheKind[PagedSequence]):
         end = (len(self.tables[running].shared) + 1) * PAGE_TOKENS
         return end < min(running.length, waiting.length) and running.keys[:end] == waiting.keys[:end]
 
-    def report(self) -> dict[str, Any]:
-        return {"cache_used": 1 - self.free / self.total}
+    def report(self, state: EngineState) -> None:
+        state.cache_used = 1 - self.free / self.total
 
     def _extend(self, sequence: PagedSequence, tokens: int) -> None:
         """Allocate pages until a sequence has those of `tokens` tokens."""

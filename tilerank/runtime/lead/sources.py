@@ -9,6 +9,7 @@ from typing import Any
 
 from tilerank.kernels.kv_pages import PAGE_TOKENS
 
+from ..protocol.engine_state import EngineState
 from ..protocol.errors import RequestError
 from ..protocol.prompt import Segment, cut_segments
 from ..protocol.rank_messages import Chunk, Sights, Step, StoreSource
@@ -72,8 +73,8 @@ class SourcePool(CacheKind[Sequence]):
                 step.sights.append(Sights(sequence.number, pages, _rows(sequence, chunk)))
                 self._sent.add(sequence)
 
-    def report(self) -> dict[str, Any]:
-        return {"source_pages": self.pool.capacity, "source_pages_used": self.pool.pinned}
+    def report(self, state: EngineState) -> None:
+        state.source_pages, state.source_pages_used = self.pool.capacity, self.pool.pinned
 
 
 class StoreWork(MediaWork):

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..protocol.engine_state import EngineState
 from ..protocol.errors import RequestError
 from ..protocol.events import FailedEvent, SoundEvent
 from ..protocol.params import SamplingParams, SpeechParams
@@ -104,15 +105,10 @@ class SpeechScheduler(BaseScheduler[Speech]):
     def busy(self) -> bool:
         return bool(self.speeches)
 
-    def state(self) -> dict[str, Any]:
-        """Return the fields of server/link/messages.py: State that are about speech."""
-        return {
-            "speaking": len(self.speeches),
-            "speech_frames": self.frames,
-            "speech_samples": self.samples,
-            "talker_pages": self.pages.total,
-            "talker_pages_used": self.pages.total - self.pages.free,
-        }
+    def report(self, state: EngineState) -> None:
+        """Set the fields of `state` that are about speech."""
+        state.speaking, state.speech_frames, state.speech_samples = len(self.speeches), self.frames, self.samples
+        state.talker_pages, state.talker_pages_used = self.pages.total, self.pages.total - self.pages.free
 
     def kept(self, scheduled: Scheduled) -> list[int]:
         """Return Step.kept. The numbers of texts whose prompts are computed name their speeches."""

@@ -19,6 +19,7 @@ from typing import Any
 from tilerank.kernels.kv_pages import PAGE_TOKENS
 from tilerank.kernels.state_slots import BLOCK_TOKENS
 
+from ..protocol.engine_state import EngineState
 from ..protocol.rank_messages import Step
 from .cache_kind import CacheKind
 from .lru_pool import NumberedEntry, NumberedPool
@@ -150,8 +151,8 @@ class StatePool(CacheKind[Sequence]):
         if page in self.pool:
             self.pool.remove(self.pool[page])
 
-    def report(self) -> dict[str, Any]:
-        return {"state_slots": self.pool.capacity, "snapshots": len(self.pool.idle)}
+    def report(self, state: EngineState) -> None:
+        state.state_slots, state.snapshots = self.pool.capacity, len(self.pool.idle)
 
     def _take_snapshot(self, sequence: Sequence, page: Hashable) -> None:
         """Copy the states of a sequence for `page`, unless there is a snapshot of it or all slots are in use."""

@@ -6,14 +6,16 @@ import socket
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, aclosing, contextmanager
 from functools import reduce
+from operator import add
 
 import msgspec
 
+from ...protocol.engine_state import EngineState
 from ...protocol.events import EndedEvent, Event, FailedEvent, ScoredEvent, SoundEvent, TokenEvent, is_last
 from ...protocol.framing import encode
 from ...protocol.params import SamplingParams
 from ...protocol.prompt import Prompt
-from .messages import Counters, Events, FromEngine, Ranks, State, Submit, ToEngine, client_inbox, merge_states
+from .messages import Counters, Events, FromEngine, Ranks, Submit, ToEngine, client_inbox
 from .rank_stats import RankStats, merge
 from .request_queue import RequestQueue
 from .routing import SeenPrompts, block_hashes, choose_replica
@@ -51,7 +53,7 @@ class Totals:
         self.preemptions = self.prompt_tokens = self.generated_tokens = self.queried_tokens = self.hit_tokens = 0
         self.speech_frames = self.speech_samples = 0
 
-    def add(self, before: State, now: State) -> None:
+    def add(self, before: EngineState, now: EngineState) -> None:
         """Add what one engine has done between two of its states."""
         self.preemptions += now.preemptions - before.preemptions
         self.prompt_tokens += now.prompt_tokens - before.prompt_tokens
@@ -66,11 +68,11 @@ class EngineConnection:
     """A connection to one engine, from its start to its end.
 
     state: None until the engine is ready, and after its end. totals: counters to which this engine adds. on_ready:
-    called for every State message.
+    called for every EngineState message.
     """
 
     def __init__(self, totals: Totals, on_ready: Callable[[], None]) -> None:
-        self.state: State | None = None
+        self.state: EngineState | None = None
         self.rank_stats = RankStats()
         self.prompts = SeenPrompts()
         self._totals = totals
@@ -162,7 +164,7 @@ class EngineConnection:
                     self._put(event.request, event)
             case Ranks() | Counters():
                 self.rank_stats.add(message)
-            case State():
+            case EngineState():
                 self._totals.add(self.state or message, message)
                 self.state = message
                 self._on_ready()
@@ -218,14 +220,14 @@ class EngineClient:
         self._engines: dict[int, EngineConnection] = {}
 
     @property
-    def state(self) -> State | None:
+    def state(self) -> EngineState | None:
         """The state of all ready engines taken as one; None if there is none. Requests queued here are waiting."""
         states = [
             msgspec.structs.replace(engine.state, waiting=engine.state.waiting + engine.queued)
             for engine in self._engines.values()
             if engine.state is not None
         ]
-        return reduce(merge_states, states) if states else None
+        return reduce(add, states) if states else None
 
     @property
     def rank_stats(self) -> RankStats:

@@ -12,10 +12,10 @@ from ...lead.engine import Engine, Request
 from ...protocol.errors import RequestError
 from ...protocol.events import EndedEvent, Event, FailedEvent, is_last
 from ...protocol.framing import encode
-from .messages import Cancel, Counters, Events, FromEngine, RankInfo, Ranks, State, Submit, ToEngine, engine_inbox
+from .messages import Cancel, Counters, Events, FromEngine, RankInfo, Ranks, Submit, ToEngine, engine_inbox
 
 STATE_INTERVAL_S = 0.25
-"""Shortest time between two State messages while requests run."""
+"""Shortest time between two messages of the state while requests run."""
 COUNTERS_INTERVAL_S = 2.0
 """Shortest time between two Counters messages. Each takes a small collective of all ranks between two steps."""
 RECEIVE_S = 0.02
@@ -165,4 +165,4 @@ class _Session:
 
     def _send_state(self) -> None:
         self._state_sent_at = time.monotonic()
-        self._send(State(**self._engine.state()))
+        self._send(self._engine.state())

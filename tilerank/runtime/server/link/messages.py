@@ -1,7 +1,11 @@
-"""Messages between the HTTP process and rank 0, over a socket pair."""
+"""Messages between the HTTP process and rank 0, over a socket pair.
+
+The first EngineState of an engine means that it is ready. Its class has the tag 3.
+"""
 
 import msgspec
 
+from ...protocol.engine_state import EngineState
 from ...protocol.events import Event
 from ...protocol.framing import Inbox
 from ...protocol.params import SamplingParams
@@ -35,43 +39,6 @@ class Events(msgspec.Struct, frozen=True, array_like=True, tag=2):
     events: list[Event]
 
 
-class State(msgspec.Struct, frozen=True, array_like=True, tag=3):
-    """The state of the engine. The first one means that the engine is ready.
-
-    cache_tokens: capacity of the KV cache in tokens. cache_used: fraction of its pages that running requests use.
-    running, waiting: numbers of requests. preemptions, prompt_tokens (computed), generated_tokens: totals since the
-    start. state_slots: slots for states of sequences, 0 for models without; a running request has one. snapshots: slots
-    that keep the states at the end of a common beginning of prompts. queried_tokens, hit_tokens: totals since the start
-    of the prompt tokens that were looked for in the cache and found there.
-
-    source_pages, source_pages_used: pages for keys and values of encodings, 0 for models without cross-attention, and
-    how many of them running requests use.
-
-    speaking: requests that speak or wait for it. speech_frames, speech_samples: totals since the start. talker_pages,
-    talker_pages_used: pages of the talker's cache, 0 for models that do not speak, and how many of them are in use.
-    """
-
-    context_length: int
-    cache_tokens: int
-    cache_used: float
-    running: int
-    waiting: int
-    preemptions: int
-    prompt_tokens: int
-    generated_tokens: int
-    state_slots: int = 0
-    snapshots: int = 0
-    source_pages: int = 0
-    source_pages_used: int = 0
-    queried_tokens: int = 0
-    hit_tokens: int = 0
-    speaking: int = 0
-    speech_frames: int = 0
-    speech_samples: int = 0
-    talker_pages: int = 0
-    talker_pages_used: int = 0
-
-
 class RankInfo(msgspec.Struct, frozen=True, array_like=True):
     """A loaded rank.
 
@@ -90,7 +57,7 @@ class RankInfo(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Ranks(msgspec.Struct, frozen=True, array_like=True, tag=4):
-    """The ranks of the engine, sent once before its first State."""
+    """The ranks of the engine, sent once before its first EngineState."""
 
     ranks: list[RankInfo]
 
@@ -101,35 +68,8 @@ class Counters(msgspec.Struct, frozen=True, array_like=True, tag=5):
     ranks: list[RankCounters]
 
 
-def merge_states(one: State, other: State) -> State:
-    """Return the state of two engines taken as one: sums, and the shorter context length."""
-    tokens = one.cache_tokens + other.cache_tokens
-    used = one.cache_used * one.cache_tokens + other.cache_used * other.cache_tokens
-    return State(
-        min(one.context_length, other.context_length),
-        tokens,
-        used / tokens if tokens else 0.0,
-        one.running + other.running,
-        one.waiting + other.waiting,
-        one.preemptions + other.preemptions,
-        one.prompt_tokens + other.prompt_tokens,
-        one.generated_tokens + other.generated_tokens,
-        one.state_slots + other.state_slots,
-        one.snapshots + other.snapshots,
-        one.source_pages + other.source_pages,
-        one.source_pages_used + other.source_pages_used,
-        one.queried_tokens + other.queried_tokens,
-        one.hit_tokens + other.hit_tokens,
-        one.speaking + other.speaking,
-        one.speech_frames + other.speech_frames,
-        one.speech_samples + other.speech_samples,
-        one.talker_pages + other.talker_pages,
-        one.talker_pages_used + other.talker_pages_used,
-    )
-
-
 ToEngine = Submit | Cancel
-FromEngine = Events | State | Ranks | Counters
+FromEngine = Events | EngineState | Ranks | Counters
 
 
 def engine_inbox() -> Inbox[ToEngine]:
