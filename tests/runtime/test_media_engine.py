@@ -1,4 +1,4 @@
-"""The engine with pictures and videos: inserts, shared pages and encodings, pieces of an encode, refusals."""
+"""The engine with pictures and videos: placeholders, shared pages and encodings, pieces of an encode, refusals."""
 
 import functools
 import math
@@ -23,7 +23,7 @@ from tilerank.runtime.lead.encodings import EncoderCache
 from tilerank.runtime.lead.engine import Engine, Request
 from tilerank.runtime.lead.media_encoding import MediaEncoding, operations_of_piece
 from tilerank.runtime.protocol.errors import RequestError
-from tilerank.runtime.protocol.prompt import Medium, Place, Prompt
+from tilerank.runtime.protocol.prompt import Medium, PlaceholderRange, Prompt
 from tilerank.runtime.protocol.rank_messages import Encode, EncodePiece, Frames, Message, StopEncode
 from tilerank.runtime.rank.rank_config import RankConfig
 from tilerank.runtime.rank.worker import Worker
@@ -283,7 +283,7 @@ GOOD = prompt(text(1, 4), SMALL, text(2, 3))
 
 
 def changed(**changes: object) -> Prompt:
-    fields = {name: getattr(GOOD, name) for name in ("token_ids", "media", "places", "positions")}
+    fields = {name: getattr(GOOD, name) for name in ("token_ids", "media", "placeholder_ranges", "positions")}
     return Prompt(**(fields | changes))
 
 
@@ -295,17 +295,17 @@ def reshaped(**changes: object) -> Prompt:
 @pytest.mark.parametrize(
     ("bad", "says"),
     [
-        (changed(places=[]), r"medium 0: a grid of \(1, 4, 6\) has 6 tokens, found places for 0"),
-        (changed(places=[Place(4, 5, 0, 0)]), "has 6 tokens, found places for 5"),
-        (changed(places=[Place(4, 6, 1, 0)]), "place 0: expected one of 1 media, found medium 1"),
-        (changed(places=[Place(8, 6, 0, 0)]), "place 0: expected tokens .* within the prompt's 13, found 6 from 8 on"),
-        (changed(places=[Place(4, 3, 0, 0), Place(6, 3, 0, 3)]), "place 1: expected tokens after place 0"),
-        (changed(places=[Place(4, 3, 0, 0), Place(7, 3, 0, 2)]), "place 1: expected to go on with token 3 of medium 0"),
+        (changed(placeholder_ranges=[]), r"medium 0: a grid of \(1, 4, 6\) has 6 tokens, found placeholders for 0"),
+        (changed(placeholder_ranges=[PlaceholderRange(4, 5, 0, 0)]), "has 6 tokens, found placeholders for 5"),
+        (changed(placeholder_ranges=[PlaceholderRange(4, 6, 1, 0)]), "placeholder range 0: expected one of 1 media, found medium 1"),
+        (changed(placeholder_ranges=[PlaceholderRange(8, 6, 0, 0)]), "placeholder range 0: expected tokens .* within the prompt's 13, found 6 from 8 on"),
+        (changed(placeholder_ranges=[PlaceholderRange(4, 3, 0, 0), PlaceholderRange(6, 3, 0, 3)]), "placeholder range 1: expected tokens after range 0"),
+        (changed(placeholder_ranges=[PlaceholderRange(4, 3, 0, 0), PlaceholderRange(7, 3, 0, 2)]), "placeholder range 1: expected to go on with token 3 of medium 0"),
         (changed(positions=[[1] * 13] * 2), r"expected 3 lists of 13 numbers, found lists of \[13, 13\]"),
         (changed(positions=[[1] * 12] * 3), r"found lists of \[12, 12, 12\]"),
         (changed(positions=[[0] * 12 + [1 << 40]] * 3), "positions: expected numbers from 0 to"),
         (changed(positions=[[-1] + [0] * 12] * 3), "found -1"),
-        (reshaped(grid=(1, 4, 8)), r"a grid of \(1, 4, 8\) has 8 tokens, found places for 6"),
+        (reshaped(grid=(1, 4, 8)), r"a grid of \(1, 4, 8\) has 8 tokens, found placeholders for 6"),
         (reshaped(grid=(1, 0, 6)), "medium 0: expected a size and a grid of positive numbers"),
         (reshaped(size=(1, 64, 95)), "medium 0: 1 frames of 95 x 64 have 18240 bytes, found 18432"),
     ],

@@ -172,11 +172,11 @@ def test_prompt_is_that_of_transformers(family: str, case: str, directories: dic
 
 def check_places(prompt: Prompt) -> None:
     """The places are all tokens of their ids, and cover every medium."""
-    covered = {i for place in prompt.places for i in range(place.start, place.start + place.count)}
+    covered = {i for place in prompt.placeholder_ranges for i in range(place.start, place.start + place.count)}
     placeholders = {prompt.token_ids[i] for i in covered}
     assert covered == {i for i, id in enumerate(prompt.token_ids) if id in placeholders}
     for number, medium in enumerate(prompt.media):
-        places = [place for place in prompt.places if place.medium == number]
+        places = [place for place in prompt.placeholder_ranges if place.medium == number]
         assert [place.first for place in places] == [i * places[0].count for i in range(len(places))]
         assert len(places) == medium.grid[0]
         assert sum(place.count for place in places) * 4 == medium.grid[0] * medium.grid[1] * medium.grid[2]
@@ -193,7 +193,7 @@ def test_markers_of_transformers_4() -> None:
     start, end = (tokenizer.encode(f"<|vision_{side}|>")[0] for side in ("start", "end"))
     outer = [kept.token_ids.index(start), len(kept.token_ids) - 1 - kept.token_ids[::-1].index(end)]
     assert replaced.token_ids == [id for i, id in enumerate(kept.token_ids) if i not in outer]
-    assert [place.start + 1 for place in replaced.places] == [place.start for place in kept.places]
+    assert [place.start + 1 for place in replaced.placeholder_ranges] == [place.start for place in kept.placeholder_ranges]
 
 
 def test_text_alone() -> None:

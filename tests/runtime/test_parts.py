@@ -19,14 +19,13 @@ from tilerank.loader.card import read_card
 from tilerank.loader.errors import ConfigError
 from tilerank.parallel.sharding import Sharding
 from tilerank.runtime.protocol import rank_messages
-from tilerank.runtime.protocol.prompt import Medium
+from tilerank.runtime.protocol.prompt import Medium, PlaceholderRange
 from tilerank.runtime.protocol.rank_messages import (
     Chunk,
     Count,
     Encode,
     EncodePiece,
     Frames,
-    Insert,
     Message,
     Step,
     Stop,
@@ -135,7 +134,7 @@ MESSAGES = st.one_of(
                 st.integers(0, 4096),
                 st.just([]) | st.lists(st.lists(st.integers(0, 1 << 30)), min_size=3, max_size=3),
                 st.integers(-(1 << 30), 1 << 30),
-                st.lists(st.builds(Insert, *[st.integers(0, 1 << 30)] * 4)),
+                st.lists(st.builds(PlaceholderRange, *[st.integers(0, 1 << 30)] * 4)),
             )
         ),
         st.lists(st.integers(0, 1 << 40)),
@@ -245,8 +244,8 @@ def test_a_batch_with_pieces_of_two_media() -> None:
     another one, which has fewer levels (sound)."""
     one, other = (torch.arange(0, 12 * n, dtype=torch.float32).view(n, 4, 3) for n in (3, 1))
     positions = [[5, 5, 8, 9, 9], [6, 6, 8, 9, 9], [6, 7, 8, 9, 10]]
-    inserts = [Insert(0, 2, 2, 11), Insert(3, 0, 2, 12)]
-    chunks = [Chunk(7, 33, [9], [], 1, shift=-3), Chunk(3, 30, [1, 1, 2, 1, 1], [6, 0], 0, positions, -20, inserts)]
+    ranges = [PlaceholderRange(0, 2, 11, 2), PlaceholderRange(3, 2, 12, 0)]
+    chunks = [Chunk(7, 33, [9], [], 1, shift=-3), Chunk(3, 30, [1, 1, 2, 1, 1], [6, 0], 0, positions, -20, ranges)]
     held = {7: RankSequence([4, 2]), 3: RankSequence([6, 0])}
     fills = filler(position_axes=3)
     batch = fills.fresh(Step(chunks, []), held, {11: one, 12: other})
@@ -260,14 +259,14 @@ def test_a_batch_with_pieces_of_two_media() -> None:
     assert fills.fresh(Step(chunks[:1], []), held, {}).inserts is None
 
 
-def test_steps_with_inserts_or_positions_are_not_decode_steps() -> None:
-    def step(positions: list[list[int]], inserts: list[Insert]) -> Step:
-        return Step([Chunk(0, 4, [1], [], 1, positions, -2, inserts)], [])
+def test_steps_with_placeholders_or_positions_are_not_decode_steps() -> None:
+    def step(positions: list[list[int]], ranges: list[PlaceholderRange]) -> Step:
+        return Step([Chunk(0, 4, [1], [], 1, positions, -2, ranges)], [])
 
     fills = filler(position_axes=3)
     assert fills.is_decode(step([], []))
     assert not fills.is_decode(step([[2], [2], [2]], []))
-    assert not fills.is_decode(step([], [Insert(0, 0, 1, 0)]))
+    assert not fills.is_decode(step([], [PlaceholderRange(0, 1, 0, 0)]))
 
 
 @pytest.mark.parametrize("copy_padding", [False, True])

@@ -15,7 +15,7 @@ from tilerank.runtime.lead.sampling import SamplingParams
 from tilerank.runtime.lead.scheduler import Scheduler
 from tilerank.runtime.lead.sequence import Scheduled, Sequence
 from tilerank.runtime.lead.states import StatePool
-from tilerank.runtime.protocol.prompt import Medium, Place, Prompt
+from tilerank.runtime.protocol.prompt import Medium, PlaceholderRange, Prompt
 from tilerank.runtime.protocol.rank_messages import Chunk, Step
 
 BLOCKS, MAX_RUNNING, CHUNK, BUDGET, STATES = 12, 4, 80, 3, 3
@@ -29,9 +29,9 @@ def new_sequence(prompt: list[int], new_tokens: int, request: int = 0) -> Sequen
 def with_picture(before: list[int], kind: int, tokens: int, after: list[int]) -> tuple[Prompt, list[int]]:
     """Return a prompt with picture number `kind` twice, the second time cut in two places, and the bytes of both."""
     medium, digest = Medium("image", b"", (1, 1, 1), (1, 1, 1)), bytes([kind] * 16)
-    places = [Place(len(before), tokens, 0, 0), Place(len(before) + tokens + 1, 1, 1, 0)]
+    places = [PlaceholderRange(len(before), tokens, 0, 0), PlaceholderRange(len(before) + tokens + 1, 1, 1, 0)]
     if tokens > 1:
-        places.append(Place(places[1].start + 1, tokens - 1, 1, 1))
+        places.append(PlaceholderRange(places[1].start + 1, tokens - 1, 1, 1))
     token_ids = [*before, *[9] * tokens, 8, *[9] * tokens, *after]
     positions = [[1000 * axis + 2 * i for i in range(len(token_ids))] for axis in range(3)]
     prompt = Prompt(token_ids, [medium, medium], places, positions)
@@ -213,13 +213,13 @@ class Schedules(RuleBasedStateMachine):
     def check_media(self, sequence: Sequence, chunk: Chunk) -> None:
         """Every placeholder, and nothing else, takes its token of its medium. Positions are the prompt's and go on."""
         prompt, inserted = sequence.prompt, {}
-        for insert in chunk.inserts:
-            for i in range(insert.count):
-                inserted[chunk.start + insert.row + i] = self.held[insert.encoding], insert.first + i
+        for run in chunk.placeholder_ranges:
+            for i in range(run.count):
+                inserted[chunk.start + run.start + i] = self.held[run.medium], run.first + i
         span = range(chunk.start, chunk.start + len(chunk.token_ids))
         assert inserted == {
             place.start + i: (prompt.digests[place.medium], place.first + i)
-            for place in prompt.places
+            for place in prompt.placeholder_ranges
             for i in range(place.count)
             if place.start + i in span
         }

@@ -14,7 +14,7 @@ from tilerank.parallel.join import Team
 from tilerank.runtime.lead import media_encoding
 from tilerank.runtime.lead.engine import Engine, Request
 from tilerank.runtime.lead.sampling import SamplingParams
-from tilerank.runtime.protocol.prompt import Medium, Place, Prompt
+from tilerank.runtime.protocol.prompt import Medium, PlaceholderRange, Prompt
 from tilerank.runtime.rank.rank_config import RankConfig
 from tilerank.runtime.rank.worker import Worker
 
@@ -36,7 +36,7 @@ def prompt(*parts: list[int] | Medium) -> Prompt:
     the largest position before it, its tokens differ in row and column, and text goes on after the largest."""
     token_ids: list[int] = []
     media: list[Medium] = []
-    places: list[Place] = []
+    places: list[PlaceholderRange] = []
     points: list[tuple[int, int, int]] = []
     for part in parts:
         if isinstance(part, list):
@@ -47,7 +47,7 @@ def prompt(*parts: list[int] | Medium) -> Prompt:
         pairs, rows, columns = part.grid[0], part.grid[1] // MERGE, part.grid[2] // MERGE
         for pair in range(pairs):
             first = 1 + max(map(max, points), default=-1)
-            places.append(Place(len(token_ids), rows * columns, len(media), pair * rows * columns))
+            places.append(PlaceholderRange(len(token_ids), rows * columns, len(media), pair * rows * columns))
             points += [(first, first + row, first + column) for row in range(rows) for column in range(columns)]
             token_ids += [PLACEHOLDER] * (rows * columns)
         media.append(part)

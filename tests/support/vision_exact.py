@@ -13,7 +13,7 @@ from torch import Tensor
 from tilerank.parallel.join import Team
 from tilerank.runtime.lead.engine import Engine, Request
 from tilerank.runtime.lead.sampling import SamplingParams
-from tilerank.runtime.protocol.prompt import Medium, Place, Prompt, Segment, Sight
+from tilerank.runtime.protocol.prompt import Medium, PlaceholderRange, Prompt, Segment, VisibleRange
 from tilerank.runtime.rank.rank_config import RankConfig
 from tilerank.runtime.rank.worker import Worker
 
@@ -89,11 +89,12 @@ def media_prompt(wanted: dict[str, Tensor], p: int, length: int) -> Prompt:
         media.append(Medium("image" if size[0] == 1 else "video", frames.numpy().tobytes(), size, (t, rows, columns)))
         for part in range(0 if has_source else t):
             start, tokens = next(runs)
-            places.append(Place(start, tokens, index, part * tokens))
+            places.append(PlaceholderRange(start, tokens, index, part * tokens))
     if has_source:
         source = [Segment(*part) for part in wanted[f"{p}.source"].tolist()]
-        sights = [Sight(start, first, n, bool(shown)) for start, first, n, shown in wanted[f"{p}.sights"].tolist()]
-        prompt = Prompt(wanted[f"{p}.token_ids"][:length].tolist(), media, source=source, sights=sights)
+        ranges = wanted[f"{p}.visible_ranges"].tolist()
+        visible = [VisibleRange(start, first, n, bool(shown)) for start, first, n, shown in ranges]
+        prompt = Prompt(wanted[f"{p}.token_ids"][:length].tolist(), media, source=source, visible_ranges=visible)
         if source and f"{p}.source_positions" in wanted:  # reference_moss.py
             prompt.positions = wanted[f"{p}.positions"][:, :length].tolist()
             prompt.source_positions = wanted[f"{p}.source_positions"].tolist()

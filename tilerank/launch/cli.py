@@ -85,7 +85,7 @@ def _parser(commands: Sequence[str]) -> Parser:
     )
     parser.add_argument("--version", action="version", version=f"tilerank {own_version()}")
     parser.add_argument(
-        "--print-completion", action=_Completion, help="print a script that completes this command in a shell"
+        "--print-completion", action=_PrintCompletion, help="print a script that completes this command in a shell"
     )
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, purpose in COMMANDS.items():
@@ -98,7 +98,7 @@ def _parser(commands: Sequence[str]) -> Parser:
     return parser
 
 
-class _Completion(argparse.Action):
+class _PrintCompletion(argparse.Action):
     """Prints the completion script of a shell and exits."""
 
     def __init__(self, option_strings: Sequence[str], dest: str, help: str) -> None:

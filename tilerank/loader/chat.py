@@ -104,7 +104,7 @@ class ChatTemplate:
         values = {**variables, "tools": tools, "add_generation_prompt": add_generation_prompt}
         try:
             text = self._rendered(template, messages, values)
-        except _RefusedError as failure:
+        except _TemplateFailure as failure:
             # The template may raise any exception; no code of this project runs inside it.
             cause = failure.__cause__
             raise TokenizerError(f"{template.where}: chat template {name} refused the messages: {cause}") from cause
@@ -117,7 +117,7 @@ class ChatTemplate:
         calls = [_with_json_arguments(one) for one in _TRIAL] if self._prints_arguments else _TRIAL
         try:
             text = self._rendered(template, calls, {"tools": None, "add_generation_prompt": True})
-        except _RefusedError:
+        except _TemplateFailure:
             return False
         return "needle" in text and _RESULT in text
 
@@ -143,7 +143,7 @@ class ChatTemplate:
         try:
             return template.program.render(plain)
         except Exception as failure:
-            raise _RefusedError from failure
+            raise _TemplateFailure from failure
 
     @cached_property
     def _prints_arguments(self) -> bool:
@@ -152,11 +152,11 @@ class ChatTemplate:
         values = {"tools": None, "add_generation_prompt": True}
         try:
             return repr(_CALL) in self._rendered(template, _TRIAL, values)
-        except _RefusedError:
+        except _TemplateFailure:
             pass
         try:
             return json.dumps(_CALL) in self._rendered(template, [_with_json_arguments(one) for one in _TRIAL], values)
-        except _RefusedError:
+        except _TemplateFailure:
             return False
 
 
@@ -174,7 +174,7 @@ def _cut(text: str, content: Any) -> str:
     raise AssertionError("one of both was found")
 
 
-class _RefusedError(Exception):
+class _TemplateFailure(Exception):
     """A template raised the exception that is the cause of this one."""
 
 
@@ -241,7 +241,7 @@ def _plain(value: Any) -> Any:
     raise TokenizerError(f"chat messages: expected JSON values, found {type(value).__name__}")
 
 
-class _Generation(jinja2.ext.Extension):
+class _GenerationTag(jinja2.ext.Extension):
     """`{% generation %}`, which marks the assistant's text for training. Here it only renders its body."""
 
     tags = {"generation"}  # noqa: RUF012 (Jinja's interface)
@@ -274,7 +274,7 @@ def _check_name(name: object) -> None:
 def _environment() -> ImmutableSandboxedEnvironment:
     """Return the environment of templates. It has no loader, so that they cannot include or import files."""
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
     )
     environment.filters["tojson"] = _tojson
     environment.globals.update(

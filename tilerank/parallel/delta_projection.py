@@ -100,7 +100,7 @@ class DeltaProjection(Layer):
 
 
 @dataclass(frozen=True)
-class _Projection:
+class _ProjectionRows:
     """The rows of a projection that this rank holds, one after the other, and in which format."""
 
     name: str
@@ -112,7 +112,7 @@ class _Projection:
         return sum(rows.span.size for rows in self.rows)
 
 
-def _projection(name: str, rows: list[Rows], sharding: Sharding) -> _Projection:
+def _projection(name: str, rows: list[Rows], sharding: Sharding) -> _ProjectionRows:
     """Choose blocks that have an edge wherever rows begin, in the checkpoint and in the stack, or end in the stack.
 
     Raises ShardError where the kernels have no blocks that small.
@@ -125,10 +125,10 @@ def _projection(name: str, rows: list[Rows], sharding: Sharding) -> _Projection:
             f"{name}: cannot be held in {held}: expected heads that take a multiple of {unit} rows on a rank, "
             f"found {', '.join(str(part.span.size) for part in rows)} rows"
         )
-    return _Projection(name, rows, held)
+    return _ProjectionRows(name, rows, held)
 
 
-def _gate_projection(name: str, rows: list[Rows], sharding: Sharding) -> _Projection:
+def _gate_projection(name: str, rows: list[Rows], sharding: Sharding) -> _ProjectionRows:
     """Return b or a: floats, unless the checkpoint has them quantised. They decide how fast a state decays.
 
     A rank may have fewer of their rows than a block; blocks are therefore dequantised.
@@ -136,11 +136,11 @@ def _gate_projection(name: str, rows: list[Rows], sharding: Sharding) -> _Projec
     if sharding.formats is not None and sharding.formats.encoded is not None:
         held = sharding.fused_format([name], [part.stored for part in rows])
         if not isinstance(held, BlockFormat):
-            return _Projection(name, rows, held)
-    return _Projection(name, rows, Float(sharding.dtype))
+            return _ProjectionRows(name, rows, held)
+    return _ProjectionRows(name, rows, Float(sharding.dtype))
 
 
-def _stacked(projections: list[_Projection], hidden: int) -> Linear:
+def _stacked(projections: list[_ProjectionRows], hidden: int) -> Linear:
     """Return a layer whose outputs are those of the projections, one after the other."""
     stack = Linear(sum(projection.width for projection in projections), hidden, projections[0].format, None)
     row = 0

@@ -128,7 +128,7 @@ def test_a_picture_before_tokens() -> None:
     prompt = prompts.before([7, 8, 9], random_frames((128, 64), "a"))
     assert prompts.grid((128, 64)) == prompt.media[0].grid == (1, 8, 16)
     assert len(prompt.token_ids) == prompts.tokens_before((128, 64)) + 3 and prompt.token_ids[-3:] == [7, 8, 9]
-    (place,) = prompt.places
+    (place,) = prompt.placeholder_ranges
     assert place.count == 32 and prompt.token_ids[place.start : place.start + 32] == [494] * 32
     # The picture takes as many positions as its longer side has tokens.
     last = len(prompt.token_ids) - 1 - 32 + 8

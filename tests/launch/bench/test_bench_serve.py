@@ -10,19 +10,19 @@ from collections.abc import Sequence
 import pytest
 from command import DEMO, SOON_S, await_true, run
 
-from tilerank.launch.bench.serve import Completion, measure, rows_of, same_prefix_share, table
+from tilerank.launch.bench.serve import CompletionTiming, measure, rows_of, same_prefix_share, table
 
 
 def test_metrics_of_completions_of_known_timing() -> None:
     """Prefill takes 2 ms for each letter that is not cached, decode 10 ms for each token."""
     cached: set[str] = set()
 
-    def complete(texts: Sequence[str], new_tokens: int) -> list[Completion]:
+    def complete(texts: Sequence[str], new_tokens: int) -> list[CompletionTiming]:
         completions = []
         for text in texts:
             letters = len(text.split()) - (100 if text[:199] in cached else 0)
             cached.add(text[:199])
-            completions.append(Completion(0.002 * letters, 0.002 * letters + 0.01 * (new_tokens - 1), new_tokens))
+            completions.append(CompletionTiming(0.002 * letters, 0.002 * letters + 0.01 * (new_tokens - 1), new_tokens))
         return completions
 
     args = argparse.Namespace(streams=4, prompt_tokens=10, new_tokens=11, prefix_tokens=100, repeat=3)

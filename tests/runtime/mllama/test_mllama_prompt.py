@@ -65,9 +65,9 @@ def seen(prompt: Prompt) -> list[set[tuple[int, int]]]:
     """Return for each token of a prompt the (picture, token of its encoding) that it sees."""
     source = [(part.medium, part.first + i) for part in prompt.source for i in range(part.count)]
     rows: list[set[tuple[int, int]]] = [set() for _ in prompt.token_ids]
-    for sight, after in zip(prompt.sights, [*prompt.sights[1:], None], strict=True):
-        for row in range(sight.start, after.start if after else len(rows)):
-            rows[row] = set(source[sight.first : sight.first + sight.count])
+    for visible, after in zip(prompt.visible_ranges, [*prompt.visible_ranges[1:], None], strict=True):
+        for row in range(visible.start, after.start if after else len(rows)):
+            rows[row] = set(source[visible.first : visible.first + visible.count])
     return rows
 
 
@@ -97,7 +97,7 @@ def test_tokens_see_what_transformers_lets_them_see(processor: Processor, text: 
     for row, (found, row_mask) in enumerate(zip(seen(prompt), mask, strict=True)):
         expected = {(m, tile * TOKENS + i) for m, tile in np.argwhere(row_mask).tolist() for i in range(TOKENS)}
         assert found == (expected or everything), row
-    shown = {sight.start: sight.shown for sight in prompt.sights}
+    shown = {visible.start: visible.shown for visible in prompt.visible_ranges}
     assert [shown[start] for start in sorted(shown)] == [bool(mask[start].any()) for start in sorted(shown)]
 
 

@@ -24,7 +24,7 @@ from tilerank.runtime.lead.lru_pool import NumberedEntry, NumberedPool
 from tilerank.runtime.lead.sources import SourcePool
 from tilerank.runtime.models.cross_attention import CrossAttention
 from tilerank.runtime.protocol.errors import RequestError
-from tilerank.runtime.protocol.prompt import Medium, Place, Prompt, Segment, Sight
+from tilerank.runtime.protocol.prompt import Medium, PlaceholderRange, Prompt, Segment, VisibleRange
 from tilerank.runtime.protocol.rank_messages import Encode, Message, StoreSource
 from tilerank.runtime.rank.rank_config import RankConfig
 from tilerank.runtime.rank.worker import Worker
@@ -74,19 +74,19 @@ def prompt(*parts: list[int] | Medium) -> Prompt:
     """Text and pictures in order. Tokens see the tiles of the last picture; those before the first see everything."""
     ids: list[int] = []
     media: list[Medium] = []
-    sights: list[Sight] = []
+    visible_ranges: list[VisibleRange] = []
     total = TOKENS * sum(isinstance(part, Medium) for part in parts)
     for part in parts:
         if isinstance(part, list):
             if total and not ids:
-                sights.append(Sight(0, 0, total, False))
+                visible_ranges.append(VisibleRange(0, 0, total, False))
             ids += part
             continue
         tiles = part.grid[1] * part.grid[2] // SIDE**2
-        sights.append(Sight(len(ids), TOKENS * len(media), 17 * tiles, True))
+        visible_ranges.append(VisibleRange(len(ids), TOKENS * len(media), 17 * tiles, True))
         media.append(part)
         ids.append(VOCAB)
-    return Prompt(ids, media, source=[Segment(i, 0, TOKENS) for i in range(len(media))], sights=sights)
+    return Prompt(ids, media, source=[Segment(i, 0, TOKENS) for i in range(len(media))], visible_ranges=visible_ranges)
 
 
 def mixed(count: int) -> list[Request]:
@@ -252,16 +252,16 @@ SOURCE = functools.partial(Prompt, [1, VOCAB, 3], [picture(1)])
         (SOURCE(source=[Segment(1, 0, 5)]), "segment 0: expected one of 1 media, found 1"),
         (SOURCE(source=[Segment(0, 60, 9)]), "segment 0: expected tokens of the 68 of medium 0, found 9 from 60 on"),
         (
-            SOURCE(source=[Segment(0, 0, 68)], sights=[Sight(1, 60, 9, True)]),
-            "sight 0: expected a range of the 68 tokens of the source, found 9 from 60 on",
+            SOURCE(source=[Segment(0, 0, 68)], visible_ranges=[VisibleRange(1, 60, 9, True)]),
+            "visible range 0: expected a range of the 68 tokens of the source, found 9 from 60 on",
         ),
         (
-            SOURCE(source=[Segment(0, 0, 68)], sights=[Sight(1, 0, 9, True), Sight(1, 0, 9, True)]),
-            "sight 1: expected a token after 1 of the prompt, found 1",
+            SOURCE(source=[Segment(0, 0, 68)], visible_ranges=[VisibleRange(1, 0, 9, True)] * 2),
+            "visible range 1: expected a token after 1 of the prompt, found 1",
         ),
         (
-            SOURCE([Place(0, 1, 0, 0)]),
-            "the prompt has places of media, but the model sees media by cross-attention",
+            SOURCE([PlaceholderRange(0, 1, 0, 0)]),
+            "the prompt has placeholders of media, but the model sees media by cross-attention",
         ),
         (Prompt([1, VOCAB + 8]), "expected token ids from 0 to 784, found 785"),
     ],

@@ -116,9 +116,9 @@ def test_prompts_are_those_of_the_reference(processor: Processor, model_dir: Pat
     assert found.positions == positions.tolist()
     assert found.source_positions == source_positions.tolist()
     visible = [0] * len(found.token_ids)
-    for sight in found.sights:
-        assert sight.first == 0 and sight.shown
-        visible[sight.start :] = [sight.count] * (len(visible) - sight.start)
+    for part in found.visible_ranges:
+        assert part.first == 0 and part.shown
+        visible[part.start :] = [part.count] * (len(visible) - part.start)
     assert visible == [sum(tokens[:count]) for count in seen.tolist()]
     assert sum(part.count for part in found.source) == sum(tokens)
     assert found.source == [Segment(i, 0, part.count) for i, part in enumerate(found.source)]
@@ -132,7 +132,7 @@ def test_keys_identify_the_frames_that_tokens_may_have_seen(processor: Processor
     first = processor.prompt("a b <|image|>c d", [one])
     longer = processor.prompt("a b <|image|>c d<|image|>e", [one, other])
     different = processor.prompt("a b <|image|>c d", [other])
-    place = first.sights[0].start
+    place = first.visible_ranges[0].start
     assert longer.keys[: len(first.keys)] == first.keys
     assert min(first.keys[:place]) >= 0 > max(first.keys[place:])
     assert different.keys[:place] == first.keys[:place]

@@ -113,7 +113,7 @@ def test_tokens_see_the_frames_up_to_their_own_alone(engine: Engine, processor: 
     """Before the first frame, logits are those of text. Another frame changes its placeholder and what follows."""
     text = "the cat <|image|>sees <|image|>the stone"
     one, other = (processor.prompt(text, [picture(1, 64, 64), picture(seed, 64, 96)]) for seed in (2, 3))
-    first, second = (sight.start for sight in one.sights)
+    first, second = (visible.start for visible in one.visible_ranges)
     logits = engine.score(one)
     alone = engine.score(processor.prompt("the cat ", []))
     assert torch.equal(logits[: first - 1], alone[: first - 1])

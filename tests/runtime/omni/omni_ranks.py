@@ -90,7 +90,7 @@ def check_prompts(
         # Scored with the tokens that transformers generated, whose positions follow the prompt's.
         after = [length + i + made.shift for i in range(new_tokens)]
         positions = [[*axis, *after] for axis in made.positions]
-        scored = engine.score(Prompt(ids, made.media, made.places, positions))
+        scored = engine.score(Prompt(ids, made.media, made.placeholder_ranges, positions))
         logits[name] = float(row_errors(scored, wanted[f"{name}.logits"]).max())
     forget(engine)
     single = one_by_one(engine, requests)

@@ -18,8 +18,8 @@ from tilerank.kernels.kv_pages import PAGE_TOKENS
 from tilerank.loader.tokenizer import Tokenizer
 from tilerank.parallel.join import Team
 from tilerank.runtime.media.registry import load_processor
-from tilerank.runtime.protocol.prompt import Prompt
-from tilerank.runtime.protocol.rank_messages import Chunk, Encode, Insert, Step
+from tilerank.runtime.protocol.prompt import PlaceholderRange, Prompt
+from tilerank.runtime.protocol.rank_messages import Chunk, Encode, Step
 from tilerank.runtime.protocol.speech_messages import Frame, SpeechStep, TalkerChunk
 from tilerank.runtime.rank.rank_config import RankConfig
 from tilerank.runtime.rank.speech_rank import SpeechOutputs
@@ -105,17 +105,17 @@ def read(worker: Worker, case: Case, prompt: Prompt, pages: Pages) -> None:
         worker.prepare_encode(Encode(10 * case.number + number, medium, 1e12))
         while not worker.encode_piece():
             pass
-    cut = prompt.places[0].start + 3 if prompt.places else 5
+    cut = prompt.placeholder_ranges[0].start + 3 if prompt.placeholder_ranges else 5
     held = pages.take(len(ids))
     for first, end in ((0, cut), (cut, len(ids))):
-        inserts = []
-        for place in prompt.places:
+        ranges = []
+        for place in prompt.placeholder_ranges:
             begin, stop = max(place.start, first), min(place.start + place.count, end)
             if begin < stop:
                 encoding = 10 * case.number + place.medium
-                inserts.append(Insert(begin - first, place.first + begin - place.start, stop - begin, encoding))
+                ranges.append(PlaceholderRange(begin - first, stop - begin, encoding, place.first + begin - place.start))
         axes = [axis[first:end] for axis in prompt.positions]
-        chunk = Chunk(case.number, first, ids[first:end], held if first == 0 else [], 1, axes, 0, inserts)
+        chunk = Chunk(case.number, first, ids[first:end], held if first == 0 else [], 1, axes, 0, ranges)
         worker.run(Step([chunk], [], kept=[case.number]))
 
 

@@ -12,7 +12,7 @@ from media_files import DEMO_VL
 from tilerank.loader.tokenizer import Tokenizer
 from tilerank.runtime.protocol.grammar import Vocabulary, allowed_tokens
 from tilerank.runtime.server.chat.grammars import request_grammar
-from tilerank.runtime.server.chat.reasoning import ReasoningSplitter, Text, Thinking, thinking_after
+from tilerank.runtime.server.chat.reasoning import ReasoningSplitter, Text, ReasoningStart, thinking_after
 from tilerank.runtime.server.chat.request import ChatCompletion
 from tilerank.runtime.server.chat.text import TextStream
 from tilerank.runtime.server.chat.tool_formats import HermesTools
@@ -20,7 +20,7 @@ from tilerank.runtime.server.chat.tool_formats import HermesTools
 MARKS_ARE_TEXT, MARKS_ARE_TOKENS = Tokenizer(DEMO), Tokenizer(DEMO_VL)
 
 
-def split(thinking: Thinking, pieces: list[str]) -> Text:
+def split(thinking: ReasoningStart, pieces: list[str]) -> Text:
     splitter = ReasoningSplitter(thinking)
     found = Text()
     for piece in pieces:
@@ -29,22 +29,22 @@ def split(thinking: Thinking, pieces: list[str]) -> Text:
 
 
 CASES = [
-    (Thinking.OPTIONAL, "<think>\nWhy </thin?\n\nSo.\n</think>\n\n  It is", Text("Why </thin?\n\nSo.", "  It is")),
-    (Thinking.OPTIONAL, "\n <think>a</think>b", Text("a", "b")),
-    (Thinking.OPTIONAL, "<think>\n\n</think>\n\nb", Text("", "b")),
-    (Thinking.OPTIONAL, "<thin> is no mark", Text("", "<thin> is no mark")),
-    (Thinking.OPTIONAL, "\n\nso <think>b</think>", Text("", "\n\nso <think>b</think>")),
-    (Thinking.OPTIONAL, "<think>cut off </th", Text("cut off </th", "")),
-    (Thinking.OPTIONAL, "<thi", Text("", "<thi")),
-    (Thinking.OPENED, "Why\n</think>\n\nb\n</think>", Text("Why", "b\n</think>")),
-    (Thinking.OPENED, "</think>b", Text("", "b")),
-    (Thinking.OPENED, "\nno end\n", Text("no end", "")),
-    (Thinking.NEVER, "<think>a</think>b", Text("", "<think>a</think>b")),
+    (ReasoningStart.OPTIONAL, "<think>\nWhy </thin?\n\nSo.\n</think>\n\n  It is", Text("Why </thin?\n\nSo.", "  It is")),
+    (ReasoningStart.OPTIONAL, "\n <think>a</think>b", Text("a", "b")),
+    (ReasoningStart.OPTIONAL, "<think>\n\n</think>\n\nb", Text("", "b")),
+    (ReasoningStart.OPTIONAL, "<thin> is no mark", Text("", "<thin> is no mark")),
+    (ReasoningStart.OPTIONAL, "\n\nso <think>b</think>", Text("", "\n\nso <think>b</think>")),
+    (ReasoningStart.OPTIONAL, "<think>cut off </th", Text("cut off </th", "")),
+    (ReasoningStart.OPTIONAL, "<thi", Text("", "<thi")),
+    (ReasoningStart.OPENED, "Why\n</think>\n\nb\n</think>", Text("Why", "b\n</think>")),
+    (ReasoningStart.OPENED, "</think>b", Text("", "b")),
+    (ReasoningStart.OPENED, "\nno end\n", Text("no end", "")),
+    (ReasoningStart.NEVER, "<think>a</think>b", Text("", "<think>a</think>b")),
 ]
 
 
 @pytest.mark.parametrize(("thinking", "text", "expected"), CASES)
-def test_marks_are_found_wherever_the_text_is_cut(thinking: Thinking, text: str, expected: Text) -> None:
+def test_marks_are_found_wherever_the_text_is_cut(thinking: ReasoningStart, text: str, expected: Text) -> None:
     """All cuts into at most three pieces, and single characters."""
     for i, j in combinations(range(len(text) + 1), 2):
         assert split(thinking, [text[:i], text[i:j], text[j:]]) == expected
@@ -52,8 +52,8 @@ def test_marks_are_found_wherever_the_text_is_cut(thinking: Thinking, text: str,
 
 
 @settings(deadline=None)
-@given(st.sampled_from(Thinking), st.text("<think>/\n a", max_size=40), st.lists(st.integers(1, 5), min_size=1))
-def test_no_text_is_lost(thinking: Thinking, text: str, sizes: list[int]) -> None:
+@given(st.sampled_from(ReasoningStart), st.text("<think>/\n a", max_size=40), st.lists(st.integers(1, 5), min_size=1))
+def test_no_text_is_lost(thinking: ReasoningStart, text: str, sizes: list[int]) -> None:
     """Only marks and line breaks are left out, and cuts change nothing."""
     pieces, at = [], 0
     for size in sizes:
@@ -63,16 +63,16 @@ def test_no_text_is_lost(thinking: Thinking, text: str, sizes: list[int]) -> Non
     assert found == split(thinking, [text])
 
     def bare(text: str) -> str:
-        return text.replace("<think>", "", thinking is Thinking.OPTIONAL).replace("</think>", "", 1)
+        return text.replace("<think>", "", thinking is ReasoningStart.OPTIONAL).replace("</think>", "", 1)
 
-    if thinking is Thinking.NEVER:
+    if thinking is ReasoningStart.NEVER:
         assert found == Text(answer=text)
     elif found.reasoning:
         assert "".join((found.reasoning + found.answer).split()) == "".join(bare(text).split())
 
 
 def test_reasoning_is_shown_as_soon_as_it_is_certain() -> None:
-    splitter = ReasoningSplitter(Thinking.OPTIONAL)
+    splitter = ReasoningSplitter(ReasoningStart.OPTIONAL)
     pushed = [splitter.push(text) for text in ("<think>", "\nWhy", " </t", "his\n", "not", "</", "think>", "\n", "\nb")]
     assert pushed == [
         Text(),
@@ -90,15 +90,15 @@ def test_reasoning_is_shown_as_soon_as_it_is_certain() -> None:
 @pytest.mark.parametrize(
     ("prompt", "of_tokens", "of_text"),
     [
-        ("<|im_start|>assistant\n", Thinking.OPTIONAL, Thinking.NEVER),
-        ("<|im_start|>assistant\n<think>\n", Thinking.OPENED, Thinking.OPENED),
-        ("<|im_start|>assistant\n<think>\n\n</think>\n\n", Thinking.NEVER, Thinking.NEVER),
-        ("<｜Assistant｜><think>", Thinking.OPENED, Thinking.OPENED),
-        ("<｜Assistant｜></think>", Thinking.NEVER, Thinking.NEVER),
-        ("What does <think> mean?<|im_end|>\n", Thinking.OPTIONAL, Thinking.NEVER),
+        ("<|im_start|>assistant\n", ReasoningStart.OPTIONAL, ReasoningStart.NEVER),
+        ("<|im_start|>assistant\n<think>\n", ReasoningStart.OPENED, ReasoningStart.OPENED),
+        ("<|im_start|>assistant\n<think>\n\n</think>\n\n", ReasoningStart.NEVER, ReasoningStart.NEVER),
+        ("<｜Assistant｜><think>", ReasoningStart.OPENED, ReasoningStart.OPENED),
+        ("<｜Assistant｜></think>", ReasoningStart.NEVER, ReasoningStart.NEVER),
+        ("What does <think> mean?<|im_end|>\n", ReasoningStart.OPTIONAL, ReasoningStart.NEVER),
     ],
 )
-def test_the_end_of_the_prompt_decides(prompt: str, of_tokens: Thinking, of_text: Thinking) -> None:
+def test_the_end_of_the_prompt_decides(prompt: str, of_tokens: ReasoningStart, of_text: ReasoningStart) -> None:
     assert thinking_after(prompt, MARKS_ARE_TOKENS) == of_tokens
     assert thinking_after(prompt, MARKS_ARE_TEXT) == of_text
 
@@ -107,7 +107,7 @@ def test_the_end_of_the_prompt_decides(prompt: str, of_tokens: Thinking, of_text
 def test_a_stop_string_ends_the_answer_only(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("<think>\none two\n</think>\n\none two three", add_special_tokens=False)
     inside = tokenizer.encode("<think>\none two\n</think>", add_special_tokens=False)
-    stream, found = TextStream(tokenizer.stream(), ["two"], Thinking.OPTIONAL), Text()
+    stream, found = TextStream(tokenizer.stream(), ["two"], ReasoningStart.OPTIONAL), Text()
     for id in ids:
         found += stream.push(id)
         if stream.stopped:
@@ -132,17 +132,17 @@ FORMATS = [
 @pytest.mark.parametrize(
     ("model", "thinking", "reasoning"),
     [
-        (DEMO_VL, Thinking.OPTIONAL, "<think>\nWhy {not}?\n\n</think>\n\n"),
-        (DEMO_VL, Thinking.OPTIONAL, ""),
-        (DEMO_VL, Thinking.OPENED, "\nWhy\n</think>"),
-        (DEMO_VL, Thinking.OPENED, "</think>\n\n"),
-        (DEMO, Thinking.OPENED, "Why </thin\n</think>\n"),
-        (DEMO, Thinking.NEVER, ""),
+        (DEMO_VL, ReasoningStart.OPTIONAL, "<think>\nWhy {not}?\n\n</think>\n\n"),
+        (DEMO_VL, ReasoningStart.OPTIONAL, ""),
+        (DEMO_VL, ReasoningStart.OPENED, "\nWhy\n</think>"),
+        (DEMO_VL, ReasoningStart.OPENED, "</think>\n\n"),
+        (DEMO, ReasoningStart.OPENED, "Why </thin\n</think>\n"),
+        (DEMO, ReasoningStart.NEVER, ""),
     ],
 )
 @pytest.mark.parametrize(("fields", "good", "bad"), FORMATS)
 def test_a_grammar_begins_after_the_reasoning(
-    model: Path, thinking: Thinking, reasoning: str, fields: dict[str, object], good: str, bad: str
+    model: Path, thinking: ReasoningStart, reasoning: str, fields: dict[str, object], good: str, bad: str
 ) -> None:
     tokenizer = Tokenizer(model)
     body = ChatCompletion.model_validate({"messages": [{"role": "user", "content": "a"}]} | fields)
@@ -159,5 +159,5 @@ def test_a_grammar_begins_after_the_reasoning(
 
     assert follows(reasoning + good)
     assert not follows(reasoning + bad)
-    if thinking is Thinking.OPENED:
+    if thinking is ReasoningStart.OPENED:
         assert not follows(good)  # the reasoning must end first

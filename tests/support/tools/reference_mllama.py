@@ -4,7 +4,8 @@
 
 JOB.json: {"out": directory, "models": [{"name", "seed", ...dims}, ...], "new_tokens": n}. For every model it makes the
 checkpoint `out/<name>` and writes `out/<name>.safetensors` as reference_vl.py does. Prompts have `p.source` [n, 3] and
-`p.sights` [n, 4] in place of positions and places: the segments and sights of prompt.py, found in transformers' mask.
+`p.visible_ranges` [n, 4] in place of positions and places: the segments and visible ranges of prompt.py, found in
+transformers' mask.
 
 transformers takes the outputs of the intermediate layers, but the model was trained with their inputs (families.md), so
 the layers before them are named to it. `outputs` is the encoding of picture 0 as transformers computes it by itself.
@@ -102,19 +103,19 @@ def encoding(model: Any, picture: int, values: list[Tensor]) -> Tensor:
     return model.model.multi_modal_projector(found).view(1, TILES * TOKENS, -1).float()
 
 
-def source_and_sights(mask: Tensor, chosen: list[int]) -> tuple[list[list[int]], list[list[int]]]:
-    """Segments: the tiles with pixels of all pictures, then the empty ones. Sights: where rows of the mask change."""
+def source_and_visible_ranges(mask: Tensor, chosen: list[int]) -> tuple[list[list[int]], list[list[int]]]:
+    """Segments: the tiles with pixels of all pictures, then the empty ones. Ranges: where rows of the mask change."""
     counts = [rows * columns * TOKENS for rows, columns in map(tiling, chosen)]
     whole = TILES * TOKENS
     source = [[medium, 0, count] for medium, count in enumerate(counts)]
     source += [[medium, count, whole - count] for medium, count in enumerate(counts) if count < whole]
-    sights = []
+    visible_ranges = []
     for row, group in groupby(range(len(mask)), lambda i: mask[i].flatten().tolist()):
         seen = [medium for medium in range(len(chosen)) if any(row[medium * TILES : (medium + 1) * TILES])]
         first = sum(counts[: seen[0]]) if seen else 0
         count = sum(counts[medium] for medium in seen) if seen else whole * len(chosen)
-        sights.append([next(group), first, count, int(bool(seen))])
-    return source, sights
+        visible_ranges.append([next(group), first, count, int(bool(seen))])
+    return source, visible_ranges
 
 
 @torch.inference_mode()
@@ -146,9 +147,9 @@ def reference(model_dir: Path, new_tokens: int, seed: int) -> dict[str, Tensor]:
                 arguments = inputs(ids, mask, chosen, values)
                 answer[f"{p}.token_ids"] = model.generate(**arguments, do_sample=False, max_new_tokens=new_tokens)[0]
                 answer[f"{p}.media"] = torch.tensor(chosen, dtype=torch.int64)
-                parts_of_source, sights = source_and_sights(mask, chosen) if chosen else ([], [])
+                parts_of_source, visible_ranges = source_and_visible_ranges(mask, chosen) if chosen else ([], [])
                 answer[f"{p}.source"] = torch.tensor(parts_of_source, dtype=torch.int64).view(-1, 3)
-                answer[f"{p}.sights"] = torch.tensor(sights, dtype=torch.int64).view(-1, 4)
+                answer[f"{p}.visible_ranges"] = torch.tensor(visible_ranges, dtype=torch.int64).view(-1, 4)
             all_ids = answer[f"{p}.token_ids"]
             count = len(all_ids) - new_tokens
             mask = mask_of(all_ids[:count].tolist(), chosen, image) if chosen else torch.zeros(count, 0, TILES)

@@ -4,7 +4,7 @@
 
 JOB.json: {"out": directory, "models": [{"name", "seed", ...dims}, ...], "new_tokens": n}. For every model it makes the
 checkpoint `out/<name>` and writes `out/<name>.safetensors` as reference_vl.py does. Prompts have `p.source` [n, 3],
-`p.sights` [n, 4] and `p.source_positions` [3, tokens] in place of places.
+`p.visible_ranges` [n, 4] and `p.source_positions` [3, tokens] in place of places.
 """
 
 import json
@@ -64,19 +64,19 @@ def inputs(chosen: list[int], values: list[Tensor]) -> tuple[Tensor | None, Tens
 
 
 def what_is_seen(model: Any, ids: Tensor, chosen: list[int], new_tokens: int) -> dict[str, Tensor]:
-    """Positions, source and sights. ids: those of generated tokens included, which have no sights of their own."""
+    """Positions, source and visible ranges. ids: those of generated tokens included, which have no ranges of their own."""
     grids = [(rows // MERGE, columns // MERGE) for i in chosen for rows, columns in [MEDIA[i][1][1:]] * MEDIA[i][1][0]]
     positions, source_positions, seen = model.positions(ids, grids)
-    rows, sights = [0], []
+    rows, visible_ranges = [0], []
     for grid in grids:
         rows.append(rows[-1] + grid[0] * grid[1] + 1)
     for count, group in groupby(range(len(ids) - new_tokens), lambda i: int(seen[i])):
-        sights += [[next(group), 0, rows[count], 1]] if count else []
+        visible_ranges += [[next(group), 0, rows[count], 1]] if count else []
     counts = [MEDIA[i][1][0] * (MEDIA[i][1][1] * MEDIA[i][1][2] // MERGE**2 + 1) for i in chosen]
     return {
         "positions": positions,
         "source_positions": torch.zeros(3, 0).long() if source_positions is None else source_positions.contiguous(),
-        "sights": torch.tensor(sights, dtype=torch.int64).view(-1, 4),
+        "visible_ranges": torch.tensor(visible_ranges, dtype=torch.int64).view(-1, 4),
         "source": torch.tensor([[i, 0, count] for i, count in enumerate(counts)], dtype=torch.int64).view(-1, 3),
     }
 

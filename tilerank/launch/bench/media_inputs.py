@@ -145,7 +145,7 @@ class MediaPrompts:
         position = max(map(max, start.positions)) + 1
         more = range(position, position + len(token_ids))
         positions = [[*axis, *more] for axis in start.positions]
-        return Prompt([*start.token_ids, *token_ids], start.media, start.places, positions)
+        return Prompt([*start.token_ids, *token_ids], start.media, start.placeholder_ranges, positions)
 
     def tokens_before(self, size: MediumSize, question: str = "") -> int:
         """Return how many tokens `before` puts in front; with a question, those of the whole prompt."""
@@ -157,8 +157,8 @@ class MediaPrompts:
 
     def source_tokens(self, size: Size) -> int:
         """Return how many tokens of the encoding of a picture the last token of a prompt sees by cross-attention."""
-        sights = self._empty(size).sights
-        return sights[-1].count if sights else 0
+        visible_ranges = self._empty(size).visible_ranges
+        return visible_ranges[-1].count if visible_ranges else 0
 
     def _empty(self, size: MediumSize, question: str = "") -> Prompt:
         """Return the prompt of a medium without pixels, or of silence."""

@@ -62,7 +62,7 @@ SHUTDOWN_S = 60.0
 
 
 @dataclass(frozen=True)
-class Completion:
+class CompletionTiming:
     """The timing of one completion: seconds from the submission of its batch to its first and its last token."""
 
     first_s: float
@@ -70,7 +70,7 @@ class Completion:
     tokens: int
 
 
-Complete = Callable[[Sequence[str], int], list[Completion]]
+Complete = Callable[[Sequence[str], int], list[CompletionTiming]]
 """Completes a batch of prompts at the same time, with a number of new tokens each."""
 
 Metrics = dict[str, float]
@@ -218,12 +218,12 @@ def _complete_with(engine: Engine, tokenizer: Tokenizer) -> Complete:
     from tilerank.runtime.lead.sampling import SamplingParams
     from tilerank.runtime.protocol.prompt import Prompt
 
-    def complete(texts: Sequence[str], new_tokens: int) -> list[Completion]:
+    def complete(texts: Sequence[str], new_tokens: int) -> list[CompletionTiming]:
         params = SamplingParams(max_new_tokens=new_tokens, ignore_eos=True)
         times: list[list[float]] = [[] for _ in texts]
         for event in engine.generate([Request(Prompt(tokenizer.encode(text)), params) for text in texts]):
             times[event.request].append(event.time_s)
-        return [Completion(seconds[0], seconds[-1], len(seconds)) for seconds in times]
+        return [CompletionTiming(seconds[0], seconds[-1], len(seconds)) for seconds in times]
 
     return complete
 
@@ -287,14 +287,14 @@ class Client:
         """CPU seconds of this client per token of all completions."""
         return self._cpu_s / self._tokens
 
-    def complete(self, texts: Sequence[str], new_tokens: int) -> list[Completion]:
+    def complete(self, texts: Sequence[str], new_tokens: int) -> list[CompletionTiming]:
         start = time.process_time()
         completions = self._runner.run(self._complete(texts, new_tokens))
         self._cpu_s += time.process_time() - start
         self._tokens += sum(completion.tokens for completion in completions)
         return completions
 
-    async def _complete(self, texts: Sequence[str], new_tokens: int) -> list[Completion]:
+    async def _complete(self, texts: Sequence[str], new_tokens: int) -> list[CompletionTiming]:
         connections = [await asyncio.open_connection("127.0.0.1", self._port) for _ in texts]
         requests = [_request(text, new_tokens) for text in texts]
         start = time.monotonic()
@@ -324,7 +324,7 @@ def _request(text: str, new_tokens: int) -> bytes:
 
 async def _stream(
     reader: asyncio.StreamReader, writer: asyncio.StreamWriter, request: bytes, start: float
-) -> Completion:
+) -> CompletionTiming:
     """Send a request and time its stream. LaunchError if the stream is incomplete."""
     writer.write(request)
     received = bytearray()
@@ -339,4 +339,4 @@ async def _stream(
     if first is None or last is None or usage is None or b"data: [DONE]" not in received:
         tail = received[-300:].decode(errors="replace")
         raise LaunchError(f"the server's response: expected a complete stream, found one that ends in {tail!r}")
-    return Completion(first - start, last - start, int(usage[1]))
+    return CompletionTiming(first - start, last - start, int(usage[1]))

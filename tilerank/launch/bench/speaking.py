@@ -172,7 +172,7 @@ class _PredictorClock:
         self.seconds = time.perf_counter() - self._began
 
 
-class _Clock:
+class _SpeechClock:
     """The seconds of steps of speech, with and without sound, and how many frames of each request they had.
 
     frames_s: of steps of frames alone, as a whole and of the code predictor.
@@ -207,7 +207,7 @@ def _measure_together(
     """
     from tilerank.runtime.protocol.events import SoundEvent
 
-    clock = _Clock(engine, predictor)
+    clock = _SpeechClock(engine, predictor)
     engine.worker.speak = clock.speak  # type: ignore[method-assign]
     began, first = time.perf_counter(), dict[int, float]()
     numbers = [engine.submit(_request(engine, seed)) for seed in range(count)]

@@ -153,7 +153,7 @@ class GenerateJob:
         from tilerank.runtime.lead.engine import Engine, Request
 
         answers = [PromptAnswer(prompt.token_ids, self._tokenizer.stream()) for prompt in self._prompts]
-        output = JsonLines(answers, bool(self._args.logprobs)) if self._args.json else TextOutput(answers)
+        output = JsonPrinter(answers, bool(self._args.logprobs)) if self._args.json else TextPrinter(answers)
         engine = Engine(worker, model.mm_cache_bytes(self._args))
         requests = [Request(prompt, self._sampling()) for prompt in self._prompts]
         sound = bytearray()
@@ -213,7 +213,7 @@ class PromptAnswer:
         return (len(self.token_ids) - 1) / elapsed if elapsed > 0 else None
 
 
-class TextOutput:
+class TextPrinter:
     """Answers for a reader: one prompt's text as it comes, several prompts' as each is done, in order."""
 
     def __init__(self, answers: list[PromptAnswer]) -> None:
@@ -232,7 +232,7 @@ class TextOutput:
             self._shown += 1
 
 
-class JsonLines:
+class JsonPrinter:
     """Answers for a program: one line for each prompt, in order."""
 
     def __init__(self, answers: list[PromptAnswer], logprobs: bool) -> None:

@@ -1,7 +1,7 @@
 """The encodings of media that the ranks hold, as rank 0 counts them.
 
-An encoding has a number, which Encode messages and inserts name. Encodings are kept by the digest of their medium, so
-that requests with the same picture share one. A sequence pins those of its media until it has inserted their tokens.
+An encoding has a number, which Encode messages and placeholder ranges name. Encodings are kept by the digest of their
+medium, so that requests with the same picture share one. A sequence pins those of its media until steps have read them.
 """
 
 from collections.abc import Iterable, Iterator
@@ -11,8 +11,8 @@ from itertools import count
 from tilerank.kernels.kv_pages import PAGE_TOKENS
 
 from ..protocol.errors import RequestError
-from ..protocol.prompt import Medium, Prompt
-from ..protocol.rank_messages import Chunk, Encode, EncodePiece, Frames, Insert, Step, StopEncode
+from ..protocol.prompt import Medium, PlaceholderRange, Prompt
+from ..protocol.rank_messages import Chunk, Encode, EncodePiece, Frames, Step, StopEncode
 from ..rank.worker import Worker
 from .cache_kind import CacheKind, MediaWork
 from .lru_pool import LruPool, PoolEntry, total_size
@@ -79,9 +79,9 @@ class EncoderCache(CacheKind[Sequence]):
         """A medium that is not encoded yet ends the chunk at the last whole page before it: the tokens after that share
         no page with another sequence, and the step that computes them later reads the weights anyway."""
         encodings = self.of(sequence)
-        for place in sequence.prompt.places if encodings else ():
-            if place.start + place.count > sequence.cached and not encodings[place.medium].ready:
-                return max(min(tokens, place.start // PAGE_TOKENS * PAGE_TOKENS - sequence.cached), 0)
+        for run in sequence.prompt.placeholder_ranges if encodings else ():
+            if run.start + run.count > sequence.cached and not encodings[run.medium].ready:
+                return max(min(tokens, run.start // PAGE_TOKENS * PAGE_TOKENS - sequence.cached), 0)
         return tokens
 
     def work(self, sequence: Sequence) -> MediaWork | None:
@@ -93,7 +93,7 @@ class EncoderCache(CacheKind[Sequence]):
         self.evicted.clear()
         for sequence, chunk in scheduled:
             if encodings := self.of(sequence):
-                chunk.inserts.extend(_inserts(sequence.prompt, encodings, chunk))
+                chunk.placeholder_ranges.extend(_placeholder_ranges(sequence.prompt, encodings, chunk))
 
     def publish(self, sequence: Sequence) -> None:
         if encodings := self.of(sequence):
@@ -138,17 +138,17 @@ def _wanted(sequence: Sequence, media: Iterable[int]) -> list[Encoding]:
 
 def _media_from(prompt: Prompt, index: int) -> list[int]:
     """Return the media that stand for tokens from `index` on, in the order of the prompt."""
-    return list(dict.fromkeys(place.medium for place in prompt.places if place.start + place.count > index))
+    return list(dict.fromkeys(run.medium for run in prompt.placeholder_ranges if run.start + run.count > index))
 
 
-def _inserts(prompt: Prompt, encodings: dict[int, Encoding], chunk: Chunk) -> Iterator[Insert]:
-    """Yield the inserts of a chunk of a prompt."""
-    for place in prompt.places:
-        begin = max(place.start, chunk.start)
-        end = min(place.start + place.count, chunk.start + len(chunk.token_ids))
+def _placeholder_ranges(prompt: Prompt, encodings: dict[int, Encoding], chunk: Chunk) -> Iterator[PlaceholderRange]:
+    """Yield the placeholder ranges of a chunk of a prompt."""
+    for run in prompt.placeholder_ranges:
+        begin = max(run.start, chunk.start)
+        end = min(run.start + run.count, chunk.start + len(chunk.token_ids))
         if begin < end:
-            number = encodings[place.medium].number
-            yield Insert(begin - chunk.start, place.first + begin - place.start, end - begin, number)
+            number = encodings[run.medium].number
+            yield PlaceholderRange(begin - chunk.start, end - begin, number, run.first + begin - run.start)
 
 
 def _prepare(worker: Worker, message: Encode | Frames | StopEncode) -> None:

@@ -40,7 +40,7 @@ NICENESS = 10
 
 
 @dataclass(frozen=True)
-class _State:
+class _MatcherState:
     """The matcher after some tokens, and its mask.
 
     forbidden: bool [vocab], True for tokens that may not come next; None if the grammar allows no further token.
@@ -58,7 +58,7 @@ class GrammarMask:
     for tokens that may not come next.
     """
 
-    def __init__(self, masks: GrammarMasks, start: Future[_State]) -> None:
+    def __init__(self, masks: GrammarMasks, start: Future[_MatcherState]) -> None:
         self.ready = False
         self.error: str | None = None
         self._masks = masks
@@ -92,7 +92,7 @@ class GrammarMask:
             log.error("a grammar failed", exc_info=failure)
             self.error = "the grammar failed; see the server's log"
 
-    def _consume(self, matcher: LLMatcher, token_id: int) -> _State:
+    def _consume(self, matcher: LLMatcher, token_id: int) -> _MatcherState:
         began = time.thread_time()
         matcher.consume_token(token_id)
         state = self._masks.compute_state(matcher)
@@ -114,7 +114,7 @@ class GrammarMasks:
         self._compile_thread = ThreadPoolExecutor(1, "grammar", _lower_priority)
         self._vocabulary = Vocabulary(model_dir)
         self._vocab_size = vocab_size
-        self._compiled: OrderedDict[str, Future[_State]] = OrderedDict()
+        self._compiled: OrderedDict[str, Future[_MatcherState]] = OrderedDict()
 
     def open(self, grammar: str) -> GrammarMask:
         """Return the mask of a new sequence that follows `grammar` (grammar.py describes the format)."""
@@ -125,14 +125,14 @@ class GrammarMasks:
         self._compiled.move_to_end(grammar)
         return GrammarMask(self, self._compiled[grammar])
 
-    def compute_state(self, matcher: LLMatcher) -> _State:
+    def compute_state(self, matcher: LLMatcher) -> _MatcherState:
         """Return the state of `matcher` with its mask. Raises RequestError if the mask cannot be computed."""
         if matcher.is_stopped() and not matcher.is_error():
-            return _State(matcher, None)
+            return _MatcherState(matcher, None)
         bits = np.unpackbits(np.frombuffer(allowed_tokens(matcher), np.uint8), bitorder="little")
-        return _State(matcher, torch.from_numpy(bits[: self._vocab_size]) == 0)
+        return _MatcherState(matcher, torch.from_numpy(bits[: self._vocab_size]) == 0)
 
-    def _compile(self, grammar: str) -> _State:
+    def _compile(self, grammar: str) -> _MatcherState:
         return self.compute_state(self._vocabulary.matcher(grammar))
 
 

@@ -36,18 +36,18 @@ def _check_positions(name: str, positions: list[list[int]], tokens: int, axes: i
 
 
 def check_media(prompt: Prompt, encoder: Encoder | None, itemsize: int, *, crossing: bool = False) -> list[int]:
-    """Check that media belong together with places or, for a model with cross-attention (`crossing`), with the source.
-    Returns the bytes of the encodings, in values of `itemsize` bytes.
+    """Check that media belong together with placeholders or, for a model with cross-attention (`crossing`), with the
+    source. Returns the bytes of the encodings, in values of `itemsize` bytes.
 
     Raises RequestError.
     """
-    if not prompt.media and not prompt.places and not prompt.source and not prompt.sights:
+    if not prompt.media and not prompt.placeholder_ranges and not prompt.source and not prompt.visible_ranges:
         return []
     if encoder is None:
         raise RequestError("the prompt has media, but the model takes text alone")
     if crossing:
         return _check_source(prompt, encoder, itemsize)
-    if prompt.source or prompt.sights:
+    if prompt.source or prompt.visible_ranges:
         raise RequestError("the prompt has a source for cross-attention, but the model has none")
     counts = _counts(prompt)
     nbytes = []
@@ -56,16 +56,16 @@ def check_media(prompt: Prompt, encoder: Encoder | None, itemsize: int, *, cross
         levels, tokens, hidden = encoder.shape(medium.grid)
         if count != tokens:
             raise RequestError(
-                f"medium {number}: a grid of {medium.grid} has {tokens} tokens, found places for {count}"
+                f"medium {number}: a grid of {medium.grid} has {tokens} tokens, found placeholders for {count}"
             )
         nbytes.append(levels * tokens * hidden * itemsize)
     return nbytes
 
 
 def _check_source(prompt: Prompt, encoder: Encoder, itemsize: int) -> list[int]:
-    """Check that the source consists of the media, and that sights are ranges of it."""
-    if prompt.places:
-        raise RequestError("the prompt has places of media, but the model sees media by cross-attention")
+    """Check that the source consists of the media, and that tokens see ranges of it."""
+    if prompt.placeholder_ranges:
+        raise RequestError("the prompt has placeholders of media, but the model sees media by cross-attention")
     nbytes, tokens_of = [], []
     for number, medium in enumerate(prompt.media):
         _check_frames(number, medium)
@@ -83,15 +83,16 @@ def _check_source(prompt: Prompt, encoder: Encoder, itemsize: int) -> list[int]:
     if unused := set(range(len(tokens_of))) - {part.medium for part in prompt.source}:
         raise RequestError(f"medium {min(unused)}: expected it in the source of the prompt, found no segment of it")
     total, before = sum(part.count for part in prompt.source), -1
-    for number, sight in enumerate(prompt.sights):
-        if not before < sight.start < len(prompt.token_ids):
-            raise RequestError(f"sight {number}: expected a token after {before} of the prompt, found {sight.start}")
-        if sight.first < 0 or sight.count < 0 or sight.first + sight.count > total:
+    for number, visible in enumerate(prompt.visible_ranges):
+        if not before < visible.start < len(prompt.token_ids):
+            message = f"visible range {number}: expected a token after {before} of the prompt, found {visible.start}"
+            raise RequestError(message)
+        if visible.first < 0 or visible.count < 0 or visible.first + visible.count > total:
             raise RequestError(
-                f"sight {number}: expected a range of the {total} tokens of the source, found {sight.count} from "
-                f"{sight.first} on"
+                f"visible range {number}: expected a range of the {total} tokens of the source, found "
+                f"{visible.count} from {visible.first} on"
             )
-        before = sight.start
+        before = visible.start
     return nbytes
 
 
@@ -108,22 +109,22 @@ def _check_frames(number: int, medium: Medium) -> None:
 
 
 def _counts(prompt: Prompt) -> list[int]:
-    """Return for how many tokens of each medium there are places."""
+    """Return for how many tokens of each medium there are placeholders."""
     counts = [0] * len(prompt.media)
     end = 0
-    for number, place in enumerate(prompt.places):
-        if not 0 <= place.medium < len(counts):
-            raise RequestError(f"place {number}: expected one of {len(counts)} media, found medium {place.medium}")
-        if place.count < 1 or not end <= place.start <= len(prompt.token_ids) - place.count:
+    for number, run in enumerate(prompt.placeholder_ranges):
+        if not 0 <= run.medium < len(counts):
+            raise RequestError(f"placeholder range {number}: expected one of {len(counts)} media, found medium {run.medium}")
+        if run.count < 1 or not end <= run.start <= len(prompt.token_ids) - run.count:
             raise RequestError(
-                f"place {number}: expected tokens after place {number - 1} and within the prompt's "
-                f"{len(prompt.token_ids)}, found {place.count} from {place.start} on"
+                f"placeholder range {number}: expected tokens after range {number - 1} and within the prompt's "
+                f"{len(prompt.token_ids)}, found {run.count} from {run.start} on"
             )
-        if place.first != counts[place.medium]:
+        if run.first != counts[run.medium]:
             raise RequestError(
-                f"place {number}: expected to go on with token {counts[place.medium]} of medium {place.medium}, "
-                f"found {place.first}"
+                f"placeholder range {number}: expected to go on with token {counts[run.medium]} of medium {run.medium}, "
+                f"found {run.first}"
             )
-        end = place.start + place.count
-        counts[place.medium] += place.count
+        end = run.start + run.count
+        counts[run.medium] += run.count
     return counts

@@ -92,9 +92,9 @@ class Sequence:
     def reusable_keys(self) -> list[int]:
         if self.all_logits:
             return []
-        if self.talker is not None and self.prompt.places and len(self.tokens) == self.prompt_len:
+        if self.talker is not None and self.prompt.placeholder_ranges and len(self.tokens) == self.prompt_len:
             # The talker needs the hidden states of media, which the cache does not have.
-            return self.keys[: self.prompt.places[0].start + 1]
+            return self.keys[: self.prompt.placeholder_ranges[0].start + 1]
         return self.keys[: self.scored + 1] if self.scoring else self.keys
 
     @property

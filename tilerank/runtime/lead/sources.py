@@ -12,7 +12,7 @@ from tilerank.kernels.kv_pages import PAGE_TOKENS
 from ..protocol.engine_state import EngineState
 from ..protocol.errors import RequestError
 from ..protocol.prompt import Segment, cut_segments
-from ..protocol.rank_messages import Chunk, Sights, Step, StoreSource
+from ..protocol.rank_messages import Chunk, ChunkSource, Step, StoreSource
 from ..rank.worker import Worker
 from ..step.cache import num_pages
 from .cache_kind import CacheKind, MediaWork
@@ -70,7 +70,7 @@ class SourcePool(CacheKind[Sequence]):
             source = self._pinned.get(sequence)
             if source is not None and (sequence not in self._sent or chunk.start < sequence.prompt_len):
                 pages = [] if sequence in self._sent else source.numbers
-                step.sights.append(Sights(sequence.number, pages, _rows(sequence, chunk)))
+                step.sources.append(ChunkSource(sequence.number, pages, _rows(sequence, chunk)))
                 self._sent.add(sequence)
 
     def report(self, state: EngineState) -> None:
@@ -111,9 +111,9 @@ def _pages(sequence: Sequence) -> int:
 
 
 def _rows(sequence: Sequence, chunk: Chunk) -> list[tuple[int, int, int, bool]]:
-    """Return Sights.rows of a chunk."""
+    """Return ChunkSource.rows of a chunk."""
     start, stop = chunk.start, chunk.start + len(chunk.token_ids)
-    sights = [sight for sight in sequence.prompt.sights if sight.start < stop]
-    before = [sight for sight in sights if sight.start <= start]
-    rows = [(0, sight.first, sight.count, sight.shown) for sight in before[-1:]] or [(0, 0, 0, False)]
-    return rows + [(sight.start - start, sight.first, sight.count, sight.shown) for sight in sights[len(before) :]]
+    ranges = [visible for visible in sequence.prompt.visible_ranges if visible.start < stop]
+    before = [visible for visible in ranges if visible.start <= start]
+    rows = [(0, seen.first, seen.count, seen.shown) for seen in before[-1:]] or [(0, 0, 0, False)]
+    return rows + [(seen.start - start, seen.first, seen.count, seen.shown) for seen in ranges[len(before) :]]

@@ -120,7 +120,7 @@ class SpeechScheduler(BaseScheduler[Speech]):
             if speech.number is not None and speech.number != text.number:
                 self._finished.append(speech.number)
             speech.number = text.number
-            if chunk.inserts:
+            if chunk.placeholder_ranges:
                 kept.append(text.number)
         return kept
 

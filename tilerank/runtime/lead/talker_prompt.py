@@ -50,7 +50,7 @@ def talker_prompt(prompt: Prompt, settings: SpeechSettings, voice: int) -> Talke
     answer = starts[-1]
     turns = [range(first, end) for first, end in pairwise(starts) if ids[first + 1] == settings.user]
     rows = [i for turn in turns for i in turn]
-    media = {place.start + i for place in prompt.places for i in range(place.count)}
+    media = {run.start + i for run in prompt.placeholder_ranges for i in range(run.count)}
     pad = settings.text_pad
     added = [*settings.thinking, voice, settings.pad, settings.begin]
     return TalkerPrompt(

@@ -14,7 +14,7 @@ from tilerank.loader.fields import Fields
 from tilerank.loader.tokenizer import Tokenizer
 
 from ..protocol.errors import MediaError
-from ..protocol.prompt import Medium, Prompt, Segment, Sight
+from ..protocol.prompt import Medium, Prompt, Segment, VisibleRange
 from .decoder import DecodedMedium
 from .family import Family, FamilyOption
 from .processor import Processor
@@ -100,7 +100,8 @@ class MllamaProcessor(Processor):
             side = s.tile // s.patch
             pictures.append(Medium("image", frames.data, frames.size, (1, rows * side, columns * side)))
             counts.append(rows * columns * s.tokens)
-        return Prompt(ids, pictures, source=_source(counts, s.most * s.tokens), sights=_sights(places, counts, s))
+        visible = _visible_ranges(places, counts, s)
+        return Prompt(ids, pictures, source=_source(counts, s.most * s.tokens), visible_ranges=visible)
 
     def text_prompt(self, token_ids: list[int]) -> Prompt:
         if self._id in token_ids:
@@ -132,7 +133,7 @@ def _source(counts: list[int], whole: int) -> list[Segment]:
     return tiles + empty
 
 
-def _sights(places: list[int], counts: list[int], settings: TileSettings) -> list[Sight]:
+def _visible_ranges(places: list[int], counts: list[int], settings: TileSettings) -> list[VisibleRange]:
     """Return what the tokens see: those from a picture on that picture, and those behind several pictures in a row all
     of these. get_cross_attention_token_mask of processing_mllama.py.
 
@@ -141,12 +142,12 @@ def _sights(places: list[int], counts: list[int], settings: TileSettings) -> lis
     """
     starts = [sum(counts[:medium]) for medium in range(len(counts) + 1)]
     first = 0
-    sights = [Sight(0, 0, len(counts) * settings.most * settings.tokens, False)] if places[0] else []
+    visible = [VisibleRange(0, 0, len(counts) * settings.most * settings.tokens, False)] if places[0] else []
     for medium, (before, place) in enumerate(pairwise([-2, *places])):
         if place != before + 1:
             first = medium
-        sights.append(Sight(place, starts[first], starts[medium + 1] - starts[first], True))
-    return sights
+        visible.append(VisibleRange(place, starts[first], starts[medium + 1] - starts[first], True))
+    return visible
 
 
 def tilings(most: int) -> list[tuple[int, int]]:

@@ -15,7 +15,7 @@ from tilerank.loader.fields import Fields
 from tilerank.loader.tokenizer import Tokenizer
 
 from ..protocol.errors import MediaError
-from ..protocol.prompt import Medium, Prompt, Segment, Sight
+from ..protocol.prompt import Medium, Prompt, Segment, VisibleRange
 from .decoder import DecodedMedium, Sampler
 from .family import Family
 from .placeholders import PlaceholderProcessor, name_medium
@@ -185,7 +185,7 @@ def _with_source(ids: list[int], kinds: dict[int, str], media: list[Medium], mer
     grids = iter([(side // merge for side in medium.grid[1:]) for medium in media for _ in range(medium.grid[0])])
     positions: list[int] = []
     source_positions: list[list[int]] = [[], [], []]
-    sights = []
+    visible_ranges = []
     position = 0
     for id in ids:
         if id in kinds:
@@ -196,13 +196,13 @@ def _with_source(ids: list[int], kinds: dict[int, str], media: list[Medium], mer
             source_positions[2] += list(range(position, position + columns)) * rows
             for axis in source_positions:
                 axis.append(end)
-            sights.append(Sight(len(positions), 0, len(source_positions[0]), True))
+            visible_ranges.append(VisibleRange(len(positions), 0, len(source_positions[0]), True))
             position = end
         positions.append(position)
         position += 1
     tokens_of = [t * (rows * columns // merge**2 + 1) for t, rows, columns in (medium.grid for medium in media)]
     source = [Segment(index, 0, count) for index, count in enumerate(tokens_of)]
-    return Prompt(ids, media, [], [positions] * 3, source, sights, source_positions)
+    return Prompt(ids, media, [], [positions] * 3, source, visible_ranges, source_positions)
 
 
 def picture_share(pixels: int, total: int, area: Area, budget: int) -> Area:

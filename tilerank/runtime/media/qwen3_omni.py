@@ -11,7 +11,7 @@ from tilerank.loader.fields import Fields
 from tilerank.loader.tokenizer import Tokenizer
 
 from ..protocol.errors import MediaError
-from ..protocol.prompt import Medium, Place, Prompt
+from ..protocol.prompt import Medium, PlaceholderRange, Prompt
 from ..protocol.speech_settings import silenced
 from .decoder import DecodedMedium
 from .family import Family, FamilyOption
@@ -95,7 +95,7 @@ Point = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class _Token:
-    """A token of a medium: its number in the medium and its position from the begin of the block."""
+    """A token of a medium: its number in the medium and its position from the beginning of the expansion."""
 
     medium: int
     number: int
@@ -104,7 +104,7 @@ class _Token:
 
 
 @dataclass(frozen=True)
-class _Block:
+class _Expansion:
     """What takes the place of a placeholder. length: of the positions, after which the text goes on."""
 
     tokens: list[_Token]
@@ -129,7 +129,7 @@ class QwenOmniProcessor(PlaceholderProcessor):
 
     def prompt(self, text: str, media: Sequence[DecodedMedium]) -> Prompt:
         pieces = self._split(text, media)
-        converted, blocks = list[Medium](), list[_Block]()
+        converted, expansions = list[Medium](), list[_Expansion]()
         for index, frames in enumerate(media):
             try:
                 medium = self._medium(frames)
@@ -139,12 +139,12 @@ class QwenOmniProcessor(PlaceholderProcessor):
             number = len(converted)
             converted.append(medium)
             if sound is None:
-                blocks.append(self._block(medium, number))
+                expansions.append(self._expansion(medium, number))
                 continue
             converted.append(sound)
             pieces[2 * index + 1] = f"{self._audio_start}{pieces[2 * index + 1]}{self._audio_end}"
-            blocks.append(_interleaved(self._tokens_of(medium, number), self._tokens_of(sound, number + 1)))
-        return _expand(self._encode(pieces, len(blocks)), self._kinds, blocks, converted)
+            expansions.append(_interleaved(self._tokens_of(medium, number), self._tokens_of(sound, number + 1)))
+        return _expand(self._encode(pieces, len(expansions)), self._kinds, expansions, converted)
 
     def sample(self, total: int, fps: float | None) -> list[int]:
         """As Qwen2VLVideoProcessor with fps=2."""
@@ -188,9 +188,9 @@ class QwenOmniProcessor(PlaceholderProcessor):
         ]
         return [_Token(number, i, point, id) for i, point in enumerate(points)]
 
-    def _block(self, medium: Medium, number: int) -> _Block:
+    def _expansion(self, medium: Medium, number: int) -> _Expansion:
         tokens = self._tokens_of(medium, number)
-        return _Block(tokens, _end(tokens))
+        return _Expansion(tokens, _end(tokens))
 
 
 def audio_tokens(frames: int) -> int:
@@ -213,7 +213,7 @@ def _end(tokens: Sequence[_Token]) -> int:
     return max(max(token.point) for token in tokens) + 1
 
 
-def _interleaved(video: list[_Token], sound: list[_Token]) -> _Block:
+def _interleaved(video: list[_Token], sound: list[_Token]) -> _Expansion:
     """Merge tokens by time, those of a video first where it is equal.
 
     When one of both has ended, the rest of the other is one piece, and text goes on after the largest position of it.
@@ -227,27 +227,27 @@ def _interleaved(video: list[_Token], sound: list[_Token]) -> _Block:
             merged.append(sound[a])
             a += 1
     rest = video[v:] + sound[a:]
-    return _Block(merged + rest, _end(rest))
+    return _Expansion(merged + rest, _end(rest))
 
 
-def _expand(ids: list[int], kinds: dict[int, str], blocks: list[_Block], media: list[Medium]) -> Prompt:
-    """Put blocks in the place of placeholders. Without pictures and videos, tokens are counted."""
-    expanded, places, points = list[int](), list[Place](), list[Point]()
+def _expand(ids: list[int], kinds: dict[int, str], expansions: list[_Expansion], media: list[Medium]) -> Prompt:
+    """Put expansions in the place of placeholders. Without pictures and videos, tokens are counted."""
+    expanded, places, points = list[int](), list[PlaceholderRange](), list[Point]()
     position = 0
-    left: Iterator[_Block] = iter(blocks)
+    left: Iterator[_Expansion] = iter(expansions)
     for id in ids:
         if id not in kinds:
             expanded.append(id)
             points.append((position,) * 3)
             position += 1
             continue
-        block = next(left)
-        for number, run in groupby(block.tokens, lambda token: token.medium):
+        expansion = next(left)
+        for number, run in groupby(expansion.tokens, lambda token: token.medium):
             tokens = list(run)
-            places.append(Place(len(expanded), len(tokens), number, tokens[0].number))
+            places.append(PlaceholderRange(len(expanded), len(tokens), number, tokens[0].number))
             expanded += [token.id for token in tokens]
             points += [(position + t, position + h, position + w) for t, h, w in (token.point for token in tokens)]
-        position += block.length
+        position += expansion.length
     if all(medium.kind == "audio" for medium in media):
         return Prompt(expanded, media, places)
     return Prompt(expanded, media, places, [list(axis) for axis in zip(*points, strict=True)])

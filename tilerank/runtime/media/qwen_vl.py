@@ -12,7 +12,7 @@ from tilerank.loader.fields import Fields
 from tilerank.loader.tokenizer import Tokenizer
 
 from ..protocol.errors import MediaError
-from ..protocol.prompt import Medium, Place, Prompt
+from ..protocol.prompt import Medium, PlaceholderRange, Prompt
 from .decoder import DecodedMedium
 from .family import Family
 from .placeholders import PlaceholderProcessor, name_medium
@@ -252,7 +252,7 @@ def _expand(ids: list[int], kinds: dict[int, str], grids: list[_Grid], media: li
             continue
         grid = next(left)
         count = grid.rows * grid.columns
-        places.append(Place(len(expanded), count, grid.medium, grid.first))
+        places.append(PlaceholderRange(len(expanded), count, grid.medium, grid.first))
         expanded += [id] * count
         positions[0] += [position] * count
         positions[1] += [position + row for row in range(grid.rows) for _ in range(grid.columns)]

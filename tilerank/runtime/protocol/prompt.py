@@ -37,8 +37,9 @@ class Medium(msgspec.Struct, frozen=True, array_like=True):
         return hashlib.blake2b(head + b"\0" + self.frames, digest_size=16).digest()
 
 
-class Place(msgspec.Struct, frozen=True, array_like=True):
-    """Tokens `start` to `start + count` of a prompt, which stand for the tokens from `first` on of medium `medium`."""
+class PlaceholderRange(msgspec.Struct, frozen=True, array_like=True):
+    """Tokens `start` to `start + count` of a prompt, or rows of a chunk, which stand for tokens `first` to `first +
+    count` of an encoding. medium: its number in the prompt, or in messages to the ranks that of the encoding."""
 
     start: int
     count: int
@@ -47,8 +48,7 @@ class Place(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Segment(msgspec.Struct, frozen=True, array_like=True):
-    """Tokens `first` to `first + count` of an encoding. medium: its number in the prompt, or in messages to the ranks
-    that of the encoding."""
+    """Tokens `first` to `first + count` of an encoding. medium: as in PlaceholderRange."""
 
     medium: int
     first: int
@@ -65,7 +65,7 @@ def cut_segments(segments: list[Segment], start: int, stop: int) -> list[Segment
     return parts
 
 
-class Sight(msgspec.Struct, frozen=True, array_like=True):
+class VisibleRange(msgspec.Struct, frozen=True, array_like=True):
     """Tokens from `start` of a prompt on attend to tokens `first` to `first + count` of its source.
 
     shown: False if they skip the MLPs of the layers of cross-attention.
@@ -80,20 +80,20 @@ class Sight(msgspec.Struct, frozen=True, array_like=True):
 class Prompt(msgspec.Struct, dict=True, array_like=True):
     """The prompt of a request.
 
-    media: in the order of the text. places: ascending; a video has one for each pair of frames. positions: three axes
-    (time, height, width) of as many numbers as there are tokens; empty where token i has position i on every axis.
-    source: what tokens see by cross-attention, in this order, instead of media that stand for tokens. sights:
-    ascending; tokens before the first see nothing, and generated tokens see what the last token of the prompt sees.
-    source_positions: three axes of as many numbers as the source has tokens; empty for models that do not rotate them.
-    salt: prompts share cached pages with those of the same salt alone.
+    media: in the order of the text. placeholder_ranges: ascending; a video has one for each pair of frames.
+    positions: three axes (time, height, width) of as many numbers as there are tokens; empty where token i has position
+    i on every axis. source: what tokens see by cross-attention, in this order, instead of media that stand for tokens.
+    visible_ranges: ascending; tokens before the first see nothing, and generated tokens see what the last token of the
+    prompt sees. source_positions: three axes of as many numbers as the source has tokens; empty for models that do not
+    rotate them. salt: prompts share cached pages with those of the same salt alone.
     """
 
     token_ids: list[int]
     media: list[Medium] = []
-    places: list[Place] = []
+    placeholder_ranges: list[PlaceholderRange] = []
     positions: list[list[int]] = []
     source: list[Segment] = []
-    sights: list[Sight] = []
+    visible_ranges: list[VisibleRange] = []
     source_positions: list[list[int]] = []
     salt: str = ""
 
@@ -113,10 +113,10 @@ class Prompt(msgspec.Struct, dict=True, array_like=True):
         keys = list(self.token_ids)
         for (start, seen), (stop, _) in pairwise([*self._seen, (len(keys), 0)]):
             keys[start:stop] = [-1 - (seen ^ id) for id in keys[start:stop]]
-        for place in self.places:
-            content = int.from_bytes(self.digests[place.medium], "big")
-            for i in range(place.count):
-                keys[place.start + i] = -1 - (content ^ (place.first + i))
+        for run in self.placeholder_ranges:
+            content = int.from_bytes(self.digests[run.medium], "big")
+            for i in range(run.count):
+                keys[run.start + i] = -1 - (content ^ (run.first + i))
         if self.salt:
             salt = hashlib.blake2b(self.salt.encode(), digest_size=16).digest()
             keys[0] ^= int.from_bytes(salt, "big") << 128  # above the bits of ids and digests
@@ -128,23 +128,23 @@ class Prompt(msgspec.Struct, dict=True, array_like=True):
 
     @cached_property
     def _seen(self) -> list[tuple[int, int]]:
-        """The first token of each sight, and 128 bits that identify what tokens have seen since the first sight."""
+        """The first token of each visible range, and 128 bits that identify what tokens have seen since the first of them."""
         seen, digest, known = [], hashlib.blake2b(digest_size=16), 0
-        for sight in self.sights:
-            if (end := sight.first + sight.count) > known:
+        for visible in self.visible_ranges:
+            if (end := visible.first + visible.count) > known:
                 positions = [axis[known:end] for axis in self.source_positions]
                 parts = cut_segments(self.source, known, end)
                 content = [(self.digests[part.medium], part.first, part.count) for part in parts]
                 digest.update(repr((content, positions)).encode())
                 known = end
-            digest.update(repr((sight.first, sight.count, sight.shown)).encode())
-            seen.append((sight.start, int.from_bytes(digest.digest(), "big")))
+            digest.update(repr((visible.first, visible.count, visible.shown)).encode())
+            seen.append((visible.start, int.from_bytes(digest.digest(), "big")))
         return seen
 
     @cached_property
     def source_digest(self) -> bytes:
         """Return 16 bytes that identify the source and what the tokens see of it."""
-        parts = repr((self.digests, self.source, self.sights, self.source_positions)).encode()
+        parts = repr((self.digests, self.source, self.visible_ranges, self.source_positions)).encode()
         return hashlib.blake2b(parts, digest_size=16).digest()
 
     @cached_property

@@ -6,17 +6,8 @@ id.
 
 import msgspec
 
-from .prompt import Medium, Segment
+from .prompt import Medium, PlaceholderRange, Segment
 from .speech_messages import SpeechStep
-
-
-class Insert(msgspec.Struct, frozen=True, array_like=True):
-    """Rows `row` to `row + count` of a chunk take tokens `first` to `first + count` of an encoding."""
-
-    row: int
-    first: int
-    count: int
-    encoding: int
 
 
 class StoreSource(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -31,11 +22,11 @@ class StoreSource(msgspec.Struct, frozen=True, array_like=True, tag=True):
     positions: list[list[int]] = []
 
 
-class Sights(msgspec.Struct, frozen=True, array_like=True):
+class ChunkSource(msgspec.Struct, frozen=True, array_like=True):
     """What the rows of a chunk see of the source of its sequence.
 
     pages: of the source, in the first chunk of the sequence. rows: (row, first, count, shown), from row 0 on, as in
-    prompt.py: Sight. The rows of later chunks see what the last row saw, unless they have sights of their own.
+    prompt.py: VisibleRange. The rows of later chunks see what the last row saw, unless a message says otherwise.
     """
 
     sequence: int
@@ -48,7 +39,7 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True):
 
     new_pages: appended to the page table of the sequence. logits: of how many of the last tokens logits are computed.
     positions: three axes of as many numbers as there are tokens; if empty, the token at index i has position i +
-    `shift` on every axis. inserts: ascending; their rows take the place of embedded tokens.
+    `shift` on every axis. placeholder_ranges: ascending; encodings take the place of these rows.
     """
 
     sequence: int
@@ -58,7 +49,7 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True):
     logits: int
     positions: list[list[int]] = []
     shift: int = 0
-    inserts: list[Insert] = []
+    placeholder_ranges: list[PlaceholderRange] = []
 
 
 class Step(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -67,7 +58,7 @@ class Step(msgspec.Struct, frozen=True, array_like=True, tag=True):
     finished, forgotten: the numbers of the sequences and of the encodings to drop.
     state_copies: (from, to), slots of states, copied in this order.
     state_slots: of the sequence of each chunk, for models with states.
-    sights: of chunks whose rows see something of a source, unless the ranks know it.
+    sources: of chunks whose rows see something of a source, unless the ranks know it.
     kept: sequences of whose media the talker reads hidden states.
     """
 
@@ -76,7 +67,7 @@ class Step(msgspec.Struct, frozen=True, array_like=True, tag=True):
     forgotten: list[int] = []
     state_copies: list[tuple[int, int]] = []
     state_slots: list[int] = []
-    sights: list[Sights] = []
+    sources: list[ChunkSource] = []
     kept: list[int] = []
 
 

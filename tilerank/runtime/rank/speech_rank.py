@@ -109,9 +109,9 @@ class SpeechRank:
         collective."""
         rows = self._run_once(lambda: self.speaker.project(hidden)).clone()
         for chunk in step.chunks:
-            if chunk.sequence not in step.kept or not chunk.inserts:
+            if chunk.sequence not in step.kept or not chunk.placeholder_ranges:
                 continue
-            found = [range(chunk.start + i.row, chunk.start + i.row + i.count) for i in chunk.inserts]
+            found = [range(chunk.start + i.start, chunk.start + i.start + i.count) for i in chunk.placeholder_ranges]
             indices = torch.cat([torch.tensor(part) for part in found])
             mine, rows = rows[: len(indices)], rows[len(indices) :]
             held = self._held.setdefault(chunk.sequence, RankSpeech())

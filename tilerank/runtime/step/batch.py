@@ -114,7 +114,7 @@ def padded_size(sequences: int) -> int:
     return -(-sequences // TILE_ROWS) * TILE_ROWS
 
 
-class _Rows:
+class _StepRows:
     """The rows of a step as Python lists, chunk by chunk. positions: one list for each axis."""
 
     def __init__(self, axes: int) -> None:
@@ -199,16 +199,16 @@ class BatchFiller:
 
     def is_decode(self, step: Step) -> bool:
         """Return whether a recorded step can compute this one: every sequence has one token and one row of logits, and
-        neither inserts nor positions of its own."""
+        neither encoded media nor positions of its own."""
         return len(step.chunks) <= self._limits.sequences and all(
-            len(chunk.token_ids) == 1 and chunk.logits == 1 and not chunk.inserts and not chunk.positions
+            len(chunk.token_ids) == 1 and chunk.logits == 1 and not chunk.placeholder_ranges and not chunk.positions
             for chunk in step.chunks
         )
 
     def fresh(self, step: Step, held: Mapping[int, RankSequence], encodings: Mapping[int, Tensor]) -> Batch:
         """Return a batch of new tensors. held: by the number of the sequence. encodings: [levels, tokens, hidden] each,
-        by the number that inserts name."""
-        content, rows = self._content, _Rows(self._content.position_axes)
+        by the number that placeholder ranges name."""
+        content, rows = self._content, _StepRows(self._content.position_axes)
         for chunk in step.chunks:
             rows.add(chunk, held[chunk.sequence].pages)
         tables = [held[chunk.sequence].pages for chunk in step.chunks]
@@ -238,7 +238,7 @@ class BatchFiller:
     def padded(self, step: Step, held: Mapping[int, RankSequence]) -> Batch:
         """Fill the shared tensors with a decode step, padded to `padded_size` rows. The same size gives the same Batch,
         whose values the next call overwrites."""
-        rows = _Rows(self._content.position_axes)
+        rows = _StepRows(self._content.position_axes)
         for row, chunk in enumerate(step.chunks):
             pages = held[chunk.sequence].pages
             rows.add(chunk, pages)
@@ -311,11 +311,11 @@ def _sources(step: Step, held: Mapping[int, RankSequence]) -> dict[int, RankSour
 
 def _inserts(step: Step, starts: list[int], encodings: Mapping[int, Tensor]) -> Inserts | None:
     """starts: the first row of each chunk."""
-    parts = [(start, insert) for start, chunk in zip(starts, step.chunks, strict=False) for insert in chunk.inserts]
+    parts = [(start, i) for start, chunk in zip(starts, step.chunks, strict=False) for i in chunk.placeholder_ranges]
     if not parts:
         return None
     runs = [
-        (range(start + i.row, start + i.row + i.count), encodings[i.encoding][:, i.first : i.first + i.count])
+        (range(start + i.start, start + i.start + i.count), encodings[i.medium][:, i.first : i.first + i.count])
         for start, i in parts
     ]
     first, *deep = (
@@ -335,8 +335,8 @@ def _kept(step: Step, starts: list[int], layer: int) -> Kept | None:
         row
         for start, chunk in zip(starts, step.chunks, strict=False)
         if chunk.sequence in step.kept
-        for i in chunk.inserts
-        for row in range(start + i.row, start + i.row + i.count)
+        for i in chunk.placeholder_ranges
+        for row in range(start + i.start, start + i.start + i.count)
     ]
     return Kept(layer, _int64(rows)) if rows else None
 

@@ -12,11 +12,11 @@ from ..protocol.rank_messages import Step
 
 @dataclass
 class RankSource:
-    """What a worker keeps of the source of a sequence. pages: its page table. sight: first, count and shown of the last
-    row (prompt.py: Sight)."""
+    """What a worker keeps of the source of a sequence. pages: its page table. visible: first, count and shown of
+    the last row (prompt.py: VisibleRange)."""
 
     pages: list[int] = field(default_factory=list)
-    sight: tuple[int, int, bool] = (0, 0, False)
+    visible: tuple[int, int, bool] = (0, 0, False)
 
 
 @dataclass(frozen=True)
@@ -52,13 +52,13 @@ class SourceFiller:
     def fresh(self, step: Step, held: Mapping[int, RankSource]) -> SourceRuns | None:
         """Return None if no row sees anything. held: by the number of the sequence; as the worker remembers it before
         the step."""
-        rows_of = {sights.sequence: sights.rows for sights in step.sights}
+        rows_of = {seen.sequence: seen.rows for seen in step.sources}
         tables, starts, lengths, run_starts, shown = [], [], [], [0], list[float]()
         for chunk in step.chunks:
             source = held[chunk.sequence]
-            sights = rows_of.get(chunk.sequence) or [(0, *source.sight)]
-            ends = [*(row for row, *_ in sights[1:]), len(chunk.token_ids)]
-            for (row, first, count, is_shown), end in zip(sights, ends, strict=True):
+            visible_ranges = rows_of.get(chunk.sequence) or [(0, *source.visible)]
+            ends = [*(row for row, *_ in visible_ranges[1:]), len(chunk.token_ids)]
+            for (row, first, count, is_shown), end in zip(visible_ranges, ends, strict=True):
                 tables.append(source.pages)
                 starts.append(first)
                 lengths.append(count)
@@ -77,10 +77,10 @@ class SourceFiller:
 
     def fill(self, step: Step, held: Mapping[int, RankSource], size: int) -> None:
         """Write a decode step of `size` rows to the shared tensors; its padding rows see nothing."""
-        rows_of = {sights.sequence: sights.rows for sights in step.sights}
+        rows_of = {seen.sequence: seen.rows for seen in step.sources}
         for row, chunk in enumerate(step.chunks):
             source = held[chunk.sequence]
-            _, first, count, is_shown = rows_of.get(chunk.sequence, [(0, *source.sight)])[0]
+            _, first, count, is_shown = rows_of.get(chunk.sequence, [(0, *source.visible)])[0]
             self._starts[row], self._lengths[row], self._shown[row] = first, count, float(is_shown)
             if self._table_of[row] is not source.pages:
                 self._table_of[row] = source.pages

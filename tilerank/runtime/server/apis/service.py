@@ -26,7 +26,7 @@ from ..chat.grammars import request_grammar
 from ..chat.media import MediaReader
 from ..chat.messages import Message
 from ..chat.prompts import ChatPrompt, PromptBuilder
-from ..chat.reasoning import Thinking
+from ..chat.reasoning import ReasoningStart
 from ..chat.rendering import DirectRenderer, Renderer
 from ..chat.request import ChatCompletion, Sampling, TemplateRequest
 from ..chat.tools import ToolParser
@@ -134,7 +134,7 @@ class Service:
         body: Sampling,
         prompts: list[Prompt],
         grammar: str | None,
-        thinking: Thinking = Thinking.NEVER,
+        thinking: ReasoningStart = ReasoningStart.NEVER,
         new_parser: Callable[[], ToolParser] | None = None,
     ) -> Generation:
         """Return a Generation, for whose parameters see there."""
@@ -142,7 +142,7 @@ class Service:
         return Generation(self.client, self.tokenizer, defaults, body, prompts, grammar, thinking, new_parser)
 
     async def grammar(
-        self, body: Sampling, parser: type[ToolParser] | None = None, thinking: Thinking = Thinking.NEVER
+        self, body: Sampling, parser: type[ToolParser] | None = None, thinking: ReasoningStart = ReasoningStart.NEVER
     ) -> str | None:
         """Return the grammar of the answer; None if any text is allowed. Raises ApiError if it cannot be followed."""
         grammar = request_grammar(body, self.tokenizer, parser, thinking)

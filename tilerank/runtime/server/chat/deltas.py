@@ -9,7 +9,7 @@ from tilerank.loader.tokenizer import Tokenizer
 from ...protocol.events import SoundEvent, TokenEvent
 from ...protocol.params import Logprobs, Start
 from ..link.client import Progress
-from .reasoning import Text, Thinking
+from .reasoning import Text, ReasoningStart
 from .request import Sampling
 from .text import TextStream
 from .tools import Piece, ToolParser, split
@@ -99,7 +99,7 @@ class ChoiceDeltas:
         tokenizer: Tokenizer,
         prompt_ids: Sequence[int],
         echo: str,
-        thinking: Thinking,
+        thinking: ReasoningStart,
         parser: ToolParser | None,
         usage: Usage,
     ) -> None:

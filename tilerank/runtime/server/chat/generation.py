@@ -15,7 +15,7 @@ from ..http.errors import ApiError
 from ..link.client import EngineClient, EngineGoneError, OverloadedError, RefusedError
 from .deltas import ChoiceDeltas, Delta, Usage
 from .params import final_prompt, sampling_params, seeds
-from .reasoning import Thinking
+from .reasoning import ReasoningStart
 from .request import Sampling
 from .tools import ToolParser
 
@@ -40,7 +40,7 @@ class Generation:
         body: Sampling,
         prompts: list[Prompt],
         grammar: str | None,
-        thinking: Thinking = Thinking.NEVER,
+        thinking: ReasoningStart = ReasoningStart.NEVER,
         new_parser: Callable[[], ToolParser] | None = None,
     ) -> None:
         if client.state is None:

@@ -10,7 +10,7 @@ from llguidance.gbnf_to_lark import any_to_lark
 from tilerank.loader.tokenizer import Tokenizer
 
 from ..http.errors import ApiError
-from .reasoning import BEGIN, END, Thinking, mark_token
+from .reasoning import BEGIN, END, ReasoningStart, mark_token
 from .request import Sampling, Tool
 from .structured import Constraint, StructuralTag
 from .tools import ToolParser, json_rule
@@ -24,7 +24,7 @@ def request_grammar(
     body: Sampling,
     tokenizer: Tokenizer,
     parser: type[ToolParser] | None = None,
-    thinking: Thinking = Thinking.NEVER,
+    thinking: ReasoningStart = ReasoningStart.NEVER,
 ) -> str | None:
     """Return the grammar of the answer; None if any text is allowed. Raises ApiError for a schema that is too large.
 
@@ -64,9 +64,9 @@ def _too_large(size: int) -> ApiError:
     return ApiError(400, f"The schemas make a grammar of {size} characters; at most {MAX_GRAMMAR} are allowed.")
 
 
-def _thinking_rules(tokenizer: Tokenizer, thinking: Thinking) -> tuple[str, list[str]]:
+def _thinking_rules(tokenizer: Tokenizer, thinking: ReasoningStart) -> tuple[str, list[str]]:
     """Return the expression of the reasoning, with the line breaks that follow it, and its rules."""
-    if thinking is Thinking.NEVER:
+    if thinking is ReasoningStart.NEVER:
         return "", []
     begin, end = (mark_token(mark, tokenizer) for mark in (BEGIN, END))
     any_text, line_breaks = "/(.|\\n)*/", "line_breaks: /\\n+/"
@@ -75,7 +75,7 @@ def _thinking_rules(tokenizer: Tokenizer, thinking: Thinking) -> tuple[str, list
     else:
         thought = [f"thought: thought_text <[{end}]>", f"thought_text: {any_text}"]
     whole = "thought line_breaks?"
-    return f"(<[{begin}]> {whole})?" if thinking is Thinking.OPTIONAL else whole, [*thought, line_breaks]
+    return f"(<[{begin}]> {whole})?" if thinking is ReasoningStart.OPTIONAL else whole, [*thought, line_breaks]
 
 
 def _answer_rules(constraint: Constraint, tokenizer: Tokenizer) -> list[str]:

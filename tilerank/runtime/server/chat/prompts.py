@@ -14,7 +14,7 @@ from ...protocol.errors import MediaError
 from ...protocol.prompt import Prompt
 from ..http.errors import ApiError
 from .messages import Message, TextPart
-from .reasoning import BEGIN, END, Thinking, thinking_after
+from .reasoning import BEGIN, END, ReasoningStart, thinking_after
 from .rendering import Renderer
 from .request import ReasoningEffort, TemplateOptions, TemplateRequest
 from .tools import ToolParser
@@ -33,7 +33,7 @@ class ChatPrompt(NamedTuple):
     """The prompt of a conversation. thinking: how the answer to it begins."""
 
     prompt: Prompt
-    thinking: Thinking
+    thinking: ReasoningStart
 
 
 class PromptBuilder:
@@ -110,11 +110,11 @@ class PromptBuilder:
         except TokenizerError as e:
             raise ApiError(400, str(e)) from e
 
-    def _thinking(self, text: str, options: TemplateOptions) -> Thinking:
+    def _thinking(self, text: str, options: TemplateOptions) -> ReasoningStart:
         """Return how the answer begins. A message that is continued may end within its reasoning."""
         if not options.continue_final_message:
             return thinking_after(text, self._tokenizer)
-        return Thinking.OPENED if text.rfind(BEGIN) > text.rfind(END) else Thinking.NEVER
+        return ReasoningStart.OPENED if text.rfind(BEGIN) > text.rfind(END) else ReasoningStart.NEVER
 
     async def _render(self, messages: Sequence[dict[str, Any]], request: TemplateRequest) -> str:
         variables, effort, tools, options = request

@@ -14,7 +14,7 @@ from tilerank.loader.tokenizer import Tokenizer
 BEGIN, END = "<think>", "</think>"
 
 
-class Thinking(Enum):
+class ReasoningStart(Enum):
     """Where the reasoning of an answer begins."""
 
     NEVER = "there is none"
@@ -22,17 +22,17 @@ class Thinking(Enum):
     OPENED = "with the answer, because the prompt ends with <think>"
 
 
-def thinking_after(prompt: str, tokenizer: Tokenizer) -> Thinking:
+def thinking_after(prompt: str, tokenizer: Tokenizer) -> ReasoningStart:
     """Return how the answer to `prompt`, the text of a conversation, begins.
 
     A model whose vocabulary has no marks of reasoning never begins it by itself.
     """
     end = prompt.rstrip()
     if end.endswith(BEGIN):
-        return Thinking.OPENED
+        return ReasoningStart.OPENED
     if end.endswith(END) or mark_token(BEGIN, tokenizer) is None or mark_token(END, tokenizer) is None:
-        return Thinking.NEVER
-    return Thinking.OPTIONAL
+        return ReasoningStart.NEVER
+    return ReasoningStart.OPTIONAL
 
 
 @lru_cache(64)  # every chat asks
@@ -59,10 +59,10 @@ class Text:
 class ReasoningSplitter:
     """Splits the streamed text of one choice. Holds back what may be a part of a mark."""
 
-    def __init__(self, thinking: Thinking) -> None:
-        self.reasoning = thinking is Thinking.OPENED
-        self._undecided = thinking is Thinking.OPTIONAL
-        self._at_start = thinking is Thinking.OPENED  # line breaks are dropped
+    def __init__(self, thinking: ReasoningStart) -> None:
+        self.reasoning = thinking is ReasoningStart.OPENED
+        self._undecided = thinking is ReasoningStart.OPTIONAL
+        self._at_start = thinking is ReasoningStart.OPENED  # line breaks are dropped
         self._buffer = ""
 
     def push(self, text: str) -> Text:

@@ -65,7 +65,7 @@ def encode_sound(form: str, samples: bytes) -> bytes:
     if form == "wav":
         return _wav(samples)
     file = io.BytesIO()
-    encoder = _Encoder(form, file, {})
+    encoder = _SoundEncoder(form, file, {})
     encoder.write(samples)
     encoder.close()
     return file.getvalue()
@@ -78,7 +78,7 @@ class SoundStream:
         self._sent = _Sink()
         self._encoder = None
         if form in _CODECS:
-            self._encoder = _Encoder(form, cast(IO[bytes], self._sent), _CODECS[form].options)
+            self._encoder = _SoundEncoder(form, cast(IO[bytes], self._sent), _CODECS[form].options)
         elif form == "wav":
             header = bytearray(_wav(b""))
             header[4:8] = header[-4:] = _UNKNOWN
@@ -114,7 +114,7 @@ class _Sink:
         return data
 
 
-class _Encoder:
+class _SoundEncoder:
     """Writes a format with PyAV."""
 
     def __init__(self, form: str, file: IO[bytes], options: Mapping[str, str]) -> None:

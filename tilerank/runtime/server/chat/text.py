@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from tilerank.loader.tokenizer import TokenStream
 
-from .reasoning import ReasoningSplitter, Text, Thinking, overlap
+from .reasoning import ReasoningSplitter, Text, ReasoningStart, overlap
 
 
 class TextStream:
@@ -19,7 +19,7 @@ class TextStream:
         self,
         stream: TokenStream,
         stop: Sequence[str],
-        thinking: Thinking = Thinking.NEVER,
+        thinking: ReasoningStart = ReasoningStart.NEVER,
         min_tokens: int = 0,
         keeps_stop: bool = False,
     ) -> None:

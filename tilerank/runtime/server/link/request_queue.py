@@ -23,7 +23,7 @@ have to encode them again."""
 
 
 @dataclass(eq=False)
-class _Entry:
+class _QueuedRequest:
     """A request, without its prompt once that is sent.
 
     cancelled: numbers of choices cancelled while it is queued. started: the engine has sent a message about one of
@@ -46,9 +46,9 @@ class RequestQueue:
 
     def __init__(self, send: Callable[[ToEngine], None]) -> None:
         self._send = send
-        self._waiting: deque[_Entry] = deque()
-        self._queued: dict[int, _Entry] = {}  # by the number of each choice
-        self._sent: dict[int, _Entry] = {}  # the same for choices that have not ended
+        self._waiting: deque[_QueuedRequest] = deque()
+        self._queued: dict[int, _QueuedRequest] = {}  # by the number of each choice
+        self._sent: dict[int, _QueuedRequest] = {}  # the same for choices that have not ended
         self._tokens = self._nbytes = self._held = 0  # what MAX_TOKENS, MAX_BYTES and MAX_HELD limit
 
     def __len__(self) -> int:
@@ -64,7 +64,7 @@ class RequestQueue:
         """Send a request, now or when the engine can take it."""
         numbers = range(submit.number, submit.number + len(submit.seeds))
         tokens = len(submit.prompt.token_ids) + CHOICE_TOKENS * len(numbers)
-        entry = _Entry(submit, numbers, tokens, sum(len(medium.frames) for medium in submit.prompt.media))
+        entry = _QueuedRequest(submit, numbers, tokens, sum(len(medium.frames) for medium in submit.prompt.media))
         self._waiting.append(entry)
         self._queued.update(dict.fromkeys(numbers, entry))
         self._advance()
@@ -118,7 +118,7 @@ class RequestQueue:
             for number in entry.cancelled:
                 self._send(Cancel(number))
 
-    def _next(self) -> _Entry | None:
+    def _next(self) -> _QueuedRequest | None:
         """Return the request to send next, if there is room. Text passes media that wait for MAX_HELD."""
         held_is_full = False
         for entry in self._waiting:
@@ -131,7 +131,7 @@ class RequestQueue:
             held_is_full = True
         return None
 
-    def _leave(self, entry: _Entry) -> None:
+    def _leave(self, entry: _QueuedRequest) -> None:
         for number in entry.numbers:
             del self._queued[number]
 

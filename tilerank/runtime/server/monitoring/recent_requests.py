@@ -15,7 +15,7 @@ MINUTE_S = 60.0
 
 
 @dataclass(eq=False)
-class _Request:
+class _RecentRequest:
     """Times are those of time.monotonic. end: why the request has ended."""
 
     id: str
@@ -30,12 +30,12 @@ class RecentRequests:
     """The last MAX_KEPT requests, and how those of the last minute ended."""
 
     def __init__(self) -> None:
-        self._requests: deque[_Request] = deque(maxlen=MAX_KEPT)
+        self._requests: deque[_RecentRequest] = deque(maxlen=MAX_KEPT)
         self._ends: deque[tuple[float, str]] = deque()
 
     async def track(self, id: str, usage: Usage, deltas: AsyncGenerator[Delta]) -> AsyncGenerator[Delta]:
         """Yield the same deltas and record the request. `id`: the request's id in the API."""
-        request = _Request(id, usage, time.monotonic())
+        request = _RecentRequest(id, usage, time.monotonic())
         self._requests.appendleft(request)
         reason = None
         try:
