@@ -8,6 +8,7 @@ from fake_sysfs import Machine
 
 from tilerank.launch.host.placement import place
 from tilerank.launch.host.topology import read_topology
+from tilerank.launch.options.model import ModelOptions
 from tilerank.launch.planning.plan import plan_model
 from tilerank.launch.planning.plan_types import Plan
 from tilerank.loader.card import ModelCard, read_card
@@ -44,7 +45,7 @@ def plan_on(machine: Machine, root: Path, config: ModelCard, tp: int, cores: str
     topology = read_topology(machine.write(root / "machine"))
     placement = place(topology, tp, cores)
     options.setdefault("cached_tokens", 0)
-    return plan_model(config, tp, model="models/it", topology=topology, placement=placement, **options)
+    return plan_model(config, tp, ModelOptions(**options), model="models/it", topology=topology, placement=placement)
 
 
 def by_name(plan: Plan) -> dict[str, Any]:

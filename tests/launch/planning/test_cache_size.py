@@ -13,7 +13,7 @@ from media_files import DEMO_VL
 from planning import config_of, plan_on
 from ranks import run_ranks
 
-from tilerank.launch.options.model import add_arguments, mm_cache_bytes
+from tilerank.launch.options.model import add_arguments, model_options
 from tilerank.launch.planning.cache_size import agreed
 from tilerank.launch.planning.plan_text import render
 from tilerank.launch.planning.plan_types import RANK_OVERHEAD
@@ -182,7 +182,7 @@ def test_encoded_media_take_a_part_of_the_share(tmp_path: Path) -> None:
 def test_no_size_of_the_media_cache(capsys: pytest.CaptureFixture[str]) -> None:
     parser = argparse.ArgumentParser()
     add_arguments(parser)
-    assert mm_cache_bytes(parser.parse_args(["--mm-cache-gib", "0.5"])) == 1 << 29
+    assert model_options(parser.parse_args(["--mm-cache-gib", "0.5"])).mm_cache_bytes == 1 << 29
     for text in ("-1", "nan", "inf", "much"):
         with pytest.raises(SystemExit):
             parser.parse_args([f"--mm-cache-gib={text}"])

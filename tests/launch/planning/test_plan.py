@@ -14,6 +14,7 @@ from planning import DEMO, NORMS, PARAMETERS, ROPE, by_name, config_of, plan_on
 from tilerank.launch.commands import plan as command
 from tilerank.launch.host.placement import divide_placement, place
 from tilerank.launch.host.topology import read_topology
+from tilerank.launch.options.model import ModelOptions
 from tilerank.launch.planning.plan import plan_model
 from tilerank.launch.planning.plan_text import as_json, render, render_replicas, replicas_as_json
 from tilerank.launch.planning.plan_types import RANK_OVERHEAD, ReplicaPlans
@@ -161,10 +162,10 @@ def test_one_of_several_hosts(tmp_path: Path) -> None:
     plan = plan_model(
         config_of(tmp_path),
         6,
+        ModelOptions(cached_tokens=0),
         model="it",
         topology=topology,
         placement=place(topology, 3),
-        cached_tokens=0,
         here=range(3, 6),
     )
     assert [rank.weights for rank in plan.ranks] == [rank.weights for rank in everything.ranks[3:]]
@@ -243,7 +244,8 @@ def test_command(capsys: pytest.CaptureFixture[str]) -> None:
 def replicas_on(machine: Machine, root: Path, card: ModelCard, tp: int, dp: int, **options: Any) -> ReplicaPlans:
     topology = read_topology(machine.write(root / "machine"))
     parts = divide_placement(place(topology, tp * dp), dp)
-    plans = [plan_model(card, tp, model="models/it", topology=topology, placement=part, **options) for part in parts]
+    given = ModelOptions(**options)
+    plans = (plan_model(card, tp, given, model="models/it", topology=topology, placement=part) for part in parts)
     return ReplicaPlans(tuple(plans))
 
 

@@ -18,6 +18,7 @@ from tilerank.parallel.cost import Work
 from ..errors import LaunchError
 from ..host.topology import read_topology
 from ..options.hub import add_model_argument
+from ..options.model import model_options
 from ..serving.media_decoder import MediaDecoder
 from .harness import add_json_argument, add_repeat_argument, check_json_argument, write_json
 from .media_inputs import (
@@ -39,7 +40,6 @@ from .rank_job import (
     add_engine_arguments,
     add_rank_arguments,
     cores_of,
-    engine_dtype,
     is_rank,
     placement_of,
     run_as_rank,
@@ -162,7 +162,7 @@ def _measure(
 
     from .work import encoder_work
 
-    dtype = engine_dtype(args)
+    dtype = model_options(args).torch_dtype(engine.card)
     probe = RateProbe(cores_of(placement, read_topology()))
     tower = Tower(engine.worker)
     sizes = []

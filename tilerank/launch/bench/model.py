@@ -16,7 +16,7 @@ from tilerank.parallel.cost import Work
 from ..errors import LaunchError
 from ..host.topology import read_topology
 from ..options.hub import add_model_argument
-from ..options.model import quantization_of
+from ..options.model import model_options
 from .cases import Case, add_case_arguments, cases_of, check_cases, prompts, timing_of
 from .chart import add_chart_argument, check_chart_argument, write_chart
 from .harness import add_json_argument, check_json_argument, write_json
@@ -27,9 +27,7 @@ from .rank_job import (
     add_engine_arguments,
     add_rank_arguments,
     cores_of,
-    engine_dtype,
     is_rank,
-    kv_dtype,
     placement_of,
     run_as_rank,
     run_ranks,
@@ -126,8 +124,9 @@ def _measure(args: argparse.Namespace, engine: Engine, placement: Placement, ran
         _time(engine, Case(case.batch, min(case.prompt_tokens, WARM_UP_TOKENS), 2), seed=-1)
     _time(engine, max(cases, key=lambda case: case.batch * (case.prompt_tokens + case.new_tokens)), seed=-1)
     max_rss = [peak_rss(rank.pid) for rank in ranks]  # before the probe allocates the memory that it reads
-    dtype, quantization, cache_dtype = engine_dtype(args), quantization_of(args), kv_dtype(args)
-    work = model_work(engine.card, dtype, quantization, cache_dtype)
+    options = model_options(args)
+    dtype, cache_dtype = options.torch_dtype(engine.card), options.torch_kv_dtype(engine.card)
+    work = model_work(engine.card, dtype, options.quantization, cache_dtype)
     if args.image:
         pictures = media_prompts(args.model)
         parts = encoder_work(engine.card, dtype, pictures.grid(args.image))
@@ -145,7 +144,7 @@ def _measure(args: argparse.Namespace, engine: Engine, placement: Placement, ran
         "ready_at": ready,
         "isa": core.isa(),
         "dtype": str(dtype).removeprefix("torch."),
-        "quantization": held_codes(engine.card.quantization, quantization),
+        "quantization": held_codes(engine.card.quantization, options.quantization),
         "kv_cache_dtype": str(cache_dtype).removeprefix("torch."),
         "tp": len(placement.ranks),
         "placement": [rank.reason for rank in placement.ranks],

@@ -16,15 +16,13 @@ from ..host.placement import Placement, RankPlacement, auto_ranks
 from ..host.topology import Topology, read_topology
 from ..options import model
 from ..options.arguments import whole_number
-from ..options.model import quantization_of, resolve_dtype, resolve_kv_dtype
+from ..options.model import ModelOptions, model_options
 from ..ranks import start
 from ..ranks.rank import Job, W, run_rank
 from ..ranks.rendezvous import identify
 from .peaks import bench_cores
 
 if TYPE_CHECKING:
-    import torch
-
     from tilerank.parallel.join import Team
     from tilerank.runtime.lead.engine import Engine
     from tilerank.runtime.rank.worker import Worker
@@ -115,6 +113,7 @@ class EngineJob:
         measure: Callable[["Engine", Placement, list[RankMemory]], Any],
     ) -> None:
         self._args = args
+        self._options = replace(model_options(args), cached_tokens=total_tokens)
         self._total_tokens = total_tokens
         self._measure = measure
         self._weight_bytes: list[int] = []
@@ -128,19 +127,14 @@ class EngineJob:
 
         from ..planning.plan import plan_model
 
-        card = read_supported_card(self._args.model, model.given_family_options(self._args))
+        card = read_supported_card(self._args.model, self._options.family)
         plan = plan_model(
             replace(card, context_length=min(self._total_tokens, card.context_length)),
             size,
+            self._options,
             model=str(self._args.model),
             topology=read_topology(),
             placement=placement,
-            strategy=self._args.strategy,
-            kv_split=self._args.kv_split,
-            dtype=self._args.dtype,
-            quantization=quantization_of(self._args),
-            kv_cache_dtype=self._args.kv_cache_dtype,
-            cached_tokens=self._total_tokens,
             here=here,
         )
         self._weight_bytes = [int(rank.weights) for rank in plan.ranks]
@@ -149,24 +143,12 @@ class EngineJob:
     def build(self, team: "Team", own: RankPlacement) -> "Worker":
         import torch
 
-        from tilerank.runtime.rank.rank_config import RankConfig
         from tilerank.runtime.rank.worker import Worker
 
         # Gathered before loading: ranks that share a disk finish loading far apart, which would exceed the deadline.
         self._pids = team.group.all_gather(torch.tensor([os.getpid()])).flatten().tolist()
-        return Worker(
-            self._args.model,
-            team,
-            RankConfig(
-                dtype=engine_dtype(self._args),
-                quantization=quantization_of(self._args),
-                kv_dtype=kv_dtype(self._args),
-                strategy=self._args.strategy,
-                kv_split=self._args.kv_split,
-                max_total_tokens=self._total_tokens,
-                family_options=model.given_family_options(self._args),
-            ),
-        )
+        config = self._options.rank_config(read_card(self._args.model), self._total_tokens)
+        return Worker(self._args.model, team, config)
 
     def lead(self, worker: "Worker", size: int, placement: Placement) -> None:
         from tilerank.runtime.lead.engine import Engine
@@ -180,16 +162,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     model.add_cut_arguments(
         parser, "how heads that do not divide are cut", "whether ranks share contexts of latents out"
     )
-
-
-def engine_dtype(args: argparse.Namespace) -> "torch.dtype":
-    """Return the dtype of activations that the options and the checkpoint ask for."""
-    return resolve_dtype(read_card(args.model), args.dtype, quantization_of(args))
-
-
-def kv_dtype(args: argparse.Namespace) -> "torch.dtype":
-    """Return the dtype of the KV cache. Raises LaunchError as resolve_kv_dtype does."""
-    return resolve_kv_dtype(args.kv_cache_dtype, engine_dtype(args))
+    model.set_default_sizes(parser)
 
 
 def whole_numbers(low: int) -> Callable[[str], list[int]]:

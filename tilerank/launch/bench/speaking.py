@@ -16,7 +16,7 @@ from ..errors import LaunchError
 from ..host.topology import read_topology
 from ..options.arguments import whole_number
 from ..options.hub import add_model_argument
-from ..options.model import quantization_of
+from ..options.model import model_options
 from .harness import Column, Row, add_json_argument, check_json_argument, write_json
 from .harness import table as lines_of
 from .peaks import Peaks, RateProbe, peaks_of
@@ -25,7 +25,6 @@ from .rank_job import (
     add_engine_arguments,
     add_rank_arguments,
     cores_of,
-    engine_dtype,
     is_rank,
     placement_of,
     run_as_rank,
@@ -134,15 +133,16 @@ def _measure(args: argparse.Namespace, engine: Engine, placement: Placement) -> 
 
     from .work import predictor_cost
 
-    dtype, quantization = engine_dtype(args), quantization_of(args)
-    cost = predictor_cost(engine.card, dtype, quantization)
+    options = model_options(args)
+    dtype = options.torch_dtype(engine.card)
+    cost = predictor_cost(engine.card, dtype, options.quantization)
     probe = RateProbe(cores_of(placement, read_topology()))
     assert engine.worker.speech is not None
     predictor = _PredictorClock(engine.worker.speech.speaker)
     return {
         "isa": core.isa(),
         "dtype": str(dtype).removeprefix("torch."),
-        "quantization": held_codes(engine.card.quantization, quantization),
+        "quantization": held_codes(engine.card.quantization, options.quantization),
         "rows": [_measure_together(engine, predictor, count, args.frames, cost, probe) for count in args.requests],
     }
 

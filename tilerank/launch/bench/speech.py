@@ -12,7 +12,7 @@ from tilerank.parallel.cost import Work
 from ..errors import LaunchError
 from ..host.topology import read_topology
 from ..options.hub import add_model_argument
-from ..options.model import DTYPES, resolve_dtype
+from ..options.model import DTYPES, ModelOptions
 from .harness import Column, Row, add_json_argument, add_repeat_argument, check_json_argument, median_by, write_json
 from .harness import table as lines_of
 from .peaks import Peaks, RateProbe, bench_cores, compute_unit, peaks_of, share_text
@@ -65,7 +65,7 @@ def measure(args: argparse.Namespace, cores: list[int]) -> tuple[list[Row], Peak
     from tilerank.runtime.protocol.speech_settings import SAMPLE_RATE
     from tilerank.runtime.rank.registry import read_supported_card
 
-    dtype = resolve_dtype(read_supported_card(args.model), args.dtype, None)
+    dtype = ModelOptions(dtype=args.dtype).torch_dtype(read_supported_card(args.model))
     peaks = peaks_of(cores)
     vocoder = load_vocoder(args.model, dtype)
     core.start_pool(cores, spin=True)

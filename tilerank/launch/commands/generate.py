@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from tilerank.loader.card import ModelCard, read_card
+from tilerank.loader.card import read_card
 from tilerank.loader.tokenizer import Tokenizer, TokenStream
 
 from ..errors import LaunchError
@@ -20,7 +20,6 @@ from ..host.topology import read_topology
 from ..logs import log_debug_on_rank0, log_info_on_rank0, say
 from ..options import model
 from ..options.arguments import number, whole_number
-from ..options.model import quantization_of, resolve_dtype, resolve_kv_dtype
 from ..planning import cache_size
 from ..planning.plan_text import cache_text, render, states_text
 from ..ranks import start
@@ -77,6 +76,7 @@ class GenerateJob:
     def __init__(self, args: argparse.Namespace) -> None:
         self._args = args
         self._model_dir = model.model_directory(args)
+        self._options = model.model_options(args)
         self._plan: Plan | None = None  # on the first rank of each host
 
     def prepare(self) -> None:
@@ -93,33 +93,21 @@ class GenerateJob:
 
         from ..planning.plan import plan_model
 
-        args = self._args
+        card = registry.read_supported_card(self._model_dir, self._options.family)
         self._plan = plan_model(
-            self._card(registry.read_supported_card(self._model_dir, model.given_family_options(args))),
+            replace(card, context_length=model.context_length(self._args, card)),
             size,
+            self._options,
             model=str(self._model_dir),
             topology=read_topology(),
             placement=placement,
-            strategy=args.strategy,
-            kv_split=args.kv_split,
-            dtype=args.dtype,
-            quantization=quantization_of(args),
-            kv_cache_dtype=args.kv_cache_dtype,
-            cached_tokens=args.max_total_tokens,
-            mem_fraction=args.mem_fraction_static,
-            mm_cache_bytes=model.mm_cache_bytes(args),
             here=here,
         )
         return self._plan.refusal()
 
     def build(self, team: "Team", own: RankPlacement) -> "Worker":
-        from tilerank.runtime.rank.rank_config import RankConfig
         from tilerank.runtime.rank.worker import Worker
-        from tilerank.runtime.step.cache import expected_tokens
 
-        args, quantization = self._args, quantization_of(self._args)
-        card = read_card(self._model_dir)
-        dtype = resolve_dtype(card, args.dtype, quantization)
         tokens = cache_size.agreed(team.group, self._plan.cached_tokens if self._plan else None)
         if self._plan:
             log_debug_on_rank0(log, "the ranks and their parts:\n%s", render(self._plan))
@@ -128,25 +116,7 @@ class GenerateJob:
                 log_info_on_rank0(log, "%s", states_text(self._plan))
             if tokens < self._plan.cached_tokens:
                 log_info_on_rank0(log, "another host has room for %s tokens only: that holds for all", f"{tokens:,}")
-        return Worker(
-            self._model_dir,
-            team,
-            RankConfig(
-                dtype=dtype,
-                quantization=quantization,
-                kv_dtype=resolve_kv_dtype(args.kv_cache_dtype, dtype),
-                strategy=args.strategy,
-                kv_split=args.kv_split,
-                context_length=args.context_length,
-                max_total_tokens=tokens,
-                cached_tokens=args.max_total_tokens or expected_tokens(self._card(card).context_length),
-                source_bytes=model.mm_cache_bytes(args) // 2,
-                family_options=model.given_family_options(args),
-            ),
-        )
-
-    def _card(self, card: ModelCard) -> ModelCard:
-        return replace(card, context_length=model.context_length(self._args, card))
+        return Worker(self._model_dir, team, self._options.rank_config(read_card(self._model_dir), tokens))
 
     def lead(self, worker: "Worker", size: int, placement: Placement) -> None:
         from tilerank.kernels import core
@@ -154,7 +124,7 @@ class GenerateJob:
 
         answers = [PromptAnswer(prompt.token_ids, self._tokenizer.stream()) for prompt in self._prompts]
         output = JsonPrinter(answers, bool(self._args.logprobs)) if self._args.json else TextPrinter(answers)
-        engine = Engine(worker, model.mm_cache_bytes(self._args))
+        engine = Engine(worker, self._options.mm_cache_bytes)
         requests = [Request(prompt, self._sampling()) for prompt in self._prompts]
         sound = bytearray()
         for event in engine.generate(requests, on_sound=lambda part: sound.extend(part.samples)):

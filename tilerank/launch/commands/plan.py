@@ -11,7 +11,6 @@ from ..host.topology import read_topology
 from ..options import model
 from ..options.arguments import whole_number
 from ..options.hub import add_model_argument
-from ..options.model import quantization_of
 from ..planning.plan import model_bytes, plan_model
 from ..planning.plan_text import as_json, render, render_replicas, replicas_as_json
 from ..planning.plan_types import ReplicaPlans
@@ -53,28 +52,14 @@ def run(args: argparse.Namespace) -> int:
 
     machine, identity = read_topology(), identify(os.environ)
     topology = own_topology(args, identity, machine)
-    card = read_supported_card(args.model, model.given_family_options(args))
-    quantization = quantization_of(args)
+    options = model.model_options(args)
+    card = read_supported_card(args.model, options.family)
     division = Division(args.tp or auto_ranks(topology), 1)
     if args.dp != 1:
-        division = divide(topology, args.tp, args.dp, lambda: model_bytes(card, args.dtype, quantization))
+        division = divide(topology, args.tp, args.dp, lambda: model_bytes(card, options))
     whole = own_placement(args, identity, machine, division.tp * division.dp)
     plans = tuple(
-        plan_model(
-            card,
-            division.tp,
-            model=str(args.model),
-            topology=topology,
-            placement=placement,
-            strategy=args.strategy,
-            kv_split=args.kv_split,
-            dtype=args.dtype,
-            quantization=quantization,
-            kv_cache_dtype=args.kv_cache_dtype,
-            cached_tokens=args.max_total_tokens,
-            mem_fraction=args.mem_fraction_static,
-            mm_cache_bytes=model.mm_cache_bytes(args),
-        )
+        plan_model(card, division.tp, options, model=str(args.model), topology=topology, placement=placement)
         for placement in (divide_placement(whole, division.dp) if division.dp > 1 else [whole])
     )
     if len(plans) == 1:

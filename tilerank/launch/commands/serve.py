@@ -34,7 +34,6 @@ from ..host.topology import read_topology
 from ..logs import say
 from ..options import model
 from ..options.arguments import seconds, whole_number
-from ..options.model import quantization_of
 from ..planning.replicas import ModelBytes, divide, replica_count
 from ..processes.process import ProcessSpec
 from ..processes.status import Reached, StatusPipe
@@ -225,8 +224,7 @@ class ServeJob(GenerateJob):
 
         from ..planning.plan import model_bytes
 
-        card = read_supported_card(self._model_dir, model.given_family_options(self._args))
-        return model_bytes(card, self._args.dtype, quantization_of(self._args))
+        return model_bytes(read_supported_card(self._model_dir, self._options.family), self._options)
 
     def build(self, team: Team, own: RankPlacement) -> Worker:
         worker = super().build(team, own)
@@ -241,7 +239,7 @@ class ServeJob(GenerateJob):
         from tilerank.runtime.lead.engine import Engine
         from tilerank.runtime.server.link.engine_loop import serve_connections
 
-        engine = Engine(worker, model.mm_cache_bytes(self._args))
+        engine = Engine(worker, self._options.mm_cache_bytes)
         if CONTROL in os.environ:
             with socket.socket(fileno=int(os.environ[CONTROL])) as control:
                 serve_connections(engine, connections(control), self._ranks)
@@ -328,7 +326,8 @@ def _run_http_process(args: argparse.Namespace) -> int:
     model_dir = model.model_directory(args)
     tokenizer = Tokenizer(model_dir)
     listener, control = (socket.socket(fileno=int(fd)) for fd in os.environ[HTTP_FDS].split(","))
-    card = with_options(read_card(model_dir), model.given_family_options(args))
+    options = model.model_options(args)
+    card = with_options(read_card(model_dir), options.family)
     about = ServerSettings(
         args.served_model_name or model_dir.resolve().name,
         own_version() or "unknown",
@@ -338,7 +337,7 @@ def _run_http_process(args: argparse.Namespace) -> int:
         GrammarTrial(model_dir).check,
         media_options.media_reader(args, load_processor(model_dir, tokenizer)),
         ChatRenderer(tokenizer),
-        _weights(args, card),
+        _weights(options, card),
         voices_of(card),
     )
     status = StatusPipe.inherited()
@@ -361,10 +360,10 @@ def _access(args: argparse.Namespace, listener: socket.socket) -> Access:
     return Access(names, tuple(args.cors_origins or ()))
 
 
-def _weights(args: argparse.Namespace, card: ModelCard) -> str:
+def _weights(options: model.ModelOptions, card: ModelCard) -> str:
     """Return the format in which ranks hold the projections, for the status page."""
-    floats = "float32" if "float32" in (args.dtype, card.dtype if args.dtype == "auto" else None) else "bfloat16"
-    return held_codes(card.quantization, quantization_of(args)) or floats
+    floats = card.dtype if options.dtype == "auto" else options.dtype
+    return held_codes(card.quantization, options.quantization) or ("float32" if floats == "float32" else "bfloat16")
 
 
 def _sampling(model_dir: Path) -> SamplingDefaults:

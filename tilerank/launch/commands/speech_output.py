@@ -37,7 +37,7 @@ def read_speech(args: argparse.Namespace, card: ModelCard, prompts: int) -> Spee
         if args.voice is not None:
             raise LaunchError("--voice needs --audio-out")
         return None
-    options = model.given_family_options(args)
+    options = model.model_options(args).family
     voices = voices_of(with_options(card, options))
     if not voices:
         found = ", ".join(options) if voices_of(card) else f"{card.model_type}, which does not"

@@ -1,13 +1,14 @@
 """Which model is run, and how it is loaded: the options that commands share, and what they say. Imports no torch."""
 
 import argparse
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tilerank.loader.card import ModelCard, read_card
 from tilerank.loader.errors import ConfigError
 from tilerank.loader.quantization_config import DEFAULT_INT4_GROUP, INT4_GROUPS, Quantization, check_agreement
-from tilerank.runtime.media.family import FamilyOptions
+from tilerank.runtime.media.family import NO_OPTIONS, FamilyOptions
 from tilerank.runtime.media.registry import all_options, with_options
 from tilerank.runtime.protocol.prompt import MM_CACHE_BYTES
 
@@ -18,12 +19,103 @@ from .hub import add_model_argument
 if TYPE_CHECKING:
     import torch
 
+    from tilerank.parallel.shard import Strategy
+    from tilerank.parallel.sharding import KVSplit
+    from tilerank.runtime.rank.rank_config import RankConfig
+
 DTYPES = ("auto", "bfloat16", "float32")
 CODES = ("int8", "int4", "fp8")
 KV_DTYPES = ("auto", "bfloat16", "bf16", "int8")
 KV_SPLIT_HELP = "latent attention (DeepSeek): every rank reads a part of a context for the heads of all, or if it pays"
 DEFAULT_FRACTION = 0.8
 """The share of a node's memory that ranks may use by default (--mem-fraction-static)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions:
+    """How a model is loaded: the formats, the cut and the caches that the command line asks for.
+
+    dtype, kv_cache_dtype: as on the command line. quantization: of projections while they are loaded. context_length:
+    tokens of a request (default: the model's). cached_tokens: size of the KV cache (default: what `mem_fraction` of the
+    memory leaves room for). mm_cache_bytes: what encoded media may take on each rank, if the model takes any. family:
+    the options of its family.
+    """
+
+    dtype: str = "auto"
+    quantization: Quantization | None = None
+    kv_cache_dtype: str = "auto"
+    strategy: "Strategy" = "auto"
+    kv_split: "KVSplit" = "auto"
+    context_length: int | None = None
+    cached_tokens: int | None = None
+    mem_fraction: float = DEFAULT_FRACTION
+    mm_cache_bytes: int = 0
+    family: FamilyOptions = NO_OPTIONS
+
+    def torch_dtype(self, card: ModelCard) -> "torch.dtype":
+        """Return the dtype of activations and unquantised weights.
+
+        "auto": float32 if the checkpoint is, else bfloat16, which float16 is converted to; bfloat16 with quantised
+        weights.
+        """
+        import torch
+
+        if self.dtype == "auto":
+            floats = self.quantization is None and card.quantization is None
+            return torch.float32 if floats and card.dtype == "float32" else torch.bfloat16
+        return {"bfloat16": torch.bfloat16, "float32": torch.float32}[self.dtype]
+
+    def torch_kv_dtype(self, card: ModelCard) -> "torch.dtype":
+        """Return the dtype of the KV cache. Raises LaunchError if no kernel combines it with the activations."""
+        import torch
+
+        name, dtype = self.kv_cache_dtype, self.torch_dtype(card)
+        if name == "int8":
+            return torch.int8
+        if name != "auto" and dtype != torch.bfloat16:
+            raise LaunchError(
+                f"--kv-cache-dtype {name} needs --dtype bfloat16, found {str(dtype).removeprefix('torch.')}; "
+                "the cache has the dtype of the activations, or int8"
+            )
+        return dtype
+
+    def rank_config(self, card: ModelCard, max_total_tokens: int) -> "RankConfig":
+        """Return what every rank is configured with. max_total_tokens: tokens in the KV cache."""
+        from tilerank.runtime.rank.rank_config import RankConfig
+        from tilerank.runtime.step.cache import expected_tokens
+
+        return RankConfig(
+            dtype=self.torch_dtype(card),
+            quantization=self.quantization,
+            kv_dtype=self.torch_kv_dtype(card),
+            strategy=self.strategy,
+            kv_split=self.kv_split,
+            context_length=self.context_length,
+            max_total_tokens=max_total_tokens,
+            cached_tokens=self.cached_tokens or expected_tokens(self.context_length or card.context_length),
+            source_bytes=self.mm_cache_bytes // 2,
+            family_options=self.family,
+        )
+
+
+def model_options(args: argparse.Namespace) -> ModelOptions:
+    """Return what the options of `add_arguments`, or of `add_plan_arguments`, say. Raises LaunchError for a group
+    without int4."""
+    if args.quantization_group is not None and args.quantization != "int4":
+        raise LaunchError("--quantization-group needs --quantization int4")
+    given = {option.name: getattr(args, option.name.strip("-").replace("-", "_")) for option in all_options()}
+    return ModelOptions(
+        dtype=args.dtype,
+        quantization=None if args.quantization is None else Quantization(args.quantization, args.quantization_group),
+        kv_cache_dtype=args.kv_cache_dtype,
+        strategy=args.strategy,
+        kv_split=args.kv_split,
+        context_length=args.context_length,
+        cached_tokens=args.max_total_tokens,
+        mem_fraction=args.mem_fraction_static,
+        mm_cache_bytes=int(args.mm_cache_gib * (1 << 30)),
+        family={name: value for name, value in given.items() if value is not None},
+    )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,7 +137,18 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
         parser, "how heads are cut: padded to equal shapes, split unevenly, or auto: whichever reads less"
     )
     add_format_arguments(parser, "of the weights")
+    set_default_sizes(parser)
     _add_cache_arguments(parser, "--cached-tokens", low=0)
+
+
+def set_default_sizes(parser: argparse.ArgumentParser) -> None:
+    """Set the sizes that `model_options` reads, for commands without options for them."""
+    parser.set_defaults(
+        context_length=None,
+        max_total_tokens=None,
+        mem_fraction_static=DEFAULT_FRACTION,
+        mm_cache_gib=MM_CACHE_BYTES / (1 << 30),
+    )
 
 
 def add_format_arguments(parser: argparse._ActionsContainer, dtype: str) -> None:
@@ -143,11 +246,11 @@ def model_directory(args: argparse.Namespace) -> Path:
 
 def checked_card(args: argparse.Namespace, model_dir: Path) -> ModelCard:
     """Return the model's card. ConfigError or LaunchError for options that do not agree with it."""
-    card = _read_card(model_dir)
-    check_agreement(card.quantization, quantization_of(args), args.dtype)
-    if args.kv_cache_dtype not in ("auto", "int8"):  # these two are always valid, and torch need not be imported
-        resolve_kv_dtype(args.kv_cache_dtype, resolve_dtype(card, args.dtype, quantization_of(args)))
-    with_options(card, given_family_options(args))
+    card, options = _read_card(model_dir), model_options(args)
+    check_agreement(card.quantization, options.quantization, options.dtype)
+    if options.kv_cache_dtype not in ("auto", "int8"):  # these two are always valid, and torch need not be imported
+        options.torch_kv_dtype(card)
+    with_options(card, options.family)
     context_length(args, card)
     return card
 
@@ -171,48 +274,3 @@ def context_length(args: argparse.Namespace, card: ModelCard) -> int:
             f"--context-length {args.context_length} is more than the {longest} tokens of the model's context"
         )
     return args.context_length or longest
-
-
-def mm_cache_bytes(args: argparse.Namespace) -> int:
-    """Return the bytes that encoded media may take on each rank."""
-    return int(args.mm_cache_gib * (1 << 30))
-
-
-def quantization_of(args: argparse.Namespace) -> Quantization | None:
-    """Return what the command line asks for. Raises LaunchError for a group without int4."""
-    if args.quantization_group is not None and args.quantization != "int4":
-        raise LaunchError("--quantization-group needs --quantization int4")
-    return None if args.quantization is None else Quantization(args.quantization, args.quantization_group)
-
-
-def resolve_dtype(card: ModelCard, dtype: str, quantization: Quantization | None) -> "torch.dtype":
-    """Return the dtype of activations and unquantised weights.
-
-    "auto": float32 if the checkpoint is, else bfloat16, which float16 is converted to; bfloat16 with quantised weights.
-    """
-    import torch
-
-    if dtype == "auto":
-        floats = quantization is None and card.quantization is None
-        return torch.float32 if floats and card.dtype == "float32" else torch.bfloat16
-    return {"bfloat16": torch.bfloat16, "float32": torch.float32}[dtype]
-
-
-def resolve_kv_dtype(name: str, dtype: "torch.dtype") -> "torch.dtype":
-    """Return the dtype of the KV cache. Raises LaunchError if no kernel combines it with activations of `dtype`."""
-    import torch
-
-    if name == "int8":
-        return torch.int8
-    if name != "auto" and dtype != torch.bfloat16:
-        raise LaunchError(
-            f"--kv-cache-dtype {name} needs --dtype bfloat16, found {str(dtype).removeprefix('torch.')}; "
-            "the cache has the dtype of the activations, or int8"
-        )
-    return dtype
-
-
-def given_family_options(args: argparse.Namespace) -> FamilyOptions:
-    """Return the family options of a command line that are given."""
-    values = {option.name: getattr(args, option.name.strip("-").replace("-", "_")) for option in all_options()}
-    return {name: value for name, value in values.items() if value is not None}

@@ -16,42 +16,29 @@ from tilerank.runtime.protocol.sizes import MAX_RUNNING, num_states
 
 from ..host.placement import Placement
 from ..host.topology import Topology
-from ..options.model import DEFAULT_FRACTION, resolve_dtype, resolve_kv_dtype
+from ..options.model import ModelOptions
 from . import cache_size
 from .plan_types import RANK_OVERHEAD, Attention, Dimension, MemoryUse, NodeShare, Plan, RankShare
 from .replicas import ModelBytes
 
 if TYPE_CHECKING:
     from tilerank.loader.card import ModelCard
-    from tilerank.loader.quantization_config import Quantization
     from tilerank.parallel.parameters import Layer
-    from tilerank.parallel.shard import Strategy
-    from tilerank.parallel.sharding import KVSplit
 
 
 def plan_model(
     card: ModelCard,
     tp: int,
+    options: ModelOptions,
     *,
     model: str,
     topology: Topology,
     placement: Placement,
-    strategy: Strategy = "auto",
-    kv_split: KVSplit = "auto",
-    dtype: str = "auto",
-    quantization: Quantization | None = None,
-    kv_cache_dtype: str = "auto",
-    cached_tokens: int | None = None,
-    mem_fraction: float = DEFAULT_FRACTION,
-    mm_cache_bytes: int = 0,
     here: range | None = None,
 ) -> Plan:
     """Return the plan for one replica of a model on this host. Raises ShardError, ConfigError or LaunchError.
 
-    model: its name in messages. dtype: "auto" is the checkpoint's. quantization: what the command line asks for.
-    kv_cache_dtype: as on the command line. cached_tokens: size of the KV cache (default: what `mem_fraction` of the
-    memory leaves room for). mm_cache_bytes: what encoded media may take on each rank, if the model takes any. here: the
-    ranks of this host (default: all). placement: of these ranks.
+    model: its name in messages. here: the ranks of this host (default: all). placement: of these ranks.
     """
     from tilerank.loader.weight_formats import weight_formats
     from tilerank.parallel.sharding import Sharding
@@ -59,14 +46,14 @@ def plan_model(
     from tilerank.runtime.rank.speech_rank import TALKER_TOKENS, speech_bytes
     from tilerank.runtime.step.cache import bytes_per_state, bytes_per_token, expected_tokens, has_states
 
+    cached_tokens, kv_split = options.cached_tokens, options.kv_split
     expected = expected_tokens(card.context_length) if cached_tokens is None else cached_tokens
-    torch_dtype = resolve_dtype(card, dtype, quantization)
-    kv_dtype = resolve_kv_dtype(kv_cache_dtype, torch_dtype)
-    formats = weight_formats(card.quantization, torch_dtype, quantization)
+    dtype, kv_dtype = options.torch_dtype(card), options.torch_kv_dtype(card)
+    formats = weight_formats(card.quantization, dtype, options.quantization)
     if kv_split == "auto" and here is not None and len(here) < tp:
         kv_split = "off"  # as on the ranks: the rule counts collectives in shared memory
     models = [
-        build_model(card, Sharding(rank, tp, torch_dtype, None, strategy, expected, formats, kv_dtype, kv_split))
+        build_model(card, Sharding(rank, tp, dtype, None, options.strategy, expected, formats, kv_dtype, kv_split))
         for rank in here or range(tp)
     ]
     shapes = {rectangle.name: rectangle.shape for rectangle in models[0].rectangles()}
@@ -80,7 +67,7 @@ def plan_model(
             weights=part.nbytes(),
             cache_per_token=bytes_per_token(part.cache_specs()),
             state=bytes_per_state(part.cache_specs()),
-            media=mm_cache_bytes if part.encoder else 0,
+            media=options.mm_cache_bytes if part.encoder else 0,
             speech=speech_bytes(part.speaker, tokens=TALKER_TOKENS, sequences=MAX_RUNNING, ranks=tp)
             if part.speaker
             else 0,
@@ -93,8 +80,8 @@ def plan_model(
         model_type=card.model_type,
         num_layers=len(models[0].cache_specs()),
         parameters=sum(math.prod(shape) for shape in shapes.values()),
-        dtype=str(torch_dtype).removeprefix("torch."),
-        quantization=held_codes(card.quantization, quantization),
+        dtype=str(dtype).removeprefix("torch."),
+        quantization=held_codes(card.quantization, options.quantization),
         kv_cache_dtype=str(kv_dtype).removeprefix("torch."),
         tp=tp,
         expected_tokens=expected,
@@ -116,7 +103,7 @@ def plan_model(
         plan.memory,
         plan.nodes,
         topology.limits,
-        mem_fraction,
+        options.mem_fraction,
         replicas=placement.replicas,
         requests=MAX_RUNNING,
         context=card.context_length,
@@ -161,14 +148,14 @@ def _node_shares(topology: Topology, ranks: tuple[RankShare, ...], sharers: int)
     return tuple(shares)
 
 
-def model_bytes(card: ModelCard, dtype: str, quantization: Quantization | None) -> ModelBytes:
+def model_bytes(card: ModelCard, options: ModelOptions) -> ModelBytes:
     """Return the bytes of a whole model, and those that one token reads."""
     from tilerank.loader.weight_formats import weight_formats
     from tilerank.parallel.sharding import Sharding
     from tilerank.runtime.rank.registry import build_model
     from tilerank.runtime.step.bytes_per_step import bytes_per_step
 
-    torch_dtype = resolve_dtype(card, dtype, quantization)
-    formats = weight_formats(card.quantization, torch_dtype, quantization)
-    model = build_model(card, Sharding(0, 1, torch_dtype, None, formats=formats))
+    dtype = options.torch_dtype(card)
+    formats = weight_formats(card.quantization, dtype, options.quantization)
+    model = build_model(card, Sharding(0, 1, dtype, None, formats=formats))
     return ModelBytes(model.nbytes(), round(bytes_per_step(model).decode(1, 0)))
