@@ -32,7 +32,7 @@ from tilerank.launch.bench.media_inputs import (
 )
 from tilerank.launch.bench.media_report import PARTS, TOWER_PARTS, rows_of, table
 from tilerank.launch.bench.peaks import Peaks
-from tilerank.launch.bench.public import processor_files, public_config
+from tilerank.launch.bench.public import public_config, public_processor
 from tilerank.launch.bench.work import encoder_work
 from tilerank.launch.errors import LaunchError
 from tilerank.loader.card import read_card
@@ -94,7 +94,7 @@ def test_work_of_a_tower_of_sound_by_hand(hears: Path) -> None:
 def test_public_processors_cut_pictures_as_their_configs_say() -> None:
     for like in ("qwen3-vl-2b", "qwen3-vl-8b"):
         vision = public_config(like)["vision_config"]
-        for settings in processor_files("qwen3_vl").values():
+        for settings in public_processor("qwen3_vl").files.values():
             assert settings["patch_size"] == vision["patch_size"] and settings["merge_size"] == 2
 
 

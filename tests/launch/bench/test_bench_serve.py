@@ -70,9 +70,10 @@ def test_prompts_beyond_the_context_are_refused_before_ranks_start() -> None:
 def test_the_server_ends_with_the_benchmark() -> None:
     code = (
         "import os, signal, sys\n"
-        "from tilerank.launch.bench.serve import _server\n"
-        f"with _server([{str(DEMO)!r}]) as port:\n"
-        "    print(port, flush=True)\n"
+        "from urllib.parse import urlsplit\n"
+        "from tilerank.launch.serving.own_server import own_server\n"
+        f"with own_server([{str(DEMO)!r}]) as address:\n"
+        "    print(urlsplit(address).port, flush=True)\n"
         "    os.kill(os.getpid(), signal.SIGKILL)"
     )
     done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, timeout=SOON_S)

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..errors import LaunchError
 from ..options.arguments import whole_number
-from .public import PUBLIC_MODELS, processor_files, public_config
+from .public import PUBLIC_MODELS, PublicProcessor, public_config, public_processor
 
 # In a checkout of the repository. The installed package contains no model; the checkpoint then gets no tokenizer.
 _ASSETS = Path(__file__).resolve().parents[3] / "assets"
@@ -19,34 +19,12 @@ _DENSE_LAYERS = "first_k_dense_replace"
 _CROSSING = "cross_attention_layers"
 _TAKEN = "intermediate_layers_indices"
 _EXPERTS = ("n_routed_experts", "num_experts")
-_RENAMED = {
-    "mllama": {"<|image_pad|>": "<|image|>"},
-    "qwen3_omni_moe": {
-        "<|object_ref_start|>": "<|audio_start|>",
-        "<|object_ref_end|>": "<|audio_end|>",
-        "<|vision_pad|>": "<|audio_pad|>",
-    },
-}
-"""Tokens of the demo model that stand for those of a family, by `model_type`."""
 _TOKENS_OF_FIELDS = {
     "audio_end_token_id": "<|audio_end|>",
     "audio_start_token_id": "<|audio_start|>",
     "audio_token_id": "<|audio_pad|>",
     "image_token_index": "<|image|>",
 }
-_TOKENS_OF_PROCESSOR = {
-    "mllama": {"bos_token": "<|endoftext|>"},
-    "qwen3_omni_moe": {
-        "audio_bos_token": "<|audio_start|>",
-        "audio_eos_token": "<|audio_end|>",
-        "audio_token": "<|audio_pad|>",
-        "image_token": "<|image_pad|>",
-        "video_token": "<|video_pad|>",
-        "vision_bos_token": "<|vision_start|>",
-        "vision_eos_token": "<|vision_end|>",
-    },
-}
-"""What the processors of transformers read of tokenizer_config.json, by `model_type`."""
 _SPECIAL_IDS = (
     "bos_token_id",
     "eos_token_id",
@@ -186,8 +164,9 @@ def _write_checkpoint(model_dir: Path, config: dict[str, Any], seed: int) -> lis
     layers = f"{_text(config)[_TEXT_LAYERS]} layers"
     if vision := _model(config).get("vision_config"):
         layers += f" and {vision.get('depth') or vision[_TEXT_LAYERS]} of the vision tower"
-    tokenizer = _copy_tokenizer(model_dir, config)
-    for name, content in {"config.json": config, **processor_files(config["model_type"])}.items():
+    processor = public_processor(config["model_type"])
+    tokenizer = _copy_tokenizer(model_dir, config, processor)
+    for name, content in {"config.json": config, **processor.files}.items():
         (model_dir / name).write_text(json.dumps(content, indent=2) + "\n")
     shapes = _shapes(model_dir)
     total = write_random_weights(model_dir, shapes, seed)
@@ -205,7 +184,7 @@ def _shapes(model_dir: Path) -> dict[str, tuple[int, ...]]:
     return {rectangle.name: rectangle.shape for rectangle in model.rectangles()}
 
 
-def _copy_tokenizer(model_dir: Path, config: dict[str, Any]) -> str:
+def _copy_tokenizer(model_dir: Path, config: dict[str, Any], processor: PublicProcessor) -> str:
     """Copy a demo model's tokenizer, if it exists and fits the vocabulary, and set its special tokens in `config`.
 
     Returns a phrase for the summary.
@@ -219,11 +198,10 @@ def _copy_tokenizer(model_dir: Path, config: dict[str, Any]) -> str:
     for name in _TOKENIZER_FILES:
         if (demo / name).is_file():
             text = (demo / name).read_text(encoding="utf-8")
-            for token, renamed in _RENAMED.get(config["model_type"], {}).items():
+            for token, renamed in processor.demo_tokens.items():
                 text = text.replace(token, renamed)
             if name == "tokenizer_config.json":
-                tokens = _TOKENS_OF_PROCESSOR.get(config["model_type"], {})
-                text = json.dumps(json.loads(text) | tokens, indent=2)
+                text = json.dumps(json.loads(text) | processor.tokenizer_config, indent=2)
             (model_dir / name).write_text(text, encoding="utf-8")
     for found, part in ((demo_config, _model(config)), (_text(demo_config), _text(config))):
         part |= {name: found[name] for name in _SPECIAL_IDS if name in found}

@@ -12,19 +12,14 @@ import asyncio
 import contextlib
 import http.client
 import json
-import os
 import random
 import re
-import signal
 import statistics
-import subprocess
-import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from tilerank.loader.card import read_card
 from tilerank.loader.tokenizer import Tokenizer
@@ -32,7 +27,7 @@ from tilerank.loader.tokenizer import Tokenizer
 from ..errors import LaunchError
 from ..options.arguments import whole_number
 from ..options.hub import add_model_argument
-from ..processes.process import die_with
+from ..serving.own_server import own_server
 from .harness import add_json_argument, add_repeat_argument, check_json_argument, write_json
 from .rank_job import (
     EngineJob,
@@ -56,9 +51,7 @@ TITLES = {
     "new_prefix_s": "first token, new prefix",
     "same_prefix_s": "first token, cached prefix",
 }
-READY = re.compile(rb" is served at http://[^/]*:(\d+)/v1")
 SUFFIX_TOKENS = 24  # of a prompt, after the prefix that two prompts share
-SHUTDOWN_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -110,8 +103,9 @@ def run(args: argparse.Namespace) -> int:
     load_parser = argparse.ArgumentParser(add_help=False)
     _add_load_arguments(load_parser)
     _, serve_argv = load_parser.parse_known_args(args.argv[2:])  # without `bench serve`
-    with _server([*serve_argv, "--max-total-tokens", str(cache_tokens(args))]) as port, asyncio.Runner() as runner:
-        client = Client(port, runner)
+    sizes = ["--max-total-tokens", str(cache_tokens(args))]
+    with own_server([*serve_argv, *sizes]) as address, asyncio.Runner() as runner:
+        client = Client(port_of(address), runner)
         over_http = measure(client.complete, args)
         cpu_s = client.cpu_s_per_token
     rows = rows_of(offline, over_http)
@@ -228,46 +222,19 @@ def _complete_with(engine: Engine, tokenizer: Tokenizer) -> Complete:
     return complete
 
 
-@contextlib.contextmanager
-def _server(argv: Sequence[str]) -> Iterator[int]:
-    """Run `tilerank serve` with the options `argv` and yield its port once it is healthy.
-
-    If it ends before it is ready, its stderr has the reason, and this raises SystemExit with its status.
-    """
-    command = [sys.executable, "-P", "-m", "tilerank", "serve", *argv, "--port", "0"]
-    ends_with_us = partial(die_with, os.getpid())
-    with subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, preexec_fn=ends_with_us
-    ) as process:
-        assert process.stderr is not None
-        try:
-            for line in process.stderr:
-                if ready := READY.search(line):
-                    break
-                sys.stderr.buffer.write(line)
-            else:
-                raise SystemExit(process.wait() or 1)
-            threading.Thread(target=_relay, args=[process.stderr], daemon=True).start()
-            port = int(ready[1])
-            while not _healthy(port) and process.poll() is None:
-                time.sleep(0.02)
-            yield port
-            process.send_signal(signal.SIGTERM)
-            process.wait(SHUTDOWN_S)
-        finally:
-            process.kill()
+def port_of(address: str) -> int:
+    """Return the port of a server, once it is healthy."""
+    port = urlsplit(address).port
+    assert port is not None
+    while not _healthy(port):
+        time.sleep(0.02)
+    return port
 
 
 def _healthy(port: int) -> bool:
     with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port)) as connection:
         connection.request("GET", "/health")
         return connection.getresponse().status == 200
-
-
-def _relay(lines: IO[bytes]) -> None:
-    for line in lines:
-        sys.stderr.buffer.write(line)
-        sys.stderr.buffer.flush()
 
 
 class Client:

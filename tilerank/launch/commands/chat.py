@@ -9,23 +9,19 @@ import http.client
 import json
 import mimetypes
 import os
-import signal
-import subprocess
 import sys
-import threading
 import urllib.parse
 from collections.abc import Generator, Iterator, Sequence
-from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from ..errors import LaunchError
 from ..logs import say
 from ..options import model
 from ..options.arguments import number, whole_number
-from ..processes.process import die_with
 from ..ranks import start
 from ..serving import media_options
+from ..serving.own_server import own_server
 
 HELP = """\
 /system TEXT   the system prompt; the conversation begins anew
@@ -36,8 +32,6 @@ HELP = """\
 Ctrl-C stops an answer."""
 MEDIA = ("/image", "/video", "/audio")
 """The commands that add a medium of the kind of their name."""
-SERVED_AT = " is served at "
-STOP_S = 30.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -196,31 +190,12 @@ def _sentence(body: bytes) -> str:
         return body.decode(errors="replace")[:200]
 
 
-@contextlib.contextmanager
-def _server(args: argparse.Namespace) -> Iterator[str]:
-    """Yield the address of the server: --url, or one that runs until the conversation ends."""
+def _server(args: argparse.Namespace) -> contextlib.AbstractContextManager[str]:
+    """Return the address of the server: --url, or one that runs until the conversation ends."""
     if args.url is not None:
-        yield args.url
-        return
+        return contextlib.nullcontext(str(args.url))
     model.model_directory(args)  # one model is given
-    command = [sys.executable, "-P", "-m", "tilerank", "serve", *_for_serve(args.argv[1:]), "--port", "0"]
-    with subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,  # Ctrl-C is for the answer, not for the server
-        preexec_fn=partial(die_with, os.getpid()),
-    ) as process:
-        assert process.stderr is not None
-        try:
-            yield _address(process, process.stderr)
-        finally:
-            process.send_signal(signal.SIGTERM)
-            try:
-                process.wait(STOP_S)
-            finally:
-                process.kill()
+    return own_server(_for_serve(args.argv[1:]), shown="error")
 
 
 def _for_serve(argv: Sequence[str]) -> list[str]:
@@ -228,19 +203,3 @@ def _for_serve(argv: Sequence[str]) -> list[str]:
     own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     _add_own_arguments(own)
     return own.parse_known_args(argv)[1]
-
-
-def _address(process: subprocess.Popen[str], lines: IO[str]) -> str:
-    """Wait until the server says where it listens; what it says until then, and warnings later, are shown."""
-    for line in lines:
-        if SERVED_AT in line:
-            threading.Thread(target=_show_errors, args=[lines], daemon=True).start()
-            return line.rsplit(SERVED_AT, 1)[1].strip()
-        sys.stderr.write(line)
-    raise SystemExit(process.wait() or 1)
-
-
-def _show_errors(lines: IO[str]) -> None:
-    for line in lines:
-        if "error" in line:
-            sys.stderr.write(line)

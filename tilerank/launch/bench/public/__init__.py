@@ -1,12 +1,13 @@
 """The public models that `bench make-model` imitates, as data: configs/NAME.json and processors.json.
 
-A config has the fields of the model's config.json that affect the computation. A processor has the files with the
-settings by which a family turns media into what its encoder takes.
+A config has the fields of the model's config.json that affect the computation. A processor is a PublicProcessor.
 """
 
 import json
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 _DATA = Path(__file__).parent
 PUBLIC_MODELS = tuple(sorted(path.stem for path in (_DATA / "configs").glob("*.json")))
@@ -18,7 +19,20 @@ def public_config(name: str) -> dict[str, Any]:
     return config
 
 
-def processor_files(model_type: str) -> dict[str, dict[str, Any]]:
-    """Return the files of a family's processor by their names; none for a family that takes text only."""
-    families = json.loads((_DATA / "processors.json").read_text())
-    return next((family["files"] for family in families if model_type in family["model_types"]), {})
+class PublicProcessor(msgspec.Struct):
+    """How a family turns media into what its encoder takes.
+
+    files: its settings, by the name of the file. demo_tokens: tokens of the demo model's tokenizer that stand for those
+    of the family. tokenizer_config: what the family's processor of transformers reads of tokenizer_config.json.
+    """
+
+    model_types: list[str] = []
+    files: dict[str, dict[str, Any]] = {}
+    demo_tokens: dict[str, str] = {}
+    tokenizer_config: dict[str, str] = {}
+
+
+def public_processor(model_type: str) -> PublicProcessor:
+    """Return the processor of a family; an empty one for a family that takes text only."""
+    families = msgspec.json.decode((_DATA / "processors.json").read_bytes(), type=list[PublicProcessor])
+    return next((family for family in families if model_type in family.model_types), PublicProcessor())
