@@ -34,6 +34,6 @@ def log_info_on_rank0(logger: logging.Logger, message: str, *args: object) -> No
 
 
 def log_debug_on_rank0(logger: logging.Logger, message: str, *args: object) -> None:
-    """As log_info_on_rank0, with --log-level debug."""
+    """Log what is the same on all ranks once, with --log-level debug."""
     if _rank == 0:
         logger.debug(message, *args)

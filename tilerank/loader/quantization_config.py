@@ -41,7 +41,7 @@ class Quantization:
 
 @dataclass(frozen=True)
 class QuantizationConfig:
-    """What a quantised checkpoint holds in place of `X.weight`, for the modules that `converts` names.
+    """The tensors of a quantised checkpoint in place of `X.weight`, for the modules that `converts` names.
 
     awq: X.qweight, X.qzeros, X.scales, packed along the outputs in AWQ's own order. gptq: the same and X.g_idx, codes
     packed along the inputs. fp8: X.weight (e4m3) and X.weight_scale_inv, one for each block. int8: X.weight and
@@ -62,13 +62,13 @@ class QuantizationConfig:
     kept: tuple[str, ...] = ()
     """Modules, or parts of their names between dots, that are stored as floats."""
     kept_patterns: tuple[str, ...] = ()
-    """The same as regular expressions, from the start of the name."""
+    """The modules that `converts` names, as regular expressions from the start of the name."""
     only: tuple[str, ...] | None = None
     """Ends of the names of the modules that are quantised, if only those are."""
     coded: frozenset[str] | None = field(default=None, repr=False)
     """The modules that the files hold in this layout, whatever the lists above say; None: there are no files."""
     overrides: str | None = None
-    """What config.json says in place of this layout, which is that of the tensors; None: it says the same."""
+    """The layout in config.json, if it differs from this one, which is that of the tensors; None if it is the same."""
 
     @property
     def codes(self) -> Codes:

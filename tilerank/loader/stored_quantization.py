@@ -1,4 +1,4 @@
-"""How a checkpoint stores its weights: the dtypes of its tensors decide, config.json only breaks ties. No torch.
+"""The format in which a checkpoint stores its weights: dtypes of tensors decide, config.json breaks ties. No torch.
 
 Files in use come without quantization_config, with one that was copied from the model they were made from, and with
 lists of modules that are wrong. A weight is quantised if it has codes and a scale beside it:

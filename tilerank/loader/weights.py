@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class LoadReport:
-    """What loading took.
+    """The time and the bytes of loading.
 
     tensors: number of checkpoint tensors of which this rank holds a part. bytes_read: of these. peak_rss: the process's
     peak resident bytes since it started.

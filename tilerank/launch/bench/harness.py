@@ -1,4 +1,4 @@
-"""What all benchmarks share: repeated runs and their median, tables, and the files of `--json` and `--chart`."""
+"""The base of all benchmarks: repeated runs and their median, tables, and the files of `--json` and `--chart`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a model has to read and compute at least for some tokens: the numerators of every share of a peak."""
+"""The least that a model reads and computes for some tokens: the numerators of every share of a peak."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 class GenerateJob:
-    """What `generate` does on its ranks; `prepare` also runs in the command itself, before any rank is started."""
+    """The job of the ranks of `generate`. The command itself also calls `prepare`, before it starts any rank."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self._args = args
@@ -151,7 +151,7 @@ class GenerateJob:
 
 
 class PromptAnswer:
-    """What one prompt has got so far, and when."""
+    """The answer to one prompt so far, with the time of each token."""
 
     def __init__(self, prompt_ids: list[int], stream: TokenStream) -> None:
         self.prompt_ids = prompt_ids
@@ -228,7 +228,7 @@ class JsonPrinter:
 
 
 def summary(answers: list[PromptAnswer], size: int, placement: Placement, isa: str) -> str:
-    """How it went and on what: a few lines for stderr."""
+    """Return a few lines for stderr: tokens, speed, and the placement of the ranks."""
     tokens = sum(len(answer.token_ids) for answer in answers)
     first = min(answer.ttft_s for answer in answers)
     elapsed = max(answer.times_s[-1] for answer in answers) - first

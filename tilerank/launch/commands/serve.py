@@ -64,7 +64,7 @@ API_KEY = "TILERANK_API_KEY"
 DRAIN_S = 600.0
 """Longest wait for answers that are under way once the server is to stop; a second signal ends it at once."""
 TERMINAL_DRAIN_S = 30.0
-"""The same where a person waits: the server runs in a terminal."""
+"""DRAIN_S for a server in a terminal, where a person waits."""
 MAX_RESTARTS = 3
 
 
@@ -204,7 +204,7 @@ def _leading(ranks: HostRanks, control: int) -> list[ProcessSpec]:
 
 
 class ServeJob(GenerateJob):
-    """What `serve` does on its ranks."""
+    """The job of the ranks of `serve`."""
 
     def prepare(self) -> None:
         from tilerank.loader.tokenizer import Tokenizer

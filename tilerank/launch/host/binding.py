@@ -31,7 +31,7 @@ _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 @dataclass(frozen=True)
 class Binding:
-    """What the kernel accepted. `policy`: "preferred", "bind", or "first touch" if no policy is set."""
+    """The binding that the kernel accepted. `policy`: "preferred", "bind", or "first touch" if no policy is set."""
 
     cpus: tuple[int, ...]
     policy: str

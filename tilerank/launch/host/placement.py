@@ -17,7 +17,7 @@ from .topology import Core, Topology
 
 @dataclass(frozen=True)
 class RankPlacement:
-    """Where one rank runs. `rank` counts the ranks of this host.
+    """The cores and memory nodes of one rank. `rank` counts the ranks of this host.
 
     `cores` has one logical CPU per physical core. `affinity` is the mask of the process: the cores and their
     hyper-threads, which are for helper threads (sockets, watchers). If it is empty, the mask is left unchanged. Empty

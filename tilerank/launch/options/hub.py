@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from tqdm.asyncio import tqdm_asyncio
 
 FILES = ("*.safetensors", "*.json", "*.jinja", "*.txt")
-"""What tilerank reads of a model."""
+"""The files of a model that tilerank reads."""
 OTHER_FILES = ("*/*", "consolidated*")
 """Other layouts of the same weights, in folders or under the name that Mistral gives to its own layout."""
 _ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")

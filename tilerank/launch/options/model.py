@@ -33,7 +33,7 @@ DEFAULT_FRACTION = 0.8
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions:
-    """How a model is loaded: the formats, the cut and the caches that the command line asks for.
+    """The formats, the cut and the caches with which the command line asks to load a model.
 
     dtype, kv_cache_dtype: as on the command line. quantization: of projections while they are loaded. context_length:
     tokens of a request (default: the model's). cached_tokens: size of the KV cache (default: what `mem_fraction` of the

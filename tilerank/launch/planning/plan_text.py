@@ -18,7 +18,7 @@ _STRATEGIES = {
 }
 _RANK = ("placement", "weights", "cache_per_token", "state", "encoder", "media", "speaker", "speech")
 _NODE = ("node", "ranks", "weights", "media", "speech", "cache_per_token", "state", "overhead", "total", "free")
-"""What JSON says of a rank and of a node, in this order."""
+"""The fields of a rank and of a node in JSON, in this order."""
 
 
 def render(plan: Plan) -> str:

@@ -1,4 +1,4 @@
-"""What a plan consists of: how dimensions are cut, what ranks and nodes hold, and whether it fits."""
+"""The records of a plan: cuts of dimensions, the memory of ranks and nodes, and the reason if it does not fit."""
 
 from __future__ import annotations
 
@@ -55,9 +55,9 @@ class MemoryUse:
     state: float = 0
     """One state of a sequence; 0 for models without."""
     media: float = 0
-    """What encoded pictures, videos and sound may take."""
+    """The limit for encoded pictures, videos and sound."""
     speech: float = 0
-    """What sequences that speak may take."""
+    """The limit for sequences that speak."""
     overhead: float = 0
     """Processes: see RANK_OVERHEAD."""
 
@@ -86,7 +86,7 @@ _KINDS = tuple(field.name for field in fields(MemoryUse))
 
 @dataclass(frozen=True)
 class RankShare(MemoryUse):
-    """Where one rank runs, and what it holds.
+    """The placement of one rank, and its memory.
 
     encoder: bytes of the weights that encode media, a part of `weights`. speaker: the same of those that speak.
     """
@@ -98,7 +98,7 @@ class RankShare(MemoryUse):
 
 @dataclass(frozen=True)
 class NodeShare(MemoryUse):
-    """What ranks put on one memory node.
+    """The memory of ranks on one memory node.
 
     ranks: those that run near the node. total: the node's memory, divided by the number of replicas that share it.
     free: includes page cache that can be dropped.
@@ -112,7 +112,7 @@ class NodeShare(MemoryUse):
 
 @dataclass(frozen=True)
 class Plan:
-    """How one replica of a model is cut over `tp` ranks, and what those of this host hold.
+    """The cut of one replica of a model over `tp` ranks, and the memory of those on this host.
 
     expected_tokens: cached tokens that a step reads, for the cost rule of heads. cached_tokens: size of the KV cache.
     cache_reason: the limit that this size follows from; None if the command line gave the size. states: how many states
@@ -124,7 +124,7 @@ class Plan:
     num_layers: int
     parameters: int
     dtype: str
-    """Of activations, and of weights unless `quantization` is int8, int4 or fp8."""
+    """The dtype of activations, and of weights unless `quantization` is int8, int4 or fp8."""
     quantization: str | None
     kv_cache_dtype: str
     tp: int
@@ -149,7 +149,7 @@ class Plan:
 
     @cached_property
     def memory(self) -> MemoryUse:
-        """What all ranks of this host hold."""
+        """The memory of all ranks of this host."""
         return sum(self.ranks, MemoryUse())
 
     @property

@@ -1,4 +1,4 @@
-"""How a host is divided into --dp replicas of a model, each of --tp ranks. Pure functions of the machine's figures."""
+"""The division of a host into --dp replicas of a model, each of --tp ranks. Pure functions of the machine's figures."""
 
 from __future__ import annotations
 

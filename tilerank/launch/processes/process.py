@@ -23,7 +23,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 @dataclass(frozen=True)
 class ProcessSpec:
-    """How to start a process, which messages call `name`.
+    """The command and the environment of a process, which messages call `name`.
 
     `leads`: the other processes of its group only serve this one, so that they end when it ends.
     `label` precedes each line that the process writes, and nothing reaches stdout. With None the process writes to the
@@ -71,7 +71,7 @@ class Process:
         self._until_stuck: Timer | None = None
         self._status = status_inbox()
         self._line = b""
-        """What the process has written of a line."""
+        """The beginning of a line that the process has not completed yet."""
         status_read, status_write = os.pipe()
         error_read, error_write = os.pipe()
         refusal_read, refusal_write = os.pipe()

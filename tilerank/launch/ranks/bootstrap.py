@@ -23,7 +23,7 @@ _MARKERS = ("TILERANK_RANK", "TORCHELASTIC_RUN_ID", "OMPI_COMM_WORLD_RANK", "PMI
 
 @dataclass(frozen=True)
 class RendezvousAddress:
-    """Where the ranks meet, as parallel.rendezvous.Membership describes it. Rank 0 listens on the bound socket `fd`."""
+    """The address at which the ranks meet (parallel.rendezvous.Membership). Rank 0 listens on the bound socket `fd`."""
 
     host: str
     port: int
@@ -129,7 +129,7 @@ def _stat_fields(proc: Path, pid: int) -> list[str]:
 
 
 def _local_address(identity: Identity, method: RendezvousMethod) -> RendezvousAddress:
-    """Return a unix socket whose name all ranks of this host can tell. Both ends of a connection check the user."""
+    """Return a unix socket whose name all ranks of this host can derive. Both ends of a connection check the user."""
     if method.kind == "port":
         name, by = f"port-{method.port}", f"for port {method.port} (MASTER_PORT)"
     else:

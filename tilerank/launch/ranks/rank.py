@@ -1,4 +1,4 @@
-"""What a rank process does: it binds itself to its cores, meets the other ranks, builds its worker and runs its job.
+"""A rank process: it binds itself to its cores, meets the other ranks, builds its worker and runs its job.
 
 The order matters: memory that is allocated before the binding stays where it is, so torch is imported late.
 """
@@ -37,7 +37,7 @@ NOTICE_S = 15.0  # from the loss of another rank to the end of this process, wha
 
 
 class Follower(Protocol):
-    """What a rank builds, usually the worker of a model."""
+    """The result of Job.build, usually the worker of a model."""
 
     def follow(self) -> None:
         """On other ranks: execute the messages of rank 0 until it sends stop."""

@@ -36,7 +36,7 @@ class Identity:
 
 @dataclass(frozen=True)
 class RendezvousMethod:
-    """How the ranks find rank 0. On one host they meet at a unix socket, which other users cannot enter.
+    """The way in which the ranks find rank 0. On one host they meet at a unix socket, which other users cannot enter.
 
     given: our supervisor has already bound it (rank 0 inherits the socket); host "@name" is a unix socket
     agent: rank 0 picks a port and sends it through the store of torchrun's agent at host:port

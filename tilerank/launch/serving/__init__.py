@@ -1,1 +1,1 @@
-"""What `tilerank serve` runs beside the ranks: the HTTP process, its supervisor, decoders and trials of grammars."""
+"""Processes of `tilerank serve` beside the ranks: HTTP, its supervisor, decoders of media and trials of grammars."""

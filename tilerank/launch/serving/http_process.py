@@ -40,7 +40,7 @@ COUNT_S = 1.0
 
 @dataclass(frozen=True)
 class Http:
-    """Where to listen, what is served, and to which web pages."""
+    """The listening socket, the model that is served, and the web pages that may use it."""
 
     listener: socket.socket
     tokenizer: Tokenizer

@@ -21,7 +21,7 @@ from ..processes.supervisor import END_S, TERMINATE_S, ProcessGroup, WatchedCond
 HOUR_S = 3600.0
 
 Specs = Callable[[int], Sequence[ProcessSpec]]
-"""How to start a part of the server, whose leader gets this descriptor: connections come over it."""
+"""Returns the processes of a part of the server. Its leader receives connections over the descriptor given."""
 
 
 def supervise_server(

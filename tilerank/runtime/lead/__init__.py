@@ -1,1 +1,1 @@
-"""What rank 0 alone runs: the engine, the scheduler, sampling, and the pools from which sequences take memory."""
+"""Code of rank 0 alone: the engine, the scheduler, sampling, and the pools that give memory to sequences."""

@@ -1,4 +1,4 @@
-"""What the schedulers of texts and of speeches have in common: who runs, who waits, and who is preempted.
+"""The base of the schedulers of texts and of speeches: admission, preemption, and the queue.
 
 First come, first served. A sequence is admitted once every kind of cache of its model has what it needs for all of its
 tokens; it gets another page whenever it fills one. If no page is free, the youngest running sequence is preempted: it

@@ -1,4 +1,4 @@
-"""What every kind of cache answers: pages, states, sources and encodings, which rank 0 gives to sequences.
+"""The interface of every kind of cache: pages, states, sources and encodings, which rank 0 gives to sequences.
 
 The ranks hold the caches. Rank 0 alone decides what a sequence has of each, and the messages of a step say so. The
 schedulers loop over the kinds of their model and name none.
@@ -29,7 +29,7 @@ class PagedSequence(Protocol):
 
     @property
     def keys(self) -> Sequence[int]:
-        """What its pages are shared by, one number a token (prompt.py)."""
+        """The keys by which its pages are shared, one number a token (prompt.py)."""
 
     @property
     def reusable_keys(self) -> Sequence[int]:

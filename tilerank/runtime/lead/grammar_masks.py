@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 GRACE_S = 0.005
-"""How long a step waits for all of its masks together."""
+"""Longest time that a step waits for all of its masks together."""
 BASE_BUDGET_S, TOKEN_BUDGET_S = 0.5, 0.01
 """CPU time that the masks of one sequence may take: a fixed part, and a part for each token."""
 MAX_COMPILED = 64

@@ -14,13 +14,13 @@ from ..rank.worker import Worker
 from .cache_kind import MediaWork
 
 BESIDE_S = 0.05
-"""How long other sequences wait between two of their steps."""
+"""Seconds that other sequences wait between two of their steps."""
 ALONE_S = 0.25
-"""How long new requests wait to be looked at, if no sequence can go on meanwhile."""
+"""Seconds until new requests are read, if no sequence can go on meanwhile."""
 _PIECE_S = 0.025
-"""How long a piece is expected to take at least, since pieces of different layers differ."""
+"""Least expected seconds of a piece, since pieces of different layers differ."""
 _RECENT = 16
-"""The next piece is expected to take as long as the longest of so many before it."""
+"""Pieces of which the longest gives the expected time of the next one."""
 _OPERATIONS = {"amx": 16e9, "avx512_bf16": 5e9, "avx512": 2e9, "avx2": 1e9, "reference": 0.5e9}
 """Operations that a thread computes in 10 to 25 ms on each rung."""
 

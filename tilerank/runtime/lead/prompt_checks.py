@@ -114,7 +114,8 @@ def _counts(prompt: Prompt) -> list[int]:
     end = 0
     for number, run in enumerate(prompt.placeholder_ranges):
         if not 0 <= run.medium < len(counts):
-            raise RequestError(f"placeholder range {number}: expected one of {len(counts)} media, found medium {run.medium}")
+            message = f"placeholder range {number}: expected one of {len(counts)} media, found medium {run.medium}"
+            raise RequestError(message)
         if run.count < 1 or not end <= run.start <= len(prompt.token_ids) - run.count:
             raise RequestError(
                 f"placeholder range {number}: expected tokens after range {number - 1} and within the prompt's "
@@ -122,8 +123,8 @@ def _counts(prompt: Prompt) -> list[int]:
             )
         if run.first != counts[run.medium]:
             raise RequestError(
-                f"placeholder range {number}: expected to go on with token {counts[run.medium]} of medium {run.medium}, "
-                f"found {run.first}"
+                f"placeholder range {number}: expected to go on with token {counts[run.medium]} of medium "
+                f"{run.medium}, found {run.first}"
             )
         end = run.start + run.count
         counts[run.medium] += run.count

@@ -85,7 +85,7 @@ class Sequence:
 
     @property
     def scoring(self) -> bool:
-        """Whether logits of further tokens of the prompt are wanted, those of its last token aside."""
+        """Whether the request asks for scores of tokens of the prompt that have none yet."""
         return self.params.prompt_logprobs is not None and self.scored < self.prompt_len - 1
 
     @property

@@ -68,7 +68,7 @@ class Speech:
 
     @property
     def can_begin(self) -> bool:
-        """Whether the last row of its prompt is known, and it is to be read."""
+        """Whether the last row of its prompt is known, so that the talker can read it."""
         return len(self.text.tokens) > self.text.prompt_len and self._spoken > 0
 
     @property
@@ -78,7 +78,7 @@ class Speech:
 
     @property
     def complete(self) -> bool:
-        """Whether all of its sound has been computed, or it has nothing to say."""
+        """Whether all of its sound has been computed, or there is none."""
         return self.decoded == self.total or (self.text_ended and self._spoken <= 0)
 
     def text_token(self, index: int) -> int | None:
@@ -96,5 +96,5 @@ class Speech:
 
     @property
     def _spoken(self) -> int:
-        """How many tokens are spoken, of those that are there. The last one of a text is not."""
+        """The number of tokens so far that are spoken: all but the last one of a text."""
         return len(self.text.tokens) - self.text_ended - self.prompt.text_start

@@ -35,11 +35,11 @@ from .talker_prompt import TalkerPrompt, talker_prompt
 CHUNK_ROWS = 512
 """Rows of prompts in a step. It bounds how long the frames of others wait."""
 MAX_FRAMES = 4095
-"""Of a speech (transformers: `talker_max_new_tokens` 4096, and no frame for the last code)."""
+"""Most frames of a speech (transformers: `talker_max_new_tokens` 4096, and no frame for the last code)."""
 FIRST_PART, LARGEST_PART = 4, 25
 """Frames of a part of sound: 0.32 s first, later as much as there is already, up to 2 s."""
 SAMPLED = SamplingParams(temperature=0.9, top_k=50, repetition_penalty=1.05)
-"""How first codes are sampled (transformers: the `generate` of Qwen3-Omni)."""
+"""The sampling of first codes (transformers: the `generate` of Qwen3-Omni)."""
 _DRAWS = 1 << 32
 """From this position on, the numbers of a seed choose the other codes of frames."""
 

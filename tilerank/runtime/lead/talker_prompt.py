@@ -1,4 +1,4 @@
-"""What a talker reads before its first frame: the turns of the user, and the beginning of the answer.
+"""The prompt of a talker: the turns of the user, and the beginning of the answer.
 
 As transformers' `generate` of Qwen3-Omni builds it: system turns and earlier answers are left out, and the positions of
 the others close up.
@@ -36,7 +36,7 @@ class TalkerPrompt:
 
     @property
     def shift(self) -> int:
-        """What to add to the index of a row after the prompt to get its position."""
+        """The difference between the position of a row after the prompt and its index."""
         return self.positions[0][-1] + 1 - self.rows
 
 

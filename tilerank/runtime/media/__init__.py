@@ -1,1 +1,1 @@
-"""What families are without torch: media and processors, options, tool calls. Also the decoding of media."""
+"""Families without torch: processors of media, options, formats of tool calls. Also the decoding of media."""

@@ -1,4 +1,4 @@
-"""What decodes the media of requests. launch/serving/media_decoder.py does, with processes."""
+"""The interface of decoders of media. launch/serving/media_decoder.py implements it with processes."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -30,7 +30,7 @@ class DecodedMedium:
 
 @dataclass(frozen=True)
 class MediaLimits:
-    """What one medium may take.
+    """The limits of one medium.
 
     bytes: of a file. pixels: of a picture or frame. frame_bytes: of all decoded frames or samples. seconds: to decode.
     """

@@ -1,4 +1,4 @@
-"""What a family says of itself without torch, in the table FAMILIES of its file: processor, options, tool calls."""
+"""The record of a family without torch, in the table FAMILIES of its file: processor, options, tool calls."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ class FamilyOption:
 
 @dataclass(frozen=True)
 class Family:
-    """What launching and serving ask of a family. The default is that of a family that says nothing.
+    """The properties of a family that launching and serving need. The defaults hold for a family without a record.
 
     processor: returns that of a model directory, or None if the model takes text only. tool_calls: the name of their
     format where the chat template does not show it (server: TOOL_FORMATS); None if it always does.

@@ -26,7 +26,7 @@ _PARTS = {
 
 
 class MediaSource(NamedTuple):
-    """Where a medium comes from.
+    """The source of a medium.
 
     kind: "image", "video" or "audio". urls: one URL or path; if `listed`, the pictures that are the frames of a video.
     heard: the model hears the sound of the video as well.

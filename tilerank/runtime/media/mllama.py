@@ -27,9 +27,10 @@ _MAX_TILES = 64
 
 @dataclass(frozen=True)
 class TileSettings:
-    """How pictures become tiles. tile: their side, patch: that of a patch, in pixels. most: tiles of a picture.
+    """The settings by which pictures become tiles.
 
-    mean, std: of red, green and blue, from 0 to 1.
+    tile: the side of a tile, in pixels. patch: that of a patch. most: tiles of a picture. mean, std: of red, green and
+    blue, from 0 to 1.
     """
 
     tile: int

@@ -37,7 +37,7 @@ from .qwen_vl import (
 from .settings import NESTED, PICTURES, check_types, find_section, settings_file
 
 _WRITTEN = {"image": "<|image|>", "video": "<|video|>"}
-"""What chat templates write for a medium; the token of the vocabulary is another one."""
+"""The text that chat templates write for a medium; the token of the vocabulary is another one."""
 
 _TYPES = {
     "image_processor_type": ("MossVLImageProcessorFast", "MossVLImageProcessor"),

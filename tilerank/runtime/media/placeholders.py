@@ -1,4 +1,4 @@
-"""What the processors of Qwen and MOSS-VL share: one token of the prompt for each medium."""
+"""The base of the processors of Qwen and MOSS-VL: one token of the prompt for each medium."""
 
 import re
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""What a family's processor does: it makes prompts of text and decoded media. Also which media and frames it takes."""
+"""The interface of a family's processor, which makes prompts of text and decoded media, and chooses frames."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence

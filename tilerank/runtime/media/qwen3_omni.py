@@ -88,7 +88,7 @@ _FPS = 2.0
 _MOST_FRAMES = 768
 _LEAST_FRAMES = 4
 _SECONDS_OF_FRAME = 1
-"""What transformers takes for the time between two frames of a video unless it is told."""
+"""The time between two frames of a video that transformers assumes by default."""
 
 Point = tuple[int, int, int]
 
@@ -105,7 +105,7 @@ class _Token:
 
 @dataclass(frozen=True)
 class _Expansion:
-    """What takes the place of a placeholder. length: of the positions, after which the text goes on."""
+    """The tokens that replace a placeholder. length: of the positions, after which the text goes on."""
 
     tokens: list[_Token]
     length: int

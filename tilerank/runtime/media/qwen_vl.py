@@ -34,7 +34,7 @@ UNKNOWN_FPS = 24.0
 
 @dataclass(frozen=True)
 class Preprocessing:
-    """How pixels become patches; the same for pictures and videos.
+    """The settings by which pixels become patches; the same for pictures and videos.
 
     patch: side of a patch. merge: side of a token, in patches. temporal: frames of a patch. resample: "bicubic" or
     "bilinear". mean, std: of red, green and blue, from 0 to 1.
@@ -63,7 +63,7 @@ class Area:
 
 @dataclass(frozen=True)
 class FrameSampling:
-    """How many frames of a video are taken: `fps` of a second, from `least` to `most`.
+    """The number of frames taken of a video: `fps` of a second, from `least` to `most`.
 
     frame_tokens: bound of the tokens of a frame; None for no bound.
     """

@@ -1,4 +1,4 @@
-"""How heads are padded where they do not divide by the number of ranks, the same in decoders and towers."""
+"""The padding of heads that do not divide by the number of ranks, the same in decoders and towers."""
 
 from tilerank.loader.padding import get_head_dim_and_projection_size, get_num_heads_padding_size
 from tilerank.parallel.shard import HeadCut

@@ -1,4 +1,4 @@
-"""What the towers of pictures and of sound share: transformer blocks over the rows of a medium, computed in tasks.
+"""The base of the towers of pictures and of sound: transformer blocks over the rows of a medium, computed in tasks.
 
     x += attention(norm(x));  x += mlp(norm(x))        per block; either sum may be scaled by the tanh of a number
 

@@ -1,1 +1,1 @@
-"""What the processes say to each other: prompts, parameters, events, messages to the ranks. Imports no torch."""
+"""Messages between the processes: prompts, parameters, events, messages to the ranks. Imports no torch."""

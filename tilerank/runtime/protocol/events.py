@@ -1,4 +1,4 @@
-"""What the engine reports of its requests, as it is also sent to the HTTP process."""
+"""Events of requests, which the engine returns and sends unchanged to the HTTP process."""
 
 import msgspec
 

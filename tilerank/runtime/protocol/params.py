@@ -32,7 +32,7 @@ class SpeechParams(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How the tokens of a request are sampled, and when the request ends. Raises RequestError for bad values.
+    """Parameters of sampling, and of the end of a request. Raises RequestError for bad values.
 
     max_new_tokens: 0 computes the prompt alone.
     temperature: 0 takes the most likely token.

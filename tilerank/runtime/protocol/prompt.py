@@ -128,7 +128,7 @@ class Prompt(msgspec.Struct, dict=True, array_like=True):
 
     @cached_property
     def _seen(self) -> list[tuple[int, int]]:
-        """The first token of each visible range, and 128 bits that identify what tokens have seen since the first of them."""
+        """The first token of each visible range, and 128 bits that identify all ranges up to it, with their content."""
         seen, digest, known = [], hashlib.blake2b(digest_size=16), 0
         for visible in self.visible_ranges:
             if (end := visible.first + visible.count) > known:
@@ -149,5 +149,5 @@ class Prompt(msgspec.Struct, dict=True, array_like=True):
 
     @cached_property
     def shift(self) -> int:
-        """What to add to the index of a generated token to get its position."""
+        """The difference between the position of a generated token and its index."""
         return max(map(max, self.positions)) + 1 - len(self.token_ids) if self.positions else 0

@@ -23,7 +23,7 @@ class StoreSource(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class ChunkSource(msgspec.Struct, frozen=True, array_like=True):
-    """What the rows of a chunk see of the source of its sequence.
+    """The ranges of its source that the rows of a chunk attend to.
 
     pages: of the source, in the first chunk of the sequence. rows: (row, first, count, shown), from row 0 on, as in
     prompt.py: VisibleRange. The rows of later chunks see what the last row saw, unless a message says otherwise.

@@ -1,4 +1,4 @@
-"""What config.json says of a model that speaks, without torch: its voices, and the ids that a talker's prompt has."""
+"""The settings of speech in config.json: voices, and the ids of a talker's prompt. Imports no torch."""
 
 from dataclasses import dataclass, replace
 

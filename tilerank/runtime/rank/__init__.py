@@ -1,1 +1,1 @@
-"""What every rank runs: the worker that takes messages of rank 0, and the table of model families."""
+"""Code of every rank: the worker, which executes messages of rank 0, and the table of model families."""

@@ -1,4 +1,4 @@
-"""What every rank of a model is configured with."""
+"""The configuration of the ranks of a model."""
 
 from dataclasses import dataclass, field
 
@@ -17,7 +17,7 @@ SOURCE_BYTES = 1 << 30
 
 @dataclass(frozen=True, kw_only=True)
 class RankConfig:
-    """How a rank loads and computes a model, the same on every rank.
+    """The configuration by which a rank loads and computes a model, the same on every rank.
 
     dtype: of weights, activations and cache: bfloat16 or float32.
     quantization: the projections are quantised while loading (a quantised checkpoint needs no asking), with dtype

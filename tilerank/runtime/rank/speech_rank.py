@@ -1,4 +1,4 @@
-"""What a rank computes of speech: prompts of the talker, and frames of codes.
+"""Speech on one rank: prompts of the talker, and frames of codes.
 
 A speaking sequence has pages in the talker's cache, and what the next frame and its sound read: the last hidden state
 of the talker, and the codes so far. A frame is one recorded step, with the choice of its codes inside.
@@ -25,12 +25,12 @@ TALKER_TOKENS = 32768
 """Tokens of the talker's cache by default."""
 
 TOP_K, TOP_P = 50, 0.8
-"""How the code predictor samples, at temperature 1 (transformers: the `generate` of Qwen3-Omni)."""
+"""The sampling of the code predictor, at temperature 1 (transformers: the `generate` of Qwen3-Omni)."""
 
 
 @dataclass(frozen=True)
 class SpeechOutputs:
-    """What a speech step computed.
+    """The results of a speech step.
 
     logits: fp32 [m, codes of the talker], of the last chunks and then of the frames. codes: [frames, codes of a frame]
     int64. samples: float32 [n] each, of the sounds; on rank 0.
@@ -43,7 +43,7 @@ class SpeechOutputs:
 
 @dataclass
 class RankSpeech(RankSequence):
-    """What a rank keeps of the speech of a sequence.
+    """The speech of a sequence, as a rank keeps it between steps.
 
     last: [hidden], the last hidden state of the talker. codes: those of each frame. kept: indices in the text sequence,
     ascending, and their rows [n, hidden], the projected hidden states of tokens of media.

@@ -1,4 +1,4 @@
-"""What every rank does: it loads its shard of the model and computes the steps that rank 0 announces.
+"""The worker of a rank: it loads its shard of the model and computes the steps that rank 0 announces.
 
 A step is one forward pass over chunks of several sequences. All ranks run the same model code on their own shards.
 """
@@ -105,7 +105,7 @@ class Worker:
         self._held: dict[int, RankSequence] = {}
         self._encodings = RankEncodings(self._model.encoder)
         self.speech: SpeechRank | None = None
-        """What computes speech; None if the model does not speak."""
+        """Computes speech; None if the model does not speak."""
         if self._model.speaker is not None:
             graphs = self._step_graphs() if self._graphs else None
             self.speech = SpeechRank(
@@ -146,7 +146,7 @@ class Worker:
 
     @property
     def encoder(self) -> Encoder | None:
-        """What encodes media; None if the model takes text alone."""
+        """The encoder of media; None if the model takes text alone."""
         return self._model.encoder
 
     @property

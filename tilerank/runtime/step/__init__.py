@@ -1,1 +1,1 @@
-"""What one pass of the model is made of, on every rank: interfaces of models, the batch, caches, recorded steps."""
+"""The parts of a forward pass, on every rank: interfaces of models, the batch, caches, recorded steps."""

@@ -24,7 +24,7 @@ TILE_ROWS = 16
 
 @dataclass
 class RankSequence:
-    """What a worker keeps of a sequence between steps. pages: its page table."""
+    """A sequence as a worker keeps it between steps. pages: its page table."""
 
     pages: list[int] = field(default_factory=list)
     source: RankSource = field(default_factory=RankSource)
@@ -145,7 +145,7 @@ class _StepRows:
 
 @dataclass(frozen=True)
 class BatchContent:
-    """What the batches of a model hold.
+    """The contents of the batches of a model.
 
     position_axes: the number of positions of a token.
     has_states: whether layers keep states.

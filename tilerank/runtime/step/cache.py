@@ -1,4 +1,4 @@
-"""What layers keep between steps: four kinds of cache as declarations, and their allocation.
+"""The caches of layers: four kinds as declarations, and their allocation.
 
 Each kind names the budget that it counts against and computes its bytes, so that a plan can add them up before anything
 is allocated.
@@ -20,7 +20,7 @@ Cache = KVPages | LatentPages | StateSlots
 
 
 class Budget(Enum):
-    """What the size of a cache grows with."""
+    """The unit by which the size of a cache grows."""
 
     TOKENS = "cached tokens"
     SOURCE_TOKENS = "encoder tokens"

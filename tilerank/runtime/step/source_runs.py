@@ -1,4 +1,4 @@
-"""What the rows of a step see of sources by cross-attention, as tensors."""
+"""The ranges of sources that the rows of a step attend to by cross-attention, as tensors."""
 
 from array import array
 from collections.abc import Mapping
@@ -12,8 +12,8 @@ from ..protocol.rank_messages import Step
 
 @dataclass
 class RankSource:
-    """What a worker keeps of the source of a sequence. pages: its page table. visible: first, count and shown of
-    the last row (prompt.py: VisibleRange)."""
+    """The source of a sequence, as a worker keeps it between steps. pages: its page table. visible: first, count and
+    shown of the last row (prompt.py: VisibleRange)."""
 
     pages: list[int] = field(default_factory=list)
     visible: tuple[int, int, bool] = (0, 0, False)

@@ -1,4 +1,4 @@
-"""What speech_rank.py asks of a model that speaks; models/talker.py answers."""
+"""The interface of a model that speaks, which speech_rank.py calls and models/talker.py implements."""
 
 from abc import abstractmethod
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from .cache import Cache, CacheSpec
 
 @dataclass(frozen=True)
 class Additions:
-    """What the rows of a talker's prompt have beside their tokens.
+    """What is added to the embedded tokens of a talker's prompt.
 
     media: rows of tokens of media, [n] int64, and their projected hidden states [n, hidden], which replace the
     projected embeddings. codes: rows [k] int64, and codes [k] int64 whose embeddings are added to them.
@@ -27,7 +27,7 @@ class Additions:
 
 @dataclass(frozen=True)
 class CodeSampling:
-    """How the codes of m frames after the first are chosen; ops.sample has the meaning of the numbers.
+    """The sampling of all codes but the first of m frames; the arguments of ops.sample.
 
     draws: [codes - 1, m] float32. temperature: [m] float32, 0 for the likeliest codes. top_k: [m] int32. top_p: [m]
     float32.
@@ -65,7 +65,7 @@ class FrameInputs:
 
 @dataclass(frozen=True)
 class TalkerRows:
-    """What the talker computes of rows with logits.
+    """The talker's results for rows with logits.
 
     logits: fp32 [m, codes of the talker], of the first code of the next frames. hidden: [m, hidden], after the last
     norm.
@@ -76,7 +76,7 @@ class TalkerRows:
 
 
 class SoundState:
-    """What a vocoder keeps of a sound from one part to the next."""
+    """The state of a vocoder from one part of a sound to the next."""
 
 
 class Vocoder(Layer):

@@ -20,7 +20,7 @@ def public_config(name: str) -> dict[str, Any]:
 
 
 class PublicProcessor(msgspec.Struct):
-    """How a family turns media into what its encoder takes.
+    """The settings and tokens by which a family processes media.
 
     files: its settings, by the name of the file. demo_tokens: tokens of the demo model's tokenizer that stand for those
     of the family. tokenizer_config: what the family's processor of transformers reads of tokenizer_config.json.

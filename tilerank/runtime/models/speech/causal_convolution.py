@@ -11,7 +11,7 @@ from tilerank.kernels.weight_formats import Float
 from tilerank.parallel.parameters import Layer, PackedParameter, PlainParameter
 
 Past = dict[Layer, Tensor]
-"""What each layer keeps of a sound: the last rows of its input."""
+"""The rows that a layer keeps of a sound: the last ones of its input."""
 
 
 class TapsParameter(PackedParameter):

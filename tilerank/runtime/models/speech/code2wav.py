@@ -38,7 +38,7 @@ NORM_EPS = 1e-6
 
 @dataclass
 class Code2WavState(SoundState):
-    """What the layers keep of a sound, of which `frames` frames have been decoded."""
+    """The state of the layers for a sound of which `frames` frames have been decoded."""
 
     frames: int = 0
     past: Past = field(default_factory=dict)

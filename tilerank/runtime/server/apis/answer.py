@@ -1,4 +1,4 @@
-"""How an API writes an answer in its form, streamed or whole. Both come from the same deltas."""
+"""Answers in the form of an API, streamed or whole. Both are written from the same deltas."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""What the request bodies of other APIs have in common: strict names, and fields that a chat takes as they are."""
+"""The base of request bodies of the other APIs: strict names, and fields that a chat takes unchanged."""
 
 from collections.abc import Mapping
 from typing import Any

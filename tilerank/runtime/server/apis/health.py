@@ -1,4 +1,4 @@
-"""Whether the server works, and how hard: /health, /health_generate, /metrics, /status and the status page."""
+"""Endpoints of health and load: /health, /health_generate, /metrics, /status and the status page."""
 
 import asyncio
 import time

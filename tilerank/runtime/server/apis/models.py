@@ -1,4 +1,4 @@
-"""What is served: /v1/models, /tokenizer_info and /version, and what is not: /v1/embeddings."""
+"""The endpoints that describe the model: /v1/models, /tokenizer_info and /version; /v1/embeddings is refused."""
 
 from typing import Any
 

@@ -19,7 +19,7 @@ _POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-
 
 
 class Operation(NamedTuple):
-    """What the server does for a method and a path.
+    """The documentation of a method and a path.
 
     body: of the request, None for none. public: needs no key. takes: the content type of the body.
     """
@@ -33,7 +33,7 @@ class Operation(NamedTuple):
 
     @property
     def summary(self) -> str:
-        """What it does: the handler's docstring without the method and the path that it begins with."""
+        """Return the handler's docstring without the method and the path that it begins with."""
         lines = (inspect.getdoc(self.handler) or "").split("\n\n")[0]
         return " ".join(lines.split()).partition(". ")[2] or lines
 

@@ -1,4 +1,4 @@
-"""What all APIs share: the state of a server, the reading of bodies, and the way from a chat to its answer."""
+"""The service behind all APIs: the state of a server, the reading of bodies, and the path from a chat to its answer."""
 
 import asyncio
 import time
@@ -43,7 +43,7 @@ Body = TypeVar("Body", bound=pydantic.BaseModel)
 
 @dataclass(frozen=True)
 class ServerSettings:
-    """What the server needs of its model and its operator."""
+    """The settings of a server that follow from its model and its operator."""
 
     model: str  # its name in the API
     version: str  # of tilerank

@@ -1,1 +1,1 @@
-"""What every API becomes, a chat, and what comes back of it: text, reasoning and tool calls."""
+"""Chats, to which every API translates its requests, and their answers: text, reasoning and tool calls."""

@@ -43,7 +43,7 @@ class Usage:
 
 @dataclass(frozen=True)
 class Opening:
-    """What is known when a choice begins.
+    """The beginning of a choice.
 
     start: None from an engine that does not report it. prompt_ids: empty unless the request needs them.
     prompt_logprobs: None unless the request wants them; the first token of a prompt has none.
@@ -56,7 +56,7 @@ class Opening:
 
 @dataclass(frozen=True)
 class Delta:
-    """What is new of choice `index`.
+    """New text, tool calls or sound of choice `index`.
 
     pieces: text of the answer and tool calls. tokens: those that make up the text. finish_reason: of the last delta.
     reasoning: new text of the reasoning, which comes before the answer. ids: of the new tokens, with one that ends the

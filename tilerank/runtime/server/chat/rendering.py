@@ -1,4 +1,4 @@
-"""How the server has chat templates rendered."""
+"""Rendering of chat templates: the interface that the server calls."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol

@@ -125,7 +125,7 @@ class Sampling(Structured):
 
     @property
     def speech(self) -> SpeechParams | None:
-        """How the answer is spoken; None for text alone."""
+        """The parameters of speech; None for an answer in text alone."""
         return None
 
     @property
@@ -193,7 +193,7 @@ Voice = Annotated[str, Field(min_length=1, max_length=256), BeforeValidator(_voi
 
 
 class SpeechOutput(Body):
-    """How the answer of a chat is spoken."""
+    """The voice and the format of a spoken answer."""
 
     voice: Voice
     format: Literal["wav", "aac", "mp3", "flac", "opus", "pcm16"]
@@ -208,7 +208,7 @@ def check_voice(voice: str, voices: Collection[str], model: str, param: str) -> 
 
 
 class TemplateOptions(NamedTuple):
-    """How a conversation becomes a prompt, with the names and meanings of vLLM's fields.
+    """Options of turning a conversation into a prompt, with the names and meanings of vLLM's fields.
 
     hears_videos: the model hears the sound of videos (`use_audio_in_video`).
     """
@@ -227,7 +227,7 @@ class TemplateOptions(NamedTuple):
 
 
 class TemplateRequest(NamedTuple):
-    """What the chat template gets beside the messages.
+    """The arguments of the chat template beside the messages.
 
     effort: passed to templates that read a variable of reasoning. tools: None if the model may call none.
     """

@@ -13,13 +13,13 @@ from ...protocol.speech_settings import SAMPLE_RATE
 from ..http.errors import ApiError
 
 _BIT_RATE = 64000
-"""Of the formats that lose, in bits per second."""
+"""Bits per second of the lossy formats."""
 _UNKNOWN = b"\xff" * 4
 """The sizes in the header of a WAV file whose length is not known yet."""
 
 
 class _Codec(NamedTuple):
-    """How PyAV writes a format. options: of a file that is sent while it is written."""
+    """The arguments with which PyAV writes a format. options: of a file that is sent while it is written."""
 
     name: str
     container: str

@@ -68,7 +68,7 @@ class StructuralTag(Body):
 
 @dataclass(frozen=True)
 class Constraint:
-    """What an answer must follow: one of these is set. grammar: in Lark or GBNF."""
+    """The constraint of an answer: one of these is set. grammar: in Lark or GBNF."""
 
     json_schema: Schema | None = None
     regex: str | None = None
@@ -149,7 +149,7 @@ class Structured(RequestBody):
 
     @property
     def constraint(self) -> Constraint | None:
-        """What the answer must follow; None for any text."""
+        """The constraint of the answer; None for any text."""
         return next((constraint for _, constraint in self._constraints()), None)
 
     def _constraints(self) -> Iterator[tuple[str, Constraint]]:

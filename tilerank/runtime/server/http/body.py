@@ -22,7 +22,7 @@ MAX_MARKS = 1 << 20
 MAX_BODIES = 256 << 20
 """Bytes of all bodies that are being read, or whose requests have not begun to run."""
 MAX_MEDIA_BODIES = 1 << 30
-"""The same for a model that takes media."""
+"""MAX_BODIES for a model that takes media."""
 
 
 _RELEASE = "tilerank.release_body"

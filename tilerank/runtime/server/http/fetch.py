@@ -19,7 +19,7 @@ FETCH_S = 30.0
 """For all media of a request together."""
 MAX_REDIRECTS = 3
 MAX_CONNECTIONS = 32
-"""Of all requests together."""
+"""Open connections to other hosts, for all requests together."""
 _LONG_DATA = 64 << 10
 """Characters. Longer data: URLs are decoded in a thread."""
 

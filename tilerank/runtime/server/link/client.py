@@ -34,7 +34,7 @@ class EngineGoneError(Exception):
 
 
 class OverloadedError(Exception):
-    """As many requests wait as may."""
+    """The queue of requests is full."""
 
 
 class RefusedError(Exception):
@@ -42,7 +42,7 @@ class RefusedError(Exception):
 
 
 Progress = ScoredEvent | TokenEvent | SoundEvent
-"""What a choice yields: the scores of its prompt, if it asked for them, and then its tokens, and sound if it speaks."""
+"""An event of a choice: the scores of its prompt, if requested, then its tokens, and sound if it speaks."""
 _Item = Event | EngineGoneError
 
 

@@ -19,9 +19,9 @@ STATE_INTERVAL_S = 0.25
 COUNTERS_INTERVAL_S = 2.0
 """Shortest time between two Counters messages. Each takes a small collective of all ranks between two steps."""
 RECEIVE_S = 0.02
-"""How long a step may wait for messages that are being received."""
+"""Longest time that a step waits for messages that are being received."""
 PART_MS = 2
-"""How long to wait for the next part of a message. Those with pictures do not fit in the buffer of the socket."""
+"""Longest wait for the next part of a message. Those with pictures do not fit in the buffer of the socket."""
 
 
 def serve_connections(engine: Engine, connections: Iterable[socket.socket], ranks: Sequence[RankInfo]) -> None:

@@ -34,7 +34,7 @@ class Cancel(msgspec.Struct, frozen=True, array_like=True, tag=1):
 
 
 class Events(msgspec.Struct, frozen=True, array_like=True, tag=2):
-    """What one step reports of its requests, which have the numbers of the HTTP process here."""
+    """The events of one step. Requests have the numbers of the HTTP process here."""
 
     events: list[Event]
 

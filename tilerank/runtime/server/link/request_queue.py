@@ -137,5 +137,5 @@ class RequestQueue:
 
 
 def _has_room(used: int, wanted: int, limit: int) -> bool:
-    """What exceeds a limit alone has room when nothing else is used."""
+    """Return whether `wanted` fits beside `used`. A request that exceeds the limit alone fits if nothing is used."""
     return not used or not wanted or used + wanted <= limit

@@ -7,7 +7,7 @@ from itertools import pairwise
 BLOCK_TOKENS = 32
 """Prompts are compared in blocks of this many tokens."""
 MAX_EXTRA_LOAD = 4
-"""How many more requests than the least busy replica a replica may have and still be chosen for its cache."""
+"""Requests that a replica may have beyond those of the least busy one and still be chosen for its cache."""
 MAX_BLOCKS = 1 << 16
 """Blocks to remember for each replica: 2 million tokens, more than most caches hold."""
 

@@ -1,1 +1,1 @@
-"""What an operator sees of a server: metrics, the status page, counters of ranks and recent requests."""
+"""Monitoring for operators: metrics, the status page, counters of ranks and recent requests."""

@@ -17,7 +17,7 @@ from .choices import ChatFormatter, reasoning_fields
 KEPT_S = 3600
 MAX_KEPT = 1000
 MAX_CHARACTERS = 16 << 20
-"""Of all transcripts."""
+"""Characters of all transcripts together."""
 
 
 class TranscriptStore:
@@ -28,7 +28,7 @@ class TranscriptStore:
         self._characters = 0
 
     bounds = f"the last {MAX_KEPT} for {KEPT_S // 60} minutes"
-    """What is kept, as a part of a sentence."""
+    """Return what is kept, as a part of a sentence."""
 
     def put(self, id: str, transcript: str) -> int:
         """Keep a text. Returns the Unix time in seconds after which it is forgotten."""

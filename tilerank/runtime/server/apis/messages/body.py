@@ -31,7 +31,7 @@ class TextBlock(Block):
 
 
 class ImageSource(Form):
-    """Where a picture comes from."""
+    """The source of a picture."""
 
     type: Literal["base64", "url"]
     media_type: Literal["image/jpeg", "image/png", "image/gif", "image/webp"] | None = None

@@ -14,7 +14,7 @@ from ..answer import Answer, Json, ServerSentEvent
 
 
 class _Kind(NamedTuple):
-    """How a kind of text is sent. field: of the item, which lists the parts. part_index: name of
+    """The form in which a kind of text is sent. field: of the item, which lists the parts. part_index: name of
     the field that counts them."""
 
     item: str

@@ -39,7 +39,7 @@ class ResponseStore:
 
     @property
     def bounds(self) -> str:
-        """What is kept, as a part of a sentence."""
+        """Return what is kept, as a part of a sentence."""
         return f"the last {self._max_responses} responses, at most {self._max_bytes >> 20} MiB together"
 
     def put(self, response: Json, items: bytes) -> None:
