@@ -21,12 +21,11 @@ from tilerank.launch.serving.http_process import Http
 from tilerank.launch.serving.http_process import run as run_http
 from tilerank.loader.generation_config import SamplingDefaults
 from tilerank.loader.tokenizer import Tokenizer
+from tilerank.runtime.protocol.engine_state import EngineState
 from tilerank.runtime.protocol.framing import encode
 from tilerank.runtime.server.apis.service import ServerSettings
 from tilerank.runtime.server.http.access import Access
 from tilerank.runtime.server.link.handover import connect, receive_connection
-from tilerank.runtime.protocol.engine_state import EngineState
-
 
 LONG = {"prompt": PROMPTS[0], "max_tokens": 100_000, "ignore_eos": True}
 Options = tuple[object, ...]

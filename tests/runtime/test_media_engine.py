@@ -297,10 +297,22 @@ def reshaped(**changes: object) -> Prompt:
     [
         (changed(placeholder_ranges=[]), r"medium 0: a grid of \(1, 4, 6\) has 6 tokens, found placeholders for 0"),
         (changed(placeholder_ranges=[PlaceholderRange(4, 5, 0, 0)]), "has 6 tokens, found placeholders for 5"),
-        (changed(placeholder_ranges=[PlaceholderRange(4, 6, 1, 0)]), "placeholder range 0: expected one of 1 media, found medium 1"),
-        (changed(placeholder_ranges=[PlaceholderRange(8, 6, 0, 0)]), "placeholder range 0: expected tokens .* within the prompt's 13, found 6 from 8 on"),
-        (changed(placeholder_ranges=[PlaceholderRange(4, 3, 0, 0), PlaceholderRange(6, 3, 0, 3)]), "placeholder range 1: expected tokens after range 0"),
-        (changed(placeholder_ranges=[PlaceholderRange(4, 3, 0, 0), PlaceholderRange(7, 3, 0, 2)]), "placeholder range 1: expected to go on with token 3 of medium 0"),
+        (
+            changed(placeholder_ranges=[PlaceholderRange(4, 6, 1, 0)]),
+            "placeholder range 0: expected one of 1 media, found medium 1",
+        ),
+        (
+            changed(placeholder_ranges=[PlaceholderRange(8, 6, 0, 0)]),
+            "placeholder range 0: expected tokens .* within the prompt's 13, found 6 from 8 on",
+        ),
+        (
+            changed(placeholder_ranges=[PlaceholderRange(4, 3, 0, 0), PlaceholderRange(6, 3, 0, 3)]),
+            "placeholder range 1: expected tokens after range 0",
+        ),
+        (
+            changed(placeholder_ranges=[PlaceholderRange(4, 3, 0, 0), PlaceholderRange(7, 3, 0, 2)]),
+            "placeholder range 1: expected to go on with token 3 of medium 0",
+        ),
         (changed(positions=[[1] * 13] * 2), r"expected 3 lists of 13 numbers, found lists of \[13, 13\]"),
         (changed(positions=[[1] * 12] * 3), r"found lists of \[12, 12, 12\]"),
         (changed(positions=[[0] * 12 + [1 << 40]] * 3), "positions: expected numbers from 0 to"),

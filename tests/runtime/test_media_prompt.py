@@ -193,7 +193,8 @@ def test_markers_of_transformers_4() -> None:
     start, end = (tokenizer.encode(f"<|vision_{side}|>")[0] for side in ("start", "end"))
     outer = [kept.token_ids.index(start), len(kept.token_ids) - 1 - kept.token_ids[::-1].index(end)]
     assert replaced.token_ids == [id for i, id in enumerate(kept.token_ids) if i not in outer]
-    assert [place.start + 1 for place in replaced.placeholder_ranges] == [place.start for place in kept.placeholder_ranges]
+    starts = [run.start for run in kept.placeholder_ranges]
+    assert [run.start + 1 for run in replaced.placeholder_ranges] == starts
 
 
 def test_text_alone() -> None:

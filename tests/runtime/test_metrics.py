@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 from msgspec.structs import replace
 
+from tilerank.runtime.protocol.engine_state import EngineState
 from tilerank.runtime.protocol.framing import encode
 from tilerank.runtime.rank.counters import RankCounters
 from tilerank.runtime.server.link.client import EngineClient
-from tilerank.runtime.protocol.engine_state import EngineState
 from tilerank.runtime.server.link.messages import Counters, FromEngine, RankInfo, Ranks
 from tilerank.runtime.server.monitoring.metrics import Metrics
 from tilerank.runtime.server.monitoring.recent_requests import RecentRequests

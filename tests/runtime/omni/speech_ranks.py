@@ -113,7 +113,9 @@ def read(worker: Worker, case: Case, prompt: Prompt, pages: Pages) -> None:
             begin, stop = max(place.start, first), min(place.start + place.count, end)
             if begin < stop:
                 encoding = 10 * case.number + place.medium
-                ranges.append(PlaceholderRange(begin - first, stop - begin, encoding, place.first + begin - place.start))
+                ranges.append(
+                    PlaceholderRange(begin - first, stop - begin, encoding, place.first + begin - place.start)
+                )
         axes = [axis[first:end] for axis in prompt.positions]
         chunk = Chunk(case.number, first, ids[first:end], held if first == 0 else [], 1, axes, 0, ranges)
         worker.run(Step([chunk], [], kept=[case.number]))

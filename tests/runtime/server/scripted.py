@@ -18,6 +18,7 @@ from tilerank.launch.serving.media_decoder import MediaDecoder
 from tilerank.loader.generation_config import SamplingDefaults
 from tilerank.loader.tokenizer import Tokenizer
 from tilerank.runtime.media.registry import load_processor
+from tilerank.runtime.protocol.engine_state import EngineState
 from tilerank.runtime.protocol.events import SoundEvent, TokenEvent
 from tilerank.runtime.protocol.framing import encode
 from tilerank.runtime.protocol.params import Logprobs
@@ -28,7 +29,6 @@ from tilerank.runtime.server.chat.media import MediaReader
 from tilerank.runtime.server.chat.tool_formats import DeepSeekTools, tool_parser
 from tilerank.runtime.server.http.fetch import Fetcher
 from tilerank.runtime.server.link.client import EngineClient
-from tilerank.runtime.protocol.engine_state import EngineState
 from tilerank.runtime.server.link.messages import Cancel, Events, Submit, engine_inbox
 
 QWEN = (

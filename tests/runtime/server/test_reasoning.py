@@ -12,7 +12,7 @@ from media_files import DEMO_VL
 from tilerank.loader.tokenizer import Tokenizer
 from tilerank.runtime.protocol.grammar import Vocabulary, allowed_tokens
 from tilerank.runtime.server.chat.grammars import request_grammar
-from tilerank.runtime.server.chat.reasoning import ReasoningSplitter, Text, ReasoningStart, thinking_after
+from tilerank.runtime.server.chat.reasoning import ReasoningSplitter, ReasoningStart, Text, thinking_after
 from tilerank.runtime.server.chat.request import ChatCompletion
 from tilerank.runtime.server.chat.text import TextStream
 from tilerank.runtime.server.chat.tool_formats import HermesTools
@@ -29,7 +29,11 @@ def split(thinking: ReasoningStart, pieces: list[str]) -> Text:
 
 
 CASES = [
-    (ReasoningStart.OPTIONAL, "<think>\nWhy </thin?\n\nSo.\n</think>\n\n  It is", Text("Why </thin?\n\nSo.", "  It is")),
+    (
+        ReasoningStart.OPTIONAL,
+        "<think>\nWhy </thin?\n\nSo.\n</think>\n\n  It is",
+        Text("Why </thin?\n\nSo.", "  It is"),
+    ),
     (ReasoningStart.OPTIONAL, "\n <think>a</think>b", Text("a", "b")),
     (ReasoningStart.OPTIONAL, "<think>\n\n</think>\n\nb", Text("", "b")),
     (ReasoningStart.OPTIONAL, "<thin> is no mark", Text("", "<thin> is no mark")),

@@ -2,9 +2,9 @@
 
 import pytest
 
+from tilerank.runtime.protocol.engine_state import EngineState
 from tilerank.runtime.rank.counters import RankCounters
 from tilerank.runtime.server.link import routing
-from tilerank.runtime.protocol.engine_state import EngineState
 from tilerank.runtime.server.link.messages import Counters, RankInfo, Ranks
 from tilerank.runtime.server.link.rank_stats import RankStats, merge
 from tilerank.runtime.server.link.routing import BLOCK_TOKENS, MAX_EXTRA_LOAD, SeenPrompts, block_hashes, choose_replica

@@ -16,7 +16,7 @@ from ..host.placement import Placement, RankPlacement, auto_ranks
 from ..host.topology import Topology, read_topology
 from ..options import model
 from ..options.arguments import whole_number
-from ..options.model import ModelOptions, model_options
+from ..options.model import model_options
 from ..ranks import start
 from ..ranks.rank import Job, W, run_rank
 from ..ranks.rendezvous import identify

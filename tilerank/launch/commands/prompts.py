@@ -16,7 +16,7 @@ import msgspec
 
 from tilerank.loader.card import ModelCard
 from tilerank.loader.tokenizer import Tokenizer
-from tilerank.runtime.media.decoder import DecodedMedium, Sampler, decode_source
+from tilerank.runtime.media.decoder import DecodedMedium, decode_source
 from tilerank.runtime.media.messages import MediaSource, read_data_url
 from tilerank.runtime.media.processor import Processor, check_kinds, samplers
 from tilerank.runtime.media.registry import family_of, load_processor

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from typing import Any
 
 import msgspec
 import torch

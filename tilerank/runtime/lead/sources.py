@@ -5,7 +5,6 @@ all media of a prompt.
 """
 
 from collections.abc import Iterator
-from typing import Any
 
 from tilerank.kernels.kv_pages import PAGE_TOKENS
 

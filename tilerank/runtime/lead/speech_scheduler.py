@@ -10,7 +10,6 @@ import hashlib
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import count
-from typing import Any
 
 import torch
 from torch import Tensor

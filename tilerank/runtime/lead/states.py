@@ -14,7 +14,6 @@ The number of slots follows from the number of cached tokens (protocol/sizes.py)
 from collections import abc
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import Any
 
 from tilerank.kernels.kv_pages import PAGE_TOKENS
 from tilerank.kernels.state_slots import BLOCK_TOKENS

@@ -1,9 +1,9 @@
 """The forms in which latent attention computes the sequences of a step: absorbed, expanded, or split over ranks.
 
-The expanded form (kernels/latent.py) takes fewer operations for many rows. If ranks share contexts out, a sequence with one row is split:
-every rank attends to a part of its tokens for the heads of all. The choice depends on a sequence's own rows and length
-alone, so that the bits of a row do not depend on the other sequences of a step; they do depend on how its prompt is
-cut.
+The expanded form (kernels/latent.py) takes fewer operations for many rows. If ranks share contexts out, a sequence
+with one row is split: every rank attends to a part of its tokens for the heads of all. The choice depends on a
+sequence's own rows and length alone, so that the bits of a row do not depend on the other sequences of a step; they do
+depend on how its prompt is cut.
 """
 
 from collections.abc import Callable, Sequence

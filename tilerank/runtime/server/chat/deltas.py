@@ -9,7 +9,7 @@ from tilerank.loader.tokenizer import Tokenizer
 from ...protocol.events import SoundEvent, TokenEvent
 from ...protocol.params import Logprobs, Start
 from ..link.client import Progress
-from .reasoning import Text, ReasoningStart
+from .reasoning import ReasoningStart, Text
 from .request import Sampling
 from .text import TextStream
 from .tools import Piece, ToolParser, split

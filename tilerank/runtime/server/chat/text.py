@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from tilerank.loader.tokenizer import TokenStream
 
-from .reasoning import ReasoningSplitter, Text, ReasoningStart, overlap
+from .reasoning import ReasoningSplitter, ReasoningStart, Text, overlap
 
 
 class TextStream:
