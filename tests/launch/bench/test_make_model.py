@@ -15,7 +15,7 @@ from safetensors import safe_open
 from tilerank.launch import cli
 from tilerank.launch.bench import make_model
 from tilerank.launch.bench.media_inputs import Clip, MediaPrompts
-from tilerank.launch.bench.public import PUBLIC_MODELS, public_config
+from tilerank.launch.bench.public import PUBLIC_MODELS, public_config, public_processor
 from tilerank.launch.errors import LaunchError
 from tilerank.loader.card import read_card
 from tilerank.loader.checkpoint import Checkpoint
@@ -223,7 +223,7 @@ def test_a_talker_has_layers_that_go_with_those_of_the_text(tmp_path: Path) -> N
     talker = config["talker_config"]
     assert (talker["accept_hidden_layer"], talker["text_config"]["num_hidden_layers"]) == (3, 4)
     assert config["thinker_config"]["vision_config"]["deepstack_visual_indexes"] == [8, 16]
-    make_model._copy_tokenizer(tmp_path, config)
+    make_model._copy_tokenizer(tmp_path, config, public_processor(config["model_type"]))
     (tmp_path / "config.json").write_text(json.dumps(config))
     turn = Tokenizer(tmp_path).encode("<|im_start|>user\n")
     assert [config["im_start_token_id"], config["user_token_id"]] == turn[:2]

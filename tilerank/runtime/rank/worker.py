@@ -197,17 +197,17 @@ class Worker:
         self._encodings.forget(step.forgotten)
         for chunk in step.chunks:
             self._held.setdefault(chunk.sequence, RankSequence()).pages.extend(chunk.new_pages)
-        for source in step.sources:
-            if source.pages:
-                self._held[source.sequence].source.pages = source.pages
+        for seen in step.sources:
+            if seen.pages:
+                self._held[seen.sequence].source.pages = seen.pages
         group = self.team.group
         began, waited = time.perf_counter(), group.waited_s
         for source, target in step.state_copies:
             for states in self._states:
                 states.copy(source, target)
         logits = self._forward(step)
-        for source in step.sources:
-            self._held[source.sequence].source.visible = source.rows[-1][1:]
+        for seen in step.sources:
+            self._held[seen.sequence].source.visible = seen.rows[-1][1:]
         self._counter.count(step, time.perf_counter() - began, group.waited_s - waited)
         return logits
 

@@ -68,7 +68,7 @@ class Service:
         self.metrics = Metrics(client)
         self.recent = RecentRequests()
         self.budget = MediaBudget()
-        processor = settings.media and settings.media.processor
+        processor = None if settings.media is None else settings.media.processor
         renderer = settings.renderer or DirectRenderer(tokenizer)
         self.prompts = PromptBuilder(tokenizer, settings.model, settings.tool_parser, processor, renderer)
 
