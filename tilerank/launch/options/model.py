@@ -1,14 +1,14 @@
 """Which model is run, and how it is loaded: the options that commands share, and what they say. Imports no torch."""
 
 import argparse
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tilerank.loader.card import ModelCard, read_card
 from tilerank.loader.errors import ConfigError
 from tilerank.loader.quantization_config import DEFAULT_INT4_GROUP, INT4_GROUPS, Quantization, check_agreement
-from tilerank.runtime.media.family import NO_OPTIONS, FamilyOptions
+from tilerank.runtime.media.family import FamilyOptions
 from tilerank.runtime.media.registry import all_options, with_options
 from tilerank.runtime.protocol.prompt import MM_CACHE_BYTES
 
@@ -50,7 +50,7 @@ class ModelOptions:
     cached_tokens: int | None = None
     mem_fraction: float = DEFAULT_FRACTION
     mm_cache_bytes: int = 0
-    family: FamilyOptions = NO_OPTIONS
+    family: FamilyOptions = field(default_factory=dict)
 
     def torch_dtype(self, card: ModelCard) -> "torch.dtype":
         """Return the dtype of activations and unquantised weights.
