@@ -26,7 +26,8 @@ from tilerank.runtime.protocol.prompt import Prompt
 from tilerank.runtime.server.apis.service import ServerSettings
 from tilerank.runtime.server.app import make_app
 from tilerank.runtime.server.chat.media import MediaReader
-from tilerank.runtime.server.chat.tool_formats import DeepSeekTools, tool_parser
+from tilerank.runtime.server.chat.tools.formats import tool_format
+from tilerank.runtime.server.chat.tools.named import DeepSeekFormat
 from tilerank.runtime.server.http.fetch import Fetcher
 from tilerank.runtime.server.link.client import EngineClient
 from tilerank.runtime.server.link.messages import Cancel, Events, Submit, engine_inbox
@@ -50,7 +51,7 @@ def make_model(directory: Path) -> Path:
     """Write a model directory with the marks of Qwen and DeepSeek, whose tokenizer begins each text with BOS."""
     directory.mkdir()
     inner = tokenizers.Tokenizer.from_file(str(DEMO_VL / "tokenizer.json"))
-    inner.add_tokens([tokenizers.AddedToken(mark, special=False, normalized=False) for mark in DeepSeekTools.MARKS])
+    inner.add_tokens([tokenizers.AddedToken(mark, special=False, normalized=False) for mark in DeepSeekFormat.MARKS])
     inner.add_special_tokens([BOS])
     processor = tokenizers.processors.TemplateProcessing(f"{BOS} $A", None, [(BOS, inner.token_to_id(BOS))])
     inner.post_processor = processor
@@ -156,9 +157,9 @@ async def serving(
     if template is not None:
         (model / "chat_template.jinja").write_text(template)
     tokenizer = Tokenizer(model)
-    parser = tool_parser(tokenizer, "hermes")
+    format = tool_format(tokenizer, "hermes")
     defaults = sampling or SamplingDefaults()
-    settings = ServerSettings("it", "0", api_key, defaults, parser, check_grammar, media, voices=voices)
+    settings = ServerSettings("it", "0", api_key, defaults, format, check_grammar, media, voices=voices)
     engines, (ours, theirs) = EngineClient(), socket.socketpair()
     attached = asyncio.create_task(engines.attach(0, ours))
     app = make_app(engines, tokenizer, settings)

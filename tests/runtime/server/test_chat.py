@@ -24,7 +24,10 @@ DEEPSEEK = (
     "<｜Assistant｜>{% if thinking %}<think>{% else %}</think>{% endif %}"
 )
 USER: Any = {"role": "user", "content": "Who?"}
-TOOLS: Any = [{"type": "function", "function": {"name": "now", "parameters": {"type": "object", "properties": {}}}}]
+TOOLS: Any = [
+    {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": {}}}}
+    for name in ("now", "then", "weather")
+]
 
 
 @pytest.fixture(scope="module")
@@ -258,3 +261,19 @@ def test_an_effort_that_cannot_be_made_is_refused(
         assert caught.value.param == "reasoning_effort"
 
     run(model, template, ask)
+
+
+@pytest.mark.parametrize("arguments", ["", " \n", "null", None, "left out"])
+@pytest.mark.parametrize("printed", ["arguments | tojson", "arguments | items | list", "arguments"])
+def test_a_call_without_arguments_in_the_history(model: Path, printed: str, arguments: str | None) -> None:
+    async def ask(server: Server) -> None:
+        prompts = []
+        for given in ({"arguments": "{}"}, {} if arguments == "left out" else {"arguments": arguments}):
+            call = {"id": "c", "type": "function", "function": {"name": "now"} | given}
+            turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
+            result = {"role": "tool", "tool_call_id": "c", "content": "noon"}
+            body = {"messages": [*turns, result], "tools": TOOLS}
+            prompts.append((await server.http.post("/v1/chat/completions/render", json=body)).json()["token_ids"])
+        assert prompts[0] == prompts[1]
+
+    run(model, QWEN_3.replace("arguments | tojson", printed), ask)

@@ -15,7 +15,7 @@ from tilerank.runtime.server.chat.grammars import request_grammar
 from tilerank.runtime.server.chat.reasoning import ReasoningSplitter, ReasoningStart, Text, thinking_after
 from tilerank.runtime.server.chat.request import ChatCompletion
 from tilerank.runtime.server.chat.text import TextStream
-from tilerank.runtime.server.chat.tool_formats import HermesTools
+from tilerank.runtime.server.chat.tools.objects import HermesFormat
 
 MARKS_ARE_TEXT, MARKS_ARE_TOKENS = Tokenizer(DEMO), Tokenizer(DEMO_VL)
 
@@ -150,7 +150,7 @@ def test_a_grammar_begins_after_the_reasoning(
 ) -> None:
     tokenizer = Tokenizer(model)
     body = ChatCompletion.model_validate({"messages": [{"role": "user", "content": "a"}]} | fields)
-    grammar = request_grammar(body, tokenizer, HermesTools if "tools" in fields else None, thinking)
+    grammar = request_grammar(body, tokenizer, HermesFormat() if "tools" in fields else None, thinking)
     assert grammar is not None
 
     def follows(text: str) -> bool:

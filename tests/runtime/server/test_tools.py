@@ -18,26 +18,30 @@ from tilerank.runtime.media.registry import family_of
 from tilerank.runtime.protocol.grammar import Vocabulary, allowed_tokens
 from tilerank.runtime.server.chat.grammars import request_grammar
 from tilerank.runtime.server.chat.request import ChatCompletion
-from tilerank.runtime.server.chat.tool_formats import (
-    DeepSeekTools,
-    FunctionTools,
-    HermesTools,
-    LlamaTools,
-    tool_parser,
-)
-from tilerank.runtime.server.chat.tools import ToolCall, ToolParser
+from tilerank.runtime.server.chat.tools.calls import ToolCall
+from tilerank.runtime.server.chat.tools.format import ToolFormat
+from tilerank.runtime.server.chat.tools.formats import TOOL_FORMATS, tool_format
+from tilerank.runtime.server.chat.tools.functions import FunctionFormat
+from tilerank.runtime.server.chat.tools.named import DeepSeekFormat
+from tilerank.runtime.server.chat.tools.objects import HermesFormat, LlamaFormat
+from tilerank.runtime.server.chat.tools.parser import ToolParser
 from tilerank.runtime.server.http.errors import ApiError
 
+SCHEMAS: dict[str, Any] = {"weather": {}, "f": {}}
 
-def parsed(parser: ToolParser, text: str, sizes: list[int]) -> tuple[str, list[tuple[str, str]]]:
+
+def parsed(
+    format: ToolFormat, text: str, sizes: list[int], schemas: dict[str, Any] = SCHEMAS, cut: bool = False
+) -> tuple[str, list[tuple[str, str]]]:
     """Return the text and the calls in `text`, which is parsed in pieces of these sizes, repeated."""
+    parser = ToolParser(format, schemas)
     pieces, at = [], 0
     for size in itertools.cycle(sizes):
         pieces += parser.push(text[at : at + size])
         at += size
         if at >= len(text):
             break
-    pieces += parser.flush()
+    pieces += parser.flush(cut)
     said = "".join(piece for piece in pieces if isinstance(piece, str))
     return said, [(piece.name, piece.arguments) for piece in pieces if isinstance(piece, ToolCall)]
 
@@ -50,8 +54,8 @@ WEATHER = ("weather", '{"city": "Köln", "days": [1, 2]}')
 @settings(deadline=None)
 @given(SIZES)
 def test_tool_calls_of_hermes(sizes: list[int]) -> None:
-    assert parsed(HermesTools(), f"I look.\n{CALL}\n{CALL}", sizes) == ("I look.", [WEATHER, WEATHER])
-    assert parsed(HermesTools(), "1 < 2 and <tool", sizes) == ("1 < 2 and <tool", [])
+    assert parsed(HermesFormat(), f"I look.\n{CALL}\n{CALL}", sizes) == ("I look.", [WEATHER, WEATHER])
+    assert parsed(HermesFormat(), "1 < 2 and <tool", sizes) == ("1 < 2 and <tool", [])
     for broken in (
         "<tool_call>not json</tool_call> so",
         '<tool_call>{"name": 3}</tool_call>',
@@ -59,7 +63,7 @@ def test_tool_calls_of_hermes(sizes: list[int]) -> None:
         '<tool_call>\n{"name": "cut off',
         f"<tool_call>{'[' * 3000}</tool_call>",
     ):
-        assert parsed(HermesTools(), broken, sizes) == (broken, [])
+        assert parsed(HermesFormat(), broken, sizes) == (broken, [])
 
 
 HUGE = '{"x": -1.7976931348623157e+308}'  # JSON has no infinity
@@ -69,9 +73,9 @@ HUGE = '{"x": -1.7976931348623157e+308}'  # JSON has no infinity
 @given(SIZES)
 def test_tool_calls_of_llama(sizes: list[int]) -> None:
     call = '{"name": "f", "parameters": {"x": 1}}'
-    assert parsed(LlamaTools(), f"\n{call}", sizes) == ("", [("f", '{"x": 1}')])
-    assert parsed(LlamaTools(), f"{call}; {call}", sizes) == ("", [("f", '{"x": 1}')] * 2)
-    assert parsed(LlamaTools(), '{"name": "f", "parameters": {"x": -1e999}}', sizes)[1] == [("f", HUGE)]
+    assert parsed(LlamaFormat(), f"\n{call}", sizes) == ("", [("f", '{"x": 1}')])
+    assert parsed(LlamaFormat(), f"{call}; {call}", sizes) == ("", [("f", '{"x": 1}')] * 2)
+    assert parsed(LlamaFormat(), '{"name": "f", "parameters": {"x": -1e999}}', sizes)[1] == [("f", HUGE)]
     for plain in (
         "Hello {x}",
         '{"name": "f", "parameters": {"x": NaN}}',
@@ -80,7 +84,7 @@ def test_tool_calls_of_llama(sizes: list[int]) -> None:
         '{"x": 1}',
         "{" * 300,
     ):
-        assert parsed(LlamaTools(), plain, sizes) == (plain, [])
+        assert parsed(LlamaFormat(), plain, sizes) == (plain, [])
 
 
 @pytest.mark.parametrize("model", [DEMO, DEMO_VL], ids=["marks are text", "marks are tokens"])
@@ -89,7 +93,7 @@ def test_forced_tool_calls(model: Path) -> None:
     tokenizer = Tokenizer(model)
     fields = {"tools": [{"type": "function", "function": {"name": "weather"}}], "tool_choice": "required"}
     body = ChatCompletion.model_validate({"messages": [{"role": "user", "content": "a"}]} | fields)
-    grammar = request_grammar(body, tokenizer, HermesTools)
+    grammar = request_grammar(body, tokenizer, HermesFormat())
     assert grammar is not None
     matcher = Vocabulary(model).matcher(grammar)
     ids = tokenizer.encode('<tool_call>\n{"name": "weather", "arguments": {}}\n</tool_call>', False)
@@ -109,11 +113,11 @@ def deepseek(*calls: str) -> str:
 @given(SIZES)
 def test_tool_calls_of_deepseek(sizes: list[int]) -> None:
     good = 'weather<｜tool▁sep｜>{"city": "Köln", "days": [1, 2]}'
-    assert parsed(DeepSeekTools(), f"I look.\n\n{deepseek(good, good)}", sizes) == ("I look.", [WEATHER, WEATHER])
-    assert parsed(DeepSeekTools(), deepseek('f<｜tool▁sep｜>{"x": 1}'), sizes) == ("", [("f", '{"x": 1}')])
-    assert parsed(DeepSeekTools(), "a <｜tool▁calls", sizes) == ("a <｜tool▁calls", [])
+    assert parsed(DeepSeekFormat(), f"I look.\n\n{deepseek(good, good)}", sizes) == ("I look.", [WEATHER, WEATHER])
+    assert parsed(DeepSeekFormat(), deepseek('f<｜tool▁sep｜>{"x": 1}'), sizes) == ("", [("f", '{"x": 1}')])
+    assert parsed(DeepSeekFormat(), "a <｜tool▁calls", sizes) == ("a <｜tool▁calls", [])
     broken = "<｜tool▁call▁begin｜>f<｜tool▁sep｜>[1]<｜tool▁call▁end｜>"
-    assert parsed(DeepSeekTools(), broken, sizes) == (broken, [])
+    assert parsed(DeepSeekFormat(), broken, sizes) == (broken, [])
 
 
 PARAMETERS: dict[str, Any] = {
@@ -125,9 +129,14 @@ PARAMETERS: dict[str, Any] = {
         "warm": {"type": "boolean"},
         "near": {"$ref": "#/$defs/Place"},
         "sky": {"type": "string", "enum": ["clear", "grey"]},
+        "kind": {"$ref": "#/$defs/Kind"},
+        "place": {"allOf": [{"$ref": "#/$defs/Kind"}], "default": "1"},
     },
     "required": ["city", "days"],
-    "$defs": {"Place": {"type": "object", "properties": {"x": {"type": "number"}}, "required": ["x"]}},
+    "$defs": {
+        "Place": {"type": "object", "properties": {"x": {"type": "number"}}, "required": ["x"]},
+        "Kind": {"enum": ["1", "2", "3"]},
+    },
 }
 
 
@@ -137,13 +146,162 @@ def function(name: str, **values: str) -> str:
     return f"<tool_call>\n<function={name}>\n{arguments}</function>\n</tool_call>"
 
 
+ROME = ("weather", '{"city": "Rome"}')
+OBJECT = '{"name": "weather", "arguments": {"city": "Rome"}}'
+OTHER_KEY = '{"type": "function", "name": "weather", "parameters": {"city": "Rome"}}'
+MARK_INSIDE = '{"name": "f", "arguments": {"a": "</tool_call><tool_call>{\\"name\\": "}}'
+
+
+@pytest.mark.parametrize("format", [HermesFormat(), LlamaFormat()], ids=["hermes", "llama"])
+@pytest.mark.parametrize(
+    ("text", "said", "calls"),
+    [
+        (OBJECT, "", [ROME]),
+        (OTHER_KEY, "", [ROME]),
+        (f"I look.\n\n  {OBJECT}\n", "I look.", [ROME]),
+        (f"I look.\n{OBJECT}\nDone; so.", "I look.\nDone; so.", [ROME]),
+        (f"{OBJECT}\n{OTHER_KEY}{OBJECT}; {OBJECT}", "", [ROME] * 4),
+        (f"[{OBJECT}, {OTHER_KEY}]", "", [ROME, ROME]),
+        ('{"name": "f", "arguments": "{\\"x\\": 1}"}', "", [("f", '{"x": 1}')]),
+        ('{"name": "f", "arguments": null}', "", [("f", "{}")]),
+        ('{"name": "f", "arguments": {"a": "line\nline"}}', "", [("f", '{"a": "line\\nline"}')]),
+    ],
+)
+def test_a_call_needs_no_marks(format: ToolFormat, text: str, said: str, calls: list[tuple[str, str]]) -> None:
+    for size in (1, 3, len(text)):
+        assert parsed(format, text, [size]) == (said, calls)
+
+
+@pytest.mark.parametrize("format", [HermesFormat(), LlamaFormat()], ids=["hermes", "llama"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"name": "Bob", "age": 3}',
+        '{"name": "Bob", "arguments": {}}',
+        '{"name": "weather"}',
+        '{"name": "weather", "arguments": [1]}',
+        '{"name": "weather", "arguments": {}, "parameters": {}}',
+        '{"city": "Rome"}',
+        f"You could call it with {OBJECT}.",
+        f"{OBJECT} is how to call it.",
+        f"For example:\n```json\n{OBJECT}\n```\n",
+        "[a link](to), {x}, [1]",
+    ],
+)
+def test_json_that_is_no_call_is_the_answer(format: ToolFormat, text: str) -> None:
+    for size in (1, 4, len(text)):
+        assert parsed(format, text, [size]) == (text, [])
+
+
+def test_json_that_is_no_call_is_streamed() -> None:
+    parser = ToolParser(LlamaFormat(), SCHEMAS)
+    assert parser.push('{"name": "w') == []
+    assert parser.push('ombat", "legs": 4') == ['{"name": "wombat", "legs": 4']
+
+
+@settings(deadline=None)
+@given(SIZES)
+def test_calls_of_hermes_without_one_of_the_marks(sizes: list[int]) -> None:
+    for text in (
+        f"I look.\n<tool_call>\n{OBJECT}",
+        f"I look.\n{OBJECT}\n</tool_call>",
+        f"I look.<tool_call>{OTHER_KEY}</tool_call>\n",
+    ):
+        assert parsed(HermesFormat(), text, sizes) == ("I look.", [ROME])
+    assert parsed(HermesFormat(), f"<tool_call>{OBJECT}{OBJECT}</tool_call>", sizes) == ("", [ROME, ROME])
+    inside = ("f", json.dumps({"a": '</tool_call><tool_call>{"name": '}))
+    assert parsed(HermesFormat(), f"<tool_call>{MARK_INSIDE}</tool_call>", sizes) == ("", [inside])
+
+
+@settings(deadline=None)
+@given(SIZES)
+def test_calls_of_deepseek_without_one_of_the_marks(sizes: list[int]) -> None:
+    call = 'weather<｜tool▁sep｜>{"city": "Rome"}'
+    for text in (
+        f"I look.\n{call}",
+        f"I look.\n{call}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+        f"I look.<｜tool▁call▁begin｜>{call}",
+        f"I look.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>{call}<｜tool▁call▁end｜>",
+    ):
+        assert parsed(DeepSeekFormat(), text, sizes) == ("I look.", [ROME])
+    unknown = 'storm<｜tool▁sep｜>{"city": "Rome"}'
+    assert parsed(DeepSeekFormat(), unknown, sizes) == (unknown, [])
+
+
+BLOCK = "<function=f>\n<parameter=a>\n1\n</parameter>\n</function>"
+NESTED = "see\n<tool_call>\n<function=g>\n<parameter=x>\n1\n</parameter>\n</function>\n</tool_call>\nso"
+
+
+@pytest.mark.parametrize(
+    ("text", "said", "calls"),
+    [
+        (f"I write.\n\n{BLOCK}\n</tool_call>", "I write.", [{"a": 1}]),
+        (BLOCK, "", [{"a": 1}]),
+        (f"<tool_call>\n{BLOCK}", "", [{"a": 1}]),
+        (f"<tool_call>\n{BLOCK.removesuffix('</function>')}", "", [{"a": 1}]),
+        (f"<tool_call>\n{BLOCK.removesuffix('</function>')}</tool_call>", "", [{"a": 1}]),
+        (f"{BLOCK}\n{BLOCK}<tool_call>{BLOCK}</tool_call>{BLOCK}", "", [{"a": 1}] * 4),
+        (f"{BLOCK}\n\nDone.", "\n\nDone.", [{"a": 1}]),
+    ],
+)
+def test_calls_of_qwen_3_5_without_one_of_the_marks(text: str, said: str, calls: list[dict[str, Any]]) -> None:
+    for size in (1, 5, len(text)):
+        found, made = parsed(FunctionFormat(), text, [size])
+        assert (found, [json.loads(arguments) for _, arguments in made]) == (said, calls)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "a</parameter>b",
+        "a</function>b",
+        "a</parameter></function>b",
+        "a<tool_call>b",
+        "a</tool_call>b",
+        "a<function=f>b",
+        "a<parameter=a>b",
+        NESTED,
+        "\n  x\n\n    y\n",
+    ],
+)
+def test_marks_inside_of_a_value_of_qwen_3_5(value: str) -> None:
+    text = function("f", s=value, n="5") + "\n" + function("f", s=value)
+    schemas = {"f": {"properties": {"s": {"type": "string"}, "n": {"type": "integer"}}}}
+    for size in (1, 6, len(text)):
+        said, calls = parsed(FunctionFormat(), text, [size], schemas)
+        assert (said, [json.loads(arguments) for _, arguments in calls]) == ("", [{"s": value, "n": 5}, {"s": value}])
+
+
+def test_a_call_that_was_cut_off_is_text() -> None:
+    """It lacks the arguments that were still to come."""
+    text = "<tool_call>\n<function=f>\n<parameter=a>\n1\n</parameter>\n"
+    for size in (1, len(text)):
+        assert parsed(FunctionFormat(), text, [size], cut=True) == (text, [])
+        assert parsed(FunctionFormat(), f"{text}</function>", [size], cut=True) == ("", [("f", '{"a": 1}')])
+
+
+PARTS = ["<tool_call>", "</tool_call>", "\n", " ", ";", "```", "{", "}", "[", '"', "a", OBJECT, OTHER_KEY, BLOCK]
+PARTS += ["<function=f>", "</function>", "<parameter=a>", "</parameter>", '{"name": "f", "arguments": ', "Hello"]
+PARTS += ["f<｜tool▁sep｜>{}", *DeepSeekFormat.MARKS, "<|python_tag|>", "<", "｜", "\\"]
+
+
+@pytest.mark.parametrize("format", TOOL_FORMATS.values(), ids=TOOL_FORMATS)
+@settings(deadline=None, max_examples=100)
+@given(st.lists(st.sampled_from(PARTS), max_size=12).map("".join), SIZES, st.booleans())
+def test_how_the_text_arrives_does_not_matter(format: ToolFormat, text: str, sizes: list[int], cut: bool) -> None:
+    whole = parsed(format, text, [len(text) + 1], cut=cut)
+    assert parsed(format, text, sizes, cut=cut) == whole
+    said, calls = whole
+    assert calls or said == text
+
+
 @settings(deadline=None)
 @given(SIZES)
 def test_tool_calls_of_qwen_3_5(sizes: list[int]) -> None:
-    parser = FunctionTools({"weather": PARAMETERS})
     call = function("weather", city="12", days="[1, 2]", unit="None", warm="True", near='{"x": 1}')
     expected = {"city": "12", "days": [1, 2], "unit": None, "warm": True, "near": {"x": 1}}
-    assert parsed(parser, f"I look.\n\n{call}", sizes) == ("I look.", [("weather", json.dumps(expected))])
+    found = parsed(FunctionFormat(), f"I look.\n\n{call}", sizes, {"weather": PARAMETERS})
+    assert found == ("I look.", [("weather", json.dumps(expected))])
 
 
 @pytest.mark.parametrize(
@@ -152,13 +310,15 @@ def test_tool_calls_of_qwen_3_5(sizes: list[int]) -> None:
         (function("weather", city="two\n\nlines ", unit="null"), {"city": "two\n\nlines ", "unit": None}),
         (function("weather", unit="7", days="[1, 2"), {"unit": "7", "days": "[1, 2"}),
         (function("weather", city="False", warm="false"), {"city": "False", "warm": False}),
-        (function("unknown", a="3", b="x", c="null"), {"a": 3, "b": "x", "c": None}),
+        (function("weather", a="3", b="x", c="null"), {"a": 3, "b": "x", "c": None}),
+        (function("weather", sky="1", kind="2", place="3"), {"sky": "1", "kind": "2", "place": "3"}),
+        (function("weather", unit='{"a": 1}', warm="True"), {"unit": '{"a": 1}', "warm": True}),
         (function("weather"), {}),
         ("<tool_call><function=weather><parameter=city>Ur</parameter></function></tool_call>", {"city": "Ur"}),
     ],
 )
 def test_values_take_the_types_of_the_schema(call: str, arguments: dict[str, Any]) -> None:
-    _, [(_, found)] = parsed(FunctionTools({"weather": PARAMETERS}), call, [7])
+    _, [(_, found)] = parsed(FunctionFormat(), call, [7], {"weather": PARAMETERS})
     assert json.loads(found) == arguments
 
 
@@ -166,20 +326,20 @@ def test_values_take_the_types_of_the_schema(call: str, arguments: dict[str, Any
     "broken",
     [
         "<tool_call>\nno function\n</tool_call>",
-        "<tool_call>\n<function=f>\n</tool_call>",
+        function("unknown", a="1"),
         "<tool_call>\n<function=f>\n<parameter=a>\n1\n</function>\n</tool_call>",
         "<tool_call>\n<function=f>\nso\n</function>\n</tool_call>",
-        "<tool_call>\n<function=f>\n<parameter=a>\n1\n</parameter>\n",
+        "<tool_call>\n<function=f>\n<parameter=a>\n1\n",
     ],
 )
 def test_a_malformed_call_of_qwen_3_5_stays_text(broken: str) -> None:
-    assert parsed(FunctionTools(), broken, [3]) == (broken, [])
+    assert parsed(FunctionFormat(), broken, [3]) == (broken, [])
 
 
 @pytest.mark.parametrize("properties", [3, {"a": True}, {"a": {"type": [{}]}}, {"a": {"anyOf": 1}}])
 def test_a_malformed_schema_allows_any_value(properties: Any) -> None:
-    parser = FunctionTools({"f": {"properties": properties}})
-    assert parsed(parser, function("f", a="1"), [5]) == ("", [("f", '{"a": 1}')])
+    schemas = {"f": {"properties": properties}}
+    assert parsed(FunctionFormat(), function("f", a="1"), [5], schemas) == ("", [("f", '{"a": 1}')])
 
 
 @pytest.fixture(scope="module")
@@ -187,7 +347,7 @@ def with_marks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model directory in which the marks of DeepSeek are tokens."""
     model = Path(shutil.copytree(DEMO_VL, tmp_path_factory.mktemp("marks") / "model"))
     inner = tokenizers.Tokenizer.from_file(str(model / "tokenizer.json"))
-    inner.add_tokens([tokenizers.AddedToken(mark, special=False, normalized=False) for mark in DeepSeekTools.MARKS])
+    inner.add_tokens([tokenizers.AddedToken(mark, special=False, normalized=False) for mark in DeepSeekFormat.MARKS])
     inner.save(str(model / "tokenizer.json"))
     return model
 
@@ -202,10 +362,10 @@ def allows(model: Path, grammar: str, text: str) -> bool:
     return bool(matcher.is_accepting())
 
 
-def grammar_of(model: Path, parser: type[ToolParser], parameters: dict[str, Any], **fields: Any) -> str:
+def grammar_of(model: Path, format: ToolFormat, parameters: dict[str, Any], **fields: Any) -> str:
     tool = {"type": "function", "function": {"name": "weather", "parameters": parameters}}
     body = {"messages": [{"role": "user", "content": "a"}], "tools": [tool], "tool_choice": "required", **fields}
-    grammar = request_grammar(ChatCompletion.model_validate(body), Tokenizer(model), parser)
+    grammar = request_grammar(ChatCompletion.model_validate(body), Tokenizer(model), format)
     assert grammar is not None
     return grammar
 
@@ -213,19 +373,19 @@ def grammar_of(model: Path, parser: type[ToolParser], parameters: dict[str, Any]
 @pytest.mark.parametrize("marks_are_tokens", [True, False])
 def test_forced_calls_of_deepseek(with_marks: Path, marks_are_tokens: bool) -> None:
     model = with_marks if marks_are_tokens else DEMO
-    grammar = grammar_of(model, DeepSeekTools, {"properties": {"x": {"type": "integer"}}, "required": ["x"]})
+    grammar = grammar_of(model, DeepSeekFormat(), {"properties": {"x": {"type": "integer"}}, "required": ["x"]})
     good = 'weather<｜tool▁sep｜>{"x": 1}'
     assert allows(model, grammar, deepseek(good)) and allows(model, grammar, deepseek(good, good))
     assert not allows(model, grammar, deepseek('weather<｜tool▁sep｜>{"x": "1"}'))
     assert not allows(model, grammar, deepseek('storm<｜tool▁sep｜>{"x": 1}'))
-    one = grammar_of(model, DeepSeekTools, {}, parallel_tool_calls=False)
+    one = grammar_of(model, DeepSeekFormat(), {}, parallel_tool_calls=False)
     empty = "weather<｜tool▁sep｜>{}"
     assert allows(model, one, deepseek(empty)) and not allows(model, one, deepseek(empty, empty))
 
 
 @pytest.mark.parametrize("model", [DEMO_VL, DEMO], ids=["marks are tokens", "marks are text"])
 def test_forced_calls_of_qwen_3_5(model: Path) -> None:
-    grammar = grammar_of(model, FunctionTools, PARAMETERS)
+    grammar = grammar_of(model, FunctionFormat(), PARAMETERS)
     call = function("weather", city="any <text>\nat all", days="[1, 2]", warm="true", near='{"x": 1}', sky="grey")
     assert allows(model, grammar, call) and allows(model, grammar, f"{call}\n{call}")
     assert allows(model, grammar, function("weather", city="", days="[]"))
@@ -239,14 +399,14 @@ def test_forced_calls_of_qwen_3_5(model: Path) -> None:
         function("storm", city="Ur", days="[1]"),
     ):
         assert not allows(model, grammar, bad), bad
-    empty = grammar_of(model, FunctionTools, {"properties": {}})
+    empty = grammar_of(model, FunctionFormat(), {"properties": {}})
     assert allows(model, empty, function("weather"))
 
 
 def test_bounds_of_plain_text_are_refused() -> None:
     bounded = {"properties": {"city": {"type": "string", "pattern": "^U"}}}
     with pytest.raises(ApiError) as caught:
-        grammar_of(DEMO, FunctionTools, bounded)
+        grammar_of(DEMO, FunctionFormat(), bounded)
     assert str(caught.value) == (
         "tools: the parameters of weather: city: pattern is not supported, because this model writes strings without "
         "quotes"
@@ -256,18 +416,19 @@ def test_bounds_of_plain_text_are_refused() -> None:
 @pytest.mark.parametrize(
     ("template", "model_type", "expected"),
     [
-        ("{{ '<tool_call>' }}{{ '\\n<function=' + name + '>' }}<parameter=", "qwen3_5", FunctionTools),
-        ('<tool_call>{"name": 1}</tool_call>', "deepseek_v3", HermesTools),
-        ("<｜tool▁call▁begin｜>{{ name }}<｜tool▁sep｜>", "deepseek_v3", DeepSeekTools),
+        ("{{ '<tool_call>' }}{{ '\\n<function=' + name + '>' }}<parameter=", "qwen3_5", FunctionFormat),
+        ('<tool_call>{"name": 1}</tool_call>', "deepseek_v3", HermesFormat),
+        ("<｜tool▁call▁begin｜>{{ name }}<｜tool▁sep｜>", "deepseek_v3", DeepSeekFormat),
         ("<｜tool▁call▁begin｜>function<｜tool▁sep｜>{{ name }}\n```json", "qwen2", None),
-        ("{{ messages }}", "qwen3", HermesTools),
-        ("{{ messages }}", "llama", LlamaTools),
+        ("{{ messages }}", "qwen3", HermesFormat),
+        ("{{ messages }}", "llama", LlamaFormat),
         ("{{ messages }}", "deepseek_v3", None),
     ],
 )
 def test_the_chat_template_decides_on_the_format(
-    tmp_path: Path, template: str, model_type: str, expected: type[ToolParser] | None
+    tmp_path: Path, template: str, model_type: str, expected: type[ToolFormat] | None
 ) -> None:
     shutil.copy(DEMO / "tokenizer.json", tmp_path)
     (tmp_path / "chat_template.jinja").write_text(template)
-    assert tool_parser(Tokenizer(tmp_path), family_of(model_type).tool_calls) is expected
+    found = tool_format(Tokenizer(tmp_path), family_of(model_type).tool_calls)
+    assert (found and type(found)) is expected

@@ -217,11 +217,11 @@ class _PromptEncoder:
     def _conversations(self) -> "PromptBuilder":
         from tilerank.runtime.server.chat.prompts import PromptBuilder
         from tilerank.runtime.server.chat.rendering import DirectRenderer
-        from tilerank.runtime.server.chat.tool_formats import tool_parser
+        from tilerank.runtime.server.chat.tools.formats import tool_format
 
-        parser = tool_parser(self._tokenizer, family_of(self._card.model_type).tool_calls)
+        format = tool_format(self._tokenizer, family_of(self._card.model_type).tool_calls)
         model = str(self._tokenizer.model_dir)
-        return PromptBuilder(self._tokenizer, model, parser, self._processor, DirectRenderer(self._tokenizer))
+        return PromptBuilder(self._tokenizer, model, format, self._processor, DirectRenderer(self._tokenizer))
 
     async def _conversation(self, messages: Sequence[dict[str, Any]], folder: Path) -> Prompt:
         import pydantic

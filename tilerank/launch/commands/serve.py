@@ -316,7 +316,7 @@ def _run_http_process(args: argparse.Namespace) -> int:
     from tilerank.runtime.media.registry import family_of, load_processor, with_options
     from tilerank.runtime.protocol.speech_settings import voices_of
     from tilerank.runtime.server.apis.service import ServerSettings
-    from tilerank.runtime.server.chat.tool_formats import tool_parser
+    from tilerank.runtime.server.chat.tools.formats import tool_format
 
     from ..serving.chat_renderer import ChatRenderer
     from ..serving.grammar_trial import GrammarTrial
@@ -333,7 +333,7 @@ def _run_http_process(args: argparse.Namespace) -> int:
         own_version() or "unknown",
         args.api_key or os.environ.get(API_KEY) or None,
         _sampling(model_dir),
-        tool_parser(tokenizer, family_of(card.model_type).tool_calls),
+        tool_format(tokenizer, family_of(card.model_type).tool_calls),
         GrammarTrial(model_dir).check,
         media_options.media_reader(args, load_processor(model_dir, tokenizer)),
         ChatRenderer(tokenizer),

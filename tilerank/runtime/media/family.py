@@ -33,7 +33,7 @@ class Family:
     """The properties of a family that launching and serving need. The defaults hold for a family without a record.
 
     processor: returns that of a model directory, or None if the model takes text only. tool_calls: the name of their
-    format where the chat template does not show it (server: TOOL_FORMATS); None if it always does.
+    format where the chat template does not show it (server/chat/tools/formats.py); None if it always does.
     """
 
     processor: Callable[[Path, Tokenizer], Processor | None] | None = None

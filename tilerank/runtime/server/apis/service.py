@@ -29,7 +29,8 @@ from ..chat.prompts import ChatPrompt, PromptBuilder
 from ..chat.reasoning import ReasoningStart
 from ..chat.rendering import DirectRenderer, Renderer
 from ..chat.request import ChatCompletion, Sampling, TemplateRequest
-from ..chat.tools import ToolParser
+from ..chat.tools.format import ToolFormat
+from ..chat.tools.parser import ToolParser
 from ..http.body import MAX_BODY, MAX_MEDIA_BODY, read_json, release_body, validation_error
 from ..http.errors import ApiError
 from ..http.media_budget import MediaBudget, Share
@@ -49,7 +50,7 @@ class ServerSettings:
     version: str  # of tilerank
     api_key: str | None  # that requests must have; None for none
     sampling: SamplingDefaults  # the values of fields that a request leaves out
-    tool_parser: type[ToolParser] | None  # of the model's tool calls; None if their format is unknown
+    tool_format: ToolFormat | None  # of the model's tool calls; None if their format is unknown
     check_grammar: Callable[[str], Awaitable[None]]  # raises RequestError for one that must not reach the engine
     media: MediaReader | None = None  # reads pictures, videos and sound; None if the model takes none
     renderer: Renderer | None = None  # of chat templates; None to render in the event loop
@@ -70,7 +71,7 @@ class Service:
         self.budget = MediaBudget()
         processor = None if settings.media is None else settings.media.processor
         renderer = settings.renderer or DirectRenderer(tokenizer)
-        self.prompts = PromptBuilder(tokenizer, settings.model, settings.tool_parser, processor, renderer)
+        self.prompts = PromptBuilder(tokenizer, settings.model, settings.tool_format, processor, renderer)
 
     @property
     def context_length(self) -> int | None:
@@ -117,16 +118,16 @@ class Service:
 
         begun: tokens of the answer that are a part of the prompt. runs: False if only the prompt is needed.
         """
-        parser, tools = self.settings.tool_parser, chat.callable_tools
-        if tools and parser is None:
+        format, tools = self.settings.tool_format, chat.callable_tools
+        if tools and format is None:
             message = f"tools: the format of tool calls of {self.settings.model} is unknown"
             raise ApiError(400, message, param="tools")
         prompt, thinking = await self.prompt(chat.messages, chat.template, share)
         prompts = [Prompt(prompt.token_ids + list(begun)) if begun else prompt]
         del prompt  # pictures take much memory, and the client frees them once they are sent
-        grammar = await self.grammar(chat, parser if tools else None, thinking) if runs else None
+        grammar = await self.grammar(chat, format if tools else None, thinking) if runs else None
         schemas = {tool.function.name: tool.function.parameters or {} for tool in tools}
-        new_parser = partial(parser, schemas) if tools and parser is not None else None
+        new_parser = partial(ToolParser, format, schemas) if tools and format is not None else None
         return self.generation_of(chat, prompts, grammar, thinking, new_parser)
 
     def generation_of(
@@ -142,10 +143,10 @@ class Service:
         return Generation(self.client, self.tokenizer, defaults, body, prompts, grammar, thinking, new_parser)
 
     async def grammar(
-        self, body: Sampling, parser: type[ToolParser] | None = None, thinking: ReasoningStart = ReasoningStart.NEVER
+        self, body: Sampling, format: ToolFormat | None = None, thinking: ReasoningStart = ReasoningStart.NEVER
     ) -> str | None:
         """Return the grammar of the answer; None if any text is allowed. Raises ApiError if it cannot be followed."""
-        grammar = request_grammar(body, self.tokenizer, parser, thinking)
+        grammar = request_grammar(body, self.tokenizer, format, thinking)
         if grammar is not None:
             try:
                 await self.settings.check_grammar(grammar)

@@ -12,7 +12,8 @@ from ..link.client import Progress
 from .reasoning import ReasoningStart, Text
 from .request import Sampling
 from .text import TextStream
-from .tools import Piece, ToolParser, split
+from .tools.calls import Piece
+from .tools.parser import ToolParser, split
 
 BYTES_OF_FRAME = 1920 * 2
 """Bytes of a frame of speech: 80 ms of 16-bit samples, which usage counts as one token."""
@@ -161,7 +162,7 @@ class ChoiceDeltas:
         return self._delta(text, reason)
 
     def _delta(self, text: Text, reason: str | None) -> Delta:
-        pieces = tuple(split(self._parser, text.answer, last=reason is not None))
+        pieces = tuple(split(self._parser, text.answer, reason))
         tokens, self._pending = tuple(self._pending), []
         ids, self._ids = tuple(self._ids), []
         reasoning = text.reasoning if self._body.shows_reasoning else ""

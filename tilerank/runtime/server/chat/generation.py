@@ -17,7 +17,7 @@ from .deltas import ChoiceDeltas, Delta, Usage
 from .params import final_prompt, sampling_params, seeds
 from .reasoning import ReasoningStart
 from .request import Sampling
-from .tools import ToolParser
+from .tools.parser import ToolParser
 
 MAX_CHOICES = 128
 

@@ -12,8 +12,9 @@ from tilerank.loader.tokenizer import Tokenizer
 from ..http.errors import ApiError
 from .reasoning import BEGIN, END, ReasoningStart, mark_token
 from .request import Sampling, Tool
+from .schemas import json_rule
 from .structured import Constraint, StructuralTag
-from .tools import ToolParser, json_rule
+from .tools.format import ToolFormat
 
 MAX_GRAMMAR = 128 << 10
 """Characters."""
@@ -23,19 +24,19 @@ _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": Fa
 def request_grammar(
     body: Sampling,
     tokenizer: Tokenizer,
-    parser: type[ToolParser] | None = None,
+    format: ToolFormat | None = None,
     thinking: ReasoningStart = ReasoningStart.NEVER,
 ) -> str | None:
     """Return the grammar of the answer; None if any text is allowed. Raises ApiError for a schema that is too large.
 
-    parser: defines the format of tool calls; None if there are no tools to call. thinking: the reasoning before the
+    format: of tool calls; None if there are no tools to call. thinking: the reasoning before the
     answer is free.
     """
     _check_size(body)
     rules = [] if body.constraint is None else _answer_rules(body.constraint, tokenizer)
     alternatives = ["answer"] if rules else []
-    if parser is not None and (body.must_call or rules):
-        rules += _call_rules(body, tokenizer, parser)
+    if format is not None and (body.must_call or rules):
+        rules += _call_rules(body, tokenizer, format)
         alternatives = ["calls"] if body.must_call else [*alternatives, "calls"]
     if not alternatives:
         return None
@@ -126,31 +127,31 @@ def _quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def _call_rules(body: Sampling, tokenizer: Tokenizer, parser: type[ToolParser]) -> list[str]:
+def _call_rules(body: Sampling, tokenizer: Tokenizer, format: ToolFormat) -> list[str]:
     # Each tool's schema is a rule of its own, because its references begin at its root.
     tools = body.callable_tools
     any_call = " | ".join(f"call_{i}" for i in range(len(tools)))
     begin_calls, between, end_call, end_calls = (
-        _literal(text, tokenizer, parser)
-        for text in (parser.BEGIN_CALLS, parser.BETWEEN, parser.END_CALL, parser.END_CALLS)
+        _literal(text, tokenizer, format)
+        for text in (format.BEGIN_CALLS, format.BETWEEN, format.END_CALL, format.END_CALLS)
     )
     more_calls = f"({between} call)*" if body.may_call_several else ""
     rules = [f"calls: {begin_calls} call {more_calls} {end_calls}", f"call: {any_call}"]
     for i, tool in enumerate(tools):
-        begin = _literal(parser.BEGIN_CALL % tool.function.name, tokenizer, parser)
+        begin = _literal(format.BEGIN_CALL % tool.function.name, tokenizer, format)
         rules.append(f"call_{i}: {begin} arguments_{i} {end_call}")
         try:
-            rules += parser.argument_rules(f"arguments_{i}", _parameters(tool))
+            rules += format.argument_rules(f"arguments_{i}", _parameters(tool))
         except ValueError as e:
             raise ApiError(400, f"tools: the parameters of {tool.function.name}: {e}", param="tools") from e
     return rules
 
 
-def _literal(text: str, tokenizer: Tokenizer, parser: type[ToolParser]) -> str:
+def _literal(text: str, tokenizer: Tokenizer, format: ToolFormat) -> str:
     """Return the expression for a text. Marks that are tokens of the model must be named by their ids: llguidance takes
     tokens in angle brackets for special ones, which are no text to it.
     """
-    ids = {mark: mark_token(mark, tokenizer) for mark in parser.MARKS}
+    ids = {mark: mark_token(mark, tokenizer) for mark in format.MARKS}
     marks = [mark for mark, id in ids.items() if id is not None]
     pieces = re.split(f"({'|'.join(map(re.escape, marks))})", text) if marks else [text]
     return " ".join(f"<[{ids[piece]}]>" if piece in marks else json.dumps(piece) for piece in pieces if piece)

@@ -1,11 +1,11 @@
 """The messages of a conversation, as requests have them."""
 
-import json
 from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Discriminator, Field, Tag
 
 from .fields import Body
+from .tools.calls import arguments_from_json
 
 MAX_PARTS = 1 << 16
 """Parts of one message. The number of media has a limit of its own."""
@@ -38,7 +38,7 @@ Part = Annotated[
 
 class CalledFunction(Body):
     name: str
-    arguments: str | dict[str, Any] = "{}"
+    arguments: str | dict[str, Any] | None = None
 
 
 class EarlierCall(Body):
@@ -81,10 +81,7 @@ class Message(Body):
         return message
 
 
-def _object(arguments: str | dict[str, Any]) -> str | dict[str, Any]:
-    """Parse the arguments of a call, for templates expect an object. Any other JSON stays a string."""
-    try:
-        value = json.loads(arguments) if isinstance(arguments, str) else arguments
-    except (ValueError, RecursionError):
-        return arguments
-    return value if isinstance(value, dict) else arguments
+def _object(arguments: str | dict[str, Any] | None) -> str | dict[str, Any]:
+    """Return the arguments of a call as the object that templates expect. A text that is none stays as it is."""
+    found = arguments_from_json(arguments)
+    return str(arguments) if found is None else found

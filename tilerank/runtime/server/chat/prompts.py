@@ -17,7 +17,7 @@ from .messages import Message, TextPart
 from .reasoning import BEGIN, END, ReasoningStart, thinking_after
 from .rendering import Renderer
 from .request import ReasoningEffort, TemplateOptions, TemplateRequest
-from .tools import ToolParser
+from .tools.format import ToolFormat
 
 LONG_TEXT = 4096
 """Characters. Texts of this length or more are tokenised in a thread, so that other requests do not wait."""
@@ -39,7 +39,7 @@ class ChatPrompt(NamedTuple):
 class PromptBuilder:
     """Builds prompts for one model: those of the HTTP server and of `tilerank generate`. Its methods raise ApiError.
 
-    model: its name in messages. parser: of the model's tool calls. processor: of pictures, videos and sound; None for a
+    model: its name in messages. format: of the model's tool calls. processor: of pictures, videos and sound; None for a
     model that reads text only. renderer: of chat templates.
     """
 
@@ -47,13 +47,13 @@ class PromptBuilder:
         self,
         tokenizer: Tokenizer,
         model: str,
-        parser: type[ToolParser] | None,
+        format: ToolFormat | None,
         processor: Processor | None,
         renderer: Renderer,
     ) -> None:
         self._tokenizer = tokenizer
         self._model = model
-        self._parser = parser
+        self._format = format
         self._processor = processor
         self._renderer = renderer
 
@@ -128,8 +128,8 @@ class PromptBuilder:
                 known = self._tokenizer.chat_template.variables(tools)
                 chosen = _with_effort(_renamed_switch(variables, known), effort, known, self._model)
                 chosen = chosen | _option_variables(options, known, self._model)
-                if tools and self._parser is not None and "tools" not in known:
-                    turns = _with_tools(turns, self._parser.describe(tools))
+                if tools and self._format is not None and "tools" not in known:
+                    turns = _with_tools(turns, self._format.describe(tools))
             chosen = chosen | {
                 "tools": tools,
                 "add_generation_prompt": options.add_generation_prompt,
@@ -149,16 +149,16 @@ class PromptBuilder:
         if any(message["role"] == "developer" for message in messages) and "developer" not in template.source:
             messages = [_in_role(message, "system" if message["role"] == "developer" else None) for message in messages]
         has_calls = any(message.get("tool_calls") or message["role"] == "tool" for message in messages)
-        if not has_calls or self._parser is None or await self._renderer.takes_calls():
+        if not has_calls or self._format is None or await self._renderer.takes_calls():
             return messages
-        return [_without_calls(message, self._parser) for message in messages]
+        return [_without_calls(message, self._format) for message in messages]
 
 
 def _in_role(message: dict[str, Any], role: str | None) -> dict[str, Any]:
     return message if role is None else {**message, "role": role}
 
 
-def _without_calls(message: dict[str, Any], parser: type[ToolParser]) -> dict[str, Any]:
+def _without_calls(message: dict[str, Any], format: ToolFormat) -> dict[str, Any]:
     """Return a message whose tool calls are text in the format of the model's calls, and whose role is not tool."""
     if message["role"] == "tool":
         return {"role": "user", "content": f"<tool_response>\n{message['content']}\n</tool_response>"}
@@ -166,7 +166,7 @@ def _without_calls(message: dict[str, Any], parser: type[ToolParser]) -> dict[st
     if not calls:
         return message
     plain = {name: value for name, value in message.items() if name != "tool_calls"}
-    text = parser.write([(call["function"]["name"], call["function"]["arguments"]) for call in calls])
+    text = format.write([(call["function"]["name"], call["function"]["arguments"]) for call in calls])
     return {**plain, "content": "\n".join(filter(None, [message["content"], text]))}
 
 

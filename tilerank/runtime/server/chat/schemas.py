@@ -1,8 +1,10 @@
-"""Closes the objects of JSON schemas: an object with `properties` and no word about others has no others.
+"""Turns JSON schemas of requests into grammars, and closes their objects: an object with `properties` and no word about
+others has no others.
 
 JSON Schema leaves such objects open, and weak models then go on inventing properties. Other servers close them as well.
 """
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,8 +17,18 @@ _PARTS = ("allOf", "anyOf", "oneOf")
 _CONDITIONS = ("if", "then", "else", "not", "$ref")
 _OPEN = ("additionalProperties", "unevaluatedProperties")
 
+FORMATS = frozenset(("date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "uri", "uuid"))
+"""The formats of strings that grammars enforce. Any other `format` is an annotation, as JSON Schema says."""
 MAX_PASSES = 8
 """A schema stays open if finding its shared definitions takes more: its references form a long chain."""
+
+# Enough for the indentation of pretty-printed JSON. Some models would otherwise generate whitespace forever.
+_JSON_OPTIONS = {"x-guidance": {"whitespace_pattern": r"[ \n]{0,32}"}}
+
+
+def json_rule(schema: Schema) -> str:
+    """Return the expression of a grammar for JSON that follows `schema`, with its objects closed."""
+    return f"%json {json.dumps({**closed(schema), **_JSON_OPTIONS})}"
 
 
 def closed(schema: Schema) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from tilerank.loader.tokenizer import Tokenizer
 
 from ...chat.deltas import Delta
 from ...chat.logprobs import TokenText, token_entries
-from ...chat.tools import ToolCall
+from ...chat.tools.calls import ToolCall
 from ..answer import Json
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from ...chat.deltas import Delta, Usage
 from ...chat.generation import Generation
-from ...chat.tools import ToolCall
+from ...chat.tools.calls import ToolCall
 from ...http.errors import ApiError
 from ..answer import Answer, Json, ServerSentEvent
 

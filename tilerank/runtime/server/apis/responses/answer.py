@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from ...chat.deltas import Delta, Usage
 from ...chat.generation import Generation
 from ...chat.logprobs import TokenText, token_entries
-from ...chat.tools import ToolCall
+from ...chat.tools.calls import ToolCall
 from ...http.errors import ApiError
 from ..answer import Answer, Json, ServerSentEvent
 

@@ -71,13 +71,13 @@ class ReasoningItem(Form):
 
 
 class CallItem(Form):
-    """A function call of an earlier answer. arguments: JSON."""
+    """A function call of an earlier answer. arguments: JSON; empty for none."""
 
     type: Literal["function_call"]
     id: _Id | None = None
     call_id: _Id
     name: str = Field(min_length=1, max_length=128)
-    arguments: str
+    arguments: str = ""
     status: _Status | None = None
 
 

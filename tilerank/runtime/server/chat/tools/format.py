@@ -1,0 +1,69 @@
+"""A format of tool calls: what every one provides. formats.py has the table of all."""
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from ..schemas import Schema, json_rule
+from .calls import ToolCall
+from .cursor import Cursor
+
+
+class ToolFormat(ABC):
+    """The way in which a model writes tool calls.
+
+    The calls of an answer are written BEGIN_CALLS, the calls, END_CALLS, and a call BEGIN_CALL % name, the arguments,
+    END_CALL. BETWEEN separates calls. MARKS: the parts of these that may be tokens. OPENINGS: marks with which a call
+    may begin wherever they are written.
+    """
+
+    name: str
+    MARKS: tuple[str, ...] = ()
+    OPENINGS: tuple[str, ...] = ()
+    BEGIN_CALLS = END_CALLS = BETWEEN = ""
+    BEGIN_CALL: str
+    END_CALL: str
+
+    @abstractmethod
+    def is_shown_by(self, template: str) -> bool:
+        """Does a chat template write calls in this format?"""
+
+    def bare_openings(self, names: Iterable[str]) -> tuple[str, ...]:
+        """Return the texts with which a call of one of these tools may begin without a mark, where a line begins."""
+        return ()
+
+    @abstractmethod
+    def read(self, cursor: Cursor, schemas: Mapping[str, Schema], bare: bool) -> list[ToolCall]:
+        """Read a call, or several that are one value, and the marks around it.
+
+        schemas: of the parameters of the tools that may be called, by name. bare: the call begins without a mark.
+        Raises NotACallError for any other text, and IncompleteError if that is not decided yet.
+        """
+
+    def write(self, calls: Sequence[tuple[str, Any]]) -> str:
+        """Return calls of an earlier answer, as (name, arguments), in this format."""
+        written = (
+            f"{self.BEGIN_CALL % name}{self.write_arguments(arguments)}{self.END_CALL}" for name, arguments in calls
+        )
+        return f"{self.BEGIN_CALLS}{self.BETWEEN.join(written)}{self.END_CALLS}"
+
+    def write_arguments(self, arguments: Any) -> str:
+        """Return the arguments of a call, a JSON object or text, in this format."""
+        return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+
+    def describe(self, tools: Sequence[Mapping[str, Any]]) -> str:
+        """Return the end of the system prompt that describes the tools, for chat templates that do not."""
+        functions = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
+        example = self.write([("FUNCTION_NAME", {"PARAMETER_NAME": "VALUE"})])
+        return (
+            f"# Tools\n\nYou may call these functions, each described by one line of JSON:\n\n{functions}\n\n"
+            f"To call a function, write its name and its arguments in exactly this format:\n\n{example}"
+        )
+
+    def argument_rules(self, rule: str, schema: Schema) -> list[str]:
+        """Return grammar rules, the first of them named `rule`, for arguments that follow a schema of type object.
+
+        Raises ValueError if the format cannot follow the schema.
+        """
+        return [f"{rule}: {json_rule(schema)}"]
