@@ -70,12 +70,12 @@ test-sanitize: environment
 	    ASAN_OPTIONS=detect_leaks=0 PYTHONMALLOC=malloc TILERANK_TEST_RUNG=compiled \
 	    $(call on_build,sanitized) $(PYTEST) $(CORE_TESTS)
 
-AMX_TESTS := $(addprefix tests/runtime/test_,exact.py engine.py kv_cache.py quantized.py)
+AMX_TESTS := $(addprefix tests/runtime/test_,conformance.py engine.py kv_cache.py quantized.py)
 
 # test-amx: models on the amx rung of a core that emulates AMX tiles, as test-sanitize has the kernels; needs AVX-512 with bf16, not AMX
 test-amx: environment
 	$(call build,emulated,TILERANK_EMULATE_AMX=1)
-	TILERANK_TEST_RUNG=amx $(call on_build,emulated) $(PYTEST) --dist loadfile $(AMX_TESTS)
+	TILERANK_TEST_RUNG=amx $(call on_build,emulated) $(PYTEST) --dist loadfile $(AMX_TESTS) -k "not test_family or text"
 
 # lint: check the sources with ruff and clang-format
 lint: environment

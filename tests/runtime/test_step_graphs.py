@@ -103,12 +103,23 @@ def test_replay_equals_eager_bit_for_bit(checkpoints: dict[str, str], tp: int, t
     cases = compared(tp, threads, tuple(checkpoints.values()))
     assert len(cases) == 2 * len(TINY)
     for ranks in cases:
-        for found in ranks:
-            assert found["replayed"] == found["eager"] == ranks[0]["eager"], (found["model"], found["dtype"])
-            assert found["sizes"] == [1, 2, 4, 8, 16, 32]
+        check_replayed(ranks)
         steps = ranks[0]["eager"]
         assert {int(step.split()[0]) for step in steps} == set(range(1, 23))
         assert len(set(steps)) == len(steps)
+
+
+def check_replayed(ranks: tuple[dict[str, Any], ...]) -> None:
+    first, *_ = ranks
+    for found in ranks:
+        assert found["replayed"] == found["eager"] == first["eager"], (found["model"], found["dtype"])
+        assert found["sizes"] == [1, 2, 4, 8, 16, 32]
+
+
+def test_contexts_over_ranks_are_replayed(checkpoints: dict[str, str]) -> None:
+    ranks = run_ranks(3, "replay:compare", kwargs={"models": [checkpoints["deepseek_v3"]], "kv_split": "on"})
+    for cases in zip(*ranks, strict=True):
+        check_replayed(cases)
 
 
 @pytest.mark.parametrize(("tp", "threads"), [(1, 2), (2, 1), (3, 2), (6, 1)])

@@ -1,4 +1,4 @@
-"""Functions of ranks for tests/runtime/test_engine.py: results must not depend on what runs in the same batch."""
+"""Engines under test, their answers, and functions of ranks: results must not depend on what runs in the same batch."""
 
 import json
 from collections.abc import Callable
@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from tilerank.kernels import core
+from tilerank.parallel.channel import Channel
+from tilerank.parallel.group import SingleGroup
 from tilerank.parallel.join import Team
 from tilerank.runtime.lead import engine as module
 from tilerank.runtime.lead.encodings import EncoderCache
@@ -22,7 +24,7 @@ from tilerank.runtime.lead.sequence import Sequence, next_chunk
 from tilerank.runtime.lead.sources import SourcePool
 from tilerank.runtime.lead.states import StatePool
 from tilerank.runtime.protocol.events import ScoredEvent, TokenEvent
-from tilerank.runtime.protocol.prompt import Prompt
+from tilerank.runtime.protocol.prompt import MM_CACHE_BYTES, Prompt
 from tilerank.runtime.protocol.rank_messages import Chunk, Message
 from tilerank.runtime.rank.rank_config import RankConfig
 from tilerank.runtime.rank.worker import Worker
@@ -31,6 +33,12 @@ DEMO = Path(__file__).parents[2] / "assets" / "demo-lm"
 LENGTHS = (1, 5, 31, 32, 33, 70, 150)  # around pages of 32 tokens, and above the largest chunk below
 Answers = list[list[Any]]  # by request, for every token: [its id, its log-probability, [[id, log-probability], ...]]
 Ask = Callable[[Engine, list[Request]], Answers]
+
+
+def single_engine(model_dir: Path, *, mm_cache_bytes: int = MM_CACHE_BYTES, **config: Any) -> Engine:
+    """Return the engine of a team of one rank."""
+    team = Team(SingleGroup(), Channel(0, None, {}, 10.0))
+    return Engine(Worker(model_dir, team, RankConfig(**config)), mm_cache_bytes)
 
 
 def requests() -> list[Request]:

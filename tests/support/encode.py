@@ -8,6 +8,7 @@ block-wise fp8, vLLM's w8a8.
 """
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from tiny import make_checkpoint
 from torch import Tensor
 
-_PROJECTIONS = ("_proj.weight", "in_proj_qkv.weight", "in_proj_z.weight")
+_PROJECTIONS = re.compile(r"(?<!eh)_proj(_with_mqa|_qkv|_z)?\.weight$")
 
 Encoded = tuple[dict[str, Tensor], Tensor]  # tensors by the last part of their name; the weight that they encode
 
@@ -31,7 +32,7 @@ def encode(model_dir: Path, out: Path, layout: str, *, keep: tuple[str, ...] = (
     plain: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         module = name.removesuffix(".weight")
-        if tensor.ndim == 2 and name.endswith(_PROJECTIONS) and not any(part in name for part in keep):
+        if tensor.ndim == 2 and _PROJECTIONS.search(name) and not any(part in name for part in keep):
             parts, plain[name] = encoder(tensor.float())
             coded |= {f"{module}.{end}": part.contiguous() for end, part in parts.items()}
         else:
@@ -216,7 +217,14 @@ SMALL = {"hidden": 192, "heads": 6, "kv_heads": 3, "inter": 224, "layers": 2, "v
 WIDE = {"hidden": 384, "heads": 6, "kv_heads": 6, "head_dim": 64, "inter": 640, "layers": 2, "vocab": 500}
 MIXTURE = SMALL | {"head_dim": 32, "experts": 4, "topk": 2}
 DELTA_NET = {"hidden": 192, "heads": 6, "kv_heads": 3, "head_dim": 64, "inter": 352, "layers": 4, "vocab": 500}
+# Heads of 48 rows begin within blocks of 128 rows that share a scale. Tokens take all experts: rounding sends none to
+# another expert, so that errors are small ones.
+DEEPSEEK: dict[str, Any] = {"seed": 4, "vocab": 500, "layers": 3, "experts": 6, "topk": 6}
+DEEPSEEK["config"] = {"n_group": 1, "topk_group": 1}
 PARTIAL = {"hidden": 192, "heads": 6, "kv_heads": 3, "head_dim": 64, "inter": 352, "layers": 2, "vocab": 500}
+
+VISION = {"seed": 5, "hidden": 192, "heads": 6, "kv_heads": 3, "head_dim": 64, "inter": 352, "layers": 4, "vocab": 777}
+TOWER = ("model.visual",)
 
 CASES: dict[str, tuple[str, dict[str, Any], str, dict[str, Any]]] = {
     "awq-32": ("qwen2", SMALL, "awq", {"group": 32}),
@@ -240,6 +248,13 @@ CASES: dict[str, tuple[str, dict[str, Any], str, dict[str, Any]]] = {
     "delta-net-fp8": ("qwen3_5", DELTA_NET, "fp8", {}),
     "delta-net-awq": ("qwen3_5", DELTA_NET, "awq", {"group": 32, "keep": ("linear_attn",)}),
     "delta-net-gptq": ("qwen3_5", DELTA_NET, "gptq", {"group": 32, "keep": ("in_proj_b", "in_proj_a")}),
+    "deepseek-fp8": ("deepseek_v3", DEEPSEEK, "fp8", {}),
+    "deepseek-block-int8": ("deepseek_v3", DEEPSEEK, "blockwise_int8", {}),
+    "deepseek-w8a8": ("deepseek_v3", DEEPSEEK, "w8a8_int8", {}),
+    "deepseek-compressed": ("deepseek_v3", DEEPSEEK, "compressed-tensors", {}),
+    "vl-fp8": ("qwen3_vl", VISION, "fp8", {"keep": TOWER}),
+    "vl-awq": ("qwen3_vl", VISION, "awq", {"group": 32, "keep": TOWER}),
+    "vl-gptq": ("qwen3_vl", VISION, "gptq", {"group": 32, "sym": True, "keep": TOWER}),
     "compressed": ("llama3", PARTIAL, "compressed-tensors", {"keep": ("o_proj",)}),
 }
 

@@ -1,7 +1,7 @@
-"""Starts ranks by forking one process that has imported torch. Importing torch takes longer than most tests.
+"""Starts ranks by forking one process that has imported torch and tilerank, which takes longer than most tests.
 
-The process lives as long as the test run. It imports nothing of tilerank, so that each rank's environment decides which
-tilerank is imported.
+The process lives as long as the test run. There is one for each PYTHONPATH, which decides which tilerank is imported.
+The rest of a rank's environment is read after the fork.
 """
 
 import atexit
@@ -22,7 +22,8 @@ from typing import Any, NoReturn
 LENGTH = struct.Struct("<I")
 STATUS = struct.Struct("<i")
 
-_server: socket.socket | None = None
+_servers: dict[str, socket.socket] = {}
+"""The process to fork, by its PYTHONPATH."""
 
 
 class Forked:
@@ -59,24 +60,26 @@ class Forked:
 
 def fork(job: dict[str, Any], environ: dict[str, str], fds: tuple[int, ...]) -> Forked:
     """Run `ranks.main(job)` in a new process. It gets copies of `fds`, whose numbers there are job["fds"]."""
-    global _server
-    if _server is None:
-        _server = _start()
+    path = environ["PYTHONPATH"]
+    if path not in _servers:
+        _servers[path] = _start(path)
+    server = _servers[path]
     payload = json.dumps({"job": job, "environ": environ, "cwd": str(Path.cwd())}).encode()
     out_read, out_write = os.pipe()
     status_read, status_write = os.pipe()
-    socket.send_fds(_server, [LENGTH.pack(len(payload))], [out_write, status_write, *fds])
-    _server.sendall(payload)
+    socket.send_fds(server, [LENGTH.pack(len(payload))], [out_write, status_write, *fds])
+    server.sendall(payload)
     os.close(out_write)
     os.close(status_write)
-    (pid,) = LENGTH.unpack(_server.recv(LENGTH.size, socket.MSG_WAITALL))
+    (pid,) = LENGTH.unpack(server.recv(LENGTH.size, socket.MSG_WAITALL))
     return Forked(pid, out_read, status_read)
 
 
-def _start() -> socket.socket:
+def _start(path: str) -> socket.socket:
     ours, theirs = socket.socketpair()
     command = [sys.executable, __file__, str(theirs.fileno())]
     environ = os.environ | {"GOMP_SPINCOUNT": "0", "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    environ["PYTHONPATH"] = path
     process = subprocess.Popen(command, pass_fds=(theirs.fileno(),), env=environ, stdin=subprocess.DEVNULL)
     theirs.close()
 
@@ -131,9 +134,6 @@ def _become(request: dict[str, Any], output: int, passed: list[int], run: Callab
     os.chdir(request["cwd"])
     os.environ.clear()
     os.environ.update(request["environ"])
-    # In the order of PYTHONPATH, also where this process has some of its folders already.
-    paths = [path for path in request["environ"].get("PYTHONPATH", "").split(os.pathsep) if path]
-    sys.path[1:] = [*paths, *(path for path in sys.path[1:] if path not in paths)]
     code = 1
     try:
         run(request["job"] | {"fds": passed})
@@ -150,6 +150,11 @@ if __name__ == "__main__":
     import torch
     from ranks import main
 
+    # What every rank imports; the families are among it.
+    from tilerank.runtime.lead import engine  # noqa: F401
+    from tilerank.runtime.rank import registry
+
+    registry._builders()
     torch.set_num_threads(1)
     gc.freeze()  # the ranks' collectors then leave these objects alone, so that their pages stay shared
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the test run handles it and ends this process

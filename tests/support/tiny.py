@@ -33,21 +33,13 @@ def make_tokenizer(style: str, out: Path, vocab: int = 2048) -> Path:
 def make_checkpoint(family: str, tmp: Path, seed: int = 0, **dims: object) -> Path:
     """Return the directory of a checkpoint of `family`, made below `tmp` unless this session has made it already.
 
-    `dims` are the tool's options: hidden, heads, kv_heads, head_dim, layers, inter, vocab, tied, shards... For DeepSeek
-    and MOSS-VL `config` has fields of the language model in config.json that replace the tool's.
+    `dims` are the tool's options: hidden, heads, kv_heads, head_dim, layers, inter, vocab, tied, shards... `config` has
+    fields of the language model in config.json that replace the tool's.
     The directory is shared: a test that changes files works on a copy (shutil.copytree).
     """
     key = (family, seed, json.dumps(dims, sort_keys=True))
     if key not in _made:
         out = tmp / f"{family}-{seed}-{len(_made)}"
-        options = {
-            "tied": None,
-            "shards": 2,
-            "no_mtp": False,
-            "no_verify": True,
-            "fp8_block": (128, 128),
-            "fp8_pow2": False,
-        }
-        _tool().build(family, str(out), argparse.Namespace(**{**options, "seed": seed, **dims}))
+        _tool().build(family, str(out), argparse.Namespace(**{"tied": None, "shards": 2, "seed": seed, **dims}))
         _made[key] = out
     return _made[key]

@@ -36,7 +36,7 @@ def load(model_dir: Path, group: Group, dtype: torch.dtype = torch.float32) -> C
 
 def run(team: Team, *, out: str, frames: list[int], part: int, rungs: list[str], dtype: str) -> dict[str, Any]:
     """Compute these sounds together, `part` frames of each at a time."""
-    wanted = load_file(f"{out}/sounds.safetensors")
+    wanted = load_file(f"{out}/omni.safetensors")
     found = {}
     for rung in rungs:
         core.force_isa(rung)

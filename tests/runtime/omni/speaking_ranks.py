@@ -10,7 +10,7 @@ from batching import forget
 from safetensors.torch import load_file
 from torch import Tensor
 
-from tests.runtime.omni.omni_ranks import media_of, text_of
+from tests.runtime.omni.parts import media_of, text_of
 from tilerank.kernels.kv_pages import PAGE_TOKENS
 from tilerank.loader.tokenizer import Tokenizer
 from tilerank.parallel.join import Team

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from exactness import row_errors
+from conformance import row_errors
 from safetensors.torch import load_file
 from torch import Tensor
 
-from tests.runtime.omni.omni_ranks import media_of, text_of
+from tests.runtime.omni.parts import media_of, text_of
 from tilerank.kernels import core
 from tilerank.kernels.kv_pages import PAGE_TOKENS
 from tilerank.loader.tokenizer import Tokenizer

@@ -1,8 +1,5 @@
 """code2wav of Qwen3-Omni against transformers, in fp32, and the bits of its parts in bf16."""
 
-import json
-import subprocess
-import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -11,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import run_ranks
+from references import run_reference
 from rungs import COMPILED, RUNGS
 
 from tests.runtime.omni.sound_rank_job import load
@@ -28,12 +26,8 @@ TOLERANCE = 1e-5
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory of a checkpoint and of what transformers makes of codes (reference_code2wav.py)."""
-    out = tmp_path_factory.mktemp("code2wav")
-    job = out / "job.json"
-    job.write_text(json.dumps({"out": str(out), "seed": 4, "dims": {"layers": 5}, "frames": [LONG, *SHORT]}))
-    script = Path(__file__).parents[2] / "support" / "tools" / "reference_code2wav.py"
-    subprocess.run([sys.executable, str(script), str(job)], check=True, stdout=subprocess.DEVNULL, timeout=300)
-    return out
+    model = {"by": "reference_code2wav", "family": "qwen3_omni_moe", "seed": 4, "layers": 5, "frames": [LONG, *SHORT]}
+    return run_reference(tmp_path_factory.mktemp("code2wav"), {"omni": model})
 
 
 Run = Callable[..., dict[str, Any]]

@@ -1,28 +1,15 @@
-"""What transformers computes of mllama's pictures and prompts: the oracle of test_mllama.py. A script.
+"""The part of transformers in reference.py for mllama. Prompts have `p.source` [n, 3] and `p.visible_ranges` [n, 4] in place of
+positions and places: the segments and visible ranges of prompt.py, found in transformers' mask.
 
-    python reference_mllama.py JOB.json
-
-JOB.json: {"out": directory, "models": [{"name", "seed", ...dims}, ...], "new_tokens": n}. For every model it makes the
-checkpoint `out/<name>` and writes `out/<name>.safetensors` as reference_vl.py does. Prompts have `p.source` [n, 3] and
-`p.visible_ranges` [n, 4] in place of positions and places: the segments and visible ranges of prompt.py, found in
-transformers' mask.
-
-transformers takes the outputs of the intermediate layers, but the model was trained with their inputs (families.md), so
-the layers before them are named to it. `outputs` is the encoding of picture 0 as transformers computes it by itself.
+transformers takes the outputs of the intermediate layers, but the model was trained with their inputs, so the layers before
+them are named to it, unless the job has "options".
 """
 
-import json
-import shutil
-import sys
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-import tiny
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers import MllamaForConditionalGeneration
 from transformers.models.mllama import image_processing_pil_mllama as pictures
@@ -119,8 +106,8 @@ def source_and_visible_ranges(mask: Tensor, chosen: list[int]) -> tuple[list[lis
 
 
 @torch.inference_mode()
-def reference(model_dir: Path, new_tokens: int, seed: int) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
+def reference(model_dir: Path, new_tokens: int, job: dict[str, Any]) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(job["seed"])
     frames = [torch.randint(0, 256, (1, *size, 3), generator=generator, dtype=torch.uint8) for size in SIZES]
     values = [pixel_values(picture, i) for i, picture in enumerate(frames)]
     answer: dict[str, Tensor] = {}
@@ -129,9 +116,8 @@ def reference(model_dir: Path, new_tokens: int, seed: int) -> dict[str, Tensor]:
         model: Any = MllamaForConditionalGeneration.from_pretrained(model_dir, dtype=dtype).eval()
         model.generation_config.eos_token_id = None
         tower, image = model.model.vision_model, model.config.image_token_index
-        if dtype is torch.float32:
-            answer["outputs"] = encoding(model, 0, values)
-        tower.intermediate_layers_indices = [i - 1 for i in tower.intermediate_layers_indices]
+        if "options" not in job:
+            tower.intermediate_layers_indices = [i - 1 for i in tower.intermediate_layers_indices]
         for i, picture in enumerate(frames):
             side = TILE // PATCH
             answer[f"media.{i}.{name}"] = encoding(model, i, values)
@@ -155,17 +141,3 @@ def reference(model_dir: Path, new_tokens: int, seed: int) -> dict[str, Tensor]:
             mask = mask_of(all_ids[:count].tolist(), chosen, image) if chosen else torch.zeros(count, 0, TILES)
             answer[f"{p}.{name}"] = model(**inputs(all_ids, mask, chosen, values)).logits[0].float()
     return answer
-
-
-def main(job: dict[str, Any]) -> None:
-    torch.set_num_threads(1)
-    out = Path(job["out"])
-    for model in job["models"]:
-        dims = {key: value for key, value in model.items() if key not in ("name", "seed")}
-        shutil.move(tiny.make_checkpoint("mllama", out, model["seed"], **dims), out / model["name"])
-        tensors = reference(out / model["name"], job["new_tokens"], model["seed"])
-        save_file(tensors, out / f"{model['name']}.safetensors")
-
-
-if __name__ == "__main__":
-    main(json.loads(Path(sys.argv[1]).read_text()))

@@ -1,25 +1,12 @@
-"""What moss_vl_ref.py computes of MOSS-VL's pictures, videos and prompts: the oracle of test_moss_vl.py. A script.
+"""What moss_vl_ref.py computes of MOSS-VL's pictures, videos and prompts, for reference.py. Prompts have `p.source` [n, 3],
+`p.visible_ranges` [n, 4] and `p.source_positions` [3, tokens] in place of places."""
 
-    python reference_moss.py JOB.json
-
-JOB.json: {"out": directory, "models": [{"name", "seed", ...dims}, ...], "new_tokens": n}. For every model it makes the
-checkpoint `out/<name>` and writes `out/<name>.safetensors` as reference_vl.py does. Prompts have `p.source` [n, 3],
-`p.visible_ranges` [n, 4] and `p.source_positions` [3, tokens] in place of places.
-"""
-
-import json
-import shutil
-import sys
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-import tiny
 import torch
 from moss_vl_ref import MossVLForConditionalGeneration
-from safetensors.torch import save_file
 from torch import Tensor
 
 PATCH, MERGE = 16, 2  # of make_tiny.py
@@ -89,8 +76,8 @@ def encoding(model: Any, values: Tensor, grid: tuple[int, int, int]) -> Tensor:
 
 
 @torch.inference_mode()
-def reference(model_dir: Path, new_tokens: int, seed: int) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
+def reference(model_dir: Path, new_tokens: int, job: dict[str, Any]) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(job["seed"])
     frames = [torch.randint(0, 256, (*size, 3), generator=generator, dtype=torch.uint8) for size, _ in MEDIA]
     values = [pixel_values(medium, grid) for medium, (_, grid) in zip(frames, MEDIA, strict=True)]
     answer: dict[str, Tensor] = {}
@@ -112,17 +99,3 @@ def reference(model_dir: Path, new_tokens: int, seed: int) -> dict[str, Tensor]:
                 answer |= {f"{p}.{key}": value for key, value in what_is_seen(model, ids, chosen, new_tokens).items()}
             answer[f"{p}.{name}"] = model(answer[f"{p}.token_ids"], pixels, grids).float()
     return answer
-
-
-def main(job: dict[str, Any]) -> None:
-    torch.set_num_threads(1)
-    out = Path(job["out"])
-    for model in job["models"]:
-        dims = {key: value for key, value in model.items() if key not in ("name", "seed")}
-        shutil.move(tiny.make_checkpoint("moss_vl", out, model["seed"], **dims), out / model["name"])
-        tensors = reference(out / model["name"], job["new_tokens"], model["seed"])
-        save_file(tensors, out / f"{model['name']}.safetensors")
-
-
-if __name__ == "__main__":
-    main(json.loads(Path(sys.argv[1]).read_text()))

@@ -1,64 +1,31 @@
-"""What transformers computes of text, pictures, videos and sound with Qwen3-Omni: the oracle of tests/runtime/omni.
+"""The part of transformers in reference.py for Qwen3-Omni with text, pictures, videos and sound.
 
-    python reference_omni.py JOB.json
-
-JOB.json: {"out": directory, "models": [{"name", "seed", ...dims}, ...], "cases": {name: [part, ...]}, "clips": [n,
-...], "short": [n, ...], "new_tokens": n}. A part is ["text", string], ["image", height, width], ["audio", samples], or ["video", frames,
-height, width, samples], whose sound the model hears if it has samples. For every model it makes the checkpoint
-`out/<name>` and writes `out/<name>.safetensors` with, for each case: `<case>.ids` (the prompt and n greedy tokens),
-`<case>.positions` [3, tokens], `<case>.logits` of one forward pass, and `<case>.<i>.pixels` or `<case>.<i>.samples` of
-part i; and for each clip of n samples `clip.<n>.samples`, `clip.<n>.mel` and `clip.<n>.rows`, the output of the tower.
-All in fp32, but `clip.<n>.bfloat16`, the output of the tower in bf16. `refused`: those of the lengths `short` for which it
-makes no spectrogram.
+Its models have {"cases": {name: [part, ...]}, "clips": [n, ...], "short": [n, ...]}. A part is ["text", string], ["image",
+height, width], ["audio", samples], or ["video", frames, height, width, samples], whose sound the model hears if it has
+samples. The first media are the clips of n samples; those of the cases follow, without encodings. Prompt p is the p-th case,
+with `p.positions` [3, tokens] and `p.places` [n, 4]; `<case>.<i>.pixels` and `<case>.<i>.samples` are what part i is made of.
+`clip.<n>.mel` is the spectrogram of a clip. `refused`: those of the lengths `short` for which it makes no spectrogram.
 """
 
 import copy
-import json
-import shutil
+import math
 import sys
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(sys.prefix, "torchvision")))
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import numpy as np
-import tiny
 import torch
 import tvshim  # noqa: F401 - before transformers
-from safetensors.torch import load_file, save_file
+from reference_vl import places
 from torch import Tensor
 from transformers import AutoProcessor, Qwen3OmniMoeForConditionalGeneration
 from transformers.models.qwen3_omni_moe.processing_qwen3_omni_moe import _get_feat_extract_output_lengths
 
+KINDS = ("text", "image", "video", "audio")
 SIZE = {"shortest_edge": 128 * 32 * 32, "longest_edge": 768 * 32 * 32}
 """What the processor of Qwen3-Omni gives to that of videos."""
-
-
-CHANNELS = 104
-"""Of the convolutions: four tiles of 32, one of them in part, in place of the one of make_tiny.py."""
-
-
-def vary(model_dir: Path) -> None:
-    """Give the convolutions of a checkpoint CHANNELS channels, with random weights, and let the probabilities of chosen
-    experts be those among all."""
-    config = json.loads((model_dir / "config.json").read_text())
-    config["thinker_config"]["text_config"]["norm_topk_prob"] = False
-    audio = config["thinker_config"]["audio_config"]
-    audio["downsample_hidden_size"] = CHANNELS
-    (model_dir / "config.json").write_text(json.dumps(config))
-    inputs = {"conv2d1": 1, "conv2d2": CHANNELS, "conv2d3": CHANNELS}
-    shapes = {f"{name}.weight": (CHANNELS, count, 3, 3) for name, count in inputs.items()}
-    shapes |= {f"{name}.bias": (CHANNELS,) for name in inputs}
-    shapes |= {"conv_out.weight": (audio["d_model"], CHANNELS * audio["num_mel_bins"] // 8)}
-    draw = torch.Generator().manual_seed(4)
-    for file in model_dir.glob("*.safetensors"):
-        tensors = load_file(file)
-        for name in tensors:
-            if shape := shapes.get(name.removeprefix("thinker.audio_tower.")):
-                width = 1.5 * max(1, torch.Size(shape[1:]).numel()) ** -0.5
-                tensors[name] = (torch.randn(shape, generator=draw) * width).to(tensors[name].dtype)
-        save_file(tensors, file, metadata={"format": "pt"})
 
 
 def sound(samples: int) -> Any:
@@ -155,40 +122,47 @@ def is_refused(processor: Any, samples: int) -> bool:
 
 
 @torch.inference_mode()
-def reference(model_dir: Path, job: dict[str, Any]) -> dict[str, Tensor]:
+def reference(model_dir: Path, new_tokens: int, job: dict[str, Any]) -> dict[str, Tensor]:
     processor: Any = AutoProcessor.from_pretrained(model_dir)
     model: Any = Qwen3OmniMoeForConditionalGeneration.from_pretrained(model_dir, dtype=torch.float32)
     thinker = model.thinker.eval()
     thinker.generation_config.eos_token_id = None
-    answer = {"refused": torch.tensor([n for n in job["short"] if is_refused(processor, n)])}
     rounded = copy.deepcopy(thinker).to(torch.bfloat16)
+    answer = {"refused": torch.tensor([n for n in job["short"] if is_refused(processor, n)])}
+    media = 0
+
+    def add(frames: Tensor, grid: list[int]) -> int:
+        nonlocal media
+        answer[f"media.{media}.frames"], answer[f"media.{media}.grid"] = frames.clone(), torch.tensor(grid)
+        media += 1
+        return media - 1
+
     for n in job["clips"]:
-        clip = sound(n)
-        heard = features(processor, clip)
-        rows = thinker.get_audio_features(**heard, return_dict=True).last_hidden_state
-        answer |= {f"clip.{n}.samples": torch.from_numpy(clip), f"clip.{n}.rows": rows.contiguous()}
-        rows = rounded.get_audio_features(**heard, return_dict=True).last_hidden_state
-        answer[f"clip.{n}.bfloat16"] = rows.float()
+        heard = features(processor, sound(n))
+        number = add(torch.from_numpy(sound(n)), [n // 160, 1, 1])
         answer[f"clip.{n}.mel"] = heard["input_features"][0].T.contiguous()
-    for name, parts in job["cases"].items():
+        for dtype, part in (("float32", thinker), ("bfloat16", rounded)):
+            rows = part.get_audio_features(**heard, return_dict=True).last_hidden_state
+            answer[f"media.{number}.{dtype}"] = rows[None].float().contiguous()
+    for p, (name, parts) in enumerate(job["cases"].items()):
         arguments, kept = case_inputs(processor, parts)
-        ids = thinker.generate(**arguments, do_sample=False, max_new_tokens=job["new_tokens"], pad_token_id=0)
+        ids = thinker.generate(**arguments, do_sample=False, max_new_tokens=new_tokens, pad_token_id=0)
         arguments |= {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        grids = {kind: iter(arguments.get(f"{kind}_grid_thw", ())) for kind in ("image", "video")}
+        numbers, of_media = [], []
+        for i, (kind, *_) in enumerate(parts):
+            if (pixels := kept.get(f"{i}.pixels")) is not None:
+                grid = next(grids[kind]).tolist()
+                numbers.append(add(pixels, grid))
+                of_media.append((KINDS.index(kind), math.prod(grid) // 4))
+            if (samples := kept.get(f"{i}.samples")) is not None:
+                numbers.append(add(samples, [len(samples) // 160, 1, 1]))
+                of_media.append((KINDS.index("audio"), _get_feat_extract_output_lengths(len(samples) // 160)))
+        tokens = [None, *(getattr(thinker.config, f"{kind}_token_id") for kind in KINDS[1:])]
+        kinds = [tokens.index(id) if id in tokens else 0 for id in ids[0].tolist()]
         answer |= {f"{name}.{key}": value for key, value in kept.items()}
-        answer |= {f"{name}.ids": ids[0].clone(), f"{name}.positions": positions(thinker, arguments)}
-        answer[f"{name}.logits"] = thinker(**arguments).logits[0].float()
+        answer |= {f"{p}.token_ids": ids[0].clone(), f"{p}.positions": positions(thinker, arguments).long()}
+        answer |= {f"{p}.media": torch.tensor(numbers, dtype=torch.int64), f"{p}.places": places(kinds, of_media)}
+        for dtype, part in (("float32", thinker), ("bfloat16", rounded)):
+            answer[f"{p}.{dtype}"] = part(**arguments).logits[0].float()
     return answer
-
-
-def main(job: dict[str, Any]) -> None:
-    torch.set_num_threads(1)
-    out = Path(job["out"])
-    for model in job["models"]:
-        dims = {key: value for key, value in model.items() if key not in ("name", "seed")}
-        shutil.move(tiny.make_checkpoint("qwen3_omni_moe", out, model["seed"], **dims), out / model["name"])
-        vary(out / model["name"])
-        save_file(reference(out / model["name"], job), out / f"{model['name']}.safetensors")
-
-
-if __name__ == "__main__":
-    main(json.loads(Path(sys.argv[1]).read_text()))

@@ -1,25 +1,17 @@
-"""What transformers says with Qwen3-Omni: the oracle of tests/runtime/omni/test_speech.py.
+"""The part of transformers in reference.py for what Qwen3-Omni says.
 
-    python reference_speech.py JOB.json
-
-JOB.json: {"out": directory, "seed": n, "dims": {...}, "cases": {name: [part, ...]}, "new_tokens": n, "frames": n,
-"samplings": n}; parts as in reference_omni.py. It makes the checkpoint `out/omni` and writes `out/omni.safetensors`
-with, for each case: `<case>.ids` (the prompt and n greedy tokens), the media of its parts, `<case>.positions` [3, rows]
-of the talker's rows, `<case>.codes` [frames, groups] of greedy frames, `<case>.logits` [frames, vocab] of their first
-codes, and `<case>.wave` [samples]. Of the first frame of the first case it writes `draws` [samplings, groups - 1] and
-`sampled`, the codes that these numbers choose. All in fp32.
+Its models have {"cases": {name: [part, ...]}, "frames": n, "samplings": n}; parts as in reference_omni.py. For each case:
+`<case>.ids` (the prompt and n greedy tokens), the media of its parts, `<case>.positions` [3, rows] of the talker's rows,
+`<case>.codes` [frames, groups] of greedy frames, `<case>.logits` [frames, vocab] of their first codes, and `<case>.wave`
+[samples]. Of the first frame of the first case: `draws` [samplings, groups - 1] and `sampled`, the codes that these numbers
+choose. All in fp32.
 """
 
-import json
-import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
 import reference_omni
-import tiny
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoProcessor, Qwen3OmniMoeForConditionalGeneration
 from transformers.cache_utils import DynamicCache
@@ -83,7 +75,7 @@ def sampled(talker: Any, past: Tensor, first: int, draws: list[float]) -> list[i
 
 
 @torch.inference_mode()
-def reference(model_dir: Path, job: dict[str, Any]) -> dict[str, Tensor]:
+def reference(model_dir: Path, new_tokens: int, job: dict[str, Any]) -> dict[str, Tensor]:
     processor: Any = AutoProcessor.from_pretrained(model_dir)
     model: Any = Qwen3OmniMoeForConditionalGeneration.from_pretrained(model_dir, dtype=torch.float32).eval()
     # The talker counts the tokens of sound by a number that its own configuration lacks.
@@ -95,7 +87,7 @@ def reference(model_dir: Path, job: dict[str, Any]) -> dict[str, Tensor]:
         ids, wave = model.generate(
             **arguments,
             return_audio=True,
-            thinker_max_new_tokens=job["new_tokens"],
+            thinker_max_new_tokens=new_tokens,
             thinker_do_sample=False,
             thinker_eos_token_id=None,
             talker_max_new_tokens=job["frames"] + 1,
@@ -110,15 +102,3 @@ def reference(model_dir: Path, job: dict[str, Any]) -> dict[str, Tensor]:
             answer["draws"] = draws
             answer["sampled"] = torch.tensor([sampled(model.talker, past, first, row) for row in draws.tolist()])
     return answer
-
-
-def main(job: dict[str, Any]) -> None:
-    torch.set_num_threads(1)
-    torch.manual_seed(job["seed"])
-    out = Path(job["out"])
-    shutil.move(tiny.make_checkpoint("qwen3_omni_moe", out, job["seed"], **job["dims"]), out / "omni")
-    save_file(reference(out / "omni", job), out / "omni.safetensors")
-
-
-if __name__ == "__main__":
-    main(json.loads(Path(sys.argv[1]).read_text()))

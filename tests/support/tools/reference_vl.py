@@ -1,30 +1,15 @@
-"""What transformers computes of pictures and videos: the oracle of test_vision_models.py. A script.
+"""The part of transformers in reference.py for Qwen3-VL and Qwen3.5 with pictures and videos. Prompts have `p.positions` [3,
+tokens] and `p.places` [n, 4]."""
 
-    python reference_vl.py JOB.json
-
-JOB.json: {"out": directory, "models": [{"name", "family", "seed", ...dims}, ...], "new_tokens": n}. For every model it
-makes the checkpoint `out/<name>`, unless it is there, and writes `out/<name>.safetensors` with, for medium i:
-`media.i.frames` uint8, `media.i.grid`, `media.i.float32` and `media.i.bfloat16`, the levels of its encoding. For
-prompt p, which has the media `p.media` (empty: text alone): `p.token_ids` (the prompt and n greedy tokens of fp32),
-`p.positions` [3, tokens], `p.places` (first token and number of tokens of each run of placeholders), `p.float32` and
-`p.bfloat16`, the logits of one forward pass.
-"""
-
-import json
-import shutil
-import sys
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-import tiny
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForImageTextToText
 
+KINDS = ("text", "image", "video")
 Medium = tuple[str, Tensor, Tensor, Tensor]  # kind, frames, grid, pixel values
 
 PROMPTS: list[list[int]] = [[], [0], [1, 0], [2, 1], [2, 0, 2]]
@@ -35,14 +20,6 @@ SIZES = [
     ("video", (5, 64, 90), (3, 4, 6)),
 ]
 """Kind, size of the frames and grid of each medium. The video has an odd number of frames."""
-
-
-def make(family: str, out: Path, seed: int, dims: dict[str, Any]) -> None:
-    shutil.move(tiny.make_checkpoint(family, out.parent, seed, **dims), out)
-    config = json.loads((out / "config.json").read_text())
-    if family == "qwen3_vl_moe":
-        config["text_config"]["norm_topk_prob"] = False  # of no effect in this family
-    (out / "config.json").write_text(json.dumps(config))
 
 
 def pixel_values(frames: Tensor, grid: tuple[int, int, int]) -> Tensor:
@@ -102,15 +79,24 @@ def positions(model: Any, arguments: dict[str, Tensor]) -> Tensor:
     return found[:, 0].contiguous()
 
 
-def places(arguments: dict[str, Tensor]) -> Tensor:
-    kinds = arguments["mm_token_type_ids"][0].tolist()
-    runs = [(kind, [i for i, _ in run]) for kind, run in groupby(enumerate(kinds), lambda pair: pair[1])]
-    return torch.tensor([(run[0], len(run)) for kind, run in runs if kind], dtype=torch.int64).view(-1, 2)
+def places(kinds: list[int], media: list[tuple[int, int]]) -> Tensor:
+    """Return [n, 4]: of each run of placeholders, its first token, its length, its medium, and the first token of that.
+
+    kinds: of every token, 0 for text. media: the kind and the number of tokens of each.
+    """
+    found, taken = [], [0] * len(media)
+    for kind, run in groupby(range(len(kinds)), kinds.__getitem__):
+        if kind:
+            start, *more = run
+            number = next(i for i, (of, tokens) in enumerate(media) if of == kind and taken[i] < tokens)
+            found.append((start, 1 + len(more), number, taken[number]))
+            taken[number] += 1 + len(more)
+    return torch.tensor(found, dtype=torch.int64).view(-1, 4)
 
 
 @torch.inference_mode()
-def reference(model_dir: Path, new_tokens: int, seed: int) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
+def reference(model_dir: Path, new_tokens: int, job: dict[str, Any]) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(job["seed"])
     found = media(generator)
     answer: dict[str, Tensor] = {}
     for dtype in (torch.float32, torch.bfloat16):
@@ -131,22 +117,9 @@ def reference(model_dir: Path, new_tokens: int, seed: int) -> dict[str, Tensor]:
                 answer[f"{p}.token_ids"] = ids
                 answer[f"{p}.media"] = torch.tensor(numbers, dtype=torch.int64)
                 arguments = inputs(ids, chosen, model.config)
-                answer[f"{p}.positions"], answer[f"{p}.places"] = positions(model, arguments), places(arguments)
+                answer[f"{p}.positions"] = positions(model, arguments)
+                of_media = [(KINDS.index(kind), int(grid.prod()) // 4) for kind, _, grid, _ in chosen]
+                answer[f"{p}.places"] = places(arguments["mm_token_type_ids"][0].tolist(), of_media)
             arguments = inputs(answer[f"{p}.token_ids"], chosen, model.config)
             answer[f"{p}.{name}"] = model(**arguments).logits[0].float()
     return answer
-
-
-def main(job: dict[str, Any]) -> None:
-    torch.set_num_threads(1)
-    out = Path(job["out"])
-    for model in job["models"]:
-        dims = {key: value for key, value in model.items() if key not in ("name", "family", "seed")}
-        if not (out / model["name"]).exists():
-            make(model["family"], out / model["name"], model["seed"], dims)
-        tensors = reference(out / model["name"], job["new_tokens"], model["seed"])
-        save_file(tensors, out / f"{model['name']}.safetensors")
-
-
-if __name__ == "__main__":
-    main(json.loads(Path(sys.argv[1]).read_text()))

@@ -1,0 +1,335 @@
+"""What the conformance tests run of the families: a new family is one more record.
+
+Heads, widths and vocabularies of the tiny models do not divide. The towers of make_tiny.py have 4 heads and 136
+columns: of 6 ranks, the last have none.
+"""
+
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from rungs import COMPILED, TESTED
+
+from tilerank.parallel.shard import Strategy
+from tilerank.parallel.sharding import KVSplit
+
+Dims = dict[str, Any]
+FP32, BOTH = ("float32",), ("float32", "bfloat16")
+ALL, BEST = tuple(COMPILED), tuple(COMPILED[:1])
+PLAIN = tuple(rung.name for rung in TESTED if rung.name == "reference")
+Cuts = tuple[Strategy, ...]
+PAD: Cuts = ("pad",)
+SPLIT: Cuts = ("split",)
+AUTO: Cuts = ("auto",)
+
+
+@dataclass(frozen=True)
+class Start:
+    """One start of ranks, which run every model in every cut and dtype on every rung. It has no rungs where this
+    machine has none of the kind.
+
+    models: some of the record's, all by default. chunk_rows: sizes of chunks of prompts; models with states are then
+    cut at pages, where the engine cuts them at blocks of 64 tokens. piece_tokens: so many tokens of a context are
+    expanded at a time (latent_forms.py).
+    """
+
+    tp: int
+    cuts: Cuts = ("pad", "split")
+    rungs: tuple[str, ...] = BEST
+    dtypes: tuple[str, ...] = BOTH
+    models: tuple[str, ...] = ()
+    threads: int = 1
+    chunk_rows: tuple[int, ...] = ()
+    piece_tokens: int | None = None
+    kv_split: KVSplit = "auto"
+
+    @property
+    def label(self) -> str:
+        marks = {"plain": self.rungs == PLAIN, "threads": self.threads > 1, "chunks": bool(self.chunk_rows)}
+        marks["contexts"] = self.kv_split == "on"
+        return "-".join([str(self.tp), *(mark for mark, holds in marks.items() if holds)])
+
+
+@dataclass(frozen=True)
+class Record:
+    """Models that have a reference in common, and what is expected of them.
+
+    reference: a module of tools/, which computes what is right (tools/reference.py). models: options of make_tiny.py,
+    and `options` of the family. prompts: the lengths of random prompts, if the reference takes any, drawn with `seed`.
+    dense, mixtures: by statistic, how many times as large the errors of our logits in bf16 may be as those of the
+    reference in bf16, both against the reference in fp32. Those of `averaged` models may be larger, if the average over
+    the mixtures of the record is not. encodings: the same for the mean of the encodings on several ranks.
+    """
+
+    name: str
+    reference: str
+    models: dict[str, Dims]
+    new_tokens: int
+    starts: tuple[Start, ...]
+    prompts: tuple[int, ...] = ()
+    seed: int = 0
+    dense: Mapping[str, float] = field(default_factory=lambda: {"mean": 1.1})
+    mixtures: Mapping[str, float] = field(default_factory=lambda: {"mean": 1.3, "median": 1.1})
+    averaged: tuple[str, ...] = ()
+    encodings: float = 1.1
+
+    def jobs(self) -> dict[str, Dims]:
+        """Return the models as tools/reference.py takes them."""
+        draw, jobs = random.Random(self.seed), {}
+        for name, model in self.models.items():
+            texts = [[draw.randrange(model["vocab"]) for _ in range(length)] for length in self.prompts]
+            jobs[name] = {"by": self.reference, "prompts": texts, **model}
+        return jobs
+
+
+def tiny(family: str, seed: int, heads: tuple[int, int], **dims: Any) -> Dims:
+    """Return a model of make_tiny.py. heads: of queries, and of keys and values."""
+    return {"family": family, "seed": seed, "heads": heads[0], "kv_heads": heads[1], **dims}
+
+
+def experts(count: int, chosen: int, width: int) -> Dims:
+    return {"experts": count, "topk": chosen, "moe_inter": width}
+
+
+def delta_nets(key_heads: int, value_heads: int, key_dim: int = 32, value_dim: int = 32) -> Dims:
+    heads = {"linear_num_key_heads": key_heads, "linear_num_value_heads": value_heads}
+    return heads | {"linear_key_head_dim": key_dim, "linear_value_head_dim": value_dim}
+
+
+BIASES = {"attention_bias": True}
+LLAMA_BIASES = BIASES | {"mlp_bias": True, "rope_scaling": None}
+SOME_DENSE = {"decoder_sparse_step": 2, "mlp_only_layers": [3], "norm_topk_prob": False}  # experts in layer 1 alone
+SOME = ("llama-10-5-tied", "llama-6-3-biases", "qwen2-7-1", "qwen3-10-5", "moe-16-4", "llama-narrow", "moe-narrow")
+TEXT = Record(
+    "text",
+    "reference_text",
+    {
+        "llama-8-2": tiny("llama3", 0, (8, 2), hidden=128, vocab=2048, layers=3),
+        "llama-10-5-tied": tiny(
+            "llama3", 1, (10, 5), head_dim=24, hidden=160, inter=200, vocab=777, layers=3, tied=True
+        ),
+        "llama-6-3-biases": tiny(
+            "llama3",
+            2,
+            (6, 3),
+            head_dim=16,
+            hidden=96,
+            inter=240,
+            vocab=500,
+            layers=2,
+            resaved=True,
+            config=LLAMA_BIASES,
+        ),
+        "qwen2-7-1": tiny("qwen2", 3, (7, 1), hidden=112, inter=208, vocab=777, layers=3),
+        "qwen2-12-4-untied": tiny("qwen2", 4, (12, 4), hidden=192, vocab=2048, layers=2, tied=False),
+        "qwen3-10-5": tiny("qwen3", 5, (10, 5), head_dim=40, hidden=130, vocab=801, layers=3),
+        "qwen3-12-4-untied": tiny("qwen3", 6, (12, 4), head_dim=24, hidden=128, vocab=2048, layers=2, tied=False),
+        "moe-16-4": tiny("qwen3_moe", 8, (6, 3), head_dim=24, hidden=112, vocab=600, layers=2, **experts(16, 4, 208)),
+        "moe-some-dense": tiny(
+            "qwen3_moe",
+            9,
+            (8, 2),
+            head_dim=16,
+            hidden=96,
+            inter=200,
+            vocab=500,
+            layers=4,
+            resaved=True,
+            **experts(7, 3, 200),
+            config=SOME_DENSE,
+        ),
+        "qwen3-9-3-biases": tiny(
+            "qwen3", 7, (9, 3), head_dim=32, hidden=136, inter=230, vocab=600, layers=2, resaved=True, config=BIASES
+        ),
+        # 2 and 3 units of 32 columns: of more ranks, the last have no part of the MLP.
+        "llama-narrow": tiny("llama3", 10, (6, 2), head_dim=16, hidden=96, inter=48, vocab=400, layers=2),
+        "moe-narrow": tiny("qwen3_moe", 11, (6, 2), head_dim=16, hidden=96, vocab=400, layers=2, **experts(8, 3, 80)),
+    },
+    new_tokens=32,
+    # One token; one that crosses a page while decoding; three pages, scored in several chunks. With the new tokens 33,
+    # 53 and 102 positions, past Llama's original_max_position_embeddings of 64.
+    prompts=(1, 21, 70),
+    seed=2,
+    starts=(
+        Start(1, SPLIT, ALL),  # one rank has all heads either way
+        *(Start(tp, rungs=ALL) for tp in (2, 3, 5, 6)),
+        Start(2, SPLIT, ALL, threads=2),
+        # In plain torch, where a step takes milliseconds and gloo carries the sums: uneven parts, ranks without a part.
+        Start(1, SPLIT, PLAIN, models=SOME),
+        Start(3, SPLIT, PLAIN, models=SOME),
+        Start(6, PAD, PLAIN, models=SOME),
+    ),
+    dense={"mean": 1.1, "max": 1.5},
+    averaged=("moe-narrow",),
+)
+
+QWEN35_DENSE: Dims = {"heads": (6, 3), "head_dim": 32, "hidden": 96, "inter": 200, "vocab": 600}
+QWEN35_MOE: Dims = {"heads": (6, 2), "head_dim": 64, "hidden": 112, "vocab": 500}
+QWEN35 = Record(
+    "qwen3_5",
+    "reference_text",
+    # 1 to 4 value heads for each key head.
+    {
+        "one-value-head": tiny("qwen3_5", 1, **QWEN35_DENSE, layers=4, tied=False, **delta_nets(5, 5, 24, 40)),
+        # The last of five layers is a delta net.
+        "two-of-text-alone": tiny("qwen3_5", 2, **QWEN35_DENSE, layers=5, text_alone=True, all_bf16=True),
+        "moe-three": tiny("qwen3_5_moe", 3, **QWEN35_MOE, layers=4, **delta_nets(6, 18), **experts(7, 3, 80)),
+        "moe-four-tied": tiny(
+            "qwen3_5_moe",
+            4,
+            **QWEN35_MOE,
+            layers=5,
+            tied=True,
+            all_bf16=True,
+            **delta_nets(3, 12),
+            **experts(8, 2, 112),
+        ),
+    },
+    new_tokens=48,
+    prompts=(1, 63, 64, 65, 129),  # around the chunks of 64 tokens in which both compute the delta rule
+    seed=5,
+    starts=(
+        Start(1, SPLIT),
+        Start(2, rungs=ALL),
+        Start(3),
+        Start(5, SPLIT),
+        Start(6, PAD),
+        Start(2, SPLIT, threads=2),
+        Start(2, SPLIT, PLAIN, models=("one-value-head",)),
+        # A chunk goes on from the state that the one before left, also inside the 64 tokens of the kernel's chunk:
+        # chunks end after 32, 96 and 128 tokens.
+        Start(2, SPLIT, dtypes=FP32, models=("two-of-text-alone", "moe-three"), chunk_rows=(37, 97, 130)),
+    ),
+    averaged=("moe-three", "moe-four-tied"),
+)
+
+PUBLISHED = tiny("deepseek_v3", 1, (8, 8), hidden=128, inter=200, vocab=500, layers=3, moe_inter=80)
+HALVES = {"rope_interleave": False, "attention_bias": True, "n_group": 1, "topk_group": 1}
+NO_YARN = {"q_lora_rank": None, "rope_scaling": None, "n_shared_experts": 2, "norm_topk_prob": False}
+FIVE_HEADS = ("plain-queries-no-yarn",)  # more ranks than heads
+DEEPSEEK = Record(
+    "deepseek_v3",
+    "reference_text",
+    {
+        "as-published": PUBLISHED,
+        "halves-biases-one-group": PUBLISHED | {"seed": 2, "hidden": 96, "heads": 7, "config": HALVES},
+        "plain-queries-no-yarn": PUBLISHED | {"seed": 3, "layers": 2, "heads": 5, "config": NO_YARN},
+    },
+    new_tokens=24,
+    # The longest is computed in the expanded form, beside the others in the absorbed one, and scored in both.
+    prompts=(1, 21, 150),
+    seed=7,
+    starts=(
+        Start(1, AUTO),
+        Start(2, AUTO, ALL),
+        Start(3, PAD),
+        *(Start(tp, AUTO) for tp in (5, 6)),
+        Start(2, AUTO, threads=2),
+        Start(2, AUTO, PLAIN),
+        # A chunk of 70 rows is in the expanded form, of three pieces where it ends with token 140.
+        Start(2, AUTO, dtypes=FP32, models=("as-published",), chunk_rows=(1, 70), piece_tokens=32),
+        # Every rank reads a part of a context for all heads, also a rank without heads. Steps mix one row of a sequence
+        # with several of another, which are computed in different forms.
+        *(Start(tp, AUTO, dtypes=FP32, models=("as-published",), chunk_rows=(37,), kv_split="on") for tp in (2, 3)),
+        Start(6, AUTO, dtypes=FP32, models=FIVE_HEADS, chunk_rows=(37,), kv_split="on"),
+    ),
+    # The mean is no measure: with the large weights of chosen experts (2.5 together), a token that is sent to another
+    # expert is up to forty times as wrong as the rest, and there are few of them.
+    mixtures={"median": 1.1},
+    averaged=("as-published", "halves-biases-one-group", "plain-queries-no-yarn"),
+)
+
+WITH_MEDIA = (Start(1, SPLIT), *(Start(tp) for tp in (2, 3, 6)), Start(2, PAD, PLAIN, FP32))
+NOT_NORMALISED = {"norm_topk_prob": False}
+VISION = Record(
+    "vision",
+    "reference_vl",
+    {
+        "vl-6-3": tiny("qwen3_vl", 5, (6, 3), head_dim=24, hidden=112, inter=200, vocab=777, layers=4),
+        "vl-moe-10-5": tiny(
+            "qwen3_vl_moe",
+            4,
+            (10, 5),
+            head_dim=16,
+            hidden=96,
+            vocab=600,
+            layers=4,
+            **experts(7, 3, 80),
+            config=NOT_NORMALISED,
+        ),
+        # Without DeepStack.
+        "3.5-6-3": tiny(
+            "qwen3_5", 27, (6, 3), head_dim=32, hidden=112, inter=200, vocab=777, layers=4, **delta_nets(3, 9, 24)
+        ),
+        "3.5-moe-8-4": tiny("qwen3_5_moe", 7, (8, 4), head_dim=32, hidden=96, vocab=600, layers=4, **experts(7, 3, 80)),
+    },
+    new_tokens=8,
+    starts=WITH_MEDIA,
+    mixtures={"mean": 1.3},
+)
+MLLAMA_63 = tiny("mllama", 3, (6, 3), hidden=144, inter=200, vocab=777, layers=6)
+MLLAMA = Record(
+    "mllama",
+    "reference_mllama",
+    {
+        "mllama-6-3": MLLAMA_63,
+        # Outputs of the intermediate layers instead of their inputs; one of the layers is the last.
+        "as-transformers": MLLAMA_63 | {"options": {"--mllama-intermediate": "transformers"}},
+    },
+    new_tokens=8,
+    starts=(
+        Start(1, SPLIT, dtypes=FP32),
+        *(Start(tp, models=("mllama-6-3",)) for tp in (2, 3, 6)),
+        Start(2, PAD, PLAIN, FP32, models=("mllama-6-3",)),
+    ),
+)
+MOSS = Record(
+    "moss_vl",
+    "reference_moss",
+    {
+        "moss-6-3": tiny("moss_vl", 3, (6, 3), head_dim=24, hidden=144, inter=200, vocab=777, layers=8),
+        "moss-biases": tiny("moss_vl", 4, (4, 2), hidden=96, inter=136, vocab=700, layers=5, config=BIASES),
+    },
+    new_tokens=8,
+    starts=(
+        Start(1, SPLIT, dtypes=FP32, models=("moss-6-3",)),
+        Start(2, dtypes=FP32),
+        Start(3, models=("moss-6-3",)),
+        Start(6, dtypes=FP32, models=("moss-6-3",)),
+        Start(2, PAD, PLAIN, FP32, models=("moss-6-3",)),
+    ),
+)
+
+START, END = "<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n"
+OMNI_CASES: dict[str, list[Any]] = {
+    "text": [["text", f"{START}In the beginning{END}"]],
+    "sound": [["text", START], ["audio", 16001], ["text", f"What?{END}"]],
+    "long_sound": [["text", START], ["audio", 150000], ["text", f"Transcribe.{END}"]],
+    "picture_and_sound": [["text", START], ["image", 90, 60], ["audio", 9000], ["text", f"Do they fit?{END}"]],
+    "video": [["text", START], ["video", 5, 40, 60, 0], ["text", f"What?{END}"], ["text", "Well"]],
+    "video_longer": [["text", START], ["video", 5, 40, 60, 20000], ["text", f"Who speaks?{END}"]],
+    "sound_longer": [["text", START], ["video", 3, 40, 60, 90000], ["text", f"Who speaks?{END}"]],
+}
+OMNI_INPUTS: Dims = {
+    "cases": OMNI_CASES,
+    # Samples: 1 frame, 1 second and a sample more, 707 frames with a window of 8 chunks.
+    "clips": [160, 161, 16000, 16001, 113120],
+    "short": [1, 159, 160],
+}
+OMNI = Record(
+    "qwen3_omni",
+    "reference_omni",
+    # The convolutions have four tiles of 32 channels, one of them in part.
+    {
+        "omni": tiny("qwen3_omni_moe", 3, (6, 3), hidden=112, vocab=2000, **experts(7, 2, 80), channels=104)
+        | {"config": NOT_NORMALISED}
+        | OMNI_INPUTS
+    },
+    new_tokens=8,
+    starts=(Start(1, SPLIT, ALL), *(Start(tp, AUTO) for tp in (2, 3, 6))),
+    mixtures={"mean": 1.3},
+    # Each rank rounds its part of each of the 8 sums of the tower of 3 layers: 1.07 to 1.10 times were seen.
+    encodings=1.2,
+)
+RECORDS = (TEXT, QWEN35, DEEPSEEK, VISION, MLLAMA, MOSS, OMNI)
