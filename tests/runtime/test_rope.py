@@ -110,9 +110,7 @@ def test_longrope_has_its_short_factors_in_a_short_context(tmp_path: Path) -> No
         (TYPES["longrope-by-lengths"], 131072, 131072),  # Phi-3.5
     ],
 )
-def test_scaling_extends_the_context(
-    tmp_path: Path, scaling: dict[str, Any] | None, stated: int, context: int
-) -> None:
+def test_scaling_extends_the_context(tmp_path: Path, scaling: dict[str, Any] | None, stated: int, context: int) -> None:
     card = read_card(write_config(tmp_path, {"rope_scaling": scaling, "max_position_embeddings": stated}))
     assert card.context_length == context
 
@@ -127,7 +125,8 @@ def test_yarn_scales_the_frequencies_of_all_axes(tmp_path: Path, rotated: float)
     sections = (24, 20, 20) if rotated == 1 else (11, 11, 10)
     head_dim = 128 if rotated == 1 else 256
     scaling: dict[str, Any] = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096}
-    scaling |= {"rope_theta": 5e6, "mrope_section": list(sections), "mrope_interleaved": True, "partial_rotary_factor": rotated}
+    scaling |= {"rope_theta": 5e6, "mrope_section": list(sections), "mrope_interleaved": True}
+    scaling |= {"partial_rotary_factor": rotated}
     changes = {"rope_scaling": None, "rope_theta": None, "rope_parameters": scaling, "max_position_embeddings": 4096}
     config: dict[str, Any] = {"head_dim": head_dim, "max_position_embeddings": 4096, "rope_parameters": dict(scaling)}
     embedding: Any = Qwen3VLTextRotaryEmbedding(Qwen3VLTextConfig(**config))
