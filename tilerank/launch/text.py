@@ -20,6 +20,11 @@ def percent(share: float) -> str:
     return f"{100 * share:.1f} %"
 
 
+def count(n: int, what: str) -> str:
+    """Format a number of things: 1 core, 2 cores."""
+    return f"{n} {what}" if n == 1 else f"{n} {what}s"
+
+
 def token_count(n: int) -> str:
     return f"{n:,} token{'s' * (n != 1)}"
 

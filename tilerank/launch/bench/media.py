@@ -20,6 +20,7 @@ from ..host.topology import read_topology
 from ..options.hub import add_model_argument
 from ..options.model import model_options
 from ..serving.media_decoder import MediaDecoder
+from ..text import count
 from .harness import add_json_argument, add_repeat_argument, check_json_argument, write_json
 from .media_inputs import (
     Clip,
@@ -91,7 +92,7 @@ def show(args: argparse.Namespace, reports: dict[str, Report], peaks: Peaks) -> 
     """Print the reports of tilerank and of systems beside it as a table, and write their rows where --json says."""
     rows, own = rows_of(reports, args.model.name, peaks), reports[OURS]
     ranks = own["tp"]
-    print(f"{args.model.name}: {own['dtype']} on {ranks} rank{'s' * (ranks > 1)}, {own['isa']}; {peaks.text()}\n")
+    print(f"{args.model.name}: {own['dtype']} on {count(ranks, 'rank')}, {own['isa']}; {peaks.text()}\n")
     print("\n".join(table(rows)))
     write_json(args, rows)
 

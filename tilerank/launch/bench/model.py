@@ -17,6 +17,7 @@ from ..errors import LaunchError
 from ..host.topology import read_topology
 from ..options.hub import add_model_argument
 from ..options.model import model_options
+from ..text import count
 from .cases import Case, add_case_arguments, cases_of, check_cases, prompts, timing_of
 from .chart import add_chart_argument, check_chart_argument, write_chart
 from .harness import add_json_argument, check_json_argument, write_json
@@ -71,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
     ranks = len(placement.ranks)
     weights = report["quantization"] or report["dtype"]
     cache = " with an int8 KV cache" if report["kv_cache_dtype"] == "int8" else ""
-    print(f"{args.model.name}: {weights}{cache} on {ranks} rank{'s' * (ranks > 1)}, {report['isa']}; {peaks.text()}")
+    print(f"{args.model.name}: {weights}{cache} on {count(ranks, 'rank')}, {report['isa']}; {peaks.text()}")
     for rank, reason in enumerate(report["placement"]):
         print(f"  rank {rank}: {reason}")
     print("\n".join([loading_text(report, peaks), "", *table(rows)]))

@@ -20,9 +20,10 @@ from typing import Any
 
 from ..errors import LaunchError
 from ..host.binding import huge_pages, memory_policy_refusal
-from ..host.cpulist import count, format_cpulist, read_int
+from ..host.cpulist import format_cpulist, read_int
 from ..host.placement import auto_ranks, place
 from ..host.topology import Topology, read_topology
+from ..text import count
 
 REQUIRED = (
     "torch",

@@ -25,6 +25,7 @@ from ..planning.plan_text import cache_text, render, states_text
 from ..ranks import start
 from ..ranks.rank import run_rank
 from ..ranks.rendezvous import identify
+from ..text import count
 from . import prompts, speech_output
 
 if TYPE_CHECKING:
@@ -235,12 +236,12 @@ def summary(answers: list[PromptAnswer], size: int, placement: Placement, isa: s
     later = tokens - len(answers)
     speed = f", then {later / elapsed:.1f} tokens/s" if later > 0 and elapsed > 0 else ""
     here = len(placement.ranks)
-    lines = [f"{_count(tokens, 'token')} from {_count(size, 'rank')} on {isa}: the first after {first:.3f} s{speed}"]
+    lines = [f"{count(tokens, 'token')} from {count(size, 'rank')} on {isa}: the first after {first:.3f} s{speed}"]
     for rank in placement.ranks:
         where = f": CPUs {format_cpulist(rank.affinity)}" if rank.affinity else ""
         lines.append(f"  rank {rank.rank}: {rank.reason}{where}")
     if here < size:
-        lines.append(f"  {_count(size - here, 'rank')} on other hosts")
+        lines.append(f"  {count(size - here, 'rank')} on other hosts")
     return "\n".join(lines)
 
 
@@ -259,7 +260,3 @@ def _write(data: bytes) -> None:
         raise LaunchError("the output was closed by its reader") from e
     except OSError as e:
         raise LaunchError(f"the output cannot be written: {e.strerror}") from e
-
-
-def _count(n: int, what: str) -> str:
-    return f"{n} {what}" if n == 1 else f"{n} {what}s"

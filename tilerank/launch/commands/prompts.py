@@ -24,9 +24,9 @@ from tilerank.runtime.protocol.errors import MediaError
 from tilerank.runtime.protocol.prompt import Prompt
 
 from ..errors import LaunchError
-from ..host.cpulist import count
 from ..options.model import context_length
 from ..serving.media_decoder import MediaDecoder
+from ..text import count
 
 if TYPE_CHECKING:
     from tilerank.runtime.server.chat.prompts import PromptBuilder

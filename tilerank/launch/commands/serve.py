@@ -43,7 +43,7 @@ from ..ranks.rank import run_rank
 from ..ranks.rendezvous import Identity, identify
 from ..ranks.start import HostRanks
 from ..serving import media_options
-from ..serving.server_supervisor import supervise_server
+from ..serving.server_supervisor import ServerSupervisor
 from .doctor import own_version
 from .generate import GenerateJob
 
@@ -189,14 +189,14 @@ def _supervise(args: argparse.Namespace, job: ServeJob, replicas: Sequence[HostR
     max_restarts = MAX_RESTARTS if args.max_restarts is None else args.max_restarts
     placed = [rank for ranks in replicas for rank in ranks.placement.ranks]
     with job.listener as listener:
-        return supervise_server(
+        return ServerSupervisor(
             lambda control: [_http_process(args.argv, os.dup(listener.fileno()), control, placed)],
             [partial(_leading, ranks) for ranks in replicas],
             _watch(args),
             max_restarts=max_restarts if args.nnodes == 1 else 0,
             drain_s=args.drain_timeout,
             on_ready=job.say_ready,
-        )
+        ).run()
 
 
 def _leading(ranks: HostRanks, control: int) -> list[ProcessSpec]:

@@ -1,4 +1,4 @@
-"""The kernel's list format ("0-3,8,10-11"), small reads from sysfs, and counts in words, for the modules beside it."""
+"""The kernel's list format ("0-3,8,10-11"), and small reads from sysfs."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -56,8 +56,3 @@ def read_int(path: Path) -> int | None:
     """Return the decimal number in a file; None if the file is missing or holds no number ("max")."""
     text = read_text(path)
     return int(text) if text and text.lstrip("-").isdigit() else None
-
-
-def count(n: int, what: str) -> str:
-    """ "1 core", "2 cores"."""
-    return f"{n} {what}" if n == 1 else f"{n} {what}s"

@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from ..errors import LaunchError
-from .cpulist import count, format_cpulist, parse_cpulist
+from ..text import count
+from .cpulist import format_cpulist, parse_cpulist
 from .topology import Core, Topology
 
 

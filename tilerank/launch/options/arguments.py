@@ -128,27 +128,25 @@ def whole_number(low: int, high: float = float("inf")) -> Callable[[str], int]:
     return parse
 
 
-def seconds(text: str) -> float:
-    """An argparse type: a finite number of seconds above 0."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds")
-    return value
-
-
-def number(low: float, high: float) -> Callable[[str], float]:
-    """An argparse type: a number from `low` to `high`."""
+def real_number(accepts: Callable[[float], bool], what: str) -> Callable[[str], float]:
+    """An argparse type: a number for which `accepts` is true. what: such a number, for the error."""
 
     def parse(text: str) -> float:
         try:
             value = float(text)
         except ValueError:
             value = float("nan")
-        if not low <= value <= high:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a number from {low:g} to {high:g}")
+        if not accepts(value):
+            raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
         return value
 
     return parse
+
+
+def number(low: float, high: float) -> Callable[[str], float]:
+    """An argparse type: a number from `low` to `high`."""
+    return real_number(lambda value: low <= value <= high, f"a number from {low:g} to {high:g}")
+
+
+seconds = real_number(lambda value: 0 < value < float("inf"), "a number of seconds")
+"""An argparse type: a finite number of seconds above 0."""

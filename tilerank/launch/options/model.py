@@ -13,7 +13,7 @@ from tilerank.runtime.media.registry import all_options, with_options
 from tilerank.runtime.protocol.prompt import MM_CACHE_BYTES
 
 from ..errors import LaunchError
-from .arguments import whole_number
+from .arguments import real_number, whole_number
 from .hub import add_model_argument
 
 if TYPE_CHECKING:
@@ -189,7 +189,7 @@ def _add_cache_arguments(parser: argparse._ActionsContainer, *option: str, low: 
     """Add the options of the cache's size. option: further names of --max-total-tokens; low: its minimum."""
     parser.add_argument(
         "--mem-fraction-static",
-        type=_fraction,
+        type=real_number(lambda value: 0 < value <= 1, "a share of the memory; expected above 0, at most 1"),
         default=DEFAULT_FRACTION,
         metavar="F",
         help="share of each node's memory, and of the control group's limit, that weights, KV cache, states and "
@@ -204,33 +204,13 @@ def _add_cache_arguments(parser: argparse._ActionsContainer, *option: str, low: 
     )
     parser.add_argument(
         "--mm-cache-gib",
-        type=_gib,
+        type=real_number(lambda value: 0 <= value <= 1 << 20, "a number of GiB; expected 0 or more"),
         default=MM_CACHE_BYTES / (1 << 30),
         metavar="GIB",
         help="memory for encoded pictures and videos on each rank of a model that takes them, half of it for keys "
         "and values in models with cross-attention; those of one request "
         f"must fit (default: {MM_CACHE_BYTES >> 30})",
     )
-
-
-def _gib(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value <= 1 << 20:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of GiB; expected 0 or more")
-    return value
-
-
-def _fraction(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value <= 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a share of the memory; expected above 0, at most 1")
-    return value
 
 
 def model_directory(args: argparse.Namespace) -> Path:

@@ -8,8 +8,8 @@ from typing import Any
 from tilerank.parallel.shard import Span
 from tilerank.runtime.protocol.sizes import MIN_STATES, TOKENS_PER_STATE
 
-from ..host.cpulist import count, format_cpulist
-from ..text import percent, size, table, token_count
+from ..host.cpulist import format_cpulist
+from ..text import count, percent, size, table, token_count
 from .plan_types import Dimension, Plan, ReplicaPlans
 
 _STRATEGIES = {

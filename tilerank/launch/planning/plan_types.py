@@ -8,9 +8,8 @@ from functools import cached_property
 from tilerank.parallel.shard import Span
 from tilerank.runtime.protocol.sizes import most_tokens
 
-from ..host.cpulist import count
 from ..host.placement import RankPlacement
-from ..text import size
+from ..text import count, size
 
 RANK_OVERHEAD = 300 << 20
 """Bytes of a rank beside weights and cache: interpreter, libraries, activations, the block that is being loaded."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ..host.placement import auto_ranks
 from ..host.topology import Topology
 from ..options.arguments import whole_number
-from ..text import size
+from ..text import count, size
 
 MAX_REPLICAS = 256
 
@@ -47,9 +47,9 @@ def divide(topology: Topology, tp: int | None, dp: int | None, model: Callable[[
     if tp is not None and dp is not None:
         return Division(tp, dp)
     if dp is not None:
-        return Division(max(1, nodes // dp), dp, f"{_nodes(nodes)} for {dp} replicas" if dp > 1 else None)
+        return Division(max(1, nodes // dp), dp, f"{count(nodes, 'NUMA node')} for {dp} replicas" if dp > 1 else None)
     if tp is not None:
-        return Division(tp, max(1, nodes // tp), f"{_nodes(nodes)} for replicas of {tp} ranks")
+        return Division(tp, max(1, nodes // tp), f"{count(nodes, 'NUMA node')} for replicas of {tp} ranks")
     if nodes == 1:
         return Division(1, 1, "there is one NUMA node")
     return _by_size(nodes, _smallest_memory(topology), model())
@@ -68,11 +68,7 @@ def _by_size(nodes: int, memory: int, model: ModelBytes) -> Division:
             break
         tp = next(more for more in range(tp + 1, nodes + 1) if nodes % more == 0)
     each = f"{tp} for each replica, which read {size(model.token // tp)} each for a token"
-    return Division(tp, nodes // tp, f"{_nodes(nodes)}, {each}{refused}")
-
-
-def _nodes(nodes: int) -> str:
-    return f"{nodes} NUMA node{'s' if nodes > 1 else ''}"
+    return Division(tp, nodes // tp, f"{count(nodes, 'NUMA node')}, {each}{refused}")
 
 
 def _smallest_memory(topology: Topology) -> int:

@@ -14,13 +14,14 @@ import msgspec
 from ..errors import LaunchError
 from ..host import cgroup
 from ..host.binding import bind
-from ..host.cpulist import count, format_cpulist
+from ..host.cpulist import format_cpulist
 from ..host.placement import Placement, auto_ranks, place
 from ..host.topology import Topology, read_topology
 from ..options.arguments import seconds, whole_number
 from ..planning.plan_types import RANK_OVERHEAD
 from ..processes.process import ProcessSpec
 from ..processes.supervisor import WatchedConditions, supervise
+from ..text import count
 from ..text import size as size_text
 from . import bootstrap
 from .rendezvous import IDENTITY_VARIABLES, Identity, given_secret, starts_ranks

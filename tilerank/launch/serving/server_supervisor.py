@@ -24,28 +24,6 @@ Specs = Callable[[int], Sequence[ProcessSpec]]
 """Returns the processes of a part of the server. Its leader receives connections over the descriptor given."""
 
 
-def supervise_server(
-    http: Specs,
-    replicas: Sequence[Specs],
-    watch: WatchedConditions,
-    *,
-    max_restarts: int,
-    drain_s: float,
-    on_ready: Callable[[], None],
-) -> int:
-    """Run a server until the user ends it, and return the exit status for the command: 0 if all was answered.
-
-    `replicas`: groups of ranks. `max_restarts`: how often a part is started again within an hour; one that never was
-    ready is not. `drain_s`: what the HTTP process takes at most to end in. `on_ready` is called once, when all are
-    ready. Raises LaunchError if a process cannot be started.
-    """
-    server = _ServerSupervisor(http, replicas, watch, max_restarts, drain_s, on_ready)
-    try:
-        return server.run()
-    finally:
-        server.close()
-
-
 class _Part:
     """The HTTP process or the ranks: a group of processes, and the next one when that has ended."""
 
@@ -73,12 +51,20 @@ class _Part:
             self.group.end(number, within_s)
 
 
-class _ServerSupervisor:
+class ServerSupervisor:
+    """Runs a server until the user ends it.
+
+    `replicas`: groups of ranks. `max_restarts`: how often a part is started again within an hour; one that never was
+    ready is not. `drain_s`: what the HTTP process takes at most to end in. `on_ready` is called once, when all are
+    ready.
+    """
+
     def __init__(
         self,
         http: Specs,
         replicas: Sequence[Specs],
         watch: WatchedConditions,
+        *,
         max_restarts: int,
         drain_s: float,
         on_ready: Callable[[], None],
@@ -97,17 +83,19 @@ class _ServerSupervisor:
         self._loop = Loop(self._on_signal)
 
     def run(self) -> int:
-        for part in self._parts:
-            self._start(part)
-        self._loop.run(lambda: any(part.running for part in self._parts))
-        return self._status
-
-    def close(self) -> None:
-        for part in self._parts:
-            if part.group is not None:
-                part.group.kill()
-            part.close_control()
-        self._loop.close()
+        """Return the exit status for the command: 0 if all was answered. Raises LaunchError if a process cannot be
+        started."""
+        try:
+            for part in self._parts:
+                self._start(part)
+            self._loop.run(lambda: any(part.running for part in self._parts))
+            return self._status
+        finally:
+            for part in self._parts:
+                if part.group is not None:
+                    part.group.kill()
+                part.close_control()
+            self._loop.close()
 
     def _start(self, part: _Part) -> None:
         part.ready = False
