@@ -38,14 +38,16 @@ def test_llama_3_1_8b(tmp_path: Path) -> None:
     )
 
 
-def test_end_of_sequence_ids_of_generation_config_win(tmp_path: Path) -> None:
+def test_end_of_sequence_ids_of_both_files_are_one_set(tmp_path: Path) -> None:
     write_config(tmp_path, {"eos_token_id": 5, "bos_token_id": 3})
     assert read_card(tmp_path).eos_token_ids == (5,)
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 6, 7], "bos_token_id": null}')
     card = read_card(tmp_path)
-    assert (card.eos_token_ids, card.bos_token_id) == ((7, 6), 3)
+    assert (card.eos_token_ids, card.bos_token_id) == ((7, 6, 5), 3)
     (tmp_path / "generation_config.json").write_text("{}")
     assert read_card(tmp_path).eos_token_ids == (5,)
+    write_config(tmp_path, {"eos_token_id": 5, "text_config": {**LLAMA, "eos_token_id": [9, 5]}})
+    assert read_card(tmp_path).eos_token_ids == (5, 9)
 
 
 def test_generation_config_that_links_to_a_missing_file_is_not_taken_for_none(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from mutate import json_mutations
@@ -87,6 +88,44 @@ def test_the_variables_that_a_template_reads(tmp_path: Path) -> None:
     assert templates.variables(None) == {"messages", "thinking", "effort"}
     assert templates.variables([]) == {"tools"}
     assert templates.source == f"{template}\n{{{{ tools }}}}"
+
+
+CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+HARMONY = (
+    "{% for m in messages %}<|start|>{{ m.role }}<|message|>{{ m.content }}"
+    "{{ '<|return|>' if loop.last and m.role == 'assistant' else '<|end|>' }}{% endfor %}"
+)
+MARKS = ("<|im_start|>", "<|im_end|>", "<|im_end|>x", "<|start|>", "<|message|>", "<|end|>", "<|return|>", "</s>", "<s>")
+
+
+@pytest.mark.parametrize(
+    ("template", "eos", "ends"),
+    [
+        (CHATML, "<s>", ["<s>", "<|im_end|>"]),
+        (CHATML, "<|im_end|>", ["<|im_end|>"]),
+        (CHATML, None, ["<|im_end|>"]),
+        (HARMONY, "<s>", ["<s>", "<|return|>"]),  # gpt-oss: <|end|> follows the reasoning, and the answer comes after it
+        ("{% for m in messages %}[INST] {{ m.content }} </s>{% endfor %}", None, ["</s>"]),
+        ("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}", "<s>", ["<s>"]),
+        ("{% for m in messages %}{{ m.content | upper }}</s>{% endfor %}", "<s>", ["<s>"]),
+        ("{{ raise_exception('no') }}", "<s>", ["<s>"]),
+        (None, "<s>", ["<s>"]),
+        (None, "not in the vocabulary", ["not in the vocabulary"]),
+        (None, None, []),
+    ],
+)
+def test_a_text_ends_at_the_end_token_and_at_the_end_of_a_turn(
+    tmp_path: Path, template: str | None, eos: str | None, ends: list[str]
+) -> None:
+    inner = tokenizers.Tokenizer.from_file(str(DEMO / "tokenizer.json"))
+    inner.add_special_tokens(list(MARKS))
+    inner.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({} if eos is None else {"eos_token": eos}))
+    if template is not None:
+        (tmp_path / "chat_template.jinja").write_text(template)
+    tokenizer = Tokenizer(tmp_path)
+    found = tokenizer.end_token_ids(tokenizer.chat_template.after_answer)
+    assert [tokenizer.special_token(id) for id in found] == ends
 
 
 CALLS = "{% for m in messages %}{% for call in m.tool_calls or [] %}{{ PRINT }}{% endfor %}{% endfor %}"

@@ -300,7 +300,7 @@ def test_sentencepiece_tokens_are_spelled_with_their_spaces(sentencepiece: Token
 def test_no_tokenizer(tmp_path: Path) -> None:
     with pytest.raises(TokenizerError) as caught:
         Tokenizer(tmp_path)
-    assert str(caught.value) == f"{tmp_path}: expected a tokenizer.json, found none"
+    assert str(caught.value) == f"{tmp_path}: expected a tokenizer: one of tokenizer.json, tekken.json, vocab.json, tiktoken.model, tokenizer.model; found none"
 
 
 @pytest.mark.parametrize(

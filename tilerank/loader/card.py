@@ -27,7 +27,9 @@ class ModelCard:
 
     vocab_size: rows of the embedding and columns of the logits, before any padding for tensor parallelism.
     context_length: tokens of the longest sequence, prompt and new tokens together.
-    eos_token_ids, bos_token_id: those of generation_config.json, or of config.json where that has none.
+    eos_token_ids: those of generation_config.json and config.json together, because released files leave out some in
+    each. Those of the tokenizer are not among them (Tokenizer.end_token_ids). bos_token_id: that of
+    generation_config.json, or of config.json where that has none.
     dtype: one of DTYPES, in which the weights were published. quantization: how the checkpoint stores its
     projections, by the headers of its files; None for floats. fields: all of config.json, for the family.
 
@@ -88,10 +90,10 @@ def _text(c: Fields) -> Fields:
 
 
 def _special_ids(holders: Sequence[Fields], vocab_size: int) -> tuple[tuple[int, ...], int | None]:
-    """Return the end-of-sequence ids and the beginning-of-sequence id, each of the first holder that has it."""
-    eos = next((f.ids("eos_token_id", vocab_size) for f in holders if f.has("eos_token_id")), ())
+    """Return the end-of-sequence ids of all holders, and the beginning-of-sequence id of the first that has one."""
+    eos = [id for f in holders if f.has("eos_token_id") for id in f.ids("eos_token_id", vocab_size)]
     bos = next((f.integer("bos_token_id", 0, vocab_size - 1) for f in holders if f.has("bos_token_id")), None)
-    return eos, bos
+    return tuple(dict.fromkeys(eos)), bos
 
 
 def _dtype(c: Fields, text: Fields) -> str:

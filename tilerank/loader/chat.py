@@ -34,6 +34,8 @@ _TRIAL = (
     {"role": "tool", "content": _RESULT, "name": "f", "tool_call_id": "123456789"},
 )
 """A conversation with a tool call, which shows in which form a template takes the arguments."""
+_ANSWER = "the answer"
+_ANSWERED = ({"role": "user", "content": "a"}, {"role": "assistant", "content": _ANSWER})
 
 
 @dataclass(frozen=True)
@@ -120,6 +122,20 @@ class ChatTemplate:
         except _TemplateFailure:
             return False
         return "needle" in text and _RESULT in text
+
+    @cached_property
+    def after_answer(self) -> str:
+        """The text that the template prints after an answer that is the last message: the end of the turn, if it has
+        one. Empty if there is no template, or one that refuses or changes the answer."""
+        template = self._templates.get("default")
+        if template is None:
+            return ""
+        try:
+            text = self._rendered(template, _ANSWERED, {"tools": None, "add_generation_prompt": False})
+        except _RefusedError:
+            return ""
+        _, _, after = text.rpartition(_ANSWER)
+        return after if _ANSWER in text else ""
 
     def _name(self, tools: Sequence[Mapping[str, Any]] | None) -> str:
         return "tool_use" if tools is not None and "tool_use" in self._templates else "default"

@@ -1,4 +1,4 @@
-"""Special and added tokens that a model directory names outside tokenizer.json, read as transformers 5 reads them.
+"""Special and added tokens that a model directory names outside its vocabulary file, read as transformers 5 reads them.
 
 tokenizer_config.json names the special tokens (bos_token, eos_token, ...) and describes added tokens in
 added_tokens_decoder. Only where that entry is missing, special_tokens_map.json and added_tokens.json are read as well;
@@ -24,8 +24,8 @@ _FLAGS = {"single_word", "lstrip", "rstrip", "normalized", "special"}
 class SpecialTokens:
     """The special tokens of a model directory.
 
-    names: name ("bos_token", "image_token") -> content. added: the tokens to add to those of tokenizer.json, in this
-    order. Adding a token that is in the vocabulary changes its flags and keeps its id.
+    names: name ("bos_token", "image_token") -> content. added: the tokens to add to those of the vocabulary file, in
+    this order. Adding a token that is in the vocabulary changes its flags and keeps its id.
     """
 
     names: dict[str, str]
@@ -54,16 +54,10 @@ class _Named:
 def read_special_tokens(model_dir: Path, added: dict[int, AddedToken]) -> SpecialTokens:
     """Read the special tokens of a directory. Raises TokenizerError for malformed files.
 
-    added: the added tokens of tokenizer.json by id.
+    added: the added tokens of the vocabulary file by id.
     """
-    where = model_dir / "tokenizer_config.json"
-    config = _read(where)
-    named = _from_config(where, config)
-    if "added_tokens_decoder" in config:
-        described = _added_tokens_decoder(where, config["added_tokens_decoder"])
-    else:
-        _update_from_map(model_dir / "special_tokens_map.json", named)
-        described = _added_tokens(model_dir / "added_tokens.json", named) | added
+    named, described, complete = _read_files(model_dir)
+    described = described if complete else described | added
     by_name = named.by_name()
     tokens = [described[id] for id in sorted(described)]
     present = {token.content for token in (*added.values(), *tokens)}
@@ -74,6 +68,27 @@ def read_special_tokens(model_dir: Path, added: dict[int, AddedToken]) -> Specia
     for token in tokens:
         token.special = token.special or token.content in special
     return SpecialTokens({name: token.content for name, token in by_name.items()}, tokens)
+
+
+def read_described_tokens(model_dir: Path) -> dict[int, AddedToken]:
+    """Return by id the tokens that other files than the vocabulary file describe. Raises TokenizerError."""
+    return _read_files(model_dir)[1]
+
+
+def read_tokenizer_config(model_dir: Path) -> dict[str, Any]:
+    """Return the content of tokenizer_config.json; empty if there is none. Raises TokenizerError."""
+    return _read(model_dir / "tokenizer_config.json")
+
+
+def _read_files(model_dir: Path) -> tuple[_Named, dict[int, AddedToken], bool]:
+    """Return the named tokens, the described ones by id, and whether these are all that the model has."""
+    where = model_dir / "tokenizer_config.json"
+    config = _read(where)
+    named = _from_config(where, config)
+    if "added_tokens_decoder" in config:
+        return named, _added_tokens_decoder(where, config["added_tokens_decoder"]), True
+    _update_from_map(model_dir / "special_tokens_map.json", named)
+    return named, _added_tokens(model_dir / "added_tokens.json", named), False
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -1,20 +1,22 @@
-"""Converts text to token ids and back with the tokenizer.json of a model directory, and applies its chat template."""
+"""Converts text to token ids and back with the vocabulary file of a model directory, and applies its chat template."""
 
 import codecs
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import tokenizers
+from tokenizers import processors
 
 from .chat import ChatTemplate
-from .errors import TokenizerError
-from .files import is_listed, read_bytes, show
-from .special_tokens import read_special_tokens
+from .errors import TokenizerError, tokenizer_errors
+from .files import show
+from .special_tokens import read_special_tokens, read_tokenizer_config
+from .vocabularies.byte_level import BYTES
+from .vocabularies.table import find_vocabulary
 
 # With these decoders a token's text depends on earlier tokens only at the start of the text and in runs of byte tokens.
 _LOCAL_DECODERS = {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}
@@ -28,23 +30,21 @@ class Tokenizer:
 
     def __init__(self, model_dir: Path) -> None:
         self.model_dir = model_dir
-        if not is_listed(model_dir, "tokenizer.json"):
-            raise TokenizerError(f"{model_dir}: expected a tokenizer.json, found none")
-        raw = read_bytes(model_dir, "tokenizer.json", TokenizerError)
-        with _wrap_errors(f"{model_dir / 'tokenizer.json'}: not a valid tokenizer"):
-            self._inner = tokenizers.Tokenizer.from_buffer(raw)
-        # Some published files contain the truncation and padding of a training run.
-        self._inner.no_truncation()
-        self._inner.no_padding()
+        self._file, read = find_vocabulary(model_dir)
+        with tokenizer_errors(f"{self._file}: not a valid tokenizer"):
+            vocabulary = read(model_dir)
+        self._inner = vocabulary.tokenizer
         added = self._inner.get_added_tokens_decoder()
         special_tokens = read_special_tokens(model_dir, added)
-        with _wrap_errors(f"{model_dir}: cannot add special tokens"):
+        with tokenizer_errors(f"{model_dir}: cannot add special tokens"):
             self._inner.add_tokens(special_tokens.added)
-        self.special_tokens = special_tokens.names
+        self.special_tokens = {**vocabulary.names, **special_tokens.names}
+        if self._inner.post_processor is None:
+            self._inner.post_processor = _begin_and_end(model_dir, self._inner, self.special_tokens)
         # A token that has once been special is left out of decoded text, whatever flags the library gives it later.
         tokens = (*added.items(), *self._inner.get_added_tokens_decoder().items())
         self._special_ids = frozenset(id for id, token in tokens if token.special)
-        self._decoder = _decoder_type(model_dir / "tokenizer.json", self._inner)
+        self._decoder = _decoder_type(self._file, self._inner)
 
     @property
     def num_tokens(self) -> int:
@@ -54,6 +54,16 @@ class Tokenizer:
     @cached_property
     def chat_template(self) -> ChatTemplate:
         return ChatTemplate(self.model_dir, self.special_tokens)
+
+    def end_token_ids(self, after_answer: str = "") -> tuple[int, ...]:
+        """Return the tokens that end a text: eos_token, and the added token with which `after_answer` begins, the text
+        that the chat template prints after an answer (ChatTemplate.after_answer)."""
+        added = {token.content: id for id, token in self._inner.get_added_tokens_decoder().items()}
+        after = after_answer.lstrip()
+        turn_end = max((content for content in added if content and after.startswith(content)), key=len, default=None)
+        eos = self.special_tokens.get("eos_token")
+        ids = (None if eos is None else self._inner.token_to_id(eos), None if turn_end is None else added[turn_end])
+        return tuple(dict.fromkeys(id for id in ids if id is not None))
 
     def to_json(self) -> str:
         """Return the tokenizer in the format of tokenizer.json, with the special tokens that other files add."""
@@ -70,7 +80,7 @@ class Tokenizer:
         except UnicodeEncodeError as failure:
             # Python decodes a command line that is not UTF-8 to lone surrogates.
             raise TokenizerError(f"text to encode: expected valid Unicode, found {show(text)}") from failure
-        with _wrap_errors(f"{self.model_dir / 'tokenizer.json'}: cannot encode {show(text)}"):
+        with tokenizer_errors(f"{self._file}: cannot encode {show(text)}"):
             # A batch of one releases the interpreter's lock and omits the offsets, which take most of the time.
             return list(self._inner.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
 
@@ -181,40 +191,29 @@ class PieceStream(TokenStream):
         return text
 
 
-@contextmanager
-def _wrap_errors(what: str) -> Iterator[None]:
-    """Turn the library's errors into TokenizerError.
-
-    The library raises Exception, and for files that violate an assumption of its Rust code PanicException, which is not
-    a subclass of Exception and cannot be imported.
-    """
-    try:
-        yield
-    except BaseException as failure:
-        if isinstance(failure, Exception) or type(failure).__name__ == "PanicException":
-            raise TokenizerError(f"{what}: {failure}") from failure
-        raise
-
-
-def _byte_alphabet() -> dict[str, int]:
-    """Return GPT-2's map of printable characters to bytes.
-
-    Printable Latin-1 characters stand for themselves, characters from U+0100 on for the other bytes.
-    """
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    rest = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(rest)}
-
-
-_BYTES = _byte_alphabet()
-
-
 def _token_bytes(token: str) -> bytes:
     """Decode like the ByteLevel decoder: a token with characters outside the alphabet (an added one) is plain UTF-8."""
     try:
-        return bytes(_BYTES[character] for character in token)
+        return bytes(BYTES[character] for character in token)
     except KeyError:
         return token.encode()
+
+
+def _begin_and_end(
+    model_dir: Path, inner: tokenizers.Tokenizer, names: Mapping[str, str]
+) -> processors.TemplateProcessing:
+    """Return what adds the tokens at the begin and the end of a text that tokenizer_config.json asks for.
+
+    For vocabulary files that do not say it: tokenizer.json does, and wins, as in transformers.
+    """
+    config = read_tokenizer_config(model_dir)
+    begin = names.get("bos_token") if config.get("add_bos_token") is True else None
+    end = names.get("eos_token") if config.get("add_eos_token") is True else None
+    added = [token for token in (begin, end) if token is not None]
+    ids = [inner.token_to_id(token) for token in added]
+    # A list and not a text, in which a token with a colon or a space would have another meaning.
+    single = [*([] if begin is None else [begin]), "$A", *([] if end is None else [end])]
+    return processors.TemplateProcessing(single, ["$A", "$B"], list(zip(added, ids, strict=True)))
 
 
 def _is_byte(token: str) -> bool:

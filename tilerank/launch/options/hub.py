@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from huggingface_hub import DryRunFileInfo
     from tqdm.asyncio import tqdm_asyncio
 
-FILES = ("*.safetensors", "*.json", "*.jinja", "*.txt")
+FILES = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model")
 """The files of a model that tilerank reads."""
 OTHER_FILES = ("*/*", "consolidated*")
 """Other layouts of the same weights, in folders or under the name that Mistral gives to its own layout."""

@@ -1,0 +1,63 @@
+"""Byte-level byte-pair encoding: tokenizers whose tokens are strings of bytes."""
+
+from collections.abc import Mapping, Sequence
+
+import tokenizers
+from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
+
+from .splits import Split
+
+
+def _alphabet() -> dict[str, int]:
+    """Return GPT-2's map of printable characters to bytes.
+
+    Printable Latin-1 characters stand for themselves, characters from U+0100 on for the other bytes.
+    """
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    rest = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(rest)}
+
+
+BYTES = _alphabet()
+_CHARACTERS = {byte: character for character, byte in BYTES.items()}
+
+
+def tokenizer_of(vocabulary: Mapping[str, int], merges: Sequence[tuple[str, str]], split: Split) -> tokenizers.Tokenizer:
+    """Return the tokenizer of a vocabulary in GPT-2's alphabet, and of its merges in order of priority."""
+    return _tokenizer(models.BPE(dict(vocabulary), list(merges)), split)
+
+
+def tokenizer_of_ranks(ranks: Mapping[bytes, int], split: Split, first: Sequence[str] = ()) -> tokenizers.Tokenizer:
+    """Return the tokenizer of a vocabulary without merges, such as tiktoken's: two neighbours are merged if they
+    make a token, that with the lowest rank first, and a piece of text that is a token is not cut at all.
+
+    first: tokens whose ids come before all others; the id of a token of `ranks` is its rank and their number.
+    """
+    text = {token: token.decode("latin-1").translate(_CHARACTERS) for token in ranks}
+    merges = []
+    for token, _ in sorted(ranks.items(), key=lambda item: item[1]):
+        halves = ((token[:i], token[i:]) for i in range(1, len(token)))
+        pairs = [pair for pair in halves if pair[0] in ranks and pair[1] in ranks]
+        pairs.sort(key=lambda pair: (ranks[pair[0]], ranks[pair[1]]))
+        merges += [(text[left], text[right]) for left, right in pairs]
+    ids = {text[token]: len(first) + rank for token, rank in ranks.items()}
+    # One of `first` hides a token with the same text, which no text becomes: added tokens are cut out before.
+    ids |= {token: id for id, token in enumerate(first)}
+    return _tokenizer(models.BPE(ids, merges, ignore_merges=True), split)
+
+
+def _tokenizer(model: models.BPE, split: Split) -> tokenizers.Tokenizer:
+    tokenizer = tokenizers.Tokenizer(model)
+    if split.nfc:
+        tokenizer.normalizer = normalizers.NFC()
+    if split.pattern is None:
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=split.add_prefix_space)
+    else:
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+            [
+                pre_tokenizers.Split(Regex(split.pattern), behavior="isolated"),
+                pre_tokenizers.ByteLevel(add_prefix_space=split.add_prefix_space, use_regex=False),
+            ]
+        )
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer

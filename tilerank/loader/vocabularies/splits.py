@@ -1,0 +1,70 @@
+"""How texts are split before byte pairs are merged, for vocabulary files that do not say so themselves.
+
+transformers has these patterns in the code of its tokenizer classes, other publishers in Python files of the model
+directory, which are never run. Each family's stands here once.
+"""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ..errors import TokenizerError
+from ..files import is_listed, read_json_object, show
+from ..special_tokens import read_tokenizer_config
+
+
+@dataclass(frozen=True)
+class Split:
+    """pattern: a regular expression whose matches are encoded one by one; None for GPT-2's. nfc: texts are brought
+    into Unicode's normal form C first. add_prefix_space: a text begins with a space."""
+
+    pattern: str | None
+    nfc: bool = False
+    add_prefix_space: bool = False
+
+
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_ENDS = r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+_GPT2 = Split(None)
+_QWEN2 = Split(_CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*" + _ENDS, nfc=True)
+_QWEN3_5 = Split(
+    _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*" + _ENDS, nfc=True
+)
+_UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
+_LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
+_KIMI = Split(
+    r"[\p{Han}]+"
+    rf"|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_CONTRACTIONS}?"
+    rf"|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_CONTRACTIONS}?"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*" + _ENDS
+)
+
+# Released files name other classes for Qwen3.5, so that the model type comes first, as in transformers.
+_BY_MODEL_TYPE = {
+    **dict.fromkeys(("qwen2", "qwen3", "qwen3_moe", "qwen3_vl", "qwen3_vl_moe", "qwen3_omni_moe"), _QWEN2),
+    **dict.fromkeys(("qwen3_5", "qwen3_5_moe", "qwen3_5_text", "qwen3_5_moe_text"), _QWEN3_5),
+    "kimi_k2": _KIMI,
+}
+_BY_CLASS = {
+    "GPT2Tokenizer": _GPT2,
+    "Qwen2Tokenizer": _QWEN2,
+    "Qwen3_5Tokenizer": _QWEN3_5,
+    "TikTokenTokenizer": _KIMI,
+}
+
+
+def split_of(model_dir: Path) -> Split:
+    """Return the split of a model directory, by the model type of config.json or the class of tokenizer_config.json.
+
+    Raises TokenizerError if neither is known.
+    """
+    config = read_tokenizer_config(model_dir)
+    model = read_json_object(model_dir, "config.json", TokenizerError) if is_listed(model_dir, "config.json") else {}
+    model_type, name = model.get("model_type"), config.get("tokenizer_class")
+    split = _BY_MODEL_TYPE.get(str(model_type)) or _BY_CLASS.get(str(name).removesuffix("Fast"))
+    if split is None:
+        known = ", ".join(sorted(_BY_CLASS))
+        raise TokenizerError(
+            f"{model_dir / 'tokenizer_config.json'}: tokenizer_class: expected one of {known}, or a model type whose "
+            f"class is one of them, because the vocabulary file does not say how texts are split, found {show(name)}"
+        )
+    return replace(split, add_prefix_space=config.get("add_prefix_space") is True)
