@@ -57,6 +57,7 @@ def test_renders_as_this_process_does(tmp_path: Path) -> None:
             await render(renderer, "refused")
         assert str(caught.value.__cause__) == "no ä"
         assert await renderer.takes_calls() is True
+        assert await renderer.after_answer() == Tokenizer(tmp_path).chat_template.after_answer != ""
 
     asyncio.run(asyncio.wait_for(run(), 100))
     end(renderer)

@@ -175,6 +175,18 @@ def test_ends_at_any_end_of_sequence_token(engine: Engine, tmp_path: Path) -> No
     assert [event.token_id for event in run(other, PROMPT, max_new_tokens=12, ignore_eos=True)] == whole
 
 
+def test_ends_of_the_tokenizer_end_a_text(engine: Engine) -> None:
+    """One of them lies beyond the logits, as in a tokenizer with more tokens than its model."""
+    whole = [event.token_id for event in run(engine, PROMPT, max_new_tokens=12, ignore_eos=True)]
+    ends = (whole[3], 1 << 20)
+    events = run(engine, PROMPT, max_new_tokens=12, end_token_ids=ends)
+    assert [event.token_id for event in events] == whole[: whole.index(whole[3]) + 1]
+    assert events[-1].finish_reason == "stop"
+    assert [e.token_id for e in run(engine, PROMPT, max_new_tokens=12, end_token_ids=ends, ignore_eos=True)] == whole
+    later = [e.token_id for e in run(engine, PROMPT, max_new_tokens=12, end_token_ids=ends, min_new_tokens=8)]
+    assert len(later) >= 9 and whole[3] not in later[:8]
+
+
 def test_stop_tokens_end_a_text_even_with_ignore_eos(engine: Engine) -> None:
     whole = [event.token_id for event in run(engine, PROMPT, max_new_tokens=12, ignore_eos=True)]
     events = run(engine, PROMPT, max_new_tokens=12, ignore_eos=True, stop_token_ids=(whole[3], 4095))

@@ -98,7 +98,7 @@ def test_the_card_reads_the_language_model_and_the_top(tmp_path: Path) -> None:
     assert (card.model_type, card.vocab_size, card.context_length) == ("qwen3_vl", 151936, 262144)
     assert (card.eos_token_ids, card.bos_token_id, card.dtype) == ((151645,), 151643, "bfloat16")
     assert read_card(write(tmp_path, {"dtype": None}, torch_dtype="float16")).dtype == "float16"
-    assert read_card(write(tmp_path, eos_token_id=[7, 8])).eos_token_ids == (7, 8)
+    assert read_card(write(tmp_path, eos_token_id=[7, 8])).eos_token_ids == (7, 8, 151645)
 
 
 @pytest.mark.parametrize("top", [False, True])

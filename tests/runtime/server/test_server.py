@@ -8,6 +8,7 @@ from typing import Any
 
 import pydantic
 import pytest
+import tokenizers
 from command import DEMO
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -172,6 +173,22 @@ def test_missing_fields_take_the_values_of_the_model(body: dict[str, object], ex
     params = run(DEMO, None, ask, sampling=advised)
     found = (params.temperature, params.top_k, params.top_p, params.min_p, params.repetition_penalty)
     assert found == expected
+
+
+@pytest.mark.parametrize("template", ["{{ messages[-1].content }}<|im_end|>", "{% endfor %}"])
+def test_answers_end_at_the_ends_of_the_tokenizer(tmp_path: Path, template: str) -> None:
+    """Which the engine has no file of; a template that does not compile has no end of a turn."""
+    inner = tokenizers.Tokenizer.from_file(str(DEMO / "tokenizer.json"))
+    inner.add_special_tokens(["</s>", "<|im_end|>"])
+    inner.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
+
+    async def ask(server: Server) -> SamplingParams:
+        assert (await server.http.post("/v1/completions", json={"prompt": "a"})).status_code == 200
+        return server.submits[-1].params
+
+    ends = ["</s>", "<|im_end|>"] if "im_end" in template else ["</s>"]
+    assert run(tmp_path, template, ask).end_token_ids == tuple(inner.token_to_id(end) for end in ends)
 
 
 @pytest.mark.parametrize(

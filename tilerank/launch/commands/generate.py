@@ -88,6 +88,8 @@ class GenerateJob:
         if self._speech is not None:
             self._args.chat = True
         self._prompts = prompts.encode(given, self._args, self._tokenizer, card)
+        chats = self._args.chat or any(prompt.messages is not None for prompt in given)
+        self._ends = self._tokenizer.end_token_ids(self._tokenizer.chat_template.after_answer if chats else "")
 
     def memory_refusal(self, size: int, here: range, placement: Placement) -> str | None:
         from tilerank.runtime.rank import registry
@@ -146,6 +148,7 @@ class GenerateJob:
             top_p=args.top_p,
             seed=secrets.randbits(63) if args.seed is None else args.seed,
             ignore_eos=args.ignore_eos,
+            end_token_ids=self._ends,
             logprobs=args.logprobs or 0,
             speech=self._speech,
         )

@@ -21,8 +21,8 @@ PROCESSES = 2
 
 
 class Rendered(msgspec.Struct, frozen=True, array_like=True):
-    """The text of a conversation, or whether the template takes calls. error: why there is none. reason: what the
-    template gave for it, if anything."""
+    """The text of a conversation, or a property of the template. error: why there is none. reason: what the template
+    gave for it, if anything."""
 
     found: str | bool | None
     error: str | None = None
@@ -45,9 +45,13 @@ class ChatRenderer:
 
     async def takes_calls(self) -> bool:
         """Return ChatTemplate.takes_calls."""
-        return bool(await self._ask(None))
+        return bool(await self._ask("takes_calls"))
 
-    async def _ask(self, question: list[Any] | None) -> str | bool | None:
+    async def after_answer(self) -> str:
+        """Return ChatTemplate.after_answer."""
+        return str(await self._ask("after_answer"))
+
+    async def _ask(self, question: list[Any] | str) -> str | bool | None:
         # Questions are JSON in text, because schemas of tools may have whole numbers that MessagePack cannot hold.
         answer = await self.pool.ask(json.dumps(question))
         if answer is None:
@@ -59,13 +63,14 @@ class ChatRenderer:
 
 
 def main(model_dir: Path, special_tokens: Mapping[str, str]) -> None:
-    """Answer each question: a conversation and variables of the template, or null for whether it takes calls."""
+    """Answer each question: a conversation and variables of the template, or the name of a property of it."""
     template = ChatTemplate(model_dir, special_tokens)
 
     def answer(question: str) -> Rendered:
         asked = json.loads(question)
         try:
-            return Rendered(template.takes_calls if asked is None else template.render(asked[0], **asked[1]))
+            found = getattr(template, asked) if isinstance(asked, str) else template.render(asked[0], **asked[1])
+            return Rendered(found)
         except TokenizerError as e:
             return Rendered(None, str(e), None if e.__cause__ is None else str(e.__cause__))
 

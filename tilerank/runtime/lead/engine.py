@@ -320,8 +320,9 @@ class Engine:
 
     def _ends(self, params: SamplingParams) -> frozenset[int]:
         """Return the tokens that end a text."""
-        eos: frozenset[int] = frozenset() if params.ignore_eos else self._eos
-        return eos.union(params.stop_token_ids) if params.stop_token_ids else eos
+        if params.ignore_eos:
+            return frozenset(params.stop_token_ids)
+        return self._eos.union(params.end_token_ids, params.stop_token_ids)
 
     def _lead(self, scheduled: Scheduled) -> Tensor:
         """Announce a step and compute it. Returns its logits."""

@@ -121,7 +121,7 @@ def _process(values: Tensor, row: Row) -> None:
         allowed = list(p.allowed_token_ids)
         kept = values[allowed]
         values.fill_(-math.inf)[allowed] = kept
-    if banned := _banned(row):
+    if banned := _banned(row, len(values)):
         kept = values[banned]
         values[banned] = -math.inf
         if values.max() == -math.inf:
@@ -140,10 +140,11 @@ def _process(values: Tensor, row: Row) -> None:
         values[values < values.max() + p.temperature * math.log(p.min_p)] = -math.inf
 
 
-def _banned(row: Row) -> list[int]:
+def _banned(row: Row, vocab: int) -> list[int]:
     """Return the tokens that would complete a bad word, and those that would end the text too early."""
     generated = len(row.tokens) - row.prompt_len
-    banned = set(row.ends) if generated < row.params.min_new_tokens else set()
+    # A tokenizer may have more tokens than the model has logits.
+    banned = {id for id in row.ends if id < vocab} if generated < row.params.min_new_tokens else set()
     for *begin, last in row.params.bad_words:
         if len(begin) <= generated and list(row.tokens[len(row.tokens) - len(begin) :]) == begin:
             banned.add(last)

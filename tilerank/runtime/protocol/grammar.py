@@ -35,9 +35,11 @@ class Vocabulary:
         from llguidance import LLTokenizer
 
         card = read_card(self._model_dir)
-        text = Tokenizer(self._model_dir).to_json()
+        tokenizer = Tokenizer(self._model_dir)
+        others = (id for id in tokenizer.end_token_ids() if id < card.vocab_size)
+        ends = list(dict.fromkeys((*card.eos_token_ids, *others)))
         try:
-            return LLTokenizer(text, n_vocab=card.vocab_size, eos_token=list(card.eos_token_ids) or None)
+            return LLTokenizer(tokenizer.to_json(), n_vocab=card.vocab_size, eos_token=ends or None)
         except ValueError as e:
             raise RequestError(f"this model's tokenizer does not support grammars: {e}") from e
 

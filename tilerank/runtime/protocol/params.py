@@ -43,6 +43,7 @@ class SamplingParams:
     presence_penalty, frequency_penalty: as OpenAI defines them, for tokens of the text only, off at 0.
     logit_bias: added to the logits of the given token ids.
     ignore_eos: continue after end-of-sequence tokens.
+    end_token_ids: end-of-sequence tokens beside those of the card: the tokenizer's own, which rank 0 does not read.
     stop_token_ids: end the text like end-of-sequence tokens, also with ignore_eos.
     logprobs: number of alternatives to report for each token.
     grammar: the text must follow it (grammar.py); ends at an end-of-sequence token, or when the grammar allows no
@@ -66,6 +67,7 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     logit_bias: dict[int, float] = field(default_factory=dict)
     ignore_eos: bool = False
+    end_token_ids: tuple[int, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     logprobs: int = 0
     grammar: str | None = None

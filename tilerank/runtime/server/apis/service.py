@@ -70,8 +70,9 @@ class Service:
         self.recent = RecentRequests()
         self.budget = MediaBudget()
         processor = None if settings.media is None else settings.media.processor
-        renderer = settings.renderer or DirectRenderer(tokenizer)
-        self.prompts = PromptBuilder(tokenizer, settings.model, settings.tool_format, processor, renderer)
+        self._renderer = settings.renderer or DirectRenderer(tokenizer)
+        self._end_token_ids: tuple[int, ...] | None = None  # known once a request needs them
+        self.prompts = PromptBuilder(tokenizer, settings.model, settings.tool_format, processor, self._renderer)
 
     @property
     def context_length(self) -> int | None:
@@ -128,9 +129,9 @@ class Service:
         grammar = await self.grammar(chat, format if tools else None, thinking) if runs else None
         schemas = {tool.function.name: tool.function.parameters or {} for tool in tools}
         new_parser = partial(ToolParser, format, schemas) if tools and format is not None else None
-        return self.generation_of(chat, prompts, grammar, thinking, new_parser)
+        return await self.generation_of(chat, prompts, grammar, thinking, new_parser)
 
-    def generation_of(
+    async def generation_of(
         self,
         body: Sampling,
         prompts: list[Prompt],
@@ -139,8 +140,18 @@ class Service:
         new_parser: Callable[[], ToolParser] | None = None,
     ) -> Generation:
         """Return a Generation, for whose parameters see there."""
-        defaults = self.settings.sampling
-        return Generation(self.client, self.tokenizer, defaults, body, prompts, grammar, thinking, new_parser)
+        defaults, ends = self.settings.sampling, await self._ends()
+        return Generation(self.client, self.tokenizer, defaults, ends, body, prompts, grammar, thinking, new_parser)
+
+    async def _ends(self) -> tuple[int, ...]:
+        """Return the tokens that end an answer according to the tokenizer and the chat template."""
+        if self._end_token_ids is None:
+            try:
+                after_answer = await self._renderer.after_answer()
+            except TokenizerError:  # the template cannot be used; requests that need it say so
+                after_answer = ""
+            self._end_token_ids = self.tokenizer.end_token_ids(after_answer)
+        return self._end_token_ids
 
     async def grammar(
         self, body: Sampling, format: ToolFormat | None = None, thinking: ReasoningStart = ReasoningStart.NEVER

@@ -25,6 +25,8 @@ MAX_CHOICES = 128
 class Generation:
     """A request of an API, with `body.n` choices for each of `prompts`.
 
+    ends: tokens that end an answer, beside those that the engine has of the model's configuration.
+
     prompts: is emptied, because pictures take much memory. grammar: as in SamplingParams. thinking: how the answers
     begin. new_parser: makes what finds tool calls in a choice; None if there are no tools to call. Raises ApiError if
     the request cannot run.
@@ -37,6 +39,7 @@ class Generation:
         client: EngineClient,
         tokenizer: Tokenizer,
         defaults: SamplingDefaults,
+        ends: tuple[int, ...],
         body: Sampling,
         prompts: list[Prompt],
         grammar: str | None,
@@ -64,7 +67,8 @@ class Generation:
         self._submissions = []
         for prompt in final:
             of_choices = seeds(body)
-            params = sampling_params(body, prompt, of_choices[0], context_length, vars(defaults), tokenizer, grammar)
+            values = vars(defaults)
+            params = sampling_params(body, prompt, of_choices[0], context_length, values, ends, tokenizer, grammar)
             self._submissions.append((prompt, params, of_choices))
 
     @property

@@ -43,10 +43,11 @@ def sampling_params(
     seed: int,
     context_length: int,
     defaults: dict[str, Any],
+    ends: tuple[int, ...],
     tokenizer: Tokenizer,
     grammar: str | None,
 ) -> SamplingParams:
-    """Return the parameters of a request. defaults: of fields that it leaves out. Raises ApiError."""
+    """Return the parameters of a request. defaults: of fields that it leaves out. ends: end_token_ids. Raises ApiError."""
     length, wanted = len(prompt.token_ids), body.limit
     room = context_length - length
     if room < min(1, 1 if wanted is None else wanted):
@@ -71,6 +72,7 @@ def sampling_params(
             frequency_penalty=body.frequency_penalty,
             logit_bias=body.logit_bias,
             ignore_eos=body.ignore_eos,
+            end_token_ids=ends,
             stop_token_ids=tuple(body.stop_token_ids),
             allowed_token_ids=tuple(body.allowed_token_ids or ()),
             bad_words=_bad_words(body.bad_words, tokenizer),

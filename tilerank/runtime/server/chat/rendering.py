@@ -16,6 +16,9 @@ class Renderer(Protocol):
     async def takes_calls(self) -> bool:
         """Return ChatTemplate.takes_calls."""
 
+    async def after_answer(self) -> str:
+        """Return ChatTemplate.after_answer."""
+
 
 class DirectRenderer:
     """Renders in the calling thread, which a template that never ends blocks for ever."""
@@ -28,3 +31,6 @@ class DirectRenderer:
 
     async def takes_calls(self) -> bool:
         return self._tokenizer.chat_template.takes_calls
+
+    async def after_answer(self) -> str:
+        return self._tokenizer.chat_template.after_answer

@@ -34,7 +34,7 @@ class ChatEndpoints:
         async def new_generation(share: Share) -> Generation:
             grammar = await service.grammar(body)
             prompts = await service.prompts.from_texts(body.prompt, body.add_special_tokens)
-            return service.generation_of(body, prompts, grammar)
+            return await service.generation_of(body, prompts, grammar)
 
         formatter = TextFormatter(service.tokenizer, body.logprobs, body.return_tokens_as_token_ids)
         return await service.answer(request, new_generation, lambda one: self._answer(one, formatter))
