@@ -95,7 +95,8 @@ HARMONY = (
     "{% for m in messages %}<|start|>{{ m.role }}<|message|>{{ m.content }}"
     "{{ '<|return|>' if loop.last and m.role == 'assistant' else '<|end|>' }}{% endfor %}"
 )
-MARKS = ("<|im_start|>", "<|im_end|>", "<|im_end|>x", "<|start|>", "<|message|>", "<|end|>", "<|return|>", "</s>", "<s>")
+MARKS = [f"<|{name}|>" for name in ("im_start", "im_end", "start", "message", "end", "return")]
+MARKS += ["<|im_end|>x", "<s>", "</s>"]
 
 
 @pytest.mark.parametrize(
@@ -104,7 +105,7 @@ MARKS = ("<|im_start|>", "<|im_end|>", "<|im_end|>x", "<|start|>", "<|message|>"
         (CHATML, "<s>", ["<s>", "<|im_end|>"]),
         (CHATML, "<|im_end|>", ["<|im_end|>"]),
         (CHATML, None, ["<|im_end|>"]),
-        (HARMONY, "<s>", ["<s>", "<|return|>"]),  # gpt-oss: <|end|> follows the reasoning, and the answer comes after it
+        (HARMONY, "<s>", ["<s>", "<|return|>"]),  # gpt-oss: <|end|> follows the reasoning, before the answer
         ("{% for m in messages %}[INST] {{ m.content }} </s>{% endfor %}", None, ["</s>"]),
         ("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}", "<s>", ["<s>"]),
         ("{% for m in messages %}{{ m.content | upper }}</s>{% endfor %}", "<s>", ["<s>"]),
@@ -118,7 +119,7 @@ def test_a_text_ends_at_the_end_token_and_at_the_end_of_a_turn(
     tmp_path: Path, template: str | None, eos: str | None, ends: list[str]
 ) -> None:
     inner = tokenizers.Tokenizer.from_file(str(DEMO / "tokenizer.json"))
-    inner.add_special_tokens(list(MARKS))
+    inner.add_special_tokens(MARKS)
     inner.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({} if eos is None else {"eos_token": eos}))
     if template is not None:

@@ -300,7 +300,8 @@ def test_sentencepiece_tokens_are_spelled_with_their_spaces(sentencepiece: Token
 def test_no_tokenizer(tmp_path: Path) -> None:
     with pytest.raises(TokenizerError) as caught:
         Tokenizer(tmp_path)
-    assert str(caught.value) == f"{tmp_path}: expected a tokenizer: one of tokenizer.json, tekken.json, vocab.json, tiktoken.model, tokenizer.model; found none"
+    files = "tokenizer.json, tekken.json, vocab.json, tiktoken.model, tokenizer.model"
+    assert str(caught.value) == f"{tmp_path}: expected a tokenizer: one of {files}; found none"
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,62 @@
-"""The tokenizers of the families, and the results of transformers for them."""
+"""The tokenizers of the families, the results of transformers for them, and texts of many kinds."""
 
+import argparse
+import inspect
+import random
+import statistics
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-DEMO = Path(__file__).parents[2] / "assets" / "demo-lm"
+_ROOT = Path(__file__).parents[2]
+DEMO = _ROOT / "assets" / "demo-lm"
 STYLES = ("qwen", "omni", "moss", "llama", "mllama", "deepseek")
+# What looks like special tokens, and is one in some tokenizers.
+MARKS = ("<|im_end|>", "<|im_start|>", "<s>", "</s>", "<unk>", "[INST]", "[BOS]", "<|reserved_token_7|>", "<0x0A>", "▁")
+_SCRIPTS = (
+    "東京は日本の首都です。人口は約一千四百万人。",
+    "我们今天去北京大学看书，然后吃饭123次。",
+    "Привет, мир! Сколько ЭТО стоит?",
+    "مرحبا بالعالم ١٢٣",
+    "안녕하세요 세계",
+    "नमस्ते दुनिया १२३",
+    "naïve façade Ǆ ﬁ e\u0301 Å Ω ½ ㎏",
+    "🦙👩‍👩‍👧 🇫🇷 👍🏽 \u200b\ufeff\ufffd",
+)
+_SPACES = (" ", "  ", "   ", " " * 17, "\t", "\n", "\n\n", "\r\n", "\u00a0", "\u3000", " \n ", "\x00", "\x7f")
 
 
 def reference(model_dir: Path) -> Any:
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(model_dir)
+
+
+@cache
+def lines() -> list[str]:
+    """Return lines of prose and of code, from files that do not change with this repository."""
+    text = (_ROOT / "LICENSE").read_text() + inspect.getsource(argparse) + inspect.getsource(statistics)
+    return [line for line in text.split("\n") if line.strip()]
+
+
+def texts(count: int, marks: tuple[str, ...] = MARKS, seed: int = 0) -> list[str]:
+    """Return `count` texts, each of some pieces of different kinds. marks: what looks like special tokens."""
+    draw = random.Random(seed)
+    kinds = [lambda: draw.choice(lines())] * 3
+    kinds += [lambda: _cut(draw, draw.choice(_SCRIPTS)), lambda: draw.choice(_SPACES), lambda: _any(draw)]
+    kinds += [lambda: draw.choice(marks)] if marks else []
+    found = ["", " ", " a", "a ", "A", *_SPACES, *marks, *_SCRIPTS]
+    while len(found) < count:
+        found.append("".join(draw.choice(kinds)() for _ in range(draw.randint(1, 6))))
+    return found[:count]
+
+
+def _cut(draw: random.Random, text: str) -> str:
+    begin = draw.randrange(len(text))
+    return text[begin : begin + draw.randint(1, len(text))]
+
+
+def _any(draw: random.Random) -> str:
+    """Return characters of any kind without half ones."""
+    top = draw.choice((0x80, 0x250, 0x3000, 0xD800))
+    return "".join(chr(draw.randrange(top)) for _ in range(draw.randint(1, 8)))

@@ -132,7 +132,7 @@ class ChatTemplate:
             return ""
         try:
             text = self._rendered(template, _ANSWERED, {"tools": None, "add_generation_prompt": False})
-        except _RefusedError:
+        except _TemplateFailure:
             return ""
         _, _, after = text.rpartition(_ANSWER)
         return after if _ANSWER in text else ""

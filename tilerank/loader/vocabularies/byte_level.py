@@ -22,7 +22,9 @@ BYTES = _alphabet()
 _CHARACTERS = {byte: character for character, byte in BYTES.items()}
 
 
-def tokenizer_of(vocabulary: Mapping[str, int], merges: Sequence[tuple[str, str]], split: Split) -> tokenizers.Tokenizer:
+def tokenizer_of(
+    vocabulary: Mapping[str, int], merges: Sequence[tuple[str, str]], split: Split
+) -> tokenizers.Tokenizer:
     """Return the tokenizer of a vocabulary in GPT-2's alphabet, and of its merges in order of priority."""
     return _tokenizer(models.BPE(dict(vocabulary), list(merges)), split)
 

@@ -1,4 +1,4 @@
-"""tokenizer.model, the format of SentencePiece: pieces with scores, merged as byte pairs or chosen by a unigram model."""
+"""tokenizer.model, the format of SentencePiece: pieces with scores, for byte pairs or a unigram model."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,7 +24,8 @@ def read(model_dir: Path) -> LoadedVocabulary:
     from sentencepiece import sentencepiece_model_pb2 as schema  # imported late: few directories have such a file
 
     where = model_dir / NAME
-    file = schema.ModelProto.FromString(read_bytes(model_dir, NAME, TokenizerError))
+    model_type: Any = schema.ModelProto  # type: ignore[attr-defined]  # made when it is imported
+    file = model_type.FromString(read_bytes(model_dir, NAME, TokenizerError))
     trainer, config = file.trainer_spec, read_tokenizer_config(model_dir)
     if trainer.treat_whitespace_as_suffix:
         raise TokenizerError(f"{where}: expected whitespace before words, found treat_whitespace_as_suffix")
@@ -81,9 +82,9 @@ def _set_spaces(tokenizer: tokenizers.Tokenizer, spec: Any, config: dict[str, An
     if spec.precompiled_charsmap:
         steps.append(normalizers.Precompiled(spec.precompiled_charsmap))
     if spec.remove_extra_whitespaces:
-        steps += [normalizers.Strip(), normalizers.Replace(Regex(" {2,}"), " ")]
+        steps += [normalizers.Replace(Regex(r"\A +| +\z"), ""), normalizers.Replace(Regex(" {2,}"), " ")]
     if is_llama:
-        # As transformers: with `legacy` false only the text begins with a space, else also what follows a special token.
+        # As transformers: without `legacy` only the text begins with a space, else what follows a special token too.
         scheme = ("always" if config.get("legacy") is True else "first") if prefix else "never"
         tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(_SPACE, scheme, split=False)
     else:

@@ -47,7 +47,10 @@ def sampling_params(
     tokenizer: Tokenizer,
     grammar: str | None,
 ) -> SamplingParams:
-    """Return the parameters of a request. defaults: of fields that it leaves out. ends: end_token_ids. Raises ApiError."""
+    """Return the parameters of a request. defaults: of fields that it leaves out. ends: its end_token_ids.
+
+    Raises ApiError.
+    """
     length, wanted = len(prompt.token_ids), body.limit
     room = context_length - length
     if room < min(1, 1 if wanted is None else wanted):
