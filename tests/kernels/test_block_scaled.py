@@ -1,4 +1,5 @@
-"""Int4, fp8 and block int8 weights and experts on every rung, against float64 arithmetic on dequantised weights."""
+"""Int4, fp8 and int8 weights with bf16 activations, and experts of them, on every rung, against float64 arithmetic on
+dequantised weights."""
 
 from __future__ import annotations
 
@@ -15,12 +16,15 @@ from tilerank.kernels.moe import moe, softmax_top_k
 from tilerank.kernels.packed_experts import PackedExperts
 from tilerank.kernels.weight_formats.block_int8 import BlockInt8
 from tilerank.kernels.weight_formats.byte_codes import BlockFormat, ByteCodesWeight
+from tilerank.kernels.weight_formats.channel_fp8 import ChannelFp8
 from tilerank.kernels.weight_formats.fp8 import Fp8
-from tilerank.kernels.weight_formats.int4 import Int4, Int4Weight
+from tilerank.kernels.weight_formats.group_int8 import GroupInt8
+from tilerank.kernels.weight_formats.int4 import Int4
+from tilerank.kernels.weight_formats.output_scaled import OutputScaledFormat, OutputScaledWeight
 
 BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
 
-LONG_GROUPS = [
+LONG_GROUPS: list[Form] = [
     Int4(160),
     Int4(448, True),
     Fp8(32, 800),
@@ -28,25 +32,33 @@ LONG_GROUPS = [
 ]  # longer than the pieces that are expanded at a time
 FORMATS: list[Form] = [Int4(32), Int4(64, True), Int4(128), Int4(128, True), Fp8(32, 32), Fp8(64, 96), Fp8(128, 128)]
 FORMATS += [BlockInt8(32, 32), BlockInt8(64, 96), BlockInt8(128, 128)]
-Weight = Int4Weight | ByteCodesWeight
-Form = Int4 | Fp8 | BlockInt8
+FORMATS += [Int4(0), GroupInt8(32, True), GroupInt8(128), GroupInt8(0), ChannelFp8()]
+Weight = OutputScaledWeight | ByteCodesWeight
+Form = OutputScaledFormat | Fp8 | BlockInt8
 
 
 def filled(form: Form, n: int, k: int, seed: int = 0) -> tuple[Weight, Tensor]:
     """Return a weight of random codes, and its values [n, k] in float64, by definition of the format."""
     generator = torch.Generator().manual_seed(seed)
     weight = form.empty(n, k)
-    if isinstance(weight, Int4Weight) and isinstance(form, Int4):
-        groups = -(-k // form.group)
-        codes = torch.randint(0, 16, (n, k), generator=generator, dtype=torch.uint8)
-        scales = (torch.randn(n, groups, generator=generator) * 0.01).to(torch.float16)
-        zeros = torch.full((n, groups), 8, dtype=torch.uint8)
+    if isinstance(weight, OutputScaledWeight) and isinstance(form, OutputScaledFormat):
+        group = form.group or k
+        groups, count = -(-k // group), 16 if isinstance(form, Int4) else 256
+        codes = torch.randint(0, count, (n, k), generator=generator, dtype=torch.uint8)
+        scales = torch.randn(n, groups, generator=generator) * 0.01
+        scales = scales if isinstance(form, ChannelFp8) else scales.to(torch.float16)
+        zeros = torch.full((n, groups), count // 2, dtype=torch.uint8)
+        if isinstance(form, ChannelFp8):
+            codes[(codes & 127) == 127] = 3  # no NaN; a subnormal
+            weight.write_codes(codes.view(torch.float8_e4m3fn))
+            weight.write_scales(scales)
+            return weight, codes.view(torch.float8_e4m3fn).double() * by_input(scales, group, k)
         weight.write_codes(codes)
         weight.write_scales(scales)
         if form.zero_points:
-            zeros = torch.randint(0, 16, (n, groups), generator=generator, dtype=torch.uint8)
+            zeros = torch.randint(0, count, (n, groups), generator=generator, dtype=torch.uint8)
             weight.write_zeros(zeros)
-        values = (codes.double() - by_input(zeros, form.group, k)) * by_input(scales, form.group, k)
+        values = (codes.double() - by_input(zeros, group, k)) * by_input(scales, group, k)
         return weight, values
     assert isinstance(weight, ByteCodesWeight) and isinstance(form, BlockFormat)
     bits = torch.randint(0, 256, (n, k), generator=generator, dtype=torch.uint8)
@@ -85,7 +97,7 @@ def test_product(rung: str, form: Form, n: int, k: int) -> None:
     for m in (1, 2, 3, 5, 8, 9, 16, 17, 28, 29, 40, 130) if rung != "reference" else (1, 3):
         x = inside_nan(randn(m, k, seed=2).to(BF16))
         # Sums before the zero is subtracted are larger than the result, up to about 8 times.
-        magnitude = 40.0 if isinstance(form, Int4) and form.zero_points else 1.0
+        magnitude = 40.0 if isinstance(form, OutputScaledFormat) and form.zero_points else 1.0
         assert_close(linear(x, weight, out_dtype=F32), x, values, None, magnitude)
         assert_close(linear(x, weight, bias), x, values, bias, magnitude)
 
@@ -109,7 +121,11 @@ def test_product_larger_than_every_block(form: Form) -> None:
                      None, magnitude)  # fmt: skip
 
 
-@pytest.mark.parametrize("form", [Int4(32), Int4(64, True), Int4(160), Fp8(64, 96), BlockInt8(64, 96)], ids=str)
+@pytest.mark.parametrize(
+    "form",
+    [Int4(32), Int4(64, True), Int4(160), Fp8(64, 96), BlockInt8(64, 96), GroupInt8(64, True), ChannelFp8()],
+    ids=str,
+)
 @pytest.mark.parametrize("n, k", [(40, 70), (70, 1344)])
 def test_a_row_has_the_same_bits_in_every_batch(rung: str, form: Form, n: int, k: int) -> None:
     counts = (2, 3, 4, 7, 8, 9, 14, 15, 16, 17, 33, 70, 253, 300) if rung != "reference" else (2, 20)
@@ -121,7 +137,7 @@ def test_a_row_has_the_same_bits_in_every_batch(rung: str, form: Form, n: int, k
     assert torch.equal(linear(x[counts[-1] // 2 :], weight, bias), alone[counts[-1] // 2 :])
 
 
-@pytest.mark.parametrize("form", [Int4(64, True), Fp8(64, 64), BlockInt8(64, 64)], ids=str)
+@pytest.mark.parametrize("form", [Int4(64, True), Fp8(64, 64), BlockInt8(64, 64), GroupInt8(64), ChannelFp8()], ids=str)
 def test_epilogue(rung: str, form: Form) -> None:
     n, k = 192, 160
     weight, values = filled(form, n, k)
@@ -221,7 +237,15 @@ def test_quantise(rung: str, form: Form, source: torch.dtype) -> None:
             return
         assert (error.abs() <= torch.maximum(plain.double().abs() * 2.0**-4, scale * 2.0**-10) * (1 + 1e-5)).all()
         return
-    groups = torch.unflatten(functional.pad(plain.double(), (0, -k % form.group)), 1, (-1, form.group))
+    group = form.group or k
+    groups = torch.unflatten(functional.pad(plain.double(), (0, -k % group)), 1, (-1, group))
+    if isinstance(form, ChannelFp8):
+        scale = groups.abs().amax(-1) / 448
+        assert (error.abs() <= torch.maximum(plain.double().abs() * 2.0**-4, scale * 2.0**-10) * (1 + 1e-5)).all()
+        return
+    if isinstance(form, GroupInt8):
+        assert (error.abs() <= by_input(groups.abs().amax(-1) / 254, group, k) * 1.02).all()
+        return
     if form.zero_points:
         step = (groups.amax(-1).clamp(min=0) - groups.amin(-1).clamp(max=0)) / 15
     else:
@@ -229,7 +253,7 @@ def test_quantise(rung: str, form: Form, source: torch.dtype) -> None:
     plainest = step.square().mean().sqrt() / 12**0.5  # root mean square error of rounding to evenly spaced values
     # Zeros are integer codes, which costs about as much as clipping the extremes gains.
     assert error.square().mean().sqrt() < (1.0 if form.zero_points else 0.9) * plainest
-    assert (error.abs() <= by_input(step, form.group, k) * 2).all()
+    assert (error.abs() <= by_input(step, group, k) * 2).all()
 
 
 @pytest.mark.parametrize("zero_points", [False, True])
@@ -306,7 +330,9 @@ def test_scales_of_checkpoints_are_exact(rung: str, dtype: torch.dtype) -> None:
     assert torch.equal(weight.unpack()[:, 0], scales.float())
 
 
-@pytest.mark.parametrize("form", [Int4(32), Int4(64, True), Fp8(32, 64), BlockInt8(32, 64)], ids=str)
+@pytest.mark.parametrize(
+    "form", [Int4(32), Int4(64, True), Fp8(32, 64), BlockInt8(32, 64), GroupInt8(32), ChannelFp8()], ids=str
+)
 @pytest.mark.parametrize("hidden, width", [(70, 40), (192, 96)])
 def test_experts(rung: str, form: Form, hidden: int, width: int) -> None:
     core.start_pool(None, 3, spin=False)

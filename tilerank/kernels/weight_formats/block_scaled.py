@@ -58,6 +58,7 @@ class BlockScaledWeight(ABC):
     """
 
     values: Tensor
+    n: int
     k: int
 
     @property

@@ -70,10 +70,7 @@ class BlockFormat(ABC):
         block_scaled.check_unit(name, "block_n", self.block_n)
         block_scaled.check_unit(name, "block_k", self.block_k)
         blocks, groups = block_scaled.blocks(n), -(-k // self.block_k)
-        values: tuple[int, ...] = (blocks, groups, self.block_k // TILE_K, 2, _TILE_BYTES)
-        if core.isa() == "reference":
-            values = (n, k)
-        return [(values, torch.uint8), ((blocks, groups), torch.float32)]
+        return [(byte_values(n, k, self.block_k), torch.uint8), ((blocks, groups), torch.float32)]
 
 
 @dataclass(frozen=True)
@@ -118,15 +115,8 @@ class ByteCodesWeight(block_scaled.BlockScaledWeight):
 
     def write_codes(self, codes: Tensor, row: int = 0, col: int = 0) -> None:
         """Pack codes[r, c] of `format.codes_dtype` into weight[row : row + r, col : col + c]."""
-        where, expected = "ByteCodesWeight.write_codes: codes", self.format.codes_dtype
-        if codes.dtype is not expected:
-            raise KernelError(f"{where}: expected {str(expected).removeprefix('torch.')}, found {codes.dtype}")
-        check_rectangle(where, codes, (self.n, self.k), (row, col))
-        bits = codes.view(torch.uint8)
-        if self.is_plain:
-            self.values[row : row + codes.shape[0], col : col + codes.shape[1]] = bits
-            return
-        core.launch(_PACK, (self.values, bits), (row, col))
+        where, dtype = "ByteCodesWeight.write_codes: codes", self.format.codes_dtype
+        pack_bytes(where, self, codes, dtype, (row, col))
 
     def write_scales(self, scales: Tensor, row_block: int = 0, col_block: int = 0) -> None:
         """Write scales[row blocks, column blocks], floats, from the given blocks on."""
@@ -145,19 +135,52 @@ class ByteCodesWeight(block_scaled.BlockScaledWeight):
     def unpack(self) -> Tensor:
         """Return the quantised weight[n, k] as float32."""
         scales = self.scales.repeat_interleave(BLOCK_N, 0)[: self.n]
-        return self._codes().float() * scales.repeat_interleave(self.format.block_k, 1)[:, : self.k]
-
-    def _codes(self) -> Tensor:
-        """Return the codes, [n, k] of `format.codes_dtype`."""
-        if self.is_plain:
-            return self.values.view(self.format.codes_dtype)
-        # [blocks, tiles, halves, lines, quads of outputs, pairs of inputs, outputs of a quad, inputs of a pair]
-        data = self.values.reshape(self.values.shape[0], -1, 2, 8, 4, 2, 4, 2)
-        plain = data.permute(0, 2, 4, 6, 1, 3, 5, 7).reshape(data.shape[0] * BLOCK_N, -1)
-        return plain[: self.n, : self.k].contiguous().view(self.format.codes_dtype)
+        codes = unpack_bytes(self.values, self.n, self.k).view(self.format.codes_dtype)
+        return codes.float() * scales.repeat_interleave(self.format.block_k, 1)[:, : self.k]
 
     def embedding(self, ids: Tensor, first_row: int = 0) -> Tensor:
         raise KernelError(
             "ByteCodesWeight.embedding: expected a bfloat16, float32 or int8 embedding table, "
             f"found {type(self.format).__name__}"
         )
+
+
+def byte_values(n: int, k: int, k_block: int) -> tuple[int, ...]:
+    """Return the shape of the packed codes of a weight[n, k], uint8: [n, k] where kernels run in plain torch."""
+    if core.isa() == "reference":
+        return n, k
+    return block_scaled.blocks(n), -(-k // k_block), k_block // TILE_K, 2, _TILE_BYTES
+
+
+def pack_bytes(
+    where: str,
+    weight: block_scaled.BlockScaledWeight,
+    codes: Tensor,
+    dtype: torch.dtype,
+    at: tuple[int, int],
+    middle: int = 0,
+) -> None:
+    """Pack codes[r, c] of `dtype` into the values of a weight, from row and column `at` on.
+
+    middle: is subtracted from codes. Raises KernelError for another dtype or codes outside of the weight.
+    """
+    if codes.dtype is not dtype:
+        raise KernelError(f"{where}: expected {str(dtype).removeprefix('torch.')}, found {codes.dtype}")
+    check_rectangle(where, codes, (weight.n, weight.k), at)
+    bits = codes.view(torch.uint8)
+    if middle:
+        bits = bits - middle
+    if weight.is_plain:
+        weight.values[at[0] : at[0] + codes.shape[0], at[1] : at[1] + codes.shape[1]] = bits
+        return
+    core.launch(_PACK, (weight.values, bits), at)
+
+
+def unpack_bytes(values: Tensor, n: int, k: int) -> Tensor:
+    """Return the bits of packed codes, [n, k] uint8."""
+    if values.ndim == 2:
+        return values
+    # [blocks, tiles, halves, lines, quads of outputs, pairs of inputs, outputs of a quad, inputs of a pair]
+    data = values.reshape(values.shape[0], -1, 2, 8, 4, 2, 4, 2)
+    plain = data.permute(0, 2, 4, 6, 1, 3, 5, 7).reshape(data.shape[0] * BLOCK_N, -1)
+    return plain[:n, :k].contiguous()

@@ -2,7 +2,7 @@
 
 import torch
 
-from tilerank.kernels.weight_formats import BlockInt8, Float, Format, Fp8, Int4, Int8
+from tilerank.kernels.weight_formats import BlockInt8, ChannelFp8, Float, Format, Fp8, GroupInt8, Int4, Int8
 
 WEIGHT_FORMATS: dict[str, Format] = {
     "bfloat16": Float(torch.bfloat16),
@@ -11,5 +11,7 @@ WEIGHT_FORMATS: dict[str, Format] = {
     "int4": Int4(128),
     "int4-g32": Int4(32),
     "fp8": Fp8(128, 128),
+    "channel-fp8": ChannelFp8(),
     "block-int8": BlockInt8(128, 128),
+    "group-int8": GroupInt8(128),
 }

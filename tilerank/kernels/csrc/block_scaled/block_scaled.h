@@ -8,9 +8,11 @@
 //     fp8, int8: [8 lines][4][2 pairs][8 bytes]   byte b of pair p of part q of line l: output 4 q + b / 2, input
 //                                            4 l + 2 p + b % 2, the order that interleaving two registers restores
 //   scales:
-//     int4: f16 [n / 32][K-blocks][32 outputs], times 2^8: represents f16 and bf16 scales of checkpoints exactly
-//     fp8, int8: f32 [n / 32][K-blocks]
-//   zeros (int4 only, optional): i8 [n / 32][K-blocks][32 outputs], the code that stands for 0, less 8; default: code 8
+//     int4, group int8: f16 [n / 32][K-blocks][32 outputs], times 2^8: represents f16 and bf16 scales of checkpoints
+//                       exactly
+//     channel fp8: f32 [n / 32][1][32 outputs]; one scale may stand for all K-blocks in the two formats above, too
+//     fp8, block int8: f32 [n / 32][K-blocks]
+//   zeros (int4 and group int8, optional): i8, as the scales: the value that stands for 0; default: 0
 //
 // output = sum over K-blocks of scale * (sum(x * value) - zero * sum(x)). Values are exact in bf16, so only the sums
 // are rounded, in fp32.
@@ -21,7 +23,7 @@
 namespace tilerank {
 
 constexpr int64_t kHalfN = 16;  // outputs of a tile
-constexpr float kInt4ScaleUnit = 1.0f / 256;
+constexpr float kGroupScaleUnit = 1.0f / 256;
 
 // The values of int4 nibbles as bf16 bits: 0 to 7, then -8 to -1.
 alignas(32) inline constexpr uint16_t kInt4Values[16] = {0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0,
@@ -64,11 +66,13 @@ inline constexpr ValueBytes<128> kFp8Values{fp8_value}, kInt8Values{int8_value};
 
 }  // namespace tilerank
 
-// Registers the kernels name_int4, name_fp8 and name_block_int8, which call run<Format>(args, team).
-#define TR_BLOCK_SCALED_KERNELS(name, run)       \
-  TR_BLOCK_SCALED_KERNEL(name##_int4, run<Int4>) \
-  TR_BLOCK_SCALED_KERNEL(name##_fp8, run<Fp8>)   \
-  TR_BLOCK_SCALED_KERNEL(name##_block_int8, run<BlockInt8>)
+// Registers the kernels name_FORMAT, which call run<Format>(args, team).
+#define TR_BLOCK_SCALED_KERNELS(name, run)                    \
+  TR_BLOCK_SCALED_KERNEL(name##_int4, run<Int4>)              \
+  TR_BLOCK_SCALED_KERNEL(name##_fp8, run<Fp8>)                \
+  TR_BLOCK_SCALED_KERNEL(name##_block_int8, run<BlockInt8>)   \
+  TR_BLOCK_SCALED_KERNEL(name##_channel_fp8, run<ChannelFp8>) \
+  TR_BLOCK_SCALED_KERNEL(name##_group_int8, run<GroupInt8>)
 #define TR_BLOCK_SCALED_KERNEL(name, run)                             \
   static void name(const Args& args, Team& team) { run(args, team); } \
   TR_KERNEL(name)

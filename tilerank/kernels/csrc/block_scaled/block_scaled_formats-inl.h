@@ -28,37 +28,69 @@ struct BlockScaledWeight {
   }
 };
 
-struct Int4 : BlockScaledWeight {
-  static constexpr int64_t kPackedTile = 256;
-  static constexpr bool kMayHaveZeros = true;
-  static constexpr int kExponent = 0;
-  static constexpr bool kWaitsForMemory = false;
-  static constexpr int kMostRows = kLanes == 16 ? 14 : 3;
-  static constexpr int64_t kFewRows = kLanes == 16 ? 2 * kMostRows : kMostRows;
-  const f16* const scales;
+// A scale for each block of outputs and each K-block.
+struct BlockScales : BlockScaledWeight {
+  static constexpr bool kMayHaveZeros = false;
+  const float* const scales;
+
+  // operands: values, scales
+  BlockScales(const Tensor* operands, int64_t first)
+      : BlockScaledWeight(operands[0], first), scales(operands[1].row<const float>(first)) {}
+
+  Vec scale(int64_t block, int64_t k_block, int64_t) const { return set(scales[block * k_blocks + k_block]); }
+  bool has_zeros() const { return false; }
+  Vec negative_zero(int64_t, int64_t, int64_t) const { return zero(); }
+  void fetch_scales(int64_t, int64_t) const {}  // few enough to stay in the cache
+};
+
+static inline Vec load_scale(const f16* at) { return load(at) * set(kGroupScaleUnit); }
+static inline Vec load_scale(const float* at) { return load(at); }
+
+// A scale for each output and each K-block, or one for all K-blocks.
+template <class Scale, bool kZeros>
+struct OutputScales : BlockScaledWeight {
+  static constexpr bool kMayHaveZeros = kZeros;
+  const int64_t scale_blocks;
+  const Scale* const scales;
   const int8_t* const zeros;
 
   // operands: values, scales, zeros or none
-  explicit Int4(const Tensor* operands, int64_t first = 0)
+  OutputScales(const Tensor* operands, int64_t first)
       : BlockScaledWeight(operands[0], first),
-        scales(operands[1].row<const f16>(first)),
-        zeros(operands[2] ? operands[2].row<const int8_t>(first) : nullptr) {}
+        scale_blocks(operands[1].size[1]),
+        scales(operands[1].row<const Scale>(first)),
+        zeros(kZeros && operands[2] ? operands[2].row<const int8_t>(first) : nullptr) {}
 
   // The scales of outputs v * kLanes to v * kLanes + kLanes - 1 of a block.
   Vec scale(int64_t block, int64_t k_block, int64_t v) const {
-    return load(scales + (block * k_blocks + k_block) * kBlockN + v * kLanes) * set(kInt4ScaleUnit);
+    return load_scale(scales + place(block, k_block) + v * kLanes);
   }
 
   bool has_zeros() const { return zeros != nullptr; }
   Vec negative_zero(int64_t block, int64_t k_block, int64_t v) const {
-    return zero() - load(zeros + (block * k_blocks + k_block) * kBlockN + v * kLanes);
+    return zero() - load(zeros + place(block, k_block) + v * kLanes);
   }
 
   // Prefetches what scale() and negative_zero() read.
   void fetch_scales(int64_t block, int64_t k_block) const {
-    _mm_prefetch(reinterpret_cast<const char*>(scales + (block * k_blocks + k_block) * kBlockN), _MM_HINT_T1);
-    if (zeros) _mm_prefetch(reinterpret_cast<const char*>(zeros + (block * k_blocks + k_block) * kBlockN), _MM_HINT_T1);
+    _mm_prefetch(reinterpret_cast<const char*>(scales + place(block, k_block)), _MM_HINT_T1);
+    if (zeros) _mm_prefetch(reinterpret_cast<const char*>(zeros + place(block, k_block)), _MM_HINT_T1);
   }
+
+ private:
+  int64_t place(int64_t block, int64_t k_block) const {
+    return (block * scale_blocks + (scale_blocks == 1 ? 0 : k_block)) * kBlockN;
+  }
+};
+
+struct Int4 : OutputScales<f16, true> {
+  static constexpr int64_t kPackedTile = 256;
+  static constexpr int kExponent = 0;
+  static constexpr bool kWaitsForMemory = false;
+  static constexpr int kMostRows = kLanes == 16 ? 14 : 3;
+  static constexpr int64_t kFewRows = kLanes == 16 ? 2 * kMostRows : kMostRows;
+
+  explicit Int4(const Tensor* operands, int64_t first = 0) : OutputScales(operands, first) {}
 
 #ifdef TR_AMX
   // Inlined, because with few rows it runs between any two products.
@@ -113,11 +145,10 @@ struct Int4 : BlockScaledWeight {
 #endif
 };
 
-// A byte for each code, and one scale for the 32 outputs of a block and a K-block. Codes expands codes.
-template <class Codes>
-struct ByteCodes : BlockScaledWeight {
+// A byte for each code. Codes expands codes.
+template <class Codes, class Scales>
+struct ByteCodes : Scales {
   static constexpr int64_t kPackedTile = 512;
-  static constexpr bool kMayHaveZeros = false;
   static constexpr int kExponent = Codes::kExponent;
 #ifdef TR_BF16
   static constexpr bool kWaitsForMemory = true;
@@ -128,16 +159,8 @@ struct ByteCodes : BlockScaledWeight {
   static constexpr int kMostRows = kLanes == 16 ? 14 : 3;
   static constexpr int64_t kFewRows = kLanes == 16 ? 8 : 3;
 #endif
-  const float* const scales;
 
-  // operands: values, scales
-  explicit ByteCodes(const Tensor* operands, int64_t first = 0)
-      : BlockScaledWeight(operands[0], first), scales(operands[1].row<const float>(first)) {}
-
-  Vec scale(int64_t block, int64_t k_block, int64_t) const { return set(scales[block * k_blocks + k_block]); }
-  bool has_zeros() const { return false; }
-  Vec negative_zero(int64_t, int64_t, int64_t) const { return zero(); }
-  void fetch_scales(int64_t, int64_t) const {}  // few enough to stay in the cache
+  explicit ByteCodes(const Tensor* operands, int64_t first = 0) : Scales(operands, first) {}
 
 #ifdef TR_AMX
   [[gnu::always_inline]] static inline void expand(const char* from, bf16* to, const char* ahead = nullptr) {
@@ -231,7 +254,9 @@ struct Int8Codes {
 
 #endif
 
-using Fp8 = ByteCodes<Fp8Codes>;
-using BlockInt8 = ByteCodes<Int8Codes>;
+using Fp8 = ByteCodes<Fp8Codes, BlockScales>;
+using BlockInt8 = ByteCodes<Int8Codes, BlockScales>;
+using ChannelFp8 = ByteCodes<Fp8Codes, OutputScales<float, false>>;
+using GroupInt8 = ByteCodes<Int8Codes, OutputScales<f16, true>>;
 
 }  // namespace tilerank::TR_RUNG

@@ -152,10 +152,10 @@ static void quantise_int4(const Args& args, Team& team) {
         for (int64_t i = 0; i < count; ++i) x[i] = as_float(from + i * source.stride[1]);
         std::fill(x + count, x + padded, 0.0f);
         const Int4Params chosen = choose_int4(x, padded, static_cast<bool>(zeros));
-        const float most = 65504 * kInt4ScaleUnit;
+        const float most = 65504 * kGroupScaleUnit;
         const float wanted = std::isnan(chosen.scale) ? chosen.scale : std::clamp(chosen.scale, -most, most);
-        const uint16_t stored = _cvtss_sh(wanted / kInt4ScaleUnit, _MM_FROUND_TO_NEAREST_INT);
-        const float scale = _cvtsh_ss(stored) * kInt4ScaleUnit;
+        const uint16_t stored = _cvtss_sh(wanted / kGroupScaleUnit, _MM_FROUND_TO_NEAREST_INT);
+        const float scale = _cvtsh_ss(stored) * kGroupScaleUnit;
         const float inverse = scale == 0 || std::isnan(scale) ? 0 : 1 / scale;
         const float low = static_cast<float>(-chosen.zero), high = static_cast<float>(15 - chosen.zero);
         for (int64_t i = 0; i < padded; ++i) {
