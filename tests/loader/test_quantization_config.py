@@ -12,7 +12,7 @@ from mutate import json_mutations
 
 from tilerank.loader.card import read_card
 from tilerank.loader.errors import ConfigError
-from tilerank.loader.quantization_config import QuantizationConfig
+from tilerank.loader.quantization_config import QuantizationConfig, Scheme
 
 AWQ: dict[str, Any] = {  # as AutoAWQ writes it
     "bits": 4,
@@ -49,6 +49,15 @@ COMPRESSED: dict[str, Any] = {  # as llm-compressor writes it
     "quant_method": "compressed-tensors",
     "quantization_status": "compressed",
 }
+ROUND: dict[str, Any] = {  # as AutoRound writes it
+    "bits": 4,
+    "data_type": "int",
+    "group_size": 128,
+    "packing_format": "auto_round:auto_gptq",
+    "quant_method": "auto-round",
+    "sym": True,
+}
+MODELOPT: dict[str, Any] = {"quant_algo": "FP8", "ignore": ["lm_head"], "producer": {"name": "modelopt"}}
 UP = "model.layers.0.mlp.up_proj"
 
 
@@ -65,33 +74,34 @@ def test_none(tmp_path: Path) -> None:
 
 def test_awq(tmp_path: Path) -> None:
     found = read(tmp_path, AWQ)
-    assert (found.layout, found.codes, found.group, found.symmetric) == ("awq", "int4", 128, False)
-    assert found.converts(UP) and not found.converts("lm_head")
+    assert found.scheme == Scheme("awq", 4, (1, 128), symmetric=False)
+    assert found.scheme_of(UP) and not found.scheme_of("lm_head")
     old = {"w_bit": 4, "q_group_size": 64, "zero_point": True, "version": "GEMM", "quant_method": "awq"}
-    assert read(tmp_path, old).group == 64
+    assert read(tmp_path, old).scheme.group == 64
 
 
 def test_gptq(tmp_path: Path) -> None:
     found = read(tmp_path, GPTQ)
-    assert (found.layout, found.codes, found.group, found.symmetric) == ("gptq", "int4", 128, True)
-    assert found.zeros_minus_one
-    assert found.converts(UP) and not found.converts("lm_head")
-    assert not read(tmp_path, GPTQ | {"checkpoint_format": "gptq_v2"}).zeros_minus_one
-    assert read(tmp_path, {key: GPTQ[key] for key in ("quant_method", "bits", "group_size", "sym")}).zeros_minus_one
+    assert found.scheme == Scheme("gptq", 4, (1, 128), zeros_minus_one=True)
+    assert str(found.scheme) == "int4 (gptq)"
+    assert found.scheme_of(UP) and not found.scheme_of("lm_head")
+    assert not read(tmp_path, GPTQ | {"checkpoint_format": "gptq_v2"}).scheme.zeros_minus_one
+    oldest = {key: GPTQ[key] for key in ("quant_method", "bits", "group_size", "sym")}
+    assert read(tmp_path, oldest).scheme.zeros_minus_one
     renamed = {key: value for key, value in GPTQ.items() if key != "checkpoint_format"} | {"format": "gptq_v2"}
-    assert not read(tmp_path, renamed).zeros_minus_one
-    assert read(tmp_path, GPTQ | {"format": "gptq_v2"}).zeros_minus_one, "the older name has priority"
-    assert read(tmp_path, GPTQ | {"group_size": -1}).group == 0
-    assert read(tmp_path, GPTQ | {"lm_head": True}).converts("lm_head")
-    assert not found.act_order and read(tmp_path, GPTQ | {"desc_act": True}).act_order
-    assert not read(tmp_path, GPTQ | {"desc_act": True, "meta": {"static_groups": True}}).act_order
+    assert not read(tmp_path, renamed).scheme.zeros_minus_one
+    assert read(tmp_path, GPTQ | {"format": "gptq_v2"}).scheme.zeros_minus_one, "the older name has priority"
+    assert read(tmp_path, GPTQ | {"group_size": -1}).scheme.group == 0
+    assert read(tmp_path, GPTQ | {"lm_head": True}).scheme_of("lm_head")
+    assert not found.scheme.act_order and read(tmp_path, GPTQ | {"desc_act": True}).scheme.act_order
+    assert not read(tmp_path, GPTQ | {"desc_act": True, "meta": {"static_groups": True}}).scheme.act_order
     old = {key: value for key, value in GPTQ.items() if key != "meta"} | {"desc_act": True}
-    assert read(tmp_path, old).act_order and not read(tmp_path, old | {"static_groups": True}).act_order
-    assert not read(tmp_path, old | {"group_size": -1}).act_order, "one group has no order"
+    assert read(tmp_path, old).scheme.act_order and not read(tmp_path, old | {"static_groups": True}).scheme.act_order
+    assert not read(tmp_path, old | {"group_size": -1}).scheme.act_order, "one group has no order"
     left = read(tmp_path, GPTQ | {"dynamic": {r"-:.*\.self_attn\..*": {}}})
-    assert left.converts(UP) and not left.converts("model.layers.0.self_attn.q_proj")
+    assert left.scheme_of(UP) and not left.scheme_of("model.layers.0.self_attn.q_proj")
     only = read(tmp_path, GPTQ | {"modules_in_block_to_quantize": [["self_attn.q_proj"], ["mlp.down_proj"]]})
-    assert only.converts("model.layers.3.mlp.down_proj") and not only.converts(UP)
+    assert only.scheme_of("model.layers.3.mlp.down_proj") and not only.scheme_of(UP)
 
 
 @pytest.mark.parametrize(
@@ -105,17 +115,17 @@ def test_gptq(tmp_path: Path) -> None:
 )
 def test_patterns_of_names(tmp_path: Path, pattern: str) -> None:
     found = read(tmp_path, GPTQ | {"dynamic": {f"-:{pattern}": {}}})
-    assert not found.converts(UP)
-    assert found.converts("model.layers.0.self_attn.q_proj")
+    assert not found.scheme_of(UP)
+    assert found.scheme_of("model.layers.0.self_attn.q_proj")
 
 
 def test_fp8(tmp_path: Path) -> None:
     found = read(tmp_path, FP8)
-    assert (found.layout, found.codes, found.block) == ("fp8", "fp8", (128, 128))
-    assert found.converts("model.layers.0.mlp.gate_proj"), "its name begins like one that is left out"
-    assert not found.converts("model.layers.0.mlp.gate") and not found.converts("lm_head")
-    assert not read(tmp_path, FP8 | {"modules_to_not_convert": None}).converts("lm_head")
-    assert not read(tmp_path, FP8 | {"modules_to_not_convert": ["self_attn"]}).converts(
+    assert found.scheme == Scheme("fp8", 8, (128, 128))
+    assert found.scheme_of("model.layers.0.mlp.gate_proj"), "its name begins like one that is left out"
+    assert not found.scheme_of("model.layers.0.mlp.gate") and not found.scheme_of("lm_head")
+    assert not read(tmp_path, FP8 | {"modules_to_not_convert": None}).scheme_of("lm_head")
+    assert not read(tmp_path, FP8 | {"modules_to_not_convert": ["self_attn"]}).scheme_of(
         "model.layers.9.self_attn.k_proj"
     )
 
@@ -124,22 +134,21 @@ def test_fp8(tmp_path: Path) -> None:
 def test_block_int8(tmp_path: Path, method: str) -> None:
     values = {"quant_method": method, "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
     found = read(tmp_path, values)
-    assert (found.layout, found.codes, found.block) == ("block_int8", "int8", (128, 128))
-    assert found.converts(UP) and not found.converts("lm_head")
+    assert found.scheme == Scheme("int8", 8, (128, 128))
+    assert found.scheme_of(UP) and not found.scheme_of("lm_head")
 
 
 def test_int8(tmp_path: Path) -> None:
     assert read(tmp_path, {"quant_method": "int8"}) == read(tmp_path, {"quant_method": "w8a8_int8"})
     found = read(tmp_path, {"quant_method": "w8a8_int8"})
-    assert (found.layout, found.codes) == ("int8", "int8")
-    assert found.converts(UP) and not found.converts("lm_head")
+    assert found.scheme == Scheme("int8", 8, (1, 0))
+    assert found.scheme_of(UP) and not found.scheme_of("lm_head")
     found = read(tmp_path, COMPRESSED)
-    assert (found.layout, found.codes) == ("int8", "int8")
-    assert (
-        found.converts(UP) and not found.converts("model.layers.7.self_attn.o_proj") and not found.converts("lm_head")
-    )
+    assert found.scheme == Scheme("int8", 8, (1, 0))
+    assert found.scheme_of(UP)
+    assert not found.scheme_of("model.layers.7.self_attn.o_proj") and not found.scheme_of("lm_head")
     found = read(tmp_path, COMPRESSED | {"ignore": []})
-    assert found.converts("lm_head") and not found.converts("model.embed_tokens")
+    assert found.scheme_of("lm_head") and not found.scheme_of("model.embed_tokens")
 
 
 def group(**changes: Any) -> dict[str, Any]:
@@ -150,8 +159,8 @@ PATTERNS = "regular expressions with at most 4 repetitions and groups, no group 
 REFUSALS: list[tuple[dict[str, Any], str]] = [
     (
         {"quant_method": "bitsandbytes"},
-        "quant_method: expected one of awq, gptq, fp8, compressed-tensors, w8a8_int8, blockwise_int8, int8, "
-        "found 'bitsandbytes'",
+        "quant_method: expected one of awq, gptq, auto-round, fp8, fbgemm_fp8, compressed-tensors, modelopt, "
+        "w8a8_int8, blockwise_int8, int8, found 'bitsandbytes'",
     ),
     ({}, "quant_method: expected a string, found no such key"),
     (AWQ | {"bits": 8}, "bits: expected 4, found 8"),
@@ -162,12 +171,10 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
     (AWQ | {"group_size": 48}, "group_size: expected -1 or a multiple of 32, found 48"),
     (AWQ | {"group_size": 0}, "group_size: expected -1 or a multiple of 32, found 0"),
     (AWQ | {"modules_to_not_convert": "lm_head"}, "modules_to_not_convert: expected a list of names of modules, found"),
-    (GPTQ | {"bits": 3}, "bits: expected 4, found 3"),
+    (GPTQ | {"bits": 3}, "bits: expected 4 or 8, found 3"),
     (GPTQ | {"checkpoint_format": "marlin"}, "checkpoint_format: expected 'gptq' or 'gptq_v2', found 'marlin'"),
-    (
-        GPTQ | {"dynamic": {"+:.*down.*": {"bits": 8}}},
-        "dynamic: expected rules that leave modules out (-:PATTERN) only, found",
-    ),
+    (GPTQ | {"dynamic": {"+:.*down.*": {"bits": 3}}}, "dynamic.+:.*down.*.bits: expected 4 or 8, found 3"),
+    (GPTQ | {"dynamic": {"-:.*down.*": 3}}, "dynamic: expected an object of settings for each rule, found"),
     (GPTQ | {"dynamic": {"-:(a+)+$": {}}}, f"dynamic: expected {PATTERNS}, found"),
     (GPTQ | {"dynamic": {"-:" + ".?" * 90 + "#": {}}}, f"dynamic: expected {PATTERNS}, found"),
     (GPTQ | {"dynamic": {"-:" + "(.|.|.|.)" * 20 + "#": {}}}, f"dynamic: expected {PATTERNS}, found"),
@@ -180,22 +187,30 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
         "key",
     ),
     (FP8 | {"fmt": "e5m2"}, "fmt: expected 'e4m3', found 'e5m2'"),
-    (FP8 | {"activation_scheme": "static"}, "activation_scheme: expected 'dynamic', found 'static'"),
+    (FP8 | {"activation_scheme": "other"}, "activation_scheme: expected dynamic or static, found 'other'"),
     (FP8 | {"weight_block_size": [128, 100]}, "weight_block_size: expected [rows, columns] of the blocks"),
     (FP8 | {"weight_block_size": [128, 0]}, "weight_block_size: expected rows and columns from 32 to 4096"),
-    (COMPRESSED | {"format": "pack-quantized"}, "format: expected 'int-quantized', found 'pack-quantized'"),
+    (
+        COMPRESSED | {"format": "marlin-24"},
+        "format: expected one of pack-quantized, int-quantized, float-quantized, naive-quantized, found 'marlin-24'",
+    ),
+    (
+        COMPRESSED | {"format": "pack-quantized"} | group(weights=WEIGHTS | {"strategy": "tensor"}),
+        "config_groups.group_0.weights.strategy: expected group or channel, found 'tensor'",
+    ),
     (COMPRESSED | {"ignore": ["re:.*.*.*.*.*"]}, f"ignore: expected {PATTERNS}, found"),
-    (COMPRESSED | {"kv_cache_scheme": {}}, "kv_cache_scheme: expected no such key"),
-    (COMPRESSED | group(targets=["Conv2d"]), "config_groups.group_0.targets: expected ['Linear'], found ['Conv2d']"),
+    (COMPRESSED | group(targets=["Conv2d"]), "config_groups.group_0.targets: expected Linear, names of modules"),
     (
         COMPRESSED | group(weights=WEIGHTS | {"strategy": "group"}),
-        "config_groups.group_0.weights.strategy: expected 'channel', found 'group'",
+        "config_groups.group_0.weights.strategy: expected tensor, channel or block, found 'group'",
     ),
     (
         COMPRESSED | group(input_activations=None),
         "config_groups.group_0.input_activations: expected an object, found None",
     ),
-    (COMPRESSED | {"config_groups": {}}, "config_groups: expected one group of modules, found {}"),
+    (COMPRESSED | {"config_groups": None}, "config_groups: expected an object, found None"),
+    (ROUND | {"packing_format": "auto_round:exl2"}, "packing_format: expected one of auto_round:auto_gptq, "),
+    (MODELOPT | {"quant_algo": "NVFP4"}, "quant_algo: expected FP8 or FP8_PER_CHANNEL_PER_TOKEN, found 'NVFP4'"),
 ]
 
 
@@ -219,4 +234,107 @@ def test_mutated(tmp_path: Path, values: dict[str, Any], data: st.DataObject) ->
     except ConfigError as e:
         assert str(e).startswith(f"{tmp_path / 'config.json'}: ")
     else:
-        assert found is None or found.converts(UP) in (True, False)
+        assert found is None or (found.scheme_of(UP) is None) in (True, False)
+
+
+def test_auto_round(tmp_path: Path) -> None:
+    found = read(tmp_path, ROUND)
+    assert found.scheme == Scheme("gptq", 4, (1, 128), zeros_minus_one=True)
+    assert found.scheme_of(UP) and not found.scheme_of("lm_head")
+    extra = {".*self_attn.*": {"bits": 16}, "model.layers.0.mlp.up_proj": {"bits": 8, "group_size": 32}}
+    mixed = read(tmp_path, ROUND | {"extra_config": extra})
+    assert mixed.scheme_of("model.layers.0.self_attn.q_proj") is None
+    assert mixed.scheme_of(UP) == Scheme("gptq", 8, (1, 32), zeros_minus_one=True)
+    assert mixed.scheme_of("model.layers.1.mlp.up_proj") == mixed.scheme
+    assert read(tmp_path, ROUND | {"packing_format": "auto_round:auto_awq"}).scheme.layout == "awq"
+
+
+def test_rules_of_gptq(tmp_path: Path) -> None:
+    """The first rule that matches counts; those of `lm_head` and the embedding, with empty objects, change nothing."""
+    rules = {"lm_head": {}, "model.language_model.embed_tokens": {}, "-:.*attn.*": {}, "+:.*down.*": {"bits": 8}}
+    found = read(tmp_path, GPTQ | {"dynamic": rules})
+    assert found.scheme_of("lm_head") is None and found.scheme_of("model.language_model.embed_tokens") is None
+    assert found.scheme_of("model.language_model.layers.0.linear_attn.out_proj") is None
+    assert found.scheme_of("model.language_model.layers.0.mlp.experts.3.up_proj") == found.scheme
+    down = found.scheme_of("model.language_model.layers.0.mlp.experts.3.down_proj")
+    assert down is not None and down.bits == 8
+
+
+def packed(**weights: Any) -> dict[str, Any]:
+    numbers = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32} | weights
+    groups = {"group_0": {"targets": ["Linear"], "weights": numbers, "input_activations": None}}
+    return COMPRESSED | {"format": "pack-quantized", "config_groups": groups}
+
+
+def test_packed(tmp_path: Path) -> None:
+    assert read(tmp_path, packed()).scheme == Scheme("packed", 4, (1, 32))
+    assert read(tmp_path, packed(symmetric=False, group_size=128)).scheme == Scheme("packed", 4, (1, 128), False)
+    assert read(tmp_path, packed(strategy="channel", group_size=None)).scheme == Scheme("packed", 4, (1, 0))
+    assert read(tmp_path, packed(group_size=-1, num_bits=8)).scheme == Scheme("packed", 8, (1, 0))
+    assert read(tmp_path, packed(actorder="group")).scheme.act_order
+    assert not read(tmp_path, packed(actorder="weight")).scheme.act_order
+
+
+def test_groups_of_modules(tmp_path: Path) -> None:
+    """Names of modules and patterns count before the class; `format` may stand in each group."""
+    int4 = WEIGHTS | {"num_bits": 4, "strategy": "group", "group_size": 32}
+    mlp = {"targets": ["re:.*mlp\\..*proj$"], "weights": int4}
+    rest = {"targets": ["Linear"], "weights": WEIGHTS | {"type": "float"}, "format": "float-quantized"}
+    values = COMPRESSED | {"config_groups": {"a": rest, "b": mlp | {"format": "pack-quantized"}}, "format": "mixed"}
+    found = read(tmp_path, values | {"ignore": ["lm_head", "model.layers.1.mlp", "re:.*layers[.]2[.]"]})
+    assert found.scheme_of(UP) == Scheme("packed", 4, (1, 32))
+    assert found.scheme_of("model.layers.0.self_attn.q_proj") == found.scheme == Scheme("fp8", 8, (1, 0))
+    assert found.scheme_of("model.layers.1.mlp.up_proj"), "a name excepts a module, not those inside it"
+    assert not found.scheme_of("model.layers.2.mlp.up_proj") and not found.scheme_of("lm_head")
+
+
+def test_fp8_without_blocks(tmp_path: Path) -> None:
+    whole = {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]}
+    for values in (whole, whole | {"weight_block_size": None}, MODELOPT, MODELOPT | {"quant_method": "modelopt"}):
+        found = read(tmp_path, values)
+        assert found.scheme == Scheme("fp8", 8, (0, 0)) and found.scheme_of(UP) and not found.scheme_of("lm_head")
+    assert read(tmp_path, {"quant_method": "fbgemm_fp8"}).scheme == Scheme("fp8", 8, (1, 0))
+    block = WEIGHTS | {"type": "float", "strategy": "block", "block_structure": [128, 128]}
+    values = COMPRESSED | {"format": "float-quantized"} | group(weights=block)
+    assert read(tmp_path, values).scheme == Scheme("fp8", 8, (128, 128))
+
+
+def test_names_on_disk_and_in_memory(tmp_path: Path) -> None:
+    """A list may say `visual` for `model.visual`, and leaves out what is inside; a router is no `gate_proj`."""
+    names = ["visual", "layers.3.mlp.gate", "model.layers.4.self_attn", "language_model.layers.5.mlp"]
+    found = read(tmp_path, FP8 | {"modules_to_not_convert": names})
+    for name in ("visual.blocks.0.attn.qkv", "layers.3.mlp.gate", "language_model.layers.4.self_attn.q_proj"):
+        assert found.scheme_of(f"model.{name}") is None
+    assert found.scheme_of("thinker.model.layers.5.mlp.up_proj") is None
+    assert found.scheme_of("model.language_model.layers.3.mlp.gate_proj") == found.scheme
+
+
+def test_hf_quant_config(tmp_path: Path) -> None:
+    """It counts where config.json says nothing; its names may have wildcards."""
+    write_config(tmp_path, {})
+    where = tmp_path / "hf_quant_config.json"
+    settings: dict[str, Any] = {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8", "exclude_modules": ["lm_head"]}
+
+    def read_alone(**changes: Any) -> QuantizationConfig | None:
+        where.write_text(json.dumps({"producer": {"name": "modelopt"}, "quantization": settings | changes}))
+        return read_card(tmp_path).quantization
+
+    found = read_alone()
+    assert found is not None and found.scheme == Scheme("fp8", 8, (0, 0)) and not found.scheme_of("lm_head")
+    assert found.cache == "quantization.kv_cache_quant_algo"
+    found = read_alone(exclude_modules=["model.layers.0*", "*.o_proj"])
+    assert found is not None and not found.scheme_of(UP) and found.scheme_of("model.layers.1.mlp.up_proj")
+    assert not found.scheme_of("model.layers.1.self_attn.o_proj")
+    assert read_alone(quant_algo=None) is None
+    with pytest.raises(ConfigError) as caught:
+        read_alone(quant_algo="NVFP4")
+    expected = "quantization.quant_algo: expected FP8 or FP8_PER_CHANNEL_PER_TOKEN, found 'NVFP4'"
+    assert str(caught.value) == f"{where}: {expected}"
+    assert read(tmp_path, FP8).scheme.block == (128, 128), "config.json comes first"
+
+
+def test_mlx_is_refused(tmp_path: Path) -> None:
+    values = {"group_size": 64, "bits": 8, "mode": "affine"}
+    for key in ("quantization", "quantization_config"):
+        with pytest.raises(ConfigError, match=rf"{key}: expected a quant_method.*in the format of MLX \(bits 8"):
+            read_card(write_config(tmp_path, {key: values}))

@@ -81,6 +81,7 @@ def block_fp8(shape: tuple[int, int], scales: torch.dtype) -> tuple[dict[str, Te
 
 
 ENCODERS = {"int8": channel_int8, "block_int8": block_int8, "fp8": block_fp8}
+SCHEMES = {"int8": ("int8", (1, 0)), "block_int8": ("int8", (128, 128)), "fp8": ("fp8", (128, 128))}
 FORMATS: dict[str, type[Format]] = {"int8": Int8, "block_int8": BlockInt8, "fp8": Fp8}
 
 
@@ -135,8 +136,8 @@ def test_every_rank_holds_what_the_codes_stand_for(
 ) -> None:
     _, values = write(tmp_path, layout, config, scales)
     found = read_card(tmp_path).quantization
-    assert found is not None and found.layout == layout
-    assert found.converts(UP) and found.converts(DOWN) and not found.converts(GATE)
+    assert found is not None and (found.scheme.layout, found.scheme.block) == SCHEMES[layout]
+    assert found.scheme_of(UP) == found.scheme_of(DOWN) == found.scheme and found.scheme_of(GATE) is None
     for size in (1, 2, 3):
         for rank in range(size):
             model = load(tmp_path, rank, size)
@@ -160,7 +161,9 @@ def test_a_layer_that_the_model_holds_as_floats_is_dequantised(
     assert model.gate.weight.format == Float(torch.bfloat16)
     assert torch.equal(model.gate.weight.packed.unpack(), values[f"{GATE}.weight"].bfloat16())
     assert f"held as floats, though quantised: {GATE}.weight" in caplog.text
-    assert f"quantised weights are {read_card(tmp_path).quantization} by their tensors" in caplog.text
+    quantization = read_card(tmp_path).quantization
+    assert quantization is not None
+    assert f"quantised weights are {quantization.scheme} by their tensors" in caplog.text
 
 
 @pytest.mark.parametrize("method", ["awq", "mystery"])
@@ -193,7 +196,7 @@ def test_packed_codes_need_the_config(tmp_path: Path) -> None:
 def test_the_config_decides_alone_without_files_that_can_be_read(tmp_path: Path, content: bytes) -> None:
     write_config(tmp_path, {"quantization_config": BLOCKWISE})
     alone = read_card(tmp_path)
-    assert alone.quantization is not None and alone.quantization.layout == "block_int8"
+    assert alone.quantization is not None and alone.quantization.scheme.block == (128, 128)
     (tmp_path / SINGLE).write_bytes(content)
     assert read_card(tmp_path) == alone
     with pytest.raises(CheckpointError):
@@ -203,7 +206,7 @@ def test_the_config_decides_alone_without_files_that_can_be_read(tmp_path: Path,
 Mutation = tuple[str, str, Tensor | None, str]  # layout, tensor, its replacement, the sentence
 SCALE, SCALE_INV = f"{UP}.weight_scale", f"{UP}.weight_scale_inv"
 MUTATIONS: list[Mutation] = [
-    ("int8", SCALE, torch.ones(WIDTH), f"{SCALE}: expected shape [576, 1], found [576]"),
+    ("int8", SCALE, torch.ones(WIDTH, 2), f"{SCALE}: expected shape [576, 1], found [576, 2]"),
     ("int8", SCALE, torch.ones(WIDTH, 1).long(), f"{SCALE}: expected one of BF16, F16, F32, found I64"),
     ("int8", SCALE, torch.full((WIDTH, 1), torch.nan), f"{SCALE}: expected finite numbers, found nan at [0, 0]"),
     ("int8", SCALE, None, f"the model needs tensor {SCALE}, found in no file"),
@@ -239,11 +242,13 @@ def test_a_wrong_tensor_is_named_in_one_sentence(
     assert str(caught.value) == f"{where}{colon} {sentence}"
 
 
-@pytest.mark.parametrize("config", [BLOCKWISE, FP8_CONFIG])
-def test_of_two_layouts_the_config_chooses_and_the_other_is_refused(tmp_path: Path, config: dict[str, Any]) -> None:
-    tensors, _ = write(tmp_path, "fp8", config)
-    save_file(tensors | {f"{UP}.weight": torch.ones(WIDTH, HIDDEN).char()}, tmp_path / SINGLE)
-    sentence = {"blockwise_int8": f"{DOWN}.weight: expected I8, found F8_E4M3"}
-    expected = sentence.get(config["quant_method"], f"{UP}.weight: expected F8_E4M3, found I8")
-    with pytest.raises(CheckpointError, match=expected):
-        load(tmp_path)
+@pytest.mark.parametrize("config", [None, BLOCKWISE, FP8_CONFIG])
+def test_of_two_layouts_each_module_is_read_in_its_own(tmp_path: Path, config: dict[str, Any] | None) -> None:
+    tensors, values = write(tmp_path, "fp8", config)
+    codes = torch.ones(WIDTH, HIDDEN).char()
+    save_file(tensors | {f"{UP}.weight": codes}, tmp_path / SINGLE)
+    model = load(tmp_path)
+    assert isinstance(model.up.weight.format, BlockInt8) and isinstance(model.down.weight.format, Fp8)
+    scales = tensors[SCALE_INV].repeat_interleave(128, 0)[:WIDTH].repeat_interleave(128, 1)[:, :HIDDEN]
+    assert torch.equal(model.up.weight.packed.unpack(), scales)
+    assert torch.equal(model.down.weight.packed.unpack(), values[f"{DOWN}.weight"])

@@ -5,7 +5,7 @@ from fractions import Fraction
 import pytest
 import torch
 
-from tilerank.kernels.weight_formats import Float, Fp8, Int4, Int8
+from tilerank.kernels.weight_formats import ChannelFp8, Float, Format, Fp8, Int4, Int8
 from tilerank.parallel.embedding import ParallelLMHead, TiedEmbedding
 from tilerank.parallel.errors import ShardError
 from tilerank.parallel.linear import GateUpParallelLinear, QKVParallelLinear, ReplicatedLinear, RowParallelLinear
@@ -20,9 +20,11 @@ def sharding(formats: WeightFormats | None, rank: int = 0, size: int = 1) -> Sha
     return Sharding(rank, size, torch.bfloat16, None, formats=formats)
 
 
-def stored(projections: object, keeps: str = "none") -> WeightFormats:
+def stored(projections: Format, keeps: str = "none") -> WeightFormats:
     """Return the formats of a checkpoint that stores all modules in one format, except `keeps` and the head."""
-    return WeightFormats(projections, projections, lambda name: keeps not in name and name != "lm_head")  # type: ignore[arg-type]
+    return WeightFormats(
+        projections, projections, lambda name: None if keeps in name or name == "lm_head" else projections
+    )
 
 
 def test_which_layers_are_quantised_while_loading() -> None:
@@ -42,8 +44,8 @@ def test_which_layers_are_quantised_in_the_checkpoint() -> None:
     assert QKVParallelLinear("layers.0.a", 64, 4, 2, 16, s).weight.format == Int8()
     assert QKVParallelLinear("layers.1.a", 64, 4, 2, 16, s).weight.format == BF16
     assert ParallelLMHead("lm_head", 64, 96, s).weight.format == BF16
-    with pytest.raises(ShardError, match=r"^a.k_proj is quantised and a.q_proj is not, but both are held as one"):
-        QKVParallelLinear("a", 64, 4, 2, 16, sharding(stored(Int8(), keeps="q_proj")))
+    mixed = QKVParallelLinear("a", 64, 4, 2, 16, sharding(stored(Int8(), keeps="q_proj")))
+    assert mixed.weight.format == BF16, "held as one weight"
 
 
 def test_scales_of_a_checkpoint_become_finer_where_a_cut_needs_it() -> None:
@@ -61,6 +63,14 @@ def test_scales_of_a_checkpoint_become_finer_where_a_cut_needs_it() -> None:
     s = sharding(WeightFormats(Int4(128, zero_points=False), Int8()), 1, 2)
     span = QKVParallelLinear("a", 384, 6, 6, 64, s).q_columns
     assert RowParallelLinear("a.o_proj", 384, 384, s, span=span).weight.format == Int4(128, zero_points=False)
+
+
+@pytest.mark.parametrize("form", [Int4(0), ChannelFp8()], ids=str)
+def test_scales_of_whole_rows_fit_any_cut(form: Format) -> None:
+    s = sharding(stored(form), 1, 2)
+    span = QKVParallelLinear("a", 160, 2, 2, 80, s).q_columns
+    assert span.start == 80
+    assert RowParallelLinear("a.o_proj", 160, 160, s, span=span).weight.format == form
 
 
 def test_heads_too_fine_for_the_kernels_are_refused() -> None:

@@ -107,8 +107,8 @@ def test_quantisation_in_either_part(tmp_path: Path, top: bool) -> None:
     config = {"quantization_config": fp8}
     card = read_card(write(tmp_path, **config) if top else write(tmp_path, config))
     assert card.quantization is not None
-    assert card.quantization.converts("model.language_model.layers.0.mlp.up_proj")
-    assert not card.quantization.converts("model.visual.blocks.0.attn.qkv")
+    assert card.quantization.scheme_of("model.language_model.layers.0.mlp.up_proj")
+    assert not card.quantization.scheme_of("model.visual.blocks.0.attn.qkv")
 
 
 def test_the_tied_head_of_the_top_counts(tmp_path: Path) -> None:

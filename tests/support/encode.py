@@ -3,8 +3,8 @@
     encode(model_dir, out, "awq", group=32) -> directory of the same weights, dequantised, in F32
     make("awq-32", tmp) -> both directories of one of CASES
 
-The packing follows the tools that write such files: AutoAWQ's "gemm" kernel, AutoGPTQ / GPTQModel, DeepSeek's
-block-wise fp8, vLLM's w8a8.
+The packing follows the tools that write such files: AutoAWQ's "gemm" kernel, AutoGPTQ / GPTQModel, AutoRound,
+DeepSeek's block-wise fp8, compressed-tensors, NVIDIA's Model Optimizer, vLLM's w8a8.
 """
 
 import json
@@ -20,19 +20,26 @@ from tiny import make_checkpoint
 from torch import Tensor
 
 _PROJECTIONS = re.compile(r"(?<!eh)_proj(_with_mqa|_qkv|_z)?\.weight$")
+_GATES = re.compile(r"in_proj_[ba]\.weight$")
 
 Encoded = tuple[dict[str, Tensor], Tensor]  # tensors by the last part of their name; the weight that they encode
 
 
-def encode(model_dir: Path, out: Path, layout: str, *, keep: tuple[str, ...] = (), **options: Any) -> Path:
-    """Write `out` and `out`-plain, and return the latter. keep: parts of names of modules that stay floats."""
+def encode(
+    model_dir: Path, out: Path, layout: str, *, keep: tuple[str, ...] = (), gates: bool = False, **options: Any
+) -> Path:
+    """Write `out` and `out`-plain, and return the latter.
+
+    keep: parts of names of modules that stay floats. gates: b and a of delta nets are quantised with the rest.
+    """
     tensors = {name: tensor for path in model_dir.glob("*.safetensors") for name, tensor in load_file(path).items()}
     encoder, config = LAYOUTS[layout](keep=list(keep), **options)
     coded: dict[str, Tensor] = {}
     plain: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         module = name.removesuffix(".weight")
-        if tensor.ndim == 2 and _PROJECTIONS.search(name) and not any(part in name for part in keep):
+        chosen = _PROJECTIONS.search(name) or (gates and _GATES.search(name))
+        if tensor.ndim == 2 and chosen and not any(part in name for part in keep):
             parts, plain[name] = encoder(tensor.float())
             coded |= {f"{module}.{end}": part.contiguous() for end, part in parts.items()}
         else:
@@ -47,22 +54,25 @@ def encode(model_dir: Path, out: Path, layout: str, *, keep: tuple[str, ...] = (
     return files
 
 
-def _groups(weight: Tensor, group: int, symmetric: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return codes [n, k], zeros [n, groups] and scales [n, groups] fp16 by rounding to nearest, and their values."""
+def _groups(
+    weight: Tensor, group: int, symmetric: bool, bits: int = 4, scales_in: torch.dtype = torch.float16
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return codes [n, k], zeros [n, groups] and scales [n, groups] by rounding to nearest, and their values."""
     n, k = weight.shape
+    middle, most = 1 << bits - 1, (1 << bits) - 1
     size = k if group == -1 else group
     codes, dequantised = torch.empty(n, k, dtype=torch.int64), torch.empty(n, k)
     zeros, scales = [], []
     for start in range(0, k, size):
         part = weight[:, start : start + size]
         if symmetric:
-            scale = (part.abs().amax(1) / 7).half()
-            zero = torch.full((n,), 8)
+            scale = (part.abs().amax(1) / (middle - 1)).to(scales_in)
+            zero = torch.full((n,), middle)
         else:
             low, high = part.amin(1).clamp(max=0), part.amax(1).clamp(min=0)
-            scale = ((high - low) / 15).half()
-            zero = (-low / scale.float()).round().clamp(0, 15).long()
-        code = ((part / scale.float()[:, None]).round() + zero[:, None]).clamp(0, 15).long()
+            scale = ((high - low) / most).to(scales_in)
+            zero = (-low / scale.float()).round().clamp(0, most).long()
+        code = ((part / scale.float()[:, None]).round() + zero[:, None]).clamp(0, most).long()
         codes[:, start : start + size] = code
         dequantised[:, start : start + size] = (code - zero[:, None]) * scale.float()[:, None]
         zeros.append(zero)
@@ -70,9 +80,10 @@ def _groups(weight: Tensor, group: int, symmetric: bool) -> tuple[Tensor, Tensor
     return codes, torch.stack(zeros, 1), torch.stack(scales, 1), dequantised
 
 
-def _int32(nibbles: list[Tensor]) -> Tensor:
-    """Pack eight tensors of codes into one of int32, the first in the lowest bits."""
-    total = sum(nibble.long() * 16**place for place, nibble in enumerate(nibbles))
+def _int32(codes: list[Tensor]) -> Tensor:
+    """Pack eight tensors of codes of 4 bits, or four of 8 bits, into one of int32, the first in the lowest bits."""
+    bits = 32 // len(codes)
+    total = sum(code.long() << bits * place for place, code in enumerate(codes))
     assert isinstance(total, Tensor)
     return torch.where(total < 2**31, total, total - 2**32).to(torch.int32)
 
@@ -94,6 +105,7 @@ def awq(*, keep: list[str], group: int = 32) -> tuple[Callable[[Tensor], Encoded
 def gptq(
     *,
     keep: list[str],
+    bits: int = 4,
     group: int = 32,
     sym: bool = False,
     form: str | None = None,
@@ -101,29 +113,69 @@ def gptq(
     act_order: bool = False,
 ) -> tuple[Callable[[Tensor], Encoded], dict[str, Any]]:
     """Return an encoder and its quantization_config. form: checkpoint_format. stored_zero: what a symmetric file stores
-    for 8, if it differs from the rule of its format. act_order: the columns of a group are not neighbours."""
+    for its zero, if it differs from the rule of its format. act_order: the columns of a group are not neighbours."""
+    per_word = 32 // bits
 
     def encoder(weight: Tensor) -> Encoded:
         k = weight.shape[1]
         columns = torch.randperm(k, generator=torch.Generator().manual_seed(k)) if act_order else torch.arange(k)
-        codes, zeros, scales, dequantised = _groups(weight[:, columns], group, sym)
+        codes, zeros, scales, dequantised = _groups(weight[:, columns], group, sym, bits)
         place = columns.argsort()
         codes, dequantised = codes[:, place], dequantised[:, place]
-        stored = zeros if form == "gptq_v2" else (zeros - 1) % 16
+        stored = zeros if form == "gptq_v2" else (zeros - 1) % (1 << bits)
         if stored_zero is not None:
             stored = torch.full_like(zeros, stored_zero)
         parts = {
-            "qweight": _int32([codes.T[row::8] for row in range(8)]),
-            "qzeros": _int32([stored.T[:, output::8] for output in range(8)]),
+            "qweight": _int32([codes.T[row::per_word] for row in range(per_word)]),
+            "qzeros": _int32([stored.T[:, output::per_word] for output in range(per_word)]),
             "scales": scales.T,
             "g_idx": (place // (k if group == -1 else group)).int(),
         }
         return parts, dequantised
 
-    config: dict[str, Any] = {"quant_method": "gptq", "bits": 4, "group_size": group, "sym": sym}
+    config: dict[str, Any] = {"quant_method": "gptq", "bits": bits, "group_size": group, "sym": sym}
     config["desc_act"] = act_order
     rules: dict[str, dict[str, Any]] = {f"-:.*{part.replace('.', '[.]')}": {} for part in keep}
+    if keep:  # as Qwen's own files: rules without settings come first and change nothing
+        rules = {"lm_head": {}, "model.language_model.embed_tokens": {}, **rules}
     return encoder, config | ({"dynamic": rules} if keep else {}) | ({"checkpoint_format": form} if form else {})
+
+
+def auto_round(*, keep: list[str], group: int = 32) -> tuple[Callable[[Tensor], Encoded], dict[str, Any]]:
+    encoder, _ = gptq(keep=[], group=group, sym=True)
+    config = {"quant_method": "auto-round", "bits": 4, "group_size": group, "sym": True, "data_type": "int"}
+    return encoder, config | {
+        "packing_format": "auto_round:auto_gptq",
+        "extra_config": {f".*{part}.*": {"bits": 16} for part in keep},
+    }
+
+
+def packed(
+    *, keep: list[str], bits: int = 4, group: int = 32, sym: bool = True
+) -> tuple[Callable[[Tensor], Encoded], dict[str, Any]]:
+    """compressed-tensors' pack-quantized, with a second group of modules that the files do not have."""
+    per_word = 32 // bits
+
+    def pack(codes: Tensor) -> Tensor:  # [n, k] -> [n, k / per_word], filled up with zeros
+        codes = torch.nn.functional.pad(codes, (0, -codes.shape[1] % per_word))
+        return _int32([codes[:, place::per_word] for place in range(per_word)])
+
+    def encoder(weight: Tensor) -> Encoded:
+        codes, zeros, scales, dequantised = _groups(weight, group, sym, bits, torch.bfloat16)
+        parts = {"weight_packed": pack(codes), "weight_scale": scales, "weight_shape": torch.tensor(weight.shape)}
+        return parts | ({} if sym else {"weight_zero_point": pack(zeros.T).T}), dequantised
+
+    numbers = {"num_bits": bits, "type": "int", "symmetric": sym, "actorder": None}
+    weights = numbers | ({"strategy": "channel"} if group == -1 else {"strategy": "group", "group_size": group})
+    groups = {
+        "group_0": {"targets": ["Linear"], "weights": weights, "input_activations": None, "format": "pack-quantized"},
+        "group_1": {
+            "targets": ["re:.*mtp\\..*proj$"],
+            "weights": numbers | {"strategy": "group", "group_size": 64},
+            "format": "pack-quantized",
+        },
+    }
+    return encoder, _compressed("mixed-precision", groups, keep)
 
 
 def fp8(
@@ -139,6 +191,51 @@ def fp8(
     config = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": list(block)}
     config |= {"scale_fmt": "ue8m0"} if exponents else {}
     return encoder, config | ({"modules_to_not_convert": keep} if keep else {})
+
+
+def fp8_tensor(
+    *, keep: list[str], method: str = "fp8", shape: tuple[int, ...] = ()
+) -> tuple[Callable[[Tensor], Encoded], dict[str, Any]]:
+    """One scale for a weight, stored in a tensor of `shape`, and one for its inputs, which is not used."""
+
+    def encoder(weight: Tensor) -> Encoded:
+        scale = weight.abs().max() / 448
+        codes = (weight / scale).to(torch.float8_e4m3fn)
+        parts = {"weight": codes, "weight_scale": scale.reshape(shape), "input_scale": torch.tensor(0.7)}
+        return parts, codes.float() * scale
+
+    if method == "modelopt":
+        return encoder, {"quant_algo": "FP8", "ignore": ["lm_head", *keep], "producer": {"name": "modelopt"}}
+    return encoder, {"quant_method": method, "activation_scheme": "static", "ignored_layers": ["lm_head", *keep]}
+
+
+def fp8_compressed(
+    *, keep: list[str], strategy: str = "channel", scales: torch.dtype = torch.float32
+) -> tuple[Callable[[Tensor], Encoded], dict[str, Any]]:
+    """compressed-tensors' float-quantized, with a scale for each output, or for each block."""
+
+    def encoder(weight: Tensor) -> Encoded:
+        block = (1, weight.shape[1]) if strategy == "channel" else (128, 128)
+        codes, scale, _ = _in_blocks(weight, block, 448, torch.float8_e4m3fn)
+        scale = scale.to(scales)
+        each = scale.float().repeat_interleave(block[0], 0)[: weight.shape[0]].repeat_interleave(block[1], 1)
+        return {"weight": codes, "weight_scale": scale}, codes.float() * each[:, : weight.shape[1]]
+
+    weights: dict[str, Any] = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": strategy}
+    weights |= {"block_structure": [128, 128]} if strategy == "block" else {}
+    activations = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True, "symmetric": True}
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": activations}
+    return encoder, _compressed("float-quantized", {"group_0": group}, keep)
+
+
+def _compressed(form: str, groups: dict[str, Any], keep: list[str]) -> dict[str, Any]:
+    return {
+        "quant_method": "compressed-tensors",
+        "format": form,
+        "config_groups": groups,
+        "ignore": ["lm_head", *(f"re:.*{part.replace('.', '[.]')}" for part in keep)],
+        "kv_cache_scheme": None,
+    }
 
 
 def blockwise_int8(
@@ -193,13 +290,7 @@ def compressed_tensors(*, keep: list[str]) -> tuple[Callable[[Tensor], Encoded],
         "input_activations": numbers | {"strategy": "token", "dynamic": True},
         "output_activations": None,
     }
-    return encoder, {
-        "quant_method": "compressed-tensors",
-        "format": "int-quantized",
-        "config_groups": {"group_0": group},
-        "ignore": ["lm_head", *(f"re:.*{part.replace('.', '[.]')}" for part in keep)],
-        "kv_cache_scheme": None,
-    }
+    return encoder, _compressed("int-quantized", {"group_0": group}, keep)
 
 
 LAYOUTS: dict[str, Callable[..., tuple[Callable[[Tensor], Encoded], dict[str, Any]]]] = {
@@ -209,6 +300,10 @@ LAYOUTS: dict[str, Callable[..., tuple[Callable[[Tensor], Encoded], dict[str, An
     "blockwise_int8": blockwise_int8,
     "w8a8_int8": w8a8_int8,
     "compressed-tensors": compressed_tensors,
+    "auto-round": auto_round,
+    "packed": packed,
+    "fp8-tensor": fp8_tensor,
+    "fp8-compressed": fp8_compressed,
 }
 
 
@@ -255,7 +350,26 @@ CASES: dict[str, tuple[str, dict[str, Any], str, dict[str, Any]]] = {
     "vl-fp8": ("qwen3_vl", VISION, "fp8", {"keep": TOWER}),
     "vl-awq": ("qwen3_vl", VISION, "awq", {"group": 32, "keep": TOWER}),
     "vl-gptq": ("qwen3_vl", VISION, "gptq", {"group": 32, "sym": True, "keep": TOWER}),
+    "deepseek-awq": ("deepseek_v3", DEEPSEEK, "awq", {"group": 32}),
+    "deepseek-fp8-tensor": ("deepseek_v3", DEEPSEEK, "fp8-tensor", {}),
+    "deepseek-fp8-channel": ("deepseek_v3", DEEPSEEK, "fp8-compressed", {}),
+    "delta-net-packed": ("qwen3_5", DELTA_NET, "packed", {"group": 32, "sym": False, "gates": True}),
+    "delta-net-fp8-gates": ("qwen3_5", DELTA_NET, "fp8-tensor", {"gates": True}),
     "compressed": ("llama3", PARTIAL, "compressed-tensors", {"keep": ("o_proj",)}),
+    "gptq-8": ("qwen3", WIDE, "gptq", {"bits": 8, "group": 128, "sym": True, "form": "gptq"}),
+    "gptq-8-zeros": ("qwen2", SMALL, "gptq", {"bits": 8, "group": 32}),
+    "auto-round": ("qwen3", WIDE, "auto-round", {"group": 64, "keep": ("layers.0.mlp",)}),
+    "packed-32": ("llama3", WIDE, "packed", {"group": 32}),
+    "packed-128-zeros": ("qwen3", WIDE, "packed", {"group": 128, "sym": False}),
+    "packed-channel": ("llama3", WIDE, "packed", {"group": -1}),
+    "packed-8-bits": ("qwen3", WIDE, "packed", {"bits": 8, "group": 128}),
+    "moe-packed": ("qwen3_moe", MIXTURE | {"moe_inter": 96}, "packed", {"group": 32, "keep": ("self_attn",)}),
+    "fp8-tensor": ("qwen3", PARTIAL, "fp8-tensor", {}),
+    "fp8-modelopt": ("llama3", PARTIAL, "fp8-tensor", {"method": "modelopt", "shape": (1,), "keep": ("o_proj",)}),
+    "moe-fp8-tensor": ("qwen3_moe", MIXTURE | {"moe_inter": 288}, "fp8-tensor", {}),
+    "fp8-channel": ("llama3", PARTIAL, "fp8-compressed", {"scales": torch.bfloat16}),
+    "fp8-compressed-block": ("qwen3", PARTIAL, "fp8-compressed", {"strategy": "block"}),
+    "moe-fp8-channel": ("qwen3_moe", MIXTURE | {"moe_inter": 288}, "fp8-compressed", {}),
 }
 
 

@@ -3,6 +3,7 @@
 A family reads its own fields of config.json in its file of runtime/models/.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,6 +12,7 @@ from .errors import ConfigError
 from .fields import Fields
 from .files import read_json_object
 from .generation_config import read_generation_config
+from .headers import stored_tensors
 from .quantization_config import QuantizationConfig
 from .rope import read_context_length
 from .stored_quantization import find_quantization
@@ -100,9 +102,15 @@ def _dtype(c: Fields, text: Fields) -> str:
     """Return the dtype of the weights.
 
     transformers 5 writes `dtype`, transformers 4 `torch_dtype`, at the top or beside the language model's fields.
+    Without such a key it is the dtype of most tensors; bfloat16 without files.
     """
     keys = ("dtype", "torch_dtype")
-    holder, key = next(((f, key) for f in (c, text) for key in keys if f.has(key)), (text, keys[1]))
+    found = next(((f, key) for f in (c, text) for key in keys if f.has(key)), None)
+    if found is None:
+        stored = Counter(tensor.dtype for tensor in (stored_tensors(c.path.parent) or {}).values())
+        floats = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
+        return floats[max(floats, key=lambda dtype: stored[dtype])]
+    holder, key = found
     name = holder.text(key)
     if name not in DTYPES:
         raise holder.fail(key, "one of " + ", ".join(DTYPES))
@@ -110,7 +118,7 @@ def _dtype(c: Fields, text: Fields) -> str:
 
 
 def _quantization(c: Fields, text: Fields) -> Fields | None:
-    """Return the object quantization_config, which may be beside the language model's fields."""
-    key = "quantization_config"
-    holder = c if c.has(key) else text
-    return holder.object(key) if holder.has(key) else None
+    """Return the object that says how weights are quantised: quantization_config, which may be beside the language
+    model's fields, or `quantization`, which MLX writes."""
+    keys = ("quantization_config", "quantization")
+    return next((holder.object(key) for key in keys for holder in (c, text) if holder.has(key)), None)

@@ -16,6 +16,10 @@ class Fields:
         self.values = values
         self.prefix = prefix
 
+    def with_defaults(self, defaults: Mapping[str, Any]) -> "Fields":
+        """Return the same fields, and defaults of those that have no value."""
+        return Fields(self.path, {**defaults, **{k: v for k, v in self.values.items() if v is not None}}, self.prefix)
+
     def fail(self, key: str, expected: str) -> ConfigError:
         found = show(self.values[key]) if key in self.values else "no such key"
         return ConfigError(f"{self.path}: {self.prefix}{key}: expected {expected}, found {found}")

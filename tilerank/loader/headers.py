@@ -1,7 +1,9 @@
-"""The safetensors files that a model directory lists, and the dtypes of their tensors. No torch."""
+"""The safetensors files that a model directory lists, and what their headers say of tensors. No torch."""
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from .errors import CheckpointError
 from .files import is_listed, model_file, read_json_object, show
@@ -39,25 +41,42 @@ def listed_tensors(model_dir: Path) -> dict[str, set[str] | None]:
     return listed
 
 
-def stored_dtypes(model_dir: Path) -> dict[str, str] | None:
-    """Return the dtype of every tensor by name, as the headers give them (BF16, I8); None without a whole checkpoint.
+@dataclass(frozen=True)
+class StoredTensor:
+    """What a header says of a tensor: its dtype (BF16, I8), its shape, and the bytes of its file that hold it."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    file: Path
+    begin: int
+    end: int
+
+
+def stored_tensors(model_dir: Path) -> dict[str, StoredTensor] | None:
+    """Return what the headers say of every tensor, by name; None without a whole checkpoint.
 
     A directory may hold config.json alone, for a plan. Files that are missing or damaged are no concern here, because
     `Checkpoint` refuses them before anything is loaded.
     """
-    dtypes: dict[str, str] = {}
+    tensors: dict[str, StoredTensor] = {}
     try:
         for name in listed_tensors(model_dir):
-            dtypes |= _dtypes(model_file(model_dir, name, CheckpointError))
+            tensors |= _tensors(model_file(model_dir, name, CheckpointError))
     except (CheckpointError, OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return None
-    return dtypes
+    return tensors
 
 
-def _dtypes(path: Path) -> dict[str, str]:
+def _tensors(path: Path) -> dict[str, StoredTensor]:
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if length > MAX_HEADER:
             raise CheckpointError(f"{path}: expected a header of at most {MAX_HEADER} bytes, found {length}")
         entries = json.loads(file.read(length))
-    return {name: str(entry["dtype"]) for name, entry in entries.items() if name != "__metadata__"}
+    return {name: _tensor(path, 8 + length, entry) for name, entry in entries.items() if name != "__metadata__"}
+
+
+def _tensor(path: Path, data: int, entry: dict[str, Any]) -> StoredTensor:
+    begin, end = entry["data_offsets"]
+    shape = tuple(int(size) for size in entry["shape"])
+    return StoredTensor(str(entry["dtype"]), shape, path, data + int(begin), data + int(end))

@@ -1,12 +1,11 @@
-"""The format in which a checkpoint stores its weights: dtypes of tensors decide, config.json breaks ties. No torch.
+"""The scheme in which a checkpoint stores each weight: headers of files decide, settings only break ties. No torch.
 
-Files in use come without quantization_config, with one that was copied from the model they were made from, and with
-lists of modules that are wrong. A weight is quantised if it has codes and a scale beside it:
+Files in use come without settings, with settings that were copied from the model they were made from, and with lists of
+modules that are wrong. A weight is quantised if it has codes and a scale beside it:
 
-    X.weight I8, X.weight_scale             int8: one scale for each output
-    X.weight I8, X.weight_scale_inv         block_int8: one scale for each block
-    X.weight F8_E4M3, X.weight_scale_inv    fp8: one scale for each block
-    X.qweight I32, X.qzeros, X.scales       awq or gptq; quantization_config says which
+    X.weight I8 or F8_E4M3, X.weight_scale or X.weight_scale_inv    the shape of the scale says what shares a scale
+    X.qweight I32, X.qzeros, X.scales                               awq or gptq; the settings say which
+    X.weight_packed I32, X.weight_scale                             packed
 """
 
 from collections import Counter
@@ -16,95 +15,146 @@ from pathlib import Path
 
 from .errors import ConfigError
 from .fields import Fields
-from .headers import stored_dtypes
-from .quantization_config import Layout, QuantizationConfig, read_quantization
+from .files import is_listed, read_json_object
+from .headers import StoredTensor, stored_tensors
+from .quantization_config import Layout, QuantizationConfig, Scheme
+from .quantization_readers import read_hf_quant_config, read_quantization
 
-_FLOATS = ("BF16", "F16", "F32")
-_LAYOUTS: dict[tuple[str, str], Layout] = {
-    ("I8", "weight_scale"): "int8",
-    ("I8", "weight_scale_inv"): "block_int8",
-    ("F8_E4M3", "weight_scale_inv"): "fp8",
-}
-_CODES = ("I8", "F8_E4M3")
+HF_QUANT_CONFIG = "hf_quant_config.json"
+
+_FLOATS = ("BF16", "F16", "F32", "F64")
+_LAYOUTS: dict[str, Layout] = {"I8": "int8", "F8_E4M3": "fp8"}
+_CODED = (*_LAYOUTS, *_FLOATS)
 _SCALES = ("weight_scale", "weight_scale_inv")
-_PACKED = ("qweight", "qzeros", "scales")
 _BLOCK = (128, 128)  # what every published checkpoint has
-_METHODS: dict[Layout, tuple[str, ...]] = {
-    "int8": ("w8a8_int8", "int8", "compressed-tensors"),
-    "block_int8": ("blockwise_int8", "int8"),
-    "fp8": ("fp8",),
-}
-"""The values of quant_method whose other settings are checked; any other is out of date."""
+_PACKED = {**dict.fromkeys(("qweight", "qzeros", "scales"), ("awq", "gptq")), "weight_packed": ("packed",)}
+"""Tensors of a module whose codes are packed, and the layouts that have them."""
 
 
 def find_quantization(model_dir: Path, config: Fields | None) -> QuantizationConfig | None:
     """Return how the checkpoint stores its quantised weights; None for floats.
 
-    config: the object quantization_config of config.json, which decides alone where there are no files. Raises
-    ConfigError for what is not supported.
+    config: the object quantization_config of config.json; without one, hf_quant_config.json is read. They decide alone
+    where there are no files. Raises ConfigError for what is not supported.
     """
-    dtypes = stored_dtypes(model_dir)
-    if dtypes is None:
-        return None if config is None else read_quantization(config)
-    if all(dtype in _FLOATS for dtype in dtypes.values()):
+    tensors = stored_tensors(model_dir)
+    if tensors is None:
+        return _settings(model_dir, config)
+    if all(tensor.dtype in _FLOATS for tensor in tensors.values()):
         return None
-    if any(name.endswith(".qweight") for name in dtypes):
-        return _packed(model_dir, config, dtypes)
-    method = None if config is None else config.values.get("quant_method")
-    layout = _layout(dtypes, method)
-    if layout is not None:
-        coded = {name.removesuffix(".weight") for name, dtype in dtypes.items() if _is_weight(name, dtype)}
-        return replace(_settings(layout, method, config), coded=frozenset(coded | _modules(dtypes, _SCALES)))
-    # Neither floats nor codes with scales. Without config.json's word the loader refuses the first tensor of this kind.
-    return None if config is None else read_quantization(config)
+    in_bytes, packed = _byte_modules(tensors), _packed_modules(tensors)
+    if packed:
+        found: QuantizationConfig | None = _packing(model_dir, config, *next(iter(packed.items())))
+    elif in_bytes:
+        try:
+            found = _settings(model_dir, config)
+        except ConfigError:  # those of another format, and out of date: the tensors say all that is needed
+            found = None
+    else:
+        # Neither floats nor codes with scales. Without the settings' word the loader refuses the first such tensor.
+        return _settings(model_dir, config)
 
+    def said(module: str) -> Scheme | None:
+        return None if found is None else found.scheme_of(module) or found.scheme
 
-def _is_weight(name: str, dtype: str) -> bool:
-    return dtype in _CODES and name.endswith(".weight")
-
-
-def _layout(dtypes: Mapping[str, str], method: object) -> Layout | None:
-    """Return the layout that most weights have; config.json breaks a tie. None if no weight has a layout.
-
-    A weight of another layout is refused when it is read, if the model needs it.
-    """
-    found = Counter(
-        layout
-        for (codes, scale), layout in _LAYOUTS.items()
-        for module in _modules(dtypes, (scale,))
-        if dtypes.get(f"{module}.weight") == codes
+    whole = {module: _byte_scheme(tensors, module, said(module)) for module in in_bytes}
+    stored = {module: scheme for module, scheme in whole.items() if scheme is not None}
+    for module in packed:
+        scheme = said(module)
+        assert scheme is not None
+        if scheme.layout == "packed":
+            scheme = replace(scheme, symmetric=f"{module}.weight_zero_point" not in tensors)
+        stored[module] = scheme
+    # The scheme that most modules have is the main one; settings break a tie.
+    count, expected = Counter(stored.values()), None if found is None else found.scheme
+    main = max(count, key=lambda scheme: (count[scheme], scheme == expected))
+    # Where codes or scales are missing, the loader names them.
+    stored |= {module: said(module) or main for module, scheme in whole.items() if scheme is None}
+    says_so = expected is not None and (expected.layout, expected.block) == (main.layout, main.block)
+    method = "nothing of it" if config is None else str(config.values.get("quant_method"))
+    return QuantizationConfig(
+        main, stored=stored, overrides=None if says_so else method, cache=None if found is None else found.cache
     )
-    if not found:
+
+
+def _settings(model_dir: Path, config: Fields | None) -> QuantizationConfig | None:
+    if config is not None:
+        return read_quantization(config)
+    if not is_listed(model_dir, HF_QUANT_CONFIG):
         return None
-    best: Layout = max(found, key=lambda layout: (found[layout], method in _METHODS[layout]))
-    return best
+    return read_hf_quant_config(
+        Fields(model_dir / HF_QUANT_CONFIG, read_json_object(model_dir, HF_QUANT_CONFIG, ConfigError))
+    )
 
 
-def _modules(dtypes: Mapping[str, str], ends: tuple[str, ...]) -> set[str]:
-    """Return the names of the modules that have a tensor with one of these last parts of its name."""
-    split = (name.rpartition(".") for name in dtypes)
-    return {module for module, _, end in split if end in ends}
+def _byte_modules(tensors: Mapping[str, StoredTensor]) -> list[str]:
+    """Return the names of the modules that have codes of a byte, or scales without a weight."""
+    found: dict[str, None] = {}
+    for name, tensor in tensors.items():
+        module, _, end = name.rpartition(".")
+        weight = tensors.get(f"{module}.weight")
+        if (end == "weight" and tensor.dtype in _LAYOUTS) or (
+            end in _SCALES and f"{module}.weight_packed" not in tensors and (weight is None or weight.dtype in _CODED)
+        ):
+            found[module] = None
+    return list(found)
 
 
-def _settings(layout: Layout, method: object, config: Fields | None) -> QuantizationConfig:
-    """Return the settings in config.json if they are those of this layout, else its defaults."""
-    if config is not None and method in _METHODS[layout]:
-        found = read_quantization(config)
-        if found.layout == layout:
-            return found
-    block = (0, 0) if layout == "int8" else _BLOCK
-    return QuantizationConfig(layout, block=block, overrides=str(method) if method else "nothing of it")
+def _packed_modules(tensors: Mapping[str, StoredTensor]) -> dict[str, str]:
+    """Return the names of the modules that have packed codes, and an example of their tensors."""
+    found: dict[str, str] = {}
+    for name in tensors:
+        module, _, end = name.rpartition(".")
+        if end in _PACKED:
+            found.setdefault(module, name)
+    return found
 
 
-def _packed(model_dir: Path, config: Fields | None, dtypes: Mapping[str, str]) -> QuantizationConfig:
-    """Return the layout of int4 weights: only config.json says in which order codes and zero points are packed."""
-    if config is None:
-        name = next(name for name in dtypes if name.endswith(".qweight"))
+def _byte_scheme(tensors: Mapping[str, StoredTensor], module: str, said: Scheme | None) -> Scheme | None:
+    """Return the scheme of a module with codes of a byte; None if its codes or scales are missing."""
+    weight = tensors.get(f"{module}.weight")
+    end = next((end for end in _SCALES if f"{module}.{end}" in tensors), None)
+    if weight is None or end is None or weight.dtype not in _LAYOUTS or len(weight.shape) != 2:
+        return None
+    layout = _LAYOUTS[weight.dtype]
+    block = said.block if said is not None and said.layout == layout else None
+    return Scheme(layout, 8, _sharing(weight.shape, tensors[f"{module}.{end}"].shape, block, end))
+
+
+def _sharing(
+    weight: tuple[int, ...], scale: tuple[int, ...], said: tuple[int, int] | None, end: str
+) -> tuple[int, int]:
+    """Return rows and columns that share a scale, from the shapes of a weight and of its scales.
+
+    said: by the settings, which decide where a small weight has one scale in any case. end: the name of the scales,
+    which decides where their shape fits nothing; the loader then names the tensor.
+    """
+    blocks = said if said is not None and all(said) else _BLOCK
+    by_block = tuple(-(-size // block) for size, block in zip(weight, blocks, strict=True))
+    if scale == by_block and said in (None, blocks):
+        return blocks
+    if all(size == 1 for size in scale):
+        return 0, 0
+    if scale in ((weight[0],), (weight[0], 1)):
+        return 1, 0
+    if scale == by_block:
+        return blocks
+    return said or (blocks if end == "weight_scale_inv" else (1, 0))
+
+
+def _packing(model_dir: Path, config: Fields | None, module: str, example: str) -> QuantizationConfig:
+    """Return the settings of packed codes: only they say how codes and zero points are packed."""
+    found = _settings(model_dir, config)
+    layouts = _PACKED[example.rpartition(".")[2]]
+    if found is None or config is None:
+        kinds = "AWQ or GPTQ" if "awq" in layouts else "compressed-tensors"
         raise ConfigError(
-            f"{model_dir / 'config.json'}: quantization_config: expected that of AWQ or GPTQ for tensor {name}, "
+            f"{model_dir / 'config.json'}: quantization_config: expected that of {kinds} for tensor {example}, "
             "found no such key"
         )
-    found = read_quantization(config)
-    if found.layout not in ("awq", "gptq"):
-        raise config.fail("quant_method", "awq or gptq, because the checkpoint has tensors qweight")
-    return replace(found, coded=frozenset(_modules(dtypes, _PACKED)))
+    scheme = found.scheme_of(module) or found.scheme
+    if scheme.layout not in layouts:
+        methods = " or ".join("compressed-tensors" if layout == "packed" else layout for layout in layouts)
+        end = example.rpartition(".")[2]
+        raise config.fail("quant_method", f"{methods}, because the checkpoint has tensors {end}")
+    return found

@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import torch
 
-from tilerank.kernels.weight_formats import BlockInt8, Format, Fp8, Int4, Int8
+from tilerank.kernels.weight_formats import BlockInt8, ChannelFp8, Format, Fp8, GroupInt8, Int4, Int8
 from tilerank.parallel.sharding import WeightFormats
 
-from .quantization_config import DEFAULT_INT4_GROUP, INT4_GROUPS, Quantization, QuantizationConfig, check_agreement
+from .quantization_config import (
+    DEFAULT_INT4_GROUP,
+    INT4_GROUPS,
+    Quantization,
+    QuantizationConfig,
+    Scheme,
+    check_agreement,
+)
 
 _FP8_BLOCK = (32, 128)  # the smallest number of rows that the kernels have blocks of
 
@@ -18,32 +25,40 @@ def weight_formats(
     """Return the formats of a model's weights; None if all are floats of `dtype`.
 
     stored: how the checkpoint is quantised, if it is. quantization: what the command asks for; a quantised checkpoint
-    needs none. A checkpoint whose groups are permuted (act_order) is held as floats, because kernels need groups of
-    neighbouring columns and a rank's columns belong to all groups. Raises ConfigError as `check_agreement` does.
+    needs none. Raises ConfigError as `check_agreement` does.
     """
     check_agreement(stored, quantization, str(dtype).removeprefix("torch."))
     if stored is not None:
-        if stored.act_order:
-            return None
-        held = stored_format(stored)
-        return WeightFormats(held, held, stored.converts)
+        config = stored
+
+        def held(module: str) -> Format | None:
+            scheme = config.scheme_of(module)
+            return None if scheme is None else stored_format(scheme)
+
+        main = stored_format(config.scheme)
+        return None if main is None else WeightFormats(main, main, held)
     if quantization is None:
         return None
     # The head keeps eight bits: small differences between its logits decide, and it is read once a step only.
     return WeightFormats(_asked_format(quantization), Int8())
 
 
-def stored_format(config: QuantizationConfig) -> Format:
-    """Return the format of a quantised checkpoint's weights, before any cut."""
-    if config.layout == "fp8":
-        return Fp8(*config.block)
-    if config.layout == "block_int8":
-        return BlockInt8(*config.block)
-    if config.layout == "int8":
-        return Int8()
-    # Larger groups are held as several with the same scale.
-    group = max(size for size in INT4_GROUPS if config.group % size == 0)
-    return Int4(group, zero_points=not config.symmetric)
+def stored_format(scheme: Scheme) -> Format | None:
+    """Return the format in which weights of a scheme are held, before any cut; None: as floats.
+
+    Floats, if groups are permuted (act_order): kernels need groups of neighbouring columns, and a rank's columns belong
+    to all groups.
+    """
+    if scheme.act_order:
+        return None
+    rows, columns = scheme.block
+    if scheme.layout == "fp8":
+        return Fp8(rows, columns) if rows and columns else ChannelFp8() if rows else Fp8(*_FP8_BLOCK)
+    if scheme.layout == "int8":
+        return BlockInt8(rows, columns) if rows and columns else Int8()
+    # Larger groups are held as several with the same scale, unless there is one alone.
+    group = max(size for size in INT4_GROUPS if columns % size == 0) if columns else 0
+    return (Int4 if scheme.bits == 4 else GroupInt8)(group, zero_points=not scheme.symmetric)
 
 
 def _asked_format(quantization: Quantization) -> Format:

@@ -17,7 +17,7 @@ from .checkpoint import Checkpoint, some
 from .errors import CheckpointError
 from .progress_bar import ProgressBar
 from .quantization_config import QuantizationConfig
-from .quantized_checkpoint import WeightEncoding, encoding_of
+from .quantized_checkpoint import CACHE_SCALES, QuantizedCheckpoint
 from .rectangle import FLOATS, Read, place_of, read_floats
 
 log = logging.getLogger(__name__)
@@ -56,10 +56,12 @@ def load_weights(
     allocated or read, and for one that holds NaN, infinity or what its format cannot represent.
     """
     started = time.monotonic()
-    encoding = None if quantization is None else encoding_of(quantization, checkpoint)
-    reads = _agreed(model, checkpoint, ignore, encoding)
+    quantized = None if quantization is None else QuantizedCheckpoint(quantization, checkpoint)
+    reads = _agreed(model, checkpoint, ignore, quantized)
     if progress and quantization is not None:
-        _log_formats(checkpoint.model_dir, quantization, reads)
+        _log_formats(checkpoint, quantization, reads)
+    if progress:
+        _log_zeros(checkpoint, model)
     model.allocate()
     total = sum(read.nbytes(checkpoint) for read in reads)
     bar = ProgressBar(total, progress)
@@ -91,25 +93,36 @@ def load_weights(
     return report
 
 
-def _log_formats(model_dir: Path, quantization: QuantizationConfig, reads: list[Read]) -> None:
-    """Log what differs from config.json, and which codes become floats."""
-    if quantization.act_order:
+def _log_formats(checkpoint: Checkpoint, quantization: QuantizationConfig, reads: list[Read]) -> None:
+    """Log what differs from the settings of the checkpoint, which codes become floats, and what is not used."""
+    where, scheme = checkpoint.model_dir, quantization.scheme
+    if scheme.act_order:
         log.warning(
-            "%s: weights are held as floats, not in %s: columns that share a scale lie apart (desc_act)",
-            model_dir,
-            quantization,
+            "%s: weights are held as floats, not in %s: columns that share a scale lie apart (desc_act)", where, scheme
         )
         return
     if quantization.overrides is not None:
         log.info(
-            "%s: quantised weights are %s by their tensors; config.json says %s",
-            model_dir,
-            quantization,
-            quantization.overrides,
+            "%s: quantised weights are %s by their tensors; config.json says %s", where, scheme, quantization.overrides
         )
     dequantised = {r.stored[0].name for r in reads if r.part is None and not set(r.stored[0].dtypes) & set(FLOATS)}
     if dequantised:
-        log.info("%s: held as floats, though quantised: %s", model_dir, some(dequantised))
+        log.info("%s: held as floats, though quantised: %s", where, some(dequantised))
+    scales = {name for name in checkpoint.tensors if name.rpartition(".")[2] in CACHE_SCALES}
+    if scales or quantization.cache is not None:
+        log.info(
+            "%s: the cache is not quantised as the checkpoint announces (%s); its scales are not used",
+            where,
+            some(scales) if scales else quantization.cache,
+        )
+
+
+def _log_zeros(checkpoint: Checkpoint, model: Layer) -> None:
+    """Log which tensors, such as biases that config.json announces, are in no file and so are zeros."""
+    tensors = checkpoint.tensors
+    zeros = {each.name for each in model.rectangles() if each.optional and each.name not in tensors}
+    if zeros:
+        log.info("%s: in no file, and taken as zeros: %s", checkpoint.model_dir, some(zeros))
 
 
 def peak_rss() -> int:
@@ -120,16 +133,16 @@ def peak_rss() -> int:
 
 
 def _agreed(
-    model: Layer, checkpoint: Checkpoint, ignore: Callable[[str], bool], encoding: WeightEncoding | None
+    model: Layer, checkpoint: Checkpoint, ignore: Callable[[str], bool], quantized: QuantizedCheckpoint | None
 ) -> list[Read]:
     """Return what this rank has to read, in storage order, once model and checkpoint are known to agree."""
-    reads = list(_reads(model, checkpoint, encoding))
+    reads = list(_reads(model, checkpoint, quantized))
     parts = [stored for read in reads for stored in read.stored]
     needed = {stored.name for stored in parts}
     if missing := {stored.name for stored in parts if not stored.optional} - checkpoint.tensors.keys():
         raise CheckpointError(f"{checkpoint.model_dir}: the model needs tensor {some(missing)}, found in no file")
     extra = {name for name in checkpoint.tensors if name not in needed and not ignore(name)}
-    if extra := {name for name in extra if encoding is None or not encoding.leaves_out(name)}:
+    if extra := {name for name in extra if quantized is None or not quantized.leaves_out(name)}:
         file = checkpoint.info(min(extra)).file
         raise CheckpointError(f"{file}: the model has no place for tensor {some(extra)}")
     for stored in parts:
@@ -145,9 +158,9 @@ def _agreed(
     return sorted(found, key=place)
 
 
-def _reads(model: Layer, checkpoint: Checkpoint, encoding: WeightEncoding | None) -> Iterator[Read]:
+def _reads(model: Layer, checkpoint: Checkpoint, quantized: QuantizedCheckpoint | None) -> Iterator[Read]:
     for rectangle in model.rectangles():
-        if encoding is None:
+        if quantized is None:
             yield read_floats(rectangle, place_of(rectangle, checkpoint))
         else:
-            yield from encoding.reads(rectangle)
+            yield from quantized.reads(rectangle)

@@ -133,10 +133,10 @@ def _gate_projection(name: str, rows: list[Rows], sharding: Sharding) -> _Projec
 
     A rank may have fewer of their rows than a block; blocks are therefore dequantised.
     """
-    if sharding.formats is not None and sharding.formats.encoded is not None:
-        held = sharding.fused_format([name], [part.stored for part in rows])
-        if not isinstance(held, BlockFormat):
-            return _ProjectionRows(name, rows, held)
+    formats = sharding.formats
+    stored = None if formats is None or formats.encoded is None else formats.encoded(name)
+    if stored is not None and not isinstance(stored, BlockFormat):
+        return _ProjectionRows(name, rows, sharding.fused_format([name], [part.stored for part in rows]))
     return _ProjectionRows(name, rows, Float(sharding.dtype))
 
 

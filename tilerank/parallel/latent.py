@@ -35,7 +35,14 @@ class JoinedLinear(Linear):
     """
 
     def __init__(
-        self, names: Sequence[str], in_features: int, sizes: Sequence[int], sharding: Sharding, *, bias: bool = False
+        self,
+        names: Sequence[str],
+        in_features: int,
+        sizes: Sequence[int],
+        sharding: Sharding,
+        *,
+        bias: bool = False,
+        optional_bias: bool = False,
     ) -> None:
         spans = [Span(0, size, size) for size in sizes]
         held = sharding.fused_format(names, spans)
@@ -43,7 +50,7 @@ class JoinedLinear(Linear):
         self._columns = [slice(row, row + size) for row, size in zip(rows, sizes, strict=True)]
         super().__init__(rows[-1] + sizes[-1], in_features, held, sharding.dtype if bias else None)
         for name, span, row in zip(names, spans, rows, strict=True):
-            self.fill_rows(name, (span.size, in_features), span, row)
+            self.fill_rows(name, (span.size, in_features), span, row, optional_bias=optional_bias)
 
     def __call__(self, x: Tensor) -> list[Tensor]:
         rows = self.project(x)
@@ -151,9 +158,7 @@ class AbsorbedHeads(Layer):
 def _absorbed_formats(name: str, key_dim: int, rows: int, sharding: Sharding) -> tuple[Format, Format]:
     """Return the formats of W_k and W_v. rows: of both, for one head."""
     floats, formats = Float(sharding.dtype), sharding.formats
-    if formats is None or formats.encoded is None or not formats.encoded(name):
-        return floats, floats
-    stored = formats.projections
+    stored = None if formats is None or formats.encoded is None else formats.encoded(name)
     if isinstance(stored, Int8):
         return BlockInt8(block_k=gcd(128, whole_tiles(key_dim))), stored
     if not isinstance(stored, BlockFormat):

@@ -29,13 +29,25 @@ from .sharding import Sharding, first_rows
 
 
 class Linear(Layer):
-    """x @ weight.T + bias for this rank's rectangle of the weight; the base of the layers below."""
+    """x @ weight.T + bias for this rank's rectangle of the weight; the base of the layers below.
+
+    optional_bias, of the layers below: the checkpoint may lack the bias, which then is zero.
+    """
 
     def __init__(self, n: int, k: int, format: Format, bias: torch.dtype | None) -> None:
         self.weight = PackedParameter(n, k, format)
         self.bias = None if bias is None else PlainParameter((n,), bias)
 
-    def fill_rows(self, name: str, features: tuple[int, int], rows: Span, row: int = 0, first: int = 0) -> None:
+    def fill_rows(
+        self,
+        name: str,
+        features: tuple[int, int],
+        rows: Span,
+        row: int = 0,
+        first: int = 0,
+        *,
+        optional_bias: bool = False,
+    ) -> None:
         """Declare that local rows from `row` on hold `rows` of the weight and bias of a projection [out, in].
 
         first: the row of the projection at which `rows` count from 0, if the projection is several in one.
@@ -43,7 +55,7 @@ class Linear(Layer):
         taken = slice(first + rows.start, first + rows.stop)
         self.weight.fill(f"{name}.weight", features, taken, slice(0, features[1]), row=row)
         if self.bias is not None:
-            self.bias.fill(f"{name}.bias", features[:1], taken, row=row)
+            self.bias.fill(f"{name}.bias", features[:1], taken, row=row, optional=optional_bias)
 
     def project(
         self, x: Tensor, *, activation: Activation | None = None, out_dtype: torch.dtype | None = None
@@ -83,6 +95,7 @@ class ColumnParallelLinear(Linear):
         *,
         cut: Cut | None = None,
         bias: bool = False,
+        optional_bias: bool = False,
         activation: Activation | None = None,
     ) -> None:
         self.activation = activation
@@ -90,7 +103,7 @@ class ColumnParallelLinear(Linear):
         self.span = self.cut.spans[sharding.rank]
         held = sharding.format_of(name, rows=self.span)
         super().__init__(self.span.size, in_features, held, sharding.dtype if bias else None)
-        self.fill_rows(name, (out_features, in_features), self.span)
+        self.fill_rows(name, (out_features, in_features), self.span, optional_bias=optional_bias)
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.project(x, activation=self.activation)
@@ -105,7 +118,15 @@ class RowParallelLinear(Linear):
     """
 
     def __init__(
-        self, name: str, in_features: int, out_features: int, sharding: Sharding, *, span: Span, bias: bool = False
+        self,
+        name: str,
+        in_features: int,
+        out_features: int,
+        sharding: Sharding,
+        *,
+        span: Span,
+        bias: bool = False,
+        optional_bias: bool = False,
     ) -> None:
         self.span = span
         super().__init__(out_features, span.size, sharding.format_of(name, columns=span), None)
@@ -114,7 +135,7 @@ class RowParallelLinear(Linear):
         if bias:
             held = out_features if sharding.rank == 0 else 0
             self.bias = PlainParameter((held,), sharding.dtype)
-            self.bias.fill(f"{name}.bias", (out_features,), slice(0, held))
+            self.bias.fill(f"{name}.bias", (out_features,), slice(0, held), optional=optional_bias)
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.project(x)
@@ -148,6 +169,7 @@ class QKVParallelLinear(Linear):
         sharding: Sharding,
         *,
         bias: bool = False,
+        optional_bias: bool = False,
         projections: Sequence[str] = ("q_proj", "k_proj", "v_proj"),
         head_multiple: int | None = None,
         gated: bool = False,
@@ -168,10 +190,10 @@ class QKVParallelLinear(Linear):
         super().__init__(self._first_v + parts[2].size, hidden, held, sharding.dtype if bias else None)
         if len(names) == 1:
             for first, part, row in zip((0, sizes[0], sizes[0] + sizes[1]), parts, rows, strict=True):
-                self.fill_rows(names[0], (sum(sizes), hidden), part, row, first)
+                self.fill_rows(names[0], (sum(sizes), hidden), part, row, first, optional_bias=optional_bias)
         else:
             for projection, size, part, row in zip(names, sizes, parts, rows, strict=True):
-                self.fill_rows(projection, (size, hidden), part, row)
+                self.fill_rows(projection, (size, hidden), part, row, optional_bias=optional_bias)
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         rows = self.project(x)
@@ -212,6 +234,7 @@ class GateUpParallelLinear(Layer):
         sharding: Sharding,
         *,
         bias: bool = False,
+        optional_bias: bool = False,
         projections: Sequence[str] = ("gate_proj", "up_proj"),
         dimension: str = "MLP width",
     ) -> None:
@@ -227,7 +250,7 @@ class GateUpParallelLinear(Layer):
             row = part * self.span.size
             self.weight.fill(f"{projection}.weight", (width, hidden), taken, slice(0, hidden), row=row)
             if self.bias is not None:
-                self.bias.fill(f"{projection}.bias", (width,), taken, row=row)
+                self.bias.fill(f"{projection}.bias", (width,), taken, row=row, optional=optional_bias)
 
     def __call__(self, x: Tensor) -> Tensor:
         if self.weight.is_empty:

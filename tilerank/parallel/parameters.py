@@ -146,10 +146,16 @@ class Parameter(Layer):
         self._filled_from: list[Rectangle] = []
 
     def fill(
-        self, name: str, shape: tuple[int, ...], *index: slice, row: int = 0, places: tuple[FusedPlace, ...] = ()
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        *index: slice,
+        row: int = 0,
+        optional: bool = False,
+        places: tuple[FusedPlace, ...] = (),
     ) -> None:
         """Declare that rows from `row` on come from rectangle `index` of checkpoint tensor `name` of shape `shape`."""
-        self._filled_from.append(Rectangle(name, shape, index, self, row, places=places))
+        self._filled_from.append(Rectangle(name, shape, index, self, row, optional, places))
 
     def rectangles(self) -> Iterator[Rectangle]:
         for rectangle in self._filled_from:

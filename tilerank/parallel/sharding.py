@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tilerank.kernels import ops
-from tilerank.kernels.weight_formats import BlockFormat, Float, Format, Int4
+from tilerank.kernels.weight_formats import BlockFormat, Float, Format, OutputScaledFormat
 
 from .errors import ShardError
 from .shard import TILE, Cut, HeadCut, Span, Strategy, cut_even_padded, cut_heads, cut_uneven
@@ -48,14 +48,14 @@ class WeightFormats:
     """The formats in which a model holds its weights.
 
     projections: linear layers and experts. head: the output head, or the table if it is tied.
-    encoded: returns whether the checkpoint stores the weight of a module, given its name, in that format already, in
-    blocks of its own that cuts have to fit; other modules are held as floats. None: the checkpoint stores floats, which
-    are quantised during loading, in blocks that begin where a rank's part begins.
+    encoded: returns the format in which the checkpoint stores the weight of a module, given its name, in blocks of its
+    own that cuts have to fit; None: as floats. `projections` is that of most modules then. No such function: the
+    checkpoint stores floats, which are quantised during loading, in blocks that begin where a rank's part begins.
     """
 
     projections: Format
     head: Format
-    encoded: Callable[[str], bool] | None = None
+    encoded: Callable[[str], Format | None] | None = None
 
 
 @dataclass(frozen=True)
@@ -93,15 +93,11 @@ class Sharding:
     def fused_format(self, names: Sequence[str], rows: Sequence[Span]) -> Format:
         """Return the format of a weight that stacks `rows` of several projections, one span for each.
 
-        Raises ShardError if the checkpoint quantises some of these projections and not others.
+        Projections that the checkpoint stores in different formats are held as floats together.
         """
-        if self.formats is not None and self.formats.encoded is not None:
-            encoded = [self.formats.encoded(name) for name in names]
-            if any(encoded) and not all(encoded):
-                raise ShardError(
-                    f"{names[encoded.index(True)]} is quantised and {names[encoded.index(False)]} is not, "
-                    "but both are held as one weight and need the same format"
-                )
+        encoded = None if self.formats is None else self.formats.encoded
+        if encoded is not None and len({encoded(name) for name in names}) > 1:
+            return Float(self.dtype)
         return self._format_from(names[0], gcd(*(_first(span) for span in rows)), 0)
 
     def head_format(self, name: str, rows: Span) -> Format:
@@ -111,14 +107,18 @@ class Sharding:
         return self.formats.head if self.formats.encoded is None else self.format_of(name, rows=rows)
 
     def _format_from(self, name: str, row: int, column: int) -> Format:
-        if self.formats is None or (self.formats.encoded is not None and not self.formats.encoded(name)):
+        if self.formats is None:
             return Float(self.dtype)
-        stored = self.formats.projections
-        return stored if self.formats.encoded is None else self._fitted(stored, name, row, column)
+        if self.formats.encoded is None:
+            return self.formats.projections
+        stored = self.formats.encoded(name)
+        return Float(self.dtype) if stored is None else self._fitted(stored, name, row, column)
 
     def _fitted(self, stored: Format, name: str, row: int, column: int) -> Format:
         """Return `stored` with the largest blocks that have an edge at `row` and `column`."""
-        if isinstance(stored, Int4):
+        if isinstance(stored, OutputScaledFormat):
+            if not stored.group:
+                return stored
             blocks = [gcd(stored.group, column)]
             fitted: Format = replace(stored, group=blocks[0])
         elif isinstance(stored, BlockFormat):

@@ -23,7 +23,8 @@ class SelfAttention(Mixer[KVPages]):
 
     With an output gate (Qwen3.5): out(sigmoid(gate) * softmax(q k^T / sqrt(head_dim)) v).
 
-    qkv_bias, out_bias: biases of the q, k and v, and of the output projection. head_norms: q and k are normalised head
+    qkv_bias, out_bias: biases of the q, k and v, and of the output projection, each zero if the checkpoint lacks it.
+    head_norms: q and k are normalised head
     by head before the rotation (`q_norm`, `k_norm`). gated: the query projection yields a gate for each head as well.
     """
 
@@ -47,11 +48,18 @@ class SelfAttention(Mixer[KVPages]):
             dim,
             sharding,
             bias=qkv_bias,
+            optional_bias=True,
             head_multiple=head_multiple(dim, sharding),
             gated=gated,
         )
         self.out = RowParallelLinear(
-            f"{name}.o_proj", heads * dim, hidden, sharding, span=self.qkv.q_columns, bias=out_bias
+            f"{name}.o_proj",
+            heads * dim,
+            hidden,
+            sharding,
+            span=self.qkv.q_columns,
+            bias=out_bias,
+            optional_bias=True,
         )
         self.head_norms = [
             RMSNorm(f"{name}.{norm}", dim, config.rms_norm_eps, sharding, zero_centered=config.zero_centered_norms)

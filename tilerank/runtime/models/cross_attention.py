@@ -75,12 +75,19 @@ class CrossAttention(Mixer[KVPages]):
             Cut(count * dim, dim, tuple(span.scaled(dim) for span in spans))
             for count, spans in ((heads, self.heads.q), (kv_heads, self.heads.kv))
         )
-        self.q = ColumnParallelLinear(f"{name}.q_proj", hidden, heads * dim, sharding, cut=queries, bias=bias)
+        width = heads * dim
+        self.q = ColumnParallelLinear(
+            f"{name}.q_proj", hidden, width, sharding, cut=queries, bias=bias, optional_bias=True
+        )
         self.k, self.v = (
-            ColumnParallelLinear(f"{name}.{part}", hidden, kv_heads * dim, sharding, cut=keys, bias=bias)
+            ColumnParallelLinear(
+                f"{name}.{part}", hidden, kv_heads * dim, sharding, cut=keys, bias=bias, optional_bias=True
+            )
             for part in ("k_proj", "v_proj")
         )
-        self.out = RowParallelLinear(f"{name}.o_proj", heads * dim, hidden, sharding, span=self.q.span, bias=bias)
+        self.out = RowParallelLinear(
+            f"{name}.o_proj", width, hidden, sharding, span=self.q.span, bias=bias, optional_bias=True
+        )
         self.q_norm, self.k_norm = (
             RMSNorm(f"{name}.{norm}", dim, config.rms_norm_eps, sharding) for norm in ("q_norm", "k_norm")
         )

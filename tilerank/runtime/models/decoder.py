@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tilerank.kernels import ops
 from tilerank.loader.card import ModelCard
+from tilerank.loader.tied_head import tied_module
 from tilerank.parallel.cost import Cost
 from tilerank.parallel.embedding import ParallelLMHead, TiedEmbedding, VocabParallelEmbedding
 from tilerank.parallel.norm import RMSNorm
@@ -203,11 +204,12 @@ class Decoder(DecoderLayers, Model):
         """
         hidden, vocab = config.hidden_size, card.vocab_size
         self._names = names
-        self._tied = config.tie_word_embeddings
+        directory, announced = card.fields.path.parent, config.tie_word_embeddings
+        self._tied = tied_module(directory, names.embedding, names.head, announced=announced)
         self.embedding: VocabParallelEmbedding | TiedEmbedding
         self.head: Callable[[Tensor], Tensor]
-        if self._tied:
-            self.embedding = TiedEmbedding(names.embedding, vocab, hidden, sharding)
+        if self._tied is not None:
+            self.embedding = TiedEmbedding(self._tied, vocab, hidden, sharding)
             self.head = self.embedding.logits
         else:
             self.embedding = VocabParallelEmbedding(names.embedding, vocab + spare_ids, hidden, sharding)
@@ -237,6 +239,6 @@ class Decoder(DecoderLayers, Model):
         return Cost.total([*(layer.cost() for layer in layers), last.cost_of_caching()])
 
     def ignore(self, name: str) -> bool:
-        head = f"{self._names.head}.weight"
-        is_spare = name.endswith(".rotary_emb.inv_freq") or (self._tied and name == head)
+        repeats = self._tied == self._names.embedding and name == f"{self._names.head}.weight"
+        is_spare = name.endswith(".rotary_emb.inv_freq") or repeats
         return is_spare or name.startswith(self._names.left_out)

@@ -12,7 +12,10 @@ from .text_config import TextConfig
 
 
 class GatedMLP(FeedForward):
-    """down(silu(gate(x)) * up(x)), `width` columns wide. dimension: the name of the width in plans."""
+    """down(silu(gate(x)) * up(x)), `width` columns wide.
+
+    bias: of all three, zero where the checkpoint lacks it. dimension: the name of the width in plans.
+    """
 
     def __init__(
         self,
@@ -24,8 +27,12 @@ class GatedMLP(FeedForward):
         bias: bool = False,
         dimension: str = "MLP width",
     ) -> None:
-        self.gate_up = GateUpParallelLinear(name, hidden, width, sharding, bias=bias, dimension=dimension)
-        self.down = RowParallelLinear(f"{name}.down_proj", width, hidden, sharding, span=self.gate_up.span, bias=bias)
+        self.gate_up = GateUpParallelLinear(
+            name, hidden, width, sharding, bias=bias, optional_bias=True, dimension=dimension
+        )
+        self.down = RowParallelLinear(
+            f"{name}.down_proj", width, hidden, sharding, span=self.gate_up.span, bias=bias, optional_bias=True
+        )
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.down(self.gate_up(x))

@@ -80,7 +80,7 @@ class LatentAttention(Mixer[LatentPages]):
         if c.query_latent is not None:
             names, sizes = [f"{name}.q_a_proj", *names], [c.query_latent, *sizes]
             self.query_norm = RMSNorm(f"{name}.q_a_layernorm", c.query_latent, _LATENT_EPS, sharding)
-        self.latents = JoinedLinear(names, hidden, sizes, sharding, bias=c.bias)
+        self.latents = JoinedLinear(names, hidden, sizes, sharding, bias=c.bias, optional_bias=True)
         queries, width = ("q_proj", hidden) if c.query_latent is None else ("q_b_proj", c.query_latent)
         self.queries = HeadColumnsLinear(f"{name}.{queries}", width, heads, dim, sharding, span=span)
         self.latent_norm = RMSNorm(f"{name}.kv_a_layernorm", c.latent, _LATENT_EPS, sharding)
@@ -92,7 +92,9 @@ class LatentAttention(Mixer[LatentPages]):
             f"{name}.kv_b_proj", c.latent, heads, c.nope_dim + c.value_dim, sharding, span=span
         )
         values = span.scaled(c.value_dim)
-        self.out = RowParallelLinear(f"{name}.o_proj", heads * c.value_dim, hidden, sharding, span=values, bias=c.bias)
+        self.out = RowParallelLinear(
+            f"{name}.o_proj", heads * c.value_dim, hidden, sharding, span=values, bias=c.bias, optional_bias=True
+        )
         self.scale = dim**-0.5 * c.score_factor
         self.cache_spec = PagedLatent(c.latent, c.rope_dim, sharding.cache_dtype)
         self._activations = sharding.dtype

@@ -20,7 +20,7 @@ from tilerank.kernels import ops
 from tilerank.kernels.delta import MAX_CONV_WIDTH, MAX_HEAD_DIM, sigmoid_gate_
 from tilerank.loader.card import ModelCard
 from tilerank.loader.fields import Fields
-from tilerank.loader.headers import stored_dtypes
+from tilerank.loader.headers import stored_tensors
 from tilerank.loader.rope import Sections
 from tilerank.parallel.delta_projection import DeltaHeads
 from tilerank.parallel.linear import ReplicatedLinear
@@ -145,7 +145,7 @@ def _refuse_unsupported(c: Fields) -> None:
 
 def _prefix(card: ModelCard) -> str:
     """Return the name under which the checkpoint has the language model; without files, as config.json suggests."""
-    names = stored_dtypes(card.fields.path.parent) or ()
+    names = stored_tensors(card.fields.path.parent) or ()
     for prefix in (_PUBLISHED, _TEXT_ALONE):
         if any(name.startswith(f"{prefix}.embed_tokens.") for name in names):
             return prefix

@@ -11,6 +11,22 @@ _MAX_DEPTH = 1 << 10
 _MAX_SIDE = 1 << 10
 
 
+_DEFAULTS = {
+    "depth": 27,
+    "hidden_size": 1152,
+    "hidden_act": "gelu_pytorch_tanh",
+    "intermediate_size": 4304,
+    "num_heads": 16,
+    "in_channels": 3,
+    "patch_size": 16,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "num_position_embeddings": 2304,
+    "deepstack_visual_indexes": [8, 16, 24],
+}
+"""Those of transformers 5.23, which released files may leave out."""
+
+
 @dataclass(frozen=True)
 class VisionConfig:
     """The shape of a vision tower; counts are the model's own, before any padding for ranks.
@@ -41,6 +57,7 @@ def read_vision_config(
     no other levels, whatever the file lists. decoder_layers: how many layers the decoder has, if it adds levels after
     them; there are fewer levels.
     """
+    c = c.with_defaults(_DEFAULTS)
     _expect(c, "hidden_act", "gelu_pytorch_tanh")
     _expect(c, "in_channels", 3)
     _expect(c, "out_hidden_size", out_hidden_size)
