@@ -1,12 +1,15 @@
-"""What other implementations compute, once for all tests of a record."""
+"""Fixtures of several files."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 
 import pytest
+from batching import forget, pinned
 from families import RECORDS
 from references import run_reference
+
+from tilerank.runtime.lead.engine import Engine
 
 
 @pytest.fixture(scope="session")
@@ -19,3 +22,13 @@ def reference_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pa
         return run_reference(tmp_path_factory.mktemp(name), records[name].jobs(), records[name].new_tokens)
 
     return made
+
+
+@pytest.fixture
+def engine(shared: Engine) -> Iterator[Engine]:
+    """The engine of a test file, which has no page of an earlier test. After the test, nothing may be held."""
+    forget(shared)
+    yield shared
+    assert shared.state().cache_used == 0 and not shared.busy
+    assert not pinned(shared)
+    assert not shared.encoding.busy

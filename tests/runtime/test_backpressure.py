@@ -10,19 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from batching import DEMO
+from batching import DEMO, single_engine
 from media_prompts import medium
 
-from tilerank.parallel.channel import Channel
-from tilerank.parallel.group import SingleGroup
-from tilerank.parallel.join import Team
 from tilerank.runtime.lead.engine import Engine, Request
 from tilerank.runtime.protocol.errors import RequestError
 from tilerank.runtime.protocol.events import Event, TokenEvent
 from tilerank.runtime.protocol.params import SamplingParams
 from tilerank.runtime.protocol.prompt import Prompt
-from tilerank.runtime.rank.rank_config import RankConfig
-from tilerank.runtime.rank.worker import Worker
 from tilerank.runtime.server.link import client as client_module
 from tilerank.runtime.server.link import request_queue as queue_module
 from tilerank.runtime.server.link.client import EngineClient, OverloadedError, Progress, RefusedError
@@ -141,8 +136,7 @@ class Served:
 
 @pytest.fixture(scope="module")
 def engine() -> Engine:
-    team = Team(SingleGroup(), Channel(0, None, {}, 10.0))
-    return Engine(Worker(DEMO, team, RankConfig(dtype=torch.float32, context_length=256, max_total_tokens=8192)))
+    return single_engine(DEMO, dtype=torch.float32, context_length=256, max_total_tokens=8192)
 
 
 @pytest.fixture

@@ -9,17 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from batching import DEMO, requests
+from batching import DEMO, requests, single_engine
 from ranks import Ranks, eventually, run_ranks
 from rungs import COMPILED
 from safetensors.torch import load_file, save_file
 from tiny import make_checkpoint
 
 from tilerank.kernels.kv_pages import PAGE_TOKENS
-from tilerank.parallel.channel import Channel
 from tilerank.parallel.embedding import VocabParallelEmbedding
-from tilerank.parallel.group import SingleGroup
-from tilerank.parallel.join import Team
 from tilerank.runtime.lead.engine import Engine, Request
 from tilerank.runtime.lead.pages import PagePool
 from tilerank.runtime.lead.sampling import SamplingParams, uniform
@@ -27,19 +24,13 @@ from tilerank.runtime.models.decoder import Decoder
 from tilerank.runtime.protocol.errors import EngineError, RequestError
 from tilerank.runtime.protocol.events import FailedEvent, TokenEvent
 from tilerank.runtime.protocol.prompt import Prompt
-from tilerank.runtime.rank.rank_config import RankConfig
-from tilerank.runtime.rank.worker import Worker
 
 PROMPT = json.loads((DEMO / "eval_tokens.json").read_text())["sequences"][3][:40]
 
 
-def single() -> Team:
-    return Team(SingleGroup(), Channel(0, None, {}, 10.0))
-
-
 @pytest.fixture(scope="module")
 def engine() -> Engine:
-    return Engine(Worker(DEMO, single(), RankConfig(dtype=torch.float32, context_length=256, max_total_tokens=512)))
+    return single_engine(DEMO, dtype=torch.float32, context_length=256, max_total_tokens=512)
 
 
 def run(engine: Engine, prompt: list[int], **params: Any) -> list[TokenEvent]:
@@ -168,7 +159,7 @@ def test_ends_at_any_end_of_sequence_token(engine: Engine, tmp_path: Path) -> No
     model = tmp_path / "model"
     shutil.copytree(DEMO, model)
     (model / "generation_config.json").write_text(json.dumps({"eos_token_id": [4095, end]}))
-    other = Engine(Worker(model, single(), RankConfig(dtype=torch.float32, max_total_tokens=512)))
+    other = single_engine(model, dtype=torch.float32, max_total_tokens=512)
     events = run(other, PROMPT, max_new_tokens=12)
     assert [event.token_id for event in events] == whole[: whole.index(end) + 1]
     assert events[-1].finish_reason == "stop"
@@ -285,7 +276,7 @@ def test_refuses_a_request_before_any_of_them_runs(engine: Engine, prompt: list[
 
 
 def test_refuses_what_the_cache_can_never_hold() -> None:
-    small = Engine(Worker(DEMO, single(), RankConfig(dtype=torch.bfloat16, max_total_tokens=64)))
+    small = single_engine(DEMO, dtype=torch.bfloat16, max_total_tokens=64)
     with pytest.raises(RequestError, match="need a KV cache of 65 tokens, found 64"):
         run(small, PROMPT, max_new_tokens=26)
     # The last token's keys are never needed.
@@ -304,7 +295,7 @@ def poisoned(tmp_path_factory: pytest.TempPathFactory) -> Engine:
     tensors = load_file(copy / "model.safetensors")
     head = {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}
     save_file(tensors | head, copy / "model.safetensors", {"format": "pt"})
-    engine = Engine(Worker(copy, single(), RankConfig(dtype=torch.float32, context_length=256, max_total_tokens=512)))
+    engine = single_engine(copy, dtype=torch.float32, context_length=256, max_total_tokens=512)
     model = engine.worker._model
     assert isinstance(model, Decoder) and isinstance(model.embedding, VocabParallelEmbedding)
     model.embedding.table.data[POISON] = torch.nan
@@ -385,7 +376,7 @@ def test_refuses_sampling_parameters_that_mean_nothing(params: dict[str, Any], s
 @pytest.mark.parametrize("length", [1, 4097])
 def test_refuses_a_context_that_the_model_does_not_have(length: int) -> None:
     with pytest.raises(EngineError, match=f"context length: expected 2 to the model's 4096 tokens, found {length}"):
-        Worker(DEMO, single(), RankConfig(dtype=torch.bfloat16, context_length=length))
+        single_engine(DEMO, dtype=torch.bfloat16, context_length=length)
 
 
 @pytest.mark.parametrize("culprit", [0, 2])

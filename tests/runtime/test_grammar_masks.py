@@ -3,30 +3,26 @@
 import json
 import socket
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from batching import single_engine
 from command import DEMO, demo_copy
 
 from tilerank.loader.tokenizer import Tokenizer
-from tilerank.parallel.channel import Channel
 from tilerank.parallel.errors import GroupError
-from tilerank.parallel.group import SingleGroup
-from tilerank.parallel.join import Team
 from tilerank.runtime.lead import grammar_masks
 from tilerank.runtime.lead.engine import Engine, Request
 from tilerank.runtime.lead.sampling import SamplingParams
-from tilerank.runtime.lead.sequence import Scheduled
 from tilerank.runtime.protocol.errors import RequestError
 from tilerank.runtime.protocol.events import EndedEvent, Event, FailedEvent, TokenEvent
 from tilerank.runtime.protocol.framing import encode
 from tilerank.runtime.protocol.grammar import Vocabulary, allowed_tokens
 from tilerank.runtime.protocol.prompt import Prompt
-from tilerank.runtime.rank.rank_config import RankConfig
-from tilerank.runtime.rank.worker import Worker
+from tilerank.runtime.protocol.rank_messages import Step
 from tilerank.runtime.server.link.engine_loop import serve_connections
 from tilerank.runtime.server.link.messages import Submit
 
@@ -53,9 +49,8 @@ JSON = f"start: %json {json.dumps(POEM)}"
 
 
 @pytest.fixture
-def engine() -> Iterator[Engine]:
-    team = Team(SingleGroup(), Channel(0, None, {}, 10.0))
-    yield Engine(Worker(DEMO, team, RankConfig(dtype=torch.float32, context_length=256, max_total_tokens=512)))
+def engine() -> Engine:
+    return single_engine(DEMO, dtype=torch.float32, context_length=256, max_total_tokens=512)
 
 
 def events(engine: Engine, *asked: dict[str, Any]) -> list[list[Event]]:
@@ -194,14 +189,16 @@ def test_other_requests_do_not_wait_for_a_grammar(engine: Engine, monkeypatch: p
 
 def test_a_rank_is_lost_while_a_constrained_answer_ends(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """The failure of the step is raised, although the answer ended before it."""
-    compute = engine._lead
+    compute, most = engine.worker.run, 0
 
-    def lost_with_the_first_answer(scheduled: Scheduled) -> torch.Tensor:
-        if set(engine._requests) == {1}:
+    def lost_with_the_first_answer(step: Step) -> torch.Tensor:
+        nonlocal most
+        most = max(most, engine.state().running)
+        if engine.state().running < most:
             raise GroupError("rank 1 is gone")
-        return compute(scheduled)
+        return compute(step)
 
-    monkeypatch.setattr(engine, "_lead", lost_with_the_first_answer)
+    monkeypatch.setattr(engine.worker, "run", lost_with_the_first_answer)
     constrained = Submit(7, Prompt(PROMPT), SamplingParams(grammar=CHOICE), [0])
     free = Submit(8, Prompt(PROMPT), SamplingParams(max_new_tokens=200, ignore_eos=True), [0])
     ours, theirs = socket.socketpair()
@@ -258,6 +255,6 @@ def test_a_complete_grammar_without_an_end_token(tmp_path: Path) -> None:
     for name in ("config.json", "generation_config.json"):
         values = {key: value for key, value in json.loads((DEMO / name).read_text()).items() if "eos" not in key}
         (model / name).write_text(json.dumps(values))
-    engine = Engine(Worker(model, Team(SingleGroup(), Channel(0, None, {}, 10.0)), RankConfig(dtype=torch.float32)))
+    engine = single_engine(model, dtype=torch.float32)
     (found,) = events(engine, {"grammar": "start: /[0-9]{4}/"})
     assert len(text(found)) == 4 and isinstance(found[-1], EndedEvent)

@@ -2,21 +2,17 @@
 
 import functools
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from batching import answers, evict, forget, one_by_one, pinned, score_in_chunks, spy
+from batching import DEMO, answers, evict, forget, one_by_one, score_in_chunks, single_engine, spy
 from media_prompts import SMALL, VIDEO, ask, medium, mixed, prompt, smallest, text
 from ranks import Ranks, eventually, run_ranks
 from rungs import COMPILED
 from tiny import make_checkpoint
 
-from tilerank.parallel.channel import Channel
-from tilerank.parallel.group import SingleGroup
-from tilerank.parallel.join import Team
 from tilerank.runtime.lead import encodings, media_encoding
 from tilerank.runtime.lead import engine as module
 from tilerank.runtime.lead.encodings import EncoderCache
@@ -25,8 +21,6 @@ from tilerank.runtime.lead.media_encoding import MediaEncoding, operations_of_pi
 from tilerank.runtime.protocol.errors import RequestError
 from tilerank.runtime.protocol.prompt import Medium, PlaceholderRange, Prompt
 from tilerank.runtime.protocol.rank_messages import Encode, EncodePiece, Frames, Message, StopEncode
-from tilerank.runtime.rank.rank_config import RankConfig
-from tilerank.runtime.rank.worker import Worker
 
 BITS = pytest.mark.skipif(not COMPILED, reason="in plain torch a row's bits depend on the batch")
 
@@ -37,24 +31,14 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def start(checkpoint: Path, *, eager: bool = False, mm_cache_bytes: int = 1 << 30) -> Engine:
-    team = Team(SingleGroup(), Channel(0, None, {}, 10.0))
-    worker = Worker(checkpoint, team, RankConfig(dtype=torch.bfloat16, max_total_tokens=2048, eager=eager))
-    return Engine(worker, mm_cache_bytes)
+    return single_engine(
+        checkpoint, mm_cache_bytes=mm_cache_bytes, dtype=torch.bfloat16, max_total_tokens=2048, eager=eager
+    )
 
 
 @pytest.fixture(scope="module")
 def shared(checkpoint: Path) -> Engine:
     return start(checkpoint)
-
-
-@pytest.fixture
-def engine(shared: Engine) -> Iterator[Engine]:
-    """An engine that has no page of an earlier test. After the test, nothing may be held."""
-    forget(shared)
-    yield shared
-    assert shared.state().cache_used == 0 and not shared.busy
-    assert not pinned(shared)
-    assert not shared.encoding.busy
 
 
 def encoded(engine: Engine) -> int:
@@ -338,10 +322,7 @@ def test_positions_end_with_the_context(checkpoint: Path) -> None:
 
 
 def test_a_model_of_text_refuses_pictures() -> None:
-    from batching import DEMO
-
-    team = Team(SingleGroup(), Channel(0, None, {}, 10.0))
-    engine = Engine(Worker(DEMO, team, RankConfig(dtype=torch.float32, max_total_tokens=512)))
+    engine = single_engine(DEMO, dtype=torch.float32, max_total_tokens=512)
     with pytest.raises(RequestError, match="positions: expected none"):
         engine.submit(Request(GOOD))
     with pytest.raises(RequestError, match="the model takes text alone"):

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from batching import answers, forget
+from batching import answers, forget, single_engine
 from media_prompts import LARGE, SMALL, VIDEO, medium, text
 from media_prompts import ask as ask_for
 from media_prompts import prompt as prompt_with
@@ -19,8 +19,6 @@ from rungs import COMPILED
 from tiny import make_checkpoint
 
 from tilerank.kernels.state_slots import StateSlots
-from tilerank.parallel.channel import Channel
-from tilerank.parallel.group import SingleGroup
 from tilerank.parallel.join import Team
 from tilerank.runtime.lead import engine as module
 from tilerank.runtime.lead.engine import Engine, Request
@@ -61,19 +59,15 @@ class Answer:
 
 
 @pytest.fixture(scope="module", params=[DENSE, MIXTURE], ids=["dense", "mixture"])
-def worker(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Worker:
+def shared(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Engine:
     model = make_checkpoint(tmp=tmp_path_factory.mktemp("states"), **request.param)
-    team = Team(SingleGroup(), Channel(0, None, {}, 10.0))
-    return Worker(model, team, RankConfig(dtype=torch.float32, max_total_tokens=2048, states=12))
+    return single_engine(model, dtype=torch.float32, max_total_tokens=2048, states=12)
 
 
-def fresh(worker: Worker, *, states: int = 12, pages: int | None = None, chunk_rows: int = 2048) -> Engine:
-    """Return an engine that has seen no prompt. Its slots hold what earlier ones have left there, and what these have
-    kept is lost."""
-    engine = Engine(worker)
-    worker._held.clear()  # numbers of sequences begin again
-    forget(engine, states=states, pages=pages, chunk_rows=chunk_rows)
-    return engine
+def fresh(shared: Engine, *, states: int = 12, pages: int | None = None, chunk_rows: int = 2048) -> Engine:
+    """Return the engine, without pages and snapshots of earlier prompts. Its slots hold what these have left there."""
+    forget(shared, states=states, pages=pages, chunk_rows=chunk_rows)
+    return shared
 
 
 def request(prompt: list[int], new: int) -> Request:
@@ -93,28 +87,28 @@ def prompt_of(length: int, seed: int = 0) -> list[int]:
 
 @needs_core
 @pytest.mark.parametrize("length", [1, 64, 65, 66, 129, 193, 200, 385])
-def test_the_size_of_chunks_changes_no_bit_of_an_answer(worker: Worker, length: int) -> None:
+def test_the_size_of_chunks_changes_no_bit_of_an_answer(shared: Engine, length: int) -> None:
     prompt = prompt_of(length)
-    whole = ask(fresh(worker), prompt)
+    whole = ask(fresh(shared), prompt)
     for rows in (128, 200, 300):
-        found = ask(fresh(worker, chunk_rows=rows), prompt)
+        found = ask(fresh(shared, chunk_rows=rows), prompt)
         assert (found.tokens, found.logprobs) == (whole.tokens, whole.logprobs)
 
 
 @pytest.mark.parametrize("rows", [1, 7, 33, 63, 64, 65, 100, 128])
 def test_chunks_cut_everywhere_give_the_scores_of_the_whole_prompt(
-    worker: Worker, rows: int, monkeypatch: pytest.MonkeyPatch
+    shared: Engine, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompt = Prompt(prompt_of(131))
     monkeypatch.setattr(module, "SCORE_ROWS", 131)
-    whole = fresh(worker).score(prompt)
+    whole = fresh(shared).score(prompt)
     monkeypatch.setattr(module, "SCORE_ROWS", rows)
-    assert (fresh(worker).score(prompt) - whole).abs().max() < TOLERANCE
+    assert (fresh(shared).score(prompt) - whole).abs().max() < TOLERANCE
 
 
-def test_prompts_are_scored_beside_each_other(worker: Worker) -> None:
+def test_prompts_are_scored_beside_each_other(shared: Engine) -> None:
     """Of three prompts, two of which are equal, in steps that they share."""
-    engine, prompts = fresh(worker), [prompt_of(150), prompt_of(200, 1), prompt_of(150)]
+    engine, prompts = fresh(shared), [prompt_of(150), prompt_of(200, 1), prompt_of(150)]
     params = SamplingParams(max_new_tokens=2, ignore_eos=True, prompt_logprobs=0)
     numbers = [engine.submit(Request(Prompt(prompt), params)) for prompt in prompts]
     found: dict[int, list[float]] = {number: [] for number in numbers}
@@ -123,17 +117,17 @@ def test_prompts_are_scored_beside_each_other(worker: Worker) -> None:
             if isinstance(event, ScoredEvent):
                 found[event.request] += [one.chosen for one in event.logprobs]
     for number, prompt in zip(numbers, prompts, strict=True):
-        rows = torch.log_softmax(fresh(worker).score(Prompt(prompt)), -1)
+        rows = torch.log_softmax(fresh(shared).score(Prompt(prompt)), -1)
         expected = rows[torch.arange(len(prompt) - 1), prompt[1:]].tolist()
         assert found[number] == pytest.approx(expected, abs=TOLERANCE)
 
 
-def test_a_chat_continues_its_snapshots(worker: Worker) -> None:
-    prompts, answers = chat(fresh(worker))
+def test_a_chat_continues_its_snapshots(shared: Engine) -> None:
+    prompts, answers = chat(fresh(shared))
     snapshots = [0, *((len(prompt) - 8) // 64 * 64 for prompt in prompts)]
     for prompt, answer, cached in zip(prompts, answers, snapshots, strict=False):
         assert answer.computed == len(prompt) - cached
-        whole = ask(fresh(worker), prompt)
+        whole = ask(fresh(shared), prompt)
         answer.check_near(whole)
         if COMPILED:
             assert answer.logprobs == whole.logprobs
@@ -161,39 +155,41 @@ def chat_on_ranks(team: Team, *, model: str) -> list[tuple[list[int], int]]:
 
 
 @pytest.mark.parametrize("tp", [2, 5])
-def test_every_rank_continues_the_snapshots(worker: Worker, tp: int) -> None:
+def test_every_rank_continues_the_snapshots(shared: Engine, tp: int) -> None:
     """Five ranks share three groups of heads: the last ones have no states."""
-    _, answers = chat(fresh(worker))
-    found = run_ranks(tp, "tests.runtime.test_states_model:chat_on_ranks", kwargs={"model": str(worker.model_dir)})[0]
+    _, answers = chat(fresh(shared))
+    kwargs = {"model": str(shared.worker.model_dir)}
+    found = run_ranks(tp, "tests.runtime.test_states_model:chat_on_ranks", kwargs=kwargs)[0]
     assert [tuple(answer) for answer in found] == [(answer.tokens, answer.computed) for answer in answers]
 
 
-def test_generated_tokens_are_continued(worker: Worker) -> None:
-    engine, prompt = fresh(worker), prompt_of(90)
+def test_generated_tokens_are_continued(shared: Engine) -> None:
+    engine, prompt = fresh(shared), prompt_of(90)
     first = ask(engine, prompt, 120)
     longer = [*prompt, *first.tokens, *prompt_of(10, seed=1)]
     second = ask(engine, longer)
     assert second.computed == len(longer) - 192  # of 209 cached tokens
-    second.check_near(ask(fresh(worker), longer))
+    second.check_near(ask(fresh(shared), longer))
 
 
-def test_requests_with_one_beginning_continue_it_together(worker: Worker) -> None:
+def test_requests_with_one_beginning_continue_it_together(shared: Engine) -> None:
     """The first is computed whole, and the second as well, up to where they part; the others continue from there."""
     prompts = [[*prompt_of(140), *prompt_of(70, seed=i)] for i in range(1, 6)]
-    engine = fresh(worker)
+    engine = fresh(shared)
+    before = engine.state().prompt_tokens
     tokens: list[list[int]] = [[] for _ in prompts]
     for event in engine.generate([request(prompt, 24) for prompt in prompts]):
         tokens[event.request].append(event.token_id)
-    assert tokens == [ask(fresh(worker), prompt).tokens for prompt in prompts]
-    assert engine.state().prompt_tokens == 2 * 210 + 3 * (210 - 128)
+    assert engine.state().prompt_tokens - before == 2 * 210 + 3 * (210 - 128)
+    assert tokens == [ask(fresh(shared), prompt).tokens for prompt in prompts]
 
 
-def test_the_preempted_give_the_answers_of_the_others(worker: Worker) -> None:
+def test_the_preempted_give_the_answers_of_the_others(shared: Engine) -> None:
     """There are pages for two of four sequences that grow, and slots for their snapshots only now and then."""
     prompts = [prompt_of(40 + 9 * i, seed=i) for i in range(4)]
-    wanted = [ask(fresh(worker), prompt, 70).tokens for prompt in prompts]
+    wanted = [ask(fresh(shared), prompt, 70).tokens for prompt in prompts]
     for states in (4, 12):
-        engine = fresh(worker, states=states, pages=9)
+        engine = fresh(shared, states=states, pages=9)
         tokens: list[list[int]] = [[] for _ in prompts]
         for event in engine.generate([request(prompt, 70) for prompt in prompts]):
             tokens[event.request].append(event.token_id)
@@ -201,10 +197,10 @@ def test_the_preempted_give_the_answers_of_the_others(worker: Worker) -> None:
         assert engine.state().preemptions > 0
 
 
-def test_no_step_touches_a_slot_of_no_sequence_in_it(worker: Worker) -> None:
+def test_no_step_touches_a_slot_of_no_sequence_in_it(shared: Engine) -> None:
     """Three sequences decode in a step padded to four rows; the other slots keep what they hold, bit for bit."""
-    engine = fresh(worker, states=12)
-    layers = [cache for cache in worker._caches if isinstance(cache, StateSlots)]
+    engine = fresh(shared, states=12)
+    layers = [cache for cache in shared.worker._caches if isinstance(cache, StateSlots)]
     for cache in layers:
         cache.conv.fill_(7.0)
         cache.state.fill_(-3.0)
@@ -215,7 +211,7 @@ def test_no_step_touches_a_slot_of_no_sequence_in_it(worker: Worker) -> None:
 
 
 @needs_core
-def test_pictures_in_a_mixed_batch_give_the_bits_of_single_requests(worker: Worker) -> None:
+def test_pictures_in_a_mixed_batch_give_the_bits_of_single_requests(shared: Engine) -> None:
     """Steps of 64 rows end inside of a picture and between two: the state that one leaves is continued by the next."""
     prompts = [
         prompt_with(text(4, 90)),
@@ -224,15 +220,15 @@ def test_pictures_in_a_mixed_batch_give_the_bits_of_single_requests(worker: Work
         prompt_with(text(6, 1)),
     ]
     requests = [ask_for(one, 8) for one in prompts]
-    alone = [answers(fresh(worker), [one])[0] for one in requests]
+    alone = [answers(fresh(shared), [one])[0] for one in requests]
     for rows in (2048, 64):
-        assert answers(fresh(worker, chunk_rows=rows), requests) == alone
+        assert answers(fresh(shared, chunk_rows=rows), requests) == alone
     other = prompt_with(text(1, 50), medium(9, 5, 8), text(2, 60), SMALL, text(3, 3))
-    assert answers(fresh(worker), [ask_for(other, 8)])[0] != alone[1]
+    assert answers(fresh(shared), [ask_for(other, 8)])[0] != alone[1]
 
 
-def test_as_many_requests_run_as_there_are_slots(worker: Worker) -> None:
-    engine = fresh(worker, states=3)
+def test_as_many_requests_run_as_there_are_slots(shared: Engine) -> None:
+    engine = fresh(shared, states=3)
     for i in range(5):
         engine.submit(request(prompt_of(20, seed=i), 4))
     engine.step()
@@ -242,9 +238,9 @@ def test_as_many_requests_run_as_there_are_slots(worker: Worker) -> None:
         engine.step()
 
 
-def test_a_score_is_that_of_the_whole_prompt(worker: Worker) -> None:
+def test_a_score_is_that_of_the_whole_prompt(shared: Engine) -> None:
     """In chunks of 128 rows; the log-probabilities of an answer follow from the scores before its tokens."""
-    engine, prompt = fresh(worker), prompt_of(300)
+    engine, prompt = fresh(shared), prompt_of(300)
     answer = ask(engine, prompt, 8)
     logits = engine.score(Prompt([*prompt, *answer.tokens]))
     expected = logits[len(prompt) - 1 : -1].double().log_softmax(-1)
@@ -254,8 +250,7 @@ def test_a_score_is_that_of_the_whole_prompt(worker: Worker) -> None:
 
 def test_sizes_that_a_worker_derives(tmp_path: Path) -> None:
     model = make_checkpoint(tmp=tmp_path, **DENSE)
-    team = Team(SingleGroup(), Channel(0, None, {}, 10.0))
-    found = Worker(model, team, RankConfig(dtype=torch.float32, max_total_tokens=20000))
+    found = single_engine(model, dtype=torch.float32, max_total_tokens=20000).worker
     slots = [cache.state.shape[0] for cache in found._caches if isinstance(cache, StateSlots)]
     assert found.states == 10 and slots == [10] * 3
     state = 3 * (6 * 32 * 32 * 4 + 3 * (2 * 3 * 32 + 6 * 32) * 4)

@@ -35,10 +35,13 @@ Answers = list[list[Any]]  # by request, for every token: [its id, its log-proba
 Ask = Callable[[Engine, list[Request]], Answers]
 
 
+def single() -> Team:
+    """Return a team of one rank."""
+    return Team(SingleGroup(), Channel(0, None, {}, 10.0))
+
+
 def single_engine(model_dir: Path, *, mm_cache_bytes: int = MM_CACHE_BYTES, **config: Any) -> Engine:
-    """Return the engine of a team of one rank."""
-    team = Team(SingleGroup(), Channel(0, None, {}, 10.0))
-    return Engine(Worker(model_dir, team, RankConfig(**config)), mm_cache_bytes)
+    return Engine(Worker(model_dir, single(), RankConfig(**config)), mm_cache_bytes)
 
 
 def requests() -> list[Request]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from batching import single_engine
 from command import DEMO
 from safetensors import safe_open
 
@@ -21,14 +22,8 @@ from tilerank.loader.card import read_card
 from tilerank.loader.checkpoint import Checkpoint
 from tilerank.loader.random_weights import write_random_weights
 from tilerank.loader.tokenizer import Tokenizer
-from tilerank.parallel.channel import Channel
-from tilerank.parallel.group import SingleGroup
-from tilerank.parallel.join import Team
-from tilerank.runtime.lead.engine import Engine
 from tilerank.runtime.models import qwen_moe
 from tilerank.runtime.protocol.prompt import Prompt
-from tilerank.runtime.rank.rank_config import RankConfig
-from tilerank.runtime.rank.worker import Worker
 
 
 def test_shards_do_not_exceed_shard_bytes(tmp_path: Path) -> None:
@@ -60,9 +55,8 @@ def test_tokens_of_a_random_moe_model_choose_different_experts(tmp_path: Path, m
         return ids.int(), weights / weights.sum(-1, keepdim=True)
 
     monkeypatch.setattr(qwen_moe, "softmax_top_k", spy)
-    team = Team(SingleGroup(), Channel(0, None, {}, 1.0))
     ids = torch.randperm(4200, generator=torch.Generator().manual_seed(0))[:24].tolist()
-    Engine(Worker(out, team, RankConfig(dtype=torch.float32, max_total_tokens=64, eager=True))).score(Prompt(ids))
+    single_engine(out, dtype=torch.float32, max_total_tokens=64, eager=True).score(Prompt(ids))
     assert len(experts_per_layer) == 3 and min(experts_per_layer) >= 26  # expected by chance: 64 (1 - (62/64)^24) = 34
 
 
@@ -74,8 +68,7 @@ def imitate(monkeypatch: pytest.MonkeyPatch, like: str, config: dict[str, Any]) 
 
 
 def score(model_dir: Path, ids: list[int]) -> torch.Tensor:
-    team = Team(SingleGroup(), Channel(0, None, {}, 1.0))
-    return Engine(Worker(model_dir, team, RankConfig(dtype=torch.float32, max_total_tokens=64))).score(Prompt(ids))
+    return single_engine(model_dir, dtype=torch.float32, max_total_tokens=64).score(Prompt(ids))
 
 
 def transformers_score(model_dir: Path, ids: list[int]) -> torch.Tensor:

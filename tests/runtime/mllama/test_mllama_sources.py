@@ -3,21 +3,18 @@
 import functools
 import json
 import random
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from batching import answers, evict, forget, one_by_one, pinned, score_in_chunks, spy
+from batching import answers, evict, forget, one_by_one, score_in_chunks, single_engine, spy
+from media_files import DEMO_VL
 from media_prompts import ask, text
 from rungs import COMPILED
 from safetensors.torch import load_file, save_file
 from tiny import make_checkpoint
 
 from tilerank.kernels.kv_pages import PAGE_TOKENS
-from tilerank.parallel.channel import Channel
-from tilerank.parallel.group import SingleGroup
-from tilerank.parallel.join import Team
 from tilerank.runtime.lead import media_encoding
 from tilerank.runtime.lead.engine import Engine, Request
 from tilerank.runtime.lead.lru_pool import NumberedEntry, NumberedPool
@@ -26,8 +23,6 @@ from tilerank.runtime.models.cross_attention import CrossAttention
 from tilerank.runtime.protocol.errors import RequestError
 from tilerank.runtime.protocol.prompt import Medium, PlaceholderRange, Prompt, Segment, VisibleRange
 from tilerank.runtime.protocol.rank_messages import Encode, Message, StoreSource
-from tilerank.runtime.rank.rank_config import RankConfig
-from tilerank.runtime.rank.worker import Worker
 
 BITS = pytest.mark.skipif(not COMPILED, reason="in plain torch a row's bits depend on the batch")
 VOCAB, SIDE, TOKENS = 777, 4, 68  # of make_tiny.py: patches of a tile's side, tokens of a picture
@@ -39,28 +34,14 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def start(checkpoint: Path, *, eager: bool = False, source_bytes: int = 1 << 24) -> Engine:
-    team = Team(SingleGroup(), Channel(0, None, {}, 10.0))
-    return Engine(
-        Worker(
-            checkpoint,
-            team,
-            RankConfig(dtype=torch.bfloat16, max_total_tokens=4096, eager=eager, source_bytes=source_bytes),
-        )
+    return single_engine(
+        checkpoint, dtype=torch.bfloat16, max_total_tokens=4096, eager=eager, source_bytes=source_bytes
     )
 
 
 @pytest.fixture(scope="module")
 def shared(checkpoint: Path) -> Engine:
     return start(checkpoint)
-
-
-@pytest.fixture
-def engine(shared: Engine) -> Iterator[Engine]:
-    """An engine that has no page of an earlier test. After the test, nothing may be held."""
-    forget(shared)
-    yield shared
-    assert shared.state().cache_used == 0 and not shared.busy
-    assert not pinned(shared)
 
 
 def picture(seed: int, rows: int = 1, columns: int = 1) -> Medium:
@@ -272,9 +253,7 @@ def test_refuses_prompts_that_do_not_fit_together(engine: Engine, bad: Prompt, s
 
 
 def test_a_model_without_cross_attention_refuses_a_source() -> None:
-    team = Team(SingleGroup(), Channel(0, None, {}, 10.0))
-    demo = Path(__file__).parents[3] / "assets" / "demo-vl"
-    engine = Engine(Worker(demo, team, RankConfig(dtype=torch.bfloat16, max_total_tokens=512)))
+    engine = single_engine(DEMO_VL, dtype=torch.bfloat16, max_total_tokens=512)
     with pytest.raises(RequestError, match="the prompt has a source for cross-attention, but the model has none"):
         engine.submit(Request(Prompt([1, 2], source=[Segment(0, 0, 1)])))
 

@@ -1,22 +1,18 @@
 """The engine with frames of MOSS-VL as sources: chunks, batches, preemption, recorded steps, turns, refusals."""
 
 import random
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from batching import answers, forget, one_by_one, pinned, score_in_chunks
+from batching import answers, forget, one_by_one, score_in_chunks, single_engine
 from media_prompts import ask
 from rungs import COMPILED
 from tiny import make_checkpoint
 
 from tilerank.kernels.kv_pages import PAGE_TOKENS
 from tilerank.loader.tokenizer import Tokenizer
-from tilerank.parallel.channel import Channel
-from tilerank.parallel.group import SingleGroup
-from tilerank.parallel.join import Team
 from tilerank.runtime.lead.engine import Engine, Request
 from tilerank.runtime.media.decoder import DecodedMedium
 from tilerank.runtime.media.processor import Processor
@@ -24,8 +20,6 @@ from tilerank.runtime.media.registry import load_processor
 from tilerank.runtime.models import moss_vl
 from tilerank.runtime.protocol.errors import RequestError
 from tilerank.runtime.protocol.prompt import Prompt
-from tilerank.runtime.rank.rank_config import RankConfig
-from tilerank.runtime.rank.worker import Worker
 
 BITS = pytest.mark.skipif(not COMPILED, reason="in plain torch a row's bits depend on the batch")
 
@@ -43,22 +37,12 @@ def processor(checkpoint: Path) -> Processor:
 
 
 def start(checkpoint: Path, *, eager: bool = False) -> Engine:
-    team = Team(SingleGroup(), Channel(0, None, {}, 10.0))
-    return Engine(Worker(checkpoint, team, RankConfig(dtype=torch.bfloat16, max_total_tokens=4096, eager=eager)))
+    return single_engine(checkpoint, dtype=torch.bfloat16, max_total_tokens=4096, eager=eager)
 
 
 @pytest.fixture(scope="module")
 def shared(checkpoint: Path) -> Engine:
     return start(checkpoint)
-
-
-@pytest.fixture
-def engine(shared: Engine) -> Iterator[Engine]:
-    """An engine that has no page of an earlier test. After the test, nothing may be held."""
-    forget(shared)
-    yield shared
-    assert shared.state().cache_used == 0 and not shared.busy
-    assert not pinned(shared)
 
 
 def picture(seed: int, height: int, width: int) -> DecodedMedium:

@@ -7,15 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from batching import DEMO, forget
+from batching import DEMO, forget, single, single_engine
 from ranks import run_ranks
 from safetensors.torch import load_file
 
 from tests.runtime.omni.speaking_ranks import Answer, Listener, differs, limits, prompts, request, speak, start
 from tests.runtime.omni.speech_cases import CASES, FRAMES
-from tilerank.parallel.channel import Channel
-from tilerank.parallel.group import SingleGroup
-from tilerank.parallel.join import Team
 from tilerank.runtime.lead.engine import Engine
 from tilerank.runtime.lead.sampling import SamplingParams
 from tilerank.runtime.protocol.errors import RequestError
@@ -23,9 +20,7 @@ from tilerank.runtime.protocol.events import FailedEvent, SoundEvent
 from tilerank.runtime.protocol.params import SpeechParams
 from tilerank.runtime.protocol.prompt import Prompt
 from tilerank.runtime.protocol.speech_messages import SpeechStep
-from tilerank.runtime.rank.rank_config import RankConfig
 from tilerank.runtime.rank.speech_rank import SpeechOutputs
-from tilerank.runtime.rank.worker import Worker
 
 
 @pytest.mark.parametrize(("tp", "eager"), [(1, False), (2, False), (3, False), (6, False), (1, True)])
@@ -34,10 +29,6 @@ def test_an_engine_speaks_as_transformers_does(reference: Path, tp: int, eager: 
     job = {"out": str(reference), "cases": CASES, "frames": FRAMES, "eager": eager}
     found = run_ranks(tp, "tests.runtime.omni.speaking_ranks:run", kwargs=job, timeout=200)[0]
     assert {problem for way in found.values() for problems in way.values() for problem in problems} == set(), found
-
-
-def single() -> Team:
-    return Team(SingleGroup(), Channel(0, None, {}, 10.0))
 
 
 @pytest.fixture(scope="module")
@@ -260,6 +251,6 @@ def test_prompts_that_can_never_be_spoken(reference: Path, asked: dict[str, Prom
         RequestError, match=r"\d+ tokens of the user's turns and one frame need to fit in the talker's 32"
     ):
         small.submit(request(long))
-    silent = Engine(Worker(DEMO, single(), RankConfig(dtype=torch.float32, max_total_tokens=512)))
+    silent = single_engine(DEMO, dtype=torch.float32, max_total_tokens=512)
     with pytest.raises(RequestError, match="expected a model that speaks"):
         silent.submit(request(Prompt([5])))
