@@ -7,19 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+from batching import single_engine
 from model_configs import LLAMA, write_config
 from tiny import make_checkpoint
 
 from tilerank.loader.card import read_card
 from tilerank.loader.rope import long_factors_note, read_rope
-from tilerank.parallel.channel import Channel
-from tilerank.parallel.group import SingleGroup
-from tilerank.parallel.join import Team
-from tilerank.runtime.lead.engine import Engine, Request
+from tilerank.runtime.lead.engine import Request
 from tilerank.runtime.lead.sampling import SamplingParams
 from tilerank.runtime.protocol.prompt import Prompt
-from tilerank.runtime.rank.rank_config import RankConfig
-from tilerank.runtime.rank.worker import Worker
 from tilerank.runtime.step.rope import RopeTable, inverse_frequencies
 
 SHORT, LONG = [1.0 + 0.01 * i for i in range(64)], [1.0 + 0.5 * i for i in range(64)]
@@ -190,8 +186,7 @@ def test_logits_are_those_of_transformers(
         for _ in range(5):
             ids.append(int(theirs(torch.tensor([ids])).logits[0, -1].argmax()))
         wanted = theirs(torch.tensor([ids])).logits[0]
-    team = Team(SingleGroup(), Channel(0, None, {}, 10.0))
-    engine = Engine(Worker(model_dir, team, RankConfig(dtype=torch.float32, max_total_tokens=256)))
+    engine = single_engine(model_dir, dtype=torch.float32, max_total_tokens=256)
     assert engine.card.context_length == 128
     found = engine.score(Prompt(ids))
     assert ((found - wanted).abs().amax(-1) / wanted.abs().amax(-1)).max() <= 1e-4

@@ -17,7 +17,7 @@ from tilerank.runtime.protocol.rank_messages import Chunk, Step
 from tilerank.runtime.rank import registry
 from tilerank.runtime.rank.rank_config import RankConfig
 from tilerank.runtime.rank.worker import Worker
-from tilerank.runtime.step.batch import RankSequence, padded_size
+from tilerank.runtime.step.batch import padded_size
 
 DEMO = Path(__file__).parents[2] / "assets" / "demo-lm"
 
@@ -225,15 +225,14 @@ def test_plain_torch_stays_eager_and_says_so_once() -> None:
     assert said == [["steps run eagerly: kernels run in plain torch"]]
 
 
-def hold(worker: Worker, tables: dict[int, list[int]]) -> None:
-    worker._held = {number: RankSequence(pages) for number, pages in tables.items()}
-
-
 def test_a_profile_counts_the_kernels_of_a_step() -> None:
     worker = Worker(DEMO, join(Membership(0, 1, "", 0)), RankConfig(dtype=torch.float32, max_total_tokens=128))
-    hold(worker, {0: [0, 1], 1: [2], 2: [3]})
-    step = Step([Chunk(0, 40, [7], [], 1), Chunk(1, 0, [3], [], 1), Chunk(2, 31, [5], [], 1)], [])
-    logits = worker.run(step).clone()
+    pages = ([0, 1], [2], [3])
+    first, step = (
+        Step([Chunk(0, 40, [7], own[0], 1), Chunk(1, 0, [3], own[1], 1), Chunk(2, 31, [5], own[2], 1)], [])
+        for own in (pages, ([], [], []))
+    )
+    logits = worker.run(first).clone()
     assert worker.profile() is None
     worker.start_profiling()
     assert torch.equal(worker.run(step), logits)
@@ -251,15 +250,13 @@ def test_padding_rows_of_a_mixture_choose_no_other_experts(checkpoints: dict[str
     """Padding rows repeat the shortest sequence's row, bit for bit, in every layer, so the router sees nothing new."""
     folder = Path(checkpoints["qwen3_moe"])
     worker = Worker(folder, join(Membership(0, 1, "", 0)), RankConfig(dtype=torch.float32, max_total_tokens=256))
-    assert worker._graphs is not None
-    hold(worker, {0: [0, 1], 1: [2], 2: [3]})
     for position in range(40):
-        worker.run(Step([Chunk(0, position, [position + 5], [], 1)], []))
-    chunks = [Chunk(0, 40, [7], [], 1), Chunk(1, 0, [3], [], 1), Chunk(2, 0, [9], [], 1)]
-    logits = worker.run(Step(chunks, [])).clone()
-    padding = worker._graphs._graphs[4].output[3]
+        worker.run(Step([Chunk(0, position, [position + 5], [] if position else [0, 1], 1)], []))
+    chunks = [Chunk(0, 40, [7], [], 1), Chunk(1, 0, [3], [2], 1), Chunk(2, 0, [9], [3], 1)]
+    logits = worker.run(Step(chunks, []))
+    padding = torch.as_strided(logits, (4, logits.shape[1]), logits.stride())[3]  # behind the rows of the sequences
     assert torch.equal(padding, logits[1]) and not torch.equal(padding, logits[2])
     # Now the other sequence is the shortest.
-    chunks[1] = Chunk(1, 1, [4], [], 1)
+    chunks = [Chunk(0, 40, [7], [], 1), Chunk(1, 1, [4], [], 1), Chunk(2, 0, [9], [], 1)]
     logits = worker.run(Step(chunks, []))
     assert torch.equal(padding, logits[2]) and not torch.equal(padding, logits[1])

@@ -3,8 +3,10 @@
 import hashlib
 import logging
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -20,7 +22,8 @@ from tilerank.runtime.protocol.prompt import Prompt
 from tilerank.runtime.protocol.rank_messages import Chunk, Step
 from tilerank.runtime.rank.rank_config import RankConfig
 from tilerank.runtime.rank.worker import Worker
-from tilerank.runtime.step.batch import RankSequence
+from tilerank.runtime.step import step_graphs
+from tilerank.runtime.step.step_graphs import StepGraphs
 
 
 class Blindfold(TorchFunctionMode):
@@ -32,15 +35,26 @@ class Blindfold(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def run_blindfolded(worker: Worker) -> None:
-    assert worker._graphs is not None
-    record = worker._graphs._record
+class BlindfoldedGraph(Graph):
+    def __init__(self, forward: Callable[[], Tensor], *, share: Graph | None = None) -> None:
+        def blindfolded() -> Tensor:
+            with Blindfold():
+                return forward()
 
-    def blindfolded(forward: Callable[[], Tensor]) -> Graph:
-        with Blindfold():
-            return record(forward)
+        super().__init__(blindfolded, share=share)
 
-    worker._graphs._record = blindfolded  # type: ignore[method-assign]
+
+@contextmanager
+def watched_replays() -> Iterator[set[int]]:
+    """Record steps blindfolded. Yields the batch sizes of the steps that are replayed."""
+    sizes, replay = set[int](), StepGraphs.replay
+
+    def watched(graphs: StepGraphs, forward: Callable[[], Tensor], size: int, rows: int) -> Tensor:
+        sizes.add(size)
+        return replay(graphs, forward, size, rows)
+
+    with mock.patch.object(StepGraphs, "replay", watched), mock.patch.object(step_graphs, "Graph", BlindfoldedGraph):
+        yield sizes
 
 
 def digest(logits: Tensor) -> str:
@@ -99,23 +113,24 @@ def choose_rows(team: Team, *, models: list[str]) -> list[dict[str, Any]]:
             worker = Worker(
                 Path(model), team, RankConfig(dtype=getattr(torch, dtype), max_total_tokens=2048, eager=True)
             )
-            pages = iter(range(64))
+            unused = iter(range(64))
 
             def logits(
-                piece: int, counts: tuple[int, ...], worker: Worker = worker, pages: Iterator[int] = pages
+                piece: int, counts: tuple[int, ...], worker: Worker = worker, unused: Iterator[int] = unused
             ) -> list[Tensor]:
-                held = {i: RankSequence([next(pages) for _ in range(n // 32 + 1)]) for i, n in enumerate(lengths)}
+                pages = [[next(unused) for _ in range(n // 32 + 1)] for n in lengths]
                 ids = [[(7 * i + j * j) % 700 for j in range(n)] for i, n in enumerate(lengths)]
                 steps = [
-                    [Chunk(0, 0, ids[0][:70], [], piece)],
-                    [Chunk(i, 0 if i else 70, ids[i] if i else ids[i][70:], [], n) for i, n in enumerate(counts)],
+                    [Chunk(0, 0, ids[0][:70], pages[0], piece)],
+                    [Chunk(0, 70, ids[0][70:], [], counts[0])]
+                    + [Chunk(i, 0, ids[i], pages[i], counts[i]) for i in (1, 2)],
                     [Chunk(i, n, [3], [], 1) for i, n in enumerate(lengths)],
                 ]
-                found = []
+                finished, found = [0, 1, 2], []  # of the call before
                 for chunks in steps:
-                    step = Step(chunks, [], state_slots=[chunk.sequence for chunk in chunks])
-                    batch = worker._filler.fresh(step, held, {})
-                    found.append(worker._model.forward(batch, worker._caches).clone())
+                    slots = [chunk.sequence for chunk in chunks]
+                    found.append(worker.run(Step(chunks, finished, state_slots=slots)).clone())
+                    finished = []
                 return found
 
             _, prompts, after = logits(70, (30, 150, 40))
@@ -147,17 +162,15 @@ def compare(team: Team, *, models: list[str], kv_split: KVSplit = "auto") -> lis
                         eager=eager,
                     ),
                 )
-                if not eager:
-                    run_blindfolded(worker)
-                steps[eager] = steps_of(worker, generate)
-            assert worker._graphs is not None
+                with watched_replays() as sizes:
+                    steps[eager] = steps_of(worker, generate)
             results.append(
                 {
                     "model": Path(model).name,
                     "dtype": dtype,
                     "eager": steps[True],
                     "replayed": steps[False],
-                    "sizes": sorted(worker._graphs._graphs),
+                    "sizes": sorted(sizes),
                 }
             )
     return results
@@ -172,14 +185,12 @@ def stays_eager(team: Team, *, model: str) -> list[str]:
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     worker = Worker(Path(model), team, RankConfig(dtype=torch.float32, max_total_tokens=512))
-    assert worker._graphs is None
     steps_of(worker, lambda e: list(e.generate([Request(Prompt([1, 2]), SamplingParams(max_new_tokens=4))])))
     return said
 
 
 def replay_for_ever(team: Team, *, model: str) -> str:
     worker = Worker(Path(model), team, RankConfig(dtype=torch.bfloat16, max_total_tokens=512))
-    assert worker._graphs is not None
     events = 0
 
     def endlessly(engine: Engine) -> None:
@@ -190,10 +201,11 @@ def replay_for_ever(team: Team, *, model: str) -> str:
                 if events == 150:
                     print("replaying", flush=True)
 
-    try:
-        steps_of(worker, endlessly)
-    except GroupError as error:
-        return f"{sorted(worker._graphs._graphs)} {error}"
+    with watched_replays() as sizes:
+        try:
+            steps_of(worker, endlessly)
+        except GroupError as error:
+            return f"{sorted(sizes)} {error}"
     return "never failed"
 
 
