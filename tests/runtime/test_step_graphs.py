@@ -97,7 +97,7 @@ def test_every_family_is_compared() -> None:
     assert {builders[model_type] for model_type in TINY} == set(builders.values())
 
 
-@pytest.mark.parametrize(("tp", "threads"), [(1, 1), (1, 2), (2, 1), (3, 2)])
+@pytest.mark.parametrize(("tp", "threads"), [(1, 2), (2, 1), (3, 2)])
 def test_replay_equals_eager_bit_for_bit(checkpoints: dict[str, str], tp: int, threads: int) -> None:
     """Compare the logits of every step of 44 requests, from 22 in a step down to one, on every rank."""
     cases = compared(tp, threads, tuple(checkpoints.values()))
@@ -122,7 +122,7 @@ def test_contexts_over_ranks_are_replayed(checkpoints: dict[str, str]) -> None:
         check_replayed(cases)
 
 
-@pytest.mark.parametrize(("tp", "threads"), [(1, 2), (2, 1), (3, 2), (6, 1)])
+@pytest.mark.parametrize(("tp", "threads"), [(1, 2), (3, 2), (6, 1)])
 def test_rows_whose_logits_nobody_wants_change_no_others(checkpoints: dict[str, str], tp: int, threads: int) -> None:
     """Rows without logits still need keys and values in the last layer: the tokens after them attend to these."""
     one_layer = make_checkpoint(tmp=Path(checkpoints["llama"]).parent / "one", **TINY["llama"] | {"layers": 1})
