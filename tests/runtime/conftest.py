@@ -9,7 +9,10 @@ from batching import forget, pinned
 from families import RECORDS
 from references import run_reference
 
+from tilerank.loader.tokenizer import Tokenizer
 from tilerank.runtime.lead.engine import Engine
+from tilerank.runtime.media.processor import Processor
+from tilerank.runtime.media.registry import load_processor
 
 
 @pytest.fixture(scope="session")
@@ -32,3 +35,11 @@ def engine(shared: Engine) -> Iterator[Engine]:
     assert shared.state().cache_used == 0 and not shared.busy
     assert not pinned(shared)
     assert not shared.encoding.busy
+
+
+@pytest.fixture(scope="module")
+def processor(model_dir: Path) -> Processor:
+    """The processor of the checkpoint of a test file."""
+    found = load_processor(model_dir, Tokenizer(model_dir))
+    assert found is not None
+    return found

@@ -21,7 +21,6 @@ from tilerank.loader.tokenizer import Tokenizer
 from tilerank.runtime.media.decoder import DecodedMedium
 from tilerank.runtime.media.mllama import choose_tiling, fit, read_tile_settings, tilings
 from tilerank.runtime.media.processor import Processor
-from tilerank.runtime.media.registry import load_processor
 from tilerank.runtime.protocol.errors import MediaError
 from tilerank.runtime.protocol.prompt import MM_CACHE_BYTES, Prompt
 
@@ -33,13 +32,6 @@ SIZES = [(64, 64), (30, 200), (300, 70), (1, 1), (500, 40), (200, 190)]
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint("mllama", tmp_path_factory.mktemp("mllama"))
-
-
-@pytest.fixture(scope="module")
-def processor(model_dir: Path) -> Processor:
-    found = load_processor(model_dir, Tokenizer(model_dir))
-    assert found is not None
-    return found
 
 
 def picture(height: int, width: int) -> DecodedMedium:

@@ -45,13 +45,6 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint("moss_vl", tmp_path_factory.mktemp("moss"))
 
 
-@pytest.fixture(scope="module")
-def processor(model_dir: Path) -> Processor:
-    found = load_processor(model_dir, Tokenizer(model_dir))
-    assert found is not None
-    return found
-
-
 def picture(height: int, width: int, value: int = 0) -> DecodedMedium:
     return DecodedMedium("image", (1, height, width), bytes([value]) * (height * width * 3), [0], None)
 

@@ -12,11 +12,9 @@ from rungs import COMPILED
 from tiny import make_checkpoint
 
 from tilerank.kernels.kv_pages import PAGE_TOKENS
-from tilerank.loader.tokenizer import Tokenizer
 from tilerank.runtime.lead.engine import Engine, Request
 from tilerank.runtime.media.decoder import DecodedMedium
 from tilerank.runtime.media.processor import Processor
-from tilerank.runtime.media.registry import load_processor
 from tilerank.runtime.models import moss_vl
 from tilerank.runtime.protocol.errors import RequestError
 from tilerank.runtime.protocol.prompt import Prompt
@@ -25,24 +23,17 @@ BITS = pytest.mark.skipif(not COMPILED, reason="in plain torch a row's bits depe
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint("moss_vl", tmp_path_factory.mktemp("moss"))
 
 
-@pytest.fixture(scope="module")
-def processor(checkpoint: Path) -> Processor:
-    found = load_processor(checkpoint, Tokenizer(checkpoint))
-    assert found is not None
-    return found
-
-
-def start(checkpoint: Path, *, eager: bool = False) -> Engine:
-    return single_engine(checkpoint, dtype=torch.bfloat16, max_total_tokens=4096, eager=eager)
+def start(model_dir: Path, *, eager: bool = False) -> Engine:
+    return single_engine(model_dir, dtype=torch.bfloat16, max_total_tokens=4096, eager=eager)
 
 
 @pytest.fixture(scope="module")
-def shared(checkpoint: Path) -> Engine:
-    return start(checkpoint)
+def shared(model_dir: Path) -> Engine:
+    return start(model_dir)
 
 
 def picture(seed: int, height: int, width: int) -> DecodedMedium:
@@ -143,8 +134,8 @@ def test_mixed_requests_give_the_bits_of_single_ones(engine: Engine, processor: 
 
 
 @BITS
-def test_a_recorded_step_gives_the_bits_of_an_eager_one(engine: Engine, processor: Processor, checkpoint: Path) -> None:
-    assert answers(start(checkpoint, eager=True), mixed(processor, 12)) == answers(engine, mixed(processor, 12))
+def test_a_recorded_step_gives_the_bits_of_an_eager_one(engine: Engine, processor: Processor, model_dir: Path) -> None:
+    assert answers(start(model_dir, eager=True), mixed(processor, 12)) == answers(engine, mixed(processor, 12))
 
 
 @BITS

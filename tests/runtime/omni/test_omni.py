@@ -12,14 +12,12 @@ from torch import Tensor
 
 from tests.runtime.omni.parts import media_of, text_of
 from tilerank.kernels.audio import log_mel
-from tilerank.loader.tokenizer import Tokenizer
 from tilerank.runtime.lead import media_encoding
 from tilerank.runtime.lead.engine import Request
 from tilerank.runtime.lead.sampling import SamplingParams
 from tilerank.runtime.media.decoder import DecodedMedium
 from tilerank.runtime.media.processor import Processor
 from tilerank.runtime.media.qwen3_omni import HOP, audio_tokens
-from tilerank.runtime.media.registry import load_processor
 from tilerank.runtime.models.audio import mel_filters, normalize_mel
 from tilerank.runtime.protocol.errors import MediaError
 from tilerank.runtime.protocol.prompt import Prompt
@@ -35,13 +33,6 @@ def model_dir(reference_of: Callable[[str], Path]) -> Path:
 @pytest.fixture(scope="session")
 def wanted(model_dir: Path) -> dict[str, Tensor]:
     return load_file(model_dir.parent / "omni.safetensors")
-
-
-@pytest.fixture(scope="session")
-def processor(model_dir: Path) -> Processor:
-    found = load_processor(model_dir, Tokenizer(model_dir))
-    assert found is not None
-    return found
 
 
 @pytest.mark.parametrize("clip", range(len(CLIPS)))
