@@ -7,7 +7,7 @@ import signal
 import struct
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
@@ -58,11 +58,43 @@ def test_a_picture_of_one_pixel(decoder: MediaDecoder) -> None:
     assert decode(decoder, "image", encoded(picture(1, 1))).size == (1, 1, 1)
 
 
-def test_the_orientation_of_a_photo_is_ignored(decoder: MediaDecoder) -> None:
+# What shows a picture upright for each value of the tag (Exif 2.32, 4.6.4), of pixels stored so: [height, width, 3].
+ORIENTATIONS: dict[int, Callable[[Any], Any]] = {
+    1: lambda stored: stored,
+    2: lambda stored: stored[:, ::-1],
+    3: lambda stored: stored[::-1, ::-1],
+    4: lambda stored: stored[::-1],
+    5: lambda stored: stored.transpose(1, 0, 2),
+    6: lambda stored: stored[::-1].transpose(1, 0, 2),
+    7: lambda stored: stored[::-1, ::-1].transpose(1, 0, 2),
+    8: lambda stored: stored[:, ::-1].transpose(1, 0, 2),
+    9: lambda stored: stored,
+}
+
+
+@pytest.mark.parametrize("tag", ORIENTATIONS)
+@pytest.mark.parametrize("form", ["PNG", "WEBP", "TIFF"])
+def test_a_photo_is_upright(decoder: MediaDecoder, form: str, tag: int) -> None:
     image = picture(13, 9)
     exif = Image.Exif()
-    exif[0x0112] = 6
-    assert decode(decoder, "image", encoded(image, exif=exif)).size == (1, 9, 13)
+    exif[0x0112] = tag
+    found = decode(decoder, "image", encoded(image, form, exif=exif, lossless=True))
+    upright = ORIENTATIONS[tag](np.asarray(image))
+    assert found.size == (1, *upright.shape[:2])
+    assert found.data == upright.tobytes()
+
+
+@pytest.mark.parametrize("exif", [b"Exif\0\0", b"Exif\0\0II*\0\xff\xff\xff\xff", b"Exif\0\0none at all", b"\xff" * 40])
+def test_a_photo_whose_tags_are_damaged(decoder: MediaDecoder, exif: bytes) -> None:
+    image = picture(13, 9)
+    assert decode(decoder, "image", encoded(image, exif=exif)).data == image.tobytes()
+
+
+@pytest.mark.parametrize("form", ["PNG", "TIFF", "PPM"])
+def test_deep_grey_keeps_its_high_byte(decoder: MediaDecoder, form: str) -> None:
+    grey = noise(9, 13, 2).view(np.uint16)[..., 0]
+    found = decode(decoder, "image", encoded(Image.fromarray(grey), form))
+    assert found.data == np.repeat((grey >> 8).astype(np.uint8)[..., None], 3, axis=2).tobytes()
 
 
 def test_pictures_are_the_frames_of_a_video(decoder: MediaDecoder) -> None:

@@ -46,7 +46,6 @@ def modes() -> dict[str, tuple[Image.Image, str]]:
     palette = picture(13, 9).quantize(16)
     transparent = palette.copy()
     transparent.info["transparency"] = 3
-    deep = Image.fromarray(noise(9, 13, 2).view(np.uint16)[..., 0])
     return {
         "rgb": (picture(13, 9), "PNG"),
         "rgba": (alpha, "PNG"),
@@ -55,7 +54,6 @@ def modes() -> dict[str, tuple[Image.Image, str]]:
         "bits": (picture(13, 9, "1"), "PNG"),
         "palette": (palette, "PNG"),
         "transparent-palette": (transparent, "PNG"),
-        "16-bit": (deep, "PNG"),
         "cmyk": (picture(13, 9, "CMYK"), "JPEG"),
         "ycbcr": (picture(13, 9), "JPEG"),
         "gif": (picture(13, 9, "P"), "GIF"),

@@ -102,6 +102,21 @@ def test_channels_are_averaged(decoder: MediaDecoder) -> None:
     assert np.abs(found - samples / 2).max() < 1e-4
 
 
+PLACEHOLDERS = (0, 0xFFFFFFFF, 0xFFFFFFFF - 8, 0x7FFFFFFF, 0x7FFFFFFF - 36, 0x7FFFF000, 0x80000000, 1000000000)
+
+
+@pytest.mark.parametrize("samples", PLACEHOLDERS)
+@pytest.mark.parametrize("whole", (*PLACEHOLDERS, 36))  # 36: what a program writes that has no samples yet
+def test_the_size_of_a_stream_is_that_of_the_file(decoder: MediaDecoder, whole: int, samples: int) -> None:
+    """Its header was written when no size was known. A chunk of another kind before the samples is skipped."""
+    data = wav(tone(0.7))
+    note = b"note" + (3).to_bytes(4, "little") + b"abc\0"
+    sizes = [size.to_bytes(4, "little") for size in (whole, samples)]
+    for between in (b"", note):
+        streamed = b"RIFF" + sizes[0] + data[8:36] + between + b"data" + sizes[1] + data[44:]
+        assert np.array_equal(decode(decoder, streamed), decode(decoder, data))
+
+
 @pytest.mark.parametrize(
     ("form", "codec", "rate"),
     [("mp3", "libmp3lame", 44100), ("flac", "flac", 48000), ("ogg", "libopus", 48000), ("wav", "", 8000)],

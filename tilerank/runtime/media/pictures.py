@@ -1,7 +1,11 @@
 """Decodes pictures with Pillow, in a process of launch/serving/media_decoder.py."""
 
+import contextlib
 import io
+import struct
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from ..protocol.errors import MediaError
 
@@ -10,6 +14,8 @@ if TYPE_CHECKING:
 
 # Without the formats that run other programs or read other files, such as EPS.
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "AVIF", "JPEG2000", "PPM", "ICO")
+# What Pillow raises for damaged EXIF.
+_BAD_TAGS = (SyntaxError, ValueError, TypeError, LookupError, OSError, EOFError, ArithmeticError, struct.error)
 
 
 def read_picture(data: bytes, pixels: int) -> tuple[int, int, bytes]:
@@ -37,14 +43,20 @@ def read_picture(data: bytes, pixels: int) -> tuple[int, int, bytes]:
         raise
     except Exception as failure:
         raise MediaError(f"the picture of {width} x {height} is damaged: {failure}") from failure
-    return height, width, rgb.tobytes()
+    return rgb.height, rgb.width, rgb.tobytes()
 
 
 def _to_rgb(image: "Image") -> "Image":
-    """Convert like transformers 5.23 (convert_to_rgb): transparent pictures on white, the EXIF orientation ignored."""
-    from PIL import Image
+    """Convert like transformers 5.23: upright by the EXIF orientation (load_image), transparent pictures on white
+    (convert_to_rgb). Of grey with 16 bits the high byte is kept, where Pillow would take all but dark grey for white."""
+    from PIL import Image, ImageOps
 
     image.load()
+    # Tags that cannot be read belong to a picture that can: it is shown as it is stored.
+    with contextlib.suppress(*_BAD_TAGS):
+        ImageOps.exif_transpose(image, in_place=True)
+    if image.mode.startswith("I;16") or (image.mode, image.format) == ("I", "PPM"):
+        image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
     if "A" in image.getbands() or image.info.get("transparency") is not None:
         image = image.convert("RGBA")
         white = Image.new("RGBA", image.size, (255, 255, 255, 255))

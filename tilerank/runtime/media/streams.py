@@ -21,7 +21,9 @@ _MAX_RATE = 192000
 """The highest sample rate of a file that is accepted, in Hz."""
 _MAX_CHANNELS = 8
 """The most channels of a file that are accepted."""
-_STREAMED = (1 << 31) - (1 << 16)
+_LARGEST_RIFF = 1 << 28
+"""Bytes. A WAV file whose header says that it is larger was streamed: its size was unknown when the header was written.
+Programs then write all bits, the largest signed size, that less some pages, or other sizes of this kind."""
 _OGG_HEADER = 27
 """Bytes of a page before the sizes of its segments, whose number is the last one."""
 _LOST = 0.5
@@ -37,6 +39,7 @@ def read_sound(data: bytes) -> bytes:
 
     Raises MediaError for what is not sound, is too long or is cut off where the file says how long it is.
     """
+    data = _with_size(data)
     _check_riff(data)
     _check_ogg(data)
     parts, count = list[bytes](), 0
@@ -56,13 +59,39 @@ def read_sound(data: bytes) -> bytes:
     return b"".join(parts)
 
 
-def _check_riff(data: bytes) -> None:
-    """Raise MediaError for a WAV file that is shorter than it says, which the demuxer takes as it is.
+def _with_size(data: bytes) -> bytes:
+    """Return a WAV file with its true sizes if its header has placeholders in their place, else `data`.
 
-    Streams, whose length was unknown when their header was written, have the largest size.
+    A size of the samples is one if it is beyond any file, or 0 although the file goes on where the header says that it
+    ends. The samples then go on to the end of the file.
     """
-    size = int.from_bytes(data[4:8], "little")
-    if data[:4] == b"RIFF" and len(data) - 8 < size < _STREAMED:
+    if data[:4] != b"RIFF" or data[8:12] != b"WAVE":
+        return data
+    whole, start = _size(data, 4), 12
+    while start + 8 <= len(data) and data[start : start + 4] != b"data":
+        start += 8 + _size(data, start + 4) + _size(data, start + 4) % 2  # chunks have even sizes
+    begin = start + 8
+    if begin > len(data):
+        return data
+    samples, left = _size(data, start + 4), len(data) - begin
+    is_open = whole > _LARGEST_RIFF or whole + 8 <= begin
+    if samples <= _LARGEST_RIFF and not (is_open and (samples == 0 or samples > left)):
+        return data if whole <= _LARGEST_RIFF else _resized(data, 4, len(data) - 8)
+    return _resized(_resized(data, start + 4, left), 4, len(data) - 8)
+
+
+def _size(data: bytes, at: int) -> int:
+    return int.from_bytes(data[at : at + 4], "little")
+
+
+def _resized(data: bytes, at: int, size: int) -> bytes:
+    return data[:at] + size.to_bytes(4, "little") + data[at + 4 :]
+
+
+def _check_riff(data: bytes) -> None:
+    """Raise MediaError for a WAV file that is shorter than it says, which the demuxer takes as it is."""
+    size = _size(data, 4)
+    if data[:4] == b"RIFF" and len(data) - 8 < size <= _LARGEST_RIFF:
         raise MediaError(f"the sound is cut off: the file says that it has {size + 8} bytes, found {len(data)}")
 
 
