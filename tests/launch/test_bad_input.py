@@ -216,6 +216,15 @@ def test_several_hosts_without_a_secret() -> None:
     )
 
 
+def test_a_host_whose_name_does_not_resolve(tmp_path: Path) -> None:
+    """It is named at once and again when --dist-timeout has passed, which bounds the start."""
+    host = "no-such-host.invalid"
+    hosts = ("--nnodes", 2, "--node-rank", 1, "--master-addr", host, "--master-port", 29700, "--dist-timeout", 1)
+    result = run("generate", DEMO, "--prompt", "x", "--tp", 2, *hosts, env={"TILERANK_SECRET": "s" * 64})
+    assert_refused(result, f"rank 1: rank 1 did not reach rank 0 at {host}:29700 within 1 s: .*")
+    assert f"{host} does not resolve: " in result.err
+
+
 def test_not_enough_memory() -> None:
     """A cache of 2^40 tokens: 6 layers, 2 KV heads of 64, keys and values of 2 bytes make 3,072 bytes each: 3 PiB."""
     result = run("generate", DEMO, "--prompt", "x", "--tp", 2, "--max-total-tokens", 1 << 40)

@@ -1,6 +1,7 @@
 """Which processes the control channel accepts, and what it refuses."""
 
 import os
+import re
 import secrets
 import socket
 import struct
@@ -263,6 +264,20 @@ def test_two_secrets_are_named_on_both_sides(caplog: pytest.LogCaptureFixture) -
     expected = "rank 1 of 2 did not join within 1 s; a process with another TILERANK_SECRET was refused"
     assert str(missing.value) == expected
     assert "it says that it is rank 1, but has another TILERANK_SECRET" in caplog.text
+
+
+def test_missing_ranks_are_named_in_the_meantime(caplog: pytest.LogCaptureFixture) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener, pytest.raises(GroupError, match="did not join within 1 s"):
+        where = ("127.0.0.1", listener.getsockname()[1], listener.detach())
+        Rendezvous(Membership(0, 3, *where, secret="all have it", timeout_s=1, notice_s=0.2))
+    assert caplog.messages == ["ranks 1, 2 of 3 not here yet; waiting 1 s"]
+    caplog.clear()
+    for host, why in (("127.0.0.1", "Connection refused"), ("no-such-host.invalid", ".*")):
+        with pytest.raises(GroupError, match=f"rank 1 did not reach rank 0 at {host}:1 within 1 s: {why}"):
+            Rendezvous(Membership(1, 3, host, 1, secret="all have it", timeout_s=1, notice_s=0.5))
+        (message,) = caplog.messages
+        assert re.match(f"rank 1 has not reached rank 0 at {host}:1 yet: {why}; trying for 1 s", message)
+        caplog.clear()
 
 
 def test_the_port_comes_through_the_store_of_torchruns_agent() -> None:

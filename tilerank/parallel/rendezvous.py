@@ -8,12 +8,13 @@ listening once all are there, and the connections end once all are ready.
 import contextlib
 import datetime
 import json
+import logging
 import secrets
 import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -26,6 +27,8 @@ from .credentials import TAKEN, authenticate, receive_exactly
 from .errors import GroupError
 from .handshakes import PendingHandshakes, refuse
 from .hosts import PeerInfo, host_id, route_to
+
+logger = logging.getLogger(__name__)
 
 RENDEZVOUS, DATA, WATCH = range(3)  # what a connection is for
 ANSWER_S = 2.0  # the answer of a rank 0 whose deadline has passed may take so long
@@ -42,7 +45,7 @@ class Membership:
     0 passes its listening socket as `listen_fd`. With `agent`, it is the address of the TCPStore of torchrun's agent,
     through which rank 0 sends its port. `secret`: shared by all ranks and by no other process; may be
     empty on one host only. `timeout_s` is the deadline of every wait in a collective, and of joining unless
-    `join_timeout_s` is given. `attempt` counts restarts of the group if the agent's store outlives it.
+    `join_timeout_s` is given. Ranks that have not come after `notice_s` are named in a warning. `attempt` counts restarts of the group if the agent's store outlives it.
     """
 
     rank: int
@@ -53,6 +56,7 @@ class Membership:
     timeout_s: float = 60.0
     attempt: int = 0
     join_timeout_s: float | None = None
+    notice_s: float | None = None
     secret: str = ""
     agent: bool = False
 
@@ -91,14 +95,39 @@ class Rendezvous:
         self._values: dict[str, bytes] = {}  # on rank 0
         self._changed = threading.Condition()
         self._connections: dict[int, socket.socket] = {}  # to all others on rank 0, to rank 0 elsewhere
+        self._unreached = "no answer yet"  # why rank 0 has not been reached
         try:
-            self.peers, self.secret = self._collect_peers() if m.rank == 0 else self._receive_peers()
+            with self._notice():
+                self.peers, self.secret = self._collect_peers() if m.rank == 0 else self._receive_peers()
         except BaseException:
             self.close()
             raise
         if m.rank == 0:
             for connection in self._connections.values():
                 threading.Thread(target=self._serve, args=[connection], name="tilerank-rendezvous", daemon=True).start()
+
+    @contextlib.contextmanager
+    def _notice(self) -> Iterator[None]:
+        """Warn of missing ranks in the meantime, after `notice_s`."""
+        if self.membership.notice_s is None:
+            yield
+            return
+        timer = threading.Timer(self.membership.notice_s, self._warn_of_missing)
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+
+    def _warn_of_missing(self) -> None:
+        m = self.membership
+        if m.rank == 0:
+            missing = sorted(set(range(1, m.size)) - set(self._connections))
+            logger.warning("%s of %d not here yet; waiting %g s", _named(missing), m.size, m.joining_s)
+        elif 0 not in self._connections:
+            text = "rank %d has not reached rank 0 at %s yet: %s; trying for %g s"
+            logger.warning(text, m.rank, m.where, self._unreached, m.joining_s)
 
     def remaining(self) -> float:
         return max(self._deadline - time.monotonic(), 0.001)
@@ -155,8 +184,7 @@ class Rendezvous:
         with PendingHandshakes(listener, self._secret_given) as handshakes:
             while missing := set(range(m.size)) - set(peers):
                 if time.monotonic() >= self._deadline:
-                    names = ", ".join(map(str, sorted(missing)))
-                    text = f"rank{'s' * (len(missing) > 1)} {names} of {m.size} did not join within {m.joining_s:g} s"
+                    text = f"{_named(sorted(missing))} of {m.size} did not join within {m.joining_s:g} s"
                     wrong = "; a process with another TILERANK_SECRET was refused" if handshakes.refused_secret else ""
                     raise GroupError(text + wrong)
                 for arrived in handshakes.completed(self.remaining()):
@@ -210,7 +238,7 @@ class Rendezvous:
         return [PeerInfo(**info) for info in answer["peers"]], own or self._secret_given
 
     def _reach_rank_0(self) -> socket.socket:
-        m, reason = self.membership, "it was too late"
+        m = self.membership
         port = int(self._with_agent(lambda store: store.get(f"tilerank/{m.attempt}/port"))) if m.agent else m.port
         while time.monotonic() < self._deadline:
             connection = None
@@ -220,7 +248,7 @@ class Rendezvous:
                 authenticate(connection, m.rank, RENDEZVOUS, self._secret_given, 0)
                 return connection
             except OSError as error:
-                reason = str(error.strerror or error)
+                self._unreached = str(error.strerror or error)
                 if connection is not None:
                     connection.close()
                 if isinstance(error, PermissionError):
@@ -230,7 +258,8 @@ class Rendezvous:
                 if connection is not None:
                     connection.close()
                 raise
-        raise GroupError(f"rank {m.rank} did not reach rank 0 at {m.where} within {m.joining_s:g} s: {reason}")
+        why = self._unreached
+        raise GroupError(f"rank {m.rank} did not reach rank 0 at {m.where} within {m.joining_s:g} s: {why}")
 
     def _connect(self, port: int) -> socket.socket:
         if not self.membership.local:
@@ -306,6 +335,10 @@ class RendezvousStore(Store):
     def wait(self, keys: list[str], timeout: datetime.timedelta | None = None) -> None:
         for key in keys:
             self.get(key)
+
+
+def _named(ranks: Sequence[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
 def _send(connection: socket.socket, message: Mapping[str, Any]) -> None:

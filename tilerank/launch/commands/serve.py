@@ -181,7 +181,7 @@ def _replicas(args: argparse.Namespace, identity: Identity, job: ServeJob) -> li
 
 def _watch(args: argparse.Namespace) -> WatchedConditions:
     # Clients of a rank that is stopped wait no longer than other ranks do, which need not be waiting for it.
-    return WatchedConditions(cgroup.oom_kills, args.dist_timeout)
+    return WatchedConditions(cgroup.oom_kills, start.answer_s(args))
 
 
 def _supervise(args: argparse.Namespace, job: ServeJob, replicas: Sequence[HostRanks]) -> int:

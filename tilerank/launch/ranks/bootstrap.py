@@ -2,10 +2,13 @@
 
 import contextlib
 import fcntl
+import logging
 import os
 import secrets
 import socket
 import struct
+import threading
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,9 +16,9 @@ from typing import Any
 from ..errors import LaunchError
 from .rendezvous import Identity, RendezvousMethod, given_secret
 
-RENDEZVOUS_S = (
-    120.0  # for all ranks to arrive, which includes importing torch from a cold network disk but not loading a model
-)
+log = logging.getLogger(__name__)
+
+RESOLVE_S = 3.0  # for an answer about a name; after that, users are told that there is none yet
 PROBE_S = 3.0  # per address of a host with several networks, some of which may be unreachable
 
 _MARKERS = ("TILERANK_RANK", "TORCHELASTIC_RUN_ID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID", "RANK")
@@ -57,12 +60,33 @@ def find_address(
     if method.host.startswith("@"):
         return RendezvousAddress(method.host, 0, fd)
     secret = given_secret(os.environ)
+    if identity.rank != 0 and identity.local_rank == 0:
+        _warn_of_unknown_name(method.host)
     if identity.rank == 0 and method.kind == "agent":
         # The agent's host may resolve its own name to a loopback address, which other hosts do not reach.
         fd = listen("::" if socket.has_dualstack_ipv6() else "0.0.0.0", 0).detach()
     elif identity.rank == 0 and method.kind == "address":
         fd = listen(method.host, method.port, one_host=False).detach()
     return RendezvousAddress(method.host, method.port, fd, secret, method.kind == "agent", method.attempt)
+
+
+def _warn_of_unknown_name(host: str) -> None:
+    """Warn if the name of rank 0's host does not resolve. It may do so later, while the ranks try to reach it."""
+    found = Future[object]()
+
+    def resolve() -> None:
+        try:
+            found.set_result(socket.getaddrinfo(host, None))
+        except OSError as e:
+            found.set_exception(e)
+
+    threading.Thread(target=resolve, name="tilerank-resolve", daemon=True).start()
+    try:
+        found.result(RESOLVE_S)
+    except TimeoutError:
+        log.warning("%s: no answer yet from the name service (--master-addr, MASTER_ADDR)", host)
+    except OSError as e:
+        log.warning("%s does not resolve: %s (--master-addr, MASTER_ADDR); trying again", host, e.strerror)
 
 
 def listen_locally(name: str, taken: str) -> socket.socket:

@@ -11,6 +11,7 @@ import select
 import signal
 import sys
 import threading
+import time
 import traceback
 from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol, TypeVar
@@ -23,17 +24,19 @@ from ..host.binding import bind, inherited_notes
 from ..host.placement import Placement, RankPlacement
 from ..host.topology import read_topology
 from ..processes.status import ErrorReport, Phase, Reached, StatusPipe
-from .bootstrap import RENDEZVOUS_S, find_address, launcher_process
+from .bootstrap import find_address, launcher_process
 from .rendezvous import Identity, check_tp, rendezvous_method
-from .start import RANK_ENVIRONMENT, foreign_placement, inherited_placement
+from .start import RANK_ENVIRONMENT, answer_s, foreign_placement, inherited_placement, joining_s
 
 if TYPE_CHECKING:
     from tilerank.parallel.join import Team
 
 log = logging.getLogger(__name__)
 
+NOTICE_S = 3.5  # from the start of a rank until missing ones are named
+SHORTEST_NOTICE_S = 0.5  # the same for a rank whose imports took longer
 LOAD_S = 1800.0  # after rank 0 has loaded: ranks that share a cold disk may differ by this much
-NOTICE_S = 15.0  # from the loss of another rank to the end of this process, whatever its main thread is blocked in
+GIVE_UP_S = 15.0  # from the loss of another rank to the end of this process, whatever its main thread is blocked in
 
 
 class Follower(Protocol):
@@ -97,6 +100,7 @@ def _report(identity: Identity, status: StatusPipe, error: Exception) -> None:
 
 
 def _run(identity: Identity, args: argparse.Namespace, job: Job[W], status: StatusPipe) -> None:
+    begun = time.monotonic()
     if identity.launcher != "tilerank":
         check_tp(identity, args.tp)
     if identity.launcher in ("torchrun", "Open MPI", "MPICH"):
@@ -124,6 +128,7 @@ def _run(identity: Identity, args: argparse.Namespace, job: Job[W], status: Stat
         refusal = job.memory_refusal(identity.size, here, placement)
         if refusal is not None:
             raise LaunchError(refusal)
+    notice_s = max(NOTICE_S - (time.monotonic() - begun), SHORTEST_NOTICE_S)
     core.start_pool(own.pool_cores, own.threads, spin=not placement.oversubscribed)
     member = Membership(
         identity.rank,
@@ -131,9 +136,11 @@ def _run(identity: Identity, args: argparse.Namespace, job: Job[W], status: Stat
         address.host,
         address.port,
         address.fd,
-        args.dist_timeout,
+        answer_s(args),
         attempt=address.attempt,
-        join_timeout_s=max(RENDEZVOUS_S, args.dist_timeout),
+        join_timeout_s=joining_s(args),
+        # The supervisor reports its own ranks at once, and those of one host are all its own.
+        notice_s=None if identity.launcher == "tilerank" and address.host.startswith("@") else notice_s,
         secret=address.secret,
         agent=address.agent,
     )
@@ -156,7 +163,7 @@ def _run(identity: Identity, args: argparse.Namespace, job: Job[W], status: Stat
 
 
 def _end_after_failure(team: "Team", identity: Identity, status: StatusPipe) -> None:
-    """End this process NOTICE_S after another rank is lost, unless the main thread ends it earlier.
+    """End this process GIVE_UP_S after another rank is lost, unless the main thread ends it earlier.
 
     The main thread sees a lost rank in collectives and control messages, but not while it loads or waits for requests.
     """
@@ -169,7 +176,7 @@ def _end_after_failure(team: "Team", identity: Identity, status: StatusPipe) -> 
 
     def on_failure(_: int, reason: Reason) -> None:
         if reason is not Reason.LEFT:
-            timer = threading.Timer(NOTICE_S, end)
+            timer = threading.Timer(GIVE_UP_S, end)
             timer.daemon = True
             timer.start()
 

@@ -26,6 +26,11 @@ from ..text import size as size_text
 from . import bootstrap
 from .rendezvous import IDENTITY_VARIABLES, Identity, given_secret, starts_ranks
 
+ANSWER_S = 60.0
+"""Default of --dist-timeout for a rank that is there."""
+RENDEZVOUS_S = 120.0
+"""Default of --dist-timeout for all ranks to arrive, which includes importing torch from a cold network disk but not
+loading a model."""
 MIN_FILES = 512
 """Open files that a process needs beside the connections of a server."""
 # Kernels run on our own pinned threads; threads of torch and OpenMP would only compete for their cores.
@@ -56,7 +61,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="preferred",
         help="strict: never take memory of another node; the kernel kills a rank whose node is full",
     )
-    ranks.add_argument("--dist-timeout", type=seconds, default=60.0, metavar="S", help="longest wait for another rank")
+    ranks.add_argument(
+        "--dist-timeout",
+        type=seconds,
+        metavar="S",
+        help=f"longest wait for another rank, for its start too (default: {ANSWER_S:g}, {RENDEZVOUS_S:g} for its start)",
+    )
     ranks.add_argument("--collectives", choices=("auto", "gloo", "mpi"), default="auto", help="transport between ranks")
     ranks.add_argument(
         "--nnodes", type=whole_number(1), default=1, metavar="N", help="number of hosts; run the command once on each"
@@ -69,6 +79,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--master-port", type=whole_number(1, 65535), metavar="PORT", help="port at which ranks of several hosts meet"
     )
     ranks.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="info")
+
+
+def answer_s(args: argparse.Namespace) -> float:
+    """Return how long a rank waits for the answer of another."""
+    return ANSWER_S if args.dist_timeout is None else float(args.dist_timeout)
+
+
+def joining_s(args: argparse.Namespace) -> float:
+    """Return how long ranks wait for all others at the start."""
+    return RENDEZVOUS_S if args.dist_timeout is None else float(args.dist_timeout)
 
 
 def host_ranks(args: argparse.Namespace, topology: Topology) -> tuple[int, range]:
@@ -171,7 +191,7 @@ def start_ranks(args: argparse.Namespace, identity: Identity) -> int:
     machine = read_topology()
     size, here = host_ranks(args, own_topology(args, identity, machine))
     ranks = HostRanks(args, size, here, own_placement(args, identity, machine, len(here)))
-    watch = WatchedConditions(cgroup.oom_kills, max(bootstrap.RENDEZVOUS_S, args.dist_timeout))
+    watch = WatchedConditions(cgroup.oom_kills, max(joining_s(args), answer_s(args)))
     return supervise(ranks.specs(), watch)
 
 
