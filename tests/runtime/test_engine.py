@@ -6,6 +6,7 @@ import shutil
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from tiny import make_checkpoint
 
 from tilerank.kernels.kv_pages import PAGE_TOKENS
+from tilerank.loader.weights import LoadReport, load_weights
 from tilerank.parallel.embedding import VocabParallelEmbedding
 from tilerank.runtime.lead.engine import Engine, Request
 from tilerank.runtime.lead.pages import PagePool
@@ -295,11 +297,15 @@ def poisoned(tmp_path_factory: pytest.TempPathFactory) -> Engine:
     tensors = load_file(copy / "model.safetensors")
     head = {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}
     save_file(tensors | head, copy / "model.safetensors", {"format": "pt"})
-    engine = single_engine(copy, dtype=torch.float32, context_length=256, max_total_tokens=512)
-    model = engine.worker._model
-    assert isinstance(model, Decoder) and isinstance(model.embedding, VocabParallelEmbedding)
-    model.embedding.table.data[POISON] = torch.nan
-    return engine
+
+    def load_poisoned(model: Decoder, *arguments: Any, **options: Any) -> LoadReport:
+        report = load_weights(model, *arguments, **options)
+        assert isinstance(model.embedding, VocabParallelEmbedding)
+        model.embedding.table.data[POISON] = torch.nan
+        return report
+
+    with mock.patch("tilerank.runtime.rank.worker.load_weights", load_poisoned):
+        return single_engine(copy, dtype=torch.float32, context_length=256, max_total_tokens=512)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
