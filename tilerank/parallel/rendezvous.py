@@ -45,7 +45,8 @@ class Membership:
     0 passes its listening socket as `listen_fd`. With `agent`, it is the address of the TCPStore of torchrun's agent,
     through which rank 0 sends its port. `secret`: shared by all ranks and by no other process; may be
     empty on one host only. `timeout_s` is the deadline of every wait in a collective, and of joining unless
-    `join_timeout_s` is given. Ranks that have not come after `notice_s` are named in a warning. `attempt` counts restarts of the group if the agent's store outlives it.
+    `join_timeout_s` is given. Ranks that have not come after `notice_s` are named in a warning; None: they are not.
+    `attempt` counts restarts of the group if the agent's store outlives it.
     """
 
     rank: int

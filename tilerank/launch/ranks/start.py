@@ -65,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--dist-timeout",
         type=seconds,
         metavar="S",
-        help=f"longest wait for another rank, for its start too (default: {ANSWER_S:g}, {RENDEZVOUS_S:g} for its start)",
+        help=f"longest wait for another rank, at the start too (default: {ANSWER_S:g}, at the start {RENDEZVOUS_S:g})",
     )
     ranks.add_argument("--collectives", choices=("auto", "gloo", "mpi"), default="auto", help="transport between ranks")
     ranks.add_argument(
