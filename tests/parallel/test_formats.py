@@ -10,7 +10,7 @@ from tilerank.parallel.embedding import ParallelLMHead, TiedEmbedding
 from tilerank.parallel.errors import ShardError
 from tilerank.parallel.linear import GateUpParallelLinear, QKVParallelLinear, ReplicatedLinear, RowParallelLinear
 from tilerank.parallel.norm import RMSNorm
-from tilerank.parallel.shard import cut_heads
+from tilerank.parallel.shard import Span, cut_heads
 from tilerank.parallel.sharding import Sharding, WeightFormats
 
 BF16 = Float(torch.bfloat16)
@@ -49,8 +49,8 @@ def test_which_layers_are_quantised_in_the_checkpoint() -> None:
 
 
 def test_scales_of_a_checkpoint_become_finer_where_a_cut_needs_it() -> None:
-    """Heads of 64 columns, groups of 128: a rank that begins in the middle of a group has groups of 64."""
-    for rank, group in ((0, 128), (1, 64)):
+    """Heads of 64 columns, groups of 128: a rank that begins or ends in the middle of a group has groups of 64."""
+    for rank, group in ((0, 64), (1, 64)):
         s = sharding(stored(Int4(128, zero_points=False)), rank, 2)
         qkv = QKVParallelLinear("a", 384, 6, 6, 64, s)
         assert (qkv.q_columns.start, qkv.weight.format) == (192 * rank, Int4(128, zero_points=False))
@@ -86,16 +86,61 @@ def test_heads_too_fine_for_the_kernels_are_refused() -> None:
         (None, 32),
         (WeightFormats(Int8(), Int8()), 64),
         (WeightFormats(Int4(32, zero_points=True), Int8()), 32),
+        (WeightFormats(Int4(128, zero_points=True), Int8()), 128),
+        (WeightFormats(Fp8(32, 128), Int8()), 128),
         (stored(Int4(128, zero_points=True)), 128),
         (stored(Fp8(128, 128)), 128),
     ],
 )
-def test_widths_are_cut_in_whole_blocks(formats: WeightFormats | None, unit: int) -> None:
-    cut = sharding(formats, 0, 3).cut_width(768)
+def test_widths_are_cut_in_whole_blocks_where_these_divide(formats: WeightFormats | None, unit: int) -> None:
+    cut = sharding(formats, 0, 3).cut_width(768, 2048)
     assert cut.unit == unit
-    assert [span.start % unit for span in cut.spans] == [0, 0, 0]
-    sizes = [span.size for span in sharding(formats, 0, 25).cut_width(768).spans]
-    assert sizes == [unit] * (768 // unit) + [0] * (25 - 768 // unit)
+    assert [span.size for span in cut.spans] == [256, 256, 256]
+
+
+@pytest.mark.parametrize(
+    ("formats", "width", "ranks", "sizes"),
+    [
+        (stored(Fp8(128, 128)), 2048, 3, [704, 704, 640]),  # DeepSeek-V3: 768, 640, 640 in whole blocks
+        (stored(Fp8(128, 128)), 2048, 6, [352, 352, 352, 352, 320, 320]),
+        (stored(Int8()), 2048, 6, [352, 352, 352, 352, 320, 320]),  # 384, 384, 320, ... in units of 64
+        (WeightFormats(Int8(), Int8()), 2048, 6, [352, 352, 352, 352, 320, 320]),
+        (stored(Int4(128, zero_points=True)), 2048, 6, [352, 352, 352, 352, 320, 320]),
+        # Blocks that are quantised while loading stay whole: those of all numbers of ranks are the same.
+        (WeightFormats(Fp8(32, 128), Int8()), 2048, 3, [768, 640, 640]),
+        (WeightFormats(Int4(64), Int8()), 2048, 6, [384, 384, 320, 320, 320, 320]),
+    ],
+)
+def test_widths_are_cut_in_parts_of_blocks_where_the_slowest_rank_reads_less(
+    formats: WeightFormats, width: int, ranks: int, sizes: list[int]
+) -> None:
+    assert [span.size for span in sharding(formats, 0, ranks).cut_width(width, 7168).spans] == sizes
+
+
+def test_more_scales_may_cost_more_than_an_even_cut_saves() -> None:
+    """Groups have 3 bytes of scales and zeros for each output. An even cut of 95 groups saves 64 columns of three
+    projections, 64 * 3 * (0.5 + 3 / 128) = 100 bytes an output, and has 95 groups of 64 instead of 48 of 128 in one of
+    them, 3 * 47 = 141 bytes.
+    """
+    cut = sharding(stored(Int4(128, zero_points=True)), 0, 2).cut_width(95 * 128, 7168)
+    assert (cut.unit, [span.size for span in cut.spans]) == (128, [48 * 128, 47 * 128])
+
+
+def test_a_rank_that_ends_in_a_block_has_smaller_blocks() -> None:
+    """Rank 0 holds 704 of 2,048 columns, which are 11 blocks of 64, and would be padded to 6 of 128."""
+    for rank, block in enumerate((64, 64, 128)):
+        s = sharding(stored(Fp8(128, 128)), rank, 3)
+        gate_up = GateUpParallelLinear("m", 7168, 2048, s)
+        down = RowParallelLinear("m.down_proj", 2048, 7168, s, span=gate_up.span)
+        assert down.weight.format == Fp8(128, block)
+    last = RowParallelLinear("m.down_proj", 704, 7168, sharding(stored(Fp8(128, 128))), span=Span(0, 704, 704))
+    assert last.weight.format == Fp8(128, 128)  # where nothing follows, the last block is padded
+
+
+@pytest.mark.parametrize("formats", [None, stored(Fp8(128, 128))])
+def test_ranks_beyond_the_units_hold_nothing(formats: WeightFormats | None) -> None:
+    sizes = [span.size for span in sharding(formats, 0, 25).cut_width(768, 2048).spans]
+    assert sizes == [32] * 24 + [0]
 
 
 def test_the_cost_rule_counts_bytes_of_the_format() -> None:

@@ -32,6 +32,8 @@ def chosen_blocks(row: int, n: int, step: int) -> slice:
 class Format(Protocol):
     """A weight format. Formats compare by value: those with the same parameters are equal."""
 
+    def __hash__(self) -> int: ...
+
     @property
     def activations(self) -> torch.dtype:
         """Dtype of the x that such a weight multiplies."""

@@ -5,7 +5,8 @@ All ranks therefore have equal work whichever experts the tokens choose, and one
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from math import prod
 from typing import Literal
 
 from torch import Tensor
@@ -16,13 +17,16 @@ from tilerank.kernels.packed_experts import PackedExperts
 from tilerank.kernels.weight_formats import Format, Weight
 
 from .cost import Cost, ExpertBytes
-from .parameters import FusedPlace, Layer, WeightParameter
+from .parameters import FusedPlace, Layer, Rectangle, WeightParameter
 from .shard import Cut
 from .sharding import Sharding
 
 FusedOrder = Literal["in_out", "out_in"]
 """The last two dimensions of a tensor of all experts, as a family publishes it: inputs of Qwen3-VL first, outputs of
 Qwen3.5."""
+
+
+_GATE_UP = ("gate_proj", "up_proj")
 
 
 class ExpertsParameter(WeightParameter):
@@ -36,6 +40,29 @@ class ExpertsParameter(WeightParameter):
     def __init__(self, experts: int, n: int, k: int, format: Format, *, parts: int = 1) -> None:
         super().__init__((experts * parts * n, k), format)
         self.experts, self.parts, self.n, self.k = experts, parts, n, k
+        self._of_expert: Callable[[int], Iterator[Rectangle]] = lambda _: iter(())
+
+    def fill_experts(self, of_expert: Callable[[int], Iterator[Rectangle]]) -> None:
+        """Declare what fills one expert, given its number, which takes the same of the checkpoint for each of them.
+
+        The rectangles are made when they are asked for, because a large model has tens of thousands.
+        """
+        self._of_expert = of_expert
+
+    def filled_from(self) -> Iterator[Rectangle]:
+        yield from super().filled_from()
+        for expert in range(self.experts):
+            yield from self._of_expert(expert)
+
+    def tensors(self) -> Iterator[tuple[str, int]]:
+        yield from super().tensors()
+        for rectangle in self._of_expert(0):
+            yield rectangle.name, self.experts * prod(rectangle.shape)
+
+    @property
+    def elements(self) -> int:
+        each = sum(rectangle.elements for rectangle in self._of_expert(0))
+        return sum(rectangle.elements for rectangle in super().filled_from()) + self.experts * each
 
     @property
     def is_empty(self) -> bool:
@@ -75,37 +102,41 @@ class ParallelExperts(Layer):
         top_k: int,
         fused: FusedOrder | None = None,
     ) -> None:
-        self.cut = sharding.cut_width(width)
+        self.cut = sharding.cut_width(width, hidden)
         self.span = span = self.cut.spans[sharding.rank]
         self.share = top_k / experts
         self._hidden = hidden
-        projections = ("gate_proj", "up_proj")
-        held = sharding.fused_format([f"{name}.0.{projection}" for projection in projections], [span, span])
+        held = sharding.fused_format([f"{name}.0.{projection}" for projection in _GATE_UP], [span, span])
         self.gate_up = ExpertsParameter(experts, span.size, hidden, held, parts=2)
-        held = sharding.format_of(f"{name}.0.down_proj", columns=span)
+        held = sharding.format_of(f"{name}.0.down_proj", columns=span, inputs=width)
         self.down = ExpertsParameter(experts, hidden, span.size, held)
         taken, everything = slice(span.start, span.stop), slice(0, hidden)
-        for expert in range(experts):
-            for part, projection in enumerate(projections):
-                row = (2 * expert + part) * span.size
-                places = _fused(f"{name}.gate_up_proj", (experts, 2 * width, hidden), (expert, part * width, 0), fused)
-                self.gate_up.fill(
+
+        def gate_up(expert: int) -> Iterator[Rectangle]:
+            for part, projection in enumerate(_GATE_UP):
+                yield Rectangle(
                     f"{name}.{expert}.{projection}.weight",
                     (width, hidden),
-                    taken,
-                    everything,
-                    row=row,
-                    places=places,
+                    (taken, everything),
+                    self.gate_up,
+                    (2 * expert + part) * span.size,
+                    places=_fused(
+                        f"{name}.gate_up_proj", (experts, 2 * width, hidden), (expert, part * width, 0), fused
+                    ),
                 )
-            places = _fused(f"{name}.down_proj", (experts, hidden, width), (expert, 0, 0), fused)
-            self.down.fill(
+
+        def down(expert: int) -> Iterator[Rectangle]:
+            yield Rectangle(
                 f"{name}.{expert}.down_proj.weight",
                 (hidden, width),
-                everything,
-                taken,
-                row=expert * hidden,
-                places=places,
+                (everything, taken),
+                self.down,
+                expert * hidden,
+                places=_fused(f"{name}.down_proj", (experts, hidden, width), (expert, 0, 0), fused),
             )
+
+        self.gate_up.fill_experts(gate_up)
+        self.down.fill_experts(down)
 
     def __call__(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         if self.gate_up.is_empty:

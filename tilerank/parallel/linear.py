@@ -129,7 +129,7 @@ class RowParallelLinear(Linear):
         optional_bias: bool = False,
     ) -> None:
         self.span = span
-        super().__init__(out_features, span.size, sharding.format_of(name, columns=span), None)
+        super().__init__(out_features, span.size, sharding.format_of(name, columns=span, inputs=in_features), None)
         columns = slice(span.start, span.stop)
         self.weight.fill(f"{name}.weight", (out_features, in_features), slice(0, out_features), columns)
         if bias:
@@ -239,7 +239,7 @@ class GateUpParallelLinear(Layer):
         dimension: str = "MLP width",
     ) -> None:
         self._dimension = dimension
-        self.cut = sharding.cut_width(width)
+        self.cut = sharding.cut_width(width, hidden)
         self.span = self.cut.spans[sharding.rank]
         names = [f"{name}.{projection}" for projection in projections]
         held = sharding.fused_format(names, [self.span, self.span])

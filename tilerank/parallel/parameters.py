@@ -78,6 +78,9 @@ class Rectangle:
         rows, *columns = self.index
         width = max(1, prod(part.stop - part.start for part in columns))
         height = max(BLOCK_ELEMENTS // width // unit, 1) * unit
+        if rows.stop - rows.start <= height:
+            yield self
+            return
         for start in range(rows.start, max(rows.stop, rows.start + 1), height):
             index = (slice(start, min(start + height, rows.stop)), *columns)
             yield replace(self, index=index, row=self.row + start - rows.start)
@@ -111,6 +114,12 @@ class Layer:
         """Yield what this rank reads of the checkpoint, in blocks that fit into memory one at a time."""
         for child in self.children():
             yield from child.rectangles()
+
+    def tensors(self) -> Iterator[tuple[str, int]]:
+        """Yield the names of the checkpoint's tensors that this rank uses, with their elements. Several equal tensors
+        of experts may be one, by the name of the first."""
+        for child in self.children():
+            yield from child.tensors()
 
     def nbytes(self) -> int:
         """Return the bytes that this rank holds, padding included."""
@@ -157,8 +166,16 @@ class Parameter(Layer):
         """Declare that rows from `row` on come from rectangle `index` of checkpoint tensor `name` of shape `shape`."""
         self._filled_from.append(Rectangle(name, shape, index, self, row, optional, places))
 
-    def rectangles(self) -> Iterator[Rectangle]:
+    def filled_from(self) -> Iterator[Rectangle]:
+        """Yield the rectangles of the checkpoint that fill this parameter, each whole."""
+        yield from self._filled_from
+
+    def tensors(self) -> Iterator[tuple[str, int]]:
         for rectangle in self._filled_from:
+            yield rectangle.name, prod(rectangle.shape)
+
+    def rectangles(self) -> Iterator[Rectangle]:
+        for rectangle in self.filled_from():
             yield from rectangle.blocks(self.block_rows)
 
     def cost(self) -> Cost:
@@ -171,7 +188,7 @@ class Parameter(Layer):
     @property
     def elements(self) -> int:
         """Elements that come from the checkpoint; padding does not count."""
-        return sum(rectangle.elements for rectangle in self._filled_from)
+        return sum(rectangle.elements for rectangle in self.filled_from())
 
 
 class WeightParameter(Parameter):

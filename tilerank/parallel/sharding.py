@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import cache
 from math import gcd, lcm
 from typing import TYPE_CHECKING, Literal
 
@@ -82,13 +83,14 @@ class Sharding:
     def cache_dtype(self) -> torch.dtype:
         return self.kv_dtype or self.dtype
 
-    def format_of(self, name: str, *, rows: Span | None = None, columns: Span | None = None) -> Format:
+    def format_of(self, name: str, *, rows: Span | None = None, columns: Span | None = None, inputs: int = 0) -> Format:
         """Return the format in which this rank holds `rows` and `columns` (None: all) of projection `name`.
 
-        A part need not begin at the edge of a block of a quantised checkpoint. It is then held in smaller blocks, with
-        the checkpoint's scales repeated. Raises ShardError where the kernels have no blocks that small.
+        A part need not begin at the edge of a block of a quantised checkpoint, or end there if columns of the
+        projection's `inputs` follow. It is then held in smaller blocks, with the checkpoint's scales repeated. Raises
+        ShardError where the kernels have no blocks that small.
         """
-        return self._format_from(name, _first(rows), _first(columns))
+        return self._format_from(name, _first(rows), _edge(columns, inputs))
 
     def fused_format(self, names: Sequence[str], rows: Sequence[Span]) -> Format:
         """Return the format of a weight that stacks `rows` of several projections, one span for each.
@@ -115,17 +117,7 @@ class Sharding:
         return Float(self.dtype) if stored is None else self._fitted(stored, name, row, column)
 
     def _fitted(self, stored: Format, name: str, row: int, column: int) -> Format:
-        """Return `stored` with the largest blocks that have an edge at `row` and `column`."""
-        if isinstance(stored, OutputScaledFormat):
-            if not stored.group:
-                return stored
-            blocks = [gcd(stored.group, column)]
-            fitted: Format = replace(stored, group=blocks[0])
-        elif isinstance(stored, BlockFormat):
-            blocks = [gcd(stored.block_n, row), gcd(stored.block_k, column)]
-            fitted = replace(stored, block_n=blocks[0], block_k=blocks[1])
-        else:
-            return stored
+        fitted, blocks = fit_blocks(stored, row, column)
         if any(block % TILE for block in blocks):
             raise ShardError(
                 f"{name}: cannot be cut over {self.size} ranks: the part of rank {self.rank} begins at row {row}, "
@@ -141,14 +133,16 @@ class Sharding:
         """Cut a vocabulary or a tower's width: unevenly on tile edges, or padded to equal parts if asked for."""
         return (cut_even_padded if self.strategy == "pad" else cut_uneven)(total, self.size, unit)
 
-    def cut_width(self, width: int) -> Cut:
-        """Cut the width of a gated MLP or of experts, in units of whole tiles and whole blocks of the weights' format.
+    def cut_width(self, width: int, hidden: int) -> Cut:
+        """Cut the width of a gated MLP or of experts so that the slowest rank reads the fewest bytes.
 
-        The width is the rows of one projection and the columns of the other. With fewer units than ranks the last
-        ranks get nothing.
+        The width is the rows of two projections of `hidden` columns, and the columns of one of `hidden` rows. It is cut
+        in units of whole tiles and whole blocks of the weights' format, or in smaller ones where that pays: parts of
+        the blocks of a quantised checkpoint are held as smaller blocks, with more scales, and int8 has no blocks. With
+        fewer units than ranks the last ranks get nothing.
         """
-        held = self._projections
-        return self.cut(width, lcm(row_unit(held), held.k_unit))
+        is_stored = self.formats is not None and self.formats.encoded is not None
+        return _cut_width(self._projections, is_stored, self.strategy, width, hidden, self.size)
 
     def cut_heads(
         self, q_heads: int, kv_heads: int, head_dim: int, hidden: int, head_multiple: int | None = None
@@ -208,6 +202,43 @@ class Sharding:
         if self.group is None:
             raise RuntimeError("a model that was built for planning cannot compute: its Sharding has no group")
         return self.group
+
+
+def fit_blocks(stored: Format, row: int, column: int) -> tuple[Format, Sequence[int]]:
+    """Return `stored` with the largest blocks that have an edge at `row` and `column`, and the sizes of the blocks."""
+    if isinstance(stored, OutputScaledFormat) and stored.group:
+        group = gcd(stored.group, column)
+        return replace(stored, group=group), [group]
+    if isinstance(stored, BlockFormat):
+        blocks = gcd(stored.block_n, row), gcd(stored.block_k, column)
+        return replace(stored, block_n=blocks[0], block_k=blocks[1]), blocks
+    return stored, []
+
+
+@cache
+def _cut_width(stored: Format, is_stored: bool, strategy: Strategy, width: int, hidden: int, ranks: int) -> Cut:
+    """Return the cut of `Sharding.cut_width`. is_stored: the checkpoint is quantised in this format already."""
+    unit = lcm(row_unit(stored), stored.k_unit)
+    units = [unit]
+    # Blocks that are quantised while loading would not be those of other numbers of ranks, if ranks cut them.
+    while (is_stored or not isinstance(stored, OutputScaledFormat | BlockFormat)) and units[-1] % (2 * TILE) == 0:
+        units.append(units[-1] // 2)
+
+    def nbytes(span: Span) -> int:
+        if not span.size:
+            return 0
+        rows, _ = fit_blocks(stored, span.start, 0) if is_stored else (stored, [])
+        columns, _ = fit_blocks(stored, 0, _edge(span, width)) if is_stored else (stored, [])
+        return rows.nbytes(2 * -(-span.size // TILE) * TILE, hidden) + columns.nbytes(hidden, span.size)
+
+    cut = cut_even_padded if strategy == "pad" else cut_uneven
+    cuts = [cut(width, ranks, unit) for unit in units]
+    return min(cuts, key=lambda found: max(map(nbytes, found.spans)))  # the first of equal ones, with the largest unit
+
+
+def _edge(part: Span | None, total: int) -> int:
+    """Return a number whose divisors divide the first item of a rank's part, and its end if items of `total` follow."""
+    return 0 if part is None or not part.real else gcd(part.start, part.stop if part.stop < total else 0)
 
 
 def _first(part: Span | None) -> int:
