@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from tilerank.loader.card import read_card
+from tilerank.loader.card import ModelCard, read_card
 from tilerank.loader.tokenizer import Tokenizer, TokenStream
 
 from ..errors import LaunchError
@@ -95,17 +95,16 @@ class GenerateJob:
         from tilerank.runtime.rank import registry
 
         from ..planning.plan import plan_model
+        from ..planning.remedies import plan_with_remedy
+
+        topology, name = read_topology(), str(self._model_dir)
+
+        def planner(card: ModelCard, options: model.ModelOptions) -> "Plan":
+            return plan_model(card, size, options, model=name, topology=topology, placement=placement, here=here)
 
         card = registry.read_supported_card(self._model_dir, self._options.family)
-        self._plan = plan_model(
-            replace(card, context_length=model.context_length(self._args, card)),
-            size,
-            self._options,
-            model=str(self._model_dir),
-            topology=read_topology(),
-            placement=placement,
-            here=here,
-        )
+        card = replace(card, context_length=model.context_length(self._args, card))
+        self._plan = plan_with_remedy(card, self._options, planner)
         return self._plan.refusal()
 
     def build(self, team: "Team", own: RankPlacement) -> "Worker":

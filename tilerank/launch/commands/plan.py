@@ -5,15 +5,21 @@ from __future__ import annotations
 import argparse
 import json
 import os
+from dataclasses import replace
 
-from ..host.placement import auto_ranks, divide_placement
+from tilerank.loader.card import ModelCard
+
+from ..errors import LaunchError
+from ..host.placement import Placement, auto_ranks, divide_placement
 from ..host.topology import read_topology
 from ..options import model
 from ..options.arguments import whole_number
 from ..options.hub import add_model_argument
+from ..planning.other_machine import MAX_NODES, described_machine, without_cores
 from ..planning.plan import model_bytes, plan_model
 from ..planning.plan_text import as_json, render, render_replicas, replicas_as_json
-from ..planning.plan_types import ReplicaPlans
+from ..planning.plan_types import Plan, ReplicaPlans
+from ..planning.remedies import plan_with_remedy
 from ..planning.replicas import Division, divide, replica_count
 from ..ranks.rendezvous import identify
 from ..ranks.start import own_placement, own_topology
@@ -38,6 +44,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--cores", default="auto", help='cores of each rank, "0-39|43-82"; auto or none')
     parser.set_defaults(bind="auto")
+    parser.add_argument(
+        "--nodes",
+        type=whole_number(1, MAX_NODES),
+        metavar="N",
+        help="plan for another machine, with so many NUMA nodes and --node-memory on each (default: this machine)",
+    )
+    parser.add_argument("--node-memory", type=model.gib, metavar="GIB", help="memory of each of --nodes")
     model.add_plan_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
 
@@ -50,18 +63,28 @@ def run(args: argparse.Namespace) -> int:
     """Print the plan. Returns 1 if the memory does not suffice, else 0."""
     from tilerank.runtime.rank.registry import read_supported_card
 
-    machine, identity = read_topology(), identify(os.environ)
+    other = described_machine(args.nodes, None if args.node_memory is None else int(args.node_memory * (1 << 30)))
+    if other is not None and args.cores != "auto":
+        raise LaunchError(f"--cores {args.cores} names cores of this machine, but --nodes plans for another one")
+    machine, identity = other or read_topology(), identify(os.environ)
     topology = own_topology(args, identity, machine)
     options = model.model_options(args)
     card = read_supported_card(args.model, options.family)
+    card = replace(card, context_length=model.context_length(args, card))
     division = Division(args.tp or auto_ranks(topology), 1)
     if args.dp != 1:
         division = divide(topology, args.tp, args.dp, lambda: model_bytes(card, options))
     whole = own_placement(args, identity, machine, division.tp * division.dp)
-    plans = tuple(
-        plan_model(card, division.tp, options, model=str(args.model), topology=topology, placement=placement)
-        for placement in (divide_placement(whole, division.dp) if division.dp > 1 else [whole])
-    )
+
+    def planned(placement: Placement) -> Plan:
+        def planner(card: ModelCard, options: model.ModelOptions) -> Plan:
+            name = str(args.model)
+            return plan_model(card, division.tp, options, model=name, topology=topology, placement=placement)
+
+        plan = plan_with_remedy(card, options, planner)
+        return plan if other is None else without_cores(plan)
+
+    plans = tuple(planned(part) for part in (divide_placement(whole, division.dp) if division.dp > 1 else [whole]))
     if len(plans) == 1:
         print(json.dumps(as_json(plans[0])) if args.json else render(plans[0]))
         return 0 if plans[0].refusal() is None else 1

@@ -125,9 +125,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     model = parser.add_argument_group("model")
     add_format_arguments(model, "auto: the checkpoint's")
     add_cut_arguments(model, "heads that do not divide: padded, split unevenly, or whichever reads fewer bytes")
-    model.add_argument(
-        "--context-length", "--max-model-len", type=whole_number(2), metavar="N", help="tokens of a request"
-    )
     _add_cache_arguments(model)
 
 
@@ -137,8 +134,12 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
         parser, "how heads are cut: padded to equal shapes, split unevenly, or auto: whichever reads less"
     )
     add_format_arguments(parser, "of the weights")
-    set_default_sizes(parser)
     _add_cache_arguments(parser, "--cached-tokens", low=0)
+
+
+def gib(text: str) -> float:
+    """Parse a number of GiB."""
+    return real_number(lambda value: 0 <= value <= 1 << 20, "a number of GiB; expected 0 or more")(text)
 
 
 def set_default_sizes(parser: argparse.ArgumentParser) -> None:
@@ -188,6 +189,9 @@ def add_cut_arguments(parser: argparse._ActionsContainer, strategy: str, kv_spli
 def _add_cache_arguments(parser: argparse._ActionsContainer, *option: str, low: int = 1) -> None:
     """Add the options of the cache's size. option: further names of --max-total-tokens; low: its minimum."""
     parser.add_argument(
+        "--context-length", "--max-model-len", type=whole_number(2), metavar="N", help="tokens of a request"
+    )
+    parser.add_argument(
         "--mem-fraction-static",
         type=real_number(lambda value: 0 < value <= 1, "a share of the memory; expected above 0, at most 1"),
         default=DEFAULT_FRACTION,
@@ -204,7 +208,7 @@ def _add_cache_arguments(parser: argparse._ActionsContainer, *option: str, low: 
     )
     parser.add_argument(
         "--mm-cache-gib",
-        type=real_number(lambda value: 0 <= value <= 1 << 20, "a number of GiB; expected 0 or more"),
+        type=gib,
         default=MM_CACHE_BYTES / (1 << 30),
         metavar="GIB",
         help="memory for encoded pictures and videos on each rank of a model that takes them, half of it for keys "

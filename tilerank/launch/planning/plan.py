@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -56,7 +55,6 @@ def plan_model(
         build_model(card, Sharding(rank, tp, dtype, None, options.strategy, expected, formats, kv_dtype, kv_split))
         for rank in here or range(tp)
     ]
-    shapes = {rectangle.name: rectangle.shape for rectangle in models[0].rectangles()}
     with_states = has_states(models[0].cache_specs())
     heads = next(models[0].head_cuts(), None)
     ranks = tuple(
@@ -79,7 +77,7 @@ def plan_model(
         model=model,
         model_type=card.model_type,
         num_layers=len(models[0].cache_specs()),
-        parameters=sum(math.prod(shape) for shape in shapes.values()),
+        parameters=sum(dict(models[0].tensors()).values()),
         dtype=str(dtype).removeprefix("torch."),
         quantization=held_codes(card.quantization, options.quantization),
         kv_cache_dtype=str(kv_dtype).removeprefix("torch."),

@@ -140,6 +140,8 @@ class Plan:
     group_available: int | None
     """Bytes that the control group may still allocate; None where it has no limit."""
     notes: tuple[str, ...]
+    remedy: str | None = None
+    """The option with which a model that is refused would fit, if one alone suffices."""
 
     @property
     def form(self) -> str:
@@ -175,12 +177,13 @@ class Plan:
 
     def refusal(self) -> str | None:
         """Return why this cannot be loaded, in one sentence with numbers; None if it can."""
+        remedy = "" if self.remedy is None else f"; it fits with {self.remedy}"
         if self.need <= self.available:
             if self.cache_reason is None or self.cached_tokens:
                 return None
             return (
                 f"{self.model}: no room for a KV cache: {self.cache_reason}; a size given by --max-total-tokens is "
-                "held against the host's memory as a whole"
+                f"held against the host's memory as a whole{remedy}"
             )
         memory = self.memory
         cache = f"{size(memory.cache_per_token * self.cached_tokens)} of KV cache for {self.cached_tokens:,} tokens, "
@@ -194,6 +197,7 @@ class Plan:
             f"{size(memory.overhead)} for the processes, "
             f"{size(self.need)} together, but "
             f"{'this host has' if self.available == self.free else 'the control group allows'} {size(self.available)}"
+            f"{remedy}"
         )
 
 
