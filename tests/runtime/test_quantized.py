@@ -29,11 +29,14 @@ IDS = random.Random(1).choices(range(500), k=42)
 
 BLOCKS = ["awq-32", "awq-128", "awq-keeps-attention", "gptq-32", "gptq-all-columns", "moe-awq", "fp8", "moe-fp8"]
 BLOCKS += ["moe-block-int8", "delta-net-fp8", "delta-net-awq", "deepseek-fp8", "deepseek-block-int8"]
+BLOCKS += ["gptq-8", "packed-32", "packed-128-zeros", "moe-packed", "fp8-tensor", "fp8-channel", "moe-fp8-channel"]
+BLOCKS += ["delta-net-packed", "deepseek-awq"]
 INT8 = ["w8a8", "compressed", "moe-w8a8", "deepseek-w8a8", "deepseek-compressed"]
 ACT_ORDER = ["gptq-act-order", "gptq-act-order-symmetric"]
 VISION = ["vl-fp8", "vl-awq", "vl-gptq"]
 CASES = [*BLOCKS, *INT8, *ACT_ORDER, *VISION]
-SIX = [case for case in CASES if case.startswith("deepseek")]
+DEEPSEEK = [case for case in CASES if case.startswith("deepseek")]
+SIX = [*DEEPSEEK, "awq-32", "gptq-32", "fp8", "gptq-8", "packed-32", "fp8-channel"]
 """The cases that run on six ranks too."""
 
 
@@ -87,7 +90,7 @@ def run(base: Path) -> Run:
     def run(tp: int) -> dict[str, dict[str, Any]]:
         cuts: dict[str, list[str]] = {"pad": [], "split": [], "auto": ["none", "stale"]}
         for i, case in enumerate(SIX if tp == 6 else CASES):
-            cuts["auto" if case in (*SIX, *VISION) else ("pad", "split", "auto")[i % 3]] += [case, f"{case}-plain"]
+            cuts["auto" if case in (*DEEPSEEK, *VISION) else ("pad", "split", "auto")[i % 3]] += [case, f"{case}-plain"]
         job = {"out": str(base), "cuts": cuts, "new_tokens": NEW_TOKENS, "dtypes": ["bfloat16"], "decode": True}
         found = run_ranks(tp, "tests.runtime.test_quantized:run_cuts", kwargs=job, timeout=300)[0]
         return {case["model"]: case for case in found}
@@ -107,7 +110,7 @@ def test_logits(run: Run, tp: int) -> None:
     for case in set(CASES) & found.keys():
         average = "median" if case.startswith("moe-") else "mean"
         coded, plain = found[case]["logits"], found[f"{case}-plain"]["logits"]
-        if case in (*SIX, *VISION):
+        if case in (*DEEPSEEK, *VISION):
             assert plain["mean"] <= 1.1 * plain["hf_mean"], case
         else:
             assert plain[average] < (0.035 if case.startswith("delta-net") else 0.02), case
