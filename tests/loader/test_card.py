@@ -62,6 +62,15 @@ def test_neither_file_names_special_tokens(tmp_path: Path) -> None:
     assert (card.eos_token_ids, card.bos_token_id) == ((), None)
 
 
+def test_an_embedding_model_is_refused(tmp_path: Path) -> None:
+    write_config(tmp_path, {"model_type": "qwen3"})
+    (tmp_path / "modules.json").write_text("[]")
+    with pytest.raises(ConfigError) as caught:
+        read_card(tmp_path)
+    expected = "expected a model that generates text, found an embedding model (qwen3), as sentence-transformers writes them"
+    assert str(caught.value) == f"{tmp_path / 'modules.json'}: {expected}"
+
+
 @pytest.mark.parametrize("key", ["model_type", "vocab_size", "max_position_embeddings"])
 def test_a_needed_key_is_missing(tmp_path: Path, key: str) -> None:
     sentence = refusal(tmp_path, {key: ABSENT})

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from .errors import ConfigError
 from .fields import Fields
-from .files import read_json_object
+from .files import is_listed, read_json_object
 from .generation_config import read_generation_config
 from .headers import stored_tensors
 from .quantization_config import QuantizationConfig
@@ -18,6 +18,9 @@ from .rope import read_context_length
 from .stored_quantization import find_quantization
 
 DTYPES = ("bfloat16", "float16", "float32")
+
+EMBEDDING_MODEL = "modules.json"
+"""The file that tells an embedding model from a model of the same `model_type` that generates text."""
 
 # Bounds well above any published model: an absurd number becomes an error message instead of an allocation.
 _MAX_VOCABULARY = 1 << 24
@@ -60,6 +63,11 @@ def read_card(model_dir: Path) -> ModelCard:
     A key that is absent has no default here: families disagree on them, so the file must say.
     """
     c = read_config_fields(model_dir)
+    if is_listed(model_dir, EMBEDDING_MODEL):
+        raise ConfigError(
+            f"{model_dir / EMBEDDING_MODEL}: expected a model that generates text, found an embedding model "
+            f"({c.text('model_type')}), as sentence-transformers writes them"
+        )
     text = _text(c)
     vocab_size = text.integer("vocab_size", 1, _MAX_VOCABULARY)
     eos_token_ids, bos_token_id = _special_ids((read_generation_config(model_dir), c, text), vocab_size)
