@@ -15,7 +15,8 @@ from tilerank.kernels.weight_formats import BlockInt8
 from tilerank.loader.card import read_card
 from tilerank.loader.checkpoint import Checkpoint
 from tilerank.loader.errors import CheckpointError
-from tilerank.loader.quantization_config import Quantization
+from tilerank.loader.packed_encoding import CompressedInts
+from tilerank.loader.quantization_config import Quantization, Scheme
 from tilerank.loader.weight_formats import weight_formats
 from tilerank.loader.weights import load_weights
 from tilerank.parallel.parameters import Layer, Rectangle, WeightParameter
@@ -76,6 +77,15 @@ def quantised_parts(model: Layer) -> Iterator[tuple[Rectangle, torch.Tensor]]:
                 values, row = values.T, rectangle.row % parameter.k
             rows, columns = (part.stop - part.start for part in rectangle.index)
             yield rectangle, values[row : row + rows, :columns].float()
+
+
+def test_words_of_any_strides_are_unpacked(base: Path) -> None:
+    """A rank may read one column or one row of words; code j of a word has the bits from 4 j on."""
+    encoding = CompressedInts(Scheme("packed", 4, (1, 32)), Checkpoint(make("awq-32", base)[0]))
+    words = torch.randint(-(2**31), 2**31 - 1, (6, 5), generator=torch.Generator().manual_seed(1), dtype=torch.int32)
+    for part in (words, words[:, 2:3], words[2:3], words[:, 2:3].T, words[1:3].T):
+        codes = torch.stack([part.long() >> 4 * j & 15 for j in range(8)], -1).permute(1, 2, 0).reshape(-1, len(part))
+        assert torch.equal(encoding.unpacked(part).long(), codes)
 
 
 def load(model_dir: Path) -> None:

@@ -145,7 +145,8 @@ class PackedEncoding(WeightEncoding):
         order: for each code of an int32, from the lowest bits, which of them it is (default: in order).
         """
         rows, columns = packed.shape
-        of_bytes = packed.T.reshape(-1).view(torch.uint8).view(columns, rows, 4)  # little-endian: lowest first
+        words = packed.T.contiguous().flatten()
+        of_bytes = words.view(torch.uint8).view(columns, rows, 4)  # little-endian: lowest first
         if self.scheme.bits == 8:
             return of_bytes.permute(0, 2, 1).reshape(columns * 4, rows)
         order = order or tuple(range(8))

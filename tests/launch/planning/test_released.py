@@ -89,7 +89,7 @@ def compressed(form: str, activations: bool = False, *ignored: str, **weights: A
     return {"quant_method": "compressed-tensors", "format": form, "config_groups": {"group_0": group}, "ignore": ignore}
 
 
-INT4 = {"num_bits": 4, "strategy": "group", "group_size": 128}
+INT4: dict[str, Any] = {"num_bits": 4, "strategy": "group", "group_size": 128}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
 GPTQ = {"quant_method": "gptq", "bits": 8, "group_size": 128, "desc_act": False, "sym": True}
 ROUND = GPTQ | {"quant_method": "auto-round", "bits": 4, "packing_format": "auto_round:auto_gptq"}
