@@ -4,16 +4,19 @@ import asyncio
 import json
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import aclosing
-from typing import Any, NamedTuple
+from contextlib import ExitStack, aclosing
+from typing import Any, ClassVar, NamedTuple
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from ..chat.deltas import Delta
 from ..chat.generation import Generation
 from ..http.errors import ApiError
 
+SILENCE_S = 15.0
+"""Proxies cut connections that are silent for 60 seconds, some for 30."""
 Json = dict[str, Any]
 _JSON = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 
@@ -36,9 +39,14 @@ class Answer(ABC):
     """Writes the answer to one request, from its deltas. id: of the answer in the API. costly: whether `whole` takes
     long.
 
-    The methods are called in this order: begin, add for each delta, then end; fail instead, at any time, if the request
-    fails. They return the events of a streamed answer. `whole` is called after `end`, for an answer in one piece.
+    The methods are called in this order: add for each delta, then end; fail instead, at any time, if the request fails.
+    They return the events of a streamed answer, which those of `begin` precede. `whole` is called after `end`, for an
+    answer in one piece.
+
+    KEEP_ALIVE: what is sent when there has been nothing to send for a while; by default a comment, which clients skip.
     """
+
+    KEEP_ALIVE: ClassVar[bytes] = b": keep-alive\n\n"
 
     def __init__(self, generation: Generation, prefix: str) -> None:
         self.id = f"{prefix}{generation.id}"
@@ -46,7 +54,7 @@ class Answer(ABC):
         self._generation = generation
 
     def begin(self) -> list[ServerSentEvent]:
-        """Return the events before the first text."""
+        """Return the events before all others, once the first delta is there."""
         return []
 
     @abstractmethod
@@ -66,12 +74,8 @@ class Answer(ABC):
         """Return the whole answer: JSON, or plain text."""
 
 
-async def respond(request: Request, answer: Answer, deltas: AsyncGenerator[Delta], stream: bool) -> Response:
-    """Return the response with an answer, or with the beginning of a streamed one."""
-    if stream:
-        headers = {"Cache-Control": "no-cache"}
-        return StreamingResponse(_events(request, answer, deltas), media_type="text/event-stream", headers=headers)
-    answer.begin()
+async def respond(answer: Answer, deltas: AsyncGenerator[Delta]) -> Response:
+    """Return the response with a whole answer."""
     async with aclosing(deltas):
         async for delta in deltas:
             answer.add(delta)
@@ -80,18 +84,68 @@ async def respond(request: Request, answer: Answer, deltas: AsyncGenerator[Delta
     return PlainTextResponse(whole) if isinstance(whole, str) else JSONResponse(whole)
 
 
+class AnswerStream(StreamingResponse):
+    """A streamed answer.
+
+    The status line is sent before the first delta, and something at least every SILENCE_S seconds, because proxies and
+    clients give up on silent connections. held: is closed when the response ends, if the deltas have not closed it.
+    """
+
+    def __init__(self, request: Request, answer: Answer, deltas: AsyncGenerator[Delta], held: ExitStack) -> None:
+        headers = {"Cache-Control": "no-cache"}
+        super().__init__(_events(request, answer, deltas), media_type="text/event-stream", headers=headers)
+        self._held = held
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._held:
+            await super().__call__(scope, receive, send)
+
+
 async def _events(request: Request, answer: Answer, deltas: AsyncGenerator[Delta]) -> AsyncIterator[bytes]:
     """Yield the server-sent events of a streamed answer."""
+    has_begun = False
+
+    def begun() -> list[ServerSentEvent]:
+        nonlocal has_begun
+        events = [] if has_begun else answer.begin()
+        has_begun = True
+        return events
+
     try:
-        for event in answer.begin():
-            yield event.encode()
-        async with aclosing(deltas):
-            async for delta in deltas:
-                for event in answer.add(delta):
+        async with aclosing(_with_silences(deltas, SILENCE_S)) as timed:
+            async for delta in timed:
+                if delta is None:
+                    yield answer.KEEP_ALIVE
+                    continue
+                for event in (*begun(), *answer.add(delta)):
                     yield event.encode()
-        for event in answer.end():
+        for event in (*begun(), *answer.end()):
             yield event.encode()
     except ApiError as e:
         request.app.state.metrics.count_error(e.status)
-        for event in answer.fail(e):
+        for event in (*begun(), *answer.fail(e)):
             yield event.encode()
+
+
+async def _with_silences(deltas: AsyncGenerator[Delta], seconds: float) -> AsyncGenerator[Delta | None]:
+    """Yield the same deltas, and None whenever none has come for `seconds`. Closes `deltas`."""
+    following: asyncio.Task[Delta | None] | None = None
+    try:
+        while True:
+            following = asyncio.create_task(_next(deltas))
+            while not following.done():
+                await asyncio.wait((following,), timeout=seconds)
+                if not following.done():
+                    yield None
+            if (delta := following.result()) is None:
+                return
+            yield delta
+    finally:
+        if following is not None and not following.done():
+            following.cancel()  # which ends `deltas` as well
+        else:
+            await deltas.aclose()
+
+
+async def _next(deltas: AsyncGenerator[Delta]) -> Delta | None:
+    return await anext(deltas, None)

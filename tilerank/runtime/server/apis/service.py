@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
-from contextlib import aclosing, contextmanager
+from contextlib import ExitStack, aclosing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
@@ -37,7 +37,7 @@ from ..http.media_budget import MediaBudget, Share
 from ..link.client import EngineClient
 from ..monitoring.metrics import Metrics
 from ..monitoring.recent_requests import RecentRequests
-from .answer import Answer, respond
+from .answer import Answer, AnswerStream, respond
 
 Body = TypeVar("Body", bound=pydantic.BaseModel)
 
@@ -171,22 +171,38 @@ class Service:
         new_generation: Callable[[Share], Awaitable[Generation]],
         new_answer: Callable[[Generation], Answer],
     ) -> Response:
-        """Answer a request. new_generation: gets the share of its media. new_answer: makes the answer of its API."""
-        with while_connected(request):
-            with self.budget.share() as share:
-                generation = await new_generation(share)
-                answer = new_answer(generation)
-                deltas = await self.begin(request, generation, answer.id)
-            return await respond(request, answer, deltas, generation.body.stream)
+        """Answer a request. new_generation: gets the share of its media. new_answer: makes the answer of its API.
+
+        A streamed answer begins before the request is queued, so that later errors are events.
+        """
+        with ExitStack() as held, while_connected(request):
+            generation = await new_generation(held.enter_context(self.budget.share()))
+            answer = new_answer(generation)
+            held.callback(release_body, request)
+            if not generation.body.stream:
+                return await respond(answer, self._deltas(generation, answer.id, held))
+            generation.check_room()
+            kept = held.pop_all()
+            return AnswerStream(request, answer, self._deltas(generation, answer.id, kept), kept)
 
     async def begin(self, request: Request, generation: Generation, id: str) -> AsyncGenerator[Delta]:
-        """Run a request up to its first delta. Returns all of its deltas. id: of the request in the API."""
+        """Run a request up to its first delta. Returns all of its deltas. id: of the request in the API.
+
+        For an answer that is no stream of events: its status line is sent after the first delta, so that a failed
+        request gets an error status.
+        """
+        with ExitStack() as held:
+            held.callback(release_body, request)
+            deltas = self._deltas(generation, id, held)
+            return _chained(await anext(deltas), deltas)
+
+    async def _deltas(self, generation: Generation, id: str, held: ExitStack) -> AsyncGenerator[Delta]:
+        """Run a request and yield its deltas. held: is closed with the first one, when the engine has the prompt."""
         measured = self.metrics.measure(generation)
-        deltas = generation.shown(self.recent.track(id, generation.usage, measured))
-        # The status line is sent after the first delta, so that a failed request gets an error status.
-        first = await anext(deltas)
-        release_body(request)
-        return _chained(first, deltas)
+        async with aclosing(generation.shown(self.recent.track(id, generation.usage, measured))) as deltas:
+            async for delta in deltas:
+                held.close()
+                yield delta
 
 
 async def _chained(first: Delta, rest: AsyncGenerator[Delta]) -> AsyncGenerator[Delta]:

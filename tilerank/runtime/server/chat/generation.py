@@ -3,8 +3,8 @@
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import ExitStack, aclosing
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from contextlib import ExitStack, aclosing, contextmanager
 from dataclasses import replace
 
 from tilerank.loader.generation_config import SamplingDefaults
@@ -76,30 +76,26 @@ class Generation:
         """The token ids of each prompt, as the engine gets them; empty once the request runs."""
         return [prompt.token_ids for prompt, _, _ in self._submissions]
 
+    def check_room(self) -> None:
+        """Raise ApiError if the request cannot be queued now."""
+        with _api_errors():
+            self._client.check_room()
+
     async def run(self) -> AsyncGenerator[Delta]:
         """Yield the deltas of all choices as they are generated. Raises ApiError if a choice fails."""
         with ExitStack() as stack:
-            try:
-                self._client.check_room()
-                streams = [
-                    stream
-                    for submission in self._submissions
-                    for stream in stack.enter_context(self._client.submit(*submission))
-                ]
-            except EngineGoneError as e:
-                raise ApiError(503, str(e), code="engine_gone") from e
-            except OverloadedError as e:
-                raise ApiError(503, str(e), code="overloaded") from e
+            stack.enter_context(_api_errors())
+            self._client.check_room()
+            streams = [
+                stream
+                for submission in self._submissions
+                for stream in stack.enter_context(self._client.submit(*submission))
+            ]
             self._submissions.clear()  # pictures take much memory, and the client frees them once they are sent
             choices = [self._choice(index).read(stream) for index, stream in enumerate(streams)]
-            try:
-                async with aclosing(choices[0] if len(choices) == 1 else _merge(choices)) as deltas:
-                    async for delta in deltas:
-                        yield delta
-            except RefusedError as e:
-                raise ApiError(400, str(e)) from e
-            except EngineGoneError as e:
-                raise ApiError(503, str(e), code="engine_gone") from e
+            async with aclosing(choices[0] if len(choices) == 1 else _merge(choices)) as deltas:
+                async for delta in deltas:
+                    yield delta
 
     async def shown(self, deltas: AsyncGenerator[Delta]) -> AsyncGenerator[Delta]:
         """Yield those of `deltas`, which come from `run`, that show something. They have the tokens of the others."""
@@ -121,6 +117,19 @@ class Generation:
         echo = (body.prompt_text(number) or self.tokenizer.decode(prompt_ids)) if body.echoes else ""
         parser = self._new_parser() if self._new_parser else None
         return ChoiceDeltas(index, body, self.tokenizer, prompt_ids, echo, self._thinking, parser, self.usage)
+
+
+@contextmanager
+def _api_errors() -> Iterator[None]:
+    """Turn the errors of the engine client into those of the API."""
+    try:
+        yield
+    except RefusedError as e:
+        raise ApiError(400, str(e)) from e
+    except EngineGoneError as e:
+        raise ApiError(503, str(e), code="engine_gone") from e
+    except OverloadedError as e:
+        raise ApiError(503, str(e), code="overloaded") from e
 
 
 async def _merge(choices: Sequence[AsyncGenerator[Delta]]) -> AsyncGenerator[Delta]:

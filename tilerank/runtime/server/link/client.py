@@ -241,8 +241,8 @@ class EngineClient:
         await engine.run(connection)
 
     def check_room(self) -> None:
-        """Raise OverloadedError if no further request may wait."""
-        engines = [engine for engine in self._engines.values() if engine.state is not None]
+        """Raise EngineGoneError if no engine is ready, and OverloadedError if no further request may wait."""
+        engines = self._ready()
         if sum(engine.queued for engine in engines) >= self._max_queued:
             raise OverloadedError(f"{self._max_queued} requests wait already, as many as may.")
         if sum(engine.queued_tokens for engine in engines) >= MAX_QUEUED_TOKENS:
@@ -263,15 +263,20 @@ class EngineClient:
         grammar allows no further token, the tokens end without a finish_reason. Raises EngineGoneError if no engine is
         ready. The generators raise EngineGoneError and RefusedError.
         """
-        ready = [engine for engine in self._engines.values() if engine.state is not None]
-        if not ready:
-            raise EngineGoneError("No engine is ready.")
+        ready = self._ready()
         # One replica needs no memory of its prompts, which takes 14 MB.
         blocks = block_hashes(prompt.keys) if len(self._engines) > 1 else []
         seen = [engine.prompts.matching(blocks) for engine in ready]
         engine = ready[choose_replica([engine.load for engine in ready], seen, len(blocks))]
         engine.prompts.add(blocks)
         return engine.submit(prompt, params, seeds)
+
+    def _ready(self) -> list[EngineConnection]:
+        """Return the engines that are ready. Raises EngineGoneError if none is."""
+        ready = [engine for engine in self._engines.values() if engine.state is not None]
+        if not ready:
+            raise EngineGoneError("No engine is ready.")
+        return ready
 
     async def generate(self, prompt: Prompt, params: SamplingParams) -> AsyncGenerator[Progress]:
         """Yield the tokens of a request with one choice. Closing the generator cancels it. Raises as in `submit`."""

@@ -18,6 +18,8 @@ _ERRORS |= {429: "rate_limit_error", 503: "overloaded_error"}
 class MessageAnswer(Answer):
     """A message with one block for the reasoning, each piece of text and each call."""
 
+    KEEP_ALIVE = ServerSentEvent({"type": "ping"}, "ping").encode()
+
     def __init__(self, generation: Generation, model: str) -> None:
         super().__init__(generation, "msg_")
         self._message: Json = {
