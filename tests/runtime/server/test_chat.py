@@ -3,6 +3,7 @@
 The chat templates have the form of Qwen3's, Qwen3.5's and DeepSeek-V3.1's.
 """
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -277,3 +278,31 @@ def test_a_call_without_arguments_in_the_history(model: Path, printed: str, argu
         assert prompts[0] == prompts[1]
 
     run(model, QWEN_3.replace("arguments | tojson", printed), ask)
+
+
+PLAIN = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
+
+
+def test_tools_are_described_to_a_template_without_tools(model: Path) -> None:
+    async def ask(server: Server) -> None:
+        function = {"name": "weather", "description": "of a city", "parameters": {"type": "object"}}
+        tools = [{"type": "function", "function": function}]
+        for turns in ([], [{"role": "system", "content": "Be brief."}]):
+            await server.ask("Hello", *turns, {"role": "user", "content": "Who?"}, tools=tools)
+            system, _, user = server.prompt.rpartition("user:")
+            assert system.startswith(f"system: {'Be brief.' if turns else ''}") and user.startswith(" Who?")
+            assert json.dumps(function) in system and '<tool_call>\n{"name": "FUNCTION_NAME", "arguments": ' in system
+        await server.ask("Hello", tools=tools, tool_choice="none")
+        assert "weather" not in server.prompt
+
+    run(model, PLAIN, ask)
+
+
+def test_tools_are_refused_where_a_template_prints_neither_them_nor_a_system_prompt(model: Path) -> None:
+    async def ask(server: Server) -> None:
+        for fields in ({}, {"tool_choice": "required"}):
+            answer = await server.chat({"role": "user", "content": "Who?"}, tools=TOOLS, **fields)
+            assert answer.status_code == 400 and answer.json()["error"]["param"] == "tools"
+            assert "prints neither tools nor a system prompt" in answer.json()["error"]["message"]
+
+    run(model, PLAIN.replace("messages", "messages if m.role == 'user'"), ask)

@@ -123,25 +123,30 @@ class PromptBuilder:
             raise ApiError(400, f"chat_template_kwargs: {min(reserved)} cannot be set", param="chat_template_kwargs")
 
         try:
-            turns, chosen = await self._known_turns(messages), variables
+            turns, chosen, described = await self._known_turns(messages), variables, ""
             if tools or variables or effort is not None or options.adds_variables:
                 known = self._tokenizer.chat_template.variables(tools)
                 chosen = _with_effort(_renamed_switch(variables, known), effort, known, self._model)
                 chosen = chosen | _option_variables(options, known, self._model)
                 if tools and self._format is not None and "tools" not in known:
-                    turns = _with_tools(turns, self._format.describe(tools))
+                    described = self._format.describe(tools).strip()
+                    turns = _with_tools(turns, described)
             chosen = chosen | {
                 "tools": tools,
                 "add_generation_prompt": options.add_generation_prompt,
                 "continue_final_message": options.continue_final_message,
             }
-            return await self._renderer.render(turns, chosen)
+            text = await self._renderer.render(turns, chosen)
         except TokenizerError as e:
             # The cause alone, because the sentence names a file of the server.
             message = f"The chat template refused the messages: {e.__cause__}"
             if e.__cause__ is None:
                 message = f"{self._model} has no usable chat template; a plain prompt needs none."
             raise ApiError(400, message, param="messages") from e
+        if described not in text:
+            message = f"tools: the chat template of {self._model} prints neither tools nor a system prompt"
+            raise ApiError(400, message, param="tools", code="unsupported_parameter")
+        return text
 
     async def _known_turns(self, messages: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
         """Return the messages in roles that the template has, with tool calls as text for one that has none."""
@@ -183,14 +188,17 @@ def _option_variables(options: TemplateOptions, known: frozenset[str], model: st
     return found
 
 
-def _with_tools(messages: Sequence[dict[str, Any]], tools: str | None) -> Sequence[dict[str, Any]]:
+def _with_tools(messages: Sequence[dict[str, Any]], tools: str) -> Sequence[dict[str, Any]]:
     """Return the messages with a description of the tools at the end of the system prompt."""
-    if tools is None:
-        return messages
     first, rest = messages[0], messages[1:]
-    if first["role"] != "system" or not isinstance(first["content"], str):
+    if first["role"] != "system":
         first, rest = {"role": "system", "content": ""}, messages
-    return [{**first, "content": f"{first['content']}\n\n{tools}"}, *rest]
+    content = first["content"]
+    if isinstance(content, list):
+        content = [*content, {"type": "text", "text": f"\n\n{tools}"}]
+    else:
+        content = f"{content}\n\n{tools}"
+    return [{**first, "content": content}, *rest]
 
 
 def _renamed_switch(variables: dict[str, Any], known: frozenset[str]) -> dict[str, Any]:
