@@ -1,0 +1,36 @@
+"""A real model against transformers, as rank processes see it."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from conformance import row_errors
+from safetensors.torch import load_file
+
+from tilerank.parallel.join import Team
+from tilerank.runtime.lead.engine import Engine, Request
+from tilerank.runtime.lead.sampling import SamplingParams
+from tilerank.runtime.protocol.prompt import Prompt
+from tilerank.runtime.rank.rank_config import RankConfig
+from tilerank.runtime.rank.worker import Worker
+
+
+def run(team: Team, *, model: str, wanted: str, new_tokens: int) -> dict[str, Any]:
+    """Return the largest error of a logit relative to its row's largest, and the prompts whose greedy tokens differ."""
+    worker = Worker(Path(model), team, RankConfig(dtype=torch.float32, max_total_tokens=8192))
+    if team.group.rank:
+        worker.follow()
+        return {}
+    engine, expected = Engine(worker), load_file(wanted)
+    token_ids = [expected[f"{i}.token_ids"].tolist() for i in range(len(expected) // 2)]
+    errors = [
+        row_errors(engine.score(Prompt(ids))[-new_tokens - 1 : -1].clone(), expected[f"{i}.logits"])
+        for i, ids in enumerate(token_ids)
+    ]
+    params = SamplingParams(max_new_tokens=new_tokens, ignore_eos=True)
+    answers: list[list[int]] = [[] for _ in token_ids]
+    for event in engine.generate([Request(Prompt(ids[:-new_tokens]), params) for ids in token_ids]):
+        answers[event.request].append(event.token_id)
+    worker.stop()
+    wrong = [i for i, answer in enumerate(answers) if answer != token_ids[i][-new_tokens:]]
+    return {"logit_error": float(torch.cat(errors).max()), "wrong_tokens": wrong, "prompts": len(answers)}
