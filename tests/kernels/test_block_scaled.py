@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from tilerank.kernels import core
 from tilerank.kernels.errors import KernelError
+from tilerank.kernels.latent import head_linear
 from tilerank.kernels.linear import linear
 from tilerank.kernels.moe import moe, softmax_top_k
 from tilerank.kernels.packed_experts import PackedExperts
@@ -393,3 +394,17 @@ def test_nbytes_is_what_is_allocated(rung: str, form: Form) -> None:
     assert form.nbytes(512, 512) == sum(array.nbytes for array in held if array is not None)
     if rung != "reference" and form == Int4(128):
         assert form.nbytes(512, 512) == 512 * 512 // 2 + 512 * 4 * 2
+
+
+@pytest.mark.parametrize("form", [Int4(32, True), Int4(0), GroupInt8(32, True), ChannelFp8()], ids=str)
+@pytest.mark.parametrize("n, k", [(128, 512), (40, 64)])
+def test_a_matrix_for_every_head(rung: str, form: Form, n: int, k: int) -> None:
+    """As latent attention holds the values of kv_b_proj."""
+    weight = PackedExperts.empty(3, n, k, form)
+    for head in range(3):
+        weight.write(randn(n, k, seed=head), head)
+    for m in (1, 3, 40) if rung != "reference" else (1, 3):
+        x = randn(m, 3, k, seed=7).to(BF16)
+        found = head_linear(x, weight)
+        for head in range(3):
+            assert_close(found[:, head], x[:, head], weight.unpack(head).double(), None, 40.0)

@@ -17,7 +17,15 @@ from torch import Tensor
 from tilerank.kernels import core
 from tilerank.kernels.heads import split_heads
 from tilerank.kernels.latent import head_linear, join_queries, weigh_part
-from tilerank.kernels.weight_formats import BlockFormat, BlockInt8, Float, Format, Int8, Weight
+from tilerank.kernels.weight_formats import (
+    BlockFormat,
+    BlockInt8,
+    Float,
+    Format,
+    Int8,
+    OutputScaledFormat,
+    Weight,
+)
 from tilerank.kernels.weight_formats.byte_codes import ByteCodesWeight
 
 from .experts import ExpertsParameter
@@ -161,6 +169,8 @@ def _absorbed_formats(name: str, key_dim: int, rows: int, sharding: Sharding) ->
     stored = None if formats is None or formats.encoded is None else formats.encoded(name)
     if isinstance(stored, Int8):
         return BlockInt8(block_k=gcd(128, whole_tiles(key_dim))), stored
+    if isinstance(stored, OutputScaledFormat):
+        return floats, stored  # W_k is multiplied from its other side, where its outputs share no scale
     if not isinstance(stored, BlockFormat):
         return floats, floats
     block = gcd(stored.block_n, key_dim, rows)  # has an edge where any head's keys or values begin
