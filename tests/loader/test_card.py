@@ -67,7 +67,9 @@ def test_an_embedding_model_is_refused(tmp_path: Path) -> None:
     (tmp_path / "modules.json").write_text("[]")
     with pytest.raises(ConfigError) as caught:
         read_card(tmp_path)
-    expected = "expected a model that generates text, found an embedding model (qwen3), as sentence-transformers writes them"
+    expected = (
+        "expected a model that generates text, found an embedding model (qwen3), as sentence-transformers writes them"
+    )
     assert str(caught.value) == f"{tmp_path / 'modules.json'}: {expected}"
 
 

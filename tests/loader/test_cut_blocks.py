@@ -1,4 +1,4 @@
-"""Widths that are cut inside of the blocks of a quantised checkpoint: ranks hold its very values, and sums are right."""
+"""Widths cut inside of the blocks of a quantised checkpoint: ranks hold its very values, and sums are right."""
 
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,8 @@ def write(folder: Path, layout: str) -> dict[str, Tensor]:
     draw = torch.Generator().manual_seed(7)
     stored, values = {}, {}
     for module in ("mlp", *(f"experts.{expert}" for expert in range(EXPERTS))):
-        for projection, n, k in (("gate_proj", WIDTH, HIDDEN), ("up_proj", WIDTH, HIDDEN), ("down_proj", HIDDEN, WIDTH)):
+        shapes = {"gate_proj": (WIDTH, HIDDEN), "up_proj": (WIDTH, HIDDEN), "down_proj": (HIDDEN, WIDTH)}
+        for projection, (n, k) in shapes.items():
             name = f"{module}.{projection}.weight"
             numbers = torch.randn(n, k, generator=draw)
             if layout == "fp8":

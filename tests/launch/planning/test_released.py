@@ -1,7 +1,7 @@
 """Plans of models as they are released, at 1, 2, 3 and 6 ranks: their bytes are those of their files.
 
-The bytes are arithmetic: every tensor that is used, in the dtype of the file, quantised layers as codes, scales and zero
-points. A plan also has tables of rotations, and holds some scales and zero points in more bytes than files do.
+The bytes are arithmetic: every tensor that is used, in the dtype of the file, quantised layers as codes, scales and
+zero points. A plan also has tables of rotations, and holds some scales and zero points in more bytes than files do.
 """
 
 import json
@@ -50,7 +50,8 @@ PICTURES = {
 DELTA_NETS = {
     "model_type": "qwen3_5",
     "dtype": "bfloat16",
-    "vision_config": VISION | {"out_hidden_size": 5120, "deepstack_visual_indexes": [], "num_position_embeddings": 2304},
+    "vision_config": VISION
+    | {"out_hidden_size": 5120, "deepstack_visual_indexes": [], "num_position_embeddings": 2304},
     "text_config": {
         "hidden_act": "silu",
         "hidden_size": 5120,
@@ -133,9 +134,7 @@ RELEASED: dict[str, tuple[dict[str, Any], dict[str, Any] | None, int]] = {
 
 def check(tmp_path: Path, nbytes: int) -> None:
     card = read_card(tmp_path)
-    weights = [
-        plan_on(sockets(1, 8), tmp_path / f"{tp}", card, tp, cores="none").memory.weights for tp in (1, 2, 3, 6)
-    ]
+    weights = [plan_on(sockets(1, 8), tmp_path / f"{tp}", card, tp, cores="none").memory.weights for tp in (1, 2, 3, 6)]
     assert abs(weights[0] / nbytes - 1) < 0.02
     assert all(weights[0] <= more < 1.12 * weights[0] for more in weights[1:])
 
