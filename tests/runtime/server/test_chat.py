@@ -291,7 +291,7 @@ def test_tools_are_described_to_a_template_without_tools(model: Path) -> None:
             await server.ask("Hello", *turns, {"role": "user", "content": "Who?"}, tools=tools)
             system, _, user = server.prompt.rpartition("user:")
             assert system.startswith(f"system: {'Be brief.' if turns else ''}") and user.startswith(" Who?")
-            assert json.dumps(function) in system and '<tool_call>\n{"name": "FUNCTION_NAME", "arguments": ' in system
+            assert json.dumps(function) in system and '<tool_call>\n{"name": "NAME", "arguments": ' in system
         await server.ask("Hello", tools=tools, tool_choice="none")
         assert "weather" not in server.prompt
 

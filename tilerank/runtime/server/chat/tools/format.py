@@ -55,11 +55,8 @@ class ToolFormat(ABC):
     def describe(self, tools: Sequence[Mapping[str, Any]]) -> str:
         """Return the end of the system prompt that describes the tools, for chat templates that do not."""
         functions = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
-        example = self.write([("FUNCTION_NAME", {"PARAMETER_NAME": "VALUE"})])
-        return (
-            f"# Tools\n\nYou may call these functions, each described by one line of JSON:\n\n{functions}\n\n"
-            f"To call a function, write its name and its arguments in exactly this format:\n\n{example}"
-        )
+        example = self.write([("NAME", {"KEY": "VALUE"})])
+        return f"You may call these functions:\n\n{functions}\n\nTo call one, write:\n\n{example}"
 
     def argument_rules(self, rule: str, schema: Schema) -> list[str]:
         """Return grammar rules, the first of them named `rule`, for arguments that follow a schema of type object.
