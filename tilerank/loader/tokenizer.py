@@ -52,6 +52,14 @@ class Tokenizer:
         return max(self._inner.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
     @cached_property
+    def longest_token(self) -> int:
+        """The most characters of a text that one token stands for.
+
+        A vocabulary writes a token in at least as many characters: byte-level ones in one for each byte.
+        """
+        return max(map(len, self._inner.get_vocab(with_added_tokens=True)), default=0)
+
+    @cached_property
     def chat_template(self) -> ChatTemplate:
         return ChatTemplate(self.model_dir, self.special_tokens)
 

@@ -220,8 +220,10 @@ class _PromptEncoder:
         from tilerank.runtime.server.chat.tools.formats import tool_format
 
         format = tool_format(self._tokenizer, family_of(self._card.model_type).tool_calls)
-        model = str(self._tokenizer.model_dir)
-        return PromptBuilder(self._tokenizer, model, format, self._processor, DirectRenderer(self._tokenizer))
+        model, renderer = str(self._tokenizer.model_dir), DirectRenderer(self._tokenizer)
+        return PromptBuilder(
+            self._tokenizer, model, format, self._processor, renderer, lambda: self._card.context_length
+        )
 
     async def _conversation(self, messages: Sequence[dict[str, Any]], folder: Path) -> Prompt:
         import pydantic

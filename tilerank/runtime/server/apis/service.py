@@ -72,7 +72,9 @@ class Service:
         processor = None if settings.media is None else settings.media.processor
         self._renderer = settings.renderer or DirectRenderer(tokenizer)
         self._end_token_ids: tuple[int, ...] | None = None  # known once a request needs them
-        self.prompts = PromptBuilder(tokenizer, settings.model, settings.tool_format, processor, self._renderer)
+        self.prompts = PromptBuilder(
+            tokenizer, settings.model, settings.tool_format, processor, self._renderer, lambda: self.context_length
+        )
 
     @property
     def context_length(self) -> int | None:

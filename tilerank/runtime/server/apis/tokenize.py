@@ -64,7 +64,7 @@ class TokenizeEndpoints:
             tokens = found.prompt.token_ids
         else:
             assert body.prompt is not None
-            tokens = await service.prompts.encode(body.prompt, body.add_special_tokens is not False)
+            tokens = await service.prompts.encode(body.prompt, body.add_special_tokens is not False, "prompt")
         return JSONResponse({"tokens": tokens, "count": len(tokens), "max_model_len": service.context_length})
 
     async def detokenize(self, request: Request) -> Response:

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 from tilerank.loader.errors import TokenizerError
@@ -21,6 +22,8 @@ from .tools.format import ToolFormat
 
 LONG_TEXT = 4096
 """Characters. Texts of this length or more are tokenised in a thread, so that other requests do not wait."""
+LONG_TEXTS = 2
+"""How many of them are tokenised at once, because each takes hundreds of bytes of memory for a character."""
 _RESERVED = {"self", "messages", "tools", "add_generation_prompt"}
 _SWITCHES = ("enable_thinking", "thinking")
 """The variable that turns reasoning on and off has one of these names: Qwen's or DeepSeek's."""
@@ -40,7 +43,8 @@ class PromptBuilder:
     """Builds prompts for one model: those of the HTTP server and of `tilerank generate`. Its methods raise ApiError.
 
     model: its name in messages. format: of the model's tool calls. processor: of pictures, videos and sound; None for a
-    model that reads text only. renderer: of chat templates.
+    model that reads text only. renderer: of chat templates. context_length: returns the most tokens of a prompt; None
+    if they are not known yet.
     """
 
     def __init__(
@@ -50,23 +54,28 @@ class PromptBuilder:
         format: ToolFormat | None,
         processor: Processor | None,
         renderer: Renderer,
+        context_length: Callable[[], int | None],
     ) -> None:
         self._tokenizer = tokenizer
         self._model = model
         self._format = format
         self._processor = processor
         self._renderer = renderer
+        self._context_length = context_length
+        self._long_texts = asyncio.Semaphore(LONG_TEXTS)
 
     async def from_texts(
         self, prompt: str | list[str] | list[int] | list[list[int]], add_special_tokens: bool = True
     ) -> list[Prompt]:
         """Return the prompts of /v1/completions."""
         if isinstance(prompt, str):
-            prompts = [await self.encode(prompt, add_special_tokens)]
+            prompts = [await self.encode(prompt, add_special_tokens, "prompt")]
         elif isinstance(prompt[0], int):
             prompts = [[token for token in prompt if isinstance(token, int)]]
         else:
-            prompts = [await self.encode(one, add_special_tokens) if isinstance(one, str) else one for one in prompt]
+            prompts = [
+                await self.encode(one, add_special_tokens, "prompt") if isinstance(one, str) else one for one in prompt
+            ]
         if not all(prompts):
             raise ApiError(400, "The prompt is empty; expected at least one token.", param="prompt")
         if self._processor is None:
@@ -87,7 +96,7 @@ class PromptBuilder:
             plain = [message.for_template(parts=False) for message in messages]
             text = await self._render(plain, request)
             # Templates print the begin-of-text token themselves where the model needs it.
-            ids = await self.encode(text, options.add_special_tokens)
+            ids = await self.encode(text, options.add_special_tokens, "messages")
             return ChatPrompt(Prompt(ids), self._thinking(text, options))
         if options.add_special_tokens:
             message = "add_special_tokens: chats of a model that takes pictures have those of the template alone"
@@ -97,18 +106,32 @@ class PromptBuilder:
         )
         messages.clear()
         text = await self._render(plain, request)
+        self._check_length(text, "messages")
         media = await read(sources)
-        prompt = await asyncio.to_thread(_with_digests, processor, text, media)
+        async with self._long_texts if len(text) >= LONG_TEXT else nullcontext():
+            prompt = await asyncio.to_thread(_with_digests, processor, text, media)
         return ChatPrompt(prompt, self._thinking(text, options))
 
-    async def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        """Return the token ids of a text."""
+    async def encode(self, text: str, add_special_tokens: bool, param: str) -> list[int]:
+        """Return the token ids of a text. param: the field of the request that it comes from."""
+        self._check_length(text, param)
         try:
             if len(text) < LONG_TEXT:
                 return self._tokenizer.encode(text, add_special_tokens)
-            return await asyncio.to_thread(self._tokenizer.encode, text, add_special_tokens)
+            async with self._long_texts:
+                return await asyncio.to_thread(self._tokenizer.encode, text, add_special_tokens)
         except TokenizerError as e:
             raise ApiError(400, str(e)) from e
+
+    def _check_length(self, text: str, param: str) -> None:
+        """Raise ApiError if a text cannot fit into the context, before it is tokenised."""
+        tokens, longest = self._context_length(), self._tokenizer.longest_token
+        if tokens is not None and len(text) > tokens * longest:
+            message = (
+                f"{param}: expected at most {tokens * longest} characters, as many as the {tokens} tokens of the "
+                f"context have at most, found {len(text)}"
+            )
+            raise ApiError(400, message, param=param, code="context_length_exceeded")
 
     def _thinking(self, text: str, options: TemplateOptions) -> ReasoningStart:
         """Return how the answer begins. A message that is continued may end within its reasoning."""
