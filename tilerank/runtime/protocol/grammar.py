@@ -20,6 +20,21 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 
+NOTHING_FOLLOWS = "NoExtensionBias"
+"""The error of llguidance where the grammar allows no further token, and no end either."""
+_OF_SCHEMA = "failed to compile JSON schema: "
+_EXPLANATIONS = (
+    (r"Failed to generate regex for \w+ range", "minimum, maximum: this range is too far from zero"),
+    (r"oneOf constraints", "oneOf: its alternatives must differ in type or in a required constant"),
+    (r"required property '(.*)' is unsatisfiable", r"required: no value is allowed for the property \1"),
+    (r"required item is unsatisfiable", "minItems: it asks for more items than the schema allows"),
+    (r"Regex is empty", "pattern, format, enum, minLength, maxLength: no string follows all of them"),
+    (r"incompatible types", "type, enum, const, allOf: no type follows all of them"),
+    (r"Unsatisfiable schema: (.*)", r"no value follows it: \1"),
+)
+"""Messages of llguidance, and what they mean for a client."""
+
+
 class Vocabulary:
     """The vocabulary of a model, which compiles grammars to matchers over its tokens."""
 
@@ -71,5 +86,17 @@ def allowed_tokens(matcher: LLMatcher) -> bytes:
     if matcher.is_error():
         # Positions and excerpts refer to the generated grammar, which the client has not seen.
         message = re.sub(r"^at \d+\(\d+\): |\n *\d+ \| .*|<[\w-]+/>", "", matcher.get_error(), flags=re.DOTALL)
-        raise RequestError(f"the grammar: {' '.join(message.split())}")
+        raise RequestError(f"the grammar: {_explained(' '.join(message.split()))}")
     return bits
+
+
+def _explained(message: str) -> str:
+    """Return a message of llguidance with the keywords of the schema that it is about."""
+    if message == NOTHING_FOLLOWS:
+        return "no token can follow: the rest of the schema or the grammar allows no text"
+    if not message.startswith(_OF_SCHEMA):
+        return message
+    for expression, explanation in _EXPLANATIONS:
+        if (match := re.search(expression, message)) is not None:
+            return _OF_SCHEMA + match.expand(explanation)
+    return re.sub(r"(?<=: )(?=regex parse error|lookarounds)", "pattern: ", message, count=1)

@@ -10,6 +10,7 @@ from llguidance.gbnf_to_lark import any_to_lark
 from tilerank.loader.tokenizer import Tokenizer
 
 from ..http.errors import ApiError
+from .keywords import Schema
 from .reasoning import BEGIN, END, ReasoningStart, mark_token
 from .request import Sampling, Tool
 from .schemas import json_rule
@@ -91,7 +92,14 @@ def _answer_rules(constraint: Constraint, tokenizer: Tokenizer) -> list[str]:
         case Constraint(structural_tag=StructuralTag() as tag):
             return _tag_rules(tag, tokenizer)
     assert constraint.json_schema is not None
-    return [f"answer: {json_rule(constraint.json_schema)}"]
+    return [f"answer: {_json_rule(constraint.json_schema)}"]
+
+
+def _json_rule(schema: Schema) -> str:
+    try:
+        return json_rule(schema)
+    except ValueError as e:
+        raise ApiError(400, f"the schema: {e}", code="invalid_grammar") from e
 
 
 def _lark(grammar: str) -> str:
@@ -118,7 +126,7 @@ def _tag_rules(tag: StructuralTag, tokenizer: Tokenizer) -> list[str]:
             begin = f"{name}_trigger"
         else:
             begin = f"FREE_TEXT <[{id}]>"
-        parts = [begin, *(_quoted(rest) for _ in rest[:1]), json_rule(structure.definition)]
+        parts = [begin, *(_quoted(rest) for _ in rest[:1]), _json_rule(structure.definition)]
         rules.append(f"{name}: {' '.join([*parts, *(_quoted(structure.end) for _ in structure.end[:1])])}")
     return rules
 

@@ -8,17 +8,10 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-Schema = Mapping[str, Any]
+from .keywords import CONDITIONS, OF_LISTS, OF_MANY, OF_ONE, PARTS, Schema, followable, names_of
 
-_OF_MANY = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
-_OF_LISTS = ("prefixItems", "items")
-_OF_ONE = ("items", "additionalItems", "additionalProperties", "unevaluatedProperties", "contains", "propertyNames")
-_PARTS = ("allOf", "anyOf", "oneOf")
-_CONDITIONS = ("if", "then", "else", "not", "$ref")
 _OPEN = ("additionalProperties", "unevaluatedProperties")
 
-FORMATS = frozenset(("date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "uri", "uuid"))
-"""The formats of strings that grammars enforce. Any other `format` is an annotation, as JSON Schema says."""
 MAX_PASSES = 8
 """A schema stays open if finding its shared definitions takes more: its references form a long chain."""
 
@@ -27,12 +20,15 @@ _JSON_OPTIONS = {"x-guidance": {"whitespace_pattern": r"[ \n]{0,32}"}}
 
 
 def json_rule(schema: Schema) -> str:
-    """Return the expression of a grammar for JSON that follows `schema`, with its objects closed."""
-    return f"%json {json.dumps({**closed(schema), **_JSON_OPTIONS})}"
+    """Return the expression of a grammar for JSON that follows `schema`, with its objects closed.
+
+    Raises ValueError for a schema that cannot be followed.
+    """
+    return f"%json {json.dumps({**closed(followable(schema)), **_JSON_OPTIONS})}"
 
 
 def closed(schema: Schema) -> dict[str, Any]:
-    """Return the schema with its objects closed, except those that say otherwise.
+    """Return the schema with its objects closed, except those that say otherwise or require what they do not describe.
 
     An object that is described in several parts stays open, because each part would forbid the properties of the
     others. So do the definitions that such parts refer to.
@@ -58,22 +54,23 @@ def _closed(schema: Any, is_part: bool, where: str, shared: set[str]) -> Any:
     result = dict(schema)
     for key, value in schema.items():
         at = f"{where}/{key}"
-        if key in _OF_MANY and isinstance(value, Mapping):
+        if key in OF_MANY and isinstance(value, Mapping):
             result[key] = {name: _closed(one, False, f"{at}/{name}", shared) for name, one in value.items()}
-        elif key in _OF_LISTS and isinstance(value, list):
+        elif key in OF_LISTS and isinstance(value, list):
             result[key] = [_closed(one, False, at, shared) for one in value]
-        elif key in _OF_ONE:
+        elif key in OF_ONE:
             result[key] = _closed(value, False, at, shared)
-        elif key in _PARTS and isinstance(value, list):
+        elif key in PARTS and isinstance(value, list):
             result[key] = [_closed(one, in_parts, at, shared) for one in value]
-        elif key in _CONDITIONS:
+        elif key in CONDITIONS:
             result[key] = _closed(value, True, at, shared)
-    if "properties" in schema and not in_parts and not any(key in schema for key in _OPEN):
+    is_closable = "properties" in schema and not in_parts and not any(key in schema for key in _OPEN)
+    if is_closable and all(name in schema["properties"] for name in names_of(schema)):
         result["additionalProperties"] = False
     return result
 
 
 def _is_divided(schema: Schema) -> bool:
     """Do several parts of a schema describe the same object?"""
-    parts = sum(len(schema[key]) if key == "allOf" else 1 for key in _PARTS if isinstance(schema.get(key), list))
-    return parts + ("properties" in schema) + any(key in schema for key in _CONDITIONS) > 1
+    parts = sum(len(schema[key]) if key == "allOf" else 1 for key in PARTS if isinstance(schema.get(key), list))
+    return parts + ("properties" in schema) + any(key in schema for key in CONDITIONS) > 1

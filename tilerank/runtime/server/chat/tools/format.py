@@ -5,7 +5,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from ..schemas import Schema, json_rule
+from ..keywords import Schema
+from ..schemas import json_rule
 from .calls import ToolCall
 from .cursor import Cursor
 

@@ -10,7 +10,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from ..schemas import Schema, json_rule
+from ..keywords import Schema, followable, names_of
+from ..schemas import json_rule
 from .calls import ToolCall, parse_json
 from .cursor import Cursor, NotACallError
 from .format import ToolFormat
@@ -125,9 +126,13 @@ class FunctionFormat(ToolFormat):
         return "".join(f"{self.PARAMETER}{name}>\n{text}\n{self.END_PARAMETER}\n" for name, text in texts.items())
 
     def argument_rules(self, rule: str, schema: Schema) -> list[str]:
-        required = schema.get("required")
+        schema = followable(schema)
+        required, properties, others = schema.get("required"), properties_of(schema), schema.get("additionalProperties")
         sequence, rules = ['""'], []
-        for i, (name, of_value) in enumerate(properties_of(schema).items()):
+        for i, name in enumerate(names_of(schema)):
+            if name not in properties and others is False:
+                raise ValueError(f"required: {name} is not among the properties, and others are not allowed")
+            of_value = properties.get(name, others if isinstance(others, Mapping) else {})
             value = f"{rule}_{i}"
             sequence.append(f"{value}{'' if isinstance(required, list) and name in required else '?'}")
             rules.append(f"{value}: {json.dumps(self.PARAMETER + name + '>' + chr(10))} {value}_value")

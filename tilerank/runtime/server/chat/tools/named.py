@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from ..schemas import Schema
+from ..keywords import Schema
 from .calls import ToolCall
 from .cursor import Cursor, NotACallError
 from .format import ToolFormat

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 
-from ..schemas import Schema
+from ..keywords import Schema
 from .calls import ARGUMENTS, ToolCall, call_from_json
 from .cursor import Cursor, NotACallError
 from .format import ToolFormat

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from ..schemas import FORMATS, Schema
+from ..keywords import FORMATS, Schema
 
 MAX_DEPTH = 16
 """References and alternatives inside each other; a schema may refer to itself."""
