@@ -184,15 +184,15 @@ def test_layers_after_the_last_are_left_out(tmp_path: Path) -> None:
 
 
 def test_six_ranks_share_the_public_model(tmp_path: Path) -> None:
-    """The cuts of the public fp8 checkpoint, by hand: 22 or 21 heads, 3 or 2 of the 16 blocks of an expert, the whole
-    latent."""
+    """The cuts of the public fp8 checkpoint, by hand: 22 or 21 heads, 11 or 10 of the 64 tiles of an expert, the
+    whole latent."""
     config = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic", "fmt": "e4m3"}
     card = read_card(write_config(tmp_path, {"quantization_config": config}, V31))
     formats = weight_formats(card.quantization, torch.bfloat16, None)
     models = [build_model(card, Sharding(r, 6, torch.bfloat16, None, formats=formats)) for r in range(6)]
     cuts = dict(models[0].cuts())
     assert [span.size for span in cuts["heads"].spans] == [22, 22, 21, 21, 21, 21]
-    assert [span.size // 128 for span in cuts["expert width"].spans] == [3, 3, 3, 3, 2, 2]
+    assert [span.size // 32 for span in cuts["expert width"].spans] == [11, 11, 11, 11, 10, 10]
     assert {spec.nbytes(32) for model in models for spec in model.cache_specs()} == {32 * 576 * 2}
     read = {r.name for model in models for r in model.rectangles()}
     assert len(read) == 61 * 9 + 3 * 3 + 58 * (2 + 3 + 3 * 256) + 3

@@ -65,6 +65,8 @@ def find_quantization(model_dir: Path, config: Fields | None) -> QuantizationCon
         if scheme.layout == "packed":
             scheme = replace(scheme, symmetric=f"{module}.weight_zero_point" not in tensors)
         stored[module] = scheme
+    if not stored:
+        return _settings(model_dir, config)  # codes without scales, which the loader names
     # The scheme that most modules have is the main one; settings break a tie.
     count, expected = Counter(stored.values()), None if found is None else found.scheme
     main = max(count, key=lambda scheme: (count[scheme], scheme == expected))

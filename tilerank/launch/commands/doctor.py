@@ -29,6 +29,8 @@ REQUIRED = (
     "torch",
     "safetensors",
     "tokenizers",
+    "sentencepiece",
+    "protobuf",
     "llguidance",
     "jinja2",
     "msgspec",
