@@ -1,4 +1,4 @@
-"""Where files and flags of config.json differ, the tensors decide: ties, biases, dtypes, and what nobody reads."""
+"""Where files and flags of config.json differ, the tensors decide: ties, biases, dtypes, unread fields."""
 
 import json
 import shutil

@@ -58,8 +58,8 @@ class Record:
     reference: a module of tools/, which computes what is right (tools/reference.py). models: options of make_tiny.py,
     and `options` of the family. prompts: the lengths of random prompts, if the reference takes any, drawn with `seed`.
     dense, mixtures: by statistic, how many times as large the errors of our logits in bf16 may be as those of the
-    reference in bf16, both against the reference in fp32. Those of `averaged` models may be larger, if the average over
-    the mixtures of the record is not. encodings: the same for the mean of the encodings on several ranks.
+    reference in bf16, both against the reference in fp32. Errors of `averaged` models may be larger, if the average
+    over the mixtures of the record is not. encodings: the same for the mean of the encodings on several ranks.
     """
 
     name: str

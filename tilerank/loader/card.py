@@ -33,7 +33,7 @@ class ModelCard:
     vocab_size: rows of the embedding and columns of the logits, before any padding for tensor parallelism.
     context_length: tokens of the longest sequence, prompt and new tokens together.
     eos_token_ids: those of generation_config.json and config.json together, because released files leave out some in
-    each. Those of the tokenizer are not among them (Tokenizer.end_token_ids). bos_token_id: that of
+    each; without the tokenizer's (Tokenizer.end_token_ids). bos_token_id: that of
     generation_config.json, or of config.json where that has none.
     dtype: one of DTYPES, in which the weights were published. quantization: how the checkpoint stores its
     projections, by the headers of its files; None for floats. fields: all of config.json, for the family.

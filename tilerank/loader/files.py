@@ -69,7 +69,8 @@ def read_text(model_dir: Path, name: str, error: type[ValueError], folder: str =
 def read_json_object(model_dir: Path, name: str, error: type[ValueError]) -> dict[str, Any]:
     """Return the JSON object in the file `name` of a model directory; raise `error` if it holds anything else.
 
-    NaN and infinities, which some files have where nobody reads them, are floats; `Fields.number` refuses them.
+    NaN and infinities are floats, because released files have them in fields that are not read; `Fields.number` refuses
+    them.
     """
     text = read_text(model_dir, name, error)
     try:

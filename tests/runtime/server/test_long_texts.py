@@ -2,7 +2,6 @@
 
 import asyncio
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -57,12 +56,13 @@ def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenised(model: Path, m
 def test_few_long_texts_are_tokenised_at_once(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def ask(server: Server) -> None:
         now, most, lock, encode = 0, 0, threading.Lock(), server.tokenizer.encode
+        pair = threading.Barrier(LONG_TEXTS)
 
         def watched(text: str, add_special_tokens: bool = True) -> list[int]:
             nonlocal now, most
             with lock:
                 now, most = now + 1, max(most, now + 1)
-            time.sleep(0.05)
+            pair.wait(30)  # as many as may be are here at once
             with lock:
                 now -= 1
             return encode(text, add_special_tokens)

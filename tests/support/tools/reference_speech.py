@@ -3,8 +3,8 @@
 Its models have {"cases": {name: [part, ...]}, "frames": n, "samplings": n}; parts as in reference_omni.py. For each case:
 `<case>.ids` (the prompt and n greedy tokens), the media of its parts, `<case>.positions` [3, rows] of the talker's rows,
 `<case>.codes` [frames, groups] of greedy frames, `<case>.logits` [frames, vocab] of their first codes, and `<case>.wave`
-[samples]. Of the first frame of the first case: `draws` [samplings, groups - 1] and `sampled`, the codes that these numbers
-choose. All in fp32.
+[samples]. For the first frame of the first case also `draws` [samplings, groups - 1] and `sampled`, the codes that these
+numbers choose. All in fp32.
 """
 
 from pathlib import Path

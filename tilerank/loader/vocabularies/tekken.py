@@ -17,7 +17,7 @@ from .splits import Split
 NAME = "tekken.json"
 _MAX_TOKENS = 1 << 24
 _NAMES = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
-# Those of files without a list of their own, such as Mistral-Nemo's, as mistral-common has them.
+# The special tokens of files that list none, such as Mistral-Nemo's, as mistral-common has them.
 _FIRST_SPECIAL = (
     *("<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_RESULTS]"),
     *("[/TOOL_RESULTS]", "[TOOL_CALLS]", "[IMG]", "<pad>", "[IMG_BREAK]", "[IMG_END]", "[PREFIX]", "[MIDDLE]"),

@@ -48,7 +48,7 @@ def read_picture(data: bytes, pixels: int) -> tuple[int, int, bytes]:
 
 def _to_rgb(image: "Image") -> "Image":
     """Convert like transformers 5.23: upright by the EXIF orientation (load_image), transparent pictures on white
-    (convert_to_rgb). Of grey with 16 bits the high byte is kept, where Pillow makes all but dark grey white."""
+    (convert_to_rgb). Grey of 16 bits keeps its high byte; Pillow would turn all but dark grey white."""
     from PIL import Image, ImageOps
 
     image.load()

@@ -24,7 +24,7 @@ _DEFAULTS = {
     "num_position_embeddings": 2304,
     "deepstack_visual_indexes": [8, 16, 24],
 }
-"""Those of transformers 5.23, which released files may leave out."""
+"""Defaults of transformers 5.23 for fields that released files may leave out."""
 
 
 @dataclass(frozen=True)
