@@ -108,7 +108,7 @@ BODIES: list[tuple[str, str, bytes | dict[str, Any], str]] = [
     ("a suffix", COMPLETIONS, {"prompt": "x", "suffix": "y"}, "Unsupported parameter: 'suffix'"),
     ("best of more", COMPLETIONS, {"prompt": "x", "best_of": 3}, "best_of: expected the value of n"),
     ("functions of old", CHAT, {"messages": USER, "functions": [{"name": "f"}]}, "Unsupported parameter: 'functions'"),
-    ("a text longer than all", COMPLETIONS, {"prompt": "a" * 300_000}, "300000 tokens, but the context length is 4096"),
+    ("a text longer than all", COMPLETIONS, {"prompt": "a" * 300_000}, "expected at most 61440 characters"),
     ("too many prompts", COMPLETIONS, {"prompt": ["x"] * 65}, "prompt"),
     ("choices without end", CHAT, {"messages": USER, "n": 10**9}, "n: "),
     ("tokens without end", CHAT, {"messages": USER, "max_completion_tokens": 10**12}, "max_completion_tokens"),
