@@ -6,6 +6,7 @@ from typing import Any
 import pydantic
 from pydantic import BaseModel, ConfigDict, model_validator
 
+from ..chat.fields import first_unknown
 from ..chat.request import ChatCompletion
 from ..http.body import validation_error
 from ..http.errors import ApiError
@@ -52,7 +53,8 @@ class Form(BaseModel):
     def _drop_nulls(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
-        return {name: value for name, value in data.items() if value is not None}
+        given = {name: value for name, value in data.items() if value is not None}
+        return first_unknown(cls, given) if cls.model_config["extra"] == "forbid" else given
 
 
 class RequestForm(Form):

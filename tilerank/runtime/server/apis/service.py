@@ -31,8 +31,9 @@ from ..chat.rendering import DirectRenderer, Renderer
 from ..chat.request import ChatCompletion, Sampling, TemplateRequest
 from ..chat.tools.format import ToolFormat
 from ..chat.tools.parser import ToolParser
-from ..http.body import MAX_BODY, MAX_MEDIA_BODY, read_json, release_body, validation_error
+from ..http.body import MAX_BODY, MAX_MEDIA_BODY, parse_json, read_json, release_body, validation_error
 from ..http.errors import ApiError
+from ..http.json_values import MAX_NUMBERS
 from ..http.media_budget import MediaBudget, Share
 from ..link.client import EngineClient
 from ..monitoring.metrics import Metrics
@@ -82,14 +83,19 @@ class Service:
         state = self.client.state
         return state.context_length if state else None
 
-    async def body(self, request: Request, kind: type[Body], *, media: bool = False) -> Body:
-        """Read and check the body of a request. media: may it hold pictures and videos? Raises ApiError."""
+    async def body(
+        self, request: Request, kind: type[Body], *, media: bool = False, max_numbers: int = MAX_NUMBERS
+    ) -> Body:
+        """Read and check the body of a request. Raises ApiError. media: may it hold pictures and videos? max_numbers:
+        more if it may hold token ids."""
         takes_media = media and self.settings.media is not None
-        data = await read_json(request, MAX_MEDIA_BODY if takes_media else MAX_BODY)
+        data = await read_json(request, MAX_MEDIA_BODY if takes_media else MAX_BODY, max_numbers)
+        parsed = parse_json(data)
+        del data  # it takes much memory
         try:
-            body = kind.model_validate_json(data)
+            body = kind.model_validate(parsed)
         except pydantic.ValidationError as e:
-            raise validation_error(data, e) from e
+            raise validation_error(parsed, e) from e
         self.check_model(getattr(body, "model", None))
         return body
 

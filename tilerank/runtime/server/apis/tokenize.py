@@ -1,13 +1,16 @@
 """Text to tokens and back: /tokenize and /detokenize."""
 
+from typing import Annotated
+
 from pydantic import Field, model_validator
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from ..chat.fields import RequestBody
-from ..chat.messages import Message
+from ..chat.fields import ListOf, RequestBody
+from ..chat.messages import Message, check_arguments
 from ..chat.request import MAX_TOKENS, TemplateOptions, TemplateRequest, TemplateVariables, TokenId, Tool
 from ..http.errors import ApiError
+from ..http.json_values import MAX_TOKEN_IDS
 from .service import Service, while_connected
 
 
@@ -19,17 +22,18 @@ class Tokenize(RequestBody):
 
     model: str | None = Field(None, max_length=1024)
     prompt: str | None = None
-    messages: list[Message] | None = Field(None, min_length=1, max_length=4096)
-    tools: list[Tool] = Field([], max_length=128)
+    messages: Annotated[ListOf[Message], Field(min_length=1, max_length=4096)] | None = None
+    tools: ListOf[Tool] = Field([], max_length=128)
     add_special_tokens: bool | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
-    chat_template_kwargs: TemplateVariables = Field({}, max_length=64)
+    chat_template_kwargs: TemplateVariables = Field({})
 
     @model_validator(mode="after")
     def _check_input(self) -> "Tokenize":
         if (self.prompt is None) == (self.messages is None):
             raise ValueError("expected either prompt or messages")
+        check_arguments(self.messages or ())
         return self
 
     @property
@@ -45,7 +49,7 @@ class Detokenize(RequestBody):
     """POST /detokenize."""
 
     model: str | None = Field(None, max_length=1024)
-    tokens: list[TokenId] = Field(max_length=MAX_TOKENS)
+    tokens: ListOf[TokenId] = Field(max_length=MAX_TOKENS)
 
 
 class TokenizeEndpoints:
@@ -69,7 +73,7 @@ class TokenizeEndpoints:
 
     async def detokenize(self, request: Request) -> Response:
         """POST /detokenize. Returns the text of tokens."""
-        body = await self._service.body(request, Detokenize)
+        body = await self._service.body(request, Detokenize, max_numbers=MAX_TOKEN_IDS)
         known = self._service.tokenizer.num_tokens
         if any(token >= known for token in body.tokens):
             raise ApiError(400, f"expected token ids below {known}, found {max(body.tokens)}", param="tokens")

@@ -3,10 +3,11 @@
 The names are those of OpenAI, vLLM and SGLang. docs/requests.md lists what becomes of each.
 """
 
-from collections.abc import Collection, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Mapping
+from functools import cache
+from typing import Annotated, Any, TypeAlias, TypeVar
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import BaseModel, ConfigDict, Field, WrapValidator, model_validator
 
 from ..http.errors import ApiError
 
@@ -83,10 +84,52 @@ UNSUPPORTED: Mapping[str, tuple[str, Collection[Any]]] = {
 """Why a field is refused, and the values with which it has no effect; false, 0 and empty values have none either."""
 
 
+T = TypeVar("T")
+ListOf: TypeAlias = Annotated[list[T], Field(fail_fast=True)]
+"""A list whose check stops at the first invalid element. An error object for each would take time and memory."""
+
+
+def _first_error(value: Any, check: Callable[[Any], Any]) -> Any:
+    if isinstance(value, dict):
+        for name, one in value.items():
+            check({name: one})
+    return check(value)
+
+
+FIRST_ERROR = WrapValidator(_first_error)
+"""Stops the check of a dict at the first invalid entry, as ListOf does for lists."""
+
+
+def first_unknown(model: type[BaseModel], given: dict[str, Any]) -> dict[str, Any]:
+    """Return `given` with only the first of the fields that `model` does not have: it is refused for this one."""
+    known = _names(model)
+    if given.keys() <= known:
+        return given
+    unknown = next(name for name in given if name not in known)
+    return {name: value for name, value in given.items() if name in known or name == unknown}
+
+
+@cache
+def _names(model: type[BaseModel]) -> frozenset[str | None]:
+    """Return the names and the aliases of the fields of a model."""
+    return frozenset(name for own, field in model.model_fields.items() for name in (own, field.alias))
+
+
 class Body(BaseModel):
     """A part of a request. Unknown fields are ignored; NaN and infinity are not JSON."""
 
     model_config = ConfigDict(extra="ignore", allow_inf_nan=False)
+
+
+class StrictBody(Body):
+    """A part of a request that has no other fields."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_names(cls, data: Any) -> Any:
+        return first_unknown(cls, data) if isinstance(data, dict) else data
 
 
 class RequestBody(Body):

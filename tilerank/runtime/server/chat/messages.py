@@ -1,10 +1,12 @@
 """The messages of a conversation, as requests have them."""
 
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Discriminator, Field, Tag
 
-from .fields import Body
+from ..http.json_values import check_texts
+from .fields import Body, ListOf
 from .tools.calls import arguments_from_json
 
 MAX_PARTS = 1 << 16
@@ -61,8 +63,8 @@ class Message(Body):
 
     model_config = ConfigDict(extra="allow", allow_inf_nan=False)
     role: str = Field(min_length=1, max_length=64)
-    content: str | Annotated[list[Part], Field(max_length=MAX_PARTS)] | None = None
-    tool_calls: list[EarlierCall] | None = Field(None, max_length=128)
+    content: str | Annotated[ListOf[Part], Field(max_length=MAX_PARTS)] | None = None
+    tool_calls: Annotated[ListOf[EarlierCall], Field(max_length=128)] | None = None
     audio: EarlierSpeech | None = None
 
     def for_template(self, parts: bool) -> dict[str, Any]:
@@ -79,6 +81,12 @@ class Message(Body):
         if self.tool_calls:
             message["tool_calls"] = [call.model_dump() for call in self.tool_calls]
         return message
+
+
+def check_arguments(messages: Iterable[Message]) -> None:
+    """Raise ApiError if the arguments of tool calls, which are JSON in strings, have too many values together."""
+    found = (call.function.arguments for message in messages for call in message.tool_calls or ())
+    check_texts("arguments of tool calls", (one for one in found if isinstance(one, str)))
 
 
 def _object(arguments: str | dict[str, Any] | None) -> str | dict[str, Any]:

@@ -3,25 +3,24 @@
 from collections.abc import Collection
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
-from pydantic import BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from ...protocol.params import SpeechParams
 from ..http.errors import ApiError
-from .fields import Body
-from .messages import Id, Message, Name
+from .fields import FIRST_ERROR, Body, ListOf, StrictBody
+from .messages import Id, Message, Name, check_arguments
 from .structured import Structured
 
 MAX_TOKENS = 1 << 20
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
-TemplateVariables = dict[str, str | int | float | bool | None]
+TemplateVariables = Annotated[dict[str, str | int | float | bool | None], Field(max_length=64), FIRST_ERROR]
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 StopString = Annotated[str, Field(min_length=1, max_length=256)]
 
 
-class StreamOptions(Body):
+class StreamOptions(StrictBody):
     """include_usage: a last chunk counts the tokens. continuous_usage_stats: every chunk does."""
 
-    model_config = ConfigDict(extra="forbid")
     include_usage: bool = False
     continuous_usage_stats: bool = False
     include_obfuscation: Literal[False] = False
@@ -43,18 +42,20 @@ class Sampling(Structured):
     top_p: float | None = Field(None, ge=0, le=1)
     presence_penalty: float = Field(0.0, ge=-2, le=2)
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
-    logit_bias: dict[TokenId, Annotated[float, Field(ge=-100, le=100)]] = Field({}, max_length=300)
+    logit_bias: Annotated[
+        dict[TokenId, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=300), FIRST_ERROR
+    ] = Field({})
     seed: int | None = Field(None, ge=-(1 << 63), lt=1 << 63)
-    stop: StopString | Annotated[list[StopString], Field(max_length=16)] = Field([])
+    stop: StopString | Annotated[ListOf[StopString], Field(max_length=16)] = Field([])
     # The fields below are not OpenAI's.
     top_k: int | None = Field(None, ge=-1, lt=1 << 31)  # -1 and 0 both turn it off
     min_p: float | None = Field(None, ge=0, le=1)
     # Logits divided by less than 0.01 may overflow.
     repetition_penalty: float | None = Field(None, ge=0.01, le=100)
     min_tokens: int = Field(0, ge=0, le=MAX_TOKENS)
-    stop_token_ids: list[TokenId] = Field([], max_length=64)
-    allowed_token_ids: list[TokenId] | None = Field(None, min_length=1, max_length=1 << 16)
-    bad_words: list[StopString] = Field([], max_length=64)
+    stop_token_ids: ListOf[TokenId] = Field([], max_length=64)
+    allowed_token_ids: Annotated[ListOf[TokenId], Field(min_length=1, max_length=1 << 16)] | None = None
+    bad_words: ListOf[StopString] = Field([], max_length=64)
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
     no_stop_trim: bool = False  # SGLang's name of the same
@@ -173,7 +174,7 @@ class NamedTool(Body):
 
 class AllowedTools(Body):
     mode: Literal["auto", "required"]
-    tools: list[NamedTool] = Field(min_length=1, max_length=128)
+    tools: ListOf[NamedTool] = Field(min_length=1, max_length=128)
 
 
 class SomeTools(Body):
@@ -238,10 +239,9 @@ class TemplateRequest(NamedTuple):
     options: TemplateOptions
 
 
-class MediaSettings(Body):
+class MediaSettings(StrictBody):
     """vLLM's settings of the processor of media."""
 
-    model_config = ConfigDict(extra="forbid")
     use_audio_in_video: bool = False
 
 
@@ -249,16 +249,16 @@ class ChatCompletion(Sampling):
     """A conversation to be answered: POST /v1/chat/completions, and what other APIs become."""
 
     source: ClassVar[str] = "messages"
-    messages: list[Message] = Field(min_length=1, max_length=4096)
+    messages: ListOf[Message] = Field(min_length=1, max_length=4096)
     max_tokens: int | None = Field(None, ge=1, le=MAX_TOKENS)
     max_completion_tokens: int | None = Field(None, ge=1, le=MAX_TOKENS)
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=20)
-    tools: list[Tool] = Field([], max_length=128)
+    tools: ListOf[Tool] = Field([], max_length=128)
     tool_choice: Literal["none", "auto", "required"] | NamedTool | SomeTools = "auto"
     parallel_tool_calls: bool = True
-    chat_template_kwargs: TemplateVariables = Field({}, max_length=64)
-    documents: list[dict[str, str]] | None = Field(None, max_length=4096)
+    chat_template_kwargs: TemplateVariables = Field({})
+    documents: Annotated[ListOf[Annotated[dict[str, str], FIRST_ERROR]], Field(max_length=4096)] | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     add_special_tokens: bool = False
@@ -267,11 +267,12 @@ class ChatCompletion(Sampling):
     thinking_token_budget: int | None = Field(None, ge=0, le=MAX_TOKENS)
     mm_processor_kwargs: MediaSettings = MediaSettings()
     use_audio_in_video: bool = False
-    modalities: list[Literal["text", "audio"]] = Field(["text"], min_length=1, max_length=2)
+    modalities: ListOf[Literal["text", "audio"]] = Field(["text"], min_length=1, max_length=2)
     audio: SpeechOutput | None = None
 
     @model_validator(mode="after")
     def _check_chat_combinations(self) -> "ChatCompletion":
+        check_arguments(self.messages)
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError("top_logprobs requires logprobs: true")
         if self.must_call and not self.tools:

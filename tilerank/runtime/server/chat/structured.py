@@ -7,7 +7,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 
-from .fields import Body, RequestBody
+from ..http.json_values import check_texts
+from .fields import Body, ListOf, RequestBody, StrictBody
 
 Schema = dict[str, Any]
 
@@ -16,6 +17,7 @@ def _parsed(value: Any) -> Any:
     """Return the JSON value of a text. Other servers take both."""
     if not isinstance(value, str):
         return value
+    check_texts("a schema in a string", [value])
     try:
         return json.loads(value)
     except (ValueError, RecursionError) as e:
@@ -26,7 +28,7 @@ _FROM_TEXT = BeforeValidator(_parsed)
 Text = Annotated[str, Field(min_length=1, max_length=1024)]
 _Regex = Annotated[str, Field(min_length=1, max_length=8192)]
 _Grammar = Annotated[str, Field(min_length=1, max_length=64 << 10)]
-_Choices = Annotated[list[Annotated[str, Field(min_length=1, max_length=8192)]], Field(min_length=1, max_length=1024)]
+_Choices = Annotated[ListOf[Annotated[str, Field(min_length=1, max_length=8192)]], Field(min_length=1, max_length=1024)]
 
 
 class JsonSchema(Body):
@@ -36,22 +38,21 @@ class JsonSchema(Body):
     definition: Schema = Field(alias="schema")
 
 
-class Structure(Body):
+class Structure(StrictBody):
     """Text that begins with `begin`, then follows a JSON schema, then ends with `end`."""
 
-    model_config = ConfigDict(extra="forbid", populate_by_name=True)
+    model_config = ConfigDict(populate_by_name=True)
     begin: Text
     definition: Schema = Field(alias="schema")
     end: str = Field("", max_length=1024)
 
 
-class StructuralTag(Body):
+class StructuralTag(StrictBody):
     """Free text in which `structures` may occur: wherever a trigger is written, one of them must follow."""
 
-    model_config = ConfigDict(extra="forbid")
     type: Literal["structural_tag"] = "structural_tag"
-    structures: list[Structure] = Field(min_length=1, max_length=128)
-    triggers: list[Text] = Field(min_length=1, max_length=128)
+    structures: ListOf[Structure] = Field(min_length=1, max_length=128)
+    triggers: ListOf[Text] = Field(min_length=1, max_length=128)
 
     @model_validator(mode="after")
     def _check_triggers(self) -> "StructuralTag":
@@ -82,8 +83,8 @@ class ResponseFormat(Body):
 
     type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JsonSchema | None = None
-    structures: list[Structure] | None = Field(None, min_length=1, max_length=128)
-    triggers: list[Text] | None = Field(None, min_length=1, max_length=128)
+    structures: Annotated[ListOf[Structure], Field(min_length=1, max_length=128)] | None = None
+    triggers: Annotated[ListOf[Text], Field(min_length=1, max_length=128)] | None = None
 
     @model_validator(mode="after")
     def _check_schema(self) -> "ResponseFormat":
@@ -107,10 +108,10 @@ class ResponseFormat(Body):
         return Constraint({"type": "object"} if self.json_schema is None else self.json_schema.definition)
 
 
-class StructuredOutputs(Body):
+class StructuredOutputs(StrictBody):
     """vLLM's field. Its last two fields have no effect: objects are closed, and there is one engine of grammars."""
 
-    model_config = ConfigDict(extra="forbid", populate_by_name=True)
+    model_config = ConfigDict(populate_by_name=True)
     json_value: Annotated[Schema, _FROM_TEXT] | None = Field(None, alias="json")
     json_object: bool = False
     regex: _Regex | None = None

@@ -1,6 +1,6 @@
 """Reads request bodies within limits, and describes what is wrong with an invalid one."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import pydantic
@@ -9,16 +9,15 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .errors import ApiError
+from .json_values import MAX_NUMBERS, JsonValues
 from .media_budget import MAX_ENCODED
 
 MAX_BODY = 8 << 20
-"""Bytes of one body, enough for a prompt of a million tokens. Parsed, it takes many times as much memory."""
+"""Bytes of one body, enough for a prompt of a million tokens. What it may hold: json_values.py."""
 MAX_MEDIA_BODY = MAX_BODY + MAX_ENCODED // 3 * 4
 """Bytes of one body for a model that takes media, which data: URLs hold in base64."""
 MAX_FORM = MAX_ENCODED + (1 << 20)
 """Bytes of a form with a file, which it holds as it is."""
-MAX_MARKS = 1 << 20
-"""Commas, colons and opening brackets of a body that is longer than MAX_BODY: what makes it long must be media."""
 MAX_BODIES = 256 << 20
 """Bytes of all bodies that are being read, or whose requests have not begun to run."""
 MAX_MEDIA_BODIES = 1 << 30
@@ -76,26 +75,48 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
     async for piece in request.stream():
         data += piece
         if len(data) > max_bytes:
-            raise ApiError(413, f"The body is larger than {max_bytes >> 20} MiB.")
+            raise _too_large(max_bytes)
     return bytes(data)
 
 
-async def read_json(request: Request, max_bytes: int) -> bytes:
-    """Return the body as `read_body`. Raises ApiError as well if parsing it would take too much memory."""
-    data = await read_body(request, max_bytes)
-    if len(data) > MAX_BODY and sum(map(data.count, b",:[{")) > MAX_MARKS:
-        raise ApiError(413, f"The body is larger than {MAX_BODY >> 20} MiB, and not because of media.")
+def _too_large(max_bytes: int) -> ApiError:
+    return ApiError(413, f"The body is larger than {max_bytes >> 20} MiB.")
+
+
+async def read_json(request: Request, max_bytes: int, max_numbers: int = MAX_NUMBERS) -> bytearray:
+    """Return the body as `read_body`. Raises ApiError with status 413 as well for too many values (json_values.py).
+
+    The body is read to its end in any case: a client that still sends would not see the answer.
+    """
+    data, nbytes, values = bytearray(), 0, JsonValues()
+    async for piece in request.stream():
+        nbytes += len(piece)
+        if nbytes > max_bytes:
+            raise _too_large(max_bytes)
+        values.add(piece)
+        if values.exceed(max_numbers + 1):
+            data.clear()
+        else:
+            data += piece
+    values.check("body", max_numbers)
     return data
 
 
-def validation_error(data: bytes | Mapping[str, Any], error: pydantic.ValidationError) -> ApiError:
-    """Return the API error for the first invalid field of the body `data`, JSON or parsed.
+def parse_json(data: bytes | bytearray) -> Any:
+    """Return the value of a body. Raises ApiError."""
+    try:
+        return pydantic_core.from_json(data)
+    except ValueError as e:
+        raise ApiError(400, f"Invalid JSON: {e}") from e
+
+
+def validation_error(body: Any, error: pydantic.ValidationError) -> ApiError:
+    """Return the API error for the first invalid field of a parsed body.
 
     pydantic reports an error for every alternative of a union field. The error of the best-matching alternative is
     used: one that is not about the type, else the one that lies deepest.
     """
     errors = error.errors(include_url=False, include_context=False, include_input=False)
-    body = pydantic_core.from_json(data) if errors[0]["loc"] and isinstance(data, bytes) else data
     candidates = [
         (not one["type"].endswith(("_type", "_parsing")), _path(body, one["loc"], one["type"] == "missing"), one["msg"])
         for one in errors

@@ -4,9 +4,10 @@ from typing import Annotated
 
 from pydantic import Field, model_validator
 
+from ...chat.fields import ListOf
 from ...chat.request import MAX_TOKENS, Sampling, TokenId
 
-_Ids = Annotated[list[TokenId], Field(min_length=1, max_length=MAX_TOKENS)]
+_Ids = Annotated[ListOf[TokenId], Field(min_length=1, max_length=MAX_TOKENS)]
 
 
 class Completion(Sampling):
@@ -14,9 +15,9 @@ class Completion(Sampling):
 
     prompt: (
         _Ids
-        | Annotated[list[_Ids], Field(min_length=1, max_length=64)]
+        | Annotated[ListOf[_Ids], Field(min_length=1, max_length=64)]
         | str
-        | Annotated[list[str], Field(min_length=1, max_length=64)]
+        | Annotated[ListOf[str], Field(min_length=1, max_length=64)]
     )
     max_tokens: int = Field(16, ge=0, le=MAX_TOKENS)
     logprobs: int | None = Field(None, ge=0, le=20)

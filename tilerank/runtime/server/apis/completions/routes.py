@@ -10,6 +10,7 @@ from ...chat.messages import Message
 from ...chat.request import ChatCompletion, check_voice
 from ...chat.sound_formats import check_format
 from ...http.errors import ApiError
+from ...http.json_values import MAX_TOKEN_IDS
 from ...http.media_budget import Share
 from ..answer import Answer
 from ..service import Service, while_connected
@@ -29,7 +30,7 @@ class ChatEndpoints:
     async def complete(self, request: Request) -> Response:
         """POST /v1/completions. Continues texts."""
         service = self._service
-        body = await service.body(request, Completion)
+        body = await service.body(request, Completion, max_numbers=MAX_TOKEN_IDS)
 
         async def new_generation(share: Share) -> Generation:
             grammar = await service.grammar(body)

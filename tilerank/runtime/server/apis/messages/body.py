@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
+from ...chat.fields import ListOf
 from ...chat.request import MAX_TOKENS, ChatCompletion, ReasoningEffort, StopString, TemplateVariables
 from ..form import MAX_ITEMS, Form, RequestForm, as_chat
 
@@ -70,7 +71,7 @@ class ToolResultBlock(Block):
 
     type: Literal["tool_result"]
     tool_use_id: _Id
-    content: str | list[Annotated[TextBlock | ImageBlock, Field(discriminator="type")]] = ""
+    content: str | ListOf[Annotated[TextBlock | ImageBlock, Field(discriminator="type")]] = ""
     is_error: bool = False
 
 
@@ -104,7 +105,7 @@ ContentBlock = Annotated[
 
 class InputMessage(Form):
     role: Literal["user", "assistant", "system"]
-    content: str | Annotated[list[ContentBlock], Field(max_length=1 << 16)]
+    content: str | Annotated[ListOf[ContentBlock], Field(max_length=1 << 16)]
 
     @property
     def blocks(self) -> Sequence[ContentBlock]:
@@ -178,14 +179,14 @@ class CountTokensRequest(RequestForm):
     """POST /v1/messages/count_tokens."""
 
     model: str | None = Field(None, max_length=1024)
-    messages: list[InputMessage] = Field(min_length=1, max_length=MAX_ITEMS)
-    system: str | list[TextBlock] = ""
-    tools: list[CustomTool] = Field([], max_length=128)
+    messages: ListOf[InputMessage] = Field(min_length=1, max_length=MAX_ITEMS)
+    system: str | ListOf[TextBlock] = ""
+    tools: ListOf[CustomTool] = Field([], max_length=128)
     tool_choice: ToolChoice | None = None
     thinking: ThinkingConfig | None = None
     output_config: OutputConfig = OutputConfig()
     cache_control: CacheControl | None = None
-    chat_template_kwargs: TemplateVariables = Field({}, max_length=64)
+    chat_template_kwargs: TemplateVariables = Field({})
 
     def chat(self) -> ChatCompletion:
         """Return the chat."""
@@ -218,7 +219,7 @@ class MessageRequest(CountTokensRequest):
     """POST /v1/messages."""
 
     max_tokens: int = Field(ge=1, le=MAX_TOKENS)
-    stop_sequences: list[StopString] = Field([], max_length=16)
+    stop_sequences: ListOf[StopString] = Field([], max_length=16)
     stream: bool = False
     metadata: Metadata = Metadata()
     service_tier: Literal["auto", "standard_only"] = "auto"

@@ -4,6 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from ...chat.fields import FIRST_ERROR, ListOf
 from ...chat.request import MAX_TOKENS, ChatCompletion, ReasoningEffort
 from ...http.errors import ApiError
 from ..form import MAX_ITEMS, Form, RequestForm, as_chat
@@ -34,7 +35,7 @@ class AllowedFunctions(Form):
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
-    tools: list[ChosenTool] = Field(min_length=1, max_length=128)
+    tools: ListOf[ChosenTool] = Field(min_length=1, max_length=128)
 
 
 class TextFormat(Form):
@@ -87,16 +88,16 @@ class ResponseRequest(RequestForm):
     """
 
     model: str | None = Field(None, max_length=1024)
-    input: str | Annotated[list[Item], Field(max_length=MAX_ITEMS)]
+    input: str | Annotated[ListOf[Item], Field(max_length=MAX_ITEMS)]
     instructions: str | None = None
     previous_response_id: str | None = Field(None, max_length=256)
     max_output_tokens: int | None = Field(None, ge=1, le=MAX_TOKENS)
-    tools: list[FunctionTool] = Field([], max_length=128)
+    tools: ListOf[FunctionTool] = Field([], max_length=128)
     tool_choice: Literal["none", "auto", "required"] | ChosenTool | AllowedFunctions = "auto"
     parallel_tool_calls: bool = True
     text: TextOutput = TextOutput()
     reasoning: Reasoning = Reasoning()
-    include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] = Field([], max_length=8)
+    include: ListOf[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] = Field([], max_length=8)
     top_logprobs: int = Field(0, ge=0, le=20)
     store: bool = True
     stream: bool = False
@@ -105,7 +106,7 @@ class ResponseRequest(RequestForm):
     truncation: Literal["disabled"] = "disabled"
     service_tier: Literal["auto", "default"] = "auto"
     # The fields below do not change the answer. Prompts with a common beginning share its cache without a key.
-    metadata: dict[str, Annotated[str, Field(max_length=512)]] = Field({}, max_length=16)
+    metadata: Annotated[dict[str, Annotated[str, Field(max_length=512)]], Field(max_length=16), FIRST_ERROR] = Field({})
     user: str | None = Field(None, max_length=1024)
     safety_identifier: str | None = Field(None, max_length=1024)
     prompt_cache_key: str | None = Field(None, max_length=1024)

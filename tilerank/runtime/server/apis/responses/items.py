@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, TypeAdapter
 
+from ...chat.fields import ListOf
 from ..form import MAX_ITEMS, Form
 
 _Id = Annotated[str, Field(min_length=1, max_length=256)]
@@ -17,8 +18,8 @@ class TextItemPart(Form):
 
     type: Literal["input_text", "output_text", "reasoning_text", "summary_text"]
     text: str
-    annotations: list[Any] = Field([])
-    logprobs: list[Any] = Field([])
+    annotations: ListOf[Any] = Field([])
+    logprobs: ListOf[Any] = Field([])
     prompt_cache_breakpoint: Any = None
 
 
@@ -46,7 +47,7 @@ Part = Annotated[
         custom_error_message="expected a part of type input_text, output_text or input_image",
     ),
 ]
-Content = str | Annotated[list[Part], Field(max_length=1 << 16)]
+Content = str | Annotated[ListOf[Part], Field(max_length=1 << 16)]
 
 
 class MessageItem(Form):
@@ -65,8 +66,8 @@ class ReasoningItem(Form):
 
     type: Literal["reasoning"]
     id: _Id | None = None
-    summary: list[TextItemPart] = Field([], max_length=1 << 10)
-    content: list[TextItemPart] = Field([], max_length=1 << 10)
+    summary: ListOf[TextItemPart] = Field([], max_length=1 << 10)
+    content: ListOf[TextItemPart] = Field([], max_length=1 << 10)
     status: _Status | None = None
 
 
@@ -120,7 +121,7 @@ Item = Annotated[
         _item_tag, custom_error_type="item", custom_error_message=f"expected an item of type {', '.join(_TYPES)}"
     ),
 ]
-ITEMS: TypeAdapter[list[Item]] = TypeAdapter(Annotated[list[Item], Field(max_length=MAX_ITEMS)])
+ITEMS: TypeAdapter[list[Item]] = TypeAdapter(Annotated[ListOf[Item], Field(max_length=MAX_ITEMS)])
 
 
 def messages(instructions: str | None, items: Iterable[Item]) -> list[Json]:
