@@ -7,7 +7,7 @@ import httpx
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tilerank.runtime.server.http.body import BodyMiddleware, read_body, release_body
+from tilerank.runtime.server.http.body import BodyMiddleware, read_pieces, release_body
 from tilerank.runtime.server.http.errors import ApiError
 
 
@@ -20,7 +20,7 @@ def test_bodies_are_bounded_together_until_they_are_released() -> None:
         async def app(scope: Any, receive: Any, send: Any) -> None:
             request = Request(scope, receive)
             try:
-                body = await read_body(request, 100)
+                body = b"".join([piece async for piece in read_pieces(request, 100)])
             except ApiError as e:
                 body = str(e).encode()
             else:

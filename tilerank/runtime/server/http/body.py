@@ -1,6 +1,6 @@
 """Reads request bodies within limits, and describes what is wrong with an invalid one."""
 
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 import pydantic
@@ -69,30 +69,23 @@ def release_body(request: Request) -> None:
         release()
 
 
-async def read_body(request: Request, max_bytes: int) -> bytes:
-    """Return the body of at most `max_bytes`. Raises ApiError with status 413 or 503 if it exceeds a limit."""
-    data = bytearray()
-    async for piece in request.stream():
-        data += piece
-        if len(data) > max_bytes:
-            raise _too_large(max_bytes)
-    return bytes(data)
-
-
-def _too_large(max_bytes: int) -> ApiError:
-    return ApiError(413, f"The body is larger than {max_bytes >> 20} MiB.")
-
-
-async def read_json(request: Request, max_bytes: int, max_numbers: int = MAX_NUMBERS) -> bytearray:
-    """Return the body as `read_body`. Raises ApiError with status 413 as well for too many values (json_values.py).
-
-    The body is read to its end in any case: a client that still sends would not see the answer.
-    """
-    data, nbytes, values = bytearray(), 0, JsonValues()
+async def read_pieces(request: Request, max_bytes: int) -> AsyncGenerator[bytes]:
+    """Yield the body as it arrives. Raises ApiError with status 413 or 503 if it exceeds a limit."""
+    nbytes = 0
     async for piece in request.stream():
         nbytes += len(piece)
         if nbytes > max_bytes:
-            raise _too_large(max_bytes)
+            raise ApiError(413, f"The body is larger than {max_bytes >> 20} MiB.")
+        yield piece
+
+
+async def read_json(request: Request, max_bytes: int, max_numbers: int = MAX_NUMBERS) -> bytearray:
+    """Return the body. Raises ApiError as `read_pieces`, and with status 413 for too many values (json_values.py).
+
+    The body is read to its end in any case: a client that still sends would not see the answer.
+    """
+    data, values = bytearray(), JsonValues()
+    async for piece in read_pieces(request, max_bytes):
         values.add(piece)
         if values.exceed(max_numbers + 1):
             data.clear()

@@ -8,19 +8,18 @@ import asyncio
 import ipaddress
 import socket
 import ssl
-from collections.abc import Callable, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from urllib.parse import SplitResult, quote
 
-import h11
+import httpcore2 as httpcore
+from httpcore2 import AnyIOBackend, AsyncConnectionPool, AsyncNetworkStream
 
-HEAD_BYTES = 64 << 10
-_READ_BYTES = 64 << 10
 _PORTS = {"http": 80, "https": 443}
 _PUBLIC_IPV6 = ipaddress.IPv6Network("2000::/3")
 _REDIRECTS = (301, 302, 303, 307, 308)
+_QUERY = "/?%:@!$&'()*+,;=~[]"
 
 
 class GetError(Exception):
@@ -50,16 +49,18 @@ async def get(url: SplitResult, on_bytes: Callable[[int], None], is_allowed: Cal
     address of the host must be.
     """
     assert url.hostname is not None
-    port = url.port or _PORTS[url.scheme]
-    addresses = await _resolve(url.hostname, port)
+    addresses = await _resolve(url.hostname, url.port or _PORTS[url.scheme])
     if not all(map(is_allowed, addresses)):
         raise GetError("leads to an address that is not public")
-    reader, writer = await _connect(url, addresses, port)
-    with closing(writer):
-        try:
-            return await _exchange(url, reader, writer, on_bytes)
-        except (h11.RemoteProtocolError, OSError) as e:
-            raise GetError("could not be read: the server does not speak HTTP or has closed the connection") from e
+    try:
+        async with AsyncConnectionPool(_tls(), network_backend=_Backend(addresses)) as pool:
+            return await _exchange(pool, url, on_bytes)
+    except httpcore.ConnectError as e:
+        if isinstance(e.__context__, ssl.SSLCertVerificationError):
+            raise GetError(f"has a server whose certificate is not valid: {e.__context__.verify_message}") from e
+        raise GetError("cannot be reached") from e
+    except (httpcore.NetworkError, httpcore.ProtocolError) as e:
+        raise GetError("could not be read: the server does not speak HTTP or has closed the connection") from e
 
 
 async def _resolve(host: str, port: int) -> list[str]:
@@ -70,19 +71,27 @@ async def _resolve(host: str, port: int) -> list[str]:
     return [str(address[0]) for *_, address in found]
 
 
-async def _connect(
-    url: SplitResult, addresses: Sequence[str], port: int
-) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    context, name = (_tls(), url.hostname) if url.scheme == "https" else (None, None)
-    failure: OSError | None = None
-    for address in addresses:
-        try:
-            return await asyncio.open_connection(address, port, ssl=context, server_hostname=name)
-        except ssl.SSLCertVerificationError as e:
-            raise GetError(f"has a server whose certificate is not valid: {e.verify_message}") from e
-        except OSError as e:
-            failure = e
-    raise GetError("cannot be reached") from failure
+class _Backend(AnyIOBackend):
+    """Connects to the first of `addresses` that answers, whatever the name of the host. TLS checks the name."""
+
+    def __init__(self, addresses: Sequence[str]) -> None:
+        self._addresses = addresses
+
+    async def connect_tcp(
+        self,
+        host: str,
+        port: int,
+        timeout: float | None = None,
+        local_address: str | None = None,
+        socket_options: Iterable[httpcore.SOCKET_OPTION] | None = None,
+    ) -> AsyncNetworkStream:
+        failure: httpcore.ConnectError | None = None
+        for address in self._addresses:
+            try:
+                return await super().connect_tcp(address, port, timeout, local_address, socket_options)
+            except httpcore.ConnectError as e:
+                failure = e
+        raise httpcore.ConnectError(f"{host} cannot be reached") from failure
 
 
 @cache
@@ -90,38 +99,26 @@ def _tls() -> ssl.SSLContext:
     return ssl.create_default_context()
 
 
-async def _exchange(
-    url: SplitResult, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, on_bytes: Callable[[int], None]
-) -> GetResult:
-    connection = h11.Connection(h11.CLIENT, max_incomplete_event_size=HEAD_BYTES)
+async def _exchange(pool: AsyncConnectionPool, url: SplitResult, on_bytes: Callable[[int], None]) -> GetResult:
     headers = [
-        ("Host", url.netloc.encode("idna").decode()),
-        ("User-Agent", "tilerank"),
-        ("Accept", "image/*, video/*, audio/*"),
-        ("Accept-Encoding", "identity"),
-        ("Connection", "close"),
+        (b"Host", url.netloc.encode("idna")),
+        (b"User-Agent", b"tilerank"),
+        (b"Accept", b"image/*, video/*, audio/*"),
+        (b"Accept-Encoding", b"identity"),
+        (b"Connection", b"close"),
     ]
-    target = quote(url.path or "/", safe="/%:@!$&'()*+,;=~") + (
-        f"?{quote(url.query, safe=_QUERY)}" if url.query else ""
-    )
-    writer.write(connection.send(h11.Request(method="GET", target=target, headers=headers)) or b"")
-    writer.write(connection.send(h11.EndOfMessage()) or b"")
-    body = bytearray()
-    while True:
-        event = connection.next_event()
-        if event is h11.NEED_DATA:
-            connection.receive_data(await reader.read(_READ_BYTES))
-        elif isinstance(event, h11.Response):
-            fields = {name: value.decode("latin-1") for name, value in event.headers}
-            if event.status_code in _REDIRECTS and b"location" in fields:
-                return GetResult(location=fields[b"location"])
-            if event.status_code != 200:
-                raise GetError(f"was answered with status {event.status_code}")
-        elif isinstance(event, h11.Data):
-            body += event.data
-            on_bytes(len(event.data))
-        elif isinstance(event, h11.EndOfMessage):
-            return GetResult(body=bytes(body))
-
-
-_QUERY = "/?%:@!$&'()*+,;=~[]"
+    query = f"?{quote(url.query, safe=_QUERY)}" if url.query else ""
+    target = quote(url.path or "/", safe="/%:@!$&'()*+,;=~") + query
+    assert url.hostname is not None
+    address = httpcore.URL(scheme=url.scheme, host=url.hostname.encode("idna"), port=url.port, target=target)
+    async with pool.stream("GET", address, headers=headers) as response:
+        fields = {name.lower(): value.decode("latin-1") for name, value in response.headers}
+        if response.status in _REDIRECTS and b"location" in fields:
+            return GetResult(location=fields[b"location"])
+        if response.status != 200:
+            raise GetError(f"was answered with status {response.status}")
+        body = bytearray()
+        async for piece in response.aiter_stream():
+            body += piece
+            on_bytes(len(piece))
+        return GetResult(body=bytes(body))

@@ -14,9 +14,9 @@ from ...chat.deltas import Delta
 from ...chat.fields import RequestBody
 from ...chat.generation import Generation
 from ...chat.request import ChatCompletion
-from ...http.body import MAX_FORM, read_body, validation_error
+from ...http.body import MAX_FORM, validation_error
 from ...http.errors import ApiError
-from ...http.form import FormField, read_form
+from ...http.form import read_form
 from ..answer import Answer, Json, ServerSentEvent
 from ..form import as_chat
 from ..service import Service
@@ -87,15 +87,15 @@ def _instruction(language: str | None) -> str:
     return _CHINESE if language == "zh" else f"Transcribe the {LANGUAGES[language]} audio into text."
 
 
-def transcription_request(fields: Iterable[FormField]) -> TranscriptionRequest:
-    """Return the request that a form makes. Empty fields are as if they were missing. Raises ApiError."""
+def transcription_request(fields: Iterable[tuple[str, str | bytes]]) -> TranscriptionRequest:
+    """Return the request that a form makes. Empty texts are as if they were missing. Raises ApiError."""
     given: dict[str, Any] = {}
-    for field in fields:
-        name = field.name.removesuffix("[]")  # with which clients send lists
+    for field, value in fields:
+        name = field.removesuffix("[]")  # with which clients send lists
         if name in given and name in TranscriptionRequest.model_fields:
             raise ApiError(400, f"{name}: expected the field once, found it again", param=name)
-        if field.data or field.is_file:
-            given[name] = field.value()
+        if value or isinstance(value, bytes):
+            given[name] = value
     if isinstance(given.get("file"), str):
         raise ApiError(400, "file: expected a file, found text", param="file")
     return _validated(given)
@@ -152,8 +152,7 @@ class TranscriptionEndpoints:
         media = service.settings.media
         if media is None or "audio" not in media.processor.kinds:
             raise ApiError(400, f"{model} takes no sound, so it cannot transcribe any.", code="unsupported_endpoint")
-        content_type = request.headers.get("content-type", "")
-        body = transcription_request(read_form(content_type, await read_body(request, MAX_FORM)))
+        body = transcription_request(await read_form(request, MAX_FORM))
         service.check_model(body.model)
         chat, as_text = body.chat(), body.response_format == "text"
         del body  # a file takes much memory
