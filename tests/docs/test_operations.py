@@ -13,8 +13,10 @@ from command import run
 
 from tests.runtime.test_metrics import RANKS, STATE, client_that_heard
 from tilerank.runtime.server.chat.media import DECODE_S
-from tilerank.runtime.server.http.body import MAX_BODIES, MAX_BODY, MAX_MEDIA_BODY
+from tilerank.runtime.server.http import memory
+from tilerank.runtime.server.http.body import MAX_BODY, MAX_MEDIA_BODY
 from tilerank.runtime.server.http.fetch import FETCH_S
+from tilerank.runtime.server.http.json_values import MAX_NUMBERS, MAX_STRUCTURES, MAX_TOKEN_IDS
 from tilerank.runtime.server.http.media_budget import MAX_DECODED, MAX_ENCODED, MAX_HELD, MAX_WAITING
 from tilerank.runtime.server.monitoring.metrics import Metrics
 
@@ -96,7 +98,13 @@ def test_metrics_are_those_of_the_server() -> None:
 
 def test_what_clients_see_is_what_the_server_says() -> None:
     assert f"The body is larger than {MAX_BODY >> 20} MiB." in TEXT
-    assert f"would take more than {MAX_BODIES >> 20} MiB." in TEXT
+    read, made = memory.MAX_READ >> 20, memory.MAX_SMALL + memory.MAX_LARGE >> 20
+    assert f"would take more than {read} MiB, or" in TEXT and f"more than {made} MiB for {memory.WAIT_S:g} s" in TEXT
+    assert f"| {memory.MAX_MEDIA_READ >> 20} MiB instead of {read} MiB;" in TEXT
+    media_made = memory.MAX_SMALL + memory.MAX_MEDIA_LARGE >> 20
+    assert f"| {media_made:,} MiB instead of {made} MiB;" in TEXT
+    assert f"{MAX_STRUCTURES:,} strings, keys, objects and lists, or more than {MAX_NUMBERS:,} numbers" in TEXT
+    assert f"({MAX_TOKEN_IDS:,} where it may hold token ids)" in TEXT
     assert f"takes pictures, {MAX_MEDIA_BODY >> 20} MiB are allowed" in TEXT
     assert f"would take more than {MAX_HELD >> 30} GiB." in TEXT
     assert f"{MAX_ENCODED >> 20} MiB as files, {MAX_DECODED >> 20} MiB as decoded frames" in TEXT

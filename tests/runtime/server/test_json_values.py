@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel
 from starlette.requests import Request
+from starlette.types import Receive, Scope, Send
 
 from tests.runtime.server.scripted import Server, make_model, run
 from tilerank.runtime.server.apis.completions.body import Completion
@@ -22,6 +23,7 @@ from tilerank.runtime.server.chat.request import ChatCompletion
 from tilerank.runtime.server.http.body import read_json, validation_error
 from tilerank.runtime.server.http.errors import ApiError
 from tilerank.runtime.server.http.json_values import MAX_NUMBERS, MAX_STRUCTURES, MAX_TOKEN_IDS, JsonValues, check_texts
+from tilerank.runtime.server.http.memory import MemoryMiddleware, ServerMemory
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(st.sampled_from('a\\",:[{}]\n é😀')),
@@ -63,10 +65,16 @@ def read(data: bytes, max_numbers: int = MAX_NUMBERS) -> bytes:
     """Return the body as the server reads it, in two pieces."""
     pieces = [data[: len(data) // 2], data[len(data) // 2 :]]
 
-    async def receive() -> Any:
+    async def receive(*_: Any) -> Any:
         return {"type": "http.request", "body": pieces.pop(0), "more_body": bool(pieces)}
 
-    return bytes(asyncio.run(read_json(Request({"type": "http"}, receive), 8 << 20, max_numbers)))
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        body, _ = await read_json(Request(scope, receive), 8 << 20, max_numbers)
+        found.append(bytes(body))
+
+    found: list[bytes] = []
+    asyncio.run(MemoryMiddleware(app, ServerMemory(media=False))({"type": "http"}, receive, receive))
+    return found[0]
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,11 @@ import pydantic
 import pytest
 
 from tests.runtime.server.scripted import QWEN_3, QWEN_3_5, Server, make_model, run
-from tilerank.runtime.server.apis.responses.store import ResponseStore
+from tilerank.runtime.protocol.params import Logprobs
+from tilerank.runtime.server.apis.responses import routes
+from tilerank.runtime.server.apis.responses.items import ITEMS, Item, MessageItem
+from tilerank.runtime.server.apis.responses.store import KeptItems, ResponseStore
+from tilerank.runtime.server.http.json_values import MAX_STRUCTURES
 
 TOOL: Any = {
     "type": "function",
@@ -272,22 +276,83 @@ def test_what_the_server_does_not_do_is_refused_by_name(
     run(model, QWEN_3, ask)
 
 
+def response(id: str, size: int) -> dict[str, Any]:
+    part = {"type": "output_text", "text": "x" * size, "annotations": [], "logprobs": [[1, 2]]}
+    message = {"id": f"msg_{id}", "type": "message", "status": "completed", "role": "assistant", "content": [part]}
+    return {"id": id, "status": "completed", "output": [message]}
+
+
 def test_the_store_is_bounded() -> None:
-    """Responses that were used lately stay. Sizes are those of the JSON, by hand."""
-
-    def response(id: str, size: int) -> dict[str, Any]:
-        return {"id": id, "output": [{"id": f"msg_{id}", "text": "x" * size}]}
-
-    store = ResponseStore(max_responses=3, max_bytes=1000)
+    """Responses that were used lately stay."""
+    store = ResponseStore(max_responses=3, max_bytes=4000)
     for id in "abc":
-        store.put(response(id, 10), b"[]")
+        store.put(response(id, 10), ())
     assert store.get("a") is not None
-    store.put(response("d", 10), b"[]")
+    store.put(response("d", 10), ())
     assert [id for id in "abcd" if store.get(id)] == ["a", "c", "d"]
-    store.put(response("e", 700), b"[]")  # with the others more than 1000 bytes
+    store.put(response("e", 1400), ())  # twice 1,400 bytes, and with the others more than 4,000
     kept = [id for id in "acde" if store.get(id)]
-    assert kept[-1] == "e" and sum(len(json.dumps(response(id, 700 if id == "e" else 10))) + 2 for id in kept) <= 1000
-    store.put(response("f", 1000), b"[]")
+    sizes = [stored.nbytes for id in kept if (stored := store.get(id)) is not None]
+    assert kept[-1] == "e" and sum(sizes) <= 4000 < sum(sizes) + 3 * len(json.dumps(response("a", 10)))
+    store.put(response("f", 4000), ())
     assert store.get("f") is None and store.get("e") is not None
-    assert store.item("msg_e") == response("e", 700)["output"][0]
+    item = store.item("msg_e")
+    assert item is not None and json.loads(item.data)[0]["content"] == [{"type": "output_text", "text": "x" * 1400}]
     assert store.delete("e") and store.item("msg_e") is None and not store.delete("e")
+
+
+def test_conversations_share_what_is_before_them_and_are_bounded() -> None:
+    """By bytes and by values."""
+    store = ResponseStore(max_bytes=1 << 20)
+    first = KeptItems.of([MessageItem(role="user", content="a" * 1000)])
+    store.put(response("a", 10), (first,))
+    before = store.get("a")
+    assert before is not None
+    store.put(response("b", 10), before.conversation)
+    after = store.get("b")
+    assert after is not None and all(one is two for one, two in zip(after.before, before.conversation, strict=True))
+    # A part has 5 values, the rest of the item and of the response 25, and `first` another 8.
+    parts = [{"type": "input_text", "text": ""}] * ((MAX_STRUCTURES - 25) // 5)
+    many = KeptItems.of(ITEMS.validate_python([{"role": "user", "content": parts}]))
+    store.put(response("c", 10), (many,))
+    assert store.get("c") is not None
+    store.put(response("d", 10), (many, first))
+    assert store.get("d") is None
+
+
+def test_references_are_bounded_together_and_parsed_once(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each reference counts, and the item to which many refer is parsed once."""
+    parsed: list[KeptItems] = []
+
+    async def ask(server: Server) -> None:
+        first = await create(server, "Moses. " * 20)
+        id = first.output[0].id
+        whole = KeptItems.parsed
+
+        def counted(kept: KeptItems) -> list[Item]:
+            parsed.append(kept)
+            return whole(kept)
+
+        monkeypatch.setattr(KeptItems, "parsed", counted)
+        await create(server, "a", [{"type": "item_reference", "id": id}] * 3)
+        assert len(parsed) == 1 and server.prompt.count("Moses. " * 20) == 3
+        monkeypatch.setattr(routes, "MAX_STRUCTURES", 2 * 17 - 1)  # 2 lists, 2 objects, 7 keys and 6 texts each
+        with pytest.raises(openai.APIStatusError, match=r"input.1: the items of all references may have 8 MiB") as e:
+            await create(server, "a", [{"type": "item_reference", "id": id}] * 3)
+        assert e.value.status_code == 413
+
+    run(model, QWEN_3, ask)
+
+
+def test_a_response_is_read_as_it_was_sent(model: Path) -> None:
+    """With the log-probabilities that no later prompt needs."""
+
+    async def ask(server: Server) -> None:
+        server.logprobs = lambda id: Logprobs(-1.0, ((id, -1.0),), 1)
+        first = await create(server, "Moses.", include=["message.output_text.logprobs"])
+        assert first.output[0].content[0].logprobs
+        assert await server.client.responses.retrieve(first.id) == first
+        await create(server, "And?", previous_response_id=first.id)
+        assert "Moses." in server.prompt
+
+    run(model, QWEN_3, ask)

@@ -17,7 +17,6 @@ from tilerank.loader.tokenizer import Tokenizer
 from tilerank.runtime.server.apis.service import ServerSettings
 from tilerank.runtime.server.app import make_app
 from tilerank.runtime.server.http.access import ANY, Access, AccessMiddleware
-from tilerank.runtime.server.http.body import MAX_BODIES, MAX_MEDIA_BODIES, BodyMiddleware
 from tilerank.runtime.server.http.drain import DrainMiddleware
 from tilerank.runtime.server.link.client import MAX_QUEUED, EngineClient
 from tilerank.runtime.server.link.handover import receive_connection
@@ -62,7 +61,7 @@ async def _serve(http: Http, control: socket.socket, drain_s: float, on_ready: C
     client = EngineClient(http.max_queued)
     api = make_app(client, http.tokenizer, http.about)
     api.router.redirect_slashes = False  # a redirect would send the client to what Host says
-    gate = DrainMiddleware(BodyMiddleware(api, MAX_BODIES if http.about.media is None else MAX_MEDIA_BODIES))
+    gate = DrainMiddleware(api)
     app: ASGIApp = gate
     if http.access.origins:
         app = CORSMiddleware(app, allow_origins=http.access.origins, allow_methods=[ANY], allow_headers=[ANY])

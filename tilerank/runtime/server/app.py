@@ -4,6 +4,7 @@ import hmac
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -27,6 +28,7 @@ from .apis.tokenize import Detokenize, Tokenize, TokenizeEndpoints
 from .chat.request import ChatCompletion
 from .http.errors import ApiError, error_response
 from .http.form import FORM
+from .http.memory import MemoryMiddleware
 from .link.client import EngineClient
 
 
@@ -75,6 +77,7 @@ def make_app(client: EngineClient, tokenizer: Tokenizer, settings: ServerSetting
     ]
     app = Starlette(
         routes=routes,
+        middleware=[Middleware(MemoryMiddleware, memory=service.memory)],
         exception_handlers={
             ApiError: _handle_api_error,
             HTTPException: _handle_http_exception,
@@ -83,6 +86,7 @@ def make_app(client: EngineClient, tokenizer: Tokenizer, settings: ServerSetting
         },
     )
     app.state.metrics = service.metrics
+    app.state.memory = service.memory
     return app
 
 

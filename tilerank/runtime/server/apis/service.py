@@ -2,8 +2,8 @@
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
-from contextlib import ExitStack, aclosing, contextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import ExitStack, aclosing, asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
@@ -31,10 +31,11 @@ from ..chat.rendering import DirectRenderer, Renderer
 from ..chat.request import ChatCompletion, Sampling, TemplateRequest
 from ..chat.tools.format import ToolFormat
 from ..chat.tools.parser import ToolParser
-from ..http.body import MAX_BODY, MAX_MEDIA_BODY, parse_json, read_json, release_body, validation_error
+from ..http.body import MAX_BODY, MAX_MEDIA_BODY, parse_json, read_json, validation_error
 from ..http.errors import ApiError
 from ..http.json_values import MAX_NUMBERS
 from ..http.media_budget import MediaBudget, Share
+from ..http.memory import ServerMemory, request_memory
 from ..link.client import EngineClient
 from ..monitoring.metrics import Metrics
 from ..monitoring.recent_requests import RecentRequests
@@ -70,6 +71,7 @@ class Service:
         self.metrics = Metrics(client)
         self.recent = RecentRequests()
         self.budget = MediaBudget()
+        self.memory = ServerMemory(settings.media is not None)
         processor = None if settings.media is None else settings.media.processor
         self._renderer = settings.renderer or DirectRenderer(tokenizer)
         self._end_token_ids: tuple[int, ...] | None = None  # known once a request needs them
@@ -89,15 +91,32 @@ class Service:
         """Read and check the body of a request. Raises ApiError. media: may it hold pictures and videos? max_numbers:
         more if it may hold token ids."""
         takes_media = media and self.settings.media is not None
-        data = await read_json(request, MAX_MEDIA_BODY if takes_media else MAX_BODY, max_numbers)
-        parsed = parse_json(data)
-        del data  # it takes much memory
-        try:
-            body = kind.model_validate(parsed)
-        except pydantic.ValidationError as e:
-            raise validation_error(parsed, e) from e
+        memory = request_memory(request)
+        data, values = await read_json(request, MAX_MEDIA_BODY if takes_media else MAX_BODY, max_numbers)
+        async with self.parsing(request, [data], values.structures, values.numbers) as is_large:
+            parsed = parse_json(data)
+            del data
+            memory.drop_read()
+            await _pause(is_large)
+            try:
+                body = kind.model_validate(parsed)
+            except pydantic.ValidationError as e:
+                raise validation_error(parsed, e) from e
         self.check_model(getattr(body, "model", None))
         return body
+
+    @asynccontextmanager
+    async def parsing(
+        self, request: Request, texts: Sequence[bytes | bytearray], structures: int, numbers: int
+    ) -> AsyncIterator[bool]:
+        """Wait until JSON texts may be parsed: for memory, and if they are large for the turn of this request.
+
+        The context is whether they are large.
+        """
+        is_large = await request_memory(request).hold(texts, structures, numbers)
+        async with self.memory.turn if is_large else nullcontext():
+            yield is_large
+        await _pause(is_large)
 
     def check_model(self, requested: str | None) -> None:
         """Raise ApiError if a request names another model than the one that is served."""
@@ -149,7 +168,11 @@ class Service:
     ) -> Generation:
         """Return a Generation, for whose parameters see there."""
         defaults, ends = self.settings.sampling, await self._ends()
-        return Generation(self.client, self.tokenizer, defaults, ends, body, prompts, grammar, thinking, new_parser)
+        generation = Generation(
+            self.client, self.tokenizer, defaults, ends, body, prompts, grammar, thinking, new_parser
+        )
+        body.drop_large_fields()
+        return generation
 
     async def _ends(self) -> tuple[int, ...]:
         """Return the tokens that end an answer according to the tokenizer and the chat template."""
@@ -178,20 +201,22 @@ class Service:
         request: Request,
         new_generation: Callable[[Share], Awaitable[Generation]],
         new_answer: Callable[[Generation], Answer],
+        kept: int = 0,
     ) -> Response:
-        """Answer a request. new_generation: gets the share of its media. new_answer: makes the answer of its API.
+        """Answer a request. new_generation: gets the share of its media. new_answer: makes the answer of its API. kept:
+        bytes of the body that the answer repeats.
 
         A streamed answer begins before the request is queued, so that later errors are events.
         """
         with ExitStack() as held, while_connected(request):
             generation = await new_generation(held.enter_context(self.budget.share()))
             answer = new_answer(generation)
-            held.callback(release_body, request)
+            request_memory(request).release(kept)
             if not generation.body.stream:
                 return await respond(answer, self._deltas(generation, answer.id, held))
             generation.check_room()
-            kept = held.pop_all()
-            return AnswerStream(request, answer, self._deltas(generation, answer.id, kept), kept)
+            left = held.pop_all()
+            return AnswerStream(request, answer, self._deltas(generation, answer.id, left), left)
 
     async def begin(self, request: Request, generation: Generation, id: str) -> AsyncGenerator[Delta]:
         """Run a request up to its first delta. Returns all of its deltas. id: of the request in the API.
@@ -199,10 +224,9 @@ class Service:
         For an answer that is no stream of events: its status line is sent after the first delta, so that a failed
         request gets an error status.
         """
-        with ExitStack() as held:
-            held.callback(release_body, request)
-            deltas = self._deltas(generation, id, held)
-            return _chained(await anext(deltas), deltas)
+        request_memory(request).release()
+        deltas = self._deltas(generation, id, ExitStack())
+        return _chained(await anext(deltas), deltas)
 
     async def _deltas(self, generation: Generation, id: str, held: ExitStack) -> AsyncGenerator[Delta]:
         """Run a request and yield its deltas. held: is closed with the first one, when the engine has the prompt."""
@@ -211,6 +235,12 @@ class Service:
             async for delta in deltas:
                 held.close()
                 yield delta
+
+
+async def _pause(is_large: bool) -> None:
+    """Let other requests run between two phases of a large body."""
+    if is_large:
+        await asyncio.sleep(0)
 
 
 async def _chained(first: Delta, rest: AsyncGenerator[Delta]) -> AsyncGenerator[Delta]:

@@ -81,6 +81,12 @@ class Sampling(Structured):
             raise ValueError("truncate_prompt_tokens: expected -1 or at least 1, found 0")
         return self
 
+    def drop_large_fields(self) -> None:
+        """Drop what only the prompt and the parameters are made of: it takes much memory, and the answer needs none."""
+        self.allowed_token_ids = None
+        for name in Structured.model_fields:
+            setattr(self, name, None)
+
     @property
     def stop_strings(self) -> list[str]:
         return [self.stop] if isinstance(self.stop, str) else self.stop
@@ -306,6 +312,10 @@ class ChatCompletion(Sampling):
             if given:
                 raise ValueError(f'{name} cannot be combined with modalities with "audio"')
         return self
+
+    def drop_large_fields(self) -> None:
+        super().drop_large_fields()
+        self.messages, self.tools, self.documents, self.chat_template_kwargs = [], [], None, {}
 
     @property
     def limit(self) -> int | None:

@@ -1,16 +1,16 @@
 """Reads request bodies within limits, and describes what is wrong with an invalid one."""
 
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import pydantic
 import pydantic_core
 from starlette.requests import Request
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .errors import ApiError
 from .json_values import MAX_NUMBERS, JsonValues
 from .media_budget import MAX_ENCODED
+from .memory import request_memory
 
 MAX_BODY = 8 << 20
 """Bytes of one body, enough for a prompt of a million tokens. What it may hold: json_values.py."""
@@ -18,72 +18,34 @@ MAX_MEDIA_BODY = MAX_BODY + MAX_ENCODED // 3 * 4
 """Bytes of one body for a model that takes media, which data: URLs hold in base64."""
 MAX_FORM = MAX_ENCODED + (1 << 20)
 """Bytes of a form with a file, which it holds as it is."""
-MAX_BODIES = 256 << 20
-"""Bytes of all bodies that are being read, or whose requests have not begun to run."""
-MAX_MEDIA_BODIES = 1 << 30
-"""MAX_BODIES for a model that takes media."""
-
-
-_RELEASE = "tilerank.release_body"
-
-
-class BodyMiddleware:
-    """An ASGI application that wraps another and bounds the bodies of its requests to `max_held` bytes together.
-
-    A body counts until its request is released (`release_body`) or answered.
-    """
-
-    def __init__(self, app: ASGIApp, max_held: int) -> None:
-        self._app = app
-        self._max_held = max_held
-        self._bytes_held = 0
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        held = 0
-
-        async def counted() -> Message:
-            nonlocal held
-            message = await receive()
-            nbytes = len(message.get("body", b""))
-            held += nbytes
-            self._bytes_held += nbytes
-            if self._bytes_held > self._max_held:
-                raise ApiError(503, "The server is reading too many large requests.", code="overloaded")
-            return message
-
-        def release() -> None:
-            nonlocal held
-            self._bytes_held -= held
-            held = 0
-
-        try:
-            await self._app({**scope, _RELEASE: release}, counted, send)
-        finally:
-            release()
-
-
-def release_body(request: Request) -> None:
-    """Count the body of a request no longer: it is running."""
-    release: Callable[[], None] | None = request.scope.get(_RELEASE)
-    if release is not None:
-        release()
 
 
 async def read_pieces(request: Request, max_bytes: int) -> AsyncGenerator[bytes]:
-    """Yield the body as it arrives. Raises ApiError with status 413 or 503 if it exceeds a limit."""
-    nbytes = 0
+    """Yield the body as it arrives, which counts as the request's memory. Raises ApiError with status 413 or 503 if it
+    exceeds a limit.
+
+    A request for which there is no memory is read to its end before it is refused, because a client that still sends
+    would not see the answer.
+    """
+    memory, nbytes, refused = request_memory(request), 0, None
     async for piece in request.stream():
         nbytes += len(piece)
         if nbytes > max_bytes:
             raise ApiError(413, f"The body is larger than {max_bytes >> 20} MiB.")
-        yield piece
+        if refused is None:
+            try:
+                memory.add_read(len(piece))
+            except ApiError as e:
+                refused = e
+                memory.drop_read()
+            else:
+                yield piece
+    if refused is not None:
+        raise refused
 
 
-async def read_json(request: Request, max_bytes: int, max_numbers: int = MAX_NUMBERS) -> bytearray:
-    """Return the body. Raises ApiError as `read_pieces`, and with status 413 for too many values (json_values.py).
-
-    The body is read to its end in any case: a client that still sends would not see the answer.
-    """
+async def read_json(request: Request, max_bytes: int, max_numbers: int = MAX_NUMBERS) -> tuple[bytearray, JsonValues]:
+    """Return the body and its values. Raises ApiError as `read_pieces`, and with status 413 for too many values."""
     data, values = bytearray(), JsonValues()
     async for piece in read_pieces(request, max_bytes):
         values.add(piece)
@@ -92,7 +54,7 @@ async def read_json(request: Request, max_bytes: int, max_numbers: int = MAX_NUM
         else:
             data += piece
     values.check("body", max_numbers)
-    return data
+    return data, values
 
 
 def parse_json(data: bytes | bytearray) -> Any:

@@ -34,6 +34,11 @@ class Completion(Sampling):
             raise ValueError("prompt_logprobs cannot be combined with stream: true")
         return self
 
+    def drop_large_fields(self) -> None:
+        super().drop_large_fields()
+        if not self.echo:
+            self.prompt = ""
+
     @property
     def limit(self) -> int | None:
         return self.max_tokens

@@ -21,7 +21,7 @@ class MessageEndpoints:
         service = self._service
         body = await service.body(request, MessageRequest, media=True)
         chat = body.chat()
-        body.messages.clear()  # pictures take much memory
+        del body  # it takes much memory
         new_generation = partial(service.generation, chat)
         return await service.answer(request, new_generation, lambda one: MessageAnswer(one, service.settings.model))
 
@@ -30,7 +30,7 @@ class MessageEndpoints:
         service = self._service
         body = await service.body(request, CountTokensRequest, media=True)
         chat = body.chat()
-        body.messages.clear()
+        del body
         with while_connected(request), service.budget.share() as share:
             found = await service.prompt(chat.messages, chat.template, share)
         return JSONResponse({"input_tokens": len(found.prompt.token_ids)})

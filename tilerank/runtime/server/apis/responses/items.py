@@ -14,13 +14,13 @@ Json = dict[str, Any]
 
 
 class TextItemPart(Form):
-    """Text of a message. annotations, logprobs: of earlier answers, which the model does not see."""
+    """Text of a message. annotations, logprobs: of earlier answers. No prompt needs them, so that they are not kept."""
 
     type: Literal["input_text", "output_text", "reasoning_text", "summary_text"]
     text: str
-    annotations: ListOf[Any] = Field([])
-    logprobs: ListOf[Any] = Field([])
-    prompt_cache_breakpoint: Any = None
+    annotations: ListOf[Any] = Field([], exclude=True)
+    logprobs: ListOf[Any] = Field([], exclude=True)
+    prompt_cache_breakpoint: Any = Field(None, exclude=True)
 
 
 class ImageItemPart(Form):
@@ -29,7 +29,7 @@ class ImageItemPart(Form):
     type: Literal["input_image"]
     image_url: str
     detail: Literal["auto", "low", "high", "original"] = "auto"
-    prompt_cache_breakpoint: Any = None
+    prompt_cache_breakpoint: Any = Field(None, exclude=True)
 
 
 def _part_tag(part: Any) -> str | None:

@@ -1,6 +1,7 @@
 """OpenAI's /v1/responses: create, read, cancel and delete."""
 
 import json
+from collections.abc import Mapping
 from functools import partial
 from weakref import WeakValueDictionary
 
@@ -9,12 +10,19 @@ from starlette.responses import JSONResponse, Response
 
 from ...chat.generation import Generation
 from ...http.errors import ApiError
+from ...http.json_values import MAX_STRUCTURES
 from ..answer import Answer, Json
 from ..service import Service
 from .answer import ResponseAnswer
 from .body import ResponseRequest
-from .items import ITEMS, Item, MessageItem, ReferenceItem
-from .store import MAX_RESPONSE_BYTES, ResponseStore
+from .items import Item, MessageItem, ReferenceItem
+from .store import (
+    MAX_MEDIA_BYTES,
+    MAX_MEDIA_RESPONSE_BYTES,
+    KeptItems,
+    ResponseStore,
+    count,
+)
 
 _REPEATED = {
     "instructions",
@@ -38,19 +46,25 @@ class ResponseEndpoints:
 
     def __init__(self, service: Service) -> None:
         self._service = service
-        self._store = ResponseStore()
+        self._store = (
+            ResponseStore()
+            if service.settings.media is None
+            else ResponseStore(max_bytes=MAX_MEDIA_BYTES, max_response_bytes=MAX_MEDIA_RESPONSE_BYTES)
+        )
         self._running: WeakValueDictionary[str, ResponseAnswer] = WeakValueDictionary()
 
     async def create(self, request: Request) -> Response:
         """POST /v1/responses. Answers a conversation in OpenAI's newer form."""
         service = self._service
         body = await service.body(request, ResponseRequest, media=True)
-        items = self._conversation(body)
-        chat = body.chat(items)
-        kept = _encoded(items) if body.store else None
-        body.input = ""  # pictures take much memory
-        items.clear()
+        before, references = self._before(body), self._referenced(body)
+        earlier = [*before, *references.values()]
+        async with service.parsing(request, [kept.data for kept in earlier], *count(earlier)):
+            items = _items(body, references)
+            kept = (*before, KeptItems.of(items)) if body.store else None
+            chat = body.chat([*(item for one in before for item in one.parsed()), *items])
         about, summary = self._about(body), body.reasoning.summary is not None
+        del body, items, earlier, before, references  # they take much memory
 
         def on_end(response: Json) -> None:
             if kept is not None:
@@ -61,13 +75,17 @@ class ResponseEndpoints:
             self._running[answer.id] = answer
             return answer
 
-        return await service.answer(request, partial(service.generation, chat), new_answer)
+        return await service.answer(request, partial(service.generation, chat), new_answer, _repeated_bytes(about))
 
     async def retrieve(self, request: Request) -> Response:
         """GET /v1/responses/{id}. Returns a stored response."""
         if names := request.query_params.keys() - {"include"}:
             raise ApiError(400, f"Unsupported parameter: '{min(names)}'.", param=min(names))
-        return JSONResponse(self._find(request.path_params["id"]))
+        id = request.path_params["id"]
+        stored = self._store.get(id)
+        if stored is not None:
+            return Response(stored.data, media_type="application/json")
+        return JSONResponse(self._find_running(id).response)
 
     async def delete(self, request: Request) -> Response:
         """DELETE /v1/responses/{id}. Forgets a stored response."""
@@ -79,21 +97,18 @@ class ResponseEndpoints:
     async def cancel(self, request: Request) -> Response:
         """POST /v1/responses/{id}/cancel. Ends a response that is being streamed."""
         id = request.path_params["id"]
-        response = self._find(id)
-        if response["status"] != "in_progress":
-            raise ApiError(400, f"The response {id} cannot be cancelled: it is {response['status']}.")
-        self._running[id].cancel()
-        return JSONResponse(response | {"status": "cancelled"})
-
-    def _find(self, id: str) -> Json:
         stored = self._store.get(id)
         if stored is not None:
-            found: Json = json.loads(stored.response)
-            return found
+            raise ApiError(400, f"The response {id} cannot be cancelled: it is {stored.status}.")
+        running = self._find_running(id)
+        running.cancel()
+        return JSONResponse(running.response | {"status": "cancelled"})
+
+    def _find_running(self, id: str) -> ResponseAnswer:
         running = self._running.get(id)
         if running is None:
             raise self._gone(id, 404, None)
-        return running.response
+        return running
 
     def _gone(self, id: str, status: int, param: str | None) -> ApiError:
         return ApiError(
@@ -104,21 +119,35 @@ class ResponseEndpoints:
             code="response_not_found" if param is None else "previous_response_not_found",
         )
 
-    def _conversation(self, body: ResponseRequest) -> list[Item]:
-        """Return the items of the whole conversation, without references."""
-        items: list[Item] = []
-        if body.previous_response_id is not None:
-            stored = self._store.get(body.previous_response_id)
-            if stored is None:
-                raise self._gone(body.previous_response_id, 400, "previous_response_id")
-            items += ITEMS.validate_python(stored.conversation)
-        if isinstance(body.input, str):
-            return [*items, MessageItem(role="user", content=body.input)]
-        for i, item in enumerate(body.input):
-            items.append(self._referenced(item.id, i) if isinstance(item, ReferenceItem) else item)
-        return items
+    def _before(self, body: ResponseRequest) -> tuple[KeptItems, ...]:
+        """Return the items of the response that a request continues."""
+        if body.previous_response_id is None:
+            return ()
+        stored = self._store.get(body.previous_response_id)
+        if stored is None:
+            raise self._gone(body.previous_response_id, 400, "previous_response_id")
+        return stored.conversation
 
-    def _referenced(self, id: str, index: int) -> Item:
+    def _referenced(self, body: ResponseRequest) -> dict[str, KeptItems]:
+        """Return the items to which a request refers, each under its id. All references together are bounded like one
+        response."""
+        found: dict[str, KeptItems] = {}
+        nbytes = structures = 0
+        for i, item in enumerate(body.input if isinstance(body.input, list) else ()):
+            if not isinstance(item, ReferenceItem):
+                continue
+            kept = found[item.id] = found.get(item.id) or self._item(item.id, i)
+            nbytes += len(kept.data)
+            structures += kept.values.structures
+            if nbytes > self._store.max_response_bytes or structures > MAX_STRUCTURES:
+                message = (
+                    f"input.{i}: the items of all references may have {self._store.max_response_bytes >> 20} MiB and "
+                    f"{MAX_STRUCTURES:,} strings, objects and lists together"
+                )
+                raise ApiError(413, message, param=f"input.{i}")
+        return found
+
+    def _item(self, id: str, index: int) -> KeptItems:
         found = self._store.item(id)
         if found is None:
             message = (
@@ -126,7 +155,7 @@ class ResponseEndpoints:
                 "the item itself, with store: false if a client library makes the references."
             )
             raise ApiError(400, message, param=f"input.{index}.id", code="item_not_found")
-        return ITEMS.validate_python([found])[0]
+        return found
 
     def _about(self, body: ResponseRequest) -> Json:
         """Return the fields of the response that repeat the request, with the values that were used."""
@@ -144,7 +173,14 @@ class ResponseEndpoints:
         }
 
 
-def _encoded(items: list[Item]) -> bytes | None:
-    """Return the items as JSON for the store; None if they are too long for it."""
-    data = ITEMS.dump_json(items, exclude_none=True, by_alias=True)
-    return data if len(data) <= MAX_RESPONSE_BYTES else None
+def _items(body: ResponseRequest, references: Mapping[str, KeptItems]) -> list[Item]:
+    """Return the items of a request, each reference replaced by the item of its id."""
+    if isinstance(body.input, str):
+        return [MessageItem(role="user", content=body.input)]
+    parsed = {id: kept.parsed()[0] for id, kept in references.items()}
+    return [parsed[item.id] if isinstance(item, ReferenceItem) else item for item in body.input]
+
+
+def _repeated_bytes(about: Json) -> int:
+    """Return the bytes that the answer takes of what it repeats of its request."""
+    return 4 * len(json.dumps([about["instructions"], about["tools"]]))

@@ -1,0 +1,166 @@
+"""Bounds the memory of this process that requests take before they run: their bodies, and what is made of them."""
+
+import asyncio
+from collections import deque
+from collections.abc import Sequence
+
+from starlette.requests import Request
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from .errors import ApiError
+
+WAIT_S = 10.0
+"""For memory that other requests hold. A request that waits longer is refused."""
+MAX_SMALL_BYTES = 64 << 10
+MAX_SMALL_STRUCTURES = 1 << 10
+"""Bytes and structures (JsonValues) of a small body, which takes at most a few ms of the event loop."""
+MAX_READ = 96 << 20
+"""Bytes of all bodies that are being read or wait to be parsed."""
+MAX_SMALL = 96 << 20
+"""Bytes of what is made of small bodies, until their requests have a prompt."""
+MAX_LARGE = 288 << 20
+"""The same for large bodies, and conversations that are continued."""
+MAX_MEDIA_READ = 512 << 20
+"""MAX_READ for a model that takes media, which bodies hold in base64."""
+MAX_MEDIA_LARGE = 1 << 30
+"""MAX_LARGE for a model that takes media."""
+_STRUCTURE = 256
+"""Bytes of a string, a key, an object or a list, parsed and checked."""
+_NUMBER = 48
+"""Bytes of a number and of its place in a list, twice."""
+_SCOPE = "tilerank.memory"
+
+
+class MemoryBudget:
+    """At most `max_bytes` that requests hold together. One that takes more alone waits until no other holds any."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._held = 0
+        self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
+
+    def take(self, nbytes: int) -> None:
+        """Take bytes now. Raises ApiError with status 503 if they are not free."""
+        if not self._has_room(nbytes):
+            raise _overloaded()
+        self._held += nbytes
+
+    async def wait(self, nbytes: int) -> None:
+        """Take bytes, in order of arrival. Raises ApiError with status 503 if they are not free within WAIT_S."""
+        if not self._waiting and self._has_room(nbytes):
+            self._held += nbytes
+            return
+        waiting = (nbytes, asyncio.get_running_loop().create_future())
+        self._waiting.append(waiting)
+        has_taken = False
+        try:
+            async with asyncio.timeout(WAIT_S):
+                await waiting[1]
+            has_taken = True
+        except TimeoutError as e:
+            raise _overloaded() from e
+        finally:
+            if waiting in self._waiting:
+                self._waiting.remove(waiting)
+                self._advance()
+            elif not has_taken:  # cancelled after its turn had come
+                self.give(nbytes)
+
+    def give(self, nbytes: int) -> None:
+        """Give bytes back."""
+        self._held -= nbytes
+        self._advance()
+
+    def _advance(self) -> None:
+        while self._waiting and self._has_room(self._waiting[0][0]):
+            nbytes, granted = self._waiting[0]
+            if granted.done():  # cancelled, and about to leave
+                return
+            self._waiting.popleft()
+            self._held += nbytes
+            granted.set_result(None)
+
+    def _has_room(self, nbytes: int) -> bool:
+        return not self._held or self._held + nbytes <= self._max_bytes
+
+
+class ServerMemory:
+    """The memory of all requests. turn: large bodies are parsed, checked and translated one at a time."""
+
+    def __init__(self, media: bool) -> None:
+        self.read = MemoryBudget(MAX_MEDIA_READ if media else MAX_READ)
+        self.small = MemoryBudget(MAX_SMALL)
+        self.large = MemoryBudget(MAX_MEDIA_LARGE if media else MAX_LARGE)
+        self.turn = asyncio.Lock()
+
+
+class RequestMemory:
+    """The memory that one request holds."""
+
+    def __init__(self, server: ServerMemory) -> None:
+        self._server = server
+        self._read = 0
+        self._made: list[tuple[MemoryBudget, int]] = []
+
+    def add_read(self, nbytes: int) -> None:
+        """Count bytes of the body that have arrived. Raises ApiError."""
+        self._server.read.take(nbytes)
+        self._read += nbytes
+
+    def drop_read(self) -> None:
+        """Count the body no longer."""
+        self._server.read.give(self._read)
+        self._read = 0
+
+    async def hold(self, texts: Sequence[bytes | bytearray], structures: int, numbers: int) -> bool:
+        """Wait until what is made of JSON texts may be held as well. Returns whether it is large. Raises ApiError."""
+        nbytes = _STRUCTURE * structures + _NUMBER * numbers + sum(map(_text_bytes, texts))
+        is_large = structures > MAX_SMALL_STRUCTURES or sum(map(len, texts)) > MAX_SMALL_BYTES
+        budget = self._server.large if is_large else self._server.small
+        await budget.wait(nbytes)
+        self._made.append((budget, nbytes))
+        return is_large
+
+    def release(self, keep: int = 0) -> None:
+        """Count only `keep` bytes from now on, if there are as many: the request has its prompt."""
+        self.drop_read()
+        made, self._made = self._made, []
+        for budget, nbytes in made:
+            kept = min(keep, nbytes)
+            keep -= kept
+            if kept:
+                self._made.append((budget, kept))
+            budget.give(nbytes - kept)
+
+
+class MemoryMiddleware:
+    """An ASGI application that wraps another and counts the memory of its requests until they are answered."""
+
+    def __init__(self, app: ASGIApp, memory: ServerMemory) -> None:
+        self._app = app
+        self._memory = memory
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        held = RequestMemory(self._memory)
+        try:
+            await self._app({**scope, _SCOPE: held}, receive, send)
+        finally:
+            held.release()
+
+
+def request_memory(request: Request) -> RequestMemory:
+    """Return the memory of a request that MemoryMiddleware has passed on."""
+    memory: RequestMemory = request.scope[_SCOPE]
+    return memory
+
+
+def _text_bytes(data: bytes | bytearray) -> int:
+    """Return the bytes of the strings of a JSON text, and of the JSON that the chat template gets of them.
+
+    A character takes up to 4 bytes in a string, and up to 3 in JSON for each of UTF-8."""
+    is_plain = data.isascii() and b"\\u" not in data
+    return (4 if is_plain else 7) * len(data)
+
+
+def _overloaded() -> ApiError:
+    return ApiError(503, "The server is reading too many large requests.", code="overloaded")
