@@ -17,7 +17,7 @@ from tilerank.runtime.server.http.body import read_pieces
 from tilerank.runtime.server.http.errors import ApiError
 from tilerank.runtime.server.http.memory import MemoryBudget, MemoryMiddleware, ServerMemory, request_memory
 
-FULL = "The server is reading too many large requests."
+FULL = "The server holds too many large requests or answers."
 
 
 def test_bodies_are_bounded_together_until_they_are_released(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,24 +1,31 @@
 """Answers in the form of an API, streamed or whole. Both are written from the same deltas."""
 
 import asyncio
-import json
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import ExitStack, aclosing
 from typing import Any, ClassVar, NamedTuple
 
+import msgspec
 from starlette.requests import Request
-from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from ..chat.deltas import Delta
 from ..chat.generation import Generation
 from ..http.errors import ApiError
+from ..http.memory import RequestMemory
 
 SILENCE_S = 15.0
 """Proxies cut connections that are silent for 60 seconds, some for 30."""
+LONG_DELTA = 256
+"""Log-probabilities that are formatted at once in the event loop, those of 12 tokens with 20 alternatives; more take a
+thread."""
+LONG_ANSWER = 1 << 20
+"""Bytes. Longer answers are put together in a thread."""
+_ENTRY = 96
+"""Bytes of the log-probability of a token or of an alternative, as JSON."""
 Json = dict[str, Any]
-_JSON = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 
 
 class ServerSentEvent(NamedTuple):
@@ -29,10 +36,9 @@ class ServerSentEvent(NamedTuple):
 
     def encode(self) -> bytes:
         """Return the bytes of the event."""
-        data = self.data
-        text = data if isinstance(data, str) else _JSON.encode(data)
-        name = "" if self.name is None else f"event: {self.name}\n"
-        return f"{name}data: {text}\n\n".encode()
+        data = self.data.encode() if isinstance(self.data, str) else msgspec.json.encode(self.data)
+        name = b"" if self.name is None else f"event: {self.name}\n".encode()
+        return b"%bdata: %b\n\n" % (name, data)
 
 
 class Answer(ABC):
@@ -57,6 +63,12 @@ class Answer(ABC):
         """Return the events before all others, once the first delta is there."""
         return []
 
+    def entries(self, delta: Delta) -> int:
+        """Return how many log-probabilities `add` lists for a delta."""
+        body, scores = self._generation.body, delta.opening and delta.opening.prompt_logprobs
+        listed = 0 if body.alternatives is None else len(delta.tokens) * (1 + body.alternatives)
+        return listed + (len(scores) * (1 + (body.scores or 0)) if scores else 0)
+
     @abstractmethod
     def add(self, delta: Delta) -> list[ServerSentEvent]:
         """Append new text and return its events."""
@@ -74,14 +86,35 @@ class Answer(ABC):
         """Return the whole answer: JSON, or plain text."""
 
 
-async def respond(answer: Answer, deltas: AsyncGenerator[Delta]) -> Response:
-    """Return the response with a whole answer."""
+def json_response(value: Json) -> Response:
+    """Return the response with a JSON object, parts of which may be JSON already (msgspec.Raw)."""
+    return Response(msgspec.json.encode(value), media_type="application/json")
+
+
+def as_json(values: Sequence[Any]) -> list[Any]:
+    """Return the values with objects as JSON, which takes a fifth of their memory until an answer is complete."""
+    return [msgspec.Raw(msgspec.json.encode(one)) if isinstance(one, dict) else one for one in values]
+
+
+async def respond(answer: Answer, deltas: AsyncGenerator[Delta], memory: RequestMemory) -> Response:
+    """Return the response with a whole answer, which counts as the request's memory."""
+    nbytes = 0
     async with aclosing(deltas):
         async for delta in deltas:
-            answer.add(delta)
+            added = len(delta.text) + len(delta.reasoning) + _ENTRY * answer.entries(delta)
+            memory.add_answer(added)
+            nbytes += added
+            await _added(answer, delta)
     answer.end()
-    whole = await asyncio.to_thread(answer.whole) if answer.costly else answer.whole()
-    return PlainTextResponse(whole) if isinstance(whole, str) else JSONResponse(whole)
+    whole = await asyncio.to_thread(answer.whole) if answer.costly or nbytes > LONG_ANSWER else answer.whole()
+    return PlainTextResponse(whole) if isinstance(whole, str) else json_response(whole)
+
+
+async def _added(answer: Answer, delta: Delta) -> list[ServerSentEvent]:
+    """Return the events of a delta. Many log-probabilities, those of a prompt, are formatted in a thread."""
+    if answer.entries(delta) > LONG_DELTA:
+        return await asyncio.to_thread(answer.add, delta)
+    return answer.add(delta)
 
 
 class AnswerStream(StreamingResponse):
@@ -117,7 +150,9 @@ async def _events(request: Request, answer: Answer, deltas: AsyncGenerator[Delta
                 if delta is None:
                     yield answer.KEEP_ALIVE
                     continue
-                for event in (*begun(), *answer.add(delta)):
+                for event in begun():
+                    yield event.encode()
+                for event in await _added(answer, delta):
                     yield event.encode()
         for event in (*begun(), *answer.end()):
             yield event.encode()

@@ -213,7 +213,7 @@ class Service:
             answer = new_answer(generation)
             request_memory(request).release(kept)
             if not generation.body.stream:
-                return await respond(answer, self._deltas(generation, answer.id, held))
+                return await respond(answer, self._deltas(generation, answer.id, held), request_memory(request))
             generation.check_room()
             left = held.pop_all()
             return AnswerStream(request, answer, self._deltas(generation, answer.id, left), left)

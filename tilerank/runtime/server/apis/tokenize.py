@@ -4,13 +4,14 @@ from typing import Annotated
 
 from pydantic import Field, model_validator
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from ..chat.fields import ListOf, RequestBody
 from ..chat.messages import Message, check_arguments
 from ..chat.request import MAX_TOKENS, TemplateOptions, TemplateRequest, TemplateVariables, TokenId, Tool
 from ..http.errors import ApiError
 from ..http.json_values import MAX_TOKEN_IDS
+from .answer import json_response
 from .service import Service, while_connected
 
 
@@ -69,12 +70,16 @@ class TokenizeEndpoints:
         else:
             assert body.prompt is not None
             tokens = await service.prompts.encode(body.prompt, body.add_special_tokens is not False, "prompt")
-        return JSONResponse({"tokens": tokens, "count": len(tokens), "max_model_len": service.context_length})
+        return json_response({"tokens": tokens, "count": len(tokens), "max_model_len": service.context_length})
 
     async def detokenize(self, request: Request) -> Response:
         """POST /detokenize. Returns the text of tokens."""
-        body = await self._service.body(request, Detokenize, max_numbers=MAX_TOKEN_IDS)
-        known = self._service.tokenizer.num_tokens
-        if any(token >= known for token in body.tokens):
-            raise ApiError(400, f"expected token ids below {known}, found {max(body.tokens)}", param="tokens")
-        return JSONResponse({"prompt": self._service.tokenizer.decode(body.tokens)})
+        service = self._service
+        body = await service.body(request, Detokenize, max_numbers=MAX_TOKEN_IDS)
+        known, context, count = service.tokenizer.num_tokens, service.context_length, len(body.tokens)
+        if context is not None and count > context:
+            message = f"tokens: expected at most {context} token ids, the context length, found {count}"
+            raise ApiError(400, message, param="tokens", code="context_length_exceeded")
+        if (last := max(body.tokens, default=0)) >= known:
+            raise ApiError(400, f"expected token ids below {known}, found {last}", param="tokens")
+        return json_response({"prompt": service.tokenizer.decode(body.tokens)})

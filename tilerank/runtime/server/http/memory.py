@@ -24,6 +24,8 @@ MAX_MEDIA_READ = 512 << 20
 """MAX_READ for a model that takes media, which bodies hold in base64."""
 MAX_MEDIA_LARGE = 1 << 30
 """MAX_LARGE for a model that takes media."""
+MAX_ANSWERS = 192 << 20
+"""Bytes of all answers that are sent whole, until they are complete."""
 _STRUCTURE = 256
 """Bytes of a string, a key, an object or a list, parsed and checked."""
 _NUMBER = 48
@@ -91,6 +93,7 @@ class ServerMemory:
         self.read = MemoryBudget(MAX_MEDIA_READ if media else MAX_READ)
         self.small = MemoryBudget(MAX_SMALL)
         self.large = MemoryBudget(MAX_MEDIA_LARGE if media else MAX_LARGE)
+        self.answers = MemoryBudget(MAX_ANSWERS)
         self.turn = asyncio.Lock()
 
 
@@ -99,7 +102,7 @@ class RequestMemory:
 
     def __init__(self, server: ServerMemory) -> None:
         self._server = server
-        self._read = 0
+        self._read = self._answer = 0
         self._made: list[tuple[MemoryBudget, int]] = []
 
     def add_read(self, nbytes: int) -> None:
@@ -120,6 +123,17 @@ class RequestMemory:
         await budget.wait(nbytes)
         self._made.append((budget, nbytes))
         return is_large
+
+    def add_answer(self, nbytes: int) -> None:
+        """Count bytes of an answer that is sent whole. Raises ApiError."""
+        self._server.answers.take(nbytes)
+        self._answer += nbytes
+
+    def close(self) -> None:
+        """Count nothing any longer: the request is answered."""
+        self.release()
+        self._server.answers.give(self._answer)
+        self._answer = 0
 
     def release(self, keep: int = 0) -> None:
         """Count only `keep` bytes from now on, if there are as many: the request has its prompt."""
@@ -145,7 +159,7 @@ class MemoryMiddleware:
         try:
             await self._app({**scope, _SCOPE: held}, receive, send)
         finally:
-            held.release()
+            held.close()
 
 
 def request_memory(request: Request) -> RequestMemory:
@@ -163,4 +177,4 @@ def _text_bytes(data: bytes | bytearray) -> int:
 
 
 def _overloaded() -> ApiError:
-    return ApiError(503, "The server is reading too many large requests.", code="overloaded")
+    return ApiError(503, "The server holds too many large requests or answers.", code="overloaded")

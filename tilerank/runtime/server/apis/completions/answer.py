@@ -1,11 +1,15 @@
 """Answers in the form of /v1/chat/completions and /v1/completions: choices, as chunks or whole."""
 
+from collections.abc import Sequence
+
 from ....protocol.params import Logprobs
 from ...chat.deltas import Delta, Usage
 from ...chat.generation import Generation
-from ..answer import Answer, Json, ServerSentEvent
+from ..answer import Answer, Json, ServerSentEvent, as_json
 from .choices import Formatter
 
+MAX_CHUNKS = 256
+"""Of a choice of a whole answer, each of some 600 bytes; then they become one."""
 _DONE = ServerSentEvent("[DONE]")
 
 
@@ -33,13 +37,24 @@ class ChoicesAnswer(Answer):
     def add(self, delta: Delta) -> list[ServerSentEvent]:
         chunk = self._formatter.chunk(delta) | self._additions(delta)
         if not self._stream:
-            self._chunks.setdefault(delta.index, []).append(chunk)
+            self._keep(delta.index, chunk)
             return []
         shared = {name: chunk.pop(name) for name in self._formatter.shared if name in chunk}
         options = self._generation.body.stream_options
         counted = options is not None and options.continuous_usage_stats
         usage = {"usage": usage_json(self._generation.usage) if counted else None} if self._usage or counted else {}
         return [ServerSentEvent(self._envelope | shared | {"choices": [chunk]} | usage)]
+
+    def _keep(self, index: int, chunk: Json) -> None:
+        """Keep a chunk of a whole answer in little memory: log-probabilities as JSON, and many chunks as one."""
+        chunks = self._chunks.setdefault(index, [])
+        if chunk["logprobs"] is not None:
+            named = chunk["logprobs"].items()
+            chunk["logprobs"] = {name: as_json(one) if isinstance(one, list) else one for name, one in named}
+        if len(chunks) == MAX_CHUNKS:
+            ids = {"token_ids": _token_ids(chunks)} if "token_ids" in chunks[0] else {}
+            chunks[:] = [self._formatter.merged(chunks) | ids]
+        chunks.append(chunk)
 
     def end(self) -> list[ServerSentEvent]:
         last = ServerSentEvent(self._envelope | {"choices": [], "usage": usage_json(self._generation.usage)})
@@ -52,7 +67,7 @@ class ChoicesAnswer(Answer):
             choice = self._formatter.choice(chunks)
             choice |= {name: chunks[0][name] for name in ("prompt_token_ids", "prompt_logprobs") if name in chunks[0]}
             if "token_ids" in chunks[0]:
-                choice["token_ids"] = [id for chunk in chunks for id in chunk["token_ids"]]
+                choice["token_ids"] = _token_ids(chunks)
             shared |= {name: choice.pop(name) for name in self._formatter.shared if name in choice}
             choices.append(choice)
         return self._envelope | shared | {"choices": choices, "usage": usage_json(self._generation.usage)}
@@ -66,9 +81,8 @@ class ChoicesAnswer(Answer):
                 added["prompt_token_ids"] = list(delta.opening.prompt_ids)
         if delta.opening is not None and delta.opening.prompt_logprobs is not None:
             ids, scores = delta.opening.prompt_ids, delta.opening.prompt_logprobs
-            added["prompt_logprobs"] = [
-                None if score is None else self._scored(id, score) for id, score in zip(ids, scores, strict=True)
-            ]
+            scored = (one if one is None else self._scored(id, one) for id, one in zip(ids, scores, strict=True))
+            added["prompt_logprobs"] = as_json(list(scored))
         return added
 
     def _scored(self, id: int, score: Logprobs) -> Json:
@@ -82,6 +96,10 @@ class ChoicesAnswer(Answer):
             str(one): {"logprob": value, "rank": rank, "decoded_token": self._generation.tokenizer.decode([one])}
             for one, value, rank in [*ranked[:wanted], ranked[-1]]
         }
+
+
+def _token_ids(chunks: Sequence[Json]) -> list[int]:
+    return [id for chunk in chunks for id in chunk["token_ids"]]
 
 
 def usage_json(usage: Usage) -> Json:

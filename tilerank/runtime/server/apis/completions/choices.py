@@ -36,6 +36,10 @@ class Formatter(ABC):
         """Return the chunk for a delta."""
 
     @abstractmethod
+    def merged(self, chunks: Sequence[Json]) -> Json:
+        """Return one chunk for several that follow each other, the first of a choice among them."""
+
+    @abstractmethod
     def choice(self, chunks: Sequence[Json]) -> Json:
         """Return a whole choice, put together from all of its chunks."""
 
@@ -59,8 +63,14 @@ class TextFormatter(Formatter):
             "finish_reason": delta.finish_reason,
         }
 
+    def merged(self, chunks: Sequence[Json]) -> Json:
+        return chunks[0] | self._content(chunks)
+
     def choice(self, chunks: Sequence[Json]) -> Json:
-        return chunks[-1] | {
+        return chunks[-1] | self._content(chunks)
+
+    def _content(self, chunks: Sequence[Json]) -> Json:
+        return {
             "text": "".join(chunk["text"] for chunk in chunks),
             "logprobs": _concatenated(chunk["logprobs"] for chunk in chunks),
         }
@@ -107,11 +117,14 @@ class ChatFormatter(Formatter):
             logprobs = {"content": entries, "refusal": None}
         return {"index": delta.index, "delta": content, "logprobs": logprobs, "finish_reason": reason}
 
+    def merged(self, chunks: Sequence[Json]) -> Json:
+        text, reasoning, calls = _parts(chunks)
+        delta = chunks[0]["delta"] | reasoning_fields(reasoning) | ({"content": text} if text else {})
+        logprobs = _concatenated(chunk["logprobs"] for chunk in chunks)
+        return chunks[0] | {"delta": delta | ({"tool_calls": calls} if calls else {}), "logprobs": logprobs}
+
     def choice(self, chunks: Sequence[Json]) -> Json:
-        text, reasoning = (
-            "".join(chunk["delta"].get(field) or "" for chunk in chunks) for field in ("content", "reasoning_content")
-        )
-        calls = [call for chunk in chunks for call in chunk["delta"].get("tool_calls", [])]
+        text, reasoning, calls = _parts(chunks)
         message: Json = {"role": "assistant", "content": text or (None if calls else ""), "refusal": None}
         message |= reasoning_fields(reasoning)
         if calls:
@@ -135,6 +148,13 @@ class ChatFormatter(Formatter):
         return {"index": number, "id": call.id, "type": "function", "function": function}
 
 
+def _parts(chunks: Sequence[Json]) -> tuple[str, str, list[Json]]:
+    """Return the text, the reasoning and the tool calls of the chunks of a chat."""
+    deltas = [chunk["delta"] for chunk in chunks]
+    text, reasoning = ("".join(one.get(field) or "" for one in deltas) for field in ("content", "reasoning_content"))
+    return text, reasoning, [call for one in deltas for call in one.get("tool_calls", [])]
+
+
 def reasoning_fields(text: str) -> Json:
     """Return the fields of a reasoning, if there is any: DeepSeek's name, which most clients read, and that of newer
     servers."""
@@ -143,12 +163,11 @@ def reasoning_fields(text: str) -> Json:
 
 def _concatenated(parts: Iterable[Json | None]) -> Json | None:
     """Return the parts as one object whose lists are concatenated; None if all parts are None."""
-    whole: Json | None = None
-    for part in parts:
-        if part is not None:
-            before = whole or {}
-            whole = {
-                name: before.get(name, []) + values if isinstance(values, list) else values
-                for name, values in part.items()
-            }
-    return whole
+    whole: Json = {}
+    for part in filter(None, parts):
+        for name, values in part.items():
+            if isinstance(values, list):
+                whole.setdefault(name, []).extend(values)
+            else:
+                whole[name] = values
+    return whole or None

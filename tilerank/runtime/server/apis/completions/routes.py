@@ -3,7 +3,7 @@
 from functools import partial
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from ...chat.generation import Generation
 from ...chat.messages import Message
@@ -12,7 +12,7 @@ from ...chat.sound_formats import check_format
 from ...http.errors import ApiError
 from ...http.json_values import MAX_TOKEN_IDS
 from ...http.media_budget import Share
-from ..answer import Answer
+from ..answer import Answer, json_response
 from ..service import Service, while_connected
 from .answer import ChoicesAnswer
 from .body import Completion
@@ -56,7 +56,7 @@ class ChatEndpoints:
             generation = await service.generation(body, share, runs=False)
         (token_ids,) = generation.prompts
         id = f"{ChatFormatter.prefix}-{generation.id}"
-        return JSONResponse({"request_id": id, "model": service.settings.model, "token_ids": token_ids})
+        return json_response({"request_id": id, "model": service.settings.model, "token_ids": token_ids})
 
     async def _conversation(self, request: Request) -> ChatCompletion:
         """Read the body of a chat, and give its messages the texts of earlier speeches."""

@@ -10,7 +10,7 @@ from ...chat.generation import Generation
 from ...chat.logprobs import TokenText, token_entries
 from ...chat.tools.calls import ToolCall
 from ...http.errors import ApiError
-from ..answer import Answer, Json, ServerSentEvent
+from ..answer import Answer, Json, ServerSentEvent, as_json
 
 
 class _Kind(NamedTuple):
@@ -49,7 +49,7 @@ class _Open(NamedTuple):
     kind: _Kind
     id: str
     texts: list[str]
-    logprobs: list[Json]
+    logprobs: list[Any]  # as JSON
 
 
 class ResponseAnswer(Answer):
@@ -80,7 +80,7 @@ class ResponseAnswer(Answer):
         self._on_end = on_end
         self._sequence = 0
         self._open: _Open | None = None
-        self._logprobs: list[Json] = []  # of tokens whose text is still to be written
+        self._logprobs: list[Any] = []  # of tokens whose text is still to be written
         self._finish_reason: str | None = None
 
     def begin(self) -> list[ServerSentEvent]:
@@ -89,7 +89,7 @@ class ResponseAnswer(Answer):
     def add(self, delta: Delta) -> list[ServerSentEvent]:
         self._finish_reason = delta.finish_reason
         if self._top is not None:
-            entries = token_entries(delta.tokens, self._top, self._token_text)
+            entries = as_json(token_entries(delta.tokens, self._top, self._token_text))
             self._logprobs = [] if delta.reasoning else entries
         events = self._write(self._reasoning, delta.reasoning) if delta.reasoning else []
         for piece in delta.pieces:

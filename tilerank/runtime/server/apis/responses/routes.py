@@ -6,12 +6,12 @@ from functools import partial
 from weakref import WeakValueDictionary
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from ...chat.generation import Generation
 from ...http.errors import ApiError
 from ...http.json_values import MAX_STRUCTURES
-from ..answer import Answer, Json
+from ..answer import Answer, Json, json_response
 from ..service import Service
 from .answer import ResponseAnswer
 from .body import ResponseRequest
@@ -85,14 +85,14 @@ class ResponseEndpoints:
         stored = self._store.get(id)
         if stored is not None:
             return Response(stored.data, media_type="application/json")
-        return JSONResponse(self._find_running(id).response)
+        return json_response(self._find_running(id).response)
 
     async def delete(self, request: Request) -> Response:
         """DELETE /v1/responses/{id}. Forgets a stored response."""
         id = request.path_params["id"]
         if not self._store.delete(id):
             raise self._gone(id, 404, None)
-        return JSONResponse({"id": id, "object": "response", "deleted": True})
+        return json_response({"id": id, "object": "response", "deleted": True})
 
     async def cancel(self, request: Request) -> Response:
         """POST /v1/responses/{id}/cancel. Ends a response that is being streamed."""
@@ -102,7 +102,7 @@ class ResponseEndpoints:
             raise ApiError(400, f"The response {id} cannot be cancelled: it is {stored.status}.")
         running = self._find_running(id)
         running.cancel()
-        return JSONResponse(running.response | {"status": "cancelled"})
+        return json_response(running.response | {"status": "cancelled"})
 
     def _find_running(self, id: str) -> ResponseAnswer:
         running = self._running.get(id)

@@ -1,9 +1,10 @@
 """Responses that clients may continue or read again. They are kept in memory, within bounds."""
 
-import json
 from collections import OrderedDict
 from collections.abc import Iterable
 from typing import NamedTuple
+
+import msgspec
 
 from ...http.json_values import MAX_NUMBERS, MAX_STRUCTURES, JsonValues
 from ..answer import Json
@@ -87,7 +88,7 @@ class ResponseStore:
     def put(self, response: Json, before: tuple[KeptItems, ...]) -> None:
         """Keep a response, unless it is too large. before: the items before it."""
         output = {item["id"]: KeptItems.of(ITEMS.validate_python([item])) for item in response["output"]}
-        data = json.dumps(response, ensure_ascii=False).encode()
+        data = msgspec.json.encode(response)
         stored = StoredResponse(response["status"], data, before, output)
         structures, numbers = count(stored.conversation)
         if stored.nbytes > self.max_response_bytes or structures > MAX_STRUCTURES or numbers > MAX_NUMBERS:
