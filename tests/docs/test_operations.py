@@ -100,6 +100,7 @@ def test_what_clients_see_is_what_the_server_says() -> None:
     assert f"The body is larger than {MAX_BODY >> 20} MiB." in TEXT
     read, made = memory.MAX_READ >> 20, memory.MAX_SMALL + memory.MAX_LARGE >> 20
     assert f"would take more than {read} MiB, or" in TEXT and f"more than {made} MiB for {memory.WAIT_S:g} s" in TEXT
+    assert f"not streamed would take more than {memory.MAX_ANSWERS >> 20} MiB" in TEXT
     assert f"| {memory.MAX_MEDIA_READ >> 20} MiB instead of {read} MiB;" in TEXT
     media_made = memory.MAX_SMALL + memory.MAX_MEDIA_LARGE >> 20
     assert f"| {media_made:,} MiB instead of {made} MiB;" in TEXT
