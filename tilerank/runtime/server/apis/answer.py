@@ -3,6 +3,7 @@
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, aclosing
 from typing import Any, ClassVar, NamedTuple
 
@@ -23,6 +24,7 @@ LONG_DELTA = 256
 thread."""
 LONG_ANSWER = 1 << 20
 """Bytes. Longer answers are put together in a thread."""
+_FORMATTING = ThreadPoolExecutor(1)  # several would take turns with the event loop
 _ENTRY = 96
 """Bytes of the log-probability of a token or of an alternative, as JSON."""
 Json = dict[str, Any]
@@ -113,7 +115,7 @@ async def respond(answer: Answer, deltas: AsyncGenerator[Delta], memory: Request
 async def _added(answer: Answer, delta: Delta) -> list[ServerSentEvent]:
     """Return the events of a delta. Many log-probabilities, those of a prompt, are formatted in a thread."""
     if answer.entries(delta) > LONG_DELTA:
-        return await asyncio.to_thread(answer.add, delta)
+        return await asyncio.get_running_loop().run_in_executor(_FORMATTING, answer.add, delta)
     return answer.add(delta)
 
 

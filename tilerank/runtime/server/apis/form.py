@@ -53,7 +53,9 @@ class Form(BaseModel):
     def _drop_nulls(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
-        given = {name: value for name, value in data.items() if value is not None}
+        given = data
+        if None in data.values():
+            given = {name: value for name, value in data.items() if value is not None}
         return first_unknown(cls, given) if cls.model_config["extra"] == "forbid" else given
 
 

@@ -3,7 +3,14 @@
 import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import ExitStack, aclosing, asynccontextmanager, contextmanager, nullcontext
+from contextlib import (
+    AbstractAsyncContextManager,
+    ExitStack,
+    aclosing,
+    asynccontextmanager,
+    contextmanager,
+    nullcontext,
+)
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
@@ -93,11 +100,12 @@ class Service:
         takes_media = media and self.settings.media is not None
         memory = request_memory(request)
         data, values = await read_json(request, MAX_MEDIA_BODY if takes_media else MAX_BODY, max_numbers)
-        async with self.parsing(request, [data], values.structures, values.numbers) as is_large:
+        await memory.hold([data], values.structures, values.numbers)
+        async with self.turn(request):
             parsed = parse_json(data)
             del data
             memory.drop_read()
-            await _pause(is_large)
+        async with self.turn(request):
             try:
                 body = kind.model_validate(parsed)
             except pydantic.ValidationError as e:
@@ -106,17 +114,19 @@ class Service:
         return body
 
     @asynccontextmanager
-    async def parsing(
-        self, request: Request, texts: Sequence[bytes | bytearray], structures: int, numbers: int
-    ) -> AsyncIterator[bool]:
-        """Wait until JSON texts may be parsed: for memory, and if they are large for the turn of this request.
+    async def turn(self, request: Request) -> AsyncIterator[None]:
+        """Enter the turn of large requests for one phase of reading one. Other requests run before the next phase."""
+        if not request_memory(request).is_large:
+            yield
+            return
+        async with self.memory.turn:
+            yield
+            await asyncio.sleep(0)
 
-        The context is whether they are large.
-        """
-        is_large = await request_memory(request).hold(texts, structures, numbers)
-        async with self.memory.turn if is_large else nullcontext():
-            yield is_large
-        await _pause(is_large)
+    def prompting(self, request: Request) -> AbstractAsyncContextManager[None]:
+        """Enter the few large requests that become prompts. Media have bounds of their own (chat/media.py)."""
+        is_large = request_memory(request).is_large and self.settings.media is None
+        return self.memory.prompting if is_large else nullcontext()
 
     def check_model(self, requested: str | None) -> None:
         """Raise ApiError if a request names another model than the one that is served."""
@@ -188,7 +198,9 @@ class Service:
         self, body: Sampling, format: ToolFormat | None = None, thinking: ReasoningStart = ReasoningStart.NEVER
     ) -> str | None:
         """Return the grammar of the answer; None if any text is allowed. Raises ApiError if it cannot be followed."""
-        grammar = request_grammar(body, self.tokenizer, format, thinking)
+        new_grammar = partial(request_grammar, body, self.tokenizer, format, thinking)
+        takes_long = body.constraint is not None or body.must_call  # a large schema takes up to a second
+        grammar = await asyncio.to_thread(new_grammar) if takes_long else new_grammar()
         if grammar is not None:
             try:
                 await self.settings.check_grammar(grammar)
@@ -209,7 +221,8 @@ class Service:
         A streamed answer begins before the request is queued, so that later errors are events.
         """
         with ExitStack() as held, while_connected(request):
-            generation = await new_generation(held.enter_context(self.budget.share()))
+            async with self.prompting(request):
+                generation = await new_generation(held.enter_context(self.budget.share()))
             answer = new_answer(generation)
             request_memory(request).release(kept)
             if not generation.body.stream:
@@ -235,12 +248,6 @@ class Service:
             async for delta in deltas:
                 held.close()
                 yield delta
-
-
-async def _pause(is_large: bool) -> None:
-    """Let other requests run between two phases of a large body."""
-    if is_large:
-        await asyncio.sleep(0)
 
 
 async def _chained(first: Delta, rest: AsyncGenerator[Delta]) -> AsyncGenerator[Delta]:

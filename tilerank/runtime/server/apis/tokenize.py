@@ -65,11 +65,13 @@ class TokenizeEndpoints:
         body = await service.body(request, Tokenize, media=True)
         if body.messages is not None:
             with while_connected(request), service.budget.share() as share:
-                found = await service.prompt(body.messages, body.template, share)
+                async with service.prompting(request):
+                    found = await service.prompt(body.messages, body.template, share)
             tokens = found.prompt.token_ids
         else:
             assert body.prompt is not None
-            tokens = await service.prompts.encode(body.prompt, body.add_special_tokens is not False, "prompt")
+            async with service.prompting(request):
+                tokens = await service.prompts.encode(body.prompt, body.add_special_tokens is not False, "prompt")
         return json_response({"tokens": tokens, "count": len(tokens), "max_model_len": service.context_length})
 
     async def detokenize(self, request: Request) -> Response:

@@ -26,6 +26,8 @@ MAX_MEDIA_LARGE = 1 << 30
 """MAX_LARGE for a model that takes media."""
 MAX_ANSWERS = 192 << 20
 """Bytes of all answers that are sent whole, until they are complete."""
+PROMPTS = 2
+"""Large requests, of a model that reads text, that become prompts at the same time."""
 _STRUCTURE = 256
 """Bytes of a string, a key, an object or a list, parsed and checked."""
 _NUMBER = 48
@@ -87,7 +89,10 @@ class MemoryBudget:
 
 
 class ServerMemory:
-    """The memory of all requests. turn: large bodies are parsed, checked and translated one at a time."""
+    """The memory of all requests.
+
+    turn: large bodies are parsed, checked and translated one at a time. prompting: of those that become prompts.
+    """
 
     def __init__(self, media: bool) -> None:
         self.read = MemoryBudget(MAX_MEDIA_READ if media else MAX_READ)
@@ -95,13 +100,15 @@ class ServerMemory:
         self.large = MemoryBudget(MAX_MEDIA_LARGE if media else MAX_LARGE)
         self.answers = MemoryBudget(MAX_ANSWERS)
         self.turn = asyncio.Lock()
+        self.prompting = asyncio.Semaphore(PROMPTS)
 
 
 class RequestMemory:
-    """The memory that one request holds."""
+    """The memory that one request holds. is_large: does it take more than a few ms of the event loop?"""
 
     def __init__(self, server: ServerMemory) -> None:
         self._server = server
+        self.is_large = False
         self._read = self._answer = 0
         self._made: list[tuple[MemoryBudget, int]] = []
 
@@ -115,14 +122,13 @@ class RequestMemory:
         self._server.read.give(self._read)
         self._read = 0
 
-    async def hold(self, texts: Sequence[bytes | bytearray], structures: int, numbers: int) -> bool:
-        """Wait until what is made of JSON texts may be held as well. Returns whether it is large. Raises ApiError."""
+    async def hold(self, texts: Sequence[bytes | bytearray], structures: int, numbers: int) -> None:
+        """Wait until what is made of JSON texts may be held as well. Raises ApiError."""
         nbytes = _STRUCTURE * structures + _NUMBER * numbers + sum(map(_text_bytes, texts))
-        is_large = structures > MAX_SMALL_STRUCTURES or sum(map(len, texts)) > MAX_SMALL_BYTES
-        budget = self._server.large if is_large else self._server.small
+        self.is_large |= structures > MAX_SMALL_STRUCTURES or sum(map(len, texts)) > MAX_SMALL_BYTES
+        budget = self._server.large if self.is_large else self._server.small
         await budget.wait(nbytes)
         self._made.append((budget, nbytes))
-        return is_large
 
     def add_answer(self, nbytes: int) -> None:
         """Count bytes of an answer that is sent whole. Raises ApiError."""

@@ -53,7 +53,8 @@ class ChatEndpoints:
         service = self._service
         body = await self._conversation(request)
         with while_connected(request), service.budget.share() as share:
-            generation = await service.generation(body, share, runs=False)
+            async with service.prompting(request):
+                generation = await service.generation(body, share, runs=False)
         (token_ids,) = generation.prompts
         id = f"{ChatFormatter.prefix}-{generation.id}"
         return json_response({"request_id": id, "model": service.settings.model, "token_ids": token_ids})

@@ -20,7 +20,8 @@ class MessageEndpoints:
         """POST /v1/messages. Answers a conversation in Anthropic's form."""
         service = self._service
         body = await service.body(request, MessageRequest, media=True)
-        chat = body.chat()
+        async with service.turn(request):
+            chat = body.chat()
         del body  # it takes much memory
         new_generation = partial(service.generation, chat)
         return await service.answer(request, new_generation, lambda one: MessageAnswer(one, service.settings.model))
@@ -29,8 +30,10 @@ class MessageEndpoints:
         """POST /v1/messages/count_tokens. Counts the tokens of a conversation."""
         service = self._service
         body = await service.body(request, CountTokensRequest, media=True)
-        chat = body.chat()
+        async with service.turn(request):
+            chat = body.chat()
         del body
         with while_connected(request), service.budget.share() as share:
-            found = await service.prompt(chat.messages, chat.template, share)
+            async with service.prompting(request):
+                found = await service.prompt(chat.messages, chat.template, share)
         return JSONResponse({"input_tokens": len(found.prompt.token_ids)})

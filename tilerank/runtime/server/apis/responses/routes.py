@@ -11,6 +11,7 @@ from starlette.responses import Response
 from ...chat.generation import Generation
 from ...http.errors import ApiError
 from ...http.json_values import MAX_STRUCTURES
+from ...http.memory import request_memory
 from ..answer import Answer, Json, json_response
 from ..service import Service
 from .answer import ResponseAnswer
@@ -59,11 +60,14 @@ class ResponseEndpoints:
         body = await service.body(request, ResponseRequest, media=True)
         before, references = self._before(body), self._referenced(body)
         earlier = [*before, *references.values()]
-        async with service.parsing(request, [kept.data for kept in earlier], *count(earlier)):
+        if earlier:
+            await request_memory(request).hold([kept.data for kept in earlier], *count(earlier))
+        async with service.turn(request):
             items = _items(body, references)
             kept = (*before, KeptItems.of(items)) if body.store else None
             chat = body.chat([*(item for one in before for item in one.parsed()), *items])
-        about, summary = self._about(body), body.reasoning.summary is not None
+        async with service.turn(request):
+            about, summary = self._about(body), body.reasoning.summary is not None
         del body, items, earlier, before, references  # they take much memory
 
         def on_end(response: Json) -> None:
