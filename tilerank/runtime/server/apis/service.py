@@ -42,7 +42,7 @@ from ..http.body import MAX_BODY, MAX_MEDIA_BODY, parse_json, read_json, validat
 from ..http.errors import ApiError
 from ..http.json_values import MAX_NUMBERS
 from ..http.media_budget import MediaBudget, Share
-from ..http.memory import ServerMemory, request_memory
+from ..http.memory import ServerMemory, parsed_bytes, request_memory
 from ..link.client import EngineClient
 from ..monitoring.metrics import Metrics
 from ..monitoring.recent_requests import RecentRequests
@@ -100,7 +100,7 @@ class Service:
         takes_media = media and self.settings.media is not None
         memory = request_memory(request)
         data, values = await read_json(request, MAX_MEDIA_BODY if takes_media else MAX_BODY, max_numbers)
-        await memory.hold([data], values.structures, values.numbers)
+        await memory.hold(parsed_bytes(data, values))
         async with self.turn(request):
             parsed = parse_json(data)
             del data

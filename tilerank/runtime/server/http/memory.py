@@ -2,18 +2,17 @@
 
 import asyncio
 from collections import deque
-from collections.abc import Sequence
 
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from .errors import ApiError
+from .json_values import JsonValues
 
 WAIT_S = 10.0
 """For memory that other requests hold. A request that waits longer is refused."""
-MAX_SMALL_BYTES = 64 << 10
-MAX_SMALL_STRUCTURES = 1 << 10
-"""Bytes and structures (JsonValues) of a small body, which takes at most a few ms of the event loop."""
+SMALL = 256 << 10
+"""Bytes of what is made of a small body: about 1,000 strings or 64 KiB of text, and a few ms of the event loop."""
 MAX_READ = 96 << 20
 """Bytes of all bodies that are being read or wait to be parsed."""
 MAX_SMALL = 96 << 20
@@ -33,6 +32,13 @@ _STRUCTURE = 256
 _NUMBER = 48
 """Bytes of a number and of its place in a list, twice."""
 _SCOPE = "tilerank.memory"
+
+
+def parsed_bytes(data: bytes | bytearray, values: JsonValues) -> int:
+    """Return the bytes of what is made of a JSON text with these values."""
+    # A character takes up to 4 bytes in a string, and up to 3 for each of UTF-8 in JSON for the chat template.
+    is_plain = data.isascii() and b"\\u" not in data
+    return (4 if is_plain else 7) * len(data) + _STRUCTURE * values.structures + _NUMBER * values.numbers
 
 
 class MemoryBudget:
@@ -104,7 +110,7 @@ class ServerMemory:
 
 
 class RequestMemory:
-    """The memory that one request holds. is_large: does it take more than a few ms of the event loop?"""
+    """The memory that one request holds. is_large: is it more than SMALL?"""
 
     def __init__(self, server: ServerMemory) -> None:
         self._server = server
@@ -122,10 +128,9 @@ class RequestMemory:
         self._server.read.give(self._read)
         self._read = 0
 
-    async def hold(self, texts: Sequence[bytes | bytearray], structures: int, numbers: int) -> None:
-        """Wait until what is made of JSON texts may be held as well. Raises ApiError."""
-        nbytes = _STRUCTURE * structures + _NUMBER * numbers + sum(map(_text_bytes, texts))
-        self.is_large |= structures > MAX_SMALL_STRUCTURES or sum(map(len, texts)) > MAX_SMALL_BYTES
+    async def hold(self, nbytes: int) -> None:
+        """Wait until so many bytes, made of JSON texts, may be held as well. Raises ApiError."""
+        self.is_large |= nbytes > SMALL
         budget = self._server.large if self.is_large else self._server.small
         await budget.wait(nbytes)
         self._made.append((budget, nbytes))
@@ -172,14 +177,6 @@ def request_memory(request: Request) -> RequestMemory:
     """Return the memory of a request that MemoryMiddleware has passed on."""
     memory: RequestMemory = request.scope[_SCOPE]
     return memory
-
-
-def _text_bytes(data: bytes | bytearray) -> int:
-    """Return the bytes of the strings of a JSON text, and of the JSON that the chat template gets of them.
-
-    A character takes up to 4 bytes in a string, and up to 3 in JSON for each of UTF-8."""
-    is_plain = data.isascii() and b"\\u" not in data
-    return (4 if is_plain else 7) * len(data)
 
 
 def _overloaded() -> ApiError:

@@ -22,7 +22,6 @@ from .store import (
     MAX_MEDIA_RESPONSE_BYTES,
     KeptItems,
     ResponseStore,
-    count,
 )
 
 _REPEATED = {
@@ -61,7 +60,7 @@ class ResponseEndpoints:
         before, references = self._before(body), self._referenced(body)
         earlier = [*before, *references.values()]
         if earlier:
-            await request_memory(request).hold([kept.data for kept in earlier], *count(earlier))
+            await request_memory(request).hold(sum(kept.parsed_bytes for kept in earlier))
         async with service.turn(request):
             items = _items(body, references)
             kept = (*before, KeptItems.of(items)) if body.store else None

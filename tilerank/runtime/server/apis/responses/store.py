@@ -1,12 +1,12 @@
 """Responses that clients may continue or read again. They are kept in memory, within bounds."""
 
 from collections import OrderedDict
-from collections.abc import Iterable
 from typing import NamedTuple
 
 import msgspec
 
 from ...http.json_values import MAX_NUMBERS, MAX_STRUCTURES, JsonValues
+from ...http.memory import parsed_bytes
 from ..answer import Json
 from .items import ITEMS, Item
 
@@ -22,17 +22,18 @@ MAX_MEDIA_RESPONSE_BYTES = 32 << 20
 
 
 class KeptItems(NamedTuple):
-    """Items of a conversation as a list in JSON, without what no prompt needs. values: those of `data`."""
+    """Items of a conversation as a list in JSON, without what no prompt needs. values, parsed_bytes: of `data`."""
 
     data: bytes
     values: JsonValues
+    parsed_bytes: int
 
     @staticmethod
     def of(items: list[Item]) -> "KeptItems":
         """Return these items to be kept."""
         data, values = ITEMS.dump_json(items, exclude_none=True, by_alias=True), JsonValues()
         values.add(data)
-        return KeptItems(data, values)
+        return KeptItems(data, values, parsed_bytes(data, values))
 
     def parsed(self) -> list[Item]:
         """Return the items."""
@@ -90,7 +91,8 @@ class ResponseStore:
         output = {item["id"]: KeptItems.of(ITEMS.validate_python([item])) for item in response["output"]}
         data = msgspec.json.encode(response)
         stored = StoredResponse(response["status"], data, before, output)
-        structures, numbers = count(stored.conversation)
+        values = [kept.values for kept in stored.conversation]
+        structures, numbers = sum(one.structures for one in values), sum(one.numbers for one in values)
         if stored.nbytes > self.max_response_bytes or structures > MAX_STRUCTURES or numbers > MAX_NUMBERS:
             return
         self._responses[response["id"]] = stored
@@ -119,9 +121,3 @@ class ResponseStore:
         for item in stored.output:
             del self._owners[item]
         return True
-
-
-def count(kept: Iterable[KeptItems]) -> tuple[int, int]:
-    """Return the structures and the numbers of items (JsonValues)."""
-    values = [one.values for one in kept]
-    return sum(one.structures for one in values), sum(one.numbers for one in values)
