@@ -56,7 +56,7 @@ def test_bounds(what: str, figures: list[str]) -> None:
 
 def test_what_is_small() -> None:
     (row,) = (row for row in ROWS if row[0].startswith("what is made of small bodies"))
-    assert f"at most {memory.SMALL >> 10} KiB each" in row[0]
+    assert f"at most {mib(memory.SMALL)} each (1 KiB for each string" in row[0]
 
 
 def test_all_together_stay_below_a_gibibyte() -> None:

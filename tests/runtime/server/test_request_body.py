@@ -108,7 +108,7 @@ def test_a_full_server_refuses_and_forgets_nothing(model: Path, monkeypatch: pyt
     """Large and small requests, on every API, answered or refused: nothing stays counted. A large one that finds no
     memory is refused with 503 after a while, and small ones pass it."""
     monkeypatch.setattr(memory, "WAIT_S", 0.1)
-    large: Any = {"messages": [{"role": "user", "content": "a", "extra": "b" * 100_000}]}
+    large: Any = {"messages": [{"role": "user", "content": "a", "extra": "b" * 300_000}]}
     message: Any = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}
 
     async def ask(server: Server) -> None:

@@ -1,6 +1,7 @@
 """The HTTP process: a loop of its own, outside of the ranks. Engines come and go over a control socket."""
 
 import asyncio
+import gc
 import math
 import resource
 import socket
@@ -52,6 +53,8 @@ def run(http: Http, control: socket.socket, drain_s: float, on_ready: Callable[[
     """Serve the engines whose connections arrive over `control`, until SIGTERM or SIGINT, or until the other end of
     `control` is closed. New requests are then refused; those under way are answered if that takes at most `drain_s`
     seconds, and fail after that. `on_ready` is called when the first engine can take requests."""
+    gc.collect()
+    gc.freeze()  # what is there now stays, and the garbage collector need not visit it while requests wait
     asyncio.run(_serve(http, control, drain_s, on_ready))
 
 

@@ -11,8 +11,8 @@ from .json_values import JsonValues
 
 WAIT_S = 10.0
 """For memory that other requests hold. A request that waits longer is refused."""
-SMALL = 256 << 10
-"""Bytes of what is made of a small body: about 1,000 strings or 64 KiB of text, and a few ms of the event loop."""
+SMALL = 1 << 20
+"""Bytes of what is made of a small body: 1,000 strings or 256 KiB of text, and a few ms of the event loop."""
 MAX_READ = 96 << 20
 """Bytes of all bodies that are being read or wait to be parsed."""
 MAX_SMALL = 96 << 20
@@ -27,8 +27,9 @@ MAX_ANSWERS = 192 << 20
 """Bytes of all answers that are sent whole, until they are complete."""
 PROMPTS = 2
 """Large requests, of a model that reads text, that become prompts at the same time."""
-_STRUCTURE = 256
-"""Bytes of a string, a key, an object or a list, parsed and checked."""
+_STRUCTURE = 1 << 10
+"""Bytes as which a string, a key, an object or a list counts. It takes a quarter of them, but the garbage collector
+visits all that are held: for a million of them, a third of a second."""
 _NUMBER = 48
 """Bytes of a number and of its place in a list, twice."""
 _SCOPE = "tilerank.memory"

@@ -16,10 +16,12 @@ Json = dict[str, Any]
 class TextItemPart(Form):
     """Text of a message. annotations, logprobs: of earlier answers. No prompt needs them, so that they are not kept."""
 
+    # Other defaults are copied deeply for each of thousands of parts.
+
     type: Literal["input_text", "output_text", "reasoning_text", "summary_text"]
     text: str
-    annotations: ListOf[Any] = Field([], exclude=True)
-    logprobs: ListOf[Any] = Field([], exclude=True)
+    annotations: ListOf[Any] = Field(default_factory=list, exclude=True)
+    logprobs: ListOf[Any] = Field(default_factory=list, exclude=True)
     prompt_cache_breakpoint: Any = Field(None, exclude=True)
 
 
