@@ -27,6 +27,11 @@ def deepseek(*calls: str) -> str:
     return f"<｜tool▁calls▁begin｜>{''.join(marked)}<｜tool▁calls▁end｜>"
 
 
+def kimi(*calls: str) -> str:
+    marked = (f"<|tool_call_begin|>{call}<|tool_call_end|>" for call in calls)
+    return f"<|tool_calls_section_begin|>{''.join(marked)}<|tool_calls_section_end|>"
+
+
 def function(name: str, **values: str) -> str:
     """Return a call as Qwen3.5's chat template writes earlier ones."""
     arguments = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in values.items())

@@ -4,6 +4,7 @@ The chat templates have the form of Qwen3's, Qwen3.5's and DeepSeek-V3.1's.
 """
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -278,6 +279,37 @@ def test_a_call_without_arguments_in_the_history(model: Path, printed: str, argu
         assert prompts[0] == prompts[1]
 
     run(model, QWEN_3.replace("arguments | tojson", printed), ask)
+
+
+KIMI = (
+    "{% for m in messages %}{{ m.role }}:{% if m.role == 'tool' %}Return of {{ m.tool_call_id }} {% endif %}"
+    "{{ m.content }}{% for call in m.tool_calls %}<|tool_call_begin|>{{ call.id }}<|tool_call_argument_begin|>"
+    "{{ call.function.arguments | tojson }}<|tool_call_end|>{% endfor %};{% endfor %}{{ tools | tojson }}"
+)
+
+
+@pytest.mark.parametrize(
+    "ids", [["a", "b", "c"], ["a", "a", "a"], ["", "", ""], ["functions.now:0", "functions.now:1", "functions.f:0"]]
+)
+def test_kimi_gets_the_ids_of_earlier_calls_that_it_has_been_trained_on(model: Path, ids: Sequence[str]) -> None:
+    """They count all calls of the conversation, whatever ids the client has chosen."""
+
+    async def ask(server: Server) -> None:
+        calls = [
+            {"id": id, "type": "function", "function": {"name": name, "arguments": "{}"}}
+            for id, name in zip(ids, ("now", "now", "f"), strict=True)
+        ]
+        results = [{"role": "tool", "tool_call_id": id, "content": str(i)} for i, id in enumerate(ids)]
+        turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": None, "tool_calls": calls[:2]}]
+        turns += [*results[:2], {"role": "assistant", "content": "and", "tool_calls": calls[2:]}, results[2]]
+        turns += [{"role": "tool", "tool_call_id": "other", "content": "unknown"}]
+        await server.ask("Hello", *turns, tools=TOOLS)
+        for i, name in enumerate(("now", "now", "f")):
+            assert server.prompt.count(f"<|tool_call_begin|>functions.{name}:{i}<|tool_call_argument_begin|>{{}}") == 1
+            assert f"Return of functions.{name}:{i} {i};" in server.prompt
+        assert "Return of other unknown" in server.prompt
+
+    run(model, KIMI, ask)
 
 
 PLAIN = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"

@@ -8,7 +8,7 @@ import pytest
 import tokenizers
 from command import DEMO
 from media_files import DEMO_VL
-from tool_calls import PARAMETERS, deepseek, function
+from tool_calls import PARAMETERS, deepseek, function, kimi
 
 from tilerank.loader.tokenizer import Tokenizer
 from tilerank.runtime.protocol.grammar import Vocabulary, allowed_tokens
@@ -16,7 +16,7 @@ from tilerank.runtime.server.chat.grammars import request_grammar
 from tilerank.runtime.server.chat.request import ChatCompletion
 from tilerank.runtime.server.chat.tools.format import ToolFormat
 from tilerank.runtime.server.chat.tools.functions import FunctionFormat
-from tilerank.runtime.server.chat.tools.named import DeepSeekFormat
+from tilerank.runtime.server.chat.tools.named import DeepSeekFormat, KimiFormat
 from tilerank.runtime.server.chat.tools.objects import HermesFormat
 from tilerank.runtime.server.http.errors import ApiError
 
@@ -40,10 +40,11 @@ def test_forced_tool_calls(model: Path) -> None:
 
 @pytest.fixture(scope="module")
 def with_marks(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model directory in which the marks of DeepSeek are tokens."""
+    """A model directory in which the marks of DeepSeek and Kimi-K2 are tokens."""
     model = Path(shutil.copytree(DEMO_VL, tmp_path_factory.mktemp("marks") / "model"))
     inner = tokenizers.Tokenizer.from_file(str(model / "tokenizer.json"))
-    inner.add_tokens([tokenizers.AddedToken(mark, special=False, normalized=False) for mark in DeepSeekFormat.MARKS])
+    marks = (*DeepSeekFormat.MARKS, *KimiFormat.MARKS)
+    inner.add_tokens([tokenizers.AddedToken(mark, special=False, normalized=False) for mark in marks])
     inner.save(str(model / "tokenizer.json"))
     return model
 
@@ -77,6 +78,16 @@ def test_forced_calls_of_deepseek(with_marks: Path, marks_are_tokens: bool) -> N
     one = grammar_of(model, DeepSeekFormat(), {}, parallel_tool_calls=False)
     empty = "weather<｜tool▁sep｜>{}"
     assert allows(model, one, deepseek(empty)) and not allows(model, one, deepseek(empty, empty))
+
+
+@pytest.mark.parametrize("marks_are_tokens", [True, False])
+def test_forced_calls_of_kimi(with_marks: Path, marks_are_tokens: bool) -> None:
+    model = with_marks if marks_are_tokens else DEMO
+    grammar = grammar_of(model, KimiFormat(), {"properties": {"x": {"type": "integer"}}, "required": ["x"]})
+    call = 'functions.weather:{}<|tool_call_argument_begin|>{{"x": 1}}'
+    assert allows(model, grammar, kimi(call.format(0))) and allows(model, grammar, kimi(call.format(7), call.format(8)))
+    for bad in (call.format("a"), call.format(""), call.format(0).replace("1", "null"), call.format(0)[10:]):
+        assert not allows(model, grammar, kimi(bad)), bad
 
 
 @pytest.mark.parametrize("model", [DEMO_VL, DEMO], ids=["marks are tokens", "marks are text"])

@@ -88,6 +88,7 @@ def test_a_trigger_may_be_a_token() -> None:
     [
         ({"guided_grammar": "nothing"}, "the grammar: expected Lark or GBNF"),
         ({"guided_json": {"enum": ["x" * 200_000]}}, "The schemas make a grammar of"),
+        ({"guided_json": {"not": {}}}, "the schema: not: no answer follows this schema"),
         ({"guided_regex": "a", "allowed_token_ids": [3]}, "allowed_token_ids cannot be combined"),
     ],
 )
@@ -103,6 +104,27 @@ NAMED: dict[str, Any] = {
     "additionalProperties": False,
 }
 NODE = {"$defs": {"N": {"properties": {"n": {"$ref": "#/$defs/N"}}}}, "$ref": "#/$defs/N"}
+KEYS: dict[str, Any] = {"type": "object", "additionalProperties": ONE}
+DEFS = {
+    name: {"type": "object", "properties": {name: {"type": "string"}}, "required": [name]} for name in ("path", "url")
+}
+PATH, URL = ({"$ref": f"#/$defs/{name}", "description": "One of both."} for name in DEFS)
+EITHER = {
+    "type": "object",
+    "properties": {name: {"type": "string"} for name in DEFS},
+    "oneOf": [{"required": [name]} for name in DEFS],
+}
+A_OR_B = {"type": "string", "enum": ["a", "b"]}
+LEAF = {"type": "object", "properties": {"kind": {"const": "leaf"}}, "required": ["kind"]}
+INNER: dict[str, Any] = {
+    "type": "object",
+    "properties": {"kind": {"const": "node"}, "left": {"$ref": "#/$defs/Tree"}},
+    "required": ["kind", "left"],
+}
+TREE = {
+    "$ref": "#/$defs/Tree",
+    "$defs": {"Tree": {"oneOf": [{"$ref": "#/$defs/Leaf"}, {"$ref": "#/$defs/Node"}]}, "Leaf": LEAF, "Node": INNER},
+}
 INT64, LONG = {"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1}, {"type": "string", "maxLength": 2**53}
 
 
@@ -144,6 +166,23 @@ INT64, LONG = {"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1}, {"
         ({"enum": [1, "a", None, True, [1], {"x": 1}]}, ["1", '"a"', "null", "true", "[1]", '{"x": 1}'], ["2"]),
         (NODE, ['{"n": {"n": {}}}'], ['{"m": 1}']),
         ({"type": "array", "prefixItems": [ONE, {"type": "null"}], "minItems": 2}, ["[1, null]"], ["[1]", "[1, 1]"]),
+        (KEYS | {"propertyNames": {"enum": ["a", "b"]}}, ['{"a": 1, "b": 2}', "{}"], ['{"c": 1}', '{"a": 11}']),
+        (KEYS | {"propertyNames": {"const": "a"}, "required": ["a"]}, ['{"a": 1}'], ["{}", '{"b": 1}']),
+        (KEYS | {"$defs": {"K": {"enum": ["a"]}}, "propertyNames": {"$ref": "#/$defs/K"}}, ['{"a": 1}'], ['{"b": 1}']),
+        (POINT | {"propertyNames": {"enum": ["x", "y"]}}, ['{"x": 1, "y": null}'], ['{"x": 1, "z": 1}', '{"x": ""}']),
+        (KEYS | {"propertyNames": {"pattern": "^[a-z]+$"}}, ['{"ab": 1}'], ['{"A": 1}', '{"ab": 11}']),
+        (KEYS | {"propertyNames": {"minLength": 2, "maxLength": 3}}, ['{"ab": 1}'], ['{"a": 1}', '{"abcd": 1}']),
+        # alternatives
+        ({"oneOf": [PATH, URL], "$defs": DEFS}, ['{"path": "a"}', '{"url": "b"}'], ["{}", '{"path": "a", "url": "b"}']),
+        ({"anyOf": [PATH, URL], "$defs": DEFS}, ['{"path": "a"}', '{"url": "b"}'], ["{}", "1"]),
+        ({"oneOf": [PATH, {"type": "null"}], "$defs": DEFS}, ["null", '{"path": "a"}'], ['{"url": "a"}', "1"]),
+        ({"oneOf": [A_OR_B, {"type": "array", "items": A_OR_B}]}, ['"a"', '["b"]'], ['"c"', "[1]"]),
+        ({"oneOf": [{"type": "integer", "maximum": 0}, {"type": "number", "exclusiveMinimum": 0}]}, ["-1", "1"], ["-0.5"]),
+        (EITHER, ['{"path": "a"}', '{"url": "b"}'], ["{}", '{"path": "a", "url": "b"}']),
+        (TREE, ['{"kind": "leaf"}', '{"kind": "node", "left": {"kind": "leaf"}}'], ['{"kind": "node"}']),
+        ({"anyOf": [{"not": {}}, ONE]}, ["3"], ["null", "33"]),
+        ({"properties": {"a": {"not": {}}, "b": ONE}}, ['{"b": 3}', "{}"], ['{"a": 1}']),
+        ({"anyOf": [{"type": "number"}, {"type": "string", "pattern": "^(?!a).$"}]}, ["1.5"], ['"b"']),
         ({"default": {"format": "x"}, "const": {"format": "x"}}, ['{"format": "x"}'], ["{}"]),
     ],
 )  # fmt: skip
@@ -177,7 +216,10 @@ def test_a_comma_is_followed_by_a_name(pattern: str, more: str) -> None:
     [
         ({"not": {"type": "null"}}, "not"),
         ({"type": "array", "uniqueItems": True}, "uniqueItems"),
-        ({"type": "object", "propertyNames": {"pattern": "^a"}}, "propertyNames"),
+        (POINT | {"propertyNames": {"pattern": "^a"}}, "propertyNames"),
+        (KEYS | {"propertyNames": {"format": "uuid"}}, "propertyNames"),
+        ({"oneOf": [DEFS["path"], OPEN | {"required": []}]}, "oneOf"),
+        ({"oneOf": [POINT, {"$ref": "#/$defs/P", "minimum": 1}], "$defs": {"P": POINT}}, "oneOf"),
         ({"type": "integer", "minimum": 2**70}, "minimum"),
         ({"type": "number", "minimum": 1e19}, "minimum"),
         ({"type": "string", "pattern": "^(?!a)b$"}, "pattern"),
@@ -203,6 +245,20 @@ def test_calls_without_json_have_all_required_arguments() -> None:
     assert '"maximum": 9' in rules[-1]
     with pytest.raises(ValueError, match="required: y is not among the properties"):
         FunctionFormat().argument_rules("call", schema | {"additionalProperties": False})
+
+
+def test_arguments_without_json_may_refer_to_each_other() -> None:
+    """As zod writes a schema that it has written before."""
+    schema = {
+        "properties": {"a": POINT, "b": {"$ref": "#/properties/a"}, "c": {"type": "array", "items": {"$ref": "#"}}}
+    }
+    rules = FunctionFormat().argument_rules("call", schema)
+    grammar = "\n".join(["start: call", *rules])
+    for value, right in (('{"x": 1}', True), ('{"x": "1"}', False), ('{"y": 1}', False)):
+        matcher = VOCABULARY.matcher(grammar)
+        text = f'<parameter=b>\n{value}\n</parameter>\n<parameter=c>\n[{{"b": {value}}}]\n</parameter>\n'
+        taken = [matcher.consume_token(id) for id in TOKENIZER.encode(text, add_special_tokens=False)]
+        assert all(taken) == right
 
 
 def test_patterns_are_compared_with_so_many_names() -> None:

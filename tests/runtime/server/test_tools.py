@@ -10,7 +10,7 @@ import pytest
 from command import DEMO
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tool_calls import PARAMETERS, deepseek, function
+from tool_calls import PARAMETERS, deepseek, function, kimi
 
 from tilerank.loader.tokenizer import Tokenizer
 from tilerank.runtime.media.registry import family_of
@@ -18,7 +18,7 @@ from tilerank.runtime.server.chat.tools.calls import ToolCall
 from tilerank.runtime.server.chat.tools.format import ToolFormat
 from tilerank.runtime.server.chat.tools.formats import TOOL_FORMATS, tool_format
 from tilerank.runtime.server.chat.tools.functions import FunctionFormat
-from tilerank.runtime.server.chat.tools.named import DeepSeekFormat
+from tilerank.runtime.server.chat.tools.named import DeepSeekFormat, KimiFormat
 from tilerank.runtime.server.chat.tools.objects import HermesFormat, LlamaFormat
 from tilerank.runtime.server.chat.tools.parser import ToolParser
 
@@ -175,6 +175,58 @@ def test_calls_of_deepseek_without_one_of_the_marks(sizes: list[int]) -> None:
     assert parsed(DeepSeekFormat(), unknown, sizes) == (unknown, [])
 
 
+@settings(deadline=None)
+@given(SIZES)
+def test_tool_calls_of_kimi(sizes: list[int]) -> None:
+    """As the model card writes them, and as models and gateways change them."""
+    good = 'functions.weather:{}<|tool_call_argument_begin|>{{"city": "Köln", "days": [1, 2]}}'
+    first, second = good.format(0), good.format(1)
+    two = ("I look.", [WEATHER, WEATHER])
+    for text in (
+        f"I look.{kimi(first, second)}",
+        f"I look.\n{kimi(first, second)}\n".replace("<|tool_call_", "\n<|tool_call_").replace(
+            "_begin|>{", "_begin|>\n{"
+        ),
+        f"I look.{kimi(first, second)}".replace("calls_section", "call_section"),
+        f"I look.{kimi(good.format(12), good.format(12))}",
+        f"I look.{kimi(first)}{kimi(second)}",
+        f"I look.{kimi(first, second)}".replace("functions.", ""),
+        # without some of the marks
+        f"I look.<|tool_call_begin|>{first}<|tool_call_end|><|tool_call_begin|>{second}<|tool_call_end|>",
+        f"I look.<|tool_calls_section_begin|>{first}{second}<|tool_calls_section_end|>",
+        f"I look.<|tool_calls_section_begin|><|tool_call_begin|>{first}<|tool_call_begin|>{second}",
+        f"I look.\n{first}\n{second}",
+        f"I look.\n{first}{second}<|tool_call_end|><|tool_calls_section_end|>",
+        f"I look.{kimi(first, second)}".replace("<|tool_call_argument_begin|>", " "),
+        f"I look.{kimi(first, second)}".replace(":0", "").replace(":1", ""),
+    ):
+        assert parsed(KimiFormat(), text, sizes) == two, text
+    inside = {"city": "<|tool_call_end|><|tool_calls_section_end|><|tool_call_begin|>functions.f:1 {}"}
+    call = f"functions.weather:0<|tool_call_argument_begin|>{json.dumps(inside)}"
+    assert parsed(KimiFormat(), kimi(call, first), sizes) == ("", [("weather", json.dumps(inside)), WEATHER])
+    nothing = kimi("functions.f:0<|tool_call_argument_begin|><|tool_call_end|>")
+    assert parsed(KimiFormat(), nothing, sizes)[1] == [("f", "{}")]
+
+
+@settings(deadline=None)
+@given(SIZES)
+def test_text_that_is_no_call_of_kimi(sizes: list[int]) -> None:
+    for text in (
+        kimi('functions.storm:0<|tool_call_argument_begin|>{"city": "Rome"}'),
+        kimi("functions.weather:0<|tool_call_argument_begin|>[1]"),
+        kimi('functions.weather:0<|tool_call_argument_begin|>{"city": "Ro'),
+        "functions.weather is a tool",
+        "functions.weather: {}",
+        "weather:0 {}",
+        "a <|tool_calls_sec",
+    ):
+        assert parsed(KimiFormat(), text, sizes) == (text, [])
+    known = 'functions.weather:1<|tool_call_argument_begin|>{"city": "Rome"}'
+    unknown = "functions.weathers:0<|tool_call_argument_begin|>{}"
+    said, calls = parsed(KimiFormat(), kimi(unknown, known), sizes)
+    assert unknown in said and calls == [ROME]
+
+
 BLOCK = "<function=f>\n<parameter=a>\n1\n</parameter>\n</function>"
 NESTED = "see\n<tool_call>\n<function=g>\n<parameter=x>\n1\n</parameter>\n</function>\n</tool_call>\nso"
 
@@ -229,7 +281,16 @@ def test_a_call_that_was_cut_off_is_text() -> None:
 
 PARTS = ["<tool_call>", "</tool_call>", "\n", " ", ";", "```", "{", "}", "[", '"', "a", OBJECT, OTHER_KEY, BLOCK]
 PARTS += ["<function=f>", "</function>", "<parameter=a>", "</parameter>", '{"name": "f", "arguments": ', "Hello"]
-PARTS += ["f<｜tool▁sep｜>{}", *DeepSeekFormat.MARKS, "<|python_tag|>", "<", "｜", "\\"]
+PARTS += [
+    "f<｜tool▁sep｜>{}",
+    *DeepSeekFormat.MARKS,
+    "functions.f:0",
+    *KimiFormat.MARKS,
+    "<|python_tag|>",
+    "<",
+    "｜",
+    "\\",
+]
 
 
 @pytest.mark.parametrize("format", TOOL_FORMATS.values(), ids=TOOL_FORMATS)
@@ -296,6 +357,7 @@ def test_a_malformed_schema_allows_any_value(properties: Any) -> None:
         ('<tool_call>{"name": 1}</tool_call>', "deepseek_v3", HermesFormat),
         ("<｜tool▁call▁begin｜>{{ name }}<｜tool▁sep｜>", "deepseek_v3", DeepSeekFormat),
         ("<｜tool▁call▁begin｜>function<｜tool▁sep｜>{{ name }}\n```json", "qwen2", None),
+        ("<|tool_call_begin|>{{ id }}<|tool_call_argument_begin|>", "kimi_k2", KimiFormat),
         ("{{ messages }}", "qwen3", HermesFormat),
         ("{{ messages }}", "llama", LlamaFormat),
         ("{{ messages }}", "deepseek_v3", None),

@@ -10,12 +10,12 @@ from llguidance.gbnf_to_lark import any_to_lark
 from tilerank.loader.tokenizer import Tokenizer
 
 from ..http.errors import ApiError
-from .keywords import Schema
 from .reasoning import BEGIN, END, ReasoningStart, mark_token
+from .references import Schema
 from .request import Sampling, Tool
 from .schemas import json_rule
 from .structured import Constraint, StructuralTag
-from .tools.format import ToolFormat
+from .tools.format import NUMBER, ToolFormat
 
 MAX_GRAMMAR = 128 << 10
 """Characters."""
@@ -146,7 +146,8 @@ def _call_rules(body: Sampling, tokenizer: Tokenizer, format: ToolFormat) -> lis
     more_calls = f"({between} call)*" if body.may_call_several else ""
     rules = [f"calls: {begin_calls} call {more_calls} {end_calls}", f"call: {any_call}"]
     for i, tool in enumerate(tools):
-        begin = _literal(format.BEGIN_CALL % tool.function.name, tokenizer, format)
+        parts = (part % {"name": tool.function.name} for part in format.BEGIN_CALL.split(NUMBER))
+        begin = " /[0-9]{1,4}/ ".join(_literal(part, tokenizer, format) for part in parts)
         rules.append(f"call_{i}: {begin} arguments_{i} {end_call}")
         try:
             rules += format.argument_rules(f"arguments_{i}", _parameters(tool))

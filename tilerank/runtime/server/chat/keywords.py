@@ -13,8 +13,8 @@ from typing import Any, TypeGuard
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from ...protocol.grammar import NOTHING_FOLLOWS
-
-Schema = Mapping[str, Any]
+from .disjoint import told_apart
+from .references import ANNOTATIONS, Schema, followed
 
 OF_MANY = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 OF_LISTS = ("prefixItems", "items")
@@ -44,12 +44,17 @@ _NOTHING: dict[str, tuple[Any, ...]] = {
 
 def followable(schema: Schema) -> dict[str, Any]:
     """Return the schema in the keywords that llguidance follows. Raises ValueError if it has too many patterns."""
-    return dict(_Rewriter().rewritten(schema))
+    rewritten = _Rewriter(schema).rewritten(schema)
+    if not isinstance(rewritten, Mapping):
+        raise ValueError("not: no answer follows this schema")
+    return dict(rewritten)
 
 
 class _Rewriter:
-    def __init__(self) -> None:
+    def __init__(self, root: Schema) -> None:
+        self._root = root
         self._compared = 0
+        self._copied: set[str] = set()  # references whose schemas are being copied
 
     def rewritten(self, schema: Any) -> Any:
         if not isinstance(schema, Mapping):
@@ -62,12 +67,80 @@ class _Rewriter:
                 result[key] = [self.rewritten(one) for one in value]
             elif key in OF_ONE or key in CONDITIONS:
                 result[key] = self.rewritten(value)
+        if result.get("not") in ({}, True):
+            return False  # as zod writes what is undefined
         _drop_annotations(result)
         _narrow_bounds(result)
         _name_unevaluated(result)
+        self._name_properties(result)
+        self._drop_alternatives(result)
+        self._tell_apart(result)
         for pattern, of_pattern in list(_mapping(result.get("patternProperties")).items()):
             self._separate(pattern, of_pattern, result)
         return result
+
+    def _name_properties(self, schema: dict[str, Any]) -> None:
+        """Write `propertyNames` as named properties, or as a pattern of names."""
+        if not isinstance(schema.get("propertyNames"), Mapping) or "patternProperties" in schema:
+            return
+        names = followed(schema["propertyNames"], self._root)
+        keywords = names.keys() - ANNOTATIONS - {"type"}
+        if names.get("type", "string") != "string":
+            return
+        properties, others = _mapping(schema.get("properties")), schema.get("additionalProperties", True)
+        if keywords and keywords <= {"enum", "const"}:
+            allowed = [names["const"]] if "const" in names else names["enum"]
+            texts = [name for name in allowed if isinstance(name, str)] if isinstance(allowed, list) else []
+            schema["properties"] = {name: properties.get(name, others) for name in texts}
+        elif not properties and keywords == {"pattern"}:
+            schema["patternProperties"] = {names["pattern"]: others}
+        elif not properties and keywords and keywords <= {"minLength", "maxLength"}:
+            pattern = f"^.{{{names.get('minLength', 0)},{names.get('maxLength', '')}}}$"
+            schema["patternProperties"] = {pattern: others}
+        else:
+            return
+        schema["additionalProperties"] = False
+        del schema["propertyNames"]
+
+    def _drop_alternatives(self, schema: dict[str, Any]) -> None:
+        """Drop alternatives whose pattern looks around, which llguidance cannot do, if others are left: a Decimal of
+        pydantic is a number then, and no string."""
+        parts = schema.get("anyOf")
+        if isinstance(parts, list):
+            left = [part for part in parts if not _looks_around(followed(part, self._root).get("pattern"))]
+            schema["anyOf"] = left or parts
+
+    def _tell_apart(self, schema: dict[str, Any]) -> None:
+        """Write `oneOf` as `anyOf`, if its alternatives can be made such that no value follows two of them."""
+        parts = schema.get("oneOf")
+        if not isinstance(parts, list) or "anyOf" in schema:
+            return
+        added = told_apart(parts, self._root)
+        if added is None:
+            return
+        alternatives = []
+        for part, more in zip(parts, added, strict=True):
+            reference = part.get("$ref") if isinstance(part, Mapping) else None
+            if more is None:
+                alternatives.append(part)
+            elif reference in self._copied:
+                return
+            else:
+                alternatives.append(self._with_more(part, more, reference))
+        schema["anyOf"] = alternatives
+        del schema["oneOf"]
+
+    def _with_more(self, schema: Any, more: Schema, reference: str | None) -> Any:
+        """Return a schema with further properties. What it refers to is copied, so that the definition stays."""
+        whole = dict(followed(schema, self._root))
+        whole |= {**more, "properties": {**_mapping(whole.get("properties")), **more["properties"]}}
+        if reference is None:
+            return whole
+        self._copied.add(reference)
+        try:
+            return self.rewritten(whole)
+        finally:
+            self._copied.remove(reference)
 
     def _separate(self, pattern: str, of_pattern: Any, schema: dict[str, Any]) -> None:
         """Remove a pattern that matches nothing but named properties, and give its schema to those that it matches.
@@ -159,6 +232,10 @@ def _name_unevaluated(schema: dict[str, Any]) -> None:
         and "unevaluatedProperties" in schema
     ):
         schema.setdefault("additionalProperties", schema.pop("unevaluatedProperties"))
+
+
+def _looks_around(pattern: Any) -> bool:
+    return isinstance(pattern, str) and re.search(r"(?<!\\)\(\?<?[=!]", pattern) is not None
 
 
 def _is_number(value: Any) -> TypeGuard[int | float]:

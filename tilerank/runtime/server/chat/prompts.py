@@ -177,8 +177,10 @@ class PromptBuilder:
         if any(message["role"] == "developer" for message in messages) and "developer" not in template.source:
             messages = [_in_role(message, "system" if message["role"] == "developer" else None) for message in messages]
         has_calls = any(message.get("tool_calls") or message["role"] == "tool" for message in messages)
-        if not has_calls or self._format is None or await self._renderer.takes_calls():
+        if not has_calls or self._format is None:
             return messages
+        if await self._renderer.takes_calls():
+            return self._format.with_ids(messages)
         return [_without_calls(message, self._format) for message in messages]
 
 

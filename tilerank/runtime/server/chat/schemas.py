@@ -8,7 +8,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from .keywords import CONDITIONS, OF_LISTS, OF_MANY, OF_ONE, PARTS, Schema, followable, names_of
+from .keywords import CONDITIONS, OF_LISTS, OF_MANY, OF_ONE, PARTS, followable, names_of
+from .references import Schema
 
 _OPEN = ("additionalProperties", "unevaluatedProperties")
 

@@ -51,11 +51,11 @@ class Cursor:
                 raise IncompleteError
         return None
 
-    def take_after_space(self, mark: str) -> bool:
-        """Go past white space and `mark`, if it follows; else stay."""
+    def take_after_space(self, *marks: str) -> bool:
+        """Go past white space and one of `marks`, if it follows; else stay."""
         ahead = self.ahead()
         ahead.skip()
-        if ahead.take(mark) is None:
+        if ahead.take(*marks) is None:
             return False
         self.at = ahead.at
         return True

@@ -5,18 +5,21 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from ..keywords import Schema
+from ..references import Schema
 from ..schemas import json_rule
 from .calls import ToolCall
 from .cursor import Cursor
+
+NUMBER = "%(number)s"
+"""Stands in BEGIN_CALL for the number of a call."""
 
 
 class ToolFormat(ABC):
     """The way in which a model writes tool calls.
 
-    The calls of an answer are written BEGIN_CALLS, the calls, END_CALLS, and a call BEGIN_CALL % name, the arguments,
-    END_CALL. BETWEEN separates calls. MARKS: the parts of these that may be tokens. OPENINGS: marks with which a call
-    may begin wherever they are written.
+    The calls of an answer are written BEGIN_CALLS, the calls, END_CALLS, and a call BEGIN_CALL, the arguments,
+    END_CALL. BEGIN_CALL has %(name)s for the name, and maybe NUMBER. BETWEEN separates calls. MARKS: the parts of these
+    that may be tokens. OPENINGS: marks with which a call may begin wherever they are written.
     """
 
     name: str
@@ -44,10 +47,13 @@ class ToolFormat(ABC):
 
     def write(self, calls: Sequence[tuple[str, Any]]) -> str:
         """Return calls of an earlier answer, as (name, arguments), in this format."""
-        written = (
-            f"{self.BEGIN_CALL % name}{self.write_arguments(arguments)}{self.END_CALL}" for name, arguments in calls
-        )
-        return f"{self.BEGIN_CALLS}{self.BETWEEN.join(written)}{self.END_CALLS}"
+        begins = (self.BEGIN_CALL % {"name": name, "number": i} for i, (name, _) in enumerate(calls))
+        ends = (f"{self.write_arguments(arguments)}{self.END_CALL}" for _, arguments in calls)
+        return f"{self.BEGIN_CALLS}{self.BETWEEN.join(map(''.join, zip(begins, ends, strict=True)))}{self.END_CALLS}"
+
+    def with_ids(self, turns: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
+        """Return the messages of a conversation for the chat template, with ids of calls that the model understands."""
+        return turns
 
     def write_arguments(self, arguments: Any) -> str:
         """Return the arguments of a call, a JSON object or text, in this format."""

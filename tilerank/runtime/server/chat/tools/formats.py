@@ -5,11 +5,11 @@ from tilerank.loader.tokenizer import Tokenizer
 
 from .format import ToolFormat
 from .functions import FunctionFormat
-from .named import DeepSeekFormat
+from .named import DeepSeekFormat, KimiFormat
 from .objects import HermesFormat, LlamaFormat
 
 TOOL_FORMATS: dict[str, ToolFormat] = {
-    format.name: format for format in (DeepSeekFormat(), FunctionFormat(), HermesFormat(), LlamaFormat())
+    format.name: format for format in (DeepSeekFormat(), FunctionFormat(), HermesFormat(), KimiFormat(), LlamaFormat())
 }
 """By name. The first that a chat template shows is that of the model."""
 

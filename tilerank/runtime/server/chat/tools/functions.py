@@ -7,10 +7,11 @@ marks at the end.
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ..keywords import Schema, followable, names_of
+from ..keywords import followable, names_of
+from ..references import Schema
 from ..schemas import json_rule
 from .calls import ToolCall, parse_json
 from .cursor import Cursor, NotACallError
@@ -38,7 +39,7 @@ class FunctionFormat(ToolFormat):
     FUNCTION, END_FUNCTION = "<function=", "</function>"
     PARAMETER, END_PARAMETER = "<parameter=", "</parameter>"
     OPENINGS = (BEGIN, FUNCTION)
-    BEGIN_CALL, END_CALL = BEGIN + "\n" + FUNCTION + "%s>\n", END_FUNCTION + "\n" + END
+    BEGIN_CALL, END_CALL = BEGIN + "\n" + FUNCTION + "%(name)s>\n", END_FUNCTION + "\n" + END
     BETWEEN = "\n"
 
     def is_shown_by(self, template: str) -> bool:
@@ -143,8 +144,7 @@ class FunctionFormat(ToolFormat):
         end = json.dumps(f"\n{self.END_PARAMETER}\n")
         types = types_of(schema, root)
         if "string" not in types:
-            definitions = {key: root[key] for key in ("$defs", "definitions") if key in root}
-            return [f"{rule}: {rule}_json {end}", f"{rule}_json: {json_rule({**definitions, **schema})}"]
+            return [f"{rule}: {rule}_json {end}", f"{rule}_json: {json_rule(_with_definitions(schema, root))}"]
         if (choices := choices_of(schema, root)) is not None:
             texts = (one if isinstance(one, str) else json.dumps(one, ensure_ascii=False) for one in choices)
             return [f"{rule}: ({' | '.join(json.dumps(text, ensure_ascii=False) for text in texts)}) {end}"]
@@ -153,6 +153,37 @@ class FunctionFormat(ToolFormat):
             raise ValueError(f"{name}: {refused} is not supported, because this model writes strings without quotes")
         least, most = bounds.get("minLength", 0), bounds.get("maxLength", "")
         return [f"{rule}[suffix={end}]: /(.|\\n){{{least},{most}}}/"]
+
+
+def _with_definitions(schema: Schema, root: Schema) -> Schema:
+    """Return a part of the schema `root` as a schema of its own, with what it refers to.
+
+    zod refers to the first place where a schema is written, such as #/properties/from.
+    """
+    definitions = {key: root[key] for key in ("$defs", "definitions") if key in root}
+    if all(place.startswith(("#/$defs/", "#/definitions/")) for place in _references([schema, definitions])):
+        return {**definitions, **schema}
+    return {**_moved(schema), "$defs": {"root": _moved(root)}}
+
+
+def _references(value: Any) -> Iterator[str]:
+    parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
+    if isinstance(value, Mapping) and isinstance(value.get("$ref"), str):
+        yield value["$ref"]
+    for part in parts:
+        yield from _references(part)
+
+
+def _moved(value: Any) -> Any:
+    """Return a part of a schema whose root becomes a definition."""
+    if isinstance(value, list):
+        return [_moved(part) for part in value]
+    if not isinstance(value, Mapping):
+        return value
+    moved = {key: _moved(part) for key, part in value.items()}
+    if isinstance(value.get("$ref"), str):
+        moved["$ref"] = "#/$defs/root" + value["$ref"].removeprefix("#")
+    return moved
 
 
 def typed(text: str, schema: Schema, root: Schema) -> Any:

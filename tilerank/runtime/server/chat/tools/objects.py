@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 
-from ..keywords import Schema
+from ..references import Schema
 from .calls import ARGUMENTS, ToolCall, call_from_json
 from .cursor import Cursor, NotACallError
 from .format import ToolFormat
@@ -64,7 +64,7 @@ class HermesFormat(ObjectFormat):
     name = "hermes"
     MARKS = BEGIN, END = "<tool_call>", "</tool_call>"
     OPENINGS = (BEGIN,)
-    BEGIN_CALL, END_CALL = BEGIN + '\n{"name": "%s", "arguments": ', "}\n" + END
+    BEGIN_CALL, END_CALL = BEGIN + '\n{"name": "%(name)s", "arguments": ', "}\n" + END
     BETWEEN = "\n"
 
     def is_shown_by(self, template: str) -> bool:
@@ -77,7 +77,7 @@ class LlamaFormat(ObjectFormat):
     name = "llama"
     BEGIN = "<|python_tag|>"
     OPENINGS = (BEGIN,)
-    BEGIN_CALL, END_CALL = '{"name": "%s", "parameters": ', "}"
+    BEGIN_CALL, END_CALL = '{"name": "%(name)s", "parameters": ', "}"
     BETWEEN = "; "
 
     def is_shown_by(self, template: str) -> bool:

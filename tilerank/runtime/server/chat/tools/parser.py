@@ -3,8 +3,8 @@
 import re
 from collections.abc import Mapping
 
-from ..keywords import Schema
 from ..reasoning import overlap
+from ..references import Schema
 from .calls import Piece
 from .cursor import Cursor, IncompleteError, NotACallError
 from .format import ToolFormat

@@ -3,10 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
-from ..keywords import FORMATS, Schema
+from ..keywords import FORMATS
+from ..references import MAX_DEPTH, Schema, resolved
 
-MAX_DEPTH = 16
-"""References and alternatives inside each other; a schema may refer to itself."""
 _BOUNDS = ("pattern", "format", "minLength", "maxLength")
 _NAMES: dict[type, str] = {
     bool: "boolean",
@@ -25,22 +24,6 @@ def properties_of(schema: Schema) -> dict[str, Schema]:
     if not isinstance(properties, Mapping):
         return {}
     return {name: one if isinstance(one, Mapping) else {} for name, one in properties.items()}
-
-
-def resolved(schema: Any, root: Schema) -> Schema:
-    """Return the schema with what its `$ref` and a single part of `allOf` say, its own keywords first."""
-    for _ in range(MAX_DEPTH):
-        if not isinstance(schema, Mapping):
-            return {}
-        parts = schema.get("allOf")
-        if isinstance(schema.get("$ref"), str):
-            more = _at(schema["$ref"], root)
-            schema = {**more, **{key: one for key, one in schema.items() if key != "$ref"}}
-        elif isinstance(parts, list) and len(parts) == 1 and isinstance(parts[0], Mapping):
-            schema = {**parts[0], **{key: one for key, one in schema.items() if key != "allOf"}}
-        else:
-            return schema
-    return {}
 
 
 def types_of(schema: Any, root: Schema, depth: int = 0) -> set[str]:
@@ -84,17 +67,6 @@ def bounds_of(schema: Any, root: Schema) -> dict[str, Any]:
     if bounds.get("format") not in FORMATS:
         bounds.pop("format", None)  # an annotation
     return bounds
-
-
-def _at(reference: str, root: Schema) -> Schema:
-    """Return the schema to which a JSON pointer such as #/$defs/Name refers; one that allows all if there is none."""
-    found: Any = root
-    if not reference.startswith("#"):
-        return {}
-    for step in reference.removeprefix("#").split("/")[1:]:
-        name = step.replace("~1", "/").replace("~0", "~")
-        found = found.get(name) if isinstance(found, Mapping) else None
-    return found if isinstance(found, Mapping) else {}
 
 
 def _list(value: Any) -> list[Any]:
