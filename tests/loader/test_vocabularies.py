@@ -11,12 +11,10 @@ import pytest
 import sentencepiece
 import tiktoken
 import tokenizers
-from tokenizer_styles import MARKS, lines, reference, texts
-from tokenizers import decoders, models, pre_tokenizers, trainers
+from tokenizer_styles import MARKS, check_ids, lines, reference, texts, trained_ranks
 
 from tilerank.loader.errors import TokenizerError
 from tilerank.loader.tokenizer import Tokenizer
-from tilerank.loader.vocabularies.byte_level import BYTES
 
 COUNTS = [pytest.param(400, id="400"), pytest.param(3000, id="3000", marks=pytest.mark.long)]
 # Kimi's pattern as its own Python file has it, in the words of tiktoken's regular expressions.
@@ -33,14 +31,6 @@ KIMI = "|".join(
     ]
 )
 TEKKEN = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-
-
-def check_ids(ours: Tokenizer, expected: Callable[[str], list[int]], given: list[str]) -> None:
-    for text in given:
-        ids = ours.encode(text, add_special_tokens=False)
-        assert ids == expected(text), text
-        stream = ours.stream()
-        assert "".join([*map(stream.push, ids), stream.flush()]) == ours.decode(ids)
 
 
 def decoder_entry(content: str, **flags: bool) -> dict[str, Any]:
@@ -139,19 +129,6 @@ def test_added_tokens_of_an_older_file(qwen: Path) -> None:
 
 
 # ---- ranks: tiktoken.model and tekken.json
-
-
-def trained_ranks(size: int) -> dict[bytes, int]:
-    """Return tokens of bytes by rank: the 256 bytes, then merges in the order in which they were learned."""
-    inner = tokenizers.Tokenizer(models.BPE())
-    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    inner.decoder = decoders.ByteLevel()
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    trainer = trainers.BpeTrainer(vocab_size=size, initial_alphabet=alphabet, show_progress=False)
-    inner.train_from_iterator([*lines(), *texts(2000, marks=(), seed=1)], trainer)
-    vocabulary = inner.get_vocab()
-    ordered = sorted(vocabulary.items(), key=lambda item: item[1])
-    return {bytes(BYTES[character] for character in token): rank for token, rank in ordered}
 
 
 @pytest.fixture(scope="module")

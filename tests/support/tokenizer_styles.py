@@ -4,9 +4,16 @@ import argparse
 import inspect
 import random
 import statistics
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from tilerank.loader.tokenizer import Tokenizer
+from tilerank.loader.vocabularies.byte_level import BYTES
 
 _ROOT = Path(__file__).parents[2]
 DEMO = _ROOT / "assets" / "demo-lm"
@@ -60,3 +67,24 @@ def _any(draw: random.Random) -> str:
     """Return characters of any kind without half ones."""
     top = draw.choice((0x80, 0x250, 0x3000, 0xD800))
     return "".join(chr(draw.randrange(top)) for _ in range(draw.randint(1, 8)))
+
+
+def trained_ranks(size: int) -> dict[bytes, int]:
+    """Return tokens of bytes by rank: the 256 bytes, then merges in the order in which they were learned."""
+    inner = tokenizers.Tokenizer(models.BPE())
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(vocab_size=size, initial_alphabet=alphabet, show_progress=False)
+    inner.train_from_iterator([*lines(), *texts(2000, marks=(), seed=1)], trainer)
+    vocabulary = inner.get_vocab()
+    ordered = sorted(vocabulary.items(), key=lambda item: item[1])
+    return {bytes(BYTES[character] for character in token): rank for token, rank in ordered}
+
+
+def check_ids(ours: Tokenizer, expected: Callable[[str], list[int]], given: list[str]) -> None:
+    for text in given:
+        ids = ours.encode(text, add_special_tokens=False)
+        assert ids == expected(text), text
+        stream = ours.stream()
+        assert "".join([*map(stream.push, ids), stream.flush()]) == ours.decode(ids)

@@ -21,6 +21,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from .errors import TokenizerError
 from .files import is_listed, read_json_object, read_text, show
+from .vocabularies.table import usual_chat_template
 
 FILE = "chat_template.jinja"
 FOLDER = "additional_chat_templates"  # a file NAME.jinja for each further template
@@ -209,7 +210,8 @@ def _find(model_dir: Path) -> dict[str, tuple[Path, str]]:
             if entry is not None:
                 where = model_dir / name
                 return {name: (where, source) for name, source in _named(where, entry).items()}
-    return {}
+    usual = usual_chat_template(model_dir)
+    return {} if usual is None else {"default": (model_dir, usual)}
 
 
 def _named(where: Path, found: Any) -> dict[str, str]:

@@ -15,9 +15,16 @@ NAME = "tiktoken.model"
 
 
 def read(model_dir: Path) -> LoadedVocabulary:
-    where = model_dir / NAME
+    tokenizer = tokenizer_of_ranks(read_ranks(model_dir, NAME), split_of(model_dir))
+    add_described(model_dir / NAME, tokenizer, read_described_tokens(model_dir))
+    return LoadedVocabulary(tokenizer)
+
+
+def read_ranks(model_dir: Path, name: str) -> dict[bytes, int]:
+    """Return the tokens of a file with their ranks. Raises TokenizerError."""
+    where = model_dir / name
     ranks: dict[bytes, int] = {}
-    for number, line in enumerate(read_bytes(model_dir, NAME, TokenizerError).splitlines(), start=1):
+    for number, line in enumerate(read_bytes(model_dir, name, TokenizerError).splitlines(), start=1):
         if not line:
             continue
         try:
@@ -29,6 +36,4 @@ def read(model_dir: Path) -> LoadedVocabulary:
             ) from None
     if sorted(ranks.values()) != list(range(len(ranks))):
         raise TokenizerError(f"{where}: expected the ranks 0 to {len(ranks) - 1}, each once")
-    tokenizer = tokenizer_of_ranks(ranks, split_of(model_dir))
-    add_described(where, tokenizer, read_described_tokens(model_dir))
-    return LoadedVocabulary(tokenizer)
+    return ranks
