@@ -247,6 +247,9 @@ def test_auto_round(tmp_path: Path) -> None:
     assert mixed.scheme_of(UP) == Scheme("gptq", 8, (1, 32), zeros_minus_one=True)
     assert mixed.scheme_of("model.layers.1.mlp.up_proj") == mixed.scheme
     assert read(tmp_path, ROUND | {"packing_format": "auto_round:auto_awq"}).scheme.layout == "awq"
+    for packing, less_one in (("auto_round:gptq", True), ("auto", True), ("auto_round", False)):
+        scheme = read(tmp_path, ROUND | {"packing_format": packing, "sym": False}).scheme
+        assert scheme == Scheme("gptq", 4, (1, 128), symmetric=False, zeros_minus_one=less_one)
 
 
 def test_rules_of_gptq(tmp_path: Path) -> None:

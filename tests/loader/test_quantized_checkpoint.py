@@ -15,7 +15,7 @@ from tilerank.kernels.weight_formats import BlockInt8
 from tilerank.loader.card import read_card
 from tilerank.loader.checkpoint import Checkpoint
 from tilerank.loader.errors import CheckpointError
-from tilerank.loader.packed_encoding import CompressedInts
+from tilerank.loader.packed_encoding import GPTQ, CompressedInts
 from tilerank.loader.quantization_config import Quantization, Scheme
 from tilerank.loader.weight_formats import weight_formats
 from tilerank.loader.weights import load_weights
@@ -88,6 +88,19 @@ def test_words_of_any_strides_are_unpacked(base: Path) -> None:
         assert torch.equal(encoding.unpacked(part).long(), codes)
 
 
+@pytest.mark.parametrize(("bits", "ones"), [(4, 0x11111111), (8, 0x01010101)])
+def test_a_zero_point_of_zero_borrows_from_the_next(base: Path, bits: int, ones: int) -> None:
+    """GPTQModel and AutoRound subtract a one from all zero points of a word at once."""
+    zeros, per_word = torch.tensor([[0, 8, 0, 0, 15, 1, 0, 7], [1, 0, 0, 15, 0, 0, 0, 0]]), 32 // bits
+    scheme = Scheme("gptq", bits, (1, 32), symmetric=False, zeros_minus_one=True)
+    words = [sum(int(zero) << bits * i for i, zero in enumerate(row[:per_word])) - ones for row in zeros]
+    packed = torch.tensor([[word if word < 2**31 else word - 2**32] for word in words], dtype=torch.int32)
+    taken: Any = None  # no parameter is filled
+    rectangle = Rectangle("a.weight", (per_word, 64), (slice(0, per_word), slice(0, 64)), taken)
+    found = GPTQ(scheme, Checkpoint(make("awq-32", base)[0])).zeros(rectangle, packed)
+    assert torch.equal(found.T.long(), zeros[:, :per_word])
+
+
 def load(model_dir: Path) -> None:
     card = read_card(model_dir)
     sharding = Sharding(0, 1, torch.bfloat16, None, formats=weight_formats(card.quantization, torch.bfloat16, None))
@@ -107,6 +120,23 @@ def test_act_order_is_said_and_needs_to_be_announced(
     (silent / "config.json").write_text(json.dumps(raw))
     with pytest.raises(CheckpointError, match="found another order, without desc_act"):
         load(silent)
+
+
+def test_scales_of_a_cache_that_is_not_quantised_are_named_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model_dir = make("fp8", tmp_path)[0]
+    tensors = load_file(model_dir / "model.safetensors")
+    for layer in range(2):
+        for part in "kv":
+            tensors[f"model.layers.{layer}.self_attn.{part}_scale"] = torch.tensor(0.5)
+    save_file(tensors, model_dir / "model.safetensors")
+    with caplog.at_level("INFO", "tilerank.loader.weights"):
+        load(model_dir)
+    assert [record.getMessage() for record in caplog.records if "cache" in record.getMessage()] == [
+        f"{model_dir}: the cache is not quantised as the checkpoint announces (model.layers.0.self_attn.k_scale (and 3 "
+        "more)); its scales are not used"
+    ]
 
 
 def test_a_group_that_does_not_exist_is_refused(base: Path, tmp_path: Path) -> None:

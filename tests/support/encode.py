@@ -85,6 +85,7 @@ def _int32(codes: list[Tensor]) -> Tensor:
     bits = 32 // len(codes)
     total = sum(code.long() << bits * place for place, code in enumerate(codes))
     assert isinstance(total, Tensor)
+    total = total % 2**32
     return torch.where(total < 2**31, total, total - 2**32).to(torch.int32)
 
 
@@ -122,7 +123,7 @@ def gptq(
         codes, zeros, scales, dequantised = _groups(weight[:, columns], group, sym, bits)
         place = columns.argsort()
         codes, dequantised = codes[:, place], dequantised[:, place]
-        stored = zeros if form == "gptq_v2" else (zeros - 1) % (1 << bits)
+        stored = zeros if form == "gptq_v2" else zeros - 1  # a zero point of 0 borrows from the next in its word
         if stored_zero is not None:
             stored = torch.full_like(zeros, stored_zero)
         parts = {
@@ -141,11 +142,14 @@ def gptq(
     return encoder, config | ({"dynamic": rules} if keep else {}) | ({"checkpoint_format": form} if form else {})
 
 
-def auto_round(*, keep: list[str], group: int = 32) -> tuple[Callable[[Tensor], Encoded], dict[str, Any]]:
-    encoder, _ = gptq(keep=[], group=group, sym=True)
-    config = {"quant_method": "auto-round", "bits": 4, "group_size": group, "sym": True, "data_type": "int"}
+def auto_round(
+    *, keep: list[str], group: int = 32, sym: bool = True, packing: str = "auto_round:auto_gptq"
+) -> tuple[Callable[[Tensor], Encoded], dict[str, Any]]:
+    """packing: GPTQ's with zero points less one, or AutoRound's own, with zero points as they are."""
+    encoder, _ = gptq(keep=[], group=group, sym=sym, form=None if packing.endswith("gptq") else "gptq_v2")
+    config = {"quant_method": "auto-round", "bits": 4, "group_size": group, "sym": sym, "data_type": "int"}
     return encoder, config | {
-        "packing_format": "auto_round:auto_gptq",
+        "packing_format": packing,
         "extra_config": {f".*{part}.*": {"bits": 16} for part in keep},
     }
 
@@ -359,6 +363,8 @@ CASES: dict[str, tuple[str, dict[str, Any], str, dict[str, Any]]] = {
     "gptq-8": ("qwen3", WIDE, "gptq", {"bits": 8, "group": 128, "sym": True, "form": "gptq"}),
     "gptq-8-zeros": ("qwen2", SMALL, "gptq", {"bits": 8, "group": 32}),
     "auto-round": ("qwen3", WIDE, "auto-round", {"group": 64, "keep": ("layers.0.mlp",)}),
+    "auto-round-zeros": ("qwen3", WIDE, "auto-round", {"group": 64, "sym": False}),
+    "auto-round-own": ("qwen3", WIDE, "auto-round", {"group": 64, "sym": False, "packing": "auto_round"}),
     "packed-32": ("llama3", WIDE, "packed", {"group": 32}),
     "packed-128-zeros": ("qwen3", WIDE, "packed", {"group": 128, "sym": False}),
     "packed-channel": ("llama3", WIDE, "packed", {"group": -1}),

@@ -20,6 +20,9 @@ from tilerank.parallel.parameters import Rectangle, WeightParameter
 from .rectangle import FLOATS, Read, StoredRectangle
 from .weight_encoding import WeightEncoding, module_of, repeated, unless_empty, whole, write_codes
 
+_ONES = {4: 0x11111111, 8: 0x01010101}
+"""Words in which every code is 1, by the bits of a code."""
+
 
 class PackedEncoding(WeightEncoding):
     """Codes, scales and zero points, each read by a method of a subclass; all are returned in the order of a weight."""
@@ -230,14 +233,17 @@ class GPTQ(_Transposed):
         """Return the zero points.
 
         Some writers of symmetric files claim to store zero points less one and do not; they are the middle in any case.
+        Writers subtract one from every zero point of a word at once (GPTQModel) or add up zero points less one
+        (AutoRound), so that a zero point of 0 borrows from the next.
         """
-        stored, middle = super().zeros(rectangle, packed), 1 << self.scheme.bits - 1
+        middle = 1 << self.scheme.bits - 1
         if self.scheme.symmetric:
+            stored = super().zeros(rectangle, packed)
             if not (torch.all(stored == middle - 1) or torch.all(stored == middle)):
                 expected = f"zero points {middle} (stored as {middle}, or less one as {middle - 1}) of a symmetric"
                 raise self.refusal(f"{module_of(rectangle)}.qzeros", f"{expected} quantisation")
             return torch.full_like(stored, middle)
-        return (stored + int(self.scheme.zeros_minus_one)) & (1 << self.scheme.bits) - 1
+        return super().zeros(rectangle, packed + _ONES[self.scheme.bits] * self.scheme.zeros_minus_one)
 
 
 class CompressedInts(PackedEncoding):

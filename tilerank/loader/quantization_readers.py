@@ -24,7 +24,10 @@ _MAX_BRANCHES = 4
 _MAX_FLOAT_BITS = 16
 _TENSOR, _CHANNEL = (0, 0), (1, 0)
 _BLOCK = (128, 128)
-_PACKINGS = ("auto_round:auto_gptq", "auto_round:gptq", "auto_round:auto_awq", "auto_round:awq")
+_PACKINGS = ("auto_round:auto_gptq", "auto_round:gptq", "auto", "auto_round:gptqmodel", "auto_round")
+_PACKINGS += ("auto_round:auto_awq", "auto_round:awq")
+_LESS_ONE = _PACKINGS[:3]
+"""The packings of AutoRound in which zero points are stored less one, as in the older of GPTQ's formats."""
 _PACKED_FORMAT, _BYTE_FORMATS = "pack-quantized", ("int-quantized", "float-quantized", "naive-quantized")
 
 
@@ -134,7 +137,7 @@ def _auto_round(c: Fields) -> QuantizationConfig:
         if is_awq:
             _expect(settings, "bits", 4)
             return Scheme("awq", 4, (1, _group(settings, "group_size")), symmetric=False)
-        return _gptq_scheme(settings, settings, zeros_minus_one=True)
+        return _gptq_scheme(settings, settings, zeros_minus_one=packing in _LESS_ONE)
 
     rules: list[tuple[str, Scheme | None]] = []
     for name, changes in (c.object("extra_config").values if c.has("extra_config") else {}).items():
