@@ -111,6 +111,57 @@ def test_biases_that_are_announced_and_missing_are_zeros(write: Write, caplog: p
     assert attention.qkv.bias.data.eq(0.5).all() and not attention.out.bias.data.any()
 
 
+def with_biases(value: float, *modules: str) -> Callable[[Tensors], object]:
+    """Return what adds biases of one value to the modules with these names."""
+
+    def change(tensors: Tensors) -> None:
+        ends = tuple(f"{module}.weight" for module in modules)
+        names = [name for name in tensors if name.endswith(ends) and "layers.1" in name]
+        tensors |= {name.replace("weight", "bias"): torch.full((len(tensors[name]),), value) for name in names}
+
+    return change
+
+
+def test_biases_that_config_denies_are_used(write: Write) -> None:
+    """Where the checkpoint has some of them, the others are zeros, as where they are announced."""
+    model_dir, _ = write({"attention_bias": False, "mlp_bias": False}, with_biases(0.5, "q_proj", "down_proj"))
+    card = read_card(model_dir)
+    assert [note.partition(": ")[2] for note in card.overruled] == [
+        "attention_bias is false, but the checkpoint has model.layers.1.self_attn.q_proj.bias; its biases are used",
+        "mlp_bias is false, but the checkpoint has model.layers.1.mlp.down_proj.bias; its biases are used",
+    ]
+    first, second = (layer for layer in load(model_dir).layers)
+    assert isinstance(first.mixer, SelfAttention) and isinstance(second.mixer, SelfAttention)
+    assert first.mixer.qkv.bias is not None and not first.mixer.qkv.bias.data.any()
+    assert second.mixer.qkv.bias is not None and second.mixer.out.bias is not None
+    queries = 64  # the rows of q
+    assert second.mixer.qkv.bias.data.flatten()[:queries].eq(0.5).all() and not second.mixer.out.bias.data.any()
+
+
+def test_biases_of_zeros_have_no_effect(write: Write) -> None:
+    model_dir, _ = write({"attention_bias": False}, with_biases(0.0, "q_proj", "down_proj"))
+    assert read_card(model_dir).overruled == ()
+    attention = load(model_dir).layers[1].mixer
+    assert isinstance(attention, SelfAttention) and attention.qkv.bias is None
+
+
+def test_other_biases_without_a_place_are_refused(write: Write) -> None:
+    """No family has them, so that no flag does either."""
+    model_dir, _ = write({}, with_biases(0.5, "input_layernorm"))
+    with pytest.raises(CheckpointError, match=r"no place for tensor model\.layers\.1\.input_layernorm\.bias"):
+        load(model_dir)
+
+
+@pytest.mark.parametrize("flag", [False, None])
+def test_without_a_head_the_embedding_is_the_head(write: Write, flag: bool | None) -> None:
+    model_dir, tensors = write({"tie_word_embeddings": flag}, lambda tensors: tensors.pop(f"{HEAD}.weight"))
+    (note,) = read_card(model_dir).overruled
+    assert note.endswith("tie_word_embeddings is not true, but no file has lm_head; the embedding is the head")
+    head, rows = logits_and_rows(load(model_dir))
+    torch.testing.assert_close(head, tensors[f"{EMBEDDING}.weight"].float())
+    torch.testing.assert_close(rows, tensors[f"{EMBEDDING}.weight"].float())
+
+
 def test_any_other_missing_tensor_is_refused(write: Write) -> None:
     name = "model.layers.1.self_attn.q_proj.weight"
     model_dir, _ = write({"attention_bias": True}, lambda tensors: tensors.pop(name))

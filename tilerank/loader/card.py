@@ -13,6 +13,7 @@ from .fields import Fields
 from .files import is_listed, read_json_object
 from .generation_config import read_generation_config
 from .headers import stored_tensors
+from .overruled_flags import with_flags_of_tensors
 from .quantization_config import QuantizationConfig
 from .rope import read_context_length
 from .stored_quantization import find_quantization
@@ -36,7 +37,8 @@ class ModelCard:
     each; without the tokenizer's (Tokenizer.end_token_ids). bos_token_id: that of
     generation_config.json, or of config.json where that has none.
     dtype: one of DTYPES, in which the weights were published. quantization: how the checkpoint stores its
-    projections, by the headers of its files; None for floats. fields: all of config.json, for the family.
+    projections, by the headers of its files; None for floats. fields: all of config.json, for the family, with the
+    flags that the tensors show. overruled: a sentence for each flag that config.json has otherwise.
 
     A model with a vision tower has the fields of its language model in `text_config`, which Qwen3-Omni nests in
     `thinker_config`; `text` returns those.
@@ -50,6 +52,7 @@ class ModelCard:
     dtype: str
     quantization: QuantizationConfig | None
     fields: Fields = field(repr=False, compare=False)
+    overruled: tuple[str, ...] = ()
 
     @property
     def text(self) -> Fields:
@@ -68,6 +71,7 @@ def read_card(model_dir: Path) -> ModelCard:
             f"{model_dir / EMBEDDING_MODEL}: expected a model that generates text, found an embedding model "
             f"({c.text('model_type')}), as sentence-transformers writes them"
         )
+    c, overruled = with_flags_of_tensors(c)
     text = _text(c)
     vocab_size = text.integer("vocab_size", 1, _MAX_VOCABULARY)
     eos_token_ids, bos_token_id = _special_ids((read_generation_config(model_dir), c, text), vocab_size)
@@ -80,6 +84,7 @@ def read_card(model_dir: Path) -> ModelCard:
         dtype=_dtype(c, text),
         quantization=find_quantization(model_dir, _quantization(c, text)),
         fields=c,
+        overruled=overruled,
     )
 
 

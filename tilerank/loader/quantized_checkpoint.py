@@ -58,14 +58,7 @@ class QuantizedCheckpoint:
 
     def leaves_out(self, name: str) -> bool:
         """Return whether a tensor that the model does not use has no effect."""
-        module, _, end = name.rpartition(".")
-        if end in CACHE_SCALES or end in _UNUSED:
-            return True
-        if end != "bias" or self.config.scheme_of(module) is None:
-            return False
-        # Some writers of GPTQ files add a bias of zeros to every module.
-        info = self._checkpoint.info(name)
-        return not self._checkpoint.read(name, tuple(slice(0, size) for size in info.shape)).any()
+        return name.endswith(tuple(f".{end}" for end in (*CACHE_SCALES, *_UNUSED)))
 
     def _make_encoding(self, scheme: Scheme) -> WeightEncoding:
         return _ENCODINGS[scheme.layout](scheme, self._checkpoint)

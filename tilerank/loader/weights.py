@@ -142,7 +142,8 @@ def _agreed(
     if missing := {stored.name for stored in parts if not stored.optional} - checkpoint.tensors.keys():
         raise CheckpointError(f"{checkpoint.model_dir}: the model needs tensor {some(missing)}, found in no file")
     extra = {name for name in checkpoint.tensors if name not in needed and not ignore(name)}
-    if extra := {name for name in extra if quantized is None or not quantized.leaves_out(name)}:
+    extra = {name for name in extra if quantized is None or not quantized.leaves_out(name)}
+    if extra := {name for name in extra if not _is_zero_bias(name, checkpoint)}:
         file = checkpoint.info(min(extra)).file
         raise CheckpointError(f"{file}: the model has no place for tensor {some(extra)}")
     for stored in parts:
@@ -156,6 +157,13 @@ def _agreed(
 
     found = [read for read in reads if read.elements and all(stored.name in order for stored in read.stored)]
     return sorted(found, key=place)
+
+
+def _is_zero_bias(name: str, checkpoint: Checkpoint) -> bool:
+    """Some writers of GPTQ files add a bias of zeros to every module, and so do some conversions between families."""
+    if not name.endswith(".bias"):
+        return False
+    return not checkpoint.read(name, tuple(slice(0, size) for size in checkpoint.info(name).shape)).any()
 
 
 def _reads(model: Layer, checkpoint: Checkpoint, quantized: QuantizedCheckpoint | None) -> Iterator[Read]:

@@ -78,8 +78,8 @@ class Worker:
             group.rank, group.size, config.dtype, group, config.strategy, tokens, formats, config.kv_dtype, kv_split
         )
         self._model = build_model(self.card, sharding)
-        note = long_factors_note(self.card.text, self.card.context_length)
-        if group.rank == 0 and note is not None:
+        notes = (*self.card.overruled, long_factors_note(self.card.text, self.card.context_length))
+        for note in filter(None, notes if group.rank == 0 else ()):
             log.info("%s", note)
         self.load_report: LoadReport = load_weights(
             self._model,
