@@ -24,10 +24,9 @@ _MAX_BRANCHES = 4
 _MAX_FLOAT_BITS = 16
 _TENSOR, _CHANNEL = (0, 0), (1, 0)
 _BLOCK = (128, 128)
-_PACKINGS = ("auto_round:auto_gptq", "auto_round:gptq", "auto", "auto_round:gptqmodel", "auto_round")
-_PACKINGS += ("auto_round:auto_awq", "auto_round:awq")
-_LESS_ONE = _PACKINGS[:3]
+_LESS_ONE = ("auto_round:auto_gptq", "auto_round:gptq", "auto")
 """The packings of AutoRound in which zero points are stored less one, as in the older of GPTQ's formats."""
+_PACKINGS = (*_LESS_ONE, "auto_round:gptqmodel", "auto_round", "auto_round:auto_awq", "auto_round:awq")
 _PACKED_FORMAT, _BYTE_FORMATS = "pack-quantized", ("int-quantized", "float-quantized", "naive-quantized")
 
 

@@ -10,7 +10,7 @@ from .loaded import LoadedVocabulary
 
 
 def _read_tokenizer_model(model_dir: Path) -> LoadedVocabulary:
-    return (llama3_model if llama3_model.is_one(model_dir) else sentencepiece_model).read(model_dir)
+    return llama3_model.read(model_dir) if llama3_model.is_one(model_dir) else sentencepiece_model.read(model_dir)
 
 
 # The first that a directory has is read.

@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .references import MAX_DEPTH, Schema, followed
+from .references import MAX_DEPTH, Schema, followed, is_number
 
 _CONTAINS = {"number": ("integer",)}
 _BOUNDS = (("minimum", "maximum"), ("exclusiveMinimum", "maximum"), ("minimum", "exclusiveMaximum"))
@@ -79,7 +79,7 @@ def _lies_below(one: Schema, other: Schema) -> bool:
     """Are all numbers of a schema below those of another?"""
     pairs = [(one.get(upper), other.get(lower), "exclusive" in lower + upper) for lower, upper in _BOUNDS]
     return any(
-        type(top) in (int, float) and type(bottom) in (int, float) and (top < bottom or (exclusive and top == bottom))
+        is_number(top) and is_number(bottom) and (top < bottom or (exclusive and top == bottom))
         for top, bottom, exclusive in pairs
     )
 

@@ -8,13 +8,13 @@ import json
 import re
 from collections.abc import Mapping
 from itertools import chain
-from typing import Any, TypeGuard
+from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from ...protocol.grammar import NOTHING_FOLLOWS
 from .disjoint import told_apart
-from .references import ANNOTATIONS, Schema, followed
+from .references import ANNOTATIONS, Schema, followed, is_number
 
 OF_MANY = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 OF_LISTS = ("prefixItems", "items")
@@ -204,7 +204,7 @@ def _drop_annotations(schema: dict[str, Any]) -> None:
     dropped = {
         "format": not is_string or not isinstance(form, str) or form not in FORMATS,
         "$schema": not isinstance(draft, str) or not _DRAFTS.search(draft),
-        "maxLength": _is_number(length) and length >= _MAX_LENGTH,
+        "maxLength": is_number(length) and length >= _MAX_LENGTH,
         "$dynamicAnchor": True,
         "$recursiveAnchor": True,
         **{key: other not in schema for key, other in _NEEDS.items()},
@@ -218,10 +218,10 @@ def _drop_annotations(schema: dict[str, Any]) -> None:
 def _narrow_bounds(schema: dict[str, Any]) -> None:
     """Bring bounds of numbers, such as those of 64-bit integers, into the range that llguidance can follow."""
     for key in _LOWER:
-        if _is_number(bound := schema.get(key)) and bound < -_MAX_NUMBER:
+        if is_number(bound := schema.get(key)) and bound < -_MAX_NUMBER:
             schema[key] = -_MAX_NUMBER
     for key in _UPPER:
-        if _is_number(bound := schema.get(key)) and bound > _MAX_NUMBER and schema.get("type") != "integer":
+        if is_number(bound := schema.get(key)) and bound > _MAX_NUMBER and schema.get("type") != "integer":
             schema[key] = _MAX_NUMBER  # upper bounds of integers are followed up to 2 ** 63 - 1
 
 
@@ -236,10 +236,6 @@ def _name_unevaluated(schema: dict[str, Any]) -> None:
 
 def _looks_around(pattern: Any) -> bool:
     return isinstance(pattern, str) and re.search(r"(?<!\\)\(\?<?[=!]", pattern) is not None
-
-
-def _is_number(value: Any) -> TypeGuard[int | float]:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:

@@ -1,7 +1,7 @@
-"""References of a schema to other parts of it."""
+"""What is asked of a schema: what it refers to, and what says nothing."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 Schema = Mapping[str, Any]
 
@@ -42,6 +42,10 @@ def followed(schema: Any, root: Schema) -> Schema:
         else:
             return schema
     return {}
+
+
+def is_number(value: Any) -> TypeGuard[int | float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _at(reference: str, root: Schema) -> Schema:
