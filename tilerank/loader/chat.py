@@ -1,11 +1,13 @@
 """Chat templates: Jinja programs of a model directory that turn messages into the text format of the model.
 
-The programs are untrusted: they run in Jinja's immutable sandbox, get plain JSON values only and read no files. The
-environment is that of transformers (utils/chat_template_utils.py), because published templates use its helpers.
+The programs are untrusted: they run in Jinja's immutable sandbox, get plain JSON values only and read no files. They
+may take any time and memory, also while they are compiled. The environment is that of transformers
+(utils/chat_template_utils.py), because published templates use its helpers.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
@@ -25,6 +27,8 @@ from .vocabularies.table import usual_chat_template
 
 FILE = "chat_template.jinja"
 FOLDER = "additional_chat_templates"  # a file NAME.jinja for each further template
+MAX_TEXT = 8 << 20
+"""Characters of the text of a conversation."""
 _CALL = {"needle": "x"}
 _RESULT = "the result"
 # Some templates accept only ids of nine characters.
@@ -41,38 +45,47 @@ _ANSWERED = ({"role": "user", "content": "a"}, {"role": "assistant", "content": 
 
 @dataclass(frozen=True)
 class _Template:
-    """A compiled template. variables: the names that it reads and does not set on every path."""
+    """A template of a model directory, which is compiled on first use."""
 
+    name: str
     where: Path
     source: str
-    program: jinja2.Template
-    variables: frozenset[str]
+
+    @cached_property
+    def program(self) -> jinja2.Template:
+        with self._compiling():
+            return _environment().from_string(self.source)
+
+    @cached_property
+    def variables(self) -> frozenset[str]:
+        """The names that it reads and does not set on every path."""
+        with self._compiling():
+            return frozenset(find_undeclared_variables(_environment().parse(self.source)))
+
+    @contextmanager
+    def _compiling(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as failure:
+            # Other errors than Jinja's occur: `break` outside a loop becomes Python that does not compile.
+            raise TokenizerError(f"{self.where}: chat template {self.name} does not compile: {failure}") from failure
 
 
 class ChatTemplate:
     """The chat templates of a model directory, from files of their own, chat_template.json or tokenizer_config.json.
 
-    special_tokens: bos_token, eos_token, ...; variables of the templates. Raises TokenizerError for a template that
-    does not compile.
+    special_tokens: bos_token, eos_token, ...; variables of the templates. Methods raise TokenizerError for a template
+    that does not compile.
     """
 
     def __init__(self, model_dir: Path, special_tokens: Mapping[str, str]) -> None:
         self._model_dir = model_dir
         self._special_tokens = dict(special_tokens)
-        environment = _environment()
-        self._templates: dict[str, _Template] = {}
-        for name, (where, source) in _find(model_dir).items():
-            try:
-                program = environment.from_string(source)
-                variables = frozenset(find_undeclared_variables(environment.parse(source)))
-                self._templates[name] = _Template(where, source, program, variables)
-            except Exception as failure:
-                # Other errors than Jinja's occur: `break` outside a loop becomes Python that does not compile.
-                raise TokenizerError(f"{where}: chat template {name} does not compile: {failure}") from failure
+        self._templates = {name: _Template(name, where, source) for name, (where, source) in _find(model_dir).items()}
 
     @property
     def source(self) -> str:
-        """The text of all templates."""
+        """The text of all templates, which are not compiled for it."""
         return "\n".join(template.source for template in self._templates.values())
 
     def variables(self, tools: Sequence[Mapping[str, Any]] | None) -> frozenset[str]:
@@ -99,8 +112,7 @@ class ChatTemplate:
         named tool_use is used where there is one, as in transformers. variables: further variables of the template.
         Raises TokenizerError with the template's own message if it refuses the messages.
         """
-        name = self._name(tools)
-        template = self._template(name)
+        template = self._template(self._name(tools))
         calls = any(message.get("tool_calls") for message in messages)
         if calls and self._prints_arguments:
             messages = [_with_json_arguments(message) for message in messages]
@@ -110,7 +122,8 @@ class ChatTemplate:
         except _TemplateFailure as failure:
             # The template may raise any exception; no code of this project runs inside it.
             cause = failure.__cause__
-            raise TokenizerError(f"{template.where}: chat template {name} refused the messages: {cause}") from cause
+            message = f"{template.where}: chat template {template.name} refused the messages: {cause}"
+            raise TokenizerError(message) from cause
         return _cut(text, messages[-1]["content"]) if continue_final_message else text
 
     @cached_property
@@ -156,11 +169,17 @@ class ChatTemplate:
             **variables,
             "messages": [_message(message) for message in messages],
         }
-        plain = _plain(values)
+        plain, program = _plain(values), template.program
+        pieces, length = list[str](), 0
         try:
-            return template.program.render(plain)
+            for piece in program.generate(plain):
+                length += len(piece)
+                if length > MAX_TEXT:
+                    raise ValueError(f"the text has more than {MAX_TEXT} characters")
+                pieces.append(piece)
         except Exception as failure:
             raise _TemplateFailure from failure
+        return "".join(pieces)
 
     @cached_property
     def _prints_arguments(self) -> bool:

@@ -14,6 +14,7 @@ from tokenizers import processors
 from .chat import ChatTemplate
 from .errors import TokenizerError, tokenizer_errors
 from .files import show
+from .linear_time import is_linear, makes_longer
 from .special_tokens import read_special_tokens, read_tokenizer_config
 from .vocabularies.byte_level import BYTES
 from .vocabularies.table import find_vocabulary
@@ -46,7 +47,7 @@ class Tokenizer:
         self._special_ids = frozenset(id for id, token in tokens if token.special)
         self._decoder = _decoder_type(self._file, self._inner)
 
-    @property
+    @cached_property
     def num_tokens(self) -> int:
         """Return the highest token id plus 1."""
         return max(self._inner.get_vocab(with_added_tokens=True).values(), default=-1) + 1
@@ -58,6 +59,11 @@ class Tokenizer:
         A vocabulary writes a token in at least as many characters: byte-level ones in one for each byte.
         """
         return max(map(len, self._inner.get_vocab(with_added_tokens=True)), default=0)
+
+    @cached_property
+    def is_linear(self) -> bool:
+        """Whether `encode` is known to take linear time and memory, whatever the text."""
+        return is_linear(self._inner)
 
     @cached_property
     def chat_template(self) -> ChatTemplate:
@@ -88,8 +94,9 @@ class Tokenizer:
         except UnicodeEncodeError as failure:
             # Python decodes a command line that is not UTF-8 to lone surrogates.
             raise TokenizerError(f"text to encode: expected valid Unicode, found {show(text)}") from failure
-        with tokenizer_errors(f"{self._file}: cannot encode {show(text)}"):
-            # A batch of one releases the interpreter's lock and omits the offsets, which take most of the time.
+        # The name of the file and not its path, because clients of the server see this error.
+        with tokenizer_errors(f"{self._file.name}: cannot encode {show(text)}"):
+            # A batch of one omits the offsets, which take most of the time.
             return list(self._inner.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -120,6 +127,11 @@ class Tokenizer:
     def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
         """Return the text of a conversation (see ChatTemplate.render). Encode it with add_special_tokens=False."""
         return self.chat_template.render(messages, **variables)
+
+    def token_id(self, token: str) -> int | None:
+        """Return the id of an entry of the vocabulary; None if there is none."""
+        id: int | None = self._inner.token_to_id(token)
+        return id
 
     def token(self, id: int) -> str | None:
         """Return the token's entry in the vocabulary; None for a special token or an unknown id."""
@@ -247,7 +259,8 @@ def _is_local(decoders: list[dict[str, Any]]) -> bool:
     """Return whether a token's text depends on the previous token alone.
 
     `Strip` may remove at most one character from the start of the text and none from its end, and `Replace` may not
-    work on joined tokens.
+    work on joined tokens. It also may not make a text longer or take more than linear time, because answers are decoded
+    where nothing limits it.
     """
     types = [decoder["type"] for decoder in decoders]
     joined = types.index("Fuse") if "Fuse" in types else len(types)
@@ -256,4 +269,5 @@ def _is_local(decoders: list[dict[str, Any]]) -> bool:
         and sum(decoder.get("start", 0) for decoder in decoders) <= 1
         and not any(decoder.get("stop") for decoder in decoders)
         and "Replace" not in types[joined:]
+        and not any(makes_longer(decoder) for decoder in decoders if decoder["type"] == "Replace")
     )

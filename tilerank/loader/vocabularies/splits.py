@@ -38,6 +38,23 @@ _KIMI = Split(
     rf"|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_CONTRACTIONS}?"
     r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*" + _ENDS
 )
+_LLAMA3 = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*" + _ENDS
+_DEEPSEEK3 = (
+    r"\p{N}{1,3}",
+    "[一-龥\u3040-ゟ゠-ヿ]+",
+    r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*"""
+    + _ENDS,
+)
+_ANY_UPPER, _ANY_LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_O200K, _TEKKEN = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_ANY_UPPER}*{_ANY_LOWER}+{end}|[^\r\n\p{{L}}\p{{N}}]?{_ANY_UPPER}+{_ANY_LOWER}*{end}"
+    rf"|{number}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*" + _ENDS
+    for end, number in ((f"{_CONTRACTIONS}?", r"\p{N}{1,3}"), ("", r"\p{N}"))
+)
+LINEAR_PATTERNS = frozenset(
+    (*(split.pattern for split in (_QWEN2, _QWEN3_5, _KIMI)), _LLAMA3, *_DEEPSEEK3, _O200K, _TEKKEN)
+)
+"""Patterns of published tokenizers, each of which takes linear time, whatever the text."""
 
 # Released files name other classes for Qwen3.5, so that the model type comes first, as in transformers.
 _BY_MODEL_TYPE = {

@@ -4,6 +4,7 @@ A picture takes one token of the prompt. Its encoding is not inserted there: the
 """
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -72,28 +73,36 @@ class MllamaProcessor(Processor):
     """Reads the settings of a model directory. Raises ConfigError."""
 
     def __init__(self, model_dir: Path, tokenizer: Tokenizer) -> None:
+        super().__init__(tokenizer)
         self._settings = read_tile_settings(model_dir)
-        self._tokenizer = tokenizer
         self._token = tokenizer.special_tokens.get("image_token", "<|image|>")
         self.placeholders = (self._token,)
         config = read_config_fields(model_dir)
         self._id = config.integer("image_token_index", 0, _MAX_ID)
-        if (found := tokenizer.encode(self._token, add_special_tokens=False)) != [self._id]:
-            raise config.fail("image_token_index", f"{found}, as the tokenizer encodes {self._token}")
+        if (found := tokenizer.token_id(self._token)) != self._id:
+            raise config.fail("image_token_index", f"{found}, as the tokenizer has {self._token}")
 
-    def prompt(self, text: str, media: Sequence[DecodedMedium]) -> Prompt:
+    def write(self, text: str, media: Sequence[DecodedMedium]) -> str:
+        """Put the token that begins a text behind leading pictures, if the text has none."""
         for number, frames in enumerate(media, 1):
             if frames.kind != "image":
                 raise MediaError(f"medium {number}: the model takes pictures alone, found a {frames.kind}")
-        ids = self._tokenizer.encode(self._with_begin(text), add_special_tokens=False)
-        places = [index for index, id in enumerate(ids) if id == self._id]
+        begin = self._tokenizer.special_tokens.get("bos_token", "")
+        if begin in text:
+            return text
+        pictures = re.match(f"(?:{re.escape(self._token)})*", text)
+        assert pictures is not None, "an empty text matches"
+        return text[: pictures.end()] + begin + text[pictures.end() :]
+
+    def expand(self, token_ids: list[int], media: Sequence[DecodedMedium]) -> Prompt:
+        places = [index for index, id in enumerate(token_ids) if id == self._id]
         if len(places) != len(media):
             raise MediaError(
                 f"expected one {self._token} in the prompt for each picture, found {len(places)} for {len(media)}; "
                 f"the text of a message may not contain {self._token}"
             )
         if not media:
-            return Prompt(ids)
+            return Prompt(token_ids)
         s = self._settings
         pictures, counts = [], []
         for frames in media:
@@ -102,7 +111,7 @@ class MllamaProcessor(Processor):
             pictures.append(Medium("image", frames.data, frames.size, (1, rows * side, columns * side)))
             counts.append(rows * columns * s.tokens)
         visible = _visible_ranges(places, counts, s)
-        return Prompt(ids, pictures, source=_source(counts, s.most * s.tokens), visible_ranges=visible)
+        return Prompt(token_ids, pictures, source=_source(counts, s.most * s.tokens), visible_ranges=visible)
 
     def text_prompt(self, token_ids: list[int]) -> Prompt:
         if self._id in token_ids:
@@ -114,16 +123,6 @@ class MllamaProcessor(Processor):
 
     def most_tokens(self, kind: str) -> int:
         return self._settings.most * self._settings.tokens if kind == "image" else 0
-
-    def _with_begin(self, text: str) -> str:
-        """Put the token that begins a text behind leading pictures, if the text has none."""
-        begin = self._tokenizer.special_tokens.get("bos_token", "")
-        if begin in text:
-            return text
-        rest = text
-        while rest.startswith(self._token):
-            rest = rest.removeprefix(self._token)
-        return text.removesuffix(rest) + begin + rest
 
 
 def _source(counts: list[int], whole: int) -> list[Segment]:

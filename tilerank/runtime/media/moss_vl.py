@@ -117,16 +117,19 @@ class MossVLProcessor(PlaceholderProcessor):
         self._settings = read_settings(model_dir)
         self.placeholders = (*_WRITTEN.values(), *self._tokens.values())
 
-    def prompt(self, text: str, media: Sequence[DecodedMedium]) -> Prompt:
+    def write(self, text: str, media: Sequence[DecodedMedium]) -> str:
         for kind, written in _WRITTEN.items():
             text = text.replace(written, self._tokens[kind])
         pieces = self._split(text, media)
-        converted = self._media(media)
         for index, frames in enumerate(media):
             if frames.kind == "video":
                 pieces[2 * index + 1] = self._write_frames(frames)
-        ids = self._encode(pieces, sum(medium.grid[0] for medium in converted))
-        return _with_source(ids, self._kinds, converted, self._settings.preprocessing.merge)
+        return "".join(pieces)
+
+    def expand(self, token_ids: list[int], media: Sequence[DecodedMedium]) -> Prompt:
+        converted = self._media(media)
+        self._check_places(token_ids, sum(medium.grid[0] for medium in converted))
+        return _with_source(token_ids, self._kinds, converted, self._settings.preprocessing.merge)
 
     def sample(self, total: int, fps: float | None) -> list[int]:
         return sample_frames(total, fps, self._settings.sampling)

@@ -20,7 +20,7 @@ class PlaceholderProcessor(Processor):
     """Reads the placeholders "image_token" and those of other kinds of a model directory. Raises ConfigError."""
 
     def __init__(self, model_dir: Path, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
+        super().__init__(tokenizer)
         names = tokenizer.special_tokens
         self._start = names.get("vision_start_token", "<|vision_start|>")
         self._end = names.get("vision_end_token", "<|vision_end|>")
@@ -32,9 +32,9 @@ class PlaceholderProcessor(Processor):
         """The kind of medium of each placeholder's id."""
         for kind, token in self._tokens.items():
             id = config.integer(f"{kind}_token_id", 0, _MAX_ID)
-            if (found := tokenizer.encode(token, add_special_tokens=False)) != [id]:
+            if (found := tokenizer.token_id(token)) != id:
                 raise ConfigError(
-                    f"{config.path}: {kind}_token_id: found {id}, but the tokenizer encodes {token} as {found}"
+                    f"{config.path}: {kind}_token_id: found {id}, but the tokenizer has {token} as {found}"
                 )
             self._kinds[id] = kind
 
@@ -62,12 +62,10 @@ class PlaceholderProcessor(Processor):
             raise MediaError(f"expected placeholders for {', '.join(expected)} in this order, found {', '.join(found)}")
         return pieces
 
-    def _encode(self, pieces: Sequence[str], places: int) -> list[int]:
-        """Return the tokens of a prompt with so many placeholders."""
-        ids = self._tokenizer.encode("".join(pieces), add_special_tokens=False)
-        if (found := sum(id in self._kinds for id in ids)) != places:
+    def _check_places(self, token_ids: list[int], places: int) -> None:
+        """Raise MediaError unless a prompt has so many placeholders."""
+        if (found := sum(id in self._kinds for id in token_ids)) != places:
             raise MediaError(f"expected {places} placeholders of media in the tokens of the prompt, found {found}")
-        return ids
 
 
 def name_medium(media: Sequence[DecodedMedium], index: int) -> str:

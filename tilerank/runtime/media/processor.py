@@ -3,6 +3,8 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
+from tilerank.loader.tokenizer import Tokenizer
+
 from ..protocol.errors import MediaError
 from ..protocol.prompt import Prompt
 from .decoder import DecodedMedium, Sampler
@@ -11,6 +13,9 @@ from .messages import MediaSource
 
 class Processor(ABC):
     """The processor of a model directory.
+
+    A prompt is made in three steps: `write` completes its text, whose tokens the caller finds, and `expand` puts the
+    media between them.
 
     kinds: of media that the model takes.
     placeholders: what the chat template writes for a medium. Users may not write it (see messages.split_media).
@@ -23,9 +28,24 @@ class Processor(ABC):
     convention: str = ""
     shares_frames: bool = False
 
-    @abstractmethod
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
     def prompt(self, text: str, media: Sequence[DecodedMedium]) -> Prompt:
-        """Return the prompt of a text from the chat template and its media, in the order of the text.
+        """Return the prompt of a text from the chat template and its media, in the order of the text: all three steps.
+        Raises MediaError."""
+        return self.expand(self._tokenizer.encode(self.write(text, media), add_special_tokens=False), media)
+
+    @abstractmethod
+    def write(self, text: str, media: Sequence[DecodedMedium]) -> str:
+        """Return the text with all that its tokens need of the media, such as the times of frames.
+
+        Raises MediaError if placeholders and media do not match.
+        """
+
+    @abstractmethod
+    def expand(self, token_ids: list[int], media: Sequence[DecodedMedium]) -> Prompt:
+        """Return the prompt of the tokens of a text from `write`, which add no special ones, and of its media.
 
         Raises MediaError for a medium that the model cannot take, and if placeholders and media do not match.
         """

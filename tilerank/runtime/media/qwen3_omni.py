@@ -127,8 +127,14 @@ class QwenOmniProcessor(PlaceholderProcessor):
         self._audio_end = names.get("audio_eos_token", "<|audio_end|>")
         self._ids = {kind: id for id, kind in self._kinds.items()}
 
-    def prompt(self, text: str, media: Sequence[DecodedMedium]) -> Prompt:
+    def write(self, text: str, media: Sequence[DecodedMedium]) -> str:
         pieces = self._split(text, media)
+        for index, frames in enumerate(media):
+            if frames.sound:
+                pieces[2 * index + 1] = f"{self._audio_start}{pieces[2 * index + 1]}{self._audio_end}"
+        return "".join(pieces)
+
+    def expand(self, token_ids: list[int], media: Sequence[DecodedMedium]) -> Prompt:
         converted, expansions = list[Medium](), list[_Expansion]()
         for index, frames in enumerate(media):
             try:
@@ -142,9 +148,9 @@ class QwenOmniProcessor(PlaceholderProcessor):
                 expansions.append(self._expansion(medium, number))
                 continue
             converted.append(sound)
-            pieces[2 * index + 1] = f"{self._audio_start}{pieces[2 * index + 1]}{self._audio_end}"
             expansions.append(_interleaved(self._tokens_of(medium, number), self._tokens_of(sound, number + 1)))
-        return _expand(self._encode(pieces, len(expansions)), self._kinds, expansions, converted)
+        self._check_places(token_ids, len(expansions))
+        return _expand(token_ids, self._kinds, expansions, converted)
 
     def sample(self, total: int, fps: float | None) -> list[int]:
         """As Qwen2VLVideoProcessor with fps=2."""

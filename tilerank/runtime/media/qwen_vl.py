@@ -190,8 +190,14 @@ class QwenVLProcessor(PlaceholderProcessor):
         version = "5.23" if self._keeps_markers else "4.57"
         self.convention = f"videos are written into prompts as by transformers {version}"
 
-    def prompt(self, text: str, media: Sequence[DecodedMedium]) -> Prompt:
+    def write(self, text: str, media: Sequence[DecodedMedium]) -> str:
         pieces = self._split(text, media)
+        for index, frames in enumerate(media):
+            if frames.kind == "video":
+                self._write_groups(pieces, 2 * index + 1, frames)
+        return "".join(pieces)
+
+    def expand(self, token_ids: list[int], media: Sequence[DecodedMedium]) -> Prompt:
         converted, grids = [], list[_Grid]()
         for index, frames in enumerate(media):
             try:
@@ -201,9 +207,8 @@ class QwenVLProcessor(PlaceholderProcessor):
             converted.append(medium)
             rows, columns = (side // self._preprocessing.merge for side in medium.grid[1:])
             grids += [_Grid(index, group * rows * columns, rows, columns) for group in range(medium.grid[0])]
-            if frames.kind == "video":
-                self._write_groups(pieces, 2 * index + 1, frames)
-        return _expand(self._encode(pieces, len(grids)), self._kinds, grids, converted)
+        self._check_places(token_ids, len(grids))
+        return _expand(token_ids, self._kinds, grids, converted)
 
     def sample(self, total: int, fps: float | None) -> list[int]:
         return sample_frames(total, fps, self._sampling)
