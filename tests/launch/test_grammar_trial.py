@@ -38,7 +38,7 @@ def trial() -> Iterator[GrammarTrial]:
     [process] = trial.pool.processes
     process.close()
     await_true(lambda: process.pid is None, 110, "the process does not end when its input is closed")
-    assert process.end() == "ended with status 0"
+    assert str(process.end()) == "ended with status 0"
 
 
 def test_errors_say_what_is_wrong(trial: GrammarTrial) -> None:

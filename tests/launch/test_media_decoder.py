@@ -21,7 +21,7 @@ from PIL import Image
 
 from tilerank.launch.serving.media_decoder import PROCESSES, MediaDecoder
 from tilerank.runtime.media.decoder import DecodedMedium, MediaLimits
-from tilerank.runtime.protocol.errors import MediaError
+from tilerank.runtime.protocol.errors import MediaError, UnavailableError
 
 
 @pytest.fixture(scope="module")
@@ -302,19 +302,38 @@ def test_a_killed_process_is_started_again() -> None:
 
 
 def test_a_process_that_dies_while_it_decodes() -> None:
+    """The file is decoded in the next one, and is only to blame if it ends the process by itself."""
     decoder = MediaDecoder()
-    decode(decoder, "image", encoded(picture(5, 5)))
-    (pid,) = pids(decoder)
+    left = list[signal.Signals]()
 
     def kill(total: int, fps: float | None) -> list[int]:
-        os.kill(pid, signal.SIGKILL)
+        if left:
+            os.kill(pids(decoder)[0], left.pop())
         return [0]
 
+    left += [signal.SIGKILL]
+    assert decode(decoder, "video", video(5), sample=kill).indices == [0]
+    left += [signal.SIGKILL] * 2
+    with pytest.raises(UnavailableError):
+        decode(decoder, "video", video(5), sample=kill)
+    left += [signal.SIGSEGV]
     assert refusal(decoder, "video", video(5), sample=kill) == (
-        "the file cannot be decoded: the process that decodes was ended by signal 9"
+        "the file cannot be decoded: the process that decodes was ended by signal 11"
     )
     assert decode(decoder, "image", encoded(picture(5, 5))).size == (1, 5, 5)
     decoder.close()
+
+
+def test_a_process_that_is_stopped_while_it_decodes() -> None:
+    decoder = MediaDecoder(MediaLimits(seconds=2))
+
+    def stop(total: int, fps: float | None) -> list[int]:
+        os.kill(pids(decoder)[0], signal.SIGSTOP)
+        return [0]
+
+    with pytest.raises(UnavailableError, match="was stopped"):
+        decode(decoder, "video", video(5), sample=stop)
+    assert not pids(decoder)
 
 
 def test_a_file_that_takes_too_long() -> None:

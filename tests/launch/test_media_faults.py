@@ -137,7 +137,7 @@ def test_a_rank_that_is_lost_while_it_encodes(server: Server, rank: int, number:
 
 
 def test_the_process_that_decodes_is_lost(server: Server) -> None:
-    """The request whose picture it decodes fails; others do not notice."""
+    """The picture is decoded in another one; requests do not notice."""
     check_answers(server)
     before = {pid: cpu_ticks(pid) for pid in pids(server, DECODER)}
 
@@ -150,8 +150,5 @@ def test_the_process_that_decodes_is_lost(server: Server) -> None:
         (decoder,) = at_work()
         os.kill(decoder, signal.SIGKILL)
         check_answers(server)
-        failed = asked.result()
-    assert failed.status_code == 400
-    said = "the file cannot be decoded: the process that decodes was ended by signal 9"
-    assert failed.json()["error"]["message"].endswith(said), failed.text
+        assert asked.result().status_code == 200
     assert decoder not in pids(server, DECODER)

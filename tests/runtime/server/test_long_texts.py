@@ -1,7 +1,5 @@
-"""Tokenising takes hundreds of bytes of memory for each character: what cannot fit is refused first, the rest waits."""
+"""Tokenising takes hundreds of bytes of memory for each character: what cannot fit is refused first."""
 
-import asyncio
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +7,7 @@ import pytest
 
 from tests.runtime.server.scripted import BOS, QWEN_3, Server, make_model, run
 from tilerank.loader.tokenizer import Tokenizer
-from tilerank.runtime.server.chat.prompts import LONG_TEXT, LONG_TEXTS
+from tilerank.runtime.server.chat import prompts
 
 
 @pytest.fixture(scope="module")
@@ -53,24 +51,13 @@ def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenised(model: Path, m
     run(model, QWEN_3, ask)
 
 
-def test_few_long_texts_are_tokenised_at_once(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_texts_of_a_request_are_bounded_together(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the context."""
+    monkeypatch.setattr(prompts, "MAX_TEXT", 64)
+
     async def ask(server: Server) -> None:
-        now, most, lock, encode = 0, 0, threading.Lock(), server.tokenizer.encode
-        pair = threading.Barrier(LONG_TEXTS)
-
-        def watched(text: str, add_special_tokens: bool = True) -> list[int]:
-            nonlocal now, most
-            with lock:
-                now, most = now + 1, max(most, now + 1)
-            pair.wait(30)  # as many as may be are here at once
-            with lock:
-                now -= 1
-            return encode(text, add_special_tokens)
-
-        monkeypatch.setattr(server.tokenizer, "encode", watched)
-        body = {"prompt": "a" * LONG_TEXT}
-        answers = await asyncio.gather(*(server.http.post("/tokenize", json=body) for _ in range(4 * LONG_TEXTS)))
-        assert [answer.status_code for answer in answers] == [200] * (4 * LONG_TEXTS)
-        assert most == LONG_TEXTS
+        found = [await server.http.post("/v1/completions", json={"prompt": ["a" * 16] * n}) for n in (4, 5)]
+        assert [answer.status_code for answer in found] == [200, 400]
+        assert "prompt: expected at most 64 characters together, found 80" in found[1].text
 
     run(model, QWEN_3, ask)

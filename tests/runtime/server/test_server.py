@@ -24,9 +24,10 @@ from tilerank.runtime.server.apis.completions.body import Completion
 from tilerank.runtime.server.apis.completions.choices import ChatFormatter, TextFormatter
 from tilerank.runtime.server.chat.deltas import Delta
 from tilerank.runtime.server.chat.messages import Message
-from tilerank.runtime.server.chat.rendering import DirectRenderer
+from tilerank.runtime.server.chat.reasoning import ReasoningStart
 from tilerank.runtime.server.chat.request import ChatCompletion
 from tilerank.runtime.server.chat.text import TextStream
+from tilerank.runtime.server.chat.text_encoder import DirectTextEncoder
 from tilerank.runtime.server.http.body import validation_error
 from tilerank.runtime.server.link.messages import Cancel, Submit, ToEngine, engine_inbox
 
@@ -138,18 +139,18 @@ def test_messages_without_a_usable_template(tmp_path: Path, template: str | None
 def test_others_are_answered_while_a_template_is_at_work(monkeypatch: pytest.MonkeyPatch) -> None:
     answered = asyncio.Event()
 
-    async def render(*given: object) -> str:
+    async def encode_chat(*given: object) -> tuple[list[int], ReasoningStart]:
         await answered.wait()
-        return "In the beginning"
+        return [3, 1, 4], ReasoningStart.NEVER
 
     async def ask(server: Server) -> None:
-        monkeypatch.setattr(DirectRenderer, "render", render)
+        monkeypatch.setattr(DirectTextEncoder, "encode_chat", encode_chat)
         body = {"messages": [{"role": "user", "content": "a"}]}
         chat = asyncio.create_task(server.http.post("/tokenize", json=body))
         assert (await server.http.post("/tokenize", json={"prompt": "a"})).status_code == 200
         assert not chat.done()
         answered.set()
-        assert (await chat).json()["tokens"] == TOKENIZER.encode("In the beginning", False)
+        assert (await chat).json()["tokens"] == [3, 1, 4]
 
     run(DEMO, None, ask)
 

@@ -20,7 +20,7 @@ from tilerank.runtime.media.decoder import DecodedMedium, decode_source
 from tilerank.runtime.media.messages import MediaSource, read_data_url
 from tilerank.runtime.media.processor import Processor, check_kinds, samplers
 from tilerank.runtime.media.registry import family_of, load_processor
-from tilerank.runtime.protocol.errors import MediaError
+from tilerank.runtime.protocol.errors import MediaError, UnavailableError
 from tilerank.runtime.protocol.prompt import Prompt
 
 from ..errors import LaunchError
@@ -207,7 +207,7 @@ class _PromptEncoder:
                 return asyncio.run(self._conversation([{"role": "user", "content": prompt.text}], prompt.folder))
             ids = self._tokenizer.encode(prompt.text) if prompt.text is not None else list(prompt.token_ids or ())
             return self._processor.text_prompt(ids) if self._processor else Prompt(ids)
-        except MediaError as e:
+        except (MediaError, UnavailableError) as e:
             raise LaunchError(f"{prompt.name}: {e}") from e
 
     def close(self) -> None:
@@ -216,13 +216,13 @@ class _PromptEncoder:
     @cached_property
     def _conversations(self) -> "PromptBuilder":
         from tilerank.runtime.server.chat.prompts import PromptBuilder
-        from tilerank.runtime.server.chat.rendering import DirectRenderer
+        from tilerank.runtime.server.chat.text_encoder import DirectTextEncoder
         from tilerank.runtime.server.chat.tools.formats import tool_format
 
         format = tool_format(self._tokenizer, family_of(self._card.model_type).tool_calls)
-        model, renderer = str(self._tokenizer.model_dir), DirectRenderer(self._tokenizer)
+        model, encoder = str(self._tokenizer.model_dir), DirectTextEncoder(self._tokenizer)
         return PromptBuilder(
-            self._tokenizer, model, format, self._processor, renderer, lambda: self._card.context_length
+            self._tokenizer, model, format, self._processor, encoder, lambda: self._card.context_length
         )
 
     async def _conversation(self, messages: Sequence[dict[str, Any]], folder: Path) -> Prompt:

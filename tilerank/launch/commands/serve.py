@@ -318,9 +318,9 @@ def _run_http_process(args: argparse.Namespace) -> int:
     from tilerank.runtime.server.apis.service import ServerSettings
     from tilerank.runtime.server.chat.tools.formats import tool_format
 
-    from ..serving.chat_renderer import ChatRenderer
     from ..serving.grammar_trial import GrammarTrial
     from ..serving.http_process import Http, run
+    from ..serving.text_processes import TextProcesses
 
     logs.configure(0, args.log_level, prefix=False)
     model_dir = model.model_directory(args)
@@ -336,7 +336,7 @@ def _run_http_process(args: argparse.Namespace) -> int:
         tool_format(tokenizer, family_of(card.model_type).tool_calls),
         GrammarTrial(model_dir).check,
         media_options.media_reader(args, load_processor(model_dir, tokenizer)),
-        ChatRenderer(tokenizer),
+        TextProcesses(tokenizer),
         _weights(options, card),
         voices_of(card),
     )

@@ -1,4 +1,4 @@
-"""Runs what strangers send, such as grammars, chat templates and media, in child processes with limits.
+"""Runs what strangers send, such as grammars, chat templates, texts and media, in child processes with limits.
 
 Its cost is only known once it has run. In a process of its own, the kernel can stop it without harm to others.
 """
@@ -12,20 +12,59 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Generic, TypeVar
 
 import msgspec
 
+from tilerank.runtime.protocol.errors import UnavailableError
 from tilerank.runtime.protocol.framing import ClosedError, Connection, Inbox, encode
 
-MEMORY = 4 << 30
-"""Limit of the address space, in bytes."""
+from .process import die_with
+
+TRIES = 2
+"""How many processes get a question, if they end for another reason than the question."""
 _END_S = 0.1
 """For a process to end by itself once its socket is closed."""
+_OUT_OF_MEMORY = 77
+"""The exit status of a process whose question needs more memory than it may have."""
+_OWN_SIGNALS = {
+    signal.SIGXCPU,
+    signal.SIGABRT,
+    signal.SIGSEGV,
+    signal.SIGBUS,
+    signal.SIGILL,
+    signal.SIGFPE,
+    signal.SIGTRAP,
+}
+"""The signals with which a question ends its process: too much processor time; libraries that get no memory, overflow
+the stack, or have an error. Others come from outside, such as SIGKILL from the kernel that is out of memory."""
 _INHERITED = ("LD_", "PYTHON")
 """Prefixes of the environment variables that the processes see. Others may be secrets, such as the API key."""
 Q = TypeVar("Q")
 A = TypeVar("A")
+
+
+class OverLimitError(Exception):
+    """A question takes more processor time or memory than its process may use. Says how the process ended."""
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a process ended. code: its exit status, or the negated number of a signal; None if it never started."""
+
+    code: int | None
+
+    @property
+    def by_question(self) -> bool:
+        """Whether its question ended it, and not somebody else."""
+        return self.code is not None and (self.code == _OUT_OF_MEMORY or -self.code in _OWN_SIGNALS)
+
+    def __str__(self) -> str:
+        if self.code is None:
+            return "could not be started"
+        return f"was ended by signal {-self.code}" if self.code < 0 else f"ended with status {self.code}"
 
 
 class LimitedProcess:
@@ -40,6 +79,14 @@ class LimitedProcess:
     def pid(self) -> int | None:
         """The process, if it runs: it may have been killed to free memory."""
         return self._process.pid if self._process is not None and self._process.poll() is None else None
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether the process runs, but was stopped by a signal."""
+        if self.pid is None:
+            return False
+        _, _, after_name = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")
+        return after_name.split()[0] == "T"
 
     def connect(self) -> socket.socket:
         """Return the socket of the process, which is started if it does not run."""
@@ -68,17 +115,22 @@ class LimitedProcess:
         if self._socket is not None:
             self._socket.close()
 
-    def end(self) -> str:
+    def kill(self) -> None:
+        """Kill the process, if it runs. Its socket is then closed at its end."""
+        if self._process is not None:
+            self._process.kill()
+
+    def end(self) -> "Ending":
         """End the process now, if it runs; return how it ended."""
         self.close()
         if self._process is None:
-            return "could not be started"
+            return Ending(None)
         try:
             code = self._process.wait(_END_S)
         except subprocess.TimeoutExpired:
             self._process.kill()
             code = self._process.wait()
-        return f"was ended by signal {-code}" if code < 0 else f"ended with status {code}"
+        return Ending(code)
 
 
 class LimitedPool(Generic[A]):
@@ -91,44 +143,84 @@ class LimitedPool(Generic[A]):
         for process in self.processes:
             self._idle.put_nowait(process)
 
-    async def ask(self, question: object) -> A | None:
-        """Return the answer; None if the process exceeded a limit."""
+    def start(self) -> None:
+        """Start the processes, so that the first questions need not wait."""
+        for process in self.processes:
+            process.connect()
+
+    async def ask(self, question: object, deadline_s: float) -> A:
+        """Return the answer. A process that does not give it within `deadline_s` seconds is killed.
+
+        Raises OverLimitError if the question ends its process, and UnavailableError if TRIES processes end otherwise.
+        """
+        data = encode(question)
         process = await self._idle.get()
-        asking = asyncio.create_task(self._ask(process, question))
-        asking.add_done_callback(lambda _: self._idle.put_nowait(process))
+        asking = asyncio.create_task(self._ask(process, data, deadline_s))
+
+        def release(done: asyncio.Task[A]) -> None:
+            self._idle.put_nowait(process)
+            if not done.cancelled():
+                done.exception()  # nobody else may read it
+
+        asking.add_done_callback(release)
         return await asyncio.shield(asking)  # a process answers an abandoned question before the next one
 
-    async def _ask(self, process: LimitedProcess, question: object) -> A | None:
+    async def _ask(self, process: LimitedProcess, data: bytes, deadline_s: float) -> A:
+        endings = list[Ending]()
+        for _ in range(TRIES):
+            connection = process.connect()  # in this thread, with whose end the kernel kills the process
+            at_deadline = asyncio.get_running_loop().call_later(deadline_s, process.kill)
+            try:
+                return await self._exchange(connection, data)
+            except (BrokenPipeError, ConnectionResetError, ClosedError):
+                endings.append(await asyncio.to_thread(process.end))
+            finally:
+                at_deadline.cancel()
+            if endings[-1].by_question:
+                raise OverLimitError(f"the process {endings[-1]}")
+        how = " and ".join(map(str, endings))
+        raise UnavailableError(f"{TRIES} processes of the server failed at this request, one after the other: {how}")
+
+    async def _exchange(self, connection: socket.socket, question: bytes) -> A:
         loop, inbox = asyncio.get_running_loop(), Inbox(self._answers)
-        connection = await asyncio.to_thread(process.connect) if process.pid is None else process.connect()
         connection.setblocking(False)
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError, ClosedError):
-            await loop.sock_sendall(connection, encode(question))
-            while data := await loop.sock_recv(connection, 1 << 20):
-                for answer in inbox.feed(data):
-                    return answer
-        await asyncio.to_thread(process.end)
-        return None
+        await loop.sock_sendall(connection, question)
+        while data := await loop.sock_recv(connection, 1 << 20):
+            for answer in inbox.feed(data):
+                return answer
+        raise ClosedError
 
 
-def answer_all(connection: Connection[Q], answer: Callable[[Q], object], cpu_s: int | None = None) -> None:
-    """In the child: answer each question, if `cpu_s` is given in at most so many seconds, until the parent closes.
+def answer_all(
+    connection: Connection[Q],
+    answer: Callable[[Q], object],
+    memory: int,
+    cpu_s: Callable[[Q], int] | None = None,
+) -> None:
+    """In the child: answer each question until the parent closes, with an address space of `memory` bytes.
 
-    CPU time is counted, so that a busy machine does not refuse a good program.
+    cpu_s: returns the seconds of a question, if they are limited. CPU time is counted, so that a busy machine does not
+    refuse a good program.
     """
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     with contextlib.suppress(ClosedError):
         while True:
-            question = connection.receive()
-            if cpu_s is not None:
-                used = resource.getrusage(resource.RUSAGE_SELF)
-                # The limit is in whole seconds of the whole process; beyond it the kernel kills the process.
-                end = int(used.ru_utime + used.ru_stime) + 1 + cpu_s
-                resource.setrlimit(resource.RLIMIT_CPU, (end, resource.RLIM_INFINITY))
-            connection.send(answer(question))
+            try:
+                question = connection.receive()
+                if cpu_s is not None:
+                    used = resource.getrusage(resource.RUSAGE_SELF)
+                    # The limit is in whole seconds of the whole process; beyond it the kernel kills the process.
+                    end = int(used.ru_utime + used.ru_stime) + 1 + cpu_s(question)
+                    resource.setrlimit(resource.RLIMIT_CPU, (end, resource.RLIM_INFINITY))
+                connection.send(answer(question))
+            except MemoryError:
+                os._exit(_OUT_OF_MEMORY)  # a new process begins with all of its memory free
+            del question
 
 
 def to_parent(questions: msgspec.msgpack.Decoder[Q]) -> Connection[Q]:
-    """In the child: return the connection over which the parent asks."""
+    """In the child: return the connection over which the parent asks. The child is killed when the parent ends, also
+    if it is stopped then."""
+    die_with(os.getppid())
     return Connection(socket.socket(fileno=0), questions)

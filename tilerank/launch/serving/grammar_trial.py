@@ -13,10 +13,14 @@ import msgspec
 from tilerank.runtime.protocol.errors import RequestError
 from tilerank.runtime.protocol.grammar import Vocabulary
 
-from ..processes.limited_process import MEMORY, LimitedPool, answer_all, to_parent
+from ..processes.limited_process import LimitedPool, OverLimitError, answer_all, to_parent
 
 CPU_S = 1
 """Limit for one grammar."""
+DEADLINE_S = 30.0
+"""For one grammar, on a busy machine."""
+MEMORY = 4 << 30
+"""Limit of the process, in bytes of address space."""
 KEPT = 256
 """Number of accepted grammars that are remembered."""
 _text = msgspec.msgpack.Decoder(str)
@@ -30,12 +34,14 @@ class GrammarTrial:
         self.pool = LimitedPool(1, _text, __name__, str(model_dir))
 
     async def check(self, grammar: str) -> None:
-        """Raise RequestError if the grammar is wrong, or too expensive to compile."""
+        """Raise RequestError if the grammar is wrong, or too expensive to compile. Raises UnavailableError."""
         if grammar in self._good:
             return
-        refusal = await self.pool.ask(grammar)
-        if refusal is None:
-            raise RequestError(f"the grammar: compiling it takes more than {CPU_S} s or {MEMORY >> 30} GiB")
+        try:
+            refusal = await self.pool.ask(grammar, DEADLINE_S)
+        except OverLimitError as e:
+            message = f"the grammar: compiling it takes more than {CPU_S} s or {MEMORY >> 30} GiB"
+            raise RequestError(message) from e
         if refusal:
             raise RequestError(refusal)
         self._good[grammar] = None
@@ -45,9 +51,9 @@ class GrammarTrial:
 
 def main(model_dir: Path) -> None:
     """Answer each grammar with an error sentence, empty if it compiles."""
-    vocabulary = Vocabulary(model_dir)
+    connection, vocabulary = to_parent(_text), Vocabulary(model_dir)
     _refusal(vocabulary, "start: /x/")  # loads the tokens before the first limit applies
-    answer_all(to_parent(_text), lambda grammar: _refusal(vocabulary, grammar), CPU_S)
+    answer_all(connection, lambda grammar: _refusal(vocabulary, grammar), MEMORY, lambda _: CPU_S)
 
 
 def _refusal(vocabulary: Vocabulary, grammar: str) -> str:

@@ -9,13 +9,15 @@ import msgspec
 from tilerank.runtime.media.decoder import DecodedMedium, FileDecoder, MediaLimits, Sampler
 from tilerank.runtime.media.pictures import read_picture
 from tilerank.runtime.media.streams import ShorterVideo, describe_video, read_frames, read_sound
-from tilerank.runtime.protocol.errors import MediaError
+from tilerank.runtime.protocol.errors import MediaError, UnavailableError
 from tilerank.runtime.protocol.framing import ClosedError, Connection
 
-from ..processes.limited_process import MEMORY, LimitedProcess, answer_all, to_parent
+from ..processes.limited_process import TRIES, LimitedProcess, answer_all, to_parent
 
 PROCESSES = 2
 """Media that are decoded at the same time."""
+MEMORY = 4 << 30
+"""Limit of a process, in bytes of address space."""
 _OVERHEAD = 1 << 16
 
 
@@ -101,19 +103,35 @@ class MediaDecoder(FileDecoder):
                 raise MediaError(f"expected a file of at most {self._limits.bytes} bytes, found {len(data)}")
         process = self._idle.get()
         try:
-            found = self._ask(process, kind, files, sample)
-        except BaseException as failure:  # the process may be in the middle of a file
-            reason = process.end()
-            if isinstance(failure, TimeoutError):
-                raise MediaError(f"decoding takes more than {self._limits.seconds:g} s") from failure
-            if isinstance(failure, ClosedError):
-                raise MediaError(f"the file cannot be decoded: the process that decodes {reason}") from failure
-            raise
+            for _ in range(TRIES):
+                if (found := self._try(process, kind, files, sample)) is not None:
+                    break
+            else:
+                raise UnavailableError("two processes of the server in turn failed at decoding this file")
         finally:
             self._idle.put(process)
         if isinstance(found, Undecodable):
             raise MediaError(found.message)
         return found
+
+    def _try(
+        self, process: LimitedProcess, kind: str, files: Sequence[bytes], sample: Sampler
+    ) -> tuple[float | None, list[int], list[DecodedFrame]] | Undecodable | None:
+        """Return what the process answers; None if it ended for another reason than the file."""
+        try:
+            return self._ask(process, kind, files, sample)
+        except BaseException as failure:  # the process may be in the middle of a file
+            was_stopped = process.is_stopped
+            ending = process.end()
+            if isinstance(failure, ClosedError) and ending.by_question:
+                raise MediaError(f"the file cannot be decoded: the process that decodes {ending}") from failure
+            if isinstance(failure, ClosedError):
+                return None
+            if not isinstance(failure, TimeoutError):
+                raise
+            if was_stopped:
+                raise UnavailableError("the process that decodes was stopped") from failure
+            raise MediaError(f"decoding takes more than {self._limits.seconds:g} s") from failure
 
     def _ask(
         self, process: LimitedProcess, kind: str, files: Sequence[bytes], sample: Sampler
@@ -155,7 +173,7 @@ def main() -> None:
     """In the process: decode the files of each job."""
     warnings.simplefilter("ignore")  # of files, which their users see as errors
     connection = to_parent(_to_process)
-    answer_all(connection, lambda job: _answer(job, connection))
+    answer_all(connection, lambda job: _answer(job, connection), MEMORY)
 
 
 def _answer(job: DecodeFiles | TakeFrames, connection: Connection[DecodeFiles | TakeFrames]) -> Decoded | Undecodable:

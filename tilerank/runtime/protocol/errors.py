@@ -11,3 +11,7 @@ class RequestError(ValueError):
 
 class MediaError(RequestError):
     """A picture, video or sound of a request cannot be used. The message says what was expected and what was found."""
+
+
+class UnavailableError(RuntimeError):
+    """A process that a request needs has failed for a reason that is not the request's, which can be sent again."""

@@ -11,6 +11,7 @@ from starlette.routing import Route
 
 from tilerank.loader.tokenizer import Tokenizer
 
+from ..protocol.errors import UnavailableError
 from .apis.audio.speech import SpeechEndpoints, SpeechRequest
 from .apis.audio.transcriptions import TranscriptionEndpoints, TranscriptionRequest
 from .apis.completions.body import Completion
@@ -80,6 +81,7 @@ def make_app(client: EngineClient, tokenizer: Tokenizer, settings: ServerSetting
         middleware=[Middleware(MemoryMiddleware, memory=service.memory)],
         exception_handlers={
             ApiError: _handle_api_error,
+            UnavailableError: _handle_unavailable,
             HTTPException: _handle_http_exception,
             ClientDisconnect: _handle_disconnect,
             Exception: _handle_unexpected,
@@ -112,6 +114,10 @@ async def _handle_api_error(request: Request, error: Exception) -> Response:
     request.app.state.metrics.count_error(error.status)
     is_message = request.scope["path"].startswith("/v1/messages")  # Anthropic's clients read errors in its form
     return error_response(error, error_body(error) if is_message else None)
+
+
+async def _handle_unavailable(request: Request, error: Exception) -> Response:
+    return await _handle_api_error(request, ApiError(503, str(error), code="unavailable"))
 
 
 async def _handle_http_exception(request: Request, error: Exception) -> Response:

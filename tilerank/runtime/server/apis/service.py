@@ -19,7 +19,6 @@ import pydantic
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from tilerank.loader.errors import TokenizerError
 from tilerank.loader.generation_config import SamplingDefaults
 from tilerank.loader.tokenizer import Tokenizer
 
@@ -34,8 +33,8 @@ from ..chat.media import MediaReader
 from ..chat.messages import Message
 from ..chat.prompts import ChatPrompt, PromptBuilder
 from ..chat.reasoning import ReasoningStart
-from ..chat.rendering import DirectRenderer, Renderer
 from ..chat.request import ChatCompletion, Sampling, TemplateRequest
+from ..chat.text_encoder import DirectTextEncoder, TextEncoder, TextError
 from ..chat.tools.format import ToolFormat
 from ..chat.tools.parser import ToolParser
 from ..http.body import MAX_BODY, MAX_MEDIA_BODY, parse_json, read_json, validation_error
@@ -62,7 +61,7 @@ class ServerSettings:
     tool_format: ToolFormat | None  # of the model's tool calls; None if their format is unknown
     check_grammar: Callable[[str], Awaitable[None]]  # raises RequestError for one that must not reach the engine
     media: MediaReader | None = None  # reads pictures, videos and sound; None if the model takes none
-    renderer: Renderer | None = None  # of chat templates; None to render in the event loop
+    encoder: TextEncoder | None = None  # renders and tokenises; None to do that in the event loop
     weights: str = "unknown"  # the format in which ranks hold them, such as bfloat16 or int4
     voices: tuple[str, ...] = ()  # with which the model speaks; none if it does not
 
@@ -80,10 +79,10 @@ class Service:
         self.budget = MediaBudget()
         self.memory = ServerMemory(settings.media is not None)
         processor = None if settings.media is None else settings.media.processor
-        self._renderer = settings.renderer or DirectRenderer(tokenizer)
+        self._encoder = settings.encoder or DirectTextEncoder(tokenizer)
         self._end_token_ids: tuple[int, ...] | None = None  # known once a request needs them
         self.prompts = PromptBuilder(
-            tokenizer, settings.model, settings.tool_format, processor, self._renderer, lambda: self.context_length
+            tokenizer, settings.model, settings.tool_format, processor, self._encoder, lambda: self.context_length
         )
 
     @property
@@ -146,8 +145,6 @@ class Service:
             return await self.prompts.from_messages(messages, template, read)
         except MediaError as e:
             raise ApiError(400, f"messages: {e}", param="messages") from e
-        except TokenizerError as e:
-            raise ApiError(400, str(e), param="messages") from e
 
     async def generation(
         self, chat: ChatCompletion, share: Share, *, begun: Sequence[int] = (), runs: bool = True
@@ -178,8 +175,9 @@ class Service:
     ) -> Generation:
         """Return a Generation, for whose parameters see there."""
         defaults, ends = self.settings.sampling, await self._ends()
+        bad_words = await self.prompts.bad_words(body.bad_words)
         generation = Generation(
-            self.client, self.tokenizer, defaults, ends, body, prompts, grammar, thinking, new_parser
+            self.client, self.tokenizer, defaults, ends, body, prompts, grammar, bad_words, thinking, new_parser
         )
         body.drop_large_fields()
         return generation
@@ -188,8 +186,8 @@ class Service:
         """Return the tokens that end an answer according to the tokenizer and the chat template."""
         if self._end_token_ids is None:
             try:
-                after_answer = await self._renderer.after_answer()
-            except TokenizerError:  # the template cannot be used; requests that need it say so
+                after_answer = (await self._encoder.facts()).after_answer
+            except TextError:  # the template cannot be used; requests that need it say so
                 after_answer = ""
             self._end_token_ids = self.tokenizer.end_token_ids(after_answer)
         return self._end_token_ids

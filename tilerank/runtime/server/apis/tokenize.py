@@ -71,7 +71,7 @@ class TokenizeEndpoints:
         else:
             assert body.prompt is not None
             async with service.prompting(request):
-                tokens = await service.prompts.encode(body.prompt, body.add_special_tokens is not False, "prompt")
+                [tokens] = await service.prompts.encode([body.prompt], body.add_special_tokens is not False, "prompt")
         return json_response({"tokens": tokens, "count": len(tokens), "max_model_len": service.context_length})
 
     async def detokenize(self, request: Request) -> Response:

@@ -27,9 +27,9 @@ class Generation:
 
     ends: tokens that end an answer, beside those that the engine has of the model's configuration.
 
-    prompts: is emptied, because pictures take much memory. grammar: as in SamplingParams. thinking: how the answers
-    begin. new_parser: makes what finds tool calls in a choice; None if there are no tools to call. Raises ApiError if
-    the request cannot run.
+    prompts: is emptied, because pictures take much memory. grammar, bad_words: as in SamplingParams. thinking: how the
+    answers begin. new_parser: makes what finds tool calls in a choice; None if there are no tools to call. Raises
+    ApiError if the request cannot run.
 
     body: without messages, once the request runs. is_stopped: set if no further delta is needed.
     """
@@ -43,6 +43,7 @@ class Generation:
         body: Sampling,
         prompts: list[Prompt],
         grammar: str | None,
+        bad_words: tuple[tuple[int, ...], ...] = (),
         thinking: ReasoningStart = ReasoningStart.NEVER,
         new_parser: Callable[[], ToolParser] | None = None,
     ) -> None:
@@ -68,7 +69,7 @@ class Generation:
         for prompt in final:
             of_choices = seeds(body)
             values = vars(defaults)
-            params = sampling_params(body, prompt, of_choices[0], context_length, values, ends, tokenizer, grammar)
+            params = sampling_params(body, prompt, of_choices[0], context_length, values, ends, bad_words, grammar)
             self._submissions.append((prompt, params, of_choices))
 
     @property

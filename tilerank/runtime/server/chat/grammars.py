@@ -10,7 +10,7 @@ from llguidance.gbnf_to_lark import any_to_lark
 from tilerank.loader.tokenizer import Tokenizer
 
 from ..http.errors import ApiError
-from .reasoning import BEGIN, END, ReasoningStart, mark_token
+from .reasoning import BEGIN, END, ReasoningStart
 from .references import Schema
 from .request import Sampling, Tool
 from .schemas import json_rule
@@ -70,7 +70,7 @@ def _thinking_rules(tokenizer: Tokenizer, thinking: ReasoningStart) -> tuple[str
     """Return the expression of the reasoning, with the line breaks that follow it, and its rules."""
     if thinking is ReasoningStart.NEVER:
         return "", []
-    begin, end = (mark_token(mark, tokenizer) for mark in (BEGIN, END))
+    begin, end = (tokenizer.token_id(mark) for mark in (BEGIN, END))
     any_text, line_breaks = "/(.|\\n)*/", "line_breaks: /\\n+/"
     if end is None:
         thought = [f"thought[suffix={json.dumps(END)}]: {any_text}"]
@@ -120,7 +120,7 @@ def _tag_rules(tag: StructuralTag, tokenizer: Tokenizer) -> list[str]:
     for name, structure in zip(names, tag.structures, strict=True):
         trigger = tag.trigger_of(structure)
         assert trigger is not None, "checked by StructuralTag"
-        id, rest = mark_token(trigger, tokenizer), structure.begin.removeprefix(trigger)
+        id, rest = tokenizer.token_id(trigger), structure.begin.removeprefix(trigger)
         if id is None:
             rules.append(f"{name}_trigger[lazy]: FREE_TEXT {_quoted(trigger)}")
             begin = f"{name}_trigger"
@@ -160,7 +160,7 @@ def _literal(text: str, tokenizer: Tokenizer, format: ToolFormat) -> str:
     """Return the expression for a text. Marks that are tokens of the model must be named by their ids: llguidance takes
     tokens in angle brackets for special ones, which are no text to it.
     """
-    ids = {mark: mark_token(mark, tokenizer) for mark in format.MARKS}
+    ids = {mark: tokenizer.token_id(mark) for mark in format.MARKS}
     marks = [mark for mark, id in ids.items() if id is not None]
     pieces = re.split(f"({'|'.join(map(re.escape, marks))})", text) if marks else [text]
     return " ".join(f"<[{ids[piece]}]>" if piece in marks else json.dumps(piece) for piece in pieces if piece)

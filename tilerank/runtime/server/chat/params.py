@@ -3,9 +3,6 @@
 import secrets
 from typing import Any
 
-from tilerank.loader.errors import TokenizerError
-from tilerank.loader.tokenizer import Tokenizer
-
 from ...protocol.errors import RequestError
 from ...protocol.params import SamplingParams
 from ...protocol.prompt import Prompt
@@ -44,7 +41,7 @@ def sampling_params(
     context_length: int,
     defaults: dict[str, Any],
     ends: tuple[int, ...],
-    tokenizer: Tokenizer,
+    bad_words: tuple[tuple[int, ...], ...],
     grammar: str | None,
 ) -> SamplingParams:
     """Return the parameters of a request. defaults: of fields that it leaves out. ends: its end_token_ids.
@@ -78,7 +75,7 @@ def sampling_params(
             end_token_ids=ends,
             stop_token_ids=tuple(body.stop_token_ids),
             allowed_token_ids=tuple(body.allowed_token_ids or ()),
-            bad_words=_bad_words(body.bad_words, tokenizer),
+            bad_words=bad_words,
             logprobs=0 if body.alternatives is None else max(body.alternatives, 1),
             prompt_logprobs=body.scores,
             grammar=grammar if new else None,
@@ -87,13 +84,3 @@ def sampling_params(
         )
     except RequestError as e:
         raise ApiError(400, str(e)) from e
-
-
-def _bad_words(words: list[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
-    """Return the tokens of each word, at the beginning of a text and after a space."""
-    try:
-        forms = [form for word in words for form in (word, f" {word.lstrip()}")]
-        tokens = [tuple(tokenizer.encode(form, add_special_tokens=False)) for form in forms]
-    except TokenizerError as e:
-        raise ApiError(400, f"bad_words: {e}", param="bad_words") from e
-    return tuple(dict.fromkeys(word for word in tokens if word))

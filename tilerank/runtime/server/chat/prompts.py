@@ -1,10 +1,11 @@
 """Builds the prompts of requests: text and messages in, token ids and media out."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+from tilerank.loader.chat import MAX_TEXT
 from tilerank.loader.errors import TokenizerError
 from tilerank.loader.tokenizer import Tokenizer
 
@@ -15,15 +16,11 @@ from ...protocol.errors import MediaError
 from ...protocol.prompt import Prompt
 from ..http.errors import ApiError
 from .messages import Message, TextPart
-from .reasoning import BEGIN, END, ReasoningStart, thinking_after
-from .rendering import Renderer
+from .reasoning import ReasoningStart
 from .request import ReasoningEffort, TemplateOptions, TemplateRequest
+from .text_encoder import MAX_TOKENS, Conversation, TextEncoder, TextError
 from .tools.format import ToolFormat
 
-LONG_TEXT = 4096
-"""Characters. Texts of this length or more are tokenised in a thread, so that other requests do not wait."""
-LONG_TEXTS = 2
-"""How many of them are tokenised at once, because each takes hundreds of bytes of memory for a character."""
 _RESERVED = {"self", "messages", "tools", "add_generation_prompt"}
 _SWITCHES = ("enable_thinking", "thinking")
 """The variable that turns reasoning on and off has one of these names: Qwen's or DeepSeek's."""
@@ -40,11 +37,12 @@ class ChatPrompt(NamedTuple):
 
 
 class PromptBuilder:
-    """Builds prompts for one model: those of the HTTP server and of `tilerank generate`. Its methods raise ApiError.
+    """Builds prompts for one model: those of the HTTP server and of `tilerank generate`. Its methods raise ApiError,
+    and UnavailableError.
 
     model: its name in messages. format: of the model's tool calls. processor: of pictures, videos and sound; None for a
-    model that reads text only. renderer: of chat templates. context_length: returns the most tokens of a prompt; None
-    if they are not known yet.
+    model that reads text only. encoder: renders and tokenises. context_length: returns the most tokens of a prompt;
+    None if they are not known yet.
     """
 
     def __init__(
@@ -53,29 +51,28 @@ class PromptBuilder:
         model: str,
         format: ToolFormat | None,
         processor: Processor | None,
-        renderer: Renderer,
+        encoder: TextEncoder,
         context_length: Callable[[], int | None],
     ) -> None:
         self._tokenizer = tokenizer
         self._model = model
         self._format = format
         self._processor = processor
-        self._renderer = renderer
+        self._encoder = encoder
         self._context_length = context_length
-        self._long_texts = asyncio.Semaphore(LONG_TEXTS)
 
     async def from_texts(
         self, prompt: str | list[str] | list[int] | list[list[int]], add_special_tokens: bool = True
     ) -> list[Prompt]:
         """Return the prompts of /v1/completions."""
-        if isinstance(prompt, str):
-            prompts = [await self.encode(prompt, add_special_tokens, "prompt")]
-        elif isinstance(prompt[0], int):
-            prompts = [[token for token in prompt if isinstance(token, int)]]
+        given: Sequence[str | int | list[int]] = [prompt] if isinstance(prompt, str) else prompt
+        prompts: list[list[int]]
+        if isinstance(given[0], int):
+            prompts = [[token for token in given if isinstance(token, int)]]
         else:
-            prompts = [
-                await self.encode(one, add_special_tokens, "prompt") if isinstance(one, str) else one for one in prompt
-            ]
+            texts = [one for one in given if isinstance(one, str)]
+            encoded = iter(await self.encode(texts, add_special_tokens, "prompt"))
+            prompts = [one if isinstance(one, list) else next(encoded) for one in given if not isinstance(one, int)]
         if not all(prompts):
             raise ApiError(400, "The prompt is empty; expected at least one token.", param="prompt")
         if self._processor is None:
@@ -86,102 +83,131 @@ class PromptBuilder:
             raise ApiError(400, f"prompt: {e}", param="prompt") from e
 
     async def from_messages(self, messages: list[Message], request: TemplateRequest, read: ReadMedia) -> ChatPrompt:
-        """Return the prompt of a conversation. Empties `messages`, because media in data: URLs take much memory.
+        """Return the prompt of a conversation. Empties `messages`, which take much memory.
 
-        Raises MediaError and TokenizerError as well, for media and text that cannot be used.
+        Raises MediaError as well, for media that cannot be used.
         """
-        options, processor = request.options, self._processor
+        processor = self._processor
         if processor is None:
             _refuse_media(messages, self._model)
             plain = [message.for_template(parts=False) for message in messages]
-            text = await self._render(plain, request)
-            # Templates print the begin-of-text token themselves where the model needs it.
-            ids = await self.encode(text, options.add_special_tokens, "messages")
-            return ChatPrompt(Prompt(ids), self._thinking(text, options))
-        if options.add_special_tokens:
+            messages.clear()
+            with self._text_errors("messages"):
+                ids, thinking = await self._encoder.encode_chat(await self._conversation(plain, request))
+            return ChatPrompt(Prompt(ids), thinking)
+        if request.options.add_special_tokens:
             message = "add_special_tokens: chats of a model that takes pictures have those of the template alone"
             raise ApiError(400, message, param="add_special_tokens")
         plain, sources = split_media(
-            [message.for_template(parts=True) for message in messages], processor.placeholders, options.hears_videos
+            [message.for_template(parts=True) for message in messages],
+            processor.placeholders,
+            request.options.hears_videos,
         )
         messages.clear()
-        text = await self._render(plain, request)
-        self._check_length(text, "messages")
-        media = await read(sources)
-        async with self._long_texts if len(text) >= LONG_TEXT else nullcontext():
-            prompt = await asyncio.to_thread(_with_digests, processor, text, media)
-        return ChatPrompt(prompt, self._thinking(text, options))
+        with self._text_errors("messages"):
+            text, thinking = await self._encoder.render(await self._conversation(plain, request))
+            media = await read(sources)
+            # Without the special tokens of the tokenizer: templates print them where the model needs them.
+            [ids] = await self._encoder.encode([processor.write(text, media)], add_special_tokens=False)
+        return ChatPrompt(await asyncio.to_thread(_with_digests, processor, ids, media), thinking)
 
-    async def encode(self, text: str, add_special_tokens: bool, param: str) -> list[int]:
-        """Return the token ids of a text. param: the field of the request that it comes from."""
-        self._check_length(text, param)
-        try:
-            if len(text) < LONG_TEXT:
-                return self._tokenizer.encode(text, add_special_tokens)
-            async with self._long_texts:
-                return await asyncio.to_thread(self._tokenizer.encode, text, add_special_tokens)
-        except TokenizerError as e:
-            raise ApiError(400, str(e)) from e
-
-    def _check_length(self, text: str, param: str) -> None:
-        """Raise ApiError if a text cannot fit into the context, before it is tokenised."""
-        tokens, longest = self._context_length(), self._tokenizer.longest_token
-        if tokens is not None and len(text) > tokens * longest:
-            message = (
-                f"{param}: expected at most {tokens * longest} characters, as many as the {tokens} tokens of the "
-                f"context have at most, found {len(text)}"
-            )
+    async def encode(self, texts: Sequence[str], add_special_tokens: bool, param: str) -> list[list[int]]:
+        """Return the token ids of texts. param: the field of the request that they come from."""
+        if (together := sum(map(len, texts))) > MAX_TEXT:
+            message = f"{param}: expected at most {MAX_TEXT} characters together, found {together}"
             raise ApiError(400, message, param=param, code="context_length_exceeded")
+        if (length := max(map(len, texts), default=0)) > self._longest_text():
+            raise self._too_long(length, param)
+        if not texts:
+            return []
+        with self._text_errors(param):
+            return await self._encoder.encode(texts, add_special_tokens)
 
-    def _thinking(self, text: str, options: TemplateOptions) -> ReasoningStart:
-        """Return how the answer begins. A message that is continued may end within its reasoning."""
-        if not options.continue_final_message:
-            return thinking_after(text, self._tokenizer)
-        return ReasoningStart.OPENED if text.rfind(BEGIN) > text.rfind(END) else ReasoningStart.NEVER
+    async def bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """Return the tokens of each word, at the beginning of a text and after a space."""
+        forms = [form for word in words for form in (word, f" {word.lstrip()}")]
+        tokens = map(tuple, await self.encode(forms, False, "bad_words"))
+        return tuple(dict.fromkeys(word for word in tokens if word))
 
-    async def _render(self, messages: Sequence[dict[str, Any]], request: TemplateRequest) -> str:
+    def _longest_text(self) -> int:
+        """Return the most characters of a text that may fit into the context, so that others are refused unread."""
+        tokens = self._context_length()
+        return MAX_TEXT if tokens is None else min(tokens * self._tokenizer.longest_token, MAX_TEXT)
+
+    def _too_long(self, length: int, param: str) -> ApiError:
+        tokens, most = self._context_length(), self._longest_text()
+        why = f", as many as the {tokens} tokens of the context have at most" if most < MAX_TEXT else ""
+        message = f"{param}: expected at most {most} characters{why}, found {length}"
+        return ApiError(400, message, param=param, code="context_length_exceeded")
+
+    @contextmanager
+    def _text_errors(self, param: str) -> Iterator[None]:
+        """Turn the errors of the encoder into those of the API."""
+        try:
+            yield
+        except TextError as e:
+            raise self._api_error(e, param) from e
+
+    def _api_error(self, error: TextError, param: str) -> ApiError:
+        model, code = self._model, None
+        match error.cause:
+            case "characters":
+                return self._too_long(int(str(error)), param)
+            case "tokens":
+                message = f"{param}: expected at most {MAX_TOKENS} tokens, found {error}"
+                code = "context_length_exceeded"
+            case "tools":
+                message = f"tools: the chat template of {model} prints neither tools nor a system prompt"
+                param, code = "tools", "unsupported_parameter"
+            case "no template":
+                message = f"{model} has no usable chat template; a plain prompt needs none."
+            case "template":
+                message = f"The chat template refused the messages: {error}"
+            case "tokenizer":
+                message = f"{param}: {error}"
+            case "limits":
+                what = "rendering and tokenising them" if param == "messages" else "tokenising it"
+                message = f"{param}: {what} takes more than {error}"
+        return ApiError(400, message, param=param, code=code)
+
+    async def _conversation(self, messages: Sequence[dict[str, Any]], request: TemplateRequest) -> Conversation:
+        """Return the messages and variables as the chat template takes them. Raises TextError as well."""
         variables, effort, tools, options = request
         reserved = _RESERVED & variables.keys()
         if reserved:
             raise ApiError(400, f"chat_template_kwargs: {min(reserved)} cannot be set", param="chat_template_kwargs")
-
-        try:
-            turns, chosen, described = await self._known_turns(messages), variables, ""
-            if tools or variables or effort is not None or options.adds_variables:
-                known = self._tokenizer.chat_template.variables(tools)
-                chosen = _with_effort(_renamed_switch(variables, known), effort, known, self._model)
-                chosen = chosen | _option_variables(options, known, self._model)
-                if tools and self._format is not None and "tools" not in known:
-                    described = self._format.describe(tools).strip()
-                    turns = _with_tools(turns, described)
-            chosen = chosen | {
-                "tools": tools,
-                "add_generation_prompt": options.add_generation_prompt,
-                "continue_final_message": options.continue_final_message,
-            }
-            text = await self._renderer.render(turns, chosen)
-        except TokenizerError as e:
-            # The cause alone, because the sentence names a file of the server.
-            message = f"The chat template refused the messages: {e.__cause__}"
-            if e.__cause__ is None:
-                message = f"{self._model} has no usable chat template; a plain prompt needs none."
-            raise ApiError(400, message, param="messages") from e
-        if described not in text:
-            message = f"tools: the chat template of {self._model} prints neither tools nor a system prompt"
-            raise ApiError(400, message, param="tools", code="unsupported_parameter")
-        return text
+        turns, chosen, described = await self._known_turns(messages), variables, ""
+        if tools or variables or effort is not None or options.adds_variables:
+            facts = await self._encoder.facts()
+            known = facts.variables if tools is None else facts.tool_variables
+            chosen = _with_effort(_renamed_switch(variables, known), effort, known, self._model)
+            chosen = chosen | _option_variables(options, known, self._model)
+            if tools and self._format is not None and "tools" not in known:
+                described = self._format.describe(tools).strip()
+                turns = _with_tools(turns, described)
+        chosen = chosen | {
+            "tools": tools,
+            "add_generation_prompt": options.add_generation_prompt,
+            "continue_final_message": options.continue_final_message,
+        }
+        return Conversation(turns, chosen, described, options.add_special_tokens, self._longest_text())
 
     async def _known_turns(self, messages: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
         """Return the messages in roles that the template has, with tool calls as text for one that has none."""
-        template = self._tokenizer.chat_template
-        if any(message["role"] == "developer" for message in messages) and "developer" not in template.source:
+        if any(message["role"] == "developer" for message in messages) and "developer" not in self._template_source():
             messages = [_in_role(message, "system" if message["role"] == "developer" else None) for message in messages]
         has_calls = any(message.get("tool_calls") or message["role"] == "tool" for message in messages)
         if not has_calls or self._format is None:
             return messages
-        if await self._renderer.takes_calls():
+        if (await self._encoder.facts()).takes_calls:
             return self._format.with_ids(messages)
         return [_without_calls(message, self._format) for message in messages]
+
+    def _template_source(self) -> str:
+        try:
+            return self._tokenizer.chat_template.source
+        except TokenizerError as e:
+            raise TextError("no template") from e
 
 
 def _in_role(message: dict[str, Any], role: str | None) -> dict[str, Any]:
@@ -264,9 +290,9 @@ def _with_effort(
     return variables | chosen
 
 
-def _with_digests(processor: Processor, text: str, frames: list[DecodedMedium]) -> Prompt:
+def _with_digests(processor: Processor, ids: list[int], frames: list[DecodedMedium]) -> Prompt:
     """Return the prompt, and compute the digests of its media here, for they take long."""
-    prompt = processor.prompt(text, frames)
+    prompt = processor.expand(ids, frames)
     assert len(prompt.digests) >= len(frames)  # a video with its sound is two media
     return prompt
 

@@ -7,7 +7,6 @@ reasoning off.
 
 from dataclasses import dataclass
 from enum import Enum
-from functools import lru_cache
 
 from tilerank.loader.tokenizer import Tokenizer
 
@@ -30,16 +29,9 @@ def thinking_after(prompt: str, tokenizer: Tokenizer) -> ReasoningStart:
     end = prompt.rstrip()
     if end.endswith(BEGIN):
         return ReasoningStart.OPENED
-    if end.endswith(END) or mark_token(BEGIN, tokenizer) is None or mark_token(END, tokenizer) is None:
+    if end.endswith(END) or tokenizer.token_id(BEGIN) is None or tokenizer.token_id(END) is None:
         return ReasoningStart.NEVER
     return ReasoningStart.OPTIONAL
-
-
-@lru_cache(64)  # every chat asks
-def mark_token(mark: str, tokenizer: Tokenizer) -> int | None:
-    """Return the token of a mark; None if the mark is several tokens."""
-    ids = tokenizer.encode(mark, add_special_tokens=False)
-    return ids[0] if len(ids) == 1 else None
 
 
 @dataclass(frozen=True)

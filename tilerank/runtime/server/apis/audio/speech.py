@@ -86,7 +86,7 @@ class SpeechEndpoints:
     async def _tokens(self, text: str) -> list[int]:
         """Return the tokens of a text to read. Raises ApiError for special ones, which would end it."""
         tokenizer = self._service.tokenizer
-        ids = await self._service.prompts.encode(text, add_special_tokens=False, param="input")
+        [ids] = await self._service.prompts.encode([text], add_special_tokens=False, param="input")
         if special := next(filter(None, map(tokenizer.special_token, ids)), None):
             raise ApiError(400, f"input: expected text, found the special token {special}", param="input")
         if not ids:

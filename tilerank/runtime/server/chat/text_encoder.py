@@ -1,0 +1,147 @@
+"""Turns conversations and texts into tokens: the interface that prompts.py calls, and what its implementations share.
+
+The process of launch/serving/text_processes.py imports this file, which therefore imports no library of servers.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple, Protocol
+
+from tilerank.loader.errors import TokenizerError
+from tilerank.loader.tokenizer import Tokenizer
+
+from .reasoning import BEGIN, END, ReasoningStart, thinking_after
+
+MAX_TOKENS = 1 << 20
+"""Tokens of the texts of a request together."""
+_MAX_REASON = 1000
+"""Characters of a template's error."""
+
+Cause = Literal["no template", "template", "tools", "characters", "tokens", "tokenizer", "limits"]
+"""Why there are no tokens: there is no template; it refuses the messages; it prints no tools; the text has too many
+characters; it has too many tokens; the tokenizer refuses it; all that takes too much time or memory."""
+
+
+class TextError(Exception):
+    """A conversation or a text has no tokens. The message says why, unless `cause` does, and names no path."""
+
+    def __init__(self, cause: Cause, message: str = "") -> None:
+        super().__init__(message)
+        self.cause: Cause = cause
+
+
+class Conversation(NamedTuple):
+    """A conversation for the chat template.
+
+    variables: of the template. described: text that the template must print. add_special_tokens: also those that the
+    tokenizer adds to a text. longest: the most characters that its text may have.
+    """
+
+    messages: Sequence[Mapping[str, Any]]
+    variables: Mapping[str, Any]
+    described: str
+    add_special_tokens: bool
+    longest: int
+
+
+class Rendered(NamedTuple):
+    """The text of a conversation. thinking: how the answer to it begins."""
+
+    text: str
+    thinking: ReasoningStart
+
+
+class TemplateFacts(NamedTuple):
+    """What is known of the chat templates of a model.
+
+    variables, tool_variables: that the template for messages without and with tools reads. takes_calls, after_answer:
+    see ChatTemplate.
+    """
+
+    variables: frozenset[str]
+    tool_variables: frozenset[str]
+    takes_calls: bool
+    after_answer: str
+
+
+class TextEncoder(Protocol):
+    """Renders conversations and tokenises texts. Its methods raise TextError and UnavailableError."""
+
+    async def facts(self) -> TemplateFacts:
+        """Return what is known of the chat templates."""
+
+    async def render(self, conversation: Conversation) -> Rendered:
+        """Return the text of a conversation."""
+
+    async def encode_chat(self, conversation: Conversation) -> tuple[list[int], ReasoningStart]:
+        """Return the tokens of the text of a conversation, and how the answer to it begins."""
+
+    async def encode(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
+        """Return the tokens of each text."""
+
+
+class DirectTextEncoder:
+    """Works in the calling thread, which a template or a tokenizer that never ends blocks for ever."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    async def facts(self) -> TemplateFacts:
+        return template_facts(self._tokenizer)
+
+    async def render(self, conversation: Conversation) -> Rendered:
+        return render(self._tokenizer, conversation)
+
+    async def encode_chat(self, conversation: Conversation) -> tuple[list[int], ReasoningStart]:
+        text, thinking = render(self._tokenizer, conversation)
+        [ids] = encode(self._tokenizer, [text], conversation.add_special_tokens)
+        return ids, thinking
+
+    async def encode(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
+        return encode(self._tokenizer, texts, add_special_tokens)
+
+
+def template_facts(tokenizer: Tokenizer) -> TemplateFacts:
+    """Return what is known of the chat templates of a model. Raises TextError."""
+    try:
+        template = tokenizer.chat_template
+        without, with_tools = template.variables(None), template.variables([])
+        return TemplateFacts(without, with_tools, template.takes_calls, template.after_answer)
+    except TokenizerError as e:
+        raise _template_error(e) from e
+
+
+def render(tokenizer: Tokenizer, conversation: Conversation) -> Rendered:
+    """Return the text of a conversation. Raises TextError."""
+    try:
+        text = tokenizer.apply_chat_template(conversation.messages, **conversation.variables)
+    except TokenizerError as e:
+        raise _template_error(e) from e
+    if conversation.described not in text:
+        raise TextError("tools")
+    if len(text) > conversation.longest:
+        raise TextError("characters", str(len(text)))
+    if conversation.variables.get("continue_final_message"):
+        # The last message is continued, and may end within its reasoning.
+        opened = text.rfind(BEGIN) > text.rfind(END)
+        return Rendered(text, ReasoningStart.OPENED if opened else ReasoningStart.NEVER)
+    return Rendered(text, thinking_after(text, tokenizer))
+
+
+def encode(tokenizer: Tokenizer, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
+    """Return the tokens of each text. Raises TextError."""
+    try:
+        encoded = [tokenizer.encode(text, add_special_tokens) for text in texts]
+    except TokenizerError as e:
+        raise TextError("tokenizer", str(e)) from e
+    if (count := sum(map(len, encoded))) > MAX_TOKENS:
+        raise TextError("tokens", str(count))
+    return encoded
+
+
+def _template_error(error: TokenizerError) -> TextError:
+    """Return the error of a template for clients: its cause alone, because the sentence names a path of the server."""
+    if error.__cause__ is None:
+        return TextError("no template")
+    if isinstance(error.__cause__, MemoryError):
+        return TextError("limits", "the memory that it may have")
+    return TextError("template", str(error.__cause__)[:_MAX_REASON])
