@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from tilerank.runtime.protocol.sizes import HTTP_PROCESS_BYTES
 from tilerank.runtime.server.apis.responses import store
 from tilerank.runtime.server.chat.generation import MAX_CHOICES
 from tilerank.runtime.server.http import body, form, json_values, media_budget, memory
@@ -62,4 +63,4 @@ def test_what_is_small() -> None:
 def test_all_together_stay_below_a_gibibyte() -> None:
     """Beside some 80 MiB of the process itself, and 36 bytes of each token that waits."""
     held = memory.MAX_READ + memory.MAX_SMALL + memory.MAX_LARGE + memory.MAX_ANSWERS + store.MAX_BYTES
-    assert held + (80 << 20) + 36 * client.MAX_QUEUED_TOKENS <= 1 << 30
+    assert held + (80 << 20) + 36 * client.MAX_QUEUED_TOKENS <= HTTP_PROCESS_BYTES

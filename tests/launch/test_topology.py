@@ -128,6 +128,7 @@ def test_v2_limits_come_from_ancestors(tmp_path: Path) -> None:
     limits = topology.limits
     assert (limits.cpu_quota, limits.max_threads) == (2.5, 3)
     assert (limits.memory_limit, limits.memory_usage) == (4 * GIB, 3 * GIB)  # 1 GiB left, the inner group has 6
+    assert limits.beside(GIB // 4).memory_available == GIB * 3 // 4
     assert limits.memory_available == GIB
     assert oom_kills(tmp_path) == 3
 

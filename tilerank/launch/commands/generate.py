@@ -72,7 +72,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 class GenerateJob:
-    """The job of the ranks of `generate`. The command itself also calls `prepare`, before it starts any rank."""
+    """The job of the ranks of `generate`. The command itself also calls `prepare`, before it starts any rank.
+
+    BESIDE_BYTES: that other processes in the control group may take.
+    """
+
+    BESIDE_BYTES = 0
 
     def __init__(self, args: argparse.Namespace) -> None:
         self._args = args
@@ -98,6 +103,7 @@ class GenerateJob:
         from ..planning.remedies import plan_with_remedy
 
         topology, name = read_topology(), str(self._model_dir)
+        topology = replace(topology, limits=topology.limits.beside(self.BESIDE_BYTES))
 
         def planner(card: ModelCard, options: model.ModelOptions) -> "Plan":
             return plan_model(card, size, options, model=name, topology=topology, placement=placement, here=here)

@@ -8,6 +8,7 @@ import os
 from dataclasses import replace
 
 from tilerank.loader.card import ModelCard
+from tilerank.runtime.protocol.sizes import HTTP_PROCESS_BYTES
 
 from ..errors import LaunchError
 from ..host.placement import Placement, auto_ranks, divide_placement
@@ -68,6 +69,7 @@ def run(args: argparse.Namespace) -> int:
         raise LaunchError(f"--cores {args.cores} names cores of this machine, but --nodes plans for another one")
     machine, identity = other or read_topology(), identify(os.environ)
     topology = own_topology(args, identity, machine)
+    topology = replace(topology, limits=topology.limits.beside(HTTP_PROCESS_BYTES))
     options = model.model_options(args)
     card = read_supported_card(args.model, options.family)
     card = replace(card, context_length=model.context_length(args, card))

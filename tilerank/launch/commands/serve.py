@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 from tilerank.loader.card import ModelCard, read_card
 from tilerank.loader.generation_config import SamplingDefaults, read_sampling_defaults
 from tilerank.loader.quantization_config import held_codes
+from tilerank.runtime.protocol.sizes import HTTP_PROCESS_BYTES
 from tilerank.runtime.server.link.handover import connect, connections
 
 from .. import logs
@@ -205,6 +206,8 @@ def _leading(ranks: HostRanks, control: int) -> list[ProcessSpec]:
 
 class ServeJob(GenerateJob):
     """The job of the ranks of `serve`."""
+
+    BESIDE_BYTES = HTTP_PROCESS_BYTES
 
     def prepare(self) -> None:
         from tilerank.loader.tokenizer import Tokenizer

@@ -8,7 +8,7 @@ shows which part of the path to drop.
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from .cpulist import read_cpulist, read_int, read_text
@@ -37,6 +37,10 @@ class CgroupLimits:
         if self.memory_limit is None or self.memory_usage is None:
             return None
         return max(0, self.memory_limit - self.memory_usage)
+
+    def beside(self, nbytes: int) -> "CgroupLimits":
+        """Return the limits that are left beside a process that may take so many bytes."""
+        return self if self.memory_usage is None else replace(self, memory_usage=self.memory_usage + nbytes)
 
 
 def read_limits(root: Path = Path("/")) -> CgroupLimits:

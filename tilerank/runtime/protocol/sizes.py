@@ -1,5 +1,9 @@
 """Sizes on which plans, ranks and rank 0 agree. Imports no torch, because plans use it."""
 
+HTTP_PROCESS_BYTES = 1 << 30
+"""The most bytes of the HTTP process, whatever clients send, for a model that reads text (server/http/memory.py). Media
+have bounds of their own beside it."""
+
 MAX_RUNNING = 256
 """The most sequences that run at once."""
 
