@@ -80,7 +80,7 @@ def test_answers_are_those_of_this_process(tmp_path: Path) -> None:
         texts = ["Köln 🙂", "", "a b " * LONG_TEXT]
         assert await encoder.encode(texts, True) == await direct.encode(texts, True)
         assert not endless.done()
-        assert await endless == ("limits", "2 s or 1024 MiB")
+        assert await endless == ("limits", "2 s or 768 MiB")
 
     run(tmp_path, test)
 
@@ -124,7 +124,7 @@ BACKTRACKS = {"type": "Split", "pattern": {"Regex": "(a|aa)+b"}, "behavior": "Is
 @pytest.mark.parametrize(
     ("changes", "cause", "message"),
     [
-        ({"normalizer": {"type": "Sequence", "normalizers": [GROWS] * 30}}, "limits", "2 s or 1024 MiB"),
+        ({"normalizer": {"type": "Sequence", "normalizers": [GROWS] * 30}}, "limits", "2 s or 768 MiB"),
         ({"pre_tokenizer": BACKTRACKS}, "tokenizer", "tokenizer.json: cannot encode "),
     ],
     ids=["a text that doubles", "a pattern that backtracks"],
@@ -159,7 +159,7 @@ def test_an_abandoned_question_is_not_the_answer_to_another(tmp_path: Path) -> N
     model(tmp_path)
 
     async def test(encoder: TextProcesses) -> None:
-        for _ in range(3 * text_processes.PROCESSES):
+        for _ in range(3 * text_processes.SHORT_PROCESSES):
             abandoned = asyncio.create_task(encoder.render(chat("abandoned")))
             await asyncio.sleep(0.01)
             abandoned.cancel()
@@ -224,7 +224,7 @@ for process in encoder.short.processes:
 def test_a_stopped_process_ends_with_its_parent(tmp_path: Path) -> None:
     command = [sys.executable, "-P", "-c", PARENT, str(model(tmp_path))]
     pids = subprocess.run(command, check=True, capture_output=True, text=True, timeout=100).stdout.split()
-    assert len(pids) == text_processes.PROCESSES
+    assert len(pids) == text_processes.SHORT_PROCESSES
 
     def ended(pid: str) -> bool:
         stat = Path(f"/proc/{pid}/stat")

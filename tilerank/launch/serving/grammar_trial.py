@@ -19,7 +19,7 @@ CPU_S = 1
 """Limit for one grammar."""
 DEADLINE_S = 30.0
 """For one grammar, on a busy machine."""
-MEMORY = 4 << 30
+MEMORY = 1 << 30
 """Limit of the process, in bytes of address space."""
 KEPT = 256
 """Number of accepted grammars that are remembered."""

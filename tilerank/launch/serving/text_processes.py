@@ -26,22 +26,23 @@ from tilerank.runtime.server.chat.text_encoder import (
 
 from ..processes.limited_process import LimitedPool, OverLimitError, answer_all, to_parent
 
-MEMORY = 1 << 30
-"""Limit of a process, in bytes of address space."""
+MEMORY = 768 << 20
+"""Limit of a process, in bytes of address space, which a large vocabulary and MAX_TOKENS short tokens need."""
 CPU_S = 2
 """Limit for one question, beside the time for its length."""
-CHARACTERS_PER_S = 1 << 19
+CHARACTERS_PER_S = 1 << 18
 """Characters of a question that give it another second."""
 DEADLINE_S = 30.0
 """For a question without the time for its length, on a busy machine."""
-BUSY = 8
+BUSY = 4
 """Seconds in which a process of a busy machine gets one second."""
 SHORT_TEXT = 4096
 """Characters. Shorter texts are tokenised here, where the tokenizer takes linear time: that is faster than to ask."""
 LONG_TEXT = 1 << 16
-"""Characters. Questions of this length or more have processes of their own, so that others do not wait."""
-PROCESSES = 2
-"""Questions that are answered at the same time, and as many long ones."""
+"""Characters. Questions of this length or more have a process of their own, so that others do not wait."""
+SHORT_PROCESSES = 2
+LONG_PROCESSES = 1
+"""How many questions are answered at the same time. Long ones may take all memory that they are allowed."""
 
 
 class FindFacts(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -104,7 +105,10 @@ class TextProcesses:
     """A TextEncoder: the HTTP process's end."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        self.short, self.long = (LimitedPool(PROCESSES, _answers, __name__, str(tokenizer.model_dir)) for _ in range(2))
+        self.short, self.long = (
+            LimitedPool(count, _answers, __name__, str(tokenizer.model_dir))
+            for count in (SHORT_PROCESSES, LONG_PROCESSES)
+        )
         self.short.start()
         self._facts: TemplateFacts | None = None
         self._tokenizer = tokenizer

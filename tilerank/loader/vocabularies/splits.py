@@ -38,7 +38,6 @@ _KIMI = Split(
     rf"|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_CONTRACTIONS}?"
     r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*" + _ENDS
 )
-_LLAMA3 = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*" + _ENDS
 _DEEPSEEK3 = (
     r"\p{N}{1,3}",
     "[一-龥\u3040-ゟ゠-ヿ]+",
@@ -52,7 +51,7 @@ _O200K, _TEKKEN = (
     for end, number in ((f"{_CONTRACTIONS}?", r"\p{N}{1,3}"), ("", r"\p{N}"))
 )
 LINEAR_PATTERNS = frozenset(
-    (*(split.pattern for split in (_QWEN2, _QWEN3_5, _KIMI)), _LLAMA3, *_DEEPSEEK3, _O200K, _TEKKEN)
+    (*(split.pattern for split in (_QWEN2, _QWEN3_5, _KIMI, LLAMA3)), *_DEEPSEEK3, _O200K, _TEKKEN)
 )
 """Patterns of published tokenizers, each of which takes linear time, whatever the text."""
 
