@@ -10,7 +10,7 @@ from tests.runtime.server.scripted import Server, make_model, run
 from tilerank.runtime.server.http.json_values import MAX_STRUCTURES, MAX_TOKEN_IDS
 
 MOST_S = 2.0
-"""CPU time between two beats, which a busy machine does not stretch. Without bounds, the first bodies took 10 to 60 s."""
+"""CPU time between two beats, which a busy machine does not stretch. Without bounds, the first took 10 to 60 s."""
 PARTS = b",".join([b"{}"] * 600)
 MESSAGE = b'{"role":"user","content":[%b]}' % b",".join([b'{"type":"text","text":""}'] * (MAX_STRUCTURES // 5 - 9))
 ITEM = b'{"role":"user","content":[%b]}' % b",".join([b'{"type":"input_text","text":""}'] * (MAX_STRUCTURES // 5 - 9))

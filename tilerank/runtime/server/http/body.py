@@ -48,10 +48,8 @@ async def read_json(request: Request, max_bytes: int, max_numbers: int = MAX_NUM
     """Return the body and its values. Raises ApiError as `read_pieces`, and with status 413 for too many values."""
     data, values = bytearray(), JsonValues()
     async for piece in read_pieces(request, max_bytes):
-        values.add(piece)
-        if values.exceed(max_numbers + 1):
-            data.clear()
-        else:
+        if not values.exceed(max_numbers + 1):  # else the rest is neither counted nor kept
+            values.add(piece)
             data += piece
     values.check("body", max_numbers)
     return data, values

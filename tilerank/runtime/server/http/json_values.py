@@ -83,4 +83,4 @@ def _check(where: str, structures: int, numbers: int, max_numbers: int) -> None:
         ("numbers", numbers, max_numbers),
     ):
         if found > most:
-            raise ApiError(413, f"{where}: expected at most {most:,} {what}, found {found:,}")
+            raise ApiError(413, f"{where}: expected at most {most:,} {what}, found at least {found:,}")
