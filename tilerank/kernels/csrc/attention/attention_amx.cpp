@@ -42,14 +42,9 @@ static void mask_values(const bf16* page, int64_t first_token, int64_t n, int64_
   }
 }
 
-// Converts codes to floats; bf16 represents them exactly.
-static inline __m512 widen_codes(const int8_t* codes) {
-  return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(codes))));
-}
+// Widens codes, which bf16 represents exactly.
 static void widen_page(const int8_t* codes, int64_t n, bf16* to) {
-  for (int64_t i = 0; i < n; i += 32) {
-    _mm512_store_si512(to + i, (__m512i)_mm512_cvtne2ps_pbh(widen_codes(codes + i + 16), widen_codes(codes + i)));
-  }
+  for (int64_t i = 0; i < n; i += 32) _mm512_store_si512(to + i, narrow(load(codes + i), load(codes + i + 16)));
 }
 
 class TileTask : public TileSums {
@@ -221,16 +216,16 @@ class TileTask : public TileSums {
       if (!(largest > kHeadroom)) continue;
       const float old = shift;
       shift += std::ceil(largest);
-      const __m512 factor = power_of_two(_mm512_set1_ps(old - shift));
+      const Vec factor = power_of_two(set(old - shift));
       float* sum = sums_[chunk.group] + r * 16;
-      _mm512_store_ps(sum, _mm512_mul_ps(_mm512_load_ps(sum), factor));
+      store(sum, load(sum) * factor);
       for (int64_t i = 0; i < lane_groups_ && !begins_part(chunk); ++i) {
         float* o = output(chunk) + (i * group_rows_ + r) * 16;
-        _mm512_store_ps(o, _mm512_mul_ps(_mm512_load_ps(o), factor));
+        store(o, load(o) * factor);
       }
       for (int64_t before = 0; before < page; ++before) {
         bf16* p = probabilities + before * kPageScores + r * kPageTokens;
-        for (int64_t i = 0; i < kPageTokens; i += 16) store(p + i, load(p + i) * Vec{factor});
+        for (int64_t i = 0; i < kPageTokens; i += 16) store(p + i, load(p + i) * factor);
       }
     }
   }
@@ -267,7 +262,7 @@ class TileTask : public TileSums {
       const bf16* from = walk.element<bf16>(problem_.q);
       for (int64_t i = 0; i < steps_; ++i, to += tile_rows * 32) {
         const int64_t n = std::clamp<int64_t>(key_dims_ - 32 * i, 0, 32);
-        const __m512i row = _mm512_maskz_loadu_epi16(static_cast<__mmask32>((uint64_t{1} << n) - 1), from + 32 * i);
+        const __m512i row = load_words(from + 32 * i, n);
         _mm512_store_si512(to, _mm512_xor_si512(row, sign));
       }
     }

@@ -50,7 +50,7 @@ class TileSums {
       if (streams_) {
         for (int64_t i = 0; i < value_dims_; i += 32, o += 2 * group_rows_ * 16) {
           const Vec left = load(o) * factor + zero(), right = load(o + group_rows_ * 16) * factor + zero();
-          _mm512_stream_si512(reinterpret_cast<__m512i*>(out + i), (__m512i)_mm512_cvtne2ps_pbh(right.v, left.v));
+          _mm512_stream_si512(reinterpret_cast<__m512i*>(out + i), narrow(left, right));
         }
         continue;
       }
@@ -110,13 +110,11 @@ class TileSums {
     for (int64_t r = 0; r < rows_in(group); ++r) {
       float& all_shift = scratch_.all_shift[first + r];
       const float new_shift = std::max(all_shift, shift[r]);
-      const __m512 all_factor = power_of_two(_mm512_set1_ps(all_shift - new_shift));
-      const __m512 part_factor = power_of_two(_mm512_set1_ps(shift[r] - new_shift));
-      float* const all_sum = scratch_.all_sum + (first + r) * 16;
-      _mm512_store_ps(all_sum, _mm512_fmadd_ps(_mm512_load_ps(sum + r * 16), part_factor,
-                                               _mm512_mul_ps(_mm512_load_ps(all_sum), all_factor)));
-      scratch_.all_factor[first + r] = _mm512_cvtss_f32(all_factor);
-      scratch_.part_factor[first + r] = _mm512_cvtss_f32(part_factor);
+      const Vec all_factor = power_of_two(set(all_shift - new_shift)),
+                part_factor = power_of_two(set(shift[r] - new_shift));
+      merge_sums(scratch_.all_sum + (first + r) * 16, all_factor, sum + r * 16, part_factor);
+      scratch_.all_factor[first + r] = first_of(all_factor);
+      scratch_.part_factor[first + r] = first_of(part_factor);
       all_shift = new_shift;
     }
   }
@@ -130,8 +128,7 @@ class TileSums {
     for (int64_t i = first; i < first + count; ++i) {
       for (int64_t r = 0; r < rows_in(group); ++r) {
         const int64_t at = (i * group_rows_ + r) * 16;
-        const __m512 old = _mm512_mul_ps(_mm512_load_ps(to + at), _mm512_set1_ps(all_factor[r]));
-        _mm512_store_ps(to + at, _mm512_fmadd_ps(_mm512_load_ps(from + at), _mm512_set1_ps(part_factor[r]), old));
+        merge_sums(to + at, set(all_factor[r]), from + at, set(part_factor[r]));
       }
     }
   }

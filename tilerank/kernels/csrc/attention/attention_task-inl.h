@@ -193,6 +193,11 @@ struct Sums {
   float *values, *weights, *max;
 };
 
+// all = all * all_factor + part * part_factor, a vector of sums over a part merged into those over all before it.
+static inline void merge_sums(float* all, Vec all_factor, const float* part, Vec part_factor) {
+  store(all, fma(load(part), part_factor, load(all) * all_factor));
+}
+
 // Memory for the sums of consecutive parts; dims: room per row for values.
 static inline int64_t floats_of_part(int64_t rows, int64_t dims) { return (rows + 31) / 32 * 32 * (dims + 16 + 16); }
 static inline Sums sums_of_part(float* parts, int64_t number, int64_t rows, int64_t dims) {

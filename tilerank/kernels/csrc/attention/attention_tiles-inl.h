@@ -60,7 +60,7 @@ struct PowerOfTwo {
   // Keeps the coefficients in registers; the compiler would reload constants for every row.
   [[gnu::always_inline]] inline void keep() { asm("" : "+v"(c4), "+v"(c3), "+v"(c2), "+v"(c1), "+v"(c0)); }
 };
-static inline __m512 power_of_two(__m512 x) { return PowerOfTwo{}(x); }
+static inline Vec power_of_two(Vec x) { return {PowerOfTwo{}(x.v)}; }
 
 // Returns the largest lane of each of 16 vectors.
 static inline __m512 largest_of_each(__m512 (&x)[16]) {

@@ -11,9 +11,10 @@ class VectorSums {
     for (int64_t r = 0; r < task_.rows; ++r) {
       const float max = std::max(scratch_.all_max[r], sums.max[r]);
       const Vec of_all = exp2(set(scratch_.all_max[r] - max)), of_part = exp2(set(sums.max[r] - max));
-      const auto add = [&](float* to, const float* from) { store(to, fma(load(from), of_part, load(to) * of_all)); };
-      add(scratch_.all_sum + r * kLanes, sums.weights + r * kLanes);
-      for (int64_t i = r * padded_; i < (r + 1) * padded_; i += kLanes) add(scratch_.all_o + i, sums.values + i);
+      merge_sums(scratch_.all_sum + r * kLanes, of_all, sums.weights + r * kLanes, of_part);
+      for (int64_t i = r * padded_; i < (r + 1) * padded_; i += kLanes) {
+        merge_sums(scratch_.all_o + i, of_all, sums.values + i, of_part);
+      }
       scratch_.all_max[r] = max;
     }
   }

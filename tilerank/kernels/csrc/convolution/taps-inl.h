@@ -90,7 +90,7 @@ class ShiftedRows {
     } else {
       for (const bf16* end = weight + units / kUnitsOfPair * 32; weight != end; weight += 32, x += stride) {
 #ifdef TR_BF16
-        add_unit<R>(x, [&](int v) { return PairVec{_mm512_loadu_si512(vector_of_pair(weight, v))}; }, sums);
+        add_unit<R>(x, [&](int v) { return load_pair(vector_of_pair(weight, v)); }, sums);
 #else
         add_unit<R>(x, [&](int v) { return load_pairs(vector_of_pair(weight, v)).a; }, sums);
         const bf16* again = weight;

@@ -1,10 +1,13 @@
 #ifndef TR_RUNG
+#include <array>
+
 #include "core/peaks.h"
 
 #define TR_SOURCE "core/peaks_vectors.cpp"
 #include "simd/foreach_isa.h"
 
 #else
+#include "simd/blocks-inl.h"
 
 namespace tilerank::TR_RUNG {
 
@@ -13,7 +16,7 @@ static inline Vec add_product(float, Vec sum, Vec a, Vec b) { return fma(a, b, s
 // On rungs without products of bf16, bf16 is widened and multiplied in fp32.
 static inline Vec add_product(bf16, Vec sum, Vec a, Vec b) {
 #ifdef TR_BF16
-  return {_mm512_dpbf16_ps(sum.v, (__m512bh)a.v, (__m512bh)b.v)};
+  return add_dot(sum, bits_of(a), bits_of(b));
 #else
   return fma(a, b, sum);
 #endif
@@ -21,11 +24,9 @@ static inline Vec add_product(bf16, Vec sum, Vec a, Vec b) {
 
 static inline Vec add_product(int8_t, Vec sum, Vec a, Vec b) {
 #ifdef TR_AVX512
-  const __m512i x = _mm512_castps_si512(a.v), y = _mm512_castps_si512(b.v);
-  return {_mm512_castsi512_ps(_mm512_dpbusd_epi32(_mm512_castps_si512(sum.v), x, y))};
+  return vec_of(add_dot(bits_of(sum), bits_of(a), bits_of(b)));
 #else
-  const __m256i pairs = _mm256_madd_epi16(_mm256_castps_si256(a.v), _mm256_castps_si256(b.v));
-  return {_mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(sum.v), pairs))};
+  return vec_of(add(bits_of(sum), dot(bits_of(a), bits_of(b))));
 #endif
 }
 

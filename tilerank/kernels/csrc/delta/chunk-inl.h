@@ -99,22 +99,15 @@ struct ChunkKeys {
  private:
   // Writes rows i to i + kLanes of k as columns, those beyond `rows` as zeros.
   void transpose_rows(int64_t i) const {
-#ifdef TR_AVX512
     for (int64_t column = 0; column < width; column += kLanes) {
-      __m512i from[kLanes], to[kLanes];
+      Vec from[kLanes], to[kLanes];
       for (int r = 0; r < kLanes; ++r) {
-        from[r] =
-            _mm512_castps_si512((i + r < rows ? load_columns(k + (i + r) * width + column, width - column) : zero()).v);
+        from[r] = i + r < rows ? load_columns(k + (i + r) * width + column, width - column) : zero();
       }
       transpose(from, to);
       const int64_t count = std::min<int64_t>(kLanes, width - column);
-      for (int64_t c = 0; c < count; ++c) _mm512_storeu_si512(k_columns + (column + c) * kChunk + i, to[c]);
+      for (int64_t c = 0; c < count; ++c) store(k_columns + (column + c) * kChunk + i, to[c]);
     }
-#else
-    for (int64_t column = 0; column < width; ++column) {
-      for (int64_t r = i; r < i + kLanes; ++r) k_columns[column * kChunk + r] = r < rows ? k[r * width + column] : 0.0f;
-    }
-#endif
   }
 
   void multiply_block(const float* a, float* products, int64_t i, int64_t j) const {

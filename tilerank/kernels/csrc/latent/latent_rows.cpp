@@ -51,14 +51,6 @@ TR_ENTRY(store_latent, Team& team, const Tensor& latent, const Tensor& rope_key,
   });
 }
 
-static inline Vec load_codes(const int8_t* p) {
-#ifdef TR_AVX512
-  return to_vec(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
-#else
-  return to_vec(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
-#endif
-}
-
 // The arguments are those of store_rows.
 template <class T>
 static void load_rows(const Tensor& data, const Tensor& scales, const Tensor& pages, const Tensor& latent,
@@ -78,7 +70,7 @@ static void load_rows(const Tensor& data, const Tensor& scales, const Tensor& pa
       for_lanes(n, [&](int64_t i, auto lanes) {
         alignas(16) int8_t codes[16] = {};
         std::memcpy(codes, from + i, static_cast<size_t>(std::min<int64_t>(n - i, kLanes)));
-        lanes.store(to + i, load_codes(codes) * scale);
+        lanes.store(to + i, load(codes) * scale);
       });
     };
     take(0, dims, 0, latent.row<T>(token));

@@ -22,7 +22,7 @@ static void store_both(T* p, T* q, Two x, L lanes) {
 }
 #ifdef TR_BF16
 static inline void store_both(bf16* p, bf16* q, Two x, AllLanes) {
-  const __m512i both = (__m512i)_mm512_cvtne2ps_pbh(x.b.v, x.a.v);
+  const __m512i both = narrow(x.a, x.b);
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_castsi512_si256(both));
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(q), _mm512_extracti64x4_epi64(both, 1));
 }

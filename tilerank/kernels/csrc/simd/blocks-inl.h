@@ -28,9 +28,7 @@ static inline void stream(bf16* p, const Vec32& x) {
   _mm512_stream_si512(reinterpret_cast<__m512i*>(p), narrow(x[0], x[1]));
 }
 // Copies n <= 32 numbers, then zeros, into a cache line.
-static inline void copy_line(void* to, const bf16* from, int64_t n) {
-  _mm512_store_si512(to, _mm512_maskz_loadu_epi16(first_words(n), from));
-}
+static inline void copy_line(void* to, const bf16* from, int64_t n) { _mm512_store_si512(to, load_words(from, n)); }
 #else
 template <class T>
 static inline void stream(T* p, const Vec32& x) {
@@ -44,12 +42,8 @@ static inline void store_exactly(const Some& two, T* p, Two x) {
   two.store(p, x);
 }
 #ifdef TR_AVX512
-// Rounds to nearest even in the upper half, by integer arithmetic.
 static inline __m512i rounded_exactly(Vec x) {
-  const __m512i bits = _mm512_castps_si512(x.v);
-  const __m512i last = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
-  const __m512i sum = _mm512_add_epi32(bits, _mm512_add_epi32(last, _mm512_set1_epi32(0x7fff)));
-  return _mm512_mask_mov_epi32(sum, _mm512_cmp_ps_mask(x.v, x.v, _CMP_UNORD_Q), _mm512_set1_epi32(0x7fc00000));
+  return _mm512_mask_mov_epi32(rounded_number(x), is_nan(x), _mm512_set1_epi32(0x7fc00000));
 }
 static inline __m512i rounded_words(Two x) { return upper_words(rounded_exactly(x.a), rounded_exactly(x.b)); }
 static inline void store_exactly(const AllTwo&, bf16* p, Two x) { _mm512_storeu_si512(p, rounded_words(x)); }
@@ -71,6 +65,19 @@ static inline Ints even_parts_first(Ints x) {
   return _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7), x);
 }
 static inline Ints both(Ints a, Ints b) { return _mm512_and_si512(a, b); }
+// The larger of unsigned halves.
+static inline Ints max_halves(Ints a, Ints b) { return _mm512_max_epu16(a, b); }
+static inline uint32_t largest_word(Ints x) { return _mm512_reduce_max_epu32(x); }
+// The lower halves of even and odd words, alternating.
+static inline Ints lower_words(Ints even, Ints odd) {
+  return _mm512_mask_blend_epi16(0xaaaaaaaau, even, _mm512_slli_epi32(odd, 16));
+}
+// The halves of both as signed bytes, in order.
+static inline Ints bytes_of_halves(Ints low, Ints high) { return even_parts_first(_mm512_packs_epi16(low, high)); }
+// Writes the lowest byte of every word.
+static inline void store_low_bytes(int8_t* p, Ints x) {
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(x));
+}
 static inline Ints differ(Ints a, Ints b) { return _mm512_xor_si512(a, b); }
 // sum += the products of unsigned bytes of x and signed bytes of y, four in each word; it may wrap around.
 static inline Ints add_dot(Ints sum, Ints x, Ints y) { return _mm512_dpbusd_epi32(sum, x, y); }
@@ -96,9 +103,6 @@ static inline __m256i half_of(Ints x) {
 static inline Vec load(const f16* p) {
   return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))};
 }
-static inline Vec load(const int8_t* p) {
-  return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))))};
-}
 #else
 #define TR_VECTOR(operation) _mm256_##operation
 using Ints = __m256i;
@@ -107,6 +111,17 @@ static inline Ints bits_of(Vec x) { return _mm256_castps_si256(x.v); }
 static inline Vec vec_of(Ints bits) { return {_mm256_castsi256_ps(bits)}; }
 static inline Ints or_and(Ints a, Ints b, Ints c) { return _mm256_or_si256(a, _mm256_and_si256(b, c)); }
 static inline Ints both(Ints a, Ints b) { return _mm256_and_si256(a, b); }
+static inline uint32_t largest_word(Ints x) {
+  alignas(32) uint32_t words[8];
+  _mm256_store_si256(reinterpret_cast<__m256i*>(words), x);
+  return *std::max_element(words, words + 8);
+}
+static inline void store_low_bytes(int8_t* p, Ints x) {
+  const __m256i first = _mm256_set1_epi32(0x0c080400);  // bytes 0, 4, 8 and 12 of each half
+  const __m256i bytes = _mm256_shuffle_epi8(x, first);
+  const int32_t parts[2] = {_mm256_extract_epi32(bytes, 0), _mm256_extract_epi32(bytes, 4)};
+  std::memcpy(p, parts, 8);
+}
 // The sums of the products of two halves in each word.
 static inline Ints dot(Ints x, Ints y) { return _mm256_madd_epi16(x, y); }
 static inline Ints even_parts_first(Ints x) { return _mm256_permute4x64_epi64(x, _MM_SHUFFLE(3, 1, 2, 0)); }
@@ -115,9 +130,6 @@ static inline __m128i half_of(Ints x) {
   return _mm256_extracti128_si256(x, kUpper);
 }
 static inline Vec load(const f16* p) { return {_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))}; }
-static inline Vec load(const int8_t* p) {
-  return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))))};
-}
 #endif
 
 static inline Ints words(int32_t x) { return TR_VECTOR(set1_epi32)(x); }
@@ -126,6 +138,7 @@ static inline Ints bytes(int x) { return TR_VECTOR(set1_epi8)(static_cast<char>(
 static inline Vec to_vec(Ints x) { return {TR_VECTOR(cvtepi32_ps)(x)}; }
 static inline Ints add(Ints a, Ints b) { return TR_VECTOR(add_epi32)(a, b); }
 static inline Ints subtract(Ints a, Ints b) { return TR_VECTOR(sub_epi32)(a, b); }
+static inline Ints max_words(Ints a, Ints b) { return TR_VECTOR(max_epu32)(a, b); }  // unsigned
 static inline Ints add_halves(Ints a, Ints b) { return TR_VECTOR(add_epi16)(a, b); }
 // Shifts: left, right with copies of the sign, and down with zeros.
 template <int kBits>

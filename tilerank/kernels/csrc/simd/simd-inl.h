@@ -1,6 +1,7 @@
 // A vector of kLanes floats for the rung that includes this file (foreach_isa.h does, once per rung: no include guard).
 //
-//   Vec v = load(p)        p is const float* or const bf16*, unaligned; load(p, n) reads only the first n (others 0)
+//   Vec v = load(p)        p is const float*, bf16* or int8_t*, unaligned; load(p, n) of the first two reads only the
+//                          first n (others 0)
 //   store(p, v)            rounds to nearest even if p is bf16*; store(p, v, n) writes only the first n
 //   round_to<T>(v)         v rounded to T (float, bf16), as a store and a load would
 //   for_lanes(n, f)        calls f(i, lanes) for every vector of n elements, of which the last may be partial, with
@@ -27,19 +28,25 @@ static inline Vec widen(__m256i half) {
 }
 static inline Vec load(const bf16* p) { return widen(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
 static inline Vec load(const bf16* p, int64_t n) { return widen(_mm256_maskz_loadu_epi16(first_lanes(n), p)); }
+static inline Vec load(const int8_t* p) {
+  return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))))};
+}
+// Rounds numbers to nearest even in the upper half: adds half of the last kept bit, less one if that bit is even.
+static inline __m512i rounded_number(Vec x) {
+  const __m512i bits = _mm512_castps_si512(x.v);
+  const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+  return _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+}
+static inline __mmask16 is_nan(Vec x) { return _mm512_cmp_ps_mask(x.v, x.v, _CMP_UNORD_Q); }
 #ifdef TR_BF16
 // vcvtneps2bf16 treats subnormal inputs as zero, as AMX and vdpbf16ps do.
 static inline __m256i narrow(Vec x) { return (__m256i)_mm512_cvtneps_pbh(x.v); }
 static inline __m512i narrow(Vec left, Vec right) { return (__m512i)_mm512_cvtne2ps_pbh(right.v, left.v); }
 #else
-// Rounds to nearest even in the upper half: adds half of the last kept bit, less one if that bit is even. A NaN keeps
-// its top bits and becomes quiet.
+// A NaN keeps its top bits and becomes quiet.
 static inline __m512i rounded_bits(Vec x) {
-  const __m512i bits = _mm512_castps_si512(x.v);
-  const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
-  const __m512i sum = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
-  const __mmask16 nan = _mm512_cmp_ps_mask(x.v, x.v, _CMP_UNORD_Q);
-  return _mm512_mask_or_epi32(sum, nan, bits, _mm512_set1_epi32(0x400000));
+  const __m512i quiet = _mm512_set1_epi32(0x400000);
+  return _mm512_mask_or_epi32(rounded_number(x), is_nan(x), _mm512_castps_si512(x.v), quiet);
 }
 static inline __m256i narrow(Vec x) { return _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded_bits(x), 16)); }
 static inline __m512i narrow(Vec left, Vec right) {
@@ -58,6 +65,7 @@ static inline Vec fma(Vec a, Vec b, Vec c) { return {_mm512_fmadd_ps(a.v, b.v, c
 static inline Vec max(Vec a, Vec b) { return {_mm512_max_ps(a.v, b.v)}; }
 static inline Vec min(Vec a, Vec b) { return {_mm512_min_ps(a.v, b.v)}; }
 static inline Vec sqrt(Vec a) { return {_mm512_sqrt_ps(a.v)}; }
+static inline float first_of(Vec a) { return _mm512_cvtss_f32(a.v); }
 static inline float sum(Vec a) { return _mm512_reduce_add_ps(a.v); }
 static inline float max_of(Vec a) { return _mm512_reduce_max_ps(a.v); }
 static inline Vec round_to_int(Vec a) {
@@ -87,6 +95,9 @@ static inline Vec load(const bf16* p, int64_t n) {
   alignas(16) uint16_t part[8] = {};
   std::memcpy(part, p, static_cast<size_t>(n) * 2);
   return widen(_mm_load_si128(reinterpret_cast<const __m128i*>(part)));
+}
+static inline Vec load(const int8_t* p) {
+  return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))))};
 }
 // Rounds to nearest even: adds half of the last kept bit, less one if that bit is even. A NaN keeps its top bits and
 // becomes quiet.
@@ -299,9 +310,11 @@ inline Two AllTwo::store<bf16>(bf16* p, Two x) const {
   return widen_words(words);
 }
 static inline __mmask32 first_words(int64_t n) { return static_cast<__mmask32>((uint64_t{1} << n) - 1); }
+// n <= 32 numbers, then zeros.
+static inline __m512i load_words(const bf16* p, int64_t n) { return _mm512_maskz_loadu_epi16(first_words(n), p); }
 template <>
 inline Two FirstTwo::load<bf16>(const bf16* p) const {
-  return widen_words(_mm512_maskz_loadu_epi16(first_words(n), p));
+  return widen_words(load_words(p, n));
 }
 template <>
 inline Two FirstTwo::store<bf16>(bf16* p, Two x) const {
